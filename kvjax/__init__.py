@@ -1,0 +1,27 @@
+"""kvjax: the KV cache of a language model as a managed, functional state."""
+
+from kvjax.cache.state import KVState, fork
+from kvjax.compose import PRESETS, policy
+from kvjax.decode import Generation, extend, generate, prefill, stream
+from kvjax.discovery import methods
+from kvjax.metrics import nbytes
+from kvjax.policy import Policy, PolicyError
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "PRESETS",
+    "Generation",
+    "KVState",
+    "Policy",
+    "PolicyError",
+    "extend",
+    "fork",
+    "generate",
+    "load",
+    "methods",
+    "nbytes",
+    "policy",
+    "prefill",
+    "stream",
+]

@@ -1,0 +1,1 @@
+"""Budgets: rules that yield targets, the live slots each stream may keep (numbers only)."""

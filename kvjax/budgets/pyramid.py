@@ -1,0 +1,62 @@
+"""Pyramid: more slots for lower layers, linearly, the mean over layers preserved.
+
+Cai et al., PyramidKV: Dynamic KV Cache Compression based on Pyramidal Information Funneling,
+https://arxiv.org/abs/2406.02069
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import jax.numpy as jnp
+
+from kvjax.budgets import amount as amounts
+from kvjax.policy import Budget, Frame, PolicyError, When
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float, Int
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Pyramid(Budget):
+    """Layer l of L keeps mean * (hi - (hi - lo) l / (L - 1)) with lo = 1 / slope and hi = 2 - lo.
+
+    Targets are rounded to the nearest slot (halves up). When the lowest layer would keep more than the
+    row has seen, the line is flattened around its mean until it does not.
+
+    Attributes:
+      amount: the mean over layers; slots per stream, share kept, or bytes of a row.
+      slope: mean over the last layer's share; 1 is uniform, the paper's beta 20 is steep.
+      when: as in ``uniform``.
+
+    Raises:
+      PolicyError: slope < 1, or an amount or a time that is none.
+    """
+
+    name = "pyramid"
+    amount: amounts.Amount = 0.25
+    slope: float = 2.0
+    when: When = "after_prompt"
+
+    def __post_init__(self) -> None:
+        amounts.check(repr(self), self.amount, self.when)
+        if self.slope < 1:
+            raise PolicyError(f"{self!r}: slope={self.slope} would widen the pyramid upwards. Give 1 or more.")
+
+    @property
+    def least(self) -> int | None:
+        """The last layer's target, if the amount is in tokens."""
+        mean = amounts.least(self.amount)
+        return None if mean is None else int(mean / self.slope + 0.5)
+
+    def targets(
+        self, frame: Frame, seen: Int[Array, " B"], scores: Float[Array, "B K T"] | None
+    ) -> Int[Array, "B K"]:
+        """The same for all heads of a layer."""
+        del scores
+        mean = amounts.slots(self.amount, frame, seen)
+        spread = jnp.minimum(mean * (1 - 1 / self.slope), jnp.maximum(seen - mean, 0))
+        down = 1 - 2 * frame.layer / max(frame.layers - 1, 1)  # +1 at layer 0 … -1 at the last
+        down = jnp.where(frame.layers > 1, down, 0.0)
+        return jnp.floor(mean + spread * down + 0.5).astype(jnp.int32)[:, None]

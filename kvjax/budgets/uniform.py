@@ -1,0 +1,47 @@
+"""The same number of slots for every layer and head."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import jax.numpy as jnp
+
+from kvjax.budgets import amount as amounts
+from kvjax.policy import Budget, Frame, When
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float, Int
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Uniform(Budget):
+    """Every stream may keep ``amount``; ratios are rounded to the nearest slot (halves up), bytes down.
+
+    Attributes:
+      amount: slots per stream (int), share kept (float in (0, 1]) or bytes of a row ("8MiB").
+      when: ``after_prompt`` (once), ``every_step``, or ``every(k)``.
+
+    Raises:
+      PolicyError: an amount or a time that is none.
+    """
+
+    name = "uniform"
+    amount: amounts.Amount = 0.25
+    when: When = "after_prompt"
+
+    def __post_init__(self) -> None:
+        amounts.check(repr(self), self.amount, self.when)
+
+    @property
+    def least(self) -> int | None:
+        """The amount, if it is in tokens."""
+        return amounts.least(self.amount)
+
+    def targets(
+        self, frame: Frame, seen: Int[Array, " B"], scores: Float[Array, "B K T"] | None
+    ) -> Int[Array, "B K"]:
+        """The same for all heads."""
+        del scores
+        rounding = 0.0 if isinstance(self.amount, str) else 0.5
+        return jnp.floor(amounts.slots(self.amount, frame, seen) + rounding).astype(jnp.int32)[:, None]

@@ -1,0 +1,298 @@
+"""GLOBAL: what outlived the window, in pages from one pool, with one length per stream.
+
+A **stream** is one (row, KV head) of a layer; it owns R page lists (one, or two when a selection part
+reads some tokens always and chooses among the rest). Live slots are a prefix of a list: a slot freed in
+the middle is filled at once from the list's last slot, so a read needs lengths and never a mask.
+
+  list of one stream, S = 4, length 6:   page 7 [a b c d]   page 2 [e f . .]
+  free slot 1                        :   page 7 [a f c d]   page 2 [e . . .]
+  free slot 0                        :   page 7 [e f c d]   page 2 returns to the pool
+
+The order of slots carries no meaning; keys are stored after RoPE and ``pos`` says who is where.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Protocol
+
+import jax.numpy as jnp
+
+from kvjax.cache.ring import Entry
+from kvjax.types import EMPTY, pytree
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Bool, Float, Int
+
+
+@pytree()
+class Pages:
+    """The ragged room of one layer: a pool, and who owns which page of it.
+
+    Attributes:
+      k, v: the pool; codes when the storage part quantises.
+      scales: per page and channel, for K and V; only grow while a page is owned. None for float pools.
+      pos: true position of the token in each slot.
+      meta: per-slot values of policy parts.
+      summary: per-page values of the selection part, each a function of the page's content alone.
+      table: ids of the pages of each list, in list order; EMPTY beyond the last.
+      length: live slots of each list.
+      refs: owners of each page; 0 is free. Overwriting a page needs a count of one.
+      free: ``free[:n_free]`` are the ids of the free pages, a stack.
+      n_free: pages on the stack.
+      overflow: a token could not be stored because the pool or a list was full; never set in a sound run.
+    """
+
+    k: Float[Array, "P S H"]
+    v: Float[Array, "P S H"]
+    scales: Float[Array, "P 2 H"] | None
+    pos: Int[Array, "P S"]
+    meta: dict[str, Float[Array, "P S"]]
+    summary: dict[str, Float[Array, "P ..."]]
+    table: Int[Array, "B K R M"]
+    length: Int[Array, "B K R"]
+    refs: Int[Array, " P"]
+    free: Int[Array, " P"]
+    n_free: Int[Array, ""]
+    overflow: Bool[Array, ""]
+
+    @property
+    def size(self) -> int:
+        """S, slots of a page."""
+        return self.pos.shape[1]
+
+    @property
+    def count(self) -> int:
+        """P, pages of the pool."""
+        return self.pos.shape[0]
+
+
+class Codec(Protocol):
+    """What the pages need of a storage part: see ``kvjax.policy.Storage``."""
+
+    def write(self, pages: Pages, page: Array, slot: Array, k: Array, v: Array) -> Pages: ...
+
+    def read(self, pages: Pages, page: Array, slot: Array) -> tuple[Array, Array]: ...
+
+
+class Summariser(Protocol):
+    """What the pages need of a selection part: see ``kvjax.policy.Selection``."""
+
+    def summarise(self, k: Array, live: Array) -> dict[str, Array]: ...
+
+
+def used(pages: Pages) -> Int[Array, "B K R"]:
+    """Pages owned by each list."""
+    return -(-pages.length // pages.size)
+
+
+# --- writing -------------------------------------------------------------------------------------
+
+
+def append(
+    pages: Pages, codec: Codec, chooser: Summariser, new: Entry, which: Int[Array, "B K T"]
+) -> Pages:
+    """Store tokens at the ends of their streams' lists, taking pages from the pool as needed.
+
+    Args:
+      pages: the room.
+      codec: how a slot is held.
+      chooser: recomputes the summaries of touched pages.
+      new: T tokens; ``new.admit`` is not looked at here.
+      which: the list each token goes to, per KV head, or EMPTY for tokens that are not stored.
+    """
+    lists = pages.length.shape[2]
+    want = which[..., None] == jnp.arange(lists)  # [B, K, T, R]
+    rank = jnp.cumsum(want, axis=2) - 1
+    pages, grown = _take_pages(pages, want.sum(axis=2), new.k.shape[2])
+    index = (pages.length[:, :, None, :] + rank) * want  # list index of each token, in its own list
+    index = index.sum(axis=-1)
+    page = _page_of(pages, jnp.maximum(which, 0), index)
+    page = jnp.where(which >= 0, page, pages.count)  # out of range: dropped by every scatter
+    slot = index % pages.size
+    pages = codec.write(pages, page, slot, new.k, new.v)
+    pos = jnp.broadcast_to(new.pos[:, None, :], page.shape)
+    pages = dataclasses.replace(
+        pages,
+        pos=pages.pos.at[page, slot].set(pos, mode="drop"),
+        meta={
+            name: old.at[page, slot].set(new.meta[name].astype(old.dtype), mode="drop")
+            for name, old in pages.meta.items()
+        },
+        length=grown,
+    )
+    return _summarise(pages, codec, chooser, page if page.shape[2] == 1 else None)
+
+
+def _take_pages(pages: Pages, extra: Int[Array, "B K R"], most: int) -> tuple[Pages, Array]:
+    """Give every list the pages that ``extra`` (at most ``most``) more tokens need; new lengths.
+
+    The j-th new page of the i-th list is the one ``before[i] + j`` below the top of the free stack.
+    """
+    size, entries = pages.size, pages.table.shape[-1]
+    have = used(pages)
+    need = -(-(pages.length + extra) // size) - have
+    flat = need.reshape(-1)
+    before = (jnp.cumsum(flat) - flat).reshape(need.shape)
+    j = jnp.arange(-(-most // size))
+    at = pages.n_free - 1 - (before[..., None] + j)
+    entry = have[..., None] + j
+    granted = (j < need[..., None]) & (at >= 0) & (entry < entries)
+    ids = jnp.where(granted, pages.free[jnp.maximum(at, 0)], pages.count)
+    b, k = _streams(pages)
+    r = jnp.arange(need.shape[2])[:, None]
+    entry = jnp.where(granted, entry, entries)
+    table = pages.table.at[b[..., None], k[..., None], r, entry].set(ids, mode="drop")
+    short = jnp.any((j < need[..., None]) & ~granted)
+    total = flat.sum()
+    pages = dataclasses.replace(
+        pages,
+        table=table,
+        refs=pages.refs.at[ids].add(1, mode="drop"),
+        # A page starts its life with scale zero: the first token sets it.
+        scales=None if pages.scales is None else pages.scales.at[ids].set(0.0, mode="drop"),
+        n_free=jnp.maximum(pages.n_free - total, 0),
+        overflow=pages.overflow | short,
+    )
+    return pages, pages.length + extra
+
+
+def _streams(pages: Pages) -> tuple[Array, Array]:
+    """Row and head indices of shape [B, 1, 1] and [1, K, 1]."""
+    rows, heads = pages.table.shape[:2]
+    return jnp.arange(rows)[:, None, None], jnp.arange(heads)[None, :, None]
+
+
+def _page_of(pages: Pages, which: Array, index: Array) -> Array:
+    """Pool page that holds list index ``index`` of list ``which``; out of range when there is none."""
+    entries = pages.table.shape[-1]
+    entry = index // pages.size
+    b, k = _streams(pages)
+    page = pages.table[b, k, which, jnp.minimum(entry, entries - 1)]
+    return jnp.where((entry < entries) & (page >= 0), page, pages.count)
+
+
+def _summarise(pages: Pages, codec: Codec, chooser: Summariser, touched: Array | None) -> Pages:
+    """Recompute the summaries of the touched pages (of all, when None) from what they hold now."""
+    if not pages.summary:
+        return pages
+    page = jnp.arange(pages.count) if touched is None else touched.reshape(-1)
+    slot = jnp.arange(pages.size)
+    k, _ = codec.read(pages, jnp.minimum(page, pages.count - 1)[:, None], slot[None, :])
+    fill = fills(pages)[jnp.minimum(page, pages.count - 1)]
+    fresh = chooser.summarise(k, slot[None, :] < fill[:, None])
+    return dataclasses.replace(
+        pages, summary={n: old.at[page].set(fresh[n], mode="drop") for n, old in pages.summary.items()}
+    )
+
+
+def fills(pages: Pages) -> Int[Array, " P"]:
+    """Live slots of every page of the pool; 0 for free pages."""
+    entries = pages.table.shape[-1]
+    fill = jnp.clip(pages.length[..., None] - jnp.arange(entries) * pages.size, 0, pages.size)
+    ids = jnp.where((pages.table >= 0) & (fill > 0), pages.table, pages.count)
+    return jnp.zeros(pages.count, jnp.int32).at[ids].set(fill, mode="drop")
+
+
+# --- looking -------------------------------------------------------------------------------------
+
+
+@pytree()
+class Slots:
+    """The slots of every stream, gathered into one line per stream (its lists one after the other).
+
+    Attributes:
+      pos: true positions; EMPTY in dead slots.
+      live: does the slot hold a token?
+      meta: the policy part's values (anything in dead slots).
+    """
+
+    pos: Int[Array, "B K C"]
+    live: Bool[Array, "B K C"]
+    meta: dict[str, Float[Array, "B K C"]]
+
+
+def slots(pages: Pages) -> Slots:
+    """Positions and metadata per stream; C = R * M * S, no keys or values are read."""
+    rows, heads, lists, entries = pages.table.shape
+    index = jnp.arange(entries * pages.size).reshape(entries, pages.size)
+    live = (index < pages.length[..., None, None]).reshape(rows, heads, -1)
+    ids = jnp.maximum(pages.table, 0)
+    flat = (rows, heads, lists * entries * pages.size)
+    return Slots(
+        pos=jnp.where(live, pages.pos[ids].reshape(flat), EMPTY),
+        live=live,
+        meta={name: value[ids].reshape(flat) for name, value in pages.meta.items()},
+    )
+
+
+# --- removing ------------------------------------------------------------------------------------
+
+
+def remove(pages: Pages, codec: Codec, chooser: Summariser, victim: Int[Array, "B K"]) -> Pages:
+    """Free one slot of each stream: ``victim`` counts along the lines of ``slots``; EMPTY frees nothing.
+
+    The list's last token moves into the hole, and a page emptied by that returns to the pool.
+    """
+    span = pages.table.shape[-1] * pages.size
+    hit = victim >= 0
+    which = jnp.where(hit, victim // span, 0)[..., None]  # [B, K, 1]
+    hole = jnp.where(hit, victim % span, 0)[..., None]
+    length = jnp.take_along_axis(pages.length, which, axis=2)
+    last = jnp.maximum(length - 1, 0)
+    source, target = _page_of(pages, which, last), _page_of(pages, which, hole)
+    moves = hit[..., None] & (hole != last)
+    pages = _move(pages, codec, source, last % pages.size, jnp.where(moves, target, pages.count), hole)
+    shorter = jnp.where(hit[..., None], last, length)
+    emptied = hit[..., None] & (shorter % pages.size == 0)
+    pages = _give_back(pages, which, last // pages.size, jnp.where(emptied, source, pages.count))
+    b, k = _streams(pages)
+    pages = dataclasses.replace(pages, length=pages.length.at[b, k, which].set(shorter))
+    return _summarise(pages, codec, chooser, jnp.concatenate([target, source], axis=-1))
+
+
+def _move(pages: Pages, codec: Codec, source: Array, at: Array, target: Array, hole: Array) -> Pages:
+    """Copy slot ``at`` of page ``source`` over slot ``hole`` of page ``target``; keys, values, everything."""
+    clip = jnp.minimum(source, pages.count - 1)
+    k, v = codec.read(pages, clip, at)
+    slot = hole % pages.size
+    pages = codec.write(pages, target, slot, k, v)
+    return dataclasses.replace(
+        pages,
+        pos=pages.pos.at[target, slot].set(pages.pos[clip, at], mode="drop"),
+        meta={n: x.at[target, slot].set(x[clip, at], mode="drop") for n, x in pages.meta.items()},
+    )
+
+
+def _give_back(pages: Pages, which: Array, entry: Array, page: Array) -> Pages:
+    """Return each stream's ``page`` (out of range: none) to the pool and strike it from its list."""
+    entries = pages.table.shape[-1]
+    flat = page.reshape(-1)
+    gone = flat < pages.count
+    top = pages.n_free + jnp.cumsum(gone) - 1
+    entry = jnp.where(page < pages.count, entry, entries)
+    b, k = _streams(pages)
+    return dataclasses.replace(
+        pages,
+        table=pages.table.at[b, k, which, entry].set(EMPTY, mode="drop"),
+        refs=pages.refs.at[flat].add(-1, mode="drop"),
+        free=pages.free.at[jnp.where(gone, top, pages.count)].set(flat, mode="drop"),
+        n_free=pages.n_free + gone.sum(),
+    )
+
+
+def clear(pages: Pages, gone: Bool[Array, " B"]) -> Pages:
+    """Return every page of the chosen rows to the pool (a finished request)."""
+    entries = pages.table.shape[-1]
+    owned = (jnp.arange(entries) < used(pages)[..., None]) & gone[:, None, None, None]
+    flat = jnp.where(owned, pages.table, pages.count).reshape(-1)
+    back = flat < pages.count
+    top = pages.n_free + jnp.cumsum(back) - 1
+    return dataclasses.replace(
+        pages,
+        table=jnp.where(gone[:, None, None, None], EMPTY, pages.table),
+        length=jnp.where(gone[:, None, None], 0, pages.length),
+        refs=pages.refs.at[flat].add(-1, mode="drop"),
+        free=pages.free.at[jnp.where(back, top, pages.count)].set(flat, mode="drop"),
+        n_free=pages.n_free + back.sum(),
+    )

@@ -1,0 +1,126 @@
+"""Sizes of pools: how many pages to allocate, and moving a room into a pool of another size.
+
+Static shapes and real memory meet here. Pools come in size classes of a quarter octave (1, 1.25, 1.5 and
+1.75 times powers of two), so that few programs are compiled and at most a quarter is wasted.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax.numpy as jnp
+
+from kvjax.cache.pages import Pages
+from kvjax.types import EMPTY
+
+
+def size_class(need: int) -> int:
+    """The smallest size class that holds ``need``: 1 … 8, 10, 12, 14, 16, 20, 24, 28, 32, 40 …"""
+    if need <= 8:
+        return max(1, need)
+    quarter = 1 << ((need - 1).bit_length() - 3)
+    return -(-need // quarter) * quarter
+
+
+def empty(
+    *,
+    pages: int,
+    size: int,
+    rows: int,
+    heads: int,
+    lists: int,
+    entries: int,
+    head_dim: int,
+    dtype: jnp.dtype,
+    scaled: bool,
+    meta: tuple[str, ...],
+    summary: dict[str, tuple[int, ...]],
+) -> Pages:
+    """A room with all its pages free.
+
+    Args:
+      pages, size: P pages of S slots.
+      rows, heads, lists, entries: B, K, R and M, the shape of the page table.
+      head_dim, dtype, scaled: how a slot is held; ``scaled`` pools carry per-channel scales.
+      meta: names of per-slot values.
+      summary: shape of each per-page value.
+    """
+    slot = (pages, size)
+    return Pages(
+        k=jnp.zeros((*slot, head_dim), dtype),
+        v=jnp.zeros((*slot, head_dim), dtype),
+        scales=jnp.zeros((pages, 2, head_dim), jnp.float32) if scaled else None,
+        pos=jnp.full(slot, EMPTY, jnp.int32),
+        meta={name: jnp.zeros(slot, jnp.float32) for name in meta},
+        summary={name: jnp.zeros((pages, *shape), jnp.float32) for name, shape in summary.items()},
+        table=jnp.full((rows, heads, lists, entries), EMPTY, jnp.int32),
+        length=jnp.zeros((rows, heads, lists), jnp.int32),
+        refs=jnp.zeros(pages, jnp.int32),
+        free=jnp.arange(pages, dtype=jnp.int32)[::-1],
+        n_free=jnp.asarray(pages, jnp.int32),
+        overflow=jnp.asarray(False),
+    )
+
+
+def resize(pages: Pages, count: int) -> Pages:
+    """The same room in a pool of ``count`` pages, owned pages first and renumbered.
+
+    ``count`` must be at least the number of owned pages (the caller has read it).
+    """
+    order = jnp.argsort(pages.refs == 0, stable=True)  # owned pages, then free ones
+    where = jnp.argsort(order)  # old id -> new id
+    kept = jnp.arange(count)
+    source = order[jnp.minimum(kept, pages.count - 1)]
+    owned = kept < jnp.sum(pages.refs > 0)
+
+    def carry(x: jnp.ndarray) -> jnp.ndarray:
+        mask = owned.reshape(-1, *([1] * (x.ndim - 1)))
+        return jnp.where(mask, x[source], jnp.zeros((), x.dtype))
+
+    n_free = count - jnp.sum(owned)
+    return dataclasses.replace(
+        pages,
+        k=carry(pages.k),
+        v=carry(pages.v),
+        scales=None if pages.scales is None else carry(pages.scales),
+        pos=carry(pages.pos),
+        meta={name: carry(x) for name, x in pages.meta.items()},
+        summary={name: carry(x) for name, x in pages.summary.items()},
+        table=jnp.where(pages.table >= 0, where[jnp.maximum(pages.table, 0)], EMPTY),
+        refs=carry(pages.refs),
+        # The stack hands out low ids first: its top is the lowest free id.
+        free=jnp.where(kept < n_free, count - 1 - kept, 0),
+        n_free=n_free,
+    )
+
+
+def pick_rows(pages: Pages, index: jnp.ndarray, count: int) -> Pages:
+    """The chosen rows in that order, each with pages of its own, in a pool of ``count`` pages.
+
+    Rows are copied, not shared: every page of the result has exactly one owner.
+    """
+    table, length = pages.table[index], pages.length[index]
+    entries = table.shape[-1]
+    used = jnp.arange(entries) < (-(-length // pages.size))[..., None]
+    flat = used.reshape(-1)
+    rank = jnp.cumsum(flat) - 1
+    total = flat.sum()
+    fresh = jnp.where(flat, rank, count)
+    origin = jnp.zeros(count, jnp.int32).at[fresh].set(jnp.maximum(table, 0).reshape(-1), mode="drop")
+    owned = jnp.arange(count) < total
+    n_free = count - total
+    return dataclasses.replace(
+        pages,
+        k=pages.k[origin],
+        v=pages.v[origin],
+        scales=None if pages.scales is None else pages.scales[origin],
+        pos=pages.pos[origin],
+        meta={name: x[origin] for name, x in pages.meta.items()},
+        summary={name: x[origin] for name, x in pages.summary.items()},
+        table=jnp.where(used, rank.reshape(table.shape), EMPTY).astype(jnp.int32),
+        length=length,
+        refs=owned.astype(jnp.int32),
+        free=jnp.where(jnp.arange(count) < n_free, count - 1 - jnp.arange(count), 0),
+        n_free=n_free,
+        overflow=pages.overflow | (total > count),
+    )

@@ -1,0 +1,150 @@
+"""The ring: the last W tokens of every row, exact, in the model's own dtype.
+
+Slot j of a row that has seen n tokens holds the newest position p < n with p mod W = j, so neither
+cursor nor positions are stored. W = 4, n = 6 (tokens 0 .. 5 seen):
+
+  slot       0  1  2  3
+  position   4  5  2  3      the next token (6) lands in slot 2; token 2 meets the door first
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+
+from kvjax.types import EMPTY, pytree
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Bool, Float, Int
+
+
+@pytree()
+class Entry:
+    """T tokens on their way into a room, or out of one.
+
+    Attributes:
+      k, v: keys after RoPE, and values.
+      pos: true position of each token, or EMPTY where there is none.
+      admit: may the token outlive the window? One bit per KV head.
+      meta: values a policy part keeps with every token, by name; they move wherever the token moves.
+    """
+
+    k: Float[Array, "B K T H"]
+    v: Float[Array, "B K T H"]
+    pos: Int[Array, "B T"]
+    admit: Bool[Array, "B K T"]
+    meta: dict[str, Float[Array, "B K T"]]
+
+
+@pytree()
+class Ring:
+    """The recent room of one layer.
+
+    Attributes:
+      k, v: keys after RoPE, and values; slots never written hold zeros.
+      admit: the verdict that acts when the token leaves.
+      meta: per-slot values of policy parts.
+    """
+
+    k: Float[Array, "B K W H"]
+    v: Float[Array, "B K W H"]
+    admit: Bool[Array, "B K W"]
+    meta: dict[str, Float[Array, "B K W"]]
+
+    @property
+    def window(self) -> int:
+        """W, the number of slots."""
+        return self.k.shape[2]
+
+
+def empty(
+    rows: int, heads: int, window: int, head_dim: int, dtype: jnp.dtype, meta: tuple[str, ...] = ()
+) -> Ring:
+    """A ring that has seen nothing."""
+    shape = (rows, heads, window)
+    return Ring(
+        k=jnp.zeros((*shape, head_dim), dtype),
+        v=jnp.zeros((*shape, head_dim), dtype),
+        admit=jnp.zeros(shape, bool),
+        meta={name: jnp.zeros(shape, jnp.float32) for name in meta},
+    )
+
+
+def positions(length: Int[Array, " B"], window: int) -> Int[Array, "B W"]:
+    """The position each slot holds after ``length`` tokens, EMPTY where none was written yet."""
+    last = length[:, None] - 1
+    pos = last - (last - jnp.arange(window)[None, :]) % window
+    return jnp.where((pos >= 0) & (last >= 0), pos, EMPTY)
+
+
+def put(ring: Ring, new: Entry, length: Int[Array, " B"], count: Int[Array, " B"]) -> Ring:
+    """Write the newest min(count, W) of ``count`` arriving tokens; rows write nothing past their count.
+
+    Args:
+      ring: the ring after ``length`` tokens.
+      new: T arriving tokens at positions length .. length + T - 1, of which ``count`` are real.
+      length: tokens each row had seen.
+      count: real tokens of each row, 0 .. T.
+    """
+    rows, _, t, _ = new.k.shape
+    step = jnp.arange(t)[None, :]
+    stays = (step < count[:, None]) & (step >= count[:, None] - ring.window)
+    # Out-of-range slots are dropped by the scatter; two tokens of one call never share a slot.
+    slot = jnp.where(stays, (length[:, None] + step) % ring.window, ring.window)
+    row = jnp.arange(rows)[:, None]
+
+    def write(old: Array, value: Array) -> Array:
+        # Advanced indices on axes 0 and 2 put the (B, T) axes in front.
+        return old.at[row, :, slot].set(jnp.moveaxis(value, 2, 1).astype(old.dtype), mode="drop")
+
+    return dataclasses.replace(
+        ring,
+        k=write(ring.k, new.k),
+        v=write(ring.v, new.v),
+        admit=write(ring.admit, new.admit),
+        meta={name: write(old, new.meta[name]) for name, old in ring.meta.items()},
+    )
+
+
+def leaving(ring: Ring, new: Entry, length: Int[Array, " B"], count: Int[Array, " B"]) -> Entry:
+    """The tokens that step out of the window while ``count`` new ones step in, oldest first.
+
+    With W = 4, length = 6 and T = count = 6, candidates c = 0 .. 5 are the positions length - W + c:
+
+      position   2  3  4  5 | 6  7        2 .. 5 come from the ring,
+      source     ring slots | chunk 0 1   6 and 7 pass straight through the chunk
+
+    Returns:
+      T candidates; ``pos`` is EMPTY where a candidate does not exist.
+    """
+    t, w = new.k.shape[2], ring.window
+    pos = length[:, None] - w + jnp.arange(t)[None, :]
+    pos = jnp.where((pos >= 0) & (jnp.arange(t)[None, :] < count[:, None]), pos, EMPTY)
+    from_ring, from_chunk = min(t, w), max(0, t - w)
+    slot = (length[:, None] + jnp.arange(from_ring)[None, :]) % w  # (length - W + c) mod W
+
+    def gather(old: Array, value: Array) -> Array:
+        index = slot.reshape(slot.shape[0], 1, from_ring, *([1] * (old.ndim - 3)))
+        out = jnp.take_along_axis(old, index, axis=2)
+        return jnp.concatenate([out, value[:, :, :from_chunk]], axis=2) if from_chunk else out
+
+    return Entry(
+        k=gather(ring.k, new.k),
+        v=gather(ring.v, new.v),
+        pos=pos,
+        admit=gather(ring.admit, new.admit),
+        meta={name: gather(old, new.meta[name]) for name, old in ring.meta.items()},
+    )
+
+
+def live(length: Int[Array, " B"], window: int) -> Int[Array, " B"]:
+    """Tokens a row holds in a ring of ``window`` slots."""
+    return jnp.minimum(length, window)
+
+
+def rows(ring: Ring, index: Int[Array, " B2"]) -> Ring:
+    """The ring of the chosen rows, in that order (repeats copy)."""
+    return jax.tree.map(lambda x: x[index], ring)

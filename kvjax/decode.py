@@ -1,0 +1,529 @@
+"""Prefill, step, generate: pure functions over a donated state, and the host loops around them.
+
+Nothing here knows a model family or a method: the network and the policy arrive as values. On the host
+there are only loops over chunks, layers (whole-prompt prefill) and segments of up to 64 steps; page
+counts are read between them, never inside.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax import layer as layers
+from kvjax import metrics
+from kvjax.cache import pool, state as states
+from kvjax.cache import ring as rings
+from kvjax.cache.ring import Entry
+from kvjax.cache.state import KVState, LayerCache
+from kvjax.policy import Nothing, Policy
+from kvjax.sampling import Sampling, sample, sampling
+from kvjax.types import EMPTY, Heads, Network, Params, Weighted, pytree
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Bool, Float, Int
+
+PAGE = 64
+"""Default slots of a page."""
+
+SEGMENT = 64
+"""Most steps compiled into one program between two looks of the host."""
+
+Progress = Callable[[int, int], None]
+"""Called with (done, all) units of prefill work: tokens, or layers."""
+
+
+class RequestError(ValueError):
+    """A prompt or a request that cannot be served."""
+
+
+def bucket(n: int) -> int:
+    """The size class of a context: the next power of two or 1.5 times one, at least 64."""
+    size = 64
+    while size < n:
+        size = size * 3 // 2 if size & (size - 1) == 0 else size * 4 // 3
+    return size
+
+
+def empty(
+    network: Network, policy: Policy, *, rows: int, context: int, dtype: jnp.dtype, page: int = PAGE
+) -> KVState:
+    """A state that has seen nothing.
+
+    Args:
+      network: sizes of the model.
+      policy: decides which rooms exist and what is kept with a slot.
+      rows: B.
+      context: most tokens a row will ever see.
+      dtype: of keys and values, the model's own.
+      page: slots of a page.
+    """
+    dtype = jnp.dtype(dtype)
+    heads, dim = network.num_kv_heads, network.head_dim
+
+    def room(window: int | None) -> LayerCache:
+        w = policy.window(context) if window is None else min(window, context)
+        ring = rings.empty(rows, heads, w, dim, dtype, policy.keeps)
+        if window is not None or not policy.paged(context):
+            return LayerCache(ring=ring, pages=None, summary=None)
+        pages = pool.empty(
+            pages=1,
+            size=page,
+            rows=rows,
+            heads=heads,
+            lists=2 if policy.selection.splits else 1,
+            entries=-(-context // page),
+            head_dim=dim,
+            dtype=policy.storage.dtype(dtype),
+            scaled=policy.storage.scaled,
+            meta=policy.keeps,
+            summary=policy.selection.summary_shapes(page, dim),
+        )
+        return LayerCache(ring=ring, pages=pages, summary=policy.completion.empty(rows, heads, dim, context))
+
+    return KVState(
+        layers=tuple(room(window) for window in network.windows),
+        length=jnp.zeros(rows, jnp.int32),
+        total=jnp.zeros(rows, jnp.int32),
+        peak=jnp.zeros(2, jnp.float32),
+    )
+
+
+def _site(network: Network, policy: Policy, weights: Params, index: int, total: Array) -> layers.Site:
+    mine = {place: per_layer[index] for place, per_layer in weights.items()}
+    return layers.Site(policy, mine, index, network.num_layers, network.windows[index], total)
+
+
+# --- one token -----------------------------------------------------------------------------------
+
+
+def step(
+    network: Network,
+    policy: Policy,
+    params: Params,
+    weights: Params,
+    state: KVState,
+    tokens: Int[Array, " B"],
+    active: Bool[Array, " B"],
+) -> tuple[KVState, Float[Array, "B V"]]:
+    """Feed one token to every active row; logits of the next. Pure; jit and donate ``state``.
+
+    Args:
+      network, policy: static.
+      params: the model's weights.
+      weights: the policy's learned weights, ``weights[place][layer]``.
+      state: with pages reserved for the step (``reserve``).
+      tokens: one id a row.
+      active: rows that take part; the others leave no trace.
+    """
+    positions = state.length[:, None]
+    x = network.embed(params, tokens[:, None])
+    rooms = []
+    for index, (block, room) in enumerate(zip(params["layers"], state.layers)):
+        site = _site(network, policy, weights, index, state.total)
+
+        def attend(_: int, heads: Heads, room: LayerCache, site: layers.Site = site) -> tuple[Array, LayerCache]:
+            return layers.step(site, room, heads, state.length, active)
+
+        x, room = network.layer(block, index, x, positions, attend, room)
+        rooms.append(room)
+    length = state.length + active.astype(jnp.int32)
+    state = dataclasses.replace(state, layers=tuple(rooms), length=length)
+    return state, network.logits(params, x[:, 0])
+
+
+# --- a prompt in pieces --------------------------------------------------------------------------
+
+
+def chunk(
+    network: Network,
+    policy: Policy,
+    params: Params,
+    weights: Params,
+    state: KVState,
+    tokens: Int[Array, "B T"],
+    count: Int[Array, " B"],
+) -> tuple[KVState, Float[Array, "B D"]]:
+    """Feed ``count`` of T tokens to every row; the last real token's output. Pure."""
+    t = tokens.shape[1]
+    positions = state.length[:, None] + jnp.arange(t)[None, :]
+    x = network.embed(params, tokens)
+    rooms = []
+    for index, (block, room) in enumerate(zip(params["layers"], state.layers)):
+        site = _site(network, policy, weights, index, state.total)
+
+        def attend(_: int, heads: Heads, room: LayerCache, site: layers.Site = site) -> tuple[Array, LayerCache]:
+            return layers.chunk(site, room, heads, state.length, count)
+
+        x, room = network.layer(block, index, x, positions, attend, room)
+        rooms.append(room)
+    state = dataclasses.replace(state, layers=tuple(rooms), length=state.length + count)
+    last = jnp.maximum(count - 1, 0)[:, None, None]
+    return state, jnp.take_along_axis(x, last, axis=1)[:, 0]
+
+
+_STATIC = ("network", "policy")
+_chunk = jax.jit(chunk, static_argnames=_STATIC, donate_argnames="state")
+_step = jax.jit(step, static_argnames=_STATIC, donate_argnames="state")
+
+
+@functools.partial(jax.jit, static_argnames="network")
+def _logits(network: Network, params: Params, x: Float[Array, "B D"]) -> Float[Array, "B V"]:
+    return network.logits(params, x)
+
+
+def prefill(
+    model: Weighted,
+    policy: Policy,
+    prompts: Sequence[Sequence[int]],
+    *,
+    context: int | None = None,
+    chunk_size: int = 256,
+    page: int = PAGE,
+    weights: Params | None = None,
+    progress: Progress | None = None,
+) -> tuple[KVState, Float[Array, "B V"]]:
+    """Read the prompts; the compressed state and the logits of each row's next token.
+
+    Policies that decide on arrival read in chunks, in bounded memory; policies that score after full
+    attention read the whole prompt layer by layer, each layer compressed before the next one runs.
+
+    Args:
+      model: a network and its weights.
+      policy: what to keep.
+      prompts: token ids per row, any lengths of at least 1.
+      context: most tokens a row will ever see (prompt and new ones); by default the prompts' size class.
+      chunk_size: tokens a chunk.
+      page: slots of a page.
+      weights: the policy's learned weights.
+      progress: told how much is done.
+
+    Raises:
+      RequestError: an empty prompt, or one longer than the model or ``context`` allows.
+    """
+    lengths = [len(prompt) for prompt in prompts]
+    context = bucket(max(lengths, default=0)) if context is None else context
+    _check_prompts(model.network, lengths, context)
+    dtype = model.params["embed"].dtype
+    state = empty(model.network, policy, rows=len(prompts), context=context, dtype=dtype, page=page)
+    state = dataclasses.replace(state, total=jnp.asarray(lengths, jnp.int32))
+    if policy.whole_prompt:
+        return _prefill_whole(model, policy, state, prompts, weights or {}, progress)
+    return extend(model, policy, state, prompts, chunk_size=chunk_size, weights=weights, progress=progress)
+
+
+def _check_prompts(network: Network, lengths: list[int], context: int) -> None:
+    if not lengths:
+        raise RequestError("prefill(prompts=[]) has no row to read. Give at least one prompt.")
+    for row, n in enumerate(lengths):
+        if n < 1:
+            raise RequestError(f"prefill: row {row} is empty. Give every row at least one token.")
+        if n > network.max_positions:
+            raise RequestError(
+                f"prefill: row {row} has {n} tokens, the model was trained for {network.max_positions}. "
+                "Shorten the prompt, or use a model with a longer context."
+            )
+        if n > context:
+            raise RequestError(f"prefill(context={context}): row {row} has {n} tokens. Raise context.")
+
+
+def padded(prompts: Sequence[Sequence[int]], width: int) -> np.ndarray:
+    """Token ids right-padded with 0, int32 [B, width]."""
+    out = np.zeros((len(prompts), width), np.int32)
+    for row, prompt in enumerate(prompts):
+        out[row, : len(prompt)] = np.asarray(prompt, np.int32)
+    return out
+
+
+def extend(
+    model: Weighted,
+    policy: Policy,
+    state: KVState,
+    prompts: Sequence[Sequence[int]],
+    *,
+    chunk_size: int = 256,
+    weights: Params | None = None,
+    progress: Progress | None = None,
+) -> tuple[KVState, Float[Array, "B V"]]:
+    """Feed more tokens to a state, chunk by chunk; rows may differ in length.
+
+    Args:
+      model, policy, weights, progress: as in ``prefill``.
+      state: donated.
+      prompts: token ids per row; an empty row is left as it is and its logits are meaningless.
+      chunk_size: tokens a chunk.
+
+    Raises:
+      RequestError: chunk_size < 1.
+    """
+    if chunk_size < 1:
+        raise RequestError(f"extend(chunk_size={chunk_size}) reads nothing. Give 1 token or more.")
+    lengths = np.asarray([len(prompt) for prompt in prompts])
+    longest = int(lengths.max())
+    tokens = padded(prompts, -(-longest // chunk_size) * chunk_size)
+    last: Array | None = None
+    for start in range(0, longest, chunk_size):
+        count = np.clip(lengths - start, 0, chunk_size).astype(np.int32)
+        state = reserve(model.network, policy, state, chunk_size)
+        piece = tokens[:, start : start + chunk_size]
+        state, x = _chunk(model.network, policy, model.params, weights or {}, state, piece, count)
+        ended = jnp.asarray(count > 0)[:, None]
+        last = x if last is None else jnp.where(ended, x, last)
+        if progress:
+            progress(min(start + chunk_size, longest), longest)
+    state = metrics.with_peak(states.fit(metrics.with_peak(state)))
+    assert last is not None  # noqa: S101  (at least one token was fed)
+    return state, _logits(model.network, model.params, last)
+
+
+def reserve(network: Network, policy: Policy, state: KVState, tokens: int) -> KVState:
+    """Make sure that ``tokens`` more tokens a row fit, whatever is admitted."""
+    return states.reserve(state, tokens, (None,) * network.num_layers)
+
+
+# --- a whole prompt, layer by layer --------------------------------------------------------------
+
+
+@functools.partial(jax.jit, static_argnames=("network", "policy", "window", "ring"))
+def _prompt_layer(
+    network: Network,
+    policy: Policy,
+    window: int | None,
+    ring: int,
+    block: Params,
+    weights: Params,
+    index: Int[Array, ""],
+    x: Float[Array, "B T D"],
+    total: Int[Array, " B"],
+) -> tuple[Float[Array, "B T D"], Entry, Int[Array, "B K"]]:
+    """One layer over the whole prompt; ``index`` is traced, so that all layers share one program."""
+    at = jnp.broadcast_to(jnp.arange(x.shape[1]), x.shape[:2])
+    pos = jnp.where(at < total[:, None], at, EMPTY)
+    site = layers.Site(policy, weights, index, network.num_layers, window, total)
+
+    def attend(_: int, heads: Heads, carry: None) -> tuple[Array, Entry]:
+        del carry
+        return layers.prompt(site, heads, pos)
+
+    x, judged = network.layer(block, 0, x, at, attend, None)
+    return x, judged, layers.survivors(judged, total, ring)
+
+
+@functools.partial(jax.jit, static_argnames=("policy", "layers_", "pages"), donate_argnames=("room", "judged"))
+def _pack_layer(
+    policy: Policy,
+    layers_: int,
+    pages: int,
+    weights: Params,
+    room: LayerCache,
+    judged: Entry,
+    index: Int[Array, ""],
+    total: Int[Array, " B"],
+) -> LayerCache:
+    """Store a judged layer in a pool of ``pages`` pages."""
+    site = layers.Site(policy, weights, index, layers_, None, total)
+    if room.pages is not None:
+        room = dataclasses.replace(room, pages=pool.resize(room.pages, pages))
+    return layers.pack(site, room, judged, total)
+
+
+def _prefill_whole(
+    model: Weighted,
+    policy: Policy,
+    state: KVState,
+    prompts: Sequence[Sequence[int]],
+    weights: Params,
+    progress: Progress | None,
+) -> tuple[KVState, Float[Array, "B V"]]:
+    network, params, total = model.network, model.params, state.total
+    width = bucket(max(len(prompt) for prompt in prompts))
+    x = network.embed(params, jnp.asarray(padded(prompts, width)))
+    rooms = list(state.layers)
+    for index, block in enumerate(params["layers"]):
+        mine = {place: per_layer[index] for place, per_layer in weights.items()}
+        room, window = rooms[index], network.windows[index]
+        at = jnp.asarray(index)
+        x, judged, kept = _prompt_layer(network, policy, window, room.ring.window, block, mine, at, x, total)
+        need = 1
+        if room.pages is not None:  # the one look of the host between two layers
+            need = pool.size_class(max(1, int((-(-np.asarray(kept) // room.pages.size)).sum())))
+        whole = sum(leaf.nbytes for leaf in jax.tree.leaves(judged))
+        before = metrics.allocated(tuple(rooms))
+        rooms[index] = _pack_layer(policy, network.num_layers, need, mine, room, judged, at, total)
+        state = metrics.raise_peak(state, whole, before + whole + metrics.allocated((rooms[index],)))
+        if progress:
+            progress(index + 1, network.num_layers)
+    state = dataclasses.replace(state, layers=tuple(rooms), length=total)
+    states.counts(state)  # raises if a pool was too small
+    last = jnp.take_along_axis(x, (total - 1)[:, None, None], axis=1)[:, 0]
+    return metrics.with_peak(state), _logits(network, params, last)
+
+
+# --- generate ------------------------------------------------------------------------------------
+
+
+@pytree()
+class Run:
+    """Rows that are being written.
+
+    Attributes:
+      token: the last token of each row, written out but not yet fed.
+      done: rows that met a stop token or their limit.
+      left: tokens each row may still write.
+      stops: ids that end a row, EMPTY-padded.
+      how: sampling parameters.
+    """
+
+    token: Int[Array, " B"]
+    done: Bool[Array, " B"]
+    left: Int[Array, " B"]
+    stops: Int[Array, " Z"]
+    how: Sampling
+
+
+def _advance(run: Run, logits: Float[Array, "B V"], length: Int[Array, " B"]) -> tuple[Run, Int[Array, " B"]]:
+    """Draw the token that will stand at position ``length``; EMPTY for rows that were done."""
+    drawn = sample(logits, run.how, length)
+    fresh = jnp.where(run.done, EMPTY, drawn)
+    left = run.left - (~run.done).astype(jnp.int32)
+    done = run.done | (left <= 0) | jnp.any(drawn[:, None] == run.stops[None, :], axis=-1)
+    return dataclasses.replace(run, token=jnp.where(run.done, run.token, drawn), done=done, left=left), fresh
+
+
+_first = jax.jit(_advance)
+
+
+@functools.partial(jax.jit, static_argnames=(*_STATIC, "steps"), donate_argnames=("state",))
+def segment(
+    network: Network, policy: Policy, steps: int, params: Params, weights: Params, state: KVState, run: Run
+) -> tuple[KVState, Run, Int[Array, "B steps"]]:
+    """Up to ``steps`` tokens for every row that is not done, in one program."""
+    out = jnp.full((state.rows, steps), EMPTY, jnp.int32)
+
+    def go(carry: tuple[Array, KVState, Run, Array]) -> Array:
+        i, _, run, _ = carry
+        return (i < steps) & ~jnp.all(run.done)
+
+    def one(carry: tuple[Array, KVState, Run, Array]) -> tuple[Array, KVState, Run, Array]:
+        i, state, run, out = carry
+        state, logits = step(network, policy, params, weights, state, run.token, ~run.done)
+        run, fresh = _advance(run, logits, state.length)
+        return i + 1, state, run, out.at[:, i].set(fresh)
+
+    _, state, run, out = jax.lax.while_loop(go, one, (jnp.asarray(0), state, run, out))
+    return state, run, out
+
+
+@dataclasses.dataclass
+class Generation:
+    """What ``generate`` returns.
+
+    Attributes:
+      tokens: new token ids per row, a stop token included.
+      state: the KV state after the last fed token.
+    """
+
+    tokens: list[list[int]]
+    state: KVState
+
+
+def stream(
+    model: Weighted,
+    policy: Policy,
+    state: KVState,
+    logits: Float[Array, "B V"],
+    *,
+    max_new_tokens: int | Sequence[int],
+    how: Sampling | None = None,
+    stops: Sequence[int] = (),
+    weights: Params | None = None,
+    every: int = SEGMENT,
+) -> Iterator[tuple[np.ndarray, KVState]]:
+    """Continue a prefilled state, yielding every few tokens.
+
+    Args:
+      model, policy, weights: as in ``prefill``.
+      state: donated; use the one that comes with each piece.
+      logits: of each row's next token.
+      max_new_tokens: for all rows, or one number a row.
+      how: sampling parameters; greedy by default.
+      stops: token ids that end a row.
+      every: most tokens a piece; the host looks at the device once a piece.
+
+    Yields:
+      (int32 [B, n] new tokens with EMPTY where a row had ended, the state after them).
+    """
+    rows = state.rows
+    limit = np.broadcast_to(np.asarray(max_new_tokens, np.int32), (rows,))
+    if limit.min() < 1:
+        raise RequestError(f"stream(max_new_tokens={max_new_tokens}) writes nothing. Give 1 or more.")
+    run = Run(
+        token=jnp.zeros(rows, jnp.int32),
+        done=jnp.zeros(rows, bool),
+        left=jnp.asarray(limit),
+        stops=jnp.asarray([*stops] or [EMPTY], jnp.int32),
+        how=sampling(rows) if how is None else how,
+    )
+    run, fresh = _first(run, logits, state.length)
+    yield np.asarray(fresh)[:, None], state
+    while not bool(np.asarray(run.done).all()):
+        state = reserve(model.network, policy, state, every)
+        state, run, out = segment(model.network, policy, every, model.params, weights or {}, state, run)
+        found = np.asarray(out)
+        yield found[:, (found != EMPTY).any(axis=0)], state
+
+
+def generate(
+    model: Weighted,
+    policy: Policy,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int = 64,
+    temperature: float | Sequence[float] = 0.0,
+    top_k: int | Sequence[int] = 0,
+    top_p: float | Sequence[float] = 1.0,
+    seed: int = 0,
+    stops: Sequence[int] = (),
+    chunk_size: int = 256,
+    page: int = PAGE,
+    weights: Params | None = None,
+) -> Generation:
+    """Prompts in, new tokens out.
+
+    Args:
+      model: a network and its weights.
+      policy: what the KV cache keeps.
+      prompts: token ids per row.
+      max_new_tokens: most new tokens a row.
+      temperature, top_k, top_p, seed: see ``kvjax.sampling``.
+      stops: token ids that end a row.
+      chunk_size, page, weights: as in ``prefill``.
+
+    Raises:
+      RequestError: as in ``prefill``, and when prompt and new tokens exceed the model's context.
+    """
+    longest = max((len(prompt) for prompt in prompts), default=0)
+    if longest + max_new_tokens > model.network.max_positions:
+        raise RequestError(
+            f"generate(max_new_tokens={max_new_tokens}) after {longest} prompt tokens exceeds the model's "
+            f"{model.network.max_positions} positions. Ask for fewer tokens, or shorten the prompt."
+        )
+    context = bucket(longest + max_new_tokens)
+    state, logits = prefill(
+        model, policy, prompts, context=context, chunk_size=chunk_size, page=page, weights=weights
+    )
+    how = sampling(len(prompts), temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
+    out: list[list[int]] = [[] for _ in prompts]
+    pieces = stream(
+        model, policy, state, logits, max_new_tokens=max_new_tokens, how=how, stops=stops, weights=weights
+    )
+    for piece, state in pieces:
+        for row, tokens in enumerate(piece):
+            out[row] += [int(token) for token in tokens if token != EMPTY]
+    return Generation(tokens=out, state=metrics.with_peak(state))

@@ -1,0 +1,391 @@
+"""What happens to a token at one layer: in through the window, past the door, read, gone.
+
+Three callbacks for the model's seam share the same few verbs:
+
+  step    one token a row: door (the oldest token out), write, evict, read
+  chunk   C tokens a row, for policies that decide on arrival: read, door, write, evict
+  prompt  the whole prompt: attend, score, and only then keep what the budget allows (``pack``)
+
+Arrays are heads major inside ([B, K, T, H]); the seam's layout is turned once on the way in and out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+
+from kvjax.cache import pages as paging
+from kvjax.cache import ring as rings
+from kvjax.cache.pages import Pages
+from kvjax.cache.ring import Entry
+from kvjax.cache.state import LayerCache
+from kvjax.policy import (
+    OBSERVABLE,
+    AdmitAll,
+    Every,
+    Frame,
+    Nothing,
+    Observation,
+    Policy,
+    SelectAll,
+    Visited,
+)
+from kvjax.types import EMPTY, Heads, Params
+from pallas_kernels.blockwise.api import blockwise
+from pallas_kernels.merge.api import merge
+from pallas_kernels.ragged_decode.api import ragged_decode
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Bool, Float, Int
+
+Partial = tuple["Float[Array, 'B N T H']", "Float[Array, 'B N T']"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Site:
+    """Where we are: everything about a layer that is not the layer's cache.
+
+    Attributes:
+      policy: what decides.
+      params: learned weights of its parts at this layer, by place.
+      layer, layers: this layer (may be traced in ``prompt``) and how many there are.
+      window: the model's own sliding window here, or None.
+      total: prompt length of each row.
+    """
+
+    policy: Policy
+    params: Params
+    layer: Any
+    layers: int
+    window: int | None
+    total: Int[Array, " B"]
+
+    def weights(self, place: str) -> Any:
+        """Learned weights of the part in ``place``, or None."""
+        return self.params.get(place)
+
+    def frame(self, k: Float[Array, "B K T H"]) -> Frame:
+        """Where a budget's target is asked for."""
+        held = self.policy.storage.dtype(k.dtype)
+        return Frame(self.layer, self.layers, k.shape[1], 2 * k.shape[-1] * held.itemsize)
+
+
+# --- in ------------------------------------------------------------------------------------------
+
+
+def _major(x: Float[Array, "B T N H"]) -> Float[Array, "B N T H"]:
+    return jnp.swapaxes(x, 1, 2)
+
+
+def observe(site: Site, x: Heads, pos: Int[Array, "B T"]) -> Observation:
+    """What the policy's parts declared they look at, and nothing else."""
+    values = {
+        name: getattr(x, name) if name == "hidden" else _major(getattr(x, name))
+        for name in OBSERVABLE
+        if name in site.policy.needs
+    }
+    return Observation(pos=pos, total=site.total, layer=site.layer, layers=site.layers, **values)
+
+
+def arriving(site: Site, x: Heads, pos: Int[Array, "B T"], seen: Observation) -> Entry:
+    """The tokens with their admission bits and everything the parts keep with them."""
+    policy = site.policy
+    k, v = _major(x.k), _major(x.v)
+    admit = policy.admission.admit(site.weights("admission"), seen)
+    sink = (pos >= 0) & (pos < policy.sinks)
+    meta = {}
+    for part in policy.parts:
+        values = part.arrive(site.weights(part.place), seen)
+        meta |= {f"{part.place}.{name}": values[name] for name in part.keeps}
+    return Entry(k=k, v=v, pos=pos, admit=jnp.broadcast_to(admit | sink[:, None, :], k.shape[:3]), meta=meta)
+
+
+# --- the door ------------------------------------------------------------------------------------
+
+
+def through_door(site: Site, cache: LayerCache, out: Entry) -> LayerCache:
+    """Each leaving token meets its one decision: GLOBAL, or φ, or nothing."""
+    pages, policy = cache.pages, site.policy
+    if pages is None:
+        return cache
+    real = (out.pos >= 0)[:, None, :]
+    choice = policy.selection.selectable(out.pos, site.total)
+    number = choice.astype(jnp.int32) if policy.selection.splits else jnp.zeros(out.pos.shape, jnp.int32)
+    which = jnp.where(out.admit & real, number[:, None, :], EMPTY)
+    pages = paging.append(pages, policy.storage, policy.selection, out, which)
+    cache = dataclasses.replace(cache, pages=pages)
+    if policy.completion == Nothing():
+        return cache
+    # Without selection φ takes the rejected; with selection every selectable token, kept or not.
+    selective = policy.selection != SelectAll()
+    take = real & (choice[:, None, :] if selective else ~out.admit)
+    return absorb(site, cache, out.k, out.v, jnp.broadcast_to(out.pos[:, None], out.admit.shape), take)
+
+
+def absorb(site: Site, cache: LayerCache, k: Array, v: Array, pos: Array, take: Array) -> LayerCache:
+    """Fold tokens into φ, in float32."""
+    k, v = k.astype(jnp.float32), v.astype(jnp.float32)
+    take = jnp.broadcast_to(take, k.shape[:3])
+    summary = site.policy.completion.absorb(
+        site.weights("completion"), cache.summary, k, v, pos, take
+    )
+    return dataclasses.replace(cache, summary=summary)
+
+
+# --- evict ---------------------------------------------------------------------------------------
+
+
+def evict(site: Site, cache: LayerCache, length: Int[Array, " B"], crossed: Bool[Array, " B"]) -> LayerCache:
+    """While a stream is over its target, its lowest slot goes.
+
+    Args:
+      site: where.
+      cache: after the newest tokens were written.
+      length: tokens each row has seen, these included.
+      crossed: rows that wrote something; the others are left alone.
+    """
+    policy = site.policy
+    if cache.pages is None or not policy.budget.limited or policy.budget.when == "after_prompt":
+        return cache
+    target = policy.budget.targets(site.frame(cache.ring.k), length, None)
+    room = jnp.maximum(target - rings.live(length, cache.ring.window)[:, None], 0)
+
+    def next_victim(pages: Pages) -> Int[Array, "B K"]:
+        over = (pages.length.sum(axis=-1) > room) & crossed[:, None]
+        return jnp.where(over, victims(site, pages), EMPTY)
+
+    def drop(carry: tuple[LayerCache, Array]) -> tuple[LayerCache, Array]:
+        cache, victim = carry
+        if policy.completion != Nothing() and policy.selection == SelectAll():
+            cache = _absorb_victims(site, cache, victim)
+        assert cache.pages is not None  # noqa: S101  (checked above)
+        pages = paging.remove(cache.pages, policy.storage, policy.selection, victim)
+        return dataclasses.replace(cache, pages=pages), next_victim(pages)
+
+    start = (cache, next_victim(cache.pages))
+    return jax.lax.while_loop(lambda carry: jnp.any(carry[1] >= 0), drop, start)[0]
+
+
+def victims(site: Site, pages: Pages) -> Int[Array, "B K"]:
+    """Along the lines of ``pages.slots``: the unprotected slot with the lowest score, the highest position
+    among equals; EMPTY where every slot is protected."""
+    slots = paging.slots(pages)
+    mine = {n.removeprefix("eviction."): x for n, x in slots.meta.items() if n.startswith("eviction.")}
+    score = site.policy.eviction.score(site.weights("eviction"), dataclasses.replace(slots, meta=mine))
+    may_go = slots.live & (slots.pos >= site.policy.sinks)
+    score = jnp.where(may_go, score, jnp.inf)
+    lowest = may_go & (score == score.min(axis=-1, keepdims=True))
+    choice = jnp.argmax(jnp.where(lowest, slots.pos, EMPTY), axis=-1)
+    return jnp.where(may_go.any(axis=-1), choice, EMPTY)
+
+
+def _absorb_victims(site: Site, cache: LayerCache, victim: Int[Array, "B K"]) -> LayerCache:
+    pages = cache.pages
+    assert pages is not None  # noqa: S101
+    at = jnp.maximum(victim, 0)[..., None]
+    lists = pages.table.reshape(*victim.shape, -1)  # the lists of a stream, one after the other
+    page = jnp.maximum(jnp.take_along_axis(lists, at // pages.size, axis=-1), 0)
+    k, v = site.policy.storage.read(pages, page, at % pages.size)
+    return absorb(site, cache, k, v, pages.pos[page, at % pages.size], (victim >= 0)[..., None])
+
+
+# --- read ----------------------------------------------------------------------------------------
+
+
+def read_pages(site: Site, cache: LayerCache, q: Float[Array, "B N T H"], decoding: bool) -> list[Partial]:
+    """Partials of GLOBAL and φ; a selection part acts on decode reads only."""
+    pages, policy = cache.pages, site.policy
+    if pages is None:
+        return []
+    lists = pages.table.shape[2]
+    selective = decoding and policy.selection != SelectAll() and policy.selection.applies(site.layer)
+    parts: list[Partial] = []
+    visited = None
+    for which in range(lists):
+        picked = None
+        if selective and which == lists - 1:
+            picked = policy.selection.select(site.weights("selection"), q[:, :, 0], pages, which)
+            visited = _visited(policy, pages, which, picked.pages, picked.slots)
+        out, lse = ragged_decode(
+            q,
+            pages.k,
+            pages.v,
+            pages.table[:, :, which],
+            pages.length[:, :, which],
+            scales=pages.scales,
+            pages=None if picked is None else picked.pages,
+            slots=None if picked is None else picked.slots,
+        )[:2]
+        parts.append((out, lse))
+    if policy.completion != Nothing():
+        parts += _completed(site, cache, q, visited, lists)
+    return parts
+
+
+def _completed(
+    site: Site, cache: LayerCache, q: Array, visited: Visited | None, lists: int
+) -> list[Partial]:
+    """φ of what this read leaves out; nothing where nothing can be left out."""
+    policy, pages = site.policy, cache.pages
+    assert pages is not None  # noqa: S101
+    if policy.selection == SelectAll():  # φ holds the rejected and evicted, none of which is read
+        return [policy.completion.read(site.weights("completion"), cache.summary, q, None)]
+    if visited is None:  # a dense read under a selective policy visits every selectable slot that is left
+        if policy.admission == AdmitAll() and not policy.budget.limited:
+            return []
+        every = jnp.arange(pages.table.shape[-1])
+        every = jnp.broadcast_to(every, (*pages.table.shape[:2], len(every)))
+        visited = _visited(policy, pages, lists - 1, every, None)
+    return [policy.completion.read(site.weights("completion"), cache.summary, q, visited)]
+
+
+def _visited(
+    policy: Policy, pages: Pages, which: int, picked: Int[Array, "B K J"], mask: Array | None
+) -> Visited | None:
+    """The slots of the picked pages as they are stored; None when no completion part will look."""
+    if policy.completion == Nothing():
+        return None
+    entry = jnp.maximum(picked, 0)
+    page = jnp.maximum(jnp.take_along_axis(pages.table[:, :, which], entry, axis=-1), 0)
+    slot = jnp.arange(pages.size)
+    k, v = policy.storage.read(pages, page[..., None], slot)
+    live = entry[..., None] * pages.size + slot < pages.length[:, :, which, None, None]
+    live = live & (picked >= 0)[..., None] & (True if mask is None else mask)
+    line = (*picked.shape[:2], -1)
+    return Visited(
+        k=k.astype(jnp.float32).reshape(*line, k.shape[-1]),
+        v=v.astype(jnp.float32).reshape(*line, v.shape[-1]),
+        pos=pages.pos[page].reshape(line),
+        live=live.reshape(line),
+    )
+
+
+def _mixed(parts: list[Partial], x: Heads) -> Float[Array, "B T N H"]:
+    """One merge of all rooms, back in the seam's layout."""
+    out = parts[0][0] if len(parts) == 1 else merge(parts)[0]
+    return _major(out).astype(x.v.dtype)
+
+
+# --- the three callbacks -------------------------------------------------------------------------
+
+
+def step(
+    site: Site, cache: LayerCache, x: Heads, length: Int[Array, " B"], active: Bool[Array, " B"]
+) -> tuple[Float[Array, "B 1 N H"], LayerCache]:
+    """One new token for every active row. Order: door, write, evict, read.
+
+    Args:
+      site: where.
+      cache: after ``length`` tokens.
+      x: the new token's heads (T = 1).
+      length: position of the new token.
+      active: rows that really have one; the others leave no trace and read garbage.
+    """
+    count = active.astype(jnp.int32)
+    pos = jnp.where(active, length, EMPTY)[:, None]
+    new = arriving(site, x, pos, observe(site, x, pos))
+    if cache.pages is not None:
+        cache = through_door(site, cache, rings.leaving(cache.ring, new, length, count))
+    cache = dataclasses.replace(cache, ring=rings.put(cache.ring, new, length, count))
+    cache = evict(site, cache, length + count, active & _due(site.policy, length + count, count))
+    q = _major(x.q)
+    held = rings.positions(length + count, cache.ring.window)
+    recent = blockwise(q, cache.ring.k, cache.ring.v, q_pos=length[:, None], k_pos=held)
+    return _mixed([recent, *read_pages(site, cache, q, decoding=True)], x), cache
+
+
+def chunk(
+    site: Site, cache: LayerCache, x: Heads, length: Int[Array, " B"], count: Int[Array, " B"]
+) -> tuple[Float[Array, "B T N H"], LayerCache]:
+    """``count`` of T new tokens a row, prompt in pieces. Order: read, door, write, evict.
+
+    Key j is visible to query i iff j <= i and (i - j < W or j was admitted); GLOBAL holds only admitted
+    tokens older than any query's window, so it needs no mask. With a completion part, what is still in
+    hand is read exactly and φ stands for what is gone.
+    """
+    t = x.q.shape[1]
+    step_ = jnp.arange(t)[None, :]
+    pos = jnp.where(step_ < count[:, None], length[:, None] + step_, EMPTY)
+    new = arriving(site, x, pos, observe(site, x, pos))
+    q, ring = _major(x.q), cache.ring
+    held = rings.positions(length, ring.window)
+    window = ring.window if site.policy.completion == Nothing() else None
+    bits = (ring.admit, new.admit) if window and cache.pages is not None else (None, None)
+    parts = [
+        blockwise(q, k, v, q_pos=pos, k_pos=k_pos, window=window, admit=admit)
+        for k, v, k_pos, admit in ((ring.k, ring.v, held, bits[0]), (new.k, new.v, pos, bits[1]))
+    ]
+    parts += read_pages(site, cache, q, decoding=False)
+    if cache.pages is not None:
+        cache = through_door(site, cache, rings.leaving(ring, new, length, count))
+    cache = dataclasses.replace(cache, ring=rings.put(ring, new, length, count))
+    cache = evict(site, cache, length + count, (count > 0) & _due(site.policy, length + count, count))
+    return _mixed(parts, x), cache
+
+
+def _due(policy: Policy, length: Int[Array, " B"], count: Int[Array, " B"]) -> Bool[Array, " B"]:
+    """Rows for which a budget that acts while decoding acts now."""
+    if isinstance(policy.budget.when, Every):
+        k = policy.budget.when.k
+        return length // k > (length - count) // k
+    return jnp.ones(length.shape, bool)
+
+
+def prompt(
+    site: Site, x: Heads, pos: Int[Array, "B T"]
+) -> tuple[Float[Array, "B T N H"], Entry]:
+    """The whole prompt at one layer: attend under the admission mask, then judge every token.
+
+    Returns:
+      The mixed values, and the tokens with their verdicts as admission bits (``pack`` stores them).
+    """
+    policy = site.policy
+    seen = observe(site, x, pos)
+    new = arriving(site, x, pos, seen)
+    own = site.window is not None  # the model's sliding layers take no policy beyond their window
+    free = own or policy.admission == AdmitAll()
+    window = site.window if own else policy.admission.window
+    bits = None if free else new.admit
+    out = blockwise(_major(x.q), new.k, new.v, q_pos=pos, k_pos=pos, window=window, admit=bits)
+    keep = new.admit if own else new.admit & verdict(site, new, seen)
+    return _mixed([out], x), dataclasses.replace(new, admit=keep)
+
+
+def verdict(site: Site, new: Entry, seen: Observation) -> Bool[Array, "B K T"]:
+    """Who stays: the protected, then the best scores, up to the target; ties to the lowest position."""
+    policy = site.policy
+    score = policy.eviction.score_prompt(site.weights("eviction"), seen)
+    score = jnp.broadcast_to(score, new.admit.shape)
+    pos = seen.pos[:, None, :]
+    safe = (pos >= 0) & ((pos < policy.sinks) | (pos >= (site.total - policy.protects)[:, None, None]))
+    score = jnp.where((pos >= 0) & new.admit, score, -jnp.inf)
+    score = jnp.where(safe, jnp.inf, score)
+    scores = score if policy.budget.from_scores else None
+    target = policy.budget.targets(site.frame(new.k), site.total, scores)
+    target = jnp.maximum(target, safe.sum(axis=-1))
+    order = jnp.argsort(jnp.argsort(-score, axis=-1, stable=True), axis=-1)
+    return (order < target[..., None]) & (score > -jnp.inf)
+
+
+def pack(site: Site, cache: LayerCache, new: Entry, count: Int[Array, " B"]) -> LayerCache:
+    """Store a judged prompt: the newest W tokens in the ring, survivors in GLOBAL, the rest in φ or nowhere.
+
+    Args:
+      site: where.
+      cache: an empty cache whose pool holds the survivors.
+      new: the prompt, verdicts in ``admit``.
+      count: prompt length of each row.
+    """
+    left = new.pos < (count - cache.ring.window)[:, None]
+    cache = through_door(site, cache, dataclasses.replace(new, pos=jnp.where(left, new.pos, EMPTY)))
+    return dataclasses.replace(cache, ring=rings.put(cache.ring, new, jnp.zeros_like(count), count))
+
+
+def survivors(new: Entry, count: Int[Array, " B"], window: int) -> Int[Array, "B K"]:
+    """How many tokens of each stream ``pack`` will put into GLOBAL."""
+    leaves = (new.pos >= 0) & (new.pos < (count - window)[:, None])
+    return (new.admit & leaves[:, None, :]).sum(axis=-1)
+

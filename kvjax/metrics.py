@@ -1,0 +1,109 @@
+"""Bytes, honestly: what the state really holds (live) and what the device really gave it (allocated).
+
+Methods are matched on live bytes; allocated and peak stand beside them. "Saved" means allocated bytes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax.cache.pages import Pages
+from kvjax.cache.ring import Ring
+from kvjax.cache.state import KVState, LayerCache
+
+if TYPE_CHECKING:
+    from kvjax.types import Network
+
+ROOMS = ("ring", "pages", "summary")
+
+
+@dataclasses.dataclass(frozen=True)
+class Bytes:
+    """Bytes of a state.
+
+    Attributes:
+      live: float64 [L, K, 3]: slots that hold a token, with their scales and metadata, per layer, KV head
+        and room (ring, pages, summary); rows added up.
+      allocated: float64 [L, 3]: device bytes per layer and room, page tables and free pages included.
+      peak: (live, allocated) at their highest so far.
+    """
+
+    live: np.ndarray
+    allocated: np.ndarray
+    peak: tuple[float, float]
+
+    @property
+    def total(self) -> dict[str, int]:
+        """Sums, as whole bytes: live, allocated, peak_live, peak_allocated."""
+        return {
+            "live": int(self.live.sum()),
+            "allocated": int(self.allocated.sum()),
+            "peak_live": int(self.peak[0]),
+            "peak_allocated": int(self.peak[1]),
+        }
+
+
+def _size(tree: Any) -> int:
+    """Device bytes of every leaf."""
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
+
+
+def _ring_slot(ring: Ring) -> int:
+    """Bytes of one slot of one head: key, value, admission bit, metadata."""
+    return 2 * ring.k.shape[-1] * ring.k.dtype.itemsize + 1 + 4 * len(ring.meta)
+
+
+def _page_costs(pages: Pages) -> tuple[int, int]:
+    """Bytes of one live slot (key, value, position, metadata) and of one owned page (scales, summary)."""
+    slot = 2 * pages.k.shape[-1] * pages.k.dtype.itemsize + 4 + 4 * len(pages.meta)
+    page = _size((pages.scales, pages.summary)) // pages.count
+    return slot, page
+
+
+@jax.jit
+def _lengths(state: KVState) -> tuple[jax.Array, tuple[jax.Array | None, ...]]:
+    per_layer = (layer.pages for layer in state.layers)
+    return state.length, tuple(None if p is None else p.length.sum(axis=2) for p in per_layer)
+
+
+def nbytes(state: KVState) -> Bytes:
+    """Live and allocated bytes of a state (reads lengths from the device)."""
+    length, pages = jax.device_get(_lengths(state))
+    heads = state.layers[0].ring.k.shape[1]
+    live = np.zeros((len(state.layers), heads, len(ROOMS)))
+    for index, (layer, held) in enumerate(zip(state.layers, pages)):
+        live[index, :, 0] = np.minimum(length, layer.ring.window).sum() * _ring_slot(layer.ring)
+        if layer.pages is not None:
+            slot, page = _page_costs(layer.pages)
+            owned = -(-held // layer.pages.size)
+            live[index, :, 1] = held.sum(axis=0) * slot + owned.sum(axis=0) * page
+        live[index, :, 2] = _size(layer.summary) / heads
+    rooms = [[_size(layer.ring), _size(layer.pages), _size(layer.summary)] for layer in state.layers]
+    return Bytes(live=live, allocated=np.asarray(rooms, float), peak=tuple(np.asarray(state.peak).tolist()))
+
+
+def allocated(layers: tuple[LayerCache, ...]) -> int:
+    """Device bytes of some layers; no device is asked."""
+    return _size(layers)
+
+
+def raise_peak(state: KVState, live: float, total: float) -> KVState:
+    """The state with its peak at least at these bytes."""
+    return dataclasses.replace(state, peak=jnp.maximum(state.peak, jnp.asarray([live, total], jnp.float32)))
+
+
+def with_peak(state: KVState) -> KVState:
+    """The state with what it holds now counted into its peak."""
+    now = nbytes(state)
+    return raise_peak(state, float(now.live.sum()), float(now.allocated.sum()))
+
+
+def full_bytes(network: Network, tokens: int, dtype: Any) -> int:
+    """What a cache that keeps everything would hold for ``tokens`` tokens: keys and values alone."""
+    per_token = 2 * network.num_layers * network.num_kv_heads * network.head_dim
+    return tokens * per_token * jnp.dtype(dtype).itemsize

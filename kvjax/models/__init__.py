@@ -1,0 +1,1 @@
+"""Models behind one seam: see ``decoder`` (the mathematics), ``spec`` (the sizes), ``hf`` (folders in HF format)."""

@@ -1,0 +1,202 @@
+"""Models in Hugging Face's folder format, read and written without torch or transformers.
+
+    model = load("path/or/hub-id", dtype="bfloat16")
+    logits = decoder.dense_logits(model.spec, model.params, tokens)
+    save("export", model.spec, model.params, tokenizer=model.folder)
+
+Families: Llama (Llama 3's rope stretch included) and Qwen2 (biases, sliding windows). Whatever in a
+folder would change the mathematics is read or refused, never skipped.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+from kvjax.models.hf_config import DTYPES, ModelError, eos_value, read_config, stated_dtype, write_config
+from kvjax.models.hf_weights import read_json, read_weights, write_weights
+from kvjax.models.spec import ModelSpec
+from kvjax.types import Params
+
+__all__ = ["Model", "ModelError", "load", "save"]
+
+# Only what is read: repositories also hold the same weights in other formats.
+_WANTED = ["config.json", "generation_config.json", "model*.safetensors", "model.safetensors.index.json"]
+_TOKENIZER = [
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+]
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Model:
+    """A model in memory.
+
+    Attributes:
+      spec: its static sizes.
+      params: its weights, the tree of ``kvjax.models.decoder``.
+      folder: where it was read from (a hub id's local snapshot), where the tokenizer lies; or None.
+    """
+
+    spec: ModelSpec
+    params: Params
+    folder: Path | None = None
+
+
+def load(source: str | Path, *, dtype: str | None = None) -> Model:
+    """Reads a model folder, or a model of the hub through huggingface_hub's cache.
+
+    Tensors are read one at a time. An ``lm_head.weight`` stored with a tied model is accepted if it
+    equals the embedding; ``rotary_emb.inv_freq`` buffers are ignored; everything else must fit.
+
+    Args:
+      source: a folder, or a hub id such as "Qwen/Qwen2.5-0.5B" (offline if cached already).
+      dtype: "float32", "bfloat16" or "float16" to cast to; None for the dtype config.json names,
+        else the one the file stores.
+
+    Raises:
+      ModelError: no such folder or hub model, an unsupported family or option, files that are
+        missing or damaged, tensors that do not fit the config.
+    """
+    _check_dtype(f"load({str(source)!r}, dtype={dtype!r})", dtype, (None, *DTYPES))
+    folder = _folder_of(source)
+    file = folder / "config.json"
+    if not file.is_file():
+        raise ModelError(
+            f"{folder} holds no config.json, so it is no model in HF format. Give the folder that "
+            "`save_pretrained` or kvjax's save() wrote."
+        )
+    config = read_json(file)
+    generation = folder / "generation_config.json"
+    spec = read_config(config, read_json(generation) if generation.is_file() else {}, str(file))
+    params = read_weights(folder, spec, dtype or stated_dtype(config, str(file)))
+    return Model(spec=spec, params=params, folder=folder)
+
+
+def save(
+    folder: str | Path,
+    spec: ModelSpec,
+    params: Params,
+    *,
+    tokenizer: str | Path | None = None,
+    dtype: str = "bfloat16",
+    max_shard_bytes: int = 5 * 10**9,
+    metadata: dict[str, str] | None = None,
+) -> None:
+    """Writes a folder that kvjax, transformers 4 and transformers 5 open alike.
+
+    The folder appears complete or not at all: everything is written beside it and renamed.
+
+    Args:
+      folder: must not exist, or be empty.
+      spec: the model's sizes.
+      params: its weights; must fit the spec.
+      tokenizer: a tokenizer.json or a folder with one; its companions (config, chat template) are
+        copied too, and a tokenizer_config.json is written if there is none.
+      dtype: of the stored weights: "float32", "bfloat16" or "float16".
+      max_shard_bytes: a file of weights grows no larger, unless one tensor does.
+      metadata: notes for the header of every safetensors file.
+
+    Raises:
+      ModelError: params that do not fit, a spec the format cannot express, a folder in use, a
+        tokenizer that is missing or larger than the vocabulary.
+    """
+    folder = Path(folder)
+    call = f"save({str(folder)!r}, ...)"
+    _check_dtype(f"save({str(folder)!r}, dtype={dtype!r})", dtype, DTYPES)
+    if max_shard_bytes < 1:
+        raise ModelError(f"save(max_shard_bytes={max_shard_bytes}) leaves no room; give bytes from 1.")
+    notes = metadata or {}
+    if not all(isinstance(text, str) for pair in notes.items() for text in pair):
+        raise ModelError(f"save(metadata={notes!r}) must map strings to strings; write other values as JSON.")
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ModelError(f"{call} will not replace what is there. Remove it first or choose another folder.")
+    config = write_config(spec, dtype)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    part = folder.with_name(f".{folder.name}.part-{os.getpid()}")
+    try:
+        part.mkdir()
+        _write_json(part / "config.json", config)
+        ids = {"bos_token_id": spec.bos, "eos_token_id": eos_value(spec.eos)}
+        _write_json(part / "generation_config.json", {k: v for k, v in ids.items() if v is not None})
+        if tokenizer is not None:
+            _copy_tokenizer(part, spec, Path(tokenizer))
+        write_weights(part, spec, params, dtype, max_shard_bytes, notes)
+        os.replace(part, folder)
+    except BaseException:
+        shutil.rmtree(part, ignore_errors=True)
+        raise
+
+
+def _folder_of(source: str | Path) -> Path:
+    path = Path(source)
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise ModelError(f"load({str(source)!r}) is given a file; give the folder that holds config.json.")
+    if isinstance(source, Path) or not _HUB_ID.fullmatch(source):
+        raise ModelError(
+            f"load({str(source)!r}) finds no such folder, and it is no hub id of the form 'owner/name'. "
+            "Check the path."
+        )
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(source, allow_patterns=[*_WANTED, *_TOKENIZER]))
+    except Exception as error:
+        # The hub client raises its own, its HTTP library's and the system's errors, and they change.
+        reason = str(error).strip().split("\n")[0]
+        raise ModelError(
+            f"load({source!r}) finds no such folder and could not fetch it from the hub "
+            f"({type(error).__name__}: {reason}). Check the name, the network and, for gated models, "
+            "HF_TOKEN; or give a local folder."
+        ) from error
+
+
+def _check_dtype(call: str, dtype: str | None, allowed: tuple[str | None, ...]) -> None:
+    if dtype not in allowed:
+        raise ModelError(f"{call} names no dtype of weights. Give one of {', '.join(DTYPES)}.")
+
+
+def _copy_tokenizer(part: Path, spec: ModelSpec, source: Path) -> None:
+    from tokenizers import Tokenizer
+
+    home = source if source.is_dir() else source.parent
+    file = source / "tokenizer.json" if source.is_dir() else source
+    if not file.is_file():
+        raise ModelError(
+            f"save(tokenizer={str(source)!r}) finds no {file.name}; give a tokenizer.json or its folder."
+        )
+    tok = Tokenizer.from_str(file.read_text(encoding="utf-8"))
+    highest = max(tok.get_vocab(with_added_tokens=True).values(), default=-1)
+    if highest >= spec.vocab_size:
+        raise ModelError(
+            f"save(tokenizer={str(source)!r}) has ids up to {highest}, the model embeds {spec.vocab_size}. "
+            "Give the tokenizer the model was trained with."
+        )
+    for name in _TOKENIZER[1:]:
+        if (home / name).is_file():
+            shutil.copyfile(home / name, part / name)
+    shutil.copyfile(file, part / "tokenizer.json")
+    if not (part / "tokenizer_config.json").exists():
+        named: dict[str, Any] = {
+            "bos_token": None if spec.bos is None else tok.id_to_token(spec.bos),
+            "eos_token": tok.id_to_token(spec.eos[0]) if spec.eos else None,
+        }
+        # This class takes tokenizer.json as it is; the family's own would rebuild it by other rules.
+        fixed = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": spec.max_positions}
+        _write_json(part / "tokenizer_config.json", {**fixed, "clean_up_tokenization_spaces": False, **named})
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,231 @@
+"""Safetensors files to the params tree and back, through the names of ``hf_table``."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import ml_dtypes  # noqa: F401  teaches NumPy the name "bfloat16"
+import numpy as np
+
+from kvjax.models.hf_config import ModelError
+from kvjax.models.hf_table import Entry, table
+from kvjax.models.spec import ModelSpec
+from kvjax.types import Params
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+_STORED = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+# Old checkpoints carry the rope's frequencies as buffers; the spec holds what they are computed from.
+_IGNORED = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
+
+
+def read_weights(folder: Path, spec: ModelSpec, dtype: str | None) -> Params:
+    """The params tree of a folder, read one tensor at a time.
+
+    Args:
+      folder: holds model.safetensors, or shards and their index.
+      spec: what the tensors must be; ``rotary_emb.inv_freq`` buffers are ignored, and an
+        ``lm_head.weight`` of a tied model must equal the embedding.
+      dtype: of the result, or None for the embedding's stored one.
+
+    Raises:
+      ModelError: unreadable files; or missing, unknown, twice stored or wrongly shaped tensors, all named.
+    """
+    files = {name: _Reader(folder / name) for name in _file_names(folder)}
+    entries = table(spec)
+    where = _locate(folder, files, entries, spec)
+    embed = where["model.embed_tokens.weight"].header("model.embed_tokens.weight")[1]
+    dtype = dtype or _STORED[embed]
+    params: Params = {"layers": [{} for _ in range(spec.num_layers)]}
+    for entry in entries:
+        array = cast(where[entry.name].tensor(entry.name), dtype, entry.name)
+        _node(params, entry.path)[entry.path[-1]] = jnp.asarray(entry.ours(array))
+    if spec.tied and "lm_head.weight" in where:
+        _check_tied(folder, where)
+    return params
+
+
+def write_weights(
+    folder: Path, spec: ModelSpec, params: Params, dtype: str, max_shard_bytes: int, metadata: dict[str, str]
+) -> None:
+    """Writes model.safetensors, or shards and their index; at most one shard is in memory at a time."""
+    from safetensors.numpy import save_file
+
+    entries = table(spec)
+    check_params(spec, params)
+    size = {e.name: math.prod(e.shape) * np.dtype(dtype).itemsize for e in entries}
+    shards = list(_shards(entries, size, max_shard_bytes))
+    index: dict[str, str] = {}
+    for number, shard in enumerate(shards, start=1):
+        file = SINGLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        tensors = {}
+        for e in shard:
+            array = np.asarray(_node(params, e.path)[e.path[-1]])
+            tensors[e.name] = e.theirs(cast(array, dtype, e.name))
+            index[e.name] = file
+        # transformers refuses a file whose format is not said.
+        save_file(tensors, folder / file, metadata={"format": "pt", **metadata})
+    if len(shards) > 1:
+        whole = {"metadata": {"total_size": sum(size.values())}, "weight_map": index}
+        (folder / INDEX).write_text(json.dumps(whole, indent=2) + "\n")
+
+
+def check_params(spec: ModelSpec, params: Params) -> None:
+    """Raises one ModelError that lists every difference between a params tree and its spec."""
+    wanted = {entry.path: entry.shape for entry in table(spec)}
+    given = {path: tuple(np.shape(leaf)) for path, leaf in _leaves(params, ())}
+    faults = [f"{_dotted(p)} is missing" for p in wanted.keys() - given.keys()]
+    faults += [f"{_dotted(p)} is unknown" for p in given.keys() - wanted.keys()]
+    faults += [
+        f"{_dotted(p)} is {list(given[p])} instead of {list(shape)}"
+        for p, shape in wanted.items()
+        if p in given and given[p] != shape
+    ]
+    if faults:
+        raise ModelError(
+            f"params do not fit the spec: {'; '.join(sorted(faults))}. Give the tree of decoder.shapes(spec)."
+        )
+
+
+def cast(array: np.ndarray, dtype: str, name: str) -> np.ndarray:
+    """The array in another dtype; refuses a float16 that overflows."""
+    if str(array.dtype) == dtype:
+        return array
+    with np.errstate(over="ignore"):
+        new = array.astype(dtype)
+    if dtype == "float16" and not np.isfinite(new).all() and np.isfinite(array.astype(np.float32)).all():
+        raise ModelError(f"{name} has values beyond float16's 65504; use dtype='bfloat16' or 'float32'.")
+    return new
+
+
+class _Reader:
+    """One safetensors file, opened and its header checked once."""
+
+    def __init__(self, path: Path) -> None:
+        from safetensors import SafetensorError, safe_open
+
+        self.path = path
+        try:
+            self._file = safe_open(path, framework="np")
+        except (SafetensorError, OSError) as error:
+            raise ModelError(
+                f"{path} is not a whole safetensors file ({error}). Copy or download it again; a file of a "
+                "few hundred bytes may be a git-lfs pointer, then run `git lfs pull`."
+            ) from error
+        self.names: list[str] = list(self._file.keys())
+
+    def header(self, name: str) -> tuple[tuple[int, ...], str]:
+        """Shape and stored dtype, without reading the data."""
+        piece = self._file.get_slice(name)
+        return tuple(piece.get_shape()), piece.get_dtype()
+
+    def tensor(self, name: str) -> np.ndarray:
+        return self._file.get_tensor(name)
+
+
+def _file_names(folder: Path) -> list[str]:
+    if (folder / SINGLE).is_file():
+        return [SINGLE]
+    if not (folder / INDEX).is_file():
+        raise ModelError(
+            f"{folder} holds neither {SINGLE} nor {INDEX}; kvjax reads safetensors only. Convert other files "
+            "with transformers: AutoModelForCausalLM.from_pretrained(...).save_pretrained(folder)."
+        )
+    index = read_json(folder / INDEX)
+    names = index.get("weight_map")
+    if not isinstance(names, dict) or not all(
+        isinstance(n, str) and n == Path(n).name for n in names.values()
+    ):
+        raise ModelError(
+            f"{folder / INDEX} has no weight_map of tensor names to files beside it; download it again."
+        )
+    return sorted(set(names.values()))
+
+
+def _locate(
+    folder: Path, files: dict[str, _Reader], entries: list[Entry], spec: ModelSpec
+) -> dict[str, _Reader]:
+    """Tensor name to the file that holds it, every fault of names, shapes and dtypes in one error."""
+    wanted = {entry.name: entry.stored_shape for entry in entries}
+    if spec.tied:
+        wanted["lm_head.weight"] = wanted["model.embed_tokens.weight"]
+    where: dict[str, _Reader] = {}
+    faults: list[str] = []
+    for file in files.values():
+        for name in file.names:
+            if name in where:
+                faults.append(f"{name} is stored twice")
+            where[name] = file
+            if name not in wanted:
+                faults += [] if _IGNORED.fullmatch(name) else [f"{name} is unknown"]
+                continue
+            shape, dtype = file.header(name)
+            if shape != wanted[name]:
+                faults.append(f"{name} is {list(shape)} instead of {list(wanted[name])}")
+            if dtype not in _STORED:
+                faults.append(f"{name} is stored as {dtype}, not as one of {', '.join(_STORED)}")
+    faults += [f"{entry.name} is missing" for entry in entries if entry.name not in where]
+    if faults:
+        raise ModelError(
+            f"the tensors in {folder} do not fit its config.json: {'; '.join(faults)}. Use the config.json "
+            "that came with these weights, or download the folder again."
+        )
+    return where
+
+
+def _check_tied(folder: Path, where: dict[str, _Reader]) -> None:
+    head, embed = (where[name].tensor(name) for name in ("lm_head.weight", "model.embed_tokens.weight"))
+    if not np.array_equal(head, embed):
+        raise ModelError(
+            f"{folder} says tie_word_embeddings but stores an lm_head.weight that is not the embedding. "
+            "Set tie_word_embeddings to false in config.json if the head was trained, else remove the tensor."
+        )
+
+
+def _shards(entries: list[Entry], size: dict[str, int], limit: int) -> Iterator[list[Entry]]:
+    shard: list[Entry] = []
+    used = 0
+    for entry in entries:
+        if shard and used + size[entry.name] > limit:
+            yield shard
+            shard, used = [], 0
+        shard.append(entry)
+        used += size[entry.name]
+    yield shard
+
+
+def _node(params: Params, path: tuple[str | int, ...]) -> Any:
+    node: Any = params
+    for key in path[:-1]:
+        node = node[key]
+    return node
+
+
+def _leaves(node: Any, path: tuple[str | int, ...]) -> Iterator[tuple[tuple[str | int, ...], Any]]:
+    if isinstance(node, dict | list | tuple):
+        for key, child in node.items() if isinstance(node, dict) else enumerate(node):
+            yield from _leaves(child, (*path, key))
+    else:
+        yield path, node
+
+
+def _dotted(path: tuple[str | int, ...]) -> str:
+    return ".".join(str(key) for key in path)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON file that must hold an object; ModelError names the file when it does not."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path} is not readable JSON ({error}). Download or write it again.") from error
+    if not isinstance(value, dict):
+        raise ModelError(f"{path} holds {type(value).__name__} instead of an object. Download it again.")
+    return value

@@ -1,0 +1,7 @@
+"""Full: keep everything; a ring as long as the context, the dense baseline of every claim."""
+
+from __future__ import annotations
+
+from kvjax.policy import Policy
+
+EXAMPLES = (Policy(),)

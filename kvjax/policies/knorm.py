@@ -1,0 +1,45 @@
+"""K-norm: keys of small norm receive much attention, so the largest norms go.
+
+Devoto et al., A Simple and Effective L2 Norm-Based Strategy for KV Cache Compression,
+https://arxiv.org/abs/2406.11430
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import jax.numpy as jnp
+
+from kvjax.budgets.uniform import Uniform
+from kvjax.cache.pages import Slots
+from kvjax.policy import Eviction, Observation, Policy
+from kvjax.types import Params
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class KNorm(Eviction):
+    """Score = minus the L2 norm of the key, in float32 (in bf16 most scores would tie). Protects nothing."""
+
+    name = "knorm"
+    needs = frozenset({"k"})
+    keeps = ("norm",)
+
+    def arrive(self, params: Params | None, seen: Observation) -> dict[str, Float[Array, "B K T"]]:
+        """The norm of each key (RoPE does not change it)."""
+        del params
+        return {"norm": jnp.linalg.norm(seen.k.astype(jnp.float32), axis=-1)}
+
+    def score(self, params: Params | None, slots: Slots) -> Float[Array, "B K C"]:
+        """Small norms stay."""
+        del params
+        return -slots.meta["norm"]
+
+
+EXAMPLES = (
+    Policy(eviction=KNorm(), budget=Uniform(32)),
+    Policy(eviction=KNorm(), budget=Uniform(40, "every_step"), sinks=4, recent=8),
+)

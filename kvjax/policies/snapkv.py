@@ -1,0 +1,84 @@
+"""SnapKV: the prompt's last queries vote for what they look at.
+
+Li et al., SnapKV: LLM Knows What You are Looking for Before Generation, https://arxiv.org/abs/2404.14469
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import jax.numpy as jnp
+
+from kvjax.budgets.ada import Ada
+from kvjax.budgets.pyramid import Pyramid
+from kvjax.budgets.uniform import Uniform
+from kvjax.policy import Eviction, Observation, Policy, PolicyError
+from kvjax.types import EMPTY, Params
+from pallas_kernels.blockwise.api import blockwise, column_mass
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class SnapKV(Eviction):
+    """Mean attention of the last ``window`` queries, smoothed over neighbouring keys, mean over a group's heads.
+
+    The observation window itself is always kept. Smoothing is an average over ``kernel`` keys with zeros
+    beyond the ends and inside the window, per query head, before the mean over the group.
+
+    Attributes:
+      window: queries that vote (fewer in shorter rows).
+      kernel: width of the smoothing, odd.
+
+    Raises:
+      PolicyError: window < 1, or a kernel that is not odd.
+    """
+
+    name = "snapkv"
+    needs = frozenset({"q", "k", "v"})
+    scores_prompt = True
+    window: int = 32
+    kernel: int = 5
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.window, int) or self.window < 1:
+            raise PolicyError(f"{self!r}: a window of {self.window!r} queries sees nothing. Give 1 or more.")
+        if not isinstance(self.kernel, int) or self.kernel < 1 or self.kernel % 2 == 0:
+            raise PolicyError(f"{self!r}: kernel={self.kernel!r} has no middle. Give an odd whole number.")
+
+    @property
+    def protects(self) -> int:
+        """The observation window."""
+        return self.window
+
+    def score_prompt(self, params: Params | None, seen: Observation) -> Float[Array, "B K T"]:
+        """Votes for every prompt token."""
+        del params
+        votes = self._votes(seen)
+        old = (seen.pos >= 0) & (seen.pos < (seen.total - self.window)[:, None])
+        votes = jnp.where(old[:, None, :], votes, 0.0)
+        side = self.kernel // 2
+        wide = jnp.pad(votes, ((0, 0), (0, 0), (side, side)))
+        t = votes.shape[-1]
+        smooth = sum(wide[..., i : i + t] for i in range(self.kernel)) / self.kernel
+        rows, heads, t, _ = seen.k.shape
+        return smooth.reshape(rows, heads, -1, t).mean(axis=2)
+
+    def _votes(self, seen: Observation) -> Float[Array, "B N T"]:
+        """Mean attention of each row's last queries to every key, per query head."""
+        at = seen.total[:, None] - self.window + jnp.arange(self.window)[None, :]
+        q = jnp.take_along_axis(seen.q, jnp.maximum(at, 0)[:, None, :, None], axis=2)
+        at = jnp.where(at >= 0, at, EMPTY)
+        _, lse = blockwise(q, seen.k, seen.v, q_pos=at, k_pos=seen.pos)
+        voters = (at >= 0).astype(jnp.float32)
+        weights = voters / jnp.maximum(voters.sum(axis=-1, keepdims=True), 1.0)
+        return column_mass(q, seen.k, lse, weights, q_pos=at, k_pos=seen.pos)
+
+
+EXAMPLES = (
+    Policy(eviction=SnapKV(window=8), budget=Uniform(24)),
+    Policy(eviction=SnapKV(window=8), budget=Ada(24)),
+    Policy(eviction=SnapKV(window=8), budget=Pyramid(24), sinks=2),
+)

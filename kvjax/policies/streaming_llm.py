@@ -1,0 +1,51 @@
+"""StreamingLLM: attention sinks and a sliding window.
+
+Xiao et al., Efficient Streaming Language Models with Attention Sinks, https://arxiv.org/abs/2309.17453.
+Keys keep the rotation of their true positions (the paper re-rotates inside the cache).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import jax.numpy as jnp
+
+from kvjax.policy import Admission, Observation, Policy, PolicyError
+from kvjax.types import Params
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Bool
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Window(Admission):
+    """Exact attention to the newest ``size`` tokens; only the policy's sinks outlive them.
+
+    Attributes:
+      size: W, in tokens.
+
+    Raises:
+      PolicyError: size < 1.
+    """
+
+    name = "window"
+    rejects_all = True
+    size: int = 256
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.size, int) or self.size < 1:
+            raise PolicyError(f"{self!r}: a window of {self.size!r} tokens sees nothing. Give 1 or more.")
+
+    @property
+    def window(self) -> int:  # type: ignore[override]
+        """W."""
+        return self.size
+
+    def admit(self, params: Params | None, seen: Observation) -> Bool[Array, "B K T"]:
+        """Nobody (sinks are the policy's)."""
+        del params
+        return jnp.zeros((seen.pos.shape[0], 1, seen.pos.shape[1]), bool)
+
+
+EXAMPLES = (Policy(admission=Window(24), sinks=4), Policy(admission=Window(24)))

@@ -1,0 +1,547 @@
+"""The algebra: six places, the part that does nothing in each, and the Policy that joins them.
+
+| place      | question                                                     | do nothing   |
+|------------|--------------------------------------------------------------|--------------|
+| admission  | may this token outlive the window? (asked on arrival)        | AdmitAll     |
+| eviction   | when a stream is over target, who goes? (a score, higher stays) | KeepRecent |
+| selection  | which slots does this read visit? (removes nothing)          | SelectAll    |
+| storage    | how is a slot held?                                          | Native       |
+| budget     | how many live slots may this layer, head, step have?         | Unlimited    |
+| completion | what stands in for what a read leaves out?                   | Nothing      |
+
+Parts are frozen, hashable values: equal policies compile once, and ``repr`` is the name in results and
+parses back (``kvjax.policy(repr(p)) == p``). A part declares in ``needs`` which quantities of a token it
+reads; the others are absent, so an undeclared read fails while tracing and an unused quantity is never
+computed. Values a part keeps with every token it names in ``keeps``; they move wherever the token moves.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import jax.numpy as jnp
+
+from kvjax.cache.pages import Pages, Slots
+from kvjax.types import Params, pytree
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Bool, Float, Int
+
+
+class PolicyError(ValueError):
+    """A policy that cannot be built: unknown, out of range, or two parts that exclude each other."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Every:
+    """A budget that acts each time a row has seen a multiple of ``k`` tokens.
+
+    Raises:
+      PolicyError: k < 1.
+    """
+
+    k: int
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.k, int) or self.k < 1:
+            raise PolicyError(f"every({self.k!r}) is no period. Give a whole number of tokens, at least 1.")
+
+    def __repr__(self) -> str:
+        return f"every({self.k})"
+
+
+When = str | Every
+"""When a budget acts: ``"after_prompt"``, ``"every_step"`` or ``Every(k)``."""
+
+
+@pytree(static=("layers",))
+class Observation:
+    """What a part may see of T tokens arriving at one layer; fields nobody declared are None.
+
+    Attributes:
+      pos: true positions, EMPTY for padding.
+      total: length of each row's prompt, known from the start.
+      layer, layers: index of this layer (may be traced) and how many there are.
+      k, v, k_pre: keys after RoPE, values, keys before RoPE.
+      q, q_pre: queries after and before RoPE.
+      hidden: the input of the attention block.
+    """
+
+    pos: Int[Array, "B T"]
+    total: Int[Array, " B"]
+    layer: int | Int[Array, ""]
+    layers: int
+    k: Float[Array, "B K T H"] | None = None
+    v: Float[Array, "B K T H"] | None = None
+    k_pre: Float[Array, "B K T H"] | None = None
+    q: Float[Array, "B N T H"] | None = None
+    q_pre: Float[Array, "B N T H"] | None = None
+    hidden: Float[Array, "B T D"] | None = None
+
+
+OBSERVABLE = ("k", "v", "k_pre", "q", "q_pre", "hidden")
+
+
+@dataclasses.dataclass(frozen=True)
+class Frame:
+    """Where a target is asked for: this layer among ``layers``, and what a slot costs.
+
+    Attributes:
+      layer: index of the layer (may be traced).
+      layers: number of layers.
+      kv_heads: KV heads of a layer.
+      slot_bytes: bytes of one live slot, K and V.
+    """
+
+    layer: Any
+    layers: int
+    kv_heads: int
+    slot_bytes: float
+
+
+class Part:
+    """Anything that can stand in one of the six places. Subclasses are frozen dataclasses.
+
+    Class attributes:
+      name: how the part is called in the one-string form.
+      place: the place it stands in.
+      needs: fields of ``Observation`` it reads.
+      keeps: names of the per-slot values it owns.
+    """
+
+    name: ClassVar[str]
+    place: ClassVar[str]
+    needs: ClassVar[frozenset[str]] = frozenset()
+    keeps: ClassVar[tuple[str, ...]] = ()
+
+    def arrive(self, params: Params | None, seen: Observation) -> dict[str, Float[Array, "B K T"]]:
+        """Values for ``keeps``, asked once, when a token arrives."""
+        del params, seen
+        return {}
+
+    def __repr__(self) -> str:
+        fields = dataclasses.fields(self)  # type: ignore[arg-type]
+        given = [
+            f"{f.name}={_literal(getattr(self, f.name))}"
+            for f in fields
+            if getattr(self, f.name) != f.default or f.default is dataclasses.MISSING
+        ]
+        return f"{self.name}({', '.join(given)})" if given else self.name
+
+
+def _literal(value: Any) -> str:
+    return value if isinstance(value, str) and value.isidentifier() else repr(value)
+
+
+class Admission(Part):
+    """May this token outlive the window?
+
+    ``window`` is the semantic W of methods that own it (exact attention to the last W tokens), else None.
+    """
+
+    place = "admission"
+    window: int | None = None
+
+    def admit(self, params: Params | None, seen: Observation) -> Bool[Array, "B K T"]:
+        """One bit per KV head and token, broadcastable; asked on arrival, acts at the door."""
+        raise NotImplementedError
+
+
+class Eviction(Part):
+    """Who goes when a stream is over its target: the lowest score; equal scores keep the lowest positions.
+
+    Class attributes:
+      scores_prompt: the score of a token needs the whole prompt (SnapKV ...), so generated tokens have
+        none and the budget can only act after the prompt.
+    """
+
+    place = "eviction"
+    scores_prompt: ClassVar[bool] = False
+
+    @property
+    def protects(self) -> int:
+        """Newest tokens this method never evicts."""
+        return 0
+
+    def score(self, params: Params | None, slots: Slots) -> Float[Array, "B K C"]:
+        """Rank of every slot from what is kept with it; anything in dead slots."""
+        raise NotImplementedError
+
+    def score_prompt(self, params: Params | None, seen: Observation) -> Float[Array, "B K T"]:
+        """Rank of every prompt token at once. By default: what ``score`` says of the arriving values."""
+        meta = self.arrive(params, seen)
+        pos = jnp.broadcast_to(seen.pos[:, None, :], (seen.pos.shape[0], 1, seen.pos.shape[1]))
+        return self.score(params, Slots(pos=pos, live=pos >= 0, meta=meta))
+
+
+@pytree()
+class Picked:
+    """What one read visits of a list: entries of the page list and, optionally, slots inside them.
+
+    Attributes:
+      pages: indices into the list's M entries, EMPTY for none; no index twice.
+      slots: bitmask inside the picked pages, or None for all their slots.
+    """
+
+    pages: Int[Array, "B K J"]
+    slots: Bool[Array, "B K J S"] | None
+
+
+class Selection(Part):
+    """Which slots a decode read visits; removes nothing. Prefill reads everything.
+
+    Class attributes:
+      splits: the part reads some tokens always and chooses among the others (two page lists).
+    """
+
+    place = "selection"
+    splits: ClassVar[bool] = False
+
+    @property
+    def recent(self) -> int:
+        """Newest tokens that every read sees exactly."""
+        return 0
+
+    def applies(self, layer: int) -> bool:
+        """Is this layer read selectively?"""
+        del layer
+        return True
+
+    def selectable(self, pos: Int[Array, "B T"], total: Int[Array, " B"]) -> Bool[Array, "B T"]:
+        """Is the token chosen among (list 1) or always read (list 0)? Only asked if ``splits``."""
+        del total
+        return jnp.ones(pos.shape, bool)
+
+    def summary_shapes(self, size: int, head_dim: int) -> dict[str, tuple[int, ...]]:
+        """Shapes of the per-page values, for pages of ``size`` slots."""
+        del size, head_dim
+        return {}
+
+    def summarise(self, k: Float[Array, "Q S H"], live: Bool[Array, "Q S"]) -> dict[str, Float[Array, "Q ..."]]:
+        """Per-page values from a page's content; recomputed whenever the page is touched."""
+        del k, live
+        return {}
+
+    def select(
+        self, params: Params | None, q: Float[Array, "B N H"], pages: Pages, which: int
+    ) -> Picked:
+        """The pages of list ``which`` that these queries visit."""
+        raise NotImplementedError
+
+
+class Storage(Part):
+    """How a slot of GLOBAL is held."""
+
+    place = "storage"
+    exact: ClassVar[bool] = True
+    scaled: ClassVar[bool] = False
+
+    @property
+    def recent(self) -> int:
+        """Newest tokens held in the model's own dtype."""
+        return 0
+
+    def dtype(self, model: jnp.dtype) -> jnp.dtype:
+        """Element type of the pool, for a model that computes in ``model``."""
+        return model
+
+    def write(self, pages: Pages, page: Array, slot: Array, k: Array, v: Array) -> Pages:
+        """Put k, v [..., H] into the slots; pages out of range are dropped."""
+        return dataclasses.replace(
+            pages,
+            k=pages.k.at[page, slot].set(k.astype(pages.k.dtype), mode="drop"),
+            v=pages.v.at[page, slot].set(v.astype(pages.v.dtype), mode="drop"),
+        )
+
+    def read(self, pages: Pages, page: Array, slot: Array) -> tuple[Array, Array]:
+        """The k, v [..., H] a read would see in these slots."""
+        return pages.k[page, slot], pages.v[page, slot]
+
+
+class Budget(Part):
+    """How many live slots a stream may have, ring included, and when that is enforced."""
+
+    place = "budget"
+    from_scores: ClassVar[bool] = False
+    when: When = "after_prompt"
+
+    @property
+    def limited(self) -> bool:
+        """Does it ever ask anybody to leave?"""
+        return True
+
+    @property
+    def least(self) -> int | None:
+        """The smallest target it can give, where that is known beforehand."""
+        return None
+
+    def targets(
+        self, frame: Frame, seen: Int[Array, " B"], scores: Float[Array, "B K T"] | None
+    ) -> Int[Array, "B K"]:
+        """Live slots for each stream of a layer, broadcastable to [B, K].
+
+        Args:
+          frame: which layer, and what a slot costs.
+          seen: tokens each row has seen.
+          scores: eviction scores over the prompt, -inf where the token may not stay and +inf where it
+            must; only given when ``from_scores``.
+        """
+        raise NotImplementedError
+
+
+class Completion(Part):
+    """What stands in for what a read leaves out. Two modes, never mixed (kvjax/DESIGN.md, 5):
+
+    without selection it absorbs a token when it is rejected or evicted and never subtracts; with
+    selection it absorbs every selectable token once, and subtracts exactly what a read visits.
+    """
+
+    place = "completion"
+
+    def empty(self, rows: int, heads: int, head_dim: int, context: int) -> Any:
+        """The summary of nothing: a pytree with leading axis B in every leaf."""
+        del rows, heads, head_dim, context
+
+    def absorb(
+        self,
+        params: Params | None,
+        summary: Any,
+        k: Float[Array, "B K T H"],
+        v: Float[Array, "B K T H"],
+        pos: Int[Array, "B K T"],
+        take: Bool[Array, "B K T"],
+    ) -> Any:
+        """Fold the tokens where ``take`` into the summary, as they are stored (float32 inside)."""
+        raise NotImplementedError
+
+    def read(
+        self, params: Params | None, summary: Any, q: Float[Array, "B N T H"], visited: Visited | None
+    ) -> tuple[Float[Array, "B N T H"], Float[Array, "B N T"]]:
+        """The partial (out, lse) of everything absorbed, less what this read visited."""
+        raise NotImplementedError
+
+
+@pytree()
+class Visited:
+    """The slots a selective read visited, as they are stored.
+
+    Attributes:
+      k, v: dequantised keys and values.
+      pos: true positions.
+      live: which of the J * S candidates were really visited.
+    """
+
+    k: Float[Array, "B K C H"]
+    v: Float[Array, "B K C H"]
+    pos: Int[Array, "B K C"]
+    live: Bool[Array, "B K C"]
+
+
+# --- the parts that do nothing -------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class AdmitAll(Admission):
+    """Every token may outlive the window."""
+
+    name = "admit_all"
+
+    def admit(self, params: Params | None, seen: Observation) -> Bool[Array, "B K T"]:
+        """All ones."""
+        del params
+        return jnp.ones((seen.pos.shape[0], 1, seen.pos.shape[1]), bool)
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class KeepRecent(Eviction):
+    """The oldest goes."""
+
+    name = "keep_recent"
+
+    def score(self, params: Params | None, slots: Slots) -> Float[Array, "B K C"]:
+        """The position itself."""
+        del params
+        return slots.pos.astype(jnp.float32)
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class SelectAll(Selection):
+    """Every read visits every slot."""
+
+    name = "select_all"
+
+    def applies(self, layer: int) -> bool:
+        """Never selective."""
+        del layer
+        return False
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Native(Storage):
+    """The model's own dtype."""
+
+    name = "native"
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Unlimited(Budget):
+    """Nobody has to leave."""
+
+    name = "unlimited"
+
+    @property
+    def limited(self) -> bool:
+        """Never."""
+        return False
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Nothing(Completion):
+    """What is not read counts for nothing."""
+
+    name = "nothing"
+
+
+# --- the policy ----------------------------------------------------------------------------------
+
+PLACES: dict[str, type[Part]] = {
+    "admission": Admission,
+    "eviction": Eviction,
+    "selection": Selection,
+    "storage": Storage,
+    "budget": Budget,
+    "completion": Completion,
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
+class Policy:
+    """Six choices and two protections; what a decode loop does with the KV state.
+
+    Attributes:
+      admission, eviction, selection, storage, budget, completion: one part per place.
+      sinks: first positions of a row, always admitted and never evicted.
+      recent: newest tokens, never evicted.
+
+    Raises:
+      PolicyError: when two parts exclude each other; the message names both and the reason.
+    """
+
+    admission: Admission = AdmitAll()
+    eviction: Eviction = KeepRecent()
+    selection: Selection = SelectAll()
+    storage: Storage = Native()
+    budget: Budget = Unlimited()
+    completion: Completion = Nothing()
+    sinks: int = 0
+    recent: int = 0
+
+    def __post_init__(self) -> None:
+        for place, kind in PLACES.items():
+            part = getattr(self, place)
+            if not isinstance(part, kind):
+                was = getattr(part, "place", type(part).__name__)
+                raise PolicyError(
+                    f"Policy({place}=...) takes an {kind.__name__}, but {part!r} is for {was}. "
+                    f"Write Policy({was}={part!r})."
+                )
+        for name in ("sinks", "recent"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 0:
+                raise PolicyError(f"{name}({value!r}) is no number of tokens. Give a whole number, 0 or more.")
+        _refuse_illegal_pairs(self)
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """The six parts in the order of the places."""
+        return tuple(getattr(self, place) for place in PLACES)
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """Everything any part reads of an arriving token."""
+        return frozenset().union(*(part.needs for part in self.parts))
+
+    @property
+    def keeps(self) -> tuple[str, ...]:
+        """Names of all per-slot values, as ``place.name``."""
+        return tuple(f"{part.place}.{name}" for part in self.parts for name in part.keeps)
+
+    @property
+    def protects(self) -> int:
+        """Newest tokens nobody may evict."""
+        return max(self.recent, self.eviction.protects)
+
+    @property
+    def whole_prompt(self) -> bool:
+        """Does a prompt have to be seen whole before anything can be decided?"""
+        return self.budget.limited and self.budget.when == "after_prompt"
+
+    @property
+    def on_arrival(self) -> bool:
+        """Is everything decided from the arriving token alone? Then any chunk size gives the same state."""
+        return not self.budget.limited
+
+    def window(self, context: int) -> int:
+        """W: ring slots for rows of up to ``context`` tokens.
+
+        The semantic window where admission owns one; the whole context where nothing else is asked for
+        (the dense fast path); else what the parts protect.
+        """
+        if self.admission.window is not None:
+            return min(self.admission.window, context)
+        idle = (self.budget.limited, self.selection != SelectAll(), self.storage != Native())
+        if not any(idle) and self.completion == Nothing() and self.admission == AdmitAll():
+            return context
+        return min(max(self.protects, self.storage.recent, self.selection.recent, 1), context)
+
+    def paged(self, context: int) -> bool:
+        """Can a token outlive the window at all?"""
+        rejects_all = getattr(self.admission, "rejects_all", False) and self.sinks == 0
+        return self.window(context) < context and not rejects_all
+
+    def __repr__(self) -> str:
+        idle = (AdmitAll(), KeepRecent(), SelectAll(), Native(), Unlimited(), Nothing())
+        words = [repr(part) for part, nothing in zip(self.parts, idle) if part != nothing]
+        words += [f"{name}({getattr(self, name)})" for name in ("sinks", "recent") if getattr(self, name)]
+        return " + ".join(words) or "full"
+
+
+def _refuse_illegal_pairs(p: Policy) -> None:
+    """One rule a paragraph; the message names both parts and the reason."""
+    if p.eviction.scores_prompt and p.budget.limited and p.budget.when != "after_prompt":
+        raise PolicyError(
+            f"{p.eviction!r} cannot serve {p.budget!r}: it ranks the tokens of a prompt, and a budget that acts "
+            "while decoding asks about generated tokens too. Use when=after_prompt, or an eviction that "
+            "ranks on arrival."
+        )
+    if p.budget.from_scores and p.budget.when != "after_prompt":
+        raise PolicyError(
+            f"{p.budget!r} divides a layer's slots by the scores of the whole prompt, which exist only after "
+            "the prompt. Use when=after_prompt."
+        )
+    if p.eviction != KeepRecent() and not p.budget.limited:
+        raise PolicyError(
+            f"{p.eviction!r} ranks tokens, but {p.budget!r} never asks anybody to leave. Add a budget, for "
+            f"example '{p.eviction!r} + uniform(512)'."
+        )
+    window = p.admission.window
+    for what, need in (("recent", p.protects), (repr(p.storage), p.storage.recent)):
+        if window is not None and need > window:
+            raise PolicyError(
+                f"{p.admission!r} owns the window of {window} tokens, but {what} protects the newest {need}. "
+                f"Protect at most {window}, or widen the window."
+            )
+    least = p.budget.least
+    protected = p.sinks + max(p.protects, p.storage.recent, p.selection.recent, window or 0)
+    if least is not None and least < max(protected, 1):
+        raise PolicyError(
+            f"{p.budget!r} leaves a stream {least} slots, fewer than the {protected} protected tokens "
+            f"(sinks={p.sinks}, newest={protected - p.sinks}). Raise the budget to at least {protected}, or "
+            "protect fewer."
+        )
+    if p.completion != Nothing() and p.selection != SelectAll() and not p.storage.exact:
+        raise PolicyError(
+            f"{p.storage!r} cannot hold what {p.completion!r} must subtract for {p.selection!r}: a page's "
+            "scale grows after its tokens were absorbed, and the difference would not cancel. Use native storage."
+        )

@@ -1,0 +1,1 @@
+"""Storage: how a slot of GLOBAL is held."""

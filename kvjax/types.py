@@ -1,0 +1,110 @@
+"""The alphabet of dimensions and the few values every other module speaks in.
+
+Letters, everywhere in the code and never a second alphabet:
+
+  B rows of the batch      T new tokens        S slots (or key positions)
+  P pages of a pool        M pages of a list   L layers
+  N query heads            K KV heads          G = N / K query heads a KV head
+  H head dim               D model width       F feed-forward width
+  V vocabulary             W ring slots        R page lists of a stream
+
+Annotations such as ``Float[Array, "B T K H"]`` are read by people and by the type checker;
+nothing checks them at run time, so importing this module costs nothing beyond jax.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+import jax
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float
+
+EMPTY = -1
+"""The id of no page, the position of no token."""
+
+Params = dict[str, Any]
+"""A pytree of arrays: learned weights of a model or of a policy part."""
+
+C = TypeVar("C")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Heads:
+    """What a model layer hands to the attention seam, for T new tokens of each row.
+
+    Attributes:
+      q: queries after RoPE.
+      k: keys after RoPE.
+      v: values.
+      q_pre: queries before RoPE (after any q-norm).
+      k_pre: keys before RoPE (after any k-norm).
+      hidden: the input of the attention block, after its norm.
+    """
+
+    q: Float[Array, "B T N H"]
+    k: Float[Array, "B T K H"]
+    v: Float[Array, "B T K H"]
+    q_pre: Float[Array, "B T N H"]
+    k_pre: Float[Array, "B T K H"]
+    hidden: Float[Array, "B T D"]
+
+
+AttendFn = Callable[[int, Heads, C], "tuple[Array, C]"]
+"""The seam: ``attend(layer, heads, carry) -> (out [B, T, N, H], carry)``.
+
+The model knows nothing of caches; whatever remembers lives in ``carry``.
+"""
+
+
+class Network(Protocol):
+    """A model's mathematics without its weights: hashable, so that it is a static argument of jit."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    max_positions: int
+    windows: tuple[int | None, ...]
+
+    def embed(self, params: Params, tokens: Array) -> Array:
+        """Token ids [B, T] to vectors [B, T, D]."""
+        ...
+
+    def layer(
+        self, params: Params, index: int, x: Array, positions: Array, attend: AttendFn[C], carry: C
+    ) -> tuple[Array, C]:
+        """One block through the seam; ``params`` are the layer's own."""
+        ...
+
+    def logits(self, params: Params, x: Array) -> Array:
+        """Last layer's output [..., D] to float32 logits [..., V]."""
+        ...
+
+
+class Weighted(Protocol):
+    """A network and its weights, as the decode loop takes them."""
+
+    @property
+    def network(self) -> Network: ...
+
+    @property
+    def params(self) -> Params: ...
+
+
+def pytree(*, static: tuple[str, ...] = ()) -> Callable[[type], type]:
+    """Class decorator: a frozen keyword-only dataclass registered as a pytree.
+
+    Args:
+      static: names of the fields that are hashable metadata instead of leaves.
+    """
+
+    def register(cls: type) -> type:
+        cls = dataclasses.dataclass(frozen=True, kw_only=True)(cls)
+        names = [field.name for field in dataclasses.fields(cls)]
+        data = [name for name in names if name not in static]
+        return jax.tree_util.register_dataclass(cls, data_fields=data, meta_fields=list(static))
+
+    return register

@@ -1,0 +1,1 @@
+"""Causal attention of T queries over S dense keys, with a window and admitted keys."""

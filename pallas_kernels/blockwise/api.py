@@ -1,0 +1,124 @@
+"""blockwise: T queries over S dense keys. column_mass: what attention each key received."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pallas_kernels.blockwise import ref, xla
+from pallas_kernels.dispatch import choose
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Bool, Float, Int
+
+OFFERED = {"xla": xla.blockwise, "ref": ref.blockwise}
+OFFERED_MASS = {"xla": xla.column_mass, "ref": ref.column_mass}
+
+
+def _check(
+    op: str,
+    q: Float[Array, "B N T H"],
+    k: Float[Array, "B K S H"],
+    q_pos: Int[Array, "B T"],
+    k_pos: Int[Array, "B S"],
+    window: int | None,
+    admit: Bool[Array, "B K S"] | None,
+) -> None:
+    if q.ndim != 4 or k.ndim != 4 or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
+        raise ValueError(f"{op}(q {q.shape}, k {k.shape}) needs q [B, N, T, H] and k [B, K, S, H].")
+    if q.shape[1] % k.shape[1]:
+        raise ValueError(f"{op}: {q.shape[1]} query heads do not divide over {k.shape[1]} KV heads.")
+    if q_pos.shape != (q.shape[0], q.shape[2]) or k_pos.shape != (k.shape[0], k.shape[2]):
+        raise ValueError(
+            f"{op}(q_pos {q_pos.shape}, k_pos {k_pos.shape}) needs [B, T] = {(q.shape[0], q.shape[2])} and "
+            f"[B, S] = {(k.shape[0], k.shape[2])}."
+        )
+    if window is not None and window < 0:
+        raise ValueError(f"{op}(window={window}) counts positions. Use 0 or more, or None for no window.")
+    if admit is not None and admit.shape != k.shape[:3]:
+        raise ValueError(f"{op}(admit {admit.shape}) needs one bit a key and KV head: [B, K, S] = {k.shape[:3]}.")
+
+
+def blockwise(
+    q: Float[Array, "B N T H"],
+    k: Float[Array, "B K S H"],
+    v: Float[Array, "B K S H"],
+    *,
+    q_pos: Int[Array, "B T"],
+    k_pos: Int[Array, "B S"],
+    window: int | None = None,
+    admit: Bool[Array, "B K S"] | None = None,
+    scale: float | None = None,
+    impl: str | None = None,
+) -> tuple[Float[Array, "B N T H"], Float[Array, "B N T"]]:
+    """Causal attention by position, within a window or to admitted keys.
+
+    Key j is visible to query i of KV head h iff both positions are >= 0, ``k_pos[j] <= q_pos[i]``
+    and (``window is None`` or ``q_pos[i] - k_pos[j] < window`` or ``admit[h, j]``). Positions need
+    no order, so a ring is read as it lies.
+
+    Args:
+      q: queries, any float dtype.
+      k: keys; products run in the keys' dtype with float32 sums.
+      v: values, of the keys' dtype.
+      q_pos: position of each query; negative is padding and gets (0, -inf).
+      k_pos: position of each key; negative is padding, whose k and v may hold anything, NaN too.
+      window: how many latest positions a query sees, its own included.
+      admit: keys visible beyond the window, per KV head; of no effect without a window.
+      scale: of the scores; H ** -0.5 by default.
+      impl: see ``dispatch``.
+
+    Returns:
+      ``(out, lse)``, float32. ``xla`` keeps no [T, S] array beyond one block once T * S is large;
+      its long-T loop has no reverse-mode gradient (``ref`` has).
+
+    Raises:
+      ValueError: shapes that do not fit together, or a negative window.
+      Unsupported: ``impl`` is not offered.
+    """
+    run = choose("blockwise", impl, OFFERED)
+    _check("blockwise", q, k, q_pos, k_pos, window, admit)
+    if v.shape != k.shape:
+        raise ValueError(f"blockwise(k {k.shape}, v {v.shape}) needs keys and values of one shape.")
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    return run(q, k, v, q_pos, k_pos, admit, window=window, scale=scale)
+
+
+def column_mass(
+    q: Float[Array, "B N T H"],
+    k: Float[Array, "B K S H"],
+    lse: Float[Array, "B N T"],
+    weights: Float[Array, "B T"],
+    *,
+    q_pos: Int[Array, "B T"],
+    k_pos: Int[Array, "B S"],
+    window: int | None = None,
+    admit: Bool[Array, "B K S"] | None = None,
+    scale: float | None = None,
+    impl: str | None = None,
+) -> Float[Array, "B N S"]:
+    """Weighted attention each key received: sum over queries of weights_i exp(s_ij - lse_i).
+
+    All-one weights give H2O's column sums, a one at the last query TOVA's row, ones over the last
+    queries SnapKV's observation window. Blocks of queries whose weights are all 0 cost nothing.
+
+    Args:
+      q, k, q_pos, k_pos, window, admit, scale, impl: as in ``blockwise``.
+      lse: what ``blockwise`` returned, or the lse of a larger attention these keys are part of.
+      weights: of each query, float32.
+
+    Returns:
+      float32; 0 for keys that no query sees.
+
+    Raises:
+      ValueError: shapes that do not fit together, or a negative window.
+      Unsupported: ``impl`` is not offered.
+    """
+    run = choose("column_mass", impl, OFFERED_MASS)
+    _check("column_mass", q, k, q_pos, k_pos, window, admit)
+    if lse.shape != q.shape[:3] or weights.shape != q_pos.shape:
+        raise ValueError(
+            f"column_mass(lse {lse.shape}, weights {weights.shape}) needs [B, N, T] = {q.shape[:3]} and "
+            f"[B, T] = {q_pos.shape}."
+        )
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    return run(q, k, lse, weights, q_pos, k_pos, admit, window=window, scale=scale)

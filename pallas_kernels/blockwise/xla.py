@@ -1,0 +1,237 @@
+"""blockwise and column_mass in plain XLA: one dense block when small, blocks of both axes when not.
+
+The blocked form asks, from positions alone, which (query block, key block) pairs see each other
+at all, and loops over just those, in whatever order positions lie.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import softmax
+from pallas_kernels.blockwise.ref import visible
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Bool, Float, Int
+
+BLOCK_Q = 256
+BLOCK_K = 512
+DENSE_T = 8
+"""Up to this many queries one dense block is taken whatever S is: it is as small as K and V."""
+
+
+def _grouped(q: Float[Array, "B N T H"], k: Float[Array, "B K S H"]) -> Float[Array, "B K G T H"]:
+    b, n, t, h = q.shape
+    return q.astype(k.dtype).reshape(b, k.shape[1], n // k.shape[1], t, h)
+
+
+def _scores(
+    q: Float[Array, "B K G T H"], k: Float[Array, "B K S H"], scale: float
+) -> Float[Array, "B K G T S"]:
+    s = jnp.einsum(
+        "bkgth,bksh->bkgts",
+        q,
+        k,
+        precision=softmax.precision(k.dtype),
+        preferred_element_type=jnp.float32,
+    )
+    return s * scale
+
+
+def _mix(p: Float[Array, "B K G T S"], v: Float[Array, "B K S H"]) -> Float[Array, "B K G T H"]:
+    return jnp.einsum(
+        "bkgts,bksh->bkgth",
+        p.astype(v.dtype),
+        v,
+        precision=softmax.precision(v.dtype),
+        preferred_element_type=jnp.float32,
+    )
+
+
+def _without_padding(v: Float[Array, "B K S H"], k_pos: Int[Array, "B S"]) -> Float[Array, "B K S H"]:
+    return jnp.where((k_pos >= 0)[:, None, :, None], v, jnp.zeros((), v.dtype))
+
+
+def _dense(
+    q: Float[Array, "B K G T H"],
+    k: Float[Array, "B K S H"],
+    v: Float[Array, "B K S H"],
+    see: Bool[Array, "B #K 1 T S"],
+    k_pos: Int[Array, "B S"],
+    scale: float,
+) -> tuple[Float[Array, "B K G T H"], Float[Array, "B K G T"]]:
+    s = _scores(q, k, scale)
+    m = softmax.row_max(s, see)
+    p = softmax.weigh(s, see, m)
+    # Masking V copies all of V, so it is done only where 0 * NaN of a padded value shows.
+    o = _mix(p, v)
+    o = jax.lax.cond(jnp.isnan(o).any(), lambda: _mix(p, _without_padding(v, k_pos)), lambda: o)
+    return softmax.finish(m, jnp.sum(p, axis=-1), o)
+
+
+def _blocks(x: Array, axis: int, size: int, fill: int | float | bool) -> Array:
+    """x with ``axis`` padded to a multiple of size and split into [blocks, ..., size, ...], blocks first."""
+    count = -(-x.shape[axis] // size)
+    pad = [(0, 0)] * x.ndim
+    pad[axis] = (0, count * size - x.shape[axis])
+    x = jnp.pad(x, pad, constant_values=fill) if pad[axis][1] else x
+    return jnp.moveaxis(x.reshape(*x.shape[:axis], count, size, *x.shape[axis + 1 :]), axis, 0)
+
+
+def _joined(x: Array, axis: int, length: int) -> Array:
+    """The inverse of ``_blocks``: [blocks, ..., size, ...] to ``length`` along ``axis``."""
+    x = jnp.moveaxis(x, 0, axis)
+    x = x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
+    return jax.lax.slice_in_dim(x, 0, length, axis=axis)
+
+
+def _block_pairs(
+    q_pos: Int[Array, "I B T"],
+    k_pos: Int[Array, "J B S"],
+    admit: Bool[Array, "J B K S"] | None,
+    window: int | None,
+) -> Bool[Array, "I J"]:
+    """Whether any query of block i may see any key of block j; True errs on the safe side."""
+    far = jnp.iinfo(jnp.int32).max // 2
+    q_lo = jnp.min(jnp.where(q_pos >= 0, q_pos, far), axis=-1)[:, None]
+    q_hi = jnp.max(q_pos, axis=-1)[:, None]
+    k_lo = jnp.min(jnp.where(k_pos >= 0, k_pos, far), axis=-1)[None, :]
+    k_hi = jnp.max(k_pos, axis=-1)[None, :]
+    see = (k_lo <= q_hi) & (k_hi >= 0) & (q_hi >= 0)
+    if window is not None:
+        near = q_lo - k_hi < window
+        if admit is not None:
+            near |= jnp.any(admit & (k_pos >= 0)[:, :, None, :], axis=(2, 3))[None, :]
+        see &= near
+    return jnp.any(see, axis=-1)
+
+
+def _listed(pairs: Bool[Array, "I J"]) -> tuple[Int[Array, "I J"], Int[Array, " I"]]:
+    """For each i the j's that pair with it, first in the list, and how many they are."""
+    return jnp.argsort(~pairs, axis=1, stable=True).astype(jnp.int32), jnp.sum(pairs, axis=1, dtype=jnp.int32)
+
+
+def _at(x: Array | None, j: Int[Array, ""]) -> Array | None:
+    return None if x is None else jax.lax.dynamic_index_in_dim(x, j, keepdims=False)
+
+
+@functools.partial(jax.jit, static_argnames=("window", "scale"))
+def blockwise(
+    q: Float[Array, "B N T H"],
+    k: Float[Array, "B K S H"],
+    v: Float[Array, "B K S H"],
+    q_pos: Int[Array, "B T"],
+    k_pos: Int[Array, "B S"],
+    admit: Bool[Array, "B K S"] | None,
+    *,
+    window: int | None,
+    scale: float,
+) -> tuple[Float[Array, "B N T H"], Float[Array, "B N T"]]:
+    """See ``api.blockwise``."""
+    b, n, t, h = q.shape
+    if t <= DENSE_T or t * k.shape[2] <= BLOCK_Q * BLOCK_K:
+        see = visible(q_pos, k_pos, window, admit)
+        out, lse = _dense(_grouped(q, k), k, v, see, k_pos, scale)
+    else:
+        out, lse = _blocked(_grouped(q, k), k, v, q_pos, k_pos, admit, window, scale)
+    return out.reshape(b, n, t, h), lse.reshape(b, n, t)
+
+
+def _blocked(
+    q: Float[Array, "B K G T H"],
+    k: Float[Array, "B K S H"],
+    v: Float[Array, "B K S H"],
+    q_pos: Int[Array, "B T"],
+    k_pos: Int[Array, "B S"],
+    admit: Bool[Array, "B K S"] | None,
+    window: int | None,
+    scale: float,
+) -> tuple[Float[Array, "B K G T H"], Float[Array, "B K G T"]]:
+    t, bq, bk = q.shape[3], min(BLOCK_Q, q.shape[3]), min(BLOCK_K, k.shape[2])
+    qs, q_poss = _blocks(q, 3, bq, 0), _blocks(q_pos, 1, bq, softmax.EMPTY)
+    ks, vs, k_poss = _blocks(k, 2, bk, 0), _blocks(v, 2, bk, 0), _blocks(k_pos, 1, bk, softmax.EMPTY)
+    admits = None if admit is None else _blocks(admit, 2, bk, False)
+    order, count = _listed(_block_pairs(q_poss, k_poss, admits, window))
+
+    def query_block(x: tuple[Array, ...]) -> tuple[Array, Array]:
+        q_i, pos_i, order_i, count_i = x
+
+        def key_block(c: Int[Array, ""], mlo: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+            m, l, o = mlo
+            j = order_i[c]
+            pos_j = k_poss[j]
+            see = visible(pos_i, pos_j, window, _at(admits, j))
+            s = _scores(q_i, ks[j], scale)
+            m_new = jnp.maximum(m, softmax.row_max(s, see))
+            p = softmax.weigh(s, see, m_new)
+            keep = jnp.exp(m - softmax.finite(m_new))
+            o = o * keep[..., None] + _mix(p, _without_padding(vs[j], pos_j))
+            return m_new, l * keep + jnp.sum(p, axis=-1), o
+
+        row = q_i.shape[:-1]
+        start = (jnp.full(row, -jnp.inf, jnp.float32), jnp.zeros(row, jnp.float32), jnp.zeros(q_i.shape, jnp.float32))
+        return softmax.finish(*jax.lax.fori_loop(0, count_i, key_block, start))
+
+    out, lse = jax.lax.map(query_block, (qs, q_poss, order, count))
+    return _joined(out, 3, t), _joined(lse, 3, t)
+
+
+@functools.partial(jax.jit, static_argnames=("window", "scale"))
+def column_mass(
+    q: Float[Array, "B N T H"],
+    k: Float[Array, "B K S H"],
+    lse: Float[Array, "B N T"],
+    weights: Float[Array, "B T"],
+    q_pos: Int[Array, "B T"],
+    k_pos: Int[Array, "B S"],
+    admit: Bool[Array, "B K S"] | None,
+    *,
+    window: int | None,
+    scale: float,
+) -> Float[Array, "B N S"]:
+    """See ``api.column_mass``."""
+    b, n, t, _ = q.shape
+    s = k.shape[2]
+    grouped = _grouped(q, k)
+    lse = lse.reshape(grouped.shape[:-1])
+    # A query of weight 0 is the same as padding, and padded blocks are skipped.
+    q_pos = jnp.where(weights != 0, q_pos, softmax.EMPTY)
+    if t <= DENSE_T or t * s <= BLOCK_Q * BLOCK_K:
+        see = visible(q_pos, k_pos, window, admit)
+        return _mass(grouped, k, lse, weights, see, scale).reshape(b, n, s)
+    bq, bk = min(BLOCK_Q, t), min(BLOCK_K, s)
+    qs, q_poss = _blocks(grouped, 3, bq, 0), _blocks(q_pos, 1, bq, softmax.EMPTY)
+    lses, weightss = _blocks(lse, 3, bq, 0.0), _blocks(weights, 1, bq, 0.0)
+    ks, k_poss = _blocks(k, 2, bk, 0), _blocks(k_pos, 1, bk, softmax.EMPTY)
+    admits = None if admit is None else _blocks(admit, 2, bk, False)
+    order, count = _listed(_block_pairs(q_poss, k_poss, admits, window).T)
+
+    def key_block(x: tuple[Array, ...]) -> Float[Array, "B K G S"]:
+        j, order_j, count_j = x
+        k_j, pos_j, admit_j = ks[j], k_poss[j], _at(admits, j)
+
+        def query_block(c: Int[Array, ""], total: Float[Array, "B K G S"]) -> Float[Array, "B K G S"]:
+            i = order_j[c]
+            see = visible(q_poss[i], pos_j, window, admit_j)
+            return total + _mass(qs[i], k_j, lses[i], weightss[i], see, scale)
+
+        return jax.lax.fori_loop(0, count_j, query_block, jnp.zeros((*lse.shape[:3], bk), jnp.float32))
+
+    mass = jax.lax.map(key_block, (jnp.arange(ks.shape[0]), order, count))
+    return _joined(mass, 3, s).reshape(b, n, s)
+
+
+def _mass(
+    q: Float[Array, "B K G T H"],
+    k: Float[Array, "B K S H"],
+    lse: Float[Array, "B K G T"],
+    weights: Float[Array, "B T"],
+    see: Bool[Array, "B #K 1 T S"],
+    scale: float,
+) -> Float[Array, "B K G S"]:
+    p = softmax.weigh(_scores(q, k, scale), see, lse)
+    return jnp.einsum("bkgts,bt->bkgs", p, weights, precision=jax.lax.Precision.HIGHEST)

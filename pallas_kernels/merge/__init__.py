@@ -1,0 +1,1 @@
+"""Joining partial attentions: the monoid every read ends in."""

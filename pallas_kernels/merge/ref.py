@@ -1,0 +1,26 @@
+"""merge by its definition: softmax over the parts' lse, applied to their outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import jax.numpy as jnp
+
+from pallas_kernels import softmax
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float
+
+
+def merge(
+    parts: Sequence[tuple[Float[Array, "... H"], Float[Array, "..."]]],
+) -> tuple[Float[Array, "... H"], Float[Array, "..."]]:
+    """See ``api.merge``."""
+    outs = jnp.stack([out.astype(jnp.float32) for out, _ in parts], axis=-2)
+    lses = jnp.stack([lse.astype(jnp.float32) for _, lse in parts], axis=-1)
+    there = lses > -jnp.inf
+    m = softmax.row_max(lses, there)
+    w = softmax.weigh(lses, there, m)
+    o = jnp.sum(w[..., None] * jnp.where(there[..., None], outs, 0.0), axis=-2)
+    return softmax.finish(m, jnp.sum(w, axis=-1), o)

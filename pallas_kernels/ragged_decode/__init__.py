@@ -1,0 +1,1 @@
+"""Attention over pages of a pool, one list of pages and one length per stream."""

@@ -1,0 +1,101 @@
+"""ragged_decode: queries over the live slots of each stream's own list of pages."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import jax.numpy as jnp
+
+from pallas_kernels.dispatch import choose
+from pallas_kernels.ragged_decode import ref, xla
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Bool, Float, Int, Num
+
+OFFERED = {"xla": xla.ragged_decode, "ref": ref.ragged_decode}
+
+
+def ragged_decode(
+    q: Float[Array, "B N T H"],
+    k_pages: Num[Array, "P S H"],
+    v_pages: Num[Array, "P S H"],
+    table: Int[Array, "B K M"],
+    length: Int[Array, "B K"],
+    *,
+    scales: Float[Array, "P 2 H"] | None = None,
+    pages: Int[Array, "B K J"] | None = None,
+    slots: Bool[Array, "B K J S"] | None = None,
+    mass: bool = False,
+    scale: float | None = None,
+    impl: str | None = None,
+) -> tuple[Array, ...]:
+    """Attention of every query to every live slot of its stream; no causal mask.
+
+    A stream is one (row, KV head). Its m-th page is ``table[b, k, m]`` and belongs to it alone;
+    slot s of that page is live iff ``m * S + s < length[b, k]``. Whatever the table holds beyond
+    the live pages, and whatever dead slots and free pages hold (NaN too), is never seen.
+
+    Args:
+      q: queries, any float dtype.
+      k_pages: key pool; float, or int8 with ``scales``.
+      v_pages: value pool, of the same shape and dtype.
+      table: pool page ids.
+      length: live slots of each stream.
+      scales: of int8 pools, one a page and channel: ``[:, 0]`` for keys, ``[:, 1]`` for values.
+      pages: read only these entries of each stream's list (indices into M, EMPTY = none, no
+        duplicates); cost follows J.
+      slots: with ``pages``, read only these slots of them.
+      mass: also return the attention each slot received.
+      scale: of the scores; H ** -0.5 by default.
+      impl: see ``dispatch``.
+
+    Returns:
+      ``(out [B, N, T, H], lse [B, N, T])``, and with ``mass`` also ``[B, N, M, S]``: probability
+      under this partial's own lse summed over T, 0 for dead and unselected slots. All float32.
+
+    Raises:
+      ValueError: shapes or dtypes that do not fit together.
+      Unsupported: ``impl`` is not offered.
+    """
+    run = choose("ragged_decode", impl, OFFERED)
+    _check(q, k_pages, v_pages, table, length)
+    _check_options(k_pages, table, scales, pages, slots)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    return run(q, k_pages, v_pages, table, length, scales, pages, slots, mass=mass, scale=scale)
+
+
+def _check(q: Array, k_pages: Array, v_pages: Array, table: Array, length: Array) -> None:
+    call = "ragged_decode"
+    if q.ndim != 4 or k_pages.ndim != 3 or q.shape[-1] != k_pages.shape[-1]:
+        raise ValueError(f"{call}(q {q.shape}, k_pages {k_pages.shape}) needs q [B, N, T, H], k_pages [P, S, H].")
+    if v_pages.shape != k_pages.shape or v_pages.dtype != k_pages.dtype:
+        raise ValueError(
+            f"{call}(k_pages {k_pages.dtype}{k_pages.shape}, v_pages {v_pages.dtype}{v_pages.shape}) needs pools "
+            "of one shape and dtype."
+        )
+    if table.ndim != 3 or table.shape[0] != q.shape[0] or length.shape != table.shape[:2]:
+        raise ValueError(
+            f"{call}(table {table.shape}, length {length.shape}) needs table [B, K, M] and length [B, K] with "
+            f"B = {q.shape[0]}."
+        )
+    if q.shape[1] % table.shape[1]:
+        raise ValueError(f"{call}: {q.shape[1]} query heads do not divide over {table.shape[1]} KV heads.")
+
+
+def _check_options(
+    k_pages: Array, table: Array, scales: Array | None, pages: Array | None, slots: Array | None
+) -> None:
+    call = "ragged_decode"
+    pool, size, h = k_pages.shape
+    if (scales is not None) != (k_pages.dtype == jnp.int8):
+        raise ValueError(f"{call}(k_pages {k_pages.dtype}): int8 pools and no others come with scales [P, 2, H].")
+    if scales is not None and scales.shape != (pool, 2, h):
+        raise ValueError(f"{call}(scales {scales.shape}) needs [P, 2, H] = {(pool, 2, h)}.")
+    if pages is not None and (pages.ndim != 3 or pages.shape[:2] != table.shape[:2]):
+        raise ValueError(f"{call}(pages {pages.shape}) needs [B, K, J] with [B, K] = {table.shape[:2]}.")
+    if slots is None:
+        return
+    if pages is None:
+        raise ValueError(f"{call}(slots=...) narrows selected pages. Pass `pages` too.")
+    if slots.shape != (*pages.shape, size):
+        raise ValueError(f"{call}(slots {slots.shape}) needs [B, K, J, S] = {(*pages.shape, size)}.")

@@ -1,0 +1,93 @@
+"""ragged_decode by definition: gather every stream's pages, mask, softmax, all in float32."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import softmax
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Bool, Float, Int, Num
+
+
+def page_lists(
+    table: Int[Array, "B K M"],
+    length: Int[Array, "B K"],
+    pages: Int[Array, "B K J"] | None,
+    pool: int,
+    slots: int,
+) -> tuple[Int[Array, "B K J"], Int[Array, "B K J"]]:
+    """Which pool pages each stream reads, and how many live slots each of them holds.
+
+    Pages that are not there (EMPTY, out of range, beyond the length) come back as page 0 with 0
+    live slots, so that the ids are always safe to gather with.
+    """
+    m = jnp.arange(table.shape[2], dtype=jnp.int32)[None, None, :] if pages is None else pages
+    there = (m >= 0) & (m < table.shape[2])
+    m = jnp.where(there, m, 0)
+    ids = table if pages is None else jnp.take_along_axis(table, m, axis=2)
+    there &= (ids >= 0) & (ids < pool)
+    live = jnp.where(there, jnp.clip(length[:, :, None] - m * slots, 0, slots), 0)
+    return jnp.where(live > 0, ids, 0), live
+
+
+def live_slots(live: Int[Array, "B K J"], chosen: Bool[Array, "B K J S"] | None, slots: int) -> Bool[Array, "B K J S"]:
+    """The live slots of each listed page as a mask, narrowed to the chosen ones."""
+    mask = jnp.arange(slots) < live[..., None]
+    return mask if chosen is None else mask & chosen
+
+
+def spread(mass: Float[Array, "B N J S"], pages: Int[Array, "B K J"] | None, count: int) -> Float[Array, "B N M S"]:
+    """Mass of the selected pages to its place among all M pages of the list."""
+    if pages is None:
+        return mass
+    b, n, j, s = mass.shape
+    k = pages.shape[1]
+    to = jnp.where(pages < 0, count, pages)
+    row, head = jnp.arange(b)[:, None, None], jnp.arange(k)[None, :, None]
+    out = jnp.zeros((b, k, count, n // k, s), jnp.float32)
+    out = out.at[row, head, to].add(mass.reshape(b, k, n // k, j, s).swapaxes(2, 3), mode="drop")
+    return out.swapaxes(2, 3).reshape(b, n, count, s)
+
+
+def ragged_decode(
+    q: Float[Array, "B N T H"],
+    k_pages: Num[Array, "P S H"],
+    v_pages: Num[Array, "P S H"],
+    table: Int[Array, "B K M"],
+    length: Int[Array, "B K"],
+    scales: Float[Array, "P 2 H"] | None,
+    pages: Int[Array, "B K J"] | None,
+    slots: Bool[Array, "B K J S"] | None,
+    *,
+    mass: bool,
+    scale: float,
+) -> tuple[Array, ...]:
+    """See ``api.ragged_decode``."""
+    b, n, t, h = q.shape
+    pool, size, _ = k_pages.shape
+    ids, live = page_lists(table, length, pages, pool, size)
+    mask = live_slots(live, slots, size)
+    k, v = k_pages[ids].astype(jnp.float32), v_pages[ids].astype(jnp.float32)
+    if scales is not None:
+        k, v = k * scales[ids, 0][..., None, :], v * scales[ids, 1][..., None, :]
+    k, v = jnp.where(mask[..., None], k, 0.0), jnp.where(mask[..., None], v, 0.0)
+    heads = table.shape[1]
+    grouped = q.astype(jnp.float32).reshape(b, heads, n // heads, t, h)
+    s = jnp.einsum("bkgth,bkjsh->bkgtjs", grouped, k, precision=jax.lax.Precision.HIGHEST) * scale
+    s = s.reshape(*s.shape[:4], -1)
+    see = mask.reshape(b, heads, 1, 1, -1)
+    m = softmax.row_max(s, see)
+    p = softmax.weigh(s, see, m)
+    o = jnp.einsum(
+        "bkgts,bksh->bkgth", p, v.reshape(b, heads, -1, h), precision=jax.lax.Precision.HIGHEST
+    )
+    out, lse = softmax.finish(m, jnp.sum(p, axis=-1), o)
+    out, lse_all = out.reshape(b, n, t, h), lse.reshape(b, n, t)
+    if not mass:
+        return out, lse_all
+    received = jnp.sum(softmax.weigh(s, see, lse), axis=3).reshape(b, n, mask.shape[2], size)
+    return out, lse_all, spread(received, pages, table.shape[2])

@@ -1,0 +1,161 @@
+"""Makes the golden models of tests/golden with PyTorch and transformers, or checks a folder kvjax saved.
+
+The library and its tests never need torch; this script does, in an environment of its own:
+
+    python -m venv gold && gold/bin/pip install torch==2.13.0 transformers==5.23.0
+    gold/bin/python tests/make_golden.py                                  # rewrites tests/golden
+    gold/bin/python tests/make_golden.py --check FOLDER --against llama3  # opens an export
+
+Made with Python 3.11.7, torch 2.13.0+cpu, transformers 5.23.0, safetensors 0.8.0. Each NAME/ is a
+tiny random model as ``save_pretrained`` writes it, each NAME.npz holds:
+
+  tokens [2, 48]     positions [2, 48]: row 0 counts up, row 1 jumps far ahead half-way
+  logits [2, 48, V]  float32, from the stored weights computed in float32
+  prompt [8]         greedy [32]: what transformers' own ``generate`` appends
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
+from transformers.utils import logging
+
+GOLDEN = Path(__file__).parent / "golden"
+SIZES = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1024,
+}
+# With 8 frequencies from 1 down, 32 / 4 and 32 / 1 leave one wavelength short, one between and six long.
+STRETCH = {
+    "rope_type": "llama3",
+    "rope_theta": 10_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+PLAIN = {"rope_type": "default", "rope_theta": 1e6}
+
+
+def configs() -> dict[str, LlamaConfig | Qwen2Config]:
+    """The golden models by name."""
+    llama = {**SIZES, "bos_token_id": 1, "eos_token_id": 2}
+    qwen = {**SIZES, "bos_token_id": 1, "eos_token_id": [2, 3], "rope_parameters": PLAIN}
+    return {
+        "llama3": LlamaConfig(
+            **llama, head_dim=16, rms_norm_eps=1e-5, tie_word_embeddings=False, rope_parameters=STRETCH
+        ),
+        "llama_tied": LlamaConfig(**llama, tie_word_embeddings=True),
+        "qwen2": Qwen2Config(**qwen, tie_word_embeddings=True),
+        "qwen2_window": Qwen2Config(
+            **qwen, tie_word_embeddings=False, use_sliding_window=True, sliding_window=6, max_window_layers=1
+        ),
+        "llama_bf16_sharded": LlamaConfig(**llama, tie_word_embeddings=False),
+    }
+
+
+def randomise(model: torch.nn.Module, seed: int) -> None:
+    """Weights large enough that attention is peaked and every tensor shows in the logits."""
+    torch.manual_seed(seed)
+    for name, weight in model.named_parameters():
+        fresh = torch.randn(weight.shape)
+        if "norm" in name:
+            fresh = 1 + 0.3 * fresh
+        elif name.endswith("bias"):
+            fresh = 0.5 * fresh
+        elif "q_proj" in name or "k_proj" in name:
+            fresh = fresh * 1.6 * weight.shape[-1] ** -0.5
+        else:
+            fresh = fresh * weight.shape[-1] ** -0.5
+        weight.data.copy_(fresh)
+
+
+@torch.no_grad()
+def logits(model: torch.nn.Module, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    # The mask is given, else transformers reads a jump of the positions as a packed second text.
+    return model(tokens, position_ids=positions, attention_mask=torch.ones_like(tokens)).logits
+
+
+@torch.no_grad()
+def greedy(model: torch.nn.Module, prompt: torch.Tensor) -> tuple[torch.Tensor, float]:
+    """The 32 tokens generate appends, and the smallest lead of a chosen token over the next best."""
+    model.generation_config.eos_token_id = None
+    out = model.generate(
+        prompt[None], attention_mask=torch.ones_like(prompt)[None], do_sample=False, max_new_tokens=32
+    )
+    best = model(out).logits[0, len(prompt) - 1 : -1].topk(2, dim=-1).values
+    return out[0, len(prompt) :], float((best[:, 0] - best[:, 1]).min())
+
+
+def make(name: str, config: LlamaConfig | Qwen2Config) -> None:
+    """Writes one model and its outputs; takes the first seed whose greedy tokens are not close calls."""
+    rng = np.random.default_rng(len(name))
+    tokens = torch.from_numpy(rng.integers(4, SIZES["vocab_size"], (2, 48)))
+    count = torch.arange(48)
+    positions = torch.stack([count, torch.where(count < 24, count, count + 400)])
+    prompt = torch.cat([torch.tensor([1]), tokens[0, :7]])
+    dtype = torch.bfloat16 if "bf16" in name else torch.float32
+    for seed in range(50):
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+        randomise(model, seed)
+        model.config.dtype = dtype
+        shards = {"max_shard_size": "24KB"} if "sharded" in name else {}
+        model.to(dtype).save_pretrained(GOLDEN / name, **shards)
+        # Read anew: .to(bfloat16) has rounded the rope's frequencies too, which opening the file does not.
+        model = AutoModelForCausalLM.from_pretrained(
+            GOLDEN / name, dtype=torch.float32, attn_implementation="eager"
+        ).eval()
+        answer, lead = greedy(model, prompt)
+        if lead > 0.02 and len(set(answer.tolist())) > 8:
+            break
+    out = logits(model, tokens, positions)
+    np.savez_compressed(
+        GOLDEN / f"{name}.npz",
+        tokens=tokens.numpy().astype(np.int32),
+        positions=positions.numpy().astype(np.int32),
+        logits=out.numpy(),
+        prompt=prompt.numpy().astype(np.int32),
+        greedy=answer.numpy().astype(np.int32),
+    )
+    print(f"{name}: seed {seed}, smallest lead {lead:.3f}, logits std {out.std():.2f}")
+
+
+def check(folder: str, against: str | None) -> None:
+    """Opens a folder kvjax saved; fails on any tensor out of place or on other logits than the golden's."""
+    model, report = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
+    )
+    print(report)
+    print(model.config)
+    bad = any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    if against:
+        gold = np.load(GOLDEN / f"{against}.npz")
+        out = logits(model.eval(), *(torch.from_numpy(gold[k]).long() for k in ("tokens", "positions")))
+        worst = float(np.abs(out.numpy() - gold["logits"]).max())
+        print(f"largest difference of the logits from {against}.npz: {worst:.2e}")
+        bad = bad or not worst < 2e-4
+    sys.exit(int(bad))
+
+
+if __name__ == "__main__":
+    logging.disable_progress_bar()
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--check", metavar="FOLDER", help="open an export instead of making goldens")
+    parser.add_argument("--against", metavar="NAME", help="golden whose logits the export must repeat")
+    given = parser.parse_args()
+    if given.check:
+        check(given.check, given.against)
+    for golden_name, golden_config in configs().items():
+        make(golden_name, golden_config)

@@ -1,0 +1,204 @@
+"""Training of the embedded model, tiny: exact resume, pure batches, splits, the constructed start."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import yaml
+from flax import nnx
+
+from kvjax.models import decoder, module
+from train import data, pretrain, recall, start, text
+
+ROOT = Path(__file__).resolve().parents[2]
+
+CONFIG = {
+    "name": "tiny",
+    "seed": 0,
+    "model": {
+        "vocab_size": 384,
+        "num_layers": 2,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 64,
+        "model_dim": 128,
+        "mlp_dim": 64,
+        "max_positions": 256,
+        "theta": 1e6,
+        "dtype": "float32",
+    },
+    "optimizer": {
+        "peak": 1e-3,
+        "final": 1e-5,
+        "warmup": 2,
+        "decay": 2,
+        "b2": 0.95,
+        "weight_decay": 0.05,
+        "clip": 1.0,
+    },
+    "mix": {
+        "tokens": 512,
+        "scored": 128,
+        "lengths": [[128], [128, 256]],
+        "shares": [[1.0], [0.5, 0.5]],
+    },
+    "plan": {"steps": 6, "log_every": 1, "check_every": 2, "save_every": 1},
+    "check": {"count": 5, "gate": 0.0, "target": 1.1, "lengths": [128, 256]},
+}
+
+
+def config_at(folder: Path, **plan: int) -> dict:
+    config = copy.deepcopy(CONFIG)
+    config["folder"], config["tokenizer"] = str(folder / "run"), str(folder / "tokenizer.json")
+    config["plan"] |= plan
+    return config
+
+
+@pytest.fixture(scope="module")
+def have(tmp_path_factory):
+    patch = pytest.MonkeyPatch()
+    patch.setenv("KVJAX_DATA", "/nowhere")  # the generated stand-in, on every machine
+    yield pretrain.setup(config_at(tmp_path_factory.mktemp("tiny")))
+    patch.undo()
+
+
+def mix() -> data.Mix:
+    return data.Mix(seed=0, tokens=512, scored=128, lengths=((128,), (128, 256)), shares=((1,), (0.5, 0.5)))
+
+
+def records(folder: Path) -> list[dict]:
+    lines = (folder / "run" / "log.jsonl").read_text().splitlines()
+    return [{k: v for k, v in json.loads(line).items() if k != "time"} for line in lines]
+
+
+def test_a_killed_run_goes_on_with_the_same_losses(tmp_path):
+    folders = {name: tmp_path / name for name in ("straight", "killed")}
+    for folder in folders.values():
+        folder.mkdir()
+        (folder / "config.yaml").write_text(yaml.safe_dump(config_at(folder)))
+
+    def process(name: str) -> subprocess.Popen:
+        command = [sys.executable, "-m", "train.pretrain", "--config", str(folders[name] / "config.yaml")]
+        environment = os.environ | {"KVJAX_DATA": "/nowhere", "JAX_PLATFORMS": "cpu"}
+        return subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True)
+
+    straight = process("straight")
+    assert straight.wait(120) == 0, straight.stderr.read()
+
+    victim = process("killed")
+    log = folders["killed"] / "run" / "log.jsonl"
+    while victim.poll() is None:
+        if log.exists() and '"step": 3' in log.read_text():
+            victim.send_signal(signal.SIGKILL)
+            break
+    assert victim.wait(60) == -signal.SIGKILL
+    again = process("killed")
+    assert again.wait(120) == 0, again.stderr.read()
+
+    whole = records(folders["straight"])
+    assert records(folders["killed"]) == whole  # losses, checks and levels, to the last bit
+    assert [r["step"] for r in whole if "loss" in r] == [1, 2, 3, 4, 5, 6]
+    assert {r["level"] for r in whole} == {0, 1}
+
+
+def test_a_batch_depends_on_seed_level_and_index_only(have):
+    first, second = (data.batches(have.train, mix(), 1, 50) for _ in range(2))
+    [second[i] for i in range(7)]
+    for a, b in zip(jax.tree.leaves(first[7]), jax.tree.leaves(second[7])):
+        np.testing.assert_array_equal(a, b)
+    other = data.batches(have.train, mix(), 0, 50)[7]["tokens"]
+    assert not np.array_equal(first[8]["tokens"].ravel()[:128], first[7]["tokens"].ravel()[:128])
+    assert not np.array_equal(other.ravel()[:128], first[7]["tokens"].ravel()[:128])
+
+
+def test_key_words_of_training_and_evaluation_are_disjoint(have):
+    trained = set(have.train.short + have.train.long)
+    held = set(have.held.short + have.held.long)
+    assert trained
+    assert held
+    assert not trained & held
+    assert 0.1 < len(held) / len(held | trained) < 0.3
+
+
+def test_the_loss_marks_exactly_the_answers(have):
+    rng = np.random.default_rng(0)
+    tokens, weight = data.needle_row(rng, have.train, 256, keys=3, asked=2)
+    assert tokens.shape == weight.shape == (256,)
+    assert tokens[0] == text.BOS
+    written = have.tokenizer.decode(tokens.tolist())
+    numbers = have.tokenizer.decode(tokens[weight == data.ANSWER].tolist()).split()
+    assert len(numbers) == 2
+    for number in numbers:
+        assert number.isdigit()
+        assert len(number) == data.DIGITS
+        assert written.count(f"is {number}") == 2  # once where it hides, once where it is asked for
+    scored = data.choose_scored(rng, tokens[None], weight[None], 64)
+    answers = scored["target"][scored["answer"]]
+    np.testing.assert_array_equal(np.sort(answers), np.sort(tokens[weight == data.ANSWER]))
+    np.testing.assert_array_equal(scored["target"], tokens[scored["at"] + 1])
+    np.testing.assert_allclose(scored["weight"].sum(), weight[1:].sum(), rtol=1e-5)
+
+
+@pytest.mark.parametrize("depth", [0.0, 0.5, 1.0])
+def test_a_needle_stands_where_it_is_told(have, depth):
+    rng = np.random.default_rng(1)
+    tokens, _ = data.needle_row(rng, have.train, 256, keys=1, depth=depth)
+    sentence = have.train.encode(" The secret number for")
+    starts = [i for i in range(256) if tokens[i : i + len(sentence)].tolist() == sentence]
+    room = starts[1] - 1  # the question repeats the words; it begins a little later
+    assert starts[0] / room == pytest.approx(depth * 0.72, abs=0.2)
+
+
+def test_the_constructed_start_looks_one_back_and_copies(have):
+    spec = have.spec
+    params = start.construct(spec, module.leaves(module.Decoder(spec, rngs=nnx.Rngs(params=0))), 0)
+    block = np.random.default_rng(2).integers(3, spec.vocab_size, 40)
+    tokens = jnp.asarray(np.concatenate([[text.BOS], block, block]))[None]
+    positions = jnp.arange(tokens.shape[1])[None]
+    attend = decoder.dense_attend(spec)
+    weights = []
+
+    def look(index, heads, carry):
+        if index == 0:
+            s = jnp.einsum("th,sh->ts", heads.q[0, :, 0], heads.k[0, :, 0]) * spec.head_dim**-0.5
+            causal = jnp.tril(jnp.ones(s.shape, bool))
+            weights.append(jax.nn.softmax(jnp.where(causal, s, -jnp.inf), axis=-1))
+        return attend(index, heads, carry)
+
+    x, _ = decoder.forward(spec, params, tokens, positions, look, None)
+    assert float(jnp.diagonal(weights[0], offset=-1).mean()) > 0.8
+    after = decoder.logits(spec, params, x)[0].argmax(-1)
+    assert float((after[45:80] == tokens[0, 46:81]).mean()) > 0.4  # chance is 1 in 381
+
+
+def test_the_start_refuses_a_model_it_does_not_fit(have):
+    spec = pretrain.model_spec(CONFIG["model"] | {"num_layers": 1})
+    with pytest.raises(ValueError, match="num_layers >= 2"):
+        start.construct(spec, module.leaves(module.Decoder(spec, rngs=nnx.Rngs(params=0))), 0)
+
+
+def test_the_module_has_the_decoders_tree(have):
+    model = module.Decoder(have.spec, rngs=nnx.Rngs(params=3))
+    got = jax.tree.map(jnp.shape, module.leaves(model), is_leaf=lambda x: hasattr(x, "shape"))
+    assert got == decoder.shapes(have.spec)
+    tokens = jnp.asarray([[1, 5, 9, 7]])
+    want = decoder.dense_logits(have.spec, module.leaves(model), tokens)
+    np.testing.assert_array_equal(model(tokens), want)
+
+
+def test_blocked_attention_is_dense_attention(have):
+    params = pretrain.initial(have.spec, 0)
+    tokens = jnp.asarray(np.random.default_rng(4).integers(3, have.spec.vocab_size, (2, 131)))
+    got = recall.scored_logits(have.spec, params, tokens, jnp.arange(2 * 131)).reshape(2, 131, -1)
+    want = decoder.dense_logits(have.spec, params, tokens)
+    np.testing.assert_allclose(got, want, atol=1e-5 * float(jnp.abs(want).max()))  # order of sums differs

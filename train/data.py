@@ -1,0 +1,265 @@
+"""Batches for the embedded model: needles in book text, repeated blocks, plain text.
+
+Batch i is a pure function of (seed, level, i): every row is drawn from a generator seeded with the
+three, so a killed run that knows its step continues with the very batches it would have seen.
+
+A needle row, N tokens:   <bos> text NEEDLE text NEEDLE text QUESTION ANSWER QUESTION ANSWER
+Needles stand anywhere in the text; up to four of them are asked for at the end. The first question
+is what the evaluation asks; the further ones make more signal of the same text.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import grain.python as grain
+import numpy as np
+
+from train.text import BOS, SPECIAL, held_out_word
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+ANSWER, TAIL, HAYSTACK, TEXT, COPY = 6.0, 0.3, 0.1, 0.5, 1.0
+"""Loss weight of a token: the number asked for, its question, text around needles, plain text, a copy."""
+
+DIGITS = 5
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Source:
+    """What rows are made of.
+
+    Attributes:
+      tokenizer: encodes needle sentences.
+      text: ids of all text, one array.
+      ends: sorted positions in ``text`` right after a sentence's last token.
+      short, long: key words of one token (with a leading blank) and of several.
+    """
+
+    tokenizer: Tokenizer
+    text: np.ndarray
+    ends: np.ndarray
+    short: tuple[str, ...]
+    long: tuple[str, ...]
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a piece of text that starts at a blank or a line break."""
+        return self.tokenizer.encode(text).ids
+
+    def word(self, rng: np.random.Generator) -> str:
+        """A key word: six in ten are single tokens, where both kinds exist."""
+        pools = [pool for pool in (self.short, self.long) if pool]
+        pool = pools[0] if len(pools) == 1 or rng.random() < 0.6 else pools[1]
+        return pool[int(rng.integers(len(pool)))]
+
+
+def make_source(tokenizer: Tokenizer, text: np.ndarray, words: Sequence[str], *, held_out: bool) -> Source:
+    """A source over ``text`` whose key words are the held-out fifth of ``words`` or the other four."""
+    stops = [i for i in range(tokenizer.get_vocab_size()) if tokenizer.decode([i]).endswith((".", "!", "?"))]
+    mine = [word for word in words if held_out_word(word) == held_out]
+    single = [len(e.ids) == 1 for e in tokenizer.encode_batch([" " + word for word in mine])]
+    return Source(
+        tokenizer=tokenizer,
+        text=text,
+        ends=np.flatnonzero(np.isin(text, stops)) + 1,
+        short=tuple(word for word, one in zip(mine, single) if one),
+        long=tuple(word for word, one in zip(mine, single) if not one),
+    )
+
+
+def needle(key: str, value: str) -> str:
+    """The sentence that hides a number."""
+    return f" The secret number for {key} is {value}."
+
+
+def question(key: str, gap: str = " ") -> str:
+    """What asks for it, up to where the number follows."""
+    return f"{gap}What is the secret number for {key}? The secret number for {key} is"
+
+
+def needle_row(
+    rng: np.random.Generator,
+    source: Source,
+    length: int,
+    *,
+    keys: int,
+    asked: int = 1,
+    depth: float | None = None,
+    snap: bool = True,
+    gap: str = " ",
+) -> tuple[np.ndarray, np.ndarray] | None:
+    """One row of needles in text.
+
+    Args:
+      rng: consumed.
+      source: text and key words.
+      length: N, tokens of the row.
+      keys: needles hidden; every key is two words, every value five digits.
+      asked: how many of them are asked for at the end, in random order.
+      depth: where the first one asked for stands, 0 the start of the text to 1 its end; None is anywhere.
+      snap: whether needles stand at sentence ends.
+      gap: what stands in front of a question.
+
+    Returns:
+      (ids int32 [N], loss weight of each id float32 [N]); None when the row is too short.
+    """
+    names = [f"{source.word(rng)}-{source.word(rng)}" for _ in range(keys)]
+    values = ["".join(map(str, rng.integers(0, 10, DIGITS))) for _ in range(keys)]
+    sentences = [source.encode(needle(*pair)) for pair in zip(names, values)]
+    order = rng.permutation(keys)[:asked]
+    tail: list[int] = []
+    tail_weight: list[float] = []
+    for n, i in enumerate(order):
+        ask = source.encode(("." if n else "") + question(names[i], gap))
+        answer = source.encode(f" {values[i]}")
+        tail += ask + answer
+        tail_weight += [TAIL] * len(ask) + [ANSWER] * len(answer)
+    room = length - 1 - len(tail) - sum(map(len, sentences))
+    if room < 8 or len(set(names)) < keys:
+        return None
+    start = int(rng.integers(0, len(source.text) - room))
+    cuts = rng.integers(0, room + 1, keys)
+    if depth is not None:
+        cuts[order[0]] = int(depth * room)
+    if snap:
+        cuts = np.array([_sentence_end(source, start, room, int(cut)) for cut in cuts])
+    row: list[int] = [BOS]
+    done = 0
+    for i in np.argsort(cuts, kind="stable"):
+        row += source.text[start + done : start + cuts[i]].tolist() + sentences[i]
+        done = cuts[i]
+    row += source.text[start + done : start + room].tolist()
+    weight = [HAYSTACK] * len(row) + tail_weight
+    return np.asarray(row + tail, np.int32), np.asarray(weight, np.float32)
+
+
+def _sentence_end(source: Source, start: int, room: int, cut: int) -> int:
+    """The last sentence end in the text window at or before ``cut``, else ``cut``; the window's end stays."""
+    if cut == room:
+        return cut
+    index = int(np.searchsorted(source.ends, start + cut, side="right")) - 1
+    end = int(source.ends[index]) - start if index >= 0 else -1
+    return end if end > 0 else cut
+
+
+def copy_row(rng: np.random.Generator, source: Source, length: int) -> tuple[np.ndarray, np.ndarray]:
+    """A block of random ids (or of text, three in ten), repeated to the row's end; repeats are weighted."""
+    low = max(4, length // 8)
+    period = int(np.exp(rng.uniform(np.log(low), np.log((length - 1) // 2 + 1))))
+    if rng.random() < 0.3:
+        start = int(rng.integers(0, len(source.text) - period))
+        block = source.text[start : start + period]
+    else:
+        block = rng.integers(len(SPECIAL), source.tokenizer.get_vocab_size(), period)
+    row = np.concatenate([[BOS], np.tile(block, length // period + 1)])[:length]
+    weight = np.where(np.arange(length) > period + 1, COPY, 0.0)
+    return row.astype(np.int32), weight.astype(np.float32)
+
+
+def text_row(rng: np.random.Generator, source: Source, length: int) -> tuple[np.ndarray, np.ndarray]:
+    """Plain text."""
+    start = int(rng.integers(0, len(source.text) - length))
+    row = source.text[start : start + length].astype(np.int32)
+    row[0] = BOS
+    return row, np.full(length, TEXT, np.float32)
+
+
+def training_row(rng: np.random.Generator, source: Source, length: int) -> tuple[np.ndarray, np.ndarray]:
+    """Six in ten needles, then plain text, then copies."""
+    kind = rng.random()
+    if kind < 0.62:
+        keys = int(rng.choice([1, 1, 2, 4] if length < 512 else [1, 1, 2, 4, 6, 8]))
+        if length < 192:
+            keys = min(keys, 2)
+        row = needle_row(
+            rng,
+            source,
+            length,
+            keys=keys,
+            asked=int(rng.integers(1, min(keys, 4) + 1)),
+            snap=rng.random() < 0.6,
+            gap=str(rng.choice([" ", " ", "\n", "\n\n"])),
+        )
+        if row is not None:
+            return row
+    if kind < 0.85:
+        return text_row(rng, source, length)
+    return copy_row(rng, source, length)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Mix:
+    """How batches are cut.
+
+    Attributes:
+      seed: of every batch.
+      tokens: in a batch, whatever its row length.
+      scored: tokens of a batch whose loss is computed; all answers are, the rest is sampled by weight.
+      lengths: row lengths in use, per level.
+      shares: how often each of them is drawn, per level.
+    """
+
+    seed: int
+    tokens: int
+    scored: int
+    lengths: tuple[tuple[int, ...], ...]
+    shares: tuple[tuple[float, ...], ...]
+
+
+class Batches:
+    """Random-access source of training batches at one curriculum level (a grain source).
+
+    ``self[i]`` is a dict: tokens int32 [B, T]; and, for S scored tokens, at int32 [S] (row-major index
+    of the position that predicts), target int32 [S], weight float32 [S], answer bool [S].
+    """
+
+    def __init__(self, source: Source, mix: Mix, level: int, count: int):
+        self.source, self.mix, self.level, self.count = source, mix, level, count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        mix = self.mix
+        rng = np.random.default_rng((mix.seed, self.level, int(index)))
+        shares = np.asarray(mix.shares[self.level])
+        length = int(rng.choice(mix.lengths[self.level], p=shares / shares.sum()))
+        rows = [training_row(rng, self.source, length) for _ in range(max(1, mix.tokens // length))]
+        tokens, weight = (np.stack(column) for column in zip(*rows))
+        return {"tokens": tokens, **choose_scored(rng, tokens, weight, mix.scored)}
+
+
+def choose_scored(
+    rng: np.random.Generator, tokens: np.ndarray, weight: np.ndarray, count: int
+) -> dict[str, np.ndarray]:
+    """Which tokens the loss is computed on: logits are the widest product, so not on all.
+
+    Every answer token is in with its own weight; the others are drawn with chances proportional to
+    their weights and share the weight of all others evenly, so the loss stays unbiased.
+    """
+    target = np.arange(tokens.size).reshape(tokens.shape)[:, 1:].ravel()
+    weight = weight.ravel()[target]
+    answer = np.flatnonzero(weight >= ANSWER)[:count]
+    rest = np.where(weight >= ANSWER, 0.0, weight)
+    slots = min(count - len(answer), int(np.count_nonzero(rest)))
+    drawn = (
+        rng.choice(len(rest), slots, replace=False, p=rest / rest.sum()) if slots else np.zeros(0, np.int64)
+    )
+    pad = count - len(answer) - slots
+    chosen = np.concatenate([answer, drawn, np.zeros(pad, np.int64)]).astype(np.int64)
+    even = rest.sum() / max(slots, 1)
+    share = np.concatenate([weight[answer], np.full(slots, even), np.zeros(pad)])
+    return {
+        "at": (target[chosen] - 1).astype(np.int32),
+        "target": tokens.ravel()[target[chosen]].astype(np.int32),
+        "weight": share.astype(np.float32),
+        "answer": np.arange(count) < len(answer),
+    }
+
+
+def batches(source: Source, mix: Mix, level: int, count: int) -> grain.MapDataset:
+    """The batches of one level as a grain dataset; element i does not depend on the others."""
+    return grain.MapDataset.source(Batches(source, mix, level, count))
