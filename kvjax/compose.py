@@ -21,7 +21,7 @@ from kvjax.policy import Every, Part, Policy, PolicyError
 PRESETS: dict[str, str] = {
     "full": "full",
     "streaming-llm": "window(256) + sinks(4)",
-    "random": "random + uniform(0.25) + sinks(4) + recent(32)",
+    "random": "random + uniform(0.25)",
     "knorm": "knorm + uniform(0.25)",
     "snapkv": "snapkv + uniform(0.25)",
     "adakv": "snapkv + ada(0.25)",
@@ -29,7 +29,10 @@ PRESETS: dict[str, str] = {
     "quest": "quest",
     "int8": "int8",
 }
-"""Names that stand for a policy, the same everywhere: notebook, command line, server."""
+"""Names that stand for a policy, the same everywhere: notebook, command line, server.
+
+A preset named like a part brings that part and at most a budget, so that ``repr`` of a policy (which
+always shows the budget of an eviction) parses back to it."""
 
 PROTECTIONS = ("sinks", "recent")
 

@@ -18,11 +18,12 @@ import numpy as np
 
 from kvjax import layer as layers
 from kvjax import metrics
-from kvjax.cache import pool, state as states
+from kvjax.cache import pool
 from kvjax.cache import ring as rings
+from kvjax.cache import state as states
 from kvjax.cache.ring import Entry
 from kvjax.cache.state import KVState, LayerCache
-from kvjax.policy import Nothing, Policy
+from kvjax.policy import AdmitAll, Policy
 from kvjax.sampling import Sampling, sample, sampling
 from kvjax.types import EMPTY, Heads, Network, Params, Weighted, pytree
 
@@ -128,7 +129,9 @@ def step(
     for index, (block, room) in enumerate(zip(params["layers"], state.layers)):
         site = _site(network, policy, weights, index, state.total)
 
-        def attend(_: int, heads: Heads, room: LayerCache, site: layers.Site = site) -> tuple[Array, LayerCache]:
+        def attend(
+            _: int, heads: Heads, room: LayerCache, site: layers.Site = site
+        ) -> tuple[Array, LayerCache]:
             return layers.step(site, room, heads, state.length, active)
 
         x, room = network.layer(block, index, x, positions, attend, room)
@@ -158,7 +161,9 @@ def chunk(
     for index, (block, room) in enumerate(zip(params["layers"], state.layers)):
         site = _site(network, policy, weights, index, state.total)
 
-        def attend(_: int, heads: Heads, room: LayerCache, site: layers.Site = site) -> tuple[Array, LayerCache]:
+        def attend(
+            _: int, heads: Heads, room: LayerCache, site: layers.Site = site
+        ) -> tuple[Array, LayerCache]:
             return layers.chunk(site, room, heads, state.length, count)
 
         x, room = network.layer(block, index, x, positions, attend, room)
@@ -268,9 +273,11 @@ def extend(
     longest = int(lengths.max())
     tokens = padded(prompts, -(-longest // chunk_size) * chunk_size)
     last: Array | None = None
+    # Where everything is admitted the need is known: all of it at once, one size, one program.
+    ahead = longest if policy.admission == AdmitAll() and policy.on_arrival else chunk_size
     for start in range(0, longest, chunk_size):
         count = np.clip(lengths - start, 0, chunk_size).astype(np.int32)
-        state = reserve(model.network, policy, state, chunk_size)
+        state = reserve(policy, state, min(ahead, longest - start + chunk_size), chunk_size)
         piece = tokens[:, start : start + chunk_size]
         state, x = _chunk(model.network, policy, model.params, weights or {}, state, piece, count)
         ended = jnp.asarray(count > 0)[:, None]
@@ -282,9 +289,12 @@ def extend(
     return state, _logits(model.network, model.params, last)
 
 
-def reserve(network: Network, policy: Policy, state: KVState, tokens: int) -> KVState:
-    """Make sure that ``tokens`` more tokens a row fit, whatever is admitted."""
-    return states.reserve(state, tokens, (None,) * network.num_layers)
+def reserve(policy: Policy, state: KVState, tokens: int, arriving: int) -> KVState:
+    """Make sure that ``tokens`` more tokens a row fit, coming ``arriving`` at a time, whatever is admitted."""
+    context = max(
+        layer.pages.table.shape[-1] * layer.pages.size if layer.pages else 0 for layer in state.layers
+    )
+    return states.reserve(state, tokens, policy.most_slots(context, arriving) if context else None)
 
 
 # --- a whole prompt, layer by layer --------------------------------------------------------------
@@ -315,7 +325,7 @@ def _prompt_layer(
     return x, judged, layers.survivors(judged, total, ring)
 
 
-@functools.partial(jax.jit, static_argnames=("policy", "layers_", "pages"), donate_argnames=("room", "judged"))
+@functools.partial(jax.jit, static_argnames=("policy", "layers_", "pages"))
 def _pack_layer(
     policy: Policy,
     layers_: int,
@@ -359,7 +369,8 @@ def _prefill_whole(
         state = metrics.raise_peak(state, whole, before + whole + metrics.allocated((rooms[index],)))
         if progress:
             progress(index + 1, network.num_layers)
-    state = dataclasses.replace(state, layers=tuple(rooms), length=total)
+    # A buffer of its own: the state is donated, and no buffer can be donated twice.
+    state = dataclasses.replace(state, layers=tuple(rooms), length=jnp.copy(total))
     states.counts(state)  # raises if a pool was too small
     last = jnp.take_along_axis(x, (total - 1)[:, None, None], axis=1)[:, 0]
     return metrics.with_peak(state), _logits(network, params, last)
@@ -473,7 +484,7 @@ def stream(
     run, fresh = _first(run, logits, state.length)
     yield np.asarray(fresh)[:, None], state
     while not bool(np.asarray(run.done).all()):
-        state = reserve(model.network, policy, state, every)
+        state = reserve(policy, state, every, 1)
         state, run, out = segment(model.network, policy, every, model.params, weights or {}, state, run)
         found = np.asarray(out)
         yield found[:, (found != EMPTY).any(axis=0)], state

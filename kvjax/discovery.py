@@ -57,7 +57,9 @@ def parts() -> dict[str, type[Part]]:
             if kind.__module__ != module.__name__ or not issubclass(kind, Part) or not hasattr(kind, "name"):
                 continue
             if kind.name in named:
-                raise PolicyError(f"{kind.__module__} and {named[kind.name].__module__} both define '{kind.name}'.")
+                raise PolicyError(
+                    f"{kind.__module__} and {named[kind.name].__module__} both define '{kind.name}'."
+                )
             named[kind.name] = kind
     return named
 

@@ -129,9 +129,7 @@ def absorb(site: Site, cache: LayerCache, k: Array, v: Array, pos: Array, take: 
     """Fold tokens into φ, in float32."""
     k, v = k.astype(jnp.float32), v.astype(jnp.float32)
     take = jnp.broadcast_to(take, k.shape[:3])
-    summary = site.policy.completion.absorb(
-        site.weights("completion"), cache.summary, k, v, pos, take
-    )
+    summary = site.policy.completion.absorb(site.weights("completion"), cache.summary, k, v, pos, take)
     return dataclasses.replace(cache, summary=summary)
 
 
@@ -225,9 +223,7 @@ def read_pages(site: Site, cache: LayerCache, q: Float[Array, "B N T H"], decodi
     return parts
 
 
-def _completed(
-    site: Site, cache: LayerCache, q: Array, visited: Visited | None, lists: int
-) -> list[Partial]:
+def _completed(site: Site, cache: LayerCache, q: Array, visited: Visited | None, lists: int) -> list[Partial]:
     """φ of what this read leaves out; nothing where nothing can be left out."""
     policy, pages = site.policy, cache.pages
     assert pages is not None  # noqa: S101
@@ -334,9 +330,7 @@ def _due(policy: Policy, length: Int[Array, " B"], count: Int[Array, " B"]) -> B
     return jnp.ones(length.shape, bool)
 
 
-def prompt(
-    site: Site, x: Heads, pos: Int[Array, "B T"]
-) -> tuple[Float[Array, "B T N H"], Entry]:
+def prompt(site: Site, x: Heads, pos: Int[Array, "B T"]) -> tuple[Float[Array, "B T N H"], Entry]:
     """The whole prompt at one layer: attend under the admission mask, then judge every token.
 
     Returns:
@@ -388,4 +382,3 @@ def survivors(new: Entry, count: Int[Array, " B"], window: int) -> Int[Array, "B
     """How many tokens of each stream ``pack`` will put into GLOBAL."""
     leaves = (new.pos >= 0) & (new.pos < (count - window)[:, None])
     return (new.admit & leaves[:, None, :]).sum(axis=-1)
-

@@ -123,9 +123,9 @@ class Part:
     def __repr__(self) -> str:
         fields = dataclasses.fields(self)  # type: ignore[arg-type]
         given = [
-            f"{f.name}={_literal(getattr(self, f.name))}"
-            for f in fields
-            if getattr(self, f.name) != f.default or f.default is dataclasses.MISSING
+            (f"{f.name}=" if at else "") + _literal(getattr(self, f.name))
+            for at, f in enumerate(fields)
+            if at == 0 or getattr(self, f.name) != f.default
         ]
         return f"{self.name}({', '.join(given)})" if given else self.name
 
@@ -142,6 +142,7 @@ class Admission(Part):
 
     place = "admission"
     window: int | None = None
+    rejects_all: ClassVar[bool] = False
 
     def admit(self, params: Params | None, seen: Observation) -> Bool[Array, "B K T"]:
         """One bit per KV head and token, broadcastable; asked on arrival, acts at the door."""
@@ -218,14 +219,14 @@ class Selection(Part):
         del size, head_dim
         return {}
 
-    def summarise(self, k: Float[Array, "Q S H"], live: Bool[Array, "Q S"]) -> dict[str, Float[Array, "Q ..."]]:
+    def summarise(
+        self, k: Float[Array, "Q S H"], live: Bool[Array, "Q S"]
+    ) -> dict[str, Float[Array, "Q ..."]]:
         """Per-page values from a page's content; recomputed whenever the page is touched."""
         del k, live
         return {}
 
-    def select(
-        self, params: Params | None, q: Float[Array, "B N H"], pages: Pages, which: int
-    ) -> Picked:
+    def select(self, params: Params | None, q: Float[Array, "B N H"], pages: Pages, which: int) -> Picked:
         """The pages of list ``which`` that these queries visit."""
         raise NotImplementedError
 
@@ -274,6 +275,11 @@ class Budget(Part):
     @property
     def least(self) -> int | None:
         """The smallest target it can give, where that is known beforehand."""
+        return None
+
+    @property
+    def most(self) -> int | None:
+        """The largest target it can give, where that is known beforehand."""
         return None
 
     def targets(
@@ -449,7 +455,9 @@ class Policy:
         for name in ("sinks", "recent"):
             value = getattr(self, name)
             if not isinstance(value, int) or value < 0:
-                raise PolicyError(f"{name}({value!r}) is no number of tokens. Give a whole number, 0 or more.")
+                raise PolicyError(
+                    f"{name}({value!r}) is no number of tokens. Give a whole number, 0 or more."
+                )
         _refuse_illegal_pairs(self)
 
     @property
@@ -497,8 +505,24 @@ class Policy:
 
     def paged(self, context: int) -> bool:
         """Can a token outlive the window at all?"""
-        rejects_all = getattr(self.admission, "rejects_all", False) and self.sinks == 0
-        return self.window(context) < context and not rejects_all
+        nobody = self.admission.rejects_all and self.sinks == 0
+        return self.window(context) < context and not nobody
+
+    def most_slots(self, context: int, arriving: int) -> int | None:
+        """The most slots of GLOBAL a stream can own while ``arriving`` tokens at a time come in.
+
+        None where only the tokens themselves can tell (learned admission).
+        """
+        bounds = []
+        if self.admission.rejects_all:
+            bounds.append(self.sinks)
+        elif self.admission == AdmitAll():
+            bounds.append(max(context - self.window(context), 0))
+        if self.budget.limited and not self.whole_prompt and self.budget.most is not None:
+            between = self.budget.when.k if isinstance(self.budget.when, Every) else 1
+            floor = self.sinks + self.window(context)
+            bounds.append(max(self.budget.most, floor) - self.window(context) + max(arriving, between))
+        return min(bounds, default=None)
 
     def __repr__(self) -> str:
         idle = (AdmitAll(), KeepRecent(), SelectAll(), Native(), Unlimited(), Nothing())
@@ -511,9 +535,9 @@ def _refuse_illegal_pairs(p: Policy) -> None:
     """One rule a paragraph; the message names both parts and the reason."""
     if p.eviction.scores_prompt and p.budget.limited and p.budget.when != "after_prompt":
         raise PolicyError(
-            f"{p.eviction!r} cannot serve {p.budget!r}: it ranks the tokens of a prompt, and a budget that acts "
-            "while decoding asks about generated tokens too. Use when=after_prompt, or an eviction that "
-            "ranks on arrival."
+            f"{p.eviction!r} cannot serve {p.budget!r}: it ranks the tokens of a prompt, and a budget that "
+            "acts while decoding asks about generated tokens too. Use when=after_prompt, or an eviction "
+            "that ranks on arrival."
         )
     if p.budget.from_scores and p.budget.when != "after_prompt":
         raise PolicyError(
@@ -543,5 +567,6 @@ def _refuse_illegal_pairs(p: Policy) -> None:
     if p.completion != Nothing() and p.selection != SelectAll() and not p.storage.exact:
         raise PolicyError(
             f"{p.storage!r} cannot hold what {p.completion!r} must subtract for {p.selection!r}: a page's "
-            "scale grows after its tokens were absorbed, and the difference would not cancel. Use native storage."
+            "scale grows after its tokens were absorbed, and the difference would not cancel. Use native "
+            "storage."
         )

@@ -40,6 +40,7 @@ class Text:
         self.bos = bos
         self.eos = eos
         self.folder = folder
+        self._templated: Any = None
         # A tokenizer.json may carry the lengths its training used; silently cut prompts are no help here.
         tokenizer.no_truncation()
         tokenizer.no_padding()
@@ -134,9 +135,10 @@ class Text:
                 f"chat(...) needs transformers and jinja2 for the chat template in {self.folder}. "
                 "Run: pip install 'kvjax[hf]'"
             ) from error
-        tokenizer = AutoTokenizer.from_pretrained(str(self.folder), local_files_only=True)
+        if self._templated is None:
+            self._templated = AutoTokenizer.from_pretrained(str(self.folder), local_files_only=True)
         try:
-            return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            return self._templated.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         except jinja2.TemplateError as error:
             raise ValueError(
                 f"chat(...) is refused by the chat template in {self.folder}: {error}. Change the messages."

@@ -88,10 +88,14 @@ class Weighted(Protocol):
     """A network and its weights, as the decode loop takes them."""
 
     @property
-    def network(self) -> Network: ...
+    def network(self) -> Network:
+        """The mathematics."""
+        ...
 
     @property
-    def params(self) -> Params: ...
+    def params(self) -> Params:
+        """The weights."""
+        ...
 
 
 def pytree(*, static: tuple[str, ...] = ()) -> Callable[[type], type]:

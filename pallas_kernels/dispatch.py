@@ -55,7 +55,9 @@ def choose(op: str, impl: str | None, offered: Mapping[str, Callable[..., Any]])
     if impl in offered:
         return offered[impl]
     if impl not in IMPLS:
-        raise ValueError(f"{op}(impl={impl!r}) names no implementation. Use one of {sorted(offered)} or None.")
+        raise ValueError(
+            f"{op}(impl={impl!r}) names no implementation. Use one of {sorted(offered)} or None."
+        )
     raise Unsupported(
         f"{op}(impl={impl!r}) cannot run: {REASONS[impl]}. Use one of {sorted(offered)}, or None to let the "
         "platform choose."

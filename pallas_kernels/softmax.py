@@ -41,9 +41,6 @@ def finish(
     """(m, l, o) to the normalised partial (out, lse)."""
     some = l > 0
     l = jnp.where(some, l, 1.0)
-    return jnp.where(some[..., None], o / l[..., None], 0.0), jnp.where(some, finite(m) + jnp.log(l), -jnp.inf)
-
-
-def precision(dtype: jnp.dtype) -> jax.lax.Precision | None:
-    """Full float32 products where the operands are float32; the platform's own otherwise."""
-    return jax.lax.Precision.HIGHEST if dtype == jnp.float32 else None
+    return jnp.where(some[..., None], o / l[..., None], 0.0), jnp.where(
+        some, finite(m) + jnp.log(l), -jnp.inf
+    )

@@ -70,14 +70,35 @@ def make_source(tokenizer: Tokenizer, text: np.ndarray, words: Sequence[str], *,
     )
 
 
-def needle(key: str, value: str) -> str:
-    """The sentence that hides a number."""
-    return f" The secret number for {key} is {value}."
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Wording:
+    """How a needle is hidden and asked for; ``{key}`` and ``{value}`` are filled in.
+
+    Attributes:
+      hide: the sentence in the text.
+      ask: the question, up to where the number follows.
+      digits: how long numbers are, one length drawn per row.
+      words: how many words make a key, one number drawn per row.
+    """
+
+    hide: str
+    ask: str
+    digits: tuple[int, ...] = (DIGITS,)
+    words: tuple[int, ...] = (2,)
 
 
-def question(key: str, gap: str = " ") -> str:
-    """What asks for it, up to where the number follows."""
-    return f"{gap}What is the secret number for {key}? The secret number for {key} is"
+SECRET = Wording(
+    hide=" The secret number for {key} is {value}.",
+    ask="What is the secret number for {key}? The secret number for {key} is",
+)
+MAGIC = Wording(
+    hide=" One of the special magic numbers for {key} is: {value}.",
+    ask="What is the special magic number for {key} mentioned in the provided text? "
+    "The special magic number for {key} mentioned in the provided text is",
+    digits=(5, 7),
+    words=(1, 2),
+)
+"""The wording of RULER's needle tasks."""
 
 
 def needle_row(
@@ -90,6 +111,7 @@ def needle_row(
     depth: float | None = None,
     snap: bool = True,
     gap: str = " ",
+    wording: Wording = SECRET,
 ) -> tuple[np.ndarray, np.ndarray] | None:
     """One row of needles in text.
 
@@ -97,23 +119,25 @@ def needle_row(
       rng: consumed.
       source: text and key words.
       length: N, tokens of the row.
-      keys: needles hidden; every key is two words, every value five digits.
+      keys: needles hidden.
       asked: how many of them are asked for at the end, in random order.
       depth: where the first one asked for stands, 0 the start of the text to 1 its end; None is anywhere.
       snap: whether needles stand at sentence ends.
       gap: what stands in front of a question.
+      wording: of needles and questions.
 
     Returns:
       (ids int32 [N], loss weight of each id float32 [N]); None when the row is too short.
     """
-    names = [f"{source.word(rng)}-{source.word(rng)}" for _ in range(keys)]
-    values = ["".join(map(str, rng.integers(0, 10, DIGITS))) for _ in range(keys)]
-    sentences = [source.encode(needle(*pair)) for pair in zip(names, values)]
+    words, digits = (_one(rng, choices) for choices in (wording.words, wording.digits))
+    names = ["-".join(source.word(rng) for _ in range(words)) for _ in range(keys)]
+    values = ["".join(map(str, rng.integers(0, 10, digits))) for _ in range(keys)]
+    sentences = [source.encode(wording.hide.format(key=k, value=v)) for k, v in zip(names, values)]
     order = rng.permutation(keys)[:asked]
     tail: list[int] = []
     tail_weight: list[float] = []
     for n, i in enumerate(order):
-        ask = source.encode(("." if n else "") + question(names[i], gap))
+        ask = source.encode(("." if n else "") + gap + wording.ask.format(key=names[i]))
         answer = source.encode(f" {values[i]}")
         tail += ask + answer
         tail_weight += [TAIL] * len(ask) + [ANSWER] * len(answer)
@@ -134,6 +158,11 @@ def needle_row(
     row += source.text[start + done : start + room].tolist()
     weight = [HAYSTACK] * len(row) + tail_weight
     return np.asarray(row + tail, np.int32), np.asarray(weight, np.float32)
+
+
+def _one(rng: np.random.Generator, choices: tuple[int, ...]) -> int:
+    """One of them; a single choice consumes no randomness."""
+    return choices[0] if len(choices) == 1 else int(rng.choice(choices))
 
 
 def _sentence_end(source: Source, start: int, room: int, cut: int) -> int:
@@ -167,10 +196,12 @@ def text_row(rng: np.random.Generator, source: Source, length: int) -> tuple[np.
     return row, np.full(length, TEXT, np.float32)
 
 
-def training_row(rng: np.random.Generator, source: Source, length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Six in ten needles, then plain text, then copies."""
+def training_row(
+    rng: np.random.Generator, source: Source, length: int, level: Level
+) -> tuple[np.ndarray, np.ndarray]:
+    """A row of one of the three kinds, by the level's shares; plain text where a needle does not fit."""
     kind = rng.random()
-    if kind < 0.62:
+    if kind < level.needles:
         keys = int(rng.choice([1, 1, 2, 4] if length < 512 else [1, 1, 2, 4, 6, 8]))
         if length < 192:
             keys = min(keys, 2)
@@ -182,12 +213,33 @@ def training_row(rng: np.random.Generator, source: Source, length: int) -> tuple
             asked=int(rng.integers(1, min(keys, 4) + 1)),
             snap=rng.random() < 0.6,
             gap=str(rng.choice([" ", " ", "\n", "\n\n"])),
+            wording=MAGIC if level.magic and rng.random() < level.magic else SECRET,
         )
         if row is not None:
             return row
-    if kind < 0.85:
+    if kind < 1 - level.copies:
         return text_row(rng, source, length)
     return copy_row(rng, source, length)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Level:
+    """What batches of one curriculum level are made of.
+
+    Attributes:
+      lengths: row lengths in use.
+      shares: how often each of them is drawn.
+      scored: tokens of a batch whose loss is computed; all answers are, the rest is sampled by weight.
+      needles, copies: share of rows of these kinds; the rest is plain text.
+      magic: share of needle rows in RULER's wording.
+    """
+
+    lengths: tuple[int, ...]
+    shares: tuple[float, ...]
+    scored: int
+    needles: float = 0.62
+    copies: float = 0.15
+    magic: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -197,16 +249,12 @@ class Mix:
     Attributes:
       seed: of every batch.
       tokens: in a batch, whatever its row length.
-      scored: tokens of a batch whose loss is computed; all answers are, the rest is sampled by weight.
-      lengths: row lengths in use, per level.
-      shares: how often each of them is drawn, per level.
+      levels: the curriculum.
     """
 
     seed: int
     tokens: int
-    scored: int
-    lengths: tuple[tuple[int, ...], ...]
-    shares: tuple[tuple[float, ...], ...]
+    levels: tuple[Level, ...]
 
 
 class Batches:
@@ -223,13 +271,14 @@ class Batches:
         return self.count
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        mix = self.mix
-        rng = np.random.default_rng((mix.seed, self.level, int(index)))
-        shares = np.asarray(mix.shares[self.level])
-        length = int(rng.choice(mix.lengths[self.level], p=shares / shares.sum()))
-        rows = [training_row(rng, self.source, length) for _ in range(max(1, mix.tokens // length))]
+        level = self.mix.levels[self.level]
+        rng = np.random.default_rng((self.mix.seed, self.level, int(index)))
+        shares = np.asarray(level.shares)
+        length = int(rng.choice(level.lengths, p=shares / shares.sum()))
+        count = max(1, self.mix.tokens // length)
+        rows = [training_row(rng, self.source, length, level) for _ in range(count)]
         tokens, weight = (np.stack(column) for column in zip(*rows))
-        return {"tokens": tokens, **choose_scored(rng, tokens, weight, mix.scored)}
+        return {"tokens": tokens, **choose_scored(rng, tokens, weight, level.scored)}
 
 
 def choose_scored(

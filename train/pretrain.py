@@ -149,7 +149,7 @@ def make_loss(spec: ModelSpec, dtype: str) -> loop.Loss:
 
 def make_check(have: Setup) -> Any:
     """Recall on held-out words and text: opens levels, ends the run at the target."""
-    settings, levels = have.config["check"], have.config["mix"]["lengths"]
+    settings, gates = have.config["check"], have.config["check"]["gates"]
 
     def check(params: Params, step: int, level: int) -> loop.Verdict:
         del step
@@ -161,11 +161,11 @@ def make_check(have: Setup) -> Any:
         )
         one = {length: measure(length, 1) for length in settings["lengths"]}
         metrics = {f"recall_{length}": value for length, value in one.items()}
-        four_length = settings["lengths"][min(1, len(settings["lengths"]) - 1)]
-        metrics[f"recall_{four_length}_of_4"] = measure(four_length, 4)
+        many_length = settings["lengths"][min(1, len(settings["lengths"]) - 1)]
+        metrics[f"recall_{many_length}_of_4"] = many = measure(many_length, 4)
         metrics["bits_per_byte"] = recall.bits_per_byte(have.spec, rounded, have.books, windows=16)
-        longest = max(length for length in settings["lengths"] if length <= max(levels[level]))
-        rise = one[longest] >= settings["gate"] and level + 1 < len(levels)
+        gate = gates[level] if level < len(gates) else None
+        rise = gate is not None and one[gate["length"]] >= gate["one"] and many >= gate["four"]
         stop = float(np.mean(list(metrics.values())[: len(one)])) >= settings["target"]
         return loop.Verdict(metrics=metrics, level=level + rise, stop=stop)
 
@@ -180,13 +180,11 @@ def round_to(params: Params, dtype: str) -> Params:
 def run(have: Setup) -> loop.State:
     """Trains to the end of the plan, or goes on from the newest checkpoint."""
     config = have.config
-    mix = data.Mix(
-        seed=config["seed"],
-        tokens=config["mix"]["tokens"],
-        scored=config["mix"]["scored"],
-        lengths=tuple(map(tuple, config["mix"]["lengths"])),
-        shares=tuple(map(tuple, config["mix"]["shares"])),
+    levels = tuple(
+        data.Level(**level | {name: tuple(level[name]) for name in ("lengths", "shares")})
+        for level in config["mix"]["levels"]
     )
+    mix = data.Mix(seed=config["seed"], tokens=config["mix"]["tokens"], levels=levels)
     plan = loop.Plan(**config["plan"])
     return loop.train(
         params=initial(have.spec, config["seed"]),

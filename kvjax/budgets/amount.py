@@ -31,7 +31,9 @@ def check(call: str, amount: Amount, when: When) -> None:
         if not re.fullmatch(r"\d+(B|KiB|MiB|GiB)", amount):
             raise PolicyError(f"{call}: {amount!r} is no size. Write bytes as '512KiB', '8MiB' or '1GiB'.")
     elif isinstance(amount, bool) or not isinstance(amount, int | float) or amount <= 0:
-        raise PolicyError(f"{call}: {amount!r} is no amount. Give tokens (512), a ratio (0.25) or bytes ('8MiB').")
+        raise PolicyError(
+            f"{call}: {amount!r} is no amount. Give tokens (512), a ratio (0.25) or bytes ('8MiB')."
+        )
     elif isinstance(amount, float) and amount > 1:
         raise PolicyError(f"{call}: a ratio is the share kept, in (0, 1]. For tokens write {int(amount)}.")
 

@@ -42,13 +42,21 @@ class Pyramid(Budget):
     def __post_init__(self) -> None:
         amounts.check(repr(self), self.amount, self.when)
         if self.slope < 1:
-            raise PolicyError(f"{self!r}: slope={self.slope} would widen the pyramid upwards. Give 1 or more.")
+            raise PolicyError(
+                f"{self!r}: slope={self.slope} would widen the pyramid upwards. Give 1 or more."
+            )
 
     @property
     def least(self) -> int | None:
         """The last layer's target, if the amount is in tokens."""
         mean = amounts.least(self.amount)
         return None if mean is None else int(mean / self.slope + 0.5)
+
+    @property
+    def most(self) -> int | None:
+        """The first layer's target, if the amount is in tokens."""
+        mean = amounts.least(self.amount)
+        return None if mean is None else int(mean * (2 - 1 / self.slope) + 0.5)
 
     def targets(
         self, frame: Frame, seen: Int[Array, " B"], scores: Float[Array, "B K T"] | None

@@ -38,6 +38,11 @@ class Uniform(Budget):
         """The amount, if it is in tokens."""
         return amounts.least(self.amount)
 
+    @property
+    def most(self) -> int | None:
+        """The amount, if it is in tokens."""
+        return amounts.least(self.amount)
+
     def targets(
         self, frame: Frame, seen: Int[Array, " B"], scores: Float[Array, "B K T"] | None
     ) -> Int[Array, "B K"]:

@@ -70,15 +70,21 @@ class Pages:
 class Codec(Protocol):
     """What the pages need of a storage part: see ``kvjax.policy.Storage``."""
 
-    def write(self, pages: Pages, page: Array, slot: Array, k: Array, v: Array) -> Pages: ...
+    def write(self, pages: Pages, page: Array, slot: Array, k: Array, v: Array) -> Pages:
+        """Put k, v into slots; pages out of range are dropped."""
+        ...
 
-    def read(self, pages: Pages, page: Array, slot: Array) -> tuple[Array, Array]: ...
+    def read(self, pages: Pages, page: Array, slot: Array) -> tuple[Array, Array]:
+        """The k, v that a read would see."""
+        ...
 
 
 class Summariser(Protocol):
     """What the pages need of a selection part: see ``kvjax.policy.Selection``."""
 
-    def summarise(self, k: Array, live: Array) -> dict[str, Array]: ...
+    def summarise(self, k: Array, live: Array) -> dict[str, Array]:
+        """Per-page values of pages with these keys."""
+        ...
 
 
 def used(pages: Pages) -> Int[Array, "B K R"]:
@@ -89,9 +95,7 @@ def used(pages: Pages) -> Int[Array, "B K R"]:
 # --- writing -------------------------------------------------------------------------------------
 
 
-def append(
-    pages: Pages, codec: Codec, chooser: Summariser, new: Entry, which: Int[Array, "B K T"]
-) -> Pages:
+def append(pages: Pages, codec: Codec, chooser: Summariser, new: Entry, which: Int[Array, "B K T"]) -> Pages:
     """Store tokens at the ends of their streams' lists, taking pages from the pool as needed.
 
     Args:

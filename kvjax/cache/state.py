@@ -58,7 +58,7 @@ class KVState:
         return self.length.shape[0]
 
 
-class Overflow(RuntimeError):
+class PoolOverflowError(RuntimeError):
     """A pool or a page list was too small: a fault of the reservation, never of the user."""
 
 
@@ -78,32 +78,41 @@ def counts(state: KVState) -> dict[str, np.ndarray]:
     """Owned pages, live slots and overflow flags of the paged layers, read from the device in one go.
 
     Raises:
-      Overflow: a token was lost.
+      PoolOverflowError: a token was lost.
     """
     found: dict[str, np.ndarray] = jax.device_get(_page_counts(state))
     if found and found["overflow"].any():
-        raise Overflow(
-            f"layers {np.flatnonzero(found['overflow']).tolist()} ran out of pages. Reserve more before the segment."
+        raise PoolOverflowError(
+            f"layers {np.flatnonzero(found['overflow']).tolist()} ran out of pages. Reserve more before the "
+            "segment."
         )
     return found
 
 
-def reserve(state: KVState, tokens: int, bound: tuple[int | None, ...]) -> KVState:
+def reserve(state: KVState, tokens: int, most: int | None) -> KVState:
     """Grow pools until ``tokens`` more tokens a row fit whatever is admitted (host side, reads page counts).
 
+    A pool that must grow at least doubles, so that a long prompt meets few sizes and few compilations;
+    ``fit`` gives the excess back after prefill.
+
     Args:
-      state: donated where a pool grows.
-      tokens: steps to come.
-      bound: per layer, the most pages its budget can ever own, or None.
+      state: the state; pools that need not grow keep their buffers.
+      tokens: tokens a row about to come.
+      most: the most slots a stream can ever own, or None.
     """
     found = counts(state)
     if not found:
         return state
     wanted = []
-    for used, layer, most in zip(found["used"], _paged(state), bound):
+    for used, layer in zip(found["used"], _paged(state)):
         lists = layer.table.size // layer.table.shape[-1]
-        worst = int(used) + lists * (-(-tokens // layer.size) + 1)
-        wanted.append(max(layer.count, pool.size_class(min(worst, most) if most else worst)))
+        need = int(used) + lists * (-(-tokens // layer.size) + 1)
+        if most is not None:
+            streams = layer.table.shape[0] * layer.table.shape[1]
+            # Two lists split one stream's slots and may each end in a page of their own.
+            need = min(need, streams * (-(-most // layer.size) + layer.table.shape[2] - 1))
+        grown = pool.size_class(max(need, min(2 * layer.count, 2 * need)))
+        wanted.append(layer.count if need <= layer.count else grown)
     return _resized(state, tuple(wanted))
 
 
@@ -143,7 +152,9 @@ def fork(state: KVState, row: int, n: int) -> KVState:
       ValueError: n < 1.
     """
     if not 0 <= row < state.rows:
-        raise IndexError(f"fork(row={row}) asks for a row of a state that has {state.rows}. Rows count from 0.")
+        raise IndexError(
+            f"fork(row={row}) asks for a row of a state that has {state.rows}. Rows count from 0."
+        )
     if n < 1:
         raise ValueError(f"fork(n={n}) makes no row. Give n of 1 or more.")
     need = []
@@ -163,6 +174,4 @@ def _pick_rows(state: KVState, index: Array, sizes: tuple[int, ...]) -> KVState:
         )
         for layer, size in zip(state.layers, sizes)
     )
-    return dataclasses.replace(
-        state, layers=layers, length=state.length[index], total=state.total[index]
-    )
+    return dataclasses.replace(state, layers=layers, length=state.length[index], total=state.total[index])

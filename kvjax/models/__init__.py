@@ -1,1 +1,5 @@
-"""Models behind one seam: see ``decoder`` (the mathematics), ``spec`` (the sizes), ``hf`` (folders in HF format)."""
+"""Models behind one seam.
+
+``decoder`` is the mathematics, ``spec`` the sizes, ``hf`` reads and writes folders in HF format,
+``module`` defines the same weights as a Flax NNX module.
+"""

@@ -67,9 +67,7 @@ def rotate(
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
 
 
-def project(
-    spec: ModelSpec, p: Params, hidden: Float[Array, "B T D"], positions: Int[Array, "B T"]
-) -> Heads:
+def project(spec: ModelSpec, p: Params, hidden: Float[Array, "B T D"], positions: Int[Array, "B T"]) -> Heads:
     """The attention input to queries, keys and values, before and after RoPE."""
     q = jnp.einsum("btd,dnh->btnh", hidden, p["wq"])
     k = jnp.einsum("btd,dkh->btkh", hidden, p["wk"])

@@ -177,7 +177,13 @@ def _copy_tokenizer(part: Path, spec: ModelSpec, source: Path) -> None:
         raise ModelError(
             f"save(tokenizer={str(source)!r}) finds no {file.name}; give a tokenizer.json or its folder."
         )
-    tok = Tokenizer.from_str(file.read_text(encoding="utf-8"))
+    try:
+        tok = Tokenizer.from_str(file.read_text(encoding="utf-8"))
+    except Exception as error:  # the tokenizers package raises Exception itself
+        raise ModelError(
+            f"save(tokenizer={str(source)!r}) reads {file.name}, which is damaged or no tokenizer ({error}). "
+            "Give a tokenizer.json as the tokenizers package saves it."
+        ) from error
     highest = max(tok.get_vocab(with_added_tokens=True).values(), default=-1)
     if highest >= spec.vocab_size:
         raise ModelError(

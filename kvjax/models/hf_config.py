@@ -234,15 +234,15 @@ def _read_windows(config: dict[str, Any], layers: int, file: str) -> tuple[int |
     """Per layer the sliding window of a qwen2; a llama has none and, as in transformers, no such keys."""
     if config["model_type"] != "qwen2":
         return (None,) * layers
-    slides = config.get("use_sliding_window", False) and config.get("sliding_window") is not None
-    first = config.get("max_window_layers", 28) if slides else layers
-    types = config.get("layer_types") or [
-        "sliding_attention" if index >= first else "full_attention" for index in range(layers)
-    ]
+    slides = bool(config.get("use_sliding_window")) and config.get("sliding_window") is not None
+    first, types = config.get("max_window_layers", 28), config.get("layer_types")
+    if types is None and isinstance(first, int):
+        kinds = ("full_attention", "sliding_attention")
+        types = [kinds[slides and index >= first] for index in range(layers)]
     known = {"full_attention", "sliding_attention"} if slides else {"full_attention"}
-    if len(types) != layers or not known.issuperset(types):
+    if not isinstance(types, list) or len(types) != layers or not known.issuperset(types):
         raise ModelError(
-            f"{file} has layer_types {types} with use_sliding_window={bool(slides)}; for {layers} layers "
+            f"{file} has layer_types {types} with use_sliding_window={slides}; for {layers} layers "
             f"kvjax needs {layers} of {', '.join(sorted(known))}. Correct the list or use_sliding_window."
         )
     if not slides:

@@ -59,7 +59,9 @@ class Quest(Selection):
             raise PolicyError(f"{self!r}: chunk={self.chunk} does not divide pages of {size} slots.")
         return {"range": (size // self.chunk, 2, head_dim)}
 
-    def summarise(self, k: Float[Array, "Q S H"], live: Bool[Array, "Q S"]) -> dict[str, Float[Array, "Q ..."]]:
+    def summarise(
+        self, k: Float[Array, "Q S H"], live: Bool[Array, "Q S"]
+    ) -> dict[str, Float[Array, "Q ..."]]:
         """Lowest and highest live key of each chunk, per channel; zeros where a chunk is empty."""
         parts = (k.shape[0], -1, self.chunk)
         live = live.reshape(parts)[..., None]

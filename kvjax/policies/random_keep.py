@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from kvjax.budgets.uniform import Uniform
 from kvjax.cache.pages import Slots
-from kvjax.policy import Eviction, Every, Observation, Policy
+from kvjax.policy import Every, Eviction, Observation, Policy
 from kvjax.types import Params
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class SnapKV(Eviction):
-    """Mean attention of the last ``window`` queries, smoothed over neighbouring keys, mean over a group's heads.
+    """Mean attention of the last ``window`` queries, smoothed over neighbours, mean over a group's heads.
 
     The observation window itself is always kept. Smoothing is an average over ``kernel`` keys with zeros
     beyond the ends and inside the window, per query head, before the mean over the group.

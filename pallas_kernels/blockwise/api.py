@@ -35,7 +35,9 @@ def _check(
     if window is not None and window < 0:
         raise ValueError(f"{op}(window={window}) counts positions. Use 0 or more, or None for no window.")
     if admit is not None and admit.shape != k.shape[:3]:
-        raise ValueError(f"{op}(admit {admit.shape}) needs one bit a key and KV head: [B, K, S] = {k.shape[:3]}.")
+        raise ValueError(
+            f"{op}(admit {admit.shape}) needs one bit a key and KV head: [B, K, S] = {k.shape[:3]}."
+        )
 
 
 def blockwise(

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import softmax
+from pallas_kernels import products, softmax
 from pallas_kernels.blockwise.ref import visible
 
 if TYPE_CHECKING:
@@ -26,30 +26,19 @@ DENSE_T = 8
 
 def _grouped(q: Float[Array, "B N T H"], k: Float[Array, "B K S H"]) -> Float[Array, "B K G T H"]:
     b, n, t, h = q.shape
-    return q.astype(k.dtype).reshape(b, k.shape[1], n // k.shape[1], t, h)
+    return q.reshape(b, k.shape[1], n // k.shape[1], t, h)
 
 
 def _scores(
     q: Float[Array, "B K G T H"], k: Float[Array, "B K S H"], scale: float
 ) -> Float[Array, "B K G T S"]:
-    s = jnp.einsum(
-        "bkgth,bksh->bkgts",
-        q,
-        k,
-        precision=softmax.precision(k.dtype),
-        preferred_element_type=jnp.float32,
-    )
-    return s * scale
+    b, heads, g, t, h = q.shape
+    return products.scores(q.reshape(b, heads, g * t, h), k, scale).reshape(b, heads, g, t, -1)
 
 
 def _mix(p: Float[Array, "B K G T S"], v: Float[Array, "B K S H"]) -> Float[Array, "B K G T H"]:
-    return jnp.einsum(
-        "bkgts,bksh->bkgth",
-        p.astype(v.dtype),
-        v,
-        precision=softmax.precision(v.dtype),
-        preferred_element_type=jnp.float32,
-    )
+    b, heads, g, t, s = p.shape
+    return products.mix(p.reshape(b, heads, g * t, s), v).reshape(b, heads, g, t, -1)
 
 
 def _without_padding(v: Float[Array, "B K S H"], k_pos: Int[Array, "B S"]) -> Float[Array, "B K S H"]:
@@ -173,7 +162,11 @@ def _blocked(
             return m_new, l * keep + jnp.sum(p, axis=-1), o
 
         row = q_i.shape[:-1]
-        start = (jnp.full(row, -jnp.inf, jnp.float32), jnp.zeros(row, jnp.float32), jnp.zeros(q_i.shape, jnp.float32))
+        start = (
+            jnp.full(row, -jnp.inf, jnp.float32),
+            jnp.zeros(row, jnp.float32),
+            jnp.zeros(q_i.shape, jnp.float32),
+        )
         return softmax.finish(*jax.lax.fori_loop(0, count_i, key_block, start))
 
     out, lse = jax.lax.map(query_block, (qs, q_poss, order, count))

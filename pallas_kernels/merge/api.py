@@ -36,5 +36,7 @@ def merge(
     for out, lse in parts:
         if out.shape != parts[0][0].shape or lse.shape != out.shape[:-1]:
             shapes = [(o.shape, l.shape) for o, l in parts]
-            raise ValueError(f"merge(parts) needs out [..., H] and lse [...], the same in all parts; got {shapes}.")
+            raise ValueError(
+                f"merge(parts) needs out [..., H] and lse [...], the same in all parts; got {shapes}."
+            )
     return run(parts)

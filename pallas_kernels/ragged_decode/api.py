@@ -67,7 +67,9 @@ def ragged_decode(
 def _check(q: Array, k_pages: Array, v_pages: Array, table: Array, length: Array) -> None:
     call = "ragged_decode"
     if q.ndim != 4 or k_pages.ndim != 3 or q.shape[-1] != k_pages.shape[-1]:
-        raise ValueError(f"{call}(q {q.shape}, k_pages {k_pages.shape}) needs q [B, N, T, H], k_pages [P, S, H].")
+        raise ValueError(
+            f"{call}(q {q.shape}, k_pages {k_pages.shape}) needs q [B, N, T, H], k_pages [P, S, H]."
+        )
     if v_pages.shape != k_pages.shape or v_pages.dtype != k_pages.dtype:
         raise ValueError(
             f"{call}(k_pages {k_pages.dtype}{k_pages.shape}, v_pages {v_pages.dtype}{v_pages.shape}) needs pools "
@@ -88,7 +90,9 @@ def _check_options(
     call = "ragged_decode"
     pool, size, h = k_pages.shape
     if (scales is not None) != (k_pages.dtype == jnp.int8):
-        raise ValueError(f"{call}(k_pages {k_pages.dtype}): int8 pools and no others come with scales [P, 2, H].")
+        raise ValueError(
+            f"{call}(k_pages {k_pages.dtype}): int8 pools and no others come with scales [P, 2, H]."
+        )
     if scales is not None and scales.shape != (pool, 2, h):
         raise ValueError(f"{call}(scales {scales.shape}) needs [P, 2, H] = {(pool, 2, h)}.")
     if pages is not None and (pages.ndim != 3 or pages.shape[:2] != table.shape[:2]):

@@ -34,13 +34,17 @@ def page_lists(
     return jnp.where(live > 0, ids, 0), live
 
 
-def live_slots(live: Int[Array, "B K J"], chosen: Bool[Array, "B K J S"] | None, slots: int) -> Bool[Array, "B K J S"]:
+def live_slots(
+    live: Int[Array, "B K J"], chosen: Bool[Array, "B K J S"] | None, slots: int
+) -> Bool[Array, "B K J S"]:
     """The live slots of each listed page as a mask, narrowed to the chosen ones."""
     mask = jnp.arange(slots) < live[..., None]
     return mask if chosen is None else mask & chosen
 
 
-def spread(mass: Float[Array, "B N J S"], pages: Int[Array, "B K J"] | None, count: int) -> Float[Array, "B N M S"]:
+def spread(
+    mass: Float[Array, "B N J S"], pages: Int[Array, "B K J"] | None, count: int
+) -> Float[Array, "B N M S"]:
     """Mass of the selected pages to its place among all M pages of the list."""
     if pages is None:
         return mass
@@ -82,9 +86,7 @@ def ragged_decode(
     see = mask.reshape(b, heads, 1, 1, -1)
     m = softmax.row_max(s, see)
     p = softmax.weigh(s, see, m)
-    o = jnp.einsum(
-        "bkgts,bksh->bkgth", p, v.reshape(b, heads, -1, h), precision=jax.lax.Precision.HIGHEST
-    )
+    o = jnp.einsum("bkgts,bksh->bkgth", p, v.reshape(b, heads, -1, h), precision=jax.lax.Precision.HIGHEST)
     out, lse = softmax.finish(m, jnp.sum(p, axis=-1), o)
     out, lse_all = out.reshape(b, n, t, h), lse.reshape(b, n, t)
     if not mass:

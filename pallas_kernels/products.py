@@ -1,0 +1,56 @@
+"""The two matrix products of attention, written the way XLA runs them fastest on each platform.
+
+Products run in the dtype of keys and values with float32 sums. Measured on two CPU cores (jax
+0.10.2), one read of 2048 pages of 64 slots and head dim 64 by R queries each:
+
+* float32, 2 <= R <= 32: XLA copies K unless K is the left operand (20 ms against 2.4 ms for R = 4).
+  The barrier keeps the transpose that follows from being folded back into the product.
+* bfloat16, R = 1: the matrix-vector path is 7 times slower than the same product for two queries.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float
+
+
+def precision(dtype: jnp.dtype) -> jax.lax.Precision | None:
+    """Full float32 products where the operands are float32; the platform's own otherwise."""
+    return jax.lax.Precision.HIGHEST if dtype == jnp.float32 else None
+
+
+def _einsum(spec: str, a: Array, b: Array) -> Array:
+    return jnp.einsum(spec, a, b, precision=precision(a.dtype), preferred_element_type=jnp.float32)
+
+
+def _twice(x: Float[Array, "... R X"]) -> Float[Array, "... 2R X"]:
+    return jnp.concatenate([x, x], axis=-2)
+
+
+def _lonely(rows: int, dtype: jnp.dtype) -> bool:
+    return rows == 1 and dtype == jnp.bfloat16 and jax.default_backend() == "cpu"
+
+
+def scores(q: Float[Array, "... R H"], k: Float[Array, "... S H"], scale: float) -> Float[Array, "... R S"]:
+    """q times k transposed, scaled; float32."""
+    rows = q.shape[-2]
+    q = q.astype(k.dtype)
+    if _lonely(rows, k.dtype):
+        return _einsum("...rh,...sh->...rs", _twice(q), k)[..., :1, :] * scale
+    if k.dtype == jnp.float32 and 2 <= rows <= 32 and jax.default_backend() == "cpu":
+        s = jax.lax.optimization_barrier(_einsum("...sh,...rh->...sr", k, q))
+        return jnp.swapaxes(s, -1, -2) * scale
+    return _einsum("...rh,...sh->...rs", q, k) * scale
+
+
+def mix(p: Float[Array, "... R S"], v: Float[Array, "... S H"]) -> Float[Array, "... R H"]:
+    """p times v; float32. 0 * NaN is NaN: hide what p does not weigh, or look at the result."""
+    p = p.astype(v.dtype)
+    if _lonely(p.shape[-2], v.dtype):
+        return _einsum("...rs,...sh->...rh", _twice(p), v)[..., :1, :]
+    return _einsum("...rs,...sh->...rh", p, v)

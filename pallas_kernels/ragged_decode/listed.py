@@ -1,0 +1,117 @@
+"""The listed form of ragged_decode: follow each stream's list of pages, gathering what it names.
+
+For selections, whose cost must follow the pages selected, and for many queries, where the two
+products outweigh the gather. ``at_once`` gathers everything listed; ``by_stream`` gathers a block
+of pages of one stream at a time and keeps running softmax statistics, so memory stays bounded.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import products, softmax
+from pallas_kernels.ragged_decode.ref import live_slots
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Bool, Float, Int, Num
+
+BLOCK = 512
+"""Slots gathered together by ``by_stream``."""
+
+
+def _gather(
+    pool: Num[Array, "P S H"],
+    ids: Int[Array, "... J"],
+    scales: Float[Array, "P H"] | None,
+    mask: Bool[Array, "... J S"] | None,
+) -> Float[Array, "... JS H"]:
+    """The listed pages one after another, as floats; zeros where masked."""
+    x = pool[ids]
+    if scales is not None:
+        x = x.astype(jnp.float32) * scales[ids][..., None, :]
+    if mask is not None:
+        x = jnp.where(mask[..., None], x, jnp.zeros((), x.dtype))
+    return x.reshape(*ids.shape[:-1], -1, pool.shape[-1])
+
+
+def _column(scales: Float[Array, "P 2 H"] | None, which: int) -> Float[Array, "P H"] | None:
+    return None if scales is None else scales[:, which]
+
+
+def at_once(
+    q: Float[Array, "X R H"],
+    k_pages: Num[Array, "P S H"],
+    v_pages: Num[Array, "P S H"],
+    ids: Int[Array, "X J"],
+    mask: Bool[Array, "X J S"],
+    scales: Float[Array, "P 2 H"] | None,
+    scale: float,
+    mass: bool,
+) -> tuple[Float[Array, "X R H"], Float[Array, "X R"], Float[Array, "X R JS"] | None]:
+    """(out, lse, probabilities if asked) of X streams in one go."""
+    see = mask.reshape(mask.shape[0], 1, -1)
+    s = products.scores(q, _gather(k_pages, ids, _column(scales, 0), None), scale)
+    m = softmax.row_max(s, see)
+    p = softmax.weigh(s, see, m)
+    o = products.mix(p, _gather(v_pages, ids, _column(scales, 1), mask))
+    out, lse = softmax.finish(m, jnp.sum(p, axis=-1), o)
+    return out, lse, softmax.weigh(s, see, lse) if mass else None
+
+
+def by_stream(
+    q: Float[Array, "X R H"],
+    k_pages: Num[Array, "P S H"],
+    v_pages: Num[Array, "P S H"],
+    ids: Int[Array, "X J"],
+    mask: Bool[Array, "X J S"],
+    scales: Float[Array, "P 2 H"] | None,
+    scale: float,
+    groups: int,
+    mass: bool,
+) -> tuple[Float[Array, "X R H"], Float[Array, "X R"], Float[Array, "X G JS"] | None]:
+    """(out, lse, mass of each of the G query heads if asked), stream after stream, block after block."""
+    j, size = mask.shape[1:]
+    c = max(1, min(j, BLOCK // size))
+    pad = -j % c
+    ids = jnp.pad(ids, ((0, 0), (0, pad))).reshape(ids.shape[0], -1, c)
+    mask = jnp.pad(mask, ((0, 0), (0, pad), (0, 0))).reshape(*ids.shape, size)
+    busy = jnp.any(mask, axis=(2, 3))
+    order = jnp.argsort(~busy, axis=1, stable=True)
+
+    def stream(x: tuple[Array, ...]) -> tuple[Array, ...]:
+        q_i, ids_i, mask_i, order_i, count_i = x
+
+        def block_scores(at: Int[Array, ""]) -> tuple[Float[Array, "R JS"], Bool[Array, "1 JS"]]:
+            k = _gather(k_pages, ids_i[at], _column(scales, 0), None)
+            return products.scores(q_i, k, scale), mask_i[at].reshape(1, -1)
+
+        def step(i: Int[Array, ""], mlo: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+            m, l, o = mlo
+            at = order_i[i]
+            s, see = block_scores(at)
+            m_new = jnp.maximum(m, softmax.row_max(s, see))
+            p = softmax.weigh(s, see, m_new)
+            keep = jnp.exp(m - softmax.finite(m_new))
+            v = _gather(v_pages, ids_i[at], _column(scales, 1), mask_i[at])
+            return m_new, l * keep + jnp.sum(p, axis=-1), o * keep[:, None] + products.mix(p, v)
+
+        rows = q_i.shape[0]
+        start = (jnp.full(rows, -jnp.inf), jnp.zeros(rows), jnp.zeros(q_i.shape, jnp.float32))
+        out, lse = softmax.finish(*jax.lax.fori_loop(0, count_i, step, start))
+        if not mass:
+            return out, lse
+
+        def receive(i: Int[Array, ""], total: Float[Array, "J G cS"]) -> Float[Array, "J G cS"]:
+            s, see = block_scores(order_i[i])
+            p = softmax.weigh(s, see, lse).reshape(groups, -1, s.shape[-1])
+            return total.at[order_i[i]].set(jnp.sum(p, axis=1))
+
+        none = jnp.zeros((ids_i.shape[0], groups, c * size), jnp.float32)
+        received = jax.lax.fori_loop(0, count_i, receive, none)
+        return out, lse, received.swapaxes(0, 1).reshape(groups, -1)[:, : j * size]
+
+    found = jax.lax.map(stream, (q, ids, mask, order, jnp.sum(busy, axis=1)))
+    return found[0], found[1], found[2] if mass else None

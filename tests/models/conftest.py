@@ -1,0 +1,38 @@
+"""The golden models of tests/golden, and their copies to be spoilt."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+NAMES = ("llama3", "llama_tied", "qwen2", "qwen2_window", "llama_bf16_sharded")
+
+
+@pytest.fixture
+def golden_folder():
+    return lambda name: GOLDEN / name
+
+
+@pytest.fixture
+def golden_data():
+    return lambda name: dict(np.load(GOLDEN / f"{name}.npz"))
+
+
+@pytest.fixture
+def spoil(tmp_path):
+    """Copies a golden and changes config.json keys (a value of ... removes the key)."""
+
+    def copy(name: str, **changes) -> Path:
+        folder = tmp_path / "copy"
+        shutil.copytree(GOLDEN / name, folder)
+        config = json.loads((folder / "config.json").read_text()) | changes
+        config = {key: value for key, value in config.items() if value is not ...}
+        (folder / "config.json").write_text(json.dumps(config))
+        return folder
+
+    return copy

@@ -1,0 +1,170 @@
+"""Folders in HF format: both spellings of a config, shards, round trips, what an export contains."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import NAMES
+from huggingface_hub import constants
+from safetensors import safe_open
+from safetensors.numpy import load_file, save_file
+
+from kvjax.models import hf
+from kvjax.models.spec import Llama3Scaling, Rope
+
+
+def assert_same(a, b):
+    assert a.spec == b.spec
+    assert jax.tree.structure(a.params) == jax.tree.structure(b.params)
+    for x, y in zip(jax.tree.leaves(a.params), jax.tree.leaves(b.params)):
+        assert x.dtype == y.dtype
+        np.testing.assert_array_equal(x, y)
+
+
+def dtypes(model):
+    return {str(leaf.dtype) for leaf in jax.tree.leaves(model.params)}
+
+
+@pytest.mark.parametrize("kind", ["rope_type", "type"])
+def test_both_spellings_of_a_stretched_rope_are_one_spec(kind, golden_folder, spoil):
+    rope = json.loads((golden_folder("llama3") / "config.json").read_text())["rope_parameters"]
+    theta = rope.pop("rope_theta")
+    rope[kind] = rope.pop("rope_type")
+    folder = spoil("llama3", rope_parameters=..., rope_theta=theta, rope_scaling=rope)
+    expected = Llama3Scaling(
+        factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=32
+    )
+    assert hf.load(folder).spec == hf.load(golden_folder("llama3")).spec
+    assert hf.load(folder).spec.rope == Rope(theta=10_000.0, scaling=expected)
+
+
+def test_both_spellings_of_a_plain_rope_are_one_spec(golden_folder, spoil):
+    folder = spoil("qwen2", rope_parameters=..., rope_theta=1e6, rope_scaling=None)
+    assert hf.load(folder).spec == hf.load(golden_folder("qwen2")).spec
+    assert hf.load(folder).spec.rope == Rope(theta=1e6)
+
+
+def test_older_qwen2_configs_name_windows_by_the_first_sliding_layer(golden_folder, spoil):
+    folder = spoil("qwen2_window", layer_types=...)
+    assert hf.load(folder).spec == hf.load(golden_folder("qwen2_window")).spec
+
+
+def test_unused_sliding_window_is_full_attention(spoil):
+    folder = spoil("qwen2_window", layer_types=..., use_sliding_window=False)
+    assert hf.load(folder).spec.windows == (None, None)
+
+
+def test_ids_of_generation_config_win(spoil):
+    folder = spoil("qwen2", bos_token_id=9, eos_token_id=[4])
+    assert (hf.load(folder).spec.bos, hf.load(folder).spec.eos) == (1, (2, 3))
+    (folder / "generation_config.json").unlink()
+    assert (hf.load(folder).spec.bos, hf.load(folder).spec.eos) == (9, (4,))
+
+
+def test_shards_hold_what_one_file_holds(golden_folder, spoil):
+    folder = spoil("llama_bf16_sharded")
+    shards = sorted(folder.glob("model-*.safetensors"))
+    tensors = {k: v for shard in shards for k, v in load_file(shard).items()}
+    for file in [*shards, folder / "model.safetensors.index.json"]:
+        file.unlink()
+    save_file(tensors, folder / "model.safetensors")
+    assert len(shards) == 2
+    assert_same(hf.load(folder), hf.load(golden_folder("llama_bf16_sharded")))
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("limit", [10**9, 20_000])
+def test_save_then_load_is_exact(name, limit, golden_folder, tmp_path):
+    model = hf.load(golden_folder(name))
+    stored = dtypes(model).pop()
+    hf.save(tmp_path / "out", model.spec, model.params, dtype=stored, max_shard_bytes=limit)
+    assert_same(hf.load(tmp_path / "out"), model)
+    files = list((tmp_path / "out").glob("*.safetensors"))
+    assert (len(files) > 1) == (limit < 10**9)
+    for file in files:
+        assert sum(array.nbytes for array in load_file(file).values()) <= limit
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_export_holds_the_original_tensors_by_name(name, golden_folder, tmp_path):
+    model = hf.load(golden_folder(name), dtype="float32")
+    hf.save(tmp_path / "out", model.spec, model.params, dtype="float32")
+    originals = [load_file(file) for file in golden_folder(name).glob("*.safetensors")]
+    original = {k: v for tensors in originals for k, v in tensors.items()}
+    export = load_file(tmp_path / "out" / "model.safetensors")
+    assert export.keys() == original.keys()
+    for key, array in export.items():
+        np.testing.assert_array_equal(array, original[key].astype(np.float32))
+
+
+def test_dtype_follows_the_argument_then_the_config_then_the_file(golden_folder, spoil):
+    assert dtypes(hf.load(golden_folder("llama_bf16_sharded"))) == {"bfloat16"}
+    assert dtypes(hf.load(golden_folder("llama3"), dtype="float16")) == {"float16"}
+    assert dtypes(hf.load(spoil("llama3", dtype=..., torch_dtype="bfloat16"))) == {"bfloat16"}
+
+
+def test_without_a_stated_dtype_the_file_decides(spoil):
+    assert dtypes(hf.load(spoil("llama_bf16_sharded", dtype=...))) == {"bfloat16"}
+
+
+def test_export_is_readable_by_both_generations_of_transformers(golden_folder, tmp_path):
+    model = hf.load(golden_folder("llama3"))
+    hf.save(tmp_path / "out", model.spec, model.params, metadata={"made_by": "a test"})
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["rope_theta"] == config["rope_parameters"]["rope_theta"] == 10_000.0
+    assert config["rope_scaling"].items() <= config["rope_parameters"].items()
+    assert config["rope_scaling"]["rope_type"] == "llama3"
+    assert config["torch_dtype"] == config["dtype"] == "bfloat16"
+    with safe_open(tmp_path / "out" / "model.safetensors", framework="np") as file:
+        assert file.metadata() == {"format": "pt", "made_by": "a test"}
+    assert json.loads((tmp_path / "out" / "generation_config.json").read_text()) == {
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+
+
+def test_params_in_other_memory_layouts_are_saved_right(golden_folder, tmp_path):
+    """safetensors writes a transposed view's memory as it lies, unless told otherwise."""
+    model = hf.load(golden_folder("llama3"))
+    views = jax.tree.map(lambda x: np.asfortranarray(np.asarray(x)), model.params)
+    hf.save(tmp_path / "out", model.spec, views, dtype="float32")
+    assert_same(hf.load(tmp_path / "out"), model)
+
+
+def test_tied_head_in_the_file_is_accepted_if_it_is_the_embedding(golden_folder, spoil):
+    folder = spoil("llama_tied")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(4, np.float32)
+    save_file(tensors, folder / "model.safetensors")
+    assert_same(hf.load(folder), hf.load(golden_folder("llama_tied")))
+    tensors["lm_head.weight"] = tensors["lm_head.weight"] + 1
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(hf.ModelError, match="lm_head.weight that is not the embedding"):
+        hf.load(folder)
+
+
+def test_hub_ids_are_read_from_the_cache_without_a_network(golden_folder, tmp_path, monkeypatch):
+    repository = tmp_path / "models--owner--tiny"
+    commit = "0123456789abcdef" * 2 + "01234567"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text(commit)
+    shutil.copytree(golden_folder("qwen2"), repository / "snapshots" / commit)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert_same(hf.load("owner/tiny"), hf.load(golden_folder("qwen2")))
+    with pytest.raises(hf.ModelError, match="could not fetch it from the hub"):
+        hf.load("owner/other")
+
+
+def test_windows_and_several_eos_survive_an_export(golden_folder, tmp_path):
+    model = hf.load(golden_folder("qwen2_window"))
+    spec = dataclasses.replace(model.spec, windows=(7, None), eos=(5, 6, 7), bos=None)
+    hf.save(tmp_path / "out", spec, jax.tree.map(jnp.asarray, model.params), dtype="float32")
+    assert hf.load(tmp_path / "out").spec == spec
