@@ -291,9 +291,8 @@ def extend(
 
 def reserve(policy: Policy, state: KVState, tokens: int, arriving: int) -> KVState:
     """Make sure that ``tokens`` more tokens a row fit, coming ``arriving`` at a time, whatever is admitted."""
-    context = max(
-        layer.pages.table.shape[-1] * layer.pages.size if layer.pages else 0 for layer in state.layers
-    )
+    spans = [p.table.shape[-1] * p.size for layer in state.layers if (p := layer.pages) is not None]
+    context = max(spans, default=0)
     return states.reserve(state, tokens, policy.most_slots(context, arriving) if context else None)
 
 
@@ -317,11 +316,12 @@ def _prompt_layer(
     pos = jnp.where(at < total[:, None], at, EMPTY)
     site = layers.Site(policy, weights, index, network.num_layers, window, total)
 
-    def attend(_: int, heads: Heads, carry: None) -> tuple[Array, Entry]:
-        del carry
+    def attend(_: int, heads: Heads, judged: Entry | None) -> tuple[Array, Entry | None]:
+        del judged
         return layers.prompt(site, heads, pos)
 
     x, judged = network.layer(block, 0, x, at, attend, None)
+    assert judged is not None  # noqa: S101  (attend has run)
     return x, judged, layers.survivors(judged, total, ring)
 
 
@@ -380,6 +380,7 @@ def _prefill_whole(
 
 
 @pytree()
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Run:
     """Rows that are being written.
 
@@ -534,7 +535,8 @@ def generate(
     pieces = stream(
         model, policy, state, logits, max_new_tokens=max_new_tokens, how=how, stops=stops, weights=weights
     )
-    for piece, state in pieces:
+    for piece, after in pieces:
+        state = after
         for row, tokens in enumerate(piece):
             out[row] += [int(token) for token in tokens if token != EMPTY]
     return Generation(tokens=out, state=metrics.with_peak(state))

@@ -52,7 +52,8 @@ def parts() -> dict[str, type[Part]]:
       PolicyError: two parts claim one name.
     """
     named: dict[str, type[Part]] = {}
-    for module in (kvjax.policy, *_modules()):
+    modules: tuple[ModuleType, ...] = (kvjax.policy, *_modules())
+    for module in modules:
         for _, kind in inspect.getmembers(module, inspect.isclass):
             if kind.__module__ != module.__name__ or not issubclass(kind, Part) or not hasattr(kind, "name"):
                 continue

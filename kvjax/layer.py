@@ -87,7 +87,7 @@ def observe(site: Site, x: Heads, pos: Int[Array, "B T"]) -> Observation:
         for name in OBSERVABLE
         if name in site.policy.needs
     }
-    return Observation(pos=pos, total=site.total, layer=site.layer, layers=site.layers, **values)
+    return Observation(pos=pos, total=site.total, layer=site.layer, layers=site.layers, values=values)
 
 
 def arriving(site: Site, x: Heads, pos: Int[Array, "B T"], seen: Observation) -> Entry:
@@ -96,7 +96,7 @@ def arriving(site: Site, x: Heads, pos: Int[Array, "B T"], seen: Observation) ->
     k, v = _major(x.k), _major(x.v)
     admit = policy.admission.admit(site.weights("admission"), seen)
     sink = (pos >= 0) & (pos < policy.sinks)
-    meta = {}
+    meta: dict[str, Array] = {}
     for part in policy.parts:
         values = part.arrive(site.weights(part.place), seen)
         meta |= {f"{part.place}.{name}": values[name] for name in part.keeps}

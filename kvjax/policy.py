@@ -56,28 +56,60 @@ When = str | Every
 
 
 @pytree(static=("layers",))
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Observation:
-    """What a part may see of T tokens arriving at one layer; fields nobody declared are None.
+    """What a part may see of T tokens arriving at one layer; only declared quantities are there.
 
     Attributes:
       pos: true positions, EMPTY for padding.
       total: length of each row's prompt, known from the start.
-      layer, layers: index of this layer (may be traced) and how many there are.
-      k, v, k_pre: keys after RoPE, values, keys before RoPE.
-      q, q_pre: queries after and before RoPE.
-      hidden: the input of the attention block.
+      layer: index of this layer (may be traced).
+      layers: how many there are.
+      values: the declared quantities by name; read them through the properties.
     """
 
     pos: Int[Array, "B T"]
     total: Int[Array, " B"]
     layer: int | Int[Array, ""]
     layers: int
-    k: Float[Array, "B K T H"] | None = None
-    v: Float[Array, "B K T H"] | None = None
-    k_pre: Float[Array, "B K T H"] | None = None
-    q: Float[Array, "B N T H"] | None = None
-    q_pre: Float[Array, "B N T H"] | None = None
-    hidden: Float[Array, "B T D"] | None = None
+    values: dict[str, Array]
+
+    def _declared(self, name: str) -> Array:
+        if name not in self.values:
+            raise PolicyError(
+                f"a part reads {name!r} of the arriving tokens without declaring it in `needs`."
+            )
+        return self.values[name]
+
+    @property
+    def k(self) -> Float[Array, "B K T H"]:
+        """Keys after RoPE."""
+        return self._declared("k")
+
+    @property
+    def v(self) -> Float[Array, "B K T H"]:
+        """Values."""
+        return self._declared("v")
+
+    @property
+    def k_pre(self) -> Float[Array, "B K T H"]:
+        """Keys before RoPE."""
+        return self._declared("k_pre")
+
+    @property
+    def q(self) -> Float[Array, "B N T H"]:
+        """Queries after RoPE."""
+        return self._declared("q")
+
+    @property
+    def q_pre(self) -> Float[Array, "B N T H"]:
+        """Queries before RoPE."""
+        return self._declared("q_pre")
+
+    @property
+    def hidden(self) -> Float[Array, "B T D"]:
+        """The input of the attention block."""
+        return self._declared("hidden")
 
 
 OBSERVABLE = ("k", "v", "k_pre", "q", "q_pre", "hidden")
@@ -177,6 +209,7 @@ class Eviction(Part):
 
 
 @pytree()
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Picked:
     """What one read visits of a list: entries of the page list and, optionally, slots inside them.
 
@@ -329,6 +362,7 @@ class Completion(Part):
 
 
 @pytree()
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Visited:
     """The slots a selective read visited, as they are stored.
 

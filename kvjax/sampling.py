@@ -6,6 +6,7 @@ text whatever shares its batch.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 
 @pytree()
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Sampling:
     """How each row draws.
 

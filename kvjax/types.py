@@ -98,16 +98,15 @@ class Weighted(Protocol):
         ...
 
 
-def pytree(*, static: tuple[str, ...] = ()) -> Callable[[type], type]:
-    """Class decorator: a frozen keyword-only dataclass registered as a pytree.
+def pytree(*, static: tuple[str, ...] = ()) -> Callable[[type[C]], type[C]]:
+    """Class decorator for a frozen dataclass: registers it as a pytree.
 
     Args:
       static: names of the fields that are hashable metadata instead of leaves.
     """
 
-    def register(cls: type) -> type:
-        cls = dataclasses.dataclass(frozen=True, kw_only=True)(cls)
-        names = [field.name for field in dataclasses.fields(cls)]
+    def register(cls: type[C]) -> type[C]:
+        names = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
         data = [name for name in names if name not in static]
         return jax.tree_util.register_dataclass(cls, data_fields=data, meta_fields=list(static))
 

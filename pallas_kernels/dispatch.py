@@ -27,7 +27,7 @@ REASONS = {
 }
 
 
-class Unsupported(ValueError):
+class Unsupported(ValueError):  # noqa: N818, the word of the README
     """The implementation asked for does not exist, or cannot run this call."""
 
 

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 
 @pytree()
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Pages:
     """The ragged room of one layer: a pool, and who owns which page of it.
 
@@ -202,6 +203,7 @@ def fills(pages: Pages) -> Int[Array, " P"]:
 
 
 @pytree()
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Slots:
     """The slots of every stream, gathered into one line per stream (its lists one after the other).
 

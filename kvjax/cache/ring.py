@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 
 @pytree()
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Entry:
     """T tokens on their way into a room, or out of one.
 
@@ -40,6 +41,7 @@ class Entry:
 
 
 @pytree()
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Ring:
     """The recent room of one layer.
 

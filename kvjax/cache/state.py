@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 
 @pytree()
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerCache:
     """One layer's rooms.
 
@@ -37,6 +38,7 @@ class LayerCache:
 
 
 @pytree()
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class KVState:
     """Everything a batch of sequences remembers.
 

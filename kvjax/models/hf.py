@@ -96,6 +96,8 @@ def save(
     """Writes a folder that kvjax, transformers 4 and transformers 5 open alike.
 
     The folder appears complete or not at all: everything is written beside it and renamed.
+    transformers 5's AutoTokenizer splits the text of every qwen2 folder by Qwen2's own rules (NFC, then
+    its regular expression); a tokenizer of another make opens there as PreTrainedTokenizerFast.
 
     Args:
       folder: must not exist, or be empty.

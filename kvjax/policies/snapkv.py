@@ -62,7 +62,7 @@ class SnapKV(Eviction):
         side = self.kernel // 2
         wide = jnp.pad(votes, ((0, 0), (0, 0), (side, side)))
         t = votes.shape[-1]
-        smooth = sum(wide[..., i : i + t] for i in range(self.kernel)) / self.kernel
+        smooth = jnp.stack([wide[..., i : i + t] for i in range(self.kernel)]).mean(axis=0)
         rows, heads, t, _ = seen.k.shape
         return smooth.reshape(rows, heads, -1, t).mean(axis=2)
 

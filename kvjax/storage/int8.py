@@ -54,9 +54,8 @@ class Int8(Storage):
         if page.shape[-1] == 1:  # one token a stream: touch its page only
             pages = _requantise(pages, page.reshape(-1), shrink)
         else:
-            codes = (pages.k, pages.v)
-            k8, v8 = (_round(c * shrink[:, None, i]) for i, c in enumerate(codes))
-            pages = dataclasses.replace(pages, k=k8, v=v8)
+            old = (_round(c * shrink[:, None, i]) for i, c in enumerate((pages.k, pages.v)))
+            pages = dataclasses.replace(pages, **dict(zip("kv", old)))
         near = jnp.minimum(page, pages.count - 1)
         codes = _round(kv / jnp.where(grown[near] > 0, grown[near], 1.0))
         return dataclasses.replace(

@@ -18,7 +18,7 @@ def visible(
     k_pos: Int[Array, "B S"],
     window: int | None,
     admit: Bool[Array, "B K S"] | None,
-) -> Bool[Array, "B #K 1 T S"]:
+) -> Bool[Array, "... T S"]:
     """Which key each query of each KV head may see (rule 4 of the design; negative is padding)."""
     i, j = q_pos[:, None, None, :, None], k_pos[:, None, None, None, :]
     see = (i >= 0) & (j >= 0) & (j <= i)

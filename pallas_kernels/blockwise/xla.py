@@ -49,7 +49,7 @@ def _dense(
     q: Float[Array, "B K G T H"],
     k: Float[Array, "B K S H"],
     v: Float[Array, "B K S H"],
-    see: Bool[Array, "B #K 1 T S"],
+    see: Bool[Array, "... T S"],
     k_pos: Int[Array, "B S"],
     scale: float,
 ) -> tuple[Float[Array, "B K G T H"], Float[Array, "B K G T"]]:
@@ -223,7 +223,7 @@ def _mass(
     k: Float[Array, "B K S H"],
     lse: Float[Array, "B K G T"],
     weights: Float[Array, "B T"],
-    see: Bool[Array, "B #K 1 T S"],
+    see: Bool[Array, "... T S"],
     scale: float,
 ) -> Float[Array, "B K G S"]:
     p = softmax.weigh(_scores(q, k, scale), see, lse)

@@ -15,8 +15,8 @@ OFFERED = {"xla": xla.merge, "ref": ref.merge}
 
 
 def merge(
-    parts: Sequence[tuple[Float[Array, "... H"], Float[Array, "..."]]], *, impl: str | None = None
-) -> tuple[Float[Array, "... H"], Float[Array, "..."]]:
+    parts: Sequence[tuple[Float[Array, "... H"], Float[Array, " ..."]]], *, impl: str | None = None
+) -> tuple[Float[Array, "... H"], Float[Array, " ..."]]:
     """Join partials of one attention over disjoint token sets; associative and commutative.
 
     Args:

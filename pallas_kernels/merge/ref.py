@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 
 def merge(
-    parts: Sequence[tuple[Float[Array, "... H"], Float[Array, "..."]]],
-) -> tuple[Float[Array, "... H"], Float[Array, "..."]]:
+    parts: Sequence[tuple[Float[Array, "... H"], Float[Array, " ..."]]],
+) -> tuple[Float[Array, "... H"], Float[Array, " ..."]]:
     """See ``api.merge``."""
     outs = jnp.stack([out.astype(jnp.float32) for out, _ in parts], axis=-2)
     lses = jnp.stack([lse.astype(jnp.float32) for _, lse in parts], axis=-1)

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 
 def merge(
-    parts: Sequence[tuple[Float[Array, "... H"], Float[Array, "..."]]],
-) -> tuple[Float[Array, "... H"], Float[Array, "..."]]:
+    parts: Sequence[tuple[Float[Array, "... H"], Float[Array, " ..."]]],
+) -> tuple[Float[Array, "... H"], Float[Array, " ..."]]:
     """See ``api.merge``. No stacking: the parts are read where they are."""
     m = functools.reduce(jnp.maximum, [jax.lax.stop_gradient(lse).astype(jnp.float32) for _, lse in parts])
     l, o = jnp.float32(0), jnp.float32(0)

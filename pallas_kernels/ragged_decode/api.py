@@ -71,15 +71,11 @@ def _check(q: Array, k_pages: Array, v_pages: Array, table: Array, length: Array
             f"{call}(q {q.shape}, k_pages {k_pages.shape}) needs q [B, N, T, H], k_pages [P, S, H]."
         )
     if v_pages.shape != k_pages.shape or v_pages.dtype != k_pages.dtype:
-        raise ValueError(
-            f"{call}(k_pages {k_pages.dtype}{k_pages.shape}, v_pages {v_pages.dtype}{v_pages.shape}) needs pools "
-            "of one shape and dtype."
-        )
+        pools = f"k_pages {k_pages.dtype}{k_pages.shape}, v_pages {v_pages.dtype}{v_pages.shape}"
+        raise ValueError(f"{call}({pools}) needs pools of one shape and dtype.")
     if table.ndim != 3 or table.shape[0] != q.shape[0] or length.shape != table.shape[:2]:
-        raise ValueError(
-            f"{call}(table {table.shape}, length {length.shape}) needs table [B, K, M] and length [B, K] with "
-            f"B = {q.shape[0]}."
-        )
+        lists = f"table {table.shape}, length {length.shape}"
+        raise ValueError(f"{call}({lists}) needs table [B, K, M] and length [B, K] with B = {q.shape[0]}.")
     if q.shape[1] % table.shape[1]:
         raise ValueError(f"{call}: {q.shape[1]} query heads do not divide over {table.shape[1]} KV heads.")
 

@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import products, softmax
-from pallas_kernels.ragged_decode.ref import live_slots
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int, Num
