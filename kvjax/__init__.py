@@ -4,6 +4,7 @@ from kvjax.cache.state import KVState, fork
 from kvjax.compose import PRESETS, policy
 from kvjax.decode import Generation, extend, generate, prefill, stream
 from kvjax.discovery import methods
+from kvjax.loading import load
 from kvjax.metrics import nbytes
 from kvjax.policy import Policy, PolicyError
 

@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 PAGE = 64
 """Default slots of a page."""
 
+CHUNK = 256
+"""Default tokens of a prefill chunk."""
+
 SEGMENT = 64
 """Most steps compiled into one program between two looks of the host."""
 
@@ -53,7 +56,14 @@ def bucket(n: int) -> int:
 
 
 def empty(
-    network: Network, policy: Policy, *, rows: int, context: int, dtype: jnp.dtype, page: int = PAGE
+    network: Network,
+    policy: Policy,
+    *,
+    rows: int,
+    context: int,
+    dtype: jnp.dtype,
+    page: int = PAGE,
+    chunk_size: int = CHUNK,
 ) -> KVState:
     """A state that has seen nothing.
 
@@ -64,9 +74,12 @@ def empty(
       context: most tokens a row will ever see.
       dtype: of keys and values, the model's own.
       page: slots of a page.
+      chunk_size: most tokens a row will be fed at a time.
     """
     dtype = jnp.dtype(dtype)
     heads, dim = network.num_kv_heads, network.head_dim
+    most = policy.most_slots(context, chunk_size)
+    longest = context if most is None else min(most, context)
 
     def room(window: int | None) -> LayerCache:
         w = policy.window(context) if window is None else min(window, context)
@@ -79,7 +92,7 @@ def empty(
             rows=rows,
             heads=heads,
             lists=2 if policy.selection.splits else 1,
-            entries=-(-context // page),
+            entries=max(1, -(-longest // page)),
             head_dim=dim,
             dtype=policy.storage.dtype(dtype),
             scaled=policy.storage.scaled,
@@ -93,6 +106,8 @@ def empty(
         length=jnp.zeros(rows, jnp.int32),
         total=jnp.zeros(rows, jnp.int32),
         peak=jnp.zeros(2, jnp.float32),
+        context=context,
+        chunk=chunk_size,
     )
 
 
@@ -189,7 +204,7 @@ def prefill(
     prompts: Sequence[Sequence[int]],
     *,
     context: int | None = None,
-    chunk_size: int = 256,
+    chunk_size: int = CHUNK,
     page: int = PAGE,
     weights: Params | None = None,
     progress: Progress | None = None,
@@ -216,11 +231,16 @@ def prefill(
     context = bucket(max(lengths, default=0)) if context is None else context
     _check_prompts(model.network, lengths, context)
     dtype = model.params["embed"].dtype
-    state = empty(model.network, policy, rows=len(prompts), context=context, dtype=dtype, page=page)
+    if chunk_size < 1:
+        raise RequestError(f"prefill(chunk_size={chunk_size}) reads nothing. Give 1 token or more.")
+    rows = len(prompts)
+    state = empty(
+        model.network, policy, rows=rows, context=context, dtype=dtype, page=page, chunk_size=chunk_size
+    )
     state = dataclasses.replace(state, total=jnp.asarray(lengths, jnp.int32))
     if policy.whole_prompt:
         return _prefill_whole(model, policy, state, prompts, weights or {}, progress)
-    return extend(model, policy, state, prompts, chunk_size=chunk_size, weights=weights, progress=progress)
+    return extend(model, policy, state, prompts, weights=weights, progress=progress)
 
 
 def _check_prompts(network: Network, lengths: list[int], context: int) -> None:
@@ -238,6 +258,21 @@ def _check_prompts(network: Network, lengths: list[int], context: int) -> None:
             raise RequestError(f"prefill(context={context}): row {row} has {n} tokens. Raise context.")
 
 
+def _check_room(call: str, state: KVState, more: np.ndarray) -> None:
+    """Refuse tokens for which the state has no place (a ring would silently forget, a list overflow)."""
+    if len(more) != state.rows or more.max(initial=0) < 1:
+        raise RequestError(
+            f"{call}: {len(more)} rows of up to {more.max(initial=0)} tokens for a state of {state.rows} rows. "
+            "Give every row of the state a list, at least one of them not empty."
+        )
+    after = np.asarray(state.length) + more
+    if after.max() > state.context:
+        raise RequestError(
+            f"{call}: row {int(after.argmax())} would reach {int(after.max())} tokens, the state was made for "
+            f"context={state.context}. Pass a larger context to prefill."
+        )
+
+
 def padded(prompts: Sequence[Sequence[int]], width: int) -> np.ndarray:
     """Token ids right-padded with 0, int32 [B, width]."""
     out = np.zeros((len(prompts), width), np.int32)
@@ -252,24 +287,21 @@ def extend(
     state: KVState,
     prompts: Sequence[Sequence[int]],
     *,
-    chunk_size: int = 256,
     weights: Params | None = None,
     progress: Progress | None = None,
 ) -> tuple[KVState, Float[Array, "B V"]]:
-    """Feed more tokens to a state, chunk by chunk; rows may differ in length.
+    """Feed more tokens to a state, chunk by chunk (``state.chunk``); rows may differ in length.
 
     Args:
       model, policy, weights, progress: as in ``prefill``.
       state: donated.
       prompts: token ids per row; an empty row is left as it is and its logits are meaningless.
-      chunk_size: tokens a chunk.
 
     Raises:
-      RequestError: chunk_size < 1.
+      RequestError: nothing to feed, another number of rows, or more tokens than ``state.context`` allows.
     """
-    if chunk_size < 1:
-        raise RequestError(f"extend(chunk_size={chunk_size}) reads nothing. Give 1 token or more.")
-    lengths = np.asarray([len(prompt) for prompt in prompts])
+    lengths, chunk_size = np.asarray([len(prompt) for prompt in prompts]), state.chunk
+    _check_room("extend", state, lengths)
     longest = int(lengths.max())
     tokens = padded(prompts, -(-longest // chunk_size) * chunk_size)
     last: Array | None = None
@@ -290,10 +322,8 @@ def extend(
 
 
 def reserve(policy: Policy, state: KVState, tokens: int, arriving: int) -> KVState:
-    """Make sure that ``tokens`` more tokens a row fit, coming ``arriving`` at a time, whatever is admitted."""
-    spans = [p.table.shape[-1] * p.size for layer in state.layers if (p := layer.pages) is not None]
-    context = max(spans, default=0)
-    return states.reserve(state, tokens, policy.most_slots(context, arriving) if context else None)
+    """Make sure that ``tokens`` more tokens a row fit, ``arriving`` at a time, whatever is admitted."""
+    return states.reserve(state, tokens, policy.most_slots(state.context, arriving))
 
 
 # --- a whole prompt, layer by layer --------------------------------------------------------------
@@ -475,6 +505,8 @@ def stream(
     limit = np.broadcast_to(np.asarray(max_new_tokens, np.int32), (rows,))
     if limit.min() < 1:
         raise RequestError(f"stream(max_new_tokens={max_new_tokens}) writes nothing. Give 1 or more.")
+    if limit.max() > 1:  # the last new token of a row is never fed
+        _check_room("stream", state, limit - 1)
     run = Run(
         token=jnp.zeros(rows, jnp.int32),
         done=jnp.zeros(rows, bool),
@@ -502,7 +534,7 @@ def generate(
     top_p: float | Sequence[float] = 1.0,
     seed: int = 0,
     stops: Sequence[int] = (),
-    chunk_size: int = 256,
+    chunk_size: int = CHUNK,
     page: int = PAGE,
     weights: Params | None = None,
 ) -> Generation:

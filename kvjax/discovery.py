@@ -11,7 +11,6 @@ from types import ModuleType
 
 import kvjax.budgets
 import kvjax.policies
-import kvjax.policy
 import kvjax.storage
 from kvjax.policy import Part, Policy, PolicyError
 
@@ -52,8 +51,7 @@ def parts() -> dict[str, type[Part]]:
       PolicyError: two parts claim one name.
     """
     named: dict[str, type[Part]] = {}
-    modules: tuple[ModuleType, ...] = (kvjax.policy, *_modules())
-    for module in modules:
+    for module in _modules():
         for _, kind in inspect.getmembers(module, inspect.isclass):
             if kind.__module__ != module.__name__ or not issubclass(kind, Part) or not hasattr(kind, "name"):
                 continue

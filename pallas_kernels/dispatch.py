@@ -13,6 +13,9 @@ from typing import Any
 
 import jax
 
+Offered = Mapping[str, Callable[..., Any]]
+"""The implementations an operation has, by name."""
+
 log = logging.getLogger(__name__)
 
 IMPLS = ("mosaic_tpu", "triton", "xla", "ref")
@@ -36,7 +39,7 @@ def _announce(op: str, impl: str, platform: str) -> None:
     log.info("%s: impl=None runs %r on %s", op, impl, platform)
 
 
-def choose(op: str, impl: str | None, offered: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:
+def choose(op: str, impl: str | None, offered: Offered) -> Callable[..., Any]:
     """The function behind ``impl``, or the platform's best when it is None.
 
     Args:

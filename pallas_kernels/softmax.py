@@ -23,16 +23,19 @@ def finite(m: Float[Array, " ..."]) -> Float[Array, " ..."]:
     return jnp.where(m > -jnp.inf, m, 0.0)
 
 
-def row_max(scores: Float[Array, "... S"], visible: Bool[Array, "... S"]) -> Float[Array, " ..."]:
-    """Max over the visible scores, -inf where there are none. A mere shift: not differentiated."""
-    return jnp.max(jax.lax.stop_gradient(scores), axis=-1, where=visible, initial=-jnp.inf)
+def hide(scores: Float[Array, "... S"], visible: Bool[Array, "... S"]) -> Float[Array, "... S"]:
+    """scores with -inf in place of the hidden ones, whatever those are."""
+    return jnp.where(visible, scores, -jnp.inf)
 
 
-def weigh(
-    scores: Float[Array, "... S"], visible: Bool[Array, "... S"], m: Float[Array, " ..."]
-) -> Float[Array, "... S"]:
-    """exp(scores - m) where visible, exactly 0 elsewhere, whatever the hidden scores are."""
-    return jnp.exp(jnp.where(visible, scores - finite(m)[..., None], -jnp.inf))
+def row_max(scores: Float[Array, "... S"]) -> Float[Array, " ..."]:
+    """Max of a row of scores. A mere shift: not differentiated."""
+    return jnp.max(jax.lax.stop_gradient(scores), axis=-1)
+
+
+def weigh(scores: Float[Array, "... S"], m: Float[Array, " ..."]) -> Float[Array, "... S"]:
+    """exp(scores - m), exactly 0 where hidden."""
+    return jnp.exp(scores - finite(m)[..., None])
 
 
 def finish(

@@ -6,6 +6,8 @@ The library and its tests never need torch; this script does, in an environment 
     gold/bin/python tests/make_golden.py                                  # rewrites tests/golden
     gold/bin/python tests/make_golden.py --check FOLDER --against llama3  # opens an export
 
+The same --check passed under transformers 4.56.2, for llama3, llama_tied, qwen2 and qwen2_window.
+
 Made with Python 3.11.7, torch 2.13.0+cpu, transformers 5.23.0, safetensors 0.8.0. Each NAME/ is a
 tiny random model as ``save_pretrained`` writes it, each NAME.npz holds:
 

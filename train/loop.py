@@ -31,6 +31,7 @@ arguments are traced, not baked into the program."""
 
 
 @pytree()
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class State:
     """What a checkpoint holds besides the step and the level.
 

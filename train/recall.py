@@ -85,13 +85,21 @@ def needle_recall(
 
     Returns:
       bool [5, count / 5], one row per depth of ``DEPTHS``.
+
+    Raises:
+      ValueError: when needles and question do not fit into ``length`` tokens.
     """
     rows = []
     for i in range(count):
         rng = np.random.default_rng((seed, length, keys, i))
-        row = None
-        while row is None:  # two keys fell on the same words
-            row = needle_row(rng, source, length, keys=keys, depth=DEPTHS[i % len(DEPTHS)])
+        depth = DEPTHS[i % len(DEPTHS)]
+        tries = (needle_row(rng, source, length, keys=keys, depth=depth) for _ in range(100))
+        row = next((row for row in tries if row is not None), None)  # two keys may fall on the same words
+        if row is None:
+            raise ValueError(
+                f"needle_recall(length={length}, keys={keys}) leaves no room for text in {length} tokens. "
+                "Ask for longer rows or fewer keys."
+            )
         rows.append(row)
     answer = int((rows[0][1] >= ANSWER).sum())
     found: list[bool] = []

@@ -24,7 +24,7 @@ from kvjax.types import Params
 SLOW = 3e-3
 FAST = 0.02
 BIAS = 4.0
-"""Length of the key bias in each fast frequency: attention to the previous token is about 0.72 before training."""
+"""Length of the key bias in each fast frequency; attention to the previous token is 0.72 from the start."""
 
 
 def construct(spec: ModelSpec, params: Params, seed: int, *, logit_scale: float = 1 / (0.02 * 16)) -> Params:

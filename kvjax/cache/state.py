@@ -37,7 +37,7 @@ class LayerCache:
     summary: Any
 
 
-@pytree()
+@pytree(static=("context", "chunk"))
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KVState:
     """Everything a batch of sequences remembers.
@@ -46,13 +46,18 @@ class KVState:
       layers: one ``LayerCache`` per layer.
       length: tokens each row has seen; the next token's position.
       total: prompt length of each row.
-      peak: most bytes ever (live, allocated), taken where sizes change: after each chunk, layer and segment.
+      peak: most bytes so far (live, allocated), taken before pools shrink, after each layer of a
+        whole-prompt prefill (the layer's uncompressed keys and values included), and at the end.
+      context: most tokens a row may ever see.
+      chunk: most tokens of a row that may arrive at a time.
     """
 
     layers: tuple[LayerCache, ...]
     length: Int[Array, " B"]
     total: Int[Array, " B"]
     peak: Float[Array, " 2"]
+    context: int
+    chunk: int
 
     @property
     def rows(self) -> int:

@@ -55,7 +55,7 @@ class Int8(Storage):
             pages = _requantise(pages, page.reshape(-1), shrink)
         else:
             old = (_round(c * shrink[:, None, i]) for i, c in enumerate((pages.k, pages.v)))
-            pages = dataclasses.replace(pages, **dict(zip("kv", old)))
+            pages = dataclasses.replace(pages, k=next(old), v=next(old))
         near = jnp.minimum(page, pages.count - 1)
         codes = _round(kv / jnp.where(grown[near] > 0, grown[near], 1.0))
         return dataclasses.replace(

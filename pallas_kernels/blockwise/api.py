@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pallas_kernels.blockwise import ref, xla
-from pallas_kernels.dispatch import choose
+from pallas_kernels.dispatch import Offered, choose
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int
 
-OFFERED = {"xla": xla.blockwise, "ref": ref.blockwise}
-OFFERED_MASS = {"xla": xla.column_mass, "ref": ref.column_mass}
+OFFERED: Offered = {"xla": xla.blockwise, "ref": ref.blockwise}
+OFFERED_MASS: Offered = {"xla": xla.column_mass, "ref": ref.column_mass}
 
 
 def _check(

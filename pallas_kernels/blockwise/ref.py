@@ -50,10 +50,9 @@ def blockwise(
 ) -> tuple[Float[Array, "B N T H"], Float[Array, "B N T"]]:
     """See ``api.blockwise``."""
     b, n, t, h = q.shape
-    s = _scores(q, k, k_pos, scale)
-    see = visible(q_pos, k_pos, window, admit)
-    m = softmax.row_max(s, see)
-    p = softmax.weigh(s, see, m)
+    s = softmax.hide(_scores(q, k, k_pos, scale), visible(q_pos, k_pos, window, admit))
+    m = softmax.row_max(s)
+    p = softmax.weigh(s, m)
     v = jnp.where((k_pos >= 0)[:, None, :, None], v.astype(jnp.float32), 0.0)
     o = jnp.einsum("bkgts,bksh->bkgth", p, v, precision=jax.lax.Precision.HIGHEST)
     out, lse = softmax.finish(m, jnp.sum(p, axis=-1), o)
@@ -74,7 +73,7 @@ def column_mass(
 ) -> Float[Array, "B N S"]:
     """See ``api.column_mass``."""
     b, n, t, _ = q.shape
-    s = _scores(q, k, k_pos, scale)
-    p = softmax.weigh(s, visible(q_pos, k_pos, window, admit), lse.reshape(s.shape[:-1]))
+    s = softmax.hide(_scores(q, k, k_pos, scale), visible(q_pos, k_pos, window, admit))
+    p = softmax.weigh(s, lse.reshape(s.shape[:-1]))
     mass = jnp.einsum("bkgts,bt->bkgs", p, weights, precision=jax.lax.Precision.HIGHEST)
     return mass.reshape(b, n, k.shape[2])

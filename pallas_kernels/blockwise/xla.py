@@ -53,9 +53,9 @@ def _dense(
     k_pos: Int[Array, "B S"],
     scale: float,
 ) -> tuple[Float[Array, "B K G T H"], Float[Array, "B K G T"]]:
-    s = _scores(q, k, scale)
-    m = softmax.row_max(s, see)
-    p = softmax.weigh(s, see, m)
+    s = softmax.hide(_scores(q, k, scale), see)
+    m = softmax.row_max(s)
+    p = softmax.weigh(s, m)
     # Masking V copies all of V, so it is done only where 0 * NaN of a padded value shows.
     o = _mix(p, v)
     o = jax.lax.cond(jnp.isnan(o).any(), lambda: _mix(p, _without_padding(v, k_pos)), lambda: o)
@@ -154,9 +154,9 @@ def _blocked(
             j = order_i[c]
             pos_j = k_poss[j]
             see = visible(pos_i, pos_j, window, _at(admits, j))
-            s = _scores(q_i, ks[j], scale)
-            m_new = jnp.maximum(m, softmax.row_max(s, see))
-            p = softmax.weigh(s, see, m_new)
+            s = softmax.hide(_scores(q_i, ks[j], scale), see)
+            m_new = jnp.maximum(m, softmax.row_max(s))
+            p = softmax.weigh(s, m_new)
             keep = jnp.exp(m - softmax.finite(m_new))
             o = o * keep[..., None] + _mix(p, _without_padding(vs[j], pos_j))
             return m_new, l * keep + jnp.sum(p, axis=-1), o
@@ -226,5 +226,5 @@ def _mass(
     see: Bool[Array, "... T S"],
     scale: float,
 ) -> Float[Array, "B K G S"]:
-    p = softmax.weigh(_scores(q, k, scale), see, lse)
+    p = softmax.weigh(softmax.hide(_scores(q, k, scale), see), lse)
     return jnp.einsum("bkgts,bt->bkgs", p, weights, precision=jax.lax.Precision.HIGHEST)

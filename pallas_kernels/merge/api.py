@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from pallas_kernels.dispatch import choose
+from pallas_kernels.dispatch import Offered, choose
 from pallas_kernels.merge import ref, xla
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float
 
-OFFERED = {"xla": xla.merge, "ref": ref.merge}
+OFFERED: Offered = {"xla": xla.merge, "ref": ref.merge}
 
 
 def merge(

@@ -23,7 +23,7 @@ def merge(
     l, o = jnp.float32(0), jnp.float32(0)
     for out, lse in parts:
         there = lse > -jnp.inf
-        w = jnp.exp(jnp.where(there, lse.astype(jnp.float32) - softmax.finite(m), -jnp.inf))
+        w = jnp.exp(lse.astype(jnp.float32) - softmax.finite(m))
         l = l + w
         o = o + w[..., None] * jnp.where(there[..., None], out.astype(jnp.float32), 0.0)
     return softmax.finish(m, l, o)

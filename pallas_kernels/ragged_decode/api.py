@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
 
-from pallas_kernels.dispatch import choose
+from pallas_kernels.dispatch import Offered, choose
 from pallas_kernels.ragged_decode import ref, xla
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int, Num
 
-OFFERED = {"xla": xla.ragged_decode, "ref": ref.ragged_decode}
+OFFERED: Offered = {"xla": xla.ragged_decode, "ref": ref.ragged_decode}
 
 
 def ragged_decode(

@@ -4,12 +4,13 @@ Gathering a stream's pages costs several times reading them (5 ms against 0.9 ms
 5 heads, page 64, two CPU cores). So no key or value moves: every page gets its owner's queries,
 answers with a partial of its own, and the partials of a stream's pages are summed at the end.
 
-  pool       page 0   page 1   page 2   page 3 ...   chunks of CHUNK pages, dead chunks skipped
+  pool       page 0   page 1   page 2   page 3 ...
   owner      (0, 1)   (1, 0)   nobody   (0, 1)       from the table, one small scatter
   partial    m l o    m l o    -        m l o        segment max and sum by owner
 
-A chunk stays in cache between its two products, which is also where int8 becomes float: as a whole
-the pool is never converted.
+A float pool is one product in place: cutting it into chunks copies it (bfloat16: 7 times slower).
+An int8 pool is walked in chunks of CHUNK pages, which become float while they are in cache, and
+chunks nobody owns are skipped: as a whole the pool is never converted.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import jax.numpy as jnp
 from pallas_kernels import products, softmax
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Float, Int, Num
+    from jaxtyping import Array, Bool, Float, Int
 
 CHUNK = 64
 
@@ -45,36 +46,59 @@ def owners(ids: Int[Array, "B K M"], live: Int[Array, "B K M"], pool: int) -> Ow
     )
 
 
-def _page_partials(
-    q: Float[Array, "P R H"],
-    k: Num[Array, "P S H"],
-    v: Num[Array, "P S H"],
-    live: Int[Array, " P"],
-    scales: Float[Array, "P 2 H"] | None,
-    scale: float,
-) -> tuple[Float[Array, "P R"], Float[Array, "P R"], Float[Array, "P R H"], Float[Array, "P R S"]]:
-    """(m, l, o) of each page alone, and its exp(scores - m)."""
-    see = jnp.arange(k.shape[1]) < live[:, None]
-    v = jnp.where(see[..., None], v, jnp.zeros((), v.dtype))
-    if scales is not None:
-        q, k, v = q * scales[:, None, 0], k.astype(jnp.float32), v.astype(jnp.float32)
-    s = products.scores(q, k, scale)
-    m = softmax.row_max(s, see[:, None])
-    p = softmax.weigh(s, see[:, None], m)
-    o = products.mix(p, v)
-    return m, jnp.sum(p, axis=-1), o if scales is None else o * scales[:, None, 1], p
+class Partials(NamedTuple):
+    """(m, l, o) of each page alone, and its p = exp(scores - m)."""
+
+    m: Float[Array, "P R"]
+    l: Float[Array, "P R"]
+    o: Float[Array, "P R H"]
+    p: Float[Array, "P R S"]
 
 
-def partials(
+def _live_slots(own: Owners, size: int) -> Bool[Array, "P S"]:
+    return jnp.arange(size) < own.live[:, None]
+
+
+def _weights(s: Float[Array, "P R S"], own: Owners) -> tuple[Array, Array, Array]:
+    s = softmax.hide(s, _live_slots(own, s.shape[-1])[:, None])
+    m = softmax.row_max(s)
+    p = softmax.weigh(s, m)
+    return m, jnp.sum(p, axis=-1), p
+
+
+def _mine(q: Float[Array, "X R H"], own: Owners) -> Float[Array, "P R H"]:
+    return q[jnp.minimum(own.stream, q.shape[0] - 1)]
+
+
+def of_floats(
     q: Float[Array, "X R H"],
-    k_pages: Num[Array, "P S H"],
-    v_pages: Num[Array, "P S H"],
+    k_pages: Float[Array, "P S H"],
+    v_pages: Float[Array, "P S H"],
     own: Owners,
-    scales: Float[Array, "P 2 H"] | None,
     scale: float,
-    mass: bool,
-) -> tuple[Float[Array, "P R"], Float[Array, "P R"], Float[Array, "P R H"], Float[Array, "P R S"] | None]:
-    """Every owned page's partial, chunk by chunk; pages of dead chunks keep the empty partial."""
+) -> Partials:
+    """Every page's partial, the pool in place. NaN in a dead value makes its page's o NaN."""
+    m, l, p = _weights(products.scores(_mine(q, own), k_pages, scale), own)
+    return Partials(m, l, products.mix(p, v_pages), p)
+
+
+def without_dead(
+    p: Float[Array, "P R S"], v_pages: Float[Array, "P S H"], own: Owners
+) -> Float[Array, "P R H"]:
+    """The o of every page whatever dead slots hold. Copies the pool to mask it: a last resort."""
+    live = _live_slots(own, v_pages.shape[1])[..., None]
+    return products.mix(p, jnp.where(live, v_pages, jnp.zeros((), v_pages.dtype)))
+
+
+def of_int8(
+    q: Float[Array, "X R H"],
+    k_pages: Int[Array, "P S H"],
+    v_pages: Int[Array, "P S H"],
+    own: Owners,
+    scales: Float[Array, "P 2 H"],
+    scale: float,
+) -> Partials:
+    """Every owned page's partial, chunk by chunk; pages of chunks nobody owns stay empty."""
     (pool, size, h), rows = k_pages.shape, q.shape[1]
     chunk = min(CHUNK, pool)
     # The last chunk starts early enough to fit, and repeats pages the one before it has done.
@@ -82,35 +106,36 @@ def partials(
     busy = jnp.any(own.live[starts[:, None] + jnp.arange(chunk)] > 0, axis=1)
     starts = starts[jnp.argsort(~busy, stable=True)]
 
-    def one(i: Int[Array, ""], found: tuple[Array, ...]) -> tuple[Array, ...]:
+    def one(i: Int[Array, ""], found: Partials) -> Partials:
         def cut(x: Array) -> Array:
             return jax.lax.dynamic_slice_in_dim(x, starts[i], chunk)
 
-        mine = q[jnp.minimum(cut(own.stream), q.shape[0] - 1)]
-        part_scales = None if scales is None else cut(scales)
-        new = _page_partials(mine, cut(k_pages), cut(v_pages), cut(own.live), part_scales, scale)
-        return tuple(jax.lax.dynamic_update_slice_in_dim(x, y, starts[i], 0) for x, y in zip(found, new))
+        part = Owners(cut(own.stream), cut(own.live))
+        k_scale, v_scale = cut(scales)[:, None, 0], cut(scales)[:, None, 1]
+        k, v = cut(k_pages).astype(jnp.float32), cut(v_pages).astype(jnp.float32)
+        m, l, p = _weights(products.scores(_mine(q, part) * k_scale, k, scale), part)
+        new = Partials(m, l, products.mix(p, v) * v_scale, p)
+        return jax.tree.map(lambda x, y: jax.lax.dynamic_update_slice_in_dim(x, y, starts[i], 0), found, new)
 
-    start = (
+    empty = Partials(
         jnp.full((pool, rows), -jnp.inf, jnp.float32),
         jnp.zeros((pool, rows), jnp.float32),
         jnp.zeros((pool, rows, h), jnp.float32),
+        jnp.zeros((pool, rows, size), jnp.float32),
     )
-    if mass:
-        m, l, o, p = jax.lax.fori_loop(
-            0, jnp.sum(busy), one, (*start, jnp.zeros((pool, rows, size), jnp.float32))
-        )
-        return m, l, o, p
-    m, l, o = jax.lax.fori_loop(0, jnp.sum(busy), one, start)
-    return m, l, o, None
+    return jax.lax.fori_loop(0, jnp.sum(busy), one, empty)
 
 
-def combine(
-    m: Float[Array, "P R"], l: Float[Array, "P R"], o: Float[Array, "P R H"], own: Owners, streams: int
-) -> tuple[Float[Array, "X R H"], Float[Array, "X R"]]:
+def combine(parts: Partials, own: Owners, streams: int) -> tuple[Float[Array, "X R H"], Float[Array, "X R"]]:
     """Partials of pages to partials of streams. (Measured faster than gathering by table.)"""
-    top = jax.ops.segment_max(m, own.stream, streams)
-    w = jnp.exp(m - softmax.finite(top)[jnp.minimum(own.stream, streams - 1)])
-    l = jax.ops.segment_sum(w * l, own.stream, streams)
-    o = jax.ops.segment_sum(w[..., None] * o, own.stream, streams)
+    top = jax.ops.segment_max(parts.m, own.stream, streams)
+    w = jnp.exp(parts.m - softmax.finite(top)[jnp.minimum(own.stream, streams - 1)])
+    l = jax.ops.segment_sum(w * parts.l, own.stream, streams)
+    o = jax.ops.segment_sum(w[..., None] * parts.o, own.stream, streams)
     return softmax.finish(top, l, o)
+
+
+def received(parts: Partials, lse: Float[Array, "X R"], own: Owners) -> Float[Array, "P R S"]:
+    """Probability of each slot under its stream's lse."""
+    share = jnp.exp(parts.m - softmax.finite(lse)[jnp.minimum(own.stream, lse.shape[0] - 1)])
+    return parts.p * share[..., None]

@@ -83,13 +83,13 @@ def ragged_decode(
     grouped = q.astype(jnp.float32).reshape(b, heads, n // heads, t, h)
     s = jnp.einsum("bkgth,bkjsh->bkgtjs", grouped, k, precision=jax.lax.Precision.HIGHEST) * scale
     s = s.reshape(*s.shape[:4], -1)
-    see = mask.reshape(b, heads, 1, 1, -1)
-    m = softmax.row_max(s, see)
-    p = softmax.weigh(s, see, m)
+    s = softmax.hide(s, mask.reshape(b, heads, 1, 1, -1))
+    m = softmax.row_max(s)
+    p = softmax.weigh(s, m)
     o = jnp.einsum("bkgts,bksh->bkgth", p, v.reshape(b, heads, -1, h), precision=jax.lax.Precision.HIGHEST)
     out, lse = softmax.finish(m, jnp.sum(p, axis=-1), o)
     out, lse_all = out.reshape(b, n, t, h), lse.reshape(b, n, t)
     if not mass:
         return out, lse_all
-    received = jnp.sum(softmax.weigh(s, see, lse), axis=3).reshape(b, n, mask.shape[2], size)
+    received = jnp.sum(softmax.weigh(s, lse), axis=3).reshape(b, n, mask.shape[2], size)
     return out, lse_all, spread(received, pages, table.shape[2])

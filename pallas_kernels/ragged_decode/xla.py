@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import softmax
 from pallas_kernels.ragged_decode import flat, listed
 from pallas_kernels.ragged_decode.ref import live_slots, page_lists, spread
 
@@ -70,10 +69,19 @@ def _flat(
     mass: bool,
 ) -> tuple[Float[Array, "X R H"], Float[Array, "X R"], Float[Array, "X R MS"] | None]:
     own = flat.owners(ids, live, k_pages.shape[0])
-    m, l, o, p = flat.partials(q, k_pages, v_pages, own, scales, scale, mass)
-    out, lse = flat.combine(m, l, o, own, q.shape[0])
-    if p is None:
+    streams = q.shape[0]
+    if scales is None:
+        parts = flat.of_floats(q, k_pages, v_pages, own, scale)
+        out, lse = flat.combine(parts, own, streams)
+
+        def again() -> Float[Array, "X R H"]:
+            return flat.combine(parts._replace(o=flat.without_dead(parts.p, v_pages, own)), own, streams)[0]
+
+        out = jax.lax.cond(jnp.isnan(out).any(), again, lambda: out)
+    else:
+        parts = flat.of_int8(q, k_pages, v_pages, own, scales, scale)
+        out, lse = flat.combine(parts, own, streams)
+    if not mass:
         return out, lse, None
-    share = jnp.exp(m - softmax.finite(lse)[jnp.minimum(own.stream, q.shape[0] - 1)])
-    p = jnp.where((live > 0)[..., None, None], (p * share[..., None])[ids], 0.0)
-    return out, lse, p.reshape(q.shape[0], -1, *p.shape[3:]).swapaxes(1, 2)
+    p = jnp.where((live > 0)[..., None, None], flat.received(parts, lse, own)[ids], 0.0)
+    return out, lse, p.reshape(streams, -1, *p.shape[3:]).swapaxes(1, 2)

@@ -13,6 +13,12 @@ GOLDEN = Path(__file__).parents[1] / "golden"
 NAMES = ("llama3", "llama_tied", "qwen2", "qwen2_window", "llama_bf16_sharded")
 
 
+@pytest.fixture(params=NAMES)
+def name(request):
+    """Each golden model in turn."""
+    return request.param
+
+
 @pytest.fixture
 def golden_folder():
     return lambda name: GOLDEN / name

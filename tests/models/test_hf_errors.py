@@ -151,7 +151,7 @@ def test_a_failing_save_leaves_nothing(golden_folder, tmp_path):
     with pytest.raises(hf.ModelError, match="max_shard_bytes=0"):
         hf.save(out, model.spec, model.params, max_shard_bytes=0)
     assert not out.exists()
-    assert [p for p in out.parent.glob("*")] == []
+    assert list(out.parent.iterdir()) == []
     hf.save(out, model.spec, model.params)
     assert hf.load(out).spec == model.spec
 
@@ -167,6 +167,7 @@ def test_save_replaces_nothing(golden_folder, tmp_path):
     (tmp_path / "empty").mkdir()
     hf.save(tmp_path / "empty", model.spec, model.params)
     assert hf.load(tmp_path / "empty").spec == model.spec
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["empty", "mine"]
 
 
 @pytest.mark.parametrize(

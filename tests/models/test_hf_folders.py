@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import NAMES
 from huggingface_hub import constants
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
@@ -78,7 +77,6 @@ def test_shards_hold_what_one_file_holds(golden_folder, spoil):
     assert_same(hf.load(folder), hf.load(golden_folder("llama_bf16_sharded")))
 
 
-@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("limit", [10**9, 20_000])
 def test_save_then_load_is_exact(name, limit, golden_folder, tmp_path):
     model = hf.load(golden_folder(name))
@@ -91,7 +89,6 @@ def test_save_then_load_is_exact(name, limit, golden_folder, tmp_path):
         assert sum(array.nbytes for array in load_file(file).values()) <= limit
 
 
-@pytest.mark.parametrize("name", NAMES)
 def test_export_holds_the_original_tensors_by_name(name, golden_folder, tmp_path):
     model = hf.load(golden_folder(name), dtype="float32")
     hf.save(tmp_path / "out", model.spec, model.params, dtype="float32")

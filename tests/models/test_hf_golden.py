@@ -8,8 +8,6 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
-from conftest import NAMES
 
 from kvjax.models import decoder, hf
 
@@ -23,13 +21,11 @@ def logits_of(spec, params, data):
     return decoder.logits(spec, params, x)
 
 
-@pytest.mark.parametrize("name", NAMES)
 def test_logits_are_those_of_transformers(name, golden_folder, golden_data):
     model, data = hf.load(golden_folder(name), dtype="float32"), golden_data(name)
     np.testing.assert_allclose(logits_of(model.spec, model.params, data), data["logits"], atol=TOLERANCE)
 
 
-@pytest.mark.parametrize("name", NAMES)
 def test_greedy_tokens_are_those_of_transformers(name, golden_folder, golden_data):
     model, data = hf.load(golden_folder(name), dtype="float32"), golden_data(name)
     step = jax.jit(lambda tokens: jnp.argmax(decoder.dense_logits(model.spec, model.params, tokens), -1))
@@ -62,7 +58,6 @@ def test_window_golden_depends_on_the_window(golden_folder, golden_data):
         assert np.abs(logits_of(other, model.params, data) - data["logits"]).max() > 100 * TOLERANCE
 
 
-@pytest.mark.parametrize("name", NAMES)
 def test_every_tensor_shows_in_the_logits(name, golden_folder, golden_data):
     """A golden that some tensor does not touch could not see it loaded wrongly."""
     model, data = hf.load(golden_folder(name), dtype="float32"), golden_data(name)

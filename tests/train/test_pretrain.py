@@ -59,7 +59,7 @@ CONFIG = {
         "count": 5,
         "gates": [{"length": 128, "one": 0.0, "four": 0.0}],
         "target": 1.1,
-        "lengths": [128],
+        "lengths": [128, 256],
     },
 }
 
@@ -184,6 +184,11 @@ def test_the_constructed_start_looks_one_back_and_copies(have):
     to_successor = jnp.diagonal(weights[1], offset=-39)[2:40].mean()
     elsewhere = 1 / 60
     assert float(to_successor) > 5 * elsewhere
+
+
+def test_recall_refuses_rows_too_short_for_their_needles(have):
+    with pytest.raises(ValueError, match="fewer keys"):
+        recall.needle_recall(have.spec, {}, have.held, length=64, keys=4, count=5, seed=0)
 
 
 def test_the_start_refuses_a_model_it_does_not_fit(have):

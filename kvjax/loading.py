@@ -1,0 +1,89 @@
+"""Getting a model to run: the one that comes with the package, a folder, or one of the hub's."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib.resources
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvjax.types import Params
+
+if TYPE_CHECKING:
+    from kvjax.models.decoder import Decoder
+    from kvjax.models.spec import ModelSpec
+    from kvjax.text import Text
+
+EMBEDDED = "embedded"
+"""The name of the model in ``kvjax/assets/small``."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class LanguageModel:
+    """A model in memory, as the decode loop takes it, with the tokenizer beside it.
+
+    Attributes:
+      name: the folder or hub id it was asked for by, or "embedded".
+      spec: its static sizes.
+      params: its weights, the tree of ``kvjax.models.decoder``.
+      folder: where it was read from.
+    """
+
+    name: str
+    spec: ModelSpec
+    params: Params
+    folder: Path
+
+    @functools.cached_property
+    def network(self) -> Decoder:
+        """The mathematics without the weights."""
+        from kvjax.models.decoder import Decoder
+
+        return Decoder(self.spec)
+
+    @functools.cached_property
+    def text(self) -> Text:
+        """The tokenizer; read when first asked for.
+
+        Raises:
+          ValueError: the folder holds none, or a damaged one.
+        """
+        from kvjax.text import Text
+
+        return Text.load(self.folder, self.spec)
+
+
+def load(source: str | Path | None = None, dtype: str | None = None) -> LanguageModel:
+    """Reads a model.
+
+    Args:
+      source: a folder in Hugging Face's format, a hub id such as "Qwen/Qwen2.5-0.5B", or None for the
+        small trained model inside the package (no network).
+      dtype: "float32", "bfloat16" or "float16"; None leaves the weights as they are stored, the
+        embedded ones as float32.
+
+    Raises:
+      ModelError: no such folder or hub model, or files that are damaged or of another kind.
+    """
+    from kvjax.models import hf
+
+    if source is None:
+        found = hf.load(_embedded_folder(), dtype=dtype or "float32")
+    else:
+        found = hf.load(source, dtype=dtype)
+    assert found.folder is not None  # noqa: S101  (hf.load always says where it read)
+    name = EMBEDDED if source is None else str(source)
+    return LanguageModel(name=name, spec=found.spec, params=found.params, folder=found.folder)
+
+
+def _embedded_folder() -> Path:
+    from kvjax.models.hf import ModelError
+
+    folder = Path(str(importlib.resources.files("kvjax"))) / "assets" / "small"
+    if not folder.is_dir():
+        raise ModelError(
+            "load() finds no embedded model: this copy of kvjax has no assets/small. Install the whole "
+            "package, or give load() a model folder or hub id."
+        )
+    return folder
