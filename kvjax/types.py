@@ -63,11 +63,30 @@ The model knows nothing of caches; whatever remembers lives in ``carry``.
 class Network(Protocol):
     """A model's mathematics without its weights: hashable, so that it is a static argument of jit."""
 
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
-    max_positions: int
-    windows: tuple[int | None, ...]
+    @property
+    def num_layers(self) -> int:
+        """L."""
+        ...
+
+    @property
+    def num_kv_heads(self) -> int:
+        """K."""
+        ...
+
+    @property
+    def head_dim(self) -> int:
+        """H."""
+        ...
+
+    @property
+    def max_positions(self) -> int:
+        """The longest sequence the model was trained for."""
+        ...
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """Per layer, the model's own sliding window, or None."""
+        ...
 
     def embed(self, params: Params, tokens: Array) -> Array:
         """Token ids [B, T] to vectors [B, T, D]."""

@@ -6,6 +6,7 @@ nothing is taken as 0 wherever it is subtracted, so that no (-inf) - (-inf) is e
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import jax
@@ -36,6 +37,20 @@ def row_max(scores: Float[Array, "... S"]) -> Float[Array, " ..."]:
 def weigh(scores: Float[Array, "... S"], m: Float[Array, " ..."]) -> Float[Array, "... S"]:
     """exp(scores - m), exactly 0 where hidden."""
     return jnp.exp(scores - finite(m)[..., None])
+
+
+def grow(
+    m: Float[Array, " ..."],
+    l: Float[Array, " ..."],
+    o: Float[Array, "... H"],
+    scores: Float[Array, "... S"],
+    mix: Callable[[Array], Array],
+) -> tuple[Float[Array, " ..."], Float[Array, " ..."], Float[Array, "... H"]]:
+    """(m, l, o) after one more block of scores, whose weights ``mix`` turns into an output."""
+    new = jnp.maximum(m, row_max(scores))
+    p = weigh(scores, new)
+    keep = jnp.exp(m - finite(new))
+    return new, l * keep + jnp.sum(p, axis=-1), o * keep[..., None] + mix(p)
 
 
 def finish(

@@ -18,6 +18,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from kvjax.models.decoder import Decoder
 from kvjax.models.hf_config import DTYPES, ModelError, eos_value, read_config, stated_dtype, write_config
 from kvjax.models.hf_weights import read_json, read_weights, write_weights
 from kvjax.models.spec import ModelSpec
@@ -51,6 +52,11 @@ class Model:
     spec: ModelSpec
     params: Params
     folder: Path | None = None
+
+    @property
+    def network(self) -> Decoder:
+        """The mathematics of the spec: what the decode loop takes, beside ``params``."""
+        return Decoder(self.spec)
 
 
 def load(source: str | Path, *, dtype: str | None = None) -> Model:

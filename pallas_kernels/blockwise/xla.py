@@ -150,16 +150,10 @@ def _blocked(
         q_i, pos_i, order_i, count_i = x
 
         def key_block(c: Int[Array, ""], mlo: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-            m, l, o = mlo
             j = order_i[c]
-            pos_j = k_poss[j]
-            see = visible(pos_i, pos_j, window, _at(admits, j))
+            see = visible(pos_i, k_poss[j], window, _at(admits, j))
             s = softmax.hide(_scores(q_i, ks[j], scale), see)
-            m_new = jnp.maximum(m, softmax.row_max(s))
-            p = softmax.weigh(s, m_new)
-            keep = jnp.exp(m - softmax.finite(m_new))
-            o = o * keep[..., None] + _mix(p, _without_padding(vs[j], pos_j))
-            return m_new, l * keep + jnp.sum(p, axis=-1), o
+            return softmax.grow(*mlo, s, lambda p: _mix(p, _without_padding(vs[j], k_poss[j])))
 
         row = q_i.shape[:-1]
         start = (

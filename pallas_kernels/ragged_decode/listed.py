@@ -7,6 +7,7 @@ of pages of one stream at a time and keeps running softmax statistics, so memory
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import jax
@@ -51,13 +52,13 @@ def at_once(
     mass: bool,
 ) -> tuple[Float[Array, "X R H"], Float[Array, "X R"], Float[Array, "X R JS"] | None]:
     """(out, lse, probabilities if asked) of X streams in one go."""
-    see = mask.reshape(mask.shape[0], 1, -1)
     s = products.scores(q, _gather(k_pages, ids, _column(scales, 0), None), scale)
-    m = softmax.row_max(s, see)
-    p = softmax.weigh(s, see, m)
+    s = softmax.hide(s, mask.reshape(mask.shape[0], 1, -1))
+    m = softmax.row_max(s)
+    p = softmax.weigh(s, m)
     o = products.mix(p, _gather(v_pages, ids, _column(scales, 1), mask))
     out, lse = softmax.finish(m, jnp.sum(p, axis=-1), o)
-    return out, lse, softmax.weigh(s, see, lse) if mass else None
+    return out, lse, softmax.weigh(s, lse) if mass else None
 
 
 def by_stream(
@@ -83,34 +84,36 @@ def by_stream(
     def stream(x: tuple[Array, ...]) -> tuple[Array, ...]:
         q_i, ids_i, mask_i, order_i, count_i = x
 
-        def block_scores(at: Int[Array, ""]) -> tuple[Float[Array, "R JS"], Bool[Array, "1 JS"]]:
-            k = _gather(k_pages, ids_i[at], _column(scales, 0), None)
-            return products.scores(q_i, k, scale), mask_i[at].reshape(1, -1)
-
-        def step(i: Int[Array, ""], mlo: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-            m, l, o = mlo
+        def read(i: Int[Array, ""]) -> tuple[Float[Array, "R cS"], Float[Array, "cS H"]]:
             at = order_i[i]
-            s, see = block_scores(at)
-            m_new = jnp.maximum(m, softmax.row_max(s, see))
-            p = softmax.weigh(s, see, m_new)
-            keep = jnp.exp(m - softmax.finite(m_new))
+            k = _gather(k_pages, ids_i[at], _column(scales, 0), None)
             v = _gather(v_pages, ids_i[at], _column(scales, 1), mask_i[at])
-            return m_new, l * keep + jnp.sum(p, axis=-1), o * keep[:, None] + products.mix(p, v)
+            return softmax.hide(products.scores(q_i, k, scale), mask_i[at].reshape(1, -1)), v
 
-        rows = q_i.shape[0]
-        start = (jnp.full(rows, -jnp.inf), jnp.zeros(rows), jnp.zeros(q_i.shape, jnp.float32))
-        out, lse = softmax.finish(*jax.lax.fori_loop(0, count_i, step, start))
+        out, lse = _attend(q_i.shape, count_i, read)
         if not mass:
             return out, lse
 
-        def receive(i: Int[Array, ""], total: Float[Array, "J G cS"]) -> Float[Array, "J G cS"]:
-            s, see = block_scores(order_i[i])
-            p = softmax.weigh(s, see, lse).reshape(groups, -1, s.shape[-1])
+        def receive(i: Int[Array, ""], total: Float[Array, "X G cS"]) -> Float[Array, "X G cS"]:
+            p = softmax.weigh(read(i)[0], lse).reshape(groups, -1, c * size)
             return total.at[order_i[i]].set(jnp.sum(p, axis=1))
 
-        none = jnp.zeros((ids_i.shape[0], groups, c * size), jnp.float32)
-        received = jax.lax.fori_loop(0, count_i, receive, none)
+        nothing = jnp.zeros((ids_i.shape[0], groups, c * size), jnp.float32)
+        received = jax.lax.fori_loop(0, count_i, receive, nothing)
         return out, lse, received.swapaxes(0, 1).reshape(groups, -1)[:, : j * size]
 
     found = jax.lax.map(stream, (q, ids, mask, order, jnp.sum(busy, axis=1)))
     return found[0], found[1], found[2] if mass else None
+
+
+def _attend(
+    shape: tuple[int, int], count: Int[Array, ""], read: Callable[..., tuple[Array, Array]]
+) -> tuple[Float[Array, "R H"], Float[Array, " R"]]:
+    """Online softmax over ``count`` blocks, each read as (scores [R, S], values [S, H])."""
+
+    def step(i: Int[Array, ""], mlo: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        s, v = read(i)
+        return softmax.grow(*mlo, s, lambda p: products.mix(p, v))
+
+    start = (jnp.full(shape[:1], -jnp.inf), jnp.zeros(shape[:1]), jnp.zeros(shape, jnp.float32))
+    return softmax.finish(*jax.lax.fori_loop(0, count, step, start))

@@ -1,0 +1,145 @@
+"""One prompt to one answer: prefill, then tokens as they are made, and what it all cost."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from kvjax import decode, metrics
+from kvjax.cache.state import KVState
+from kvjax.loading import LanguageModel
+from kvjax.sampling import sampling
+from kvjax.serve import clock
+from kvjax.serve.arguments import InputError, Options
+from kvjax.serve.progress import bar
+
+if TYPE_CHECKING:
+    from jaxtyping import Array
+
+LONGEST = 128
+"""New tokens, where nobody said how many."""
+
+STREAMED = 8
+"""Tokens a piece while somebody is watching."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Answer:
+    """What was written, and what it took.
+
+    Attributes:
+      text: the answer.
+      tokens: its token ids, the stop token included.
+      prompt_tokens: how many were read.
+      timings: see ``clock.timings``.
+      kv_bytes: of the cache at the end: live, allocated, and what a cache that keeps everything holds.
+    """
+
+    text: str
+    tokens: list[int]
+    prompt_tokens: int
+    timings: dict[str, float | None]
+    kv_bytes: dict[str, int]
+
+
+def answer(
+    model: LanguageModel, options: Options, ids: Sequence[int], source: str, write: Callable[[str], None]
+) -> Answer:
+    """Answers one prompt.
+
+    Args:
+      model: who answers.
+      options: policy, sampling, sizes.
+      ids: the prompt, at least one token.
+      source: where the prompt came from, for messages.
+      write: given the text in pieces, whole characters only.
+
+    Raises:
+      InputError: prompt and answer do not fit the model.
+    """
+    limit = _limit(model, options, len(ids), source)
+    tokens: list[int] = []
+    texts: list[str] = []
+    show = model.text.stream()
+    start = clock.now()
+    first = None
+    state = None
+    for piece, after in _pieces(model, options, ids, limit):
+        state = after
+        first = first or clock.now()
+        tokens += piece
+        _say("".join(show.step(token) for token in piece if token not in model.spec.eos), texts, write)
+    _say(show.finish(), texts, write)
+    assert first is not None  # noqa: S101  (a stream yields at least one token)
+    assert state is not None  # noqa: S101
+    held = metrics.nbytes(state).total
+    full = metrics.full_bytes(model.network, int(state.length[0]), model.params["embed"].dtype)
+    return Answer(
+        text="".join(texts),
+        tokens=tokens,
+        prompt_tokens=len(ids),
+        timings=clock.timings(start, first, clock.now(), len(tokens)),
+        kv_bytes={"live": held["live"], "allocated": held["allocated"], "full": full},
+    )
+
+
+def _say(piece: str, texts: list[str], write: Callable[[str], None]) -> None:
+    if piece:
+        texts.append(piece)
+        write(piece)
+
+
+def _limit(model: LanguageModel, options: Options, prompt: int, source: str) -> int:
+    """How many tokens may be written after ``prompt`` ones."""
+    most, wanted = model.network.max_positions, options.max_new_tokens
+    if prompt >= most:
+        raise InputError(
+            f"{source} has {prompt} tokens, and the model ({model.name}) was trained for {most}, prompt and "
+            "answer together. Shorten it, or choose a --model with a longer context."
+        )
+    if wanted is not None and prompt + wanted > most:
+        raise InputError(
+            f"--max-new-tokens {wanted} after {prompt} prompt tokens exceeds the {most} positions the model "
+            f"({model.name}) was trained for. Ask for at most {most - prompt}."
+        )
+    return min(LONGEST, most - prompt) if wanted is None else wanted
+
+
+def _pieces(
+    model: LanguageModel, options: Options, ids: Sequence[int], limit: int
+) -> Iterator[tuple[list[int], KVState]]:
+    """New tokens a few at a time, and the state after them."""
+    state, logits = _read(model, options, ids, limit)
+    how = sampling(
+        1, temperature=options.temperature, top_k=options.top_k, top_p=options.top_p, seed=options.seed
+    )
+    every = decode.SEGMENT if options.json else STREAMED
+    stream = decode.stream(
+        model,
+        options.policy,
+        state,
+        logits,
+        max_new_tokens=limit,
+        how=how,
+        stops=model.spec.eos,
+        every=every,
+    )
+    for piece, after in stream:
+        yield piece[0].tolist(), after
+
+
+def _read(model: LanguageModel, options: Options, ids: Sequence[int], limit: int) -> tuple[KVState, Array]:
+    """Prefill, with a bar that counts tokens or layers, whichever the policy reads by."""
+    whole = options.policy.whole_prompt
+    total, unit = (model.network.num_layers, "layers") if whole else (len(ids), "tokens")
+    with bar(total, unit, options.progress) as progress:
+        return decode.prefill(
+            model,
+            options.policy,
+            [list(ids)],
+            context=decode.bucket(len(ids) + limit),
+            # No wider than the prompt's size class: what is beyond it would be computed for nothing.
+            chunk_size=min(options.chunk, decode.bucket(len(ids))),
+            progress=progress,
+        )

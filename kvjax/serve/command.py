@@ -1,0 +1,106 @@
+"""The job of ``python -m kvjax.serve``: find the prompt, load the model, answer or chat."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from kvjax.loading import LanguageModel, load
+from kvjax.policy import Policy
+from kvjax.serve import facts
+from kvjax.serve.answer import answer
+from kvjax.serve.arguments import InputError, Options
+from kvjax.serve.chat import chat
+
+
+def run(options: Options) -> None:
+    """Does what the options say; text on standard output, everything about it on standard error.
+
+    Raises:
+      InputError, ModelError, RequestError: input that cannot be used, before anything is printed.
+    """
+    given = _prompt(options)
+    if given is None and options.json:
+        raise InputError(
+            "--json without a prompt has nothing to answer. Give --prompt, --prompt-file or a pipe."
+        )
+    model = _model(options)
+    # A terminal that cannot show a character gets a question mark instead of an error.
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="replace")
+    if given is None:
+        chat(model, options)
+        return
+    text, source = given
+    try:
+        ids = model.text.encode(text)
+    except ValueError as error:
+        raise InputError(f"{source}: {error}") from None
+    if not ids:
+        raise InputError(f"{source} holds no token. Give some text.")
+    done = answer(model, options, ids, source, (lambda piece: None) if options.json else say)
+    if options.json:
+        print(facts.to_json(done, model, options), flush=True)
+        return
+    print(flush=True)
+    print(facts.line(done), file=sys.stderr)
+
+
+def say(piece: str) -> None:
+    """Text to standard output, at once."""
+    print(piece, end="", flush=True)
+
+
+def _model(options: Options) -> LanguageModel:
+    """The model with its tokenizer read; a note where the policy has no say."""
+    try:
+        model = load(options.model, dtype=options.dtype)
+        _ = model.text
+    except OSError as error:
+        raise InputError(
+            f"--model {options.model} cannot be read ({error}). Check path and permissions."
+        ) from error
+    except ValueError as error:
+        raise InputError(str(error)) from error
+    sliding = [index for index, window in enumerate(model.spec.windows) if window is not None]
+    if sliding and options.policy != Policy():
+        where = "every layer" if len(sliding) == len(model.spec.windows) else f"layers {sliding}"
+        print(
+            f"note: {where} keeps the model's own sliding window; the policy has no say there.",
+            file=sys.stderr,
+        )
+    return model
+
+
+def _prompt(options: Options) -> tuple[str, str] | None:
+    """The prompt and where it came from; None when a person sits there to chat."""
+    if options.prompt is not None:
+        text, source = options.prompt, "--prompt"
+    elif options.prompt_file is not None:
+        text, source = _file(options.prompt_file), f"--prompt-file {options.prompt_file}"
+    elif sys.stdin is None or sys.stdin.isatty():
+        return None
+    else:
+        text, source = _decoded(sys.stdin.buffer.read(), "standard input"), "standard input"
+    if not text:
+        raise InputError(f"{source} is empty. Give at least one character, for example --prompt 'Hello'.")
+    return text, source
+
+
+def _file(name: str) -> str:
+    try:
+        content = Path(name).read_bytes()
+    except OSError as error:
+        raise InputError(
+            f"--prompt-file {name} cannot be read ({error.strerror}). Give a text file, or --prompt."
+        ) from error
+    return _decoded(content, f"--prompt-file {name}")
+
+
+def _decoded(content: bytes, source: str) -> str:
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise InputError(
+            f"{source} is not UTF-8 text (byte {error.start}). Convert it first, for example with iconv."
+        ) from error

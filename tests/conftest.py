@@ -1,0 +1,65 @@
+"""What every test may use: strict numerics, and a tiny model with a tokenizer on disk."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from kvjax.models import hf
+from kvjax.models.decoder import shapes
+from kvjax.models.spec import ModelSpec
+
+# Shapes of different rank meet only where the code says so.
+jax.config.update("jax_numpy_rank_promotion", "warn")
+
+TINY = ModelSpec(
+    family="qwen2",
+    vocab_size=260,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    model_dim=16,
+    mlp_dim=24,
+    max_positions=512,
+    qkv_bias=True,
+    bos=256,
+    eos=(257,),
+)
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory) -> Path:
+    """A random two-layer model in HF format whose tokens are bytes; 512 positions."""
+    home = tmp_path_factory.mktemp("tiny")
+    draw = np.random.default_rng(0)
+    params = {
+        name: [{k: _leaf(draw, k, s) for k, s in layer.items()} for layer in value]
+        if name == "layers"
+        else _leaf(draw, name, value)
+        for name, value in shapes(TINY).items()
+    }
+    _byte_tokenizer().save(str(home / "tokenizer.json"))
+    folder = home / "model"
+    hf.save(folder, TINY, params, tokenizer=home / "tokenizer.json", dtype="float32")
+    return folder
+
+
+def _leaf(draw: np.random.Generator, name: str, shape: tuple[int, ...]) -> np.ndarray:
+    if name.endswith("norm"):
+        return np.ones(shape, np.float32)
+    return draw.normal(0, 0.3, shape).astype(np.float32)
+
+
+def _byte_tokenizer():
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<bos>", "<eos>"])
+    return tokenizer

@@ -1,0 +1,214 @@
+"""One tiny random model, its prompts and a float64 twin: what the proofs of the foundation run on.
+
+Weights are drawn large, so that attention is peaked, logits differ between positions and greedy text
+varies; everything is small, so that a program compiles in about a second. Tests share shapes on purpose.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax import decode
+from kvjax.cache import pool
+from kvjax.cache.pages import Pages
+from kvjax.cache.state import KVState
+from kvjax.models import decoder
+from kvjax.models.spec import ModelSpec, Rope
+from kvjax.policy import Policy
+
+PAGE = 8
+CONTEXT = 72
+VOCAB = 61
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiny:
+    """A network and its weights, as the decode loop takes them."""
+
+    network: decoder.Decoder
+    params: dict[str, Any]
+
+
+@functools.cache
+def model(windows: tuple[int | None, ...] = (), vocab: int = VOCAB) -> Tiny:
+    """Two layers, four query and two KV heads of 8; ``windows`` makes layers slide."""
+    spec = ModelSpec(
+        family="llama",
+        vocab_size=vocab,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=8,
+        model_dim=32,
+        mlp_dim=48,
+        max_positions=256,
+        rope=Rope(theta=100.0),
+        tied=False,
+        windows=windows,
+    )
+    random = np.random.default_rng(7)
+
+    def draw(name: str, shape: tuple[int, ...]) -> jnp.ndarray:
+        if name.endswith("norm"):
+            return jnp.asarray(1 + 0.2 * random.standard_normal(shape), jnp.float32)
+        inputs = {"wo": shape[0] * shape[1], "embed": 1}.get(name, shape[0])
+        gain = {"wq": 1.6, "wk": 1.6, "wv": 1.5, "wo": 1.5, "head": 2.0}.get(name, 1.0)
+        return jnp.asarray(gain * inputs**-0.5 * random.standard_normal(shape), jnp.float32)
+
+    tree = decoder.shapes(spec)
+    params = {name: draw(name, shape) for name, shape in tree.items() if name != "layers"}
+    params["layers"] = [{n: draw(n, s) for n, s in names.items()} for names in tree["layers"]]
+    return Tiny(decoder.Decoder(spec), params)
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    """``length`` random token ids; equal seeds share a prefix."""
+    return np.random.default_rng(seed).integers(0, VOCAB, 512)[:length].tolist()
+
+
+def start(
+    policy: Policy, rows: int, *, pages: int = 96, context: int = CONTEXT, tiny: Tiny | None = None
+) -> KVState:
+    """An empty state whose pools hold ``pages`` pages from the first token on: one program a chunk size."""
+    tiny = tiny or model()
+    state = decode.empty(tiny.network, policy, rows=rows, context=context, dtype=jnp.float32, page=PAGE)
+    rooms = tuple(
+        room if room.pages is None else dataclasses.replace(room, pages=pool.resize(room.pages, pages))
+        for room in state.layers
+    )
+    return dataclasses.replace(state, layers=rooms)
+
+
+def read(
+    policy: Policy,
+    prompts: Sequence[Sequence[int]],
+    chunk: int,
+    *,
+    pages: int = 96,
+    context: int = CONTEXT,
+    tiny: Tiny | None = None,
+) -> tuple[KVState, np.ndarray]:
+    """Prefill by chunks through ``start``'s pools, which are not shrunk afterwards."""
+    tiny = tiny or model()
+    state = start(policy, len(prompts), pages=pages, context=context, tiny=tiny)
+    lengths = np.asarray([len(prompt) for prompt in prompts], np.int32)
+    state = dataclasses.replace(state, total=jnp.asarray(lengths))
+    tokens = decode.padded(prompts, -(-int(lengths.max()) // chunk) * chunk)
+    last = np.zeros((len(prompts), tiny.network.spec.model_dim), np.float32)
+    for begin in range(0, tokens.shape[1], chunk):
+        count = np.clip(lengths - begin, 0, chunk).astype(np.int32)
+        piece = tokens[:, begin : begin + chunk]
+        state, x = decode._chunk(tiny.network, policy, tiny.params, {}, state, piece, count)
+        last = np.where(count[:, None] > 0, np.asarray(x), last)
+    return state, np.asarray(decode._logits(tiny.network, tiny.params, last))
+
+
+def feed(
+    policy: Policy, state: KVState, tokens: np.ndarray, *, tiny: Tiny | None = None, active: Any = None
+) -> tuple[KVState, np.ndarray]:
+    """Feed tokens [B, M] one by one; the state is used up; logits [B, M, V]."""
+    tiny = tiny or model()
+    active = np.ones(tokens.shape[0], bool) if active is None else np.asarray(active)
+    found = []
+    for column in np.asarray(tokens, np.int32).T:
+        state, logits = decode._step(tiny.network, policy, tiny.params, {}, state, column, active)
+        found.append(logits)
+    return state, np.stack(jax.device_get(found), axis=1)
+
+
+def copy(state: KVState) -> KVState:
+    """Buffers of its own, for states that are fed twice."""
+    return jax.tree.map(jnp.array, state)
+
+
+def held(pages: Pages) -> dict[tuple[int, int], dict[int, tuple[np.ndarray, ...]]]:
+    """Per stream: position -> (k, v, metadata) of every live slot, codes multiplied out.
+
+    Raises AssertionError where one position is held twice.
+    """
+    p: Pages = jax.device_get(pages)
+    k, v = np.asarray(p.k, np.float32), np.asarray(p.v, np.float32)
+    if p.scales is not None:
+        k, v = k * p.scales[:, None, 0], v * p.scales[:, None, 1]
+    meta = np.stack([p.meta[n] for n in sorted(p.meta)], -1) if p.meta else np.zeros((*p.pos.shape, 0))
+    found: dict[tuple[int, int], dict[int, tuple[np.ndarray, ...]]] = {}
+    for (b, head, r), length in np.ndenumerate(p.length):
+        mine = found.setdefault((b, head), {})
+        for i in range(length):
+            at = p.table[b, head, r, i // p.size], i % p.size
+            pos = int(p.pos[at])
+            assert pos not in mine, f"position {pos} is held twice in stream {(b, head)}"
+            mine[pos] = (k[at], v[at], meta[at])
+    return found
+
+
+def owned_once(pages: Pages) -> None:
+    """Every page is either in exactly one list or on the free stack; counts agree."""
+    p: Pages = jax.device_get(pages)
+    used = -(-p.length // p.size)
+    inside = np.arange(p.table.shape[-1]) < used[..., None]
+    owned = p.table[inside]
+    assert (p.table[~inside] == -1).all(), "a page list names pages beyond its end"
+    free = p.free[: int(p.n_free)]
+    assert sorted([*owned.tolist(), *free.tolist()]) == list(range(p.count)), "a page is lost or owned twice"
+    assert (p.refs == np.isin(np.arange(p.count), owned)).all(), "reference counts disagree with the lists"
+    assert not p.overflow
+
+
+# --- the model once more, in float64 -------------------------------------------------------------
+
+Mask = Callable[[int, int], np.ndarray]
+"""(layer, KV head) -> bool [T, T]: does query i see key j?"""
+
+
+def causal(length: int, window: int | None = None) -> np.ndarray:
+    """j <= i, and i - j < window where there is one."""
+    age = np.arange(length)[:, None] - np.arange(length)[None, :]
+    return (age >= 0) & (age < (window or length + 1))
+
+
+def oracle(tokens: Sequence[int], mask: Mask, tiny: Tiny | None = None) -> np.ndarray:
+    """Logits [T, V] of one text, float64 throughout, attention under ``mask``; its own RoPE and norms."""
+    tiny = tiny or model()
+    spec, p = tiny.network.spec, jax.tree.map(lambda x: np.asarray(x, np.float64), tiny.params)
+
+    def norm(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
+        return x / np.sqrt((x * x).mean(-1, keepdims=True) + spec.norm_eps) * weight
+
+    half = spec.head_dim // 2
+    angle = np.arange(len(tokens))[:, None] * spec.rope.theta ** (-np.arange(half) / half)
+    turn = np.exp(1j * angle)[:, None, :]
+
+    def rotate(x: np.ndarray) -> np.ndarray:
+        z = (x[..., :half] + 1j * x[..., half:]) * turn
+        return np.concatenate([z.real, z.imag], axis=-1)
+
+    x = p["embed"][np.asarray(tokens)]
+    for index, w in enumerate(p["layers"]):
+        y = norm(x, w["attn_norm"])
+        q, k = rotate(np.einsum("td,dnh->tnh", y, w["wq"])), rotate(np.einsum("td,dkh->tkh", y, w["wk"]))
+        v = np.einsum("td,dkh->tkh", y, w["wv"])
+        out = np.zeros(q.shape)
+        for n in range(spec.num_heads):
+            head = n // spec.groups
+            s = np.where(mask(index, head), q[:, n] @ k[:, head].T / np.sqrt(spec.head_dim), -np.inf)
+            e = np.exp(s - s.max(-1, keepdims=True))
+            out[:, n] = e / e.sum(-1, keepdims=True) @ v[:, head]
+        x = x + np.einsum("tnh,nhd->td", out, w["wo"])
+        y = norm(x, w["mlp_norm"])
+        gate = y @ w["w_gate"]
+        x = x + (gate / (1 + np.exp(-gate)) * (y @ w["w_up"])) @ w["w_down"]
+    return norm(x, p["final_norm"]) @ p["head"]
+
+
+def dense(tokens: Sequence[int], tiny: Tiny | None = None) -> np.ndarray:
+    """``oracle`` under the model's own attention."""
+    spec = (tiny or model()).network.spec
+    return oracle(tokens, lambda layer, _: causal(len(tokens), spec.windows[layer]), tiny)
