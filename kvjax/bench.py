@@ -61,11 +61,10 @@ def host(layers: int, spec: str, repeats: int) -> dict[str, float | int | str]:
     """
     network, chosen = decoder.Decoder(narrow(layers)), policy(spec)
     keys = iter(jax.random.split(jax.random.PRNGKey(0), 16 * layers + 16))
-    is_shape = lambda x: isinstance(x, tuple)  # noqa: E731
     params = jax.tree.map(
         lambda shape: 0.1 * jax.random.normal(next(keys), shape),
         decoder.shapes(network.spec),
-        is_leaf=is_shape,
+        is_leaf=lambda x: isinstance(x, tuple),
     )
     state = decode.empty(network, chosen, rows=1, context=256, dtype=jnp.float32)
 

@@ -116,7 +116,15 @@ def _build(kind: type[Part], values: list[Any], named: dict[str, Any], spec: str
     except TypeError as error:
         takes = ", ".join(f.name for f in dataclasses.fields(kind)) or "none"  # type: ignore[arg-type]
         raise PolicyError(f"policy({spec!r}): {kind.name}: {error}. Its arguments: {takes}.") from None
-    return kind(*values, **named)
+    try:
+        part = kind(*values, **named)
+        hash(part)  # a policy is a static argument of jit
+    except TypeError as error:
+        raise PolicyError(
+            f"policy({spec!r}): {kind.name} is given a value of a wrong kind ({error}). Give numbers, words "
+            "or every(k)."
+        ) from None
+    return part
 
 
 def _arguments(name: str, text: str, spec: str) -> tuple[list[Any], dict[str, Any]]:
@@ -126,7 +134,9 @@ def _arguments(name: str, text: str, spec: str) -> tuple[list[Any], dict[str, An
             raise ValueError("not a call")
         named = {str(k.arg): _value(k.value) for k in call.keywords}
         return [_value(x) for x in call.args], named
-    except (SyntaxError, ValueError) as error:
+    except (SyntaxError, TypeError, ValueError) as error:
+        if isinstance(error, PolicyError):
+            raise
         raise PolicyError(
             f"policy({spec!r}): cannot read the arguments of {name}({text}): {error}. Use numbers, words, "
             "quoted text and every(k)."
@@ -139,4 +149,7 @@ def _value(node: ast.expr) -> Any:
         return node.id
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "every":
         return Every(*[ast.literal_eval(x) for x in node.args])
-    return ast.literal_eval(node)
+    try:
+        return ast.literal_eval(node)
+    except ValueError:
+        raise ValueError(f"{ast.unparse(node)} is no value") from None

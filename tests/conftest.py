@@ -1,19 +1,15 @@
-"""What every test may use: strict numerics, and a tiny model with a tokenizer on disk."""
+"""What every test may use: a tiny model with a tokenizer on disk."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
 
 from kvjax.models import hf
 from kvjax.models.decoder import shapes
 from kvjax.models.spec import ModelSpec
-
-# Shapes of different rank meet only where the code says so.
-jax.config.update("jax_numpy_rank_promotion", "warn")
 
 TINY = ModelSpec(
     family="qwen2",

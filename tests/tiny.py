@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from kvjax import decode
 from kvjax.cache import pool
@@ -26,6 +27,14 @@ from kvjax.policy import Policy
 PAGE = 8
 CONTEXT = 72
 VOCAB = 61
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_compiles() -> Iterator[None]:
+    """Compilation is most of what these tests cost: take the compiler's short way, a third off."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @dataclasses.dataclass(frozen=True)

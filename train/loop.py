@@ -79,10 +79,15 @@ class Plan:
 
 
 class Checkpoints:
-    """Atomic checkpoints in ``folder/checkpoints``: a half-written one is never seen by ``latest``."""
+    """Atomic checkpoints in ``folder/checkpoints``: a half-written one is never seen by ``latest``.
 
-    def __init__(self, folder: Path, keep: int):
-        options = ocp.CheckpointManagerOptions(max_to_keep=keep, enable_async_checkpointing=False)
+    ``read_only`` is for looking into the folder of a run that is still going.
+    """
+
+    def __init__(self, folder: Path, keep: int, *, read_only: bool = False):
+        options = ocp.CheckpointManagerOptions(
+            max_to_keep=None if read_only else keep, enable_async_checkpointing=False, read_only=read_only
+        )
         self._manager = ocp.CheckpointManager((folder / "checkpoints").absolute(), options=options)
 
     def save(self, step: int, state: State, level: int) -> None:

@@ -23,7 +23,7 @@ from flax import nnx
 from kvjax.models import module
 from kvjax.models.spec import ModelSpec, Rope
 from kvjax.types import Params
-from train import data, loop, recall, start, text
+from train import data, loop, recall, rows, start, text
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float
@@ -49,9 +49,9 @@ class Setup:
     config: dict[str, Any]
     spec: ModelSpec
     tokenizer: Tokenizer
-    train: data.Source
-    held: data.Source
-    books: data.Source
+    train: rows.Source
+    held: rows.Source
+    books: rows.Source
 
 
 def setup(config: dict[str, Any]) -> Setup:
@@ -69,9 +69,9 @@ def setup(config: dict[str, Any]) -> Setup:
         config=config,
         spec=model_spec(config["model"]),
         tokenizer=tokenizer,
-        train=data.make_source(tokenizer, tokens, corpus.words, held_out=False),
-        held=data.make_source(tokenizer, essays, corpus.words, held_out=True),
-        books=data.make_source(tokenizer, books, corpus.words, held_out=True),
+        train=rows.make_source(tokenizer, tokens, corpus.words, held_out=False),
+        held=rows.make_source(tokenizer, essays, corpus.words, held_out=True),
+        books=rows.make_source(tokenizer, books, corpus.words, held_out=True),
     )
 
 
@@ -152,7 +152,6 @@ def make_check(have: Setup) -> Any:
     settings, gates = have.config["check"], have.config["check"]["gates"]
 
     def check(params: Params, step: int, level: int) -> loop.Verdict:
-        del step
         rounded = round_to(params, have.config["model"]["dtype"])
         measure = lambda length, keys: float(  # noqa: E731
             recall.needle_recall(
@@ -165,8 +164,13 @@ def make_check(have: Setup) -> Any:
         metrics[f"recall_{many_length}_of_4"] = many = measure(many_length, 4)
         metrics["bits_per_byte"] = recall.bits_per_byte(have.spec, rounded, have.books, windows=16)
         gate = gates[level] if level < len(gates) else None
-        rise = gate is not None and one[gate["length"]] >= gate["one"] and many >= gate["four"]
-        stop = float(np.mean(list(metrics.values())[: len(one)])) >= settings["target"]
+        rise = (
+            gate is not None
+            and step >= gate.get("step", 0)
+            and one[gate["length"]] >= gate["one"]
+            and many >= gate["four"]
+        )
+        stop = min(float(np.mean(list(one.values()))), many) >= settings["target"]
         return loop.Verdict(metrics=metrics, level=level + rise, stop=stop)
 
     return check
@@ -177,13 +181,16 @@ def round_to(params: Params, dtype: str) -> Params:
     return jax.tree.map(lambda leaf: jnp.asarray(leaf).astype(dtype).astype(jnp.float32), params)
 
 
+def make_level(settings: dict[str, Any]) -> data.Level:
+    """A level as the config writes it: lists where the dataclass has tuples."""
+    values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in settings.items()}
+    return data.Level(**values)
+
+
 def run(have: Setup) -> loop.State:
     """Trains to the end of the plan, or goes on from the newest checkpoint."""
     config = have.config
-    levels = tuple(
-        data.Level(**level | {name: tuple(level[name]) for name in ("lengths", "shares")})
-        for level in config["mix"]["levels"]
-    )
+    levels = tuple(make_level(level) for level in config["mix"]["levels"])
     mix = data.Mix(seed=config["seed"], tokens=config["mix"]["tokens"], levels=levels)
     plan = loop.Plan(**config["plan"])
     return loop.train(
@@ -206,7 +213,7 @@ def latest(have: Setup) -> tuple[int, Params]:
     params = initial(have.spec, have.config["seed"])
     optimizer = make_optimizer(have.config["optimizer"], have.config["plan"]["steps"])
     like = loop.State(params=params, opt=optimizer.init(params))
-    saved = loop.Checkpoints(Path(have.config["folder"]), have.config["plan"].get("keep", 2))
+    saved = loop.Checkpoints(Path(have.config["folder"]), keep=0, read_only=True)
     found = saved.latest(like)
     saved.close()
     if found is None:

@@ -16,7 +16,7 @@ import numpy as np
 from kvjax.models import decoder
 from kvjax.models.spec import ModelSpec
 from kvjax.types import AttendFn, Heads, Params
-from train.data import ANSWER, Source, needle_row
+from train.rows import ANSWER, Source, needle_row
 from train.text import BOS
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ def needle_recall(
         real = len(tokens)
         tokens = np.pad(tokens, ((0, step - real), (0, 0)))
         at = (np.arange(step)[:, None] * length + np.arange(length - answer - 1, length - 1)).ravel()
-        right = np.asarray(_nll(spec, params, tokens, at)[1]).reshape(step, answer)
+        right: np.ndarray = np.asarray(_nll(spec, params, tokens, at)[1]).reshape(step, answer)
         found += right.all(-1)[:real].tolist()
     return np.asarray(found).reshape(-1, len(DEPTHS)).T
 

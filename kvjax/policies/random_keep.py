@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from kvjax.budgets.uniform import Uniform
 from kvjax.cache.pages import Slots
-from kvjax.policy import Every, Eviction, Observation, Policy
+from kvjax.policy import Every, Eviction, Observation, Policy, PolicyError
 from kvjax.types import Params
 
 if TYPE_CHECKING:
@@ -23,11 +23,18 @@ class Random(Eviction):
 
     Attributes:
       seed: of the draws.
+
+    Raises:
+      PolicyError: a seed that is no whole number of 32 bits.
     """
 
     name = "random"
     keeps = ("draw",)
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.seed, int) or not 0 <= self.seed < 2**32:
+            raise PolicyError(f"{self!r}: {self.seed!r} is no seed. Give a whole number from 0 to 2**32 - 1.")
 
     def arrive(self, params: Params | None, seen: Observation) -> dict[str, Float[Array, "B K T"]]:
         """One draw per token and head."""

@@ -42,4 +42,9 @@ def _run(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    if code == 130:
+        # The compiler's threads may still be at work, and tearing them down crashes the interpreter.
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)

@@ -65,10 +65,8 @@ def _model(options: Options) -> LanguageModel:
     sliding = [index for index, window in enumerate(model.spec.windows) if window is not None]
     if sliding and options.policy != Policy():
         where = "every layer" if len(sliding) == len(model.spec.windows) else f"layers {sliding}"
-        print(
-            f"note: {where} keeps the model's own sliding window; the policy has no say there.",
-            file=sys.stderr,
-        )
+        note = f"note: the model's own sliding window rules in {where}; the policy has no say there."
+        print(note, file=sys.stderr)
     return model
 
 

@@ -41,8 +41,23 @@ def _mix(p: Float[Array, "B K G T S"], v: Float[Array, "B K S H"]) -> Float[Arra
     return products.mix(p.reshape(b, heads, g * t, s), v).reshape(b, heads, g, t, -1)
 
 
-def _without_padding(v: Float[Array, "B K S H"], k_pos: Int[Array, "B S"]) -> Float[Array, "B K S H"]:
-    return jnp.where((k_pos >= 0)[:, None, :, None], v, jnp.zeros((), v.dtype))
+def _without_padding(v: Float[Array, "... S H"], k_pos: Int[Array, "... S"]) -> Float[Array, "... S H"]:
+    return jnp.where((k_pos >= 0)[..., None], v, jnp.zeros((), v.dtype))
+
+
+def _mix_slowly(
+    p: Float[Array, "B K G T S"], v: Float[Array, "B K S H"], k_pos: Int[Array, "B S"]
+) -> Float[Array, "B K G T H"]:
+    """``_mix`` whatever padded values hold, one stream at a time so as to need little memory."""
+    b, heads, g, t, s = p.shape
+
+    def stream(x: tuple[Array, Array, Array]) -> Float[Array, "GT H"]:
+        p_i, v_i, row = x
+        return products.mix(p_i, _without_padding(v_i, k_pos[row]))
+
+    rows = jnp.repeat(jnp.arange(b), heads)
+    o = jax.lax.map(stream, (p.reshape(b * heads, g * t, s), v.reshape(b * heads, s, -1), rows))
+    return o.reshape(b, heads, g, t, -1)
 
 
 def _dense(
@@ -58,7 +73,7 @@ def _dense(
     p = softmax.weigh(s, m)
     # Masking V copies all of V, so it is done only where 0 * NaN of a padded value shows.
     o = _mix(p, v)
-    o = jax.lax.cond(jnp.isnan(o).any(), lambda: _mix(p, _without_padding(v, k_pos)), lambda: o)
+    o = jax.lax.cond(jnp.isnan(o).any(), lambda: _mix_slowly(p, v, k_pos), lambda: o)
     return softmax.finish(m, jnp.sum(p, axis=-1), o)
 
 
@@ -153,7 +168,7 @@ def _blocked(
             j = order_i[c]
             see = visible(pos_i, k_poss[j], window, _at(admits, j))
             s = softmax.hide(_scores(q_i, ks[j], scale), see)
-            return softmax.grow(*mlo, s, lambda p: _mix(p, _without_padding(vs[j], k_poss[j])))
+            return softmax.grow(*mlo, s, lambda p: _mix(p, _without_padding(vs[j], k_poss[j][:, None])))
 
         row = q_i.shape[:-1]
         start = (

@@ -107,7 +107,7 @@ def by_stream(
 
 
 def _attend(
-    shape: tuple[int, int], count: Int[Array, ""], read: Callable[..., tuple[Array, Array]]
+    shape: tuple[int, ...], count: Int[Array, ""], read: Callable[..., tuple[Array, Array]]
 ) -> tuple[Float[Array, "R H"], Float[Array, " R"]]:
     """Online softmax over ``count`` blocks, each read as (scores [R, S], values [S, H])."""
 

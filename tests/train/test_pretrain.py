@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -19,7 +20,7 @@ import yaml
 from flax import nnx
 
 from kvjax.models import decoder, module
-from train import data, pretrain, recall, start, text
+from train import data, pretrain, recall, rows, start, text
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -135,19 +136,19 @@ def test_key_words_of_training_and_evaluation_are_disjoint(have):
 
 def test_the_loss_marks_exactly_the_answers(have):
     rng = np.random.default_rng(0)
-    tokens, weight = data.needle_row(rng, have.train, 256, keys=3, asked=2)
+    tokens, weight = rows.needle_row(rng, have.train, 256, keys=3, asked=2)
     assert tokens.shape == weight.shape == (256,)
     assert tokens[0] == text.BOS
     written = have.tokenizer.decode(tokens.tolist())
-    numbers = have.tokenizer.decode(tokens[weight == data.ANSWER].tolist()).split()
+    numbers = have.tokenizer.decode(tokens[weight == rows.ANSWER].tolist()).split()
     assert len(numbers) == 2
     for number in numbers:
         assert number.isdigit()
-        assert len(number) == data.DIGITS
+        assert len(number) == rows.DIGITS
         assert written.count(f"is {number}") == 2  # once where it hides, once where it is asked for
     scored = data.choose_scored(rng, tokens[None], weight[None], 64)
     answers = scored["target"][scored["answer"]]
-    np.testing.assert_array_equal(np.sort(answers), np.sort(tokens[weight == data.ANSWER]))
+    np.testing.assert_array_equal(np.sort(answers), np.sort(tokens[weight == rows.ANSWER]))
     np.testing.assert_array_equal(scored["target"], tokens[scored["at"] + 1])
     np.testing.assert_allclose(scored["weight"].sum(), weight[1:].sum(), rtol=1e-5)
 
@@ -155,11 +156,14 @@ def test_the_loss_marks_exactly_the_answers(have):
 @pytest.mark.parametrize("depth", [0.0, 0.5, 1.0])
 def test_a_needle_stands_where_it_is_told(have, depth):
     rng = np.random.default_rng(1)
-    tokens, _ = data.needle_row(rng, have.train, 256, keys=1, depth=depth)
-    sentence = have.train.encode(" The secret number for")
-    starts = [i for i in range(256) if tokens[i : i + len(sentence)].tolist() == sentence]
-    room = starts[1] - 1  # the question repeats the words; it begins a little later
-    assert starts[0] / room == pytest.approx(depth * 0.72, abs=0.2)
+    tokens, _ = rows.needle_row(rng, have.train, 256, keys=1, depth=depth, snap=False)
+    found = re.search(r"number for (\S+) is (\d+)\.", have.tokenizer.decode(tokens.tolist()))
+    key, value = found.groups()
+    needle = have.train.encode(f" The secret number for {key} is {value}.")
+    tail = have.train.encode(f" What is the secret number for {key}? The secret number for {key} is {value}")
+    at = 1 + int(depth * (256 - 1 - len(needle) - len(tail)))
+    assert tokens[at : at + len(needle)].tolist() == needle
+    assert tokens[-len(tail) :].tolist() == tail
 
 
 def test_the_constructed_start_looks_one_back_and_copies(have):

@@ -1,0 +1,33 @@
+"""Named shapes of ragged_decode, for tests and benchmarks alike."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Shape(NamedTuple):
+    """q [B, N, T, H] against pools [P, S, H] through table [B, K, M]."""
+
+    B: int
+    N: int
+    K: int
+    T: int
+    H: int
+    P: int
+    S: int
+    M: int
+
+
+TEST = {
+    "g1_h32": Shape(B=3, N=2, K=2, T=1, H=32, P=40, S=8, M=5),
+    "g4_h64": Shape(B=3, N=8, K=2, T=2, H=64, P=70, S=16, M=4),
+    "g8_h80": Shape(B=3, N=16, K=2, T=1, H=80, P=24, S=8, M=3),
+    "g4_h96": Shape(B=3, N=8, K=2, T=1, H=96, P=24, S=8, M=3),
+    "g1_h128": Shape(B=3, N=2, K=2, T=3, H=128, P=130, S=4, M=6),
+    "chunk": Shape(B=3, N=8, K=2, T=40, H=32, P=150, S=8, M=12),
+}
+BENCH = {
+    "one_row": Shape(B=1, N=10, K=5, T=1, H=64, P=640, S=64, M=128),
+    "batch": Shape(B=8, N=32, K=8, T=1, H=64, P=2048, S=64, M=32),
+    "chunk": Shape(B=1, N=4, K=2, T=256, H=64, P=64, S=64, M=32),
+}

@@ -1,0 +1,233 @@
+"""ragged_decode against NumPy: ragged lengths, scattered pages, garbage everywhere else."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kernel_oracle import ragged as oracle
+
+from pallas_kernels import EMPTY, Unsupported, merge, ragged_decode
+from pallas_kernels.numerics import assert_as_good_as_plain, assert_close
+from pallas_kernels.ragged_decode import xla
+from pallas_kernels.ragged_decode.shapes import TEST, Shape
+
+IMPLS = ("ref", "xla")
+KINDS = ("float32", "int8")
+
+
+def edges(shape):
+    """Lengths 0, 1, S - 1, S, S + 1 and the whole list, one for each of the six streams."""
+    s = shape.S
+    return np.array([0, 1, s - 1, s, s + 1, shape.M * s]).reshape(3, 2)
+
+
+def case(shape, length, seed=0, kind="float32", poison=np.nan):
+    """Pages in random order; poison in dead slots and free pages, garbage in the tables' tails."""
+    rng = np.random.default_rng(seed)
+    b, n, kv, t, h, pool, size, m = shape
+    need = -(-length // size)
+    free = list(rng.permutation(pool))
+    garbage = np.array([EMPTY, pool, pool + 7, 2**31 - 1, -5, free[-1]])
+    table = rng.choice(garbage, size=(b, kv, m))
+    live = np.zeros((pool, size), bool)
+    for row, head in np.ndindex(b, kv):
+        for place in range(int(length[row, head])):
+            if place % size == 0:
+                table[row, head, place // size] = free.pop(0)
+            live[table[row, head, place // size], place % size] = True
+    assert need.sum() <= pool
+    table[0, 1, need[0, 1] :] = table.reshape(-1)[-1]  # the tail of one list names a live page of another
+    q = rng.normal(size=(b, n, t, h)).astype(np.float32)
+    k, v = rng.normal(size=(2, pool, size, h)).astype(np.float32)
+    lists = {"table": jnp.asarray(table, jnp.int32), "length": jnp.asarray(length, jnp.int32)}
+    if kind == "int8":
+        k, v = (np.clip(np.round(x * 40), -127, 127).astype(np.int8) for x in (k, v))
+        scales = rng.uniform(0.01, 0.04, size=(pool, 2, h))
+        scales[~live.any(axis=1)] = poison
+        return [jnp.asarray(x) for x in (q, k, v)], lists | {"scales": jnp.asarray(scales, jnp.float32)}
+    k, v = (np.where(live[..., None], x, poison) for x in (k, v))
+    return [jnp.asarray(x, kind) if i else jnp.asarray(x) for i, x in enumerate((q, k, v))], lists
+
+
+def selection(shape, j, seed=1):
+    """j distinct pages a stream, some of them EMPTY, and half of their slots."""
+    rng = np.random.default_rng(seed)
+    pages = rng.permuted(np.broadcast_to(np.arange(shape.M), (shape.B, shape.K, shape.M)), axis=2)[..., :j]
+    pages = np.where(rng.random(pages.shape) < 0.2, EMPTY, pages)
+    slots = rng.random((*pages.shape, shape.S)) < 0.5
+    return {"pages": jnp.asarray(pages, jnp.int32), "slots": jnp.asarray(slots)}
+
+
+def check(found, wanted, terms):
+    assert all(x.dtype == jnp.float32 for x in found)
+    for ours, theirs in zip(found, wanted):
+        assert_close(ours, theirs, terms)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", TEST)
+def test_every_length_of_every_list(impl, kind, name):
+    shape = TEST[name]
+    arrays, lists = case(shape, edges(shape), kind=kind)
+    found = ragged_decode(*arrays, **lists, mass=True, impl=impl)
+    check(found, oracle(*arrays, **lists), shape.M * shape.S)
+    np.testing.assert_array_equal(found[0][0, 0], 0)
+    np.testing.assert_array_equal(found[1][0, 0], -np.inf)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["g4_h64", "chunk"])
+@pytest.mark.parametrize("narrowed", [False, True])
+def test_selections(impl, kind, name, narrowed):
+    shape = TEST[name]
+    arrays, lists = case(shape, edges(shape), kind=kind)
+    lists |= selection(shape, j=3)
+    if not narrowed:
+        del lists["slots"]
+    check(ragged_decode(*arrays, **lists, mass=True, impl=impl), oracle(*arrays, **lists), shape.M * shape.S)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("chosen", [False, True])
+def test_stream_by_stream_when_all_at_once_is_too_much(kind, chosen, monkeypatch):
+    shape = TEST["chunk"]
+    arrays, lists = case(shape, edges(shape), kind=kind)
+    lists = {"scales": None, "pages": None, "slots": None} | lists | (selection(shape, j=3) if chosen else {})
+    monkeypatch.setattr(xla, "AT_ONCE", 0)
+    monkeypatch.setattr(xla.listed, "BLOCK", 5 * shape.S)
+    names = ("table", "length", "scales", "pages", "slots")
+    run = jax.jit(functools.partial(xla.ragged_decode.__wrapped__, mass=True, scale=0.1))
+    found = run(*arrays, *(lists[name] for name in names))
+    check(found, oracle(*arrays, **lists, scale=0.1), shape.M * shape.S)
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.integers(0, 2**31), st.sampled_from(KINDS), st.booleans())
+def test_any_lengths_and_tables(seed, kind, select):
+    shape = TEST["g4_h64"]
+    rng = np.random.default_rng(seed)
+    length = rng.integers(0, shape.M * shape.S + 1, size=(shape.B, shape.K)) * rng.integers(
+        0, 2, size=(1, shape.K)
+    )
+    arrays, lists = case(shape, length, seed, kind)
+    lists |= selection(shape, 3, seed) if select else {}
+    check(ragged_decode(*arrays, **lists, mass=True, impl="xla"), oracle(*arrays, **lists), shape.M * shape.S)
+
+
+@pytest.mark.parametrize("name", ["g1_h32", "g4_h96", "chunk"])
+@pytest.mark.parametrize("impl", IMPLS)
+def test_bfloat16_is_as_good_as_the_plain_way(impl, name):
+    shape = TEST[name]
+    length = np.maximum(edges(shape), 3)
+    (q, k, v), lists = case(shape, length, kind="bfloat16", poison=0)
+    q = q.astype(jnp.bfloat16)
+    exact_out, exact_lse, _ = oracle(q, k, v, **lists)
+    ids = jnp.where((lists["table"] >= 0) & (lists["table"] < shape.P), lists["table"], 0)
+    rows = (shape.B, shape.K, -1, shape.H)
+    kk, vv = (jnp.repeat(x[ids].reshape(rows), shape.N // shape.K, axis=1) for x in (k, v))
+    see = jnp.arange(shape.M * shape.S) < jnp.repeat(lists["length"], shape.N // shape.K, axis=1)[..., None]
+    s = jnp.einsum("bnth,bnsh->bnts", q, kk).astype(jnp.float32) * shape.H**-0.5
+    s = jnp.where(see[:, :, None], s, -jnp.inf)
+    plain_out = jnp.einsum("bnts,bnsh->bnth", jax.nn.softmax(s, axis=-1).astype(jnp.bfloat16), vv)
+    out, lse = ragged_decode(q, k, v, **lists, impl=impl)
+    assert_as_good_as_plain(out, plain_out, exact_out, shape.M * shape.S)
+    assert_as_good_as_plain(lse, jax.nn.logsumexp(s, axis=-1), exact_lse, shape.M * shape.S)
+
+
+@pytest.mark.parametrize("poison", [np.nan, np.inf])
+@pytest.mark.parametrize("impl", IMPLS)
+def test_poison_changes_nothing(impl, poison):
+    """Equal to the bit to the same pool with zeros in its unused slots."""
+    shape = TEST["g4_h64"]
+    clean, lists = case(shape, edges(shape), poison=0)
+    dirty, _ = case(shape, edges(shape), poison=poison)
+    assert np.isnan(dirty[1]).any() or np.isinf(dirty[1]).any()
+    found = ragged_decode(*dirty, **lists, mass=True, impl=impl)
+    for ours, theirs in zip(found, ragged_decode(*clean, **lists, mass=True, impl=impl)):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_same_twice_and_the_same_wherever_pages_lie(kind):
+    shape = TEST["g4_h64"]
+    (q, k, v), lists = case(shape, edges(shape), kind=kind, poison=0)
+    first = ragged_decode(q, k, v, **lists, mass=True, impl="xla")
+    for ours, theirs in zip(ragged_decode(q, k, v, **lists, mass=True, impl="xla"), first):
+        np.testing.assert_array_equal(ours, theirs)
+    to = np.random.default_rng(5).permutation(shape.P)
+    back = np.argsort(to)
+    known = (lists["table"] >= 0) & (lists["table"] < shape.P)
+    moved = {name: x[back] if name == "scales" else x for name, x in lists.items()}
+    moved["table"] = jnp.where(known, jnp.asarray(to)[jnp.where(known, lists["table"], 0)], lists["table"])
+    check(ragged_decode(q, k[back], v[back], **moved, mass=True, impl="xla"), first, shape.M * shape.S)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_halves_merge_to_the_whole(impl):
+    shape = TEST["g4_h64"]
+    arrays, lists = case(shape, edges(shape))
+    half = jnp.broadcast_to(jnp.arange(shape.M, dtype=jnp.int32), lists["table"].shape)
+    parts = [
+        ragged_decode(*arrays, **lists, pages=half[..., cut], impl=impl)
+        for cut in (slice(0, 1), slice(1, None))
+    ]
+    whole = ragged_decode(*arrays, **lists, impl=impl)
+    check(merge(parts), whole, shape.M * shape.S)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_gradients_are_those_of_dense_attention(impl):
+    shape = Shape(B=1, N=4, K=2, T=2, H=32, P=6, S=4, M=3)
+    arrays, lists = case(shape, np.array([[5, 12]]), poison=0)
+
+    def dense(q, k, v):
+        ids = jnp.where((lists["table"] >= 0) & (lists["table"] < shape.P), lists["table"], 0)
+        k, v = (jnp.repeat(x[ids].reshape(1, shape.K, -1, shape.H), 2, axis=1) for x in (k, v))
+        see = jnp.arange(shape.M * shape.S) < jnp.repeat(lists["length"], 2, axis=1)[..., None]
+        s = jnp.einsum("bnth,bnsh->bnts", q, k) * shape.H**-0.5
+        s = jnp.where(see[:, :, None], s, -1e30)
+        return jnp.einsum("bnts,bnsh->bnth", jax.nn.softmax(s, axis=-1), v), jax.nn.logsumexp(s, axis=-1)
+
+    found, back = jax.vjp(lambda *x: ragged_decode(*x, **lists, impl=impl), *arrays)
+    _, back_dense = jax.vjp(dense, *arrays)
+    up = jnp.cos(found[0]), jnp.sin(found[1])
+    for ours, theirs in zip(back(up), back_dense(up)):
+        assert_close(ours, theirs, shape.M * shape.S * shape.N)
+    assert float(jnp.abs(back(up)[1]).max()) > 0.01
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_pool_is_read_in_place(kind):
+    """Temporary memory of the compiled read: a fraction of the pool, which no float copy would be."""
+    if jax.default_backend() != "cpu":
+        pytest.skip("the flat form is laid out for XLA on CPU")
+    shape = Shape(B=2, N=8, K=2, T=1, H=64, P=512, S=64, M=128)
+    length = np.full((2, 2), shape.M * shape.S)
+    arrays, lists = case(shape, length, kind=kind, poison=0)
+    run = jax.jit(lambda q, k, v, lists: ragged_decode(q, k, v, **lists, impl="xla"))
+    memory = run.lower(*arrays, lists).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < shape.P * shape.S * shape.H * 4 / 2
+
+
+def test_refusals():
+    shape = TEST["g1_h32"]
+    (q, k, v), lists = case(shape, edges(shape))
+    for impl in ("mosaic_tpu", "triton"):
+        with pytest.raises(Unsupported, match="no Pallas body"):
+            ragged_decode(q, k, v, **lists, impl=impl)
+    with pytest.raises(ValueError, match="int8 pools"):
+        ragged_decode(q, k.astype(jnp.int8), v.astype(jnp.int8), **lists)
+    with pytest.raises(ValueError, match="one shape and dtype"):
+        ragged_decode(q, k, v.astype(jnp.bfloat16), **lists)
+    with pytest.raises(ValueError, match="Pass `pages`"):
+        ragged_decode(q, k, v, **lists, slots=jnp.ones((3, 2, 1, shape.S), bool))
+    with pytest.raises(ValueError, match="table"):
+        ragged_decode(q, k, v, lists["table"], lists["length"][:1])

@@ -1,0 +1,368 @@
+"""The laws every method obeys: each EXAMPLES policy lives one short life, and every law looks at it.
+
+The life: three rows of 52, 30 and 5 tokens are prefilled, then 12 tokens are fed to all of them. Laws
+that change the state replay the same compiled step from the same start.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+from tiny import quick_compiles  # noqa: F401
+
+import kvjax
+from kvjax import decode
+from kvjax.cache import pages as paging
+from kvjax.cache import ring as rings
+from kvjax.cache.pages import Pages
+from kvjax.cache.state import KVState
+from kvjax.policy import Every, Policy, SelectAll
+
+LENGTHS, STEPS = (52, 30, 5), 12
+EXAMPLES = [policy for method in kvjax.methods() for policy in method.examples]
+POISON = 1e4
+
+every_policy = pytest.mark.parametrize("policy", EXAMPLES, ids=repr)
+
+
+@dataclasses.dataclass(frozen=True)
+class Life:
+    """What happened: states as NumPy trees after the prompt and after every step, logits of each."""
+
+    prompts: list[list[int]]
+    states: list[KVState]
+    logits: np.ndarray  # [B, 1 + STEPS, V]
+
+    def after(self, steps: int) -> KVState:
+        """A fresh copy of the state after so many steps."""
+        return jax.tree.map(lambda x: jnp.array(x, copy=True), self.states[steps])
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """What was fed after the prompt, [B, STEPS]."""
+        return np.asarray([tiny.prompt(STEPS, 100 + row) for row in range(len(self.prompts))])
+
+
+def begin(policy: Policy, prompts: list[list[int]]) -> tuple[KVState, np.ndarray]:
+    """The real prefill, with pages for the steps that follow."""
+    state, logits = kvjax.prefill(
+        tiny.model(), policy, prompts, context=tiny.CONTEXT, page=tiny.PAGE, chunk_size=16
+    )
+    return decode.reserve(policy, state, STEPS, 1), np.asarray(logits)
+
+
+@functools.cache
+def live(policy: Policy) -> Life:
+    """The life of one policy, lived once."""
+    prompts = [tiny.prompt(n, seed) for seed, n in enumerate(LENGTHS)]
+    state, first = begin(policy, prompts)
+    life = Life(prompts, [jax.device_get(state)], first)
+    logits = [first[:, None]]
+    for column in life.tokens.T:
+        state, found = tiny.feed(policy, state, column[:, None])
+        life.states.append(jax.device_get(tiny.copy(state)))
+        logits.append(found)
+    return dataclasses.replace(life, logits=np.concatenate(logits, axis=1))
+
+
+def paged(state: KVState) -> list[Pages]:
+    return [room.pages for room in state.layers if room.pages is not None]
+
+
+def with_pages(state: KVState, pages: list[Pages]) -> KVState:
+    """The state with its paged layers' pages replaced, in order."""
+    new = iter(pages)
+    rooms = [r if r.pages is None else dataclasses.replace(r, pages=next(new)) for r in state.layers]
+    return dataclasses.replace(state, layers=tuple(rooms))
+
+
+def same(
+    policy: Policy, state: KVState, life: Life, *, rows: tuple[int, ...] = (0, 1, 2), at: int = 0
+) -> None:
+    """Six steps from this state read and keep what the life read and kept after ``at``, in these rows."""
+    after, logits = tiny.feed(policy, state, life.tokens[:, at : at + 6])
+    rows_ = list(rows)
+    np.testing.assert_allclose(logits[rows_], life.logits[rows_, at + 1 : at + 7], atol=2e-4)
+    for mine, theirs in zip(paged(after), paged(life.states[at + 6])):
+        left, right = tiny.held(mine), tiny.held(theirs)
+        for (row, head), slots in right.items():
+            if row in rows:
+                assert left[row, head].keys() == slots.keys()
+                for pos, values in slots.items():
+                    for a, b in zip(left[row, head][pos], values):
+                        np.testing.assert_allclose(a, b, atol=2e-4)
+
+
+# --- a value, and a legal loop carry -------------------------------------------------------------
+
+
+@every_policy
+def test_equal_policies_are_one_value_and_repr_is_their_name(policy):
+    again = kvjax.policy(repr(policy))
+    assert again == policy
+    assert hash(again) == hash(policy)
+    assert repr(again) == repr(policy)
+    assert dataclasses.replace(policy, sinks=policy.sinks + 1) != policy
+
+
+@every_policy
+def test_state_is_a_legal_loop_carry(policy):
+    state = live(policy).after(0)
+    before = jax.tree.map(lambda x: (x.shape, x.dtype, x.aval.weak_type), state)
+    tokens, active = np.zeros(3, np.int32), np.ones(3, bool)
+    step = functools.partial(decode.step, tiny.model().network, policy, tiny.model().params, {})
+    after = jax.eval_shape(step, state, tokens, active)[0]
+    assert jax.tree.structure(after) == jax.tree.structure(state)
+    assert jax.tree.map(lambda x: (x.shape, x.dtype, x.weak_type), after) == before
+
+
+# --- how much, and who ---------------------------------------------------------------------------
+
+
+def target(policy: Policy, layer: int, seen: int) -> int:
+    """The mean target of a layer's streams, by hand from the words of the budget."""
+    amount = policy.budget.amount
+    mean = amount if isinstance(amount, int) else int(np.floor(amount * seen + 0.5))
+    if policy.budget.name == "pyramid" and seen > mean:  # slope 2 over two layers: 3/2 and 1/2 of the mean
+        first = min(mean * 3 // 2, seen)
+        return (first, 2 * mean - first)[layer]
+    return mean
+
+
+@every_policy
+def test_live_slots_are_what_the_budget_says(policy):
+    life, looked = live(policy), 0
+    for steps, state in enumerate(life.states):
+        for layer, room in enumerate(state.layers):
+            if room.pages is None:
+                continue
+            w, admit = room.ring.window, room.ring.admit
+            at = np.asarray(rings.positions(jnp.asarray(state.length), w))
+            slots = tiny.held(room.pages)
+            for row, prompt in enumerate(LENGTHS):
+                seen, counts = prompt + steps, []
+                for head in range(2):
+                    stored = np.asarray(sorted(slots[row, head]))
+                    ring = at[row][at[row] >= 0]
+                    if policy.whole_prompt:  # of the prompt, what has not been refused
+                        allowed = admit[row, head][at[row] >= 0]
+                        counts.append((stored < prompt).sum() + ((ring < prompt) & allowed).sum())
+                    else:
+                        counts.append(len(stored) + len(ring))
+                check_counts(policy, layer, prompt, seen, w, counts)
+                looked += 1
+    assert looked or policy.window(tiny.CONTEXT) == tiny.CONTEXT or not policy.paged(tiny.CONTEXT)
+
+
+def check_counts(policy: Policy, layer: int, prompt: int, seen: int, w: int, counts: list[int]) -> None:
+    if not policy.budget.limited:
+        most = policy.sinks + w if policy.admission.rejects_all else seen
+        assert counts == [min(seen, most)] * 2
+    elif policy.whole_prompt:
+        most = max(target(policy, layer, prompt), policy.sinks + policy.protects)
+        assert sum(counts) == 2 * min(prompt, most)
+        if not policy.budget.from_scores:
+            assert counts[0] == counts[1]
+    else:
+        late = seen % policy.budget.when.k if isinstance(policy.budget.when, Every) else 0
+        most = max(target(policy, layer, seen), policy.sinks + w)
+        assert all(min(seen, most) <= n <= most + late for n in counts)
+
+
+@every_policy
+def test_sinks_and_window_are_there_and_no_position_is_held_twice(policy):
+    life = live(policy)
+    for steps, state in enumerate(life.states):
+        assert (state.length == np.asarray(LENGTHS) + steps).all()
+        for room in state.layers:
+            assert room.ring.window >= policy.protects
+            at = np.asarray(rings.positions(jnp.asarray(state.length), room.ring.window))
+            for row, seen in enumerate(state.length):
+                ring = set(at[row][at[row] >= 0].tolist())
+                assert ring == set(range(max(0, seen - room.ring.window), seen))
+                for head in range(2):
+                    stored = tiny.held(room.pages)[row, head].keys() if room.pages is not None else set()
+                    assert not ring & stored
+                    assert all(0 <= pos < seen for pos in stored)
+                    assert set(range(min(policy.sinks, seen))) <= ring | stored
+
+
+# --- order, dead slots, neighbours ---------------------------------------------------------------
+
+
+def shuffled(pages: Pages, random: np.random.Generator, group: int) -> Pages:
+    """The same room with other page ids, full pages in another order, and slots permuted inside groups."""
+    p: Pages = jax.device_get(pages)
+    ids = random.permutation(p.count)
+    table = np.where(p.table >= 0, ids[np.maximum(p.table, 0)], -1).astype(np.int32)
+    slot = np.tile(np.arange(p.size), (p.count, 1))
+    for at, length in np.ndenumerate(p.length):
+        full = length // p.size
+        table[at][:full] = random.permutation(table[at][:full])
+        for i, page in enumerate(table[at]):
+            for begin in range(0, min(p.size, length - i * p.size), group):
+                end = min(begin + group, length - i * p.size)
+                slot[page, begin:end] = random.permutation(np.arange(begin, end))
+    back = np.argsort(ids)
+
+    def move(x: np.ndarray) -> np.ndarray:
+        return np.asarray(x)[back]
+
+    def mix(x: np.ndarray) -> np.ndarray:
+        return move(x)[np.arange(p.count)[:, None], slot]
+
+    free = p.free.copy()
+    free[: int(p.n_free)] = random.permutation(ids[p.free[: int(p.n_free)]])
+    moved = dataclasses.replace(
+        p,
+        k=mix(p.k),
+        v=mix(p.v),
+        scales=None if p.scales is None else move(p.scales),
+        pos=mix(p.pos),
+        meta={n: mix(x) for n, x in p.meta.items()},
+        summary={n: move(x) for n, x in p.summary.items()},
+        table=table,
+        refs=move(p.refs),
+        free=free,
+    )
+    return jax.tree.map(jnp.array, moved)
+
+
+paged_policy = pytest.mark.parametrize("policy", [p for p in EXAMPLES if p.paged(tiny.CONTEXT)], ids=repr)
+
+
+@paged_policy
+def test_permuting_slots_changes_nothing(policy):
+    life, random = live(policy), np.random.default_rng(3)
+    group = tiny.PAGE if policy.selection == SelectAll() else policy.selection.chunk
+    state = life.after(0)
+    moved = [shuffled(p, random, group) for p in paged(state)]
+    for old, new in zip(paged(state), moved):
+        tiny.owned_once(new)
+        before, after = paging.slots(old).pos, paging.slots(new).pos
+        assert (np.asarray(before) != np.asarray(after)).any(), "nothing was permuted"
+    same(policy, with_pages(state, moved), life)
+
+
+def dead(pages: Pages) -> np.ndarray:
+    """Slots of the pool that hold no token, [P, S]."""
+    return np.arange(pages.size) >= np.asarray(paging.fills(pages))[:, None]
+
+
+def telling(state: KVState) -> bool:
+    """Are there dead slots in owned pages, and free pages, in every layer? Else the law says nothing."""
+    return all(dead(p)[np.asarray(p.refs) > 0].any() and (p.refs == 0).any() for p in paged(state))
+
+
+def poisoned(pages: Pages) -> Pages:
+    """1e4 (codes: 127, positions: 1) in every dead slot, and in all a free page owns."""
+    slot, free = dead(pages), np.asarray(pages.refs) == 0
+
+    def spoil(x: jnp.ndarray, where: np.ndarray, value: float = POISON) -> jnp.ndarray:
+        value = 127 if x.dtype == jnp.int8 else value
+        return jnp.where(where.reshape(*where.shape, *[1] * (x.ndim - where.ndim)), value, x).astype(x.dtype)
+
+    return dataclasses.replace(
+        pages,
+        k=spoil(pages.k, slot),
+        v=spoil(pages.v, slot),
+        pos=spoil(pages.pos, slot, 1),
+        meta={n: spoil(x, slot, sign * POISON) for sign, (n, x) in zip((1, -1), pages.meta.items())},
+        scales=None if pages.scales is None else spoil(pages.scales, free),
+        summary={n: spoil(x, free) for n, x in pages.summary.items()},
+    )
+
+
+@every_policy
+def test_contents_of_dead_slots_change_nothing(policy):
+    life = live(policy)
+    at = next(steps for steps in range(3) if telling(life.states[steps]))
+    state = life.after(at)
+    state = with_pages(state, [poisoned(p) for p in paged(state)])
+    rooms, unwritten = [], 0
+    for room in state.layers:
+        ring = room.ring
+        empty = np.asarray(rings.positions(state.length, ring.window)) < 0
+        unwritten += empty.sum()
+        hole = jnp.asarray(empty)[:, None, :]
+        ring = dataclasses.replace(
+            ring,
+            k=jnp.where(hole[..., None], POISON, ring.k),
+            v=jnp.where(hole[..., None], POISON, ring.v),
+            admit=ring.admit | hole,
+            meta={n: jnp.where(hole, POISON, x) for n, x in ring.meta.items()},
+        )
+        rooms.append(dataclasses.replace(room, ring=ring))
+    assert unwritten or state.layers[0].ring.window <= min(LENGTHS)
+    same(policy, dataclasses.replace(state, layers=tuple(rooms)), life, at=at)
+
+
+@every_policy
+def test_one_row_never_affects_another(policy):
+    life = live(policy)
+    others = [list(prompt) for prompt in life.prompts]
+    others[1] = tiny.prompt(LENGTHS[1], 77)
+    state, first = begin(policy, others)
+    assert np.abs(first[1] - life.logits[1, 0]).max() > 0.1, "the other row did not change"
+    np.testing.assert_allclose(first[[0, 2]], life.logits[[0, 2], 0], atol=2e-4)
+    same(policy, state, life, rows=(0, 2))
+
+
+@every_policy
+def test_inactive_rows_leave_no_trace(policy):
+    life = live(policy)
+    active = np.asarray([True, False, True])
+    state, logits = tiny.feed(policy, life.after(0), life.tokens[:, :6], active=active)
+    np.testing.assert_allclose(logits[[0, 2]], life.logits[[0, 2], 1:7], atol=2e-4)
+    assert state.length.tolist() == [LENGTHS[0] + 6, LENGTHS[1], LENGTHS[2] + 6]
+    for room, before in zip(state.layers, life.states[0].layers):
+        for new, old in zip(jax.tree.leaves(room.ring), jax.tree.leaves(before.ring)):
+            np.testing.assert_array_equal(np.asarray(new)[1], old[1])
+        if room.pages is not None:
+            mine, theirs = tiny.held(room.pages), tiny.held(before.pages)
+            for head in range(2):
+                assert jax.tree.all(jax.tree.map(np.array_equal, mine[1, head], theirs[1, head]))
+
+
+# --- pages ---------------------------------------------------------------------------------------
+
+_clear = jax.jit(paging.clear)
+
+
+@paged_policy
+def test_every_page_has_one_owner_and_comes_back(policy):
+    life = live(policy)
+    for state in life.states:
+        for pages in paged(state):
+            tiny.owned_once(pages)
+    for pages in paged(life.states[-1]):
+        assert int(pages.n_free) < pages.count, "no page was ever owned: the law would say nothing"
+        one = _clear(pages, np.asarray([False, True, False]))
+        tiny.owned_once(one)
+        left, before = tiny.held(one), tiny.held(pages)
+        for (row, head), slots in left.items():
+            assert slots.keys() == (set() if row == 1 else before[row, head].keys())
+        none = _clear(pages, np.ones(3, bool))
+        tiny.owned_once(none)
+        assert int(none.n_free) == none.count
+
+
+@paged_policy
+def test_pools_fit_what_they_hold_after_prefill(policy):
+    prompts = live(policy).prompts
+    state = kvjax.prefill(tiny.model(), policy, prompts, context=tiny.CONTEXT, page=tiny.PAGE, chunk_size=16)[
+        0
+    ]
+    for p in paged(state):
+        per_page = sum(x.nbytes for x in jax.tree.leaves((p.k, p.v, p.pos, p.meta))) / p.count
+        extra = sum(x.nbytes for x in jax.tree.leaves((p.scales, p.summary))) / p.count
+        streams = p.length.shape[0] * p.length.shape[1]
+        owned = p.count - int(p.n_free)
+        live_bytes = int(p.length.sum()) / p.size * per_page + owned * extra
+        assert p.count * (per_page + extra) <= 1.25 * live_bytes + streams * (per_page + extra)

@@ -1,0 +1,44 @@
+"""``import kvjax`` touches jax and numpy only, and is quick."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+
+FORBIDDEN = ["flax", "orbax", "grain", "optax", "transformers", "torch"]
+FORBIDDEN += ["tokenizers", "safetensors", "huggingface_hub", "yaml", "tqdm", "jaxtyping"]
+
+
+def run(code: str, *flags: str) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, *flags, "-c", code], capture_output=True, text=True, check=True)
+
+
+def test_import_loads_nothing_heavy():
+    out = run("import kvjax, sys; print(*{name.split('.')[0] for name in sys.modules})").stdout
+    loaded = set(out.split())
+    assert {"kvjax", "jax", "numpy"} <= loaded
+    assert loaded.isdisjoint(FORBIDDEN)
+
+
+def test_import_costs_less_than_half_a_second_beyond_jax():
+    """Self times of the modules after jax; of three tries the best, since machines are shared."""
+    best = min(beyond_jax() for _ in range(3))
+    assert best < 0.5
+
+
+def beyond_jax() -> float:
+    """Seconds spent in the modules that ``import kvjax`` adds to ``import jax``."""
+    lines = run("import jax; import kvjax", "-X", "importtime").stderr.splitlines()
+    rows = [re.match(r"import time:\s+(\d+) \|\s+\d+ \|( +)(\S+)", line) for line in lines]
+    found = [(int(row[1]), len(row[2]), row[3]) for row in rows if row]
+    end_of_jax = max(at for at, (_, depth, name) in enumerate(found) if name == "jax" and depth == 1)
+    after = found[end_of_jax + 1 :]
+    assert any(name == "kvjax" for _, _, name in after), "kvjax was not imported after jax"
+    return sum(cost for cost, _, _ in after) / 1e6
+
+
+def test_every_public_name_is_there():
+    import kvjax
+
+    assert [name for name in kvjax.__all__ if not hasattr(kvjax, name)] == []

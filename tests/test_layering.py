@@ -1,0 +1,109 @@
+"""Who may import whom: the table of the design, enforced over the syntax trees."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+KERNELS = r"pallas_kernels(\.\w+\.api|\.numerics|\.dispatch)?"
+"""Of the kernels, others see the signatures only."""
+
+STATE = r"kvjax\.(types|cache(\..+)?)"
+
+# The longest name that begins a module's name gives the rule: a pattern for what it may import of ours.
+TABLE = {
+    "pallas_kernels": r"pallas_kernels(\..+)?",
+    "kvjax.types": r"(?!)",
+    "kvjax.cache": STATE,
+    "kvjax.sampling": STATE,
+    "kvjax.policy": STATE,
+    "kvjax.budgets": rf"{STATE}|kvjax\.policy|kvjax\.budgets(\..+)?",
+    "kvjax.storage": rf"{STATE}|kvjax\.policy|{KERNELS}",
+    "kvjax.policies": rf"{STATE}|kvjax\.policy|kvjax\.budgets\..+|{KERNELS}",
+    "kvjax.models": r"kvjax\.types|kvjax\.models(\..+)?",
+    "kvjax.text": r"kvjax\.models\.spec",
+    "kvjax.loading": r"kvjax\.(types|text|models(\..+)?)",
+    "kvjax.metrics": STATE,
+    "kvjax.layer": rf"{STATE}|kvjax\.policy|{KERNELS}",
+    "kvjax.decode": rf"{STATE}|kvjax\.(policy|layer|metrics|sampling)|{KERNELS}",
+    "kvjax.discovery": r"kvjax\.(policy|policies|budgets|storage)",
+    "kvjax.compose": r"kvjax\.(policy|discovery)",
+    "kvjax.methods_table": r"kvjax\.(policy|compose|discovery)",
+    "kvjax.bench": r"kvjax(\.(?!serve).+)?",
+    "kvjax.engine": r"kvjax\.(?!serve|eval|models|policies).+",
+    "kvjax.serve": r"kvjax(\.(?!eval).+)?",
+    "kvjax.eval": r"kvjax(\.(?!serve).+)?",
+    "kvjax": r"kvjax\.(?!serve|eval|models|policies|text).+",
+    "train": r"train(\..+)?|kvjax(\.(?!serve).+)?|pallas_kernels",
+}
+
+
+def sources() -> dict[str, str]:
+    """Module name to source of everything that is ours."""
+    files = [f for top in ("kvjax", "pallas_kernels", "train") for f in sorted((ROOT / top).rglob("*.py"))]
+    return {_name(f): f.read_text() for f in files}
+
+
+def _name(file: Path) -> str:
+    parts = file.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imported(module: str, source: str, known: set[str]) -> set[str]:
+    """Modules of ours that a source names anywhere, inside functions and type-checking blocks too."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{module}: imports are absolute here"
+            for alias in node.names:
+                whole = f"{node.module}.{alias.name}"
+                found.add(whole if whole in known else str(node.module))
+    return {name for name in found if name.split(".")[0] in ("kvjax", "pallas_kernels", "train")}
+
+
+def violations(given: dict[str, str]) -> list[str]:
+    """``"importer -> imported"`` for everything the table does not allow."""
+    known = set(sources()) | set(given)
+    broken = []
+    for module, source in given.items():
+        rules = [name for name in TABLE if module == name or module.startswith(name + ".")]
+        rule = max(rules, key=len)
+        if rule == "kvjax" and module != "kvjax":
+            broken.append(f"{module} has no row in the table")
+            continue
+        names = imported(module, source, known)
+        broken += [f"{module} -> {name}" for name in sorted(names) if not re.fullmatch(TABLE[rule], name)]
+    return broken
+
+
+def test_everyone_imports_only_what_the_table_allows():
+    given = sources()
+    assert len(given) > 40, "the sources were not found"
+    assert violations(given) == []
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("kvjax.policies.new", "from kvjax.policies.snapkv import SnapKV"),
+        ("kvjax.policies.new", "def f():\n    from kvjax import decode"),
+        ("kvjax.policies.new", "from pallas_kernels.blockwise import xla"),
+        ("kvjax.models.decoder", "import kvjax.cache.state"),
+        ("kvjax.decode", "from kvjax.models import decoder"),
+        ("kvjax.cache.pages", "from kvjax.policy import Part"),
+        ("kvjax.engine", "from kvjax.serve import chat"),
+        ("kvjax", "from kvjax.models.hf import load"),
+        ("pallas_kernels.phi.api", "import kvjax"),
+        ("train.gates", "import kvjax.serve.answer"),
+        ("kvjax.helpers", ""),
+    ],
+)
+def test_a_planted_violation_is_seen(module, source):
+    assert len(violations({module: source})) == 1

@@ -1,0 +1,98 @@
+"""Variable tracking, RULER's vt (arXiv 2404.06654): follow a chain of assignments through a text.
+
+The first line gives a name a number, "VAR ABCDE = 12345"; each later one, anywhere behind it, gives a
+further name the name before, "VAR FGHIJ = VAR ABCDE". Asked for are all names with that number, in
+the chain's order. The lines stand between lines that say nothing (or, one time in four, between
+sentences of a book); one time in four a second chain with another number stands among them. From
+1024 tokens on a worked example with names of three letters comes first, half of the draws.
+Fits from 512 tokens on; 1024 with the example.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from train.data import ANSWER, HAYSTACK, TAIL, Source
+from train.tasks.rows import Part, Row, book, join, noise, pick, plain, scatter, stack, strings
+
+FITS = 512
+HOPS = 4
+EXAMPLE_FITS = 1024
+
+TASK = "Follow the chains of variable assignments that are hidden in the following text."
+CAPITALS, DECIMAL = "ABCDEFGHIJKLMNOPQRSTUVWXYZ", "0123456789"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Chain:
+    """A number and the names that hold it, in order."""
+
+    number: str
+    names: tuple[str, ...]
+
+    def lines(self) -> list[str]:
+        """The assignments."""
+        values = [self.number, *(f"VAR {name}" for name in self.names)]
+        return [f"VAR {name} = {value}" for name, value in zip(self.names, values)]
+
+    def asked(self) -> list[Part]:
+        """Question and answer."""
+        count = len(self.names)
+        question = f"Question: Which variables are assigned the value {self.number} in the text above?"
+        prefix = f"Answer: {count} variables are assigned the value {self.number}, they are:"
+        return [(f"\n{question}\n{prefix}", TAIL), (" " + " ".join(self.names), ANSWER), (".", TAIL)]
+
+
+def row(
+    rng: np.random.Generator, source: Source, length: int, *, hops: int | None = None, example: bool | None = None
+) -> Row | None:
+    """One row.
+
+    Args:
+      rng: consumed.
+      source: its split decides which random names may occur.
+      length: N, tokens of the row.
+      hops: assignments from name to name; None draws 1 to 4, mostly 4.
+      example: whether a worked example stands in front; None draws.
+
+    Returns:
+      (ids int32 [N], loss weight float32 [N]); None when it does not fit.
+    """
+    hops = pick(rng, (1, 2, 3, HOPS, HOPS, HOPS)) if hops is None else hops
+    if example is None:
+        example = length >= EXAMPLE_FITS and rng.random() < 0.5
+    second = length >= EXAMPLE_FITS and rng.random() < 0.25
+    numbers = strings(rng, source, 3, 5, DECIMAL)
+    names = strings(rng, source, 2 * (hops + 1), 5, CAPITALS)
+    asked = Chain(number=numbers[0], names=tuple(names[: hops + 1]))
+    hidden = [asked, Chain(number=numbers[1], names=tuple(names[hops + 1 :]))][: 1 + second]
+    shown: list[Row] = [join(source, [(TASK, HAYSTACK)])]
+    if example:
+        short = Chain(number=numbers[2], names=tuple(strings(rng, source, hops + 1, 3, CAPITALS)))
+        room = int(rng.integers(length // 16, length // 8))
+        shown += [_hidden(rng, source, [short], room, noise(source, room)), join(source, short.asked())]
+        shown += [join(source, [("\n\n" + TASK, HAYSTACK)])]
+    tail = join(source, asked.asked())
+    room = length - 1 - sum(len(span[0]) for span in (*shown, tail))
+    room -= sum(len(ids) for ids in _encoded(source, hidden))
+    if room < 8:
+        return None
+    hay = book(rng, source, room) if rng.random() < 0.25 else noise(source, room)
+    return stack(*shown, _hidden(rng, source, hidden, room, hay), tail)
+
+
+def _hidden(
+    rng: np.random.Generator, source: Source, chains: list[Chain], room: int, hay: tuple[np.ndarray, np.ndarray]
+) -> Row:
+    """``room`` tokens of text with the chains' lines in it, each chain in order."""
+    turns = rng.permutation(np.repeat(np.arange(len(chains)), [len(c.names) for c in chains]))
+    queues = [iter(chain.lines()) for chain in chains]
+    order = {line: i for i, line in enumerate(next(queues[turn]) for turn in turns)}
+    encoded = dict(zip((line for chain in chains for line in chain.lines()), _encoded(source, chains)))
+    return plain(scatter(rng, hay, [encoded[line] for line in order]))
+
+
+def _encoded(source: Source, chains: list[Chain]) -> list[list[int]]:
+    return [source.encode("\n" + line) for chain in chains for line in chain.lines()]
