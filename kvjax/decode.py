@@ -323,7 +323,8 @@ def extend(
 
 def reserve(policy: Policy, state: KVState, tokens: int, arriving: int) -> KVState:
     """Make sure that ``tokens`` more tokens a row fit, ``arriving`` at a time, whatever is admitted."""
-    return states.reserve(state, tokens, policy.most_slots(state.context, arriving))
+    most = policy.most_slots(state.context, arriving)
+    return states.reserve(state, tokens, most, doubling=arriving > 1)
 
 
 # --- a whole prompt, layer by layer --------------------------------------------------------------
@@ -392,7 +393,9 @@ def _prefill_whole(
         x, judged, kept = _prompt_layer(network, policy, window, room.ring.window, block, mine, at, x, total)
         need = 1
         if room.pages is not None:  # the one look of the host between two layers
-            need = pool.size_class(max(1, int((-(-np.asarray(kept) // room.pages.size)).sum())))
+            # Two lists split one stream's slots and may each end in a page of their own.
+            pages = -(-np.asarray(kept) // room.pages.size) + room.pages.table.shape[2] - 1
+            need = pool.size_class(max(1, int(pages.sum())))
         whole = sum(leaf.nbytes for leaf in jax.tree.leaves(judged))
         before = metrics.allocated(tuple(rooms))
         rooms[index] = _pack_layer(policy, network.num_layers, need, mine, room, judged, at, total)
@@ -517,7 +520,7 @@ def stream(
     run, fresh = _first(run, logits, state.length)
     yield np.asarray(fresh)[:, None], state
     while not bool(np.asarray(run.done).all()):
-        state = reserve(policy, state, every, 1)
+        state = reserve(policy, state, min(every, int(limit.max())), 1)
         state, run, out = segment(model.network, policy, every, model.params, weights or {}, state, run)
         found = np.asarray(out)
         yield found[:, (found != EMPTY).any(axis=0)], state

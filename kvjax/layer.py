@@ -119,9 +119,9 @@ def through_door(site: Site, cache: LayerCache, out: Entry) -> LayerCache:
     cache = dataclasses.replace(cache, pages=pages)
     if policy.completion == Nothing():
         return cache
-    # Without selection φ takes the rejected; with selection every selectable token, kept or not.
+    # Without selection φ takes the rejected; with selection every selectable token too, kept or not.
     selective = policy.selection != SelectAll()
-    take = real & (choice[:, None, :] if selective else ~out.admit)
+    take = real & (~out.admit | (choice[:, None, :] & selective))
     return absorb(site, cache, out.k, out.v, jnp.broadcast_to(out.pos[:, None], out.admit.shape), take)
 
 
@@ -157,7 +157,7 @@ def evict(site: Site, cache: LayerCache, length: Int[Array, " B"], crossed: Bool
 
     def drop(carry: tuple[LayerCache, Array]) -> tuple[LayerCache, Array]:
         cache, victim = carry
-        if policy.completion != Nothing() and policy.selection == SelectAll():
+        if policy.completion != Nothing():
             cache = _absorb_victims(site, cache, victim)
         assert cache.pages is not None  # noqa: S101  (checked above)
         pages = paging.remove(cache.pages, policy.storage, policy.selection, victim)
@@ -181,8 +181,12 @@ def victims(site: Site, pages: Pages) -> Int[Array, "B K"]:
 
 
 def _absorb_victims(site: Site, cache: LayerCache, victim: Int[Array, "B K"]) -> LayerCache:
+    """Fold evicted tokens into φ, except those it took at the door already: the selectable ones."""
     pages = cache.pages
     assert pages is not None  # noqa: S101
+    if site.policy.selection != SelectAll():
+        always = (pages.table.shape[2] - 1) * pages.table.shape[3] * pages.size  # the last list is selectable
+        victim = jnp.where(victim < always, victim, EMPTY)
     at = jnp.maximum(victim, 0)[..., None]
     lists = pages.table.reshape(*victim.shape, -1)  # the lists of a stream, one after the other
     page = jnp.maximum(jnp.take_along_axis(lists, at // pages.size, axis=-1), 0)
@@ -308,7 +312,8 @@ def chunk(
     new = arriving(site, x, pos, observe(site, x, pos))
     q, ring = _major(x.q), cache.ring
     held = rings.positions(length, ring.window)
-    window = ring.window if site.policy.completion == Nothing() else None
+    # The model's own sliding layers forget for good: no completion stands behind them.
+    window = ring.window if site.policy.completion == Nothing() or cache.pages is None else None
     bits = (ring.admit, new.admit) if window and cache.pages is not None else (None, None)
     parts = [
         blockwise(q, k, v, q_pos=pos, k_pos=k_pos, window=window, admit=admit)
@@ -340,7 +345,7 @@ def prompt(site: Site, x: Heads, pos: Int[Array, "B T"]) -> tuple[Float[Array, "
     seen = observe(site, x, pos)
     new = arriving(site, x, pos, seen)
     own = site.window is not None  # the model's sliding layers take no policy beyond their window
-    free = own or policy.admission == AdmitAll()
+    free = own or policy.admission == AdmitAll() or policy.completion != Nothing()
     window = site.window if own else policy.admission.window
     bits = None if free else new.admit
     out = blockwise(_major(x.q), new.k, new.v, q_pos=pos, k_pos=pos, window=window, admit=bits)

@@ -538,8 +538,8 @@ class Policy:
         return min(max(self.protects, self.storage.recent, self.selection.recent, 1), context)
 
     def paged(self, context: int) -> bool:
-        """Can a token outlive the window at all?"""
-        nobody = self.admission.rejects_all and self.sinks == 0
+        """Can a token outlive the window at all, in GLOBAL or in what completes it?"""
+        nobody = self.admission.rejects_all and self.sinks == 0 and self.completion == Nothing()
         return self.window(context) < context and not nobody
 
     def most_slots(self, context: int, arriving: int) -> int | None:
@@ -555,7 +555,7 @@ class Policy:
         if self.budget.limited and not self.whole_prompt and self.budget.most is not None:
             between = self.budget.when.k if isinstance(self.budget.when, Every) else 1
             floor = self.sinks + self.window(context)
-            bounds.append(max(self.budget.most, floor) - self.window(context) + max(arriving, between))
+            bounds.append(max(self.budget.most, floor) - self.window(context) + arriving + between - 1)
         return min(bounds, default=None)
 
     def __repr__(self) -> str:

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
-from tiny import quick_compiles  # noqa: F401
+from tiny import W, HashAdmit, hashed, quick_compiles  # noqa: F401
 
 import kvjax
 from kvjax import decode
@@ -20,28 +19,11 @@ from kvjax.budgets.uniform import Uniform
 from kvjax.models.decoder import dense_logits
 from kvjax.policies.knorm import KNorm
 from kvjax.policies.streaming_llm import Window
-from kvjax.policy import Admission, Every, Policy
+from kvjax.policy import Every, Policy
 from kvjax.storage.int8 import Int8
 
-W, LENGTHS, MORE = 8, (44, 27), 12
+LENGTHS, MORE = (44, 27), 12
 TEXTS = [tiny.prompt(n + MORE, seed) for seed, n in enumerate(LENGTHS)]
-
-
-def hashed(pos, head):
-    """A bit that looks random and depends on position and head alone."""
-    return (pos * pos * 7 + pos * 3 + head * 5 + pos * head) % 11 < 4
-
-
-@dataclasses.dataclass(frozen=True, repr=False)
-class HashAdmit(Admission):
-    """What a learned admission looks like from outside: ragged, different in every head."""
-
-    name = "hash_admit"
-    window: int = W
-
-    def admit(self, params, seen):
-        at = jnp.maximum(seen.pos, 0)[:, None, :] % 997
-        return hashed(at, jnp.arange(2)[None, :, None])
 
 
 POLICIES = {
@@ -172,10 +154,11 @@ def test_extend_continues_a_conversation():
     """Two turns by ``extend`` are one text; a row without new tokens is left as it is."""
     policy, right = POLICIES["hash"], expected("hash")
     state, _ = tiny.read(policy, prompts(), 8)
-    state, logits = kvjax.extend(tiny.model(), policy, state, [TEXTS[0][44:], []], chunk_size=8)
+    state = dataclasses.replace(state, chunk=8)
+    state, logits = kvjax.extend(tiny.model(), policy, state, [TEXTS[0][44:], []])
     close("hash", np.asarray(logits)[0], right[0][-1])
     assert state.length.tolist() == [44 + MORE, 27]
-    state, logits = kvjax.extend(tiny.model(), policy, state, [[], TEXTS[1][27:]], chunk_size=8)
+    state, logits = kvjax.extend(tiny.model(), policy, state, [[], TEXTS[1][27:]])
     close("hash", np.asarray(logits)[1], right[1][-1])
 
 

@@ -22,11 +22,12 @@ from kvjax.cache.pages import Pages
 from kvjax.cache.state import KVState
 from kvjax.models import decoder
 from kvjax.models.spec import ModelSpec, Rope
-from kvjax.policy import Policy
+from kvjax.policy import Admission, Observation, Policy
 
 PAGE = 8
 CONTEXT = 72
 VOCAB = 61
+W = 8
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -80,6 +81,24 @@ def model(windows: tuple[int | None, ...] = (), vocab: int = VOCAB) -> Tiny:
 def prompt(length: int, seed: int = 0) -> list[int]:
     """``length`` random token ids; equal seeds share a prefix."""
     return np.random.default_rng(seed).integers(0, VOCAB, 512)[:length].tolist()
+
+
+def hashed(pos: Any, head: Any) -> Any:
+    """A bit that looks random and depends on position and head alone."""
+    return (pos * pos * 7 + pos * 3 + head * 5 + pos * head) % 11 < 4
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class HashAdmit(Admission):
+    """What a learned admission looks like from outside: ragged, different in every head."""
+
+    name = "hash_admit"
+    window: int = W  # type: ignore[assignment]
+
+    def admit(self, params: Any, seen: Observation) -> jnp.ndarray:
+        """The hash of position and head."""
+        at = jnp.maximum(seen.pos, 0)[:, None, :] % 997
+        return hashed(at, jnp.arange(2)[None, :, None])
 
 
 def start(

@@ -11,7 +11,12 @@ import dataclasses
 import grain.python as grain
 import numpy as np
 
-from train.rows import ANSWER, MAGIC, SECRET, Source, copy_row, needle_row, text_row
+from train.rows import ANSWER, HAYSTACK, MAGIC, SECRET, TAIL, Source, copy_row, needle_row, text_row
+
+__all__ = [
+    "ANSWER", "HAYSTACK", "MAGIC", "SECRET", "TAIL", "Batches", "Level", "Mix", "Source", "batches",
+    "choose_scored", "training_row",
+]  # fmt: skip
 
 
 def training_row(

@@ -109,8 +109,8 @@ def needle_recall(
         real = len(tokens)
         tokens = np.pad(tokens, ((0, step - real), (0, 0)))
         at = (np.arange(step)[:, None] * length + np.arange(length - answer - 1, length - 1)).ravel()
-        right: np.ndarray = np.asarray(_nll(spec, params, tokens, at)[1]).reshape(step, answer)
-        found += right.all(-1)[:real].tolist()
+        right = np.asarray(_nll(spec, params, tokens, at)[1]).reshape(step, answer)
+        found += np.all(right[:real], axis=-1).tolist()
     return np.asarray(found).reshape(-1, len(DEPTHS)).T
 
 

@@ -96,16 +96,16 @@ def counts(state: KVState) -> dict[str, np.ndarray]:
     return found
 
 
-def reserve(state: KVState, tokens: int, most: int | None) -> KVState:
+def reserve(state: KVState, tokens: int, most: int | None, *, doubling: bool) -> KVState:
     """Grow pools until ``tokens`` more tokens a row fit whatever is admitted (host side, reads page counts).
-
-    A pool that must grow at least doubles, so that a long prompt meets few sizes and few compilations;
-    ``fit`` gives the excess back after prefill.
 
     Args:
       state: the state; pools that need not grow keep their buffers.
       tokens: tokens a row about to come.
       most: the most slots a stream can ever own, or None.
+      doubling: a pool that must grow at least doubles, so that a long prompt meets few sizes and few
+        compilations; ``fit`` gives the excess back after prefill. While decoding, pools grow by size
+        classes instead: nobody gives back.
     """
     found = counts(state)
     if not found:
@@ -118,7 +118,7 @@ def reserve(state: KVState, tokens: int, most: int | None) -> KVState:
             streams = layer.table.shape[0] * layer.table.shape[1]
             # Two lists split one stream's slots and may each end in a page of their own.
             need = min(need, streams * (-(-most // layer.size) + layer.table.shape[2] - 1))
-        grown = pool.size_class(max(need, min(2 * layer.count, 2 * need)))
+        grown = pool.size_class(max(need, min(2 * layer.count, 2 * need) if doubling else 0))
         wanted.append(layer.count if need <= layer.count else grown)
     return _resized(state, tuple(wanted))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING
 
 import jax
@@ -37,6 +38,7 @@ def _scores(
     return jnp.einsum("bkgth,bksh->bkgts", q, k, precision=jax.lax.Precision.HIGHEST) * scale
 
 
+@functools.partial(jax.jit, static_argnames=("window", "scale"))
 def blockwise(
     q: Float[Array, "B N T H"],
     k: Float[Array, "B K S H"],
@@ -59,6 +61,7 @@ def blockwise(
     return out.reshape(b, n, t, h), lse.reshape(b, n, t)
 
 
+@functools.partial(jax.jit, static_argnames=("window", "scale"))
 def column_mass(
     q: Float[Array, "B N T H"],
     k: Float[Array, "B K S H"],

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import jax
 import jax.numpy as jnp
 
 from pallas_kernels import softmax
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Float
 
 
+@jax.jit
 def merge(
     parts: Sequence[tuple[Float[Array, "... H"], Float[Array, " ..."]]],
 ) -> tuple[Float[Array, "... H"], Float[Array, " ..."]]:

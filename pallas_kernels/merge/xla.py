@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Float
 
 
+@jax.jit
 def merge(
     parts: Sequence[tuple[Float[Array, "... H"], Float[Array, " ..."]]],
 ) -> tuple[Float[Array, "... H"], Float[Array, " ..."]]:

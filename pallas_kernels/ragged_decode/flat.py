@@ -56,7 +56,7 @@ class Partials(NamedTuple):
 
 
 def _live_slots(own: Owners, size: int) -> Bool[Array, "P S"]:
-    return jnp.arange(size) < own.live[:, None]
+    return jnp.arange(size)[None, :] < own.live[:, None]
 
 
 def _weights(s: Float[Array, "P R S"], own: Owners) -> tuple[Array, Array, Array]:
@@ -113,7 +113,7 @@ def of_int8(
     chunk = min(CHUNK, pool)
     # The last chunk starts early enough to fit, and repeats pages the one before it has done.
     starts = jnp.minimum(jnp.arange(-(-pool // chunk)) * chunk, pool - chunk)
-    busy = jnp.any(own.live[starts[:, None] + jnp.arange(chunk)] > 0, axis=1)
+    busy = jnp.any(own.live[starts[:, None] + jnp.arange(chunk)[None, :]] > 0, axis=1)
     starts = starts[jnp.argsort(~busy, stable=True)]
 
     def one(i: Int[Array, ""], found: Partials) -> Partials:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING
 
 import jax
@@ -38,7 +39,7 @@ def live_slots(
     live: Int[Array, "B K J"], chosen: Bool[Array, "B K J S"] | None, slots: int
 ) -> Bool[Array, "B K J S"]:
     """The live slots of each listed page as a mask, narrowed to the chosen ones."""
-    mask = jnp.arange(slots) < live[..., None]
+    mask = jnp.arange(slots)[None, None, None, :] < live[..., None]
     return mask if chosen is None else mask & chosen
 
 
@@ -57,6 +58,7 @@ def spread(
     return out.swapaxes(2, 3).reshape(b, n, count, s)
 
 
+@functools.partial(jax.jit, static_argnames=("mass", "scale"))
 def ragged_decode(
     q: Float[Array, "B N T H"],
     k_pages: Num[Array, "P S H"],

@@ -19,6 +19,7 @@ from pallas_kernels.ragged_decode.shapes import TEST, Shape
 
 IMPLS = ("ref", "xla")
 KINDS = ("float32", "int8")
+INT8 = [("g4_h64", "int8"), ("g1_h128", "int8"), ("chunk", "int8")]
 
 
 def edges(shape):
@@ -71,9 +72,8 @@ def check(found, wanted, terms):
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", TEST)
-def test_every_length_of_every_list(impl, kind, name):
+@pytest.mark.parametrize(("name", "kind"), [*((name, "float32") for name in TEST), *INT8])
+def test_every_length_of_every_list(impl, name, kind):
     shape = TEST[name]
     arrays, lists = case(shape, edges(shape), kind=kind)
     found = ragged_decode(*arrays, **lists, mass=True, impl=impl)
@@ -83,10 +83,9 @@ def test_every_length_of_every_list(impl, kind, name):
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", ["g4_h64", "chunk"])
+@pytest.mark.parametrize(("name", "kind"), [("g4_h64", "int8"), ("chunk", "float32")])
 @pytest.mark.parametrize("narrowed", [False, True])
-def test_selections(impl, kind, name, narrowed):
+def test_selections(impl, name, kind, narrowed):
     shape = TEST[name]
     arrays, lists = case(shape, edges(shape), kind=kind)
     lists |= selection(shape, j=3)
@@ -122,7 +121,7 @@ def test_any_lengths_and_tables(seed, kind, select):
     check(ragged_decode(*arrays, **lists, mass=True, impl="xla"), oracle(*arrays, **lists), shape.M * shape.S)
 
 
-@pytest.mark.parametrize("name", ["g1_h32", "g4_h96", "chunk"])
+@pytest.mark.parametrize("name", ["g1_h32", "chunk"])
 @pytest.mark.parametrize("impl", IMPLS)
 def test_bfloat16_is_as_good_as_the_plain_way(impl, name):
     shape = TEST[name]
@@ -130,16 +129,25 @@ def test_bfloat16_is_as_good_as_the_plain_way(impl, name):
     (q, k, v), lists = case(shape, length, kind="bfloat16", poison=0)
     q = q.astype(jnp.bfloat16)
     exact_out, exact_lse, _ = oracle(q, k, v, **lists)
-    ids = jnp.where((lists["table"] >= 0) & (lists["table"] < shape.P), lists["table"], 0)
-    rows = (shape.B, shape.K, -1, shape.H)
-    kk, vv = (jnp.repeat(x[ids].reshape(rows), shape.N // shape.K, axis=1) for x in (k, v))
-    see = jnp.arange(shape.M * shape.S) < jnp.repeat(lists["length"], shape.N // shape.K, axis=1)[..., None]
-    s = jnp.einsum("bnth,bnsh->bnts", q, kk).astype(jnp.float32) * shape.H**-0.5
-    s = jnp.where(see[:, :, None], s, -jnp.inf)
-    plain_out = jnp.einsum("bnts,bnsh->bnth", jax.nn.softmax(s, axis=-1).astype(jnp.bfloat16), vv)
+    plain_out, plain_lse = plain(shape, q, k, v, **lists)
     out, lse = ragged_decode(q, k, v, **lists, impl=impl)
     assert_as_good_as_plain(out, plain_out, exact_out, shape.M * shape.S)
-    assert_as_good_as_plain(lse, jax.nn.logsumexp(s, axis=-1), exact_lse, shape.M * shape.S)
+    assert_as_good_as_plain(lse, plain_lse, exact_lse, shape.M * shape.S)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def plain(shape, q, k, v, table, length):
+    """What anyone would write: gather, einsum, mask, softmax, everything in the arrays' own dtype."""
+    ids = jnp.where((table >= 0) & (table < shape.P), table, 0)
+    rows = (shape.B, shape.K, -1, shape.H)
+    kk, vv = (jnp.repeat(x[ids].reshape(rows), shape.N // shape.K, axis=1) for x in (k, v))
+    see = (
+        jnp.arange(shape.M * shape.S)[None, None] < jnp.repeat(length, shape.N // shape.K, axis=1)[..., None]
+    )
+    s = jnp.einsum("bnth,bnsh->bnts", q, kk).astype(jnp.float32) * shape.H**-0.5
+    s = jnp.where(see[:, :, None], s, -jnp.inf)
+    out = jnp.einsum("bnts,bnsh->bnth", jax.nn.softmax(s, axis=-1).astype(jnp.bfloat16), vv)
+    return out, jax.nn.logsumexp(s, axis=-1)
 
 
 @pytest.mark.parametrize("poison", [np.nan, np.inf])
@@ -188,10 +196,11 @@ def test_gradients_are_those_of_dense_attention(impl):
     shape = Shape(B=1, N=4, K=2, T=2, H=32, P=6, S=4, M=3)
     arrays, lists = case(shape, np.array([[5, 12]]), poison=0)
 
+    @jax.jit
     def dense(q, k, v):
         ids = jnp.where((lists["table"] >= 0) & (lists["table"] < shape.P), lists["table"], 0)
         k, v = (jnp.repeat(x[ids].reshape(1, shape.K, -1, shape.H), 2, axis=1) for x in (k, v))
-        see = jnp.arange(shape.M * shape.S) < jnp.repeat(lists["length"], 2, axis=1)[..., None]
+        see = jnp.arange(shape.M * shape.S)[None, None] < jnp.repeat(lists["length"], 2, axis=1)[..., None]
         s = jnp.einsum("bnth,bnsh->bnts", q, k) * shape.H**-0.5
         s = jnp.where(see[:, :, None], s, -1e30)
         return jnp.einsum("bnts,bnsh->bnth", jax.nn.softmax(s, axis=-1), v), jax.nn.logsumexp(s, axis=-1)

@@ -13,8 +13,21 @@ import dataclasses
 
 import numpy as np
 
-from train.data import ANSWER, HAYSTACK, MAGIC, TAIL, Source
-from train.tasks.rows import Part, Row, book, distinct, join, lines, noise, pick, plain, scatter, stack, strings
+from train.rows import ANSWER, HAYSTACK, MAGIC, TAIL, Source
+from train.tasks.pieces import (
+    Part,
+    Row,
+    book,
+    distinct,
+    join,
+    lines,
+    noise,
+    pick,
+    plain,
+    scatter,
+    stack,
+    strings,
+)
 
 FITS = 256
 
@@ -70,7 +83,7 @@ def row(
     """
     task = FORMS[form or pick(rng, tuple(FORMS))]
     keys, values, asked = (
-        most if full or most == 1 else int(rng.integers(2, most + 1))
+        most if full or most == 1 else int(rng.integers(2, (most if length >= 384 else 2) + 1))
         for most in (task.keys, task.values, task.asked)
     )
     words = 2 if task.hay == "needles" else int(rng.integers(1, 3))
@@ -118,11 +131,13 @@ def _question(
     rng: np.random.Generator, task: Form, hidden: dict[str, list[str]], order: list[str]
 ) -> list[Part]:
     """The question, in the singular for one value; every value asked for is an answer of its own."""
+    gap = pick(rng, (" ", "\n"))
     found = [value for name in order for value in hidden[name]]
     names = ", ".join(order[:-1]) + ", and " + order[-1] if len(order) > 1 else order[0]
-    what = f"the special magic {task.value}{'s' if len(found) > 1 else ''} for {names} mentioned in the provided text"
+    kind = task.value + ("s" if len(found) > 1 else "")
+    what = f"the special magic {kind} for {names} mentioned in the provided text"
     verb, wanted = ("are", f"What are all {what}?") if len(found) > 1 else ("is", f"What is {what}?")
-    parts: list[Part] = [(f"{pick(rng, (' ', chr(10)))}{wanted} {what[0].upper()}{what[1:]} {verb}", TAIL)]
+    parts: list[Part] = [(f"{gap}{wanted} {what[0].upper()}{what[1:]} {verb}", TAIL)]
     for i, value in enumerate(found):
         parts += [("," if i else "", TAIL), (f" {value}", ANSWER)]
     return [*parts, (".", TAIL)]

@@ -14,8 +14,8 @@ import dataclasses
 
 import numpy as np
 
-from train.data import ANSWER, HAYSTACK, TAIL, Source
-from train.tasks.rows import Part, Row, book, join, noise, pick, plain, scatter, stack, strings
+from train.rows import ANSWER, HAYSTACK, TAIL, Source
+from train.tasks.pieces import Part, Row, book, join, noise, pick, plain, scatter, stack, strings
 
 FITS = 512
 HOPS = 4
@@ -46,7 +46,12 @@ class Chain:
 
 
 def row(
-    rng: np.random.Generator, source: Source, length: int, *, hops: int | None = None, example: bool | None = None
+    rng: np.random.Generator,
+    source: Source,
+    length: int,
+    *,
+    hops: int | None = None,
+    example: bool | None = None,
 ) -> Row | None:
     """One row.
 
@@ -71,28 +76,21 @@ def row(
     shown: list[Row] = [join(source, [(TASK, HAYSTACK)])]
     if example:
         short = Chain(number=numbers[2], names=tuple(strings(rng, source, hops + 1, 3, CAPITALS)))
-        room = int(rng.integers(length // 16, length // 8))
-        shown += [_hidden(rng, source, [short], room, noise(source, room)), join(source, short.asked())]
-        shown += [join(source, [("\n\n" + TASK, HAYSTACK)])]
+        hay = noise(source, int(rng.integers(length // 16, length // 8)))
+        shown += [plain(scatter(rng, hay, [source.encode("\n" + line) for line in short.lines()]))]
+        shown += [join(source, short.asked()), join(source, [("\n\n" + TASK, HAYSTACK)])]
     tail = join(source, asked.asked())
-    room = length - 1 - sum(len(span[0]) for span in (*shown, tail))
-    room -= sum(len(ids) for ids in _encoded(source, hidden))
+    in_book = rng.random() < 0.25
+    pieces = [source.encode(f" {x}." if in_book else f"\n{x}") for x in _interleaved(rng, hidden)]
+    room = length - 1 - sum(len(span[0]) for span in (*shown, tail)) - sum(map(len, pieces))
     if room < 8:
         return None
-    hay = book(rng, source, room) if rng.random() < 0.25 else noise(source, room)
-    return stack(*shown, _hidden(rng, source, hidden, room, hay), tail)
+    hay = book(rng, source, room) if in_book else noise(source, room)
+    return stack(*shown, plain(scatter(rng, hay, pieces)), tail)
 
 
-def _hidden(
-    rng: np.random.Generator, source: Source, chains: list[Chain], room: int, hay: tuple[np.ndarray, np.ndarray]
-) -> Row:
-    """``room`` tokens of text with the chains' lines in it, each chain in order."""
-    turns = rng.permutation(np.repeat(np.arange(len(chains)), [len(c.names) for c in chains]))
+def _interleaved(rng: np.random.Generator, chains: list[Chain]) -> list[str]:
+    """All lines of the chains, each chain in its order."""
     queues = [iter(chain.lines()) for chain in chains]
-    order = {line: i for i, line in enumerate(next(queues[turn]) for turn in turns)}
-    encoded = dict(zip((line for chain in chains for line in chain.lines()), _encoded(source, chains)))
-    return plain(scatter(rng, hay, [encoded[line] for line in order]))
-
-
-def _encoded(source: Source, chains: list[Chain]) -> list[list[int]]:
-    return [source.encode("\n" + line) for chain in chains for line in chain.lines()]
+    turns = rng.permutation(np.repeat(np.arange(len(chains)), [len(c.names) for c in chains]))
+    return [next(queues[turn]) for turn in turns]

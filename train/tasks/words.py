@@ -17,8 +17,8 @@ import math
 
 import numpy as np
 
-from train.data import ANSWER, HAYSTACK, TAIL, Source
-from train.tasks.rows import Part, Row, distinct, framed, join, pick, strings
+from train.rows import ANSWER, HAYSTACK, TAIL, Source
+from train.tasks.pieces import Part, Row, distinct, framed, join, pick, strings
 
 FITS = 256
 CWE_FULL = 1024
@@ -29,9 +29,7 @@ CWE_TASK = "Below is a numbered list of words. Some of them stand in it more oft
 FWE_TASK = "Read the following coded text and count how often each coded word occurs. Ignore the dots."
 
 
-def cwe(
-    rng: np.random.Generator, source: Source, length: int, *, full: bool | None = None
-) -> Row | None:
+def cwe(rng: np.random.Generator, source: Source, length: int, *, full: bool | None = None) -> Row | None:
     """One row of common words.
 
     Args:
@@ -45,7 +43,10 @@ def cwe(
     """
     if full is None:
         full = length >= CWE_FULL and rng.random() < 0.6
-    common, often, once = (10, 6, 1) if full else (int(rng.integers(3, 7)), int(rng.integers(3, 6)), 1)
+    most = 5 if length < 512 else 7
+    common, often, once = (
+        (10, 6, 1) if full else (int(rng.integers(3, most)), int(rng.integers(3, most - 1)), 1)
+    )
     if full and length >= 4096:
         often, once = 30, 3
     example = _list(rng, distinct(rng, source, 20), 10, 3, 1) if full else None
@@ -89,18 +90,18 @@ def _asked(items: list[str], common: int) -> list[Part]:
     ]
     for i, word in enumerate(best, 1):
         parts += [(f" {i}.", TAIL), (f" {word}", ANSWER)]
-    return parts
+    return [*parts, (".", TAIL)]
 
 
 def fwe(rng: np.random.Generator, source: Source, length: int) -> Row | None:
-    """One row of frequent coded words: (ids int32 [N], loss weight float32 [N]); None when it does not fit."""
+    """One row of frequent coded words, as :func:`cwe` returns it."""
     size = pick(rng, (4, 6, 6)) if length < 512 else 6
     words = strings(rng, source, max(12, length // 50), size, LETTERS)
     cost = np.mean([len(source.encode(" " + word)) for word in words])
     dots = len(source.encode(" ..."))
     # Six tokens in ten are dots: 1 / zeta(2).
     count = int((length - 80) / (dots / ZETA + cost * (1 - 1 / ZETA)) * rng.uniform(0.75, 1.05))
-    while count >= 48:
+    while count >= 53:  # below, ranks 4 and 5 are as frequent
         made = framed(rng, source, length, _coded(rng, words, count))
         if made is not None:
             return made

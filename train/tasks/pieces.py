@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from train.data import HAYSTACK, Source
+from train.rows import HAYSTACK, Source
 from train.text import BOS, held_out_word
 
 Row = tuple[np.ndarray, np.ndarray]
@@ -46,10 +46,15 @@ def plain(ids: Sequence[int] | np.ndarray, weight: float = HAYSTACK) -> Row:
     return np.asarray(ids, np.int32), np.full(len(ids), weight, np.float32)
 
 
-def stack(*spans: Row) -> Row:
-    """BOS and the spans behind each other."""
-    ids, weights = zip(plain([BOS]), *spans)
+def chain(*spans: Row) -> Row:
+    """The spans behind each other."""
+    ids, weights = zip(*spans)
     return np.concatenate(ids), np.concatenate(weights)
+
+
+def stack(*spans: Row) -> Row:
+    """BOS and the spans behind each other: a row."""
+    return chain(plain([BOS]), *spans)
 
 
 def window(rng: np.random.Generator, source: Source, room: int) -> np.ndarray:
@@ -121,7 +126,7 @@ def held_out(source: Source) -> bool:
 def distinct(
     rng: np.random.Generator, source: Source, count: int, *, words: int = 1, without: Collection[str] = ()
 ) -> list[str]:
-    """Up to ``count`` different keys of ``words`` key words each, none of ``without``; fewer if they run out."""
+    """``count`` different keys of ``words`` key words, none of ``without``; fewer if they run out."""
     found: dict[str, None] = {}
     for _ in range(8 * count):
         if len(found) == count:
@@ -133,7 +138,12 @@ def distinct(
 
 
 def strings(
-    rng: np.random.Generator, source: Source, count: int, size: int, letters: str, without: Collection[str] = ()
+    rng: np.random.Generator,
+    source: Source,
+    count: int,
+    size: int,
+    letters: str,
+    without: Collection[str] = (),
 ) -> list[str]:
     """``count`` different random strings of ``size`` letters, of the split that the source belongs to."""
     mine = held_out(source)

@@ -1,0 +1,95 @@
+"""Recall of many pairs, MQAR (zoology, arXiv 2312.04927): pairs in front, each key asked for once.
+
+Each key comes again at a gap behind the pairs drawn from p(g) ~ g^(a-1), a = 0.01: most soon, some very late.
+In token form pairs are two random ids, keys of the lower and values of the upper half of the
+vocabulary, other positions random ids that are no key of the row; loss on the values asked for alone,
+since nothing else can be known. In text form a pair is "<word> -> <word>" on a line of its own and
+the keys come again between sentences of a book.
+Fits from 128 tokens on.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from train.rows import ANSWER, HAYSTACK, TAIL, Source
+from train.tasks.pieces import Row, book, distinct, held_out, join, pick, plain, stack
+from train.text import SPECIAL, held_out_word
+
+FITS = 128
+EXPONENT = 0.01
+
+
+def row(
+    rng: np.random.Generator,
+    source: Source,
+    length: int,
+    *,
+    form: str | None = None,
+    pairs: int | None = None,
+) -> Row | None:
+    """One row.
+
+    Args:
+      rng: consumed.
+      source: key words or, in token form, which ids may be keys.
+      length: N, tokens of the row.
+      form: "text" or "token"; None draws.
+      pairs: how many; None draws up to N / 16 as token, N / 40 as text, at least 2.
+
+    Returns:
+      (ids int32 [N], loss weight float32 [N]); None when it does not fit.
+    """
+    form = pick(rng, ("text", "token")) if form is None else form
+    if pairs is None:
+        most = max(2, length // (16 if form == "token" else 40))
+        pairs = int(np.exp(rng.uniform(np.log(2), np.log(most + 1))))
+    return _token(rng, source, length, pairs) if form == "token" else _text(rng, source, length, pairs)
+
+
+def gaps(rng: np.random.Generator, count: int, room: int) -> np.ndarray:
+    """``count`` different gaps in [0, room), by the power law."""
+    chance = np.arange(1, room + 1) ** (EXPONENT - 1)
+    return rng.choice(room, count, replace=False, p=chance / chance.sum())
+
+
+def _token(rng: np.random.Generator, source: Source, length: int, pairs: int) -> Row | None:
+    vocab, first = source.tokenizer.get_vocab_size(), len(SPECIAL)
+    half, mine = (first + vocab) // 2, held_out(source)
+    lower = np.asarray([i for i in range(first, half) if held_out_word(str(i)) == mine])
+    room = (length - 1 - 2 * pairs) // 2
+    if room < pairs or len(lower) < pairs:
+        return None
+    keys, values = rng.choice(lower, pairs, replace=False), rng.integers(half, vocab, pairs)
+    other = np.setdiff1d(np.arange(first, vocab), keys)
+    ids = rng.choice(other, length - 1)
+    weight = np.zeros(length - 1)
+    ids[: 2 * pairs] = np.stack([keys, values], axis=1).ravel()
+    at = 2 * pairs + 2 * gaps(rng, pairs, room)
+    ids[at], ids[at + 1] = keys, values
+    weight[at + 1] = ANSWER
+    return stack((ids.astype(np.int32), weight.astype(np.float32)))
+
+
+def _text(rng: np.random.Generator, source: Source, length: int, pairs: int) -> Row | None:
+    words = distinct(rng, source, 2 * pairs)
+    if len(words) < 2 * pairs:
+        return None
+    keys, values = words[:pairs], words[pairs:]
+    front = join(source, [("\n".join(f"{k} -> {v}" for k, v in zip(keys, values)), HAYSTACK)])
+    asked = [
+        join(source, [(f"\n{k} ->", TAIL), (f" {v}", ANSWER), (".", TAIL)]) for k, v in zip(keys, values)
+    ]
+    room = length - 1 - len(front[0]) - sum(len(span[0]) for span in asked)
+    if room < 2 * pairs:
+        return None
+    text, ends = book(rng, source, room)
+    places = np.sort(gaps(rng, pairs, room))
+    spans, done = [front], 0
+    for place, i in zip(places, rng.permutation(pairs)):
+        # The sentence end at or before the place, if there is one behind the last cut.
+        near = int(ends[max(0, int(np.searchsorted(ends, place, side="right")) - 1)])
+        cut = near if done <= near <= place else int(place)
+        spans += [plain(text[done:cut]), asked[i]]
+        done = cut
+    return stack(*spans, plain(text[done:]))
