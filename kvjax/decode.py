@@ -39,6 +39,9 @@ CHUNK = 256
 SEGMENT = 64
 """Most steps compiled into one program between two looks of the host."""
 
+HORIZON = 512
+"""Tokens for which a pool makes room when it has to grow while decoding; each growth is a compilation."""
+
 Progress = Callable[[int, int], None]
 """Called with (done, all) units of prefill work: tokens, or layers."""
 
@@ -262,14 +265,14 @@ def _check_room(call: str, state: KVState, more: np.ndarray) -> None:
     """Refuse tokens for which the state has no place (a ring would silently forget, a list overflow)."""
     if len(more) != state.rows or more.max(initial=0) < 1:
         raise RequestError(
-            f"{call}: {len(more)} rows of up to {more.max(initial=0)} tokens for a state of {state.rows} rows. "
-            "Give every row of the state a list, at least one of them not empty."
+            f"{call}: {len(more)} rows of up to {more.max(initial=0)} tokens for a state of {state.rows} "
+            "rows. Give every row of the state a list, at least one of them not empty."
         )
     after = np.asarray(state.length) + more
     if after.max() > state.context:
         raise RequestError(
-            f"{call}: row {int(after.argmax())} would reach {int(after.max())} tokens, the state was made for "
-            f"context={state.context}. Pass a larger context to prefill."
+            f"{call}: row {int(after.argmax())} would reach {int(after.max())} tokens, the state was made "
+            f"for context={state.context}. Pass a larger context to prefill."
         )
 
 
@@ -321,10 +324,13 @@ def extend(
     return state, _logits(model.network, model.params, last)
 
 
-def reserve(policy: Policy, state: KVState, tokens: int, arriving: int) -> KVState:
-    """Make sure that ``tokens`` more tokens a row fit, ``arriving`` at a time, whatever is admitted."""
+def reserve(policy: Policy, state: KVState, tokens: int, arriving: int, ahead: int = 0) -> KVState:
+    """Make sure that ``tokens`` more tokens a row fit, ``arriving`` at a time, whatever is admitted.
+
+    A pool that has to grow makes room for ``ahead`` tokens (decoding) or at least doubles (prefill).
+    """
     most = policy.most_slots(state.context, arriving)
-    return states.reserve(state, tokens, most, doubling=arriving > 1)
+    return states.reserve(state, tokens, most, ahead=ahead, doubling=arriving > 1)
 
 
 # --- a whole prompt, layer by layer --------------------------------------------------------------
@@ -518,11 +524,14 @@ def stream(
         how=sampling(rows) if how is None else how,
     )
     run, fresh = _first(run, logits, state.length)
+    written = 1
     yield np.asarray(fresh)[:, None], state
     while not bool(np.asarray(run.done).all()):
-        state = reserve(policy, state, min(every, int(limit.max())), 1)
+        left = int(limit.max()) - written
+        state = reserve(policy, state, min(every, left), 1, ahead=min(HORIZON, left))
         state, run, out = segment(model.network, policy, every, model.params, weights or {}, state, run)
         found = np.asarray(out)
+        written += every
         yield found[:, (found != EMPTY).any(axis=0)], state
 
 

@@ -76,8 +76,12 @@ def methods() -> tuple[Method, ...]:
         if not examples and module.__name__.startswith(kvjax.policies.__name__):
             raise PolicyError(f"{module.__name__} has no EXAMPLES. A method shows at least one policy.")
         if examples:
-            text = inspect.getdoc(module) or ""
-            links = [word.rstrip(".,)") for word in text.split() if word.startswith("https://")]
-            name = module.__name__.rpartition(".")[2]
-            found.append(Method(name, text.splitlines()[0], links[0] if links else "", tuple(examples)))
+            found.append(Method(module.__name__.rpartition(".")[2], *described(module), tuple(examples)))
     return tuple(sorted(found, key=lambda method: method.name))
+
+
+def described(module: ModuleType) -> tuple[str, str]:
+    """First line of a module's docstring, and the first link in it or ""."""
+    text = inspect.getdoc(module) or ""
+    links = [word.rstrip(".,)") for word in text.split() if word.startswith("https://")]
+    return text.partition("\n")[0], links[0] if links else ""

@@ -346,8 +346,7 @@ def prompt(site: Site, x: Heads, pos: Int[Array, "B T"]) -> tuple[Float[Array, "
     new = arriving(site, x, pos, seen)
     own = site.window is not None  # the model's sliding layers take no policy beyond their window
     free = own or policy.admission == AdmitAll() or policy.completion != Nothing()
-    window = site.window if own else policy.admission.window
-    bits = None if free else new.admit
+    window, bits = (site.window, None) if free else (policy.admission.window, new.admit)
     out = blockwise(_major(x.q), new.k, new.v, q_pos=pos, k_pos=pos, window=window, admit=bits)
     keep = new.admit if own else new.admit & verdict(site, new, seen)
     return _mixed([out], x), dataclasses.replace(new, admit=keep)

@@ -7,7 +7,6 @@ holds. Programs are compiled once per shape; hypothesis chooses the operations (
 from __future__ import annotations
 
 import collections
-import dataclasses
 import functools
 
 import jax
@@ -309,7 +308,7 @@ def test_random_operations_agree_with_the_oracle(machine):
     run_state_machine_as_test(
         machine,
         settings=settings(
-            max_examples=OPERATIONS[machine] // steps + 8,
+            max_examples=OPERATIONS[machine] * 9 // (8 * steps) + 4,
             stateful_step_count=steps,
             derandomize=True,
             deadline=None,
@@ -335,5 +334,4 @@ def test_a_full_pool_or_list_says_so():
     for _ in range(M * S // MANY):
         pages = append(storage, pages, *tokens.entry(numbers), which)
     assert not bool(pages.overflow)
-    pages = dataclasses.replace(pages, n_free=pages.n_free)
     assert bool(append(storage, pages, *tokens.entry(numbers), which).overflow)

@@ -96,31 +96,40 @@ def counts(state: KVState) -> dict[str, np.ndarray]:
     return found
 
 
-def reserve(state: KVState, tokens: int, most: int | None, *, doubling: bool) -> KVState:
+def reserve(
+    state: KVState, tokens: int, most: int | None, *, ahead: int = 0, doubling: bool = False
+) -> KVState:
     """Grow pools until ``tokens`` more tokens a row fit whatever is admitted (host side, reads page counts).
 
     Args:
       state: the state; pools that need not grow keep their buffers.
       tokens: tokens a row about to come.
       most: the most slots a stream can ever own, or None.
-      doubling: a pool that must grow at least doubles, so that a long prompt meets few sizes and few
-        compilations; ``fit`` gives the excess back after prefill. While decoding, pools grow by size
-        classes instead: nobody gives back.
+      ahead: a pool that must grow makes room for this many tokens, so that not every segment of a long
+        answer meets a new size and a compilation.
+      doubling: a pool that must grow at least doubles, for the same reason; for prefill, after which
+        ``fit`` gives the excess back.
     """
     found = counts(state)
     if not found:
         return state
     wanted = []
     for used, layer in zip(found["used"], _paged(state)):
-        lists = layer.table.size // layer.table.shape[-1]
-        need = int(used) + lists * (-(-tokens // layer.size) + 1)
-        if most is not None:
-            streams = layer.table.shape[0] * layer.table.shape[1]
-            # Two lists split one stream's slots and may each end in a page of their own.
-            need = min(need, streams * (-(-most // layer.size) + layer.table.shape[2] - 1))
-        grown = pool.size_class(max(need, min(2 * layer.count, 2 * need) if doubling else 0))
+        need = _pages_for(layer, int(used), tokens, most)
+        want = _pages_for(layer, int(used), max(tokens, ahead), most)
+        grown = pool.size_class(max(want, min(2 * layer.count, 2 * want) if doubling else 0))
         wanted.append(layer.count if need <= layer.count else grown)
     return _resized(state, tuple(wanted))
+
+
+def _pages_for(pages: Pages, used: int, tokens: int, most: int | None) -> int:
+    """Pages a pool needs so that ``tokens`` more tokens a row fit in any distribution over its lists."""
+    rows, heads, lists, _ = pages.table.shape
+    need = used + rows * heads * lists * (-(-tokens // pages.size) + 1)
+    if most is None:
+        return need
+    # Two lists split one stream's slots and may each end in a page of their own.
+    return min(need, rows * heads * (-(-most // pages.size) + lists - 1))
 
 
 def fit(state: KVState) -> KVState:

@@ -15,12 +15,12 @@ OFFERED: Offered = {"xla": xla.merge, "ref": ref.merge}
 
 
 def merge(
-    parts: Sequence[tuple[Float[Array, "... H"], Float[Array, " ..."]]], *, impl: str | None = None
+    parts: Sequence[tuple[Array, ...]], *, impl: str | None = None
 ) -> tuple[Float[Array, "... H"], Float[Array, " ..."]]:
     """Join partials of one attention over disjoint token sets; associative and commutative.
 
     Args:
-      parts: one or more ``(out, lse)`` of equal shapes; an empty one is ``(anything, -inf)``.
+      parts: one or more ``(out [..., H], lse [...])`` of equal shapes; an empty one is ``(anything, -inf)``.
       impl: see ``dispatch``. Elementwise work fuses on every platform: no Pallas body is planned.
 
     Returns:

@@ -16,7 +16,7 @@ def attend(q, k, v, see, scale):
     return p[:, seen] @ v[seen], lse, p
 
 
-def blockwise(q, k, v, q_pos, k_pos, window=None, admit=None, scale=None):
+def blockwise(q, k, v, *, q_pos, k_pos, window=None, admit=None, scale=None):
     """(out [B, N, T, H], lse [B, N, T], p [B, N, T, S])."""
     (b, n, t, h), heads, s = q.shape, k.shape[1], k.shape[2]
     scale = h**-0.5 if scale is None else scale
@@ -38,7 +38,7 @@ def blockwise(q, k, v, q_pos, k_pos, window=None, admit=None, scale=None):
     return out, lse, p
 
 
-def ragged(q, k_pages, v_pages, table, length, scales=None, pages=None, slots=None, scale=None):
+def ragged(q, k_pages, v_pages, *, table, length, scales=None, pages=None, slots=None, scale=None):
     """(out [B, N, T, H], lse [B, N, T], mass [B, N, M, S]), following each stream's list by hand."""
     (b, n, t, h), size, (heads, m) = q.shape, k_pages.shape[1], table.shape[1:]
     scale = h**-0.5 if scale is None else scale

@@ -45,8 +45,8 @@ TASKS: dict[str, RowFn] = {
 FITS: dict[str, int] = {
     "niah": niah.FITS,
     "tracking": tracking.FITS,
-    "cwe": words.FITS,
-    "fwe": words.FITS,
+    "cwe": words.CWE_FITS,
+    "fwe": words.FWE_FITS,
     "stories": stories.FITS,
     "labels": labels.FITS,
     "rerank": rerank.FITS,

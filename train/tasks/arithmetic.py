@@ -2,15 +2,16 @@
 
 A problem is a first number and 2 to 4 steps (more, fewer, twice, three times, half); its solution
 writes every step and ends "#### n". Solved problems stand in front of the last one: 4 to 8 where they
-fit, and the rest of the row is text. Every solution is an answer, since each can be worked out.
-Fits from 256 tokens on, with one problem in front; from 1024 on with four or more.
+fit, and the rest of the row is text. The last solution is the answer; those in front have the weight
+of plain text. Problems have two steps below 384 tokens.
+Fits from 256 tokens on, with one or two problems in front; from 1024 on with four or more.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from train.rows import ANSWER, TAIL, Source
+from train.rows import ANSWER, TAIL, TEXT, Source
 from train.tasks.pieces import Part, Row, distinct, framed, join, pick
 
 FITS = 256
@@ -46,7 +47,7 @@ def row(
     Returns:
       (ids int32 [N], loss weight float32 [N]); None when it does not fit.
     """
-    steps = int(rng.integers(2, 5)) if steps is None else steps
+    steps = int(rng.integers(2, 5 if length >= 384 else 3)) if steps is None else steps
     wanted = int(rng.integers(4, 9)) if shots is None else shots
     words = distinct(rng, source, 2 * (wanted + 1))
     if len(words) < 2 * (wanted + 1):
@@ -58,7 +59,9 @@ def row(
         return None
     parts: list[Part] = []
     for i, problem in enumerate(problems[:fitting]):
-        parts += [("\n\n" if i else "", TAIL), *problem]
+        (question, _), (solution, _) = problem
+        parts += [("\n\n" if i else "", TAIL), (question, TAIL)]
+        parts += [(solution, ANSWER if i == fitting - 1 else TEXT)]
     return framed(rng, source, length, parts)
 
 

@@ -42,13 +42,14 @@ def row(rng: np.random.Generator, source: Source, length: int, *, told: int | No
     spoken = int(rng.integers(1, 2 + length // 192))
     turns = rng.permutation(np.arange(told + spoken))  # below told: a fact, else a reading
     heads: list[Row] = []
-    for turn in turns:
+    for i, turn in enumerate(turns):
         if turn < told:
             said = pick(rng, TELL).format(kind=kinds[turn], value=facts[kinds[turn]])
-            heads.append(join(source, [(f"\n{user}: {said}\n{agent}: {pick(rng, NOTED)}", HAYSTACK)]))
+            reply = f" {pick(rng, NOTED)}"
         else:
-            said = pick(rng, READ).format(word=source.word(rng))
-            heads.append(join(source, [(f"\n{user}: {said}\n{agent}:", HAYSTACK)]))
+            said, reply = pick(rng, READ).format(word=source.word(rng)), ""
+        gap = "\n" if i else ""
+        heads.append(join(source, [(f"{gap}{user}: {said}\n{agent}:{reply}", HAYSTACK)]))
     asked = [kinds[i] for i in rng.permutation(told)[: int(rng.integers(1, 3))]]
     tail = chain(*(_asked(rng, source, user, agent, kind, facts[kind]) for kind in asked))
     room = length - 1 - sum(len(head[0]) for head in heads) - len(tail[0])

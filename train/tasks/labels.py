@@ -79,7 +79,7 @@ def row(
     names = [alphabet[i] for i in rng.permutation(len(alphabet))[:classes]]
     rounds = max(2, length // (20 * classes))
     shots = _real(rng, pick(rng, sets), classes, rounds) if sets else _made(rng, source, classes, rounds)
-    encoded = [len(source.encode(f"\ntext: {said}\nlabel: A")) + 1 for said, _, _ in shots]
+    encoded = [len(source.encode(f"\ntext: {said}\nlabel: {names[label]}")) + 1 for said, label, _ in shots]
     fitting = int(np.searchsorted(np.cumsum(encoded), length - 8, side="right"))
     ends = [i for i, (_, _, known) in enumerate(shots[:fitting], 1) if known]
     if not ends:

@@ -123,7 +123,7 @@ def _value(rng: np.random.Generator, task: Form, digits: int) -> str:
 def _intro(task: Form) -> str:
     return (
         f"Some special magic {task.value}s are hidden in the following text. "
-        f"Remember them: the question at its end is about these {task.value}s."
+        f"Remember them: the question at its end is about these {task.value}s.\n"
     )
 
 

@@ -78,7 +78,7 @@ def _text(rng: np.random.Generator, source: Source, length: int, pairs: int) -> 
     keys, values = words[:pairs], words[pairs:]
     front = join(source, [("\n".join(f"{k} -> {v}" for k, v in zip(keys, values)), HAYSTACK)])
     asked = [
-        join(source, [(f"\n{k} ->", TAIL), (f" {v}", ANSWER), (".", TAIL)]) for k, v in zip(keys, values)
+        join(source, [(f"\n{k} ->", TAIL), (f" {v}", ANSWER), ("\n", TAIL)]) for k, v in zip(keys, values)
     ]
     room = length - 1 - len(front[0]) - sum(len(span[0]) for span in asked)
     if room < 2 * pairs:

@@ -58,9 +58,16 @@ def stack(*spans: Row) -> Row:
 
 
 def window(rng: np.random.Generator, source: Source, room: int) -> np.ndarray:
-    """``room`` consecutive ids of the source's text."""
-    start = int(rng.integers(0, len(source.text) - room))
+    """``room`` consecutive ids of the source's text, from a sentence's end on."""
+    start = _start(rng, source, room)
     return source.text[start : start + room]
+
+
+def _start(rng: np.random.Generator, source: Source, room: int) -> int:
+    """Where a window of ``room`` ids may begin: behind a sentence, or anywhere if no sentence is in reach."""
+    last = len(source.text) - room
+    count = int(np.searchsorted(source.ends, last, side="right"))
+    return int(source.ends[rng.integers(count)]) if count else int(rng.integers(last + 1))
 
 
 def framed(rng: np.random.Generator, source: Source, length: int, parts: Sequence[Part]) -> Row | None:
@@ -79,7 +86,7 @@ def framed(rng: np.random.Generator, source: Source, length: int, parts: Sequenc
 
 def book(rng: np.random.Generator, source: Source, room: int) -> tuple[np.ndarray, np.ndarray]:
     """(``room`` ids of text, the sorted positions in it where a sentence has ended)."""
-    start = int(rng.integers(0, len(source.text) - room))
+    start = _start(rng, source, room)
     first, last = np.searchsorted(source.ends, [start, start + room + 1])
     ends = source.ends[first:last] - start
     return source.text[start : start + room], ends if len(ends) else np.array([0, room])
@@ -128,7 +135,7 @@ def distinct(
 ) -> list[str]:
     """``count`` different keys of ``words`` key words, none of ``without``; fewer if they run out."""
     found: dict[str, None] = {}
-    for _ in range(8 * count):
+    for _ in range(8 + 4 * count):
         if len(found) == count:
             break
         key = "-".join(source.word(rng) for _ in range(words))

@@ -5,7 +5,7 @@ further name the name before, "VAR FGHIJ = VAR ABCDE". Asked for are all names w
 the chain's order. The lines stand between lines that say nothing (or, one time in four, between
 sentences of a book); one time in four a second chain with another number stands among them. From
 1024 tokens on a worked example with names of three letters comes first, half of the draws.
-Fits from 512 tokens on; 1024 with the example.
+Fits from 256 tokens on; 1024 with the example.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 from train.rows import ANSWER, HAYSTACK, TAIL, Source
 from train.tasks.pieces import Part, Row, book, join, noise, pick, plain, scatter, stack, strings
 
-FITS = 512
+FITS = 256
 HOPS = 4
 EXAMPLE_FITS = 1024
 
@@ -73,12 +73,12 @@ def row(
     names = strings(rng, source, 2 * (hops + 1), 5, CAPITALS)
     asked = Chain(number=numbers[0], names=tuple(names[: hops + 1]))
     hidden = [asked, Chain(number=numbers[1], names=tuple(names[hops + 1 :]))][: 1 + second]
-    shown: list[Row] = [join(source, [(TASK, HAYSTACK)])]
+    shown: list[Row] = [join(source, [(TASK + "\n", HAYSTACK)])]
     if example:
         short = Chain(number=numbers[2], names=tuple(strings(rng, source, hops + 1, 3, CAPITALS)))
         hay = noise(source, int(rng.integers(length // 16, length // 8)))
         shown += [plain(scatter(rng, hay, [source.encode("\n" + line) for line in short.lines()]))]
-        shown += [join(source, short.asked()), join(source, [("\n\n" + TASK, HAYSTACK)])]
+        shown += [join(source, short.asked()), join(source, [(f"\n\n{TASK}\n", HAYSTACK)])]
     tail = join(source, asked.asked())
     in_book = rng.random() < 0.25
     pieces = [source.encode(f" {x}." if in_book else f"\n{x}") for x in _interleaved(rng, hidden)]

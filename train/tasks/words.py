@@ -8,7 +8,7 @@ one order that can be known (scores do not depend on it).
 
 fwe: a text of random words of six letters, the word of rank k floor(n / (k^2 zeta(2))) times; the
 most frequent one is printed as "..." and is not asked for, ranks 2, 3 and 4 are, most frequent first.
-Fits from 256 tokens on; cwe in full, with its example, from 1024.
+cwe fits from 256 tokens on, in full, with its example, from 1024; fwe from 512.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ import numpy as np
 from train.rows import ANSWER, HAYSTACK, TAIL, Source
 from train.tasks.pieces import Part, Row, distinct, framed, join, pick, strings
 
-FITS = 256
+CWE_FITS = 256
+FWE_FITS = 512
 CWE_FULL = 1024
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 ZETA = math.pi**2 / 6
@@ -53,7 +54,7 @@ def cwe(rng: np.random.Generator, source: Source, length: int, *, full: bool | N
     shown: list[Part] = [] if example is None else [*_asked(example, 10), ("\n\n", HAYSTACK)]
     used = set() if example is None else set(example)
     front = len(join(source, shown)[0]) if shown else 0
-    words = distinct(rng, source, common + length // (5 * once), without=used)
+    words = distinct(rng, source, common + length // (6 * once), without=used)
     # " 12. word" costs its digits, a blank, a dot and the word.
     cost = 4.5 + np.mean([len(e.ids) for e in source.tokenizer.encode_batch([" " + word for word in words])])
     room = length - front - 60 - int(common * 8)
