@@ -256,6 +256,15 @@ def test_compile_time_is_heard_and_is_part_of_the_wall_clock():
     assert end.compiling == middle.compiling
 
 
+def test_a_trace_inside_a_trace_counts_once():
+    before = clock.now().compiling
+    time.sleep(0.06)
+    clock._heard("/jax/compile/inner", 0.01)  # the compiler reports a stretch when it ends
+    clock._heard("/jax/compile/outer", 0.05)
+    clock._heard("/jax/something_else", 0.05)
+    assert clock.now().compiling - before == pytest.approx(0.05, abs=0.002)
+
+
 def test_speed_leaves_out_the_first_token_and_the_compiler():
     start, first, end = clock.Moment(0, 0), clock.Moment(3, 2.5), clock.Moment(6, 4.5)
     found = clock.timings(start, first, end, tokens=11)
