@@ -312,12 +312,13 @@ def extend(
     ahead = longest if policy.admission == AdmitAll() and policy.on_arrival else chunk_size
     for start in range(0, longest, chunk_size):
         count = np.clip(lengths - start, 0, chunk_size).astype(np.int32)
-        state = reserve(policy, state, min(ahead, longest - start + chunk_size), chunk_size)
+        state = reserve(policy, state, min(ahead, longest - start), chunk_size)
         piece = tokens[:, start : start + chunk_size]
         state, x = _chunk(model.network, policy, model.params, weights or {}, state, piece, count)
         ended = jnp.asarray(count > 0)[:, None]
         last = x if last is None else jnp.where(ended, x, last)
         if progress:
+            jax.block_until_ready(x)  # reported is what is done, not what is asked for
             progress(min(start + chunk_size, longest), longest)
     state = metrics.with_peak(states.fit(metrics.with_peak(state)))
     assert last is not None  # noqa: S101  (at least one token was fed)
@@ -399,9 +400,9 @@ def _prefill_whole(
         x, judged, kept = _prompt_layer(network, policy, window, room.ring.window, block, mine, at, x, total)
         need = 1
         if room.pages is not None:  # the one look of the host between two layers
-            # Two lists split one stream's slots and may each end in a page of their own.
-            pages = -(-np.asarray(kept) // room.pages.size) + room.pages.table.shape[2] - 1
-            need = pool.size_class(max(1, int(pages.sum())))
+            # Every list may end in a page of its own; how heads share a fixed sum must not change the size.
+            held, lists = int(np.asarray(kept).sum()), kept.size * room.pages.table.shape[2]
+            need = pool.coarse_class(held // room.pages.size + lists)
         whole = sum(leaf.nbytes for leaf in jax.tree.leaves(judged))
         before = metrics.allocated(tuple(rooms))
         rooms[index] = _pack_layer(policy, network.num_layers, need, mine, room, judged, at, total)
@@ -410,9 +411,9 @@ def _prefill_whole(
             progress(index + 1, network.num_layers)
     # A buffer of its own: the state is donated, and no buffer can be donated twice.
     state = dataclasses.replace(state, layers=tuple(rooms), length=jnp.copy(total))
-    states.counts(state)  # raises if a pool was too small
+    state = states.fit(metrics.with_peak(state))  # raises if a pool was too small
     last = jnp.take_along_axis(x, (total - 1)[:, None, None], axis=1)[:, 0]
-    return metrics.with_peak(state), _logits(network, params, last)
+    return state, _logits(network, params, last)
 
 
 # --- generate ------------------------------------------------------------------------------------
@@ -524,11 +525,14 @@ def stream(
         how=sampling(rows) if how is None else how,
     )
     run, fresh = _first(run, logits, state.length)
+    # Where everything is kept the context bounds the pool: one size for all prompts of a size class.
+    keeps_all = policy.admission == AdmitAll() and policy.on_arrival
     written = 1
     yield np.asarray(fresh)[:, None], state
     while not bool(np.asarray(run.done).all()):
         left = int(limit.max()) - written
-        state = reserve(policy, state, min(every, left), 1, ahead=min(HORIZON, left))
+        ahead = state.context if keeps_all else min(HORIZON, left)
+        state = reserve(policy, state, min(every, left), 1, ahead=ahead)
         state, run, out = segment(model.network, policy, every, model.params, weights or {}, state, run)
         found = np.asarray(out)
         written += every
@@ -564,6 +568,9 @@ def generate(
     Raises:
       RequestError: as in ``prefill``, and when prompt and new tokens exceed the model's context.
     """
+    if max_new_tokens < 1:
+        raise RequestError(f"generate(max_new_tokens={max_new_tokens}) writes nothing. Give 1 or more.")
+    how = sampling(len(prompts), temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
     longest = max((len(prompt) for prompt in prompts), default=0)
     if longest + max_new_tokens > model.network.max_positions:
         raise RequestError(
@@ -574,7 +581,6 @@ def generate(
     state, logits = prefill(
         model, policy, prompts, context=context, chunk_size=chunk_size, page=page, weights=weights
     )
-    how = sampling(len(prompts), temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
     out: list[list[int]] = [[] for _ in prompts]
     pieces = stream(
         model, policy, state, logits, max_new_tokens=max_new_tokens, how=how, stops=stops, weights=weights

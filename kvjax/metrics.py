@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.cache.pages import Pages
+from kvjax.cache.pages import Pages, used
 from kvjax.cache.ring import Ring
 from kvjax.cache.state import KVState, LayerCache
 
@@ -66,9 +66,11 @@ def _page_costs(pages: Pages) -> tuple[int, int]:
 
 
 @jax.jit
-def _lengths(state: KVState) -> tuple[jax.Array, tuple[jax.Array | None, ...]]:
-    per_layer = (layer.pages for layer in state.layers)
-    return state.length, tuple(None if p is None else p.length.sum(axis=2) for p in per_layer)
+def _lengths(state: KVState) -> tuple[jax.Array, tuple[tuple[jax.Array, jax.Array] | None, ...]]:
+    """Tokens of each row; live slots and owned pages [B, K] of each layer that has pages."""
+    rooms = (layer.pages for layer in state.layers)
+    held = (None if p is None else (p.length.sum(axis=2), used(p).sum(axis=2)) for p in rooms)
+    return state.length, tuple(held)
 
 
 def nbytes(state: KVState) -> Bytes:
@@ -78,10 +80,9 @@ def nbytes(state: KVState) -> Bytes:
     live = np.zeros((len(state.layers), heads, len(ROOMS)))
     for index, (layer, held) in enumerate(zip(state.layers, pages)):
         live[index, :, 0] = np.minimum(length, layer.ring.window).sum() * _ring_slot(layer.ring)
-        if layer.pages is not None:
+        if layer.pages is not None and held is not None:
             slot, page = _page_costs(layer.pages)
-            owned = -(-held // layer.pages.size)
-            live[index, :, 1] = held.sum(axis=0) * slot + owned.sum(axis=0) * page
+            live[index, :, 1] = held[0].sum(axis=0) * slot + held[1].sum(axis=0) * page
         live[index, :, 2] = _size(layer.summary) / heads
     rooms = [[_size(layer.ring), _size(layer.pages), _size(layer.summary)] for layer in state.layers]
     return Bytes(live=live, allocated=np.asarray(rooms, float), peak=tuple(np.asarray(state.peak).tolist()))

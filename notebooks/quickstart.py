@@ -29,15 +29,22 @@ print(len(prompt), "tokens")
 
 # %%
 rows = []
-for spec in ("full", "window(256) + sinks(4)", "snapkv + uniform(0.25)", "snapkv + ada(0.25)", "quest", "int8"):
+for spec in (
+    "full",
+    "window(256) + sinks(4)",
+    "snapkv + uniform(0.25)",
+    "snapkv + ada(0.25)",
+    "quest",
+    "int8",
+):
     run = kvjax.generate(model, kvjax.policy(spec), [prompt], max_new_tokens=7)
     size = kvjax.nbytes(run.state).total
     rows.append((spec, text.decode(run.tokens[0]), size["live"], size["allocated"]))
     print(f"{spec:24}  {rows[-1][1]!r:14}  live {size['live']:9,}  allocated {size['allocated']:9,} bytes")
 
 # %% [markdown]
-# A policy is a value: six places, each with a part that does nothing by default. The string form parses to the
-# same value, and `repr` gives the string back.
+# A policy is a value: six places, each with a part that does nothing by default. The string form parses
+# to the same value, and `repr` gives the string back.
 
 # %%
 from kvjax.budgets.ada import Ada

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
@@ -59,3 +61,13 @@ def _byte_tokenizer():
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["<bos>", "<eos>"])
     return tokenizer
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forget_programs() -> Iterator[None]:
+    """Drops compiled programs after each module.
+
+    Each holds several memory maps, a process may have 65530, and the compiler crashes beyond that.
+    """
+    yield
+    jax.clear_caches()

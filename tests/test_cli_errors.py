@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tiny import quick_compiles  # noqa: F401
 
 import kvjax
 from kvjax.decode import RequestError

@@ -11,7 +11,7 @@ import dataclasses
 import numpy as np
 import pytest
 import tiny
-from tiny import W, HashAdmit, hashed, quick_compiles  # noqa: F401
+from tiny import HashAdmit, W, hashed, quick_compiles  # noqa: F401
 
 import kvjax
 from kvjax import decode

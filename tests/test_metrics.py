@@ -72,5 +72,3 @@ def test_full_bytes_is_keys_and_values():
     network: Decoder = tiny.model().network
     assert metrics.full_bytes(network, 10, np.float32) == 10 * 2 * 2 * 2 * H * 4
     assert metrics.full_bytes(network, 10, "bfloat16") == 10 * 2 * 2 * 2 * H * 2
-
-

@@ -7,6 +7,7 @@ import shlex
 from pathlib import Path
 
 import pytest
+from tiny import quick_compiles  # noqa: F401
 
 from kvjax import methods_table
 from kvjax.serve.arguments import parse

@@ -15,6 +15,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
+from tiny import quick_compiles  # noqa: F401
 
 import kvjax
 from kvjax import compose, discovery, metrics

@@ -57,7 +57,7 @@ class Ada(Budget):
         sure = jnp.floor(mean * self.floor).astype(jnp.int32)
         rank = _rank(scores)
         # A head's sure tokens go first in the layer's order, whatever the others score.
-        secured = jnp.where(rank < sure[:, None, None], jnp.inf, scores)
+        secured = jnp.where((rank < sure[:, None, None]) & (scores > -jnp.inf), jnp.inf, scores)
         order = _rank(secured.reshape(scores.shape[0], heads * tokens)).reshape(scores.shape)
         kept = (order < (mean * heads)[:, None, None]) & (scores > -jnp.inf)
         return kept.sum(axis=-1)

@@ -1,7 +1,8 @@
 """Sizes of pools: how many pages to allocate, and moving a room into a pool of another size.
 
-Static shapes and real memory meet here. Pools come in size classes of a quarter octave (1, 1.25, 1.5 and
-1.75 times powers of two), so that few programs are compiled and at most a quarter is wasted.
+Static shapes and real memory meet here. What a prompt leaves behind is held in size classes of a quarter
+octave (1, 1.25, 1.5 and 1.75 times powers of two), so that at most a quarter is wasted; a pool that must
+grow takes a coarser class, because each size is a compiled program.
 """
 
 from __future__ import annotations
@@ -20,6 +21,14 @@ def size_class(need: int) -> int:
         return max(1, need)
     quarter = 1 << ((need - 1).bit_length() - 3)
     return -(-need // quarter) * quarter
+
+
+def coarse_class(need: int) -> int:
+    """The smallest power of two, or 1.5 times one, that holds ``need``: 1, 2, 3, 4, 6, 8, 12 …"""
+    size = 1
+    while size < need:
+        size = max(size + 1, size * 3 // 2) if size & (size - 1) == 0 else size * 4 // 3
+    return size
 
 
 def empty(

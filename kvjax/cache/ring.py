@@ -91,16 +91,16 @@ def put(ring: Ring, new: Entry, length: Int[Array, " B"], count: Int[Array, " B"
       length: tokens each row had seen.
       count: real tokens of each row, 0 .. T.
     """
-    rows, _, t, _ = new.k.shape
+    rows, heads, t, _ = new.k.shape
     step = jnp.arange(t)[None, :]
     stays = (step < count[:, None]) & (step >= count[:, None] - ring.window)
     # Out-of-range slots are dropped by the scatter; two tokens of one call never share a slot.
     slot = jnp.where(stays, (length[:, None] + step) % ring.window, ring.window)
-    row = jnp.arange(rows)[:, None]
+    row, head = jnp.arange(rows)[:, None, None], jnp.arange(heads)[None, :, None]
 
     def write(old: Array, value: Array) -> Array:
-        # Advanced indices on axes 0 and 2 put the (B, T) axes in front.
-        return old.at[row, :, slot].set(jnp.moveaxis(value, 2, 1).astype(old.dtype), mode="drop")
+        # Every index is given: a scatter over a sliced axis makes XLA on CPU copy the ring twice a step.
+        return old.at[row, head, slot[:, None, :]].set(value.astype(old.dtype), mode="drop")
 
     return dataclasses.replace(
         ring,

@@ -113,23 +113,44 @@ def reserve(
     found = counts(state)
     if not found:
         return state
-    wanted = []
-    for used, layer in zip(found["used"], _paged(state)):
-        need = _pages_for(layer, int(used), tokens, most)
-        want = _pages_for(layer, int(used), max(tokens, ahead), most)
-        grown = pool.size_class(max(want, min(2 * layer.count, 2 * want) if doubling else 0))
-        wanted.append(layer.count if need <= layer.count else grown)
+    rooms, held = _paged(state), [int(n) for n in found["slots"]]
+    needs = [_pages_for(room, n, tokens, most) for room, n in zip(rooms, held)]
+    if all(need <= room.count for need, room in zip(needs, rooms)):
+        return state
+    wants = [_pages_for(room, n, max(tokens, ahead), most) for room, n in zip(rooms, held)]
+    if doubling:
+        wants = [max(want, min(2 * room.count, 2 * want)) for want, room in zip(wants, rooms)]
+    # Layers within one class of the fullest take its class: which layer is a page fuller than its neighbour
+    # depends on the text, and every combination of sizes would be a program of its own.
+    shared = pool.coarse_class(max(wants))
+    own = [pool.coarse_class(want) for want in wants]
+    grown = [shared if 2 * shared <= 3 * size else size for size in own]
+    # A bound that is known is taken exactly.
+    bounds = [_most_pages(room, most) for room in rooms]
+    grown = [size if bound is None else min(size, bound) for size, bound in zip(grown, bounds)]
+    wanted = [max(size, room.count) for size, room in zip(grown, rooms)]
     return _resized(state, tuple(wanted))
 
 
-def _pages_for(pages: Pages, used: int, tokens: int, most: int | None) -> int:
-    """Pages a pool needs so that ``tokens`` more tokens a row fit in any distribution over its lists."""
+def _pages_for(pages: Pages, held: int, tokens: int, most: int | None) -> int:
+    """Pages that suffice for ``held`` slots and ``tokens`` more a row, however they lie in the lists.
+
+    Counted from slots, not from owned pages: how a ragged budget spreads a fixed number of slots over its
+    heads depends on the text, and the size must not.
+    """
     rows, heads, lists, _ = pages.table.shape
-    need = used + rows * heads * lists * (-(-tokens // pages.size) + 1)
+    need = held // pages.size + rows * heads * lists * (-(-tokens // pages.size) + 1)
+    bound = _most_pages(pages, most)
+    return need if bound is None else min(need, bound)
+
+
+def _most_pages(pages: Pages, most: int | None) -> int | None:
+    """Pages that suffice when no stream can ever own more than ``most`` slots."""
     if most is None:
-        return need
+        return None
+    rows, heads, lists, _ = pages.table.shape
     # Two lists split one stream's slots and may each end in a page of their own.
-    return min(need, rows * heads * (-(-most // pages.size) + lists - 1))
+    return rows * heads * (-(-most // pages.size) + lists - 1)
 
 
 def fit(state: KVState) -> KVState:

@@ -72,6 +72,7 @@ def write_weights(
             index[e.name] = file
         # transformers refuses a file whose format is not said.
         save_file(tensors, folder / file, metadata={"format": "pt", **metadata})
+        (folder / file).chmod(0o644)  # safetensors writes for the owner alone
     if len(shards) > 1:
         whole = {"metadata": {"total_size": sum(size.values())}, "weight_map": index}
         (folder / INDEX).write_text(json.dumps(whole, indent=2) + "\n")

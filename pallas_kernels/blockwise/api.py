@@ -63,7 +63,8 @@ def blockwise(
       k: keys; products run in the keys' dtype with float32 sums.
       v: values, of the keys' dtype.
       q_pos: position of each query; negative is padding and gets (0, -inf).
-      k_pos: position of each key; negative is padding, whose k and v may hold anything, NaN too.
+      k_pos: position of each key; negative is padding, whose k and v may hold anything, NaN too
+        (a NaN there costs ``xla`` a second pass when T is small).
       window: how many latest positions a query sees, its own included.
       admit: keys visible beyond the window, per KV head; of no effect without a window.
       scale: of the scores; H ** -0.5 by default.

@@ -48,15 +48,10 @@ def _without_padding(v: Float[Array, "... S H"], k_pos: Int[Array, "... S"]) -> 
 def _mix_slowly(
     p: Float[Array, "B K G T S"], v: Float[Array, "B K S H"], k_pos: Int[Array, "B S"]
 ) -> Float[Array, "B K G T H"]:
-    """``_mix`` whatever padded values hold, one stream at a time so as to need little memory."""
+    """``_mix`` whatever padded values hold."""
     b, heads, g, t, s = p.shape
-
-    def stream(x: tuple[Array, Array, Array]) -> Float[Array, "GT H"]:
-        p_i, v_i, row = x
-        return products.mix(p_i, _without_padding(v_i, k_pos[row]))
-
-    rows = jnp.repeat(jnp.arange(b), heads)
-    o = jax.lax.map(stream, (p.reshape(b * heads, g * t, s), v.reshape(b * heads, s, -1), rows))
+    there = jnp.repeat(k_pos >= 0, heads, axis=0)
+    o = products.mix_only(p.reshape(b * heads, g * t, s), v.reshape(b * heads, s, -1), there)
     return o.reshape(b, heads, g, t, -1)
 
 

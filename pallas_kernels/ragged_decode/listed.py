@@ -85,9 +85,10 @@ def by_stream(
         q_i, ids_i, mask_i, order_i, count_i = x
 
         def read(i: Int[Array, ""]) -> tuple[Float[Array, "R cS"], Float[Array, "cS H"]]:
-            at = order_i[i]
-            k = _gather(k_pages, ids_i[at], _column(scales, 0), None)
-            v = _gather(v_pages, ids_i[at], _column(scales, 1), mask_i[at])
+            # Tied to i, bfloat16 pools cannot be converted as a whole before the loop (XLA on CPU would).
+            k_loop, v_loop, at = jax.lax.optimization_barrier((k_pages, v_pages, order_i[i]))
+            k = _gather(k_loop, ids_i[at], _column(scales, 0), None)
+            v = _gather(v_loop, ids_i[at], _column(scales, 1), mask_i[at])
             return softmax.hide(products.scores(q_i, k, scale), mask_i[at].reshape(1, -1)), v
 
         out, lse = _attend(q_i.shape, count_i, read)

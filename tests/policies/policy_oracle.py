@@ -1,0 +1,119 @@
+"""What the oracles of the methods share: hand-made rows, the top-b rule in plain Python, hand-made pages."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax import layer
+from kvjax.cache import pages as paging
+from kvjax.cache import pool
+from kvjax.cache.pages import Pages
+from kvjax.cache.ring import Entry
+from kvjax.policy import Frame, Native, Observation, Policy, SelectAll
+from kvjax.types import EMPTY
+
+
+def positions(lengths: tuple[int, ...], t: int) -> np.ndarray:
+    """Right-padded rows: [B, T] true positions, EMPTY behind each row's end."""
+    at = np.arange(t)[None, :]
+    return np.where(at < np.asarray(lengths)[:, None], at, EMPTY).astype(np.int32)
+
+
+def observe(lengths: tuple[int, ...], t: int, *, index: Any = 0, layers: int = 1, **values) -> Observation:
+    return Observation(
+        pos=jnp.asarray(positions(lengths, t)),
+        total=jnp.asarray(lengths, jnp.int32),
+        layer=index,
+        layers=layers,
+        values={name: jnp.asarray(x, jnp.float32) for name, x in values.items()},
+    )
+
+
+def frame(index: int = 0, layers: int = 1, kv_heads: int = 2, slot_bytes: float = 64) -> Frame:
+    return Frame(index, layers, kv_heads, slot_bytes)
+
+
+def judge(policy: Policy, seen: Observation, admit: np.ndarray | None = None) -> np.ndarray:
+    """Bits [B, K, T]: what the layer keeps of these prompts."""
+    k = seen.values["k"]
+    site = layer.Site(policy, {}, seen.layer, seen.layers, None, seen.total)
+    bits = jnp.ones(k.shape[:3], bool) if admit is None else jnp.asarray(admit)
+    return np.asarray(_verdict(site.policy, seen, k, bits))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _verdict(policy: Policy, seen: Observation, k: jax.Array, admit: jax.Array) -> jax.Array:
+    site = layer.Site(policy, {}, seen.layer, seen.layers, None, seen.total)
+    return layer.verdict(site, Entry(k=k, v=k, pos=seen.pos, admit=admit, meta={}), seen)
+
+
+def best(score: np.ndarray, length: int, target: int, *, sinks: int = 0, newest: int = 0) -> list[int]:
+    """Positions of one stream that stay: the protected first, then high scores, then low positions."""
+    safe = {p for p in range(length) if p < sinks or p >= length - newest}
+    order = sorted(range(length), key=lambda p: (p not in safe, -float(score[p]), p))
+    return sorted(order[: max(target, len(safe))])
+
+
+def kept(bits: np.ndarray) -> list[int]:
+    return np.flatnonzero(bits).tolist()
+
+
+NATIVE, ALL = Native(), SelectAll()
+
+
+# --- pages ---------------------------------------------------------------------------------------
+
+append = jax.jit(paging.append, static_argnums=(1, 2))
+remove = jax.jit(paging.remove, static_argnums=(1, 2))
+
+
+def room(
+    rows: int,
+    heads: int,
+    head_dim: int,
+    *,
+    entries: int,
+    size: int = 8,
+    codec=NATIVE,
+    chooser=ALL,
+    meta=(),
+) -> Pages:
+    """Empty pages, one list a stream, and one page more than all lists can own."""
+    return pool.empty(
+        pages=rows * heads * entries + 1,
+        size=size,
+        rows=rows,
+        heads=heads,
+        lists=1,
+        entries=entries,
+        head_dim=head_dim,
+        dtype=codec.dtype(jnp.dtype(jnp.float32)),
+        scaled=codec.scaled,
+        meta=meta,
+        summary=chooser.summary_shapes(size, head_dim),
+    )
+
+
+def entry(k: np.ndarray, v: np.ndarray | None = None, *, first: int = 0, meta=None) -> Entry:
+    """T tokens [B, K, T, H] at positions first, first + 1 ... of every row."""
+    rows, _, t, _ = k.shape
+    return Entry(
+        k=np.asarray(k, np.float32),
+        v=np.asarray(k if v is None else v, np.float32),
+        pos=np.broadcast_to(first + np.arange(t, dtype=np.int32), (rows, t)),
+        admit=np.ones(k.shape[:3], bool),
+        meta={name: np.asarray(x, np.float32) for name, x in (meta or {}).items()},
+    )
+
+
+def contents(pages: Pages, row: int, head: int, codec=NATIVE) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(pos [C], k [C, H], v [C, H]) of one stream's live slots in list order, as a read would see them."""
+    at = np.arange(int(pages.length[row, head, 0]))
+    page = np.asarray(pages.table)[row, head, 0][at // pages.size]
+    k, v = codec.read(jax.tree.map(np.asarray, pages), page, at % pages.size)
+    return np.asarray(pages.pos)[page, at % pages.size], np.asarray(k), np.asarray(v)
