@@ -23,7 +23,7 @@ from kvjax.serve import clock, facts
 from kvjax.serve.__main__ import main
 from kvjax.serve.arguments import parse
 from kvjax.serve.chat import chat
-from kvjax.serve.command import run
+from kvjax.serve.command import loaded, run
 
 PROMPT = "The quick brown fox jumps over the lazy dog. " * 3
 NEW = 12
@@ -141,10 +141,10 @@ def test_without_a_number_the_answer_ends_with_the_models_context(tiny_folder, c
 
 @pytest.mark.parametrize(("policy", "work"), [("full", "tokens"), ("knorm + uniform(0.5)", "layers")])
 def test_progress_counts_tokens_or_layers(say, policy, work):
-    err = say("--prompt", PROMPT, "--policy", policy, "--progress")[2]
+    err = say("--prompt", PROMPT, "--policy", policy, "--json", "--progress")[2]
     total = {"tokens": len(PROMPT) + 1, "layers": 2}[work]
     assert re.search(rf"reading: 100%.*{total}/{total}.*{work}", err)
-    assert "reading" not in say("--prompt", PROMPT, "--policy", policy)[2]
+    assert "reading" not in say("--prompt", PROMPT, "--policy", policy, "--json")[2]
 
 
 def test_help_lists_every_preset_and_part(capsys):
@@ -163,11 +163,10 @@ def test_the_models_own_window_is_announced(tiny_folder, tmp_path, capsys):
     config |= {"use_sliding_window": True, "sliding_window": 32, "max_window_layers": 1}
     config["layer_types"] = ["full_attention", "sliding_attention"]
     (folder / "config.json").write_text(json.dumps(config))
-    words = ["--model", str(folder), "--prompt", PROMPT, "--max-new-tokens", "2"]
-    assert main([*words, "--policy", "window(16)"]) == 0
+    loaded(parse(["--model", str(folder), "--policy", "window(16)"]))
     assert "own sliding window rules in layers [1]" in capsys.readouterr().err
-    assert main(words) == 0
-    assert "sliding" not in capsys.readouterr().err
+    loaded(parse(["--model", str(folder)]))
+    assert capsys.readouterr().err == ""
 
 
 # --- chat ----------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 python -m train.pretrain --config configs/pretrain/small.yaml               train, or go on
 python -m train.pretrain --config configs/pretrain/small.yaml --evaluate    table of recall, bits per byte
+  ... --evaluate --model kvjax/assets/small                                 the same of an exported folder
 python -m train.pretrain --config configs/pretrain/small.yaml --export DIR  HF folder in bfloat16
 """
 
@@ -244,15 +245,29 @@ def evaluate(have: Setup, params: Params, *, count: int, lengths: tuple[int, ...
     return table
 
 
+def evaluate_folder(config: dict[str, Any], folder: Path, count: int) -> None:
+    """The table of an exported model, with the tokenizer that lies beside it."""
+    from kvjax.models import hf
+
+    model = hf.load(folder, dtype="float32")
+    have = setup(config | {"tokenizer": str(folder / "tokenizer.json")})
+    evaluate(have, model.params, count=count, lengths=tuple(config["check"]["lengths"]))
+
+
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--config", type=Path, required=True)
     parser.add_argument("--evaluate", action="store_true", help="print the table of the newest checkpoint")
+    parser.add_argument("--model", type=Path, help="evaluate this HF folder instead of a checkpoint")
     parser.add_argument("--count", type=int, default=FINAL_COUNT, help="needles a cell of the table")
     parser.add_argument("--export", type=Path, help="write an HF folder of the newest checkpoint")
     args = parser.parse_args()
-    have = setup(yaml.safe_load(args.config.read_text()))
+    config = yaml.safe_load(args.config.read_text())
+    if args.model is not None:
+        evaluate_folder(config, args.model, args.count)
+        return
+    have = setup(config)
     if not args.evaluate and args.export is None:
         run(have)
         return

@@ -24,7 +24,7 @@ def run(options: Options) -> None:
         raise InputError(
             "--json without a prompt has nothing to answer. Give --prompt, --prompt-file or a pipe."
         )
-    model = _model(options)
+    model = loaded(options)
     # A terminal that cannot show a character gets a question mark instead of an error.
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")
@@ -51,7 +51,7 @@ def say(piece: str) -> None:
     print(piece, end="", flush=True)
 
 
-def _model(options: Options) -> LanguageModel:
+def loaded(options: Options) -> LanguageModel:
     """The model with its tokenizer read; a note where the policy has no say."""
     try:
         model = load(options.model, dtype=options.dtype)

@@ -243,6 +243,8 @@ def test_the_pool_is_read_in_place(kind):
     """Temporary memory of the compiled read: a fraction of the pool, which no float copy would be."""
     if jax.default_backend() != "cpu":
         pytest.skip("the flat form is laid out for XLA on CPU")
+    if kind == "bfloat16" and jax.__version_info__ < (0, 10):
+        pytest.skip("XLA of jax 0.7.2 converts a bfloat16 operand to float32 before any product on CPU")
     shape = Shape(B=2, N=8, K=2, T=1, H=64, P=512, S=64, M=128)
     length = np.full((2, 2), shape.M * shape.S)
     arrays, lists = case(shape, length, kind=kind, poison=0)

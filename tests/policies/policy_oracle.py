@@ -113,7 +113,8 @@ def entry(k: np.ndarray, v: np.ndarray | None = None, *, first: int = 0, meta=No
 
 def contents(pages: Pages, row: int, head: int, codec=NATIVE) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(pos [C], k [C, H], v [C, H]) of one stream's live slots in list order, as a read would see them."""
+    pages = jax.device_get(pages)
     at = np.arange(int(pages.length[row, head, 0]))
-    page = np.asarray(pages.table)[row, head, 0][at // pages.size]
-    k, v = codec.read(jax.tree.map(np.asarray, pages), page, at % pages.size)
-    return np.asarray(pages.pos)[page, at % pages.size], np.asarray(k), np.asarray(v)
+    page = pages.table[row, head, 0][at // pages.size]
+    k, v = codec.read(pages, page, at % pages.size)
+    return pages.pos[page, at % pages.size], np.asarray(k), np.asarray(v)

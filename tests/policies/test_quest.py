@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,7 +16,7 @@ from kvjax.cache import ring as rings
 from kvjax.cache.pages import Pages
 from kvjax.cache.state import LayerCache
 from kvjax.policies.quest import Quest
-from kvjax.policy import Policy, PolicyError
+from kvjax.policy import Picked, Policy, PolicyError
 from kvjax.storage.int8 import Int8
 from kvjax.types import EMPTY
 
@@ -34,7 +36,7 @@ def filled(codec=NATIVE) -> Pages:
     return append(pages, codec, QUEST, entry(KEYS, VALUES), jnp.asarray(WHICH))
 
 
-PAGES = filled()
+PAGES = jax.device_get(filled())
 STREAMS = [(b, h) for b in range(ROWS) for h in range(K)]
 
 
@@ -59,9 +61,14 @@ def found_bounds(q: jax.Array, pages: Pages) -> jax.Array:
     return QUEST._bounds(q, pages, 0)
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def select(quest: Quest, q: jax.Array, pages: Pages) -> Picked:
+    return quest.select(None, q, pages, 0)
+
+
 def picked(quest: Quest, q: np.ndarray, pages: Pages) -> list[set[int]]:
     """Chunk indices per stream, after checking that pages and bitmask are well formed."""
-    found = jax.jit(lambda q, pages: quest.select(None, q, pages, 0))(q, pages)
+    found = select(quest, q, pages)
     index, slots = np.asarray(found.pages), np.asarray(found.slots)
     assert slots.shape == (*index.shape, SIZE)
     sets = []
@@ -131,6 +138,7 @@ def test_a_read_visits_the_picked_chunks_alone(index, decoding):
 def check_ranges(pages: Pages, codec) -> None:
     """Each page's range is the lowest and highest of its live keys as stored; zeros for empty chunks."""
     owned_once(pages)
+    pages = jax.device_get(pages)
     found = np.asarray(pages.summary["range"])
     for b, h in STREAMS:
         live = chunks(pages, b, h, codec)

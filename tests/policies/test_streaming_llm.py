@@ -25,10 +25,10 @@ Q = random.standard_normal((ROWS, 18, N, H))
 KEYS, VALUES = random.standard_normal((2, ROWS, 18, K, H))
 
 
-def heads(begin: int, t: int) -> tuple[jax.Array, ...]:
+def heads(begin: int, t: int) -> tuple[np.ndarray, ...]:
     """q, k, v of t tokens from ``begin`` on; zeros behind the text's end."""
     texts = [np.pad(x, ((0, 0), (0, t), (0, 0), (0, 0))) for x in (Q, KEYS, VALUES)]
-    return tuple(jnp.asarray(x[:, begin : begin + t], jnp.float32) for x in texts)
+    return tuple(x[:, begin : begin + t].astype(np.float32) for x in texts)
 
 
 def as_heads(q: jax.Array, k: jax.Array, v: jax.Array) -> Heads:
@@ -44,16 +44,15 @@ def held(cache: LayerCache, b: int, h: int, length: int) -> dict[int, np.ndarray
     """Position -> key of everything the stream still has, in either room."""
     pos, k, v = contents(cache.pages, b, h)
     found = {int(p): np.concatenate([x, y]) for p, x, y in zip(pos, k, v)}
-    ring_pos = np.asarray(rings.positions(jnp.asarray([length]), W))[0]
-    for slot, p in enumerate(ring_pos):
-        if p >= 0:
-            assert int(p) not in found
-            found[int(p)] = np.concatenate([cache.ring.k[b, h, slot], cache.ring.v[b, h, slot]])
+    for p in range(max(length - W, 0), length):  # the ring: position p lies in slot p mod W
+        assert p not in found
+        found[p] = np.concatenate([cache.ring.k[b, h, p % W], cache.ring.v[b, h, p % W]])
     return found
 
 
 def check(cache: LayerCache, lengths: np.ndarray) -> None:
     owned_once(cache.pages)
+    cache = jax.device_get(cache)
     for b, length in enumerate(lengths):
         right = {p for p in range(length) if p < SINKS or p >= length - W}
         for h in range(K):
@@ -109,7 +108,7 @@ def test_step_by_step_too():
 
 
 def test_nobody_but_the_sinks_is_admitted():
-    x, pos = as_heads(*heads(0, 9)), jnp.broadcast_to(jnp.arange(9), (ROWS, 9))
+    x, pos = as_heads(*map(jnp.asarray, heads(0, 9))), jnp.broadcast_to(jnp.arange(9), (ROWS, 9))
     new = layer.arriving(SITE, x, pos, layer.observe(SITE, x, pos))
     np.testing.assert_array_equal(new.admit, np.broadcast_to(np.arange(9) < SINKS, (ROWS, K, 9)))
 
