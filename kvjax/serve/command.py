@@ -52,7 +52,11 @@ def say(piece: str) -> None:
 
 
 def loaded(options: Options) -> LanguageModel:
-    """The model with its tokenizer read; a note where the policy has no say."""
+    """The model with its tokenizer read; a note on standard error where the policy has no say.
+
+    Raises:
+      InputError: no such model, or one that cannot be read.
+    """
     try:
         model = load(options.model, dtype=options.dtype)
         _ = model.text

@@ -102,19 +102,20 @@ def room(
 def entry(k: np.ndarray, v: np.ndarray | None = None, *, first: int = 0, meta=None) -> Entry:
     """T tokens [B, K, T, H] at positions first, first + 1 ... of every row."""
     rows, _, t, _ = k.shape
-    return Entry(
+    given: dict[str, Any] = dict(
         k=np.asarray(k, np.float32),
         v=np.asarray(k if v is None else v, np.float32),
         pos=np.broadcast_to(first + np.arange(t, dtype=np.int32), (rows, t)),
         admit=np.ones(k.shape[:3], bool),
         meta={name: np.asarray(x, np.float32) for name, x in (meta or {}).items()},
     )
+    return Entry(**given)
 
 
 def contents(pages: Pages, row: int, head: int, codec=NATIVE) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(pos [C], k [C, H], v [C, H]) of one stream's live slots in list order, as a read would see them."""
-    pages = jax.device_get(pages)
-    at = np.arange(int(pages.length[row, head, 0]))
-    page = pages.table[row, head, 0][at // pages.size]
-    k, v = codec.read(pages, page, at % pages.size)
-    return pages.pos[page, at % pages.size], np.asarray(k), np.asarray(v)
+    held: Any = jax.device_get(pages)
+    at = np.arange(held.length[row, head, 0])
+    page = held.table[row, head, 0][at // held.size]
+    k, v = codec.read(held, page, at % held.size)
+    return held.pos[page, at % held.size], np.asarray(k), np.asarray(v)

@@ -97,7 +97,7 @@ def test_codes_of_a_page_that_grows_by_hand():
     #   channel 0   127 sets scale 1; 10 is code 10; 254 doubles it: 127 -> 63.5 -> 64 (even), 10 -> 5
     #   channel 1   -127, then 3 and -1 inside the scale: nothing moves
     #   channel 2   0 leaves the scale at zero; 63.5 sets 1/2; 127 doubles it: 127 -> 63.5 -> 64
-    #   channel 3   25.4 and half of it: 63.5 -> 64 again, scale untouched
+    #   channel 3   254 sets scale 2; 127 is 63.5 -> 64; -254 leaves the scale alone
     k = np.array([[127, -127, 0, 254], [10, 3, 63.5, 127], [254, -1, 127, -254]], np.float32)
     pages, seen = small(), []
     for i in range(3):

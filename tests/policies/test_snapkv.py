@@ -50,7 +50,7 @@ def scores(row: int, window: int, kernel: int) -> np.ndarray:
     return np.stack([np.mean(heads, axis=0) for heads in groups])
 
 
-@pytest.mark.parametrize(("window", "kernel"), [(WINDOW, 5), (WINDOW, 1), (1, 3), (11, 7)])
+@pytest.mark.parametrize(("window", "kernel"), [(WINDOW, 5), (1, 3), (11, 7)])
 def test_votes_smoothing_and_group_mean(window, kernel):
     found = np.asarray(SnapKV(window, kernel=kernel).score_prompt(None, SEEN))
     for row, length in enumerate(LENGTHS):
@@ -96,7 +96,7 @@ def test_pyramid_keeps_more_below(layer):
             assert kept(bits[row, h]) == best(score, length, target, newest=WINDOW)
 
 
-@pytest.mark.parametrize("floor", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("floor", [0.0, 0.5])
 def test_ada_shares_a_layer_between_its_heads(floor):
     bits = judge(Policy(eviction=SnapKV(WINDOW), budget=Ada(12, floor=floor)), SEEN)
     for row, length in enumerate(LENGTHS):
