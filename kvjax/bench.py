@@ -66,7 +66,7 @@ def host(layers: int, spec: str, repeats: int) -> dict[str, float | int | str]:
         decoder.shapes(network.spec),
         is_leaf=lambda x: isinstance(x, tuple),
     )
-    state = decode.empty(network, chosen, rows=1, context=256, dtype=jnp.float32)
+    state = decode.empty(network, chosen, rows=1, context=256, dtype=jnp.dtype("float32"))
 
     def per_call(params: dict, state: KVState, token: jax.Array) -> KVState:
         return state

@@ -141,8 +141,27 @@ def step(
       tokens: one id a row.
       active: rows that take part; the others leave no trace.
     """
-    positions = state.length[:, None]
-    x = network.embed(params, tokens[:, None])
+
+    def visit(site: layers.Site, heads: Heads, room: LayerCache) -> tuple[Array, LayerCache]:
+        return layers.step(site, room, heads, state.length, active)
+
+    x, rooms = _through(network, policy, params, weights, state, tokens[:, None], visit)
+    length = state.length + active.astype(jnp.int32)
+    return dataclasses.replace(state, layers=rooms, length=length), network.logits(params, x[:, 0])
+
+
+def _through(
+    network: Network,
+    policy: Policy,
+    params: Params,
+    weights: Params,
+    state: KVState,
+    tokens: Int[Array, "B T"],
+    visit: Callable[[layers.Site, Heads, LayerCache], tuple[Array, LayerCache]],
+) -> tuple[Float[Array, "B T D"], tuple[LayerCache, ...]]:
+    """Walk T new tokens a row through the model, ``visit`` standing at every layer's seam."""
+    positions = state.length[:, None] + jnp.arange(tokens.shape[1])[None, :]
+    x = network.embed(params, tokens)
     rooms = []
     for index, (block, room) in enumerate(zip(params["layers"], state.layers)):
         site = _site(network, policy, weights, index, state.total)
@@ -150,13 +169,11 @@ def step(
         def attend(
             _: int, heads: Heads, room: LayerCache, site: layers.Site = site
         ) -> tuple[Array, LayerCache]:
-            return layers.step(site, room, heads, state.length, active)
+            return visit(site, heads, room)
 
         x, room = network.layer(block, index, x, positions, attend, room)
         rooms.append(room)
-    length = state.length + active.astype(jnp.int32)
-    state = dataclasses.replace(state, layers=tuple(rooms), length=length)
-    return state, network.logits(params, x[:, 0])
+    return x, tuple(rooms)
 
 
 # --- a prompt in pieces --------------------------------------------------------------------------
@@ -172,23 +189,14 @@ def chunk(
     count: Int[Array, " B"],
 ) -> tuple[KVState, Float[Array, "B D"]]:
     """Feed ``count`` of T tokens to every row; the last real token's output. Pure."""
-    t = tokens.shape[1]
-    positions = state.length[:, None] + jnp.arange(t)[None, :]
-    x = network.embed(params, tokens)
-    rooms = []
-    for index, (block, room) in enumerate(zip(params["layers"], state.layers)):
-        site = _site(network, policy, weights, index, state.total)
 
-        def attend(
-            _: int, heads: Heads, room: LayerCache, site: layers.Site = site
-        ) -> tuple[Array, LayerCache]:
-            return layers.chunk(site, room, heads, state.length, count)
+    def visit(site: layers.Site, heads: Heads, room: LayerCache) -> tuple[Array, LayerCache]:
+        return layers.chunk(site, room, heads, state.length, count)
 
-        x, room = network.layer(block, index, x, positions, attend, room)
-        rooms.append(room)
-    state = dataclasses.replace(state, layers=tuple(rooms), length=state.length + count)
+    x, rooms = _through(network, policy, params, weights, state, tokens, visit)
+    after = dataclasses.replace(state, layers=rooms, length=state.length + count)
     last = jnp.maximum(count - 1, 0)[:, None, None]
-    return state, jnp.take_along_axis(x, last, axis=1)[:, 0]
+    return after, jnp.take_along_axis(x, last, axis=1)[:, 0]
 
 
 _STATIC = ("network", "policy")
