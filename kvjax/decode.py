@@ -201,7 +201,8 @@ def chunk(
 
 _STATIC = ("network", "policy")
 _chunk = jax.jit(chunk, static_argnames=_STATIC, donate_argnames="state")
-_step = jax.jit(step, static_argnames=_STATIC, donate_argnames="state")
+step_program = jax.jit(step, static_argnames=_STATIC, donate_argnames="state")
+"""``step`` compiled with its state donated, for loops of one's own; ``segment`` is what ``stream`` runs."""
 
 
 @functools.partial(jax.jit, static_argnames="network")

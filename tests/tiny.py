@@ -146,7 +146,7 @@ def feed(
     active = np.ones(tokens.shape[0], bool) if active is None else np.asarray(active)
     found = []
     for column in np.asarray(tokens, np.int32).T:
-        state, logits = decode._step(tiny.network, policy, tiny.params, {}, state, column, active)
+        state, logits = decode.step_program(tiny.network, policy, tiny.params, {}, state, column, active)
         found.append(logits)
     return state, np.stack(jax.device_get(found), axis=1)
 

@@ -23,7 +23,9 @@ def logits_of(spec, params, data):
 
 def test_logits_are_those_of_transformers(name, golden_folder, golden_data):
     model, data = hf.load(golden_folder(name), dtype="float32"), golden_data(name)
-    np.testing.assert_allclose(logits_of(model.spec, model.params, data), data["logits"], atol=TOLERANCE)
+    found = logits_of(model.spec, model.params, data)
+    print(f"{name}: largest difference {np.abs(found - data['logits']).max():.1e}")
+    np.testing.assert_allclose(found, data["logits"], atol=TOLERANCE)
 
 
 def test_greedy_tokens_are_those_of_transformers(name, golden_folder, golden_data):
