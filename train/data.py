@@ -7,11 +7,14 @@ three, so a killed run that knows its step continues with the very batches it wo
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 
 import grain.python as grain
 import numpy as np
 
+from train import tasks
 from train.rows import ANSWER, HAYSTACK, MAGIC, SECRET, TAIL, Source, copy_row, needle_row, text_row
+from train.tasks import SHARES
 
 __all__ = [
     "ANSWER", "HAYSTACK", "MAGIC", "SECRET", "TAIL", "Batches", "Level", "Mix", "Source", "batches",
@@ -22,7 +25,7 @@ __all__ = [
 def training_row(
     rng: np.random.Generator, source: Source, length: int, level: Level
 ) -> tuple[np.ndarray, np.ndarray]:
-    """A row of one of the three kinds, by the level's shares; plain text where a needle does not fit."""
+    """A row of one of the four kinds, by the level's shares; plain text where nothing else fits."""
     kind = rng.random()
     if kind < level.needles:
         keys = int(rng.choice([n for n in level.keys if n <= 4 or length >= 512]))
@@ -37,9 +40,12 @@ def training_row(
             snap=rng.random() < 0.6,
             gap=str(rng.choice([" ", " ", "\n", "\n\n"])),
             wording=MAGIC if level.magic and rng.random() < level.magic else SECRET,
+            figures=int(rng.integers(2, 5)) if level.clash and rng.random() < level.clash else 10,
         )
         if row is not None:
             return row
+    elif kind < level.needles + level.tasks:
+        return tasks.draw(rng, source, length, level.families)[1:]
     if kind < 1 - level.copies:
         return text_row(rng, source, length)
     return copy_row(rng, source, length)
@@ -53,18 +59,25 @@ class Level:
       lengths: row lengths in use.
       shares: how often each of them is drawn.
       scored: tokens of a batch whose loss is computed; all answers are, the rest is sampled by weight.
+      tokens: in a batch, whatever its row length; None is the mixture's number.
       keys: needles of a needle row, one number drawn per row; above four only from 512 tokens.
-      needles, copies: share of rows of these kinds; the rest is plain text.
+      needles, tasks, copies: share of rows of these kinds; the rest is plain text.
       magic: share of needle rows in RULER's wording.
+      clash: share of needle rows whose numbers are made of two to four different digits.
+      families: how often each of ``train.tasks.TASKS`` is drawn for a task row, among those that fit.
     """
 
     lengths: tuple[int, ...]
     shares: tuple[float, ...]
     scored: int
+    tokens: int | None = None
     keys: tuple[int, ...] = (1, 1, 2, 4, 6, 8)
     needles: float = 0.62
+    tasks: float = 0.0
     copies: float = 0.15
     magic: float = 0.0
+    clash: float = 0.0
+    families: Mapping[str, float] = dataclasses.field(default_factory=lambda: SHARES)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -73,7 +86,7 @@ class Mix:
 
     Attributes:
       seed: of every batch.
-      tokens: in a batch, whatever its row length.
+      tokens: in a batch of a level that does not say.
       levels: the curriculum.
     """
 
@@ -100,7 +113,7 @@ class Batches:
         rng = np.random.default_rng((self.mix.seed, self.level, int(index)))
         shares = np.asarray(level.shares)
         length = int(rng.choice(level.lengths, p=shares / shares.sum()))
-        count = max(1, self.mix.tokens // length)
+        count = max(1, (level.tokens or self.mix.tokens) // length)
         rows = [training_row(rng, self.source, length, level) for _ in range(count)]
         tokens, weight = (np.stack(column) for column in zip(*rows))
         return {"tokens": tokens, **choose_scored(rng, tokens, weight, level.scored)}

@@ -68,6 +68,7 @@ class Plan:
       log_every, check_every, save_every: cadence; each also falls on the last step.
       keep: checkpoints kept.
       seconds: wall clock of this process after which it saves and returns; None is no limit.
+      workers: processes that make batches ahead; with 0 a thread of this one does. The batches are the same.
     """
 
     steps: int
@@ -76,6 +77,7 @@ class Plan:
     save_every: int = 250
     keep: int = 2
     seconds: float | None = None
+    workers: int = 0
 
 
 class Checkpoints:
@@ -176,7 +178,7 @@ def train(
         step, state, level = found
     log, began, update = Log(folder, step), time.monotonic(), make_step(optimizer)
     partial = loss if isinstance(loss, jax.tree_util.Partial) else jax.tree_util.Partial(loss)
-    stream = _stream(batches(level), step)
+    stream = _stream(batches(level), step, plan.workers)
     bar = tqdm(total=plan.steps, initial=step, unit="step", mininterval=5)
     stop = step >= plan.steps
     while not stop:
@@ -196,7 +198,7 @@ def train(
             stop = stop or verdict.stop
             if verdict.level != level:
                 level = verdict.level
-                stream = _stream(batches(level), step)
+                stream = _stream(batches(level), step, plan.workers)
         if step % plan.save_every == 0 or stop:
             saved.save(step, state, level)
     bar.close()
@@ -204,7 +206,13 @@ def train(
     return state
 
 
-def _stream(dataset: grain.MapDataset, step: int) -> Iterator[dict[str, Any]]:
-    """The dataset from element ``step`` on, made one or two ahead in a thread."""
+def _stream(dataset: grain.MapDataset, step: int, workers: int) -> Iterator[dict[str, Any]]:
+    """The dataset from element ``step`` on, made a few ahead."""
     options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=2)
-    return iter(dataset[step:].to_iter_dataset(options))
+    ahead = dataset[step:].to_iter_dataset(options)
+    if workers:
+        from absl import flags
+
+        flags.FLAGS.mark_as_parsed()  # grain's workers read absl's flags, which no kvjax program parses
+        ahead = ahead.mp_prefetch(grain.MultiprocessingOptions(num_workers=workers))
+    return iter(ahead)

@@ -17,6 +17,7 @@ from kvjax.models import decoder
 from kvjax.models.spec import ModelSpec
 from kvjax.types import AttendFn, Heads, Params
 from train.rows import ANSWER, Source, needle_row
+from train.tasks.pieces import RowFn
 from train.text import BOS
 
 if TYPE_CHECKING:
@@ -26,36 +27,46 @@ DEPTHS = (0.1, 0.3, 0.5, 0.7, 0.9)
 """Where the needle stands, from the start of the text."""
 
 
-def blocked_attend(spec: ModelSpec, block: int = 128) -> AttendFn[None]:
+def blocked_attend(spec: ModelSpec, block: int = 128, *, remat: bool = False) -> AttendFn[None]:
     """``decoder.dense_attend`` for full-attention layers, in blocks of queries against their past only.
 
-    Half the work and a fraction of the memory traffic at 1024 tokens; same values.
+    Half the work and a fraction of the memory traffic at 1024 tokens; same values. With ``remat`` the
+    weights of a block are computed again in the backward pass instead of kept: [B, N, block, T] floats
+    at a time instead of half of [L, B, N, T, T].
     """
 
     def attend(index: int, x: Heads, carry: None) -> tuple[Array, None]:
         del index
         b, t, n, h = x.q.shape
         q = x.q.reshape(b, t, spec.num_kv_heads, spec.groups, h) * jnp.asarray(h**-0.5, x.q.dtype)
-        parts = []
-        for start in range(0, t, block):
-            end = min(t, start + block)
-            s = jnp.einsum(
-                "btkgh,bskh->bkgts", q[:, start:end], x.k[:, :end], preferred_element_type=jnp.float32
-            )
-            visible = jnp.arange(start, end)[:, None] >= jnp.arange(end)[None, :]
-            p = jax.nn.softmax(jnp.where(visible, s, -jnp.inf), axis=-1).astype(x.v.dtype)
-            parts.append(jnp.einsum("bkgts,bskh->btkgh", p, x.v[:, :end]))
+
+        def mix(q: Array, k: Array, v: Array, first: int) -> Array:
+            s = jnp.einsum("btkgh,bskh->bkgts", q, k, preferred_element_type=jnp.float32)
+            visible = first + jnp.arange(q.shape[1])[:, None] >= jnp.arange(k.shape[1])[None, :]
+            p = jax.nn.softmax(jnp.where(visible, s, -jnp.inf), axis=-1).astype(v.dtype)
+            return jnp.einsum("bkgts,bskh->btkgh", p, v)
+
+        run = jax.checkpoint(mix, static_argnums=3) if remat else mix
+        starts = range(0, t, block)
+        parts = [run(q[:, a : a + block], x.k[:, : a + block], x.v[:, : a + block], a) for a in starts]
         return jnp.concatenate(parts, axis=1).reshape(b, t, n, h), carry
 
     return attend
 
 
 def scored_logits(
-    spec: ModelSpec, params: Params, tokens: Int[Array, "B T"], at: Int[Array, " S"]
+    spec: ModelSpec,
+    params: Params,
+    tokens: Int[Array, "B T"],
+    at: Int[Array, " S"],
+    *,
+    block: int = 128,
+    remat: bool = False,
 ) -> Float[Array, "S V"]:
-    """Logits at the row-major positions ``at`` only, float32."""
+    """Logits at the row-major positions ``at`` only, float32; the rest as in ``blocked_attend``."""
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    x, _ = decoder.forward(spec, params, tokens, positions, blocked_attend(spec), None)
+    attend = blocked_attend(spec, block, remat=remat)
+    x, _ = decoder.forward(spec, params, tokens, positions, attend, None)
     return decoder.logits(spec, params, x.reshape(-1, spec.model_dim)[at])
 
 
@@ -112,6 +123,70 @@ def needle_recall(
         right = np.asarray(_nll(spec, params, tokens, at)[1]).reshape(step, answer)
         found += np.all(right[:real], axis=-1).tolist()
     return np.asarray(found).reshape(-1, len(DEPTHS)).T
+
+
+def task_recall(
+    spec: ModelSpec,
+    params: Params,
+    row: RowFn,
+    source: Source,
+    *,
+    length: int,
+    count: int,
+    seed: int,
+    by_word: bool = False,
+) -> float:
+    """Share of the answers asked for that greedy decoding would write, given the right ones before it.
+
+    An answer is a run of tokens of the row with the weight ``ANSWER``, or each word of such a run (as
+    RULER scores lists); each row counts the same.
+
+    Args:
+      spec, params: the model.
+      row: the task, one of ``train.tasks.TASKS`` or a form of it.
+      source: text and key words; held-out ones for a claim.
+      length: tokens of a row.
+      count: rows.
+      seed: of the rows; the same rows for every model.
+      by_word: whether the words of a run are answers of their own.
+
+    Raises:
+      ValueError: when the task does not fit into ``length`` tokens.
+    """
+    drawn = []
+    for i in range(count):
+        rng = np.random.default_rng((seed, length, i))
+        found = next((r for r in (row(rng, source, length) for _ in range(100)) if r is not None), None)
+        if found is None:
+            raise ValueError(
+                f"task_recall(row={row.__name__}, length={length}) found no row of that length in 100 draws. "
+                "Ask for longer rows."
+            )
+        drawn.append(found)
+    vocabulary = range(source.tokenizer.get_vocab_size())
+    begins = np.array([by_word and source.tokenizer.decode([i]).startswith(" ") for i in vocabulary])
+    scores: list[float] = []
+    step = max(1, min(count, 8192 // length))
+    for first in range(0, count, step):
+        part = drawn[first : first + step]
+        tokens = np.stack([ids for ids, _ in part])
+        answer = np.stack([weight >= ANSWER for _, weight in part])
+        flat = np.flatnonzero(answer)
+        at = np.pad(flat - 1, (0, (-len(flat)) % 256))  # few sizes of the compiled program
+        whole = np.pad(tokens, ((0, step - len(part)), (0, 0)))
+        hit = np.asarray(_nll(spec, params, whole, at)[1])[: len(flat)]
+        right = np.ones(answer.shape, bool)
+        right[answer] = hit
+        scores += [_found(*one) for one in zip(answer, right, begins[tokens])]
+    return float(np.mean(scores))
+
+
+def _found(answer: np.ndarray, right: np.ndarray, begins: np.ndarray) -> float:
+    """Share of a row's answers without a wrong token; one begins where ``answer`` does or ``begins`` says."""
+    first = answer & (begins | ~np.pad(answer, (1, 0))[:-1])
+    number = np.cumsum(first)[answer]  # which answer each token belongs to, from 1
+    wrong = np.bincount(number, weights=~right[answer])[1:]
+    return float(np.mean(wrong == 0))
 
 
 def bits_per_byte(

@@ -108,6 +108,7 @@ def needle_row(
     snap: bool = True,
     gap: str = " ",
     wording: Wording = SECRET,
+    figures: int = 10,
 ) -> tuple[np.ndarray, np.ndarray] | None:
     """One row of needles in text.
 
@@ -121,13 +122,16 @@ def needle_row(
       snap: whether needles stand at sentence ends.
       gap: what stands in front of a question.
       wording: of needles and questions.
+      figures: how many different digits the row's numbers are made of; few of them make numbers that can
+        only be told apart by more than one digit's predecessor.
 
     Returns:
       (ids int32 [N], loss weight of each id float32 [N]); None when the row is too short.
     """
     words, digits = (_one(rng, choices) for choices in (wording.words, wording.digits))
     names = ["-".join(source.word(rng) for _ in range(words)) for _ in range(keys)]
-    values = ["".join(map(str, rng.integers(0, 10, digits))) for _ in range(keys)]
+    pool = np.arange(10) if figures == 10 else rng.permutation(10)[:figures]
+    values = ["".join(map(str, pool[rng.integers(0, figures, digits)])) for _ in range(keys)]
     sentences = [source.encode(wording.hide.format(key=k, value=v)) for k, v in zip(names, values)]
     order = rng.permutation(keys)[:asked]
     tail: list[int] = []

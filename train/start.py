@@ -27,13 +27,22 @@ BIAS = 4.0
 """Length of the key bias in each fast frequency; attention to the previous token is 0.72 from the start."""
 
 
-def construct(spec: ModelSpec, params: Params, seed: int, *, logit_scale: float = 1 / (0.02 * 16)) -> Params:
+def construct(
+    spec: ModelSpec,
+    params: Params,
+    seed: int,
+    *,
+    spread: float = 0.0,
+    logit_scale: float = 1 / (0.02 * 16),
+) -> Params:
     """Writes the circuit into layers 0 and 1 of freshly drawn weights.
 
     Args:
       spec: at least two layers and q / k / v biases.
       params: as drawn by ``kvjax.models.module.Decoder``.
       seed: of the random projections.
+      spread: noise on what the query heads of layer 1's group read, in shares of it. Without any they start
+        equal, get equal gradients and stay equal for ever.
       logit_scale: initial value of the final norm; a tied output of standard deviation 0.02 needs one
         well above 1 to reach confident logits.
 
@@ -72,6 +81,9 @@ def construct(spec: ModelSpec, params: Params, seed: int, *, logit_scale: float 
     induction["wk"][:, 0, slots] = frame
     induction["wq"][:, queries] = 0.0
     induction["wq"][:, queries, slots] = read[:, None, :]
+    if spread:
+        noise = rng.normal(size=(dim, groups, head_dim)) / np.sqrt(len(slots))
+        induction["wq"][:, queries] += spread * noise
     induction["wv"][:, 0] = copy
     induction["wo"][queries] = 0.01 * copy.T
     return params | {"layers": layers, "final_norm": np.full((dim,), logit_scale, np.float32)}

@@ -20,7 +20,8 @@ import yaml
 from flax import nnx
 
 from kvjax.models import decoder, module
-from train import data, pretrain, recall, rows, start, text
+from train import data, loop, pretrain, recall, rows, start, text
+from train.setup import initial, model_spec, setup
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -40,10 +41,10 @@ CONFIG = {
         "dtype": "float32",
     },
     "optimizer": {
-        "peak": 1e-3,
-        "final": 1e-5,
-        "warmup": 2,
-        "decay": 2,
+        "cycles": [
+            {"until": 3, "peak": 1e-3, "final": 1e-5, "warmup": 1, "decay": 1},
+            {"until": 6, "peak": 5e-4, "final": 0.0, "warmup": 1, "decay": 2},
+        ],
         "b2": 0.95,
         "weight_decay": 0.05,
         "clip": 1.0,
@@ -52,7 +53,17 @@ CONFIG = {
         "tokens": 512,
         "levels": [
             {"lengths": [128], "shares": [1.0], "scored": 64},
-            {"lengths": [128], "shares": [1.0], "scored": 64, "magic": 0.5},
+            {
+                "lengths": [128],
+                "shares": [1.0],
+                "scored": 64,
+                "tokens": 256,
+                "needles": 0.3,
+                "tasks": 0.5,
+                "magic": 0.5,
+                "clash": 0.5,
+                "families": {"pairs": 1},
+            },
         ],
     },
     "plan": {"steps": 6, "log_every": 1, "check_every": 2, "save_every": 1},
@@ -76,7 +87,7 @@ def config_at(folder: Path, **plan: int) -> dict:
 def have(tmp_path_factory):
     patch = pytest.MonkeyPatch()
     patch.setenv("KVJAX_DATA", "/nowhere")  # the generated stand-in, on every machine
-    yield pretrain.setup(config_at(tmp_path_factory.mktemp("tiny")))
+    yield setup(config_at(tmp_path_factory.mktemp("tiny")))
     patch.undo()
 
 
@@ -196,7 +207,7 @@ def test_recall_refuses_rows_too_short_for_their_needles(have):
 
 
 def test_the_start_refuses_a_model_it_does_not_fit(have):
-    spec = pretrain.model_spec(CONFIG["model"] | {"num_layers": 1})
+    spec = model_spec(CONFIG["model"] | {"num_layers": 1})
     with pytest.raises(ValueError, match="num_layers >= 2"):
         start.construct(spec, module.leaves(module.Decoder(spec, rngs=nnx.Rngs(params=0))), 0)
 
@@ -211,8 +222,105 @@ def test_the_module_has_the_decoders_tree(have):
 
 
 def test_blocked_attention_is_dense_attention(have):
-    params = pretrain.initial(have.spec, 0)
+    params = initial(have.spec, 0)
     tokens = jnp.asarray(np.random.default_rng(4).integers(3, have.spec.vocab_size, (2, 131)))
     got = recall.scored_logits(have.spec, params, tokens, jnp.arange(2 * 131)).reshape(2, 131, -1)
     want = decoder.dense_logits(have.spec, params, tokens)
     np.testing.assert_allclose(got, want, atol=1e-5 * float(jnp.abs(want).max()))  # order of sums differs
+
+
+def test_rates_rise_stay_and_fall_in_every_cycle():
+    cycles = [
+        {"until": 10, "peak": 1.0, "final": 0.1, "warmup": 2, "decay": 4},
+        {"until": 20, "peak": 0.5, "final": 0.0, "warmup": 5, "decay": 5},
+    ]
+    rate = [float(pretrain.schedule(cycles)(step)) for step in range(21)]
+    # step      0    1     2 .. 6      7      8     9      10
+    want = [
+        0.1,
+        0.55,
+        *[1.0] * 5,
+        0.775,
+        0.55,
+        0.325,
+        0.1,
+        0.18,
+        0.26,
+        0.34,
+        0.42,
+        0.5,
+        0.4,
+        0.3,
+        0.2,
+        0.1,
+        0.0,
+    ]
+    np.testing.assert_allclose(rate, want, atol=1e-6)
+
+
+def test_worker_processes_make_the_same_batches(have):
+    ahead = loop._stream(data.batches(have.train, mix(), 1, 50), 3, 2)
+    here = data.batches(have.train, mix(), 1, 50)
+    for step in range(3, 6):
+        jax.tree.map(np.testing.assert_array_equal, next(ahead), here[step])
+
+
+def test_numbers_of_few_figures(have):
+    rng = np.random.default_rng(3)
+    tokens, weight = rows.needle_row(rng, have.train, 512, keys=4, asked=4, figures=2)
+    numbers = have.tokenizer.decode(tokens[weight == rows.ANSWER].tolist()).split()
+    assert len(set("".join(numbers))) <= 2
+
+
+def test_an_answer_counts_only_whole():
+    #                 "a  b" " c"      "d"
+    answer = np.array([0, 1, 1, 1, 0, 0, 1], bool)
+    begins = np.array([1, 1, 0, 1, 0, 0, 0], bool)
+    right = np.array([0, 1, 0, 1, 0, 0, 1], bool)
+    assert recall._found(answer, right, begins) == pytest.approx(2 / 3)
+    assert recall._found(answer, right, np.zeros(7, bool)) == pytest.approx(1 / 2)
+
+
+def test_recall_of_a_task_is_that_of_greedy_decoding(have):
+    params = initial(have.spec, 0)
+
+    def row(rng, source, length):
+        """Random ids that end in what the model says next, or (half of the rows) in another id."""
+        tokens = rng.integers(3, 384, length).astype(np.int32)
+        says = int(decoder.dense_logits(have.spec, params, tokens[None])[0, -2].argmax())
+        tokens[-1] = says if rng.random() < 0.5 else 3 + (says - 2) % 381
+        said.append(int(tokens[-1]) == says)
+        weight = np.where(np.arange(length) == length - 1, rows.ANSWER, 0.1).astype(np.float32)
+        return tokens, weight
+
+    said: list[bool] = []
+    got = recall.task_recall(have.spec, params, row, have.held, length=128, count=8, seed=0)
+    assert got == np.mean(said)
+    assert 0 < got < 1
+
+
+def test_recomputed_blocks_give_the_same_gradients(have):
+    params = initial(have.spec, 0, 0.05)
+    batch = data.batches(have.train, mix(), 0, 50)[0]
+    losses = [
+        pretrain.make_loss(have.spec, "float32", block=b, remat=r) for b, r in ((128, False), (64, True))
+    ]
+    (a, ga), (b, gb) = (jax.value_and_grad(lambda p, f=f: f(p, batch)[0])(params) for f in losses)
+    np.testing.assert_allclose(a, b, rtol=1e-5)
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x, y, atol=2e-4 * float(jnp.abs(x).max() + 1e-6)), ga, gb
+    )
+    query = np.asarray(ga["layers"][1]["wq"])
+    assert not np.allclose(query[:, 0], query[:, 1])  # the constructed heads of a group may part
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs" / "pretrain").glob("*.yaml")), ids=lambda p: p.stem)
+def test_every_config_can_be_read(path):
+    config = yaml.safe_load(path.read_text())
+    spec = model_spec(config["model"])
+    pretrain.make_optimizer(config["optimizer"])
+    levels = [pretrain.make_level(level) for level in config["mix"]["levels"]]
+    plan = loop.Plan(**config["plan"])
+    assert plan.steps == config["optimizer"]["cycles"][-1]["until"]
+    assert len(config["check"]["gates"]) == len(levels) - 1
+    assert max(max(level.lengths) for level in levels) <= spec.max_positions
