@@ -161,7 +161,8 @@ def _through(
 ) -> tuple[Float[Array, "B T D"], tuple[LayerCache, ...]]:
     """Walk T new tokens a row through the model, ``visit`` standing at every layer's seam."""
     positions = state.length[:, None] + jnp.arange(tokens.shape[1])[None, :]
-    x = network.embed(params, tokens)
+    network = network.at(state.context)
+    x = network.embed(params, tokens, positions)
     rooms = []
     for index, (block, room) in enumerate(zip(params["layers"], state.layers)):
         site = _site(network, policy, weights, index, state.total)
@@ -367,7 +368,8 @@ def _prompt_layer(
         del judged
         return layers.prompt(site, heads, pos)
 
-    x, judged = network.layer(block, 0, x, at, attend, None)
+    # Layers of one window share this program: the first of them stands for all.
+    x, judged = network.layer(block, network.windows.index(window), x, at, attend, None)
     assert judged is not None  # noqa: S101  (attend has run)
     return x, judged, layers.survivors(judged, total, ring)
 
@@ -398,9 +400,10 @@ def _prefill_whole(
     weights: Params,
     progress: Progress | None,
 ) -> tuple[KVState, Float[Array, "B V"]]:
-    network, params, total = model.network, model.params, state.total
+    network, params, total = model.network.at(state.context), model.params, state.total
     width = bucket(max(len(prompt) for prompt in prompts))
-    x = network.embed(params, jnp.asarray(padded(prompts, width)))
+    positions = jnp.broadcast_to(jnp.arange(width), (len(prompts), width))
+    x = network.embed(params, jnp.asarray(padded(prompts, width)), positions)
     rooms = list(state.layers)
     for index, block in enumerate(params["layers"]):
         mine = {place: per_layer[index] for place, per_layer in weights.items()}

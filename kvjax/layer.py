@@ -197,7 +197,9 @@ def _absorb_victims(site: Site, cache: LayerCache, victim: Int[Array, "B K"]) ->
 # --- read ----------------------------------------------------------------------------------------
 
 
-def read_pages(site: Site, cache: LayerCache, q: Float[Array, "B N T H"], decoding: bool) -> list[Partial]:
+def read_pages(
+    site: Site, cache: LayerCache, q: Float[Array, "B N T H"], softcap: float | None, decoding: bool
+) -> list[Partial]:
     """Partials of GLOBAL and φ; a selection part acts on decode reads only."""
     pages, policy = cache.pages, site.policy
     if pages is None:
@@ -220,6 +222,7 @@ def read_pages(site: Site, cache: LayerCache, q: Float[Array, "B N T H"], decodi
             scales=pages.scales,
             pages=None if picked is None else picked.pages,
             slots=None if picked is None else picked.slots,
+            softcap=softcap,
         )[:2]
         parts.append((out, lse))
     if policy.completion != Nothing():
@@ -293,8 +296,8 @@ def step(
     cache = evict(site, cache, length + count, active & _due(site.policy, length + count, count))
     q = _major(x.q)
     held = rings.positions(length + count, cache.ring.window)
-    recent = blockwise(q, cache.ring.k, cache.ring.v, q_pos=length[:, None], k_pos=held)
-    return _mixed([recent, *read_pages(site, cache, q, decoding=True)], x), cache
+    recent = blockwise(q, cache.ring.k, cache.ring.v, q_pos=length[:, None], k_pos=held, softcap=x.softcap)
+    return _mixed([recent, *read_pages(site, cache, q, x.softcap, decoding=True)], x), cache
 
 
 def chunk(
@@ -316,10 +319,10 @@ def chunk(
     window = ring.window if site.policy.completion == Nothing() or cache.pages is None else None
     bits = (ring.admit, new.admit) if window and cache.pages is not None else (None, None)
     parts = [
-        blockwise(q, k, v, q_pos=pos, k_pos=k_pos, window=window, admit=admit)
+        blockwise(q, k, v, q_pos=pos, k_pos=k_pos, window=window, admit=admit, softcap=x.softcap)
         for k, v, k_pos, admit in ((ring.k, ring.v, held, bits[0]), (new.k, new.v, pos, bits[1]))
     ]
-    parts += read_pages(site, cache, q, decoding=False)
+    parts += read_pages(site, cache, q, x.softcap, decoding=False)
     if cache.pages is not None:
         cache = through_door(site, cache, rings.leaving(ring, new, length, count))
     cache = dataclasses.replace(cache, ring=rings.put(ring, new, length, count))
@@ -347,7 +350,9 @@ def prompt(site: Site, x: Heads, pos: Int[Array, "B T"]) -> tuple[Float[Array, "
     own = site.window is not None  # the model's sliding layers take no policy beyond their window
     free = own or policy.admission == AdmitAll() or policy.completion != Nothing()
     window, bits = (site.window, None) if free else (policy.admission.window, new.admit)
-    out = blockwise(_major(x.q), new.k, new.v, q_pos=pos, k_pos=pos, window=window, admit=bits)
+    out = blockwise(
+        _major(x.q), new.k, new.v, q_pos=pos, k_pos=pos, window=window, admit=bits, softcap=x.softcap
+    )
     keep = new.admit if own else new.admit & verdict(site, new, seen)
     return _mixed([out], x), dataclasses.replace(new, admit=keep)
 

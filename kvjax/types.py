@@ -43,6 +43,7 @@ class Heads:
       q_pre: queries before RoPE (after any q-norm).
       k_pre: keys before RoPE (after any k-norm).
       hidden: the input of the attention block, after its norm.
+      softcap: c where the model attends by c tanh(score / c), scores being q k / sqrt(H); or None. Static.
     """
 
     q: Float[Array, "B T N H"]
@@ -51,6 +52,7 @@ class Heads:
     q_pre: Float[Array, "B T N H"]
     k_pre: Float[Array, "B T K H"]
     hidden: Float[Array, "B T D"]
+    softcap: float | None = None
 
 
 AttendFn = Callable[[int, Heads, C], "tuple[Array, C]"]
@@ -85,11 +87,15 @@ class Network(Protocol):
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """Per layer, the model's own sliding window, or None."""
+        """Per layer, the model's own sliding window, or None; layers of one window differ in weights only."""
         ...
 
-    def embed(self, params: Params, tokens: Array) -> Array:
-        """Token ids [B, T] to vectors [B, T, D]."""
+    def at(self, context: int) -> Network:
+        """The network inside a context of that many positions (LongRoPE depends on it); mostly itself."""
+        ...
+
+    def embed(self, params: Params, tokens: Array, positions: Array) -> Array:
+        """Token ids [B, T] at positions [B, T] to vectors [B, T, D]."""
         ...
 
     def layer(

@@ -24,6 +24,11 @@ def finite(m: Float[Array, " ..."]) -> Float[Array, " ..."]:
     return jnp.where(m > -jnp.inf, m, 0.0)
 
 
+def cap(scores: Float[Array, "... S"], limit: float | None) -> Float[Array, "... S"]:
+    """limit * tanh(scores / limit): a soft bound, before anything is hidden; None is no bound."""
+    return scores if limit is None else limit * jnp.tanh(scores / limit)
+
+
 def hide(scores: Float[Array, "... S"], visible: Bool[Array, "... S"]) -> Float[Array, "... S"]:
     """scores with -inf in place of the hidden ones, whatever those are."""
     return jnp.where(visible, scores, -jnp.inf)

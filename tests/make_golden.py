@@ -4,6 +4,7 @@ The library and its tests never need torch; this script does, in an environment 
 
     python -m venv gold && gold/bin/pip install torch==2.13.0 transformers==5.23.0
     gold/bin/python tests/make_golden.py                                  # rewrites tests/golden
+    gold/bin/python tests/make_golden.py gemma2 gpt2                      # these alone
     gold/bin/python tests/make_golden.py --check FOLDER --against llama3  # opens an export
 
 The same --check passed under transformers 4.56.2, for llama3, llama_tied, qwen2 and qwen2_window.
@@ -14,6 +15,9 @@ tiny random model as ``save_pretrained`` writes it, each NAME.npz holds:
   tokens [2, 48]     positions [2, 48]: row 0 counts up, row 1 jumps far ahead half-way
   logits [2, 48, V]  float32, from the stored weights computed in float32
   prompt [8]         greedy [32]: what transformers' own ``generate`` appends
+  batch [2, 11]      right-padded prompts of 11 and 5 tokens; transformers was given them left-padded
+  batch_logits       [2, 11, V], zeros at padding     batch_greedy [2, 32]
+  long_prompt [70]   long_greedy [32]: where the rope has factors for texts of more than 64 tokens
 """
 
 from __future__ import annotations
@@ -24,7 +28,18 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GPT2Config,
+    LlamaConfig,
+    MistralConfig,
+    Phi3Config,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
 from transformers.utils import logging
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -47,10 +62,58 @@ STRETCH = {
     "original_max_position_embeddings": 32,
 }
 PLAIN = {"rope_type": "default", "rope_theta": 1e6}
+LENGTHS = (11, 5)
 
 
-def configs() -> dict[str, LlamaConfig | Qwen2Config]:
+def longrope(pairs: int) -> dict:
+    """LongRoPE whose two sets of factors differ visibly, for an original length of 64."""
+    short, long = [1.0 + 0.1 * i for i in range(pairs)], [1.5 + 1.5 * i for i in range(pairs)]
+    return {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": short, "long_factor": long}
+
+
+def configs() -> dict[str, PreTrainedConfig]:
     """The golden models by name."""
+    return {**llama_and_qwen2(), **later_families()}
+
+
+def later_families() -> dict[str, PreTrainedConfig]:
+    """Every window is shorter than the prompts, every option that a family has is in use."""
+    sizes = {**SIZES, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    gemma = {**sizes, "head_dim": 16, "sliding_window": 6, "query_pre_attn_scalar": 24}
+    original = {"original_max_position_embeddings": 64}
+    local, far = {"rope_type": "default", "rope_theta": 1e4}, {"rope_type": "linear", "factor": 8.0}
+    both = {"sliding_attention": local, "full_attention": {**far, "rope_theta": 1e6}}
+    types = ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"]
+    return {
+        "qwen3": Qwen3Config(**sizes, head_dim=16, rope_parameters=PLAIN),
+        "mistral": MistralConfig(**sizes, head_dim=16, sliding_window=6, rope_parameters=PLAIN),
+        "phi3": Phi3Config(**sizes, sliding_window=6),
+        "phi3_long": Phi3Config(**sizes, **original, rope_parameters=longrope(4)),
+        "phi4_mini": Phi3Config(
+            **sizes,
+            **original,
+            tie_word_embeddings=True,
+            rope_parameters={**longrope(3), "partial_rotary_factor": 0.75},
+        ),
+        "gemma2": Gemma2Config(**gemma, attn_logit_softcapping=2.0, final_logit_softcapping=5.0),
+        "gemma3": Gemma3TextConfig(
+            **{**gemma, "num_hidden_layers": 4}, layer_types=types, rope_parameters=both
+        ),
+        "gpt2": GPT2Config(
+            vocab_size=96,
+            n_embd=32,
+            n_layer=2,
+            n_head=4,
+            n_inner=40,
+            n_positions=512,
+            bos_token_id=1,
+            eos_token_id=2,
+        ),
+    }
+
+
+def llama_and_qwen2() -> dict[str, PreTrainedConfig]:
+    """The families that came first."""
     llama = {**SIZES, "bos_token_id": 1, "eos_token_id": 2}
     qwen = {**SIZES, "bos_token_id": 1, "eos_token_id": [2, 3], "rope_parameters": PLAIN}
     return {
@@ -66,16 +129,31 @@ def configs() -> dict[str, LlamaConfig | Qwen2Config]:
     }
 
 
+def rng_of(name: str) -> np.random.Generator:
+    """Another stream of numbers for every golden."""
+    return np.random.default_rng([7, *name.encode()])
+
+
 def randomise(model: torch.nn.Module, seed: int) -> None:
     """Weights large enough that attention is peaked and every tensor shows in the logits."""
     torch.manual_seed(seed)
     for name, weight in model.named_parameters():
         fresh = torch.randn(weight.shape)
-        if "norm" in name:
-            fresh = 1 + 0.3 * fresh
+        if "norm" in name and model.config.model_type.startswith("gemma"):
+            fresh = 0.3 * fresh + 4 * (name == "model.norm.weight")  # what is stored is the scale minus one
+        elif ("norm" in name or "ln_" in name) and name.endswith("weight"):
+            fresh = (1 + 0.3 * fresh) * (3 if "ln_f" in name else 1)
         elif name.endswith("bias"):
             fresh = 0.5 * fresh
-        elif "q_proj" in name or "k_proj" in name:
+        elif "embed" in name and model.config.model_type.startswith("gemma"):
+            fresh = (
+                0.2 * fresh * weight.shape[-1] ** -0.5
+            )  # it is scaled up, and tied: else it repeats itself
+        elif name.endswith(("wte.weight", "wpe.weight")):
+            fresh = (0.3 if "wte" in name else 1.0) * fresh * weight.shape[-1] ** -0.5
+        elif "c_" in name:  # [in, out]
+            fresh = fresh * (1.6 if "c_attn" in name else 1.0) * weight.shape[0] ** -0.5
+        elif "qkv_proj" in name or "q_proj" in name or "k_proj" in name:
             fresh = fresh * 1.6 * weight.shape[-1] ** -0.5
         else:
             fresh = fresh * weight.shape[-1] ** -0.5
@@ -99,7 +177,33 @@ def greedy(model: torch.nn.Module, prompt: torch.Tensor) -> tuple[torch.Tensor, 
     return out[0, len(prompt) :], float((best[:, 0] - best[:, 1]).min())
 
 
-def make(name: str, config: LlamaConfig | Qwen2Config) -> None:
+@torch.no_grad()
+def batch(model: torch.nn.Module, tokens: torch.Tensor) -> tuple[dict[str, np.ndarray], float]:
+    """Two prompts of different lengths, left-padded as transformers wants them; and the smallest lead."""
+    width, lengths = max(LENGTHS), torch.tensor(LENGTHS)
+    mask = (torch.arange(width) >= width - lengths[:, None]).long()
+    left = torch.zeros(2, width, dtype=torch.long)
+    right, aligned = left.clone(), np.zeros((2, width, SIZES["vocab_size"]), np.float32)
+    for row, n in enumerate(LENGTHS):
+        left[row, width - n :] = right[row, :n] = tokens[row, :n]
+    out = model(left, attention_mask=mask, position_ids=(mask.cumsum(-1) - 1).clamp(min=0)).logits
+    for row, n in enumerate(LENGTHS):
+        aligned[row, :n] = out[row, width - n :].numpy()
+    made = model.generate(
+        left,
+        attention_mask=mask,
+        do_sample=False,
+        max_new_tokens=32,
+        return_dict_in_generate=True,
+        output_logits=True,
+    )
+    best = torch.stack(made.logits).topk(2, dim=-1).values
+    found = {"batch": right.numpy().astype(np.int32), "batch_logits": aligned}
+    found["batch_greedy"] = made.sequences[:, width:].numpy().astype(np.int32)
+    return found, float((best[..., 0] - best[..., 1]).min())
+
+
+def make(name: str, config: PreTrainedConfig) -> None:
     """Writes one model and its outputs; takes the first seed whose greedy tokens are not close calls."""
     rng = np.random.default_rng(len(name))
     tokens = torch.from_numpy(rng.integers(4, SIZES["vocab_size"], (2, 48)))
@@ -107,7 +211,7 @@ def make(name: str, config: LlamaConfig | Qwen2Config) -> None:
     positions = torch.stack([count, torch.where(count < 24, count, count + 400)])
     prompt = torch.cat([torch.tensor([1]), tokens[0, :7]])
     dtype = torch.bfloat16 if "bf16" in name else torch.float32
-    for seed in range(50):
+    for seed in range(100):
         model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
         randomise(model, seed)
         model.config.dtype = dtype
@@ -118,8 +222,17 @@ def make(name: str, config: LlamaConfig | Qwen2Config) -> None:
             GOLDEN / name, dtype=torch.float32, attn_implementation="eager"
         ).eval()
         answer, lead = greedy(model, prompt)
-        if lead > 0.02 and len(set(answer.tolist())) > 8:
+        rows, row_lead = batch(model, tokens)
+        if isinstance(config, Phi3Config) and config.rope_parameters["rope_type"] == "longrope":
+            rows["long_prompt"] = rng_of(name).integers(4, SIZES["vocab_size"], 70).astype(np.int32)
+            long_answer, long_lead = greedy(model, torch.from_numpy(rows["long_prompt"]).long())
+            rows["long_greedy"] = long_answer.numpy().astype(np.int32)
+            row_lead = min(row_lead, long_lead)
+        apart = (0.004, 0.004, 7) if name.startswith(("gemma", "gpt2")) else (0.01, 0.02, 8)
+        if min(lead, row_lead) > apart[0] and lead > apart[1] and len(set(answer.tolist())) > apart[2]:
             break
+    else:
+        sys.exit(f"{name}: every seed makes a close call or a dull text. Change its weights in randomise().")
     out = logits(model, tokens, positions)
     np.savez_compressed(
         GOLDEN / f"{name}.npz",
@@ -128,8 +241,9 @@ def make(name: str, config: LlamaConfig | Qwen2Config) -> None:
         logits=out.numpy(),
         prompt=prompt.numpy().astype(np.int32),
         greedy=answer.numpy().astype(np.int32),
+        **rows,
     )
-    print(f"{name}: seed {seed}, smallest lead {lead:.3f}, logits std {out.std():.2f}")
+    print(f"{name}: seed {seed}, smallest lead {min(lead, row_lead):.3f}, logits std {out.std():.2f}")
 
 
 def check(folder: str, against: str | None) -> None:
@@ -156,8 +270,10 @@ if __name__ == "__main__":
     )
     parser.add_argument("--check", metavar="FOLDER", help="open an export instead of making goldens")
     parser.add_argument("--against", metavar="NAME", help="golden whose logits the export must repeat")
+    parser.add_argument("names", nargs="*", help="goldens to make; all by default")
     given = parser.parse_args()
     if given.check:
         check(given.check, given.against)
     for golden_name, golden_config in configs().items():
-        make(golden_name, golden_config)
+        if golden_name in (given.names or configs()):
+            make(golden_name, golden_config)

@@ -1,15 +1,18 @@
-"""One decoder for the Llama and Qwen2 families, as plain functions on leaves.
+"""One decoder for all families, as plain functions on leaves.
 
 The seam is ``attend``: each layer hands it q and k before and after RoPE, v and the input of the
 attention block, and gets the mixed values back. A token walks in through ``embed``, through
-``layer`` L times, and out through ``logits``; caches live entirely behind the seam.
+``layer`` L times, and out through ``logits``; caches live entirely behind the seam. What sets a family
+apart is a static field of ``ModelSpec``.
 
-Params, a dict (any dtype; shapes in the letters of ``kvjax.types``):
+Params, a dict (any dtype; shapes in the letters of ``kvjax.types``; in brackets what some have):
 
-  embed [V, D]   final_norm [D]   head [D, V] (absent when tied)
+  embed [V, D]   final_norm [D]   (positions [max, D]   final_norm_bias [D]   head [D, V])
   layers: a list of L dicts
-    attn_norm [D]   wq [D, N, H]   wk, wv [D, K, H]   wo [N, H, D]   (bq [N, H]   bk, bv [K, H])
-    mlp_norm [D]    w_gate, w_up [D, F]   w_down [F, D]
+    attn_norm [D]   wq [D, N, H]   wk, wv [D, K, H]   wo [N, H, D]
+    mlp_norm [D]    w_up [D, F]    w_down [F, D]      (w_gate [D, F])
+    (bq [N, H]   bk, bv [K, H]   bo, b_down [D]   b_up [F]   q_norm, k_norm [H]
+     attn_post_norm, mlp_post_norm [D]   attn_norm_bias, mlp_norm_bias [D])
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
+from kvjax.models.rope import rotate
 from kvjax.models.spec import ModelSpec
 from kvjax.types import AttendFn, C, Heads, Params
 
@@ -29,6 +33,19 @@ if TYPE_CHECKING:
 
 def shapes(spec: ModelSpec) -> dict[str, Any]:
     """The params tree with a shape tuple in place of every array."""
+    d = spec.model_dim
+    tree: dict[str, Any] = {"embed": (spec.vocab_size, d), "final_norm": (d,)}
+    if spec.norm == "layer":
+        tree["final_norm_bias"] = (d,)
+    if spec.positions == "learned":
+        tree["positions"] = (spec.max_positions, d)
+    tree["layers"] = [_layer_shapes(spec) for _ in range(spec.num_layers)]
+    if not spec.tied:
+        tree["head"] = (d, spec.vocab_size)
+    return tree
+
+
+def _layer_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     d, n, k, h, f = spec.model_dim, spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.mlp_dim
     layer: dict[str, tuple[int, ...]] = {
         "attn_norm": (d,),
@@ -41,43 +58,70 @@ def shapes(spec: ModelSpec) -> dict[str, Any]:
         "w_up": (d, f),
         "w_down": (f, d),
     }
+    if spec.mlp == "gelu":
+        del layer["w_gate"]
     if spec.qkv_bias:
         layer |= {"bq": (n, h), "bk": (k, h), "bv": (k, h)}
-    tree: dict[str, Any] = {"embed": (spec.vocab_size, d), "final_norm": (d,)}
-    tree["layers"] = [dict(layer) for _ in range(spec.num_layers)]
-    if not spec.tied:
-        tree["head"] = (d, spec.vocab_size)
-    return tree
+    if spec.linear_bias:
+        layer |= {"bo": (d,), "b_up": (f,), "b_down": (d,)}
+    if spec.qk_norm:
+        layer |= {"q_norm": (h,), "k_norm": (h,)}
+    if spec.post_norms:
+        layer |= {"attn_post_norm": (d,), "mlp_post_norm": (d,)}
+    if spec.norm == "layer":
+        layer |= {"attn_norm_bias": (d,), "mlp_norm_bias": (d,)}
+    return layer
 
 
-def rms_norm(x: Float[Array, "... D"], weight: Float[Array, " D"], eps: float) -> Float[Array, "... D"]:
-    """x / rms(x) * weight; statistics in float32, result in x's dtype."""
-    y = x.astype(jnp.float32)
-    y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
-    return (y * weight.astype(jnp.float32)).astype(x.dtype)
+def norm(spec: ModelSpec, p: Params, name: str, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
+    """x normalised over its last axis by the weights ``name``; computed in float32, in x's dtype."""
+    y, weight = x.astype(jnp.float32), p[name].astype(jnp.float32)
+    if spec.norm == "layer":
+        y = y - jnp.mean(y, axis=-1, keepdims=True)
+    y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + spec.norm_eps)
+    if spec.norm == "rms_plus_one":
+        weight = 1.0 + weight
+    y = y * weight
+    if spec.norm == "layer":
+        y = y + p[f"{name}_bias"].astype(jnp.float32)
+    return y.astype(x.dtype)
 
 
-def rotate(
-    x: Float[Array, "B T N H"], positions: Int[Array, "B T"], frequencies: Float[Array, " H/2"]
-) -> Float[Array, "B T N H"]:
-    """Turn each (i, i + H/2) pair of x by its position times the pair's frequency."""
-    angle = positions[:, :, None, None].astype(jnp.float32) * frequencies[None, None, None, :]
-    cos, sin = jnp.cos(angle), jnp.sin(angle)
-    a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
+def softcap(x: Float[Array, "... X"], limit: float | None) -> Float[Array, "... X"]:
+    """x squeezed smoothly into (-limit, limit)."""
+    return x if limit is None else limit * jnp.tanh(x / limit)
 
 
-def project(spec: ModelSpec, p: Params, hidden: Float[Array, "B T D"], positions: Int[Array, "B T"]) -> Heads:
+def project(
+    spec: ModelSpec, p: Params, index: int, hidden: Float[Array, "B T D"], positions: Int[Array, "B T"]
+) -> Heads:
     """The attention input to queries, keys and values, before and after RoPE."""
     q = jnp.einsum("btd,dnh->btnh", hidden, p["wq"])
     k = jnp.einsum("btd,dkh->btkh", hidden, p["wk"])
     v = jnp.einsum("btd,dkh->btkh", hidden, p["wv"])
     if spec.qkv_bias:
         q, k, v = q + p["bq"], k + p["bk"], v + p["bv"]
-    freq = jnp.asarray(spec.rope.frequencies(spec.head_dim))
-    return Heads(
-        q=rotate(q, positions, freq), k=rotate(k, positions, freq), v=v, q_pre=q, k_pre=k, hidden=hidden
-    )
+    if spec.qk_norm:
+        q, k = norm(spec, p, "q_norm", q), norm(spec, p, "k_norm", k)
+    if spec.query_gain != 1.0:  # so that everybody behind the seam may divide scores by sqrt(H)
+        q = q * jnp.asarray(spec.query_gain, q.dtype)
+    rope = spec.rope_of(index)
+    turned = (q, k) if rope is None else (rotate(q, positions, rope), rotate(k, positions, rope))
+    return Heads(q=turned[0], k=turned[1], v=v, q_pre=q, k_pre=k, hidden=hidden, softcap=spec.attn_softcap)
+
+
+def mlp(spec: ModelSpec, p: Params, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+    """D to F and back, gated or not."""
+    up = jnp.einsum("btd,df->btf", x, p["w_up"])
+    if spec.linear_bias:
+        up = up + p["b_up"]
+    if spec.mlp == "gelu":
+        inner = jax.nn.gelu(up, approximate=True)
+    else:
+        gate = jnp.einsum("btd,df->btf", x, p["w_gate"])
+        inner = (jax.nn.silu(gate) if spec.mlp == "swiglu" else jax.nn.gelu(gate, approximate=True)) * up
+    down = jnp.einsum("btf,fd->btd", inner, p["w_down"])
+    return down + p["b_down"] if spec.linear_bias else down
 
 
 def layer(
@@ -90,25 +134,32 @@ def layer(
     carry: C,
 ) -> tuple[Float[Array, "B T D"], C]:
     """One block: x + attention(norm x), then x + mlp(norm x)."""
-    heads = project(spec, p, rms_norm(x, p["attn_norm"], spec.norm_eps), positions)
+    heads = project(spec, p, index, norm(spec, p, "attn_norm", x), positions)
     mixed, carry = attend(index, heads, carry)
-    x = x + jnp.einsum("btnh,nhd->btd", mixed.astype(x.dtype), p["wo"])
-    y = rms_norm(x, p["mlp_norm"], spec.norm_eps)
-    gate = jax.nn.silu(jnp.einsum("btd,df->btf", y, p["w_gate"]))
-    up = jnp.einsum("btd,df->btf", y, p["w_up"])
-    return x + jnp.einsum("btf,fd->btd", gate * up, p["w_down"]), carry
+    y = jnp.einsum("btnh,nhd->btd", mixed.astype(x.dtype), p["wo"])
+    if spec.linear_bias:
+        y = y + p["bo"]
+    x = x + (norm(spec, p, "attn_post_norm", y) if spec.post_norms else y)
+    y = mlp(spec, p, norm(spec, p, "mlp_norm", x))
+    return x + (norm(spec, p, "mlp_post_norm", y) if spec.post_norms else y), carry
 
 
-def embed(p: Params, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
-    """Token ids to vectors."""
-    return p["embed"][tokens]
+def embed(
+    spec: ModelSpec, p: Params, tokens: Int[Array, "B T"], positions: Int[Array, "B T"]
+) -> Float[Array, "B T D"]:
+    """Token ids to vectors; positions count where they are learned (padding beyond the table is garbage)."""
+    x = p["embed"][tokens]
+    if spec.scaled_embedding:
+        x = x * jnp.asarray(spec.model_dim**0.5, x.dtype)
+    return x + p["positions"][positions] if spec.positions == "learned" else x
 
 
 def logits(spec: ModelSpec, p: Params, x: Float[Array, "... D"]) -> Float[Array, "... V"]:
     """Final norm and output projection; float32."""
-    y = rms_norm(x, p["final_norm"], spec.norm_eps)
+    y = norm(spec, p, "final_norm", x)
     head = p["embed"].T if spec.tied else p["head"]
-    return jnp.einsum("...d,dv->...v", y, head, preferred_element_type=jnp.float32)
+    z = jnp.einsum("...d,dv->...v", y, head, preferred_element_type=jnp.float32)
+    return softcap(z, spec.final_softcap)
 
 
 def forward(
@@ -122,14 +173,14 @@ def forward(
     """Tokens to the last layer's output (before the final norm), through the seam.
 
     Args:
-      spec: static sizes.
+      spec: static sizes; ``spec.at(context)`` where the rope depends on the context (LongRoPE).
       p: params as in the module docstring.
       tokens: ids; padding may hold any id, its outputs are garbage to be ignored.
       positions: absolute position of each token.
       attend: the seam.
       carry: threaded through every layer's ``attend``.
     """
-    x = embed(p, tokens)
+    x = embed(spec, p, tokens, positions)
     for index, weights in enumerate(p["layers"]):
         x, carry = layer(spec, weights, index, x, positions, attend, carry)
     return x, carry
@@ -145,6 +196,7 @@ def dense_attend(spec: ModelSpec) -> AttendFn[None]:
         b, t, n, h = x.q.shape
         q = x.q.reshape(b, t, spec.num_kv_heads, spec.groups, h)
         s = jnp.einsum("btkgh,bskh->bkgts", q, x.k, preferred_element_type=jnp.float32) * h**-0.5
+        s = softcap(s, spec.attn_softcap)
         age = jnp.arange(t)[:, None] - jnp.arange(t)[None, :]
         window = spec.windows[index]
         visible = (age >= 0) if window is None else (age >= 0) & (age < window)
@@ -155,7 +207,8 @@ def dense_attend(spec: ModelSpec) -> AttendFn[None]:
 
 
 def dense_logits(spec: ModelSpec, p: Params, tokens: Int[Array, "B T"]) -> Float[Array, "B T V"]:
-    """Logits of whole sequences by dense attention; positions 0 .. T-1."""
+    """Logits of whole sequences by dense attention; positions 0 .. T-1, the context T."""
+    spec = spec.at(tokens.shape[1])
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     x, _ = forward(spec, p, tokens, positions, dense_attend(spec), None)
     return logits(spec, p, x)
@@ -192,9 +245,15 @@ class Decoder:
         """Per layer, the model's own sliding window, or None."""
         return self.spec.windows
 
-    def embed(self, params: Params, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+    def at(self, context: int) -> Decoder:
+        """The decoder inside a context of that many positions."""
+        return Decoder(self.spec.at(context))
+
+    def embed(
+        self, params: Params, tokens: Int[Array, "B T"], positions: Int[Array, "B T"]
+    ) -> Float[Array, "B T D"]:
         """Token ids to vectors."""
-        return embed(params, tokens)
+        return embed(self.spec, params, tokens, positions)
 
     def layer(
         self, params: Params, index: int, x: Array, positions: Array, attend: AttendFn[C], carry: C

@@ -4,8 +4,8 @@
     logits = decoder.dense_logits(model.spec, model.params, tokens)
     save("export", model.spec, model.params, tokenizer=model.folder)
 
-Families: Llama (Llama 3's rope stretch included) and Qwen2 (biases, sliding windows). Whatever in a
-folder would change the mathematics is read or refused, never skipped.
+Families: ``kvjax.models.families``. Whatever in a folder would change the mathematics is read or refused,
+never skipped.
 """
 
 from __future__ import annotations
@@ -63,7 +63,8 @@ def load(source: str | Path, *, dtype: str | None = None) -> Model:
     """Reads a model folder, or a model of the hub through huggingface_hub's cache.
 
     Tensors are read one at a time. An ``lm_head.weight`` stored with a tied model is accepted if it
-    equals the embedding; ``rotary_emb.inv_freq`` buffers are ignored; everything else must fit.
+    equals the embedding; buffers of old checkpoints and the vision of a gemma3 are ignored; everything
+    else must fit.
 
     Args:
       source: a folder, or a hub id such as "Qwen/Qwen2.5-0.5B" (offline if cached already).

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import ml_dtypes  # noqa: F401  teaches NumPy the name "bfloat16"
 import numpy as np
 
-from kvjax.models.hf_config import ModelError
-from kvjax.models.hf_table import Entry, table
+from kvjax.models.hf_table import HEAD, Entry, stored_as, table
+from kvjax.models.hf_values import ModelError
 from kvjax.models.spec import ModelSpec
 from kvjax.types import Params
 
@@ -22,8 +22,12 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
 _STORED = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-# Old checkpoints carry the rope's frequencies as buffers; the spec holds what they are computed from.
-_IGNORED = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
+# Old checkpoints carry the rope's frequencies and GPT-2's causal mask as buffers, which are computed from
+# the spec; and a model that also sees has parts that text never meets.
+_IGNORED = re.compile(
+    r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq|transformer\.h\.\d+\.attn\.(masked_)?bias"
+)
+_VISION = re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\..+")
 
 
 def read_weights(folder: Path, spec: ModelSpec, dtype: str | None) -> Params:
@@ -31,24 +35,25 @@ def read_weights(folder: Path, spec: ModelSpec, dtype: str | None) -> Params:
 
     Args:
       folder: holds model.safetensors, or shards and their index.
-      spec: what the tensors must be; ``rotary_emb.inv_freq`` buffers are ignored, and an
-        ``lm_head.weight`` of a tied model must equal the embedding.
+      spec: what the tensors must be; buffers of old checkpoints and the vision of a gemma3 are ignored,
+        and an ``lm_head.weight`` of a tied model must equal the embedding.
       dtype: of the result, or None for the embedding's stored one.
 
     Raises:
       ModelError: unreadable files; or missing, unknown, twice stored or wrongly shaped tensors, all named.
     """
-    files = {name: _Reader(folder / name) for name in _file_names(folder)}
+    files = {name: _Reader(folder / name, spec) for name in _file_names(folder)}
     entries = table(spec)
     where = _locate(folder, files, entries, spec)
-    embed = where["model.embed_tokens.weight"].header("model.embed_tokens.weight")[1]
-    dtype = dtype or _STORED[embed]
+    embed = entries[0].name
+    dtype = dtype or _STORED[where[embed].header(embed)[1]]
     params: Params = {"layers": [{} for _ in range(spec.num_layers)]}
     for entry in entries:
         array = cast(where[entry.name].tensor(entry.name), dtype, entry.name)
-        _node(params, entry.path)[entry.path[-1]] = jnp.asarray(entry.ours(array))
-    if spec.tied and "lm_head.weight" in where:
-        _check_tied(folder, where)
+        for path, piece in zip(entry.paths, entry.ours(array)):
+            _node(params, path)[path[-1]] = jnp.asarray(piece)
+    if spec.tied and HEAD in where:
+        _check_tied(folder, where, embed)
     return params
 
 
@@ -60,15 +65,15 @@ def write_weights(
 
     entries = table(spec)
     check_params(spec, params)
-    size = {e.name: math.prod(e.shape) * np.dtype(dtype).itemsize for e in entries}
+    size = {e.name: math.prod(e.stored_shape) * np.dtype(dtype).itemsize for e in entries}
     shards = list(_shards(entries, size, max_shard_bytes))
     index: dict[str, str] = {}
     for number, shard in enumerate(shards, start=1):
         file = SINGLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         tensors = {}
         for e in shard:
-            array = np.asarray(_node(params, e.path)[e.path[-1]])
-            tensors[e.name] = e.theirs(cast(array, dtype, e.name))
+            arrays = [np.asarray(_node(params, path)[path[-1]]) for path in e.paths]
+            tensors[e.name] = e.theirs([cast(array, dtype, e.name) for array in arrays])
             index[e.name] = file
         # transformers refuses a file whose format is not said.
         save_file(tensors, folder / file, metadata={"format": "pt", **metadata})
@@ -80,7 +85,7 @@ def write_weights(
 
 def check_params(spec: ModelSpec, params: Params) -> None:
     """Raises one ModelError that lists every difference between a params tree and its spec."""
-    wanted = {entry.path: entry.shape for entry in table(spec)}
+    wanted = {path: shape for entry in table(spec) for path, shape in zip(entry.paths, entry.shapes)}
     given = {path: tuple(np.shape(leaf)) for path, leaf in _leaves(params, ())}
     faults = [f"{_dotted(p)} is missing" for p in wanted.keys() - given.keys()]
     faults += [f"{_dotted(p)} is unknown" for p in given.keys() - wanted.keys()]
@@ -107,9 +112,9 @@ def cast(array: np.ndarray, dtype: str, name: str) -> np.ndarray:
 
 
 class _Reader:
-    """One safetensors file, opened and its header checked once."""
+    """One safetensors file, opened and its header checked once; tensors go by the names of the table."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, spec: ModelSpec) -> None:
         from safetensors import SafetensorError, safe_open
 
         self.path = path
@@ -120,15 +125,16 @@ class _Reader:
                 f"{path} is not a whole safetensors file ({error}). Copy or download it again; a file of a "
                 "few hundred bytes may be a git-lfs pointer, then run `git lfs pull`."
             ) from error
-        self.names: list[str] = list(self._file.keys())
+        self._stored = {stored_as(spec, name): name for name in self._file.keys()}  # noqa: SIM118
+        self.names: list[str] = list(self._stored)
 
     def header(self, name: str) -> tuple[tuple[int, ...], str]:
         """Shape and stored dtype, without reading the data."""
-        piece = self._file.get_slice(name)
+        piece = self._file.get_slice(self._stored[name])
         return tuple(piece.get_shape()), piece.get_dtype()
 
     def tensor(self, name: str) -> np.ndarray:
-        return self._file.get_tensor(name)
+        return self._file.get_tensor(self._stored[name])
 
 
 def _file_names(folder: Path) -> list[str]:
@@ -156,7 +162,7 @@ def _locate(
     """Tensor name to the file that holds it, every fault of names, shapes and dtypes in one error."""
     wanted = {entry.name: entry.stored_shape for entry in entries}
     if spec.tied:
-        wanted["lm_head.weight"] = wanted["model.embed_tokens.weight"]
+        wanted[HEAD] = wanted[entries[0].name]
     where: dict[str, _Reader] = {}
     faults: list[str] = []
     for file in files.values():
@@ -165,7 +171,10 @@ def _locate(
                 faults.append(f"{name} is stored twice")
             where[name] = file
             if name not in wanted:
-                faults += [] if _IGNORED.fullmatch(name) else [f"{name} is unknown"]
+                ignored = _IGNORED.fullmatch(name) or (
+                    spec.family == "gemma3_text" and _VISION.fullmatch(name)
+                )
+                faults += [] if ignored else [f"{name} is unknown"]
                 continue
             shape, dtype = file.header(name)
             if shape != wanted[name]:
@@ -181,9 +190,8 @@ def _locate(
     return where
 
 
-def _check_tied(folder: Path, where: dict[str, _Reader]) -> None:
-    head, embed = (where[name].tensor(name) for name in ("lm_head.weight", "model.embed_tokens.weight"))
-    if not np.array_equal(head, embed):
+def _check_tied(folder: Path, where: dict[str, _Reader], embed: str) -> None:
+    if not np.array_equal(where[HEAD].tensor(HEAD), where[embed].tensor(embed)):
         raise ModelError(
             f"{folder} says tie_word_embeddings but stores an lm_head.weight that is not the embedding. "
             "Set tie_word_embeddings to false in config.json if the head was trained, else remove the tensor."

@@ -29,10 +29,10 @@ RESIDUAL_WRITERS = ("wo", "w_down")
 
 
 def draw(spec: ModelSpec, name: str, shape: tuple[int, ...], rngs: nnx.Rngs) -> Array:
-    """The initial value of one leaf, float32: norms one, biases zero, the rest normal."""
+    """The initial value of one leaf, float32: norms do nothing yet, biases zero, the rest normal."""
     if name.endswith("norm"):
-        return jnp.ones(shape, jnp.float32)
-    if name in ("bq", "bk", "bv"):
+        return jnp.full(shape, 0.0 if spec.norm == "rms_plus_one" else 1.0, jnp.float32)
+    if name.endswith("bias") or name.startswith("b"):
         return jnp.zeros(shape, jnp.float32)
     scale = STDDEV / math.sqrt(2 * spec.num_layers) if name in RESIDUAL_WRITERS else STDDEV
     return scale * jax.random.normal(rngs.params(), shape, jnp.float32)
@@ -47,14 +47,14 @@ class Block(nnx.Module):
 
 
 class Decoder(nnx.Module):
-    """A decoder of the Llama or Qwen2 family.
+    """A decoder of any family.
 
     Layers are attributes ``layer_0``, ``layer_1``, ... because a list of submodules is spelled
     differently before and after Flax 0.12.
 
     Attributes:
       spec: static sizes.
-      embed, final_norm, head: as in ``kvjax.models.decoder`` (``head`` only when not tied).
+      embed, final_norm, ...: the leaves outside the layers, as in ``kvjax.models.decoder``.
     """
 
     def __init__(self, spec: ModelSpec, *, rngs: nnx.Rngs):

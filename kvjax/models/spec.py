@@ -1,53 +1,15 @@
-"""The static description of a decoder: sizes, rotary embedding, what is tied and what has a bias."""
+"""The static description of a decoder: sizes, positions, and what sets its family apart."""
 
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Literal
 
-import numpy as np
+from kvjax.models.rope import LinearScaling, Llama3Scaling, LongRope, Rope
 
+__all__ = ["LinearScaling", "Llama3Scaling", "LongRope", "ModelSpec", "Rope"]
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Llama3Scaling:
-    """Llama 3.1's stretch of the rotary frequencies: long wavelengths are divided by ``factor``,
-    short ones kept, those between blended."""
-
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_max_position_embeddings: int
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Rope:
-    """Rotary position embedding (Su et al., RoFormer), half-split layout.
-
-    Attributes:
-      theta: base of the geometric series of frequencies.
-      scaling: Llama 3's rule, or None.
-    """
-
-    theta: float = 10_000.0
-    scaling: Llama3Scaling | None = None
-
-    def frequencies(self, head_dim: int) -> np.ndarray:
-        """Angles per position, float32 [H / 2], fastest first."""
-        freq = self.theta ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
-        if self.scaling is None:
-            return freq.astype(np.float32)
-        s = self.scaling
-        wavelength = 2 * math.pi / freq
-        longest = s.original_max_position_embeddings / s.low_freq_factor
-        shortest = s.original_max_position_embeddings / s.high_freq_factor
-        # 1 at the shortest wavelength (kept as it is), 0 at the longest (fully divided).
-        keep = (s.original_max_position_embeddings / wavelength - s.low_freq_factor) / (
-            s.high_freq_factor - s.low_freq_factor
-        )
-        blend = (1 - keep) * freq / s.factor + keep * freq
-        freq = np.where(wavelength > longest, freq / s.factor, np.where(wavelength < shortest, freq, blend))
-        return freq.astype(np.float32)
+FamilyName = Literal["llama", "qwen2", "qwen3", "mistral", "phi3", "gemma2", "gemma3_text", "gpt2"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,12 +18,25 @@ class ModelSpec:
 
     Attributes:
       family: HF ``model_type`` this spec is read from and written as.
-      windows: per layer, the model's own sliding window in tokens, or None for full attention.
       max_positions: the longest sequence the model was trained for.
+      positions: "rope" turns queries and keys; "learned" adds a table to the embeddings.
+      rope: of every layer, or of the layers with full attention where ``local_rope`` is given.
+      local_rope: of the sliding layers.
+      norm: "rms"; "rms_plus_one", whose stored weight is the scale minus one; "layer" with mean and bias.
+      qk_norm: queries and keys are normalised per head, before they turn.
+      post_norms: what attention and MLP give is normalised before it is added.
+      scaled_embedding: embeddings are multiplied by sqrt(D) on the way in.
+      query_pre_attn_scalar: scores are divided by its square root; None for head_dim.
+      attn_softcap, final_softcap: c in c tanh(x / c), for scores before the mask, for logits; or None.
+      mlp: "swiglu" and "geglu" gate, "gelu" does not (both GELUs in the tanh form).
+      qkv_bias: biases of the query, key and value maps.
+      linear_bias: biases of every other map of a layer.
+      tied: logits come from the embedding.
+      windows: per layer, the model's own sliding window in tokens, or None for full attention.
       bos, eos: token ids that begin a text and end one (several may end it).
     """
 
-    family: Literal["llama", "qwen2"]
+    family: FamilyName
     vocab_size: int
     num_layers: int
     num_heads: int
@@ -70,9 +45,20 @@ class ModelSpec:
     model_dim: int
     mlp_dim: int
     max_positions: int
+    positions: Literal["rope", "learned"] = "rope"
     rope: Rope = Rope()
+    local_rope: Rope | None = None
+    norm: Literal["rms", "rms_plus_one", "layer"] = "rms"
     norm_eps: float = 1e-6
+    qk_norm: bool = False
+    post_norms: bool = False
+    scaled_embedding: bool = False
+    query_pre_attn_scalar: float | None = None
+    attn_softcap: float | None = None
+    final_softcap: float | None = None
+    mlp: Literal["swiglu", "geglu", "gelu"] = "swiglu"
     qkv_bias: bool = False
+    linear_bias: bool = False
     tied: bool = True
     windows: tuple[int | None, ...] = ()
     bos: int | None = None
@@ -96,3 +82,21 @@ class ModelSpec:
     def groups(self) -> int:
         """Query heads that share one KV head."""
         return self.num_heads // self.num_kv_heads
+
+    @property
+    def query_gain(self) -> float:
+        """What queries are multiplied by so that scores divided by sqrt(H) come out as the model's."""
+        return (
+            1.0 if self.query_pre_attn_scalar is None else (self.head_dim / self.query_pre_attn_scalar) ** 0.5
+        )
+
+    def rope_of(self, layer: int) -> Rope | None:
+        """How a layer turns queries and keys; a question of its window alone. None with learned positions."""
+        if self.positions == "learned":
+            return None
+        return self.rope if self.local_rope is None or self.windows[layer] is None else self.local_rope
+
+    def at(self, context: int) -> ModelSpec:
+        """The spec inside a context of that many positions (see ``Rope.at``)."""
+        local = self.local_rope and self.local_rope.at(context)
+        return dataclasses.replace(self, rope=self.rope.at(context), local_rope=local)

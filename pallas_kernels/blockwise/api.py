@@ -22,6 +22,7 @@ def _check(
     k_pos: Int[Array, "B S"],
     window: int | None,
     admit: Bool[Array, "B K S"] | None,
+    softcap: float | None,
 ) -> None:
     if q.ndim != 4 or k.ndim != 4 or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
         raise ValueError(f"{op}(q {q.shape}, k {k.shape}) needs q [B, N, T, H] and k [B, K, S, H].")
@@ -34,6 +35,8 @@ def _check(
         )
     if window is not None and window < 0:
         raise ValueError(f"{op}(window={window}) counts positions. Use 0 or more, or None for no window.")
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"{op}(softcap={softcap}) bounds the scores. Use a number above 0, or None.")
     if admit is not None and admit.shape != k.shape[:3]:
         raise ValueError(
             f"{op}(admit {admit.shape}) needs one bit a key and KV head: [B, K, S] = {k.shape[:3]}."
@@ -50,6 +53,7 @@ def blockwise(
     window: int | None = None,
     admit: Bool[Array, "B K S"] | None = None,
     scale: float | None = None,
+    softcap: float | None = None,
     impl: str | None = None,
 ) -> tuple[Float[Array, "B N T H"], Float[Array, "B N T"]]:
     """Causal attention by position, within a window or to admitted keys.
@@ -68,6 +72,7 @@ def blockwise(
       window: how many latest positions a query sees, its own included.
       admit: keys visible beyond the window, per KV head; of no effect without a window.
       scale: of the scores; H ** -0.5 by default.
+      softcap: c in c tanh(score / c), taken of the scaled scores before masking; None for plain scores.
       impl: see ``dispatch``.
 
     Returns:
@@ -79,11 +84,11 @@ def blockwise(
       Unsupported: ``impl`` is not offered.
     """
     run = choose("blockwise", impl, OFFERED)
-    _check("blockwise", q, k, q_pos, k_pos, window, admit)
+    _check("blockwise", q, k, q_pos, k_pos, window, admit, softcap)
     if v.shape != k.shape:
         raise ValueError(f"blockwise(k {k.shape}, v {v.shape}) needs keys and values of one shape.")
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    return run(q, k, v, q_pos, k_pos, admit, window=window, scale=scale)
+    return run(q, k, v, q_pos, k_pos, admit, window=window, scale=scale, softcap=softcap)
 
 
 def column_mass(
@@ -97,6 +102,7 @@ def column_mass(
     window: int | None = None,
     admit: Bool[Array, "B K S"] | None = None,
     scale: float | None = None,
+    softcap: float | None = None,
     impl: str | None = None,
 ) -> Float[Array, "B N S"]:
     """Weighted attention each key received: sum over queries of weights_i exp(s_ij - lse_i).
@@ -105,7 +111,7 @@ def column_mass(
     queries SnapKV's observation window. Blocks of queries whose weights are all 0 cost nothing.
 
     Args:
-      q, k, q_pos, k_pos, window, admit, scale, impl: as in ``blockwise``.
+      q, k, q_pos, k_pos, window, admit, scale, softcap, impl: as in ``blockwise``.
       lse: what ``blockwise`` returned, or the lse of a larger attention these keys are part of.
       weights: of each query, float32.
 
@@ -117,11 +123,11 @@ def column_mass(
       Unsupported: ``impl`` is not offered.
     """
     run = choose("column_mass", impl, OFFERED_MASS)
-    _check("column_mass", q, k, q_pos, k_pos, window, admit)
+    _check("column_mass", q, k, q_pos, k_pos, window, admit, softcap)
     if lse.shape != q.shape[:3] or weights.shape != q_pos.shape:
         raise ValueError(
             f"column_mass(lse {lse.shape}, weights {weights.shape}) needs [B, N, T] = {q.shape[:3]} and "
             f"[B, T] = {q_pos.shape}."
         )
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    return run(q, k, lse, weights, q_pos, k_pos, admit, window=window, scale=scale)
+    return run(q, k, lse, weights, q_pos, k_pos, admit, window=window, scale=scale, softcap=softcap)

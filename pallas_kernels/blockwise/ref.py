@@ -30,15 +30,20 @@ def visible(
 
 
 def _scores(
-    q: Float[Array, "B N T H"], k: Float[Array, "B K S H"], k_pos: Int[Array, "B S"], scale: float
+    q: Float[Array, "B N T H"],
+    k: Float[Array, "B K S H"],
+    k_pos: Int[Array, "B S"],
+    scale: float,
+    softcap: float | None,
 ) -> Float[Array, "B K G T S"]:
     b, n, t, h = q.shape
     k = jnp.where((k_pos >= 0)[:, None, :, None], k.astype(jnp.float32), 0.0)
     q = q.astype(jnp.float32).reshape(b, k.shape[1], n // k.shape[1], t, h)
-    return jnp.einsum("bkgth,bksh->bkgts", q, k, precision=jax.lax.Precision.HIGHEST) * scale
+    s = jnp.einsum("bkgth,bksh->bkgts", q, k, precision=jax.lax.Precision.HIGHEST) * scale
+    return softmax.cap(s, softcap)
 
 
-@functools.partial(jax.jit, static_argnames=("window", "scale"))
+@functools.partial(jax.jit, static_argnames=("window", "scale", "softcap"))
 def blockwise(
     q: Float[Array, "B N T H"],
     k: Float[Array, "B K S H"],
@@ -49,10 +54,11 @@ def blockwise(
     *,
     window: int | None,
     scale: float,
+    softcap: float | None = None,
 ) -> tuple[Float[Array, "B N T H"], Float[Array, "B N T"]]:
     """See ``api.blockwise``."""
     b, n, t, h = q.shape
-    s = softmax.hide(_scores(q, k, k_pos, scale), visible(q_pos, k_pos, window, admit))
+    s = softmax.hide(_scores(q, k, k_pos, scale, softcap), visible(q_pos, k_pos, window, admit))
     m = softmax.row_max(s)
     p = softmax.weigh(s, m)
     v = jnp.where((k_pos >= 0)[:, None, :, None], v.astype(jnp.float32), 0.0)
@@ -61,7 +67,7 @@ def blockwise(
     return out.reshape(b, n, t, h), lse.reshape(b, n, t)
 
 
-@functools.partial(jax.jit, static_argnames=("window", "scale"))
+@functools.partial(jax.jit, static_argnames=("window", "scale", "softcap"))
 def column_mass(
     q: Float[Array, "B N T H"],
     k: Float[Array, "B K S H"],
@@ -73,10 +79,11 @@ def column_mass(
     *,
     window: int | None,
     scale: float,
+    softcap: float | None = None,
 ) -> Float[Array, "B N S"]:
     """See ``api.column_mass``."""
     b, n, t, _ = q.shape
-    s = softmax.hide(_scores(q, k, k_pos, scale), visible(q_pos, k_pos, window, admit))
+    s = softmax.hide(_scores(q, k, k_pos, scale, softcap), visible(q_pos, k_pos, window, admit))
     p = softmax.weigh(s, lse.reshape(s.shape[:-1]))
     mass = jnp.einsum("bkgts,bt->bkgs", p, weights, precision=jax.lax.Precision.HIGHEST)
     return mass.reshape(b, n, k.shape[2])

@@ -30,10 +30,11 @@ def _grouped(q: Float[Array, "B N T H"], k: Float[Array, "B K S H"]) -> Float[Ar
 
 
 def _scores(
-    q: Float[Array, "B K G T H"], k: Float[Array, "B K S H"], scale: float
+    q: Float[Array, "B K G T H"], k: Float[Array, "B K S H"], scale: float, softcap: float | None
 ) -> Float[Array, "B K G T S"]:
     b, heads, g, t, h = q.shape
-    return products.scores(q.reshape(b, heads, g * t, h), k, scale).reshape(b, heads, g, t, -1)
+    s = products.scores(q.reshape(b, heads, g * t, h), k, scale).reshape(b, heads, g, t, -1)
+    return softmax.cap(s, softcap)
 
 
 def _mix(p: Float[Array, "B K G T S"], v: Float[Array, "B K S H"]) -> Float[Array, "B K G T H"]:
@@ -62,8 +63,9 @@ def _dense(
     see: Bool[Array, "... T S"],
     k_pos: Int[Array, "B S"],
     scale: float,
+    softcap: float | None = None,
 ) -> tuple[Float[Array, "B K G T H"], Float[Array, "B K G T"]]:
-    s = softmax.hide(_scores(q, k, scale), see)
+    s = softmax.hide(_scores(q, k, scale, softcap), see)
     m = softmax.row_max(s)
     p = softmax.weigh(s, m)
     # Masking V copies all of V, so it is done only where 0 * NaN of a padded value shows.
@@ -118,7 +120,7 @@ def _at(x: Array | None, j: Int[Array, ""]) -> Array | None:
     return None if x is None else jax.lax.dynamic_index_in_dim(x, j, keepdims=False)
 
 
-@functools.partial(jax.jit, static_argnames=("window", "scale"))
+@functools.partial(jax.jit, static_argnames=("window", "scale", "softcap"))
 def blockwise(
     q: Float[Array, "B N T H"],
     k: Float[Array, "B K S H"],
@@ -129,14 +131,15 @@ def blockwise(
     *,
     window: int | None,
     scale: float,
+    softcap: float | None = None,
 ) -> tuple[Float[Array, "B N T H"], Float[Array, "B N T"]]:
     """See ``api.blockwise``."""
     b, n, t, h = q.shape
     if t <= DENSE_T or t * k.shape[2] <= BLOCK_Q * BLOCK_K:
         see = visible(q_pos, k_pos, window, admit)
-        out, lse = _dense(_grouped(q, k), k, v, see, k_pos, scale)
+        out, lse = _dense(_grouped(q, k), k, v, see, k_pos, scale, softcap)
     else:
-        out, lse = _blocked(_grouped(q, k), k, v, q_pos, k_pos, admit, window, scale)
+        out, lse = _blocked(_grouped(q, k), k, v, q_pos, k_pos, admit, window, scale, softcap)
     return out.reshape(b, n, t, h), lse.reshape(b, n, t)
 
 
@@ -149,6 +152,7 @@ def _blocked(
     admit: Bool[Array, "B K S"] | None,
     window: int | None,
     scale: float,
+    softcap: float | None = None,
 ) -> tuple[Float[Array, "B K G T H"], Float[Array, "B K G T"]]:
     t, bq, bk = q.shape[3], min(BLOCK_Q, q.shape[3]), min(BLOCK_K, k.shape[2])
     qs, q_poss = _blocks(q, 3, bq, 0), _blocks(q_pos, 1, bq, softmax.EMPTY)
@@ -162,7 +166,7 @@ def _blocked(
         def key_block(c: Int[Array, ""], mlo: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
             j = order_i[c]
             see = visible(pos_i, k_poss[j], window, _at(admits, j))
-            s = softmax.hide(_scores(q_i, ks[j], scale), see)
+            s = softmax.hide(_scores(q_i, ks[j], scale, softcap), see)
             return softmax.grow(*mlo, s, lambda p: _mix(p, _without_padding(vs[j], k_poss[j][:, None])))
 
         row = q_i.shape[:-1]
@@ -177,7 +181,7 @@ def _blocked(
     return _joined(out, 3, t), _joined(lse, 3, t)
 
 
-@functools.partial(jax.jit, static_argnames=("window", "scale"))
+@functools.partial(jax.jit, static_argnames=("window", "scale", "softcap"))
 def column_mass(
     q: Float[Array, "B N T H"],
     k: Float[Array, "B K S H"],
@@ -189,6 +193,7 @@ def column_mass(
     *,
     window: int | None,
     scale: float,
+    softcap: float | None = None,
 ) -> Float[Array, "B N S"]:
     """See ``api.column_mass``."""
     b, n, t, _ = q.shape
@@ -199,7 +204,7 @@ def column_mass(
     q_pos = jnp.where(weights != 0, q_pos, softmax.EMPTY)
     if t <= DENSE_T or t * s <= BLOCK_Q * BLOCK_K:
         see = visible(q_pos, k_pos, window, admit)
-        return _mass(grouped, k, lse, weights, see, scale).reshape(b, n, s)
+        return _mass(grouped, k, lse, weights, see, scale, softcap).reshape(b, n, s)
     bq, bk = min(BLOCK_Q, t), min(BLOCK_K, s)
     qs, q_poss = _blocks(grouped, 3, bq, 0), _blocks(q_pos, 1, bq, softmax.EMPTY)
     lses, weightss = _blocks(lse, 3, bq, 0.0), _blocks(weights, 1, bq, 0.0)
@@ -214,7 +219,7 @@ def column_mass(
         def query_block(c: Int[Array, ""], total: Float[Array, "B K G S"]) -> Float[Array, "B K G S"]:
             i = order_j[c]
             see = visible(q_poss[i], pos_j, window, admit_j)
-            return total + _mass(qs[i], k_j, lses[i], weightss[i], see, scale)
+            return total + _mass(qs[i], k_j, lses[i], weightss[i], see, scale, softcap)
 
         return jax.lax.fori_loop(0, count_j, query_block, jnp.zeros((*lse.shape[:3], bk), jnp.float32))
 
@@ -229,6 +234,7 @@ def _mass(
     weights: Float[Array, "B T"],
     see: Bool[Array, "... T S"],
     scale: float,
+    softcap: float | None = None,
 ) -> Float[Array, "B K G S"]:
-    p = softmax.weigh(softmax.hide(_scores(q, k, scale), see), lse)
+    p = softmax.weigh(softmax.hide(_scores(q, k, scale, softcap), see), lse)
     return jnp.einsum("bkgts,bt->bkgs", p, weights, precision=jax.lax.Precision.HIGHEST)

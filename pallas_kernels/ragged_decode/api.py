@@ -27,6 +27,7 @@ def ragged_decode(
     slots: Bool[Array, "B K J S"] | None = None,
     mass: bool = False,
     scale: float | None = None,
+    softcap: float | None = None,
     impl: str | None = None,
 ) -> tuple[Array, ...]:
     """Attention of every query to every live slot of its stream; no causal mask.
@@ -51,6 +52,7 @@ def ragged_decode(
       slots: with ``pages``, read only these slots of them.
       mass: also return the attention each slot received.
       scale: of the scores; H ** -0.5 by default.
+      softcap: c in c tanh(score / c), taken of the scaled scores; None for plain scores.
       impl: see ``dispatch``.
 
     Returns:
@@ -64,8 +66,14 @@ def ragged_decode(
     run = choose("ragged_decode", impl, OFFERED)
     _check(q, k_pages, v_pages, table, length)
     _check_options(k_pages, table, scales, pages, slots)
+    if softcap is not None and not softcap > 0:
+        raise ValueError(
+            f"ragged_decode(softcap={softcap}) bounds the scores. Use a number above 0, or None."
+        )
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    return run(q, k_pages, v_pages, table, length, scales, pages, slots, mass=mass, scale=scale)
+    return run(
+        q, k_pages, v_pages, table, length, scales, pages, slots, mass=mass, scale=scale, softcap=softcap
+    )
 
 
 def _check(q: Array, k_pages: Array, v_pages: Array, table: Array, length: Array) -> None:

@@ -59,8 +59,8 @@ def _live_slots(own: Owners, size: int) -> Bool[Array, "P S"]:
     return jnp.arange(size)[None, :] < own.live[:, None]
 
 
-def _weights(s: Float[Array, "P R S"], own: Owners) -> tuple[Array, Array, Array]:
-    s = softmax.hide(s, _live_slots(own, s.shape[-1])[:, None])
+def _weights(s: Float[Array, "P R S"], own: Owners, softcap: float | None) -> tuple[Array, Array, Array]:
+    s = softmax.hide(softmax.cap(s, softcap), _live_slots(own, s.shape[-1])[:, None])
     m = softmax.row_max(s)
     p = softmax.weigh(s, m)
     return m, jnp.sum(p, axis=-1), p
@@ -76,9 +76,10 @@ def of_floats(
     v_pages: Float[Array, "P S H"],
     own: Owners,
     scale: float,
+    softcap: float | None,
 ) -> Partials:
     """Every page's partial, the pool in place. NaN in a dead value makes its page's o NaN."""
-    m, l, p = _weights(products.scores(_mine(q, own), k_pages, scale), own)
+    m, l, p = _weights(products.scores(_mine(q, own), k_pages, scale), own, softcap)
     return Partials(m, l, products.mix(p, v_pages), p)
 
 
@@ -96,6 +97,7 @@ def of_int8(
     own: Owners,
     scales: Float[Array, "P 2 H"],
     scale: float,
+    softcap: float | None,
 ) -> Partials:
     """Every owned page's partial, chunk by chunk; pages of chunks nobody owns stay empty."""
     (pool, size, h), rows = k_pages.shape, q.shape[1]
@@ -112,7 +114,7 @@ def of_int8(
         part = Owners(cut(own.stream), cut(own.live))
         k_scale, v_scale = cut(scales)[:, None, 0], cut(scales)[:, None, 1]
         k, v = cut(k_pages).astype(jnp.float32), cut(v_pages).astype(jnp.float32)
-        m, l, p = _weights(products.scores(_mine(q, part) * k_scale, k, scale), part)
+        m, l, p = _weights(products.scores(_mine(q, part) * k_scale, k, scale), part, softcap)
         new = Partials(m, l, products.mix(p, v) * v_scale, p)
         return jax.tree.map(lambda x, y: jax.lax.dynamic_update_slice_in_dim(x, y, starts[i], 0), found, new)
 

@@ -49,11 +49,12 @@ def at_once(
     mask: Bool[Array, "X J S"],
     scales: Float[Array, "P 2 H"] | None,
     scale: float,
+    softcap: float | None,
     mass: bool,
 ) -> tuple[Float[Array, "X R H"], Float[Array, "X R"], Float[Array, "X R JS"] | None]:
     """(out, lse, probabilities if asked) of X streams in one go."""
     s = products.scores(q, _gather(k_pages, ids, _column(scales, 0), None), scale)
-    s = softmax.hide(s, mask.reshape(mask.shape[0], 1, -1))
+    s = softmax.hide(softmax.cap(s, softcap), mask.reshape(mask.shape[0], 1, -1))
     m = softmax.row_max(s)
     p = softmax.weigh(s, m)
     o = products.mix(p, _gather(v_pages, ids, _column(scales, 1), mask))
@@ -69,6 +70,7 @@ def by_stream(
     mask: Bool[Array, "X J S"],
     scales: Float[Array, "P 2 H"] | None,
     scale: float,
+    softcap: float | None,
     groups: int,
     mass: bool,
 ) -> tuple[Float[Array, "X R H"], Float[Array, "X R"], Float[Array, "X G JS"] | None]:
@@ -89,7 +91,8 @@ def by_stream(
             k_loop, v_loop, at = jax.lax.optimization_barrier((k_pages, v_pages, order_i[i]))
             k = _gather(k_loop, ids_i[at], _column(scales, 0), None)
             v = _gather(v_loop, ids_i[at], _column(scales, 1), mask_i[at])
-            return softmax.hide(products.scores(q_i, k, scale), mask_i[at].reshape(1, -1)), v
+            s = softmax.cap(products.scores(q_i, k, scale), softcap)
+            return softmax.hide(s, mask_i[at].reshape(1, -1)), v
 
         out, lse = _attend(q_i.shape, count_i, read)
         if not mass:

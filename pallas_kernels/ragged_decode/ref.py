@@ -58,7 +58,7 @@ def spread(
     return out.swapaxes(2, 3).reshape(b, n, count, s)
 
 
-@functools.partial(jax.jit, static_argnames=("mass", "scale"))
+@functools.partial(jax.jit, static_argnames=("mass", "scale", "softcap"))
 def ragged_decode(
     q: Float[Array, "B N T H"],
     k_pages: Num[Array, "P S H"],
@@ -71,6 +71,7 @@ def ragged_decode(
     *,
     mass: bool,
     scale: float,
+    softcap: float | None = None,
 ) -> tuple[Array, ...]:
     """See ``api.ragged_decode``."""
     b, n, t, h = q.shape
@@ -84,7 +85,7 @@ def ragged_decode(
     heads = table.shape[1]
     grouped = q.astype(jnp.float32).reshape(b, heads, n // heads, t, h)
     s = jnp.einsum("bkgth,bkjsh->bkgtjs", grouped, k, precision=jax.lax.Precision.HIGHEST) * scale
-    s = s.reshape(*s.shape[:4], -1)
+    s = softmax.cap(s.reshape(*s.shape[:4], -1), softcap)
     s = softmax.hide(s, mask.reshape(b, heads, 1, 1, -1))
     m = softmax.row_max(s)
     p = softmax.weigh(s, m)

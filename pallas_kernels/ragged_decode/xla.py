@@ -22,7 +22,7 @@ AT_ONCE = 1 << 21
 cores: equal to stream by stream at 2 ** 20, up to twice as slow at 2 ** 22.)"""
 
 
-@functools.partial(jax.jit, static_argnames=("mass", "scale"))
+@functools.partial(jax.jit, static_argnames=("mass", "scale", "softcap"))
 def ragged_decode(
     q: Float[Array, "B N T H"],
     k_pages: Num[Array, "P S H"],
@@ -35,6 +35,7 @@ def ragged_decode(
     *,
     mass: bool,
     scale: float,
+    softcap: float | None = None,
 ) -> tuple[Array, ...]:
     """See ``api.ragged_decode``."""
     (b, n, t, h), (pool, size, _), heads = q.shape, k_pages.shape, table.shape[1]
@@ -42,15 +43,17 @@ def ragged_decode(
     ids, live = page_lists(table, length, pages, pool, size)
     x = q.reshape(streams, groups * t, h)
     if pages is None and groups * t <= FLAT_ROWS:
-        out, lse, received = _flat(x, k_pages, v_pages, ids, live, scales, scale, mass)
+        out, lse, received = _flat(x, k_pages, v_pages, ids, live, scales, scale, softcap, mass)
     else:
         mask = live_slots(live, slots, size).reshape(streams, -1, size)
         lists = ids.reshape(streams, -1)
         if lists.size * size * max(groups * t, h) <= AT_ONCE:
-            out, lse, received = listed.at_once(x, k_pages, v_pages, lists, mask, scales, scale, mass)
+            out, lse, received = listed.at_once(
+                x, k_pages, v_pages, lists, mask, scales, scale, softcap, mass
+            )
         else:
             out, lse, received = listed.by_stream(
-                x, k_pages, v_pages, lists, mask, scales, scale, groups, mass
+                x, k_pages, v_pages, lists, mask, scales, scale, softcap, groups, mass
             )
     whole = out.reshape(b, n, t, h), lse.reshape(b, n, t)
     if received is None:
@@ -67,12 +70,13 @@ def _flat(
     live: Int[Array, "B K M"],
     scales: Float[Array, "P 2 H"] | None,
     scale: float,
+    softcap: float | None,
     mass: bool,
 ) -> tuple[Float[Array, "X R H"], Float[Array, "X R"], Float[Array, "X R MS"] | None]:
     own = flat.owners(ids, live, k_pages.shape[0])
     streams = q.shape[0]
     if scales is None:
-        parts = flat.of_floats(q, k_pages, v_pages, own, scale)
+        parts = flat.of_floats(q, k_pages, v_pages, own, scale, softcap)
         out, lse = flat.combine(parts, own, streams)
 
         def again() -> Float[Array, "X R H"]:
@@ -80,7 +84,7 @@ def _flat(
 
         out = jax.lax.cond(jnp.isnan(out).any(), again, lambda: out)
     else:
-        parts = flat.of_int8(q, k_pages, v_pages, own, scales, scale)
+        parts = flat.of_int8(q, k_pages, v_pages, own, scales, scale, softcap)
         out, lse = flat.combine(parts, own, streams)
     if not mass:
         return out, lse, None

@@ -5,18 +5,19 @@ from __future__ import annotations
 import numpy as np
 
 
-def attend(q, k, v, see, scale):
+def attend(q, k, v, see, scale, softcap=None):
     """One head: q [T, H], k, v [S, H], see [T, S] -> (out [T, H], lse [T], p [T, S]); empty = (0, -inf)."""
     q, k, v = (np.asarray(x).astype(np.float64) for x in (q, k, v))
     p, lse, seen = np.zeros(see.shape), np.full(len(q), -np.inf), np.flatnonzero(see.any(axis=0))
-    s = np.where(see[:, seen], q @ k[seen].T * scale, -np.inf)
+    s = q @ k[seen].T * scale
+    s = np.where(see[:, seen], s if softcap is None else softcap * np.tanh(s / softcap), -np.inf)
     some = np.flatnonzero(see.any(axis=1))
     lse[some] = np.logaddexp.reduce(s[some], axis=1)
     p[np.ix_(some, seen)] = np.exp(s[some] - lse[some, None])
     return p[:, seen] @ v[seen], lse, p
 
 
-def blockwise(q, k, v, *, q_pos, k_pos, window=None, admit=None, scale=None):
+def blockwise(q, k, v, *, q_pos, k_pos, window=None, admit=None, scale=None, softcap=None):
     """(out [B, N, T, H], lse [B, N, T], p [B, N, T, S])."""
     (b, n, t, h), heads, s = q.shape, k.shape[1], k.shape[2]
     scale = h**-0.5 if scale is None else scale
@@ -33,12 +34,14 @@ def blockwise(q, k, v, *, q_pos, k_pos, window=None, admit=None, scale=None):
                 see = see & near
             kv = head // (n // heads)
             out[row, head], lse[row, head], p[row, head] = attend(
-                q[row, head], k[row, kv], v[row, kv], see, scale
+                q[row, head], k[row, kv], v[row, kv], see, scale, softcap
             )
     return out, lse, p
 
 
-def ragged(q, k_pages, v_pages, *, table, length, scales=None, pages=None, slots=None, scale=None):
+def ragged(
+    q, k_pages, v_pages, *, table, length, scales=None, pages=None, slots=None, scale=None, softcap=None
+):
     """(out [B, N, T, H], lse [B, N, T], mass [B, N, M, S]), following each stream's list by hand."""
     (b, n, t, h), size, (heads, m) = q.shape, k_pages.shape[1], table.shape[1:]
     scale = h**-0.5 if scale is None else scale
@@ -62,7 +65,7 @@ def ragged(q, k_pages, v_pages, *, table, length, scales=None, pages=None, slots
             k = np.array([k_pages[table[row, kv, a], s] for a, s in places]).reshape(-1, h)
             v = np.array([v_pages[table[row, kv, a], s] for a, s in places]).reshape(-1, h)
             everything = np.ones((t, len(places)), bool)
-            out[row, head], lse[row, head], p = attend(q[row, head], k, v, everything, scale)
+            out[row, head], lse[row, head], p = attend(q[row, head], k, v, everything, scale, softcap)
             for (a, s), x in zip(places, p.sum(0)):
                 mass[row, head, a, s] = x
     return out, lse, mass

@@ -69,6 +69,23 @@ def test_blocks_of_both_axes(sight):
         np.testing.assert_array_equal(lse, again[1])
 
 
+@pytest.mark.parametrize(("impl", "name"), [("ref", "small"), ("xla", "small"), ("xla", "blocked")])
+def test_capped_scores(impl, name):
+    """A cap that bends most scores, in every form of the operation and of its column mass."""
+    shape = BLOCKED if name == "blocked" else TEST["g4_h64"]
+    arrays, where = case(shape, admitted=0.2)
+    options = {**where, "window": 7, "softcap": 0.8}
+    out, lse = blockwise(*arrays, **options, impl=impl)
+    want_out, want_lse, p = oracle(*arrays, **options)
+    assert_close(out, want_out, shape.S)
+    assert_close(lse, want_lse, shape.S)
+    weights = jnp.ones((shape.B, shape.T))
+    mass = column_mass(arrays[0], arrays[1], lse, weights, **options, impl=impl)
+    assert_close(mass, p.sum(axis=2), shape.T)
+    plain = oracle(*arrays, **where, window=7)[0]
+    assert np.abs(want_out - plain).max() > 0.1
+
+
 @settings(max_examples=8, deadline=None)
 @given(st.integers(0, 2**31), st.integers(1, 600), st.sampled_from([1, 40, 600]))
 def test_skipped_blocks_are_those_nobody_sees(seed, span, spread):
@@ -185,3 +202,5 @@ def test_refusals():
         blockwise(q, k, v[:, :, 1:], **where)
     with pytest.raises(ValueError, match="counts positions"):
         blockwise(q, k, v, **where, window=-1)
+    with pytest.raises(ValueError, match="softcap=0"):
+        blockwise(q, k, v, **where, softcap=0)

@@ -96,6 +96,25 @@ def test_selections(impl, name, kind, narrowed):
     check(ragged_decode(*arrays, **lists, mass=True, impl=impl), oracle(*arrays, **lists), shape.M * shape.S)
 
 
+@pytest.mark.parametrize(
+    ("impl", "form"), [("ref", "flat"), ("xla", "flat"), ("xla", "once"), ("xla", "stream")]
+)
+@pytest.mark.parametrize("kind", KINDS)
+def test_capped_scores(impl, form, kind, monkeypatch):
+    """A cap that bends most scores, in every form of the operation."""
+    shape = TEST["g4_h64"]
+    arrays, lists = case(shape, edges(shape), kind=kind)
+    if form != "flat":
+        lists |= selection(shape, j=3)
+    if form == "stream":
+        monkeypatch.setattr(xla, "AT_ONCE", 0)
+        xla.ragged_decode.clear_cache()
+    capped = oracle(*arrays, **lists, softcap=0.8)
+    check(ragged_decode(*arrays, **lists, mass=True, softcap=0.8, impl=impl), capped, shape.M * shape.S)
+    assert np.abs(capped[0] - oracle(*arrays, **lists)[0]).max() > 0.1
+    xla.ragged_decode.clear_cache()
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("chosen", [False, True])
 def test_stream_by_stream_when_all_at_once_is_too_much(kind, chosen, monkeypatch):

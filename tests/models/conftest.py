@@ -10,7 +10,10 @@ import numpy as np
 import pytest
 
 GOLDEN = Path(__file__).parents[1] / "golden"
-NAMES = ("llama3", "llama_tied", "qwen2", "qwen2_window", "llama_bf16_sharded")
+NAMES = (
+    *("llama3", "llama_tied", "qwen2", "qwen2_window", "llama_bf16_sharded", "qwen3", "mistral"),
+    *("phi3", "phi3_long", "phi4_mini", "gemma2", "gemma3", "gpt2"),
+)
 
 
 @pytest.fixture(params=NAMES)

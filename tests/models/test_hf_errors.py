@@ -24,7 +24,7 @@ def refused(source, *parts, **options):
 @pytest.mark.parametrize(
     ("name", "changes", "parts"),
     [
-        ("llama3", {"model_type": "gemma2"}, ["model_type 'gemma2'", "llama and qwen2"]),
+        ("llama3", {"model_type": "mixtral"}, ["model_type 'mixtral'", "llama, qwen2, qwen3"]),
         ("llama3", {"model_type": ...}, ["model_type None"]),
         (
             "llama3",

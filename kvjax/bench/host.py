@@ -1,4 +1,4 @@
-"""Benchmarks: ``python -m kvjax.bench host`` prints what a decode step costs the host.
+"""``host``: what a decode step costs the host.
 
 Two figures, for a model of ``--layers`` layers so narrow that the arithmetic vanishes:
 
@@ -10,8 +10,6 @@ Two figures, for a model of ``--layers`` layers so narrow that the arithmetic va
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable
@@ -97,20 +95,3 @@ def host(layers: int, spec: str, repeats: int) -> dict[str, float | int | str]:
         "host_us_per_token": round(segment / decode.SEGMENT, 2),
         "jax": jax.__version__,
     }
-
-
-def main() -> None:
-    """Print one JSON line a policy."""
-    parser = argparse.ArgumentParser(prog="python -m kvjax.bench", description=__doc__.split("\n")[0])
-    what = parser.add_subparsers(dest="what", required=True)
-    one = what.add_parser("host", help="host cost of a decode step")
-    one.add_argument("--layers", type=int, default=36)
-    one.add_argument("--policy", action="append", help="one-string form; may be given several times")
-    one.add_argument("--repeats", type=int, default=300)
-    args = parser.parse_args()
-    for spec in args.policy or ["full", "snapkv + ada(0.25)", "quest", "int8"]:
-        print(json.dumps(host(args.layers, spec, args.repeats)), flush=True)
-
-
-if __name__ == "__main__":
-    main()

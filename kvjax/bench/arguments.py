@@ -1,0 +1,143 @@
+"""The command line of ``python -m kvjax.bench``: what can be said, and what is refused before any work."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from kvjax.bench.errors import BenchError
+from kvjax.bench.sides import Settings
+from kvjax.bench.weights import SIZES
+
+DTYPES = ("float32", "bfloat16")
+
+_FIELDS = {"context": "contexts", "batch": "batches", "dtype": "dtypes", "policy": "policies"}
+"""Options that fill a field of another name."""
+
+HOST = ("full", "snapkv + ada(0.25)", "quest", "int8")
+"""Policies of ``host`` when none is named."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Asked:
+    """The command line, checked.
+
+    Attributes:
+      what: the command.
+      settings: of the measuring commands.
+      out: folder of results, or None.
+      json: rows as JSON lines.
+      layers, repeats, host_policies: of ``host``.
+      make, pip: of ``peers``.
+    """
+
+    what: str
+    settings: Settings | None = None
+    out: Path | None = None
+    json: bool = False
+    layers: int = 36
+    repeats: int = 300
+    host_policies: tuple[str, ...] = HOST
+    make: Path | None = None
+    pip: tuple[str, ...] = ()
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        # Our own checks already name the option; argparse would name it twice.
+        message = re.sub(r"^argument (\S+: )?(?=--)", "", message)
+        raise BenchError(message if message.endswith(".") else f"{message}. See {self.prog} --help.")
+
+
+def parse(words: Sequence[str]) -> Asked:
+    """The command and its options.
+
+    Raises:
+      BenchError: an unknown word, a number out of range, a folder without peers.
+      PolicyError: a policy that cannot be built.
+    """
+    said = vars(_parser().parse_args(words))
+    what = said.pop("what")
+    if what == "host":
+        policies = tuple(said["policy"] or HOST)
+        return Asked(what=what, layers=said["layers"], repeats=said["repeats"], host_policies=policies)
+    if what == "peers":
+        return Asked(what=what, make=said["make"], pip=tuple(said["pip"]))
+    if what == "plot":
+        return Asked(what=what, out=said["out"])
+    out, as_json = said.pop("out"), said.pop("json")
+    given = {_FIELDS.get(name, name): value for name, value in said.items()}
+    given = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
+    return Asked(what=what, settings=Settings(**given), out=out, json=as_json)
+
+
+def _parser() -> _Parser:
+    parser = _Parser(
+        prog="python -m kvjax.bench", description="Benchmarks of the KV cache, beside our peers."
+    )
+    what = parser.add_subparsers(dest="what", required=True)
+    one = what.add_parser("host", help="host cost of a decode step")
+    one.add_argument("--layers", type=int, default=36)
+    one.add_argument("--policy", action="append", help="one-string form; may be given several times")
+    one.add_argument("--repeats", type=int, default=300)
+    beside = what.add_parser("decode", help="tokens a second, beside transformers and kvpress")
+    _measuring(beside, peers=True, defaults={})
+    beside = what.add_parser("prefill", help="time to first token and peak memory, beside them")
+    _measuring(beside, peers=True, defaults={"rounds": 2})
+    alone = what.add_parser("profile", help="where a decode step's time goes")
+    _measuring(alone, peers=False, defaults={"context": [2048, 32768], "dtype": ["float32"]})
+    plot = what.add_parser("plot", help="pictures of saved results")
+    plot.add_argument("--out", type=Path, metavar="DIR", help="folder of results (default: results/bench)")
+    peers = what.add_parser("peers", help="make the environment with transformers and kvpress")
+    peers.add_argument("--make", type=Path, metavar="DIR", required=True, help="a new virtual environment")
+    peers.add_argument(
+        "--pip",
+        action="append",
+        default=[],
+        metavar="WORD",
+        help="an argument of pip install torch, as --pip=…",
+    )
+    return parser
+
+
+def _measuring(parser: argparse.ArgumentParser, peers: bool, defaults: dict[str, Any]) -> None:
+    """Options of ``Settings``; what is not said has the default there, or the command's own."""
+
+    def add(name: str, help: str, **how: Any) -> None:
+        usual = defaults.get(name, getattr(Settings, _FIELDS.get(name, name)))
+        shown = " ".join(map(str, usual)) if isinstance(usual, (list, tuple)) else usual
+        parser.add_argument(f"--{name}", default=usual, help=f"{help} (default: {shown})", **how)
+
+    def number(name: str, help: str, least: int = 1, **how: Any) -> None:
+        add(name, help, metavar="N", type=_whole(f"--{name}", least), **how)
+
+    number("context", "prompt and new tokens of a row together", nargs="+")
+    if peers:
+        number("batch", "rows", nargs="+")
+        parser.add_argument("--peers", type=Path, metavar="DIR", help="environment that `peers --make` made")
+    add("dtype", "of weights and cache", nargs="+", choices=DTYPES)
+    add("policy", "ours, in the one-string form", nargs="+", metavar="SPEC")
+    add("size", "of the random model", choices=sorted(SIZES))
+    number("seed", "of weights and prompts", least=0)
+    number("threads", "CPUs each side is pinned to")
+    number("tokens", "of a row in one timed piece")
+    number("rounds", "timed pieces (prefill: calls) of each side, in turns")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="also save rows there, such as results/bench")
+    parser.add_argument("--json", action="store_true", help="rows as JSON lines")
+
+
+def _whole(flag: str, least: int = 1) -> Callable[[str], int]:
+    """An argparse type: a whole number from ``least``; the message names flag, rule and way out."""
+
+    def read(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(
+                f"{flag} {text} is out of range. Give a whole number, {least} or more."
+            )
+        return int(text)
+
+    return read

@@ -1,0 +1,93 @@
+"""A state as a long prompt leaves it, without reading one: drawn tokens, judged and packed by the policy.
+
+Reading 32 thousand random tokens takes minutes, of which only attention is of no use here. So keys, values
+and queries are drawn, and the same functions as in prefill (``kvjax.layer``) admit, score, choose and store.
+Queries of later heads are larger, so that heads differ and per-head budgets come out ragged.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+
+from kvjax import decode
+from kvjax import layer as layers
+from kvjax.cache import pool
+from kvjax.cache import state as states
+from kvjax.cache.ring import Entry
+from kvjax.cache.state import KVState, LayerCache
+from kvjax.models.decoder import Decoder
+from kvjax.models.spec import ModelSpec
+from kvjax.policy import Policy
+from kvjax.types import Heads
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Int
+
+
+def filled(
+    network: Decoder, policy: Policy, tokens: int, context: int, dtype: jnp.dtype, seed: int, new: int
+) -> KVState:
+    """One row that has seen ``tokens`` tokens, with room for ``new`` more as ``stream`` would make it."""
+    state = decode.empty(network, policy, rows=1, context=context, dtype=dtype)
+    keys = jax.random.split(jax.random.PRNGKey(seed), network.num_layers)
+    rooms = []
+    for index, (room, key) in enumerate(zip(state.layers, keys)):
+        judged, kept = _judged(network.spec, policy, tokens, dtype, room.ring.window, jnp.asarray(index), key)
+        pages = 1
+        if room.pages is not None:  # every list may end in a page of its own
+            pages = int(kept.sum()) // room.pages.size + kept.size * room.pages.table.shape[2]
+        rooms.append(_packed(policy, network.num_layers, pages, room, judged, jnp.asarray(index)))
+    seen = jnp.full(1, tokens, jnp.int32)
+    state = dataclasses.replace(state, layers=tuple(rooms), length=seen, total=jnp.copy(seen))
+    # As after a prefill (pools at their smallest class), then as ``stream`` grows them.
+    state = states.fit(state)
+    return decode.reserve(policy, state, new, 1, ahead=max(new, decode.HORIZON))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
+def _judged(
+    spec: ModelSpec,
+    policy: Policy,
+    tokens: int,
+    dtype: jnp.dtype,
+    window: int,
+    index: Int[Array, ""],
+    key: Array,
+) -> tuple[Entry, Int[Array, "1 K"]]:
+    """A layer's tokens with their verdicts, and how many of each stream GLOBAL will hold."""
+    total = jnp.full(1, tokens, jnp.int32)
+    pos = jnp.arange(tokens, dtype=jnp.int32)[None]
+    heads = _drawn(spec, tokens, dtype, key)
+    site = layers.Site(policy, {}, index, spec.num_layers, None, total)
+    seen = layers.observe(site, heads, pos)
+    new = layers.arriving(site, heads, pos, seen)
+    if policy.budget.limited:
+        new = dataclasses.replace(new, admit=new.admit & layers.verdict(site, new, seen))
+    return new, layers.survivors(new, total, window)
+
+
+def _drawn(spec: ModelSpec, tokens: int, dtype: jnp.dtype, key: Array) -> Heads:
+    n, k, h, d = spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.model_dim
+    of_q, of_k, of_v, of_x = jax.random.split(key, 4)
+
+    def draw(of: Array, *shape: int) -> Array:
+        return jax.random.normal(of, (1, tokens, *shape), jnp.float32).astype(dtype)
+
+    q = draw(of_q, n, h) * jnp.linspace(0.5, 2.0, n).astype(dtype)[:, None]
+    key_, value = draw(of_k, k, h), draw(of_v, k, h)
+    return Heads(q=q, k=key_, v=value, q_pre=q, k_pre=key_, hidden=draw(of_x, d))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _packed(
+    policy: Policy, count: int, pages: int, room: LayerCache, judged: Entry, index: Int[Array, ""]
+) -> LayerCache:
+    total = jnp.full(1, judged.pos.shape[1], jnp.int32)
+    if room.pages is not None:
+        room = dataclasses.replace(room, pages=pool.resize(room.pages, pages))
+    return layers.pack(layers.Site(policy, {}, index, count, None, total), room, judged, total)

@@ -1,0 +1,145 @@
+"""The peers' side of a comparison, run by the peers' interpreter: ``peer_script.py CPU,CPU…``.
+
+Answers the same requests as ``kvjax.bench.ours``, with transformers or a kvpress press, and imports
+nothing of ours. The decode loop is bare greedy argmax, which is faster than ``model.generate``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, DynamicCache
+
+
+def press_of(name: str) -> Any:
+    """None for ``full``; 75 % dropped, with our window of 32 and kernel of 5, for the others."""
+    if name == "full":
+        return None
+    from kvpress import AdaKVPress, SnapKVPress
+
+    # Ada's ratio is that of the press inside.
+    snap = SnapKVPress(compression_ratio=0.75, window_size=32, kernel_size=5)
+    return {"snapkv": snap, "adakv": AdaKVPress(snap, alpha_safeguard=0.2)}[name]
+
+
+class Side:
+    """A model and what it is in the middle of."""
+
+    cache: Any = None
+    prefilled: Any = None
+
+    def load(self, folder: str, dtype: str) -> dict[str, Any]:
+        """Read the model; also says the versions in use."""
+        kind = getattr(torch, dtype)
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=kind, attn_implementation="sdpa")
+        self.model.eval()
+        versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+        with contextlib.suppress(ImportError):
+            from importlib.metadata import version
+
+            import kvpress  # noqa: F401  (patches attention on import: before any measurement)
+
+            versions["kvpress"] = version("kvpress")
+        self.model(input_ids=torch.zeros(1, 64, dtype=torch.long))  # pages in the libraries' kernels
+        return self.memory(forget=True) | {"versions": versions}
+
+    @torch.inference_mode()
+    def prefill(self, spec: str, tokens: list[list[int]], new: int, every: int) -> dict[str, Any]:
+        """Prompt to first token."""
+        del new
+        self.every = every
+        self.cache, self.prefilled = None, None  # a second call must not hold two caches
+        ids = torch.tensor(tokens)
+        press, cache = press_of(spec), DynamicCache()
+        begun = time.perf_counter()
+        with contextlib.nullcontext() if press is None else press(self.model):
+            logits = self.model(input_ids=ids, past_key_values=cache, logits_to_keep=1).logits
+        first = logits[:, -1].argmax(dim=-1)
+        first.tolist()
+        seconds = time.perf_counter() - begun
+        self.prefilled = [(layer.keys, layer.values) for layer in cache.layers]
+        self.first, self.prompt = first, ids.shape[1]
+        self.masked = [getattr(m, "masked_key_indices", None) for m in self.attention()]
+        return {"seconds": seconds, "compile_seconds": 0.0} | self.bytes()
+
+    def attention(self) -> list[Any]:
+        """The attention modules, where head-wise presses leave what they masked."""
+        return [layer.self_attn for layer in self.model.model.layers]
+
+    @torch.inference_mode()
+    def start(self, rows: int) -> dict[str, Any]:
+        """Decode from copies of the first prefilled row."""
+        self.cache = DynamicCache()
+        for index, (keys, values) in enumerate(self.prefilled):
+            self.cache.update(keys[:1].repeat(rows, 1, 1, 1), values[:1].repeat(rows, 1, 1, 1), index)
+        for module, masked in zip(self.attention(), self.masked):
+            if masked is not None:
+                _, heads, slots = (part[masked[0] == 0] for part in masked)
+                batch = torch.arange(rows).repeat_interleave(len(heads))
+                module.masked_key_indices = (batch, heads.repeat(rows), slots.repeat(rows))
+        self.token, self.position = self.first[:1].repeat(rows)[:, None], self.prompt
+        return self.bytes()
+
+    @torch.inference_mode()
+    def decode(self) -> dict[str, Any]:
+        """A few more tokens of every row, timed."""
+        begun = time.perf_counter()
+        for _ in range(self.every):
+            # After a press the cache is shorter than the sequence, so the position is said.
+            at = torch.full_like(self.token, self.position)
+            logits = self.model(input_ids=self.token, past_key_values=self.cache, position_ids=at).logits
+            self.token = logits[:, -1].argmax(dim=-1, keepdim=True)
+            self.position += 1
+        self.token.tolist()
+        seconds = time.perf_counter() - begun
+        return {"seconds": seconds, "tokens": self.every * len(self.token), "compile_seconds": 0.0}
+
+    def bytes(self) -> dict[str, Any]:
+        """Of the cache in hand; what it holds it has allocated."""
+        pairs = self.prefilled if self.cache is None else [(x.keys, x.values) for x in self.cache.layers]
+        held = sum(x.nbytes for pair in pairs for x in pair)
+        return {"live": held, "allocated": held}
+
+    def memory(self, forget: bool) -> dict[str, Any]:
+        """Of the process, as in ``kvjax.bench.machine``."""
+        try:
+            status = Path("/proc/self/status").read_text()
+            names = {"rss": "VmRSS", "peak_rss": "VmHWM"}
+            found = {n: re.search(rf"^{key}:\s*(\d+) kB", status, re.MULTILINE) for n, key in names.items()}
+            if forget:
+                Path("/proc/self/clear_refs").write_text("5")
+        except OSError:
+            return {}
+        return {name: int(match[1]) * 1024 for name, match in found.items() if match}
+
+
+def main() -> None:
+    """Answer until standard input ends."""
+    cpus = [int(cpu) for cpu in sys.argv[1].split(",")]
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, cpus)
+    torch.set_num_threads(len(cpus))
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever a library prints is no answer
+    side = Side()
+    verbs = {name: getattr(side, name) for name in ("load", "prefill", "start", "decode", "bytes", "memory")}
+    for line in sys.stdin:
+        request = json.loads(line)
+        try:
+            answer = verbs[request.pop("do")](**request)
+        except Exception as error:  # the other side of the pipe decides what an error means
+            answer = {"error": f"{type(error).__name__}: {' '.join(str(error).split())}"}
+        print(json.dumps(answer), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,87 @@
+"""``plot``: the committed results as pictures, from the JSON alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from kvjax.bench import results
+from kvjax.bench.errors import BenchError
+
+Row = dict[str, Any]
+
+_COLOURS = {"kvjax": "#1f77b4", "transformers": "#999999", "kvpress": "#d98c3f"}
+
+
+def draw(folder: Path) -> list[Path]:
+    """Pictures of every table in ``folder``.
+
+    Raises:
+      BenchError: nothing to draw, or no matplotlib.
+    """
+    try:
+        import matplotlib
+    except ImportError:
+        raise BenchError("plot needs matplotlib. Install it: pip install matplotlib") from None
+    matplotlib.use("Agg")
+    wanted = {
+        "decode": [("tokens_per_s", "tokens / s", 1.0), ("allocated_bytes", "cache, MiB allocated", 2.0**20)],
+        "prefill": [
+            ("ttft_s", "s to first token", 1.0),
+            ("peak_rss_growth_bytes", "peak of process, MiB", 2.0**20),
+        ],
+    }
+    drawn = [
+        _figure(folder, name, fields) for name, fields in wanted.items() if (folder / f"{name}.json").exists()
+    ]
+    if not drawn:
+        raise BenchError(f"plot --out {folder} finds no decode.json or prefill.json. Run those first.")
+    return drawn
+
+
+def _figure(folder: Path, name: str, fields: list[tuple[str, str, float]]) -> Path:
+    from matplotlib import pyplot
+
+    rows = [
+        row for run in results.read(folder / f"{name}.json") for row in run["rows"] if "skipped" not in row
+    ]
+    places = sorted({(row["context"], row["batch"]) for row in rows})
+    size = (3.6 * len(places), 3.4 * len(fields))
+    figure, axes = pyplot.subplots(
+        len(fields), len(places), figsize=size, squeeze=False, layout="constrained"
+    )
+    for column, (context, batch) in enumerate(places):
+        here = [row for row in rows if (row["context"], row["batch"]) == (context, batch)]
+        for line, (field, label, unit) in enumerate(fields):
+            _bars(axes[line][column], here, field, unit)
+            axes[line][column].set_xlabel(label)
+        axes[0][column].set_title(f"{context} tokens, batch {batch}", fontsize=10)
+    figure.suptitle(f"kvjax.bench {name}: solid float32, pale bfloat16", fontsize=11)
+    file = folder / f"{name}.png"
+    figure.savefig(file, dpi=110)
+    pyplot.close(figure)
+    return file
+
+
+def _bars(axis: Any, rows: Sequence[Row], field: str, unit: float) -> None:
+    """Horizontal bars, one group a configuration, one bar a dtype."""
+    names = list(dict.fromkeys((row["system"], row["config"]) for row in rows))
+    dtypes = sorted({row["dtype"] for row in rows}, reverse=True)  # float32 first
+    height = 0.8 / len(dtypes)
+    for row in rows:
+        if row.get(field) is None:
+            continue
+        at = (
+            names.index((row["system"], row["config"]))
+            + (dtypes.index(row["dtype"]) - (len(dtypes) - 1) / 2) * height
+        )
+        value = row[field] / unit
+        axis.barh(
+            at, value, height, color=_COLOURS[row["system"]], alpha=1.0 if row["dtype"] == "float32" else 0.5
+        )
+        axis.text(value, at, f" {value:.3g}", va="center", fontsize=7)
+    axis.set_yticks(range(len(names)), [f"{system}: {config}" for system, config in names], fontsize=7)
+    axis.invert_yaxis()
+    axis.margins(x=0.18)
+    axis.tick_params(axis="x", labelsize=7)

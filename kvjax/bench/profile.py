@@ -1,0 +1,153 @@
+"""``profile``: where a decode step's time goes, for every shipped policy, as a page.
+
+Batch 1. The parts come from a ladder of programs that leave out more and more (``cut.py``), on a state that
+is filled without reading a prompt (``fill.py``), all in one process pinned to the CPUs asked for.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from kvjax import compose
+from kvjax.bench import machine
+from kvjax.bench.child import Child, ChildError
+from kvjax.bench.sides import OURS, WARM, Settings
+
+Row = dict[str, Any]
+
+EVERY_STEP = "knorm + uniform(512, every_step)"
+"""No preset evicts while decoding; this one does, at every step."""
+
+LIMIT = 0.10
+"""Most of a step that policy work may take."""
+
+PARTS = {"host": "host", "weights": "weights", "ring": "ring", "GLOBAL": "global", "policy work": "policy"}
+"""Columns of the page and the parts they show, in ms."""
+
+_INTRODUCTION = """\
+How it was measured. Every figure is a median over compiled segments of the real decode loop
+(`kvjax.decode.segment`), taken in turns in one process. The parts are differences between programs of a
+ladder: *weights* (embedding, projections, MLP, logits and sampling; attention hands back its queries),
+*ring* (and the new token is written to the ring, and the ring is read), *GLOBAL* (and the pages are read,
+at as many pages as the policy selects, but nothing enters or leaves them), *policy work* (the real step:
+admission, door, moves, eviction, selection, metadata). *Host* is the look at page counts and an empty
+program with the same arguments. By construction the parts add up to the step; *check* does not: it is
+(weights + a program of the seam alone, without weights) / step, two programs that share nothing, and
+should be about 1. Parts of a few per cent are within the noise, and may come out below zero.
+
+The state is synthetic: keys, values and queries are drawn at random, then judged and packed by the policy
+itself; no prompt was read. Pools have the size that `stream` gives them, for up to 512 tokens to come.
+"""
+
+
+def measure(settings: Settings, folder: Path, done: Callable[[Row], None], tick: Callable[[], None]) -> None:
+    """Rows as in ``decode.measure``; a policy that needs learned weights is skipped with the reason."""
+    for dtype in settings.dtypes:
+        with _process(settings) as child:
+            child.ask("load", folder=str(folder), dtype=dtype)
+            for context, spec in cells(settings):
+                how = {
+                    "tokens": settings.tokens,
+                    "warm": WARM,
+                    "rounds": settings.rounds,
+                    "seed": settings.seed,
+                }
+                row = {"system": "kvjax", "config": spec, "context": context, "batch": 1, "dtype": dtype}
+                try:
+                    done(row | parts(child.ask("profile", spec=spec, context=context, **how)))
+                except ChildError as error:
+                    done(row | {"skipped": str(error)})
+                tick()
+
+
+def cells(settings: Settings) -> list[tuple[int, str]]:
+    """(context, policy): what was asked everywhere; where nothing was, every preset at the shortest."""
+    found = [(context, spec) for context in settings.contexts for spec in settings.policies]
+    if settings.policies == OURS:
+        known = {compose.policy(spec) for spec in settings.policies}
+        shipped = [spec for spec in (*compose.PRESETS, EVERY_STEP) if compose.policy(spec) not in known]
+        found += [(min(settings.contexts), spec) for spec in shipped]
+    return found
+
+
+def ticks(settings: Settings) -> int:
+    """How often ``measure`` will call ``tick``."""
+    return len(settings.dtypes) * len(cells(settings))
+
+
+def _process(settings: Settings) -> Child:
+    cpus = ",".join(map(str, machine.cpus(settings.threads)))
+    return Child([sys.executable, "-m", "kvjax.bench.ablate", cpus], machine.environment(settings.threads))
+
+
+def parts(found: Row) -> Row:
+    """Microseconds a token of each part from the rungs of the ladder."""
+    rung, host = found["seconds"], found["host"]
+    read = rung.get("read", rung["ring"])
+    seconds = {
+        "host": host,
+        "weights": rung["weights"] - host,
+        "ring": rung["ring"] - rung["weights"],
+        "global": read - rung["ring"],
+        "policy": rung["all"] - read,
+    }
+    return {
+        "policy": found["policy"],
+        "step_us": round(rung["all"] * 1e6, 1),
+        "tokens_per_s": round(1 / rung["all"], 2),
+        "parts_us": {name: round(value * 1e6, 1) for name, value in seconds.items()},
+        "policy_share": round(seconds["policy"] / rung["all"], 4),
+        "check": round((rung["weights"] + rung["alone"] - host) / rung["all"], 3),
+        "live_bytes": found["live_bytes"],
+        "allocated_bytes": found["allocated_bytes"],
+        "weight_bytes": found["weight_bytes"],
+        "rungs_s": found["rounds"],
+    }
+
+
+def page(runs: Sequence[Row]) -> str:
+    """The saved runs as Markdown."""
+    lines = ["# Where a decode step's time goes", "", "Generated by the commands below; do not edit.", ""]
+    for run in runs:
+        at, model = run["machine"], run["model"]
+        lines.append(
+            f"* `{run['command']}` on {run['date']}: {at['cpu']}, {at['threads']} thread(s), "
+            f"jax {at['jax']}, commit {at['commit']}; {model['parameters']:,} random parameters (seed "
+            f"{model['seed']}), batch 1."
+        )
+    lines += ["", *_INTRODUCTION.splitlines(), ""]
+    everything = [row for run in runs for row in run["rows"]]
+    for context, dtype in sorted({(row["context"], row["dtype"]) for row in everything}):
+        rows = [row for row in everything if (row["context"], row["dtype"]) == (context, dtype)]
+        lines += [f"## {context} tokens, {dtype}", "", *_table(rows), ""]
+    over = [
+        f"`{row['config']}` at {row['context']} tokens, {row['dtype']} ({row['policy_share']:.0%})"
+        for row in everything
+        if row.get("policy_share", 0) > LIMIT
+    ]
+    verdict = f"Above it: {', '.join(over)}." if over else "Nobody is above it."
+    lines += [f"Policy work, aim at most {LIMIT:.0%} of the step. {verdict}", ""]
+    return "\n".join(lines)
+
+
+def _table(rows: list[Row]) -> list[str]:
+    names = ("policy", "step, ms", *PARTS, "share", "check", "live MiB", "GB/s")
+    lines = ["| " + " | ".join(names) + " |", "|---" * len(names) + "|"]
+    for row in rows:
+        if "skipped" in row:
+            lines.append(f"| `{row['config']}` | skipped: {row['skipped']} |" + " |" * 9)
+            continue
+        moved = (row["weight_bytes"] + row["live_bytes"]) / row["step_us"] / 1e3
+        cells = [f"`{row['config']}`", f"{row['step_us'] / 1e3:.2f}"]
+        cells += [f"{row['parts_us'][name] / 1e3:.2f}" for name in PARTS.values()]
+        cells += [
+            f"{row['policy_share']:.1%}",
+            f"{row['check']:.2f}",
+            f"{row['live_bytes'] / 2**20:.1f}",
+            f"{moved:.1f}",
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
+    return [*lines, "", "GB/s: bytes of weights and live slots over the step's time."]

@@ -1,0 +1,122 @@
+"""What is compared: our policies, our dense cache of a quarter of the length, and the peers."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from pathlib import Path
+
+from kvjax.bench import machine, peers
+from kvjax.bench.child import Child
+from kvjax.bench.errors import BenchError
+from kvjax.bench.weights import SIZES
+from kvjax.compose import policy
+from kvjax.models.spec import ModelSpec
+
+FULL, UNIFORM, PER_HEAD = "full", "snapkv + uniform(0.25)", "snapkv + ada(0.25)"
+OURS = (FULL, UNIFORM, PER_HEAD)
+NO_PEERS = "no --peers folder was given; python -m kvjax.bench peers --make DIR makes one"
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """One line of a table.
+
+    Attributes:
+      system: "kvjax", "transformers" or "kvpress".
+      name: a policy of ours in the one-string form, "quarter", or the peer's own name.
+      spec: what the side's process is asked for.
+      share: the prompt is this much of the context's.
+    """
+
+    system: str
+    name: str
+    spec: str
+    share: float = 1.0
+
+
+QUARTER = Config("kvjax", "quarter", FULL, 0.25)
+"""Our dense cache with as many tokens as a policy that drops 75 % keeps."""
+
+PEERS = (
+    Config("transformers", "full", "full"),
+    Config("kvpress", "snapkv 75 %", "snapkv"),
+    Config("kvpress", "adakv 75 %", "adakv"),
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What one command measures.
+
+    Attributes:
+      size, seed: which weights.
+      threads: CPUs every side is pinned to.
+      contexts: prompt and new tokens together.
+      batches, dtypes, policies: the rest of the grid.
+      tokens: of a row in one timed piece.
+      rounds: timed pieces of each side, taken in turns.
+      peers: the peers' environment, or None.
+    """
+
+    size: str = "base"
+    seed: int = 0
+    threads: int = 1
+    contexts: tuple[int, ...] = (2048, 8192)
+    batches: tuple[int, ...] = (1, 8)
+    dtypes: tuple[str, ...] = ("float32", "bfloat16")
+    policies: tuple[str, ...] = OURS
+    tokens: int = 16
+    rounds: int = 5
+    peers: Path | None = None
+
+    def __post_init__(self) -> None:
+        for name in self.policies:
+            policy(name)  # raises PolicyError
+        if self.peers is not None:
+            peers.command(self.peers)  # raises BenchError
+        machine.cpus(self.threads)
+        for context in self.contexts:
+            if context > self.spec.max_positions:
+                raise BenchError(
+                    f"--context {context} exceeds the {self.spec.max_positions} positions of {self.size}. "
+                    "Ask for less."
+                )
+            if (context - self.new) * QUARTER.share < 1:
+                raise BenchError(
+                    f"--context {context} leaves no prompt before {self.new} new tokens (--tokens "
+                    f"{self.tokens}, --rounds {self.rounds}). Raise it, or time fewer tokens."
+                )
+
+    @property
+    def spec(self) -> ModelSpec:
+        """Sizes of the model."""
+        return SIZES[self.size]
+
+    @property
+    def new(self) -> int:
+        """New tokens of a row: the first, the pieces that warm up, the timed ones."""
+        return 1 + self.tokens * (WARM + self.rounds)
+
+    def prompt(self, context: int, config: Config) -> int:
+        """Prompt tokens of a row."""
+        return int((context - self.new) * config.share)
+
+    def configs(self, quarter: bool) -> list[Config]:
+        """Lines of the table, peers last."""
+        ours = [Config("kvjax", name, name) for name in self.policies]
+        return [*ours, *([QUARTER] if quarter else []), *PEERS]
+
+    def open(self, config: Config) -> Child:
+        """Start the process of one side."""
+        cpus = ",".join(map(str, machine.cpus(self.threads)))
+        if config.system == "kvjax":
+            command = [sys.executable, "-m", "kvjax.bench.ours"]
+        else:
+            assert self.peers is not None  # noqa: S101  (the caller skips peers that are absent)
+            command = peers.command(self.peers)
+        return Child([*command, cpus], machine.environment(self.threads))
+
+
+WARM = 2
+"""Pieces before the timed ones: the first compiles the steps, the second the look at a grown pool."""

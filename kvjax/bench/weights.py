@@ -1,0 +1,89 @@
+"""Seeded random weights of known sizes, as a folder in HF format that every side of a comparison loads.
+
+Speed does not depend on what a model has learned, but raggedness does on how attention is spread: keys and
+queries are drawn large enough that attention is peaked and heads differ.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvjax.models.decoder import shapes
+from kvjax.models.spec import ModelSpec, Rope
+
+BASE = ModelSpec(
+    family="qwen2",
+    vocab_size=4096,
+    num_layers=6,
+    num_heads=6,
+    num_kv_heads=2,
+    head_dim=64,
+    model_dim=384,
+    mlp_dim=1024,
+    max_positions=32768,
+    rope=Rope(theta=1e6),
+    qkv_bias=True,
+)
+"""The sizes of the ``base`` model, about 11 M parameters, with room for 32768 positions."""
+
+TINY = ModelSpec(
+    family="qwen2",
+    vocab_size=64,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    model_dim=32,
+    mlp_dim=48,
+    max_positions=1024,
+    rope=Rope(theta=1e4),
+    qkv_bias=True,
+)
+"""Small enough for tests."""
+
+SIZES = {"base": BASE, "tiny": TINY}
+
+_GAIN = {"wq": 1.6, "wk": 1.6}
+"""Standard deviations of outputs for inputs of 1; 1 where nothing is said."""
+
+
+def draw(spec: ModelSpec, seed: int) -> dict[str, Any]:
+    """The params tree of ``kvjax.models.decoder``, float32 NumPy arrays, the same for the same seed."""
+    random = np.random.default_rng(seed)
+
+    def leaf(name: str, shape: tuple[int, ...]) -> np.ndarray:
+        if name.endswith("norm"):
+            return np.ones(shape, np.float32)
+        if name.startswith("b"):
+            return random.standard_normal(shape, np.float32) * np.float32(0.5)
+        inputs = {"wo": shape[0] * shape[1], "embed": 1}.get(name, shape[0]) if len(shape) > 1 else 1
+        return random.standard_normal(shape, np.float32) * np.float32(_GAIN.get(name, 1.0) * inputs**-0.5)
+
+    tree = shapes(spec)
+    params: dict[str, Any] = {name: leaf(name, shape) for name, shape in tree.items() if name != "layers"}
+    params["layers"] = [{name: leaf(name, shape) for name, shape in one.items()} for one in tree["layers"]]
+    # Tied: an embedding of size 1 would multiply the logits by sqrt(D).
+    params["embed"] *= np.float32(spec.model_dim**-0.5 if spec.tied else 1.0)
+    return params
+
+
+def count(spec: ModelSpec) -> int:
+    """Parameters of a model, tied ones once."""
+    tree = shapes(spec)
+    layers = [shape for one in tree["layers"] for shape in one.values()]
+    rest = [shape for name, shape in tree.items() if name != "layers"]
+    return sum(int(np.prod(shape)) for shape in layers + rest)
+
+
+def write(folder: Path, spec: ModelSpec, seed: int) -> None:
+    """Draw the weights and save them, float32, as transformers and kvjax load them.
+
+    Raises:
+      ModelError: the folder is in use.
+    """
+    from kvjax.models import hf
+
+    hf.save(folder, spec, draw(spec, seed), dtype="float32", metadata={"seed": str(seed)})

@@ -1,0 +1,162 @@
+"""The families, a row each: what sets one apart in the mathematics and in its config.json.
+
+Everything here is data; ``hf_config`` reads and writes by it, ``hf_table`` holds the names of the tensors.
+Defaults are those of transformers' config classes, for keys that a config.json may leave out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from kvjax.models.spec import FamilyName
+
+WindowRule = Literal["none", "from_layer", "all_layers", "by_type"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Family:
+    """One family.
+
+    Attributes:
+      architecture: HF's class.
+      traits: fields of ``ModelSpec`` that every member shares; others have the spec's defaults.
+      varies: further fields of ``ModelSpec`` that a config.json of the family can set.
+      windows: none at all; from ``max_window_layers`` on (or ``layer_types``) if ``use_sliding_window``;
+        one for all layers; or by ``layer_types``, else ``sliding_window_pattern``.
+      needs: keys that must be there beyond the sizes every family has.
+      defaults: values of keys that may be absent.
+      agrees: values of keys that would ask for other mathematics; an absent key agrees.
+      writes: keys of an export that say what the traits are.
+      spelled: our name of a key to the family's own.
+      thetas: default base of the rope, and of the sliding layers' rope where they have one of their own.
+      partial: ``partial_rotary_factor`` counts.
+    """
+
+    architecture: str
+    traits: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    varies: tuple[str, ...] = ()
+    windows: WindowRule = "none"
+    needs: tuple[str, ...] = ()
+    defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    agrees: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
+    writes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    spelled: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    thetas: tuple[float, ...] = (10_000.0,)
+    partial: bool = False
+
+
+_NO = (None, False)
+_SILU = {"hidden_act": ("silu", "swish")}
+_GEMMA: dict[str, Any] = {
+    "windows": "by_type",
+    "agrees": {
+        "hidden_activation": (None, "gelu_pytorch_tanh"),
+        "attention_bias": _NO,
+        "use_bidirectional_attention": _NO,
+    },
+    "writes": {"hidden_activation": "gelu_pytorch_tanh", "attention_bias": False},
+}
+_GEMMA_TRAITS = {"norm": "rms_plus_one", "post_norms": True, "scaled_embedding": True, "mlp": "geglu"}
+_GEMMA_DEFAULTS = {
+    "head_dim": 256,
+    "tie_word_embeddings": True,
+    "sliding_window": 4096,
+    "query_pre_attn_scalar": 256,
+}
+
+FAMILIES: Mapping[FamilyName, Family] = {
+    "llama": Family(
+        architecture="LlamaForCausalLM",
+        agrees={**_SILU, "attention_bias": _NO, "mlp_bias": _NO},
+        writes={"attention_bias": False, "mlp_bias": False},
+    ),
+    "qwen2": Family(
+        architecture="Qwen2ForCausalLM",
+        traits={"qkv_bias": True},
+        windows="from_layer",
+        needs=("num_key_value_heads",),
+        agrees={**_SILU, "use_mrope": _NO},
+    ),
+    "qwen3": Family(
+        architecture="Qwen3ForCausalLM",
+        traits={"qk_norm": True},
+        windows="from_layer",
+        needs=("num_key_value_heads",),
+        defaults={"head_dim": 128},
+        agrees={**_SILU, "attention_bias": _NO},
+        writes={"attention_bias": False},
+    ),
+    "mistral": Family(
+        architecture="MistralForCausalLM",
+        windows="all_layers",
+        needs=("num_key_value_heads",),
+        defaults={"sliding_window": 4096},
+        agrees={**_SILU, "attention_bias": _NO},
+    ),
+    "phi3": Family(
+        architecture="Phi3ForCausalLM",
+        windows="all_layers",
+        defaults={"rms_norm_eps": 1e-5},
+        agrees={**_SILU, "attention_bias": _NO, "lm_head_bias": _NO, "mlp_bias": _NO},
+        partial=True,
+    ),
+    "gemma2": Family(
+        architecture="Gemma2ForCausalLM",
+        traits=_GEMMA_TRAITS,
+        varies=("query_pre_attn_scalar", "attn_softcap", "final_softcap"),
+        needs=("num_key_value_heads",),
+        defaults={
+            **_GEMMA_DEFAULTS,
+            "sliding_window_pattern": 2,
+            "attn_logit_softcapping": 50.0,
+            "final_logit_softcapping": 30.0,
+        },
+        **_GEMMA,
+    ),
+    "gemma3_text": Family(
+        architecture="Gemma3ForCausalLM",
+        traits={**_GEMMA_TRAITS, "qk_norm": True},
+        varies=("query_pre_attn_scalar", "final_softcap", "local_rope"),
+        defaults={
+            **_GEMMA_DEFAULTS,
+            "sliding_window_pattern": 6,
+            "vocab_size": 262_208,
+            "hidden_size": 2304,
+            "intermediate_size": 9216,
+            "num_hidden_layers": 26,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 131_072,
+        },
+        thetas=(1_000_000.0, 10_000.0),
+        **{**_GEMMA, "agrees": {**_GEMMA["agrees"], "attn_logit_softcapping": (None,)}},
+    ),
+    "gpt2": Family(
+        architecture="GPT2LMHeadModel",
+        traits={
+            "positions": "learned",
+            "norm": "layer",
+            "mlp": "gelu",
+            "qkv_bias": True,
+            "linear_bias": True,
+        },
+        defaults={"rms_norm_eps": 1e-5, "tie_word_embeddings": True},
+        agrees={
+            "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
+            "scale_attn_weights": (None, True),
+            "scale_attn_by_inverse_layer_idx": _NO,
+            "add_cross_attention": _NO,
+        },
+        writes={"activation_function": "gelu_new"},
+        spelled={
+            "hidden_size": "n_embd",
+            "intermediate_size": "n_inner",
+            "num_hidden_layers": "n_layer",
+            "num_attention_heads": "n_head",
+            "max_position_embeddings": "n_positions",
+            "rms_norm_eps": "layer_norm_epsilon",
+        },
+    ),
+}

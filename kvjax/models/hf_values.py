@@ -1,0 +1,34 @@
+"""Values of a config.json, each checked where it is read."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+
+class ModelError(ValueError):
+    """A folder, file or tree of weights that is not a model kvjax can read or write."""
+
+
+def count(config: dict[str, Any], key: str, file: str, default: int | None = None) -> int:
+    """A whole number from 1; null counts as absent."""
+    value = default if config.get(key) is None else config[key]
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ModelError(f"{file} has {key} {value!r}; it must be a whole number from 1.")
+    return value
+
+
+def number(config: dict[str, Any], key: str, file: str, default: float | None = None) -> float:
+    """A number above 0; null counts as absent."""
+    value = default if config.get(key) is None else config[key]
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise ModelError(f"{file} has {key} {value!r}; it must be a number above 0.")
+    return float(value)
+
+
+def numbers(config: dict[str, Any], key: str, length: int, file: str) -> tuple[float, ...]:
+    """A list of ``length`` numbers above 0."""
+    value = config.get(key)
+    if not isinstance(value, list) or len(value) != length:
+        raise ModelError(f"{file} has {key} {value!r}; it must be a list of {length} numbers.")
+    return tuple(number({key: item}, key, file) for item in value)

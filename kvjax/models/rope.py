@@ -1,0 +1,128 @@
+"""Rotary position embedding (Su et al., RoFormer), half-split layout, and the ways it is stretched.
+
+Each rule of stretching is a frozen value; ``Rope.frequencies`` is what they all come to.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import TYPE_CHECKING
+
+import jax.numpy as jnp
+import numpy as np
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float, Int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LinearScaling:
+    """Every position divided by ``factor`` (Chen et al., position interpolation)."""
+
+    factor: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Llama3Scaling:
+    """Llama 3.1's stretch of the rotary frequencies: long wavelengths are divided by ``factor``,
+    short ones kept, those between blended."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LongRope:
+    """LongRoPE (Ding et al.): every frequency divided by a searched factor of its own.
+
+    There are two sets of factors, for texts within the original length and for longer ones. Keys are
+    cached after they were turned, so the choice is made once for a whole context: ``Rope.at``.
+
+    Attributes:
+      short, long: one factor a frequency.
+      original_max_position_embeddings: the longest context that takes ``short``.
+      attention_factor: turned queries and keys are multiplied by it, whichever set is taken.
+      stretched: take ``long``.
+    """
+
+    short: tuple[float, ...]
+    long: tuple[float, ...]
+    original_max_position_embeddings: int
+    attention_factor: float
+    stretched: bool = False
+
+
+Scaling = LinearScaling | Llama3Scaling | LongRope
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rope:
+    """Which pairs of a head's channels turn, and how far per position.
+
+    Attributes:
+      theta: base of the geometric series of frequencies.
+      scaling: how the series is stretched, or None.
+      fraction: part of the head that turns, its first channels; the others stay as they are.
+    """
+
+    theta: float = 10_000.0
+    scaling: Scaling | None = None
+    fraction: float = 1.0
+
+    def at(self, context: int) -> Rope:
+        """The rope inside a context of that many positions, prompt and answer together.
+
+        Only LongRoPE asks: ``long`` is taken iff the context exceeds the original length, for every
+        token of it. transformers decides by the longest position met so far; the two agree for texts
+        that end within the original length in a context that does, and for prompts beyond it.
+        """
+        s = self.scaling
+        if not isinstance(s, LongRope):
+            return self
+        stretched = context > s.original_max_position_embeddings
+        return dataclasses.replace(self, scaling=dataclasses.replace(s, stretched=stretched))
+
+    def frequencies(self, head_dim: int) -> np.ndarray:
+        """Angles per position of the turning pairs, float32 [H / 2] (or that fraction), fastest first."""
+        turning = int(head_dim * self.fraction)
+        freq = self.theta ** (-np.arange(0, turning, 2, dtype=np.float64) / turning)
+        s = self.scaling
+        if isinstance(s, LinearScaling):
+            freq = freq / s.factor
+        elif isinstance(s, LongRope):
+            freq = freq / np.asarray(s.long if s.stretched else s.short, np.float64)
+        elif isinstance(s, Llama3Scaling):
+            freq = _llama3(freq, s)
+        return freq.astype(np.float32)
+
+    @property
+    def amplitude(self) -> float:
+        """What turned channels are multiplied by."""
+        return self.scaling.attention_factor if isinstance(self.scaling, LongRope) else 1.0
+
+
+def _llama3(freq: np.ndarray, s: Llama3Scaling) -> np.ndarray:
+    wavelength = 2 * math.pi / freq
+    longest = s.original_max_position_embeddings / s.low_freq_factor
+    shortest = s.original_max_position_embeddings / s.high_freq_factor
+    # 1 at the shortest wavelength (kept as it is), 0 at the longest (fully divided).
+    keep = (s.original_max_position_embeddings / wavelength - s.low_freq_factor) / (
+        s.high_freq_factor - s.low_freq_factor
+    )
+    blend = (1 - keep) * freq / s.factor + keep * freq
+    return np.where(wavelength > longest, freq / s.factor, np.where(wavelength < shortest, freq, blend))
+
+
+def rotate(x: Float[Array, "B T N H"], positions: Int[Array, "B T"], rope: Rope) -> Float[Array, "B T N H"]:
+    """Turn each (i, i + R/2) pair of the first R channels by its position times the pair's frequency."""
+    frequencies = jnp.asarray(rope.frequencies(x.shape[-1]))
+    angle = positions[:, :, None, None].astype(jnp.float32) * frequencies
+    cos, sin = rope.amplitude * jnp.cos(angle), rope.amplitude * jnp.sin(angle)
+    half = len(frequencies)
+    y = x.astype(jnp.float32)
+    a, b = y[..., :half], y[..., half : 2 * half]
+    turned = jnp.concatenate([a * cos - b * sin, b * cos + a * sin, y[..., 2 * half :]], axis=-1)
+    return turned.astype(x.dtype)
