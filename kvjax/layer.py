@@ -198,7 +198,7 @@ def _absorb_victims(site: Site, cache: LayerCache, victim: Int[Array, "B K"]) ->
 
 
 def read_pages(
-    site: Site, cache: LayerCache, q: Float[Array, "B N T H"], softcap: float | None, decoding: bool
+    site: Site, cache: LayerCache, q: Float[Array, "B N T H"], decoding: bool, softcap: float | None = None
 ) -> list[Partial]:
     """Partials of GLOBAL and φ; a selection part acts on decode reads only."""
     pages, policy = cache.pages, site.policy
@@ -297,7 +297,7 @@ def step(
     q = _major(x.q)
     held = rings.positions(length + count, cache.ring.window)
     recent = blockwise(q, cache.ring.k, cache.ring.v, q_pos=length[:, None], k_pos=held, softcap=x.softcap)
-    return _mixed([recent, *read_pages(site, cache, q, x.softcap, decoding=True)], x), cache
+    return _mixed([recent, *read_pages(site, cache, q, decoding=True, softcap=x.softcap)], x), cache
 
 
 def chunk(
@@ -322,7 +322,7 @@ def chunk(
         blockwise(q, k, v, q_pos=pos, k_pos=k_pos, window=window, admit=admit, softcap=x.softcap)
         for k, v, k_pos, admit in ((ring.k, ring.v, held, bits[0]), (new.k, new.v, pos, bits[1]))
     ]
-    parts += read_pages(site, cache, q, x.softcap, decoding=False)
+    parts += read_pages(site, cache, q, decoding=False, softcap=x.softcap)
     if cache.pages is not None:
         cache = through_door(site, cache, rings.leaving(ring, new, length, count))
     cache = dataclasses.replace(cache, ring=rings.put(ring, new, length, count))

@@ -1,4 +1,4 @@
-"""What sets families apart: spellings of their configs, names of their tensors, and how policies meet them."""
+"""What sets families apart: spellings of configs, names of tensors, and how policies meet them."""
 
 from __future__ import annotations
 
