@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -551,6 +552,16 @@ def stream(
         yield found[:, (found != EMPTY).any(axis=0)], state
 
 
+def _tell_of_windows(network: Network, policy: Policy) -> None:
+    sliding = [f"{i}: {window}" for i, window in enumerate(network.windows) if window is not None]
+    if sliding and policy != Policy():
+        warnings.warn(
+            f"the policy has no say in layers whose own sliding window rules ({len(sliding)} of "
+            f"{network.num_layers}; layer: tokens = {', '.join(sliding)}).",
+            stacklevel=3,
+        )
+
+
 def generate(
     model: Weighted,
     policy: Policy,
@@ -589,6 +600,7 @@ def generate(
             f"generate(max_new_tokens={max_new_tokens}) after {longest} prompt tokens exceeds the model's "
             f"{model.network.max_positions} positions. Ask for fewer tokens, or shorten the prompt."
         )
+    _tell_of_windows(model.network, policy)
     context = bucket(longest + max_new_tokens)
     state, logits = prefill(
         model, policy, prompts, context=context, chunk_size=chunk_size, page=page, weights=weights

@@ -113,7 +113,7 @@ class Cut(Decoder):
             policy = dataclasses.replace(policy, selection=Given(real=policy.selection))
         total = jnp.zeros(q.shape[0], jnp.int32)
         site = layers.Site(policy, {}, index, self.num_layers, None, total)
-        return layers.read_pages(site, room, q, self.spec.attn_softcap, decoding=True)
+        return layers.read_pages(site, room, q, decoding=True, softcap=self.spec.attn_softcap)
 
 
 def _ring(
