@@ -153,7 +153,7 @@ def break_tokenizer(folder: Path) -> None:
         (forget("config.json"), ["holds no config.json", "no model in HF format"]),
         (forget("tokenizer.json"), ["no tokenizer.json"]),
         (break_config, ["config.json is not readable JSON"]),
-        (other_family, ["'mamba'", "llama and qwen2"]),
+        (other_family, ["'mamba'", "llama, qwen2"]),
         (more_layers, ["model.layers.2.self_attn.q_proj.weight is missing"]),
         (break_tokenizer, ["tokenizer.json is no readable tokenizer"]),
     ],
