@@ -48,6 +48,10 @@ anybody.
 """
 
 
+COPIES = 0.1
+"""Retrieval score from which on a head counts as one (arXiv 2404.15574)."""
+
+
 def percent(value: float) -> str:
     """0.9875 as 98.8."""
     return f"{100 * value:.1f}"
@@ -121,13 +125,19 @@ def heads(results: dict[str, Any]) -> str:
     }
     said = ", ".join(f"{n} {kind}" for kind, n in count.items())
     lines = [[name, percent(cell["one"]), percent(cell["four"])] for name, cell in groups.items()]
+    copied = found["answers"]["copied"]
+    copiers = [f"{i}.{n}" for i, row in enumerate(copied) for n, share in enumerate(row) if share >= COPIES]
+    copying = f"{len(copiers)} heads" if len(copiers) != 1 else "One head"
+    where = ", ".join(copiers) or "none"
     return f"""## Heads
 
-![Each head's effective number of tokens, distances, first-token mass, recall lost](heads.png)
+![Each head's effective number of tokens, distances, weight on the token to copy, recall lost](heads.png)
 
-On held-out text at 1024 tokens: {said} (local: half of the weight within 16 tokens; sink: half of it on
-the first four tokens; sparse: fewer than 16 tokens looked at in effect; diffuse: the others). Recall with
-heads silenced, {results["ablation"]["length"]} tokens, n = {results["ablation"]["n"]}:
+At 1024 tokens: {said} (local: on held-out text half of the weight within 16 tokens; sink: half of it on
+the first four tokens; sparse: fewer than 16 tokens looked at in effect, on text or where an answer is read
+off; diffuse: the others). {copying} put at least a tenth of their weight on the very token to
+be written next, when one of four needles is read off: {where} (layer.head). Recall with heads
+silenced, {results["ablation"]["length"]} tokens, n = {results["ablation"]["n"]}:
 
 {grid(["silenced", "one needle, %", "one of four, %"], lines)}"""
 
@@ -182,18 +192,19 @@ def tokens(config: dict[str, Any], log: list[dict[str, Any]]) -> float:
 
 
 def draw_heads(results: dict[str, Any], path: Path) -> None:
-    """Four maps, layers down and heads across."""
+    """Maps, layers down and heads across, and each head's distances."""
     import matplotlib.pyplot as plt
     import numpy as np
 
-    text, alone = results["heads"]["text"], results["ablation"]
+    text, answers, alone = results["heads"]["text"], results["heads"]["answers"], results["ablation"]
     shape = np.shape(text["effective"])
-    fig, axes = plt.subplots(1, 4, figsize=(17, 4.2), width_ratios=[1, 1.7, 1, 1], layout="constrained")
+    fig, axes = plt.subplots(1, 5, figsize=(20, 4.2), width_ratios=[1, 1.7, 1, 1, 1], layout="constrained")
     lost = alone["groups"]["nothing"]["four"] - np.array(alone["heads"]["four"])
     maps = [
-        (axes[0], np.array(text["effective"]), "tokens looked at, in effect", ".0f", "viridis"),
-        (axes[2], 100 * np.array(text["sink"]), "% of weight on the first four", ".1f", "magma"),
-        (axes[3], 100 * lost, "points of recall lost (one of four)", ".0f", "cividis"),
+        (axes[0], np.array(text["effective"]), "tokens looked at in effect, text", ".0f", "viridis"),
+        (axes[2], np.array(answers["effective"]), "tokens looked at in effect, answers", ".0f", "viridis"),
+        (axes[3], 100 * np.array(answers["copied"]), "% of weight on the token to copy", ".0f", "magma"),
+        (axes[4], 100 * lost, "points of recall lost (one of four)", ".0f", "cividis"),
     ]
     for ax, values, title, form, colours in maps:
         ax.imshow(values, cmap=colours, aspect="auto")

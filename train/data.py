@@ -13,7 +13,19 @@ import grain.python as grain
 import numpy as np
 
 from train import tasks
-from train.rows import ANSWER, HAYSTACK, MAGIC, SECRET, TAIL, Source, copy_row, needle_row, text_row
+from train.rows import (
+    ANSWER,
+    HAYSTACK,
+    MAGIC,
+    SECRET,
+    TAIL,
+    Source,
+    Wording,
+    copy_row,
+    needle_row,
+    shortened,
+    text_row,
+)  # fmt: skip
 from train.tasks import SHARES
 
 __all__ = [
@@ -39,7 +51,7 @@ def training_row(
             asked=int(rng.integers(1, min(keys, 4) + 1)),
             snap=rng.random() < 0.6,
             gap=str(rng.choice([" ", " ", "\n", "\n\n"])),
-            wording=MAGIC if level.magic and rng.random() < level.magic else SECRET,
+            wording=_wording(rng, level),
             figures=int(rng.integers(2, 5)) if level.clash and rng.random() < level.clash else 10,
         )
         if row is not None:
@@ -49,6 +61,12 @@ def training_row(
     if kind < 1 - level.copies:
         return text_row(rng, source, length)
     return copy_row(rng, source, length)
+
+
+def _wording(rng: np.random.Generator, level: Level) -> Wording:
+    if not (level.magic and rng.random() < level.magic):
+        return SECRET
+    return shortened(rng) if level.bridge and rng.random() < level.bridge else MAGIC
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,8 +81,11 @@ class Level:
       keys: needles of a needle row, one number drawn per row; above four only from 512 tokens.
       needles, tasks, copies: share of rows of these kinds; the rest is plain text.
       magic: share of needle rows in RULER's wording.
+      bridge: share of those whose question keeps only some of the words between key and number.
       clash: share of needle rows whose numbers are made of two to four different digits.
       families: how often each of ``train.tasks.TASKS`` is drawn for a task row, among those that fit.
+      silent: chance that a query head writes nothing in a row, [L][N]; none is silenced where it is empty.
+        What a silenced head did must then be learned by others (DropHead, arXiv 2004.13342).
     """
 
     lengths: tuple[int, ...]
@@ -76,8 +97,10 @@ class Level:
     tasks: float = 0.0
     copies: float = 0.15
     magic: float = 0.0
+    bridge: float = 0.0
     clash: float = 0.0
     families: Mapping[str, float] = dataclasses.field(default_factory=lambda: SHARES)
+    silent: tuple[tuple[float, ...], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -99,7 +122,8 @@ class Batches:
     """Random-access source of training batches at one curriculum level (a grain source).
 
     ``self[i]`` is a dict: tokens int32 [B, T]; and, for S scored tokens, at int32 [S] (row-major index
-    of the position that predicts), target int32 [S], weight float32 [S], answer bool [S].
+    of the position that predicts), target int32 [S], weight float32 [S], answer bool [S]. A level that
+    silences heads adds speak bool [B, L, N].
     """
 
     def __init__(self, source: Source, mix: Mix, level: int, count: int):
@@ -116,7 +140,11 @@ class Batches:
         count = max(1, (level.tokens or self.mix.tokens) // length)
         rows = [training_row(rng, self.source, length, level) for _ in range(count)]
         tokens, weight = (np.stack(column) for column in zip(*rows))
-        return {"tokens": tokens, **choose_scored(rng, tokens, weight, level.scored)}
+        batch = {"tokens": tokens, **choose_scored(rng, tokens, weight, level.scored)}
+        if level.silent:
+            chance = np.asarray(level.silent)
+            batch["speak"] = rng.random((count, *chance.shape)) >= chance
+        return batch
 
 
 def choose_scored(

@@ -1,12 +1,14 @@
 """What each attention head of a trained model looks at, and what the model loses without it.
 
 A KV method can only be judged on a model whose heads differ: sparse ones that a budget serves easily, local
-ones that a window serves, diffuse ones that nothing but the whole cache serves. Measured on text and
-on needle rows of held-out words, dense attention, queries from position 128 on:
+ones that a window serves, diffuse ones that nothing but the whole cache serves. Measured with dense attention
+on held-out text (queries from position 128 on) and where an answer is read off (the queries that predict the
+digits of one of four needles, held-out words):
 
-  entropy    effective number of tokens looked at: exp of the mean entropy of a query's weights
+  effective  number of tokens looked at: exp of the mean entropy of a query's weights
   distance   share of the weight by distance to the query: itself, 1, 2-3, 4-7, ... (powers of two)
   sink       share of the weight on the first four tokens
+  copied     share of the weight on the token that must be written next (retrieval score, arXiv 2404.15574)
 """
 
 from __future__ import annotations
@@ -22,40 +24,53 @@ from kvjax.models import decoder
 from kvjax.models.spec import ModelSpec
 from kvjax.types import Heads, Params
 from train import recall
-from train.rows import Source, needle_row, text_row
+from train.rows import ANSWER, Source, needle_row, text_row
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Float, Int
+    from jaxtyping import Array, Bool, Float, Int
 
 LENGTH = 1024
 BEGIN = 128
-"""The first query that counts: before, there is too little to choose from."""
+"""The first query of a text that counts: before, there is too little to choose from."""
 SINKS = 4
 LOCAL = 16
+FEW = 16
+"""Tokens looked at in effect below which a head is sparse."""
 CONSTRUCTED = ((0, 0), (1, 0))
 """(layer, KV head) of the constructed start (``train.start``)."""
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _looks(spec: ModelSpec, params: Params, tokens: Int[Array, "B T"]) -> dict[str, Float[Array, "L N *_"]]:
-    """Means over rows and queries: entropy [L, N], sink [L, N], distance [L, N, bins]."""
+def _looks(
+    spec: ModelSpec,
+    params: Params,
+    tokens: Int[Array, "B T"],
+    asks: Bool[Array, "B T"],
+    wanted: Int[Array, "B T"],
+) -> dict[str, Float[Array, "L N *_"]]:
+    """Sums over the queries that ask: entropy, sink, copied [L, N], distance [L, N, bins]."""
     length = tokens.shape[1]
     age = jnp.arange(length)[:, None] - jnp.arange(length)[None, :]
     bins = 1 + int(np.log2(length)) + 1
     bin_of = jnp.where(age <= 0, 0, 1 + jnp.floor(jnp.log2(jnp.maximum(age, 1) + 0.5)).astype(int))
+    copies = wanted[..., None] == jnp.arange(length)
     attend, found = decoder.dense_attend(spec), []
 
     def look(index: int, x: Heads, carry: None) -> tuple[Array, None]:
         b, t, n, h = x.q.shape
         q = x.q.reshape(b, t, spec.num_kv_heads, spec.groups, h)
         s = jnp.einsum("btkgh,bskh->bkgts", q, x.k, preferred_element_type=jnp.float32) * h**-0.5
-        p = jax.nn.softmax(jnp.where(age >= 0, s, -jnp.inf), axis=-1).reshape(b, n, t, t)[:, :, BEGIN:]
-        entropy = -jnp.sum(p * jnp.log(jnp.maximum(p, 1e-30)), axis=-1).mean((0, 2))
-        sink = p[..., :SINKS].sum(-1).mean((0, 2))
-        near = jnp.stack(
-            [jnp.where(bin_of[BEGIN:] == i, p, 0.0).sum(-1).mean((0, 2)) for i in range(bins)], axis=-1
+        p = jax.nn.softmax(jnp.where(age >= 0, s, -jnp.inf), axis=-1).reshape(b, n, t, t)
+        over = lambda by_query: jnp.einsum("bnt,bt->n", by_query, asks.astype(jnp.float32))  # noqa: E731
+        near = [over(jnp.where(bin_of == i, p, 0.0).sum(-1)) for i in range(bins)]
+        found.append(
+            {
+                "entropy": over(-jnp.sum(p * jnp.log(jnp.maximum(p, 1e-30)), axis=-1)),
+                "sink": over(p[..., :SINKS].sum(-1)),
+                "copied": over(jnp.where(copies[:, None], p, 0.0).sum(-1)),
+                "distance": jnp.stack(near, axis=-1),
+            }
         )
-        found.append({"entropy": entropy, "sink": sink, "distance": near})
         return attend(index, x, carry)
 
     positions = jnp.broadcast_to(jnp.arange(length), tokens.shape)
@@ -63,8 +78,30 @@ def _looks(spec: ModelSpec, params: Params, tokens: Int[Array, "B T"]) -> dict[s
     return jax.tree.map(lambda *layers: jnp.stack(layers), *found)
 
 
-def measure(spec: ModelSpec, params: Params, source: Source, *, count: int = 12) -> dict[str, Any]:
-    """Entropy, distances, sink mass and the kind of every head, on text and on needle rows.
+Asked = tuple[np.ndarray, np.ndarray, np.ndarray]
+"""A row, which of its queries count, and where the token stands that each of them must write (or -1); [T]."""
+
+
+def _text(rng: np.random.Generator, source: Source) -> Asked:
+    row = text_row(rng, source, LENGTH)[0]
+    return row, np.arange(LENGTH) >= BEGIN, np.full(LENGTH, -1)
+
+
+def _answers(rng: np.random.Generator, source: Source) -> Asked:
+    drawn = None
+    while drawn is None:
+        drawn = needle_row(rng, source, LENGTH, keys=4)
+    row, weight = drawn
+    at = np.flatnonzero(weight >= ANSWER)
+    windows = np.lib.stride_tricks.sliding_window_view(row[: at[0]], len(at))
+    needle = int(np.flatnonzero((windows == row[at]).all(-1))[-1])
+    wanted = np.full(LENGTH, -1)
+    wanted[at - 1] = needle + np.arange(len(at))
+    return row, wanted >= 0, wanted
+
+
+def measure(spec: ModelSpec, params: Params, source: Source, *, count: int = 24) -> dict[str, Any]:
+    """Entropy, distances, sink mass, copying and the kind of every head.
 
     Args:
       spec, params: the model.
@@ -72,37 +109,34 @@ def measure(spec: ModelSpec, params: Params, source: Source, *, count: int = 12)
       count: rows of each sort, of ``LENGTH`` tokens.
 
     Returns:
-      For "text" and "needles": effective [L, N] tokens, sink [L, N], distance [L, N, bins]; and kinds [L, N],
-      by the text: "local" (half of the weight within 16 tokens), "sink" (half of it on the first four),
-      "sparse" (fewer than 16 tokens looked at), else "diffuse".
+      For "text" and "answers": effective [L, N] tokens, sink [L, N], copied [L, N] (zero on text), distance
+      [L, N, bins]; and kinds [L, N]: "local" (on text half of the weight within 16 tokens), "sink" (on text
+      half of it on the first four), "sparse" (fewer than 16 tokens looked at, on text or at answers), else
+      "diffuse".
     """
     rng = np.random.default_rng(7)
-    sorts = {"text": [text_row(rng, source, LENGTH)[0] for _ in range(count)], "needles": []}
-    while len(sorts["needles"]) < count:
-        row = needle_row(rng, source, LENGTH, keys=4, asked=4)
-        sorts["needles"] += [] if row is None else [row[0]]
     result: dict[str, Any] = {}
-    for name, drawn in sorts.items():
-        parts = [_looks(spec, params, np.stack(drawn[i : i + 2])) for i in range(0, count, 2)]
-        mean = jax.tree.map(lambda *leaves: np.mean(leaves, axis=0, dtype=np.float64), *parts)
+    for name, draw in (("text", _text), ("answers", _answers)):
+        rows = [draw(rng, source) for _ in range(count)]
+        parts = [_looks(spec, params, *map(np.stack, zip(*rows[i : i + 2]))) for i in range(0, count, 2)]
+        queries = sum(int(asks.sum()) for _, asks, _ in rows)
+        mean = {key: np.sum([part[key] for part in parts], axis=0) / queries for key in parts[0]}
         result[name] = {
-            "effective": np.exp(mean["entropy"]).round(2).tolist(),
-            "sink": mean["sink"].round(4).tolist(),
-            "distance": mean["distance"].round(4).tolist(),
+            "effective": np.exp(mean.pop("entropy")).round(2).tolist(),
+            **{key: value.round(4).tolist() for key, value in mean.items()},
         }
-    result["kinds"] = [
-        [_kind(result["text"], i, n) for n in range(spec.num_heads)] for i in range(spec.num_layers)
-    ]
+    result["kinds"] = [[_kind(result, i, n) for n in range(spec.num_heads)] for i in range(spec.num_layers)]
     return result
 
 
 def _kind(found: dict[str, Any], index: int, head: int) -> str:
     near = 1 + int(np.log2(LOCAL))  # bins of the distances 0 .. 15
-    if sum(found["distance"][index][head][:near]) >= 0.5:
+    if sum(found["text"]["distance"][index][head][:near]) >= 0.5:
         return "local"
-    if found["sink"][index][head] >= 0.5:
+    if found["text"]["sink"][index][head] >= 0.5:
         return "sink"
-    return "sparse" if found["effective"][index][head] < 16 else "diffuse"
+    few = min(found[sort]["effective"][index][head] for sort in ("text", "answers")) < FEW
+    return "sparse" if few else "diffuse"
 
 
 def without(spec: ModelSpec, params: Params, heads: tuple[tuple[int, int], ...]) -> Params:

@@ -74,7 +74,9 @@ def make_loss(spec: ModelSpec, dtype: str, *, block: int = 128, remat: bool = Fa
 
     def loss(params: Params, batch: dict[str, Array]) -> tuple[Float[Array, ""], dict[str, Array]]:
         cast = jax.tree.map(lambda leaf: leaf.astype(dtype), params)
-        logits = recall.scored_logits(spec, cast, batch["tokens"], batch["at"], block=block, remat=remat)
+        logits = recall.scored_logits(
+            spec, cast, batch["tokens"], batch["at"], block=block, remat=remat, speak=batch.get("speak")
+        )
         nll = optax.softmax_cross_entropy_with_integer_labels(logits, batch["target"])
         weight, answer = batch["weight"], batch["answer"]
         right = (logits.argmax(-1) == batch["target"]) & answer
@@ -120,7 +122,11 @@ def make_check(have: Setup) -> Any:
 
 def make_level(settings: dict[str, Any]) -> data.Level:
     """A level as the config writes it: lists where the dataclass has tuples."""
-    values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in settings.items()}
+
+    def frozen(value: Any) -> Any:
+        return tuple(map(frozen, value)) if isinstance(value, list) else value
+
+    values: dict[str, Any] = {name: frozen(value) for name, value in settings.items()}
     return data.Level(**values)
 
 

@@ -21,22 +21,23 @@ from train.tasks.pieces import RowFn
 from train.text import BOS
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Float, Int
+    from jaxtyping import Array, Bool, Float, Int
 
 DEPTHS = (0.1, 0.3, 0.5, 0.7, 0.9)
 """Where the needle stands, from the start of the text."""
 
 
-def blocked_attend(spec: ModelSpec, block: int = 128, *, remat: bool = False) -> AttendFn[None]:
+def blocked_attend(
+    spec: ModelSpec, block: int = 128, *, remat: bool = False, speak: Bool[Array, "B L N"] | None = None
+) -> AttendFn[None]:
     """``decoder.dense_attend`` for full-attention layers, in blocks of queries against their past only.
 
     Half the work and a fraction of the memory traffic at 1024 tokens; same values. With ``remat`` the
     weights of a block are computed again in the backward pass instead of kept: [B, N, block, T] floats
-    at a time instead of half of [L, B, N, T, T].
+    at a time instead of half of [L, B, N, T, T]. A head that may not ``speak`` in a row writes zeros there.
     """
 
     def attend(index: int, x: Heads, carry: None) -> tuple[Array, None]:
-        del index
         b, t, n, h = x.q.shape
         q = x.q.reshape(b, t, spec.num_kv_heads, spec.groups, h) * jnp.asarray(h**-0.5, x.q.dtype)
 
@@ -49,7 +50,8 @@ def blocked_attend(spec: ModelSpec, block: int = 128, *, remat: bool = False) ->
         run = jax.checkpoint(mix, static_argnums=3) if remat else mix
         starts = range(0, t, block)
         parts = [run(q[:, a : a + block], x.k[:, : a + block], x.v[:, : a + block], a) for a in starts]
-        return jnp.concatenate(parts, axis=1).reshape(b, t, n, h), carry
+        out = jnp.concatenate(parts, axis=1).reshape(b, t, n, h)
+        return out if speak is None else jnp.where(speak[:, None, index, :, None], out, 0), carry
 
     return attend
 
@@ -62,10 +64,11 @@ def scored_logits(
     *,
     block: int = 128,
     remat: bool = False,
+    speak: Bool[Array, "B L N"] | None = None,
 ) -> Float[Array, "S V"]:
     """Logits at the row-major positions ``at`` only, float32; the rest as in ``blocked_attend``."""
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    attend = blocked_attend(spec, block, remat=remat)
+    attend = blocked_attend(spec, block, remat=remat, speak=speak)
     x, _ = decoder.forward(spec, params, tokens, positions, attend, None)
     return decoder.logits(spec, params, x.reshape(-1, spec.model_dim)[at])
 

@@ -96,6 +96,18 @@ MAGIC = Wording(
 )
 """The wording of RULER's needle tasks."""
 
+BETWEEN = ("mentioned", "in", "the", "provided", "text")
+"""What stands between key and number in its questions only."""
+
+
+def shortened(rng: np.random.Generator) -> Wording:
+    """``MAGIC`` with the first few of the words ``BETWEEN`` key and number, none to all but one.
+
+    A key that stands six words back is hard to look for; each word less makes it easier, down to none.
+    """
+    kept = " ".join(BETWEEN[: int(rng.integers(len(BETWEEN)))])
+    return dataclasses.replace(MAGIC, ask=MAGIC.ask.replace(" " + " ".join(BETWEEN), kept and " " + kept))
+
 
 def needle_row(
     rng: np.random.Generator,

@@ -20,7 +20,7 @@ import yaml
 from flax import nnx
 
 from kvjax.models import decoder, module
-from train import data, loop, pretrain, recall, rows, start, text
+from train import data, diversity, loop, pretrain, recall, rows, start, text
 from train.setup import initial, model_spec, setup
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -62,6 +62,8 @@ CONFIG = {
                 "tasks": 0.5,
                 "magic": 0.5,
                 "clash": 0.5,
+                "bridge": 0.5,
+                "silent": [[0.5, 0, 0, 0], [0, 0, 0, 0.5]],
                 "families": {"pairs": 1},
             },
         ],
@@ -312,6 +314,85 @@ def test_recomputed_blocks_give_the_same_gradients(have):
     )
     query = np.asarray(ga["layers"][1]["wq"])
     assert not np.allclose(query[:, 0], query[:, 1])  # the constructed heads of a group may part
+
+
+def test_a_silenced_head_writes_nothing_in_its_row_only(have):
+    params = initial(have.spec, 0, 0.05)
+    tokens = np.stack([rows.text_row(np.random.default_rng(i), have.train, 128)[0] for i in range(2)])
+    speak = np.ones((2, 2, 4), bool)
+    speak[0, 1, 2] = False
+    at = np.arange(2 * 128)
+    got = recall.scored_logits(have.spec, params, tokens, at, speak=speak).reshape(2, 128, -1)
+    lame = diversity.without(have.spec, params, ((1, 2),))
+    for row, like in ((0, lame), (1, params)):
+        want = recall.scored_logits(have.spec, like, tokens[row : row + 1], np.arange(128))
+        np.testing.assert_allclose(got[row], want, atol=1e-4)
+    assert np.abs(got[0] - recall.scored_logits(have.spec, params, tokens[:1], np.arange(128))).max() > 1e-2
+
+
+def test_levels_silence_heads_by_their_chances(have):
+    level = pretrain.make_level(CONFIG["mix"]["levels"][1])
+    batches = data.Batches(have.train, data.Mix(seed=0, tokens=256, levels=(level,)), 0, 200)
+    spoken = np.concatenate([batches[i]["speak"] for i in range(100)])
+    share = spoken.mean(0)
+    assert spoken.shape[1:] == (2, 4)
+    assert 0.35 < share[0, 0] < 0.65
+    assert 0.35 < share[1, 3] < 0.65
+    assert np.all(np.delete(share, [0, 7]) == 1)
+
+
+def test_bridges_shorten_the_question_and_nothing_else():
+    rng = np.random.default_rng(0)
+    drawn = {rows.shortened(rng).ask for _ in range(100)}
+    assert len(drawn) == 5
+    assert rows.MAGIC.ask not in drawn
+    assert rows.MAGIC.ask.replace(" mentioned in the provided text", "") in drawn
+    assert all(ask.endswith(" is") and ask.count("{key}") == 2 for ask in drawn)
+    assert rows.shortened(rng).hide == rows.MAGIC.hide
+
+
+def test_measured_heads_against_numpy(have, monkeypatch):
+    monkeypatch.setattr(diversity, "LENGTH", 256)
+    params = initial(have.spec, 0, 0.05)
+    got = diversity.measure(have.spec, params, have.held, count=2)
+    rng, found = np.random.default_rng(7), {"text": [], "answers": []}
+    sorts = {"text": diversity._text, "answers": diversity._answers}
+    for sort, draw in sorts.items():
+        for row, asks, wanted in (draw(rng, have.held) for _ in range(2)):
+            queries, weights = np.flatnonzero(asks), _weights(have.spec, params, row)
+            for i in queries:
+                p = weights[:, :, i, : i + 1].astype(np.float64)
+                entropy = -(p * np.log(np.maximum(p, 1e-30))).sum(-1)
+                copied = p[:, :, wanted[i]] if wanted[i] >= 0 else 0 * entropy
+                if wanted[i] >= 0:
+                    assert row[wanted[i]] == row[i + 1]
+                    assert wanted[i] < i - 5
+                found[sort].append((entropy, p[:, :, :4].sum(-1), copied, p[:, :, -16:].sum(-1)))
+    for sort, queries in found.items():
+        entropy, sink, copied, near = np.mean(queries, axis=0)
+        np.testing.assert_allclose(got[sort]["effective"], np.exp(entropy), rtol=0.01, atol=0.02)
+        np.testing.assert_allclose(got[sort]["sink"], sink, atol=2e-4)
+        np.testing.assert_allclose(got[sort]["copied"], copied, atol=2e-4)
+        np.testing.assert_allclose(np.sum(got[sort]["distance"], axis=-1), 1, atol=1e-3)
+        np.testing.assert_allclose(np.array(got[sort]["distance"])[..., :5].sum(-1), near, atol=1e-3)
+    assert got["kinds"][0][0] == "local"  # the constructed previous-token head
+
+
+def _weights(spec, params, row) -> np.ndarray:
+    """[L, N, T, T] attention of one row."""
+    attend, found = decoder.dense_attend(spec), []
+
+    def look(index, x, carry):
+        t = x.q.shape[1]
+        k = np.repeat(np.asarray(x.k[0]), spec.groups, axis=1)
+        s = np.einsum("tnh,snh->nts", np.asarray(x.q[0]), k) / np.sqrt(spec.head_dim)
+        s = np.where(np.tri(t, dtype=bool), s, -np.inf)
+        e = np.exp(s - s.max(-1, keepdims=True))
+        found.append(e / e.sum(-1, keepdims=True))
+        return attend(index, x, carry)
+
+    decoder.forward(spec, params, row[None], np.arange(len(row))[None], look, None)
+    return np.stack(found)
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs" / "pretrain").glob("*.yaml")), ids=lambda p: p.stem)
