@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import jax.numpy as jnp
 
 from kvjax.cache.pages import Pages, Slots
+from kvjax.cache.write import scattered
 from kvjax.types import Params, pytree
 
 if TYPE_CHECKING:
@@ -284,8 +285,8 @@ class Storage(Part):
         """Put k, v [..., H] into the slots; pages out of range are dropped."""
         return dataclasses.replace(
             pages,
-            k=pages.k.at[page, slot].set(k.astype(pages.k.dtype), mode="drop"),
-            v=pages.v.at[page, slot].set(v.astype(pages.v.dtype), mode="drop"),
+            k=scattered(pages.k, (page, slot), k),
+            v=scattered(pages.v, (page, slot), v),
         )
 
     def read(self, pages: Pages, page: Array, slot: Array) -> tuple[Array, Array]:

@@ -2,7 +2,7 @@
 
 text = Text.load(model.folder, model.spec)
 ids = text.encode("Once upon a time")          # BOS first, exactly once
-show = text.stream()
+show = text.stream(after=ids)
 for token in generated:
     print(show.step(token), end="")            # whole characters only
 print(show.finish())
@@ -11,7 +11,7 @@ print(show.finish())
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
     from kvjax.models.spec import ModelSpec
+
+_CONTEXT = 16
+"""Tokens before a continuation that may bear on how it is spelt; a character has at most 4 bytes."""
 
 _TEMPLATES = ("chat_template.jinja", "chat_template.json")
 
@@ -50,7 +53,8 @@ class Text:
         """Reads a folder's tokenizer.json.
 
         BOS is ``spec.bos``, unless tokenizer_config.json says that texts get none (``add_bos_token``
-        false or ``bos_token`` null, as Qwen2's does although its config.json names an id).
+        false or ``bos_token`` null, as Qwen2's does although its config.json names an id), or unless it
+        is an id that ends texts and nothing asks for it (GPT-2's <|endoftext|>).
 
         Raises:
           ValueError: no tokenizer.json, or one that is damaged.
@@ -69,7 +73,8 @@ class Text:
         except Exception as error:  # the tokenizers package raises Exception itself
             raise ValueError(f"{file} is no readable tokenizer ({error}). Download it again.") from error
         config = _tokenizer_config(folder)
-        denied = config.get("add_bos_token") is False or config.get("bos_token", "") is None
+        asked = config.get("add_bos_token")
+        denied = asked is False or config.get("bos_token", "") is None or (spec.bos in spec.eos and not asked)
         return cls(tokenizer, bos=None if denied else spec.bos, eos=spec.eos, folder=folder)
 
     def encode(self, text: str, *, bos: bool = True) -> list[int]:
@@ -97,9 +102,15 @@ class Text:
         """The text of token ids, special tokens left out."""
         return self.tokenizer.decode([int(i) for i in ids], skip_special_tokens=True)
 
-    def stream(self) -> TextStream:
-        """A decoder for tokens that come one at a time."""
-        return TextStream(self.tokenizer)
+    def stream(self, after: Sequence[int] = ()) -> TextStream:
+        """A decoder for tokens that come one at a time; its pieces joined are what ``decode`` gives at once.
+
+        Args:
+          after: the tokens they follow, where the pieces shall continue a text. SentencePiece tokenizers
+            write the blank before a word into the word and drop it at the beginning of a text, so that
+            "Once upon" would otherwise go on as "a time".
+        """
+        return TextStream(self.tokenizer, after)
 
     def chat(self, messages: list[dict[str, Any]]) -> list[int]:
         """Token ids of a conversation, ready for the model's next turn.
@@ -148,13 +159,16 @@ class Text:
 class TextStream:
     """Incremental decoding: what was given out never changes, and no character is given out in parts."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, after: Sequence[int] = ()) -> None:
         from tokenizers.decoders import DecodeStream
 
         self._fresh = DecodeStream
         self._tokenizer = tokenizer
         self._stream = DecodeStream(skip_special_tokens=True)
         self._held: list[int] = []
+        for token in after[-_CONTEXT:]:
+            self.step(token)
+        self._held.clear()
 
     def step(self, token: int) -> str:
         """The text this token completes; "" while a character is unfinished."""

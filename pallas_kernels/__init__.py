@@ -8,16 +8,33 @@ Heads are major everywhere. Letters: B rows, N query heads, K KV heads, G = N / 
 S slots of a page or key positions, H head dim, P pages of a pool, M pages of a list. Query head n
 reads KV head n // G.
 
-Each operation is a folder: ``ref.py`` (the definition), ``xla.py``, ``api.py`` (what is exported
-here), ``shapes.py`` (named shapes), ``bench.py``.
+Each operation is a folder: ``ref.py`` (the definition), ``xla.py``, ``mosaic_tpu.py`` and ``triton.py``
+(data movement only; the mathematics of tiles is in ``tiles.py``), ``api.py`` (what is exported here),
+``shapes.py`` (named shapes), ``cases.py`` (what is compiled for chips), ``bench.py``. What was checked of
+each is in README.md.
 """
 
 from __future__ import annotations
 
 from pallas_kernels.blockwise.api import blockwise, column_mass
 from pallas_kernels.dispatch import Unsupported
+from pallas_kernels.gated.api import gated
 from pallas_kernels.merge.api import merge
+from pallas_kernels.phi.api import phi_build, phi_evaluate, phi_subtract
 from pallas_kernels.ragged_decode.api import ragged_decode
 from pallas_kernels.softmax import EMPTY
+from pallas_kernels.vertical_slash.api import vertical_slash
 
-__all__ = ["EMPTY", "Unsupported", "blockwise", "column_mass", "merge", "ragged_decode"]
+__all__ = [
+    "EMPTY",
+    "Unsupported",
+    "blockwise",
+    "column_mass",
+    "gated",
+    "merge",
+    "phi_build",
+    "phi_evaluate",
+    "phi_subtract",
+    "ragged_decode",
+    "vertical_slash",
+]

@@ -1,20 +1,31 @@
 """Which implementation of an operation runs.
 
-``impl=None`` takes the best one this platform has and says so once per operation in the log. An
-explicit ``impl`` runs or raises; nothing falls back silently.
+``impl=None`` takes the best one this device is known to run and says so once per operation in the
+log. An explicit ``impl`` runs or raises; nothing falls back silently.
+
+A Pallas body is taken by ``impl=None`` only on a kind of device where it has run and agreed with
+``ref``: ``python -m pallas_kernels.bench --device`` leaves that record in ``tuned/<device>/<op>.json``.
+Elsewhere it has to be asked for by name. On a CPU a body runs interpreted, inside ``interpreted()``.
 """
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import functools
+import importlib
+import json
 import logging
-from collections.abc import Callable, Mapping
-from typing import Any
+import pathlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
 
 import jax
 
 Offered = Mapping[str, Callable[..., Any]]
 """The implementations an operation has, by name."""
+
+Result = TypeVar("Result")
 
 log = logging.getLogger(__name__)
 
@@ -24,39 +35,128 @@ IMPLS = ("mosaic_tpu", "triton", "xla", "ref")
 PREFERRED = {"tpu": ("mosaic_tpu", "xla"), "gpu": ("triton", "xla")}
 """Platform to implementations, best first; platforms not named here run ``xla``."""
 
+NEEDS = {"mosaic_tpu": "tpu", "triton": "gpu"}
+"""The platform a Pallas body is written for."""
+
 REASONS = {
     "mosaic_tpu": "no Pallas body for TPU has been written for it yet",
     "triton": "no Pallas body for GPU has been written for it yet",
 }
+
+TUNED = pathlib.Path(__file__).parent / "tuned"
+
+_interpreter: contextvars.ContextVar[Mapping[str, Any] | None] = contextvars.ContextVar(
+    "interpreter", default=None
+)
 
 
 class Unsupported(ValueError):  # noqa: N818, the word of the README
     """The implementation asked for does not exist, or cannot run this call."""
 
 
+def lazily(where: str) -> Callable[..., Any]:
+    """The function "package.module:name", imported when first called: Pallas is slow to import."""
+    module, name = where.split(":")
+
+    def call(*args: Any, **options: Any) -> Any:
+        return getattr(importlib.import_module(module), name)(*args, **options)
+
+    return call
+
+
+@contextlib.contextmanager
+def interpreted(*, races: bool = True) -> Iterator[None]:
+    """Run Pallas bodies interpreted: TPU bodies on the TPU interpreter, GPU bodies as plain JAX.
+
+    For tests. Slow, and jitted callers remember how they were traced.
+
+    Args:
+      races: look for races between DMAs and reads of TPU bodies (``compat.races_found``).
+    """
+    compat = importlib.import_module("pallas_kernels.compat")
+    token = _interpreter.set({"mosaic_tpu": compat.tpu_interpreter(detect_races=races), "triton": True})
+    try:
+        yield
+    finally:
+        _interpreter.reset(token)
+
+
 @functools.cache
-def _announce(op: str, impl: str, platform: str) -> None:
-    log.info("%s: impl=None runs %r on %s", op, impl, platform)
+def record(op: str, kind: str) -> Mapping[str, Any]:
+    """What ``bench --device`` wrote about an operation on a kind of device; empty if it never ran there.
+
+    Keys: "impl", "agrees" (with ``ref``, within ``numerics``), "blocks" (by shape), and measurements.
+    """
+    file = TUNED / slug(kind) / f"{op}.json"
+    return json.loads(file.read_text()) if file.is_file() else {}
+
+
+def slug(kind: str) -> str:
+    """A kind of device as the name of its folder."""
+    return "-".join(kind.lower().split())
+
+
+@functools.cache
+def _announce(op: str, impl: str, platform: str, why: str) -> None:
+    log.info("%s: impl=None runs %r on %s%s", op, impl, platform, why)
+
+
+def _proven(op: str, impl: str) -> bool:
+    found = record(op, jax.devices()[0].device_kind)
+    return found.get("impl") == impl and found.get("agrees") is True
+
+
+def _candidates(op: str, offered: Offered, platform: str) -> Iterator[tuple[str, str]]:
+    """Implementations for ``impl=None``, best first, each with what to say about better ones left out."""
+    why = ""
+    for name in PREFERRED.get(platform, ("xla",)):
+        if name not in offered:
+            continue
+        if name in NEEDS and not _proven(op, name):
+            why = (
+                f" (no record of {name!r} on this device: run python -m pallas_kernels.bench --device, or "
+                "ask for it by name)"
+            )
+            continue
+        yield name, why
+
+
+def _bound(op: str, impl: str, offered: Offered) -> Callable[..., Any]:
+    """The implementation, told how to run when it is a Pallas body."""
+    needs = NEEDS.get(impl)
+    if needs is None:
+        return offered[impl]
+    interpreter = _interpreter.get()
+    if interpreter is not None:
+        return functools.partial(offered[impl], interpret=interpreter[impl])
+    platform = importlib.import_module("pallas_kernels.compat").lowering_platform()
+    if platform != needs:
+        raise Unsupported(
+            f"{op}(impl={impl!r}) cannot run: its body is for {needs} and this is {platform}. Use None, or "
+            "enter pallas_kernels.dispatch.interpreted() to run it slowly in a test."
+        )
+    return functools.partial(offered[impl], interpret=False)
 
 
 def choose(op: str, impl: str | None, offered: Offered) -> Callable[..., Any]:
     """The function behind ``impl``, or the platform's best when it is None.
 
     Args:
-      op: name of the operation, for messages.
+      op: name of the operation, for messages and for its record.
       impl: None or one of ``IMPLS``.
-      offered: what the operation has; always ``xla`` and ``ref``.
+      offered: what the operation has; always ``xla`` and ``ref``. Pallas bodies are called with one
+        more keyword, ``interpret``.
 
     Raises:
-      Unsupported: the operation does not offer ``impl``.
+      Unsupported: the operation does not offer ``impl``, or its body is for another platform.
       ValueError: ``impl`` is no implementation's name.
     """
     if impl is None:
         platform = jax.default_backend()
-        impl = next(name for name in PREFERRED.get(platform, ("xla",)) if name in offered)
-        _announce(op, impl, platform)
+        impl, why = next(_candidates(op, offered, platform))
+        _announce(op, impl, platform, why)
     if impl in offered:
-        return offered[impl]
+        return _bound(op, impl, offered)
     if impl not in IMPLS:
         raise ValueError(
             f"{op}(impl={impl!r}) names no implementation. Use one of {sorted(offered)} or None."
@@ -65,3 +165,27 @@ def choose(op: str, impl: str | None, offered: Offered) -> Callable[..., Any]:
         f"{op}(impl={impl!r}) cannot run: {REASONS[impl]}. Use one of {sorted(offered)}, or None to let the "
         "platform choose."
     )
+
+
+def call(op: str, impl: str | None, offered: Offered, run: Callable[[Callable[..., Any]], Result]) -> Result:
+    """``run`` with the implementation ``choose`` finds.
+
+    With ``impl=None`` an implementation that raises ``Unsupported`` for these arguments makes place for
+    the next best, and the log says why; with an explicit ``impl`` it just raises.
+
+    Raises:
+      Unsupported: as ``choose``, and when an explicit ``impl`` cannot run these arguments.
+      ValueError: as ``choose``.
+    """
+    if impl is not None:
+        return run(choose(op, impl, offered))
+    platform = jax.default_backend()
+    for name, why in _candidates(op, offered, platform):
+        try:
+            result = run(_bound(op, name, offered))
+        except Unsupported as reason:
+            log.warning("%s: %s", op, reason)
+            continue
+        _announce(op, name, platform, why)
+        return result
+    raise Unsupported(f"{op} has no implementation for these arguments on {platform}. Use impl='ref'.")

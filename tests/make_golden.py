@@ -1,30 +1,39 @@
-"""Makes the golden models of tests/golden with PyTorch and transformers, or checks a folder kvjax saved.
+"""Makes the golden models of tests/golden with PyTorch and transformers, and the embedded model's outputs.
 
 The library and its tests never need torch; this script does, in an environment of its own:
 
     python -m venv gold && gold/bin/pip install torch==2.13.0 transformers==5.23.0
-    gold/bin/python tests/make_golden.py                                  # rewrites tests/golden
-    gold/bin/python tests/make_golden.py gemma2 gpt2                      # these alone
-    gold/bin/python tests/make_golden.py --check FOLDER --against llama3  # opens an export
-
-The same --check passed under transformers 4.56.2, for llama3, llama_tied, qwen2 and qwen2_window.
+    gold/bin/python tests/make_golden.py                 # rewrites tests/golden
+    gold/bin/python tests/make_golden.py gemma2 gpt2     # these alone
+    gold/bin/python tests/make_golden.py embedded        # after every change of kvjax/assets/small
 
 Made with Python 3.11.7, torch 2.13.0+cpu, transformers 5.23.0, safetensors 0.8.0. Each NAME/ is a
 tiny random model as ``save_pretrained`` writes it, each NAME.npz holds:
 
   tokens [2, 48]     positions [2, 48]: row 0 counts up, row 1 jumps far ahead half-way
   logits [2, 48, V]  float32, from the stored weights computed in float32
+  logits_bf16        the same computed in bfloat16
   prompt [8]         greedy [32]: what transformers' own ``generate`` appends
   batch [2, 11]      right-padded prompts of 11 and 5 tokens; transformers was given them left-padded
   batch_logits       [2, 11, V], zeros at padding     batch_greedy [2, 32]
   long_prompt [70]   long_greedy [32]: where the rope has factors for texts of more than 64 tokens
+
+embedded.npz holds what transformers makes of kvjax/assets/small as it lies there and of this repository's
+LICENSE:
+
+  weights            SHA-256 of model.safetensors, so that a golden of other weights is noticed
+  tokens [2048]      BOS and the first tokens of the text, by the folder's own tokenizer
+  positions [12]     logits [12, V]: float32, spread over the text
+  surprise [2047]    -log p(next token) in nats at every position, so that every logit counts
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -36,13 +45,18 @@ from transformers import (
     LlamaConfig,
     MistralConfig,
     Phi3Config,
-    PreTrainedConfig,
+    PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen3Config,
 )
 from transformers.utils import logging
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
 GOLDEN = Path(__file__).parent / "golden"
+ROOT = Path(__file__).parents[1]
+EMBEDDED = ROOT / "kvjax" / "assets" / "small"
 SIZES = {
     "vocab_size": 96,
     "hidden_size": 32,
@@ -166,6 +180,11 @@ def logits(model: torch.nn.Module, tokens: torch.Tensor, positions: torch.Tensor
     return model(tokens, position_ids=positions, attention_mask=torch.ones_like(tokens)).logits
 
 
+def opened(folder: Path, dtype: torch.dtype) -> torch.nn.Module:
+    """A folder as transformers computes it plainly."""
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager").eval()
+
+
 @torch.no_grad()
 def greedy(model: torch.nn.Module, prompt: torch.Tensor) -> tuple[torch.Tensor, float]:
     """The 32 tokens generate appends, and the smallest lead of a chosen token over the next best."""
@@ -218,9 +237,7 @@ def make(name: str, config: PreTrainedConfig) -> None:
         shards = {"max_shard_size": "24KB"} if "sharded" in name else {}
         model.to(dtype).save_pretrained(GOLDEN / name, **shards)
         # Read anew: .to(bfloat16) has rounded the rope's frequencies too, which opening the file does not.
-        model = AutoModelForCausalLM.from_pretrained(
-            GOLDEN / name, dtype=torch.float32, attn_implementation="eager"
-        ).eval()
+        model = opened(GOLDEN / name, torch.float32)
         answer, lead = greedy(model, prompt)
         rows, row_lead = batch(model, tokens)
         if isinstance(config, Phi3Config) and config.rope_parameters["rope_type"] == "longrope":
@@ -234,6 +251,7 @@ def make(name: str, config: PreTrainedConfig) -> None:
     else:
         sys.exit(f"{name}: every seed makes a close call or a dull text. Change its weights in randomise().")
     out = logits(model, tokens, positions)
+    rows["logits_bf16"] = logits(opened(GOLDEN / name, torch.bfloat16), tokens, positions).float().numpy()
     np.savez_compressed(
         GOLDEN / f"{name}.npz",
         tokens=tokens.numpy().astype(np.int32),
@@ -246,21 +264,26 @@ def make(name: str, config: PreTrainedConfig) -> None:
     print(f"{name}: seed {seed}, smallest lead {min(lead, row_lead):.3f}, logits std {out.std():.2f}")
 
 
-def check(folder: str, against: str | None) -> None:
-    """Opens a folder kvjax saved; fails on any tensor out of place or on other logits than the golden's."""
-    model, report = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
+@torch.no_grad()
+def embedded() -> None:
+    """Writes embedded.npz: the folder opened as it is, real text of the longest trained length."""
+    model = opened(EMBEDDED, torch.float32)
+    # AutoTokenizer of transformers 5 takes Qwen2's own class for every qwen2 folder, and its splitting rules.
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(EMBEDDED)
+    text = tokenizer((ROOT / "LICENSE").read_text(encoding="utf-8"), add_special_tokens=False).input_ids
+    tokens = torch.tensor([model.config.bos_token_id, *text])[:2048]
+    out = model(tokens[None]).logits[0]
+    positions = np.unique(np.geomspace(1, 2048, 12).astype(int)) - 1
+    surprise = torch.nn.functional.cross_entropy(out[:-1], tokens[1:], reduction="none")
+    np.savez_compressed(
+        GOLDEN / "embedded.npz",
+        weights=hashlib.sha256((EMBEDDED / "model.safetensors").read_bytes()).hexdigest(),
+        tokens=tokens.numpy().astype(np.int32),
+        positions=positions.astype(np.int32),
+        logits=out[positions].numpy(),
+        surprise=surprise.numpy(),
     )
-    print(report)
-    print(model.config)
-    bad = any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-    if against:
-        gold = np.load(GOLDEN / f"{against}.npz")
-        out = logits(model.eval(), *(torch.from_numpy(gold[k]).long() for k in ("tokens", "positions")))
-        worst = float(np.abs(out.numpy() - gold["logits"]).max())
-        print(f"largest difference of the logits from {against}.npz: {worst:.2e}")
-        bad = bad or not worst < 2e-4
-    sys.exit(int(bad))
+    print(f"embedded: {len(tokens)} tokens, {surprise.mean():.3f} nats a token, logits std {out.std():.2f}")
 
 
 if __name__ == "__main__":
@@ -268,12 +291,8 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--check", metavar="FOLDER", help="open an export instead of making goldens")
-    parser.add_argument("--against", metavar="NAME", help="golden whose logits the export must repeat")
-    parser.add_argument("names", nargs="*", help="goldens to make; all by default")
-    given = parser.parse_args()
-    if given.check:
-        check(given.check, given.against)
-    for golden_name, golden_config in configs().items():
-        if golden_name in (given.names or configs()):
-            make(golden_name, golden_config)
+    everything = {**configs(), "embedded": None}
+    parser.add_argument("names", nargs="*", metavar="NAME", help="goldens to make; all by default")
+    for golden_name in parser.parse_args().names or everything:
+        golden_config = everything[golden_name]
+        embedded() if golden_config is None else make(golden_name, golden_config)

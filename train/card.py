@@ -124,7 +124,7 @@ def heads(results: dict[str, Any]) -> str:
         for kind in ("local", "sink", "sparse", "diffuse")
     }
     said = ", ".join(f"{n} {kind}" for kind, n in count.items())
-    lines = [[name, percent(cell["one"]), percent(cell["four"])] for name, cell in groups.items()]
+    lines = [[name, *map(percent, cell.values())] for name, cell in groups.items()]
     copied = found["answers"]["copied"]
     copiers = [f"{i}.{n}" for i, row in enumerate(copied) for n, share in enumerate(row) if share >= COPIES]
     copying = f"{len(copiers)} heads" if len(copiers) != 1 else "One head"
@@ -139,7 +139,7 @@ off; diffuse: the others). {copying} put at least a tenth of their weight on the
 be written next, when one of four needles is read off: {where} (layer.head). Recall with heads
 silenced, {results["ablation"]["length"]} tokens, n = {results["ablation"]["n"]}:
 
-{grid(["silenced", "one needle, %", "one of four, %"], lines)}"""
+{grid(["silenced", "one needle, %", "one of four, %", "one of four in RULER's wording, %"], lines)}"""
 
 
 def training(config: dict[str, Any], log: list[dict[str, Any]]) -> str:
@@ -198,13 +198,14 @@ def draw_heads(results: dict[str, Any], path: Path) -> None:
 
     text, answers, alone = results["heads"]["text"], results["heads"]["answers"], results["ablation"]
     shape = np.shape(text["effective"])
-    fig, axes = plt.subplots(1, 5, figsize=(20, 4.2), width_ratios=[1, 1.7, 1, 1, 1], layout="constrained")
-    lost = alone["groups"]["nothing"]["four"] - np.array(alone["heads"]["four"])
+    fig, axes = plt.subplots(1, 6, figsize=(23, 4.2), width_ratios=[1, 1.7, 1, 1, 1, 1], layout="constrained")
+    lost = {k: alone["groups"]["nothing"][k] - np.array(alone["heads"][k]) for k in ("four", "ruler")}
     maps = [
         (axes[0], np.array(text["effective"]), "tokens looked at in effect, text", ".0f", "viridis"),
         (axes[2], np.array(answers["effective"]), "tokens looked at in effect, answers", ".0f", "viridis"),
         (axes[3], 100 * np.array(answers["copied"]), "% of weight on the token to copy", ".0f", "magma"),
-        (axes[4], 100 * lost, "points of recall lost (one of four)", ".0f", "cividis"),
+        (axes[4], 100 * lost["four"], "points of recall lost (one of four)", ".0f", "cividis"),
+        (axes[5], 100 * lost["ruler"], "the same in RULER's wording", ".0f", "cividis"),
     ]
     for ax, values, title, form, colours in maps:
         ax.imshow(values, cmap=colours, aspect="auto")

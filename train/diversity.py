@@ -25,6 +25,7 @@ from kvjax.models.spec import ModelSpec
 from kvjax.types import Heads, Params
 from train import recall
 from train.rows import ANSWER, Source, needle_row, text_row
+from train.tasks import niah
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int
@@ -150,7 +151,7 @@ def without(spec: ModelSpec, params: Params, heads: tuple[tuple[int, int], ...])
 def ablate(
     spec: ModelSpec, params: Params, source: Source, *, count: int, length: int = 512
 ) -> dict[str, Any]:
-    """Recall of one needle and of one of four when heads write nothing.
+    """Recall when heads write nothing.
 
     Args:
       spec, params: the model.
@@ -159,37 +160,34 @@ def ablate(
       length: tokens of a row.
 
     Returns:
-      groups: name to {"one", "four"} for nothing, the constructed heads of each layer and all others of it;
-      heads: {"one": [L, N], "four": [L, N]}, each query head alone.
+      groups: name to {"one" needle, one of "four", one of four in "ruler"'s wording}, for nothing, the
+      constructed heads of each layer and all others of it; heads: those three to [L, N], each head alone.
     """
+    multikey = functools.partial(niah.row, form="multikey_1", full=True)
+    functools.update_wrapper(multikey, niah.row)
 
-    def both(heads: tuple[tuple[int, int], ...]) -> dict[str, float]:
+    def recalls(heads: tuple[tuple[int, int], ...]) -> dict[str, float]:
         lame = without(spec, params, heads)
-        return {
-            name: round(
-                float(
-                    recall.needle_recall(
-                        spec, lame, source, length=length, keys=keys, count=count, seed=3
-                    ).mean()
-                ),
-                4,
-            )
-            for name, keys in (("one", 1), ("four", 4))
-        }
+        needle = functools.partial(
+            recall.needle_recall, spec, lame, source, length=length, count=count, seed=3
+        )
+        asked = recall.task_recall(spec, lame, multikey, source, length=length, count=count, seed=3)
+        found = {"one": needle(keys=1).mean(), "four": needle(keys=4).mean(), "ruler": asked}
+        return {name: round(float(value), 4) for name, value in found.items()}
 
     constructed = tuple((i, k * spec.groups + g) for i, k in CONSTRUCTED for g in range(spec.groups))
     layers, heads = range(spec.num_layers), range(spec.num_heads)
-    groups = {"nothing": both(()), "constructed heads": both(constructed)}
+    groups = {"nothing": recalls(()), "constructed heads": recalls(constructed)}
     for index in layers:
         mine = tuple((index, n) for n in heads if (index, n) in constructed)
         rest = tuple((index, n) for n in heads if (index, n) not in constructed)
         if mine:
-            groups[f"constructed heads of layer {index}"] = both(mine)
-        groups[f"learned heads of layer {index}"] = both(rest)
-    alone = [[both(((index, n),)) for n in heads] for index in layers]
+            groups[f"constructed heads of layer {index}"] = recalls(mine)
+        groups[f"learned heads of layer {index}"] = recalls(rest)
+    alone = [[recalls(((index, n),)) for n in heads] for index in layers]
     return {
         "n": count,
         "length": length,
         "groups": groups,
-        "heads": {name: [[cell[name] for cell in row] for row in alone] for name in ("one", "four")},
+        "heads": {name: [[cell[name] for cell in row] for row in alone] for name in groups["nothing"]},
     }

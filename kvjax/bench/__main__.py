@@ -6,10 +6,10 @@
 from __future__ import annotations
 
 import datetime
-import functools
 import json
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from typing import Any
 from kvjax.bench import arguments, machine, results
 from kvjax.bench.arguments import Asked
 from kvjax.bench.errors import BenchError
+from kvjax.bench.journal import Journal
 from kvjax.policy import PolicyError
 
 Row = dict[str, Any]
@@ -67,34 +68,60 @@ def _plot(asked: Asked, words: list[str]) -> None:
 
 
 def _table(asked: Asked, words: list[str]) -> None:
-    """decode, prefill, profile: measure, print rows as they come, save them."""
-    from kvjax.bench import profile, weights
+    """decode, prefill, profile: measure, print rows as they come, keep them, save them at the end."""
+    from kvjax.bench import weights
 
-    settings = asked.settings
+    settings, job = asked.settings, _job(asked.what)
     assert settings is not None  # noqa: S101  (the parser made them)
-    measure, ticks, closing = _job(asked)
-    begun = datetime.datetime.now(datetime.UTC)
-    rows: list[Row] = []
-
-    with tempfile.TemporaryDirectory() as home:
-        folder = Path(home) / "model"
-        weights.write(folder, settings.spec, settings.seed)
-        with _bar(asked.what, ticks) as (tick, say):
-
-            def done(row: Row) -> None:
-                rows.append(row)
-                say(json.dumps(row) if asked.json else results.cell(row))
-
-            measure(folder, done, tick)
-    run = {
+    run: Row = {
         "command": results.written_command(words),
-        "date": begun.strftime("%Y-%m-%d"),
-        "seconds": round((datetime.datetime.now(datetime.UTC) - begun).total_seconds()),
         "machine": machine.facts(settings.threads),
         "model": {"size": settings.size, "seed": settings.seed, "parameters": weights.count(settings.spec)},
-        "rows": rows,
     }
-    closing(run)
+    if asked.out and (asked.out / f"{asked.what}.json").exists():
+        results.read(asked.out / f"{asked.what}.json")  # raises before an hour of work, not after it
+    journal = Journal(asked.out / f"{asked.what}.part.jsonl" if asked.out else None, dict(run))
+    rows = [row for group in journal.groups for row in group]
+    if rows:
+        print(f"going on after {len(rows)} rows of an interrupted run", file=sys.stderr)
+    have = {job.cell(row) for row in rows}
+    date, begun = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"), time.monotonic()
+
+    with tempfile.TemporaryDirectory() as home, _bar(asked.what, job.work(settings, have)) as (tick, say):
+        folder = Path(home) / "model"
+        weights.write(folder, settings.spec, settings.seed)
+
+        def done(group: list[Row]) -> None:
+            rows.extend(group)
+            journal.add(group, time.monotonic() - begun)
+            for row in group:
+                say(json.dumps(row) if asked.json else results.cell(row))
+
+        job.measure(settings, folder, done, tick, have)
+    run |= {"date": date, "seconds": round(journal.seconds + time.monotonic() - begun), "rows": rows}
+    _conclude(asked, run)
+    journal.finish()
+
+
+def _job(what: str) -> Any:
+    """The module that measures: ``cell``, ``work``, ``measure``."""
+    from kvjax.bench import decode, prefill, profile
+
+    return {"decode": decode, "prefill": prefill, "profile": profile}[what]
+
+
+def _conclude(asked: Asked, run: Row) -> None:
+    """Ratios, files, and a word where a side of ours failed.
+
+    Raises:
+      BenchError: a row of ours was not measured.
+    """
+    from kvjax.bench import profile, ratios
+
+    if asked.what != "profile":
+        run["ratios"] = ratios.answer(ratios.QUESTIONS[asked.what], run["rows"])
+        for ratio in run["ratios"]:
+            print(json.dumps(ratio) if asked.json else results.line(ratio), flush=True)
     if asked.out:
         file = results.save(asked.out, asked.what, run)
         print(file)
@@ -102,36 +129,27 @@ def _table(asked: Asked, words: list[str]) -> None:
             page = file.with_suffix(".md")
             page.write_text(profile.page(results.read(file)), encoding="utf-8")
             print(page)
-
-
-def _job(asked: Asked) -> tuple[Callable[..., None], int, Callable[[Row], None]]:
-    """How to measure, how many ticks that takes, and what to do with the finished run."""
-    from kvjax.bench import decode, prefill, profile, ratios
-
-    settings = asked.settings
-    assert settings is not None  # noqa: S101
-    if asked.what == "profile":
-        return functools.partial(profile.measure, settings), profile.ticks(settings), lambda run: None
-    module, questions = (decode, ratios.DECODE) if asked.what == "decode" else (prefill, ratios.PREFILL)
-
-    def answered(run: Row) -> None:
-        run["ratios"] = ratios.answer(questions, run["rows"])
-        for ratio in run["ratios"]:
-            print(json.dumps(ratio) if asked.json else results.line(ratio), flush=True)
-
-    return functools.partial(module.measure, settings), module.ticks(settings), answered
+    failed = [row for row in run["rows"] if row["system"] == "kvjax" and "skipped" in row]
+    if failed and asked.what != "profile":  # there a policy may want weights nobody gave
+        raise BenchError(f"{failed[0]['config']} was not measured: {failed[0]['skipped']}.")
 
 
 class _bar:  # noqa: N801  (used as a verb: ``with _bar(...)``)
     """A bar on standard error; gives (tick, say), where say prints a line above it."""
 
-    def __init__(self, what: str, ticks: int) -> None:
+    def __init__(self, what: str, work: float) -> None:
         from tqdm import tqdm
 
-        self._line = tqdm(desc=what, total=ticks, file=sys.stderr, disable=not sys.stderr.isatty())
+        form = "{desc}: {percentage:3.0f}% |{bar}| {elapsed}, {remaining} left"
+        self._line = tqdm(
+            desc=what, total=work, bar_format=form, file=sys.stderr, disable=not sys.stderr.isatty()
+        )
 
-    def __enter__(self) -> tuple[Callable[[], None], Callable[[str], None]]:
-        return lambda: (self._line.update(), None)[1], self._say
+    def __enter__(self) -> tuple[Callable[[float], None], Callable[[str], None]]:
+        return self._tick, self._say
+
+    def _tick(self, work: float) -> None:
+        self._line.update(work)
 
     def _say(self, text: str) -> None:
         self._line.write(text, file=sys.stdout)

@@ -18,6 +18,9 @@ DTYPES = ("float32", "bfloat16")
 _FIELDS = {"context": "contexts", "batch": "batches", "dtype": "dtypes", "policy": "policies"}
 """Options that fill a field of another name."""
 
+QUICK = {"size": "tiny", "context": [256], "batch": [1, 2], "dtype": ["float32"], "tokens": 4, "rounds": 2}
+"""Defaults of ``--quick``: it proves that everything runs, and measures nothing worth knowing."""
+
 HOST = ("full", "snapkv + ada(0.25)", "quest", "int8")
 """Policies of ``host`` when none is named."""
 
@@ -60,7 +63,8 @@ def parse(words: Sequence[str]) -> Asked:
       BenchError: an unknown word, a number out of range, a folder without peers.
       PolicyError: a policy that cannot be built.
     """
-    said = vars(_parser().parse_args(words))
+    said = vars(_parser("--quick" in words).parse_args(words))
+    said.pop("quick", None)
     what = said.pop("what")
     if what == "host":
         policies = tuple(said["policy"] or HOST)
@@ -75,21 +79,22 @@ def parse(words: Sequence[str]) -> Asked:
     return Asked(what=what, settings=Settings(**given), out=out, json=as_json)
 
 
-def _parser() -> _Parser:
+def _parser(quick: bool) -> _Parser:
     parser = _Parser(
         prog="python -m kvjax.bench", description="Benchmarks of the KV cache, beside our peers."
     )
     what = parser.add_subparsers(dest="what", required=True)
     one = what.add_parser("host", help="host cost of a decode step")
-    one.add_argument("--layers", type=int, default=36)
+    one.add_argument("--layers", type=_whole("--layers"), default=36)
     one.add_argument("--policy", action="append", help="one-string form; may be given several times")
-    one.add_argument("--repeats", type=int, default=300)
+    one.add_argument("--repeats", type=_whole("--repeats"), default=300)
+    usual = QUICK if quick else {}
     beside = what.add_parser("decode", help="tokens a second, beside transformers and kvpress")
-    _measuring(beside, peers=True, defaults={})
+    _measuring(beside, peers=True, defaults=usual)
     beside = what.add_parser("prefill", help="time to first token and peak memory, beside them")
-    _measuring(beside, peers=True, defaults={"rounds": 2})
+    _measuring(beside, peers=True, defaults={"rounds": 2} | usual)
     alone = what.add_parser("profile", help="where a decode step's time goes")
-    _measuring(alone, peers=False, defaults={"context": [2048, 32768], "dtype": ["float32"]})
+    _measuring(alone, peers=False, defaults={"context": [2048, 32768], "dtype": ["float32"]} | usual)
     plot = what.add_parser("plot", help="pictures of saved results")
     plot.add_argument("--out", type=Path, metavar="DIR", help="folder of results (default: results/bench)")
     peers = what.add_parser("peers", help="make the environment with transformers and kvpress")
@@ -126,7 +131,13 @@ def _measuring(parser: argparse.ArgumentParser, peers: bool, defaults: dict[str,
     number("threads", "CPUs each side is pinned to")
     number("tokens", "of a row in one timed piece")
     number("rounds", "timed pieces (prefill: calls) of each side, in turns")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="also save rows there, such as results/bench")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help="save rows there, such as results/bench; an interrupted run goes on from there",
+    )
+    parser.add_argument("--quick", action="store_true", help="seconds instead of minutes: only that it runs")
     parser.add_argument("--json", action="store_true", help="rows as JSON lines")
 
 

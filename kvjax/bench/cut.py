@@ -3,7 +3,7 @@
 The compiled segment is the real one; only what stands behind the seam, or around it, is left out. Each step
 of the ladder adds one part, and the difference to the step before is what that part costs inside the step.
 
-  weights   embedding, projections, MLP, logits, sampling; attention gives back its queries
+  weights   embedding, projections, MLP, logits, sampling; attention gives back q + k + v
   ring      and the new token is written into the ring, and the ring is read
   read      and GLOBAL is read, at what the policy selects, but nothing enters or leaves it
   all       the real step: admission, the door, eviction, selection, metadata
@@ -96,7 +96,9 @@ class Cut(Decoder):
     def _seam(self, positions: Int[Array, "B 1"]) -> Callable:
         def attend(index: int, heads: Heads, room: LayerCache) -> tuple[Array, LayerCache]:
             if self.depth == "weights":
-                return heads.q, room
+                # Keys and values count, or the compiler would leave out what makes them.
+                extra = jnp.repeat(heads.k + heads.v, self.spec.groups, axis=2)
+                return heads.q + extra, room
             q = jnp.swapaxes(heads.q, 1, 2)
             room, recent = _ring(room, heads, q, positions)
             if self.depth == "ring" or room.pages is None:

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from kvjax.bench.child import Child, ChildError
 from kvjax.bench.sides import NO_PEERS, WARM, Config, Settings
 
 Row = dict[str, Any]
+Cell = tuple[str, int, int]
 
 
 @dataclasses.dataclass
@@ -79,55 +81,83 @@ def prompts(settings: Settings, rows: int, tokens: int) -> list[list[int]]:
     return draw.integers(0, settings.spec.vocab_size, (rows, tokens)).tolist()
 
 
-def measure(settings: Settings, folder: Path, done: Callable[[Row], None], tick: Callable[[], None]) -> None:
+def cell(row: Row) -> Cell:
+    """What is measured in turns and therefore kept or measured again as a whole."""
+    return row["dtype"], row["context"], row["batch"]
+
+
+def todo(settings: Settings, have: Collection[Cell]) -> list[tuple[str, int, list[int]]]:
+    """(dtype, context, batches) of what is not yet measured."""
+    found = []
+    for dtype, context in itertools.product(settings.dtypes, settings.contexts):
+        batches = [batch for batch in settings.batches if (dtype, context, batch) not in have]
+        found += [(dtype, context, batches)] if batches else []
+    return found
+
+
+def measure(
+    settings: Settings,
+    folder: Path,
+    done: Callable[[list[Row]], None],
+    tick: Callable[[float], None],
+    have: Collection[Cell],
+) -> None:
     """The table.
 
     Args:
       settings: what to measure.
       folder: the weights.
-      done: given each row.
-      tick: told after each prefill and each piece (``ticks`` of them).
+      done: given the rows of a cell, in the order of ``Settings.configs``.
+      tick: told the work of each prefill and each piece (``work`` in all).
+      have: cells that are measured already.
     """
-    for dtype in settings.dtypes:
-        for context in settings.contexts:
-            with lanes(settings, context, dtype, folder, quarter=True) as sides:
-                for lane in sides:
-                    ids = prompts(settings, 1, lane.row["prompt"])
-                    lane.ask(
-                        "prefill", spec=lane.config.spec, tokens=ids, new=settings.new, every=settings.tokens
-                    )
-                    tick()
-                for batch in settings.batches:
-                    for row in _in_turns(settings, sides, batch, tick):
-                        done(row)
+    for dtype, context, batches in todo(settings, have):
+        with lanes(settings, context, dtype, folder, quarter=True) as sides:
+            for lane in sides:
+                ids = prompts(settings, 1, lane.row["prompt"])
+                lane.ask(
+                    "prefill", spec=lane.config.spec, tokens=ids, new=settings.new, every=settings.tokens
+                )
+                tick(settings.reading(1, lane.row["prompt"]))
+            for batch in batches:
+                done(_in_turns(settings, sides, batch, tick))
 
 
-def ticks(settings: Settings) -> int:
-    """How often ``measure`` will call ``tick``."""
-    grid = len(settings.dtypes) * len(settings.contexts) * len(settings.configs(quarter=True))
-    return grid * (1 + len(settings.batches) * (WARM + settings.rounds))
+def work(settings: Settings, have: Collection[Cell]) -> float:
+    """The sum of what ``measure`` will tell ``tick``."""
+    total = 0.0
+    for _, context, batches in todo(settings, have):
+        for config in settings.configs(quarter=True):
+            prompt = settings.prompt(context, config)
+            pieces = sum(settings.writing(batch, prompt) for batch in batches)
+            total += settings.reading(1, prompt) + (WARM + settings.rounds) * pieces
+    return total
 
 
-def _in_turns(settings: Settings, sides: list[Lane], batch: int, tick: Callable[[], None]) -> list[Row]:
+def _in_turns(settings: Settings, sides: list[Lane], batch: int, tick: Callable[[float], None]) -> list[Row]:
     started = [lane.ask("start", rows=batch) for lane in sides]
     pieces: list[list[Row]] = [[] for _ in sides]
     for _ in range(WARM + settings.rounds):
         for lane, found in zip(sides, pieces):
             found.append(lane.ask("decode"))
-            tick()
+            tick(settings.writing(batch, lane.row["prompt"]))
     ended = [lane.ask("bytes") for lane in sides]
     return [_row(lane, batch, *facts) for lane, facts in zip(sides, zip(started, pieces, ended))]
 
 
 def _row(lane: Lane, batch: int, start: Row, pieces: list[Row], end: Row) -> Row:
     row = lane.row | {"batch": batch}
+    row.pop("rss_loaded", None)
     if not end:
         return row | {"skipped": lane.reason}
-    seconds = [piece["seconds"] for piece in pieces[WARM:]]
-    tokens = pieces[-1]["tokens"]
+    # A piece in which something was compiled says nothing of speed.
+    timed = [piece for piece in pieces[WARM:] if not piece["compile_seconds"]]
+    if not timed:
+        return row | {"skipped": "something was compiled in every timed piece"}
+    seconds = [piece["seconds"] for piece in timed]
     return row | {
-        "tokens_per_s": round(tokens / statistics.median(seconds), 2),
-        "tokens_timed": tokens * len(seconds),
+        "tokens_per_s": round(timed[0]["tokens"] / statistics.median(seconds), 2),
+        "tokens_timed": sum(piece["tokens"] for piece in timed),
         "piece_s": [round(s, 5) for s in seconds],
         "compile_s": round(sum(piece["compile_seconds"] for piece in pieces), 2),
         "live_bytes": start["live"],

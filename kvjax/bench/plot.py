@@ -40,12 +40,22 @@ def draw(folder: Path) -> list[Path]:
     return drawn
 
 
+def newest(runs: Sequence[Row]) -> list[Row]:
+    """Measured rows of the last run's model, each the newest of its kind."""
+    found: dict[tuple[Any, ...], Row] = {}
+    for run in runs:
+        if run["model"] == runs[-1]["model"]:
+            for row in run["rows"]:
+                found[tuple(row[name] for name in ("system", "config", "context", "batch", "dtype"))] = row
+    return [row for row in found.values() if "skipped" not in row]
+
+
 def _figure(folder: Path, name: str, fields: list[tuple[str, str, float]]) -> Path:
     from matplotlib import pyplot
 
-    rows = [
-        row for run in results.read(folder / f"{name}.json") for row in run["rows"] if "skipped" not in row
-    ]
+    rows = newest(results.read(folder / f"{name}.json"))
+    if not rows:
+        raise BenchError(f"plot --out {folder}: {name}.json holds no measured row. Run {name} again.")
     places = sorted({(row["context"], row["batch"]) for row in rows})
     size = (3.6 * len(places), 3.4 * len(fields))
     figure, axes = pyplot.subplots(

@@ -7,32 +7,42 @@ compiling, and its process ends before the next begins.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
-from kvjax.bench.decode import Lane, Row, lanes, prompts
+from kvjax.bench.decode import Cell, Lane, Row, cell, lanes, prompts, todo
 from kvjax.bench.sides import Settings
+
+__all__ = ["cell", "measure", "work"]
 
 SLOW = 20.0
 
 
-def measure(settings: Settings, folder: Path, done: Callable[[Row], None], tick: Callable[[], None]) -> None:
+def measure(
+    settings: Settings,
+    folder: Path,
+    done: Callable[[list[Row]], None],
+    tick: Callable[[float], None],
+    have: Collection[Cell],
+) -> None:
     """The table; arguments as in ``decode.measure``."""
-    for dtype in settings.dtypes:
-        for context in settings.contexts:
-            for batch in settings.batches:
-                with lanes(settings, context, dtype, folder, quarter=False) as sides:
-                    for row in _in_turns(settings, sides, batch, tick):
-                        done(row)
+    for dtype, context, batches in todo(settings, have):
+        for batch in batches:
+            with lanes(settings, context, dtype, folder, quarter=False) as sides:
+                done(_in_turns(settings, sides, batch, tick))
 
 
-def ticks(settings: Settings) -> int:
-    """How often ``measure`` will call ``tick``."""
-    grid = len(settings.dtypes) * len(settings.contexts) * len(settings.batches)
-    return grid * len(settings.configs(quarter=False)) * (1 + settings.rounds)
+def work(settings: Settings, have: Collection[Cell]) -> float:
+    """The sum of what ``measure`` will tell ``tick``."""
+    return sum(
+        (1 + settings.rounds) * settings.reading(batch, settings.prompt(context, config))
+        for _, context, batches in todo(settings, have)
+        for batch in batches
+        for config in settings.configs(quarter=False)
+    )
 
 
-def _in_turns(settings: Settings, sides: list[Lane], batch: int, tick: Callable[[], None]) -> list[Row]:
+def _in_turns(settings: Settings, sides: list[Lane], batch: int, tick: Callable[[float], None]) -> list[Row]:
     firsts: list[Row] = []
     calls: list[list[Row]] = [[] for _ in sides]
     ends: list[Row] = [{} for _ in sides]
@@ -43,11 +53,11 @@ def _in_turns(settings: Settings, sides: list[Lane], batch: int, tick: Callable[
             lane.close("")
         else:
             lane.ask("memory", forget=True)  # the peak of compiling is not the peak of reading
-        tick()
+        tick(settings.reading(batch, lane.row["prompt"]))
     for _ in range(settings.rounds):
         for lane, found in zip(sides, calls):
             found += [call] if (call := _call(settings, lane, batch)) else []
-            tick()
+            tick(settings.reading(batch, lane.row["prompt"]))
     ends = [end or lane.ask("memory", forget=False) for lane, end in zip(sides, ends)]
     return [_row(lane, batch, *facts) for lane, facts in zip(sides, zip(firsts, calls, ends))]
 

@@ -6,8 +6,9 @@ is filled without reading a prompt (``fill.py``), all in one process pinned to t
 
 from __future__ import annotations
 
+import itertools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from kvjax.bench.child import Child, ChildError
 from kvjax.bench.sides import OURS, WARM, Settings
 
 Row = dict[str, Any]
+Cell = tuple[str, int, str]
 
 EVERY_STEP = "knorm + uniform(512, every_step)"
 """No preset evicts while decoding; this one does, at every step."""
@@ -30,52 +32,64 @@ PARTS = {"host": "host", "weights": "weights", "ring": "ring", "GLOBAL": "global
 _INTRODUCTION = """\
 How it was measured. Every figure is a median over compiled segments of the real decode loop
 (`kvjax.decode.segment`), taken in turns in one process. The parts are differences between programs of a
-ladder: *weights* (embedding, projections, MLP, logits and sampling; attention hands back its queries),
+ladder: *weights* (embedding, projections, MLP, logits and sampling; attention hands back q + k + v),
 *ring* (and the new token is written to the ring, and the ring is read), *GLOBAL* (and the pages are read,
 at as many pages as the policy selects, but nothing enters or leaves them), *policy work* (the real step:
 admission, door, moves, eviction, selection, metadata). *Host* is the look at page counts and an empty
 program with the same arguments. By construction the parts add up to the step; *check* does not: it is
 (weights + a program of the seam alone, without weights) / step, two programs that share nothing, and
-should be about 1. Parts of a few per cent are within the noise, and may come out below zero.
+should be about 1. Parts of a few per cent are within the noise, and may come out below zero. The host's part
+is per token of a segment of {tokens}; `generate` takes segments of 64.
 
 The state is synthetic: keys, values and queries are drawn at random, then judged and packed by the policy
 itself; no prompt was read. Pools have the size that `stream` gives them, for up to 512 tokens to come.
 """
 
 
-def measure(settings: Settings, folder: Path, done: Callable[[Row], None], tick: Callable[[], None]) -> None:
+def cell(row: Row) -> Cell:
+    """What is kept or measured again as a whole."""
+    return row["dtype"], row["context"], row["config"]
+
+
+def cells(settings: Settings, have: Collection[Cell] = ()) -> list[Cell]:
+    """What was asked, and where nothing was, every shipped policy; less what is measured already."""
+    specs = list(settings.policies)
+    if settings.policies == OURS:
+        known = {compose.policy(spec) for spec in specs}
+        specs += [spec for spec in (*compose.PRESETS, EVERY_STEP) if compose.policy(spec) not in known]
+    found = itertools.product(settings.dtypes, settings.contexts, specs)
+    return [one for one in found if one not in have]
+
+
+def measure(
+    settings: Settings,
+    folder: Path,
+    done: Callable[[list[Row]], None],
+    tick: Callable[[float], None],
+    have: Collection[Cell],
+) -> None:
     """Rows as in ``decode.measure``; a policy that needs learned weights is skipped with the reason."""
-    for dtype in settings.dtypes:
+    for dtype, mine in itertools.groupby(cells(settings, have), lambda one: one[0]):
         with _process(settings) as child:
             child.ask("load", folder=str(folder), dtype=dtype)
-            for context, spec in cells(settings):
-                how = {
-                    "tokens": settings.tokens,
-                    "warm": WARM,
-                    "rounds": settings.rounds,
-                    "seed": settings.seed,
-                }
-                row = {"system": "kvjax", "config": spec, "context": context, "batch": 1, "dtype": dtype}
-                try:
-                    done(row | parts(child.ask("profile", spec=spec, context=context, **how)))
-                except ChildError as error:
-                    done(row | {"skipped": str(error)})
-                tick()
+            for _, context, spec in mine:
+                row: Row = {"system": "kvjax", "config": spec, "context": context, "batch": 1, "dtype": dtype}
+                row["segment"] = settings.tokens
+                done([row | _measured(settings, child, context, spec)])
+                tick(1.0)
 
 
-def cells(settings: Settings) -> list[tuple[int, str]]:
-    """(context, policy): what was asked everywhere; where nothing was, every preset at the shortest."""
-    found = [(context, spec) for context in settings.contexts for spec in settings.policies]
-    if settings.policies == OURS:
-        known = {compose.policy(spec) for spec in settings.policies}
-        shipped = [spec for spec in (*compose.PRESETS, EVERY_STEP) if compose.policy(spec) not in known]
-        found += [(min(settings.contexts), spec) for spec in shipped]
-    return found
+def work(settings: Settings, have: Collection[Cell]) -> float:
+    """The sum of what ``measure`` will tell ``tick``."""
+    return float(len(cells(settings, have)))
 
 
-def ticks(settings: Settings) -> int:
-    """How often ``measure`` will call ``tick``."""
-    return len(settings.dtypes) * len(cells(settings))
+def _measured(settings: Settings, child: Child, context: int, spec: str) -> Row:
+    how = {"tokens": settings.tokens, "warm": WARM, "rounds": settings.rounds, "seed": settings.seed}
+    try:
+        return parts(child.ask("profile", spec=spec, context=context, **how))
+    except ChildError as error:
+        return {"skipped": str(error)}
 
 
 def _process(settings: Settings) -> Child:
@@ -118,8 +132,9 @@ def page(runs: Sequence[Row]) -> str:
             f"jax {at['jax']}, commit {at['commit']}; {model['parameters']:,} random parameters (seed "
             f"{model['seed']}), batch 1."
         )
-    lines += ["", *_INTRODUCTION.splitlines(), ""]
     everything = [row for run in runs for row in run["rows"]]
+    tokens = " or ".join(str(n) for n in sorted({row["segment"] for row in everything}))
+    lines += ["", *_INTRODUCTION.format(tokens=tokens).splitlines(), ""]
     for context, dtype in sorted({(row["context"], row["dtype"]) for row in everything}):
         rows = [row for row in everything if (row["context"], row["dtype"]) == (context, dtype)]
         lines += [f"## {context} tokens, {dtype}", "", *_table(rows), ""]

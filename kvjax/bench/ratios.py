@@ -53,6 +53,8 @@ PREFILL = (
     Question("per-head, peak memory over our full cache", "peak_rss_growth_bytes", OURS_PER_HEAD, OURS_FULL),
 )
 
+QUESTIONS = {"decode": DECODE, "prefill": PREFILL}
+
 
 def answer(questions: Sequence[Question], rows: Sequence[Row]) -> list[Row]:
     """Every question at every context, batch and dtype where both rows were measured.

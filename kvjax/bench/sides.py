@@ -9,7 +9,7 @@ from pathlib import Path
 from kvjax.bench import machine, peers
 from kvjax.bench.child import Child
 from kvjax.bench.errors import BenchError
-from kvjax.bench.weights import SIZES
+from kvjax.bench.weights import SIZES, count
 from kvjax.compose import policy
 from kvjax.models.spec import ModelSpec
 
@@ -106,6 +106,20 @@ class Settings:
         """Lines of the table, peers last."""
         ours = [Config("kvjax", name, name) for name in self.policies]
         return [*ours, *([QUARTER] if quarter else []), *PEERS]
+
+    def reading(self, rows: int, prompt: int) -> float:
+        """Rough seconds to read prompts, for the bar alone: 40 G operations a second."""
+        return rows * prompt * (2 * count(self.spec) + 2 * self._width * prompt) / 4e10
+
+    def writing(self, rows: int, held: int) -> float:
+        """Rough seconds of one timed piece with that many tokens held, for the bar alone."""
+        weights, tokens = 4 * count(self.spec), rows * held * 4 * self._width
+        return self.tokens * (weights + 3 * tokens) / 5e9
+
+    @property
+    def _width(self) -> int:
+        """Values of a token's queries in all layers."""
+        return self.spec.num_layers * self.spec.num_heads * self.spec.head_dim
 
     def open(self, config: Config) -> Child:
         """Start the process of one side."""

@@ -31,6 +31,16 @@ def coarse_class(need: int) -> int:
     return size
 
 
+def class_for(need: int, coming: int) -> int:
+    """The class of a pool that must hold ``need`` pages, ``coming`` of them for tokens still to come.
+
+    The fine class where the next one is as far away as these tokens reach, so that growth is as rare
+    as the caller asked for; else the coarse one.
+    """
+    quarter = 1 << max(0, (need - 1).bit_length() - 3)
+    return size_class(need) if quarter >= coming else coarse_class(need)
+
+
 def empty(
     *,
     pages: int,

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 
+from kvjax.cache.write import scattered
 from kvjax.types import EMPTY, pytree
 
 if TYPE_CHECKING:
@@ -100,7 +101,7 @@ def put(ring: Ring, new: Entry, length: Int[Array, " B"], count: Int[Array, " B"
 
     def write(old: Array, value: Array) -> Array:
         # Every index is given: a scatter over a sliced axis makes XLA on CPU copy the ring twice a step.
-        return old.at[row, head, slot[:, None, :]].set(value.astype(old.dtype), mode="drop")
+        return scattered(old, (row, head, slot[:, None, :]), value)
 
     return dataclasses.replace(
         ring,

@@ -122,8 +122,10 @@ def reserve(
         wants = [max(want, min(2 * room.count, 2 * want)) for want, room in zip(wants, rooms)]
     # Layers within one class of the fullest take its class: which layer is a page fuller than its neighbour
     # depends on the text, and every combination of sizes would be a program of its own.
-    shared = pool.coarse_class(max(wants))
-    own = [pool.coarse_class(want) for want in wants]
+    streams = max(room.table[..., 0].size for room in rooms)
+    coming = streams * -(-max(tokens, ahead) // min(room.size for room in rooms))
+    shared = pool.class_for(max(wants), coming)
+    own = [pool.class_for(want, coming) for want in wants]
     grown = [shared if 2 * shared <= 3 * size else size for size in own]
     # A bound that is known is taken exactly.
     bounds = [_most_pages(room, most) for room in rooms]

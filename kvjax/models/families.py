@@ -49,22 +49,23 @@ class Family:
 
 _NO = (None, False)
 _SILU = {"hidden_act": ("silu", "swish")}
-_GEMMA: dict[str, Any] = {
-    "windows": "by_type",
-    "agrees": {
+_GEMMA = Family(
+    architecture="",
+    traits={"norm": "rms_plus_one", "post_norms": True, "scaled_embedding": True, "mlp": "geglu"},
+    windows="by_type",
+    defaults={
+        "head_dim": 256,
+        "tie_word_embeddings": True,
+        "sliding_window": 4096,
+        "query_pre_attn_scalar": 256,
+    },
+    agrees={
         "hidden_activation": (None, "gelu_pytorch_tanh"),
         "attention_bias": _NO,
         "use_bidirectional_attention": _NO,
     },
-    "writes": {"hidden_activation": "gelu_pytorch_tanh", "attention_bias": False},
-}
-_GEMMA_TRAITS = {"norm": "rms_plus_one", "post_norms": True, "scaled_embedding": True, "mlp": "geglu"}
-_GEMMA_DEFAULTS = {
-    "head_dim": 256,
-    "tie_word_embeddings": True,
-    "sliding_window": 4096,
-    "query_pre_attn_scalar": 256,
-}
+    writes={"hidden_activation": "gelu_pytorch_tanh", "attention_bias": False},
+)
 
 FAMILIES: Mapping[FamilyName, Family] = {
     "llama": Family(
@@ -77,6 +78,7 @@ FAMILIES: Mapping[FamilyName, Family] = {
         traits={"qkv_bias": True},
         windows="from_layer",
         needs=("num_key_value_heads",),
+        defaults={"sliding_window": 4096},
         agrees={**_SILU, "use_mrope": _NO},
     ),
     "qwen3": Family(
@@ -84,7 +86,7 @@ FAMILIES: Mapping[FamilyName, Family] = {
         traits={"qk_norm": True},
         windows="from_layer",
         needs=("num_key_value_heads",),
-        defaults={"head_dim": 128},
+        defaults={"head_dim": 128, "sliding_window": 4096},
         agrees={**_SILU, "attention_bias": _NO},
         writes={"attention_bias": False},
     ),
@@ -100,27 +102,28 @@ FAMILIES: Mapping[FamilyName, Family] = {
         windows="all_layers",
         defaults={"rms_norm_eps": 1e-5},
         agrees={**_SILU, "attention_bias": _NO, "lm_head_bias": _NO, "mlp_bias": _NO},
+        writes={"pad_token_id": None},  # left out, it is 32000, and transformers refuses smaller vocabularies
         partial=True,
     ),
-    "gemma2": Family(
+    "gemma2": dataclasses.replace(
+        _GEMMA,
         architecture="Gemma2ForCausalLM",
-        traits=_GEMMA_TRAITS,
         varies=("query_pre_attn_scalar", "attn_softcap", "final_softcap"),
         needs=("num_key_value_heads",),
         defaults={
-            **_GEMMA_DEFAULTS,
+            **_GEMMA.defaults,
             "sliding_window_pattern": 2,
             "attn_logit_softcapping": 50.0,
             "final_logit_softcapping": 30.0,
         },
-        **_GEMMA,
     ),
-    "gemma3_text": Family(
+    "gemma3_text": dataclasses.replace(
+        _GEMMA,
         architecture="Gemma3ForCausalLM",
-        traits={**_GEMMA_TRAITS, "qk_norm": True},
+        traits={**_GEMMA.traits, "qk_norm": True},
         varies=("query_pre_attn_scalar", "final_softcap", "local_rope"),
         defaults={
-            **_GEMMA_DEFAULTS,
+            **_GEMMA.defaults,
             "sliding_window_pattern": 6,
             "vocab_size": 262_208,
             "hidden_size": 2304,
@@ -130,8 +133,8 @@ FAMILIES: Mapping[FamilyName, Family] = {
             "num_key_value_heads": 4,
             "max_position_embeddings": 131_072,
         },
+        agrees={**_GEMMA.agrees, "attn_logit_softcapping": (None,)},
         thetas=(1_000_000.0, 10_000.0),
-        **{**_GEMMA, "agrees": {**_GEMMA["agrees"], "attn_logit_softcapping": (None,)}},
     ),
     "gpt2": Family(
         architecture="GPT2LMHeadModel",

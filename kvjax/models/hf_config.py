@@ -12,6 +12,7 @@ from typing import Any
 from kvjax.models.families import FAMILIES, Family
 from kvjax.models.hf_rope import read_ropes, write_ropes
 from kvjax.models.hf_values import ModelError, count, number
+from kvjax.models.hf_windows import SLIDING, read_windows, write_windows
 from kvjax.models.rope import Rope
 from kvjax.models.spec import ModelSpec
 
@@ -19,7 +20,6 @@ DTYPES = ("float32", "bfloat16", "float16")
 """The dtypes weights may be stored in and cast to."""
 
 _SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-_FULL, _SLIDING = "full_attention", "sliding_attention"
 
 # Fields of the spec that every family reads; the others are traits, or listed in ``Family.varies``.
 _COMMON = {
@@ -70,7 +70,7 @@ def read_config(config: dict[str, Any], generation: dict[str, Any], file: str) -
         local_rope=local_rope,
         norm_eps=number(config, "rms_norm_eps", file, 1e-6),
         tied=bool(config.get("tie_word_embeddings", False)),
-        windows=_read_windows(config, family, layers, file),
+        windows=read_windows(config, family, layers, file),
         bos=_ids(generation, config, "bos_token_id", file)[0],
         eos=tuple(i for i in _ids(generation, config, "eos_token_id", file) if i is not None),
         **family.traits,
@@ -107,7 +107,7 @@ def write_config(spec: ModelSpec, dtype: str) -> dict[str, Any]:
         **config,
         "tie_word_embeddings": spec.tied,
         **write_ropes(spec),
-        **_write_windows(spec, family),
+        **write_windows(spec, family),
         **_write_scores(spec, family),
         **family.writes,
         "bos_token_id": spec.bos,
@@ -156,8 +156,8 @@ def _check_agrees(config: dict[str, Any], family: Family, file: str) -> None:
     if not family.partial:
         agrees["partial_rotary_factor"] = (None, 1)
     asks = [f"{k}={config[k]!r}" for k, allowed in agrees.items() if k in config and config[k] not in allowed]
-    if family.windows == "none" and _SLIDING in (config.get("layer_types") or ()):
-        asks.append(f"layer_types with {_SLIDING!r}")
+    if family.windows == "none" and SLIDING in (config.get("layer_types") or ()):
+        asks.append(f"layer_types with {SLIDING!r}")
     if asks:
         raise ModelError(
             f"{file} asks for {', '.join(asks)}, which kvjax's {config['model_type']} decoder does not "
@@ -225,64 +225,6 @@ def _write_scores(spec: ModelSpec, family: Family) -> dict[str, float | None]:
     if scalar is None or (scalar and scalar == int(scalar)):  # a whole number to transformers, mostly
         written["query_pre_attn_scalar"] = int(spec.head_dim if scalar is None else scalar)
     return written
-
-
-def _read_windows(config: dict[str, Any], family: Family, layers: int, file: str) -> tuple[int | None, ...]:
-    """Per layer the sliding window; a llama has none and, as in transformers, no such keys."""
-    if family.windows == "none":
-        return (None,) * layers
-    slides = config.get("sliding_window") is not None
-    if family.windows == "from_layer":
-        slides = slides and bool(config.get("use_sliding_window"))
-    types = config.get("layer_types")
-    types = _usual_types(config, family, layers, slides) if types is None else types
-    known = {_FULL, _SLIDING} if slides else {_FULL}
-    if family.windows == "all_layers":
-        known = {_SLIDING if slides else _FULL}
-    if not isinstance(types, list) or len(types) != layers or not known.issuperset(types):
-        use = f"use_sliding_window={bool(config.get('use_sliding_window'))}"
-        use = use if family.windows == "from_layer" else f"sliding_window={config.get('sliding_window')}"
-        raise ModelError(
-            f"{file} has layer_types {types} with {use}; for {layers} layers "
-            f"kvjax needs {layers} of {', '.join(sorted(known))}. Correct the list or {use.split('=')[0]}."
-        )
-    if not slides:
-        return (None,) * layers
-    window = count(config, "sliding_window", file)
-    return tuple(window if kind == _SLIDING else None for kind in types)
-
-
-def _usual_types(config: dict[str, Any], family: Family, layers: int, slides: bool) -> list[str] | None:
-    """What the older keys say of the layers' types; None when they say nothing sound."""
-    if family.windows == "all_layers":
-        return [_SLIDING if slides else _FULL] * layers
-    if family.windows == "by_type":
-        pattern = config.get("sliding_window_pattern")
-        if not isinstance(pattern, int) or pattern < 1:
-            return None
-        return [_SLIDING if slides and (index + 1) % pattern else _FULL for index in range(layers)]
-    first = config.get("max_window_layers", 28)
-    if not isinstance(first, int):
-        return None
-    return [_SLIDING if slides and index >= first else _FULL for index in range(layers)]
-
-
-def _write_windows(spec: ModelSpec, family: Family) -> dict[str, Any]:
-    sliding = [index for index, window in enumerate(spec.windows) if window is not None]
-    window = spec.windows[sliding[0]] if sliding else None
-    types = [_FULL if w is None else _SLIDING for w in spec.windows]
-    if family.windows == "none":
-        return {}
-    if family.windows == "all_layers":
-        return {"sliding_window": window}
-    if family.windows == "by_type":
-        return {"sliding_window": window or 4096, "layer_types": types}
-    return {
-        "use_sliding_window": bool(sliding),
-        "sliding_window": window,
-        "max_window_layers": sliding[0] if sliding else spec.num_layers,
-        "layer_types": types,
-    }
 
 
 def _ids(generation: dict[str, Any], config: dict[str, Any], key: str, file: str) -> list[int | None]:

@@ -44,7 +44,13 @@ class Answer:
 
 
 def answer(
-    model: LanguageModel, options: Options, ids: Sequence[int], source: str, write: Callable[[str], None]
+    model: LanguageModel,
+    options: Options,
+    ids: Sequence[int],
+    source: str,
+    write: Callable[[str], None],
+    *,
+    continues: bool = False,
 ) -> Answer:
     """Answers one prompt.
 
@@ -54,6 +60,7 @@ def answer(
       ids: the prompt, at least one token.
       source: where the prompt came from, for messages.
       write: given the text in pieces, whole characters only.
+      continues: the answer goes on where the prompt stops, rather than being a text of its own.
 
     Raises:
       InputError: prompt and answer do not fit the model.
@@ -61,7 +68,7 @@ def answer(
     limit = _limit(model, options, len(ids), source)
     tokens: list[int] = []
     texts: list[str] = []
-    show = model.text.stream()
+    show = model.text.stream(after=ids if continues else ())
     start = clock.now()
     first = None
     state = None

@@ -38,7 +38,8 @@ def run(options: Options) -> None:
         raise InputError(f"{source}: {error}") from None
     if not ids:
         raise InputError(f"{source} holds no token. Give some text.")
-    done = answer(model, options, ids, source, (lambda piece: None) if options.json else say)
+    write = (lambda piece: None) if options.json else say
+    done = answer(model, options, ids, source, write, continues=True)
     if options.json:
         print(facts.to_json(done, model, options), flush=True)
         return

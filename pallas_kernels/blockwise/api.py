@@ -2,16 +2,51 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import functools
+from typing import TYPE_CHECKING, Any
 
-from pallas_kernels.blockwise import ref, xla
-from pallas_kernels.dispatch import Offered, choose
+from pallas_kernels import dispatch
+from pallas_kernels.blockwise import grad, ref, xla
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int
 
-OFFERED: Offered = {"xla": xla.blockwise, "ref": ref.blockwise}
-OFFERED_MASS: Offered = {"xla": xla.column_mass, "ref": ref.column_mass}
+
+def _body(module: str) -> Any:
+    """A Pallas body with its backward pass."""
+    forward = dispatch.lazily(f"pallas_kernels.blockwise.{module}:blockwise")
+    backward = dispatch.lazily(f"pallas_kernels.blockwise.{module}_grad:backward")
+
+    def run(
+        q: Array,
+        k: Array,
+        v: Array,
+        q_pos: Array,
+        k_pos: Array,
+        admit: Any,
+        *,
+        interpret: Any,
+        **options: Any,
+    ):
+        passes = (functools.partial(f, interpret=interpret) for f in (forward, backward))
+        where = grad.Where(q_pos, k_pos, admit)
+        return grad.differentiable(*passes, grad.Options(**options), q, k, v, where)
+
+    return run
+
+
+OFFERED: dispatch.Offered = {
+    "mosaic_tpu": _body("mosaic_tpu"),
+    "triton": _body("triton"),
+    "xla": xla.blockwise,
+    "ref": ref.blockwise,
+}
+OFFERED_MASS: dispatch.Offered = {
+    "mosaic_tpu": dispatch.lazily("pallas_kernels.blockwise.mosaic_tpu:column_mass"),
+    "triton": dispatch.lazily("pallas_kernels.blockwise.triton:column_mass"),
+    "xla": xla.column_mass,
+    "ref": ref.column_mass,
+}
 
 
 def _check(
@@ -83,12 +118,16 @@ def blockwise(
       ValueError: shapes that do not fit together, or a negative window.
       Unsupported: ``impl`` is not offered.
     """
-    run = choose("blockwise", impl, OFFERED)
     _check("blockwise", q, k, q_pos, k_pos, window, admit, softcap)
     if v.shape != k.shape:
         raise ValueError(f"blockwise(k {k.shape}, v {v.shape}) needs keys and values of one shape.")
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    return run(q, k, v, q_pos, k_pos, admit, window=window, scale=scale, softcap=softcap)
+    return dispatch.call(
+        "blockwise",
+        impl,
+        OFFERED,
+        lambda run: run(q, k, v, q_pos, k_pos, admit, window=window, scale=scale, softcap=softcap),
+    )
 
 
 def column_mass(
@@ -116,13 +155,12 @@ def column_mass(
       weights: of each query, float32.
 
     Returns:
-      float32; 0 for keys that no query sees.
+      float32; 0 for keys that no query sees. Pallas bodies of it have no gradient.
 
     Raises:
       ValueError: shapes that do not fit together, or a negative window.
       Unsupported: ``impl`` is not offered.
     """
-    run = choose("column_mass", impl, OFFERED_MASS)
     _check("column_mass", q, k, q_pos, k_pos, window, admit, softcap)
     if lse.shape != q.shape[:3] or weights.shape != q_pos.shape:
         raise ValueError(
@@ -130,4 +168,9 @@ def column_mass(
             f"[B, T] = {q_pos.shape}."
         )
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    return run(q, k, lse, weights, q_pos, k_pos, admit, window=window, scale=scale, softcap=softcap)
+    return dispatch.call(
+        "column_mass",
+        impl,
+        OFFERED_MASS,
+        lambda run: run(q, k, lse, weights, q_pos, k_pos, admit, window=window, scale=scale, softcap=softcap),
+    )

@@ -31,3 +31,11 @@ BENCH = {
     "chunk": Shape(B=1, N=4, K=2, T=256, S=2048, H=64),
     "prompt": Shape(B=1, N=4, K=2, T=2048, S=2048, H=64),
 }
+CHIP = {
+    "ring": Shape(B=8, N=32, K=8, T=1, S=1024, H=128),
+    "prompt": Shape(B=1, N=32, K=8, T=2048, S=2048, H=128),
+    "odd_h64": Shape(B=1, N=8, K=8, T=1000, S=3000, H=64),
+    "odd_h80": Shape(B=2, N=8, K=4, T=3, S=700, H=80),
+    "h256": Shape(B=1, N=8, K=4, T=2048, S=2048, H=256),
+}
+"""Compiled ahead of time for chips: Llama-3.1-8B's heads, and sizes that divide no block."""

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import products, softmax
+from pallas_kernels.blockwise import cut, grad, xla_grad
 from pallas_kernels.blockwise.ref import visible
 
 if TYPE_CHECKING:
@@ -22,11 +23,6 @@ BLOCK_Q = 256
 BLOCK_K = 512
 DENSE_T = 8
 """Up to this many queries one dense block is taken whatever S is: it is as small as K and V."""
-
-
-def _grouped(q: Float[Array, "B N T H"], k: Float[Array, "B K S H"]) -> Float[Array, "B K G T H"]:
-    b, n, t, h = q.shape
-    return q.reshape(b, k.shape[1], n // k.shape[1], t, h)
 
 
 def _scores(
@@ -74,52 +70,6 @@ def _dense(
     return softmax.finish(m, jnp.sum(p, axis=-1), o)
 
 
-def _blocks(x: Array, axis: int, size: int, fill: int | float | bool) -> Array:
-    """x with ``axis`` padded to a multiple of size and split into [blocks, ..., size, ...], blocks first."""
-    count = -(-x.shape[axis] // size)
-    pad = [(0, 0)] * x.ndim
-    pad[axis] = (0, count * size - x.shape[axis])
-    x = jnp.pad(x, pad, constant_values=fill) if pad[axis][1] else x
-    return jnp.moveaxis(x.reshape(*x.shape[:axis], count, size, *x.shape[axis + 1 :]), axis, 0)
-
-
-def _joined(x: Array, axis: int, length: int) -> Array:
-    """The inverse of ``_blocks``: [blocks, ..., size, ...] to ``length`` along ``axis``."""
-    x = jnp.moveaxis(x, 0, axis)
-    x = x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
-    return jax.lax.slice_in_dim(x, 0, length, axis=axis)
-
-
-def _block_pairs(
-    q_pos: Int[Array, "I B T"],
-    k_pos: Int[Array, "J B S"],
-    admit: Bool[Array, "J B K S"] | None,
-    window: int | None,
-) -> Bool[Array, "I J"]:
-    """Whether any query of block i may see any key of block j; True errs on the safe side."""
-    far = jnp.iinfo(jnp.int32).max // 2
-    q_lo = jnp.min(jnp.where(q_pos >= 0, q_pos, far), axis=-1)[:, None]
-    q_hi = jnp.max(q_pos, axis=-1)[:, None]
-    k_lo = jnp.min(jnp.where(k_pos >= 0, k_pos, far), axis=-1)[None, :]
-    k_hi = jnp.max(k_pos, axis=-1)[None, :]
-    see = (k_lo <= q_hi) & (k_hi >= 0) & (q_hi >= 0)
-    if window is not None:
-        near = q_lo - k_hi < window
-        if admit is not None:
-            near |= jnp.any(admit & (k_pos >= 0)[:, :, None, :], axis=(2, 3))[None, :]
-        see &= near
-    return jnp.any(see, axis=-1)
-
-
-def _listed(pairs: Bool[Array, "I J"]) -> tuple[Int[Array, "I J"], Int[Array, " I"]]:
-    """For each i the j's that pair with it, first in the list, and how many they are."""
-    return jnp.argsort(~pairs, axis=1, stable=True).astype(jnp.int32), jnp.sum(pairs, axis=1, dtype=jnp.int32)
-
-
-def _at(x: Array | None, j: Int[Array, ""]) -> Array | None:
-    return None if x is None else jax.lax.dynamic_index_in_dim(x, j, keepdims=False)
-
-
 @functools.partial(jax.jit, static_argnames=("window", "scale", "softcap"))
 def blockwise(
     q: Float[Array, "B N T H"],
@@ -137,35 +87,37 @@ def blockwise(
     b, n, t, h = q.shape
     if t <= DENSE_T or t * k.shape[2] <= BLOCK_Q * BLOCK_K:
         see = visible(q_pos, k_pos, window, admit)
-        out, lse = _dense(_grouped(q, k), k, v, see, k_pos, scale, softcap)
-    else:
-        out, lse = _blocked(_grouped(q, k), k, v, q_pos, k_pos, admit, window, scale, softcap)
-    return out.reshape(b, n, t, h), lse.reshape(b, n, t)
+        out, lse = _dense(cut.grouped(q, k), k, v, see, k_pos, scale, softcap)
+        return out.reshape(b, n, t, h), lse.reshape(b, n, t)
+    options, where = grad.Options(window, scale, softcap), grad.Where(q_pos, k_pos, admit)
+    return grad.differentiable(_blocked, xla_grad.backward, options, q, k, v, where)
 
 
 def _blocked(
-    q: Float[Array, "B K G T H"],
+    q: Float[Array, "B N T H"],
     k: Float[Array, "B K S H"],
     v: Float[Array, "B K S H"],
     q_pos: Int[Array, "B T"],
     k_pos: Int[Array, "B S"],
     admit: Bool[Array, "B K S"] | None,
+    *,
     window: int | None,
     scale: float,
     softcap: float | None = None,
-) -> tuple[Float[Array, "B K G T H"], Float[Array, "B K G T"]]:
+) -> tuple[Float[Array, "B N T H"], Float[Array, "B N T"]]:
+    whole, q = q.shape, cut.grouped(q, k)
     t, bq, bk = q.shape[3], min(BLOCK_Q, q.shape[3]), min(BLOCK_K, k.shape[2])
-    qs, q_poss = _blocks(q, 3, bq, 0), _blocks(q_pos, 1, bq, softmax.EMPTY)
-    ks, vs, k_poss = _blocks(k, 2, bk, 0), _blocks(v, 2, bk, 0), _blocks(k_pos, 1, bk, softmax.EMPTY)
-    admits = None if admit is None else _blocks(admit, 2, bk, False)
-    order, count = _listed(_block_pairs(q_poss, k_poss, admits, window))
+    qs, q_poss = cut.blocks(q, 3, bq, 0), cut.blocks(q_pos, 1, bq, softmax.EMPTY)
+    ks, vs, k_poss = cut.blocks(k, 2, bk, 0), cut.blocks(v, 2, bk, 0), cut.blocks(k_pos, 1, bk, softmax.EMPTY)
+    admits = None if admit is None else cut.blocks(admit, 2, bk, False)
+    order, count = cut.listed(cut.block_pairs(q_poss, k_poss, admits, window))
 
     def query_block(x: tuple[Array, ...]) -> tuple[Array, Array]:
         q_i, pos_i, order_i, count_i = x
 
         def key_block(c: Int[Array, ""], mlo: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
             j = order_i[c]
-            see = visible(pos_i, k_poss[j], window, _at(admits, j))
+            see = visible(pos_i, k_poss[j], window, cut.at(admits, j))
             s = softmax.hide(_scores(q_i, ks[j], scale, softcap), see)
             return softmax.grow(*mlo, s, lambda p: _mix(p, _without_padding(vs[j], k_poss[j][:, None])))
 
@@ -178,7 +130,7 @@ def _blocked(
         return softmax.finish(*jax.lax.fori_loop(0, count_i, key_block, start))
 
     out, lse = jax.lax.map(query_block, (qs, q_poss, order, count))
-    return _joined(out, 3, t), _joined(lse, 3, t)
+    return cut.joined(out, 3, t).reshape(whole), cut.joined(lse, 3, t).reshape(whole[:3])
 
 
 @functools.partial(jax.jit, static_argnames=("window", "scale", "softcap"))
@@ -198,7 +150,7 @@ def column_mass(
     """See ``api.column_mass``."""
     b, n, t, _ = q.shape
     s = k.shape[2]
-    grouped = _grouped(q, k)
+    grouped = cut.grouped(q, k)
     lse = lse.reshape(grouped.shape[:-1])
     # A query of weight 0 is the same as padding, and padded blocks are skipped.
     q_pos = jnp.where(weights != 0, q_pos, softmax.EMPTY)
@@ -206,15 +158,15 @@ def column_mass(
         see = visible(q_pos, k_pos, window, admit)
         return _mass(grouped, k, lse, weights, see, scale, softcap).reshape(b, n, s)
     bq, bk = min(BLOCK_Q, t), min(BLOCK_K, s)
-    qs, q_poss = _blocks(grouped, 3, bq, 0), _blocks(q_pos, 1, bq, softmax.EMPTY)
-    lses, weightss = _blocks(lse, 3, bq, 0.0), _blocks(weights, 1, bq, 0.0)
-    ks, k_poss = _blocks(k, 2, bk, 0), _blocks(k_pos, 1, bk, softmax.EMPTY)
-    admits = None if admit is None else _blocks(admit, 2, bk, False)
-    order, count = _listed(_block_pairs(q_poss, k_poss, admits, window).T)
+    qs, q_poss = cut.blocks(grouped, 3, bq, 0), cut.blocks(q_pos, 1, bq, softmax.EMPTY)
+    lses, weightss = cut.blocks(lse, 3, bq, 0.0), cut.blocks(weights, 1, bq, 0.0)
+    ks, k_poss = cut.blocks(k, 2, bk, 0), cut.blocks(k_pos, 1, bk, softmax.EMPTY)
+    admits = None if admit is None else cut.blocks(admit, 2, bk, False)
+    order, count = cut.listed(cut.block_pairs(q_poss, k_poss, admits, window).T)
 
     def key_block(x: tuple[Array, ...]) -> Float[Array, "B K G S"]:
         j, order_j, count_j = x
-        k_j, pos_j, admit_j = ks[j], k_poss[j], _at(admits, j)
+        k_j, pos_j, admit_j = ks[j], k_poss[j], cut.at(admits, j)
 
         def query_block(c: Int[Array, ""], total: Float[Array, "B K G S"]) -> Float[Array, "B K G S"]:
             i = order_j[c]
@@ -224,7 +176,7 @@ def column_mass(
         return jax.lax.fori_loop(0, count_j, query_block, jnp.zeros((*lse.shape[:3], bk), jnp.float32))
 
     mass = jax.lax.map(key_block, (jnp.arange(ks.shape[0]), order, count))
-    return _joined(mass, 3, s).reshape(b, n, s)
+    return cut.joined(mass, 3, s).reshape(b, n, s)
 
 
 def _mass(

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 
-from pallas_kernels.dispatch import Offered, choose
+from pallas_kernels import dispatch
 from pallas_kernels.ragged_decode import ref, xla
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int, Num
 
-OFFERED: Offered = {"xla": xla.ragged_decode, "ref": ref.ragged_decode}
+OFFERED: dispatch.Offered = {
+    "mosaic_tpu": dispatch.lazily("pallas_kernels.ragged_decode.mosaic_tpu:ragged_decode"),
+    "triton": dispatch.lazily("pallas_kernels.ragged_decode.triton:ragged_decode"),
+    "xla": xla.ragged_decode,
+    "ref": ref.ragged_decode,
+}
 
 
 def ragged_decode(
@@ -38,7 +46,8 @@ def ragged_decode(
 
     In ``xla`` a NaN or infinity in a dead value of a live page costs a second, slow pass (looking for
     it costs nothing measurable; masking the pool on every call costs 1.3 to 7 times the read), so
-    keep pools finite. Reverse-mode gradients: ``ref``, and ``xla`` while it runs flat on float pools.
+    keep pools finite. Gradients (q, float pools, scales) are those of ``ref`` whatever ran forward: exact,
+    and as large as all listed pages gathered at once.
 
     Args:
       q: queries, any float dtype.
@@ -63,17 +72,67 @@ def ragged_decode(
       ValueError: shapes or dtypes that do not fit together.
       Unsupported: ``impl`` is not offered.
     """
-    run = choose("ragged_decode", impl, OFFERED)
     _check(q, k_pages, v_pages, table, length)
     _check_options(k_pages, table, scales, pages, slots)
     if softcap is not None and not softcap > 0:
         raise ValueError(
             f"ragged_decode(softcap={softcap}) bounds the scores. Use a number above 0, or None."
         )
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    return run(
-        q, k_pages, v_pages, table, length, scales, pages, slots, mass=mass, scale=scale, softcap=softcap
+    options = Options(mass, q.shape[-1] ** -0.5 if scale is None else scale, softcap)
+    lists = Lists(table, length, pages, slots)
+    return dispatch.call(
+        "ragged_decode", impl, OFFERED, lambda run: _read(run, options, q, k_pages, v_pages, scales, lists)
     )
+
+
+class Options(NamedTuple):
+    """What a call is compiled for."""
+
+    mass: bool
+    scale: float
+    softcap: float | None
+
+
+class Lists(NamedTuple):
+    """What is not differentiated."""
+
+    table: Array
+    length: Array
+    pages: Array | None
+    slots: Array | None
+
+
+def _run(
+    run: Callable[..., Any], options: Options, q: Array, k: Array, v: Array, scales: Any, lists: Lists
+) -> tuple[Array, ...]:
+    return run(q, k, v, lists.table, lists.length, scales, lists.pages, lists.slots, **options._asdict())
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _read(
+    run: Callable[..., Any], options: Options, q: Array, k: Array, v: Array, scales: Any, lists: Lists
+) -> tuple[Array, ...]:
+    return _run(run, options, q, k, v, scales, lists)
+
+
+def _forward(
+    run: Callable[..., Any], options: Options, q: Array, k: Array, v: Array, scales: Any, lists: Lists
+) -> tuple[tuple[Array, ...], Any]:
+    return _run(run, options, q, k, v, scales, lists), (q, k, v, scales, lists)
+
+
+def _backward(run: Callable[..., Any], options: Options, arrays: Any, up: tuple[Array, ...]) -> Any:
+    del run
+    q, k, v, scales, lists = arrays
+    if scales is None:
+        back = jax.vjp(lambda q, k, v: _run(ref.ragged_decode, options, q, k, v, None, lists), q, k, v)[1]
+        return *back(up), None, None
+    back = jax.vjp(lambda q, s: _run(ref.ragged_decode, options, q, k, v, s, lists), q, scales)[1]
+    to_q, to_scales = back(up)
+    return to_q, None, None, to_scales, None
+
+
+_read.defvjp(_forward, _backward)
 
 
 def _check(q: Array, k_pages: Array, v_pages: Array, table: Array, length: Array) -> None:

@@ -31,3 +31,15 @@ BENCH = {
     "batch": Shape(B=8, N=32, K=8, T=1, H=64, P=2048, S=64, M=32),
     "chunk": Shape(B=1, N=4, K=2, T=256, H=64, P=64, S=64, M=32),
 }
+CHIP = {
+    "h128": Shape(B=32, N=32, K=8, T=1, H=128, P=16384, S=64, M=128),
+    "small_h128": Shape(B=8, N=8, K=8, T=1, H=128, P=4096, S=128, M=64),
+    "page16": Shape(B=32, N=32, K=8, T=1, H=128, P=16384, S=16, M=128),
+    "page32": Shape(B=32, N=32, K=8, T=1, H=128, P=16384, S=32, M=128),
+    "chunk": Shape(B=1, N=32, K=8, T=512, H=128, P=16384, S=64, M=128),
+    "h256": Shape(B=8, N=16, K=8, T=1, H=256, P=4096, S=64, M=64),
+    "h64": Shape(B=32, N=32, K=8, T=1, H=64, P=16384, S=64, M=128),
+    "h80": Shape(B=32, N=32, K=8, T=1, H=80, P=4096, S=64, M=128),
+    "h96": Shape(B=32, N=32, K=8, T=1, H=96, P=4096, S=64, M=128),
+}
+"""Compiled ahead of time for chips: Llama-3.1-8B's heads at 8k slots a stream, and other head dims."""

@@ -3,31 +3,79 @@
 from __future__ import annotations
 
 import ast
+import json
 import logging
 import pathlib
+import sys
+import types
 
+import jax
 import pytest
 
 import pallas_kernels
-from pallas_kernels import dispatch
-from pallas_kernels.dispatch import Unsupported, choose
+from pallas_kernels import compat, dispatch
+from pallas_kernels.dispatch import IMPLS, Unsupported, choose
 
 
 def xla():
     return "xla"
 
 
-def test_none_picks_by_platform_and_says_so_once(caplog, monkeypatch):
+def kernel(*, interpret):
+    return f"kernel, interpret={interpret}"
+
+
+@pytest.fixture
+def on_tpu(monkeypatch, tmp_path):
+    """A TPU for all that dispatch can see; a function that records that ``op`` has run on it."""
     monkeypatch.setattr(dispatch.jax, "default_backend", lambda: "tpu")
+    monkeypatch.setattr(dispatch.jax, "devices", lambda: [types.SimpleNamespace(device_kind="TPU v5 lite")])
+    monkeypatch.setattr(dispatch, "TUNED", tmp_path)
+
+    def record(**what):
+        (tmp_path / "tpu-v5-lite").mkdir(exist_ok=True)
+        (tmp_path / "tpu-v5-lite" / "op.json").write_text(json.dumps(what))
+        dispatch.record.cache_clear()
+
     dispatch._announce.cache_clear()
+    dispatch.record.cache_clear()
+    yield record
+    dispatch.record.cache_clear()
+
+
+def said(caplog):
+    return [r.getMessage() for r in caplog.records]
+
+
+def test_none_picks_by_platform_and_says_so_once(caplog, on_tpu):
     with caplog.at_level(logging.INFO, logger="pallas_kernels.dispatch"):
         assert choose("op", None, {"xla": xla, "ref": print}) is xla
         assert choose("op", None, {"xla": xla, "ref": print}) is xla
-        assert choose("op", None, {"xla": xla, "mosaic_tpu": print}) is print
-    assert [r.getMessage() for r in caplog.records] == [
-        "op: impl=None runs 'xla' on tpu",
-        "op: impl=None runs 'mosaic_tpu' on tpu",
-    ]
+        on_tpu(impl="mosaic_tpu", agrees=True)
+        found = choose("op", None, {"xla": xla, "mosaic_tpu": kernel})
+        assert found() == "kernel, interpret=False"
+    assert said(caplog) == ["op: impl=None runs 'xla' on tpu", "op: impl=None runs 'mosaic_tpu' on tpu"]
+
+
+@pytest.mark.parametrize("what", [{}, {"impl": "mosaic_tpu", "agrees": False}, {"impl": "x", "agrees": True}])
+def test_a_body_without_a_good_record_on_the_device_is_left_out_aloud(caplog, on_tpu, what):
+    on_tpu(**what)
+    with caplog.at_level(logging.INFO, logger="pallas_kernels.dispatch"):
+        assert choose("op", None, {"xla": xla, "mosaic_tpu": kernel}) is xla
+    assert "no record of 'mosaic_tpu'" in said(caplog)[0]
+
+
+def test_a_body_that_cannot_run_these_arguments_makes_place_aloud_unless_asked_for(caplog, on_tpu):
+    def odd(*, interpret):
+        raise Unsupported("a page of 3 slots")
+
+    offered = {"xla": xla, "mosaic_tpu": odd}
+    on_tpu(impl="mosaic_tpu", agrees=True)
+    with caplog.at_level(logging.INFO, logger="pallas_kernels.dispatch"):
+        assert dispatch.call("op", None, offered, lambda f: f()) == "xla"
+    assert said(caplog) == ["op: a page of 3 slots", "op: impl=None runs 'xla' on tpu"]
+    with pytest.raises(Unsupported, match="3 slots"):
+        dispatch.call("op", "mosaic_tpu", offered, lambda f: f())
 
 
 def test_an_explicit_name_runs_or_raises():
@@ -36,6 +84,26 @@ def test_an_explicit_name_runs_or_raises():
         choose("op", "mosaic_tpu", {"xla": xla})
     with pytest.raises(ValueError, match="names no implementation"):
         choose("op", "gpu", {"xla": xla})
+    if jax.default_backend() != "tpu":
+        with pytest.raises(Unsupported, match="its body is for tpu"):
+            choose("op", "mosaic_tpu", {"xla": xla, "mosaic_tpu": kernel})
+
+
+def test_bodies_run_interpreted_where_that_is_asked_for():
+    with dispatch.interpreted():
+        assert choose("op", "triton", {"triton": kernel})() == "kernel, interpret=True"
+        assert "InterpretParams" in choose("op", "mosaic_tpu", {"mosaic_tpu": kernel})()
+
+
+@pytest.mark.parametrize(
+    ("device", "platform"),
+    [(("TPU v6 lite", 1), "tpu"), (("TPU v5", 2), "tpu"), (("NVIDIA H200", 132), "gpu")],
+)
+def test_a_device_that_is_not_here_is_lowered_for(device, platform):
+    with compat.lowering_for(*device, platform):
+        assert compat.lowering_platform() == platform
+        assert choose("op", "mosaic_tpu" if platform == "tpu" else "triton", dict.fromkeys(IMPLS, kernel))
+    assert compat.lowering_platform() == jax.default_backend()
 
 
 def test_the_package_stands_alone():
@@ -43,8 +111,8 @@ def test_the_package_stands_alone():
     root = pathlib.Path(pallas_kernels.__file__).parent
     files = sorted(root.rglob("*.py"))
     assert len(files) > 15
-    allowed = {"jax", "numpy", "pallas_kernels", "jaxtyping", "__future__", "collections", "typing"}
-    allowed |= {"functools", "logging", "time", "argparse"}
+    allowed = {"jax", "numpy", "pallas_kernels", "jaxtyping"}
+    allowed |= set(sys.stdlib_module_names)
     for path in files:
         for node in ast.walk(ast.parse(path.read_text())):
             names = [a.name for a in node.names] if isinstance(node, ast.Import) else []

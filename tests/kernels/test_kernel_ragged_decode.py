@@ -278,7 +278,7 @@ def test_refusals():
     shape = TEST["g1_h32"]
     (q, k, v), lists = case(shape, edges(shape))
     for impl in ("mosaic_tpu", "triton"):
-        with pytest.raises(Unsupported, match="no Pallas body"):
+        with pytest.raises(Unsupported, match="its body is for"):
             ragged_decode(q, k, v, **lists, impl=impl)
     with pytest.raises(ValueError, match="int8 pools"):
         ragged_decode(q, k.astype(jnp.int8), v.astype(jnp.int8), **lists)

@@ -1,9 +1,11 @@
-"""What sets families apart: spellings of configs, names of tensors, and how policies meet them."""
+"""What sets families apart: spellings of configs, names of tensors, weights to be trained."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -12,57 +14,49 @@ import pytest
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 
-import kvjax
-from kvjax import decode
 from kvjax.models import decoder, hf
 from kvjax.models.families import FAMILIES
+from kvjax.models.hf_config import read_config
 from kvjax.models.module import Decoder, leaves
 from kvjax.models.rope import LinearScaling, Rope
 from kvjax.models.spec import ModelSpec
-from kvjax.policy import Policy
 
-# config.json of each golden as transformers 4 would have said it; ... removes a key.
-OLD_SPELLING = {
-    "qwen3": {"rope_theta": 1e6, "rope_scaling": None},
-    "mistral": {"rope_theta": 1e6},
-    "phi3": {"rope_theta": 1e4, "rope_scaling": None, "head_dim": 8},
-    "phi3_long": {
-        "rope_theta": 1e4,
-        "rope_scaling": {
-            "type": "su",
-            "short_factor": [1.0, 1.1, 1.2, 1.3],
-            "long_factor": [1.5, 3.0, 4.5, 6.0],
-        },
-    },
-    "phi4_mini": {
-        "rope_theta": 1e4,
-        "partial_rotary_factor": 0.75,
-        "rope_scaling": {
-            "type": "longrope",
-            "short_factor": [1.0, 1.1, 1.2],
-            "long_factor": [1.5, 3.0, 4.5],
-        },
-    },
-    "gemma2": {"rope_theta": 1e4, "layer_types": ..., "hidden_act": "gelu_pytorch_tanh"},
-    "gemma3": {
-        "rope_theta": 1e6,
-        "rope_local_base_freq": 1e4,
-        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
-        "layer_types": ...,
-        "sliding_window_pattern": 3,
-    },
-    "gpt2": {"n_ctx": 512},
-}
+logits_of = functools.partial(jax.jit, static_argnums=0)(decoder.dense_logits)
+SPELLED = json.loads((Path(__file__).parents[1] / "golden" / "transformers4.json").read_text())
+"""The config.json of each golden as transformers 4 writes it; made by tests/check_exports.py."""
 
 
-@pytest.mark.parametrize("name", OLD_SPELLING)
-def test_both_spellings_are_one_spec(name, golden_folder, spoil):
-    new = hf.load(golden_folder(name)).spec
-    assert hf.load(spoil(name, rope_parameters=..., **OLD_SPELLING[name])).spec == new
+@pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
+def test_both_spellings_are_one_spec(name, key, golden_folder, spoil):
+    """The folders are as transformers 5 writes them; the dtype's key changed within transformers 4."""
+    new, old = hf.load(golden_folder(name)).spec, dict(SPELLED[name])
+    old[key] = old.pop("dtype")
+    assert "rope_parameters" not in old
+    folder = spoil(name)
+    (folder / "config.json").write_text(json.dumps(old))
+    assert hf.load(folder).spec == new
+    assert hf.load(folder).params["embed"].dtype == "float32"
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("phi3_long", {"rope_scaling": {**SPELLED["phi3_long"]["rope_scaling"], "type": "su"}}),
+        ("gemma2", {"layer_types": ..., "hidden_act": "gelu_pytorch_tanh"}),
+        ("gemma3", {"layer_types": ..., "sliding_window_pattern": 3, "_sliding_window_pattern": ...}),
+        ("gpt2", {"n_ctx": 512, "n_inner": 40}),
+        ("qwen2_window", {"layer_types": ...}),
+    ],
+)
+def test_still_older_spellings_are_the_same_spec(name, changes, golden_folder, spoil):
+    folder = spoil(name)
+    config = {k: v for k, v in {**SPELLED[name], **changes}.items() if v is not ...}
+    (folder / "config.json").write_text(json.dumps(config))
+    assert hf.load(folder).spec == hf.load(golden_folder(name)).spec
 
 
 def test_every_family_has_a_golden(golden_folder):
-    names = ["llama3", "qwen2", *OLD_SPELLING]
+    names = [name for name in SPELLED if name != "transformers"]
     assert {hf.load(golden_folder(name)).spec.family for name in names} == set(FAMILIES)
 
 
@@ -98,74 +92,69 @@ def test_base_models_without_the_prefix_are_read(name, golden_folder, spoil):
     jax.tree.map(np.testing.assert_array_equal, hf.load(folder).params, hf.load(golden_folder(name)).params)
 
 
-@pytest.mark.parametrize("name", OLD_SPELLING)
 def test_the_module_draws_every_leaf(name, golden_folder):
     """NNX declares the weights of any family: the tree of a loaded model, and logits that are numbers."""
     model = hf.load(golden_folder(name))
     module = Decoder(model.spec, rngs=nnx.Rngs(0))
     drawn = leaves(module)
     assert jax.tree.map(jnp.shape, drawn) == jax.tree.map(jnp.shape, model.params)
-    assert np.isfinite(module(jnp.arange(6)[None])).all()
+    assert np.isfinite(logits_of(model.spec, drawn, jnp.arange(6)[None])).all()
     gain = 0.0 if model.spec.norm == "rms_plus_one" else 1.0
     assert (drawn["layers"][0]["attn_norm"] == gain).all()
 
 
-# --- policies ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("name", "windows"), [("mistral", (6, 6)), ("gemma2", (6, None))])
-def test_sliding_layers_are_rings_and_take_no_policy(name, windows, golden_folder, golden_data):
-    """Full layers follow the policy; a sliding layer holds min(W_model, context) tokens under any policy."""
-    model = hf.load(golden_folder(name))
-    assert model.spec.windows == windows
-    prompt = golden_data(name)["tokens"][0].tolist()
-    for policy in (Policy(), kvjax.policy("window(4) + sinks(2)"), kvjax.policy("snapkv(4) + uniform(12)")):
-        state, _ = decode.prefill(model, policy, [prompt], context=64)
-        for room, window in zip(state.layers, windows):
-            if window is not None:
-                assert (room.ring.window, room.pages) == (6, None)
-            elif policy == Policy():
-                assert (room.ring.window, room.pages) == (64, None)
-            else:
-                held = room.ring.window + np.asarray(room.pages.length).sum(axis=-1)
-                assert (held < len(prompt)).all()
-    with pytest.warns(UserWarning, match="own sliding window rules"):
-        decode.generate(model, kvjax.policy("window(4) + sinks(2)"), [prompt[:3]], max_new_tokens=1)
-    short, _ = decode.prefill(model, Policy(), [prompt[:3]], context=4)
-    assert [room.ring.window for room in short.layers] == [4, 4]
-
-
 @pytest.mark.parametrize(
-    ("name", "policy"),
+    ("name", "key", "field", "value"),
     [
-        *((name, "snapkv(4) + uniform(4096)") for name in ("gemma2", "gemma3", "phi4_mini", "gpt2")),
-        ("gemma2", "int8(512)"),
-        ("gemma2", "quest(pages=512)"),
+        ("gpt2", "layer_norm_epsilon", "norm_eps", 1e-5),
+        ("phi3", "rms_norm_eps", "norm_eps", 1e-5),
+        ("mistral", "rms_norm_eps", "norm_eps", 1e-6),
+        ("gpt2", "tie_word_embeddings", "tied", True),
+        ("gemma2", "tie_word_embeddings", "tied", True),
+        ("gemma2", "final_logit_softcapping", "final_softcap", 30.0),
+        ("gemma2", "attn_logit_softcapping", "attn_softcap", 50.0),
+        ("gemma2", "query_pre_attn_scalar", "query_pre_attn_scalar", 256.0),
+        ("gemma3", "final_logit_softcapping", "final_softcap", None),
+        ("qwen2_window", "sliding_window", "windows", (None, None)),  # 4096 of 1024 positions
+        ("phi3", "sliding_window", "windows", (None, None)),
+        ("mistral", "sliding_window", "windows", (None, None)),
     ],
 )
-def test_a_policy_that_drops_nothing_changes_no_text(name, policy, golden_folder, golden_data):
-    """Whole prompts layer by layer and pages read the way the family attends: caps, gains, two ropes."""
-    model, data = hf.load(golden_folder(name)), golden_data(name)
-    made = decode.generate(model, kvjax.policy(policy), [data["prompt"].tolist()], max_new_tokens=32, page=16)
-    assert made.tokens == [data["greedy"].tolist()]
+def test_a_key_left_out_has_its_family_s_default(name, key, field, value, golden_folder):
+    config = json.loads((golden_folder(name) / "config.json").read_text())
+    config.pop(key, None)
+    assert getattr(read_config(config, {}, "config.json"), field) == value
+    longer = {**config, "max_position_embeddings": 8192}
+    windows = {"qwen2_window": (None, 4096), "mistral": (4096, 4096)}
+    if field == "windows":
+        assert read_config(longer, {}, "config.json").windows == windows.get(name, value)
 
 
-def test_scores_behind_the_seam_are_the_model_s(golden_folder):
-    """q k / sqrt(H) is the model's score also where it divides by another number."""
-    spec = dataclasses.replace(hf.load(golden_folder("gemma2")).spec, norm="rms", windows=(None, None))
-    seen = {}
-    for scalar in (None, 24.0):
-        module = Decoder(dataclasses.replace(spec, query_pre_attn_scalar=scalar), rngs=nnx.Rngs(0))
+def test_a_window_that_tells_two_ropes_apart_stays(golden_folder):
+    """Gemma 3's sliding layers keep their rope however wide they are."""
+    config = json.loads((golden_folder("gemma3") / "config.json").read_text())
+    spec = read_config({**config, "sliding_window": 2048}, {}, "config.json")
+    assert spec.windows == (2048, 2048, None, 2048)
 
-        def look(index, heads, carry, scalar=scalar):
-            seen[scalar] = heads
-            return jnp.zeros_like(heads.q), carry
 
-        tokens = jnp.arange(5)[None]
-        decoder.forward(module.spec, leaves(module), tokens, tokens, look, None)
-    np.testing.assert_allclose(seen[24.0].q, seen[None].q * (16 / 24) ** 0.5, rtol=1e-6)
-    np.testing.assert_allclose(seen[24.0].q_pre, seen[None].q_pre * (16 / 24) ** 0.5, rtol=1e-6)
-    np.testing.assert_array_equal(seen[24.0].k, seen[None].k)
+def test_gemma_s_embedding_scale_is_rounded_to_the_weights_dtype(golden_folder):
+    """sqrt(1152) is 34 in bfloat16, and the product with 33.94 is another number for some weights."""
+    spec = dataclasses.replace(hf.load(golden_folder("gemma3")).spec, model_dim=1152)
+    values = jnp.linspace(1, 2, 129).astype(jnp.bfloat16)
+    table = {"embed": jnp.broadcast_to(values[:, None], (129, 1152))}
+    found = decoder.embed(spec, table, jnp.arange(129)[None], jnp.arange(129)[None])[0, :, 0]
+    assert found.dtype == jnp.bfloat16
+    exact = values.astype(jnp.float32)
+    np.testing.assert_array_equal(found, (exact * 34).astype(jnp.bfloat16))
+    assert (found != (exact * 1152**0.5).astype(jnp.bfloat16)).any()
+
+
+def test_norm_weights_of_gemma_are_added_to_one_in_float32(golden_folder):
+    """1 + 0.001 is 1 in bfloat16."""
+    spec = hf.load(golden_folder("gemma2")).spec
+    weight = {"final_norm": jnp.full(32, 0.001, jnp.bfloat16)}
+    found = decoder.norm(spec, weight, "final_norm", jnp.ones((1, 32), jnp.float32))
+    np.testing.assert_allclose(found, 1 + float(weight["final_norm"][0]), rtol=2e-6)
 
 
 # --- what is refused -----------------------------------------------------------------------------

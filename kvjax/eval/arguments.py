@@ -1,0 +1,183 @@
+"""The command line of ``python -m kvjax.eval``: what can be said, and what is refused before any work."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from kvjax.eval.errors import EvalError
+from kvjax.eval.protocol import PROTOCOLS
+
+SMOKE = Path("configs/eval/smoke.yaml")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Asked:
+    """The command line, checked word by word.
+
+    Attributes:
+      what: the command.
+      jobs: for ``run``: (tasks, lengths) pairs with their own policies and counts, one a grid of cells.
+      values: the other options by name.
+    """
+
+    what: str
+    jobs: tuple[Job, ...] = ()
+    values: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Job:
+    """A rectangle of cells: every task at every length under every policy."""
+
+    tasks: list[str]
+    lengths: list[int]
+    policies: list[str]
+    samples: int = 50
+    seeds: list[int] = dataclasses.field(default_factory=lambda: [0])
+    protocols: tuple[str, ...] = ("agnostic",)
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        # Our own checks already name the option; argparse would name it twice.
+        message = re.sub(r"^argument (\S+: )?(?=--)", "", message)
+        raise EvalError(message if message.endswith(".") else f"{message}. See {self.prog} --help.")
+
+
+def parse(words: Sequence[str]) -> Asked:
+    """The command and its options.
+
+    Raises:
+      EvalError: an unknown word, a number out of range, a config that cannot be read.
+    """
+    said = vars(_parser().parse_args(words))
+    what = said.pop("what")
+    if what != "run":
+        return Asked(what=what, values=said)
+    jobs = _configured(said["config"]) if said["config"] else ()
+    if said["task"]:
+        jobs = (*jobs, _job(said))
+    if not jobs:
+        raise EvalError("run has nothing to do. Give --task and --policy, or --config.")
+    return Asked(what=what, jobs=jobs, values=said)
+
+
+def _job(said: dict[str, Any]) -> Job:
+    return Job(
+        tasks=[word for words in said["task"] for word in words],
+        lengths=said["lengths"],
+        policies=said["policy"],
+        samples=said["samples"],
+        seeds=said["seeds"],
+        protocols=PROTOCOLS if said["protocol"] == "both" else (said["protocol"],),
+    )
+
+
+def _configured(file: Path) -> tuple[Job, ...]:
+    """The jobs of a YAML file: what stands at the top holds for every job that does not say otherwise."""
+    import yaml
+
+    try:
+        tree = yaml.safe_load(file.read_text(encoding="utf-8"))
+        common = {name: value for name, value in tree.items() if name != "jobs"}
+        jobs = [common | job for job in tree["jobs"]]
+        return tuple(Job(**job | {"protocols": tuple(job.get("protocols", ("agnostic",)))}) for job in jobs)
+    except (OSError, yaml.YAMLError, TypeError, KeyError, AttributeError) as error:
+        raise EvalError(
+            f"--config {file} cannot be used ({' '.join(str(error).split())}). Write it like {SMOKE}."
+        ) from None
+
+
+def _parser() -> _Parser:
+    parser = _Parser(
+        prog="python -m kvjax.eval", description="Quality against measured bytes, for any policy and model."
+    )
+    what = parser.add_subparsers(dest="what", required=True)
+    _run(what.add_parser("run", help="measure cells; finished ones are not measured again"))
+    _match(what.add_parser("match", help="find the budget at which a policy holds as many bytes as another"))
+    what.add_parser("tasks", help="every task, and from which length on it fits")
+    for name, about in (
+        ("report", "tables, figures and one HTML page of results"),
+        ("claims", "the seed papers' claims against results"),
+    ):
+        each = what.add_parser(name, help=about)
+        each.add_argument("folder", type=Path, nargs="*" if name == "claims" else None, help="of results")
+        if name == "report":
+            each.add_argument("--to", type=Path, metavar="DIR", help="where to write (default: there)")
+        else:
+            each.add_argument("--json", action="store_true", help="as JSON lines")
+    return parser
+
+
+def _run(run: argparse.ArgumentParser) -> None:
+    run.add_argument("--config", type=Path, metavar="FILE", help="a YAML grid of jobs")
+    run.add_argument(
+        "--task", action="append", type=_words, help="names or groups, comma-separated", metavar="NAMES"
+    )
+    run.add_argument(
+        "--policy", action="append", default=[], help="one-string form; several times", metavar="SPEC"
+    )
+    _model(run)
+    run.add_argument("--lengths", type=_numbers("--lengths", 64), default=[512], help="tokens (default: 512)")
+    run.add_argument("--samples", type=_whole("--samples", 1), default=50, help="a cell (default: 50)")
+    run.add_argument("--seeds", type=_numbers("--seeds", 0), default=[0], help="of samples (default: 0)")
+    run.add_argument(
+        "--protocol",
+        choices=(*PROTOCOLS, "both"),
+        default="agnostic",
+        help="does the policy see the question while it compresses? (default: agnostic, no)",
+    )
+    run.add_argument(
+        "--out", type=Path, required=True, metavar="DIR", help="folder of results, resumed if there"
+    )
+    bar = run.add_mutually_exclusive_group()
+    bar.add_argument(
+        "--progress", dest="progress", action="store_true", default=None, help="always show the bar"
+    )
+    bar.add_argument("--no-progress", dest="progress", action="store_false", help="never show it")
+
+
+def _match(match: argparse.ArgumentParser) -> None:
+    match.add_argument("--task", type=_words, required=True, help="one task", metavar="NAME")
+    match.add_argument(
+        "--policy", required=True, metavar="SPEC", help='with {} for a budget: "snapkv + uniform({})"'
+    )
+    match.add_argument("--like", required=True, metavar="SPEC", help="policy whose live bytes are the target")
+    _model(match)
+    match.add_argument("--lengths", type=_numbers("--lengths", 64), default=[512], help="one length")
+    match.add_argument("--samples", type=_whole("--samples", 1), default=16, help="measured (default: 16)")
+
+
+def _model(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--model", default="embedded", help="embedded, a folder or a hub id (default: embedded)"
+    )
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of weights and cache")
+
+
+def _words(text: str) -> list[str]:
+    return [word.strip() for word in text.split(",") if word.strip()]
+
+
+def _whole(flag: str, least: int) -> Callable[[str], int]:
+    """An argparse type: a whole number from ``least``; the message names flag, rule and way out."""
+
+    def read(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(
+                f"{flag} {text} is out of range. Give a whole number, {least} or more."
+            )
+        return int(text)
+
+    return read
+
+
+def _numbers(flag: str, least: int) -> Callable[[str], list[int]]:
+    """The same for a comma-separated list."""
+    one = _whole(flag, least)
+    return lambda text: [one(word) for word in _words(text)] or [one("")]

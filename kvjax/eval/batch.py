@@ -1,0 +1,232 @@
+"""One batch of samples through one policy: read, compress, ask, and all that is measured on the way."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import jax
+import numpy as np
+
+from kvjax import decode, metrics
+from kvjax.cache.state import KVState
+from kvjax.eval import presence, walk
+from kvjax.eval.protocol import cut
+from kvjax.eval.sample import Encoded, Sample
+from kvjax.loading import LanguageModel
+from kvjax.policy import Policy
+from kvjax.types import Params
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool, Float, Int
+
+TAIL = 64
+"""Tokens a chunk when question and prefix follow a compressed cache."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What one sample gave.
+
+    Attributes:
+      output: what was written; "" where nothing was.
+      nll: mean negative log-likelihood of the scored reference tokens, nats.
+      tokens: how many they are.
+      found: per scored span, were all its tokens the likeliest?
+      label: the label with the highest length-normalised log-probability; None without labels.
+      kept: live slots over tokens seen when the answer begins, mean over layers and KV heads.
+      heads: the same per layer and KV head.
+      peak, mean: of the kept fraction over the steps of the answer.
+      reads: entries read per KV head and step.
+      retention: share of (layer, head, needed token) held when the answer begins; None if none is needed.
+      live, peak_live: bytes when the answer begins, and at their highest.
+      held: per position, how many (layer, KV head) hold the token when the answer begins.
+    """
+
+    output: str
+    nll: float
+    tokens: int
+    found: Bool[np.ndarray, " Q"]
+    label: int | None
+    kept: float
+    heads: Float[np.ndarray, "L K"]
+    peak: float
+    mean: float
+    reads: float
+    retention: float | None
+    live: float
+    peak_live: float
+    held: Int[np.ndarray, " T"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Batch:
+    """The outcomes of a batch, and bytes that belong to all of it.
+
+    Attributes:
+      outcomes: one a sample.
+      allocated: device bytes of the cache when the answer begins, a row.
+      peak_allocated, peak_bytes: highest so far, prefill included, a row: allocated and live.
+    """
+
+    outcomes: list[Outcome]
+    allocated: float
+    peak_allocated: float
+    peak_bytes: float
+
+
+def run(
+    model: LanguageModel,
+    policy: Policy,
+    samples: list[tuple[Sample, Encoded]],
+    *,
+    protocol: str,
+    context: int,
+    rows: int,
+    weights: Params | None = None,
+) -> Batch:
+    """Measures a batch.
+
+    Args:
+      model, policy, weights: as in ``decode.prefill``.
+      samples: at most ``rows`` of them; fewer are filled up with copies of the first.
+      protocol: see ``protocol``.
+      context: size class of the samples' length.
+      rows: B; one number for all batches of a cell, so that they share programs.
+    """
+    filled = samples + samples[:1] * (rows - len(samples))
+    heads, tails = zip(*(cut(encoded, protocol) for _, encoded in filled))
+    # The last token before the answer is fed by a decode step: selection acts on the first answer token, too.
+    joined = [(head, tail) if tail else (head[:-1], head[-1:]) for head, tail in zip(heads, tails)]
+    state, _ = decode.prefill(model, policy, [h for h, _ in joined], context=context, weights=weights)
+    state = dataclasses.replace(state, chunk=TAIL)
+    if any(len(tail) > 1 for _, tail in joined):
+        state, _ = decode.extend(model, policy, state, [t[:-1] for _, t in joined], weights=weights)
+    state = metrics.with_peak(state)
+    before = _held(state)
+    last = [tail[-1] for _, tail in joined]
+    steps = max(max(len(e.answer), s.max_new, *map(len, e.labels or [[]])) for s, e in filled)
+    state = decode.reserve(policy, state, steps, 1)
+
+    answers = [e.answer for _, e in filled]
+    feed = [[first, *answer[:-1]] for first, answer in zip(last, answers)]
+    after, forced = walk.walk(model, policy, state, feed, answers, forced=True, weights=weights)
+    after = metrics.with_peak(after)
+    outputs = _written(model, policy, state, filled, last, weights)
+    labels = _labels(model, policy, state, filled, last, weights)
+    outcomes = [
+        _outcome(i, encoded, before, forced, outputs[i], labels[i]) for i, (_, encoded) in enumerate(samples)
+    ]
+    peak = np.asarray(after.peak) / rows
+    return Batch(
+        outcomes=outcomes,
+        allocated=before.allocated,
+        peak_allocated=float(peak[1]),
+        peak_bytes=float(peak[0]),
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Held:
+    """The cache when the answer begins: slots [L, B, K], positions, tokens seen, bytes."""
+
+    slots: np.ndarray
+    mask: np.ndarray
+    length: np.ndarray
+    slot_bytes: float
+    allocated: float
+
+
+def _held(state: KVState) -> _Held:
+    slots = np.asarray(walk.live_slots(state))
+    total = metrics.nbytes(state).total
+    return _Held(
+        slots=slots,
+        mask=presence.present(state),
+        length=np.asarray(state.length),
+        slot_bytes=total["live"] / max(1, int(slots.sum())),
+        allocated=total["allocated"] / state.rows,
+    )
+
+
+def _written(
+    model: LanguageModel,
+    policy: Policy,
+    state: KVState,
+    filled: list[tuple[Sample, Encoded]],
+    last: list[int],
+    weights: Params | None,
+) -> list[str]:
+    """Greedy text of every row, up to its end token."""
+    steps = [sample.max_new for sample, _ in filled]
+    if not any(steps):
+        return [""] * len(filled)
+    _, found = walk.walk(
+        model, policy, state, [[t] for t in last], [[0] * n for n in steps], forced=False, weights=weights
+    )
+    outputs = []
+    for n, row in zip(steps, found.best):
+        ids = row[:n].tolist()
+        end = next((i for i, token in enumerate(ids) if token in model.spec.eos), n)
+        outputs.append(model.text.decode(ids[:end]))
+    return outputs
+
+
+def _labels(
+    model: LanguageModel,
+    policy: Policy,
+    state: KVState,
+    filled: list[tuple[Sample, Encoded]],
+    last: list[int],
+    weights: Params | None,
+) -> list[int | None]:
+    """The likeliest label of every row, by mean log-probability of its tokens."""
+    most = max(len(encoded.labels) for _, encoded in filled)
+    if not most:
+        return [None] * len(filled)
+    scores = np.full((len(filled), most), -np.inf)
+    for j in range(most):
+        mine = [e.labels[j] if j < len(e.labels) else e.answer for _, e in filled]
+        feed = [[first, *label[:-1]] for first, label in zip(last, mine)]
+        _, found = walk.walk(model, policy, state, feed, mine, forced=True, weights=weights)
+        for row, (_, encoded) in enumerate(filled):
+            if j < len(encoded.labels):
+                scores[row, j] = -found.nll[row, : len(mine[row])].mean()
+    return [int(j) for j in scores.argmax(axis=1)]
+
+
+def _outcome(
+    row: int, encoded: Encoded, before: _Held, forced: walk.Walk, output: str, label: int | None
+) -> Outcome:
+    steps = len(encoded.answer)
+    at = np.flatnonzero(encoded.scored >= 0)
+    seen = int(before.length[row])
+    slots = before.slots[:, row]
+    mask = before.mask[:, row]
+    fractions = forced.live[row, :steps] / (seen + 1 + np.arange(steps))
+    streams = slots.size
+    size = before.slot_bytes
+    missed = forced.best[row, at] != np.asarray(encoded.answer)[at]
+    needed = np.zeros(mask.shape[-1], bool)
+    needed[: len(encoded.needed)] = encoded.needed
+    return Outcome(
+        output=output,
+        nll=float(forced.nll[row, at].mean()),
+        tokens=len(at),
+        found=np.bincount(encoded.scored[at], weights=missed) == 0,
+        label=label,
+        kept=float(slots.mean() / seen),
+        heads=slots / seen,
+        peak=float(fractions.max()),
+        mean=float(fractions.mean()),
+        reads=float(forced.reads[row, :steps].mean()),
+        retention=presence.span_retention(mask, needed),
+        live=float(slots.sum() * size),
+        peak_live=float(max(slots.sum(), streams * forced.live[row, :steps].max()) * size),
+        held=mask[:, :, :seen].sum(axis=(0, 1)),
+    )
+
+
+def forget() -> None:
+    """Drops compiled programs: each holds memory maps, of which a process may have only so many."""
+    jax.clear_caches()

@@ -1,0 +1,114 @@
+"""Cells: what is to be measured, in the order in which it is done."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from kvjax.eval.errors import EvalError
+from kvjax.eval.protocol import protocols
+from kvjax.eval.sample import Task
+from kvjax.policy import Policy
+
+FULL = Policy()
+"""The reference of every cell."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Cell:
+    """One task at one length under one policy.
+
+    Attributes:
+      task: its name.
+      length: L, tokens.
+      policy: the one-string form that parses back to it.
+      protocol: agnostic, aware or either.
+      seed: of the samples.
+      samples: how many.
+    """
+
+    task: str
+    length: int
+    policy: str
+    protocol: str
+    seed: int
+    samples: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Everything a run measures.
+
+    Attributes:
+      cells: in order; the full cache stands in front of the other policies of its samples.
+      policies: policy by its one-string form.
+      skipped: (task, length) pairs in which a task does not fit, and from where on it does.
+    """
+
+    cells: tuple[Cell, ...]
+    policies: dict[str, Policy]
+    skipped: tuple[tuple[str, int, int], ...]
+
+
+def plan(
+    tasks: Sequence[Task],
+    policies: Sequence[Policy],
+    *,
+    lengths: Sequence[int],
+    seeds: Sequence[int],
+    samples: int,
+    asked: tuple[str, ...],
+) -> Plan:
+    """All cells, length by length; tasks that do not fit a length are left out of it.
+
+    Raises:
+      EvalError: a policy that says nothing on a task, or no cell at all.
+    """
+    everyone = {repr(policy): policy for policy in (FULL, *policies)}
+    cells: list[Cell] = []
+    skipped = []
+    for length in lengths:
+        for task in tasks:
+            if task.fits > length:
+                skipped.append((task.name, length, task.fits))
+                continue
+            for seed in seeds:
+                for name, policy in everyone.items():
+                    _check(task, policy, length)
+                    cells += [
+                        Cell(
+                            task=task.name,
+                            length=length,
+                            policy=name,
+                            protocol=how,
+                            seed=seed,
+                            samples=samples,
+                        )
+                        for how in protocols(policy, asked, task.asks)
+                    ]
+    if not cells:
+        least = min(fits for _, _, fits in skipped)
+        raise EvalError(
+            f"--lengths {','.join(map(str, lengths))} is too short for every task asked for. "
+            f"The first of them fits from {least} tokens on."
+        )
+    return Plan(cells=tuple(cells), policies=everyone, skipped=tuple(skipped))
+
+
+def joined(plans: Sequence[Plan]) -> Plan:
+    """Several plans as one, each cell once, shorter lengths first."""
+    everything = dict.fromkeys(cell for one in plans for cell in one.cells)
+    return Plan(
+        cells=tuple(sorted(everything, key=lambda cell: cell.length)),
+        policies={name: policy for one in plans for name, policy in one.policies.items()},
+        skipped=tuple(skip for one in plans for skip in one.skipped),
+    )
+
+
+def _check(task: Task, policy: Policy, length: int) -> None:
+    reason = task.refuse(policy, length)
+    if reason is not None:
+        raise EvalError(
+            f"policy {str(policy)!r} is illegal for {task.name} at {length} tokens: {reason}. Give a smaller "
+            "budget or window, or a larger --lengths."
+        )

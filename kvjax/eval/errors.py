@@ -1,0 +1,7 @@
+"""The one error of the evaluation: something asked for that cannot be evaluated."""
+
+from __future__ import annotations
+
+
+class EvalError(ValueError):
+    """Bad input; one sentence, exit code 2."""

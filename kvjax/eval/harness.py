@@ -1,0 +1,193 @@
+"""Our models in EleutherAI's evaluation harness (https://github.com/EleutherAI/lm-evaluation-harness).
+
+python -m kvjax.eval.harness --model kvjax \\
+    --model_args "pretrained=embedded,policy=snapkv + ada(0.25)" --tasks niah_single_1 --limit 20
+
+is ``lm_eval`` with one more model. From Python, ``KVJax(policy=...)`` goes to
+``lm_eval.simple_evaluate(model=...)``; that way a policy may contain commas. The harness gives a prompt
+as one text, question included, so policies that score prompts are query-aware here (``compress_at
+prompt``); decoding is greedy.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvjax import decode
+from kvjax.compose import policy as parse_policy
+from kvjax.eval import walk
+from kvjax.eval.errors import EvalError
+from kvjax.loading import EMBEDDED, load
+
+try:
+    from lm_eval.api.model import LM
+    from lm_eval.api.registry import register_model
+except ImportError:
+    raise ImportError("kvjax.eval.harness needs lm_eval. Run: pip install 'kvjax[eval]'") from None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Ask:
+    """One request: what is read, what is fed after it (one token, or a whole reference), how many steps."""
+
+    prompt: list[int]
+    target: list[int]
+    forced: bool
+
+
+@register_model("kvjax")
+class KVJax(LM):
+    """A kvjax model with a policy, as the harness takes models.
+
+    Attributes:
+      model: in memory, with its tokenizer.
+      policy: what the KV cache keeps.
+      max_length: most tokens of a request, answer included; longer prompts lose their beginning.
+      batch: requests a batch.
+    """
+
+    def __init__(
+        self,
+        pretrained: str = EMBEDDED,
+        policy: str = "full",
+        dtype: str | None = None,
+        max_length: int | None = None,
+        batch_size: int | str = 8,
+        device: str | None = None,
+        max_batch_size: int | None = None,
+    ) -> None:
+        """Loads the model.
+
+        Args:
+          pretrained: embedded, a folder or a hub id.
+          policy: one-string form.
+          dtype: of weights and cache; as stored by default.
+          max_length: fewer positions than the model has.
+          batch_size: requests a batch; "auto" is 8.
+          device, max_batch_size: given by the harness; JAX places arrays itself.
+        """
+        super().__init__()
+        del device, max_batch_size
+        self.model = load(None if pretrained == EMBEDDED else pretrained, dtype=dtype)
+        self.policy = parse_policy(policy)
+        most = self.model.network.max_positions
+        self.max_length = most if max_length is None else min(int(max_length), most)
+        self.batch = int(batch_size) if str(batch_size).isdecimal() else 8
+
+    @property
+    def tokenizer_name(self) -> str:
+        """The model's folder, for tasks that count tokens."""
+        return str(Path(self.model.folder).resolve())
+
+    def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        """(log-probability of the continuation, whether greedy decoding would write it) of each request."""
+        asks = []
+        for context, continuation in (request.args for request in requests):
+            whole = self.model.text.encode(context + continuation)
+            # As the harness has it: the continuation's tokens are what follows the context's.
+            cut = min(max(1, len(self.model.text.encode(context))), len(whole) - 1)
+            prompt, target = self._shortened(whole[:cut], whole[cut:])
+            asks.append(Ask(prompt=prompt, target=target, forced=True))
+        found = self._all(asks, "loglikelihood", disable_tqdm)
+        return [(-float(nll.sum()), best == ask.target) for (nll, best), ask in zip(found, asks)]
+
+    def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
+        """Log-probability of each whole text, in windows of ``max_length``, the cache managed all along."""
+        asks, owner = [], []
+        for index, (text,) in enumerate(request.args for request in requests):
+            ids = self.model.text.encode(text)
+            step = self.max_length - 1
+            for start in range(0, len(ids) - 1, step):
+                asks.append(
+                    Ask(prompt=ids[start : start + 1], target=ids[start + 1 : start + 1 + step], forced=True)
+                )
+                owner.append(index)
+        totals = np.zeros(len(requests))
+        for (nll, _), index in zip(self._all(asks, "loglikelihood_rolling", disable_tqdm), owner):
+            totals[index] -= float(nll.sum())
+        return totals.tolist()
+
+    def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
+        """Greedy text of each request, up to its first stop string.
+
+        Raises:
+          EvalError: sampling is asked for.
+        """
+        asks = []
+        for context, how in (request.args for request in requests):
+            if how.get("do_sample") and float(how.get("temperature", 1.0)) > 0:
+                raise EvalError(
+                    "kvjax in the harness decodes greedily. Set do_sample=false in generation_kwargs."
+                )
+            most = int(how.get("max_gen_toks", how.get("max_new_tokens", 256)))
+            prompt, _ = self._shortened(
+                self.model.text.encode(context), [0] * min(most, self.max_length // 2)
+            )
+            asks.append(Ask(prompt=prompt, target=[0] * min(most, self.max_length // 2), forced=False))
+        found = self._all(asks, "generate_until", disable_tqdm)
+        return [self._text(best, request.args[1].get("until")) for (_, best), request in zip(found, requests)]
+
+    def _text(self, best: list[int], until: str | Sequence[str] | None) -> str:
+        end = next((i for i, token in enumerate(best) if token in self.model.spec.eos), len(best))
+        text = self.model.text.decode(best[:end])
+        for stop in [until] if isinstance(until, str) else until or []:
+            text = text.split(stop)[0] if stop else text
+        return text
+
+    def _shortened(self, prompt: list[int], target: list[int]) -> tuple[list[int], list[int]]:
+        """A prompt that leaves room for its target; BOS stays, the tokens behind it go first."""
+        room = self.max_length - len(target)
+        if room < 1:
+            return prompt[:1], target[: self.max_length - 1]
+        return (prompt[:1] + prompt[len(prompt) - room + 1 :] if len(prompt) > room else prompt), target
+
+    def _all(self, asks: list[Ask], what: str, quiet: bool) -> list[tuple[np.ndarray, list[int]]]:
+        """(nll, best) of every request, in order; batches are of like lengths."""
+        from tqdm import tqdm
+
+        order = sorted(range(len(asks)), key=lambda i: (len(asks[i].prompt), len(asks[i].target)))
+        alone = sum(len(ask.prompt) == 1 for ask in asks)  # nothing to read before the first step
+        starts = [*range(0, alone, self.batch), *range(alone, len(order), self.batch), len(order)]
+        found: dict[int, tuple[np.ndarray, list[int]]] = {}
+        with tqdm(total=len(asks), desc=what, disable=quiet, file=sys.stderr) as bar:
+            for first, end in zip(starts, starts[1:]):
+                mine = order[first : min(end, alone) if first < alone else end]
+                found |= dict(zip(mine, self._batch([asks[i] for i in mine])))
+                bar.update(len(mine))
+        return [found[i] for i in range(len(asks))]
+
+    def _batch(self, asks: list[Ask]) -> list[tuple[np.ndarray, list[int]]]:
+        """One batch, filled up with copies of its first request so that all batches share programs."""
+        filled = asks + asks[:1] * (self.batch - len(asks))
+        context = decode.bucket(max(len(ask.prompt) + len(ask.target) for ask in filled))
+        # The last prompt token is fed by a step: selection acts on the first answer token, too.
+        if len(asks[0].prompt) == 1:
+            dtype = self.model.params["embed"].dtype
+            rows = len(filled)
+            state = decode.empty(self.model.network, self.policy, rows=rows, context=context, dtype=dtype)
+        else:
+            prompts = [ask.prompt[:-1] for ask in filled]
+            state, _ = decode.prefill(self.model, self.policy, prompts, context=context)
+        state = decode.reserve(self.policy, state, max(len(ask.target) for ask in filled), 1)
+        feed = [[ask.prompt[-1], *(ask.target[:-1] if ask.forced else [])] for ask in filled]
+        targets = [ask.target for ask in filled]
+        _, found = walk.walk(self.model, self.policy, state, feed, targets, forced=asks[0].forced)
+        counts = [len(ask.target) for ask in asks]
+        return [(np.asarray(found.nll[i, :n]), found.best[i, :n].tolist()) for i, n in enumerate(counts)]
+
+
+def main() -> None:
+    """``lm_eval`` with this model known to it."""
+    from lm_eval.__main__ import cli_evaluate
+
+    cli_evaluate()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,58 @@
+"""The switches that name a protocol, and where a prompt is cut in two.
+
+agnostic  the context is compressed before the question is seen; question and prefix follow
+aware     context and question are compressed together; only the prefix follows
+either    policies that decide on arrival or not at all: the cut makes no difference, so one cell does
+
+(https://github.com/NVIDIA/kvpress evaluates agnostic by default.)
+"""
+
+from __future__ import annotations
+
+from kvjax.eval.sample import Encoded
+from kvjax.policy import AdmitAll, Policy, SelectAll
+
+PROTOCOLS = ("agnostic", "aware")
+
+
+def protocols(policy: Policy, asked: tuple[str, ...], question: bool) -> tuple[str, ...]:
+    """The protocols to run: as asked, or "either" where they could not differ."""
+    if not policy.whole_prompt:
+        return ("either",)
+    return asked if question else ("agnostic",)
+
+
+def cut(sample: Encoded, protocol: str) -> tuple[list[int], list[int]]:
+    """(what is prefilled and compressed, what follows with the compressed cache)."""
+    if protocol == "aware":
+        return sample.context + sample.question, sample.prefix
+    return sample.context, sample.question + sample.prefix
+
+
+def switches(policy: Policy, protocol: str) -> dict[str, str | int]:
+    """The four switches of every result row."""
+    if policy.whole_prompt:
+        when = "prompt" if protocol == "aware" else "context"
+    elif policy.budget.limited:
+        when = "step"
+    elif policy.admission != AdmitAll():
+        when = "write"
+    else:
+        when = "never" if policy.selection == SelectAll() else "read"
+    admits, selects = policy.admission != AdmitAll(), policy.selection != SelectAll()
+    budget = "none"
+    for said, part in (
+        (selects, policy.selection),
+        (admits, policy.admission),
+        (policy.budget.limited, policy.budget),
+    ):
+        budget = repr(part) if said else budget
+    return {
+        "compress_at": when,
+        "prefill_attention": "policy"
+        if admits or (policy.budget.limited and not policy.whole_prompt)
+        else "full",
+        "budget": budget,
+        "sinks": policy.sinks,
+        "recent": max(policy.protects, policy.admission.window or 0, policy.selection.recent),
+    }

@@ -1,0 +1,131 @@
+"""Doing a plan: cell after cell, each finished one on disk before the next begins."""
+
+from __future__ import annotations
+
+import sys
+import zlib
+from collections.abc import Callable
+
+import numpy as np
+
+from kvjax import decode
+from kvjax.eval import batch, tasks
+from kvjax.eval.cells import FULL, Cell, Plan
+from kvjax.eval.data import Data
+from kvjax.eval.errors import EvalError
+from kvjax.eval.maker import Maker
+from kvjax.eval.rows import row
+from kvjax.eval.sample import Encoded, Sample, Task, encode
+from kvjax.eval.store import Row, Store
+from kvjax.loading import LanguageModel
+from kvjax.policy import Policy
+
+TOKENS = 32_768
+"""Tokens of a batch; what a batch holds at most is this many in whole-prompt prefill."""
+
+Samples = list[tuple[Sample, Encoded]]
+
+
+def draw(task: Task, model: LanguageModel, data: Data, *, length: int, seed: int, count: int) -> Samples:
+    """The samples of a cell: the same for every policy, each from a generator of its own.
+
+    Raises:
+      EvalError: data that has no generated twin is missing, or nothing fits.
+    """
+    for name in task.needs:
+        data.raw(name)
+    found: Samples = []
+    for i in range(count):
+        rng = np.random.default_rng((zlib.crc32(task.name.encode()), length, seed, i))
+        sample = task.make(rng, Maker(text=model.text, data=data, length=length, index=i))
+        found.append((sample, encode(model.text, sample)))
+    return found
+
+
+def batched(samples: Samples, length: int) -> tuple[int, list[Samples]]:
+    """(rows of every batch, the batches): as few as the memory of one allows, of nearly one size."""
+    most = max(1, min(64, TOKENS // length))
+    count = -(-len(samples) // most)
+    rows = -(-len(samples) // count)
+    return rows, [samples[i : i + rows] for i in range(0, len(samples), rows)]
+
+
+def run(
+    plan: Plan,
+    model: LanguageModel,
+    data: Data,
+    store: Store,
+    *,
+    say: Callable[[str], None] = lambda line: None,
+    shown: bool | None = None,
+) -> None:
+    """Measures every cell that is not finished yet.
+
+    Args:
+      plan: what.
+      model, data: on what.
+      store: finished cells, and where new ones go.
+      say: told one line a finished cell.
+      shown: a bar on standard error; None shows it to terminals.
+
+    Raises:
+      EvalError: a length the model was not made for.
+    """
+    from tqdm import tqdm
+
+    longest = max(cell.length for cell in plan.cells)
+    if longest > model.network.max_positions:
+        raise EvalError(
+            f"--lengths {longest} exceeds the {model.network.max_positions} positions that {model.name} was "
+            "trained for. Give shorter lengths or another --model."
+        )
+    done = store.done()
+    work = [cell for cell in plan.cells if cell not in done]
+    hidden = not (sys.stderr.isatty() if shown is None else shown)
+    total = sum(cell.length * cell.samples for cell in work)
+    drawn: dict[tuple[str, int, int, int], Samples] = {}
+    with tqdm(total=total, unit="token", unit_scale=True, file=sys.stderr, disable=hidden) as bar:
+        for before, cell in zip([None, *work], work):
+            if before is not None and before.length != cell.length:
+                batch.forget()
+            bar.set_description(f"{cell.task} {cell.length}")
+            task, which = tasks.tasks()[cell.task], _which(cell)
+            if which not in drawn:
+                samples = draw(task, model, data, length=cell.length, seed=cell.seed, count=cell.samples)
+                drawn = {which: samples}  # the cells of one set of samples follow each other
+            policy = plan.policies[cell.policy]
+            batches = _measured(cell, policy, model, drawn[which], bar.update)
+            full = next((r for c, r in done.items() if c.policy == repr(FULL) and _which(c) == which), None)
+            made = row(cell, task, policy, model, drawn[which], batches, full, data.source)
+            store.append(made)
+            done[cell] = made
+            say(line(made))
+
+
+def _which(cell: Cell) -> tuple[str, int, int, int]:
+    """What two cells must share to be about the same samples."""
+    return cell.task, cell.length, cell.seed, cell.samples
+
+
+def _measured(
+    cell: Cell, policy: Policy, model: LanguageModel, samples: Samples, tick: Callable[[int], object]
+) -> list[batch.Batch]:
+    rows, parts = batched(samples, cell.length)
+    context = decode.bucket(cell.length)
+    found = []
+    for part in parts:
+        found.append(batch.run(model, policy, part, protocol=cell.protocol, context=context, rows=rows))
+        tick(len(part) * cell.length)
+    return found
+
+
+def line(made: Row) -> str:
+    """A finished cell for people."""
+    cell = made["cell"]
+    value = f"ppl {made['perplexity']:8.2f}" if made["perplexity"] else f"score {100 * made['score']:6.1f}"
+    mark = "" if made["informative"] else "  (not informative: full cache below 80 %)"
+    held = "" if made["span_retention"] is None else f"  spans {100 * made['span_retention']:5.1f} %"
+    return (
+        f"{cell['task']:<18} {cell['length']:>5} {cell['policy']:<44} {cell['protocol']:<8} {value}  "
+        f"nll {made['nll']:6.3f}  kept {100 * made['kept_fraction']:5.1f} %{held}{mark}"
+    )

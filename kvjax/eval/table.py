@@ -1,0 +1,198 @@
+"""Rows as tables: looked up by cell, written as Markdown."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from kvjax.eval import stats
+from kvjax.eval.store import Row
+from kvjax.eval.tasks import ORDER
+
+FULL = "full"
+
+Samples = tuple[str, int, int, int]
+"""(task, length, seed, number): what two rows must share to be paired."""
+
+
+def samples(row: Row) -> Samples:
+    """Which samples a row is about."""
+    cell = row["cell"]
+    return cell["task"], cell["length"], cell["seed"], cell["samples"]
+
+
+def name(row: Row) -> str:
+    """Policy and protocol, as tables show them."""
+    cell = row["cell"]
+    return cell["policy"] if cell["protocol"] == "either" else f"{cell['policy']}, {cell['protocol']}"
+
+
+def quality(row: Row) -> list[float]:
+    """Per sample, higher is better: the score, or minus the NLL where tokens are judged."""
+    if row["metric"] == "perplexity":
+        return [-value for value in row["each"]["nll"]]
+    return list(row["each"]["score"])
+
+
+def weights(row: Row) -> list[float] | None:
+    """Tokens, where samples are to count by them."""
+    return row["each"]["tokens"] if row["metric"] == "perplexity" else None
+
+
+def value(row: Row) -> float:
+    """The number a table shows: percent, or perplexity."""
+    return row["perplexity"] if row["metric"] == "perplexity" else 100 * row["score"]
+
+
+def loss(row: Row, full: Row) -> tuple[float, float, float]:
+    """Quality less the full cache's on the same samples, with its interval."""
+    return stats.difference(quality(row), quality(full), weights(row))
+
+
+@dataclasses.dataclass(frozen=True)
+class Results:
+    """Rows of one or more folders.
+
+    Attributes:
+      rows: in order.
+    """
+
+    rows: tuple[Row, ...]
+
+    def where(self, test: Callable[[Row], bool]) -> list[Row]:
+        """The rows that pass."""
+        return [row for row in self.rows if test(row)]
+
+    def full(self, row: Row) -> Row | None:
+        """The full cache on the same samples."""
+        return next(
+            (r for r in self.rows if r["cell"]["policy"] == FULL and samples(r) == samples(row)), None
+        )
+
+    def columns(self) -> list[tuple[str, str, int]]:
+        """(group, task, length), in the order of groups."""
+        found = dict.fromkeys((r["group"], r["cell"]["task"], r["cell"]["length"]) for r in self.rows)
+        return sorted(found, key=lambda column: (ORDER.index(column[0]), column[2]))
+
+    def names(self) -> list[str]:
+        """Policies with their protocols, as they first stand; the full cache first."""
+        found = dict.fromkeys(name(row) for row in self.rows)
+        return sorted(found, key=lambda n: n != FULL)
+
+
+def markdown(header: Sequence[str], lines: Iterable[Sequence[Any]]) -> str:
+    """A Markdown table."""
+    shown = [header, ["---"] * len(header), *lines]
+    return "\n".join("| " + " | ".join(str(x).replace("|", "\\|") for x in line) + " |" for line in shown)
+
+
+def pooled(rows: list[Row]) -> tuple[float, float, float]:
+    """The shown number with its interval, seeds taken together."""
+    values = [q for row in rows for q in quality(row)]
+    if rows[0]["metric"] == "perplexity":
+        import math
+
+        mean, low, high = stats.interval(values, [w for row in rows for w in weights(row) or []])
+        return math.exp(-mean), math.exp(-high), math.exp(-low)
+    mean, low, high = stats.interval(values)
+    return 100 * mean, 100 * low, 100 * high
+
+
+def scores(results: Results, group: str) -> str:
+    """One group's tasks: policies down, tasks and lengths across; * marks cells that say nothing."""
+    columns = [column for column in results.columns() if column[0] == group]
+    lines = []
+    for policy in results.names():
+        line = [f"`{policy}`"]
+        for _, task, length in columns:
+            rows = [r for r in results.rows if name(r) == policy and samples(r)[:2] == (task, length)]
+            if not rows:
+                line.append("–")
+                continue
+            mean, low, high = pooled(rows)
+            mark = "" if all(r["informative"] for r in rows) else "\\*"
+            line.append(f"{mean:.1f}{mark} ({low:.1f}–{high:.1f})")
+        if len(set(line[1:])) > 1 or line[1] != "–":
+            lines.append(line)
+    heads = ["policy", *(f"{task} {length}{_unit(results, task)}" for _, task, length in columns)]
+    return markdown(heads, lines)
+
+
+def _unit(results: Results, task: str) -> str:
+    metric = next(r["metric"] for r in results.rows if r["cell"]["task"] == task)
+    return {"perplexity": ", ppl", "ndcg": ", NDCG", "recall": ", recall"}.get(metric, ", %")
+
+
+def costs(results: Results) -> str:
+    """What each policy held and read, by length; means over tasks."""
+    lines = []
+    for policy in results.names():
+        for length in sorted({row["cell"]["length"] for row in results.rows}):
+            rows = [r for r in results.rows if name(r) == policy and r["cell"]["length"] == length]
+            if rows:
+                lines.append([f"`{policy}`", length, *_cost(rows)])
+    heads = ["policy", "length", "kept %", "peak %", "mean %", "live KiB", "allocated KiB",
+             "peak allocated KiB", "full KiB", "reads a step", "spans kept %", "compressed at",
+             "prefill"]  # fmt: skip
+    return markdown(heads, lines)
+
+
+def _cost(rows: list[Row]) -> list[str]:
+    def mean(of: Callable[[Row], float | None], scale: float = 1.0) -> str:
+        there = [x for x in map(of, rows) if x is not None]
+        return f"{scale * sum(there) / len(there):.1f}" if there else "–"
+
+    switch = rows[0]["switches"]
+    parts = [mean(lambda r, n=n: r[n], 100) for n in ("kept_fraction", "peak_fraction", "mean_fraction")]  # type: ignore[misc]
+    for size in ("live", "allocated", "peak_allocated", "full"):
+        parts.append(mean(lambda r, n=size: r["bytes"][n], 1 / 1024))  # type: ignore[misc]
+    parts += [mean(lambda r: r["reads_per_step"]), mean(lambda r: r["span_retention"], 100)]
+    return [*parts, switch["compress_at"], switch["prefill_attention"]]
+
+
+def losses(results: Results) -> str:
+    """Difference from the full cache, paired, in points or nats a token; only informative cells."""
+    lines = []
+    for row in results.rows:
+        full = results.full(row)
+        if full is None or row is full or not row["informative"]:
+            continue
+        mean, low, high = loss(row, full)
+        scale, unit = (1, "nats") if row["metric"] == "perplexity" else (100, "points")
+        held = row["bytes"]["live"] / row["bytes"]["full"]
+        cell = row["cell"]
+        lines.append(
+            [f"`{name(row)}`", cell["task"], cell["length"], cell["seed"], f"{scale * mean:+.2f}",
+             f"{scale * low:+.2f} … {scale * high:+.2f}", unit, f"{100 * held:.1f}"]
+        )  # fmt: skip
+    if not lines:
+        return "No cell is informative and has another policy beside the full cache."
+    heads = ["policy", "task", "length", "seed", "difference", "95 % (paired)", "in", "live % of full"]
+    return markdown(heads, lines)
+
+
+def report(results: Results) -> str:
+    """All tables."""
+    parts = ["# Results", _facts(results)]
+    for group in dict.fromkeys(column[0] for column in results.columns()):
+        parts += [f"## {group}", scores(results, group)]
+    parts += [
+        "## Difference from the full cache",
+        losses(results),
+        "## What was held and read",
+        costs(results),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _facts(results: Results) -> str:
+    row = results.rows[0]
+    counts = sorted({r["cell"]["samples"] for r in results.rows})
+    versions = ", ".join(f"{k} {v}" for k, v in row["versions"].items())
+    return (
+        f"Model {row['model']}; texts: {row['data']}; n = {', '.join(map(str, counts))} a cell, the same "
+        f"samples for every policy; {versions}. Intervals are 95 % bootstrap (2,000 resamples). \\* marks "
+        "cells in which the full cache reaches less than 80 %: they say nothing about a policy. Bytes are of "
+        "one row when the answer begins."
+    )

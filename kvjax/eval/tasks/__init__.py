@@ -1,0 +1,56 @@
+"""Every task by name, and the words that ask for several of them."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import pkgutil
+from collections.abc import Sequence
+
+from kvjax.eval.data import PACK, Data
+from kvjax.eval.errors import EvalError
+from kvjax.eval.sample import Task
+
+ORDER = ("niah", "ruler", "babilong", "ppl", "dialogue", "icl", "rerank", "mqar", "gsm")
+"""Groups, in the order of reports."""
+
+
+@functools.cache
+def tasks() -> dict[str, Task]:
+    """Every task of every module of this package, group by group."""
+    found: list[Task] = []
+    for info in pkgutil.iter_modules(__path__, __name__ + "."):
+        found += getattr(importlib.import_module(info.name), "TASKS", ())
+    found.sort(key=lambda task: ORDER.index(task.group))
+    return {task.name: task for task in found}
+
+
+def named(words: Sequence[str], data: Data) -> tuple[list[Task], list[Task]]:
+    """The tasks of a list of names and groups, each once.
+
+    Returns:
+      (tasks, tasks of a group that were left out because their data is not there).
+
+    Raises:
+      EvalError: a word that is neither; a task named by itself whose data is not there.
+    """
+    known = tasks()
+    chosen: dict[str, Task] = {}
+    absent: dict[str, Task] = {}
+    for word in words:
+        mine = [task for name, task in known.items() if word in (name, task.group)]
+        if not mine:
+            raise EvalError(
+                f"there is no task {word!r}. Groups: {', '.join(ORDER)}; tasks: {', '.join(known)}."
+            )
+        for task in mine:
+            missing = [file for file in task.needs if not data.has(file)]
+            if missing and word == task.name:
+                raise EvalError(
+                    f"task {word} needs {missing[0]}, which is not there and has no generated twin. It comes "
+                    f"with {PACK}."
+                )
+            (absent if missing else chosen)[task.name] = task
+    if not chosen:
+        raise EvalError(f"no data for {', '.join(absent)}. It comes with {PACK}.")
+    return list(chosen.values()), list(absent.values())

@@ -1,0 +1,95 @@
+"""Recall of pairs: MQAR as text (https://arxiv.org/abs/2312.04927), and of a JSON object (HELMET's json_kv).
+
+mqar: word pairs in front, book text behind them up to half of the length; then, teacher-forced, more
+text in which each key comes once more at a gap drawn from p(g) ~ g^(a-1), a = 0.01 (most soon, some very
+late). A value counts when all its tokens are the likeliest; ``gap`` is its distance in tokens, about.
+"""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+
+from kvjax.eval import scorers
+from kvjax.eval.maker import Maker, Piece, Rng, join
+from kvjax.eval.sample import Sample, Task
+
+EXPONENT = 0.01
+PAIRS = 64
+"""Tokens of length a pair."""
+
+
+def mqar(rng: Rng, maker: Maker) -> Sample:
+    """One sample."""
+    count = max(2, maker.length // PAIRS)
+    words = maker.words(rng, 2 * count)
+    keys, values = words[:count], words[count:]
+    front, _ = join([("\n".join(f"{k} -> {v}" for k, v in zip(keys, values)), True)])
+    chances = np.arange(1, maker.length + 1) ** (EXPONENT - 1)
+    gaps = np.sort(rng.choice(maker.length, count, replace=False, p=chances / chances.sum())) / maker.length
+    order = rng.permutation(count).tolist()
+    text = maker.window(rng, maker.data.essays())
+
+    def build(units: int) -> Sample:
+        half = units // 2
+        context = f"{front}\n{' '.join(text[:half])}"
+        behind = text[half:units]
+        pieces: list[Piece] = []
+        cuts = [int(gap * (len(behind) + 1)) for gap in gaps]
+        for i in range(len(behind) + 1):
+            for cut, pair in zip(cuts, order):
+                if cut == i:
+                    pieces += [(f"\n{keys[pair]} ->", False), (f" {values[pair]}", True), ("\n", False)]
+            if i < len(behind):
+                pieces += [(" " + behind[i], False)]
+        answer, scored = join(pieces)
+        base = maker.count(context)
+        mean = maker.count(answer) / max(1, len(behind) + 1)
+        return Sample(
+            context=context,
+            answer=answer,
+            spans=((0, len(front)),),
+            scored=scored,
+            tags={"gap": [round(base + cut * mean) for cut in cuts]},
+        )
+
+    return maker.fit(build, len(text), least=2)
+
+
+def json_kv(rng: Rng, maker: Maker) -> Sample:
+    """One sample: as many pairs as fit, one of them asked for."""
+    most = min(len(maker.key_words()), maker.length // 10)
+    keys = maker.words(rng, most)
+    values = rng.integers(10_000, 100_000, most).tolist()
+    where = rng.random()
+
+    def build(count: int) -> Sample:
+        asked = int(where * count)
+        pieces: list[Piece] = [("Remember the pairs of this JSON object.\n{", False)]
+        for i in range(count):
+            pieces += [(", " if i else "", False), (f"{json.dumps(keys[i])}: {values[i]}", i == asked)]
+        context, spans = join([*pieces, ("}", False)])
+        return Sample(
+            context=context,
+            question=f'\nThe value of "{keys[asked]}"',
+            prefix=" is",
+            answer=f" {values[asked]}",
+            refs=(str(values[asked]),),
+            spans=spans,
+            max_new=10,
+            tags={"depth_from_end": round(100 * (1 - where))},
+        )
+
+    return maker.fit(build, most, least=2)
+
+
+def score(output: str, sample: Sample) -> float:
+    """1 if the number occurs."""
+    return scorers.all_found(output, sample.refs)
+
+
+TASKS = (
+    Task(name="mqar", group="mqar", fits=256, make=mqar, metric="recall", asks=False),
+    Task(name="json_kv", group="mqar", fits=128, make=json_kv, score=score),
+)

@@ -1,0 +1,292 @@
+"""blockwise and column_mass on TPU: a grid whose inner axis walks the listed blocks.
+
+Blocks come and go by Pallas' own pipeline. Steps past the end of a list ask for the block that is
+there already, so they move nothing. What is a row in memory (positions, lse) and is needed as a
+column is transposed once an outer block and kept in VMEM.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels import compat, tiles
+from pallas_kernels.blockwise import plan
+from pallas_kernels.blockwise import tiles as mine
+from pallas_kernels.dispatch import Unsupported
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Bool, Float, Int
+
+LANES = 128
+BLOCK = 512
+SMEM_WORDS = 230_000
+
+Spec = tuple["Array | jax.ShapeDtypeStruct", str, int]
+"""An operand [B, heads, 1 or length, ...], the side of the grid it follows, and its block's length."""
+
+
+def blocks(rows: int, keys: int) -> tuple[int, int]:
+    """Lengths of blocks of queries and of keys: whole tiles of 8 and 128."""
+    return min(BLOCK, -(-rows // 8) * 8), min(BLOCK, -(-keys // LANES) * LANES)
+
+
+class Grid(NamedTuple):
+    """Rows, heads, outer blocks, and the walk of each over inner blocks."""
+
+    b: int
+    heads: int
+    walk: plan.Walk
+    interpret: Any
+
+    def spec(self, operand: Spec) -> pl.BlockSpec:
+        """The block of an operand at a step of the grid."""
+        x, side, length = operand
+        per, flat = self.heads // x.shape[1], x.shape[2] == 1
+
+        def at(b: Array, a: Array, i: Array, j: Array, order: Any, count: Any, *_: Any) -> tuple[Any, ...]:
+            block = i if side == "outer" else self.listed(b, a, i, j, order, count)
+            head = a if per == 1 else jax.lax.div(a, per)
+            return (b, head, 0, block) if flat else (b, head, block, 0)
+
+        return pl.BlockSpec((None, None, 1, length) if flat else (None, None, length, x.shape[3]), at)
+
+    def list_of(self, b: Array, a: Array, i: Array) -> Array:
+        """Which list outer block i of head a walks."""
+        outer, shared = self.walk.order.shape[2], self.walk.heads
+        head = jax.lax.div(a, self.heads // shared) if shared > 1 else 0
+        return (b * shared + head) * outer + i
+
+    def listed(self, b: Array, a: Array, i: Array, j: Array, order: Any, count: Any) -> Array:
+        """The inner block of step j; past the end of the list, its last one."""
+        inner, which = self.walk.order.shape[3], self.list_of(b, a, i)
+        return order[which * inner + jnp.minimum(j, jnp.maximum(count[which] - 1, 0))]
+
+    def run(self, body: Any, name: str, inputs: list[Spec], outputs: list[Spec], scratch: Any, flops: int):
+        """The outputs of a body over the grid.
+
+        Raises:
+          Unsupported: the lists do not fit SMEM.
+        """
+        order, count = self.walk
+        if order.size + count.size > SMEM_WORDS:
+            raise Unsupported(
+                f"blockwise(impl='mosaic_tpu'): lists of {order.size} blocks exceed the {SMEM_WORDS} that "
+                "SMEM holds. Take fewer rows of the batch at a time, or impl='xla'."
+            )
+        steps = self.b * self.heads * order.shape[2] * order.shape[3]
+        return pl.pallas_call(
+            body,
+            grid_spec=pltpu.PrefetchScalarGridSpec(
+                num_scalar_prefetch=2,
+                grid=(self.b, self.heads, *order.shape[2:]),
+                in_specs=[self.spec(x) for x in inputs],
+                out_specs=[self.spec(x) for x in outputs],
+                scratch_shapes=scratch,
+            ),
+            out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x, _, _ in outputs],
+            compiler_params=compat.tpu_params(("parallel", "parallel", "parallel", "arbitrary")),
+            cost_estimate=pl.CostEstimate(
+                flops=flops * steps,
+                transcendentals=0,
+                bytes_accessed=sum(x.size * x.dtype.itemsize for x, _, _ in (*inputs, *outputs)),
+            ),
+            interpret=self.interpret,
+            name=name,
+        )(order.reshape(-1), count.reshape(-1), *(x for x, _, _ in inputs))
+
+
+class Step(NamedTuple):
+    """Where in its walk a body is."""
+
+    first: Bool[Array, ""]
+    last: Bool[Array, ""]
+    live: Bool[Array, ""]
+
+
+def step(grid: Grid, count: Any) -> Step:
+    """The step of this program."""
+    b, a, i, j = (pl.program_id(axis) for axis in range(4))
+    return Step(j == 0, j == pl.num_programs(3) - 1, j < count[grid.list_of(b, a, i)])
+
+
+def column(row: Array) -> Array:
+    """[1, Y] to [Y, LANES], each lane a copy."""
+    return jnp.transpose(jnp.broadcast_to(row, (LANES, row.shape[1])))
+
+
+def as_row(column: Array) -> Array:
+    """[Y, LANES] of equal lanes to [1, Y]."""
+    return jnp.transpose(column)[:1]
+
+
+def row(x: Array) -> Array:
+    """[B, Y] or [B, A, Y] as an operand that is a row a head."""
+    return x[:, None, None] if x.ndim == 2 else x[:, :, None]
+
+
+def _clean(v: Array, k_pos: Int[Array, "1 S"]) -> Array:
+    """v with zeros where padded, since 0 * NaN is NaN; costs something only where there is padding."""
+
+    def masked() -> Array:
+        return jnp.where(column(k_pos)[:, :1] >= 0, v, jnp.zeros((), v.dtype))
+
+    return jax.lax.cond(jnp.min(k_pos) < 0, masked, lambda: v)
+
+
+def _forward_body(grid: Grid, sight: plan.Sight, narrowed: bool) -> Callable[..., None]:
+    def body(order: Any, count: Any, *refs: Any) -> None:
+        del order
+        q, k, v, q_pos, k_pos, *refs_ = refs
+        admit, (out, lse, m, l, o, at) = (refs_[0], refs_[1:]) if narrowed else (None, refs_)
+        now = step(grid, count)
+
+        @pl.when(now.first)
+        def _() -> None:
+            m[...] = jnp.full_like(m, tiles.HIDDEN)
+            l[...] = jnp.zeros_like(l)
+            o[...] = jnp.zeros_like(o)
+            at[...] = column(q_pos[...])
+
+        @pl.when(now.live)
+        def _() -> None:
+            seen = mine.Seen(at[:, :1], k_pos[...], None if admit is None else admit[...])
+            stats = (m[:, :1], l[:, :1], o[...])
+            values = _clean(v[...], k_pos[...])
+            new_m, new_l, o[...] = mine.forward(sight, q[...], k[...], values, seen, stats)
+            m[...] = jnp.broadcast_to(new_m, m.shape)
+            l[...] = jnp.broadcast_to(new_l, l.shape)
+
+        @pl.when(now.last)
+        def _() -> None:
+            out[...], found = tiles.finish((m[:, :1], l[:, :1], o[...]))
+            lse[...] = as_row(jnp.broadcast_to(found, m.shape))
+
+    return body
+
+
+@functools.partial(jax.jit, static_argnames=("window", "scale", "softcap", "interpret"))
+def blockwise(
+    q: Float[Array, "B N T H"],
+    k: Float[Array, "B K S H"],
+    v: Float[Array, "B K S H"],
+    q_pos: Int[Array, "B T"],
+    k_pos: Int[Array, "B S"],
+    admit: Bool[Array, "B K S"] | None,
+    *,
+    window: int | None,
+    scale: float,
+    softcap: float | None = None,
+    interpret: Any = False,
+) -> tuple[Float[Array, "B N T H"], Float[Array, "B N T"]]:
+    """See ``api.blockwise``."""
+    (b, n, t, h), heads = q.shape, k.shape[1]
+    count = n // heads * t
+    bq, bk = blocks(count, k.shape[2])
+    x = plan.rows(q, k, q_pos, k_pos, admit, bq, bk, folded=True)
+    grid = Grid(b, heads, plan.walk(plan.meetings(x, window, bq, bk)), interpret)
+    sight = plan.Sight(window, scale, softcap, interpret)
+    narrow: list[Spec] = [] if x.admit is None else [(row(x.admit), "inner", bk)]
+    out, lse = grid.run(
+        _forward_body(grid, sight, bool(narrow)),
+        "blockwise",
+        [
+            (x.q, "outer", bq),
+            (x.k, "inner", bk),
+            (plan.padded(v, 2, bk), "inner", bk),
+            (row(x.q_pos), "outer", bq),
+            (row(x.k_pos), "inner", bk),
+            *narrow,
+        ],
+        [
+            (jax.ShapeDtypeStruct(x.q.shape, jnp.float32), "outer", bq),
+            (jax.ShapeDtypeStruct((b, heads, 1, x.q.shape[2]), jnp.float32), "outer", bq),
+        ],
+        [
+            *(pltpu.VMEM((bq, width), jnp.float32) for width in (LANES, LANES, h)),
+            pltpu.VMEM((bq, LANES), jnp.int32),
+        ],
+        4 * bq * bk * h,
+    )
+    return out[:, :, :count].reshape(b, n, t, h), lse[:, :, 0, :count].reshape(b, n, t)
+
+
+def _mass_body(grid: Grid, sight: plan.Sight, narrowed: bool) -> Callable[..., None]:
+    def body(order: Any, count: Any, *refs: Any) -> None:
+        del order
+        q, k, lse, weights, q_pos, k_pos, *refs_ = refs
+        admit, refs_ = (refs_[0], refs_[1:]) if narrowed else (None, refs_)
+        out, total, at, let = (*refs_, None)[:4]
+        now = step(grid, count)
+
+        @pl.when(now.first)
+        def _() -> None:
+            total[...] = jnp.zeros_like(total)
+            at[...] = column(k_pos[...])
+            if admit is not None:
+                let[...] = column(admit[...])
+
+        @pl.when(now.live)
+        def _() -> None:
+            seen = mine.Seen(q_pos[...], at[:, :1], None if admit is None else let[:, :1])
+            found = mine.mass(sight, q[...], k[...], lse[...], weights[...], seen, total[:, :1])
+            total[...] = jnp.broadcast_to(found, total.shape)
+
+        @pl.when(now.last)
+        def _() -> None:
+            out[...] = as_row(total[...])
+
+    return body
+
+
+@functools.partial(jax.jit, static_argnames=("window", "scale", "softcap", "interpret"))
+def column_mass(
+    q: Float[Array, "B N T H"],
+    k: Float[Array, "B K S H"],
+    lse: Float[Array, "B N T"],
+    weights: Float[Array, "B T"],
+    q_pos: Int[Array, "B T"],
+    k_pos: Int[Array, "B S"],
+    admit: Bool[Array, "B K S"] | None,
+    *,
+    window: int | None,
+    scale: float,
+    softcap: float | None = None,
+    interpret: Any = False,
+) -> Float[Array, "B N S"]:
+    """See ``api.column_mass``."""
+    (b, n, t, h), s = q.shape, k.shape[2]
+    # A block of queries of weight 0 is the same as padding, and is skipped.
+    q_pos = jnp.where(weights != 0, q_pos, -1)
+    bq, bk = -(-min(BLOCK, t) // LANES) * LANES, blocks(t, s)[1]
+    x = plan.rows(q, k, q_pos, k_pos, admit, bq, bk, folded=False)
+    pairs = plan.meetings(x, window, bq, bk).swapaxes(2, 3)
+    grid = Grid(b, n, plan.walk(pairs), interpret)
+    narrow: list[Spec] = [] if x.admit is None else [(row(x.admit), "outer", bk)]
+    (found,) = grid.run(
+        _mass_body(grid, plan.Sight(window, scale, softcap, interpret), bool(narrow)),
+        "column_mass",
+        [
+            (x.q, "inner", bq),
+            (x.k, "outer", bk),
+            (row(plan.padded(lse, 2, bq)), "inner", bq),
+            (row(plan.padded(weights.astype(jnp.float32), 1, bq)), "inner", bq),
+            (row(x.q_pos), "inner", bq),
+            (row(x.k_pos), "outer", bk),
+            *narrow,
+        ],
+        [(jax.ShapeDtypeStruct((b, n, 1, x.k.shape[2]), jnp.float32), "outer", bk)],
+        [
+            pltpu.VMEM((bk, LANES), jnp.float32),
+            pltpu.VMEM((bk, LANES), jnp.int32),
+            *([pltpu.VMEM((bk, LANES), jnp.int32)] if narrow else []),
+        ],
+        2 * bq * bk * h,
+    )
+    return found[:, :, 0, :s]

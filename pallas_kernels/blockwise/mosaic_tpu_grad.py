@@ -1,0 +1,142 @@
+"""The backward pass of blockwise on TPU: one body for keys and values, one for queries."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels.blockwise import plan
+from pallas_kernels.blockwise import tiles as mine
+from pallas_kernels.blockwise.mosaic_tpu import LANES, Grid, Spec, blocks, column, row, step
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Bool, Float, Int
+
+
+def _key_body(grid: Grid, sight: plan.Sight, narrowed: bool) -> Callable[..., None]:
+    def body(order: Any, count: Any, *refs: Any) -> None:
+        del order
+        q, up, lse, delta, k, v, q_pos, k_pos, *refs_ = refs
+        admit, refs_ = (refs_[0], refs_[1:]) if narrowed else (None, refs_)
+        to_k, to_v, dk, dv, at, let = (*refs_, None)[:6]
+        now = step(grid, count)
+
+        @pl.when(now.first)
+        def _() -> None:
+            dk[...] = jnp.zeros_like(dk)
+            dv[...] = jnp.zeros_like(dv)
+            at[...] = column(k_pos[...])
+            if admit is not None:
+                let[...] = column(admit[...])
+
+        @pl.when(now.live)
+        def _() -> None:
+            seen = mine.Seen(q_pos[...], at[:, :1], None if admit is None else let[:, :1])
+            side = mine.Side(q[...], up[...], lse[...], delta[...])
+            dk[...], dv[...] = mine.key_gradient(sight, k[...], v[...], side, seen, dk[...], dv[...])
+
+        @pl.when(now.last)
+        def _() -> None:
+            to_k[...] = dk[...]
+            to_v[...] = dv[...]
+
+    return body
+
+
+def _query_body(grid: Grid, sight: plan.Sight, narrowed: bool) -> Callable[..., None]:
+    def body(order: Any, count: Any, *refs: Any) -> None:
+        del order
+        q, up, lse, delta, k, v, q_pos, k_pos, *refs_ = refs
+        admit, (to_q, dq, of_lse, of_delta, at) = (refs_[0], refs_[1:]) if narrowed else (None, refs_)
+        now = step(grid, count)
+
+        @pl.when(now.first)
+        def _() -> None:
+            dq[...] = jnp.zeros_like(dq)
+            of_lse[...] = column(lse[...])
+            of_delta[...] = column(delta[...])
+            at[...] = column(q_pos[...])
+
+        @pl.when(now.live)
+        def _() -> None:
+            seen = mine.Seen(at[:, :1], k_pos[...], None if admit is None else admit[...])
+            side = mine.Side(q[...], up[...], of_lse[:, :1], of_delta[:, :1])
+            dq[...] = mine.query_gradient(sight, k[...], v[...], side, seen, dq[...])
+
+        @pl.when(now.last)
+        def _() -> None:
+            to_q[...] = dq[...]
+
+    return body
+
+
+@functools.partial(jax.jit, static_argnames=("window", "scale", "softcap", "interpret"))
+def backward(
+    q: Float[Array, "B N T H"],
+    k: Float[Array, "B K S H"],
+    v: Float[Array, "B K S H"],
+    q_pos: Int[Array, "B T"],
+    k_pos: Int[Array, "B S"],
+    admit: Bool[Array, "B K S"] | None,
+    lse: Float[Array, "B N T"],
+    delta: Float[Array, "B N T"],
+    up: Float[Array, "B N T H"],
+    *,
+    window: int | None,
+    scale: float,
+    softcap: float | None = None,
+    interpret: Any = False,
+) -> tuple[Array, Array, Array]:
+    """(dq, dk, dv) in float32; k and v are finite everywhere. See ``grad.py``."""
+    (b, n, t, h), heads, s = q.shape, k.shape[1], k.shape[2]
+    count = n // heads * t
+    bq, bk = blocks(count, s)
+    x = plan.rows(q, k, q_pos, k_pos, admit, bq, bk, folded=True)
+    pairs = plan.meetings(x, window, bq, bk)
+    sight = plan.Sight(window, scale, softcap, interpret)
+    fold = functools.partial(plan.padded, axis=2, to=bq)
+    stats = [row(fold(y.reshape(b, heads, count))) for y in (lse, delta)]
+    arrays = [x.q, fold(up.astype(k.dtype).reshape(b, heads, count, h)), *stats]
+    keys = [x.k, plan.padded(v, 2, bk)]
+    narrow = [] if x.admit is None else [row(x.admit)]
+
+    def inputs(q_side: str, k_side: str) -> list[Spec]:
+        return [
+            *((y, q_side, bq) for y in arrays),
+            *((y, k_side, bk) for y in keys),
+            (row(x.q_pos), q_side, bq),
+            (row(x.k_pos), k_side, bk),
+            *((y, k_side, bk) for y in narrow),
+        ]
+
+    columns = [pltpu.VMEM((bk, LANES), jnp.int32)] * (1 + len(narrow))
+    grid = Grid(b, heads, plan.walk(pairs.swapaxes(2, 3)), interpret)
+    like = jax.ShapeDtypeStruct(x.k.shape, jnp.float32)
+    dk, dv = grid.run(
+        _key_body(grid, sight, bool(narrow)),
+        "blockwise_keys_gradient",
+        inputs("inner", "outer"),
+        [(like, "outer", bk)] * 2,
+        [pltpu.VMEM((bk, h), jnp.float32)] * 2 + columns,
+        8 * bq * bk * h,
+    )
+    grid = Grid(b, heads, plan.walk(pairs), interpret)
+    (dq,) = grid.run(
+        _query_body(grid, sight, bool(narrow)),
+        "blockwise_queries_gradient",
+        inputs("outer", "inner"),
+        [(jax.ShapeDtypeStruct(x.q.shape, jnp.float32), "outer", bq)],
+        [
+            pltpu.VMEM((bq, h), jnp.float32),
+            *[pltpu.VMEM((bq, LANES), jnp.float32)] * 2,
+            pltpu.VMEM((bq, LANES), jnp.int32),
+        ],
+        6 * bq * bk * h,
+    )
+    return dq[:, :, :count].reshape(q.shape), dk[:, :, :s], dv[:, :, :s]

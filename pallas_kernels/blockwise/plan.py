@@ -1,0 +1,115 @@
+"""Which blocks of queries and keys meet, for the Pallas bodies of blockwise.
+
+A body works on rows of queries: the G heads of a KV head one after another, so that every key block
+is read once for all of them. Positions are data, so blocks that do not see each other are found
+here, on the device, and listed; a body walks each list and nothing else.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax.numpy as jnp
+
+from pallas_kernels import softmax
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Bool, Float, Int
+
+
+class Sight(NamedTuple):
+    """Static options of a call.
+
+    Attributes:
+      window, scale, softcap: as in ``api.blockwise``.
+      interpret: how Pallas runs the body.
+    """
+
+    window: int | None
+    scale: float
+    softcap: float | None
+    interpret: Any
+
+
+class Rows(NamedTuple):
+    """Operands of a body, padded to whole blocks.
+
+    A is the number of query heads a body sees: K when the heads of a KV head are folded into rows, N
+    when each is its own.
+    """
+
+    q: Float[Array, "B A R H"]
+    k: Float[Array, "B K S H"]
+    q_pos: Int[Array, "B R"]
+    k_pos: Int[Array, "B S"]
+    admit: Int[Array, "B K S"] | None
+
+
+def padded(x: Array, axis: int, to: int, fill: int | float = 0) -> Array:
+    """x with ``axis`` padded to a multiple of ``to``."""
+    pad = [(0, 0)] * x.ndim
+    pad[axis] = (0, -x.shape[axis] % to)
+    return jnp.pad(x, pad, constant_values=fill) if pad[axis][1] else x
+
+
+def rows(
+    q: Float[Array, "B N T H"],
+    k: Float[Array, "B K S H"],
+    q_pos: Int[Array, "B T"],
+    k_pos: Int[Array, "B S"],
+    admit: Bool[Array, "B K S"] | None,
+    block_q: int,
+    block_k: int,
+    *,
+    folded: bool,
+) -> Rows:
+    """The operands as a body takes them. Products run in the dtype of the keys."""
+    b, n, t, h = q.shape
+    heads = k.shape[1]
+    q = q.astype(k.dtype)
+    if folded:
+        q = q.reshape(b, heads, n // heads * t, h)
+        q_pos = jnp.tile(q_pos, (1, n // heads))
+    return Rows(
+        padded(q, 2, block_q),
+        padded(k, 2, block_k),
+        padded(q_pos, 1, block_q, softmax.EMPTY),
+        padded(k_pos, 1, block_k, softmax.EMPTY),
+        None if admit is None else padded(admit.astype(jnp.int32), 2, block_k),
+    )
+
+
+def meetings(x: Rows, window: int | None, block_q: int, block_k: int) -> Bool[Array, "Z K I J"]:
+    """Whether any query of block i may see any key of block j; one K for all heads without admission."""
+    b = x.q_pos.shape[0]
+    far = jnp.iinfo(jnp.int32).max // 2
+    q_pos, k_pos = x.q_pos.reshape(b, 1, -1, 1, block_q), x.k_pos.reshape(b, 1, 1, -1, block_k)
+    q_hi, k_hi = jnp.max(q_pos, axis=-1), jnp.max(k_pos, axis=-1)
+    q_lo = jnp.min(jnp.where(q_pos >= 0, q_pos, far), axis=-1)
+    k_lo = jnp.min(jnp.where(k_pos >= 0, k_pos, far), axis=-1)
+    see = (k_lo <= q_hi) & (k_hi >= 0) & (q_hi >= 0)
+    if window is None:
+        return see
+    near = q_lo - k_hi < window
+    if x.admit is not None:
+        admitted = (x.admit > 0).reshape(b, -1, 1, k_pos.shape[3], block_k)
+        near = near | jnp.any(admitted & (k_pos >= 0), axis=-1)
+    return see & near
+
+
+class Walk(NamedTuple):
+    """For each block of one side the blocks of the other it meets, those first, and how many they are."""
+
+    order: Int[Array, "Z K I J"]
+    length: Int[Array, "Z K I"]
+
+    @property
+    def heads(self) -> int:
+        """1 when all heads share the lists."""
+        return self.order.shape[1]
+
+
+def walk(pairs: Bool[Array, "Z K I J"]) -> Walk:
+    """Lists of each i's meetings."""
+    order = jnp.argsort(~pairs, axis=-1, stable=True).astype(jnp.int32)
+    return Walk(order, jnp.sum(pairs, axis=-1, dtype=jnp.int32))

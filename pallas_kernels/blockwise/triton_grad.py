@@ -1,0 +1,106 @@
+"""The backward pass of blockwise on GPU: one body for keys and values, one for queries."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.blockwise import plan
+from pallas_kernels.blockwise import tiles as mine
+from pallas_kernels.blockwise.triton import Grid, Operand, blocks, heads_first, over, wide
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Bool, Float, Int
+
+
+def _key_body(sight: plan.Sight, bq: int, narrowed: bool) -> Callable[..., None]:
+    def body(
+        listed: Any, q: Any, up: Any, lse: Any, delta: Any, k: Any, v: Any, q_pos: Any, k_pos: Any, *refs: Any
+    ) -> None:
+        admit, (to_k, to_v) = (refs[0], refs[1:]) if narrowed else (None, refs)
+        keys, values, at = k[...], v[...], k_pos[...][:, None]
+        let = None if admit is None else admit[...][:, None]
+
+        def visit(cut: Any, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+            seen = mine.Seen(q_pos[cut][None, :], at, let)
+            side = mine.Side(q[cut, :], up[cut, :], lse[cut][None, :], delta[cut][None, :])
+            return mine.key_gradient(sight, keys, values, side, seen, *carry)
+
+        nothing = jnp.zeros(keys.shape, jnp.float32)
+        to_k[...], to_v[...] = over(listed, bq, visit, (nothing, nothing))
+
+    return body
+
+
+def _query_body(sight: plan.Sight, bk: int, narrowed: bool) -> Callable[..., None]:
+    def body(
+        listed: Any, q: Any, up: Any, lse: Any, delta: Any, k: Any, v: Any, q_pos: Any, k_pos: Any, *refs: Any
+    ) -> None:
+        admit, (to_q,) = (refs[0], refs[1:]) if narrowed else (None, refs)
+        side = mine.Side(q[...], up[...], lse[...][:, None], delta[...][:, None])
+        at = q_pos[...][:, None]
+
+        def visit(cut: Any, dq: Array) -> Array:
+            seen = mine.Seen(at, k_pos[cut][None, :], None if admit is None else admit[cut][None, :])
+            return mine.query_gradient(sight, k[cut, :], v[cut, :], side, seen, dq)
+
+        to_q[...] = over(listed, bk, visit, jnp.zeros(side.q.shape, jnp.float32))
+
+    return body
+
+
+@functools.partial(jax.jit, static_argnames=("window", "scale", "softcap", "interpret"))
+def backward(
+    q: Float[Array, "B N T H"],
+    k: Float[Array, "B K S H"],
+    v: Float[Array, "B K S H"],
+    q_pos: Int[Array, "B T"],
+    k_pos: Int[Array, "B S"],
+    admit: Bool[Array, "B K S"] | None,
+    lse: Float[Array, "B N T"],
+    delta: Float[Array, "B N T"],
+    up: Float[Array, "B N T H"],
+    *,
+    window: int | None,
+    scale: float,
+    softcap: float | None = None,
+    interpret: Any = False,
+) -> tuple[Array, Array, Array]:
+    """(dq, dk, dv) in float32; k and v are finite everywhere. See ``grad.py``."""
+    (b, n, t, h), heads, s = q.shape, k.shape[1], k.shape[2]
+    count = n // heads * t
+    bq, bk = (max(16, x // 2) for x in blocks(count, h, k.dtype))
+    x = plan.rows(wide(q), wide(k), q_pos, k_pos, admit, bq, bk, folded=True)
+    pairs = plan.meetings(x, window, bq, bk)
+    sight = plan.Sight(window, scale, softcap, interpret)
+    fold = functools.partial(plan.padded, axis=2, to=bq)
+    arrays = [
+        x.q,
+        fold(wide(up.astype(k.dtype)).reshape(b, heads, count, -1)),
+        *(fold(y.reshape(b, heads, count)) for y in (lse, delta)),
+    ]
+    keys = [x.k, wide(plan.padded(v, 2, bk))]
+    narrow = [] if x.admit is None else [x.admit]
+
+    def inputs(q_block: int | None, k_block: int | None) -> list[Operand]:
+        return [
+            *((y, q_block) for y in arrays),
+            *((y, k_block) for y in keys),
+            (heads_first(x.q_pos), q_block),
+            (heads_first(x.k_pos), k_block),
+            *((y, k_block) for y in narrow),
+        ]
+
+    grid = Grid(b, heads, plan.walk(pairs.swapaxes(2, 3)), interpret)
+    body = _key_body(sight, bq, bool(narrow))
+    like = jax.ShapeDtypeStruct(x.k.shape, jnp.float32)
+    dk, dv = grid.run(body, "blockwise_keys_gradient", inputs(None, bk), [(like, bk)] * 2)
+    grid = Grid(b, heads, plan.walk(pairs), interpret)
+    body = _query_body(sight, bk, bool(narrow))
+    like = jax.ShapeDtypeStruct(x.q.shape, jnp.float32)
+    (dq,) = grid.run(body, "blockwise_queries_gradient", inputs(bq, None), [(like, bq)])
+    return dq[:, :, :count, :h].reshape(q.shape), dk[:, :, :s, :h], dv[:, :, :s, :h]

@@ -1,0 +1,92 @@
+"""The differences between jax 0.7.2 and 0.12 that Pallas bodies and their tests meet, all in one place.
+
+* ``pl.load`` is gone after 0.7: masked loads of Triton bodies are ``triton.load`` on every version.
+* Races found by the TPU interpreter: 0.7 and 0.10 record them, 0.12 raises.
+* Triton's lowering warns of its deprecation since 0.11: silenced by pytest's filter, shown to users.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import jax
+from jax.experimental.pallas import tpu as pltpu
+from jax.experimental.pallas import triton as plt
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
+
+if TYPE_CHECKING:
+    from jaxtyping import Array
+
+Axis = Literal["parallel", "arbitrary"]
+
+VMEM_LIMIT = 48 << 20
+"""Bytes of VMEM a TPU body may use: v5p and 7x have 64 MiB, and the default is 16."""
+
+
+def tpu_params(axes: Sequence[Axis], *, bounds_checks: bool = True) -> Any:
+    """Compiler parameters of a TPU body with these grid axes.
+
+    ``bounds_checks=False`` saves about 15 bundles a DMA; only for bodies whose ids were made safe before.
+    """
+    return pltpu.CompilerParams(
+        dimension_semantics=tuple(axes),
+        vmem_limit_bytes=VMEM_LIMIT,
+        disable_bounds_checks=not bounds_checks,
+    )
+
+
+def triton_params(*, warps: int, stages: int) -> Any:
+    """Compiler parameters of a GPU body."""
+    return plt.CompilerParams(num_warps=warps, num_stages=stages)
+
+
+def load(ref: Any, mask: Array, other: float = 0) -> Array:
+    """A masked load in a GPU body. On an interpreter all indices of ``ref.at`` are arrays, or none is."""
+    return plt.load(ref, mask=mask, other=other)
+
+
+def tpu_interpreter(**options: Any) -> Any:
+    """Parameters of the TPU interpreter: NaN in fresh memory, DMAs that run only when waited for."""
+    return pltpu.InterpretParams(**options)
+
+
+def races_found() -> bool:
+    """Whether the last interpreted TPU body had a race (0.12 raises RuntimeError instead)."""
+    for name in ("interpret.interpret_pallas_call", "interpret"):
+        try:
+            module = importlib.import_module(f"jax._src.pallas.mosaic.{name}")
+        except ModuleNotFoundError:
+            continue
+        if hasattr(module, "races"):
+            if module.races is None:
+                raise ValueError("races_found() before any body has run on the TPU interpreter. Run one.")
+            return bool(module.races.races_found)
+    raise NotImplementedError(f"jax {jax.__version__} keeps its race detector where compat.py does not look.")
+
+
+@contextlib.contextmanager
+def lowering_for(kind: str, cores: int, platform: str) -> Iterator[None]:
+    """Trace and lower for a device that is not here, e.g. ("TPU v5 lite", 1, "tpu").
+
+    Pallas asks the mesh for the device it lowers for; without one it asks the CPU and fails.
+    """
+    known: dict[str, Any] = {"device_kind": kind, "num_cores": cores}
+    with contextlib.suppress(TypeError):  # 0.7 and 0.8 have no field for the platform
+        AbstractDevice(**known, platform=platform)
+        known["platform"] = platform
+    mesh = AbstractMesh(
+        (1,), ("_",), axis_types=(AxisType.Explicit,), abstract_device=AbstractDevice(**known)
+    )
+    with jax.sharding.use_abstract_mesh(mesh):
+        yield
+
+
+def lowering_platform() -> str:
+    """The platform being traced for: that of ``lowering_for``, else of the default backend."""
+    device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
+    if device is None:
+        return jax.default_backend()
+    return getattr(device, "platform", None) or ("tpu" if device.device_kind.startswith("TPU") else "gpu")

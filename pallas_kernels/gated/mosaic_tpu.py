@@ -1,0 +1,79 @@
+"""gated on TPU: the forward pass, and the operation with its gradient."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from pallas_kernels import tiles as common
+from pallas_kernels.gated import mosaic_tpu_plan as planning
+from pallas_kernels.gated import tiles
+from pallas_kernels.gated.mosaic_tpu_grad import backward
+from pallas_kernels.gated.mosaic_tpu_plan import LANES, Plan
+from pallas_kernels.gated.vjp import Rule, differentiable
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float, Int
+
+
+def _body(plan: Plan) -> Any:
+    bq, bk = plan.bq, plan.bk
+
+    def body(
+        ends: Any, q: Any, k: Any, v: Any, gate: Any, out: Any, lse: Any, m: Any, l: Any, o: Any
+    ) -> None:
+        i, j, length = pl.program_id(2), pl.program_id(3), ends[pl.program_id(0)]
+
+        @pl.when(j == 0)
+        def _() -> None:
+            m[...] = jnp.full_like(m, common.HIDDEN)
+            l[...] = jnp.zeros_like(l)
+            o[...] = jnp.zeros_like(o)
+
+        @pl.when((j <= plan.last(i)) & (i * bq < length))
+        def _() -> None:
+            place = tiles.by_query(i * bq, j * bk, bq, bk, length)
+            stats = (m[:, :1], l[:, :1], o[...])
+            new_m, new_l, o[...] = tiles.grow(stats, q[...], k[...], v[...], gate[...], place, plan.rule)
+            m[...] = jnp.broadcast_to(new_m, m.shape)
+            l[...] = jnp.broadcast_to(new_l, l.shape)
+
+        @pl.when(j == plan.last(i))
+        def _() -> None:
+            out[...], column = common.finish((m[:, :1], l[:, :1], o[...]))
+            lse[...] = planning.row(column)
+
+    return body
+
+
+def _forward(
+    q: Float[Array, "B N T H"],
+    k: Float[Array, "B K T H"],
+    v: Float[Array, "B K T H"],
+    log_gate: Float[Array, "B K T"],
+    lengths: Int[Array, " B"] | None,
+    rule: Rule,
+) -> tuple[Float[Array, "B N T H"], Float[Array, "B N T"]]:
+    t, plan = q.shape[2], planning.plan_of(q, k, rule)
+    at = planning.query_major(plan)
+    q_all, k_all, v_all = (planning.padded(x, plan.t) for x in (q.astype(k.dtype), k, v))
+    out, lse = planning.call(
+        plan,
+        _body(plan),
+        "forward",
+        (plan.b, plan.n, plan.nq, plan.nk),
+        planning.ends_of(lengths, q),
+        [(q_all, at.q), (k_all, at.k), (v_all, at.k), (planning.as_rows(log_gate, plan.t), at.k_row)],
+        [
+            (planning.shape(plan.b, plan.n, plan.t, plan.h), at.q),
+            (planning.shape(plan.b, plan.n, 1, plan.t), at.q_row),
+        ],
+        [(plan.bq, LANES), (plan.bq, LANES), (plan.bq, plan.h)],
+        2,
+    )
+    return out[:, :, :t], lse[:, :, 0, :t]
+
+
+gated = differentiable(_forward, backward)

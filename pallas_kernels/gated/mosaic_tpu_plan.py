@@ -1,0 +1,192 @@
+"""What gated's TPU passes share: sizes, blocks and how a pass is called.
+
+Grids go over tiles, the innermost axis summing into VMEM. Index maps of steps that causality leaves out
+repeat the block that is there already, so such steps move nothing. Statistics of queries travel as rows
+[B, N, 1, T] and are turned to columns once a block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels import compat
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float, Int
+
+    from pallas_kernels.gated.vjp import Rule
+
+BLOCK = 512
+LANES = 128
+
+
+class Plan(NamedTuple):
+    """Static sizes of a call; t is a multiple of both blocks, of which one divides the other."""
+
+    b: int
+    n: int
+    heads: int
+    t: int
+    h: int
+    bq: int
+    bk: int
+    rule: Rule
+
+    @property
+    def nq(self) -> int:
+        """Blocks of queries."""
+        return self.t // self.bq
+
+    @property
+    def nk(self) -> int:
+        """Blocks of keys."""
+        return self.t // self.bk
+
+    @property
+    def group(self) -> int:
+        """Query heads of a KV head."""
+        return self.n // self.heads
+
+    def last(self, i: Array) -> Array:
+        """The last block of keys that block i of queries sees."""
+        return ((i + 1) * self.bq - 1) // self.bk
+
+    def first(self, j: Array) -> Array:
+        """The first block of queries that sees block j of keys."""
+        return (j * self.bk) // self.bq
+
+
+class Blocks(NamedTuple):
+    """What a step of a grid has of arrays like q, lse, k and log_gate."""
+
+    q: pl.BlockSpec
+    q_row: pl.BlockSpec
+    k: pl.BlockSpec
+    k_row: pl.BlockSpec
+
+
+def plan_of(q: Array, k: Array, rule: Rule) -> Plan:
+    """Sizes for these arrays."""
+    b, n, t, h = q.shape
+    bq, bk = rule.blocks or (min(BLOCK, -(-t // LANES) * LANES),) * 2
+    size = max(bq, bk)
+    return Plan(b, n, k.shape[1], -(-t // size) * size, h, bq, bk, rule)
+
+
+def query_major(plan: Plan) -> Blocks:
+    """Of grid (B, N, nq, nk)."""
+
+    def q(b: Array, n: Array, i: Array, j: Array, *_: Any) -> tuple[Any, ...]:
+        return b, n, i
+
+    def k(b: Array, n: Array, i: Array, j: Array, *_: Any) -> tuple[Any, ...]:
+        return b, n // plan.group, jnp.minimum(j, plan.last(i))
+
+    return _blocks(plan, q, k)
+
+
+def key_major(plan: Plan) -> Blocks:
+    """Of grid (B, K, nk, G nq): the query heads of a KV head one after the other."""
+
+    def q(b: Array, kv: Array, j: Array, step: Array, *_: Any) -> tuple[Any, ...]:
+        i = jnp.maximum(jax.lax.rem(step, plan.nq), plan.first(j))
+        return b, kv * plan.group + step // plan.nq, i
+
+    def k(b: Array, kv: Array, j: Array, step: Array, *_: Any) -> tuple[Any, ...]:
+        return b, kv, j
+
+    return _blocks(plan, q, k)
+
+
+def _blocks(plan: Plan, q: Any, k: Any) -> Blocks:
+    def wide(size: int, at: Any) -> pl.BlockSpec:
+        return pl.BlockSpec((None, None, size, plan.h), lambda *step: (*at(*step), 0))
+
+    def row(size: int, at: Any) -> pl.BlockSpec:
+        def place(*step: Any) -> tuple[Any, ...]:
+            b, head, block = at(*step)
+            return b, head, 0, block
+
+        return pl.BlockSpec((None, None, 1, size), place)
+
+    return Blocks(wide(plan.bq, q), row(plan.bq, q), wide(plan.bk, k), row(plan.bk, k))
+
+
+def padded(x: Array, t: int) -> Array:
+    """x [B, N, T, ...] with zeros up to t positions."""
+    return jnp.pad(x, [(0, 0), (0, 0), (0, t - x.shape[2]), *[(0, 0)] * (x.ndim - 3)])
+
+
+def as_rows(x: Float[Array, "B N T"], t: int) -> Float[Array, "B N 1 T"]:
+    """Numbers of each position as rows of blocks."""
+    return padded(x.astype(jnp.float32), t)[:, :, None]
+
+
+def column(row: Float[Array, "1 R"]) -> Float[Array, "R 128"]:
+    """In a body: a row as a column, in every lane."""
+    return jnp.transpose(jnp.broadcast_to(row, (LANES, row.shape[1])))
+
+
+def row(column: Float[Array, "R 1"]) -> Float[Array, "1 R"]:
+    """In a body: a column as a row."""
+    return jnp.transpose(jnp.broadcast_to(column, (column.shape[0], LANES)))[:1]
+
+
+def ends_of(lengths: Int[Array, " B"] | None, q: Array) -> Int[Array, " B"]:
+    """The length of each row."""
+    return jnp.full(q.shape[0], q.shape[2], jnp.int32) if lengths is None else lengths.astype(jnp.int32)
+
+
+def shape(*size: int) -> jax.ShapeDtypeStruct:
+    """Of a float32 output."""
+    return jax.ShapeDtypeStruct(size, jnp.float32)
+
+
+def call(
+    plan: Plan,
+    body: Any,
+    name: str,
+    grid: tuple[int, ...],
+    ends: Array,
+    inputs: Sequence[tuple[Any, pl.BlockSpec]],
+    outputs: Sequence[tuple[Any, pl.BlockSpec]],
+    scratch: Sequence[tuple[int, ...]],
+    products: int,
+) -> list[Array]:
+    """Run ``body(ends, *inputs, *outputs, *scratch)`` over a grid.
+
+    Args:
+      plan: sizes.
+      body: the kernel.
+      name: of the pass.
+      grid: the last axis of which sums.
+      ends: the length of each row, in SMEM.
+      inputs, outputs: arrays or shapes and their blocks.
+      scratch: shapes of float32 scratch.
+      products: matrix products a tile takes, for the cost estimate.
+    """
+    pairs = plan.b * plan.n * plan.t * plan.t // 2
+    moved = sum(x.size * x.dtype.itemsize for x, _ in (*inputs, *outputs))
+    return pl.pallas_call(
+        body,
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=grid,
+            in_specs=[spec for _, spec in inputs],
+            out_specs=[spec for _, spec in outputs],
+            scratch_shapes=[pltpu.VMEM(size, jnp.float32) for size in scratch],
+        ),
+        out_shape=[x for x, _ in outputs],
+        compiler_params=compat.tpu_params(("parallel", "parallel", "parallel", "arbitrary")),
+        cost_estimate=pl.CostEstimate(
+            flops=2 * products * pairs * plan.h, transcendentals=pairs, bytes_accessed=moved
+        ),
+        interpret=plan.rule.interpret,
+        name=f"gated_{name}",
+    )(ends, *(x for x, _ in inputs))

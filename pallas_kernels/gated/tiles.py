@@ -1,0 +1,100 @@
+"""Tiles of gated, forward and backward, as pure functions on values (see ``pallas_kernels.tiles``).
+
+A tile has queries as rows, its statistics, gate and positions being columns of queries and rows of keys;
+or it is the other way about, as ``key_gradients`` wants it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import tiles
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Bool, Float, Int
+
+    from pallas_kernels.gated.vjp import Rule
+
+
+class Place(NamedTuple):
+    """Where a tile lies: positions of its queries and keys, and the row's length."""
+
+    i: Int[Array, " ..."]
+    j: Int[Array, " ..."]
+    length: Int[Array, ""]
+
+
+def by_query(first_query: Array, first_key: Array, rows: int, keys: int, length: Array) -> Place:
+    """A tile with queries as rows."""
+    i = first_query + jax.lax.broadcasted_iota(jnp.int32, (rows, 1), 0)
+    return Place(i, first_key + jax.lax.broadcasted_iota(jnp.int32, (1, keys), 1), length)
+
+
+def by_key(first_query: Array, first_key: Array, rows: int, keys: int, length: Array) -> Place:
+    """A tile with keys as rows."""
+    i = first_query + jax.lax.broadcasted_iota(jnp.int32, (1, rows), 1)
+    return Place(i, first_key + jax.lax.broadcasted_iota(jnp.int32, (keys, 1), 0), length)
+
+
+def scores(
+    a: Array, b: Array, gate: Array, place: Place, rule: Rule
+) -> tuple[Float[Array, "R S"], Float[Array, "R S"], Bool[Array, "R S"], Bool[Array, "R S"]]:
+    """(capped, biased, visible, biased at all) scores of a times b transposed."""
+    capped = tiles.cap(tiles.product_nt(a, b) * rule.scale, rule.softcap)
+    see = (place.j <= place.i) & (place.i < place.length)
+    far = place.i - place.j >= rule.window
+    return capped, capped + jnp.where(far, gate, 0.0), see, far
+
+
+def grow(
+    stats: tiles.Stats, q: Array, k: Array, v: Array, gate: Array, place: Place, rule: Rule
+) -> tiles.Stats:
+    """The forward statistics after one more tile of keys; ``gate`` is a row."""
+    _, s, see, _ = scores(q, k, gate, place, rule)
+    return tiles.grow(stats, s, see, lambda p: tiles.product_nn(p.astype(v.dtype), v))
+
+
+def _raw(ds: Array, capped: Array, rule: Rule) -> Array:
+    """The gradient of a capped score to that of the product of q and k."""
+    return ds * rule.scale if rule.softcap is None else ds * rule.scale * (1.0 - (capped / rule.softcap) ** 2)
+
+
+def query_gradient(
+    q: Array,
+    k: Array,
+    v: Array,
+    gate: Float[Array, "1 S"],
+    d_out: Array,
+    lse: Float[Array, "R 1"],
+    delta: Float[Array, "R 1"],
+    place: Place,
+    rule: Rule,
+) -> Float[Array, "R H"]:
+    """What one tile of keys adds to dq."""
+    capped, s, see, _ = scores(q, k, gate, place, rule)
+    p = tiles.probabilities(s, see, lse)
+    ds = p * (tiles.product_nt(d_out, v) - delta)
+    return tiles.product_nn(_raw(ds, capped, rule).astype(k.dtype), k)
+
+
+def key_gradients(
+    q: Array,
+    k: Array,
+    v: Array,
+    gate: Float[Array, "S 1"],
+    d_out: Array,
+    lse: Float[Array, "1 R"],
+    delta: Float[Array, "1 R"],
+    place: Place,
+    rule: Rule,
+) -> tuple[Float[Array, "S H"], Float[Array, "S H"], Float[Array, "S 1"]]:
+    """What one tile of queries adds to dk, dv and d log_gate."""
+    capped, s, see, far = scores(k, q, gate, place, rule)
+    p = tiles.probabilities(s, see, lse)
+    ds = p * (tiles.product_nt(v, d_out) - delta)
+    d_gate = jnp.sum(jnp.where(far, ds, 0.0), axis=1, keepdims=True)
+    dk = tiles.product_nn(_raw(ds, capped, rule).astype(q.dtype), q)
+    return dk, tiles.product_nn(p.astype(d_out.dtype), d_out), d_gate

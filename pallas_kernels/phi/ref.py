@@ -1,0 +1,112 @@
+"""phi by definition (METHODS: Top-K retrieval with φ completion), everything in float32."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import softmax
+from pallas_kernels.phi.summary import Summary
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Bool, Float
+
+EXACT = jax.lax.Precision.HIGHEST
+
+
+def shifted(
+    log_k: Float[Array, "B K S F"], shift: Float[Array, "B K F"], there: Bool[Array, "B K S"]
+) -> Float[Array, "B K S F"]:
+    """exp(log_k - shift) of the tokens that are there, 0 of the others."""
+    a = softmax.hide(log_k.astype(jnp.float32), there[..., None])
+    return jnp.exp(a - softmax.finite(shift)[..., None, :])
+
+
+def sums(
+    log_k: Float[Array, "B K S F"],
+    v: Float[Array, "B K S H"],
+    there: Bool[Array, "B K S"],
+    shift: Float[Array, "B K F"],
+) -> tuple[Float[Array, "B K F"], Float[Array, "B K F H"]]:
+    """The sums over tokens of exp(log_k - shift) and of the same times v; float32."""
+    e = shifted(log_k, shift, there)
+    v = jnp.where(there[..., None], v.astype(jnp.float32), 0.0)
+    return jnp.sum(e, axis=-2), jnp.einsum("bksf,bksh->bkfh", e, v, precision=EXACT)
+
+
+def built(
+    sums: Callable[..., tuple[Array, Array]],
+    log_k: Float[Array, "B K S F"],
+    v: Float[Array, "B K S H"],
+    there: Bool[Array, "B K S"],
+    onto: Summary | None,
+) -> Summary:
+    """Tokens joined to ``onto``, with one implementation's ``sums``."""
+    hidden = softmax.hide(jax.lax.stop_gradient(log_k).astype(jnp.float32), there[..., None])
+    shift = jnp.max(hidden, axis=-2, initial=-jnp.inf)
+    if onto is None:
+        return Summary(shift, *sums(log_k, v, there, shift))
+    shift = jnp.maximum(shift, onto.shift)
+    weight, values = sums(log_k, v, there, shift)
+    keep = jnp.exp(onto.shift - softmax.finite(shift))
+    return Summary(shift, weight + keep * onto.weight, values + keep[..., None] * onto.values)
+
+
+def subtracted(
+    sums: Callable[..., tuple[Array, Array]],
+    summary: Summary,
+    log_k: Float[Array, "B K S F"],
+    v: Float[Array, "B K S H"],
+    there: Bool[Array, "B K S"],
+    floor: float,
+) -> Summary:
+    """``summary`` without these tokens, with one implementation's ``sums``."""
+    weight, values = sums(log_k, v, there, summary.shift)
+    rest = jnp.maximum(summary.weight - weight, floor * summary.weight)
+    return Summary(summary.shift, rest, summary.values - values)
+
+
+@jax.jit
+def build(
+    log_k: Float[Array, "B K S F"],
+    v: Float[Array, "B K S H"],
+    there: Bool[Array, "B K S"],
+    onto: Summary | None,
+) -> Summary:
+    """See ``api.phi_build``."""
+    return built(sums, log_k, v, there, onto)
+
+
+@functools.partial(jax.jit, static_argnames="floor")
+def subtract(
+    summary: Summary,
+    log_k: Float[Array, "B K S F"],
+    v: Float[Array, "B K S H"],
+    there: Bool[Array, "B K S"],
+    *,
+    floor: float,
+) -> Summary:
+    """See ``api.phi_subtract``."""
+    return subtracted(sums, summary, log_k, v, there, floor)
+
+
+@jax.jit
+def evaluate(
+    summary: Summary, log_q: Float[Array, "B N T F"]
+) -> tuple[Float[Array, "B N T H"], Float[Array, "B N T"]]:
+    """See ``api.phi_evaluate``."""
+    b, n, t, f = log_q.shape
+    heads, h = summary.shift.shape[1], summary.values.shape[-1]
+    some = summary.weight > 0
+    u = jnp.where(some, summary.weight, 1.0)
+    amount = jnp.where(some, softmax.finite(summary.shift) + jnp.log(u), -jnp.inf)
+    a = log_q.astype(jnp.float32).reshape(b, heads, n // heads, t, f) + amount[:, :, None, None, :]
+    m = softmax.row_max(a)
+    p = softmax.weigh(a, m)
+    o = jnp.einsum("bkgtf,bkfh->bkgth", p, summary.values / u[..., None], precision=EXACT)
+    out, lse = softmax.finish(m, jnp.sum(p, axis=-1), o)
+    return out.reshape(b, n, t, h), lse.reshape(b, n, t)

@@ -1,0 +1,359 @@
+"""ragged_decode on TPU: a flat list of items, the pages of the next one on their way while one is read.
+
+The grid is the list (its real length, known on the device only). Pools stay in HBM; each item's
+pages come by one DMA each into one of two buffers. Statistics of a row live in VMEM from its first
+item to its last. An item's pages and live slots are numbers in SMEM, whose size bounds the lists.
+
+Layout: with H a multiple of 128 pools are read where they are. For other H, XLA keeps pools
+compactly and copies them to rows of 128 lanes on every call: such models want ``xla`` or padded heads.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels import compat, tiles
+from pallas_kernels.dispatch import Unsupported
+from pallas_kernels.ragged_decode import worklist
+from pallas_kernels.ragged_decode.ref import page_lists, spread
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Bool, Float, Int, Num
+
+ITEM_SLOTS = 1024
+"""Slots of an item, when a stream has few queries; half of it when it has more than FEW."""
+
+FEW = 64
+ROWS = 256
+"""Queries of a stream (G * T) taken together."""
+
+MOST_PAGES = 32
+SMEM_WORDS = 230_000
+LANES = 128
+
+
+class Plan(NamedTuple):
+    """Static sizes of a call: rows are blocks of ``rows`` queries of a stream, ``blocks`` a stream."""
+
+    groups: int
+    queries: int
+    rows: int
+    blocks: int
+    per_item: int
+    slots: int
+    h: int
+    scale: float
+    softcap: float | None
+    interpret: Any
+
+    @property
+    def width(self) -> int:
+        """Slots of an item."""
+        return self.per_item * self.slots
+
+
+def _plan(q: Array, k_pages: Array, ids: Array, **rest: Any) -> Plan:
+    (_, n, t, h), (_, size, _), (_, heads, j) = q.shape, k_pages.shape, ids.shape
+    total = n // heads * t
+    rows = min(total, ROWS)
+    wanted = ITEM_SLOTS if rows <= FEW else ITEM_SLOTS // 2
+    per_item = max(1, min(j, MOST_PAGES, wanted // size))
+    plan = Plan(n // heads, t, rows, -(-total // rows), per_item, size, h, **rest)
+    listed = ids.size + 5 * ids.shape[0] * heads * plan.blocks * -(-j // per_item)
+    if listed > SMEM_WORDS:
+        raise Unsupported(
+            f"ragged_decode(impl='mosaic_tpu'): lists of {listed} numbers exceed the {SMEM_WORDS} that SMEM "
+            "holds. Read fewer rows at a time, use larger pages, or impl='xla'."
+        )
+    return plan
+
+
+class Fetch(NamedTuple):
+    """The pages of an item: which pools, into which buffers, by way of which semaphores."""
+
+    pools: tuple[Any, ...]
+    buffers: tuple[Any, ...]
+    sem: Any
+    entry: Any
+    place: Any
+    held: Any
+    shift: int
+
+    def _each(self, item: Array, side: Array, act: str) -> None:
+        def page(p: Array, carry: Array) -> Array:
+            at = self.entry[self.place[item] + p] >> self.shift
+            for pool, buffer in zip(self.pools, self.buffers):
+                getattr(pltpu.make_async_copy(pool.at[at], buffer.at[side, p], self.sem.at[side]), act)()
+            return carry
+
+        jax.lax.fori_loop(0, self.held[item], page, jnp.int32(0))
+
+    def begin(self, item: Array, side: Array) -> None:
+        """Start all copies of an item."""
+        self._each(item, side, "start")
+
+    def end(self, item: Array, side: Array) -> None:
+        """Wait for all copies of an item."""
+        self._each(item, side, "wait")
+
+
+def _advance(fetch: Fetch, count: Any) -> tuple[Array, Array]:
+    """Wait for this item's pages, having asked for the next one's: (item, side of the buffers)."""
+    item = pl.program_id(0)
+    side = jax.lax.rem(item, 2)
+
+    @pl.when(item == 0)
+    def _() -> None:
+        fetch.begin(item, side)
+
+    @pl.when(item + 1 < count)
+    def _() -> None:
+        fetch.begin(item + 1, 1 - side)
+
+    fetch.end(item, side)
+    return item, side
+
+
+def _live(plan: Plan, fetch: Fetch, item: Array, p: Array | int) -> Array:
+    """Live slots of page p of an item; 0 of a page it does not hold."""
+    at = jnp.minimum(fetch.place[item] + p, fetch.entry.shape[0] - 1)
+    held = jnp.where(p < fetch.held[item], fetch.entry[at], 0)
+    return held & ((1 << worklist.shift(plan.slots)) - 1)
+
+
+def _visible(plan: Plan, fetch: Fetch, item: Array, chosen: Any) -> Bool[Array, "1 Y"]:
+    def page(p: int) -> Array:
+        slot = jax.lax.broadcasted_iota(jnp.int32, (1, plan.slots), 1)
+        return (slot < _live(plan, fetch, item, p)).astype(jnp.int32)
+
+    see = jnp.concatenate([page(p) for p in range(plan.per_item)], axis=1)
+    return (see if chosen is None else see * chosen[...]) > 0
+
+
+def _scores(plan: Plan, q: Array, k: Any, scales: Any, side: Array) -> Float[Array, "R Y"]:
+    """Capped scores of an item; the scales of int8 pages are folded into the queries."""
+    if scales is None:
+        s = tiles.product_nt(q, k[side].reshape(plan.width, plan.h))
+    else:
+
+        def page(p: int) -> Array:
+            mine = (q.astype(jnp.float32) * scales[side, p, 0:1]).astype(q.dtype)
+            return tiles.product_nt(mine, k[side, p].astype(q.dtype))
+
+        s = jnp.concatenate([page(p) for p in range(plan.per_item)], axis=1)
+    return tiles.cap(s * plan.scale, plan.softcap)
+
+
+def _mix(plan: Plan, p: Array, v: Any, scales: Any, side: Array, dtype: Any) -> Float[Array, "R H"]:
+    if scales is None:
+        return tiles.product_nn(p.astype(v.dtype), v[side].reshape(plan.width, plan.h))
+    out = jnp.zeros((p.shape[0], plan.h), jnp.float32)
+    for i in range(plan.per_item):
+        mine = p[:, i * plan.slots : (i + 1) * plan.slots].astype(dtype)
+        out += tiles.product_nn(mine, v[side, i].astype(dtype)) * scales[side, i, 1:2]
+    return out
+
+
+def _clear(plan: Plan, fetch: Fetch, item: Array, side: Array, v: Any, scales: Any) -> None:
+    """Zeros for dead slots and for pages not held, since 0 * NaN is NaN."""
+
+    def page(p: Array, carry: Array) -> Array:
+        live = _live(plan, fetch, item, p)
+        if scales is None:
+            slot = jax.lax.broadcasted_iota(jnp.int32, (plan.slots, plan.h), 0)
+            v[side, p] = jnp.where(slot < live, v[side, p], jnp.zeros((), v.dtype))
+        else:
+            scales[side, p] = jnp.where(live > 0, scales[side, p], 0.0)
+        return carry
+
+    jax.lax.fori_loop(0, plan.per_item, page, jnp.int32(0))
+
+
+def _split(refs: tuple[Any, ...], blocks: int, narrowed: bool, pools: int) -> tuple[Any, ...]:
+    """(*blocks, chosen bits or None, (pools), (the rest)) of a body's operands."""
+    chosen, after = (refs[blocks], blocks + 1) if narrowed else (None, blocks)
+    return *refs[:blocks], chosen, refs[after : after + pools], refs[after + pools :]
+
+
+def _read_body(plan: Plan, int8: bool, narrowed: bool) -> Any:
+    """The kernel: (items, entries, count, q, chosen?, pools) -> (out, lse)."""
+
+    def body(row: Any, place: Any, block: Any, held: Any, edge: Any, entry: Any, count: Any, *refs: Any):
+        del row, block
+        q, chosen, pools, (out, lse, *scratch) = _split(refs, 1, narrowed, 2 + int8)
+        buffers, (m, l, o, sem) = tuple(scratch[: 2 + int8]), scratch[2 + int8 :]
+        k, v, scales = (*buffers, None)[:3]
+        fetch = Fetch(pools, buffers, sem, entry, place, held, worklist.shift(plan.slots))
+        item, side = _advance(fetch, count[0])
+
+        @pl.when((edge[item] & worklist.FIRST) > 0)
+        def _() -> None:
+            m[...] = jnp.full_like(m, tiles.HIDDEN)
+            l[...] = jnp.zeros_like(l)
+            o[...] = jnp.zeros_like(o)
+
+        @pl.when((edge[item] & worklist.FULL) == 0)
+        def _() -> None:
+            _clear(plan, fetch, item, side, v, scales)
+
+        @pl.when(held[item] > 0)
+        def _() -> None:
+            s = _scores(plan, q[...], k, scales, side)
+            see = _visible(plan, fetch, item, chosen)
+            stats = (m[:, :1], l[:, :1], o[...])
+            new_m, new_l, o[...] = tiles.grow(
+                stats, s, see, lambda p: _mix(plan, p, v, scales, side, q.dtype)
+            )
+            m[...] = jnp.broadcast_to(new_m, m.shape)
+            l[...] = jnp.broadcast_to(new_l, l.shape)
+
+        @pl.when((edge[item] & worklist.LAST) > 0)
+        def _() -> None:
+            out[...], column = tiles.finish((m[:, :1], l[:, :1], o[...]))
+            lse[...] = jnp.broadcast_to(column, lse.shape)
+
+    return body
+
+
+def _mass_body(plan: Plan, int8: bool, narrowed: bool) -> Any:
+    """The kernel: (items, entries, count, q, lse, chosen?, K pool, scales?) -> mass of an item's slots."""
+
+    def body(row: Any, place: Any, block: Any, held: Any, edge: Any, entry: Any, count: Any, *refs: Any):
+        del block, edge
+        q, lse, chosen, pools, (mass, *scratch) = _split(refs, 2, narrowed, 1 + int8)
+        buffers, (sem,) = tuple(scratch[: 1 + int8]), scratch[1 + int8 :]
+        k, scales = (*buffers, None)[:2]
+        fetch = Fetch(pools, buffers, sem, entry, place, held, worklist.shift(plan.slots))
+        item, side = _advance(fetch, count[0])
+
+        @pl.when(held[item] > 0)
+        def _() -> None:
+            s = _scores(plan, q[...], k, scales, side)
+            p = tiles.probabilities(s, _visible(plan, fetch, item, chosen), lse[:, :1])
+            mass[...] = _by_head(plan, p, jax.lax.rem(row[item], plan.blocks))
+
+    return body
+
+
+def _by_head(plan: Plan, p: Float[Array, "R Y"], block: Array) -> Float[Array, "G Y"]:
+    """Sum over the queries of each of the G heads; queries lie head by head, ``block`` of them here."""
+    if plan.queries == 1 and plan.blocks == 1:
+        return p
+    shape = (plan.groups, plan.rows)
+    begin = jax.lax.broadcasted_iota(jnp.int32, shape, 0) * plan.queries
+    at = block * plan.rows + jax.lax.broadcasted_iota(jnp.int32, shape, 1)
+    mine = (at >= begin) & (at < begin + plan.queries)
+    return tiles.product_nn(mine.astype(jnp.float32), p)
+
+
+def _call(plan: Plan, body: Any, name: str, packed: worklist.Packed, inputs: Any, pools: Any, outputs: Any):
+    """Run a body over the items; ``inputs`` and ``outputs`` are (array or shape, block spec)."""
+    found, count = worklist.items(packed, plan.blocks, plan.per_item, plan.slots)
+    grid = (count,) if plan.interpret is False else (found.row.shape[0],)
+    buffers = [pltpu.VMEM((2, plan.per_item, *pool.shape[1:]), pool.dtype) for pool in pools]
+    scratch = [pltpu.VMEM((plan.rows, n), jnp.float32) for n in (LANES, LANES, plan.h)]
+    read = sum(pool[0].nbytes if hasattr(pool[0], "nbytes") else 0 for pool in pools)
+    flops = 4 * plan.rows * plan.width * plan.h
+    return pl.pallas_call(
+        body,
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=7,
+            grid=grid,
+            in_specs=[spec for _, spec in inputs] + [pl.BlockSpec(memory_space=pl.ANY)] * len(pools),
+            out_specs=[spec for _, spec in outputs],
+            scratch_shapes=[*buffers, *(scratch if name == "read" else ()), pltpu.SemaphoreType.DMA((2,))],
+        ),
+        out_shape=[shape for shape, _ in outputs],
+        compiler_params=compat.tpu_params(("arbitrary",), bounds_checks=False),
+        cost_estimate=pl.CostEstimate(
+            flops=flops * found.row.shape[0],
+            transcendentals=plan.rows * plan.width * found.row.shape[0],
+            bytes_accessed=read,
+        ),
+        interpret=plan.interpret,
+        name=f"ragged_decode_{name}",
+    )(*found, packed.entry.reshape(-1), count[None], *(x for x, _ in inputs), *pools)
+
+
+@functools.partial(jax.jit, static_argnames=("mass", "scale", "softcap", "interpret"))
+def ragged_decode(
+    q: Float[Array, "B N T H"],
+    k_pages: Num[Array, "P S H"],
+    v_pages: Num[Array, "P S H"],
+    table: Int[Array, "B K M"],
+    length: Int[Array, "B K"],
+    scales: Float[Array, "P 2 H"] | None,
+    pages: Int[Array, "B K J"] | None,
+    slots: Bool[Array, "B K J S"] | None,
+    *,
+    mass: bool,
+    scale: float,
+    softcap: float | None = None,
+    interpret: Any = False,
+) -> tuple[Array, ...]:
+    """See ``api.ragged_decode``."""
+    (b, n, t, h), (pool, size, _), heads = q.shape, k_pages.shape, table.shape[1]
+    ids, live = page_lists(table, length, pages, pool, size)
+    plan = _plan(q, k_pages, ids, scale=scale, softcap=softcap, interpret=interpret)
+    j, x = ids.shape[2], b * heads
+    packed = worklist.pack(ids.reshape(x, j), live.reshape(x, j), pool, size)
+    padded = plan.blocks * plan.rows
+    rows = q.reshape(x, -1, h).astype(q.dtype if scales is not None else k_pages.dtype)
+    rows = jnp.pad(rows, ((0, 0), (0, padded - rows.shape[1]), (0, 0)))
+    inputs = [(rows.reshape(-1, plan.rows, h), _by_row(plan, h))]
+    narrow = [] if slots is None else [_chosen(plan, slots.reshape(x, j, size), packed)]
+    quantised = [] if scales is None else [scales]
+    wide = jax.ShapeDtypeStruct((x * plan.blocks, plan.rows, LANES), jnp.float32)
+    outputs = [
+        (jax.ShapeDtypeStruct((*wide.shape[:2], h), jnp.float32), _by_row(plan, h)),
+        (wide, _by_row(plan, LANES)),
+    ]
+    body = _read_body(plan, scales is not None, slots is not None)
+    out, lse = _call(plan, body, "read", packed, inputs + narrow, [k_pages, v_pages, *quantised], outputs)
+    count = n // heads * t
+    found = out.reshape(x, padded, h)[:, :count].reshape(b, n, t, h)
+    lses = lse[..., 0].reshape(x, padded)[:, :count].reshape(b, n, t)
+    if not mass:
+        return found, lses
+    inputs.append((lse, _by_row(plan, LANES)))
+    received = _received(plan, packed, inputs + narrow, [k_pages, *quantised])
+    received = jnp.where((live > 0).reshape(x, 1, j, 1), received, 0.0)
+    return found, lses, spread(received.reshape(b, n, j, size), pages, table.shape[2])
+
+
+def _by_row(plan: Plan, width: int) -> pl.BlockSpec:
+    return pl.BlockSpec((None, plan.rows, width), lambda i, row, *_: (row[i], 0, 0))
+
+
+def _chosen(plan: Plan, slots: Array, packed: worklist.Packed) -> tuple[Array, pl.BlockSpec]:
+    blocks, longest = plan.blocks, -(-slots.shape[1] // plan.per_item)
+
+    def at(i: Array, row: Any, place: Any, block: Any, *_: Any) -> tuple[Array, int, int]:
+        return jax.lax.div(row[i], blocks) * longest + block[i], 0, 0
+
+    return worklist.arrange(slots, packed, plan.per_item), pl.BlockSpec((None, 1, plan.width), at)
+
+
+def _received(plan: Plan, packed: worklist.Packed, inputs: Any, pools: Any) -> Float[Array, "X G J S"]:
+    """The second pass: mass of every listed slot; garbage where no item went."""
+    streams, j = packed.entry.shape
+    longest = -(-j // plan.per_item)
+
+    def at(i: Array, row: Any, place: Any, block: Any, *_: Any) -> tuple[Array, int, int]:
+        return row[i] * longest + block[i], 0, 0
+
+    shape = (streams * plan.blocks * longest, plan.groups, plan.width)
+    outputs = [(jax.ShapeDtypeStruct(shape, jnp.float32), pl.BlockSpec((None, plan.groups, plan.width), at))]
+    narrowed = len(inputs) == 3
+    (found,) = _call(
+        plan, _mass_body(plan, len(pools) == 2, narrowed), "mass", packed, inputs, pools, outputs
+    )
+    found = found.reshape(streams, plan.blocks, longest, plan.groups, plan.per_item, plan.slots)
+    found = jnp.sum(found, axis=1).transpose(0, 1, 3, 2, 4).reshape(streams, -1, plan.groups, plan.slots)
+    return worklist.unpack(found[:, :j], packed).swapaxes(1, 2)

@@ -1,0 +1,110 @@
+"""What the Pallas bodies of ragged_decode walk: live pages packed in front, and a flat list of items.
+
+An item is up to ``per_item`` live pages of one row, so that the number of items follows the live
+pages, not the longest list. A row is one stream's queries, or a block of them when they are many.
+
+  stream    pages    per_item = 2            items of row 0 | of row 1 | of row 2
+  0         7 3 9                            (7 3) (9)        (4)        ()
+  1         4                                first last       both       both, no pages
+  2         -
+
+Every row has at least one item, so that its output is always written. The list has a static length;
+items past the real ones repeat the last one and hold no pages.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.dispatch import Unsupported
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Bool, Int
+
+FIRST, LAST, FULL = 1, 2, 4
+"""Bits of ``Items.edge``: opens its row, closes it, and has no dead slot in any of its pages."""
+
+
+class Packed(NamedTuple):
+    """Each stream's live pages in front of its list.
+
+    Attributes:
+      entry: id and live slots of a page in one number, ``id << shift | live``; 0 past the live pages.
+      order: place in the original list of each entry.
+      held: live pages of each stream.
+    """
+
+    entry: Int[Array, "X J"]
+    order: Int[Array, "X J"]
+    held: Int[Array, " X"]
+
+
+class Items(NamedTuple):
+    """One number an item: its row, its first entry in the flat list, its block of the row, pages, bits."""
+
+    row: Int[Array, " W"]
+    place: Int[Array, " W"]
+    block: Int[Array, " W"]
+    held: Int[Array, " W"]
+    edge: Int[Array, " W"]
+
+
+def shift(slots: int) -> int:
+    """Bits that hold a page's number of live slots, 0 to ``slots``."""
+    return slots.bit_length()
+
+
+def pack(ids: Int[Array, "X J"], live: Int[Array, "X J"], pool: int, slots: int) -> Packed:
+    """Live pages first, in their order.
+
+    Raises:
+      Unsupported: pool and page are so large that id and live slots do not fit 31 bits.
+    """
+    if pool << shift(slots) >= 1 << 31:
+        raise Unsupported(f"ragged_decode: {pool} pages of {slots} slots do not fit one number. Use 'xla'.")
+    there = live > 0
+    order = jnp.argsort(~there, axis=1, stable=True).astype(jnp.int32)
+    entry = jnp.where(there, (ids << shift(slots)) | live, 0).astype(jnp.int32)
+    return Packed(jnp.take_along_axis(entry, order, axis=1), order, jnp.sum(there, axis=1, dtype=jnp.int32))
+
+
+def unpack(x: Array, packed: Packed) -> Array:
+    """[X, J, ...] in packed order back to the order of the lists."""
+    back = jnp.argsort(packed.order, axis=1)
+    return jax.vmap(lambda row, at: row[at])(x, back)
+
+
+def items(packed: Packed, blocks: int, per_item: int, slots: int) -> tuple[Items, Int[Array, ""]]:
+    """The flat list for ``blocks`` rows a stream, and how many of its items are real."""
+    (streams, j), rows = packed.entry.shape, packed.entry.shape[0] * blocks
+    longest = -(-j // per_item)
+    count = jnp.repeat(packed.held, blocks)
+    need = jnp.maximum(-(-count // per_item), 1)
+    end = jnp.cumsum(need)
+    w = jnp.arange(rows * longest, dtype=jnp.int32)
+    real = w < end[-1]
+    w = jnp.minimum(w, end[-1] - 1)
+    row = jnp.searchsorted(end, w, side="right").astype(jnp.int32)
+    block = (w - (end - need)[row]).astype(jnp.int32)
+    held = jnp.where(real, jnp.clip(count[row] - block * per_item, 0, per_item), 0).astype(jnp.int32)
+    full = (packed.entry & ((1 << shift(slots)) - 1)) == slots
+    full = jnp.pad(full, ((0, 0), (0, longest * per_item - j))).reshape(streams, longest, per_item)
+    edge = (
+        jnp.where(block == 0, FIRST, 0)
+        | jnp.where(block == need[row] - 1, LAST, 0)
+        | jnp.where(jnp.all(full, axis=2)[row // blocks, block], FULL, 0)
+    )
+    place = (row // blocks) * j + block * per_item
+    found = Items(row, place, block, held, jnp.where(real, edge, FULL).astype(jnp.int32))
+    return found, end[-1].astype(jnp.int32)
+
+
+def arrange(chosen: Bool[Array, "X J S"], packed: Packed, per_item: int) -> Int[Array, "Z 1 Y"]:
+    """The bits of chosen slots as one row a block of ``per_item`` packed pages: Z = X * blocks, Y slots."""
+    streams, j, slots = chosen.shape
+    bits = jax.vmap(lambda row, at: row[at])(chosen, packed.order).astype(jnp.int32)
+    bits = jnp.pad(bits, ((0, 0), (0, -j % per_item), (0, 0)))
+    return bits.reshape(streams * -(-j // per_item), 1, per_item * slots)

@@ -1,0 +1,130 @@
+"""Tile mathematics of attention as pure functions on values, shared by the TPU and the GPU bodies.
+
+A body moves data; everything it computes is here. Statistics are 2-D, a column ``[R, 1]`` for tiles
+with queries as rows, a row ``[1, R]`` for tiles with keys as rows: all functions broadcast, so the
+backward pass may use either. Only operations that both Mosaic and Triton lower are used: products of
+2-D tiles, elementwise operations, reductions of one axis. Hidden scores are a finite number, so that
+no (-inf) - (-inf) is ever formed. Softmax costs a TPU more than its products do: whatever can be done
+to a column or a row is not done to a tile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels import products
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Bool, Float, Int
+
+HIDDEN = -0.7 * float(np.finfo(np.float32).max)
+"""The score of what may not be seen, and the max of nothing."""
+
+Stats = tuple["Float[Array, 'R 1']", "Float[Array, 'R 1']", "Float[Array, 'R H']"]
+"""(m, l, o): running max, denominator, numerator."""
+
+
+def product_nt(a: Float[Array, "R H"], b: Float[Array, "S H"]) -> Float[Array, "R S"]:
+    """a times b transposed, float32 sums; float32 operands are not rounded."""
+    return _product(a, b, 1)
+
+
+def product_nn(a: Float[Array, "R S"], b: Float[Array, "S H"]) -> Float[Array, "R H"]:
+    """a times b, float32 sums; float32 operands are not rounded."""
+    return _product(a, b, 0)
+
+
+def _product(a: Array, b: Array, axis: int) -> Array:
+    return jax.lax.dot_general(
+        a,
+        b,
+        (((1,), (axis,)), ((), ())),
+        precision=products.precision(a.dtype),
+        preferred_element_type=jnp.float32,
+    )
+
+
+def cap(s: Float[Array, "R S"], limit: float | None) -> Float[Array, "R S"]:
+    """limit * tanh(s / limit), written with exp alone (Triton has no tanh in every version)."""
+    if limit is None:
+        return s
+    # Of |x|: e is at most 1, so nothing overflows; (1 - e) / (1 + e) is tanh |x|.
+    e = jnp.exp(-2.0 * jnp.abs(s) / limit)
+    bounded = limit * (1.0 - e) / (1.0 + e)
+    return jnp.where(s < 0, -bounded, bounded)
+
+
+def sees(
+    q_pos: Int[Array, " ..."],
+    k_pos: Int[Array, " ..."],
+    window: int | None,
+    admit: Array | None = None,
+) -> Bool[Array, "R S"]:
+    """Which key each query sees; positions are a column and a row, in either order. Negative is padding."""
+    # Padded keys lie after everything, padded queries before: one comparison a score instead of three.
+    k_pos = jnp.where(k_pos >= 0, k_pos, jnp.iinfo(jnp.int32).max)
+    see = k_pos <= q_pos
+    if window is None:
+        return see
+    near = q_pos - k_pos < window
+    return see & (near if admit is None else near | (admit != 0))
+
+
+def start(rows: int, h: int) -> Stats:
+    """The statistics of nothing."""
+    return (
+        jnp.full((rows, 1), HIDDEN, jnp.float32),
+        jnp.zeros((rows, 1), jnp.float32),
+        jnp.zeros((rows, h), jnp.float32),
+    )
+
+
+def grow(
+    stats: Stats, s: Float[Array, "R S"], visible: Bool[Array, "R S"], mix: Callable[[Array], Array]
+) -> Stats:
+    """The statistics after one more tile of scores, whose weights ``mix`` turns into an output."""
+    m, l, o = stats
+    s = jnp.where(visible, s, HIDDEN)
+    new = jnp.maximum(m, jnp.max(s, axis=1, keepdims=True))
+    # Of nothing, the max is subtracted as 0: exp of HIDDEN is 0, and no weight needs a mask of its own.
+    shift = jnp.where(new > HIDDEN, new, 0.0)
+    p = jnp.exp(s - shift)
+    keep = jnp.exp(m - shift)
+    return new, keep * l + jnp.sum(p, axis=1, keepdims=True), keep * o + mix(p)
+
+
+def finish(stats: Stats) -> tuple[Float[Array, "R H"], Float[Array, "R 1"]]:
+    """The normalised partial (out, lse); (0, -inf) of nothing."""
+    m, l, o = stats
+    some = l > 0
+    l = jnp.where(some, l, 1.0)
+    return jnp.where(some, o / l, 0.0), jnp.where(some, m + jnp.log(l), -jnp.inf)
+
+
+def probabilities(
+    s: Float[Array, "R S"], visible: Bool[Array, "R S"], lse: Float[Array, " ..."]
+) -> Float[Array, "R S"]:
+    """exp(s - lse) of visible scores, 0 of hidden ones and of queries that saw nothing at all."""
+    # A query that saw nothing weighs nothing, even what is visible in a part it was not given.
+    return jnp.exp(jnp.where(visible, s, HIDDEN) - jnp.where(lse > HIDDEN, lse, -HIDDEN))
+
+
+def score_gradient(
+    p: Float[Array, "R S"],
+    dp: Float[Array, "R S"],
+    delta: Float[Array, " ..."],
+    s: Float[Array, "R S"],
+    scale: float,
+    softcap: float | None,
+) -> Float[Array, "R S"]:
+    """Gradient with respect to q times k, from that of the weights (dp) and capped scores s.
+
+    ``delta`` is sum(out * dout) - dlse of each query. Hidden places give 0 whatever dp holds there.
+    """
+    ds = jnp.where(p > 0, p * (dp - delta), 0.0) * scale
+    return ds if softcap is None else ds * (1.0 - (s / softcap) * (s / softcap))

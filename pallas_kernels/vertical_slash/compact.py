@@ -1,0 +1,80 @@
+"""The admitted keys of every stream, packed and in order of position."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Bool, Float, Int
+
+FAR = 2**30
+"""The position of no token: later than any query, whatever the window."""
+
+
+class Compact(NamedTuple):
+    """Up to C admitted keys a stream.
+
+    Attributes:
+      k: keys; what lies past ``admitted`` is meaningless.
+      v: values, 0 past ``admitted``.
+      pos: ascending positions, ``FAR`` past ``admitted``.
+      admitted: how many the stream admits. Where that exceeds C the latest ones are missing.
+    """
+
+    k: Float[Array, "B K C H"]
+    v: Float[Array, "B K C H"]
+    pos: Int[Array, "B K C"]
+    admitted: Int[Array, "B K"]
+
+
+def compact(
+    k: Float[Array, "B K T H"],
+    v: Float[Array, "B K T H"],
+    admit: Bool[Array, "B K T"],
+    *,
+    capacity: int,
+    lengths: Int[Array, " B"] | None = None,
+) -> Compact:
+    """Gather the admitted keys of each stream once, so that every later read of them is contiguous.
+
+    Args:
+      k, v: keys and values of right-padded rows.
+      admit: which keys each KV head admits.
+      capacity: C, static.
+      lengths: tokens of each row; nothing past them is admitted. None: all.
+    """
+    at = jnp.arange(k.shape[2], dtype=jnp.int32)
+    if lengths is not None:
+        admit = admit & (at < lengths[:, None])[:, None]
+    # Sorting positions is the one way to pack them that every platform runs well: TPUs scatter slowly.
+    pos = jnp.sort(jnp.where(admit, at, FAR), axis=-1)[..., :capacity]
+    index = jnp.minimum(pos, k.shape[2] - 1)[..., None]
+    v = jnp.where((pos < FAR)[..., None], jnp.take_along_axis(v, index, axis=2), jnp.zeros((), v.dtype))
+    return Compact(jnp.take_along_axis(k, index, axis=2), v, pos, jnp.sum(admit, axis=-1, dtype=jnp.int32))
+
+
+def older(
+    pos: Int[Array, "B K C"], ends: Int[Array, " B"], blocks: int, size: int, window: int
+) -> Int[Array, "B K I"]:
+    """How many packed keys any query of each block of ``size`` queries sees beyond its window."""
+    start = jnp.arange(blocks, dtype=jnp.int32) * size
+    last = jnp.minimum(start + size, ends[:, None]) - 1
+    found = jax.vmap(jax.vmap(_upto, in_axes=(0, None)))(pos, last - window)
+    return jnp.where((start < ends[:, None])[:, None], found, 0).astype(jnp.int32)
+
+
+def _upto(pos: Int[Array, " C"], last: Int[Array, " I"]) -> Int[Array, " I"]:
+    return jnp.searchsorted(pos, last, side="right")
+
+
+def loudly(
+    out: Float[Array, "B N T H"], lse: Float[Array, "B N T"], admitted: Int[Array, "B K"], capacity: int
+) -> tuple[Float[Array, "B N T H"], Float[Array, "B N T"], Int[Array, "B K"]]:
+    """The answer of a read of compacted keys, NaN for every query head some of whose keys did not fit."""
+    if capacity < out.shape[2]:
+        lost = jnp.repeat(admitted > capacity, out.shape[1] // admitted.shape[1], axis=1)[..., None]
+        out, lse = jnp.where(lost[..., None], jnp.nan, out), jnp.where(lost, jnp.nan, lse)
+    return out, lse, admitted

@@ -1,0 +1,37 @@
+"""Named shapes of vertical_slash, for tests and benchmarks alike."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Shape(NamedTuple):
+    """q [B, N, T, H], k, v [B, K, T, H]; ``window`` latest keys are visible to all."""
+
+    B: int
+    N: int
+    K: int
+    T: int
+    H: int
+    window: int
+
+
+TEST = {
+    "g1_h32": Shape(B=2, N=2, K=2, T=17, H=32, window=5),
+    "g4_h64": Shape(B=1, N=8, K=2, T=33, H=64, window=1),
+    "g8_h96": Shape(B=2, N=8, K=1, T=9, H=96, window=0),
+    "g1_h128": Shape(B=1, N=2, K=2, T=63, H=128, window=62),
+}
+# One query past two blocks; the window begins inside a block of keys.
+BLOCKED = Shape(B=2, N=4, K=2, T=1025, H=32, window=300)
+CHIP = {
+    "h128": Shape(B=1, N=32, K=8, T=16384, H=128, window=256),
+    "odd_h64": Shape(B=2, N=4, K=2, T=1000, H=64, window=64),
+    "odd_h96": Shape(B=1, N=2, K=2, T=513, H=96, window=64),
+    "h256": Shape(B=1, N=8, K=4, T=4096, H=256, window=1024),
+}
+BENCH = {
+    "prompt_8k": Shape(B=1, N=4, K=2, T=8192, H=64, window=64),
+    "prompt_32k": Shape(B=1, N=4, K=2, T=32768, H=64, window=256),
+    "llama8b_32k": Shape(B=1, N=32, K=8, T=32768, H=128, window=256),
+}

@@ -1,0 +1,61 @@
+"""Tiles of vertical_slash as pure functions on values (see ``pallas_kernels.tiles``).
+
+Every visible pair belongs to exactly one of two reads: the vertical one has the packed keys up to the last
+position that is outside a query's window, the band has the row's own keys after it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import jax.numpy as jnp
+
+from pallas_kernels import tiles
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Bool, Int
+
+
+class Rule(NamedTuple):
+    """What is static in a call, as in ``api.vertical_slash``."""
+
+    window: int
+    scale: float
+    softcap: float | None
+
+
+class Reach(NamedTuple):
+    """Positions, per query: the last one outside its window, and the newest it sees; -1 for none."""
+
+    older: Int[Array, "R 1"]
+    newest: Int[Array, "R 1"]
+
+
+def reach(i: Int[Array, "R 1"], length: Int[Array, ""], rule: Rule) -> Reach:
+    """What queries i of a row of ``length`` tokens see."""
+    live = i < length
+    return Reach(jnp.where(live, i - rule.window, -1), jnp.where(live, i, -1))
+
+
+def band(found: Reach, j: Int[Array, "1 S"]) -> Bool[Array, "R S"]:
+    """Keys j of the row itself."""
+    return (j > found.older) & (j <= found.newest)
+
+
+def vertical(found: Reach, pos: Int[Array, "1 S"]) -> Bool[Array, "R S"]:
+    """Packed keys at ``pos``."""
+    return pos <= found.older
+
+
+def either(found: Reach, packed: Bool[Array, ""], p: Int[Array, "1 S"]) -> Bool[Array, "R S"]:
+    """``vertical`` where ``packed``, else ``band``."""
+    low, high = jnp.where(packed, -1, found.older), jnp.where(packed, found.older, found.newest)
+    return (p > low) & (p <= high)
+
+
+def grow(
+    stats: tiles.Stats, q: Array, k: Array, v: Array, see: Bool[Array, "R S"], rule: Rule
+) -> tiles.Stats:
+    """The statistics after one more tile of keys."""
+    s = tiles.cap(tiles.product_nt(q, k) * rule.scale, rule.softcap)
+    return tiles.grow(stats, s, see, lambda p: tiles.product_nn(p.astype(v.dtype), v))

@@ -1,0 +1,112 @@
+"""vertical_slash in plain XLA: stream after stream, each as long as its own admitted keys.
+
+A block of queries reads the keys of its band, latest first, and the packed keys older than its window.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import products, softmax
+from pallas_kernels.vertical_slash.compact import compact, loudly
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Bool, Float, Int
+
+BLOCK_Q = 256
+BLOCK_K = 512
+
+Stats = tuple["Array", "Array", "Array"]
+"""(m, l, o), as in ``softmax``."""
+
+
+@functools.partial(jax.jit, static_argnames=("window", "capacity", "scale", "softcap"))
+def vertical_slash(
+    q: Float[Array, "B N T H"],
+    k: Float[Array, "B K T H"],
+    v: Float[Array, "B K T H"],
+    admit: Bool[Array, "B K T"],
+    lengths: Int[Array, " B"] | None,
+    *,
+    window: int,
+    capacity: int,
+    scale: float,
+    softcap: float | None = None,
+) -> tuple[Float[Array, "B N T H"], Float[Array, "B N T"], Int[Array, "B K"]]:
+    """See ``api.vertical_slash``."""
+    (b, n, t, h), heads = q.shape, k.shape[1]
+    packed = compact(k, v, admit, capacity=capacity, lengths=lengths)
+    ends = jnp.full(b, t) if lengths is None else lengths
+    streams = (
+        q.reshape(b * heads, n // heads, t, h),
+        *(x.reshape(b * heads, *x.shape[2:]) for x in (k, v, *packed[:3])),
+        jnp.repeat(ends, heads),
+    )
+    read = functools.partial(_stream, window=window, scale=scale, softcap=softcap)
+    out, lse = jax.lax.map(lambda x: read(*x), streams)
+    return loudly(out.reshape(b, n, t, h), lse.reshape(b, n, t), packed.admitted, capacity)
+
+
+def _stream(
+    q: Float[Array, "G T H"],
+    k: Float[Array, "T H"],
+    v: Float[Array, "T H"],
+    packed_k: Float[Array, "C H"],
+    packed_v: Float[Array, "C H"],
+    pos: Int[Array, " C"],
+    length: Int[Array, ""],
+    *,
+    window: int,
+    scale: float,
+    softcap: float | None,
+) -> tuple[Float[Array, "G T H"], Float[Array, "G T"]]:
+    g, t, h = q.shape
+    bq, bk, bc = min(BLOCK_Q, t), min(BLOCK_K, t), min(BLOCK_K, len(pos))
+
+    def grown(mlo: Stats, q_i: Array, k: Array, v: Array, see: Array) -> Stats:
+        s = softmax.cap(products.scores(q_i, k, scale), softcap)
+        s = softmax.hide(s, jnp.tile(see, (g, 1)))
+        return softmax.grow(*mlo, s, lambda p: products.mix(p, v))
+
+    def query_block(x: tuple[Array, Array]) -> tuple[Array, Array]:
+        q_i, start = x
+        i = start + jnp.arange(bq)[:, None]
+        end = jnp.minimum(start + bq, length)
+
+        def band(c: Int[Array, ""], mlo: Stats) -> Stats:
+            # Counted back from the end; the last of them may overlap the one before it, at the row's start.
+            stop = end - c * bk
+            first = jnp.maximum(stop - bk, 0)
+            j = first + jnp.arange(bk)
+            v_j = jnp.where((j < stop)[:, None], jax.lax.dynamic_slice_in_dim(v, first, bk), 0)
+            see = (j < stop) & (j <= i) & (i - j < window) & (i < length)
+            return grown(mlo, q_i, jax.lax.dynamic_slice_in_dim(k, first, bk), v_j, see)
+
+        def vertical(c: Int[Array, ""], mlo: Stats) -> Stats:
+            first = jnp.minimum(c * bc, len(pos) - bc)
+            k_c, v_c, pos_c = (jax.lax.dynamic_slice_in_dim(x, first, bc) for x in (packed_k, packed_v, pos))
+            fresh = first + jnp.arange(bc) >= c * bc
+            return grown(mlo, q_i, k_c, v_c, fresh & (pos_c <= i - window) & (i < length))
+
+        live = start < length
+        row = (g * bq,)
+        mlo = (
+            jnp.full(row, -jnp.inf, jnp.float32),
+            jnp.zeros(row, jnp.float32),
+            jnp.zeros((*row, h), jnp.float32),
+        )
+        older = jnp.searchsorted(pos, end - 1 - window, side="right")
+        mlo = jax.lax.fori_loop(0, jnp.where(live, -(-older // bc), 0), vertical, mlo)
+        reach = end - jnp.maximum(start - window + 1, 0)
+        return softmax.finish(*jax.lax.fori_loop(0, jnp.where(live, -(-reach // bk), 0), band, mlo))
+
+    blocks = -(-t // bq)
+    q = jnp.pad(q, ((0, 0), (0, blocks * bq - t), (0, 0)))
+    q = q.reshape(g, blocks, bq, h).swapaxes(0, 1).reshape(blocks, g * bq, h)
+    out, lse = jax.lax.map(query_block, (q, jnp.arange(blocks) * bq))
+    out = out.reshape(blocks, g, bq, h).swapaxes(0, 1).reshape(g, -1, h)
+    return out[:, :t], lse.reshape(blocks, g, bq).swapaxes(0, 1).reshape(g, -1)[:, :t]

@@ -1,0 +1,105 @@
+"""What a walk through the cache counts, against the dense model and against hand counts."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+from tiny import quick_compiles  # noqa: F401
+
+from kvjax import decode, policy
+from kvjax.cache import ring as rings
+from kvjax.eval import presence, walk
+
+PROMPT, ANSWER = 40, 6
+
+
+def read(spec: str, rows: int = 2):
+    model = tiny.model()
+    prompts = [tiny.prompt(PROMPT - 3 * row, row) for row in range(rows)]
+    state, _ = decode.prefill(
+        model, policy(spec), [p[:-1] for p in prompts], context=tiny.CONTEXT, page=tiny.PAGE, chunk_size=16
+    )
+    return model, prompts, decode.reserve(policy(spec), state, ANSWER, 1)
+
+
+def test_forced_likelihoods_are_the_dense_model_s():
+    model, prompts, state = read("full")
+    answers = [tiny.prompt(ANSWER + 9, 5)[:ANSWER], tiny.prompt(ANSWER - 2, 6)]
+    feed = [[p[-1], *a[:-1]] for p, a in zip(prompts, answers)]
+    after, found = walk.walk(model, policy("full"), state, feed, answers, forced=True)
+    assert np.asarray(after.length).tolist() == [PROMPT + ANSWER - 1, PROMPT - 3 + ANSWER - 3]
+    for row, (prompt, answer) in enumerate(zip(prompts, answers)):
+        logits = tiny.dense(prompt + answer)[len(prompt) - 1 : -1]
+        lse = np.log(np.exp(logits).sum(-1))
+        expected = lse - logits[np.arange(len(answer)), answer]
+        np.testing.assert_allclose(found.nll[row, : len(answer)], expected, atol=2e-4)
+        assert found.best[row, : len(answer)].tolist() == logits.argmax(-1).tolist()
+    # The state that was given in is whole: the same walk again.
+    _, again = walk.walk(model, policy("full"), state, feed, answers, forced=True)
+    np.testing.assert_array_equal(again.nll, found.nll)
+
+
+def test_an_unforced_walk_is_greedy_decoding():
+    model, prompts, state = read("full")
+    _, found = walk.walk(
+        model, policy("full"), state, [[p[-1]] for p in prompts], [[0] * ANSWER] * 2, forced=False
+    )
+    whole = decode.generate(
+        model, policy("full"), prompts, max_new_tokens=ANSWER, chunk_size=16, page=tiny.PAGE
+    )
+    assert found.best[:, :ANSWER].tolist() == whole.tokens
+
+
+def test_live_slots_presence_and_reads_of_a_one_shot_budget():
+    spec = "knorm + uniform(12) + sinks(2) + recent(4)"
+    model, prompts, state = read(spec)
+    seen = np.asarray([len(p) - 1 for p in prompts])
+    slots = np.asarray(walk.live_slots(state))
+    mask = presence.present(state)
+    assert mask.shape == (2, 2, 2, tiny.CONTEXT)
+    np.testing.assert_array_equal(mask.sum(-1), slots)
+    assert (slots == 12).all()
+    for row, n in enumerate(seen):
+        assert mask[:, row, :, :2].all()
+        assert mask[:, row, :, n - 4 : n].all()
+        assert not mask[:, row, :, n:].any()
+    _, found = walk.walk(model, policy(spec), state, [[p[-1]] for p in prompts], [[0] * 3] * 2, forced=False)
+    # Tokens of the answer are kept: one slot more a step, all of them read.
+    np.testing.assert_array_equal(found.live[:, :3], [[13, 14, 15]] * 2)
+    np.testing.assert_array_equal(found.reads[:, :3], found.live[:, :3])
+    needed = np.arange(tiny.CONTEXT) < 2
+    assert presence.span_retention(mask[:, 0], needed) == 1
+    assert presence.span_retention(mask[:, 0], np.zeros(tiny.CONTEXT, bool)) is None
+
+
+def test_a_selection_reads_what_it_picks():
+    spec = "quest(2, chunk=4, dense=1, recent=8)"
+    model, prompts, state = read(spec)
+    _, found = walk.walk(model, policy(spec), state, [[p[-1]] for p in prompts], [[0] * 2] * 2, forced=False)
+    for row, prompt in enumerate(prompts):
+        for i in range(2):
+            held = len(prompt) + i
+            full = (held - 8) % 4 == 0
+            # The first layer reads everything; the second its ring and two chunks, the last one part full.
+            least = (held + 8 + 4 + (4 if full else 1)) / 2
+            assert least <= found.reads[row, i] <= (held + 8 + 8) / 2
+            assert found.live[row, i] == held
+
+
+def test_presence_of_a_ring_that_has_turned():
+    state = decode.empty(
+        tiny.model().network, policy("window(8)"), rows=1, context=tiny.CONTEXT, dtype=jnp.float32, page=8
+    )
+    state = dataclasses.replace(state, length=jnp.asarray([21], jnp.int32))
+    mask = presence.present(state)[0, 0, 0]
+    assert np.flatnonzero(mask).tolist() == list(range(13, 21))
+    assert sorted(np.asarray(rings.positions(state.length, 8))[0].tolist()) == list(range(13, 21))
+
+
+@pytest.mark.parametrize(("steps", "size"), [(1, 64), (64, 64), (65, 512), (4096, 4096), (4097, 8192)])
+def test_walks_come_in_few_sizes(steps, size):
+    assert walk.size_class(steps) == size

@@ -1,0 +1,124 @@
+"""The Pallas bodies of blockwise and column_mass, interpreted: against NumPy, and gradients against ``ref``.
+
+A few representative cases run by default, the whole grid with ``-m slow``.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kernel_oracle import blockwise as oracle
+from test_kernel_blockwise import case, plain
+from tiny import quick_compiles  # noqa: F401
+
+from pallas_kernels import Unsupported, blockwise, column_mass
+from pallas_kernels.blockwise import mosaic_tpu, mosaic_tpu_grad
+from pallas_kernels.blockwise.shapes import TEST, Shape
+from pallas_kernels.dispatch import interpreted
+from pallas_kernels.numerics import assert_as_good_as_plain, assert_close
+
+BODIES = ("mosaic_tpu", "triton")
+SMALL = Shape(B=2, N=4, K=2, T=70, S=200, H=32)
+"""Several blocks of both sides, whose edges fall inside heads and rows."""
+
+SHAPES = TEST | {"blocks": SMALL, "one_row": SMALL._replace(B=1, N=2, K=1)}
+GRID = [(name, admitted) for name in SHAPES for admitted in (None, 0.0, 0.05)]
+
+
+def grid(quick):
+    """All cases, one of them not slow."""
+    return [pytest.param(*x, marks=() if x == (quick, 0.05) else pytest.mark.slow) for x in GRID]
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch):
+    """Bodies run interpreted, TPU blocks of one tile of lanes."""
+    monkeypatch.setattr(mosaic_tpu, "BLOCK", 128)
+    jitted = (mosaic_tpu.blockwise, mosaic_tpu.column_mass, mosaic_tpu_grad.backward)
+    for f in jitted:
+        f.clear_cache()
+    with interpreted(races=False):
+        yield
+    for f in jitted:
+        f.clear_cache()
+
+
+def sighted(shape, admitted, seed=0):
+    """A call and its options: no window, a window, or a window and admitted keys beyond it."""
+    arrays, where = case(shape, seed, admitted=admitted or 0.0)
+    return arrays, {**where, "window": None if admitted is None else 7, "softcap": 2.0}
+
+
+@pytest.mark.parametrize("impl", BODIES)
+@pytest.mark.parametrize(("name", "admitted"), grid("blocks"))
+def test_out_lse_and_mass(impl, name, admitted):
+    shape = SHAPES[name]
+    arrays, options = sighted(shape, admitted)
+    out, lse = blockwise(*arrays, **options, impl=impl)
+    want_out, want_lse, p = oracle(*arrays, **options)
+    assert_close(out, want_out, shape.S)
+    assert_close(lse, want_lse, shape.S)
+    weights = np.random.default_rng(1).normal(size=(shape.B, shape.T)).astype(np.float32)
+    weights[:, : shape.T // 2] = 0
+    mass = column_mass(arrays[0], arrays[1], lse, jnp.asarray(weights), **options, impl=impl)
+    assert_close(mass, np.einsum("bnts,bt->bns", p, weights), shape.T)
+
+
+@pytest.mark.parametrize("impl", BODIES)
+@pytest.mark.parametrize(("name", "admitted"), grid("one_row"))
+def test_gradients_are_those_of_the_definition(impl, name, admitted):
+    shape = SHAPES[name]
+    arrays, options = sighted(shape, admitted)
+    found, back = jax.vjp(lambda *x: blockwise(*x, **options, impl=impl), *arrays)
+    _, back_dense = jax.vjp(lambda *x: blockwise(*x, **options, impl="ref"), *arrays)
+    seen = jnp.isfinite(found[1])
+    up = jnp.cos(found[0]), jnp.where(seen, jnp.sin(found[1]), 0)
+    grads = back(up)
+    for ours, theirs in zip(grads, back_dense(up)):
+        assert_close(ours, theirs, shape.S * shape.N)
+    assert float(jnp.abs(grads[1]).max()) > 0.01
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("impl", BODIES)
+@pytest.mark.parametrize("name", TEST)
+def test_bfloat16_is_as_good_as_the_plain_way(impl, name):
+    arrays, where = case(TEST[name], dtype=jnp.bfloat16, padding=0)
+    exact_out, exact_lse, _ = oracle(*arrays, **where)
+    plain_out, plain_lse = plain(*arrays, where["q_pos"], where["k_pos"])
+    out, lse = blockwise(*arrays, **where, impl=impl)
+    there = np.isfinite(exact_lse)
+    assert_as_good_as_plain(out[there], plain_out[there], exact_out[there], TEST[name].S)
+    assert_as_good_as_plain(lse, plain_lse, exact_lse, TEST[name].S)
+
+
+@pytest.mark.slow
+@settings(max_examples=6, deadline=None)
+@pytest.mark.parametrize("impl", BODIES)
+@given(st.integers(0, 2**31), st.integers(1, 300), st.sampled_from([1, 40, 300]))
+def test_blocks_left_out_are_those_nobody_sees(impl, seed, span, spread):
+    """Any positions at all: runs, holes, repeats, whole blocks of padding."""
+    rng = np.random.default_rng(seed)
+    arrays, options = sighted(SMALL, 0.01, seed)
+    q_pos = rng.integers(-1, span, size=(SMALL.B, SMALL.T)) // spread * spread
+    k_pos = np.sort(rng.integers(-span, span, size=(SMALL.B, SMALL.S)), axis=1)
+    options |= {"q_pos": jnp.asarray(q_pos, jnp.int32), "k_pos": jnp.asarray(k_pos, jnp.int32)}
+    arrays[1:] = [jnp.nan_to_num(x) for x in arrays[1:]]
+    out, lse = blockwise(*arrays, **options, impl=impl)
+    want_out, want_lse, _ = oracle(*arrays, **options)
+    assert_close(out, want_out, SMALL.S)
+    assert_close(lse, want_lse, SMALL.S)
+
+
+def test_lists_that_do_not_fit_smem_are_refused():
+    b, s = 16, 1 << 14
+    shapes = [jax.ShapeDtypeStruct((b, heads, s, 32), jnp.float32) for heads in (2, 2, 2)]
+    pos = jax.ShapeDtypeStruct((b, s), jnp.int32)
+    with pytest.raises(Unsupported, match="SMEM"):
+        jax.eval_shape(
+            lambda q, k, v, i: blockwise(q, k, v, q_pos=i, k_pos=i, impl="mosaic_tpu"), *shapes, pos
+        )

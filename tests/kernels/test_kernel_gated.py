@@ -1,0 +1,294 @@
+"""gated and its gradients against NumPy and against jax's gradient of dense attention."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import blockwise, compat
+from pallas_kernels.gated import ref, xla
+from pallas_kernels.gated.api import gated
+from pallas_kernels.gated.shapes import BLOCKED, TEST
+from pallas_kernels.numerics import assert_as_good_as_plain, assert_close
+
+IMPLS = ("ref", "xla")
+
+
+def extra(cases):
+    """Further parameters, for the slow run."""
+    return [pytest.param(*x, marks=pytest.mark.slow) for x in cases]
+
+
+def case(shape, seed=0, dtype=jnp.float32, ragged=True):
+    """q, k, v, log_gate of rows of differing length, NaN past the end; some gates closed, some wide open."""
+    rng = np.random.default_rng(seed)
+    b, n, heads, t, h, _ = shape
+    q, k, v = rng.normal(size=(b, n, t, h)), *rng.normal(size=(2, b, heads, t, h))
+    gate = np.log(rng.random((b, heads, t)))
+    gate[rng.random(gate.shape) < 0.1] = -30
+    gate[rng.random(gate.shape) < 0.1] = 0
+    lengths = None
+    if ragged:
+        lengths = np.array([t - 2, 1][:b])
+        past = np.arange(t) >= lengths[:, None]
+        q, k, v = (np.where(past[:, None, :, None], np.nan, x) for x in (q, k, v))
+        gate = np.where(past[:, None], np.nan, gate)
+        lengths = jnp.asarray(lengths, jnp.int32)
+    arrays = [jnp.asarray(x, dtype) for x in (q, k, v)]
+    return [*arrays, jnp.asarray(gate, jnp.float32)], lengths
+
+
+def oracle(q, k, v, log_gate, lengths, window, softcap=None):
+    """(out, lse) in float64, one query at a time."""
+    (b, n, t, h), heads = q.shape, k.shape[1]
+    q, k, v, gate = (np.nan_to_num(np.asarray(x).astype(np.float64)) for x in (q, k, v, log_gate))
+    out, lse = np.zeros((b, n, t, h)), np.full((b, n, t), -np.inf)
+    for row, head, i in np.ndindex(b, n, t):
+        if lengths is not None and i >= lengths[row]:
+            continue
+        kv, j = head // (n // heads), np.arange(i + 1)
+        s = k[row, kv, j] @ q[row, head, i] * h**-0.5
+        s = s if softcap is None else softcap * np.tanh(s / softcap)
+        s = s + np.where(i - j < window, 0, gate[row, kv, j])
+        lse[row, head, i] = np.logaddexp.reduce(s)
+        out[row, head, i] = np.exp(s - lse[row, head, i]) @ v[row, kv, j]
+    return out, lse
+
+
+@pytest.mark.parametrize(
+    ("impl", "name"), [("ref", "g1_h32"), ("xla", "g8_h96"), *extra((i, n) for i in IMPLS for n in TEST)]
+)
+def test_small_shapes(impl, name):
+    shape = TEST[name]
+    arrays, lengths = case(shape)
+    found = gated(*arrays, window=shape.window, lengths=lengths, impl=impl)
+    for ours, wanted in zip(found, oracle(*arrays, lengths, shape.window)):
+        assert ours.dtype == jnp.float32
+        assert_close(ours, wanted, shape.T)
+
+
+@pytest.mark.parametrize("softcap", [None, pytest.param(0.8, marks=pytest.mark.slow)])
+def test_blocks_of_both_axes(softcap):
+    arrays, lengths = case(BLOCKED)
+    call = functools.partial(gated, *arrays, window=BLOCKED.window, lengths=lengths, softcap=softcap)
+    found = call(impl="xla")
+    for ours, wanted in zip(found, oracle(*arrays, lengths, BLOCKED.window, softcap)):
+        assert_close(ours, wanted, BLOCKED.T)
+    for first, second in zip(found, call(impl="xla")):
+        np.testing.assert_array_equal(first, second)
+
+
+def dense(q, k, v, log_gate, window, softcap):
+    """What anyone would write, in float32, for rows that are full."""
+    group, t = q.shape[1] // k.shape[1], q.shape[2]
+    k, v, log_gate = (jnp.repeat(x, group, axis=1) for x in (k, v, log_gate))
+    age = jnp.arange(t)[:, None] - jnp.arange(t)[None, :]
+    s = jnp.einsum("bnth,bnsh->bnts", q, k) * q.shape[-1] ** -0.5
+    s = s if softcap is None else softcap * jnp.tanh(s / softcap)
+    s = jnp.where(age < 0, -1e30, s + jnp.where(age < window, 0, log_gate[:, :, None, :]))
+    return jnp.einsum("bnts,bnsh->bnth", jax.nn.softmax(s, axis=-1), v), jax.nn.logsumexp(s, axis=-1)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def both(f, arrays, up):
+    """(outputs, gradients), of a scalar that weighs every output and every lse differently."""
+    found, back = jax.vjp(f, *arrays)
+    return found, back(tuple(x.astype(y.dtype) for x, y in zip(up, found)))
+
+
+def gradients(f, arrays, up):
+    return both(f, arrays, up)[1]
+
+
+def weights(shape, seed=5):
+    rng = np.random.default_rng(seed)
+    up = rng.normal(size=(shape.B, shape.N, shape.T, shape.H)), rng.normal(size=(shape.B, shape.N, shape.T))
+    return tuple(jnp.asarray(x, jnp.float32) for x in up)
+
+
+@pytest.mark.parametrize(
+    ("impl", "name"),
+    [("xla", "g4_h64"), ("xla", "blocked"), *extra([("ref", "g4_h64"), *(("xla", n) for n in TEST)])],
+)
+def test_gradients_are_those_of_dense_attention(impl, name):
+    shape = BLOCKED if name == "blocked" else TEST[name]
+    arrays, _ = case(shape, ragged=False)
+    up = weights(shape)
+    softcap = 3.0 if name in ("blocked", "g4_h64") else None
+    ours = gradients(lambda *x: gated(*x, window=shape.window, softcap=softcap, impl=impl), tuple(arrays), up)
+    wanted = gradients(lambda *x: dense(*x, shape.window, softcap), tuple(arrays), up)
+    for found, exact, array in zip(ours, wanted, arrays):
+        assert found.shape == array.shape
+        assert_close(found, exact, shape.T * shape.N, 4)
+    closed = np.asarray(arrays[3]) == -30
+    assert np.abs(np.asarray(wanted[3])).max() > 0.1 or shape.window >= shape.T - 1
+    assert np.abs(np.asarray(ours[3])[closed]).max(initial=0) < 1e-6
+
+
+def test_the_gate_gradient_is_a_difference_quotient():
+    """Of the oracle itself: one gate moved, the outputs weighed."""
+    shape = TEST["g1_h32"]
+    (q, k, v, gate), lengths = case(shape)
+    gate = jnp.where(gate < -5, -1.0, gate)
+    up = [np.asarray(x, np.float64) for x in weights(shape)]
+
+    def loss(gate):
+        out, lse = oracle(q, k, v, gate, lengths, shape.window)
+        return float((out * up[0]).sum() + (np.where(np.isfinite(lse), lse, 0) * up[1]).sum())
+
+    ours = jax.jit(
+        jax.vjp(lambda g: gated(q, k, v, g, window=shape.window, lengths=lengths, impl="xla"), gate)[1]
+    )(tuple(jnp.asarray(x, jnp.float32) for x in up))[0]
+    for place in ((0, 0, 0), (0, 1, 7), (0, 1, 12)):
+        step = np.zeros(gate.shape)
+        step[place] = 1e-4
+        base = np.asarray(gate, np.float64)
+        slope = (loss(base + step) - loss(base - step)) / 2e-4
+        np.testing.assert_allclose(ours[place], slope, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("impl", ["xla", pytest.param("ref", marks=pytest.mark.slow)])
+def test_padding_takes_no_part_in_gradients(impl):
+    """NaN past a row's end, in arrays and cotangents alike, and the rows within as if it were not there."""
+    shape = TEST["g1_h32"]
+    arrays, lengths = case(shape)
+    up = weights(shape)
+    past = np.arange(shape.T) >= np.asarray(lengths)[:, None, None]
+    if impl == "xla":
+        up = jnp.where(past[..., None], jnp.nan, up[0]), jnp.where(past, jnp.nan, up[1])
+    else:
+        up = jnp.where(past[..., None], 0, up[0]), jnp.where(past, 0, up[1])
+    call = functools.partial(gated, window=shape.window, impl=impl)
+    grads = gradients(lambda *x: call(*x, lengths=lengths), tuple(arrays), up)
+    n = int(lengths[0])
+    alone = gradients(call, tuple(x[:1, :, :n] for x in arrays), tuple(x[:1, :, :n] for x in up))
+    for whole, part in zip(grads, alone):
+        assert_close(whole[:1, :, :n], part, shape.T)
+        np.testing.assert_array_equal(whole[0, :, n:], 0)
+        np.testing.assert_array_equal(whole[1, :, 1:], 0)
+
+
+@pytest.mark.parametrize("impl", ["xla", pytest.param("ref", marks=pytest.mark.slow)])
+def test_a_window_over_everything_is_blockwise(impl):
+    shape = TEST["g4_h64"]
+    (q, k, v, gate), _ = case(shape, ragged=False)
+    at = jnp.broadcast_to(jnp.arange(shape.T), (shape.B, shape.T))
+    found = gated(q, k, v, gate, window=shape.T, impl=impl)
+    for ours, wanted in zip(found, blockwise(q, k, v, q_pos=at, k_pos=at)):
+        assert_close(ours, wanted, shape.T)
+
+
+@pytest.mark.parametrize("impl", ["xla", pytest.param("ref", marks=pytest.mark.slow)])
+def test_closed_gates_and_no_window_are_the_empty_partial(impl):
+    shape = TEST["g8_h96"]
+    (q, k, v, gate), _ = case(shape, ragged=False)
+    call = functools.partial(gated, window=0, impl=impl)
+    shut = jnp.full_like(gate, -jnp.inf).at[:, :, 4].set(0)
+    out, lse = call(q, k, v, shut)
+    np.testing.assert_array_equal(lse[:, :, :4], -np.inf)
+    np.testing.assert_array_equal(out[:, :, :4], 0)
+    np.testing.assert_allclose(out[:, :, 4:], jnp.broadcast_to(v[:, :, 4:5], out[:, :, 4:].shape), rtol=1e-6)
+    grads = gradients(call, (q, k, v, shut), weights(shape))
+    assert all(np.isfinite(g).all() for g in grads)
+    np.testing.assert_array_equal(np.asarray(grads[3])[:, :, np.arange(shape.T) != 4], 0)
+
+
+@pytest.mark.parametrize("impl", ["xla", pytest.param("ref", marks=pytest.mark.slow)])
+def test_bfloat16_is_as_good_as_the_plain_way(impl):
+    shape = TEST["g1_h128"]._replace(window=20)
+    arrays, _ = case(shape, dtype=jnp.bfloat16, ragged=False)
+    arrays[3] = arrays[3].astype(jnp.bfloat16)
+    plainly = functools.partial(dense, window=shape.window, softcap=None)
+    up, wide = weights(shape), tuple(x.astype(jnp.float32) for x in arrays)
+    ours = both(functools.partial(gated, window=shape.window, impl=impl), tuple(arrays), up)
+    theirs, (_, truth) = both(plainly, tuple(arrays), up), both(plainly, wide, up)
+    for found, other, exact in zip(ours[0], theirs[0], oracle(*arrays, None, shape.window)):
+        assert_as_good_as_plain(found, other, exact, shape.T)
+    for found, other, exact in zip(ours[1], theirs[1], truth):
+        assert found.dtype == jnp.bfloat16
+        assert_as_good_as_plain(found, other, exact, shape.T)
+
+
+@pytest.mark.slow
+def test_memory_follows_the_prompt_not_its_square():
+    t = 8192
+    arrays = [jax.ShapeDtypeStruct((1, n, t, 32), jnp.bfloat16) for n in (2, 1, 1)]
+    gate = jax.ShapeDtypeStruct((1, 1, t), jnp.float32)
+
+    def loss(*x):
+        return gated(*x, window=256, impl="xla")[0].sum()
+
+    program = jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3))).lower(*arrays, gate).compile()
+    assert program.memory_analysis().temp_size_in_bytes < t * t / 4
+
+
+def body(impl):
+    """A Pallas body with tiles so small that a short prompt has several, and how it runs here."""
+    module = importlib.import_module(f"pallas_kernels.gated.{impl}")
+    interpret = compat.tpu_interpreter(detect_races=True) if impl == "mosaic_tpu" else True
+    blocks = (128, 128) if impl == "mosaic_tpu" else (16, 32)
+    return functools.partial(module.gated, blocks=blocks, interpret=interpret)
+
+
+@pytest.mark.parametrize("impl", ["mosaic_tpu", "triton"])
+@pytest.mark.parametrize("softcap", [None, pytest.param(0.8, marks=pytest.mark.slow)])
+def test_bodies_and_their_gradients(impl, softcap):
+    """Two tiles and a bit of each axis, rows of differing length, NaN past their ends; against ``ref``."""
+    t = 140 if impl == "mosaic_tpu" else 40
+    shape = TEST["g1_h32"]._replace(N=2, K=1, T=t, window=t // 3)
+    arrays, _ = case(shape)
+    lengths = jnp.asarray([t - 2, 3 * t // 5], jnp.int32)
+    arrays = [jnp.nan_to_num(x) for x in arrays]
+    past = jnp.arange(t) >= lengths[:, None, None]
+    poisoned = [jnp.where(past.reshape(*past.shape, *[1] * (x.ndim - 3)), jnp.nan, x) for x in arrays]
+    options = {"window": shape.window, "scale": 0.2, "softcap": softcap}
+    up = weights(shape)
+
+    up = jnp.where(past[..., None], 0, up[0]), jnp.where(past, 0, up[1])
+
+    def results(f):
+        found = both(lambda *x: f(*x, lengths, **options), tuple(poisoned), up)
+        return jax.tree.leaves(found)
+
+    for ours, wanted in zip(results(body(impl)), results(ref.gated)):
+        assert ours.dtype == wanted.dtype
+        assert_close(ours, wanted, shape.T * shape.N, 4)
+    assert impl != "mosaic_tpu" or not compat.races_found()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("impl", ["mosaic_tpu", "triton"])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("name", TEST)
+def test_bodies_on_all_small_shapes(impl, name, dtype):
+    shape = TEST[name]
+    arrays, lengths = case(shape, dtype=dtype)
+    options = {"window": shape.window, "scale": shape.H**-0.5}
+    found = body(impl)(*arrays, lengths, **options)
+    for ours, plainly, exact in zip(
+        found, xla.gated(*arrays, lengths, **options), oracle(*arrays, lengths, shape.window)
+    ):
+        assert_as_good_as_plain(ours, plainly, exact, shape.T)
+
+
+def test_refusals():
+    (q, k, v, gate), lengths = case(TEST["g1_h32"])
+    with pytest.raises(ValueError, match=r"needs q \[B, N, T, H\]"):
+        gated(q, k[:, :, 1:], v, gate, window=3)
+    with pytest.raises(ValueError, match="do not divide"):
+        gated(q[:, :1], k, v, gate, window=3)
+    with pytest.raises(ValueError, match="one log gate a key"):
+        gated(q, k, v, gate[:, :1], window=3)
+    with pytest.raises(ValueError, match="counts positions"):
+        gated(q, k, v, gate, window=-1)
+    with pytest.raises(ValueError, match="one length a row"):
+        gated(q, k, v, gate, window=3, lengths=lengths[:1])
+    with pytest.raises(ValueError, match="softcap=0"):
+        gated(q, k, v, gate, window=3, softcap=0)
+    with pytest.raises(ValueError, match="names no implementation"):
+        gated(q, k, v, gate, window=3, impl="gpu")

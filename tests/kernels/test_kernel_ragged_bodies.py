@@ -1,0 +1,170 @@
+"""The Pallas bodies of ragged_decode, interpreted: against NumPy, and against races and stale memory.
+
+The TPU interpreter fills fresh memory with NaN and copies only when a copy is waited for. A few
+representative cases run by default, the whole grid with ``-m slow``.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kernel_oracle import ragged as oracle
+from test_kernel_ragged_decode import case, check, edges, plain, selection
+from tiny import quick_compiles  # noqa: F401
+
+from pallas_kernels import Unsupported, compat, merge, ragged_decode
+from pallas_kernels.dispatch import interpreted
+from pallas_kernels.numerics import assert_as_good_as_plain, assert_close
+from pallas_kernels.ragged_decode import mosaic_tpu, triton, worklist
+from pallas_kernels.ragged_decode.shapes import TEST, Shape
+
+BODIES = ("mosaic_tpu", "triton")
+QUICK = [("g4_h64", "int8", True), ("g4_h64", "float32", False)]
+GRID = [(name, kind, some) for name in TEST for kind in ("float32", "int8") for some in (False, True)]
+CASES = [pytest.param(*x, marks=() if x in QUICK else pytest.mark.slow) for x in GRID]
+
+
+@pytest.fixture(autouse=True)
+def no_race(request):
+    """Bodies run interpreted, and no TPU body may have raced."""
+    with interpreted():
+        yield
+    if "mosaic_tpu" in request.node.name:
+        assert not compat.races_found()
+
+
+@pytest.fixture
+def short_items(monkeypatch):
+    """Items of a few pages, so that short lists are several items."""
+    monkeypatch.setattr(mosaic_tpu, "ITEM_SLOTS", 32)
+    monkeypatch.setattr(triton, "ITEM_SLOTS", (32, 32))
+    monkeypatch.setattr(triton, "TILE", 16)
+    for module in (mosaic_tpu, triton):
+        module.ragged_decode.clear_cache()
+    yield
+    for module in (mosaic_tpu, triton):
+        module.ragged_decode.clear_cache()
+
+
+@pytest.mark.parametrize("impl", BODIES)
+@pytest.mark.parametrize(("name", "kind", "some"), CASES)
+def test_every_length_of_every_list(impl, name, kind, some, short_items):
+    shape = TEST[name]
+    arrays, lists = case(shape, edges(shape), kind=kind)
+    lists |= selection(shape, j=3) if some else {}
+    found = ragged_decode(*arrays, **lists, mass=True, softcap=2.0, impl=impl)
+    check(found, oracle(*arrays, **lists, softcap=2.0), shape.M * shape.S)
+    np.testing.assert_array_equal(found[0][0, 0], 0)
+    np.testing.assert_array_equal(found[1][0, 0], -np.inf)
+
+
+@pytest.mark.parametrize("impl", BODIES)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) for n in TEST])
+def test_bfloat16_is_as_good_as_the_plain_way(impl, name):
+    shape = TEST[name]
+    (q, k, v), lists = case(shape, np.maximum(edges(shape), 3), kind="bfloat16", poison=0)
+    q = q.astype(jnp.bfloat16)
+    exact_out, exact_lse, _ = oracle(q, k, v, **lists)
+    plain_out, plain_lse = plain(shape, q, k, v, **lists)
+    out, lse = ragged_decode(q, k, v, **lists, impl=impl)
+    assert_as_good_as_plain(out, plain_out, exact_out, shape.M * shape.S)
+    assert_as_good_as_plain(lse, plain_lse, exact_lse, shape.M * shape.S)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("impl", BODIES)
+def test_a_shared_page_is_read_by_both_and_the_same_twice(impl):
+    shape = TEST["g4_h64"]
+    arrays, lists = case(shape, np.full((3, 2), 2 * shape.S), poison=0)
+    lists["table"] = lists["table"].at[1].set(lists["table"][0])
+    found = ragged_decode(*arrays, **lists, mass=True, impl=impl)
+    check(found, oracle(*arrays, **lists), shape.M * shape.S)
+    for ours, again in zip(found, ragged_decode(*arrays, **lists, mass=True, impl=impl)):
+        np.testing.assert_array_equal(ours, again)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("impl", BODIES)
+def test_halves_merge_to_the_whole(impl):
+    shape = TEST["g4_h64"]
+    arrays, lists = case(shape, edges(shape))
+    half = jnp.broadcast_to(jnp.arange(shape.M, dtype=jnp.int32), lists["table"].shape)
+    parts = [ragged_decode(*arrays, **lists, pages=half[..., x::2], impl=impl) for x in (0, 1)]
+    check(merge(parts), ragged_decode(*arrays, **lists, impl=impl), shape.M * shape.S)
+
+
+@pytest.mark.slow
+@settings(max_examples=10, deadline=None)
+@pytest.mark.parametrize("impl", BODIES)
+@given(st.integers(0, 2**31), st.booleans())
+def test_any_lengths_and_tables(impl, seed, select):
+    shape = TEST["g4_h64"]
+    rng = np.random.default_rng(seed)
+    length = rng.integers(0, shape.M * shape.S + 1, size=(shape.B, shape.K))
+    arrays, lists = case(shape, length * rng.integers(0, 2, size=(1, shape.K)), seed, "int8")
+    lists |= selection(shape, 3, seed) if select else {}
+    check(ragged_decode(*arrays, **lists, mass=True, impl=impl), oracle(*arrays, **lists), shape.M * shape.S)
+
+
+@pytest.mark.parametrize(
+    ("impl", "kind"),
+    [("xla", "int8"), ("triton", "float32"), pytest.param("mosaic_tpu", "int8", marks=pytest.mark.slow)],
+)
+def test_gradients_are_those_of_the_definition(impl, kind):
+    """Of out, lse and mass, with a selection, which no form of ``xla`` differentiates by itself."""
+    shape = Shape(B=1, N=4, K=2, T=2, H=32, P=6, S=4, M=3)
+    (q, k, v), lists = case(shape, np.array([[5, 12]]), kind=kind, poison=0)
+    lists |= {"pages": jnp.array([[[1, 0], [2, 1]]])}
+    names = {"float32": (q, k, v), "int8": (q, lists.get("scales"))}[kind]
+
+    def read(impl, *x):
+        more = {"scales": x[1]} if kind == "int8" else {}
+        pools = (k, v) if kind == "int8" else x[1:]
+        return ragged_decode(x[0], *pools, **(lists | more), mass=True, impl=impl)
+
+    found, back = jax.vjp(functools.partial(read, impl), *names)
+    _, back_plain = jax.vjp(functools.partial(read, "ref"), *names)
+    up = tuple(jnp.cos(x) for x in found)
+    for ours, theirs in zip(back(up), back_plain(up)):
+        assert_close(ours, theirs, shape.M * shape.S * shape.N)
+    assert float(jnp.abs(back(up)[1]).max()) > 0.01
+
+
+def test_items_cover_live_pages_once_and_no_others():
+    shape, per_item = TEST["g4_h64"], 2
+    live = jnp.asarray([[0, 3, 16, 0, 1], [0, 0, 0, 0, 0], [16, 16, 16, 16, 0]])
+    ids = jnp.arange(15).reshape(3, 5)
+    packed = worklist.pack(ids, live, 20, shape.S)
+    found, count = worklist.items(packed, 2, per_item, shape.S)
+    found = worklist.Items(*(np.asarray(x)[: int(count)] for x in found))
+    assert list(found.row) == [0, 0, 1, 1, 2, 3, 4, 4, 5, 5]
+    assert list(found.held) == [2, 1, 2, 1, 0, 0, 2, 2, 2, 2]
+    bits = [(bool(e & worklist.FIRST), bool(e & worklist.LAST), bool(e & worklist.FULL)) for e in found.edge]
+    assert bits[:2] == [(True, False, False), (False, True, False)]
+    assert bits[4] == (True, True, False)
+    assert bits[6:8] == [(True, False, True), (False, True, True)]
+    entries = [np.asarray(packed.entry).reshape(-1)[p : p + n] for p, n in zip(found.place, found.held)]
+    read = [(int(e) >> worklist.shift(shape.S), int(e) % 32) for e in np.concatenate(entries)]
+    assert read == [(1, 3), (2, 16), (4, 1)] * 2 + [(10, 16), (11, 16), (12, 16), (13, 16)] * 2
+    np.testing.assert_array_equal(worklist.unpack(packed.order, packed), np.arange(5) + 0 * ids)
+
+
+def test_refusals():
+    shape = TEST["g1_h32"]
+    (q, k, v), lists = case(shape, edges(shape))
+    with pytest.raises(Unsupported, match="powers of two"):
+        ragged_decode(q, k[:, :6], v[:, :6], **lists, impl="triton")
+    big = jax.ShapeDtypeStruct((1 << 21, 32, 32), jnp.bfloat16)
+    with pytest.raises(Unsupported, match="31 bits"):
+        jax.eval_shape(lambda k: ragged_decode(q, k, k, **lists, impl="triton"), big)
+    wide = {"table": jnp.zeros((3, 2, 60_000), jnp.int32), "length": lists["length"]}
+    with pytest.raises(Unsupported, match="SMEM"):
+        ragged_decode(q, k, v, **wide, impl="mosaic_tpu")
+    with pytest.raises(Unsupported, match="one number"):
+        worklist.pack(jnp.zeros((1, 1), jnp.int32), jnp.zeros((1, 1), jnp.int32), 1 << 25, 64)

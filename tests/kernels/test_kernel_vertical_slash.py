@@ -1,0 +1,239 @@
+"""vertical_slash against NumPy and against the other reads of the same mask."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kernel_oracle import blockwise as oracle
+
+from pallas_kernels import blockwise, compat
+from pallas_kernels.gated.api import gated
+from pallas_kernels.numerics import assert_as_good_as_plain, assert_close
+from pallas_kernels.vertical_slash import ref, xla
+from pallas_kernels.vertical_slash.api import vertical_slash
+from pallas_kernels.vertical_slash.compact import FAR, compact
+from pallas_kernels.vertical_slash.shapes import BLOCKED, TEST
+
+IMPLS = ("ref", "xla")
+
+
+def case(shape, seed=0, dtype=jnp.float32, lengths=None, admitted=(0.3, 0.02)):
+    """q, k, v, admit of rows of differing length, NaN past the end; each KV head its own share."""
+    rng = np.random.default_rng(seed)
+    b, n, heads, t, h, _ = shape
+    q, k, v = rng.normal(size=(b, n, t, h)), *rng.normal(size=(2, b, heads, t, h))
+    lengths = np.array([t - 2, 1][:b]) if lengths is None else lengths
+    past = (np.arange(t) >= lengths[:, None])[:, None, :, None]
+    q, k, v = (np.where(past, np.nan, x) for x in (q, k, v))
+    admit = rng.random((b, heads, t)) < np.resize(admitted, heads)[:, None]
+    arrays = [jnp.asarray(x, dtype) for x in (q, k, v)]
+    return [*arrays, jnp.asarray(admit)], jnp.asarray(lengths, jnp.int32)
+
+
+def exact(q, k, v, admit, lengths, window, softcap=None):
+    """(out, lse, admitted) by the oracle of dense reads."""
+    at = np.arange(q.shape[2])
+    pos = np.where(at < np.asarray(lengths)[:, None], at, -1)
+    out, lse, _ = oracle(q, k, v, q_pos=pos, k_pos=pos, window=window, admit=admit, softcap=softcap)
+    return out, lse, (np.asarray(admit) & (pos >= 0)[:, None]).sum(-1)
+
+
+def check(found, wanted, terms):
+    assert_close(found[0], wanted[0], terms)
+    assert_close(found[1], wanted[1], terms)
+    np.testing.assert_array_equal(found[2], wanted[2])
+    assert found[0].dtype == found[1].dtype == jnp.float32
+
+
+@pytest.mark.parametrize(
+    ("impl", "name"),
+    [
+        ("ref", "g1_h32"),
+        ("xla", "g8_h96"),
+        *(pytest.param(i, n, marks=pytest.mark.slow) for i in IMPLS for n in TEST),
+    ],
+)
+def test_small_shapes(impl, name):
+    shape = TEST[name]
+    arrays, lengths = case(shape)
+    found = vertical_slash(*arrays, window=shape.window, lengths=lengths, impl=impl)
+    check(found, exact(*arrays, lengths, shape.window), shape.T)
+
+
+@pytest.mark.parametrize(
+    ("softcap", "admitted"), [(None, (0.3, 0.02)), pytest.param(0.8, (0.0, 1.0), marks=pytest.mark.slow)]
+)
+def test_blocks_of_queries_and_keys(softcap, admitted):
+    arrays, lengths = case(BLOCKED, admitted=admitted, lengths=np.array([BLOCKED.T, 700]))
+    call = functools.partial(vertical_slash, *arrays, window=BLOCKED.window, lengths=lengths, softcap=softcap)
+    found = call(impl="xla")
+    check(found, exact(*arrays, lengths, BLOCKED.window, softcap), BLOCKED.T)
+    for first, second in zip(found, call(impl="xla")):
+        np.testing.assert_array_equal(first, second)
+
+
+@settings(max_examples=6, deadline=None)
+@given(st.integers(0, 2**31), st.integers(0, 600), st.sampled_from([0.0, 0.01, 0.5]))
+def test_any_lengths_any_share(seed, first_length, share):
+    """One compiled program, any lengths, any admission: 700 queries, a window of 300."""
+    shape = BLOCKED._replace(T=700)
+    lengths = np.array([first_length, 700])
+    arrays, lengths = case(shape, seed, lengths=lengths, admitted=(share, 0.1))
+    found = vertical_slash(*arrays, window=shape.window, lengths=lengths, capacity=650, impl="xla")
+    check(found, exact(*arrays, lengths, shape.window), shape.T)
+
+
+def test_keys_are_packed_in_order():
+    (_, k, v, admit), lengths = case(TEST["g1_h32"])
+    t = k.shape[2]
+    packed = compact(k, v, admit, capacity=t, lengths=lengths)
+    for row, head in np.ndindex(admit.shape[:2]):
+        at = np.flatnonzero(np.asarray(admit)[row, head] & (np.arange(t) < int(lengths[row])))
+        n = len(at)
+        assert int(packed.admitted[row, head]) == n
+        np.testing.assert_array_equal(packed.pos[row, head], [*at, *[FAR] * (t - n)])
+        np.testing.assert_array_equal(packed.k[row, head, :n], k[row, head, at])
+        np.testing.assert_array_equal(packed.v[row, head], np.r_[v[row, head, at], np.zeros((t - n, 32))])
+
+
+@pytest.mark.parametrize("impl", ["xla", pytest.param("ref", marks=pytest.mark.slow)])
+def test_overflow_is_told_and_nobody_gets_a_wrong_answer(impl):
+    """Streams at and over the capacity: the first are exact, the others all NaN and counted."""
+    shape = TEST["g4_h64"]
+    arrays, _ = case(shape, lengths=np.array([shape.T]))
+    admit = np.zeros(arrays[3].shape, bool)
+    admit[0, 0, [2, 5, 6, 30]] = True
+    admit[0, 1, [1, 3, 4, 5, 32]] = True
+    arrays[3] = jnp.asarray(admit)
+    out, lse, admitted = vertical_slash(*arrays, window=1, capacity=4, impl=impl)
+    np.testing.assert_array_equal(admitted, [[4, 5]])
+    wanted = exact(*arrays, [shape.T], 1)
+    assert_close(out[:, :4], wanted[0][:, :4], shape.T)
+    assert_close(lse[:, :4], wanted[1][:, :4], shape.T)
+    assert np.isnan(out[:, 4:]).all()
+    assert np.isnan(lse[:, 4:]).all()
+    enough = vertical_slash(*arrays, window=1, capacity=5, impl=impl)
+    check(enough, wanted, shape.T)
+
+
+@pytest.mark.parametrize("name", ["blocked", pytest.param("g1_h32", marks=pytest.mark.slow)])
+def test_gates_of_0_and_1_are_this_mask(name):
+    shape = BLOCKED if name == "blocked" else TEST[name]
+    (q, k, v, admit), lengths = case(shape)
+    gate = jnp.where(admit, 0.0, -jnp.inf)
+    ours = vertical_slash(q, k, v, admit, window=shape.window, lengths=lengths, impl="xla")
+    theirs = gated(q, k, v, gate, window=shape.window, lengths=lengths, impl="xla")
+    assert_close(ours[0], theirs[0], shape.T)
+    assert_close(ours[1], theirs[1], shape.T)
+
+
+@pytest.mark.parametrize(("window", "admitted"), [(5, 1.0), pytest.param(63, 0.0, marks=pytest.mark.slow)])
+def test_a_window_or_an_admission_of_everything_is_blockwise(window, admitted):
+    shape = TEST["g1_h128"]
+    arrays, lengths = case(shape, admitted=(admitted,))
+    at = jnp.where(jnp.arange(shape.T) < lengths[:, None], jnp.arange(shape.T), -1)
+    ours = vertical_slash(*arrays, window=window, lengths=lengths, impl="xla")
+    theirs = blockwise(*arrays[:3], q_pos=at, k_pos=at, impl="xla")
+    assert_close(ours[0], theirs[0], shape.T)
+    assert_close(ours[1], theirs[1], shape.T)
+
+
+@pytest.mark.parametrize("impl", ["xla", pytest.param("ref", marks=pytest.mark.slow)])
+def test_bfloat16_is_as_good_as_the_plain_way(impl):
+    shape = TEST["g4_h64"]
+    arrays, lengths = case(shape, dtype=jnp.bfloat16, lengths=np.array([shape.T]))
+    wanted = exact(*arrays, lengths, 1)
+    found = vertical_slash(*arrays, window=1, impl=impl)
+    for ours, theirs, truth in zip(found, plain(*arrays, 1), wanted):
+        assert_as_good_as_plain(ours, theirs, truth, shape.T)
+
+
+@functools.partial(jax.jit, static_argnums=4)
+def plain(q, k, v, admit, window):
+    """What anyone would write: einsum, mask, softmax, products in the arrays' own dtype."""
+    k, v, admit = (jnp.repeat(x, q.shape[1] // x.shape[1], axis=1) for x in (k, v, admit))
+    age = jnp.arange(q.shape[2])[:, None] - jnp.arange(q.shape[2])[None, :]
+    s = jnp.einsum("bnth,bnsh->bnts", q, k).astype(jnp.float32) * q.shape[-1] ** -0.5
+    s = jnp.where((age >= 0) & ((age < window) | admit[:, :, None, :]), s, -1e30)
+    out = jnp.einsum("bnts,bnsh->bnth", jax.nn.softmax(s, axis=-1).astype(v.dtype), v)
+    return out, jax.nn.logsumexp(s, axis=-1)
+
+
+def test_memory_follows_the_prompt_not_its_square():
+    t = 16384
+    arrays = [jax.ShapeDtypeStruct((1, n, t, 32), jnp.bfloat16) for n in (2, 1, 1)]
+    admit = jax.ShapeDtypeStruct((1, 1, t), jnp.bool_)
+    run = functools.partial(
+        xla.vertical_slash, lengths=None, window=256, capacity=t // 4, scale=1.0, softcap=None
+    )
+    held = jax.jit(run).lower(*arrays, admit).compile().memory_analysis().temp_size_in_bytes
+    assert held < t * t / 16
+
+
+def body(impl):
+    """A Pallas body with tiles so small that a short prompt has several, and how it runs here."""
+    module = importlib.import_module(f"pallas_kernels.vertical_slash.{impl}")
+    interpret = compat.tpu_interpreter(detect_races=True) if impl == "mosaic_tpu" else True
+    blocks = (128, 128) if impl == "mosaic_tpu" else (16, 32)
+    return functools.partial(module.vertical_slash, blocks=blocks, interpret=interpret)
+
+
+@pytest.mark.parametrize("impl", ["mosaic_tpu", "triton"])
+@pytest.mark.parametrize("softcap", [None, pytest.param(0.8, marks=pytest.mark.slow)])
+def test_bodies(impl, softcap):
+    """Several tiles of queries, of packed keys and of the band; one stream overflows."""
+    t = 300 if impl == "mosaic_tpu" else 75
+    shape = TEST["g1_h32"]._replace(N=4, T=t, window=t // 3)
+    (q, k, v, admit), lengths = case(shape, lengths=np.array([t, 2 * t // 3]), admitted=(0.6, 0.4))
+    counts = exact(q[..., :1], k[..., :1], v[..., :1], admit, lengths, 1)[2]
+    capacity = int(np.sort(counts, axis=None)[-2])
+    options = {"window": shape.window, "capacity": capacity, "scale": 0.2, "softcap": softcap}
+    found = body(impl)(q, k, v, admit, lengths, **options)
+    wanted = ref.vertical_slash(q, k, v, admit, lengths, **options)
+    lost = np.isnan(wanted[0]).any(axis=(0, 2, 3))
+    assert 0 < lost.sum() < len(lost)
+    for ours, truth in zip(found, wanted):
+        assert ours.dtype == truth.dtype
+        np.testing.assert_array_equal(np.isnan(ours), np.isnan(truth))
+        assert_close(np.nan_to_num(ours, neginf=-1), np.nan_to_num(truth, neginf=-1), t)
+    assert impl != "mosaic_tpu" or not compat.races_found()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("impl", ["mosaic_tpu", "triton"])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("name", TEST)
+def test_bodies_on_all_small_shapes(impl, name, dtype):
+    shape = TEST[name]
+    arrays, lengths = case(shape, dtype=dtype)
+    options = {"window": shape.window, "capacity": shape.T, "scale": shape.H**-0.5}
+    found, plainly = (f(*arrays, lengths, **options) for f in (body(impl), xla.vertical_slash))
+    for ours, theirs, truth in zip(found, plainly, exact(*arrays, lengths, shape.window)):
+        assert_as_good_as_plain(ours, theirs, truth, shape.T)
+
+
+def test_refusals():
+    (q, k, v, admit), lengths = case(TEST["g1_h32"])
+    with pytest.raises(ValueError, match=r"needs q \[B, N, T, H\]"):
+        vertical_slash(q, k[:, :, 1:], v, admit, window=3)
+    with pytest.raises(ValueError, match="do not divide"):
+        vertical_slash(q[:, :1], k, v, admit, window=3)
+    with pytest.raises(ValueError, match="one bit a key"):
+        vertical_slash(q, k, v, admit[:, :1], window=3)
+    with pytest.raises(ValueError, match="counts positions"):
+        vertical_slash(q, k, v, admit, window=-1)
+    with pytest.raises(ValueError, match="one length a row"):
+        vertical_slash(q, k, v, admit, window=3, lengths=lengths[:1])
+    with pytest.raises(ValueError, match="holds no key"):
+        vertical_slash(q, k, v, admit, window=3, capacity=0)
+    with pytest.raises(ValueError, match="softcap=0"):
+        vertical_slash(q, k, v, admit, window=3, softcap=0)
+    with pytest.raises(ValueError, match="names no implementation"):
+        vertical_slash(q, k, v, admit, window=3, impl="gpu")

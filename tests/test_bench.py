@@ -1,0 +1,233 @@
+"""The benchmarks: what is refused, one small table really measured; ratios, pages, pictures of known rows."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+
+from kvjax.bench import ablate, arguments, decode, plot, profile, ratios, results, weights
+from kvjax.bench.__main__ import main
+from kvjax.bench.journal import Journal
+from kvjax.bench.sides import NO_PEERS, PER_HEAD
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["decode", "--policy", "fulll"], "Did you mean 'full'?"),
+        (["decode", "--batch", "0"], "--batch 0 is out of range. Give a whole number, 1 or more."),
+        (["decode", "--threads", "4096"], "Ask for fewer."),
+        (["decode", "--context", "65536"], "exceeds the 32768 positions of base. Ask for less."),
+        (["decode", "--context", "100"], "leaves no prompt before 113 new tokens"),
+        (["decode", "--peers", "/nowhere"], "Make it with: python -m kvjax.bench peers --make /nowhere"),
+        (["decode", "--dtype", "int4"], "--dtype"),
+        (["host", "--layers", "-1"], "--layers -1 is out of range"),
+        (["plot", "--out", "/nowhere"], "Run those first."),
+        (["nonsense"], "nonsense"),
+        ([], "required"),
+    ],
+)
+def test_what_cannot_be_measured_is_one_sentence_and_exit_code_2(words, said, capsys):
+    assert main(words) == 2
+    error = capsys.readouterr().err.strip()
+    assert error.startswith("error: ")
+    assert said in error
+    assert "\n" not in error
+
+
+def test_a_result_that_is_not_ours_is_refused_before_anything_is_measured(tmp_path, capsys):
+    (tmp_path / "decode.json").write_text("[]")
+    assert main(["decode", "--quick", "--out", str(tmp_path)]) == 2
+    assert "is no result of kvjax.bench" in capsys.readouterr().err
+
+
+# --- one table, measured -------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def table(tmp_path_factory):
+    """``decode --quick`` with one policy, in processes of their own as always."""
+    folder = tmp_path_factory.mktemp("bench")
+    patch = pytest.MonkeyPatch()
+    patch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")  # compiling is most of what it costs
+    words = ["decode", "--quick", "--policy", PER_HEAD, "--batch", "2", "--out", str(folder)]
+    assert main(words) == 0
+    patch.undo()
+    return folder, results.read(folder / "decode.json")
+
+
+def test_rows_of_ours_are_measured_and_peers_skipped_with_the_reason(table):
+    folder, (run,) = table
+    rows = {(row["system"], row["config"]): row for row in run["rows"]}
+    assert set(rows) == {
+        ("kvjax", PER_HEAD),
+        ("kvjax", "quarter"),
+        ("transformers", "full"),
+        ("kvpress", "snapkv 75 %"),
+        ("kvpress", "adakv 75 %"),
+    }
+    assert {row["skipped"] for row in rows.values() if row["system"] != "kvjax"} == {NO_PEERS}
+    for row in (rows["kvjax", PER_HEAD], rows["kvjax", "quarter"]):
+        assert row["tokens_timed"] == 2 * 4 * len(row["piece_s"])  # batch, tokens, pieces
+        middle = sorted(row["piece_s"])[len(row["piece_s"]) // 2]
+        assert 8 / row["tokens_per_s"] <= middle * 1.01
+        assert 0 < row["live_bytes"] <= row["allocated_bytes"]
+        assert row["compile_s"] > 0  # in the pieces before the timed ones
+    # A quarter of 256 - 17 tokens, 2 rows, 2 layers, 2 heads, keys and values of 16 floats and a bit.
+    assert rows["kvjax", "quarter"]["live_bytes"] == 59 * 2 * 2 * 2 * (2 * 16 * 4 + 1)
+    assert rows["kvjax", PER_HEAD]["prompt"] == 239
+
+
+def test_a_run_says_command_machine_and_model_but_not_where(table):
+    folder, (run,) = table
+    assert run["command"] == f"python -m kvjax.bench decode --quick --policy '{PER_HEAD}' --batch 2"
+    assert run["model"] == {"size": "tiny", "seed": 0, "parameters": weights.count(weights.TINY)}
+    assert run["machine"]["jax"] == jax.__version__
+    assert str(folder) not in json.dumps(run)
+    assert not list(folder.glob("*.jsonl")), "the journal of a finished run is removed"
+    asked = {ratio["what"]: ratio for ratio in run["ratios"]}
+    assert asked["per-head 75 %, speed over our dense quarter"]["aim"] == 0.8
+
+
+def test_the_plot_is_drawn(table):
+    pytest.importorskip("matplotlib")
+    folder, _ = table
+    (file,) = plot.draw(folder)
+    assert file.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+# --- what is done with rows ----------------------------------------------------------------------
+
+
+def _rows(**changed: float) -> list[dict]:
+    place = {"context": 8192, "batch": 1, "dtype": "float32"}
+    speeds = {
+        ("kvjax", "full"): 150.0,
+        ("kvjax", PER_HEAD): 400.0,
+        ("kvjax", "quarter"): 500.0,
+        ("transformers", "full"): 75.0,
+    }
+    rows = [place | {"system": s, "config": c, "tokens_per_s": v} for (s, c), v in speeds.items()]
+    rows[0] |= {"live_bytes": 100, "allocated_bytes": 100, "allocated_bytes_end": 100}
+    rows[1] |= {"live_bytes": 26, "allocated_bytes": 33, "allocated_bytes_end": 40} | changed
+    rows.append(place | {"system": "kvpress", "config": "adakv 75 %", "skipped": "absent"})
+    return rows
+
+
+def test_ratios_of_known_rows_meet_or_miss_their_aims():
+    found = {ratio["what"]: ratio for ratio in ratios.answer(ratios.DECODE, _rows())}
+    verdicts = {what: (ratio["ratio"], ratio.get("met")) for what, ratio in found.items()}
+    assert verdicts == {
+        "full cache, speed over transformers": (2.0, True),
+        "per-head 75 %, speed over our dense quarter": (0.8, True),
+        "per-head 75 %, speed over our full cache": (2.667, None),
+        "live bytes over full, after the prompt": (0.26, True),
+        "allocated bytes over full, after the prompt": (0.33, False),
+        "allocated bytes over full, while decoding": (0.4, False),
+    }
+    slower = ratios.answer(ratios.DECODE, _rows(tokens_per_s=399.0))
+    assert [r["met"] for r in slower if "dense quarter" in r["what"]] == [False]
+
+
+def test_the_newest_row_of_a_kind_is_drawn_and_other_models_are_not():
+    run = {"command": "a", "model": "base", "rows": _rows()}
+    again = {"command": "b", "model": "base", "rows": _rows(tokens_per_s=1.0)[1:2]}
+    tiny = [row | {"tokens_per_s": 9.0} for row in _rows() if "skipped" not in row]
+    other = {"command": "c", "model": "tiny", "rows": tiny}
+    drawn = {(row["system"], row["config"]): row["tokens_per_s"] for row in plot.newest([run, other, again])}
+    assert drawn == {
+        ("kvjax", "full"): 150.0,
+        ("kvjax", PER_HEAD): 1.0,
+        ("kvjax", "quarter"): 500.0,
+        ("transformers", "full"): 75.0,
+    }
+
+
+def test_a_piece_that_compiled_is_not_timed():
+    pieces = [{"seconds": s, "compile_seconds": c, "tokens": 16} for s, c in ((9, 8), (1, 0), (5, 4), (2, 0))]
+    lane = decode.Lane(config=None, row={})  # type: ignore[arg-type]
+    size = {"live": 1, "allocated": 2}
+    row = decode._row(lane, 1, size, [pieces[0], pieces[0], *pieces[1:]], size)
+    assert row["piece_s"] == [1, 2]
+    assert row["tokens_per_s"] == round(16 / 1.5, 2)
+    row = decode._row(lane, 1, size, pieces[:1] * 4, size)
+    assert "compiled" in row["skipped"]
+
+
+def test_an_interrupted_run_goes_on_and_another_command_begins_anew(tmp_path):
+    file, about = tmp_path / "decode.part.jsonl", {"command": "a", "machine": {"jax": "1"}}
+    Journal(file, about).add([{"batch": 1}, {"batch": 1}], seconds=2.0)
+    again = Journal(file, about)
+    assert (again.groups, again.seconds) == ([[{"batch": 1}, {"batch": 1}]], 2.0)
+    again.add([{"batch": 8}], seconds=3.0)
+    with file.open("a") as broken:
+        broken.write('{"seconds": 9, "ro')  # killed while it wrote
+    last = Journal(file, about)
+    assert [len(group) for group in last.groups] == [2, 1]
+    assert last.seconds == 5.0
+    assert Journal(file, about | {"machine": {"jax": "2"}}).groups == []
+    assert not file.exists()
+
+
+def test_measured_cells_are_not_measured_again():
+    settings = arguments.parse(["decode", "--batch", "1", "8", "--dtype", "float32"]).settings
+    assert decode.todo(settings, {("float32", 2048, 1), ("float32", 8192, 1), ("float32", 8192, 8)}) == [
+        ("float32", 2048, [8])
+    ]
+    whole, rest = (decode.work(settings, have) for have in ((), {("float32", 8192, 8)}))
+    assert 0 < rest < whole
+
+
+# --- profile -------------------------------------------------------------------------------------
+
+
+def test_a_profile_adds_up_and_its_page_names_who_is_above_the_limit(tmp_path):
+    """One policy of a tiny model through the whole ladder, in this process."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    try:
+        weights.write(tmp_path / "model", weights.TINY, 0)
+        bench = ablate.Bench()
+        bench.load(str(tmp_path / "model"), "float32")
+        found = bench.profile("knorm + uniform(32, every_step)", 128, tokens=2, warm=1, rounds=2, seed=0)
+    finally:
+        jax.config.update("jax_disable_most_optimizations", False)
+    assert set(found["seconds"]) == {"weights", "ring", "read", "all", "alone"}
+    assert all(seconds > 0 for seconds in found["seconds"].values())
+    row = profile.parts(found)
+    assert sum(row["parts_us"].values()) == pytest.approx(row["step_us"], abs=0.5)
+    assert set(row["parts_us"]) == set(profile.PARTS.values())
+    assert row["policy_share"] == pytest.approx(row["parts_us"]["policy"] / row["step_us"], abs=1e-3)
+
+    named = {"config": found["policy"], "context": 128, "dtype": "float32", "segment": 2}
+    lost = {"config": "learned", "context": 128, "dtype": "float32", "segment": 2, "skipped": "no weights"}
+    run = {"command": "python -m kvjax.bench profile", "date": "2026-01-01"}
+    run |= {"machine": {"cpu": "C", "threads": 1, "jax": "1", "commit": "a"}}
+    run |= {"model": {"parameters": 1, "seed": 0}, "rows": [row | named | {"policy_share": 0.11}, lost]}
+    page = profile.page([run])
+    assert "| `learned` | skipped: no weights |" in page
+    assert f"Above it: `{found['policy']}` at 128 tokens, float32 (11%)." in page
+    run["rows"][0]["policy_share"] = 0.1
+    assert "Nobody is above it." in profile.page([run])
+
+
+def test_every_shipped_policy_is_profiled_at_every_context():
+    from kvjax import compose
+
+    settings = arguments.parse(["profile"]).settings
+    cells = profile.cells(settings)
+    for context in (2048, 32768):
+        here = {compose.policy(spec) for _, at, spec in cells if at == context}
+        assert {compose.policy(spec) for spec in compose.PRESETS} <= here
+    assert profile.work(settings, set(cells[:3])) == len(cells) - 3
+
+
+def test_the_peers_script_needs_nothing_of_ours():
+    source = (Path(decode.__file__).parent / "peer_script.py").read_text()
+    assert "kvjax" not in {
+        line.split()[1].split(".")[0] for line in source.splitlines() if "import" in line.split()[:1]
+    }
+    assert sys.executable
