@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -124,7 +125,11 @@ def heads(results: dict[str, Any]) -> str:
         for kind in ("local", "sink", "sparse", "diffuse")
     }
     said = ", ".join(f"{n} {kind}" for kind, n in count.items())
-    lines = [[name, *map(percent, cell.values())] for name, cell in groups.items()]
+    lines = [
+        [name, *(_cell(key, share, percent) for key, share in cell.items())] for name, cell in groups.items()
+    ]
+    head = ["silenced", "one needle, %", "one of four, %", "the same, RULER's wording, %"]
+    head += ["vt, %", "MQAR, %", "bits a byte"]
     copied = found["answers"]["copied"]
     copiers = [f"{i}.{n}" for i, row in enumerate(copied) for n, share in enumerate(row) if share >= COPIES]
     copying = f"{len(copiers)} heads" if len(copiers) != 1 else "One head"
@@ -133,13 +138,13 @@ def heads(results: dict[str, Any]) -> str:
 
 ![Each head's effective number of tokens, distances, weight on the token to copy, recall lost](heads.png)
 
-At 1024 tokens: {said} (local: on held-out text half of the weight within 16 tokens; sink: half of it on
-the first four tokens; sparse: fewer than 16 tokens looked at in effect, on text or where an answer is read
-off; diffuse: the others). {copying} put at least a tenth of their weight on the very token to
-be written next, when one of four needles is read off: {where} (layer.head). Recall with heads
-silenced, {results["ablation"]["length"]} tokens, n = {results["ablation"]["n"]}:
+At 1024 tokens: {said} (local: on held-out text half of the weight within
+16 tokens; sink: half of it on the first four tokens; sparse: fewer than 16 tokens looked at in effect, on
+text or where an answer is read off; diffuse: the others). {copying} put at least a tenth of their weight on
+the very token to be written next, when one of four needles is read off: {where} (layer.head). Recall with
+heads silenced, {results["ablation"]["length"]} tokens (vt 1024), n = {results["ablation"]["n"]}:
 
-{grid(["silenced", "one needle, %", "one of four, %", "one of four in RULER's wording, %"], lines)}"""
+{grid(head, lines)}"""
 
 
 def training(config: dict[str, Any], log: list[dict[str, Any]]) -> str:
@@ -176,8 +181,8 @@ Checks while training (held-out words, {check["count"]} needles a cell, {asked["
 """
 
 
-def _cell(key: str, value: float) -> str:
-    return f"{value:.2f}" if key == "bits_per_byte" else f"{100 * value:.0f}"
+def _cell(key: str, value: float, show: Callable[[float], str] = lambda share: f"{100 * share:.0f}") -> str:
+    return f"{value:.2f}" if key == "bits_per_byte" else show(value)
 
 
 def tokens(config: dict[str, Any], log: list[dict[str, Any]]) -> float:

@@ -28,6 +28,8 @@ from train.rows import ANSWER, Source, needle_row, text_row
 from train.tasks import niah
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from jaxtyping import Array, Bool, Float, Int
 
 LENGTH = 1024
@@ -149,7 +151,13 @@ def without(spec: ModelSpec, params: Params, heads: tuple[tuple[int, int], ...])
 
 
 def ablate(
-    spec: ModelSpec, params: Params, source: Source, *, count: int, length: int = 512
+    spec: ModelSpec,
+    params: Params,
+    source: Source,
+    *,
+    count: int,
+    length: int = 512,
+    further: Callable[[Params], dict[str, float]] = lambda lame: {},
 ) -> dict[str, Any]:
     """Recall when heads write nothing.
 
@@ -158,10 +166,12 @@ def ablate(
       source: held-out text and key words.
       count: needles a figure; the same for every ablation.
       length: tokens of a row.
+      further: more figures of a model with a group of its heads silenced.
 
     Returns:
-      groups: name to {"one" needle, one of "four", one of four in "ruler"'s wording}, for nothing, the
-      constructed heads of each layer and all others of it; heads: those three to [L, N], each head alone.
+      groups: name to {"one" needle, one of "four", one of four in "ruler"'s wording, and ``further``}, for
+      nothing, the constructed heads of each layer and all others of it; heads: the first three to [L, N],
+      each head alone.
     """
     multikey = functools.partial(niah.row, form="multikey_1", full=True)
     functools.update_wrapper(multikey, niah.row)
@@ -177,17 +187,17 @@ def ablate(
 
     constructed = tuple((i, k * spec.groups + g) for i, k in CONSTRUCTED for g in range(spec.groups))
     layers, heads = range(spec.num_layers), range(spec.num_heads)
-    groups = {"nothing": recalls(()), "constructed heads": recalls(constructed)}
+    sets: dict[str, tuple[tuple[int, int], ...]] = {"nothing": (), "constructed heads": constructed}
     for index in layers:
-        mine = tuple((index, n) for n in heads if (index, n) in constructed)
-        rest = tuple((index, n) for n in heads if (index, n) not in constructed)
-        if mine:
-            groups[f"constructed heads of layer {index}"] = recalls(mine)
-        groups[f"learned heads of layer {index}"] = recalls(rest)
+        every = tuple((index, n) for n in heads)
+        if mine := tuple(head for head in every if head in constructed):
+            sets[f"constructed heads of layer {index}"] = mine
+        sets[f"learned heads of layer {index}"] = tuple(head for head in every if head not in constructed)
+    groups = {name: recalls(lame) | further(without(spec, params, lame)) for name, lame in sets.items()}
     alone = [[recalls(((index, n),)) for n in heads] for index in layers]
     return {
         "n": count,
         "length": length,
         "groups": groups,
-        "heads": {name: [[cell[name] for cell in row] for row in alone] for name in groups["nothing"]},
+        "heads": {name: [[cell[name] for cell in row] for row in alone] for name in alone[0][0]},
     }

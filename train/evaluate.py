@@ -119,7 +119,16 @@ def evaluate(have: Setup, params: Params, *, count: int) -> dict[str, Any]:
             }
     table["bits_per_byte"] = round(recall.bits_per_byte(spec, rounded, have.books, windows=128), 4)
     table["heads"] = diversity.measure(spec, rounded, have.held)
-    table["ablation"] = diversity.ablate(spec, rounded, have.held, count=count // 4)
+
+    def further(lame: Params) -> dict[str, float]:
+        ask = functools.partial(recall.task_recall, spec, lame, count=count // 4, seed=3)
+        return {
+            "vt": round(ask(row=RULER["vt"].row, source=plain, length=1024, by_word=True), 4),
+            "pairs": round(ask(row=OTHERS["pairs"].row, source=have.held, length=512), 4),
+            "bits_per_byte": round(recall.bits_per_byte(spec, lame, have.books, windows=16), 3),
+        }
+
+    table["ablation"] = diversity.ablate(spec, rounded, have.held, count=count // 4, further=further)
     return table
 
 
