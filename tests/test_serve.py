@@ -292,7 +292,14 @@ def test_sizes_read_well(count, text):
 
 def start(folder: Path, *words: str) -> subprocess.Popen:
     command = [sys.executable, "-m", "kvjax.serve", "--model", str(folder), *words]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL)
+    return subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        stdin=subprocess.DEVNULL,
+        # A shell's background job ignores Ctrl-C, and so would all it starts.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL) and None,
+    )
 
 
 def test_the_command_streams_and_leaves_quietly_when_nobody_reads(tiny_folder):
