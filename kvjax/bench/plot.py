@@ -20,11 +20,6 @@ def draw(folder: Path) -> list[Path]:
     Raises:
       BenchError: nothing to draw, or no matplotlib.
     """
-    try:
-        import matplotlib
-    except ImportError:
-        raise BenchError("plot needs matplotlib. Install it: pip install matplotlib") from None
-    matplotlib.use("Agg")
     wanted = {
         "decode": [("tokens_per_s", "tokens / s", 1.0), ("allocated_bytes", "cache, MiB allocated", 2.0**20)],
         "prefill": [
@@ -32,12 +27,15 @@ def draw(folder: Path) -> list[Path]:
             ("peak_rss_growth_bytes", "peak of process, MiB", 2.0**20),
         ],
     }
-    drawn = [
-        _figure(folder, name, fields) for name, fields in wanted.items() if (folder / f"{name}.json").exists()
-    ]
-    if not drawn:
+    there = {name: fields for name, fields in wanted.items() if (folder / f"{name}.json").exists()}
+    if not there:
         raise BenchError(f"plot --out {folder} finds no decode.json or prefill.json. Run those first.")
-    return drawn
+    try:
+        import matplotlib
+    except ImportError:
+        raise BenchError("plot needs matplotlib. Install it: pip install 'kvjax[plot]'") from None
+    matplotlib.use("Agg")
+    return [_figure(folder, name, fields) for name, fields in there.items()]
 
 
 def newest(runs: Sequence[Row]) -> list[Row]:

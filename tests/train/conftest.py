@@ -1,6 +1,0 @@
-"""The training programs are not installed: find them beside the tests."""
-
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
