@@ -2,7 +2,7 @@
 
 Static shapes and real memory meet here. What a prompt leaves behind is held in size classes of a quarter
 octave (1, 1.25, 1.5 and 1.75 times powers of two), so that at most a quarter is wasted; a pool that must
-grow takes a coarser class, because each size is a compiled program.
+grow takes a class by the tokens still to come, because each size is a compiled program.
 """
 
 from __future__ import annotations
@@ -34,11 +34,14 @@ def coarse_class(need: int) -> int:
 def class_for(need: int, coming: int) -> int:
     """The class of a pool that must hold ``need`` pages, ``coming`` of them for tokens still to come.
 
-    The fine class where the next one is as far away as these tokens reach, so that growth is as rare
-    as the caller asked for; else the coarse one.
+    Of an eighth and a quarter of an octave the finer whose next class is as far away as these tokens
+    reach, so that growth is as rare as the caller asked for; else the coarse class.
     """
-    quarter = 1 << max(0, (need - 1).bit_length() - 3)
-    return size_class(need) if quarter >= coming else coarse_class(need)
+    octave = 1 << max(0, (need - 1).bit_length() - 1)
+    for step in (octave // 8, octave // 4):
+        if step >= max(coming, 1):
+            return -(-need // step) * step
+    return coarse_class(need)
 
 
 def empty(
