@@ -4,6 +4,7 @@ from kvjax.cache.state import KVState, fork
 from kvjax.compose import PRESETS, policy
 from kvjax.decode import Generation, extend, generate, prefill, stream
 from kvjax.discovery import methods
+from kvjax.learned import load_gates, save_weights, weights_for
 from kvjax.loading import load
 from kvjax.metrics import nbytes
 from kvjax.policy import Policy, PolicyError
@@ -20,9 +21,12 @@ __all__ = [
     "fork",
     "generate",
     "load",
+    "load_gates",
     "methods",
     "nbytes",
     "policy",
     "prefill",
+    "save_weights",
     "stream",
+    "weights_for",
 ]

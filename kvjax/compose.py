@@ -21,8 +21,16 @@ from kvjax.policy import Every, Part, Policy, PolicyError
 PRESETS: dict[str, str] = {
     "full": "full",
     "streaming-llm": "window(256) + sinks(4)",
+    "wg-kv": "write_gate",
+    "duo-attention": "duo(0.5) + sinks(64)",
     "random": "random + uniform(0.25)",
     "knorm": "knorm + uniform(0.25)",
+    "keydiff": "keydiff + uniform(0.25)",
+    "lagkv": "lagkv + uniform(0.25)",
+    "h2o": "h2o + uniform(0.25)",
+    "tova": "tova + uniform(0.25)",
+    "scissorhands": "scissorhands + uniform(0.25)",
+    "expected-attention": "expected_attention + uniform(0.25)",
     "snapkv": "snapkv + uniform(0.25)",
     "adakv": "snapkv + ada(0.25)",
     "pyramidkv": "snapkv + pyramid(0.25)",
@@ -102,6 +110,11 @@ def _part(name: str, arguments: str, spec: str) -> tuple[str, Any]:
             raise PolicyError(f"policy({spec!r}): {name} takes one number of tokens, as in {name}(4).")
         return name, values[0]
     kind = discovery.parts().get(name)
+    if kind is None and name in PRESETS:
+        raise PolicyError(
+            f"policy({spec!r}): {name} is a preset and takes no arguments. Write its parts with yours: "
+            f"'{PRESETS[name]}'."
+        )
     if kind is None:
         known = sorted({*discovery.parts(), *PRESETS, *PROTECTIONS})
         close = difflib.get_close_matches(name, known, n=1)

@@ -24,6 +24,7 @@ from kvjax.cache import ring as rings
 from kvjax.cache import state as states
 from kvjax.cache.ring import Entry
 from kvjax.cache.state import KVState, LayerCache
+from kvjax.learned import WeightsError, missing, weights_for
 from kvjax.policy import AdmitAll, Policy
 from kvjax.sampling import Sampling, sample, sampling
 from kvjax.types import EMPTY, Heads, Network, Params, Weighted, pytree
@@ -116,8 +117,34 @@ def empty(
 
 
 def _site(network: Network, policy: Policy, weights: Params, index: int, total: Array) -> layers.Site:
-    mine = {place: per_layer[index] for place, per_layer in weights.items()}
+    mine = _at_layer(policy, weights, index)
     return layers.Site(policy, mine, index, network.num_layers, network.windows[index], total)
+
+
+def _at_layer(policy: Policy, weights: Params, index: int) -> Params:
+    """What each part reads of its learned weights at a layer, by place."""
+    return {p.place: p.at_layer(weights[p.place], index) for p in policy.parts if p.place in weights}
+
+
+def _checked(model: Weighted, policy: Policy, weights: Params | None) -> Params:
+    """The learned weights, refused where the policy needs others or none."""
+    weights = weights or {}
+    for part in policy.learned:
+        if part.place not in weights:
+            raise missing(part, model)
+        if len(weights[part.place]) != model.network.num_layers:
+            raise WeightsError(
+                f"weights[{part.place!r}] has {len(weights[part.place])} layers, the model has "
+                f"{model.network.num_layers}. Give one entry a layer."
+            )
+        part.check_weights(weights[part.place], model.network)
+    needless = set(weights) - {part.place for part in policy.learned}
+    if needless:
+        raise WeightsError(
+            f"weights for {', '.join(sorted(needless))} are given, where the policy {policy!r} learns "
+            "nothing. Leave them out, or use the policy they were trained for."
+        )
+    return weights
 
 
 # --- one token -----------------------------------------------------------------------------------
@@ -146,12 +173,12 @@ def step(
     def visit(site: layers.Site, heads: Heads, room: LayerCache) -> tuple[Array, LayerCache]:
         return layers.step(site, room, heads, state.length, active)
 
-    x, rooms = _through(network, policy, params, weights, state, tokens[:, None], visit)
+    x, rooms = through(network, policy, params, weights, state, tokens[:, None], visit)
     length = state.length + active.astype(jnp.int32)
     return dataclasses.replace(state, layers=rooms, length=length), network.logits(params, x[:, 0])
 
 
-def _through(
+def through(
     network: Network,
     policy: Policy,
     params: Params,
@@ -160,7 +187,19 @@ def _through(
     tokens: Int[Array, "B T"],
     visit: Callable[[layers.Site, Heads, LayerCache], tuple[Array, LayerCache]],
 ) -> tuple[Float[Array, "B T D"], tuple[LayerCache, ...]]:
-    """Walk T new tokens a row through the model, ``visit`` standing at every layer's seam."""
+    """Walk T new tokens a row through the model, ``visit`` standing at every layer's seam. Pure.
+
+    ``step`` and ``chunk`` are this with ``layer.step`` and ``layer.chunk`` as the visitor; give your own to
+    look at what happens at a layer while it happens.
+
+    Args:
+      network, policy, params, weights, state: as in ``step``.
+      tokens: T ids a row, at positions ``state.length`` and on.
+      visit: (site, heads, room) to the mixed values and the room after.
+
+    Returns:
+      The last layer's output, and every layer's room.
+    """
     positions = state.length[:, None] + jnp.arange(tokens.shape[1])[None, :]
     network = network.at(state.context)
     x = network.embed(params, tokens, positions)
@@ -195,7 +234,7 @@ def chunk(
     def visit(site: layers.Site, heads: Heads, room: LayerCache) -> tuple[Array, LayerCache]:
         return layers.chunk(site, room, heads, state.length, count)
 
-    x, rooms = _through(network, policy, params, weights, state, tokens, visit)
+    x, rooms = through(network, policy, params, weights, state, tokens, visit)
     after = dataclasses.replace(state, layers=rooms, length=state.length + count)
     last = jnp.maximum(count - 1, 0)[:, None, None]
     return after, jnp.take_along_axis(x, last, axis=1)[:, 0]
@@ -235,12 +274,14 @@ def prefill(
       context: most tokens a row will ever see (prompt and new ones); by default the prompts' size class.
       chunk_size: tokens a chunk.
       page: slots of a page.
-      weights: the policy's learned weights.
+      weights: learned weights, for policies that have some: ``kvjax.weights_for(policy, model)``.
       progress: told how much is done.
 
     Raises:
       RequestError: an empty prompt, or one longer than the model or ``context`` allows.
+      WeightsError: a policy that learns without its weights, or weights that do not fit.
     """
+    weights = _checked(model, policy, weights)
     lengths = [len(prompt) for prompt in prompts]
     context = bucket(max(lengths, default=0)) if context is None else context
     _check_prompts(model.network, lengths, context)
@@ -253,7 +294,7 @@ def prefill(
     )
     state = dataclasses.replace(state, total=jnp.asarray(lengths, jnp.int32))
     if policy.whole_prompt:
-        return _prefill_whole(model, policy, state, prompts, weights or {}, progress)
+        return _prefill_whole(model, policy, state, prompts, weights, progress)
     return extend(model, policy, state, prompts, weights=weights, progress=progress)
 
 
@@ -314,6 +355,7 @@ def extend(
     Raises:
       RequestError: nothing to feed, another number of rows, or more tokens than ``state.context`` allows.
     """
+    weights = _checked(model, policy, weights)
     lengths, chunk_size = np.asarray([len(prompt) for prompt in prompts]), state.chunk
     _check_room("extend", state, lengths)
     longest = int(lengths.max())
@@ -325,7 +367,7 @@ def extend(
         count = np.clip(lengths - start, 0, chunk_size).astype(np.int32)
         state = reserve(policy, state, min(ahead, longest - start), chunk_size)
         piece = tokens[:, start : start + chunk_size]
-        state, x = _chunk(model.network, policy, model.params, weights or {}, state, piece, count)
+        state, x = _chunk(model.network, policy, model.params, weights, state, piece, count)
         ended = jnp.asarray(count > 0)[:, None]
         last = x if last is None else jnp.where(ended, x, last)
         if progress:
@@ -407,7 +449,7 @@ def _prefill_whole(
     x = network.embed(params, jnp.asarray(padded(prompts, width)), positions)
     rooms = list(state.layers)
     for index, block in enumerate(params["layers"]):
-        mine = {place: per_layer[index] for place, per_layer in weights.items()}
+        mine = _at_layer(policy, weights, index)
         room, window = rooms[index], network.windows[index]
         at = jnp.asarray(index)
         x, judged, kept = _prompt_layer(network, policy, window, room.ring.window, block, mine, at, x, total)
@@ -524,7 +566,7 @@ def stream(
     Yields:
       (int32 [B, n] new tokens with EMPTY where a row had ended, the state after them).
     """
-    rows = state.rows
+    weights, rows = _checked(model, policy, weights), state.rows
     limit = np.broadcast_to(np.asarray(max_new_tokens, np.int32), (rows,))
     if limit.min() < 1:
         raise RequestError(f"stream(max_new_tokens={max_new_tokens}) writes nothing. Give 1 or more.")
@@ -546,7 +588,7 @@ def stream(
         left = int(limit.max()) - written
         ahead = state.context if keeps_all else min(HORIZON, left)
         state = reserve(policy, state, min(every, left), 1, ahead=ahead)
-        state, run, out = segment(model.network, policy, every, model.params, weights or {}, state, run)
+        state, run, out = segment(model.network, policy, every, model.params, weights, state, run)
         found = np.asarray(out)
         written += every
         yield found[:, (found != EMPTY).any(axis=0)], state
@@ -586,11 +628,14 @@ def generate(
       max_new_tokens: most new tokens a row.
       temperature, top_k, top_p, seed: see ``kvjax.sampling``.
       stops: token ids that end a row.
-      chunk_size, page, weights: as in ``prefill``.
+      chunk_size, page: as in ``prefill``.
+      weights: the policy's learned weights; by default those that the model ships.
 
     Raises:
       RequestError: as in ``prefill``, and when prompt and new tokens exceed the model's context.
+      WeightsError: a policy that learns, and no weights that fit.
     """
+    weights = weights_for(policy, model) if weights is None else weights
     if max_new_tokens < 1:
         raise RequestError(f"generate(max_new_tokens={max_new_tokens}) writes nothing. Give 1 or more.")
     how = sampling(len(prompts), temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)

@@ -37,6 +37,7 @@ from kvjax.types import EMPTY, Heads, Params
 from pallas_kernels.blockwise.api import blockwise
 from pallas_kernels.merge.api import merge
 from pallas_kernels.ragged_decode.api import ragged_decode
+from pallas_kernels.vertical_slash.api import vertical_slash
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int
@@ -87,7 +88,8 @@ def observe(site: Site, x: Heads, pos: Int[Array, "B T"]) -> Observation:
         for name in OBSERVABLE
         if name in site.policy.needs
     }
-    return Observation(pos=pos, total=site.total, layer=site.layer, layers=site.layers, values=values)
+    where = {"pos": pos, "total": site.total, "layer": site.layer, "layers": site.layers}
+    return Observation(**where, values=values, softcap=x.softcap, turn=x.turn)
 
 
 def arriving(site: Site, x: Heads, pos: Int[Array, "B T"], seen: Observation) -> Entry:
@@ -309,25 +311,45 @@ def chunk(
     tokens older than any query's window, so it needs no mask. With a completion part, what is still in
     hand is read exactly and φ stands for what is gone.
     """
-    t = x.q.shape[1]
+    policy, t = site.policy, x.q.shape[1]
     step_ = jnp.arange(t)[None, :]
     pos = jnp.where(step_ < count[:, None], length[:, None] + step_, EMPTY)
     new = arriving(site, x, pos, observe(site, x, pos))
     q, ring = _major(x.q), cache.ring
     held = rings.positions(length, ring.window)
-    # The model's own sliding layers forget for good: no completion stands behind them.
-    window = ring.window if site.policy.completion == Nothing() or cache.pages is None else None
-    bits = (ring.admit, new.admit) if window and cache.pages is not None else (None, None)
-    parts = [
-        blockwise(q, k, v, q_pos=pos, k_pos=k_pos, window=window, admit=admit, softcap=x.softcap)
-        for k, v, k_pos, admit in ((ring.k, ring.v, held, bits[0]), (new.k, new.v, pos, bits[1]))
-    ]
+    judged = policy.admission != AdmitAll()
+
+    def hidden(bits: Array, some: bool) -> tuple[int | None, Array | None]:
+        """Window and bits under which tokens in hand are read; ``some`` of them may be rejected."""
+        if cache.pages is None:  # such a layer forgets for good: no completion stands behind it
+            return ring.window, None
+        return (ring.window, bits) if some and policy.completion == Nothing() else (None, None)
+
+    # A prompt that was judged whole leaves rejected tokens in the ring.
+    w, old = hidden(ring.admit, judged or policy.whole_prompt)
+    recent = blockwise(q, ring.k, ring.v, q_pos=pos, k_pos=held, window=w, admit=old, softcap=x.softcap)
+    parts = [recent, _together(q, new, count, *hidden(new.admit, judged), x.softcap)]
     parts += read_pages(site, cache, q, decoding=False, softcap=x.softcap)
     if cache.pages is not None:
         cache = through_door(site, cache, rings.leaving(ring, new, length, count))
     cache = dataclasses.replace(cache, ring=rings.put(ring, new, length, count))
     cache = evict(site, cache, length + count, (count > 0) & _due(site.policy, length + count, count))
     return _mixed(parts, x), cache
+
+
+def _together(
+    q: Float[Array, "B N T H"],
+    new: Entry,
+    count: Int[Array, " B"],
+    window: int | None,
+    bits: Bool[Array, "B K T"] | None,
+    softcap: float | None,
+) -> Partial:
+    """Attention among tokens that arrive together; beyond the window its cost follows the admitted ones."""
+    if bits is None or window is None or window >= q.shape[2]:
+        k, v, at = new.k, new.v, new.pos
+        return blockwise(q, k, v, q_pos=at, k_pos=at, window=window, admit=bits, softcap=softcap)
+    return vertical_slash(q, new.k, new.v, bits, window=window, lengths=count, softcap=softcap)[:2]
 
 
 def _due(policy: Policy, length: Int[Array, " B"], count: Int[Array, " B"]) -> Bool[Array, " B"]:
@@ -348,12 +370,10 @@ def prompt(site: Site, x: Heads, pos: Int[Array, "B T"]) -> tuple[Float[Array, "
     seen = observe(site, x, pos)
     new = arriving(site, x, pos, seen)
     own = site.window is not None  # the model's sliding layers take no policy beyond their window
-    free = own or policy.admission == AdmitAll() or policy.completion != Nothing()
-    window, bits = (site.window, None) if free else (policy.admission.window, new.admit)
-    out = blockwise(
-        _major(x.q), new.k, new.v, q_pos=pos, k_pos=pos, window=window, admit=bits, softcap=x.softcap
-    )
-    keep = new.admit if own else new.admit & verdict(site, new, seen)
+    hides = policy.admission != AdmitAll() and policy.admission.prefill and policy.completion == Nothing()
+    window, bits = (policy.admission.window, new.admit) if hides and not own else (site.window, None)
+    out = _together(_major(x.q), new, site.total, window, bits, x.softcap)
+    keep = new.admit if own or not policy.budget.limited else new.admit & verdict(site, new, seen)
     return _mixed([out], x), dataclasses.replace(new, admit=keep)
 
 

@@ -12,11 +12,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kvjax.cache import pages as paging
+from kvjax.cache import ring as rings
 from kvjax.cache.pages import Pages, used
 from kvjax.cache.ring import Ring
 from kvjax.cache.state import KVState, LayerCache
 
 if TYPE_CHECKING:
+    from jaxtyping import Bool, Int
+
     from kvjax.types import Network
 
 ROOMS = ("ring", "pages", "summary")
@@ -108,3 +112,38 @@ def full_bytes(network: Network, tokens: int, dtype: Any) -> int:
     """What a cache that keeps everything would hold for ``tokens`` tokens: keys and values alone."""
     per_token = 2 * network.num_layers * network.num_kv_heads * network.head_dim
     return tokens * per_token * jnp.dtype(dtype).itemsize
+
+
+# --- which tokens are held -----------------------------------------------------------------------
+
+
+@jax.jit
+def live_slots(state: KVState) -> Int[jax.Array, "L B K"]:
+    """Slots of each stream that hold a token, ring included; pure."""
+    found = []
+    for room in state.layers:
+        ring = jnp.minimum(state.length, room.ring.window)[:, None]
+        heads = room.ring.k.shape[1]
+        paged = 0 if room.pages is None else room.pages.length.sum(axis=-1)
+        found.append(jnp.broadcast_to(ring + paged, (state.rows, heads)))
+    return jnp.stack(found)
+
+
+@jax.jit
+def present(state: KVState) -> Bool[jax.Array, "L B K C"]:
+    """Is the token at each of the C = ``state.context`` positions held by this stream? Pure."""
+    found = []
+    row = jnp.arange(state.rows)
+    for room in state.layers:
+        heads = room.ring.k.shape[1]
+        mask = jnp.zeros((state.rows, heads, state.context), bool)
+        held = rings.positions(state.length, room.ring.window)
+        held = jnp.where(held >= 0, held, state.context)  # out of range: dropped
+        mask = mask.at[row[:, None], :, held].set(True, mode="drop")
+        if room.pages is not None:
+            slots = paging.slots(room.pages)
+            pos = jnp.where(slots.live, slots.pos, state.context)
+            head = jnp.arange(heads)[None, :, None]
+            mask = mask.at[row[:, None, None], head, pos].set(True, mode="drop")
+        found.append(mask)
+    return jnp.stack(found)

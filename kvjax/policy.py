@@ -18,13 +18,14 @@ computed. Values a part keeps with every token it names in ``keeps``; they move 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax.numpy as jnp
 
 from kvjax.cache.pages import Pages, Slots
 from kvjax.cache.write import scattered
-from kvjax.types import Params, pytree
+from kvjax.types import Network, Params, Turn, pytree
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int
@@ -56,7 +57,7 @@ When = str | Every
 """When a budget acts: ``"after_prompt"``, ``"every_step"`` or ``Every(k)``."""
 
 
-@pytree(static=("layers",))
+@pytree(static=("layers", "softcap", "turn"))
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Observation:
     """What a part may see of T tokens arriving at one layer; only declared quantities are there.
@@ -67,6 +68,7 @@ class Observation:
       layer: index of this layer (may be traced).
       layers: how many there are.
       values: the declared quantities by name; read them through the properties.
+      softcap, turn: what bounds the model's scores, and its RoPE at this layer; see ``Heads``.
     """
 
     pos: Int[Array, "B T"]
@@ -74,6 +76,8 @@ class Observation:
     layer: int | Int[Array, ""]
     layers: int
     values: dict[str, Array]
+    softcap: float | None = None
+    turn: Turn | None = None
 
     def _declared(self, name: str) -> Array:
         if name not in self.values:
@@ -141,12 +145,32 @@ class Part:
       place: the place it stands in.
       needs: fields of ``Observation`` it reads.
       keeps: names of the per-slot values it owns.
+      learns: the method whose learned weights it reads, or "" for a part that learns nothing. They travel as
+        ``weights[place]``, a list with one pytree a layer.
+      shipped: the name of the weights a model may bring for it (``<model>/gates/<name>.safetensors``).
     """
 
     name: ClassVar[str]
     place: ClassVar[str]
     needs: ClassVar[frozenset[str]] = frozenset()
     keeps: ClassVar[tuple[str, ...]] = ()
+    learns: ClassVar[str] = ""
+    shipped: ClassVar[str] = "default"
+
+    def check_weights(self, weights: Sequence[Params], network: Network) -> None:
+        """Refuses learned weights that do not fit the network; the number of layers is checked already.
+
+        Raises:
+          PolicyError: names or shapes that do not fit.
+        """
+
+    def at_layer(self, weights: Sequence[Params], layer: int) -> Any:
+        """What this part reads of its learned weights at one layer; by default that layer's own."""
+        return weights[layer]
+
+    def example_weights(self, key: Array, network: Network) -> list[Params]:
+        """Random weights of the right shapes, for the conformance laws; one pytree a layer."""
+        raise NotImplementedError
 
     def arrive(self, params: Params | None, seen: Observation) -> dict[str, Float[Array, "B K T"]]:
         """Values for ``keeps``, asked once, when a token arrives."""
@@ -171,10 +195,13 @@ class Admission(Part):
     """May this token outlive the window?
 
     ``window`` is the semantic W of methods that own it (exact attention to the last W tokens), else None.
+    ``prefill`` says whether the verdict hides a token from the prompt's own queries too; if not, a prompt is
+    read with full attention, layer by layer, and the verdict acts on what it leaves behind.
     """
 
     place = "admission"
     window: int | None = None
+    prefill: bool = True
     rejects_all: ClassVar[bool] = False
 
     def admit(self, params: Params | None, seen: Observation) -> Bool[Array, "B K T"]:
@@ -511,19 +538,24 @@ class Policy:
         return tuple(f"{part.place}.{name}" for part in self.parts for name in part.keeps)
 
     @property
+    def learned(self) -> tuple[Part, ...]:
+        """The parts that read learned weights."""
+        return tuple(part for part in self.parts if part.learns)
+
+    @property
     def protects(self) -> int:
         """Newest tokens nobody may evict."""
         return max(self.recent, self.eviction.protects)
 
     @property
     def whole_prompt(self) -> bool:
-        """Does a prompt have to be seen whole before anything can be decided?"""
-        return self.budget.limited and self.budget.when == "after_prompt"
+        """Does a prompt have to be seen whole before anything can be decided, or hidden?"""
+        return (self.budget.limited and self.budget.when == "after_prompt") or not self.admission.prefill
 
     @property
     def on_arrival(self) -> bool:
         """Is everything decided from the arriving token alone? Then any chunk size gives the same state."""
-        return not self.budget.limited
+        return not self.budget.limited and self.admission.prefill
 
     def window(self, context: int) -> int:
         """W: ring slots for rows of up to ``context`` tokens.

@@ -1,16 +1,20 @@
 """Compile for chips that are not here: libtpu holds all of the TPU compiler, the CUDA plug-in that of GPUs.
 
-Needs the wheels of the optional group ``aot`` (libtpu pinned to the jax version; the plug-in with
-``--no-deps``), no device, no driver. ``compiled`` gives what a device would run, with its memory
-analysis; ``copies`` finds in it what a layout costs: copies of an operand as large as a pool.
+Needs the wheels of the optional group ``aot`` (both pinned to the jax version) and for GPUs CUDA's
+assembler, no device, no driver. ``compiled`` gives what a device would run, with its memory analysis;
+``copies`` finds in it what a layout costs: copies of an operand as large as a pool. What is not
+installed raises ``Missing``; what is installed and fails, fails.
 """
 
 from __future__ import annotations
 
 import functools
+import hashlib
+import math
 import os
 import re
 from collections.abc import Callable
+from importlib import metadata
 from typing import Any, NamedTuple
 
 # Read once, when libtpu loads: no look-ups of a cloud's metadata, and more than one process at a time.
@@ -30,6 +34,7 @@ TPUS = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "tpu7x": "tpu7x:
 """Chips to the names libtpu knows their smallest topologies by."""
 
 GPUS = {"h200": ("NVIDIA H200", 132)}
+"""Chips to the kind of device that jax says they are, and their multiprocessors."""
 
 CHIPS = (*TPUS, *GPUS)
 
@@ -61,6 +66,37 @@ class Target(NamedTuple):
         return "mosaic_tpu" if self.platform == "tpu" else "triton"
 
 
+def _installed(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def wheels() -> dict[str, str]:
+    """Versions of what compiles."""
+    names = ("jax", "jaxlib", "libtpu", *_PLUGINS)
+    return {name: version for name in names if (version := _installed(name))}
+
+
+_PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin")
+
+
+def _missing(chip: str, what: str) -> Missing:
+    return Missing(f"no compiler for {chip}: {what}. Install with: pip install 'kvjax[aot]'")
+
+
+def _assembles(chip: Target) -> None:
+    """Raises ``Missing`` when there is no CUDA assembler, which the plug-in does not bring."""
+    try:
+        compiled(chip, lambda x: x + 1, jax.ShapeDtypeStruct((8,), "float32"))
+    except jax.errors.JaxRuntimeError as error:
+        if "PTX compilation provider" not in str(error):
+            raise
+        what = "no ptxas, which a CUDA toolkit has and the wheel nvidia-cuda-nvcc-cu12"
+        raise _missing("GPUs", what) from error
+
+
 @functools.cache
 def target(chip: str, topology: str | None = None) -> Target:
     """One of ``CHIPS``, or several of them.
@@ -70,59 +106,106 @@ def target(chip: str, topology: str | None = None) -> Target:
       topology: for several TPUs, libtpu's name, such as "v5e:16x16".
 
     Raises:
-      Missing: its compiler's wheel is not installed, or does not know it.
+      Missing: its compiler is not installed, or is of another version than jax.
     """
-    try:
-        if chip in TPUS:
-            found: Any = topologies.get_topology_desc(
-                platform="tpu", topology_name=topology or TPUS[chip]
-            ).devices
-            cores = getattr(found[0], "num_cores", 1) or 1
-            return Target(found, found[0].device_kind, cores, "tpu", ("tpu",))
-        jax.devices()  # finds plug-ins
-        options = {"target_config": _H200, "topology": "1x1x1"}
-        found = topologies.get_topology_desc(platform="cuda", topology_name="", **options).devices
-        return Target(found, *GPUS[chip], "gpu", ("cuda",))
-    except (RuntimeError, NotImplementedError, ValueError) as reason:
-        line = (str(reason).splitlines() or [""])[0]
-        hint = "pip install 'kvjax[aot]', and set JAX_PLATFORMS=cpu where there is no device"
-        raise Missing(f"no compiler for {chip} ({hint}): {line}") from reason
+    if chip in TPUS:
+        if _installed("libtpu") is None:
+            raise _missing(chip, "libtpu is not installed")
+        found: Any = topologies.get_topology_desc(
+            platform="tpu", topology_name=topology or TPUS[chip]
+        ).devices
+        cores = getattr(found[0], "num_cores", 1) or 1
+        return Target(found, found[0].device_kind, cores, "tpu", ("tpu",))
+    known = [version for name in _PLUGINS if (version := _installed(name))]
+    if metadata.version("jaxlib") not in known:
+        what = f"no CUDA plug-in of jaxlib {metadata.version('jaxlib')} is installed, only {known or 'none'}"
+        raise _missing(chip, what)
+    jax.devices()  # finds plug-ins; without a device it fails, unless JAX_PLATFORMS=cpu
+    options = {"target_config": _H200.replace("NVIDIA H200", GPUS[chip][0]), "topology": "1x1x1"}
+    found = topologies.get_topology_desc(platform="cuda", topology_name="", **options).devices
+    gpu = Target(found, *GPUS[chip], "gpu", ("cuda",))
+    _assembles(gpu)
+    return gpu
 
 
-def _lowered(chip: Target, run: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+def lowered(chip: Target, run: Callable[..., Any], *args: Any) -> Any:
+    """``jax.jit(run)`` lowered for one device of ``chip``; args are shapes (``jax.ShapeDtypeStruct``)."""
     place = SingleDeviceSharding(chip.devices[0])
     args = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), args)
     with compat.lowering_for(chip.kind, chip.cores, chip.platform):
         return jax.jit(run).trace(*args).lower(lowering_platforms=chip.lowering)
 
 
+def digest(program: Any) -> str:
+    """A lowered program's name: the same for the same program and the same compilers."""
+    text = program.as_text() + repr(sorted(wheels().items()))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
 def compiled(chip: Target, run: Callable[..., Any], *args: Any) -> Any:
-    """``jax.jit(run)`` compiled for one device of ``chip``; args are shapes (``jax.ShapeDtypeStruct``)."""
-    return _lowered(chip, run, args).compile()
+    """What ``lowered`` gives, compiled."""
+    return lowered(chip, run, *args).compile()
 
 
-def fits_registers(chip: Target, run: Callable[..., Any], *args: Any) -> bool:
-    """Whether a GPU's assembler needs no memory to spill registers to, in any kernel of the program."""
+class SpillsError(ValueError):
+    """A GPU's assembler ran out of registers."""
+
+
+def compiled_without_spills(chip: Target, run: Callable[..., Any], *args: Any) -> Any:
+    """``compiled``, where on a GPU no kernel may spill registers to memory.
+
+    The CUDA assembler itself counts (``ptxas``: "bytes spill stores"); on a TPU nothing is checked.
+
+    Raises:
+      SpillsError: a kernel spills; XLA does not say which one, ``static.registers`` does.
+    """
+    if chip.platform != "gpu":
+        return compiled(chip, run, *args)
     strict = {"xla_gpu_fail_ptx_compilation_on_register_spilling": True}
     try:
-        _lowered(chip, run, args).compile(compiler_options=strict)
+        return lowered(chip, run, *args).compile(compiler_options=strict)
     except jax.errors.JaxRuntimeError as error:
-        if "spill" in str(error).lower():
-            return False
-        raise
-    return True
+        if "spill" not in str(error).lower():
+            raise
+        raise SpillsError(" ".join(str(error).split())[:300]) from error
 
 
-_OP = re.compile(r"= (\w+)\[([\d,]*)\][^ ]* (copy|copy-start|transpose|pad|fusion|bitcast-convert)\(")
+NOTHING_MOVES = {
+    *(
+        "parameter",
+        "constant",
+        "bitcast",
+        "tuple",
+        "get-tuple-element",
+        "opt-barrier",
+        "optimization-barrier",
+    ),
+    # Kernels; and what only holds other operations or ends one, which are seen where they begin.
+    *("custom-call", "call", "while", "conditional", "copy-done", "async-done", "after-all"),
+}
+# Of tuples that hold sources too: (destination, source, ...) and ((source), destination, ...).
+_DESTINATION = {"copy-start": slice(0, 1), "slice-start": slice(1, 2)}
+_HEAD = re.compile(r"^(?:ENTRY )?%?([\w.-]+) \(.*{$")
+_OP = re.compile(r"^\s*(?:ROOT )?%?[\w.-]+ = (.+?) ([a-z][\w-]*)\(")
+_SHAPE = re.compile(r"(\w+)\[([\d,]*)\]((?:\{[^}]*\})?)")
 
 
 def copies(program: Any, at_least: int) -> list[str]:
-    """Operations of a compiled program that write ``at_least`` elements anew by moving them about."""
-    found = []
-    for dtype, dims, op in _OP.findall(program.as_text()):
-        size = 1
-        for dim in filter(None, dims.split(",")):
-            size *= int(dim)
-        if size >= at_least:
-            found.append(f"{op} {dtype}[{dims}]")
+    """Operations of a compiled program, kernels apart, whose result has ``at_least`` elements in memory.
+
+    What is inside a fusion is not in memory, the fusion's result is. What XLA brings to a TPU's VMEM
+    (memory space 1) for its readers is read once and written nowhere.
+    """
+    text = program.as_text()
+    fused = set(re.findall(r" fusion\(.*?calls=%?([\w.-]+)", text))
+    found, inside = [], ""
+    for line in text.splitlines():
+        head, op = _HEAD.match(line), _OP.match(line)
+        inside = head.group(1) if head else inside
+        if op is None or inside in fused or op.group(2) in NOTHING_MOVES:
+            continue
+        for dtype, dims, layout in _SHAPE.findall(op.group(1))[_DESTINATION.get(op.group(2), slice(None))]:
+            if "S(1)" not in layout and math.prod(int(x) for x in dims.split(",") if x) >= at_least:
+                found.append(f"{op.group(2)} {dtype}[{dims}]")
+                break
     return found

@@ -2,8 +2,9 @@
 
 python -m pallas_kernels.bench                                 on this CPU, every operation's own benchmark
 python -m pallas_kernels.bench --static [v5e h200 ...]         compiled for chips that are not here
-python -m pallas_kernels.bench --device [--minutes 8]          on the GPU or TPU at hand, with agreement
-python -m pallas_kernels.bench --table                         the table of README.md from what was recorded
+python -m pallas_kernels.bench --device [--minutes 8]          on the GPU or TPU at hand: agreement, times
+python -m pallas_kernels.bench --device --tiny triton --out X  the same program on a CPU, interpreted and tiny
+python -m pallas_kernels.bench --table                         the tables of README.md from what was recorded
 """
 
 from __future__ import annotations
@@ -11,48 +12,83 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
-from importlib import metadata
+import pathlib
+from typing import Any
 
 from pallas_kernels import device, dispatch, static, table
 from pallas_kernels.cases import cases, operations
 
 
-def _static(chips: list[str], only: str) -> None:
-    names = [name for name in cases() if name.startswith(only)]
+def _known(file: pathlib.Path) -> dict[str, Any]:
+    known = json.loads(file.read_text())["cases"] if file.is_file() else {}
+    return {name: x for name, x in known.items() if name in cases()}
+
+
+def _static(chips: list[str], only: str, again: bool, dumps: bool) -> int:
+    """Compile all cases, record each at once; how many a compiler refused."""
+    from pallas_kernels import aot
+
+    names, refused = [name for name in cases() if name.startswith(only)], 0
     for chip in chips or list(static.CHIPS):
         file = dispatch.TUNED / chip / "static.json"
-        known = json.loads(file.read_text())["cases"] if file.is_file() else {}
-        for name, result in static.report(chip, names):
-            known[name] = result
+        found = _known(file)
+        for name, result in static.report(chip, names, {} if again else dict(found), dumps=dumps):
+            found[name], refused = result, refused + ("error" in result)
             print(f"{chip:6} {name:44} {json.dumps(result)}", flush=True)
             file.parent.mkdir(parents=True, exist_ok=True)
-            wheels = {x: metadata.version(x) for x in ("jax", "libtpu", "jax-cuda12-plugin")}
-            file.write_text(json.dumps({"wheels": wheels, "cases": known}, indent=1) + "\n")
+            ordered = {x: found[x] for x in cases() if x in found}
+            text = json.dumps({"wheels": aot.wheels(), "cases": ordered}, indent=1)
+            file.write_text(text + "\n")
+    return refused
 
 
-def main() -> None:
-    """See the module's docstring."""
+def _device(args: argparse.Namespace) -> int:
+    """Measure; how many operations disagree with their definition or were not checked."""
+    folder = pathlib.Path(args.out) if args.out else None
+    if args.tiny and folder is None:
+        raise ValueError("bench --device --tiny says nothing of a device. Name a folder of its own: --out X.")
+    only = (args.only,) if args.only else ()
+    found = device.measure(args.minutes, folder=folder, tiny=args.tiny, only=only)
+    for op, record in found.items():
+        print(f"{op:14} agrees: {record['agrees']}  targets: {json.dumps(record['targets'])}", flush=True)
+    return sum(not record["agrees"] for record in found.values())
+
+
+def _parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--static", nargs="*", metavar="CHIP", choices=list(static.CHIPS))
-    parser.add_argument("--only", default="", help="with --static: cases whose name begins so")
+    parser.add_argument(
+        "--only", default="", help="--static: cases whose name begins so; --device: an operation"
+    )
+    parser.add_argument("--again", action="store_true", help="with --static: what was compiled already, too")
+    parser.add_argument("--no-bundles", action="store_true", help="with --static: TPU programs without dumps")
     parser.add_argument("--device", action="store_true")
-    parser.add_argument("--minutes", type=float, default=8.0, help="with --device: start nothing after this")
+    parser.add_argument("--minutes", type=float, default=8.0, help="with --device: over after this")
+    parser.add_argument(
+        "--tiny", choices=list(dispatch.NEEDS), help="with --device: bodies to run interpreted"
+    )
+    parser.add_argument("--out", help="with --device: where to record instead of tuned/<device>")
     parser.add_argument("--table", action="store_true")
-    args = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> int:
+    """See the module's docstring; 1 when a compiler refused a case or an operation does not agree."""
+    args, bad = _parsed(), 0
     if args.static is not None:
-        _static(args.static, args.only)
-        table.write()
+        bad = _static(args.static, args.only, args.again, not args.no_bundles)
     elif args.device:
-        device.measure(args.minutes)
-        table.write()
-    elif args.table:
-        table.write()
-    else:
+        bad = _device(args)
+    elif not args.table:
         for op in operations():
             importlib.import_module(f"pallas_kernels.{op}.bench").main()
+        return 0
+    if not args.tiny:
+        table.write()
+    return int(bad > 0)
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

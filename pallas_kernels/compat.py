@@ -2,7 +2,15 @@
 
 * ``pl.load`` is gone after 0.7: masked loads of Triton bodies are ``triton.load`` on every version.
 * Races found by the TPU interpreter: 0.7 and 0.10 record them, 0.12 raises.
-* Triton's lowering warns of its deprecation since 0.11: silenced by pytest's filter, shown to users.
+* Triton's lowering warns of its deprecation since 0.11: silenced by pytest's filter, shown to users. A jax
+  without it raises ``Unsupported`` for ``impl="triton"``; ``impl=None`` takes ``xla`` and logs the reason.
+
+What 0.7.2 cannot do, by operation:
+
+* blockwise, gated, merge, phi, vertical_slash: nothing; every body runs interpreted there.
+* ragged_decode: ``xla`` on a CPU converts bfloat16 pools to float32 before each product (XLA's doing), so
+  their read takes temporary memory and time; results are the same.
+* Compiling for chips that are not here is checked with 0.10.2 and later only.
 """
 
 from __future__ import annotations
@@ -14,8 +22,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 from jax.experimental.pallas import tpu as pltpu
-from jax.experimental.pallas import triton as plt
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
+
+try:  # deprecated since 0.11, to be removed: bodies for TPU do without
+    from jax.experimental.pallas import triton as plt
+except ImportError:
+    plt = None  # type: ignore[assignment]
 
 if TYPE_CHECKING:
     from jaxtyping import Array
@@ -39,7 +51,13 @@ def tpu_params(axes: Sequence[Axis], *, bounds_checks: bool = True) -> Any:
 
 
 def triton_params(*, warps: int, stages: int) -> Any:
-    """Compiler parameters of a GPU body."""
+    """Compiler parameters of a GPU body.
+
+    Raises:
+      ImportError: this jax has no Triton lowering any more; ``dispatch.lazily`` says so and makes place.
+    """
+    if plt is None:
+        raise ImportError(f"jax {jax.__version__} has no jax.experimental.pallas.triton")
     return plt.CompilerParams(num_warps=warps, num_stages=stages)
 
 
@@ -84,9 +102,19 @@ def lowering_for(kind: str, cores: int, platform: str) -> Iterator[None]:
         yield
 
 
+def _absent_device() -> Any:
+    return getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
+
+
+def lowering_kind() -> str:
+    """The kind of device being traced for: that of ``lowering_for``, else of the first one here."""
+    device = _absent_device()
+    return jax.devices()[0].device_kind if device is None else device.device_kind
+
+
 def lowering_platform() -> str:
     """The platform being traced for: that of ``lowering_for``, else of the default backend."""
-    device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
+    device = _absent_device()
     if device is None:
         return jax.default_backend()
     return getattr(device, "platform", None) or ("tpu" if device.device_kind.startswith("TPU") else "gpu")

@@ -22,6 +22,8 @@ from typing import Any, TypeVar
 
 import jax
 
+from pallas_kernels import reverse, tuning
+
 Offered = Mapping[str, Callable[..., Any]]
 """The implementations an operation has, by name."""
 
@@ -43,6 +45,9 @@ REASONS = {
     "triton": "no Pallas body for GPU has been written for it yet",
 }
 
+FOLDERS = {"column_mass": "blockwise", "phi_build": "phi", "phi_subtract": "phi", "phi_evaluate": "phi"}
+"""Operations to the folder they share with others, and with it a record; of all others it is their name."""
+
 TUNED = pathlib.Path(__file__).parent / "tuned"
 
 _interpreter: contextvars.ContextVar[Mapping[str, Any] | None] = contextvars.ContextVar(
@@ -55,13 +60,39 @@ class Unsupported(ValueError):  # noqa: N818, the word of the README
 
 
 def lazily(where: str) -> Callable[..., Any]:
-    """The function "package.module:name", imported when first called: Pallas is slow to import."""
+    """The function "package.module:name", imported when first called: Pallas is slow to import.
+
+    It raises ``Unsupported`` where this version of jax lacks something that the module imports.
+    """
     module, name = where.split(":")
 
     def call(*args: Any, **options: Any) -> Any:
-        return getattr(importlib.import_module(module), name)(*args, **options)
+        try:
+            return getattr(importlib.import_module(module), name)(*args, **options)
+        except ImportError as reason:  # of what this version of jax does not have
+            raise Unsupported(
+                f"{module} needs what jax {jax.__version__} does not have ({reason}). Use impl='xla' or None."
+            ) from reason
 
     return call
+
+
+def offered(
+    op: str,
+    name: str,
+    xla: Callable[..., Any],
+    ref: Callable[..., Any],
+    *,
+    gradient: Callable[..., Any] | None = None,
+) -> Offered:
+    """What an operation with Pallas bodies has: ``name`` in ``<op>/mosaic_tpu.py`` and so on.
+
+    ``gradient`` is whose reverse mode the bodies borrow; None if they have one.
+    """
+    bodies = {impl: lazily(f"pallas_kernels.{op}.{impl}:{name}") for impl in NEEDS}
+    if gradient is not None:
+        bodies = {impl: reverse.borrowing(body, gradient) for impl, body in bodies.items()}
+    return {**bodies, "xla": xla, "ref": ref}
 
 
 @contextlib.contextmanager
@@ -81,13 +112,18 @@ def interpreted(*, races: bool = True) -> Iterator[None]:
         _interpreter.reset(token)
 
 
+def interpreting() -> bool:
+    """Whether Pallas bodies run interpreted here."""
+    return _interpreter.get() is not None
+
+
 @functools.cache
 def record(op: str, kind: str) -> Mapping[str, Any]:
     """What ``bench --device`` wrote about an operation on a kind of device; empty if it never ran there.
 
-    Keys: "impl", "agrees" (with ``ref``, within ``numerics``), "blocks" (by shape), and measurements.
+    Keys: "impl", "agrees" (with ``ref``, within ``numerics``), "blocks" (see ``tuning``), and measurements.
     """
-    file = TUNED / slug(kind) / f"{op}.json"
+    file = TUNED / slug(kind) / f"{FOLDERS.get(op, op)}.json"
     return json.loads(file.read_text()) if file.is_file() else {}
 
 
@@ -121,21 +157,28 @@ def _candidates(op: str, offered: Offered, platform: str) -> Iterator[tuple[str,
         yield name, why
 
 
+def _record_of(impl: str, op: str, kind: str) -> Mapping[str, Any]:
+    found = record(op, kind)
+    return found if found.get("impl") == impl else {}
+
+
 def _bound(op: str, impl: str, offered: Offered) -> Callable[..., Any]:
     """The implementation, told how to run when it is a Pallas body."""
     needs = NEEDS.get(impl)
     if needs is None:
         return offered[impl]
-    interpreter = _interpreter.get()
+    compat, interpreter = importlib.import_module("pallas_kernels.compat"), _interpreter.get()
+    chosen = tuning.chosen(FOLDERS.get(op, op), _record_of(impl, op, compat.lowering_kind()))
+    more = {"blocks": chosen} if chosen else {}
     if interpreter is not None:
-        return functools.partial(offered[impl], interpret=interpreter[impl])
-    platform = importlib.import_module("pallas_kernels.compat").lowering_platform()
+        return functools.partial(offered[impl], interpret=interpreter[impl], **more)
+    platform = compat.lowering_platform()
     if platform != needs:
         raise Unsupported(
             f"{op}(impl={impl!r}) cannot run: its body is for {needs} and this is {platform}. Use None, or "
             "enter pallas_kernels.dispatch.interpreted() to run it slowly in a test."
         )
-    return functools.partial(offered[impl], interpret=False)
+    return functools.partial(offered[impl], interpret=False, **more)
 
 
 def choose(op: str, impl: str | None, offered: Offered) -> Callable[..., Any]:
@@ -145,7 +188,7 @@ def choose(op: str, impl: str | None, offered: Offered) -> Callable[..., Any]:
       op: name of the operation, for messages and for its record.
       impl: None or one of ``IMPLS``.
       offered: what the operation has; always ``xla`` and ``ref``. Pallas bodies are called with one
-        more keyword, ``interpret``.
+        more keyword, ``interpret``, and with ``blocks`` where there are some for them (see ``tuning``).
 
     Raises:
       Unsupported: the operation does not offer ``impl``, or its body is for another platform.

@@ -1,9 +1,9 @@
-"""What can be known of a kernel without a device: its instructions and spills, held against the roofline.
+"""What can be known of a kernel without a device: instructions, registers, spills, held against the roofline.
 
 TPU: libtpu writes the final VLIW bundles of every kernel, about one a cycle while nothing waits for
 memory. The count is of the program text: a loop inside the kernel (the copies of ragged_decode's pages)
-counts once, and so do steps that run only at the ends of a row. GPU: whether the assembler had to
-spill registers.
+counts once, and so do steps that run only at the ends of a row. GPU: registers of a thread and bytes
+spilled, as CUDA's assembler says.
 """
 
 from __future__ import annotations
@@ -15,10 +15,13 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 MARK = "static: "
+HOME = pathlib.Path(__file__).parents[1]
+"""Where the package lies: the child imports the same one."""
 
 
 class Chip(NamedTuple):
@@ -42,71 +45,160 @@ CHIPS = {
 }
 
 
+GPUS = {"h200"}
+
+
 def roofline(chip: str, moves: int, flops: int) -> float:
     """Seconds below which no program can move these bytes and do these products."""
     limit = CHIPS[chip]
     return max(moves / (limit.bandwidth * 1e9), flops / (limit.flops * 1e12))
 
 
-def report(chip: str, names: list[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Each case compiled for a chip, in one process of its own (compilers read their flags once)."""
+def report(
+    chip: str, names: list[str], known: Mapping[str, Mapping[str, Any]], *, dumps: bool = True
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Each case compiled for a chip, in one process of its own (compilers read their flags once).
+
+    Args:
+      chip: one of ``CHIPS``.
+      names: of the cases.
+      known: earlier results; what has not changed since is not compiled again, nor is a program twice.
+      dumps: have libtpu write bundles. A large sort beside the kernel makes that take minutes on 7x.
+
+    Raises:
+      RuntimeError: the process ended before its time, with the end of what it said.
+    """
+    full = "kernels" if chip in GPUS else "bundles"
+    programs = {x["program"]: x for x in known.values() if "program" in x and (full in x or not dumps)}
     with tempfile.TemporaryDirectory() as folder:
-        dump = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true"
-        flags = {"JAX_PLATFORMS": "cpu", "LIBTPU_INIT_ARGS": dump, "TF_CPP_MIN_LOG_LEVEL": "3"}
-        command = [sys.executable, "-m", "pallas_kernels.static", chip, folder, *names]
-        with subprocess.Popen(command, env=os.environ | flags, stdout=subprocess.PIPE, text=True) as child:
-            for line in child.stdout or ():
+        flags = {
+            "JAX_PLATFORMS": "cpu",
+            "PYTHONPATH": os.pathsep.join([str(HOME), *filter(None, [os.environ.get("PYTHONPATH")])]),
+            "LIBTPU_INIT_ARGS": f"{DUMPS}{folder}" if dumps else "",
+            # The assembler's own report, which XLA passes on at this level of detail only.
+            "TF_CPP_MIN_LOG_LEVEL": "0",
+            "TF_CPP_VMODULE": "subprocess_compilation=5",
+        }
+        said = pathlib.Path(folder) / "said"
+        command = [sys.executable, "-m", "pallas_kernels.static", chip, folder]
+        with (
+            said.open("w") as errors,
+            subprocess.Popen(
+                command,
+                env=os.environ | flags,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+            ) as child,
+        ):
+            assert child.stdin is not None
+            assert child.stdout is not None
+            child.stdin.write(json.dumps([names, programs]))
+            child.stdin.close()
+            for line in child.stdout:
                 if line.startswith(MARK):
                     name, result = json.loads(line[len(MARK) :])
                     yield name, result
         if child.returncode:
-            raise RuntimeError(
-                f"the compiler for {chip} ended with code {child.returncode}; see its messages"
-            )
+            end = " | ".join(said.read_text().splitlines()[-4:])
+            raise RuntimeError(f"the compiler for {chip} ended with code {child.returncode}: {end}")
+
+
+# Nothing but the last bundles.
+DUMPS = (
+    "--xla_jf_dump_llo_text=true --xla_jf_dump_category_filter=codegen "
+    "--xla_jf_dump_llo_pass_label_regex=final_bundles --xla_jf_dump_to="
+)
+MEASURED = ("compile_s", "temp_bytes", "copies", "bundles", "kernels")
+KERNEL = r"ragged_decode_\w+?|blockwise\w*?|column_mass|gated\w*?|vertical\w*?|phi\w*?"
 
 
 def bundles(folder: pathlib.Path) -> dict[str, int]:
     """Bundles of each kernel whose dump lies in a folder."""
     found = {}
     for file in sorted(folder.glob("*schedule-analysis_final_bundles.txt")):
-        kernel = re.search(
-            r"(ragged_decode_\w+?|blockwise\w*?|column_mass|gated\w*?|vertical\w*?|phi\w*?)[.-]", file.name
-        )
+        kernel = re.search(rf"({KERNEL})[.-]", file.name)
         count = re.search(r"total scheduled bundles:\s+(\d+)", file.read_text())
         if kernel and count:
             found[kernel.group(1)] = int(count.group(1))
     return found
 
 
-def _one(chip: str, name: str, folder: pathlib.Path) -> dict[str, Any]:
+_ENTRY = re.compile(
+    rf"entry function '({KERNEL})' for.*?(\d+) bytes stack frame, (\d+) bytes spill stores, "
+    r"(\d+) bytes spill loads.*?Used (\d+) registers",
+    re.DOTALL,
+)
+
+
+def registers(said: str) -> dict[str, dict[str, int]]:
+    """Registers of a thread and bytes spilled of each kernel in the assembler's report."""
+    found = {}
+    for kernel, _, stores, loads, used in _ENTRY.findall(said):
+        found[kernel] = {"registers": int(used), "spilled_bytes": int(stores) + int(loads)}
+    return found
+
+
+def _one(chip: str, name: str, folder: pathlib.Path, programs: dict[str, Any]) -> dict[str, Any]:
     from pallas_kernels import aot
     from pallas_kernels.cases import cases
 
     case, place = cases()[name], aot.target(chip)
-    for file in folder.iterdir():
-        file.unlink()
+    program = aot.lowered(place, case.run(place.impl), *case.args)
     found: dict[str, Any] = {"impl": place.impl, "moves_bytes": case.moves, "flops": case.flops}
     found["roofline_us"] = round(roofline(chip, case.moves, case.flops) * 1e6, 2)
-    program = aot.compiled(place, case.run(place.impl), *case.args)
-    found["temp_bytes"] = program.memory_analysis().temp_size_in_bytes
-    if place.platform == "tpu":
+    found["program"] = aot.digest(program)
+    measured = programs.get(found["program"]) or _compiled(program, place.platform, folder, case)
+    found |= {x: measured[x] for x in MEASURED if x in measured}
+    if case.kernel in found.get("bundles", {}):
+        step = found["bundles"][case.kernel] / (CHIPS[chip].clock * 1e9)
+        found["step_to_roofline"] = round(step / roofline(chip, *case.step), 2)
+    programs[found["program"]] = found
+    return found
+
+
+def _compiled(program: Any, platform: str, folder: pathlib.Path, case: Any) -> dict[str, Any]:
+    """What compiling a program tells of it."""
+    from pallas_kernels import aot
+
+    said = folder / "said"
+    for file in folder.iterdir():
+        if file != said:
+            file.unlink()
+    before, start = said.stat().st_size, time.perf_counter()
+    binary = program.compile()
+    found: dict[str, Any] = {"compile_s": round(time.perf_counter() - start, 1)}
+    found["temp_bytes"] = binary.memory_analysis().temp_size_in_bytes
+    found["copies"] = aot.copies(binary, case.whole) if case.whole else []
+    if platform == "tpu" and os.environ["LIBTPU_INIT_ARGS"]:
         found["bundles"] = bundles(folder)
-        if case.kernel in found["bundles"]:
-            step = found["bundles"][case.kernel] / (CHIPS[chip].clock * 1e9)
-            found["step_to_roofline"] = round(step / roofline(chip, *case.step), 2)
-    else:
-        found["spills"] = not aot.fits_registers(place, case.run(place.impl), *case.args)
+        if not found["bundles"]:
+            raise RuntimeError("libtpu wrote no bundles: its flags for dumps are not what they were")
+    elif platform == "gpu":
+        with said.open() as lines:
+            lines.seek(before)
+            found["kernels"] = registers(lines.read())
     return found
 
 
 def main() -> None:
-    """``chip folder case...``: one line of output a case."""
-    chip, folder, *names = sys.argv[1:]
+    """``chip folder`` and, on standard input, names of cases and known programs: a line of output a case.
+
+    A case that the compiler refuses is reported as an "error"; whatever else fails ends the process.
+    """
+    from pallas_kernels import aot
+    from pallas_kernels.dispatch import Unsupported
+
+    # A program is the same one wherever its source lies and on whatever line.
+    aot.jax.config.update("jax_traceback_in_locations_limit", 0)
+    chip, folder = sys.argv[1:]
+    names, programs = json.load(sys.stdin)
     for name in names:
         try:
-            found = _one(chip, name, pathlib.Path(folder))
-        except (RuntimeError, ValueError, NotImplementedError) as reason:
-            found = {"error": " ".join(str(reason).split())[:300]}
+            found = _one(chip, name, pathlib.Path(folder), programs)
+        except (aot.jax.errors.JaxRuntimeError, Unsupported, NotImplementedError) as reason:
+            found = {"error": f"{type(reason).__name__}: {' '.join(str(reason).split())[:300]}"}
         print(MARK + json.dumps([name, found]), flush=True)
 
 

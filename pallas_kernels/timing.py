@@ -26,7 +26,19 @@ def in_turns(
     return {name: float(np.median(seconds)) for name, seconds in times.items()}
 
 
-def report(op: str, shape: str, dtype: str, times: Mapping[str, float], base: str) -> str:
-    """One line: milliseconds of each, and the ratio of each to ``base``."""
-    cells = [f"{name} {t * 1e3:.2f} ms ({t / times[base]:.2f}x)" for name, t in times.items()]
-    return f"{op:14} {shape:11} {dtype:9} " + "  ".join(cells)
+def report(
+    op: str,
+    shape: str,
+    dtype: str,
+    times: Mapping[str, float],
+    base: str,
+    most: Mapping[str, float] | None = None,
+) -> str:
+    """One line: milliseconds of each, the ratio of each to ``base``, and whether that is at most ``most``."""
+
+    def cell(name: str) -> str:
+        ratio, bound = times[name] / times[base], (most or {}).get(name)
+        target = "" if bound is None else f", at most {bound}: {'met' if ratio <= bound else 'MISSED'}"
+        return f"{name} {times[name] * 1e3:.2f} ms ({ratio:.2f}x{target})"
+
+    return f"{op:14} {shape:12} {dtype:9} " + "  ".join(cell(name) for name in times)

@@ -9,7 +9,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from kvjax.bench import ablate, arguments, decode, plot, profile, ratios, results, weights
+from kvjax.bench import ablate, arguments, decode, page, plot, profile, ratios, results, weights
 from kvjax.bench.__main__ import main
 from kvjax.bench.journal import Journal
 from kvjax.bench.sides import NO_PEERS, PER_HEAD
@@ -100,6 +100,18 @@ def test_the_plot_is_drawn(table):
     assert file.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
+def test_the_page_names_the_command_and_marks_what_was_missed(tmp_path):
+    about = {"command": "python -m kvjax.bench decode", "date": "2026-01-01", "seconds": 60}
+    about["machine"] = {"cpu": "some", "threads": 1, "jax": jax.__version__, "commit": "abc"}
+    about["model"] = {"size": "base", "seed": 0, "parameters": 7}
+    results.save(tmp_path, "decode", about | {"rows": _rows()})
+    text = page.write(tmp_path).read_text()
+    assert "`python -m kvjax.bench decode`, 2026-01-01, 1 minutes" in text
+    assert "| per-head 75 %, speed over our dense quarter | ≥ 0.8 | 0.80 |" in text
+    assert "| allocated bytes over full, after the prompt | ≤ 0.32 | **0.33** |" in text
+    assert "adakv" not in text, "a row that was skipped has no figures"
+
+
 # --- what is done with rows ----------------------------------------------------------------------
 
 
@@ -112,6 +124,7 @@ def _rows(**changed: float) -> list[dict]:
         ("transformers", "full"): 75.0,
     }
     rows = [place | {"system": s, "config": c, "tokens_per_s": v} for (s, c), v in speeds.items()]
+    rows = [row | dict.fromkeys(("live_bytes", "allocated_bytes", "allocated_bytes_end")) for row in rows]
     rows[0] |= {"live_bytes": 100, "allocated_bytes": 100, "allocated_bytes_end": 100}
     rows[1] |= {"live_bytes": 26, "allocated_bytes": 33, "allocated_bytes_end": 40} | changed
     rows.append(place | {"system": "kvpress", "config": "adakv 75 %", "skipped": "absent"})

@@ -200,6 +200,7 @@ def test_presets_parse_and_name_themselves(name):
     ("spec", "words"),
     [
         ("windw(8)", ["windw", "window"]),
+        ("adakv(64)", ["adakv", "preset", "snapkv + ada(0.25)"]),
         ("window(8) + window(9)", ["window(8)", "window(9)"]),
         ("window(sise=8)", ["window", "size"]),
         ("window(0)", ["window", "0"]),

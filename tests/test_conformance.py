@@ -49,11 +49,15 @@ class Life:
         return np.asarray([tiny.prompt(STEPS, 100 + row) for row in range(len(self.prompts))])
 
 
+def prefilled(policy: Policy, prompts: list[list[int]]) -> tuple[KVState, jax.Array]:
+    """The real prefill, with random weights for the parts that learn."""
+    sizes = {"context": tiny.CONTEXT, "page": tiny.PAGE, "chunk_size": 16}
+    return kvjax.prefill(tiny.model(), policy, prompts, **sizes, weights=tiny.weights(policy))
+
+
 def begin(policy: Policy, prompts: list[list[int]]) -> tuple[KVState, np.ndarray]:
     """The real prefill, with pages for the steps that follow."""
-    state, logits = kvjax.prefill(
-        tiny.model(), policy, prompts, context=tiny.CONTEXT, page=tiny.PAGE, chunk_size=16
-    )
+    state, logits = prefilled(policy, prompts)
     return decode.reserve(policy, state, STEPS, 1), np.asarray(logits)
 
 
@@ -116,7 +120,8 @@ def test_state_is_a_legal_loop_carry(policy):
     state = live(policy).after(0)
     before = jax.tree.map(lambda x: (x.shape, x.dtype, x.aval.weak_type), state)
     tokens, active = np.zeros(3, np.int32), np.ones(3, bool)
-    step = functools.partial(decode.step, tiny.model().network, policy, tiny.model().params, {})
+    given = tiny.model().network, policy, tiny.model().params, tiny.weights(policy)
+    step = functools.partial(decode.step, *given)
     after = jax.eval_shape(step, state, tokens, active)[0]
     assert jax.tree.structure(after) == jax.tree.structure(state)
     assert jax.tree.map(lambda x: (x.shape, x.dtype, x.weak_type), after) == before
@@ -137,7 +142,7 @@ def target(policy: Policy, layer: int, seen: int) -> int:
 
 @every_policy
 def test_live_slots_are_what_the_budget_says(policy):
-    life, looked = live(policy), 0
+    life, looked, learned = live(policy), 0, []
     for steps, state in enumerate(life.states):
         for layer, room in enumerate(state.layers):
             if room.pages is None:
@@ -150,18 +155,27 @@ def test_live_slots_are_what_the_budget_says(policy):
                 for head in range(2):
                     stored = np.asarray(sorted(slots[row, head]))
                     ring = at[row][at[row] >= 0]
-                    if policy.whole_prompt:  # of the prompt, what has not been refused
+                    if (
+                        policy.budget.limited and policy.whole_prompt
+                    ):  # of the prompt, what has not been refused
                         allowed = admit[row, head][at[row] >= 0]
                         counts.append((stored < prompt).sum() + ((ring < prompt) & allowed).sum())
                     else:
                         counts.append(len(stored) + len(ring))
                 check_counts(policy, layer, prompt, seen, w, counts)
+                learned += counts if row == 0 and policy.admission.learns else []
                 looked += 1
+    if learned:
+        least, most = policy.sinks + policy.window(tiny.CONTEXT), LENGTHS[0] + STEPS
+        assert min(learned) < most - STEPS, "every token was admitted"
+        assert max(learned) > least, "no token was admitted"
     assert looked or policy.window(tiny.CONTEXT) == tiny.CONTEXT or not policy.paged(tiny.CONTEXT)
 
 
 def check_counts(policy: Policy, layer: int, prompt: int, seen: int, w: int, counts: list[int]) -> None:
-    if not policy.budget.limited:
+    if policy.admission.learns:
+        assert all(min(seen, policy.sinks + w) <= n <= seen for n in counts)
+    elif not policy.budget.limited:
         most = policy.sinks + w if policy.admission.rejects_all else seen
         assert counts == [min(seen, most)] * 2
     elif policy.whole_prompt:
@@ -355,10 +369,7 @@ def test_every_page_has_one_owner_and_comes_back(policy):
 
 @paged_policy
 def test_pools_fit_what_they_hold_after_prefill(policy):
-    prompts = live(policy).prompts
-    state = kvjax.prefill(tiny.model(), policy, prompts, context=tiny.CONTEXT, page=tiny.PAGE, chunk_size=16)[
-        0
-    ]
+    state, _ = prefilled(policy, live(policy).prompts)
     for p in paged(state):
         per_page = sum(x.nbytes for x in jax.tree.leaves((p.k, p.v, p.pos, p.meta))) / p.count
         extra = sum(x.nbytes for x in jax.tree.leaves((p.scales, p.summary))) / p.count

@@ -125,6 +125,18 @@ def test_sliding_layers_of_the_model(chunk):
     close("full", logits[1], right[1][27:])
 
 
+def test_a_chunk_after_a_judged_prompt_reads_what_steps_read():
+    """The ring still holds prompt tokens that were rejected: beyond the window no later query sees them."""
+    policy = Policy(eviction=KNorm(), budget=Uniform(16), storage=Int8(recent=W))
+    sizes = {"context": tiny.CONTEXT, "page": tiny.PAGE, "chunk_size": 16}
+    state, _ = kvjax.prefill(tiny.model(), policy, prompts(), **sizes)
+    assert not np.asarray(state.layers[0].ring.admit).all(), "nothing in the ring was rejected"
+    _, logits = tiny.feed(policy, decode.reserve(policy, tiny.copy(state), MORE, 1), more())
+    _, at_once = kvjax.extend(tiny.model(), policy, state, more().tolist())
+    assert MORE > W
+    close("int8", np.asarray(at_once), logits[:, -1])
+
+
 def test_sliding_layers_under_a_whole_prompt_policy():
     slides = tiny.model(windows=(6, None))
     policy = Policy(eviction=KNorm(), budget=Uniform(20), recent=4)

@@ -30,7 +30,10 @@ TABLE = {
     "kvjax.loading": r"kvjax\.(types|text|models(\..+)?)",
     "kvjax.metrics": STATE,
     "kvjax.layer": rf"{STATE}|kvjax\.policy|{KERNELS}",
-    "kvjax.decode": rf"{STATE}|kvjax\.(policy|layer|metrics|sampling)|{KERNELS}",
+    "kvjax.learned": r"kvjax(\.(types|policy))?",
+    "kvjax.torch_file": r"(?!)",
+    "kvjax.gates": rf"kvjax\.(types|learned|loading|torch_file|models\.hf_config|policies\.wg_kv)|{KERNELS}",
+    "kvjax.decode": rf"{STATE}|kvjax\.(policy|layer|learned|metrics|sampling)|{KERNELS}",
     "kvjax.discovery": r"kvjax\.(policy|policies|budgets|storage)",
     "kvjax.compose": r"kvjax\.(policy|discovery)",
     "kvjax.methods_table": r"kvjax\.(policy|compose|discovery)",
@@ -39,7 +42,7 @@ TABLE = {
     "kvjax.serve": r"kvjax(\.(?!eval).+)?",
     "kvjax.eval": r"kvjax(\.(?!serve).+)?",
     "kvjax": r"kvjax\.(?!serve|eval|models|policies|text).+",
-    "train": r"train(\..+)?|kvjax(\.(?!serve).+)?|pallas_kernels",
+    "train": rf"train(\..+)?|kvjax(\.(?!serve).+)?|pallas_kernels\.aot|{KERNELS}",
 }
 
 

@@ -78,6 +78,13 @@ def model(windows: tuple[int | None, ...] = (), vocab: int = VOCAB) -> Tiny:
     return Tiny(decoder.Decoder(spec), params)
 
 
+@functools.cache
+def weights(policy: Policy) -> dict[str, Any]:
+    """Random learned weights of the parts that learn, on a model with no ``windows``."""
+    network = model().network
+    return {part.place: part.example_weights(jax.random.key(1), network) for part in policy.learned}
+
+
 def prompt(length: int, seed: int = 0) -> list[int]:
     """``length`` random token ids; equal seeds share a prefix."""
     return np.random.default_rng(seed).integers(0, VOCAB, 512)[:length].tolist()
@@ -133,7 +140,7 @@ def read(
     for begin in range(0, tokens.shape[1], chunk):
         count = np.clip(lengths - begin, 0, chunk).astype(np.int32)
         piece = tokens[:, begin : begin + chunk]
-        state, x = decode._chunk(tiny.network, policy, tiny.params, {}, state, piece, count)
+        state, x = decode._chunk(tiny.network, policy, tiny.params, weights(policy), state, piece, count)
         last = np.where(count[:, None] > 0, np.asarray(x), last)
     return state, np.asarray(decode._logits(tiny.network, tiny.params, last))
 
@@ -144,9 +151,9 @@ def feed(
     """Feed tokens [B, M] one by one; the state is used up; logits [B, M, V]."""
     tiny = tiny or model()
     active = np.ones(tokens.shape[0], bool) if active is None else np.asarray(active)
-    found = []
+    found, learned = [], weights(policy)
     for column in np.asarray(tokens, np.int32).T:
-        state, logits = decode.step_program(tiny.network, policy, tiny.params, {}, state, column, active)
+        state, logits = decode.step_program(tiny.network, policy, tiny.params, learned, state, column, active)
         found.append(logits)
     return state, np.stack(jax.device_get(found), axis=1)
 
@@ -202,8 +209,17 @@ def causal(length: int, window: int | None = None) -> np.ndarray:
     return (age >= 0) & (age < (window or length + 1))
 
 
-def oracle(tokens: Sequence[int], mask: Mask, tiny: Tiny | None = None) -> np.ndarray:
-    """Logits [T, V] of one text, float64 throughout, attention under ``mask``; its own RoPE and norms."""
+Judge = Callable[[int, np.ndarray, np.ndarray], np.ndarray]
+"""(layer, k_pre [T, K, H], k [T, K, H]) -> bool [T, K]: is token j admitted by a KV head?"""
+
+
+def oracle(
+    tokens: Sequence[int], mask: Mask, tiny: Tiny | None = None, judge: Judge | None = None
+) -> np.ndarray:
+    """Logits [T, V] of one text, float64 throughout, attention under ``mask``; its own RoPE and norms.
+
+    With a ``judge``, keys it admits are visible to all later queries too, whatever the mask.
+    """
     tiny = tiny or model()
     spec, p = tiny.network.spec, jax.tree.map(lambda x: np.asarray(x, np.float64), tiny.params)
 
@@ -221,12 +237,15 @@ def oracle(tokens: Sequence[int], mask: Mask, tiny: Tiny | None = None) -> np.nd
     x = p["embed"][np.asarray(tokens)]
     for index, w in enumerate(p["layers"]):
         y = norm(x, w["attn_norm"])
-        q, k = rotate(np.einsum("td,dnh->tnh", y, w["wq"])), rotate(np.einsum("td,dkh->tkh", y, w["wk"]))
+        k_pre = np.einsum("td,dkh->tkh", y, w["wk"])
+        q, k = rotate(np.einsum("td,dnh->tnh", y, w["wq"])), rotate(k_pre)
+        bits = np.zeros(k.shape[:2], bool) if judge is None else judge(index, k_pre, k)
         v = np.einsum("td,dkh->tkh", y, w["wv"])
         out = np.zeros(q.shape)
         for n in range(spec.num_heads):
             head = n // spec.groups
-            s = np.where(mask(index, head), q[:, n] @ k[:, head].T / np.sqrt(spec.head_dim), -np.inf)
+            see = mask(index, head) | (causal(len(tokens)) & bits[:, head])
+            s = np.where(see, q[:, n] @ k[:, head].T / np.sqrt(spec.head_dim), -np.inf)
             e = np.exp(s - s.max(-1, keepdims=True))
             out[:, n] = e / e.sum(-1, keepdims=True) @ v[:, head]
         x = x + np.einsum("tnh,nhd->td", out, w["wo"])

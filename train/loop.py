@@ -21,6 +21,7 @@ import orbax.checkpoint as ocp
 from tqdm import tqdm
 
 from kvjax.types import Params, pytree
+from train.mesh import Layout
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float
@@ -134,8 +135,14 @@ class Log:
             file.write(json.dumps(record) + "\n")
 
 
-def make_step(optimizer: optax.GradientTransformation) -> Callable[..., Any]:
-    """The jitted update ``(loss, state, batch) -> (state, metrics)``; the state's buffers are reused."""
+def make_step(optimizer: optax.GradientTransformation, where: Any = None) -> Callable[..., Any]:
+    """The jitted update ``(loss, state, batch) -> (state, metrics)``; the state's buffers are reused.
+
+    Args:
+      optimizer: as in ``train``.
+      where: shardings of the new state, those of the old one; None leaves them to the compiler, which may
+        choose others and then compiles the next step again.
+    """
 
     def step(loss: Any, state: State, batch: dict[str, Any]) -> tuple[State, dict[str, Float[Array, ""]]]:
         (value, metrics), grad = jax.value_and_grad(loss, has_aux=True)(state.params, batch)
@@ -143,7 +150,7 @@ def make_step(optimizer: optax.GradientTransformation) -> Callable[..., Any]:
         params = optax.apply_updates(state.params, update)
         return State(params=params, opt=opt), {"loss": value, "grad_norm": optax.global_norm(grad), **metrics}
 
-    return jax.jit(step, donate_argnums=1)
+    return jax.jit(step, donate_argnums=1, out_shardings=(where, None))
 
 
 def train(
@@ -155,6 +162,7 @@ def train(
     folder: Path,
     plan: Plan,
     check: Callable[[Params, int, int], Verdict] | None = None,
+    layout: Layout | None = None,
 ) -> State:
     """Trains from ``folder``'s newest checkpoint, or from ``params`` where there is none.
 
@@ -166,6 +174,7 @@ def train(
       folder: gets ``checkpoints/`` and ``log.jsonl``.
       plan: cadence.
       check: ``(params, step, level) -> Verdict`` every ``plan.check_every`` steps.
+      layout: where arrays live, for a step over a mesh; ``params`` lie on it already.
 
     Returns:
       The last state; also saved.
@@ -173,16 +182,20 @@ def train(
     folder.mkdir(parents=True, exist_ok=True)
     saved = Checkpoints(folder, plan.keep)
     state = State(params=jax.tree.map(jax.numpy.array, params), opt=optimizer.init(params))
+    if layout is not None:
+        state = layout.settle(state)
     step, level = 0, 0
     if (found := saved.latest(state)) is not None:
         step, state, level = found
-    log, began, update = Log(folder, step), time.monotonic(), make_step(optimizer)
+    where = None if layout is None else jax.tree.map(lambda leaf: leaf.sharding, state)
+    log, began, update = Log(folder, step), time.monotonic(), make_step(optimizer, where)
     partial = loss if isinstance(loss, jax.tree_util.Partial) else jax.tree_util.Partial(loss)
     stream = _stream(batches(level), step, plan.workers)
     bar = tqdm(total=plan.steps, initial=step, unit="step", mininterval=5)
     stop = step >= plan.steps
     while not stop:
-        state, metrics = update(partial, state, next(stream))
+        batch = next(stream)
+        state, metrics = update(partial, state, batch if layout is None else layout.batch(batch))
         step += 1
         bar.update()
         late = plan.seconds is not None and time.monotonic() - began > plan.seconds

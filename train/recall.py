@@ -7,6 +7,7 @@ before it, which is what greedy decoding needs to write it.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import jax
@@ -85,7 +86,15 @@ def _nll(
 
 
 def needle_recall(
-    spec: ModelSpec, params: Params, source: Source, *, length: int, keys: int, count: int, seed: int
+    spec: ModelSpec,
+    params: Params,
+    source: Source,
+    *,
+    length: int,
+    keys: int,
+    count: int,
+    seed: int,
+    score: Callable[..., tuple[Array, Array]] = _nll,
 ) -> np.ndarray:
     """Needles found, by depth.
 
@@ -96,6 +105,8 @@ def needle_recall(
       keys: needles in a row, one of them asked for.
       count: rows; depths take turns.
       seed: of the rows; the same rows for every model.
+      score: ``(spec, params, tokens, at)`` to the nll of the token after each ``at`` and whether it is the
+        likeliest; by default the model's own full attention.
 
     Returns:
       bool [5, count / 5], one row per depth of ``DEPTHS``.
@@ -123,7 +134,7 @@ def needle_recall(
         real = len(tokens)
         tokens = np.pad(tokens, ((0, step - real), (0, 0)))
         at = (np.arange(step)[:, None] * length + np.arange(length - answer - 1, length - 1)).ravel()
-        right = np.asarray(_nll(spec, params, tokens, at)[1]).reshape(step, answer)
+        right = np.asarray(score(spec, params, tokens, at)[1]).reshape(step, answer)
         found += np.all(right[:real], axis=-1).tolist()
     return np.asarray(found).reshape(-1, len(DEPTHS)).T
 

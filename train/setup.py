@@ -45,19 +45,30 @@ def setup(config: dict[str, Any]) -> Setup:
     corpus = text.corpus(text.data_folder(), seed=config["seed"])
     size = config["model"]["vocab_size"]
     tokenizer = text.load_tokenizer(Path(config["tokenizer"]), corpus.train, size)
-    cache = Path(config["folder"]).parent / "cache"
+    train, held, books = sources(corpus, tokenizer, Path(config["folder"]).parent / "cache")
+    return Setup(
+        config=config,
+        spec=model_spec(config["model"]),
+        tokenizer=tokenizer,
+        train=train,
+        held=held,
+        books=books,
+    )
+
+
+def sources(
+    corpus: text.Corpus, tokenizer: Tokenizer, cache: Path | None
+) -> tuple[rows.Source, rows.Source, rows.Source]:
+    """Training text and key words; the held-out haystack and key words; held-out books."""
     # Raw text and the same text without line breaks: haystacks come in both forms.
     both = corpus.train + tuple(text.unwrap(book) for book in corpus.train)
     tokens = text.token_array(tokenizer, both, cache)
     essays = text.token_array(tokenizer, (text.unwrap(corpus.essays),), cache)
     books = text.token_array(tokenizer, corpus.held, cache)
-    return Setup(
-        config=config,
-        spec=model_spec(config["model"]),
-        tokenizer=tokenizer,
-        train=rows.make_source(tokenizer, tokens, corpus.words, held_out=False),
-        held=rows.make_source(tokenizer, essays, corpus.words, held_out=True),
-        books=rows.make_source(tokenizer, books, corpus.words, held_out=True),
+    return (
+        rows.make_source(tokenizer, tokens, corpus.words, held_out=False),
+        rows.make_source(tokenizer, essays, corpus.words, held_out=True),
+        rows.make_source(tokenizer, books, corpus.words, held_out=True),
     )
 
 

@@ -60,10 +60,11 @@ def _peers(asked: Asked, words: list[str]) -> None:
 
 
 def _plot(asked: Asked, words: list[str]) -> None:
-    from kvjax.bench import plot
+    from kvjax.bench import page, plot
 
     del words
-    for file in plot.draw(asked.out or Path("results/bench")):
+    folder = asked.out or Path("results/bench")
+    for file in (*plot.draw(folder), page.write(folder)):
         print(file)
 
 

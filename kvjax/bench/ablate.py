@@ -15,13 +15,13 @@ from kvjax import decode, metrics
 from kvjax.bench import machine
 from kvjax.bench.answering import answer
 from kvjax.bench.cut import Cut
-from kvjax.bench.fill import filled
+from kvjax.bench.fill import filled, untrained
 from kvjax.cache.state import KVState
 from kvjax.compose import policy
 from kvjax.loading import LanguageModel, load
 from kvjax.policy import Policy
 from kvjax.sampling import sampling
-from kvjax.types import EMPTY, Network
+from kvjax.types import EMPTY, Network, Params
 
 HOST_CALLS = 50
 
@@ -46,16 +46,17 @@ class Bench:
         chosen, network = policy(spec), self.model.network
         new = 1 + tokens * (warm + rounds)
         dtype = self.model.params["embed"].dtype
-        state = filled(network, chosen, context - new, context, dtype, seed, new)
+        weights = untrained(self.model, chosen, seed)
+        state = filled(network, chosen, weights, context - new, context, dtype, seed, new)
         cut = functools.partial(Cut, network.spec, chosen)
         rungs: dict[str, Network] = {"weights": cut("weights"), "ring": cut("ring")}
         if state.layers[0].pages is not None:
             rungs["read"] = cut("read")
         rungs |= {"all": network, "alone": cut("all", weights=False)}
         bytes_ = metrics.nbytes(state).total
-        seconds = self._ladder(chosen, rungs, state, tokens, warm, rounds)
+        seconds = self._ladder(chosen, weights, rungs, state, tokens, warm, rounds)
         found = {name: statistics.median(times) for name, times in seconds.items()}
-        weights = sum(leaf.nbytes for leaf in jax.tree.leaves(self.model.params))
+        moved = sum(leaf.nbytes for leaf in jax.tree.leaves((self.model.params, weights)))
         return {
             "policy": repr(chosen),
             "seconds": found,
@@ -63,11 +64,18 @@ class Bench:
             "host": self._host(chosen, state) / tokens,
             "live_bytes": bytes_["live"],
             "allocated_bytes": bytes_["allocated"],
-            "weight_bytes": weights,
+            "weight_bytes": moved,
         }
 
     def _ladder(
-        self, chosen: Policy, rungs: dict[str, Network], state: KVState, tokens: int, warm: int, rounds: int
+        self,
+        chosen: Policy,
+        weights: Params,
+        rungs: dict[str, Network],
+        state: KVState,
+        tokens: int,
+        warm: int,
+        rounds: int,
     ) -> dict[str, list[float]]:
         """Seconds a token of every rung, one segment each in turns."""
         assert self.model is not None  # noqa: S101
@@ -84,7 +92,8 @@ class Bench:
             for name, network in rungs.items():
                 before, run = held[name]
                 begun = time.perf_counter()
-                after, run, out = decode.segment(network, chosen, tokens, self.model.params, {}, before, run)
+                params = self.model.params
+                after, run, out = decode.segment(network, chosen, tokens, params, weights, before, run)
                 np.asarray(out)
                 times[name].append((time.perf_counter() - begun) / tokens)
                 held[name] = (after, run)

@@ -95,7 +95,7 @@ def _parser(quick: bool) -> _Parser:
     _measuring(beside, peers=True, defaults={"rounds": 2} | usual)
     alone = what.add_parser("profile", help="where a decode step's time goes")
     _measuring(alone, peers=False, defaults={"context": [2048, 32768], "dtype": ["float32"]} | usual)
-    plot = what.add_parser("plot", help="pictures of saved results")
+    plot = what.add_parser("plot", help="pictures and a page of saved results")
     plot.add_argument("--out", type=Path, metavar="DIR", help="folder of results (default: results/bench)")
     peers = what.add_parser("peers", help="make the environment with transformers and kvpress")
     peers.add_argument("--make", type=Path, metavar="DIR", required=True, help="a new virtual environment")

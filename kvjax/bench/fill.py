@@ -20,24 +20,52 @@ from kvjax.cache import pool
 from kvjax.cache import state as states
 from kvjax.cache.ring import Entry
 from kvjax.cache.state import KVState, LayerCache
+from kvjax.gates import random_gates
 from kvjax.models.decoder import Decoder
 from kvjax.models.spec import ModelSpec
+from kvjax.policies.wg_kv import WriteGate
 from kvjax.policy import Policy
-from kvjax.types import Heads
+from kvjax.types import Heads, Params, Weighted
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Int
 
 
+SHARE = 0.25
+"""Of the tokens that untrained write gates admit."""
+
+
+def untrained(model: Weighted, policy: Policy, seed: int) -> Params:
+    """Learned weights that have learned nothing, and cost what trained ones do."""
+    network = model.network
+    found: Params = {
+        part.place: part.example_weights(jax.random.PRNGKey(seed), network) for part in policy.learned
+    }
+    if isinstance(policy.admission, WriteGate):
+        tokens = min(1024, network.max_positions)
+        found["admission"] = random_gates(model, SHARE, policy.admission, tokens=tokens, seed=seed)
+    return found
+
+
 def filled(
-    network: Decoder, policy: Policy, tokens: int, context: int, dtype: jnp.dtype, seed: int, new: int
+    network: Decoder,
+    policy: Policy,
+    weights: Params,
+    tokens: int,
+    context: int,
+    dtype: jnp.dtype,
+    seed: int,
+    new: int,
 ) -> KVState:
     """One row that has seen ``tokens`` tokens, with room for ``new`` more as ``stream`` would make it."""
     state = decode.empty(network, policy, rows=1, context=context, dtype=dtype)
     keys = jax.random.split(jax.random.PRNGKey(seed), network.num_layers)
     rooms = []
     for index, (room, key) in enumerate(zip(state.layers, keys)):
-        judged, kept = _judged(network.spec, policy, tokens, dtype, room.ring.window, jnp.asarray(index), key)
+        mine = {part.place: part.at_layer(weights[part.place], index) for part in policy.learned}
+        judged, kept = _judged(
+            network.spec, policy, tokens, dtype, room.ring.window, mine, jnp.asarray(index), key
+        )
         pages = 1
         if room.pages is not None:  # every list may end in a page of its own
             pages = int(kept.sum()) // room.pages.size + kept.size * room.pages.table.shape[2]
@@ -56,6 +84,7 @@ def _judged(
     tokens: int,
     dtype: jnp.dtype,
     window: int,
+    weights: Params,
     index: Int[Array, ""],
     key: Array,
 ) -> tuple[Entry, Int[Array, "1 K"]]:
@@ -63,7 +92,7 @@ def _judged(
     total = jnp.full(1, tokens, jnp.int32)
     pos = jnp.arange(tokens, dtype=jnp.int32)[None]
     heads = _drawn(spec, tokens, dtype, key)
-    site = layers.Site(policy, {}, index, spec.num_layers, None, total)
+    site = layers.Site(policy, weights, index, spec.num_layers, None, total)
     seen = layers.observe(site, heads, pos)
     new = layers.arriving(site, heads, pos, seen)
     if policy.budget.limited:

@@ -43,6 +43,7 @@ is per token of a segment of {tokens}; `generate` takes segments of 64.
 
 The state is synthetic: keys, values and queries are drawn at random, then judged and packed by the policy
 itself; no prompt was read. Pools have the size that `stream` gives them, for up to 512 tokens to come.
+Learned parts have untrained weights (`wg-kv`: gates that admit about a quarter of what the model writes).
 """
 
 
@@ -68,7 +69,7 @@ def measure(
     tick: Callable[[float], None],
     have: Collection[Cell],
 ) -> None:
-    """Rows as in ``decode.measure``; a policy that needs learned weights is skipped with the reason."""
+    """Rows as in ``decode.measure``; a policy that cannot be measured is skipped with the reason."""
     for dtype, mine in itertools.groupby(cells(settings, have), lambda one: one[0]):
         with _process(settings) as child:
             child.ask("load", folder=str(folder), dtype=dtype)

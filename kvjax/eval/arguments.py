@@ -40,6 +40,31 @@ class Job:
     samples: int = 50
     seeds: list[int] = dataclasses.field(default_factory=lambda: [0])
     protocols: tuple[str, ...] = ("agnostic",)
+    gates: str | None = None
+
+    def __post_init__(self) -> None:
+        """Refuses what a config says wrongly; the command line's own types have done so already.
+
+        Raises:
+          EvalError: a value of another kind, or out of range.
+        """
+        lists: tuple[tuple[str, type, int], ...] = (
+            ("tasks", str, 0), ("lengths", int, 64), ("policies", str, 0), ("seeds", int, 0),
+        )  # fmt: skip
+        for name, kind, least in lists:
+            values = getattr(self, name)
+            if not isinstance(values, list) or not all(_is(value, kind, least) for value in values):
+                what = "names" if kind is str else f"whole numbers, {least} or more"
+                raise EvalError(f"{name}: {values!r} is no list of {what}. Write it like {SMOKE}.")
+        if not _is(self.samples, int, 1):
+            raise EvalError(f"samples: {self.samples!r} is out of range. Give a whole number, 1 or more.")
+        if not self.protocols or not set(self.protocols) <= set(PROTOCOLS):
+            raise EvalError(f"protocols: {list(self.protocols)!r}. Give one or both of {list(PROTOCOLS)}.")
+
+
+def _is(value: Any, kind: type, least: int) -> bool:
+    fits = type(value) is kind  # True is no whole number
+    return fits and (kind is str or bool(value >= least))
 
 
 class _Parser(argparse.ArgumentParser):
@@ -75,6 +100,7 @@ def _job(said: dict[str, Any]) -> Job:
         samples=said["samples"],
         seeds=said["seeds"],
         protocols=PROTOCOLS if said["protocol"] == "both" else (said["protocol"],),
+        gates=said["gates"],
     )
 
 
@@ -87,7 +113,7 @@ def _configured(file: Path) -> tuple[Job, ...]:
         common = {name: value for name, value in tree.items() if name != "jobs"}
         jobs = [common | job for job in tree["jobs"]]
         return tuple(Job(**job | {"protocols": tuple(job.get("protocols", ("agnostic",)))}) for job in jobs)
-    except (OSError, yaml.YAMLError, TypeError, KeyError, AttributeError) as error:
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, TypeError, KeyError, AttributeError) as error:
         raise EvalError(
             f"--config {file} cannot be used ({' '.join(str(error).split())}). Write it like {SMOKE}."
         ) from None
@@ -156,6 +182,11 @@ def _match(match: argparse.ArgumentParser) -> None:
 def _model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model", default="embedded", help="embedded, a folder or a hub id (default: embedded)"
+    )
+    parser.add_argument(
+        "--gates",
+        metavar="FILE",
+        help="learned weights: a file, or the name of one the model ships (default: the model's own)",
     )
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of weights and cache")
 

@@ -10,7 +10,8 @@ import numpy as np
 
 from kvjax import decode, metrics
 from kvjax.cache.state import KVState
-from kvjax.eval import presence, walk
+from kvjax.eval import counted, walk
+from kvjax.eval.counted import Held
 from kvjax.eval.protocol import cut
 from kvjax.eval.sample import Encoded, Sample
 from kvjax.loading import LanguageModel
@@ -37,7 +38,7 @@ class Outcome:
       kept: live slots over tokens seen when the answer begins, mean over layers and KV heads.
       heads: the same per layer and KV head.
       peak, mean: of the kept fraction over the steps of the answer.
-      reads: entries read per KV head and step.
+      reads: read per KV head and step, by ``walk.READS``.
       retention: share of (layer, head, needed token) held when the answer begins; None if none is needed.
       live, peak_live: bytes when the answer begins, and at their highest.
       held: per position, how many (layer, KV head) hold the token when the answer begins.
@@ -52,7 +53,7 @@ class Outcome:
     heads: Float[np.ndarray, "L K"]
     peak: float
     mean: float
-    reads: float
+    reads: Float[np.ndarray, " R"]
     retention: float | None
     live: float
     peak_live: float
@@ -67,12 +68,14 @@ class Batch:
       outcomes: one a sample.
       allocated: device bytes of the cache when the answer begins, a row.
       peak_allocated, peak_bytes: highest so far, prefill included, a row: allocated and live.
+      summary: tokens that reading φ once costs by the paper's count; 0 without a completion part.
     """
 
     outcomes: list[Outcome]
     allocated: float
     peak_allocated: float
     peak_bytes: float
+    summary: float
 
 
 def run(
@@ -98,54 +101,35 @@ def run(
     heads, tails = zip(*(cut(encoded, protocol) for _, encoded in filled))
     # The last token before the answer is fed by a decode step: selection acts on the first answer token, too.
     joined = [(head, tail) if tail else (head[:-1], head[-1:]) for head, tail in zip(heads, tails)]
-    state, _ = decode.prefill(model, policy, [h for h, _ in joined], context=context, weights=weights)
-    state = dataclasses.replace(state, chunk=TAIL)
+    fitted, _ = decode.prefill(model, policy, [h for h, _ in joined], context=context, weights=weights)
+    fitted = dataclasses.replace(fitted, chunk=TAIL)
+    peak = np.asarray(fitted.peak)
     if any(len(tail) > 1 for _, tail in joined):
-        state, _ = decode.extend(model, policy, state, [t[:-1] for _, t in joined], weights=weights)
-    state = metrics.with_peak(state)
-    before = _held(state)
+        state = counted.roomy(policy, fitted, TAIL)
+        fitted, _ = decode.extend(model, policy, state, [t[:-1] for _, t in joined], weights=weights)
     last = [tail[-1] for _, tail in joined]
     steps = max(max(len(e.answer), s.max_new, *map(len, e.labels or [[]])) for s, e in filled)
-    state = decode.reserve(policy, state, steps, 1)
+    # What the device really gives, now and for the steps to come; the walks run on a copy with room to spare.
+    reserved = decode.reserve(policy, fitted, steps, 1)
+    allocated = [metrics.allocated(state.layers) for state in (fitted, reserved)]
+    state = counted.roomy(policy, reserved, 1)
+    before = counted.held(state)
 
     answers = [e.answer for _, e in filled]
     feed = [[first, *answer[:-1]] for first, answer in zip(last, answers)]
     after, forced = walk.walk(model, policy, state, feed, answers, forced=True, weights=weights)
-    after = metrics.with_peak(after)
     outputs = _written(model, policy, state, filled, last, weights)
     labels = _labels(model, policy, state, filled, last, weights)
     outcomes = [
         _outcome(i, encoded, before, forced, outputs[i], labels[i]) for i, (_, encoded) in enumerate(samples)
     ]
-    peak = np.asarray(after.peak) / rows
+    live = max(metrics.nbytes(s).total["live"] for s in (state, after))
     return Batch(
         outcomes=outcomes,
-        allocated=before.allocated,
-        peak_allocated=float(peak[1]),
-        peak_bytes=float(peak[0]),
-    )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Held:
-    """The cache when the answer begins: slots [L, B, K], positions, tokens seen, bytes."""
-
-    slots: np.ndarray
-    mask: np.ndarray
-    length: np.ndarray
-    slot_bytes: float
-    allocated: float
-
-
-def _held(state: KVState) -> _Held:
-    slots = np.asarray(walk.live_slots(state))
-    total = metrics.nbytes(state).total
-    return _Held(
-        slots=slots,
-        mask=presence.present(state),
-        length=np.asarray(state.length),
-        slot_bytes=total["live"] / max(1, int(slots.sum())),
-        allocated=total["allocated"] / state.rows,
+        allocated=allocated[0] / rows,
+        peak_allocated=max(float(peak[1]), *allocated) / rows,
+        peak_bytes=max(float(peak[0]), live) / rows,
+        summary=max(counted.summary_tokens(room, by_bytes=False) for room in state.layers),
     )
 
 
@@ -196,7 +180,7 @@ def _labels(
 
 
 def _outcome(
-    row: int, encoded: Encoded, before: _Held, forced: walk.Walk, output: str, label: int | None
+    row: int, encoded: Encoded, before: Held, forced: walk.Walk, output: str, label: int | None
 ) -> Outcome:
     steps = len(encoded.answer)
     at = np.flatnonzero(encoded.scored >= 0)
@@ -204,8 +188,7 @@ def _outcome(
     slots = before.slots[:, row]
     mask = before.mask[:, row]
     fractions = forced.live[row, :steps] / (seen + 1 + np.arange(steps))
-    streams = slots.size
-    size = before.slot_bytes
+    most = max(slots.sum(), slots.size * forced.live[row, :steps].max())
     missed = forced.best[row, at] != np.asarray(encoded.answer)[at]
     needed = np.zeros(mask.shape[-1], bool)
     needed[: len(encoded.needed)] = encoded.needed
@@ -219,10 +202,10 @@ def _outcome(
         heads=slots / seen,
         peak=float(fractions.max()),
         mean=float(fractions.mean()),
-        reads=float(forced.reads[row, :steps].mean()),
-        retention=presence.span_retention(mask, needed),
-        live=float(slots.sum() * size),
-        peak_live=float(max(slots.sum(), streams * forced.live[row, :steps].max()) * size),
+        reads=np.asarray(forced.reads[row, :steps]).mean(axis=0),
+        retention=counted.span_retention(mask, needed),
+        live=before.bytes(float(slots.sum())),
+        peak_live=before.bytes(float(most)),
         held=mask[:, :, :seen].sum(axis=(0, 1)),
     )
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+from kvjax.eval import gates
 from kvjax.eval.errors import EvalError
 from kvjax.eval.protocol import protocols
 from kvjax.eval.sample import Task
+from kvjax.loading import LanguageModel
 from kvjax.policy import Policy
+from kvjax.types import Params
 
 FULL = Policy()
 """The reference of every cell."""
@@ -25,6 +28,7 @@ class Cell:
       protocol: agnostic, aware or either.
       seed: of the samples.
       samples: how many.
+      gates: learned weights of the policy, ``name@digest``; "" where nothing in it is learned.
     """
 
     task: str
@@ -33,6 +37,7 @@ class Cell:
     protocol: str
     seed: int
     samples: int
+    gates: str = ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,11 +48,13 @@ class Plan:
       cells: in order; the full cache stands in front of the other policies of its samples.
       policies: policy by its one-string form.
       skipped: (task, length) pairs in which a task does not fit, and from where on it does.
+      weights: of learned policies, by (policy, gates) of a cell.
     """
 
     cells: tuple[Cell, ...]
     policies: dict[str, Policy]
     skipped: tuple[tuple[str, int, int], ...]
+    weights: dict[tuple[str, str], Params] = dataclasses.field(default_factory=dict)
 
 
 def plan(
@@ -95,6 +102,32 @@ def plan(
     return Plan(cells=tuple(cells), policies=everyone, skipped=tuple(skipped))
 
 
+def gated(plan: Plan, model: LanguageModel, source: str | None) -> Plan:
+    """The plan with the learned weights of its policies.
+
+    Args:
+      plan: without any.
+      model: may ship some.
+      source: a file, the name of a shipped one, or None for the model's own.
+
+    Raises:
+      EvalError: a source, and no policy that learns.
+      WeightsError: weights that are nowhere, or do not fit.
+    """
+    found = {name: gates.chosen(policy, model, source) for name, policy in plan.policies.items()}
+    if source is not None and not any(found.values()):
+        raise EvalError(
+            f"--gates {source} is given, but no policy of the run learns anything. Leave it out, or give a "
+            "policy such as wg-kv."
+        )
+    cells = []
+    for cell in plan.cells:
+        mine = found[cell.policy]
+        cells.append(cell if mine is None else dataclasses.replace(cell, gates=mine.said))
+    weights = {(name, mine.said): mine.weights for name, mine in found.items() if mine is not None}
+    return dataclasses.replace(plan, cells=tuple(cells), weights=weights)
+
+
 def joined(plans: Sequence[Plan]) -> Plan:
     """Several plans as one, each cell once, shorter lengths first."""
     everything = dict.fromkeys(cell for one in plans for cell in one.cells)
@@ -102,6 +135,7 @@ def joined(plans: Sequence[Plan]) -> Plan:
         cells=tuple(sorted(everything, key=lambda cell: cell.length)),
         policies={name: policy for one in plans for name, policy in one.policies.items()},
         skipped=tuple(skip for one in plans for skip in one.skipped),
+        weights={key: weights for one in plans for key, weights in one.weights.items()},
     )
 
 

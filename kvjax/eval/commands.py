@@ -40,13 +40,17 @@ def model_of(values: dict[str, Any]) -> LanguageModel:
     """The model an option names, with its tokenizer read.
 
     Raises:
-      EvalError: no such model, or one that cannot be read.
+      EvalError: files that cannot be read, or a tokenizer that is none.
+      ModelError: no such model, or one of another kind.
     """
     name = values["model"]
     try:
         model = load(None if name == EMBEDDED else name, dtype=values["dtype"])
+    except OSError as error:
+        raise EvalError(str(error)) from error
+    try:
         _ = model.text
-    except (OSError, ValueError) as error:
+    except ValueError as error:  # no tokenizer, or a damaged one
         raise EvalError(str(error)) from error
     return model
 
@@ -54,6 +58,7 @@ def model_of(values: dict[str, Any]) -> LanguageModel:
 def _run(asked: Asked) -> None:
     data = find()
     grids, left_out = [], []
+    gates = [job.gates or asked.values["gates"] for job in asked.jobs]
     for job in asked.jobs:
         wanted, absent = tasks.named(job.tasks, data)
         left_out += [f"{task.name} needs {task.needs[0]}; left out." for task in absent]
@@ -68,6 +73,7 @@ def _run(asked: Asked) -> None:
             )
         )
     model = model_of(asked.values)
+    grids = [cells.gated(grid, model, source) for grid, source in zip(grids, gates)]
     store = Store.open(asked.values["out"], about(model, data))
     for grid in grids:
         left_out += [f"{task} fits from {fits} tokens on; left out at {n}." for task, n, fits in grid.skipped]
@@ -115,8 +121,8 @@ def _match(asked: Asked) -> None:
     task, length = _one(tasks.named(values["task"], data)[0], "--task"), _one(values["lengths"], "--lengths")
     model = model_of(values)
     samples = runner.draw(task, model, data, length=length, seed=0, count=values["samples"])
-    target = match.held(model, like, samples, length=length)
-    found = match.matched(model, values["policy"], target.live, samples, length=length)
+    target = match.held(model, like, samples, length=length, gates=values["gates"])
+    found = match.matched(model, values["policy"], target.live, samples, length=length, gates=values["gates"])
     for name, held, off in ((repr(like), target, 0.0), (found.policy, found.held, found.off)):
         sizes = {size: round(value) for size, value in dataclasses.asdict(held).items()}
         print(json.dumps({"policy": name, **sizes, "off": round(off, 5)}))

@@ -5,3 +5,7 @@ from __future__ import annotations
 
 class EvalError(ValueError):
     """Bad input; one sentence, exit code 2."""
+
+
+class TooLongError(EvalError):
+    """A sample that does not fit into its length, however little stands around it."""

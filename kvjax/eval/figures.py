@@ -3,26 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from kvjax.eval import table
-from kvjax.eval.errors import EvalError
+from kvjax.eval import kept_text, table
+from kvjax.eval.plotting import bar, family, map_of, panels, pyplot, saved, style, wrapped
 from kvjax.eval.table import Results
 
-
-def _pyplot() -> Any:
-    try:
-        import matplotlib
-    except ImportError:
-        raise EvalError(
-            "report draws with matplotlib, which is not installed. Run: pip install 'kvjax[plot]'"
-        ) from None
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    return plt
+UNITS = {"perplexity": "perplexity (lower is better)", "ndcg": "NDCG, %", "recall": "recall, %"}
 
 
 def draw(results: Results, folder: Path) -> list[Path]:
@@ -33,58 +21,64 @@ def draw(results: Results, folder: Path) -> list[Path]:
         made.append(depths(results, folder / "depth.png"))
     if any("gap" in row["each"] for row in results.rows):
         made.append(gaps(results, folder / "gap.png"))
+    if shown := kept_text.example(results):
+        made.append(kept_text.draw(results, shown, folder / "text.png"))
     return made
 
 
 def against_bytes(results: Results, file: Path) -> Path:
-    """One panel a task and length: quality over live bytes, with intervals; the full cache as a line."""
-    plt = _pyplot()
+    """One panel a task and length: quality over live bytes, with intervals; the full cache as a line.
+
+    Policies that differ only in the size of their budget are joined to one curve.
+    """
+    plt = pyplot()
     columns = results.columns()
-    across = min(4, len(columns))
-    down = -(-len(columns) // across)
-    figure, axes = plt.subplots(down, across, figsize=(max(9.0, 3.6 * across), 2.9 * down + 1), squeeze=False)
-    names = results.names()
-    colours = {name: plt.get_cmap("tab20")(i % 20) for i, name in enumerate(names)}
+    families: dict[str, list[str]] = {}
+    for name in results.names():
+        families.setdefault(family(name), []).append(name)
+    wide = 3.3 if len(columns) > 1 else 6.6
+    beside = int(wide * min(4, len(columns)) // 3.3)  # names in a line of the legend
+    figure, axes = panels(plt, len(columns), 4, (wide, 2.7), top=0.3 + 0.22 * -(-len(families) // beside))
     handles = {}
-    for axis, (_, task, length) in zip(axes.flat, columns):
+    for axis, (_, task, length) in zip(axes, columns):
         rows = [r for r in results.rows if table.samples(r)[:2] == (task, length)]
-        for policy in names:
-            mine = [r for r in rows if table.name(r) == policy]
-            if not mine:
+        for number, (said, names) in enumerate(families.items()):
+            found = []
+            for name in names:
+                if mine := [r for r in rows if table.name(r) == name]:
+                    held = np.mean([r["bytes"]["live"] for r in mine]) / 1024
+                    found.append((held, *table.pooled(mine)))
+            if not found:
                 continue
-            mean, low, high = table.pooled(mine)
-            held = np.mean([r["bytes"]["live"] for r in mine]) / 1024
-            if policy == table.FULL:
-                axis.axhline(mean, color="0.6", lw=1, ls="--")
-            error = [[max(0.0, mean - low)], [max(0.0, high - mean)]]
-            handles[policy] = axis.errorbar(
-                held, mean, error, fmt="o", ms=5, color=colours[policy], capsize=2
-            )
+            held, mean, low, high = np.asarray(sorted(found)).T
+            if said == table.FULL:
+                axis.axhline(mean[0], color="0.6", lw=1, ls="--", zorder=0)
+            error = np.maximum(0, [mean - low, high - mean])
+            label = said if len(names) > 1 else names[0]
+            handles[label] = axis.errorbar(held, mean, error, ms=6, capsize=2, lw=1, **style(number))
         told = all(r["informative"] for r in rows)
-        axis.set_title(f"{task} {length}" + ("" if told else " (not informative)"), fontsize=8)
-        axis.set_xlabel("live KiB a row", fontsize=7)
-        axis.set_ylabel("perplexity" if rows[0]["metric"] == "perplexity" else "%", fontsize=7)
-        axis.tick_params(labelsize=7)
+        axis.set_title(f"{task} {length}" + ("" if told else "  (not informative)"), fontsize=9)
+        axis.set_ylabel(UNITS.get(rows[0]["metric"], "%"), fontsize=8)
+        axis.tick_params(labelsize=8)
         axis.set_xlim(left=0)
-    for axis in axes.flat[len(columns) :]:
-        axis.axis("off")
-    figure.legend(handles.values(), handles.keys(), loc="lower center", ncol=3, fontsize=7)
-    lines = 0.3 + 0.18 * -(-len(handles) // 3)  # inches of the legend
-    figure.tight_layout(rect=(0, lines / figure.get_figheight(), 1, 1))
-    return _saved(plt, figure, file)
+        if rows[0]["metric"] != "perplexity":
+            axis.set_ylim(-4, 104)
+    figure.supxlabel("live KiB a row when the answer begins", fontsize=9)
+    figure.legend(
+        handles.values(), handles.keys(), loc="outside upper center", ncol=beside, fontsize=8, frameon=False
+    )
+    return saved(plt, figure, file)
 
 
 def depths(results: Results, file: Path) -> Path:
     """One panel a policy: score by length and distance of the needle from the end."""
-    plt = _pyplot()
+    plt = pyplot()
     rows = results.where(lambda row: "depth_from_end" in row["each"])
     names = [name for name in results.names() if any(table.name(r) == name for r in rows)]
     lengths = sorted({row["cell"]["length"] for row in rows})
     edges = np.arange(0, 101, 20)
-    across = min(4, len(names))
-    down = -(-len(names) // across)
-    figure, axes = plt.subplots(down, across, figsize=(3.2 * across, 2.6 * down), squeeze=False)
-    for axis, policy in zip(axes.flat, names):
+    figure, axes = panels(plt, len(names), 4, (2.9, 2.7))
+    for axis, policy in zip(axes, names):
         grid = np.full((len(edges) - 1, len(lengths)), np.nan)
         for column, length in enumerate(lengths):
             mine = [r for r in rows if table.name(r) == policy and r["cell"]["length"] == length]
@@ -93,69 +87,47 @@ def depths(results: Results, file: Path) -> Path:
             bins = np.clip(np.digitize(depth, edges) - 1, 0, len(edges) - 2)
             for i in set(bins.tolist()):
                 grid[i, column] = 100 * score[bins == i].mean()
-        axis.imshow(grid, vmin=0, vmax=100, cmap="RdYlGn", aspect="auto")
-        for (i, j), value in np.ndenumerate(grid):
-            axis.text(j, i, "–" if np.isnan(value) else f"{value:.0f}", ha="center", va="center", fontsize=7)
-        axis.set_xticks(range(len(lengths)), lengths, fontsize=7)
-        axis.set_yticks(range(len(edges) - 1), [f"{a}–{a + 20} %" for a in edges[:-1]], fontsize=7)
-        axis.set_title(policy, fontsize=7)
-    for axis in axes.flat[len(names) :]:
-        axis.axis("off")
-    figure.supylabel("needle from the end", fontsize=8)
-    figure.supxlabel("length", fontsize=8)
-    figure.tight_layout()
-    return _saved(plt, figure, file)
+        ticks = [f"{a}–{a + 20}" for a in edges[:-1]]
+        image = map_of(axis, grid, (ticks, lengths), wrapped(policy, 34))
+    bar(figure, image, axes, "score, %")
+    figure.supylabel("needle, % of the text from the end", fontsize=9)
+    figure.supxlabel("length, tokens", fontsize=9)
+    return saved(plt, figure, file)
 
 
 def gaps(results: Results, file: Path) -> Path:
     """Recall of pairs by how many tokens ago they were told: the distance until a policy forgets."""
-    plt = _pyplot()
+    plt = pyplot()
     rows = results.where(lambda row: "gap" in row["each"])
-    figure, axis = plt.subplots(figsize=(6, 3.6))
-    for policy in [name for name in results.names() if any(table.name(r) == name for r in rows)]:
+    figure, (axis,) = panels(plt, 1, 1, (8, 4))
+    for number, policy in enumerate(results.names()):
         mine = [r for r in rows if table.name(r) == policy]
+        if not mine:
+            continue
         gap = np.asarray([g for r in mine for each in r["each"]["gap"] for g in each], float)
         found = np.asarray([f for r in mine for each in r["each"]["found"] for f in each], float)
         edges = np.unique(np.quantile(gap, np.linspace(0, 1, 7)))
         bins = np.clip(np.digitize(gap, edges) - 1, 0, max(0, len(edges) - 2))
         there = sorted(set(bins.tolist()))
-        axis.plot([gap[bins == i].mean() for i in there], [100 * found[bins == i].mean() for i in there],
-                  marker="o", ms=3, label=policy)  # fmt: skip
-    axis.set_xlabel("tokens between pair and question")
-    axis.set_ylabel("recalled, %")
-    axis.legend(fontsize=6)
-    figure.tight_layout()
-    return _saved(plt, figure, file)
+        told = [100 * found[bins == i].mean() for i in there]
+        axis.plot([gap[bins == i].mean() for i in there], told, ms=5, lw=1, label=policy, **style(number))
+    axis.set_xlabel("tokens between pair and question", fontsize=9)
+    axis.set_ylabel("recalled, %", fontsize=9)
+    axis.set_ylim(-4, 104)
+    figure.legend(loc="outside upper center", ncol=2, fontsize=8, frameon=False)
+    return saved(plt, figure, file)
 
 
 def heads(results: Results, file: Path) -> Path:
     """One panel a policy: kept fraction of every layer and KV head, mean over cells."""
-    plt = _pyplot()
+    plt = pyplot()
     names = results.names()
-    across = min(6, len(names))
-    down = -(-len(names) // across)
-    figure, axes = plt.subplots(down, across, figsize=(2.3 * across, 2.6 * down), squeeze=False)
-    for axis, policy in zip(axes.flat, names):
+    layers, kv = np.shape(results.rows[0]["heads"])
+    figure, axes = panels(plt, len(names), 5, (max(2.4, 0.3 * min(kv, 12)), 2.2 + 0.12 * min(layers, 32)))
+    for axis, policy in zip(axes, names):
         kept = 100 * np.mean([r["heads"] for r in results.rows if table.name(r) == policy], axis=0)
-        axis.imshow(kept, vmin=0, vmax=100, cmap="viridis", aspect="auto")
-        for (i, j), value in np.ndenumerate(kept):
-            axis.text(
-                j, i, f"{value:.0f}", ha="center", va="center", fontsize=7, color="w" if value < 60 else "k"
-            )
-        axis.set_title(policy, fontsize=6)
-        axis.set_xlabel("KV head", fontsize=7)
-        axis.set_ylabel("layer", fontsize=7)
-        axis.set_xticks(range(kept.shape[1]))
-        axis.set_yticks(range(kept.shape[0]))
-        axis.tick_params(labelsize=6)
-    for axis in axes.flat[len(names) :]:
-        axis.axis("off")
-    figure.suptitle("live slots of tokens seen, %", fontsize=8)
-    figure.tight_layout()
-    return _saved(plt, figure, file)
-
-
-def _saved(plt: Any, figure: Any, file: Path) -> Path:
-    figure.savefig(file, dpi=110)
-    plt.close(figure)
-    return file
+        image = map_of(axis, kept, (range(layers), range(kv)), wrapped(policy, 30))
+    bar(figure, image, axes, "live slots of tokens seen, %")
+    figure.supylabel("layer", fontsize=9)
+    figure.supxlabel("KV head", fontsize=9)
+    return saved(plt, figure, file)

@@ -21,15 +21,16 @@ import numpy as np
 
 from kvjax import decode
 from kvjax.compose import policy as parse_policy
-from kvjax.eval import walk
+from kvjax.eval import counted, walk
 from kvjax.eval.errors import EvalError
+from kvjax.learned import weights_for
 from kvjax.loading import EMBEDDED, load
 
 try:
     from lm_eval.api.model import LM
     from lm_eval.api.registry import register_model
-except ImportError:
-    raise ImportError("kvjax.eval.harness needs lm_eval. Run: pip install 'kvjax[eval]'") from None
+except ModuleNotFoundError as error:
+    raise ImportError("kvjax.eval.harness needs lm_eval. Run: pip install 'kvjax[eval]'") from error
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,6 +49,7 @@ class KVJax(LM):
     Attributes:
       model: in memory, with its tokenizer.
       policy: what the KV cache keeps.
+      weights: learned ones of the policy; {} where it learns nothing.
       max_length: most tokens of a request, answer included; longer prompts lose their beginning.
       batch: requests a batch.
     """
@@ -56,6 +58,7 @@ class KVJax(LM):
         self,
         pretrained: str = EMBEDDED,
         policy: str = "full",
+        gates: str | None = None,
         dtype: str | None = None,
         max_length: int | None = None,
         batch_size: int | str = 8,
@@ -67,6 +70,7 @@ class KVJax(LM):
         Args:
           pretrained: embedded, a folder or a hub id.
           policy: one-string form.
+          gates: learned weights of the policy: a file or the name of a shipped one; by default the model's.
           dtype: of weights and cache; as stored by default.
           max_length: fewer positions than the model has.
           batch_size: requests a batch; "auto" is 8.
@@ -76,6 +80,7 @@ class KVJax(LM):
         del device, max_batch_size
         self.model = load(None if pretrained == EMBEDDED else pretrained, dtype=dtype)
         self.policy = parse_policy(policy)
+        self.weights = weights_for(self.policy, self.model, gates)
         most = self.model.network.max_positions
         self.max_length = most if max_length is None else min(int(max_length), most)
         self.batch = int(batch_size) if str(batch_size).isdecimal() else 8
@@ -173,11 +178,13 @@ class KVJax(LM):
             state = decode.empty(self.model.network, self.policy, rows=rows, context=context, dtype=dtype)
         else:
             prompts = [ask.prompt[:-1] for ask in filled]
-            state, _ = decode.prefill(self.model, self.policy, prompts, context=context)
-        state = decode.reserve(self.policy, state, max(len(ask.target) for ask in filled), 1)
+            state, _ = decode.prefill(self.model, self.policy, prompts, context=context, weights=self.weights)
+        state = counted.roomy(self.policy, state, 1)
         feed = [[ask.prompt[-1], *(ask.target[:-1] if ask.forced else [])] for ask in filled]
         targets = [ask.target for ask in filled]
-        _, found = walk.walk(self.model, self.policy, state, feed, targets, forced=asks[0].forced)
+        _, found = walk.walk(
+            self.model, self.policy, state, feed, targets, forced=asks[0].forced, weights=self.weights
+        )
         counts = [len(ask.target) for ask in asks]
         return [(np.asarray(found.nll[i, :n]), found.best[i, :n].tolist()) for i, n in enumerate(counts)]
 

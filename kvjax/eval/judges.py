@@ -7,6 +7,10 @@ import math
 import re
 from collections.abc import Callable
 
+import numpy as np
+
+from kvjax import compose
+from kvjax.compose import PROTECTIONS
 from kvjax.eval import stats, table
 from kvjax.eval.match import TOLERANCE
 from kvjax.eval.store import Row
@@ -29,19 +33,39 @@ Judge = Callable[[Results], Verdict]
 NONE = Verdict("–", NOT_RUN)
 
 
-def uses(*words: str, without: tuple[str, ...] = ()) -> Wanted:
-    """Rows whose policy has all these parts and none of those."""
-
-    def test(row: Row) -> bool:
-        has = set(re.findall(r"(?:^|\+ )([a-z][a-z0-9_-]*)", row["cell"]["policy"]))
-        return all(word in has for word in words) and not has & set(without)
-
-    return test
+def words(row: Row) -> set[str]:
+    """Names of the parts of a row's policy; sinks and recent are none."""
+    return _names(row["cell"]["policy"])
 
 
-def either(*tests: Wanted) -> Wanted:
-    """Rows that pass any of the tests."""
-    return lambda row: any(test(row) for test in tests)
+def _names(policy: str) -> set[str]:
+    return set(re.findall(r"(?:^|\+ )([a-z][a-z0-9_-]*)", policy)) - set(PROTECTIONS)
+
+
+def _parts(preset: str) -> set[str] | None:
+    """Names of the parts that a preset stands for; None where there is no such preset (yet)."""
+    return _names(repr(compose.policy(preset))) if preset in compose.PRESETS else None
+
+
+def only(*presets: str) -> Wanted:
+    """Rows of one of these methods and nothing else; budgets and other numbers are free."""
+    wanted = [parts for name in presets if (parts := _parts(name)) is not None]
+    return lambda row: words(row) in wanted
+
+
+def like(preset: str, *more: str) -> Wanted:
+    """Rows of this method, with these parts and perhaps others beside it."""
+    wanted = _parts(preset)
+    return lambda row: wanted is not None and words(row) >= wanted | set(more)
+
+
+def swapped(preset: str, eviction: str) -> Wanted:
+    """Rows of this method with another ranking in place of its own."""
+    if preset not in compose.PRESETS:
+        return lambda row: False
+    method = compose.policy(preset)
+    wanted = (_names(repr(method)) - _names(repr(method.eviction))) | {eviction}
+    return lambda row: words(row) == wanted
 
 
 def on(*groups: str) -> Wanted:
@@ -72,13 +96,34 @@ def within(mine: Wanted, points: float) -> Judge:
     return judge
 
 
+Matched = Callable[[Row, Row], bool]
+
+
+def same_bytes(a: Row, b: Row) -> bool:
+    """Live bytes, at their highest while answering, within 2 %."""
+    return _near(a["bytes"]["peak_live"], b["bytes"]["peak_live"])
+
+
+def same_reads(a: Row, b: Row) -> bool:
+    """Tokens read per head and step within 2 %, φ counted."""
+    return _near(a["reads_per_step"], b["reads_per_step"])
+
+
+def same_slots(a: Row, b: Row) -> bool:
+    """Slots read per head and step within 2 %, φ not counted."""
+    return _near(a["reads"]["slots"], b["reads"]["slots"])
+
+
+def _near(x: float, y: float) -> bool:
+    return abs(x / y - 1) <= TOLERANCE
+
+
 def better(
-    mine: Wanted, other: Wanted, *, matched: bool = True, margin: float = 0.0, text: bool = False
+    mine: Wanted, other: Wanted, matched: Matched = same_bytes, *, margin: float = 0.0, text: bool = False
 ) -> Judge:
     """Paired difference of mine less other, on the same samples: its interval lies above ``margin``.
 
-    In points, or with ``text`` in nats a token of perplexity tasks. With ``matched``, only pairs of live
-    bytes within 2 %.
+    In points, or with ``text`` in nats a token of perplexity tasks; only pairs that are ``matched``.
     """
 
     def judge(results: Results) -> Verdict:
@@ -88,16 +133,15 @@ def better(
             for a in rows
             if mine(a)
             for b in rows
-            if other(b) and table.samples(a) == table.samples(b) and _same_protocol(a, b)
-            and (not matched or _same_bytes(a, b))
-        ]  # fmt: skip
+            if other(b) and table.samples(a) == table.samples(b) and _same_protocol(a, b) and matched(a, b)
+        ]
         return _pooled(pairs, lambda low: low > margin)
 
     return judge
 
 
 def ppl_gap(mine: Wanted, most: float) -> Judge:
-    """Perplexity less the full cache's is at most ``most``; the worst cell counts."""
+    """Perplexity less the full cache's is at most ``most``, interval included; the worst cell counts."""
 
     def judge(results: Results) -> Verdict:
         gaps = []
@@ -109,60 +153,82 @@ def ppl_gap(mine: Wanted, most: float) -> Judge:
         if not gaps:
             return NONE
         mean, low, high = max(gaps)
-        return Verdict(f"{mean:+.2f} PPL ({low:+.2f} … {high:+.2f})", HOLDS if mean <= most else FAILS)
+        said = f"{mean:+.2f} PPL ({low:+.2f} … {high:+.2f}; worst of {len(gaps)} cells)"
+        return Verdict(said, HOLDS if high <= most else FAILS)
 
     return judge
 
 
 def gap_closed(mine: Wanted, window: Wanted, least: float) -> Judge:
-    """(PPL_window - PPL_mine) / (PPL_window - PPL_full) at matched bytes is at least ``least``."""
+    """(PPL_window - PPL_mine) / (PPL_window - PPL_full) at matched bytes is at least ``least``.
+
+    The cell with the smallest share counts, and it holds when its interval does.
+    """
 
     def judge(results: Results) -> Verdict:
         rows = [row for row in results.rows if row["metric"] == "perplexity"]
-        shares = []
-        for a in filter(mine, rows):
-            for b in filter(window, rows):
-                full = results.full(a)
-                if full is None or table.samples(a) != table.samples(b) or not _same_bytes(a, b):
-                    continue
-                whole = b["perplexity"] - full["perplexity"]
-                if whole > 0:
-                    shares.append((b["perplexity"] - a["perplexity"]) / whole)
-        if not shares:
+        found = [
+            share
+            for a in filter(mine, rows)
+            for b in filter(window, rows)
+            if table.samples(a) == table.samples(b)
+            and same_bytes(a, b)
+            and (full := results.full(a)) is not None
+            and (share := _share(a, b, full)) is not None
+        ]
+        if not found:
             return NONE
-        mean = sum(shares) / len(shares)
-        return Verdict(f"{100 * mean:.0f} %", HOLDS if mean >= least else FAILS)
+        mean, low, high = min(found)
+        said = f"{100 * mean:.0f} % ({100 * low:.0f} … {100 * high:.0f}; worst of {len(found)} cells)"
+        return Verdict(said, HOLDS if low >= least else FAILS)
 
     return judge
+
+
+def _share(mine: Row, window: Row, full: Row) -> tuple[float, float, float] | None:
+    """Share of the perplexity between window and full that mine closes; None where there is none."""
+    tokens = np.asarray(full["each"]["tokens"], float)
+    nats = [np.asarray(row["each"]["nll"], float) * tokens for row in (mine, window, full)]
+
+    def of(at: np.ndarray) -> np.ndarray:
+        ppl, least, most = (np.exp(x[at].sum(axis=-1) / tokens[at].sum(axis=-1)) for x in nats)
+        return np.asarray((least - ppl) / np.where(least > most, least - most, np.nan))
+
+    mean = float(of(np.arange(len(tokens))))
+    return None if math.isnan(mean) else (mean, *stats.spread(of, len(tokens)))
 
 
 def smaller(mine: Wanted, other: Wanted, ratio: float) -> Judge:
-    """At no lower score, mine holds at most 1 / ``ratio`` of the bytes of the cheapest other one."""
+    """At no lower score, the cheapest other one (else the full cache) holds ``ratio`` times mine's bytes.
+
+    The interval is of the samples' bytes, cells counting by their samples; it holds when the lower end does.
+    """
 
     def judge(results: Results) -> Verdict:
-        found, silent = [], 0
-        for a in results.where(mine):
-            if a["metric"] == "perplexity":
-                continue
-            if not a["informative"]:
-                silent += 1
-                continue
-            rivals = [
-                b["bytes"]["live"]
-                for b in results.where(other)
-                if table.samples(a) == table.samples(b) and b["score"] >= a["score"] - 0.01
-            ]
-            found.append((min(rivals) if rivals else a["bytes"]["full"]) / a["bytes"]["live"])
-        if not found:
-            return Verdict("–", SILENT) if silent else NONE
-        mean = sum(found) / len(found)
-        return Verdict(f"{mean:.2f}× ({len(found)} cells)", HOLDS if mean >= ratio else FAILS)
+        rows = results.where(lambda row: mine(row) and row["metric"] != "perplexity")
+        telling = [row for row in rows if row["informative"]]
+        if not telling:
+            return Verdict("–", SILENT) if rows else NONE
+        own = np.concatenate([row["each"]["live"] for row in telling])
+        rivals = np.concatenate([_cheapest(results, other, row) for row in telling])
+        low, high = stats.spread(lambda at: rivals[at].sum(axis=1) / own[at].sum(axis=1), len(own))
+        said = f"{rivals.sum() / own.sum():.2f}× ({low:.2f} … {high:.2f}; {len(telling)} cells)"
+        return Verdict(said, HOLDS if low >= ratio else FAILS)
 
     return judge
 
 
-def _same_bytes(a: Row, b: Row) -> bool:
-    return abs(a["bytes"]["peak_live"] / b["bytes"]["peak_live"] - 1) <= TOLERANCE
+def _cheapest(results: Results, other: Wanted, row: Row) -> np.ndarray:
+    """Live bytes a sample of the smallest other policy of no lower score, else of the full cache."""
+    rivals = [
+        b["each"]["live"]
+        for b in results.where(other)
+        if table.samples(row) == table.samples(b)
+        and _same_protocol(row, b)
+        and b["score"] >= row["score"] - 0.01
+    ]
+    full = [row["bytes"]["full"]] * len(row["each"]["live"])
+    return np.asarray(min(rivals, key=sum, default=full), float)
 
 
 def _same_protocol(a: Row, b: Row) -> bool:

@@ -15,7 +15,7 @@ from typing import TypeVar
 import numpy as np
 
 from kvjax.eval.data import Data, held_out_word
-from kvjax.eval.errors import EvalError
+from kvjax.eval.errors import EvalError, TooLongError
 from kvjax.eval.sample import Sample, Span, encode, length
 from kvjax.text import Text
 
@@ -92,11 +92,11 @@ class Maker:
           most, least: units to search between, both included.
 
         Raises:
-          EvalError: when even the least is too long.
+          TooLongError: when even the least is too long.
         """
         sample = build(least)
         if self.size(sample) > self.length:
-            raise EvalError(
+            raise TooLongError(
                 f"a sample has {self.size(sample)} tokens at least and does not fit into {self.length}. "
                 "Ask for a larger --lengths."
             )

@@ -16,6 +16,7 @@ from kvjax.compose import policy as parse_policy
 from kvjax.eval import batch, runner
 from kvjax.eval.batch import Batch
 from kvjax.eval.errors import EvalError
+from kvjax.eval.gates import chosen
 from kvjax.eval.runner import Samples
 from kvjax.loading import LanguageModel
 from kvjax.policy import Policy, PolicyError
@@ -93,12 +94,20 @@ def _next(known: dict[int, float], target: float, least: int) -> int:
 
 
 def held(
-    model: LanguageModel, policy: Policy, samples: Samples, *, length: int, protocol: str = "agnostic"
+    model: LanguageModel,
+    policy: Policy,
+    samples: Samples,
+    *,
+    length: int,
+    protocol: str = "agnostic",
+    gates: str | None = None,
 ) -> Held:
-    """What a policy holds on these samples."""
+    """What a policy holds on these samples; ``gates`` are for a policy that learns."""
     rows, parts = runner.batched(samples, length)
+    context, learned = decode.bucket(length), chosen(policy, model, gates)
+    weights = None if learned is None else learned.weights
     found: list[Batch] = [
-        batch.run(model, policy, part, protocol=protocol, context=decode.bucket(length), rows=rows)
+        batch.run(model, policy, part, protocol=protocol, context=context, rows=rows, weights=weights)
         for part in parts
     ]
     share = [len(b.outcomes) / len(samples) for b in found]
@@ -117,6 +126,7 @@ def matched(
     *,
     length: int,
     protocol: str = "agnostic",
+    gates: str | None = None,
 ) -> Match:
     """The budget of a policy that holds ``target`` live bytes a row.
 
@@ -124,7 +134,7 @@ def matched(
       model: on what.
       template: a policy with {} where the tokens stand, such as "snapkv + uniform({})".
       target: bytes.
-      samples, length, protocol: as in ``held``.
+      samples, length, protocol, gates: as in ``held``.
 
     Raises:
       EvalError: no {} in the template, or no budget within 2 %.
@@ -137,7 +147,12 @@ def matched(
 
     def measure(tokens: int) -> float:
         seen[tokens] = held(
-            model, parse_policy(template.format(tokens)), samples, length=length, protocol=protocol
+            model,
+            parse_policy(template.format(tokens)),
+            samples,
+            length=length,
+            protocol=protocol,
+            gates=gates,
         )
         return seen[tokens].live
 

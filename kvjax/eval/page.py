@@ -6,6 +6,7 @@ import base64
 import html
 import re
 from pathlib import Path
+from typing import Any
 
 from kvjax.eval import table
 from kvjax.eval.store import Row
@@ -73,17 +74,19 @@ def _texts(results: Results) -> list[str]:
             continue
         out.append(f"<h3>{cell['task']}, {cell['length']} tokens, first sample; answer: "
                    f"<code>{html.escape(full['example']['answer'][:80])}</code></h3>")  # fmt: skip
-        out += [_highlighted(row, full["example"]["pieces"]) for row in mine]
+        out += [_highlighted(row, full["example"]) for row in mine]
     return out
 
 
-def _highlighted(row: Row, pieces: list[str]) -> str:
+def _highlighted(row: Row, example: dict[str, Any]) -> str:
     """The text, each token as strong as the share of (layer, KV head) that still hold it."""
     streams = sum(len(layer) for layer in row["heads"])
     words = []
-    for piece, held in zip(pieces, row["example"]["held"]):
+    needed = [*example["needed"], *[0] * len(example["pieces"])]
+    for piece, held, answer in zip(example["pieces"], row["example"]["held"], needed):
         share = held / streams
-        tone = f"background:rgba(40,140,70,{0.75 * share:.2f})" if held else "color:#bbb"
+        tone = f"background:rgba(0,158,115,{0.6 * share:.2f})" if held else "color:#999"
+        tone += ";border-bottom:2px solid #d55e00" if answer else ""
         words.append(f'<span style="{tone}" title="{held} of {streams}">{html.escape(piece)}</span>')
     title = f"{table.name(row)}: kept {100 * row['kept_fraction']:.0f} %"
     return (
@@ -93,8 +96,12 @@ def _highlighted(row: Row, pieces: list[str]) -> str:
 
 def _key() -> str:
     tones = "".join(
-        f'<span style="background:rgba(40,140,70,{0.75 * share:.2f})">{share:.0%}</span>'
+        f'<span style="background:rgba(0,158,115,{0.6 * share:.2f})">{share:.0%}</span>'
         for share in (0.25, 0.5, 1)
     )
-    none = '<span style="color:#bbb">none</span>'
-    return f'<p class="key">Share of layers and KV heads that hold a token: {none}{tones}</p>'
+    none = '<span style="color:#999">none</span>'
+    answer = '<span style="border-bottom:2px solid #d55e00">underlined</span>'
+    return (
+        f'<p class="key">Share of layers and KV heads that hold a token: {none}{tones} '
+        f"What holds the answer is {answer}.</p>"
+    )

@@ -40,19 +40,12 @@ def switches(policy: Policy, protocol: str) -> dict[str, str | int]:
     else:
         when = "never" if policy.selection == SelectAll() else "read"
     admits, selects = policy.admission != AdmitAll(), policy.selection != SelectAll()
-    budget = "none"
-    for said, part in (
-        (selects, policy.selection),
-        (admits, policy.admission),
-        (policy.budget.limited, policy.budget),
-    ):
-        budget = repr(part) if said else budget
+    limits = [(admits, policy.admission), (selects, policy.selection), (policy.budget.limited, policy.budget)]
+    early = policy.budget.limited and not policy.whole_prompt
     return {
         "compress_at": when,
-        "prefill_attention": "policy"
-        if admits or (policy.budget.limited and not policy.whole_prompt)
-        else "full",
-        "budget": budget,
+        "prefill_attention": "policy" if early or (admits and policy.admission.prefill) else "full",
+        "budget": " + ".join(repr(part) for said, part in limits if said) or "none",
         "sinks": policy.sinks,
         "recent": max(policy.protects, policy.admission.window or 0, policy.selection.recent),
     }

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from kvjax import metrics
-from kvjax.eval import scorers
+from kvjax.eval import scorers, walk
 from kvjax.eval.batch import Batch, Outcome
 from kvjax.eval.cells import FULL, Cell
 from kvjax.eval.protocol import switches
@@ -68,7 +68,7 @@ def row(
         "kept_fraction": np.mean([o.kept for o in found]),
         "peak_fraction": np.max([o.peak for o in found]),
         "mean_fraction": np.mean([o.mean for o in found]),
-        "reads_per_step": np.mean([o.reads for o in found]),
+        **_reads(batches, found),
         "span_retention": _mean(each["retention"]),
         "bytes": _bytes(model, samples, batches, found),
         "heads": np.mean([o.heads for o in found], axis=0),
@@ -77,12 +77,20 @@ def row(
     }
     if policy == FULL:
         pieces = [model.text.decode([token]) for token in samples[0][1].context + samples[0][1].question]
-        made["example"] |= {"pieces": pieces, "answer": samples[0][0].answer}
+        needed = samples[0][1].needed.astype(int)
+        made["example"] |= {"pieces": pieces, "needed": needed, "answer": samples[0][0].answer}
     made = short(made)
     reference = made if full is None else full
     made["full"] = {name: reference[name] for name in ("score", "nll", "perplexity")}
     made["informative"] = reference["score"] is None or reference["score"] >= INFORMATIVE
     return made | {"versions": versions()}
+
+
+def _reads(batches: list[Batch], found: list[Outcome]) -> dict[str, Any]:
+    """What a decode step loads per KV head, in tokens: live slots and φ; what chooses them stands apart."""
+    mean = dict(zip(walk.READS, np.mean([o.reads for o in found], axis=0)))
+    loaded = mean["slots"] + mean["summary"]
+    return {"reads_per_step": loaded, "reads": mean | {"summary_paper": batches[0].summary}}
 
 
 def _mean(values: list[float | None]) -> float | None:

@@ -19,6 +19,7 @@ from kvjax.eval.sample import Encoded, Sample, Task, encode
 from kvjax.eval.store import Row, Store
 from kvjax.loading import LanguageModel
 from kvjax.policy import Policy
+from kvjax.types import Params
 
 TOKENS = 32_768
 """Tokens of a batch; what a batch holds at most is this many in whole-prompt prefill."""
@@ -94,7 +95,8 @@ def run(
                 samples = draw(task, model, data, length=cell.length, seed=cell.seed, count=cell.samples)
                 drawn = {which: samples}  # the cells of one set of samples follow each other
             policy = plan.policies[cell.policy]
-            batches = _measured(cell, policy, model, drawn[which], bar.update)
+            weights = plan.weights.get((cell.policy, cell.gates))
+            batches = _measured(cell, policy, model, drawn[which], weights, bar.update)
             full = next((r for c, r in done.items() if c.policy == repr(FULL) and _which(c) == which), None)
             made = row(cell, task, policy, model, drawn[which], batches, full, data.source)
             store.append(made)
@@ -108,13 +110,22 @@ def _which(cell: Cell) -> tuple[str, int, int, int]:
 
 
 def _measured(
-    cell: Cell, policy: Policy, model: LanguageModel, samples: Samples, tick: Callable[[int], object]
+    cell: Cell,
+    policy: Policy,
+    model: LanguageModel,
+    samples: Samples,
+    weights: Params | None,
+    tick: Callable[[int], object],
 ) -> list[batch.Batch]:
     rows, parts = batched(samples, cell.length)
     context = decode.bucket(cell.length)
     found = []
     for part in parts:
-        found.append(batch.run(model, policy, part, protocol=cell.protocol, context=context, rows=rows))
+        found.append(
+            batch.run(
+                model, policy, part, protocol=cell.protocol, context=context, rows=rows, weights=weights
+            )
+        )
         tick(len(part) * cell.length)
     return found
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -28,6 +28,17 @@ def interval(
     means = (x * w)[at].sum(axis=1) / w[at].sum(axis=1)
     low, high = np.percentile(means, [2.5, 97.5])
     return float((x * w).sum() / w.sum()), float(low), float(high)
+
+
+def spread(of: Callable[[np.ndarray], np.ndarray], count: int, *, seed: int = 0) -> tuple[float, float]:
+    """(lower, upper) of the 95 % bootstrap interval of any statistic of ``count`` samples.
+
+    Args:
+      of: sample numbers [resamples, count] to the statistic of each resample; NaN where it has none.
+      count: how many samples there are.
+    """
+    low, high = np.nanpercentile(of(_draws(count, seed)), [2.5, 97.5])
+    return float(low), float(high)
 
 
 def difference(

@@ -20,7 +20,7 @@ from kvjax.eval.data import Data
 from kvjax.eval.errors import EvalError
 from kvjax.loading import LanguageModel
 
-SCHEMA = 1
+SCHEMA = 2
 """Of rows and of samples; raised whenever older results can no longer stand beside new ones."""
 
 RESULTS, ABOUT = "results.jsonl", "about.json"

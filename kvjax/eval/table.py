@@ -23,9 +23,11 @@ def samples(row: Row) -> Samples:
 
 
 def name(row: Row) -> str:
-    """Policy and protocol, as tables show them."""
+    """Policy, its learned weights and its protocol, as tables show them."""
     cell = row["cell"]
-    return cell["policy"] if cell["protocol"] == "either" else f"{cell['policy']}, {cell['protocol']}"
+    gates = cell.get("gates", "").partition("@")[0]
+    said = f"{cell['policy']} [{gates}]" if gates else cell["policy"]
+    return said if cell["protocol"] == "either" else f"{said}, {cell['protocol']}"
 
 
 def quality(row: Row) -> list[float]:
@@ -133,8 +135,8 @@ def costs(results: Results) -> str:
             if rows:
                 lines.append([f"`{policy}`", length, *_cost(rows)])
     heads = ["policy", "length", "kept %", "peak %", "mean %", "live KiB", "allocated KiB",
-             "peak allocated KiB", "full KiB", "reads a step", "spans kept %", "compressed at",
-             "prefill"]  # fmt: skip
+             "peak allocated KiB", "full KiB", "reads a step", "φ in it", "to choose them",
+             "spans kept %", "compressed at", "prefill"]  # fmt: skip
     return markdown(heads, lines)
 
 
@@ -147,7 +149,9 @@ def _cost(rows: list[Row]) -> list[str]:
     parts = [mean(lambda r, n=n: r[n], 100) for n in ("kept_fraction", "peak_fraction", "mean_fraction")]  # type: ignore[misc]
     for size in ("live", "allocated", "peak_allocated", "full"):
         parts.append(mean(lambda r, n=size: r["bytes"][n], 1 / 1024))  # type: ignore[misc]
-    parts += [mean(lambda r: r["reads_per_step"]), mean(lambda r: r["span_retention"], 100)]
+    parts += [mean(lambda r: r["reads_per_step"])]
+    parts += [mean(lambda r, n=n: r["reads"][n]) for n in ("summary", "selector")]  # type: ignore[misc]
+    parts += [mean(lambda r: r["span_retention"], 100)]
     return [*parts, switch["compress_at"], switch["prefill_attention"]]
 
 
@@ -194,5 +198,7 @@ def _facts(results: Results) -> str:
         f"Model {row['model']}; texts: {row['data']}; n = {', '.join(map(str, counts))} a cell, the same "
         f"samples for every policy; {versions}. Intervals are 95 % bootstrap (2,000 resamples). \\* marks "
         "cells in which the full cache reaches less than 80 %: they say nothing about a policy. Bytes are of "
-        "one row when the answer begins."
+        "one row when the answer begins. Reads are in tokens (K and V of one position in the model's dtype) "
+        "per KV head and decode step: live slots and the completion's summary φ; what a selection looks at "
+        "to choose its slots stands apart."
     )

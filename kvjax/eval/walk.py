@@ -9,23 +9,31 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax import decode
+from kvjax import decode, metrics
 from kvjax import layer as layers
+from kvjax.cache import pages as paging
+from kvjax.cache.pages import Pages
 from kvjax.cache.state import KVState, LayerCache
-from kvjax.policy import Policy, SelectAll
+from kvjax.eval import counted
+from kvjax.policy import AdmitAll, Nothing, Policy, SelectAll
 from kvjax.types import Heads, Network, Params, Weighted, pytree
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int
 
-CLASSES = (64, 512, 4096)
+CLASSES = (512, 4096)
 """Most steps a compiled walk can take; fewer cost no time, only output."""
+
+READS = ("slots", "summary", "selector")
+"""What a decode read loads, in tokens (K and V of one position): live slots; the completion's φ, by its
+bytes; and what the selection looks at to choose (page summaries, or all keys)."""
 
 
 @pytree()
@@ -37,45 +45,56 @@ class Walk:
       nll: negative log-likelihood of each target, nats.
       best: the likeliest token after each step.
       live: slots that hold a token after each step, mean over layers and KV heads.
-      reads: entries a decode step loads per KV head, mean over layers and KV heads.
+      reads: what a decode step loads per KV head, by ``READS``, mean over layers and KV heads.
     """
 
     nll: Float[Array, "B T"]
     best: Int[Array, "B T"]
     live: Float[Array, "B T"]
-    reads: Float[Array, "B T"]
-
-
-@jax.jit
-def live_slots(state: KVState) -> Int[Array, "L B K"]:
-    """Slots of each stream that hold a token, ring included."""
-    found = []
-    for room in state.layers:
-        ring = jnp.minimum(state.length, room.ring.window)[:, None]
-        heads = room.ring.k.shape[1]
-        paged = 0 if room.pages is None else room.pages.length.sum(axis=-1)
-        found.append(jnp.broadcast_to(ring + paged, (state.rows, heads)))
-    return jnp.stack(found)
+    reads: Float[Array, "B T R"]
 
 
 def _reads(
     site: layers.Site, room: LayerCache, q: Float[Array, "B N H"], length: Int[Array, " B"]
-) -> Float[Array, " B"]:
-    """Entries this layer's decode read loads, mean over KV heads: the ring, and pages or picked slots."""
+) -> Float[Array, "B R"]:
+    """What this layer's decode read loads, by ``READS``, mean over KV heads."""
     ring = jnp.minimum(length, room.ring.window).astype(jnp.float32)
-    if room.pages is None:
-        return ring
-    pages, choose = room.pages, site.policy.selection
-    held = pages.length.sum(axis=-1)
-    if choose != SelectAll() and choose.applies(site.layer):
-        last = pages.length.shape[2] - 1
-        picked = choose.select(site.weights("selection"), q, pages, last)
-        slot = jnp.arange(pages.size)
-        at = jnp.maximum(picked.pages, 0)[..., None] * pages.size + slot
-        hit = (picked.pages >= 0)[..., None] & (at < pages.length[:, :, last, None, None])
-        hit = hit if picked.slots is None else hit & picked.slots
-        held = held - pages.length[:, :, last] + hit.sum(axis=(-2, -1))
-    return ring + held.astype(jnp.float32).mean(axis=-1)
+    slots, phi, selector = ring, jnp.zeros_like(ring), jnp.zeros_like(ring)
+    if room.pages is not None:
+        pages, choose = room.pages, site.policy.selection
+        held = pages.length.sum(axis=-1)
+        if choose != SelectAll() and choose.applies(site.layer):
+            last = pages.length.shape[2] - 1
+            selector = _looked_at(site.policy, pages, last).mean(axis=-1)
+            picked = choose.select(site.weights("selection"), q, pages, last)
+            slot = jnp.arange(pages.size)
+            at = jnp.maximum(picked.pages, 0)[..., None] * pages.size + slot
+            hit = (picked.pages >= 0)[..., None] & (at < pages.length[:, :, last, None, None])
+            hit = hit if picked.slots is None else hit & picked.slots
+            held = held - pages.length[:, :, last] + hit.sum(axis=(-2, -1))
+        slots = ring + held.astype(jnp.float32).mean(axis=-1)
+        if _completes(site):
+            phi = jnp.full_like(ring, counted.summary_tokens(room, by_bytes=True))
+    return jnp.stack([slots, phi, selector], axis=-1)
+
+
+def _looked_at(policy: Policy, pages: Pages, last: int) -> Float[Array, "B K"]:
+    """Token-equivalents of what the selector loads to choose: its page summaries, or every key."""
+    dim = pages.k.shape[-1]
+    shapes = policy.selection.summary_shapes(pages.size, dim).values()
+    if shapes:
+        a_page = sum(math.prod(shape) for shape in shapes) / (2 * dim)
+        return paging.used(pages)[:, :, last] * a_page
+    return pages.length[:, :, last] / 2
+
+
+def _completes(site: layers.Site) -> bool:
+    """Does this layer's decode read ask φ? Not where nothing can be left out: see ``layer.read_pages``."""
+    policy = site.policy
+    if policy.completion == Nothing():
+        return False
+    dense = policy.selection != SelectAll() and not policy.selection.applies(site.layer)
+    return not dense or policy.admission != AdmitAll() or policy.budget.limited
 
 
 def _step(
@@ -86,7 +105,7 @@ def _step(
     state: KVState,
     tokens: Int[Array, " B"],
     active: Bool[Array, " B"],
-) -> tuple[KVState, Array, Float[Array, " B"]]:
+) -> tuple[KVState, Array, Float[Array, "B R"]]:
     """``decode.step``, and how much each row read."""
     read: list[Array] = []
 
@@ -95,7 +114,7 @@ def _step(
         read.append(_reads(site, room, heads.q[:, 0], state.length + active))
         return out, room
 
-    x, rooms = decode._through(network, policy, params, weights, state, tokens[:, None], visit)
+    x, rooms = decode.through(network, policy, params, weights, state, tokens[:, None], visit)
     length = state.length + active.astype(jnp.int32)
     after = dataclasses.replace(state, layers=rooms, length=length)
     return after, network.logits(params, x[:, 0]), jnp.stack(read).mean(axis=0)
@@ -115,7 +134,8 @@ def _walk(
 ) -> tuple[KVState, Walk]:
     rows, most = feed.shape
     blank = jnp.zeros((rows, most), jnp.float32)
-    found = Walk(nll=blank, best=jnp.zeros((rows, most), jnp.int32), live=blank, reads=blank)
+    reads = jnp.zeros((rows, most, len(READS)), jnp.float32)
+    found = Walk(nll=blank, best=jnp.zeros((rows, most), jnp.int32), live=blank, reads=reads)
 
     def one(carry: tuple[Array, KVState, Array, Walk]) -> tuple[Array, KVState, Array, Walk]:
         i, state, best, found = carry
@@ -126,7 +146,7 @@ def _walk(
         found = Walk(
             nll=found.nll.at[:, i].set(jax.nn.logsumexp(logits, axis=-1) - chosen),
             best=found.best.at[:, i].set(best),
-            live=found.live.at[:, i].set(live_slots(state).astype(jnp.float32).mean(axis=(0, 2))),
+            live=found.live.at[:, i].set(metrics.live_slots(state).astype(jnp.float32).mean(axis=(0, 2))),
             reads=found.reads.at[:, i].set(reads),
         )
         return i + 1, state, best, found

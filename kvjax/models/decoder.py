@@ -18,6 +18,7 @@ Params, a dict (any dtype; shapes in the letters of ``kvjax.types``; in brackets
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -106,8 +107,10 @@ def project(
     if spec.query_gain != 1.0:  # so that everybody behind the seam may divide scores by sqrt(H)
         q = q * jnp.asarray(spec.query_gain, q.dtype)
     rope = spec.rope_of(index)
-    turned = (q, k) if rope is None else (rotate(q, positions, rope), rotate(k, positions, rope))
-    return Heads(q=turned[0], k=turned[1], v=v, q_pre=q, k_pre=k, hidden=hidden, softcap=spec.attn_softcap)
+    turn = None if rope is None else functools.partial(rotate, rope=rope)
+    turned = (q, k) if turn is None else (turn(q, positions), turn(k, positions))
+    cap = spec.attn_softcap
+    return Heads(q=turned[0], k=turned[1], v=v, q_pre=q, k_pre=k, hidden=hidden, softcap=cap, turn=turn)
 
 
 def mlp(spec: ModelSpec, p: Params, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:

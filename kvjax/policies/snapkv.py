@@ -71,10 +71,10 @@ class SnapKV(Eviction):
         at = seen.total[:, None] - self.window + jnp.arange(self.window)[None, :]
         q = jnp.take_along_axis(seen.q, jnp.maximum(at, 0)[:, None, :, None], axis=2)
         at = jnp.where(at >= 0, at, EMPTY)
-        _, lse = blockwise(q, seen.k, seen.v, q_pos=at, k_pos=seen.pos)
+        _, lse = blockwise(q, seen.k, seen.v, q_pos=at, k_pos=seen.pos, softcap=seen.softcap)
         voters = (at >= 0).astype(jnp.float32)
         weights = voters / jnp.maximum(voters.sum(axis=-1, keepdims=True), 1.0)
-        return column_mass(q, seen.k, lse, weights, q_pos=at, k_pos=seen.pos)
+        return column_mass(q, seen.k, lse, weights, q_pos=at, k_pos=seen.pos, softcap=seen.softcap)
 
 
 EXAMPLES = (

@@ -24,16 +24,21 @@ class Window(Admission):
 
     Attributes:
       size: W, in tokens.
+      prefill: the prompt is read through the window too; False reads it with full attention and lets the
+        window act on what it leaves behind.
 
     Raises:
-      PolicyError: size < 1.
+      PolicyError: size < 1, prefill that is neither True nor False.
     """
 
     name = "window"
     rejects_all = True
     size: int = 256
+    prefill: bool = True
 
     def __post_init__(self) -> None:
+        if not isinstance(self.prefill, bool):
+            raise PolicyError(f"{self!r}: prefill={self.prefill!r} is no switch. Give True or False.")
         if not isinstance(self.size, int) or self.size < 1:
             raise PolicyError(f"{self!r}: a window of {self.size!r} tokens sees nothing. Give 1 or more.")
 

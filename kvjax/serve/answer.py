@@ -13,6 +13,7 @@ from kvjax.sampling import sampling
 from kvjax.serve import clock
 from kvjax.serve.arguments import InputError, Options
 from kvjax.serve.progress import bar
+from kvjax.types import Params
 
 if TYPE_CHECKING:
     from jaxtyping import Array
@@ -50,6 +51,7 @@ def answer(
     source: str,
     write: Callable[[str], None],
     *,
+    weights: Params | None = None,
     continues: bool = False,
 ) -> Answer:
     """Answers one prompt.
@@ -60,6 +62,7 @@ def answer(
       ids: the prompt, at least one token.
       source: where the prompt came from, for messages.
       write: given the text in pieces, whole characters only.
+      weights: the policy's learned weights, for policies that have some.
       continues: the answer goes on where the prompt stops, rather than being a text of its own.
 
     Raises:
@@ -72,7 +75,7 @@ def answer(
     start = clock.now()
     first = None
     state = None
-    for piece, after in _pieces(model, options, ids, limit):
+    for piece, after in _pieces(model, options, ids, limit, weights):
         state = after
         first = first or clock.now()
         tokens += piece
@@ -114,10 +117,10 @@ def _limit(model: LanguageModel, options: Options, prompt: int, source: str) -> 
 
 
 def _pieces(
-    model: LanguageModel, options: Options, ids: Sequence[int], limit: int
+    model: LanguageModel, options: Options, ids: Sequence[int], limit: int, weights: Params | None
 ) -> Iterator[tuple[list[int], KVState]]:
     """New tokens a few at a time, and the state after them."""
-    state, logits = _read(model, options, ids, limit)
+    state, logits = _read(model, options, ids, limit, weights)
     how = sampling(
         1, temperature=options.temperature, top_k=options.top_k, top_p=options.top_p, seed=options.seed
     )
@@ -130,13 +133,16 @@ def _pieces(
         max_new_tokens=limit,
         how=how,
         stops=model.spec.eos,
+        weights=weights,
         every=every,
     )
     for piece, after in stream:
         yield piece[0].tolist(), after
 
 
-def _read(model: LanguageModel, options: Options, ids: Sequence[int], limit: int) -> tuple[KVState, Array]:
+def _read(
+    model: LanguageModel, options: Options, ids: Sequence[int], limit: int, weights: Params | None
+) -> tuple[KVState, Array]:
     """Prefill, with a bar that counts tokens or layers, whichever the policy reads by."""
     whole = options.policy.whole_prompt
     total, unit = (model.network.num_layers, "layers") if whole else (len(ids), "tokens")
@@ -148,5 +154,6 @@ def _read(model: LanguageModel, options: Options, ids: Sequence[int], limit: int
             context=decode.bucket(len(ids) + limit),
             # No wider than the prompt's size class: what is beyond it would be computed for nothing.
             chunk_size=min(options.chunk, decode.bucket(len(ids))),
+            weights=weights,
             progress=progress,
         )

@@ -13,17 +13,25 @@ from kvjax.loading import LanguageModel
 from kvjax.serve import facts
 from kvjax.serve.answer import answer
 from kvjax.serve.arguments import InputError, Options
+from kvjax.types import Params
 
 WELCOME = "Model {name}, policy {policy}. /clear forgets the conversation, /exit or Ctrl-D leaves."
 
 
-def chat(model: LanguageModel, options: Options, ask: Callable[[str], str] | None = None) -> None:
+def chat(
+    model: LanguageModel,
+    options: Options,
+    ask: Callable[[str], str] | None = None,
+    *,
+    weights: Params | None = None,
+) -> None:
     """Talks until the user leaves. Ctrl-C stops an answer; what was written of it stays in the history.
 
     Args:
       model: who answers.
       options: as for one prompt.
       ask: shows a prompt and returns a line, EOFError at the end; the terminal by default.
+      weights: the policy's learned weights, for policies that have some.
     """
     ask = ask or _terminal()
     history: list[dict[str, Any]] = []
@@ -44,10 +52,12 @@ def chat(model: LanguageModel, options: Options, ask: Callable[[str], str] | Non
         elif line.startswith("/"):
             print(f"{line} is no command. Use /clear or /exit.", file=sys.stderr)
         elif line:
-            _turn(model, options, history, line)
+            _turn(model, options, weights, history, line)
 
 
-def _turn(model: LanguageModel, options: Options, history: list[dict[str, Any]], line: str) -> None:
+def _turn(
+    model: LanguageModel, options: Options, weights: Params | None, history: list[dict[str, Any]], line: str
+) -> None:
     """One question and its answer, both added to the history; a refused question is not."""
     asked = [*history, {"role": "user", "content": line}]
     said: list[str] = []
@@ -57,7 +67,7 @@ def _turn(model: LanguageModel, options: Options, history: list[dict[str, Any]],
         print(piece, end="", flush=True)
 
     try:
-        done = answer(model, options, _ids(model, asked), "the conversation", write)
+        done = answer(model, options, _ids(model, asked), "the conversation", write, weights=weights)
     except InputError as error:
         print(f"error: {error} Or forget the conversation with /clear.", file=sys.stderr)
         return

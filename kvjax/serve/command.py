@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from kvjax.learned import weights_for
 from kvjax.loading import LanguageModel, load
 from kvjax.policy import Policy
 from kvjax.serve import facts
@@ -17,7 +18,8 @@ def run(options: Options) -> None:
     """Does what the options say; text on standard output, everything about it on standard error.
 
     Raises:
-      InputError, ModelError, RequestError: input that cannot be used, before anything is printed.
+      InputError, ModelError, PolicyError, RequestError: input that cannot be used, before anything is
+        printed.
     """
     given = _prompt(options)
     if given is None and options.json:
@@ -25,11 +27,12 @@ def run(options: Options) -> None:
             "--json without a prompt has nothing to answer. Give --prompt, --prompt-file or a pipe."
         )
     model = loaded(options)
+    weights = weights_for(options.policy, model, options.gates)
     # A terminal that cannot show a character gets a question mark instead of an error.
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")
     if given is None:
-        chat(model, options)
+        chat(model, options, weights=weights)
         return
     text, source = given
     try:
@@ -39,7 +42,7 @@ def run(options: Options) -> None:
     if not ids:
         raise InputError(f"{source} holds no token. Give some text.")
     write = (lambda piece: None) if options.json else say
-    done = answer(model, options, ids, source, write, continues=True)
+    done = answer(model, options, ids, source, write, weights=weights, continues=True)
     if options.json:
         print(facts.to_json(done, model, options), flush=True)
         return

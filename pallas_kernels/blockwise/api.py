@@ -5,11 +5,15 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any
 
-from pallas_kernels import dispatch
+from pallas_kernels import dispatch, reverse
 from pallas_kernels.blockwise import grad, ref, xla
+from pallas_kernels.blockwise.sight import Sight, Where
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int
+
+    from pallas_kernels.blockwise.sight import Partial
+    from pallas_kernels.tuning import Tuned
 
 
 def _body(module: str) -> Any:
@@ -18,19 +22,10 @@ def _body(module: str) -> Any:
     backward = dispatch.lazily(f"pallas_kernels.blockwise.{module}_grad:backward")
 
     def run(
-        q: Array,
-        k: Array,
-        v: Array,
-        q_pos: Array,
-        k_pos: Array,
-        admit: Any,
-        *,
-        interpret: Any,
-        **options: Any,
-    ):
-        passes = (functools.partial(f, interpret=interpret) for f in (forward, backward))
-        where = grad.Where(q_pos, k_pos, admit)
-        return grad.differentiable(*passes, grad.Options(**options), q, k, v, where)
+        q: Array, k: Array, v: Array, where: Where, *, sight: Sight, interpret: Any, blocks: Tuned = ()
+    ) -> Partial:
+        passes = (functools.partial(f, interpret=interpret, blocks=blocks) for f in (forward, backward))
+        return grad.differentiable(*passes, sight, q, k, v, where)
 
     return run
 
@@ -41,12 +36,13 @@ OFFERED: dispatch.Offered = {
     "xla": xla.blockwise,
     "ref": ref.blockwise,
 }
-OFFERED_MASS: dispatch.Offered = {
-    "mosaic_tpu": dispatch.lazily("pallas_kernels.blockwise.mosaic_tpu:column_mass"),
-    "triton": dispatch.lazily("pallas_kernels.blockwise.triton:column_mass"),
-    "xla": xla.column_mass,
-    "ref": ref.column_mass,
-}
+OFFERED_MASS = dispatch.offered(
+    "blockwise",
+    "column_mass",
+    reverse.borrowing(xla.column_mass, ref.column_mass),
+    ref.column_mass,
+    gradient=ref.column_mass,
+)
 
 
 def _check(
@@ -111,8 +107,9 @@ def blockwise(
       impl: see ``dispatch``.
 
     Returns:
-      ``(out, lse)``, float32. ``xla`` keeps no [T, S] array beyond one block once T * S is large;
-      its long-T loop has no reverse-mode gradient (``ref`` has).
+      ``(out, lse)``, float32. Both have gradients in q, k and v, in every implementation. All but ``ref``
+      keep no [T, S] array beyond one block once T * S is large, forward or backward; bodies' gradients
+      have no second derivative.
 
     Raises:
       ValueError: shapes that do not fit together, or a negative window.
@@ -121,13 +118,9 @@ def blockwise(
     _check("blockwise", q, k, q_pos, k_pos, window, admit, softcap)
     if v.shape != k.shape:
         raise ValueError(f"blockwise(k {k.shape}, v {v.shape}) needs keys and values of one shape.")
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    return dispatch.call(
-        "blockwise",
-        impl,
-        OFFERED,
-        lambda run: run(q, k, v, q_pos, k_pos, admit, window=window, scale=scale, softcap=softcap),
-    )
+    sight = Sight(window, q.shape[-1] ** -0.5 if scale is None else scale, softcap)
+    where = Where(q_pos, k_pos, admit)
+    return dispatch.call("blockwise", impl, OFFERED, lambda run: run(q, k, v, where, sight=sight))
 
 
 def column_mass(
@@ -155,7 +148,8 @@ def column_mass(
       weights: of each query, float32.
 
     Returns:
-      float32; 0 for keys that no query sees. Pallas bodies of it have no gradient.
+      float32; 0 for keys that no query sees. Gradients of q, k, lse and weights are those of ``ref``
+      whatever ran forward: exact, and as large as all scores at once.
 
     Raises:
       ValueError: shapes that do not fit together, or a negative window.
@@ -167,10 +161,8 @@ def column_mass(
             f"column_mass(lse {lse.shape}, weights {weights.shape}) needs [B, N, T] = {q.shape[:3]} and "
             f"[B, T] = {q_pos.shape}."
         )
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    sight = Sight(window, q.shape[-1] ** -0.5 if scale is None else scale, softcap)
+    where = Where(q_pos, k_pos, admit)
     return dispatch.call(
-        "column_mass",
-        impl,
-        OFFERED_MASS,
-        lambda run: run(q, k, lse, weights, q_pos, k_pos, admit, window=window, scale=scale, softcap=softcap),
+        "column_mass", impl, OFFERED_MASS, lambda run: run(q, k, lse, weights, where, sight=sight)
     )

@@ -53,13 +53,16 @@ def _case(shape: Shape, dtype: str, what: str = "forward", *, admitted: bool = F
         "mass": (_mass, mass, 1),
     }[what]
     rows, keys = min(BLOCK, n // kv * t), min(BLOCK, s)
-    wide = 4 * b * (n * t + kv * s) * max(h, 128)
+    # Padded to whole blocks and lanes: a float32 array of all queries and one of all keys.
+    queries = 4 * b * kv * -(-n // kv * t // rows) * rows * max(h, 128)
+    wide = queries + 4 * b * kv * -(-s // keys) * keys * max(h, 128)
     return Case(
         run=lambda impl: run(impl, window),
         args=args,
         moves=size(args) + 4 * b * n * t * h,
         flops=2 * products * pairs * h,
-        temp=(8 << 20) + (4 if what == "gradient" else 2) * wide,
+        # Backward also holds the output again and its gradient as it came, both before padding.
+        temp=(8 << 20) + (4 * wide + 2 * queries if what == "gradient" else 2 * wide),
         whole=b * kv * s * h if h % 128 == 0 and s % BLOCK == 0 and what == "forward" else 0,
         step=(2 * keys * h * jnp.dtype(dtype).itemsize, 4 * rows * keys * h),
         kernel="column_mass" if what == "mass" else "blockwise",

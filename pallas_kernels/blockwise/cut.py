@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import softmax
+from pallas_kernels.blockwise.sight import Where
+
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int
+
+BLOCK_Q = 256
+BLOCK_K = 512
 
 
 def grouped(q: Float[Array, "B N T H"], k: Float[Array, "B K S H"]) -> Float[Array, "B K G T H"]:
@@ -33,32 +39,50 @@ def joined(x: Array, axis: int, length: int) -> Array:
     return jax.lax.slice_in_dim(x, 0, length, axis=axis)
 
 
-def block_pairs(
-    q_pos: Int[Array, "I B T"],
-    k_pos: Int[Array, "J B S"],
-    admit: Bool[Array, "J B K S"] | None,
-    window: int | None,
-) -> Bool[Array, "I J"]:
-    """Whether any query of block i may see any key of block j; True errs on the safe side."""
-    far = jnp.iinfo(jnp.int32).max // 2
-    q_lo = jnp.min(jnp.where(q_pos >= 0, q_pos, far), axis=-1)[:, None]
-    q_hi = jnp.max(q_pos, axis=-1)[:, None]
-    k_lo = jnp.min(jnp.where(k_pos >= 0, k_pos, far), axis=-1)[None, :]
-    k_hi = jnp.max(k_pos, axis=-1)[None, :]
-    see = (k_lo <= q_hi) & (k_hi >= 0) & (q_hi >= 0)
-    if window is not None:
-        near = q_lo - k_hi < window
-        if admit is not None:
-            near |= jnp.any(admit & (k_pos >= 0)[:, :, None, :], axis=(2, 3))[None, :]
-        see &= near
-    return jnp.any(see, axis=-1)
+class Blocks(NamedTuple):
+    """Queries and keys in blocks, and where they lie."""
+
+    q: Float[Array, "I B K G T H"]
+    k: Float[Array, "J B K S H"]
+    q_pos: Int[Array, "I B T"]
+    k_pos: Int[Array, "J B S"]
+    admit: Bool[Array, "J B K S"] | None
+
+    def where(self, q_pos: Int[Array, "B T"], j: Int[Array, ""]) -> Where:
+        """Queries at ``q_pos`` against block j of keys."""
+        admit = self.admit
+        let = None if admit is None else jax.lax.dynamic_index_in_dim(admit, j, keepdims=False)
+        return Where(q_pos, self.k_pos[j], let)
+
+    def pairs(self, window: int | None) -> Bool[Array, "I J"]:
+        """Whether any query of block i may see any key of block j; True errs on the safe side."""
+        far = jnp.iinfo(jnp.int32).max // 2
+        q_pos, k_pos = self.q_pos, self.k_pos
+        q_lo = jnp.min(jnp.where(q_pos >= 0, q_pos, far), axis=-1)[:, None]
+        q_hi = jnp.max(q_pos, axis=-1)[:, None]
+        k_lo = jnp.min(jnp.where(k_pos >= 0, k_pos, far), axis=-1)[None, :]
+        k_hi = jnp.max(k_pos, axis=-1)[None, :]
+        see = (k_lo <= q_hi) & (k_hi >= 0) & (q_hi >= 0)
+        if window is not None:
+            near = q_lo - k_hi < window
+            if self.admit is not None:
+                near |= jnp.any(self.admit & (k_pos >= 0)[:, :, None, :], axis=(2, 3))[None, :]
+            see &= near
+        return jnp.any(see, axis=-1)
+
+
+def both(q: Float[Array, "B K G T H"], k: Float[Array, "B K S H"], where: Where) -> Blocks:
+    """Queries and keys cut into blocks, what is left over padded."""
+    bq, bk = min(BLOCK_Q, q.shape[3]), min(BLOCK_K, k.shape[2])
+    return Blocks(
+        blocks(q, 3, bq, 0),
+        blocks(k, 2, bk, 0),
+        blocks(where.q_pos, 1, bq, softmax.EMPTY),
+        blocks(where.k_pos, 1, bk, softmax.EMPTY),
+        None if where.admit is None else blocks(where.admit, 2, bk, False),
+    )
 
 
 def listed(pairs: Bool[Array, "I J"]) -> tuple[Int[Array, "I J"], Int[Array, " I"]]:
     """For each i the j's that pair with it, first in the list, and how many they are."""
     return jnp.argsort(~pairs, axis=1, stable=True).astype(jnp.int32), jnp.sum(pairs, axis=1, dtype=jnp.int32)
-
-
-def at(x: Array | None, j: Int[Array, ""]) -> Array | None:
-    """Block j of x, if there is an x."""
-    return None if x is None else jax.lax.dynamic_index_in_dim(x, j, keepdims=False)

@@ -8,59 +8,50 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.blockwise.sight import Above, Sight, Where
+
 if TYPE_CHECKING:
     from jaxtyping import Array
 
-
-class Options(NamedTuple):
-    """What a call is compiled for."""
-
-    window: int | None
-    scale: float
-    softcap: float | None
-
-
-class Where(NamedTuple):
-    """What is not differentiated."""
-
-    q_pos: Array
-    k_pos: Array
-    admit: Array | None
-
+    from pallas_kernels.blockwise.sight import Partial
 
 Run = Callable[..., Any]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def differentiable(
-    run: Run, backward: Run, options: Options, q: Array, k: Array, v: Array, where: Where
-) -> tuple[Array, Array]:
-    """``run(q, k, v, *where, **options)`` with ``backward`` as its reverse mode."""
+    run: Run, backward: Run, sight: Sight, q: Array, k: Array, v: Array, where: Where
+) -> Partial:
+    """``run(q, k, v, where, sight=sight)`` with ``backward`` as its reverse mode."""
     del backward
-    return run(q, k, v, *where, **options._asdict())
+    return run(q, k, v, where, sight=sight)
 
 
-def _forward(run: Run, backward: Run, options: Options, q: Array, k: Array, v: Array, where: Where) -> Any:
-    out, lse = differentiable(run, backward, options, q, k, v, where)
+def _forward(run: Run, backward: Run, sight: Sight, q: Array, k: Array, v: Array, where: Where) -> Any:
+    out, lse = differentiable(run, backward, sight, q, k, v, where)
     return (out, lse), (q, k, v, where, out, lse)
 
 
-def _backward(run: Run, backward: Run, options: Options, saved: Any, up: tuple[Array, Array]) -> Any:
+def _backward(run: Run, backward: Run, sight: Sight, saved: Any, up: Partial) -> Any:
     del run
+    return *gradients(backward, sight, saved, up), None
+
+
+def gradients(backward: Run, sight: Sight, saved: Any, up: Partial) -> tuple[Array, Array, Array]:
+    """(dq, dk, dv) of a read: ``saved`` is (q, k, v, where, out, lse), ``up`` the gradient of (out, lse)."""
     q, k, v, where, out, lse = saved
-    up_out, up_lse = up
     there = lse > -jnp.inf  # a query that saw nothing depends on nothing, whatever comes from above
-    delta = jnp.where(there, jnp.sum(out * up_out, axis=-1) - up_lse, 0.0)
-    up_out = jnp.where(there[..., None], up_out, 0.0)
+    delta = jnp.where(there, jnp.sum(out * up[0], axis=-1) - up[1], 0.0)
+    above = Above(jnp.where(there[..., None], up[0], 0.0), lse, delta)
     padding = (where.k_pos >= 0)[:, None, :, None]
     clean_k, clean_v = (jnp.where(padding, x, jnp.zeros((), x.dtype)) for x in (k, v))
-    grads = backward(q, clean_k, clean_v, *where, lse, delta, up_out, **options._asdict())
-    return *(g.astype(x.dtype) for g, x in zip(grads, (q, k, v))), None
+    found = backward(q, clean_k, clean_v, where, above, sight=sight)
+    return tuple(g.astype(x.dtype) for g, x in zip(found, (q, k, v)))
 
 
 differentiable.defvjp(_forward, _backward)

@@ -16,13 +16,16 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels import compat, tiles
+from pallas_kernels import compat, tiles, tuning
 from pallas_kernels.blockwise import plan
 from pallas_kernels.blockwise import tiles as mine
 from pallas_kernels.dispatch import Unsupported
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int
+
+    from pallas_kernels.blockwise.sight import Partial, Sight, Where
+    from pallas_kernels.tuning import Tuned
 
 LANES = 128
 BLOCK = 512
@@ -32,9 +35,10 @@ Spec = tuple["Array | jax.ShapeDtypeStruct", str, int]
 """An operand [B, heads, 1 or length, ...], the side of the grid it follows, and its block's length."""
 
 
-def blocks(rows: int, keys: int) -> tuple[int, int]:
+def sizes(blocks: Tuned, what: str, rows: int, k: Float[Array, "B K S H"]) -> tuple[int, int]:
     """Lengths of blocks of queries and of keys: whole tiles of 8 and 128."""
-    return min(BLOCK, -(-rows // 8) * 8), min(BLOCK, -(-keys // LANES) * LANES)
+    found = tuning.pick(blocks, what, k.dtype, k.shape[3], tuning.Blocks(q=BLOCK, k=BLOCK))
+    return min(found.q, -(-rows // 8) * 8), min(found.k, -(-k.shape[2] // LANES) * LANES)
 
 
 class Grid(NamedTuple):
@@ -140,7 +144,7 @@ def _clean(v: Array, k_pos: Int[Array, "1 S"]) -> Array:
     return jax.lax.cond(jnp.min(k_pos) < 0, masked, lambda: v)
 
 
-def _forward_body(grid: Grid, sight: plan.Sight, narrowed: bool) -> Callable[..., None]:
+def _forward_body(grid: Grid, sight: Sight, narrowed: bool) -> Callable[..., None]:
     def body(order: Any, count: Any, *refs: Any) -> None:
         del order
         q, k, v, q_pos, k_pos, *refs_ = refs
@@ -171,27 +175,16 @@ def _forward_body(grid: Grid, sight: plan.Sight, narrowed: bool) -> Callable[...
     return body
 
 
-@functools.partial(jax.jit, static_argnames=("window", "scale", "softcap", "interpret"))
+@functools.partial(jax.jit, static_argnames=("sight", "interpret", "blocks"))
 def blockwise(
-    q: Float[Array, "B N T H"],
-    k: Float[Array, "B K S H"],
-    v: Float[Array, "B K S H"],
-    q_pos: Int[Array, "B T"],
-    k_pos: Int[Array, "B S"],
-    admit: Bool[Array, "B K S"] | None,
-    *,
-    window: int | None,
-    scale: float,
-    softcap: float | None = None,
-    interpret: Any = False,
-) -> tuple[Float[Array, "B N T H"], Float[Array, "B N T"]]:
+    q: Array, k: Array, v: Array, where: Where, *, sight: Sight, interpret: Any = False, blocks: Tuned = ()
+) -> Partial:
     """See ``api.blockwise``."""
     (b, n, t, h), heads = q.shape, k.shape[1]
     count = n // heads * t
-    bq, bk = blocks(count, k.shape[2])
-    x = plan.rows(q, k, q_pos, k_pos, admit, bq, bk, folded=True)
-    grid = Grid(b, heads, plan.walk(plan.meetings(x, window, bq, bk)), interpret)
-    sight = plan.Sight(window, scale, softcap, interpret)
+    bq, bk = sizes(blocks, "forward", count, k)
+    x = plan.rows(q, k, where, bq, bk, folded=True)
+    grid = Grid(b, heads, plan.walk(plan.meetings(x, sight.window, bq, bk)), interpret)
     narrow: list[Spec] = [] if x.admit is None else [(row(x.admit), "inner", bk)]
     out, lse = grid.run(
         _forward_body(grid, sight, bool(narrow)),
@@ -217,7 +210,7 @@ def blockwise(
     return out[:, :, :count].reshape(b, n, t, h), lse[:, :, 0, :count].reshape(b, n, t)
 
 
-def _mass_body(grid: Grid, sight: plan.Sight, narrowed: bool) -> Callable[..., None]:
+def _mass_body(grid: Grid, sight: Sight, narrowed: bool) -> Callable[..., None]:
     def body(order: Any, count: Any, *refs: Any) -> None:
         del order
         q, k, lse, weights, q_pos, k_pos, *refs_ = refs
@@ -245,32 +238,28 @@ def _mass_body(grid: Grid, sight: plan.Sight, narrowed: bool) -> Callable[..., N
     return body
 
 
-@functools.partial(jax.jit, static_argnames=("window", "scale", "softcap", "interpret"))
+@functools.partial(jax.jit, static_argnames=("sight", "interpret", "blocks"))
 def column_mass(
-    q: Float[Array, "B N T H"],
-    k: Float[Array, "B K S H"],
-    lse: Float[Array, "B N T"],
-    weights: Float[Array, "B T"],
-    q_pos: Int[Array, "B T"],
-    k_pos: Int[Array, "B S"],
-    admit: Bool[Array, "B K S"] | None,
+    q: Array,
+    k: Array,
+    lse: Array,
+    weights: Array,
+    where: Where,
     *,
-    window: int | None,
-    scale: float,
-    softcap: float | None = None,
+    sight: Sight,
     interpret: Any = False,
+    blocks: Tuned = (),
 ) -> Float[Array, "B N S"]:
     """See ``api.column_mass``."""
     (b, n, t, h), s = q.shape, k.shape[2]
-    # A block of queries of weight 0 is the same as padding, and is skipped.
-    q_pos = jnp.where(weights != 0, q_pos, -1)
-    bq, bk = -(-min(BLOCK, t) // LANES) * LANES, blocks(t, s)[1]
-    x = plan.rows(q, k, q_pos, k_pos, admit, bq, bk, folded=False)
-    pairs = plan.meetings(x, window, bq, bk).swapaxes(2, 3)
+    bq, bk = sizes(blocks, "mass", t, k)
+    bq = -(-bq // LANES) * LANES
+    x = plan.rows(q, k, plan.weighed(where, weights), bq, bk, folded=False)
+    pairs = plan.meetings(x, sight.window, bq, bk).swapaxes(2, 3)
     grid = Grid(b, n, plan.walk(pairs), interpret)
     narrow: list[Spec] = [] if x.admit is None else [(row(x.admit), "outer", bk)]
     (found,) = grid.run(
-        _mass_body(grid, plan.Sight(window, scale, softcap, interpret), bool(narrow)),
+        _mass_body(grid, sight, bool(narrow)),
         "column_mass",
         [
             (x.q, "inner", bq),

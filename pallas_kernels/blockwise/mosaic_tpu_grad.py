@@ -13,13 +13,16 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.blockwise import plan
 from pallas_kernels.blockwise import tiles as mine
-from pallas_kernels.blockwise.mosaic_tpu import LANES, Grid, Spec, blocks, column, row, step
+from pallas_kernels.blockwise.mosaic_tpu import LANES, Grid, Spec, column, row, sizes, step
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Bool, Float, Int
+    from jaxtyping import Array
+
+    from pallas_kernels.blockwise.sight import Above, Sight, Where
+    from pallas_kernels.tuning import Tuned
 
 
-def _key_body(grid: Grid, sight: plan.Sight, narrowed: bool) -> Callable[..., None]:
+def _key_body(grid: Grid, sight: Sight, narrowed: bool) -> Callable[..., None]:
     def body(order: Any, count: Any, *refs: Any) -> None:
         del order
         q, up, lse, delta, k, v, q_pos, k_pos, *refs_ = refs
@@ -49,7 +52,7 @@ def _key_body(grid: Grid, sight: plan.Sight, narrowed: bool) -> Callable[..., No
     return body
 
 
-def _query_body(grid: Grid, sight: plan.Sight, narrowed: bool) -> Callable[..., None]:
+def _query_body(grid: Grid, sight: Sight, narrowed: bool) -> Callable[..., None]:
     def body(order: Any, count: Any, *refs: Any) -> None:
         del order
         q, up, lse, delta, k, v, q_pos, k_pos, *refs_ = refs
@@ -76,33 +79,18 @@ def _query_body(grid: Grid, sight: plan.Sight, narrowed: bool) -> Callable[..., 
     return body
 
 
-@functools.partial(jax.jit, static_argnames=("window", "scale", "softcap", "interpret"))
+@functools.partial(jax.jit, static_argnames=("sight", "interpret", "blocks"))
 def backward(
-    q: Float[Array, "B N T H"],
-    k: Float[Array, "B K S H"],
-    v: Float[Array, "B K S H"],
-    q_pos: Int[Array, "B T"],
-    k_pos: Int[Array, "B S"],
-    admit: Bool[Array, "B K S"] | None,
-    lse: Float[Array, "B N T"],
-    delta: Float[Array, "B N T"],
-    up: Float[Array, "B N T H"],
-    *,
-    window: int | None,
-    scale: float,
-    softcap: float | None = None,
-    interpret: Any = False,
+    q: Array, k: Array, v: Array, where: Where, above: Above, *, sight: Sight, interpret: Any, blocks: Tuned
 ) -> tuple[Array, Array, Array]:
     """(dq, dk, dv) in float32; k and v are finite everywhere. See ``grad.py``."""
     (b, n, t, h), heads, s = q.shape, k.shape[1], k.shape[2]
     count = n // heads * t
-    bq, bk = blocks(count, s)
-    x = plan.rows(q, k, q_pos, k_pos, admit, bq, bk, folded=True)
-    pairs = plan.meetings(x, window, bq, bk)
-    sight = plan.Sight(window, scale, softcap, interpret)
-    fold = functools.partial(plan.padded, axis=2, to=bq)
-    stats = [row(fold(y.reshape(b, heads, count))) for y in (lse, delta)]
-    arrays = [x.q, fold(up.astype(k.dtype).reshape(b, heads, count, h)), *stats]
+    bq, bk = sizes(blocks, "backward", count, k)
+    x = plan.rows(q, k, where, bq, bk, folded=True)
+    pairs = plan.meetings(x, sight.window, bq, bk)
+    up, lse, delta = plan.folded(above, k, bq)
+    arrays = [x.q, up, row(lse), row(delta)]
     keys = [x.k, plan.padded(v, 2, bk)]
     narrow = [] if x.admit is None else [row(x.admit)]
 

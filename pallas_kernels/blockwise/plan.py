@@ -7,28 +7,17 @@ here, on the device, and listed; a body walks each list and nothing else.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax.numpy as jnp
 
 from pallas_kernels import softmax
+from pallas_kernels.blockwise.sight import Above
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int
 
-
-class Sight(NamedTuple):
-    """Static options of a call.
-
-    Attributes:
-      window, scale, softcap: as in ``api.blockwise``.
-      interpret: how Pallas runs the body.
-    """
-
-    window: int | None
-    scale: float
-    softcap: float | None
-    interpret: Any
+    from pallas_kernels.blockwise.sight import Where
 
 
 class Rows(NamedTuple):
@@ -52,21 +41,10 @@ def padded(x: Array, axis: int, to: int, fill: int | float = 0) -> Array:
     return jnp.pad(x, pad, constant_values=fill) if pad[axis][1] else x
 
 
-def rows(
-    q: Float[Array, "B N T H"],
-    k: Float[Array, "B K S H"],
-    q_pos: Int[Array, "B T"],
-    k_pos: Int[Array, "B S"],
-    admit: Bool[Array, "B K S"] | None,
-    block_q: int,
-    block_k: int,
-    *,
-    folded: bool,
-) -> Rows:
+def rows(q: Array, k: Array, where: Where, block_q: int, block_k: int, *, folded: bool) -> Rows:
     """The operands as a body takes them. Products run in the dtype of the keys."""
-    b, n, t, h = q.shape
-    heads = k.shape[1]
-    q = q.astype(k.dtype)
+    (b, n, t, h), heads = q.shape, k.shape[1]
+    (q_pos, k_pos, admit), q = where, q.astype(k.dtype)
     if folded:
         q = q.reshape(b, heads, n // heads * t, h)
         q_pos = jnp.tile(q_pos, (1, n // heads))
@@ -77,6 +55,18 @@ def rows(
         padded(k_pos, 1, block_k, softmax.EMPTY),
         None if admit is None else padded(admit.astype(jnp.int32), 2, block_k),
     )
+
+
+def weighed(where: Where, weights: Float[Array, "B T"]) -> Where:
+    """A query of weight 0 is the same as padding: blocks of them are skipped."""
+    return where._replace(q_pos=jnp.where(weights != 0, where.q_pos, softmax.EMPTY))
+
+
+def folded(above: Above, k: Float[Array, "B K S H"], block_q: int) -> Above:
+    """``above`` of rows as ``rows`` folds them; gradients of out in the dtype of the keys."""
+    (b, heads), up = k.shape[:2], above.up.astype(k.dtype)
+    up = up.reshape(b, heads, -1, up.shape[3])
+    return Above(*(padded(x, 2, block_q) for x in (up, *(y.reshape(b, heads, -1) for y in above[1:]))))
 
 
 def meetings(x: Rows, window: int | None, block_q: int, block_k: int) -> Bool[Array, "Z K I J"]:

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import jax.numpy as jnp
 
 from pallas_kernels import tiles
-from pallas_kernels.blockwise.plan import Sight
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int
+
+    from pallas_kernels.blockwise.sight import Sight
 
 
 class Seen(NamedTuple):

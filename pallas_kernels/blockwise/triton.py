@@ -10,25 +10,31 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from pallas_kernels import compat, tiles
+from pallas_kernels import compat, tiles, tuning
 from pallas_kernels.blockwise import plan
 from pallas_kernels.blockwise import tiles as mine
+from pallas_kernels.tuning import Blocks
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Bool, Float, Int
+    from jaxtyping import Array, Float
+
+    from pallas_kernels.blockwise.sight import Partial, Sight, Where
+    from pallas_kernels.tuning import Tuned
 
 Operand = tuple["Array | jax.ShapeDtypeStruct", int | None]
 """An array [B, heads, length, ...] and the length of a program's block of it; None for all of it."""
 
 
-def blocks(rows: int, h: int, dtype: Any) -> tuple[int, int]:
+def sizes(blocks: Tuned, what: str, rows: int, k: Float[Array, "B K S H"]) -> Blocks:
     """Lengths of blocks of queries and of keys that fit shared memory with two stages of loads.
 
     float32 products at full precision have no tensor core: they are unrolled, and large ones compile for
-    minutes.
+    minutes. The backward pass holds twice as many tiles.
     """
-    most = 64 if h <= 128 and jnp.dtype(dtype).itemsize == 2 else 32
-    return max(16, min(most, pl.next_power_of_2(rows))), most
+    most = 64 if k.shape[3] <= 128 and k.dtype.itemsize == 2 else 32
+    most = most // 2 if what == "backward" else most
+    found = tuning.pick(blocks, what, k.dtype, k.shape[3], Blocks(q=most, k=most, warps=4, stages=2))
+    return found._replace(q=max(16, min(found.q, pl.next_power_of_2(rows))))
 
 
 def wide(x: Float[Array, "... H"]) -> Float[Array, "... H"]:
@@ -42,6 +48,7 @@ class Grid(NamedTuple):
     b: int
     heads: int
     walk: plan.Walk
+    blocks: Blocks
     interpret: Any
 
     def spec(self, operand: Operand) -> pl.BlockSpec:
@@ -63,7 +70,7 @@ class Grid(NamedTuple):
             in_specs=[mine_, *(self.spec(x) for x in inputs)],
             out_specs=[self.spec(x) for x in outputs],
             out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x, _ in outputs],
-            compiler_params=compat.triton_params(warps=4, stages=2),
+            compiler_params=compat.triton_params(warps=self.blocks.warps, stages=self.blocks.stages),
             interpret=self.interpret,
             name=name,
         )(lists, *(x for x, _ in inputs))
@@ -82,7 +89,7 @@ def over(listed: Any, length: int, visit: Callable[[Any, Any], Any], start: Any)
     )
 
 
-def _forward_body(sight: plan.Sight, bk: int, narrowed: bool) -> Callable[..., None]:
+def _forward_body(sight: Sight, bk: int, narrowed: bool) -> Callable[..., None]:
     def body(listed: Any, q: Any, k: Any, v: Any, q_pos: Any, k_pos: Any, *refs: Any) -> None:
         admit, (out, lse) = (refs[0], refs[1:]) if narrowed else (None, refs)
         rows, at = q[...], q_pos[...][:, None]
@@ -101,29 +108,19 @@ def _forward_body(sight: plan.Sight, bk: int, narrowed: bool) -> Callable[..., N
     return body
 
 
-@functools.partial(jax.jit, static_argnames=("window", "scale", "softcap", "interpret"))
+@functools.partial(jax.jit, static_argnames=("sight", "interpret", "blocks"))
 def blockwise(
-    q: Float[Array, "B N T H"],
-    k: Float[Array, "B K S H"],
-    v: Float[Array, "B K S H"],
-    q_pos: Int[Array, "B T"],
-    k_pos: Int[Array, "B S"],
-    admit: Bool[Array, "B K S"] | None,
-    *,
-    window: int | None,
-    scale: float,
-    softcap: float | None = None,
-    interpret: Any = False,
-) -> tuple[Float[Array, "B N T H"], Float[Array, "B N T"]]:
+    q: Array, k: Array, v: Array, where: Where, *, sight: Sight, interpret: Any = False, blocks: Tuned = ()
+) -> Partial:
     """See ``api.blockwise``."""
     (b, n, t, h), heads = q.shape, k.shape[1]
     count = n // heads * t
-    bq, bk = blocks(count, h, k.dtype)
-    x = plan.rows(wide(q), wide(k), q_pos, k_pos, admit, bq, bk, folded=True)
-    grid = Grid(b, heads, plan.walk(plan.meetings(x, window, bq, bk)), interpret)
+    bq, bk, *_ = found = sizes(blocks, "forward", count, k)
+    x = plan.rows(wide(q), wide(k), where, bq, bk, folded=True)
+    grid = Grid(b, heads, plan.walk(plan.meetings(x, sight.window, bq, bk)), found, interpret)
     narrow: list[Operand] = [] if x.admit is None else [(x.admit, None)]
     out, lse = grid.run(
-        _forward_body(plan.Sight(window, scale, softcap, interpret), bk, bool(narrow)),
+        _forward_body(sight, bk, bool(narrow)),
         "blockwise",
         [
             (x.q, bq),
@@ -141,7 +138,7 @@ def blockwise(
     return out[:, :, :count, :h].reshape(b, n, t, h), lse[:, :, :count].reshape(b, n, t)
 
 
-def _mass_body(sight: plan.Sight, bq: int, narrowed: bool) -> Callable[..., None]:
+def _mass_body(sight: Sight, bq: int, narrowed: bool) -> Callable[..., None]:
     def body(listed: Any, q: Any, k: Any, lse: Any, weights: Any, q_pos: Any, k_pos: Any, *refs: Any) -> None:
         admit, (out,) = (refs[0], refs[1:]) if narrowed else (None, refs)
         keys, at = k[...], k_pos[...][:, None]
@@ -157,31 +154,26 @@ def _mass_body(sight: plan.Sight, bq: int, narrowed: bool) -> Callable[..., None
     return body
 
 
-@functools.partial(jax.jit, static_argnames=("window", "scale", "softcap", "interpret"))
+@functools.partial(jax.jit, static_argnames=("sight", "interpret", "blocks"))
 def column_mass(
-    q: Float[Array, "B N T H"],
-    k: Float[Array, "B K S H"],
-    lse: Float[Array, "B N T"],
-    weights: Float[Array, "B T"],
-    q_pos: Int[Array, "B T"],
-    k_pos: Int[Array, "B S"],
-    admit: Bool[Array, "B K S"] | None,
+    q: Array,
+    k: Array,
+    lse: Array,
+    weights: Array,
+    where: Where,
     *,
-    window: int | None,
-    scale: float,
-    softcap: float | None = None,
+    sight: Sight,
     interpret: Any = False,
+    blocks: Tuned = (),
 ) -> Float[Array, "B N S"]:
     """See ``api.column_mass``."""
-    b, n, t, h = q.shape
-    # A block of queries of weight 0 is the same as padding, and is skipped.
-    q_pos = jnp.where(weights != 0, q_pos, -1)
-    bq, bk = blocks(t, h, k.dtype)
-    x = plan.rows(wide(q), wide(k), q_pos, k_pos, admit, bq, bk, folded=False)
-    grid = Grid(b, n, plan.walk(plan.meetings(x, window, bq, bk).swapaxes(2, 3)), interpret)
+    b, n, t, _ = q.shape
+    bq, bk, *_ = found = sizes(blocks, "mass", t, k)
+    x = plan.rows(wide(q), wide(k), plan.weighed(where, weights), bq, bk, folded=False)
+    grid = Grid(b, n, plan.walk(plan.meetings(x, sight.window, bq, bk).swapaxes(2, 3)), found, interpret)
     narrow: list[Operand] = [] if x.admit is None else [(x.admit, bk)]
-    (found,) = grid.run(
-        _mass_body(plan.Sight(window, scale, softcap, interpret), bq, bool(narrow)),
+    (mass,) = grid.run(
+        _mass_body(sight, bq, bool(narrow)),
         "column_mass",
         [
             (x.q, None),
@@ -194,4 +186,4 @@ def column_mass(
         ],
         [(jax.ShapeDtypeStruct((b, n, x.k.shape[2]), jnp.float32), bk)],
     )
-    return found[:, :, : k.shape[2]]
+    return mass[:, :, : k.shape[2]]

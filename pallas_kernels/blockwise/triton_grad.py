@@ -11,13 +11,16 @@ import jax.numpy as jnp
 
 from pallas_kernels.blockwise import plan
 from pallas_kernels.blockwise import tiles as mine
-from pallas_kernels.blockwise.triton import Grid, Operand, blocks, heads_first, over, wide
+from pallas_kernels.blockwise.triton import Grid, Operand, heads_first, over, sizes, wide
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Bool, Float, Int
+    from jaxtyping import Array
+
+    from pallas_kernels.blockwise.sight import Above, Sight, Where
+    from pallas_kernels.tuning import Tuned
 
 
-def _key_body(sight: plan.Sight, bq: int, narrowed: bool) -> Callable[..., None]:
+def _key_body(sight: Sight, bq: int, narrowed: bool) -> Callable[..., None]:
     def body(
         listed: Any, q: Any, up: Any, lse: Any, delta: Any, k: Any, v: Any, q_pos: Any, k_pos: Any, *refs: Any
     ) -> None:
@@ -36,7 +39,7 @@ def _key_body(sight: plan.Sight, bq: int, narrowed: bool) -> Callable[..., None]
     return body
 
 
-def _query_body(sight: plan.Sight, bk: int, narrowed: bool) -> Callable[..., None]:
+def _query_body(sight: Sight, bk: int, narrowed: bool) -> Callable[..., None]:
     def body(
         listed: Any, q: Any, up: Any, lse: Any, delta: Any, k: Any, v: Any, q_pos: Any, k_pos: Any, *refs: Any
     ) -> None:
@@ -53,36 +56,18 @@ def _query_body(sight: plan.Sight, bk: int, narrowed: bool) -> Callable[..., Non
     return body
 
 
-@functools.partial(jax.jit, static_argnames=("window", "scale", "softcap", "interpret"))
+@functools.partial(jax.jit, static_argnames=("sight", "interpret", "blocks"))
 def backward(
-    q: Float[Array, "B N T H"],
-    k: Float[Array, "B K S H"],
-    v: Float[Array, "B K S H"],
-    q_pos: Int[Array, "B T"],
-    k_pos: Int[Array, "B S"],
-    admit: Bool[Array, "B K S"] | None,
-    lse: Float[Array, "B N T"],
-    delta: Float[Array, "B N T"],
-    up: Float[Array, "B N T H"],
-    *,
-    window: int | None,
-    scale: float,
-    softcap: float | None = None,
-    interpret: Any = False,
+    q: Array, k: Array, v: Array, where: Where, above: Above, *, sight: Sight, interpret: Any, blocks: Tuned
 ) -> tuple[Array, Array, Array]:
     """(dq, dk, dv) in float32; k and v are finite everywhere. See ``grad.py``."""
     (b, n, t, h), heads, s = q.shape, k.shape[1], k.shape[2]
     count = n // heads * t
-    bq, bk = (max(16, x // 2) for x in blocks(count, h, k.dtype))
-    x = plan.rows(wide(q), wide(k), q_pos, k_pos, admit, bq, bk, folded=True)
-    pairs = plan.meetings(x, window, bq, bk)
-    sight = plan.Sight(window, scale, softcap, interpret)
-    fold = functools.partial(plan.padded, axis=2, to=bq)
-    arrays = [
-        x.q,
-        fold(wide(up.astype(k.dtype)).reshape(b, heads, count, -1)),
-        *(fold(y.reshape(b, heads, count)) for y in (lse, delta)),
-    ]
+    bq, bk, *_ = found = sizes(blocks, "backward", count, k)
+    x = plan.rows(wide(q), wide(k), where, bq, bk, folded=True)
+    pairs = plan.meetings(x, sight.window, bq, bk)
+    up, lse, delta = plan.folded(above, k, bq)
+    arrays = [x.q, wide(up), lse, delta]
     keys = [x.k, wide(plan.padded(v, 2, bk))]
     narrow = [] if x.admit is None else [x.admit]
 
@@ -95,11 +80,11 @@ def backward(
             *((y, k_block) for y in narrow),
         ]
 
-    grid = Grid(b, heads, plan.walk(pairs.swapaxes(2, 3)), interpret)
+    grid = Grid(b, heads, plan.walk(pairs.swapaxes(2, 3)), found, interpret)
     body = _key_body(sight, bq, bool(narrow))
     like = jax.ShapeDtypeStruct(x.k.shape, jnp.float32)
     dk, dv = grid.run(body, "blockwise_keys_gradient", inputs(None, bk), [(like, bk)] * 2)
-    grid = Grid(b, heads, plan.walk(pairs), interpret)
+    grid = Grid(b, heads, plan.walk(pairs), found, interpret)
     body = _query_body(sight, bk, bool(narrow))
     like = jax.ShapeDtypeStruct(x.q.shape, jnp.float32)
     (dq,) = grid.run(body, "blockwise_queries_gradient", inputs(bq, None), [(like, bq)])

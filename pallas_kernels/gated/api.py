@@ -6,16 +6,12 @@ from typing import TYPE_CHECKING
 
 from pallas_kernels import dispatch
 from pallas_kernels.gated import ref, xla
+from pallas_kernels.gated.vjp import Rule
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int
 
-OFFERED: dispatch.Offered = {
-    "mosaic_tpu": dispatch.lazily("pallas_kernels.gated.mosaic_tpu:gated"),
-    "triton": dispatch.lazily("pallas_kernels.gated.triton:gated"),
-    "xla": xla.gated,
-    "ref": ref.gated,
-}
+OFFERED = dispatch.offered("gated", "gated", xla.gated, ref.gated)
 
 
 def gated(
@@ -70,6 +66,5 @@ def gated(
         raise ValueError(f"gated(lengths {lengths.shape}) needs one length a row: {q.shape[:1]}.")
     if softcap is not None and not softcap > 0:
         raise ValueError(f"gated(softcap={softcap}) bounds the scores. Use a number above 0, or None.")
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    options = {"window": window, "scale": scale, "softcap": softcap}
-    return dispatch.call("gated", impl, OFFERED, lambda f: f(q, k, v, log_gate, lengths, **options))
+    rule = Rule(window, q.shape[-1] ** -0.5 if scale is None else scale, softcap)
+    return dispatch.call("gated", impl, OFFERED, lambda f: f(q, k, v, log_gate, lengths, rule=rule))

@@ -11,11 +11,12 @@ from pallas_kernels import tiles as common
 from pallas_kernels.gated import mosaic_tpu_plan as planning
 from pallas_kernels.gated import tiles
 from pallas_kernels.gated.mosaic_tpu_grad import backward
-from pallas_kernels.gated.mosaic_tpu_plan import LANES, Plan
-from pallas_kernels.gated.vjp import Rule, differentiable
+from pallas_kernels.gated.mosaic_tpu_plan import LANES
+from pallas_kernels.gated.plan import Plan
+from pallas_kernels.gated.vjp import Inputs, Rule, differentiable
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Float, Int
+    from jaxtyping import Array, Float
 
 
 def _body(plan: Plan) -> Any:
@@ -32,7 +33,7 @@ def _body(plan: Plan) -> Any:
             l[...] = jnp.zeros_like(l)
             o[...] = jnp.zeros_like(o)
 
-        @pl.when((j <= plan.last(i)) & (i * bq < length))
+        @pl.when((j <= planning.last(plan, i)) & (i * bq < length))
         def _() -> None:
             place = tiles.by_query(i * bq, j * bk, bq, bk, length)
             stats = (m[:, :1], l[:, :1], o[...])
@@ -40,7 +41,7 @@ def _body(plan: Plan) -> Any:
             m[...] = jnp.broadcast_to(new_m, m.shape)
             l[...] = jnp.broadcast_to(new_l, l.shape)
 
-        @pl.when(j == plan.last(i))
+        @pl.when(j == planning.last(plan, i))
         def _() -> None:
             out[...], column = common.finish((m[:, :1], l[:, :1], o[...]))
             lse[...] = planning.row(column)
@@ -48,23 +49,16 @@ def _body(plan: Plan) -> Any:
     return body
 
 
-def _forward(
-    q: Float[Array, "B N T H"],
-    k: Float[Array, "B K T H"],
-    v: Float[Array, "B K T H"],
-    log_gate: Float[Array, "B K T"],
-    lengths: Int[Array, " B"] | None,
-    rule: Rule,
-) -> tuple[Float[Array, "B N T H"], Float[Array, "B N T"]]:
-    t, plan = q.shape[2], planning.plan_of(q, k, rule)
+def _forward(x: Inputs, rule: Rule) -> tuple[Float[Array, "B N T H"], Float[Array, "B N T"]]:
+    (q, k, v, log_gate, _), t, plan = x, x.q.shape[2], planning.plan_of(x, rule, "forward")
     at = planning.query_major(plan)
-    q_all, k_all, v_all = (planning.padded(x, plan.t) for x in (q.astype(k.dtype), k, v))
+    q_all, k_all, v_all = (planning.padded(y, plan.t) for y in (q.astype(k.dtype), k, v))
     out, lse = planning.call(
         plan,
         _body(plan),
         "forward",
         (plan.b, plan.n, plan.nq, plan.nk),
-        planning.ends_of(lengths, q),
+        x.ends(),
         [(q_all, at.q), (k_all, at.k), (v_all, at.k), (planning.as_rows(log_gate, plan.t), at.k_row)],
         [
             (planning.shape(plan.b, plan.n, plan.t, plan.h), at.q),

@@ -10,12 +10,13 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.gated import mosaic_tpu_plan as planning
 from pallas_kernels.gated import tiles
-from pallas_kernels.gated.mosaic_tpu_plan import LANES, Plan
+from pallas_kernels.gated.mosaic_tpu_plan import LANES
+from pallas_kernels.gated.plan import Plan
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Float, Int
+    from jaxtyping import Array
 
-    from pallas_kernels.gated.vjp import Rule
+    from pallas_kernels.gated.vjp import Above, Inputs, Rule
 
 
 def _key_body(plan: Plan) -> Any:
@@ -32,7 +33,7 @@ def _key_body(plan: Plan) -> Any:
                 total[...] = jnp.zeros_like(total)
             gate_column[...] = planning.column(gate[...])
 
-        @pl.when((i >= plan.first(j)) & (i * bq < length))
+        @pl.when((i >= planning.first(plan, j)) & (i * bq < length))
         def _() -> None:
             place = tiles.by_key(i * bq, j * bk, bq, bk, length)
             arrays = (q[...], k[...], v[...], gate_column[:, :1], d_out[...], lse[...], delta[...])
@@ -63,36 +64,26 @@ def _query_body(plan: Plan) -> Any:
             lse_column[...] = planning.column(lse[...])
             delta_column[...] = planning.column(delta[...])
 
-        @pl.when((j <= plan.last(i)) & (i * bq < length))
+        @pl.when((j <= planning.last(plan, i)) & (i * bq < length))
         def _() -> None:
             place = tiles.by_query(i * bq, j * bk, bq, bk, length)
             arrays = (q[...], k[...], v[...], gate[...], d_out[...], lse_column[:, :1], delta_column[:, :1])
             dq[...] += tiles.query_gradient(*arrays, place, plan.rule)
 
-        @pl.when(j == plan.last(i))
+        @pl.when(j == planning.last(plan, i))
         def _() -> None:
             out[...] = dq[...]
 
     return body
 
 
-def backward(
-    q: Float[Array, "B N T H"],
-    k: Float[Array, "B K T H"],
-    v: Float[Array, "B K T H"],
-    log_gate: Float[Array, "B K T"],
-    lengths: Int[Array, " B"] | None,
-    lse: Float[Array, "B N T"],
-    delta: Float[Array, "B N T"],
-    d_out: Float[Array, "B N T H"],
-    rule: Rule,
-) -> tuple[Array, ...]:
+def backward(x: Inputs, above: Above, rule: Rule) -> tuple[Array, ...]:
     """See ``vjp.differentiable``."""
-    t, plan = q.shape[2], planning.plan_of(q, k, rule)
+    (q, k, v, log_gate, _), t, plan = x, x.q.shape[2], planning.plan_of(x, rule, "backward")
     bq, bk, h = plan.bq, plan.bk, plan.h
-    wide = [planning.padded(x, plan.t) for x in (q.astype(k.dtype), k, v, d_out.astype(v.dtype))]
-    rows = [planning.as_rows(x, plan.t) for x in (lse, delta, log_gate)]
-    ends = planning.ends_of(lengths, q)
+    wide = [planning.padded(y, plan.t) for y in (q.astype(k.dtype), k, v, above.d_out.astype(v.dtype))]
+    rows = [planning.as_rows(y, plan.t) for y in (*above[1:], log_gate)]
+    ends = x.ends()
 
     def run(body: Any, name: str, grid: Any, at: Any, outputs: Any, scratch: Any, products: int) -> Any:
         specs = (at.q, at.k, at.k, at.q, at.q_row, at.q_row, at.k_row)

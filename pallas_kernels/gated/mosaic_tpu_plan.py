@@ -7,6 +7,7 @@ repeat the block that is there already, so such steps move nothing. Statistics o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -15,51 +16,26 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels import compat
+from pallas_kernels import compat, tuning
+from pallas_kernels.gated.plan import Plan
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Float, Int
+    from jaxtyping import Array, Float
 
-    from pallas_kernels.gated.vjp import Rule
+    from pallas_kernels.gated.vjp import Inputs, Rule
 
 BLOCK = 512
 LANES = 128
 
 
-class Plan(NamedTuple):
-    """Static sizes of a call; t is a multiple of both blocks, of which one divides the other."""
+def last(plan: Plan, i: Array) -> Array:
+    """The last block of keys that block i of queries sees."""
+    return ((i + 1) * plan.bq - 1) // plan.bk
 
-    b: int
-    n: int
-    heads: int
-    t: int
-    h: int
-    bq: int
-    bk: int
-    rule: Rule
 
-    @property
-    def nq(self) -> int:
-        """Blocks of queries."""
-        return self.t // self.bq
-
-    @property
-    def nk(self) -> int:
-        """Blocks of keys."""
-        return self.t // self.bk
-
-    @property
-    def group(self) -> int:
-        """Query heads of a KV head."""
-        return self.n // self.heads
-
-    def last(self, i: Array) -> Array:
-        """The last block of keys that block i of queries sees."""
-        return ((i + 1) * self.bq - 1) // self.bk
-
-    def first(self, j: Array) -> Array:
-        """The first block of queries that sees block j of keys."""
-        return (j * self.bk) // self.bq
+def first(plan: Plan, j: Array) -> Array:
+    """The first block of queries that sees block j of keys."""
+    return (j * plan.bk) // plan.bq
 
 
 class Blocks(NamedTuple):
@@ -71,12 +47,13 @@ class Blocks(NamedTuple):
     k_row: pl.BlockSpec
 
 
-def plan_of(q: Array, k: Array, rule: Rule) -> Plan:
-    """Sizes for these arrays."""
-    b, n, t, h = q.shape
-    bq, bk = rule.blocks or (min(BLOCK, -(-t // LANES) * LANES),) * 2
-    size = max(bq, bk)
-    return Plan(b, n, k.shape[1], -(-t // size) * size, h, bq, bk, rule)
+def plan_of(x: Inputs, rule: Rule, what: str) -> Plan:
+    """Sizes of a pass over these arrays."""
+    (b, n, t, h), heads = x.q.shape, x.k.shape[1]
+    found = tuning.pick(rule.blocks, what, x.k.dtype, h, tuning.Blocks(q=BLOCK, k=BLOCK))
+    bq, bk = (min(size, -(-t // LANES) * LANES) for size in found[:2])
+    size = math.lcm(bq, bk)
+    return Plan(b, n, heads, -(-t // size) * size, h, bq, bk, found, rule)
 
 
 def query_major(plan: Plan) -> Blocks:
@@ -86,7 +63,7 @@ def query_major(plan: Plan) -> Blocks:
         return b, n, i
 
     def k(b: Array, n: Array, i: Array, j: Array, *_: Any) -> tuple[Any, ...]:
-        return b, n // plan.group, jnp.minimum(j, plan.last(i))
+        return b, n // plan.group, jnp.minimum(j, last(plan, i))
 
     return _blocks(plan, q, k)
 
@@ -95,7 +72,7 @@ def key_major(plan: Plan) -> Blocks:
     """Of grid (B, K, nk, G nq): the query heads of a KV head one after the other."""
 
     def q(b: Array, kv: Array, j: Array, step: Array, *_: Any) -> tuple[Any, ...]:
-        i = jnp.maximum(jax.lax.rem(step, plan.nq), plan.first(j))
+        i = jnp.maximum(jax.lax.rem(step, plan.nq), first(plan, j))
         return b, kv * plan.group + step // plan.nq, i
 
     def k(b: Array, kv: Array, j: Array, step: Array, *_: Any) -> tuple[Any, ...]:
@@ -136,11 +113,6 @@ def column(row: Float[Array, "1 R"]) -> Float[Array, "R 128"]:
 def row(column: Float[Array, "R 1"]) -> Float[Array, "1 R"]:
     """In a body: a column as a row."""
     return jnp.transpose(jnp.broadcast_to(column, (column.shape[0], LANES)))[:1]
-
-
-def ends_of(lengths: Int[Array, " B"] | None, q: Array) -> Int[Array, " B"]:
-    """The length of each row."""
-    return jnp.full(q.shape[0], q.shape[2], jnp.int32) if lengths is None else lengths.astype(jnp.int32)
 
 
 def shape(*size: int) -> jax.ShapeDtypeStruct:

@@ -13,6 +13,8 @@ from pallas_kernels import softmax
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int
 
+    from pallas_kernels.gated.vjp import Rule
+
 
 def seen(
     i: Int[Array, " T"], j: Int[Array, " S"], lengths: Int[Array, " B"] | None
@@ -22,17 +24,9 @@ def seen(
     return past if lengths is None else past & (i[:, None] < lengths[:, None, None, None, None])
 
 
-@functools.partial(jax.jit, static_argnames=("window", "scale", "softcap"))
+@functools.partial(jax.jit, static_argnames="rule")
 def gated(
-    q: Float[Array, "B N T H"],
-    k: Float[Array, "B K T H"],
-    v: Float[Array, "B K T H"],
-    log_gate: Float[Array, "B K T"],
-    lengths: Int[Array, " B"] | None,
-    *,
-    window: int,
-    scale: float,
-    softcap: float | None = None,
+    q: Array, k: Array, v: Array, log_gate: Array, lengths: Array | None, *, rule: Rule
 ) -> tuple[Float[Array, "B N T H"], Float[Array, "B N T"]]:
     """See ``api.gated``."""
     (b, n, t, h), heads, at = q.shape, k.shape[1], jnp.arange(q.shape[2])
@@ -41,9 +35,9 @@ def gated(
         there = (at < lengths[:, None])[:, None, :, None]
         q, k, v = (jnp.where(there, x, 0.0) for x in (q, k, v))
     grouped = q.reshape(b, heads, n // heads, t, h)
-    s = jnp.einsum("bkgth,bksh->bkgts", grouped, k, precision=jax.lax.Precision.HIGHEST) * scale
-    near = at[:, None] - at[None, :] < window
-    s = softmax.cap(s, softcap) + jnp.where(near, 0.0, log_gate.astype(jnp.float32)[:, :, None, None, :])
+    s = jnp.einsum("bkgth,bksh->bkgts", grouped, k, precision=jax.lax.Precision.HIGHEST) * rule.scale
+    near = at[:, None] - at[None, :] < rule.window
+    s = softmax.cap(s, rule.softcap) + jnp.where(near, 0.0, log_gate.astype(jnp.float32)[:, :, None, None, :])
     s = softmax.hide(s, seen(at, at, lengths))
     m = softmax.row_max(s)
     p = softmax.weigh(s, m)

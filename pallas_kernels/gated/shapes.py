@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class Shape(NamedTuple):
-    """q [B, N, T, H], k, v [B, K, T, H], log_gate [B, K, T]; ``window`` latest keys have no bias."""
+    """Self-attention: q [B, N, T, H], k, v [B, K, T, H]; the ``window`` latest keys need no gate."""
 
     B: int
     N: int
@@ -21,6 +21,8 @@ TEST = {
     "g4_h64": Shape(B=1, N=8, K=2, T=33, H=64, window=1),
     "g8_h96": Shape(B=2, N=8, K=1, T=9, H=96, window=0),
     "g1_h128": Shape(B=1, N=2, K=2, T=63, H=128, window=62),
+    "g2_h80": Shape(B=1, N=4, K=2, T=16, H=80, window=4),
+    "g1_h256": Shape(B=1, N=1, K=1, T=16, H=256, window=3),
 }
 # One past a block of queries and of keys; the window ends inside blocks.
 BLOCKED = Shape(B=2, N=4, K=2, T=513, H=32, window=100)

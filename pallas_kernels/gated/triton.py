@@ -6,59 +6,52 @@ two, in HBM; at a head dim of 64, 128 or 256 and whole blocks nothing is copied.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from pallas_kernels import compat
+from pallas_kernels import compat, tuning
 from pallas_kernels import tiles as common
 from pallas_kernels.gated import tiles
-from pallas_kernels.gated.vjp import Rule, differentiable
+from pallas_kernels.gated.plan import Plan
+from pallas_kernels.gated.vjp import Above, Inputs, Rule, differentiable
+from pallas_kernels.tuning import Blocks
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Float, Int
+    from jaxtyping import Array, Float
 
-FORWARD = 64, 64
-BACKWARD = 32, 64
-"""Queries and keys of a tile. Larger ones spill registers in the backward passes."""
-
-
-class Plan(NamedTuple):
-    """Static sizes of a call; t is a multiple of both blocks, h a power of two."""
-
-    b: int
-    n: int
-    heads: int
-    t: int
-    h: int
-    bq: int
-    bk: int
-    rule: Rule
-
-    @property
-    def group(self) -> int:
-        """Query heads of a KV head."""
-        return self.n // self.heads
+BLOCKS = {
+    "forward": Blocks(q=64, k=64, warps=4, stages=2),
+    "backward": Blocks(q=32, k=64, warps=4, stages=2),
+}
+WIDE = {**BLOCKS, "backward": Blocks(q=32, k=64, warps=8, stages=2)}
+EXACT = {
+    "forward": Blocks(q=32, k=32, warps=4, stages=2),
+    "backward": Blocks(q=32, k=32, warps=8, stages=2),
+}
+"""Of each pass: for heads up to 128, for wider ones, for float32. Larger ones spill registers."""
 
 
-def _plan(q: Array, k: Array, rule: Rule, blocks: tuple[int, int]) -> Plan:
-    b, n, t, h = q.shape
-    bq, bk = rule.blocks or blocks
+def _own(dtype: Any, h: int) -> dict[str, Blocks]:
+    return EXACT if dtype.itemsize == 4 else WIDE if h > 128 else BLOCKS
+
+
+def _plan(x: Inputs, rule: Rule, what: str) -> Plan:
+    (b, n, t, h), heads = x.q.shape, x.k.shape[1]
+    found = {
+        name: tuning.pick(rule.blocks, name, x.k.dtype, h, own) for name, own in _own(x.k.dtype, h).items()
+    }
     # One size for both passes: a multiple of every block either takes.
-    size = max(bq, bk, *((*FORWARD, *BACKWARD) if rule.blocks is None else ()))
-    return Plan(b, n, k.shape[1], -(-t // size) * size, max(16, pl.next_power_of_2(h)), bq, bk, rule)
+    size, wide = max(y for sizes in found.values() for y in sizes[:2]), max(16, pl.next_power_of_2(h))
+    mine = found[what]
+    return Plan(b, n, heads, -(-t // size) * size, wide, mine.q, mine.k, mine, rule)
 
 
 def _padded(x: Array, plan: Plan) -> Array:
     wide = [(0, plan.h - x.shape[3])] if x.ndim == 4 else []
     return jnp.pad(x, [(0, 0), (0, 0), (0, plan.t - x.shape[2]), *wide])
-
-
-def _ends(lengths: Array | None, b: int, t: int) -> Int[Array, "B 1"]:
-    ends = jnp.full(b, t, jnp.int32) if lengths is None else lengths.astype(jnp.int32)
-    return ends[:, None]
 
 
 def _shape(*size: int) -> jax.ShapeDtypeStruct:
@@ -75,7 +68,7 @@ def _call(plan: Plan, body: Any, name: str, grid: Any, inputs: Any, outputs: Any
         in_specs=[pl.BlockSpec(block, at) for _, block, at in inputs],
         out_specs=[pl.BlockSpec(block, at) for _, block, at in outputs],
         out_shape=[shape for shape, *_ in outputs],
-        compiler_params=compat.triton_params(warps=4, stages=2),
+        compiler_params=compat.triton_params(warps=plan.sizes.warps, stages=plan.sizes.stages),
         cost_estimate=pl.CostEstimate(
             flops=2 * products * pairs * plan.h, transcendentals=pairs, bytes_accessed=moved
         ),
@@ -90,15 +83,9 @@ def _count(plan: Plan, i: Array, length: Array) -> Array:
     return jnp.where(i * plan.bq < length, (upto + plan.bk - 1) // plan.bk, 0)
 
 
-def _forward(
-    q: Float[Array, "B N T H"],
-    k: Float[Array, "B K T H"],
-    v: Float[Array, "B K T H"],
-    log_gate: Float[Array, "B K T"],
-    lengths: Int[Array, " B"] | None,
-    rule: Rule,
-) -> tuple[Float[Array, "B N T H"], Float[Array, "B N T"]]:
-    (_, _, t, h), plan = q.shape, _plan(q, k, rule, FORWARD)
+def _forward(x: Inputs, rule: Rule) -> tuple[Float[Array, "B N T H"], Float[Array, "B N T"]]:
+    (q, k, v, log_gate, _), plan = x, _plan(x, rule, "forward")
+    t, h = q.shape[2:]
     bq, bk = plan.bq, plan.bk
 
     def body(ends: Any, q: Any, k: Any, v: Any, gate: Any, out: Any, lse: Any) -> None:
@@ -126,7 +113,7 @@ def _forward(
         "forward",
         (plan.t // bq, plan.n, plan.b),
         [
-            (_ends(lengths, plan.b, t), (None, 1), lambda i, n, b: (b, 0)),
+            (x.ends()[:, None], (None, 1), lambda i, n, b: (b, 0)),
             (_padded(q.astype(k.dtype), plan), (None, None, bq, plan.h), q_at),
             (_padded(k, plan), keys, k_at),
             (_padded(v, plan), keys, k_at),
@@ -141,21 +128,11 @@ def _forward(
     return out[:, :, :t, :h], lse[:, :, :t]
 
 
-def _backward(
-    q: Float[Array, "B N T H"],
-    k: Float[Array, "B K T H"],
-    v: Float[Array, "B K T H"],
-    log_gate: Float[Array, "B K T"],
-    lengths: Int[Array, " B"] | None,
-    lse: Float[Array, "B N T"],
-    delta: Float[Array, "B N T"],
-    d_out: Float[Array, "B N T H"],
-    rule: Rule,
-) -> tuple[Array, ...]:
-    (_, _, t, h), plan = q.shape, _plan(q, k, rule, BACKWARD)
-    ends = _ends(lengths, plan.b, t)
-    arrays = (q.astype(k.dtype), k, v, d_out.astype(v.dtype), lse, delta, log_gate.astype(jnp.float32))
-    padded = [_padded(x, plan) for x in arrays]
+def _backward(x: Inputs, above: Above, rule: Rule) -> tuple[Array, ...]:
+    (q, k, v, log_gate, _), plan = x, _plan(x, rule, "backward")
+    (t, h), ends = q.shape[2:], x.ends()[:, None]
+    arrays = (q.astype(k.dtype), k, v, above.d_out.astype(v.dtype), *above[1:], log_gate.astype(jnp.float32))
+    padded = [_padded(y, plan) for y in arrays]
     dk, dv, d_gate = _key_gradients(plan, ends, *padded)
     dq = _query_gradient(plan, ends, *padded)
     return dq[:, :, :t, :h], dk[:, :, :t, :h], dv[:, :, :t, :h], d_gate[:, :, :t]

@@ -22,6 +22,8 @@ import jax.numpy as jnp
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int
 
+    from pallas_kernels.tuning import Tuned
+
 
 class Rule(NamedTuple):
     """What is static in a call.
@@ -30,15 +32,38 @@ class Rule(NamedTuple):
       window: number of latest positions without a bias.
       scale: of the scores.
       softcap: bound of the scaled scores, or None.
-      blocks: queries and keys of a tile; None for what the implementation thinks best.
-      interpret: how to run a Pallas body.
+      blocks: see ``tuning.pick``; set by the keyword of that name.
+      interpret: how to run a Pallas body; likewise.
     """
 
     window: int
     scale: float
     softcap: float | None
-    blocks: tuple[int, int] | None = None
+    blocks: Tuned | tuple[int, int] = ()
     interpret: Any = False
+
+
+class Inputs(NamedTuple):
+    """Arrays of a call, as in ``api.gated``; whatever stood past rows' ends is zero."""
+
+    q: Float[Array, "B N T H"]
+    k: Float[Array, "B K T H"]
+    v: Float[Array, "B K T H"]
+    log_gate: Float[Array, "B K T"]
+    lengths: Int[Array, " B"] | None
+
+    def ends(self) -> Int[Array, " B"]:
+        """The length of each row."""
+        b, _, t, _ = self.q.shape
+        return jnp.full(b, t, jnp.int32) if self.lengths is None else self.lengths.astype(jnp.int32)
+
+
+class Above(NamedTuple):
+    """What a backward pass starts from; d_out and delta are zero where a query saw nothing."""
+
+    d_out: Float[Array, "B N T H"]
+    lse: Float[Array, "B N T"]
+    delta: Float[Array, "B N T"]
 
 
 def _without_padding(x: Array, lengths: Int[Array, " B"] | None) -> Array:
@@ -55,51 +80,46 @@ def differentiable(
     """The jitted operation made of two passes that know nothing of padding's contents.
 
     Args:
-      forward: ``(q, k, v, log_gate, lengths, rule)`` to ``(out, lse)``, both float32.
-      backward: ``(q, k, v, log_gate, lengths, lse, delta, d_out, rule)`` to float32 gradients of q, k, v
-        and log_gate; d_out and delta are zero where a query saw nothing.
+      forward: ``(Inputs, rule)`` to ``(out, lse)``, both float32.
+      backward: ``(Inputs, Above, rule)`` to float32 gradients of q, k, v and log_gate.
     """
 
-    @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
-    def run(
-        q: Array, k: Array, v: Array, log_gate: Array, lengths: Array | None, rule: Rule
-    ) -> tuple[Array, Array]:
-        return forward(q, k, v, log_gate, lengths, rule)
+    @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+    def run(x: Inputs, rule: Rule) -> tuple[Array, Array]:
+        return forward(x, rule)
 
-    def run_forward(
-        q: Array, k: Array, v: Array, log_gate: Array, lengths: Array | None, rule: Rule
-    ) -> tuple[tuple[Array, Array], tuple[Array | None, ...]]:
-        out, lse = forward(q, k, v, log_gate, lengths, rule)
-        return (out, lse), (q, k, v, log_gate, lengths, out, lse)
+    def run_forward(x: Inputs, rule: Rule) -> tuple[tuple[Array, Array], tuple[Any, ...]]:
+        out, lse = forward(x, rule)
+        return (out, lse), (x, out, lse)
 
-    def run_backward(
-        rule: Rule, saved: tuple[Array, ...], cotangents: tuple[Array, Array]
-    ) -> tuple[Array | None, ...]:
-        q, k, v, log_gate, lengths, out, lse = saved
+    def run_backward(rule: Rule, saved: tuple[Any, ...], up: tuple[Array, Array]) -> tuple[Inputs]:
+        x, out, lse = saved
         some = lse > -jnp.inf
-        d_out = jnp.where(some[..., None], cotangents[0], 0.0)
-        delta = jnp.sum(out * d_out, axis=-1) - jnp.where(some, cotangents[1], 0.0)
-        grads = backward(q, k, v, log_gate, lengths, lse, delta, d_out, rule)
-        return *(g.astype(x.dtype) for g, x in zip(grads, saved)), None
+        d_out = jnp.where(some[..., None], up[0], 0.0)
+        delta = jnp.sum(out * d_out, axis=-1) - jnp.where(some, up[1], 0.0)
+        grads = backward(x, Above(d_out, lse, delta), rule)
+        dq, dk, dv, d_gate = (g.astype(y.dtype) for g, y in zip(grads, x))
+        return (Inputs(dq, dk, dv, d_gate, None),)
 
     run.defvjp(run_forward, run_backward)
 
-    @functools.partial(jax.jit, static_argnames=("window", "scale", "softcap", "blocks", "interpret"))
+    @functools.partial(jax.jit, static_argnames=("rule", "interpret", "blocks"))
     def gated(
-        q: Float[Array, "B N T H"],
-        k: Float[Array, "B K T H"],
-        v: Float[Array, "B K T H"],
-        log_gate: Float[Array, "B K T"],
-        lengths: Int[Array, " B"] | None,
+        q: Array,
+        k: Array,
+        v: Array,
+        log_gate: Array,
+        lengths: Array | None,
         *,
-        window: int,
-        scale: float,
-        softcap: float | None = None,
-        blocks: tuple[int, int] | None = None,
+        rule: Rule,
         interpret: Any = False,
+        blocks: Tuned = (),
     ) -> tuple[Float[Array, "B N T H"], Float[Array, "B N T"]]:
-        """See ``api.gated`` and ``Rule``."""
+        """See ``api.gated``."""
         q, k, v, log_gate = (_without_padding(x, lengths) for x in (q, k, v, log_gate))
-        return run(q, k, v, log_gate, lengths, Rule(window, scale, softcap, blocks, interpret))
+        return run(
+            Inputs(q, k, v, log_gate, lengths),
+            rule._replace(interpret=interpret, blocks=blocks or rule.blocks),
+        )
 
     return gated

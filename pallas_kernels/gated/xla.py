@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import products, softmax
 from pallas_kernels.gated.ref import seen
-from pallas_kernels.gated.vjp import Rule, differentiable
+from pallas_kernels.gated.vjp import Above, Inputs, Rule, differentiable
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int
@@ -82,22 +82,16 @@ def _biased(
     return softmax.hide(s, seen(i, j, lengths)), far
 
 
-def _forward(
-    q: Float[Array, "B N T H"],
-    k: Float[Array, "B K T H"],
-    v: Float[Array, "B K T H"],
-    log_gate: Float[Array, "B K T"],
-    lengths: Int[Array, " B"] | None,
-    rule: Rule,
-) -> tuple[Float[Array, "B N T H"], Float[Array, "B N T"]]:
+def _forward(x: Inputs, rule: Rule) -> tuple[Float[Array, "B N T H"], Float[Array, "B N T"]]:
+    q, k, v, log_gate, lengths = x
     (b, n, t, h), heads = q.shape, k.shape[1]
-    bq, bk = (min(size, t) for size in rule.blocks or BLOCKS)
+    bq, bk = (min(size, t) for size in BLOCKS)
     qs = _split(_grouped(q, heads), 3, bq)
-    ks, vs, gates = (_split(x, 2, bk) for x in (k, v, log_gate.astype(jnp.float32)))
+    ks, vs, gates = (_split(y, 2, bk) for y in (k, v, log_gate.astype(jnp.float32)))
     live = t if lengths is None else jnp.max(lengths)
 
-    def query_block(x: tuple[Array, Array]) -> tuple[Array, Array]:
-        q_i, start = x
+    def query_block(y: tuple[Array, Array]) -> tuple[Array, Array]:
+        q_i, start = y
         i = start + jnp.arange(bq)
 
         def key_block(j: Int[Array, ""], mlo: Stats) -> Stats:
@@ -113,31 +107,22 @@ def _forward(
     return _join(out, 3, t).reshape(b, n, t, h), _join(lse, 3, t).reshape(b, n, t)
 
 
-def _backward(
-    q: Float[Array, "B N T H"],
-    k: Float[Array, "B K T H"],
-    v: Float[Array, "B K T H"],
-    log_gate: Float[Array, "B K T"],
-    lengths: Int[Array, " B"] | None,
-    lse: Float[Array, "B N T"],
-    delta: Float[Array, "B N T"],
-    d_out: Float[Array, "B N T H"],
-    rule: Rule,
-) -> tuple[Array, ...]:
+def _backward(x: Inputs, above: Above, rule: Rule) -> tuple[Array, ...]:
+    q, k, v, log_gate, lengths = x
     t, heads = q.shape[2], k.shape[1]
-    bq, bk = (min(size, t) for size in rule.blocks or BLOCKS)
-    rows = [_split(_grouped(x, heads), 3, bq) for x in (q, d_out.astype(v.dtype), lse, delta)]
-    columns = [_split(x, 2, bk) for x in (k, v, log_gate.astype(jnp.float32))]
+    bq, bk = (min(size, t) for size in BLOCKS)
+    rows = [_split(_grouped(y, heads), 3, bq) for y in (q, above.d_out.astype(v.dtype), *above[1:])]
+    columns = [_split(y, 2, bk) for y in (k, v, log_gate.astype(jnp.float32))]
     live = t if lengths is None else jnp.max(lengths)
     stop = (live + bq - 1) // bq
 
-    def key_block(dq: Array, x: tuple[Array, ...]) -> tuple[Array, tuple[Array, Array, Array]]:
-        k_j, v_j, gate_j, start = x
+    def key_block(dq: Array, y: tuple[Array, ...]) -> tuple[Array, tuple[Array, Array, Array]]:
+        k_j, v_j, gate_j, start = y
         j = start + jnp.arange(bk)
 
         def query_block(c: Int[Array, ""], sums: tuple[Array, ...]) -> tuple[Array, ...]:
             dq, dk, dv, dgate = sums
-            q_i, do_i, lse_i, delta_i = (x[c] for x in rows)
+            q_i, do_i, lse_i, delta_i = (z[c] for z in rows)
             capped = _scores(q_i, k_j, rule)
             s, far = _biased(capped, gate_j, c * bq + jnp.arange(bq), j, lengths, rule)
             p = softmax.weigh(s, lse_i)
@@ -154,7 +139,7 @@ def _backward(
 
     starts = jnp.arange(len(columns[0])) * bk
     dq, sums = jax.lax.scan(key_block, _zeros(rows[0].shape), (*columns, starts))
-    return _join(dq, 3, t).reshape(q.shape), *(_join(x, 2, t) for x in sums)
+    return _join(dq, 3, t).reshape(q.shape), *(_join(y, 2, t) for y in sums)
 
 
 gated = differentiable(_forward, _backward)

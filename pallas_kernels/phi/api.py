@@ -1,4 +1,8 @@
-"""phi_build, phi_subtract, phi_evaluate: a fixed-size stand-in for tokens a read leaves out."""
+"""phi_build, phi_subtract, phi_evaluate: a fixed-size stand-in for tokens a read leaves out.
+
+All three have gradients in every float array. Pallas bodies are for serving: their backward pass is that of
+``xla``, which it computes again.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +16,9 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float
 
 
-def _offered(name: str) -> dispatch.Offered:
-    bodies = {impl: dispatch.lazily(f"pallas_kernels.phi.{impl}:{name}") for impl in ("mosaic_tpu", "triton")}
-    return {**bodies, "xla": getattr(xla, name), "ref": getattr(ref, name)}
-
-
-OFFERED_BUILD = _offered("build")
-OFFERED_SUBTRACT = _offered("subtract")
-OFFERED_EVALUATE = _offered("evaluate")
+OFFERED_BUILD = dispatch.offered("phi", "build", xla.build, ref.build, gradient=xla.build)
+OFFERED_SUBTRACT = dispatch.offered("phi", "subtract", xla.subtract, ref.subtract, gradient=xla.subtract)
+OFFERED_EVALUATE = dispatch.offered("phi", "evaluate", xla.evaluate, ref.evaluate, gradient=xla.evaluate)
 
 FLOOR = 1e-6
 """About ten roundings of float32: below this part of itself a difference of sums is noise."""

@@ -9,12 +9,14 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from pallas_kernels import compat, softmax
+from pallas_kernels import compat, softmax, tuning
 from pallas_kernels.phi import ref, tiles
 from pallas_kernels.phi.summary import Summary
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float
+
+    from pallas_kernels.tuning import Tuned
 
 TILE = 512
 """Tokens of a tile, and at most as many queries."""
@@ -36,12 +38,13 @@ def sums(
     there: Bool[Array, "B K S"],
     shift: Float[Array, "B K F"],
     *,
-    tile: int = TILE,
     interpret: Any = False,
+    blocks: Tuned | tuple[int, int] = (),
 ) -> tuple[Float[Array, "B K F"], Float[Array, "B K F H"]]:
     """The sums over tokens of exp(log_k - shift) and of the same times v: grid (B, K, tiles)."""
     (b, heads, s, f), h = log_k.shape, v.shape[3]
-    tile = min(tile, _up(s, LANES))
+    found = tuning.pick(blocks, "sums", v.dtype, h, tuning.Blocks(k=TILE))
+    tile = min(found.k, _up(s, LANES))
     whole = _up(s, tile)
 
     def body(there: Any, shift: Any, log_k: Any, v: Any, weight: Any, values: Any) -> None:
@@ -94,45 +97,18 @@ def sums(
     return weight[:, :, 0], values
 
 
-@functools.partial(jax.jit, static_argnames=("tile", "interpret"))
-def build(
-    log_k: Float[Array, "B K S F"],
-    v: Float[Array, "B K S H"],
-    there: Bool[Array, "B K S"],
-    onto: Summary | None,
-    *,
-    tile: int = TILE,
-    interpret: Any = False,
-) -> Summary:
-    """See ``api.phi_build``."""
-    run = functools.partial(sums, tile=tile, interpret=interpret)
-    return ref.built(run, log_k, v, there, onto)
+build, subtract = ref.summing(sums, "interpret", "blocks")
 
 
-@functools.partial(jax.jit, static_argnames=("floor", "tile", "interpret"))
-def subtract(
-    summary: Summary,
-    log_k: Float[Array, "B K S F"],
-    v: Float[Array, "B K S H"],
-    there: Bool[Array, "B K S"],
-    *,
-    floor: float,
-    tile: int = TILE,
-    interpret: Any = False,
-) -> Summary:
-    """See ``api.phi_subtract``."""
-    run = functools.partial(sums, tile=tile, interpret=interpret)
-    return ref.subtracted(run, summary, log_k, v, there, floor)
-
-
-@functools.partial(jax.jit, static_argnames=("tile", "interpret"))
+@functools.partial(jax.jit, static_argnames=("interpret", "blocks"))
 def evaluate(
-    summary: Summary, log_q: Float[Array, "B N T F"], *, tile: int = TILE, interpret: Any = False
+    summary: Summary, log_q: Float[Array, "B N T F"], *, interpret: Any = False, blocks: Tuned = ()
 ) -> tuple[Float[Array, "B N T H"], Float[Array, "B N T"]]:
     """See ``api.phi_evaluate``."""
     (b, n, t, f), heads, h = log_q.shape, summary.shift.shape[1], summary.values.shape[3]
     total = n // heads * t
-    rows = min(tile, _up(total, 16))
+    own = tuning.Blocks(q=TILE)
+    rows = min(tuning.pick(blocks, "evaluate", summary.values.dtype, h, own).q, _up(total, 16))
     whole = _up(total, rows)
     queries = _padded(log_q.reshape(b, heads, total, f), whole)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -38,60 +38,53 @@ def sums(
     return jnp.sum(e, axis=-2), jnp.einsum("bksf,bksh->bkfh", e, v, precision=EXACT)
 
 
-def built(
-    sums: Callable[..., tuple[Array, Array]],
-    log_k: Float[Array, "B K S F"],
-    v: Float[Array, "B K S H"],
-    there: Bool[Array, "B K S"],
-    onto: Summary | None,
-) -> Summary:
-    """Tokens joined to ``onto``, with one implementation's ``sums``."""
-    hidden = softmax.hide(jax.lax.stop_gradient(log_k).astype(jnp.float32), there[..., None])
-    shift = jnp.max(hidden, axis=-2, initial=-jnp.inf)
-    if onto is None:
-        return Summary(shift, *sums(log_k, v, there, shift))
-    shift = jnp.maximum(shift, onto.shift)
-    weight, values = sums(log_k, v, there, shift)
-    keep = jnp.exp(onto.shift - softmax.finite(shift))
-    return Summary(shift, weight + keep * onto.weight, values + keep[..., None] * onto.values)
+class Summing(NamedTuple):
+    """``api.phi_build`` and ``api.phi_subtract`` with one implementation's sums."""
+
+    build: Callable[..., Summary]
+    subtract: Callable[..., Summary]
 
 
-def subtracted(
-    sums: Callable[..., tuple[Array, Array]],
-    summary: Summary,
-    log_k: Float[Array, "B K S F"],
-    v: Float[Array, "B K S H"],
-    there: Bool[Array, "B K S"],
-    floor: float,
-) -> Summary:
-    """``summary`` without these tokens, with one implementation's ``sums``."""
-    weight, values = sums(log_k, v, there, summary.shift)
-    rest = jnp.maximum(summary.weight - weight, floor * summary.weight)
-    return Summary(summary.shift, rest, summary.values - values)
+def summing(sums: Callable[..., tuple[Array, Array]], *options: str) -> Summing:
+    """Both, jitted; they take ``options`` of ``sums`` as keywords."""
+
+    @functools.partial(jax.jit, static_argnames=options)
+    def build(
+        log_k: Float[Array, "B K S F"],
+        v: Float[Array, "B K S H"],
+        there: Bool[Array, "B K S"],
+        onto: Summary | None,
+        **more: Any,
+    ) -> Summary:
+        """See ``api.phi_build``."""
+        hidden = softmax.hide(jax.lax.stop_gradient(log_k).astype(jnp.float32), there[..., None])
+        shift = jnp.max(hidden, axis=-2, initial=-jnp.inf)
+        if onto is None:
+            return Summary(shift, *sums(log_k, v, there, shift, **more))
+        shift = jnp.maximum(shift, onto.shift)
+        weight, values = sums(log_k, v, there, shift, **more)
+        keep = jnp.exp(onto.shift - softmax.finite(shift))
+        return Summary(shift, weight + keep * onto.weight, values + keep[..., None] * onto.values)
+
+    @functools.partial(jax.jit, static_argnames=("floor", *options))
+    def subtract(
+        summary: Summary,
+        log_k: Float[Array, "B K S F"],
+        v: Float[Array, "B K S H"],
+        there: Bool[Array, "B K S"],
+        *,
+        floor: float,
+        **more: Any,
+    ) -> Summary:
+        """See ``api.phi_subtract``."""
+        weight, values = sums(log_k, v, there, summary.shift, **more)
+        rest = jnp.maximum(summary.weight - weight, floor * summary.weight)
+        return Summary(summary.shift, rest, summary.values - values)
+
+    return Summing(build, subtract)
 
 
-@jax.jit
-def build(
-    log_k: Float[Array, "B K S F"],
-    v: Float[Array, "B K S H"],
-    there: Bool[Array, "B K S"],
-    onto: Summary | None,
-) -> Summary:
-    """See ``api.phi_build``."""
-    return built(sums, log_k, v, there, onto)
-
-
-@functools.partial(jax.jit, static_argnames="floor")
-def subtract(
-    summary: Summary,
-    log_k: Float[Array, "B K S F"],
-    v: Float[Array, "B K S H"],
-    there: Bool[Array, "B K S"],
-    *,
-    floor: float,
-) -> Summary:
-    """See ``api.phi_subtract``."""
-    return subtracted(sums, summary, log_k, v, there, floor)
+build, subtract = summing(sums)
 
 
 @jax.jit

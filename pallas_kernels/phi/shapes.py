@@ -23,6 +23,8 @@ TEST = {
     "g4_h64": Shape(B=1, N=8, K=2, T=3, S=64, F=64, H=64, R=20),
     "g8_h96": Shape(B=1, N=8, K=1, T=1, S=31, F=16, H=96, R=1),
     "g1_h128": Shape(B=2, N=1, K=1, T=1, S=63, F=128, H=128, R=62),
+    "g2_h80": Shape(B=1, N=2, K=1, T=2, S=40, F=24, H=80, R=7),
+    "g1_h256": Shape(B=1, N=1, K=1, T=1, S=33, F=16, H=256, R=5),
 }
 # One token past two blocks.
 BLOCKED = Shape(B=1, N=4, K=2, T=2, S=2049, F=16, H=32, R=1030)

@@ -12,12 +12,15 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from pallas_kernels import compat, softmax
+from pallas_kernels import compat, softmax, tuning
 from pallas_kernels.phi import ref, tiles
 from pallas_kernels.phi.summary import Summary
+from pallas_kernels.tuning import Blocks
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float
+
+    from pallas_kernels.tuning import Tuned
 
 TILE = 32
 """Tokens of a tile: its exponentials and its values are float32, in registers."""
@@ -45,25 +48,26 @@ def sums(
     there: Bool[Array, "B K S"],
     shift: Float[Array, "B K F"],
     *,
-    chunk: int = CHUNK,
     interpret: Any = False,
+    blocks: Tuned | tuple[int, int] = (),
 ) -> tuple[Float[Array, "B K F"], Float[Array, "B K F H"]]:
     """The sums over tokens of exp(log_k - shift) and of the same times v."""
     (b, heads, s, f), h = log_k.shape, v.shape[3]
-    chunk = min(chunk, -(-s // TILE) * TILE)
+    found = tuning.pick(blocks, "sums", v.dtype, h, Blocks(k=TILE, item=CHUNK, warps=8, stages=1))
+    tile_, chunk = found.k, min(found.item, -(-s // found.k) * found.k)
     parts, wf, wh = -(-s // chunk), _wide(f), _wide(h)
 
     def body(there: Any, shift: Any, log_k: Any, v: Any, weight: Any, values: Any) -> None:
         row = shift[...][None, :]
 
         def tile(c: Array, total: tuple[Array, Array]) -> tuple[Array, Array]:
-            at = pl.ds(c * TILE, TILE)
+            at = pl.ds(c * tile_, tile_)
             more = tiles.sums(log_k[at, :], v[at, :], there[at][:, None] > 0, row)
             return total[0] + more[0], total[1] + more[1]
 
         zero = jnp.zeros((1, wf), jnp.float32), jnp.zeros((wf, wh), jnp.float32)
-        found = jax.lax.fori_loop(0, chunk // TILE, tile, zero)
-        weight[...], values[...] = found[0].reshape(wf), found[1]
+        total = jax.lax.fori_loop(0, chunk // tile_, tile, zero)
+        weight[...], values[...] = total[0].reshape(wf), total[1]
 
     def at_chunk(i: Array, k: Array, b: Array) -> tuple[Any, ...]:
         return b, k, i, 0
@@ -86,7 +90,7 @@ def sums(
             jax.ShapeDtypeStruct((b, heads, parts, wf), jnp.float32),
             jax.ShapeDtypeStruct((b, heads, parts, wf, wh), jnp.float32),
         ],
-        compiler_params=compat.triton_params(warps=8, stages=1),
+        compiler_params=compat.triton_params(warps=found.warps, stages=found.stages),
         cost_estimate=pl.CostEstimate(
             flops=2 * tokens * wf * wh,
             transcendentals=tokens * wf,
@@ -103,50 +107,24 @@ def sums(
     return jnp.sum(weight, axis=2)[..., :f], jnp.sum(values, axis=2)[..., :f, :h]
 
 
-@functools.partial(jax.jit, static_argnames=("chunk", "interpret"))
-def build(
-    log_k: Float[Array, "B K S F"],
-    v: Float[Array, "B K S H"],
-    there: Bool[Array, "B K S"],
-    onto: Summary | None,
-    *,
-    chunk: int = CHUNK,
-    interpret: Any = False,
-) -> Summary:
-    """See ``api.phi_build``."""
-    run = functools.partial(sums, chunk=chunk, interpret=interpret)
-    return ref.built(run, log_k, v, there, onto)
+build, subtract = ref.summing(sums, "interpret", "blocks")
 
 
-@functools.partial(jax.jit, static_argnames=("floor", "chunk", "interpret"))
-def subtract(
-    summary: Summary,
-    log_k: Float[Array, "B K S F"],
-    v: Float[Array, "B K S H"],
-    there: Bool[Array, "B K S"],
-    *,
-    floor: float,
-    chunk: int = CHUNK,
-    interpret: Any = False,
-) -> Summary:
-    """See ``api.phi_subtract``."""
-    run = functools.partial(sums, chunk=chunk, interpret=interpret)
-    return ref.subtracted(run, summary, log_k, v, there, floor)
-
-
-@functools.partial(jax.jit, static_argnames="interpret")
+@functools.partial(jax.jit, static_argnames=("interpret", "blocks"))
 def evaluate(
-    summary: Summary, log_q: Float[Array, "B N T F"], *, interpret: Any = False
+    summary: Summary, log_q: Float[Array, "B N T F"], *, interpret: Any = False, blocks: Tuned = ()
 ) -> tuple[Float[Array, "B N T H"], Float[Array, "B N T"]]:
     """See ``api.phi_evaluate``."""
     (b, n, t, f), heads, h = log_q.shape, summary.shift.shape[1], summary.values.shape[3]
     total, wf, wh = n // heads * t, _wide(f), _wide(h)
-    whole = -(-total // ROWS) * ROWS
+    own = Blocks(q=ROWS, warps=4, stages=1)
+    rows, *_, warps, stages = tuning.pick(blocks, "evaluate", summary.values.dtype, h, own)
+    whole = -(-total // rows) * rows
 
     def body(shift: Any, weight: Any, values: Any, log_q: Any, out: Any, lse: Any) -> None:
         row, u = shift[...][None, :], weight[...][None, :]
         out[...], column = tiles.evaluated(log_q[...], row, u, values[...])
-        lse[...] = column.reshape(ROWS)
+        lse[...] = column.reshape(rows)
 
     def at_rows(i: Array, k: Array, b: Array) -> tuple[Any, ...]:
         return b, k, i, 0
@@ -157,22 +135,22 @@ def evaluate(
     row = pl.BlockSpec((None, None, wf), lambda *at: at_stream(*at)[:3])
     out, lse = pl.pallas_call(
         body,
-        grid=(whole // ROWS, heads, b),
+        grid=(whole // rows, heads, b),
         in_specs=[
             row,
             row,
             pl.BlockSpec((None, None, wf, wh), at_stream),
-            pl.BlockSpec((None, None, ROWS, wf), at_rows),
+            pl.BlockSpec((None, None, rows, wf), at_rows),
         ],
         out_specs=[
-            pl.BlockSpec((None, None, ROWS, wh), at_rows),
-            pl.BlockSpec((None, None, ROWS), lambda *at: at_rows(*at)[:3]),
+            pl.BlockSpec((None, None, rows, wh), at_rows),
+            pl.BlockSpec((None, None, rows), lambda *at: at_rows(*at)[:3]),
         ],
         out_shape=[
             jax.ShapeDtypeStruct((b, heads, whole, wh), jnp.float32),
             jax.ShapeDtypeStruct((b, heads, whole), jnp.float32),
         ],
-        compiler_params=compat.triton_params(warps=4, stages=1),
+        compiler_params=compat.triton_params(warps=warps, stages=stages),
         cost_estimate=pl.CostEstimate(
             flops=2 * b * heads * whole * wf * wh,
             transcendentals=b * heads * whole * wf,

@@ -6,14 +6,12 @@ may be subtracted under another, and only float32 cancels then.
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.phi import ref
-from pallas_kernels.phi.summary import Summary
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float
@@ -55,25 +53,4 @@ def sums(
     return weight, values
 
 
-@jax.jit
-def build(
-    log_k: Float[Array, "B K S F"],
-    v: Float[Array, "B K S H"],
-    there: Bool[Array, "B K S"],
-    onto: Summary | None,
-) -> Summary:
-    """See ``api.phi_build``."""
-    return ref.built(sums, log_k, v, there, onto)
-
-
-@functools.partial(jax.jit, static_argnames="floor")
-def subtract(
-    summary: Summary,
-    log_k: Float[Array, "B K S F"],
-    v: Float[Array, "B K S H"],
-    there: Bool[Array, "B K S"],
-    *,
-    floor: float,
-) -> Summary:
-    """See ``api.phi_subtract``."""
-    return ref.subtracted(sums, summary, log_k, v, there, floor)
+build, subtract = ref.summing(sums)

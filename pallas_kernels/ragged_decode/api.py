@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING
 
-import jax
 import jax.numpy as jnp
 
-from pallas_kernels import dispatch
+from pallas_kernels import dispatch, reverse
 from pallas_kernels.ragged_decode import ref, xla
+from pallas_kernels.ragged_decode.call import Lists, Options, Pools
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int, Num
 
-OFFERED: dispatch.Offered = {
-    "mosaic_tpu": dispatch.lazily("pallas_kernels.ragged_decode.mosaic_tpu:ragged_decode"),
-    "triton": dispatch.lazily("pallas_kernels.ragged_decode.triton:ragged_decode"),
-    "xla": xla.ragged_decode,
-    "ref": ref.ragged_decode,
-}
+OFFERED = dispatch.offered(
+    "ragged_decode",
+    "ragged_decode",
+    reverse.borrowing(xla.ragged_decode, ref.ragged_decode),
+    ref.ragged_decode,
+    gradient=ref.ragged_decode,
+)
 
 
 def ragged_decode(
@@ -34,15 +33,16 @@ def ragged_decode(
     pages: Int[Array, "B K J"] | None = None,
     slots: Bool[Array, "B K J S"] | None = None,
     mass: bool = False,
+    shared: bool = False,
     scale: float | None = None,
     softcap: float | None = None,
     impl: str | None = None,
 ) -> tuple[Array, ...]:
     """Attention of every query to every live slot of its stream; no causal mask.
 
-    A stream is one (row, KV head). Its m-th page is ``table[b, k, m]`` and belongs to it alone;
-    slot s of that page is live iff ``m * S + s < length[b, k]``. Whatever the table holds beyond
-    the live pages, and whatever dead slots and free pages hold (NaN too), is never seen.
+    A stream is one (row, KV head). Its m-th page is ``table[b, k, m]``; slot s of that page is live iff
+    ``m * S + s < length[b, k]``. Whatever the table holds beyond the live pages, and whatever dead slots
+    and free pages hold (NaN too), is never seen.
 
     In ``xla`` a NaN or infinity in a dead value of a live page costs a second, slow pass (looking for
     it costs nothing measurable; masking the pool on every call costs 1.3 to 7 times the read), so
@@ -60,6 +60,8 @@ def ragged_decode(
         duplicates); cost follows J.
       slots: with ``pages``, read only these slots of them.
       mass: also return the attention each slot received.
+      shared: whether streams may list each other's pages (a common prefix). ``xla`` has to be told: it
+        walks the pool once, which is fastest, where every page has one owner. Others do not care.
       scale: of the scores; H ** -0.5 by default.
       softcap: c in c tanh(score / c), taken of the scaled scores; None for plain scores.
       impl: see ``dispatch``.
@@ -78,61 +80,9 @@ def ragged_decode(
         raise ValueError(
             f"ragged_decode(softcap={softcap}) bounds the scores. Use a number above 0, or None."
         )
-    options = Options(mass, q.shape[-1] ** -0.5 if scale is None else scale, softcap)
-    lists = Lists(table, length, pages, slots)
-    return dispatch.call(
-        "ragged_decode", impl, OFFERED, lambda run: _read(run, options, q, k_pages, v_pages, scales, lists)
-    )
-
-
-class Options(NamedTuple):
-    """What a call is compiled for."""
-
-    mass: bool
-    scale: float
-    softcap: float | None
-
-
-class Lists(NamedTuple):
-    """What is not differentiated."""
-
-    table: Array
-    length: Array
-    pages: Array | None
-    slots: Array | None
-
-
-def _run(
-    run: Callable[..., Any], options: Options, q: Array, k: Array, v: Array, scales: Any, lists: Lists
-) -> tuple[Array, ...]:
-    return run(q, k, v, lists.table, lists.length, scales, lists.pages, lists.slots, **options._asdict())
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _read(
-    run: Callable[..., Any], options: Options, q: Array, k: Array, v: Array, scales: Any, lists: Lists
-) -> tuple[Array, ...]:
-    return _run(run, options, q, k, v, scales, lists)
-
-
-def _forward(
-    run: Callable[..., Any], options: Options, q: Array, k: Array, v: Array, scales: Any, lists: Lists
-) -> tuple[tuple[Array, ...], Any]:
-    return _run(run, options, q, k, v, scales, lists), (q, k, v, scales, lists)
-
-
-def _backward(run: Callable[..., Any], options: Options, arrays: Any, up: tuple[Array, ...]) -> Any:
-    del run
-    q, k, v, scales, lists = arrays
-    if scales is None:
-        back = jax.vjp(lambda q, k, v: _run(ref.ragged_decode, options, q, k, v, None, lists), q, k, v)[1]
-        return *back(up), None, None
-    back = jax.vjp(lambda q, s: _run(ref.ragged_decode, options, q, k, v, s, lists), q, scales)[1]
-    to_q, to_scales = back(up)
-    return to_q, None, None, to_scales, None
-
-
-_read.defvjp(_forward, _backward)
+    options = Options(mass, q.shape[-1] ** -0.5 if scale is None else scale, softcap, shared)
+    pools, lists = Pools(k_pages, v_pages, scales), Lists(table, length, pages, slots)
+    return dispatch.call("ragged_decode", impl, OFFERED, lambda run: run(q, pools, lists, options=options))
 
 
 def _check(q: Array, k_pages: Array, v_pages: Array, table: Array, length: Array) -> None:

@@ -39,8 +39,10 @@ def _case(shape: Shape, dtype: str, *, mass: bool = False, pages: int = 0) -> Ca
     # 8 rows, in the kernel's order, in the lists' order, and summed.
     gpu = max(16, n // kv) * kv // n * max(1, rows // 64)
     tiles = max(3 * -(-n // kv // 8) * 8 * kv // n, gpu)
-    # TPU: pools whose H is no multiple of 128 are copied to rows of whole lanes.
-    copies = 0 if h % 128 == 0 else 2 * pool * slots * -(-h // 128) * 128 * width
+    # TPU: pools of short heads and short pages are copied to rows of whole lanes, scales of short heads too.
+    in_place, wide = h % 128 == 0 or slots % 128 == 0, -(-h // 128) * 128
+    copies = 0 if in_place else 2 * pool * slots * wide * width
+    copies += 0 if h % 128 == 0 else 2 * pool * 4 * 128
     item = min(ITEM, (pages or m) * slots)
     return Case(
         run=lambda impl: _run(impl, mass),
@@ -50,8 +52,8 @@ def _case(shape: Shape, dtype: str, *, mass: bool = False, pages: int = 0) -> Ca
         + size(q, out)
         + received,
         flops=4 * read * h * rows,
-        temp=(8 << 20) + 64 * size(q) + copies + tiles * received,
-        whole=pool * slots * h if h % 128 == 0 else 0,
+        temp=(8 << 20) + 64 * size(q) * wide // h + copies + tiles * received,
+        whole=pool * slots * h if in_place else 0,
         step=(2 * item * h * width, 4 * item * h * rows),
         kernel="ragged_decode_read",
     )
@@ -71,6 +73,7 @@ def cases() -> dict[str, Case]:
         "bfloat16_chunk_mass": _case(CHIP["chunk"], "bfloat16", mass=True),
         "bfloat16_h256": _case(CHIP["h256"], "bfloat16"),
         "bfloat16_h64": _case(CHIP["h64"], "bfloat16"),
+        "bfloat16_h64_page128_mass": _case(CHIP["h64_page128"], "bfloat16", mass=True),
         "int8_h96": _case(CHIP["h96"], "int8"),
         "bfloat16_h80": _case(CHIP["h80"], "bfloat16"),
     }

@@ -15,7 +15,7 @@ chunks nobody owns are skipped: as a whole the pool is never converted.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,8 @@ from pallas_kernels import products, softmax
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int
+
+    from pallas_kernels.ragged_decode.call import Options, Pools
 
 CHUNK = 64
 
@@ -70,17 +72,10 @@ def _mine(q: Float[Array, "X R H"], own: Owners) -> Float[Array, "P R H"]:
     return q[jnp.minimum(own.stream, q.shape[0] - 1)]
 
 
-def of_floats(
-    q: Float[Array, "X R H"],
-    k_pages: Float[Array, "P S H"],
-    v_pages: Float[Array, "P S H"],
-    own: Owners,
-    scale: float,
-    softcap: float | None,
-) -> Partials:
+def of_floats(q: Float[Array, "X R H"], pools: Pools, own: Owners, options: Options) -> Partials:
     """Every page's partial, the pool in place. NaN in a dead value makes its page's o NaN."""
-    m, l, p = _weights(products.scores(_mine(q, own), k_pages, scale), own, softcap)
-    return Partials(m, l, products.mix(p, v_pages), p)
+    m, l, p = _weights(products.scores(_mine(q, own), pools.k, options.scale), own, options.softcap)
+    return Partials(m, l, products.mix(p, pools.v), p)
 
 
 def without_dead(
@@ -90,17 +85,9 @@ def without_dead(
     return products.mix_only(p, v_pages, _live_slots(own, v_pages.shape[1]))
 
 
-def of_int8(
-    q: Float[Array, "X R H"],
-    k_pages: Int[Array, "P S H"],
-    v_pages: Int[Array, "P S H"],
-    own: Owners,
-    scales: Float[Array, "P 2 H"],
-    scale: float,
-    softcap: float | None,
-) -> Partials:
+def of_int8(q: Float[Array, "X R H"], pools: Pools, own: Owners, options: Options) -> Partials:
     """Every owned page's partial, chunk by chunk; pages of chunks nobody owns stay empty."""
-    (pool, size, h), rows = k_pages.shape, q.shape[1]
+    (pool, size, h), rows = pools.k.shape, q.shape[1]
     chunk = min(CHUNK, pool)
     # The last chunk starts early enough to fit, and repeats pages the one before it has done.
     starts = jnp.minimum(jnp.arange(-(-pool // chunk)) * chunk, pool - chunk)
@@ -108,14 +95,15 @@ def of_int8(
     starts = starts[jnp.argsort(~busy, stable=True)]
 
     def one(i: Int[Array, ""], found: Partials) -> Partials:
-        def cut(x: Array) -> Array:
+        def cut(x: Any) -> Array:
             return jax.lax.dynamic_slice_in_dim(x, starts[i], chunk)
 
         part = Owners(cut(own.stream), cut(own.live))
-        k_scale, v_scale = cut(scales)[:, None, 0], cut(scales)[:, None, 1]
-        k, v = cut(k_pages).astype(jnp.float32), cut(v_pages).astype(jnp.float32)
-        m, l, p = _weights(products.scores(_mine(q, part) * k_scale, k, scale), part, softcap)
-        new = Partials(m, l, products.mix(p, v) * v_scale, p)
+        scales = cut(pools.scales)
+        k, v = cut(pools.k).astype(jnp.float32), cut(pools.v).astype(jnp.float32)
+        scaled = _mine(q, part) * scales[:, None, 0]
+        m, l, p = _weights(products.scores(scaled, k, options.scale), part, options.softcap)
+        new = Partials(m, l, products.mix(p, v) * scales[:, None, 1], p)
         return jax.tree.map(lambda x, y: jax.lax.dynamic_update_slice_in_dim(x, y, starts[i], 0), found, new)
 
     empty = Partials(

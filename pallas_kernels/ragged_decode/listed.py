@@ -18,6 +18,8 @@ from pallas_kernels import products, softmax
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int, Num
 
+    from pallas_kernels.ragged_decode.call import Options, Pools
+
 BLOCK = 512
 """Slots gathered together by ``by_stream``."""
 
@@ -43,39 +45,32 @@ def _column(scales: Float[Array, "P 2 H"] | None, which: int) -> Float[Array, "P
 
 def at_once(
     q: Float[Array, "X R H"],
-    k_pages: Num[Array, "P S H"],
-    v_pages: Num[Array, "P S H"],
+    pools: Pools,
     ids: Int[Array, "X J"],
     mask: Bool[Array, "X J S"],
-    scales: Float[Array, "P 2 H"] | None,
-    scale: float,
-    softcap: float | None,
-    mass: bool,
+    options: Options,
 ) -> tuple[Float[Array, "X R H"], Float[Array, "X R"], Float[Array, "X R JS"] | None]:
     """(out, lse, probabilities if asked) of X streams in one go."""
-    s = products.scores(q, _gather(k_pages, ids, _column(scales, 0), None), scale)
-    s = softmax.hide(softmax.cap(s, softcap), mask.reshape(mask.shape[0], 1, -1))
+    scales = pools.scales
+    s = products.scores(q, _gather(pools.k, ids, _column(scales, 0), None), options.scale)
+    s = softmax.hide(softmax.cap(s, options.softcap), mask.reshape(mask.shape[0], 1, -1))
     m = softmax.row_max(s)
     p = softmax.weigh(s, m)
-    o = products.mix(p, _gather(v_pages, ids, _column(scales, 1), mask))
+    o = products.mix(p, _gather(pools.v, ids, _column(scales, 1), mask))
     out, lse = softmax.finish(m, jnp.sum(p, axis=-1), o)
-    return out, lse, softmax.weigh(s, lse) if mass else None
+    return out, lse, softmax.weigh(s, lse) if options.mass else None
 
 
 def by_stream(
     q: Float[Array, "X R H"],
-    k_pages: Num[Array, "P S H"],
-    v_pages: Num[Array, "P S H"],
+    pools: Pools,
     ids: Int[Array, "X J"],
     mask: Bool[Array, "X J S"],
-    scales: Float[Array, "P 2 H"] | None,
-    scale: float,
-    softcap: float | None,
+    options: Options,
     groups: int,
-    mass: bool,
 ) -> tuple[Float[Array, "X R H"], Float[Array, "X R"], Float[Array, "X G JS"] | None]:
     """(out, lse, mass of each of the G query heads if asked), stream after stream, block after block."""
-    j, size = mask.shape[1:]
+    (j, size), scales = mask.shape[1:], pools.scales
     c = max(1, min(j, BLOCK // size))
     pad = -j % c
     ids = jnp.pad(ids, ((0, 0), (0, pad))).reshape(ids.shape[0], -1, c)
@@ -88,14 +83,14 @@ def by_stream(
 
         def read(i: Int[Array, ""]) -> tuple[Float[Array, "R cS"], Float[Array, "cS H"]]:
             # Tied to i, bfloat16 pools cannot be converted as a whole before the loop (XLA on CPU would).
-            k_loop, v_loop, at = jax.lax.optimization_barrier((k_pages, v_pages, order_i[i]))
+            k_loop, v_loop, at = jax.lax.optimization_barrier((pools.k, pools.v, order_i[i]))
             k = _gather(k_loop, ids_i[at], _column(scales, 0), None)
             v = _gather(v_loop, ids_i[at], _column(scales, 1), mask_i[at])
-            s = softmax.cap(products.scores(q_i, k, scale), softcap)
+            s = softmax.cap(products.scores(q_i, k, options.scale), options.softcap)
             return softmax.hide(s, mask_i[at].reshape(1, -1)), v
 
         out, lse = _attend(q_i.shape, count_i, read)
-        if not mass:
+        if not options.mass:
             return out, lse
 
         def receive(i: Int[Array, ""], total: Float[Array, "X G cS"]) -> Float[Array, "X G cS"]:
@@ -107,7 +102,7 @@ def by_stream(
         return out, lse, received.swapaxes(0, 1).reshape(groups, -1)[:, : j * size]
 
     found = jax.lax.map(stream, (q, ids, mask, order, jnp.sum(busy, axis=1)))
-    return found[0], found[1], found[2] if mass else None
+    return found[0], found[1], found[2] if options.mass else None
 
 
 def _attend(

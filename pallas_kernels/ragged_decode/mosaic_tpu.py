@@ -4,8 +4,11 @@ The grid is the list (its real length, known on the device only). Pools stay in 
 pages come by one DMA each into one of two buffers. Statistics of a row live in VMEM from its first
 item to its last. An item's pages and live slots are numbers in SMEM, whose size bounds the lists.
 
-Layout: with H a multiple of 128 pools are read where they are. For other H, XLA keeps pools
-compactly and copies them to rows of 128 lanes on every call: such models want ``xla`` or padded heads.
+Layout: XLA keeps an array whose last axis is shorter than 128 lanes with another axis in the lanes.
+
+  H a multiple of 128             pages [S, H] are read where they are
+  other H, S a multiple of 128    pages lie as [H, S] and are read so (``_turned``); scales are copied
+  other H and S                   pages lie across the lanes: XLA copies the pool on every call
 """
 
 from __future__ import annotations
@@ -18,13 +21,16 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels import compat, tiles
+from pallas_kernels import compat, tiles, tuning
 from pallas_kernels.dispatch import Unsupported
 from pallas_kernels.ragged_decode import worklist
-from pallas_kernels.ragged_decode.ref import page_lists, spread
+from pallas_kernels.ragged_decode.worklist import Plan
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Bool, Float, Int, Num
+    from jaxtyping import Array, Bool, Float
+
+    from pallas_kernels.ragged_decode.call import Lists, Options, Pools
+    from pallas_kernels.tuning import Tuned
 
 ITEM_SLOTS = 1024
 """Slots of an item, when a stream has few queries; half of it when it has more than FEW."""
@@ -38,40 +44,30 @@ SMEM_WORDS = 230_000
 LANES = 128
 
 
-class Plan(NamedTuple):
-    """Static sizes of a call: rows are blocks of ``rows`` queries of a stream, ``blocks`` a stream."""
-
-    groups: int
-    queries: int
-    rows: int
-    blocks: int
-    per_item: int
-    slots: int
-    h: int
-    scale: float
-    softcap: float | None
-    interpret: Any
-
-    @property
-    def width(self) -> int:
-        """Slots of an item."""
-        return self.per_item * self.slots
-
-
-def _plan(q: Array, k_pages: Array, ids: Array, **rest: Any) -> Plan:
-    (_, n, t, h), (_, size, _), (_, heads, j) = q.shape, k_pages.shape, ids.shape
-    total = n // heads * t
+def _plan(q: Array, pools: Pools, lists: Lists, blocks: Tuned, *rest: Any) -> Plan:
+    (_, n, t, h), size, (b, heads, m) = q.shape, pools.k.shape[1], lists.table.shape
+    total, j = n // heads * t, m if lists.pages is None else lists.pages.shape[2]
     rows = min(total, ROWS)
-    wanted = ITEM_SLOTS if rows <= FEW else ITEM_SLOTS // 2
-    per_item = max(1, min(j, MOST_PAGES, wanted // size))
-    plan = Plan(n // heads, t, rows, -(-total // rows), per_item, size, h, **rest)
-    listed = ids.size + 5 * ids.shape[0] * heads * plan.blocks * -(-j // per_item)
-    if listed > SMEM_WORDS:
+    own = tuning.Blocks(item=ITEM_SLOTS if rows <= FEW else ITEM_SLOTS // 2)
+    wanted = tuning.pick(blocks, "read", pools.k.dtype, h, own).item
+    per_item, many = max(1, min(j, MOST_PAGES, wanted // size)), -(-total // rows)
+    words = b * heads * (j + 5 * many * -(-j // per_item))
+    if words > SMEM_WORDS:
         raise Unsupported(
-            f"ragged_decode(impl='mosaic_tpu'): lists of {listed} numbers exceed the {SMEM_WORDS} that SMEM "
+            f"ragged_decode(impl='mosaic_tpu'): lists of {words} numbers exceed the {SMEM_WORDS} that SMEM "
             "holds. Read fewer rows at a time, use larger pages, or impl='xla'."
         )
-    return plan
+    return Plan(n // heads, t, rows, many, per_item, per_item, size, h, h, own, *rest)
+
+
+def _turned(plan: Plan) -> bool:
+    """Whether pages are [H, S]: how XLA holds pools of short heads."""
+    return plan.h % LANES != 0 and plan.slots % LANES == 0
+
+
+def _width(plan: Plan) -> int:
+    """Slots of an item."""
+    return plan.per_item * plan.slots
 
 
 class Fetch(NamedTuple):
@@ -138,25 +134,30 @@ def _visible(plan: Plan, fetch: Fetch, item: Array, chosen: Any) -> Bool[Array, 
 
 def _scores(plan: Plan, q: Array, k: Any, scales: Any, side: Array) -> Float[Array, "R Y"]:
     """Capped scores of an item; the scales of int8 pages are folded into the queries."""
-    if scales is None:
-        s = tiles.product_nt(q, k[side].reshape(plan.width, plan.h))
+    if scales is None and not _turned(plan):
+        s = tiles.product_nt(q, k[side].reshape(_width(plan), plan.h))
     else:
+        product = tiles.product_nn if _turned(plan) else tiles.product_nt
 
         def page(p: int) -> Array:
-            mine = (q.astype(jnp.float32) * scales[side, p, 0:1]).astype(q.dtype)
-            return tiles.product_nt(mine, k[side, p].astype(q.dtype))
+            mine = q
+            if scales is not None:
+                mine = (q.astype(jnp.float32) * scales[side, p, 0:1]).astype(q.dtype)
+            return product(mine, k[side, p].astype(q.dtype))
 
         s = jnp.concatenate([page(p) for p in range(plan.per_item)], axis=1)
-    return tiles.cap(s * plan.scale, plan.softcap)
+    return tiles.cap(s * plan.options.scale, plan.options.softcap)
 
 
 def _mix(plan: Plan, p: Array, v: Any, scales: Any, side: Array, dtype: Any) -> Float[Array, "R H"]:
-    if scales is None:
-        return tiles.product_nn(p.astype(v.dtype), v[side].reshape(plan.width, plan.h))
+    if scales is None and not _turned(plan):
+        return tiles.product_nn(p.astype(v.dtype), v[side].reshape(_width(plan), plan.h))
+    product = tiles.product_nt if _turned(plan) else tiles.product_nn
     out = jnp.zeros((p.shape[0], plan.h), jnp.float32)
     for i in range(plan.per_item):
         mine = p[:, i * plan.slots : (i + 1) * plan.slots].astype(dtype)
-        out += tiles.product_nn(mine, v[side, i].astype(dtype)) * scales[side, i, 1:2]
+        more = product(mine, v[side, i].astype(dtype))
+        out += more if scales is None else more * scales[side, i, 1:2]
     return out
 
 
@@ -166,7 +167,7 @@ def _clear(plan: Plan, fetch: Fetch, item: Array, side: Array, v: Any, scales: A
     def page(p: Array, carry: Array) -> Array:
         live = _live(plan, fetch, item, p)
         if scales is None:
-            slot = jax.lax.broadcasted_iota(jnp.int32, (plan.slots, plan.h), 0)
+            slot = jax.lax.broadcasted_iota(jnp.int32, v.shape[2:], int(_turned(plan)))
             v[side, p] = jnp.where(slot < live, v[side, p], jnp.zeros((), v.dtype))
         else:
             scales[side, p] = jnp.where(live > 0, scales[side, p], 0.0)
@@ -236,30 +237,21 @@ def _mass_body(plan: Plan, int8: bool, narrowed: bool) -> Any:
         def _() -> None:
             s = _scores(plan, q[...], k, scales, side)
             p = tiles.probabilities(s, _visible(plan, fetch, item, chosen), lse[:, :1])
-            mass[...] = _by_head(plan, p, jax.lax.rem(row[item], plan.blocks))
+            mass[...] = worklist.by_head(p, jax.lax.rem(row[item], plan.blocks), plan, plan.groups)
 
     return body
 
 
-def _by_head(plan: Plan, p: Float[Array, "R Y"], block: Array) -> Float[Array, "G Y"]:
-    """Sum over the queries of each of the G heads; queries lie head by head, ``block`` of them here."""
-    if plan.queries == 1 and plan.blocks == 1:
-        return p
-    shape = (plan.groups, plan.rows)
-    begin = jax.lax.broadcasted_iota(jnp.int32, shape, 0) * plan.queries
-    at = block * plan.rows + jax.lax.broadcasted_iota(jnp.int32, shape, 1)
-    mine = (at >= begin) & (at < begin + plan.queries)
-    return tiles.product_nn(mine.astype(jnp.float32), p)
-
-
 def _call(plan: Plan, body: Any, name: str, packed: worklist.Packed, inputs: Any, pools: Any, outputs: Any):
     """Run a body over the items; ``inputs`` and ``outputs`` are (array or shape, block spec)."""
+    if _turned(plan):  # not so the scales, which have no slots
+        pools = [x.swapaxes(1, 2) if x.shape[1] == plan.slots else x for x in pools]
     found, count = worklist.items(packed, plan.blocks, plan.per_item, plan.slots)
     grid = (count,) if plan.interpret is False else (found.row.shape[0],)
     buffers = [pltpu.VMEM((2, plan.per_item, *pool.shape[1:]), pool.dtype) for pool in pools]
     scratch = [pltpu.VMEM((plan.rows, n), jnp.float32) for n in (LANES, LANES, plan.h)]
     read = sum(pool[0].nbytes if hasattr(pool[0], "nbytes") else 0 for pool in pools)
-    flops = 4 * plan.rows * plan.width * plan.h
+    flops = 4 * plan.rows * _width(plan) * plan.h
     return pl.pallas_call(
         body,
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -273,7 +265,7 @@ def _call(plan: Plan, body: Any, name: str, packed: worklist.Packed, inputs: Any
         compiler_params=compat.tpu_params(("arbitrary",), bounds_checks=False),
         cost_estimate=pl.CostEstimate(
             flops=flops * found.row.shape[0],
-            transcendentals=plan.rows * plan.width * found.row.shape[0],
+            transcendentals=plan.rows * _width(plan) * found.row.shape[0],
             bytes_accessed=read,
         ),
         interpret=plan.interpret,
@@ -281,79 +273,58 @@ def _call(plan: Plan, body: Any, name: str, packed: worklist.Packed, inputs: Any
     )(*found, packed.entry.reshape(-1), count[None], *(x for x, _ in inputs), *pools)
 
 
-@functools.partial(jax.jit, static_argnames=("mass", "scale", "softcap", "interpret"))
+@functools.partial(jax.jit, static_argnames=("options", "interpret", "blocks"))
 def ragged_decode(
-    q: Float[Array, "B N T H"],
-    k_pages: Num[Array, "P S H"],
-    v_pages: Num[Array, "P S H"],
-    table: Int[Array, "B K M"],
-    length: Int[Array, "B K"],
-    scales: Float[Array, "P 2 H"] | None,
-    pages: Int[Array, "B K J"] | None,
-    slots: Bool[Array, "B K J S"] | None,
-    *,
-    mass: bool,
-    scale: float,
-    softcap: float | None = None,
-    interpret: Any = False,
+    q: Array, pools: Pools, lists: Lists, *, options: Options, interpret: Any = False, blocks: Tuned = ()
 ) -> tuple[Array, ...]:
     """See ``api.ragged_decode``."""
-    (b, n, t, h), (pool, size, _), heads = q.shape, k_pages.shape, table.shape[1]
-    ids, live = page_lists(table, length, pages, pool, size)
-    plan = _plan(q, k_pages, ids, scale=scale, softcap=softcap, interpret=interpret)
-    j, x = ids.shape[2], b * heads
-    packed = worklist.pack(ids.reshape(x, j), live.reshape(x, j), pool, size)
-    padded = plan.blocks * plan.rows
-    rows = q.reshape(x, -1, h).astype(q.dtype if scales is not None else k_pages.dtype)
-    rows = jnp.pad(rows, ((0, 0), (0, padded - rows.shape[1]), (0, 0)))
-    inputs = [(rows.reshape(-1, plan.rows, h), _by_row(plan, h))]
-    narrow = [] if slots is None else [_chosen(plan, slots.reshape(x, j, size), packed)]
-    quantised = [] if scales is None else [scales]
-    wide = jax.ShapeDtypeStruct((x * plan.blocks, plan.rows, LANES), jnp.float32)
+    (b, n, t, h), plan = q.shape, _plan(q, pools, lists, blocks, options, interpret)
+    ready, count = worklist.prepare(q, pools, lists, plan), plan.groups * t
+    int8, narrow = pools.scales is not None, [_chosen(plan, ready)] if ready.narrow else []
+    inputs = [(ready.q, _by_row(plan, h))]
+    wide = jax.ShapeDtypeStruct((*ready.q.shape[:2], LANES), jnp.float32)
     outputs = [
-        (jax.ShapeDtypeStruct((*wide.shape[:2], h), jnp.float32), _by_row(plan, h)),
+        (jax.ShapeDtypeStruct(ready.q.shape, jnp.float32), _by_row(plan, h)),
         (wide, _by_row(plan, LANES)),
     ]
-    body = _read_body(plan, scales is not None, slots is not None)
-    out, lse = _call(plan, body, "read", packed, inputs + narrow, [k_pages, v_pages, *quantised], outputs)
-    count = n // heads * t
-    found = out.reshape(x, padded, h)[:, :count].reshape(b, n, t, h)
-    lses = lse[..., 0].reshape(x, padded)[:, :count].reshape(b, n, t)
-    if not mass:
+    body = _read_body(plan, int8, bool(narrow))
+    out, lse = _call(plan, body, "read", ready.packed, inputs + narrow, pools.all(), outputs)
+    found = out.reshape(len(ready.live), -1, h)[:, :count].reshape(b, n, t, h)
+    lses = lse[..., 0].reshape(len(ready.live), -1)[:, :count].reshape(b, n, t)
+    if not options.mass:
         return found, lses
     inputs.append((lse, _by_row(plan, LANES)))
-    received = _received(plan, packed, inputs + narrow, [k_pages, *quantised])
-    received = jnp.where((live > 0).reshape(x, 1, j, 1), received, 0.0)
-    return found, lses, spread(received.reshape(b, n, j, size), pages, table.shape[2])
+    body = _mass_body(plan, int8, bool(narrow))
+    operands = inputs + narrow, pools.for_scores(), [_received(plan, ready)]
+    (mass,) = _call(plan, body, "mass", ready.packed, *operands)
+    return found, lses, worklist.received(mass, ready, plan, lists)
 
 
 def _by_row(plan: Plan, width: int) -> pl.BlockSpec:
     return pl.BlockSpec((None, plan.rows, width), lambda i, row, *_: (row[i], 0, 0))
 
 
-def _chosen(plan: Plan, slots: Array, packed: worklist.Packed) -> tuple[Array, pl.BlockSpec]:
-    blocks, longest = plan.blocks, -(-slots.shape[1] // plan.per_item)
+def _longest(plan: Plan, ready: worklist.Prepared) -> int:
+    """Items of the longest list there can be."""
+    return -(-ready.live.shape[1] // plan.per_item)
+
+
+def _chosen(plan: Plan, ready: worklist.Prepared) -> tuple[Array, pl.BlockSpec]:
+    """The bits of an item's slots."""
+    blocks, longest = plan.blocks, _longest(plan, ready)
 
     def at(i: Array, row: Any, place: Any, block: Any, *_: Any) -> tuple[Array, int, int]:
         return jax.lax.div(row[i], blocks) * longest + block[i], 0, 0
 
-    return worklist.arrange(slots, packed, plan.per_item), pl.BlockSpec((None, 1, plan.width), at)
+    return ready.narrow[0], pl.BlockSpec((None, 1, _width(plan)), at)
 
 
-def _received(plan: Plan, packed: worklist.Packed, inputs: Any, pools: Any) -> Float[Array, "X G J S"]:
-    """The second pass: mass of every listed slot; garbage where no item went."""
-    streams, j = packed.entry.shape
-    longest = -(-j // plan.per_item)
+def _received(plan: Plan, ready: worklist.Prepared) -> tuple[jax.ShapeDtypeStruct, pl.BlockSpec]:
+    """Mass of an item's slots; garbage where no item went."""
+    longest = _longest(plan, ready)
 
     def at(i: Array, row: Any, place: Any, block: Any, *_: Any) -> tuple[Array, int, int]:
         return row[i] * longest + block[i], 0, 0
 
-    shape = (streams * plan.blocks * longest, plan.groups, plan.width)
-    outputs = [(jax.ShapeDtypeStruct(shape, jnp.float32), pl.BlockSpec((None, plan.groups, plan.width), at))]
-    narrowed = len(inputs) == 3
-    (found,) = _call(
-        plan, _mass_body(plan, len(pools) == 2, narrowed), "mass", packed, inputs, pools, outputs
-    )
-    found = found.reshape(streams, plan.blocks, longest, plan.groups, plan.per_item, plan.slots)
-    found = jnp.sum(found, axis=1).transpose(0, 1, 3, 2, 4).reshape(streams, -1, plan.groups, plan.slots)
-    return worklist.unpack(found[:, :j], packed).swapaxes(1, 2)
+    shape = (len(ready.q) * longest, plan.groups, _width(plan))
+    return jax.ShapeDtypeStruct(shape, jnp.float32), pl.BlockSpec((None, *shape[1:]), at)

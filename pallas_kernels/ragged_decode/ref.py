@@ -11,21 +11,18 @@ import jax.numpy as jnp
 from pallas_kernels import softmax
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Bool, Float, Int, Num
+    from jaxtyping import Array, Bool, Float, Int
+
+    from pallas_kernels.ragged_decode.call import Lists, Options, Pools
 
 
-def page_lists(
-    table: Int[Array, "B K M"],
-    length: Int[Array, "B K"],
-    pages: Int[Array, "B K J"] | None,
-    pool: int,
-    slots: int,
-) -> tuple[Int[Array, "B K J"], Int[Array, "B K J"]]:
+def page_lists(lists: Lists, pool: int, slots: int) -> tuple[Int[Array, "B K J"], Int[Array, "B K J"]]:
     """Which pool pages each stream reads, and how many live slots each of them holds.
 
     Pages that are not there (EMPTY, out of range, beyond the length) come back as page 0 with 0
     live slots, so that the ids are always safe to gather with.
     """
+    table, length, pages, _ = lists
     m = jnp.arange(table.shape[2], dtype=jnp.int32)[None, None, :] if pages is None else pages
     there = (m >= 0) & (m < table.shape[2])
     m = jnp.where(there, m, 0)
@@ -43,14 +40,11 @@ def live_slots(
     return mask if chosen is None else mask & chosen
 
 
-def spread(
-    mass: Float[Array, "B N J S"], pages: Int[Array, "B K J"] | None, count: int
-) -> Float[Array, "B N M S"]:
+def spread(mass: Float[Array, "B N J S"], lists: Lists) -> Float[Array, "B N M S"]:
     """Mass of the selected pages to its place among all M pages of the list."""
-    if pages is None:
+    if lists.pages is None:
         return mass
-    b, n, j, s = mass.shape
-    k = pages.shape[1]
+    pages, (_, k, count), (b, n, j, s) = lists.pages, lists.table.shape, mass.shape
     to = jnp.where(pages < 0, count, pages)
     row, head = jnp.arange(b)[:, None, None], jnp.arange(k)[None, :, None]
     out = jnp.zeros((b, k, count, n // k, s), jnp.float32)
@@ -58,41 +52,26 @@ def spread(
     return out.swapaxes(2, 3).reshape(b, n, count, s)
 
 
-@functools.partial(jax.jit, static_argnames=("mass", "scale", "softcap"))
-def ragged_decode(
-    q: Float[Array, "B N T H"],
-    k_pages: Num[Array, "P S H"],
-    v_pages: Num[Array, "P S H"],
-    table: Int[Array, "B K M"],
-    length: Int[Array, "B K"],
-    scales: Float[Array, "P 2 H"] | None,
-    pages: Int[Array, "B K J"] | None,
-    slots: Bool[Array, "B K J S"] | None,
-    *,
-    mass: bool,
-    scale: float,
-    softcap: float | None = None,
-) -> tuple[Array, ...]:
+@functools.partial(jax.jit, static_argnames="options")
+def ragged_decode(q: Array, pools: Pools, lists: Lists, *, options: Options) -> tuple[Array, ...]:
     """See ``api.ragged_decode``."""
-    b, n, t, h = q.shape
-    pool, size, _ = k_pages.shape
-    ids, live = page_lists(table, length, pages, pool, size)
-    mask = live_slots(live, slots, size)
-    k, v = k_pages[ids].astype(jnp.float32), v_pages[ids].astype(jnp.float32)
-    if scales is not None:
-        k, v = k * scales[ids, 0][..., None, :], v * scales[ids, 1][..., None, :]
+    (b, n, t, h), (pool, size, _), heads = q.shape, pools.k.shape, lists.table.shape[1]
+    ids, live = page_lists(lists, pool, size)
+    mask = live_slots(live, lists.slots, size)
+    k, v = pools.k[ids].astype(jnp.float32), pools.v[ids].astype(jnp.float32)
+    if pools.scales is not None:
+        k, v = k * pools.scales[ids, 0][..., None, :], v * pools.scales[ids, 1][..., None, :]
     k, v = jnp.where(mask[..., None], k, 0.0), jnp.where(mask[..., None], v, 0.0)
-    heads = table.shape[1]
     grouped = q.astype(jnp.float32).reshape(b, heads, n // heads, t, h)
-    s = jnp.einsum("bkgth,bkjsh->bkgtjs", grouped, k, precision=jax.lax.Precision.HIGHEST) * scale
-    s = softmax.cap(s.reshape(*s.shape[:4], -1), softcap)
+    s = jnp.einsum("bkgth,bkjsh->bkgtjs", grouped, k, precision=jax.lax.Precision.HIGHEST) * options.scale
+    s = softmax.cap(s.reshape(*s.shape[:4], -1), options.softcap)
     s = softmax.hide(s, mask.reshape(b, heads, 1, 1, -1))
     m = softmax.row_max(s)
     p = softmax.weigh(s, m)
     o = jnp.einsum("bkgts,bksh->bkgth", p, v.reshape(b, heads, -1, h), precision=jax.lax.Precision.HIGHEST)
     out, lse = softmax.finish(m, jnp.sum(p, axis=-1), o)
     out, lse_all = out.reshape(b, n, t, h), lse.reshape(b, n, t)
-    if not mass:
+    if not options.mass:
         return out, lse_all
     received = jnp.sum(softmax.weigh(s, lse), axis=3).reshape(b, n, mask.shape[2], size)
-    return out, lse_all, spread(received, pages, table.shape[2])
+    return out, lse_all, spread(received, lists)

@@ -14,15 +14,18 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from pallas_kernels import compat, softmax, tiles
+from pallas_kernels import compat, softmax, tiles, tuning
 from pallas_kernels.dispatch import Unsupported
 from pallas_kernels.ragged_decode import worklist
-from pallas_kernels.ragged_decode.ref import page_lists, spread
+from pallas_kernels.ragged_decode.worklist import Plan
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Bool, Float, Int, Num
+    from jaxtyping import Array, Bool, Float, Int
 
-TILE = 128
+    from pallas_kernels.ragged_decode.call import Lists, Options, Pools
+    from pallas_kernels.tuning import Tuned
+
+TILE = 64
 """Slots of a tile, or those of one page if it has more."""
 
 ROWS = 64
@@ -33,44 +36,30 @@ PROGRAMS = 512
 """Items are made smaller until there are this many (about four a multiprocessor)."""
 
 
-class Plan(NamedTuple):
-    """Static sizes of a call, as in ``mosaic_tpu``; ``tile`` pages are one tile, ``wide`` is H padded."""
-
-    groups: int
-    queries: int
-    rows: int
-    blocks: int
-    per_item: int
-    tile: int
-    slots: int
-    h: int
-    wide: int
-    scale: float
-    softcap: float | None
-    interpret: Any
-
-
-def _plan(q: Array, k_pages: Array, ids: Array, **rest: Any) -> Plan:
-    (b, n, t, h), (_, size, _), (_, heads, j) = q.shape, k_pages.shape, ids.shape
+def _plan(q: Array, pools: Pools, lists: Lists, blocks: Tuned, *rest: Any) -> Plan:
+    (b, n, t, h), size, (_, heads, m) = q.shape, pools.k.shape[1], lists.table.shape
     if size & (size - 1):
         raise Unsupported(
             f"ragged_decode(impl='triton'): pages of {size} slots; Triton's tiles are powers of two. Use "
             "pages of a power of two, or impl='xla'."
         )
-    if k_pages.size >= 1 << 31:
+    if pools.k.size >= 1 << 31:
         raise Unsupported(
-            f"ragged_decode(impl='triton'): a pool of {k_pages.size} elements; Triton's offsets have 31 "
+            f"ragged_decode(impl='triton'): a pool of {pools.k.size} elements; Triton's offsets have 31 "
             "bits. Use a pool a layer, or impl='xla'."
         )
-    total = n // heads * t
+    total, j = n // heads * t, m if lists.pages is None else lists.pages.shape[2]
     rows = max(16, min(ROWS, pl.next_power_of_2(total)))
-    blocks = -(-total // rows)
-    tile = max(1, TILE // size)
-    per = ITEM_SLOTS[0]
-    while per > ITEM_SLOTS[1] and b * heads * blocks * -(-j * size // per) < PROGRAMS:
+    few, exact = rows <= 16, pools.k.dtype.itemsize == 4
+    # Otherwise registers spill: 64 queries' mass at 4 warps, float32 tiles of two stages.
+    own = tuning.Blocks(k=TILE, item=ITEM_SLOTS[0], warps=8 if exact or not few else 4, stages=2 - exact)
+    found = tuning.pick(blocks, "read" if few else "chunk", pools.k.dtype, h, own)
+    per, many = found.item, -(-total // rows)
+    while per > ITEM_SLOTS[1] and b * heads * many * -(-j * size // per) < PROGRAMS:
         per //= 2
+    tile, wide = max(1, found.k // size), pl.next_power_of_2(h)
     per_item = max(tile, per // size // tile * tile)
-    return Plan(n // heads, t, rows, blocks, per_item, tile, size, h, pl.next_power_of_2(h), **rest)
+    return Plan(n // heads, t, rows, many, per_item, tile, size, h, wide, found, *rest)
 
 
 class Tile(NamedTuple):
@@ -122,7 +111,7 @@ def _scores(
     if chosen is not None:
         bits = chosen[pl.ds(tile.first * plan.slots, width)]
         see = see & (bits.reshape(plan.tile, plan.slots) > 0)
-    return tiles.cap(s * plan.scale, plan.softcap), see.reshape(1, width)
+    return tiles.cap(s * plan.options.scale, plan.options.softcap), see.reshape(1, width)
 
 
 def _split(refs: tuple[Any, ...], int8: bool, narrowed: bool, pools: int) -> tuple[Any, ...]:
@@ -162,13 +151,13 @@ def _mass_body(plan: Plan, int8: bool, narrowed: bool) -> Any:
         w = pl.program_id(0)
         at, begin, count = row[w], place[w], held[w]
         mine, column = q[at], lse[at][:, None]
-        width = plan.tile * plan.slots
+        width, heads = plan.tile * plan.slots, _heads(plan)
 
         def step(it: Array, carry: Array) -> Array:
             tile = _tile(plan, entry, begin, count, it)
             s, see = _scores(plan, mine, k, scales, chosen, tile)
             p = tiles.probabilities(s, see, column)
-            mass[:, pl.ds(it * width, width)] = _by_head(plan, p, jax.lax.rem(at, plan.blocks))
+            mass[:, pl.ds(it * width, width)] = worklist.by_head(p, jax.lax.rem(at, plan.blocks), plan, heads)
             return carry
 
         jax.lax.fori_loop(0, plan.per_item // plan.tile, step, jnp.int32(0))
@@ -179,17 +168,6 @@ def _mass_body(plan: Plan, int8: bool, narrowed: bool) -> Any:
 def _heads(plan: Plan) -> int:
     """Rows of mass: G, padded to a tile."""
     return max(16, pl.next_power_of_2(plan.groups))
-
-
-def _by_head(plan: Plan, p: Float[Array, "R Y"], block: Array) -> Float[Array, "G Y"]:
-    if plan.queries == 1 and plan.blocks == 1 and plan.rows == _heads(plan):
-        return p
-    shape = (_heads(plan), plan.rows)
-    head = jax.lax.broadcasted_iota(jnp.int32, shape, 0)
-    begin = head * plan.queries
-    at = block * plan.rows + jax.lax.broadcasted_iota(jnp.int32, shape, 1)
-    mine = (at >= begin) & (at < begin + plan.queries) & (head < plan.groups)
-    return tiles.product_nn(mine.astype(jnp.float32), p)
 
 
 def _call(plan: Plan, body: Any, name: str, found: worklist.Items, arrays: Any, narrow: Any, outputs: Any):
@@ -204,55 +182,34 @@ def _call(plan: Plan, body: Any, name: str, found: worklist.Items, arrays: Any, 
         in_specs=[anywhere] * (3 + len(before)) + bits + [anywhere] * len(after),
         out_specs=specs,
         out_shape=outputs,
-        compiler_params=compat.triton_params(warps=4, stages=2),
+        compiler_params=compat.triton_params(warps=plan.sizes.warps, stages=plan.sizes.stages),
         interpret=plan.interpret,
         name=f"ragged_decode_{name}",
     )(found.row, found.place, found.held, *before, *narrow, *after)
 
 
-@functools.partial(jax.jit, static_argnames=("mass", "scale", "softcap", "interpret"))
+@functools.partial(jax.jit, static_argnames=("options", "interpret", "blocks"))
 def ragged_decode(
-    q: Float[Array, "B N T H"],
-    k_pages: Num[Array, "P S H"],
-    v_pages: Num[Array, "P S H"],
-    table: Int[Array, "B K M"],
-    length: Int[Array, "B K"],
-    scales: Float[Array, "P 2 H"] | None,
-    pages: Int[Array, "B K J"] | None,
-    slots: Bool[Array, "B K J S"] | None,
-    *,
-    mass: bool,
-    scale: float,
-    softcap: float | None = None,
-    interpret: Any = False,
+    q: Array, pools: Pools, lists: Lists, *, options: Options, interpret: Any = False, blocks: Tuned = ()
 ) -> tuple[Array, ...]:
     """See ``api.ragged_decode``."""
-    (b, n, t, h), (pool, size, _), heads = q.shape, k_pages.shape, table.shape[1]
-    ids, live = page_lists(table, length, pages, pool, size)
-    plan = _plan(q, k_pages, ids, scale=scale, softcap=softcap, interpret=interpret)
-    j, x, count = ids.shape[2], b * heads, n // heads * t
-    packed = worklist.pack(ids.reshape(x, j), live.reshape(x, j), pool, size)
-    found, _ = worklist.items(packed, plan.blocks, plan.per_item, size)
-    rows = q.reshape(x, count, h).astype(q.dtype if scales is not None else k_pages.dtype)
-    rows = jnp.pad(rows, ((0, 0), (0, plan.blocks * plan.rows - count), (0, plan.wide - h)))
-    before = [packed.entry.reshape(-1), rows.reshape(-1, plan.rows, plan.wide)]
-    narrow = [] if slots is None else [_chosen(plan, slots.reshape(x, j, size), packed, found)]
-    quantised = [] if scales is None else [scales]
+    (b, n, t, h), plan = q.shape, _plan(q, pools, lists, blocks, options, interpret)
+    ready, count = worklist.prepare(q, pools, lists, plan), plan.groups * t
+    found, _ = worklist.items(ready.packed, plan.blocks, plan.per_item, plan.slots)
+    before, narrow = [ready.packed.entry.reshape(-1), ready.q], _chosen(plan, ready, found)
     shape = (found.row.shape[0], plan.rows)
     wanted = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((*shape, plan.wide), shape, shape)]
-    body = _read_body(plan, scales is not None, slots is not None)
-    parts = _call(plan, body, "read", found, (before, [k_pages, v_pages, *quantised]), narrow, wanted)
-    o, m, l = parts
-    out, lse = _join(o, m, l, found.row, x * plan.blocks)
-    outs = out.reshape(x, -1, plan.wide)[:, :count, :h].reshape(b, n, t, h)
-    lses = lse.reshape(x, -1)[:, :count].reshape(b, n, t)
-    if not mass:
+    body = _read_body(plan, pools.scales is not None, bool(narrow))
+    o, m, l = _call(plan, body, "read", found, (before, pools.all()), narrow, wanted)
+    out, lse = _join(o, m, l, found.row, len(ready.q))
+    outs = out.reshape(len(ready.live), -1, plan.wide)[:, :count, :h].reshape(b, n, t, h)
+    lses = lse.reshape(len(ready.live), -1)[:, :count].reshape(b, n, t)
+    if not options.mass:
         return outs, lses
-    wanted = [jax.ShapeDtypeStruct((shape[0], _heads(plan), plan.per_item * size), jnp.float32)]
-    body = _mass_body(plan, scales is not None, slots is not None)
-    (tiles_,) = _call(plan, body, "mass", found, (before, [k_pages, *quantised, lse]), narrow, wanted)
-    received = jnp.where((live > 0).reshape(x, 1, j, 1), _placed(plan, tiles_, found, packed), 0.0)
-    return outs, lses, spread(received.reshape(b, n, j, size), pages, table.shape[2])
+    wanted = [jax.ShapeDtypeStruct((shape[0], _heads(plan), plan.per_item * plan.slots), jnp.float32)]
+    body = _mass_body(plan, pools.scales is not None, bool(narrow))
+    (mass,) = _call(plan, body, "mass", found, (before, [*pools.for_scores(), lse]), narrow, wanted)
+    return outs, lses, worklist.received(_placed(plan, mass, found, ready), ready, plan, lists)
 
 
 def _join(
@@ -267,21 +224,18 @@ def _join(
     return softmax.finish(top, total, joined)
 
 
-def _chosen(plan: Plan, slots: Array, packed: worklist.Packed, found: worklist.Items) -> Int[Array, "W Y"]:
-    longest = -(-slots.shape[1] // plan.per_item)
-    bits = worklist.arrange(slots, packed, plan.per_item)[:, 0]
-    return bits[found.row // plan.blocks * longest + found.block]
+def _chosen(plan: Plan, ready: worklist.Prepared, found: worklist.Items) -> list[Int[Array, "W Y"]]:
+    """The bits of each item's slots, if slots are chosen."""
+    longest = -(-ready.live.shape[1] // plan.per_item)
+    return [bits[:, 0][found.row // plan.blocks * longest + found.block] for bits in ready.narrow]
 
 
 def _placed(
-    plan: Plan, mass: Float[Array, "W G Y"], found: worklist.Items, packed: worklist.Packed
-) -> Float[Array, "X G J S"]:
-    """Mass of items to mass of listed slots; garbage where no item went."""
-    streams, j = packed.entry.shape
-    longest = -(-j // plan.per_item)
+    plan: Plan, mass: Float[Array, "W G Y"], found: worklist.Items, ready: worklist.Prepared
+) -> Float[Array, "Z G Y"]:
+    """Mass of items to mass of all items that lists could have; garbage where no item went."""
+    longest = -(-ready.live.shape[1] // plan.per_item)
     # Items past the real ones repeat the last one's place, and hold nothing: they may not overwrite it.
     to = jnp.where(found.held > 0, found.row * longest + found.block, found.row.shape[0])
     item = jnp.zeros(found.row.shape[0], jnp.int32).at[to].set(jnp.arange(found.row.shape[0]), mode="drop")
-    x = mass[item, : plan.groups].reshape(streams, plan.blocks, longest, plan.groups, plan.per_item, -1)
-    x = jnp.sum(x, axis=1).transpose(0, 1, 3, 2, 4).reshape(streams, -1, plan.groups, plan.slots)
-    return worklist.unpack(x[:, :j], packed).swapaxes(1, 2)
+    return mass[item, : plan.groups]

@@ -14,18 +14,55 @@ items past the real ones repeat the last one and hold no pages.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import tiles
 from pallas_kernels.dispatch import Unsupported
+from pallas_kernels.ragged_decode.ref import page_lists, spread
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Bool, Int
+    from jaxtyping import Array, Bool, Float, Int
+
+    from pallas_kernels.ragged_decode.call import Lists, Options, Pools
+    from pallas_kernels.tuning import Blocks
 
 FIRST, LAST, FULL = 1, 2, 4
 """Bits of ``Items.edge``: opens its row, closes it, and has no dead slot in any of its pages."""
+
+
+class Plan(NamedTuple):
+    """Static sizes of a call.
+
+    Attributes:
+      groups: query heads of a KV head.
+      queries: queries of a head, T.
+      rows: queries of a stream taken together.
+      blocks: rows of a stream, padded.
+      per_item: pages of an item.
+      tile: pages of a tile.
+      slots: slots of a page.
+      h: head dim of the pools.
+      wide: head dim of the queries, padded.
+      sizes: what the compiler is told.
+      options: as in ``call``.
+      interpret: how Pallas runs the bodies.
+    """
+
+    groups: int
+    queries: int
+    rows: int
+    blocks: int
+    per_item: int
+    tile: int
+    slots: int
+    h: int
+    wide: int
+    sizes: Blocks
+    options: Options
+    interpret: Any
 
 
 class Packed(NamedTuple):
@@ -52,6 +89,33 @@ class Items(NamedTuple):
     edge: Int[Array, " W"]
 
 
+class Prepared(NamedTuple):
+    """A call as the bodies see it.
+
+    Attributes:
+      live: live slots of each listed page, of X = B K streams.
+      packed: their live pages.
+      q: queries, blocks of rows of each stream; in the dtype of products.
+      narrow: the bits of chosen slots as ``arrange`` puts them, if slots are chosen.
+    """
+
+    live: Int[Array, "X J"]
+    packed: Packed
+    q: Float[Array, "Z R H"]
+    narrow: tuple[Int[Array, "Y 1 L"], ...]
+
+
+def prepare(q: Float[Array, "B N T H"], pools: Pools, lists: Lists, plan: Plan) -> Prepared:
+    """Pack lists and queries."""
+    (pool, size, h), (b, heads) = pools.k.shape, lists.length.shape
+    ids, live = (x.reshape(b * heads, -1) for x in page_lists(lists, pool, size))
+    packed, (x, j) = pack(ids, live, pool, size), ids.shape
+    rows = q.reshape(x, -1, h).astype(q.dtype if pools.scales is not None else pools.k.dtype)
+    rows = jnp.pad(rows, ((0, 0), (0, plan.blocks * plan.rows - rows.shape[1]), (0, plan.wide - h)))
+    narrow = () if lists.slots is None else (arrange(lists.slots.reshape(x, j, size), packed, plan.per_item),)
+    return Prepared(live, packed, rows.reshape(-1, plan.rows, plan.wide), narrow)
+
+
 def shift(slots: int) -> int:
     """Bits that hold a page's number of live slots, 0 to ``slots``."""
     return slots.bit_length()
@@ -75,6 +139,32 @@ def unpack(x: Array, packed: Packed) -> Array:
     """[X, J, ...] in packed order back to the order of the lists."""
     back = jnp.argsort(packed.order, axis=1)
     return jax.vmap(lambda row, at: row[at])(x, back)
+
+
+def received(
+    mass: Float[Array, "Y G L"], ready: Prepared, plan: Plan, lists: Lists
+) -> Float[Array, "B N M S"]:
+    """Mass of each slot of each list from that of all items of all rows, 0 where no item went."""
+    (x, j), (b, heads) = ready.live.shape, lists.table.shape[:2]
+    mass = mass.reshape(x, plan.blocks, -(-j // plan.per_item), plan.groups, plan.per_item, plan.slots)
+    mass = jnp.sum(mass, axis=1).transpose(0, 1, 3, 2, 4).reshape(x, -1, plan.groups, plan.slots)
+    found = unpack(mass[:, :j], ready.packed).swapaxes(1, 2)
+    found = jnp.where((ready.live > 0).reshape(x, 1, j, 1), found, 0.0)
+    return spread(found.reshape(b, heads * plan.groups, j, plan.slots), lists)
+
+
+def by_head(p: Float[Array, "R Y"], block: Array, plan: Plan, heads: int) -> Float[Array, "G Y"]:
+    """Sum over the queries of each of ``heads`` >= G; queries lie head by head, ``block`` of them here."""
+    if plan.queries == 1 and plan.blocks == 1 and plan.rows == heads:
+        return p
+    shape = (heads, plan.rows)
+    head = jax.lax.broadcasted_iota(jnp.int32, shape, 0)
+    begin = head * plan.queries
+    at = block * plan.rows + jax.lax.broadcasted_iota(jnp.int32, shape, 1)
+    mine = (at >= begin) & (at < begin + plan.queries)
+    if heads > plan.groups:
+        mine = mine & (head < plan.groups)
+    return tiles.product_nn(mine.astype(jnp.float32), p)
 
 
 def items(packed: Packed, blocks: int, per_item: int, slots: int) -> tuple[Items, Int[Array, ""]]:

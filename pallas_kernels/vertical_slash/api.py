@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING
 
-from pallas_kernels import dispatch
+from pallas_kernels import dispatch, reverse
+from pallas_kernels.blockwise import xla as blockwise
 from pallas_kernels.vertical_slash import ref, xla
+from pallas_kernels.vertical_slash.tiles import Rule
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int
 
-OFFERED: dispatch.Offered = {
-    "mosaic_tpu": dispatch.lazily("pallas_kernels.vertical_slash.mosaic_tpu:vertical_slash"),
-    "triton": dispatch.lazily("pallas_kernels.vertical_slash.triton:vertical_slash"),
-    "xla": xla.vertical_slash,
-    "ref": ref.vertical_slash,
-}
+_PLAIN = functools.partial(ref.vertical_slash, blockwise=blockwise.blockwise)
+"""Whose gradient all but ``ref`` have: the same mask, by blocks."""
+
+OFFERED = dispatch.offered(
+    "vertical_slash",
+    "vertical_slash",
+    reverse.borrowing(xla.vertical_slash, _PLAIN),
+    ref.vertical_slash,
+    gradient=_PLAIN,
+)
 
 
 def vertical_slash(
@@ -52,7 +59,8 @@ def vertical_slash(
     Returns:
       ``(out, lse, admitted)``: float32, and the int32 number of keys that each stream admitted. Where it
       exceeds ``capacity`` keys are missing, and the whole answer of that stream's query heads is NaN.
-      No gradient but through ``ref``: training reads with ``gated``.
+      Gradients of q, k and v are those of ``blockwise`` on this mask whatever ran forward: exact, no [T, T]
+      array, computed over all blocks that hold a visible pair. (WG-KV trains with ``gated``.)
 
     Raises:
       ValueError: shapes that do not fit together, a negative window, a capacity below 1.
@@ -80,6 +88,5 @@ def vertical_slash(
             f"vertical_slash(softcap={softcap}) bounds the scores. Use a number above 0, or None."
         )
     capacity = q.shape[2] if capacity is None else min(capacity, q.shape[2])
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    options = {"window": window, "capacity": capacity, "scale": scale, "softcap": softcap}
-    return dispatch.call("vertical_slash", impl, OFFERED, lambda f: f(q, k, v, admit, lengths, **options))
+    rule = Rule(window, capacity, q.shape[-1] ** -0.5 if scale is None else scale, softcap)
+    return dispatch.call("vertical_slash", impl, OFFERED, lambda f: f(q, k, v, admit, lengths, rule=rule))

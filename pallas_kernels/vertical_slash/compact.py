@@ -56,6 +56,23 @@ def compact(
     return Compact(jnp.take_along_axis(k, index, axis=2), v, pos, jnp.sum(admit, axis=-1, dtype=jnp.int32))
 
 
+def compact_and_clean(
+    k: Float[Array, "B K T H"],
+    v: Float[Array, "B K T H"],
+    admit: Bool[Array, "B K T"],
+    *,
+    capacity: int,
+    lengths: Int[Array, " B"] | None,
+) -> tuple[Compact, Float[Array, "B K T H"], Int[Array, " B"]]:
+    """What the bodies read: (``compact``'s result, v with zeros past each row's end, the ends)."""
+    (b, _, t, _), packed = v.shape, compact(k, v, admit, capacity=capacity, lengths=lengths)
+    if lengths is None:
+        return packed, v, jnp.full(b, t, jnp.int32)
+    ends = lengths.astype(jnp.int32)
+    there = (jnp.arange(t) < ends[:, None])[:, None, :, None]
+    return packed, jnp.where(there, v, jnp.zeros((), v.dtype)), ends
+
+
 def older(
     pos: Int[Array, "B K C"], ends: Int[Array, " B"], blocks: int, size: int, window: int
 ) -> Int[Array, "B K I"]:

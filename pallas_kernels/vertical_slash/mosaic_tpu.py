@@ -14,13 +14,16 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels import compat
+from pallas_kernels import compat, tuning
 from pallas_kernels import tiles as common
 from pallas_kernels.vertical_slash import tiles
-from pallas_kernels.vertical_slash.compact import FAR, compact, loudly, older
+from pallas_kernels.vertical_slash.compact import FAR, compact_and_clean, loudly, older
+from pallas_kernels.vertical_slash.tiles import Rule
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Bool, Float, Int
+    from jaxtyping import Array, Float, Int
+
+    from pallas_kernels.tuning import Tuned
 
 ROWS = 512
 """Queries of a tile, all heads of the group together; at least 128 positions."""
@@ -40,7 +43,7 @@ class Plan(NamedTuple):
     cap: int
     bq: int
     bk: int
-    rule: tiles.Rule
+    rule: Rule
     interpret: Any
 
     @property
@@ -53,18 +56,17 @@ def _up(x: int, size: int) -> int:
     return -(-x // size) * size
 
 
-def _plan(
-    q: Array, k: Array, capacity: int, blocks: tuple[int, int] | None, rule: tiles.Rule, interpret: Any
-) -> Plan:
+def _plan(q: Array, k: Array, blocks: Tuned | tuple[int, int], rule: Rule, interpret: Any) -> Plan:
     (b, n, t, h), heads = q.shape, k.shape[1]
     longest = _up(t, LANES)
     bq = LANES
     while 2 * bq * n // heads <= ROWS and 2 * bq <= longest:
         bq *= 2
-    bq, bk = blocks or (bq, min(BLOCK_K, longest))
+    found = tuning.pick(blocks, "forward", k.dtype, h, tuning.Blocks(q=bq, k=BLOCK_K))
+    bq, bk = found.q, min(found.k, longest)
     # Lengths that are multiples of both: bq is a power of two times LANES, bk a multiple of LANES.
     whole = _up(t, bq * bk // LANES) if bk % bq else _up(t, bk)
-    return Plan(b, heads, n // heads, whole, h, _up(capacity, bk), bq, bk, rule, interpret)
+    return Plan(b, heads, n // heads, whole, h, _up(rule.capacity, bk), bq, bk, rule, interpret)
 
 
 class Fetch(NamedTuple):
@@ -164,35 +166,28 @@ def _body(plan: Plan) -> Any:
     return body
 
 
-@functools.partial(jax.jit, static_argnames=("window", "capacity", "scale", "softcap", "blocks", "interpret"))
+@functools.partial(jax.jit, static_argnames=("rule", "blocks", "interpret"))
 def vertical_slash(
-    q: Float[Array, "B N T H"],
-    k: Float[Array, "B K T H"],
-    v: Float[Array, "B K T H"],
-    admit: Bool[Array, "B K T"],
-    lengths: Int[Array, " B"] | None,
+    q: Array,
+    k: Array,
+    v: Array,
+    admit: Array,
+    lengths: Array | None,
     *,
-    window: int,
-    capacity: int,
-    scale: float,
-    softcap: float | None = None,
-    blocks: tuple[int, int] | None = None,
+    rule: Rule,
+    blocks: Tuned | tuple[int, int] = (),
     interpret: Any = False,
 ) -> tuple[Float[Array, "B N T H"], Float[Array, "B N T"], Int[Array, "B K"]]:
     """See ``api.vertical_slash``."""
-    b, n, t, h = q.shape
-    plan = _plan(q, k, capacity, blocks, tiles.Rule(window, scale, softcap), interpret)
-    packed = compact(k, v, admit, capacity=capacity, lengths=lengths)
-    ends = jnp.full(b, t, jnp.int32) if lengths is None else lengths.astype(jnp.int32)
-    if lengths is not None:
-        v = jnp.where((jnp.arange(t) < ends[:, None])[:, None, :, None], v, jnp.zeros((), v.dtype))
+    (b, n, t, _), plan = q.shape, _plan(q, k, blocks, rule, interpret)
+    packed, v, ends = compact_and_clean(k, v, admit, capacity=rule.capacity, lengths=lengths)
     ours = [_padded(x, plan.t) for x in (q.astype(k.dtype), k, v)]
     theirs = [_padded(x, plan.cap) for x in packed[:2]]
     pos = _padded(packed.pos, plan.cap, FAR)[:, :, None]
-    counts = older(packed.pos, ends, plan.t // plan.bq, plan.bq, window)
+    counts = older(packed.pos, ends, plan.t // plan.bq, plan.bq, rule.window)
     out, lse = _read(plan, ends, counts.reshape(-1), *ours, *theirs, pos)
     out, lse = (x.reshape(b, n, *x.shape[3:])[:, :, :t] for x in (out, lse))
-    return loudly(out, lse, packed.admitted, capacity)
+    return loudly(out, lse, packed.admitted, rule.capacity)
 
 
 def _padded(x: Array, t: int, fill: int = 0) -> Array:

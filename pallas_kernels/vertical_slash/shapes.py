@@ -1,27 +1,11 @@
-"""Named shapes of vertical_slash, for tests and benchmarks alike."""
+"""Named shapes of vertical_slash, for tests and benchmarks alike; small ones are those of gated."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from pallas_kernels.gated.shapes import TEST, Shape
 
+__all__ = ["BENCH", "BLOCKED", "CHIP", "TEST", "Shape"]
 
-class Shape(NamedTuple):
-    """q [B, N, T, H], k, v [B, K, T, H]; ``window`` latest keys are visible to all."""
-
-    B: int
-    N: int
-    K: int
-    T: int
-    H: int
-    window: int
-
-
-TEST = {
-    "g1_h32": Shape(B=2, N=2, K=2, T=17, H=32, window=5),
-    "g4_h64": Shape(B=1, N=8, K=2, T=33, H=64, window=1),
-    "g8_h96": Shape(B=2, N=8, K=1, T=9, H=96, window=0),
-    "g1_h128": Shape(B=1, N=2, K=2, T=63, H=128, window=62),
-}
 # One query past two blocks; the window begins inside a block of keys.
 BLOCKED = Shape(B=2, N=4, K=2, T=1025, H=32, window=300)
 CHIP = {

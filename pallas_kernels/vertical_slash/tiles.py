@@ -20,6 +20,7 @@ class Rule(NamedTuple):
     """What is static in a call, as in ``api.vertical_slash``."""
 
     window: int
+    capacity: int
     scale: float
     softcap: float | None
 

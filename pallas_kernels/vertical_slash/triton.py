@@ -13,16 +13,21 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from pallas_kernels import compat
+from pallas_kernels import compat, tuning
 from pallas_kernels import tiles as common
+from pallas_kernels.tuning import Blocks
 from pallas_kernels.vertical_slash import tiles
-from pallas_kernels.vertical_slash.compact import FAR, Compact, compact, loudly, older
+from pallas_kernels.vertical_slash.compact import FAR, Compact, compact_and_clean, loudly, older
+from pallas_kernels.vertical_slash.tiles import Rule
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Bool, Float, Int
+    from jaxtyping import Array, Float, Int
 
-BLOCKS = 64, 64
-"""Queries and keys of a tile."""
+    from pallas_kernels.tuning import Tuned
+
+BLOCKS = Blocks(q=64, k=64, warps=4, stages=2)
+EXACT = Blocks(q=32, k=32, warps=4, stages=2)
+"""Of float32, whose products are unrolled: larger ones spill registers."""
 
 
 def _padded(x: Array, t: int, h: int, fill: int = 0) -> Array:
@@ -30,44 +35,39 @@ def _padded(x: Array, t: int, h: int, fill: int = 0) -> Array:
     return jnp.pad(x, [(0, 0), (0, 0), (0, t - x.shape[2]), *wide], constant_values=fill)
 
 
-@functools.partial(jax.jit, static_argnames=("window", "capacity", "scale", "softcap", "blocks", "interpret"))
+@functools.partial(jax.jit, static_argnames=("rule", "blocks", "interpret"))
 def vertical_slash(
-    q: Float[Array, "B N T H"],
-    k: Float[Array, "B K T H"],
-    v: Float[Array, "B K T H"],
-    admit: Bool[Array, "B K T"],
-    lengths: Int[Array, " B"] | None,
+    q: Array,
+    k: Array,
+    v: Array,
+    admit: Array,
+    lengths: Array | None,
     *,
-    window: int,
-    capacity: int,
-    scale: float,
-    softcap: float | None = None,
-    blocks: tuple[int, int] = BLOCKS,
+    rule: Rule,
+    blocks: Tuned | tuple[int, int] = (),
     interpret: Any = False,
 ) -> tuple[Float[Array, "B N T H"], Float[Array, "B N T"], Int[Array, "B K"]]:
     """See ``api.vertical_slash``."""
-    (b, _, t, h), size = q.shape, max(blocks)
+    t, h = q.shape[2:]
+    sizes = tuning.pick(blocks, "forward", k.dtype, h, EXACT if k.dtype.itemsize == 4 else BLOCKS)
+    size = max(sizes.q, sizes.k)
     wide = max(16, pl.next_power_of_2(h))
-    packed = compact(k, v, admit, capacity=capacity, lengths=lengths)
-    ends = jnp.full(b, t, jnp.int32) if lengths is None else lengths.astype(jnp.int32)
-    if lengths is not None:
-        v = jnp.where((jnp.arange(t) < ends[:, None])[:, None, :, None], v, jnp.zeros((), v.dtype))
-    whole, cap = -(-t // size) * size, -(-capacity // size) * size
+    packed, v, ends = compact_and_clean(k, v, admit, capacity=rule.capacity, lengths=lengths)
+    whole, cap = -(-t // size) * size, -(-rule.capacity // size) * size
     padded = functools.partial(_padded, t=whole, h=wide)
     theirs = packed._replace(
         k=_padded(packed.k, cap, wide),
         v=_padded(packed.v, cap, wide),
         pos=_padded(packed.pos, cap, wide, FAR),
     )
-    rule = tiles.Rule(window, scale, softcap)
-    out, lse = _read(padded(q.astype(k.dtype)), padded(k), padded(v), theirs, ends, rule, blocks, interpret)
-    return loudly(out[:, :, :t, :h], lse[:, :, :t], packed.admitted, capacity)
+    out, lse = _read(padded(q.astype(k.dtype)), padded(k), padded(v), theirs, ends, rule, sizes, interpret)
+    return loudly(out[:, :, :t, :h], lse[:, :, :t], packed.admitted, rule.capacity)
 
 
 def _read(
-    q: Array, k: Array, v: Array, packed: Compact, ends: Array, rule: tiles.Rule, blocks: Any, interpret: Any
+    q: Array, k: Array, v: Array, packed: Compact, ends: Array, rule: Rule, blocks: Blocks, interpret: Any
 ) -> tuple[Array, Array]:
-    (b, n, t, h), heads, (bq, bk), cap = q.shape, k.shape[1], blocks, packed.pos.shape[2]
+    (b, n, t, h), heads, (bq, bk, *_), cap = q.shape, k.shape[1], blocks, packed.pos.shape[2]
     counts = older(packed.pos, ends, t // bq, bq, rule.window)
 
     def body(
@@ -126,7 +126,7 @@ def _read(
             jax.ShapeDtypeStruct((b, n, t, h), jnp.float32),
             jax.ShapeDtypeStruct((b, n, t), jnp.float32),
         ],
-        compiler_params=compat.triton_params(warps=4, stages=2),
+        compiler_params=compat.triton_params(warps=blocks.warps, stages=blocks.stages),
         cost_estimate=pl.CostEstimate(flops=4 * pairs * h, transcendentals=pairs, bytes_accessed=moved),
         interpret=interpret,
         name="vertical_slash",

@@ -15,7 +15,9 @@ from pallas_kernels import products, softmax
 from pallas_kernels.vertical_slash.compact import compact, loudly
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Bool, Float, Int
+    from jaxtyping import Array, Float, Int
+
+    from pallas_kernels.vertical_slash.tiles import Rule
 
 BLOCK_Q = 256
 BLOCK_K = 512
@@ -24,31 +26,21 @@ Stats = tuple["Array", "Array", "Array"]
 """(m, l, o), as in ``softmax``."""
 
 
-@functools.partial(jax.jit, static_argnames=("window", "capacity", "scale", "softcap"))
+@functools.partial(jax.jit, static_argnames="rule")
 def vertical_slash(
-    q: Float[Array, "B N T H"],
-    k: Float[Array, "B K T H"],
-    v: Float[Array, "B K T H"],
-    admit: Bool[Array, "B K T"],
-    lengths: Int[Array, " B"] | None,
-    *,
-    window: int,
-    capacity: int,
-    scale: float,
-    softcap: float | None = None,
+    q: Array, k: Array, v: Array, admit: Array, lengths: Array | None, *, rule: Rule
 ) -> tuple[Float[Array, "B N T H"], Float[Array, "B N T"], Int[Array, "B K"]]:
     """See ``api.vertical_slash``."""
     (b, n, t, h), heads = q.shape, k.shape[1]
-    packed = compact(k, v, admit, capacity=capacity, lengths=lengths)
+    packed = compact(k, v, admit, capacity=rule.capacity, lengths=lengths)
     ends = jnp.full(b, t) if lengths is None else lengths
     streams = (
         q.reshape(b * heads, n // heads, t, h),
         *(x.reshape(b * heads, *x.shape[2:]) for x in (k, v, *packed[:3])),
         jnp.repeat(ends, heads),
     )
-    read = functools.partial(_stream, window=window, scale=scale, softcap=softcap)
-    out, lse = jax.lax.map(lambda x: read(*x), streams)
-    return loudly(out.reshape(b, n, t, h), lse.reshape(b, n, t), packed.admitted, capacity)
+    out, lse = jax.lax.map(lambda x: _stream(*x, rule=rule), streams)
+    return loudly(out.reshape(b, n, t, h), lse.reshape(b, n, t), packed.admitted, rule.capacity)
 
 
 def _stream(
@@ -60,15 +52,13 @@ def _stream(
     pos: Int[Array, " C"],
     length: Int[Array, ""],
     *,
-    window: int,
-    scale: float,
-    softcap: float | None,
+    rule: Rule,
 ) -> tuple[Float[Array, "G T H"], Float[Array, "G T"]]:
-    g, t, h = q.shape
+    (g, t, h), window = q.shape, rule.window
     bq, bk, bc = min(BLOCK_Q, t), min(BLOCK_K, t), min(BLOCK_K, len(pos))
 
     def grown(mlo: Stats, q_i: Array, k: Array, v: Array, see: Array) -> Stats:
-        s = softmax.cap(products.scores(q_i, k, scale), softcap)
+        s = softmax.cap(products.scores(q_i, k, rule.scale), rule.softcap)
         s = softmax.hide(s, jnp.tile(see, (g, 1)))
         return softmax.grow(*mlo, s, lambda p: products.mix(p, v))
 

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import shutil
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 from tiny import quick_compiles  # noqa: F401
 
+from kvjax.compose import policy as parse
+from kvjax.eval import cells, judges, match, runner, store, table, tasks
 from kvjax.eval import claims as claims_module
-from kvjax.eval import judges, match, runner, store, table, tasks
 from kvjax.eval.__main__ import main
 from kvjax.eval.data import Data
 from kvjax.eval.table import Results
+from kvjax.learned import save_weights
 from kvjax.loading import load
 
 LENGTH, SAMPLES = 384, 5
@@ -135,11 +139,41 @@ def test_text_is_judged_by_its_likelihood_and_labels_by_rank(tiny_folder, tmp_pa
     assert "ppl " in capsys.readouterr().out
 
 
+def test_learned_weights_go_with_the_policy_and_into_the_row(tiny_folder, tmp_path, capsys):
+    """Shut gates keep the window alone; the same policy with other gates is another cell."""
+    model, name, out = load(tiny_folder), "write_gate(0.5, window=24)", tmp_path / "out"
+    part = parse(name).admission
+    layers = part.example_weights(jax.random.key(0), model.network)
+    said = {}
+    for file, logit in (("shut", -50.0), ("open", 50.0)):
+        gates = tmp_path / f"{file}.safetensors"
+        moved = [layer | {"w2": 0 * layer["w2"], "b2": 0 * layer["b2"] + logit} for layer in layers]
+        save_weights(gates, model, part.learns, moved)
+        said[file] = f"{file}@{hashlib.sha256(gates.read_bytes()).hexdigest()[:16]}"
+    given = ["run", "--task", "niah", "--model", str(tiny_folder), "--lengths", str(LENGTH)]
+    given += ["--samples", str(SAMPLES), "--out", str(out)]
+    assert main([*given, "--policy", name, "--gates", str(tmp_path / "shut.safetensors")]) == 0
+    full, shut = store.read(out)
+    assert (full["cell"]["gates"], shut["cell"]["gates"]) == ("", said["shut"])
+    assert shut["kept_fraction"] == pytest.approx(24 / (full["bytes"]["full"] / 256), rel=0.02)
+    assert set(shut["example"]["held"][:100]) == {0}
+    assert (shut["switches"]["compress_at"], shut["switches"]["prefill_attention"]) == ("write", "policy")
+    assert table.name(shut) == f"{name} [shut]"
+    task = tasks.tasks()["niah"]
+    plan = cells.plan([task], [parse(name)], lengths=[LENGTH], seeds=[0], samples=1, asked=("agnostic",))
+    plan = cells.gated(plan, model, str(tmp_path / "open.safetensors"))
+    assert [cell.gates for cell in plan.cells] == ["", said["open"]]
+    weights = plan.weights[plan.cells[1].policy, said["open"]]
+    assert float(weights["admission"][0]["b2"][0]) == 50
+    assert main([*given, "--policy", name]) == 2
+    assert "ships none" in capsys.readouterr().err
+
+
 def test_a_report_shows_every_policy(finished, tmp_path, capsys):
     pytest.importorskip("matplotlib")
     assert main(["report", str(finished), "--to", str(tmp_path)]) == 0
     named = {Path(line).name for line in capsys.readouterr().out.split()}
-    assert named == {"report.md", "report.html", "bytes.png", "heads.png", "depth.png"}
+    assert named == {"report.md", "report.html", "bytes.png", "heads.png", "depth.png", "text.png"}
     told = (tmp_path / "report.md").read_text()
     page = (tmp_path / "report.html").read_text()
     for policy in ("full", "window(160)", "snapkv(8) + uniform(0.25), aware"):
@@ -147,12 +181,45 @@ def test_a_report_shows_every_policy(finished, tmp_path, capsys):
         assert f"<code>{policy}</code>" in page
     assert "niah 384, %" in told
     assert "\\*" in told  # not informative
-    assert page.count("data:image/png;base64,") == 3
+    assert page.count("data:image/png;base64,") == 4
     assert "http" not in re.sub(r"https://arxiv\S+", "", page)  # nothing is fetched
     rows = store.read(finished)
     streams = page.count('title="4 of 4"')
     assert streams >= sum(held == 4 for row in rows[1:] for held in row["example"]["held"][:300]) // 2 > 0
-    assert all((tmp_path / f"{name}.png").stat().st_size > 5000 for name in ("bytes", "heads", "depth"))
+    assert all(
+        (tmp_path / f"{name}.png").stat().st_size > 5000 for name in ("bytes", "heads", "depth", "text")
+    )
+
+
+def test_a_report_s_numbers_are_the_rows_s(finished):
+    draw = np.random.default_rng(0)  # a random model scores nothing: these are told apart
+    rows = [r | {"each": r["each"] | {"score": draw.random(SAMPLES).tolist()}} for r in store.read(finished)]
+    results = Results(tuple(rows))
+    told = table.report(results)
+    score, cost = ({} for _ in range(2))
+    for part, found in (("## niah", score), ("## What was held and read", cost)):
+        for line in told.split(part)[1].split("## ")[0].strip().splitlines()[2:]:
+            name, *values = (x.strip() for x in line.strip("|").split("|"))
+            found[name.strip("`")] = values
+    assert list(score) == list(cost) == [table.name(row) for row in results.rows]
+    for row in results.rows:
+        name, mean = table.name(row), np.mean(row["each"]["score"])
+        assert score[name][0].startswith(f"{100 * mean:.1f}\\* (")
+        assert cost[name][:4] == [str(LENGTH)] + [
+            f"{100 * row[f'{which}_fraction']:.1f}" for which in ("kept", "peak", "mean")
+        ]
+        sizes = [row["bytes"][size] / 1024 for size in ("live", "allocated", "peak_allocated", "full")]
+        assert cost[name][4:8] == [f"{size:.1f}" for size in sizes]
+        seen = row["bytes"]["full"] / (2 * 2 * 2 * 8 * 4)  # K and V, 2 layers of 2 heads of 8 floats
+        assert float(cost[name][8]) == pytest.approx(seen * row["mean_fraction"], rel=0.02)
+        assert cost[name][9:11] == ["0.0", "0.0"]
+        assert float(cost[name][11]) == pytest.approx(100 * np.mean(row["each"]["retention"]), abs=0.06)
+    # A difference is of the same samples, and the report says it.
+    full, window, *_ = results.rows
+    apart = [x | {"informative": True} for x in (full, window)]
+    (line,) = table.losses(Results(tuple(apart))).splitlines()[2:]
+    mean = 100 * (np.mean(window["each"]["score"]) - np.mean(full["each"]["score"]))
+    assert f"| {mean:+.2f} |" in line
 
 
 def test_claims_that_nobody_ran_say_so(finished, capsys):
@@ -185,61 +252,119 @@ def row(policy: str, scores: list[float], live: float, *, told: bool = True, pro
         "informative": told,
         "score": float(np.mean(scores)),
         "kept_fraction": 0.25,
+        "reads_per_step": live,
+        "reads": {"slots": live, "summary": 0.0, "selector": 0.0},
         "bytes": {"live": live, "peak_live": live, "full": 100.0},
-        "each": {"score": scores, "nll": [1 - s for s in scores], "tokens": [1] * len(scores)},
+        "each": {
+            "score": scores,
+            "nll": [1 - s for s in scores],
+            "tokens": [1] * len(scores),
+            "live": [live] * len(scores),
+        },
     }
 
 
-def test_judges_follow_the_rows():
-    good, bad = [1.0] * 40, [0.0, 1.0] * 20
-    full = row("full", good, 100)
-    better = judges.better(judges.uses("snapkv"), judges.uses("random"))
+GOOD, BAD = [1.0] * 40, [0.0, 1.0] * 20
 
-    def judged(*rows):
-        return better(Results((full, *rows))).verdict
 
-    assert judged(row("snapkv + uniform(8)", good, 25), row("random + uniform(8)", bad, 25.4)) == judges.HOLDS
-    assert judged(row("snapkv + uniform(8)", bad, 25), row("random + uniform(8)", good, 25)) == judges.FAILS
-    assert judged(row("snapkv + uniform(8)", good, 25), row("random + uniform(8)", bad, 26)) == judges.NOT_RUN
-    silent = (row(f"{name} + uniform(8)", good, 25, told=False) for name in ("snapkv", "random"))
-    assert judged(*silent) == judges.SILENT
-    apart = row("snapkv + uniform(8)", good, 25, protocol="aware")
-    assert judged(apart, row("random + uniform(8)", bad, 25, protocol="agnostic")) == judges.NOT_RUN
-    within = judges.within(judges.uses("snapkv"), 1.0)
-    assert within(Results((full, row("snapkv + uniform(8)", good, 25)))).verdict == judges.HOLDS
-    assert within(Results((full, row("snapkv + uniform(8)", bad, 25)))).verdict == judges.FAILS
-    small = judges.smaller(judges.uses("gvote"), judges.uses("snapkv"), 2.0)
-    rows = (
-        full,
-        row("gvote", good, 20),
-        row("snapkv + uniform(8)", bad, 25),
-        row("snapkv + uniform(9)", good, 50),
+def test_methods_are_known_by_the_parts_of_their_presets(monkeypatch):
+    def told(wanted, *policies):
+        return [wanted(row(policy, GOOD, 1)) for policy in policies]
+
+    snap = (
+        "snapkv(32) + uniform(64) + sinks(4)",
+        "snapkv(32) + ada(0.5)",
+        "snapkv(32) + uniform(64) + int8(9)",
     )
-    assert small(Results(rows)).ours.startswith("2.50×")
-    assert table.quality(full) == good
+    assert told(judges.only("snapkv"), *snap) == [True, False, False]
+    assert told(judges.only("snapkv", "adakv"), *snap) == [True, True, False]
+    assert told(judges.like("snapkv"), *snap) == [True, False, True]
+    assert told(judges.like("snapkv", "int8"), *snap) == [False, False, True]
+    assert told(judges.only("streaming-llm"), "window(9) + sinks(2)", "window(9)") == [True, True]
+    assert told(judges.swapped("snapkv", "random"), "random + uniform(64)", "random + ada(64)") == [
+        True,
+        False,
+    ]
+    # A method nobody has written matches nothing, not even the full cache.
+    for wanted in (judges.only("no-such"), judges.like("no-such"), judges.swapped("no-such", "random")):
+        assert told(wanted, "full", *snap) == [False] * 4
 
 
-def test_a_perplexity_gap_is_the_worst_cell_s():
-    def text(policy, nll):
+def test_judges_follow_the_rows():
+    full = row("full", GOOD, 100)
+    better = judges.better(judges.only("snapkv"), judges.only("random"))
+
+    def judged(*rows, judge=better):
+        return judge(Results((full, *rows))).verdict
+
+    assert judged(row("snapkv + uniform(8)", GOOD, 25), row("random + uniform(8)", BAD, 25.4)) == judges.HOLDS
+    assert judged(row("snapkv + uniform(8)", BAD, 25), row("random + uniform(8)", GOOD, 25)) == judges.FAILS
+    apart = (row("snapkv + uniform(8)", GOOD, 25), row("random + uniform(8)", BAD, 26))
+    assert judged(*apart) == judges.NOT_RUN
+    silent = (row(f"{name} + uniform(8)", GOOD, 25, told=False) for name in ("snapkv", "random"))
+    assert judged(*silent) == judges.SILENT
+    other = row("snapkv + uniform(8)", GOOD, 25, protocol="aware")
+    assert judged(other, row("random + uniform(8)", BAD, 25, protocol="agnostic")) == judges.NOT_RUN
+    within = judges.within(judges.only("snapkv"), 1.0)
+    assert judged(row("snapkv + uniform(8)", GOOD, 25), judge=within) == judges.HOLDS
+    assert judged(row("snapkv + uniform(8)", BAD, 25), judge=within) == judges.FAILS
+    assert table.quality(full) == GOOD
+
+
+def test_pairs_are_matched_by_what_the_claim_says():
+    a, b = row("snapkv + uniform(8)", GOOD, 25), row("random + uniform(8)", BAD, 26)
+    for name, judge in (("reads_per_step", judges.same_reads), ("reads", judges.same_slots)):
+        b[name] = {"slots": 25.4, "summary": 9.0} if name == "reads" else 25.4
+        found = judges.better(judges.only("snapkv"), judges.only("random"), judge)(Results((a, b)))
+        assert found.verdict == judges.HOLDS
+        assert found.ours.startswith("+50.0 points (+")
+    assert not judges.same_bytes(a, b)
+
+
+def test_bytes_are_compared_at_no_lower_score():
+    full = row("full", GOOD, 100)
+    small = judges.smaller(judges.only("gvote"), judges.only("snapkv"), 2.0)
+    assert small(Results((full,))).verdict == judges.NOT_RUN  # there is no such method yet
+    small = judges.smaller(judges.only("int8"), judges.only("snapkv"), 2.0)
+    rivals = (row("snapkv + uniform(8)", BAD, 25), row("snapkv + uniform(9)", GOOD, 50))
+    mine = row("int8", GOOD, 20)
+    assert small(Results((full, mine, *rivals))) == judges.Verdict(
+        "2.50× (2.50 … 2.50; 1 cells)", judges.HOLDS
+    )
+    assert small(Results((full, mine, rivals[0]))).ours.startswith("5.00×")  # nobody else is as good: full
+    mine["each"]["live"] = [10.0, 42.0] * 20
+    found = small(Results((full, mine, *rivals)))
+    assert found.ours.startswith("1.92×")
+    assert found.verdict == judges.FAILS
+
+
+def test_perplexity_gaps_come_with_intervals_and_the_worst_cell_counts():
+    def text(policy, nll, wave=0.0):
         made = row(policy, [0.0] * 10, 50)
+        nlls = [nll + wave * (-1) ** i for i in range(10)]
+        mean = float(np.mean(nlls))
         return made | {
             "metric": "perplexity",
-            "perplexity": float(np.exp(nll)),
-            "each": made["each"] | {"nll": [nll] * 10},
+            "perplexity": float(np.exp(mean)),
+            "each": made["each"] | {"nll": nlls},
         }
 
-    gap = judges.ppl_gap(judges.uses("int8"), 0.34)
+    gap = judges.ppl_gap(judges.only("int8"), 0.34)
     full, mine = text("full", 3.0), text("int8", 3.01)
     assert gap(Results((full, mine))).verdict == judges.HOLDS
     assert gap(Results((full, text("int8", 3.03)))).verdict == judges.FAILS
-    beats = judges.better(judges.uses("int8"), judges.uses("random"), text=True)
+    assert gap(Results((full, text("int8", 3.01, wave=0.1)))).verdict == judges.FAILS  # it might be worse
+    beats = judges.better(judges.only("int8"), judges.only("random"), text=True)
     rows = (full, mine, text("random + uniform(8)", 3.2))
     assert beats(Results(rows)).ours.startswith("+0.190 nats a token")
     assert beats(Results(rows)).verdict == judges.HOLDS
-    assert judges.better(judges.uses("int8"), judges.uses("random"))(Results(rows)).verdict == judges.NOT_RUN
-    closed = judges.gap_closed(judges.uses("snapkv"), judges.uses("window"), 0.5)
+    assert judges.better(judges.only("int8"), judges.only("random"))(Results(rows)).verdict == judges.NOT_RUN
+    closed = judges.gap_closed(judges.only("pyramidkv"), judges.only("streaming-llm"), 0.5)
     rows = (text("full", 2.0), text("window(9)", 3.0), text("snapkv + pyramid(9)", 2.2))
-    assert closed(Results(rows)).ours == f"{100 * (np.exp(3) - np.exp(2.2)) / (np.exp(3) - np.exp(2)):.0f} %"
+    share = round(100 * (np.exp(3) - np.exp(2.2)) / (np.exp(3) - np.exp(2)))
+    assert closed(Results(rows)).ours == f"{share} % ({share} … {share}; worst of 1 cells)"
+    rows = (rows[0], rows[1], text("snapkv + pyramid(9)", 2.7, wave=0.2))
+    assert closed(Results(rows)).verdict == judges.FAILS
 
 
 @pytest.mark.parametrize(
@@ -303,6 +428,7 @@ def test_matched_policies_hold_the_same_bytes(tiny_folder, capsys):
         (["--protocol", "seen"], ["--protocol", "agnostic"]),
         (["--model", "/no/such/folder"], ["/no/such/folder"]),
         (["--config", "/no/such.yaml"], ["/no/such.yaml", "Write it like"]),
+        (["--gates", "nowhere"], ["--gates nowhere", "no policy of the run learns anything"]),
     ],
 )
 def test_bad_input_is_one_sentence_and_two(words, says, tiny_folder, tmp_path, capsys):
@@ -317,6 +443,25 @@ def test_bad_input_is_one_sentence_and_two(words, says, tiny_folder, tmp_path, c
     assert message.count("\n") == 1
     for part in says:
         assert part in message
+
+
+@pytest.mark.parametrize(
+    ("job", "says"),
+    [
+        ({"lengths": 512}, "lengths: 512 is no list of whole numbers, 64 or more"),
+        ({"lengths": [5]}, "lengths: [5] is no list"),
+        ({"policies": "full"}, "policies: 'full' is no list of names"),
+        ({"samples": 0}, "samples: 0 is out of range"),
+        ({"protocols": ["seen"]}, "protocols: ['seen']"),
+        ({"jobs": [{"task": "niah"}]}, "cannot be used"),
+    ],
+)
+def test_a_config_is_checked_word_by_word(job, says, tmp_path, capsys):
+    grid = {"policies": ["int8"], "jobs": [{"lengths": [512], "tasks": ["niah"]}]}
+    where = job if "jobs" in job else {"jobs": [grid["jobs"][0] | job]}
+    (tmp_path / "grid.yaml").write_text(json.dumps(grid | where))  # JSON is YAML
+    assert main(["run", "--config", str(tmp_path / "grid.yaml"), "--out", str(tmp_path / "out")]) == 2
+    assert says in capsys.readouterr().err
 
 
 def test_results_of_another_version_are_left_alone(finished, tiny_folder, tmp_path, capsys):

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
 from tiny import quick_compiles  # noqa: F401
 
-from kvjax import decode, policy
+from kvjax import decode, metrics, policy
 from kvjax.cache import ring as rings
-from kvjax.eval import presence, walk
+from kvjax.eval import counted, scorers, walk
+from kvjax.policies.quest import Quest
+from kvjax.policies.streaming_llm import Window
+from kvjax.policy import Completion, Policy
 
 PROMPT, ANSWER = 40, 6
 
 
-def read(spec: str, rows: int = 2):
+def read(spec: str | Policy, rows: int = 2):
     model = tiny.model()
     prompts = [tiny.prompt(PROMPT - 3 * row, row) for row in range(rows)]
     state, _ = decode.prefill(
@@ -58,8 +62,8 @@ def test_live_slots_presence_and_reads_of_a_one_shot_budget():
     spec = "knorm + uniform(12) + sinks(2) + recent(4)"
     model, prompts, state = read(spec)
     seen = np.asarray([len(p) - 1 for p in prompts])
-    slots = np.asarray(walk.live_slots(state))
-    mask = presence.present(state)
+    slots = np.asarray(metrics.live_slots(state))
+    mask = np.asarray(metrics.present(state))
     assert mask.shape == (2, 2, 2, tiny.CONTEXT)
     np.testing.assert_array_equal(mask.sum(-1), slots)
     assert (slots == 12).all()
@@ -70,10 +74,11 @@ def test_live_slots_presence_and_reads_of_a_one_shot_budget():
     _, found = walk.walk(model, policy(spec), state, [[p[-1]] for p in prompts], [[0] * 3] * 2, forced=False)
     # Tokens of the answer are kept: one slot more a step, all of them read.
     np.testing.assert_array_equal(found.live[:, :3], [[13, 14, 15]] * 2)
-    np.testing.assert_array_equal(found.reads[:, :3], found.live[:, :3])
+    np.testing.assert_array_equal(found.reads[:, :3, 0], found.live[:, :3])
+    assert not np.asarray(found.reads)[:, :3, 1:].any()  # no φ, and nobody who chooses
     needed = np.arange(tiny.CONTEXT) < 2
-    assert presence.span_retention(mask[:, 0], needed) == 1
-    assert presence.span_retention(mask[:, 0], np.zeros(tiny.CONTEXT, bool)) is None
+    assert counted.span_retention(mask[:, 0], needed) == 1
+    assert counted.span_retention(mask[:, 0], np.zeros(tiny.CONTEXT, bool)) is None
 
 
 def test_a_selection_reads_what_it_picks():
@@ -86,8 +91,69 @@ def test_a_selection_reads_what_it_picks():
             full = (held - 8) % 4 == 0
             # The first layer reads everything; the second its ring and two chunks, the last one part full.
             least = (held + 8 + 4 + (4 if full else 1)) / 2
-            assert least <= found.reads[row, i] <= (held + 8 + 8) / 2
+            assert least <= found.reads[row, i, 0] <= (held + 8 + 8) / 2
+            # Choosing reads the range of every chunk, worth one token: two a page of 8, in one layer of two.
+            assert found.reads[row, i, 2] == -(-(held - 8) // 8)
             assert found.live[row, i] == held
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Linear(Completion):
+    """φ(x) = exp of x's first ``size`` channels: the smallest real completion."""
+
+    name = "linear"
+    size: int = 4
+
+    def empty(self, rows, heads, head_dim, context):
+        line = (rows, heads, self.size)
+        return {"u": jnp.zeros(line), "t": jnp.zeros((*line, head_dim)), "m": jnp.zeros(line)}
+
+    def absorb(self, params, summary, k, v, pos, take):
+        phi = jnp.exp(k[..., : self.size]) * take[..., None]
+        more = {"u": phi.sum(axis=2), "t": jnp.einsum("bktf,bkth->bkfh", phi, v), "m": 0.0}
+        return {name: x + more[name] for name, x in summary.items()}
+
+    def read(self, params, summary, q, visited):
+        group = q.shape[1] // summary["u"].shape[1]
+        u, t = (jnp.repeat(summary[name], group, axis=1) for name in "ut")
+        a = q[..., : self.size] + jnp.log(u + 1e-9)[:, :, None]
+        share = jax.nn.softmax(a, axis=-1)
+        out = jnp.einsum("bntf,bnfh->bnth", share, t / (u[..., None] + 1e-9))
+        return out, jax.nn.logsumexp(a, axis=-1)
+
+
+def test_a_completion_is_read_at_the_price_of_its_summary():
+    """d_φ/2 + d_φ/D tokens a read (4 features, D = 8), in every layer; float32 beside float32."""
+    chosen, price = Policy(admission=Window(8), completion=Linear()), 4 / 2 + 4 / 8
+    assert scorers.completion_cost(4, 8) == 3  # the paper's, rounded up
+    model, prompts, state = read(chosen)
+    room = state.layers[0]
+    assert counted.summary_tokens(room, by_bytes=False) == price
+    half = dataclasses.replace(room, ring=dataclasses.replace(room.ring, k=room.ring.k.astype(jnp.bfloat16)))
+    assert counted.summary_tokens(half, by_bytes=True) == 2 * price
+    _, found = walk.walk(model, chosen, state, [[p[-1]] for p in prompts], [[0] * 2] * 2, forced=False)
+    np.testing.assert_array_equal(found.reads[:, :2], np.broadcast_to([8.0, price, 0], (2, 2, 3)))
+
+
+def test_a_dense_layer_does_not_ask_for_a_completion_that_has_nothing_to_say():
+    chosen = Policy(selection=Quest(pages=2, chunk=4, dense=1, recent=8), completion=Linear())
+    model, prompts, state = read(chosen)
+    _, found = walk.walk(model, chosen, state, [[p[-1]] for p in prompts], [[0] * 2] * 2, forced=False)
+    np.testing.assert_array_equal(found.reads[:, :2, 1], np.full((2, 2), 2.5 / 2))  # one layer of two
+
+
+def test_roomy_pools_never_grow_and_hold_the_same():
+    spec = "knorm + uniform(12) + sinks(2) + recent(4)"
+    model, prompts, state = read(spec)
+    wide = counted.roomy(policy(spec), state, 16)
+    assert decode.reserve(policy(spec), wide, 16, 16) is wide
+    for name in ("live_slots", "present"):
+        np.testing.assert_array_equal(getattr(metrics, name)(wide), getattr(metrics, name)(state))
+    assert metrics.nbytes(wide).total["live"] == metrics.nbytes(state).total["live"]
+    feed, target = [[p[-1]] for p in prompts], [[0] * ANSWER] * 2
+    one, again = (walk.walk(model, policy(spec), s, feed, target, forced=False)[1] for s in (state, wide))
+    np.testing.assert_array_equal(one.best[:, :ANSWER], again.best[:, :ANSWER])
+    np.testing.assert_array_equal(one.live[:, :ANSWER], again.live[:, :ANSWER])
 
 
 def test_presence_of_a_ring_that_has_turned():
@@ -95,11 +161,11 @@ def test_presence_of_a_ring_that_has_turned():
         tiny.model().network, policy("window(8)"), rows=1, context=tiny.CONTEXT, dtype=jnp.float32, page=8
     )
     state = dataclasses.replace(state, length=jnp.asarray([21], jnp.int32))
-    mask = presence.present(state)[0, 0, 0]
+    mask = np.asarray(metrics.present(state))[0, 0, 0]
     assert np.flatnonzero(mask).tolist() == list(range(13, 21))
     assert sorted(np.asarray(rings.positions(state.length, 8))[0].tolist()) == list(range(13, 21))
 
 
-@pytest.mark.parametrize(("steps", "size"), [(1, 64), (64, 64), (65, 512), (4096, 4096), (4097, 8192)])
+@pytest.mark.parametrize(("steps", "size"), [(1, 512), (512, 512), (513, 4096), (4096, 4096), (4097, 8192)])
 def test_walks_come_in_few_sizes(steps, size):
     assert walk.size_class(steps) == size

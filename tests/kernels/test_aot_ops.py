@@ -1,8 +1,9 @@
-"""Every case of every operation, compiled by the real compilers for chips that are not here.
+"""Every operation at serving size, compiled by the real compilers for chips that are not here.
 
-``JAX_PLATFORMS=cpu pytest -m aot`` (without it the CUDA plug-in looks for a driver and gives up) in an
-environment with the wheels of the group ``aot``; about a second a case on an idle core. A program that
-compiles may still be wrong: numbers are the business of the other tests.
+``JAX_PLATFORMS=cpu pytest -m aot`` in an environment with the wheels of the group ``aot``; without the
+variable the CUDA plug-in looks for a driver and gives up. A few cases of each operation and chip run with
+``-m 'aot and not slow'``. A program that compiles may still be wrong: numbers are the business of the
+other tests.
 """
 
 from __future__ import annotations
@@ -10,37 +11,80 @@ from __future__ import annotations
 import jax
 import pytest
 
-from pallas_kernels import aot
+from pallas_kernels import aot, static
 from pallas_kernels.cases import cases
 
 pytestmark = pytest.mark.aot
 
 CASES = cases()
+QUICK = {
+    "blockwise/prompt_bfloat16",
+    "gated/odd_h96_bfloat16_gradient",
+    "phi/read_bfloat16",
+    "ragged_decode/int8",
+    "vertical_slash/odd_h96_bfloat16",
+}
+QUICK_TOO = {
+    ("h200", "blockwise/prompt_bfloat16_gradient"),
+    ("h200", "gated/bfloat16_gradient"),
+    ("h200", "ragged_decode/int8_mass"),
+    ("v5e", "ragged_decode/bfloat16"),
+}
+EACH = [
+    pytest.param(chip, name, marks=() if name in QUICK or (chip, name) in QUICK_TOO else pytest.mark.slow)
+    for chip in aot.CHIPS
+    for name in CASES
+]
 
 
-@pytest.fixture(scope="module", params=aot.CHIPS)
-def chip(request):
+def target(chip):
     try:
-        return aot.target(request.param)
+        return aot.target(chip)
     except aot.Missing as reason:
         pytest.skip(str(reason))
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_it_compiles_in_place_and_in_little_memory(chip, name):
-    case = CASES[name]
-    program = aot.compiled(chip, case.run(chip.impl), *case.args)
+def test_the_quick_cases_are_cases():
+    assert QUICK | {name for _, name in QUICK_TOO} <= set(CASES)
+    assert set(aot.CHIPS) == set(static.CHIPS)
+
+
+@pytest.mark.parametrize(("chip", "name"), EACH)
+def test_it_compiles_in_place_in_little_memory_and_without_spills(chip, name):
+    case, place = CASES[name], target(chip)
+    try:
+        program = aot.compiled_without_spills(place, case.run(place.impl), *case.args)
+    except aot.SpillsError:
+        # One of XLA's own kernels may (a scatter of ragged_decode's parts does), ours may not.
+        ((_, found),) = static.report(chip, [name], {})
+        assert {x: y for x, y in found["kernels"].items() if y["spilled_bytes"]} == {}
+        program = aot.compiled(place, case.run(place.impl), *case.args)
     if case.whole:
         assert aot.copies(program, case.whole) == []
     assert program.memory_analysis().temp_size_in_bytes <= case.temp
 
 
-def test_a_copy_is_seen(chip):
-    """The detector itself: a head dim that TPU pools cannot have in place, and a plain copy."""
+@pytest.mark.parametrize("chip", [pytest.param("v5e", marks=pytest.mark.slow), "h200"])
+def test_a_copy_and_too_much_memory_are_seen(chip):
+    """The detectors themselves: a head dim that TPU pools cannot have in place, and a plain copy."""
+    chip = target(chip)
     if chip.platform == "tpu":
         case = CASES["ragged_decode/bfloat16_h64"]
         program = aot.compiled(chip, case.run(chip.impl), *case.args)
     else:
         shape = jax.ShapeDtypeStruct((64, 16384 * 64), "float32")
-        program = aot.compiled(chip, lambda x: x.T + 0, shape)
+        program = aot.compiled(chip, lambda x: (x.T + 0, (x.T @ x)[0, 0]), shape)
     assert aot.copies(program, 16384 * 64 * 64)
+    assert program.memory_analysis().temp_size_in_bytes > CASES["phi/read_bfloat16"].temp
+
+
+def test_static_costs_are_reported_and_not_computed_twice():
+    target("h200")
+    name = "phi/odd_h64_read_float32"
+    ((_, first),) = static.report("h200", [name], {})
+    assert {"phi_sums", "phi_evaluate"} == set(first["kernels"])
+    assert all(0 < x["registers"] <= 255 and x["spilled_bytes"] == 0 for x in first["kernels"].values())
+    ((_, again),) = static.report("h200", [name], {name: {**first, "compile_s": -1}})
+    assert again == {**first, "compile_s": -1}
+    ((_, anew),) = static.report("h200", [name], {name: {**first, "compile_s": -1, "program": "another"}})
+    assert anew["compile_s"] >= 0

@@ -5,6 +5,8 @@ A few representative cases run by default, the whole grid with ``-m slow``.
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,7 +17,7 @@ from kernel_oracle import blockwise as oracle
 from test_kernel_blockwise import case, plain
 from tiny import quick_compiles  # noqa: F401
 
-from pallas_kernels import Unsupported, blockwise, column_mass
+from pallas_kernels import Unsupported, blockwise, column_mass, compat, merge
 from pallas_kernels.blockwise import mosaic_tpu, mosaic_tpu_grad
 from pallas_kernels.blockwise.shapes import TEST, Shape
 from pallas_kernels.dispatch import interpreted
@@ -35,14 +37,16 @@ def grid(quick):
 
 
 @pytest.fixture(autouse=True)
-def small_blocks(monkeypatch):
-    """Bodies run interpreted, TPU blocks of one tile of lanes."""
+def small_blocks(monkeypatch, request):
+    """Bodies run interpreted, TPU blocks of one tile of lanes; and no TPU body may have raced."""
     monkeypatch.setattr(mosaic_tpu, "BLOCK", 128)
     jitted = (mosaic_tpu.blockwise, mosaic_tpu.column_mass, mosaic_tpu_grad.backward)
     for f in jitted:
         f.clear_cache()
-    with interpreted(races=False):
+    with interpreted():
         yield
+    if "mosaic_tpu" in request.node.name:
+        assert not compat.races_found()
     for f in jitted:
         f.clear_cache()
 
@@ -81,6 +85,94 @@ def test_gradients_are_those_of_the_definition(impl, name, admitted):
     for ours, theirs in zip(grads, back_dense(up)):
         assert_close(ours, theirs, shape.S * shape.N)
     assert float(jnp.abs(grads[1]).max()) > 0.01
+
+
+@pytest.mark.parametrize("impl", ["xla", *BODIES])
+def test_every_length_of_a_row(impl):
+    """Rows of 0, 1, block - 1, block, block + 1 and two blocks and more of keys; NaN past their ends."""
+    block = 128 if impl == "mosaic_tpu" else 32
+    ends = np.array([0, 1, block - 1, block, block + 1, 2 * block + 3])
+    shape = Shape(B=6, N=2, K=1, T=4, S=2 * block + 5, H=32)
+    (q, k, v), _ = case(shape, padding=0)
+    at = np.broadcast_to(np.arange(shape.S), (6, shape.S))
+    k_pos = np.where(at < ends[:, None], at, -1)
+    k, v = (jnp.where((k_pos < 0)[:, None, :, None], jnp.nan, x) for x in (k, v))
+    q_pos = np.maximum(ends[:, None] - 1 - np.array([0, 1, 2, block]), -1)
+    where = {"q_pos": jnp.asarray(q_pos, jnp.int32), "k_pos": jnp.asarray(k_pos, jnp.int32)}
+    out, lse = blockwise(q, k, v, **where, impl=impl)
+    want_out, want_lse, p = oracle(q, k, v, **where)
+    assert_close(out, want_out, shape.S)
+    assert_close(lse, want_lse, shape.S)
+    mass = column_mass(q, k, lse, jnp.ones(q_pos.shape), **where, impl=impl)
+    assert_close(mass, p.sum(axis=2), shape.T)
+    for found, again in zip((out, lse), blockwise(q, k, v, **where, impl=impl)):
+        np.testing.assert_array_equal(found, again)
+
+
+def apart(impl):
+    """Queries that see nothing near; each KV head admits keys of one block of its own."""
+    block, t = {"mosaic_tpu": (128, 2), "triton": (32, 2), "xla": (512, 100)}[impl]
+    shape = Shape(B=1, N=4, K=2, T=t, S=3 * block, H=32)
+    arrays, where = case(shape, padding=0)
+    at = jnp.arange(shape.S)
+    admit = jnp.stack([at // block == head for head in (0, 2)])[None] & (at % 5 == 0)
+    where |= {"k_pos": at[None], "q_pos": shape.S + 90 + jnp.arange(t)[None], "admit": admit}
+    return shape, arrays, {**where, "window": 7}
+
+
+@pytest.mark.parametrize("impl", ["xla", *BODIES])
+def test_every_head_walks_blocks_of_its_own(impl):
+    shape, arrays, options = apart(impl)
+    out, lse = blockwise(*arrays, **options, impl=impl)
+    want_out, want_lse, p = oracle(*arrays, **options)
+    assert_close(out, want_out, shape.S)
+    assert_close(lse, want_lse, shape.S)
+    mass = column_mass(*arrays[:2], lse, jnp.ones((1, shape.T)), **options, impl=impl)
+    assert_close(mass, p.sum(axis=2), shape.T)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("impl", BODIES)
+def test_gradients_of_every_head_walk_blocks_of_its_own(impl):
+    shape, arrays, options = apart(impl)
+    found, back = jax.vjp(lambda *x: blockwise(*x, **options, impl=impl), *arrays)
+    _, back_dense = jax.vjp(lambda *x: blockwise(*x, **options, impl="ref"), *arrays)
+    for ours, theirs in zip(back(found), back_dense(found)):
+        assert_close(ours, theirs, shape.S * shape.N)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("impl", BODIES)
+def test_halves_merge_to_the_whole(impl):
+    (q, k, v), where = case(SMALL)
+    options = {"q_pos": where["q_pos"], "window": 50, "impl": impl}
+    parts = [
+        blockwise(q, k[:, :, part], v[:, :, part], k_pos=where["k_pos"][:, part], **options)
+        for part in (slice(0, 77), slice(77, None))
+    ]
+    for ours, whole in zip(merge(parts), blockwise(q, k, v, k_pos=where["k_pos"], **options)):
+        assert_close(ours, whole, SMALL.S)
+
+
+@pytest.mark.parametrize("impl", ["xla", "triton"])
+def test_the_gradient_of_mass_is_that_of_the_definition(impl):
+    """In q, k, lse and weights."""
+    shape = SHAPES["one_row"]
+    (q, k, _), options = sighted(shape, 0.05)
+    k = jnp.nan_to_num(k)
+    weights = jnp.asarray(np.random.default_rng(3).random((shape.B, shape.T)), jnp.float32)
+    lse = jnp.full(q.shape[:3], 3.0)
+
+    def total(impl, *x):
+        return jnp.sum(jnp.sin(column_mass(*x, **options, impl=impl)))
+
+    ours, wanted = (
+        jax.grad(functools.partial(total, which), argnums=(0, 1, 2, 3))(q, k, lse, weights)
+        for which in (impl, "ref")
+    )
+    for found, exact in zip(ours, wanted):
+        assert_close(found, exact, shape.S * shape.N)
+        assert float(jnp.abs(exact).max()) > 1e-3
 
 
 @pytest.mark.slow

@@ -78,6 +78,24 @@ def test_a_body_that_cannot_run_these_arguments_makes_place_aloud_unless_asked_f
         dispatch.call("op", "mosaic_tpu", offered, lambda f: f())
 
 
+def test_what_a_version_of_jax_lacks_makes_place_aloud_unless_asked_for(caplog, on_tpu):
+    offered = {"xla": xla, "mosaic_tpu": dispatch.lazily("pallas_kernels.of_a_later_jax:run")}
+    on_tpu(impl="mosaic_tpu", agrees=True)
+    with caplog.at_level(logging.INFO, logger="pallas_kernels.dispatch"):
+        assert dispatch.call("op", None, offered, lambda f: f()) == "xla"
+    assert f"needs what jax {jax.__version__} does not have" in said(caplog)[0]
+    with pytest.raises(Unsupported, match="of_a_later_jax"):
+        dispatch.call("op", "mosaic_tpu", offered, lambda f: f())
+
+
+def test_a_jax_without_triton_says_so(monkeypatch):
+    monkeypatch.setattr(compat, "plt", None)
+    q = jax.numpy.ones((1, 1, 3, 24))
+    pos = jax.numpy.arange(3)[None]
+    with dispatch.interpreted(), pytest.raises(Unsupported, match=r"no jax\.experimental\.pallas\.triton"):
+        pallas_kernels.blockwise(q, q, q, q_pos=pos, k_pos=pos, impl="triton")
+
+
 def test_an_explicit_name_runs_or_raises():
     assert choose("op", "ref", {"xla": xla, "ref": print}) is print
     with pytest.raises(Unsupported, match="TPU has been written"):

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import functools
-import importlib
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from pallas_kernels import Unsupported, compat, merge
+from pallas_kernels import Unsupported, merge
 from pallas_kernels.numerics import assert_as_good_as_plain, assert_close
-from pallas_kernels.phi import ref, xla
+from pallas_kernels.phi import xla
 from pallas_kernels.phi.api import FLOOR, phi_build, phi_evaluate, phi_subtract
 from pallas_kernels.phi.shapes import BLOCKED, TEST
 from pallas_kernels.phi.summary import Summary
@@ -215,45 +216,16 @@ def test_gradients_are_those_of_dense_attention(name):
     assert float(jnp.abs(wanted[1]).max()) > 1e-3
 
 
-def body(impl):
-    """build, subtract and evaluate of a Pallas body, with tiles so small that few tokens fill several."""
-    module = importlib.import_module(f"pallas_kernels.phi.{impl}")
-    interpret = compat.tpu_interpreter(detect_races=True) if impl == "mosaic_tpu" else True
-    small = {"tile": 128} if impl == "mosaic_tpu" else {"chunk": 64}
-    return (
-        functools.partial(module.build, **small, interpret=interpret),
-        functools.partial(module.subtract, **small, interpret=interpret),
-        functools.partial(module.evaluate, interpret=interpret),
-    )
-
-
-@pytest.mark.parametrize("impl", ["mosaic_tpu", "triton"])
-@pytest.mark.parametrize(
-    ("name", "dtype"),
-    [
-        ("g1_h32", jnp.float32),
-        *(pytest.param(n, d, marks=pytest.mark.slow) for n in TEST for d in (jnp.float32, jnp.bfloat16)),
-    ],
-)
-def test_bodies(impl, name, dtype):
-    """Several tiles of tokens, a feature that is 0, a stream with nothing; against ``ref``."""
-    shape = TEST[name]
-    shape = shape._replace(S=140 if impl == "mosaic_tpu" else 100)
-    (log_q, log_k, v), there, read = case(shape, dtype=dtype)
-    log_q, log_k = log_q.at[..., 0].set(-jnp.inf), log_k.at[..., 1].set(-jnp.inf)
-    there, read = there.at[0, 0].set(False), read.at[0, 0].set(False)
-    half = there & (jnp.arange(shape.S) < shape.S // 2)
-    first = ref.build(log_k, v, half, None)
-
-    def all_of_it(build, subtract, evaluate):
-        whole = build(log_k, v, there & ~half, first)
-        return whole, subtract(whole, log_k, v, read, floor=FLOOR), evaluate(whole, log_q)
-
-    wanted = all_of_it(ref.build, ref.subtract, ref.evaluate)
-    for ours, exact in zip(jax.tree.leaves(all_of_it(*body(impl))), jax.tree.leaves(wanted)):
-        assert ours.dtype == exact.dtype
-        assert_close(ours, exact, shape.S, 4)
-    assert impl != "mosaic_tpu" or not compat.races_found()
+@settings(max_examples=8, deadline=None)
+@given(st.integers(0, 2**31), st.sampled_from([0.0, 0.1, 0.9, 1.0]))
+def test_any_tokens_in_any_two_parts(seed, live):
+    shape = TEST["g4_h64"]
+    (log_q, log_k, v), there, _ = case(shape, seed, live=live)
+    some = there & jnp.asarray(np.random.default_rng(seed + 1).random(there.shape) < 0.5)
+    first = phi_build(log_k, v, there=some, impl="xla")
+    both = phi_build(log_k, v, there=there & ~some, onto=first, impl="xla")
+    for ours, wanted in zip(phi_evaluate(both, log_q, impl="xla"), oracle(log_q, log_k, v, there)):
+        assert_close(ours, wanted, shape.S)
 
 
 def test_refusals():

@@ -18,14 +18,14 @@ from kernel_oracle import ragged as oracle
 from test_kernel_ragged_decode import case, check, edges, plain, selection
 from tiny import quick_compiles  # noqa: F401
 
-from pallas_kernels import Unsupported, compat, merge, ragged_decode
+from pallas_kernels import Unsupported, compat, merge, ragged_decode, tuning
 from pallas_kernels.dispatch import interpreted
 from pallas_kernels.numerics import assert_as_good_as_plain, assert_close
 from pallas_kernels.ragged_decode import mosaic_tpu, triton, worklist
 from pallas_kernels.ragged_decode.shapes import TEST, Shape
 
 BODIES = ("mosaic_tpu", "triton")
-QUICK = [("g4_h64", "int8", True), ("g4_h64", "float32", False)]
+QUICK = [("g4_h64", "int8", True), ("g4_h64", "float32", False), ("page128", "int8", False)]
 GRID = [(name, kind, some) for name in TEST for kind in ("float32", "int8") for some in (False, True)]
 CASES = [pytest.param(*x, marks=() if x in QUICK else pytest.mark.slow) for x in GRID]
 
@@ -41,8 +41,9 @@ def no_race(request):
 
 @pytest.fixture
 def short_items(monkeypatch):
-    """Items of a few pages, so that short lists are several items."""
+    """Items of a few pages and rows of 64 queries: short lists are several items, a chunk several rows."""
     monkeypatch.setattr(mosaic_tpu, "ITEM_SLOTS", 32)
+    monkeypatch.setattr(mosaic_tpu, "ROWS", 64)
     monkeypatch.setattr(triton, "ITEM_SLOTS", (32, 32))
     monkeypatch.setattr(triton, "TILE", 16)
     for module in (mosaic_tpu, triton):
@@ -134,6 +135,22 @@ def test_gradients_are_those_of_the_definition(impl, kind):
     for ours, theirs in zip(back(up), back_plain(up)):
         assert_close(ours, theirs, shape.M * shape.S * shape.N)
     assert float(jnp.abs(back(up)[1]).max()) > 0.01
+
+
+def test_the_gradient_is_borrowed_whatever_blocks_the_body_takes():
+    """What ``dispatch`` tells a body about blocks reaches the body alone."""
+    shape = TEST["g1_h32"]
+    (q, k, v), lists = case(shape, edges(shape), poison=0)
+    tuned = ((tuning.key("read", k.dtype, shape.H), tuning.Blocks(k=8, item=16)),)
+
+    def read(q):
+        return ragged_decode(q, k, v, **lists, impl="triton")[0]
+
+    with tuning.trying("ragged_decode", tuned):
+        found, back = jax.vjp(read, q)
+    wanted, back_plain = jax.vjp(lambda q: ragged_decode(q, k, v, **lists, impl="ref")[0], q)
+    assert_close(found, wanted, shape.M * shape.S)
+    assert_close(back(found)[0], back_plain(wanted)[0], shape.M * shape.S)
 
 
 def test_items_cover_live_pages_once_and_no_others():

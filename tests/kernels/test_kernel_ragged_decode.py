@@ -16,6 +16,7 @@ from kernel_oracle import ragged as oracle
 from pallas_kernels import EMPTY, Unsupported, merge, ragged_decode
 from pallas_kernels.numerics import assert_as_good_as_plain, assert_close
 from pallas_kernels.ragged_decode import flat, xla
+from pallas_kernels.ragged_decode.call import Lists, Options, Pools
 from pallas_kernels.ragged_decode.shapes import TEST, Shape
 
 IMPLS = ("ref", "xla")
@@ -123,10 +124,10 @@ def test_stream_by_stream_when_all_at_once_is_too_much(kind, chosen, monkeypatch
     lists = {"scales": None, "pages": None, "slots": None} | lists | (selection(shape, j=3) if chosen else {})
     monkeypatch.setattr(xla, "AT_ONCE", 0)
     monkeypatch.setattr(xla.listed, "BLOCK", shape.S if chosen else 5 * shape.S)
-    names = ("table", "length", "scales", "pages", "slots")
+    q, k, v = arrays
     untraced = inspect.unwrap(xla.ragged_decode)
-    run = jax.jit(functools.partial(untraced, mass=True, scale=0.1))
-    found = run(*arrays, *(lists[name] for name in names))
+    run = jax.jit(functools.partial(untraced, options=Options(mass=True, scale=0.1, softcap=None)))
+    found = run(q, Pools(k, v, lists["scales"]), Lists(*(lists[name] for name in Lists._fields)))
     check(found, oracle(*arrays, **lists, scale=0.1), shape.M * shape.S)
 
 
@@ -172,14 +173,14 @@ def plain(shape, q, k, v, table, length):
     return out, jax.nn.logsumexp(s, axis=-1)
 
 
-@pytest.mark.parametrize("poison", [np.nan, np.inf])
+@pytest.mark.parametrize(("poison", "kind"), [(np.nan, "float32"), (np.inf, "float32"), (np.nan, "bfloat16")])
 @pytest.mark.parametrize("impl", IMPLS)
-def test_poison_changes_nothing(impl, poison):
+def test_poison_changes_nothing(impl, poison, kind):
     """The same as from a pool with zeros in its unused slots; NaN makes ``xla`` take its slow way."""
     shape = TEST["g4_h64"]
-    clean, lists = case(shape, edges(shape), poison=0)
-    dirty, _ = case(shape, edges(shape), poison=poison)
-    assert np.isnan(dirty[1]).any() or np.isinf(dirty[1]).any()
+    clean, lists = case(shape, edges(shape), kind=kind, poison=0)
+    dirty, _ = case(shape, edges(shape), kind=kind, poison=poison)
+    assert not jnp.isfinite(dirty[1]).all()
     found = ragged_decode(*dirty, **lists, mass=True, impl=impl)
     check(found, ragged_decode(*clean, **lists, mass=True, impl=impl), shape.S)
 
@@ -208,6 +209,18 @@ def test_int8_chunks_nobody_owns_are_skipped_and_no_others():
     lists["scales"] = jnp.concatenate([jnp.ones((far, *lists["scales"].shape[1:])), lists["scales"]])
     lists["table"] = jnp.where(lists["table"] >= 0, jnp.minimum(lists["table"], shape.P) + far, EMPTY)
     check(ragged_decode(q, k, v, **lists, mass=True, impl="xla"), oracle(q, k, v, **lists), shape.M * shape.S)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_may_share_a_prefix(impl, kind):
+    """The first two pages of a row are those of another, whose own pages follow; one page is listed twice."""
+    shape = TEST["g4_h64"]
+    arrays, lists = case(shape, np.full((3, 2), 3 * shape.S + 1), kind=kind)
+    table = lists["table"].at[1, :, :2].set(lists["table"][0, :, :2])
+    lists["table"] = table.at[2, 0, 1].set(table[2, 0, 0])
+    found = ragged_decode(*arrays, **lists, mass=True, shared=True, impl=impl)
+    check(found, oracle(*arrays, **lists), shape.M * shape.S)
 
 
 @pytest.mark.parametrize("impl", IMPLS)

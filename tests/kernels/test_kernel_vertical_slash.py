@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib
 
 import jax
 import jax.numpy as jnp
@@ -11,15 +10,18 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kernel_bodies import BODIES, body, check_no_race, check_refusals, small_blocks
 from kernel_oracle import blockwise as oracle
 
-from pallas_kernels import blockwise, compat
+from pallas_kernels import blockwise
+from pallas_kernels.dispatch import interpreted
 from pallas_kernels.gated.api import gated
 from pallas_kernels.numerics import assert_as_good_as_plain, assert_close
 from pallas_kernels.vertical_slash import ref, xla
 from pallas_kernels.vertical_slash.api import vertical_slash
 from pallas_kernels.vertical_slash.compact import FAR, compact
 from pallas_kernels.vertical_slash.shapes import BLOCKED, TEST
+from pallas_kernels.vertical_slash.tiles import Rule
 
 IMPLS = ("ref", "xla")
 
@@ -77,6 +79,50 @@ def test_blocks_of_queries_and_keys(softcap, admitted):
     check(found, exact(*arrays, lengths, BLOCKED.window, softcap), BLOCKED.T)
     for first, second in zip(found, call(impl="xla")):
         np.testing.assert_array_equal(first, second)
+
+
+@pytest.mark.parametrize("impl", ["xla", *BODIES])
+def test_every_length_of_a_row(impl):
+    """0, 1, block - 1, block, block + 1 and all; NaN past the ends; the same to the bit when asked again."""
+    block = 256 if impl == "xla" else small_blocks(impl)[1]
+    t, run = block + 3, xla.vertical_slash if impl == "xla" else tiled(impl)
+    shape = TEST["g1_h32"]._replace(B=6, N=2, K=1, T=t, window=block // 3)
+    ends = np.array([0, 1, block - 1, block, block + 1, t])
+    arrays, lengths = case(shape, lengths=ends, admitted=(0.3,))
+    rule = Rule(shape.window, t, shape.H**-0.5, None)
+    found = run(*arrays, lengths, rule=rule)
+    check(found, exact(*arrays, lengths, shape.window), t)
+    for first, second in zip(found, run(*arrays, lengths, rule=rule)):
+        np.testing.assert_array_equal(first, second)
+    check_no_race(impl)
+
+
+@pytest.mark.parametrize("impl", ["xla", pytest.param("triton", marks=pytest.mark.slow)])
+def test_gradients_are_those_of_dense_attention(impl):
+    """Through out and lse, of full rows."""
+    shape = TEST["g4_h64"]._replace(window=6)
+    (q, k, v, admit), _ = case(shape, lengths=np.array([shape.T]))
+    read = functools.partial(vertical_slash, window=6, impl=impl)
+    dense = functools.partial(plain, window=6)
+    with interpreted():
+        found, back = jax.vjp(lambda *x: read(*x, admit)[:2], q, k, v)
+        wanted, back_dense = jax.vjp(lambda *x: dense(*x, admit), q, k, v)
+        up = tuple(jnp.cos(x) for x in wanted)
+        for ours, theirs in zip(back(up), back_dense(up)):
+            assert_close(ours, theirs, shape.T * shape.N)
+    assert float(jnp.abs(back(up)[1]).max()) > 0.01
+
+
+def test_long_gradients_hold_no_square():
+    t = 8192
+    arrays = [jax.ShapeDtypeStruct((1, n, t, 32), jnp.bfloat16) for n in (2, 1, 1)]
+    admit = jax.ShapeDtypeStruct((1, 1, t), jnp.bool_)
+
+    def loss(*x):
+        return vertical_slash(*x, window=256, capacity=t // 4, impl="xla")[0].sum()
+
+    program = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(*arrays, admit).compile()
+    assert program.memory_analysis().temp_size_in_bytes < t * t / 2
 
 
 @settings(max_examples=6, deadline=None)
@@ -151,11 +197,11 @@ def test_bfloat16_is_as_good_as_the_plain_way(impl):
     arrays, lengths = case(shape, dtype=jnp.bfloat16, lengths=np.array([shape.T]))
     wanted = exact(*arrays, lengths, 1)
     found = vertical_slash(*arrays, window=1, impl=impl)
-    for ours, theirs, truth in zip(found, plain(*arrays, 1), wanted):
+    for ours, theirs, truth in zip(found, plain(*arrays, window=1), wanted):
         assert_as_good_as_plain(ours, theirs, truth, shape.T)
 
 
-@functools.partial(jax.jit, static_argnums=4)
+@functools.partial(jax.jit, static_argnames="window")
 def plain(q, k, v, admit, window):
     """What anyone would write: einsum, mask, softmax, products in the arrays' own dtype."""
     k, v, admit = (jnp.repeat(x, q.shape[1] // x.shape[1], axis=1) for x in (k, v, admit))
@@ -170,22 +216,17 @@ def test_memory_follows_the_prompt_not_its_square():
     t = 16384
     arrays = [jax.ShapeDtypeStruct((1, n, t, 32), jnp.bfloat16) for n in (2, 1, 1)]
     admit = jax.ShapeDtypeStruct((1, 1, t), jnp.bool_)
-    run = functools.partial(
-        xla.vertical_slash, lengths=None, window=256, capacity=t // 4, scale=1.0, softcap=None
-    )
+    run = functools.partial(xla.vertical_slash, lengths=None, rule=Rule(256, t // 4, 1.0, None))
     held = jax.jit(run).lower(*arrays, admit).compile().memory_analysis().temp_size_in_bytes
     assert held < t * t / 16
 
 
-def body(impl):
-    """A Pallas body with tiles so small that a short prompt has several, and how it runs here."""
-    module = importlib.import_module(f"pallas_kernels.vertical_slash.{impl}")
-    interpret = compat.tpu_interpreter(detect_races=True) if impl == "mosaic_tpu" else True
-    blocks = (128, 128) if impl == "mosaic_tpu" else (16, 32)
-    return functools.partial(module.vertical_slash, blocks=blocks, interpret=interpret)
+def tiled(impl):
+    """A Pallas body, interpreted, with small tiles."""
+    return body("vertical_slash", impl, "vertical_slash", blocks=small_blocks(impl))
 
 
-@pytest.mark.parametrize("impl", ["mosaic_tpu", "triton"])
+@pytest.mark.parametrize("impl", BODIES)
 @pytest.mark.parametrize("softcap", [None, pytest.param(0.8, marks=pytest.mark.slow)])
 def test_bodies(impl, softcap):
     """Several tiles of queries, of packed keys and of the band; one stream overflows."""
@@ -194,46 +235,32 @@ def test_bodies(impl, softcap):
     (q, k, v, admit), lengths = case(shape, lengths=np.array([t, 2 * t // 3]), admitted=(0.6, 0.4))
     counts = exact(q[..., :1], k[..., :1], v[..., :1], admit, lengths, 1)[2]
     capacity = int(np.sort(counts, axis=None)[-2])
-    options = {"window": shape.window, "capacity": capacity, "scale": 0.2, "softcap": softcap}
-    found = body(impl)(q, k, v, admit, lengths, **options)
-    wanted = ref.vertical_slash(q, k, v, admit, lengths, **options)
+    rule = Rule(shape.window, capacity, 0.2, softcap)
+    found, wanted = (f(q, k, v, admit, lengths, rule=rule) for f in (tiled(impl), ref.vertical_slash))
     lost = np.isnan(wanted[0]).any(axis=(0, 2, 3))
     assert 0 < lost.sum() < len(lost)
     for ours, truth in zip(found, wanted):
         assert ours.dtype == truth.dtype
         np.testing.assert_array_equal(np.isnan(ours), np.isnan(truth))
         assert_close(np.nan_to_num(ours, neginf=-1), np.nan_to_num(truth, neginf=-1), t)
-    assert impl != "mosaic_tpu" or not compat.races_found()
+    check_no_race(impl)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("impl", ["mosaic_tpu", "triton"])
+@pytest.mark.parametrize("impl", BODIES)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("name", TEST)
 def test_bodies_on_all_small_shapes(impl, name, dtype):
     shape = TEST[name]
     arrays, lengths = case(shape, dtype=dtype)
-    options = {"window": shape.window, "capacity": shape.T, "scale": shape.H**-0.5}
-    found, plainly = (f(*arrays, lengths, **options) for f in (body(impl), xla.vertical_slash))
+    rule = Rule(shape.window, shape.T, shape.H**-0.5, None)
+    found, plainly = (f(*arrays, lengths, rule=rule) for f in (tiled(impl), xla.vertical_slash))
     for ours, theirs, truth in zip(found, plainly, exact(*arrays, lengths, shape.window)):
         assert_as_good_as_plain(ours, theirs, truth, shape.T)
 
 
 def test_refusals():
     (q, k, v, admit), lengths = case(TEST["g1_h32"])
-    with pytest.raises(ValueError, match=r"needs q \[B, N, T, H\]"):
-        vertical_slash(q, k[:, :, 1:], v, admit, window=3)
-    with pytest.raises(ValueError, match="do not divide"):
-        vertical_slash(q[:, :1], k, v, admit, window=3)
-    with pytest.raises(ValueError, match="one bit a key"):
-        vertical_slash(q, k, v, admit[:, :1], window=3)
-    with pytest.raises(ValueError, match="counts positions"):
-        vertical_slash(q, k, v, admit, window=-1)
-    with pytest.raises(ValueError, match="one length a row"):
-        vertical_slash(q, k, v, admit, window=3, lengths=lengths[:1])
+    check_refusals(vertical_slash, q, k, v, admit, lengths, each="one bit a key")
     with pytest.raises(ValueError, match="holds no key"):
         vertical_slash(q, k, v, admit, window=3, capacity=0)
-    with pytest.raises(ValueError, match="softcap=0"):
-        vertical_slash(q, k, v, admit, window=3, softcap=0)
-    with pytest.raises(ValueError, match="names no implementation"):
-        vertical_slash(q, k, v, admit, window=3, impl="gpu")

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiny
 from policy_oracle import ALL, NATIVE, append, best, contents, entry, judge, kept, observe, positions, room
 
-from kvjax import layer
+import kvjax
+from kvjax import decode, layer
 from kvjax.budgets.uniform import Uniform
 from kvjax.policies.knorm import KNorm
 from kvjax.policy import Policy
@@ -29,6 +33,8 @@ def test_score_orders_keys_by_falling_norm():
 def test_kept_set_is_the_top_of_the_scores_protected_first(sinks, recent):
     policy = Policy(eviction=KNorm(), budget=Uniform(9), sinks=sinks, recent=recent)
     bits = judge(policy, observe(LENGTHS, T, k=KEYS))
+    real = positions(LENGTHS, T)[:, None, :, None] >= 0
+    np.testing.assert_array_equal(bits, judge(policy, observe(LENGTHS, T, k=np.where(real, KEYS, np.nan))))
     for b, length in enumerate(LENGTHS):
         for h in range(HEADS):
             right = best(-NORMS[b, h], length, 9, sinks=sinks, newest=recent)
@@ -42,6 +48,31 @@ def test_a_share_smaller_than_what_is_protected_keeps_the_protected_alone():
     for b, length in enumerate(LENGTHS):
         for h in range(HEADS):
             assert kept(bits[b, h]) == [p for p in range(length) if p < 3 or p >= length - 4]
+
+
+def test_norms_are_float32_where_keys_are_not():
+    # Their norms, sqrt(10001) and 100, are one number in bfloat16.
+    keys = jnp.asarray([[[[100.0, 1.0], [100.0, 0.0]]]], jnp.bfloat16)
+    seen = dataclasses.replace(observe((2,), 2), values={"k": keys})
+    score = np.asarray(KNorm().score_prompt(None, seen))[0, 0]
+    np.testing.assert_allclose(score, -np.sqrt([10001, 10000]), rtol=1e-6)
+    assert score[0] < score[1]
+
+
+def test_a_share_that_rounds_to_nothing_leaves_a_row_its_new_tokens():
+    # 5 % of 4 tokens is none: from the first step on the row sees what was generated, and nothing else.
+    policy, text = Policy(eviction=KNorm(), budget=Uniform(0.05)), tiny.prompt(4 + 6, 3)
+    state, first = kvjax.prefill(tiny.model(), policy, [text[:4]], context=tiny.CONTEXT, page=tiny.PAGE)
+    state, rest = tiny.feed(policy, decode.reserve(policy, state, 6, 1), np.asarray([text[4:]]))
+
+    def see(layer: int, head: int) -> np.ndarray:
+        at = np.arange(len(text))
+        return tiny.causal(len(text)) & ((at[:, None] < 4) | (at >= 4))
+
+    found = np.concatenate([first, rest[0]])
+    np.testing.assert_allclose(found, tiny.oracle(text, see)[3:], atol=2e-4)
+    for pages in (cache.pages for cache in state.layers):
+        assert [sorted(slots) for slots in tiny.held(pages).values()] == [list(range(4, 9))] * HEADS
 
 
 def test_equal_norms_keep_the_lowest_positions():

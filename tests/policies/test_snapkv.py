@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
+
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from policy_oracle import best, judge, kept, observe
+from policy_oracle import best, contents, judge, kept, observe, room
 
+from kvjax import layer as layers
 from kvjax.budgets.ada import Ada
 from kvjax.budgets.pyramid import Pyramid
 from kvjax.budgets.uniform import Uniform
+from kvjax.cache import ring as rings
+from kvjax.cache.ring import Entry
+from kvjax.cache.state import LayerCache
 from kvjax.policies.snapkv import SnapKV
 from kvjax.policy import Policy, PolicyError
 
@@ -23,25 +31,32 @@ for row, end in enumerate(LENGTHS):
     KEYS[row, :, end:] = 9
     Q[row, :, end:] = 9
 SEEN = observe(LENGTHS, T, q=Q, k=KEYS, v=KEYS)
+REAL = (np.arange(T) < np.array(LENGTHS)[:, None])[:, None, :, None]
+NOTHING = {
+    "q": np.where(REAL, Q, np.nan),
+    "k": np.where(REAL, KEYS, np.nan),
+    "v": np.where(REAL, KEYS, np.nan),
+}
 
 
-def attention(q: np.ndarray, keys: np.ndarray, length: int, window: int) -> np.ndarray:
+def attention(q: np.ndarray, keys: np.ndarray, length: int, window: int, cap: float) -> np.ndarray:
     """[voters, length] of one query head: softmax over all keys up to the query's own."""
     rows = []
     for i in range(max(length - window, 0), length):
         s = keys[: i + 1] @ q[i] / np.sqrt(H)
+        s = s if cap == np.inf else cap * np.tanh(s / cap)
         e = np.exp(s - s.max())
         rows.append(np.pad(e / e.sum(), (0, length - i - 1)))
     return np.stack(rows)
 
 
-def scores(row: int, window: int, kernel: int) -> np.ndarray:
+def scores(row: int, window: int, kernel: int, cap: float = np.inf) -> np.ndarray:
     """[K, length]: zeros inside the window, votes of older tokens smoothed before heads are averaged."""
     length = LENGTHS[row]
     old = max(length - window, 0)
     groups: list[list[np.ndarray]] = [[] for _ in range(K)]
     for n in range(N):
-        votes = attention(Q[row, n], KEYS[row, n // (N // K)], length, window).mean(axis=0)[:old]
+        votes = attention(Q[row, n], KEYS[row, n // (N // K)], length, window, cap).mean(axis=0)[:old]
         smooth = np.zeros(length)
         for t in range(length):
             near = [votes[j] for j in range(t - kernel // 2, t + kernel // 2 + 1) if 0 <= j < old]
@@ -50,11 +65,12 @@ def scores(row: int, window: int, kernel: int) -> np.ndarray:
     return np.stack([np.mean(heads, axis=0) for heads in groups])
 
 
-@pytest.mark.parametrize(("window", "kernel"), [(WINDOW, 5), (1, 3), (11, 7)])
-def test_votes_smoothing_and_group_mean(window, kernel):
-    found = np.asarray(SnapKV(window, kernel=kernel).score_prompt(None, SEEN))
+@pytest.mark.parametrize(("window", "kernel", "cap"), [(WINDOW, 5, None), (1, 3, None), (11, 7, 1.5)])
+def test_votes_smoothing_and_group_mean(window, kernel, cap):
+    seen = dataclasses.replace(SEEN, softcap=cap)
+    found = np.asarray(jax.jit(SnapKV(window, kernel=kernel).score_prompt)(None, seen))
     for row, length in enumerate(LENGTHS):
-        right = scores(row, window, kernel)
+        right = scores(row, window, kernel, cap or np.inf)
         # Beyond the old tokens a score is never compared (the window is protected).
         old = max(length - window, 0)
         np.testing.assert_allclose(found[row, :, :old], right[:, :old], rtol=2e-5, atol=1e-7)
@@ -77,7 +93,9 @@ def gap(score: np.ndarray, target: int) -> float:
 
 @pytest.mark.parametrize(("amount", "sinks"), [(6, 0), (9, 2), (20, 2), (0.1, 2), (0.5, 0)])
 def test_uniform_keeps_exactly_the_best_and_the_window(amount, sinks):
-    bits = judge(Policy(eviction=SnapKV(WINDOW), budget=Uniform(amount), sinks=sinks), SEEN)
+    policy = Policy(eviction=SnapKV(WINDOW), budget=Uniform(amount), sinks=sinks)
+    bits = judge(policy, SEEN)
+    np.testing.assert_array_equal(bits, judge(policy, observe(LENGTHS, T, **NOTHING)))
     for row, length in enumerate(LENGTHS):
         target = amount if isinstance(amount, int) else int(np.floor(amount * length + 0.5))
         for h, score in enumerate(scores(row, WINDOW, 5)):
@@ -85,13 +103,15 @@ def test_uniform_keeps_exactly_the_best_and_the_window(amount, sinks):
             assert kept(bits[row, h]) == best(score, length, target, sinks=sinks, newest=WINDOW)
 
 
-@pytest.mark.parametrize("layer", [0, 1, 2])
-def test_pyramid_keeps_more_below(layer):
+@pytest.mark.parametrize(("layer", "amount"), [(0, 14), (1, 14), (2, 14), (2, 0.2)])
+def test_pyramid_keeps_more_below_and_never_less_than_the_window(layer, amount):
     seen = observe(LENGTHS, T, index=layer, layers=3, q=Q, k=KEYS, v=KEYS)
-    bits = judge(Policy(eviction=SnapKV(WINDOW), budget=Pyramid(14)), seen)
+    bits = judge(Policy(eviction=SnapKV(WINDOW), budget=Pyramid(amount)), seen)
     for row, length in enumerate(LENGTHS):
-        spread = min(7, max(length - 14, 0))
-        target = 14 + (1 - layer) * spread
+        mean = amount if isinstance(amount, int) else amount * length
+        spread = min(mean / 2, max(length - mean, 0))
+        target = int(np.floor(mean + (1 - layer) * spread + 0.5))
+        assert amount == 14 or target < WINDOW, "the floor was not met"
         for h, score in enumerate(scores(row, WINDOW, 5)):
             assert kept(bits[row, h]) == best(score, length, target, newest=WINDOW)
 
@@ -112,6 +132,37 @@ def test_ada_shares_a_layer_between_its_heads(floor):
             assert kept(bits[row, h]) == sorted(p for head, p in chosen if head == h)
     if floor == 0:
         assert bits[0, 0].sum() != bits[0, 1].sum()
+
+
+def test_equal_votes_keep_the_lowest_positions_and_ends_count_for_less():
+    ones = np.ones((1, 2, 16, 3))
+    seen = observe((16,), 16, q=ones, k=ones[:, :1], v=ones[:, :1])
+    for kernel, first in ((1, 0), (5, 2)):
+        bits = judge(Policy(eviction=SnapKV(4, kernel=kernel), budget=Uniform(9)), seen)
+        assert kept(bits[0, 0]) == [*range(first, first + 5), 12, 13, 14, 15]
+
+
+def test_survivors_keep_their_own_positions_keys_and_values():
+    policy = Policy(eviction=SnapKV(WINDOW), budget=Uniform(12), sinks=2)
+    bits = judge(policy, SEEN)
+    k, v = np.float32(KEYS), np.float32(-KEYS)
+    new = Entry(k=k, v=v, pos=SEEN.pos, admit=bits, meta={})
+    ring = rings.empty(len(LENGTHS), K, policy.window(T), H, jnp.dtype(jnp.float32))
+    cache = LayerCache(ring=ring, pages=room(len(LENGTHS), K, H, entries=5), summary=None)
+
+    @jax.jit
+    def pack(cache: LayerCache, new: Entry, total: jax.Array) -> LayerCache:
+        return layers.pack(layers.Site(policy, {}, 0, 1, None, total), cache, new, total)
+
+    packed = pack(cache, new, SEEN.total)
+    for row, length in enumerate(LENGTHS):
+        for h in range(K):
+            pos, keys, values = contents(packed.pages, row, h)
+            assert sorted(pos.tolist()) == [p for p in kept(bits[row, h]) if p < length - WINDOW]
+            np.testing.assert_array_equal(keys, k[row, h, pos])
+            np.testing.assert_array_equal(values, v[row, h, pos])
+            for p in range(max(length - WINDOW, 0), length):
+                np.testing.assert_array_equal(packed.ring.k[row, h, p % WINDOW], k[row, h, p])
 
 
 @pytest.mark.parametrize("call", [{"window": 0}, {"kernel": 4}, {"kernel": 0}, {"window": 2.5}])

@@ -11,7 +11,7 @@ import functools
 
 from kvjax.eval import scorers
 from kvjax.eval.data import Data
-from kvjax.eval.errors import EvalError
+from kvjax.eval.errors import EvalError, TooLongError
 from kvjax.eval.maker import Maker, Piece, Rng, join, pick, shuffled, strings
 from kvjax.eval.sample import Sample, Task
 
@@ -40,7 +40,7 @@ def talk(rng: Rng, maker: Maker) -> Sample:
         before = [dialogues[(start - 1 - i) % len(dialogues)] for i in range(maker.length // 60 + 1)]
         try:
             return maker.fit(functools.partial(_talk, last, before), len(before))
-        except EvalError:
+        except TooLongError:
             continue  # this dialogue alone is too long
     raise EvalError(
         f"dialogue_ppl found no dialogue that fits into {maker.length} tokens. Ask for a larger --lengths."

@@ -13,7 +13,7 @@ from typing import Any
 
 from kvjax.eval import scorers
 from kvjax.eval.data import Data
-from kvjax.eval.errors import EvalError
+from kvjax.eval.errors import EvalError, TooLongError
 from kvjax.eval.maker import Maker, Piece, Rng, join, shuffled
 from kvjax.eval.sample import Sample, Task
 
@@ -75,7 +75,7 @@ def squad(rng: Rng, maker: Maker) -> Sample:
         near = [*shuffled(rng, others), *further][: maker.length // 60]
         try:
             return _sample(maker, rng, (question, answers, [gold], near))
-        except EvalError:
+        except TooLongError:
             continue  # this paragraph alone is too long; another question
     raise EvalError(
         f"qa_1 found no paragraph that fits into {maker.length} tokens. Ask for a larger --lengths."

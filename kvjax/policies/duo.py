@@ -1,0 +1,112 @@
+"""DuoAttention: some heads keep every token, the others sinks and a window.
+
+Xiao et al., DuoAttention: Efficient Long-Context LLM Inference with Retrieval and Streaming Heads,
+https://arxiv.org/abs/2410.10819
+
+Each KV head of each layer has a learned number alpha, how much it loses by not seeing the middle of a text
+(``train.duo`` learns it). The heads with the largest numbers in the whole model are its retrieval heads.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+
+from kvjax.policy import Admission, Observation, Policy, PolicyError
+from kvjax.types import Network, Params
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Bool
+
+
+def retrieval_heads(alphas: Sequence[Array], share: float) -> Bool[Array, "L K"]:
+    """The floor(share L K + 1/2) heads with the largest alpha; among equals the lower layer, then head.
+
+    Args:
+      alphas: one [K] a layer.
+      share: of the heads, 0 to 1.
+    """
+    alpha = jnp.stack([jnp.asarray(x, jnp.float32) for x in alphas])
+    flat = alpha.reshape(-1)
+    at = jnp.arange(flat.size)
+    # A sort would do too; counting who stands before whom is one small comparison in a compiled step.
+    before = (flat[None, :] > flat[:, None]) | (
+        (flat[None, :] == flat[:, None]) & (at[None, :] < at[:, None])
+    )
+    return (before.sum(axis=1) < math.floor(share * flat.size + 0.5)).reshape(alpha.shape)
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Duo(Admission):
+    """Retrieval heads admit every token, streaming heads none (the policy's sinks aside).
+
+    Learned weights: ``alpha`` [K] per layer; only their order matters.
+
+    Attributes:
+      share: of all KV heads of the model that are retrieval heads, 0 to 1.
+      window: W of the streaming heads, in tokens.
+      prefill: streaming heads read the prompt through their window too, as in the paper; False reads the
+        prompt with full attention and lets the pattern act on what it leaves behind.
+
+    Raises:
+      PolicyError: a share outside 0 ... 1, a window < 1, prefill that is neither True nor False.
+    """
+
+    name = "duo"
+    learns = "duo"
+    shipped = "duo"
+    share: float = 0.5
+    window: int = 256  # type: ignore[assignment]
+    prefill: bool = True
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.share, int | float) or not 0 <= self.share <= 1:
+            raise PolicyError(f"{self!r}: share={self.share!r} is no part of the heads. Give 0 to 1.")
+        if not isinstance(self.window, int) or self.window < 1:
+            raise PolicyError(f"{self!r}: window={self.window!r} sees nothing. Give 1 token or more.")
+        if not isinstance(self.prefill, bool):
+            raise PolicyError(f"{self!r}: prefill={self.prefill!r} is no switch. Give True or False.")
+
+    def check_weights(self, weights: Sequence[Params], network: Network) -> None:
+        """One alpha a KV head.
+
+        Raises:
+          PolicyError: other names or shapes.
+        """
+        right = {"alpha": (network.num_kv_heads,)}
+        for index, layer in enumerate(weights):
+            found = {name: tuple(value.shape) for name, value in layer.items()}
+            if found != right:
+                raise PolicyError(
+                    f"{self!r}: the pattern of layer {index} has shapes {found}, and a model of "
+                    f"{network.num_kv_heads} KV heads needs {right}. Use a pattern learned for this model."
+                )
+
+    def at_layer(self, weights: Sequence[Params], layer: int) -> Params:
+        """``retrieves`` [K]: is the KV head a retrieval head? All layers have a say in it."""
+        return {"retrieves": retrieval_heads([mine["alpha"] for mine in weights], self.share)[layer]}
+
+    def example_weights(self, key: Array, network: Network) -> list[Params]:
+        """A random pattern."""
+        return [
+            {"alpha": jax.random.uniform(mine, (network.num_kv_heads,))}
+            for mine in jax.random.split(key, network.num_layers)
+        ]
+
+    def admit(self, params: Params | None, seen: Observation) -> Bool[Array, "B K T"]:
+        """Whatever arrives at a retrieval head."""
+        if params is None:
+            raise PolicyError(f"{self!r} has no pattern. Pass weights=kvjax.weights_for(policy, model).")
+        bit, (rows, tokens) = params["retrieves"], seen.pos.shape
+        return jnp.broadcast_to(bit[None, :, None], (rows, len(bit), tokens))
+
+
+EXAMPLES = (
+    Policy(admission=Duo(share=0.5, window=24), sinks=4),
+    Policy(admission=Duo(share=0.25, window=8, prefill=False), sinks=2),
+)

@@ -1,0 +1,119 @@
+"""Expected attention: what queries still to come will look at, if they are like those of the prompt.
+
+Devoto et al., Expected Attention: KV Cache Compression by Estimating Attention from Future Queries
+Distribution, https://arxiv.org/abs/2510.00636
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+
+from kvjax.budgets.uniform import Uniform
+from kvjax.policy import Eviction, Observation, Policy, PolicyError
+from kvjax.types import Params
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float, Int
+
+EXACT = jax.lax.Precision.HIGHEST
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class ExpectedAttention(Eviction):
+    """Score = expected share of a future query's attention, times the norm of the value.
+
+    Queries before RoPE, of all prompt tokens but the ``sinks``, are taken for a Gaussian (mean m, covariance
+    C divided by their number), turned by the mean of the model's rotations R over the ``ahead`` positions
+    after the prompt. E exp(q k / sqrt(H)) is then exp(R m k / sqrt(H) + k' R C R' k / 2H). Shares are taken
+    over the tokens behind the sinks per query head, and averaged over a group's heads. The sinks stay before
+    all others, the lowest positions first.
+
+    Attributes:
+      ahead: future positions whose rotations are averaged.
+      sinks: first tokens, kept and left out of the statistics.
+      floor: added to a share before the value's norm multiplies it.
+
+    Raises:
+      PolicyError: ahead < 1, sinks < 0, floor < 0.
+    """
+
+    name = "expected_attention"
+    needs = frozenset({"q_pre", "k", "v"})
+    scores_prompt = True
+    ahead: int = 512
+    sinks: int = 4
+    floor: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name, least in (("ahead", 1), ("sinks", 0)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < least:
+                raise PolicyError(f"{self!r}: {name}={value!r} is no number of tokens. Give {least} or more.")
+        if not self.floor >= 0:
+            raise PolicyError(f"{self!r}: floor={self.floor!r} is no share. Give 0 or more.")
+
+    def score_prompt(self, params: Params | None, seen: Observation) -> Float[Array, "B K T"]:
+        """Expected share times norm; the sinks above all."""
+        del params
+        judged = seen.pos >= self.sinks
+        k, v = (jnp.where(_line(seen.pos >= 0), x.astype(jnp.float32), 0.0) for x in (seen.k, seen.v))
+        mean, spread = _turned(seen, self.ahead, *_gaussian(seen.q_pre, judged))
+        logits = _log_expectation(k, mean, spread)
+        logits = jnp.where(judged[:, None, None, :], logits, -jnp.inf)
+        highest = logits.max(axis=-1, keepdims=True, initial=jnp.finfo(jnp.float32).min)
+        weight = jnp.exp(logits - highest)
+        share = weight / jnp.maximum(weight.sum(axis=-1, keepdims=True), jnp.finfo(jnp.float32).tiny)
+        score = (share.mean(axis=2) + self.floor) * jnp.linalg.norm(v, axis=-1)
+        return jnp.where(judged[:, None, :], score, score.max(axis=-1, keepdims=True) + 1)
+
+
+def _line(x: Array) -> Array:
+    return x[:, None, :, None]
+
+
+def _gaussian(
+    q: Float[Array, "B N T H"], judged: Array
+) -> tuple[Float[Array, "B N H"], Float[Array, "B N H H"]]:
+    """Mean and covariance of the judged tokens' queries, per query head; zeros where there are none."""
+    q = jnp.where(_line(judged), q.astype(jnp.float32), 0.0)
+    count = jnp.maximum(judged.sum(axis=-1), 1)[:, None, None]
+    mean = q.sum(axis=2) / count
+    centred = jnp.where(_line(judged), q - mean[:, :, None], 0.0)
+    return mean, jnp.einsum("bnti,bntj->bnij", centred, centred, precision=EXACT) / count[..., None]
+
+
+def _turned(
+    seen: Observation, ahead: int, mean: Float[Array, "B N H"], spread: Float[Array, "B N H H"]
+) -> tuple[Float[Array, "B N H"], Float[Array, "B N H H"]]:
+    """Both under the mean rotation of the positions that follow each row's prompt."""
+    turn = seen.turn
+    if turn is None:
+        return mean, spread
+    h = mean.shape[-1]
+    basis = jnp.broadcast_to(jnp.eye(h), (1, ahead, h, h))  # every basis vector, a "head" each
+
+    def images(total: Int[Array, ""]) -> Float[Array, "H H"]:
+        return turn(basis, (total + jnp.arange(ahead))[None]).mean(axis=(0, 1))
+
+    # Row i is the image of basis vector i. A row at a time: ahead * H * H numbers are enough to hold.
+    r = jax.lax.map(images, seen.total)
+    mean = jnp.einsum("bnh,bhi->bni", mean, r, precision=EXACT)
+    return mean, jnp.einsum("bnhg,bhi,bgj->bnij", spread, r, r, precision=EXACT)
+
+
+def _log_expectation(
+    k: Float[Array, "B K T H"], mean: Float[Array, "B N H"], spread: Float[Array, "B N H H"]
+) -> Float[Array, "B K G T"]:
+    """log E exp(q k / sqrt(H)) of every key under its group's Gaussians."""
+    rows, heads, _, h = k.shape
+    mean, spread = mean.reshape(rows, heads, -1, h), spread.reshape(rows, heads, -1, h, h)
+    linear = jnp.einsum("bkgh,bkth->bkgt", mean, k, precision=EXACT)
+    half = jnp.einsum("bkghi,bkti->bkgth", spread, k, precision=EXACT)
+    return linear * h**-0.5 + (half * k[:, :, None]).sum(axis=-1) / (2 * h)
+
+
+EXAMPLES = (Policy(eviction=ExpectedAttention(ahead=16, sinks=2), budget=Uniform(24)),)

@@ -1,0 +1,120 @@
+"""H2O: the tokens that gathered most attention over the whole prompt stay, beside the newest.
+
+Zhang et al., H2O: Heavy-Hitter Oracle for Efficient Generative Inference of Large Language Models,
+https://arxiv.org/abs/2306.14048
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+
+from kvjax.budgets.uniform import Uniform
+from kvjax.policy import Eviction, Observation, Policy, PolicyError
+from kvjax.types import Params
+from pallas_kernels.blockwise.api import blockwise, column_mass
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float, Int
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class H2O(Eviction):
+    """Mass of a token: the attention it received from every prompt query, summed, mean over a group's heads.
+
+    The sum is the paper's and favours old tokens, which more queries see; ``average`` divides it by the
+    number of those queries. The paper keeps as many newest tokens as heavy hitters, which are chosen among
+    the older ones: with ``recent`` left out that holds at any target, an odd slot going to the newest.
+    Scores are then ranks and the same in all heads; to divide a layer by mass (``ada``) give ``recent``.
+
+    Attributes:
+      recent: newest tokens that are protected, or None for half of whatever stays.
+      average: divide a token's mass by the number of queries that see it.
+
+    Raises:
+      PolicyError: recent that is no number of tokens, average that is neither True nor False.
+    """
+
+    name = "h2o"
+    needs = frozenset({"q", "k", "v"})
+    scores_prompt = True
+    recent: int | None = None
+    average: bool = False
+
+    def __post_init__(self) -> None:
+        if self.recent is not None and (not isinstance(self.recent, int) or self.recent < 0):
+            raise PolicyError(
+                f"{self!r}: recent={self.recent!r} is no number of tokens. Give 0 or more, or leave it out."
+            )
+        if not isinstance(self.average, bool):
+            raise PolicyError(f"{self!r}: average={self.average!r} is no switch. Give True or False.")
+
+    @property
+    def protects(self) -> int:
+        """``recent``, where it is a number."""
+        return self.recent or 0
+
+    def score_prompt(self, params: Params | None, seen: Observation) -> Float[Array, "B K T"]:
+        """Mass of every prompt token, or minus its place when newest and heaviest take turns."""
+        del params
+        mass = self._mass(seen)
+        if self.recent is not None:
+            return mass
+        real = seen.pos >= 0
+        order = jnp.argsort(jnp.where(real[:, None, :], -mass, jnp.inf), axis=-1, stable=True)
+        age = jnp.where(real, seen.total[:, None] - 1 - seen.pos, 0)
+        age = jnp.take_along_axis(jnp.broadcast_to(age[:, None, :], order.shape), order, axis=-1)
+        return -jnp.take_along_axis(_turns(age), jnp.argsort(order, axis=-1), axis=-1).astype(jnp.float32)
+
+    def _mass(self, seen: Observation) -> Float[Array, "B K T"]:
+        pos = seen.pos
+        _, lse = blockwise(seen.q, seen.k, seen.v, q_pos=pos, k_pos=pos, softcap=seen.softcap)
+        weights = (pos >= 0).astype(jnp.float32)
+        mass = column_mass(seen.q, seen.k, lse, weights, q_pos=pos, k_pos=pos, softcap=seen.softcap)
+        rows, heads, t, _ = seen.k.shape
+        mass = mass.reshape(rows, heads, -1, t).mean(axis=2)
+        if self.average:
+            mass /= jnp.maximum(seen.total[:, None] - pos, 1)[:, None, :]
+        return mass
+
+
+def _turns(age: Int[Array, "B K T"]) -> Int[Array, "B K T"]:
+    """The smallest target at which a token stays, for tokens in order of falling mass; 1, 2, 3 ...
+
+    A target b takes the newest r = ceil(b / 2) and the b - r heaviest of age >= r, so a token of age a stays
+    as one of the newest from b = 2a + 1 on. With f(r) heavier tokens of age >= r it stays as a heavy one
+    once f(r) < b - r; f falls in r, so the r before that is the largest with f(r) >= r: an h-index.
+    """
+    h, beyond = _h_index(age)  # f(h) >= h, and beyond = f(h + 1) <= h
+    return jnp.minimum(2 * age + 1, 2 * h + 1 + (beyond >= h))
+
+
+def _h_index(x: Int[Array, "... T"]) -> tuple[Int[Array, "... T"], Int[Array, "... T"]]:
+    """Of what stands before each item: the largest h with h items >= h, and how many are > h.
+
+    Bits of h are found from the highest on, for all items at once: x is sorted bit by bit (zeros before
+    ones, order kept), and [lo, hi) is where the items that agree with h so far lie among them.
+    """
+    t = x.shape[-1]
+    bits = t.bit_length()
+
+    def decide(i: Int[Array, ""], carry: tuple[Array, ...]) -> tuple[Array, ...]:
+        x, lo, hi, h, beyond = carry
+        one = (x >> (bits - 1 - i)) & 1
+        ones = jnp.pad(jnp.cumsum(one, axis=-1), [(0, 0)] * (x.ndim - 1) + [(1, 0)])
+        below, upto = (jnp.take_along_axis(ones, end, axis=-1) for end in (lo, hi))
+        count, zeros = beyond + upto - below, t - ones[..., -1:]
+        up = count >= h + (1 << (bits - 1 - i))
+        lo, hi = jnp.where(up, zeros + below, lo - below), jnp.where(up, zeros + upto, hi - upto)
+        h, beyond = h + (up << (bits - 1 - i)), jnp.where(up, beyond, count)
+        return jnp.take_along_axis(x, jnp.argsort(one, axis=-1, stable=True), axis=-1), lo, hi, h, beyond
+
+    none = jnp.zeros_like(x)
+    upto = jnp.broadcast_to(jnp.arange(t, dtype=x.dtype), x.shape)
+    return jax.lax.fori_loop(0, bits, decide, (x, none, upto, none, none))[3:]
+
+
+EXAMPLES = (Policy(eviction=H2O(), budget=Uniform(24)),)

@@ -1,0 +1,48 @@
+"""KeyDiff: keys that point the same way as all the others go, distinctive ones stay.
+
+Park et al., KeyDiff: Key Similarity-Based KV Cache Eviction for Long-Context LLM Inference in
+Resource-Constrained Environments, https://arxiv.org/abs/2504.15364
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import jax.numpy as jnp
+
+from kvjax.budgets.uniform import Uniform
+from kvjax.policy import Eviction, Observation, Policy
+from kvjax.types import Params
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class KeyDiff(Eviction):
+    """Score = minus the cosine between a key and the anchor, the mean of all unit keys of its KV head.
+
+    Keys are taken after RoPE, as they are cached, and in float32 (in bf16 many scores would tie). The anchor
+    is that of the whole prompt (the paper, which reads a prompt block by block under the budget, renews it
+    with each block). Protects nothing.
+    """
+
+    name = "keydiff"
+    needs = frozenset({"k"})
+    scores_prompt = True
+
+    def score_prompt(self, params: Params | None, seen: Observation) -> Float[Array, "B K T"]:
+        """Unlikeness of every prompt key, in [-1, 1]."""
+        del params
+        k = jnp.where((seen.pos >= 0)[:, None, :, None], seen.k.astype(jnp.float32), 0.0)
+        unit = _unit(k)
+        return -(unit * _unit(unit.sum(axis=2, keepdims=True))).sum(axis=-1)
+
+
+def _unit(x: Float[Array, "... H"]) -> Float[Array, "... H"]:
+    """Of length one; 0 stays 0."""
+    return x / jnp.maximum(jnp.linalg.norm(x, axis=-1, keepdims=True), jnp.finfo(x.dtype).tiny)
+
+
+EXAMPLES = (Policy(eviction=KeyDiff(), budget=Uniform(24)),)

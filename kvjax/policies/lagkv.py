@@ -1,0 +1,90 @@
+"""LagKV: a token is judged by how it stands out from the tokens that follow it.
+
+Liang et al., LagKV: Lag-Relative Information of the KV Cache Tells Which Tokens Are Important,
+https://arxiv.org/abs/2504.04704
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+
+from kvjax.budgets.uniform import Uniform
+from kvjax.policy import Eviction, Observation, Policy, PolicyError
+from kvjax.types import Params
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class LagKV(Eviction):
+    """Partitions of ``lag`` tokens, each measured against the next; a target takes the same share of each.
+
+    After the first ``sinks`` tokens the prompt is cut into partitions. Keys and values of partition p are
+    scaled, channel by channel, by the range of partition p + 1 (a channel without range counts as 0); the
+    score of a token is the deviation over channels (H - 1), turned by softmax over the partition into a
+    share, mean of the keys' and the values'. The rank within the partition decides, equal ranks keep the
+    lowest positions, so partitions differ by one token at most, the earlier having more.
+
+    The last full partition and what follows have no successor: like the sinks they go only when every ranked
+    token is gone, then the oldest first, the sinks last. A prompt without two partitions is all sinks
+    and tail. The paper lets sinks and tail come on top of its share of the partitions; here they
+    count towards the target like everything else.
+
+    Attributes:
+      lag: tokens of a partition.
+      sinks: first tokens, outside the partitions.
+
+    Raises:
+      PolicyError: lag < 2, sinks < 0.
+    """
+
+    name = "lagkv"
+    needs = frozenset({"k", "v"})
+    scores_prompt = True
+    lag: int = 128
+    sinks: int = 4
+
+    def __post_init__(self) -> None:
+        for name, least in (("lag", 2), ("sinks", 0)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < least:
+                raise PolicyError(f"{self!r}: {name}={value!r} is no number of tokens. Give {least} or more.")
+
+    def score_prompt(self, params: Params | None, seen: Observation) -> Float[Array, "B K T"]:
+        """Ranks 0 ... lag - 1 in partitions; the tail by position above them, the sinks above all."""
+        del params
+        rows, heads, t, _ = seen.k.shape
+        pos = seen.pos[:, None, :]
+        full = jnp.maximum(seen.total - self.sinks, 0) // self.lag
+        tail = self.sinks + jnp.maximum(full - 1, 0) * self.lag  # its first position
+        protected = jnp.where(pos < self.sinks, 2 * t - pos, pos) + self.lag
+        ranks = jnp.zeros((rows, heads, t), jnp.int32)
+        parts = max(t - self.sinks, 0) // self.lag
+        if parts > 1:
+            ranked = slice(self.sinks, self.sinks + (parts - 1) * self.lag)
+            ranks = ranks.at[:, :, ranked].set(self._ranks(seen, parts).reshape(rows, heads, -1))
+        judged = (pos >= self.sinks) & (pos < tail[:, None, None])
+        return jnp.where(judged, ranks, protected).astype(jnp.float32)
+
+    def _ranks(self, seen: Observation, parts: int) -> Float[Array, "B K M S"]:
+        """Of every partition but the last: 0 for the least remarkable token, the later one of equals."""
+        share = (self._shares(seen.k, parts) + self._shares(seen.v, parts)) / 2
+        worse = jnp.argsort(jnp.argsort(-share, axis=-1, stable=True), axis=-1)
+        return self.lag - 1 - worse
+
+    def _shares(self, x: Float[Array, "B K T H"], parts: int) -> Float[Array, "B K M S"]:
+        rows, heads, _, h = x.shape
+        x = x[:, :, self.sinks : self.sinks + parts * self.lag].astype(jnp.float32)
+        x = x.reshape(rows, heads, parts, self.lag, h)
+        low, high = x[:, :, 1:].min(axis=3, keepdims=True), x[:, :, 1:].max(axis=3, keepdims=True)
+        span = high - low
+        scaled = jnp.where(span > 0, (x[:, :, :-1] - low) / jnp.where(span > 0, span, 1.0), 0.0)
+        return jax.nn.softmax(jnp.std(scaled, axis=-1, ddof=1), axis=-1)
+
+
+EXAMPLES = (Policy(eviction=LagKV(lag=8, sinks=2), budget=Uniform(24)),)

@@ -1,0 +1,42 @@
+"""What a call of ragged_decode is made of besides its queries; fields as in ``api.ragged_decode``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Bool, Float, Int, Num
+
+
+class Options(NamedTuple):
+    """What a call is compiled for."""
+
+    mass: bool
+    scale: float
+    softcap: float | None
+    shared: bool = False
+
+
+class Pools(NamedTuple):
+    """Pages of all streams."""
+
+    k: Num[Array, "P S H"]
+    v: Num[Array, "P S H"]
+    scales: Float[Array, "P 2 H"] | None
+
+    def all(self) -> list[Array]:
+        """The arrays there are."""
+        return [x for x in self if x is not None]
+
+    def for_scores(self) -> list[Array]:
+        """Those that scores need."""
+        return [x for x in (self.k, self.scales) if x is not None]
+
+
+class Lists(NamedTuple):
+    """Which pages and slots each stream reads."""
+
+    table: Int[Array, "B K M"]
+    length: Int[Array, "B K"]
+    pages: Int[Array, "B K J"] | None
+    slots: Bool[Array, "B K J S"] | None

@@ -1,0 +1,92 @@
+"""Sizes of blocks: a body's own, what was measured to be faster on a device, and what is just being tried.
+
+A body asks ``pick`` for the blocks of each of its passes, giving its own as the default. What it is given to
+pick from comes through ``dispatch``: the "blocks" of ``tuned/<device>/<op>.json``, which
+``python -m pallas_kernels.bench --device`` writes together with the measurements that chose them, or what
+``trying`` says while that runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+
+class Blocks(NamedTuple):
+    """Sizes of one pass of a body; 0 leaves a size to the body.
+
+    Attributes:
+      q: queries of a tile.
+      k: keys, slots or tokens of a tile.
+      item: slots or tokens of a program, where a program walks several tiles.
+      warps, stages: for Triton's compiler.
+    """
+
+    q: int = 0
+    k: int = 0
+    item: int = 0
+    warps: int = 0
+    stages: int = 0
+
+    def over(self, default: Blocks) -> Blocks:
+        """These sizes, and those of ``default`` where these say nothing."""
+        return Blocks(*(mine or theirs for mine, theirs in zip(self, default)))
+
+    def said(self) -> dict[str, int]:
+        """The sizes that are not left to the body."""
+        return {name: size for name, size in self._asdict().items() if size}
+
+
+Tuned = tuple[tuple[str, Blocks], ...]
+"""(key, blocks) of the passes that are not left to the body; static in jitted bodies."""
+
+_trying: contextvars.ContextVar[Mapping[str, Tuned] | None] = contextvars.ContextVar("trying", default=None)
+
+
+def key(what: str, dtype: Any, h: int) -> str:
+    """The name under which a pass's blocks are recorded, such as "forward/bfloat16/128".
+
+    Head dims are as tiles have them: the next power of two.
+    """
+    return f"{what}/{getattr(dtype, 'name', dtype)}/{1 << (h - 1).bit_length()}"
+
+
+def pick(blocks: Tuned | tuple[int, int] | None, what: str, dtype: Any, h: int, default: Blocks) -> Blocks:
+    """The blocks of a pass: what ``blocks`` says of it, the rest from ``default``.
+
+    Args:
+      blocks: what ``dispatch`` gave the body; or a plain (q, k) for every pass.
+      what: the pass, such as "forward".
+      dtype: of keys and values (a dtype, not a scalar type).
+      h: their head dim.
+      default: the body's own blocks for this call.
+    """
+    if not blocks:
+        return default
+    if not isinstance(blocks[0], tuple):
+        return Blocks(*blocks).over(default)
+    return dict(blocks).get(key(what, dtype, h), Blocks()).over(default)
+
+
+def recorded(record: Mapping[str, Any]) -> Tuned:
+    """The chosen blocks of an operation's record."""
+    entries = record.get("blocks", {}).items()
+    return tuple((name, Blocks(**entry["chosen"])) for name, entry in sorted(entries) if entry.get("chosen"))
+
+
+def chosen(folder: str, record: Mapping[str, Any]) -> Tuned:
+    """What the bodies of an operation's folder are given: from ``trying``, else from its record."""
+    trial = _trying.get()
+    return recorded(record) if trial is None or folder not in trial else trial[folder]
+
+
+@contextlib.contextmanager
+def trying(folder: str, blocks: Tuned) -> Iterator[None]:
+    """Give the bodies of a folder these blocks and no recorded ones. Callers jitted before keep theirs."""
+    token = _trying.set({**(_trying.get() or {}), folder: blocks})
+    try:
+        yield
+    finally:
+        _trying.reset(token)

@@ -1,0 +1,57 @@
+"""What ``bench --device`` will try on a GPU compiles for one, without spills: its time is for measuring."""
+
+from __future__ import annotations
+
+import pytest
+from test_aot_ops import target
+
+from pallas_kernels import aot, tuning
+from pallas_kernels.candidates import CANDIDATES
+from pallas_kernels.cases import cases
+from pallas_kernels.tuning import Blocks
+
+pytestmark = pytest.mark.aot
+
+CASES = cases()
+TUNED_BY = {
+    ("ragged_decode", "read"): (("bfloat16", 128), "bfloat16"),
+    ("blockwise", "forward"): (("bfloat16", 128), "prompt_bfloat16"),
+    ("blockwise", "backward"): (("bfloat16", 128), "prompt_bfloat16_gradient"),
+    ("vertical_slash", "forward"): (("bfloat16", 128), "bfloat16_quarter"),
+    ("gated", "forward"): (("bfloat16", 128), "bfloat16"),
+    ("gated", "backward"): (("bfloat16", 128), "bfloat16_gradient"),
+    ("phi", "sums"): (("bfloat16", 128), "build_bfloat16"),
+}
+"""(operation, pass) to the dtype and head dim it is tuned for, and the case that has that pass."""
+
+CHIP_OF = {"triton": "h200", "mosaic_tpu": "v5e"}
+EACH = [
+    pytest.param(op, impl, what, blocks, id=f"{op}-{impl}-{what}-{'-'.join(map(str, blocks))}")
+    for (op, impl), passes in CANDIDATES.items()
+    for what, tried in passes.items()
+    for blocks in tried
+]
+
+
+def built(chip, op, what, blocks):
+    key, name = TUNED_BY[op, what]
+    case = CASES[f"{op}/{name}"]
+    with tuning.trying(op, ((tuning.key(what, *key), blocks),)):
+        return aot.compiled_without_spills(chip, case.run(chip.impl), *case.args)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("op", "impl", "what", "blocks"), EACH)
+def test_a_candidate_compiles_without_spills(op, impl, what, blocks):
+    built(target(CHIP_OF[impl]), op, what, blocks)
+
+
+def test_a_spill_is_seen():
+    """The detector itself, and that blocks reach the compiler."""
+    with pytest.raises(aot.SpillsError, match="register spilling"):
+        built(target("h200"), "blockwise", "backward", Blocks(q=64, k=128, warps=4, stages=2))
+
+
+def test_too_much_shared_memory_is_seen():
+    with pytest.raises(aot.jax.errors.JaxRuntimeError, match="(?i)shared"):
+        built(target("h200"), "blockwise", "forward", Blocks(q=256, k=256, warps=8, stages=4))

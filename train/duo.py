@@ -1,0 +1,159 @@
+"""Learns DuoAttention's head pattern: how much each KV head needs the middle of a text.
+
+python -m train.duo --config configs/gates/duo-small.yaml
+python -m train.duo --config configs/gates/duo-small.yaml --export FILE
+
+Xiao et al., DuoAttention, https://arxiv.org/abs/2410.10819: every KV head writes ``alpha`` times its full
+attention plus ``1 - alpha`` times its streaming attention (sinks and a window). Trained are the alphas
+alone, from 1, by the squared error of the final hidden states where needles are answered plus lambda times
+their mean; after every update they are clipped to 0 ... 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import shutil
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from kvjax.learned import save_weights
+from kvjax.models.hf import ModelError
+from kvjax.models.spec import ModelSpec
+from kvjax.types import Heads, Params
+from train import distill, gate_rows, gates, loop
+from train.gate_settings import ConfigError, Settings, backbone, optimizer, read
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float
+
+
+def first(spec: ModelSpec) -> Params:
+    """All heads full."""
+    return {"admission": [{"alpha": jnp.ones(spec.num_kv_heads)} for _ in range(spec.num_layers)]}
+
+
+def mixed(net: distill.Net, sinks: int) -> distill.Layer:
+    """Attention of a layer under ``{"alpha": [K]}``."""
+
+    def layer(leaves: Params, x: Heads) -> tuple[Array, Array]:
+        b, t, k, _ = x.k.shape
+        closed = jnp.where(jnp.arange(t) < sinks, 0.0, -jnp.inf)
+        full = distill.attend(net, x, jnp.zeros((b, k, t)))
+        streaming = distill.attend(net, x, jnp.broadcast_to(closed, (b, k, t)))
+        alpha = jnp.repeat(leaves["alpha"], net.spec.groups)[:, None].astype(full.dtype)
+        return alpha * full + (1 - alpha) * streaming, jnp.zeros(())
+
+    return layer
+
+
+def objective(
+    net: distill.Net, lam: float, sinks: int, frozen: Params, params: Params, batch: dict[str, Any]
+) -> tuple[Float[Array, ""], dict[str, Array]]:
+    """Squared error where answers are read off (mean over these and channels) plus lambda mean alpha."""
+    goal = distill.teacher(net, frozen, batch["tokens"])
+    pattern = distill.stack(params["admission"])
+    x, _ = distill.walk(net, frozen, pattern, batch["tokens"], mixed(net, sinks))
+    error = jnp.mean((distill.states(net, frozen, x) - goal) ** 2, axis=-1).reshape(-1)[batch["at"]]
+    answer = batch["answer"]
+    apart = jnp.sum(jnp.where(answer, error, 0.0)) / jnp.maximum(jnp.sum(answer), 1)
+    mean = jnp.mean(pattern["alpha"])
+    return apart + lam * mean, {"distill": apart, "alpha": mean}
+
+
+def in_unit_interval() -> optax.GradientTransformation:
+    """Shortens updates so that params stay in 0 ... 1."""
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        return jax.tree.map(lambda u, p: jnp.clip(p + u, 0.0, 1.0) - p, updates, params), state
+
+    return optax.GradientTransformation(lambda _: optax.EmptyState(), update)
+
+
+def make_optimizer(settings: Settings) -> optax.GradientTransformation:
+    """The config's schedule under the clip."""
+    return optax.chain(optimizer(settings.rate, settings.plan.steps), in_unit_interval())
+
+
+def make_check(loss: Any, have: gate_rows.Supply) -> Any:
+    """The objective on one fixed batch and every alpha."""
+    measure, batch = jax.jit(lambda run, params, rows: run(params, rows)[1]), have.train[0]
+
+    def check(params: Params, step: int, level: int) -> loop.Verdict:
+        found = {name: float(value) for name, value in measure(loss, params, batch).items()}
+        for layer, leaves in enumerate(params["admission"]):
+            found |= {f"alpha_{layer}_{head}": float(a) for head, a in enumerate(leaves["alpha"])}
+        return loop.Verdict(metrics=found, level=level)
+
+    return check
+
+
+def run(settings: Settings) -> loop.State:
+    """Trains to the end of the plan, or goes on from the newest checkpoint.
+
+    Raises:
+      ConfigError: documents instead of rows: those have no answers; or see ``train.gate_settings``.
+      ModelError: no such model.
+    """
+    if settings.data["kind"] != "rows":
+        raise ConfigError("data.kind: train.duo needs rows with answers. Use rows.")
+    model, layout = backbone(settings), gates.make_layout(settings)
+    net = gates.make_net(settings, model.spec, layout)
+    frozen = layout.frozen(model.params, settings.dtype)
+    have = gate_rows.supply(settings, model.folder)
+    start = functools.partial(objective, net, settings.lam, settings.sinks)
+    loss, pattern = jax.tree_util.Partial(start, frozen), first(model.spec)
+    return loop.train(
+        params=jax.device_put(pattern, layout.gates(pattern)),
+        optimizer=make_optimizer(settings),
+        loss=loss,
+        batches=lambda level: have.train,
+        folder=settings.folder,
+        plan=settings.plan,
+        check=make_check(loss, have),
+        layout=layout,
+    )
+
+
+def export(settings: Settings, file: Path) -> None:
+    """Writes the newest checkpoint's pattern and the log beside it.
+
+    Raises:
+      ConfigError: nothing trained.
+    """
+    model = backbone(settings)
+    pattern = first(model.spec)
+    step, found = gates.latest(settings, pattern, make_optimizer(settings))
+    notes: dict[str, Any] = {"lambda": settings.lam, "sinks": settings.sinks, "window": settings.gate.window}
+    notes |= {"seed": settings.seed, "step": step, "config": settings.name}
+    save_weights(file, model, "duo", found["admission"], notes=notes)
+    shutil.copyfile(settings.folder / "log.jsonl", file.with_suffix(".jsonl"))
+    print(f"{file} holds the pattern of step {step}")
+
+
+def main(words: list[str] | None = None) -> int:
+    """The command line; its exit code: 0, 2 for bad input."""
+    parser = argparse.ArgumentParser(prog="python -m train.duo", description=__doc__.splitlines()[0])
+    parser.add_argument("--config", type=Path, required=True)
+    parser.add_argument("--strength", default="default", help="which of the config's lambdas")
+    parser.add_argument("--export", type=Path, metavar="FILE", help="write the newest checkpoint's pattern")
+    args = parser.parse_args(words)
+    try:
+        settings = read(args.config, args.strength)
+        if args.export is not None:
+            export(settings, args.export)
+        else:
+            run(settings)
+    except (ConfigError, ModelError) as reason:
+        print(f"error: {reason}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

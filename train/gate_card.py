@@ -1,0 +1,160 @@
+"""The card of a model's gates: what each file keeps and loses, from the logs that lie beside the files.
+
+python -m train.gate_card --config configs/gates/small.yaml --duo configs/gates/duo-small.yaml \\
+    --out kvjax/assets/small/gates
+
+Every number comes from ``NAME.jsonl``; only the prose is written here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+if TYPE_CHECKING:
+    import numpy as np
+    from jaxtyping import Float
+
+HEADER = """# Gates of the embedded model
+
+Learned weights of `--policy wg-kv`: a gate per layer and KV head that says, when a token is written, whether
+it outlives the window of {window} tokens (WG-KV, [arXiv 2512.17452](https://arxiv.org/abs/2512.17452)).
+Trained by `train.gates` on the frozen model: mean squared error of the hidden states after the final norm to
+those of the untouched model, plus lambda times what the gates keep (cost `{cost}`). At inference a token is
+kept where its gate is at least {tau}. `duo.safetensors` is the head pattern of `--policy duo`
+(DuoAttention, [arXiv 2410.10819](https://arxiv.org/abs/2410.10819)), learned by `train.duo`.
+
+Every file is bound to the weights of `../model.safetensors` by a fingerprint in its header.
+"""
+
+FOOTER = """
+## Data and licences
+
+The rows of `train/data.py`: book text, needles and the model's tasks from the same public-domain books and
+permissively licensed sets as the model itself (see its card). Checks use held-out books, words and rows. The
+files carry the repository's licence.
+"""
+
+
+def histogram(g: Float[np.ndarray, "L B K T"], tau: float, path: Path) -> None:
+    """Gates of a few held-out rows, a panel a head: layers down, KV heads across; the line is tau."""
+    import matplotlib.pyplot as plt
+
+    layers, _, heads, _ = g.shape
+    size = (2.6 * heads + 1, 1.5 * layers + 0.6)
+    fig, axes = plt.subplots(layers, heads, figsize=size, squeeze=False, layout="constrained", sharex=True)
+    for layer in range(layers):
+        for head in range(heads):
+            mine, ax = g[layer, :, head].ravel(), axes[layer, head]
+            ax.hist(mine, bins=50, range=(0, 1), color="0.35", log=True)
+            ax.axvline(tau, color="tab:red", lw=1)
+            ax.set_title(f"{layer}.{head}: {100 * (mine >= tau).mean():.0f} % kept", fontsize=8)
+            ax.tick_params(labelsize=7)
+    fig.supxlabel("gate", fontsize=8)
+    fig.supylabel("tokens (log)", fontsize=8)
+    fig.savefig(path, dpi=80)
+    plt.close(fig)
+
+
+def records(path: Path) -> list[dict[str, Any]]:
+    """A log's lines."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def last_check(log: list[dict[str, Any]]) -> dict[str, Any]:
+    """The newest line of a check."""
+    return [line for line in log if "time" in line][-1]
+
+
+def _row(*cells: object) -> str:
+    return "| " + " | ".join(map(str, cells)) + " |\n"
+
+
+def table(config: dict[str, Any], folder: Path) -> str:
+    """What each lambda keeps and loses, by length."""
+    lengths = config["check"]["lengths"]
+    head = ("file", "lambda", "length", "mean gate, %", "kept at tau, %", "loss, soft", "loss, tau")
+    text = _row(*head) + _row(*["---"] * len(head))
+    for name, lam in config["loss"]["lambdas"].items():
+        found = last_check(records(folder / f"{name}.jsonl"))
+        for n in lengths:
+            gate, kept = (f"{100 * found[f'{key}_{n}']:.1f}" for key in ("gate", "kept"))
+            soft, hard = (f"{found[f'{key}_{n}']:.4f}" for key in ("soft", "hard"))
+            text += _row(name, lam, n, gate, kept, soft, hard)
+    return text
+
+
+def recall(config: dict[str, Any], folder: Path) -> str:
+    """Needles found through thresholded gates."""
+    asked = config["check"]["needles"]
+    keys = [f"found_{a['keys']}_of_{a['length']}" for a in asked]
+    heads = [f"{a['keys']} hidden, {a['length']} tokens (n = {a['count']}), %" for a in asked]
+    text = _row("file", *heads) + _row(*["---"] * (1 + len(heads)))
+    for name in config["loss"]["lambdas"]:
+        found = last_check(records(folder / f"{name}.jsonl"))
+        text += _row(name, *(f"{100 * found[key]:.0f}" for key in keys))
+    return text
+
+
+def runs(config: dict[str, Any], path: Path, folder: Path) -> str:
+    """Commands, seeds, steps."""
+    text = ""
+    for name in config["loss"]["lambdas"]:
+        steps, seed = records(folder / f"{name}.jsonl")[-1]["step"], config["seed"]
+        command = f"    python -m train.gates --config {path} --strength {name}"
+        text += (
+            f"{command}      # {steps} steps, seed {seed}\n{command} --export {folder}/{name}.safetensors\n"
+        )
+    return text
+
+
+def card(gates: Path, duo: Path, folder: Path) -> str:
+    """The whole README of a folder of gates."""
+    config, pattern = (yaml.safe_load(path.read_text()) for path in (gates, duo))
+    gate, data = config["gate"], config["data"]
+    text = HEADER.format(window=gate["window"], cost=config["loss"]["cost"], tau=gate["tau"])
+    text += "\n## What they keep and lose\n\nHeld-out rows of the training mixture, "
+    text += f"{config['check']['rows']} a length; tokens of the last window are not counted; float32. The\n"
+    text += "losses are the distillation loss, under the gates as trained and under the thresholded ones.\n\n"
+    text += table(config, folder) + "\nNeedles found in held-out text through the thresholded gates:\n\n"
+    text += recall(config, folder) + "\n"
+    for name in config["loss"]["lambdas"]:
+        text += f"![Gates of each head, {name}]({name}.png)\n"
+    text += "\n## Training\n\n" + runs(config, gates, folder)
+    lengths = ", ".join(map(str, data["lengths"]))
+    text += f"\n{data['tokens']} tokens a batch, rows of {lengths}. Logs: `NAME.jsonl`.\n"
+    return text + "\n" + pattern_part(pattern, duo, folder) + FOOTER
+
+
+def pattern_part(config: dict[str, Any], path: Path, folder: Path) -> str:
+    """The learned head pattern."""
+    found = last_check(records(folder / "duo.jsonl"))
+    text = "## Head pattern\n\nalpha of every KV head, 1 a retrieval head, 0 a streaming head "
+    text += f"({config['sinks']} sinks, window {config['gate']['window']}):\n\n"
+    alphas = {name.split("_", 1)[1]: x for name, x in found.items() if name.startswith("alpha_")}
+    text += _row("layer_head", *alphas) + _row(*["---"] * (1 + len(alphas)))
+    text += _row("alpha", *(f"{x:.3f}" for x in alphas.values()))
+    text += f"\nDistillation loss at the answers {found['distill']:.4f}, mean alpha {found['alpha']:.3f}.\n\n"
+    steps = records(folder / "duo.jsonl")[-1]["step"]
+    text += f"    python -m train.duo --config {path}      # {steps} steps, seed {config['seed']}\n"
+    return text + f"    python -m train.duo --config {path} --export {folder}/duo.safetensors\n"
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m train.gate_card", description=__doc__.splitlines()[0])
+    parser.add_argument("--config", type=Path, required=True, help="of the gates")
+    parser.add_argument("--duo", type=Path, required=True, help="config of the head pattern")
+    parser.add_argument(
+        "--out", type=Path, required=True, help="the folder of exported files, gets README.md"
+    )
+    args = parser.parse_args()
+    (args.out / "README.md").write_text(card(args.config, args.duo, args.out))
+
+
+if __name__ == "__main__":
+    main()
