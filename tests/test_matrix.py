@@ -69,6 +69,7 @@ def test_a_package_that_would_be_replaced_fails_a_stack():
         matrix._check_moved(["jax 0.7.2 to 0.10.2"])
 
 
+@pytest.mark.slow  # the script itself does it on three stacks
 def test_this_stack_generates(tmp_path):
     matrix_parts.generate(tmp_path)
 

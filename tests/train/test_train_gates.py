@@ -135,6 +135,7 @@ def test_training_lowers_the_loss_moves_only_gates_and_exports(tmp_path, tiny_fo
     capsys.readouterr()
 
 
+@pytest.mark.slow  # the loop is that of test_pretrain and test_train_duo, which kill it too
 def test_a_killed_run_goes_on_with_the_same_losses(tmp_path, tiny_folder):
     config = written(tmp_path, config_at(tmp_path, tiny_folder, optimizer={"accumulate": 2}))
     command = [sys.executable, "-m", "train.gates", "--config", str(config)]
