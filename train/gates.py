@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import importlib.util
 import shutil
 import sys
 from collections.abc import Callable
@@ -218,12 +219,15 @@ def export(settings: Settings, file: Path) -> None:
     notes |= {"seed": settings.seed, "step": step, "strength": settings.strength, "cost": settings.cost}
     save_weights(file, model, "wg-kv", params["admission"], notes=notes)
     shutil.copyfile(settings.folder / "log.jsonl", file.with_suffix(".jsonl"))
+    print(f"{file} holds the gates of step {step}")
+    if importlib.util.find_spec("matplotlib") is None:
+        print("No picture: it needs matplotlib. Install it (pip install 'kvjax[plot]') and export again.")
+        return
     frozen = layout.frozen(model.params, settings.dtype)
     net, have = make_net(settings, model.spec, layout), gate_rows.supply(settings, model.folder)
     rows = have.check[max(have.check)]
     _, z = jax.jit(_student, static_argnums=0)(net, frozen, params, rows)
     gate_card.histogram(np.asarray(jax.nn.sigmoid(z)), gate.tau, file.with_suffix(".png"))
-    print(f"{file} holds the gates of step {step}")
 
 
 def main(words: list[str] | None = None) -> int:
