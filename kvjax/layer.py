@@ -110,20 +110,55 @@ def arriving(site: Site, x: Heads, pos: Int[Array, "B T"], seen: Observation) ->
 
 def through_door(site: Site, cache: LayerCache, out: Entry) -> LayerCache:
     """Each leaving token meets its one decision: GLOBAL, or φ, or nothing."""
-    pages, policy = cache.pages, site.policy
+    pages = cache.pages
     if pages is None:
         return cache
-    real = (out.pos >= 0)[:, None, :]
-    choice = policy.selection.selectable(out.pos, site.total)
-    number = choice.astype(jnp.int32) if policy.selection.splits else jnp.zeros(out.pos.shape, jnp.int32)
-    which = jnp.where(out.admit & real, number[:, None, :], EMPTY)
-    pages = paging.append(pages, policy.storage, policy.selection, out, which)
-    cache = dataclasses.replace(cache, pages=pages)
+    pages = paging.append(pages, site.policy.storage, site.policy.selection, out, _destination(site, out))
+    return _completing(site, dataclasses.replace(cache, pages=pages), out)
+
+
+def exchange(
+    site: Site, cache: LayerCache, new: Entry, length: Int[Array, " B"], count: Int[Array, " B"]
+) -> LayerCache:
+    """``through_door`` for a decode step: oldest token out, new one in; GLOBAL rests when none enters."""
+    if cache.pages is None:
+        return dataclasses.replace(cache, ring=rings.put(cache.ring, new, length, count))
+    storage, selection = site.policy.storage, site.policy.selection
+    out = rings.leaving(cache.ring, new, length, count)
+    which = _destination(site, out)
+
+    # XLA on CPU keeps no order but that of data, and would copy the ring to write it beside a read. So what
+    # is written comes out of the branches that use what was read, in one of them seemingly changed.
+    def enter(pages: Pages, k: Array, v: Array) -> tuple[Pages, Array, Array]:
+        pages = paging.append(pages, storage, selection, out, which)
+        never = (out.pos < EMPTY)[:, None, :, None]
+        return pages, jnp.where(never, out.k, k), jnp.where(never, out.v, v)
+
+    pages, k, v = jax.lax.cond(jnp.any(which >= 0), enter, lambda *same: same, cache.pages, new.k, new.v)
+    new = dataclasses.replace(new, k=k, v=v)
+    ring = rings.put(cache.ring, new, length, count)
+    return _completing(site, dataclasses.replace(cache, pages=pages, ring=ring), out)
+
+
+def _destination(site: Site, out: Entry) -> Int[Array, "B K T"]:
+    """The page list each leaving token goes to; EMPTY for those that are not stored."""
+    selection, real = site.policy.selection, (out.pos >= 0)[:, None, :]
+    number = jnp.zeros(out.pos.shape, jnp.int32)
+    if selection.splits:
+        number = selection.selectable(out.pos, site.total).astype(jnp.int32)
+    return jnp.where(out.admit & real, number[:, None, :], EMPTY)
+
+
+def _completing(site: Site, cache: LayerCache, out: Entry) -> LayerCache:
+    """φ takes its part of the leaving tokens."""
+    policy = site.policy
     if policy.completion == Nothing():
         return cache
     # Without selection φ takes the rejected; with selection every selectable token too, kept or not.
-    selective = policy.selection != SelectAll()
-    take = real & (~out.admit | (choice[:, None, :] & selective))
+    take = ~out.admit
+    if policy.selection != SelectAll():
+        take = take | policy.selection.selectable(out.pos, site.total)[:, None, :]
+    take = take & (out.pos >= 0)[:, None, :]
     return absorb(site, cache, out.k, out.v, jnp.broadcast_to(out.pos[:, None], out.admit.shape), take)
 
 
@@ -292,9 +327,7 @@ def step(
     count = active.astype(jnp.int32)
     pos = jnp.where(active, length, EMPTY)[:, None]
     new = arriving(site, x, pos, observe(site, x, pos))
-    if cache.pages is not None:
-        cache = through_door(site, cache, rings.leaving(cache.ring, new, length, count))
-    cache = dataclasses.replace(cache, ring=rings.put(cache.ring, new, length, count))
+    cache = exchange(site, cache, new, length, count)
     cache = evict(site, cache, length + count, active & _due(site.policy, length + count, count))
     q = _major(x.q)
     held = rings.positions(length + count, cache.ring.window)
