@@ -32,8 +32,10 @@ from kvjax.types import EMPTY, Heads, Network, Params, Weighted, pytree
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int
 
-PAGE = 64
-"""Default slots of a page."""
+PAGE, LONG_PAGE = 64, 256
+"""Default slots of a page, and from lists of ``LONG`` slots on, where half an empty page a list is little."""
+
+LONG = 16384
 
 CHUNK = 256
 """Default tokens of a prefill chunk."""
@@ -60,6 +62,11 @@ def bucket(n: int) -> int:
     return size
 
 
+def page_size(longest: int) -> int:
+    """Default slots of a page for lists of up to ``longest``; a read costs something for every page."""
+    return LONG_PAGE if longest >= LONG else PAGE
+
+
 def empty(
     network: Network,
     policy: Policy,
@@ -67,7 +74,7 @@ def empty(
     rows: int,
     context: int,
     dtype: jnp.dtype,
-    page: int = PAGE,
+    page: int | None = None,
     chunk_size: int = CHUNK,
 ) -> KVState:
     """A state that has seen nothing.
@@ -78,13 +85,14 @@ def empty(
       rows: B.
       context: most tokens a row will ever see.
       dtype: of keys and values, the model's own.
-      page: slots of a page.
+      page: slots of a page; by default ``page_size`` chooses.
       chunk_size: most tokens a row will be fed at a time.
     """
     dtype = jnp.dtype(dtype)
     heads, dim = network.num_kv_heads, network.head_dim
     most = policy.most_slots(context, chunk_size)
     longest = context if most is None else min(most, context)
+    size = page_size(longest) if page is None else page
 
     def room(window: int | None) -> LayerCache:
         w = policy.window(context) if window is None else min(window, context)
@@ -93,16 +101,16 @@ def empty(
             return LayerCache(ring=ring, pages=None, summary=None)
         pages = pool.empty(
             pages=1,
-            size=page,
+            size=size,
             rows=rows,
             heads=heads,
             lists=2 if policy.selection.splits else 1,
-            entries=max(1, -(-longest // page)),
+            entries=max(1, -(-longest // size)),
             head_dim=dim,
             dtype=policy.storage.dtype(dtype),
             scaled=policy.storage.scaled,
             meta=policy.keeps,
-            summary=policy.selection.summary_shapes(page, dim),
+            summary=policy.selection.summary_shapes(size, dim),
         )
         return LayerCache(ring=ring, pages=pages, summary=policy.completion.empty(rows, heads, dim, context))
 
@@ -258,7 +266,7 @@ def prefill(
     *,
     context: int | None = None,
     chunk_size: int = CHUNK,
-    page: int = PAGE,
+    page: int | None = None,
     weights: Params | None = None,
     progress: Progress | None = None,
 ) -> tuple[KVState, Float[Array, "B V"]]:
@@ -273,7 +281,7 @@ def prefill(
       prompts: token ids per row, any lengths of at least 1.
       context: most tokens a row will ever see (prompt and new ones); by default the prompts' size class.
       chunk_size: tokens a chunk.
-      page: slots of a page.
+      page: slots of a page; by default ``page_size`` chooses.
       weights: learned weights, for policies that have some: ``kvjax.weights_for(policy, model)``.
       progress: told how much is done.
 
@@ -616,7 +624,7 @@ def generate(
     seed: int = 0,
     stops: Sequence[int] = (),
     chunk_size: int = CHUNK,
-    page: int = PAGE,
+    page: int | None = None,
     weights: Params | None = None,
 ) -> Generation:
     """Prompts in, new tokens out.

@@ -120,7 +120,7 @@ def _conclude(asked: Asked, run: Row) -> None:
     from kvjax.bench import profile, ratios
 
     if asked.what != "profile":
-        run["ratios"] = ratios.answer(ratios.QUESTIONS[asked.what], run["rows"])
+        run["ratios"] = ratios.answer(ratios.questions(asked.what, run["rows"]), run["rows"])
         for ratio in run["ratios"]:
             print(json.dumps(ratio) if asked.json else results.line(ratio), flush=True)
     if asked.out:

@@ -1,5 +1,7 @@
 """Our side of a comparison: ``python -m kvjax.bench.ours CPU,CPU…`` answers requests on standard input.
 
+Parts that learn have untrained weights; write gates admit a quarter of the prompt (``fill.untrained``).
+
 load      read a model folder in a dtype
 prefill   read random prompts under a policy; seconds, and how much of them was compiling
 start     copy the prefilled rows and draw the first token
@@ -20,11 +22,13 @@ import numpy as np
 from kvjax import decode, metrics
 from kvjax.bench import machine
 from kvjax.bench.answering import answer
+from kvjax.bench.fill import untrained
 from kvjax.cache import state as states
 from kvjax.cache.state import KVState
 from kvjax.compose import policy
 from kvjax.loading import LanguageModel, load
 from kvjax.policy import Policy
+from kvjax.types import Params
 
 _COMPILING = ("jaxpr_to_mlir_module_duration", "backend_compile_duration")
 
@@ -49,6 +53,7 @@ class Side:
         self.compiling = Compiling()
         self.model: LanguageModel | None = None
         self.policy: Policy | None = None
+        self.weights: Params = {}
         self.prefilled: tuple[KVState, jax.Array] | None = None
         self.state: KVState | None = None
         self.pieces: Iterator[tuple[np.ndarray, KVState]] | None = None
@@ -63,10 +68,15 @@ class Side:
     def prefill(self, spec: str, tokens: list[list[int]], new: int, every: int) -> dict[str, Any]:
         """Prompt to first token. The state is made for exactly the prompt and ``new`` tokens."""
         assert self.model is not None  # noqa: S101  (the order of requests is ours)
-        self.policy, self.new, self.every = policy(spec), new, every
+        if self.policy != policy(spec):
+            self.policy = policy(spec)
+            self.weights = jax.block_until_ready(untrained(self.model, self.policy, seed=0))
+        self.new, self.every = new, every
         self.prefilled = self.state = self.pieces = None  # a second call must not hold two states
         compiled, begun = self.compiling.seconds, time.perf_counter()
-        state, logits = decode.prefill(self.model, self.policy, tokens, context=len(tokens[0]) + new)
+        state, logits = decode.prefill(
+            self.model, self.policy, tokens, context=len(tokens[0]) + new, weights=self.weights
+        )
         np.asarray(logits.argmax(axis=-1))  # the first token, on the host
         seconds = time.perf_counter() - begun
         self.prefilled = (jax.block_until_ready(state), logits)
@@ -82,7 +92,13 @@ class Side:
         many = logits[np.zeros(rows, np.int32)]
         self.state = states.fork(state, 0, rows)
         self.pieces = decode.stream(
-            self.model, self.policy, self.state, many, max_new_tokens=self.new, every=self.every
+            self.model,
+            self.policy,
+            self.state,
+            many,
+            max_new_tokens=self.new,
+            weights=self.weights,
+            every=self.every,
         )
         _, self.state = next(self.pieces)
         return self.bytes()

@@ -63,7 +63,7 @@ def _section(name: str, fields: Sequence[Column], runs: Sequence[Row]) -> list[s
             f"{at['threads']} thread(s), jax {at['jax']}, commit {at['commit']}; {model['parameters']:,} "
             f"random parameters (seed {model['seed']})."
         )
-    lines += ["", f"![{name}]({name}.png)", "", *_ratios(ratios.answer(ratios.QUESTIONS[name], rows))]
+    lines += ["", f"![{name}]({name}.png)", "", *_ratios(ratios.answer(ratios.questions(name, rows), rows))]
     heads = ["system", "configuration", *(title for title, _ in fields)]
     for context, batch, dtype in dict.fromkeys((r["context"], r["batch"], r["dtype"]) for r in rows):
         here = [r for r in rows if (r["context"], r["batch"], r["dtype"]) == (context, batch, dtype)]

@@ -55,6 +55,33 @@ PREFILL = (
 
 QUESTIONS = {"decode": DECODE, "prefill": PREFILL}
 
+OVER_FULL = {
+    "decode": (
+        ("speed over our full cache", "tokens_per_s"),
+        ("live bytes over full, after the prompt", "live_bytes"),
+        ("allocated bytes over full, after the prompt", "allocated_bytes"),
+        ("allocated bytes over full, while decoding", "allocated_bytes_end"),
+    ),
+    "prefill": (
+        ("prompt speed over our full cache", "prompt_tokens_per_s"),
+        ("most bytes allocated over full", "peak_allocated_bytes"),
+    ),
+}
+"""What every further policy of ours is asked: in words, and the field."""
+
+
+def questions(table: str, rows: Sequence[Row]) -> list[Question]:
+    """Everything a table is asked: fixed questions, and every further policy of ours over our full cache."""
+    known = {name for question in QUESTIONS[table] for name in (question.above, question.below)}
+    more = dict.fromkeys((row["system"], row["config"]) for row in rows if row["system"] == "kvjax")
+    found = list(QUESTIONS[table])
+    for side in more:
+        if side not in known:
+            found += [
+                Question(f"`{side[1]}`, {what}", field, side, OURS_FULL) for what, field in OVER_FULL[table]
+            ]
+    return found
+
 
 def answer(questions: Sequence[Question], rows: Sequence[Row]) -> list[Row]:
     """Every question at every context, batch and dtype where both rows were measured.
