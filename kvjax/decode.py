@@ -33,9 +33,7 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int
 
 PAGE, LONG_PAGE = 64, 256
-"""Default slots of a page, and from lists of ``LONG`` slots on, where half an empty page a list is little."""
-
-LONG = 16384
+"""Fewest and most slots of a page, unless told otherwise."""
 
 CHUNK = 256
 """Default tokens of a prefill chunk."""
@@ -63,8 +61,11 @@ def bucket(n: int) -> int:
 
 
 def page_size(longest: int) -> int:
-    """Default slots of a page for lists of up to ``longest``; a read costs something for every page."""
-    return LONG_PAGE if longest >= LONG else PAGE
+    """Default slots of a page for lists of up to ``longest``: a power of two, 64 to 128 pages a list."""
+    page = PAGE
+    while page < LONG_PAGE and longest >= 128 * page:
+        page *= 2
+    return page
 
 
 def empty(
