@@ -139,7 +139,9 @@ def layer(
     """One block: x + attention(norm x), then x + mlp(norm x)."""
     heads = project(spec, p, index, norm(spec, p, "attn_norm", x), positions)
     mixed, carry = attend(index, heads, carry)
-    y = jnp.einsum("btnh,nhd->btd", mixed.astype(x.dtype), p["wo"])
+    # Flat: contracted over two axes, XLA on CPU transposes all of wo in every decode step.
+    flat = mixed.astype(x.dtype).reshape(*mixed.shape[:2], -1)
+    y = jnp.einsum("btm,md->btd", flat, p["wo"].reshape(flat.shape[-1], -1))
     if spec.linear_bias:
         y = y + p["bo"]
     x = x + (norm(spec, p, "attn_post_norm", y) if spec.post_norms else y)
