@@ -12,6 +12,7 @@ Arrays are heads major inside ([B, K, T, H]); the seam's layout is turned once o
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -19,7 +20,7 @@ import jax.numpy as jnp
 
 from kvjax.cache import pages as paging
 from kvjax.cache import ring as rings
-from kvjax.cache.pages import Pages
+from kvjax.cache.pages import Pages, Slots
 from kvjax.cache.ring import Entry
 from kvjax.cache.state import LayerCache
 from kvjax.policy import (
@@ -34,7 +35,7 @@ from kvjax.policy import (
     Visited,
 )
 from kvjax.types import EMPTY, Heads, Params
-from pallas_kernels.blockwise.api import blockwise
+from pallas_kernels.blockwise.api import blockwise, column_mass
 from pallas_kernels.merge.api import merge
 from pallas_kernels.ragged_decode.api import ragged_decode
 from pallas_kernels.vertical_slash.api import vertical_slash
@@ -101,7 +102,8 @@ def arriving(site: Site, x: Heads, pos: Int[Array, "B T"], seen: Observation) ->
     meta: dict[str, Array] = {}
     for part in policy.parts:
         values = part.arrive(site.weights(part.place), seen)
-        meta |= {f"{part.place}.{name}": values[name] for name in part.keeps}
+        named = {f"{part.place}.{name}": values[name] for name in part.keeps}
+        meta |= {name: x for name, x in named.items() if name in policy.keeps}
     return Entry(k=k, v=v, pos=pos, admit=jnp.broadcast_to(admit | sink[:, None, :], k.shape[:3]), meta=meta)
 
 
@@ -200,9 +202,17 @@ def _absorb_victims(site: Site, cache: LayerCache, victim: Int[Array, "B K"]) ->
 
 
 def read_pages(
-    site: Site, cache: LayerCache, q: Float[Array, "B N T H"], decoding: bool, softcap: float | None = None
+    site: Site,
+    cache: LayerCache,
+    q: Float[Array, "B N T H"],
+    decoding: bool,
+    softcap: float | None = None,
+    masses: list[Array] | None = None,
 ) -> list[Partial]:
-    """Partials of GLOBAL and φ; a selection part acts on decode reads only."""
+    """Partials of GLOBAL and φ; a selection part acts on decode reads only.
+
+    ``masses`` takes what each query gave a list's slots, [B, N, T, M, S], under the list's own lse.
+    """
     pages, policy = cache.pages, site.policy
     if pages is None:
         return []
@@ -215,8 +225,9 @@ def read_pages(
         if selective and which == lists - 1:
             picked = policy.selection.select(site.weights("selection"), q[:, :, 0], pages, which)
             visited = _visited(policy, pages, which, picked.pages, picked.slots)
-        out, lse = ragged_decode(
-            q,
+        # Asked for mass, every query is a head of its own: it is scaled query by query before it is added up.
+        found = ragged_decode(
+            q if masses is None else q.reshape(q.shape[0], -1, 1, q.shape[-1]),
             pages.k,
             pages.v,
             pages.table[:, :, which],
@@ -224,9 +235,14 @@ def read_pages(
             scales=pages.scales,
             pages=None if picked is None else picked.pages,
             slots=None if picked is None else picked.slots,
+            mass=masses is not None,
             softcap=softcap,
-        )[:2]
-        parts.append((out, lse))
+        )
+        if masses is None:
+            parts.append(found[:2])
+        else:
+            parts.append((found[0].reshape(q.shape), found[1].reshape(q.shape[:3])))
+            masses.append(found[2].reshape(*q.shape[:3], *found[2].shape[2:]))
     if policy.completion != Nothing():
         parts += _completed(site, cache, q, visited, lists)
     return parts
@@ -299,7 +315,66 @@ def step(
     q = _major(x.q)
     held = rings.positions(length + count, cache.ring.window)
     recent = blockwise(q, cache.ring.k, cache.ring.v, q_pos=length[:, None], k_pos=held, softcap=x.softcap)
-    return _mixed([recent, *read_pages(site, cache, q, decoding=True, softcap=x.softcap)], x), cache
+    masses: list[Array] | None = [] if _tracks(site, cache) else None
+    parts = [recent, *read_pages(site, cache, q, decoding=True, softcap=x.softcap, masses=masses)]
+    if masses is not None:  # what is learned now decides at the next step
+        total = merge(parts)[1]
+        weights = _weights(site, pos)
+        hand = column_mass(q, cache.ring.k, total, weights, q_pos=pos, k_pos=held, softcap=x.softcap)
+        ring = dataclasses.replace(cache.ring, meta=told(site, held[:, None], cache.ring.meta, hand, count))
+        pages = _told_pages(site, cache, parts, masses, total, weights, count)
+        cache = dataclasses.replace(cache, ring=ring, pages=pages)
+    return _mixed(parts, x), cache
+
+
+# --- what a read tells -------------------------------------------------------------------------
+
+
+def _tracks(site: Site, cache: LayerCache) -> bool:
+    return site.policy.tracks_mass and cache.pages is not None
+
+
+def _weights(site: Site, pos: Int[Array, "B T"]) -> Float[Array, "B T"]:
+    """What each query of a read counts; 0 for padding."""
+    age = pos.max(axis=1, keepdims=True) - pos
+    return jnp.where(pos >= 0, site.policy.eviction.weigh(age), 0.0)
+
+
+def told(
+    site: Site, pos: Int[Array, "B K C"], meta: dict[str, Array], mass: Float[Array, "B N C"], count: Array
+) -> dict[str, Array]:
+    """Per-slot values after a read of ``count`` queries a row; rows without a query keep theirs."""
+    eviction, at = site.policy.eviction, count[:, None, None]
+    kept = {name: meta[f"eviction.{name}"] for name in eviction.keeps}
+    pos = jnp.broadcast_to(pos, (*meta[f"eviction.{eviction.keeps[0]}"].shape,))
+    new = eviction.receive(Slots(pos=pos, live=pos >= 0, meta=kept), mass, jnp.maximum(at, 1))
+    return meta | {f"eviction.{name}": jnp.where(at > 0, new[name], kept[name]) for name in kept}
+
+
+def _told_pages(
+    site: Site,
+    cache: LayerCache,
+    parts: list[Partial],
+    masses: list[Float[Array, "B N T M S"]],
+    total: Float[Array, "B N T"],
+    weights: Float[Array, "B T"],
+    count: Int[Array, " B"],
+) -> Pages:
+    """GLOBAL's values after a read: a list's mass is under its own lse, so it is scaled by its share.
+
+    ``parts`` are what is in hand, the lists, and what completes them.
+    """
+    pages = cache.pages
+    assert pages is not None  # noqa: S101  (the caller has looked)
+    rows, n, _ = total.shape
+    lists = parts[len(parts) - len(masses) - (site.policy.completion != Nothing()) :]
+    line = []
+    for (_, lse), mass in zip(lists, masses):
+        share = jnp.exp(lse - total) * weights[:, None]
+        line.append(jnp.einsum("bnt,bntms->bnms", share, mass, precision=jax.lax.Precision.HIGHEST))
+    slots = paging.slots(pages)
+    mass = jnp.stack(line, axis=2).reshape(rows, n, -1)
+    return paging.with_meta(pages, told(site, slots.pos, slots.meta, mass, count))
 
 
 def chunk(
@@ -329,7 +404,18 @@ def chunk(
     w, old = hidden(ring.admit, judged or policy.whole_prompt)
     recent = blockwise(q, ring.k, ring.v, q_pos=pos, k_pos=held, window=w, admit=old, softcap=x.softcap)
     parts = [recent, _together(q, new, count, *hidden(new.admit, judged), x.softcap)]
-    parts += read_pages(site, cache, q, decoding=False, softcap=x.softcap)
+    masses: list[Array] | None = [] if _tracks(site, cache) else None
+    parts += read_pages(site, cache, q, decoding=False, softcap=x.softcap, masses=masses)
+    if masses is not None:
+        total, weights = merge(parts)[1], _weights(site, pos)
+        hand = functools.partial(column_mass, q, lse=total, weights=weights, q_pos=pos, softcap=x.softcap)
+        was = hand(ring.k, k_pos=held, window=w, admit=old)
+        window, bits = hidden(new.admit, judged)
+        now = hand(new.k, k_pos=pos, window=window, admit=bits)
+        ring = dataclasses.replace(ring, meta=told(site, held[:, None], ring.meta, was, count))
+        new = dataclasses.replace(new, meta=told(site, pos[:, None], new.meta, now, count))
+        pages = _told_pages(site, cache, parts, masses, total, weights, count)
+        cache = dataclasses.replace(cache, ring=ring, pages=pages)
     if cache.pages is not None:
         cache = through_door(site, cache, rings.leaving(ring, new, length, count))
     cache = dataclasses.replace(cache, ring=rings.put(ring, new, length, count))
@@ -373,6 +459,15 @@ def prompt(site: Site, x: Heads, pos: Int[Array, "B T"]) -> tuple[Float[Array, "
     hides = policy.admission != AdmitAll() and policy.admission.prefill and policy.completion == Nothing()
     window, bits = (policy.admission.window, new.admit) if hides and not own else (site.window, None)
     out = _together(_major(x.q), new, site.total, window, bits, x.softcap)
+    if policy.tracks_mass and not own:
+        q, weights = _major(x.q), _weights(site, pos)
+        sight = {"q_pos": pos, "k_pos": pos, "window": window, "admit": bits, "softcap": x.softcap}
+        new = dataclasses.replace(
+            new,
+            meta=told(
+                site, pos[:, None], new.meta, column_mass(q, new.k, out[1], weights, **sight), site.total
+            ),
+        )
     keep = new.admit if own or not policy.budget.limited else new.admit & verdict(site, new, seen)
     return _mixed([out], x), dataclasses.replace(new, admit=keep)
 
@@ -380,10 +475,17 @@ def prompt(site: Site, x: Heads, pos: Int[Array, "B T"]) -> tuple[Float[Array, "
 def verdict(site: Site, new: Entry, seen: Observation) -> Bool[Array, "B K T"]:
     """Who stays: the protected, then the best scores, up to the target; ties to the lowest position."""
     policy = site.policy
-    score = policy.eviction.score_prompt(site.weights("eviction"), seen)
+    if policy.tracks_mass:  # as at any later step
+        pos = jnp.broadcast_to(seen.pos[:, None, :], new.admit.shape)
+        mine = {name: new.meta[f"eviction.{name}"] for name in policy.eviction.keeps}
+        score = policy.eviction.score(site.weights("eviction"), Slots(pos=pos, live=pos >= 0, meta=mine))
+    else:
+        score = policy.eviction.score_prompt(site.weights("eviction"), seen)
     score = jnp.broadcast_to(score, new.admit.shape)
+    # Where the budget acts later too, the ring is live whatever it scores.
+    newest = policy.ring_tokens if policy.decides_later else policy.protects
     pos = seen.pos[:, None, :]
-    safe = (pos >= 0) & ((pos < policy.sinks) | (pos >= (site.total - policy.protects)[:, None, None]))
+    safe = (pos >= 0) & ((pos < policy.sinks) | (pos >= (site.total - newest)[:, None, None]))
     score = jnp.where((pos >= 0) & new.admit, score, -jnp.inf)
     score = jnp.where(safe, jnp.inf, score)
     scores = score if policy.budget.from_scores else None

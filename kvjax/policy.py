@@ -215,10 +215,13 @@ class Eviction(Part):
     Class attributes:
       scores_prompt: the score of a token needs the whole prompt (SnapKV ...), so generated tokens have
         none and the budget can only act after the prompt.
+      needs_mass: the values it keeps follow the attention a slot receives (``weigh``, ``receive``). Asked
+        only where the budget acts while decoding; a prompt is then read whole.
     """
 
     place = "eviction"
     scores_prompt: ClassVar[bool] = False
+    needs_mass: ClassVar[bool] = False
 
     @property
     def protects(self) -> int:
@@ -227,6 +230,22 @@ class Eviction(Part):
 
     def score(self, params: Params | None, slots: Slots) -> Float[Array, "B K C"]:
         """Rank of every slot from what is kept with it; anything in dead slots."""
+        raise NotImplementedError
+
+    def weigh(self, age: Int[Array, "B T"]) -> Float[Array, "B T"]:
+        """What the attention of a query counts, by how many tokens of the same read came after it."""
+        raise NotImplementedError
+
+    def receive(
+        self, slots: Slots, mass: Float[Array, "B N C"], count: Int[Array, "B 1 1"]
+    ) -> dict[str, Float[Array, "B K C"]]:
+        """New values after a read.
+
+        Args:
+          slots: values so far; as on arrival for tokens that were read for the first time.
+          mass: of each slot, weighed attention of all queries of the read, per query head.
+          count: queries of the read, at least 1.
+        """
         raise NotImplementedError
 
     def score_prompt(self, params: Params | None, seen: Observation) -> Float[Array, "B K T"]:
@@ -534,8 +553,19 @@ class Policy:
 
     @property
     def keeps(self) -> tuple[str, ...]:
-        """Names of all per-slot values, as ``place.name``."""
-        return tuple(f"{part.place}.{name}" for part in self.parts for name in part.keeps)
+        """Names of all per-slot values, as ``place.name``; an eviction that acts once keeps none."""
+        parts = [p for p in self.parts if p.place != "eviction" or self.decides_later]
+        return tuple(f"{part.place}.{name}" for part in parts for name in part.keeps)
+
+    @property
+    def decides_later(self) -> bool:
+        """Does the budget act while decoding?"""
+        return self.budget.limited and self.budget.when != "after_prompt"
+
+    @property
+    def tracks_mass(self) -> bool:
+        """Must a read say what attention each slot received?"""
+        return self.decides_later and self.eviction.needs_mass
 
     @property
     def learned(self) -> tuple[Part, ...]:
@@ -550,7 +580,8 @@ class Policy:
     @property
     def whole_prompt(self) -> bool:
         """Does a prompt have to be seen whole before anything can be decided, or hidden?"""
-        return (self.budget.limited and self.budget.when == "after_prompt") or not self.admission.prefill
+        once = self.budget.limited and self.budget.when == "after_prompt"
+        return once or self.tracks_mass or not self.admission.prefill
 
     @property
     def on_arrival(self) -> bool:
@@ -568,7 +599,12 @@ class Policy:
         idle = (self.budget.limited, self.selection != SelectAll(), self.storage != Native())
         if not any(idle) and self.completion == Nothing() and self.admission == AdmitAll():
             return context
-        return min(max(self.protects, self.storage.recent, self.selection.recent, 1), context)
+        return min(self.ring_tokens, context)
+
+    @property
+    def ring_tokens(self) -> int:
+        """Newest tokens that live in the ring, where admission owns no window."""
+        return max(self.protects, self.storage.recent, self.selection.recent, 1)
 
     def paged(self, context: int) -> bool:
         """Can a token outlive the window at all, in GLOBAL or in what completes it?"""
@@ -585,7 +621,8 @@ class Policy:
             bounds.append(self.sinks)
         elif self.admission == AdmitAll():
             bounds.append(max(context - self.window(context), 0))
-        if self.budget.limited and not self.whole_prompt and self.budget.most is not None:
+        bounded = self.tracks_mass or (self.budget.limited and not self.whole_prompt)
+        if bounded and self.budget.most is not None:
             between = self.budget.when.k if isinstance(self.budget.when, Every) else 1
             floor = self.sinks + self.window(context)
             bounds.append(max(self.budget.most, floor) - self.window(context) + arriving + between - 1)

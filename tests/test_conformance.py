@@ -156,7 +156,7 @@ def test_live_slots_are_what_the_budget_says(policy):
                     stored = np.asarray(sorted(slots[row, head]))
                     ring = at[row][at[row] >= 0]
                     if (
-                        policy.budget.limited and policy.whole_prompt
+                        policy.budget.limited and policy.budget.when == "after_prompt"
                     ):  # of the prompt, what has not been refused
                         allowed = admit[row, head][at[row] >= 0]
                         counts.append((stored < prompt).sum() + ((ring < prompt) & allowed).sum())
@@ -178,7 +178,7 @@ def check_counts(policy: Policy, layer: int, prompt: int, seen: int, w: int, cou
     elif not policy.budget.limited:
         most = policy.sinks + w if policy.admission.rejects_all else seen
         assert counts == [min(seen, most)] * 2
-    elif policy.whole_prompt:
+    elif policy.budget.when == "after_prompt":
         most = max(target(policy, layer, prompt), policy.sinks + policy.protects)
         assert sum(counts) == 2 * min(prompt, most)
         if not policy.budget.from_scores:

@@ -232,6 +232,16 @@ def slots(pages: Pages) -> Slots:
     )
 
 
+def with_meta(pages: Pages, values: dict[str, Float[Array, "B K C"]]) -> Pages:
+    """New per-slot values of owned pages, along the lines of ``slots``."""
+    entries = pages.table.shape[-1]
+    owned = jnp.arange(entries) < used(pages)[..., None]
+    ids = jnp.where(owned, pages.table, pages.count)  # out of range: dropped
+    shape = (*pages.table.shape, pages.size)
+    new = {n: pages.meta[n].at[ids].set(x.reshape(shape), mode="drop") for n, x in values.items()}
+    return dataclasses.replace(pages, meta=pages.meta | new)
+
+
 # --- removing ------------------------------------------------------------------------------------
 
 

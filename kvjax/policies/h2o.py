@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.budgets.uniform import Uniform
+from kvjax.cache.pages import Slots
 from kvjax.policy import Eviction, Observation, Policy, PolicyError
 from kvjax.types import Params
 from pallas_kernels.blockwise.api import blockwise, column_mass
@@ -40,7 +41,8 @@ class H2O(Eviction):
 
     name = "h2o"
     needs = frozenset({"q", "k", "v"})
-    scores_prompt = True
+    keeps = ("mass",)
+    needs_mass = True
     recent: int | None = None
     average: bool = False
 
@@ -56,6 +58,31 @@ class H2O(Eviction):
     def protects(self) -> int:
         """``recent``, where it is a number."""
         return self.recent or 0
+
+    @property
+    def scores_prompt(self) -> bool:  # type: ignore[override]
+        """Half of what stays is known after a prompt only; a ring needs a number."""
+        return self.recent is None
+
+    def arrive(self, params: Params | None, seen: Observation) -> dict[str, Float[Array, "B K T"]]:
+        """Nothing received yet."""
+        del params
+        return {"mass": jnp.zeros(seen.k.shape[:3], jnp.float32)}
+
+    def weigh(self, age: Int[Array, "B T"]) -> Float[Array, "B T"]:
+        """All queries count the same."""
+        return jnp.ones(age.shape, jnp.float32)
+
+    def receive(self, slots: Slots, mass: Float[Array, "B N C"], count: Array) -> dict[str, Array]:
+        """The sum grows."""
+        del count
+        old = slots.meta["mass"]
+        return {"mass": old + mass.reshape(*old.shape[:2], -1, old.shape[2]).mean(axis=2)}
+
+    def score(self, params: Params | None, slots: Slots) -> Float[Array, "B K C"]:
+        """The sum so far."""
+        del params
+        return slots.meta["mass"]
 
     def score_prompt(self, params: Params | None, seen: Observation) -> Float[Array, "B K T"]:
         """Mass of every prompt token, or minus its place when newest and heaviest take turns."""
@@ -117,4 +144,7 @@ def _h_index(x: Int[Array, "... T"]) -> tuple[Int[Array, "... T"], Int[Array, ".
     return jax.lax.fori_loop(0, bits, decide, (x, none, upto, none, none))[3:]
 
 
-EXAMPLES = (Policy(eviction=H2O(), budget=Uniform(24)),)
+EXAMPLES = (
+    Policy(eviction=H2O(), budget=Uniform(24)),
+    Policy(eviction=H2O(recent=8), budget=Uniform(21, "every_step"), sinks=2),
+)

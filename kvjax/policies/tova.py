@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING
 import jax.numpy as jnp
 
 from kvjax.budgets.uniform import Uniform
+from kvjax.cache.pages import Slots
 from kvjax.policy import Eviction, Observation, Policy
 from kvjax.types import Params
 from pallas_kernels.blockwise.api import blockwise, column_mass
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Float
+    from jaxtyping import Array, Float, Int
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -29,7 +30,30 @@ class Tova(Eviction):
 
     name = "tova"
     needs = frozenset({"q", "k", "v"})
-    scores_prompt = True
+    keeps = ("mass",)
+    needs_mass = True
+
+    def arrive(self, params: Params | None, seen: Observation) -> dict[str, Float[Array, "B K T"]]:
+        """Nothing received yet."""
+        del params
+        return {"mass": jnp.zeros(seen.k.shape[:3], jnp.float32)}
+
+    def weigh(self, age: Int[Array, "B T"]) -> Float[Array, "B T"]:
+        """The last query alone counts."""
+        return (age == 0).astype(jnp.float32)
+
+    def receive(self, slots: Slots, mass: Float[Array, "B N C"], count: Array) -> dict[str, Array]:
+        """The newest query replaces the one before; slots of the same token meet by their positions."""
+        del count
+        mine = mass.reshape(*slots.pos.shape[:2], -1, slots.pos.shape[2]).mean(axis=2)
+        order = jnp.argsort(slots.pos, axis=-1)
+        mean = jnp.take_along_axis(mine, order, axis=-1).mean(axis=1, keepdims=True)
+        return {"mass": jnp.take_along_axis(jnp.broadcast_to(mean, order.shape), jnp.argsort(order, -1), -1)}
+
+    def score(self, params: Params | None, slots: Slots) -> Float[Array, "B K C"]:
+        """The last query's attention."""
+        del params
+        return slots.meta["mass"]
 
     def score_prompt(self, params: Params | None, seen: Observation) -> Float[Array, "B 1 T"]:
         """The last query's attention."""
@@ -42,4 +66,7 @@ class Tova(Eviction):
         return mass.mean(axis=1, keepdims=True)
 
 
-EXAMPLES = (Policy(eviction=Tova(), budget=Uniform(24)),)
+EXAMPLES = (
+    Policy(eviction=Tova(), budget=Uniform(24)),
+    Policy(eviction=Tova(), budget=Uniform(22, "every_step")),
+)

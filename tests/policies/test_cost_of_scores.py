@@ -28,7 +28,7 @@ from kvjax.policies.random_keep import Random
 from kvjax.policies.scissorhands import Scissorhands
 from kvjax.policies.snapkv import SnapKV
 from kvjax.policies.tova import Tova
-from kvjax.policy import Eviction, KeepRecent, Observation, Policy
+from kvjax.policy import Eviction, KeepRecent, Observation, Policy, When
 from kvjax.types import Heads
 
 FREE = (KeyDiff(), LagKV(16), KNorm(), Random())
@@ -96,8 +96,8 @@ def test_no_score_holds_all_queries_by_all_keys(eviction):
 
 
 def test_one_shot_methods_share_one_decode_step():
-    def program(eviction: Eviction) -> str:
-        policy = Policy(eviction=eviction, budget=Uniform(64), recent=32)
+    def program(eviction: Eviction, when: When = "after_prompt") -> str:
+        policy = Policy(eviction=eviction, budget=Uniform(64, when), recent=32)
         ring = rings.empty(ROWS, K, 32, H, jnp.dtype(jnp.float32), policy.keeps)
         cache = LayerCache(ring=ring, pages=room(ROWS, K, H, entries=4, meta=policy.keeps), summary=None)
 
@@ -110,6 +110,6 @@ def test_one_shot_methods_share_one_decode_step():
         return jax.jit(run).lower(cache, given, *rows).as_text()
 
     shared = program(KeepRecent())
-    assert program(KNorm()) != shared, "a value that is kept with every slot does not show"
-    for eviction in (KeyDiff(), LagKV(16), H2O(32), Tova(), Scissorhands()):
+    assert program(KNorm(), "every_step") != program(KeepRecent(), "every_step"), "kept values do not show"
+    for eviction in (KNorm(), KeyDiff(), LagKV(16), H2O(32), Tova(), Scissorhands()):
         assert program(eviction) == shared, eviction
