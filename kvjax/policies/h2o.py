@@ -16,7 +16,6 @@ from kvjax.budgets.uniform import Uniform
 from kvjax.cache.pages import Slots
 from kvjax.policy import Eviction, Observation, Policy, PolicyError
 from kvjax.types import Params
-from pallas_kernels.blockwise.api import blockwise, column_mass
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int
@@ -30,17 +29,18 @@ class H2O(Eviction):
     number of those queries. The paper keeps as many newest tokens as heavy hitters, which are chosen among
     the older ones: with ``recent`` left out that holds at any target, an odd slot going to the newest.
     Scores are then ranks and the same in all heads; to divide a layer by mass (``ada``) give ``recent``.
+    Where the budget acts while decoding every read adds to the sum, and ``recent`` must be a number.
 
     Attributes:
       recent: newest tokens that are protected, or None for half of whatever stays.
-      average: divide a token's mass by the number of queries that see it.
+      average: divide a token's mass by the number of queries that see it; of a prompt only.
 
     Raises:
       PolicyError: recent that is no number of tokens, average that is neither True nor False.
     """
 
     name = "h2o"
-    needs = frozenset({"q", "k", "v"})
+    needs = frozenset({"k"})
     keeps = ("mass",)
     needs_mass = True
     recent: int | None = None
@@ -61,8 +61,8 @@ class H2O(Eviction):
 
     @property
     def scores_prompt(self) -> bool:  # type: ignore[override]
-        """Half of what stays is known after a prompt only; a ring needs a number."""
-        return self.recent is None
+        """Half of what stays is known after a prompt only (a ring needs a number), and so is an average."""
+        return self.recent is None or self.average
 
     def arrive(self, params: Params | None, seen: Observation) -> dict[str, Float[Array, "B K T"]]:
         """Nothing received yet."""
@@ -87,7 +87,10 @@ class H2O(Eviction):
     def score_prompt(self, params: Params | None, seen: Observation) -> Float[Array, "B K T"]:
         """Mass of every prompt token, or minus its place when newest and heaviest take turns."""
         del params
-        mass = self._mass(seen)
+        rows, heads, t, _ = seen.k.shape
+        mass = seen.mass.reshape(rows, heads, -1, t).mean(axis=2)
+        if self.average:
+            mass /= jnp.maximum(seen.total[:, None] - seen.pos, 1)[:, None, :]
         if self.recent is not None:
             return mass
         real = seen.pos >= 0
@@ -95,17 +98,6 @@ class H2O(Eviction):
         age = jnp.where(real, seen.total[:, None] - 1 - seen.pos, 0)
         age = jnp.take_along_axis(jnp.broadcast_to(age[:, None, :], order.shape), order, axis=-1)
         return -jnp.take_along_axis(_turns(age), jnp.argsort(order, axis=-1), axis=-1).astype(jnp.float32)
-
-    def _mass(self, seen: Observation) -> Float[Array, "B K T"]:
-        pos = seen.pos
-        _, lse = blockwise(seen.q, seen.k, seen.v, q_pos=pos, k_pos=pos, softcap=seen.softcap)
-        weights = (pos >= 0).astype(jnp.float32)
-        mass = column_mass(seen.q, seen.k, lse, weights, q_pos=pos, k_pos=pos, softcap=seen.softcap)
-        rows, heads, t, _ = seen.k.shape
-        mass = mass.reshape(rows, heads, -1, t).mean(axis=2)
-        if self.average:
-            mass /= jnp.maximum(seen.total[:, None] - pos, 1)[:, None, :]
-        return mass
 
 
 def _turns(age: Int[Array, "B K T"]) -> Int[Array, "B K T"]:

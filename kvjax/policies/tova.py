@@ -1,4 +1,4 @@
-"""TOVA: the prompt's last query says who stays, with one voice for all heads of a layer.
+"""TOVA: the last query says who stays, with one voice for all heads of a layer.
 
 Oren et al., Transformers are Multi-State RNNs, https://arxiv.org/abs/2401.06104
 """
@@ -14,7 +14,6 @@ from kvjax.budgets.uniform import Uniform
 from kvjax.cache.pages import Slots
 from kvjax.policy import Eviction, Observation, Policy
 from kvjax.types import Params
-from pallas_kernels.blockwise.api import blockwise, column_mass
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int
@@ -29,9 +28,10 @@ class Tova(Eviction):
     """
 
     name = "tova"
-    needs = frozenset({"q", "k", "v"})
+    needs = frozenset({"k"})
     keeps = ("mass",)
     needs_mass = True
+    one_voice = True
 
     def arrive(self, params: Params | None, seen: Observation) -> dict[str, Float[Array, "B K T"]]:
         """Nothing received yet."""
@@ -43,12 +43,9 @@ class Tova(Eviction):
         return (age == 0).astype(jnp.float32)
 
     def receive(self, slots: Slots, mass: Float[Array, "B N C"], count: Array) -> dict[str, Array]:
-        """The newest query replaces the one before; slots of the same token meet by their positions."""
+        """The newest query replaces the one before."""
         del count
-        mine = mass.reshape(*slots.pos.shape[:2], -1, slots.pos.shape[2]).mean(axis=2)
-        order = jnp.argsort(slots.pos, axis=-1)
-        mean = jnp.take_along_axis(mine, order, axis=-1).mean(axis=1, keepdims=True)
-        return {"mass": jnp.take_along_axis(jnp.broadcast_to(mean, order.shape), jnp.argsort(order, -1), -1)}
+        return {"mass": jnp.broadcast_to(mass.mean(axis=1, keepdims=True), slots.meta["mass"].shape)}
 
     def score(self, params: Params | None, slots: Slots) -> Float[Array, "B K C"]:
         """The last query's attention."""
@@ -58,12 +55,7 @@ class Tova(Eviction):
     def score_prompt(self, params: Params | None, seen: Observation) -> Float[Array, "B 1 T"]:
         """The last query's attention."""
         del params
-        at = seen.total[:, None] - 1
-        q = jnp.take_along_axis(seen.q, at[:, None, :, None], axis=2)
-        _, lse = blockwise(q, seen.k, seen.v, q_pos=at, k_pos=seen.pos, softcap=seen.softcap)
-        one = jnp.ones(at.shape, jnp.float32)
-        mass = column_mass(q, seen.k, lse, one, q_pos=at, k_pos=seen.pos, softcap=seen.softcap)
-        return mass.mean(axis=1, keepdims=True)
+        return seen.mass.mean(axis=1, keepdims=True)
 
 
 EXAMPLES = (

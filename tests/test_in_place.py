@@ -1,0 +1,52 @@
+"""A compiled segment writes rings and pools where they are: none of them is copied in a step."""
+
+from __future__ import annotations
+
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+import tiny
+
+import kvjax
+from kvjax import decode
+from kvjax.cache.state import KVState
+
+SPECS = (
+    "window(24) + sinks(4)",
+    "knorm + uniform(40, every_step) + recent(24)",
+    "int8(24)",
+    "write_gate(0.5, window=24) + quest(pages=2, chunk=8)",
+)
+PAGE = 16
+
+
+def compiled(spec: str) -> tuple[str, set[str]]:
+    """The text of a loop over decode steps, and the shapes of its rings and pools."""
+    model, policy = tiny.model(), kvjax.policy(spec)
+    weights = {p.place: p.example_weights(jax.random.PRNGKey(0), model.network) for p in policy.learned}
+    state = decode.empty(model.network, policy, rows=1, context=96, dtype=jnp.float32, page=PAGE)
+    state = decode.reserve(policy, state, 64, 1)
+    rooms = [x for one in state.layers for x in (one.ring, one.pages) if x is not None]
+    shapes = {",".join(map(str, x.shape)) for room in rooms for x in (room.k, room.v)}
+
+    def steps(state: KVState, token: jax.Array) -> tuple[KVState, jax.Array]:
+        def one(_: int, carry: tuple[KVState, jax.Array]) -> tuple[KVState, jax.Array]:
+            state, token = carry
+            active = token >= 0
+            state, logits = decode.step(model.network, policy, model.params, weights, state, token, active)
+            return state, jnp.argmax(logits, axis=-1).astype(jnp.int32)
+
+        return jax.lax.fori_loop(0, 8, one, (state, token))
+
+    run = jax.jit(steps, donate_argnums=0)
+    return run.lower(state, jnp.zeros(1, jnp.int32)).compile().as_text(), shapes
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_no_ring_and_no_pool_is_copied(spec):
+    text, shapes = compiled(spec)
+    assert "while" in text
+    copied = set(re.findall(r"= \w+\[([\d,]*)\]\S* copy\(", text))
+    assert not copied & shapes
