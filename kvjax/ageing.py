@@ -14,6 +14,7 @@ less than F exact ones until others arrive.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import jax
@@ -30,9 +31,12 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Int
 
 
+EXACT = Native()
+
+
 def codecs(policy: Policy, cache: LayerCache) -> tuple[Storage, ...]:
     """How each of the layer's rooms holds a slot."""
-    return (policy.storage,) if cache.history is None else (Native(), policy.storage)
+    return (policy.storage,) if cache.history is None else (EXACT, policy.storage)
 
 
 def spare(policy: Policy, cache: LayerCache) -> int:
@@ -73,34 +77,42 @@ def age(policy: Policy, cache: LayerCache, most: int) -> LayerCache:
     """
     if cache.history is None:
         return cache
-    over = jnp.maximum(cache.rooms[0].length.sum(axis=-1) - spare(policy, cache), 0)
-
-    # A loop of one turn: XLA works in its carry, where a branch would copy the pools.
-    def turn(carry: tuple[Array, LayerCache]) -> tuple[Array, LayerCache]:
-        return jnp.zeros_like(carry[0]), _moved(policy, carry[1], over, most)
-
-    return jax.lax.while_loop(lambda carry: carry[0], turn, (jnp.any(over > 0), cache))[1]
-
-
-def _moved(policy: Policy, cache: LayerCache, over: Int[Array, "B K"], most: int) -> LayerCache:
     pages, history = cache.rooms
-    (exact, coded), chooser = codecs(policy, cache), policy.selection
+    over = jnp.maximum(pages.length.sum(axis=-1) - spare(policy, cache), 0)
+    # XLA works in place in the carry of a loop, and keeps no order but that of data: pages that are read and
+    # written in one loop would be copied. So there are two, and the second does what the first is seen to
+    # have done.
+    copied = _if_any(over, lambda h: _copied(policy, pages, h, over, most), history)
+    moved = copied.length.sum(axis=-1) - history.length.sum(axis=-1)
+    left = _if_any(moved, lambda p: _without(policy, p, moved, most), pages)
+    return cache.with_rooms((left, copied))
+
+
+def _if_any(over: Int[Array, "B K"], act: Callable[[Pages], Pages], room: Pages) -> Pages:
+    """``act(room)`` where some stream has too many: a loop of one turn."""
+    some = jnp.any(over > 0)
+    return jax.lax.while_loop(lambda x: x[0], lambda x: (jnp.zeros_like(some), act(x[1])), (some, room))[1]
+
+
+def _copied(policy: Policy, pages: Pages, history: Pages, over: Int[Array, "B K"], most: int) -> Pages:
+    """The codes with the oldest exact slots among them."""
     at = _oldest(pages, over, most)
-    there = at >= 0
     near = jnp.maximum(at, 0)
     page = jnp.maximum(jnp.take_along_axis(pages.table[:, :, 0], near // pages.size, axis=-1), 0)
     slot = near % pages.size
-    k, v = exact.read(pages, page, slot)
+    k, v = EXACT.read(pages, page, slot)
     meta = {name: x[page, slot] for name, x in pages.meta.items()}
-    which = jnp.where(there, 0, EMPTY)
-    history = paging.store(history, coded, chooser, which, k, v, pages.pos[page, slot], meta)
+    which = jnp.where(at >= 0, 0, EMPTY)
+    return paging.store(history, policy.storage, policy.selection, which, k, v, pages.pos[page, slot], meta)
+
+
+def _without(policy: Policy, pages: Pages, over: Int[Array, "B K"], most: int) -> Pages:
+    """The exact pages without their oldest slots."""
+    at = _oldest(pages, over, most)
     if most == 1:
-        pages = paging.remove(pages, exact, chooser, at[..., 0])
-    else:
-        line = jnp.arange(pages.table.shape[3] * pages.size)
-        gone = (line == jnp.where(there, at, EMPTY)[..., None]).any(axis=-2)
-        pages = paging.retain(pages, exact, chooser, ~gone)
-    return cache.with_rooms((pages, history))
+        return paging.remove(pages, EXACT, policy.selection, at[..., 0])
+    line = jnp.arange(pages.table.shape[3] * pages.size)
+    return paging.retain(pages, EXACT, policy.selection, (line != at[..., None]).all(axis=-2))
 
 
 def _oldest(pages: Pages, over: Int[Array, "B K"], most: int) -> Int[Array, "B K T"]:

@@ -190,7 +190,7 @@ def with_confidence(
     policy: Policy, state: KVState, logits: Float[Array, "B V"], fed: Bool[Array, " B"]
 ) -> KVState:
     """The state with what the budget makes of the logits that rows were ``fed`` for. Pure."""
-    if not policy.budget.needs_logits:
+    if state.confidence is None:
         return state
     return dataclasses.replace(
         state, confidence=jnp.where(fed, policy.budget.confidence(logits), state.confidence)

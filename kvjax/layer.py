@@ -317,7 +317,7 @@ def read_pages(
             softcap=softcap,
         )
         if masses is None:
-            parts.append(found[:2])
+            parts.append((found[0], found[1]))
         else:
             parts.append((found[0].reshape(q.shape), found[1].reshape(q.shape[:3])))
             masses.append(found[2].reshape(*q.shape[:3], *found[2].shape[2:]))
@@ -536,8 +536,17 @@ def prompt(site: Site, x: Heads, pos: Int[Array, "B T"]) -> tuple[Float[Array, "
     window, bits = (policy.admission.window, new.admit) if hides and not own else (site.window, None)
     out = _together(_major(x.q), new, site.total, window, bits, x.softcap)
     if policy.budget.limited and policy.eviction.needs_mass and not own:
-        sight = {"q_pos": pos, "k_pos": pos, "window": window, "admit": bits, "softcap": x.softcap}
-        mass = column_mass(_major(x.q), new.k, out[1], _weights(site, pos), **sight)
+        mass = column_mass(
+            _major(x.q),
+            new.k,
+            out[1],
+            _weights(site, pos),
+            q_pos=pos,
+            k_pos=pos,
+            window=window,
+            admit=bits,
+            softcap=x.softcap,
+        )
         seen = dataclasses.replace(seen, values=seen.values | {"mass": mass})
         if policy.tracks_mass:
             new = dataclasses.replace(new, meta=told(site, pos[:, None], new.meta, mass, site.total))

@@ -26,8 +26,8 @@ from kvjax.policy import Every, Policy, SelectAll
 
 LENGTHS, STEPS = (52, 30, 5), 12
 COMBINED = (
-    # GLOBAL in two rooms: the newest 12 retained tokens exact, of which the ring holds 8.
-    "h2o(8) + int8(12) + uniform(21, when=every_step) + sinks(2)",
+    # GLOBAL in two rooms: the newest 10 retained tokens exact, of which the ring holds 6.
+    "conf_kv(recent=6) + int8(10) + confidence(14, loose=24, threshold=0.5)",
 )
 """Parts of several methods, where a room of the cache exists only for the combination."""
 
@@ -94,12 +94,18 @@ def with_pages(state: KVState, pages: list[Pages]) -> KVState:
 
 
 def same(
-    policy: Policy, state: KVState, life: Life, *, rows: tuple[int, ...] = (0, 1, 2), at: int = 0
+    policy: Policy,
+    state: KVState,
+    life: Life,
+    *,
+    rows: tuple[int, ...] = (0, 1, 2),
+    at: int = 0,
+    atol: float = 2e-4,
 ) -> None:
     """Six steps from this state read and keep what the life read and kept after ``at``, in these rows."""
     after, logits = tiny.feed(policy, state, life.tokens[:, at : at + 6])
     rows_ = list(rows)
-    np.testing.assert_allclose(logits[rows_], life.logits[rows_, at + 1 : at + 7], atol=2e-4)
+    np.testing.assert_allclose(logits[rows_], life.logits[rows_, at + 1 : at + 7], atol=atol)
     for mine, theirs in zip(paged(after), paged(life.states[at + 6])):
         left, right = tiny.held(mine), tiny.held(theirs)
         for (row, head), slots in right.items():
@@ -107,7 +113,7 @@ def same(
                 assert left[row, head].keys() == slots.keys()
                 for pos, values in slots.items():
                     for a, b in zip(left[row, head][pos], values):
-                        np.testing.assert_allclose(a, b, atol=2e-4)
+                        np.testing.assert_allclose(a, b, atol=atol)
 
 
 # --- a value, and a legal loop carry -------------------------------------------------------------
@@ -137,11 +143,14 @@ def test_state_is_a_legal_loop_carry(policy):
 # --- how much, and who ---------------------------------------------------------------------------
 
 
-def target(policy: Policy, layer: int, seen: int) -> int:
+def target(policy: Policy, layer: int, seen: int, sure: bool = False) -> int:
     """The mean target of a layer's streams, by hand from the words of the budget."""
-    amount = policy.budget.amount
-    mean = amount if isinstance(amount, int) else int(np.floor(amount * seen + 0.5))
-    if policy.budget.name == "pyramid" and seen > mean:  # slope 2 over two layers: 3/2 and 1/2 of the mean
+    budget = policy.budget
+    if budget.name == "confidence":  # slope 2 over two layers: 3/2 and 1/2 of the mean
+        mean = budget.tight if sure else budget.loose
+        return mean if budget.slope == 1 else (mean * 3 // 2, mean // 2)[layer]
+    mean = budget.amount if isinstance(budget.amount, int) else int(np.floor(budget.amount * seen + 0.5))
+    if budget.name == "pyramid" and seen > mean:  # slope 2 over two layers: 3/2 and 1/2 of the mean
         first = min(mean * 3 // 2, seen)
         return (first, 2 * mean - first)[layer]
     return mean
@@ -169,7 +178,9 @@ def test_live_slots_are_what_the_budget_says(policy):
                         counts.append((stored < prompt).sum() + ((ring < prompt) & allowed).sum())
                     else:
                         counts.append(len(stored) + len(ring))
-                check_counts(policy, layer, prompt, seen, w, counts)
+                sure = steps > 0 and policy.budget.needs_logits
+                sure = sure and life.states[steps - 1].confidence[row] >= policy.budget.threshold
+                check_counts(policy, layer, prompt, seen, w, counts, sure)
                 learned += counts if row == 0 and policy.admission.learns else []
                 looked += 1
     if learned:
@@ -179,7 +190,9 @@ def test_live_slots_are_what_the_budget_says(policy):
     assert looked or policy.window(tiny.CONTEXT) == tiny.CONTEXT or not policy.paged(tiny.CONTEXT)
 
 
-def check_counts(policy: Policy, layer: int, prompt: int, seen: int, w: int, counts: list[int]) -> None:
+def check_counts(
+    policy: Policy, layer: int, prompt: int, seen: int, w: int, counts: list[int], sure: bool
+) -> None:
     if policy.admission.learns:
         assert all(min(seen, policy.sinks + w) <= n <= seen for n in counts)
     elif not policy.budget.limited:
@@ -192,8 +205,13 @@ def check_counts(policy: Policy, layer: int, prompt: int, seen: int, w: int, cou
             assert counts[0] == counts[1]
     else:
         late = seen % policy.budget.when.k if isinstance(policy.budget.when, Every) else 0
-        most = max(target(policy, layer, seen), policy.sinks + w)
-        assert all(min(seen, most) <= n <= most + late for n in counts)
+        most = max(target(policy, layer, seen, sure), policy.sinks + w)
+        least = target(
+            policy, layer, seen, sure=True
+        )  # after a tight step a loose target is filled one by one
+        assert all(
+            min(seen, least if policy.budget.needs_logits else most) <= n <= most + late for n in counts
+        )
 
 
 @every_policy
@@ -274,7 +292,9 @@ def test_permuting_slots_changes_nothing(policy):
         tiny.owned_once(new)
         before, after = paging.slots(old).pos, paging.slots(new).pos
         assert (np.asarray(before) != np.asarray(after)).any(), "nothing was permuted"
-    same(policy, with_pages(state, moved), life)
+    # Codes are rounded once more where a slot moves into another page, and which one moves depends on order.
+    rounded = not policy.storage.exact and policy.decides_later
+    same(policy, with_pages(state, moved), life, atol=0.05 if rounded else 2e-4)
 
 
 def dead(pages: Pages) -> np.ndarray:

@@ -45,8 +45,9 @@ class LayerCache:
         return tuple(pages for pages in (self.pages, self.history) if pages is not None)
 
     def with_rooms(self, rooms: Sequence[Pages]) -> LayerCache:
-        """The same layer with its rooms replaced, in their order."""
-        return dataclasses.replace(self, **dict(zip(("pages", "history"), rooms)))
+        """The same layer with its rooms replaced, in their order; those not given stay."""
+        all_rooms = [*rooms, *self.rooms[len(rooms) :], None, None]
+        return dataclasses.replace(self, pages=all_rooms[0], history=all_rooms[1])
 
 
 @pytree(static=("context", "chunk"))
@@ -236,6 +237,10 @@ def _pick_rows(state: KVState, index: Array, sizes: tuple[int, ...]) -> KVState:
         ).with_rooms([pool.pick_rows(room, index, next(size)) for room in layer.rooms])
         for layer in state.layers
     )
-    sure = None if state.confidence is None else state.confidence[index]
-    where = {"length": state.length[index], "total": state.total[index], "confidence": sure}
-    return dataclasses.replace(state, layers=layers, **where)
+    return dataclasses.replace(
+        state,
+        layers=layers,
+        length=state.length[index],
+        total=state.total[index],
+        confidence=None if state.confidence is None else state.confidence[index],
+    )

@@ -60,9 +60,10 @@ def trace(
     for piece, after in pieces:
         tokens.append(piece[:, 0])
         live.append(np.asarray(metrics.live_slots(after)).mean(axis=-1).T)
-        sure.append(None if after.confidence is None else np.asarray(after.confidence))
+        if after.confidence is not None:
+            sure.append(np.asarray(after.confidence))
     return Trace(
         tokens=np.stack(tokens, axis=1),
         live=np.stack(live, axis=1),
-        confidence=None if sure[0] is None else np.stack(sure, axis=1),
+        confidence=np.stack(sure, axis=1) if sure else None,
     )

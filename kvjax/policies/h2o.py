@@ -1,4 +1,4 @@
-"""H2O: the tokens that gathered most attention over the whole prompt stay, beside the newest.
+"""H2O: the tokens that gathered most attention stay, beside the newest.
 
 Zhang et al., H2O: Heavy-Hitter Oracle for Efficient Generative Inference of Large Language Models,
 https://arxiv.org/abs/2306.14048

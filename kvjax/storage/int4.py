@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Int4(Coded):
-    """GLOBAL in 4 bits; the newest ``recent`` tokens stay exact in the ring.
+    """GLOBAL in 4 bits, but for the newest ``recent`` retained tokens.
 
     Attributes:
-      recent: tokens held in the model's own dtype.
+      recent: as in ``int8``.
 
     Raises:
       PolicyError: recent < 1.

@@ -19,10 +19,11 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Int8(Coded):
-    """GLOBAL in INT8; the newest ``recent`` tokens stay exact in the ring.
+    """GLOBAL in INT8, but for the newest ``recent`` retained tokens.
 
     Attributes:
-      recent: tokens held in the model's own dtype.
+      recent: tokens held in the model's own dtype: in the ring, or, where a budget that acts while decoding
+        may evict them, in the ring and in pages of their own.
 
     Raises:
       PolicyError: recent < 1.

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import tiny
 from policy_oracle import frame, judge, kept, observe, room
+from tiny import quick_compiles  # noqa: F401
 
 import kvjax
 from kvjax import decode, layer, metrics
@@ -15,7 +16,7 @@ from kvjax.budgets.confidence import Confidence
 from kvjax.budgets.uniform import Uniform
 from kvjax.cache import ring as rings
 from kvjax.cache.pages import Slots
-from kvjax.cache.state import LayerCache
+from kvjax.cache.state import LayerCache, fork
 from kvjax.eval.trace import trace
 from kvjax.policies.conf_kv import ConfKV
 from kvjax.policy import Frame, Policy, PolicyError
@@ -250,6 +251,7 @@ def test_a_step_obeys_the_logits_that_produced_its_token():
         assert (np.asarray(metrics.live_slots(state)) == live[None, :, None]).all()
         met |= set(live.tolist())
     assert {14, 24} < met
+    assert fork(state, 1, 3).confidence.tolist() == [float(state.confidence[1])] * 3
 
 
 def test_chunks_after_the_prompt_read_what_was_kept():
@@ -289,7 +291,7 @@ def test_a_trace_shows_the_sawtooth():
 # --- the whole of it -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("more", ["", " + int8(12)"])
+@pytest.mark.parametrize("more", ["", pytest.param(" + int8(12)", marks=pytest.mark.slow)])
 def test_the_embedded_model_writes_and_nothing_is_compiled_for_another_prompt(more):
     model = kvjax.load()
     policy = kvjax.policy("conf_kv(recent=8) + confidence(24, loose=48)" + more)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -148,6 +149,27 @@ def test_a_decode_step_asks_for_mass_only_where_somebody_ranks_by_it(policy, ask
         assert asked
         assert any(asked) == all(asked) == asks
     assert any(name.startswith("eviction.mass") for name in policy.keeps) == asks
+
+
+def test_ranking_costs_nothing_where_nobody_goes_and_no_sort_where_one_goes():
+    policy = every_step(KNorm())
+    ring = rings.empty(ROWS, K, 8, H, jnp.dtype(jnp.float32), policy.keeps)
+    cache = LayerCache(ring=ring, pages=room(ROWS, K, H, entries=4, meta=policy.keeps), summary=None)
+
+    def run(cache: LayerCache, length: jax.Array) -> LayerCache:
+        return layer.evict(layer.Site(policy, {}, 0, 1, None, length), cache, length, length > 0)
+
+    def names(jaxpr: Any) -> Counter[str]:
+        return Counter(equation.primitive.name for equation in equations(jaxpr))
+
+    program = jax.make_jaxpr(run)(cache, array(ROWS, dtype=jnp.int32)).jaxpr
+    loops = [equation for equation in program.eqns if equation.primitive.name == "while"]
+    one, many = (names(loop.params["body_jaxpr"].jaxpr) for loop in loops)
+    always = names(program) - one - many
+    assert not {"gather", "scatter", "sort", "argmax"} & always.keys()
+    assert one["argmax"] == 1
+    assert not one["sort"]
+    assert many["sort"]
 
 
 def test_one_shot_methods_share_one_decode_step():
