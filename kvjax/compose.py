@@ -34,6 +34,8 @@ PRESETS: dict[str, str] = {
     "snapkv": "snapkv + uniform(0.25)",
     "adakv": "snapkv + ada(0.25)",
     "pyramidkv": "snapkv + pyramid(0.25)",
+    "conf-kv": "conf_kv + confidence",
+    "conf-kv-l": "conf_kv + confidence(slope=1.5)",
     "quest": "quest",
     "int8": "int8",
 }

@@ -17,15 +17,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kvjax import ageing, metrics
 from kvjax import layer as layers
-from kvjax import metrics
 from kvjax.cache import pool
 from kvjax.cache import ring as rings
 from kvjax.cache import state as states
 from kvjax.cache.ring import Entry
 from kvjax.cache.state import KVState, LayerCache
 from kvjax.learned import WeightsError, missing, weights_for
-from kvjax.policy import AdmitAll, Policy
+from kvjax.policy import AdmitAll, Native, Policy
 from kvjax.sampling import Sampling, sample, sampling
 from kvjax.types import EMPTY, Heads, Network, Params, Weighted, pytree
 
@@ -91,29 +91,35 @@ def empty(
     """
     dtype = jnp.dtype(dtype)
     heads, dim = network.num_kv_heads, network.head_dim
-    most = policy.most_slots(context, chunk_size)
-    longest = context if most is None else min(most, context)
-    size = page_size(longest) if page is None else page
 
     def room(window: int | None) -> LayerCache:
         w = policy.window(context) if window is None else min(window, context)
         ring = rings.empty(rows, heads, w, dim, dtype, policy.keeps)
         if window is not None or not policy.paged(context):
             return LayerCache(ring=ring, pages=None, summary=None)
-        pages = pool.empty(
-            pages=1,
-            size=size,
-            rows=rows,
-            heads=heads,
-            lists=2 if policy.selection.splits else 1,
-            entries=max(1, -(-longest // size)),
-            head_dim=dim,
-            dtype=policy.storage.dtype(dtype),
-            scaled=policy.storage.scaled,
-            meta=policy.keeps,
-            summary=policy.selection.summary_shapes(size, dim),
-        )
-        return LayerCache(ring=ring, pages=pages, summary=policy.completion.empty(rows, heads, dim, context))
+        summary = policy.completion.empty(rows, heads, dim, context)
+        bounds = policy.bounds(context, chunk_size)
+        held = []
+        for storage, most in zip((Native(), policy.storage)[-len(bounds) :], bounds):
+            longest = context if most is None else min(most, context)
+            size = page_size(longest) if page is None else page
+            held.append(
+                pool.empty(
+                    pages=1,
+                    size=size,
+                    rows=rows,
+                    heads=heads,
+                    lists=2 if policy.selection.splits else 1,
+                    entries=max(1, -(-longest // size)),
+                    head_dim=dim,
+                    width=storage.width(dim),
+                    dtype=storage.dtype(dtype),
+                    scaled=storage.scaled,
+                    meta=policy.keeps,
+                    summary=policy.selection.summary_shapes(size, dim),
+                )
+            )
+        return LayerCache(ring=ring, pages=None, summary=summary).with_rooms(held)
 
     return KVState(
         layers=tuple(room(window) for window in network.windows),
@@ -122,12 +128,13 @@ def empty(
         peak=jnp.zeros(2, jnp.float32),
         context=context,
         chunk=chunk_size,
+        confidence=jnp.zeros(rows, jnp.float32) if policy.budget.needs_logits else None,
     )
 
 
-def _site(network: Network, policy: Policy, weights: Params, index: int, total: Array) -> layers.Site:
-    mine = _at_layer(policy, weights, index)
-    return layers.Site(policy, mine, index, network.num_layers, network.windows[index], total)
+def _site(network: Network, policy: Policy, weights: Params, index: int, state: KVState) -> layers.Site:
+    mine, window = _at_layer(policy, weights, index), network.windows[index]
+    return layers.Site(policy, mine, index, network.num_layers, window, state.total, state.confidence)
 
 
 def _at_layer(policy: Policy, weights: Params, index: int) -> Params:
@@ -183,8 +190,22 @@ def step(
         return layers.step(site, room, heads, state.length, active)
 
     x, rooms = through(network, policy, params, weights, state, tokens[:, None], visit)
+    logits = network.logits(params, x[:, 0])
     length = state.length + active.astype(jnp.int32)
-    return dataclasses.replace(state, layers=rooms, length=length), network.logits(params, x[:, 0])
+    return with_confidence(
+        policy, dataclasses.replace(state, layers=rooms, length=length), logits, active
+    ), logits
+
+
+def with_confidence(
+    policy: Policy, state: KVState, logits: Float[Array, "B V"], fed: Bool[Array, " B"]
+) -> KVState:
+    """The state with what the budget makes of the logits that rows were ``fed`` for. Pure."""
+    if state.confidence is None:
+        return state
+    return dataclasses.replace(
+        state, confidence=jnp.where(fed, policy.budget.confidence(logits), state.confidence)
+    )
 
 
 def through(
@@ -214,7 +235,7 @@ def through(
     x = network.embed(params, tokens, positions)
     rooms = []
     for index, (block, room) in enumerate(zip(params["layers"], state.layers)):
-        site = _site(network, policy, weights, index, state.total)
+        site = _site(network, policy, weights, index, state)
 
         def attend(
             _: int, heads: Heads, room: LayerCache, site: layers.Site = site
@@ -243,7 +264,8 @@ def chunk(
     def visit(site: layers.Site, heads: Heads, room: LayerCache) -> tuple[Array, LayerCache]:
         return layers.chunk(site, room, heads, state.length, count)
 
-    x, rooms = through(network, policy, params, weights, state, tokens, visit)
+    given = dataclasses.replace(state, confidence=None)  # no logits produced these tokens
+    x, rooms = through(network, policy, params, weights, given, tokens, visit)
     after = dataclasses.replace(state, layers=rooms, length=state.length + count)
     last = jnp.maximum(count - 1, 0)[:, None, None]
     return after, jnp.take_along_axis(x, last, axis=1)[:, 0]
@@ -384,7 +406,8 @@ def extend(
             progress(min(start + chunk_size, longest), longest)
     state = metrics.with_peak(states.fit(metrics.with_peak(state)))
     assert last is not None  # noqa: S101  (at least one token was fed)
-    return state, _logits(model.network, model.params, last)
+    logits = _logits(model.network, model.params, last)
+    return with_confidence(policy, state, logits, jnp.asarray(lengths > 0)), logits
 
 
 def reserve(policy: Policy, state: KVState, tokens: int, arriving: int, ahead: int = 0) -> KVState:
@@ -392,7 +415,7 @@ def reserve(policy: Policy, state: KVState, tokens: int, arriving: int, ahead: i
 
     A pool that has to grow makes room for ``ahead`` tokens (decoding) or at least doubles (prefill).
     """
-    most = policy.most_slots(state.context, arriving)
+    most = policy.bounds(state.context, arriving)
     return states.reserve(state, tokens, most, ahead=ahead, doubling=arriving > 1)
 
 
@@ -430,17 +453,16 @@ def _prompt_layer(
 def _pack_layer(
     policy: Policy,
     layers_: int,
-    pages: int,
+    pages: tuple[int, ...],
     weights: Params,
     room: LayerCache,
     judged: Entry,
     index: Int[Array, ""],
     total: Int[Array, " B"],
 ) -> LayerCache:
-    """Store a judged layer in a pool of ``pages`` pages."""
+    """Store a judged layer in pools of so many pages, one for each of its rooms."""
     site = layers.Site(policy, weights, index, layers_, None, total)
-    if room.pages is not None:
-        room = dataclasses.replace(room, pages=pool.resize(room.pages, pages))
+    room = room.with_rooms([pool.resize(held, count) for held, count in zip(room.rooms, pages)])
     return layers.pack(site, room, judged, total)
 
 
@@ -462,11 +484,8 @@ def _prefill_whole(
         room, window = rooms[index], network.windows[index]
         at = jnp.asarray(index)
         x, judged, kept = _prompt_layer(network, policy, window, room.ring.window, block, mine, at, x, total)
-        need = 1
-        if room.pages is not None:  # the one look of the host between two layers
-            # Every list may end in a page of its own; how heads share a fixed sum must not change the size.
-            held, lists = int(np.asarray(kept).sum()), kept.size * room.pages.table.shape[2]
-            need = pool.coarse_class(held // room.pages.size + lists)
+        # The one look of the host between two layers.
+        need = tuple(pool.coarse_class(pages) for pages in ageing.pages_for(policy, room, np.asarray(kept)))
         whole = sum(leaf.nbytes for leaf in jax.tree.leaves(judged))
         before = metrics.allocated(tuple(rooms))
         rooms[index] = _pack_layer(policy, network.num_layers, need, mine, room, judged, at, total)
@@ -477,7 +496,8 @@ def _prefill_whole(
     state = dataclasses.replace(state, layers=tuple(rooms), length=jnp.copy(total))
     state = states.fit(metrics.with_peak(state))  # raises if a pool was too small
     last = jnp.take_along_axis(x, (total - 1)[:, None, None], axis=1)[:, 0]
-    return state, _logits(network, params, last)
+    logits = _logits(network, params, last)
+    return with_confidence(policy, state, logits, jnp.ones(len(prompts), bool)), logits
 
 
 # --- generate ------------------------------------------------------------------------------------

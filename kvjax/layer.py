@@ -2,8 +2,8 @@
 
 Three callbacks for the model's seam share the same few verbs:
 
-  step    one token a row: door (the oldest token out), write, evict, read
-  chunk   C tokens a row, for policies that decide on arrival: read, door, write, evict
+  step    one token a row: door (the oldest token out), write, evict, age, read
+  chunk   C tokens a row, for policies that decide on arrival: read, door, write, evict, age
   prompt  the whole prompt: attend, score, and only then keep what the budget allows (``pack``)
 
 Arrays are heads major inside ([B, K, T, H]); the seam's layout is turned once on the way in and out.
@@ -12,14 +12,19 @@ Arrays are heads major inside ([B, K, T, H]); the seam's layout is turned once o
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 
+from kvjax import ageing
+from kvjax.cache import line as lines
 from kvjax.cache import pages as paging
 from kvjax.cache import ring as rings
-from kvjax.cache.pages import Pages
+from kvjax.cache.line import Rooms
+from kvjax.cache.pages import Pages, Slots
 from kvjax.cache.ring import Entry
 from kvjax.cache.state import LayerCache
 from kvjax.policy import (
@@ -34,7 +39,7 @@ from kvjax.policy import (
     Visited,
 )
 from kvjax.types import EMPTY, Heads, Params
-from pallas_kernels.blockwise.api import blockwise
+from pallas_kernels.blockwise.api import blockwise, column_mass
 from pallas_kernels.merge.api import merge
 from pallas_kernels.ragged_decode.api import ragged_decode
 from pallas_kernels.vertical_slash.api import vertical_slash
@@ -55,6 +60,7 @@ class Site:
       layer, layers: this layer (may be traced in ``prompt``) and how many there are.
       window: the model's own sliding window here, or None.
       total: prompt length of each row.
+      confidence: see ``kvjax.policy.Frame``.
     """
 
     policy: Policy
@@ -63,6 +69,7 @@ class Site:
     layers: int
     window: int | None
     total: Int[Array, " B"]
+    confidence: Float[Array, " B"] | None = None
 
     def weights(self, place: str) -> Any:
         """Learned weights of the part in ``place``, or None."""
@@ -70,8 +77,9 @@ class Site:
 
     def frame(self, k: Float[Array, "B K T H"]) -> Frame:
         """Where a budget's target is asked for."""
-        held = self.policy.storage.dtype(k.dtype)
-        return Frame(self.layer, self.layers, k.shape[1], 2 * k.shape[-1] * held.itemsize)
+        storage = self.policy.storage
+        slot = 2 * storage.width(k.shape[-1]) * storage.dtype(k.dtype).itemsize
+        return Frame(self.layer, self.layers, k.shape[1], slot, self.confidence)
 
 
 # --- in ------------------------------------------------------------------------------------------
@@ -101,20 +109,31 @@ def arriving(site: Site, x: Heads, pos: Int[Array, "B T"], seen: Observation) ->
     meta: dict[str, Array] = {}
     for part in policy.parts:
         values = part.arrive(site.weights(part.place), seen)
-        meta |= {f"{part.place}.{name}": values[name] for name in part.keeps}
+        named = {f"{part.place}.{name}": values[name] for name in part.keeps}
+        meta |= {name: x for name, x in named.items() if name in policy.keeps}
     return Entry(k=k, v=v, pos=pos, admit=jnp.broadcast_to(admit | sink[:, None, :], k.shape[:3]), meta=meta)
 
 
 # --- the door ------------------------------------------------------------------------------------
 
 
-def through_door(site: Site, cache: LayerCache, out: Entry) -> LayerCache:
-    """Each leaving token meets its one decision: GLOBAL, or φ, or nothing."""
-    pages = cache.pages
-    if pages is None:
+def through_door(site: Site, cache: LayerCache, out: Entry, judged: bool = False) -> LayerCache:
+    """Each leaving token meets its one decision: GLOBAL, or φ, or nothing.
+
+    Tokens that a verdict has chosen already (``judged``) go to the room where they will stay.
+    """
+    if cache.pages is None:
         return cache
-    pages = paging.append(pages, site.policy.storage, site.policy.selection, out, _destination(site, out))
-    return _completing(site, dataclasses.replace(cache, pages=pages), out)
+    policy, which = site.policy, _destination(site, out)
+    stored = [
+        paging.append(pages, codec, policy.selection, out, mine)
+        for pages, codec, mine in zip(
+            cache.rooms,
+            ageing.codecs(policy, cache),
+            ageing.divided(policy, cache, which) if judged else (which,),
+        )
+    ]
+    return _completing(site, cache.with_rooms(stored), out)
 
 
 def exchange(
@@ -123,7 +142,7 @@ def exchange(
     """``through_door`` for a decode step: oldest token out, new one in; GLOBAL rests when none enters."""
     if cache.pages is None:
         return dataclasses.replace(cache, ring=rings.put(cache.ring, new, length, count))
-    storage, selection = site.policy.storage, site.policy.selection
+    storage, selection = ageing.codecs(site.policy, cache)[0], site.policy.selection
     out = rings.leaving(cache.ring, new, length, count)
     which = _destination(site, out)
 
@@ -174,7 +193,7 @@ def absorb(site: Site, cache: LayerCache, k: Array, v: Array, pos: Array, take: 
 
 
 def evict(site: Site, cache: LayerCache, length: Int[Array, " B"], crossed: Bool[Array, " B"]) -> LayerCache:
-    """While a stream is over its target, its lowest slot goes.
+    """Streams over their target lose their lowest slots, ranked once; mostly none or one each.
 
     Args:
       site: where.
@@ -183,75 +202,110 @@ def evict(site: Site, cache: LayerCache, length: Int[Array, " B"], crossed: Bool
       crossed: rows that wrote something; the others are left alone.
     """
     policy = site.policy
-    if cache.pages is None or not policy.budget.limited or policy.budget.when == "after_prompt":
+    if cache.pages is None or not policy.decides_later:
         return cache
     target = policy.budget.targets(site.frame(cache.ring.k), length, None)
     room = jnp.maximum(target - rings.live(length, cache.ring.window)[:, None], 0)
-
-    def next_victim(pages: Pages) -> Int[Array, "B K"]:
-        over = (pages.length.sum(axis=-1) > room) & crossed[:, None]
-        return jnp.where(over, victims(site, pages), EMPTY)
-
-    def drop(carry: tuple[LayerCache, Array]) -> tuple[LayerCache, Array]:
-        cache, victim = carry
-        if policy.completion != Nothing():
-            cache = _absorb_victims(site, cache, victim)
-        assert cache.pages is not None  # noqa: S101  (checked above)
-        pages = paging.remove(cache.pages, policy.storage, policy.selection, victim)
-        return dataclasses.replace(cache, pages=pages), next_victim(pages)
-
-    start = (cache, next_victim(cache.pages))
-    return jax.lax.while_loop(lambda carry: jnp.any(carry[1] >= 0), drop, start)[0]
+    over = jnp.where(crossed[:, None], jnp.maximum(lines.held(cache.rooms) - room, 0), 0)
+    most = over.max()
+    cache = _if(most == 1, lambda cache: _drop_one(site, cache, over), cache)
+    return _if(most > 1, lambda cache: _drop(site, cache, over), cache)
 
 
-def victims(site: Site, pages: Pages) -> Int[Array, "B K"]:
-    """Along the lines of ``pages.slots``: the unprotected slot with the lowest score, the highest position
-    among equals; EMPTY where every slot is protected."""
-    slots = paging.slots(pages)
+def _if(so: Bool[Array, ""], do: Callable[[LayerCache], LayerCache], cache: LayerCache) -> LayerCache:
+    """``do(cache)`` if so. A loop of one turn: XLA works in its carry; a branch would copy the pools."""
+
+    def turn(carry: tuple[Array, LayerCache]) -> tuple[Array, LayerCache]:
+        return jnp.zeros_like(so), do(carry[1])
+
+    return jax.lax.while_loop(lambda carry: carry[0], turn, (so, cache))[1]
+
+
+def _drop_one(site: Site, cache: LayerCache, over: Int[Array, "B K"]) -> LayerCache:
+    """``over`` is 0 or 1: the cheap way."""
+    policy = site.policy
+    score, slots = ranked(site, cache.rooms)
+    lowest = slots.live & (score == score.min(axis=-1, keepdims=True))
+    victim = jnp.argmax(jnp.where(lowest, slots.pos, EMPTY), axis=-1)
+    victim = jnp.where((over > 0) & slots.live.any(axis=-1), victim, EMPTY)
+    if policy.completion != Nothing():
+        at = jnp.maximum(victim, 0)[..., None]
+        cache = _absorb_evicted(site, cache, at, (victim >= 0)[..., None])
+    codecs = ageing.codecs(policy, cache)
+    return cache.with_rooms(lines.remove(cache.rooms, codecs, policy.selection, victim))
+
+
+def _drop(site: Site, cache: LayerCache, over: Int[Array, "B K"]) -> LayerCache:
+    """Any number of victims, at once."""
+    policy = site.policy
+    gone = victims(*ranked(site, cache.rooms), over)
+    if policy.completion != Nothing():
+        at = jnp.broadcast_to(jnp.arange(gone.shape[-1]), gone.shape)
+        cache = _absorb_evicted(site, cache, at, gone)
+    codecs = ageing.codecs(policy, cache)
+    return cache.with_rooms(lines.retain(cache.rooms, codecs, policy.selection, ~gone))
+
+
+def ranked(site: Site, rooms: Rooms) -> tuple[Float[Array, "B K C"], Slots]:
+    """Scores along the line of a stream's slots, and the slots, ``live`` where one may go; inf elsewhere."""
+    slots = lines.slots(rooms)
     mine = {n.removeprefix("eviction."): x for n, x in slots.meta.items() if n.startswith("eviction.")}
-    score = site.policy.eviction.score(site.weights("eviction"), dataclasses.replace(slots, meta=mine))
     may_go = slots.live & (slots.pos >= site.policy.sinks)
-    score = jnp.where(may_go, score, jnp.inf)
-    lowest = may_go & (score == score.min(axis=-1, keepdims=True))
-    choice = jnp.argmax(jnp.where(lowest, slots.pos, EMPTY), axis=-1)
-    return jnp.where(may_go.any(axis=-1), choice, EMPTY)
+    slots = dataclasses.replace(slots, live=may_go, meta=mine)
+    return jnp.where(may_go, site.policy.eviction.score(site.weights("eviction"), slots), jnp.inf), slots
 
 
-def _absorb_victims(site: Site, cache: LayerCache, victim: Int[Array, "B K"]) -> LayerCache:
-    """Fold evicted tokens into φ, except those it took at the door already: the selectable ones."""
+def victims(score: Float[Array, "B K C"], slots: Slots, over: Int[Array, "B K"]) -> Bool[Array, "B K C"]:
+    """The ``over`` live slots of each stream with the lowest scores, the highest positions among equals."""
+    back = -slots.pos
+    ranked = jax.lax.sort((score, back), num_keys=2)
+    at = jnp.clip(over - 1, 0, score.shape[-1] - 1)[..., None]
+    last, where = (jnp.take_along_axis(x, at, axis=-1) for x in ranked)
+    low = (score < last) | ((score == last) & (back <= where))
+    return slots.live & low & (over > 0)[..., None]
+
+
+def _absorb_evicted(site: Site, cache: LayerCache, at: Int[Array, "B K T"], gone: Array) -> LayerCache:
+    """Fold evicted slots into φ, except those it took at the door already: the selectable ones."""
     pages = cache.pages
     assert pages is not None  # noqa: S101
     if site.policy.selection != SelectAll():
         always = (pages.table.shape[2] - 1) * pages.table.shape[3] * pages.size  # the last list is selectable
-        victim = jnp.where(victim < always, victim, EMPTY)
-    at = jnp.maximum(victim, 0)[..., None]
-    lists = pages.table.reshape(*victim.shape, -1)  # the lists of a stream, one after the other
-    page = jnp.maximum(jnp.take_along_axis(lists, at // pages.size, axis=-1), 0)
-    k, v = site.policy.storage.read(pages, page, at % pages.size)
-    return absorb(site, cache, k, v, pages.pos[page, at % pages.size], (victim >= 0)[..., None])
+        gone = gone & (at < always)
+    k, v, pos = lines.read(cache.rooms, ageing.codecs(site.policy, cache), at)
+    return absorb(site, cache, k, v, pos, gone)
 
 
 # --- read ----------------------------------------------------------------------------------------
 
 
 def read_pages(
-    site: Site, cache: LayerCache, q: Float[Array, "B N T H"], decoding: bool, softcap: float | None = None
+    site: Site,
+    cache: LayerCache,
+    q: Float[Array, "B N T H"],
+    decoding: bool,
+    softcap: float | None = None,
+    masses: list[Array] | None = None,
 ) -> list[Partial]:
-    """Partials of GLOBAL and φ; a selection part acts on decode reads only."""
-    pages, policy = cache.pages, site.policy
-    if pages is None:
+    """Partials of GLOBAL and φ; a selection part acts on decode reads only.
+
+    ``masses`` takes what each query gave a list's slots, [B, N, T, M, S], under the list's own lse.
+    """
+    policy = site.policy
+    if cache.pages is None:
         return []
-    lists = pages.table.shape[2]
     selective = decoding and policy.selection != SelectAll() and policy.selection.applies(site.layer)
     parts: list[Partial] = []
     visited = None
-    for which in range(lists):
+    lists = [(pages, which) for pages in cache.rooms for which in range(pages.table.shape[2])]
+    for pages, which in lists:
         picked = None
-        if selective and which == lists - 1:
+        if selective and which == len(lists) - 1:
             picked = policy.selection.select(site.weights("selection"), q[:, :, 0], pages, which)
             visited = _visited(policy, pages, which, picked.pages, picked.slots)
-        out, lse = ragged_decode(
-            q,
+        # Asked for mass, every query is a head of its own: it is scaled query by query before it is added up.
+        found = ragged_decode(
+            q if masses is None else q.reshape(q.shape[0], -1, 1, q.shape[-1]),
             pages.k,
             pages.v,
             pages.table[:, :, which],
@@ -259,15 +313,20 @@ def read_pages(
             scales=pages.scales,
             pages=None if picked is None else picked.pages,
             slots=None if picked is None else picked.slots,
+            mass=masses is not None,
             softcap=softcap,
-        )[:2]
-        parts.append((out, lse))
+        )
+        if masses is None:
+            parts.append((found[0], found[1]))
+        else:
+            parts.append((found[0].reshape(q.shape), found[1].reshape(q.shape[:3])))
+            masses.append(found[2].reshape(*q.shape[:3], *found[2].shape[2:]))
     if policy.completion != Nothing():
-        parts += _completed(site, cache, q, visited, lists)
+        parts += _completed(site, cache, q, visited)
     return parts
 
 
-def _completed(site: Site, cache: LayerCache, q: Array, visited: Visited | None, lists: int) -> list[Partial]:
+def _completed(site: Site, cache: LayerCache, q: Array, visited: Visited | None) -> list[Partial]:
     """φ of what this read leaves out; nothing where nothing can be left out."""
     policy, pages = site.policy, cache.pages
     assert pages is not None  # noqa: S101
@@ -278,7 +337,7 @@ def _completed(site: Site, cache: LayerCache, q: Array, visited: Visited | None,
             return []
         every = jnp.arange(pages.table.shape[-1])
         every = jnp.broadcast_to(every, (*pages.table.shape[:2], len(every)))
-        visited = _visited(policy, pages, lists - 1, every, None)
+        visited = _visited(policy, pages, pages.table.shape[2] - 1, every, None)
     return [policy.completion.read(site.weights("completion"), cache.summary, q, visited)]
 
 
@@ -315,7 +374,7 @@ def _mixed(parts: list[Partial], x: Heads) -> Float[Array, "B T N H"]:
 def step(
     site: Site, cache: LayerCache, x: Heads, length: Int[Array, " B"], active: Bool[Array, " B"]
 ) -> tuple[Float[Array, "B 1 N H"], LayerCache]:
-    """One new token for every active row. Order: door, write, evict, read.
+    """One new token for every active row. Order: door, write, evict, age, read.
 
     Args:
       site: where.
@@ -329,16 +388,74 @@ def step(
     new = arriving(site, x, pos, observe(site, x, pos))
     cache = exchange(site, cache, new, length, count)
     cache = evict(site, cache, length + count, active & _due(site.policy, length + count, count))
+    cache = ageing.age(site.policy, cache, 1)
     q = _major(x.q)
     held = rings.positions(length + count, cache.ring.window)
     recent = blockwise(q, cache.ring.k, cache.ring.v, q_pos=length[:, None], k_pos=held, softcap=x.softcap)
-    return _mixed([recent, *read_pages(site, cache, q, decoding=True, softcap=x.softcap)], x), cache
+    masses: list[Array] | None = [] if _tracks(site, cache) else None
+    parts = [recent, *read_pages(site, cache, q, decoding=True, softcap=x.softcap, masses=masses)]
+    if masses is not None:  # what is learned now decides at the next step
+        total = merge(parts)[1]
+        weights = _weights(site, pos)
+        hand = column_mass(q, cache.ring.k, total, weights, q_pos=pos, k_pos=held, softcap=x.softcap)
+        ring = dataclasses.replace(cache.ring, meta=told(site, held[:, None], cache.ring.meta, hand, count))
+        cache = _told_rooms(site, cache, parts, masses, total, weights, count)
+        cache = dataclasses.replace(cache, ring=ring)
+    return _mixed(parts, x), cache
+
+
+# --- what a read tells -------------------------------------------------------------------------
+
+
+def _tracks(site: Site, cache: LayerCache) -> bool:
+    return site.policy.tracks_mass and cache.pages is not None
+
+
+def _weights(site: Site, pos: Int[Array, "B T"]) -> Float[Array, "B T"]:
+    """What each query of a read counts; 0 for padding."""
+    age = pos.max(axis=1, keepdims=True) - pos
+    return jnp.where(pos >= 0, site.policy.eviction.weigh(age), 0.0)
+
+
+def told(
+    site: Site, pos: Int[Array, "B K C"], meta: dict[str, Array], mass: Float[Array, "B N C"], count: Array
+) -> dict[str, Array]:
+    """Per-slot values after a read of ``count`` queries a row; rows without a query keep theirs."""
+    eviction, at = site.policy.eviction, count[:, None, None]
+    kept = {name: meta[f"eviction.{name}"] for name in eviction.keeps}
+    pos = jnp.broadcast_to(pos, (*meta[f"eviction.{eviction.keeps[0]}"].shape,))
+    new = eviction.receive(Slots(pos=pos, live=pos >= 0, meta=kept), mass, jnp.maximum(at, 1))
+    return meta | {f"eviction.{name}": jnp.where(at > 0, new[name], kept[name]) for name in kept}
+
+
+def _told_rooms(
+    site: Site,
+    cache: LayerCache,
+    parts: list[Partial],
+    masses: list[Float[Array, "B N T M S"]],
+    total: Float[Array, "B N T"],
+    weights: Float[Array, "B T"],
+    count: Int[Array, " B"],
+) -> LayerCache:
+    """GLOBAL's values after a read: a list's mass is under its own lse, so it is scaled by its share.
+
+    ``parts`` are what is in hand, the lists, and what completes them.
+    """
+    lists = parts[len(parts) - len(masses) - (site.policy.completion != Nothing()) :]
+    line = []
+    for (_, lse), mass in zip(lists, masses):
+        share = jnp.exp(lse - total) * weights[:, None]
+        found = jnp.einsum("bnt,bntms->bnms", share, mass, precision=jax.lax.Precision.HIGHEST)
+        line.append(found.reshape(*found.shape[:2], -1))
+    slots = lines.slots(cache.rooms)
+    values = told(site, slots.pos, slots.meta, jnp.concatenate(line, axis=-1), count)
+    return cache.with_rooms(lines.with_meta(cache.rooms, values))
 
 
 def chunk(
     site: Site, cache: LayerCache, x: Heads, length: Int[Array, " B"], count: Int[Array, " B"]
 ) -> tuple[Float[Array, "B T N H"], LayerCache]:
-    """``count`` of T new tokens a row, prompt in pieces. Order: read, door, write, evict.
+    """``count`` of T new tokens a row, prompt in pieces. Order: read, door, write, evict, age.
 
     Key j is visible to query i iff j <= i and (i - j < W or j was admitted); GLOBAL holds only admitted
     tokens older than any query's window, so it needs no mask. With a completion part, what is still in
@@ -362,11 +479,23 @@ def chunk(
     w, old = hidden(ring.admit, judged or policy.whole_prompt)
     recent = blockwise(q, ring.k, ring.v, q_pos=pos, k_pos=held, window=w, admit=old, softcap=x.softcap)
     parts = [recent, _together(q, new, count, *hidden(new.admit, judged), x.softcap)]
-    parts += read_pages(site, cache, q, decoding=False, softcap=x.softcap)
+    masses: list[Array] | None = [] if _tracks(site, cache) else None
+    parts += read_pages(site, cache, q, decoding=False, softcap=x.softcap, masses=masses)
+    if masses is not None:
+        total, weights = merge(parts)[1], _weights(site, pos)
+        hand = functools.partial(column_mass, q, lse=total, weights=weights, q_pos=pos, softcap=x.softcap)
+        was = hand(ring.k, k_pos=held, window=w, admit=old)
+        window, bits = hidden(new.admit, judged)
+        now = hand(new.k, k_pos=pos, window=window, admit=bits)
+        ring = dataclasses.replace(ring, meta=told(site, held[:, None], ring.meta, was, count))
+        new = dataclasses.replace(new, meta=told(site, pos[:, None], new.meta, now, count))
+        cache = _told_rooms(site, cache, parts, masses, total, weights, count)
+        cache = dataclasses.replace(cache, ring=ring)
     if cache.pages is not None:
         cache = through_door(site, cache, rings.leaving(ring, new, length, count))
     cache = dataclasses.replace(cache, ring=rings.put(ring, new, length, count))
     cache = evict(site, cache, length + count, (count > 0) & _due(site.policy, length + count, count))
+    cache = ageing.age(policy, cache, t)
     return _mixed(parts, x), cache
 
 
@@ -406,19 +535,40 @@ def prompt(site: Site, x: Heads, pos: Int[Array, "B T"]) -> tuple[Float[Array, "
     hides = policy.admission != AdmitAll() and policy.admission.prefill and policy.completion == Nothing()
     window, bits = (policy.admission.window, new.admit) if hides and not own else (site.window, None)
     out = _together(_major(x.q), new, site.total, window, bits, x.softcap)
+    if policy.budget.limited and policy.eviction.needs_mass and not own:
+        mass = column_mass(
+            _major(x.q),
+            new.k,
+            out[1],
+            _weights(site, pos),
+            q_pos=pos,
+            k_pos=pos,
+            window=window,
+            admit=bits,
+            softcap=x.softcap,
+        )
+        seen = dataclasses.replace(seen, values=seen.values | {"mass": mass})
+        if policy.tracks_mass:
+            new = dataclasses.replace(new, meta=told(site, pos[:, None], new.meta, mass, site.total))
     keep = new.admit if own or not policy.budget.limited else new.admit & verdict(site, new, seen)
     return _mixed([out], x), dataclasses.replace(new, admit=keep)
 
 
 def verdict(site: Site, new: Entry, seen: Observation) -> Bool[Array, "B K T"]:
     """Who stays: the protected, then the best scores, up to the target; ties to the lowest position."""
-    policy = site.policy
-    score = policy.eviction.score_prompt(site.weights("eviction"), seen)
-    score = jnp.broadcast_to(score, new.admit.shape)
+    policy, shape = site.policy, new.admit.shape
+    # Where the budget acts later too, the ring is live whatever it scores.
+    newest = policy.ring_tokens if policy.decides_later else policy.protects
     pos = seen.pos[:, None, :]
-    safe = (pos >= 0) & ((pos < policy.sinks) | (pos >= (site.total - policy.protects)[:, None, None]))
-    score = jnp.where((pos >= 0) & new.admit, score, -jnp.inf)
-    score = jnp.where(safe, jnp.inf, score)
+    safe = (pos >= 0) & ((pos < policy.sinks) | (pos >= (site.total - newest)[:, None, None]))
+    free = (pos >= 0) & new.admit & ~safe
+    if policy.tracks_mass:  # as at any later step
+        mine = {name: new.meta[f"eviction.{name}"] for name in policy.eviction.keeps}
+        slots = Slots(pos=jnp.broadcast_to(pos, shape), live=free, meta=mine)
+        score = policy.eviction.score(site.weights("eviction"), slots)
+    else:
+        score = policy.eviction.score_prompt(site.weights("eviction"), seen)
+    score = jnp.where(free, jnp.broadcast_to(score, shape), jnp.where(safe, jnp.inf, -jnp.inf))
     scores = score if policy.budget.from_scores else None
     target = policy.budget.targets(site.frame(new.k), site.total, scores)
     target = jnp.maximum(target, safe.sum(axis=-1))
@@ -436,7 +586,8 @@ def pack(site: Site, cache: LayerCache, new: Entry, count: Int[Array, " B"]) -> 
       count: prompt length of each row.
     """
     left = new.pos < (count - cache.ring.window)[:, None]
-    cache = through_door(site, cache, dataclasses.replace(new, pos=jnp.where(left, new.pos, EMPTY)))
+    out = dataclasses.replace(new, pos=jnp.where(left, new.pos, EMPTY))
+    cache = through_door(site, cache, out, judged=True)
     return dataclasses.replace(cache, ring=rings.put(cache.ring, new, jnp.zeros_like(count), count))
 
 

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.cache import pages as paging
+from kvjax.cache import line as lines
 from kvjax.cache import ring as rings
 from kvjax.cache.pages import Pages, used
 from kvjax.cache.ring import Ring
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from kvjax.types import Network
 
-ROOMS = ("ring", "pages", "summary")
+ROOMS = ("ring", "pages", "history", "summary")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,9 +31,9 @@ class Bytes:
     """Bytes of a state.
 
     Attributes:
-      live: float64 [L, K, 3]: slots that hold a token, with their scales and metadata, per layer, KV head
-        and room (ring, pages, summary); rows added up.
-      allocated: float64 [L, 3]: device bytes per layer and room, page tables and free pages included.
+      live: float64 [L, K, 4]: slots that hold a token, with their scales and metadata, per layer, KV head
+        and room (``ROOMS``); rows added up.
+      allocated: float64 [L, 4]: device bytes per layer and room, page tables and free pages included.
       peak: (live, allocated) at their highest so far.
     """
 
@@ -70,10 +70,9 @@ def _page_costs(pages: Pages) -> tuple[int, int]:
 
 
 @jax.jit
-def _lengths(state: KVState) -> tuple[jax.Array, tuple[tuple[jax.Array, jax.Array] | None, ...]]:
-    """Tokens of each row; live slots and owned pages [B, K] of each layer that has pages."""
-    rooms = (layer.pages for layer in state.layers)
-    held = (None if p is None else (p.length.sum(axis=2), used(p).sum(axis=2)) for p in rooms)
+def _lengths(state: KVState) -> tuple[jax.Array, tuple[tuple[tuple[jax.Array, jax.Array], ...], ...]]:
+    """Tokens of each row; live slots and owned pages [B, K] of the rooms of each layer."""
+    held = [tuple((p.length.sum(axis=2), used(p).sum(axis=2)) for p in x.rooms) for x in state.layers]
     return state.length, tuple(held)
 
 
@@ -84,11 +83,11 @@ def nbytes(state: KVState) -> Bytes:
     live = np.zeros((len(state.layers), heads, len(ROOMS)))
     for index, (layer, held) in enumerate(zip(state.layers, pages)):
         live[index, :, 0] = np.minimum(length, layer.ring.window).sum() * _ring_slot(layer.ring)
-        if layer.pages is not None and held is not None:
-            slot, page = _page_costs(layer.pages)
-            live[index, :, 1] = held[0].sum(axis=0) * slot + held[1].sum(axis=0) * page
-        live[index, :, 2] = _size(layer.summary) / heads
-    rooms = [[_size(layer.ring), _size(layer.pages), _size(layer.summary)] for layer in state.layers]
+        for at, (pages, (slots, owned)) in enumerate(zip(layer.rooms, held)):
+            slot, page = _page_costs(pages)
+            live[index, :, 1 + at] = slots.sum(axis=0) * slot + owned.sum(axis=0) * page
+        live[index, :, 3] = _size(layer.summary) / heads
+    rooms = [[_size(getattr(layer, room)) for room in ROOMS] for layer in state.layers]
     return Bytes(live=live, allocated=np.asarray(rooms, float), peak=tuple(np.asarray(state.peak).tolist()))
 
 
@@ -124,8 +123,8 @@ def live_slots(state: KVState) -> Int[jax.Array, "L B K"]:
     for room in state.layers:
         ring = jnp.minimum(state.length, room.ring.window)[:, None]
         heads = room.ring.k.shape[1]
-        paged = 0 if room.pages is None else room.pages.length.sum(axis=-1)
-        found.append(jnp.broadcast_to(ring + paged, (state.rows, heads)))
+        live = jnp.broadcast_to(ring, (state.rows, heads))
+        found.append(live + lines.held(room.rooms) if room.rooms else live)
     return jnp.stack(found)
 
 
@@ -140,8 +139,8 @@ def present(state: KVState) -> Bool[jax.Array, "L B K C"]:
         held = rings.positions(state.length, room.ring.window)
         held = jnp.where(held >= 0, held, state.context)  # out of range: dropped
         mask = mask.at[row[:, None], :, held].set(True, mode="drop")
-        if room.pages is not None:
-            slots = paging.slots(room.pages)
+        if room.rooms:
+            slots = lines.slots(room.rooms)
             pos = jnp.where(slots.live, slots.pos, state.context)
             head = jnp.arange(heads)[None, :, None]
             mask = mask.at[row[:, None, None], head, pos].set(True, mode="drop")

@@ -116,6 +116,11 @@ class Observation:
         """The input of the attention block."""
         return self._declared("hidden")
 
+    @property
+    def mass(self) -> Float[Array, "B N T"]:
+        """Attention each token of a prompt received, weighed by the eviction; there if it ``needs_mass``."""
+        return self._declared("mass")
+
 
 OBSERVABLE = ("k", "v", "k_pre", "q", "q_pre", "hidden")
 
@@ -129,12 +134,15 @@ class Frame:
       layers: number of layers.
       kv_heads: KV heads of a layer.
       slot_bytes: bytes of one live slot, K and V.
+      confidence: what the budget said of the logits that produced each row's token; None for given tokens (a
+        prompt, a chunk), and for budgets that do not look.
     """
 
     layer: Any
     layers: int
     kv_heads: int
     slot_bytes: float
+    confidence: Float[Array, " B"] | None = None
 
 
 class Part:
@@ -197,12 +205,17 @@ class Admission(Part):
     ``window`` is the semantic W of methods that own it (exact attention to the last W tokens), else None.
     ``prefill`` says whether the verdict hides a token from the prompt's own queries too; if not, a prompt is
     read with full attention, layer by layer, and the verdict acts on what it leaves behind.
+
+    Class attributes:
+      rejects_all: nothing outlives the window but sinks.
+      alike: a token meets the same verdict in all KV heads of a layer.
     """
 
     place = "admission"
     window: int | None = None
     prefill: bool = True
     rejects_all: ClassVar[bool] = False
+    alike: ClassVar[bool] = False
 
     def admit(self, params: Params | None, seen: Observation) -> Bool[Array, "B K T"]:
         """One bit per KV head and token, broadcastable; asked on arrival, acts at the door."""
@@ -215,10 +228,16 @@ class Eviction(Part):
     Class attributes:
       scores_prompt: the score of a token needs the whole prompt (SnapKV ...), so generated tokens have
         none and the budget can only act after the prompt.
+      needs_mass: it ranks by the attention a token receives: of a whole prompt, ``seen.mass``; where the
+        budget acts while decoding, the values it keeps follow every read (``weigh``, ``receive``).
+      one_voice: all KV heads of a layer keep the same tokens. While decoding their slots then have one
+        order, so that ``receive`` may take means over heads.
     """
 
     place = "eviction"
     scores_prompt: ClassVar[bool] = False
+    needs_mass: ClassVar[bool] = False
+    one_voice: ClassVar[bool] = False
 
     @property
     def protects(self) -> int:
@@ -226,7 +245,23 @@ class Eviction(Part):
         return 0
 
     def score(self, params: Params | None, slots: Slots) -> Float[Array, "B K C"]:
-        """Rank of every slot from what is kept with it; anything in dead slots."""
+        """Rank of the slots that may go (``slots.live``) from what is kept with them; elsewhere anything."""
+        raise NotImplementedError
+
+    def weigh(self, age: Int[Array, "B T"]) -> Float[Array, "B T"]:
+        """What the attention of a query counts, by how many tokens of the same read came after it."""
+        raise NotImplementedError
+
+    def receive(
+        self, slots: Slots, mass: Float[Array, "B N C"], count: Int[Array, "B 1 1"]
+    ) -> dict[str, Float[Array, "B K C"]]:
+        """New values after a read.
+
+        Args:
+          slots: values so far; as on arrival for tokens that were read for the first time.
+          mass: of each slot, weighed attention of all queries of the read, per query head.
+          count: queries of the read, at least 1.
+        """
         raise NotImplementedError
 
     def score_prompt(self, params: Params | None, seen: Observation) -> Float[Array, "B K T"]:
@@ -308,6 +343,14 @@ class Storage(Part):
         """Element type of the pool, for a model that computes in ``model``."""
         return model
 
+    def width(self, head_dim: int) -> int:
+        """Elements of a stored key or value.
+
+        Raises:
+          PolicyError: keys of ``head_dim`` channels have no place in this layout.
+        """
+        return head_dim
+
     def write(self, pages: Pages, page: Array, slot: Array, k: Array, v: Array) -> Pages:
         """Put k, v [..., H] into the slots; pages out of range are dropped."""
         return dataclasses.replace(
@@ -326,12 +369,17 @@ class Budget(Part):
 
     place = "budget"
     from_scores: ClassVar[bool] = False
+    needs_logits: ClassVar[bool] = False
     when: When = "after_prompt"
 
     @property
     def limited(self) -> bool:
         """Does it ever ask anybody to leave?"""
         return True
+
+    def confidence(self, logits: Float[Array, "B V"]) -> Float[Array, " B"]:
+        """What the next step's targets depend on (``frame.confidence``); only asked if ``needs_logits``."""
+        raise NotImplementedError
 
     @property
     def least(self) -> int | None:
@@ -414,6 +462,7 @@ class AdmitAll(Admission):
     """Every token may outlive the window."""
 
     name = "admit_all"
+    alike = True
 
     def admit(self, params: Params | None, seen: Observation) -> Bool[Array, "B K T"]:
         """All ones."""
@@ -534,8 +583,19 @@ class Policy:
 
     @property
     def keeps(self) -> tuple[str, ...]:
-        """Names of all per-slot values, as ``place.name``."""
-        return tuple(f"{part.place}.{name}" for part in self.parts for name in part.keeps)
+        """Names of all per-slot values, as ``place.name``; an eviction that acts once keeps none."""
+        parts = [p for p in self.parts if p.place != "eviction" or self.decides_later]
+        return tuple(f"{part.place}.{name}" for part in parts for name in part.keeps)
+
+    @property
+    def decides_later(self) -> bool:
+        """Does the budget act while decoding?"""
+        return self.budget.limited and self.budget.when != "after_prompt"
+
+    @property
+    def tracks_mass(self) -> bool:
+        """Must a read say what attention each slot received?"""
+        return self.decides_later and self.eviction.needs_mass
 
     @property
     def learned(self) -> tuple[Part, ...]:
@@ -550,7 +610,8 @@ class Policy:
     @property
     def whole_prompt(self) -> bool:
         """Does a prompt have to be seen whole before anything can be decided, or hidden?"""
-        return (self.budget.limited and self.budget.when == "after_prompt") or not self.admission.prefill
+        once = self.budget.limited and self.budget.when == "after_prompt"
+        return once or self.tracks_mass or not self.admission.prefill
 
     @property
     def on_arrival(self) -> bool:
@@ -568,7 +629,23 @@ class Policy:
         idle = (self.budget.limited, self.selection != SelectAll(), self.storage != Native())
         if not any(idle) and self.completion == Nothing() and self.admission == AdmitAll():
             return context
-        return min(max(self.protects, self.storage.recent, self.selection.recent, 1), context)
+        return min(self.ring_tokens, context)
+
+    @property
+    def ring_tokens(self) -> int:
+        """Newest tokens that live in the ring, where admission owns no window.
+
+        With a budget that acts while decoding, not those that storage holds exactly: they may be evicted.
+        """
+        exact = 0 if self.decides_later else self.storage.recent
+        return max(self.protects, exact, self.selection.recent, 1)
+
+    def exact_slots(self, window: int) -> int:
+        """Slots of GLOBAL a stream holds in the model's own dtype before storage takes older ones.
+
+        0 where storage has all of GLOBAL: beyond a ring of ``window`` nothing needs to be exact.
+        """
+        return max(self.storage.recent - window, 0) if self.decides_later else 0
 
     def paged(self, context: int) -> bool:
         """Can a token outlive the window at all, in GLOBAL or in what completes it?"""
@@ -585,11 +662,22 @@ class Policy:
             bounds.append(self.sinks)
         elif self.admission == AdmitAll():
             bounds.append(max(context - self.window(context), 0))
-        if self.budget.limited and not self.whole_prompt and self.budget.most is not None:
+        bounded = self.tracks_mass or (self.budget.limited and not self.whole_prompt)
+        if bounded and self.budget.most is not None:
             between = self.budget.when.k if isinstance(self.budget.when, Every) else 1
             floor = self.sinks + self.window(context)
             bounds.append(max(self.budget.most, floor) - self.window(context) + arriving + between - 1)
         return min(bounds, default=None)
+
+    def bounds(self, context: int, arriving: int) -> tuple[int | None, ...]:
+        """``most_slots`` for each of GLOBAL's rooms: one, or exact slots and those that storage holds."""
+        most, exact = self.most_slots(context, arriving), self.exact_slots(self.window(context))
+        if not exact:
+            return (most,)
+        # A slot moves on when the exact ones are as many as they may be.
+        if most is None:
+            return exact + arriving, None
+        return min(exact + arriving, most), max(most - exact, 0)
 
     def __repr__(self) -> str:
         idle = (AdmitAll(), KeepRecent(), SelectAll(), Native(), Unlimited(), Nothing())
@@ -611,25 +699,45 @@ def _refuse_illegal_pairs(p: Policy) -> None:
             f"{p.budget!r} divides a layer's slots by the scores of the whole prompt, which exist only after "
             "the prompt. Use when=after_prompt."
         )
+    if p.eviction.one_voice and p.decides_later and not p.admission.alike:
+        raise PolicyError(
+            f"{p.eviction!r} keeps the same tokens in all KV heads of a layer, but {p.admission!r} admits "
+            "other tokens to each of them. Use an eviction that ranks head by head, or a budget with "
+            "when=after_prompt."
+        )
     if p.eviction != KeepRecent() and not p.budget.limited:
         raise PolicyError(
             f"{p.eviction!r} ranks tokens, but {p.budget!r} never asks anybody to leave. Add a budget, for "
             f"example '{p.eviction!r} + uniform(512)'."
         )
     window = p.admission.window
-    for what, need in (("recent", p.protects), (repr(p.storage), p.storage.recent)):
+    exact = 0 if p.decides_later else p.storage.recent
+    for what, need in (("recent", p.protects), (repr(p.storage), exact)):
         if window is not None and need > window:
             raise PolicyError(
                 f"{p.admission!r} owns the window of {window} tokens, but {what} protects the newest {need}. "
                 f"Protect at most {window}, or widen the window."
             )
     least = p.budget.least
-    protected = p.sinks + max(p.protects, p.storage.recent, p.selection.recent, window or 0)
+    protected = p.sinks + max(p.protects, exact, p.selection.recent, window or 0)
     if least is not None and least < max(protected, 1):
         raise PolicyError(
             f"{p.budget!r} leaves a stream {least} slots, fewer than the {protected} protected tokens "
             f"(sinks={p.sinks}, newest={protected - p.sinks}). Raise the budget to at least {protected}, or "
             "protect fewer."
+        )
+    if p.selection != SelectAll() and p.exact_slots(window or p.ring_tokens):
+        raise PolicyError(
+            f"{p.selection!r} chooses in one line of pages, but {p.storage!r} with {p.budget!r} holds two: "
+            f"the newest {p.storage.recent} of what is retained as they came, older ones in codes. Use "
+            "native storage, or a budget with when=after_prompt."
+        )
+    protected = p.sinks + p.protects
+    if p.budget.needs_logits and least is not None and protected >= least:
+        raise PolicyError(
+            f"{p.budget!r} leaves a layer {least} slots on a sure step, but sinks={p.sinks} and the newest "
+            f"{p.protects} tokens of {p.eviction!r} are protected: nobody could be ranked. Protect fewer, or "
+            "raise tight."
         )
     if p.completion != Nothing() and p.selection != SelectAll() and not p.storage.exact:
         raise PolicyError(

@@ -25,7 +25,14 @@ from kvjax.cache.state import KVState
 from kvjax.policy import Every, Policy, SelectAll
 
 LENGTHS, STEPS = (52, 30, 5), 12
+COMBINED = (
+    # GLOBAL in two rooms: the newest 10 retained tokens exact, of which the ring holds 6.
+    "conf_kv(recent=6) + int8(10) + confidence(14, loose=24, threshold=0.5)",
+)
+"""Parts of several methods, where a room of the cache exists only for the combination."""
+
 EXAMPLES = [policy for method in kvjax.methods() for policy in method.examples]
+EXAMPLES += [kvjax.policy(spec) for spec in COMBINED]
 POISON = 1e4
 
 every_policy = pytest.mark.parametrize("policy", EXAMPLES, ids=repr)
@@ -76,23 +83,29 @@ def live(policy: Policy) -> Life:
 
 
 def paged(state: KVState) -> list[Pages]:
-    return [room.pages for room in state.layers if room.pages is not None]
+    return [pages for layer in state.layers for pages in layer.rooms]
 
 
 def with_pages(state: KVState, pages: list[Pages]) -> KVState:
     """The state with its paged layers' pages replaced, in order."""
     new = iter(pages)
-    rooms = [r if r.pages is None else dataclasses.replace(r, pages=next(new)) for r in state.layers]
-    return dataclasses.replace(state, layers=tuple(rooms))
+    layers = tuple(layer.with_rooms([next(new) for _ in layer.rooms]) for layer in state.layers)
+    return dataclasses.replace(state, layers=layers)
 
 
 def same(
-    policy: Policy, state: KVState, life: Life, *, rows: tuple[int, ...] = (0, 1, 2), at: int = 0
+    policy: Policy,
+    state: KVState,
+    life: Life,
+    *,
+    rows: tuple[int, ...] = (0, 1, 2),
+    at: int = 0,
+    atol: float = 2e-4,
 ) -> None:
     """Six steps from this state read and keep what the life read and kept after ``at``, in these rows."""
     after, logits = tiny.feed(policy, state, life.tokens[:, at : at + 6])
     rows_ = list(rows)
-    np.testing.assert_allclose(logits[rows_], life.logits[rows_, at + 1 : at + 7], atol=2e-4)
+    np.testing.assert_allclose(logits[rows_], life.logits[rows_, at + 1 : at + 7], atol=atol)
     for mine, theirs in zip(paged(after), paged(life.states[at + 6])):
         left, right = tiny.held(mine), tiny.held(theirs)
         for (row, head), slots in right.items():
@@ -100,7 +113,7 @@ def same(
                 assert left[row, head].keys() == slots.keys()
                 for pos, values in slots.items():
                     for a, b in zip(left[row, head][pos], values):
-                        np.testing.assert_allclose(a, b, atol=2e-4)
+                        np.testing.assert_allclose(a, b, atol=atol)
 
 
 # --- a value, and a legal loop carry -------------------------------------------------------------
@@ -130,11 +143,14 @@ def test_state_is_a_legal_loop_carry(policy):
 # --- how much, and who ---------------------------------------------------------------------------
 
 
-def target(policy: Policy, layer: int, seen: int) -> int:
+def target(policy: Policy, layer: int, seen: int, sure: bool = False) -> int:
     """The mean target of a layer's streams, by hand from the words of the budget."""
-    amount = policy.budget.amount
-    mean = amount if isinstance(amount, int) else int(np.floor(amount * seen + 0.5))
-    if policy.budget.name == "pyramid" and seen > mean:  # slope 2 over two layers: 3/2 and 1/2 of the mean
+    budget = policy.budget
+    if budget.name == "confidence":  # slope 2 over two layers: 3/2 and 1/2 of the mean
+        mean = budget.tight if sure else budget.loose
+        return mean if budget.slope == 1 else (mean * 3 // 2, mean // 2)[layer]
+    mean = budget.amount if isinstance(budget.amount, int) else int(np.floor(budget.amount * seen + 0.5))
+    if budget.name == "pyramid" and seen > mean:  # slope 2 over two layers: 3/2 and 1/2 of the mean
         first = min(mean * 3 // 2, seen)
         return (first, 2 * mean - first)[layer]
     return mean
@@ -149,20 +165,22 @@ def test_live_slots_are_what_the_budget_says(policy):
                 continue
             w, admit = room.ring.window, room.ring.admit
             at = np.asarray(rings.positions(jnp.asarray(state.length), w))
-            slots = tiny.held(room.pages)
+            slots = tiny.held(*room.rooms)
             for row, prompt in enumerate(LENGTHS):
                 seen, counts = prompt + steps, []
                 for head in range(2):
                     stored = np.asarray(sorted(slots[row, head]))
                     ring = at[row][at[row] >= 0]
                     if (
-                        policy.budget.limited and policy.whole_prompt
+                        policy.budget.limited and policy.budget.when == "after_prompt"
                     ):  # of the prompt, what has not been refused
                         allowed = admit[row, head][at[row] >= 0]
                         counts.append((stored < prompt).sum() + ((ring < prompt) & allowed).sum())
                     else:
                         counts.append(len(stored) + len(ring))
-                check_counts(policy, layer, prompt, seen, w, counts)
+                sure = steps > 0 and policy.budget.needs_logits
+                sure = sure and life.states[steps - 1].confidence[row] >= policy.budget.threshold
+                check_counts(policy, layer, prompt, seen, w, counts, sure)
                 learned += counts if row == 0 and policy.admission.learns else []
                 looked += 1
     if learned:
@@ -172,21 +190,28 @@ def test_live_slots_are_what_the_budget_says(policy):
     assert looked or policy.window(tiny.CONTEXT) == tiny.CONTEXT or not policy.paged(tiny.CONTEXT)
 
 
-def check_counts(policy: Policy, layer: int, prompt: int, seen: int, w: int, counts: list[int]) -> None:
+def check_counts(
+    policy: Policy, layer: int, prompt: int, seen: int, w: int, counts: list[int], sure: bool
+) -> None:
     if policy.admission.learns:
         assert all(min(seen, policy.sinks + w) <= n <= seen for n in counts)
     elif not policy.budget.limited:
         most = policy.sinks + w if policy.admission.rejects_all else seen
         assert counts == [min(seen, most)] * 2
-    elif policy.whole_prompt:
+    elif policy.budget.when == "after_prompt":
         most = max(target(policy, layer, prompt), policy.sinks + policy.protects)
         assert sum(counts) == 2 * min(prompt, most)
         if not policy.budget.from_scores:
             assert counts[0] == counts[1]
     else:
         late = seen % policy.budget.when.k if isinstance(policy.budget.when, Every) else 0
-        most = max(target(policy, layer, seen), policy.sinks + w)
-        assert all(min(seen, most) <= n <= most + late for n in counts)
+        most = max(target(policy, layer, seen, sure), policy.sinks + w)
+        least = target(
+            policy, layer, seen, sure=True
+        )  # after a tight step a loose target is filled one by one
+        assert all(
+            min(seen, least if policy.budget.needs_logits else most) <= n <= most + late for n in counts
+        )
 
 
 @every_policy
@@ -201,7 +226,7 @@ def test_sinks_and_window_are_there_and_no_position_is_held_twice(policy):
                 ring = set(at[row][at[row] >= 0].tolist())
                 assert ring == set(range(max(0, seen - room.ring.window), seen))
                 for head in range(2):
-                    stored = tiny.held(room.pages)[row, head].keys() if room.pages is not None else set()
+                    stored = tiny.held(*room.rooms)[row, head].keys() if room.rooms else set()
                     assert not ring & stored
                     assert all(0 <= pos < seen for pos in stored)
                     assert set(range(min(policy.sinks, seen))) <= ring | stored
@@ -210,19 +235,24 @@ def test_sinks_and_window_are_there_and_no_position_is_held_twice(policy):
 # --- order, dead slots, neighbours ---------------------------------------------------------------
 
 
-def shuffled(pages: Pages, random: np.random.Generator, group: int) -> Pages:
-    """The same room with other page ids, full pages in another order, and slots permuted inside groups."""
+def shuffled(pages: Pages, random: np.random.Generator, group: int, together: bool) -> Pages:
+    """The same room with other page ids, full pages in another order, and slots permuted inside groups.
+
+    ``together``: in the same way for all heads of a row, whose lists hold the same tokens in the same order.
+    """
     p: Pages = jax.device_get(pages)
+    seeds = random.integers(2**32, size=p.length.shape)
+    seeds = np.broadcast_to(seeds[:, :1], seeds.shape) if together else seeds
     ids = random.permutation(p.count)
     table = np.where(p.table >= 0, ids[np.maximum(p.table, 0)], -1).astype(np.int32)
     slot = np.tile(np.arange(p.size), (p.count, 1))
     for at, length in np.ndenumerate(p.length):
-        full = length // p.size
-        table[at][:full] = random.permutation(table[at][:full])
+        full, mine = length // p.size, np.random.default_rng(seeds[at])
+        table[at][:full] = mine.permutation(table[at][:full])
         for i, page in enumerate(table[at]):
             for begin in range(0, min(p.size, length - i * p.size), group):
                 end = min(begin + group, length - i * p.size)
-                slot[page, begin:end] = random.permutation(np.arange(begin, end))
+                slot[page, begin:end] = mine.permutation(np.arange(begin, end))
     back = np.argsort(ids)
 
     def move(x: np.ndarray) -> np.ndarray:
@@ -256,12 +286,15 @@ def test_permuting_slots_changes_nothing(policy):
     life, random = live(policy), np.random.default_rng(3)
     group = tiny.PAGE if policy.selection == SelectAll() else policy.selection.chunk
     state = life.after(0)
-    moved = [shuffled(p, random, group) for p in paged(state)]
+    together = policy.eviction.one_voice and policy.decides_later
+    moved = [shuffled(p, random, group, together) for p in paged(state)]
     for old, new in zip(paged(state), moved):
         tiny.owned_once(new)
         before, after = paging.slots(old).pos, paging.slots(new).pos
         assert (np.asarray(before) != np.asarray(after)).any(), "nothing was permuted"
-    same(policy, with_pages(state, moved), life)
+    # Codes are rounded once more where a slot moves into another page, and which one moves depends on order.
+    rounded = not policy.storage.exact and policy.decides_later
+    same(policy, with_pages(state, moved), life, atol=0.05 if rounded else 2e-4)
 
 
 def dead(pages: Pages) -> np.ndarray:
@@ -339,7 +372,7 @@ def test_inactive_rows_leave_no_trace(policy):
         for new, old in zip(jax.tree.leaves(room.ring), jax.tree.leaves(before.ring)):
             np.testing.assert_array_equal(np.asarray(new)[1], old[1])
         if room.pages is not None:
-            mine, theirs = tiny.held(room.pages), tiny.held(before.pages)
+            mine, theirs = tiny.held(*room.rooms), tiny.held(*before.rooms)
             for head in range(2):
                 assert jax.tree.all(jax.tree.map(np.array_equal, mine[1, head], theirs[1, head]))
 

@@ -32,7 +32,7 @@ def test_allocated_is_every_leaf_once():
 
 def test_live_bytes_of_a_full_ring():
     found = kvjax.nbytes(read("full"))
-    assert found.live.shape == (2, 2, 3)
+    assert found.live.shape == (2, 2, 4)
     assert (found.live[..., 0] == sum(LENGTHS) * (2 * H * 4 + 1)).all()
     assert (found.live[..., 1:] == 0).all()
 

@@ -23,6 +23,7 @@ from kvjax.cache.state import KVState
 from kvjax.models import decoder
 from kvjax.models.spec import ModelSpec, Rope
 from kvjax.policy import Admission, Observation, Policy
+from pallas_kernels.ragged_decode.api import floats
 
 PAGE = 8
 CONTEXT = 72
@@ -163,17 +164,25 @@ def copy(state: KVState) -> KVState:
     return jax.tree.map(jnp.array, state)
 
 
-def held(pages: Pages) -> dict[tuple[int, int], dict[int, tuple[np.ndarray, ...]]]:
-    """Per stream: position -> (k, v, metadata) of every live slot, codes multiplied out.
+Held = dict[tuple[int, int], dict[int, tuple[np.ndarray, ...]]]
+
+
+def held(*rooms: Pages) -> Held:
+    """Per stream: position -> (k, v, metadata) of every live slot of these rooms, codes multiplied out.
 
     Raises AssertionError where one position is held twice.
     """
-    p: Pages = jax.device_get(pages)
-    k, v = np.asarray(p.k, np.float32), np.asarray(p.v, np.float32)
+    found: Held = {}
+    for pages in rooms:
+        _hold(jax.device_get(pages), found)
+    return found
+
+
+def _hold(p: Pages, found: Held) -> None:
+    k, v = np.asarray(floats(p.k)), np.asarray(floats(p.v))
     if p.scales is not None:
         k, v = k * p.scales[:, None, 0], v * p.scales[:, None, 1]
     meta = np.stack([p.meta[n] for n in sorted(p.meta)], -1) if p.meta else np.zeros((*p.pos.shape, 0))
-    found: dict[tuple[int, int], dict[int, tuple[np.ndarray, ...]]] = {}
     for (b, head, r), length in np.ndenumerate(p.length):
         mine = found.setdefault((b, head), {})
         for i in range(length):
@@ -181,7 +190,6 @@ def held(pages: Pages) -> dict[tuple[int, int], dict[int, tuple[np.ndarray, ...]
             pos = int(p.pos[at])
             assert pos not in mine, f"position {pos} is held twice in stream {(b, head)}"
             mine[pos] = (k[at], v[at], meta[at])
-    return found
 
 
 def owned_once(pages: Pages) -> None:

@@ -133,16 +133,16 @@ def _ring(
 
 def _touched(room: LayerCache, positions: Int[Array, "B 1"]) -> LayerCache:
     """The same pages, but the compiler cannot know: nothing of the read may be computed before the loop."""
-    pages = room.pages
-    assert pages is not None  # noqa: S101  (the caller looked)
-    no = positions[0, 0] < 0
+    return room.with_rooms([_touched_pages(pages, positions[0, 0] < 0) for pages in room.rooms])
+
+
+def _touched_pages(pages: Pages, no: Array) -> Pages:
 
     def slot(x: Array) -> Array:
         return x.at[0, 0].set(jnp.where(no, jnp.zeros_like(x[0, 0]), x[0, 0]))
 
     table, length = jnp.where(no, -1, pages.table), jnp.where(no, 0, pages.length)
     scales = None if pages.scales is None else slot(pages.scales)
-    pages = dataclasses.replace(
+    return dataclasses.replace(
         pages, k=slot(pages.k), v=slot(pages.v), scales=scales, table=table, length=length
     )
-    return dataclasses.replace(room, pages=pages)

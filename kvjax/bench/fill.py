@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from kvjax import decode
+from kvjax import ageing, decode
 from kvjax import layer as layers
 from kvjax.cache import pool
 from kvjax.cache import state as states
@@ -66,9 +67,7 @@ def filled(
         judged, kept = _judged(
             network.spec, policy, tokens, dtype, room.ring.window, mine, jnp.asarray(index), key
         )
-        pages = 1
-        if room.pages is not None:  # every list may end in a page of its own
-            pages = int(kept.sum()) // room.pages.size + kept.size * room.pages.table.shape[2]
+        pages = ageing.pages_for(policy, room, np.asarray(kept))
         rooms.append(_packed(policy, network.num_layers, pages, room, judged, jnp.asarray(index)))
     seen = jnp.full(1, tokens, jnp.int32)
     state = dataclasses.replace(state, layers=tuple(rooms), length=seen, total=jnp.copy(seen))
@@ -114,9 +113,8 @@ def _drawn(spec: ModelSpec, tokens: int, dtype: jnp.dtype, key: Array) -> Heads:
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _packed(
-    policy: Policy, count: int, pages: int, room: LayerCache, judged: Entry, index: Int[Array, ""]
+    policy: Policy, count: int, pages: tuple[int, ...], room: LayerCache, judged: Entry, index: Int[Array, ""]
 ) -> LayerCache:
     total = jnp.full(1, judged.pos.shape[1], jnp.int32)
-    if room.pages is not None:
-        room = dataclasses.replace(room, pages=pool.resize(room.pages, pages))
+    room = room.with_rooms([pool.resize(held, count) for held, count in zip(room.rooms, pages)])
     return layers.pack(layers.Site(policy, {}, index, count, None, total), room, judged, total)

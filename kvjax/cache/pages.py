@@ -16,13 +16,14 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Protocol
 
+import jax
 import jax.numpy as jnp
 
 from kvjax.cache.ring import Entry
 from kvjax.types import EMPTY, pytree
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Bool, Float, Int
+    from jaxtyping import Array, Bool, Float, Int, Num
 
 
 @pytree()
@@ -31,7 +32,7 @@ class Pages:
     """The ragged room of one layer: a pool, and who owns which page of it.
 
     Attributes:
-      k, v: the pool; codes when the storage part quantises.
+      k, v: the pool, X = H; codes when the storage part quantises, and X what holds those of H channels.
       scales: per page and channel, for K and V; only grow while a page is owned. None for float pools.
       pos: true position of the token in each slot.
       meta: per-slot values of policy parts.
@@ -44,8 +45,8 @@ class Pages:
       overflow: a token could not be stored because the pool or a list was full; never set in a sound run.
     """
 
-    k: Float[Array, "P S H"]
-    v: Float[Array, "P S H"]
+    k: Num[Array, "P S X"]
+    v: Num[Array, "P S X"]
     scales: Float[Array, "P 2 H"] | None
     pos: Int[Array, "P S"]
     meta: dict[str, Float[Array, "P S"]]
@@ -66,6 +67,11 @@ class Pages:
     def count(self) -> int:
         """P, pages of the pool."""
         return self.pos.shape[0]
+
+    @property
+    def head_dim(self) -> int:
+        """H, channels of a key."""
+        return (self.k if self.scales is None else self.scales).shape[-1]
 
 
 class Codec(Protocol):
@@ -106,22 +112,36 @@ def append(pages: Pages, codec: Codec, chooser: Summariser, new: Entry, which: I
       new: T tokens; ``new.admit`` is not looked at here.
       which: the list each token goes to, per KV head, or EMPTY for tokens that are not stored.
     """
+    pos = jnp.broadcast_to(new.pos[:, None, :], which.shape)
+    return store(pages, codec, chooser, which, new.k, new.v, pos, new.meta)
+
+
+def store(
+    pages: Pages,
+    codec: Codec,
+    chooser: Summariser,
+    which: Int[Array, "B K T"],
+    k: Float[Array, "B K T H"],
+    v: Float[Array, "B K T H"],
+    pos: Int[Array, "B K T"],
+    meta: dict[str, Float[Array, "B K T"]],
+) -> Pages:
+    """``append`` of tokens that need not be the same in all KV heads."""
     lists = pages.length.shape[2]
     want = which[..., None] == jnp.arange(lists)  # [B, K, T, R]
     rank = jnp.cumsum(want, axis=2) - 1
-    pages, grown = _take_pages(pages, want.sum(axis=2), new.k.shape[2])
+    pages, grown = _take_pages(pages, want.sum(axis=2), k.shape[2])
     index = (pages.length[:, :, None, :] + rank) * want  # list index of each token, in its own list
     index = index.sum(axis=-1)
     page = _page_of(pages, jnp.maximum(which, 0), index)
     page = jnp.where(which >= 0, page, pages.count)  # out of range: dropped by every scatter
     slot = index % pages.size
-    pages = codec.write(pages, page, slot, new.k, new.v)
-    pos = jnp.broadcast_to(new.pos[:, None, :], page.shape)
+    pages = codec.write(pages, page, slot, k, v)
     pages = dataclasses.replace(
         pages,
         pos=pages.pos.at[page, slot].set(pos, mode="drop"),
         meta={
-            name: old.at[page, slot].set(new.meta[name].astype(old.dtype), mode="drop")
+            name: old.at[page, slot].set(meta[name].astype(old.dtype), mode="drop")
             for name, old in pages.meta.items()
         },
         length=grown,
@@ -232,6 +252,16 @@ def slots(pages: Pages) -> Slots:
     )
 
 
+def with_meta(pages: Pages, values: dict[str, Float[Array, "B K C"]]) -> Pages:
+    """New per-slot values of owned pages, along the lines of ``slots``."""
+    entries = pages.table.shape[-1]
+    owned = jnp.arange(entries) < used(pages)[..., None]
+    ids = jnp.where(owned, pages.table, pages.count)  # out of range: dropped
+    shape = (*pages.table.shape, pages.size)
+    new = {n: pages.meta[n].at[ids].set(x.reshape(shape), mode="drop") for n, x in values.items()}
+    return dataclasses.replace(pages, meta=pages.meta | new)
+
+
 # --- removing ------------------------------------------------------------------------------------
 
 
@@ -268,6 +298,58 @@ def _move(pages: Pages, codec: Codec, source: Array, at: Array, target: Array, h
         pos=pages.pos.at[target, slot].set(pages.pos[clip, at], mode="drop"),
         meta={n: x.at[target, slot].set(x[clip, at], mode="drop") for n, x in pages.meta.items()},
     )
+
+
+def retain(pages: Pages, codec: Codec, chooser: Summariser, keep: Bool[Array, "B K C"]) -> Pages:
+    """Free every slot that is not kept; ``keep`` goes along the lines of ``slots``, dead slots are ignored.
+
+    The j-th hole below a list's new length takes the j-th kept slot above it, and pages emptied by that
+    return to the pool. A list of S = 4 of which four stay:
+
+      before   page 7 [a x c x]   page 2 [x f g .]      holes 1 and 3, sources 5 and 6
+      after    page 7 [a f c g]   page 2 returns to the pool
+    """
+    rows, heads, lists, entries = pages.table.shape
+    span = entries * pages.size
+    at = jnp.arange(span)
+    keep = keep.reshape(rows, heads, lists, span) & (at < pages.length[..., None])
+    length = keep.sum(axis=-1)
+    inside = at < length[..., None]
+    pages = _fill(pages, codec, _places(~keep & inside), _places(keep & ~inside))
+    entry = jnp.arange(entries)
+    emptied = (entry >= -(-length // pages.size)[..., None]) & (entry < used(pages)[..., None])
+    gone = jnp.where(emptied, pages.table, pages.count).reshape(rows, heads, -1)
+    which = jnp.repeat(jnp.arange(lists), entries)
+    pages = _give_back(pages, which, jnp.tile(entry, lists), gone)
+    return _summarise(dataclasses.replace(pages, length=length), codec, chooser, None)
+
+
+MOVES = 16
+"""Slots of a list that ``retain`` moves together: its cost follows the holes, not the lists."""
+
+
+def _places(there: Bool[Array, "B K R Z"]) -> Int[Array, "B K R J"]:
+    """Indices of what is there, in order, and Z behind the last; half of all can be holes, in whole MOVES."""
+    span = there.shape[-1]
+    most = -(-span // (2 * MOVES)) * MOVES
+    order = jnp.sort(jnp.where(there, jnp.arange(span), span), axis=-1)[..., :most]
+    return jnp.pad(order, [(0, 0)] * 3 + [(0, most - order.shape[-1])], constant_values=span)
+
+
+def _fill(pages: Pages, codec: Codec, hole: Int[Array, "B K R J"], source: Int[Array, "B K R J"]) -> Pages:
+    """Move the j-th source of every list into its j-th hole; an index beyond the list is no slot."""
+    rows, heads, lists, entries = pages.table.shape
+    which = jnp.repeat(jnp.arange(lists), MOVES)
+    holes = (hole < entries * pages.size).sum(axis=-1).max()
+
+    def some(carry: tuple[Array, Pages]) -> tuple[Array, Pages]:
+        begin, pages = carry
+        here = (jax.lax.dynamic_slice_in_dim(x, begin, MOVES, axis=3) for x in (hole, source))
+        to, start = (x.reshape(rows, heads, -1) for x in here)
+        target, origin = _page_of(pages, which, to), _page_of(pages, which, start)
+        return begin + MOVES, _move(pages, codec, origin, start % pages.size, target, to)
+
+    return jax.lax.while_loop(lambda carry: carry[0] < holes, some, (jnp.asarray(0), pages))[1]
 
 
 def _give_back(pages: Pages, which: Array, entry: Array, page: Array) -> Pages:

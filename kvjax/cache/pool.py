@@ -53,6 +53,7 @@ def empty(
     lists: int,
     entries: int,
     head_dim: int,
+    width: int,
     dtype: jnp.dtype,
     scaled: bool,
     meta: tuple[str, ...],
@@ -63,14 +64,15 @@ def empty(
     Args:
       pages, size: P pages of S slots.
       rows, heads, lists, entries: B, K, R and M, the shape of the page table.
-      head_dim, dtype, scaled: how a slot is held; ``scaled`` pools carry per-channel scales.
+      head_dim: channels of a key.
+      width, dtype, scaled: elements that hold them; ``scaled`` pools carry a scale for each channel.
       meta: names of per-slot values.
       summary: shape of each per-page value.
     """
     slot = (pages, size)
     return Pages(
-        k=jnp.zeros((*slot, head_dim), dtype),
-        v=jnp.zeros((*slot, head_dim), dtype),
+        k=jnp.zeros((*slot, width), dtype),
+        v=jnp.zeros((*slot, width), dtype),
         scales=jnp.zeros((pages, 2, head_dim), jnp.float32) if scaled else None,
         pos=jnp.full(slot, EMPTY, jnp.int32),
         meta={name: jnp.zeros(slot, jnp.float32) for name in meta},

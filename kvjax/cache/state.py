@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -30,11 +31,23 @@ class LayerCache:
       ring: the newest W tokens.
       pages: GLOBAL, or None where nothing can outlive the window.
       summary: the completion part's φ, any pytree with leading axis B, or None.
+      history: the older part of GLOBAL, where its precision changes with age (``kvjax.ageing``); else None.
     """
 
     ring: Ring
     pages: Pages | None
     summary: Any
+    history: Pages | None = None
+
+    @property
+    def rooms(self) -> tuple[Pages, ...]:
+        """GLOBAL: none, one or two rooms, in the order of their line (``kvjax.cache.line``)."""
+        return tuple(pages for pages in (self.pages, self.history) if pages is not None)
+
+    def with_rooms(self, rooms: Sequence[Pages]) -> LayerCache:
+        """The same layer with its rooms replaced, in their order; those not given stay."""
+        all_rooms = [*rooms, *self.rooms[len(rooms) :], None, None]
+        return dataclasses.replace(self, pages=all_rooms[0], history=all_rooms[1])
 
 
 @pytree(static=("context", "chunk"))
@@ -50,6 +63,8 @@ class KVState:
         whole-prompt prefill (the layer's uncompressed keys and values included), and at the end.
       context: most tokens a row may ever see.
       chunk: most tokens of a row that may arrive at a time.
+      confidence: what the budget read off each row's last logits; it decides their next step. None where no
+        budget asks.
     """
 
     layers: tuple[LayerCache, ...]
@@ -58,6 +73,7 @@ class KVState:
     peak: Float[Array, " 2"]
     context: int
     chunk: int
+    confidence: Float[Array, " B"] | None = None
 
     @property
     def rows(self) -> int:
@@ -71,7 +87,7 @@ class PoolOverflowError(RuntimeError):
 
 @jax.jit
 def _page_counts(state: KVState) -> dict[str, Array]:
-    paged = [layer.pages for layer in state.layers if layer.pages is not None]
+    paged = _rooms(state)
     if not paged:
         return {}
     return {
@@ -82,29 +98,28 @@ def _page_counts(state: KVState) -> dict[str, Array]:
 
 
 def counts(state: KVState) -> dict[str, np.ndarray]:
-    """Owned pages, live slots and overflow flags of the paged layers, read from the device in one go.
+    """Owned pages, live slots and overflow flags of all rooms, layer by layer; read in one go.
 
     Raises:
       PoolOverflowError: a token was lost.
     """
     found: dict[str, np.ndarray] = jax.device_get(_page_counts(state))
     if found and found["overflow"].any():
-        raise PoolOverflowError(
-            f"layers {np.flatnonzero(found['overflow']).tolist()} ran out of pages. Reserve more before the "
-            "segment."
-        )
+        where = [index for index, layer in enumerate(state.layers) for _ in layer.rooms]
+        short = sorted({where[room] for room in np.flatnonzero(found["overflow"])})
+        raise PoolOverflowError(f"layers {short} ran out of pages. Reserve more before the segment.")
     return found
 
 
 def reserve(
-    state: KVState, tokens: int, most: int | None, *, ahead: int = 0, doubling: bool = False
+    state: KVState, tokens: int, most: Sequence[int | None], *, ahead: int = 0, doubling: bool = False
 ) -> KVState:
     """Grow pools until ``tokens`` more tokens a row fit whatever is admitted (host side, reads page counts).
 
     Args:
       state: the state; pools that need not grow keep their buffers.
       tokens: tokens a row about to come.
-      most: the most slots a stream can ever own, or None.
+      most: the most slots a stream can ever own of each of a layer's rooms, or None.
       ahead: a pool that must grow makes room for this many tokens, so that not every segment of a long
         answer meets a new size and a compilation.
       doubling: a pool that must grow at least doubles, for the same reason; for prefill, after which
@@ -113,10 +128,22 @@ def reserve(
     found = counts(state)
     if not found:
         return state
-    rooms, held = _paged(state), [int(n) for n in found["slots"]]
+    rooms, held = _rooms(state), [int(n) for n in found["slots"]]
+    kinds = len(rooms) // sum(layer.pages is not None for layer in state.layers)  # rooms of a layer
+    sizes = [room.count for room in rooms]
+    for kind in range(kinds):
+        alike = slice(kind, None, kinds)
+        sizes[alike] = _sizes(rooms[alike], held[alike], tokens, most[kind], ahead, doubling)
+    return _resized(state, tuple(sizes))
+
+
+def _sizes(
+    rooms: list[Pages], held: list[int], tokens: int, most: int | None, ahead: int, doubling: bool
+) -> list[int]:
+    """Pages of the pools of one kind, one a layer."""
     needs = [_pages_for(room, n, tokens, most) for room, n in zip(rooms, held)]
     if all(need <= room.count for need, room in zip(needs, rooms)):
-        return state
+        return [room.count for room in rooms]
     wants = [_pages_for(room, n, max(tokens, ahead), most) for room, n in zip(rooms, held)]
     if doubling:
         wants = [max(want, min(2 * room.count, 2 * want)) for want, room in zip(wants, rooms)]
@@ -130,8 +157,7 @@ def reserve(
     # A bound that is known is taken exactly.
     bounds = [_most_pages(room, most) for room in rooms]
     grown = [size if bound is None else min(size, bound) for size, bound in zip(grown, bounds)]
-    wanted = [max(size, room.count) for size, room in zip(grown, rooms)]
-    return _resized(state, tuple(wanted))
+    return [max(size, room.count) for size, room in zip(grown, rooms)]
 
 
 def _pages_for(pages: Pages, held: int, tokens: int, most: int | None) -> int:
@@ -161,24 +187,24 @@ def fit(state: KVState) -> KVState:
     return _resized(state, tuple(pool.size_class(max(1, int(n))) for n in found["used"])) if found else state
 
 
-def _paged(state: KVState) -> list[Pages]:
-    return [layer.pages for layer in state.layers if layer.pages is not None]
+def _rooms(state: KVState) -> list[Pages]:
+    """All rooms of GLOBAL, layer by layer."""
+    return [room for layer in state.layers for room in layer.rooms]
 
 
 _resize = jax.jit(pool.resize, static_argnums=1)
 
 
 def _resized(state: KVState, sizes: tuple[int, ...]) -> KVState:
-    """The state with the paged layers' pools at these sizes; untouched pools keep their buffers."""
+    """The state with all pools at these sizes; untouched pools keep their buffers."""
     size = iter(sizes)
-    layers = []
-    for layer in state.layers:
-        if layer.pages is not None:
-            want = next(size)
-            if want != layer.pages.count:
-                layer = dataclasses.replace(layer, pages=_resize(layer.pages, want))
-        layers.append(layer)
-    return dataclasses.replace(state, layers=tuple(layers))
+
+    def sized(room: Pages) -> Pages:
+        want = next(size)
+        return room if want == room.count else _resize(room, want)
+
+    layers = tuple(layer.with_rooms([sized(room) for room in layer.rooms]) for layer in state.layers)
+    return dataclasses.replace(state, layers=layers)
 
 
 def fork(state: KVState, row: int, n: int) -> KVState:
@@ -196,21 +222,25 @@ def fork(state: KVState, row: int, n: int) -> KVState:
         )
     if n < 1:
         raise ValueError(f"fork(n={n}) makes no row. Give n of 1 or more.")
-    need = []
-    for layer in state.layers:
-        owned = 0 if layer.pages is None else int(paging.used(layer.pages)[row].sum())
-        need.append(pool.size_class(max(1, owned * n)))
-    return _pick_rows(state, jnp.full(n, row), tuple(need))
+    owned = [int(paging.used(room)[row].sum()) for room in _rooms(state)]
+    return _pick_rows(state, jnp.full(n, row), tuple(pool.size_class(max(1, pages * n)) for pages in owned))
 
 
 @functools.partial(jax.jit, static_argnums=2)
 def _pick_rows(state: KVState, index: Array, sizes: tuple[int, ...]) -> KVState:
+    size = iter(sizes)
     layers = tuple(
-        LayerCache(
+        dataclasses.replace(
+            layer,
             ring=rings.rows(layer.ring, index),
-            pages=None if layer.pages is None else pool.pick_rows(layer.pages, index, size),
             summary=jax.tree.map(lambda x: x[index], layer.summary),
-        )
-        for layer, size in zip(state.layers, sizes)
+        ).with_rooms([pool.pick_rows(room, index, next(size)) for room in layer.rooms])
+        for layer in state.layers
     )
-    return dataclasses.replace(state, layers=layers, length=state.length[index], total=state.total[index])
+    return dataclasses.replace(
+        state,
+        layers=layers,
+        length=state.length[index],
+        total=state.total[index],
+        confidence=None if state.confidence is None else state.confidence[index],
+    )

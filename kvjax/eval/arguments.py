@@ -126,6 +126,7 @@ def _parser() -> _Parser:
     what = parser.add_subparsers(dest="what", required=True)
     _run(what.add_parser("run", help="measure cells; finished ones are not measured again"))
     _match(what.add_parser("match", help="find the budget at which a policy holds as many bytes as another"))
+    _roundtrip(what.add_parser("roundtrip", help="the error of keys and values after they were stored"))
     what.add_parser("tasks", help="every task, and from which length on it fits")
     for name, about in (
         ("report", "tables, figures and one HTML page of results"),
@@ -177,6 +178,19 @@ def _match(match: argparse.ArgumentParser) -> None:
     _model(match)
     match.add_argument("--lengths", type=_numbers("--lengths", 64), default=[512], help="one length")
     match.add_argument("--samples", type=_whole("--samples", 1), default=16, help="measured (default: 16)")
+
+
+def _roundtrip(trip: argparse.ArgumentParser) -> None:
+    trip.add_argument(
+        "--task", type=_words, default=["ppl_books"], help="whose texts (default: ppl_books)", metavar="NAME"
+    )
+    trip.add_argument(
+        "--policy", action="append", help="its storage; several times (default: int8, int4)", metavar="SPEC"
+    )
+    _model(trip)
+    trip.add_argument("--lengths", type=_numbers("--lengths", 64), default=[512], help="one (default: 512)")
+    trip.add_argument("--samples", type=_whole("--samples", 1), default=8, help="texts (default: 8)")
+    trip.add_argument("--json", action="store_true", help="as JSON, with every layer")
 
 
 def _model(parser: argparse.ArgumentParser) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from kvjax import decode
 from kvjax.compose import policy as parse_policy
 from kvjax.eval import arguments, cells, runner, tasks
 from kvjax.eval.arguments import Asked
@@ -26,7 +27,8 @@ if TYPE_CHECKING:
 def do(words: Sequence[str]) -> None:
     """Reads the words and does what they say; results on standard output."""
     asked = arguments.parse(words)
-    {"run": _run, "tasks": _tasks, "report": _report, "claims": _claims, "match": _match}[asked.what](asked)
+    commands = {"run": _run, "tasks": _tasks, "report": _report, "claims": _claims, "match": _match}
+    (commands | {"roundtrip": _roundtrip})[asked.what](asked)
 
 
 def _tasks(asked: Asked) -> None:
@@ -128,7 +130,25 @@ def _match(asked: Asked) -> None:
         print(json.dumps({"policy": name, **sizes, "off": round(off, 5)}))
 
 
+def _roundtrip(asked: Asked) -> None:
+    from kvjax.eval import roundtrip
+
+    values, data = asked.values, find()
+    storages = [parse_policy(spec).storage for spec in values["policy"] or ("int8", "int4")]
+    task, length = _one(tasks.named(values["task"], data)[0], "--task"), _one(values["lengths"], "--lengths")
+    model = model_of(values)
+    samples = runner.draw(task, model, data, length=length, seed=0, count=values["samples"])
+    layers = roundtrip.exact(model, samples)
+    found = roundtrip.errors(layers, storages)
+    if not values["json"]:
+        print(roundtrip.markdown(found))
+        return
+    rows, _, tokens, _ = layers[0][0].shape
+    what = {"task": task.name, "rows": rows, "tokens": tokens, "page": decode.PAGE}
+    print(json.dumps({**about(model, data), **what, "errors": roundtrip.as_json(found)}, indent=1))
+
+
 def _one(values: list[Item], flag: str) -> Item:
     if len(values) != 1:
-        raise EvalError(f"match takes one of {flag}, and was given {len(values)}. Name a single one.")
+        raise EvalError(f"This command takes one of {flag}, and was given {len(values)}. Name a single one.")
     return values[0]

@@ -15,6 +15,7 @@ import numpy as np
 
 from kvjax import metrics
 from kvjax.cache import pool
+from kvjax.cache.pages import Pages
 from kvjax.cache.state import KVState, LayerCache
 from kvjax.policy import Policy
 
@@ -32,17 +33,16 @@ def roomy(policy: Policy, state: KVState, arriving: int) -> KVState:
       state: left as it is.
       arriving: most tokens of a row that come at a time.
     """
-    bounded = policy.most_slots(state.context, arriving) is not None
-    layers = []
-    for layer in state.layers:
-        if layer.pages is not None:
-            rows, heads, lists, entries = layer.pages.table.shape
-            # What ``reserve`` asks for at most: two lists may each end in a page of their own; where nothing
-            # bounds a stream, every list is given a page that is part full and one to come.
-            spare = lists - 1 if bounded else lists * (1 + -(-arriving // layer.pages.size))
-            want = max(layer.pages.count, rows * heads * (entries + spare))
-            layer = dataclasses.replace(layer, pages=_resize(layer.pages, want))
-        layers.append(layer)
+    bounds = policy.bounds(state.context, arriving)
+
+    def grown(room: Pages, most: int | None) -> Pages:
+        rows, heads, lists, entries = room.table.shape
+        # What ``reserve`` asks for at most: two lists may each end in a page of their own; where nothing
+        # bounds a stream, every list is given a page that is part full and one to come.
+        spare = lists * (1 + -(-arriving // room.size)) if most is None else lists - 1
+        return _resize(room, max(room.count, rows * heads * (entries + spare)))
+
+    layers = [x.with_rooms([grown(room, most) for room, most in zip(x.rooms, bounds)]) for x in state.layers]
     return dataclasses.replace(state, layers=tuple(layers))
 
 

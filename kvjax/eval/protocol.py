@@ -33,6 +33,7 @@ def switches(policy: Policy, protocol: str) -> dict[str, str | int]:
     """The four switches of every result row."""
     if policy.whole_prompt:
         when = "prompt" if protocol == "aware" else "context"
+        when += " and step" if policy.decides_later else ""
     elif policy.budget.limited:
         when = "step"
     elif policy.admission != AdmitAll():

@@ -18,6 +18,7 @@ import numpy as np
 
 from kvjax import decode, metrics
 from kvjax import layer as layers
+from kvjax.cache import line as lines
 from kvjax.cache import pages as paging
 from kvjax.cache.pages import Pages
 from kvjax.cache.state import KVState, LayerCache
@@ -62,7 +63,7 @@ def _reads(
     slots, phi, selector = ring, jnp.zeros_like(ring), jnp.zeros_like(ring)
     if room.pages is not None:
         pages, choose = room.pages, site.policy.selection
-        held = pages.length.sum(axis=-1)
+        held = lines.held(room.rooms)
         if choose != SelectAll() and choose.applies(site.layer):
             last = pages.length.shape[2] - 1
             selector = _looked_at(site.policy, pages, last).mean(axis=-1)
@@ -80,7 +81,7 @@ def _reads(
 
 def _looked_at(policy: Policy, pages: Pages, last: int) -> Float[Array, "B K"]:
     """Token-equivalents of what the selector loads to choose: its page summaries, or every key."""
-    dim = pages.k.shape[-1]
+    dim = pages.head_dim
     shapes = policy.selection.summary_shapes(pages.size, dim).values()
     if shapes:
         a_page = sum(math.prod(shape) for shape in shapes) / (2 * dim)
@@ -115,9 +116,11 @@ def _step(
         return out, room
 
     x, rooms = decode.through(network, policy, params, weights, state, tokens[:, None], visit)
-    length = state.length + active.astype(jnp.int32)
-    after = dataclasses.replace(state, layers=rooms, length=length)
-    return after, network.logits(params, x[:, 0]), jnp.stack(read).mean(axis=0)
+    length, logits = state.length + active.astype(jnp.int32), network.logits(params, x[:, 0])
+    after = decode.with_confidence(
+        policy, dataclasses.replace(state, layers=rooms, length=length), logits, active
+    )
+    return after, logits, jnp.stack(read).mean(axis=0)
 
 
 @functools.partial(jax.jit, static_argnames=("network", "policy"))

@@ -1,4 +1,4 @@
-"""H2O: the tokens that gathered most attention over the whole prompt stay, beside the newest.
+"""H2O: the tokens that gathered most attention stay, beside the newest.
 
 Zhang et al., H2O: Heavy-Hitter Oracle for Efficient Generative Inference of Large Language Models,
 https://arxiv.org/abs/2306.14048
@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.budgets.uniform import Uniform
+from kvjax.cache.pages import Slots
 from kvjax.policy import Eviction, Observation, Policy, PolicyError
 from kvjax.types import Params
-from pallas_kernels.blockwise.api import blockwise, column_mass
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int
@@ -29,18 +29,20 @@ class H2O(Eviction):
     number of those queries. The paper keeps as many newest tokens as heavy hitters, which are chosen among
     the older ones: with ``recent`` left out that holds at any target, an odd slot going to the newest.
     Scores are then ranks and the same in all heads; to divide a layer by mass (``ada``) give ``recent``.
+    Where the budget acts while decoding every read adds to the sum, and ``recent`` must be a number.
 
     Attributes:
       recent: newest tokens that are protected, or None for half of whatever stays.
-      average: divide a token's mass by the number of queries that see it.
+      average: divide a token's mass by the number of queries that see it; of a prompt only.
 
     Raises:
       PolicyError: recent that is no number of tokens, average that is neither True nor False.
     """
 
     name = "h2o"
-    needs = frozenset({"q", "k", "v"})
-    scores_prompt = True
+    needs = frozenset({"k"})
+    keeps = ("mass",)
+    needs_mass = True
     recent: int | None = None
     average: bool = False
 
@@ -57,10 +59,38 @@ class H2O(Eviction):
         """``recent``, where it is a number."""
         return self.recent or 0
 
+    @property
+    def scores_prompt(self) -> bool:  # type: ignore[override]
+        """Half of what stays is known after a prompt only (a ring needs a number), and so is an average."""
+        return self.recent is None or self.average
+
+    def arrive(self, params: Params | None, seen: Observation) -> dict[str, Float[Array, "B K T"]]:
+        """Nothing received yet."""
+        del params
+        return {"mass": jnp.zeros(seen.k.shape[:3], jnp.float32)}
+
+    def weigh(self, age: Int[Array, "B T"]) -> Float[Array, "B T"]:
+        """All queries count the same."""
+        return jnp.ones(age.shape, jnp.float32)
+
+    def receive(self, slots: Slots, mass: Float[Array, "B N C"], count: Array) -> dict[str, Array]:
+        """The sum grows."""
+        del count
+        old = slots.meta["mass"]
+        return {"mass": old + mass.reshape(*old.shape[:2], -1, old.shape[2]).mean(axis=2)}
+
+    def score(self, params: Params | None, slots: Slots) -> Float[Array, "B K C"]:
+        """The sum so far."""
+        del params
+        return slots.meta["mass"]
+
     def score_prompt(self, params: Params | None, seen: Observation) -> Float[Array, "B K T"]:
         """Mass of every prompt token, or minus its place when newest and heaviest take turns."""
         del params
-        mass = self._mass(seen)
+        rows, heads, t, _ = seen.k.shape
+        mass = seen.mass.reshape(rows, heads, -1, t).mean(axis=2)
+        if self.average:
+            mass /= jnp.maximum(seen.total[:, None] - seen.pos, 1)[:, None, :]
         if self.recent is not None:
             return mass
         real = seen.pos >= 0
@@ -68,17 +98,6 @@ class H2O(Eviction):
         age = jnp.where(real, seen.total[:, None] - 1 - seen.pos, 0)
         age = jnp.take_along_axis(jnp.broadcast_to(age[:, None, :], order.shape), order, axis=-1)
         return -jnp.take_along_axis(_turns(age), jnp.argsort(order, axis=-1), axis=-1).astype(jnp.float32)
-
-    def _mass(self, seen: Observation) -> Float[Array, "B K T"]:
-        pos = seen.pos
-        _, lse = blockwise(seen.q, seen.k, seen.v, q_pos=pos, k_pos=pos, softcap=seen.softcap)
-        weights = (pos >= 0).astype(jnp.float32)
-        mass = column_mass(seen.q, seen.k, lse, weights, q_pos=pos, k_pos=pos, softcap=seen.softcap)
-        rows, heads, t, _ = seen.k.shape
-        mass = mass.reshape(rows, heads, -1, t).mean(axis=2)
-        if self.average:
-            mass /= jnp.maximum(seen.total[:, None] - pos, 1)[:, None, :]
-        return mass
 
 
 def _turns(age: Int[Array, "B K T"]) -> Int[Array, "B K T"]:
@@ -117,4 +136,7 @@ def _h_index(x: Int[Array, "... T"]) -> tuple[Int[Array, "... T"], Int[Array, ".
     return jax.lax.fori_loop(0, bits, decide, (x, none, upto, none, none))[3:]
 
 
-EXAMPLES = (Policy(eviction=H2O(), budget=Uniform(24)),)
+EXAMPLES = (
+    Policy(eviction=H2O(), budget=Uniform(24)),
+    Policy(eviction=H2O(recent=8), budget=Uniform(21, "every_step"), sinks=2),
+)

@@ -33,6 +33,9 @@ class Scissorhands(Eviction):
     A query that sees n tokens gives 1 / n in the mean; a token is not counted by queries before it. Counts
     are added over a group's heads and tie often: equal counts keep the lowest positions.
 
+    A prompt only: each query has a threshold of its own, where reads tell sums over queries, and a window
+    that slides with every step would want ``window`` bits a slot.
+
     Attributes:
       window: queries of the history (fewer in shorter rows).
       recent: newest tokens that are protected.

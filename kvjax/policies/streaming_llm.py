@@ -33,6 +33,7 @@ class Window(Admission):
 
     name = "window"
     rejects_all = True
+    alike = True
     size: int = 256
     prefill: bool = True
 

@@ -1,4 +1,4 @@
-"""TOVA: the prompt's last query says who stays, with one voice for all heads of a layer.
+"""TOVA: the last query says who stays, with one voice for all heads of a layer.
 
 Oren et al., Transformers are Multi-State RNNs, https://arxiv.org/abs/2401.06104
 """
@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 import jax.numpy as jnp
 
 from kvjax.budgets.uniform import Uniform
+from kvjax.cache.pages import Slots
 from kvjax.policy import Eviction, Observation, Policy
 from kvjax.types import Params
-from pallas_kernels.blockwise.api import blockwise, column_mass
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Float
+    from jaxtyping import Array, Float, Int
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -28,18 +28,37 @@ class Tova(Eviction):
     """
 
     name = "tova"
-    needs = frozenset({"q", "k", "v"})
-    scores_prompt = True
+    needs = frozenset({"k"})
+    keeps = ("mass",)
+    needs_mass = True
+    one_voice = True
+
+    def arrive(self, params: Params | None, seen: Observation) -> dict[str, Float[Array, "B K T"]]:
+        """Nothing received yet."""
+        del params
+        return {"mass": jnp.zeros(seen.k.shape[:3], jnp.float32)}
+
+    def weigh(self, age: Int[Array, "B T"]) -> Float[Array, "B T"]:
+        """The last query alone counts."""
+        return (age == 0).astype(jnp.float32)
+
+    def receive(self, slots: Slots, mass: Float[Array, "B N C"], count: Array) -> dict[str, Array]:
+        """The newest query replaces the one before."""
+        del count
+        return {"mass": jnp.broadcast_to(mass.mean(axis=1, keepdims=True), slots.meta["mass"].shape)}
+
+    def score(self, params: Params | None, slots: Slots) -> Float[Array, "B K C"]:
+        """The last query's attention."""
+        del params
+        return slots.meta["mass"]
 
     def score_prompt(self, params: Params | None, seen: Observation) -> Float[Array, "B 1 T"]:
         """The last query's attention."""
         del params
-        at = seen.total[:, None] - 1
-        q = jnp.take_along_axis(seen.q, at[:, None, :, None], axis=2)
-        _, lse = blockwise(q, seen.k, seen.v, q_pos=at, k_pos=seen.pos, softcap=seen.softcap)
-        one = jnp.ones(at.shape, jnp.float32)
-        mass = column_mass(q, seen.k, lse, one, q_pos=at, k_pos=seen.pos, softcap=seen.softcap)
-        return mass.mean(axis=1, keepdims=True)
+        return seen.mass.mean(axis=1, keepdims=True)
 
 
-EXAMPLES = (Policy(eviction=Tova(), budget=Uniform(24)),)
+EXAMPLES = (
+    Policy(eviction=Tova(), budget=Uniform(24)),
+    Policy(eviction=Tova(), budget=Uniform(22, "every_step")),
+)

@@ -7,11 +7,14 @@ from typing import TYPE_CHECKING
 import jax.numpy as jnp
 
 from pallas_kernels import dispatch, reverse
-from pallas_kernels.ragged_decode import ref, xla
+from pallas_kernels.ragged_decode import codes, ref, xla
 from pallas_kernels.ragged_decode.call import Lists, Options, Pools
+from pallas_kernels.ragged_decode.codes import PAIRED, floats, paired
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int, Num
+
+__all__ = ["OFFERED", "PAIRED", "floats", "paired", "ragged_decode"]
 
 OFFERED = dispatch.offered(
     "ragged_decode",
@@ -24,8 +27,8 @@ OFFERED = dispatch.offered(
 
 def ragged_decode(
     q: Float[Array, "B N T H"],
-    k_pages: Num[Array, "P S H"],
-    v_pages: Num[Array, "P S H"],
+    k_pages: Num[Array, "P S X"],
+    v_pages: Num[Array, "P S X"],
     table: Int[Array, "B K M"],
     length: Int[Array, "B K"],
     *,
@@ -51,11 +54,12 @@ def ragged_decode(
 
     Args:
       q: queries, any float dtype.
-      k_pages: key pool; float, or int8 with ``scales``.
+      k_pages: key pool, X = H; float, or codes with ``scales``: int8, or uint8 that holds two codes of 4 bits
+        a byte (``paired``), X = H / 2, which only ``xla`` and ``ref`` read.
       v_pages: value pool, of the same shape and dtype.
       table: pool page ids.
       length: live slots of each stream.
-      scales: of int8 pools, one a page and channel: ``[:, 0]`` for keys, ``[:, 1]`` for values.
+      scales: of codes, one a page and channel: ``[:, 0]`` for keys, ``[:, 1]`` for values.
       pages: read only these entries of each stream's list (indices into M, EMPTY = none, no
         duplicates); cost follows J.
       slots: with ``pages``, read only these slots of them.
@@ -87,9 +91,10 @@ def ragged_decode(
 
 def _check(q: Array, k_pages: Array, v_pages: Array, table: Array, length: Array) -> None:
     call = "ragged_decode"
-    if q.ndim != 4 or k_pages.ndim != 3 or q.shape[-1] != k_pages.shape[-1]:
+    if q.ndim != 4 or k_pages.ndim != 3 or q.shape[-1] != codes.channels(k_pages):
         raise ValueError(
-            f"{call}(q {q.shape}, k_pages {k_pages.shape}) needs q [B, N, T, H], k_pages [P, S, H]."
+            f"{call}(q {q.shape}, k_pages {k_pages.dtype}{k_pages.shape}) needs q [B, N, T, H] and k_pages "
+            "[P, S, H], or [P, S, H / 2] where uint8 holds two codes a byte."
         )
     if v_pages.shape != k_pages.shape or v_pages.dtype != k_pages.dtype:
         pools = f"k_pages {k_pages.dtype}{k_pages.shape}, v_pages {v_pages.dtype}{v_pages.shape}"
@@ -105,10 +110,10 @@ def _check_options(
     k_pages: Array, table: Array, scales: Array | None, pages: Array | None, slots: Array | None
 ) -> None:
     call = "ragged_decode"
-    pool, size, h = k_pages.shape
-    if (scales is not None) != (k_pages.dtype == jnp.int8):
+    (pool, size, _), h = k_pages.shape, codes.channels(k_pages)
+    if (scales is not None) != (k_pages.dtype in (jnp.int8, PAIRED)):
         raise ValueError(
-            f"{call}(k_pages {k_pages.dtype}): int8 pools and no others come with scales [P, 2, H]."
+            f"{call}(k_pages {k_pages.dtype}): int8 and uint8 pools and no others come with scales [P, 2, H]."
         )
     if scales is not None and scales.shape != (pool, 2, h):
         raise ValueError(f"{call}(scales {scales.shape}) needs [P, 2, H] = {(pool, 2, h)}.")

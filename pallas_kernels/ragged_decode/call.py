@@ -18,10 +18,10 @@ class Options(NamedTuple):
 
 
 class Pools(NamedTuple):
-    """Pages of all streams."""
+    """Pages of all streams; two codes a byte where they are uint8 (``codes``)."""
 
-    k: Num[Array, "P S H"]
-    v: Num[Array, "P S H"]
+    k: Num[Array, "P S X"]
+    v: Num[Array, "P S X"]
     scales: Float[Array, "P 2 H"] | None
 
     def all(self) -> list[Array]:

@@ -9,7 +9,7 @@ answers with a partial of its own, and the partials of a stream's pages are summ
   partial    m l o    m l o    -        m l o        segment max and sum by owner
 
 A float pool is one product in place: cutting it into chunks copies it (bfloat16: 7 times slower).
-An int8 pool is walked in chunks of CHUNK pages, which become float while they are in cache, and
+A pool of codes is walked in chunks of CHUNK pages, which become float while they are in cache, and
 chunks nobody owns are skipped: as a whole the pool is never converted.
 """
 
@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import products, softmax
+from pallas_kernels.ragged_decode import codes
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int
@@ -85,9 +86,9 @@ def without_dead(
     return products.mix_only(p, v_pages, _live_slots(own, v_pages.shape[1]))
 
 
-def of_int8(q: Float[Array, "X R H"], pools: Pools, own: Owners, options: Options) -> Partials:
+def of_codes(q: Float[Array, "X R H"], pools: Pools, own: Owners, options: Options) -> Partials:
     """Every owned page's partial, chunk by chunk; pages of chunks nobody owns stay empty."""
-    (pool, size, h), rows = pools.k.shape, q.shape[1]
+    (pool, size, _), (_, rows, h) = pools.k.shape, q.shape
     chunk = min(CHUNK, pool)
     # The last chunk starts early enough to fit, and repeats pages the one before it has done.
     starts = jnp.minimum(jnp.arange(-(-pool // chunk)) * chunk, pool - chunk)
@@ -100,7 +101,7 @@ def of_int8(q: Float[Array, "X R H"], pools: Pools, own: Owners, options: Option
 
         part = Owners(cut(own.stream), cut(own.live))
         scales = cut(pools.scales)
-        k, v = cut(pools.k).astype(jnp.float32), cut(pools.v).astype(jnp.float32)
+        k, v = codes.floats(cut(pools.k)), codes.floats(cut(pools.v))
         scaled = _mine(q, part) * scales[:, None, 0]
         m, l, p = _weights(products.scores(scaled, k, options.scale), part, options.softcap)
         new = Partials(m, l, products.mix(p, v) * scales[:, None, 1], p)

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import products, softmax
+from pallas_kernels.ragged_decode import codes
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int, Num
@@ -33,10 +34,10 @@ def _gather(
     """The listed pages one after another, as floats; zeros where masked."""
     x = pool[ids]
     if scales is not None:
-        x = x.astype(jnp.float32) * scales[ids][..., None, :]
+        x = codes.floats(x) * scales[ids][..., None, :]
     if mask is not None:
         x = jnp.where(mask[..., None], x, jnp.zeros((), x.dtype))
-    return x.reshape(*ids.shape[:-1], -1, pool.shape[-1])
+    return x.reshape(*ids.shape[:-1], -1, x.shape[-1])
 
 
 def _column(scales: Float[Array, "P 2 H"] | None, which: int) -> Float[Array, "P H"] | None:

@@ -278,6 +278,7 @@ def ragged_decode(
     q: Array, pools: Pools, lists: Lists, *, options: Options, interpret: Any = False, blocks: Tuned = ()
 ) -> tuple[Array, ...]:
     """See ``api.ragged_decode``."""
+    worklist.refuse_pairs("mosaic_tpu", pools)
     (b, n, t, h), plan = q.shape, _plan(q, pools, lists, blocks, options, interpret)
     ready, count = worklist.prepare(q, pools, lists, plan), plan.groups * t
     int8, narrow = pools.scales is not None, [_chosen(plan, ready)] if ready.narrow else []

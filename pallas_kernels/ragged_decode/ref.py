@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import softmax
+from pallas_kernels.ragged_decode import codes
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int
@@ -58,7 +59,7 @@ def ragged_decode(q: Array, pools: Pools, lists: Lists, *, options: Options) -> 
     (b, n, t, h), (pool, size, _), heads = q.shape, pools.k.shape, lists.table.shape[1]
     ids, live = page_lists(lists, pool, size)
     mask = live_slots(live, lists.slots, size)
-    k, v = pools.k[ids].astype(jnp.float32), pools.v[ids].astype(jnp.float32)
+    k, v = codes.floats(pools.k[ids]), codes.floats(pools.v[ids])
     if pools.scales is not None:
         k, v = k * pools.scales[ids, 0][..., None, :], v * pools.scales[ids, 1][..., None, :]
     k, v = jnp.where(mask[..., None], k, 0.0), jnp.where(mask[..., None], v, 0.0)

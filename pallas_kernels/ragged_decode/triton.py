@@ -193,6 +193,7 @@ def ragged_decode(
     q: Array, pools: Pools, lists: Lists, *, options: Options, interpret: Any = False, blocks: Tuned = ()
 ) -> tuple[Array, ...]:
     """See ``api.ragged_decode``."""
+    worklist.refuse_pairs("triton", pools)
     (b, n, t, h), plan = q.shape, _plan(q, pools, lists, blocks, options, interpret)
     ready, count = worklist.prepare(q, pools, lists, plan), plan.groups * t
     found, _ = worklist.items(ready.packed, plan.blocks, plan.per_item, plan.slots)

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import tiles
 from pallas_kernels.dispatch import Unsupported
+from pallas_kernels.ragged_decode import codes
 from pallas_kernels.ragged_decode.ref import page_lists, spread
 
 if TYPE_CHECKING:
@@ -103,6 +104,19 @@ class Prepared(NamedTuple):
     packed: Packed
     q: Float[Array, "Z R H"]
     narrow: tuple[Int[Array, "Y 1 L"], ...]
+
+
+def refuse_pairs(impl: str, pools: Pools) -> None:
+    """No body takes two codes out of a byte.
+
+    Raises:
+      Unsupported: a pool of 4 bits a code.
+    """
+    if pools.k.dtype == codes.PAIRED:
+        raise Unsupported(
+            f"ragged_decode(impl={impl!r}): pages of 4 bits a code; the body reads whole bytes. Use int8 "
+            "pages, impl='xla' or None."
+        )
 
 
 def prepare(q: Float[Array, "B N T H"], pools: Pools, lists: Lists, plan: Plan) -> Prepared:

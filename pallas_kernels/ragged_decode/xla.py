@@ -65,7 +65,7 @@ def _flat(
 
         out = jax.lax.cond(jnp.isnan(out).any(), again, lambda: out)
     else:
-        parts = flat.of_int8(q, pools, own, options)
+        parts = flat.of_codes(q, pools, own, options)
         out, lse = flat.combine(parts, own, streams)
     if not options.mass:
         return out, lse, None

@@ -13,7 +13,7 @@ from tiny import quick_compiles  # noqa: F401
 
 from kvjax import decode, metrics, policy
 from kvjax.cache import ring as rings
-from kvjax.eval import counted, scorers, walk
+from kvjax.eval import counted, protocol, scorers, walk
 from kvjax.policies.quest import Quest
 from kvjax.policies.streaming_llm import Window
 from kvjax.policy import Completion, Policy
@@ -56,6 +56,45 @@ def test_an_unforced_walk_is_greedy_decoding():
         model, policy("full"), prompts, max_new_tokens=ANSWER, chunk_size=16, page=tiny.PAGE
     )
     assert found.best[:, :ANSWER].tolist() == whole.tokens
+
+
+def test_a_walk_obeys_confidence_as_decoding_does():
+    spec = "conf_kv(recent=6) + confidence(14, loose=24, threshold=0.5)"
+    model, prompts, state = read(spec)
+    answers = [tiny.prompt(ANSWER, 5 + row) for row in range(2)]
+    feed = [[p[-1], *a[:-1]] for p, a in zip(prompts, answers)]
+    after, found = walk.walk(model, policy(spec), state, feed, answers, forced=True)
+    live, sure = [], []
+    for column in np.asarray(feed).T:
+        state, _ = tiny.feed(policy(spec), state, column[:, None])
+        live.append(np.asarray(metrics.live_slots(state)).mean(axis=(0, 2)))
+        sure.append(np.asarray(state.confidence))
+    np.testing.assert_allclose(after.confidence, sure[-1], atol=1e-5)
+    np.testing.assert_array_equal(found.live[:, :ANSWER], np.transpose(live))
+    assert np.ptp(sure) > 0.1
+    assert np.ptp(live) > 5, "the budget never changed"
+
+
+@pytest.mark.parametrize(
+    ("spec", "protocols", "when", "prefill"),
+    [
+        ("tova + uniform(0.25)", ("agnostic", "aware"), ("context", "prompt"), "full"),
+        (
+            "tova + uniform(64, every_step)",
+            ("agnostic", "aware"),
+            ("context and step", "prompt and step"),
+            "full",
+        ),
+        ("conf-kv", ("agnostic", "aware"), ("context and step", "prompt and step"), "full"),
+        ("knorm + uniform(64, every_step)", ("either",), ("step",), "policy"),
+    ],
+)
+def test_switches_say_when_the_cache_shrinks(spec, protocols, when, prefill):
+    """A policy that needs the whole prompt's mass is cut at its end, and again at every step."""
+    assert protocol.protocols(policy(spec), ("agnostic", "aware"), question=True) == protocols
+    for name, moment in zip(protocols, when, strict=True):
+        found = protocol.switches(policy(spec), name)
+        assert (found["compress_at"], found["prefill_attention"]) == (moment, prefill)
 
 
 def test_live_slots_presence_and_reads_of_a_one_shot_budget():

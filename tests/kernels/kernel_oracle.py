@@ -39,13 +39,21 @@ def blockwise(q, k, v, *, q_pos, k_pos, window=None, admit=None, scale=None, sof
     return out, lse, p
 
 
+def codes(pool):
+    """A pool as float64; a byte of uint8 holds two codes of 4 bits, channel c low and c + H / 2 high."""
+    if pool.dtype != np.uint8:
+        return pool.astype(np.float64)
+    nibbles = np.concatenate([pool & 15, pool >> 4], axis=-1).astype(np.float64)
+    return np.where(nibbles > 7, nibbles - 16, nibbles)
+
+
 def ragged(
     q, k_pages, v_pages, *, table, length, scales=None, pages=None, slots=None, scale=None, softcap=None
 ):
     """(out [B, N, T, H], lse [B, N, T], mass [B, N, M, S]), following each stream's list by hand."""
     (b, n, t, h), size, (heads, m) = q.shape, k_pages.shape[1], table.shape[1:]
     scale = h**-0.5 if scale is None else scale
-    k_pages, v_pages = (np.asarray(x).astype(np.float64) for x in (k_pages, v_pages))
+    k_pages, v_pages = (codes(np.asarray(x)) for x in (k_pages, v_pages))
     if scales is not None:
         k_pages = k_pages * np.asarray(scales, np.float64)[:, 0][:, None, :]
         v_pages = v_pages * np.asarray(scales, np.float64)[:, 1][:, None, :]

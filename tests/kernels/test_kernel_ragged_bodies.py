@@ -153,6 +153,14 @@ def test_the_gradient_is_borrowed_whatever_blocks_the_body_takes():
     assert_close(back(found)[0], back_plain(wanted)[0], shape.M * shape.S)
 
 
+@pytest.mark.parametrize("impl", BODIES)
+def test_pages_of_two_codes_a_byte_are_refused(impl):
+    shape = TEST["g4_h64"]
+    arrays, lists = case(shape, edges(shape), kind="uint8")
+    with pytest.raises(Unsupported, match=f"{impl}.*4 bits a code.*impl='xla'"):
+        ragged_decode(*arrays, **lists, impl=impl)
+
+
 def test_items_cover_live_pages_once_and_no_others():
     shape, per_item = TEST["g4_h64"], 2
     live = jnp.asarray([[0, 3, 16, 0, 1], [0, 0, 0, 0, 0], [16, 16, 16, 16, 0]])

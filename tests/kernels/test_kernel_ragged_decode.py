@@ -15,13 +15,13 @@ from kernel_oracle import ragged as oracle
 
 from pallas_kernels import EMPTY, Unsupported, merge, ragged_decode
 from pallas_kernels.numerics import assert_as_good_as_plain, assert_close
-from pallas_kernels.ragged_decode import flat, xla
+from pallas_kernels.ragged_decode import api, flat, xla
 from pallas_kernels.ragged_decode.call import Lists, Options, Pools
 from pallas_kernels.ragged_decode.shapes import TEST, Shape
 
 IMPLS = ("ref", "xla")
-KINDS = ("float32", "int8")
-INT8 = [("g4_h64", "int8"), ("g1_h128", "int8"), ("chunk", "int8")]
+KINDS = ("float32", "int8", "uint8")
+CODES = [("g4_h64", "int8"), ("g1_h128", "int8"), ("chunk", "int8"), ("g4_h64", "uint8"), ("chunk", "uint8")]
 
 
 def edges(shape):
@@ -49,13 +49,21 @@ def case(shape, length, seed=0, kind="float32", poison=np.nan):
     q = rng.normal(size=(b, n, t, h)).astype(np.float32)
     k, v = rng.normal(size=(2, pool, size, h)).astype(np.float32)
     lists = {"table": jnp.asarray(table, jnp.int32), "length": jnp.asarray(length, jnp.int32)}
-    if kind == "int8":
-        k, v = (np.clip(np.round(x * 40), -127, 127).astype(np.int8) for x in (k, v))
-        scales = rng.uniform(0.01, 0.04, size=(pool, 2, h))
+    if kind in ("int8", "uint8"):
+        steps, most = (40, 127) if kind == "int8" else (3, 7)
+        k, v = (np.clip(np.round(x * steps), -most, most).astype(np.int8) for x in (k, v))
+        k, v = (k, v) if kind == "int8" else (paired(k), paired(v))
+        scales = rng.uniform(0.5, 1.5, size=(pool, 2, h)) / steps
         scales[~live.any(axis=1)] = poison
         return [jnp.asarray(x) for x in (q, k, v)], lists | {"scales": jnp.asarray(scales, jnp.float32)}
     k, v = (np.where(live[..., None], x, poison) for x in (k, v))
     return [jnp.asarray(x, kind) if i else jnp.asarray(x) for i, x in enumerate((q, k, v))], lists
+
+
+def paired(codes):
+    """Channel c in the low half of a byte, channel c + H / 2 in the high half."""
+    half = codes.shape[-1] // 2
+    return (codes[..., :half] % 16 + 16 * (codes[..., half:] % 16)).astype(np.uint8)
 
 
 def selection(shape, j, seed=1):
@@ -75,7 +83,7 @@ def check(found, wanted, terms):
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-@pytest.mark.parametrize(("name", "kind"), [*((name, "float32") for name in TEST), *INT8])
+@pytest.mark.parametrize(("name", "kind"), [*((name, "float32") for name in TEST), *CODES])
 def test_every_length_of_every_list(impl, name, kind):
     shape = TEST[name]
     arrays, lists = case(shape, edges(shape), kind=kind)
@@ -86,7 +94,7 @@ def test_every_length_of_every_list(impl, name, kind):
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-@pytest.mark.parametrize(("name", "kind"), [("g4_h64", "int8"), ("chunk", "float32")])
+@pytest.mark.parametrize(("name", "kind"), [("g4_h64", "int8"), ("g4_h64", "uint8"), ("chunk", "float32")])
 @pytest.mark.parametrize("narrowed", [False, True])
 def test_selections(impl, name, kind, narrowed):
     shape = TEST[name]
@@ -200,10 +208,11 @@ def test_the_same_twice_and_the_same_wherever_pages_lie(kind):
     check(ragged_decode(q, k[back], v[back], **moved, mass=True, impl="xla"), first, shape.M * shape.S)
 
 
-def test_int8_chunks_nobody_owns_are_skipped_and_no_others():
+@pytest.mark.parametrize("kind", ["int8", "uint8"])
+def test_chunks_of_codes_nobody_owns_are_skipped_and_no_others(kind):
     """Every live page in the last pages of a pool of several chunks."""
     shape = TEST["g1_h128"]
-    (q, k, v), lists = case(shape, edges(shape), kind="int8", poison=0)
+    (q, k, v), lists = case(shape, edges(shape), kind=kind, poison=0)
     far = 3 * flat.CHUNK + 5
     k, v = (jnp.concatenate([jnp.full((far, *x.shape[1:]), 99, x.dtype), x]) for x in (k, v))
     lists["scales"] = jnp.concatenate([jnp.ones((far, *lists["scales"].shape[1:])), lists["scales"]])
@@ -287,14 +296,27 @@ def test_the_pool_is_read_in_place(kind):
     assert memory.temp_size_in_bytes < shape.P * shape.S * shape.H * (2 if kind == "bfloat16" else 4) / 2
 
 
+def test_two_codes_of_a_byte_are_those_put_in():
+    """Every pair of codes of 4 bits, and the bytes of the oracle."""
+    pairs = np.stack(np.meshgrid(np.arange(-8, 8), np.arange(-8, 8)), axis=-1).reshape(-1, 2).astype(np.int8)
+    found = api.paired(jnp.asarray(pairs))
+    assert found.dtype == api.PAIRED == jnp.uint8
+    assert found.shape == (256, 1)
+    np.testing.assert_array_equal(found, paired(pairs))
+    np.testing.assert_array_equal(api.floats(found), pairs)
+    np.testing.assert_array_equal(api.floats(jnp.zeros((3, 4), jnp.uint8)), np.zeros((3, 8)))
+
+
 def test_refusals():
     shape = TEST["g1_h32"]
     (q, k, v), lists = case(shape, edges(shape))
     for impl in ("mosaic_tpu", "triton"):
         with pytest.raises(Unsupported, match="its body is for"):
             ragged_decode(q, k, v, **lists, impl=impl)
-    with pytest.raises(ValueError, match="int8 pools"):
+    with pytest.raises(ValueError, match="int8 and uint8 pools"):
         ragged_decode(q, k.astype(jnp.int8), v.astype(jnp.int8), **lists)
+    with pytest.raises(ValueError, match="two codes a byte"):
+        ragged_decode(q, k.astype(jnp.uint8), v.astype(jnp.uint8), **lists)
     with pytest.raises(ValueError, match="one shape and dtype"):
         ragged_decode(q, k, v.astype(jnp.bfloat16), **lists)
     with pytest.raises(ValueError, match="Pass `pages`"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -14,8 +15,9 @@ from kvjax.cache import pages as paging
 from kvjax.cache import pool
 from kvjax.cache.pages import Pages
 from kvjax.cache.ring import Entry
-from kvjax.policy import Frame, Native, Observation, Policy, SelectAll
+from kvjax.policy import Eviction, Frame, Native, Observation, Policy, SelectAll
 from kvjax.types import EMPTY
+from pallas_kernels.blockwise.api import blockwise, column_mass
 
 
 def positions(lengths: tuple[int, ...], t: int) -> np.ndarray:
@@ -38,8 +40,21 @@ def frame(index: int = 0, layers: int = 1, kv_heads: int = 2, slot_bytes: float 
     return Frame(index, layers, kv_heads, slot_bytes)
 
 
+def with_mass(eviction: Eviction, seen: Observation) -> Observation:
+    """What the layer shows an eviction that needs the prompt's mass."""
+    if not eviction.needs_mass:
+        return seen
+    q, k, v = (seen.values[name] for name in ("q", "k", "v"))
+    age = seen.total[:, None] - 1 - seen.pos
+    sight = {"q_pos": seen.pos, "k_pos": seen.pos, "softcap": seen.softcap}
+    weights = jnp.where(seen.pos >= 0, eviction.weigh(age), 0.0)
+    mass = column_mass(q, k, blockwise(q, k, v, **sight)[1], weights, **sight)
+    return dataclasses.replace(seen, values=seen.values | {"mass": mass})
+
+
 def judge(policy: Policy, seen: Observation, admit: np.ndarray | None = None) -> np.ndarray:
     """Bits [B, K, T]: what the layer keeps of these prompts."""
+    seen = with_mass(policy.eviction, seen)
     k = seen.values["k"]
     site = layer.Site(policy, {}, seen.layer, seen.layers, None, seen.total)
     bits = jnp.ones(k.shape[:3], bool) if admit is None else jnp.asarray(admit)
@@ -92,6 +107,7 @@ def room(
         lists=1,
         entries=entries,
         head_dim=head_dim,
+        width=codec.width(head_dim),
         dtype=codec.dtype(jnp.dtype(jnp.float32)),
         scaled=codec.scaled,
         meta=meta,

@@ -6,16 +6,20 @@ queries by all keys; and a method that acts once, after the prompt, leaves the d
 
 from __future__ import annotations
 
+import functools
 import math
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
+import tiny
 from policy_oracle import room
 
-from kvjax import layer
+from kvjax import decode, layer
+from kvjax.budgets.confidence import Confidence
 from kvjax.budgets.uniform import Uniform
 from kvjax.cache import ring as rings
 from kvjax.cache.state import LayerCache
@@ -28,7 +32,7 @@ from kvjax.policies.random_keep import Random
 from kvjax.policies.scissorhands import Scissorhands
 from kvjax.policies.snapkv import SnapKV
 from kvjax.policies.tova import Tova
-from kvjax.policy import Eviction, KeepRecent, Observation, Policy
+from kvjax.policy import Eviction, KeepRecent, Observation, Policy, When
 from kvjax.types import Heads
 
 FREE = (KeyDiff(), LagKV(16), KNorm(), Random())
@@ -58,14 +62,20 @@ def equations(jaxpr: Any) -> Iterator[Any]:
 
 def prompt_products(eviction: Eviction, t: int = 1024) -> int:
     """Matrix products in one layer's pass over a prompt."""
+    return products(prompt_program(eviction, t))
 
+
+def products(jaxpr: Any) -> int:
+    return sum(e.primitive.name == "dot_general" for e in equations(jaxpr.jaxpr))
+
+
+def prompt_program(eviction: Eviction, t: int) -> Any:
     def run(x: dict[str, Any], pos: jax.Array, total: jax.Array) -> Any:
         site = layer.Site(Policy(eviction=eviction, budget=Uniform(0.25)), {}, 0, 2, None, total)
         return layer.prompt(site, Heads(**x), pos)
 
     given = {name: x for name, x in vars(heads(t)).items() if name not in ("softcap", "turn")}
-    jaxpr = jax.make_jaxpr(run)(given, array(ROWS, t, dtype=jnp.int32), array(ROWS, dtype=jnp.int32))
-    return sum(e.primitive.name == "dot_general" for e in equations(jaxpr.jaxpr))
+    return jax.make_jaxpr(run)(given, array(ROWS, t, dtype=jnp.int32), array(ROWS, dtype=jnp.int32))
 
 
 def test_scores_without_attention_add_no_product_to_a_prompt():
@@ -83,6 +93,7 @@ def test_no_score_holds_all_queries_by_all_keys(eviction):
         "k": array(1, 1, t, H),
         "v": array(1, 1, t, H),
         "q_pre": array(1, 2, t, H),
+        "mass": array(1, 2, t),
     }
 
     def score(pos: jax.Array, total: jax.Array, values: dict[str, Any]) -> Any:
@@ -95,9 +106,75 @@ def test_no_score_holds_all_queries_by_all_keys(eviction):
     assert t <= largest < t * t / 8
 
 
+def every_step(eviction: Eviction) -> Policy:
+    return Policy(eviction=eviction, budget=Uniform(24, "every_step"), recent=8)
+
+
+@pytest.mark.parametrize(
+    ("policy", "asks"),
+    [
+        (every_step(KeepRecent()), False),
+        (every_step(KNorm()), False),
+        (Policy(budget=Confidence(24, 40), recent=8), False),
+        (Policy(eviction=H2O(), budget=Uniform(24), recent=8), False),
+        (every_step(H2O(8)), True),
+        (every_step(Tova()), True),
+    ],
+    ids=repr,
+)
+def test_a_decode_step_asks_for_mass_only_where_somebody_ranks_by_it(policy, asks, monkeypatch):
+    """Seen from inside, while a whole step and a whole chunk are traced."""
+    asked = []
+    read, weigh = layer.ragged_decode, layer.column_mass
+
+    def reads(*given: Any, mass: bool, **more: Any) -> Any:
+        asked.append(mass)
+        return read(*given, mass=mass, **more)
+
+    def weighs(*given: Any, **more: Any) -> Any:
+        asked.append(True)
+        return weigh(*given, **more)
+
+    monkeypatch.setattr(layer, "ragged_decode", reads)
+    monkeypatch.setattr(layer, "column_mass", weighs)
+    state = tiny.start(policy, ROWS)
+    tokens, rows = array(ROWS, dtype=jnp.int32), array(ROWS, dtype=jnp.bool)
+    given = tiny.model().network, policy, tiny.model().params, {}
+    for run, fed, count in (
+        (decode.step, tokens, rows),
+        (decode.chunk, array(ROWS, 5, dtype=jnp.int32), tokens),
+    ):
+        asked.clear()
+        jax.eval_shape(functools.partial(run, *given), state, fed, count)
+        assert asked
+        assert any(asked) == all(asked) == asks
+    assert any(name.startswith("eviction.mass") for name in policy.keeps) == asks
+
+
+def test_ranking_costs_nothing_where_nobody_goes_and_no_sort_where_one_goes():
+    policy = every_step(KNorm())
+    ring = rings.empty(ROWS, K, 8, H, jnp.dtype(jnp.float32), policy.keeps)
+    cache = LayerCache(ring=ring, pages=room(ROWS, K, H, entries=4, meta=policy.keeps), summary=None)
+
+    def run(cache: LayerCache, length: jax.Array) -> LayerCache:
+        return layer.evict(layer.Site(policy, {}, 0, 1, None, length), cache, length, length > 0)
+
+    def names(jaxpr: Any) -> Counter[str]:
+        return Counter(equation.primitive.name for equation in equations(jaxpr))
+
+    program = jax.make_jaxpr(run)(cache, array(ROWS, dtype=jnp.int32)).jaxpr
+    loops = [equation for equation in program.eqns if equation.primitive.name == "while"]
+    one, many = (names(loop.params["body_jaxpr"].jaxpr) for loop in loops)
+    always = names(program) - one - many
+    assert not {"gather", "scatter", "sort", "argmax"} & always.keys()
+    assert one["argmax"] == 1
+    assert not one["sort"]
+    assert many["sort"]
+
+
 def test_one_shot_methods_share_one_decode_step():
-    def program(eviction: Eviction) -> str:
-        policy = Policy(eviction=eviction, budget=Uniform(64), recent=32)
+    def program(eviction: Eviction, when: When = "after_prompt") -> str:
+        policy = Policy(eviction=eviction, budget=Uniform(64, when), recent=32)
         ring = rings.empty(ROWS, K, 32, H, jnp.dtype(jnp.float32), policy.keeps)
         cache = LayerCache(ring=ring, pages=room(ROWS, K, H, entries=4, meta=policy.keeps), summary=None)
 
@@ -110,6 +187,6 @@ def test_one_shot_methods_share_one_decode_step():
         return jax.jit(run).lower(cache, given, *rows).as_text()
 
     shared = program(KeepRecent())
-    assert program(KNorm()) != shared, "a value that is kept with every slot does not show"
-    for eviction in (KeyDiff(), LagKV(16), H2O(32), Tova(), Scissorhands()):
+    assert program(KNorm(), "every_step") != program(KeepRecent(), "every_step"), "kept values do not show"
+    for eviction in (KNorm(), KeyDiff(), LagKV(16), H2O(32), Tova(), Scissorhands()):
         assert program(eviction) == shared, eviction

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import prompt_rows as rows
 import pytest
-from policy_oracle import judge, kept, observe
+from policy_oracle import judge, kept, observe, with_mass
 
 from kvjax.budgets.uniform import Uniform
 from kvjax.policies.h2o import H2O, _turns
@@ -34,13 +34,15 @@ def halves(score: np.ndarray, target: int) -> set[int]:
 
 @pytest.mark.parametrize("average", [False, True])
 def test_mass_is_summed_over_all_queries_and_averaged_only_when_asked(average):
-    found = jax.jit(H2O(0, average=average).score_prompt)(None, rows.prompts())
+    eviction = H2O(0, average=average)
+    found = jax.jit(eviction.score_prompt)(None, with_mass(eviction, rows.prompts()))
     for row, length in enumerate(rows.LENGTHS):
         np.testing.assert_allclose(found[row, :, :length], mass(row, average=average), rtol=2e-5)
 
 
 def test_bounded_scores_are_bounded_here_too():
-    found = jax.jit(H2O(0).score_prompt)(None, dataclasses.replace(rows.prompts(), softcap=1.5))
+    seen = dataclasses.replace(rows.prompts(), softcap=1.5)
+    found = jax.jit(H2O(0).score_prompt)(None, with_mass(H2O(0), seen))
     for row, length in enumerate(rows.LENGTHS):
         np.testing.assert_allclose(found[row, :, :length], mass(row, softcap=1.5), rtol=2e-5)
 
@@ -49,7 +51,7 @@ def test_mass_of_equal_keys_by_hand():
     # Query i gives each of its i + 1 keys 1 / (i + 1): old tokens gather the most.
     ones = np.ones((1, 2, 4, 3))
     seen = observe((4,), 4, q=ones, k=ones[:, :1], v=ones[:, :1])
-    found = jax.jit(H2O(0).score_prompt)(None, seen)[0, 0]
+    found = jax.jit(H2O(0).score_prompt)(None, with_mass(H2O(0), seen))[0, 0]
     np.testing.assert_allclose(found, [1 + 1 / 2 + 1 / 3 + 1 / 4, 13 / 12, 7 / 12, 1 / 4], rtol=1e-6)
 
 

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import prompt_rows as rows
 import pytest
-from policy_oracle import judge, kept, observe
+from policy_oracle import judge, kept, observe, with_mass
 
 from kvjax.budgets.uniform import Uniform
 from kvjax.policies.tova import Tova
@@ -25,7 +25,7 @@ RIGHT = [scores(row) for row in range(len(rows.LENGTHS))]
 
 
 def test_score_is_the_last_real_querys_attention():
-    found = jax.jit(Tova().score_prompt)(None, rows.prompts())
+    found = jax.jit(Tova().score_prompt)(None, with_mass(Tova(), rows.prompts()))
     assert found.shape == (len(rows.LENGTHS), 1, rows.T)
     for row, length in enumerate(rows.LENGTHS):
         np.testing.assert_allclose(found[row, 0, :length], RIGHT[row][0], rtol=2e-5)
@@ -33,7 +33,8 @@ def test_score_is_the_last_real_querys_attention():
 
 
 def test_bounded_scores_are_bounded_here_too():
-    found = jax.jit(Tova().score_prompt)(None, dataclasses.replace(rows.prompts(), softcap=1.5))
+    seen = dataclasses.replace(rows.prompts(), softcap=1.5)
+    found = jax.jit(Tova().score_prompt)(None, with_mass(Tova(), seen))
     for row, length in enumerate(rows.LENGTHS):
         np.testing.assert_allclose(found[row, 0, :length], scores(row, 1.5)[0], rtol=2e-5)
 

@@ -1,0 +1,113 @@
+"""Confidence: few slots where the model is sure of its next token, many where it is not.
+
+Li, Miao: CONF-KV: Confidence-Aware KV Cache Eviction with Mixed-Precision Storage for Long-Horizon LLM
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+
+from kvjax.policy import Budget, Frame, PolicyError
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float, Int
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Confidence(Budget):
+    """Each step may keep ``tight`` slots a stream if c >= ``threshold``, else ``loose``.
+
+    With p = softmax(logits), p1 >= p2 the two largest, and H(p) the entropy of V tokens,
+
+      c = wh (1 - H(p) / log V) + wm sigmoid(log p1 - log p2) + wp p1
+
+    of the logits that produced the step's token. Given tokens (a prompt, its chunks) have none: there
+    ``loose`` holds, and the first step after them looks at the logits they ended in.
+
+    Over layers both targets fall linearly, from 2 - 1 / slope times the mean at the first to 1 / slope times
+    at the last, rounded to the nearest slot (halves away from the mean), so that the mean is preserved.
+
+    Attributes:
+      tight, loose: slots per stream, ring included.
+      threshold: c*, in [0, 1].
+      slope: mean over the last layer's share; 1 is uniform, more is CONF-KV-L.
+      wh, wm, wp: weights of entropy, margin and the best token's probability; they sum to 1. The paper names
+        no values; these are ours.
+
+    Raises:
+      PolicyError: a value out of range, tight > loose, weights that do not sum to 1.
+    """
+
+    name = "confidence"
+    needs_logits = True
+    when = "every_step"
+    tight: int = 128
+    loose: int = 512
+    threshold: float = 0.7
+    slope: float = 1.0
+    wh: float = 0.4
+    wm: float = 0.3
+    wp: float = 0.3
+
+    def __post_init__(self) -> None:
+        for name in ("tight", "loose"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise PolicyError(f"{self!r}: {name}={value!r} is no number of slots. Give 1 or more.")
+        if self.tight > self.loose:
+            raise PolicyError(
+                f"{self!r}: tight={self.tight} exceeds loose={self.loose}; a sure step keeps less. Swap them."
+            )
+        for name in ("threshold", "wh", "wm", "wp"):
+            value = getattr(self, name)
+            if not isinstance(value, int | float) or not 0 <= value <= 1:
+                raise PolicyError(f"{self!r}: {name}={value!r} is out of range. Give a number from 0 to 1.")
+        if not isinstance(self.slope, int | float) or not self.slope >= 1:
+            raise PolicyError(
+                f"{self!r}: slope={self.slope!r} would widen the pyramid upwards. Give 1 or more."
+            )
+        total = self.wh + self.wm + self.wp
+        if abs(total - 1) > 1e-6:
+            raise PolicyError(f"{self!r}: the weights wh + wm + wp sum to {total:g}. Make it 1.")
+
+    @property
+    def least(self) -> int | None:
+        """``tight`` at the last layer."""
+        return self.tight - int(self._spread * self.tight + 0.5)
+
+    @property
+    def most(self) -> int | None:
+        """``loose`` at the first layer."""
+        return self.loose + int(self._spread * self.loose + 0.5)
+
+    @property
+    def _spread(self) -> float:
+        return 1 - 1 / self.slope
+
+    def confidence(self, logits: Float[Array, "B V"]) -> Float[Array, " B"]:
+        """c, in float32."""
+        log_p = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
+        p = jnp.exp(log_p)
+        entropy = -jnp.where(p > 0, p * log_p, 0.0).sum(axis=-1)
+        best = jnp.argmax(log_p, axis=-1)
+        first = log_p.max(axis=-1)
+        second = jnp.where(jnp.arange(logits.shape[-1]) == best[:, None], -jnp.inf, log_p).max(axis=-1)
+        flat = entropy / jnp.log(logits.shape[-1])
+        return self.wh * (1 - flat) + self.wm * jax.nn.sigmoid(first - second) + self.wp * jnp.exp(first)
+
+    def targets(
+        self, frame: Frame, seen: Int[Array, " B"], scores: Float[Array, "B K T"] | None
+    ) -> Int[Array, "B K"]:
+        """The same for all heads of a layer."""
+        del scores
+        mean = jnp.full(seen.shape, self.loose)
+        if frame.confidence is not None:
+            mean = jnp.where(frame.confidence >= self.threshold, self.tight, self.loose)
+        steps = frame.layers - 1
+        above = mean * self._spread * (steps - 2 * frame.layer) / max(steps, 1)  # the mirror layer's, negated
+        above = jnp.sign(above) * jnp.floor(jnp.abs(above) + 0.5)
+        return (mean + above.astype(jnp.int32))[:, None]

@@ -1,0 +1,107 @@
+"""CONF-KV: who was looked at lately and who is young stays, as many as the model's confidence asks for.
+
+Li, Miao: CONF-KV: Confidence-Aware KV Cache Eviction with Mixed-Precision Storage for Long-Horizon LLM
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import jax.numpy as jnp
+
+from kvjax.budgets.confidence import Confidence
+from kvjax.cache.pages import Slots
+from kvjax.policy import Eviction, Observation, Policy, PolicyError
+from kvjax.types import Params
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Bool, Float, Int
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class ConfKV(Eviction):
+    """Score = alpha * mass + (1 - alpha) * recency, both min-max normalised over who may go in the layer.
+
+    Mass is smoothed over queries, a <- gamma a + (1 - gamma) mean over all heads of the layer, from 0 when a
+    token arrives; a prompt's queries count as if they had come one by one. Recency is the token's position:
+    the step it was written in. Over one candidate, or over equal ones, either is 0. All KV heads of a layer
+    keep the same tokens. The other half of the method is the budget, ``confidence``.
+
+    The paper gives no alpha and no gamma; the defaults are ours.
+
+    Attributes:
+      alpha: how much mass counts, in [0, 1]; 0 ranks by recency alone, 1 by attention alone.
+      gamma: how much of the mass a step keeps, in [0, 1).
+      recent: P, newest tokens that are protected.
+
+    Raises:
+      PolicyError: a value out of range.
+    """
+
+    name = "conf_kv"
+    needs = frozenset({"k"})
+    keeps = ("mass",)
+    needs_mass = True
+    one_voice = True
+    alpha: float = 0.5
+    gamma: float = 0.9
+    recent: int = 64
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.alpha, int | float) or not 0 <= self.alpha <= 1:
+            raise PolicyError(f"{self!r}: alpha={self.alpha!r} is no share. Give a number from 0 to 1.")
+        if not isinstance(self.gamma, int | float) or not 0 <= self.gamma < 1:
+            raise PolicyError(f"{self!r}: gamma={self.gamma!r} forgets nothing. Give 0 or more, below 1.")
+        if isinstance(self.recent, bool) or not isinstance(self.recent, int) or self.recent < 0:
+            raise PolicyError(f"{self!r}: recent={self.recent!r} is no number of tokens. Give 0 or more.")
+
+    @property
+    def protects(self) -> int:
+        """``recent``."""
+        return self.recent
+
+    def arrive(self, params: Params | None, seen: Observation) -> dict[str, Float[Array, "B K T"]]:
+        """Nothing received yet."""
+        del params
+        return {"mass": jnp.zeros(seen.k.shape[:3], jnp.float32)}
+
+    def weigh(self, age: Int[Array, "B T"]) -> Float[Array, "B T"]:
+        """(1 - gamma) gamma^age: what is left of a query's attention after ``age`` more queries."""
+        return (1 - self.gamma) * self.gamma ** age.astype(jnp.float32)
+
+    def receive(
+        self, slots: Slots, mass: Float[Array, "B N C"], count: Int[Array, "B 1 1"]
+    ) -> dict[str, Float[Array, "B K C"]]:
+        """``count`` turns of the moving average."""
+        left = self.gamma ** count.astype(jnp.float32)
+        return {"mass": left * slots.meta["mass"] + mass.mean(axis=1, keepdims=True)}
+
+    def score(self, params: Params | None, slots: Slots) -> Float[Array, "B K C"]:
+        """The mix; candidates are the live."""
+        del params
+        mass, age = (_spread(x, slots.live) for x in (slots.meta["mass"], slots.pos.astype(jnp.float32)))
+        return self.alpha * mass + (1 - self.alpha) * age
+
+    def score_prompt(self, params: Params | None, seen: Observation) -> Float[Array, "B 1 T"]:
+        """The mix over all tokens but the newest ``recent``, for a budget that acts once."""
+        pos = seen.pos[:, None, :]
+        free = (pos >= 0) & (pos < (seen.total - self.recent)[:, None, None])
+        meta = {"mass": seen.mass.mean(axis=1, keepdims=True)}
+        return self.score(params, Slots(pos=pos, live=free, meta=meta))
+
+
+def _spread(x: Float[Array, "B K C"], among: Bool[Array, "B K C"]) -> Float[Array, "B K C"]:
+    """Min-max over the candidates."""
+    low = jnp.where(among, x, jnp.inf).min(axis=-1, keepdims=True)
+    high = jnp.where(among, x, -jnp.inf).max(axis=-1, keepdims=True)
+    wide = high > low  # also false where nobody is a candidate
+    return jnp.where(among & wide, (x - low) / jnp.where(wide, high - low, 1.0), 0.0)
+
+
+EXAMPLES = (
+    Policy(eviction=ConfKV(recent=6), budget=Confidence(tight=14, loose=24, threshold=0.5)),
+    Policy(
+        eviction=ConfKV(alpha=0.8, gamma=0.7, recent=4), budget=Confidence(18, 26, threshold=0.5, slope=2.0)
+    ),
+)
