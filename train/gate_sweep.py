@@ -23,6 +23,7 @@ import numpy as np
 
 from kvjax.eval import plotting
 from kvjax.eval.errors import EvalError
+from kvjax.eval.rows import short
 from kvjax.learned import WeightsError, load_gates, read_weights
 from kvjax.loading import LanguageModel
 from kvjax.models.hf import ModelError
@@ -118,12 +119,16 @@ def picture(points: list[dict[str, Any]], marked: float, file: Path) -> Path:
         x, y = np.asarray([(100 * p["cache"], p["loss"]) for p in mine]).T
         label = f"{name} (λ = {mine[0]['lambda']:g})"
         axis.plot(x, y, lw=1, ms=5, label=label, **plotting.style(number))
+        told = [px for p, px in zip(mine, x) if p["tau"] == marked]
+        at, side = ((7, 5), "left") if number % 2 else ((-7, -11), "right")
+        how: dict[str, Any] = {"textcoords": "offset points", "ha": side, "fontsize": 7}
         for p, px, py in zip(mine, x, y):
-            axis.annotate(f"{p['tau']:g}", (px, py), (5, 4), textcoords="offset points", fontsize=7)
+            crowded = p["tau"] != marked and any(abs(px - other) < 1.5 for other in told)
+            axis.annotate("" if crowded else f"{p['tau']:g}", (px, py), at, **how)
     ringed = np.asarray([(100 * p["cache"], p["loss"]) for p in points if p["tau"] == marked])
     if ringed.size:
         style: dict[str, Any] = {"s": 130, "facecolors": "none", "edgecolors": "k", "lw": 1.2}
-        axis.scatter(*ringed.T, label=f"τ = {marked:g}, the trained threshold", **style)
+        axis.scatter(*ringed.T, label=f"τ = {marked:g}, as shipped", **style)
     axis.set_yscale("log")
     axis.set_xlabel("slots held after the row, % of the full cache", fontsize=9)
     axis.set_ylabel("distillation loss (held-out rows)", fontsize=9)
@@ -149,7 +154,7 @@ def run(settings: Settings, folder: Path, out: Path, length: int, rows: int) -> 
         print(f"{name} cache {100 * point['cache']:5.1f} %  loss {point['loss']:.4f}  over front {against}")
     out.mkdir(parents=True, exist_ok=True)
     facts = {"length": length, "rows": rows, "window": settings.gate.window, "points": points}
-    (out / "tau.json").write_text(json.dumps(facts, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    (out / "tau.json").write_text(json.dumps(short(facts), indent=1) + "\n", encoding="utf-8")
     picture(points, settings.gate.tau, out / "tau.png")
 
 

@@ -172,6 +172,19 @@ def test_learned_weights_go_with_the_policy_and_into_the_row(tiny_folder, tmp_pa
     assert "ships none" in capsys.readouterr().err
 
 
+def test_jobs_are_joined_so_that_samples_are_drawn_once():
+    both = [tasks.tasks()[name] for name in ("niah", "mqar")]
+
+    def plan(*policies, lengths=(1024, 512)):
+        chosen = [parse(policy) for policy in policies]
+        return cells.plan(both, chosen, lengths=lengths, seeds=[0], samples=1, asked=("agnostic",))
+
+    joined = cells.joined([plan("window(9)"), plan("window(8)"), plan(lengths=(512,))])
+    found = [(cell.length, cell.task, cell.policy) for cell in joined.cells]
+    policies = ("full", "window(9)", "window(8)")
+    assert found == [(n, task, p) for n in (512, 1024) for task in ("niah", "mqar") for p in policies]
+
+
 def test_a_report_shows_every_policy(finished, tmp_path, capsys):
     pytest.importorskip("matplotlib")
     assert main(["report", str(finished), "--to", str(tmp_path)]) == 0
