@@ -62,7 +62,10 @@ def _against(
     for name in results.names():
         families.setdefault(family(name), []).append(name)
     wide = 3.3 if len(columns) > 1 else 6.6
-    beside = int(wide * min(4, len(columns)) // 3.3)  # names in a line of the legend
+    broad, longest = wide * min(4, len(columns)), max(map(len, families))
+    beside = max(
+        1, min(int(broad // 3.3), int(broad // (0.5 + 0.07 * longest)))
+    )  # names in the legend's line
     figure, axes = panels(plt, len(columns), 4, (wide, 2.7), top=0.3 + 0.22 * -(-len(families) // beside))
     handles = {}
     for axis, (_, task, length) in zip(axes, columns):
