@@ -14,7 +14,8 @@ import dataclasses
 import hashlib
 import os
 import re
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -256,6 +257,8 @@ def shipped(model: Weighted) -> list[str]:
 def weights_for(policy: Policy, model: Weighted, gates: str | Path | None = None) -> Params:
     """The learned weights a policy needs with a model: ``{}`` where it learns nothing.
 
+    Warns where they were trained for other arguments than the policy's, such as another window.
+
     Args:
       policy: what to serve.
       model: a loaded model; its folder may ship weights.
@@ -264,15 +267,38 @@ def weights_for(policy: Policy, model: Weighted, gates: str | Path | None = None
     Raises:
       WeightsError: needed weights that are nowhere, do not fit model or method, or are given in vain.
     """
+    weights, remarks = weights_and_remarks(policy, model, gates)
+    for remark in remarks:
+        warnings.warn(remark, stacklevel=2)
+    return weights
+
+
+def weights_and_remarks(
+    policy: Policy, model: Weighted, gates: str | Path | None = None
+) -> tuple[Params, list[str]]:
+    """``weights_for`` for commands: (weights, the sentences it would warn with)."""
     if gates is not None and not policy.learned:
         raise WeightsError(
             f"gates={str(gates)!r} is given, but nothing in the policy {policy!r} is learned. Leave it out, "
             "or use a policy such as 'wg-kv'."
         )
-    return {part.place: _weights_of(part, model, gates) for part in policy.learned}
+    found = {part: _weights_of(part, model, gates) for part in policy.learned}
+    remarks = [remark for part, mine in found.items() for remark in _trained_otherwise(part, mine)]
+    return {part.place: mine.layers for part, mine in found.items()}, remarks
 
 
-def _weights_of(part: Part, model: Weighted, gates: str | Path | None) -> list[Params]:
+def _trained_otherwise(part: Part, found: Learned) -> Iterator[str]:
+    """A sentence for each argument in which the part differs from what its weights were trained for."""
+    for name in part.fitted:
+        trained, mine = found.notes.get(name), getattr(part, name)
+        if trained is not None and trained != str(mine):
+            yield (
+                f"{part!r}: the weights of {found.file.name} were trained with {name}={trained} and are read "
+                f"with {name}={mine}. Write {name}={trained}, or use weights trained for {mine}."
+            )
+
+
+def _weights_of(part: Part, model: Weighted, gates: str | Path | None) -> Learned:
     if gates is None and part.shipped not in shipped(model):
         raise missing(part, model)
     found = _load(part.shipped if gates is None else gates, model)
@@ -285,7 +311,7 @@ def _weights_of(part: Part, model: Weighted, gates: str | Path | None) -> list[P
         part.check_weights(found.layers, model.network)
     except PolicyError as error:
         raise WeightsError(f"{found.file} does not fit. {error}") from None
-    return found.layers
+    return found
 
 
 def missing(part: Part, model: Weighted) -> WeightsError:

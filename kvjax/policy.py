@@ -156,6 +156,7 @@ class Part:
       learns: the method whose learned weights it reads, or "" for a part that learns nothing. They travel as
         ``weights[place]``, a list with one pytree a layer.
       shipped: the name of the weights a model may bring for it (``<model>/gates/<name>.safetensors``).
+      fitted: arguments whose values weights are trained for; files note them, and other values are told.
     """
 
     name: ClassVar[str]
@@ -164,6 +165,7 @@ class Part:
     keeps: ClassVar[tuple[str, ...]] = ()
     learns: ClassVar[str] = ""
     shipped: ClassVar[str] = "default"
+    fitted: ClassVar[tuple[str, ...]] = ()
 
     def check_weights(self, weights: Sequence[Params], network: Network) -> None:
         """Refuses learned weights that do not fit the network; the number of layers is checked already.

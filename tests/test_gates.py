@@ -6,7 +6,9 @@ import dataclasses
 import io
 import json
 import pickle
+import re
 import shutil
+import warnings
 import zipfile
 from collections import OrderedDict
 from pathlib import Path
@@ -98,6 +100,27 @@ def test_generate_takes_what_the_model_ships(model):
     held = [kvjax.nbytes(done.state).total["live"] for done in (shipped, said, other)]
     assert shipped.tokens == said.tokens
     assert held[0] == held[1] != held[2]
+
+
+def test_a_window_the_gates_were_not_trained_with_is_told_once(home, model, capsys):
+    says = r"weights of default.safetensors were trained with window=16 and are read with window=256. Write"
+    with pytest.warns(UserWarning, match=says) as told:
+        weights = kvjax.weights_for(kvjax.policy("wg-kv"), model)
+    assert len(told) == 1
+    assert weights.keys() == {"admission"}  # a remark, no refusal
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for policy in (
+            GATED,
+            kvjax.policy("write_gate(0.3, window=16)"),
+            kvjax.policy("duo(0.5, window=99)"),
+        ):
+            kvjax.weights_for(policy, model)
+        words = ["--model", str(home), "--prompt", "Hello there", "--max-new-tokens", "1", "--policy"]
+        assert serve([*words, "wg-kv"]) == 0
+        assert re.findall(r"^note: write_gate\(0.1\): the " + says, capsys.readouterr().err, re.MULTILINE)
+        assert serve([*words, "write_gate(0.5, window=16)"]) == 0
+        assert "note:" not in capsys.readouterr().err
 
 
 # --- whose ---------------------------------------------------------------------------------------

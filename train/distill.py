@@ -56,7 +56,7 @@ def log_gate(z: Float[Array, ...], eps: float) -> Float[Array, ...]:
     return jnp.logaddexp(jax.nn.log_sigmoid(z), math.log(eps))
 
 
-def hard_gate(z: Float[Array, ...], tau: float) -> Float[Array, ...]:
+def hard_gate(z: Float[Array, ...], tau: float | Array) -> Float[Array, ...]:
     """0 where the gate is at least tau, else -inf: what inference does."""
     return jnp.where(jax.nn.sigmoid(z) >= tau, 0.0, -jnp.inf)
 
@@ -84,7 +84,7 @@ def untouched(net: Net) -> Layer:
     return layer
 
 
-def gated_by(net: Net, logits: Callable[..., Array], threshold: float | None = None) -> Layer:
+def gated_by(net: Net, logits: Callable[..., Array], threshold: float | Array | None = None) -> Layer:
     """Attention under gates ``logits(leaves, k_pre, k)``, soft, or hard at a threshold; gives their z."""
 
     def layer(leaves: Params, x: Heads) -> tuple[Array, Array]:
@@ -162,7 +162,7 @@ def cost(z: Float[Array, "L B K T"], window: int, kind: str) -> Float[Array, ""]
     return jnp.mean(slots)
 
 
-def kept(z: Float[Array, "L B K T"], window: int, tau: float) -> tuple[Array, Array]:
+def kept(z: Float[Array, "L B K T"], window: int, tau: float | Array) -> tuple[Array, Array]:
     """Share of the tokens outside the last window that gates keep: (mean gate, share of gates >= tau)."""
     g = jax.nn.sigmoid(z[..., : max(1, z.shape[-1] - window)])
     return jnp.mean(g), jnp.mean(g >= tau)

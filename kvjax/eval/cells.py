@@ -49,12 +49,14 @@ class Plan:
       policies: policy by its one-string form.
       skipped: (task, length) pairs in which a task does not fit, and from where on it does.
       weights: of learned policies, by (policy, gates) of a cell.
+      remarks: on these weights, for whoever runs the plan.
     """
 
     cells: tuple[Cell, ...]
     policies: dict[str, Policy]
     skipped: tuple[tuple[str, int, int], ...]
     weights: dict[tuple[str, str], Params] = dataclasses.field(default_factory=dict)
+    remarks: tuple[str, ...] = ()
 
 
 def plan(
@@ -125,14 +127,22 @@ def gated(plan: Plan, model: LanguageModel, source: str | None) -> Plan:
         mine = found[cell.policy]
         cells.append(cell if mine is None else dataclasses.replace(cell, gates=mine.said))
     weights = {(name, mine.said): mine.weights for name, mine in found.items() if mine is not None}
-    return dataclasses.replace(plan, cells=tuple(cells), weights=weights)
+    remarks = tuple(remark for mine in found.values() if mine is not None for remark in mine.remarks)
+    return dataclasses.replace(plan, cells=tuple(cells), weights=weights, remarks=remarks)
 
 
 def joined(plans: Sequence[Plan]) -> Plan:
-    """Several plans as one, each cell once, shorter lengths first."""
+    """Several plans as one, each cell once; shorter lengths first, cells of the same samples together."""
     everything = dict.fromkeys(cell for one in plans for cell in one.cells)
+    first: dict[tuple[str, int, int, int], int] = {}
+    for cell in everything:
+        first.setdefault((cell.task, cell.length, cell.seed, cell.samples), len(first))
+
+    def place(cell: Cell) -> tuple[int, int]:
+        return cell.length, first[cell.task, cell.length, cell.seed, cell.samples]
+
     return Plan(
-        cells=tuple(sorted(everything, key=lambda cell: cell.length)),
+        cells=tuple(sorted(everything, key=place)),
         policies={name: policy for one in plans for name, policy in one.policies.items()},
         skipped=tuple(skip for one in plans for skip in one.skipped),
         weights={key: weights for one in plans for key, weights in one.weights.items()},

@@ -59,11 +59,11 @@ def model_of(values: dict[str, Any]) -> LanguageModel:
 
 def _run(asked: Asked) -> None:
     data = find()
-    grids, left_out = [], []
+    grids, notes = [], []
     gates = [job.gates or asked.values["gates"] for job in asked.jobs]
     for job in asked.jobs:
         wanted, absent = tasks.named(job.tasks, data)
-        left_out += [f"{task.name} needs {task.needs[0]}; left out." for task in absent]
+        notes += [f"{task.name} needs {task.needs[0]}; left out." for task in absent]
         grids.append(
             cells.plan(
                 wanted,
@@ -78,8 +78,9 @@ def _run(asked: Asked) -> None:
     grids = [cells.gated(grid, model, source) for grid, source in zip(grids, gates)]
     store = Store.open(asked.values["out"], about(model, data))
     for grid in grids:
-        left_out += [f"{task} fits from {fits} tokens on; left out at {n}." for task, n, fits in grid.skipped]
-    for note in dict.fromkeys(left_out):
+        notes += [f"{task} fits from {fits} tokens on; left out at {n}." for task, n, fits in grid.skipped]
+        notes += grid.remarks
+    for note in dict.fromkeys(notes):
         print(f"note: {note}", file=sys.stderr)
     show = asked.values["progress"]
     runner.run(cells.joined(grids), model, data, store, say=lambda text: print(text, flush=True), shown=show)

@@ -1,14 +1,19 @@
-"""Pictures of results, as PNG: quality against bytes, depth by length, kept slots by layer and head."""
+"""Pictures of results, as PNG: quality against bytes and reads, depth by length, kept slots by head."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from kvjax.compose import policy as parse_policy
 from kvjax.eval import kept_text, table
 from kvjax.eval.plotting import bar, family, map_of, panels, pyplot, saved, style, wrapped
+from kvjax.eval.store import Row
 from kvjax.eval.table import Results
+from kvjax.policy import SelectAll
 
 UNITS = {"perplexity": "perplexity (lower is better)", "ndcg": "NDCG, %", "recall": "recall, %"}
 
@@ -17,6 +22,8 @@ def draw(results: Results, folder: Path) -> list[Path]:
     """Every figure the results allow; the files."""
     folder.mkdir(parents=True, exist_ok=True)
     made = [against_bytes(results, folder / "bytes.png"), heads(results, folder / "heads.png")]
+    if any(parse_policy(row["cell"]["policy"]).selection != SelectAll() for row in results.rows):
+        made.append(against_reads(results, folder / "reads.png"))
     if any("depth_from_end" in row["each"] for row in results.rows):
         made.append(depths(results, folder / "depth.png"))
     if any("gap" in row["each"] for row in results.rows):
@@ -27,9 +34,27 @@ def draw(results: Results, folder: Path) -> list[Path]:
 
 
 def against_bytes(results: Results, file: Path) -> Path:
-    """One panel a task and length: quality over live bytes, with intervals; the full cache as a line.
+    """Quality over live bytes at their highest, the measure of matched memory, in % of the full cache."""
+    return _against(
+        results,
+        file,
+        of=lambda row: 100 * table.share(results, row),
+        label="live bytes at their highest, % of the full cache's",
+    )
 
-    Policies that differ only in the size of their budget are joined to one curve.
+
+def against_reads(results: Results, file: Path) -> Path:
+    """Quality over what a decode step reads."""
+    label = "tokens read per KV head and decode step"
+    return _against(results, file, of=lambda row: row["reads_per_step"], label=label, log=True)
+
+
+def _against(
+    results: Results, file: Path, *, of: Callable[[Row], float], label: str, log: bool = False
+) -> Path:
+    """One panel a task and length: quality over ``of`` a row, with intervals; the full cache as a line.
+
+    Policies that differ only in the size of their budget, or in their gates, are joined to one curve.
     """
     plt = pyplot()
     columns = results.columns()
@@ -37,7 +62,10 @@ def against_bytes(results: Results, file: Path) -> Path:
     for name in results.names():
         families.setdefault(family(name), []).append(name)
     wide = 3.3 if len(columns) > 1 else 6.6
-    beside = int(wide * min(4, len(columns)) // 3.3)  # names in a line of the legend
+    broad, longest = wide * min(4, len(columns)), max(map(len, families))
+    beside = max(
+        1, min(int(broad // 3.3), int(broad // (0.5 + 0.07 * longest)))
+    )  # names in the legend's line
     figure, axes = panels(plt, len(columns), 4, (wide, 2.7), top=0.3 + 0.22 * -(-len(families) // beside))
     handles = {}
     for axis, (_, task, length) in zip(axes, columns):
@@ -46,28 +74,35 @@ def against_bytes(results: Results, file: Path) -> Path:
             found = []
             for name in names:
                 if mine := [r for r in rows if table.name(r) == name]:
-                    held = np.mean([r["bytes"]["live"] for r in mine]) / 1024
-                    found.append((held, *table.pooled(mine)))
+                    found.append((np.mean([of(r) for r in mine]), *table.pooled(mine)))
             if not found:
                 continue
-            held, mean, low, high = np.asarray(sorted(found)).T
+            x, mean, low, high = np.asarray(sorted(found)).T
             if said == table.FULL:
                 axis.axhline(mean[0], color="0.6", lw=1, ls="--", zorder=0)
             error = np.maximum(0, [mean - low, high - mean])
-            label = said if len(names) > 1 else names[0]
-            handles[label] = axis.errorbar(held, mean, error, ms=6, capsize=2, lw=1, **style(number))
-        told = all(r["informative"] for r in rows)
-        axis.set_title(f"{task} {length}" + ("" if told else "  (not informative)"), fontsize=9)
+            told = said if len(names) > 1 else names[0]
+            handles[told] = axis.errorbar(x, mean, error, ms=6, capsize=2, lw=1, **style(number))
+        informative = all(r["informative"] for r in rows)
+        axis.set_title(f"{task} {length}" + ("" if informative else "  (not informative)"), fontsize=9)
         axis.set_ylabel(UNITS.get(rows[0]["metric"], "%"), fontsize=8)
         axis.tick_params(labelsize=8)
-        axis.set_xlim(left=0)
+        _scale(axis, log)
         if rows[0]["metric"] != "perplexity":
             axis.set_ylim(-4, 104)
-    figure.supxlabel("live KiB a row when the answer begins", fontsize=9)
+    figure.supxlabel(label, fontsize=9)
     figure.legend(
         handles.values(), handles.keys(), loc="outside upper center", ncol=beside, fontsize=8, frameon=False
     )
     return saved(plt, figure, file)
+
+
+def _scale(axis: Any, log: bool) -> None:
+    if log:
+        axis.set_xscale("log", base=2)
+        axis.xaxis.set_major_formatter("{x:.0f}")
+    else:
+        axis.set_xlim(left=0)
 
 
 def depths(results: Results, file: Path) -> Path:

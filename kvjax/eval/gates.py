@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 from pathlib import Path
 
-from kvjax.learned import SHIPPED, weights_for
+from kvjax.learned import SHIPPED, weights_and_remarks
 from kvjax.loading import LanguageModel
 from kvjax.policy import Policy
 from kvjax.types import Params
@@ -19,10 +19,12 @@ class Gates:
     Attributes:
       weights: as the decode loop takes them.
       said: ``name@digest`` of each file, the digest sixteen hex digits of its SHA-256; comma-separated.
+      remarks: sentences about weights that were trained for other arguments than the policy's.
     """
 
     weights: Params
     said: str
+    remarks: tuple[str, ...] = ()
 
 
 def chosen(policy: Policy, model: LanguageModel, source: str | None) -> Gates | None:
@@ -37,9 +39,10 @@ def chosen(policy: Policy, model: LanguageModel, source: str | None) -> Gates | 
     """
     if not policy.learned:
         return None
-    weights = weights_for(policy, model, source)
+    weights, remarks = weights_and_remarks(policy, model, source)
     names = dict.fromkeys(part.shipped if source is None else source for part in policy.learned)
-    return Gates(weights, ",".join(f"{Path(name).stem}@{_digest(name, model)}" for name in names))
+    said = ",".join(f"{Path(name).stem}@{_digest(name, model)}" for name in names)
+    return Gates(weights, said, tuple(remarks))
 
 
 def _digest(name: str, model: LanguageModel) -> str:

@@ -99,9 +99,7 @@ def within(mine: Wanted, points: float) -> Judge:
 Matched = Callable[[Row, Row], bool]
 
 
-def same_bytes(a: Row, b: Row) -> bool:
-    """Live bytes, at their highest while answering, within 2 %."""
-    return _near(a["bytes"]["peak_live"], b["bytes"]["peak_live"])
+same_bytes = table.same_bytes
 
 
 def same_reads(a: Row, b: Row) -> bool:

@@ -41,9 +41,15 @@ def style(number: int) -> dict[str, Any]:
     return {"color": COLOURS[number % len(COLOURS)], "marker": MARKERS[number % len(MARKERS)]}
 
 
+BUDGET = re.compile(
+    r"\b(uniform|ada|pyramid|window|quest)\([\d.]+"  # slots, or pages a read
+    r"|\b(duo)\([\d.]+(?:, window=\d+)?"
+)
+
+
 def family(policy: str) -> str:
-    """The policy without the numbers of its budget: what one curve is about."""
-    return re.sub(r"\b(uniform|ada|pyramid|window)\([\d.]+", r"\1(…", policy)
+    """The policy without the numbers of its budget and the names of its gates: what one curve is about."""
+    return BUDGET.sub(lambda found: f"{found[1] or found[2]}(…", re.sub(r" \[[^]]*\]", "", policy))
 
 
 def wrapped(policy: str, width: int) -> str:

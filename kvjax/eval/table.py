@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from kvjax.eval import stats
+from kvjax.eval.match import TOLERANCE
+from kvjax.eval.plotting import family
 from kvjax.eval.store import Row
 from kvjax.eval.tasks import ORDER
 
@@ -50,6 +52,18 @@ def value(row: Row) -> float:
 def loss(row: Row, full: Row) -> tuple[float, float, float]:
     """Quality less the full cache's on the same samples, with its interval."""
     return stats.difference(quality(row), quality(full), weights(row))
+
+
+def share(results: Results, row: Row) -> float:
+    """Live bytes at their highest while answering, over the full cache's on the same samples."""
+    full = results.full(row)
+    whole = row["bytes"]["full"] if full is None else full["bytes"]["peak_live"]
+    return float(row["bytes"]["peak_live"] / whole)
+
+
+def same_bytes(a: Row, b: Row) -> bool:
+    """Live bytes, at their highest while answering, within 2 %: the rule by which memory is matched."""
+    return bool(abs(a["bytes"]["peak_live"] / b["bytes"]["peak_live"] - 1) <= TOLERANCE)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,6 +190,40 @@ def losses(results: Results) -> str:
     return markdown(heads, lines)
 
 
+def matched(results: Results) -> str:
+    """A learned policy less another one that holds the same bytes, paired; only informative cells."""
+    lines = []
+    for at, mine in enumerate(results.rows):
+        # Of two learned policies the one that stands first.
+        others = [b for i, b in enumerate(results.rows) if not b["cell"].get("gates") or i > at]
+        for other in others if mine["cell"].get("gates") and mine["informative"] else []:
+            if _comparable(mine, other):
+                lines.append(_pair(results, mine, other))
+    heads = ["policy", "against", "task", "length", "n", "live % of full", "score", "difference",
+             "95 % (paired)", "in"]  # fmt: skip
+    return markdown(heads, lines) if lines else ""
+
+
+def _comparable(mine: Row, other: Row) -> bool:
+    """Other methods on the same samples, at matched memory."""
+    said = {row["cell"]["protocol"] for row in (mine, other)} - {"either"}
+    apart = family(name(mine)) != family(name(other))
+    return apart and len(said) < 2 and samples(mine) == samples(other) and same_bytes(mine, other)
+
+
+def _pair(results: Results, mine: Row, other: Row) -> list[str]:
+    difference = stats.difference(quality(mine), quality(other), weights(mine))
+    text = mine["metric"] == "perplexity"
+    mean, low, high = (f"{(1 if text else 100) * x:+.{3 if text else 1}f}" for x in difference)
+    cell, both = mine["cell"], (mine, other)
+    return [
+        f"`{name(mine)}`", f"`{name(other)}`", cell["task"], cell["length"], cell["samples"],
+        " / ".join(f"{100 * share(results, row):.1f}" for row in both),
+        " / ".join(f"{value(row):.1f}" for row in both),
+        mean, f"{low} … {high}", "nats a token" if text else "points",
+    ]  # fmt: skip
+
+
 def report(results: Results) -> str:
     """All tables."""
     parts = ["# Results", _facts(results)]
@@ -184,6 +232,7 @@ def report(results: Results) -> str:
     parts += [
         "## Difference from the full cache",
         losses(results),
+        *(["## Learned policies at matched memory", pairs] if (pairs := matched(results)) else []),
         "## What was held and read",
         costs(results),
     ]

@@ -101,6 +101,7 @@ class WriteGate(Admission):
     name = "write_gate"
     needs = frozenset({"k_pre", "k"})
     learns = "wg-kv"
+    fitted = ("window",)
     tau: float = 0.1
     window: int = 256  # type: ignore[assignment]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from kvjax.learned import weights_for
+from kvjax.learned import weights_and_remarks
 from kvjax.loading import LanguageModel, load
 from kvjax.policy import Policy
 from kvjax.serve import facts
@@ -27,7 +27,9 @@ def run(options: Options) -> None:
             "--json without a prompt has nothing to answer. Give --prompt, --prompt-file or a pipe."
         )
     model = loaded(options)
-    weights = weights_for(options.policy, model, options.gates)
+    weights, remarks = weights_and_remarks(options.policy, model, options.gates)
+    for remark in remarks:
+        print(f"note: {remark}", file=sys.stderr)
     # A terminal that cannot show a character gets a question mark instead of an error.
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")

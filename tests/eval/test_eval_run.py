@@ -14,7 +14,7 @@ import pytest
 from tiny import quick_compiles  # noqa: F401
 
 from kvjax.compose import policy as parse
-from kvjax.eval import cells, judges, match, runner, store, table, tasks
+from kvjax.eval import cells, figures, judges, match, plotting, runner, store, table, tasks
 from kvjax.eval import claims as claims_module
 from kvjax.eval.__main__ import main
 from kvjax.eval.data import Data
@@ -148,11 +148,12 @@ def test_learned_weights_go_with_the_policy_and_into_the_row(tiny_folder, tmp_pa
     for file, logit in (("shut", -50.0), ("open", 50.0)):
         gates = tmp_path / f"{file}.safetensors"
         moved = [layer | {"w2": 0 * layer["w2"], "b2": 0 * layer["b2"] + logit} for layer in layers]
-        save_weights(gates, model, part.learns, moved)
+        save_weights(gates, model, part.learns, moved, notes={"window": 24 if file == "shut" else 32})
         said[file] = f"{file}@{hashlib.sha256(gates.read_bytes()).hexdigest()[:16]}"
     given = ["run", "--task", "niah", "--model", str(tiny_folder), "--lengths", str(LENGTH)]
     given += ["--samples", str(SAMPLES), "--out", str(out)]
     assert main([*given, "--policy", name, "--gates", str(tmp_path / "shut.safetensors")]) == 0
+    assert "note:" not in capsys.readouterr().err  # the window these were trained with
     full, shut = store.read(out)
     assert (full["cell"]["gates"], shut["cell"]["gates"]) == ("", said["shut"])
     assert shut["kept_fraction"] == pytest.approx(24 / (full["bytes"]["full"] / 256), rel=0.02)
@@ -163,10 +164,25 @@ def test_learned_weights_go_with_the_policy_and_into_the_row(tiny_folder, tmp_pa
     plan = cells.plan([task], [parse(name)], lengths=[LENGTH], seeds=[0], samples=1, asked=("agnostic",))
     plan = cells.gated(plan, model, str(tmp_path / "open.safetensors"))
     assert [cell.gates for cell in plan.cells] == ["", said["open"]]
+    (remark,) = plan.remarks
+    assert "open.safetensors were trained with window=32 and are read with window=24" in remark
     weights = plan.weights[plan.cells[1].policy, said["open"]]
     assert float(weights["admission"][0]["b2"][0]) == 50
     assert main([*given, "--policy", name]) == 2
     assert "ships none" in capsys.readouterr().err
+
+
+def test_jobs_are_joined_so_that_samples_are_drawn_once():
+    both = [tasks.tasks()[name] for name in ("niah", "mqar")]
+
+    def plan(*policies, lengths=(1024, 512)):
+        chosen = [parse(policy) for policy in policies]
+        return cells.plan(both, chosen, lengths=lengths, seeds=[0], samples=1, asked=("agnostic",))
+
+    joined = cells.joined([plan("window(9)"), plan("window(8)"), plan(lengths=(512,))])
+    found = [(cell.length, cell.task, cell.policy) for cell in joined.cells]
+    policies = ("full", "window(9)", "window(8)")
+    assert found == [(n, task, p) for n in (512, 1024) for task in ("niah", "mqar") for p in policies]
 
 
 def test_a_report_shows_every_policy(finished, tmp_path, capsys):
@@ -288,6 +304,60 @@ def test_methods_are_known_by_the_parts_of_their_presets(monkeypatch):
     # A method nobody has written matches nothing, not even the full cache.
     for wanted in (judges.only("no-such"), judges.like("no-such"), judges.swapped("no-such", "random")):
         assert told(wanted, "full", *snap) == [False] * 4
+
+
+def test_policies_that_differ_in_their_budget_alone_are_one_curve():
+    curves = {
+        "window(…) + sinks(4)": ("window(9) + sinks(4)", "window(130) + sinks(4)"),
+        "duo(…) + sinks(4)": ("duo(0.25) + sinks(4) [duo]", "duo(0.5, window=64) + sinks(4) [duo]"),
+        "write_gate(0.1, window=32)": ("write_gate(0.1, window=32) [a]", "write_gate(0.1, window=32) [b]"),
+        "quest(…, dense=0)": ("quest(4, dense=0)", "quest(8, dense=0)"),
+        "snapkv(32) + uniform(…) + int8(16)": ("snapkv(32) + uniform(0.25) + int8(16)",),
+        "snapkv(16) + uniform(…) + int8(16)": ("snapkv(16) + uniform(64) + int8(16)",),
+    }
+    for said, policies in curves.items():
+        assert {plotting.family(policy) for policy in policies} == {said}
+
+
+def test_learned_policies_are_paired_at_matched_memory_and_nowhere_else():
+    def learned(policy, gates, *rest):
+        made = row(policy, *rest)
+        return made | {"cell": made["cell"] | {"gates": f"{gates}@0"}}
+
+    def pairs(*rows):
+        lines = table.matched(Results((row("full", GOOD, 100), *rows))).splitlines()[2:]
+        return [[x.strip() for x in line.strip("|").split("|")] for line in lines]
+
+    mine, local = learned("write_gate(0.1)", "a", GOOD, 25), row("window(9)", BAD, 25.4)
+    ((policy, against, *_, shares, scores, difference, interval, unit),) = pairs(mine, local)
+    assert (policy, against) == ("`write_gate(0.1) [a]`", "`window(9)`")
+    assert (shares, scores, difference, unit) == ("25.0 / 25.4", "100.0 / 50.0", "+50.0", "points")
+    low, high = map(float, interval.split(" … "))
+    assert 30 < low < 50 < high < 70
+    duo = learned("duo(0.5)", "duo", BAD, 25.2)
+    assert [found[:2] for found in pairs(mine, duo, local)] == [
+        ["`write_gate(0.1) [a]`", "`duo(0.5) [duo]`"],
+        ["`write_gate(0.1) [a]`", "`window(9)`"],
+        ["`duo(0.5) [duo]`", "`window(9)`"],
+    ]
+    assert pairs(mine, learned("write_gate(0.1)", "b", BAD, 25)) == []  # two budgets of one method
+    assert pairs(mine, row("window(9)", BAD, 26)) == []  # not the same bytes
+    silent = [r | {"informative": False} for r in (mine, local)]
+    assert pairs(*silent) == []
+    assert pairs(row("snapkv", GOOD, 25), local) == []  # nothing learned
+    assert table.matched(Results((local,))) == ""
+
+
+def test_reads_have_a_picture_where_something_selects(finished, tmp_path):
+    pytest.importorskip("matplotlib")
+    rows = store.read(finished)
+    assert "reads.png" not in {file.name for file in figures.draw(Results(tuple(rows)), tmp_path / "none")}
+    quest = [
+        rows[1] | {"cell": rows[1]["cell"] | {"policy": f"quest({n})"}, "reads_per_step": 16.0 * n}
+        for n in (1, 4)
+    ]
+    results = Results((rows[0], *quest))
+    assert "reads.png" in {file.name for file in figures.draw(results, tmp_path / "some")}
 
 
 def test_judges_follow_the_rows():
