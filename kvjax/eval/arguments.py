@@ -198,7 +198,10 @@ def _roundtrip(trip: argparse.ArgumentParser) -> None:
 
 
 def _conf(conf: argparse.ArgumentParser) -> None:
-    conf.add_argument("--study", nargs="+", choices=STUDIES, default=list(STUDIES), help="default: all")
+    conf.add_argument(
+        "--study", nargs="*", choices=STUDIES, default=list(STUDIES),
+        help="default: all; with no word after it, pictures of what is there",
+    )  # fmt: skip
     conf.add_argument(
         "--task", type=_words, default=["ppl_wikitext", "ppl_books"], metavar="NAMES",
         help="whose texts (default: ppl_wikitext,ppl_books; search takes WikiText-2's valid split)",
@@ -207,7 +210,7 @@ def _conf(conf: argparse.ArgumentParser) -> None:
     conf.add_argument("--lengths", type=_numbers("--lengths", 256), default=[512], help="default: 512")
     conf.add_argument("--samples", type=_whole("--samples", 2), default=50, help="windows (default: 50)")
     conf.add_argument("--threshold", type=float, default=0.7, help="c* (default: 0.7)")
-    conf.add_argument("--out", type=Path, required=True, metavar="DIR", help="where JSON files go")
+    conf.add_argument("--out", type=Path, required=True, metavar="DIR", help="where JSON and pictures go")
 
 
 def _model(parser: argparse.ArgumentParser) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from kvjax.budgets.confidence import Confidence
-from kvjax.eval import premise, runner, studies, tasks
+from kvjax.eval import conf_figures, premise, runner, studies, tasks
 from kvjax.eval.data import Data
 from kvjax.eval.errors import EvalError
 from kvjax.eval.replay import Rule, Stage
@@ -175,4 +175,7 @@ def do(values: dict[str, Any], model: LanguageModel, data: Data) -> list[Path]:
                 file.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
                 print(file, flush=True)
                 made.append(file)
-    return made
+    pictures = conf_figures.draw(folder)
+    for picture in pictures:
+        print(picture, flush=True)
+    return made + pictures

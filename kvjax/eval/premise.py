@@ -2,9 +2,9 @@
 
 At every step of real text: the confidence of the full cache's logits, and how far the next-token
 distribution moves, KL(full || cut), when some tokens before the current one are taken out of the cache for
-this step alone: the newest ones, as in the paper, or all but those, which is what an eviction really takes. All
-steps of a window are done at once: one stream of activations reads everything, and a second one reads the
-keys and values of the first, less those tokens, and its own.
+this step alone: the newest ones, as in the paper, or all but those, which is what an eviction really takes.
+All steps of a window are done at once: one stream of activations reads everything, and a second one reads
+the keys and values of the first, less those tokens, and its own.
 
 Li, Miao: CONF-KV: Confidence-Aware KV Cache Eviction with Mixed-Precision Storage for Long-Horizon LLM
 """
@@ -139,7 +139,7 @@ def correlation(x: np.ndarray, y: np.ndarray) -> tuple[float, float, float]:
 
 
 def binned(confidence: np.ndarray, shift: np.ndarray) -> list[dict[str, float]]:
-    """Ten bins of equally many steps, the least sure first: mean confidence, mean shift, its standard error."""
+    """Ten bins of equally many steps, least sure first: mean confidence, mean shift, its standard error."""
     order = np.argsort(confidence, axis=None)
     sure, moved = confidence.ravel()[order], shift.ravel()[order]
     return [

@@ -1,8 +1,8 @@
 """What confidence buys: CONF-KV's schedule against others of its size, ranking by ranking, number by number.
 
 Every entry is a walk over the same windows of text, all through one program (``replay``). Two budgets are
-compared at equal memory: the *gain* of a setting is what a constant budget of the same mean live slots would have
-lost, interpolated between measured ones, less what it lost itself, in nats a token. A constant budget is what
+compared at equal memory: the *gain* of a setting is the NLL that a constant budget of the same mean live
+slots would have, interpolated between measured ones, less its own, in nats a token. A constant budget is what
 confidence has to beat.
 """
 
