@@ -93,14 +93,13 @@ class Work:
 
     @functools.cached_property
     def stage(self) -> Stage:
-        """The windows, ready to be walked."""
-        return Stage.of(
-            self.model,
-            self.samples,
-            length=self.scale.length,
-            loose=self.scale.loose,
-            recent=self.scale.recent,
-        )
+        """The windows, ready to be walked with the scale's own numbers."""
+        return self.staged()
+
+    def staged(self, **numbers: Any) -> Stage:
+        """The same with other ``loose``, ``recent`` or ``gamma``; a program of its own."""
+        own = {"length": self.scale.length, "loose": self.scale.loose, "recent": self.scale.recent}
+        return Stage.of(self.model, self.samples, **own | numbers)
 
     @functools.cached_property
     def constants(self) -> Constants:
@@ -134,6 +133,17 @@ def _search(work: Work) -> dict[str, Any]:
         for w in studies.WEIGHTS
     }
     entries = studies.grid(work.stage, studies.candidates(base, quantiles), constants, work.say)
+    first = dataclasses.replace(base, threshold=quantiles[base.weights])
+    others = [
+        ("gamma", 0.5),
+        ("gamma", 0.98),
+        ("recent", 2 * work.scale.recent),
+        ("loose", 3 * base.loose // 2),
+    ]
+    for what, value in others:
+        rule = dataclasses.replace(first, loose=value) if what == "loose" else first  # type: ignore[arg-type]
+        named = {f"{what} {value:g}": rule}
+        entries += studies.grid(work.staged(**{what: value}), named, constants, work.say)
     return {"constant": constants.as_json(), "entries": entries, "winner": studies.best(entries)["name"]}
 
 
@@ -167,7 +177,7 @@ def do(values: dict[str, Any], model: LanguageModel, data: Data) -> list[Path]:
                     samples=samples,
                     scale=Scale(length=length),
                     threshold=values["threshold"],
-                    say=lambda line, at=f"{study} {task.name} {length}": print(f"{at}: {line}", flush=True),
+                    say=functools.partial(print, f"{study} {task.name} {length}:", flush=True),
                 )
                 what = {"study": study, "task": task.name, "length": length, "samples": len(samples)}
                 found = what | about(model, data) | versions() | short(DO[study](work))

@@ -23,7 +23,7 @@ from kvjax.eval import counted, walk
 from kvjax.eval.premise import PARTS
 from kvjax.eval.runner import Samples
 from kvjax.policies.conf_kv import ConfKV
-from kvjax.policy import Budget, Frame, Policy, Storage
+from kvjax.policy import Budget, Frame, Policy
 from kvjax.types import Network, Params, Weighted, pytree
 
 if TYPE_CHECKING:
@@ -190,13 +190,18 @@ class Stage:
 
     @classmethod
     def of(
-        cls, model: Weighted, samples: Samples, *, length: int, loose: int, recent: int, gamma: float = 0.9,
-        storage: Storage | None = None,
-    ) -> Stage:  # fmt: skip
-        """A stage for one ``loose``, ``recent``, gamma and storage; other numbers are a rule's."""
-        parts = {} if storage is None else {"storage": storage}
+        cls,
+        model: Weighted,
+        samples: Samples,
+        *,
+        length: int,
+        loose: int,
+        recent: int,
+        gamma: float = 0.9,
+    ) -> Stage:
+        """A stage for one ``loose``, ``recent`` and gamma; other numbers are a rule's."""
         budget = Scheduled(prompt=loose, top=loose)
-        policy = Policy(eviction=Blend(gamma=gamma, recent=recent), budget=budget, **parts)
+        policy = Policy(eviction=Blend(gamma=gamma, recent=recent), budget=budget)
         return cls(model, policy, samples, decode.bucket(length))
 
     def play(self, rule: Rule, schedule: np.ndarray | None = None) -> list[dict[str, np.ndarray]]:

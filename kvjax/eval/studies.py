@@ -176,8 +176,8 @@ def grid(stage: Stage, rules: dict[str, Rule], constants: Constants, say: Say) -
     for name, rule in rules.items():
         windows = stage.play(rule)
         sure = float(np.mean(np.concatenate([w["sure"] for w in windows]) >= rule.threshold))
-        facts = {"rule": dataclasses.asdict(rule), "sure_share": sure, "gain": constants.gain(windows)}
-        found.append(entry(name, windows, **facts))
+        gain = constants.gain(windows)
+        found.append(entry(name, windows, rule=dataclasses.asdict(rule), sure_share=sure, gain=gain))
         say(_line(found[-1]))
     return found
 
