@@ -126,7 +126,7 @@ def sweep(all_: list[Found], file: Path) -> Path:
             axis.plot(x, y, lw=0.7, ms=4, label=kind, **style(number))
             for e in mine:
                 said = e["name"].removeprefix(kind + " ")
-                axis.annotate(said, (e["live"], e["perplexity"]), fontsize=7, xytext=(3, 3),
+                axis.annotate(said, (e["live"], e["perplexity"]), fontsize=7, xytext=(-4, -11 + 15 * number),
                               textcoords="offset points")  # fmt: skip
         axis.set_title(_title(found), fontsize=8)
         axis.set_xlabel("live slots a stream, mean over steps", fontsize=8)
