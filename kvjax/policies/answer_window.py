@@ -11,7 +11,6 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 from kvjax.budgets.uniform import Uniform
-from kvjax.policies.snapkv import SnapKV
 from kvjax.policy import Admission, Observation, Policy, PolicyError
 from kvjax.types import Params
 
@@ -53,4 +52,4 @@ class AnswerWindow(Admission):
         return (seen.pos < seen.total[:, None])[:, None, :]
 
 
-EXAMPLES = (Policy(admission=AnswerWindow(8), eviction=SnapKV(6), budget=Uniform(24)),)
+EXAMPLES = (Policy(admission=AnswerWindow(8), budget=Uniform(24), sinks=2),)
