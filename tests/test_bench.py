@@ -167,6 +167,7 @@ def test_a_piece_that_compiled_is_not_timed():
     row = decode._row(lane, 1, size, [pieces[0], pieces[0], *pieces[1:]], size)
     assert row["piece_s"] == [1, 2]
     assert row["tokens_per_s"] == round(16 / 1.5, 2)
+    assert (row["step_ms_p50"], row["step_ms_p95"]) == (93.75, 121.875)  # of 1/16 and 2/16 s
     row = decode._row(lane, 1, size, pieces[:1] * 4, size)
     assert "compiled" in row["skipped"]
 

@@ -145,6 +145,12 @@ def _in_turns(settings: Settings, sides: list[Lane], batch: int, tick: Callable[
     return [_row(lane, batch, *facts) for lane, facts in zip(sides, zip(started, pieces, ended))]
 
 
+def _latency(steps: list[float]) -> Row:
+    """Of a step, in ms. A piece of several tokens counts with its mean: for true steps time pieces of one."""
+    p50, p95 = np.percentile(steps, [50, 95])
+    return {"step_ms_p50": round(1e3 * float(p50), 4), "step_ms_p95": round(1e3 * float(p95), 4)}
+
+
 def _row(lane: Lane, batch: int, start: Row, pieces: list[Row], end: Row) -> Row:
     row = lane.row | {"batch": batch}
     row.pop("rss_loaded", None)
@@ -159,6 +165,7 @@ def _row(lane: Lane, batch: int, start: Row, pieces: list[Row], end: Row) -> Row
         "tokens_per_s": round(timed[0]["tokens"] / statistics.median(seconds), 2),
         "tokens_timed": sum(piece["tokens"] for piece in timed),
         "piece_s": [round(s, 5) for s in seconds],
+        **_latency([s * batch / piece["tokens"] for s, piece in zip(seconds, timed)]),
         "compile_s": round(sum(piece["compile_seconds"] for piece in pieces), 2),
         "live_bytes": start["live"],
         "allocated_bytes": start["allocated"],

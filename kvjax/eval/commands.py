@@ -28,7 +28,7 @@ def do(words: Sequence[str]) -> None:
     """Reads the words and does what they say; results on standard output."""
     asked = arguments.parse(words)
     commands = {"run": _run, "tasks": _tasks, "report": _report, "claims": _claims, "match": _match}
-    (commands | {"roundtrip": _roundtrip})[asked.what](asked)
+    (commands | {"roundtrip": _roundtrip, "conf-kv": _conf_kv})[asked.what](asked)
 
 
 def _tasks(asked: Asked) -> None:
@@ -147,6 +147,12 @@ def _roundtrip(asked: Asked) -> None:
     rows, _, tokens, _ = layers[0][0].shape
     what = {"task": task.name, "rows": rows, "tokens": tokens, "page": decode.PAGE}
     print(json.dumps({**about(model, data), **what, "errors": roundtrip.as_json(found)}, indent=1))
+
+
+def _conf_kv(asked: Asked) -> None:
+    from kvjax.eval import conf_commands
+
+    conf_commands.do(asked.values, model_of(asked.values), find())
 
 
 def _one(values: list[Item], flag: str) -> Item:

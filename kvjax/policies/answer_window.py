@@ -1,0 +1,55 @@
+"""Answer window: what a prompt's compression kept stays, what is written later leaves with a window.
+
+Methods that rank the tokens of a prompt (SnapKV, PyramidKV, Scissorhands) say nothing about generated ones,
+which would all stay. Here those live in a window, so that such a method runs in fixed memory however long the
+answer becomes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+from kvjax.budgets.uniform import Uniform
+from kvjax.policy import Admission, Observation, Policy, PolicyError
+from kvjax.types import Params
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Bool
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class AnswerWindow(Admission):
+    """Prompt tokens may outlive the window, if the budget keeps them; later ones may not.
+
+    A stream holds at most its budget, ring included, when the answer begins, and ``size`` more slots once
+    chosen tokens of the prompt's end have left the ring.
+
+    Attributes:
+      size: W, in tokens.
+
+    Raises:
+      PolicyError: size < 1.
+    """
+
+    name = "answer_window"
+    alike = True
+    prefill = False
+    size: int = 64
+
+    def __post_init__(self) -> None:
+        if isinstance(self.size, bool) or not isinstance(self.size, int) or self.size < 1:
+            raise PolicyError(f"{self!r}: a window of {self.size!r} tokens sees nothing. Give 1 or more.")
+
+    @property
+    def window(self) -> int:  # type: ignore[override]
+        """W."""
+        return self.size
+
+    def admit(self, params: Params | None, seen: Observation) -> Bool[Array, "B 1 T"]:
+        """Was the token given?"""
+        del params
+        return (seen.pos < seen.total[:, None])[:, None, :]
+
+
+EXAMPLES = (Policy(admission=AnswerWindow(8), budget=Uniform(24), sinks=2),)
