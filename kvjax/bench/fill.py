@@ -2,7 +2,8 @@
 
 Reading 32 thousand random tokens takes minutes, of which only attention is of no use here. So keys, values
 and queries are drawn, and the same functions as in prefill (``kvjax.layer``) admit, score, choose and store.
-Queries of later heads are larger, so that heads differ and per-head budgets come out ragged.
+Queries of later heads are larger, so that heads differ and per-head budgets come out ragged. Attention that a
+policy ranks by is drawn, too: what it really is costs minutes.
 """
 
 from __future__ import annotations
@@ -94,6 +95,13 @@ def _judged(
     site = layers.Site(policy, weights, index, spec.num_layers, None, total)
     seen = layers.observe(site, heads, pos)
     new = layers.arriving(site, heads, pos, seen)
+    if (
+        policy.budget.limited and policy.eviction.needs_mass
+    ):  # drawn, too: what attention would say costs minutes
+        mass = jax.random.exponential(jax.random.fold_in(key, 1), (1, spec.num_heads, tokens)) / tokens
+        seen = dataclasses.replace(seen, values=seen.values | {"mass": mass})
+        if policy.tracks_mass:
+            new = dataclasses.replace(new, meta=layers.told(site, pos[:, None], new.meta, mass, total))
     if policy.budget.limited:
         new = dataclasses.replace(new, admit=new.admit & layers.verdict(site, new, seen))
     return new, layers.survivors(new, total, window)
