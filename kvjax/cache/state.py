@@ -134,7 +134,8 @@ def reserve(
     for kind in range(kinds):
         alike = slice(kind, None, kinds)
         sizes[alike] = _sizes(rooms[alike], held[alike], tokens, most[kind], ahead, doubling)
-    return _resized(state, tuple(sizes))
+    same = all(room.count == size for room, size in zip(rooms, sizes))
+    return state if same else _resized(state, tuple(sizes))
 
 
 def _sizes(

@@ -182,6 +182,7 @@ def test_premise_tells_a_planted_relation():
 
 
 def test_the_command(tiny_folder, monkeypatch, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
     monkeypatch.setenv("KVJAX_DATA", str(tmp_path / "none"))
     out = tmp_path / "out"
     words = ["conf-kv", "--model", str(tiny_folder), "--lengths", "256", "--samples", "2", "--out", str(out)]
@@ -198,6 +199,7 @@ def test_the_command(tiny_folder, monkeypatch, tmp_path, capsys):
 
 
 def test_pictures_of_every_study(tmp_path, stage, rule):
+    pytest.importorskip("matplotlib")
     what = {"task": "a", "length": 64, "samples": 2}
     rate = studies.rate(stage, rule, lambda line: None)
     (tmp_path / "rate_a_64.json").write_text(json.dumps(what | rate))
