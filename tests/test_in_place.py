@@ -16,7 +16,7 @@ from kvjax.cache.state import KVState
 SPECS = (
     "window(24) + sinks(4)",
     "knorm + uniform(40, every_step) + recent(24)",
-    "conf_kv(recent=24) + confidence(40, loose=64)",
+    pytest.param("conf_kv(recent=24) + confidence(40, loose=64)", marks=pytest.mark.slow),
     "conf_kv(recent=24) + int8(32) + confidence(40, loose=64)",
     "int8(24)",
     "write_gate(0.5, window=24) + quest(pages=2, chunk=8)",

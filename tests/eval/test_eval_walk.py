@@ -58,6 +58,7 @@ def test_an_unforced_walk_is_greedy_decoding():
     assert found.best[:, :ANSWER].tolist() == whole.tokens
 
 
+@pytest.mark.slow
 def test_a_walk_obeys_confidence_as_decoding_does():
     spec = "conf_kv(recent=6) + confidence(14, loose=24, threshold=0.5)"
     model, prompts, state = read(spec)

@@ -315,6 +315,7 @@ def lived() -> tuple[states.KVState, np.ndarray]:
     return tiny.feed(policy, decode.reserve(policy, tiny.copy(read()), 12, 1), NEXT)
 
 
+@pytest.mark.slow
 def test_a_whole_life_keeps_the_newest_exact():
     """In layer 0, where keys and values do not depend on what was read before."""
     texts = [[*prompt, *new] for prompt, new in zip(PROMPTS, NEXT.tolist())]
