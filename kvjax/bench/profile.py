@@ -133,7 +133,7 @@ def page(runs: Sequence[Row]) -> str:
             f"jax {at['jax']}, commit {at['commit']}; {model['parameters']:,} random parameters (seed "
             f"{model['seed']}), batch 1."
         )
-    everything = [row for run in runs for row in run["rows"]]
+    everything = list({cell(row): row for run in runs for row in run["rows"]}.values())  # the newest of each
     tokens = " or ".join(str(n) for n in sorted({row["segment"] for row in everything}))
     lines += ["", *_INTRODUCTION.format(tokens=tokens).splitlines(), ""]
     for context, dtype in sorted({(row["context"], row["dtype"]) for row in everything}):
