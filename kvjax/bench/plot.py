@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -89,7 +90,8 @@ def _bars(axis: Any, rows: Sequence[Row], field: str, unit: float) -> None:
             at, value, height, color=_COLOURS[row["system"]], alpha=1.0 if row["dtype"] == "float32" else 0.5
         )
         axis.text(value, at, f" {value:.3g}", va="center", fontsize=7)
-    axis.set_yticks(range(len(names)), [f"{system}: {config}" for system, config in names], fontsize=7)
+    labels = [textwrap.fill(f"{system}: {config}", 30) for system, config in names]
+    axis.set_yticks(range(len(names)), labels, fontsize=7)
     axis.invert_yaxis()
     axis.margins(x=0.18)
     axis.tick_params(axis="x", labelsize=7)
