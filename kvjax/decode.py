@@ -61,7 +61,7 @@ def bucket(n: int) -> int:
 
 
 def page_size(longest: int) -> int:
-    """Default slots of a page for lists of up to ``longest``: a power of two, 64 to 128 pages a list."""
+    """Default slots of a page for lists of up to ``longest``: 64, 128 or 256, where that leaves 64 pages."""
     page = PAGE
     while page < LONG_PAGE and longest >= 128 * page:
         page *= 2

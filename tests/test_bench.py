@@ -7,12 +7,15 @@ import sys
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import pytest
 
-from kvjax.bench import ablate, arguments, decode, page, plot, profile, ratios, results, weights
+from kvjax import compose, metrics
+from kvjax.bench import ablate, arguments, decode, fill, page, plot, profile, ratios, results, weights
 from kvjax.bench.__main__ import main
 from kvjax.bench.journal import Journal
 from kvjax.bench.sides import NO_PEERS, PER_HEAD
+from kvjax.models import decoder
 
 
 @pytest.mark.parametrize(
@@ -146,6 +149,16 @@ def test_ratios_of_known_rows_meet_or_miss_their_aims():
     assert [r["met"] for r in slower if "dense quarter" in r["what"]] == [False]
 
 
+def test_a_further_policy_of_ours_is_asked_about_our_full_cache():
+    rows = _rows()
+    rows.append(rows[1] | {"config": "wg-kv", "tokens_per_s": 300.0, "live_bytes": 27})
+    asked = ratios.answer(ratios.questions("decode", rows), rows)
+    mine = {r["what"].split(", ", 1)[1]: r["ratio"] for r in asked if r["what"].startswith("`wg-kv`")}
+    assert mine["speed over our full cache"] == 2.0
+    assert mine["live bytes over full, after the prompt"] == 0.27
+    assert len(ratios.questions("decode", _rows())) == len(ratios.DECODE)
+
+
 def test_the_newest_row_of_a_kind_is_drawn_and_other_models_are_not():
     run = {"command": "a", "model": "base", "rows": _rows()}
     again = {"command": "b", "model": "base", "rows": _rows(tokens_per_s=1.0)[1:2]}
@@ -224,13 +237,22 @@ def test_a_profile_adds_up_and_its_page_names_who_is_above_the_limit(tmp_path):
     page = profile.page([run])
     assert "| `learned` | skipped: no weights |" in page
     assert f"Above it: `{found['policy']}` at 128 tokens, float32 (11%)." in page
-    run["rows"][0]["policy_share"] = 0.1
-    assert "Nobody is above it." in profile.page([run])
+    later = run | {"rows": [run["rows"][0] | {"policy_share": 0.1}]}
+    assert "Nobody is above it." in profile.page([run, later]), "the newest row of a cell counts"
+    assert f"`{found['policy']}`" in profile.page([later, run]).split("Above it:")[1]
+
+
+@pytest.mark.parametrize("spec", ["h2o + uniform(48)", "conf_kv(recent=8) + confidence(24, 48)"])
+def test_a_filled_state_ranks_by_attention_that_is_drawn(spec):
+    chosen, network = compose.policy(spec), decoder.Decoder(weights.TINY)
+    state = fill.filled(network, chosen, {}, 100, 128, jnp.float32, 0, 8)
+    assert int(state.length[0]) == 100
+    assert metrics.live_slots(state).max() == 48
+    for room in state.layers if chosen.tracks_mass else ():
+        assert float(room.ring.meta["eviction.mass"].min()) > 0
 
 
 def test_every_shipped_policy_is_profiled_at_every_context():
-    from kvjax import compose
-
     settings = arguments.parse(["profile"]).settings
     cells = profile.cells(settings)
     for context in (2048, 32768):

@@ -98,6 +98,14 @@ def test_fork_refuses_rows_that_are_not_there():
         kvjax.fork(state, 0, 0)
 
 
+PAGE_SIZES = [(1, 64), (8191, 64), (8192, 128), (16383, 128), (16384, 256), (10**6, 256)]
+
+
+@pytest.mark.parametrize(("longest", "size"), PAGE_SIZES)
+def test_pages_are_longer_where_lists_are(longest, size):
+    assert decode.page_size(longest) == size
+
+
 @pytest.mark.parametrize("policy", [FULL, STREAMING, INT8, SNAPKV], ids=repr)
 def test_prompts_of_one_size_class_share_their_programs(policy):
     """The second prompt, of another length, must not compile anything."""

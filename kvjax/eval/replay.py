@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax import decode, metrics
+from kvjax import decode
 from kvjax.budgets.confidence import Confidence
 from kvjax.cache.pages import Slots
 from kvjax.cache.state import KVState
@@ -158,13 +158,11 @@ def _play(
         may = jnp.where(again, schedule[:, i], jnp.where(sure >= threshold, tight, loose))
         state = dataclasses.replace(state, confidence=may)
         state, logits = decode.step(network, policy, params, weights, state, feed[:, i], i < count)
-        chosen = jnp.take_along_axis(logits, target[:, i, None], axis=-1)[:, 0]
-        live = metrics.live_slots(state).astype(jnp.float32).mean(axis=(0, 2))
         found = Played(
-            nll=found.nll.at[:, i].set(jax.nn.logsumexp(logits, axis=-1) - chosen),
+            nll=found.nll.at[:, i].set(walk.nats(logits, target[:, i])),
             sure=found.sure.at[:, i].set(sure),
             target=found.target.at[:, i].set(may),
-            live=found.live.at[:, i].set(live),
+            live=found.live.at[:, i].set(walk.mean_live(state)),
         )
         return i + 1, state, logits, found
 

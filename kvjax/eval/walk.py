@@ -145,11 +145,10 @@ def _walk(
         token = jnp.where(forced | (i == 0), feed[:, i], best)
         state, logits, reads = _step(network, policy, params, weights, state, token, i < count)
         best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-        chosen = jnp.take_along_axis(logits, target[:, i, None], axis=-1)[:, 0]
         found = Walk(
-            nll=found.nll.at[:, i].set(jax.nn.logsumexp(logits, axis=-1) - chosen),
+            nll=found.nll.at[:, i].set(nats(logits, target[:, i])),
             best=found.best.at[:, i].set(best),
-            live=found.live.at[:, i].set(metrics.live_slots(state).astype(jnp.float32).mean(axis=(0, 2))),
+            live=found.live.at[:, i].set(mean_live(state)),
             reads=found.reads.at[:, i].set(reads),
         )
         return i + 1, state, best, found
@@ -157,6 +156,17 @@ def _walk(
     start = (jnp.asarray(0), state, jnp.zeros(rows, jnp.int32), found)
     _, state, _, found = jax.lax.while_loop(lambda carry: carry[0] < count.max(), one, start)
     return state, found
+
+
+def nats(logits: Float[Array, "B V"], target: Int[Array, " B"]) -> Float[Array, " B"]:
+    """Negative log-likelihood of each row's target."""
+    chosen = jnp.take_along_axis(logits, target[:, None], axis=-1)[:, 0]
+    return jax.nn.logsumexp(logits, axis=-1) - chosen
+
+
+def mean_live(state: KVState) -> Float[Array, " B"]:
+    """Live slots of a stream, mean over layers and KV heads."""
+    return metrics.live_slots(state).astype(jnp.float32).mean(axis=(0, 2))
 
 
 def size_class(steps: int) -> int:
