@@ -103,10 +103,14 @@ class Work:
 
     @functools.cached_property
     def constants(self) -> Constants:
-        """Constant budgets from half of tight to loose."""
+        """``budgets``, walked with our own numbers."""
+        return Constants.of(self.stage, self.scale.rule(self.threshold), self.budgets, self.say)
+
+    @property
+    def budgets(self) -> tuple[int, ...]:
+        """Constant ones, from half of tight to loose."""
         tight, loose = self.scale.tight, self.scale.loose
-        budgets = (max(tight // 2, self.scale.recent + 2), tight, (tight + loose) // 2, loose)
-        return Constants.of(self.stage, self.scale.rule(self.threshold), budgets, self.say)
+        return max(tight // 2, self.scale.recent + 2), tight, (tight + loose) // 2, loose
 
 
 def _premise(work: Work) -> dict[str, Any]:
@@ -126,25 +130,47 @@ def _sweep(work: Work) -> dict[str, Any]:
 
 
 def _search(work: Work) -> dict[str, Any]:
-    base, constants = work.scale.rule(work.threshold), work.constants
+    """Alpha with gamma; then, with the best of them, the weights, the window and the loose budget.
+
+    It starts from fixed numbers, not from ours, so that it says the same whatever we make of it. Thresholds
+    make half of the steps sure, whatever the weights.
+    """
     found = premise.measure(work.model, work.samples, Confidence(), cut=work.scale.tight)
     quantiles = {
         w: float(np.median(sum(x * found[name] for x, name in zip(w, premise.PARTS))))
         for w in studies.WEIGHTS
     }
-    entries = studies.grid(work.stage, studies.candidates(base, quantiles), constants, work.say)
-    first = dataclasses.replace(base, threshold=quantiles[base.weights])
-    others = [
-        ("gamma", 0.5),
-        ("gamma", 0.98),
-        ("recent", 2 * work.scale.recent),
-        ("loose", 3 * base.loose // 2),
-    ]
-    for what, value in others:
-        rule = dataclasses.replace(first, loose=value) if what == "loose" else first  # type: ignore[arg-type]
-        named = {f"{what} {value:g}": rule}
-        entries += studies.grid(work.staged(**{what: value}), named, constants, work.say)
-    return {"constant": constants.as_json(), "entries": entries, "winner": studies.best(entries)["name"]}
+    first = studies.WEIGHTS[0]
+    base = dataclasses.replace(work.scale.rule(quantiles[first]), weights=first)
+    stages = {gamma: work.staged(gamma=gamma) for gamma in studies.GAMMAS}
+    constants = Constants.of(stages[0.9], dataclasses.replace(base, alpha=0.5), work.budgets, work.say)
+
+    def tried(stage: Stage, rules: dict[str, Rule]) -> list[dict[str, Any]]:
+        return studies.grid(stage, rules, constants, work.say)
+
+    mixes = []
+    for gamma, stage in stages.items():
+        rules = {f"alpha {a:g}, gamma {gamma:g}": dataclasses.replace(base, alpha=a) for a in studies.ALPHAS}
+        mixes += [e | {"gamma": gamma} for e in tried(stage, rules)]
+    best = studies.best(mixes)
+    gamma, base = best["gamma"], Rule(**best["rule"])
+    weights = {
+        f"weights {'/'.join(f'{x:g}' for x in w)}": dataclasses.replace(
+            base, weights=w, threshold=quantiles[w]
+        )
+        for w in studies.WEIGHTS
+    }
+    wide = {"recent": 2 * work.scale.recent, "loose": 3 * base.loose // 2}
+    others = tried(stages[gamma], weights)
+    others += tried(work.staged(gamma=gamma, recent=wide["recent"]), {f"recent {wide['recent']}": base})
+    looser = dataclasses.replace(base, loose=wide["loose"])
+    others += tried(work.staged(gamma=gamma, loose=wide["loose"]), {f"loose {wide['loose']}": looser})
+    return {
+        "constant": constants.as_json(),
+        "entries": mixes + [e | {"gamma": gamma} for e in others],
+        "mix": best["name"],
+        "winner": studies.best(mixes + others)["name"],
+    }
 
 
 DO: dict[str, Callable[[Work], dict[str, Any]]] = {

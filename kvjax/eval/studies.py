@@ -33,8 +33,9 @@ WEIGHTS = (
     (0.2, 0.6, 0.2),
     (0.5, 0.5, 0.0),
 )
-"""(wh, wm, wp): ours first, then each part alone, then mixes that lean on the margin."""
-ALPHAS = (0.0, 0.25, 0.5, 0.75, 1.0)
+"""(wh, wm, wp): where the search starts, then each part alone, then mixes that lean on the margin."""
+ALPHAS = (0.0, 0.25, 0.5, 0.75, 0.9, 1.0)
+GAMMAS = (0.5, 0.9, 0.95, 0.98, 0.99, 0.995)
 
 
 def nll(windows: Windows) -> np.ndarray:
@@ -188,18 +189,6 @@ def sweep(base: Rule) -> dict[str, Rule]:
     tights = sorted({loose // 4, 3 * loose // 8, loose // 2, 3 * loose // 4})
     rules = {f"threshold {t}": dataclasses.replace(base, threshold=t) for t in THRESHOLDS}
     return rules | {f"tight {t}": dataclasses.replace(base, tight=t) for t in tights}
-
-
-def candidates(base: Rule, quantiles: dict[tuple[float, float, float], float]) -> dict[str, Rule]:
-    """Weights at the threshold that makes half of the steps sure, then alphas at the first weights."""
-    rules = {
-        f"weights {'/'.join(f'{x:g}' for x in w)}": dataclasses.replace(
-            base, weights=w, threshold=quantiles[w]
-        )
-        for w in WEIGHTS
-    }
-    first = dataclasses.replace(base, threshold=quantiles[base.weights])
-    return rules | {f"alpha {a:g}": dataclasses.replace(first, alpha=a) for a in ALPHAS if a != base.alpha}
 
 
 def best(entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
