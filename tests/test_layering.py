@@ -30,7 +30,7 @@ TABLE = {
     "kvjax.loading": r"kvjax\.(types|text|models(\..+)?)",
     "kvjax.metrics": STATE,
     "kvjax.ageing": rf"{STATE}|kvjax\.policy",
-    "kvjax.layer": rf"{STATE}|kvjax\.(policy|ageing)|{KERNELS}",
+    "kvjax.layer": rf"{STATE}|kvjax\.(policy|ageing|layer\..+)|{KERNELS}",
     "kvjax.learned": r"kvjax(\.(types|policy))?",
     "kvjax.torch_file": r"(?!)",
     "kvjax.gates": rf"kvjax\.(types|learned|loading|torch_file|models\.hf_config|policies\.wg_kv)|{KERNELS}",

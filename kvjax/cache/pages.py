@@ -69,6 +69,11 @@ class Pages:
         return self.pos.shape[0]
 
     @property
+    def span(self) -> int:
+        """Slots that a list can point to."""
+        return self.table.shape[3] * self.size
+
+    @property
     def head_dim(self) -> int:
         """H, channels of a key."""
         return (self.k if self.scales is None else self.scales).shape[-1]
@@ -102,7 +107,14 @@ def used(pages: Pages) -> Int[Array, "B K R"]:
 # --- writing -------------------------------------------------------------------------------------
 
 
-def append(pages: Pages, codec: Codec, chooser: Summariser, new: Entry, which: Int[Array, "B K T"]) -> Pages:
+def append(
+    pages: Pages,
+    codec: Codec,
+    chooser: Summariser,
+    new: Entry,
+    which: Int[Array, "B K T"],
+    hole: Int[Array, "B K T"] | None = None,
+) -> Pages:
     """Store tokens at the ends of their streams' lists, taking pages from the pool as needed.
 
     Args:
@@ -111,9 +123,10 @@ def append(pages: Pages, codec: Codec, chooser: Summariser, new: Entry, which: I
       chooser: recomputes the summaries of touched pages.
       new: T tokens; ``new.admit`` is not looked at here.
       which: the list each token goes to, per KV head, or EMPTY for tokens that are not stored.
+      hole: a live slot of that list whose token goes for this one; EMPTY: none does.
     """
     pos = jnp.broadcast_to(new.pos[:, None, :], which.shape)
-    return store(pages, codec, chooser, which, new.k, new.v, pos, new.meta)
+    return store(pages, codec, chooser, which, new.k, new.v, pos, new.meta, hole)
 
 
 def store(
@@ -125,14 +138,17 @@ def store(
     v: Float[Array, "B K T H"],
     pos: Int[Array, "B K T"],
     meta: dict[str, Float[Array, "B K T"]],
+    hole: Int[Array, "B K T"] | None = None,
 ) -> Pages:
     """``append`` of tokens that need not be the same in all KV heads."""
     lists = pages.length.shape[2]
     want = which[..., None] == jnp.arange(lists)  # [B, K, T, R]
-    rank = jnp.cumsum(want, axis=2) - 1
-    pages, grown = _take_pages(pages, want.sum(axis=2), k.shape[2])
+    longer = want if hole is None else want & (hole < 0)[..., None]
+    rank = jnp.cumsum(longer, axis=2) - 1
+    pages, grown = _take_pages(pages, longer.sum(axis=2), k.shape[2])
     index = (pages.length[:, :, None, :] + rank) * want  # list index of each token, in its own list
     index = index.sum(axis=-1)
+    index = index if hole is None else jnp.where(hole >= 0, hole, index)
     page = _page_of(pages, jnp.maximum(which, 0), index)
     page = jnp.where(which >= 0, page, pages.count)  # out of range: dropped by every scatter
     slot = index % pages.size

@@ -105,7 +105,7 @@ class Rule:
     loose: int
     threshold: float = 0.7
     weights: tuple[float, float, float] = (0.4, 0.3, 0.3)
-    alpha: float = 0.5
+    alpha: float = ConfKV.alpha
     random: int | None = None
 
     def ranking(self, layers: int) -> Params:
@@ -195,7 +195,7 @@ class Stage:
         length: int,
         loose: int,
         recent: int,
-        gamma: float = 0.9,
+        gamma: float = ConfKV.gamma,
     ) -> Stage:
         """A stage for one ``loose``, ``recent`` and gamma; other numbers are a rule's."""
         budget = Scheduled(prompt=loose, top=loose)

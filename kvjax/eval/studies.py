@@ -34,8 +34,8 @@ WEIGHTS = (
     (0.5, 0.5, 0.0),
 )
 """(wh, wm, wp): where the search starts, then each part alone, then mixes that lean on the margin."""
-ALPHAS = (0.0, 0.25, 0.5, 0.75, 0.9, 1.0)
-GAMMAS = (0.5, 0.9, 0.95, 0.98, 0.99, 0.995)
+ALPHAS = (0.0, 0.25, 0.4, 0.5, 0.6, 0.75, 1.0)
+GAMMAS = (0.5, 0.9, 0.98, 0.995, 0.998, 0.999)
 
 
 def nll(windows: Windows) -> np.ndarray:

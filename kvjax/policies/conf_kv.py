@@ -28,8 +28,8 @@ class ConfKV(Eviction):
     the step it was written in. Over one candidate, or over equal ones, either is 0. All KV heads of a layer
     keep the same tokens. The other half of the method is the budget, ``confidence``.
 
-    The paper gives no alpha and no gamma. Ours are plain choices; the best that a small search found on the
-    embedded model (gamma 0.98, or alpha 0.75) gain 0.02 nats a token (results/eval/conf_kv).
+    The paper gives no alpha and no gamma. Ours are the best of a small search on the embedded model and text
+    on which nothing is reported (``python -m kvjax.eval conf-kv --study search``, results/eval/conf_kv).
 
     Attributes:
       alpha: how much mass counts, in [0, 1]; 0 ranks by recency alone, 1 by attention alone.
@@ -46,7 +46,7 @@ class ConfKV(Eviction):
     needs_mass = True
     one_voice = True
     alpha: float = 0.5
-    gamma: float = 0.9
+    gamma: float = 0.998
     recent: int = 64
 
     def __post_init__(self) -> None:

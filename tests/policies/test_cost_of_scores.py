@@ -23,6 +23,7 @@ from kvjax.budgets.confidence import Confidence
 from kvjax.budgets.uniform import Uniform
 from kvjax.cache import ring as rings
 from kvjax.cache.state import LayerCache
+from kvjax.layer import reading, visits
 from kvjax.policies.expected_attention import ExpectedAttention
 from kvjax.policies.h2o import H2O
 from kvjax.policies.keydiff import KeyDiff
@@ -125,7 +126,7 @@ def every_step(eviction: Eviction) -> Policy:
 def test_a_decode_step_asks_for_mass_only_where_somebody_ranks_by_it(policy, asks, monkeypatch):
     """Seen from inside, while a whole step and a whole chunk are traced."""
     asked = []
-    read, weigh = layer.ragged_decode, layer.column_mass
+    read, weigh = reading.ragged_decode, visits.column_mass
 
     def reads(*given: Any, mass: bool, **more: Any) -> Any:
         asked.append(mass)
@@ -135,8 +136,8 @@ def test_a_decode_step_asks_for_mass_only_where_somebody_ranks_by_it(policy, ask
         asked.append(True)
         return weigh(*given, **more)
 
-    monkeypatch.setattr(layer, "ragged_decode", reads)
-    monkeypatch.setattr(layer, "column_mass", weighs)
+    monkeypatch.setattr(reading, "ragged_decode", reads)
+    monkeypatch.setattr(visits, "column_mass", weighs)
     state = tiny.start(policy, ROWS)
     tokens, rows = array(ROWS, dtype=jnp.int32), array(ROWS, dtype=jnp.bool)
     given = tiny.model().network, policy, tiny.model().params, {}

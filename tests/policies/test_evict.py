@@ -11,6 +11,7 @@ from policy_oracle import ALL, NATIVE, append, entry, room
 
 from kvjax import layer
 from kvjax.budgets.uniform import Uniform
+from kvjax.cache import pages as paging
 from kvjax.cache import ring as rings
 from kvjax.cache.state import LayerCache
 from kvjax.policies.knorm import KNorm
@@ -71,7 +72,7 @@ def test_a_stream_of_protected_tokens_loses_none():
     pages = append(pages, NATIVE, ALL, new, jnp.zeros((1, HEADS, 8), jnp.int32))
     site = layer.Site(policy, {}, 0, 1, None, jnp.asarray([8]))
     for over in (1, 5):
-        found = layer.victims(*layer.ranked(site, (pages,)), jnp.full((1, HEADS), over))
+        found = layer.victims(*layer.ranked(site, paging.slots(pages)), jnp.full((1, HEADS), over))
         assert not np.asarray(found).any()
     ring = rings.empty(1, HEADS, 4, 3, jnp.dtype(jnp.float32), policy.keeps)
     cache = LayerCache(ring=ring, pages=pages, summary=None)

@@ -13,6 +13,7 @@ from policy_oracle import ALL, NATIVE, append, best, contents, entry, judge, kep
 import kvjax
 from kvjax import decode, layer
 from kvjax.budgets.uniform import Uniform
+from kvjax.cache import pages as paging
 from kvjax.policies.knorm import KNorm
 from kvjax.policy import Policy
 
@@ -101,7 +102,7 @@ def test_while_decoding_the_largest_unprotected_norm_goes_the_newest_of_equals()
     pages = room(2, HEADS, 1, entries=2, meta=("eviction.norm",))
     pages = append(pages, NATIVE, ALL, new, jnp.zeros((2, HEADS, 11), jnp.int32))
     site = layer.Site(policy, {}, 0, 1, None, jnp.asarray([11, 11]))
-    found = layer.victims(*layer.ranked(site, (pages,)), jnp.ones((2, HEADS), jnp.int32))
+    found = layer.victims(*layer.ranked(site, paging.slots(pages)), jnp.ones((2, HEADS), jnp.int32))
     assert (found.sum(axis=-1) == 1).all()
     victim = np.asarray(found).argmax(axis=-1)
     for b in range(2):
