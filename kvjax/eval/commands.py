@@ -93,7 +93,7 @@ def _results(folders: list[Path]) -> Results:
 
 
 def _report(asked: Asked) -> None:
-    from kvjax.eval import figures, page, table
+    from kvjax.eval import figures, page, report
 
     folder = asked.values["folder"]
     results = _results([folder])
@@ -102,7 +102,7 @@ def _report(asked: Asked) -> None:
     to = asked.values["to"] or folder
     to.mkdir(parents=True, exist_ok=True)
     pictures = figures.draw(results, to)
-    for name, text in (("report.md", table.report(results)), ("report.html", page.page(results, pictures))):
+    for name, text in (("report.md", report.text(results)), ("report.html", page.page(results, pictures))):
         (to / name).write_text(text, encoding="utf-8")
         print(to / name)
     for file in pictures:

@@ -172,7 +172,7 @@ def gap_closed(mine: Wanted, window: Wanted, least: float) -> Judge:
             if table.samples(a) == table.samples(b)
             and same_bytes(a, b)
             and (full := results.full(a)) is not None
-            and (share := _share(a, b, full)) is not None
+            and (share := table.gap(a, b, full)) is not None
         ]
         if not found:
             return NONE
@@ -181,19 +181,6 @@ def gap_closed(mine: Wanted, window: Wanted, least: float) -> Judge:
         return Verdict(said, HOLDS if low >= least else FAILS)
 
     return judge
-
-
-def _share(mine: Row, window: Row, full: Row) -> tuple[float, float, float] | None:
-    """Share of the perplexity between window and full that mine closes; None where there is none."""
-    tokens = np.asarray(full["each"]["tokens"], float)
-    nats = [np.asarray(row["each"]["nll"], float) * tokens for row in (mine, window, full)]
-
-    def of(at: np.ndarray) -> np.ndarray:
-        ppl, least, most = (np.exp(x[at].sum(axis=-1) / tokens[at].sum(axis=-1)) for x in nats)
-        return np.asarray((least - ppl) / np.where(least > most, least - most, np.nan))
-
-    mean = float(of(np.arange(len(tokens))))
-    return None if math.isnan(mean) else (mean, *stats.spread(of, len(tokens)))
 
 
 def smaller(mine: Wanted, other: Wanted, ratio: float) -> Judge:

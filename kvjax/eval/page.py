@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from kvjax.eval import table
+from kvjax.eval import report, table
 from kvjax.eval.store import Row
 from kvjax.eval.table import Results
 
@@ -30,7 +30,7 @@ TEXTS = 6
 
 def page(results: Results, figures: list[Path]) -> str:
     """The page."""
-    body = [_rendered(table.report(results))]
+    body = [_rendered(report.text(results))]
     for file in figures:
         data = base64.b64encode(file.read_bytes()).decode()
         body.append(f'<h2>{file.stem}</h2><img alt="{file.stem}" src="data:image/png;base64,{data}">')

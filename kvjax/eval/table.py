@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
+
+import numpy as np
 
 from kvjax.eval import stats
 from kvjax.eval.match import TOLERANCE
@@ -64,6 +67,19 @@ def share(results: Results, row: Row) -> float:
 def same_bytes(a: Row, b: Row) -> bool:
     """Live bytes, at their highest while answering, within 2 %: the rule by which memory is matched."""
     return bool(abs(a["bytes"]["peak_live"] / b["bytes"]["peak_live"] - 1) <= TOLERANCE)
+
+
+def gap(mine: Row, window: Row, full: Row) -> tuple[float, float, float] | None:
+    """Share of the perplexity between window and full that mine closes; None where there is none."""
+    tokens = np.asarray(full["each"]["tokens"], float)
+    nats = [np.asarray(row["each"]["nll"], float) * tokens for row in (mine, window, full)]
+
+    def of(at: np.ndarray) -> np.ndarray:
+        ppl, least, most = (np.exp(x[at].sum(axis=-1) / tokens[at].sum(axis=-1)) for x in nats)
+        return np.asarray((least - ppl) / np.where(least > most, least - most, np.nan))
+
+    mean = float(of(np.arange(len(tokens))))
+    return None if math.isnan(mean) else (mean, *stats.spread(of, len(tokens)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -222,32 +238,3 @@ def _pair(results: Results, mine: Row, other: Row) -> list[str]:
         " / ".join(f"{value(row):.1f}" for row in both),
         mean, f"{low} … {high}", "nats a token" if text else "points",
     ]  # fmt: skip
-
-
-def report(results: Results) -> str:
-    """All tables."""
-    parts = ["# Results", _facts(results)]
-    for group in dict.fromkeys(column[0] for column in results.columns()):
-        parts += [f"## {group}", scores(results, group)]
-    parts += [
-        "## Difference from the full cache",
-        losses(results),
-        *(["## Learned policies at matched memory", pairs] if (pairs := matched(results)) else []),
-        "## What was held and read",
-        costs(results),
-    ]
-    return "\n\n".join(parts) + "\n"
-
-
-def _facts(results: Results) -> str:
-    row = results.rows[0]
-    counts = sorted({r["cell"]["samples"] for r in results.rows})
-    versions = ", ".join(f"{k} {v}" for k, v in row["versions"].items())
-    return (
-        f"Model {row['model']}; texts: {row['data']}; n = {', '.join(map(str, counts))} a cell, the same "
-        f"samples for every policy; {versions}. Intervals are 95 % bootstrap (2,000 resamples). \\* marks "
-        "cells in which the full cache reaches less than 80 %: they say nothing about a policy. Bytes are of "
-        "one row when the answer begins. Reads are in tokens (K and V of one position in the model's dtype) "
-        "per KV head and decode step: live slots and the completion's summary φ; what a selection looks at "
-        "to choose its slots stands apart."
-    )

@@ -14,7 +14,7 @@ import pytest
 from tiny import quick_compiles  # noqa: F401
 
 from kvjax.compose import policy as parse
-from kvjax.eval import cells, figures, judges, match, plotting, runner, store, table, tasks
+from kvjax.eval import cells, figures, judges, match, plotting, report, runner, store, table, tasks
 from kvjax.eval import claims as claims_module
 from kvjax.eval.__main__ import main
 from kvjax.eval.data import Data
@@ -211,7 +211,7 @@ def test_a_report_s_numbers_are_the_rows_s(finished):
     draw = np.random.default_rng(0)  # a random model scores nothing: these are told apart
     rows = [r | {"each": r["each"] | {"score": draw.random(SAMPLES).tolist()}} for r in store.read(finished)]
     results = Results(tuple(rows))
-    told = table.report(results)
+    told = report.text(results)
     score, cost = ({} for _ in range(2))
     for part, found in (("## niah", score), ("## What was held and read", cost)):
         for line in told.split(part)[1].split("## ")[0].strip().splitlines()[2:]:

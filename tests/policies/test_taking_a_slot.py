@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
-from kvjax.policies.wg_kv import WriteGate
 from policy_oracle import room
 
 from kvjax import layer
@@ -21,6 +20,7 @@ from kvjax.cache.ring import Entry
 from kvjax.cache.state import LayerCache
 from kvjax.layer import eviction
 from kvjax.policies.knorm import KNorm
+from kvjax.policies.wg_kv import WriteGate
 from kvjax.policy import Every, Policy
 from kvjax.storage.int8 import Int8
 
