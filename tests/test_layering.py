@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import re
 from pathlib import Path
 
@@ -141,3 +142,11 @@ def test_everyone_imports_only_what_the_table_allows():
 )
 def test_a_planted_violation_is_seen(module, source):
     assert len(violations({module: source})) == 1
+
+
+@pytest.mark.parametrize("package", ["kvjax.policy", "kvjax.decode"])
+def test_no_module_is_hidden_by_a_name_that_its_package_gives(package):
+    given = set(importlib.import_module(package).__all__)
+    modules = {name.rpartition(".")[2] for name in sources() if name.rpartition(".")[0] == package}
+    assert len(modules) > 5
+    assert not given & modules
