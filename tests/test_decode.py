@@ -11,7 +11,7 @@ from tiny import quick_compiles  # noqa: F401
 import kvjax
 from kvjax import decode
 from kvjax.cache.state import PoolOverflowError, counts
-from kvjax.decode import RequestError
+from kvjax.decode import RequestError, layerwise, walk
 from kvjax.sampling import sampling
 from kvjax.types import EMPTY
 
@@ -111,8 +111,8 @@ def test_prompts_of_one_size_class_share_their_programs(policy):
     """The second prompt, of another length, must not compile anything."""
 
     def programs():
-        jits = (decode._chunk, decode.segment, decode._prompt_layer, decode._pack_layer, decode._logits)
-        return [f._cache_size() for f in jits]
+        whole = (layerwise._prompt_layer, layerwise._pack_layer)
+        return [f._cache_size() for f in (walk.chunk_program, decode.segment, *whole, walk.logits_of)]
 
     def run(length):
         kvjax.generate(
@@ -179,7 +179,7 @@ def test_progress_counts_what_is_done():
 
 def test_a_chunk_program_is_compiled_once_where_everything_is_admitted():
     text = tiny.prompt(60, 3)
-    before = decode._chunk._cache_size()
+    before = walk.chunk_program._cache_size()
     state, _ = kvjax.prefill(tiny.model(), INT8, [text], context=200, page=4, chunk_size=12)
-    assert decode._chunk._cache_size() == before + 1
+    assert walk.chunk_program._cache_size() == before + 1
     assert jax.tree.all(jax.tree.map(lambda x: not x.is_deleted(), state))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import re
 from pathlib import Path
 
@@ -15,13 +16,28 @@ KERNELS = r"pallas_kernels(\.\w+\.api|\.numerics|\.dispatch)?"
 
 STATE = r"kvjax\.(types|cache(\..+)?)"
 
+PLACE = r"kvjax\.(types|policy\.(errors|observation|part))"
+"""Of the policy, the modules of its places see what all parts are."""
+
+LOOP = r"decode\.(requests|rooms|sizes|walk|weights)"
+"""What the host's loops share; none of it knows a loop."""
+
 # The longest name that begins a module's name gives the rule: a pattern for what it may import of ours.
 TABLE = {
     "pallas_kernels": r"pallas_kernels(\..+)?",
     "kvjax.types": r"(?!)",
     "kvjax.cache": STATE,
     "kvjax.sampling": STATE,
-    "kvjax.policy": STATE,
+    "kvjax.policy": r"kvjax\.policy\..+",
+    "kvjax.policy.errors": r"(?!)",
+    "kvjax.policy.observation": r"kvjax\.(types|policy\.errors)",
+    "kvjax.policy.part": r"kvjax\.(types|policy\.observation)",
+    "kvjax.policy.admission": PLACE,
+    "kvjax.policy.eviction": rf"{PLACE}|kvjax\.cache\.pages",
+    "kvjax.policy.selection": rf"{PLACE}|kvjax\.cache\.pages",
+    "kvjax.policy.storage": rf"{PLACE}|kvjax\.cache\.(pages|write)",
+    "kvjax.policy.budget": PLACE,
+    "kvjax.policy.completion": PLACE,
     "kvjax.budgets": rf"{STATE}|kvjax\.policy|kvjax\.budgets(\..+)?",
     "kvjax.storage": rf"{STATE}|kvjax\.policy|kvjax\.storage\.codes|{KERNELS}",
     "kvjax.policies": rf"{STATE}|kvjax\.policy|kvjax\.budgets\..+|{KERNELS}",
@@ -34,7 +50,18 @@ TABLE = {
     "kvjax.learned": r"kvjax(\.(types|policy))?",
     "kvjax.torch_file": r"(?!)",
     "kvjax.gates": rf"kvjax\.(types|learned|loading|torch_file|models\.hf_config|policies\.wg_kv)|{KERNELS}",
-    "kvjax.decode": rf"{STATE}|kvjax\.(policy|ageing|layer|learned|metrics|sampling)|{KERNELS}",
+    "kvjax.decode": r"kvjax\.decode\..+",
+    "kvjax.decode.sizes": r"(?!)",
+    "kvjax.decode.requests": r"kvjax\.(types|cache\.state)",
+    "kvjax.decode.rooms": rf"{STATE}|kvjax\.(policy|decode\.sizes)",
+    "kvjax.decode.weights": r"kvjax\.(types|policy|learned)",
+    "kvjax.decode.walk": r"kvjax\.(types|cache\.state|policy|layer|decode\.weights)",
+    "kvjax.decode.chunks": rf"{STATE}|kvjax\.(policy|metrics|{LOOP})",
+    "kvjax.decode.layerwise": rf"{STATE}|kvjax\.(policy|ageing|layer|metrics|{LOOP})",
+    "kvjax.decode.prompts": rf"{STATE}|kvjax\.(policy|decode\.(chunks|layerwise)|{LOOP})",
+    "kvjax.decode.segments": r"kvjax\.(types|cache\.state|policy|sampling|decode\.walk)",
+    "kvjax.decode.generation": rf"{STATE}|kvjax\.(policy|learned|metrics|sampling|{LOOP})"
+    r"|kvjax\.decode\.(prompts|segments)",
     "kvjax.discovery": r"kvjax\.(policy|policies|budgets|storage)",
     "kvjax.compose": r"kvjax\.(policy|discovery)",
     "kvjax.methods_table": r"kvjax\.(policy|compose|discovery)",
@@ -100,7 +127,11 @@ def test_everyone_imports_only_what_the_table_allows():
         ("kvjax.policies.new", "def f():\n    from kvjax import decode"),
         ("kvjax.policies.new", "from pallas_kernels.blockwise import xla"),
         ("kvjax.models.decoder", "import kvjax.cache.state"),
+        ("kvjax.policies.new", "from kvjax.policy.joined import Policy"),
+        ("kvjax.policy.part", "from kvjax.cache.pages import Slots"),
+        ("kvjax.policy.budget", "from kvjax.policy.eviction import Eviction"),
         ("kvjax.decode", "from kvjax.models import decoder"),
+        ("kvjax.decode.walk", "from kvjax.decode import generation"),
         ("kvjax.cache.pages", "from kvjax.policy import Part"),
         ("kvjax.engine", "from kvjax.serve import chat"),
         ("kvjax", "from kvjax.models.hf import load"),
@@ -111,3 +142,11 @@ def test_everyone_imports_only_what_the_table_allows():
 )
 def test_a_planted_violation_is_seen(module, source):
     assert len(violations({module: source})) == 1
+
+
+@pytest.mark.parametrize("package", ["kvjax.policy", "kvjax.decode"])
+def test_no_module_is_hidden_by_a_name_that_its_package_gives(package):
+    given = set(importlib.import_module(package).__all__)
+    modules = {name.rpartition(".")[2] for name in sources() if name.rpartition(".")[0] == package}
+    assert len(modules) > 5
+    assert not given & modules

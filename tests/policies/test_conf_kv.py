@@ -17,6 +17,7 @@ from kvjax.budgets.uniform import Uniform
 from kvjax.cache import ring as rings
 from kvjax.cache.pages import Slots
 from kvjax.cache.state import LayerCache, fork
+from kvjax.decode import layerwise
 from kvjax.eval.trace import trace
 from kvjax.policies.conf_kv import ConfKV
 from kvjax.policy import Frame, Policy, PolicyError
@@ -301,7 +302,7 @@ def test_the_embedded_model_writes_and_nothing_is_compiled_for_another_prompt(mo
         out = kvjax.generate(model, policy, [ids], max_new_tokens=20)
         assert 1 <= len(out.tokens[0]) <= 20
         assert (np.asarray(metrics.live_slots(out.state)) <= 48).all()
-        counts.append((decode.segment._cache_size(), decode._prompt_layer._cache_size()))
+        counts.append((decode.segment._cache_size(), layerwise._prompt_layer._cache_size()))
     assert counts[0] == counts[1]
 
 

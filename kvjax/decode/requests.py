@@ -1,0 +1,48 @@
+"""What a caller asks of the loops and hears from them: how much is done, or why it cannot be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from kvjax.cache.state import KVState
+from kvjax.types import Network
+
+Progress = Callable[[int, int], None]
+"""Called with (done, all) units of prefill work: tokens, or layers."""
+
+
+class RequestError(ValueError):
+    """A prompt or a request that cannot be served."""
+
+
+def check_prompts(network: Network, lengths: list[int], context: int) -> None:
+    """Refuse prompts that are empty, or longer than the model or the context allows."""
+    if not lengths:
+        raise RequestError("prefill(prompts=[]) has no row to read. Give at least one prompt.")
+    for row, n in enumerate(lengths):
+        if n < 1:
+            raise RequestError(f"prefill: row {row} is empty. Give every row at least one token.")
+        if n > network.max_positions:
+            raise RequestError(
+                f"prefill: row {row} has {n} tokens, the model was trained for {network.max_positions}. "
+                "Shorten the prompt, or use a model with a longer context."
+            )
+        if n > context:
+            raise RequestError(f"prefill(context={context}): row {row} has {n} tokens. Raise context.")
+
+
+def check_room(call: str, state: KVState, more: np.ndarray) -> None:
+    """Refuse tokens for which the state has no place (a ring would silently forget, a list overflow)."""
+    if len(more) != state.rows or more.max(initial=0) < 1:
+        raise RequestError(
+            f"{call}: {len(more)} rows of up to {more.max(initial=0)} tokens for a state of {state.rows} "
+            "rows. Give every row of the state a list, at least one of them not empty."
+        )
+    after = np.asarray(state.length) + more
+    if after.max() > state.context:
+        raise RequestError(
+            f"{call}: row {int(after.argmax())} would reach {int(after.max())} tokens, the state was made "
+            f"for context={state.context}. Pass a larger context to prefill."
+        )

@@ -1,0 +1,7 @@
+"""How a policy that cannot be is refused."""
+
+from __future__ import annotations
+
+
+class PolicyError(ValueError):
+    """A policy that cannot be built: unknown, out of range, or two parts that exclude each other."""
