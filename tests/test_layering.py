@@ -46,7 +46,14 @@ TABLE = {
     "kvjax.loading": r"kvjax\.(types|text|models(\..+)?)",
     "kvjax.metrics": STATE,
     "kvjax.ageing": rf"{STATE}|kvjax\.policy",
-    "kvjax.layer": rf"{STATE}|kvjax\.(policy|ageing|layer\..+)|{KERNELS}",
+    "kvjax.layer": r"kvjax\.layer\..+",
+    "kvjax.layer.site": rf"{STATE}|kvjax\.policy",
+    "kvjax.layer.reading": rf"{STATE}|kvjax\.(policy|layer\.site)|{KERNELS}",
+    "kvjax.layer.mass": rf"{STATE}|kvjax\.(policy|layer\.(site|reading))",
+    "kvjax.layer.eviction": rf"{STATE}|kvjax\.(policy|ageing|layer\.site)",
+    "kvjax.layer.door": rf"{STATE}|kvjax\.(policy|ageing|layer\.(site|eviction))",
+    "kvjax.layer.prompts": rf"{STATE}|kvjax\.(policy|layer\.(site|reading|mass|door))|{KERNELS}",
+    "kvjax.layer.visits": rf"{STATE}|kvjax\.(policy|ageing|layer\.(site|reading|mass|door|eviction))|{KERNELS}",
     "kvjax.learned": r"kvjax(\.(types|policy))?",
     "kvjax.torch_file": r"(?!)",
     "kvjax.gates": rf"kvjax\.(types|learned|loading|torch_file|models\.hf_config|policies\.wg_kv)|{KERNELS}",
@@ -144,7 +151,7 @@ def test_a_planted_violation_is_seen(module, source):
     assert len(violations({module: source})) == 1
 
 
-@pytest.mark.parametrize("package", ["kvjax.policy", "kvjax.decode"])
+@pytest.mark.parametrize("package", ["kvjax.policy", "kvjax.layer", "kvjax.decode"])
 def test_no_module_is_hidden_by_a_name_that_its_package_gives(package):
     given = set(importlib.import_module(package).__all__)
     modules = {name.rpartition(".")[2] for name in sources() if name.rpartition(".")[0] == package}
