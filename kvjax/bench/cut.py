@@ -26,6 +26,8 @@ from kvjax.cache.state import LayerCache
 from kvjax.models.decoder import Decoder
 from kvjax.policy import Picked, Policy, SelectAll, Selection
 from kvjax.types import AttendFn, C, Heads, Params
+from pallas_kernels.blockwise.api import blockwise
+from pallas_kernels.merge.api import merge
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int
@@ -105,7 +107,7 @@ class Cut(Decoder):
                 return jnp.swapaxes(recent[0], 1, 2).astype(heads.v.dtype), room
             room = _touched(room, positions)
             parts = [recent, *self._read(index, room, q)]
-            return jnp.swapaxes(layers.merge(parts)[0], 1, 2).astype(heads.v.dtype), room
+            return jnp.swapaxes(merge(parts)[0], 1, 2).astype(heads.v.dtype), room
 
         return attend
 
@@ -127,7 +129,7 @@ def _ring(
     length, one = positions[:, 0], jnp.ones(positions.shape[0], jnp.int32)
     ring = rings.put(dataclasses.replace(room.ring, meta={}), new, length, one)
     held = rings.positions(length + 1, ring.window)
-    recent = layers.blockwise(q, ring.k, ring.v, q_pos=positions, k_pos=held)
+    recent = blockwise(q, ring.k, ring.v, q_pos=positions, k_pos=held)
     return dataclasses.replace(room, ring=dataclasses.replace(ring, meta=room.ring.meta)), recent
 
 

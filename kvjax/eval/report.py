@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kvjax.eval import judges, table
+from kvjax.eval.store import Row
 from kvjax.eval.table import Results
 
 WINDOW = judges.only("streaming-llm")
@@ -45,13 +46,19 @@ def closed(results: Results) -> str:
     lines = []
     for window in filter(WINDOW, rows):
         full = results.full(window)
-        for mine in rows if full is not None else []:
+        if full is None:
+            continue
+        for mine in rows:
             same = table.samples(mine) == table.samples(window) and table.same_bytes(mine, window)
             if mine is not window and same and (found := table.gap(mine, window, full)):
-                share, low, high = (100 * x for x in found)
-                said = [f"`{table.name(mine)}`", f"`{table.name(window)}`", *table.samples(mine)[:2]]
-                bytes_ = " / ".join(f"{row['bytes']['peak_live'] / 1024:.0f}" for row in (mine, window))
-                values = [f"{table.value(row):.1f}" for row in (mine, window, full)]
-                lines.append([*said, bytes_, *values, f"{share:.0f} ({low:.0f} … {high:.0f})"])
+                lines.append(_closing(mine, window, full, found))
     heads = ["policy", "window", "task", "length", "peak KiB", "ppl", "window's", "full's", "gap closed, %"]
     return table.markdown(heads, lines) if lines else ""
+
+
+def _closing(mine: Row, window: Row, full: Row, found: tuple[float, float, float]) -> list[str]:
+    share, low, high = (100 * x for x in found)
+    cell, named = mine["cell"], (f"`{table.name(row)}`" for row in (mine, window))
+    held = " / ".join(f"{row['bytes']['peak_live'] / 1024:.0f}" for row in (mine, window))
+    values = (f"{table.value(row):.1f}" for row in (mine, window, full))
+    return [*named, cell["task"], cell["length"], held, *values, f"{share:.0f} ({low:.0f} … {high:.0f})"]

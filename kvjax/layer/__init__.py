@@ -13,11 +13,12 @@ from kvjax.layer.door import exchange, through_door
 from kvjax.layer.eviction import evict, ranked, victims
 from kvjax.layer.mass import told
 from kvjax.layer.prompts import pack, prompt, survivors, verdict
-from kvjax.layer.reading import read_pages
+from kvjax.layer.reading import Partial, read_pages
 from kvjax.layer.site import Site, arriving, observe
 from kvjax.layer.visits import chunk, step
 
 __all__ = [
+    "Partial",
     "Site",
     "arriving",
     "chunk",
