@@ -42,6 +42,20 @@ def pytest_configure(config: pytest.Config) -> None:
         compiler.take_the_short_way()
 
 
+LONGEST = (
+    *("test_conformance", "test_exactness", "test_compose", "test_pretrain", "test_conf_kv", "test_bench"),
+    *("test_hf_golden", "test_in_place", "test_decode", "test_wg_kv", "test_train_gates", "test_serve"),
+    *("test_eval_run", "test_gates", "test_kernel_ragged_decode", "test_conf_studies", "test_eval_walk"),
+)
+"""Files that take longest, longest first: one that begins last leaves a core with nothing to do."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Hand out the longest files first; the others stay in their order."""
+    place = {name: at for at, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: place.get(item.path.stem, len(LONGEST)))
+
+
 @pytest.fixture(scope="session")
 def tiny_folder(tmp_path_factory) -> Path:
     """A random two-layer model in HF format whose tokens are bytes; 512 positions."""
