@@ -11,6 +11,7 @@ os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1]
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
+import compiler
 import jax
 import numpy as np
 import pytest
@@ -33,6 +34,26 @@ TINY = ModelSpec(
     bos=256,
     eos=(257,),
 )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """The compiler's short way, unless programs for real chips may be compiled or run."""
+    if all(f"not {mark}" in config.option.markexpr for mark in ("aot", "device")):
+        compiler.take_the_short_way()
+
+
+LONGEST = (
+    *("test_conformance", "test_exactness", "test_compose", "test_pretrain", "test_conf_kv", "test_bench"),
+    *("test_hf_golden", "test_in_place", "test_decode", "test_wg_kv", "test_train_gates", "test_serve"),
+    *("test_eval_run", "test_gates", "test_kernel_ragged_decode", "test_conf_studies", "test_eval_walk"),
+)
+"""Files that take longest, longest first: one that begins last leaves a core with nothing to do."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Hand out the longest files first; the others stay in their order."""
+    place = {name: at for at, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: place.get(item.path.stem, len(LONGEST)))
 
 
 @pytest.fixture(scope="session")

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 import tiny
+from compiler import compiled_in_full
 
 import kvjax
 from kvjax import decode
@@ -43,7 +44,7 @@ def compiled(spec: str) -> tuple[str, set[str]]:
         return jax.lax.fori_loop(0, 8, one, (state, token))
 
     run = jax.jit(steps, donate_argnums=0)
-    return run.lower(state, jnp.zeros(1, jnp.int32)).compile().as_text(), shapes
+    return compiled_in_full(run.lower(state, jnp.zeros(1, jnp.int32))).as_text(), shapes
 
 
 @pytest.mark.parametrize("spec", SPECS)

@@ -11,6 +11,7 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import compiler
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -34,10 +35,10 @@ W = 8
 
 @pytest.fixture(scope="module", autouse=True)
 def quick_compiles() -> Iterator[None]:
-    """Compilation is most of what these tests cost: take the compiler's short way, a third off."""
+    """LLVM in a hurry here whatever the marks; a default run has it everywhere (``compiler``)."""
     jax.config.update("jax_disable_most_optimizations", True)
     yield
-    jax.config.update("jax_disable_most_optimizations", False)
+    jax.config.update("jax_disable_most_optimizations", compiler.in_a_hurry())
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,26 +4,17 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
+from tiny import quick_compiles  # noqa: F401
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 NAMES = (
     *("llama3", "llama_tied", "qwen2", "qwen2_window", "llama_bf16_sharded", "qwen3", "mistral"),
     *("phi3", "phi3_long", "phi4_mini", "gemma2", "gemma3", "gpt2"),
 )
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_compiles() -> Iterator[None]:
-    """Compilation is most of what these tests cost: take the compiler's short way, a third off."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture(params=NAMES)

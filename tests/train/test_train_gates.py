@@ -26,6 +26,7 @@ from train import distill, gate_card, gate_plan, gate_rows, gate_settings, gates
 
 ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENT = os.environ | {"KVJAX_DATA": "/nowhere", "JAX_PLATFORMS": "cpu"}
+FOUR = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4"
 
 
 @pytest.fixture(autouse=True)
@@ -180,14 +181,13 @@ jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-6)
 
 
 def test_four_devices_give_the_loss_and_gradients_of_one(tmp_path, tiny_folder):
-    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
     words = [sys.executable, "-c", MESHES, str(written(tmp_path, config_at(tmp_path, tiny_folder)))]
-    subprocess.run(words, cwd=ROOT, env=ENVIRONMENT | flags, check=True)
+    subprocess.run(words, cwd=ROOT, env=ENVIRONMENT | {"XLA_FLAGS": FOUR}, check=True)
 
 
 @pytest.mark.slow
 def test_a_run_over_four_devices_has_the_losses_of_one_device(tmp_path, tiny_folder):
-    flags, paths = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"}, []
+    flags, paths = {"XLA_FLAGS": FOUR}, []
     for fsdp, tensor in ((2, 2), (1, 1)):
         folder = tmp_path / f"{fsdp}x{tensor}"
         parts = {"mesh": {"fsdp": fsdp, "tensor": tensor}, "plan": {"steps": 2}}

@@ -1,0 +1,94 @@
+"""What is asked of the command: refusals in one sentence, joined jobs, groups and tasks."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+from tiny import quick_compiles  # noqa: F401
+
+from kvjax.compose import policy as parse
+from kvjax.eval import cells, tasks
+from kvjax.eval.__main__ import main
+from kvjax.eval.data import Data
+
+pytestmark = pytest.mark.usefixtures("no_pack")
+
+
+def test_jobs_are_joined_so_that_samples_are_drawn_once():
+    both = [tasks.tasks()[name] for name in ("niah", "mqar")]
+
+    def plan(*policies, lengths=(1024, 512)):
+        chosen = [parse(policy) for policy in policies]
+        return cells.plan(both, chosen, lengths=lengths, seeds=[0], samples=1, asked=("agnostic",))
+
+    joined = cells.joined([plan("window(9)"), plan("window(8)"), plan(lengths=(512,))])
+    found = [(cell.length, cell.task, cell.policy) for cell in joined.cells]
+    policies = ("full", "window(9)", "window(8)")
+    assert found == [(n, task, p) for n in (512, 1024) for task in ("niah", "mqar") for p in policies]
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--task", "niahh"], ["no task 'niahh'", "Groups: niah, ruler", "vt"]),
+        (["--task", "gsm8k_nll"], ["gsm8k_nll", "gsm8k/test.jsonl.gz", "KVJAX_DATA"]),
+        (["--policy", "snapkw"], ["no 'snapkw'", "snapkv"]),
+        (["--policy", "window(512)", "--lengths", "512"], ["illegal for niah at 512", "512 tokens a head"]),
+        (["--policy", "knorm + uniform(900)"], ["illegal for niah", "nothing would ever go"]),
+        (["--task", "vt", "--lengths", "512"], ["too short", "1024"]),
+        (["--lengths", "5.5"], ["--lengths 5.5", "whole number"]),
+        (["--samples", "0"], ["--samples 0", "1 or more"]),
+        (["--lengths", "8192"], ["--lengths 8192", "512 positions"]),
+        (["--protocol", "seen"], ["--protocol", "agnostic"]),
+        (["--model", "/no/such/folder"], ["/no/such/folder"]),
+        (["--config", "/no/such.yaml"], ["/no/such.yaml", "Write it like"]),
+        (["--gates", "nowhere"], ["--gates nowhere", "no policy of the run learns anything"]),
+    ],
+)
+def test_bad_input_is_one_sentence_and_two(words, says, tiny_folder, tmp_path, capsys):
+    given = ["run", "--task", "niah", "--model", str(tiny_folder), "--out", str(tmp_path / "out")]
+    given = given[:1] + given[3:] if "--task" in words else given
+    given = [*given, *words]
+    assert main(given) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.count("error: ") == 1
+    message = err[err.index("error: ") :]
+    assert message.count("\n") == 1
+    for part in says:
+        assert part in message
+
+
+@pytest.mark.parametrize(
+    ("job", "says"),
+    [
+        ({"lengths": 512}, "lengths: 512 is no list of whole numbers, 64 or more"),
+        ({"lengths": [5]}, "lengths: [5] is no list"),
+        ({"policies": "full"}, "policies: 'full' is no list of names"),
+        ({"samples": 0}, "samples: 0 is out of range"),
+        ({"protocols": ["seen"]}, "protocols: ['seen']"),
+        ({"jobs": [{"task": "niah"}]}, "cannot be used"),
+    ],
+)
+def test_a_config_is_checked_word_by_word(job, says, tmp_path, capsys):
+    grid = {"policies": ["int8"], "jobs": [{"lengths": [512], "tasks": ["niah"]}]}
+    where = job if "jobs" in job else {"jobs": [grid["jobs"][0] | job]}
+    (tmp_path / "grid.yaml").write_text(json.dumps(grid | where))  # JSON is YAML
+    assert main(["run", "--config", str(tmp_path / "grid.yaml"), "--out", str(tmp_path / "out")]) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_a_group_leaves_out_what_has_no_data():
+    here, absent = tasks.named(["ppl", "gsm"], Data(None))
+    assert [task.name for task in here] == ["ppl_books", "gsm_synth"]
+    assert {task.name for task in absent} == {"ppl_wikitext", "gsm8k_nll", "gsm8k_numbers"}
+
+
+def test_tasks_are_listed_with_the_length_they_need(capsys):
+    assert main(["tasks"]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"ruler +vt +from +1024 tokens", out)
+    ruler = [task.name for task in tasks.tasks().values() if task.group == "ruler"]
+    assert len(ruler) == 14  # RULER's thirteen, and the twin of its two-hop questions
