@@ -57,18 +57,9 @@ class Life:
 
 
 def prefilled(policy: Policy, prompts: list[list[int]]) -> tuple[KVState, jax.Array]:
-    """The real prefill, with random weights for the parts that learn.
-
-    By chunks it begins with pools for the whole prompt, where ``kvjax.prefill`` lets them grow: every size
-    would be one more program. That growth changes nothing is proved in test_exactness.
-    """
-    sizes, weights = {"context": tiny.CONTEXT, "page": tiny.PAGE, "chunk_size": 16}, tiny.weights(policy)
-    if policy.whole_prompt:
-        return kvjax.prefill(tiny.model(), policy, prompts, **sizes, weights=weights)
-    state = decode.empty(tiny.model().network, policy, rows=len(prompts), dtype=jnp.float32, **sizes)
-    state = dataclasses.replace(state, total=jnp.asarray([len(prompt) for prompt in prompts], jnp.int32))
-    state = decode.reserve(policy, state, max(map(len, prompts)), sizes["chunk_size"])
-    return kvjax.extend(tiny.model(), policy, state, prompts, weights=weights)
+    """The real prefill, with random weights for the parts that learn."""
+    sizes = {"context": tiny.CONTEXT, "page": tiny.PAGE, "chunk_size": 16}
+    return kvjax.prefill(tiny.model(), policy, prompts, **sizes, weights=tiny.weights(policy))
 
 
 def begin(policy: Policy, prompts: list[list[int]]) -> tuple[KVState, np.ndarray]:
