@@ -11,7 +11,7 @@ from tiny import quick_compiles  # noqa: F401
 import kvjax
 from kvjax import decode
 from kvjax.cache.state import PoolOverflowError, counts
-from kvjax.decode import RequestError, layerwise, walk
+from kvjax.decode import RequestError, chunks, layerwise, walk
 from kvjax.sampling import sampling
 from kvjax.types import EMPTY
 
@@ -183,3 +183,22 @@ def test_a_chunk_program_is_compiled_once_where_everything_is_admitted():
     state, _ = kvjax.prefill(tiny.model(), INT8, [text], context=200, page=4, chunk_size=12)
     assert walk.chunk_program._cache_size() == before + 1
     assert jax.tree.all(jax.tree.map(lambda x: not x.is_deleted(), state))
+
+
+@pytest.mark.parametrize(
+    ("spec", "known"),
+    [("knorm + uniform(24, every_step)", True), ("knorm + uniform(0.9, every_step)", False)],
+)
+def test_a_bound_that_is_known_is_reserved_at_once(spec, known, monkeypatch):
+    """One size of pools, one program; a share of the prompt is not known before it was read."""
+    seen = []
+
+    def recorded(*given):
+        seen.append(given[4].layers[0].pages.count)
+        return walk.chunk_program(*given)
+
+    monkeypatch.setattr(chunks, "chunk_program", recorded)
+    state, _ = decode.prefill(tiny.model(), kvjax.policy(spec), [tiny.prompt(120)], chunk_size=16, page=4)
+    assert len(seen) == 8
+    assert (len(set(seen)) == 1) == known
+    assert not any(bool(layer.pages.overflow) for layer in state.layers)

@@ -49,8 +49,9 @@ def extend(
     longest = int(lengths.max())
     tokens = padded(prompts, -(-longest // chunk_size) * chunk_size)
     last: Array | None = None
-    # Where everything is admitted the need is known: all of it at once, one size, one program.
-    ahead = longest if policy.admission == AdmitAll() and policy.on_arrival else chunk_size
+    # Where everything is admitted, and all of it stays or a fixed number, the need is known: all of it at
+    # once, one size, one program. (A share of the context is more than a shorter prompt can fill.)
+    ahead = longest if policy.admission == AdmitAll() and _known(policy, state) else chunk_size
     for start in range(0, longest, chunk_size):
         count = np.clip(lengths - start, 0, chunk_size).astype(np.int32)
         state = reserve(policy, state, min(ahead, longest - start), chunk_size)
@@ -65,3 +66,9 @@ def extend(
     assert last is not None  # noqa: S101  (at least one token was fed)
     logits = logits_of(model.network, model.params, last)
     return with_confidence(policy, state, logits, jnp.asarray(lengths > 0)), logits
+
+
+def _known(policy: Policy, state: KVState) -> bool:
+    """Does everything stay, or a number of slots that no context changes?"""
+    most, wider = (policy.bounds(times * state.context, state.chunk) for times in (1, 2))
+    return policy.on_arrival or (None not in most and most == wider)
