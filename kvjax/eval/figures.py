@@ -10,6 +10,7 @@ import numpy as np
 
 from kvjax.compose import policy as parse_policy
 from kvjax.eval import kept_text, table
+from kvjax.eval.methods import methods
 from kvjax.eval.plotting import bar, family, map_of, panels, pyplot, saved, style, wrapped
 from kvjax.eval.store import Row
 from kvjax.eval.table import Results
@@ -106,17 +107,17 @@ def _scale(axis: Any, log: bool) -> None:
 
 
 def depths(results: Results, file: Path) -> Path:
-    """One panel a policy: score by length and distance of the needle from the end."""
+    """One panel a method: score by length and distance of the needle from the end."""
     plt = pyplot()
     rows = results.where(lambda row: "depth_from_end" in row["each"])
-    names = [name for name in results.names() if any(table.name(r) == name for r in rows)]
+    found = methods(rows)
     lengths = sorted({row["cell"]["length"] for row in rows})
     edges = np.arange(0, 101, 20)
-    figure, axes = panels(plt, len(names), 4, (2.9, 2.7))
-    for axis, policy in zip(axes, names):
+    figure, axes = panels(plt, len(found), 4, (2.9, 2.7))
+    for axis, (policy, of) in zip(axes, found.items()):
         grid = np.full((len(edges) - 1, len(lengths)), np.nan)
         for column, length in enumerate(lengths):
-            mine = [r for r in rows if table.name(r) == policy and r["cell"]["length"] == length]
+            mine = [r for r in of if r["cell"]["length"] == length]
             depth = np.asarray([d for r in mine for d in r["each"]["depth_from_end"]], float)
             score = np.asarray([s for r in mine for s in r["each"]["score"]], float)
             bins = np.clip(np.digitize(depth, edges) - 1, 0, len(edges) - 2)
