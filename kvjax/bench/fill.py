@@ -95,9 +95,7 @@ def _judged(
     site = layers.Site(policy, weights, index, spec.num_layers, None, total)
     seen = layers.observe(site, heads, pos)
     new = layers.arriving(site, heads, pos, seen)
-    if (
-        policy.budget.limited and policy.eviction.needs_mass
-    ):  # drawn, too: what attention would say costs minutes
+    if policy.budget.limited and policy.eviction.needs_mass:  # drawn, too: attention itself costs minutes
         mass = jax.random.exponential(jax.random.fold_in(key, 1), (1, spec.num_heads, tokens)) / tokens
         seen = dataclasses.replace(seen, values=seen.values | {"mass": mass})
         if policy.tracks_mass:

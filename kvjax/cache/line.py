@@ -30,7 +30,7 @@ Codecs = Sequence[Codec]
 
 def _span(pages: Pages) -> int:
     """Slots that all lists of a stream can point to."""
-    return pages.table.shape[2] * pages.table.shape[3] * pages.size
+    return pages.table.shape[2] * pages.span
 
 
 def _starts(rooms: Rooms) -> list[int]:

@@ -286,7 +286,7 @@ def remove(pages: Pages, codec: Codec, chooser: Summariser, victim: Int[Array, "
 
     The list's last token moves into the hole, and a page emptied by that returns to the pool.
     """
-    span = pages.table.shape[-1] * pages.size
+    span = pages.span
     hit = victim >= 0
     which = jnp.where(hit, victim // span, 0)[..., None]  # [B, K, 1]
     hole = jnp.where(hit, victim % span, 0)[..., None]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kvjax.eval import judges, table
+from kvjax.eval.match import TOLERANCE
 from kvjax.eval.store import Row
 from kvjax.eval.table import Results
 
@@ -41,7 +42,10 @@ def _facts(results: Results) -> str:
 
 
 def closed(results: Results) -> str:
-    """Perplexity policies beside a window of the same bytes: (PPL_window - PPL) / (PPL_window - PPL_full)."""
+    """Perplexity policies beside a window as large: (PPL_window - PPL) / (PPL_window - PPL_full).
+
+    As many bytes at the highest, or, and then it says so, as many slots in the mean over the steps.
+    """
     rows = results.where(lambda row: row["metric"] == "perplexity")
     lines = []
     for window in filter(WINDOW, rows):
@@ -49,16 +53,44 @@ def closed(results: Results) -> str:
         if full is None:
             continue
         for mine in rows:
-            same = table.samples(mine) == table.samples(window) and table.same_bytes(mine, window)
-            if mine is not window and same and (found := table.gap(mine, window, full)):
-                lines.append(_closing(mine, window, full, found))
-    heads = ["policy", "window", "task", "length", "peak KiB", "ppl", "window's", "full's", "gap closed, %"]
+            matched = _matched(mine, window)
+            if mine is not window and matched and (found := table.gap(mine, window, full)):
+                lines.append(_closing(mine, window, full, found, matched))
+    heads = [
+        "policy",
+        "window",
+        "task",
+        "length",
+        "matched",
+        "peak KiB",
+        "ppl",
+        "window's",
+        "full's",
+        "gap closed, %",
+    ]
     return table.markdown(heads, lines) if lines else ""
 
 
-def _closing(mine: Row, window: Row, full: Row, found: tuple[float, float, float]) -> list[str]:
+def _matched(mine: Row, window: Row) -> str:
+    """Where their slots or bytes are within 2 %; nothing where they are not."""
+    if table.samples(mine) != table.samples(window):
+        return ""
+    if table.same_bytes(mine, window):
+        return "peak bytes"
+    return "mean slots" if abs(mine["mean_fraction"] / window["mean_fraction"] - 1) <= TOLERANCE else ""
+
+
+def _closing(mine: Row, window: Row, full: Row, found: tuple[float, float, float], matched: str) -> list[str]:
     share, low, high = (100 * x for x in found)
     cell, named = mine["cell"], (f"`{table.name(row)}`" for row in (mine, window))
     held = " / ".join(f"{row['bytes']['peak_live'] / 1024:.0f}" for row in (mine, window))
     values = (f"{table.value(row):.1f}" for row in (mine, window, full))
-    return [*named, cell["task"], cell["length"], held, *values, f"{share:.0f} ({low:.0f} … {high:.0f})"]
+    return [
+        *named,
+        cell["task"],
+        cell["length"],
+        matched,
+        held,
+        *values,
+        f"{share:.0f} ({low:.0f} … {high:.0f})",
+    ]
