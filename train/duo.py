@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 import optax
+from kvjax.weights import save_weights
 
-from kvjax.learned import save_weights
 from kvjax.models.hf import ModelError
 from kvjax.models.spec import ModelSpec
 from kvjax.types import Heads, Params

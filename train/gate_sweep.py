@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from kvjax.weights import WeightsError, load_gates, read_weights
 
 from kvjax.eval import plotting
 from kvjax.eval.errors import EvalError
 from kvjax.eval.rows import short
-from kvjax.learned import WeightsError, load_gates, read_weights
 from kvjax.loading import LanguageModel
 from kvjax.models.hf import ModelError
 from kvjax.policies.wg_kv import WriteGate, gate_logits

@@ -24,8 +24,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from kvjax.weights import save_weights
 
-from kvjax.learned import save_weights
 from kvjax.models.decoder import logits as vocabulary
 from kvjax.models.hf import ModelError
 from kvjax.models.spec import ModelSpec

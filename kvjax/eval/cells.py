@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+from kvjax.algebra import Policy
 from kvjax.eval import gates
 from kvjax.eval.errors import EvalError
 from kvjax.eval.protocol import protocols
 from kvjax.eval.sample import Task
 from kvjax.loading import LanguageModel
-from kvjax.policy import Policy
 from kvjax.types import Params
 
 FULL = Policy()

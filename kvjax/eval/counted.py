@@ -14,10 +14,10 @@ import jax
 import numpy as np
 
 from kvjax import metrics
+from kvjax.algebra import Policy
 from kvjax.cache import pool
 from kvjax.cache.pages import Pages
 from kvjax.cache.state import KVState, LayerCache
-from kvjax.policy import Policy
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Int
@@ -33,7 +33,7 @@ def roomy(policy: Policy, state: KVState, arriving: int) -> KVState:
       state: left as it is.
       arriving: most tokens of a row that come at a time.
     """
-    bounds = policy.bounds(state.context, arriving)
+    bounds = decode.slot_bounds(policy, state.context, arriving)
 
     def grown(room: Pages, most: int | None) -> Pages:
         rows, heads, lists, entries = room.table.shape
@@ -42,7 +42,7 @@ def roomy(policy: Policy, state: KVState, arriving: int) -> KVState:
         spare = lists * (1 + -(-arriving // room.size)) if most is None else lists - 1
         return _resize(room, max(room.count, rows * heads * (entries + spare)))
 
-    layers = [x.with_rooms([grown(room, most) for room, most in zip(x.rooms, bounds)]) for x in state.layers]
+    layers = [x.with_pools([grown(room, most) for room, most in zip(x.pools, bounds)]) for x in state.layers]
     return dataclasses.replace(state, layers=tuple(layers))
 
 
@@ -73,7 +73,7 @@ def held(state: KVState) -> Held:
     """Reads a state from the device."""
     slots = np.asarray(metrics.live_slots(state))
     live = metrics.nbytes(state).live
-    at = metrics.ROOMS.index("summary")
+    at = metrics.STORES.index("summary")
     return Held(
         slots=slots,
         mask=np.asarray(metrics.present(state)),

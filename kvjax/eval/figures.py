@@ -8,13 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from kvjax.compose import policy as parse_policy
+from kvjax.catalogue import policy as parse_policy
 from kvjax.eval import kept_text, table
 from kvjax.eval.methods import methods
 from kvjax.eval.plotting import bar, family, map_of, panels, pyplot, saved, style, wrapped
 from kvjax.eval.store import Row
 from kvjax.eval.table import Results
-from kvjax.policy import SelectAll
 
 UNITS = {"perplexity": "perplexity (lower is better)", "ndcg": "NDCG, %", "recall": "recall, %"}
 
@@ -23,7 +22,7 @@ def draw(results: Results, folder: Path) -> list[Path]:
     """Every figure the results allow; the files."""
     folder.mkdir(parents=True, exist_ok=True)
     made = [against_bytes(results, folder / "bytes.png"), heads(results, folder / "heads.png")]
-    if any(parse_policy(row["cell"]["policy"]).selection != SelectAll() for row in results.rows):
+    if any(not parse_policy(row["cell"]["policy"]).selection.idle for row in results.rows):
         made.append(against_reads(results, folder / "reads.png"))
     if any("depth_from_end" in row["each"] for row in results.rows):
         made.append(depths(results, folder / "depth.png"))

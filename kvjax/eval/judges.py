@@ -9,8 +9,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from kvjax import compose
-from kvjax.compose import PROTECTIONS
+from kvjax import catalogue
+from kvjax.catalogue._spec import PROTECTIONS
 from kvjax.eval import stats, table
 from kvjax.eval.match import TOLERANCE
 from kvjax.eval.store import Row
@@ -44,7 +44,7 @@ def _names(policy: str) -> set[str]:
 
 def _parts(preset: str) -> set[str] | None:
     """Names of the parts that a preset stands for; None where there is no such preset (yet)."""
-    return _names(repr(compose.policy(preset))) if preset in compose.PRESETS else None
+    return _names(repr(catalogue.policy(preset))) if preset in catalogue.PRESETS else None
 
 
 def only(*presets: str) -> Wanted:
@@ -61,9 +61,9 @@ def like(preset: str, *more: str) -> Wanted:
 
 def swapped(preset: str, eviction: str) -> Wanted:
     """Rows of this method with another ranking in place of its own."""
-    if preset not in compose.PRESETS:
+    if preset not in catalogue.PRESETS:
         return lambda row: False
-    method = compose.policy(preset)
+    method = catalogue.policy(preset)
     wanted = (_names(repr(method)) - _names(repr(method.eviction))) | {eviction}
     return lambda row: words(row) == wanted
 

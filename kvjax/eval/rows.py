@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from kvjax import metrics
+from kvjax.algebra import Policy
 from kvjax.eval import scorers, walk
 from kvjax.eval.batch import Batch, Outcome
 from kvjax.eval.cells import FULL, Cell
@@ -16,7 +17,6 @@ from kvjax.eval.protocol import switches
 from kvjax.eval.sample import Encoded, Sample, Task
 from kvjax.eval.store import Row, named, versions
 from kvjax.loading import LanguageModel
-from kvjax.policy import Policy
 
 INFORMATIVE = 0.8
 """Share of the ceiling that the full cache must reach for a cell to say anything about a policy."""

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import numpy as np
 
 from kvjax import decode
+from kvjax.algebra import Policy
 from kvjax.eval import batch, tasks
 from kvjax.eval.cells import FULL, Cell, Plan
 from kvjax.eval.data import Data
@@ -18,7 +19,6 @@ from kvjax.eval.rows import row
 from kvjax.eval.sample import Encoded, Sample, Task, encode
 from kvjax.eval.store import Row, Store
 from kvjax.loading import LanguageModel
-from kvjax.policy import Policy
 from kvjax.types import Params
 
 TOKENS = 32_768

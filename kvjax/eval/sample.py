@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvjax.policy import Policy
+from kvjax.algebra import Policy
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Int

@@ -11,13 +11,13 @@ import jax
 import numpy as np
 import pytest
 from eval_rows import LENGTH, POLICIES, SAMPLES, words
+from kvjax.weights import save_weights
 from tiny import quick_compiles  # noqa: F401
 
-from kvjax.compose import policy as parse
+from kvjax.catalogue import policy as parse
 from kvjax.eval import cells, runner, store, table, tasks
 from kvjax.eval.__main__ import main
 from kvjax.eval.data import Data
-from kvjax.learned import save_weights
 from kvjax.loading import load
 
 pytestmark = pytest.mark.usefixtures("no_pack")

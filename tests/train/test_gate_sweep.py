@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from gates_tiny import config_at, written
+from kvjax.weights import WeightsError
 
 from kvjax import save_weights
-from kvjax.learned import WeightsError
 from kvjax.policies.wg_kv import WriteGate
 from train import gate_settings, gate_sweep, gates
 
