@@ -5,6 +5,6 @@ for policies; ``python -m kvjax.catalogue`` prints README's table of methods.
 """
 
 from kvjax.catalogue._discovery import Method, described, methods, parts
-from kvjax.catalogue._spec import PRESETS, policy
+from kvjax.catalogue._spec import PRESETS, PROTECTIONS, policy
 
-__all__ = ["PRESETS", "Method", "described", "methods", "parts", "policy"]
+__all__ = ["PRESETS", "PROTECTIONS", "Method", "described", "methods", "parts", "policy"]

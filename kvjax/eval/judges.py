@@ -10,7 +10,7 @@ from collections.abc import Callable
 import numpy as np
 
 from kvjax import catalogue
-from kvjax.catalogue._spec import PROTECTIONS
+from kvjax.catalogue import PROTECTIONS
 from kvjax.eval import stats, table
 from kvjax.eval.match import TOLERANCE
 from kvjax.eval.store import Row

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class ConfKV(Eviction):
-    """Score = alpha * mass + (1 - alpha) * recency, both min-max normalised over the evictable tokens of the layer.
+    """Score = alpha * mass + (1 - alpha) * recency, min-max normalised over the layer's evictable tokens.
 
     Mass is smoothed over queries, a <- gamma a + (1 - gamma) mean over all heads of the layer, from 0 when a
     token arrives; a prompt's queries count as if they had come one by one. Recency is the token's position:

@@ -205,7 +205,7 @@ def _policies() -> str:
     places: dict[str, list[str]] = {}
     for name, kind in catalogue.parts().items():
         places.setdefault(kind.place, []).append(name)
-    places["protect"] = [f"{name}(n)" for name in compose.PROTECTIONS]
+    places["protect"] = [f"{name}(n)" for name in catalogue.PROTECTIONS]
     for place, names in places.items():
         words = textwrap.fill(", ".join(sorted(names)), 76, subsequent_indent=" " * 15)
         lines.append(f"  {place + ':':<12} {words}")
