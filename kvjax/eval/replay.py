@@ -133,7 +133,7 @@ class Played:
     live: Float[Array, "B T"]
 
 
-@functools.partial(jax.jit, static_argnames=("network", "policy"))
+@functools.partial(jax.jit, static_argnames="network")
 def _play(
     network: Network,
     policy: Policy,

@@ -57,7 +57,7 @@ def _reads(cache: LayerCache, loaded: layer.Loaded) -> Float[Array, "B R"]:
     return jnp.stack([slots, jnp.full_like(slots, phi), loaded.selector.mean(axis=-1)], axis=-1)
 
 
-@functools.partial(jax.jit, static_argnames=("network", "policy"))
+@functools.partial(jax.jit, static_argnames="network")
 def _walk(
     network: Network,
     policy: Policy,
