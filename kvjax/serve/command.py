@@ -5,12 +5,13 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from kvjax.cli import InputError
 from kvjax.learned import weights_and_remarks
 from kvjax.loading import LanguageModel, load
 from kvjax.policy import Policy
 from kvjax.serve import facts
 from kvjax.serve.answer import answer
-from kvjax.serve.arguments import InputError, Options
+from kvjax.serve.arguments import Options
 from kvjax.serve.chat import chat
 
 

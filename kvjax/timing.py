@@ -1,10 +1,15 @@
-"""Time, and how much of it the compiler took, so that speed can be told apart from a first call's cost."""
+"""Time, and how much of it the compiler took, so that speed can be told apart from a first call's cost.
+
+Compiling is what JAX reports as such: tracing, lowering, and compiling or fetching what was compiled before.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import statistics
 import time
+from collections.abc import Callable
 
 import jax
 
@@ -32,7 +37,7 @@ def _listen() -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Moment:
-    """A point in time.
+    """A point in time, or the time between two (their difference).
 
     Attributes:
       wall: seconds of a clock that only runs forward.
@@ -42,6 +47,14 @@ class Moment:
     wall: float
     compiling: float
 
+    def __sub__(self, before: Moment) -> Moment:
+        return Moment(self.wall - before.wall, self.compiling - before.compiling)
+
+    @property
+    def running(self) -> float:
+        """Seconds without those of the compiler."""
+        return self.wall - self.compiling
+
 
 def now() -> Moment:
     """This moment."""
@@ -49,13 +62,11 @@ def now() -> Moment:
     return Moment(time.perf_counter(), sum(end - start for start, end in _busy))
 
 
-def timings(start: Moment, first: Moment, end: Moment, tokens: int) -> dict[str, float | None]:
-    """Seconds ``first_token`` and ``total``, of which ``compile``; and ``tokens_per_second``, of the tokens
-    after the first and without compilation, None where there was only one."""
-    pure = (end.wall - first.wall) - (end.compiling - first.compiling)
-    return {
-        "first_token": first.wall - start.wall,
-        "total": end.wall - start.wall,
-        "compile": end.compiling - start.compiling,
-        "tokens_per_second": (tokens - 1) / pure if tokens > 1 else None,
-    }
+def median(call: Callable[[], object], repeats: int) -> float:
+    """Median seconds of a call that waits for its own result."""
+    times = []
+    for _ in range(repeats):
+        begun = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - begun)
+    return statistics.median(times)
