@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import statistics
 import time
-from collections.abc import Callable
 
 import jax
 
-_busy: list[tuple[float, float]] = []
-"""Stretches of time (start, end) spent tracing, lowering and compiling; apart and in order."""
+_busy: list[tuple[float, float, float]] = []
+"""Stretches of time spent tracing, lowering and compiling, apart and in order: start, end, seconds so far."""
 
 
 def _heard(event: str, duration_secs: float, **_: str | int) -> None:
@@ -27,7 +25,11 @@ def _heard(event: str, duration_secs: float, **_: str | int) -> None:
         _busy.pop()
     if _busy:
         start = max(start, _busy[-1][1])
-    _busy.append((start, end))
+    _busy.append((start, end, _spent() + end - start))
+
+
+def _spent() -> float:
+    return _busy[-1][2] if _busy else 0.0
 
 
 @functools.cache
@@ -59,14 +61,4 @@ class Moment:
 def now() -> Moment:
     """This moment."""
     _listen()
-    return Moment(time.perf_counter(), sum(end - start for start, end in _busy))
-
-
-def median(call: Callable[[], object], repeats: int) -> float:
-    """Median seconds of a call that waits for its own result."""
-    times = []
-    for _ in range(repeats):
-        begun = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - begun)
-    return statistics.median(times)
+    return Moment(time.perf_counter(), _spent())

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 from kvjax import compose, metrics
-from kvjax.bench import ablate, arguments, decode, fill, page, plot, profile, ratios, results, weights
+from kvjax.bench import ablate, arguments, decode, fill, plot, profile, random_model, ratios, results, summary
 from kvjax.bench.__main__ import main
 from kvjax.bench.journal import Journal
 from kvjax.bench.sides import NO_PEERS, PER_HEAD
@@ -88,7 +88,7 @@ def test_rows_of_ours_are_measured_and_peers_skipped_with_the_reason(table):
 def test_a_run_says_command_machine_and_model_but_not_where(table):
     folder, (run,) = table
     assert run["command"] == f"python -m kvjax.bench decode --quick --policy '{PER_HEAD}' --batch 2"
-    assert run["model"] == {"size": "tiny", "seed": 0, "parameters": weights.count(weights.TINY)}
+    assert run["model"] == {"size": "tiny", "seed": 0, "parameters": random_model.count(random_model.TINY)}
     assert run["machine"]["jax"] == jax.__version__
     assert str(folder) not in json.dumps(run)
     assert not list(folder.glob("*.jsonl")), "the journal of a finished run is removed"
@@ -108,7 +108,7 @@ def test_the_page_names_the_command_and_marks_what_was_missed(tmp_path):
     about["machine"] = {"cpu": "some", "threads": 1, "jax": jax.__version__, "commit": "abc"}
     about["model"] = {"size": "base", "seed": 0, "parameters": 7}
     results.save(tmp_path, "decode", about | {"rows": _rows()})
-    text = page.write(tmp_path).read_text()
+    text = summary.write(tmp_path).read_text()
     assert "`python -m kvjax.bench decode`, 2026-01-01, 1 minutes" in text
     assert "| per-head 75 %, speed over our dense quarter | ≥ 0.8 | 0.80 |" in text
     assert "| allocated bytes over full, after the prompt | ≤ 0.32 | **0.33** |" in text
@@ -214,7 +214,7 @@ def test_measured_cells_are_not_measured_again():
 
 def test_a_profile_adds_up_and_its_page_names_who_is_above_the_limit(tmp_path):
     """One policy of a tiny model through the whole ladder, in this process."""
-    weights.write(tmp_path / "model", weights.TINY, 0)
+    random_model.write(tmp_path / "model", random_model.TINY, 0)
     bench = ablate.Bench()
     bench.load(str(tmp_path / "model"), "float32")
     found = bench.profile("knorm + uniform(32, every_step)", 128, tokens=2, warm=1, rounds=2, seed=0)
@@ -240,7 +240,7 @@ def test_a_profile_adds_up_and_its_page_names_who_is_above_the_limit(tmp_path):
 
 @pytest.mark.parametrize("spec", ["h2o + uniform(48)", "conf_kv(recent=8) + confidence(24, 48)"])
 def test_a_filled_state_ranks_by_attention_that_is_drawn(spec):
-    chosen, network = compose.policy(spec), decoder.Decoder(weights.TINY)
+    chosen, network = compose.policy(spec), decoder.Decoder(random_model.TINY)
     state = fill.filled(network, chosen, {}, 100, 128, jnp.float32, 0, 8)
     assert int(state.length[0]) == 100
     assert metrics.live_slots(state).max() == 48

@@ -56,7 +56,7 @@ TABLE = {
     "kvjax.layer.visits": rf"{STATE}|kvjax\.(policy|ageing|layer\.(?!prompts).+)|{KERNELS}",
     "kvjax.learned": r"kvjax(\.(types|policy))?",
     "kvjax.torch_file": r"(?!)",
-    "kvjax.gates": rf"kvjax\.(types|cli|learned|loading|torch_file|policies\.wg_kv)|{KERNELS}",
+    "kvjax.gates": r"kvjax\.(types|cli|learned|loading|torch_file|policies\.wg_kv)",
     "kvjax.decode": r"kvjax\.decode\..+",
     "kvjax.decode.sizes": r"(?!)",
     "kvjax.decode.requests": r"kvjax\.(types|cache\.state)",

@@ -6,8 +6,10 @@ import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import jax
+
 from kvjax.policy.observation import Observation
-from kvjax.types import Network, Params
+from kvjax.types import Network, Params, Weighted
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float
@@ -49,6 +51,10 @@ class Part:
     def example_weights(self, key: Array, network: Network) -> list[Params]:
         """Random weights of the right shapes, for the conformance laws; one pytree a layer."""
         raise NotImplementedError
+
+    def untrained(self, model: Weighted, seed: int) -> list[Params]:
+        """Weights that have learned nothing and cost what trained ones do, for measuring speed and memory."""
+        return self.example_weights(jax.random.PRNGKey(seed), model.network)
 
     def arrive(self, params: Params | None, seen: Observation) -> dict[str, Float[Array, "B K T"]]:
         """Values for ``keeps``, asked once, when a token arrives."""
