@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import re
 import sys
@@ -51,10 +52,19 @@ class InputError(ValueError):
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse with our errors: it raises ``InputError``, and nothing is abbreviated."""
+    """argparse with our errors: it raises ``InputError``, and nothing is abbreviated.
 
-    def __init__(self, *args: Any, **how: Any) -> None:
+    ``ending`` makes what --help ends with, when somebody asks for it.
+    """
+
+    def __init__(self, *args: Any, ending: Callable[[], str] | None = None, **how: Any) -> None:
         super().__init__(*args, **{"allow_abbrev": False} | how)
+        self._ending = ending
+
+    def format_help(self) -> str:
+        """What --help prints."""
+        self.epilog = self._ending() if self._ending else self.epilog
+        return super().format_help()
 
     def error(self, message: str) -> NoReturn:
         """Raises what argparse found wrong.
@@ -143,6 +153,7 @@ def _refusals() -> tuple[type[ValueError], ...]:
 
 def start(main: Callable[[], int]) -> NoReturn:
     """Makes this process the command: keeps its compiled programs, runs it, leaves with its exit code."""
+    gc.freeze()  # what was imported stays: looking through it again and again is a tenth of a short run
     keep_programs()
     code = main()
     if code == 130:

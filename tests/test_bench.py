@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -9,13 +10,27 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
+import tiny
 
-from kvjax import compose, metrics
-from kvjax.bench import ablate, arguments, decode, fill, plot, profile, random_model, ratios, results, summary
+from kvjax import compose, discovery, metrics
+from kvjax.bench import (
+    ablate,
+    arguments,
+    decode,
+    fill,
+    host,
+    plot,
+    profile,
+    random_model,
+    ratios,
+    results,
+    summary,
+)
 from kvjax.bench.__main__ import main
 from kvjax.bench.journal import Journal
 from kvjax.bench.sides import NO_PEERS, PER_HEAD
 from kvjax.models import decoder
+from kvjax.policy import Admission, Policy
 
 
 @pytest.mark.parametrize(
@@ -57,6 +72,8 @@ def table(tmp_path_factory):
     folder = tmp_path_factory.mktemp("bench")
     patch = pytest.MonkeyPatch()
     patch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")  # compiling is most of what it costs
+    patch.setenv("JAX_COMPILATION_CACHE_DIR", str(folder / "kept"))
+    patch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
     words = ["decode", "--quick", "--policy", PER_HEAD, "--batch", "2", "--out", str(folder)]
     assert main(words) == 0
     patch.undo()
@@ -94,6 +111,11 @@ def test_a_run_says_command_machine_and_model_but_not_where(table):
     assert not list(folder.glob("*.jsonl")), "the journal of a finished run is removed"
     asked = {ratio["what"]: ratio for ratio in run["ratios"]}
     assert asked["per-head 75 %, speed over our dense quarter"]["aim"] == 0.8
+
+
+def test_seconds_of_compiling_are_the_compilers_own(table):
+    folder, _ = table
+    assert not (folder / "kept").exists(), "a measured process keeps programs, and may fetch them"
 
 
 def test_the_plot_is_drawn(table):
@@ -255,6 +277,38 @@ def test_every_shipped_policy_is_profiled_at_every_context():
         here = {compose.policy(spec) for _, at, spec in cells if at == context}
         assert {compose.policy(spec) for spec in compose.PRESETS} <= here
     assert profile.work(settings, set(cells[:3])) == len(cells) - 3
+
+
+def test_a_part_that_no_preset_uses_is_profiled_too(monkeypatch):
+    """Discovery decides: a method's own file is enough."""
+    shown = profile.shipped()
+    kinds = {type(part) for spec in shown for part in compose.policy(spec).parts}
+    assert kinds >= set(discovery.parts().values())
+    assert len(shown) == len(set(shown))
+    assert set(compose.PRESETS) <= set(shown)
+    monkeypatch.setattr(compose, "PRESETS", {"full": "full"})
+    kinds = {type(part) for spec in profile.shipped() for part in compose.policy(spec).parts}
+    assert kinds >= set(discovery.parts().values())
+
+
+def test_parts_bring_their_own_untrained_weights():
+    """The benchmark asks every learned part, and knows none."""
+
+    @dataclasses.dataclass(frozen=True, repr=False)
+    class Learner(Admission):
+        name = "learner"
+        learns = "learner"
+
+        def untrained(self, model, seed):
+            return [{"seed": seed}] * model.network.num_layers
+
+    assert fill.untrained(tiny.model(), Policy(admission=Learner()), 7) == {"admission": [{"seed": 7}] * 2}
+
+
+def test_the_host_pays_for_a_segment_at_least_what_a_call_costs():
+    found = host.host(2, "window(16) + sinks(4)", 3)
+    assert 0 < found["host_us_per_call"] <= found["host_us_per_token"] * 64 * 1.01
+    assert found["leaves"] > 2 * 8
 
 
 def test_the_peers_script_needs_nothing_of_ours():

@@ -28,6 +28,18 @@ def test_import_costs_less_than_half_a_second_beyond_jax():
     assert best < 0.5
 
 
+def test_import_sets_nothing_global():
+    """Neither JAX's configuration nor the environment nor the garbage collector: that is for commands."""
+    code = """
+import gc, os, jax
+before = dict(os.environ), dict(jax.config.values)
+import kvjax, kvjax.cli, kvjax.timing, kvjax.serve.__main__, kvjax.eval.__main__, kvjax.bench.__main__
+import kvjax.serve.command, kvjax.eval.commands, kvjax.bench.host
+print((dict(os.environ), dict(jax.config.values)) == before, gc.get_freeze_count())
+"""
+    assert run(code).stdout.split() == ["True", "0"]
+
+
 def beyond_jax() -> float:
     """Seconds spent in the modules that ``import kvjax`` adds to ``import jax``."""
     lines = run("import jax; import kvjax", "-X", "importtime").stderr.splitlines()

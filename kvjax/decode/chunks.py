@@ -57,15 +57,14 @@ def extend(
         state = reserve(policy, state, min(ahead, longest - start), chunk_size)
         piece = tokens[:, start : start + chunk_size]
         state, x = chunk_program(model.network, policy, model.params, weights, state, piece, count)
-        ended = jnp.asarray(count > 0)[:, None]
-        last = x if last is None else jnp.where(ended, x, last)
+        last = x if last is None else jnp.where((count > 0)[:, None], x, last)
         if progress:
             jax.block_until_ready(x)  # reported is what is done, not what is asked for
             progress(min(start + chunk_size, longest), longest)
     state = metrics.with_peak(states.fit(metrics.with_peak(state)))
     assert last is not None  # noqa: S101  (at least one token was fed)
     logits = logits_of(model.network, model.params, last)
-    return with_confidence(policy, state, logits, jnp.asarray(lengths > 0)), logits
+    return with_confidence(policy, state, logits, jax.device_put(lengths > 0)), logits
 
 
 def _known(policy: Policy, state: KVState) -> bool:

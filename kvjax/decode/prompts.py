@@ -6,7 +6,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import jax.numpy as jnp
+import jax
+import numpy as np
 
 from kvjax.cache.state import KVState
 from kvjax.decode.chunks import extend
@@ -63,7 +64,7 @@ def prefill(
     state = empty(
         model.network, policy, rows=rows, context=context, dtype=dtype, page=page, chunk_size=chunk_size
     )
-    state = dataclasses.replace(state, total=jnp.asarray(lengths, jnp.int32))
+    state = dataclasses.replace(state, total=jax.device_put(np.asarray(lengths, np.int32)))
     if policy.whole_prompt:
         return prefill_whole(model, policy, state, prompts, weights, progress)
     return extend(model, policy, state, prompts, weights=weights, progress=progress)

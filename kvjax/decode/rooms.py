@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 
 from kvjax.cache import pool
 from kvjax.cache import ring as rings
@@ -68,12 +70,12 @@ def empty(
 
     return KVState(
         layers=tuple(room(window) for window in network.windows),
-        length=jnp.zeros(rows, jnp.int32),
-        total=jnp.zeros(rows, jnp.int32),
-        peak=jnp.zeros(2, jnp.float32),
+        length=jax.device_put(np.zeros(rows, np.int32)),
+        total=jax.device_put(np.zeros(rows, np.int32)),
+        peak=jax.device_put(np.zeros(2, np.float32)),
         context=context,
         chunk=chunk_size,
-        confidence=jnp.zeros(rows, jnp.float32) if policy.budget.needs_logits else None,
+        confidence=jax.device_put(np.zeros(rows, np.float32)) if policy.budget.needs_logits else None,
     )
 
 

@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from kvjax import decode, metrics, timing
 from kvjax.cache.state import KVState
 from kvjax.cli import InputError
@@ -85,7 +87,7 @@ def answer(
     assert first is not None  # noqa: S101  (a stream yields at least one token)
     assert state is not None  # noqa: S101
     held = metrics.nbytes(state).total
-    full = metrics.full_bytes(model.network, int(state.length[0]), model.params["embed"].dtype)
+    full = metrics.full_bytes(model.network, int(np.asarray(state.length)[0]), model.params["embed"].dtype)
     return Answer(
         text="".join(texts),
         tokens=tokens,

@@ -87,7 +87,7 @@ def _parser() -> cli.Parser:
         prog="python -m kvjax.serve",
         description="Answer a prompt with a language model whose KV cache follows a policy. Without a "
         "prompt: reads standard input if it is a pipe or a file, else starts a chat.",
-        epilog=_EXAMPLES + "\n" + _policies(),
+        ending=lambda: _EXAMPLES + "\n" + _policies(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     _add_input(parser)
