@@ -10,7 +10,7 @@ import jax
 
 from kvjax.algebra._arguments import Argument
 from kvjax.algebra._observation import Observation
-from kvjax.types import Network, Params
+from kvjax.types import Network, Params, Weighted
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float
@@ -82,6 +82,10 @@ class Part:
     def example_weights(self, key: Array, network: Network) -> list[Params]:
         """Random weights of the right shapes, for the conformance laws; one pytree a layer."""
         raise NotImplementedError
+
+    def untrained(self, model: Weighted, seed: int) -> list[Params]:
+        """Weights that have learned nothing and cost what trained ones do, for measuring speed and memory."""
+        return self.example_weights(jax.random.PRNGKey(seed), model.network)
 
     def arrive(self, params: Params | None, observed: Observation) -> dict[str, Float[Array, "B K T"]]:
         """Values for ``keeps``, asked once, when a token arrives."""

@@ -6,10 +6,11 @@ import sys
 from pathlib import Path
 
 from kvjax.algebra import Policy
+from kvjax.cli import InputError
 from kvjax.loading import LanguageModel, load
 from kvjax.serve import facts
 from kvjax.serve.answer import answer
-from kvjax.serve.arguments import InputError, Options
+from kvjax.serve.arguments import Options
 from kvjax.serve.chat import chat
 from kvjax.weights import weights_and_remarks
 

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
-from kvjax.weights import WeightsError
 from tiny import W
 
 import kvjax
@@ -19,6 +18,7 @@ from kvjax import decode, metrics
 from kvjax.algebra import Policy, PolicyError
 from kvjax.cache import ring as rings
 from kvjax.policies.wg_kv import WriteGate, gate_logits, initial
+from kvjax.weights import WeightsError
 
 LENGTHS, MORE = (44, 27), 12
 TEXTS = [tiny.prompt(n + MORE, seed) for seed, n in enumerate(LENGTHS)]

@@ -38,7 +38,7 @@ def write(folder: Path) -> Path:
     """``folder/README.md`` from decode.json and prefill.json, whichever are there.
 
     Raises:
-      BenchError: a file that is none of ours.
+      InputError: a file that is none of ours.
     """
     lines = [
         "# Speed and memory beside the peers",
