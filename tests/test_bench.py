@@ -286,7 +286,7 @@ def test_a_part_that_no_preset_uses_is_profiled_too(monkeypatch):
     assert kinds >= set(catalogue.parts().values())
     assert len(shown) == len(set(shown))
     assert set(catalogue.PRESETS) <= set(shown)
-    monkeypatch.setattr(compose, "PRESETS", {"full": "full"})
+    monkeypatch.setattr(catalogue, "PRESETS", {"full": "full"})
     kinds = {type(part) for spec in profile.shipped() for part in catalogue.policy(spec).parts}
     assert kinds >= set(catalogue.parts().values())
 

@@ -21,8 +21,8 @@ COMMANDS = {
     "kvjax.serve": "kvjax.serve.__main__",
     "kvjax.eval": "kvjax.eval.__main__",
     "kvjax.bench": "kvjax.bench.__main__",
-    "kvjax.gates": "kvjax.gates",
-    "kvjax.methods_table": "kvjax.methods_table",
+    "kvjax.weights": "kvjax.weights.__main__",
+    "kvjax.catalogue": "kvjax.catalogue._table",
 }
 
 # --- outcomes ------------------------------------------------------------------------------------

@@ -16,22 +16,23 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from kvjax.algebra import Every, Part, Policy, PolicyError
+from kvjax.catalogue import _discovery as discovery
 
 
 class _Presets(Mapping[str, str]):
     """What discovery finds, looked up when it is asked for."""
 
     def __getitem__(self, name: str) -> str:
-        return catalogue.presets()[name]
+        return discovery.presets()[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(catalogue.presets())
+        return iter(discovery.presets())
 
     def __len__(self) -> int:
-        return len(catalogue.presets())
+        return len(discovery.presets())
 
     def __repr__(self) -> str:
-        return repr(catalogue.presets())
+        return repr(discovery.presets())
 
 
 PRESETS: Mapping[str, str] = _Presets()
@@ -108,14 +109,14 @@ def _part(name: str, arguments: str, spec: str) -> tuple[str, Any]:
         if len(values) != 1 or named:
             raise PolicyError(f"policy({spec!r}): {name} takes one number of tokens, as in {name}(4).")
         return name, values[0]
-    kind = catalogue.parts().get(name)
+    kind = discovery.parts().get(name)
     if kind is None and name in PRESETS:
         raise PolicyError(
             f"policy({spec!r}): {name} is a preset and takes no arguments. Write its parts with yours: "
             f"'{PRESETS[name]}'."
         )
     if kind is None:
-        known = sorted({*catalogue.parts(), *PRESETS, *PROTECTIONS})
+        known = sorted({*discovery.parts(), *PRESETS, *PROTECTIONS})
         close = difflib.get_close_matches(name, known, n=1)
         hint = f"Did you mean {close[0]!r}? " if close else ""
         raise PolicyError(f"policy({spec!r}): there is no {name!r}. {hint}Known: {', '.join(known)}.")

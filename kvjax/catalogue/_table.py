@@ -8,6 +8,7 @@ from pathlib import Path
 
 from kvjax import cli
 from kvjax.algebra import PLACES, Part
+from kvjax.catalogue import _discovery as discovery
 from kvjax.catalogue._spec import PRESETS, policy
 
 BEGIN, END = "<!-- methods: python -m kvjax.catalogue --write README.md -->", "<!-- end of methods -->"
@@ -16,11 +17,11 @@ BEGIN, END = "<!-- methods: python -m kvjax.catalogue --write README.md -->", "<
 def table() -> str:
     """One row per method that is a part of its own, by place, and one for keeping everything; Markdown."""
     rows = ["| word | method | place | presets |", "|---|---|---|---|"]
-    parts = sorted(catalogue.parts().values(), key=lambda kind: (list(PLACES).index(kind.place), kind.name))
-    full = next(method for method in catalogue.methods() if method.name == "full")
+    parts = sorted(discovery.parts().values(), key=lambda kind: (list(PLACES).index(kind.place), kind.name))
+    full = next(method for method in discovery.methods() if method.name == "full")
     rows.append(f"| `full` | {full.summary} | – | `full` |")
     for kind in parts:
-        summary, source = catalogue.described(importlib.import_module(kind.__module__))
+        summary, source = discovery.described(importlib.import_module(kind.__module__))
         method = f"{summary} [Paper]({source})" if source else summary
         rows.append(f"| `{kind.name}` | {method} | {kind.place} | {', '.join(presets(kind))} |")
     return "\n".join(rows)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import jax
 import numpy as np
 
-from kvjax import metrics
+from kvjax import decode, metrics
 from kvjax.algebra import Policy
 from kvjax.cache import pool
 from kvjax.cache.pages import Pages

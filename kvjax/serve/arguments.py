@@ -8,7 +8,7 @@ import math
 import textwrap
 from collections.abc import Sequence
 
-from kvjax import cli
+from kvjax import catalogue, cli
 from kvjax.algebra import Policy
 from kvjax.cli import InputError
 
