@@ -77,6 +77,7 @@ def test_the_method_in_one_file_is_found_and_answers(dropped):
     assert f'--policy "{word} + uniform(0.25)"' in README
     policy = kvjax.policy(f"{word} + uniform(0.25)")
     assert kvjax.policy(repr(policy)) == policy
+    assert kvjax.Policy(eviction=dropped.VATP(), budget=dropped.Uniform(0.25)) == policy
     assert parse(["--policy", f"{word} + uniform(0.25)", "--prompt", "x"])
 
     model = kvjax.load()
@@ -124,7 +125,16 @@ def test_the_set_up_is_two_complete_lines():
     assert lines[1] == "pip install -e '.[test]' && pytest"
 
 
-@pytest.mark.parametrize("page", ["README.md", "results/README.md", "results/bench/SPEED.md"])
+PAGES = (
+    "README.md",
+    "notebooks/README.md",
+    "results/README.md",
+    "results/bench/README.md",
+    "results/bench/SPEED.md",
+)
+
+
+@pytest.mark.parametrize("page", PAGES)
 def test_links_to_files_lead_somewhere(page):
     file = ROOT / page
     text = file.read_text(encoding="utf-8")
