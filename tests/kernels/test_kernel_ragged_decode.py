@@ -244,6 +244,26 @@ def test_rows_may_share_a_prefix(impl, kind):
 
 
 @pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_page_of_two_lists_is_never_silently_lost(impl, kind):
+    """Untold that pages are shared, an answer is right or NaN."""
+    shape = TEST["g4_h64"]
+    arrays, lists = case(shape, np.full((3, 2), 3 * shape.S + 1), kind=kind)
+    table = lists["table"].at[1, 1, :2].set(lists["table"][0, 0, :2])
+    lists["table"] = table.at[2, 0, 1].set(table[2, 0, 0])
+    found, wanted = ragged_decode(*arrays, **lists, mass=True, impl=impl), oracle(*arrays, **lists)
+    lost = np.isnan(found[1]).reshape(3, 2, -1).all(axis=-1)
+    if impl == "xla":
+        assert lost[2, 0]
+        assert lost[0, 0] != lost[1, 1]
+        assert lost.sum() == 2
+    right = np.repeat(~lost, shape.N // shape.K, axis=1)
+    for ours, theirs in zip(found, wanted):
+        assert_close(ours[right], theirs[right], shape.M * shape.S)
+        assert all(np.isnan(x).any() for x in np.asarray(ours)[~right])
+
+
+@pytest.mark.parametrize("impl", IMPLS)
 def test_a_page_that_is_not_there_is_not_read(impl):
     shape = TEST["g1_h32"]
     arrays, lists = case(shape, edges(shape))
