@@ -14,8 +14,8 @@ ROOT = Path(__file__).parents[1]
 WEIGHTS = r"kvjax(\.(types|weights\._.+))?"
 """Learned weights; ``kvjax`` itself for its version."""
 
-KERNELS = r"pallas_kernels(\.\w+\.api|\.numerics|\.dispatch)?"
-"""Of the kernels, others see the signatures only."""
+KERNELS = r"pallas_kernels(\.\w+\.api|\.numerics|\.dispatch|\.measure\.timing)?"
+"""Of the kernels, others see the signatures only, and the stopwatch."""
 
 STATE = r"kvjax\.(types|cache(\..+)?)"
 
@@ -76,7 +76,7 @@ TABLE = {
     "kvjax.serve": r"kvjax(\.(?!eval).+)?",
     "kvjax.eval": r"kvjax(\.(?!serve).+)?",
     "kvjax": r"kvjax\.(?!serve|eval|models|policies|text).+",
-    "train": rf"train(\..+)?|kvjax(\.(?!serve).+)?|pallas_kernels\.aot|{KERNELS}",
+    "train": rf"train(\..+)?|kvjax(\.(?!serve).+)?|pallas_kernels\.measure\.aot|{KERNELS}",
 }
 
 

@@ -28,7 +28,7 @@ import jax  # noqa: E402
 from jax.experimental import topologies  # noqa: E402
 from jax.sharding import SingleDeviceSharding  # noqa: E402
 
-from pallas_kernels import compat  # noqa: E402
+from pallas_kernels import lowering  # noqa: E402
 
 TPUS = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "tpu7x": "tpu7x:2x2x1"}
 """Chips to the names libtpu knows their smallest topologies by."""
@@ -132,7 +132,7 @@ def lowered(chip: Target, run: Callable[..., Any], *args: Any) -> Any:
     """``jax.jit(run)`` lowered for one device of ``chip``; args are shapes (``jax.ShapeDtypeStruct``)."""
     place = SingleDeviceSharding(chip.devices[0])
     args = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), args)
-    with compat.lowering_for(chip.kind, chip.cores, chip.platform):
+    with lowering.for_device(chip.kind, chip.cores, chip.platform):
         return jax.jit(run).trace(*args).lower(lowering_platforms=chip.lowering)
 
 

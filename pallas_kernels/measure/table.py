@@ -14,15 +14,17 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from pallas_kernels import dispatch, static
-from pallas_kernels.cases import cases, operations
+from pallas_kernels import dispatch
+from pallas_kernels.measure import static
+from pallas_kernels.measure.work import cases, operations
 
 MARKS = {
     "checked": ("<!-- table: python -m pallas_kernels.bench --table -->", "<!-- end of table -->"),
     "costs": ("<!-- costs: python -m pallas_kernels.bench --table -->", "<!-- end of costs -->"),
 }
-README = pathlib.Path(__file__).parent / "README.md"
-TESTS = pathlib.Path(__file__).parents[1] / "tests" / "kernels"
+PACKAGE = pathlib.Path(__file__).parents[1]
+README = PACKAGE / "README.md"
+TESTS = PACKAGE.parent / "tests" / "kernels"
 
 
 def _with_imports(file: pathlib.Path) -> str:
@@ -73,7 +75,7 @@ def checked() -> list[str]:
         for impl in dispatch.IMPLS:
             if impl in ("ref", "xla"):
                 cells = ["", "", "CPU"]
-            elif (pathlib.Path(__file__).parent / op / f"{impl}.py").is_file():
+            elif (PACKAGE / op / f"{impl}.py").is_file():
                 cells = ["yes" if _interpreted(op, impl) else "no", ", ".join(_compiled(op, impl)), ""]
                 cells[2] = ", ".join(_run(op, impl)) or "no device yet"
             else:

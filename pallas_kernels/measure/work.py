@@ -1,10 +1,15 @@
-"""What is checked, tuned and timed of an operation on a device; each operation's own is beside this file."""
+"""What an operation's ``work.py`` is made of: shapes with tags, calls to compile, check and time.
+
+Tests, the compile gate (``bench --static``), the CPU benchmark (``bench``) and the device bench
+(``bench --device``) all walk these.
+"""
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, Protocol
+import pathlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import jax
 import numpy as np
@@ -12,7 +17,72 @@ import numpy as np
 from pallas_kernels import numerics
 
 OPERATIONS = ("ragged_decode", "blockwise", "vertical_slash", "gated", "phi")
-"""By how much depends on them. ``merge`` has no body of its own."""
+"""Of the device bench, by how much depends on them. ``merge`` has no body of its own."""
+
+Run = Callable[[str], Callable[..., Any]]
+"""The name of an implementation to the function to call."""
+
+S = TypeVar("S")
+
+
+class Shapes(dict[str, S], Generic[S]):
+    """Named shapes, each with the tags of what uses it.
+
+    ``test``, ``blocked``: tests of every implementation. ``bench``: the CPU benchmark; ``large``: that too,
+    when named. ``chip``: compiled ahead of time. ``check``, ``tiny``, ``timed``: of the device bench,
+    agreement, its rehearsal on a CPU, times.
+    """
+
+    def __init__(self, *entries: tuple[str, str, S]) -> None:
+        super().__init__((name, shape) for _, name, shape in entries)
+        self.tags = {name: frozenset(tags.split()) for tags, name, _ in entries}
+        if len(self) < len(entries):
+            raise ValueError(f"Shapes(...) names a shape twice: {[name for _, name, _ in entries]}.")
+
+    def tagged(self, tag: str) -> dict[str, S]:
+        """The shapes with a tag, in order."""
+        return {name: shape for name, shape in self.items() if tag in self.tags[name]}
+
+
+class Bench(NamedTuple):
+    """A line of the CPU benchmark.
+
+    Attributes:
+      runs: (function, arguments), by what the line calls them.
+      base: whose time the others are told in.
+      most: of some, the most times ``base`` they may take.
+      repeats: calls of each; the median counts.
+    """
+
+    runs: Mapping[str, tuple[Callable[..., Any], tuple[Any, ...]]]
+    base: str
+    most: Mapping[str, float] = {}
+    repeats: int = 15
+
+
+class Case(NamedTuple):
+    """One call to compile for chips, at the sizes of a served 8B model.
+
+    Attributes:
+      run: what to compile.
+      args: its arguments, as shapes.
+      moves: bytes that any implementation must read and write.
+      flops: of products, that any implementation must do.
+      temp: bound on the temporary bytes of the compiled program.
+      whole: elements of the smallest operand that must not be copied; 0 when a layout costs a copy
+        that the operation's documentation owns up to.
+      step: (bytes, flops) of one step of the kernel's grid on a TPU, to hold its bundles against.
+      kernel: name of that kernel.
+    """
+
+    run: Run
+    args: tuple[Any, ...]
+    moves: int
+    flops: int
+    temp: int
+    whole: int
+    step: tuple[int, int]
+    kernel: str
 
 
 class Check(NamedTuple):
@@ -20,14 +90,14 @@ class Check(NamedTuple):
 
     Attributes:
       name: of the check.
-      run: an implementation's name to the function to call.
+      run: the function to call.
       args: its arguments.
       terms: of the longest sum in it.
       dtype: of the products.
     """
 
     name: str
-    run: Callable[[str], Callable[..., Any]]
+    run: Run
     args: tuple[Any, ...]
     terms: int
     dtype: str
@@ -50,11 +120,11 @@ class Rival(NamedTuple):
 
 
 class Job(NamedTuple):
-    """Something to time.
+    """Something to time on a device.
 
     Attributes:
       name: of the case.
-      run: an implementation's name to the function to call.
+      run: the function to call.
       args: its arguments.
       moves: bytes that any implementation must read and write; 0 where that says nothing.
       flops: of products, that any implementation must do; 0 where that says nothing.
@@ -64,7 +134,7 @@ class Job(NamedTuple):
     """
 
     name: str
-    run: Callable[[str], Callable[..., Any]]
+    run: Run
     args: tuple[Any, ...]
     moves: int = 0
     flops: int = 0
@@ -92,7 +162,16 @@ class Target(NamedTuple):
 
 
 class Work(Protocol):
-    """What a module of this folder that is named like an operation offers."""
+    """What ``<op>/work.py`` offers; ``merge`` ends after ``bench``."""
+
+    SHAPES: Shapes[Any]
+    DTYPES: tuple[str, ...]
+
+    def bench(self, shape: Any, dtype: str) -> Bench:
+        """What the CPU benchmark times of a shape."""
+
+    def cases(self) -> dict[str, Case]:
+        """What is compiled for chips."""
 
     def checks(self, tiny: bool) -> Iterator[Check]:
         """Agreement, at sizes that divide no block."""
@@ -108,9 +187,25 @@ class Work(Protocol):
 
 
 def work(op: str) -> Work:
-    """The module of an operation."""
-    module: Any = importlib.import_module(f"pallas_kernels.device.{op}")
+    """The work of an operation."""
+    module: Any = importlib.import_module(f"pallas_kernels.{op}.work")
     return module
+
+
+def operations() -> list[str]:
+    """Folders that hold an operation."""
+    return sorted(p.parent.name for p in pathlib.Path(__file__).parents[1].glob("*/api.py"))
+
+
+def cases() -> dict[str, Case]:
+    """All that is compiled for chips, by "operation/name"."""
+    having = [op for op in operations() if op in OPERATIONS]
+    return {f"{op}/{name}": case for op in having for name, case in work(op).cases().items()}
+
+
+def size(*trees: Any) -> int:
+    """Bytes of all arrays in trees of shapes."""
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(trees))
 
 
 def agreement(found: Any, wanted: Any, terms: int, dtype: str) -> dict[str, Any]:

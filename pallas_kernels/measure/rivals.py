@@ -1,7 +1,7 @@
 """Others' attention, to time beside ours: cuDNN's, JAX's own Pallas operations, PyTorch's, FlashAttention.
 
 A rival is made of a job's own arrays, laid out as it wants them before the clock starts. One that is not
-installed, is for another platform or refuses the call raises, and ``child`` reports why.
+installed, is for another platform or refuses the call raises, and ``on_device`` reports why.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import dispatch
-from pallas_kernels.device import torch_rivals
-from pallas_kernels.device.work import Rival
+from pallas_kernels.measure import torch_rivals
+from pallas_kernels.measure.work import Rival
 
 OPS = "jax.experimental.pallas.ops"
 

@@ -1,6 +1,6 @@
 """The process that uses the device: it does tasks one by one and says each result as soon as it has it.
 
-Started and fed by ``pallas_kernels.device``; it can die or hang without harm to what it said before.
+Started and fed by ``device``; it can die or hang without harm to what it said before.
 Of our own bodies only what a compiler may say of one (too large, not supported) is caught, of others'
 code what it may raise where it cannot run; both are reported. Anything else ends the process, and the
 parent reports its last words.
@@ -9,7 +9,6 @@ parent reports its last words.
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import sys
 import time
@@ -20,11 +19,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import candidates, dispatch, tuning
-from pallas_kernels.device import clock
-from pallas_kernels.device.work import Check, Job, Rival, agreement, work
+from pallas_kernels import dispatch, tuning
+from pallas_kernels.measure import candidates, timing
+from pallas_kernels.measure.child import answer
+from pallas_kernels.measure.work import Check, Job, Rival, agreement, work
 
-MARK = "@ "
 OURS = (jax.errors.JaxRuntimeError, NotImplementedError, dispatch.Unsupported)
 OTHERS = (ImportError, RuntimeError, ValueError, TypeError, AttributeError, AssertionError)
 """They are of many versions, refuse calls in many ways, and their names move; every error is reported."""
@@ -95,7 +94,7 @@ def beside(job: Job, rival: Rival, out: Any, impl: str, spend: float) -> dict[st
     """The time of a rival, and how far its result is from ours; or why it cannot run."""
     try:
         call = rival.prepare(impl)
-        took = clock.median(call, rival.wait, spend)
+        took = timing.median(call, spend, rival.wait)
         found: dict[str, Any] = _rates(job, took)
         if rival.like is not None:
             first = out[0] if isinstance(out, tuple) and len(out) == 2 else out
@@ -119,7 +118,7 @@ class Box:
 def _measured(job: Job, impl: str, spend: float) -> tuple[float, Any]:
     run = jax.jit(job.run(impl))
     out = jax.block_until_ready(run(*job.args))
-    return clock.median(lambda: run(*job.args), jax.block_until_ready, spend), out
+    return timing.median(lambda: run(*job.args), spend), out
 
 
 def tune(
@@ -203,6 +202,21 @@ def _times(op: str, impl: str, tiny: bool, over: Box, say: Say) -> None:
             say("compared", f"{job.name}/{rival.name}", found)
 
 
+def _seconds(run: Callable[..., Any], x: jax.Array, spend: float) -> float:
+    compiled = jax.jit(run)
+    jax.block_until_ready(compiled(x))
+    return timing.median(lambda: compiled(x), spend)
+
+
+def ceilings(tiny: bool) -> dict[str, float]:
+    """Measured GB/s of a copy (read and write) and TFLOP/s of a bfloat16 product, of random numbers."""
+    n, spend = (256, 0.0) if tiny else (8192, 0.5)
+    x = jnp.ones((1 << (16 if tiny else 29),), jnp.uint8)
+    y = jax.random.normal(jax.random.PRNGKey(0), (n, n), jnp.bfloat16)
+    copy, product = _seconds(lambda x: x ^ 1, x, spend), _seconds(lambda y: y @ y, y, spend)
+    return {"copy_gb_s": 2 * x.size / copy / 1e9, "matmul_tflop_s": 2 * n**3 / product / 1e12}
+
+
 def run(task: dict[str, Any], say: Say) -> None:
     """One task: {"what": "hello" | "ceilings" | "numerics" | "speed", "op", "impl", "tiny", "box"}."""
     tiny = task["tiny"]
@@ -210,7 +224,7 @@ def run(task: dict[str, Any], say: Say) -> None:
         if task["what"] == "hello":
             say("hello", "", {"platform": jax.default_backend(), "kind": jax.devices()[0].device_kind})
         elif task["what"] == "ceilings":
-            say("limits", "", clock.ceilings(tiny))
+            say("limits", "", ceilings(tiny))
         elif task["what"] == "numerics":
             with tuning.trying(task["op"], ()):
                 numerics(task["op"], task["impl"], tiny, say)
@@ -218,16 +232,13 @@ def run(task: dict[str, Any], say: Say) -> None:
             speed(task["op"], task["impl"], tiny, task["box"], say)
 
 
-def _say(op: str, part: str, name: str, value: dict[str, Any]) -> None:
-    print(MARK + json.dumps([op, part, name, value]), flush=True)
-
-
 def main() -> None:
     """Tasks from standard input, a line each; results and "done" to standard output."""
     for line in sys.stdin:
         task = json.loads(line)
-        run(task, functools.partial(_say, task.get("op", "")))
-        print(MARK + json.dumps("done"), flush=True)
+        op = task.get("op", "")
+        run(task, lambda *result, op=op: answer([op, *result]))
+        answer("done")
 
 
 if __name__ == "__main__":

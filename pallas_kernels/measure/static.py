@@ -12,16 +12,13 @@ import json
 import os
 import pathlib
 import re
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-MARK = "static: "
-HOME = pathlib.Path(__file__).parents[1]
-"""Where the package lies: the child imports the same one."""
+from pallas_kernels.measure.child import Child, answer
 
 
 class Chip(NamedTuple):
@@ -66,43 +63,23 @@ def report(
       dumps: have libtpu write bundles. A large sort beside the kernel makes that take minutes on 7x.
 
     Raises:
-      RuntimeError: the process ended before its time, with the end of what it said.
+      LostError: the process ended before its time.
     """
     full = "kernels" if chip in GPUS else "bundles"
     programs = {x["program"]: x for x in known.values() if "program" in x and (full in x or not dumps)}
     with tempfile.TemporaryDirectory() as folder:
         flags = {
             "JAX_PLATFORMS": "cpu",
-            "PYTHONPATH": os.pathsep.join([str(HOME), *filter(None, [os.environ.get("PYTHONPATH")])]),
             "LIBTPU_INIT_ARGS": f"{DUMPS}{folder}" if dumps else "",
             # The assembler's own report, which XLA passes on at this level of detail only.
             "TF_CPP_MIN_LOG_LEVEL": "0",
             "TF_CPP_VMODULE": "subprocess_compilation=5",
         }
         said = pathlib.Path(folder) / "said"
-        command = [sys.executable, "-m", "pallas_kernels.static", chip, folder]
-        with (
-            said.open("w") as errors,
-            subprocess.Popen(
-                command,
-                env=os.environ | flags,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                text=True,
-            ) as child,
-        ):
-            assert child.stdin is not None
-            assert child.stdout is not None
-            child.stdin.write(json.dumps([names, programs]))
-            child.stdin.close()
-            for line in child.stdout:
-                if line.startswith(MARK):
-                    name, result = json.loads(line[len(MARK) :])
-                    yield name, result
-        if child.returncode:
-            end = " | ".join(said.read_text().splitlines()[-4:])
-            raise RuntimeError(f"the compiler for {chip} ended with code {child.returncode}: {end}")
+        with Child("pallas_kernels.measure.static", chip, folder, env=flags, errors=said) as compiler:
+            compiler.tell([names, programs])
+            for _ in names:
+                yield compiler.hear()
 
 
 # Nothing but the last bundles.
@@ -141,8 +118,8 @@ def registers(said: str) -> dict[str, dict[str, int]]:
 
 
 def _one(chip: str, name: str, folder: pathlib.Path, programs: dict[str, Any]) -> dict[str, Any]:
-    from pallas_kernels import aot
-    from pallas_kernels.cases import cases
+    from pallas_kernels.measure import aot
+    from pallas_kernels.measure.work import cases
 
     case, place = cases()[name], aot.target(chip)
     program = aot.lowered(place, case.run(place.impl), *case.args)
@@ -160,7 +137,7 @@ def _one(chip: str, name: str, folder: pathlib.Path, programs: dict[str, Any]) -
 
 def _compiled(program: Any, platform: str, folder: pathlib.Path, case: Any) -> dict[str, Any]:
     """What compiling a program tells of it."""
-    from pallas_kernels import aot
+    from pallas_kernels.measure import aot
 
     said = folder / "said"
     for file in folder.iterdir():
@@ -187,19 +164,19 @@ def main() -> None:
 
     A case that the compiler refuses is reported as an "error"; whatever else fails ends the process.
     """
-    from pallas_kernels import aot
     from pallas_kernels.dispatch import Unsupported
+    from pallas_kernels.measure import aot
 
     # A program is the same one wherever its source lies and on whatever line.
     aot.jax.config.update("jax_traceback_in_locations_limit", 0)
     chip, folder = sys.argv[1:]
-    names, programs = json.load(sys.stdin)
+    names, programs = json.loads(sys.stdin.readline())
     for name in names:
         try:
             found = _one(chip, name, pathlib.Path(folder), programs)
         except (aot.jax.errors.JaxRuntimeError, Unsupported, NotImplementedError) as reason:
             found = {"error": f"{type(reason).__name__}: {' '.join(str(reason).split())[:300]}"}
-        print(MARK + json.dumps([name, found]), flush=True)
+        answer([name, found])
 
 
 if __name__ == "__main__":

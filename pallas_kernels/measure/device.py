@@ -1,38 +1,26 @@
 """Kernels on the device at hand: do they agree with the definition, which blocks suit it, how fast are they.
 
 Ceilings are measured first, then agreement of every operation, then, operation by operation in the order
-of ``work.OPERATIONS``, blocks are chosen and times taken beside others' attention. Each operation's
+of ``OPERATIONS``, blocks are chosen and times taken beside others' attention. Each operation's
 record is written whenever something is added to it. The device is used by a process of its own
-(``child``): if that dies or hangs, its task is reported lost and the next one gets a new process.
+(``on_device``): if that dies or hangs, its task is reported lost and the next one gets a new process.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import pathlib
-import queue
-import re
-import subprocess
-import sys
-import tempfile
-import threading
 import time
 from typing import Any
 
 import jax
 
 from pallas_kernels import dispatch
-from pallas_kernels.device.child import MARK
-from pallas_kernels.device.work import OPERATIONS, agreement, work
-
-__all__ = ["agreement", "measure"]
+from pallas_kernels.measure.child import Child, LostError
+from pallas_kernels.measure.work import OPERATIONS, work
 
 SHARES = {"ragged_decode": 30, "blockwise": 25, "vertical_slash": 20, "gated": 15, "phi": 10}
 """Of the time that is left after agreement, for blocks and timings."""
-
-HOME = pathlib.Path(__file__).parents[2]
-"""Where the package lies: the child imports the same one."""
 
 CHECKS = 45.0
 """Most seconds for the agreement of one operation; most of them compile."""
@@ -41,66 +29,22 @@ GRACE = 20.0
 """A task may outlast its box by this, to finish what it is at."""
 
 
-class Worker:
-    """A child process and what it says."""
+def _worker(tiny: bool) -> Child:
+    # Others' libraries need memory too.
+    flags = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "JAX_TRACEBACK_FILTERING": "off"}
+    return Child("pallas_kernels.measure.on_device", env=flags | ({"JAX_PLATFORMS": "cpu"} if tiny else {}))
 
-    def __init__(self, tiny: bool) -> None:
-        # Others' libraries need memory too.
-        flags = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "JAX_TRACEBACK_FILTERING": "off"}
-        flags["PYTHONPATH"] = os.pathsep.join([str(HOME), *filter(None, [os.environ.get("PYTHONPATH")])])
-        if tiny:
-            flags["JAX_PLATFORMS"] = "cpu"
-        self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115, closed by end()
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "pallas_kernels.device.child"],
-            env=os.environ | flags,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self.errors,
-            text=True,
-        )
-        self.said: queue.Queue[str | None] = queue.Queue()
-        threading.Thread(target=self._listen, daemon=True).start()
 
-    def _listen(self) -> None:
-        for line in self.process.stdout or ():
-            if line.startswith(MARK):
-                self.said.put(line[len(MARK) :])
-        self.said.put(None)
-
-    def do(self, task: dict[str, Any], limit: float, record: Any) -> str | None:
-        """Give it a task and pass on what it says; why it did not finish, or None."""
-        assert self.process.stdin is not None
-        end = time.monotonic() + limit
-        try:
-            self.process.stdin.write(json.dumps(task) + "\n")
-            self.process.stdin.flush()
-        except BrokenPipeError:
-            return self._last_words()
-        while True:
-            try:
-                line = self.said.get(timeout=max(0.0, end - time.monotonic()))
-            except queue.Empty:
-                return f"no end after {limit:.0f} s"
-            if line is None:
-                return self._last_words()
-            result = json.loads(line)
-            if result == "done":
-                return None
+def _do(worker: Child, task: dict[str, Any], limit: float, record: Any) -> str | None:
+    """Give it a task and pass on what it says; why it did not finish, or None."""
+    end = time.monotonic() + limit
+    try:
+        worker.tell(task)
+        while (result := worker.hear(end - time.monotonic())) != "done":
             record(*result)
-
-    def _last_words(self) -> str:
-        code = self.process.wait()
-        self.errors.seek(0)
-        lines = [line.strip() for line in self.errors if line.strip()]
-        errors = [line for line in lines if re.match(r"[\w.]+(Error|Unsupported|Exception)\b", line)]
-        return f"the process ended with code {code}: {(errors or lines or ['no message'])[-1][:300]}"
-
-    def end(self) -> None:
-        """Stop it, whatever it is doing."""
-        self.process.kill()
-        self.process.wait()
-        self.errors.close()
+    except LostError as reason:
+        return f"no end after {limit:.0f} s" if time.monotonic() >= end else str(reason)
+    return None
 
 
 class Records:
@@ -147,10 +91,10 @@ class Records:
         part.replace(file)
 
 
-def _hello(worker: Worker, tiny: bool) -> tuple[str, str]:
+def _hello(worker: Child, tiny: bool) -> tuple[str, str]:
     """Platform and kind of the child's device."""
     found: dict[str, Any] = {}
-    lost = worker.do({"what": "hello", "tiny": tiny}, 120.0, lambda op, part, name, x: found.update(x))
+    lost = _do(worker, {"what": "hello", "tiny": tiny}, 120.0, lambda op, part, name, x: found.update(x))
     if lost:
         raise RuntimeError(f"bench --device: no device could be used: {lost}")
     if not tiny and found["platform"] not in dispatch.PREFERRED:
@@ -202,7 +146,7 @@ def measure(
       RuntimeError: the device there is cannot be used at all.
     """
     end = time.monotonic() + 60 * minutes
-    worker = Worker(tiny is not None)
+    worker = _worker(tiny is not None)
     try:
         platform, kind = _hello(worker, tiny is not None)
         impl = tiny or dispatch.PREFERRED[platform][0]
@@ -215,10 +159,10 @@ def measure(
                 lost: str | None = "the time was over"
             else:
                 box = _box(task, left, tasks[i + 1 :])
-                lost = worker.do({**task, "box": box}, min(left, box + GRACE), records.add)
+                lost = _do(worker, {**task, "box": box}, min(left, box + GRACE), records.add)
                 if lost:
                     worker.end()
-                    worker = Worker(tiny is not None)
+                    worker = _worker(tiny is not None)
             if op and task["what"] == "numerics":
                 records.of(op)["checked"] = lost is None
             if op and lost:
