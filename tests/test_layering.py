@@ -60,7 +60,7 @@ TABLE = {
     "kvjax.weights.gates": r"kvjax\.(types|weights|loading|weights\.torch_file|policies\.wg_kv)",
     "kvjax.weights.torch_file": r"(?!)",
     "kvjax.weights.__main__": r"kvjax\.(cli|weights(\..+)?)",
-    "kvjax.timing": r"(?!)",
+    "kvjax.timing": r"pallas_kernels\.measure\.timing",
     "kvjax.cli": r"kvjax\.(algebra|decode|weights\.torch_file|models\.hf_config)",
     "kvjax.decode": r"kvjax\.decode\._.+",
     "kvjax.decode._capacity": rf"{STATE}|kvjax\.algebra",

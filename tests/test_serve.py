@@ -257,15 +257,6 @@ def test_compile_time_is_heard_and_is_part_of_the_wall_clock():
     assert end.compiling == middle.compiling
 
 
-def test_a_trace_inside_a_trace_counts_once():
-    before = timing.now().compiling
-    time.sleep(0.06)
-    timing._heard("/jax/compile/inner", 0.01)  # the compiler reports a stretch when it ends
-    timing._heard("/jax/compile/outer", 0.05)
-    timing._heard("/jax/something_else", 0.05)
-    assert timing.now().compiling - before == pytest.approx(0.05, abs=0.002)
-
-
 def test_speed_leaves_out_the_first_token_and_the_compiler():
     start, first, end = timing.Moment(0, 0), timing.Moment(3, 2.5), timing.Moment(6, 4.5)
     found = timings(start, first, end, tokens=11)
