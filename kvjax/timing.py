@@ -1,7 +1,7 @@
 """Time, and how much of it the compiler took, so that speed can be told apart from a first call's cost.
 
-Compile time is what ``pallas_kernels.measure.timing`` says it is: tracing, lowering, and compiling or fetching
-what was compiled before.
+Compile time is what ``pallas_kernels.measure.timing`` says it is: tracing, lowering, and compiling or
+fetching what was compiled before.
 """
 
 from __future__ import annotations
