@@ -158,3 +158,58 @@ def test_no_module_is_hidden_by_a_name_that_its_package_gives(package):
     modules = {name.rpartition(".")[2] for name in sources() if name.rpartition(".")[0] == package}
     assert len(modules) > 3
     assert not given & modules
+
+
+def circles(graph: dict[str, set[str]]) -> list[list[str]]:
+    """Groups of two or more modules that import each other, directly or round a corner (Tarjan)."""
+    order: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    found: list[list[str]] = []
+
+    def visit(name: str) -> None:
+        order[name] = low[name] = len(order)
+        stack.append(name)
+        for other in graph[name]:
+            if other not in order:
+                visit(other)
+                low[name] = min(low[name], low[other])
+            elif other in stack:
+                low[name] = min(low[name], order[other])
+        if low[name] == order[name]:
+            group = [stack.pop()]
+            while group[-1] != name:
+                group.append(stack.pop())
+            if len(group) > 1:
+                found.append(sorted(group))
+
+    for name in graph:
+        if name not in order:
+            visit(name)
+    return found
+
+
+def import_graph(given: dict[str, str]) -> dict[str, set[str]]:
+    """Who imports whom, imports inside functions and for types alone included."""
+    known = set(given)
+    graph = {name: imported(name, source, known) & known for name, source in given.items()}
+    fronts = {name for name in known if any(other.startswith(name + ".") for other in known)}
+    # A module that imports its own package's front, or a front its modules, is no circle of ideas.
+    return {
+        name: {other for other in others if not (other in fronts and name.startswith(other + "."))} - {name}
+        for name, others in graph.items()
+    }
+
+
+def test_no_module_imports_itself_round_a_corner():
+    assert circles(import_graph(sources())) == []
+
+
+def test_a_planted_circle_is_seen():
+    graph = import_graph({"kvjax.a": "import kvjax.b", "kvjax.b": "def f():\n    from kvjax import a"})
+    assert circles(graph) == [["kvjax.a", "kvjax.b"]]
+
+
+def test_no_module_is_called_policy():
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module("kvjax.policy")
