@@ -9,8 +9,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from kvjax import weights
 from kvjax.eval.errors import EvalError
 from kvjax.eval.protocol import PROTOCOLS
+from kvjax.weights import Sources
 
 SMOKE = Path("configs/eval/smoke.yaml")
 
@@ -44,6 +46,7 @@ class Job:
     seeds: list[int] = dataclasses.field(default_factory=lambda: [0])
     protocols: tuple[str, ...] = ("agnostic",)
     gates: str | None = None
+    weights: Sources = None
 
     def __post_init__(self) -> None:
         """Refuses what a config says wrongly; the command line's own types have done so already.
@@ -63,6 +66,13 @@ class Job:
             raise EvalError(f"samples: {self.samples!r} is out of range. Give a whole number, 1 or more.")
         if not self.protocols or not set(self.protocols) <= set(PROTOCOLS):
             raise EvalError(f"protocols: {list(self.protocols)!r}. Give one or both of {list(PROTOCOLS)}.")
+        if self.gates is not None and self.weights is not None:
+            raise EvalError(f"gates: {self.gates} and weights: {self.weights} are both said. Keep weights.")
+
+    @property
+    def given(self) -> Sources:
+        """What is said of learned weights; ``gates`` is the short form of a config, too."""
+        return self.weights if self.gates is None else {weights.GATES: self.gates}
 
 
 def _is(value: Any, kind: type, least: int) -> bool:
@@ -103,7 +113,7 @@ def _job(said: dict[str, Any]) -> Job:
         samples=said["samples"],
         seeds=said["seeds"],
         protocols=PROTOCOLS if said["protocol"] == "both" else (said["protocol"],),
-        gates=said["gates"],
+        weights=said["weights"],
     )
 
 
@@ -217,11 +227,7 @@ def _model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model", default="embedded", help="embedded, a folder or a hub id (default: embedded)"
     )
-    parser.add_argument(
-        "--gates",
-        metavar="FILE",
-        help="learned weights: a file, or the name of one the model ships (default: the model's own)",
-    )
+    weights.add_options(parser)
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of weights and cache")
 
 

@@ -6,12 +6,12 @@ import dataclasses
 from collections.abc import Sequence
 
 from kvjax.algebra import Policy
-from kvjax.eval import gates
 from kvjax.eval.errors import EvalError
 from kvjax.eval.protocol import protocols
 from kvjax.eval.sample import Task
 from kvjax.loading import LanguageModel
 from kvjax.types import Params
+from kvjax.weights import Sources, find, sources
 
 FULL = Policy()
 """The reference of every cell."""
@@ -28,7 +28,7 @@ class Cell:
       protocol: agnostic, aware or either.
       seed: of the samples.
       samples: how many.
-      gates: learned weights of the policy, ``name@digest``; "" where nothing in it is learned.
+      weights: learned ones of the policy, as ``kvjax.weights.Found.label`` names them.
     """
 
     task: str
@@ -37,7 +37,7 @@ class Cell:
     protocol: str
     seed: int
     samples: int
-    gates: str = ""
+    weights: str = ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,7 +48,7 @@ class Plan:
       cells: in order; the full cache stands in front of the other policies of its samples.
       policies: policy by its one-string form.
       skipped: (task, length) pairs in which a task does not fit, and from where on it does.
-      weights: of learned policies, by (policy, gates) of a cell.
+      weights: of learned policies, by (policy, weights) of a cell.
       remarks: on these weights, for whoever runs the plan.
     """
 
@@ -104,31 +104,28 @@ def plan(
     return Plan(cells=tuple(cells), policies=everyone, skipped=tuple(skipped))
 
 
-def gated(plan: Plan, model: LanguageModel, source: str | None) -> Plan:
+def with_weights(plan: Plan, model: LanguageModel, given: Sources) -> Plan:
     """The plan with the learned weights of its policies.
 
     Args:
       plan: without any.
       model: may ship some.
-      source: a file, the name of a shipped one, or None for the model's own.
+      given: files, or names of shipped weights, by part.
 
     Raises:
-      EvalError: a source, and no policy that learns.
-      WeightsError: weights that are nowhere, or do not fit.
+      WeightsError: weights that are nowhere, do not fit, or are for no part of any policy.
     """
-    found = {name: gates.chosen(policy, model, source) for name, policy in plan.policies.items()}
-    if source is not None and not any(found.values()):
-        raise EvalError(
-            f"--gates {source} is given, but no policy of the run learns anything. Leave it out, or give a "
-            "policy such as wg-kv."
-        )
-    cells = []
-    for cell in plan.cells:
-        mine = found[cell.policy]
-        cells.append(cell if mine is None else dataclasses.replace(cell, gates=mine.said))
-    weights = {(name, mine.said): mine.weights for name, mine in found.items() if mine is not None}
-    remarks = tuple(remark for mine in found.values() if mine is not None for remark in mine.remarks)
-    return dataclasses.replace(plan, cells=tuple(cells), weights=weights, remarks=remarks)
+    everyone = plan.policies.values()
+    found = {
+        name: find(one, model, sources(one, given, others=everyone)) for name, one in plan.policies.items()
+    }
+    cells = [dataclasses.replace(cell, weights=found[cell.policy].label) for cell in plan.cells]
+    return dataclasses.replace(
+        plan,
+        cells=tuple(cells),
+        weights={(name, mine.label): mine.weights for name, mine in found.items() if mine.weights},
+        remarks=tuple(remark for mine in found.values() for remark in mine.remarks),
+    )
 
 
 def joined(plans: Sequence[Plan]) -> Plan:

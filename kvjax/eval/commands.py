@@ -17,6 +17,7 @@ from kvjax.eval.data import find
 from kvjax.eval.errors import EvalError
 from kvjax.eval.store import Store, about, read
 from kvjax.loading import EMBEDDED, LanguageModel, load
+from kvjax.weights import sources
 
 Item = TypeVar("Item")
 
@@ -60,7 +61,7 @@ def model_of(values: dict[str, Any]) -> LanguageModel:
 def _run(asked: Asked) -> None:
     data = find()
     grids, notes = [], []
-    gates = [job.gates or asked.values["gates"] for job in asked.jobs]
+    given = [job.given or asked.values["weights"] for job in asked.jobs]
     for job in asked.jobs:
         wanted, absent = tasks.named(job.tasks, data)
         notes += [f"{task.name} needs {task.needs[0]}; left out." for task in absent]
@@ -75,7 +76,7 @@ def _run(asked: Asked) -> None:
             )
         )
     model = model_of(asked.values)
-    grids = [cells.gated(grid, model, source) for grid, source in zip(grids, gates)]
+    grids = [cells.with_weights(grid, model, said) for grid, said in zip(grids, given)]
     store = Store.open(asked.values["out"], about(model, data))
     for grid in grids:
         notes += [f"{task} fits from {fits} tokens on; left out at {n}." for task, n, fits in grid.skipped]
@@ -124,8 +125,10 @@ def _match(asked: Asked) -> None:
     task, length = _one(tasks.named(values["task"], data)[0], "--task"), _one(values["lengths"], "--lengths")
     model = model_of(values)
     samples = runner.draw(task, model, data, length=length, seed=0, count=values["samples"])
-    target = match.held(model, like, samples, length=length, gates=values["gates"])
-    found = match.matched(model, values["policy"], target.live, samples, length=length, gates=values["gates"])
+    both = like, parse_policy(values["policy"].replace("{}", str(length)))
+    mine, theirs = (sources(one, values["weights"], others=both) for one in both)
+    target = match.held(model, like, samples, length=length, weights=mine)
+    found = match.matched(model, values["policy"], target.live, samples, length=length, weights=theirs)
     for name, held, off in ((repr(like), target, 0.0), (found.policy, found.held, found.off)):
         sizes = {size: round(value) for size, value in dataclasses.asdict(held).items()}
         print(json.dumps({"policy": name, **sizes, "off": round(off, 5)}))

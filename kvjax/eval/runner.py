@@ -95,7 +95,7 @@ def run(
                 samples = draw(task, model, data, length=cell.length, seed=cell.seed, count=cell.samples)
                 drawn = {which: samples}  # the cells of one set of samples follow each other
             policy = plan.policies[cell.policy]
-            weights = plan.weights.get((cell.policy, cell.gates))
+            weights = plan.weights.get((cell.policy, cell.weights))
             batches = _measured(cell, policy, model, drawn[which], weights, bar.update)
             full = next((r for c, r in done.items() if c.policy == repr(FULL) and _which(c) == which), None)
             made = row(cell, task, policy, model, drawn[which], batches, full, data.source)

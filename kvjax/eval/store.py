@@ -7,7 +7,6 @@ folder is opened again, so that a run loses at most its current cell.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import os
 import platform
@@ -19,6 +18,7 @@ from kvjax.eval.cells import Cell
 from kvjax.eval.data import Data
 from kvjax.eval.errors import EvalError
 from kvjax.loading import LanguageModel
+from kvjax.weights import fingerprint
 
 SCHEMA = 2
 """Of rows and of samples; raised whenever older results can no longer stand beside new ones."""
@@ -29,12 +29,16 @@ Row = dict[str, Any]
 
 
 def about(model: LanguageModel, data: Data) -> dict[str, Any]:
-    """What must be equal for results to stand in one folder."""
+    """What must be equal for results to stand in one folder.
+
+    Older results have ``weights``: sixteen hex digits of the SHA-256 of the weight files, which told apart
+    files of one model in two dtypes.
+    """
     return {
         "schema": SCHEMA,
         "kvjax": kvjax.__version__,
         "model": named(model),
-        "weights": fingerprint(model),
+        "fingerprint": fingerprint(model),
         "dtype": str(model.params["embed"].dtype),
         "data": data.source,
     }
@@ -43,16 +47,6 @@ def about(model: LanguageModel, data: Data) -> dict[str, Any]:
 def named(model: LanguageModel) -> str:
     """The model's name: a local folder's own, without the path to it."""
     return Path(model.name).resolve().name if Path(model.name).is_dir() else model.name
-
-
-def fingerprint(model: LanguageModel) -> str:
-    """Sixteen hex digits of the weight files' SHA-256."""
-    digest = hashlib.sha256()
-    for file in sorted(model.folder.glob("*.safetensors")):
-        with file.open("rb") as stream:
-            while block := stream.read(1 << 22):
-                digest.update(block)
-    return digest.hexdigest()[:16]
 
 
 def versions() -> dict[str, str]:
@@ -103,8 +97,8 @@ class Store:
 
 
 def cell_of(row: Row) -> Cell:
-    """The cell a row is about."""
-    return Cell(**row["cell"])
+    """The cell a row is about; rows of before call its weights gates."""
+    return Cell(**{"weights" if name == "gates" else name: value for name, value in row["cell"].items()})
 
 
 def read(folder: Path) -> list[Row]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -30,9 +31,14 @@ def samples(row: Row) -> Samples:
 def name(row: Row) -> str:
     """Policy, its learned weights and its protocol, as tables show them."""
     cell = row["cell"]
-    gates = cell.get("gates", "").partition("@")[0]
-    said = f"{cell['policy']} [{gates}]" if gates else cell["policy"]
+    weights = re.sub("@[0-9a-f]+", "", learned(row))
+    said = f"{cell['policy']} [{weights}]" if weights else cell["policy"]
     return said if cell["protocol"] == "either" else f"{said}, {cell['protocol']}"
+
+
+def learned(row: Row) -> str:
+    """Names of the learned weights, "" where nothing is learned; rows of before call them gates."""
+    return str(row["cell"].get("weights", row["cell"].get("gates", "")))
 
 
 def quality(row: Row) -> list[float]:
@@ -211,8 +217,8 @@ def matched(results: Results) -> str:
     lines = []
     for at, mine in enumerate(results.rows):
         # Of two learned policies the one that stands first.
-        others = [b for i, b in enumerate(results.rows) if not b["cell"].get("gates") or i > at]
-        for other in others if mine["cell"].get("gates") and mine["informative"] else []:
+        others = [b for i, b in enumerate(results.rows) if not learned(b) or i > at]
+        for other in others if learned(mine) and mine["informative"] else []:
             if _comparable(mine, other):
                 lines.append(_pair(results, mine, other))
     heads = ["policy", "against", "task", "length", "n", "live % of full", "score", "difference",

@@ -24,7 +24,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (TorchFileError, WeightsError, ModelError) as error:
         print("error:", " ".join(str(error).split()), file=sys.stderr)
         return 2
-    print(f"{said.out} written. Serve it with --policy wg-kv --gates {said.out}.", file=sys.stderr)
+    print(
+        f"{said.out} written. Serve it with --policy wg-kv --weights write_gate={said.out}.", file=sys.stderr
+    )
     return 0
 
 

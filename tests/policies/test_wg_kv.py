@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
-from kvjax.weights import WeightsError
 from tiny import W
 
 import kvjax
@@ -19,6 +18,7 @@ from kvjax import decode, metrics
 from kvjax.algebra import Policy, PolicyError
 from kvjax.cache import ring as rings
 from kvjax.policies.wg_kv import WriteGate, gate_logits, initial
+from kvjax.weights import WeightsError
 
 LENGTHS, MORE = (44, 27), 12
 TEXTS = [tiny.prompt(n + MORE, seed) for seed, n in enumerate(LENGTHS)]
@@ -197,7 +197,7 @@ def test_windows_that_see_nothing_are_refused(window):
 
 @pytest.mark.parametrize("call", ["prefill", "generate"])
 def test_gates_are_asked_for_before_anything_is_computed(call):
-    with pytest.raises(WeightsError, match=r"write_gate.*--gates FILE, or weights=kvjax.weights_for"):
+    with pytest.raises(WeightsError, match=r"write_gate.*FILE, or weights=kvjax.weights_for"):
         getattr(kvjax, call)(tiny.model(), POLICY, prompts())
 
 
