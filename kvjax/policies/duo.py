@@ -58,6 +58,7 @@ class Duo(Admission):
     """
 
     name = "duo"
+    sizes = ("share", "window")
     learns = "duo"
     shipped = "duo"
     share: float = 0.5

@@ -38,6 +38,7 @@ class Quest(Selection):
     """
 
     name = "quest"
+    sizes = ("pages",)
     pages: int = 32
     chunk: int = 16
     dense: int = 2

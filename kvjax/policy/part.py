@@ -24,6 +24,7 @@ class Part:
       learns: the method whose learned weights it reads, or "" for a part that learns nothing. They travel as
         ``weights[place]``, a list with one pytree a layer.
       shipped: the name of the weights a model may bring for it (``<model>/gates/<name>.safetensors``).
+      sizes: fields that say how much is kept or read; with other numbers there it is the same method.
       fitted: arguments whose values weights are trained for; files note them, and other values are told.
     """
 
@@ -33,6 +34,7 @@ class Part:
     keeps: ClassVar[tuple[str, ...]] = ()
     learns: ClassVar[str] = ""
     shipped: ClassVar[str] = "default"
+    sizes: ClassVar[tuple[str, ...]] = ()
     fitted: ClassVar[tuple[str, ...]] = ()
 
     def check_weights(self, weights: Sequence[Params], network: Network) -> None:
