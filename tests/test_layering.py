@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
+OURS = ("kvjax", "pallas_kernels", "train", "studies")
 
 KERNELS = r"pallas_kernels(\.\w+\.api|\.numerics|\.dispatch)?"
 """Of the kernels, others see the signatures only."""
@@ -72,18 +73,23 @@ TABLE = {
     "kvjax.discovery": r"kvjax\.(policy|policies|budgets|storage)",
     "kvjax.compose": r"kvjax\.(policy|discovery)",
     "kvjax.methods_table": r"kvjax\.(policy|compose|discovery)",
+    "kvjax.catalogue": r"kvjax\.(policy|budgets\.amount|catalogue\..+)",
     "kvjax.bench": rf"kvjax(\.(?!serve).+)?|{KERNELS}",
     "kvjax.engine": r"kvjax\.(?!serve|eval|models|policies).+",
     "kvjax.serve": r"kvjax(\.(?!eval).+)?",
     "kvjax.eval": r"kvjax(\.(?!serve).+)?",
     "kvjax": r"kvjax\.(?!serve|eval|models|policies|text).+",
     "train": rf"train(\..+)?|kvjax(\.(?!serve).+)?|pallas_kernels\.aot|{KERNELS}",
+    "train.evaluate": r"train(\..+)?|kvjax(\.(?!serve).+)?|studies\.wg_kv\.heads",
+    "studies": r"kvjax(\.(?!serve).+)?",
+    "studies.conf_kv": r"studies\.conf_kv(\..+)?|kvjax(\.(?!serve).+)?",
+    "studies.wg_kv": r"studies\.wg_kv(\..+)?|train(\..+)?|kvjax(\.(?!serve).+)?",
 }
 
 
 def sources() -> dict[str, str]:
     """Module name to source of everything that is ours."""
-    files = [f for top in ("kvjax", "pallas_kernels", "train") for f in sorted((ROOT / top).rglob("*.py"))]
+    files = [file for top in OURS for file in sorted((ROOT / top).rglob("*.py"))]
     return {_name(f): f.read_text() for f in files}
 
 
@@ -103,7 +109,7 @@ def imported(module: str, source: str, known: set[str]) -> set[str]:
             for alias in node.names:
                 whole = f"{node.module}.{alias.name}"
                 found.add(whole if whole in known else str(node.module))
-    return {name for name in found if name.split(".")[0] in ("kvjax", "pallas_kernels", "train")}
+    return {name for name in found if name.split(".")[0] in OURS}
 
 
 def violations(given: dict[str, str]) -> list[str]:
