@@ -178,7 +178,7 @@ def _compiled(program: Any, platform: str, folder: pathlib.Path, case: Any) -> d
     elif platform == "gpu":
         with said.open() as lines:
             lines.seek(before)
-            found["kernels"] = registers(lines.read())
+            found["kernels"] = registers(streams.read())
     return found
 
 

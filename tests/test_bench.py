@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from kvjax import compose, metrics
+from kvjax import catalogue, metrics
 from kvjax.bench import ablate, arguments, decode, fill, page, plot, profile, ratios, results, weights
 from kvjax.bench.__main__ import main
 from kvjax.bench.journal import Journal
@@ -240,7 +240,7 @@ def test_a_profile_adds_up_and_its_page_names_who_is_above_the_limit(tmp_path):
 
 @pytest.mark.parametrize("spec", ["h2o + uniform(48)", "conf_kv(recent=8) + confidence(24, 48)"])
 def test_a_filled_state_ranks_by_attention_that_is_drawn(spec):
-    chosen, network = compose.policy(spec), decoder.Decoder(weights.TINY)
+    chosen, network = catalogue.policy(spec), decoder.Decoder(weights.TINY)
     state = fill.filled(network, chosen, {}, 100, 128, jnp.float32, 0, 8)
     assert int(state.length[0]) == 100
     assert metrics.live_slots(state).max() == 48
@@ -252,8 +252,8 @@ def test_every_shipped_policy_is_profiled_at_every_context():
     settings = arguments.parse(["profile"]).settings
     cells = profile.cells(settings)
     for context in (2048, 32768):
-        here = {compose.policy(spec) for _, at, spec in cells if at == context}
-        assert {compose.policy(spec) for spec in compose.PRESETS} <= here
+        here = {catalogue.policy(spec) for _, at, spec in cells if at == context}
+        assert {catalogue.policy(spec) for spec in catalogue.PRESETS} <= here
     assert profile.work(settings, set(cells[:3])) == len(cells) - 3
 
 

@@ -18,11 +18,11 @@ from tiny import quick_compiles  # noqa: F401
 
 import kvjax
 from kvjax import decode
+from kvjax.algebra import Every, Policy
 from kvjax.cache import pages as paging
 from kvjax.cache import ring as rings
 from kvjax.cache.pages import Pages
 from kvjax.cache.state import KVState
-from kvjax.policy import Every, Policy, SelectAll
 
 LENGTHS, STEPS = (52, 30, 5), 12
 COMBINED = (
@@ -83,13 +83,13 @@ def live(policy: Policy) -> Life:
 
 
 def paged(state: KVState) -> list[Pages]:
-    return [pages for layer in state.layers for pages in layer.rooms]
+    return [pages for layer in state.layers for pages in layer.pools]
 
 
 def with_pages(state: KVState, pages: list[Pages]) -> KVState:
     """The state with its paged layers' pages replaced, in order."""
     new = iter(pages)
-    layers = tuple(layer.with_rooms([next(new) for _ in layer.rooms]) for layer in state.layers)
+    layers = tuple(layer.with_pools([next(new) for _ in layer.pools]) for layer in state.layers)
     return dataclasses.replace(state, layers=layers)
 
 
@@ -165,7 +165,7 @@ def test_live_slots_are_what_the_budget_says(policy):
                 continue
             w, admit = room.ring.window, room.ring.admit
             at = np.asarray(rings.positions(jnp.asarray(state.length), w))
-            slots = tiny.held(*room.rooms)
+            slots = tiny.held(*room.pools)
             for row, prompt in enumerate(LENGTHS):
                 seen, counts = prompt + steps, []
                 for head in range(2):
@@ -226,7 +226,7 @@ def test_sinks_and_window_are_there_and_no_position_is_held_twice(policy):
                 ring = set(at[row][at[row] >= 0].tolist())
                 assert ring == set(range(max(0, seen - room.ring.window), seen))
                 for head in range(2):
-                    stored = tiny.held(*room.rooms)[row, head].keys() if room.rooms else set()
+                    stored = tiny.held(*room.pools)[row, head].keys() if room.pools else set()
                     assert not ring & stored
                     assert all(0 <= pos < seen for pos in stored)
                     assert set(range(min(policy.sinks, seen))) <= ring | stored
@@ -284,9 +284,9 @@ paged_policy = pytest.mark.parametrize("policy", [p for p in EXAMPLES if p.paged
 @paged_policy
 def test_permuting_slots_changes_nothing(policy):
     life, random = live(policy), np.random.default_rng(3)
-    group = tiny.PAGE if policy.selection == SelectAll() else policy.selection.chunk
+    group = tiny.PAGE if policy.selection.idle else policy.selection.chunk
     state = life.after(0)
-    together = policy.eviction.one_voice and policy.decides_later
+    together = policy.eviction.shared_ranking and policy.decides_later
     moved = [shuffled(p, random, group, together) for p in paged(state)]
     for old, new in zip(paged(state), moved):
         tiny.owned_once(new)
@@ -372,7 +372,7 @@ def test_inactive_rows_leave_no_trace(policy):
         for new, old in zip(jax.tree.leaves(room.ring), jax.tree.leaves(before.ring)):
             np.testing.assert_array_equal(np.asarray(new)[1], old[1])
         if room.pages is not None:
-            mine, theirs = tiny.held(*room.rooms), tiny.held(*before.rooms)
+            mine, theirs = tiny.held(*room.pools), tiny.held(*before.pools)
             for head in range(2):
                 assert jax.tree.all(jax.tree.map(np.array_equal, mine[1, head], theirs[1, head]))
 

@@ -7,9 +7,9 @@ import json
 
 import pytest
 
-from kvjax import discovery, policy
+from kvjax import catalogue, policy
+from kvjax.algebra import Budget, Policy
 from kvjax.catalogue import describe, family, opened
-from kvjax.policy import Budget, Policy
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def test_a_budget_that_says_nothing_is_sized_by_its_first_field():
 
 
 def test_every_size_of_every_part_is_one_of_its_fields():
-    for part in discovery.parts().values():
+    for part in catalogue.parts().values():
         fields = {field.name for field in dataclasses.fields(part)}
         assert set(part.sizes) <= fields, part.name
 

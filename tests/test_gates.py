@@ -18,11 +18,11 @@ from safetensors.numpy import load_file, save_file
 from tiny import quick_compiles  # noqa: F401
 
 import kvjax
-from kvjax.learned import WeightsError, fingerprint, read_weights
+from kvjax.algebra import Policy
 from kvjax.policies.duo import Duo
 from kvjax.policies.wg_kv import WriteGate
-from kvjax.policy import Policy
 from kvjax.serve.__main__ import main as serve
+from kvjax.weights import WeightsError, fingerprint, read_weights
 
 GATED, DUO = kvjax.policy("write_gate(0.5, window=16) + sinks(2)"), kvjax.policy("duo(0.5, window=16)")
 NOTES = {"lambda": 0.08, "tau": 0.5, "window": 16, "seed": 3}

@@ -12,16 +12,16 @@ import pytest
 ROOT = Path(__file__).parents[1]
 OURS = ("kvjax", "pallas_kernels", "train", "studies")
 
+WEIGHTS = r"kvjax(\.(types|weights\._.+))?"
+"""Learned weights; ``kvjax`` itself for its version."""
+
 KERNELS = r"pallas_kernels(\.\w+\.api|\.numerics|\.dispatch)?"
 """Of the kernels, others see the signatures only."""
 
 STATE = r"kvjax\.(types|cache(\..+)?)"
 
-PLACE = r"kvjax\.(types|policy\.(errors|observation|part))"
-"""Of the policy, the modules of its places see what all parts are."""
-
-LOOP = r"decode\.(requests|rooms|sizes|walk|weights)"
-"""What the host's loops share; none of it knows a loop."""
+PLACE = r"kvjax\.(types|algebra\._(errors|observation|part))"
+"""Of the algebra, the modules of its places see what all parts are."""
 
 # The longest name that begins a module's name gives the rule: a pattern for what it may import of ours.
 TABLE = {
@@ -29,51 +29,44 @@ TABLE = {
     "kvjax.types": r"(?!)",
     "kvjax.cache": STATE,
     "kvjax.sampling": STATE,
-    "kvjax.policy": r"kvjax\.policy\..+",
-    "kvjax.policy.errors": r"(?!)",
-    "kvjax.policy.observation": r"kvjax\.(types|policy\.errors)",
-    "kvjax.policy.part": r"kvjax\.(types|policy\.observation)",
-    "kvjax.policy.admission": PLACE,
-    "kvjax.policy.eviction": rf"{PLACE}|kvjax\.cache\.pages",
-    "kvjax.policy.selection": rf"{PLACE}|kvjax\.cache\.pages",
-    "kvjax.policy.storage": rf"{PLACE}|kvjax\.cache\.(pages|write)",
-    "kvjax.policy.budget": PLACE,
-    "kvjax.policy.completion": PLACE,
-    "kvjax.budgets": rf"{STATE}|kvjax\.policy|kvjax\.budgets(\..+)?",
-    "kvjax.storage": rf"{STATE}|kvjax\.policy|kvjax\.storage\.codes|{KERNELS}",
-    "kvjax.policies": rf"{STATE}|kvjax\.policy|kvjax\.budgets\..+|{KERNELS}",
+    "kvjax.algebra": r"kvjax\.algebra\._.+",
+    "kvjax.algebra._errors": r"(?!)",
+    "kvjax.algebra._observation": r"kvjax\.(types|algebra\._errors)",
+    "kvjax.algebra._part": r"kvjax\.(types|algebra\._observation)",
+    "kvjax.algebra._admission": PLACE,
+    "kvjax.algebra._eviction": rf"{PLACE}|kvjax\.cache\.pages",
+    "kvjax.algebra._selection": rf"{PLACE}|kvjax\.cache\.pages",
+    "kvjax.algebra._storage": rf"{PLACE}|kvjax\.cache\.(pages|write)",
+    "kvjax.algebra._budget": PLACE,
+    "kvjax.algebra._completion": PLACE,
+    "kvjax.algebra._policy": r"kvjax\.algebra\._.+",
+    "kvjax.budgets": rf"{STATE}|kvjax\.algebra|kvjax\.budgets(\..+)?",
+    "kvjax.storage": rf"{STATE}|kvjax\.algebra|kvjax\.storage\.codes|{KERNELS}",
+    "kvjax.policies": rf"{STATE}|kvjax\.algebra|kvjax\.budgets\..+|{KERNELS}",
     "kvjax.models": r"kvjax\.types|kvjax\.models(\..+)?",
     "kvjax.text": r"kvjax\.models\.spec",
     "kvjax.loading": r"kvjax\.(types|text|models(\..+)?)",
     "kvjax.metrics": STATE,
-    "kvjax.ageing": rf"{STATE}|kvjax\.policy",
-    "kvjax.layer": r"kvjax\.layer\..+",
-    "kvjax.layer.site": rf"{STATE}|kvjax\.policy",
-    "kvjax.layer.reading": rf"{STATE}|kvjax\.(policy|layer\.site)|{KERNELS}",
-    "kvjax.layer.mass": rf"{STATE}|kvjax\.(policy|layer\.(site|reading))",
-    "kvjax.layer.eviction": rf"{STATE}|kvjax\.(policy|ageing|layer\.site)",
-    "kvjax.layer.door": rf"{STATE}|kvjax\.(policy|ageing|layer\.(site|eviction))",
-    "kvjax.layer.prompts": rf"{STATE}|kvjax\.(policy|layer\.(site|reading|mass|door))|{KERNELS}",
-    "kvjax.layer.visits": rf"{STATE}|kvjax\.(policy|ageing|layer\.(?!prompts).+)|{KERNELS}",
-    "kvjax.learned": r"kvjax(\.(types|policy))?",
-    "kvjax.torch_file": r"(?!)",
-    "kvjax.gates": rf"kvjax\.(types|learned|loading|torch_file|models\.hf_config|policies\.wg_kv)|{KERNELS}",
-    "kvjax.decode": r"kvjax\.decode\..+",
-    "kvjax.decode.sizes": r"(?!)",
-    "kvjax.decode.requests": r"kvjax\.(types|cache\.state)",
-    "kvjax.decode.rooms": rf"{STATE}|kvjax\.(policy|decode\.sizes)",
-    "kvjax.decode.weights": r"kvjax\.(types|policy|learned)",
-    "kvjax.decode.walk": r"kvjax\.(types|cache\.state|policy|layer|decode\.weights)",
-    "kvjax.decode.chunks": rf"{STATE}|kvjax\.(policy|metrics|{LOOP})",
-    "kvjax.decode.layerwise": rf"{STATE}|kvjax\.(policy|ageing|layer|metrics|{LOOP})",
-    "kvjax.decode.prompts": rf"{STATE}|kvjax\.(policy|decode\.(chunks|layerwise)|{LOOP})",
-    "kvjax.decode.segments": r"kvjax\.(types|cache\.state|policy|sampling|decode\.walk)",
-    "kvjax.decode.generation": rf"{STATE}|kvjax\.(policy|learned|metrics|sampling|{LOOP})"
-    r"|kvjax\.decode\.(prompts|segments)",
-    "kvjax.discovery": r"kvjax\.(policy|policies|budgets|storage)",
-    "kvjax.compose": r"kvjax\.(policy|discovery)",
-    "kvjax.methods_table": r"kvjax\.(policy|compose|discovery)",
-    "kvjax.catalogue": r"kvjax\.(policy|budgets\.amount|catalogue\..+)",
+    "kvjax.layer": r"kvjax\.layer\._.+",
+    "kvjax.layer._info": rf"{STATE}|kvjax\.algebra",
+    "kvjax.layer._demote": rf"{STATE}|kvjax\.algebra",
+    "kvjax.layer._evict": rf"{STATE}|kvjax\.(algebra|layer\._(demote|info))",
+    "kvjax.layer._admit": rf"{STATE}|kvjax\.(algebra|layer\._(demote|info|evict))",
+    "kvjax.layer._read": rf"{STATE}|kvjax\.(algebra|layer\._info)|{KERNELS}",
+    "kvjax.layer._mass": rf"{STATE}|kvjax\.(algebra|layer\._(info|read))",
+    "kvjax.layer._prompt": rf"{STATE}|kvjax\.(algebra|layer\._(info|read|mass|admit))|{KERNELS}",
+    "kvjax.layer._step": rf"{STATE}|kvjax\.layer\._(?!prompt).+|{KERNELS}",
+    "kvjax.weights": rf"{WEIGHTS}|kvjax\.algebra",
+    "kvjax.weights.gates": rf"kvjax\.(types|weights|loading|weights\.torch_file|policies\.wg_kv)|{KERNELS}",
+    "kvjax.weights.torch_file": r"(?!)",
+    "kvjax.weights.__main__": r"kvjax\.(weights(\..+)?|models\.hf_config|cli)",
+    "kvjax.decode": r"kvjax\.decode\._.+",
+    "kvjax.decode._capacity": rf"{STATE}|kvjax\.algebra",
+    "kvjax.decode._checks": r"kvjax\.(types|cache\.state|algebra|weights)",
+    "kvjax.decode._step": r"kvjax\.(types|cache\.state|algebra|layer)",
+    "kvjax.decode._prefill": rf"{STATE}|kvjax\.(algebra|layer|metrics|decode\._(capacity|checks|step))",
+    "kvjax.decode._generate": rf"{STATE}|kvjax\.(algebra|weights|metrics|sampling|decode\._.+)",
+    "kvjax.catalogue": r"kvjax\.(algebra|policies|budgets(\.amount)?|storage|catalogue\._.+)",
     "kvjax.bench": rf"kvjax(\.(?!serve).+)?|{KERNELS}",
     "kvjax.engine": r"kvjax\.(?!serve|eval|models|policies).+",
     "kvjax.serve": r"kvjax(\.(?!eval).+)?",
@@ -140,12 +133,12 @@ def test_everyone_imports_only_what_the_table_allows():
         ("kvjax.policies.new", "def f():\n    from kvjax import decode"),
         ("kvjax.policies.new", "from pallas_kernels.blockwise import xla"),
         ("kvjax.models.decoder", "import kvjax.cache.state"),
-        ("kvjax.policies.new", "from kvjax.policy.joined import Policy"),
-        ("kvjax.policy.part", "from kvjax.cache.pages import Slots"),
-        ("kvjax.policy.budget", "from kvjax.policy.eviction import Eviction"),
+        ("kvjax.policies.new", "from kvjax.algebra._policy import Policy"),
+        ("kvjax.algebra", "from kvjax.cache.pages import Slots"),
+        ("kvjax.algebra", "from kvjax.algebra import Eviction"),
         ("kvjax.decode", "from kvjax.models import decoder"),
-        ("kvjax.decode.walk", "from kvjax.decode import generation"),
-        ("kvjax.cache.pages", "from kvjax.policy import Part"),
+        ("kvjax.decode._step", "from kvjax.decode import _generate"),
+        ("kvjax.cache.pages", "from kvjax.algebra import Part"),
         ("kvjax.engine", "from kvjax.serve import chat"),
         ("kvjax", "from kvjax.models.hf import load"),
         ("pallas_kernels.phi.api", "import kvjax"),
@@ -157,9 +150,11 @@ def test_a_planted_violation_is_seen(module, source):
     assert len(violations({module: source})) == 1
 
 
-@pytest.mark.parametrize("package", ["kvjax.policy", "kvjax.layer", "kvjax.decode"])
+@pytest.mark.parametrize(
+    "package", ["kvjax", "kvjax.algebra", "kvjax.layer", "kvjax.decode", "kvjax.catalogue", "kvjax.weights"]
+)
 def test_no_module_is_hidden_by_a_name_that_its_package_gives(package):
     given = set(importlib.import_module(package).__all__)
     modules = {name.rpartition(".")[2] for name in sources() if name.rpartition(".")[0] == package}
-    assert len(modules) > 5
+    assert len(modules) > 3
     assert not given & modules

@@ -11,9 +11,10 @@ from tiny import quick_compiles  # noqa: F401
 from torch_writer import published, write_torch
 
 import kvjax
-from kvjax.gates import converted, main, random_gates
-from kvjax.learned import read_weights
 from kvjax.policies.wg_kv import gate_logits
+from kvjax.weights import read_weights
+from kvjax.weights.__main__ import main
+from kvjax.weights.gates import converted, random_gates
 
 
 @pytest.mark.parametrize("norms", [False, True])

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from tiny import quick_compiles  # noqa: F401
 
-from kvjax import methods_table
+from kvjax import catalogue
 from kvjax.serve.arguments import parse
 
 ROOT = Path(__file__).parents[1]
@@ -41,9 +41,9 @@ def test_the_example_prints_what_readme_shows(capsys):
 
 
 def test_the_table_of_methods_is_what_discovery_finds():
-    assert methods_table.placed(README) == README, f"run: {methods_table.BEGIN[14:-4]}"
+    assert catalogue.placed(README) == README, f"run: {catalogue.BEGIN[14:-4]}"
     for method in ("snapkv", "ada", "int8", "window"):
-        assert f"| `{method}` |" in methods_table.table()
+        assert f"| `{method}` |" in catalogue.table()
 
 
 def serve_commands() -> list[list[str]]:

@@ -18,7 +18,7 @@ import pytest
 from tiny import quick_compiles  # noqa: F401
 
 import kvjax
-from kvjax import compose, discovery, metrics
+from kvjax import catalogue, metrics
 from kvjax.serve import clock, facts
 from kvjax.serve.__main__ import main
 from kvjax.serve.arguments import parse
@@ -152,7 +152,7 @@ def test_help_lists_every_preset_and_part(capsys):
         main(["--help"])
     out = capsys.readouterr().out
     assert left.value.code == 0
-    for name in {*compose.PRESETS, *discovery.parts()}:
+    for name in {*catalogue.PRESETS, *catalogue.parts()}:
         assert re.search(rf"\b{re.escape(name)}\b", out), name
 
 

@@ -22,10 +22,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from kvjax.learned import save_weights
 from kvjax.models.hf import ModelError
 from kvjax.models.spec import ModelSpec
 from kvjax.types import Heads, Params
+from kvjax.weights import save_weights
 from train import distill, gate_rows, gates, loop
 from train.gate_settings import ConfigError, Settings, backbone, optimizer, read
 

@@ -25,12 +25,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from kvjax.learned import save_weights
 from kvjax.models.decoder import logits as vocabulary
 from kvjax.models.hf import ModelError
 from kvjax.models.spec import ModelSpec
 from kvjax.policies.wg_kv import gate_logits, initial
 from kvjax.types import Params
+from kvjax.weights import save_weights
 from train import distill, gate_card, gate_plan, gate_rows, loop, mesh, recall
 from train.gate_settings import ConfigError, Settings, backbone, optimizer, read
 

@@ -14,11 +14,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from kvjax.algebra import PolicyError
 from kvjax.bench import arguments, machine, results
 from kvjax.bench.arguments import Asked
 from kvjax.bench.errors import BenchError
 from kvjax.bench.journal import Journal
-from kvjax.policy import PolicyError
 
 Row = dict[str, Any]
 

@@ -12,14 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax import decode, metrics
+from kvjax.algebra import Policy
 from kvjax.bench import machine
 from kvjax.bench.answering import answer
 from kvjax.bench.cut import Cut
 from kvjax.bench.fill import filled, untrained
 from kvjax.cache.state import KVState
-from kvjax.compose import policy
+from kvjax.catalogue import policy
 from kvjax.loading import LanguageModel, load
-from kvjax.policy import Policy
 from kvjax.sampling import sampling
 from kvjax.types import EMPTY, Network, Params
 

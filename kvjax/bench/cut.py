@@ -19,12 +19,12 @@ import jax
 import jax.numpy as jnp
 
 from kvjax import layer as layers
+from kvjax.algebra import Picked, Policy, SelectAll, Selection
 from kvjax.cache import ring as rings
 from kvjax.cache.pages import Pages
 from kvjax.cache.ring import Entry
 from kvjax.cache.state import LayerCache
 from kvjax.models.decoder import Decoder
-from kvjax.policy import Picked, Policy, SelectAll, Selection
 from kvjax.types import AttendFn, C, Heads, Params
 from pallas_kernels.blockwise.api import blockwise
 from pallas_kernels.merge.api import merge
@@ -49,10 +49,10 @@ class Given(Selection):
     def select(self, params: Params | None, q: Float[Array, "B N H"], pages: Pages, which: int) -> Picked:
         """Of the real one's shape."""
         shape = jax.eval_shape(lambda q, pages: self.real.select(params, q, pages, which), q, pages)
-        visited, entries = shape.pages.shape[-1], pages.table.shape[-1]
+        visited, entries = shape.entries.shape[-1], pages.table.shape[-1]
         spread = jnp.arange(visited) * entries // visited
         ones = None if shape.slots is None else jnp.ones(shape.slots.shape, bool)
-        return Picked(pages=jnp.broadcast_to(spread, shape.pages.shape), slots=ones)
+        return Picked(entries=jnp.broadcast_to(spread, shape.entries.shape), slots=ones)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,13 +111,13 @@ class Cut(Decoder):
 
         return attend
 
-    def _read(self, index: int, room: LayerCache, q: Array) -> list[layers.Partial]:
+    def _read(self, index: int, room: LayerCache, q: Array) -> tuple[layers.Partial, ...]:
         policy = self.policy
-        if policy.selection != SelectAll():
+        if not policy.selection.idle:
             policy = dataclasses.replace(policy, selection=Given(real=policy.selection))
         total = jnp.zeros(q.shape[0], jnp.int32)
-        site = layers.Site(policy, {}, index, self.num_layers, None, total)
-        return layers.read_pages(site, room, q, decoding=True, softcap=self.spec.attn_softcap)
+        site = layers.LayerInfo(policy, {}, index, self.num_layers, None, total)
+        return layers.read_pages(site, room, q, decoding=True, softcap=self.spec.attn_softcap).partials
 
 
 def _ring(
@@ -135,7 +135,7 @@ def _ring(
 
 def _touched(room: LayerCache, positions: Int[Array, "B 1"]) -> LayerCache:
     """The same pages, but the compiler cannot know: nothing of the read may be computed before the loop."""
-    return room.with_rooms([_touched_pages(pages, positions[0, 0] < 0) for pages in room.rooms])
+    return room.with_pools([_touched_pages(pages, positions[0, 0] < 0) for pages in room.pools])
 
 
 def _touched_pages(pages: Pages, no: Array) -> Pages:

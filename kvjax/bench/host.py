@@ -20,7 +20,7 @@ import numpy as np
 
 from kvjax import decode
 from kvjax.cache.state import KVState
-from kvjax.compose import policy
+from kvjax.catalogue import policy
 from kvjax.models import decoder
 from kvjax.models.spec import ModelSpec
 

@@ -20,14 +20,14 @@ import jax
 import numpy as np
 
 from kvjax import decode, metrics
+from kvjax.algebra import Policy
 from kvjax.bench import machine
 from kvjax.bench.answering import answer
 from kvjax.bench.fill import untrained
 from kvjax.cache import state as states
 from kvjax.cache.state import KVState
-from kvjax.compose import policy
+from kvjax.catalogue import policy
 from kvjax.loading import LanguageModel, load
-from kvjax.policy import Policy
 from kvjax.types import Params
 
 _COMPILING = ("jaxpr_to_mlir_module_duration", "backend_compile_duration")

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvjax import compose
+from kvjax import catalogue
 from kvjax.bench import machine
 from kvjax.bench.child import Child, ChildError
 from kvjax.bench.sides import OURS, WARM, Settings
@@ -56,8 +56,8 @@ def cells(settings: Settings, have: Collection[Cell] = ()) -> list[Cell]:
     """What was asked, and where nothing was, every shipped policy; less what is measured already."""
     specs = list(settings.policies)
     if settings.policies == OURS:
-        known = {compose.policy(spec) for spec in specs}
-        specs += [spec for spec in (*compose.PRESETS, EVERY_STEP) if compose.policy(spec) not in known]
+        known = {catalogue.policy(spec) for spec in specs}
+        specs += [spec for spec in (*catalogue.PRESETS, EVERY_STEP) if catalogue.policy(spec) not in known]
     found = itertools.product(settings.dtypes, settings.contexts, specs)
     return [one for one in found if one not in have]
 

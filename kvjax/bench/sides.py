@@ -10,7 +10,7 @@ from kvjax.bench import machine, peers
 from kvjax.bench.child import Child
 from kvjax.bench.errors import BenchError
 from kvjax.bench.weights import SIZES, count
-from kvjax.compose import policy
+from kvjax.catalogue import policy
 from kvjax.models.spec import ModelSpec
 
 FULL, UNIFORM, PER_HEAD = "full", "snapkv + uniform(0.25)", "snapkv + ada(0.25)"

@@ -1,4 +1,4 @@
-"""AdaKV: the heads of a layer share its slots, and the scores decide who gets how many.
+"""AdaKV: the heads of a layer share its slots, and the scores decide how many each gets.
 
 Feng et al., Ada-KV: Optimizing KV Cache Eviction by Adaptive Budget Allocation for Efficient LLM
 Inference, https://arxiv.org/abs/2407.11550
@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
 
+from kvjax.algebra import Budget, Frame, PolicyError, When
 from kvjax.budgets import amount as amounts
-from kvjax.policy import Budget, Frame, PolicyError, When
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int
@@ -49,12 +49,12 @@ class Ada(Budget):
         return amounts.least(self.amount)
 
     def targets(
-        self, frame: Frame, seen: Int[Array, " B"], scores: Float[Array, "B K T"] | None
+        self, frame: Frame, length: Int[Array, " B"], scores: Float[Array, "B K T"] | None
     ) -> Int[Array, "B K"]:
         """How many of the layer's best scores fall to each head; ties go to the lowest head and position."""
         assert scores is not None  # noqa: S101  (the caller's contract: from_scores)
         heads, tokens = scores.shape[1:]
-        mean = jnp.floor(amounts.slots(self.amount, frame, seen) + 0.5).astype(jnp.int32)
+        mean = jnp.floor(amounts.slots(self.amount, frame, length) + 0.5).astype(jnp.int32)
         sure = jnp.floor(mean * self.floor).astype(jnp.int32)
         rank = _rank(scores)
         # A head's sure tokens go first in the layer's order, whatever the others score.

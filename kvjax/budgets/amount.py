@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 
-from kvjax.policy import Every, Frame, PolicyError, When
+from kvjax.algebra import Every, Frame, PolicyError, When
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int
@@ -55,12 +55,12 @@ def measured(amount: Any) -> dict[str, int | float | str] | None:
     return {"number": amount, "unit": "slots" if isinstance(amount, int) else "share"}
 
 
-def slots(amount: Amount, frame: Frame, seen: Int[Array, " B"]) -> Float[Array, " B"]:
-    """The amount as (fractional) slots per stream, for rows that have seen ``seen`` tokens."""
+def slots(amount: Amount, frame: Frame, length: Int[Array, " B"]) -> Float[Array, " B"]:
+    """The amount as (fractional) slots per stream, for rows that have seen ``length`` tokens."""
     if isinstance(amount, int):
-        return jnp.full(seen.shape, amount, jnp.float32)
+        return jnp.full(length.shape, amount, jnp.float32)
     if isinstance(amount, float):
-        return amount * seen.astype(jnp.float32)
+        return amount * length.astype(jnp.float32)
     number, unit = re.fullmatch(r"(\d+)(\w+)", amount).groups()  # type: ignore[union-attr]
     streams = frame.layers * frame.kv_heads
-    return jnp.full(seen.shape, int(number) * UNITS[unit] / (streams * frame.slot_bytes), jnp.float32)
+    return jnp.full(length.shape, int(number) * UNITS[unit] / (streams * frame.slot_bytes), jnp.float32)

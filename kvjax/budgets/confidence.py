@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 
-from kvjax.policy import Budget, Frame, PolicyError
+from kvjax.algebra import Budget, Frame, PolicyError
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int
@@ -101,11 +101,11 @@ class Confidence(Budget):
         return self.wh * (1 - flat) + self.wm * jax.nn.sigmoid(first - second) + self.wp * jnp.exp(first)
 
     def targets(
-        self, frame: Frame, seen: Int[Array, " B"], scores: Float[Array, "B K T"] | None
+        self, frame: Frame, length: Int[Array, " B"], scores: Float[Array, "B K T"] | None
     ) -> Int[Array, "B K"]:
         """The same for all heads of a layer."""
         del scores
-        mean = jnp.full(seen.shape, self.loose)
+        mean = jnp.full(length.shape, self.loose)
         if frame.confidence is not None:
             mean = jnp.where(frame.confidence >= self.threshold, self.tight, self.loose)
         steps = frame.layers - 1

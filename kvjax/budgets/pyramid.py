@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
 
+from kvjax.algebra import Budget, Frame, PolicyError, When
 from kvjax.budgets import amount as amounts
-from kvjax.policy import Budget, Frame, PolicyError, When
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int
@@ -60,12 +60,12 @@ class Pyramid(Budget):
         return None if mean is None else int(mean * (2 - 1 / self.slope) + 0.5)
 
     def targets(
-        self, frame: Frame, seen: Int[Array, " B"], scores: Float[Array, "B K T"] | None
+        self, frame: Frame, length: Int[Array, " B"], scores: Float[Array, "B K T"] | None
     ) -> Int[Array, "B K"]:
         """The same for all heads of a layer."""
         del scores
-        mean = amounts.slots(self.amount, frame, seen)
-        spread = jnp.minimum(mean * (1 - 1 / self.slope), jnp.maximum(seen - mean, 0))
+        mean = amounts.slots(self.amount, frame, length)
+        spread = jnp.minimum(mean * (1 - 1 / self.slope), jnp.maximum(length - mean, 0))
         down = 1 - 2 * frame.layer / max(frame.layers - 1, 1)  # +1 at layer 0 … -1 at the last
         down = jnp.where(frame.layers > 1, down, 0.0)
         return jnp.floor(mean + spread * down + 0.5).astype(jnp.int32)[:, None]

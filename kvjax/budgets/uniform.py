@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
 
+from kvjax.algebra import Budget, Frame, When
 from kvjax.budgets import amount as amounts
-from kvjax.policy import Budget, Frame, When
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int
@@ -45,9 +45,9 @@ class Uniform(Budget):
         return amounts.least(self.amount)
 
     def targets(
-        self, frame: Frame, seen: Int[Array, " B"], scores: Float[Array, "B K T"] | None
+        self, frame: Frame, length: Int[Array, " B"], scores: Float[Array, "B K T"] | None
     ) -> Int[Array, "B K"]:
         """The same for all heads."""
         del scores
         rounding = 0.0 if isinstance(self.amount, str) else 0.5
-        return jnp.floor(amounts.slots(self.amount, frame, seen) + rounding).astype(jnp.int32)[:, None]
+        return jnp.floor(amounts.slots(self.amount, frame, length) + rounding).astype(jnp.int32)[:, None]

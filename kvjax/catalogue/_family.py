@@ -7,8 +7,8 @@ import dataclasses
 from collections.abc import Collection, Mapping
 from typing import Any, TypeVar
 
+from kvjax.algebra import PLACES, Part, Policy
 from kvjax.budgets import amount as amounts
-from kvjax.policy import PLACES, Part, Policy
 
 Value = TypeVar("Value", Part, Policy)
 

@@ -15,11 +15,11 @@ def main(argv: list[str] | None = None) -> int:
     Args:
       argv: the words after ``python -m kvjax.eval``; None reads them from the process.
     """
+    from kvjax.algebra import PolicyError
     from kvjax.decode import RequestError
     from kvjax.eval import commands
     from kvjax.eval.errors import EvalError
     from kvjax.models.hf_config import ModelError
-    from kvjax.policy import PolicyError
 
     try:
         commands.do(sys.argv[1:] if argv is None else argv)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvjax import decode
-from kvjax.compose import policy as parse_policy
+from kvjax.catalogue import policy as parse_policy
 from kvjax.eval import arguments, tasks
 from kvjax.eval.arguments import Asked
 from kvjax.eval.errors import EvalError

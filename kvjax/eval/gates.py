@@ -6,10 +6,10 @@ import dataclasses
 import hashlib
 from pathlib import Path
 
-from kvjax.learned import SHIPPED, weights_and_remarks
+from kvjax.algebra import Policy
 from kvjax.loading import LanguageModel
-from kvjax.policy import Policy
 from kvjax.types import Params
+from kvjax.weights import SHIPPED, weights_and_remarks
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

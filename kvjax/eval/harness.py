@@ -20,11 +20,11 @@ from typing import Any
 import numpy as np
 
 from kvjax import decode
-from kvjax.compose import policy as parse_policy
+from kvjax.catalogue import policy as parse_policy
 from kvjax.eval.errors import EvalError
-from kvjax.eval.measure import counted, forced
-from kvjax.learned import weights_for
+from kvjax.eval.measure import forced
 from kvjax.loading import EMBEDDED, load
+from kvjax.weights import weights_for
 
 try:
     from lm_eval.api.model import LM
@@ -179,7 +179,7 @@ class KVJax(LM):
         else:
             prompts = [ask.prompt[:-1] for ask in filled]
             state, _ = decode.prefill(self.model, self.policy, prompts, context=context, weights=self.weights)
-        state = counted.roomy(self.policy, state, 1)
+        state = decode.roomy(self.policy, state, 1)
         feed = [[ask.prompt[-1], *(ask.target[:-1] if ask.forced else [])] for ask in filled]
         targets = [ask.target for ask in filled]
         _, found = forced.steps(

@@ -10,8 +10,8 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
+from kvjax.algebra import Admission, Observation, Policy, PolicyError
 from kvjax.budgets.uniform import Uniform
-from kvjax.policy import Admission, Observation, Policy, PolicyError
 from kvjax.types import Params
 
 if TYPE_CHECKING:
@@ -46,10 +46,10 @@ class AnswerWindow(Admission):
         """W."""
         return self.size
 
-    def admit(self, params: Params | None, seen: Observation) -> Bool[Array, "B 1 T"]:
+    def admit(self, params: Params | None, observed: Observation) -> Bool[Array, "B 1 T"]:
         """Was the token given?"""
         del params
-        return (seen.pos < seen.total[:, None])[:, None, :]
+        return (observed.pos < observed.total[:, None])[:, None, :]
 
 
 EXAMPLES = (Policy(admission=AnswerWindow(8), budget=Uniform(24), sinks=2),)

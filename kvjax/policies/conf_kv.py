@@ -1,4 +1,4 @@
-"""CONF-KV: who was looked at lately and who is young stays, as many as the model's confidence asks for.
+"""CONF-KV: tokens that are recent or lately received attention stay, as many as the model's confidence asks.
 
 Li, Miao: CONF-KV: Confidence-Aware KV Cache Eviction with Mixed-Precision Storage for Long-Horizon LLM
 """
@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
 
+from kvjax.algebra import Eviction, Observation, Policy, PolicyError
 from kvjax.budgets.confidence import Confidence
 from kvjax.cache.pages import Slots
-from kvjax.policy import Eviction, Observation, Policy, PolicyError
 from kvjax.types import Params
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class ConfKV(Eviction):
-    """Score = alpha * mass + (1 - alpha) * recency, both min-max normalised over who may go in the layer.
+    """Score = alpha * mass + (1 - alpha) * recency, min-max normalised over the layer's evictable tokens.
 
     Mass is smoothed over queries, a <- gamma a + (1 - gamma) mean over all heads of the layer, from 0 when a
     token arrives; a prompt's queries count as if they had come one by one. Recency is the token's position:
@@ -44,7 +44,7 @@ class ConfKV(Eviction):
     needs = frozenset({"k"})
     keeps = ("mass",)
     needs_mass = True
-    one_voice = True
+    shared_ranking = True
     alpha: float = 0.5
     gamma: float = 0.998
     recent: int = 64
@@ -62,10 +62,10 @@ class ConfKV(Eviction):
         """``recent``."""
         return self.recent
 
-    def arrive(self, params: Params | None, seen: Observation) -> dict[str, Float[Array, "B K T"]]:
+    def arrive(self, params: Params | None, observed: Observation) -> dict[str, Float[Array, "B K T"]]:
         """Nothing received yet."""
         del params
-        return {"mass": jnp.zeros(seen.k.shape[:3], jnp.float32)}
+        return {"mass": jnp.zeros(observed.k.shape[:3], jnp.float32)}
 
     def weigh(self, age: Int[Array, "B T"]) -> Float[Array, "B T"]:
         """(1 - gamma) gamma^age: what is left of a query's attention after ``age`` more queries."""
@@ -84,11 +84,11 @@ class ConfKV(Eviction):
         mass, age = (_spread(x, slots.live) for x in (slots.meta["mass"], slots.pos.astype(jnp.float32)))
         return self.alpha * mass + (1 - self.alpha) * age
 
-    def score_prompt(self, params: Params | None, seen: Observation) -> Float[Array, "B 1 T"]:
+    def score_prompt(self, params: Params | None, observed: Observation) -> Float[Array, "B 1 T"]:
         """The mix over all tokens but the newest ``recent``, for a budget that acts once."""
-        pos = seen.pos[:, None, :]
-        free = (pos >= 0) & (pos < (seen.total - self.recent)[:, None, None])
-        meta = {"mass": seen.mass.mean(axis=1, keepdims=True)}
+        pos = observed.pos[:, None, :]
+        free = (pos >= 0) & (pos < (observed.total - self.recent)[:, None, None])
+        meta = {"mass": observed.mass.mean(axis=1, keepdims=True)}
         return self.score(params, Slots(pos=pos, live=free, meta=meta))
 
 
@@ -96,7 +96,7 @@ def _spread(x: Float[Array, "B K C"], among: Bool[Array, "B K C"]) -> Float[Arra
     """Min-max over the candidates."""
     low = jnp.where(among, x, jnp.inf).min(axis=-1, keepdims=True)
     high = jnp.where(among, x, -jnp.inf).max(axis=-1, keepdims=True)
-    wide = high > low  # also false where nobody is a candidate
+    wide = high > low  # also false where there is no candidate
     return jnp.where(among & wide, (x - low) / jnp.where(wide, high - low, 1.0), 0.0)
 
 

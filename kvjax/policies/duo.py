@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 
-from kvjax.policy import Admission, Observation, Policy, PolicyError
+from kvjax.algebra import Admission, Observation, Policy, PolicyError
 from kvjax.types import Network, Params
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def retrieval_heads(alphas: Sequence[Array], share: float) -> Bool[Array, "L K"]
     alpha = jnp.stack([jnp.asarray(x, jnp.float32) for x in alphas])
     flat = alpha.reshape(-1)
     at = jnp.arange(flat.size)
-    # A sort would do too; counting who stands before whom is one small comparison in a compiled step.
+    # A sort would do too; counting what stands before each is one small comparison in a compiled step.
     before = (flat[None, :] > flat[:, None]) | (
         (flat[None, :] == flat[:, None]) & (at[None, :] < at[:, None])
     )
@@ -99,11 +99,11 @@ class Duo(Admission):
             for mine in jax.random.split(key, network.num_layers)
         ]
 
-    def admit(self, params: Params | None, seen: Observation) -> Bool[Array, "B K T"]:
+    def admit(self, params: Params | None, observed: Observation) -> Bool[Array, "B K T"]:
         """Whatever arrives at a retrieval head."""
         if params is None:
             raise PolicyError(f"{self!r} has no pattern. Pass weights=kvjax.weights_for(policy, model).")
-        bit, (rows, tokens) = params["retrieves"], seen.pos.shape
+        bit, (rows, tokens) = params["retrieves"], observed.pos.shape
         return jnp.broadcast_to(bit[None, :, None], (rows, len(bit), tokens))
 
 

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from kvjax.policy import Policy
+from kvjax.algebra import Policy
 
 EXAMPLES = (Policy(),)

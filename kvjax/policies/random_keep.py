@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 
+from kvjax.algebra import Every, Eviction, Observation, Policy, PolicyError
 from kvjax.budgets.uniform import Uniform
 from kvjax.cache.pages import Slots
-from kvjax.policy import Every, Eviction, Observation, Policy, PolicyError
 from kvjax.types import Params
 
 if TYPE_CHECKING:
@@ -36,16 +36,16 @@ class Random(Eviction):
         if not isinstance(self.seed, int) or not 0 <= self.seed < 2**32:
             raise PolicyError(f"{self!r}: {self.seed!r} is no seed. Give a whole number from 0 to 2**32 - 1.")
 
-    def arrive(self, params: Params | None, seen: Observation) -> dict[str, Float[Array, "B K T"]]:
+    def arrive(self, params: Params | None, observed: Observation) -> dict[str, Float[Array, "B K T"]]:
         """One draw per token and head."""
         del params
-        key = jax.random.fold_in(jax.random.PRNGKey(self.seed), seen.layer)
-        heads = seen.k.shape[1]
+        key = jax.random.fold_in(jax.random.PRNGKey(self.seed), observed.layer)
+        heads = observed.k.shape[1]
 
         def draw(pos: Array) -> Array:
             return jax.random.uniform(jax.random.fold_in(key, pos), (heads,))
 
-        return {"draw": jnp.moveaxis(jax.vmap(jax.vmap(draw))(seen.pos), 2, 1)}
+        return {"draw": jnp.moveaxis(jax.vmap(jax.vmap(draw))(observed.pos), 2, 1)}
 
     needs = frozenset({"k"})  # for the number of heads
 

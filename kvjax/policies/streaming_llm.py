@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
 
-from kvjax.policy import Admission, Observation, Policy, PolicyError
+from kvjax.algebra import Admission, Observation, Policy, PolicyError
 from kvjax.types import Params
 
 if TYPE_CHECKING:
@@ -49,10 +49,10 @@ class Window(Admission):
         """W."""
         return self.size
 
-    def admit(self, params: Params | None, seen: Observation) -> Bool[Array, "B K T"]:
+    def admit(self, params: Params | None, observed: Observation) -> Bool[Array, "B K T"]:
         """Nobody (sinks are the policy's)."""
         del params
-        return jnp.zeros((seen.pos.shape[0], 1, seen.pos.shape[1]), bool)
+        return jnp.zeros((observed.pos.shape[0], 1, observed.pos.shape[1]), bool)
 
 
 EXAMPLES = (Policy(admission=Window(24), sinks=4), Policy(admission=Window(24)))

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 
-from kvjax.policy import Admission, Observation, Policy, PolicyError
+from kvjax.algebra import Admission, Observation, Policy, PolicyError
 from kvjax.types import Network, Params
 
 if TYPE_CHECKING:
@@ -136,11 +136,11 @@ class WriteGate(Admission):
         gates = initial(key, network.num_kv_heads, network.head_dim, 8, network.num_layers)
         return [layer | {"w2": 30 * layer["w2"], "b2": 0 * layer["b2"]} for layer in gates]
 
-    def admit(self, params: Params | None, seen: Observation) -> Bool[Array, "B K T"]:
+    def admit(self, params: Params | None, observed: Observation) -> Bool[Array, "B K T"]:
         """Gate at least tau."""
         if params is None:
             raise PolicyError(f"{self!r} has no gates. Pass weights=kvjax.weights_for(policy, model).")
-        return jax.nn.sigmoid(gate_logits(params, seen.k_pre, seen.k)) >= self.tau
+        return jax.nn.sigmoid(gate_logits(params, observed.k_pre, observed.k)) >= self.tau
 
 
 EXAMPLES = (Policy(admission=WriteGate(tau=0.5, window=24), sinks=2),)

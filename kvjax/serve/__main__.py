@@ -27,9 +27,9 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(argv: list[str]) -> int:
+    from kvjax.algebra import PolicyError
     from kvjax.decode import RequestError
     from kvjax.models.hf_config import ModelError
-    from kvjax.policy import PolicyError
     from kvjax.serve.arguments import InputError, parse
     from kvjax.serve.command import run
 

@@ -10,9 +10,9 @@ import textwrap
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-from kvjax import compose, discovery
+from kvjax import catalogue
+from kvjax.algebra import Policy
 from kvjax.models.hf_config import DTYPES
-from kvjax.policy import Policy
 
 RESERVED = "http"
 """The first word that will start the HTTP server."""
@@ -77,7 +77,7 @@ def parse(argv: Sequence[str]) -> Options:
             "'http' to answer a prompt or to chat here."
         )
     said = vars(_parser().parse_args(argv))
-    policy = compose.policy(said["policy"])
+    policy = catalogue.policy(said["policy"])
     if said["gates"] is not None and not policy.learned:
         raise InputError(
             f"--gates {said['gates']} is given, but nothing in --policy '{policy!r}' is learned. Leave it "
@@ -198,14 +198,14 @@ def _number(flag: str, kind: type, legal: Callable[[float], bool], rule: str) ->
 
 def _policies() -> str:
     """The part of --help about policies: presets, then every part by its place."""
-    width = max(map(len, compose.PRESETS))
+    width = max(map(len, catalogue.PRESETS))
     lines = ['policies: a sum of presets and parts, such as "snapkv + ada(0.25) + int8 + sinks(4)"', ""]
-    lines += [f"  {name:<{width}}  {spec}" for name, spec in compose.PRESETS.items()]
+    lines += [f"  {name:<{width}}  {spec}" for name, spec in catalogue.PRESETS.items()]
     lines += [""]
     places: dict[str, list[str]] = {}
-    for name, kind in discovery.parts().items():
+    for name, kind in catalogue.parts().items():
         places.setdefault(kind.place, []).append(name)
-    places["protect"] = [f"{name}(n)" for name in compose.PROTECTIONS]
+    places["protect"] = [f"{name}(n)" for name in catalogue.PROTECTIONS]
     for place, names in places.items():
         words = textwrap.fill(", ".join(sorted(names)), 76, subsequent_indent=" " * 15)
         lines.append(f"  {place + ':':<12} {words}")

@@ -5,13 +5,13 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from kvjax.learned import weights_and_remarks
+from kvjax.algebra import Policy
 from kvjax.loading import LanguageModel, load
-from kvjax.policy import Policy
 from kvjax.serve import facts
 from kvjax.serve.answer import answer
 from kvjax.serve.arguments import InputError, Options
 from kvjax.serve.chat import chat
+from kvjax.weights import weights_and_remarks
 
 
 def run(options: Options) -> None:

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 import jax.numpy as jnp
 
+from kvjax.algebra import PolicyError, Storage
 from kvjax.cache.pages import Pages
-from kvjax.policy import PolicyError, Storage
 from pallas_kernels.ragged_decode.api import floats
 
 if TYPE_CHECKING:

@@ -16,13 +16,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax import decode
+from kvjax.algebra import Budget, Frame, Policy
 from kvjax.budgets.confidence import Confidence
 from kvjax.cache.pages import Slots
 from kvjax.cache.state import KVState
-from kvjax.eval.measure import counted, forced
+from kvjax.eval.measure import forced
 from kvjax.eval.tasks.sample import Samples
 from kvjax.policies.conf_kv import ConfKV
-from kvjax.policy import Budget, Frame, Policy
 from kvjax.types import Network, Params, Weighted, pytree
 from studies.conf_kv.premise import PARTS
 
@@ -215,7 +215,7 @@ class Stage:
         answers = [e.answer for _, e in self.samples]
         feed = [[e.context[-1], *e.answer[:-1]] for _, e in self.samples]
         state, logits = decode.prefill(self.model, self.policy, heads, context=self.context, weights=weights)
-        state = counted.roomy(self.policy, state, 1)
+        state = decode.roomy(self.policy, state, 1)
         width = forced.size_class(max(map(len, answers)))
         told = np.zeros((len(answers), width), np.float32)
         if schedule is not None:

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvjax import decode, metrics
-from kvjax.learned import weights_for
-from kvjax.policy import Policy
+from kvjax.algebra import Policy
 from kvjax.types import Params, Weighted
+from kvjax.weights import weights_for
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int

@@ -24,11 +24,11 @@ import numpy as np
 from kvjax.eval.errors import EvalError
 from kvjax.eval.measure.row import short
 from kvjax.eval.report import plotting
-from kvjax.learned import WeightsError, load_gates, read_weights
 from kvjax.loading import LanguageModel
 from kvjax.models.hf import ModelError
 from kvjax.policies.wg_kv import WriteGate, gate_logits
 from kvjax.types import Params
+from kvjax.weights import WeightsError, load_gates, read_weights
 from train import distill, gate_rows, gates
 from train.gate_settings import ConfigError, Settings, backbone, read
 

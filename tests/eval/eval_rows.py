@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from kvjax.catalogue import describe
-from kvjax.compose import policy as parse
+from kvjax.catalogue import policy as parse
 from kvjax.eval.measure.row import Bytes, Cell, Each, Example, Reads, Reference, Row, Switches
 
 LENGTH, SAMPLES = 384, 5

@@ -8,7 +8,7 @@ import re
 import pytest
 from tiny import quick_compiles  # noqa: F401
 
-from kvjax.compose import policy as parse
+from kvjax.catalogue import policy as parse
 from kvjax.eval import tasks
 from kvjax.eval.__main__ import main
 from kvjax.eval.measure import grid

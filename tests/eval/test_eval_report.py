@@ -12,7 +12,7 @@ from eval_rows import BAD, GOOD, LENGTH, SAMPLES, changed, row
 from tiny import quick_compiles  # noqa: F401
 
 from kvjax.catalogue import describe
-from kvjax.compose import policy as parse
+from kvjax.catalogue import policy as parse
 from kvjax.eval.__main__ import main
 from kvjax.eval.measure import store
 from kvjax.eval.report import claims as claims_module

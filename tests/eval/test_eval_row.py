@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from eval_rows import GOOD, changed, row
 
+from kvjax.algebra import PolicyError
 from kvjax.eval.errors import EvalError
 from kvjax.eval.measure import store
 from kvjax.eval.measure.row import as_json, from_json, short
-from kvjax.policy import PolicyError
 
 ROOT = Path(__file__).parents[2]
 COMMITTED = sorted(ROOT.glob(f"results/**/{store.RESULTS}"))

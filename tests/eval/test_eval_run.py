@@ -14,14 +14,14 @@ from eval_rows import LENGTH, POLICIES, SAMPLES, words
 from tiny import quick_compiles  # noqa: F401
 
 from kvjax.catalogue import describe
-from kvjax.compose import policy as parse
+from kvjax.catalogue import policy as parse
 from kvjax.eval import tasks
 from kvjax.eval.__main__ import main
 from kvjax.eval.measure import grid, runner, store
 from kvjax.eval.report import table
 from kvjax.eval.tasks.data import Data
-from kvjax.learned import save_weights
 from kvjax.loading import load
+from kvjax.weights import save_weights
 
 pytestmark = pytest.mark.usefixtures("no_pack")
 

@@ -12,11 +12,11 @@ import tiny
 from tiny import quick_compiles  # noqa: F401
 
 from kvjax import decode, metrics, policy
+from kvjax.algebra import Completion, Policy
 from kvjax.cache import ring as rings
 from kvjax.eval.measure import counted, forced, protocol
 from kvjax.policies.quest import Quest
 from kvjax.policies.streaming_llm import Window
-from kvjax.policy import Completion, Policy
 
 PROMPT, ANSWER = 40, 6
 
@@ -188,7 +188,7 @@ def test_a_dense_layer_does_not_ask_for_a_completion_that_has_nothing_to_say():
 def test_roomy_pools_never_grow_and_hold_the_same():
     spec = "knorm + uniform(12) + sinks(2) + recent(4)"
     model, prompts, state = read(spec)
-    wide = counted.roomy(policy(spec), state, 16)
+    wide = decode.roomy(policy(spec), state, 16)
     assert decode.reserve(policy(spec), wide, 16, 16) is wide
     for name in ("live_slots", "present"):
         np.testing.assert_array_equal(getattr(metrics, name)(wide), getattr(metrics, name)(state))

@@ -10,9 +10,9 @@ from tiny import W
 
 import kvjax
 from kvjax import decode
+from kvjax.algebra import Policy, PolicyError
 from kvjax.policies.duo import Duo, retrieval_heads
 from kvjax.policies.streaming_llm import Window
-from kvjax.policy import Policy, PolicyError
 
 N, MORE, SINKS = 44, 12, 2
 TEXT = tiny.prompt(N + MORE, 5)

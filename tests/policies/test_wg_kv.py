@@ -15,10 +15,10 @@ from tiny import W
 
 import kvjax
 from kvjax import decode, metrics
+from kvjax.algebra import Policy, PolicyError
 from kvjax.cache import ring as rings
-from kvjax.learned import WeightsError
 from kvjax.policies.wg_kv import WriteGate, gate_logits, initial
-from kvjax.policy import Policy, PolicyError
+from kvjax.weights import WeightsError
 
 LENGTHS, MORE = (44, 27), 12
 TEXTS = [tiny.prompt(n + MORE, seed) for seed, n in enumerate(LENGTHS)]
@@ -122,7 +122,7 @@ def test_promotion_waits_until_a_token_leaves_the_window():
 @pytest.mark.parametrize(
     ("words", "atol"),
     # Quest may visit every chunk there is; INT8 rounds by at most 1/254 of a channel's largest.
-    [("quest(pages=40, chunk=4, dense=0, recent=8)", 2e-4), ("int8(8)", 0.15)],
+    [("quest(chunks=40, chunk=4, dense=0, recent=8)", 2e-4), ("int8(8)", 0.15)],
 )
 def test_composed_with_selection_and_storage(words, atol):
     part = kvjax.policy(words)

@@ -14,11 +14,11 @@ from tiny import quick_compiles  # noqa: F401
 
 from kvjax import decode
 from kvjax import layer as layers
+from kvjax.algebra import Policy
 from kvjax.budgets.confidence import Confidence
-from kvjax.eval.measure import counted, forced
+from kvjax.eval.measure import forced
 from kvjax.eval.tasks.sample import Encoded, Sample
 from kvjax.policies.conf_kv import ConfKV
-from kvjax.policy import Policy
 from kvjax.types import Heads
 from studies.conf_kv import pictures, premise, replay, schedules
 from studies.conf_kv.__main__ import main
@@ -71,7 +71,7 @@ def test_a_rule_walks_as_the_policy_of_its_numbers(stage, rule):
     state, _ = decode.prefill(tiny.model(), policy, heads, context=stage.context)
     feed = [[e.context[-1], *e.answer[:-1]] for _, e in SAMPLES]
     answers = [e.answer for _, e in SAMPLES]
-    state = counted.roomy(policy, state, 1)
+    state = decode.roomy(policy, state, 1)
     _, found = forced.steps(tiny.model(), policy, state, feed, answers, forced=True)
     played = stage.play(rule)
     sure = np.concatenate([w["sure"] for w in played]) >= rule.threshold
@@ -139,7 +139,7 @@ def without(tokens: np.ndarray, t: int, low: int, high: int) -> np.ndarray:
     model, policy = tiny.model(), Policy()
     state, _ = decode.prefill(model, policy, [tokens[:t].tolist()], context=64)
 
-    def visit(site: layers.Site, heads: Heads, room):
+    def visit(site: layers.LayerInfo, heads: Heads, room):
         age = t - jnp.arange(t)
         left = (age < low) | (age > high)
         k, v = (jnp.swapaxes(x[:, :, :t], 1, 2)[:, left] for x in (room.ring.k, room.ring.v))
@@ -149,7 +149,9 @@ def without(tokens: np.ndarray, t: int, low: int, high: int) -> np.ndarray:
         out = jnp.einsum("bkgs,bskh->bkgh", jax.nn.softmax(s), v)
         return out.reshape(1, 1, 4, -1), room
 
-    x, _ = decode.through(model.network, policy, model.params, {}, state, jnp.asarray([[tokens[t]]]), visit)
+    x, _ = decode.run_layers(
+        model.network, policy, model.params, {}, state, jnp.asarray([[tokens[t]]]), visit
+    )
     return np.asarray(jax.nn.log_softmax(model.network.logits(model.params, x[:, 0])))[0]
 
 

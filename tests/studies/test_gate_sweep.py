@@ -12,8 +12,8 @@ import pytest
 from gates_tiny import config_at, written
 
 from kvjax import save_weights
-from kvjax.learned import WeightsError
 from kvjax.policies.wg_kv import WriteGate
+from kvjax.weights import WeightsError
 from studies.wg_kv import gate_sweep
 from train import gate_settings, gates
 

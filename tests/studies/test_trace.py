@@ -6,9 +6,9 @@ import numpy as np
 import tiny
 from tiny import quick_compiles  # noqa: F401
 
+from kvjax.algebra import Policy
 from kvjax.budgets.confidence import Confidence
 from kvjax.policies.conf_kv import ConfKV
-from kvjax.policy import Policy
 from studies.conf_kv.trace import trace
 
 POLICY = Policy(eviction=ConfKV(recent=6), budget=Confidence(14, 24, threshold=0.5))

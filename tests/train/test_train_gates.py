@@ -17,11 +17,11 @@ import pytest
 from gates_tiny import config_at, records, written
 
 from kvjax import load, load_gates, weights_for
-from kvjax.learned import read_weights
+from kvjax.algebra import Policy
 from kvjax.models import decoder
 from kvjax.policies.duo import Duo
 from kvjax.policies.wg_kv import WriteGate, gate_logits
-from kvjax.policy import Policy
+from kvjax.weights import read_weights
 from train import distill, gate_card, gate_plan, gate_rows, gate_settings, gates, mesh
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvjax import decode, metrics
+from kvjax.algebra import Policy
 from kvjax.cache.state import KVState
 from kvjax.eval.measure import counted, forced
 from kvjax.eval.measure.counted import Contents
@@ -15,7 +16,6 @@ from kvjax.eval.measure.forced import Steps
 from kvjax.eval.measure.protocol import cut
 from kvjax.eval.tasks.sample import Encoded, Sample
 from kvjax.loading import LanguageModel
-from kvjax.policy import Policy
 from kvjax.types import Params
 
 if TYPE_CHECKING:
@@ -105,14 +105,14 @@ def run(
     fitted = dataclasses.replace(fitted, chunk=TAIL)
     peak = np.asarray(fitted.peak)
     if any(len(tail) > 1 for _, tail in joined):
-        state = counted.roomy(policy, fitted, TAIL)
+        state = decode.roomy(policy, fitted, TAIL)
         fitted, _ = decode.extend(model, policy, state, [t[:-1] for _, t in joined], weights=weights)
     last = [tail[-1] for _, tail in joined]
     steps = max(max(len(e.answer), s.max_new, *map(len, e.labels or [[]])) for s, e in filled)
     # What the device really gives, now and for the steps to come; they run on a copy with space to spare.
     reserved = decode.reserve(policy, fitted, steps, 1)
     allocated = [metrics.allocated(state.layers) for state in (fitted, reserved)]
-    state = counted.roomy(policy, reserved, 1)
+    state = decode.roomy(policy, reserved, 1)
     before = counted.contents(state)
 
     answers = [e.answer for _, e in filled]

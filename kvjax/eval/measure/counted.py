@@ -1,9 +1,4 @@
-"""The cache when an answer begins: its slots, its tokens and its bytes; and pools that always have one size.
-
-How full a compressed cache is depends on the text. A pool in a size class of its own would make programs of
-their own for every task, so bytes are taken from the state as it is, and the answer is walked through a copy
-whose pools hold whatever their page lists can point to.
-"""
+"""The cache when an answer begins: its slots, its tokens and its bytes."""
 
 from __future__ import annotations
 
@@ -14,38 +9,10 @@ import jax
 import numpy as np
 
 from kvjax import metrics
-from kvjax.cache import pool
-from kvjax.cache.pages import Pages
 from kvjax.cache.state import KVState, LayerCache
-from kvjax.policy import Policy
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Int
-
-_resize = jax.jit(pool.resize, static_argnums=1)
-
-
-def roomy(policy: Policy, state: KVState, arriving: int) -> KVState:
-    """The state with pools that never have to grow, whatever it holds and whatever comes.
-
-    Args:
-      policy: whose state it is.
-      state: left as it is.
-      arriving: most tokens of a row that come at a time.
-    """
-    bounds = policy.bounds(state.context, arriving)
-
-    def grown(pages: Pages, most: int | None) -> Pages:
-        rows, heads, lists, entries = pages.table.shape
-        # What ``reserve`` asks for at most: two lists may each end in a page of their own; where nothing
-        # bounds a stream, every list is given a page that is part full and one to come.
-        spare = lists * (1 + -(-arriving // pages.size)) if most is None else lists - 1
-        return _resize(pages, max(pages.count, rows * heads * (entries + spare)))
-
-    layers = [
-        x.with_rooms([grown(pages, most) for pages, most in zip(x.rooms, bounds)]) for x in state.layers
-    ]
-    return dataclasses.replace(state, layers=tuple(layers))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -75,7 +42,7 @@ def contents(state: KVState) -> Contents:
     """Reads a state from the device."""
     slots = np.asarray(metrics.live_slots(state))
     live = metrics.nbytes(state).live
-    at = metrics.ROOMS.index("summary")
+    at = metrics.STORES.index("summary")
     return Contents(
         slots=slots,
         mask=np.asarray(metrics.present(state)),

@@ -16,9 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax import decode, metrics
+from kvjax.algebra import Policy
 from kvjax.cache.state import KVState
 from kvjax.eval.measure import reads
-from kvjax.policy import Policy
 from kvjax.types import Network, Params, Weighted, pytree
 
 if TYPE_CHECKING:

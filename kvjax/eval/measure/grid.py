@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Hashable, Sequence
 
+from kvjax.algebra import Policy
 from kvjax.eval import gates
 from kvjax.eval.errors import EvalError
 from kvjax.eval.measure.protocol import protocols
 from kvjax.eval.measure.row import Cell
 from kvjax.eval.tasks.task import Task
 from kvjax.loading import LanguageModel
-from kvjax.policy import Policy
 from kvjax.types import Params
 
 FULL = Policy()

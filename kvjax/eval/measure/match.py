@@ -12,14 +12,14 @@ from collections.abc import Callable
 import numpy as np
 
 from kvjax import decode
-from kvjax.compose import policy as parse_policy
+from kvjax.algebra import Policy, PolicyError
+from kvjax.catalogue import policy as parse_policy
 from kvjax.eval.errors import EvalError
 from kvjax.eval.gates import chosen
 from kvjax.eval.measure import batch, runner
 from kvjax.eval.measure.batch import Batch
 from kvjax.eval.tasks.sample import Samples
 from kvjax.loading import LanguageModel
-from kvjax.policy import Policy, PolicyError
 
 TOLERANCE = 0.02
 TRIES = 10

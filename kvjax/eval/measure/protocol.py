@@ -9,9 +9,9 @@ either    policies that decide on arrival or not at all: the cut makes no differ
 
 from __future__ import annotations
 
+from kvjax.algebra import Policy
 from kvjax.eval.measure.row import Switches
 from kvjax.eval.tasks.sample import Encoded
-from kvjax.policy import AdmitAll, Policy, SelectAll
 
 PROTOCOLS = ("agnostic", "aware")
 
@@ -37,11 +37,11 @@ def switches(policy: Policy, protocol: str) -> Switches:
         when += " and step" if policy.decides_later else ""
     elif policy.budget.limited:
         when = "step"
-    elif policy.admission != AdmitAll():
+    elif not policy.admission.idle:
         when = "write"
     else:
-        when = "never" if policy.selection == SelectAll() else "read"
-    admits, selects = policy.admission != AdmitAll(), policy.selection != SelectAll()
+        when = "never" if policy.selection.idle else "read"
+    admits, selects = not policy.admission.idle, not policy.selection.idle
     limits = [(admits, policy.admission), (selects, policy.selection), (policy.budget.limited, policy.budget)]
     early = policy.budget.limited and not policy.whole_prompt
     return Switches(

@@ -17,11 +17,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax import decode
+from kvjax.algebra import Policy, SelectAll, Storage
 from kvjax.cache import pages as paging
 from kvjax.cache import pool
 from kvjax.cache.ring import Entry
 from kvjax.eval.tasks.sample import Samples
-from kvjax.policy import Policy, SelectAll, Storage
 from kvjax.types import Weighted
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from kvjax.catalogue import describe
-from kvjax.compose import policy as parse_policy
+from kvjax.catalogue import policy as parse_policy
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from kvjax import decode
+from kvjax.algebra import Policy
 from kvjax.eval import tasks
 from kvjax.eval.errors import EvalError
 from kvjax.eval.measure import batch
@@ -22,7 +23,6 @@ from kvjax.eval.tasks.maker import Maker
 from kvjax.eval.tasks.sample import Samples, encode
 from kvjax.eval.tasks.task import Task
 from kvjax.loading import LanguageModel
-from kvjax.policy import Policy
 from kvjax.types import Params
 
 TOKENS = 32_768

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import kvjax
+from kvjax.algebra import PolicyError
 from kvjax.eval.errors import EvalError
 from kvjax.eval.measure.row import Cell, Row, as_json, from_json
 from kvjax.eval.tasks.data import Data
 from kvjax.loading import LanguageModel
-from kvjax.policy import PolicyError
 
 SCHEMA = 2
 """Of rows and of samples; raised whenever older results can no longer stand beside new ones."""

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from kvjax import metrics
+from kvjax.algebra import Policy
 from kvjax.catalogue import describe
 from kvjax.eval.measure import reads
 from kvjax.eval.measure.batch import Batch, Outcome
@@ -20,7 +21,6 @@ from kvjax.eval.tasks import scorers
 from kvjax.eval.tasks.sample import Samples
 from kvjax.eval.tasks.task import Task
 from kvjax.loading import LanguageModel
-from kvjax.policy import Policy
 
 INFORMATIVE = 0.8
 """Share of the ceiling that the full cache must reach for a cell to say anything about a policy."""

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from kvjax import compose
+from kvjax import catalogue
 from kvjax.catalogue import describe
 from kvjax.eval.measure.match import TOLERANCE
 from kvjax.eval.measure.row import Row
@@ -34,9 +34,9 @@ NONE = Verdict("–", NOT_RUN)
 
 def _parts(preset: str) -> frozenset[str] | None:
     """Names of the parts that a preset stands for; None where there is no such preset (yet)."""
-    if preset not in compose.PRESETS:
+    if preset not in catalogue.PRESETS:
         return None
-    return frozenset(part["name"] for part in describe(compose.policy(preset))["parts"])
+    return frozenset(part["name"] for part in describe(catalogue.policy(preset))["parts"])
 
 
 def only(*presets: str) -> Wanted:
@@ -56,7 +56,7 @@ def swapped(preset: str, eviction: str) -> Wanted:
     method = _parts(preset)
     if method is None:
         return lambda row: False
-    wanted = (method - {compose.policy(preset).eviction.name}) | {eviction}
+    wanted = (method - {catalogue.policy(preset).eviction.name}) | {eviction}
     return lambda row: row.parts == wanted
 
 

@@ -7,11 +7,11 @@ import dataclasses
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
+from kvjax.algebra import PLACES
 from kvjax.catalogue import opened
-from kvjax.compose import policy as parse_policy
+from kvjax.catalogue import policy as parse_policy
 from kvjax.eval.measure.row import Row
 from kvjax.eval.report import table
-from kvjax.policy import PLACES
 
 
 def methods(rows: Iterable[Row]) -> dict[str, list[Row]]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
+from kvjax.algebra import Policy
 from kvjax.eval.tasks.maker import Maker, Rng
 from kvjax.eval.tasks.sample import Sample
-from kvjax.policy import Policy
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,8 @@
+"""The table of methods: ``python -m kvjax.catalogue [--write README.md]``."""
+
+from __future__ import annotations
+
+from kvjax.catalogue._table import main
+
+if __name__ == "__main__":
+    main()

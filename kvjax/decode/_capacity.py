@@ -1,0 +1,214 @@
+"""How much a state holds: contexts, pages, pools and chunks, the sizes that programs are compiled for.
+
+What a pool of so many slots allocates is ``kvjax.cache.pool``'s; what a policy lets a stream own is decided
+here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax.algebra import Every, Native, Policy
+from kvjax.cache import pool
+from kvjax.cache import ring as rings
+from kvjax.cache import state as states
+from kvjax.cache.pages import Pages
+from kvjax.cache.state import KVState, LayerCache
+from kvjax.types import Network
+
+if TYPE_CHECKING:
+    from jaxtyping import Int
+
+PAGE, LONG_PAGE = 64, 256
+"""Fewest and most slots of a page, unless told otherwise."""
+
+CHUNK = 256
+"""Default tokens of a prefill chunk."""
+
+SEGMENT = 64
+"""Most steps compiled into one program between two looks of the host."""
+
+HORIZON = 512
+"""Tokens for which a pool makes room when it has to grow while decoding; each growth is a compilation."""
+
+
+def bucket(tokens: int) -> int:
+    """The size class of a context: the next power of two or 1.5 times one, at least 64."""
+    return max(64, pool.coarse_class(tokens))
+
+
+def page_size(longest: int) -> int:
+    """Default slots of a page for lists of up to ``longest``: 64, 128 or 256, where that leaves 64 pages."""
+    page = PAGE
+    while page < LONG_PAGE and longest >= 128 * page:
+        page *= 2
+    return page
+
+
+def padded(prompts: Sequence[Sequence[int]], width: int) -> np.ndarray:
+    """Token ids right-padded with 0, int32 [B, width]."""
+    out = np.zeros((len(prompts), width), np.int32)
+    for row, prompt in enumerate(prompts):
+        out[row, : len(prompt)] = np.asarray(prompt, np.int32)
+    return out
+
+
+# --- what a stream can own -----------------------------------------------------------------------
+
+
+def most_slots(policy: Policy, context: int, arriving: int) -> int | None:
+    """The most paged slots a stream can own while ``arriving`` tokens at a time come in.
+
+    None where only the tokens themselves can tell (learned admission).
+    """
+    bounds, window = [], policy.window(context)
+    if policy.admission.rejects_all:
+        bounds.append(policy.sinks)
+    elif policy.admission.idle:
+        bounds.append(max(context - window, 0))
+    bounded = policy.tracks_mass or (policy.budget.limited and not policy.whole_prompt)
+    if bounded and policy.budget.most is not None:
+        between = policy.budget.when.k if isinstance(policy.budget.when, Every) else 1
+        floor = policy.sinks + window
+        bounds.append(max(policy.budget.most, floor) - window + arriving + between - 1)
+    return min(bounds, default=None)
+
+
+def slot_bounds(policy: Policy, context: int, arriving: int) -> tuple[int | None, ...]:
+    """``most_slots`` for each pool of a layer: one, or exact slots and those demoted to codes."""
+    most, exact = most_slots(policy, context, arriving), policy.exact_slots(policy.window(context))
+    if not exact:
+        return (most,)
+    # A slot is demoted when the exact ones are as many as they may be.
+    if most is None:
+        return exact + arriving, None
+    return min(exact + arriving, most), max(most - exact, 0)
+
+
+def is_bounded(policy: Policy, state: KVState) -> bool:
+    """Does everything stay, or a number of slots that no context changes?"""
+    most, wider = (slot_bounds(policy, times * state.context, state.chunk) for times in (1, 2))
+    return policy.on_arrival or (None not in most and most == wider)
+
+
+def prompt_pages(policy: Policy, cache: LayerCache, stored: Int[np.ndarray, "B K"]) -> tuple[int, ...]:
+    """Pages that suffice for each pool of a layer, when ``stored`` tokens a stream outlive a prompt.
+
+    Every list may end in a page of its own; how heads share a fixed sum does not change the size.
+    """
+    exact = stored
+    if cache.demoted is not None:
+        exact = np.minimum(stored, policy.exact_slots(cache.ring.window))
+    return tuple(
+        int(slots.sum()) // pages.size + slots.size * pages.table.shape[2]
+        for pages, slots in zip(cache.pools, (exact, stored - exact))
+    )
+
+
+# --- states --------------------------------------------------------------------------------------
+
+
+def empty(
+    network: Network,
+    policy: Policy,
+    *,
+    rows: int,
+    context: int,
+    dtype: jnp.dtype,
+    page: int | None = None,
+    chunk_size: int = CHUNK,
+) -> KVState:
+    """A state that has seen nothing.
+
+    Args:
+      network: sizes of the model.
+      policy: decides what a layer has, ring, pages, summary, and what is kept with a slot.
+      rows: B.
+      context: most tokens a row will ever see.
+      dtype: of keys and values, the model's own.
+      page: slots of a page; by default ``page_size`` chooses.
+      chunk_size: most tokens a row will be fed at a time.
+    """
+    dtype = jnp.dtype(dtype)
+    heads, dim = network.num_kv_heads, network.head_dim
+
+    def layer(window: int | None) -> LayerCache:
+        w = policy.window(context) if window is None else min(window, context)
+        ring = rings.empty(rows, heads, w, dim, dtype, policy.keeps)
+        if window is not None or not policy.paged(context):
+            return LayerCache(ring=ring, pages=None, summary=None)
+        summary = policy.completion.empty(rows, heads, dim, context)
+        bounds = slot_bounds(policy, context, chunk_size)
+        pools = []
+        for storage, most in zip((Native(), policy.storage)[-len(bounds) :], bounds):
+            longest = context if most is None else min(most, context)
+            size = page_size(longest) if page is None else page
+            pools.append(
+                pool.empty(
+                    pages=1,
+                    size=size,
+                    rows=rows,
+                    heads=heads,
+                    lists=2 if policy.selection.splits else 1,
+                    entries=max(1, -(-longest // size)),
+                    head_dim=dim,
+                    width=storage.width(dim),
+                    dtype=storage.dtype(dtype),
+                    scaled=storage.scaled,
+                    meta=policy.keeps,
+                    summary=policy.selection.summary_shapes(size, dim),
+                )
+            )
+        return LayerCache(ring=ring, pages=None, summary=summary).with_pools(pools)
+
+    return KVState(
+        layers=tuple(layer(window) for window in network.windows),
+        length=jnp.zeros(rows, jnp.int32),
+        total=jnp.zeros(rows, jnp.int32),
+        peak=jnp.zeros(2, jnp.float32),
+        context=context,
+        chunk=chunk_size,
+        confidence=jnp.zeros(rows, jnp.float32) if policy.budget.needs_logits else None,
+    )
+
+
+def reserve(policy: Policy, state: KVState, tokens: int, arriving: int, ahead: int = 0) -> KVState:
+    """Make sure that ``tokens`` more tokens a row fit, ``arriving`` at a time, whatever is admitted.
+
+    A pool that has to grow makes room for ``ahead`` tokens (decoding) or at least doubles (prefill).
+    """
+    most = slot_bounds(policy, state.context, arriving)
+    return states.reserve(state, tokens, most, ahead=ahead, doubling=arriving > 1)
+
+
+_resize = jax.jit(pool.resize, static_argnums=1)
+
+
+def roomy(policy: Policy, state: KVState, arriving: int) -> KVState:
+    """The state with pools that never have to grow, whatever they hold and whatever comes: one size for all.
+
+    Args:
+      policy: whose state it is.
+      state: left as it is.
+      arriving: most tokens of a row that come at a time.
+    """
+    bounds = slot_bounds(policy, state.context, arriving)
+
+    def grown(pages: Pages, most: int | None) -> Pages:
+        rows, heads, lists, entries = pages.table.shape
+        # What ``reserve`` asks for at most: two lists may each end in a page of their own; where nothing
+        # bounds a stream, every list is given a page that is part full and one to come.
+        spare = lists * (1 + -(-arriving // pages.size)) if most is None else lists - 1
+        return _resize(pages, max(pages.count, rows * heads * (entries + spare)))
+
+    layers = [
+        layer.with_pools([grown(pages, most) for pages, most in zip(layer.pools, bounds)])
+        for layer in state.layers
+    ]
+    return dataclasses.replace(state, layers=tuple(layers))
