@@ -226,17 +226,17 @@ def test_a_run_of_several_policies_takes_what_is_for_any_of_them(policy):
 
 
 def test_evaluation_measures_with_both_and_names_both(home, tmp_path, capsys):
-    from kvjax.eval import store, table
+    from kvjax.eval.measure import store
+    from kvjax.eval.report import table
 
     start = ["run", "--task", "niah", "--model", str(home), "--lengths", "256", "--samples", "2"]
     start += ["--policy", SPEC, "--policy", "write_gate(0.5, window=16)", "--out", str(tmp_path / "out")]
     assert evaluate([*start, "--weights", "toy_rank=other"]) == 0
     full, both, gated = store.read(tmp_path / "out")
-    assert full["cell"]["weights"] == ""
-    assert gated["cell"]["weights"].startswith("default@")
+    assert full.cell.weights == ""
+    assert gated.cell.weights.startswith("default@")
     assert table.name(gated) == "write_gate(0.5, window=16) [default]"
     assert table.name(both).endswith(" [write_gate=default,toy_rank=other]")
-    assert table.name(both | {"cell": both["cell"] | {"gates": "x@1f"}}).endswith("toy_rank=other]")
     capsys.readouterr()
     assert evaluate([*start, "--weights", "kvp=other"]) == 2
     assert "no part of any policy of the run is called kvp" in capsys.readouterr().err

@@ -24,6 +24,7 @@ class Part:
       learns: the method whose learned weights it reads, or "" for a part that learns nothing. They travel as
         ``weights[place]``, a list with one pytree a layer.
       trained_by: the command that makes such weights, as an error names it; "" where there is none.
+      sizes: fields that say how much is kept or read; with other numbers there it is the same method.
       fitted: arguments whose values weights are trained for; files note them, and other values are told.
       idle: this is the part that does nothing in its place.
     """
@@ -34,6 +35,7 @@ class Part:
     keeps: ClassVar[tuple[str, ...]] = ()
     learns: ClassVar[str] = ""
     trained_by: ClassVar[str] = ""
+    sizes: ClassVar[tuple[str, ...]] = ()
     fitted: ClassVar[tuple[str, ...]] = ()
     idle: ClassVar[bool] = False
 

@@ -32,6 +32,7 @@ class Ada(Budget):
     """
 
     name = "ada"
+    sizes = ("amount",)
     from_scores = True
     amount: amounts.Amount = 0.25
     floor: float = 0.2

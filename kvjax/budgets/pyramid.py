@@ -35,6 +35,7 @@ class Pyramid(Budget):
     """
 
     name = "pyramid"
+    sizes = ("amount",)
     amount: amounts.Amount = 0.25
     slope: float = 2.0
     when: When = "after_prompt"

@@ -27,6 +27,7 @@ class Uniform(Budget):
     """
 
     name = "uniform"
+    sizes = ("amount",)
     amount: amounts.Amount = 0.25
     when: When = "after_prompt"
 

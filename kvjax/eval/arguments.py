@@ -11,13 +11,13 @@ from typing import Any, NoReturn
 
 from kvjax import weights
 from kvjax.eval.errors import EvalError
-from kvjax.eval.protocol import PROTOCOLS
+from kvjax.eval.measure.protocol import PROTOCOLS
 from kvjax.weights import Sources
 
 SMOKE = Path("configs/eval/smoke.yaml")
 
 STUDIES = ("premise", "rate", "sweep", "search")
-"""Of CONF-KV; see ``kvjax.eval.conf_commands``."""
+"""Of CONF-KV; see ``studies.conf_kv.commands``."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -140,7 +140,6 @@ def _parser() -> _Parser:
     _run(what.add_parser("run", help="measure cells; finished ones are not measured again"))
     _match(what.add_parser("match", help="find the budget at which a policy holds as many bytes as another"))
     _roundtrip(what.add_parser("roundtrip", help="the error of keys and values after they were stored"))
-    _conf(what.add_parser("conf-kv", help="what CONF-KV's confidence buys: premise, rankings, sweeps"))
     what.add_parser("tasks", help="every task, and from which length on it fits")
     for name, about in (
         ("report", "tables, figures and one HTML page of results"),
@@ -205,22 +204,6 @@ def _roundtrip(trip: argparse.ArgumentParser) -> None:
     trip.add_argument("--lengths", type=_numbers("--lengths", 64), default=[512], help="one (default: 512)")
     trip.add_argument("--samples", type=_whole("--samples", 1), default=8, help="texts (default: 8)")
     trip.add_argument("--json", action="store_true", help="as JSON, with every layer")
-
-
-def _conf(conf: argparse.ArgumentParser) -> None:
-    conf.add_argument(
-        "--study", nargs="*", choices=STUDIES, default=list(STUDIES),
-        help="default: all; with no word after it, pictures of what is there",
-    )  # fmt: skip
-    conf.add_argument(
-        "--task", type=_words, default=["ppl_wikitext", "ppl_books"], metavar="NAMES",
-        help="whose texts (default: ppl_wikitext,ppl_books; search takes WikiText-2's valid split)",
-    )  # fmt: skip
-    _model(conf)
-    conf.add_argument("--lengths", type=_numbers("--lengths", 256), default=[512], help="default: 512")
-    conf.add_argument("--samples", type=_whole("--samples", 2), default=50, help="windows (default: 50)")
-    conf.add_argument("--threshold", type=float, default=0.7, help="c* (default: 0.7)")
-    conf.add_argument("--out", type=Path, required=True, metavar="DIR", help="where JSON and pictures go")
 
 
 def _model(parser: argparse.ArgumentParser) -> None:

@@ -21,8 +21,8 @@ import numpy as np
 
 from kvjax import decode
 from kvjax.catalogue import policy as parse_policy
-from kvjax.eval import walk
 from kvjax.eval.errors import EvalError
+from kvjax.eval.measure import forced
 from kvjax.loading import EMBEDDED, load
 from kvjax.weights import Sources, parse_sources, weights_for
 
@@ -147,11 +147,11 @@ class KVJax(LM):
         return text
 
     def _shortened(self, prompt: list[int], target: list[int]) -> tuple[list[int], list[int]]:
-        """A prompt that leaves room for its target; BOS stays, the tokens behind it go first."""
-        room = self.max_length - len(target)
-        if room < 1:
+        """A prompt that leaves space for its target; BOS stays, the tokens behind it go first."""
+        space = self.max_length - len(target)
+        if space < 1:
             return prompt[:1], target[: self.max_length - 1]
-        return (prompt[:1] + prompt[len(prompt) - room + 1 :] if len(prompt) > room else prompt), target
+        return (prompt[:1] + prompt[len(prompt) - space + 1 :] if len(prompt) > space else prompt), target
 
     def _all(self, asks: list[Ask], what: str, quiet: bool) -> list[tuple[np.ndarray, list[int]]]:
         """(nll, best) of every request, in order; batches are of like lengths."""
@@ -183,7 +183,7 @@ class KVJax(LM):
         state = decode.roomy(self.policy, state, 1)
         feed = [[ask.prompt[-1], *(ask.target[:-1] if ask.forced else [])] for ask in filled]
         targets = [ask.target for ask in filled]
-        _, found = walk.walk(
+        _, found = forced.steps(
             self.model, self.policy, state, feed, targets, forced=asks[0].forced, weights=self.weights
         )
         counts = [len(ask.target) for ask in asks]

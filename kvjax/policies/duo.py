@@ -58,6 +58,7 @@ class Duo(Admission):
     """
 
     name = "duo"
+    sizes = ("share", "window")
     learns = "duo"
     trained_by = "python -m train.duo --config FILE, as in configs/gates/duo-small.yaml"
     share: float = 0.5

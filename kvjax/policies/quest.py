@@ -38,6 +38,7 @@ class Quest(Selection):
     """
 
     name = "quest"
+    sizes = ("chunks",)
     chunks: int = 32
     chunk: int = 16
     dense: int = 2

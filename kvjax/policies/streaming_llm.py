@@ -32,6 +32,7 @@ class Window(Admission):
     """
 
     name = "window"
+    sizes = ("size",)
     rejects_all = True
     alike = True
     size: int = 256
