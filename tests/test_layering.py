@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
+OURS = ("kvjax", "pallas_kernels", "train", "studies")
 
 WEIGHTS = r"kvjax(\.(types|weights\._.+))?"
 """Learned weights; ``kvjax`` itself for its version."""
@@ -68,7 +69,7 @@ TABLE = {
     "kvjax.decode._step": r"kvjax\.(types|cache\.state|algebra|layer)",
     "kvjax.decode._prefill": rf"{STATE}|kvjax\.(algebra|layer|metrics|decode\._(capacity|checks|step))",
     "kvjax.decode._generate": rf"{STATE}|kvjax\.(algebra|weights|metrics|sampling|decode\._.+)",
-    "kvjax.catalogue": r"kvjax\.(algebra|policies|budgets|storage|catalogue\._.+)",
+    "kvjax.catalogue": r"kvjax\.(algebra|policies|budgets(\.amount)?|storage|catalogue\._.+)",
     "kvjax.catalogue._table": r"kvjax\.(cli|algebra|catalogue\._.+)",
     "kvjax.catalogue.__main__": r"kvjax\.(cli|catalogue\._table)",
     "kvjax.bench": rf"kvjax(\.(?!serve).+)?|{KERNELS}",
@@ -77,12 +78,16 @@ TABLE = {
     "kvjax.eval": r"kvjax(\.(?!serve).+)?",
     "kvjax": r"kvjax\.(?!serve|eval|models|policies|text).+",
     "train": rf"train(\..+)?|kvjax(\.(?!serve).+)?|pallas_kernels\.measure\.aot|{KERNELS}",
+    "train.evaluate": r"train(\..+)?|kvjax(\.(?!serve).+)?|studies\.wg_kv\.heads",
+    "studies": r"kvjax(\.(?!serve).+)?",
+    "studies.conf_kv": r"studies\.conf_kv(\..+)?|kvjax(\.(?!serve).+)?",
+    "studies.wg_kv": r"studies\.wg_kv(\..+)?|train(\..+)?|kvjax(\.(?!serve).+)?",
 }
 
 
 def sources() -> dict[str, str]:
     """Module name to source of everything that is ours."""
-    files = [f for top in ("kvjax", "pallas_kernels", "train") for f in sorted((ROOT / top).rglob("*.py"))]
+    files = [file for top in OURS for file in sorted((ROOT / top).rglob("*.py"))]
     return {_name(f): f.read_text() for f in files}
 
 
@@ -102,7 +107,7 @@ def imported(module: str, source: str, known: set[str]) -> set[str]:
             for alias in node.names:
                 whole = f"{node.module}.{alias.name}"
                 found.add(whole if whole in known else str(node.module))
-    return {name for name in found if name.split(".")[0] in ("kvjax", "pallas_kernels", "train")}
+    return {name for name in found if name.split(".")[0] in OURS}
 
 
 def violations(given: dict[str, str]) -> list[str]:

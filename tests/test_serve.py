@@ -81,7 +81,16 @@ def test_json_holds_what_the_library_computes(say, tiny_folder, policy):
     _, tokens, state = generated(tiny_folder, policy, PROMPT)
     got = json.loads(out)
     assert (code, err) == (0, "")
-    assert set(got) == {"text", "tokens", "prompt_tokens", "timings", "kv_bytes", "policy", "gates", "model"}
+    assert set(got) == {
+        "text",
+        "tokens",
+        "prompt_tokens",
+        "timings",
+        "kv_bytes",
+        "policy",
+        "weights",
+        "model",
+    }
     assert got["tokens"] == tokens
     assert kvjax.policy(got["policy"]) == kvjax.policy(policy)
     held = metrics.nbytes(state).total

@@ -55,9 +55,16 @@ class Frame:
 
 
 class Budget(Part):
-    """How many live slots a stream may have, ring included, and when that is enforced."""
+    """How many live slots a stream may have, ring included, and when that is enforced.
+
+    Class attributes:
+      sizes: as in ``Part``; () is the first field.
+      from_scores: are targets made of the prompt's scores?
+      needs_logits: is ``confidence`` asked of the logits?
+    """
 
     place = "budget"
+    sizes: ClassVar[tuple[str, ...]] = ()
     from_scores: ClassVar[bool] = False
     needs_logits: ClassVar[bool] = False
     when: When = "after_prompt"

@@ -33,7 +33,8 @@ class Part:
       keeps: names of the per-slot values it owns.
       learns: the method whose learned weights it reads, or "" for a part that learns nothing. They travel as
         ``weights[place]``, a list with one pytree a layer.
-      shipped: the name of the weights a model may bring for it (``<model>/gates/<name>.safetensors``).
+      trained_by: the command that makes such weights, as an error names it; "" where there is none.
+      sizes: fields that say how much is kept or read; with other numbers there it is the same method.
       fitted: arguments whose values weights are trained for; files note them, and other values are told.
       renamed: former names of fields, and their names today; the one-string form refuses the former.
       idle: this is the part that does nothing in its place.
@@ -46,7 +47,8 @@ class Part:
     needs: ClassVar[frozenset[str]] = frozenset()
     keeps: ClassVar[tuple[str, ...]] = ()
     learns: ClassVar[str] = ""
-    shipped: ClassVar[str] = "default"
+    trained_by: ClassVar[str] = ""
+    sizes: ClassVar[tuple[str, ...]] = ()
     fitted: ClassVar[tuple[str, ...]] = ()
     renamed: ClassVar[Mapping[str, str]] = {}
     idle: ClassVar[bool] = False

@@ -39,6 +39,7 @@ class Ada(Budget):
         "when": amounts.Time(),
     }
     dials = ("amount", "floor")
+    sizes = ("amount",)
     from_scores = True
     amount: amounts.Amount = 0.25
     floor: float = 0.2

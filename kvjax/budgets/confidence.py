@@ -56,6 +56,7 @@ class Confidence(Budget):
     dials = tuple(arguments)
     needs_logits = True
     when = "every_step"
+    sizes = ("tight", "loose")
     tight: int = 128
     loose: int = 512
     threshold: float = 0.7

@@ -42,6 +42,7 @@ class Pyramid(Budget):
         "when": amounts.Time(),
     }
     dials = ("amount", "slope")
+    sizes = ("amount",)
     amount: amounts.Amount = 0.25
     slope: float = 2.0
     when: When = "after_prompt"

@@ -33,6 +33,7 @@ class Uniform(Budget):
         "when": amounts.Time(),
     }
     dials = ("amount",)
+    sizes = ("amount",)
     amount: amounts.Amount = 0.25
     when: When = "after_prompt"
 

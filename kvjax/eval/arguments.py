@@ -8,15 +8,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from kvjax import cli
+from kvjax import cli, weights
 from kvjax.eval.errors import EvalError
-from kvjax.eval.protocol import PROTOCOLS
+from kvjax.eval.measure.protocol import PROTOCOLS
 from kvjax.loading import EMBEDDED
+from kvjax.weights import Sources
 
 SMOKE = Path("configs/eval/smoke.yaml")
 
 STUDIES = ("premise", "rate", "sweep", "search")
-"""Of CONF-KV; see ``kvjax.eval.conf_commands``."""
+"""Of CONF-KV; see ``studies.conf_kv.commands``."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,6 +46,7 @@ class Job:
     seeds: list[int] = dataclasses.field(default_factory=lambda: [0])
     protocols: tuple[str, ...] = ("agnostic",)
     gates: str | None = None
+    weights: Sources = None
 
     def __post_init__(self) -> None:
         """Refuses what a config says wrongly; the command line's own types have done so already.
@@ -64,6 +66,13 @@ class Job:
             raise EvalError(f"samples: {self.samples!r} is out of range. Give a whole number, 1 or more.")
         if not self.protocols or not set(self.protocols) <= set(PROTOCOLS):
             raise EvalError(f"protocols: {list(self.protocols)!r}. Give one or both of {list(PROTOCOLS)}.")
+        if self.gates is not None and self.weights is not None:
+            raise EvalError(f"gates: {self.gates} and weights: {self.weights} are both said. Keep weights.")
+
+    @property
+    def given(self) -> Sources:
+        """What is said of learned weights; ``gates`` is the short form of a config, too."""
+        return self.weights if self.gates is None else {weights.GATES: self.gates}
 
 
 def _is(value: Any, kind: type, least: int) -> bool:
@@ -97,7 +106,7 @@ def _job(said: dict[str, Any]) -> Job:
         samples=said["samples"],
         seeds=said["seeds"],
         protocols=PROTOCOLS if said["protocol"] == "both" else (said["protocol"],),
-        gates=said["gates"],
+        weights=said["weights"],
     )
 
 
@@ -124,7 +133,6 @@ def _parser() -> cli.Parser:
     _run(what.add_parser("run", help="measure cells; finished ones are not measured again"))
     _match(what.add_parser("match", help="find the budget at which a policy holds as many bytes as another"))
     _roundtrip(what.add_parser("roundtrip", help="the error of keys and values after they were stored"))
-    _conf(what.add_parser("conf-kv", help="what CONF-KV's confidence buys: premise, rankings, sweeps"))
     what.add_parser("tasks", help="every task, and from which length on it fits")
     for name, about in (
         ("report", "tables, figures and one HTML page of results"),
@@ -145,7 +153,7 @@ def _run(run: argparse.ArgumentParser) -> None:
         "--task", action="append", type=cli.words, help="names or groups, comma-separated", metavar="NAMES"
     )
     cli.add(run, "--policy", action="append", default=[], help="one-string form; several times")
-    _model(run)
+    add_model(run)
     run.add_argument("--lengths", type=cli.numbers("--lengths", 64), default=[512], help="default: 512")
     run.add_argument("--samples", type=cli.whole("--samples", 1), default=50, help="a cell (default: 50)")
     run.add_argument("--seeds", type=cli.numbers("--seeds", 0), default=[0], help="of samples (default: 0)")
@@ -163,7 +171,7 @@ def _match(match: argparse.ArgumentParser) -> None:
     match.add_argument("--task", type=cli.words, required=True, help="one task", metavar="NAME")
     cli.add(match, "--policy", required=True, help='with {} for a budget: "snapkv + uniform({})"')
     match.add_argument("--like", required=True, metavar="SPEC", help="policy whose live bytes are the target")
-    _model(match)
+    add_model(match)
     match.add_argument("--lengths", type=cli.numbers("--lengths", 64), default=[512], help="one length")
     match.add_argument("--samples", type=cli.whole("--samples", 1), default=16, help="measured (default: 16)")
 
@@ -177,28 +185,14 @@ def _roundtrip(trip: argparse.ArgumentParser) -> None:
         metavar="NAME",
     )
     cli.add(trip, "--policy", action="append", help="its storage; several times (default: int8, int4)")
-    _model(trip)
+    add_model(trip)
     trip.add_argument("--lengths", type=cli.numbers("--lengths", 64), default=[512], help="default: 512")
     trip.add_argument("--samples", type=cli.whole("--samples", 1), default=8, help="texts (default: 8)")
     cli.add(trip, "--json", help="as JSON, with every layer")
 
 
-def _conf(conf: argparse.ArgumentParser) -> None:
-    conf.add_argument(
-        "--study", nargs="*", choices=STUDIES, default=list(STUDIES),
-        help="default: all; with no word after it, pictures of what is there",
-    )  # fmt: skip
-    conf.add_argument(
-        "--task", type=cli.words, default=["ppl_wikitext", "ppl_books"], metavar="NAMES",
-        help="whose texts (default: ppl_wikitext,ppl_books; search takes WikiText-2's valid split)",
-    )  # fmt: skip
-    _model(conf)
-    conf.add_argument("--lengths", type=cli.numbers("--lengths", 256), default=[512], help="default: 512")
-    conf.add_argument("--samples", type=cli.whole("--samples", 2), default=50, help="windows (default: 50)")
-    conf.add_argument("--threshold", type=float, default=0.7, help="c* (default: 0.7)")
-    cli.add(conf, "--out", required=True, help="where JSON and pictures go")
-
-
-def _model(parser: argparse.ArgumentParser) -> None:
+def add_model(parser: argparse.ArgumentParser) -> None:
+    """The options of every command that loads a model."""
     cli.add(parser, "--model", default=EMBEDDED)
-    cli.add(parser, "--gates", "--dtype")
+    weights.add_options(parser)
+    cli.add(parser, "--dtype")

@@ -30,7 +30,7 @@ class ConfKV(Eviction):
     keep the same tokens. The other half of the method is the budget, ``confidence``.
 
     The paper gives no alpha and no gamma. Ours are the best of a small search on the embedded model and text
-    on which nothing is reported (``python -m kvjax.eval conf-kv --study search``, results/eval/conf_kv).
+    on which nothing is reported (``python -m studies.conf_kv --study search``, results/conf_kv).
 
     Attributes:
       alpha: how much mass counts, in [0, 1]; 0 ranks by recency alone, 1 by attention alone.

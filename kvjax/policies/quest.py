@@ -45,6 +45,7 @@ class Quest(Selection):
         "dense": Whole(0, "number of layers"),
         "recent": Whole(1),
     }
+    sizes = ("chunks",)
     chunks: int = 32
     chunk: int = 16
     dense: int = 2

@@ -36,6 +36,7 @@ class Window(Admission):
         "size": Whole(1, "window"),
         "prefill": Switch(),
     }
+    sizes = ("size",)
     rejects_all = True
     alike = True
     size: int = 256

@@ -111,6 +111,10 @@ class WriteGate(Admission):
     dials = ("tau",)
     needs = frozenset({"k_pre", "k"})
     learns = "wg-kv"
+    trained_by = (
+        "python -m train.gates --config FILE, as in configs/gates/small.yaml, and python -m kvjax.weights "
+        "convert from the authors' files"
+    )
     fitted = ("window",)
     tau: float = 0.1
     window: int = 256  # type: ignore[assignment]

@@ -8,9 +8,10 @@ import math
 import textwrap
 from collections.abc import Sequence
 
-from kvjax import catalogue, cli
+from kvjax import catalogue, cli, weights
 from kvjax.algebra import Policy
 from kvjax.cli import InputError
+from kvjax.weights import Source
 
 RESERVED = "http"
 """The first word that will start the HTTP server."""
@@ -22,7 +23,7 @@ examples:
   python -m kvjax.serve --prompt "Once upon a time"
   python -m kvjax.serve --prompt-file book.txt --policy "snapkv + uniform(512)"
   cat notes.txt | python -m kvjax.serve --policy "window(256) + sinks(4) + int8" --json
-  python -m kvjax.serve --prompt-file book.txt --policy wg-kv --gates aggressive
+  python -m kvjax.serve --prompt-file book.txt --policy wg-kv --weights write_gate=aggressive
   python -m kvjax.serve --model Qwen/Qwen2.5-0.5B-Instruct       (a chat; Ctrl-D leaves)
 """
 
@@ -36,7 +37,7 @@ class Options:
       model: folder or hub id; None is the embedded model.
       dtype: of weights and cache; None as stored.
       policy: what the KV cache keeps.
-      gates: learned weights of the policy, a file or a name the model ships; None takes what it ships.
+      weights: where the learned parts of the policy have their weights from, by part.
       max_new_tokens: None writes up to 128, as far as the model's context reaches.
       temperature, top_k, top_p, seed: see ``kvjax.sampling``.
       chunk: prompt tokens read at a time.
@@ -49,7 +50,7 @@ class Options:
     model: str | None = None
     dtype: str | None = None
     policy: Policy = Policy()
-    gates: str | None = None
+    weights: dict[str, Source] = dataclasses.field(default_factory=dict)
     max_new_tokens: int | None = None
     temperature: float = 0.0
     top_k: int = 0
@@ -64,8 +65,8 @@ def parse(argv: Sequence[str]) -> Options:
     """The options in ``argv``.
 
     Raises:
-      InputError: an unknown word, a number out of range, gates for a policy that has none.
-      PolicyError: a policy that cannot be built.
+      InputError: an unknown word, a number out of range.
+      PolicyError: a policy that cannot be built, weights for a part that it has not.
     """
     if list(argv[:1]) == [RESERVED]:
         raise InputError(
@@ -74,12 +75,7 @@ def parse(argv: Sequence[str]) -> Options:
         )
     said = vars(_parser().parse_args(argv))
     policy = catalogue.policy(said["policy"])
-    if said["gates"] is not None and not policy.learned:
-        raise InputError(
-            f"--gates {said['gates']} is given, but nothing in --policy '{policy!r}' is learned. Leave it "
-            "out, or use a policy such as wg-kv."
-        )
-    return Options(**said | {"policy": policy})
+    return Options(**said | {"policy": policy, "weights": weights.sources(policy, said["weights"])})
 
 
 def _parser() -> cli.Parser:
@@ -107,7 +103,8 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("model and cache")
     cli.add(group, "--model")
     cli.add(group, "--policy", default="full", help="what the KV cache keeps (default: full; see below)")
-    cli.add(group, "--gates", "--dtype")
+    weights.add_options(group)
+    cli.add(group, "--dtype")
     group.add_argument(
         "--chunk",
         metavar="N",

@@ -21,7 +21,9 @@ def _make(words: Sequence[str]) -> None:
         gates.convert(said.file, said.model, said.out, said.weight)
     else:
         gates.make_random(said.model, said.share, said.out)
-    print(f"{said.out} written. Serve it with --policy wg-kv --gates {said.out}.", file=sys.stderr)
+    print(
+        f"{said.out} written. Serve it with --policy wg-kv --weights write_gate={said.out}.", file=sys.stderr
+    )
 
 
 def _parser() -> cli.Parser:

@@ -108,7 +108,7 @@ def convert(file: Path, model: str, out: Path, weight: str | None) -> None:
     named = re.search(r"-(\d+(\.\d+)?)$", file.stem)
     said = weight or (named[1] if named else "unknown")
     notes = PUBLISHED | {"lambda": said, "seed": "unknown", "source": file.name}
-    save_weights(out, backbone, "wg-kv", layers, notes=notes)
+    save_weights(out, backbone, WriteGate(), layers, notes=notes)
 
 
 # --- gates that know nothing ---------------------------------------------------------------------
@@ -126,4 +126,4 @@ def make_random(model: str, share: float, out: Path) -> None:
     tokens = min(1024, backbone.network.max_positions)
     notes = {"lambda": "none", "tau": gate.tau, "window": gate.window, "seed": 0, "share": share}
     layers = random_gates(backbone, share, gate, tokens=tokens)
-    save_weights(out, backbone, "wg-kv", layers, notes=notes)
+    save_weights(out, backbone, WriteGate(), layers, notes=notes)

@@ -10,8 +10,8 @@ import pytest
 from tiny import quick_compiles  # noqa: F401
 
 from kvjax.algebra import Native
-from kvjax.eval import roundtrip
 from kvjax.eval.__main__ import main
+from kvjax.eval.measure import roundtrip
 from kvjax.storage.int4 import Int4
 from kvjax.storage.int8 import Int8
 

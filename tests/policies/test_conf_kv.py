@@ -19,7 +19,6 @@ from kvjax.cache import ring as rings
 from kvjax.cache.pages import Slots
 from kvjax.cache.state import LayerCache, fork
 from kvjax.decode import _prefill
-from kvjax.eval.trace import trace
 from kvjax.policies.conf_kv import ConfKV
 from kvjax.types import EMPTY, Heads
 
@@ -279,15 +278,6 @@ def test_chunks_after_the_prompt_read_what_was_kept():
                 ends[b] = sure(right[begin + len(piece) - 1], 0.4, 0.3, 0.3)
         np.testing.assert_allclose(state.confidence, ends, atol=1e-4)
     assert not see[0][0, 0, 40, :32].all(), "nothing was evicted"
-
-
-def test_a_trace_shows_the_sawtooth():
-    found = trace(tiny.model(), POLICY, [tiny.prompt(30, 0), tiny.prompt(33, 1)], max_new_tokens=12)
-    assert found.tokens.shape == found.confidence.shape == (2, 12)
-    assert found.live.shape == (2, 12, 2)
-    most = np.where(found.confidence[:, :-1] >= 0.5, 14, 24)[..., None]
-    np.testing.assert_array_equal(found.live[:, 1:], np.minimum(found.live[:, :-1] + 1, most))
-    assert trace(tiny.model(), Policy(), [[1, 2]], max_new_tokens=2).confidence is None
 
 
 # --- the whole of it -----------------------------------------------------------------------------
