@@ -184,9 +184,7 @@ def test_a_part_that_is_not_shipped_says_what_trains_it(home, policy, tmp_path, 
     folder = tmp_path / "model"
     shutil.copytree(home, folder)
     shutil.rmtree(folder / "weights/toy_rank")
-    with pytest.raises(
-        WeightsError, match=r"no 'default' for toy_rank.*What makes one: python -m train\.toy\."
-    ):
+    with pytest.raises(WeightsError, match=r"none for toy_rank.*What makes one: python -m train\.toy\."):
         kvjax.generate(kvjax.load(folder), policy, [[1, 2]])
     assert serve(["--model", str(folder), "--prompt", "x", "--policy", SPEC]) == 2
     assert "--weights toy_rank=FILE" in capsys.readouterr().err

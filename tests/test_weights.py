@@ -238,7 +238,7 @@ def test_a_file_of_another_method_is_refused_by_name(home, model):
 @pytest.mark.parametrize(("part", "command"), [(WriteGate(), "train.gates"), (Duo(), "train.duo")])
 def test_a_part_without_shipped_weights_says_what_trains_them(tiny_folder, part, command):
     name = part.name
-    says = rf"no 'default' for {name}\. Give a file \(--weights {name}=FILE, .* one: python -m {command}"
+    says = rf"none for {name}\. Give a file \(--weights {name}=FILE, .* one: python -m {command}"
     with pytest.raises(WeightsError, match=says):
         kvjax.weights_for(Policy(admission=part), kvjax.load(tiny_folder))
 
@@ -253,6 +253,14 @@ def test_a_folder_of_the_former_layout_is_told_how_to_move(tiny_folder, tmp_path
         WeightsError, match=r"gates/ has the former layout: move .* for duo into weights/duo/\."
     ):
         kvjax.weights_for(DUO, model)
+
+
+def test_a_file_of_the_name_does_not_hide_what_is_shipped(model, tmp_path, monkeypatch):
+    (tmp_path / "default").write_text("no weights at all")
+    monkeypatch.chdir(tmp_path)
+    assert kvjax.weights_for(GATED, model).keys() == {"admission"}
+    with pytest.raises(WeightsError, match="default is no safetensors file"):
+        kvjax.weights_for(GATED, model, Path("default"))
 
 
 def test_names_are_no_weights_for_the_loops_and_what_is_shipped_is_not_called_missing(model):
@@ -300,8 +308,8 @@ def test_serve_takes_gates_by_default_by_name_and_by_file(home, capsys):
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["--policy", "wg-kv"], "ships no 'default' for write_gate. Give a file (--weights write_gate=FILE"),
-        (["--policy", "wg-kv", "--gates", "default"], "ships no 'default' for write_gate"),
+        (["--policy", "wg-kv"], "ships none for write_gate. Give a file (--weights write_gate=FILE"),
+        (["--policy", "wg-kv", "--gates", "default"], "ships none for write_gate"),
         (["--policy", "wg-kv", "--gates", "/nowhere.safetensors"], "/nowhere.safetensors cannot be read"),
         (["--policy", "wg-kv", "--weights", "write_gate=/no.safetensors"], "/no.safetensors cannot be read"),
         (["--gates", "default"], "--gates default is given, but nothing in the policy 'full' is learned"),

@@ -5,7 +5,7 @@ reads what torch saved.
 """
 
 from kvjax.weights._file import Learned, WeightsError, read_weights, save_weights
-from kvjax.weights._find import Found, find, load_weights, missing, shipped, weights_for
+from kvjax.weights._find import Found, find, load_weights, missing, weights_for
 from kvjax.weights._fingerprint import fingerprint
 from kvjax.weights._sources import GATES, Source, Sources, add_options, parse_sources, sources
 
@@ -24,7 +24,6 @@ __all__ = [
     "parse_sources",
     "read_weights",
     "save_weights",
-    "shipped",
     "sources",
     "weights_for",
 ]

@@ -16,7 +16,7 @@ from kvjax.algebra import Part, Policy, PolicyError
 from kvjax.types import Params, Weighted
 from kvjax.weights._file import Learned, WeightsError, read_weights
 from kvjax.weights._fingerprint import SIZES, fingerprint, name_of, sizes
-from kvjax.weights._sources import DEFAULT, Source, Sources, sources
+from kvjax.weights._sources import Source, Sources, sources
 
 FOLDER = "weights"
 """Inside a model's folder; in it a folder for each part."""
@@ -112,13 +112,12 @@ def _weights_of(part: Part, model: Weighted, source: Source) -> Learned:
 
 
 def _file(part: Part, model: Weighted, source: Source) -> Path:
-    """The file a source means: a path as it is, a bare word as the name of a shipped file."""
-    text = str(source)
+    """The file a source means: a bare word as the name of a shipped file, a path as it is."""
+    text, names = str(source), _shipped(model, part)
+    if isinstance(source, str) and text in names:
+        return _folder(model) / FOLDER / part.name / f"{text}.safetensors"
     if isinstance(source, Path) or Path(text).suffix or os.sep in text or Path(text).is_file():
         return Path(source)
-    names = shipped(model, part)
-    if text in names:
-        return _folder(model) / FOLDER / part.name / f"{text}.safetensors"
     if not names:
         raise missing(part, model)
     raise WeightsError(
@@ -153,7 +152,7 @@ def _folder(model: Weighted) -> Path:
     return Path(getattr(model, "folder", None) or os.devnull)
 
 
-def shipped(model: Weighted, part: Part) -> list[str]:
+def _shipped(model: Weighted, part: Part) -> list[str]:
     """Names of the learned weights that the model's folder has for a part."""
     return sorted(file.stem for file in (_folder(model) / FOLDER / part.name).glob("*.safetensors"))
 
@@ -161,11 +160,11 @@ def shipped(model: Weighted, part: Part) -> list[str]:
 def missing(part: Part, model: Weighted) -> WeightsError:
     """The error of a part that has no weights, with the ways out."""
     call = "weights=kvjax.weights_for(policy, model"
-    if DEFAULT in shipped(model, part):
+    if _shipped(model, part):
         return WeightsError(f"{part!r} reads learned weights, and is given none. Pass {call}).")
     return WeightsError(
-        f"{part!r} reads learned weights of {part.learns!r}, and the model ({name_of(model)}) ships no "
-        f"{DEFAULT!r} for {part.name}. Give a file (--weights {part.name}=FILE, or {call}, "
+        f"{part!r} reads learned weights of {part.learns!r}, and the model ({name_of(model)}) ships none "
+        f"for {part.name}. Give a file (--weights {part.name}=FILE, or {call}, "
         f"{{{part.name!r}: FILE}})).{_made(part)}{_moved(part, model)}"
     )
 

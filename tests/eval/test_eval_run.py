@@ -146,7 +146,7 @@ def test_learned_weights_go_with_the_policy_and_into_the_row(tiny_folder, tmp_pa
     weights = planned.weights[planned.cells[1].policy, said["open"]]
     assert float(weights["admission"][0]["b2"][0]) == 50
     assert main([*given, "--policy", name]) == 2
-    assert "ships no 'default' for write_gate" in capsys.readouterr().err
+    assert "ships none for write_gate" in capsys.readouterr().err
 
 
 def test_results_of_another_version_are_left_alone(finished, tiny_folder, tmp_path, capsys):
