@@ -25,11 +25,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "help": "a folder in Hugging Face's format or a hub id (default: the small model in the package)",
     },
     "--policy": {"metavar": "SPEC", "help": "what the KV cache keeps, in the one-string form"},
-    "--gates": {
-        "metavar": "FILE|NAME",
-        "help": "learned weights of the policy: a file, or one of the model's own, such as 'conservative' "
-        "(default: those it ships for the policy)",
-    },
     "--dtype": {
         "choices": DTYPES,
         "help": "of weights and cache (default: as stored; the package's model float32)",

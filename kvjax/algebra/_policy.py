@@ -70,7 +70,8 @@ class Policy:
                     f"{', '.join(OBSERVABLE[:-1])}; an eviction mass, too."
                 )
         for name in ("sinks", "recent"):
-            Whole().check("Policy", name, getattr(self, name))
+            value = getattr(self, name)
+            Whole().check(f"{name}({value!r})", name, value)
         _refuse_illegal_pairs(self)
 
     @property
