@@ -69,8 +69,7 @@ def describe(policy: Policy) -> dict[str, Any]:
       size: of each field that says how much the budget keeps, its number and unit ("slots" a stream, "share"
         of the tokens seen, "bytes" of a row); {} without a budget.
     """
-    idle, budget = Policy(), policy.budget
-    busy = [getattr(policy, place) for place in PLACES if getattr(policy, place) != getattr(idle, place)]
+    budget, busy = policy.budget, [part for part in policy.parts if not part.idle]
     return {
         "policy": repr(policy),
         "parts": [{"place": part.place, "name": part.name, "args": _arguments(part)} for part in busy],
