@@ -9,16 +9,18 @@
 | budget     | how many live slots may this layer, head, step have?         | Unlimited    |
 | completion | what stands in for what a read leaves out?                   | Nothing      |
 
-Parts are frozen, hashable values: equal policies compile once, and ``repr`` is the name in results and
-parses back (``kvjax.policy(repr(p)) == p``). A part declares in ``needs`` which quantities of a token it
-reads; the others are absent, so an undeclared read fails while tracing and an unused quantity is never
-computed. Values a part keeps with every token it names in ``keeps``; they move wherever the token moves.
+Parts are frozen values: ``repr`` is the name in results and parses back (``kvjax.policy(repr(p)) == p``).
+Their structure is compiled in, their dials (budgets, thresholds) are given to a program when it runs. A part
+declares in ``needs`` which quantities of a token it reads; the others are absent, so an undeclared read fails
+while tracing and an unused quantity is never computed. Values a part keeps with every token it names in
+``keeps``; they move wherever the token moves.
 
 A module for each place holds its class and its part that does nothing; ``_policy`` joins them and refuses
 pairs that exclude each other. Everybody else imports from here.
 """
 
 from kvjax.algebra._admission import Admission, AdmitAll
+from kvjax.algebra._arguments import Argument, Number, Switch, Whole
 from kvjax.algebra._budget import Budget, Every, Frame, Unlimited, When
 from kvjax.algebra._completion import Completion, Nothing, Visited
 from kvjax.algebra._errors import PolicyError
@@ -34,6 +36,7 @@ __all__ = [
     "PLACES",
     "Admission",
     "AdmitAll",
+    "Argument",
     "Budget",
     "Completion",
     "Every",
@@ -42,6 +45,7 @@ __all__ = [
     "KeepRecent",
     "Native",
     "Nothing",
+    "Number",
     "Observation",
     "Part",
     "Picked",
@@ -50,7 +54,9 @@ __all__ = [
     "SelectAll",
     "Selection",
     "Storage",
+    "Switch",
     "Unlimited",
     "Visited",
     "When",
+    "Whole",
 ]

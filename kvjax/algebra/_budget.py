@@ -23,7 +23,7 @@ class Every:
     k: int
 
     def __post_init__(self) -> None:
-        if not isinstance(self.k, int) or self.k < 1:
+        if isinstance(self.k, bool) or not isinstance(self.k, int) or self.k < 1:
             raise PolicyError(f"every({self.k!r}) is no period. Give a whole number of tokens, at least 1.")
 
     def __repr__(self) -> str:
@@ -86,6 +86,11 @@ class Budget(Part):
     @property
     def most(self) -> int | None:
         """The largest target it can give, where that is known beforehand."""
+        return None
+
+    def layer_mean(self, frame: Frame, length: Int[Array, " B"]) -> Int[Array, " B"] | None:
+        """The mean target of a layer's streams where scores only share it out (``from_scores``)."""
+        del frame, length
         return None
 
     def targets(

@@ -22,16 +22,22 @@ class Eviction(Part):
     Class attributes:
       scores_prompt: the score of a token needs the whole prompt (SnapKV ...), so generated tokens have
         none and the budget can only act after the prompt.
-      needs_mass: it ranks by the attention a token receives: of a whole prompt, ``observed.mass``; where the
-        budget acts while decoding, the values it keeps follow every read (``weigh``, ``receive``).
       shared_ranking: all KV heads of a layer keep the same tokens. While decoding their slots then have one
         order, so that ``receive`` may take means over heads.
     """
 
     place = "eviction"
     scores_prompt: ClassVar[bool] = False
-    needs_mass: ClassVar[bool] = False
     shared_ranking: ClassVar[bool] = False
+
+    @property
+    def needs_mass(self) -> bool:
+        """Does it rank by the attention a token receives (``needs`` has "mass")?
+
+        Of a whole prompt that is ``observed.mass``; where the budget acts while decoding, the values it keeps
+        follow every read (``weigh``, ``receive``).
+        """
+        return "mass" in self.needs
 
     @property
     def protects(self) -> int:

@@ -12,7 +12,8 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int
 
 
-OBSERVABLE = ("k", "v", "k_pre", "q", "q_pre", "hidden")
+OBSERVABLE = ("k", "v", "k_pre", "q", "q_pre", "hidden", "mass")
+"""What a part may name in ``needs``; ``mass`` is an eviction's alone."""
 
 
 @pytree(static=("layers", "softcap", "rotate"))
@@ -76,5 +77,5 @@ class Observation:
 
     @property
     def mass(self) -> Float[Array, "B N T"]:
-        """Attention each token of a prompt received, weighed by the eviction; there if it ``needs_mass``."""
+        """Attention each token of a prompt received, weighed by the eviction (``Eviction.weigh``)."""
         return self._declared("mass")

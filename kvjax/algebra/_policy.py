@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
 
 from kvjax.algebra._admission import Admission, AdmitAll
+from kvjax.algebra._arguments import Whole
 from kvjax.algebra._budget import Budget, Unlimited
 from kvjax.algebra._completion import Completion, Nothing
 from kvjax.algebra._errors import PolicyError
 from kvjax.algebra._eviction import Eviction, KeepRecent
+from kvjax.algebra._observation import OBSERVABLE
 from kvjax.algebra._part import Part
 from kvjax.algebra._selection import SelectAll, Selection
 from kvjax.algebra._storage import Native, Storage
@@ -26,6 +32,9 @@ PLACES: dict[str, type[Part]] = {
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class Policy:
     """Six choices and two protections; what a decode loop does with the KV state.
+
+    A policy is a static value and a pytree at once: equal policies have equal ``repr``, and policies that
+    differ in dials alone (budgets, thresholds, rates; see ``Part``) run the same compiled programs.
 
     Attributes:
       admission, eviction, selection, storage, budget, completion: one part per place.
@@ -54,12 +63,14 @@ class Policy:
                     f"Policy({place}=...) takes an {kind.__name__}, but {part!r} is for {was}. "
                     f"Write Policy({was}={part!r})."
                 )
-        for name in ("sinks", "recent"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < 0:
+            unknown = part.needs - set(OBSERVABLE if place == "eviction" else OBSERVABLE[:-1])
+            if unknown:
                 raise PolicyError(
-                    f"{name}({value!r}) is no number of tokens. Give a whole number, 0 or more."
+                    f"{part!r} needs {', '.join(sorted(unknown))}, which {place} cannot see. It may name "
+                    f"{', '.join(OBSERVABLE[:-1])}; an eviction mass, too."
                 )
+        for name in ("sinks", "recent"):
+            Whole().check("Policy", name, getattr(self, name))
         _refuse_illegal_pairs(self)
 
     @property
@@ -147,6 +158,20 @@ class Policy:
         words = [repr(part) for part in self.parts if not part.idle]
         words += [f"{name}({getattr(self, name)})" for name in ("sinks", "recent") if getattr(self, name)]
         return " + ".join(words) or "full"
+
+
+def _flatten(policy: Policy) -> tuple[tuple[Any, ...], int]:
+    """A policy is a pytree: its parts' dials and the sinks are leaves, all else is structure."""
+    return (*policy.parts, policy.sinks), policy.recent
+
+
+def _unflatten(recent: int, children: Sequence[Any]) -> Policy:
+    policy = object.__new__(Policy)
+    vars(policy).update(zip((*PLACES, "sinks"), children), recent=recent)
+    return policy
+
+
+jax.tree_util.register_pytree_node(Policy, _flatten, _unflatten)
 
 
 def _refuse_illegal_pairs(p: Policy) -> None:

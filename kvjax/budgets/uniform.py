@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
+import functools
+from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 
@@ -27,12 +28,23 @@ class Uniform(Budget):
     """
 
     name = "uniform"
+    arguments = {
+        "amount": amounts.Size(),
+        "when": amounts.Time(),
+    }
+    dials = ("amount",)
     sizes = ("amount",)
     amount: amounts.Amount = 0.25
     when: When = "after_prompt"
 
-    def __post_init__(self) -> None:
-        amounts.check(repr(self), self.amount, self.when)
+    @functools.cached_property
+    def limit(self) -> amounts.Limit:
+        """The amount, its unit read."""
+        return amounts.limit(self.amount)
+
+    def leaves(self) -> dict[str, Any]:
+        """The limit."""
+        return {"limit": self.limit}
 
     @property
     def least(self) -> int | None:
@@ -49,5 +61,5 @@ class Uniform(Budget):
     ) -> Int[Array, "B K"]:
         """The same for all heads."""
         del scores
-        rounding = 0.0 if isinstance(self.amount, str) else 0.5
-        return jnp.floor(amounts.slots(self.amount, frame, length) + rounding).astype(jnp.int32)[:, None]
+        rounding = 0.0 if self.limit.unit == "bytes" else 0.5
+        return jnp.floor(self.limit.slots(frame, length) + rounding).astype(jnp.int32)[:, None]

@@ -12,34 +12,32 @@ import dataclasses
 import difflib
 import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from kvjax.algebra import Every, Part, Policy, PolicyError
 from kvjax.catalogue import _discovery as discovery
 
-PRESETS: dict[str, str] = {
-    "full": "full",
-    "streaming-llm": "window(256) + sinks(4)",
-    "wg-kv": "write_gate",
-    "duo-attention": "duo(0.5) + sinks(64)",
-    "random": "random + uniform(0.25)",
-    "knorm": "knorm + uniform(0.25)",
-    "keydiff": "keydiff + uniform(0.25)",
-    "lagkv": "lagkv + uniform(0.25)",
-    "h2o": "h2o + uniform(0.25)",
-    "tova": "tova + uniform(0.25)",
-    "scissorhands": "scissorhands + uniform(0.25)",
-    "expected-attention": "expected_attention + uniform(0.25)",
-    "snapkv": "snapkv + uniform(0.25)",
-    "adakv": "snapkv + ada(0.25)",
-    "pyramidkv": "snapkv + pyramid(0.25)",
-    "conf-kv": "conf_kv + confidence",
-    "conf-kv-l": "conf_kv + confidence(slope=1.5)",
-    "quest": "quest",
-    "int8": "int8",
-}
-"""Names that stand for a policy, the same everywhere: notebook, command line, server.
+
+class _Presets(Mapping[str, str]):
+    """What discovery finds, looked up when it is asked for."""
+
+    def __getitem__(self, name: str) -> str:
+        return discovery.presets()[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(discovery.presets())
+
+    def __len__(self) -> int:
+        return len(discovery.presets())
+
+    def __repr__(self) -> str:
+        return repr(discovery.presets())
+
+
+PRESETS: Mapping[str, str] = _Presets()
+"""Names that stand for a policy, the same everywhere: notebook, command line, server. Each is in the file of
+its method.
 
 A preset named like a part brings that part and at most a budget, so that ``repr`` of a policy (which
 always shows the budget of an eviction) parses back to it."""
@@ -126,6 +124,11 @@ def _part(name: str, arguments: str, spec: str) -> tuple[str, Any]:
 
 
 def _build(kind: type[Part], values: list[Any], named: dict[str, Any], spec: str) -> Part:
+    for old, new in kind.renamed.items():
+        if old in named:
+            raise PolicyError(
+                f"policy({spec!r}): {kind.name}({old}=...) is now {kind.name}({new}=...). Write {new}."
+            )
     try:
         inspect.signature(kind).bind(*values, **named)
     except TypeError as error:

@@ -67,28 +67,52 @@ def most_slots(policy: Policy, context: int, arriving: int) -> int | None:
 
     None where only the tokens themselves can tell (learned admission).
     """
-    bounds, window = [], policy.window(context)
+    bounds = (_by_context(policy, context), _by_budget(policy, context, arriving))
+    return min((bound for bound in bounds if bound is not None), default=None)
+
+
+def _by_context(policy: Policy, context: int) -> int | None:
+    """All that the admission lets in, where it does not depend on the tokens."""
     if policy.admission.rejects_all:
-        bounds.append(policy.sinks)
-    elif policy.admission.idle:
-        bounds.append(max(context - window, 0))
+        return policy.sinks
+    return max(context - policy.window(context), 0) if policy.admission.idle else None
+
+
+def _by_budget(policy: Policy, context: int, arriving: int) -> int | None:
+    """What a budget that acts while decoding leaves, and what comes before it acts again."""
     bounded = policy.tracks_mass or (policy.budget.limited and not policy.whole_prompt)
-    if bounded and policy.budget.most is not None:
-        between = policy.budget.when.k if isinstance(policy.budget.when, Every) else 1
-        floor = policy.sinks + window
-        bounds.append(max(policy.budget.most, floor) - window + arriving + between - 1)
-    return min(bounds, default=None)
+    if not bounded or policy.budget.most is None:
+        return None
+    window = policy.window(context)
+    between = policy.budget.when.k if isinstance(policy.budget.when, Every) else 1
+    return max(policy.budget.most, policy.sinks + window) - window + arriving + between - 1
 
 
-def slot_bounds(policy: Policy, context: int, arriving: int) -> tuple[int | None, ...]:
-    """``most_slots`` for each pool of a layer: one, or exact slots and those demoted to codes."""
-    most, exact = most_slots(policy, context, arriving), policy.exact_slots(policy.window(context))
+def slot_bounds(
+    policy: Policy, context: int, arriving: int, pages: Sequence[int] = (1, 1)
+) -> tuple[int | None, ...]:
+    """``most_slots`` for each pool of a layer: one, or exact slots and those demoted to codes.
+
+    What a budget bounds is rounded up to a size class of pages of so many slots (``pages``, a pool each), so
+    that budgets near each other share their programs.
+    """
+    by_context, by_budget = _by_context(policy, context), _by_budget(policy, context, arriving)
+    exact = policy.exact_slots(policy.window(context))
+
+    def bound(less: int, page: int) -> int | None:
+        found = []
+        if by_context is not None:
+            found.append(max(by_context - less, 0))
+        if by_budget is not None:
+            slots = max(by_budget - less, 0)
+            found.append(page * pool.size_class(-(-slots // page)) if slots else 0)
+        return min(found, default=None)
+
     if not exact:
-        return (most,)
+        return (bound(0, pages[0]),)
     # A slot is demoted when the exact ones are as many as they may be.
-    if most is None:
-        return exact + arriving, None
-    return min(exact + arriving, most), max(most - exact, 0)
+    most = bound(0, pages[0])
+    return exact + arriving if most is None else min(exact + arriving, most), bound(exact, pages[-1])
 
 
 def is_bounded(policy: Policy, state: KVState) -> bool:
@@ -144,11 +168,13 @@ def empty(
         if window is not None or not policy.paged(context):
             return LayerCache(ring=ring, pages=None, summary=None)
         summary = policy.completion.empty(rows, heads, dim, context)
-        bounds = slot_bounds(policy, context, chunk_size)
+        exactly = slot_bounds(policy, context, chunk_size)
+        lists = [context if most is None else min(most, context) for most in exactly]
+        sizes = [page_size(longest) if page is None else page for longest in lists]
+        bounds = slot_bounds(policy, context, chunk_size, sizes)
         pools = []
-        for storage, most in zip((Native(), policy.storage)[-len(bounds) :], bounds):
+        for storage, most, size in zip((Native(), policy.storage)[-len(bounds) :], bounds, sizes):
             longest = context if most is None else min(most, context)
-            size = page_size(longest) if page is None else page
             pools.append(
                 pool.empty(
                     pages=1,
@@ -178,12 +204,17 @@ def empty(
     )
 
 
+def _page_sizes(state: KVState) -> list[int]:
+    """Slots of a page, of each pool of a layer."""
+    return next(([pages.size for pages in layer.pools] for layer in state.layers if layer.pools), [1])
+
+
 def reserve(policy: Policy, state: KVState, tokens: int, arriving: int, ahead: int = 0) -> KVState:
     """Make sure that ``tokens`` more tokens a row fit, ``arriving`` at a time, whatever is admitted.
 
     A pool that has to grow makes room for ``ahead`` tokens (decoding) or at least doubles (prefill).
     """
-    most = slot_bounds(policy, state.context, arriving)
+    most = slot_bounds(policy, state.context, arriving, _page_sizes(state))
     return states.reserve(state, tokens, most, ahead=ahead, doubling=arriving > 1)
 
 
@@ -198,7 +229,7 @@ def roomy(policy: Policy, state: KVState, arriving: int) -> KVState:
       state: left as it is.
       arriving: most tokens of a row that come at a time.
     """
-    bounds = slot_bounds(policy, state.context, arriving)
+    bounds = slot_bounds(policy, state.context, arriving, _page_sizes(state))
 
     def grown(pages: Pages, most: int | None) -> Pages:
         rows, heads, lists, entries = pages.table.shape

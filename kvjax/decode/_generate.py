@@ -171,7 +171,7 @@ class Run:
     how: Sampling
 
 
-@functools.partial(jax.jit, static_argnames=("network", "policy", "steps"), donate_argnames=("state",))
+@functools.partial(jax.jit, static_argnames=("network", "steps"), donate_argnames=("state",))
 def segment(
     network: Network, policy: Policy, steps: int, params: Params, weights: Params, state: KVState, run: Run
 ) -> tuple[KVState, Run, Int[Array, "B steps"]]:

@@ -169,7 +169,7 @@ def _read_whole(
     return with_confidence(policy, state, logits, jnp.ones(len(prompts), bool)), logits
 
 
-@functools.partial(jax.jit, static_argnames=("network", "policy", "window", "ring"))
+@functools.partial(jax.jit, static_argnames=("network", "window", "ring"))
 def _prompt_layer(
     network: Network,
     policy: Policy,
@@ -196,7 +196,7 @@ def _prompt_layer(
     return x, ranked, layer.count_stored(ranked, total, ring)
 
 
-@functools.partial(jax.jit, static_argnames=("policy", "num_layers", "pages"))
+@functools.partial(jax.jit, static_argnames=("num_layers", "pages"))
 def _store_layer(
     policy: Policy,
     num_layers: int,

@@ -35,7 +35,8 @@ def step(
     """Feed one token to every active row; logits of the next. Pure; jit and donate ``state``.
 
     Args:
-      network, policy: static.
+      network: static.
+      policy: a pytree; its structure is static, its dials are not.
       params: the model's weights.
       weights: the policy's learned weights, ``weights[place][layer]``.
       state: with pages reserved for the step (``reserve``).
@@ -142,7 +143,6 @@ def logits_of(network: Network, params: Params, x: Float[Array, "B D"]) -> Float
     return network.logits(params, x)
 
 
-_STATIC = ("network", "policy")
-chunk_program = jax.jit(chunk, static_argnames=_STATIC, donate_argnames="state")
-step_program = jax.jit(step, static_argnames=_STATIC, donate_argnames="state")
+chunk_program = jax.jit(chunk, static_argnames="network", donate_argnames="state")
+step_program = jax.jit(step, static_argnames=("network", "on_read"), donate_argnames="state")
 """``step`` compiled with its state donated, for loops of one's own; ``segment`` is what ``stream`` runs."""

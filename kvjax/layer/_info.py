@@ -58,7 +58,7 @@ def observe(info: LayerInfo, x: Heads, pos: Int[Array, "B T"]) -> Observation:
     values = {
         name: getattr(x, name) if name == "hidden" else major(getattr(x, name))
         for name in OBSERVABLE
-        if name in info.policy.needs
+        if name in info.policy.needs and name != "mass"  # known after attention only
     }
     where = {"pos": pos, "total": info.total, "layer": info.layer, "layers": info.layers}
     return Observation(**where, values=values, softcap=x.softcap, rotate=x.rotate)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
-from kvjax.algebra import Admission, Observation, Policy, PolicyError
+from kvjax.algebra import Admission, Observation, Policy, Whole
 from kvjax.budgets.uniform import Uniform
 from kvjax.types import Params
 
@@ -33,13 +33,10 @@ class AnswerWindow(Admission):
     """
 
     name = "answer_window"
+    arguments = {"size": Whole(1, "window")}
     alike = True
     prefill = False
     size: int = 64
-
-    def __post_init__(self) -> None:
-        if isinstance(self.size, bool) or not isinstance(self.size, int) or self.size < 1:
-            raise PolicyError(f"{self!r}: a window of {self.size!r} tokens sees nothing. Give 1 or more.")
 
     @property
     def window(self) -> int:  # type: ignore[override]

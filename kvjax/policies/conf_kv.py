@@ -6,11 +6,12 @@ Li, Miao: CONF-KV: Confidence-Aware KV Cache Eviction with Mixed-Precision Stora
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
+import functools
+from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 
-from kvjax.algebra import Eviction, Observation, Policy, PolicyError
+from kvjax.algebra import Eviction, Number, Observation, Policy, Whole
 from kvjax.budgets.confidence import Confidence
 from kvjax.cache.pages import Slots
 from kvjax.types import Params
@@ -41,21 +42,32 @@ class ConfKV(Eviction):
     """
 
     name = "conf_kv"
-    needs = frozenset({"k"})
+    arguments = {
+        "alpha": Number(0, 1),
+        "gamma": Number(0, 1, open="high"),
+        "recent": Whole(),
+    }
+    dials = ("alpha", "gamma")
+    needs = frozenset({"k", "mass"})
     keeps = ("mass",)
-    needs_mass = True
     shared_ranking = True
     alpha: float = 0.5
     gamma: float = 0.998
     recent: int = 64
 
-    def __post_init__(self) -> None:
-        if not isinstance(self.alpha, int | float) or not 0 <= self.alpha <= 1:
-            raise PolicyError(f"{self!r}: alpha={self.alpha!r} is no share. Give a number from 0 to 1.")
-        if not isinstance(self.gamma, int | float) or not 0 <= self.gamma < 1:
-            raise PolicyError(f"{self!r}: gamma={self.gamma!r} forgets nothing. Give 0 or more, below 1.")
-        if isinstance(self.recent, bool) or not isinstance(self.recent, int) or self.recent < 0:
-            raise PolicyError(f"{self!r}: recent={self.recent!r} is no number of tokens. Give 0 or more.")
+    @functools.cached_property
+    def beta(self) -> float:
+        """1 - alpha, how much recency counts; a leaf of its own, in the host's double precision."""
+        return 1 - self.alpha
+
+    @functools.cached_property
+    def fresh(self) -> float:
+        """1 - gamma, how much of a query's attention enters the mass; a leaf of its own."""
+        return 1 - self.gamma
+
+    def leaves(self) -> dict[str, Any]:
+        """alpha, gamma, and their complements."""
+        return super().leaves() | {"beta": self.beta, "fresh": self.fresh}
 
     @property
     def protects(self) -> int:
@@ -69,7 +81,7 @@ class ConfKV(Eviction):
 
     def weigh(self, age: Int[Array, "B T"]) -> Float[Array, "B T"]:
         """(1 - gamma) gamma^age: what is left of a query's attention after ``age`` more queries."""
-        return (1 - self.gamma) * self.gamma ** age.astype(jnp.float32)
+        return self.fresh * self.gamma ** age.astype(jnp.float32)
 
     def receive(
         self, slots: Slots, mass: Float[Array, "B N C"], count: Int[Array, "B 1 1"]
@@ -82,7 +94,7 @@ class ConfKV(Eviction):
         """The mix; candidates are the live."""
         del params
         mass, age = (_spread(x, slots.live) for x in (slots.meta["mass"], slots.pos.astype(jnp.float32)))
-        return self.alpha * mass + (1 - self.alpha) * age
+        return self.alpha * mass + self.beta * age
 
     def score_prompt(self, params: Params | None, observed: Observation) -> Float[Array, "B 1 T"]:
         """The mix over all tokens but the newest ``recent``, for a budget that acts once."""
@@ -99,6 +111,8 @@ def _spread(x: Float[Array, "B K C"], among: Bool[Array, "B K C"]) -> Float[Arra
     wide = high > low  # also false where there is no candidate
     return jnp.where(among & wide, (x - low) / jnp.where(wide, high - low, 1.0), 0.0)
 
+
+PRESETS = {"conf-kv": "conf_kv + confidence", "conf-kv-l": "conf_kv + confidence(slope=1.5)"}
 
 EXAMPLES = (
     Policy(eviction=ConfKV(recent=6), budget=Confidence(tight=14, loose=24, threshold=0.5)),

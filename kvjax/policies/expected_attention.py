@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 
-from kvjax.algebra import Eviction, Observation, Policy, PolicyError
+from kvjax.algebra import Eviction, Number, Observation, Policy, Whole
 from kvjax.budgets.uniform import Uniform
 from kvjax.types import Params
 
@@ -42,19 +42,17 @@ class ExpectedAttention(Eviction):
     """
 
     name = "expected_attention"
+    arguments = {
+        "ahead": Whole(1),
+        "sinks": Whole(),
+        "floor": Number(),
+    }
+    dials = ("sinks", "floor")
     needs = frozenset({"q_pre", "k", "v"})
     scores_prompt = True
     ahead: int = 512
     sinks: int = 4
     floor: float = 0.0
-
-    def __post_init__(self) -> None:
-        for name, least in (("ahead", 1), ("sinks", 0)):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < least:
-                raise PolicyError(f"{self!r}: {name}={value!r} is no number of tokens. Give {least} or more.")
-        if not self.floor >= 0:
-            raise PolicyError(f"{self!r}: floor={self.floor!r} is no share. Give 0 or more.")
 
     def score_prompt(self, params: Params | None, observed: Observation) -> Float[Array, "B K T"]:
         """Expected share times norm; the sinks above all."""
@@ -117,5 +115,7 @@ def _log_expectation(
     half = jnp.einsum("bkghi,bkti->bkgth", spread, k, precision=EXACT)
     return linear * h**-0.5 + (half * k[:, :, None]).sum(axis=-1) / (2 * h)
 
+
+PRESETS = {"expected-attention": "expected_attention + uniform(0.25)"}
 
 EXAMPLES = (Policy(eviction=ExpectedAttention(ahead=16, sinks=2), budget=Uniform(24)),)

@@ -4,4 +4,6 @@ from __future__ import annotations
 
 from kvjax.algebra import Policy
 
+PRESETS = {"full": "full"}
+
 EXAMPLES = (Policy(),)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 
-from kvjax.algebra import Eviction, Observation, Policy, PolicyError
+from kvjax.algebra import Eviction, Observation, Policy, Switch, Whole
 from kvjax.budgets.uniform import Uniform
 from kvjax.cache.pages import Slots
 from kvjax.types import Params
@@ -40,19 +40,14 @@ class H2O(Eviction):
     """
 
     name = "h2o"
-    needs = frozenset({"k"})
+    arguments = {
+        "recent": Whole(optional=True),
+        "average": Switch(),
+    }
+    needs = frozenset({"k", "mass"})
     keeps = ("mass",)
-    needs_mass = True
     recent: int | None = None
     average: bool = False
-
-    def __post_init__(self) -> None:
-        if self.recent is not None and (not isinstance(self.recent, int) or self.recent < 0):
-            raise PolicyError(
-                f"{self!r}: recent={self.recent!r} is no number of tokens. Give 0 or more, or leave it out."
-            )
-        if not isinstance(self.average, bool):
-            raise PolicyError(f"{self!r}: average={self.average!r} is no switch. Give True or False.")
 
     @property
     def protects(self) -> int:
@@ -135,6 +130,8 @@ def _h_index(x: Int[Array, "... T"]) -> tuple[Int[Array, "... T"], Int[Array, ".
     upto = jnp.broadcast_to(jnp.arange(t, dtype=x.dtype), x.shape)
     return jax.lax.fori_loop(0, bits, decide, (x, none, upto, none, none))[3:]
 
+
+PRESETS = {"h2o": "h2o + uniform(0.25)"}
 
 EXAMPLES = (
     Policy(eviction=H2O(), budget=Uniform(24)),

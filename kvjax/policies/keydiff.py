@@ -45,4 +45,6 @@ def _unit(x: Float[Array, "... H"]) -> Float[Array, "... H"]:
     return x / jnp.maximum(jnp.linalg.norm(x, axis=-1, keepdims=True), jnp.finfo(x.dtype).tiny)
 
 
+PRESETS = {"keydiff": "keydiff + uniform(0.25)"}
+
 EXAMPLES = (Policy(eviction=KeyDiff(), budget=Uniform(24)),)

@@ -39,6 +39,8 @@ class KNorm(Eviction):
         return -slots.meta["norm"]
 
 
+PRESETS = {"knorm": "knorm + uniform(0.25)"}
+
 EXAMPLES = (
     Policy(eviction=KNorm(), budget=Uniform(32)),
     Policy(eviction=KNorm(), budget=Uniform(40, "every_step"), sinks=4, recent=8),

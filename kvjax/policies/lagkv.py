@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 
-from kvjax.algebra import Eviction, Observation, Policy, PolicyError
+from kvjax.algebra import Eviction, Observation, Policy, Whole
 from kvjax.budgets.uniform import Uniform
 from kvjax.types import Params
 
@@ -44,16 +44,14 @@ class LagKV(Eviction):
     """
 
     name = "lagkv"
+    arguments = {
+        "lag": Whole(2),
+        "sinks": Whole(),
+    }
     needs = frozenset({"k", "v"})
     scores_prompt = True
     lag: int = 128
     sinks: int = 4
-
-    def __post_init__(self) -> None:
-        for name, least in (("lag", 2), ("sinks", 0)):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < least:
-                raise PolicyError(f"{self!r}: {name}={value!r} is no number of tokens. Give {least} or more.")
 
     def score_prompt(self, params: Params | None, observed: Observation) -> Float[Array, "B K T"]:
         """Ranks 0 ... lag - 1 in partitions; the tail by position above them, the sinks above all."""
@@ -86,5 +84,7 @@ class LagKV(Eviction):
         scaled = jnp.where(span > 0, (x[:, :, :-1] - low) / jnp.where(span > 0, span, 1.0), 0.0)
         return jax.nn.softmax(jnp.std(scaled, axis=-1, ddof=1), axis=-1)
 
+
+PRESETS = {"lagkv": "lagkv + uniform(0.25)"}
 
 EXAMPLES = (Policy(eviction=LagKV(lag=8, sinks=2), budget=Uniform(24)),)

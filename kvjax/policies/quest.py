@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 
-from kvjax.algebra import Picked, Policy, PolicyError, Selection
+from kvjax.algebra import Picked, Policy, PolicyError, Selection, Whole
 from kvjax.cache.pages import Pages
 from kvjax.types import EMPTY, Params
 
@@ -38,17 +38,18 @@ class Quest(Selection):
     """
 
     name = "quest"
+    renamed = {"pages": "chunks"}
+    arguments = {
+        "chunks": Whole(1, "number of chunks"),
+        "chunk": Whole(1),
+        "dense": Whole(0, "number of layers"),
+        "recent": Whole(1),
+    }
     sizes = ("chunks",)
     chunks: int = 32
     chunk: int = 16
     dense: int = 2
     recent: int = 64  # type: ignore[assignment]
-
-    def __post_init__(self) -> None:
-        for name, least in (("chunks", 1), ("chunk", 1), ("dense", 0), ("recent", 1)):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < least:
-                raise PolicyError(f"{self!r}: {name}={value!r} is out of range. Give {least} or more.")
 
     def applies(self, layer: int) -> bool:
         """All layers but the first ``dense``."""
@@ -107,5 +108,7 @@ class Quest(Selection):
         live = first < pages.length[:, :, list_id, None]
         return jnp.where(live, bound.max(axis=2), -jnp.inf)
 
+
+PRESETS = {"quest": "quest"}
 
 EXAMPLES = (Policy(selection=Quest(chunks=3, chunk=4, dense=1, recent=8)),)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 
-from kvjax.algebra import Eviction, Observation, Policy, PolicyError
+from kvjax.algebra import Eviction, Observation, Policy, Whole
 from kvjax.budgets.uniform import Uniform
 from kvjax.types import Params
 
@@ -45,16 +45,14 @@ class Scissorhands(Eviction):
     """
 
     name = "scissorhands"
+    arguments = {
+        "window": Whole(1),
+        "recent": Whole(),
+    }
     needs = frozenset({"q", "k"})
     scores_prompt = True
     window: int = 400
     recent: int = 10
-
-    def __post_init__(self) -> None:
-        for name, least in (("window", 1), ("recent", 0)):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < least:
-                raise PolicyError(f"{self!r}: {name}={value!r} is no number of tokens. Give {least} or more.")
 
     @property
     def protects(self) -> int:
@@ -100,5 +98,7 @@ def _above_mean(observed: Observation, at: Int[Array, "B I"]) -> Float[Array, "B
     high = (s >= mean - SLACK) & sees[:, None, None]
     return high.astype(jnp.float32).sum(axis=(2, 3))
 
+
+PRESETS = {"scissorhands": "scissorhands + uniform(0.25)"}
 
 EXAMPLES = (Policy(eviction=Scissorhands(window=20, recent=4), budget=Uniform(24)),)

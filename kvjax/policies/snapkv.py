@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
 
-from kvjax.algebra import Eviction, Observation, Policy, PolicyError
+from kvjax.algebra import Eviction, Observation, Policy, PolicyError, Whole
 from kvjax.budgets.ada import Ada
 from kvjax.budgets.pyramid import Pyramid
 from kvjax.budgets.uniform import Uniform
@@ -37,15 +37,18 @@ class SnapKV(Eviction):
     """
 
     name = "snapkv"
+    arguments = {
+        "window": Whole(1, "number of queries"),
+        "kernel": Whole(1, "odd width"),
+    }
     needs = frozenset({"q", "k", "v"})
     scores_prompt = True
     window: int = 32
     kernel: int = 5
 
     def __post_init__(self) -> None:
-        if not isinstance(self.window, int) or self.window < 1:
-            raise PolicyError(f"{self!r}: a window of {self.window!r} queries sees nothing. Give 1 or more.")
-        if not isinstance(self.kernel, int) or self.kernel < 1 or self.kernel % 2 == 0:
+        super().__post_init__()
+        if self.kernel % 2 == 0:
             raise PolicyError(f"{self!r}: kernel={self.kernel!r} has no middle. Give an odd whole number.")
 
     @property
@@ -78,6 +81,8 @@ class SnapKV(Eviction):
             q, observed.k, lse, weights, q_pos=at, k_pos=observed.pos, softcap=observed.softcap
         )
 
+
+PRESETS = {"snapkv": "snapkv + uniform(0.25)"}
 
 EXAMPLES = (
     Policy(eviction=SnapKV(window=8), budget=Uniform(24)),

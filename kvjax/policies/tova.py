@@ -28,9 +28,8 @@ class Tova(Eviction):
     """
 
     name = "tova"
-    needs = frozenset({"k"})
+    needs = frozenset({"k", "mass"})
     keeps = ("mass",)
-    needs_mass = True
     shared_ranking = True
 
     def arrive(self, params: Params | None, observed: Observation) -> dict[str, Float[Array, "B K T"]]:
@@ -57,6 +56,8 @@ class Tova(Eviction):
         del params
         return observed.mass.mean(axis=1, keepdims=True)
 
+
+PRESETS = {"tova": "tova + uniform(0.25)"}
 
 EXAMPLES = (
     Policy(eviction=Tova(), budget=Uniform(24)),

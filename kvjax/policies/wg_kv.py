@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 
-from kvjax.algebra import Admission, Observation, Policy, PolicyError
+from kvjax.algebra import Admission, Number, Observation, Policy, PolicyError, Whole
 from kvjax.types import Network, Params
 
 if TYPE_CHECKING:
@@ -99,19 +99,16 @@ class WriteGate(Admission):
     """
 
     name = "write_gate"
+    arguments = {
+        "tau": Number(0, 1, "threshold of a gate", open="low high"),
+        "window": Whole(1, "window"),
+    }
+    dials = ("tau",)
     needs = frozenset({"k_pre", "k"})
     learns = "wg-kv"
     fitted = ("window",)
     tau: float = 0.1
     window: int = 256  # type: ignore[assignment]
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.tau, int | float) or not 0 < self.tau < 1:
-            raise PolicyError(
-                f"{self!r}: tau={self.tau!r} is no threshold of a gate. Give a number above 0 and below 1."
-            )
-        if not isinstance(self.window, int) or self.window < 1:
-            raise PolicyError(f"{self!r}: window={self.window!r} sees nothing. Give 1 token or more.")
 
     def check_weights(self, weights: Sequence[Params], network: Network) -> None:
         """Names and shapes of ``gate_logits``.
@@ -142,5 +139,7 @@ class WriteGate(Admission):
             raise PolicyError(f"{self!r} has no gates. Pass weights=kvjax.weights_for(policy, model).")
         return jax.nn.sigmoid(gate_logits(params, observed.k_pre, observed.k)) >= self.tau
 
+
+PRESETS = {"wg-kv": "write_gate"}
 
 EXAMPLES = (Policy(admission=WriteGate(tau=0.5, window=24), sinks=2),)

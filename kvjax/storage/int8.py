@@ -42,4 +42,6 @@ class Int8(Coded):
         return codes
 
 
+PRESETS = {"int8": "int8"}
+
 EXAMPLES = (Policy(storage=Int8(recent=16)),)

@@ -43,10 +43,8 @@ class Blend(ConfKV):
     def score(self, params: Params | None, slots: Slots) -> Float[Array, "B K C"]:
         """The mix, or a draw that depends on seed and position alone."""
         assert params is not None  # noqa: S101
-        mass = dataclasses.replace(self, alpha=1.0)
-        age = dataclasses.replace(self, alpha=0.0)
-        mixed = params["alpha"] * ConfKV.score(mass, None, slots)
-        mixed = mixed + (1 - params["alpha"]) * ConfKV.score(age, None, slots)
+        mass, age = (ConfKV(alpha=alpha).score(None, slots) for alpha in (1.0, 0.0))
+        mixed = params["alpha"] * mass + (1 - params["alpha"]) * age
         return jnp.where(params["noise"] > 0, drawn(params["seed"], slots.pos), mixed)
 
 
@@ -133,7 +131,7 @@ class Played:
     live: Float[Array, "B T"]
 
 
-@functools.partial(jax.jit, static_argnames=("network", "policy"))
+@functools.partial(jax.jit, static_argnames="network")
 def _play(
     network: Network,
     policy: Policy,

@@ -55,5 +55,5 @@ def test_only_given_tokens_are_admitted():
 
 @pytest.mark.parametrize("size", [0, -1, 2.5, True])
 def test_a_window_must_see_something(size):
-    with pytest.raises(PolicyError, match="sees nothing"):
+    with pytest.raises(PolicyError, match="is no window"):
         AnswerWindow(size)

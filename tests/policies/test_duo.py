@@ -99,10 +99,10 @@ def test_equal_numbers_go_to_the_lower_layer_then_head():
 @pytest.mark.parametrize(
     ("call", "says"),
     [
-        ({"share": -0.1}, "no part of the heads"),
-        ({"share": 1.1}, "no part of the heads"),
-        ({"share": "half"}, "no part of the heads"),
-        ({"window": 0}, "1 token or more"),
+        ({"share": -0.1}, "no share of the heads"),
+        ({"share": 1.1}, "no share of the heads"),
+        ({"share": "half"}, "no share of the heads"),
+        ({"window": 0}, "1 or more"),
         ({"prefill": 1}, "True or False"),
     ],
 )

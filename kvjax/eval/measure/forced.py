@@ -46,7 +46,7 @@ class Steps:
     reads: Float[Array, "B T R"]
 
 
-@functools.partial(jax.jit, static_argnames=("network", "policy"))
+@functools.partial(jax.jit, static_argnames="network")
 def _steps(
     network: Network,
     policy: Policy,
