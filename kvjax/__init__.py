@@ -6,7 +6,7 @@ from kvjax.catalogue import PRESETS, methods, policy
 from kvjax.decode import Generation, extend, generate, prefill, stream
 from kvjax.loading import load
 from kvjax.metrics import nbytes
-from kvjax.weights import load_gates, save_weights, weights_for
+from kvjax.weights import save_weights, weights_for
 
 __version__ = "0.1.0"
 
@@ -20,7 +20,6 @@ __all__ = [
     "fork",
     "generate",
     "load",
-    "load_gates",
     "methods",
     "nbytes",
     "policy",

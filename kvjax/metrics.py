@@ -99,7 +99,8 @@ def allocated(layers: tuple[LayerCache, ...]) -> int:
 
 def raise_peak(state: KVState, live: float, total: float) -> KVState:
     """The state with its peak at least at these bytes."""
-    return dataclasses.replace(state, peak=jnp.maximum(state.peak, jnp.asarray([live, total], jnp.float32)))
+    peak = np.maximum(np.asarray(state.peak), np.asarray([live, total], np.float32))
+    return dataclasses.replace(state, peak=jax.device_put(peak))
 
 
 def with_peak(state: KVState) -> KVState:

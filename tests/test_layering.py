@@ -15,8 +15,8 @@ OURS = ("kvjax", "pallas_kernels", "train", "studies")
 WEIGHTS = r"kvjax(\.(types|weights\._.+))?"
 """Learned weights; ``kvjax`` itself for its version."""
 
-KERNELS = r"pallas_kernels(\.\w+\.api|\.numerics|\.dispatch)?"
-"""Of the kernels, others see the signatures only."""
+KERNELS = r"pallas_kernels(\.\w+\.api|\.numerics|\.dispatch|\.measure\.timing)?"
+"""Of the kernels, others see the signatures only, and the stopwatch."""
 
 STATE = r"kvjax\.(types|cache(\..+)?)"
 
@@ -58,9 +58,11 @@ TABLE = {
     "kvjax.layer._prompt": rf"{STATE}|kvjax\.(algebra|layer\._(info|read|mass|admit))|{KERNELS}",
     "kvjax.layer._step": rf"{STATE}|kvjax\.layer\._(?!prompt).+|{KERNELS}",
     "kvjax.weights": rf"{WEIGHTS}|kvjax\.algebra",
-    "kvjax.weights.gates": rf"kvjax\.(types|weights|loading|weights\.torch_file|policies\.wg_kv)|{KERNELS}",
+    "kvjax.weights.gates": r"kvjax\.(types|weights|loading|weights\.torch_file|policies\.wg_kv)",
     "kvjax.weights.torch_file": r"(?!)",
-    "kvjax.weights.__main__": r"kvjax\.(weights(\..+)?|models\.hf_config|cli)",
+    "kvjax.weights.__main__": r"kvjax\.(cli|weights(\..+)?)",
+    "kvjax.timing": r"pallas_kernels\.measure\.timing",
+    "kvjax.cli": r"kvjax\.(algebra|decode|weights\.torch_file|models\.hf_config)",
     "kvjax.decode": r"kvjax\.decode\._.+",
     "kvjax.decode._capacity": rf"{STATE}|kvjax\.algebra",
     "kvjax.decode._checks": r"kvjax\.(types|cache\.state|algebra|weights)",
@@ -68,12 +70,14 @@ TABLE = {
     "kvjax.decode._prefill": rf"{STATE}|kvjax\.(algebra|layer|metrics|decode\._(capacity|checks|step))",
     "kvjax.decode._generate": rf"{STATE}|kvjax\.(algebra|weights|metrics|sampling|decode\._.+)",
     "kvjax.catalogue": r"kvjax\.(algebra|policies|budgets(\.amount)?|storage|catalogue\._.+)",
+    "kvjax.catalogue._table": r"kvjax\.(cli|algebra|catalogue\._.+)",
+    "kvjax.catalogue.__main__": r"kvjax\.(cli|catalogue\._table)",
     "kvjax.bench": rf"kvjax(\.(?!serve).+)?|{KERNELS}",
     "kvjax.engine": r"kvjax\.(?!serve|eval|models|policies).+",
     "kvjax.serve": r"kvjax(\.(?!eval).+)?",
     "kvjax.eval": r"kvjax(\.(?!serve).+)?",
     "kvjax": r"kvjax\.(?!serve|eval|models|policies|text).+",
-    "train": rf"train(\..+)?|kvjax(\.(?!serve).+)?|pallas_kernels\.aot|{KERNELS}",
+    "train": rf"train(\..+)?|kvjax(\.(?!serve).+)?|pallas_kernels\.measure\.aot|{KERNELS}",
     "train.evaluate": r"train(\..+)?|kvjax(\.(?!serve).+)?|studies\.wg_kv\.heads",
     "studies": r"kvjax(\.(?!serve).+)?",
     "studies.conf_kv": r"studies\.conf_kv(\..+)?|kvjax(\.(?!serve).+)?",
@@ -159,3 +163,58 @@ def test_no_module_is_hidden_by_a_name_that_its_package_gives(package):
     modules = {name.rpartition(".")[2] for name in sources() if name.rpartition(".")[0] == package}
     assert len(modules) > 3
     assert not given & modules
+
+
+def circles(graph: dict[str, set[str]]) -> list[list[str]]:
+    """Groups of two or more modules that import each other, directly or round a corner (Tarjan)."""
+    order: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    found: list[list[str]] = []
+
+    def visit(name: str) -> None:
+        order[name] = low[name] = len(order)
+        stack.append(name)
+        for other in graph[name]:
+            if other not in order:
+                visit(other)
+                low[name] = min(low[name], low[other])
+            elif other in stack:
+                low[name] = min(low[name], order[other])
+        if low[name] == order[name]:
+            group = [stack.pop()]
+            while group[-1] != name:
+                group.append(stack.pop())
+            if len(group) > 1:
+                found.append(sorted(group))
+
+    for name in graph:
+        if name not in order:
+            visit(name)
+    return found
+
+
+def import_graph(given: dict[str, str]) -> dict[str, set[str]]:
+    """Who imports whom, imports inside functions and for types alone included."""
+    known = set(given)
+    graph = {name: imported(name, source, known) & known for name, source in given.items()}
+    fronts = {name for name in known if any(other.startswith(name + ".") for other in known)}
+    # A module that imports its own package's front, or a front its modules, is no circle of ideas.
+    return {
+        name: {other for other in others if not (other in fronts and name.startswith(other + "."))} - {name}
+        for name, others in graph.items()
+    }
+
+
+def test_no_module_imports_itself_round_a_corner():
+    assert circles(import_graph(sources())) == []
+
+
+def test_a_planted_circle_is_seen():
+    graph = import_graph({"kvjax.a": "import kvjax.b", "kvjax.b": "def f():\n    from kvjax import a"})
+    assert circles(graph) == [["kvjax.a", "kvjax.b"]]
+
+
+def test_no_module_is_called_policy():
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module("kvjax.policy")

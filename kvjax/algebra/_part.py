@@ -10,7 +10,7 @@ import jax
 
 from kvjax.algebra._arguments import Argument
 from kvjax.algebra._observation import Observation
-from kvjax.types import Network, Params
+from kvjax.types import Network, Params, Weighted
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float
@@ -33,7 +33,7 @@ class Part:
       keeps: names of the per-slot values it owns.
       learns: the method whose learned weights it reads, or "" for a part that learns nothing. They travel as
         ``weights[place]``, a list with one pytree a layer.
-      shipped: the name of the weights a model may bring for it (``<model>/gates/<name>.safetensors``).
+      trained_by: the command that makes such weights, as an error names it; "" where there is none.
       sizes: fields that say how much is kept or read; with other numbers there it is the same method.
       fitted: arguments whose values weights are trained for; files note them, and other values are told.
       renamed: former names of fields, and their names today; the one-string form refuses the former.
@@ -47,7 +47,7 @@ class Part:
     needs: ClassVar[frozenset[str]] = frozenset()
     keeps: ClassVar[tuple[str, ...]] = ()
     learns: ClassVar[str] = ""
-    shipped: ClassVar[str] = "default"
+    trained_by: ClassVar[str] = ""
     sizes: ClassVar[tuple[str, ...]] = ()
     fitted: ClassVar[tuple[str, ...]] = ()
     renamed: ClassVar[Mapping[str, str]] = {}
@@ -84,6 +84,10 @@ class Part:
     def example_weights(self, key: Array, network: Network) -> list[Params]:
         """Random weights of the right shapes, for the conformance laws; one pytree a layer."""
         raise NotImplementedError
+
+    def untrained(self, model: Weighted, seed: int) -> list[Params]:
+        """Weights that have learned nothing and cost what trained ones do, for measuring speed and memory."""
+        return self.example_weights(jax.random.PRNGKey(seed), model.network)
 
     def arrive(self, params: Params | None, observed: Observation) -> dict[str, Float[Array, "B K T"]]:
         """Values for ``keeps``, asked once, when a token arrives."""

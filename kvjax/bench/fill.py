@@ -25,28 +25,15 @@ from kvjax.cache.ring import Entry
 from kvjax.cache.state import KVState, LayerCache
 from kvjax.models.decoder import Decoder
 from kvjax.models.spec import ModelSpec
-from kvjax.policies.wg_kv import WriteGate
 from kvjax.types import Heads, Params, Weighted
-from kvjax.weights.gates import random_gates
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Int
 
 
-SHARE = 0.25
-"""Of the tokens that untrained write gates admit."""
-
-
 def untrained(model: Weighted, policy: Policy, seed: int) -> Params:
     """Learned weights that have learned nothing, and cost what trained ones do."""
-    network = model.network
-    found: Params = {
-        part.place: part.example_weights(jax.random.PRNGKey(seed), network) for part in policy.learned
-    }
-    if isinstance(policy.admission, WriteGate):
-        tokens = min(1024, network.max_positions)
-        found["admission"] = random_gates(model, SHARE, policy.admission, tokens=tokens, seed=seed)
-    return found
+    return {part.place: part.untrained(model, seed) for part in policy.learned}
 
 
 def filled(

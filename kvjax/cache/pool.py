@@ -10,7 +10,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 
 from kvjax.cache.pages import Pages
 from kvjax.types import EMPTY
@@ -122,20 +124,20 @@ def empty(
       meta: names of per-slot values.
       summary: shape of each per-page value.
     """
-    slot = (pages, size)
+    slot, put = (pages, size), jax.device_put  # what is small is made by NumPy: each fill would be a program
     return Pages(
         k=jnp.zeros((*slot, width), dtype),
         v=jnp.zeros((*slot, width), dtype),
         scales=jnp.zeros((pages, 2, head_dim), jnp.float32) if scaled else None,
-        pos=jnp.full(slot, EMPTY, jnp.int32),
+        pos=put(np.full(slot, EMPTY, np.int32)),
         meta={name: jnp.zeros(slot, jnp.float32) for name in meta},
         summary={name: jnp.zeros((pages, *shape), jnp.float32) for name, shape in summary.items()},
-        table=jnp.full((rows, heads, lists, entries), EMPTY, jnp.int32),
-        length=jnp.zeros((rows, heads, lists), jnp.int32),
-        refs=jnp.zeros(pages, jnp.int32),
-        free=jnp.arange(pages, dtype=jnp.int32)[::-1],
-        n_free=jnp.asarray(pages, jnp.int32),
-        overflow=jnp.asarray(False),
+        table=put(np.full((rows, heads, lists, entries), EMPTY, np.int32)),
+        length=put(np.zeros((rows, heads, lists), np.int32)),
+        refs=put(np.zeros(pages, np.int32)),
+        free=put(np.arange(pages, dtype=np.int32)[::-1]),
+        n_free=put(np.int32(pages)),
+        overflow=put(np.False_),
     )
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
+from kvjax import cli
 from kvjax.catalogue._table import main
 
 if __name__ == "__main__":
-    main()
+    cli.start(main)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib
+from collections.abc import Sequence
 from pathlib import Path
 
+from kvjax import cli
 from kvjax.algebra import PLACES, Part
 from kvjax.catalogue import _discovery as discovery
 from kvjax.catalogue._spec import PRESETS, policy
@@ -35,27 +36,32 @@ def placed(readme: str) -> str:
     """The text with a fresh table between its markers.
 
     Raises:
-      ValueError: there are no markers.
+      InputError: there are no markers.
     """
     head, begin, rest = readme.partition(BEGIN)
     _, end, tail = rest.partition(END)
     if not begin or not end:
-        raise ValueError(
+        raise cli.InputError(
             f"There is no place for the table. Put the lines {BEGIN} and {END} where it belongs."
         )
     return f"{head}{BEGIN}\n{table()}\n{END}{tail}"
 
 
-def main() -> None:
-    """Prints the table, or puts it between the markers of a file."""
-    parser = argparse.ArgumentParser(prog="python -m kvjax.catalogue", description=__doc__)
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints the table, or puts it between the markers of a file; the exit code."""
+    return cli.run(_show, argv)
+
+
+def _show(words: Sequence[str]) -> None:
+    parser = cli.Parser(prog="python -m kvjax.catalogue", description=__doc__)
     parser.add_argument("--write", metavar="FILE", type=Path, help="put it between the markers of this file")
-    file = parser.parse_args().write
+    file = parser.parse_args(words).write
     if file is None:
         print(table())
-    else:
+        return
+    try:
         file.write_text(placed(file.read_text(encoding="utf-8")), encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()
+    except OSError as error:
+        raise cli.InputError(
+            f"--write {file} cannot be read and written ({error.strerror}). Give a file with the markers."
+        ) from None

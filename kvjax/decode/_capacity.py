@@ -195,12 +195,12 @@ def empty(
 
     return KVState(
         layers=tuple(layer(window) for window in network.windows),
-        length=jnp.zeros(rows, jnp.int32),
-        total=jnp.zeros(rows, jnp.int32),
-        peak=jnp.zeros(2, jnp.float32),
+        length=jax.device_put(np.zeros(rows, np.int32)),  # device_put compiles nothing
+        total=jax.device_put(np.zeros(rows, np.int32)),
+        peak=jax.device_put(np.zeros(2, np.float32)),
         context=context,
         chunk=chunk_size,
-        confidence=jnp.zeros(rows, jnp.float32) if policy.budget.needs_logits else None,
+        confidence=jax.device_put(np.zeros(rows, np.float32)) if policy.budget.needs_logits else None,
     )
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
 
 import numpy as np
 
@@ -56,7 +57,12 @@ def check_weights(model: Weighted, policy: Policy, weights: Params | None) -> Pa
     Raises:
       WeightsError: weights that are missing, needless, or of another model.
     """
-    weights = weights or {}
+    weights = {} if weights is None else weights
+    if not isinstance(weights, Mapping) or any(isinstance(x, str | Path) for x in weights.values()):
+        raise WeightsError(
+            f"weights={weights!r} names weights that are not read yet. Pass "
+            f"weights=kvjax.weights_for(policy, model, {weights!r})."
+        )
     for part in policy.learned:
         if part.place not in weights:
             raise missing(part, model)
@@ -70,6 +76,7 @@ def check_weights(model: Weighted, policy: Policy, weights: Params | None) -> Pa
     if needless:
         raise WeightsError(
             f"weights for {', '.join(sorted(needless))} are given, where the policy {policy!r} learns "
-            "nothing. Leave them out, or use the policy they were trained for."
+            "nothing. Leave them out, or use the policy they were trained for; "
+            "kvjax.weights_for(policy, model) gives what it needs."
         )
     return weights

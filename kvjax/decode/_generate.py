@@ -130,10 +130,10 @@ def stream(
     if limit.max() > 1:  # the last new token of a row is never fed
         check_space("stream", state, limit - 1)
     run = Run(
-        token=jnp.zeros(rows, jnp.int32),
-        done=jnp.zeros(rows, bool),
-        left=jnp.asarray(limit),
-        stops=jnp.asarray([*stops] or [EMPTY], jnp.int32),
+        token=jax.device_put(np.zeros(rows, np.int32)),
+        done=jax.device_put(np.zeros(rows, bool)),
+        left=jax.device_put(limit),
+        stops=jax.device_put(np.asarray([*stops] or [EMPTY], np.int32)),
         how=sampling(rows) if how is None else how,
     )
     run, fresh = first_token(run, logits, state.length)

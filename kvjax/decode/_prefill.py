@@ -67,7 +67,7 @@ def prefill(
     state = empty(
         model.network, policy, rows=rows, context=context, dtype=dtype, page=page, chunk_size=chunk_size
     )
-    state = dataclasses.replace(state, total=jnp.asarray(lengths, jnp.int32))
+    state = dataclasses.replace(state, total=jax.device_put(np.asarray(lengths, np.int32)))
     if policy.whole_prompt:
         return _read_whole(model, policy, state, prompts, weights, progress)
     return _read_chunks(model, policy, state, prompts, weights, progress)
@@ -118,15 +118,14 @@ def _read_chunks(
         state = reserve(policy, state, min(ahead, longest - start), chunk_size)
         piece = tokens[:, start : start + chunk_size]
         state, x = chunk_program(model.network, policy, model.params, weights, state, piece, count)
-        ended = jnp.asarray(count > 0)[:, None]
-        last = x if last is None else jnp.where(ended, x, last)
+        last = x if last is None else jnp.where((count > 0)[:, None], x, last)
         if progress:
             jax.block_until_ready(x)  # reported is what is done, not what is asked for
             progress(min(start + chunk_size, longest), longest)
     state = metrics.with_peak(states.fit(metrics.with_peak(state)))
     assert last is not None  # noqa: S101  (at least one token was fed)
     logits = logits_of(model.network, model.params, last)
-    return with_confidence(policy, state, logits, jnp.asarray(lengths > 0)), logits
+    return with_confidence(policy, state, logits, jax.device_put(lengths > 0)), logits
 
 
 def _read_whole(

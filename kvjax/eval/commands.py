@@ -18,6 +18,7 @@ from kvjax.eval.measure import grid, runner
 from kvjax.eval.measure.store import Store, about, read
 from kvjax.eval.tasks.data import find
 from kvjax.loading import EMBEDDED, LanguageModel, load
+from kvjax.weights import sources
 
 Item = TypeVar("Item")
 
@@ -61,7 +62,7 @@ def model_of(values: dict[str, Any]) -> LanguageModel:
 def _run(asked: Asked) -> None:
     data = find()
     grids, notes = [], []
-    gates = [job.gates or asked.values["gates"] for job in asked.jobs]
+    given = [job.given or asked.values["weights"] for job in asked.jobs]
     for job in asked.jobs:
         wanted, absent = tasks.named(job.tasks, data)
         notes += [f"{task.name} needs {task.needs[0]}; left out." for task in absent]
@@ -76,7 +77,7 @@ def _run(asked: Asked) -> None:
             )
         )
     model = model_of(asked.values)
-    grids = [grid.with_weights(one, model, source) for one, source in zip(grids, gates)]
+    grids = [grid.with_weights(one, model, said) for one, said in zip(grids, given)]
     store = Store.open(asked.values["out"], about(model, data))
     for one in grids:
         notes += [f"{task} fits from {fits} tokens on; left out at {n}." for task, n, fits in one.skipped]
@@ -125,8 +126,10 @@ def _match(asked: Asked) -> None:
     task, length = _one(tasks.named(values["task"], data)[0], "--task"), _one(values["lengths"], "--lengths")
     model = model_of(values)
     samples = runner.draw(task, model, data, length=length, seed=0, count=values["samples"])
-    target = match.measured(model, like, samples, length=length, gates=values["gates"])
-    found = match.matched(model, values["policy"], target.live, samples, length=length, gates=values["gates"])
+    both = like, parse_policy(values["policy"].replace("{}", str(length)))
+    mine, theirs = (sources(one, values["weights"], others=both) for one in both)
+    target = match.measured(model, like, samples, length=length, weights=mine)
+    found = match.matched(model, values["policy"], target.live, samples, length=length, weights=theirs)
     for name, held, off in ((repr(like), target, 0.0), (found.policy, found.held, found.off)):
         sizes = {size: round(value) for size, value in dataclasses.asdict(held).items()}
         print(json.dumps({"policy": name, **sizes, "off": round(off, 5)}))

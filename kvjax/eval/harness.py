@@ -24,7 +24,7 @@ from kvjax.catalogue import policy as parse_policy
 from kvjax.eval.errors import EvalError
 from kvjax.eval.measure import forced
 from kvjax.loading import EMBEDDED, load
-from kvjax.weights import weights_for
+from kvjax.weights import Sources, parse_sources, weights_for
 
 try:
     from lm_eval.api.model import LM
@@ -58,7 +58,7 @@ class KVJax(LM):
         self,
         pretrained: str = EMBEDDED,
         policy: str = "full",
-        gates: str | None = None,
+        weights: Sources | str = None,
         dtype: str | None = None,
         max_length: int | None = None,
         batch_size: int | str = 8,
@@ -70,7 +70,7 @@ class KVJax(LM):
         Args:
           pretrained: embedded, a folder or a hub id.
           policy: one-string form.
-          gates: learned weights of the policy: a file or the name of a shipped one; by default the model's.
+          weights: of the policy's learned parts, by part; in ``model_args`` one of them, ``part=source``.
           dtype: of weights and cache; as stored by default.
           max_length: fewer positions than the model has.
           batch_size: requests a batch; "auto" is 8.
@@ -80,7 +80,8 @@ class KVJax(LM):
         del device, max_batch_size
         self.model = load(None if pretrained == EMBEDDED else pretrained, dtype=dtype)
         self.policy = parse_policy(policy)
-        self.weights = weights_for(self.policy, self.model, gates)
+        given = parse_sources(weights) if isinstance(weights, str) else weights
+        self.weights = weights_for(self.policy, self.model, given)
         most = self.model.network.max_positions
         self.max_length = most if max_length is None else min(int(max_length), most)
         self.batch = int(batch_size) if str(batch_size).isdecimal() else 8

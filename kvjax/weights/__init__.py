@@ -5,19 +5,26 @@ reads what torch saved.
 """
 
 from kvjax.weights._file import Learned, WeightsError, read_weights, save_weights
-from kvjax.weights._find import SHIPPED, load_gates, missing, shipped, weights_and_remarks, weights_for
+from kvjax.weights._find import Found, find, load_weights, missing, shipped, weights_for
 from kvjax.weights._fingerprint import fingerprint
+from kvjax.weights._sources import GATES, Source, Sources, add_options, parse_sources, sources
 
 __all__ = [
-    "SHIPPED",
+    "GATES",
+    "Found",
     "Learned",
+    "Source",
+    "Sources",
     "WeightsError",
+    "add_options",
+    "find",
     "fingerprint",
-    "load_gates",
+    "load_weights",
     "missing",
+    "parse_sources",
     "read_weights",
     "save_weights",
     "shipped",
-    "weights_and_remarks",
+    "sources",
     "weights_for",
 ]

@@ -2,45 +2,44 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvjax.weights import WeightsError, gates
+from kvjax import cli
+from kvjax.weights import gates
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command; 0 done, 2 bad input with one sentence on standard error."""
-    from kvjax.models.hf_config import ModelError
-    from kvjax.weights.torch_file import TorchFileError
-
-    said = _parser().parse_args(argv)
-    try:
-        if said.verb == "convert":
-            gates.convert(said.file, said.model, said.out, said.weight)
-        else:
-            gates.make_random(said.model, said.share, said.out)
-    except (TorchFileError, WeightsError, ModelError) as error:
-        print("error:", " ".join(str(error).split()), file=sys.stderr)
-        return 2
-    print(f"{said.out} written. Serve it with --policy wg-kv --gates {said.out}.", file=sys.stderr)
-    return 0
+    """Runs the command; the exit code."""
+    return cli.run(_make, argv)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m kvjax.weights", description="Files of WG-KV gates.")
+def _make(words: Sequence[str]) -> None:
+    said = _parser().parse_args(words)
+    if said.verb == "convert":
+        gates.convert(said.file, said.model, said.out, said.weight)
+    else:
+        gates.make_random(said.model, said.share, said.out)
+    print(
+        f"{said.out} written. Serve it with --policy wg-kv --weights write_gate={said.out}.", file=sys.stderr
+    )
+
+
+def _parser() -> cli.Parser:
+    parser = cli.Parser(prog="python -m kvjax.weights", description="Files of WG-KV gates.")
     verbs = parser.add_subparsers(dest="verb", metavar="convert | random", required=True)
     published = verbs.add_parser("convert", help="a published .pt to a safetensors file")
     published.add_argument("file", metavar="FILE.pt", type=Path)
     published.add_argument("--lambda", dest="weight", metavar="X", help="for the notes (default: as named)")
     untrained = verbs.add_parser("random", help="untrained gates that admit a share of any text")
-    untrained.add_argument("--share", metavar="X", type=float, required=True, help="0 to 1")
+    share = cli.number("--share", float, lambda x: x == x, "a number, 0 to 1")
+    untrained.add_argument("--share", metavar="X", type=share, required=True, help="0 to 1")
     for verb in (published, untrained):
-        verb.add_argument("--model", metavar="DIR|HUB_ID", required=True, help="the model the gates are for")
-        verb.add_argument("--out", metavar="FILE.safetensors", required=True, type=Path)
+        cli.add(verb, "--model", required=True, help="folder or hub id of the model the gates are for")
+        cli.add(verb, "--out", metavar="FILE.safetensors", required=True, help="written, or replaced")
     return parser
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    cli.start(main)

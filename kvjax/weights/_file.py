@@ -5,7 +5,7 @@
              ``fingerprint``, ``model``, ``kvjax``, and whatever the trainer notes (WG-KV: ``lambda``,
              ``tau``, ``window``, ``seed``)
 
-A model folder may ship such files as ``gates/<name>.safetensors``; ``weights_for`` finds them.
+A model folder may ship such files as ``weights/<part>/<name>.safetensors``; ``weights_for`` finds them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.algebra import PolicyError
+from kvjax.algebra import Part, PolicyError
 from kvjax.types import Params, Weighted
 from kvjax.weights._fingerprint import fingerprint, name_of, sizes
 
@@ -47,19 +47,13 @@ class Learned:
     layers: list[Params]
     notes: dict[str, str]
 
-    @property
-    def weights(self) -> Params:
-        """As the decode loop takes them: ``{place: [layer, ...]}``."""
-        return {self.notes["place"]: self.layers}
-
 
 def save_weights(
     file: str | Path,
     model: Weighted,
-    method: str,
+    part: Part,
     layers: Sequence[Mapping[str, Any]],
     *,
-    place: str = "admission",
     notes: Mapping[str, Any] | None = None,
 ) -> None:
     """Writes learned weights; the file appears complete or not at all.
@@ -67,27 +61,40 @@ def save_weights(
     Args:
       file: to be written, or replaced.
       model: the backbone they were trained for.
-      method: ``Part.learns`` of the part that reads them: "wg-kv", "duo".
+      part: which reads them. Arguments that weights are trained for (``fitted``) are noted.
       layers: one dict of arrays a layer.
-      place: the place of that part.
-      notes: for the header, such as lambda, tau, window and seed; values are written as text.
+      notes: for the header, such as lambda, tau and seed; values are written as text.
 
     Raises:
-      WeightsError: not one dict a layer of the model.
+      WeightsError: a part that learns nothing, not one dict a layer of the model, or others than it reads.
     """
     import kvjax
 
+    if not part.learns:
+        raise WeightsError(
+            f"save_weights({str(file)!r}): {part!r} learns nothing. Give the part that reads them."
+        )
     counts = sizes(model)
     if len(layers) != int(counts["layers"]):
         raise WeightsError(
             f"save_weights(layers=...) holds {len(layers)} layers, the model ({name_of(model)}) has "
             f"{counts['layers']}. Give one dict a layer."
         )
-    header = {name: str(value) for name, value in (notes or {}).items()} | counts
-    header |= {"format": FORMAT, "method": method, "place": place, "fingerprint": fingerprint(model)}
+    try:
+        part.check_weights([dict(layer) for layer in layers], model.network)
+    except PolicyError as error:
+        raise WeightsError(f"save_weights({str(file)!r}): {error}") from None
+    noted = {name: getattr(part, name) for name in part.fitted} | dict(notes or {})
+    header = {name: str(value) for name, value in noted.items()} | counts
+    header |= {
+        "format": FORMAT,
+        "method": part.learns,
+        "place": part.place,
+        "fingerprint": fingerprint(model),
+    }
     header |= {"model": name_of(model), "kvjax": kvjax.__version__}
     tensors = {
-        f"{place}.{layer}.{name}": np.ascontiguousarray(value, np.float32)
+        f"{part.place}.{layer}.{name}": np.ascontiguousarray(value, np.float32)
         for layer, params in enumerate(layers)
         for name, value in params.items()
     }
@@ -122,10 +129,10 @@ def read_weights(file: str | Path) -> Learned:
             tensors = {name: reader.get_tensor(name) for name in reader.keys()}  # noqa: SIM118  (no mapping)
     except OSError as error:
         reason = error.strerror or error
-        raise WeightsError(f"{file} cannot be read ({reason}). Check the path, or train gates.") from error
+        raise WeightsError(f"{file} cannot be read ({reason}). Check the path.") from error
     except SafetensorError as error:
         hint = (
-            "python -m kvjax.weights convert reads it."
+            "If it holds published WG-KV gates, python -m kvjax.weights convert reads it."
             if file.suffix == ".pt"
             else "Download or train it anew."
         )
@@ -133,7 +140,7 @@ def read_weights(file: str | Path) -> Learned:
     if notes.get("format") != FORMAT:
         raise WeightsError(
             f"{file} is a safetensors file, but holds no learned weights of a policy (its header lacks "
-            f"format '{FORMAT}'). Give one that train.gates, train.duo or kvjax.weights wrote."
+            f"format '{FORMAT}'). Give one that kvjax.save_weights wrote."
         )
     layers: list[Params] = [{} for _ in range(int(notes["layers"]))]
     for name, value in tensors.items():

@@ -1,4 +1,4 @@
-"""Which model learned weights, results and saved states belong to."""
+"""Which model something belongs to: learned weights, results of an evaluation, saved states."""
 
 from __future__ import annotations
 

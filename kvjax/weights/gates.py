@@ -22,14 +22,11 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
-from kvjax.policies.wg_kv import WriteGate, gate_logits, initial
-from kvjax.types import Heads, Network, Params, Weighted
+from kvjax.policies.wg_kv import WriteGate, random_gates
+from kvjax.types import Network, Params
 from kvjax.weights import WeightsError, save_weights
-from pallas_kernels.blockwise.api import blockwise
 
 _NAME = re.compile(r"model\.layers\.(\d+)\.self_attn\.g_predictors\.(\w+\.\w+)")
 _NORMS = ("pre_key_norm.weight", "post_key_norm.weight")
@@ -111,66 +108,17 @@ def convert(file: Path, model: str, out: Path, weight: str | None) -> None:
     named = re.search(r"-(\d+(\.\d+)?)$", file.stem)
     said = weight or (named[1] if named else "unknown")
     notes = PUBLISHED | {"lambda": said, "seed": "unknown", "source": file.name}
-    save_weights(out, backbone, "wg-kv", layers, notes=notes)
+    save_weights(out, backbone, WriteGate(), layers, notes=notes)
 
 
 # --- gates that know nothing ---------------------------------------------------------------------
-
-
-def random_gates(
-    model: Weighted, share: float, gate: WriteGate, *, tokens: int = 1024, seed: int = 0
-) -> list[Params]:
-    """Untrained gates that admit about ``share`` of any text's tokens, more in some heads than in others.
-
-    They look at keys before RoPE alone, so that the share does not drift along a text. Layer by layer their
-    biases are set so that the asked share of a random text passes, read under the gates of the layers below.
-
-    Args:
-      model: whose keys.
-      share: mean over heads, 0 to 1; the heads of a layer spread evenly as far around it as 0 and 1 allow.
-      gate: threshold and window they will be used with.
-      tokens: of the random text.
-      seed: of gates and text.
-
-    Raises:
-      WeightsError: a share outside 0 ... 1.
-    """
-    if not 0 <= share <= 1:
-        raise WeightsError(f"random_gates(share={share}) is no part of a text. Give 0 to 1.")
-    network = model.network.at(tokens)
-    k, h = network.num_kv_heads, network.head_dim
-    drawn = initial(jax.random.key(seed), k, h, None, network.num_layers)
-    # 0.5 / k keeps every head off the ends: none is always open or always closed.
-    wanted = share + min(share, 1 - share) * (1 - 0.5 / k) * np.linspace(-1, 1, k) * (k > 1)
-    edge = np.log(gate.tau / (1 - gate.tau))
-    found: list[Params] = []
-    at = jnp.arange(tokens)[None]
-
-    def attend(index: int, heads: Heads, carry: None) -> tuple[jax.Array, None]:
-        q, keys, k_pre, v = (jnp.swapaxes(x, 1, 2) for x in (heads.q, heads.k, heads.k_pre, heads.v))
-        mine = drawn[index] | {"w2": 30 * drawn[index]["w2"], "b2": jnp.zeros(k)}
-        mine["w1"] = mine["w1"].at[:, h:].set(0)
-        z = np.asarray(gate_logits(mine, k_pre, keys))
-        shift = [edge - np.quantile(z[0, head], 1 - wanted[head]) for head in range(k)]
-        found.append(mine | {"b2": jnp.asarray(shift, jnp.float32)})
-        bits = jnp.asarray(z + np.asarray(shift)[:, None] >= edge)
-        out, _ = blockwise(
-            q, keys, v, q_pos=at, k_pos=at, window=gate.window, admit=bits, softcap=heads.softcap
-        )
-        return jnp.swapaxes(out, 1, 2).astype(heads.v.dtype), carry
-
-    ids = np.random.default_rng(seed).integers(0, model.params["embed"].shape[0], (1, tokens))
-    x = network.embed(model.params, jnp.asarray(ids, jnp.int32), at)
-    for index, block in enumerate(model.params["layers"]):
-        x, _ = network.layer(block, index, x, at, attend, None)
-    return found
 
 
 def make_random(model: str, share: float, out: Path) -> None:
     """Writes random gates for the preset ``wg-kv``, bound to the model.
 
     Raises:
-      WeightsError, ModelError: a share out of range, no such model.
+      PolicyError, ModelError: a share out of range, no such model.
     """
     from kvjax.loading import load
 
@@ -178,4 +126,4 @@ def make_random(model: str, share: float, out: Path) -> None:
     tokens = min(1024, backbone.network.max_positions)
     notes = {"lambda": "none", "tau": gate.tau, "window": gate.window, "seed": 0, "share": share}
     layers = random_gates(backbone, share, gate, tokens=tokens)
-    save_weights(out, backbone, "wg-kv", layers, notes=notes)
+    save_weights(out, backbone, WriteGate(), layers, notes=notes)

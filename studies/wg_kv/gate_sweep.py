@@ -1,6 +1,6 @@
 """What a threshold costs: distillation loss against cache size over lambdas and thresholds of trained gates.
 
-python -m studies.wg_kv --config configs/gates/small.yaml --gates kvjax/assets/small/gates
+python -m studies.wg_kv --config configs/gates/small.yaml --gates kvjax/assets/small/weights/write_gate
 
 For every file of write gates in ``--gates`` and every tau: the loss under gates thresholded at tau on
 held-out rows of the config's data, and the share of the cache that is held. Writes DIR/tau.json and
@@ -28,7 +28,7 @@ from kvjax.loading import LanguageModel
 from kvjax.models.hf import ModelError
 from kvjax.policies.wg_kv import WriteGate, gate_logits
 from kvjax.types import Params
-from kvjax.weights import WeightsError, load_gates, read_weights
+from kvjax.weights import WeightsError, load_weights, read_weights
 from train import distill, gate_rows, gates
 from train.gate_settings import ConfigError, Settings, backbone, read
 
@@ -77,7 +77,7 @@ def measured(
     window = min(1.0, net.window / rows.shape[1])
     found = []
     for lam, file in _files(folder):
-        layers = distill.stack(load_gates(file, model)["admission"])
+        layers = distill.stack(load_weights(file, model).layers)
         for tau in TAUS:
             each = [_point(net, frozen, layers, row, goal, tau) for row, goal in zip(tokens, goals)]
             losses, kept = np.asarray(each, float).T

@@ -32,12 +32,14 @@ def row(
     *,
     told: bool = True,
     protocol: str = "either",
-    gates: str = "",
+    weights: str = "",
     length: int = 512,
 ) -> Row:
     """What a judge looks at; the rest is anything."""
     count = len(scores)
-    cell = Cell(task="niah", length=length, policy=policy, protocol=protocol, seed=0, samples=9, gates=gates)
+    cell = Cell(
+        task="niah", length=length, policy=policy, protocol=protocol, seed=0, samples=9, weights=weights
+    )
     score = float(np.mean(scores))
     return Row(
         cell=cell,

@@ -45,7 +45,8 @@ def test_jobs_are_joined_so_that_a_policy_is_compiled_once_a_length():
         (["--protocol", "seen"], ["--protocol", "agnostic"]),
         (["--model", "/no/such/folder"], ["/no/such/folder"]),
         (["--config", "/no/such.yaml"], ["/no/such.yaml", "Write it like"]),
-        (["--gates", "nowhere"], ["--gates nowhere", "no policy of the run learns anything"]),
+        (["--gates", "nowhere"], ["--gates nowhere is given", "nothing in", "is learned"]),
+        (["--weights", "nowhere"], ["--weights nowhere is no list of PART=FILE"]),
     ],
 )
 def test_bad_input_is_one_sentence_and_two(words, says, tiny_folder, tmp_path, capsys):
@@ -70,6 +71,8 @@ def test_bad_input_is_one_sentence_and_two(words, says, tiny_folder, tmp_path, c
         ({"policies": "full"}, "policies: 'full' is no list of names"),
         ({"samples": 0}, "samples: 0 is out of range"),
         ({"protocols": ["seen"]}, "protocols: ['seen']"),
+        ({"gates": "default", "weights": {"duo": "default"}}, "gates: default and weights: "),
+        ({"weights": {"duo": "default"}}, "weights duo=default are given, but nothing in any policy"),
         ({"jobs": [{"task": "niah"}]}, "cannot be used"),
     ],
 )

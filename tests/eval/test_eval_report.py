@@ -95,7 +95,7 @@ def test_policies_that_differ_in_their_budget_alone_are_one_curve():
         "quest(…, dense=0)": ("quest(4, dense=0)", "quest(8, dense=0)"),
     }
     for said, policies in curves.items():
-        rows = [row(policy, GOOD, gates=gates) for policy in policies for gates in ("", "a@0", "b@1")]
+        rows = [row(policy, GOOD, weights=gates) for policy in policies for gates in ("", "a@0", "b@1")]
         assert {table.family(one) for one in rows} == {said}
         aware = [row(policy, GOOD, protocol="aware") for policy in policies]
         assert {table.family(one) for one in aware} == {f"{said}, aware"}
@@ -103,7 +103,7 @@ def test_policies_that_differ_in_their_budget_alone_are_one_curve():
 
 def test_learned_policies_are_paired_at_matched_memory_and_nowhere_else():
     def learned(policy, gates, *rest):
-        return row(policy, *rest, gates=f"{gates}@0")
+        return row(policy, *rest, weights=f"{gates}@0")
 
     def pairs(*rows):
         lines = table.matched(Results((row("full", GOOD, 100), *rows))).splitlines()[2:]

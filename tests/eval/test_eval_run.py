@@ -125,14 +125,14 @@ def test_learned_weights_go_with_the_policy_and_into_the_row(tiny_folder, tmp_pa
     for file, logit in (("shut", -50.0), ("open", 50.0)):
         gates = tmp_path / f"{file}.safetensors"
         moved = [layer | {"w2": 0 * layer["w2"], "b2": 0 * layer["b2"] + logit} for layer in layers]
-        save_weights(gates, model, part.learns, moved, notes={"window": 24 if file == "shut" else 32})
+        save_weights(gates, model, part, moved, notes={"window": 24 if file == "shut" else 32})
         said[file] = f"{file}@{hashlib.sha256(gates.read_bytes()).hexdigest()[:16]}"
     given = ["run", "--task", "niah", "--model", str(tiny_folder), "--lengths", str(LENGTH)]
     given += ["--samples", str(SAMPLES), "--out", str(out)]
     assert main([*given, "--policy", name, "--gates", str(tmp_path / "shut.safetensors")]) == 0
     assert "note:" not in capsys.readouterr().err  # the window these were trained with
     full, shut = store.read(out)
-    assert (full.cell.gates, shut.cell.gates) == ("", said["shut"])
+    assert (full.cell.weights, shut.cell.weights) == ("", said["shut"])
     assert shut.kept_fraction == pytest.approx(24 / (full.bytes.full / 256), rel=0.02)
     assert set(shut.example.held[:100]) == {0}
     assert (shut.switches.compress_at, shut.switches.prefill_attention) == ("write", "policy")
@@ -140,18 +140,18 @@ def test_learned_weights_go_with_the_policy_and_into_the_row(tiny_folder, tmp_pa
     task = tasks.tasks()["niah"]
     planned = grid.build([task], [parse(name)], lengths=[LENGTH], seeds=[0], samples=1, asked=("agnostic",))
     planned = grid.with_weights(planned, model, str(tmp_path / "open.safetensors"))
-    assert [cell.gates for cell in planned.cells] == ["", said["open"]]
+    assert [cell.weights for cell in planned.cells] == ["", said["open"]]
     (remark,) = planned.remarks
     assert "open.safetensors were trained with window=32 and are read with window=24" in remark
     weights = planned.weights[planned.cells[1].policy, said["open"]]
     assert float(weights["admission"][0]["b2"][0]) == 50
     assert main([*given, "--policy", name]) == 2
-    assert "ships none" in capsys.readouterr().err
+    assert "ships no 'default' for write_gate" in capsys.readouterr().err
 
 
 def test_results_of_another_version_are_left_alone(finished, tiny_folder, tmp_path, capsys):
     out = tmp_path / "out"
-    for name, value in (("kvjax", "0.0.1"), ("weights", "f" * 16), ("schema", 0)):
+    for name, value in (("kvjax", "0.0.1"), ("fingerprint", "f" * 16), ("schema", 0)):
         shutil.rmtree(out, ignore_errors=True)
         shutil.copytree(finished, out)
         whose = json.loads((out / store.ABOUT).read_text())

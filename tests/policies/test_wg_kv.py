@@ -197,7 +197,7 @@ def test_windows_that_see_nothing_are_refused(window):
 
 @pytest.mark.parametrize("call", ["prefill", "generate"])
 def test_gates_are_asked_for_before_anything_is_computed(call):
-    with pytest.raises(WeightsError, match=r"write_gate.*--gates FILE, or weights=kvjax.weights_for"):
+    with pytest.raises(WeightsError, match=r"write_gate.*FILE, or weights=kvjax.weights_for"):
         getattr(kvjax, call)(tiny.model(), POLICY, prompts())
 
 

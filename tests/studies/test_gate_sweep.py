@@ -12,6 +12,7 @@ import pytest
 from gates_tiny import config_at, written
 
 from kvjax import save_weights
+from kvjax.policies.duo import Duo
 from kvjax.policies.wg_kv import WriteGate
 from kvjax.weights import WeightsError
 from studies.wg_kv import gate_sweep
@@ -31,9 +32,9 @@ def shipped(tmp_path, tiny_folder):
     for name, seed, lam in (("weak", 1, 0.1), ("strong", 2, 0.5)):
         layers = WriteGate().example_weights(jax.random.key(seed), model.network)
         notes = {"lambda": lam, "window": 4}
-        save_weights(tmp_path / f"gates/{name}.safetensors", model, "wg-kv", layers, notes=notes)
+        save_weights(tmp_path / f"gates/{name}.safetensors", model, WriteGate(), layers, notes=notes)
     alpha = [{"alpha": np.ones(2)}] * 2
-    save_weights(tmp_path / "gates/duo.safetensors", model, "duo", alpha, notes={"lambda": 1})
+    save_weights(tmp_path / "gates/duo.safetensors", model, Duo(), alpha, notes={"lambda": 1})
     return config, model, tmp_path / "gates"
 
 
@@ -59,7 +60,7 @@ def test_a_point_is_what_the_check_of_training_measures(shipped, tmp_path, capsy
     rows = gate_sweep.gate_rows.supply(dataclasses.replace(settings, check=check), model.folder).check[48]
     layout = gates.make_layout(settings)
     net, frozen = gates.make_net(settings, model.spec, layout), layout.frozen(model.params, "float32")
-    layers = gate_sweep.load_gates(folder / "weak.safetensors", model)
+    layers = {"admission": gate_sweep.load_weights(folder / "weak.safetensors", model).layers}
     want = gates._measure(net, 0.3, frozen, layers, jnp.asarray(rows))
     mine = next(p for p in points if p["gates"] == "weak" and p["tau"] == 0.3)
     assert mine["loss"] == pytest.approx(float(want["hard"]), rel=1e-4)

@@ -8,13 +8,13 @@ from collections.abc import Hashable, Sequence
 import jax
 
 from kvjax.algebra import Policy
-from kvjax.eval import gates
 from kvjax.eval.errors import EvalError
 from kvjax.eval.measure.protocol import protocols
 from kvjax.eval.measure.row import Cell
 from kvjax.eval.tasks.task import Task
 from kvjax.loading import LanguageModel
 from kvjax.types import Params
+from kvjax.weights import Sources, find, sources
 
 FULL = Policy()
 """The reference of every cell."""
@@ -28,7 +28,7 @@ class Grid:
       cells: in order; the full cache stands in front of the other policies.
       policies: policy by its one-string form.
       skipped: (task, length) pairs in which a task does not fit, and from where on it does.
-      weights: of learned policies, by (policy, gates) of a cell.
+      weights: of learned policies, by (policy, weights) of a cell.
       remarks: on these weights, to be shown before it is measured.
     """
 
@@ -76,31 +76,26 @@ def build(
     return Grid(cells=tuple(cells), policies=everyone, skipped=tuple(skipped))
 
 
-def with_weights(grid: Grid, model: LanguageModel, source: str | None) -> Grid:
+def with_weights(grid: Grid, model: LanguageModel, given: Sources) -> Grid:
     """The grid with the learned weights of its policies.
 
     Args:
       grid: without any.
       model: may ship some.
-      source: a file, the name of a shipped one, or None for the model's own.
+      given: files, or names of shipped weights, by part.
 
     Raises:
-      EvalError: a source, and no policy that learns.
-      WeightsError: weights that are nowhere, or do not fit.
+      WeightsError: weights that are nowhere, do not fit, or are for no part of any policy.
     """
-    found = {name: gates.chosen(policy, model, source) for name, policy in grid.policies.items()}
-    if source is not None and not any(found.values()):
-        raise EvalError(
-            f"--gates {source} is given, but no policy of the run learns anything. Leave it out, or give a "
-            "policy such as wg-kv."
-        )
-    cells = []
-    for cell in grid.cells:
-        mine = found[cell.policy]
-        cells.append(cell if mine is None else dataclasses.replace(cell, gates=mine.said))
-    weights = {(name, mine.said): mine.weights for name, mine in found.items() if mine is not None}
-    remarks = tuple(remark for mine in found.values() if mine is not None for remark in mine.remarks)
-    return dataclasses.replace(grid, cells=tuple(cells), weights=weights, remarks=remarks)
+    every = grid.policies.values()
+    found = {name: find(one, model, sources(one, given, others=every)) for name, one in grid.policies.items()}
+    cells = [dataclasses.replace(cell, weights=found[cell.policy].label) for cell in grid.cells]
+    return dataclasses.replace(
+        grid,
+        cells=tuple(cells),
+        weights={(name, mine.label): mine.weights for name, mine in found.items() if mine.weights},
+        remarks=tuple(remark for mine in found.values() for remark in mine.remarks),
+    )
 
 
 def joined(grids: Sequence[Grid]) -> Grid:

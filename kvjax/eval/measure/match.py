@@ -15,11 +15,11 @@ from kvjax import decode
 from kvjax.algebra import Policy, PolicyError
 from kvjax.catalogue import policy as parse_policy
 from kvjax.eval.errors import EvalError
-from kvjax.eval.gates import chosen
 from kvjax.eval.measure import batch, runner
 from kvjax.eval.measure.batch import Batch
 from kvjax.eval.tasks.sample import Samples
 from kvjax.loading import LanguageModel
+from kvjax.weights import Sources, find
 
 TOLERANCE = 0.02
 TRIES = 10
@@ -100,14 +100,13 @@ def measured(
     *,
     length: int,
     protocol: str = "agnostic",
-    gates: str | None = None,
+    weights: Sources = None,
 ) -> Measured:
-    """What a policy holds on these samples; ``gates`` are for a policy that learns."""
+    """What a policy holds on these samples; ``weights`` are for its learned parts."""
     rows, parts = runner.batched(samples, length)
-    context, learned = decode.bucket(length), chosen(policy, model, gates)
-    weights = None if learned is None else learned.weights
+    context, learned = decode.bucket(length), find(policy, model, weights).weights
     found: list[Batch] = [
-        batch.run(model, policy, part, protocol=protocol, context=context, rows=rows, weights=weights)
+        batch.run(model, policy, part, protocol=protocol, context=context, rows=rows, weights=learned)
         for part in parts
     ]
     share = [len(b.outcomes) / len(samples) for b in found]
@@ -126,7 +125,7 @@ def matched(
     *,
     length: int,
     protocol: str = "agnostic",
-    gates: str | None = None,
+    weights: Sources = None,
 ) -> Match:
     """The budget of a policy that holds ``target`` live bytes a row.
 
@@ -134,7 +133,7 @@ def matched(
       model: on what.
       template: a policy with {} where the tokens stand, such as "snapkv + uniform({})".
       target: bytes.
-      samples, length, protocol, gates: as in ``measured``.
+      samples, length, protocol, weights: as in ``measured``.
 
     Raises:
       EvalError: no {} in the template, or no budget within 2 %.
@@ -152,7 +151,7 @@ def matched(
             samples,
             length=length,
             protocol=protocol,
-            gates=gates,
+            weights=weights,
         )
         return seen[tokens].live
 

@@ -22,7 +22,7 @@ class Cell:
       protocol: agnostic, aware or either.
       seed: of the samples.
       samples: how many.
-      gates: learned weights of the policy, ``name@digest``; "" where nothing in it is learned.
+      weights: learned ones of the policy, as ``kvjax.weights.Found.label`` names them.
     """
 
     task: str
@@ -31,7 +31,7 @@ class Cell:
     protocol: str
     seed: int
     samples: int
-    gates: str = ""
+    weights: str = ""
 
     @property
     def drawn(self) -> tuple[str, int, int, int]:
@@ -241,7 +241,9 @@ def from_json(tree: dict[str, Any]) -> Row:
     known = {field.name for field in dataclasses.fields(Each)}
     each = {name: value for name, value in tree["each"].items() if name in known}
     tags = {name: value for name, value in tree["each"].items() if name not in known}
-    nested = {name: kind(**tree[name]) for name, kind in NESTED.items()}
+    # Rows of before call the weights of a cell gates.
+    cell = {"weights" if name == "gates" else name: value for name, value in tree["cell"].items()}
+    nested = {name: kind(**(tree | {"cell": cell})[name]) for name, kind in NESTED.items()}
     return Row(**(tree | nested | {"policy": policy, "each": Each(**each, tags=tags)}))
 
 

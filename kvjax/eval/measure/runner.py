@@ -100,7 +100,7 @@ def run(
                 drawn[cell.drawn] = draw(
                     task, model, data, length=cell.length, seed=cell.seed, count=cell.samples
                 )
-            weights = grid.weights.get((cell.policy, cell.gates))
+            weights = grid.weights.get((cell.policy, cell.weights))
             samples = drawn[cell.drawn]
             batches = _measured(cell, policy, model, samples, weights, bar.update)
             made = row(cell, task, policy, model, samples, batches, full.get(cell.drawn), data.source)

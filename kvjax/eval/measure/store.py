@@ -7,7 +7,6 @@ folder is opened again, so that a run loses at most its current cell.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import os
 import platform
@@ -20,6 +19,7 @@ from kvjax.eval.errors import EvalError
 from kvjax.eval.measure.row import Cell, Row, as_json, from_json
 from kvjax.eval.tasks.data import Data
 from kvjax.loading import LanguageModel
+from kvjax.weights import fingerprint
 
 SCHEMA = 2
 """Of rows and of samples; raised whenever older results can no longer stand beside new ones."""
@@ -28,12 +28,16 @@ RESULTS, ABOUT = "results.jsonl", "about.json"
 
 
 def about(model: LanguageModel, data: Data) -> dict[str, Any]:
-    """What must be equal for results to stand in one folder."""
+    """What must be equal for results to stand in one folder.
+
+    Older results have ``weights``: sixteen hex digits of the SHA-256 of the weight files, which told apart
+    files of one model in two dtypes.
+    """
     return {
         "schema": SCHEMA,
         "kvjax": kvjax.__version__,
         "model": named(model),
-        "weights": fingerprint(model),
+        "fingerprint": fingerprint(model),
         "dtype": str(model.params["embed"].dtype),
         "data": data.source,
     }
@@ -42,16 +46,6 @@ def about(model: LanguageModel, data: Data) -> dict[str, Any]:
 def named(model: LanguageModel) -> str:
     """The model's name: a local folder's own, without the path to it."""
     return Path(model.name).resolve().name if Path(model.name).is_dir() else model.name
-
-
-def fingerprint(model: LanguageModel) -> str:
-    """Sixteen hex digits of the weight files' SHA-256."""
-    digest = hashlib.sha256()
-    for file in sorted(model.folder.glob("*.safetensors")):
-        with file.open("rb") as stream:
-            while block := stream.read(1 << 22):
-                digest.update(block)
-    return digest.hexdigest()[:16]
 
 
 def versions() -> dict[str, str]:

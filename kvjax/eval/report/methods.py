@@ -45,7 +45,7 @@ def methods(rows: Iterable[Row]) -> dict[str, list[Row]]:
 def _alike(row: Row) -> Hashable:
     """What policies of one method share: parts, protections, learned weights, protocol; numbers are free."""
     policy = row.policy
-    return row.parts, bool(policy["sinks"]), bool(policy["recent"]), row.cell.gates, row.cell.protocol
+    return row.parts, bool(policy["sinks"]), bool(policy["recent"]), row.cell.weights, row.cell.protocol
 
 
 def label(rows: list[Row]) -> str:

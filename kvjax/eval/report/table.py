@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -29,12 +30,12 @@ def name(row: Row) -> str:
 
 def named(policy: str, row: Row) -> str:
     """The same with another word for the policy."""
-    gates = row.cell.gates.partition("@")[0]
-    return _asked(f"{policy} [{gates}]" if gates else policy, row)
+    weights = re.sub("@[0-9a-f]+", "", row.cell.weights)
+    return _asked(f"{policy} [{weights}]" if weights else policy, row)
 
 
 def family(row: Row) -> str:
-    """What the rows of one curve share: the method, whatever its budget and its gates, and the protocol."""
+    """What the rows of one curve share: the method, whatever its budget and its weights, and the protocol."""
     return _asked(row.policy["family"], row)
 
 
@@ -224,8 +225,8 @@ def matched(results: Results) -> str:
     lines = []
     for at, mine in enumerate(results.rows):
         # Of two learned policies the one that stands first.
-        others = [b for i, b in enumerate(results.rows) if not b.cell.gates or i > at]
-        for other in others if mine.cell.gates and mine.informative else []:
+        others = [b for i, b in enumerate(results.rows) if not b.cell.weights or i > at]
+        for other in others if mine.cell.weights and mine.informative else []:
             if _comparable(mine, other):
                 lines.append(_pair(results, mine, other))
     heads = ["policy", "against", "task", "length", "n", "live % of full", "score", "difference",
