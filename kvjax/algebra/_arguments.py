@@ -33,8 +33,8 @@ class Argument:
         """The value as a program is given it, where the argument is a dial."""
         return value
 
-    def check(self, call: str, name: str, value: Any) -> None:
-        """Refuse a bad value.
+    def check(self, call: object, name: str, value: Any) -> None:
+        """Refuse a bad value of what prints as ``call``.
 
         Raises:
           PolicyError: naming the call, the argument and what it takes.

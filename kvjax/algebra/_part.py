@@ -59,7 +59,7 @@ class Part:
 
     def __post_init__(self) -> None:
         for name, argument in self.arguments.items():
-            argument.check(repr(self), name, getattr(self, name))
+            argument.check(self, name, getattr(self, name))
 
     def leaves(self) -> dict[str, Any]:
         """What a program is given of the dials, by attribute; by default the fields themselves.

@@ -27,7 +27,7 @@ class Size(Argument):
 
     what: str = "amount"
 
-    def check(self, call: str, name: str, value: Any) -> None:
+    def check(self, call: object, name: str, value: Any) -> None:
         """Tokens, a ratio or bytes.
 
         Raises:

@@ -30,6 +30,10 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int
 
 
+MASS, AGE = ConfKV(alpha=1.0), ConfKV(alpha=0.0)
+"""The two halves of the score."""
+
+
 @dataclasses.dataclass(frozen=True, repr=False)
 class Blend(ConfKV):
     """``conf_kv``, but alpha is read at run time, and ``noise`` ranks by chance instead.
@@ -43,8 +47,7 @@ class Blend(ConfKV):
     def score(self, params: Params | None, slots: Slots) -> Float[Array, "B K C"]:
         """The mix, or a draw that depends on seed and position alone."""
         assert params is not None  # noqa: S101
-        mass, age = (ConfKV(alpha=alpha).score(None, slots) for alpha in (1.0, 0.0))
-        mixed = params["alpha"] * mass + (1 - params["alpha"]) * age
+        mixed = params["alpha"] * MASS.score(None, slots) + (1 - params["alpha"]) * AGE.score(None, slots)
         return jnp.where(params["noise"] > 0, drawn(params["seed"], slots.pos), mixed)
 
 
@@ -81,11 +84,11 @@ class Scheduled(Budget):
         return jnp.full(logits.shape[0], self.prompt, jnp.float32)
 
     def targets(
-        self, frame: Frame, seen: Int[Array, " B"], scores: Float[Array, "B K T"] | None
+        self, frame: Frame, length: Int[Array, " B"], scores: Float[Array, "B K T"] | None
     ) -> Int[Array, "B K"]:
         """The same for all layers and heads."""
         del scores
-        given = jnp.full(seen.shape, self.prompt) if frame.confidence is None else frame.confidence
+        given = jnp.full(length.shape, self.prompt) if frame.confidence is None else frame.confidence
         return given.astype(jnp.int32)[:, None]
 
 
