@@ -46,7 +46,7 @@ class Votes(Budget):
 def test_a_budget_that_says_nothing_is_sized_by_its_first_field():
     assert family(Policy(budget=Votes(7))) == family(Policy(budget=Votes())) == "votes(…)"
     assert family(Policy(budget=Votes(mercy=0.1))) == "votes(…, mercy=0.1)"
-    assert describe(Policy(budget=Votes(7)))["size"] == {"quorum": {"number": 7, "unit": "slots"}}
+    assert describe(Policy(budget=Votes(7)))["size"] == {"quorum": {"number": 7, "unit": "tokens"}}
 
 
 def test_every_size_of_every_part_is_one_of_its_fields():
@@ -68,8 +68,8 @@ def test_a_description_is_json_and_its_policy_parses_back(spec):
 @pytest.mark.parametrize(
     ("budget", "size"),
     [
-        ("uniform(64)", {"amount": {"number": 64, "unit": "slots"}}),
-        ("uniform(0.25)", {"amount": {"number": 0.25, "unit": "share"}}),
+        ("uniform(64)", {"amount": {"number": 64, "unit": "tokens"}}),
+        ("uniform(0.25)", {"amount": {"number": 0.25, "unit": "ratio"}}),
         ("uniform('2KiB')", {"amount": {"number": 2048, "unit": "bytes"}}),
     ],
 )

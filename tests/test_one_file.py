@@ -164,7 +164,7 @@ def test_it_is_evaluated_and_its_points_are_one_curve(dropped, tiny_folder, tmp_
     rows = [row for row in store.read(tmp_path / "out") if row.cell.policy != "full"]
     assert {row.policy["family"] for row in rows} == {"striped(3) + halving(…)"}
     assert rows[0].kept_fraction < rows[1].kept_fraction
-    assert rows[0].policy["size"] == {"first": {"number": 0.4, "unit": "share"}}
+    assert rows[0].policy["size"] == {"first": {"number": 0.4, "unit": "ratio"}}
     assert len({table.family(row) for row in rows}) == 1, "a curve of figures.against_bytes is a family"
 
 

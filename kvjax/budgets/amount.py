@@ -96,15 +96,3 @@ def limit(amount: Amount) -> Limit:
 def least(amount: Amount) -> int | None:
     """The target, where it is known before a prompt is: an amount in tokens."""
     return amount if isinstance(amount, int) else None
-
-
-def measured(amount: Any) -> dict[str, int | float | str] | None:
-    """The amount as number and unit: "slots" a stream, "share" of the tokens seen, "bytes" of a row.
-
-    None for what is no amount.
-    """
-    if isinstance(amount, str) and (written := re.fullmatch(r"(\d+)(B|KiB|MiB|GiB)", amount)):
-        return {"number": int(written[1]) * UNITS[written[2]], "unit": "bytes"}
-    if isinstance(amount, bool) or not isinstance(amount, int | float):
-        return None
-    return {"number": amount, "unit": "slots" if isinstance(amount, int) else "share"}

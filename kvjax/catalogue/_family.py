@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Collection, Mapping
 from typing import Any, TypeVar
 
-from kvjax.algebra import PLACES, Part, Policy
+from kvjax.algebra import PLACES, Part, Policy, PolicyError
 from kvjax.budgets import amount as amounts
 
 Value = TypeVar("Value", Part, Policy)
@@ -66,19 +66,28 @@ def describe(policy: Policy) -> dict[str, Any]:
       parts: place, name and arguments of each part that does something.
       sinks, recent: the protections.
       family: as ``family`` has it.
-      size: of each field that says how much the budget keeps, its number and unit ("slots" a stream, "share"
+      size: of each field that says how much the budget keeps, its number and unit ("tokens" a stream, "ratio"
         of the tokens seen, "bytes" of a row); {} without a budget.
     """
-    idle, budget = Policy(), policy.budget
-    busy = [getattr(policy, place) for place in PLACES if getattr(policy, place) != getattr(idle, place)]
+    budget, busy = policy.budget, [part for part in policy.parts if not part.idle]
     return {
         "policy": repr(policy),
         "parts": [{"place": part.place, "name": part.name, "args": _arguments(part)} for part in busy],
         "sinks": policy.sinks,
         "recent": policy.recent,
         "family": family(policy),
-        "size": {name: told for name in sizes(budget) if (told := amounts.measured(getattr(budget, name)))},
+        "size": {name: size for name in sizes(budget) if (size := _size(getattr(budget, name)))},
     }
+
+
+def _size(value: Any) -> dict[str, Any] | None:
+    """An amount as number and unit; None for what is no amount."""
+    try:
+        amounts.Size().check("", "", value)
+    except PolicyError:
+        return None
+    limit = amounts.limit(value)
+    return {"number": limit.number, "unit": limit.unit}
 
 
 def _arguments(part: Part) -> dict[str, Any]:

@@ -9,9 +9,8 @@ import pytest
 from eval_rows import LENGTH
 from tiny import quick_compiles  # noqa: F401
 
-from kvjax.catalogue import family
 from kvjax.eval.__main__ import main
-from kvjax.eval.measure import grid, runner
+from kvjax.eval.measure import runner
 
 pytestmark = pytest.mark.usefixtures("no_pack")
 
@@ -75,16 +74,14 @@ def test_memory_maps_stay_flat_over_policies(tiny_folder, tmp_path, cells):
         assert max(after) - after[0] < 100
 
 
-def test_policies_that_share_programs_follow_each_other_and_keep_them(
-    tiny_folder, tmp_path, cells, monkeypatch
-):
-    """As if sizes of windows were no part of a program."""
-    monkeypatch.setattr(grid, "programs", family)
-    monkeypatch.setattr(runner, "programs", family)
+def test_budgets_of_one_method_follow_each_other_and_compile_once(tiny_folder, tmp_path, cells, monkeypatch):
     dropped = []
     monkeypatch.setattr(runner, "forget", lambda: dropped.append(len(cells)))
-    policies = ["window(100)", "knorm + uniform(64)", "window(120)"]
+    policies = ["knorm + uniform(64)", "window(100)", "knorm + uniform(62)"]
     assert main(words(tiny_folder, tmp_path, policies)) == 0
-    order = ["full", "window(100)", "window(120)", "knorm + uniform(64)"]
+    order = ["full", "knorm + uniform(64)", "knorm + uniform(62)", "window(100)"]
     assert [name for name, *_ in cells[::2]] == order
     assert dropped == [2, 6]
+    first, second = (sum(programs for _, _, programs, _ in cells[at : at + 2]) for at in (2, 4))
+    assert first > 5
+    assert second == 0, "another budget was compiled"

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Hashable, Sequence
 
+import jax
+
 from kvjax.algebra import Policy
 from kvjax.eval.errors import EvalError
 from kvjax.eval.measure.protocol import protocols
@@ -121,8 +123,8 @@ def joined(grids: Sequence[Grid]) -> Grid:
 
 
 def programs(policy: Policy) -> Hashable:
-    """What policies share that run the same compiled programs: everything, a policy is a static argument."""
-    return policy
+    """What policies share that run the same compiled programs: all but their dials."""
+    return jax.tree.structure(policy)
 
 
 def _check(task: Task, policy: Policy, length: int) -> None:
