@@ -9,6 +9,7 @@ from collections.abc import Callable
 import numpy as np
 
 from kvjax import catalogue
+from kvjax.algebra import Policy
 from kvjax.catalogue import describe
 from kvjax.eval.measure.match import TOLERANCE
 from kvjax.eval.measure.row import Row
@@ -43,6 +44,19 @@ def only(*presets: str) -> Wanted:
     """Rows of one of these methods and nothing else; budgets and other numbers are free."""
     wanted = [parts for name in presets if (parts := _parts(name)) is not None]
     return lambda row: row.parts in wanted
+
+
+def attention_free(row: Row) -> bool:
+    """Rows of a preset that ranks or rejects tokens and looks at no attention, no query and nothing learned."""
+    return any(
+        row.parts == _parts(name) for name in catalogue.PRESETS if _ranks_blind(catalogue.policy(name))
+    )
+
+
+def _ranks_blind(policy: Policy) -> bool:
+    looks = policy.needs & {"q", "q_pre", "mass"} or policy.learned
+    decides = not policy.eviction.idle or policy.admission.rejects_all
+    return decides and not looks
 
 
 def like(preset: str, *more: str) -> Wanted:
