@@ -47,7 +47,7 @@ def only(*presets: str) -> Wanted:
 
 
 def attention_free(row: Row) -> bool:
-    """Rows of a preset that ranks or rejects tokens and looks at no attention, no query and nothing learned."""
+    """Rows of a preset that ranks or rejects tokens and looks at neither attention nor queries, unlearned."""
     return any(
         row.parts == _parts(name) for name in catalogue.PRESETS if _ranks_blind(catalogue.policy(name))
     )
