@@ -194,7 +194,7 @@ def keep_programs() -> None:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass
-    except (OSError, RuntimeError) as error:  # RuntimeError: nobody's home
+    except (OSError, RuntimeError) as error:  # RuntimeError: there is no home folder
         print(
             f"note: compiled programs are not kept ({error}). KVJAX_CACHE=DIR names another folder, "
             "KVJAX_CACHE=off keeps none.",

@@ -256,7 +256,7 @@ def test_a_profile_adds_up_and_its_page_names_who_is_above_the_limit(tmp_path):
     assert "| `learned` | skipped: no weights |" in page
     assert f"Above it: `{found['policy']}` at 128 tokens, float32 (11%)." in page
     later = run | {"rows": [run["rows"][0] | {"policy_share": 0.1}]}
-    assert "Nobody is above it." in profile.page([run, later]), "the newest row of a cell counts"
+    assert "None is above it." in profile.page([run, later]), "the newest row of a cell counts"
     assert f"`{found['policy']}`" in profile.page([later, run]).split("Above it:")[1]
 
 

@@ -127,7 +127,7 @@ def _conclude(asked: Asked, run: Row) -> None:
             page.write_text(profile.page(results.read(file)), encoding="utf-8")
             print(page)
     failed = [row for row in run["rows"] if row["system"] == "kvjax" and "skipped" in row]
-    if failed and asked.what != "profile":  # there a policy may want weights nobody gave
+    if failed and asked.what != "profile":  # there a policy may want weights that were not given
         raise InputError(f"{failed[0]['config']} was not measured: {failed[0]['skipped']}.")
 
 

@@ -154,7 +154,7 @@ def page(runs: Sequence[Row]) -> str:
         for row in everything
         if row.get("policy_share", 0) > LIMIT
     ]
-    verdict = f"Above it: {', '.join(over)}." if over else "Nobody is above it."
+    verdict = f"Above it: {', '.join(over)}." if over else "None is above it."
     lines += [f"Policy work, aim at most {LIMIT:.0%} of the step. {verdict}", ""]
     return "\n".join(lines)
 

@@ -48,7 +48,7 @@ class Window(Admission):
         return self.size
 
     def admit(self, params: Params | None, observed: Observation) -> Bool[Array, "B K T"]:
-        """Nobody (sinks are the policy's)."""
+        """No token (sinks are the policy's)."""
         del params
         return jnp.zeros((observed.pos.shape[0], 1, observed.pos.shape[1]), bool)
 

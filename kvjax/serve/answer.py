@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from jaxtyping import Array
 
 LONGEST = 128
-"""New tokens, where nobody said how many."""
+"""New tokens, where their number is not given."""
 
 STREAMED = 8
 """Tokens a piece while somebody is watching."""
