@@ -15,8 +15,8 @@ OURS = ("kvjax", "pallas_kernels", "train", "studies")
 WEIGHTS = r"kvjax(\.(types|weights\._.+))?"
 """Learned weights; ``kvjax`` itself for its version."""
 
-KERNELS = r"pallas_kernels(\.\w+\.api|\.numerics|\.dispatch|\.measure\.timing)?"
-"""Of the kernels, others see the signatures only, and the stopwatch."""
+KERNELS = r"pallas_kernels(\.\w+\.api|\.numerics|\.dispatch|\.measure\.(timing|child))?"
+"""Of the kernels, others see the signatures only, the stopwatch and the child process."""
 
 STATE = r"kvjax\.(types|cache(\..+)?)"
 

@@ -76,7 +76,7 @@ def report(
             "TF_CPP_VMODULE": "subprocess_compilation=5",
         }
         said = pathlib.Path(folder) / "said"
-        with Child("pallas_kernels.measure.static", chip, folder, env=flags, errors=said) as compiler:
+        with Child.running("pallas_kernels.measure.static", chip, folder, env=flags, errors=said) as compiler:
             compiler.tell([names, programs])
             for _ in names:
                 yield compiler.hear()

@@ -104,7 +104,9 @@ def test_a_child_that_dies_is_lost_with_its_last_words(tmp_path):
         "import sys\nfrom pallas_kernels.measure.child import answer\nprint('noise')\n"
         "answer({'twice': 2 * int(sys.stdin.readline())})\nsys.stdin.readline()\nraise ValueError('enough')\n"
     )
-    with Child("talks", env={"PYTHONPATH": f"{tmp_path}:{bench.__file__.rpartition('/')[0]}/.."}) as child:
+    with Child.running(
+        "talks", env={"PYTHONPATH": f"{tmp_path}:{bench.__file__.rpartition('/')[0]}/.."}
+    ) as child:
         child.tell(21)
         assert child.hear(60.0) == {"twice": 42}
         with pytest.raises(LostError, match="no answer in time"):
