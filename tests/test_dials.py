@@ -138,3 +138,16 @@ def test_a_part_is_a_pytree_of_its_dials():
     assert jax.tree.map(lambda x: x, Sharp(0.25)) == Sharp(0.25)
     assert jax.jit(lambda part: part.edge * 2 + part.wide)(Sharp(0.25)) == 3.5
     assert jax.eval_shape(lambda part: part.edge, Sharp(1)).dtype == jnp.float32  # as of 1.0
+
+
+def test_a_policy_goes_into_a_program_inside_a_program():
+    """Leaves that are made on the host (a limit, 32 bits of a seed) are made once, not of tracers again."""
+
+    @jax.jit
+    def inner(policy: Policy) -> jax.Array:
+        return policy.eviction.seed + policy.budget.limit.number
+
+    policy = kvjax.policy("random(3) + uniform(40)")
+    assert jax.jit(inner)(policy) == 43
+    lowered = jax.jit(lambda policy: policy.eviction.alpha).lower(kvjax.policy("conf-kv"))
+    assert lowered.compile().in_tree is not None  # flattens a policy of shapes

@@ -108,12 +108,16 @@ def _literal(value: Any) -> str:
     return value if isinstance(value, str) and value.isidentifier() else repr(value)
 
 
+_GIVEN = "_given_leaves"
+"""Where a program's view of a part keeps its leaves."""
+
 _Structure = tuple[tuple[str, ...], tuple[tuple[str, Any], ...]]
 
 
 def _flatten(part: Part) -> tuple[tuple[Any, ...], _Structure]:
     """The leaves; and their names beside the fields that are structure, which tell programs apart."""
-    leaves = part.leaves()
+    # Inside a program the leaves are what it was given, whatever stands for numbers there.
+    leaves = vars(part).get(_GIVEN) or part.leaves()
     fields = [f.name for f in dataclasses.fields(part)]  # type: ignore[arg-type]
     structure = tuple((name, getattr(part, name)) for name in fields if name not in part.dials)
     return tuple(leaves.values()), (tuple(leaves), structure)
@@ -123,5 +127,6 @@ def _unflatten(kind: type[Part], structure: _Structure, leaves: Sequence[Any]) -
     """The part with whatever stands for its leaves, unchecked: a program's view of it."""
     part = object.__new__(kind)
     names, fields = structure
-    vars(part).update(dict.fromkeys(kind.dials) | dict(fields) | dict(zip(names, leaves)))
+    given = dict(zip(names, leaves))
+    vars(part).update(dict.fromkeys(kind.dials) | dict(fields) | given | {_GIVEN: given})
     return part
