@@ -223,6 +223,7 @@ def test_a_run_of_several_policies_takes_what_is_for_any_of_them(policy):
         sources(full, {"gates": "x"}, others=(full, kvjax.policy("int8")))
 
 
+@pytest.mark.slow
 def test_evaluation_measures_with_both_and_names_both(home, tmp_path, capsys):
     from kvjax.eval.measure import store
     from kvjax.eval.report import table
