@@ -46,6 +46,7 @@ def kernels(jaxpr):
             yield from kernels(inner) if hasattr(inner, "eqns") else ()
 
 
+PLACES = {"mosaic_tpu": ("TPU v5 lite", 1, "tpu"), "triton": ("NVIDIA H200", 132, "gpu")}
 MASS_OUT = "prompt_bfloat16_mass"
 """Its kernel writes a number a key, its case counts one a channel."""
 
@@ -54,10 +55,7 @@ MASS_OUT = "prompt_bfloat16_mass"
 def test_xla_is_told_what_a_kernel_reads(name):
     """At least what every implementation has to move, and the products it has to do; unknown to none."""
     case = cases()[name]
-    for impl, place in {
-        "mosaic_tpu": ("TPU v5 lite", 1, "tpu"),
-        "triton": ("NVIDIA H200", 132, "gpu"),
-    }.items():
+    for impl, place in PLACES.items():
         with lowering.for_device(*place):
             told = list(kernels(jax.make_jaxpr(case.run(impl))(*case.args).jaxpr))
         assert sum(x.bytes_accessed for x in told) > 0.95 * case.moves
