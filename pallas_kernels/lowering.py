@@ -1,7 +1,7 @@
 """The device that is traced for, which need not be here: programs are compiled ahead of time for others.
 
 What depends on it while tracing is which implementation runs (``dispatch``). Inside an implementation
-``jax.lax.platform_dependent`` decides, which knows the platform even where nobody says ``for_device``.
+``jax.lax.platform_dependent`` decides, which knows the platform even without ``for_device``.
 """
 
 from __future__ import annotations

@@ -138,7 +138,7 @@ def main() -> None:
             answer = verbs[request.pop("do")](**request)
         except Exception as error:  # the other side of the pipe decides what an error means
             answer = {"error": f"{type(error).__name__}: {' '.join(str(error).split())}"}
-        print(json.dumps(answer), file=answers, flush=True)
+        print("@ " + json.dumps(answer), file=answers, flush=True)  # ``pallas_kernels.measure.child.MARK``
 
 
 if __name__ == "__main__":

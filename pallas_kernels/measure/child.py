@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pathlib
@@ -11,8 +12,8 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Mapping
-from typing import Any, NoReturn
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn, Self
 
 MARK = "@ "
 """Begins a line that is an answer; whatever else is printed is none."""
@@ -31,19 +32,25 @@ def answer(value: Any) -> None:
 
 
 class Child:
-    """``python -m module args``, whose answers are heard one by one.
+    """A command whose answers are heard one by one; ``running`` starts a module of ours.
 
     Use it in a ``with``; leaving ends the process. Its standard error is kept for ``LostError``.
+
+    Args:
+      command: its words.
+      env: its whole environment.
+      errors: a file to keep its standard error in.
     """
 
     def __init__(
-        self, module: str, *args: str, env: Mapping[str, str], errors: pathlib.Path | None = None
+        self, command: Sequence[str], *, env: Mapping[str, str], errors: pathlib.Path | None = None
     ) -> None:
-        path = os.pathsep.join([str(HOME), *filter(None, [os.environ.get("PYTHONPATH")])])
-        self._errors = errors.open("w+") if errors else tempfile.TemporaryFile("w+")  # noqa: SIM115, see end()
+        self._errors = (
+            errors.open("w+", errors="replace") if errors else tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115, see end()
+        )
         self._process = subprocess.Popen(
-            [sys.executable, "-m", module, *args],
-            env=os.environ | {"PYTHONPATH": path} | dict(env),
+            command,
+            env=dict(env),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
@@ -52,7 +59,16 @@ class Child:
         self._said: queue.Queue[str | None] = queue.Queue()
         threading.Thread(target=self._listen, daemon=True).start()
 
-    def __enter__(self) -> Child:
+    @classmethod
+    def running(
+        cls, module: str, *args: str, env: Mapping[str, str], errors: pathlib.Path | None = None
+    ) -> Child:
+        """``python -m module args`` with this process' environment and ``env``."""
+        path = os.pathsep.join([str(HOME), *filter(None, [os.environ.get("PYTHONPATH")])])
+        mine = os.environ | {"PYTHONPATH": path} | dict(env)
+        return cls([sys.executable, "-m", module, *args], env=mine, errors=errors)
+
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -102,4 +118,8 @@ class Child:
         """Stop it, whatever it is doing."""
         self._process.kill()
         self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                with contextlib.suppress(BrokenPipeError):  # it went before it read its last request
+                    pipe.close()
         self._errors.close()

@@ -32,7 +32,9 @@ GRACE = 20.0
 def _worker(tiny: bool) -> Child:
     # Others' libraries need memory too.
     flags = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "JAX_TRACEBACK_FILTERING": "off"}
-    return Child("pallas_kernels.measure.on_device", env=flags | ({"JAX_PLATFORMS": "cpu"} if tiny else {}))
+    return Child.running(
+        "pallas_kernels.measure.on_device", env=flags | ({"JAX_PLATFORMS": "cpu"} if tiny else {})
+    )
 
 
 def _do(worker: Child, task: dict[str, Any], limit: float, record: Any) -> str | None:

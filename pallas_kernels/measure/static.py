@@ -76,7 +76,7 @@ def report(
             "TF_CPP_VMODULE": "subprocess_compilation=5",
         }
         said = pathlib.Path(folder) / "said"
-        with Child("pallas_kernels.measure.static", chip, folder, env=flags, errors=said) as compiler:
+        with Child.running("pallas_kernels.measure.static", chip, folder, env=flags, errors=said) as compiler:
             compiler.tell([names, programs])
             for _ in names:
                 yield compiler.hear()
@@ -156,7 +156,7 @@ def _compiled(program: Any, platform: str, folder: pathlib.Path, case: Any) -> d
         found["launches"] = aot.launches(binary)
         with said.open() as lines:
             lines.seek(before)
-            found["kernels"] = registers(lines.read())
+            found["kernels"] = registers(streams.read())
     return found
 
 

@@ -5,12 +5,12 @@ Gathering a stream's pages costs several times reading them (5 ms against 0.9 ms
 answers with a partial of its own, and the partials of a stream's pages are summed at the end.
 
   pool       page 0   page 1   page 2   page 3 ...
-  owner      (0, 1)   (1, 0)   nobody   (0, 1)       from the table, one small scatter
+  owner      (0, 1)   (1, 0)   none     (0, 1)       from the table, one small scatter
   partial    m l o    m l o    -        m l o        segment max and sum by owner
 
 A float pool is one product in place: cutting it into chunks copies it (bfloat16: 7 times slower).
 A pool of codes is walked in chunks of CHUNK pages, which become float while they are in cache, and
-chunks nobody owns are skipped: as a whole the pool is never converted.
+chunks that no stream owns are skipped: as a whole the pool is never converted.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def without_dead(
 
 
 def of_codes(q: Float[Array, "X R H"], pools: Pools, own: Owners, options: Options) -> Partials:
-    """Every owned page's partial, chunk by chunk; pages of chunks nobody owns stay empty."""
+    """Every owned page's partial, chunk by chunk; pages of chunks that no stream owns stay empty."""
     (pool, size, _), (_, rows, h) = pools.k.shape, q.shape
     chunk = min(CHUNK, pool)
     # The last chunk starts early enough to fit, and repeats pages the one before it has done.
