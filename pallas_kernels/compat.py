@@ -59,6 +59,12 @@ def triton_params(*, warps: int, stages: int) -> Any:
     return plt.CompilerParams(num_warps=warps, num_stages=stages)
 
 
+def in_hbm(x: Array) -> Array:
+    """x, which XLA may not bring to VMEM as a whole before a TPU body reads parts of it (0.7: it may)."""
+    constrain = getattr(pltpu, "with_memory_space_constraint", None)
+    return x if constrain is None else constrain(x, pltpu.HBM)
+
+
 def load(ref: Any, mask: Array, other: float = 0) -> Array:
     """A masked load in a GPU body. On an interpreter all indices of ``ref.at`` are arrays, or none is."""
     return plt.load(ref, mask=mask, other=other)

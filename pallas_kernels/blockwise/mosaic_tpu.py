@@ -72,7 +72,19 @@ class Grid(NamedTuple):
         inner, which = self.walk.order.shape[3], self.list_of(b, a, i)
         return order[which * inner + jnp.minimum(j, jnp.maximum(count[which] - 1, 0))]
 
-    def run(self, body: Any, name: str, inputs: list[Spec], outputs: list[Spec], scratch: Any, flops: int):
+    def cost(self, inputs: list[Spec], outputs: list[Spec], products: int) -> pl.CostEstimate:
+        """If every block met every other: outer blocks move once, inner ones at every step."""
+        outer, inner = self.walk.order.shape[2:]
+        steps = self.b * self.heads * outer * inner
+        length = {side: size for _, side, size in (*inputs, *outputs)}
+        scores, moved = steps * length["outer"] * length["inner"], 0
+        for x, side, size in (*inputs, *outputs):
+            block = size * (1 if x.shape[2] == 1 else x.shape[3]) * x.dtype.itemsize
+            moved += block * (steps if side == "inner" else steps // inner)
+        h = inputs[0][0].shape[3]
+        return pl.CostEstimate(flops=2 * products * scores * h, transcendentals=scores, bytes_accessed=moved)
+
+    def run(self, body: Any, name: str, inputs: list[Spec], outputs: list[Spec], scratch: Any, products: int):
         """The outputs of a body over the grid.
 
         Raises:
@@ -84,7 +96,6 @@ class Grid(NamedTuple):
                 f"blockwise(impl='mosaic_tpu'): lists of {order.size} blocks exceed the {SMEM_WORDS} that "
                 "SMEM holds. Take fewer rows of the batch at a time, or impl='xla'."
             )
-        steps = self.b * self.heads * order.shape[2] * order.shape[3]
         return pl.pallas_call(
             body,
             grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -96,11 +107,7 @@ class Grid(NamedTuple):
             ),
             out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x, _, _ in outputs],
             compiler_params=compat.tpu_params(("parallel", "parallel", "parallel", "arbitrary")),
-            cost_estimate=pl.CostEstimate(
-                flops=flops * steps,
-                transcendentals=0,
-                bytes_accessed=sum(x.size * x.dtype.itemsize for x, _, _ in (*inputs, *outputs)),
-            ),
+            cost_estimate=self.cost(inputs, outputs, products),
             interpret=self.interpret,
             name=name,
         )(order.reshape(-1), count.reshape(-1), *(x for x, _, _ in inputs))
@@ -205,7 +212,7 @@ def blockwise(
             *(pltpu.VMEM((bq, width), jnp.float32) for width in (LANES, LANES, h)),
             pltpu.VMEM((bq, LANES), jnp.int32),
         ],
-        4 * bq * bk * h,
+        2,
     )
     return out[:, :, :count].reshape(b, n, t, h), lse[:, :, 0, :count].reshape(b, n, t)
 
@@ -251,7 +258,7 @@ def column_mass(
     blocks: Tuned = (),
 ) -> Float[Array, "B N S"]:
     """See ``api.column_mass``."""
-    (b, n, t, h), s = q.shape, k.shape[2]
+    (b, n, t, _), s = q.shape, k.shape[2]
     bq, bk = sizes(blocks, "mass", t, k)
     bq = -(-bq // LANES) * LANES
     x = plan.rows(q, k, plan.weighed(where, weights), sight.window, bq, bk, folded=False)
@@ -276,6 +283,6 @@ def column_mass(
             pltpu.VMEM((bk, LANES), jnp.int32),
             *([pltpu.VMEM((bk, LANES), jnp.int32)] if narrow else []),
         ],
-        2 * bq * bk * h,
+        1,
     )
     return found[:, :, 0, :s]

@@ -112,7 +112,7 @@ def backward(
         inputs("inner", "outer"),
         [(like, "outer", bk)] * 2,
         [pltpu.VMEM((bk, h), jnp.float32)] * 2 + columns,
-        8 * bq * bk * h,
+        4,
     )
     grid = Grid(b, heads, plan.walk(pairs), interpret)
     (dq,) = grid.run(
@@ -125,6 +125,6 @@ def backward(
             *[pltpu.VMEM((bq, LANES), jnp.float32)] * 2,
             pltpu.VMEM((bq, LANES), jnp.int32),
         ],
-        6 * bq * bk * h,
+        3,
     )
     return dq[:, :, :count].reshape(q.shape), dk[:, :, :s], dv[:, :, :s]

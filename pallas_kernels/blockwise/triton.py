@@ -59,7 +59,17 @@ class Grid(NamedTuple):
         block = (None, None, x.shape[2] if whole else length, *x.shape[3:])
         return pl.BlockSpec(block, lambda i, a, b: (b, a // per, 0 if whole else i, *more))
 
-    def run(self, body: Any, name: str, inputs: list[Operand], outputs: list[Operand]) -> Any:
+    def cost(self, inputs: list[Operand], outputs: list[Operand], products: int) -> pl.CostEstimate:
+        """If every block met every other; what programs share they find in the cache."""
+        outer, inner = self.walk.order.shape[2:]
+        scores = self.b * self.heads * outer * inner * self.blocks.q * self.blocks.k
+        moved = sum(x.size * x.dtype.itemsize for x, _ in (*inputs, *outputs))
+        h = inputs[0][0].shape[3]
+        return pl.CostEstimate(flops=2 * products * scores * h, transcendentals=scores, bytes_accessed=moved)
+
+    def run(
+        self, body: Any, name: str, inputs: list[Operand], outputs: list[Operand], products: int
+    ) -> list[Array]:
         """The outputs of a body; it gets its list, whose last entry is its length, before the inputs."""
         lists = jnp.concatenate([self.walk.order, self.walk.length[..., None]], axis=-1)
         per, outer = self.heads // lists.shape[1], lists.shape[2]
@@ -71,6 +81,7 @@ class Grid(NamedTuple):
             out_specs=[self.spec(x) for x in outputs],
             out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x, _ in outputs],
             compiler_params=compat.triton_params(warps=self.blocks.warps, stages=self.blocks.stages),
+            cost_estimate=self.cost(inputs, outputs, products),
             interpret=self.interpret,
             name=name,
         )(lists, *(x for x, _ in inputs))
@@ -134,6 +145,7 @@ def blockwise(
             (jax.ShapeDtypeStruct(x.q.shape, jnp.float32), bq),
             (jax.ShapeDtypeStruct(x.q.shape[:3], jnp.float32), bq),
         ],
+        2,
     )
     return out[:, :, :count, :h].reshape(b, n, t, h), lse[:, :, :count].reshape(b, n, t)
 
@@ -185,5 +197,6 @@ def column_mass(
             *narrow,
         ],
         [(jax.ShapeDtypeStruct((b, n, x.k.shape[2]), jnp.float32), bk)],
+        1,
     )
     return mass[:, :, : k.shape[2]]

@@ -83,9 +83,9 @@ def backward(
     grid = Grid(b, heads, plan.walk(pairs.swapaxes(2, 3)), found, interpret)
     body = _key_body(sight, bq, bool(narrow))
     like = jax.ShapeDtypeStruct(x.k.shape, jnp.float32)
-    dk, dv = grid.run(body, "blockwise_keys_gradient", inputs(None, bk), [(like, bk)] * 2)
+    dk, dv = grid.run(body, "blockwise_keys_gradient", inputs(None, bk), [(like, bk)] * 2, 4)
     grid = Grid(b, heads, plan.walk(pairs), found, interpret)
     body = _query_body(sight, bk, bool(narrow))
     like = jax.ShapeDtypeStruct(x.q.shape, jnp.float32)
-    (dq,) = grid.run(body, "blockwise_queries_gradient", inputs(bq, None), [(like, bq)])
+    (dq,) = grid.run(body, "blockwise_queries_gradient", inputs(bq, None), [(like, bq)], 3)
     return dq[:, :, :count, :h].reshape(q.shape), dk[:, :, :s, :h], dv[:, :, :s, :h]

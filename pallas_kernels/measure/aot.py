@@ -190,11 +190,24 @@ _OP = re.compile(r"^\s*(?:ROOT )?%?[\w.-]+ = (.+?) ([a-z][\w-]*)\(")
 _SHAPE = re.compile(r"(\w+)\[([\d,]*)\]((?:\{[^}]*\})?)")
 
 
-def copies(program: Any, at_least: int) -> list[str]:
+def launches(program: Any) -> int:
+    """Kernels that one call of a compiled GPU program starts; those of a loop count once."""
+    inside, looping = "", set(re.findall(r"(?:body|condition)=%?([\w.-]+)", program.as_text()))
+    count = 0
+    for line in program.as_text().splitlines():
+        head, op = _HEAD.match(line), _OP.match(line)
+        inside = ("ENTRY" if line.startswith("ENTRY") else head.group(1)) if head else inside
+        if op and (inside == "ENTRY" or inside in looping):
+            count += op.group(2) == "custom-call" or op.group(2) not in NOTHING_MOVES
+    return count
+
+
+def copies(program: Any, at_least: int, *, vmem: bool = False) -> list[str]:
     """Operations of a compiled program, kernels apart, whose result has ``at_least`` elements in memory.
 
     What is inside a fusion is not in memory, the fusion's result is. What XLA brings to a TPU's VMEM
-    (memory space 1) for its readers is read once and written nowhere.
+    (memory space 1) for its readers is read once and written nowhere: ``vmem`` asks for that instead, of
+    operands of which a kernel reads parts.
     """
     text = program.as_text()
     fused = set(re.findall(r" fusion\(.*?calls=%?([\w.-]+)", text))
@@ -205,7 +218,7 @@ def copies(program: Any, at_least: int) -> list[str]:
         if op is None or inside in fused or op.group(2) in NOTHING_MOVES:
             continue
         for dtype, dims, layout in _SHAPE.findall(op.group(1))[_DESTINATION.get(op.group(2), slice(None))]:
-            if "S(1)" not in layout and math.prod(int(x) for x in dims.split(",") if x) >= at_least:
+            if ("S(1)" in layout) is vmem and math.prod(int(x) for x in dims.split(",") if x) >= at_least:
                 found.append(f"{op.group(2)} {dtype}[{dims}]")
                 break
     return found

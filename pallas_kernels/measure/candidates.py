@@ -28,6 +28,8 @@ TILES = (Blocks(q=1024, k=512), Blocks(q=512, k=1024), Blocks(q=256, k=512))
 CANDIDATES: dict[tuple[str, str], dict[str, tuple[Blocks, ...]]] = {
     ("ragged_decode", "triton"): {
         "read": (
+            # Page ids come by loads of their own, which take up stages: keys are buffered twice from 5 on.
+            Blocks(k=64, item=1024, warps=4, stages=5),
             Blocks(k=64, item=1024, warps=4, stages=3),
             Blocks(k=128, item=1024, warps=4, stages=2),
             Blocks(k=64, item=2048, warps=4, stages=2),

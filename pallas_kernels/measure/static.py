@@ -87,7 +87,7 @@ DUMPS = (
     "--xla_jf_dump_llo_text=true --xla_jf_dump_category_filter=codegen "
     "--xla_jf_dump_llo_pass_label_regex=final_bundles --xla_jf_dump_to="
 )
-MEASURED = ("compile_s", "temp_bytes", "copies", "bundles", "kernels")
+MEASURED = ("compile_s", "temp_bytes", "copies", "launches", "bundles", "kernels")
 KERNEL = r"ragged_decode_\w+?|blockwise\w*?|column_mass|gated\w*?|vertical\w*?|phi\w*?"
 
 
@@ -153,6 +153,7 @@ def _compiled(program: Any, platform: str, folder: pathlib.Path, case: Any) -> d
         if not found["bundles"]:
             raise RuntimeError("libtpu wrote no bundles: its flags for dumps are not what they were")
     elif platform == "gpu":
+        found["launches"] = aot.launches(binary)
         with said.open() as lines:
             lines.seek(before)
             found["kernels"] = registers(streams.read())

@@ -246,12 +246,14 @@ def _call(plan: Plan, body: Any, name: str, packed: worklist.Packed, inputs: Any
     """Run a body over the items; ``inputs`` and ``outputs`` are (array or shape, block spec)."""
     if _turned(plan):  # not so the scales, which have no slots
         pools = [x.swapaxes(1, 2) if x.shape[1] == plan.slots else x for x in pools]
+    if plan.interpret is False:
+        pools = [compat.in_hbm(x) for x in pools]
     found, count = worklist.items(packed, plan.blocks, plan.per_item, plan.slots)
     grid = (count,) if plan.interpret is False else (found.row.shape[0],)
     buffers = [pltpu.VMEM((2, plan.per_item, *pool.shape[1:]), pool.dtype) for pool in pools]
     scratch = [pltpu.VMEM((plan.rows, n), jnp.float32) for n in (LANES, LANES, plan.h)]
-    read = sum(pool[0].nbytes if hasattr(pool[0], "nbytes") else 0 for pool in pools)
-    flops = 4 * plan.rows * _width(plan) * plan.h
+    others = [x for x, _ in (*inputs, *outputs)]
+    cost = worklist.estimate(plan, packed, pools, others, 2 if name == "read" else 1, plan.blocks)
     return pl.pallas_call(
         body,
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -263,11 +265,7 @@ def _call(plan: Plan, body: Any, name: str, packed: worklist.Packed, inputs: Any
         ),
         out_shape=[shape for shape, _ in outputs],
         compiler_params=compat.tpu_params(("arbitrary",), bounds_checks=False),
-        cost_estimate=pl.CostEstimate(
-            flops=flops * found.row.shape[0],
-            transcendentals=plan.rows * _width(plan) * found.row.shape[0],
-            bytes_accessed=read,
-        ),
+        cost_estimate=cost,
         interpret=plan.interpret,
         name=f"ragged_decode_{name}",
     )(*found, packed.entry.reshape(-1), count[None], *(x for x, _ in inputs), *pools)

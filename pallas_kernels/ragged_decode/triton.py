@@ -20,7 +20,7 @@ from pallas_kernels.ragged_decode import worklist
 from pallas_kernels.ragged_decode.worklist import Plan
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Bool, Float, Int
+    from jaxtyping import Array, Bool, Float
 
     from pallas_kernels.ragged_decode.call import Lists, Options, Pools
     from pallas_kernels.tuning import Tuned
@@ -70,9 +70,15 @@ class Tile(NamedTuple):
     first: Any
 
 
-def _tile(plan: Plan, entry: Any, place: Array, held: Array, it: Array) -> Tile:
+def _item(plan: Plan, held: Any) -> tuple[Array, Array]:
+    """Of this program: its first entry among those of its stream, and how many pages it has."""
+    begin = pl.program_id(0) * plan.per_item
+    return begin, jnp.clip(held[0] - begin, 0, plan.per_item)
+
+
+def _tile(plan: Plan, entry: Any, begin: Array, held: Array, it: Array) -> Tile:
     at = it * plan.tile + jnp.arange(plan.tile, dtype=jnp.int32)
-    found = compat.load(entry.at[place + at], mask=at < held)
+    found = compat.load(entry.at[begin + at], mask=at < held)
     shift = worklist.shift(plan.slots)
     return Tile(found >> shift, found & ((1 << shift) - 1), it * plan.tile)
 
@@ -122,12 +128,11 @@ def _split(refs: tuple[Any, ...], int8: bool, narrowed: bool, pools: int) -> tup
 
 
 def _read_body(plan: Plan, int8: bool, narrowed: bool) -> Any:
-    """The kernel: (row, place, held, entries, q, chosen?, pools) -> (o, m, l) of each item."""
+    """The kernel: (held, entries, q, chosen?, pools) -> (o, m, l) of each item."""
 
-    def body(row: Any, place: Any, held: Any, entry: Any, q: Any, *refs: Any) -> None:
+    def body(held: Any, entry: Any, q: Any, *refs: Any) -> None:
         chosen, (k, v), scales, (o, m, l) = _split(refs, int8, narrowed, 2)
-        w = pl.program_id(0)
-        mine, begin, count = q[row[w]], place[w], held[w]
+        mine, (begin, count) = q[...], _item(plan, held)
 
         def step(it: Array, stats: tiles.Stats) -> tiles.Stats:
             tile = _tile(plan, entry, begin, count, it)
@@ -144,20 +149,19 @@ def _read_body(plan: Plan, int8: bool, narrowed: bool) -> Any:
 
 
 def _mass_body(plan: Plan, int8: bool, narrowed: bool) -> Any:
-    """The kernel: (row, place, held, entries, q, chosen?, K pool, scales?, lse) -> mass of each slot."""
+    """The kernel: (held, entries, q, chosen?, K pool, scales?, lse) -> mass of each slot."""
 
-    def body(row: Any, place: Any, held: Any, entry: Any, q: Any, *refs: Any) -> None:
+    def body(held: Any, entry: Any, q: Any, *refs: Any) -> None:
         chosen, (k,), scales, (lse, mass) = _split(refs, int8, narrowed, 1)
-        w = pl.program_id(0)
-        at, begin, count = row[w], place[w], held[w]
-        mine, column = q[at], lse[at][:, None]
+        block, (begin, count) = jax.lax.rem(pl.program_id(1), plan.blocks), _item(plan, held)
+        mine, column = q[...], lse[...][:, None]
         width, heads = plan.tile * plan.slots, _heads(plan)
 
         def step(it: Array, carry: Array) -> Array:
             tile = _tile(plan, entry, begin, count, it)
             s, see = _scores(plan, mine, k, scales, chosen, tile)
             p = tiles.probabilities(s, see, column)
-            mass[:, pl.ds(it * width, width)] = worklist.by_head(p, jax.lax.rem(at, plan.blocks), plan, heads)
+            mass[:, pl.ds(it * width, width)] = worklist.by_head(p, block, plan, heads)
             return carry
 
         jax.lax.fori_loop(0, plan.per_item // plan.tile, step, jnp.int32(0))
@@ -170,22 +174,60 @@ def _heads(plan: Plan) -> int:
     return max(16, pl.next_power_of_2(plan.groups))
 
 
-def _call(plan: Plan, body: Any, name: str, found: worklist.Items, arrays: Any, narrow: Any, outputs: Any):
-    """Run a body over the items; ``arrays`` are the operands before and after the chosen bits."""
-    before, after = arrays
-    anywhere = pl.BlockSpec(memory_space=pl.ANY)
-    specs = [pl.BlockSpec((None, *x.shape[1:]), lambda w, d=x.ndim: (w, *(0,) * (d - 1))) for x in outputs]
-    bits = [pl.BlockSpec((None, x.shape[1]), lambda w: (w, 0)) for x in narrow]
+def _call(
+    plan: Plan,
+    body: Any,
+    name: str,
+    ready: worklist.Prepared,
+    pools: Any,
+    after: Any,
+    outputs: Any,
+    products: int,
+) -> Any:
+    """Run a body over the items of all rows, those of one row side by side.
+
+    Args:
+      plan: sizes.
+      body: the kernel.
+      name: of the pass.
+      ready: lists and queries.
+      pools: what is read by page.
+      after: further operands, one a row.
+      outputs: shapes, of each row's items.
+      products: of queries with an item.
+    """
+    packed, blocks = ready.packed, plan.blocks
+    longest = -(-packed.entry.shape[1] // plan.per_item)
+
+    def by_row(x: Any) -> pl.BlockSpec:
+        return pl.BlockSpec((None, *x.shape[1:]), lambda i, r: (r, *(0,) * (x.ndim - 1)))
+
+    def by_stream(x: Any) -> pl.BlockSpec:
+        return pl.BlockSpec((None, *x.shape[1:]), lambda i, r: (r // blocks, *(0,) * (x.ndim - 1)))
+
+    def by_item(x: Any) -> pl.BlockSpec:
+        return pl.BlockSpec((None, None, *x.shape[2:]), lambda i, r: (r, i, *(0,) * (x.ndim - 2)))
+
+    held = packed.held[:, None]
+    bits = pl.BlockSpec(
+        (None, None, plan.per_item * plan.slots), lambda i, r: (r // blocks * longest + i, 0, 0)
+    )
+    lists = [(held, by_stream(held)), (packed.entry, by_stream(packed.entry)), (ready.q, by_row(ready.q))]
+    chosen = [(x, bits) for x in ready.narrow]
+    anywhere = [(x, pl.BlockSpec(memory_space=pl.ANY)) for x in pools]
+    operands = [*lists, *chosen, *anywhere, *((x, by_row(x)) for x in after)]
+    wanted = [jax.ShapeDtypeStruct((len(ready.q), longest, *size), jnp.float32) for size in outputs]
     return pl.pallas_call(
         body,
-        grid=(found.row.shape[0],),
-        in_specs=[anywhere] * (3 + len(before)) + bits + [anywhere] * len(after),
-        out_specs=specs,
-        out_shape=outputs,
+        grid=(longest, len(ready.q)),
+        in_specs=[spec for _, spec in operands],
+        out_specs=[by_item(x) for x in wanted],
+        out_shape=wanted,
         compiler_params=compat.triton_params(warps=plan.sizes.warps, stages=plan.sizes.stages),
+        cost_estimate=worklist.estimate(plan, packed, pools, [ready.q, *wanted], products),
         interpret=plan.interpret,
         name=f"ragged_decode_{name}",
-    )(found.row, found.place, found.held, *before, *narrow, *after)
+    )(*(x for x, _ in operands))
 
 
 @functools.partial(jax.jit, static_argnames=("options", "interpret", "blocks"))
@@ -196,47 +238,24 @@ def ragged_decode(
     worklist.refuse_pairs("triton", pools)
     (b, n, t, h), plan = q.shape, _plan(q, pools, lists, blocks, options, interpret)
     ready, count = worklist.prepare(q, pools, lists, plan), plan.groups * t
-    found, _ = worklist.items(ready.packed, plan.blocks, plan.per_item, plan.slots)
-    before, narrow = [ready.packed.entry.reshape(-1), ready.q], _chosen(plan, ready, found)
-    shape = (found.row.shape[0], plan.rows)
-    wanted = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((*shape, plan.wide), shape, shape)]
-    body = _read_body(plan, pools.scales is not None, bool(narrow))
-    o, m, l = _call(plan, body, "read", found, (before, pools.all()), narrow, wanted)
-    out, lse = _join(o, m, l, found.row, len(ready.q))
+    int8, narrowed = pools.scales is not None, bool(ready.narrow)
+    row = (plan.rows,)
+    body = _read_body(plan, int8, narrowed)
+    out, lse = _join(*_call(plan, body, "read", ready, pools.all(), [], [(*row, plan.wide), row, row], 2))
     outs = out.reshape(len(ready.live), -1, plan.wide)[:, :count, :h].reshape(b, n, t, h)
     lses = lse.reshape(len(ready.live), -1)[:, :count].reshape(b, n, t)
     if not options.mass:
         return outs, lses
-    wanted = [jax.ShapeDtypeStruct((shape[0], _heads(plan), plan.per_item * plan.slots), jnp.float32)]
-    body = _mass_body(plan, pools.scales is not None, bool(narrow))
-    (mass,) = _call(plan, body, "mass", found, (before, [*pools.for_scores(), lse]), narrow, wanted)
-    return outs, lses, worklist.received(_placed(plan, mass, found, ready), ready, plan, lists)
+    body, size = _mass_body(plan, int8, narrowed), (_heads(plan), plan.per_item * plan.slots)
+    (mass,) = _call(plan, body, "mass", ready, pools.for_scores(), [lse], [size], 1)
+    return outs, lses, worklist.received(mass[:, :, : plan.groups], ready, plan, lists)
 
 
 def _join(
-    o: Float[Array, "W R H"], m: Float[Array, "W R"], l: Float[Array, "W R"], row: Int[Array, " W"], rows: int
-) -> tuple[Float[Array, "X R H"], Float[Array, "X R"]]:
-    """Partials of items to partials of rows; ``row`` is sorted."""
+    o: Float[Array, "Z I R H"], m: Float[Array, "Z I R"], l: Float[Array, "Z I R"]
+) -> tuple[Float[Array, "Z R H"], Float[Array, "Z R"]]:
+    """Partials of items to partials of rows, in one order always: the same call twice is equal to the bit."""
     m = jnp.where(l != 0, m, -jnp.inf)
-    top = jax.ops.segment_max(m, row, rows, indices_are_sorted=True)
-    w = jnp.exp(m - softmax.finite(top)[row])
-    total = jax.ops.segment_sum(w * l, row, rows, indices_are_sorted=True)
-    joined = jax.ops.segment_sum(w[..., None] * o, row, rows, indices_are_sorted=True)
-    return softmax.finish(top, total, joined)
-
-
-def _chosen(plan: Plan, ready: worklist.Prepared, found: worklist.Items) -> list[Int[Array, "W Y"]]:
-    """The bits of each item's slots, if slots are chosen."""
-    longest = -(-ready.live.shape[1] // plan.per_item)
-    return [bits[:, 0][found.row // plan.blocks * longest + found.block] for bits in ready.narrow]
-
-
-def _placed(
-    plan: Plan, mass: Float[Array, "W G Y"], found: worklist.Items, ready: worklist.Prepared
-) -> Float[Array, "Z G Y"]:
-    """Mass of items to mass of all items that lists could have; garbage where no item went."""
-    longest = -(-ready.live.shape[1] // plan.per_item)
-    # Items past the real ones repeat the last one's place, and hold nothing: they may not overwrite it.
-    to = jnp.where(found.held > 0, found.row * longest + found.block, found.row.shape[0])
-    item = jnp.zeros(found.row.shape[0], jnp.int32).at[to].set(jnp.arange(found.row.shape[0]), mode="drop")
-    return mass[item, : plan.groups]
+    top = jnp.max(m, axis=1)
+    w = jnp.exp(m - softmax.finite(top)[:, None])
+    return softmax.finish(top, jnp.sum(w * l, axis=1), jnp.sum(w[..., None] * o, axis=1))

@@ -1,23 +1,26 @@
-"""What the Pallas bodies of ragged_decode walk: live pages packed in front, and a flat list of items.
+"""What the Pallas bodies of ragged_decode walk: live pages in front, and a list of items.
 
-An item is up to ``per_item`` live pages of one row, so that the number of items follows the live
-pages, not the longest list. A row is one stream's queries, or a block of them when they are many.
+An item is up to ``per_item`` pages of one row. A row is one stream's queries, or a block of them when they
+are many.
 
   stream    pages    per_item = 2            items of row 0 | of row 1 | of row 2
   0         7 3 9                            (7 3) (9)        (4)        ()
   1         4                                first last       both       both, no pages
   2         -
 
-Every row has at least one item, so that its output is always written. The list has a static length;
-items past the real ones repeat the last one and hold no pages.
+``items`` packs them, so that their number follows the live pages, for a grid whose length is data (TPU).
+Every row has at least one item, so that its output is always written; items past the real ones repeat the
+last one and hold no pages. On GPU, whose grids are static, a row has as many as the longest list can have.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
 
 from pallas_kernels import tiles
 from pallas_kernels.dispatch import Unsupported
@@ -71,12 +74,12 @@ class Packed(NamedTuple):
 
     Attributes:
       entry: id and live slots of a page in one number, ``id << shift | live``; 0 past the live pages.
-      order: place in the original list of each entry.
-      held: live pages of each stream.
+      order: place in the original list of each entry; None where that is its own.
+      held: pages of each stream up to its last live one.
     """
 
     entry: Int[Array, "X J"]
-    order: Int[Array, "X J"]
+    order: Int[Array, "X J"] | None
     held: Int[Array, " X"]
 
 
@@ -123,7 +126,7 @@ def prepare(q: Float[Array, "B N T H"], pools: Pools, lists: Lists, plan: Plan) 
     """Pack lists and queries."""
     (pool, size, h), (b, heads) = pools.k.shape, lists.length.shape
     ids, live = (x.reshape(b * heads, -1) for x in page_lists(lists, pool, size))
-    packed, (x, j) = pack(ids, live, pool, size), ids.shape
+    packed, (x, j) = pack(ids, live, pool, size, selected=lists.pages is not None), ids.shape
     rows = q.reshape(x, -1, h).astype(q.dtype if pools.scales is not None else pools.k.dtype)
     rows = jnp.pad(rows, ((0, 0), (0, plan.blocks * plan.rows - rows.shape[1]), (0, plan.wide - h)))
     narrow = () if lists.slots is None else (arrange(lists.slots.reshape(x, j, size), packed, plan.per_item),)
@@ -135,8 +138,10 @@ def shift(slots: int) -> int:
     return slots.bit_length()
 
 
-def pack(ids: Int[Array, "X J"], live: Int[Array, "X J"], pool: int, slots: int) -> Packed:
+def pack(ids: Int[Array, "X J"], live: Int[Array, "X J"], pool: int, slots: int, *, selected: bool) -> Packed:
     """Live pages first, in their order.
+
+    Whole lists have them in front already, unless a page is missing (EMPTY), which then has no live slot.
 
     Raises:
       Unsupported: pool and page are so large that id and live slots do not fit 31 bits.
@@ -144,13 +149,18 @@ def pack(ids: Int[Array, "X J"], live: Int[Array, "X J"], pool: int, slots: int)
     if pool << shift(slots) >= 1 << 31:
         raise Unsupported(f"ragged_decode: {pool} pages of {slots} slots do not fit one number. Use 'xla'.")
     there = live > 0
-    order = jnp.argsort(~there, axis=1, stable=True).astype(jnp.int32)
     entry = jnp.where(there, (ids << shift(slots)) | live, 0).astype(jnp.int32)
+    if not selected:
+        last = jnp.where(there, jnp.arange(1, ids.shape[1] + 1, dtype=jnp.int32), 0)
+        return Packed(entry, None, jnp.max(last, axis=1))
+    order = jnp.argsort(~there, axis=1, stable=True).astype(jnp.int32)
     return Packed(jnp.take_along_axis(entry, order, axis=1), order, jnp.sum(there, axis=1, dtype=jnp.int32))
 
 
 def unpack(x: Array, packed: Packed) -> Array:
     """[X, J, ...] in packed order back to the order of the lists."""
+    if packed.order is None:
+        return x
     back = jnp.argsort(packed.order, axis=1)
     return jax.vmap(lambda row, at: row[at])(x, back)
 
@@ -191,7 +201,7 @@ def items(packed: Packed, blocks: int, per_item: int, slots: int) -> tuple[Items
     w = jnp.arange(rows * longest, dtype=jnp.int32)
     real = w < end[-1]
     w = jnp.minimum(w, end[-1] - 1)
-    row = jnp.searchsorted(end, w, side="right").astype(jnp.int32)
+    row = jnp.searchsorted(end, w, side="right", method="compare_all").astype(jnp.int32)
     block = (w - (end - need)[row]).astype(jnp.int32)
     held = jnp.where(real, jnp.clip(count[row] - block * per_item, 0, per_item), 0).astype(jnp.int32)
     full = (packed.entry & ((1 << shift(slots)) - 1)) == slots
@@ -206,9 +216,32 @@ def items(packed: Packed, blocks: int, per_item: int, slots: int) -> tuple[Items
     return found, end[-1].astype(jnp.int32)
 
 
+def estimate(
+    plan: Plan, packed: Packed, pools: Sequence[Any], others: Sequence[Any], products: int, times: int = 1
+) -> pl.CostEstimate:
+    """Of a body over full lists.
+
+    Args:
+      plan, packed: the call.
+      pools: those it reads pages of.
+      others: arrays that it reads or writes once, whole.
+      products: of queries with an item, that it does.
+      times: that it reads each listed page.
+    """
+    pages = packed.entry.size
+    scores = pages * plan.slots * plan.rows * plan.blocks
+    page = sum(pool.size // pool.shape[0] * pool.dtype.itemsize for pool in pools)
+    return pl.CostEstimate(
+        flops=2 * products * scores * plan.h,
+        transcendentals=scores,
+        bytes_accessed=times * pages * page + sum(x.size * x.dtype.itemsize for x in others),
+    )
+
+
 def arrange(chosen: Bool[Array, "X J S"], packed: Packed, per_item: int) -> Int[Array, "Z 1 Y"]:
     """The bits of chosen slots as one row a block of ``per_item`` packed pages: Z = X * blocks, Y slots."""
     streams, j, slots = chosen.shape
+    assert packed.order is not None  # chosen slots come with selected pages
     bits = jax.vmap(lambda row, at: row[at])(chosen, packed.order).astype(jnp.int32)
     bits = jnp.pad(bits, ((0, 0), (0, -j % per_item), (0, 0)))
     return bits.reshape(streams * -(-j // per_item), 1, per_item * slots)

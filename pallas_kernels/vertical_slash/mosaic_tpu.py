@@ -199,8 +199,10 @@ def _read(plan: Plan, ends: Array, counts: Array, q: Array, *keys: Array) -> tup
     wide = pl.BlockSpec((None, None, plan.group, plan.bq, plan.h), lambda b, k, i, *_: (b, k, 0, i, 0))
     row = pl.BlockSpec((None, None, plan.group, plan.bq), lambda b, k, i, *_: (b, k, 0, i))
     pairs = plan.b * plan.heads * plan.group * plan.t * min(plan.t, plan.rule.window + plan.cap // 2)
-    moved = sum(x.size * x.dtype.itemsize for x in (q, *keys)) + 4 * q.size
-    dtype = keys[0].dtype
+    dtype, programs = keys[0].dtype, plan.b * plan.heads * plan.t // plan.bq
+    # Keys of a program: its band, and half of the packed ones.
+    each = min(plan.t, plan.rule.window + plan.bq + plan.cap // 2)
+    moved = programs * each * (2 * plan.h * dtype.itemsize + 4) + q.size * (q.dtype.itemsize + 4)
     return pl.pallas_call(
         _body(plan),
         grid_spec=pltpu.PrefetchScalarGridSpec(

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import types
 
+import jax
 import pytest
 
+from pallas_kernels import lowering
 from pallas_kernels.measure import aot, static, table
 from pallas_kernels.measure.work import cases, operations
 
@@ -35,6 +37,32 @@ def test_cases_move_what_their_shapes_say():
     assert found["ragged_decode/int8"].moves == pages // 2 + scales + q.size * (2 + 4)
 
 
+def kernels(jaxpr):
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "pallas_call":
+            yield eqn.params["cost_estimate"]
+        for x in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda x: hasattr(x, "jaxpr")):
+            inner = getattr(x, "jaxpr", x)
+            yield from kernels(inner) if hasattr(inner, "eqns") else ()
+
+
+PLACES = {"mosaic_tpu": ("TPU v5 lite", 1, "tpu"), "triton": ("NVIDIA H200", 132, "gpu")}
+MASS_OUT = "prompt_bfloat16_mass"
+"""Its kernel writes a number a key, its case counts one a channel."""
+
+
+@pytest.mark.parametrize("name", [x for x in cases() if MASS_OUT not in x])
+def test_xla_is_told_what_a_kernel_reads(name):
+    """At least what every implementation has to move, and the products it has to do; unknown to none."""
+    case = cases()[name]
+    for impl, place in PLACES.items():
+        with lowering.for_device(*place):
+            told = list(kernels(jax.make_jaxpr(case.run(impl))(*case.args).jaxpr))
+        assert sum(x.bytes_accessed for x in told) > 0.95 * case.moves
+        assert sum(x.flops for x in told) > 0.95 * case.flops
+        assert all(x.transcendentals > 0 for x in told)
+
+
 PROGRAM = """HloModule x
 %fused (p: f32[8,16]) -> f32[8] {
   %p = f32[8,16]{1,0} parameter(0)
@@ -58,6 +86,21 @@ def test_copies_are_found_by_size_and_only_where_memory_is_written():
     assert aot.copies(program, 128) == ["copy f32[8,16]", "copy-start bf16[4,32]"]
     assert aot.copies(program, 129) == []
     assert "fusion f32[8]" in aot.copies(program, 8)
+    assert aot.copies(program, 128, vmem=True) == ["copy-start f32[8,16]"]
+    assert aot.copies(program, 64, vmem=True) == ["copy-start f32[8,16]", "slice-start f32[4,16]"]
+
+
+def test_launches_are_the_kernels_of_a_program_and_of_its_loops():
+    loop = """%body.1 (p: f32[8]) -> f32[8] {
+  %p = f32[8]{0} parameter(0)
+  ROOT %g = f32[8]{0} fusion(%p), kind=kLoop, calls=%fused
+}
+"""
+    text = PROGRAM.replace("ENTRY", loop + "ENTRY").replace(
+        "  %s =", "  %l = f32[8]{0} while(%f), body=%body.1\n  %s ="
+    )
+    assert aot.launches(types.SimpleNamespace(as_text=lambda: PROGRAM)) == 6
+    assert aot.launches(types.SimpleNamespace(as_text=lambda: text)) == 7
 
 
 REPORT = """ptxas info    : Compiling entry function 'phi_sums' for 'sm_90a'

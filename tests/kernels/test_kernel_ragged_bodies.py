@@ -18,7 +18,7 @@ from kernel_oracle import ragged as oracle
 from test_kernel_ragged_decode import case, check, edges, plain, selection
 from tiny import quick_compiles  # noqa: F401
 
-from pallas_kernels import Unsupported, compat, merge, ragged_decode, tuning
+from pallas_kernels import EMPTY, Unsupported, compat, merge, ragged_decode, tuning
 from pallas_kernels.dispatch import interpreted
 from pallas_kernels.numerics import assert_as_good_as_plain, assert_close
 from pallas_kernels.ragged_decode import mosaic_tpu, triton, worklist
@@ -167,7 +167,7 @@ def test_items_cover_live_pages_once_and_no_others():
     shape, per_item = TEST["g4_h64"], 2
     live = jnp.asarray([[0, 3, 16, 0, 1], [0, 0, 0, 0, 0], [16, 16, 16, 16, 0]])
     ids = jnp.arange(15).reshape(3, 5)
-    packed = worklist.pack(ids, live, 20, shape.S)
+    packed = worklist.pack(ids, live, 20, shape.S, selected=True)
     found, count = worklist.items(packed, 2, per_item, shape.S)
     found = worklist.Items(*(np.asarray(x)[: int(count)] for x in found))
     assert list(found.row) == [0, 0, 1, 1, 2, 3, 4, 4, 5, 5]
@@ -182,6 +182,26 @@ def test_items_cover_live_pages_once_and_no_others():
     np.testing.assert_array_equal(worklist.unpack(packed.order, packed), np.arange(5) + 0 * ids)
 
 
+def test_whole_lists_are_walked_as_they_lie():
+    """No sort and no search: up to the last live page, with a hole where a page is missing."""
+    shape = TEST["g4_h64"]
+    live = jnp.asarray([[16, 0, 3, 0, 0], [0, 0, 0, 0, 0], [16, 16, 16, 16, 16]])
+    packed = worklist.pack(jnp.arange(15).reshape(3, 5), live, 20, shape.S, selected=False)
+    np.testing.assert_array_equal(packed.held, [3, 0, 5])
+    np.testing.assert_array_equal(np.asarray(packed.entry) % 32, live)
+    assert worklist.unpack(live, packed) is live
+
+
+@pytest.mark.parametrize("impl", BODIES)
+def test_a_missing_page_in_a_list_is_passed_over(impl):
+    shape = TEST["g4_h64"]
+    arrays, lists = case(shape, np.full((3, 2), shape.M * shape.S - 1))
+    lists["table"] = lists["table"].at[2, 0, :2].set(jnp.array([EMPTY, shape.P])).at[0, 1, 2].set(EMPTY)
+    found = ragged_decode(*arrays, **lists, mass=True, impl=impl)
+    for ours, wanted in zip(found, ragged_decode(*arrays, **lists, mass=True, impl="ref")):
+        assert_close(ours, wanted, shape.M * shape.S)
+
+
 def test_refusals():
     shape = TEST["g1_h32"]
     (q, k, v), lists = case(shape, edges(shape))
@@ -194,4 +214,4 @@ def test_refusals():
     with pytest.raises(Unsupported, match="SMEM"):
         ragged_decode(q, k, v, **wide, impl="mosaic_tpu")
     with pytest.raises(Unsupported, match="one number"):
-        worklist.pack(jnp.zeros((1, 1), jnp.int32), jnp.zeros((1, 1), jnp.int32), 1 << 25, 64)
+        worklist.pack(jnp.zeros((1, 1), jnp.int32), jnp.zeros((1, 1), jnp.int32), 1 << 25, 64, selected=True)
