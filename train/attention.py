@@ -1,7 +1,7 @@
 """Causal attention for training: RoPE, scores and softmax of one stream at a time, tiles that stay in cache.
 
-A stream is a row's KV head with its G query heads. Nothing of size T x T is kept: the backward pass computes the
-weights again from their logarithmic sums. Products are bfloat16 in and float32 out (``train.products``).
+A stream is a row's KV head with its G query heads. Nothing of size T x T is kept: the backward pass computes
+the weights again from their logarithmic sums. Products are bfloat16 in and float32 out (``train.products``).
 """
 
 from __future__ import annotations
@@ -134,13 +134,14 @@ def _backward(
     def one(index: Array, dx: Array) -> Array:
         queries, k, v = _stream(y, index, groups, turns)
         at = (index // heads, 0, index % heads, 0)
-        part = lambda x: jax.lax.dynamic_slice(x, at, (1, t, 1, groups * size)).reshape(t, groups, size)  # noqa: E731
-        given, mine_out = part(dy), part(out)
+        part = lambda x: jax.lax.dynamic_slice(x, at, (1, t, 1, groups * size)).reshape(t, groups, size)  #
+        noqa: E731 given, mine_out = part(dy), part(out)
         dots = jnp.sum(given * mine_out, axis=-1)
         given = given.astype(HALF)
         sums = jax.lax.dynamic_slice(norms, (index, 0, 0), (1, groups, t))[0]
         dq, dk, dv = [], jnp.zeros((t, size)), jnp.zeros((t, size))
-        # Scores lie as [keys, queries] here: keys and values get plain products, only queries need a transpose.
+        # Scores lie as [keys, queries] here: keys and values get plain products, only queries need a
+        # transpose.
         for first in range(0, t, block):
             end = first + block
             mine = jnp.concatenate([q[first:end] for q in queries])

@@ -1,8 +1,9 @@
-"""The decoder's forward pass as it is trained: the mathematics of ``kvjax.models.decoder``, laid out for speed.
+"""The decoder's forward pass as it is trained: the mathematics of ``kvjax.models.decoder``, laid out for
+speed.
 
 Tokens of a batch are one axis, maps that read the same input are one product, every product is bfloat16 in
-and float32 out (``train.products``), the residual stream is float32. Attention, MLP and loss go through in pieces
-that stay in a core's cache, and their backward passes compute the pieces again.
+and float32 out (``train.products``), the residual stream is float32. Attention, MLP and loss go through in
+pieces that stay in a core's cache, and their backward passes compute the pieces again.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def states(
     params: Params,
     tokens: Int[Array, "B T"],
     *,
-    speak: Bool[Array, "B L N"] | None = None,
+    speak: Bool[Array, "B L K"] | None = None,
 ) -> Float[Array, "M D"]:
     """Tokens to the last layer's output before the final norm, M = B T.
 
@@ -38,7 +39,7 @@ def states(
       spec: of the qwen2 family: RMS norms, SwiGLU, full attention.
       params: as in ``kvjax.models.decoder``; float32.
       tokens: whole rows, a power of two of tokens each.
-      speak: which query heads write in each row; all where it is None.
+      speak: which KV heads' query heads write in each row; all where it is None.
     """
     rows, length = tokens.shape
     x = params["embed"][tokens.reshape(-1)]
@@ -46,7 +47,6 @@ def states(
         y = product(decoder.norm(spec, p, "attn_norm", x), _joined(spec, p)) + _bias(spec, p)
         y = y.reshape(rows, length, spec.num_kv_heads, -1)
         mixed = attention(y, spec.groups, tuple(map(float, spec.rope.frequencies(spec.head_dim))))
-        mixed = mixed.reshape(rows, length, spec.num_heads, -1)
         if speak is not None:
             mixed = mixed * speak[:, None, index, :, None]
         x = x + product(mixed.reshape(rows * length, -1), p["wo"].reshape(-1, spec.model_dim))

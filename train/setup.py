@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from kvjax.models import module
 from kvjax.models.spec import ModelSpec, Rope
 from kvjax.types import Params
-from train import rows, start, text
+from train import rows, start, start_many, text
+from train.tasks import facts, logs
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
+
+
+FORMS = {"one": start.construct, "many": start_many.construct}
+"""Constructed starts by their name in a config."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,7 +51,9 @@ def setup(config: dict[str, Any]) -> Setup:
     """Reads the texts, the tokenizer (trained at the first call) and the token arrays (cached)."""
     corpus = text.corpus(text.data_folder(), seed=config["seed"])
     size = config["model"]["vocab_size"]
-    tokenizer = text.load_tokenizer(Path(config["tokenizer"]), corpus.train, size)
+    tokenizer = text.load_tokenizer(
+        Path(config["tokenizer"]), _to_learn(config, corpus), size, _digits(config)
+    )
     train, held, books = sources(corpus, tokenizer, Path(config["folder"]).parent / "cache")
     return Setup(
         config=config,
@@ -54,6 +63,20 @@ def setup(config: dict[str, Any]) -> Setup:
         held=held,
         books=books,
     )
+
+
+def _digits(config: dict[str, Any]) -> int:
+    return int(config.get("text", {}).get("digits", 1))
+
+
+def _to_learn(config: dict[str, Any], corpus: text.Corpus) -> Iterator[str]:
+    """What the tokenizer is trained on: the books and, by the config, facts, logs and dialogues."""
+    yield from corpus.train
+    if tasks := config.get("text", {}).get("tasks", 0):
+        words = tuple(word for word in corpus.words if not text.held_out_word(word))
+        rng = np.random.default_rng(config["seed"])
+        yield from facts.samples(rng, words, tasks)
+        yield from logs.samples(rng, words, tasks // 20)
 
 
 def sources(
@@ -87,10 +110,32 @@ def model_spec(sizes: dict[str, Any]) -> ModelSpec:
     )
 
 
-def initial(spec: ModelSpec, seed: int, spread: float = 0.0) -> Params:
-    """Fresh weights with the constructed start."""
+def initial(spec: ModelSpec, seed: int, spread: float = 0.0, form: str = "one", ahead: int = 0) -> Params:
+    """Fresh weights with the constructed start.
+
+    Args:
+      spec: the model.
+      seed: of every draw.
+      spread: noise on what constructed query heads read.
+      form: "one" copying KV head (``train.start``) or "many" (``train.start_many``).
+      ahead: matrices of the loss on tokens further ahead (``train.pretrain.make_quick_loss``), the leaf
+        ``ahead`` [A, D, D]; none where it is 0. Inference and export know nothing of it.
+    """
     drawn = module.leaves(module.Decoder(spec, rngs=nnx.Rngs(params=seed)))
-    return start.construct(spec, drawn, seed, spread=spread)
+    built = FORMS[form](spec, drawn, seed, spread=spread)
+    return built | {"ahead": jnp.tile(jnp.eye(spec.model_dim), (ahead, 1, 1))} if ahead else built
+
+
+def initial_of(have: Setup) -> Params:
+    """Fresh weights as the config starts."""
+    model = have.config["model"]
+    return initial(
+        have.spec,
+        have.config["seed"],
+        model.get("spread", 0.0),
+        model.get("start", "one"),
+        have.config.get("loss", {}).get("ahead", 0),
+    )
 
 
 def round_to(params: Params, dtype: str) -> Params:
