@@ -134,8 +134,11 @@ def _backward(
     def one(index: Array, dx: Array) -> Array:
         queries, k, v = _stream(y, index, groups, turns)
         at = (index // heads, 0, index % heads, 0)
-        part = lambda x: jax.lax.dynamic_slice(x, at, (1, t, 1, groups * size)).reshape(t, groups, size)  #
-        noqa: E731 given, mine_out = part(dy), part(out)
+
+        def part(x: Array) -> Array:
+            return jax.lax.dynamic_slice(x, at, (1, t, 1, groups * size)).reshape(t, groups, size)
+
+        given, mine_out = part(dy), part(out)
         dots = jnp.sum(given * mine_out, axis=-1)
         given = given.astype(HALF)
         sums = jax.lax.dynamic_slice(norms, (index, 0, 0), (1, groups, t))[0]
