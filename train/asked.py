@@ -13,7 +13,7 @@ import numpy as np
 from train.rows import Source
 from train.tasks import facts, repeats
 from train.tasks.pieces import Row, RowFn, pick
-from train.tasks.wordings import written
+from train.tasks.wordings import Wording, written
 
 GROUPS = {"trained": written("trained")[:10], "untrained": written("untrained")}
 """Ten wordings each."""
@@ -61,3 +61,49 @@ CHECKS: dict[str, RowFn] = {
     "held_grammar_paraphrased": Facts("held", paraphrase=True),
 }
 """By the name a config's ``check.asked`` and ``gates`` use."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Value:
+    """Rows of one fact, "The secret ... for key is value.", whose value has so many tokens or digits.
+
+    Attributes:
+      kind: "word" or "number".
+      size: tokens of a word, digits of a number.
+    """
+
+    kind: str
+    size: int
+
+    @property
+    def __name__(self) -> str:
+        """For error messages."""
+        return repr(self)
+
+    def __call__(self, rng: np.random.Generator, source: Source, length: int) -> Row | None:
+        """(ids int32 [N], loss weight float32 [N]), or None."""
+        wording = Wording(
+            self.kind,
+            f"The secret {self.kind} for {{k}} is {{v}}.",
+            (f"What is the secret {self.kind} for {{k}}? The secret {self.kind} for {{k}} is",),
+        )
+        if self.kind == "number":
+            value = "".join(str(rng.integers(10)) for _ in range(self.size))
+        elif self.size == 1:
+            if not source.short:
+                return None
+            value = pick(rng, source.short)
+        else:
+            value = source.word(rng)
+            if len(source.encode(f" {value}")) != self.size:
+                return None
+        return facts.row(rng, source, length, wording=wording, hidden=1, asked=1, value=value)
+
+
+VALUES: dict[str, RowFn] = {
+    "word of one token": Value("word", 1),
+    "word of two tokens": Value("word", 2),
+    "two digits": Value("number", 2),
+    "five digits": Value("number", 5),
+}
+"""Policies that follow attention see a value's first token only; so both sorts are asked for."""

@@ -1,4 +1,4 @@
-"""The second model's recipe, tiny: rows and their splits, silenced streams, the look-ahead loss, exact resume."""
+"""The second model's recipe, tiny: rows, splits, silenced streams, the look-ahead loss, exact resume."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import copy
 import dataclasses
 import hashlib
 import json
-import os
 from pathlib import Path
 
 import jax
@@ -15,7 +14,7 @@ import numpy as np
 import pytest
 import yaml
 
-from train import asked, data, loop, pretrain, recall, rows, text
+from train import asked, data, pretrain, recall, rows, text
 from train.setup import initial, setup
 from train.tasks import facts, logs, repeats, values, wordings
 
@@ -23,8 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 EMBEDDED = yaml.safe_load((ROOT / "configs" / "pretrain" / "embedded.yaml").read_text())
 SMALL = yaml.safe_load((ROOT / "configs" / "pretrain" / "small.yaml").read_text())
 ROWS_OF_SMALL = "7924f893b6b913ae35fe125480eb11385e9aea2631fa772c653dd7982d888c9f"
-"""sha256 over the first two batches of every level on the stand-in text; the first model cannot be trained again
-from other rows."""
+"""sha256 over the first two batches of every level on the stand-in text: the first model's record."""
 
 
 def tiny(folder: Path) -> dict:
@@ -38,7 +36,11 @@ def tiny(folder: Path) -> dict:
     level["hush"] = {"rows": 0.5, "heads": [0.2, 0.4, 0.4, 0.4], "layer": 0.3}
     config["mix"] = {"tokens": 384, "levels": [level, level | {"kinds": {"repeats": 1.0}}]}
     config["plan"] = {"steps": 6, "log_every": 1, "check_every": 3, "save_every": 2}
-    config["check"] |= {"count": 5, "lengths": [128, 256], "gates": [{"length": 128, "one": 0.0, "four": 0.0}]}
+    config["check"] |= {
+        "count": 5,
+        "lengths": [128, 256],
+        "gates": [{"length": 128, "one": 0.0, "four": 0.0}],
+    }
     config["check"]["asked"] = {"trained": {"length": 128, "count": 2}}
     config["check"]["gates"][0]["asked"] = {"trained": 0.0}
     return config
@@ -133,7 +135,11 @@ def test_no_wording_of_evaluation_is_trained():
     # Not even a frame: with key and value taken out, no held-out statement is a trained one.
     bare = lambda w: tuple(w.hide.replace("{k}", "").replace("{v}", "").split())  # noqa: E731
     assert not {bare(w) for w in trained} & {bare(w) for w in apart}
-    assert {w.kind for w in trained} == set(values.VALUES) == {w.kind for w in (*apart, *asked.GROUPS["trained"])}
+    assert (
+        {w.kind for w in trained}
+        == set(values.VALUES)
+        == {w.kind for w in (*apart, *asked.GROUPS["trained"])}
+    )
 
 
 def test_names_and_codes_of_training_and_evaluation_are_disjoint(have):
@@ -143,7 +149,9 @@ def test_names_and_codes_of_training_and_evaluation_are_disjoint(have):
 
     places = [{draw.removesuffix(t) for draw in some(held) for t in values.TOWNS} for held in (True, False)]
     assert not some(True) & some(False)
-    assert all(any(text.held_out_word(p) == held for p in found) for held, found in zip((True, False), places))
+    assert all(
+        any(text.held_out_word(p) == held for p in found) for held, found in zip((True, False), places)
+    )
 
 
 def test_repeated_tokens_follow_what_they_repeat(have):

@@ -29,6 +29,7 @@ def row(
     hidden: int | None = None,
     paraphrase: bool | None = None,
     asked: int | None = None,
+    value: str | None = None,
 ) -> Row | None:
     """One row.
 
@@ -40,6 +41,7 @@ def row(
       hidden: facts in the text; None draws one to eight.
       paraphrase: whether questions differ from the statement; None draws.
       asked: questions; None draws one to four.
+      value: of every fact; None draws of the wording's type.
 
     Returns:
       (ids int32 [N], loss weight float32 [N]); None when it does not fit.
@@ -58,8 +60,8 @@ def row(
     first = wording or pick(rng, grammar(held))
     mixed = wording is None and rng.random() < MIXED
     each = [pick(rng, grammar(held)) if mixed else first for _ in names]
-    values = [VALUES[one.kind](draw) for one in each]
-    facts = [_sentence(one.hide, name, value) for one, name, value in zip(each, names, values)]
+    values = [VALUES[one.kind](draw) if value is None else value for one in each]
+    facts = [_sentence(one.hide, name, said) for one, name, said in zip(each, names, values)]
     gap = pick(rng, (" ", " ", "\n", "\n\n"))
     parts: list[Part] = []
     for n, i in enumerate(rng.permutation(hidden)[:asked]):
