@@ -19,14 +19,13 @@ from typing import Any
 
 import jax
 import numpy as np
-import yaml
 from tqdm import tqdm
 
 from kvjax.types import Params
 from train import asked, confidence, diversity, heads, recall
 from train.evaluate import RULER, vocabulary_source
 from train.pretrain import latest
-from train.setup import Setup, round_to, setup
+from train.setup import Setup, options, read, round_to, setup
 
 COUNT = 200
 LENGTHS = (512, 1024, 2048)
@@ -209,14 +208,14 @@ def rounded(tree: Any) -> Any:
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m train.aims", description=__doc__.splitlines()[0])
-    parser.add_argument("--config", type=Path, required=True)
+    options(parser)
     parser.add_argument("--model", type=Path, help="an exported folder; the newest checkpoint without it")
     parser.add_argument("--count", type=int, default=COUNT, help="rows a group and length")
     parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS, help="of rows")
     parser.add_argument("--exact", action="store_true", help="float32 products")
     parser.add_argument("--write", type=Path, help="JSON file")
     args = parser.parse_args()
-    config = yaml.safe_load(args.config.read_text())
+    config = read(args.config, args.set, args.folder)
     if args.model is None:
         have = setup(config)
         step, params = latest(have)

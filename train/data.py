@@ -171,6 +171,12 @@ class Mix:
     streams: int = 0
 
 
+def row_length(rng: np.random.Generator, level: Level) -> int:
+    """Tokens of a batch's rows: the first thing drawn for it."""
+    shares = np.asarray(level.shares)
+    return int(rng.choice(level.lengths, p=shares / shares.sum()))
+
+
 class Batches:
     """Random-access source of training batches at one curriculum level (a grain source).
 
@@ -189,8 +195,7 @@ class Batches:
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
         level = self.mix.levels[self.level]
         rng = np.random.default_rng((self.mix.seed, self.level, int(index)))
-        shares = np.asarray(level.shares)
-        length = int(rng.choice(level.lengths, p=shares / shares.sum()))
+        length = row_length(rng, level)
         count = max(1, (level.tokens or self.mix.tokens) // length)
         rows = [training_row(rng, self.source, length, level) for _ in range(count)]
         tokens, weight = (np.stack(column) for column in zip(*rows))

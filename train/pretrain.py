@@ -17,13 +17,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import yaml
 
 from kvjax.models import decoder
 from kvjax.models.spec import ModelSpec
 from kvjax.types import Params
 from train import asked, data, forward, loop, recall, tasks
-from train.setup import Setup, initial_of, round_to, setup
+from train.setup import Setup, initial_of, options, read, round_to, setup
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float
@@ -247,10 +246,10 @@ def latest(have: Setup) -> tuple[int, Params]:
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m train.pretrain", description=__doc__.splitlines()[0])
-    parser.add_argument("--config", type=Path, required=True)
+    options(parser)
     parser.add_argument("--export", type=Path, help="write an HF folder of the newest checkpoint")
     args = parser.parse_args()
-    have = setup(yaml.safe_load(args.config.read_text()))
+    have = setup(read(args.config, args.set, args.folder))
     if args.export is None:
         run(have)
         return

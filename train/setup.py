@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
-from collections.abc import Iterator
+import functools
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import yaml
 from flax import nnx
 
 from kvjax.models import module
@@ -65,6 +68,40 @@ def setup(config: dict[str, Any]) -> Setup:
     )
 
 
+def read(path: Path, sets: Sequence[str] = (), folder: Path | None = None) -> dict[str, Any]:
+    """A config file, changed.
+
+    Args:
+      path: YAML.
+      sets: changes, ``section.name=value``; the value is YAML, a number in the path is an index of a list.
+      folder: of the run and its tokenizer, instead of the config's.
+
+    Raises:
+      ValueError: a change of something that the config has no place for.
+    """
+    config = yaml.safe_load(path.read_text())
+    for change in sets:
+        name, _, value = change.partition("=")
+        *way, last = [int(part) if part.isdigit() else part for part in name.split(".")]
+        try:
+            place = functools.reduce(lambda tree, part: tree[part], way, config)
+            place[last] = yaml.safe_load(value)
+        except (KeyError, IndexError, TypeError) as reason:
+            raise ValueError(
+                f"--set {change!r} names no place in {path}: {reason}. Write section.name=value."
+            ) from None
+    if folder is not None:
+        config |= {"folder": str(folder), "tokenizer": str(folder / "tokenizer.json")}
+    return config
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    """The arguments of ``read``."""
+    parser.add_argument("--config", type=Path, required=True)
+    parser.add_argument("--set", nargs="+", default=[], metavar="NAME=VALUE", help="changes of the config")
+    parser.add_argument("--folder", type=Path, help="of the run, instead of the config's")
+
+
 def _digits(config: dict[str, Any]) -> int:
     return int(config.get("text", {}).get("digits", 1))
 
@@ -77,6 +114,10 @@ def _to_learn(config: dict[str, Any], corpus: text.Corpus) -> Iterator[str]:
         rng = np.random.default_rng(config["seed"])
         yield from facts.samples(rng, words, tasks)
         yield from logs.samples(rng, words, tasks // 20)
+    # Every number of that many digits must be met often enough to become a token.
+    count = _digits(config)
+    every = [f"{n:0{size}}" for size in range(2, count + 1) for n in range(10**size)]
+    yield from [" ".join(every)] * config.get("text", {}).get("numbers", 0)
 
 
 def sources(

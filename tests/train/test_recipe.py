@@ -56,7 +56,7 @@ def have(tmp_path_factory):
 
 def records(config: dict) -> list[dict]:
     lines = (Path(config["folder"]) / "log.jsonl").read_text().splitlines()
-    return [{k: v for k, v in json.loads(line).items() if k != "time"} for line in lines]
+    return [{k: v for k, v in json.loads(line).items() if k not in ("time", "user")} for line in lines]
 
 
 def drawn(row, have, count=40, length=256, source=None):
