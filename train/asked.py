@@ -65,15 +65,17 @@ CHECKS: dict[str, RowFn] = {
 
 @dataclasses.dataclass(frozen=True)
 class Value:
-    """Rows of one fact, "The secret ... for key is value.", whose value has so many tokens or digits.
+    """Rows of facts "The secret ... for key is value." whose values are so long; one is asked for.
 
     Attributes:
       kind: "word" or "number".
       size: tokens of a word, digits of a number.
+      facts: in a row.
     """
 
     kind: str
     size: int
+    facts: int = 1
 
     @property
     def __name__(self) -> str:
@@ -87,17 +89,21 @@ class Value:
             f"The secret {self.kind} for {{k}} is {{v}}.",
             (f"What is the secret {self.kind} for {{k}}? The secret {self.kind} for {{k}} is",),
         )
+        drawn = [self._value(rng, source) for _ in range(self.facts)]
+        values = [value for value in drawn if value is not None]
+        if len(values) < self.facts:
+            return None
+        return facts.row(
+            rng, source, length, wording=wording, hidden=self.facts, paraphrase=False, asked=1, values=values
+        )
+
+    def _value(self, rng: np.random.Generator, source: Source) -> str | None:
         if self.kind == "number":
-            value = "".join(str(rng.integers(10)) for _ in range(self.size))
-        elif self.size == 1:
-            if not source.short:
-                return None
-            value = pick(rng, source.short)
-        else:
-            value = source.word(rng)
-            if len(source.encode(f" {value}")) != self.size:
-                return None
-        return facts.row(rng, source, length, wording=wording, hidden=1, asked=1, value=value)
+            return "".join(str(rng.integers(10)) for _ in range(self.size))
+        if self.size == 1:
+            return pick(rng, source.short) if source.short else None
+        value = source.word(rng)
+        return value if len(source.encode(f" {value}")) == self.size else None
 
 
 VALUES: dict[str, RowFn] = {

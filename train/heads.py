@@ -54,7 +54,7 @@ def _drawn(name: str, source: Source, count: int) -> list[tuple[np.ndarray, np.n
     return found
 
 
-def _weight(
+def weight_on(
     spec: ModelSpec, params: Params, rows: Sequence[tuple[np.ndarray, np.ndarray]]
 ) -> Float[np.ndarray, "L K"]:
     """Mean weight on the wanted token over the queries that have one."""
@@ -109,9 +109,9 @@ def measure(spec: ModelSpec, params: Params, source: Source, *, count: int = 16)
       [L, N].
     """
     sentence, fact = (_drawn(name, source, count) for name in ("sentence", "four_keys"))
-    on = {"sentence": _weight(spec, params, sentence), "fact": _weight(spec, params, fact)}
+    on = {"sentence": weight_on(spec, params, sentence), "fact": weight_on(spec, params, fact)}
     value = [
-        _weight(spec, params, [(row, _offset(wanted, by)) for row, wanted in fact]) for by in range(VALUE)
+        weight_on(spec, params, [(row, _offset(wanted, by)) for row, wanted in fact]) for by in range(VALUE)
     ]
     rng = np.random.default_rng(8)
     texts = [text_row(rng, source, LENGTH)[0] for _ in range(max(1, count // 4))]

@@ -213,7 +213,7 @@ def run(have: Setup) -> loop.State:
     )
     plan = loop.Plan(**config["plan"])
     return loop.train(
-        params=initial_of(have),
+        params=initial_of(have.config),
         optimizer=make_optimizer(config["optimizer"]),
         loss=make_loss_of(have),
         batches=lambda level: data.batches(have.train, mix, level, plan.steps),
@@ -229,7 +229,7 @@ def latest(have: Setup) -> tuple[int, Params]:
     Raises:
       ValueError: when nothing has been trained there.
     """
-    params = initial_of(have)
+    params = initial_of(have.config)
     optimizer = make_optimizer(have.config["optimizer"])
     like = loop.State(params=params, opt=optimizer.init(params))
     saved = loop.Checkpoints(Path(have.config["folder"]), keep=0, read_only=True)

@@ -167,16 +167,11 @@ def initial(spec: ModelSpec, seed: int, spread: float = 0.0, form: str = "one", 
     return built | {"ahead": jnp.tile(jnp.eye(spec.model_dim), (ahead, 1, 1))} if ahead else built
 
 
-def initial_of(have: Setup) -> Params:
+def initial_of(config: dict[str, Any]) -> Params:
     """Fresh weights as the config starts."""
-    model = have.config["model"]
-    return initial(
-        have.spec,
-        have.config["seed"],
-        model.get("spread", 0.0),
-        model.get("start", "one"),
-        have.config.get("loss", {}).get("ahead", 0),
-    )
+    model = config["model"]
+    form, ahead = model.get("start", "one"), config.get("loss", {}).get("ahead", 0)
+    return initial(model_spec(model), config["seed"], model.get("spread", 0.0), form, ahead)
 
 
 def round_to(params: Params, dtype: str) -> Params:

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 import yaml
 
-from train import asked, data, pretrain, recall, rows, text
-from train.setup import initial, setup
+from train import asked, curve, data, pretrain, recall, rows, text
+from train.setup import initial, read, setup
 from train.tasks import facts, logs, repeats, values, wordings
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -252,3 +252,44 @@ def test_quick_recall_agrees_with_the_decoders(have):
     (a, hit), (b, want) = (f(have.spec, params, tokens, at) for f in (recall.quick_nll, recall.nll))
     np.testing.assert_allclose(a, b, atol=0.1)
     assert np.mean(np.asarray(hit) == np.asarray(want)) > 0.95
+
+
+def test_a_config_is_changed_where_it_has_a_place(tmp_path):
+    path = ROOT / "configs" / "pretrain" / "embedded.yaml"
+    config = read(path, ["text.digits=1", "mix.levels.0.kinds={books: 1}"], tmp_path)
+    assert config["text"]["digits"] == 1
+    assert config["mix"]["levels"][0]["kinds"] == {"books": 1}
+    assert config["folder"] == str(tmp_path)
+    assert config["tokenizer"] == str(tmp_path / "tokenizer.json")
+    assert config["mix"]["levels"][1] == EMBEDDED["mix"]["levels"][1]
+    with pytest.raises(ValueError, match=r"nonsense.digits=1.*Write section.name=value"):
+        read(path, ["nonsense.digits=1"])
+
+
+def test_a_curve_counts_the_tokens_that_were_drawn(have):
+    levels = tuple(pretrain.make_level(level) for level in have.config["mix"]["levels"])
+    mix = data.Mix(seed=0, tokens=384, levels=levels, streams=4)
+    drawn = [
+        data.batches(have.train, mix, level, 10)[i]["tokens"].size for i, level in enumerate([0, 0, 1, 1])
+    ]
+    records = [
+        {"step": 2, "level": 0, "time": 10.0, "user": 1.0, "loss": 2.0},
+        {"step": 2, "level": 0, "time": 11.0, "user": 2.0, "trained": 0.5},
+        {"step": 3, "level": 1, "time": 12.0, "user": 3.0, "loss": 1.0},
+        {"step": 4, "level": 1, "time": 16.0, "user": 5.0, "loss": 1.0},
+    ]
+    found = curve.curve(have.config, records)
+    assert found["tokens"] == sum(drawn)
+    assert found["levels"] == {"0": 1, "1": 3}
+    assert found["checks"] == [{"step": 2, "tokens": sum(drawn[:2]), "level": 0, "trained": 0.5}]
+    # only the last two lines follow each other without a check between
+    assert found["speed"] == {"1": {"tokens_a_second": drawn[3] / 4, "tokens_a_user_second": drawn[3] / 2}}
+
+
+def test_every_number_of_up_to_three_digits_is_a_token(tmp_path, monkeypatch):
+    monkeypatch.setenv("KVJAX_DATA", "/nowhere")
+    config = tiny(tmp_path)
+    config["model"]["vocab_size"] = 1600
+    config["text"] = EMBEDDED["text"] | {"tasks": 50, "numbers": 40}
+    tokenizer = setup(config).tokenizer
+    assert all(len(tokenizer.encode(f"{n:0{size}}").ids) == 1 for size in (1, 2, 3) for n in range(10**size))

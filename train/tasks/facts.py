@@ -7,6 +7,8 @@ Fits from 128 tokens on.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from train.rows import ANSWER, HAYSTACK, TAIL, Source
@@ -29,7 +31,7 @@ def row(
     hidden: int | None = None,
     paraphrase: bool | None = None,
     asked: int | None = None,
-    value: str | None = None,
+    values: Sequence[str] | None = None,
 ) -> Row | None:
     """One row.
 
@@ -41,7 +43,7 @@ def row(
       hidden: facts in the text; None draws one to eight.
       paraphrase: whether questions differ from the statement; None draws.
       asked: questions; None draws one to four.
-      value: of every fact; None draws of the wording's type.
+      values: of the facts; None draws of the wording's type.
 
     Returns:
       (ids int32 [N], loss weight float32 [N]); None when it does not fit.
@@ -60,7 +62,8 @@ def row(
     first = wording or pick(rng, grammar(held))
     mixed = wording is None and rng.random() < MIXED
     each = [pick(rng, grammar(held)) if mixed else first for _ in names]
-    values = [VALUES[one.kind](draw) if value is None else value for one in each]
+    if values is None:
+        values = [VALUES[one.kind](draw) for one in each]
     facts = [_sentence(one.hide, name, said) for one, name, said in zip(each, names, values)]
     gap = pick(rng, (" ", " ", "\n", "\n\n"))
     parts: list[Part] = []
