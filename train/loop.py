@@ -69,7 +69,7 @@ class Plan:
       steps: the run's length.
       log_every, check_every, save_every: cadence; each also falls on the last step.
       keep: checkpoints kept.
-      seconds: wall clock of this process after which it saves and returns; None is no limit.
+      seconds: wall clock of this process after which it saves and returns, unchecked; None is no limit.
       workers: processes that make batches ahead; with 0 a thread of this one does. The batches are the same.
     """
 
@@ -205,7 +205,8 @@ def train(
             numbers = {name: float(value) for name, value in metrics.items()}
             log.write({"step": step, "level": level, **_clock(), **numbers})
             bar.set_postfix(loss=f"{numbers['loss']:.3f}", level=level)
-        if check is not None and (step % plan.check_every == 0 or stop):
+        # Not where the clock ends a leg: a level it opened would open elsewhere than in a run of one piece.
+        if check is not None and (step % plan.check_every == 0 or step >= plan.steps):
             verdict = check(state.params, step, level)
             log.write({"step": step, "level": level, **_clock(), **verdict.metrics})
             tqdm.write(json.dumps({"step": step, "level": level, **verdict.metrics}))

@@ -135,7 +135,8 @@ def test_the_command_writes_every_aim(have, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(heads, "LENGTH", 256)
     monkeypatch.setattr(heads, "BEGIN", 128)
     monkeypatch.setattr("train.diversity.LENGTH", 256)
-    # The stand-in's held-out words are all of several tokens.
+    # The tiny vocabulary has no word of its own, and the stand-in's held-out words are all of several tokens.
+    monkeypatch.setattr(aims, "vocabulary_source", lambda have: have.held)
     monkeypatch.setattr(asked, "VALUES", {"five digits": asked.Value("number", 5)})
     config = copy.deepcopy(have.config)
     model = tmp_path / "model"

@@ -290,6 +290,6 @@ def test_every_number_of_up_to_three_digits_is_a_token(tmp_path, monkeypatch):
     monkeypatch.setenv("KVJAX_DATA", "/nowhere")
     config = tiny(tmp_path)
     config["model"]["vocab_size"] = 1600
-    config["text"] = EMBEDDED["text"] | {"tasks": 50, "numbers": 40}
+    config["text"] = EMBEDDED["text"] | {"tasks": 50, "numbers": 400}
     tokenizer = setup(config).tokenizer
     assert all(len(tokenizer.encode(f"{n:0{size}}").ids) == 1 for size in (1, 2, 3) for n in range(10**size))
