@@ -1,13 +1,12 @@
 """kvjax: the KV cache of a language model as a managed, functional state."""
 
+from kvjax.algebra import Policy, PolicyError
 from kvjax.cache.state import KVState, fork
-from kvjax.compose import PRESETS, policy
+from kvjax.catalogue import PRESETS, methods, policy
 from kvjax.decode import Generation, extend, generate, prefill, stream
-from kvjax.discovery import methods
-from kvjax.learned import load_gates, save_weights, weights_for
 from kvjax.loading import load
 from kvjax.metrics import nbytes
-from kvjax.policy import Policy, PolicyError
+from kvjax.weights import save_weights, weights_for
 
 __version__ = "0.1.0"
 
@@ -21,7 +20,6 @@ __all__ = [
     "fork",
     "generate",
     "load",
-    "load_gates",
     "methods",
     "nbytes",
     "policy",

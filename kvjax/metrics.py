@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.cache import line as lines
 from kvjax.cache import ring as rings
+from kvjax.cache import stream as streams
 from kvjax.cache.pages import Pages, used
 from kvjax.cache.ring import Ring
 from kvjax.cache.state import KVState, LayerCache
@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
     from kvjax.types import Network
 
-ROOMS = ("ring", "pages", "history", "summary")
+STORES = ("ring", "pages", "demoted", "summary")
+"""Where a layer keeps tokens: the fields of ``LayerCache``."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,8 +33,8 @@ class Bytes:
 
     Attributes:
       live: float64 [L, K, 4]: slots that hold a token, with their scales and metadata, per layer, KV head
-        and room (``ROOMS``); rows added up.
-      allocated: float64 [L, 4]: device bytes per layer and room, page tables and free pages included.
+        and store (``STORES``); rows added up.
+      allocated: float64 [L, 4]: device bytes per layer and store, page tables and free pages included.
       peak: (live, allocated) at their highest so far.
     """
 
@@ -71,24 +72,24 @@ def _page_costs(pages: Pages) -> tuple[int, int]:
 
 @jax.jit
 def _lengths(state: KVState) -> tuple[jax.Array, tuple[tuple[tuple[jax.Array, jax.Array], ...], ...]]:
-    """Tokens of each row; live slots and owned pages [B, K] of the rooms of each layer."""
-    held = [tuple((p.length.sum(axis=2), used(p).sum(axis=2)) for p in x.rooms) for x in state.layers]
-    return state.length, tuple(held)
+    """Tokens of each row; live slots and owned pages [B, K] of the pools of each layer."""
+    found = [tuple((p.length.sum(axis=2), used(p).sum(axis=2)) for p in x.pools) for x in state.layers]
+    return state.length, tuple(found)
 
 
 def nbytes(state: KVState) -> Bytes:
     """Live and allocated bytes of a state (reads lengths from the device)."""
-    length, pages = jax.device_get(_lengths(state))
+    length, found = jax.device_get(_lengths(state))
     heads = state.layers[0].ring.k.shape[1]
-    live = np.zeros((len(state.layers), heads, len(ROOMS)))
-    for index, (layer, held) in enumerate(zip(state.layers, pages)):
+    live = np.zeros((len(state.layers), heads, len(STORES)))
+    for index, (layer, lengths) in enumerate(zip(state.layers, found)):
         live[index, :, 0] = np.minimum(length, layer.ring.window).sum() * _ring_slot(layer.ring)
-        for at, (pages, (slots, owned)) in enumerate(zip(layer.rooms, held)):
+        for at, (pages, (slots, owned)) in enumerate(zip(layer.pools, lengths)):
             slot, page = _page_costs(pages)
             live[index, :, 1 + at] = slots.sum(axis=0) * slot + owned.sum(axis=0) * page
         live[index, :, 3] = _size(layer.summary) / heads
-    rooms = [[_size(getattr(layer, room)) for room in ROOMS] for layer in state.layers]
-    return Bytes(live=live, allocated=np.asarray(rooms, float), peak=tuple(np.asarray(state.peak).tolist()))
+    sizes = [[_size(getattr(layer, store)) for store in STORES] for layer in state.layers]
+    return Bytes(live=live, allocated=np.asarray(sizes, float), peak=tuple(np.asarray(state.peak).tolist()))
 
 
 def allocated(layers: tuple[LayerCache, ...]) -> int:
@@ -98,7 +99,8 @@ def allocated(layers: tuple[LayerCache, ...]) -> int:
 
 def raise_peak(state: KVState, live: float, total: float) -> KVState:
     """The state with its peak at least at these bytes."""
-    return dataclasses.replace(state, peak=jnp.maximum(state.peak, jnp.asarray([live, total], jnp.float32)))
+    peak = np.maximum(np.asarray(state.peak), np.asarray([live, total], np.float32))
+    return dataclasses.replace(state, peak=jax.device_put(peak))
 
 
 def with_peak(state: KVState) -> KVState:
@@ -120,11 +122,11 @@ def full_bytes(network: Network, tokens: int, dtype: Any) -> int:
 def live_slots(state: KVState) -> Int[jax.Array, "L B K"]:
     """Slots of each stream that hold a token, ring included; pure."""
     found = []
-    for room in state.layers:
-        ring = jnp.minimum(state.length, room.ring.window)[:, None]
-        heads = room.ring.k.shape[1]
+    for layer in state.layers:
+        ring = jnp.minimum(state.length, layer.ring.window)[:, None]
+        heads = layer.ring.k.shape[1]
         live = jnp.broadcast_to(ring, (state.rows, heads))
-        found.append(live + lines.held(room.rooms) if room.rooms else live)
+        found.append(live + streams.live(layer.pools) if layer.pools else live)
     return jnp.stack(found)
 
 
@@ -133,14 +135,14 @@ def present(state: KVState) -> Bool[jax.Array, "L B K C"]:
     """Is the token at each of the C = ``state.context`` positions held by this stream? Pure."""
     found = []
     row = jnp.arange(state.rows)
-    for room in state.layers:
-        heads = room.ring.k.shape[1]
+    for layer in state.layers:
+        heads = layer.ring.k.shape[1]
         mask = jnp.zeros((state.rows, heads, state.context), bool)
-        held = rings.positions(state.length, room.ring.window)
-        held = jnp.where(held >= 0, held, state.context)  # out of range: dropped
-        mask = mask.at[row[:, None], :, held].set(True, mode="drop")
-        if room.rooms:
-            slots = lines.slots(room.rooms)
+        positions = rings.positions(state.length, layer.ring.window)
+        positions = jnp.where(positions >= 0, positions, state.context)  # out of range: dropped
+        mask = mask.at[row[:, None], :, positions].set(True, mode="drop")
+        if layer.pools:
+            slots = streams.slots(layer.pools)
             pos = jnp.where(slots.live, slots.pos, state.context)
             head = jnp.arange(heads)[None, :, None]
             mask = mask.at[row[:, None, None], head, pos].set(True, mode="drop")

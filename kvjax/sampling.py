@@ -67,13 +67,18 @@ def sampling(
     for name, value, legal, rule in rules:
         if not np.all(legal(value)):
             raise ValueError(f"sampling({name}={value.tolist()}) is out of range. Give numbers {rule}.")
-    names = jnp.arange(rows) if requests is None else jnp.asarray(requests)
-    return Sampling(
-        temperature=jnp.asarray(spread[0], jnp.float32),
-        top_k=jnp.asarray(spread[1], jnp.int32),
-        top_p=jnp.asarray(spread[2], jnp.float32),
-        key=jax.vmap(lambda name: jax.random.fold_in(jax.random.PRNGKey(seed), name))(names),
+    names = np.asarray(range(rows) if requests is None else requests, np.int32)
+    return Sampling(  # device_put compiles nothing, asarray one program for each
+        temperature=jax.device_put(spread[0].astype(np.float32)),
+        top_k=jax.device_put(spread[1].astype(np.int32)),
+        top_p=jax.device_put(spread[2].astype(np.float32)),
+        key=_keys(np.int64(seed), names),
     )
+
+
+@jax.jit
+def _keys(seed: Int[Array, ""], names: Int[Array, " B"]) -> UInt[Array, "B 2"]:
+    return jax.vmap(lambda name: jax.random.fold_in(jax.random.PRNGKey(seed), name))(names)
 
 
 def sample(logits: Float[Array, "B V"], how: Sampling, position: Int[Array, " B"]) -> Int[Array, " B"]:

@@ -29,7 +29,7 @@ EMPTY = -1
 Params = dict[str, Any]
 """A pytree of arrays: learned weights of a model or of a policy part."""
 
-Turn = Callable[["Float[Array, 'B T N H']", "Int[Array, 'B T']"], "Float[Array, 'B T N H']"]
+Rotate = Callable[["Float[Array, 'B T N H']", "Int[Array, 'B T']"], "Float[Array, 'B T N H']"]
 """A model's RoPE: linear in its first argument."""
 
 C = TypeVar("C")
@@ -47,7 +47,7 @@ class Heads:
       k_pre: keys before RoPE (after any k-norm).
       hidden: the input of the attention block, after its norm.
       softcap: c where the model attends by c tanh(score / c), scores being q k / sqrt(H); or None. Static.
-      turn: turns [B, T, N, H] to positions [B, T], as the model's RoPE does in this layer; None where
+      rotate: turns [B, T, N, H] to positions [B, T], as the model's RoPE does in this layer; None where
         positions turn nothing. Static.
     """
 
@@ -58,7 +58,7 @@ class Heads:
     k_pre: Float[Array, "B T K H"]
     hidden: Float[Array, "B T D"]
     softcap: float | None = None
-    turn: Turn | None = None
+    rotate: Rotate | None = None
 
 
 AttendFn = Callable[[int, Heads, C], "tuple[Array, C]"]

@@ -6,7 +6,22 @@
 
 # %% [markdown]
 # # kvjax in five minutes
-# A small trained model ships with the package; everything below runs on a CPU without a network.
+# [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/kvjax/kvjax/blob/main/notebooks/quickstart.ipynb)
+#
+# A small trained model ships with the package; everything below runs on a CPU, without an account.
+
+# %%
+# On Colab this installs kvjax; anywhere else it does nothing. Colab's jax is built for its GPU and TPU
+# runtimes, so the version that is there is asked for by name: pip leaves it alone, or says why it cannot.
+import sys
+
+if "google.colab" in sys.modules:
+    import subprocess
+    from importlib.metadata import version
+
+    package = "kvjax @ git+https://github.com/kvjax/kvjax"
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", package, f"jax=={version('jax')}"]
+    subprocess.run(pip, check=True)
 
 # %%
 import kvjax
@@ -25,7 +40,8 @@ prompt = text.encode(filler + needle + " " + filler + question)
 print(len(prompt), "tokens")
 
 # %% [markdown]
-# The same question under several policies: what they answer, and what the cache holds.
+# The same question under several policies: what they answer, and what the cache holds. `live` bytes hold
+# tokens; `allocated` bytes are what the device gave for them, with space for the tokens to come.
 
 # %%
 rows = []
@@ -43,6 +59,10 @@ for spec in (
     print(f"{spec:24}  {rows[-1][1]!r:14}  live {size['live']:9,}  allocated {size['allocated']:9,} bytes")
 
 # %% [markdown]
+# The full cache, Quest (which removes nothing) and INT8 still hold the number; the window has dropped it.
+# Under SnapKV the answer begins right and then repeats itself: the question's attention marks the place where
+# a number begins, not the digits behind it.
+#
 # A policy is a value: six places, each with a part that does nothing by default. The string form parses
 # to the same value, and `repr` gives the string back.
 
@@ -51,13 +71,14 @@ from kvjax.budgets.ada import Ada
 from kvjax.policies.snapkv import SnapKV
 
 policy = kvjax.Policy(eviction=SnapKV(window=16), budget=Ada(256), sinks=4)
-print(policy)
 assert kvjax.policy(repr(policy)) == policy
+print(policy)
 
 # %% [markdown]
-# Prefill once, continue several times: `fork` copies a compressed context.
+# Prefill once, continue several times: `fork` copies a compressed context. Under AdaKV the KV heads of a
+# layer share its slots and hold different numbers of tokens; here are those of the first layer, in each copy.
 
 # %%
 state, logits = kvjax.prefill(model, policy, [prompt], context=2048)
 three = kvjax.fork(state, row=0, n=3)
-print([layer.pages.length[:, :, 0].tolist() for layer in three.layers if layer.pages is not None][0])
+[layer.pages.length[:, :, 0].tolist() for layer in three.layers if layer.pages is not None][0]

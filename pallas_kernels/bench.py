@@ -1,22 +1,43 @@
 """What the kernels cost.
 
-python -m pallas_kernels.bench                                 on this CPU, every operation's own benchmark
-python -m pallas_kernels.bench --static [v5e h200 ...]         compiled for chips that are not here
-python -m pallas_kernels.bench --device [--minutes 8]          on the GPU or TPU at hand: agreement, times
-python -m pallas_kernels.bench --device --tiny triton --out X  the same program on a CPU, interpreted and tiny
-python -m pallas_kernels.bench --table                         the tables of README.md from what was recorded
+python -m pallas_kernels.bench [--only gated] [--shape small_2k]  on this CPU, beside dense forms
+python -m pallas_kernels.bench --static [v5e h200 ...]            compiled for chips that are not here
+python -m pallas_kernels.bench --device [--minutes 8]             on the GPU or TPU at hand: agreement, times
+python -m pallas_kernels.bench --device --tiny triton --out X     the same program on a CPU, interpreted
+python -m pallas_kernels.bench --table                            the tables of README.md, from records
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import pathlib
 from typing import Any
 
-from pallas_kernels import device, dispatch, static, table
-from pallas_kernels.cases import cases, operations
+from pallas_kernels import dispatch
+from pallas_kernels.measure import device, static, table, timing
+from pallas_kernels.measure.work import cases, operations, work
+
+
+def _here(only: str, shape: str) -> None:
+    """Print a line for each operation, shape and dtype.
+
+    Raises:
+      ValueError: the operation has no such shape.
+    """
+    for op in [only] if only else operations():
+        its = work(op)
+        shapes = its.SHAPES.tagged("bench")
+        if shape:
+            known = shapes | its.SHAPES.tagged("large")
+            if shape not in known:
+                raise ValueError(f"bench --only {op} --shape {shape}: it has {', '.join(known)}.")
+            shapes = {shape: known[shape]}
+        for name, sizes in shapes.items():
+            for dtype in its.DTYPES:
+                line = its.bench(sizes, dtype)
+                times = timing.in_turns(line.runs, line.repeats)
+                print(timing.report(op, name, dtype, times, line.base, line.most), flush=True)
 
 
 def _known(file: pathlib.Path) -> dict[str, Any]:
@@ -26,7 +47,7 @@ def _known(file: pathlib.Path) -> dict[str, Any]:
 
 def _static(chips: list[str], only: str, again: bool, dumps: bool) -> int:
     """Compile all cases, record each at once; how many a compiler refused."""
-    from pallas_kernels import aot
+    from pallas_kernels.measure import aot
 
     names, refused = [name for name in cases() if name.startswith(only)], 0
     for chip in chips or list(static.CHIPS):
@@ -59,8 +80,9 @@ def _parsed() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--static", nargs="*", metavar="CHIP", choices=list(static.CHIPS))
+    parser.add_argument("--only", default="", help="an operation; with --static: cases whose name begins so")
     parser.add_argument(
-        "--only", default="", help="--static: cases whose name begins so; --device: an operation"
+        "--shape", default="", help="on this CPU, with --only: one of its shapes, large ones too"
     )
     parser.add_argument("--again", action="store_true", help="with --static: what was compiled already, too")
     parser.add_argument("--no-bundles", action="store_true", help="with --static: TPU programs without dumps")
@@ -71,7 +93,12 @@ def _parsed() -> argparse.Namespace:
     )
     parser.add_argument("--out", help="with --device: where to record instead of tuned/<device>")
     parser.add_argument("--table", action="store_true")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.static is None and not args.table and args.only not in ("", *operations()):
+        parser.error(f"--only {args.only}: no operation has that name. Use one of {', '.join(operations())}.")
+    if args.shape and not args.only:
+        parser.error(f"--shape {args.shape} is of one operation. Name it with --only.")
+    return args
 
 
 def main() -> int:
@@ -82,8 +109,7 @@ def main() -> int:
     elif args.device:
         bad = _device(args)
     elif not args.table:
-        for op in operations():
-            importlib.import_module(f"pallas_kernels.{op}.bench").main()
+        _here(args.only, args.shape)
         return 0
     if not args.tiny:
         table.write()

@@ -15,14 +15,12 @@ What 0.7.2 cannot do, by operation:
 
 from __future__ import annotations
 
-import contextlib
 import importlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 from jax.experimental.pallas import tpu as pltpu
-from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 try:  # deprecated since 0.11, to be removed: bodies for TPU do without
     from jax.experimental.pallas import triton as plt
@@ -83,38 +81,3 @@ def races_found() -> bool:
                 raise ValueError("races_found() before any body has run on the TPU interpreter. Run one.")
             return bool(module.races.races_found)
     raise NotImplementedError(f"jax {jax.__version__} keeps its race detector where compat.py does not look.")
-
-
-@contextlib.contextmanager
-def lowering_for(kind: str, cores: int, platform: str) -> Iterator[None]:
-    """Trace and lower for a device that is not here, e.g. ("TPU v5 lite", 1, "tpu").
-
-    Pallas asks the mesh for the device it lowers for; without one it asks the CPU and fails.
-    """
-    known: dict[str, Any] = {"device_kind": kind, "num_cores": cores}
-    with contextlib.suppress(TypeError):  # 0.7 and 0.8 have no field for the platform
-        AbstractDevice(**known, platform=platform)
-        known["platform"] = platform
-    mesh = AbstractMesh(
-        (1,), ("_",), axis_types=(AxisType.Explicit,), abstract_device=AbstractDevice(**known)
-    )
-    with jax.sharding.use_abstract_mesh(mesh):
-        yield
-
-
-def _absent_device() -> Any:
-    return getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
-
-
-def lowering_kind() -> str:
-    """The kind of device being traced for: that of ``lowering_for``, else of the first one here."""
-    device = _absent_device()
-    return jax.devices()[0].device_kind if device is None else device.device_kind
-
-
-def lowering_platform() -> str:
-    """The platform being traced for: that of ``lowering_for``, else of the default backend."""
-    device = _absent_device()
-    if device is None:
-        return jax.default_backend()
-    return getattr(device, "platform", None) or ("tpu" if device.device_kind.startswith("TPU") else "gpu")

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 import jax
 
-from pallas_kernels import reverse, tuning
+from pallas_kernels import lowering, reverse, tuning
 
 Offered = Mapping[str, Callable[..., Any]]
 """The implementations an operation has, by name."""
@@ -138,7 +138,7 @@ def _announce(op: str, impl: str, platform: str, why: str) -> None:
 
 
 def _proven(op: str, impl: str) -> bool:
-    found = record(op, jax.devices()[0].device_kind)
+    found = record(op, lowering.kind())
     return found.get("impl") == impl and found.get("agrees") is True
 
 
@@ -167,12 +167,12 @@ def _bound(op: str, impl: str, offered: Offered) -> Callable[..., Any]:
     needs = NEEDS.get(impl)
     if needs is None:
         return offered[impl]
-    compat, interpreter = importlib.import_module("pallas_kernels.compat"), _interpreter.get()
-    chosen = tuning.chosen(FOLDERS.get(op, op), _record_of(impl, op, compat.lowering_kind()))
+    interpreter = _interpreter.get()
+    chosen = tuning.chosen(FOLDERS.get(op, op), _record_of(impl, op, lowering.kind()))
     more = {"blocks": chosen} if chosen else {}
     if interpreter is not None:
         return functools.partial(offered[impl], interpret=interpreter[impl], **more)
-    platform = compat.lowering_platform()
+    platform = lowering.platform()
     if platform != needs:
         raise Unsupported(
             f"{op}(impl={impl!r}) cannot run: its body is for {needs} and this is {platform}. Use None, or "
@@ -195,7 +195,7 @@ def choose(op: str, impl: str | None, offered: Offered) -> Callable[..., Any]:
       ValueError: ``impl`` is no implementation's name.
     """
     if impl is None:
-        platform = jax.default_backend()
+        platform = lowering.platform()
         impl, why = next(_candidates(op, offered, platform))
         _announce(op, impl, platform, why)
     if impl in offered:
@@ -222,7 +222,7 @@ def call(op: str, impl: str | None, offered: Offered, run: Callable[[Callable[..
     """
     if impl is not None:
         return run(choose(op, impl, offered))
-    platform = jax.default_backend()
+    platform = lowering.platform()
     for name, why in _candidates(op, offered, platform):
         try:
             result = run(_bound(op, name, offered))

@@ -1,7 +1,8 @@
-"""Softmax statistics of masked scores, in float32 and without a NaN in any corner.
+"""Softmax statistics of masked scores, in float32: no corner makes a NaN, and none hides one.
 
 A partial under construction is ``(m, l, o)``: running max, denominator, numerator. The max of
-nothing is taken as 0 wherever it is subtracted, so that no (-inf) - (-inf) is ever formed.
+nothing is taken as 0 wherever it is subtracted, so that no (-inf) - (-inf) is ever formed. Nothing is
+what equals -inf, or has weight 0: a NaN is something, and the row that it is in ends as NaN.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ EMPTY = -1
 
 def finite(m: Float[Array, " ..."]) -> Float[Array, " ..."]:
     """m with -inf, the max of nothing, replaced by 0."""
-    return jnp.where(m > -jnp.inf, m, 0.0)
+    return jnp.where(m == -jnp.inf, 0.0, m)
 
 
 def cap(scores: Float[Array, "... S"], limit: float | None) -> Float[Array, "... S"]:
@@ -44,6 +45,13 @@ def weigh(scores: Float[Array, "... S"], m: Float[Array, " ..."]) -> Float[Array
     return jnp.exp(scores - finite(m)[..., None])
 
 
+def probabilities(
+    scores: Float[Array, "... S"], visible: Bool[Array, "... S"], lse: Float[Array, " ..."]
+) -> Float[Array, "... S"]:
+    """exp(scores - lse) of the visible, exactly 0 of hidden ones whatever lse is."""
+    return jnp.exp(hide(scores - finite(lse)[..., None], visible))
+
+
 def grow(
     m: Float[Array, " ..."],
     l: Float[Array, " ..."],
@@ -62,7 +70,7 @@ def finish(
     m: Float[Array, " ..."], l: Float[Array, " ..."], o: Float[Array, "... H"]
 ) -> tuple[Float[Array, "... H"], Float[Array, " ..."]]:
     """(m, l, o) to the normalised partial (out, lse)."""
-    some = l > 0
+    some = l != 0
     l = jnp.where(some, l, 1.0)
     return jnp.where(some[..., None], o / l[..., None], 0.0), jnp.where(
         some, finite(m) + jnp.log(l), -jnp.inf

@@ -4,8 +4,9 @@ A body moves data; everything it computes is here. Statistics are 2-D, a column 
 with queries as rows, a row ``[1, R]`` for tiles with keys as rows: all functions broadcast, so the
 backward pass may use either. Only operations that both Mosaic and Triton lower are used: products of
 2-D tiles, elementwise operations, reductions of one axis. Hidden scores are a finite number, so that
-no (-inf) - (-inf) is ever formed. Softmax costs a TPU more than its products do: whatever can be done
-to a column or a row is not done to a tile.
+no (-inf) - (-inf) is ever formed; a NaN that is not hidden reaches the denominator and with it the whole
+row, even where a machine's max drops it. Softmax costs a TPU more than its products do: whatever can be
+done to a column or a row is not done to a tile.
 """
 
 from __future__ import annotations
@@ -101,7 +102,7 @@ def grow(
 def finish(stats: Stats) -> tuple[Float[Array, "R H"], Float[Array, "R 1"]]:
     """The normalised partial (out, lse); (0, -inf) of nothing."""
     m, l, o = stats
-    some = l > 0
+    some = l != 0  # NaN is something
     l = jnp.where(some, l, 1.0)
     return jnp.where(some, o / l, 0.0), jnp.where(some, m + jnp.log(l), -jnp.inf)
 
@@ -111,7 +112,7 @@ def probabilities(
 ) -> Float[Array, "R S"]:
     """exp(s - lse) of visible scores, 0 of hidden ones and of queries that saw nothing at all."""
     # A query that saw nothing weighs nothing, even what is visible in a part it was not given.
-    return jnp.exp(jnp.where(visible, s, HIDDEN) - jnp.where(lse > HIDDEN, lse, -HIDDEN))
+    return jnp.exp(jnp.where(visible, s - jnp.where(lse <= HIDDEN, -HIDDEN, lse), HIDDEN))
 
 
 def score_gradient(
@@ -126,5 +127,5 @@ def score_gradient(
 
     ``delta`` is sum(out * dout) - dlse of each query. Hidden places give 0 whatever dp holds there.
     """
-    ds = jnp.where(p > 0, p * (dp - delta), 0.0) * scale
-    return ds if softcap is None else ds * (1.0 - (s / softcap) * (s / softcap))
+    bend = scale if softcap is None else scale * (1.0 - (s / softcap) * (s / softcap))
+    return jnp.where(p != 0, p * (dp - delta) * bend, 0.0)

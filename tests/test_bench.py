@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -9,9 +10,23 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
+import tiny
 
-from kvjax import compose, metrics
-from kvjax.bench import ablate, arguments, decode, fill, page, plot, profile, ratios, results, weights
+from kvjax import catalogue, metrics
+from kvjax.algebra import Admission, Policy
+from kvjax.bench import (
+    ablate,
+    arguments,
+    decode,
+    fill,
+    host,
+    plot,
+    profile,
+    random_model,
+    ratios,
+    results,
+    summary,
+)
 from kvjax.bench.__main__ import main
 from kvjax.bench.journal import Journal
 from kvjax.bench.sides import NO_PEERS, PER_HEAD
@@ -57,6 +72,8 @@ def table(tmp_path_factory):
     folder = tmp_path_factory.mktemp("bench")
     patch = pytest.MonkeyPatch()
     patch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")  # compiling is most of what it costs
+    patch.setenv("JAX_COMPILATION_CACHE_DIR", str(folder / "kept"))
+    patch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
     words = ["decode", "--quick", "--policy", PER_HEAD, "--batch", "2", "--out", str(folder)]
     assert main(words) == 0
     patch.undo()
@@ -88,12 +105,17 @@ def test_rows_of_ours_are_measured_and_peers_skipped_with_the_reason(table):
 def test_a_run_says_command_machine_and_model_but_not_where(table):
     folder, (run,) = table
     assert run["command"] == f"python -m kvjax.bench decode --quick --policy '{PER_HEAD}' --batch 2"
-    assert run["model"] == {"size": "tiny", "seed": 0, "parameters": weights.count(weights.TINY)}
+    assert run["model"] == {"size": "tiny", "seed": 0, "parameters": random_model.count(random_model.TINY)}
     assert run["machine"]["jax"] == jax.__version__
     assert str(folder) not in json.dumps(run)
     assert not list(folder.glob("*.jsonl")), "the journal of a finished run is removed"
     asked = {ratio["what"]: ratio for ratio in run["ratios"]}
     assert asked["per-head 75 %, speed over our dense quarter"]["aim"] == 0.8
+
+
+def test_seconds_of_compiling_are_the_compilers_own(table):
+    folder, _ = table
+    assert not (folder / "kept").exists(), "a measured process keeps programs, and may fetch them"
 
 
 def test_the_plot_is_drawn(table):
@@ -108,7 +130,7 @@ def test_the_page_names_the_command_and_marks_what_was_missed(tmp_path):
     about["machine"] = {"cpu": "some", "threads": 1, "jax": jax.__version__, "commit": "abc"}
     about["model"] = {"size": "base", "seed": 0, "parameters": 7}
     results.save(tmp_path, "decode", about | {"rows": _rows()})
-    text = page.write(tmp_path).read_text()
+    text = summary.write(tmp_path).read_text()
     assert "`python -m kvjax.bench decode`, 2026-01-01, 1 minutes" in text
     assert "| per-head 75 %, speed over our dense quarter | ≥ 0.8 | 0.80 |" in text
     assert "| allocated bytes over full, after the prompt | ≤ 0.32 | **0.33** |" in text
@@ -214,7 +236,7 @@ def test_measured_cells_are_not_measured_again():
 
 def test_a_profile_adds_up_and_its_page_names_who_is_above_the_limit(tmp_path):
     """One policy of a tiny model through the whole ladder, in this process."""
-    weights.write(tmp_path / "model", weights.TINY, 0)
+    random_model.write(tmp_path / "model", random_model.TINY, 0)
     bench = ablate.Bench()
     bench.load(str(tmp_path / "model"), "float32")
     found = bench.profile("knorm + uniform(32, every_step)", 128, tokens=2, warm=1, rounds=2, seed=0)
@@ -240,7 +262,7 @@ def test_a_profile_adds_up_and_its_page_names_who_is_above_the_limit(tmp_path):
 
 @pytest.mark.parametrize("spec", ["h2o + uniform(48)", "conf_kv(recent=8) + confidence(24, 48)"])
 def test_a_filled_state_ranks_by_attention_that_is_drawn(spec):
-    chosen, network = compose.policy(spec), decoder.Decoder(weights.TINY)
+    chosen, network = catalogue.policy(spec), decoder.Decoder(random_model.TINY)
     state = fill.filled(network, chosen, {}, 100, 128, jnp.float32, 0, 8)
     assert int(state.length[0]) == 100
     assert metrics.live_slots(state).max() == 48
@@ -252,9 +274,41 @@ def test_every_shipped_policy_is_profiled_at_every_context():
     settings = arguments.parse(["profile"]).settings
     cells = profile.cells(settings)
     for context in (2048, 32768):
-        here = {compose.policy(spec) for _, at, spec in cells if at == context}
-        assert {compose.policy(spec) for spec in compose.PRESETS} <= here
+        here = {catalogue.policy(spec) for _, at, spec in cells if at == context}
+        assert {catalogue.policy(spec) for spec in catalogue.PRESETS} <= here
     assert profile.work(settings, set(cells[:3])) == len(cells) - 3
+
+
+def test_a_part_that_no_preset_uses_is_profiled_too(monkeypatch):
+    """Discovery decides: a method's own file is enough."""
+    shown = profile.shipped()
+    kinds = {type(part) for spec in shown for part in catalogue.policy(spec).parts}
+    assert kinds >= set(catalogue.parts().values())
+    assert len(shown) == len(set(shown))
+    assert set(catalogue.PRESETS) <= set(shown)
+    monkeypatch.setattr(catalogue, "PRESETS", {"full": "full"})
+    kinds = {type(part) for spec in profile.shipped() for part in catalogue.policy(spec).parts}
+    assert kinds >= set(catalogue.parts().values())
+
+
+def test_parts_bring_their_own_untrained_weights():
+    """The benchmark asks every learned part, and knows none."""
+
+    @dataclasses.dataclass(frozen=True, repr=False)
+    class Learner(Admission):
+        name = "learner"
+        learns = "learner"
+
+        def untrained(self, model, seed):
+            return [{"seed": seed}] * model.network.num_layers
+
+    assert fill.untrained(tiny.model(), Policy(admission=Learner()), 7) == {"admission": [{"seed": 7}] * 2}
+
+
+def test_the_host_pays_for_a_segment_at_least_what_a_call_costs():
+    found = host.host(2, "window(16) + sinks(4)", 3)
+    assert 0 < found["host_us_per_call"] <= found["host_us_per_token"] * 64 * 1.01
+    assert found["leaves"] > 2 * 8
 
 
 def test_the_peers_script_needs_nothing_of_ours():

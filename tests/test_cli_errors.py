@@ -40,7 +40,7 @@ def refused(capsys):
         (["--policy", "snapkv(windw=3)"], ["snapkv", "'windw'", "Its arguments: window"]),
         (["--policy", "snapkv("], ["policy('snapkv(')", "Write a sum"]),
         (["--policy", "knorm + uniform([1])"], ["uniform([1])", "Give tokens"]),
-        (["--policy", "snapkv + ada(9, floor=[1])"], ["ada", "wrong kind", "Give numbers"]),
+        (["--policy", "snapkv + ada(9, floor=[1])"], ["ada", "is no share", "Give a number"]),
         (["--policy", "knorm + uniform(8, every())"], ["every()", "Use numbers"]),
         (["--policy", "window(8) + window(9)"], ["admission twice", "Keep one"]),
         (

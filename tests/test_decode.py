@@ -11,7 +11,7 @@ from tiny import quick_compiles  # noqa: F401
 import kvjax
 from kvjax import decode
 from kvjax.cache.state import PoolOverflowError, counts
-from kvjax.decode import RequestError, chunks, layerwise, walk
+from kvjax.decode import RequestError, _prefill, _step
 from kvjax.sampling import sampling
 from kvjax.types import EMPTY
 
@@ -111,8 +111,8 @@ def test_prompts_of_one_size_class_share_their_programs(policy):
     """The second prompt, of another length, must not compile anything."""
 
     def programs():
-        whole = (layerwise._prompt_layer, layerwise._pack_layer)
-        return [f._cache_size() for f in (walk.chunk_program, decode.segment, *whole, walk.logits_of)]
+        whole = (_prefill._prompt_layer, _prefill._store_layer)
+        return [f._cache_size() for f in (_step.chunk_program, decode.segment, *whole, _step.logits_of)]
 
     def run(length):
         kvjax.generate(
@@ -179,9 +179,9 @@ def test_progress_counts_what_is_done():
 
 def test_a_chunk_program_is_compiled_once_where_everything_is_admitted():
     text = tiny.prompt(60, 3)
-    before = walk.chunk_program._cache_size()
+    before = _step.chunk_program._cache_size()
     state, _ = kvjax.prefill(tiny.model(), INT8, [text], context=200, page=4, chunk_size=12)
-    assert walk.chunk_program._cache_size() == before + 1
+    assert _step.chunk_program._cache_size() == before + 1
     assert jax.tree.all(jax.tree.map(lambda x: not x.is_deleted(), state))
 
 
@@ -195,9 +195,9 @@ def test_a_bound_that_is_known_is_reserved_at_once(spec, known, monkeypatch):
 
     def recorded(*given):
         seen.append(given[4].layers[0].pages.count)
-        return walk.chunk_program(*given)
+        return _step.chunk_program(*given)
 
-    monkeypatch.setattr(chunks, "chunk_program", recorded)
+    monkeypatch.setattr(_prefill, "chunk_program", recorded)
     state, _ = decode.prefill(tiny.model(), kvjax.policy(spec), [tiny.prompt(120)], chunk_size=16, page=4)
     assert len(seen) == 8
     assert (len(set(seen)) == 1) == known

@@ -15,11 +15,11 @@ from tiny import HashAdmit, W, hashed, quick_compiles  # noqa: F401
 
 import kvjax
 from kvjax import decode
+from kvjax.algebra import Every, Policy
 from kvjax.budgets.uniform import Uniform
 from kvjax.models.decoder import dense_logits
 from kvjax.policies.knorm import KNorm
 from kvjax.policies.streaming_llm import Window
-from kvjax.policy import Every, Policy
 from kvjax.storage.int8 import Int8
 
 LENGTHS, MORE = (44, 27), 12

@@ -22,21 +22,36 @@ def test_import_loads_nothing_heavy():
 
 
 def test_import_costs_less_than_half_a_second_beyond_jax():
-    """Self times of the modules after jax; of three tries the best, since machines are shared."""
-    best = min(beyond_jax() for _ in range(3))
-    print(f"import kvjax beyond jax: {best:.2f} s")
-    assert best < 0.5
+    """Self times of the modules after jax; of three tries the best, since machines are shared.
+
+    On a machine so busy that jax itself takes seconds, half of jax's own time.
+    """
+    tries = [beyond_jax() for _ in range(3)]
+    print("import kvjax beyond jax, and jax itself:", *(f"{ours:.2f}, {jax:.2f} s;" for ours, jax in tries))
+    assert any(ours < max(0.5, jax / 2) for ours, jax in tries)
 
 
-def beyond_jax() -> float:
-    """Seconds spent in the modules that ``import kvjax`` adds to ``import jax``."""
+def test_import_sets_nothing_global():
+    """Neither JAX's configuration nor the environment nor the garbage collector: that is for commands."""
+    code = """
+import gc, os, jax
+before = dict(os.environ), dict(jax.config.values)
+import kvjax, kvjax.cli, kvjax.timing, kvjax.serve.__main__, kvjax.eval.__main__, kvjax.bench.__main__
+import kvjax.serve.command, kvjax.eval.commands, kvjax.bench.host
+print((dict(os.environ), dict(jax.config.values)) == before, gc.get_freeze_count())
+"""
+    assert run(code).stdout.split() == ["True", "0"]
+
+
+def beyond_jax() -> tuple[float, float]:
+    """Seconds spent in the modules that ``import kvjax`` adds to ``import jax``, and in jax's own."""
     lines = run("import jax; import kvjax", "-X", "importtime").stderr.splitlines()
     rows = [re.match(r"import time:\s+(\d+) \|\s+\d+ \|( +)(\S+)", line) for line in lines]
     found = [(int(row[1]), len(row[2]), row[3]) for row in rows if row]
     end_of_jax = max(at for at, (_, depth, name) in enumerate(found) if name == "jax" and depth == 1)
     after = found[end_of_jax + 1 :]
     assert any(name == "kvjax" for _, _, name in after), "kvjax was not imported after jax"
-    return sum(cost for cost, _, _ in after) / 1e6
+    return tuple(sum(cost for cost, _, _ in rows) / 1e6 for rows in (after, found[: end_of_jax + 1]))
 
 
 def test_every_public_name_is_there():

@@ -20,7 +20,7 @@ SPECS = (
     pytest.param("conf_kv(recent=24) + confidence(40, loose=64)", marks=pytest.mark.slow),
     "conf_kv(recent=24) + int8(32) + confidence(40, loose=64)",
     "int8(24)",
-    "write_gate(0.5, window=24) + quest(pages=2, chunk=8)",
+    "write_gate(0.5, window=24) + quest(chunks=2, chunk=8)",
 )
 PAGE = 16
 
@@ -31,7 +31,7 @@ def compiled(spec: str) -> tuple[str, set[str]]:
     weights = {p.place: p.example_weights(jax.random.PRNGKey(0), model.network) for p in policy.learned}
     state = decode.empty(model.network, policy, rows=1, context=96, dtype=jnp.float32, page=PAGE)
     state = decode.reserve(policy, state, 64, 1)
-    rooms = [x for one in state.layers for x in (one.ring, *one.rooms)]
+    rooms = [x for one in state.layers for x in (one.ring, *one.pools)]
     shapes = {",".join(map(str, x.shape)) for room in rooms for x in (room.k, room.v)}
 
     def steps(state: KVState, token: jax.Array) -> tuple[KVState, jax.Array]:

@@ -10,17 +10,18 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
+OURS = ("kvjax", "pallas_kernels", "train", "studies")
 
-KERNELS = r"pallas_kernels(\.\w+\.api|\.numerics|\.dispatch)?"
-"""Of the kernels, others see the signatures only."""
+WEIGHTS = r"kvjax(\.(types|weights\._.+))?"
+"""Learned weights; ``kvjax`` itself for its version."""
+
+KERNELS = r"pallas_kernels(\.\w+\.api|\.numerics|\.dispatch|\.measure\.timing)?"
+"""Of the kernels, others see the signatures only, and the stopwatch."""
 
 STATE = r"kvjax\.(types|cache(\..+)?)"
 
-PLACE = r"kvjax\.(types|policy\.(errors|observation|part))"
-"""Of the policy, the modules of its places see what all parts are."""
-
-LOOP = r"decode\.(requests|rooms|sizes|walk|weights)"
-"""What the host's loops share; none of it knows a loop."""
+PLACE = r"kvjax\.(types|algebra\._(errors|observation|part))"
+"""Of the algebra, the modules of its places see what all parts are."""
 
 # The longest name that begins a module's name gives the rule: a pattern for what it may import of ours.
 TABLE = {
@@ -28,62 +29,65 @@ TABLE = {
     "kvjax.types": r"(?!)",
     "kvjax.cache": STATE,
     "kvjax.sampling": STATE,
-    "kvjax.policy": r"kvjax\.policy\..+",
-    "kvjax.policy.errors": r"(?!)",
-    "kvjax.policy.observation": r"kvjax\.(types|policy\.errors)",
-    "kvjax.policy.part": r"kvjax\.(types|policy\.observation)",
-    "kvjax.policy.admission": PLACE,
-    "kvjax.policy.eviction": rf"{PLACE}|kvjax\.cache\.pages",
-    "kvjax.policy.selection": rf"{PLACE}|kvjax\.cache\.pages",
-    "kvjax.policy.storage": rf"{PLACE}|kvjax\.cache\.(pages|write)",
-    "kvjax.policy.budget": PLACE,
-    "kvjax.policy.completion": PLACE,
-    "kvjax.budgets": rf"{STATE}|kvjax\.policy|kvjax\.budgets(\..+)?",
-    "kvjax.storage": rf"{STATE}|kvjax\.policy|kvjax\.storage\.codes|{KERNELS}",
-    "kvjax.policies": rf"{STATE}|kvjax\.policy|kvjax\.budgets\..+|{KERNELS}",
+    "kvjax.algebra": r"kvjax\.algebra\._.+",
+    "kvjax.algebra._errors": r"(?!)",
+    "kvjax.algebra._arguments": r"kvjax\.algebra\._errors",
+    "kvjax.algebra._observation": r"kvjax\.(types|algebra\._errors)",
+    "kvjax.algebra._part": r"kvjax\.(types|algebra\._(arguments|observation))",
+    "kvjax.algebra._admission": PLACE,
+    "kvjax.algebra._eviction": rf"{PLACE}|kvjax\.cache\.pages",
+    "kvjax.algebra._selection": rf"{PLACE}|kvjax\.cache\.pages",
+    "kvjax.algebra._storage": rf"{PLACE}|kvjax\.cache\.(pages|write)",
+    "kvjax.algebra._budget": PLACE,
+    "kvjax.algebra._completion": PLACE,
+    "kvjax.algebra._policy": r"kvjax\.algebra\._.+",
+    "kvjax.budgets": rf"{STATE}|kvjax\.algebra|kvjax\.budgets(\..+)?",
+    "kvjax.storage": rf"{STATE}|kvjax\.algebra|kvjax\.storage\.codes|{KERNELS}",
+    "kvjax.policies": rf"{STATE}|kvjax\.algebra|kvjax\.budgets\..+|{KERNELS}",
     "kvjax.models": r"kvjax\.types|kvjax\.models(\..+)?",
     "kvjax.text": r"kvjax\.models\.spec",
     "kvjax.loading": r"kvjax\.(types|text|models(\..+)?)",
     "kvjax.metrics": STATE,
-    "kvjax.ageing": rf"{STATE}|kvjax\.policy",
-    "kvjax.layer": r"kvjax\.layer\..+",
-    "kvjax.layer.site": rf"{STATE}|kvjax\.policy",
-    "kvjax.layer.reading": rf"{STATE}|kvjax\.(policy|layer\.site)|{KERNELS}",
-    "kvjax.layer.mass": rf"{STATE}|kvjax\.(policy|layer\.(site|reading))",
-    "kvjax.layer.eviction": rf"{STATE}|kvjax\.(policy|ageing|layer\.site)",
-    "kvjax.layer.door": rf"{STATE}|kvjax\.(policy|ageing|layer\.(site|eviction))",
-    "kvjax.layer.prompts": rf"{STATE}|kvjax\.(policy|layer\.(site|reading|mass|door))|{KERNELS}",
-    "kvjax.layer.visits": rf"{STATE}|kvjax\.(policy|ageing|layer\.(?!prompts).+)|{KERNELS}",
-    "kvjax.learned": r"kvjax(\.(types|policy))?",
-    "kvjax.torch_file": r"(?!)",
-    "kvjax.gates": rf"kvjax\.(types|learned|loading|torch_file|models\.hf_config|policies\.wg_kv)|{KERNELS}",
-    "kvjax.decode": r"kvjax\.decode\..+",
-    "kvjax.decode.sizes": r"(?!)",
-    "kvjax.decode.requests": r"kvjax\.(types|cache\.state)",
-    "kvjax.decode.rooms": rf"{STATE}|kvjax\.(policy|decode\.sizes)",
-    "kvjax.decode.weights": r"kvjax\.(types|policy|learned)",
-    "kvjax.decode.walk": r"kvjax\.(types|cache\.state|policy|layer|decode\.weights)",
-    "kvjax.decode.chunks": rf"{STATE}|kvjax\.(policy|metrics|{LOOP})",
-    "kvjax.decode.layerwise": rf"{STATE}|kvjax\.(policy|ageing|layer|metrics|{LOOP})",
-    "kvjax.decode.prompts": rf"{STATE}|kvjax\.(policy|decode\.(chunks|layerwise)|{LOOP})",
-    "kvjax.decode.segments": r"kvjax\.(types|cache\.state|policy|sampling|decode\.walk)",
-    "kvjax.decode.generation": rf"{STATE}|kvjax\.(policy|learned|metrics|sampling|{LOOP})"
-    r"|kvjax\.decode\.(prompts|segments)",
-    "kvjax.discovery": r"kvjax\.(policy|policies|budgets|storage)",
-    "kvjax.compose": r"kvjax\.(policy|discovery)",
-    "kvjax.methods_table": r"kvjax\.(policy|compose|discovery)",
+    "kvjax.layer": r"kvjax\.layer\._.+",
+    "kvjax.layer._info": rf"{STATE}|kvjax\.algebra",
+    "kvjax.layer._demote": rf"{STATE}|kvjax\.algebra",
+    "kvjax.layer._evict": rf"{STATE}|kvjax\.(algebra|layer\._(demote|info))",
+    "kvjax.layer._admit": rf"{STATE}|kvjax\.(algebra|layer\._(demote|info|evict))",
+    "kvjax.layer._read": rf"{STATE}|kvjax\.(algebra|layer\._info)|{KERNELS}",
+    "kvjax.layer._mass": rf"{STATE}|kvjax\.(algebra|layer\._(info|read))",
+    "kvjax.layer._prompt": rf"{STATE}|kvjax\.(algebra|layer\._(info|read|mass|admit))|{KERNELS}",
+    "kvjax.layer._step": rf"{STATE}|kvjax\.layer\._(?!prompt).+|{KERNELS}",
+    "kvjax.weights": rf"{WEIGHTS}|kvjax\.algebra",
+    "kvjax.weights.gates": r"kvjax\.(types|weights|loading|weights\.torch_file|policies\.wg_kv)",
+    "kvjax.weights.torch_file": r"(?!)",
+    "kvjax.weights.__main__": r"kvjax\.(cli|weights(\..+)?)",
+    "kvjax.timing": r"pallas_kernels\.measure\.timing",
+    "kvjax.cli": r"kvjax\.(algebra|decode|weights\.torch_file|models\.hf_config)",
+    "kvjax.decode": r"kvjax\.decode\._.+",
+    "kvjax.decode._capacity": rf"{STATE}|kvjax\.algebra",
+    "kvjax.decode._checks": r"kvjax\.(types|cache\.state|algebra|weights)",
+    "kvjax.decode._step": r"kvjax\.(types|cache\.state|algebra|layer)",
+    "kvjax.decode._prefill": rf"{STATE}|kvjax\.(algebra|layer|metrics|decode\._(capacity|checks|step))",
+    "kvjax.decode._generate": rf"{STATE}|kvjax\.(algebra|weights|metrics|sampling|decode\._.+)",
+    "kvjax.catalogue": r"kvjax\.(algebra|policies|budgets(\.amount)?|storage|catalogue\._.+)",
+    "kvjax.catalogue._table": r"kvjax\.(cli|algebra|catalogue\._.+)",
+    "kvjax.catalogue.__main__": r"kvjax\.(cli|catalogue\._table)",
     "kvjax.bench": rf"kvjax(\.(?!serve).+)?|{KERNELS}",
     "kvjax.engine": r"kvjax\.(?!serve|eval|models|policies).+",
     "kvjax.serve": r"kvjax(\.(?!eval).+)?",
     "kvjax.eval": r"kvjax(\.(?!serve).+)?",
     "kvjax": r"kvjax\.(?!serve|eval|models|policies|text).+",
-    "train": rf"train(\..+)?|kvjax(\.(?!serve).+)?|pallas_kernels\.aot|{KERNELS}",
+    "train": rf"train(\..+)?|kvjax(\.(?!serve).+)?|pallas_kernels\.measure\.aot|{KERNELS}",
+    "train.evaluate": r"train(\..+)?|kvjax(\.(?!serve).+)?|studies\.wg_kv\.heads",
+    "studies": r"kvjax(\.(?!serve).+)?",
+    "studies.conf_kv": r"studies\.conf_kv(\..+)?|kvjax(\.(?!serve).+)?",
+    "studies.wg_kv": r"studies\.wg_kv(\..+)?|train(\..+)?|kvjax(\.(?!serve).+)?",
 }
 
 
 def sources() -> dict[str, str]:
     """Module name to source of everything that is ours."""
-    files = [f for top in ("kvjax", "pallas_kernels", "train") for f in sorted((ROOT / top).rglob("*.py"))]
+    files = [file for top in OURS for file in sorted((ROOT / top).rglob("*.py"))]
     return {_name(f): f.read_text() for f in files}
 
 
@@ -103,7 +107,7 @@ def imported(module: str, source: str, known: set[str]) -> set[str]:
             for alias in node.names:
                 whole = f"{node.module}.{alias.name}"
                 found.add(whole if whole in known else str(node.module))
-    return {name for name in found if name.split(".")[0] in ("kvjax", "pallas_kernels", "train")}
+    return {name for name in found if name.split(".")[0] in OURS}
 
 
 def violations(given: dict[str, str]) -> list[str]:
@@ -134,12 +138,12 @@ def test_everyone_imports_only_what_the_table_allows():
         ("kvjax.policies.new", "def f():\n    from kvjax import decode"),
         ("kvjax.policies.new", "from pallas_kernels.blockwise import xla"),
         ("kvjax.models.decoder", "import kvjax.cache.state"),
-        ("kvjax.policies.new", "from kvjax.policy.joined import Policy"),
-        ("kvjax.policy.part", "from kvjax.cache.pages import Slots"),
-        ("kvjax.policy.budget", "from kvjax.policy.eviction import Eviction"),
+        ("kvjax.policies.new", "from kvjax.algebra._policy import Policy"),
+        ("kvjax.algebra", "from kvjax.cache.pages import Slots"),
+        ("kvjax.algebra", "from kvjax.algebra import Eviction"),
         ("kvjax.decode", "from kvjax.models import decoder"),
-        ("kvjax.decode.walk", "from kvjax.decode import generation"),
-        ("kvjax.cache.pages", "from kvjax.policy import Part"),
+        ("kvjax.decode._step", "from kvjax.decode import _generate"),
+        ("kvjax.cache.pages", "from kvjax.algebra import Part"),
         ("kvjax.engine", "from kvjax.serve import chat"),
         ("kvjax", "from kvjax.models.hf import load"),
         ("pallas_kernels.phi.api", "import kvjax"),
@@ -151,9 +155,66 @@ def test_a_planted_violation_is_seen(module, source):
     assert len(violations({module: source})) == 1
 
 
-@pytest.mark.parametrize("package", ["kvjax.policy", "kvjax.layer", "kvjax.decode"])
+@pytest.mark.parametrize(
+    "package", ["kvjax", "kvjax.algebra", "kvjax.layer", "kvjax.decode", "kvjax.catalogue", "kvjax.weights"]
+)
 def test_no_module_is_hidden_by_a_name_that_its_package_gives(package):
     given = set(importlib.import_module(package).__all__)
     modules = {name.rpartition(".")[2] for name in sources() if name.rpartition(".")[0] == package}
-    assert len(modules) > 5
+    assert len(modules) > 3
     assert not given & modules
+
+
+def circles(graph: dict[str, set[str]]) -> list[list[str]]:
+    """Groups of two or more modules that import each other, directly or round a corner (Tarjan)."""
+    order: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    found: list[list[str]] = []
+
+    def visit(name: str) -> None:
+        order[name] = low[name] = len(order)
+        stack.append(name)
+        for other in graph[name]:
+            if other not in order:
+                visit(other)
+                low[name] = min(low[name], low[other])
+            elif other in stack:
+                low[name] = min(low[name], order[other])
+        if low[name] == order[name]:
+            group = [stack.pop()]
+            while group[-1] != name:
+                group.append(stack.pop())
+            if len(group) > 1:
+                found.append(sorted(group))
+
+    for name in graph:
+        if name not in order:
+            visit(name)
+    return found
+
+
+def import_graph(given: dict[str, str]) -> dict[str, set[str]]:
+    """Who imports whom, imports inside functions and for types alone included."""
+    known = set(given)
+    graph = {name: imported(name, source, known) & known for name, source in given.items()}
+    fronts = {name for name in known if any(other.startswith(name + ".") for other in known)}
+    # A module that imports its own package's front, or a front its modules, is no circle of ideas.
+    return {
+        name: {other for other in others if not (other in fronts and name.startswith(other + "."))} - {name}
+        for name, others in graph.items()
+    }
+
+
+def test_no_module_imports_itself_round_a_corner():
+    assert circles(import_graph(sources())) == []
+
+
+def test_a_planted_circle_is_seen():
+    graph = import_graph({"kvjax.a": "import kvjax.b", "kvjax.b": "def f():\n    from kvjax import a"})
+    assert circles(graph) == [["kvjax.a", "kvjax.b"]]
+
+
+def test_no_module_is_called_policy():
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module("kvjax.policy")

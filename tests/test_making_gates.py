@@ -11,9 +11,10 @@ from tiny import quick_compiles  # noqa: F401
 from torch_writer import published, write_torch
 
 import kvjax
-from kvjax.gates import converted, main, random_gates
-from kvjax.learned import read_weights
 from kvjax.policies.wg_kv import gate_logits
+from kvjax.weights import read_weights
+from kvjax.weights.__main__ import main
+from kvjax.weights.gates import converted, random_gates
 
 
 @pytest.mark.parametrize("norms", [False, True])
@@ -40,7 +41,7 @@ def test_converted_gates_compute_what_grouped_convolutions_do(norms):
 def test_convert_writes_gates_that_serve_reads(tiny_folder, tmp_path, capsys):
     file, out = write_torch(tmp_path / "tiny-0.16.pt", published()), tmp_path / "tiny.safetensors"
     assert main(["convert", str(file), "--model", str(tiny_folder), "--out", str(out)]) == 0
-    assert "--policy wg-kv --gates" in capsys.readouterr().err
+    assert "--policy wg-kv --weights write_gate=" in capsys.readouterr().err
     backbone = kvjax.load(tiny_folder)
     weights = kvjax.weights_for(kvjax.policy("write_gate(0.5, window=16)"), backbone, out)
     right = converted(published(), backbone.network)

@@ -1,23 +1,81 @@
-"""Every notebook source runs from top to bottom."""
+"""Notebooks: every source runs from top to bottom, and the executed file beside it is that source."""
 
 from __future__ import annotations
 
-import runpy
+import functools
+import json
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-NOTEBOOKS = sorted((Path(__file__).parents[1] / "notebooks").glob("*.py"))
+from notebooks import _execute
+
+ROOT = Path(__file__).parents[1]
+SOURCES = _execute.sources()
+
+every_source = pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.stem)
+run = functools.cache(_execute.execute)
+"""A notebook's run is half a minute: once for all tests."""
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_notebook_runs(path: Path) -> None:
-    names = runpy.run_path(str(path))
+def stored(path: Path) -> dict[str, Any]:
+    """The executed notebook in the repository."""
+    return json.loads(path.with_suffix(".ipynb").read_text(encoding="utf-8"))
+
+
+def printed(notebook: dict[str, Any]) -> list[str]:
+    """Lines that all cells show."""
+    outputs = [output for cell in notebook["cells"] for output in cell.get("outputs", ())]
+    return ["".join(o.get("text") or o["data"]["text/plain"]) for o in outputs]
+
+
+@every_source
+def test_the_source_runs(path: Path) -> None:
+    _, names = run(path)
     assert "kvjax" in names
 
 
+@every_source
+def test_the_executed_file_has_the_cells_of_its_source(path: Path) -> None:
+    cells = [(cell["cell_type"], "".join(cell["source"])) for cell in stored(path)["cells"]]
+    assert cells == _execute.cells(path), "run: python notebooks/_execute.py"
+
+
+@every_source
+def test_the_executed_file_shows_what_the_source_prints(path: Path) -> None:
+    # What a cache that lost the number makes up may differ between releases of JAX.
+    made_up = re.compile(r"' (?!48213)\d+\.?' *")
+    now, then = (made_up.sub("", "\n".join(printed(n))) for n in (run(path)[0], stored(path)))
+    assert now == then, "run: python notebooks/_execute.py"
+
+
+@every_source
+def test_a_badge_opens_the_executed_file_and_only_colab_installs(path: Path) -> None:
+    (kind, title), (_, install) = _execute.cells(path)[:2]
+    assert kind == "markdown"
+    assert f"/blob/main/{path.with_suffix('.ipynb').relative_to(ROOT)})" in title
+    body = [line for line in install.splitlines() if line and not line.startswith((" ", "#", "import sys"))]
+    assert body == ['if "google.colab" in sys.modules:']
+
+
+def test_the_first_cell_asks_for_the_jax_that_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[list[str]] = []
+    monkeypatch.setitem(__import__("sys").modules, "google.colab", object())
+    monkeypatch.setattr("subprocess.run", lambda command, check: calls.append(command))
+    import jax
+
+    for path in SOURCES:
+        exec(compile(_execute.cells(path)[1][1], path.name, "exec"), {})
+        assert calls[-1][1:4] == ["-m", "pip", "install"]
+        assert calls[-1][-1] == f"jax=={jax.__version__}"
+        assert not {"-U", "--upgrade", "--force-reinstall"} & set(calls[-1])
+    assert len(calls) == len(SOURCES)
+
+
 def test_quickstart_recalls_the_needle() -> None:
-    path = next(path for path in NOTEBOOKS if path.stem == "quickstart")
-    rows = {spec: (answer, live) for spec, answer, live, _ in runpy.run_path(str(path))["rows"]}
+    path = next(path for path in SOURCES if path.stem == "quickstart")
+    rows = {spec: (answer, live) for spec, answer, live, _ in run(path)[1]["rows"]}
     assert "48213" in rows["full"][0]
     assert rows["snapkv + uniform(0.25)"][1] < 0.5 * rows["full"][1]

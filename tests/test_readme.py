@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+import functools
+import json
 import re
 import shlex
+import sys
+from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from tiny import quick_compiles  # noqa: F401
 
-from kvjax import methods_table
+import kvjax
+import kvjax.policies
+from kvjax import catalogue
+from kvjax.catalogue import _discovery as discovery
+from kvjax.catalogue import _table as table
 from kvjax.serve.arguments import parse
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 BLOCKS = [(match[1], match[2]) for match in FENCE.finditer(README)]
+PROMPT = "The secret number for apple-river is 48213. What is it? The secret number for apple-river is"
 
 
 def blocks(language: str) -> list[str]:
@@ -24,7 +34,7 @@ def blocks(language: str) -> list[str]:
 
 @pytest.mark.parametrize("code", blocks("python")[1:])
 def test_the_other_python_blocks_run(code):
-    exec(compile(code, "README.md", "exec"), {})
+    exec(compile(code, "README.md", "exec"), {"__name__": "readme"})
 
 
 def test_the_example_prints_what_readme_shows(capsys):
@@ -40,10 +50,61 @@ def test_the_example_prints_what_readme_shows(capsys):
     assert "48213" in shown
 
 
+def forget() -> None:
+    """Discovery looks again."""
+    for found in vars(discovery).values():
+        if isinstance(found, functools._lru_cache_wrapper):
+            found.cache_clear()
+
+
+@pytest.fixture
+def dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """The method that README writes out, as one more file among the policies."""
+    (where,) = re.findall(r"^`(kvjax/policies/\w+\.py)`, complete:$", README, re.MULTILINE)
+    (code,) = [code for code in blocks("python") if "EXAMPLES = " in code]
+    file = tmp_path / Path(where).name
+    file.write_text(code, encoding="utf-8")
+    monkeypatch.setattr(kvjax.policies, "__path__", [*kvjax.policies.__path__, str(tmp_path)])
+    forget()
+    name = f"kvjax.policies.{file.stem}"
+    assert name not in sys.modules
+    yield next(module for module in discovery._modules() if module.__name__ == name)
+    del sys.modules[name]
+    monkeypatch.undo()
+    forget()
+
+
+def test_the_method_in_one_file_is_found_and_answers(dropped):
+    (word,) = [kind.name for kind in catalogue.parts().values() if kind.__module__ == dropped.__name__]
+    assert f'--policy "{word} + uniform(0.25)"' in README
+    policy = kvjax.policy(f"{word} + uniform(0.25)")
+    assert kvjax.policy(repr(policy)) == policy
+    assert kvjax.Policy(eviction=dropped.VATP(), budget=dropped.Uniform(0.25)) == policy
+    assert parse(["--policy", f"{word} + uniform(0.25)", "--prompt", "x"])
+
+    model = kvjax.load()
+    ids = model.text.encode(PROMPT)
+    full, kept = (kvjax.generate(model, p, [ids], max_new_tokens=2) for p in (kvjax.Policy(), policy))
+    live = [kvjax.nbytes(run.state).total["live"] for run in (kept, full)]
+    assert 0.2 * live[1] < live[0] < 0.4 * live[1]
+
+    summary, source = catalogue.described(dropped)
+    row = f"| `{word}` | {summary} [Paper]({source}) | eviction |"
+    assert row in table.table()
+    assert row not in README  # the file is not really there
+
+
 def test_the_table_of_methods_is_what_discovery_finds():
-    assert methods_table.placed(README) == README, f"run: {methods_table.BEGIN[14:-4]}"
+    assert table.placed(README) == README, f"run: {table.BEGIN[14:-4]}"
     for method in ("snapkv", "ada", "int8", "window"):
-        assert f"| `{method}` |" in methods_table.table()
+        assert f"| `{method}` |" in table.table()
+
+
+def test_the_idea_stands_before_the_table_in_a_thousand_words():
+    before = README.partition(table.BEGIN)[0]
+    assert len(before.split()) <= 1000
+    first_screen = before.splitlines()[:12]
+    assert any(line.startswith("![") and len(line) > 200 for line in first_screen)
 
 
 def serve_commands() -> list[list[str]]:
@@ -66,7 +127,33 @@ def test_the_set_up_is_two_complete_lines():
     assert lines[1] == "pip install -e '.[test]' && pytest"
 
 
-def test_links_to_files_lead_somewhere():
-    targets = [t for t in re.findall(r"\]\(([^)#]+)\)", README) if not t.startswith("http")]
+PAGES = (
+    "README.md",
+    "notebooks/README.md",
+    "results/README.md",
+    "results/bench/README.md",
+    "results/bench/SPEED.md",
+)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_to_files_lead_somewhere(page):
+    file = ROOT / page
+    text = file.read_text(encoding="utf-8")
+    targets = [t for t in re.findall(r"\]\(([^)#\s]+)", text) if not t.startswith("http")]
     assert targets
-    assert [t for t in targets if not (ROOT / t).exists()] == []
+    assert [t for t in targets if not (file.parent / t).exists()] == []
+
+
+def test_the_figures_of_the_quickstart_are_those_of_the_executed_notebook():
+    output = json.loads((ROOT / "notebooks/quickstart.ipynb").read_text(encoding="utf-8"))
+    printed = "".join(
+        line for cell in output["cells"] for part in cell.get("outputs", ()) for line in part.get("text", ())
+    )
+    ran = re.findall(
+        r"^(\S.*?) +' (\d{5})\S*' +live +([\d,]+) +allocated +([\d,]+) bytes$", printed, re.MULTILINE
+    )
+    assert len(ran) == 6
+    table = (ROOT / "results/README.md").read_text(encoding="utf-8")
+    for spec, answer, live, allocated in ran:
+        assert f"| `{spec}` | {answer} | {live} | {allocated} |" in table

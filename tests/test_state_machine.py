@@ -18,12 +18,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
 from tiny import quick_compiles  # noqa: F401
 
+from kvjax.algebra import Native, Selection, Storage
 from kvjax.cache import pages as paging
 from kvjax.cache import pool
 from kvjax.cache import ring as rings
 from kvjax.cache.pages import Pages
 from kvjax.cache.ring import Entry
-from kvjax.policy import Native, Selection, Storage
 from kvjax.storage.int4 import Int4
 from kvjax.storage.int8 import Int8
 

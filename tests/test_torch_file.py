@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from torch_writer import FLOAT, TENSOR, Call, Storage, published, stand_in, write_torch
 
-from kvjax.torch_file import TorchFileError, read_tensors
+from kvjax.weights.torch_file import TorchFileError, read_tensors
 
 
 def test_tensors_of_a_torch_file(tmp_path):

@@ -18,13 +18,13 @@ import numpy as np
 import pytest
 
 from kvjax import decode
+from kvjax.algebra import Admission, Observation, Policy
 from kvjax.cache import pool
 from kvjax.cache.pages import Pages
 from kvjax.cache.state import KVState
-from kvjax.decode import walk
+from kvjax.decode import _step
 from kvjax.models import decoder
 from kvjax.models.spec import ModelSpec, Rope
-from kvjax.policy import Admission, Observation, Policy
 from pallas_kernels.ragged_decode.api import floats
 
 PAGE = 8
@@ -143,9 +143,11 @@ def read(
     for begin in range(0, tokens.shape[1], chunk):
         count = np.clip(lengths - begin, 0, chunk).astype(np.int32)
         piece = tokens[:, begin : begin + chunk]
-        state, x = walk.chunk_program(tiny.network, policy, tiny.params, weights(policy), state, piece, count)
+        state, x = _step.chunk_program(
+            tiny.network, policy, tiny.params, weights(policy), state, piece, count
+        )
         last = np.where(count[:, None] > 0, np.asarray(x), last)
-    return state, np.asarray(walk.logits_of(tiny.network, tiny.params, last))
+    return state, np.asarray(_step.logits_of(tiny.network, tiny.params, last))
 
 
 def feed(

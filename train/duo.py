@@ -22,10 +22,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from kvjax.learned import save_weights
 from kvjax.models.hf import ModelError
 from kvjax.models.spec import ModelSpec
+from kvjax.policies.duo import Duo
 from kvjax.types import Heads, Params
+from kvjax.weights import save_weights
 from train import distill, gate_rows, gates, loop
 from train.gate_settings import ConfigError, Settings, backbone, optimizer, read
 
@@ -131,7 +132,7 @@ def export(settings: Settings, file: Path) -> None:
     step, found = gates.latest(settings, pattern, make_optimizer(settings))
     notes: dict[str, Any] = {"lambda": settings.lam, "sinks": settings.sinks, "window": settings.gate.window}
     notes |= {"seed": settings.seed, "step": step, "config": settings.name}
-    save_weights(file, model, "duo", found["admission"], notes=notes)
+    save_weights(file, model, Duo(window=settings.gate.window), found["admission"], notes=notes)
     shutil.copyfile(settings.folder / "log.jsonl", file.with_suffix(".jsonl"))
     print(f"{file} holds the pattern of step {step}")
 

@@ -22,7 +22,8 @@ import yaml
 from tqdm import tqdm
 
 from kvjax.types import Params
-from train import diversity, recall, rows, tasks
+from studies.wg_kv import heads
+from train import recall, rows, tasks
 from train.pretrain import latest
 from train.setup import Setup, round_to, setup
 from train.tasks import niah, tracking, words
@@ -83,7 +84,7 @@ def evaluate(have: Setup, params: Params, *, count: int) -> dict[str, Any]:
 
     Returns:
       A JSON tree: needles (by number of keys and length: mean, by depth), ruler and tasks (by name and
-      length), ablation (``diversity.ablate``), heads (``diversity.measure``), bits_per_byte.
+      length), ablation (``heads.ablate``), heads (``heads.measure``), bits_per_byte.
     """
     rounded, spec = round_to(params, "bfloat16"), have.spec
     plain = vocabulary_source(have)
@@ -118,7 +119,7 @@ def evaluate(have: Setup, params: Params, *, count: int) -> dict[str, Any]:
                 for length in question.lengths
             }
     table["bits_per_byte"] = round(recall.bits_per_byte(spec, rounded, have.books, windows=128), 4)
-    table["heads"] = diversity.measure(spec, rounded, have.held)
+    table["heads"] = heads.measure(spec, rounded, have.held)
 
     def further(lame: Params) -> dict[str, float]:
         ask = functools.partial(recall.task_recall, spec, lame, count=count // 4, seed=3)
@@ -128,7 +129,7 @@ def evaluate(have: Setup, params: Params, *, count: int) -> dict[str, Any]:
             "bits_per_byte": round(recall.bits_per_byte(spec, lame, have.books, windows=16), 3),
         }
 
-    table["ablation"] = diversity.ablate(spec, rounded, have.held, count=count // 4, further=further)
+    table["ablation"] = heads.ablate(spec, rounded, have.held, count=count // 4, further=further)
     return table
 
 

@@ -1,9 +1,9 @@
-"""The card of a model's gates: what each file keeps and loses, from the logs that lie beside the files.
+"""The card of a model's learned weights: what each file keeps and loses, from the logs beside the files.
 
 python -m train.gate_card --config configs/gates/small.yaml --duo configs/gates/duo-small.yaml \\
-    --out kvjax/assets/small/gates
+    --out kvjax/assets/small/weights
 
-Every number comes from ``NAME.jsonl``; only the prose is written here.
+Every number comes from ``write_gate/NAME.jsonl`` and ``duo/default.jsonl``; only the prose is written here.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ if TYPE_CHECKING:
     import numpy as np
     from jaxtyping import Float
 
-HEADER = """# Gates of the embedded model
+HEADER = """# Learned weights of the embedded model
 
-Learned weights of `--policy wg-kv`: a gate per layer and KV head that says, when a token is written, whether
-it outlives the window of {window} tokens (WG-KV, [arXiv 2512.17452](https://arxiv.org/abs/2512.17452)).
+`write_gate/` holds those of `--policy wg-kv`: a gate per layer and KV head that says, when a token is
+written, whether it outlives the window of {window} tokens (WG-KV,
+[arXiv 2512.17452](https://arxiv.org/abs/2512.17452)).
 Trained by `train.gates` on the frozen model: mean squared error of the hidden states after the final norm to
 those of the untouched model, plus lambda times what the gates keep (cost `{cost}`). At inference a token is
-kept where its gate is at least {tau}. `duo.safetensors` is the head pattern of `--policy duo`
+kept where its gate is at least {tau}. `duo/` holds the head pattern of `--policy duo`
 (DuoAttention, [arXiv 2410.10819](https://arxiv.org/abs/2410.10819)), learned by `train.duo`.
 
 Every file is bound to the weights of `../model.safetensors` by a fingerprint in its header.
@@ -80,7 +81,7 @@ def table(config: dict[str, Any], folder: Path) -> str:
     head = ("file", "lambda", "length", "mean gate, %", "kept at tau, %", "loss, soft", "loss, tau")
     text = _row(*head) + _row(*["---"] * len(head))
     for name, lam in config["loss"]["lambdas"].items():
-        found = last_check(records(folder / f"{name}.jsonl"))
+        found = last_check(records(folder / f"write_gate/{name}.jsonl"))
         for n in lengths:
             gate, kept = (f"{100 * found[f'{key}_{n}']:.1f}" for key in ("gate", "kept"))
             soft, hard = (f"{found[f'{key}_{n}']:.4f}" for key in ("soft", "hard"))
@@ -95,7 +96,7 @@ def recall(config: dict[str, Any], folder: Path) -> str:
     heads = [f"{a['keys']} hidden, {a['length']} tokens (n = {a['count']}), %" for a in asked]
     text = _row("file", *heads) + _row(*["---"] * (1 + len(heads)))
     for name in config["loss"]["lambdas"]:
-        found = last_check(records(folder / f"{name}.jsonl"))
+        found = last_check(records(folder / f"write_gate/{name}.jsonl"))
         text += _row(name, *(f"{100 * found[key]:.0f}" for key in keys))
     return text
 
@@ -104,16 +105,15 @@ def runs(config: dict[str, Any], path: Path, folder: Path) -> str:
     """Commands, seeds, steps."""
     text = ""
     for name in config["loss"]["lambdas"]:
-        steps, seed = records(folder / f"{name}.jsonl")[-1]["step"], config["seed"]
+        steps, seed = records(folder / f"write_gate/{name}.jsonl")[-1]["step"], config["seed"]
         command = f"    python -m train.gates --config {path} --strength {name}"
-        text += (
-            f"{command}      # {steps} steps, seed {seed}\n{command} --export {folder}/{name}.safetensors\n"
-        )
+        text += f"{command}      # {steps} steps, seed {seed}\n"
+        text += f"{command} --export {folder}/write_gate/{name}.safetensors\n"
     return text
 
 
 def card(gates: Path, duo: Path, folder: Path) -> str:
-    """The whole README of a folder of gates."""
+    """The whole README of a folder of weights."""
     config, pattern = (yaml.safe_load(path.read_text()) for path in (gates, duo))
     gate, data = config["gate"], config["data"]
     text = HEADER.format(window=gate["window"], cost=config["loss"]["cost"], tau=gate["tau"])
@@ -123,25 +123,25 @@ def card(gates: Path, duo: Path, folder: Path) -> str:
     text += table(config, folder) + "\nNeedles found in held-out text through the thresholded gates:\n\n"
     text += recall(config, folder) + "\n"
     for name in config["loss"]["lambdas"]:
-        text += f"![Gates of each head, {name}]({name}.png)\n"
+        text += f"![Gates of each head, {name}](write_gate/{name}.png)\n"
     text += "\n## Training\n\n" + runs(config, gates, folder)
     lengths = ", ".join(map(str, data["lengths"]))
-    text += f"\n{data['tokens']} tokens a batch, rows of {lengths}. Logs: `NAME.jsonl`.\n"
+    text += f"\n{data['tokens']} tokens a batch, rows of {lengths}. Logs: `write_gate/NAME.jsonl`.\n"
     return text + "\n" + pattern_part(pattern, duo, folder) + FOOTER
 
 
 def pattern_part(config: dict[str, Any], path: Path, folder: Path) -> str:
     """The learned head pattern."""
-    found = last_check(records(folder / "duo.jsonl"))
+    found = last_check(records(folder / "duo/default.jsonl"))
     text = "## Head pattern\n\nalpha of every KV head, 1 a retrieval head, 0 a streaming head "
     text += f"({config['sinks']} sinks, window {config['gate']['window']}):\n\n"
     alphas = {name.split("_", 1)[1]: x for name, x in found.items() if name.startswith("alpha_")}
     text += _row("layer_head", *alphas) + _row(*["---"] * (1 + len(alphas)))
     text += _row("alpha", *(f"{x:.3f}" for x in alphas.values()))
     text += f"\nDistillation loss at the answers {found['distill']:.4f}, mean alpha {found['alpha']:.3f}.\n\n"
-    steps = records(folder / "duo.jsonl")[-1]["step"]
+    steps = records(folder / "duo/default.jsonl")[-1]["step"]
     text += f"    python -m train.duo --config {path}      # {steps} steps, seed {config['seed']}\n"
-    return text + f"    python -m train.duo --config {path} --export {folder}/duo.safetensors\n"
+    return text + f"    python -m train.duo --config {path} --export {folder}/duo/default.safetensors\n"
 
 
 def main() -> None:
@@ -150,7 +150,7 @@ def main() -> None:
     parser.add_argument("--config", type=Path, required=True, help="of the gates")
     parser.add_argument("--duo", type=Path, required=True, help="config of the head pattern")
     parser.add_argument(
-        "--out", type=Path, required=True, help="the folder of exported files, gets README.md"
+        "--out", type=Path, required=True, help="the folder of both parts' exported files, gets README.md"
     )
     args = parser.parse_args()
     (args.out / "README.md").write_text(card(args.config, args.duo, args.out))

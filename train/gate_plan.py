@@ -17,7 +17,7 @@ from train import loop, mesh
 from train.gate_settings import ConfigError, Settings, backbone, optimizer
 
 if TYPE_CHECKING:
-    from pallas_kernels import aot
+    from pallas_kernels.measure import aot
 
 LIMITS = {"v5e": 15.75, "v6e": 31.25, "v5p": 95.74, "tpu7x": 94.75}
 """GiB of a chip's memory that libtpu lets one program have (tpu7x: of one of its two cores)."""
@@ -62,7 +62,7 @@ def slice_of(name: str, axes: tuple[int, int]) -> tuple[aot.Target, mesh.Layout]
     Raises:
       ConfigError: no such topology, no compiler for it, or not as many chips as the mesh has places.
     """
-    from pallas_kernels import aot  # sets what libtpu reads when it loads: not beside real chips
+    from pallas_kernels.measure import aot  # sets what libtpu reads when it loads: not beside real chips
 
     chip = name.split(":")[0]
     if chip not in LIMITS:

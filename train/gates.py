@@ -25,12 +25,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from kvjax.learned import save_weights
 from kvjax.models.decoder import logits as vocabulary
 from kvjax.models.hf import ModelError
 from kvjax.models.spec import ModelSpec
-from kvjax.policies.wg_kv import gate_logits, initial
+from kvjax.policies.wg_kv import WriteGate, gate_logits, initial
 from kvjax.types import Params
+from kvjax.weights import save_weights
 from train import distill, gate_card, gate_plan, gate_rows, loop, mesh, recall
 from train.gate_settings import ConfigError, Settings, backbone, optimizer, read
 
@@ -217,7 +217,7 @@ def export(settings: Settings, file: Path) -> None:
     gate, layout = settings.gate, make_layout(settings)
     notes: dict[str, Any] = {"lambda": settings.lam, "tau": gate.tau, "window": gate.window}
     notes |= {"seed": settings.seed, "step": step, "strength": settings.strength, "cost": settings.cost}
-    save_weights(file, model, "wg-kv", params["admission"], notes=notes)
+    save_weights(file, model, WriteGate(window=gate.window), params["admission"], notes=notes)
     shutil.copyfile(settings.folder / "log.jsonl", file.with_suffix(".jsonl"))
     print(f"{file} holds the gates of step {step}")
     if importlib.util.find_spec("matplotlib") is None:

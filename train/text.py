@@ -12,12 +12,13 @@ import gzip
 import hashlib
 import os
 import re
-import zlib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+
+from kvjax.eval.tasks.words import held_out_word as held_out_word
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -84,11 +85,6 @@ def _generated(rng: np.random.Generator) -> Corpus:
     return Corpus(
         train=(book(4000), book(4000)), held=(book(800),), essays=book(1500), words=tuple(w for w in words)
     )
-
-
-def held_out_word(word: str) -> bool:
-    """Whether a key word belongs to evaluation: a fixed fifth, by checksum, the same in every program."""
-    return zlib.crc32(word.encode()) % 5 == 0
 
 
 def unwrap(text: str) -> str:

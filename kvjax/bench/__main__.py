@@ -1,7 +1,4 @@
-"""The commands: one place that reads the command line and turns every outcome into an exit code.
-
-0 done; 2 bad input, one sentence on standard error; 130 stopped by Ctrl-C.
-"""
+"""The commands ``python -m kvjax.bench``."""
 
 from __future__ import annotations
 
@@ -10,39 +7,34 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from kvjax import cli
 from kvjax.bench import arguments, machine, results
 from kvjax.bench.arguments import Asked
-from kvjax.bench.errors import BenchError
 from kvjax.bench.journal import Journal
-from kvjax.policy import PolicyError
+from kvjax.cli import InputError
 
 Row = dict[str, Any]
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command; the exit code.
 
     Args:
       argv: the words after ``python -m kvjax.bench``; None reads them from the process.
     """
-    words = sys.argv[1:] if argv is None else argv
-    try:
-        asked = arguments.parse(words)
-        {"host": _host, "peers": _peers, "plot": _plot}.get(asked.what, _table)(asked, words)
-    except (BenchError, PolicyError) as error:
-        print("error:", " ".join(str(error).split()), file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print(file=sys.stderr)
-        return 130
-    return 0
+    return cli.run(_bench, argv)
 
 
-def _host(asked: Asked, words: list[str]) -> None:
+def _bench(words: Sequence[str]) -> None:
+    asked = arguments.parse(words)
+    {"host": _host, "peers": _peers, "plot": _plot}.get(asked.what, _table)(asked, words)
+
+
+def _host(asked: Asked, words: Sequence[str]) -> None:
     from kvjax.bench.host import host
 
     del words
@@ -50,7 +42,7 @@ def _host(asked: Asked, words: list[str]) -> None:
         print(json.dumps(host(asked.layers, spec, asked.repeats)), flush=True)
 
 
-def _peers(asked: Asked, words: list[str]) -> None:
+def _peers(asked: Asked, words: Sequence[str]) -> None:
     from kvjax.bench import peers
 
     del words
@@ -59,25 +51,29 @@ def _peers(asked: Asked, words: list[str]) -> None:
     print(f"made; use it with --peers {asked.make}", file=sys.stderr)
 
 
-def _plot(asked: Asked, words: list[str]) -> None:
-    from kvjax.bench import page, plot
+def _plot(asked: Asked, words: Sequence[str]) -> None:
+    from kvjax.bench import plot, summary
 
     del words
     folder = asked.out or Path("results/bench")
-    for file in (*plot.draw(folder), page.write(folder)):
+    for file in (*plot.draw(folder), summary.write(folder)):
         print(file)
 
 
-def _table(asked: Asked, words: list[str]) -> None:
+def _table(asked: Asked, words: Sequence[str]) -> None:
     """decode, prefill, profile: measure, print rows as they come, keep them, save them at the end."""
-    from kvjax.bench import weights
+    from kvjax.bench import random_model
 
     settings, job = asked.settings, _job(asked.what)
     assert settings is not None  # noqa: S101  (the parser made them)
     run: Row = {
         "command": results.written_command(words),
         "machine": machine.facts(settings.threads),
-        "model": {"size": settings.size, "seed": settings.seed, "parameters": weights.count(settings.spec)},
+        "model": {
+            "size": settings.size,
+            "seed": settings.seed,
+            "parameters": random_model.count(settings.spec),
+        },
     }
     if asked.out and (asked.out / f"{asked.what}.json").exists():
         results.read(asked.out / f"{asked.what}.json")  # raises before an hour of work, not after it
@@ -90,7 +86,7 @@ def _table(asked: Asked, words: list[str]) -> None:
 
     with tempfile.TemporaryDirectory() as home, _bar(asked.what, job.work(settings, have)) as (tick, say):
         folder = Path(home) / "model"
-        weights.write(folder, settings.spec, settings.seed)
+        random_model.write(folder, settings.spec, settings.seed)
 
         def done(group: list[Row]) -> None:
             rows.extend(group)
@@ -115,7 +111,7 @@ def _conclude(asked: Asked, run: Row) -> None:
     """Ratios, files, and a word where a side of ours failed.
 
     Raises:
-      BenchError: a row of ours was not measured.
+      InputError: a row of ours was not measured.
     """
     from kvjax.bench import profile, ratios
 
@@ -132,7 +128,7 @@ def _conclude(asked: Asked, run: Row) -> None:
             print(page)
     failed = [row for row in run["rows"] if row["system"] == "kvjax" and "skipped" in row]
     if failed and asked.what != "profile":  # there a policy may want weights nobody gave
-        raise BenchError(f"{failed[0]['config']} was not measured: {failed[0]['skipped']}.")
+        raise InputError(f"{failed[0]['config']} was not measured: {failed[0]['skipped']}.")
 
 
 class _bar:  # noqa: N801  (used as a verb: ``with _bar(...)``)
@@ -161,4 +157,4 @@ class _bar:  # noqa: N801  (used as a verb: ``with _bar(...)``)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    cli.start(main)

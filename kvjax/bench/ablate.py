@@ -1,4 +1,4 @@
-"""The process behind ``profile``: times the ladder of ``cut.py`` on a synthetic state, in turns."""
+"""The process behind ``profile``: times the ladder of ``ladder.py`` on a synthetic state, in turns."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax import decode, metrics
+from kvjax.algebra import Policy
 from kvjax.bench import machine
-from kvjax.bench.answering import answer
-from kvjax.bench.cut import Cut
+from kvjax.bench.child import answer
 from kvjax.bench.fill import filled, untrained
+from kvjax.bench.host import cost
+from kvjax.bench.ladder import Cut
 from kvjax.cache.state import KVState
-from kvjax.compose import policy
+from kvjax.catalogue import policy
 from kvjax.loading import LanguageModel, load
-from kvjax.policy import Policy
 from kvjax.sampling import sampling
 from kvjax.types import EMPTY, Network, Params
 
@@ -56,12 +57,13 @@ class Bench:
         bytes_ = metrics.nbytes(state).total
         seconds = self._ladder(chosen, weights, rungs, state, tokens, warm, rounds)
         found = {name: statistics.median(times) for name, times in seconds.items()}
+        _, host = cost(self.model.params, chosen, jax.tree.map(jnp.copy, state), HOST_CALLS)
         moved = sum(leaf.nbytes for leaf in jax.tree.leaves((self.model.params, weights)))
         return {
             "policy": repr(chosen),
             "seconds": found,
             "rounds": {name: [round(t, 7) for t in times] for name, times in seconds.items()},
-            "host": self._host(chosen, state) / tokens,
+            "host": host / tokens,
             "live_bytes": bytes_["live"],
             "allocated_bytes": bytes_["allocated"],
             "weight_bytes": moved,
@@ -98,20 +100,6 @@ class Bench:
                 times[name].append((time.perf_counter() - begun) / tokens)
                 held[name] = (after, run)
         return {name: found[warm:] for name, found in times.items()}
-
-    def _host(self, chosen: Policy, state: KVState) -> float:
-        """Seconds a segment costs the host: the look at page counts, all leaves through an empty program."""
-        assert self.model is not None  # noqa: S101
-        passing = jax.jit(lambda params, state: state, donate_argnums=1)
-        state = jax.tree.map(jnp.copy, state)
-        times = []
-        for _ in range(HOST_CALLS):
-            begun = time.perf_counter()
-            state = decode.reserve(chosen, state, 1, 1)
-            state = passing(self.model.params, state)
-            jax.block_until_ready(state.length)
-            times.append(time.perf_counter() - begun)
-        return statistics.median(times)
 
 
 def main() -> None:

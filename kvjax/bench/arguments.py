@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-from kvjax.bench.errors import BenchError
+from kvjax import cli
+from kvjax.bench.random_model import SIZES
 from kvjax.bench.sides import Settings
-from kvjax.bench.weights import SIZES
 
 DTYPES = ("float32", "bfloat16")
 
@@ -49,18 +48,11 @@ class Asked:
     pip: tuple[str, ...] = ()
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        # Our own checks already name the option; argparse would name it twice.
-        message = re.sub(r"^argument (\S+: )?(?=--)", "", message)
-        raise BenchError(message if message.endswith(".") else f"{message}. See {self.prog} --help.")
-
-
 def parse(words: Sequence[str]) -> Asked:
     """The command and its options.
 
     Raises:
-      BenchError: an unknown word, a number out of range, a folder without peers.
+      InputError: an unknown word, a number out of range, a folder without peers.
       PolicyError: a policy that cannot be built.
     """
     said = vars(_parser("--quick" in words).parse_args(words))
@@ -79,15 +71,15 @@ def parse(words: Sequence[str]) -> Asked:
     return Asked(what=what, settings=Settings(**given), out=out, json=as_json)
 
 
-def _parser(quick: bool) -> _Parser:
-    parser = _Parser(
+def _parser(quick: bool) -> cli.Parser:
+    parser = cli.Parser(
         prog="python -m kvjax.bench", description="Benchmarks of the KV cache, beside our peers."
     )
     what = parser.add_subparsers(dest="what", required=True)
     one = what.add_parser("host", help="host cost of a decode step")
-    one.add_argument("--layers", type=_whole("--layers"), default=36)
-    one.add_argument("--policy", action="append", help="one-string form; may be given several times")
-    one.add_argument("--repeats", type=_whole("--repeats"), default=300)
+    one.add_argument("--layers", type=cli.whole("--layers"), default=36)
+    cli.add(one, "--policy", action="append", help="one-string form; may be given several times")
+    one.add_argument("--repeats", type=cli.whole("--repeats"), default=300)
     usual = QUICK if quick else {}
     beside = what.add_parser("decode", help="tokens a second, beside transformers and kvpress")
     _measuring(beside, peers=True, defaults=usual)
@@ -96,7 +88,7 @@ def _parser(quick: bool) -> _Parser:
     alone = what.add_parser("profile", help="where a decode step's time goes")
     _measuring(alone, peers=False, defaults={"context": [2048, 32768], "dtype": ["float32"]} | usual)
     plot = what.add_parser("plot", help="pictures and a page of saved results")
-    plot.add_argument("--out", type=Path, metavar="DIR", help="folder of results (default: results/bench)")
+    cli.add(plot, "--out", help="folder of results (default: results/bench)")
     peers = what.add_parser("peers", help="make the environment with transformers and kvpress")
     peers.add_argument("--make", type=Path, metavar="DIR", required=True, help="a new virtual environment")
     peers.add_argument(
@@ -118,7 +110,7 @@ def _measuring(parser: argparse.ArgumentParser, peers: bool, defaults: dict[str,
         parser.add_argument(f"--{name}", default=usual, help=f"{help} (default: {shown})", **how)
 
     def number(name: str, help: str, least: int = 1, **how: Any) -> None:
-        add(name, help, metavar="N", type=_whole(f"--{name}", least), **how)
+        add(name, help, metavar="N", type=cli.whole(f"--{name}", least), **how)
 
     number("context", "prompt and new tokens of a row together", nargs="+")
     if peers:
@@ -131,24 +123,8 @@ def _measuring(parser: argparse.ArgumentParser, peers: bool, defaults: dict[str,
     number("threads", "CPUs each side is pinned to")
     number("tokens", "of a row in one timed piece")
     number("rounds", "timed pieces (prefill: calls) of each side, in turns")
-    parser.add_argument(
-        "--out",
-        type=Path,
-        metavar="DIR",
-        help="save rows there, such as results/bench; an interrupted run goes on from there",
+    cli.add(
+        parser, "--out", help="save rows there, such as results/bench; an interrupted run goes on from there"
     )
     parser.add_argument("--quick", action="store_true", help="seconds instead of minutes: only that it runs")
-    parser.add_argument("--json", action="store_true", help="rows as JSON lines")
-
-
-def _whole(flag: str, least: int = 1) -> Callable[[str], int]:
-    """An argparse type: a whole number from ``least``; the message names flag, rule and way out."""
-
-    def read(text: str) -> int:
-        if not text.isdecimal() or int(text) < least:
-            raise argparse.ArgumentTypeError(
-                f"{flag} {text} is out of range. Give a whole number, {least} or more."
-            )
-        return int(text)
-
-    return read
+    cli.add(parser, "--json", help="rows as JSON lines")

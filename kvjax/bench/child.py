@@ -1,12 +1,20 @@
-"""One side of a comparison: a process that is asked for one thing at a time and answers in JSON lines."""
+"""One side of a comparison: a process that is asked for one thing at a time and answers in JSON lines.
+
+``Child`` is the asking end; ``answer`` is what a child of ours does with what it is asked. The peers' script,
+which imports nothing of ours, has an ``answer`` of its own.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
+import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+from kvjax.bench import machine
 
 
 class ChildError(RuntimeError):
@@ -19,14 +27,16 @@ class Child:
     Use it in a ``with``; leaving ends the process.
     """
 
-    def __init__(self, command: Sequence[str], environment: dict[str, str]) -> None:
+    def __init__(self, command: Sequence[str], threads: int) -> None:
+        """Start it, pinned to so many CPUs (its last argument names them)."""
+        cpus = ",".join(map(str, machine.cpus(threads)))
         self._said = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115
         self._process = subprocess.Popen(
-            list(command),
+            [*command, cpus],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._said,
-            env=environment,
+            env=machine.environment(threads),
             text=True,
         )
 
@@ -75,3 +85,17 @@ class Child:
         self._said.seek(0)
         lines = [line.strip() for line in self._said if line.strip()]
         return f"the process ended with {code}: {lines[-1] if lines else 'it said nothing'}"
+
+
+def answer(verbs: Mapping[str, Callable[..., dict[str, Any]]]) -> None:
+    """Pin this process to the CPUs named on its command line and answer until standard input ends."""
+    machine.pin([int(cpu) for cpu in sys.argv[1].split(",")])
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever a library prints is no answer
+    for line in sys.stdin:
+        request = json.loads(line)
+        try:
+            found = verbs[request.pop("do")](**request)
+        except Exception as error:  # the other end decides what an error means
+            found = {"error": f"{type(error).__name__}: {' '.join(str(error).split())}"}
+        print(json.dumps(found), file=answers, flush=True)

@@ -16,37 +16,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax import ageing, decode
+from kvjax import decode
 from kvjax import layer as layers
+from kvjax.algebra import Policy
 from kvjax.cache import pool
 from kvjax.cache import state as states
 from kvjax.cache.ring import Entry
 from kvjax.cache.state import KVState, LayerCache
-from kvjax.gates import random_gates
 from kvjax.models.decoder import Decoder
 from kvjax.models.spec import ModelSpec
-from kvjax.policies.wg_kv import WriteGate
-from kvjax.policy import Policy
 from kvjax.types import Heads, Params, Weighted
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Int
 
 
-SHARE = 0.25
-"""Of the tokens that untrained write gates admit."""
-
-
 def untrained(model: Weighted, policy: Policy, seed: int) -> Params:
     """Learned weights that have learned nothing, and cost what trained ones do."""
-    network = model.network
-    found: Params = {
-        part.place: part.example_weights(jax.random.PRNGKey(seed), network) for part in policy.learned
-    }
-    if isinstance(policy.admission, WriteGate):
-        tokens = min(1024, network.max_positions)
-        found["admission"] = random_gates(model, SHARE, policy.admission, tokens=tokens, seed=seed)
-    return found
+    return {part.place: part.untrained(model, seed) for part in policy.learned}
 
 
 def filled(
@@ -68,7 +55,7 @@ def filled(
         judged, kept = _judged(
             network.spec, policy, tokens, dtype, room.ring.window, mine, jnp.asarray(index), key
         )
-        pages = ageing.pages_for(policy, room, np.asarray(kept))
+        pages = decode.prompt_pages(policy, room, np.asarray(kept))
         rooms.append(_packed(policy, network.num_layers, pages, room, judged, jnp.asarray(index)))
     seen = jnp.full(1, tokens, jnp.int32)
     state = dataclasses.replace(state, layers=tuple(rooms), length=seen, total=jnp.copy(seen))
@@ -92,17 +79,19 @@ def _judged(
     total = jnp.full(1, tokens, jnp.int32)
     pos = jnp.arange(tokens, dtype=jnp.int32)[None]
     heads = _drawn(spec, tokens, dtype, key)
-    site = layers.Site(policy, weights, index, spec.num_layers, None, total)
+    site = layers.LayerInfo(policy, weights, index, spec.num_layers, None, total)
     seen = layers.observe(site, heads, pos)
     new = layers.arriving(site, heads, pos, seen)
     if policy.budget.limited and policy.eviction.needs_mass:  # drawn, too: attention itself costs minutes
         mass = jax.random.exponential(jax.random.fold_in(key, 1), (1, spec.num_heads, tokens)) / tokens
         seen = dataclasses.replace(seen, values=seen.values | {"mass": mass})
         if policy.tracks_mass:
-            new = dataclasses.replace(new, meta=layers.told(site, pos[:, None], new.meta, mass, total))
+            new = dataclasses.replace(
+                new, meta=layers.receive_mass(site, pos[:, None], new.meta, mass, total)
+            )
     if policy.budget.limited:
-        new = dataclasses.replace(new, admit=new.admit & layers.verdict(site, new, seen))
-    return new, layers.survivors(new, total, window)
+        new = dataclasses.replace(new, admit=new.admit & layers.retained(site, new, seen))
+    return new, layers.count_stored(new, total, window)
 
 
 def _drawn(spec: ModelSpec, tokens: int, dtype: jnp.dtype, key: Array) -> Heads:
@@ -122,5 +111,5 @@ def _packed(
     policy: Policy, count: int, pages: tuple[int, ...], room: LayerCache, judged: Entry, index: Int[Array, ""]
 ) -> LayerCache:
     total = jnp.full(1, judged.pos.shape[1], jnp.int32)
-    room = room.with_rooms([pool.resize(held, count) for held, count in zip(room.rooms, pages)])
-    return layers.pack(layers.Site(policy, {}, index, count, None, total), room, judged, total)
+    room = room.with_pools([pool.resize(held, count) for held, count in zip(room.pools, pages)])
+    return layers.store(layers.LayerInfo(policy, {}, index, count, None, total), room, judged, total)

@@ -8,18 +8,18 @@ import re
 import subprocess
 from pathlib import Path
 
-from kvjax.bench.errors import BenchError
+from kvjax.cli import InputError
 
 
 def cpus(threads: int) -> list[int]:
     """The CPUs every measured process is pinned to: the last ``threads`` this process may use.
 
     Raises:
-      BenchError: more threads than CPUs.
+      InputError: more threads than CPUs.
     """
     mine = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
     if threads > len(mine):
-        raise BenchError(f"--threads {threads} exceeds the {len(mine)} CPUs of this process. Ask for fewer.")
+        raise InputError(f"--threads {threads} exceeds the {len(mine)} CPUs of this process. Ask for fewer.")
     return list(mine)[-threads:]
 
 
@@ -30,12 +30,23 @@ def pin(to: list[int]) -> None:
 
 
 def environment(threads: int) -> dict[str, str]:
-    """What a measured process must find in its environment before it imports anything."""
+    """What a measured process must find in its environment before it imports anything.
+
+    Programs are compiled, never fetched: seconds of compiling are the compiler's own.
+    """
     flags = os.environ.get("XLA_FLAGS", "")
     if threads == 1:
         flags += " --xla_cpu_multi_thread_eigen=false"
     known = {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads), "JAX_PLATFORMS": "cpu"}
-    return dict(os.environ) | known | {"XLA_FLAGS": flags.strip(), "HF_HUB_OFFLINE": "1"}
+    return (
+        dict(os.environ)
+        | known
+        | {
+            "XLA_FLAGS": flags.strip(),
+            "HF_HUB_OFFLINE": "1",
+            "JAX_ENABLE_COMPILATION_CACHE": "false",
+        }
+    )
 
 
 def cpu_name() -> str:

@@ -1,9 +1,9 @@
 """Our side of a comparison: ``python -m kvjax.bench.ours CPU,CPU…`` answers requests on standard input.
 
-Parts that learn have untrained weights; write gates admit a quarter of the prompt (``fill.untrained``).
+Parts that learn have untrained weights (``Part.untrained``); write gates admit a quarter of the prompt.
 
 load      read a model folder in a dtype
-prefill   read random prompts under a policy; seconds, and how much of them was compiling
+prefill   read random prompts under a policy; seconds, and how much of them was compiling (``kvjax.timing``)
 start     copy the prefilled rows and draw the first token
 decode    the next few tokens of every row, timed: one piece of ``kvjax.decode.stream``
 bytes     live and allocated bytes of the state, bytes of the compiled programs' temporaries
@@ -12,45 +12,28 @@ memory    of the process; ``forget`` lets the peak start again
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from typing import Any
 
 import jax
 import numpy as np
 
-from kvjax import decode, metrics
+from kvjax import decode, metrics, timing
+from kvjax.algebra import Policy
 from kvjax.bench import machine
-from kvjax.bench.answering import answer
+from kvjax.bench.child import answer
 from kvjax.bench.fill import untrained
 from kvjax.cache import state as states
 from kvjax.cache.state import KVState
-from kvjax.compose import policy
+from kvjax.catalogue import policy
 from kvjax.loading import LanguageModel, load
-from kvjax.policy import Policy
 from kvjax.types import Params
-
-_COMPILING = ("jaxpr_to_mlir_module_duration", "backend_compile_duration")
-
-
-class Compiling:
-    """Counts the seconds JAX spends lowering and compiling; tracing, a small part, is left out."""
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-        jax.monitoring.register_event_duration_secs_listener(self._heard)
-
-    def _heard(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
-        del kwargs
-        if event.endswith(_COMPILING):
-            self.seconds += duration_secs
 
 
 class Side:
     """A model and what it is in the middle of."""
 
     def __init__(self) -> None:
-        self.compiling = Compiling()
         self.model: LanguageModel | None = None
         self.policy: Policy | None = None
         self.weights: Params = {}
@@ -73,14 +56,14 @@ class Side:
             self.weights = jax.block_until_ready(untrained(self.model, self.policy, seed=0))
         self.new, self.every = new, every
         self.prefilled = self.state = self.pieces = None  # a second call must not hold two states
-        compiled, begun = self.compiling.seconds, time.perf_counter()
+        begun = timing.now()
         state, logits = decode.prefill(
             self.model, self.policy, tokens, context=len(tokens[0]) + new, weights=self.weights
         )
         np.asarray(logits.argmax(axis=-1))  # the first token, on the host
-        seconds = time.perf_counter() - begun
+        took = timing.now() - begun
         self.prefilled = (jax.block_until_ready(state), logits)
-        return {"seconds": seconds, "compile_seconds": self.compiling.seconds - compiled} | self.bytes()
+        return {"seconds": took.wall, "compile_seconds": took.compiling} | self.bytes()
 
     def start(self, rows: int) -> dict[str, Any]:
         """Decode from copies of the first prefilled row."""
@@ -106,11 +89,10 @@ class Side:
     def decode(self) -> dict[str, Any]:
         """One more piece, timed."""
         assert self.pieces is not None  # noqa: S101
-        compiled, begun = self.compiling.seconds, time.perf_counter()
+        begun = timing.now()
         found, self.state = next(self.pieces)
-        seconds = time.perf_counter() - begun
-        compiling = self.compiling.seconds - compiled
-        return {"seconds": seconds, "tokens": int(found.size), "compile_seconds": compiling}
+        took = timing.now() - begun
+        return {"seconds": took.wall, "tokens": int(found.size), "compile_seconds": took.compiling}
 
     def bytes(self) -> dict[str, Any]:
         """Of the state in hand."""

@@ -11,7 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from kvjax.bench.errors import BenchError
+from kvjax.cli import InputError
 
 TORCH = "torch==2.13.0"
 PINS = ("transformers==5.2.0", "kvpress==0.5.5", "safetensors")
@@ -34,10 +34,10 @@ def make(folder: Path, pip_arguments: tuple[str, ...] = ()) -> None:
       pip_arguments: put behind ``pip install`` for torch, such as ``--index-url=…/whl/cpu``.
 
     Raises:
-      BenchError: a folder in use, or a pip that fails.
+      InputError: a folder in use, or a pip that fails.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise BenchError(f"peers --make {folder} will not replace what is there. Remove it, or name another.")
+        raise InputError(f"peers --make {folder} will not replace what is there. Remove it, or name another.")
     install = [str(python_of(folder)), "-m", "pip", "install", "--disable-pip-version-check"]
     # torch first and alone: with it installed, the others' ranges bring no second one.
     steps = [
@@ -49,7 +49,7 @@ def make(folder: Path, pip_arguments: tuple[str, ...] = ()) -> None:
         print("+", " ".join(step), file=sys.stderr, flush=True)
         done = subprocess.run(step, check=False, stdout=sys.stderr)
         if done.returncode:
-            raise BenchError(
+            raise InputError(
                 f"peers --make {folder}: {' '.join(step[1:5])} … ended with {done.returncode}. See its "
                 "message above; remove the folder before the next try."
             )
@@ -59,11 +59,11 @@ def command(folder: Path) -> list[str]:
     """The command line of a peer process.
 
     Raises:
-      BenchError: no environment there.
+      InputError: no environment there.
     """
     python = python_of(folder)
     if not python.is_file() or not os.access(python, os.X_OK):
-        raise BenchError(
+        raise InputError(
             f"--peers {folder} holds no Python interpreter. Make it with: python -m kvjax.bench peers "
             f"--make {folder}"
         )

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kvjax.bench import results
-from kvjax.bench.errors import BenchError
+from kvjax.cli import InputError
 
 Row = dict[str, Any]
 
@@ -19,7 +19,7 @@ def draw(folder: Path) -> list[Path]:
     """Pictures of every table in ``folder``.
 
     Raises:
-      BenchError: nothing to draw, or no matplotlib.
+      InputError: nothing to draw, or no matplotlib.
     """
     wanted = {
         "decode": [("tokens_per_s", "tokens / s", 1.0), ("allocated_bytes", "cache, MiB allocated", 2.0**20)],
@@ -30,11 +30,11 @@ def draw(folder: Path) -> list[Path]:
     }
     there = {name: fields for name, fields in wanted.items() if (folder / f"{name}.json").exists()}
     if not there:
-        raise BenchError(f"plot --out {folder} finds no decode.json or prefill.json. Run those first.")
+        raise InputError(f"plot --out {folder} finds no decode.json or prefill.json. Run those first.")
     try:
         import matplotlib
     except ImportError:
-        raise BenchError("plot needs matplotlib. Install it: pip install 'kvjax[plot]'") from None
+        raise InputError("plot needs matplotlib. Install it: pip install 'kvjax[plot]'") from None
     matplotlib.use("Agg")
     return [_figure(folder, name, fields) for name, fields in there.items()]
 
@@ -54,7 +54,7 @@ def _figure(folder: Path, name: str, fields: list[tuple[str, str, float]]) -> Pa
 
     rows = newest(results.read(folder / f"{name}.json"))
     if not rows:
-        raise BenchError(f"plot --out {folder}: {name}.json holds no measured row. Run {name} again.")
+        raise InputError(f"plot --out {folder}: {name}.json holds no measured row. Run {name} again.")
     places = sorted({(row["context"], row["batch"]) for row in rows})
     size = (3.6 * len(places), 3.4 * len(fields))
     figure, axes = pyplot.subplots(

@@ -1,7 +1,7 @@
 """``profile``: where a decode step's time goes, for every shipped policy, as a page.
 
-Batch 1. The parts come from a ladder of programs that leave out more and more (``cut.py``), on a state that
-is filled without reading a prompt (``fill.py``), all in one process pinned to the CPUs asked for.
+Batch 1. The parts come from a ladder of programs that leave out more and more (``ladder.py``), on a state
+that is filled without reading a prompt (``fill.py``), all in one process pinned to the CPUs asked for.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvjax import compose
-from kvjax.bench import machine
+from kvjax import catalogue
 from kvjax.bench.child import Child, ChildError
 from kvjax.bench.sides import OURS, WARM, Settings
 
@@ -56,10 +55,22 @@ def cells(settings: Settings, have: Collection[Cell] = ()) -> list[Cell]:
     """What was asked, and where nothing was, every shipped policy; less what is measured already."""
     specs = list(settings.policies)
     if settings.policies == OURS:
-        known = {compose.policy(spec) for spec in specs}
-        specs += [spec for spec in (*compose.PRESETS, EVERY_STEP) if compose.policy(spec) not in known]
+        known = {catalogue.policy(spec) for spec in specs}
+        specs += [spec for spec in (*shipped(), EVERY_STEP) if catalogue.policy(spec) not in known]
     found = itertools.product(settings.dtypes, settings.contexts, specs)
     return [one for one in found if one not in have]
+
+
+def shipped() -> list[str]:
+    """Every preset, and for each discovered part that no preset uses the first example that shows it."""
+    specs = list(catalogue.PRESETS)
+    shown = {type(part) for spec in specs for part in catalogue.policy(spec).parts}
+    for method in catalogue.methods():
+        for example in method.examples:
+            if not shown.issuperset(map(type, example.parts)):
+                specs.append(repr(example))
+                shown.update(map(type, example.parts))
+    return specs
 
 
 def measure(
@@ -94,8 +105,7 @@ def _measured(settings: Settings, child: Child, context: int, spec: str) -> Row:
 
 
 def _process(settings: Settings) -> Child:
-    cpus = ",".join(map(str, machine.cpus(settings.threads)))
-    return Child([sys.executable, "-m", "kvjax.bench.ablate", cpus], machine.environment(settings.threads))
+    return Child([sys.executable, "-m", "kvjax.bench.ablate"], settings.threads)
 
 
 def parts(found: Row) -> Row:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from kvjax.bench.errors import BenchError
+from kvjax.cli import InputError
 
 Row = dict[str, Any]
 
@@ -32,7 +32,7 @@ def save(folder: Path, name: str, run: Row) -> Path:
     """Add a run to ``folder/name.json``; a run of the same command is replaced.
 
     Raises:
-      BenchError: the file is there and is none of ours.
+      InputError: the file is there and is none of ours.
     """
     file = folder / f"{name}.json"
     runs = [old for old in read(file) if old["command"] != run["command"]] if file.exists() else []
@@ -47,17 +47,17 @@ def read(file: Path) -> list[Row]:
     """The runs of a file.
 
     Raises:
-      BenchError: no such file, or not one of ours.
+      InputError: no such file, or not one of ours.
     """
     try:
         runs = json.loads(file.read_text(encoding="utf-8"))["runs"]
         _ = [run["command"] for run in runs]
     except OSError as error:
-        raise BenchError(
+        raise InputError(
             f"{file} cannot be read ({error.strerror}). Run the benchmark with --out first."
         ) from None
     except (ValueError, KeyError, TypeError):
-        raise BenchError(f"{file} is no result of kvjax.bench. Name another folder with --out.") from None
+        raise InputError(f"{file} is no result of kvjax.bench. Name another folder with --out.") from None
     return runs
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from kvjax.bench import machine, peers
 from kvjax.bench.child import Child
-from kvjax.bench.errors import BenchError
-from kvjax.bench.weights import SIZES, count
-from kvjax.compose import policy
+from kvjax.bench.random_model import SIZES, count
+from kvjax.catalogue import policy
+from kvjax.cli import InputError
 from kvjax.models.spec import ModelSpec
 
 FULL, UNIFORM, PER_HEAD = "full", "snapkv + uniform(0.25)", "snapkv + ada(0.25)"
@@ -74,16 +74,16 @@ class Settings:
         for name in self.policies:
             policy(name)  # raises PolicyError
         if self.peers is not None:
-            peers.command(self.peers)  # raises BenchError
+            peers.command(self.peers)  # raises InputError
         machine.cpus(self.threads)
         for context in self.contexts:
             if context > self.spec.max_positions:
-                raise BenchError(
+                raise InputError(
                     f"--context {context} exceeds the {self.spec.max_positions} positions of {self.size}. "
                     "Ask for less."
                 )
             if (context - self.new) * QUARTER.share < 1:
-                raise BenchError(
+                raise InputError(
                     f"--context {context} leaves no prompt before {self.new} new tokens (--tokens "
                     f"{self.tokens}, --rounds {self.rounds}). Raise it, or time fewer tokens."
                 )
@@ -123,13 +123,12 @@ class Settings:
 
     def open(self, config: Config) -> Child:
         """Start the process of one side."""
-        cpus = ",".join(map(str, machine.cpus(self.threads)))
         if config.system == "kvjax":
             command = [sys.executable, "-m", "kvjax.bench.ours"]
         else:
             assert self.peers is not None  # noqa: S101  (the caller skips peers that are absent)
             command = peers.command(self.peers)
-        return Child([*command, cpus], machine.environment(self.threads))
+        return Child(command, self.threads)
 
 
 WARM = 2

@@ -1,4 +1,4 @@
-"""AdaKV: the heads of a layer share its slots, and the scores decide who gets how many.
+"""AdaKV: the heads of a layer share its slots, and the scores decide how many each gets.
 
 Feng et al., Ada-KV: Optimizing KV Cache Eviction by Adaptive Budget Allocation for Efficient LLM
 Inference, https://arxiv.org/abs/2407.11550
@@ -7,12 +7,13 @@ Inference, https://arxiv.org/abs/2407.11550
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
+import functools
+from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 
+from kvjax.algebra import Budget, Frame, Number, When
 from kvjax.budgets import amount as amounts
-from kvjax.policy import Budget, Frame, PolicyError, When
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int
@@ -32,28 +33,43 @@ class Ada(Budget):
     """
 
     name = "ada"
+    arguments = {
+        "amount": amounts.Size(),
+        "floor": Number(0, 1),
+        "when": amounts.Time(),
+    }
+    dials = ("amount", "floor")
+    sizes = ("amount",)
     from_scores = True
     amount: amounts.Amount = 0.25
     floor: float = 0.2
     when: When = "after_prompt"
 
-    def __post_init__(self) -> None:
-        amounts.check(repr(self), self.amount, self.when)
-        if not 0 <= self.floor <= 1:
-            raise PolicyError(f"{self!r}: floor={self.floor} is no share. Give a number in [0, 1].")
+    @functools.cached_property
+    def limit(self) -> amounts.Limit:
+        """The amount, its unit read."""
+        return amounts.limit(self.amount)
+
+    def leaves(self) -> dict[str, Any]:
+        """The limit, and the floor."""
+        return {"limit": self.limit, "floor": self.floor}
 
     @property
     def least(self) -> int | None:
         """The mean, if it is in tokens: protected tokens count towards every head first."""
         return amounts.least(self.amount)
 
+    def layer_mean(self, frame: Frame, length: Int[Array, " B"]) -> Int[Array, " B"]:
+        """The amount, rounded to the nearest slot (halves up)."""
+        return jnp.floor(self.limit.slots(frame, length) + 0.5).astype(jnp.int32)
+
     def targets(
-        self, frame: Frame, seen: Int[Array, " B"], scores: Float[Array, "B K T"] | None
+        self, frame: Frame, length: Int[Array, " B"], scores: Float[Array, "B K T"] | None
     ) -> Int[Array, "B K"]:
         """How many of the layer's best scores fall to each head; ties go to the lowest head and position."""
         assert scores is not None  # noqa: S101  (the caller's contract: from_scores)
         heads, tokens = scores.shape[1:]
-        mean = jnp.floor(amounts.slots(self.amount, frame, seen) + 0.5).astype(jnp.int32)
+        mean = self.layer_mean(frame, length)
         sure = jnp.floor(mean * self.floor).astype(jnp.int32)
         rank = _rank(scores)
         # A head's sure tokens go first in the layer's order, whatever the others score.
@@ -66,3 +82,6 @@ class Ada(Budget):
 def _rank(scores: Float[Array, "... T"]) -> Int[Array, "... T"]:
     """0 for the best; ties to the lowest index."""
     return jnp.argsort(jnp.argsort(-scores, axis=-1, stable=True), axis=-1)
+
+
+PRESETS = {"adakv": "snapkv + ada(0.25)"}

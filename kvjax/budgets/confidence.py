@@ -6,12 +6,13 @@ Li, Miao: CONF-KV: Confidence-Aware KV Cache Eviction with Mixed-Precision Stora
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
+import functools
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 
-from kvjax.policy import Budget, Frame, PolicyError
+from kvjax.algebra import Budget, Frame, Number, PolicyError, Whole
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int
@@ -43,8 +44,19 @@ class Confidence(Budget):
     """
 
     name = "confidence"
+    arguments = {
+        "tight": Whole(1, "number of slots"),
+        "loose": Whole(1, "number of slots"),
+        "threshold": Number(0, 1, "threshold"),
+        "slope": Number(1, what="slope"),
+        "wh": Number(0, 1, "weight"),
+        "wm": Number(0, 1, "weight"),
+        "wp": Number(0, 1, "weight"),
+    }
+    dials = tuple(arguments)
     needs_logits = True
     when = "every_step"
+    sizes = ("tight", "loose")
     tight: int = 128
     loose: int = 512
     threshold: float = 0.7
@@ -54,39 +66,33 @@ class Confidence(Budget):
     wp: float = 0.3
 
     def __post_init__(self) -> None:
-        for name in ("tight", "loose"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise PolicyError(f"{self!r}: {name}={value!r} is no number of slots. Give 1 or more.")
+        super().__post_init__()
         if self.tight > self.loose:
             raise PolicyError(
                 f"{self!r}: tight={self.tight} exceeds loose={self.loose}; a sure step keeps less. Swap them."
-            )
-        for name in ("threshold", "wh", "wm", "wp"):
-            value = getattr(self, name)
-            if not isinstance(value, int | float) or not 0 <= value <= 1:
-                raise PolicyError(f"{self!r}: {name}={value!r} is out of range. Give a number from 0 to 1.")
-        if not isinstance(self.slope, int | float) or not self.slope >= 1:
-            raise PolicyError(
-                f"{self!r}: slope={self.slope!r} would widen the pyramid upwards. Give 1 or more."
             )
         total = self.wh + self.wm + self.wp
         if abs(total - 1) > 1e-6:
             raise PolicyError(f"{self!r}: the weights wh + wm + wp sum to {total:g}. Make it 1.")
 
+    @functools.cached_property
+    def spread(self) -> float:
+        """1 - 1 / slope: how far the first layer lies above the mean, in shares of it."""
+        return 1 - 1 / self.slope
+
+    def leaves(self) -> dict[str, Any]:
+        """All numbers, with the spread for the slope."""
+        return super().leaves() | {"spread": self.spread}
+
     @property
     def least(self) -> int | None:
         """``tight`` at the last layer."""
-        return self.tight - int(self._spread * self.tight + 0.5)
+        return self.tight - int(self.spread * self.tight + 0.5)
 
     @property
     def most(self) -> int | None:
         """``loose`` at the first layer."""
-        return self.loose + int(self._spread * self.loose + 0.5)
-
-    @property
-    def _spread(self) -> float:
-        return 1 - 1 / self.slope
+        return self.loose + int(self.spread * self.loose + 0.5)
 
     def confidence(self, logits: Float[Array, "B V"]) -> Float[Array, " B"]:
         """c, in float32."""
@@ -100,14 +106,14 @@ class Confidence(Budget):
         return self.wh * (1 - flat) + self.wm * jax.nn.sigmoid(first - second) + self.wp * jnp.exp(first)
 
     def targets(
-        self, frame: Frame, seen: Int[Array, " B"], scores: Float[Array, "B K T"] | None
+        self, frame: Frame, length: Int[Array, " B"], scores: Float[Array, "B K T"] | None
     ) -> Int[Array, "B K"]:
         """The same for all heads of a layer."""
         del scores
-        mean = jnp.full(seen.shape, self.loose)
+        mean = jnp.full(length.shape, self.loose)
         if frame.confidence is not None:
             mean = jnp.where(frame.confidence >= self.threshold, self.tight, self.loose)
         steps = frame.layers - 1
-        above = mean * self._spread * (steps - 2 * frame.layer) / max(steps, 1)  # the mirror layer's, negated
+        above = mean * self.spread * (steps - 2 * frame.layer) / max(steps, 1)  # the mirror layer's, negated
         above = jnp.sign(above) * jnp.floor(jnp.abs(above) + 0.5)
         return (mean + above.astype(jnp.int32))[:, None]

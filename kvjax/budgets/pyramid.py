@@ -7,12 +7,13 @@ https://arxiv.org/abs/2406.02069
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
+import functools
+from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 
+from kvjax.algebra import Budget, Frame, Number, When
 from kvjax.budgets import amount as amounts
-from kvjax.policy import Budget, Frame, PolicyError, When
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int
@@ -35,16 +36,30 @@ class Pyramid(Budget):
     """
 
     name = "pyramid"
+    arguments = {
+        "amount": amounts.Size(),
+        "slope": Number(1, what="slope"),
+        "when": amounts.Time(),
+    }
+    dials = ("amount", "slope")
+    sizes = ("amount",)
     amount: amounts.Amount = 0.25
     slope: float = 2.0
     when: When = "after_prompt"
 
-    def __post_init__(self) -> None:
-        amounts.check(repr(self), self.amount, self.when)
-        if self.slope < 1:
-            raise PolicyError(
-                f"{self!r}: slope={self.slope} would widen the pyramid upwards. Give 1 or more."
-            )
+    @functools.cached_property
+    def limit(self) -> amounts.Limit:
+        """The amount, its unit read."""
+        return amounts.limit(self.amount)
+
+    def leaves(self) -> dict[str, Any]:
+        """The limit, and the spread."""
+        return {"limit": self.limit, "spread": self.spread}
+
+    @functools.cached_property
+    def spread(self) -> float:
+        """1 - 1 / slope: how far the first layer lies above the mean, in shares of it."""
+        return 1 - 1 / self.slope
 
     @property
     def least(self) -> int | None:
@@ -59,12 +74,15 @@ class Pyramid(Budget):
         return None if mean is None else int(mean * (2 - 1 / self.slope) + 0.5)
 
     def targets(
-        self, frame: Frame, seen: Int[Array, " B"], scores: Float[Array, "B K T"] | None
+        self, frame: Frame, length: Int[Array, " B"], scores: Float[Array, "B K T"] | None
     ) -> Int[Array, "B K"]:
         """The same for all heads of a layer."""
         del scores
-        mean = amounts.slots(self.amount, frame, seen)
-        spread = jnp.minimum(mean * (1 - 1 / self.slope), jnp.maximum(seen - mean, 0))
+        mean = self.limit.slots(frame, length)
+        spread = jnp.minimum(mean * self.spread, jnp.maximum(length - mean, 0))
         down = 1 - 2 * frame.layer / max(frame.layers - 1, 1)  # +1 at layer 0 … -1 at the last
         down = jnp.where(frame.layers > 1, down, 0.0)
         return jnp.floor(mean + spread * down + 0.5).astype(jnp.int32)[:, None]
+
+
+PRESETS = {"pyramidkv": "snapkv + pyramid(0.25)"}

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
+import functools
+from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 
+from kvjax.algebra import Budget, Frame, When
 from kvjax.budgets import amount as amounts
-from kvjax.policy import Budget, Frame, When
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int
@@ -27,11 +28,23 @@ class Uniform(Budget):
     """
 
     name = "uniform"
+    arguments = {
+        "amount": amounts.Size(),
+        "when": amounts.Time(),
+    }
+    dials = ("amount",)
+    sizes = ("amount",)
     amount: amounts.Amount = 0.25
     when: When = "after_prompt"
 
-    def __post_init__(self) -> None:
-        amounts.check(repr(self), self.amount, self.when)
+    @functools.cached_property
+    def limit(self) -> amounts.Limit:
+        """The amount, its unit read."""
+        return amounts.limit(self.amount)
+
+    def leaves(self) -> dict[str, Any]:
+        """The limit."""
+        return {"limit": self.limit}
 
     @property
     def least(self) -> int | None:
@@ -44,9 +57,9 @@ class Uniform(Budget):
         return amounts.least(self.amount)
 
     def targets(
-        self, frame: Frame, seen: Int[Array, " B"], scores: Float[Array, "B K T"] | None
+        self, frame: Frame, length: Int[Array, " B"], scores: Float[Array, "B K T"] | None
     ) -> Int[Array, "B K"]:
         """The same for all heads."""
         del scores
-        rounding = 0.0 if isinstance(self.amount, str) else 0.5
-        return jnp.floor(amounts.slots(self.amount, frame, seen) + rounding).astype(jnp.int32)[:, None]
+        rounding = 0.0 if self.limit.unit == "bytes" else 0.5
+        return jnp.floor(self.limit.slots(frame, length) + rounding).astype(jnp.int32)[:, None]

@@ -1,4 +1,4 @@
-"""GLOBAL: what outlived the window, in pages from one pool, with one length per stream.
+"""Pages: what outlived the window, from one pool, with one length per stream.
 
 A **stream** is one (row, KV head) of a layer; it owns R page lists (one, or two when a selection part
 reads some tokens always and chooses among the rest). Live slots are a prefix of a list: a slot freed in
@@ -8,7 +8,7 @@ the middle is filled at once from the list's last slot, so a read needs lengths 
   free slot 1                        :   page 7 [a f c d]   page 2 [e . . .]
   free slot 0                        :   page 7 [e f c d]   page 2 returns to the pool
 
-The order of slots carries no meaning; keys are stored after RoPE and ``pos`` says who is where.
+The order of slots carries no meaning; keys are stored after RoPE and ``pos`` says which token is where.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 @pytree()
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Pages:
-    """The ragged room of one layer: a pool, and who owns which page of it.
+    """The paged tokens of one layer: a pool, and which stream owns which page of it.
 
     Attributes:
       k, v: the pool, X = H; codes when the storage part quantises, and X what holds those of H channels.
@@ -80,7 +80,7 @@ class Pages:
 
 
 class Codec(Protocol):
-    """What the pages need of a storage part: see ``kvjax.policy.Storage``."""
+    """What the pages need of a storage part: see ``kvjax.algebra.Storage``."""
 
     def write(self, pages: Pages, page: Array, slot: Array, k: Array, v: Array) -> Pages:
         """Put k, v into slots; pages out of range are dropped."""
@@ -92,7 +92,7 @@ class Codec(Protocol):
 
 
 class Summariser(Protocol):
-    """What the pages need of a selection part: see ``kvjax.policy.Selection``."""
+    """What the pages need of a selection part: see ``kvjax.algebra.Selection``."""
 
     def summarise(self, k: Array, live: Array) -> dict[str, Array]:
         """Per-page values of pages with these keys."""
@@ -112,28 +112,28 @@ def append(
     codec: Codec,
     chooser: Summariser,
     new: Entry,
-    which: Int[Array, "B K T"],
+    list_id: Int[Array, "B K T"],
     hole: Int[Array, "B K T"] | None = None,
 ) -> Pages:
     """Store tokens at the ends of their streams' lists, taking pages from the pool as needed.
 
     Args:
-      pages: the room.
+      pages: as they are.
       codec: how a slot is held.
       chooser: recomputes the summaries of touched pages.
       new: T tokens; ``new.admit`` is not looked at here.
-      which: the list each token goes to, per KV head, or EMPTY for tokens that are not stored.
+      list_id: the list each token goes to, per KV head, or EMPTY for tokens that are not stored.
       hole: a live slot of that list whose token goes for this one; EMPTY: none does.
     """
-    pos = jnp.broadcast_to(new.pos[:, None, :], which.shape)
-    return store(pages, codec, chooser, which, new.k, new.v, pos, new.meta, hole)
+    pos = jnp.broadcast_to(new.pos[:, None, :], list_id.shape)
+    return store(pages, codec, chooser, list_id, new.k, new.v, pos, new.meta, hole)
 
 
 def store(
     pages: Pages,
     codec: Codec,
     chooser: Summariser,
-    which: Int[Array, "B K T"],
+    list_id: Int[Array, "B K T"],
     k: Float[Array, "B K T H"],
     v: Float[Array, "B K T H"],
     pos: Int[Array, "B K T"],
@@ -142,15 +142,15 @@ def store(
 ) -> Pages:
     """``append`` of tokens that need not be the same in all KV heads."""
     lists = pages.length.shape[2]
-    want = which[..., None] == jnp.arange(lists)  # [B, K, T, R]
+    want = list_id[..., None] == jnp.arange(lists)  # [B, K, T, R]
     longer = want if hole is None else want & (hole < 0)[..., None]
     rank = jnp.cumsum(longer, axis=2) - 1
     pages, grown = _take_pages(pages, longer.sum(axis=2), k.shape[2])
     index = (pages.length[:, :, None, :] + rank) * want  # list index of each token, in its own list
     index = index.sum(axis=-1)
     index = index if hole is None else jnp.where(hole >= 0, hole, index)
-    page = _page_of(pages, jnp.maximum(which, 0), index)
-    page = jnp.where(which >= 0, page, pages.count)  # out of range: dropped by every scatter
+    page = _page_of(pages, jnp.maximum(list_id, 0), index)
+    page = jnp.where(list_id >= 0, page, pages.count)  # out of range: dropped by every scatter
     slot = index % pages.size
     pages = codec.write(pages, page, slot, k, v)
     pages = dataclasses.replace(
@@ -204,12 +204,12 @@ def _streams(pages: Pages) -> tuple[Array, Array]:
     return jnp.arange(rows)[:, None, None], jnp.arange(heads)[None, :, None]
 
 
-def _page_of(pages: Pages, which: Array, index: Array) -> Array:
-    """Pool page that holds list index ``index`` of list ``which``; out of range when there is none."""
+def _page_of(pages: Pages, list_id: Array, index: Array) -> Array:
+    """Pool page that holds list index ``index`` of list ``list_id``; out of range when there is none."""
     entries = pages.table.shape[-1]
     entry = index // pages.size
     b, k = _streams(pages)
-    page = pages.table[b, k, which, jnp.minimum(entry, entries - 1)]
+    page = pages.table[b, k, list_id, jnp.minimum(entry, entries - 1)]
     return jnp.where((entry < entries) & (page >= 0), page, pages.count)
 
 
@@ -288,18 +288,18 @@ def remove(pages: Pages, codec: Codec, chooser: Summariser, victim: Int[Array, "
     """
     span = pages.span
     hit = victim >= 0
-    which = jnp.where(hit, victim // span, 0)[..., None]  # [B, K, 1]
+    list_id = jnp.where(hit, victim // span, 0)[..., None]  # [B, K, 1]
     hole = jnp.where(hit, victim % span, 0)[..., None]
-    length = jnp.take_along_axis(pages.length, which, axis=2)
+    length = jnp.take_along_axis(pages.length, list_id, axis=2)
     last = jnp.maximum(length - 1, 0)
-    source, target = _page_of(pages, which, last), _page_of(pages, which, hole)
+    source, target = _page_of(pages, list_id, last), _page_of(pages, list_id, hole)
     moves = hit[..., None] & (hole != last)
     pages = _move(pages, codec, source, last % pages.size, jnp.where(moves, target, pages.count), hole)
     shorter = jnp.where(hit[..., None], last, length)
     emptied = hit[..., None] & (shorter % pages.size == 0)
-    pages = _give_back(pages, which, last // pages.size, jnp.where(emptied, source, pages.count))
+    pages = _give_back(pages, list_id, last // pages.size, jnp.where(emptied, source, pages.count))
     b, k = _streams(pages)
-    pages = dataclasses.replace(pages, length=pages.length.at[b, k, which].set(shorter))
+    pages = dataclasses.replace(pages, length=pages.length.at[b, k, list_id].set(shorter))
     return _summarise(pages, codec, chooser, jnp.concatenate([target, source], axis=-1))
 
 
@@ -335,8 +335,8 @@ def retain(pages: Pages, codec: Codec, chooser: Summariser, keep: Bool[Array, "B
     entry = jnp.arange(entries)
     emptied = (entry >= -(-length // pages.size)[..., None]) & (entry < used(pages)[..., None])
     gone = jnp.where(emptied, pages.table, pages.count).reshape(rows, heads, -1)
-    which = jnp.repeat(jnp.arange(lists), entries)
-    pages = _give_back(pages, which, jnp.tile(entry, lists), gone)
+    list_id = jnp.repeat(jnp.arange(lists), entries)
+    pages = _give_back(pages, list_id, jnp.tile(entry, lists), gone)
     return _summarise(dataclasses.replace(pages, length=length), codec, chooser, None)
 
 
@@ -355,20 +355,20 @@ def _places(there: Bool[Array, "B K R Z"]) -> Int[Array, "B K R J"]:
 def _fill(pages: Pages, codec: Codec, hole: Int[Array, "B K R J"], source: Int[Array, "B K R J"]) -> Pages:
     """Move the j-th source of every list into its j-th hole; an index beyond the list is no slot."""
     rows, heads, lists, entries = pages.table.shape
-    which = jnp.repeat(jnp.arange(lists), MOVES)
+    list_id = jnp.repeat(jnp.arange(lists), MOVES)
     holes = (hole < entries * pages.size).sum(axis=-1).max()
 
     def some(carry: tuple[Array, Pages]) -> tuple[Array, Pages]:
         begin, pages = carry
         here = (jax.lax.dynamic_slice_in_dim(x, begin, MOVES, axis=3) for x in (hole, source))
         to, start = (x.reshape(rows, heads, -1) for x in here)
-        target, origin = _page_of(pages, which, to), _page_of(pages, which, start)
+        target, origin = _page_of(pages, list_id, to), _page_of(pages, list_id, start)
         return begin + MOVES, _move(pages, codec, origin, start % pages.size, target, to)
 
     return jax.lax.while_loop(lambda carry: carry[0] < holes, some, (jnp.asarray(0), pages))[1]
 
 
-def _give_back(pages: Pages, which: Array, entry: Array, page: Array) -> Pages:
+def _give_back(pages: Pages, list_id: Array, entry: Array, page: Array) -> Pages:
     """Return each stream's ``page`` (out of range: none) to the pool and strike it from its list."""
     entries = pages.table.shape[-1]
     flat = page.reshape(-1)
@@ -378,7 +378,7 @@ def _give_back(pages: Pages, which: Array, entry: Array, page: Array) -> Pages:
     b, k = _streams(pages)
     return dataclasses.replace(
         pages,
-        table=pages.table.at[b, k, which, entry].set(EMPTY, mode="drop"),
+        table=pages.table.at[b, k, list_id, entry].set(EMPTY, mode="drop"),
         refs=pages.refs.at[flat].add(-1, mode="drop"),
         free=pages.free.at[jnp.where(gone, top, pages.count)].set(flat, mode="drop"),
         n_free=pages.n_free + gone.sum(),

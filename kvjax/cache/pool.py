@@ -1,4 +1,4 @@
-"""Sizes of pools: how many pages to allocate, and moving a room into a pool of another size.
+"""Sizes of pools: how many pages to allocate, and moving pages into a pool of another size.
 
 Static shapes and real memory meet here. What a prompt leaves behind is held in size classes of a quarter
 octave (1, 1.25, 1.5 and 1.75 times powers of two), so that at most a quarter is wasted; a pool that must
@@ -8,8 +8,11 @@ grow takes a class by the tokens still to come, because each size is a compiled 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 
 from kvjax.cache.pages import Pages
 from kvjax.types import EMPTY
@@ -44,6 +47,58 @@ def class_for(need: int, coming: int) -> int:
     return coarse_class(need)
 
 
+def grown_sizes(
+    pools: Sequence[Pages], live: Sequence[int], tokens: int, most: int | None, *, ahead: int, doubling: bool
+) -> list[int]:
+    """Pages for each of the pools of one kind, one a layer, so that ``tokens`` more a row fit.
+
+    Args:
+      pools: as they are.
+      live: slots in use in each of them.
+      tokens: tokens a row about to come.
+      most: the most slots a stream can ever own, or None.
+      ahead, doubling: as in ``state.reserve``.
+    """
+    needs = [_pages_for(pages, n, tokens, most) for pages, n in zip(pools, live)]
+    if all(need <= pages.count for need, pages in zip(needs, pools)):
+        return [pages.count for pages in pools]
+    wants = [_pages_for(pages, n, max(tokens, ahead), most) for pages, n in zip(pools, live)]
+    if doubling:
+        wants = [max(want, min(2 * pages.count, 2 * want)) for want, pages in zip(wants, pools)]
+    # Layers within one class of the fullest take its class: which layer is a page fuller than its neighbour
+    # depends on the text, and every combination of sizes would be a program of its own.
+    streams = max(pages.table[..., 0].size for pages in pools)
+    coming = streams * -(-max(tokens, ahead) // min(pages.size for pages in pools))
+    shared = class_for(max(wants), coming)
+    own = [class_for(want, coming) for want in wants]
+    grown = [shared if 2 * shared <= 3 * size else size for size in own]
+    # A bound that is known is taken exactly.
+    bounds = [_most_pages(pages, most) for pages in pools]
+    grown = [size if bound is None else min(size, bound) for size, bound in zip(grown, bounds)]
+    return [max(size, pages.count) for size, pages in zip(grown, pools)]
+
+
+def _pages_for(pages: Pages, live: int, tokens: int, most: int | None) -> int:
+    """Pages that suffice for ``live`` slots and ``tokens`` more a row, however they lie in the lists.
+
+    Counted from slots, not from owned pages: how a ragged budget spreads a fixed number of slots over its
+    heads depends on the text, and the size must not.
+    """
+    rows, heads, lists, _ = pages.table.shape
+    need = live // pages.size + rows * heads * lists * (-(-tokens // pages.size) + 1)
+    bound = _most_pages(pages, most)
+    return need if bound is None else min(need, bound)
+
+
+def _most_pages(pages: Pages, most: int | None) -> int | None:
+    """Pages that suffice when no stream can ever own more than ``most`` slots."""
+    if most is None:
+        return None
+    rows, heads, lists, _ = pages.table.shape
+    # Two lists split one stream's slots and may each end in a page of their own.
+    return rows * heads * (-(-most // pages.size) + lists - 1)
+
+
 def empty(
     *,
     pages: int,
@@ -59,7 +114,7 @@ def empty(
     meta: tuple[str, ...],
     summary: dict[str, tuple[int, ...]],
 ) -> Pages:
-    """A room with all its pages free.
+    """A pool with all its pages free.
 
     Args:
       pages, size: P pages of S slots.
@@ -69,25 +124,25 @@ def empty(
       meta: names of per-slot values.
       summary: shape of each per-page value.
     """
-    slot = (pages, size)
+    slot, put = (pages, size), jax.device_put  # what is small is made by NumPy: each fill would be a program
     return Pages(
         k=jnp.zeros((*slot, width), dtype),
         v=jnp.zeros((*slot, width), dtype),
         scales=jnp.zeros((pages, 2, head_dim), jnp.float32) if scaled else None,
-        pos=jnp.full(slot, EMPTY, jnp.int32),
+        pos=put(np.full(slot, EMPTY, np.int32)),
         meta={name: jnp.zeros(slot, jnp.float32) for name in meta},
         summary={name: jnp.zeros((pages, *shape), jnp.float32) for name, shape in summary.items()},
-        table=jnp.full((rows, heads, lists, entries), EMPTY, jnp.int32),
-        length=jnp.zeros((rows, heads, lists), jnp.int32),
-        refs=jnp.zeros(pages, jnp.int32),
-        free=jnp.arange(pages, dtype=jnp.int32)[::-1],
-        n_free=jnp.asarray(pages, jnp.int32),
-        overflow=jnp.asarray(False),
+        table=put(np.full((rows, heads, lists, entries), EMPTY, np.int32)),
+        length=put(np.zeros((rows, heads, lists), np.int32)),
+        refs=put(np.zeros(pages, np.int32)),
+        free=put(np.arange(pages, dtype=np.int32)[::-1]),
+        n_free=put(np.int32(pages)),
+        overflow=put(np.False_),
     )
 
 
 def resize(pages: Pages, count: int) -> Pages:
-    """The same room in a pool of ``count`` pages, owned pages first and renumbered.
+    """The same pages in a pool of ``count`` pages, owned pages first and renumbered.
 
     ``count`` must be at least the number of owned pages (the caller has read it).
     """

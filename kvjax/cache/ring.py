@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 @pytree()
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Entry:
-    """T tokens on their way into a room, or out of one.
+    """T tokens on their way into a ring or pages, or out.
 
     Attributes:
       k, v: keys after RoPE, and values.
@@ -44,7 +44,7 @@ class Entry:
 @pytree()
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Ring:
-    """The recent room of one layer.
+    """The recent tokens of one layer.
 
     Attributes:
       k, v: keys after RoPE, and values; slots never written hold zeros.

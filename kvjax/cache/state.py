@@ -1,4 +1,4 @@
-"""The whole state: three rooms a layer, and how many tokens each row has seen."""
+"""The whole state: ring, pages and summary of each layer, and how many tokens each row has seen."""
 
 from __future__ import annotations
 
@@ -25,29 +25,30 @@ if TYPE_CHECKING:
 @pytree()
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerCache:
-    """One layer's rooms.
+    """What one layer remembers.
 
     Attributes:
       ring: the newest W tokens.
-      pages: GLOBAL, or None where nothing can outlive the window.
+      pages: what outlived the window; None where nothing can.
       summary: the completion part's φ, any pytree with leading axis B, or None.
-      history: the older part of GLOBAL, where its precision changes with age (``kvjax.ageing``); else None.
+      demoted: the older part of the pages, in codes, where precision changes with age
+        (``kvjax.layer._demote``); else None.
     """
 
     ring: Ring
     pages: Pages | None
     summary: Any
-    history: Pages | None = None
+    demoted: Pages | None = None
 
     @property
-    def rooms(self) -> tuple[Pages, ...]:
-        """GLOBAL: none, one or two rooms, in the order of their line (``kvjax.cache.line``)."""
-        return tuple(pages for pages in (self.pages, self.history) if pages is not None)
+    def pools(self) -> tuple[Pages, ...]:
+        """The pages: none, one or two pools, in the order of a stream's slots (``kvjax.cache.stream``)."""
+        return tuple(pages for pages in (self.pages, self.demoted) if pages is not None)
 
-    def with_rooms(self, rooms: Sequence[Pages]) -> LayerCache:
-        """The same layer with its rooms replaced, in their order; those not given stay."""
-        all_rooms = [*rooms, *self.rooms[len(rooms) :], None, None]
-        return dataclasses.replace(self, pages=all_rooms[0], history=all_rooms[1])
+    def with_pools(self, pools: Sequence[Pages]) -> LayerCache:
+        """The same layer with its pools replaced, in their order; those not given stay."""
+        first, second, *_ = [*pools, *self.pools[len(pools) :], None, None]
+        return dataclasses.replace(self, pages=first, demoted=second)
 
 
 @pytree(static=("context", "chunk"))
@@ -87,7 +88,7 @@ class PoolOverflowError(RuntimeError):
 
 @jax.jit
 def _page_counts(state: KVState) -> dict[str, Array]:
-    paged = _rooms(state)
+    paged = _pools(state)
     if not paged:
         return {}
     return {
@@ -98,15 +99,15 @@ def _page_counts(state: KVState) -> dict[str, Array]:
 
 
 def counts(state: KVState) -> dict[str, np.ndarray]:
-    """Owned pages, live slots and overflow flags of all rooms, layer by layer; read in one go.
+    """Owned pages, live slots and overflow flags of all pools, layer by layer; read in one go.
 
     Raises:
       PoolOverflowError: a token was lost.
     """
     found: dict[str, np.ndarray] = jax.device_get(_page_counts(state))
     if found and found["overflow"].any():
-        where = [index for index, layer in enumerate(state.layers) for _ in layer.rooms]
-        short = sorted({where[room] for room in np.flatnonzero(found["overflow"])})
+        where = [index for index, layer in enumerate(state.layers) for _ in layer.pools]
+        short = sorted({where[at] for at in np.flatnonzero(found["overflow"])})
         raise PoolOverflowError(f"layers {short} ran out of pages. Reserve more before the segment.")
     return found
 
@@ -119,7 +120,7 @@ def reserve(
     Args:
       state: the state; pools that need not grow keep their buffers.
       tokens: tokens a row about to come.
-      most: the most slots a stream can ever own of each of a layer's rooms, or None.
+      most: the most slots a stream can ever own of each of a layer's pools, or None.
       ahead: a pool that must grow makes room for this many tokens, so that not every segment of a long
         answer meets a new size and a compilation.
       doubling: a pool that must grow at least doubles, for the same reason; for prefill, after which
@@ -128,58 +129,16 @@ def reserve(
     found = counts(state)
     if not found:
         return state
-    rooms, held = _rooms(state), [int(n) for n in found["slots"]]
-    kinds = len(rooms) // sum(layer.pages is not None for layer in state.layers)  # rooms of a layer
-    sizes = [room.count for room in rooms]
+    pools, live = _pools(state), [int(n) for n in found["slots"]]
+    kinds = len(pools) // sum(layer.pages is not None for layer in state.layers)  # pools of a layer
+    sizes = [pages.count for pages in pools]
     for kind in range(kinds):
         alike = slice(kind, None, kinds)
-        sizes[alike] = _sizes(rooms[alike], held[alike], tokens, most[kind], ahead, doubling)
-    same = all(room.count == size for room, size in zip(rooms, sizes))
+        sizes[alike] = pool.grown_sizes(
+            pools[alike], live[alike], tokens, most[kind], ahead=ahead, doubling=doubling
+        )
+    same = all(pages.count == size for pages, size in zip(pools, sizes))
     return state if same else _resized(state, tuple(sizes))
-
-
-def _sizes(
-    rooms: list[Pages], held: list[int], tokens: int, most: int | None, ahead: int, doubling: bool
-) -> list[int]:
-    """Pages of the pools of one kind, one a layer."""
-    needs = [_pages_for(room, n, tokens, most) for room, n in zip(rooms, held)]
-    if all(need <= room.count for need, room in zip(needs, rooms)):
-        return [room.count for room in rooms]
-    wants = [_pages_for(room, n, max(tokens, ahead), most) for room, n in zip(rooms, held)]
-    if doubling:
-        wants = [max(want, min(2 * room.count, 2 * want)) for want, room in zip(wants, rooms)]
-    # Layers within one class of the fullest take its class: which layer is a page fuller than its neighbour
-    # depends on the text, and every combination of sizes would be a program of its own.
-    streams = max(room.table[..., 0].size for room in rooms)
-    coming = streams * -(-max(tokens, ahead) // min(room.size for room in rooms))
-    shared = pool.class_for(max(wants), coming)
-    own = [pool.class_for(want, coming) for want in wants]
-    grown = [shared if 2 * shared <= 3 * size else size for size in own]
-    # A bound that is known is taken exactly.
-    bounds = [_most_pages(room, most) for room in rooms]
-    grown = [size if bound is None else min(size, bound) for size, bound in zip(grown, bounds)]
-    return [max(size, room.count) for size, room in zip(grown, rooms)]
-
-
-def _pages_for(pages: Pages, held: int, tokens: int, most: int | None) -> int:
-    """Pages that suffice for ``held`` slots and ``tokens`` more a row, however they lie in the lists.
-
-    Counted from slots, not from owned pages: how a ragged budget spreads a fixed number of slots over its
-    heads depends on the text, and the size must not.
-    """
-    rows, heads, lists, _ = pages.table.shape
-    need = held // pages.size + rows * heads * lists * (-(-tokens // pages.size) + 1)
-    bound = _most_pages(pages, most)
-    return need if bound is None else min(need, bound)
-
-
-def _most_pages(pages: Pages, most: int | None) -> int | None:
-    """Pages that suffice when no stream can ever own more than ``most`` slots."""
-    if most is None:
-        return None
-    rows, heads, lists, _ = pages.table.shape
-    # Two lists split one stream's slots and may each end in a page of their own.
-    return rows * heads * (-(-most // pages.size) + lists - 1)
 
 
 def fit(state: KVState) -> KVState:
@@ -188,9 +147,9 @@ def fit(state: KVState) -> KVState:
     return _resized(state, tuple(pool.size_class(max(1, int(n))) for n in found["used"])) if found else state
 
 
-def _rooms(state: KVState) -> list[Pages]:
-    """All rooms of GLOBAL, layer by layer."""
-    return [room for layer in state.layers for room in layer.rooms]
+def _pools(state: KVState) -> list[Pages]:
+    """All pools, layer by layer."""
+    return [pages for layer in state.layers for pages in layer.pools]
 
 
 _resize = jax.jit(pool.resize, static_argnums=1)
@@ -200,11 +159,11 @@ def _resized(state: KVState, sizes: tuple[int, ...]) -> KVState:
     """The state with all pools at these sizes; untouched pools keep their buffers."""
     size = iter(sizes)
 
-    def sized(room: Pages) -> Pages:
+    def sized(pages: Pages) -> Pages:
         want = next(size)
-        return room if want == room.count else _resize(room, want)
+        return pages if want == pages.count else _resize(pages, want)
 
-    layers = tuple(layer.with_rooms([sized(room) for room in layer.rooms]) for layer in state.layers)
+    layers = tuple(layer.with_pools([sized(pages) for pages in layer.pools]) for layer in state.layers)
     return dataclasses.replace(state, layers=layers)
 
 
@@ -223,8 +182,8 @@ def fork(state: KVState, row: int, n: int) -> KVState:
         )
     if n < 1:
         raise ValueError(f"fork(n={n}) makes no row. Give n of 1 or more.")
-    owned = [int(paging.used(room)[row].sum()) for room in _rooms(state)]
-    return _pick_rows(state, jnp.full(n, row), tuple(pool.size_class(max(1, pages * n)) for pages in owned))
+    owned = [int(paging.used(pages)[row].sum()) for pages in _pools(state)]
+    return _pick_rows(state, jnp.full(n, row), tuple(pool.size_class(max(1, count * n)) for count in owned))
 
 
 @functools.partial(jax.jit, static_argnums=2)
@@ -235,7 +194,7 @@ def _pick_rows(state: KVState, index: Array, sizes: tuple[int, ...]) -> KVState:
             layer,
             ring=rings.rows(layer.ring, index),
             summary=jax.tree.map(lambda x: x[index], layer.summary),
-        ).with_rooms([pool.pick_rows(room, index, next(size)) for room in layer.rooms])
+        ).with_pools([pool.pick_rows(pages, index, next(size)) for pages in layer.pools])
         for layer in state.layers
     )
     return dataclasses.replace(

@@ -4,33 +4,36 @@ Nothing here knows a model family or a method: the network and the policy arrive
 there are only loops over chunks, layers (whole-prompt prefill) and segments of up to 64 steps; page
 counts are read between them, never inside.
 
-  generation   generate, stream        prompts in, new tokens out
-  prompts      prefill                 chunks or layerwise, as the policy needs it
-  chunks       extend                  loop over chunks
-  layerwise                            loop over layers, a whole prompt at once
-  segments     segment                 up to 64 steps in one program
-  walk         step, chunk, through    new tokens through the model; pure
-  rooms        empty, reserve          what a state has room for
-  weights                              learned weights of the policy, checked and by layer
-  sizes        bucket, page_size       what programs are compiled for
-  requests     RequestError, Progress  what a caller is told
-
-Everybody else imports from here.
+  generate, stream    prompts in, new tokens out; ``segment``: up to 64 steps in one program
+  prefill, extend     chunks, or a whole prompt layer by layer
+  step, chunk         new tokens through the model, ``run_layers`` with your own visitor at the seam; pure
+  empty, reserve      what a state has space for, and the sizes programs are compiled for
+  RequestError        what a caller is told
 """
 
-from kvjax.decode.chunks import extend
-from kvjax.decode.generation import Generation, generate, stream
-from kvjax.decode.prompts import prefill
-from kvjax.decode.requests import Progress, RequestError
-from kvjax.decode.rooms import empty, reserve
-from kvjax.decode.segments import Run, segment
-from kvjax.decode.sizes import CHUNK, HORIZON, LONG_PAGE, PAGE, SEGMENT, bucket, padded, page_size
-from kvjax.decode.walk import chunk, step, step_program, through, with_confidence
+from kvjax.decode._capacity import (
+    CHUNK,
+    HORIZON,
+    PAGE,
+    SEGMENT,
+    bucket,
+    empty,
+    most_slots,
+    padded,
+    page_size,
+    prompt_pages,
+    reserve,
+    roomy,
+    slot_bounds,
+)
+from kvjax.decode._checks import Progress, RequestError
+from kvjax.decode._generate import Generation, Run, generate, segment, stream
+from kvjax.decode._prefill import extend, prefill
+from kvjax.decode._step import chunk, run_layers, step, step_program, with_confidence
 
 __all__ = [
     "CHUNK",
     "HORIZON",
-    "LONG_PAGE",
     "PAGE",
     "SEGMENT",
     "Generation",
@@ -42,14 +45,18 @@ __all__ = [
     "empty",
     "extend",
     "generate",
+    "most_slots",
     "padded",
     "page_size",
     "prefill",
+    "prompt_pages",
     "reserve",
+    "roomy",
+    "run_layers",
     "segment",
+    "slot_bounds",
     "step",
     "step_program",
     "stream",
-    "through",
     "with_confidence",
 ]

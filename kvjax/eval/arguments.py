@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
+from kvjax import cli, weights
 from kvjax.eval.errors import EvalError
-from kvjax.eval.protocol import PROTOCOLS
+from kvjax.eval.measure.protocol import PROTOCOLS
+from kvjax.loading import EMBEDDED
+from kvjax.weights import Sources
 
 SMOKE = Path("configs/eval/smoke.yaml")
 
 STUDIES = ("premise", "rate", "sweep", "search")
-"""Of CONF-KV; see ``kvjax.eval.conf_commands``."""
+"""Of CONF-KV; see ``studies.conf_kv.commands``."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,6 +46,7 @@ class Job:
     seeds: list[int] = dataclasses.field(default_factory=lambda: [0])
     protocols: tuple[str, ...] = ("agnostic",)
     gates: str | None = None
+    weights: Sources = None
 
     def __post_init__(self) -> None:
         """Refuses what a config says wrongly; the command line's own types have done so already.
@@ -63,18 +66,18 @@ class Job:
             raise EvalError(f"samples: {self.samples!r} is out of range. Give a whole number, 1 or more.")
         if not self.protocols or not set(self.protocols) <= set(PROTOCOLS):
             raise EvalError(f"protocols: {list(self.protocols)!r}. Give one or both of {list(PROTOCOLS)}.")
+        if self.gates is not None and self.weights is not None:
+            raise EvalError(f"gates: {self.gates} and weights: {self.weights} are both said. Keep weights.")
+
+    @property
+    def given(self) -> Sources:
+        """What is said of learned weights; ``gates`` is the short form of a config, too."""
+        return self.weights if self.gates is None else {weights.GATES: self.gates}
 
 
 def _is(value: Any, kind: type, least: int) -> bool:
     fits = type(value) is kind  # True is no whole number
     return fits and (kind is str or bool(value >= least))
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        # Our own checks already name the option; argparse would name it twice.
-        message = re.sub(r"^argument (\S+: )?(?=--)", "", message)
-        raise EvalError(message if message.endswith(".") else f"{message}. See {self.prog} --help.")
 
 
 def parse(words: Sequence[str]) -> Asked:
@@ -103,7 +106,7 @@ def _job(said: dict[str, Any]) -> Job:
         samples=said["samples"],
         seeds=said["seeds"],
         protocols=PROTOCOLS if said["protocol"] == "both" else (said["protocol"],),
-        gates=said["gates"],
+        weights=said["weights"],
     )
 
 
@@ -122,15 +125,14 @@ def _configured(file: Path) -> tuple[Job, ...]:
         ) from None
 
 
-def _parser() -> _Parser:
-    parser = _Parser(
+def _parser() -> cli.Parser:
+    parser = cli.Parser(
         prog="python -m kvjax.eval", description="Quality against measured bytes, for any policy and model."
     )
     what = parser.add_subparsers(dest="what", required=True)
     _run(what.add_parser("run", help="measure cells; finished ones are not measured again"))
     _match(what.add_parser("match", help="find the budget at which a policy holds as many bytes as another"))
     _roundtrip(what.add_parser("roundtrip", help="the error of keys and values after they were stored"))
-    _conf(what.add_parser("conf-kv", help="what CONF-KV's confidence buys: premise, rankings, sweeps"))
     what.add_parser("tasks", help="every task, and from which length on it fits")
     for name, about in (
         ("report", "tables, figures and one HTML page of results"),
@@ -141,108 +143,56 @@ def _parser() -> _Parser:
         if name == "report":
             each.add_argument("--to", type=Path, metavar="DIR", help="where to write (default: there)")
         else:
-            each.add_argument("--json", action="store_true", help="as JSON lines")
+            cli.add(each, "--json")
     return parser
 
 
 def _run(run: argparse.ArgumentParser) -> None:
     run.add_argument("--config", type=Path, metavar="FILE", help="a YAML grid of jobs")
     run.add_argument(
-        "--task", action="append", type=_words, help="names or groups, comma-separated", metavar="NAMES"
+        "--task", action="append", type=cli.words, help="names or groups, comma-separated", metavar="NAMES"
     )
-    run.add_argument(
-        "--policy", action="append", default=[], help="one-string form; several times", metavar="SPEC"
-    )
-    _model(run)
-    run.add_argument("--lengths", type=_numbers("--lengths", 64), default=[512], help="tokens (default: 512)")
-    run.add_argument("--samples", type=_whole("--samples", 1), default=50, help="a cell (default: 50)")
-    run.add_argument("--seeds", type=_numbers("--seeds", 0), default=[0], help="of samples (default: 0)")
+    cli.add(run, "--policy", action="append", default=[], help="one-string form; several times")
+    add_model(run)
+    run.add_argument("--lengths", type=cli.numbers("--lengths", 64), default=[512], help="default: 512")
+    run.add_argument("--samples", type=cli.whole("--samples", 1), default=50, help="a cell (default: 50)")
+    run.add_argument("--seeds", type=cli.numbers("--seeds", 0), default=[0], help="of samples (default: 0)")
     run.add_argument(
         "--protocol",
         choices=(*PROTOCOLS, "both"),
         default="agnostic",
         help="does the policy see the question while it compresses? (default: agnostic, no)",
     )
-    run.add_argument(
-        "--out", type=Path, required=True, metavar="DIR", help="folder of results, resumed if there"
-    )
-    bar = run.add_mutually_exclusive_group()
-    bar.add_argument(
-        "--progress", dest="progress", action="store_true", default=None, help="always show the bar"
-    )
-    bar.add_argument("--no-progress", dest="progress", action="store_false", help="never show it")
+    cli.add(run, "--out", required=True, help="folder of results, resumed if there")
+    cli.add(run, "--progress")
 
 
 def _match(match: argparse.ArgumentParser) -> None:
-    match.add_argument("--task", type=_words, required=True, help="one task", metavar="NAME")
-    match.add_argument(
-        "--policy", required=True, metavar="SPEC", help='with {} for a budget: "snapkv + uniform({})"'
-    )
+    match.add_argument("--task", type=cli.words, required=True, help="one task", metavar="NAME")
+    cli.add(match, "--policy", required=True, help='with {} for a budget: "snapkv + uniform({})"')
     match.add_argument("--like", required=True, metavar="SPEC", help="policy whose live bytes are the target")
-    _model(match)
-    match.add_argument("--lengths", type=_numbers("--lengths", 64), default=[512], help="one length")
-    match.add_argument("--samples", type=_whole("--samples", 1), default=16, help="measured (default: 16)")
+    add_model(match)
+    match.add_argument("--lengths", type=cli.numbers("--lengths", 64), default=[512], help="one length")
+    match.add_argument("--samples", type=cli.whole("--samples", 1), default=16, help="measured (default: 16)")
 
 
 def _roundtrip(trip: argparse.ArgumentParser) -> None:
     trip.add_argument(
-        "--task", type=_words, default=["ppl_books"], help="whose texts (default: ppl_books)", metavar="NAME"
+        "--task",
+        type=cli.words,
+        default=["ppl_books"],
+        help="whose texts (default: ppl_books)",
+        metavar="NAME",
     )
-    trip.add_argument(
-        "--policy", action="append", help="its storage; several times (default: int8, int4)", metavar="SPEC"
-    )
-    _model(trip)
-    trip.add_argument("--lengths", type=_numbers("--lengths", 64), default=[512], help="one (default: 512)")
-    trip.add_argument("--samples", type=_whole("--samples", 1), default=8, help="texts (default: 8)")
-    trip.add_argument("--json", action="store_true", help="as JSON, with every layer")
+    cli.add(trip, "--policy", action="append", help="its storage; several times (default: int8, int4)")
+    add_model(trip)
+    trip.add_argument("--lengths", type=cli.numbers("--lengths", 64), default=[512], help="default: 512")
+    trip.add_argument("--samples", type=cli.whole("--samples", 1), default=8, help="texts (default: 8)")
+    cli.add(trip, "--json", help="as JSON, with every layer")
 
 
-def _conf(conf: argparse.ArgumentParser) -> None:
-    conf.add_argument(
-        "--study", nargs="*", choices=STUDIES, default=list(STUDIES),
-        help="default: all; with no word after it, pictures of what is there",
-    )  # fmt: skip
-    conf.add_argument(
-        "--task", type=_words, default=["ppl_wikitext", "ppl_books"], metavar="NAMES",
-        help="whose texts (default: ppl_wikitext,ppl_books; search takes WikiText-2's valid split)",
-    )  # fmt: skip
-    _model(conf)
-    conf.add_argument("--lengths", type=_numbers("--lengths", 256), default=[512], help="default: 512")
-    conf.add_argument("--samples", type=_whole("--samples", 2), default=50, help="windows (default: 50)")
-    conf.add_argument("--threshold", type=float, default=0.7, help="c* (default: 0.7)")
-    conf.add_argument("--out", type=Path, required=True, metavar="DIR", help="where JSON and pictures go")
-
-
-def _model(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--model", default="embedded", help="embedded, a folder or a hub id (default: embedded)"
-    )
-    parser.add_argument(
-        "--gates",
-        metavar="FILE",
-        help="learned weights: a file, or the name of one the model ships (default: the model's own)",
-    )
-    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of weights and cache")
-
-
-def _words(text: str) -> list[str]:
-    return [word.strip() for word in text.split(",") if word.strip()]
-
-
-def _whole(flag: str, least: int) -> Callable[[str], int]:
-    """An argparse type: a whole number from ``least``; the message names flag, rule and way out."""
-
-    def read(text: str) -> int:
-        if not text.isdecimal() or int(text) < least:
-            raise argparse.ArgumentTypeError(
-                f"{flag} {text} is out of range. Give a whole number, {least} or more."
-            )
-        return int(text)
-
-    return read
-
-
-def _numbers(flag: str, least: int) -> Callable[[str], list[int]]:
-    """The same for a comma-separated list."""
-    one = _whole(flag, least)
-    return lambda text: [one(word) for word in _words(text)] or [one("")]
+def add_model(parser: argparse.ArgumentParser) -> None:
+    """The options of every command that loads a model."""
+    cli.add(parser, "--model", default=EMBEDDED)
+    weights.add_options(parser)
+    cli.add(parser, "--dtype")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from kvjax.cli import InputError
 
-class EvalError(ValueError):
-    """Bad input; one sentence, exit code 2."""
+
+class EvalError(InputError):
+    """A cell, task or file that cannot be evaluated; a command's exit code is 2."""
 
 
 class TooLongError(EvalError):

@@ -20,11 +20,11 @@ from typing import Any
 import numpy as np
 
 from kvjax import decode
-from kvjax.compose import policy as parse_policy
-from kvjax.eval import counted, walk
+from kvjax.catalogue import policy as parse_policy
 from kvjax.eval.errors import EvalError
-from kvjax.learned import weights_for
+from kvjax.eval.measure import forced
 from kvjax.loading import EMBEDDED, load
+from kvjax.weights import Sources, parse_sources, weights_for
 
 try:
     from lm_eval.api.model import LM
@@ -58,7 +58,7 @@ class KVJax(LM):
         self,
         pretrained: str = EMBEDDED,
         policy: str = "full",
-        gates: str | None = None,
+        weights: Sources | str = None,
         dtype: str | None = None,
         max_length: int | None = None,
         batch_size: int | str = 8,
@@ -70,7 +70,7 @@ class KVJax(LM):
         Args:
           pretrained: embedded, a folder or a hub id.
           policy: one-string form.
-          gates: learned weights of the policy: a file or the name of a shipped one; by default the model's.
+          weights: of the policy's learned parts, by part; in ``model_args`` one of them, ``part=source``.
           dtype: of weights and cache; as stored by default.
           max_length: fewer positions than the model has.
           batch_size: requests a batch; "auto" is 8.
@@ -80,7 +80,8 @@ class KVJax(LM):
         del device, max_batch_size
         self.model = load(None if pretrained == EMBEDDED else pretrained, dtype=dtype)
         self.policy = parse_policy(policy)
-        self.weights = weights_for(self.policy, self.model, gates)
+        given = parse_sources(weights) if isinstance(weights, str) else weights
+        self.weights = weights_for(self.policy, self.model, given)
         most = self.model.network.max_positions
         self.max_length = most if max_length is None else min(int(max_length), most)
         self.batch = int(batch_size) if str(batch_size).isdecimal() else 8
@@ -146,11 +147,11 @@ class KVJax(LM):
         return text
 
     def _shortened(self, prompt: list[int], target: list[int]) -> tuple[list[int], list[int]]:
-        """A prompt that leaves room for its target; BOS stays, the tokens behind it go first."""
-        room = self.max_length - len(target)
-        if room < 1:
+        """A prompt that leaves space for its target; BOS stays, the tokens behind it go first."""
+        space = self.max_length - len(target)
+        if space < 1:
             return prompt[:1], target[: self.max_length - 1]
-        return (prompt[:1] + prompt[len(prompt) - room + 1 :] if len(prompt) > room else prompt), target
+        return (prompt[:1] + prompt[len(prompt) - space + 1 :] if len(prompt) > space else prompt), target
 
     def _all(self, asks: list[Ask], what: str, quiet: bool) -> list[tuple[np.ndarray, list[int]]]:
         """(nll, best) of every request, in order; batches are of like lengths."""
@@ -179,10 +180,10 @@ class KVJax(LM):
         else:
             prompts = [ask.prompt[:-1] for ask in filled]
             state, _ = decode.prefill(self.model, self.policy, prompts, context=context, weights=self.weights)
-        state = counted.roomy(self.policy, state, 1)
+        state = decode.roomy(self.policy, state, 1)
         feed = [[ask.prompt[-1], *(ask.target[:-1] if ask.forced else [])] for ask in filled]
         targets = [ask.target for ask in filled]
-        _, found = walk.walk(
+        _, found = forced.steps(
             self.model, self.policy, state, feed, targets, forced=asks[0].forced, weights=self.weights
         )
         counts = [len(ask.target) for ask in asks]

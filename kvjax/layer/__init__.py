@@ -1,38 +1,40 @@
 """What happens to a token at one layer: in through the window, past the door, read, gone.
 
-Three callbacks for the model's seam share the same few verbs:
+Three callbacks for the model's seam share the same few verbs, a file each:
 
-  step    one token a row: door (the oldest token out), write, evict, age, read
-  chunk   C tokens a row, for policies that decide on arrival: read, door, write, evict, age
-  prompt  the whole prompt: attend, score, and only then keep what the budget allows (``pack``)
+  step    one token a row: door (the oldest token out), write, evict, demote, read
+  chunk   C tokens a row, for policies that decide on arrival: read, door, write, evict, demote
+  prompt  the whole prompt: attend, rank, and only then ``store`` what the budget retains
 
 Arrays are heads major inside ([B, K, T, H]); the seam's layout is turned once on the way in and out.
 """
 
-from kvjax.layer.door import exchange, through_door
-from kvjax.layer.eviction import evict, ranked, victims
-from kvjax.layer.mass import told
-from kvjax.layer.prompts import pack, prompt, survivors, verdict
-from kvjax.layer.reading import Partial, read_pages
-from kvjax.layer.site import Site, arriving, observe
-from kvjax.layer.visits import chunk, step
+from kvjax.layer._admit import admit, admit_or_replace
+from kvjax.layer._evict import evict, ranked, victims
+from kvjax.layer._info import LayerInfo, arriving, observe
+from kvjax.layer._mass import receive_mass
+from kvjax.layer._prompt import count_stored, prompt, retained, store
+from kvjax.layer._read import Loaded, Partial, Read, read_pages
+from kvjax.layer._step import chunk, step
 
 __all__ = [
+    "LayerInfo",
+    "Loaded",
     "Partial",
-    "Site",
+    "Read",
+    "admit",
+    "admit_or_replace",
     "arriving",
     "chunk",
+    "count_stored",
     "evict",
-    "exchange",
     "observe",
-    "pack",
     "prompt",
     "ranked",
     "read_pages",
+    "receive_mass",
+    "retained",
     "step",
-    "survivors",
-    "through_door",
-    "told",
-    "verdict",
+    "store",
     "victims",
 ]

@@ -107,10 +107,12 @@ def project(
     if spec.query_gain != 1.0:  # so that everybody behind the seam may divide scores by sqrt(H)
         q = q * jnp.asarray(spec.query_gain, q.dtype)
     rope = spec.rope_of(index)
-    turn = None if rope is None else functools.partial(rotate, rope=rope)
-    turned = (q, k) if turn is None else (turn(q, positions), turn(k, positions))
+    to_position = None if rope is None else functools.partial(rotate, rope=rope)
+    turned = (q, k) if to_position is None else (to_position(q, positions), to_position(k, positions))
     cap = spec.attn_softcap
-    return Heads(q=turned[0], k=turned[1], v=v, q_pre=q, k_pre=k, hidden=hidden, softcap=cap, turn=turn)
+    return Heads(
+        q=turned[0], k=turned[1], v=v, q_pre=q, k_pre=k, hidden=hidden, softcap=cap, rotate=to_position
+    )
 
 
 def mlp(spec: ModelSpec, p: Params, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:

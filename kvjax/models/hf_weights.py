@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
+import jax
 import ml_dtypes  # noqa: F401  teaches NumPy the name "bfloat16"
 import numpy as np
 
@@ -51,7 +51,7 @@ def read_weights(folder: Path, spec: ModelSpec, dtype: str | None) -> Params:
     for entry in entries:
         array = cast(where[entry.name].tensor(entry.name), dtype, entry.name)
         for path, piece in zip(entry.paths, entry.ours(array)):
-            _node(params, path)[path[-1]] = jnp.asarray(piece)
+            _node(params, path)[path[-1]] = jax.device_put(piece)  # asarray would compile a copy
     if spec.tied and HEAD in where:
         _check_tied(folder, where, embed)
     return params

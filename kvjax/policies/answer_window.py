@@ -10,8 +10,8 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
+from kvjax.algebra import Admission, Observation, Policy, Whole
 from kvjax.budgets.uniform import Uniform
-from kvjax.policy import Admission, Observation, Policy, PolicyError
 from kvjax.types import Params
 
 if TYPE_CHECKING:
@@ -33,23 +33,20 @@ class AnswerWindow(Admission):
     """
 
     name = "answer_window"
+    arguments = {"size": Whole(1, "window")}
     alike = True
     prefill = False
     size: int = 64
-
-    def __post_init__(self) -> None:
-        if isinstance(self.size, bool) or not isinstance(self.size, int) or self.size < 1:
-            raise PolicyError(f"{self!r}: a window of {self.size!r} tokens sees nothing. Give 1 or more.")
 
     @property
     def window(self) -> int:  # type: ignore[override]
         """W."""
         return self.size
 
-    def admit(self, params: Params | None, seen: Observation) -> Bool[Array, "B 1 T"]:
+    def admit(self, params: Params | None, observed: Observation) -> Bool[Array, "B 1 T"]:
         """Was the token given?"""
         del params
-        return (seen.pos < seen.total[:, None])[:, None, :]
+        return (observed.pos < observed.total[:, None])[:, None, :]
 
 
 EXAMPLES = (Policy(admission=AnswerWindow(8), budget=Uniform(24), sinks=2),)

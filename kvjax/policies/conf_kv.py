@@ -1,4 +1,4 @@
-"""CONF-KV: who was looked at lately and who is young stays, as many as the model's confidence asks for.
+"""CONF-KV: tokens that are recent or lately received attention stay, as many as the model's confidence asks.
 
 Li, Miao: CONF-KV: Confidence-Aware KV Cache Eviction with Mixed-Precision Storage for Long-Horizon LLM
 """
@@ -6,13 +6,14 @@ Li, Miao: CONF-KV: Confidence-Aware KV Cache Eviction with Mixed-Precision Stora
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
+import functools
+from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 
+from kvjax.algebra import Eviction, Number, Observation, Policy, Whole
 from kvjax.budgets.confidence import Confidence
 from kvjax.cache.pages import Slots
-from kvjax.policy import Eviction, Observation, Policy, PolicyError
 from kvjax.types import Params
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class ConfKV(Eviction):
-    """Score = alpha * mass + (1 - alpha) * recency, both min-max normalised over who may go in the layer.
+    """Score = alpha * mass + (1 - alpha) * recency, min-max normalised over the layer's evictable tokens.
 
     Mass is smoothed over queries, a <- gamma a + (1 - gamma) mean over all heads of the layer, from 0 when a
     token arrives; a prompt's queries count as if they had come one by one. Recency is the token's position:
@@ -29,7 +30,7 @@ class ConfKV(Eviction):
     keep the same tokens. The other half of the method is the budget, ``confidence``.
 
     The paper gives no alpha and no gamma. Ours are the best of a small search on the embedded model and text
-    on which nothing is reported (``python -m kvjax.eval conf-kv --study search``, results/eval/conf_kv).
+    on which nothing is reported (``python -m studies.conf_kv --study search``, results/conf_kv).
 
     Attributes:
       alpha: how much mass counts, in [0, 1]; 0 ranks by recency alone, 1 by attention alone.
@@ -41,35 +42,46 @@ class ConfKV(Eviction):
     """
 
     name = "conf_kv"
-    needs = frozenset({"k"})
+    arguments = {
+        "alpha": Number(0, 1),
+        "gamma": Number(0, 1, open="high"),
+        "recent": Whole(),
+    }
+    dials = ("alpha", "gamma")
+    needs = frozenset({"k", "mass"})
     keeps = ("mass",)
-    needs_mass = True
-    one_voice = True
+    shared_ranking = True
     alpha: float = 0.5
     gamma: float = 0.998
     recent: int = 64
 
-    def __post_init__(self) -> None:
-        if not isinstance(self.alpha, int | float) or not 0 <= self.alpha <= 1:
-            raise PolicyError(f"{self!r}: alpha={self.alpha!r} is no share. Give a number from 0 to 1.")
-        if not isinstance(self.gamma, int | float) or not 0 <= self.gamma < 1:
-            raise PolicyError(f"{self!r}: gamma={self.gamma!r} forgets nothing. Give 0 or more, below 1.")
-        if isinstance(self.recent, bool) or not isinstance(self.recent, int) or self.recent < 0:
-            raise PolicyError(f"{self!r}: recent={self.recent!r} is no number of tokens. Give 0 or more.")
+    @functools.cached_property
+    def beta(self) -> float:
+        """1 - alpha, how much recency counts; a leaf of its own, in the host's double precision."""
+        return 1 - self.alpha
+
+    @functools.cached_property
+    def fresh(self) -> float:
+        """1 - gamma, how much of a query's attention enters the mass; a leaf of its own."""
+        return 1 - self.gamma
+
+    def leaves(self) -> dict[str, Any]:
+        """alpha, gamma, and their complements."""
+        return super().leaves() | {"beta": self.beta, "fresh": self.fresh}
 
     @property
     def protects(self) -> int:
         """``recent``."""
         return self.recent
 
-    def arrive(self, params: Params | None, seen: Observation) -> dict[str, Float[Array, "B K T"]]:
+    def arrive(self, params: Params | None, observed: Observation) -> dict[str, Float[Array, "B K T"]]:
         """Nothing received yet."""
         del params
-        return {"mass": jnp.zeros(seen.k.shape[:3], jnp.float32)}
+        return {"mass": jnp.zeros(observed.k.shape[:3], jnp.float32)}
 
     def weigh(self, age: Int[Array, "B T"]) -> Float[Array, "B T"]:
         """(1 - gamma) gamma^age: what is left of a query's attention after ``age`` more queries."""
-        return (1 - self.gamma) * self.gamma ** age.astype(jnp.float32)
+        return self.fresh * self.gamma ** age.astype(jnp.float32)
 
     def receive(
         self, slots: Slots, mass: Float[Array, "B N C"], count: Int[Array, "B 1 1"]
@@ -82,13 +94,13 @@ class ConfKV(Eviction):
         """The mix; candidates are the live."""
         del params
         mass, age = (_spread(x, slots.live) for x in (slots.meta["mass"], slots.pos.astype(jnp.float32)))
-        return self.alpha * mass + (1 - self.alpha) * age
+        return self.alpha * mass + self.beta * age
 
-    def score_prompt(self, params: Params | None, seen: Observation) -> Float[Array, "B 1 T"]:
+    def score_prompt(self, params: Params | None, observed: Observation) -> Float[Array, "B 1 T"]:
         """The mix over all tokens but the newest ``recent``, for a budget that acts once."""
-        pos = seen.pos[:, None, :]
-        free = (pos >= 0) & (pos < (seen.total - self.recent)[:, None, None])
-        meta = {"mass": seen.mass.mean(axis=1, keepdims=True)}
+        pos = observed.pos[:, None, :]
+        free = (pos >= 0) & (pos < (observed.total - self.recent)[:, None, None])
+        meta = {"mass": observed.mass.mean(axis=1, keepdims=True)}
         return self.score(params, Slots(pos=pos, live=free, meta=meta))
 
 
@@ -96,9 +108,11 @@ def _spread(x: Float[Array, "B K C"], among: Bool[Array, "B K C"]) -> Float[Arra
     """Min-max over the candidates."""
     low = jnp.where(among, x, jnp.inf).min(axis=-1, keepdims=True)
     high = jnp.where(among, x, -jnp.inf).max(axis=-1, keepdims=True)
-    wide = high > low  # also false where nobody is a candidate
+    wide = high > low  # also false where there is no candidate
     return jnp.where(among & wide, (x - low) / jnp.where(wide, high - low, 1.0), 0.0)
 
+
+PRESETS = {"conf-kv": "conf_kv + confidence", "conf-kv-l": "conf_kv + confidence(slope=1.5)"}
 
 EXAMPLES = (
     Policy(eviction=ConfKV(recent=6), budget=Confidence(tight=14, loose=24, threshold=0.5)),

@@ -10,14 +10,13 @@ Each KV head of each layer has a learned number alpha, how much it loses by not 
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 
-from kvjax.policy import Admission, Observation, Policy, PolicyError
+from kvjax.algebra import Admission, Number, Observation, Policy, PolicyError, Switch, Whole
 from kvjax.types import Network, Params
 
 if TYPE_CHECKING:
@@ -34,11 +33,11 @@ def retrieval_heads(alphas: Sequence[Array], share: float) -> Bool[Array, "L K"]
     alpha = jnp.stack([jnp.asarray(x, jnp.float32) for x in alphas])
     flat = alpha.reshape(-1)
     at = jnp.arange(flat.size)
-    # A sort would do too; counting who stands before whom is one small comparison in a compiled step.
+    # A sort would do too; counting what stands before each is one small comparison in a compiled step.
     before = (flat[None, :] > flat[:, None]) | (
         (flat[None, :] == flat[:, None]) & (at[None, :] < at[:, None])
     )
-    return (before.sum(axis=1) < math.floor(share * flat.size + 0.5)).reshape(alpha.shape)
+    return (before.sum(axis=1) < jnp.floor(share * flat.size + 0.5)).reshape(alpha.shape)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -58,19 +57,18 @@ class Duo(Admission):
     """
 
     name = "duo"
+    arguments = {
+        "share": Number(0, 1, "share of the heads"),
+        "window": Whole(1, "window"),
+        "prefill": Switch(),
+    }
+    dials = ("share",)
+    sizes = ("share", "window")
     learns = "duo"
-    shipped = "duo"
+    trained_by = "python -m train.duo --config FILE, as in configs/gates/duo-small.yaml"
     share: float = 0.5
     window: int = 256  # type: ignore[assignment]
     prefill: bool = True
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.share, int | float) or not 0 <= self.share <= 1:
-            raise PolicyError(f"{self!r}: share={self.share!r} is no part of the heads. Give 0 to 1.")
-        if not isinstance(self.window, int) or self.window < 1:
-            raise PolicyError(f"{self!r}: window={self.window!r} sees nothing. Give 1 token or more.")
-        if not isinstance(self.prefill, bool):
-            raise PolicyError(f"{self!r}: prefill={self.prefill!r} is no switch. Give True or False.")
 
     def check_weights(self, weights: Sequence[Params], network: Network) -> None:
         """One alpha a KV head.
@@ -98,13 +96,15 @@ class Duo(Admission):
             for mine in jax.random.split(key, network.num_layers)
         ]
 
-    def admit(self, params: Params | None, seen: Observation) -> Bool[Array, "B K T"]:
+    def admit(self, params: Params | None, observed: Observation) -> Bool[Array, "B K T"]:
         """Whatever arrives at a retrieval head."""
         if params is None:
             raise PolicyError(f"{self!r} has no pattern. Pass weights=kvjax.weights_for(policy, model).")
-        bit, (rows, tokens) = params["retrieves"], seen.pos.shape
+        bit, (rows, tokens) = params["retrieves"], observed.pos.shape
         return jnp.broadcast_to(bit[None, :, None], (rows, len(bit), tokens))
 
+
+PRESETS = {"duo-attention": "duo(0.5) + sinks(64)"}
 
 EXAMPLES = (
     Policy(admission=Duo(share=0.5, window=24), sinks=4),

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 
+from kvjax.algebra import Eviction, Number, Observation, Policy, Whole
 from kvjax.budgets.uniform import Uniform
-from kvjax.policy import Eviction, Observation, Policy, PolicyError
 from kvjax.types import Params
 
 if TYPE_CHECKING:
@@ -42,26 +42,26 @@ class ExpectedAttention(Eviction):
     """
 
     name = "expected_attention"
+    arguments = {
+        "ahead": Whole(1),
+        "sinks": Whole(),
+        "floor": Number(),
+    }
+    dials = ("sinks", "floor")
     needs = frozenset({"q_pre", "k", "v"})
     scores_prompt = True
     ahead: int = 512
     sinks: int = 4
     floor: float = 0.0
 
-    def __post_init__(self) -> None:
-        for name, least in (("ahead", 1), ("sinks", 0)):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < least:
-                raise PolicyError(f"{self!r}: {name}={value!r} is no number of tokens. Give {least} or more.")
-        if not self.floor >= 0:
-            raise PolicyError(f"{self!r}: floor={self.floor!r} is no share. Give 0 or more.")
-
-    def score_prompt(self, params: Params | None, seen: Observation) -> Float[Array, "B K T"]:
+    def score_prompt(self, params: Params | None, observed: Observation) -> Float[Array, "B K T"]:
         """Expected share times norm; the sinks above all."""
         del params
-        judged = seen.pos >= self.sinks
-        k, v = (jnp.where(_line(seen.pos >= 0), x.astype(jnp.float32), 0.0) for x in (seen.k, seen.v))
-        mean, spread = _turned(seen, self.ahead, *_gaussian(seen.q_pre, judged))
+        judged = observed.pos >= self.sinks
+        k, v = (
+            jnp.where(_line(observed.pos >= 0), x.astype(jnp.float32), 0.0) for x in (observed.k, observed.v)
+        )
+        mean, spread = _turned(observed, self.ahead, *_gaussian(observed.q_pre, judged))
         logits = _log_expectation(k, mean, spread)
         logits = jnp.where(judged[:, None, None, :], logits, -jnp.inf)
         highest = logits.max(axis=-1, keepdims=True, initial=jnp.finfo(jnp.float32).min)
@@ -87,20 +87,20 @@ def _gaussian(
 
 
 def _turned(
-    seen: Observation, ahead: int, mean: Float[Array, "B N H"], spread: Float[Array, "B N H H"]
+    observed: Observation, ahead: int, mean: Float[Array, "B N H"], spread: Float[Array, "B N H H"]
 ) -> tuple[Float[Array, "B N H"], Float[Array, "B N H H"]]:
     """Both under the mean rotation of the positions that follow each row's prompt."""
-    turn = seen.turn
-    if turn is None:
+    rotate = observed.rotate
+    if rotate is None:
         return mean, spread
     h = mean.shape[-1]
     basis = jnp.broadcast_to(jnp.eye(h), (1, ahead, h, h))  # every basis vector, a "head" each
 
     def images(total: Int[Array, ""]) -> Float[Array, "H H"]:
-        return turn(basis, (total + jnp.arange(ahead))[None]).mean(axis=(0, 1))
+        return rotate(basis, (total + jnp.arange(ahead))[None]).mean(axis=(0, 1))
 
     # Row i is the image of basis vector i. A row at a time: ahead * H * H numbers are enough to hold.
-    r = jax.lax.map(images, seen.total)
+    r = jax.lax.map(images, observed.total)
     mean = jnp.einsum("bnh,bhi->bni", mean, r, precision=EXACT)
     return mean, jnp.einsum("bnhg,bhi,bgj->bnij", spread, r, r, precision=EXACT)
 
@@ -115,5 +115,7 @@ def _log_expectation(
     half = jnp.einsum("bkghi,bkti->bkgth", spread, k, precision=EXACT)
     return linear * h**-0.5 + (half * k[:, :, None]).sum(axis=-1) / (2 * h)
 
+
+PRESETS = {"expected-attention": "expected_attention + uniform(0.25)"}
 
 EXAMPLES = (Policy(eviction=ExpectedAttention(ahead=16, sinks=2), budget=Uniform(24)),)

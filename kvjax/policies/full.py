@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
-from kvjax.policy import Policy
+from kvjax.algebra import Policy
+
+PRESETS = {"full": "full"}
 
 EXAMPLES = (Policy(),)

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 
+from kvjax.algebra import Eviction, Observation, Policy, Switch, Whole
 from kvjax.budgets.uniform import Uniform
 from kvjax.cache.pages import Slots
-from kvjax.policy import Eviction, Observation, Policy, PolicyError
 from kvjax.types import Params
 
 if TYPE_CHECKING:
@@ -40,19 +40,14 @@ class H2O(Eviction):
     """
 
     name = "h2o"
-    needs = frozenset({"k"})
+    arguments = {
+        "recent": Whole(optional=True),
+        "average": Switch(),
+    }
+    needs = frozenset({"k", "mass"})
     keeps = ("mass",)
-    needs_mass = True
     recent: int | None = None
     average: bool = False
-
-    def __post_init__(self) -> None:
-        if self.recent is not None and (not isinstance(self.recent, int) or self.recent < 0):
-            raise PolicyError(
-                f"{self!r}: recent={self.recent!r} is no number of tokens. Give 0 or more, or leave it out."
-            )
-        if not isinstance(self.average, bool):
-            raise PolicyError(f"{self!r}: average={self.average!r} is no switch. Give True or False.")
 
     @property
     def protects(self) -> int:
@@ -64,10 +59,10 @@ class H2O(Eviction):
         """Half of what stays is known after a prompt only (a ring needs a number), and so is an average."""
         return self.recent is None or self.average
 
-    def arrive(self, params: Params | None, seen: Observation) -> dict[str, Float[Array, "B K T"]]:
+    def arrive(self, params: Params | None, observed: Observation) -> dict[str, Float[Array, "B K T"]]:
         """Nothing received yet."""
         del params
-        return {"mass": jnp.zeros(seen.k.shape[:3], jnp.float32)}
+        return {"mass": jnp.zeros(observed.k.shape[:3], jnp.float32)}
 
     def weigh(self, age: Int[Array, "B T"]) -> Float[Array, "B T"]:
         """All queries count the same."""
@@ -84,18 +79,18 @@ class H2O(Eviction):
         del params
         return slots.meta["mass"]
 
-    def score_prompt(self, params: Params | None, seen: Observation) -> Float[Array, "B K T"]:
+    def score_prompt(self, params: Params | None, observed: Observation) -> Float[Array, "B K T"]:
         """Mass of every prompt token, or minus its place when newest and heaviest take turns."""
         del params
-        rows, heads, t, _ = seen.k.shape
-        mass = seen.mass.reshape(rows, heads, -1, t).mean(axis=2)
+        rows, heads, t, _ = observed.k.shape
+        mass = observed.mass.reshape(rows, heads, -1, t).mean(axis=2)
         if self.average:
-            mass /= jnp.maximum(seen.total[:, None] - seen.pos, 1)[:, None, :]
+            mass /= jnp.maximum(observed.total[:, None] - observed.pos, 1)[:, None, :]
         if self.recent is not None:
             return mass
-        real = seen.pos >= 0
+        real = observed.pos >= 0
         order = jnp.argsort(jnp.where(real[:, None, :], -mass, jnp.inf), axis=-1, stable=True)
-        age = jnp.where(real, seen.total[:, None] - 1 - seen.pos, 0)
+        age = jnp.where(real, observed.total[:, None] - 1 - observed.pos, 0)
         age = jnp.take_along_axis(jnp.broadcast_to(age[:, None, :], order.shape), order, axis=-1)
         return -jnp.take_along_axis(_turns(age), jnp.argsort(order, axis=-1), axis=-1).astype(jnp.float32)
 
@@ -135,6 +130,8 @@ def _h_index(x: Int[Array, "... T"]) -> tuple[Int[Array, "... T"], Int[Array, ".
     upto = jnp.broadcast_to(jnp.arange(t, dtype=x.dtype), x.shape)
     return jax.lax.fori_loop(0, bits, decide, (x, none, upto, none, none))[3:]
 
+
+PRESETS = {"h2o": "h2o + uniform(0.25)"}
 
 EXAMPLES = (
     Policy(eviction=H2O(), budget=Uniform(24)),

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
 
+from kvjax.algebra import Eviction, Observation, Policy
 from kvjax.budgets.uniform import Uniform
-from kvjax.policy import Eviction, Observation, Policy
 from kvjax.types import Params
 
 if TYPE_CHECKING:
@@ -32,10 +32,10 @@ class KeyDiff(Eviction):
     needs = frozenset({"k"})
     scores_prompt = True
 
-    def score_prompt(self, params: Params | None, seen: Observation) -> Float[Array, "B K T"]:
+    def score_prompt(self, params: Params | None, observed: Observation) -> Float[Array, "B K T"]:
         """Unlikeness of every prompt key, in [-1, 1]."""
         del params
-        k = jnp.where((seen.pos >= 0)[:, None, :, None], seen.k.astype(jnp.float32), 0.0)
+        k = jnp.where((observed.pos >= 0)[:, None, :, None], observed.k.astype(jnp.float32), 0.0)
         unit = _unit(k)
         return -(unit * _unit(unit.sum(axis=2, keepdims=True))).sum(axis=-1)
 
@@ -44,5 +44,7 @@ def _unit(x: Float[Array, "... H"]) -> Float[Array, "... H"]:
     """Of length one; 0 stays 0."""
     return x / jnp.maximum(jnp.linalg.norm(x, axis=-1, keepdims=True), jnp.finfo(x.dtype).tiny)
 
+
+PRESETS = {"keydiff": "keydiff + uniform(0.25)"}
 
 EXAMPLES = (Policy(eviction=KeyDiff(), budget=Uniform(24)),)

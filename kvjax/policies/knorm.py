@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
 
+from kvjax.algebra import Eviction, Observation, Policy
 from kvjax.budgets.uniform import Uniform
 from kvjax.cache.pages import Slots
-from kvjax.policy import Eviction, Observation, Policy
 from kvjax.types import Params
 
 if TYPE_CHECKING:
@@ -28,16 +28,18 @@ class KNorm(Eviction):
     needs = frozenset({"k"})
     keeps = ("norm",)
 
-    def arrive(self, params: Params | None, seen: Observation) -> dict[str, Float[Array, "B K T"]]:
+    def arrive(self, params: Params | None, observed: Observation) -> dict[str, Float[Array, "B K T"]]:
         """The norm of each key (RoPE does not change it)."""
         del params
-        return {"norm": jnp.linalg.norm(seen.k.astype(jnp.float32), axis=-1)}
+        return {"norm": jnp.linalg.norm(observed.k.astype(jnp.float32), axis=-1)}
 
     def score(self, params: Params | None, slots: Slots) -> Float[Array, "B K C"]:
         """Small norms stay."""
         del params
         return -slots.meta["norm"]
 
+
+PRESETS = {"knorm": "knorm + uniform(0.25)"}
 
 EXAMPLES = (
     Policy(eviction=KNorm(), budget=Uniform(32)),

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 
+from kvjax.algebra import Eviction, Observation, Policy, Whole
 from kvjax.budgets.uniform import Uniform
-from kvjax.policy import Eviction, Observation, Policy, PolicyError
 from kvjax.types import Params
 
 if TYPE_CHECKING:
@@ -44,36 +44,34 @@ class LagKV(Eviction):
     """
 
     name = "lagkv"
+    arguments = {
+        "lag": Whole(2),
+        "sinks": Whole(),
+    }
     needs = frozenset({"k", "v"})
     scores_prompt = True
     lag: int = 128
     sinks: int = 4
 
-    def __post_init__(self) -> None:
-        for name, least in (("lag", 2), ("sinks", 0)):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < least:
-                raise PolicyError(f"{self!r}: {name}={value!r} is no number of tokens. Give {least} or more.")
-
-    def score_prompt(self, params: Params | None, seen: Observation) -> Float[Array, "B K T"]:
+    def score_prompt(self, params: Params | None, observed: Observation) -> Float[Array, "B K T"]:
         """Ranks 0 ... lag - 1 in partitions; the tail by position above them, the sinks above all."""
         del params
-        rows, heads, t, _ = seen.k.shape
-        pos = seen.pos[:, None, :]
-        full = jnp.maximum(seen.total - self.sinks, 0) // self.lag
+        rows, heads, t, _ = observed.k.shape
+        pos = observed.pos[:, None, :]
+        full = jnp.maximum(observed.total - self.sinks, 0) // self.lag
         tail = self.sinks + jnp.maximum(full - 1, 0) * self.lag  # its first position
         protected = jnp.where(pos < self.sinks, 2 * t - pos, pos) + self.lag
         ranks = jnp.zeros((rows, heads, t), jnp.int32)
         parts = max(t - self.sinks, 0) // self.lag
         if parts > 1:
             ranked = slice(self.sinks, self.sinks + (parts - 1) * self.lag)
-            ranks = ranks.at[:, :, ranked].set(self._ranks(seen, parts).reshape(rows, heads, -1))
+            ranks = ranks.at[:, :, ranked].set(self._ranks(observed, parts).reshape(rows, heads, -1))
         judged = (pos >= self.sinks) & (pos < tail[:, None, None])
         return jnp.where(judged, ranks, protected).astype(jnp.float32)
 
-    def _ranks(self, seen: Observation, parts: int) -> Float[Array, "B K M S"]:
+    def _ranks(self, observed: Observation, parts: int) -> Float[Array, "B K M S"]:
         """Of every partition but the last: 0 for the least remarkable token, the later one of equals."""
-        share = (self._shares(seen.k, parts) + self._shares(seen.v, parts)) / 2
+        share = (self._shares(observed.k, parts) + self._shares(observed.v, parts)) / 2
         worse = jnp.argsort(jnp.argsort(-share, axis=-1, stable=True), axis=-1)
         return self.lag - 1 - worse
 
@@ -86,5 +84,7 @@ class LagKV(Eviction):
         scaled = jnp.where(span > 0, (x[:, :, :-1] - low) / jnp.where(span > 0, span, 1.0), 0.0)
         return jax.nn.softmax(jnp.std(scaled, axis=-1, ddof=1), axis=-1)
 
+
+PRESETS = {"lagkv": "lagkv + uniform(0.25)"}
 
 EXAMPLES = (Policy(eviction=LagKV(lag=8, sinks=2), budget=Uniform(24)),)

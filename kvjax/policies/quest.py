@@ -1,4 +1,4 @@
-"""Quest: read only the pages whose keys could score high for this query.
+"""Quest: read only the chunks of tokens whose keys could score high for this query.
 
 Tang et al., Quest: Query-Aware Sparsity for Efficient Long-Context LLM Inference,
 https://arxiv.org/abs/2406.10774
@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 
+from kvjax.algebra import Picked, Policy, PolicyError, Selection, Whole
 from kvjax.cache.pages import Pages
-from kvjax.policy import Picked, Policy, PolicyError, Selection
 from kvjax.types import EMPTY, Params
 
 if TYPE_CHECKING:
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Quest(Selection):
-    """Each decode read visits the ``pages`` chunks of 16 tokens with the highest bound on q·k.
+    """Each decode read visits the ``chunks`` chunks of 16 tokens with the highest bound on q·k.
 
     The bound of a chunk is sum_h max(q_h min_h, q_h max_h) over its keys' channelwise range; a KV head
     takes the largest over its group's query heads. Prefill and the first ``dense`` layers read everything.
 
     Attributes:
-      pages: chunks a read visits, per KV head.
-      chunk: tokens of a chunk; divides the physical page.
+      chunks: how many a read visits, per KV head.
+      chunk: tokens of a chunk; divides the page.
       dense: first layers that are read whole.
       recent: newest tokens, always read (they stay in the ring).
 
@@ -38,16 +38,18 @@ class Quest(Selection):
     """
 
     name = "quest"
-    pages: int = 32
+    renamed = {"pages": "chunks"}
+    arguments = {
+        "chunks": Whole(1, "number of chunks"),
+        "chunk": Whole(1),
+        "dense": Whole(0, "number of layers"),
+        "recent": Whole(1),
+    }
+    sizes = ("chunks",)
+    chunks: int = 32
     chunk: int = 16
     dense: int = 2
     recent: int = 64  # type: ignore[assignment]
-
-    def __post_init__(self) -> None:
-        for name, least in (("pages", 1), ("chunk", 1), ("dense", 0), ("recent", 1)):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < least:
-                raise PolicyError(f"{self!r}: {name}={value!r} is out of range. Give {least} or more.")
 
     def applies(self, layer: int) -> bool:
         """All layers but the first ``dense``."""
@@ -73,13 +75,13 @@ class Quest(Selection):
         found = jnp.stack(ends, axis=2)
         return {"range": jnp.where(jnp.isfinite(found), found, 0.0)}
 
-    def select(self, params: Params | None, q: Float[Array, "B N H"], pages: Pages, which: int) -> Picked:
-        """The best chunks, as pages and a bitmask; all of them while there are no more than ``pages``."""
+    def select(self, params: Params | None, q: Float[Array, "B N H"], pages: Pages, list_id: int) -> Picked:
+        """The best chunks, as pages and a bitmask; all of them while there are no more than ``chunks``."""
         del params
         rows, heads, _, entries = pages.table.shape
         per = pages.size // self.chunk
-        bound = self._bounds(q, pages, which)  # [B, K, M * per]
-        chosen = min(self.pages, entries * per)
+        bound = self._bounds(q, pages, list_id)  # [B, K, M * per]
+        chosen = min(self.chunks, entries * per)
         best, at = jax.lax.top_k(bound, chosen)
         hit = jnp.zeros(bound.shape, bool)
         b, k = jnp.arange(rows)[:, None, None], jnp.arange(heads)[None, :, None]
@@ -89,13 +91,13 @@ class Quest(Selection):
         value, page = jax.lax.top_k(top, min(chosen, entries))
         slots = jnp.take_along_axis(hit, page[..., None], axis=2)
         return Picked(
-            pages=jnp.where(value > -jnp.inf, page, EMPTY), slots=jnp.repeat(slots, self.chunk, axis=-1)
+            entries=jnp.where(value > -jnp.inf, page, EMPTY), slots=jnp.repeat(slots, self.chunk, axis=-1)
         )
 
-    def _bounds(self, q: Float[Array, "B N H"], pages: Pages, which: int) -> Float[Array, "B K C"]:
+    def _bounds(self, q: Float[Array, "B N H"], pages: Pages, list_id: int) -> Float[Array, "B K C"]:
         """Upper bound of q·k over each chunk of each stream; -inf for empty chunks."""
         rows, heads, _, entries = pages.table.shape
-        ends = pages.summary["range"][jnp.maximum(pages.table[:, :, which], 0)]
+        ends = pages.summary["range"][jnp.maximum(pages.table[:, :, list_id], 0)]
         per = ends.shape[3]
         ends = ends.reshape(rows, heads, entries * per, 2, -1)
         q = q.astype(jnp.float32).reshape(rows, heads, -1, q.shape[-1])
@@ -103,8 +105,10 @@ class Quest(Selection):
         bound = jnp.einsum("bkgh,bkch->bkgc", jnp.maximum(q, 0), ends[:, :, :, 1])
         bound += jnp.einsum("bkgh,bkch->bkgc", jnp.minimum(q, 0), ends[:, :, :, 0])
         first = jnp.arange(entries * per) * self.chunk
-        live = first < pages.length[:, :, which, None]
+        live = first < pages.length[:, :, list_id, None]
         return jnp.where(live, bound.max(axis=2), -jnp.inf)
 
 
-EXAMPLES = (Policy(selection=Quest(pages=3, chunk=4, dense=1, recent=8)),)
+PRESETS = {"quest": "quest"}
+
+EXAMPLES = (Policy(selection=Quest(chunks=3, chunk=4, dense=1, recent=8)),)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from kvjax.algebra import Every, Eviction, Observation, Policy, Whole
 from kvjax.budgets.uniform import Uniform
 from kvjax.cache.pages import Slots
-from kvjax.policy import Every, Eviction, Observation, Policy, PolicyError
 from kvjax.types import Params
 
 if TYPE_CHECKING:
@@ -29,23 +30,25 @@ class Random(Eviction):
     """
 
     name = "random"
+    arguments = {"seed": Whole(0, "seed", 2**32 - 1)}
+    dials = ("seed",)
     keeps = ("draw",)
     seed: int = 0
 
-    def __post_init__(self) -> None:
-        if not isinstance(self.seed, int) or not 0 <= self.seed < 2**32:
-            raise PolicyError(f"{self!r}: {self.seed!r} is no seed. Give a whole number from 0 to 2**32 - 1.")
+    def leaves(self) -> dict[str, Any]:
+        """The seed in 32 bits."""
+        return {"seed": np.uint32(self.seed)}
 
-    def arrive(self, params: Params | None, seen: Observation) -> dict[str, Float[Array, "B K T"]]:
+    def arrive(self, params: Params | None, observed: Observation) -> dict[str, Float[Array, "B K T"]]:
         """One draw per token and head."""
         del params
-        key = jax.random.fold_in(jax.random.PRNGKey(self.seed), seen.layer)
-        heads = seen.k.shape[1]
+        key = jax.random.fold_in(jax.random.PRNGKey(self.seed), observed.layer)
+        heads = observed.k.shape[1]
 
         def draw(pos: Array) -> Array:
             return jax.random.uniform(jax.random.fold_in(key, pos), (heads,))
 
-        return {"draw": jnp.moveaxis(jax.vmap(jax.vmap(draw))(seen.pos), 2, 1)}
+        return {"draw": jnp.moveaxis(jax.vmap(jax.vmap(draw))(observed.pos), 2, 1)}
 
     needs = frozenset({"k"})  # for the number of heads
 
@@ -54,6 +57,8 @@ class Random(Eviction):
         del params
         return slots.meta["draw"]
 
+
+PRESETS = {"random": "random + uniform(0.25)"}
 
 EXAMPLES = (
     Policy(eviction=Random(), budget=Uniform(0.5), sinks=2),

@@ -1,4 +1,4 @@
-"""Scissorhands: who was often looked at by the last queries will be looked at again.
+"""Scissorhands: tokens that the last queries attended to often will be attended to again.
 
 Liu et al., Scissorhands: Exploiting the Persistence of Importance Hypothesis for LLM KV Cache Compression
 at Test Time, https://arxiv.org/abs/2305.17118
@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 
+from kvjax.algebra import Eviction, Observation, Policy, Whole
 from kvjax.budgets.uniform import Uniform
-from kvjax.policy import Eviction, Observation, Policy, PolicyError
 from kvjax.types import Params
 
 if TYPE_CHECKING:
@@ -45,53 +45,51 @@ class Scissorhands(Eviction):
     """
 
     name = "scissorhands"
+    arguments = {
+        "window": Whole(1),
+        "recent": Whole(),
+    }
     needs = frozenset({"q", "k"})
     scores_prompt = True
     window: int = 400
     recent: int = 10
-
-    def __post_init__(self) -> None:
-        for name, least in (("window", 1), ("recent", 0)):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < least:
-                raise PolicyError(f"{self!r}: {name}={value!r} is no number of tokens. Give {least} or more.")
 
     @property
     def protects(self) -> int:
         """``recent``."""
         return self.recent
 
-    def score_prompt(self, params: Params | None, seen: Observation) -> Float[Array, "B K T"]:
+    def score_prompt(self, params: Params | None, observed: Observation) -> Float[Array, "B K T"]:
         """Counts, block by block of queries."""
         del params
-        steps = -(-min(self.window, seen.k.shape[2]) // BLOCK)
-        first = seen.total - self.window
+        steps = -(-min(self.window, observed.k.shape[2]) // BLOCK)
+        first = observed.total - self.window
 
         def count(counts: Float[Array, "B K T"], step: Int[Array, ""]) -> tuple[Array, None]:
             # Blocks are counted back from the last token; what is before the history counts nothing.
-            at = seen.total[:, None] - 1 - step * BLOCK - jnp.arange(BLOCK)[None, :]
+            at = observed.total[:, None] - 1 - step * BLOCK - jnp.arange(BLOCK)[None, :]
             at = jnp.where(at >= jnp.maximum(first, 0)[:, None], at, -1)
-            return counts + _above_mean(seen, at), None
+            return counts + _above_mean(observed, at), None
 
-        start = jnp.zeros(seen.k.shape[:3], jnp.float32)
+        start = jnp.zeros(observed.k.shape[:3], jnp.float32)
         return jax.lax.scan(count, start, jnp.arange(steps))[0]
 
 
-def _above_mean(seen: Observation, at: Int[Array, "B I"]) -> Float[Array, "B K T"]:
+def _above_mean(observed: Observation, at: Int[Array, "B I"]) -> Float[Array, "B K T"]:
     """How many (query, head) pairs, of queries at positions ``at`` (negative: none), look at each token."""
-    rows, heads, t, h = seen.k.shape
-    q = jnp.take_along_axis(seen.q, jnp.maximum(at, 0)[:, None, :, None], axis=2)
+    rows, heads, t, h = observed.k.shape
+    q = jnp.take_along_axis(observed.q, jnp.maximum(at, 0)[:, None, :, None], axis=2)
     q = q.reshape(rows, heads, -1, at.shape[1], h)
     s = jnp.einsum(
         "bkgih,bkth->bkgit",
         q,
-        seen.k,
+        observed.k,
         precision=jax.lax.Precision.HIGHEST,
         preferred_element_type=jnp.float32,
     )
-    sees = (seen.pos[:, None, :] >= 0) & (seen.pos[:, None, :] <= at[:, :, None])  # [B, I, T]
+    sees = (observed.pos[:, None, :] >= 0) & (observed.pos[:, None, :] <= at[:, :, None])  # [B, I, T]
     s = s * h**-0.5
-    s = s if seen.softcap is None else seen.softcap * jnp.tanh(s / seen.softcap)
+    s = s if observed.softcap is None else observed.softcap * jnp.tanh(s / observed.softcap)
     s = jnp.where(sees[:, None, None], s, -jnp.inf)
     mean = (
         jax.nn.logsumexp(s, axis=-1, keepdims=True)
@@ -100,5 +98,7 @@ def _above_mean(seen: Observation, at: Int[Array, "B I"]) -> Float[Array, "B K T
     high = (s >= mean - SLACK) & sees[:, None, None]
     return high.astype(jnp.float32).sum(axis=(2, 3))
 
+
+PRESETS = {"scissorhands": "scissorhands + uniform(0.25)"}
 
 EXAMPLES = (Policy(eviction=Scissorhands(window=20, recent=4), budget=Uniform(24)),)

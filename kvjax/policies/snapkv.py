@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
 
+from kvjax.algebra import Eviction, Observation, Policy, PolicyError, Whole
 from kvjax.budgets.ada import Ada
 from kvjax.budgets.pyramid import Pyramid
 from kvjax.budgets.uniform import Uniform
-from kvjax.policy import Eviction, Observation, Policy, PolicyError
 from kvjax.types import EMPTY, Params
 from pallas_kernels.blockwise.api import blockwise, column_mass
 
@@ -37,15 +37,18 @@ class SnapKV(Eviction):
     """
 
     name = "snapkv"
+    arguments = {
+        "window": Whole(1, "number of queries"),
+        "kernel": Whole(1, "odd width"),
+    }
     needs = frozenset({"q", "k", "v"})
     scores_prompt = True
     window: int = 32
     kernel: int = 5
 
     def __post_init__(self) -> None:
-        if not isinstance(self.window, int) or self.window < 1:
-            raise PolicyError(f"{self!r}: a window of {self.window!r} queries sees nothing. Give 1 or more.")
-        if not isinstance(self.kernel, int) or self.kernel < 1 or self.kernel % 2 == 0:
+        super().__post_init__()
+        if self.kernel % 2 == 0:
             raise PolicyError(f"{self!r}: kernel={self.kernel!r} has no middle. Give an odd whole number.")
 
     @property
@@ -53,29 +56,33 @@ class SnapKV(Eviction):
         """The observation window."""
         return self.window
 
-    def score_prompt(self, params: Params | None, seen: Observation) -> Float[Array, "B K T"]:
+    def score_prompt(self, params: Params | None, observed: Observation) -> Float[Array, "B K T"]:
         """Votes for every prompt token."""
         del params
-        votes = self._votes(seen)
-        old = (seen.pos >= 0) & (seen.pos < (seen.total - self.window)[:, None])
+        votes = self._votes(observed)
+        old = (observed.pos >= 0) & (observed.pos < (observed.total - self.window)[:, None])
         votes = jnp.where(old[:, None, :], votes, 0.0)
         side = self.kernel // 2
         wide = jnp.pad(votes, ((0, 0), (0, 0), (side, side)))
         t = votes.shape[-1]
         smooth = jnp.stack([wide[..., i : i + t] for i in range(self.kernel)]).mean(axis=0)
-        rows, heads, t, _ = seen.k.shape
+        rows, heads, t, _ = observed.k.shape
         return smooth.reshape(rows, heads, -1, t).mean(axis=2)
 
-    def _votes(self, seen: Observation) -> Float[Array, "B N T"]:
+    def _votes(self, observed: Observation) -> Float[Array, "B N T"]:
         """Mean attention of each row's last queries to every key, per query head."""
-        at = seen.total[:, None] - self.window + jnp.arange(self.window)[None, :]
-        q = jnp.take_along_axis(seen.q, jnp.maximum(at, 0)[:, None, :, None], axis=2)
+        at = observed.total[:, None] - self.window + jnp.arange(self.window)[None, :]
+        q = jnp.take_along_axis(observed.q, jnp.maximum(at, 0)[:, None, :, None], axis=2)
         at = jnp.where(at >= 0, at, EMPTY)
-        _, lse = blockwise(q, seen.k, seen.v, q_pos=at, k_pos=seen.pos, softcap=seen.softcap)
+        _, lse = blockwise(q, observed.k, observed.v, q_pos=at, k_pos=observed.pos, softcap=observed.softcap)
         voters = (at >= 0).astype(jnp.float32)
         weights = voters / jnp.maximum(voters.sum(axis=-1, keepdims=True), 1.0)
-        return column_mass(q, seen.k, lse, weights, q_pos=at, k_pos=seen.pos, softcap=seen.softcap)
+        return column_mass(
+            q, observed.k, lse, weights, q_pos=at, k_pos=observed.pos, softcap=observed.softcap
+        )
 
+
+PRESETS = {"snapkv": "snapkv + uniform(0.25)"}
 
 EXAMPLES = (
     Policy(eviction=SnapKV(window=8), budget=Uniform(24)),

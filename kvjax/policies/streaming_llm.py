@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
 
-from kvjax.policy import Admission, Observation, Policy, PolicyError
+from kvjax.algebra import Admission, Observation, Policy, Switch, Whole
 from kvjax.types import Params
 
 if TYPE_CHECKING:
@@ -32,26 +32,27 @@ class Window(Admission):
     """
 
     name = "window"
+    arguments = {
+        "size": Whole(1, "window"),
+        "prefill": Switch(),
+    }
+    sizes = ("size",)
     rejects_all = True
     alike = True
     size: int = 256
     prefill: bool = True
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.prefill, bool):
-            raise PolicyError(f"{self!r}: prefill={self.prefill!r} is no switch. Give True or False.")
-        if not isinstance(self.size, int) or self.size < 1:
-            raise PolicyError(f"{self!r}: a window of {self.size!r} tokens sees nothing. Give 1 or more.")
 
     @property
     def window(self) -> int:  # type: ignore[override]
         """W."""
         return self.size
 
-    def admit(self, params: Params | None, seen: Observation) -> Bool[Array, "B K T"]:
+    def admit(self, params: Params | None, observed: Observation) -> Bool[Array, "B K T"]:
         """Nobody (sinks are the policy's)."""
         del params
-        return jnp.zeros((seen.pos.shape[0], 1, seen.pos.shape[1]), bool)
+        return jnp.zeros((observed.pos.shape[0], 1, observed.pos.shape[1]), bool)
 
+
+PRESETS = {"streaming-llm": "window(256) + sinks(4)"}
 
 EXAMPLES = (Policy(admission=Window(24), sinks=4), Policy(admission=Window(24)))

@@ -1,4 +1,4 @@
-"""TOVA: the last query says who stays, with one voice for all heads of a layer.
+"""TOVA: the attention of the last query ranks the tokens, averaged over all heads of a layer.
 
 Oren et al., Transformers are Multi-State RNNs, https://arxiv.org/abs/2401.06104
 """
@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
 
+from kvjax.algebra import Eviction, Observation, Policy
 from kvjax.budgets.uniform import Uniform
 from kvjax.cache.pages import Slots
-from kvjax.policy import Eviction, Observation, Policy
 from kvjax.types import Params
 
 if TYPE_CHECKING:
@@ -28,15 +28,14 @@ class Tova(Eviction):
     """
 
     name = "tova"
-    needs = frozenset({"k"})
+    needs = frozenset({"k", "mass"})
     keeps = ("mass",)
-    needs_mass = True
-    one_voice = True
+    shared_ranking = True
 
-    def arrive(self, params: Params | None, seen: Observation) -> dict[str, Float[Array, "B K T"]]:
+    def arrive(self, params: Params | None, observed: Observation) -> dict[str, Float[Array, "B K T"]]:
         """Nothing received yet."""
         del params
-        return {"mass": jnp.zeros(seen.k.shape[:3], jnp.float32)}
+        return {"mass": jnp.zeros(observed.k.shape[:3], jnp.float32)}
 
     def weigh(self, age: Int[Array, "B T"]) -> Float[Array, "B T"]:
         """The last query alone counts."""
@@ -52,11 +51,13 @@ class Tova(Eviction):
         del params
         return slots.meta["mass"]
 
-    def score_prompt(self, params: Params | None, seen: Observation) -> Float[Array, "B 1 T"]:
+    def score_prompt(self, params: Params | None, observed: Observation) -> Float[Array, "B 1 T"]:
         """The last query's attention."""
         del params
-        return seen.mass.mean(axis=1, keepdims=True)
+        return observed.mass.mean(axis=1, keepdims=True)
 
+
+PRESETS = {"tova": "tova + uniform(0.25)"}
 
 EXAMPLES = (
     Policy(eviction=Tova(), budget=Uniform(24)),

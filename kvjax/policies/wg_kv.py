@@ -20,9 +20,11 @@ from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from kvjax.policy import Admission, Observation, Policy, PolicyError
-from kvjax.types import Network, Params
+from kvjax.algebra import Admission, Number, Observation, Policy, PolicyError, Whole
+from kvjax.types import Heads, Network, Params, Weighted
+from pallas_kernels.blockwise.api import blockwise
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float
@@ -30,6 +32,9 @@ if TYPE_CHECKING:
 OPEN = 2.0
 """Logit at which gates start: sigmoid(2) = 0.88, so that training begins near the untouched model (chosen;
 the authors start near 0.5)."""
+
+UNTRAINED = 0.25
+"""Share of a text that untrained gates admit where speed is measured."""
 
 NORM_EPS = 1e-6
 """Added to the mean square where a gate normalises its keys (the authors' value)."""
@@ -99,19 +104,20 @@ class WriteGate(Admission):
     """
 
     name = "write_gate"
+    arguments = {
+        "tau": Number(0, 1, "threshold of a gate", open="low high"),
+        "window": Whole(1, "window"),
+    }
+    dials = ("tau",)
     needs = frozenset({"k_pre", "k"})
     learns = "wg-kv"
+    trained_by = (
+        "python -m train.gates --config FILE, as in configs/gates/small.yaml, and python -m kvjax.weights "
+        "convert from the authors' files"
+    )
     fitted = ("window",)
     tau: float = 0.1
     window: int = 256  # type: ignore[assignment]
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.tau, int | float) or not 0 < self.tau < 1:
-            raise PolicyError(
-                f"{self!r}: tau={self.tau!r} is no threshold of a gate. Give a number above 0 and below 1."
-            )
-        if not isinstance(self.window, int) or self.window < 1:
-            raise PolicyError(f"{self!r}: window={self.window!r} sees nothing. Give 1 token or more.")
 
     def check_weights(self, weights: Sequence[Params], network: Network) -> None:
         """Names and shapes of ``gate_logits``.
@@ -136,11 +142,67 @@ class WriteGate(Admission):
         gates = initial(key, network.num_kv_heads, network.head_dim, 8, network.num_layers)
         return [layer | {"w2": 30 * layer["w2"], "b2": 0 * layer["b2"]} for layer in gates]
 
-    def admit(self, params: Params | None, seen: Observation) -> Bool[Array, "B K T"]:
+    def untrained(self, model: Weighted, seed: int) -> list[Params]:
+        """Gates that admit about a quarter of what the model writes."""
+        tokens = min(1024, model.network.max_positions)
+        return random_gates(model, UNTRAINED, self, tokens=tokens, seed=seed)
+
+    def admit(self, params: Params | None, observed: Observation) -> Bool[Array, "B K T"]:
         """Gate at least tau."""
         if params is None:
             raise PolicyError(f"{self!r} has no gates. Pass weights=kvjax.weights_for(policy, model).")
-        return jax.nn.sigmoid(gate_logits(params, seen.k_pre, seen.k)) >= self.tau
+        return jax.nn.sigmoid(gate_logits(params, observed.k_pre, observed.k)) >= self.tau
 
+
+def random_gates(
+    model: Weighted, share: float, gate: WriteGate, *, tokens: int = 1024, seed: int = 0
+) -> list[Params]:
+    """Untrained gates that admit about ``share`` of any text's tokens, more in some heads than in others.
+
+    They look at keys before RoPE alone, so that the share does not drift along a text. Layer by layer their
+    biases are set so that the asked share of a random text passes, read under the gates of the layers below.
+
+    Args:
+      model: whose keys.
+      share: mean over heads, 0 to 1; the heads of a layer spread evenly as far around it as 0 and 1 allow.
+      gate: threshold and window they will be used with.
+      tokens: of the random text.
+      seed: of gates and text.
+
+    Raises:
+      PolicyError: a share outside 0 ... 1.
+    """
+    if not 0 <= share <= 1:
+        raise PolicyError(f"random_gates(share={share}) is no part of a text. Give 0 to 1.")
+    network = model.network.at(tokens)
+    k, h = network.num_kv_heads, network.head_dim
+    drawn = initial(jax.random.key(seed), k, h, None, network.num_layers)
+    # 0.5 / k keeps every head off the ends: none is always open or always closed.
+    wanted = share + min(share, 1 - share) * (1 - 0.5 / k) * np.linspace(-1, 1, k) * (k > 1)
+    edge = np.log(gate.tau / (1 - gate.tau))
+    found: list[Params] = []
+    at = jnp.arange(tokens)[None]
+
+    def attend(index: int, heads: Heads, carry: None) -> tuple[jax.Array, None]:
+        q, keys, k_pre, v = (jnp.swapaxes(x, 1, 2) for x in (heads.q, heads.k, heads.k_pre, heads.v))
+        mine = drawn[index] | {"w2": 30 * drawn[index]["w2"], "b2": jnp.zeros(k)}
+        mine["w1"] = mine["w1"].at[:, h:].set(0)
+        z = np.asarray(gate_logits(mine, k_pre, keys))
+        shift = [edge - np.quantile(z[0, head], 1 - wanted[head]) for head in range(k)]
+        found.append(mine | {"b2": jnp.asarray(shift, jnp.float32)})
+        bits = jnp.asarray(z + np.asarray(shift)[:, None] >= edge)
+        out, _ = blockwise(
+            q, keys, v, q_pos=at, k_pos=at, window=gate.window, admit=bits, softcap=heads.softcap
+        )
+        return jnp.swapaxes(out, 1, 2).astype(heads.v.dtype), carry
+
+    ids = np.random.default_rng(seed).integers(0, model.params["embed"].shape[0], (1, tokens))
+    x = network.embed(model.params, jnp.asarray(ids, jnp.int32), at)
+    for index, block in enumerate(model.params["layers"]):
+        x, _ = network.layer(block, index, x, at, attend, None)
+    return found
+
+
+PRESETS = {"wg-kv": "write_gate"}
 
 EXAMPLES = (Policy(admission=WriteGate(tau=0.5, window=24), sinks=2),)

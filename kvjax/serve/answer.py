@@ -6,13 +6,16 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from kvjax import decode, metrics
+import numpy as np
+
+from kvjax import decode, metrics, timing
 from kvjax.cache.state import KVState
+from kvjax.cli import InputError
 from kvjax.loading import LanguageModel
 from kvjax.sampling import sampling
-from kvjax.serve import clock
-from kvjax.serve.arguments import InputError, Options
+from kvjax.serve.arguments import Options
 from kvjax.serve.progress import bar
+from kvjax.timing import Moment
 from kvjax.types import Params
 
 if TYPE_CHECKING:
@@ -33,7 +36,7 @@ class Answer:
       text: the answer.
       tokens: its token ids, the stop token included.
       prompt_tokens: how many were read.
-      timings: see ``clock.timings``.
+      timings: see ``timings``.
       kv_bytes: of the cache at the end: live, allocated, and what a cache that keeps everything holds.
     """
 
@@ -72,26 +75,38 @@ def answer(
     tokens: list[int] = []
     texts: list[str] = []
     show = model.text.stream(after=ids if continues else ())
-    start = clock.now()
+    start = timing.now()
     first = None
     state = None
     for piece, after in _pieces(model, options, ids, limit, weights):
         state = after
-        first = first or clock.now()
+        first = first or timing.now()
         tokens += piece
         _say("".join(show.step(token) for token in piece if token not in model.spec.eos), texts, write)
     _say(show.finish(), texts, write)
     assert first is not None  # noqa: S101  (a stream yields at least one token)
     assert state is not None  # noqa: S101
     held = metrics.nbytes(state).total
-    full = metrics.full_bytes(model.network, int(state.length[0]), model.params["embed"].dtype)
+    full = metrics.full_bytes(model.network, int(np.asarray(state.length)[0]), model.params["embed"].dtype)
     return Answer(
         text="".join(texts),
         tokens=tokens,
         prompt_tokens=len(ids),
-        timings=clock.timings(start, first, clock.now(), len(tokens)),
+        timings=timings(start, first, timing.now(), len(tokens)),
         kv_bytes={"live": held["live"], "allocated": held["allocated"], "full": full},
     )
+
+
+def timings(start: Moment, first: Moment, end: Moment, tokens: int) -> dict[str, float | None]:
+    """Seconds ``first_token`` and ``total``, of which ``compile``; and ``tokens_per_second``, of the tokens
+    after the first and without compilation, None where there was only one."""
+    whole = end - start
+    return {
+        "first_token": (first - start).wall,
+        "total": whole.wall,
+        "compile": whole.compiling,
+        "tokens_per_second": (tokens - 1) / (end - first).running if tokens > 1 else None,
+    }
 
 
 def _say(piece: str, texts: list[str], write: Callable[[str], None]) -> None:

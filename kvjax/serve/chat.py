@@ -9,10 +9,11 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from kvjax.cli import InputError
 from kvjax.loading import LanguageModel
 from kvjax.serve import facts
 from kvjax.serve.answer import answer
-from kvjax.serve.arguments import InputError, Options
+from kvjax.serve.arguments import Options
 from kvjax.types import Params
 
 WELCOME = "Model {name}, policy {policy}. /clear forgets the conversation, /exit or Ctrl-D leaves."

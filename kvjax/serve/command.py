@@ -5,13 +5,14 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from kvjax.learned import weights_and_remarks
+from kvjax.algebra import Policy
+from kvjax.cli import InputError
 from kvjax.loading import LanguageModel, load
-from kvjax.policy import Policy
 from kvjax.serve import facts
 from kvjax.serve.answer import answer
-from kvjax.serve.arguments import InputError, Options
+from kvjax.serve.arguments import Options
 from kvjax.serve.chat import chat
+from kvjax.weights import find
 
 
 def run(options: Options) -> None:
@@ -27,14 +28,14 @@ def run(options: Options) -> None:
             "--json without a prompt has nothing to answer. Give --prompt, --prompt-file or a pipe."
         )
     model = loaded(options)
-    weights, remarks = weights_and_remarks(options.policy, model, options.gates)
-    for remark in remarks:
+    learned = find(options.policy, model, options.weights)
+    for remark in learned.remarks:
         print(f"note: {remark}", file=sys.stderr)
     # A terminal that cannot show a character gets a question mark instead of an error.
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")
     if given is None:
-        chat(model, options, weights=weights)
+        chat(model, options, weights=learned.weights)
         return
     text, source = given
     try:
@@ -44,7 +45,7 @@ def run(options: Options) -> None:
     if not ids:
         raise InputError(f"{source} holds no token. Give some text.")
     write = (lambda piece: None) if options.json else say
-    done = answer(model, options, ids, source, write, weights=weights, continues=True)
+    done = answer(model, options, ids, source, write, weights=learned.weights, continues=True)
     if options.json:
         print(facts.to_json(done, model, options), flush=True)
         return

@@ -40,7 +40,7 @@ def to_json(answer: Answer, model: LanguageModel, options: Options) -> str:
             "timings": {k: None if v is None else round(v, 4) for k, v in answer.timings.items()},
             "kv_bytes": answer.kv_bytes,
             "policy": repr(options.policy),
-            "gates": options.gates,
+            "weights": {part: str(source) for part, source in options.weights.items()},
             "model": model.name,
         },
         ensure_ascii=False,

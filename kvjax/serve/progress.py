@@ -21,16 +21,17 @@ def bar(total: int, unit: str, wanted: bool | None) -> Iterator[Progress]:
       unit: what they are.
       wanted: True shows it at once and leaves it there, False never; None shows it to terminals.
     """
+    if not (sys.stderr.isatty() if wanted is None else wanted):
+        yield lambda done, of: None
+        return
     from tqdm import tqdm
 
-    shown = sys.stderr.isatty() if wanted is None else wanted
     with tqdm(
         desc="reading",
         total=total,
         unit=f" {unit}",
         delay=0 if wanted else DELAY,
         leave=bool(wanted),
-        disable=not shown,
         file=sys.stderr,
     ) as line:
 

@@ -1,1 +1,1 @@
-"""Storage: how a slot of GLOBAL is held."""
+"""Storage: how a paged slot is held."""

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 import jax.numpy as jnp
 
+from kvjax.algebra import Storage, Whole
 from kvjax.cache.pages import Pages
-from kvjax.policy import PolicyError, Storage
 from pallas_kernels.ragged_decode.api import floats
 
 if TYPE_CHECKING:
@@ -32,12 +32,9 @@ class Coded(Storage):
 
     exact = False
     scaled = True
+    arguments = {"recent": Whole(1)}
     most: ClassVar[int]
     recent: int = 128  # type: ignore[assignment]
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.recent, int) or self.recent < 1:
-            raise PolicyError(f"{self!r}: recent={self.recent!r} is no number of tokens. Give 1 or more.")
 
     def encoded(self, codes: Int[Array, "... H"]) -> Num[Array, "... X"]:
         """Codes as the pool holds them."""

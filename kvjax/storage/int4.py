@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
 
-from kvjax.policy import Policy, PolicyError
+from kvjax.algebra import Policy, PolicyError
 from kvjax.storage.codes import Coded
 from pallas_kernels.ragged_decode.api import PAIRED, paired
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Int4(Coded):
-    """GLOBAL in 4 bits, but for the newest ``recent`` retained tokens.
+    """Pages in 4 bits, but for the newest ``recent`` retained tokens.
 
     Attributes:
       recent: as in ``int8``.

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
 
-from kvjax.policy import Policy
+from kvjax.algebra import Policy
 from kvjax.storage.codes import Coded
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Int8(Coded):
-    """GLOBAL in INT8, but for the newest ``recent`` retained tokens.
+    """Pages in INT8, but for the newest ``recent`` retained tokens.
 
     Attributes:
       recent: tokens held in the model's own dtype: in the ring, or, where a budget that acts while decoding
@@ -41,5 +41,7 @@ class Int8(Coded):
         """One to a byte."""
         return codes
 
+
+PRESETS = {"int8": "int8"}
 
 EXAMPLES = (Policy(storage=Int8(recent=16)),)

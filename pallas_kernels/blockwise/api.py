@@ -93,13 +93,18 @@ def blockwise(
     and (``window is None`` or ``q_pos[i] - k_pos[j] < window`` or ``admit[h, j]``). Positions need
     no order, so a ring is read as it lies.
 
+    A NaN in a query or a key it sees makes that query's out and lse NaN; one in a value the out of all
+    queries it is multiplied with, weights of 0 included. Queries that see nothing, and keys that are padding,
+    later than every query of their row or before all windows and not admitted by any head, may hold
+    anything: neither results nor gradients know of it.
+
     Args:
       q: queries, any float dtype.
       k: keys; products run in the keys' dtype with float32 sums.
       v: values, of the keys' dtype.
       q_pos: position of each query; negative is padding and gets (0, -inf).
-      k_pos: position of each key; negative is padding, whose k and v may hold anything, NaN too
-        (a NaN there costs ``xla`` a second pass when T is small).
+      k_pos: position of each key; negative is padding (a NaN there costs ``xla`` a second pass when T is
+        small).
       window: how many latest positions a query sees, its own included.
       admit: keys visible beyond the window, per KV head; of no effect without a window.
       scale: of the scores; H ** -0.5 by default.
@@ -108,8 +113,8 @@ def blockwise(
 
     Returns:
       ``(out, lse)``, float32. Both have gradients in q, k and v, in every implementation. All but ``ref``
-      keep no [T, S] array beyond one block once T * S is large, forward or backward; bodies' gradients
-      have no second derivative.
+      keep no [T, S] array beyond one block once T * S is large, forward or backward, and have no second
+      derivative.
 
     Raises:
       ValueError: shapes that do not fit together, or a negative window.

@@ -1,7 +1,7 @@
 """The gradient of blockwise, whatever runs it: recomputed from lse block by block, no [T, S] array.
 
 With delta = sum(out * dout) - dlse of each query, the gradient of a score is p (dp - delta). ``ref``
-needs none of this, and ``xla`` only where it goes block by block: JAX differentiates the rest.
+needs none of this: JAX differentiates it.
 """
 
 from __future__ import annotations
@@ -45,13 +45,20 @@ def _backward(run: Run, backward: Run, sight: Sight, saved: Any, up: Partial) ->
 def gradients(backward: Run, sight: Sight, saved: Any, up: Partial) -> tuple[Array, Array, Array]:
     """(dq, dk, dv) of a read: ``saved`` is (q, k, v, where, out, lse), ``up`` the gradient of (out, lse)."""
     q, k, v, where, out, lse = saved
-    there = lse > -jnp.inf  # a query that saw nothing depends on nothing, whatever comes from above
+    where = where.within_reach(sight.window)
+    there = (
+        lse != -jnp.inf
+    )  # a query that saw nothing depends on nothing, whatever it holds and comes from above
     delta = jnp.where(there, jnp.sum(out * up[0], axis=-1) - up[1], 0.0)
-    above = Above(jnp.where(there[..., None], up[0], 0.0), lse, delta)
-    padding = (where.k_pos >= 0)[:, None, :, None]
-    clean_k, clean_v = (jnp.where(padding, x, jnp.zeros((), x.dtype)) for x in (k, v))
-    found = backward(q, clean_k, clean_v, where, above, sight=sight)
+    above = Above(_kept(up[0], there), lse, delta)
+    keys = (where.k_pos >= 0)[:, None]
+    found = backward(_kept(q, there), _kept(k, keys), _kept(v, keys), where, above, sight=sight)
     return tuple(g.astype(x.dtype) for g, x in zip(found, (q, k, v)))
+
+
+def _kept(x: Array, there: Array) -> Array:
+    """x [..., H] with zeros where not there: 0 times NaN is NaN."""
+    return jnp.where(there[..., None], x, jnp.zeros((), x.dtype))
 
 
 differentiable.defvjp(_forward, _backward)

@@ -183,7 +183,7 @@ def blockwise(
     (b, n, t, h), heads = q.shape, k.shape[1]
     count = n // heads * t
     bq, bk = sizes(blocks, "forward", count, k)
-    x = plan.rows(q, k, where, bq, bk, folded=True)
+    x = plan.rows(q, k, where, sight.window, bq, bk, folded=True)
     grid = Grid(b, heads, plan.walk(plan.meetings(x, sight.window, bq, bk)), interpret)
     narrow: list[Spec] = [] if x.admit is None else [(row(x.admit), "inner", bk)]
     out, lse = grid.run(
@@ -254,7 +254,7 @@ def column_mass(
     (b, n, t, h), s = q.shape, k.shape[2]
     bq, bk = sizes(blocks, "mass", t, k)
     bq = -(-bq // LANES) * LANES
-    x = plan.rows(q, k, plan.weighed(where, weights), bq, bk, folded=False)
+    x = plan.rows(q, k, plan.weighed(where, weights), sight.window, bq, bk, folded=False)
     pairs = plan.meetings(x, sight.window, bq, bk).swapaxes(2, 3)
     grid = Grid(b, n, plan.walk(pairs), interpret)
     narrow: list[Spec] = [] if x.admit is None else [(row(x.admit), "outer", bk)]

@@ -83,11 +83,11 @@ def _query_body(grid: Grid, sight: Sight, narrowed: bool) -> Callable[..., None]
 def backward(
     q: Array, k: Array, v: Array, where: Where, above: Above, *, sight: Sight, interpret: Any, blocks: Tuned
 ) -> tuple[Array, Array, Array]:
-    """(dq, dk, dv) in float32; k and v are finite everywhere. See ``grad.py``."""
+    """(dq, dk, dv) in float32; q, k and v are 0 where they take no part. See ``grad.py``."""
     (b, n, t, h), heads, s = q.shape, k.shape[1], k.shape[2]
     count = n // heads * t
     bq, bk = sizes(blocks, "backward", count, k)
-    x = plan.rows(q, k, where, bq, bk, folded=True)
+    x = plan.rows(q, k, where, sight.window, bq, bk, folded=True)
     pairs = plan.meetings(x, sight.window, bq, bk)
     up, lse, delta = plan.folded(above, k, bq)
     arrays = [x.q, up, row(lse), row(delta)]

@@ -41,10 +41,12 @@ def padded(x: Array, axis: int, to: int, fill: int | float = 0) -> Array:
     return jnp.pad(x, pad, constant_values=fill) if pad[axis][1] else x
 
 
-def rows(q: Array, k: Array, where: Where, block_q: int, block_k: int, *, folded: bool) -> Rows:
+def rows(
+    q: Array, k: Array, where: Where, window: int | None, block_q: int, block_k: int, *, folded: bool
+) -> Rows:
     """The operands as a body takes them. Products run in the dtype of the keys."""
     (b, n, t, h), heads = q.shape, k.shape[1]
-    (q_pos, k_pos, admit), q = where, q.astype(k.dtype)
+    (q_pos, k_pos, admit), q = where.within_reach(window), q.astype(k.dtype)
     if folded:
         q = q.reshape(b, heads, n // heads * t, h)
         q_pos = jnp.tile(q_pos, (1, n // heads))

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from pallas_kernels.blockwise.sight import Partial, Sight, Where
 
 
+EXACT = jax.lax.Precision.HIGHEST
+
+
 def visible(where: Where, window: int | None) -> Bool[Array, "... T S"]:
     """Which key each query of each KV head may see (rule 4 of the design; negative is padding)."""
     i, j = where.q_pos[:, None, None, :, None], where.k_pos[:, None, None, None, :]
@@ -26,24 +29,29 @@ def visible(where: Where, window: int | None) -> Bool[Array, "... T S"]:
     return see & (near if where.admit is None else near | where.admit[:, :, None, None, :])
 
 
-def _scores(q: Array, k: Array, where: Where, sight: Sight) -> Float[Array, "B K G T S"]:
-    """Scores of every query and key; -inf where hidden."""
+def _scores(q: Array, k: Array, where: Where, see: Array, sight: Sight) -> Float[Array, "B K G T S"]:
+    """Scores of every query and key, whether the query sees it or not."""
     b, n, t, h = q.shape
-    k = jnp.where((where.k_pos >= 0)[:, None, :, None], k.astype(jnp.float32), 0.0)
     q = q.astype(jnp.float32).reshape(b, k.shape[1], n // k.shape[1], t, h)
-    s = jnp.einsum("bkgth,bksh->bkgts", q, k, precision=jax.lax.Precision.HIGHEST) * sight.scale
-    return softmax.hide(softmax.cap(s, sight.softcap), visible(where, sight.window))
+    # In a gradient, too, 0 times NaN is NaN: what takes no part is 0.
+    q = jnp.where(jnp.any(see, axis=-1, keepdims=True), q, 0.0)
+    s = jnp.einsum("bkgth,bksh->bkgts", q, _reached(k, where), precision=EXACT) * sight.scale
+    return softmax.cap(s, sight.softcap)
+
+
+def _reached(x: Float[Array, "B K S H"], where: Where) -> Float[Array, "B K S H"]:
+    return jnp.where((where.k_pos >= 0)[:, None, :, None], x.astype(jnp.float32), 0.0)
 
 
 @functools.partial(jax.jit, static_argnames="sight")
 def blockwise(q: Array, k: Array, v: Array, where: Where, *, sight: Sight) -> Partial:
     """See ``api.blockwise``."""
-    b, n, t, h = q.shape
-    s = _scores(q, k, where, sight)
+    where = where.within_reach(sight.window)
+    (b, n, t, h), see = q.shape, visible(where, sight.window)
+    s = softmax.hide(_scores(q, k, where, see, sight), see)
     m = softmax.row_max(s)
     p = softmax.weigh(s, m)
-    v = jnp.where((where.k_pos >= 0)[:, None, :, None], v.astype(jnp.float32), 0.0)
-    o = jnp.einsum("bkgts,bksh->bkgth", p, v, precision=jax.lax.Precision.HIGHEST)
+    o = jnp.einsum("bkgts,bksh->bkgth", p, _reached(v, where), precision=EXACT)
     out, lse = softmax.finish(m, jnp.sum(p, axis=-1), o)
     return out.reshape(b, n, t, h), lse.reshape(b, n, t)
 
@@ -53,8 +61,8 @@ def column_mass(
     q: Array, k: Array, lse: Array, weights: Array, where: Where, *, sight: Sight
 ) -> Float[Array, "B N S"]:
     """See ``api.column_mass``."""
-    b, n, t, _ = q.shape
-    s = _scores(q, k, where, sight)
-    p = softmax.weigh(s, lse.reshape(s.shape[:-1]))
-    mass = jnp.einsum("bkgts,bt->bkgs", p, weights, precision=jax.lax.Precision.HIGHEST)
-    return mass.reshape(b, n, k.shape[2])
+    where = where.within_reach(sight.window)
+    (b, n, _, _), see = q.shape, visible(where, sight.window)
+    s = _scores(q, k, where, see, sight)
+    p = softmax.probabilities(s, see, lse.reshape(s.shape[:-1]))
+    return jnp.einsum("bkgts,bt->bkgs", p, weights, precision=EXACT).reshape(b, n, k.shape[2])

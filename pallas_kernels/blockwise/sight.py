@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
+import jax.numpy as jnp
+
+from pallas_kernels import softmax
+
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int
 
@@ -25,6 +29,20 @@ class Where(NamedTuple):
     q_pos: Int[Array, "B T"]
     k_pos: Int[Array, "B S"]
     admit: Bool[Array, "B K S"] | None
+
+    def within_reach(self, window: int | None) -> Where:
+        """Keys after every query of the row, or before all windows and admitted by no head, are padding too.
+
+        So nothing that they hold can reach a result: 0 times NaN is NaN.
+        """
+        q_pos, k_pos, admit = self
+        far = jnp.iinfo(jnp.int32).max
+        there = k_pos <= jnp.max(q_pos, axis=1, keepdims=True)
+        if window is not None:
+            oldest = jnp.min(jnp.where(q_pos >= 0, q_pos, far), axis=1, keepdims=True)
+            near = (oldest - k_pos < window) & (window > 0)
+            there &= near if admit is None else near | jnp.any(admit, axis=1)
+        return Where(q_pos, jnp.where(there, k_pos, softmax.EMPTY), admit)
 
 
 class Above(NamedTuple):

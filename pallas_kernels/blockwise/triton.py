@@ -116,7 +116,7 @@ def blockwise(
     (b, n, t, h), heads = q.shape, k.shape[1]
     count = n // heads * t
     bq, bk, *_ = found = sizes(blocks, "forward", count, k)
-    x = plan.rows(wide(q), wide(k), where, bq, bk, folded=True)
+    x = plan.rows(wide(q), wide(k), where, sight.window, bq, bk, folded=True)
     grid = Grid(b, heads, plan.walk(plan.meetings(x, sight.window, bq, bk)), found, interpret)
     narrow: list[Operand] = [] if x.admit is None else [(x.admit, None)]
     out, lse = grid.run(
@@ -169,7 +169,7 @@ def column_mass(
     """See ``api.column_mass``."""
     b, n, t, _ = q.shape
     bq, bk, *_ = found = sizes(blocks, "mass", t, k)
-    x = plan.rows(wide(q), wide(k), plan.weighed(where, weights), bq, bk, folded=False)
+    x = plan.rows(wide(q), wide(k), plan.weighed(where, weights), sight.window, bq, bk, folded=False)
     grid = Grid(b, n, plan.walk(plan.meetings(x, sight.window, bq, bk).swapaxes(2, 3)), found, interpret)
     narrow: list[Operand] = [] if x.admit is None else [(x.admit, bk)]
     (mass,) = grid.run(

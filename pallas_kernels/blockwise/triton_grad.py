@@ -60,11 +60,11 @@ def _query_body(sight: Sight, bk: int, narrowed: bool) -> Callable[..., None]:
 def backward(
     q: Array, k: Array, v: Array, where: Where, above: Above, *, sight: Sight, interpret: Any, blocks: Tuned
 ) -> tuple[Array, Array, Array]:
-    """(dq, dk, dv) in float32; k and v are finite everywhere. See ``grad.py``."""
+    """(dq, dk, dv) in float32; q, k and v are 0 where they take no part. See ``grad.py``."""
     (b, n, t, h), heads, s = q.shape, k.shape[1], k.shape[2]
     count = n // heads * t
     bq, bk, *_ = found = sizes(blocks, "backward", count, k)
-    x = plan.rows(wide(q), wide(k), where, bq, bk, folded=True)
+    x = plan.rows(wide(q), wide(k), where, sight.window, bq, bk, folded=True)
     pairs = plan.meetings(x, sight.window, bq, bk)
     up, lse, delta = plan.folded(above, k, bq)
     arrays = [x.q, wide(up), lse, delta]

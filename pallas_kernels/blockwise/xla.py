@@ -27,12 +27,17 @@ DENSE_T = 8
 
 
 def _scores(
-    q: Float[Array, "B K G T H"], k: Float[Array, "B K S H"], where: Where, sight: Sight
+    q: Float[Array, "B K G T H"], k: Float[Array, "B K S H"], sight: Sight
 ) -> Float[Array, "B K G T S"]:
-    """Scores of every query and key; -inf where hidden."""
+    """Scores of every query and key, whether the query sees it or not."""
     b, heads, g, t, h = q.shape
     s = products.scores(q.reshape(b, heads, g * t, h), k, sight.scale).reshape(b, heads, g, t, -1)
-    return softmax.hide(softmax.cap(s, sight.softcap), visible(where, sight.window))
+    return softmax.cap(s, sight.softcap)
+
+
+def _visible_scores(q: Array, k: Array, where: Where, sight: Sight) -> Float[Array, "B K G T S"]:
+    """Scores, -inf where hidden."""
+    return softmax.hide(_scores(q, k, sight), visible(where, sight.window))
 
 
 def _in_one(t: int, s: int) -> bool:
@@ -58,25 +63,22 @@ def _mix_slowly(
     return o.reshape(b, heads, g, t, -1)
 
 
-def _dense(
-    q: Float[Array, "B K G T H"], k: Float[Array, "B K S H"], v: Array, where: Where, sight: Sight
-) -> tuple[Float[Array, "B K G T H"], Float[Array, "B K G T"]]:
-    s = _scores(q, k, where, sight)
+def _dense(q: Array, k: Array, v: Array, where: Where, *, sight: Sight) -> Partial:
+    s = _visible_scores(cut.grouped(q, k), k, where, sight)
     m = softmax.row_max(s)
     p = softmax.weigh(s, m)
     # Masking V copies all of V, so it is done only where 0 * NaN of a padded value shows.
     o = _mix(p, v)
     o = jax.lax.cond(jnp.isnan(o).any(), lambda: _mix_slowly(p, v, where.k_pos), lambda: o)
-    return softmax.finish(m, jnp.sum(p, axis=-1), o)
+    out, lse = softmax.finish(m, jnp.sum(p, axis=-1), o)
+    return out.reshape(q.shape), lse.reshape(q.shape[:3])
 
 
 @functools.partial(jax.jit, static_argnames="sight")
 def blockwise(q: Array, k: Array, v: Array, where: Where, *, sight: Sight) -> Partial:
     """See ``api.blockwise``."""
-    if _in_one(q.shape[2], k.shape[2]):
-        out, lse = _dense(cut.grouped(q, k), k, v, where, sight)
-        return out.reshape(q.shape), lse.reshape(q.shape[:3])
-    return grad.differentiable(_blocked, xla_grad.backward, sight, q, k, v, where)
+    run = _dense if _in_one(q.shape[2], k.shape[2]) else _blocked
+    return grad.differentiable(run, xla_grad.backward, sight, q, k, v, where.within_reach(sight.window))
 
 
 def _blocked(q: Array, k: Array, v: Array, where: Where, *, sight: Sight) -> Partial:
@@ -89,7 +91,7 @@ def _blocked(q: Array, k: Array, v: Array, where: Where, *, sight: Sight) -> Par
 
         def key_block(c: Int[Array, ""], mlo: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
             j = order_i[c]
-            s = _scores(q_i, x.k[j], x.where(pos_i, j), sight)
+            s = _visible_scores(q_i, x.k[j], x.where(pos_i, j), sight)
             return softmax.grow(*mlo, s, lambda p: _mix(p, _without_padding(vs[j], x.k_pos[j][:, None])))
 
         row = q_i.shape[:-1]
@@ -113,7 +115,7 @@ def column_mass(
     (b, n, t, _), s = q.shape, k.shape[2]
     grouped = cut.grouped(q, k)
     lse = lse.reshape(grouped.shape[:-1])
-    where = plan.weighed(where, weights)
+    where = plan.weighed(where, weights).within_reach(sight.window)
     if _in_one(t, s):
         return _mass(grouped, k, lse, weights, where, sight).reshape(b, n, s)
     x = cut.both(grouped, k, where)
@@ -137,5 +139,5 @@ def column_mass(
 def _mass(
     q: Float[Array, "B K G T H"], k: Array, lse: Array, weights: Array, where: Where, sight: Sight
 ) -> Float[Array, "B K G S"]:
-    p = softmax.weigh(_scores(q, k, where, sight), lse)
+    p = softmax.probabilities(_scores(q, k, sight), visible(where, sight.window), lse)
     return jnp.einsum("bkgts,bt->bkgs", p, weights, precision=jax.lax.Precision.HIGHEST)

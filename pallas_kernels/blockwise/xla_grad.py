@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def backward(
     q: Array, k: Array, v: Array, where: Where, above: Above, *, sight: Sight
 ) -> tuple[Float[Array, "B N T H"], Float[Array, "B K S H"], Float[Array, "B K S H"]]:
-    """(dq, dk, dv) in float32; k and v are finite everywhere. See ``grad.py``."""
+    """(dq, dk, dv) in float32; q, k and v are 0 where they take no part. See ``grad.py``."""
     (b, _, t, _), (_, heads, s, _) = q.shape, k.shape
     x = cut.both(cut.grouped(q.astype(k.dtype), k), k, where)
     bq, bk = x.q.shape[4], x.k.shape[3]
@@ -70,10 +70,10 @@ def _tile(
     rows, up_rows = q.reshape(b, heads, g * t, h), side.up.reshape(b, heads, g * t, h)
     s = softmax.cap(products.scores(rows, k, scale), softcap)
     see = jnp.broadcast_to(see, (b, heads, g, t, k.shape[2])).reshape(s.shape)
-    p = softmax.weigh(softmax.hide(s, see), side.lse.reshape(b, heads, -1))
+    p = softmax.probabilities(s, see, side.lse.reshape(b, heads, -1))
     dp = products.scores(up_rows, v, 1.0)
-    ds = p * (dp - side.delta.reshape(b, heads, -1, 1)) * scale
-    ds = ds if softcap is None else ds * (1.0 - (s / softcap) ** 2)
+    bend = scale if softcap is None else scale * (1.0 - (s / softcap) ** 2)
+    ds = jnp.where(p != 0, p * (dp - side.delta.reshape(b, heads, -1, 1)) * bend, 0.0)
     dk = products.mix(jnp.swapaxes(ds, -1, -2), rows)
     dv = products.mix(jnp.swapaxes(p, -1, -2), up_rows)
     return products.mix(ds, k).reshape(q.shape), dk, dv

@@ -94,7 +94,7 @@ def differentiable(
 
     def run_backward(rule: Rule, saved: tuple[Any, ...], up: tuple[Array, Array]) -> tuple[Inputs]:
         x, out, lse = saved
-        some = lse > -jnp.inf
+        some = lse != -jnp.inf
         d_out = jnp.where(some[..., None], up[0], 0.0)
         delta = jnp.sum(out * d_out, axis=-1) - jnp.where(some, up[1], 0.0)
         grads = backward(x, Above(d_out, lse, delta), rule)

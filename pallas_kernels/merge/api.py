@@ -24,7 +24,8 @@ def merge(
       impl: see ``dispatch``. Elementwise work fuses on every platform: no Pallas body is planned.
 
     Returns:
-      ``(out, lse)`` in float32, ``(0, -inf)`` where every part is empty. Differentiable there too.
+      ``(out, lse)`` in float32, ``(0, -inf)`` where every part is empty, NaN where any part's lse is NaN.
+      Differentiable everywhere.
 
     Raises:
       ValueError: no parts, or parts whose shapes differ.

@@ -21,7 +21,7 @@ def merge(
     """See ``api.merge``."""
     outs = jnp.stack([out.astype(jnp.float32) for out, _ in parts], axis=-2)
     lses = jnp.stack([lse.astype(jnp.float32) for _, lse in parts], axis=-1)
-    there = lses > -jnp.inf
+    there = lses != -jnp.inf
     m = softmax.row_max(lses)
     w = softmax.weigh(lses, m)
     o = jnp.sum(w[..., None] * jnp.where(there[..., None], outs, 0.0), axis=-2)

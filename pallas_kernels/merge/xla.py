@@ -23,7 +23,7 @@ def merge(
     m = functools.reduce(jnp.maximum, [jax.lax.stop_gradient(lse).astype(jnp.float32) for _, lse in parts])
     l, o = jnp.float32(0), jnp.float32(0)
     for out, lse in parts:
-        there = lse > -jnp.inf
+        there = lse != -jnp.inf
         w = jnp.exp(lse.astype(jnp.float32) - softmax.finite(m))
         l = l + w
         o = o + w[..., None] * jnp.where(there[..., None], out.astype(jnp.float32), 0.0)

@@ -94,7 +94,7 @@ def evaluate(
     """See ``api.phi_evaluate``."""
     b, n, t, f = log_q.shape
     heads, h = summary.shift.shape[1], summary.values.shape[-1]
-    some = summary.weight > 0
+    some = summary.weight != 0
     u = jnp.where(some, summary.weight, 1.0)
     amount = jnp.where(some, softmax.finite(summary.shift) + jnp.log(u), -jnp.inf)
     a = log_q.astype(jnp.float32).reshape(b, heads, n // heads, t, f) + amount[:, :, None, None, :]

@@ -34,11 +34,11 @@ def evaluated(
     log_q: Array, shift: Float[Array, "1 F"], weight: Float[Array, "1 F"], values: Float[Array, "F H"]
 ) -> tuple[Float[Array, "R H"], Float[Array, "R 1"]]:
     """(out, lse) of a tile of queries; features that hold nothing have weight 0 and any finite shift."""
-    some = weight > 0
+    some = weight != 0
     u = jnp.where(some, weight, 1.0)
     a = log_q.astype(jnp.float32) + shift + jnp.log(u)
     # -inf in log_q is the feature 0: hidden like one that holds nothing.
-    see = some & (a > tiles.HIDDEN)
+    see = some & ~(a <= tiles.HIDDEN)
     zero = jnp.zeros((log_q.shape[0], values.shape[1]), jnp.float32)
     stats = (jnp.full_like(a[:, :1], tiles.HIDDEN), jnp.zeros_like(a[:, :1]), zero)
     return tiles.finish(tiles.grow(stats, a, see, lambda p: tiles.product_nn(p / u, values)))

@@ -45,7 +45,8 @@ def ragged_decode(
 
     A stream is one (row, KV head). Its m-th page is ``table[b, k, m]``; slot s of that page is live iff
     ``m * S + s < length[b, k]``. Whatever the table holds beyond the live pages, and whatever dead slots
-    and free pages hold (NaN too), is never seen.
+    and free pages hold (NaN too), is never seen. A NaN in a query or a live key makes the row's answer NaN,
+    one in a live value its out.
 
     In ``xla`` a NaN or infinity in a dead value of a live page costs a second, slow pass (looking for
     it costs nothing measurable; masking the pool on every call costs 1.3 to 7 times the read), so
@@ -64,8 +65,9 @@ def ragged_decode(
         duplicates); cost follows J.
       slots: with ``pages``, read only these slots of them.
       mass: also return the attention each slot received.
-      shared: whether streams may list each other's pages (a common prefix). ``xla`` has to be told: it
-        walks the pool once, which is fastest, where every page has one owner. Others do not care.
+      shared: whether a page may be listed more than once (a common prefix). ``xla`` has to be told: it walks
+        the pool once, which is fastest, and gives every page to one stream; untold, the answer of each
+        other stream that lists it is NaN. Others do not care.
       scale: of the scores; H ** -0.5 by default.
       softcap: c in c tanh(score / c), taken of the scaled scores; None for plain scores.
       impl: see ``dispatch``.

@@ -38,15 +38,20 @@ class Owners(NamedTuple):
     live: Int[Array, " P"]
 
 
-def owners(ids: Int[Array, "B K M"], live: Int[Array, "B K M"], pool: int) -> Owners:
-    """Turn the lists of pages around: for each page its stream and live slots."""
-    streams = ids.shape[0] * ids.shape[1]
-    to = jnp.where(live > 0, ids, pool).reshape(-1)
-    stream = jnp.repeat(jnp.arange(streams, dtype=jnp.int32), ids.shape[2])
-    return Owners(
-        jnp.full(pool, streams, jnp.int32).at[to].set(stream, mode="drop"),
-        jnp.zeros(pool, jnp.int32).at[to].set(live.reshape(-1).astype(jnp.int32), mode="drop"),
-    )
+def owners(
+    ids: Int[Array, "B K M"], live: Int[Array, "B K M"], pool: int
+) -> tuple[Owners, Bool[Array, " X"]]:
+    """Turn the lists of pages around: for each page its stream and live slots.
+
+    A page that is listed twice has one owner all the same; which streams lost one so comes second.
+    """
+    streams, m = ids.shape[0] * ids.shape[1], ids.shape[2]
+    ids, live = ids.reshape(streams, m), live.reshape(streams, m).astype(jnp.int32)
+    entry = jnp.arange(streams * m, dtype=jnp.int32).reshape(streams, m)
+    nobody = jnp.full(pool, streams * m, jnp.int32)
+    of = nobody.at[jnp.where(live > 0, ids, pool).reshape(-1)].set(entry.reshape(-1), mode="drop")
+    lost = jnp.any((live > 0) & (of[ids] != entry), axis=1)
+    return Owners(of // m, jnp.take(live.reshape(-1), of, mode="fill", fill_value=0)), lost
 
 
 class Partials(NamedTuple):

@@ -54,12 +54,13 @@ def at_once(
     """(out, lse, probabilities if asked) of X streams in one go."""
     scales = pools.scales
     s = products.scores(q, _gather(pools.k, ids, _column(scales, 0), None), options.scale)
-    s = softmax.hide(softmax.cap(s, options.softcap), mask.reshape(mask.shape[0], 1, -1))
-    m = softmax.row_max(s)
-    p = softmax.weigh(s, m)
+    s, see = softmax.cap(s, options.softcap), mask.reshape(mask.shape[0], 1, -1)
+    hidden = softmax.hide(s, see)
+    m = softmax.row_max(hidden)
+    p = softmax.weigh(hidden, m)
     o = products.mix(p, _gather(pools.v, ids, _column(scales, 1), mask))
     out, lse = softmax.finish(m, jnp.sum(p, axis=-1), o)
-    return out, lse, softmax.weigh(s, lse) if options.mass else None
+    return out, lse, softmax.probabilities(s, see, lse) if options.mass else None
 
 
 def by_stream(
@@ -82,20 +83,20 @@ def by_stream(
     def stream(x: tuple[Array, ...]) -> tuple[Array, ...]:
         q_i, ids_i, mask_i, order_i, count_i = x
 
-        def read(i: Int[Array, ""]) -> tuple[Float[Array, "R cS"], Float[Array, "cS H"]]:
+        def read(i: Int[Array, ""]) -> tuple[Float[Array, "R cS"], Bool[Array, "1 cS"], Float[Array, "cS H"]]:
             # Tied to i, bfloat16 pools cannot be converted as a whole before the loop (XLA on CPU would).
             k_loop, v_loop, at = jax.lax.optimization_barrier((pools.k, pools.v, order_i[i]))
             k = _gather(k_loop, ids_i[at], _column(scales, 0), None)
             v = _gather(v_loop, ids_i[at], _column(scales, 1), mask_i[at])
             s = softmax.cap(products.scores(q_i, k, options.scale), options.softcap)
-            return softmax.hide(s, mask_i[at].reshape(1, -1)), v
+            return s, mask_i[at].reshape(1, -1), v
 
         out, lse = _attend(q_i.shape, count_i, read)
         if not options.mass:
             return out, lse
 
         def receive(i: Int[Array, ""], total: Float[Array, "X G cS"]) -> Float[Array, "X G cS"]:
-            p = softmax.weigh(read(i)[0], lse).reshape(groups, -1, c * size)
+            p = softmax.probabilities(*read(i)[:2], lse).reshape(groups, -1, c * size)
             return total.at[order_i[i]].set(jnp.sum(p, axis=1))
 
         nothing = jnp.zeros((ids_i.shape[0], groups, c * size), jnp.float32)
@@ -107,13 +108,13 @@ def by_stream(
 
 
 def _attend(
-    shape: tuple[int, ...], count: Int[Array, ""], read: Callable[..., tuple[Array, Array]]
+    shape: tuple[int, ...], count: Int[Array, ""], read: Callable[..., tuple[Array, Array, Array]]
 ) -> tuple[Float[Array, "R H"], Float[Array, " R"]]:
-    """Online softmax over ``count`` blocks, each read as (scores [R, S], values [S, H])."""
+    """Online softmax over ``count`` blocks, each read as (scores [R, S], visible [1, S], values [S, H])."""
 
     def step(i: Int[Array, ""], mlo: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-        s, v = read(i)
-        return softmax.grow(*mlo, s, lambda p: products.mix(p, v))
+        s, see, v = read(i)
+        return softmax.grow(*mlo, softmax.hide(s, see), lambda p: products.mix(p, v))
 
     start = (jnp.full(shape[:1], -jnp.inf), jnp.zeros(shape[:1]), jnp.zeros(shape, jnp.float32))
     return softmax.finish(*jax.lax.fori_loop(0, count, step, start))

@@ -64,15 +64,17 @@ def ragged_decode(q: Array, pools: Pools, lists: Lists, *, options: Options) -> 
         k, v = k * pools.scales[ids, 0][..., None, :], v * pools.scales[ids, 1][..., None, :]
     k, v = jnp.where(mask[..., None], k, 0.0), jnp.where(mask[..., None], v, 0.0)
     grouped = q.astype(jnp.float32).reshape(b, heads, n // heads, t, h)
+    # Of a stream without a live slot: 0 times NaN is NaN, in a gradient too.
+    grouped = jnp.where(jnp.any(mask, axis=(2, 3))[..., None, None, None], grouped, 0.0)
     s = jnp.einsum("bkgth,bkjsh->bkgtjs", grouped, k, precision=jax.lax.Precision.HIGHEST) * options.scale
-    s = softmax.cap(s.reshape(*s.shape[:4], -1), options.softcap)
-    s = softmax.hide(s, mask.reshape(b, heads, 1, 1, -1))
-    m = softmax.row_max(s)
-    p = softmax.weigh(s, m)
+    s, see = softmax.cap(s.reshape(*s.shape[:4], -1), options.softcap), mask.reshape(b, heads, 1, 1, -1)
+    hidden = softmax.hide(s, see)
+    m = softmax.row_max(hidden)
+    p = softmax.weigh(hidden, m)
     o = jnp.einsum("bkgts,bksh->bkgth", p, v.reshape(b, heads, -1, h), precision=jax.lax.Precision.HIGHEST)
     out, lse = softmax.finish(m, jnp.sum(p, axis=-1), o)
     out, lse_all = out.reshape(b, n, t, h), lse.reshape(b, n, t)
     if not options.mass:
         return out, lse_all
-    received = jnp.sum(softmax.weigh(s, lse), axis=3).reshape(b, n, mask.shape[2], size)
+    received = jnp.sum(softmax.probabilities(s, see, lse), axis=3).reshape(b, n, mask.shape[2], size)
     return out, lse_all, spread(received, lists)

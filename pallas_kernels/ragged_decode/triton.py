@@ -217,7 +217,7 @@ def _join(
     o: Float[Array, "W R H"], m: Float[Array, "W R"], l: Float[Array, "W R"], row: Int[Array, " W"], rows: int
 ) -> tuple[Float[Array, "X R H"], Float[Array, "X R"]]:
     """Partials of items to partials of rows; ``row`` is sorted."""
-    m = jnp.where(l > 0, m, -jnp.inf)
+    m = jnp.where(l != 0, m, -jnp.inf)
     top = jax.ops.segment_max(m, row, rows, indices_are_sorted=True)
     w = jnp.exp(m - softmax.finite(top)[row])
     total = jax.ops.segment_sum(w * l, row, rows, indices_are_sorted=True)

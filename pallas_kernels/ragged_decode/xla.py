@@ -54,7 +54,7 @@ def _flat(
     live: Int[Array, "B K M"],
     options: Options,
 ) -> tuple[Float[Array, "X R H"], Float[Array, "X R"], Float[Array, "X R MS"] | None]:
-    own = flat.owners(ids, live, pools.k.shape[0])
+    own, lost = flat.owners(ids, live, pools.k.shape[0])
     streams = q.shape[0]
     if pools.scales is None:
         parts = flat.of_floats(q, pools, own, options)
@@ -67,7 +67,10 @@ def _flat(
     else:
         parts = flat.of_codes(q, pools, own, options)
         out, lse = flat.combine(parts, own, streams)
+    lse = jnp.where(lost[:, None], jnp.nan, lse)
+    out = jnp.where(lost[:, None, None], jnp.nan, out)
     if not options.mass:
         return out, lse, None
-    p = jnp.where((live > 0)[..., None, None], flat.received(parts, lse, own)[ids], 0.0)
+    see = live_slots(live, None, pools.k.shape[1])[..., None, :]
+    p = jnp.where(see, flat.received(parts, lse, own)[ids], 0.0)
     return out, lse, p.reshape(streams, -1, *p.shape[3:]).swapaxes(1, 2)

@@ -58,7 +58,8 @@ def vertical_slash(
 
     Returns:
       ``(out, lse, admitted)``: float32, and the int32 number of keys that each stream admitted. Where it
-      exceeds ``capacity`` keys are missing, and the whole answer of that stream's query heads is NaN.
+      exceeds ``capacity`` keys are missing, and the whole answer of that stream's query heads is NaN, as are
+      the gradients through it.
       Gradients of q, k and v are those of ``blockwise`` on this mask whatever ran forward: exact, no [T, T]
       array, computed over all blocks that hold a visible pair. (WG-KV trains with ``gated``.)
 

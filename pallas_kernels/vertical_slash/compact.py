@@ -90,8 +90,9 @@ def _upto(pos: Int[Array, " C"], last: Int[Array, " I"]) -> Int[Array, " I"]:
 def loudly(
     out: Float[Array, "B N T H"], lse: Float[Array, "B N T"], admitted: Int[Array, "B K"], capacity: int
 ) -> tuple[Float[Array, "B N T H"], Float[Array, "B N T"], Int[Array, "B K"]]:
-    """The answer of a read of compacted keys, NaN for every query head some of whose keys did not fit."""
+    """The answer of a read of compacted keys, NaN with its gradient where a query head's keys did not fit."""
     if capacity < out.shape[2]:
         lost = jnp.repeat(admitted > capacity, out.shape[1] // admitted.shape[1], axis=1)[..., None]
-        out, lse = jnp.where(lost[..., None], jnp.nan, out), jnp.where(lost, jnp.nan, lse)
+        factor = jnp.where(lost, jnp.nan, 1.0)  # in a gradient, too
+        out, lse = out * factor[..., None], lse * factor
     return out, lse, admitted

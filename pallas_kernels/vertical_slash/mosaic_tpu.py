@@ -124,7 +124,7 @@ def _body(plan: Plan) -> Any:
         vertical = (counts[(b * plan.heads + kv) * programs + block] + bk - 1) // bk
         first = jnp.maximum(start - rule.window + 1, 0) // bk
         stop = (jnp.minimum(start + bq, length) + bk - 1) // bk
-        steps = vertical + jnp.where(start < length, stop - first, 0)
+        steps = vertical + (jnp.where(start < length, stop - first, 0) if rule.window else 0)
         buffers = (k_now, v_now, pos_now)
         fetch = Fetch((k, v), (packed_k, packed_v, pos), buffers, sem, (b, kv), vertical, first, bk)
 

@@ -98,7 +98,9 @@ def _read(
         stats = jax.lax.fori_loop(0, (counts[0] + bk - 1) // bk, vertical, common.start(bq, h))
         stop = (jnp.minimum(start + bq, length) + bk - 1) // bk
         first = jnp.maximum(start - rule.window + 1, 0) // bk
-        out[...], column = common.finish(jax.lax.fori_loop(first, jnp.maximum(stop, first), band, stats))
+        if rule.window:
+            stats = jax.lax.fori_loop(first, jnp.maximum(stop, first), band, stats)
+        out[...], column = common.finish(stats)
         lse[...] = column.reshape(bq)
 
     def stream(i: Array, n: Array, b: Array) -> tuple[Any, ...]:

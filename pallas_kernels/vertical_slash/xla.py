@@ -91,7 +91,8 @@ def _stream(
         )
         older = jnp.searchsorted(pos, end - 1 - window, side="right")
         mlo = jax.lax.fori_loop(0, jnp.where(live, -(-older // bc), 0), vertical, mlo)
-        reach = end - jnp.maximum(start - window + 1, 0)
+        # Without a window the band is empty, and may not meet values that nobody sees: 0 times NaN is NaN.
+        reach = end - jnp.maximum(start - window + 1, 0) if window else 0
         return softmax.finish(*jax.lax.fori_loop(0, jnp.where(live, -(-reach // bk), 0), band, mlo))
 
     blocks = -(-t // bq)

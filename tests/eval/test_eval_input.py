@@ -8,25 +8,26 @@ import re
 import pytest
 from tiny import quick_compiles  # noqa: F401
 
-from kvjax.compose import policy as parse
-from kvjax.eval import cells, tasks
+from kvjax.catalogue import policy as parse
+from kvjax.eval import tasks
 from kvjax.eval.__main__ import main
-from kvjax.eval.data import Data
+from kvjax.eval.measure import grid
+from kvjax.eval.tasks.data import Data
 
 pytestmark = pytest.mark.usefixtures("no_pack")
 
 
-def test_jobs_are_joined_so_that_samples_are_drawn_once():
+def test_jobs_are_joined_so_that_a_policy_is_compiled_once_a_length():
     both = [tasks.tasks()[name] for name in ("niah", "mqar")]
 
     def plan(*policies, lengths=(1024, 512)):
         chosen = [parse(policy) for policy in policies]
-        return cells.plan(both, chosen, lengths=lengths, seeds=[0], samples=1, asked=("agnostic",))
+        return grid.build(both, chosen, lengths=lengths, seeds=[0], samples=1, asked=("agnostic",))
 
-    joined = cells.joined([plan("window(9)"), plan("window(8)"), plan(lengths=(512,))])
+    joined = grid.joined([plan("window(9)"), plan("window(8)"), plan(lengths=(512,))])
     found = [(cell.length, cell.task, cell.policy) for cell in joined.cells]
     policies = ("full", "window(9)", "window(8)")
-    assert found == [(n, task, p) for n in (512, 1024) for task in ("niah", "mqar") for p in policies]
+    assert found == [(n, task, p) for n in (512, 1024) for p in policies for task in ("niah", "mqar")]
 
 
 @pytest.mark.parametrize(
@@ -44,7 +45,8 @@ def test_jobs_are_joined_so_that_samples_are_drawn_once():
         (["--protocol", "seen"], ["--protocol", "agnostic"]),
         (["--model", "/no/such/folder"], ["/no/such/folder"]),
         (["--config", "/no/such.yaml"], ["/no/such.yaml", "Write it like"]),
-        (["--gates", "nowhere"], ["--gates nowhere", "no policy of the run learns anything"]),
+        (["--gates", "nowhere"], ["--gates nowhere is given", "nothing in", "is learned"]),
+        (["--weights", "nowhere"], ["--weights nowhere is no list of PART=FILE"]),
     ],
 )
 def test_bad_input_is_one_sentence_and_two(words, says, tiny_folder, tmp_path, capsys):
@@ -69,6 +71,8 @@ def test_bad_input_is_one_sentence_and_two(words, says, tiny_folder, tmp_path, c
         ({"policies": "full"}, "policies: 'full' is no list of names"),
         ({"samples": 0}, "samples: 0 is out of range"),
         ({"protocols": ["seen"]}, "protocols: ['seen']"),
+        ({"gates": "default", "weights": {"duo": "default"}}, "gates: default and weights: "),
+        ({"weights": {"duo": "default"}}, "weights duo=default are given, but nothing in any policy"),
         ({"jobs": [{"task": "niah"}]}, "cannot be used"),
     ],
 )

@@ -9,8 +9,8 @@ import pytest
 from eval_rows import LENGTH
 from tiny import quick_compiles  # noqa: F401
 
-from kvjax.eval import match
 from kvjax.eval.__main__ import main
+from kvjax.eval.measure import match
 
 pytestmark = pytest.mark.usefixtures("no_pack")
 

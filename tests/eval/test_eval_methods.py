@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from kvjax.eval import methods
+from eval_rows import GOOD
+from eval_rows import row as made_up
+
+from kvjax.eval.measure.row import Row
+from kvjax.eval.report import methods
 
 
-def row(policy: str, length: int, protocol: str = "aware") -> dict:
-    return {"cell": {"policy": policy, "length": length, "protocol": protocol}}
+def row(policy: str, length: int, protocol: str = "aware") -> Row:
+    return made_up(policy, GOOD, length=length, protocol=protocol)
 
 
 def test_budgets_that_follow_the_length_are_one_method():
@@ -21,7 +25,7 @@ def test_budgets_that_follow_the_length_are_one_method():
         "window(…, prefill=False), aware",
         "snapkv(…, kernel=13) + uniform(…), aware",
     ]
-    assert all([r["cell"]["length"] for r in mine] == [256, 512] for mine in found.values())
+    assert all([r.cell.length for r in mine] == [256, 512] for mine in found.values())
     assert sum(map(len, found.values())) == len(rows)
 
 
@@ -33,7 +37,9 @@ def test_policies_that_are_there_at_several_lengths_stay_apart():
 def test_protocols_stay_apart_and_a_default_that_is_not_written_is_no_other_method():
     rows = [row("conf_kv(0.5, recent=16) + confidence(32, loose=64)", 256, p) for p in ("aware", "agnostic")]
     rows += [row("conf_kv(0.5) + confidence(256)", 2048, p) for p in ("aware", "agnostic")]
-    assert list(methods.methods(rows)) == ["conf_kv + confidence, aware", "conf_kv + confidence, agnostic"]
+    assert list(methods.methods(rows)) == [
+        f"conf_kv(0.5, recent=…) + confidence(…, loose=…), {protocol}" for protocol in ("aware", "agnostic")
+    ]
 
 
 def test_several_at_one_length_keep_their_order():

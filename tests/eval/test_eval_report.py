@@ -8,13 +8,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from eval_rows import BAD, GOOD, LENGTH, SAMPLES, row
+from eval_rows import BAD, GOOD, LENGTH, SAMPLES, changed, row
 from tiny import quick_compiles  # noqa: F401
 
-from kvjax.eval import claims as claims_module
-from kvjax.eval import figures, judges, plotting, report, store, table
+from kvjax.catalogue import describe
+from kvjax.catalogue import policy as parse
 from kvjax.eval.__main__ import main
-from kvjax.eval.table import Results
+from kvjax.eval.measure import store
+from kvjax.eval.report import claims as claims_module
+from kvjax.eval.report import figures, judges, markdown, table
+from kvjax.eval.report.table import Results
 
 pytestmark = pytest.mark.usefixtures("no_pack")
 
@@ -23,7 +26,7 @@ def test_a_report_shows_every_policy(finished, tmp_path, capsys):
     pytest.importorskip("matplotlib")
     assert main(["report", str(finished), "--to", str(tmp_path)]) == 0
     named = {Path(line).name for line in capsys.readouterr().out.split()}
-    assert named == {"report.md", "report.html", "bytes.png", "heads.png", "depth.png", "text.png"}
+    assert named == {"report.md", "report.html", "bytes.png", "heads.png", "depth.png"}
     told = (tmp_path / "report.md").read_text()
     page = (tmp_path / "report.html").read_text()
     for policy in ("full", "window(160)", "snapkv(8) + uniform(0.25), aware"):
@@ -31,21 +34,19 @@ def test_a_report_shows_every_policy(finished, tmp_path, capsys):
         assert f"<code>{policy}</code>" in page
     assert "niah 384, %" in told
     assert "\\*" in told  # not informative
-    assert page.count("data:image/png;base64,") == 4
+    assert page.count("data:image/png;base64,") == 3
     assert "http" not in re.sub(r"https://arxiv\S+", "", page)  # nothing is fetched
     rows = store.read(finished)
     streams = page.count('title="4 of 4"')
-    assert streams >= sum(held == 4 for row in rows[1:] for held in row["example"]["held"][:300]) // 2 > 0
-    assert all(
-        (tmp_path / f"{name}.png").stat().st_size > 5000 for name in ("bytes", "heads", "depth", "text")
-    )
+    assert streams >= sum(held == 4 for row in rows[1:] for held in row.example.held[:300]) // 2 > 0
+    assert all((tmp_path / f"{name}.png").stat().st_size > 5000 for name in ("bytes", "heads", "depth"))
 
 
 def test_a_report_s_numbers_are_the_rows_s(finished):
     draw = np.random.default_rng(0)  # a random model scores nothing: these are told apart
-    rows = [r | {"each": r["each"] | {"score": draw.random(SAMPLES).tolist()}} for r in store.read(finished)]
+    rows = [changed(r, each={"score": draw.random(SAMPLES).tolist()}) for r in store.read(finished)]
     results = Results(tuple(rows))
-    told = report.text(results)
+    told = markdown.text(results)
     score, cost = ({} for _ in range(2))
     for part, found in (("## niah", score), ("## What was held and read", cost)):
         for line in told.split(part)[1].split("## ")[0].strip().splitlines()[2:]:
@@ -53,22 +54,22 @@ def test_a_report_s_numbers_are_the_rows_s(finished):
             found[name.strip("`")] = values
     assert list(score) == list(cost) == [table.name(row) for row in results.rows]
     for one in results.rows:
-        name, mean = table.name(one), np.mean(one["each"]["score"])
+        name, mean = table.name(one), np.mean(one.each.score)
         assert score[name][0].startswith(f"{100 * mean:.1f}\\* (")
         assert cost[name][:4] == [str(LENGTH)] + [
-            f"{100 * one[f'{which}_fraction']:.1f}" for which in ("kept", "peak", "mean")
+            f"{100 * getattr(one, f'{which}_fraction'):.1f}" for which in ("kept", "peak", "mean")
         ]
-        sizes = [one["bytes"][size] / 1024 for size in ("live", "allocated", "peak_allocated", "full")]
+        sizes = [getattr(one.bytes, size) / 1024 for size in ("live", "allocated", "peak_allocated", "full")]
         assert cost[name][4:8] == [f"{size:.1f}" for size in sizes]
-        seen = one["bytes"]["full"] / (2 * 2 * 2 * 8 * 4)  # K and V, 2 layers of 2 heads of 8 floats
-        assert float(cost[name][8]) == pytest.approx(seen * one["mean_fraction"], rel=0.02)
+        seen = one.bytes.full / (2 * 2 * 2 * 8 * 4)  # K and V, 2 layers of 2 heads of 8 floats
+        assert float(cost[name][8]) == pytest.approx(seen * one.mean_fraction, rel=0.02)
         assert cost[name][9:11] == ["0.0", "0.0"]
-        assert float(cost[name][11]) == pytest.approx(100 * np.mean(one["each"]["retention"]), abs=0.06)
+        assert float(cost[name][11]) == pytest.approx(100 * np.mean(one.each.retention), abs=0.06)
     # A difference is of the same samples, and the report says it.
     full, window, *_ = results.rows
-    apart = [x | {"informative": True} for x in (full, window)]
+    apart = [changed(x, informative=True) for x in (full, window)]
     (line,) = table.losses(Results(tuple(apart))).splitlines()[2:]
-    mean = 100 * (np.mean(window["each"]["score"]) - np.mean(full["each"]["score"]))
+    mean = 100 * (np.mean(window.each.score) - np.mean(full.each.score))
     assert f"| {mean:+.2f} |" in line
 
 
@@ -87,22 +88,22 @@ def test_claims_that_nobody_ran_say_so(finished, capsys):
 
 
 def test_policies_that_differ_in_their_budget_alone_are_one_curve():
+    """Gates make no other curve, the protocol does."""
     curves = {
         "window(…) + sinks(4)": ("window(9) + sinks(4)", "window(130) + sinks(4)"),
-        "duo(…) + sinks(4)": ("duo(0.25) + sinks(4) [duo]", "duo(0.5, window=64) + sinks(4) [duo]"),
-        "write_gate(0.1, window=32)": ("write_gate(0.1, window=32) [a]", "write_gate(0.1, window=32) [b]"),
+        "write_gate(0.1, window=32)": ("write_gate(0.1, window=32)",),
         "quest(…, dense=0)": ("quest(4, dense=0)", "quest(8, dense=0)"),
-        "snapkv(32) + uniform(…) + int8(16)": ("snapkv(32) + uniform(0.25) + int8(16)",),
-        "snapkv(16) + uniform(…) + int8(16)": ("snapkv(16) + uniform(64) + int8(16)",),
     }
     for said, policies in curves.items():
-        assert {plotting.family(policy) for policy in policies} == {said}
+        rows = [row(policy, GOOD, weights=gates) for policy in policies for gates in ("", "a@0", "b@1")]
+        assert {table.family(one) for one in rows} == {said}
+        aware = [row(policy, GOOD, protocol="aware") for policy in policies]
+        assert {table.family(one) for one in aware} == {f"{said}, aware"}
 
 
 def test_learned_policies_are_paired_at_matched_memory_and_nowhere_else():
     def learned(policy, gates, *rest):
-        made = row(policy, *rest)
-        return made | {"cell": made["cell"] | {"gates": f"{gates}@0"}}
+        return row(policy, *rest, weights=f"{gates}@0")
 
     def pairs(*rows):
         lines = table.matched(Results((row("full", GOOD, 100), *rows))).splitlines()[2:]
@@ -122,7 +123,7 @@ def test_learned_policies_are_paired_at_matched_memory_and_nowhere_else():
     ]
     assert pairs(mine, learned("write_gate(0.1)", "b", BAD, 25)) == []  # two budgets of one method
     assert pairs(mine, row("window(9)", BAD, 26)) == []  # not the same bytes
-    silent = [r | {"informative": False} for r in (mine, local)]
+    silent = [changed(r, informative=False) for r in (mine, local)]
     assert pairs(*silent) == []
     assert pairs(row("snapkv", GOOD, 25), local) == []  # nothing learned
     assert table.matched(Results((local,))) == ""
@@ -133,8 +134,8 @@ def test_reads_have_a_picture_where_something_selects(finished, tmp_path):
     rows = store.read(finished)
     assert "reads.png" not in {file.name for file in figures.draw(Results(tuple(rows)), tmp_path / "none")}
     quest = [
-        rows[1] | {"cell": rows[1]["cell"] | {"policy": f"quest({n})"}, "reads_per_step": 16.0 * n}
-        for n in (1, 4)
+        changed(rows[1], cell={"policy": spec}, policy=describe(parse(spec)), reads_per_step=reads)
+        for spec, reads in (("quest(1)", 16.0), ("quest(4)", 64.0))
     ]
     results = Results((rows[0], *quest))
     assert "reads.png" in {file.name for file in figures.draw(results, tmp_path / "some")}

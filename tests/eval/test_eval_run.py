@@ -13,12 +13,15 @@ import pytest
 from eval_rows import LENGTH, POLICIES, SAMPLES, words
 from tiny import quick_compiles  # noqa: F401
 
-from kvjax.compose import policy as parse
-from kvjax.eval import cells, runner, store, table, tasks
+from kvjax.catalogue import describe
+from kvjax.catalogue import policy as parse
+from kvjax.eval import tasks
 from kvjax.eval.__main__ import main
-from kvjax.eval.data import Data
-from kvjax.learned import save_weights
+from kvjax.eval.measure import grid, runner, store
+from kvjax.eval.report import table
+from kvjax.eval.tasks.data import Data
 from kvjax.loading import load
+from kvjax.weights import save_weights
 
 pytestmark = pytest.mark.usefixtures("no_pack")
 
@@ -29,55 +32,54 @@ def lines(folder: Path) -> list[bytes]:
 
 def test_a_row_says_everything(finished):
     rows = store.read(finished)
-    cells = [(row["cell"]["policy"], row["cell"]["protocol"]) for row in rows]
+    cells = [(row.cell.policy, row.cell.protocol) for row in rows]
     window, snap = POLICIES
     assert cells == [("full", "either"), (window, "either"), (snap, "agnostic"), (snap, "aware")]
     for row in rows:
-        assert set(row["switches"]) == {"compress_at", "prefill_attention", "budget", "sinks", "recent"}
-        assert {"live", "allocated", "peak_live", "peak_allocated", "full"} <= set(row["bytes"])
+        assert row.policy == describe(parse(row.cell.policy))
         for name in ("score", "nll", "kept_fraction", "peak_fraction", "mean_fraction", "reads_per_step"):
-            assert isinstance(row[name], float), name
-        assert row["data"] == "generated"
-        assert row["full"]["nll"] == rows[0]["nll"]
-        assert row["informative"] is False  # random weights find nothing
-        assert set(row["versions"]) == {"kvjax", "jax", "python"}
-        assert len(row["each"]["nll"]) == SAMPLES
-        assert np.shape(row["heads"]) == (2, 2)
-    assert [row["switches"]["compress_at"] for row in rows] == ["never", "write", "context", "prompt"]
-    assert [row["switches"]["prefill_attention"] for row in rows] == ["full", "policy", "full", "full"]
+            assert isinstance(getattr(row, name), float), name
+        assert row.data == "generated"
+        assert row.full.nll == rows[0].nll
+        assert row.informative is False  # random weights find nothing
+        assert set(row.versions) == {"kvjax", "jax", "python"}
+        assert len(row.each.nll) == SAMPLES
+        assert np.shape(row.heads) == (2, 2)
+    assert [row.switches.compress_at for row in rows] == ["never", "write", "context", "prompt"]
+    assert [row.switches.prefill_attention for row in rows] == ["full", "policy", "full", "full"]
 
 
 def test_what_is_kept_is_measured(finished, tiny_folder):
     full, window, agnostic, aware = store.read(finished)
-    assert full["kept_fraction"] == full["span_retention"] == 1
-    tokens = [len(full["example"]["pieces"])]
-    assert agnostic["span_retention"] < 1
+    assert full.kept_fraction == full.span_retention == 1
+    tokens = [len(full.example.pieces)]
+    assert agnostic.span_retention < 1
     # Everything at once, a quarter of it: the prefix comes after in aware, the question too in agnostic.
-    assert 0.24 < aware["kept_fraction"] < agnostic["kept_fraction"] < 0.6
-    assert 0.35 < window["kept_fraction"] < 0.5
+    assert 0.24 < aware.kept_fraction < agnostic.kept_fraction < 0.6
+    assert 0.35 < window.kept_fraction < 0.5
     # A window holds the newest 160 tokens and no other, in every layer and head alike; the prompt's last
     # token is not in yet when the answer begins.
     model = load(tiny_folder)
     drawn = runner.draw(tasks.tasks()["niah"], model, Data(None), length=LENGTH, seed=0, count=SAMPLES)
-    for (_, encoded), told in zip(drawn, window["each"]["retention"]):
+    for (_, encoded), told in zip(drawn, window.each.retention):
         seen = len(encoded.context) + len(encoded.question) + len(encoded.prefix) - 1
         assert told == pytest.approx((np.flatnonzero(encoded.needed) >= seen - 160).mean(), abs=1e-5)
-    held = dict(zip(window["each"]["depth_from_end"], window["each"]["retention"]))
+    held = dict(zip(window.each.tags["depth_from_end"], window.each.retention))
     assert held[90] == 0 < held[10]
-    assert sum(window["example"]["held"]) / 4 == 160
-    assert max(full["example"]["held"]) == 4
-    assert tokens[0] < len(full["example"]["held"]) < LENGTH
+    assert sum(window.example.held) / 4 == 160
+    assert max(full.example.held) == 4
+    assert tokens[0] < len(full.example.held) < LENGTH
     for row in (window, agnostic, aware):
-        assert row["bytes"]["live"] / row["bytes"]["full"] == pytest.approx(row["kept_fraction"], abs=0.06)
-        assert row["bytes"]["live"] <= row["bytes"]["allocated"]
+        assert row.bytes.live / row.bytes.full == pytest.approx(row.kept_fraction, abs=0.06)
+        assert row.bytes.live <= row.bytes.allocated
 
 
 def test_policies_see_the_same_samples(finished):
     rows = store.read(finished)
-    for name in ("tokens", "depth_from_end"):
-        assert all(row["each"][name] == rows[0]["each"][name] for row in rows)
+    assert all(row.each.tokens == rows[0].each.tokens for row in rows)
+    assert all(row.each.tags == rows[0].each.tags != {} for row in rows)
     # Equal likelihoods where nothing was lost: the window holds the whole of no sample, so none may be equal.
-    assert not set(rows[0]["each"]["nll"]) & set(rows[1]["each"]["nll"])
+    assert not set(rows[0].each.nll) & set(rows[1].each.nll)
 
 
 def test_a_killed_run_goes_on_and_ends_in_the_same_file(finished, tiny_folder, tmp_path, monkeypatch):
@@ -102,15 +104,15 @@ def test_text_is_judged_by_its_likelihood_and_labels_by_rank(tiny_folder, tmp_pa
     given = ["run", "--task", "ppl_books,babilong_qa4", "--model", str(tiny_folder), "--lengths", str(LENGTH)]
     assert main([*given, "--samples", str(SAMPLES), "--out", str(tmp_path)]) == 0
     text, rooms = store.read(tmp_path)
-    assert text["score"] is None
-    nll, tokens = text["each"]["nll"], text["each"]["tokens"]
-    assert text["perplexity"] == pytest.approx(np.exp(np.dot(nll, tokens) / sum(tokens)), rel=1e-3)
-    assert text["informative"] is True
+    assert text.score is None
+    nll, tokens = text.each.nll, text.each.tokens
+    assert text.perplexity == pytest.approx(np.exp(np.dot(nll, tokens) / sum(tokens)), rel=1e-3)
+    assert text.informative is True
     # The tiny model's tokens are bytes: bits a byte are bits a token.
-    assert text["bits_per_byte"] == pytest.approx(np.log2(text["perplexity"]), rel=1e-3)
-    assert rooms["perplexity"] is None
-    assert set(rooms["each"]["ranked"]) <= {0, 1}
-    assert rooms["ranked"] == pytest.approx(np.mean(rooms["each"]["ranked"]))
+    assert text.bits_per_byte == pytest.approx(np.log2(text.perplexity), rel=1e-3)
+    assert rooms.perplexity is None
+    assert set(rooms.each.ranked) <= {0, 1}
+    assert rooms.ranked == pytest.approx(np.mean(rooms.each.ranked))
     assert "ppl " in capsys.readouterr().out
 
 
@@ -123,33 +125,33 @@ def test_learned_weights_go_with_the_policy_and_into_the_row(tiny_folder, tmp_pa
     for file, logit in (("shut", -50.0), ("open", 50.0)):
         gates = tmp_path / f"{file}.safetensors"
         moved = [layer | {"w2": 0 * layer["w2"], "b2": 0 * layer["b2"] + logit} for layer in layers]
-        save_weights(gates, model, part.learns, moved, notes={"window": 24 if file == "shut" else 32})
+        save_weights(gates, model, part, moved, notes={"window": 24 if file == "shut" else 32})
         said[file] = f"{file}@{hashlib.sha256(gates.read_bytes()).hexdigest()[:16]}"
     given = ["run", "--task", "niah", "--model", str(tiny_folder), "--lengths", str(LENGTH)]
     given += ["--samples", str(SAMPLES), "--out", str(out)]
     assert main([*given, "--policy", name, "--gates", str(tmp_path / "shut.safetensors")]) == 0
     assert "note:" not in capsys.readouterr().err  # the window these were trained with
     full, shut = store.read(out)
-    assert (full["cell"]["gates"], shut["cell"]["gates"]) == ("", said["shut"])
-    assert shut["kept_fraction"] == pytest.approx(24 / (full["bytes"]["full"] / 256), rel=0.02)
-    assert set(shut["example"]["held"][:100]) == {0}
-    assert (shut["switches"]["compress_at"], shut["switches"]["prefill_attention"]) == ("write", "policy")
+    assert (full.cell.weights, shut.cell.weights) == ("", said["shut"])
+    assert shut.kept_fraction == pytest.approx(24 / (full.bytes.full / 256), rel=0.02)
+    assert set(shut.example.held[:100]) == {0}
+    assert (shut.switches.compress_at, shut.switches.prefill_attention) == ("write", "policy")
     assert table.name(shut) == f"{name} [shut]"
     task = tasks.tasks()["niah"]
-    plan = cells.plan([task], [parse(name)], lengths=[LENGTH], seeds=[0], samples=1, asked=("agnostic",))
-    plan = cells.gated(plan, model, str(tmp_path / "open.safetensors"))
-    assert [cell.gates for cell in plan.cells] == ["", said["open"]]
-    (remark,) = plan.remarks
+    planned = grid.build([task], [parse(name)], lengths=[LENGTH], seeds=[0], samples=1, asked=("agnostic",))
+    planned = grid.with_weights(planned, model, str(tmp_path / "open.safetensors"))
+    assert [cell.weights for cell in planned.cells] == ["", said["open"]]
+    (remark,) = planned.remarks
     assert "open.safetensors were trained with window=32 and are read with window=24" in remark
-    weights = plan.weights[plan.cells[1].policy, said["open"]]
+    weights = planned.weights[planned.cells[1].policy, said["open"]]
     assert float(weights["admission"][0]["b2"][0]) == 50
     assert main([*given, "--policy", name]) == 2
-    assert "ships none" in capsys.readouterr().err
+    assert "ships none for write_gate" in capsys.readouterr().err
 
 
 def test_results_of_another_version_are_left_alone(finished, tiny_folder, tmp_path, capsys):
     out = tmp_path / "out"
-    for name, value in (("kvjax", "0.0.1"), ("weights", "f" * 16), ("schema", 0)):
+    for name, value in (("kvjax", "0.0.1"), ("fingerprint", "f" * 16), ("schema", 0)):
         shutil.rmtree(out, ignore_errors=True)
         shutil.copytree(finished, out)
         whose = json.loads((out / store.ABOUT).read_text())

@@ -6,7 +6,8 @@ import math
 
 import pytest
 
-from kvjax.eval import scorers, stats
+from kvjax.eval.report import stats
+from kvjax.eval.tasks import scorers
 
 
 def test_ndcg_of_the_worked_example():
@@ -77,16 +78,6 @@ def test_labels_and_digits():
     assert scorers.exact("BC", "B") == 0
     assert scorers.digits_right(" 12945", "12345") == 0.8
     assert scorers.digits_right("no", "12345") == 0
-
-
-def test_what_a_summary_costs_and_leaves_to_retrieve():
-    assert scorers.retrieved(16384, 0.01) == 144
-    assert scorers.completion_cost(128, 128) == 65
-    assert scorers.retrieved(16384, 0.01, offset=65) == 79
-    assert scorers.completion_cost(64, 64) == 33
-    assert scorers.retrieved(16384, 0.03, offset=33) == 439
-    assert scorers.retrieved(16384, 0.05) == 800
-    assert scorers.retrieved(1024, 0.04, offset=33) is None  # 41 reads, 53 spoken for
 
 
 def test_intervals_are_of_the_pairs():

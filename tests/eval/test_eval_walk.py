@@ -12,11 +12,11 @@ import tiny
 from tiny import quick_compiles  # noqa: F401
 
 from kvjax import decode, metrics, policy
+from kvjax.algebra import Completion, Policy
 from kvjax.cache import ring as rings
-from kvjax.eval import counted, protocol, scorers, walk
+from kvjax.eval.measure import counted, forced, protocol
 from kvjax.policies.quest import Quest
 from kvjax.policies.streaming_llm import Window
-from kvjax.policy import Completion, Policy
 
 PROMPT, ANSWER = 40, 6
 
@@ -34,7 +34,7 @@ def test_forced_likelihoods_are_the_dense_model_s():
     model, prompts, state = read("full")
     answers = [tiny.prompt(ANSWER + 9, 5)[:ANSWER], tiny.prompt(ANSWER - 2, 6)]
     feed = [[p[-1], *a[:-1]] for p, a in zip(prompts, answers)]
-    after, found = walk.walk(model, policy("full"), state, feed, answers, forced=True)
+    after, found = forced.steps(model, policy("full"), state, feed, answers, forced=True)
     assert np.asarray(after.length).tolist() == [PROMPT + ANSWER - 1, PROMPT - 3 + ANSWER - 3]
     for row, (prompt, answer) in enumerate(zip(prompts, answers)):
         logits = tiny.dense(prompt + answer)[len(prompt) - 1 : -1]
@@ -43,13 +43,13 @@ def test_forced_likelihoods_are_the_dense_model_s():
         np.testing.assert_allclose(found.nll[row, : len(answer)], expected, atol=2e-4)
         assert found.best[row, : len(answer)].tolist() == logits.argmax(-1).tolist()
     # The state that was given in is whole: the same walk again.
-    _, again = walk.walk(model, policy("full"), state, feed, answers, forced=True)
+    _, again = forced.steps(model, policy("full"), state, feed, answers, forced=True)
     np.testing.assert_array_equal(again.nll, found.nll)
 
 
 def test_an_unforced_walk_is_greedy_decoding():
     model, prompts, state = read("full")
-    _, found = walk.walk(
+    _, found = forced.steps(
         model, policy("full"), state, [[p[-1]] for p in prompts], [[0] * ANSWER] * 2, forced=False
     )
     whole = decode.generate(
@@ -64,7 +64,7 @@ def test_a_walk_obeys_confidence_as_decoding_does():
     model, prompts, state = read(spec)
     answers = [tiny.prompt(ANSWER, 5 + row) for row in range(2)]
     feed = [[p[-1], *a[:-1]] for p, a in zip(prompts, answers)]
-    after, found = walk.walk(model, policy(spec), state, feed, answers, forced=True)
+    after, found = forced.steps(model, policy(spec), state, feed, answers, forced=True)
     live, sure = [], []
     for column in np.asarray(feed).T:
         state, _ = tiny.feed(policy(spec), state, column[:, None])
@@ -95,7 +95,7 @@ def test_switches_say_when_the_cache_shrinks(spec, protocols, when, prefill):
     assert protocol.protocols(policy(spec), ("agnostic", "aware"), question=True) == protocols
     for name, moment in zip(protocols, when, strict=True):
         found = protocol.switches(policy(spec), name)
-        assert (found["compress_at"], found["prefill_attention"]) == (moment, prefill)
+        assert (found.compress_at, found.prefill_attention) == (moment, prefill)
 
 
 def test_live_slots_presence_and_reads_of_a_one_shot_budget():
@@ -111,7 +111,9 @@ def test_live_slots_presence_and_reads_of_a_one_shot_budget():
         assert mask[:, row, :, :2].all()
         assert mask[:, row, :, n - 4 : n].all()
         assert not mask[:, row, :, n:].any()
-    _, found = walk.walk(model, policy(spec), state, [[p[-1]] for p in prompts], [[0] * 3] * 2, forced=False)
+    _, found = forced.steps(
+        model, policy(spec), state, [[p[-1]] for p in prompts], [[0] * 3] * 2, forced=False
+    )
     # Tokens of the answer are kept: one slot more a step, all of them read.
     np.testing.assert_array_equal(found.live[:, :3], [[13, 14, 15]] * 2)
     np.testing.assert_array_equal(found.reads[:, :3, 0], found.live[:, :3])
@@ -124,7 +126,9 @@ def test_live_slots_presence_and_reads_of_a_one_shot_budget():
 def test_a_selection_reads_what_it_picks():
     spec = "quest(2, chunk=4, dense=1, recent=8)"
     model, prompts, state = read(spec)
-    _, found = walk.walk(model, policy(spec), state, [[p[-1]] for p in prompts], [[0] * 2] * 2, forced=False)
+    _, found = forced.steps(
+        model, policy(spec), state, [[p[-1]] for p in prompts], [[0] * 2] * 2, forced=False
+    )
     for row, prompt in enumerate(prompts):
         for i in range(2):
             held = len(prompt) + i
@@ -165,33 +169,32 @@ class Linear(Completion):
 def test_a_completion_is_read_at_the_price_of_its_summary():
     """d_φ/2 + d_φ/D tokens a read (4 features, D = 8), in every layer; float32 beside float32."""
     chosen, price = Policy(admission=Window(8), completion=Linear()), 4 / 2 + 4 / 8
-    assert scorers.completion_cost(4, 8) == 3  # the paper's, rounded up
     model, prompts, state = read(chosen)
     room = state.layers[0]
     assert counted.summary_tokens(room, by_bytes=False) == price
     half = dataclasses.replace(room, ring=dataclasses.replace(room.ring, k=room.ring.k.astype(jnp.bfloat16)))
     assert counted.summary_tokens(half, by_bytes=True) == 2 * price
-    _, found = walk.walk(model, chosen, state, [[p[-1]] for p in prompts], [[0] * 2] * 2, forced=False)
+    _, found = forced.steps(model, chosen, state, [[p[-1]] for p in prompts], [[0] * 2] * 2, forced=False)
     np.testing.assert_array_equal(found.reads[:, :2], np.broadcast_to([8.0, price, 0], (2, 2, 3)))
 
 
 def test_a_dense_layer_does_not_ask_for_a_completion_that_has_nothing_to_say():
-    chosen = Policy(selection=Quest(pages=2, chunk=4, dense=1, recent=8), completion=Linear())
+    chosen = Policy(selection=Quest(2, chunk=4, dense=1, recent=8), completion=Linear())
     model, prompts, state = read(chosen)
-    _, found = walk.walk(model, chosen, state, [[p[-1]] for p in prompts], [[0] * 2] * 2, forced=False)
+    _, found = forced.steps(model, chosen, state, [[p[-1]] for p in prompts], [[0] * 2] * 2, forced=False)
     np.testing.assert_array_equal(found.reads[:, :2, 1], np.full((2, 2), 2.5 / 2))  # one layer of two
 
 
 def test_roomy_pools_never_grow_and_hold_the_same():
     spec = "knorm + uniform(12) + sinks(2) + recent(4)"
     model, prompts, state = read(spec)
-    wide = counted.roomy(policy(spec), state, 16)
+    wide = decode.roomy(policy(spec), state, 16)
     assert decode.reserve(policy(spec), wide, 16, 16) is wide
     for name in ("live_slots", "present"):
         np.testing.assert_array_equal(getattr(metrics, name)(wide), getattr(metrics, name)(state))
     assert metrics.nbytes(wide).total["live"] == metrics.nbytes(state).total["live"]
     feed, target = [[p[-1]] for p in prompts], [[0] * ANSWER] * 2
-    one, again = (walk.walk(model, policy(spec), s, feed, target, forced=False)[1] for s in (state, wide))
+    one, again = (forced.steps(model, policy(spec), s, feed, target, forced=False)[1] for s in (state, wide))
     np.testing.assert_array_equal(one.best[:, :ANSWER], again.best[:, :ANSWER])
     np.testing.assert_array_equal(one.live[:, :ANSWER], again.live[:, :ANSWER])
 
@@ -208,4 +211,4 @@ def test_presence_of_a_ring_that_has_turned():
 
 @pytest.mark.parametrize(("steps", "size"), [(1, 512), (512, 512), (513, 4096), (4096, 4096), (4097, 8192)])
 def test_walks_come_in_few_sizes(steps, size):
-    assert walk.size_class(steps) == size
+    assert forced.size_class(steps) == size

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from tiny import quick_compiles  # noqa: F401
 
-from kvjax.eval import roundtrip
+from kvjax.algebra import Native
 from kvjax.eval.__main__ import main
-from kvjax.policy import Native
+from kvjax.eval.measure import roundtrip
 from kvjax.storage.int4 import Int4
 from kvjax.storage.int8 import Int8
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 from test_aot_ops import target
 
-from pallas_kernels import aot, tuning
-from pallas_kernels.candidates import CANDIDATES
-from pallas_kernels.cases import cases
+from pallas_kernels import tuning
+from pallas_kernels.measure import aot
+from pallas_kernels.measure.candidates import CANDIDATES
+from pallas_kernels.measure.work import cases
 from pallas_kernels.tuning import Blocks
 
 pytestmark = pytest.mark.aot

@@ -11,8 +11,8 @@ from __future__ import annotations
 import jax
 import pytest
 
-from pallas_kernels import aot, static
-from pallas_kernels.cases import cases
+from pallas_kernels.measure import aot, static
+from pallas_kernels.measure.work import cases
 
 pytestmark = pytest.mark.aot
 

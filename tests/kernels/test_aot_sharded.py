@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from pallas_kernels import aot, ragged_decode
+from pallas_kernels import ragged_decode
+from pallas_kernels.measure import aot
 
 pytestmark = pytest.mark.aot
 

@@ -11,8 +11,11 @@ from hypothesis import strategies as st
 from kernel_oracle import blockwise as oracle
 
 from pallas_kernels import Unsupported, blockwise, column_mass, merge
-from pallas_kernels.blockwise.shapes import BLOCKED, TEST
+from pallas_kernels.blockwise.work import SHAPES
 from pallas_kernels.numerics import assert_as_good_as_plain, assert_close
+
+TEST = SHAPES.tagged("test")
+BLOCKED = SHAPES["blocked"]
 
 IMPLS = ("ref", "xla")
 SIGHTS = {"causal": (None, 0.0), "window": (7, 0.0), "admitted": (7, 0.2)}

@@ -19,9 +19,12 @@ from tiny import quick_compiles  # noqa: F401
 
 from pallas_kernels import Unsupported, blockwise, column_mass, compat, merge
 from pallas_kernels.blockwise import mosaic_tpu, mosaic_tpu_grad
-from pallas_kernels.blockwise.shapes import TEST, Shape
+from pallas_kernels.blockwise.work import SHAPES as NAMED
+from pallas_kernels.blockwise.work import Shape
 from pallas_kernels.dispatch import interpreted
 from pallas_kernels.numerics import assert_as_good_as_plain, assert_close
+
+TEST = NAMED.tagged("test")
 
 BODIES = ("mosaic_tpu", "triton")
 SMALL = Shape(B=2, N=4, K=2, T=70, S=200, H=32)

@@ -6,8 +6,8 @@ import types
 
 import pytest
 
-from pallas_kernels import aot, static, table
-from pallas_kernels.cases import cases, operations
+from pallas_kernels.measure import aot, static, table
+from pallas_kernels.measure.work import cases, operations
 
 
 def test_roofline_is_the_slower_of_memory_and_products():

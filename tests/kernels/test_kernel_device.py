@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from tiny import quick_compiles  # noqa: F401
 
-from pallas_kernels import device, dispatch, tuning
-from pallas_kernels.candidates import CANDIDATES, TINY
-from pallas_kernels.device import child, clock, rivals
-from pallas_kernels.device.work import OPERATIONS, Job, Rival, Target, agreement, work
+from pallas_kernels import dispatch, tuning
+from pallas_kernels.measure import device, on_device, rivals, timing
+from pallas_kernels.measure.candidates import CANDIDATES, TINY
+from pallas_kernels.measure.work import OPERATIONS, Job, Rival, Target, agreement, work
 from pallas_kernels.tuning import Blocks
 
 KINDS = {"ms", "cannot"}
@@ -48,10 +48,10 @@ def test_a_median_is_of_one_call(monkeypatch):
         calls.append(1)
         now[0] += 1.0 if len(calls) == 20 else 0.001
 
-    monkeypatch.setattr(clock.time, "perf_counter", lambda: now[0])
-    assert clock.median(call, lambda x: x, 0.05) == pytest.approx(0.001)
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
+    assert timing.median(call, 0.05) == pytest.approx(0.001)
     assert len(calls) == 1 + 5 * 10
-    assert clock.median(call, lambda x: x, 0.0) == pytest.approx(0.001)
+    assert timing.median(call, 0.0) == pytest.approx(0.001)
     assert len(calls) == 52
 
 
@@ -107,9 +107,9 @@ def program(job, impl):
 @pytest.mark.parametrize(("op", "impl", "what"), BODIES)
 def test_blocks_reach_the_body(op, impl, what, monkeypatch):
     """Each pass that can be tuned is another program with other blocks, and the same one with none."""
-    shape = work(op).TINY
+    shape = work(op).SHAPES["tiny"]
     long = {name: 300 for name in ("T", "S") if getattr(shape, name, 0) >= 40}
-    monkeypatch.setattr(work(op), "TINY", shape._replace(**long))
+    monkeypatch.setitem(work(op).SHAPES, "tiny", shape._replace(**long))
     (job,) = (x for x in work(op).searches(True) if x.tunes == what)
     key = tuning.key(what, *job.key)
     other = TINY[impl][0]
@@ -134,16 +134,16 @@ def test_the_fastest_blocks_that_agree_are_chosen(monkeypatch):
             raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: too much")
         return times[which], jnp.ones(3) * (2 if which == 2 else 1)
 
-    monkeypatch.setattr(child, "_measured", measured)
+    monkeypatch.setattr(on_device, "_measured", measured)
     job, results = Job("x", None, (), tunes="forward", key=("bfloat16", 32)), {}
     tried = tuple(Blocks(q=i) for i in (1, 2, 3, 4))
-    found = child.tune("gated", job, tried, (), "triton", child.Box(60), said(results))
+    found = on_device.tune("gated", job, tried, (), "triton", on_device.Box(60), said(results))
     assert found == (("forward/bfloat16/32", Blocks(q=4)),)
     entry = results["blocks", "forward/bfloat16/32"]
     assert entry["chosen"] == {"q": 4}
     assert "RESOURCE_EXHAUSTED" in entry["tried"][2]["cannot"]
     assert [x.get("ms") for x in entry["tried"]] == [1500, 100, None, 500]
-    late = child.tune("gated", job, tried, (), "triton", child.Box(-1), said(results))
+    late = on_device.tune("gated", job, tried, (), "triton", on_device.Box(-1), said(results))
     assert late == ()
     assert results["blocks", "forward/bfloat16/32"]["cut_short"]
 
@@ -153,16 +153,16 @@ def test_a_rival_is_the_same_function_or_says_why_it_cannot_run():
     job = next(x for x in work("blockwise").jobs(True) if x.name.startswith("forward"))
     out = job.run("ref")(*job.args)
     with dispatch.interpreted(races=False):
-        found = {x.name: child.beside(job, x, out, "ref", 0.0) for x in job.rivals}
+        found = {x.name: on_device.beside(job, x, out, "ref", 0.0) for x in job.rivals}
     assert found["xla"]["differs"] < 0.02
     assert found["jax_pallas_gpu"]["differs"] < 0.02
     assert all(len(KINDS & set(x)) == 1 for x in found.values())
     assert "cannot" in found["cudnn"]
     wrong = Rival("wrong", lambda impl: lambda: out + 1, like=lambda x: x)
-    assert child.beside(job, wrong, out, "ref", 0.0)["differs"] > 0.1
+    assert on_device.beside(job, wrong, out, "ref", 0.0)["differs"] > 0.1
     for x in rivals.prompt(q, k, v):
         if x.name.startswith("jax_"):
-            assert "this is cpu" in child.beside(job, x, out, "ref", 0.0)["cannot"]
+            assert "this is cpu" in on_device.beside(job, x, out, "ref", 0.0)["cannot"]
 
 
 @pytest.mark.parametrize(
@@ -219,9 +219,7 @@ def test_a_task_that_dies_or_hangs_is_lost_alone(tmp_path, monkeypatch):
     printed = []
     monkeypatch.setattr(device, "print", lambda line, flush: printed.append(line), raising=False)
     found = device.measure(5, folder=tmp_path, tiny="triton")
-    assert (
-        "No module named 'pallas_kernels.device.no_such'" in found["no_such"]["problems"]["numerics"]["lost"]
-    )
+    assert "No module named 'pallas_kernels.no_such'" in found["no_such"]["problems"]["numerics"]["lost"]
     assert not found["no_such"]["agrees"]
     assert json.loads((tmp_path / "no_such.json").read_text()) == found["no_such"]
     assert "ceilings: lost: no end after 0 s" in printed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import json
 import logging
 import pathlib
@@ -13,7 +14,7 @@ import jax
 import pytest
 
 import pallas_kernels
-from pallas_kernels import compat, dispatch
+from pallas_kernels import compat, dispatch, lowering, products
 from pallas_kernels.dispatch import IMPLS, Unsupported, choose
 
 
@@ -118,10 +119,43 @@ def test_bodies_run_interpreted_where_that_is_asked_for():
     [(("TPU v6 lite", 1), "tpu"), (("TPU v5", 2), "tpu"), (("NVIDIA H200", 132), "gpu")],
 )
 def test_a_device_that_is_not_here_is_lowered_for(device, platform):
-    with compat.lowering_for(*device, platform):
-        assert compat.lowering_platform() == platform
+    with lowering.for_device(*device, platform):
+        assert lowering.platform() == platform
         assert choose("op", "mosaic_tpu" if platform == "tpu" else "triton", dict.fromkeys(IMPLS, kernel))
-    assert compat.lowering_platform() == jax.default_backend()
+    assert lowering.platform() == jax.default_backend()
+
+
+def test_a_record_of_a_device_that_is_not_here_counts(monkeypatch):
+    """Traced on a CPU for a TPU that is known to run it, ``impl=None`` takes the body; for others not."""
+    monkeypatch.setattr(dispatch, "record", lambda op, kind: RAN if kind == "TPU v5 lite" else {})
+    offered = {"xla": xla, "mosaic_tpu": kernel, "triton": kernel}
+    assert choose("op", None, offered) is xla
+    with lowering.for_device("TPU v5 lite", 1, "tpu"):
+        assert choose("op", None, offered)() == "kernel, interpret=False"
+        assert dispatch.call("op", None, offered, lambda run: run()) == "kernel, interpret=False"
+    with lowering.for_device("TPU v6 lite", 1, "tpu"):
+        assert choose("op", None, offered) is xla
+
+
+RAN = {"impl": "mosaic_tpu", "agrees": True}
+
+
+@pytest.mark.parametrize(
+    ("run", "shapes", "dtype", "on_cpu"),
+    [
+        (functools.partial(products.scores, scale=0.5), ((1, 64), (128, 64)), "bfloat16", "2x64xbf16"),
+        (products.mix, ((1, 128), (128, 64)), "bfloat16", "2x128xbf16"),
+        (functools.partial(products.scores, scale=0.5), ((4, 64), (128, 64)), "float32", "128x4xf32"),
+    ],
+)
+def test_a_cpus_forms_are_compiled_for_cpus_alone(run, shapes, dtype, on_cpu):
+    """By the platform that is lowered for, on whichever one traces."""
+    args = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
+    texts = {
+        platform: jax.jit(run).trace(*args).lower(lowering_platforms=(platform,)).as_text()
+        for platform in ("cpu", "tpu", "cuda")
+    }
+    assert {platform for platform, text in texts.items() if on_cpu in text} == {"cpu"}
 
 
 def test_the_package_stands_alone():

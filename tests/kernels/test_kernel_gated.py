@@ -15,8 +15,11 @@ from kernel_bodies import check_refusals
 
 from pallas_kernels import blockwise
 from pallas_kernels.gated.api import gated
-from pallas_kernels.gated.shapes import BLOCKED, TEST
+from pallas_kernels.gated.work import SHAPES
 from pallas_kernels.numerics import assert_as_good_as_plain, assert_close
+
+TEST = SHAPES.tagged("test")
+BLOCKED = SHAPES["blocked"]
 
 IMPLS = ("ref", "xla")
 

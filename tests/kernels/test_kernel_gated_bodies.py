@@ -12,9 +12,11 @@ from kernel_bodies import BODIES, body, check_no_race, small_blocks
 from test_kernel_gated import both, case, dense, gradients, oracle, weights
 
 from pallas_kernels.gated import ref, xla
-from pallas_kernels.gated.shapes import TEST
 from pallas_kernels.gated.vjp import Rule
+from pallas_kernels.gated.work import SHAPES
 from pallas_kernels.numerics import assert_as_good_as_plain, assert_close
+
+TEST = SHAPES.tagged("test")
 
 
 @pytest.mark.parametrize("impl", ["xla", *BODIES])

@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 
 from pallas_kernels import Unsupported, merge
-from pallas_kernels.merge.shapes import TEST
+from pallas_kernels.merge.work import SHAPES
 from pallas_kernels.numerics import assert_close
+
+TEST = SHAPES.tagged("test")
 
 IMPLS = ("ref", "xla")
 
@@ -48,7 +50,7 @@ def test_merge_is_attention_over_the_union(impl, name, empty):
 
 @pytest.mark.parametrize("impl", IMPLS)
 def test_merge_is_associative_commutative_and_has_a_unit(impl):
-    shape = TEST["decode"]
+    shape = TEST["decode_small"]
     a, b, c = (part(i, shape, 0.3) for i in range(3))
     unit = part(9, shape, empty=1.0)
 
@@ -67,7 +69,7 @@ def test_merge_is_associative_commutative_and_has_a_unit(impl):
 
 @pytest.mark.parametrize("impl", IMPLS)
 def test_merge_ignores_whatever_an_empty_part_holds(impl):
-    a = part(0, TEST["decode"])
+    a = part(0, TEST["decode_small"])
     poisoned = jnp.full_like(a[0], jnp.nan), jnp.full_like(a[1], -jnp.inf)
     out, lse = merge([poisoned, a], impl=impl)
     np.testing.assert_array_equal(out, a[0])

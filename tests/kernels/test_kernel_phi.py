@@ -15,8 +15,11 @@ from pallas_kernels import Unsupported, merge
 from pallas_kernels.numerics import assert_as_good_as_plain, assert_close
 from pallas_kernels.phi import xla
 from pallas_kernels.phi.api import FLOOR, phi_build, phi_evaluate, phi_subtract
-from pallas_kernels.phi.shapes import BLOCKED, TEST
 from pallas_kernels.phi.summary import Summary
+from pallas_kernels.phi.work import SHAPES
+
+TEST = SHAPES.tagged("test")
+BLOCKED = SHAPES["blocked"]
 
 IMPLS = ("ref", "xla")
 

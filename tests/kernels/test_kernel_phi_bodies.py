@@ -15,7 +15,9 @@ from pallas_kernels.dispatch import interpreted
 from pallas_kernels.numerics import assert_close
 from pallas_kernels.phi import ref, xla
 from pallas_kernels.phi.api import FLOOR, phi_build, phi_evaluate, phi_subtract
-from pallas_kernels.phi.shapes import TEST
+from pallas_kernels.phi.work import SHAPES
+
+TEST = SHAPES.tagged("test")
 
 
 def bodies(impl):

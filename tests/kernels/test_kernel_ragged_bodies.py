@@ -22,7 +22,9 @@ from pallas_kernels import Unsupported, compat, merge, ragged_decode, tuning
 from pallas_kernels.dispatch import interpreted
 from pallas_kernels.numerics import assert_as_good_as_plain, assert_close
 from pallas_kernels.ragged_decode import mosaic_tpu, triton, worklist
-from pallas_kernels.ragged_decode.shapes import TEST, Shape
+from pallas_kernels.ragged_decode.work import SHAPES, Shape
+
+TEST = SHAPES.tagged("test")
 
 BODIES = ("mosaic_tpu", "triton")
 QUICK = [("g4_h64", "int8", True), ("g4_h64", "float32", False), ("page128", "int8", False)]

@@ -18,11 +18,19 @@ from pallas_kernels import EMPTY, Unsupported, merge, ragged_decode
 from pallas_kernels.numerics import assert_as_good_as_plain, assert_close
 from pallas_kernels.ragged_decode import api, flat, xla
 from pallas_kernels.ragged_decode.call import Lists, Options, Pools
-from pallas_kernels.ragged_decode.shapes import TEST, Shape
+from pallas_kernels.ragged_decode.work import SHAPES, Shape
+
+TEST = SHAPES.tagged("test")
 
 IMPLS = ("ref", "xla")
 KINDS = ("float32", "int8", "uint8")
-CODES = [("g4_h64", "int8"), ("g1_h128", "int8"), ("chunk", "int8"), ("g4_h64", "uint8"), ("chunk", "uint8")]
+CODES = [
+    ("g4_h64", "int8"),
+    ("g1_h128", "int8"),
+    ("many_queries", "int8"),
+    ("g4_h64", "uint8"),
+    ("many_queries", "uint8"),
+]
 
 
 def edges(shape):
@@ -95,7 +103,9 @@ def test_every_length_of_every_list(impl, name, kind):
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-@pytest.mark.parametrize(("name", "kind"), [("g4_h64", "int8"), ("g4_h64", "uint8"), ("chunk", "float32")])
+@pytest.mark.parametrize(
+    ("name", "kind"), [("g4_h64", "int8"), ("g4_h64", "uint8"), ("many_queries", "float32")]
+)
 @pytest.mark.parametrize("narrowed", [False, True])
 def test_selections(impl, name, kind, narrowed):
     shape = TEST[name]
@@ -128,7 +138,7 @@ def test_capped_scores(impl, form, kind, monkeypatch):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("chosen", [False, True])
 def test_stream_by_stream_when_all_at_once_is_too_much(kind, chosen, monkeypatch):
-    shape = TEST["chunk"]
+    shape = TEST["many_queries"]
     arrays, lists = case(shape, edges(shape), kind=kind)
     lists = {"scales": None, "pages": None, "slots": None} | lists | (selection(shape, j=3) if chosen else {})
     monkeypatch.setattr(xla, "AT_ONCE", 0)
@@ -153,7 +163,7 @@ def test_any_lengths_and_tables(seed, kind, select):
     check(ragged_decode(*arrays, **lists, mass=True, impl="xla"), oracle(*arrays, **lists), shape.M * shape.S)
 
 
-@pytest.mark.parametrize("name", ["g1_h32", "chunk"])
+@pytest.mark.parametrize("name", ["g1_h32", "many_queries"])
 @pytest.mark.parametrize("impl", IMPLS)
 def test_bfloat16_is_as_good_as_the_plain_way(impl, name):
     shape = TEST[name]
@@ -231,6 +241,26 @@ def test_rows_may_share_a_prefix(impl, kind):
     lists["table"] = table.at[2, 0, 1].set(table[2, 0, 0])
     found = ragged_decode(*arrays, **lists, mass=True, shared=True, impl=impl)
     check(found, oracle(*arrays, **lists), shape.M * shape.S)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_page_of_two_lists_is_never_silently_lost(impl, kind):
+    """Untold that pages are shared, an answer is right or NaN."""
+    shape = TEST["g4_h64"]
+    arrays, lists = case(shape, np.full((3, 2), 3 * shape.S + 1), kind=kind)
+    table = lists["table"].at[1, 1, :2].set(lists["table"][0, 0, :2])
+    lists["table"] = table.at[2, 0, 1].set(table[2, 0, 0])
+    found, wanted = ragged_decode(*arrays, **lists, mass=True, impl=impl), oracle(*arrays, **lists)
+    lost = np.isnan(found[1]).reshape(3, 2, -1).all(axis=-1)
+    if impl == "xla":
+        assert lost[2, 0]
+        assert lost[0, 0] != lost[1, 1]
+        assert lost.sum() == 2
+    right = np.repeat(~lost, shape.N // shape.K, axis=1)
+    for ours, theirs in zip(found, wanted):
+        assert_close(ours[right], theirs[right], shape.M * shape.S)
+        assert all(np.isnan(x).any() for x in np.asarray(ours)[~right])
 
 
 @pytest.mark.parametrize("impl", IMPLS)

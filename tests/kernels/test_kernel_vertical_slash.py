@@ -21,8 +21,11 @@ from pallas_kernels.numerics import assert_as_good_as_plain, assert_close
 from pallas_kernels.vertical_slash import ref, xla
 from pallas_kernels.vertical_slash.api import vertical_slash
 from pallas_kernels.vertical_slash.compact import FAR, compact
-from pallas_kernels.vertical_slash.shapes import BLOCKED, TEST
 from pallas_kernels.vertical_slash.tiles import Rule
+from pallas_kernels.vertical_slash.work import SHAPES
+
+TEST = SHAPES.tagged("test")
+BLOCKED = SHAPES["blocked"]
 
 IMPLS = ("ref", "xla")
 

@@ -15,8 +15,8 @@ import pytest
 
 import kvjax
 from kvjax import decode
+from kvjax.algebra import Policy
 from kvjax.models import decoder
-from kvjax.policy import Policy
 
 TOLERANCE = 2e-4
 ANSWER = 8

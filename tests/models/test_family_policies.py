@@ -12,9 +12,9 @@ from flax import nnx
 
 import kvjax
 from kvjax import decode
+from kvjax.algebra import Policy
 from kvjax.models import decoder, hf
 from kvjax.models.module import Decoder, leaves
-from kvjax.policy import Policy
 
 WINDOWS = {"mistral": (6, 6), "gemma2": (6, None), "gemma3": (6, 6, None, 6)}
 
@@ -96,7 +96,7 @@ def test_policies_act_on_full_layers_alone(name, golden_folder, golden_data):
     [
         *((name, "snapkv(4) + uniform(4096)") for name in ("gemma2", "gemma3", "phi4_mini", "gpt2")),
         ("gemma2", "int8(512)"),
-        ("gemma2", "quest(pages=512)"),
+        ("gemma2", "quest(chunks=512)"),
     ],
 )
 def test_a_policy_that_drops_nothing_changes_no_text(name, policy, golden_folder, golden_data):

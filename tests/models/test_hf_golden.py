@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from kvjax import decode
+from kvjax.algebra import Policy
 from kvjax.models import decoder, hf
 from kvjax.models.spec import LongRope
-from kvjax.policy import Policy
 
 TOLERANCE = 2e-4
 LENGTHS = (11, 5)

@@ -11,11 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax import layer
+from kvjax.algebra import Eviction, Frame, Native, Observation, Policy, SelectAll
 from kvjax.cache import pages as paging
 from kvjax.cache import pool
 from kvjax.cache.pages import Pages
 from kvjax.cache.ring import Entry
-from kvjax.policy import Eviction, Frame, Native, Observation, Policy, SelectAll
 from kvjax.types import EMPTY
 from pallas_kernels.blockwise.api import blockwise, column_mass
 
@@ -56,15 +56,15 @@ def judge(policy: Policy, seen: Observation, admit: np.ndarray | None = None) ->
     """Bits [B, K, T]: what the layer keeps of these prompts."""
     seen = with_mass(policy.eviction, seen)
     k = seen.values["k"]
-    site = layer.Site(policy, {}, seen.layer, seen.layers, None, seen.total)
+    site = layer.LayerInfo(policy, {}, seen.layer, seen.layers, None, seen.total)
     bits = jnp.ones(k.shape[:3], bool) if admit is None else jnp.asarray(admit)
     return np.asarray(_verdict(site.policy, seen, k, bits))
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _verdict(policy: Policy, seen: Observation, k: jax.Array, admit: jax.Array) -> jax.Array:
-    site = layer.Site(policy, {}, seen.layer, seen.layers, None, seen.total)
-    return layer.verdict(site, Entry(k=k, v=k, pos=seen.pos, admit=admit, meta={}), seen)
+    site = layer.LayerInfo(policy, {}, seen.layer, seen.layers, None, seen.total)
+    return layer.retained(site, Entry(k=k, v=k, pos=seen.pos, admit=admit, meta={}), seen)
 
 
 def best(score: np.ndarray, length: int, target: int, *, sinks: int = 0, newest: int = 0) -> list[int]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 from policy_oracle import best, judge, kept, observe
 
-from kvjax.policy import Observation, Policy
+from kvjax.algebra import Observation, Policy
 
 LENGTHS, T, N, K, H = (40, 25, 6, 1), 40, 4, 2, 8
 G = N // K

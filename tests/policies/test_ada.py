@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from policy_oracle import frame, judge, kept, observe
 
+from kvjax.algebra import Policy, PolicyError
 from kvjax.budgets.ada import Ada
 from kvjax.policies.knorm import KNorm
-from kvjax.policy import Policy, PolicyError
 
 HEADS, T = 3, 30
 random = np.random.default_rng(0)

@@ -17,7 +17,8 @@ from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_a
 from policy_oracle import NATIVE, room
 
 import kvjax
-from kvjax import ageing, decode, layer, metrics
+from kvjax import decode, layer, metrics
+from kvjax.algebra import Eviction, Policy, PolicyError
 from kvjax.budgets.uniform import Uniform
 from kvjax.cache import pages as paging
 from kvjax.cache import pool
@@ -25,8 +26,8 @@ from kvjax.cache import ring as rings
 from kvjax.cache import state as states
 from kvjax.cache.ring import Entry
 from kvjax.cache.state import LayerCache
+from kvjax.layer import _demote
 from kvjax.policies.h2o import H2O
-from kvjax.policy import Eviction, Policy, PolicyError
 from kvjax.storage.int4 import Int4
 from kvjax.storage.int8 import Int8
 from kvjax.types import Heads
@@ -57,18 +58,18 @@ def policy(storage) -> Policy:
     )
 
 
-def site(policy: Policy) -> layer.Site:
-    return layer.Site(policy, {}, 0, 1, None, jnp.zeros(B, jnp.int32))
+def site(policy: Policy) -> layer.LayerInfo:
+    return layer.LayerInfo(policy, {}, 0, 1, None, jnp.zeros(B, jnp.int32))
 
 
 def empty(policy: Policy) -> LayerCache:
-    exact, codes = policy.bounds(64, MANY)
+    exact, codes = decode.slot_bounds(policy, 64, MANY)
     rooms = [
         room(B, K, H, entries=-(-most // S), size=S, codec=codec, meta=policy.keeps)
         for codec, most in ((NATIVE, exact), (policy.storage, codes))
     ]
     ring = rings.empty(B, K, W, H, jnp.dtype(jnp.float32), policy.keeps)
-    return LayerCache(ring=ring, pages=None, summary=None).with_rooms(rooms)
+    return LayerCache(ring=ring, pages=None, summary=None).with_pools(rooms)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -77,30 +78,30 @@ def arrive(policy, cache, k, v, worth, length, count):
     pos = jnp.where(jnp.arange(k.shape[2]) < count[:, None], length[:, None] + jnp.arange(k.shape[2]), -1)
     new = Entry(k=k, v=v, pos=pos, admit=jnp.ones(k.shape[:3], bool), meta={"eviction.worth": worth})
     if k.shape[2] == 1:
-        cache = layer.exchange(site(policy), cache, new, length, count)
+        cache = layer.admit_or_replace(site(policy), cache, new, length, count)
     else:
-        cache = layer.through_door(site(policy), cache, rings.leaving(cache.ring, new, length, count))
+        cache = layer.admit(site(policy), cache, rings.leaving(cache.ring, new, length, count))
         cache = dataclasses.replace(cache, ring=rings.put(cache.ring, new, length, count))
     cache = layer.evict(site(policy), cache, length + count, count > 0)
-    return ageing.age(policy, cache, k.shape[2])
+    return _demote.demote(policy, cache, k.shape[2])
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def pack(policy, cache, k, v, worth, bits, count):
     pos = jnp.where(jnp.arange(k.shape[2]) < count[:, None], jnp.arange(k.shape[2]), -1)
     new = Entry(k=k, v=v, pos=pos, admit=bits, meta={"eviction.worth": worth})
-    return layer.pack(site(policy), cache, new, count)
+    return layer.store(site(policy), cache, new, count)
 
 
 @jax.jit
 def clear(cache, gone):
-    return cache.with_rooms([paging.clear(pages, gone) for pages in cache.rooms])
+    return cache.with_pools([paging.clear(pages, gone) for pages in cache.pools])
 
 
 @jax.jit
 def again(cache):
     """Into pools of other sizes and back, all pages renumbered."""
-    return cache.with_rooms([pool.resize(pool.resize(p, p.count + 3), p.count) for p in cache.rooms])
+    return cache.with_pools([pool.resize(pool.resize(p, p.count + 3), p.count) for p in cache.pools])
 
 
 class Machine(RuleBasedStateMachine):
@@ -206,7 +207,7 @@ class Machine(RuleBasedStateMachine):
 
     def check(self, name):
         done[name] += 1
-        for pages, mine, slack in zip(self.cache.rooms, (self.exact, self.codes), (0, self.slack)):
+        for pages, mine, slack in zip(self.cache.pools, (self.exact, self.codes), (0, self.slack)):
             tiny.owned_once(pages)
             found = tiny.held(pages)
             for at, slots in found.items():
@@ -255,12 +256,13 @@ def attended(q, k, v):
 @functools.partial(jax.jit, static_argnums=0)
 def step(policy, cache, q, k, v, length, active):
     x = Heads(q=q, k=k, v=v, q_pre=q, k_pre=k, hidden=q[:, :, 0])
-    return layer.step(site(policy), cache, x, length, active)
+    read, cache = layer.step(site(policy), cache, x, length, active)
+    return read.out, cache
 
 
 def contents(cache, length):
     """Per stream: position -> (k, v, mass), of the ring and of both rooms."""
-    found, ring = tiny.held(*cache.rooms), jax.device_get(cache.ring)
+    found, ring = tiny.held(*cache.pools), jax.device_get(cache.ring)
     at = np.asarray(rings.positions(jnp.asarray(length), W))
     for (b, h), mine in found.items():
         for j in np.flatnonzero(at[b] >= 0):
@@ -280,7 +282,7 @@ def test_a_step_reads_all_rooms_once_and_tells_each_slot_what_it_received():
         before = contents(cache, length)
         out, cache = step(chosen, cache, q, k, v, length.copy(), active.copy())
         length = length + active
-    assert all(int(pages.length.min()) > 0 for pages in cache.rooms), "a room is empty: nothing is shown"
+    assert all(int(pages.length.min()) > 0 for pages in cache.pools), "a room is empty: nothing is shown"
     for (b, h), slots in contents(cache, length).items():
         assert len(slots) == TARGET
         pair = (2 * h, 2 * h + 1)
@@ -321,7 +323,7 @@ def test_a_whole_life_keeps_the_newest_exact():
     texts = [[*prompt, *new] for prompt, new in zip(PROMPTS, NEXT.tolist())]
     whole, _ = kvjax.prefill(tiny.model(), kvjax.policy("full"), texts, context=72, chunk_size=64)
     state, full = lived()[0], whole.layers[0].ring
-    exact, codes = (tiny.held(pages) for pages in state.layers[0].rooms)
+    exact, codes = (tiny.held(pages) for pages in state.layers[0].pools)
     for b, h in np.ndindex(3, 2):
         seen = (52, 30, 5)[b] + 12
         assert len(exact[b, h]) == 8
@@ -339,13 +341,13 @@ def test_bytes_of_both_rooms_by_hand():
     slot, page, meta = 2 * 8 * 4 + 4, 2 * 8 * 4, 4  # keys and values of 8 float32 channels; scales; mass
     codes = 2 * 8 + 4
     slots = [20 - 8, 20 - 8, 17 - 4 - 8]
-    assert metrics.ROOMS == ("ring", "pages", "history", "summary")
+    assert metrics.STORES == ("ring", "pages", "demoted", "summary")
     assert (found.live[..., 1] == 3 * 8 * (slot + meta)).all()
     assert (found.live[..., 2] == sum(slots) * (codes + meta) + sum(-(-n // 8) for n in slots) * page).all()
     assert found.allocated.sum() == sum(x.nbytes for x in jax.tree.leaves(state.layers))
     for rooms, allocated in zip(state.layers, found.allocated):
-        assert (rooms.pages.k.dtype, rooms.history.k.dtype) == (jnp.float32, jnp.int8)
-        assert allocated[2] == sum(x.nbytes for x in jax.tree.leaves(rooms.history))
+        assert (rooms.pages.k.dtype, rooms.demoted.k.dtype) == (jnp.float32, jnp.int8)
+        assert allocated[2] == sum(x.nbytes for x in jax.tree.leaves(rooms.demoted))
     slots = np.asarray(metrics.live_slots(state))
     assert (slots == np.asarray([24, 24, 17])[:, None]).all()
     assert (np.asarray(metrics.present(state)).sum(axis=-1) == slots).all()
@@ -353,12 +355,12 @@ def test_bytes_of_both_rooms_by_hand():
 
 def test_pools_of_both_rooms_are_reserved_shrunk_and_forked():
     chosen, state = kvjax.policy(SPEC), tiny.copy(read())
-    assert [tuple(pages.count for pages in x.rooms) for x in state.layers] == [(6, 8)] * 2  # as many as owned
+    assert [tuple(pages.count for pages in x.pools) for x in state.layers] == [(6, 8)] * 2  # as many as owned
     fork = states.fork(state, 0, 3)
     fork, state = (decode.reserve(chosen, x, 12, 1) for x in (fork, state))
     # Of 9 exact slots, one just come, and 13 codes (24 less 12, one to come) in pages of 8: 2 each a stream.
     for grown in (*fork.layers, *state.layers):
-        assert [pages.count for pages in grown.rooms] == [12, 12]
+        assert [pages.count for pages in grown.pools] == [12, 12]
     thrice = tiny.feed(chosen, fork, np.stack([NEXT[0]] * 3))[1]
     np.testing.assert_allclose(thrice, np.stack([lived()[1][0]] * 3), atol=2e-4)
 
@@ -368,8 +370,8 @@ def test_more_text_goes_through_exact_pages_first():
     chosen, state = kvjax.policy(SPEC), tiny.copy(read())
     state, _ = decode.extend(tiny.model(), chosen, state, [tiny.prompt(n, 7) for n in (18, 3, 16)])
     for cache in state.layers:
-        exact, codes = (tiny.held(pages) for pages in cache.rooms)
-        for pages in cache.rooms:
+        exact, codes = (tiny.held(pages) for pages in cache.pools)
+        for pages in cache.pools:
             tiny.owned_once(pages)
         for b, h in np.ndindex(3, 2):
             assert (len(exact[b, h]), len(codes[b, h])) == (8, (12, 12, 9)[b])
@@ -386,14 +388,14 @@ def test_a_ring_that_holds_the_newest_needs_no_second_room():
             tiny.model().network, kvjax.policy(spec), rows=1, context=72, dtype=jnp.float32, page=8
         )
         assert state.layers[0].ring.window == 12
-        assert state.layers[0].history is None
+        assert state.layers[0].demoted is None
         assert state.layers[0].pages.k.dtype == jnp.int8
 
 
 def test_what_may_be_evicted_is_not_protected():
     """More exact tokens than the budget are no contradiction; more protected ones are."""
     chosen = kvjax.policy("knorm + uniform(8, when=every_step) + int8(12) + recent(4)")
-    assert (chosen.window(72), chosen.exact_slots(4), chosen.bounds(72, 1)) == (4, 8, (5, 0))
+    assert (chosen.window(72), chosen.exact_slots(4), decode.slot_bounds(chosen, 72, 1)) == (4, 8, (5, 0))
     with pytest.raises(PolicyError, match=r"8 slots, fewer than the 9 protected"):
         kvjax.policy("knorm + uniform(8, when=every_step) + int8(12) + recent(9)")
     with pytest.raises(PolicyError, match=r"8 slots, fewer than the 12 protected"):
@@ -402,7 +404,7 @@ def test_what_may_be_evicted_is_not_protected():
 
 def test_a_selection_cannot_choose_in_two_rooms():
     parts = "knorm + uniform(40, when=every_step) + quest(3, chunk=4, recent=8)"
-    with pytest.raises(PolicyError, match=r"quest.*one line of pages.*int8\(12\).*Use native"):
+    with pytest.raises(PolicyError, match=r"quest.*one list of pages.*int8\(12\).*Use native"):
         kvjax.policy(f"{parts} + int8(12)")
     kvjax.policy(f"{parts} + int8(8)")
     kvjax.policy("knorm + uniform(40) + quest(3, chunk=4, recent=8) + int8(12)")

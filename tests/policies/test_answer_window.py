@@ -10,9 +10,9 @@ from tiny import quick_compiles  # noqa: F401
 
 import kvjax
 from kvjax import decode, metrics
+from kvjax.algebra import PolicyError
 from kvjax.policies.answer_window import AnswerWindow
 from kvjax.policies.snapkv import SnapKV
-from kvjax.policy import PolicyError
 
 W, SLOTS, PROMPT, NEW = 6, 14, 40, 20
 POLICY = kvjax.policy(f"answer_window({W}) + snapkv(4) + uniform({SLOTS})")
@@ -55,5 +55,5 @@ def test_only_given_tokens_are_admitted():
 
 @pytest.mark.parametrize("size", [0, -1, 2.5, True])
 def test_a_window_must_see_something(size):
-    with pytest.raises(PolicyError, match="sees nothing"):
+    with pytest.raises(PolicyError, match="is no window"):
         AnswerWindow(size)

@@ -12,15 +12,14 @@ from tiny import quick_compiles  # noqa: F401
 
 import kvjax
 from kvjax import decode, layer, metrics
+from kvjax.algebra import Frame, Policy, PolicyError
 from kvjax.budgets.confidence import Confidence
 from kvjax.budgets.uniform import Uniform
 from kvjax.cache import ring as rings
 from kvjax.cache.pages import Slots
 from kvjax.cache.state import LayerCache, fork
-from kvjax.decode import layerwise
-from kvjax.eval.trace import trace
+from kvjax.decode import _prefill
 from kvjax.policies.conf_kv import ConfKV
-from kvjax.policy import Frame, Policy, PolicyError
 from kvjax.types import EMPTY, Heads
 
 # --- how sure ------------------------------------------------------------------------------------
@@ -185,20 +184,21 @@ def test_a_prompt_a_chunk_and_steps_are_the_papers_loop():
     policy = Policy(eviction=ConfKV(ALPHA, GAMMA, P), budget=budget, sinks=SINKS)
     ring = rings.empty(2, K, policy.window(99), H, jnp.dtype(jnp.float32), policy.keeps)
     pages = room(2, K, H, entries=5, size=4, meta=policy.keeps)
-    assert policy.most_slots(99, 9) <= 5 * 4
+    assert decode.most_slots(policy, 99, 9) <= 5 * 4
     cache, total = LayerCache(ring=ring, pages=pages, summary=None), jnp.asarray(PROMPTS)
 
     @jax.jit
     def begin(cache, x, pos, more):
-        site = layer.Site(policy, {}, 0, 1, None, total)
+        site = layer.LayerInfo(policy, {}, 0, 1, None, total)
         _, new = layer.prompt(site, Heads(**x), pos)
-        cache = layer.pack(site, cache, new, total)
+        cache = layer.store(site, cache, new, total)
         return layer.chunk(site, cache, Heads(**more), total, jnp.asarray(MORE))[1]
 
     @jax.jit
     def step(cache, x, length, sure):
-        site = layer.Site(policy, {}, 0, 1, None, total, sure)
-        return layer.step(site, cache, Heads(**x), length, jnp.asarray([True, True]))
+        site = layer.LayerInfo(policy, {}, 0, 1, None, total, sure)
+        read, cache = layer.step(site, cache, Heads(**x), length, jnp.asarray([True, True]))
+        return read.out, cache
 
     at = np.where(np.arange(T) < PROMPTS[:, None], np.arange(T), EMPTY)
     cache = begin(cache, heads(at), jnp.asarray(at), heads(PROMPTS[:, None] + np.arange(9)))
@@ -219,7 +219,7 @@ def test_a_prompt_a_chunk_and_steps_are_the_papers_loop():
                 assert found.keys() == set(row.kept)
                 np.testing.assert_allclose([found[p] for p in row.kept], row.mass[row.kept], atol=1e-6)
             sizes.append(len(row.kept))
-        # What one_voice promises: heads hold the same tokens in the same slots.
+        # What shared_ranking promises: heads hold the same tokens in the same slots.
         tables, length_ = np.asarray(cache.pages.table), np.asarray(cache.pages.length)
         for b in range(2):
             slots = [
@@ -280,15 +280,6 @@ def test_chunks_after_the_prompt_read_what_was_kept():
     assert not see[0][0, 0, 40, :32].all(), "nothing was evicted"
 
 
-def test_a_trace_shows_the_sawtooth():
-    found = trace(tiny.model(), POLICY, [tiny.prompt(30, 0), tiny.prompt(33, 1)], max_new_tokens=12)
-    assert found.tokens.shape == found.confidence.shape == (2, 12)
-    assert found.live.shape == (2, 12, 2)
-    most = np.where(found.confidence[:, :-1] >= 0.5, 14, 24)[..., None]
-    np.testing.assert_array_equal(found.live[:, 1:], np.minimum(found.live[:, :-1] + 1, most))
-    assert trace(tiny.model(), Policy(), [[1, 2]], max_new_tokens=2).confidence is None
-
-
 # --- the whole of it -----------------------------------------------------------------------------
 
 
@@ -302,7 +293,7 @@ def test_the_embedded_model_writes_and_nothing_is_compiled_for_another_prompt(mo
         out = kvjax.generate(model, policy, [ids], max_new_tokens=20)
         assert 1 <= len(out.tokens[0]) <= 20
         assert (np.asarray(metrics.live_slots(out.state)) <= 48).all()
-        counts.append((decode.segment._cache_size(), layerwise._prompt_layer._cache_size()))
+        counts.append((decode.segment._cache_size(), _prefill._prompt_layer._cache_size()))
     assert counts[0] == counts[1]
 
 
@@ -338,4 +329,4 @@ def test_presets_are_the_method():
     both = kvjax.policy("conf-kv + int8(64)")
     assert both.storage.name == "int8"
     assert both.window(4096) == 64
-    assert both.most_slots(4096, 1) == 512 - 64 + 1
+    assert decode.most_slots(both, 4096, 1) == 512 - 64 + 1

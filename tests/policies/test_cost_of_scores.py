@@ -19,11 +19,12 @@ import tiny
 from policy_oracle import room
 
 from kvjax import decode, layer
+from kvjax.algebra import Eviction, KeepRecent, Observation, Policy, When
 from kvjax.budgets.confidence import Confidence
 from kvjax.budgets.uniform import Uniform
 from kvjax.cache import ring as rings
 from kvjax.cache.state import LayerCache
-from kvjax.layer import reading, visits
+from kvjax.layer import _read, _step
 from kvjax.policies.expected_attention import ExpectedAttention
 from kvjax.policies.h2o import H2O
 from kvjax.policies.keydiff import KeyDiff
@@ -33,7 +34,6 @@ from kvjax.policies.random_keep import Random
 from kvjax.policies.scissorhands import Scissorhands
 from kvjax.policies.snapkv import SnapKV
 from kvjax.policies.tova import Tova
-from kvjax.policy import Eviction, KeepRecent, Observation, Policy, When
 from kvjax.types import Heads
 
 FREE = (KeyDiff(), LagKV(16), KNorm(), Random())
@@ -72,10 +72,10 @@ def products(jaxpr: Any) -> int:
 
 def prompt_program(eviction: Eviction, t: int) -> Any:
     def run(x: dict[str, Any], pos: jax.Array, total: jax.Array) -> Any:
-        site = layer.Site(Policy(eviction=eviction, budget=Uniform(0.25)), {}, 0, 2, None, total)
+        site = layer.LayerInfo(Policy(eviction=eviction, budget=Uniform(0.25)), {}, 0, 2, None, total)
         return layer.prompt(site, Heads(**x), pos)
 
-    given = {name: x for name, x in vars(heads(t)).items() if name not in ("softcap", "turn")}
+    given = {name: x for name, x in vars(heads(t)).items() if name not in ("softcap", "rotate")}
     return jax.make_jaxpr(run)(given, array(ROWS, t, dtype=jnp.int32), array(ROWS, dtype=jnp.int32))
 
 
@@ -126,7 +126,7 @@ def every_step(eviction: Eviction) -> Policy:
 def test_a_decode_step_asks_for_mass_only_where_somebody_ranks_by_it(policy, asks, monkeypatch):
     """Seen from inside, while a whole step and a whole chunk are traced."""
     asked = []
-    read, weigh = reading.ragged_decode, visits.column_mass
+    read, weigh = _read.ragged_decode, _step.column_mass
 
     def reads(*given: Any, mass: bool, **more: Any) -> Any:
         asked.append(mass)
@@ -136,8 +136,8 @@ def test_a_decode_step_asks_for_mass_only_where_somebody_ranks_by_it(policy, ask
         asked.append(True)
         return weigh(*given, **more)
 
-    monkeypatch.setattr(reading, "ragged_decode", reads)
-    monkeypatch.setattr(visits, "column_mass", weighs)
+    monkeypatch.setattr(_read, "ragged_decode", reads)
+    monkeypatch.setattr(_step, "column_mass", weighs)
     state = tiny.start(policy, ROWS)
     tokens, rows = array(ROWS, dtype=jnp.int32), array(ROWS, dtype=jnp.bool)
     given = tiny.model().network, policy, tiny.model().params, {}
@@ -158,7 +158,7 @@ def test_ranking_costs_nothing_where_nobody_goes_and_no_sort_where_one_goes():
     cache = LayerCache(ring=ring, pages=room(ROWS, K, H, entries=4, meta=policy.keeps), summary=None)
 
     def run(cache: LayerCache, length: jax.Array) -> LayerCache:
-        return layer.evict(layer.Site(policy, {}, 0, 1, None, length), cache, length, length > 0)
+        return layer.evict(layer.LayerInfo(policy, {}, 0, 1, None, length), cache, length, length > 0)
 
     def names(jaxpr: Any) -> Counter[str]:
         return Counter(equation.primitive.name for equation in equations(jaxpr))
@@ -180,10 +180,10 @@ def test_one_shot_methods_share_one_decode_step():
         cache = LayerCache(ring=ring, pages=room(ROWS, K, H, entries=4, meta=policy.keeps), summary=None)
 
         def run(cache: LayerCache, x: dict[str, Any], length: jax.Array, active: jax.Array) -> Any:
-            site = layer.Site(policy, {}, 0, 2, None, length)
+            site = layer.LayerInfo(policy, {}, 0, 2, None, length)
             return layer.step(site, cache, Heads(**x), length, active)
 
-        given = {name: x for name, x in vars(heads(1)).items() if name not in ("softcap", "turn")}
+        given = {name: x for name, x in vars(heads(1)).items() if name not in ("softcap", "rotate")}
         rows = array(ROWS, dtype=jnp.int32), array(ROWS, dtype=jnp.bool)
         return jax.jit(run).lower(cache, given, *rows).as_text()
 

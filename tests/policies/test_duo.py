@@ -10,9 +10,9 @@ from tiny import W
 
 import kvjax
 from kvjax import decode
+from kvjax.algebra import Policy, PolicyError
 from kvjax.policies.duo import Duo, retrieval_heads
 from kvjax.policies.streaming_llm import Window
-from kvjax.policy import Policy, PolicyError
 
 N, MORE, SINKS = 44, 12, 2
 TEXT = tiny.prompt(N + MORE, 5)
@@ -99,10 +99,10 @@ def test_equal_numbers_go_to_the_lower_layer_then_head():
 @pytest.mark.parametrize(
     ("call", "says"),
     [
-        ({"share": -0.1}, "no part of the heads"),
-        ({"share": 1.1}, "no part of the heads"),
-        ({"share": "half"}, "no part of the heads"),
-        ({"window": 0}, "1 token or more"),
+        ({"share": -0.1}, "no share of the heads"),
+        ({"share": 1.1}, "no share of the heads"),
+        ({"share": "half"}, "no share of the heads"),
+        ({"window": 0}, "1 or more"),
         ({"prefill": 1}, "True or False"),
     ],
 )

@@ -10,12 +10,12 @@ import tiny
 from policy_oracle import ALL, NATIVE, append, entry, room
 
 from kvjax import layer
+from kvjax.algebra import Policy
 from kvjax.budgets.uniform import Uniform
 from kvjax.cache import pages as paging
 from kvjax.cache import ring as rings
 from kvjax.cache.state import LayerCache
 from kvjax.policies.knorm import KNorm
-from kvjax.policy import Policy
 from kvjax.storage.int8 import Int8
 
 HEADS, SINKS, ROWS = 2, 2, 3
@@ -50,7 +50,7 @@ def test_the_lowest_go_at_once(storage, most):
 
     @jax.jit
     def run(cache, crossed):
-        return layer.evict(layer.Site(policy, {}, 0, 1, None, total), cache, total, crossed)
+        return layer.evict(layer.LayerInfo(policy, {}, 0, 1, None, total), cache, total, crossed)
 
     after = run(cache, jnp.asarray([True, False, True])).pages
     tiny.owned_once(after)
@@ -70,7 +70,7 @@ def test_a_stream_of_protected_tokens_loses_none():
     pages = room(1, HEADS, 3, entries=2, size=8, meta=policy.keeps)
     new = entry(random.standard_normal((1, HEADS, 8, 3)), meta={"eviction.norm": np.ones((1, HEADS, 8))})
     pages = append(pages, NATIVE, ALL, new, jnp.zeros((1, HEADS, 8), jnp.int32))
-    site = layer.Site(policy, {}, 0, 1, None, jnp.asarray([8]))
+    site = layer.LayerInfo(policy, {}, 0, 1, None, jnp.asarray([8]))
     for over in (1, 5):
         found = layer.victims(*layer.ranked(site, paging.slots(pages)), jnp.full((1, HEADS), over))
         assert not np.asarray(found).any()

@@ -14,10 +14,10 @@ import tiny
 from policy_oracle import best, judge, kept
 
 from kvjax import layer
+from kvjax.algebra import Observation, Policy, PolicyError
 from kvjax.budgets.uniform import Uniform
 from kvjax.models.rope import Rope, rotate
 from kvjax.policies.expected_attention import ExpectedAttention
-from kvjax.policy import Observation, Policy, PolicyError
 from kvjax.types import Heads
 
 THETA = 30.0
@@ -27,7 +27,7 @@ TURN = functools.partial(rotate, rope=Rope(theta=THETA))
 
 
 def prompts(padding: float = 9.0, turn=TURN) -> Observation:
-    return dataclasses.replace(rows.prompts(padding, q_pre=BEFORE), turn=turn)
+    return dataclasses.replace(rows.prompts(padding, q_pre=BEFORE), rotate=turn)
 
 
 def rotation(position: int) -> np.ndarray:
@@ -89,10 +89,10 @@ def test_what_turns_is_the_models_own_rotation():
         return heads.q, heads
 
     _, heads = model.network.layer(model.params["layers"][0], 0, x, positions, attend, None)
-    np.testing.assert_array_equal(heads.turn(heads.q_pre, positions), heads.q)
+    np.testing.assert_array_equal(heads.rotate(heads.q_pre, positions), heads.q)
     assert np.abs(heads.q - heads.q_pre).max() > 0.1
-    seen = layer.observe(layer.Site(Policy(), {}, 0, 2, None, positions[:, -1]), heads, positions)
-    assert seen.turn is heads.turn
+    seen = layer.observe(layer.LayerInfo(Policy(), {}, 0, 2, None, positions[:, -1]), heads, positions)
+    assert seen.rotate is heads.rotate
 
 
 def test_equal_keys_keep_the_lowest_positions():

@@ -10,9 +10,9 @@ import prompt_rows as rows
 import pytest
 from policy_oracle import judge, kept, observe, with_mass
 
+from kvjax.algebra import Policy, PolicyError
 from kvjax.budgets.uniform import Uniform
 from kvjax.policies.h2o import H2O, _turns
-from kvjax.policy import Policy, PolicyError
 
 turns = jax.jit(_turns)
 

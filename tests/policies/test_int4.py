@@ -12,9 +12,9 @@ import tiny
 from policy_oracle import ALL, append, contents, entry, remove, room
 
 import kvjax
+from kvjax.algebra import PolicyError
 from kvjax.cache.pages import Pages
 from kvjax.models import decoder
-from kvjax.policy import PolicyError
 from kvjax.storage.int4 import Int4
 
 INT4 = Int4(recent=1)

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from policy_oracle import ALL, append, contents, entry, remove, room
 
+from kvjax.algebra import PolicyError
 from kvjax.cache.pages import Pages
-from kvjax.policy import PolicyError
 from kvjax.storage.int8 import Int8
 from kvjax.types import EMPTY
 

@@ -8,9 +8,9 @@ import prompt_rows as rows
 import pytest
 from policy_oracle import judge, kept, observe
 
+from kvjax.algebra import Policy
 from kvjax.budgets.uniform import Uniform
 from kvjax.policies.keydiff import KeyDiff
-from kvjax.policy import Policy
 
 
 def scores(row: int) -> np.ndarray:

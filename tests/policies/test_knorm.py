@@ -12,10 +12,10 @@ from policy_oracle import ALL, NATIVE, append, best, contents, entry, judge, kep
 
 import kvjax
 from kvjax import decode, layer
+from kvjax.algebra import Policy
 from kvjax.budgets.uniform import Uniform
 from kvjax.cache import pages as paging
 from kvjax.policies.knorm import KNorm
-from kvjax.policy import Policy
 
 LENGTHS, T, HEADS, DIM = (20, 13, 5), 20, 2, 6
 KEYS = np.random.default_rng(0).standard_normal((3, HEADS, T, DIM))
@@ -101,7 +101,7 @@ def test_while_decoding_the_largest_unprotected_norm_goes_the_newest_of_equals()
     policy = Policy(eviction=KNorm(), budget=Uniform(8, "every_step"), sinks=3)
     pages = room(2, HEADS, 1, entries=2, meta=("eviction.norm",))
     pages = append(pages, NATIVE, ALL, new, jnp.zeros((2, HEADS, 11), jnp.int32))
-    site = layer.Site(policy, {}, 0, 1, None, jnp.asarray([11, 11]))
+    site = layer.LayerInfo(policy, {}, 0, 1, None, jnp.asarray([11, 11]))
     found = layer.victims(*layer.ranked(site, paging.slots(pages)), jnp.ones((2, HEADS), jnp.int32))
     assert (found.sum(axis=-1) == 1).all()
     victim = np.asarray(found).argmax(axis=-1)

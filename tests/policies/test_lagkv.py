@@ -8,9 +8,9 @@ import prompt_rows as rows
 import pytest
 from policy_oracle import judge, kept, observe
 
+from kvjax.algebra import Policy, PolicyError
 from kvjax.budgets.uniform import Uniform
 from kvjax.policies.lagkv import LagKV
-from kvjax.policy import Policy, PolicyError
 
 
 def share(x: np.ndarray, after: np.ndarray) -> np.ndarray:

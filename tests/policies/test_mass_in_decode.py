@@ -9,12 +9,12 @@ import pytest
 from policy_oracle import room
 
 from kvjax import layer
+from kvjax.algebra import Eviction, Policy
 from kvjax.budgets.uniform import Uniform
 from kvjax.cache import ring as rings
 from kvjax.cache.state import LayerCache
 from kvjax.policies.h2o import H2O
 from kvjax.policies.tova import Tova
-from kvjax.policy import Eviction, Policy
 from kvjax.types import EMPTY, Heads
 
 PROMPTS, T, STEPS = np.array([14, 9]), 14, 12
@@ -126,13 +126,15 @@ def test_steps_are_the_papers_loop(eviction, recent):
 
     @jax.jit
     def begin(cache, x, pos):
-        site = layer.Site(policy, {}, 0, 1, None, total)
+        site = layer.LayerInfo(policy, {}, 0, 1, None, total)
         _, new = layer.prompt(site, Heads(**x), pos)
-        return layer.pack(site, cache, new, total)
+        return layer.store(site, cache, new, total)
 
     @jax.jit
     def step(cache, x, length, active):
-        return layer.step(layer.Site(policy, {}, 0, 1, None, total), cache, Heads(**x), length, active)
+        info = layer.LayerInfo(policy, {}, 0, 1, None, total)
+        read, cache = layer.step(info, cache, Heads(**x), length, active)
+        return read.out, cache
 
     at = np.where(np.arange(T) < PROMPTS[:, None], np.arange(T), EMPTY)
     cache = begin(cache, vars(heads(at)), jnp.asarray(at))
@@ -164,9 +166,9 @@ def test_tokens_that_come_together_give_what_they_give_one_by_one(eviction, rece
 
     @jax.jit
     def run(cache, x, pos, more):
-        site = layer.Site(policy, {}, 0, 1, None, total)
+        site = layer.LayerInfo(policy, {}, 0, 1, None, total)
         _, new = layer.prompt(site, Heads(**x), pos)
-        cache = layer.pack(site, cache, new, total)
+        cache = layer.store(site, cache, new, total)
         return layer.chunk(site, cache, Heads(**more), total, jnp.asarray(count))[1]
 
     at = np.where(np.arange(T) < PROMPTS[:, None], np.arange(T), EMPTY)

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from policy_oracle import frame
 
+from kvjax.algebra import PolicyError
 from kvjax.budgets.pyramid import Pyramid
-from kvjax.policy import PolicyError
 
 HALF = Fraction(1, 2)
 

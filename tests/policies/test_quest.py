@@ -12,17 +12,17 @@ from policy_oracle import NATIVE, append, contents, entry, remove, room
 from tiny import owned_once
 
 from kvjax import layer
+from kvjax.algebra import Picked, Policy, PolicyError
 from kvjax.cache import ring as rings
 from kvjax.cache.pages import Pages
 from kvjax.cache.state import LayerCache
 from kvjax.policies.quest import Quest
-from kvjax.policy import Picked, Policy, PolicyError
 from kvjax.storage.int8 import Int8
 from kvjax.types import EMPTY
 
 ROWS, N, K, H, SIZE, CHUNK, ENTRIES = 2, 4, 2, 6, 8, 4, 4
 PER, G = SIZE // CHUNK, N // K
-QUEST = Quest(pages=3, chunk=CHUNK, dense=1, recent=2)
+QUEST = Quest(chunks=3, chunk=CHUNK, dense=1, recent=2)
 random = np.random.default_rng(0)
 T = 27
 KEYS, VALUES = random.standard_normal((2, ROWS, K, T, H))
@@ -69,7 +69,7 @@ def select(quest: Quest, q: jax.Array, pages: Pages) -> Picked:
 def picked(quest: Quest, q: np.ndarray, pages: Pages) -> list[set[int]]:
     """Chunk indices per stream, after checking that pages and bitmask are well formed."""
     found = select(quest, q, pages)
-    index, slots = np.asarray(found.pages), np.asarray(found.slots)
+    index, slots = np.asarray(found.entries), np.asarray(found.slots)
     assert slots.shape == (*index.shape, SIZE)
     sets = []
     for b, h in STREAMS:
@@ -99,7 +99,7 @@ def test_bounds_are_numpys_and_no_key_exceeds_them():
 
 @pytest.mark.parametrize("most", [1, 3, 50])
 def test_the_chunks_with_the_best_bounds_are_picked(most):
-    quest = Quest(pages=most, chunk=CHUNK, recent=2)
+    quest = Quest(chunks=most, chunk=CHUNK, recent=2)
     for q in QUERIES[:3]:
         for (b, h), mine in zip(STREAMS, picked(quest, q, PAGES)):
             order = np.argsort(-bounds(q, PAGES, b, h), kind="stable")
@@ -107,22 +107,22 @@ def test_the_chunks_with_the_best_bounds_are_picked(most):
 
 
 def test_all_chunks_while_there_are_no_more_than_asked():
-    sets = picked(Quest(pages=7, chunk=CHUNK, recent=2), QUERIES[0], PAGES)
+    sets = picked(Quest(chunks=7, chunk=CHUNK, recent=2), QUERIES[0], PAGES)
     assert sets == [set(range(7)), set(range(4)), set(range(2)), set()]
 
 
 @pytest.mark.parametrize(("index", "decoding"), [(0, True), (1, True), (1, False)])
 def test_a_read_visits_the_picked_chunks_alone(index, decoding):
     policy = Policy(selection=QUEST)
-    site = layer.Site(policy, {}, index, 2, None, jnp.asarray([T, T]))
+    site = layer.LayerInfo(policy, {}, index, 2, None, jnp.asarray([T, T]))
     ring = rings.empty(ROWS, K, 2, H, jnp.dtype(jnp.float32))
     q = QUERIES[0]
     cache = LayerCache(ring=ring, pages=PAGES, summary=None)
-    read = jax.jit(lambda cache, q: layer.read_pages(site, cache, q, decoding))
+    read = jax.jit(lambda cache, q: layer.read_pages(site, cache, q, decoding=decoding).partials)
     ((out, lse),) = read(cache, q[:, :, None])
     for b, h in STREAMS:
         _, keys, values = contents(PAGES, b, h)
-        best = np.argsort(-bounds(q, PAGES, b, h), kind="stable")[: QUEST.pages]
+        best = np.argsort(-bounds(q, PAGES, b, h), kind="stable")[: QUEST.chunks]
         chosen = np.isin(np.arange(len(keys)) // CHUNK, best) | (index == 0) | (not decoding)
         for n in range(h * G, (h + 1) * G):
             s = keys[chosen] @ q[b, n] / np.sqrt(H)
@@ -179,9 +179,9 @@ def test_the_first_layers_are_read_whole():
     assert [Quest().applies(i) for i in range(4)] == [False, False, True, True]
 
 
-@pytest.mark.parametrize("call", [{"pages": 0}, {"chunk": 0}, {"dense": -1}, {"recent": 0}, {"pages": 1.5}])
+@pytest.mark.parametrize("call", [{"chunks": 0}, {"chunk": 0}, {"dense": -1}, {"recent": 0}, {"chunks": 1.5}])
 def test_numbers_out_of_range_are_refused(call):
-    with pytest.raises(PolicyError, match="out of range"):
+    with pytest.raises(PolicyError, match=r"is no number of (chunks|tokens|layers)\. Give a whole number"):
         Quest(**call)
 
 

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from policy_oracle import best, judge, kept, observe
 
+from kvjax.algebra import Observation, Policy, PolicyError
 from kvjax.budgets.uniform import Uniform
 from kvjax.policies.random_keep import Random
-from kvjax.policy import Observation, Policy, PolicyError
 
 HEADS = 2
 

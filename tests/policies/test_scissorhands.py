@@ -10,9 +10,9 @@ import prompt_rows as rows
 import pytest
 from policy_oracle import judge, kept, observe
 
+from kvjax.algebra import Policy, PolicyError
 from kvjax.budgets.uniform import Uniform
 from kvjax.policies.scissorhands import Scissorhands
-from kvjax.policy import Policy, PolicyError
 
 
 def counts(row: int, window: int, softcap: float = np.inf) -> np.ndarray:

@@ -11,6 +11,7 @@ import pytest
 from policy_oracle import best, contents, judge, kept, observe, room
 
 from kvjax import layer as layers
+from kvjax.algebra import Policy, PolicyError
 from kvjax.budgets.ada import Ada
 from kvjax.budgets.pyramid import Pyramid
 from kvjax.budgets.uniform import Uniform
@@ -18,7 +19,6 @@ from kvjax.cache import ring as rings
 from kvjax.cache.ring import Entry
 from kvjax.cache.state import LayerCache
 from kvjax.policies.snapkv import SnapKV
-from kvjax.policy import Policy, PolicyError
 
 LENGTHS, T, N, K, H = (40, 25, 6, 3), 40, 4, 2, 8
 WINDOW = 6
@@ -152,7 +152,7 @@ def test_survivors_keep_their_own_positions_keys_and_values():
 
     @jax.jit
     def pack(cache: LayerCache, new: Entry, total: jax.Array) -> LayerCache:
-        return layers.pack(layers.Site(policy, {}, 0, 1, None, total), cache, new, total)
+        return layers.store(layers.LayerInfo(policy, {}, 0, 1, None, total), cache, new, total)
 
     packed = pack(cache, new, SEEN.total)
     for row, length in enumerate(LENGTHS):

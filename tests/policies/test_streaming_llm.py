@@ -10,16 +10,16 @@ from policy_oracle import contents, room
 from tiny import owned_once
 
 from kvjax import layer
+from kvjax.algebra import Policy, PolicyError
 from kvjax.cache import ring as rings
 from kvjax.cache.state import LayerCache
 from kvjax.policies.streaming_llm import Window
-from kvjax.policy import Policy, PolicyError
 from kvjax.types import Heads
 
 ROWS, N, K, H, W, SINKS = 3, 4, 2, 4, 5, 3
 LENGTHS = np.array([18, 7, 2])
 POLICY = Policy(admission=Window(W), sinks=SINKS)
-SITE = layer.Site(POLICY, {}, 0, 1, None, jnp.asarray(LENGTHS))
+SITE = layer.LayerInfo(POLICY, {}, 0, 1, None, jnp.asarray(LENGTHS))
 random = np.random.default_rng(0)
 Q = random.standard_normal((ROWS, 18, N, H))
 KEYS, VALUES = random.standard_normal((2, ROWS, 18, K, H))
@@ -80,7 +80,8 @@ def chunk(cache: LayerCache, qkv: tuple, before: jax.Array, count: jax.Array) ->
 
 @jax.jit
 def step(cache: LayerCache, qkv: tuple, before: jax.Array, active: jax.Array) -> tuple:
-    return layer.step(SITE, cache, as_heads(*qkv), before, active)
+    read, cache = layer.step(SITE, cache, as_heads(*qkv), before, active)
+    return read.out, cache
 
 
 @pytest.mark.parametrize("size", [4, 9])
@@ -116,5 +117,5 @@ def test_nobody_but_the_sinks_is_admitted():
 def test_without_sinks_no_pages_are_needed():
     assert not Policy(admission=Window(W)).paged(100)
     assert POLICY.paged(100)
-    with pytest.raises(PolicyError, match="sees nothing"):
+    with pytest.raises(PolicyError, match="is no window"):
         Window(0)

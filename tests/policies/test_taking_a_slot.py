@@ -13,15 +13,15 @@ import tiny
 from policy_oracle import room
 
 from kvjax import layer
+from kvjax.algebra import Every, Policy
 from kvjax.budgets.confidence import Confidence
 from kvjax.budgets.uniform import Uniform
 from kvjax.cache import ring as rings
 from kvjax.cache.ring import Entry
 from kvjax.cache.state import LayerCache
-from kvjax.layer import eviction
+from kvjax.layer import _evict
 from kvjax.policies.knorm import KNorm
 from kvjax.policies.wg_kv import WriteGate
-from kvjax.policy import Every, Policy
 from kvjax.storage.int8 import Int8
 
 B, K, H, S, W, STEPS = 3, 2, 4, 4, 3, 40
@@ -47,16 +47,16 @@ def steps(policy: Policy, drawn, active, sure, taking: bool) -> tuple[LayerCache
     def one(carry, x):
         cache, length = carry
         (k, v, norm, admit), count, c = x
-        site = layer.Site(policy, {}, 0, 1, None, TOTAL, c)
+        site = layer.LayerInfo(policy, {}, 0, 1, None, TOTAL, c)
         pos = jnp.where(count > 0, length, -1)[:, None]
         new = Entry(k=k, v=v, pos=pos, admit=admit, meta={"eviction.norm": norm})
         if taking:
-            cache = layer.exchange(site, cache, new, length, count)
+            cache = layer.admit_or_replace(site, cache, new, length, count)
         else:
-            cache = layer.through_door(site, cache, rings.leaving(cache.ring, new, length, count))
+            cache = layer.admit(site, cache, rings.leaving(cache.ring, new, length, count))
             cache = dataclasses.replace(cache, ring=rings.put(cache.ring, new, length, count))
         held = cache.pages.length.sum(axis=-1)
-        acts = eviction.due(policy, length + count, count)
+        acts = _evict.due(policy, length + count, count)
         cache = layer.evict(site, cache, length + count, acts)
         return (cache, length + count), held - cache.pages.length.sum(axis=-1)
 
@@ -103,14 +103,15 @@ def test_nobody_takes_a_slot_where_lists_are_two_or_pages_age():
         k=jnp.zeros((B, K, 1, H)), v=jnp.zeros((B, K, 1, H)), pos=jnp.zeros((B, 1), jnp.int32),
         admit=jnp.ones((B, K, 1), bool), meta={"eviction.norm": jnp.zeros((B, K, 1))},
     )  # fmt: skip
-    site = layer.Site(UNIFORM, {}, 0, 1, None, TOTAL)
-    ask = functools.partial(eviction.replaced, site, out=out, which=jnp.zeros((B, K, 1), jnp.int32))
+    site = layer.LayerInfo(UNIFORM, {}, 0, 1, None, TOTAL)
+    list_id = jnp.zeros((B, K, 1), jnp.int32)
+    ask = functools.partial(_evict.slot_to_replace, site, leaving=out, list_id=list_id)
     one = jnp.ones(B, jnp.int32)
     assert ask(cache, length=one, count=one) is not None
-    aged = cache.with_rooms([cache.pages, room(B, K, H, entries=5, size=S, codec=Int8(recent=W))])
+    aged = cache.with_pools([cache.pages, room(B, K, H, entries=5, size=S, codec=Int8(recent=W))])
     assert ask(aged, length=one, count=one) is None
     pages = cache.pages
     split = dataclasses.replace(
         pages, table=jnp.repeat(pages.table, 2, axis=2), length=jnp.repeat(pages.length, 2, axis=2)
     )
-    assert ask(cache.with_rooms([split]), length=one, count=one) is None
+    assert ask(cache.with_pools([split]), length=one, count=one) is None

@@ -10,9 +10,9 @@ import prompt_rows as rows
 import pytest
 from policy_oracle import judge, kept, observe, with_mass
 
+from kvjax.algebra import Policy
 from kvjax.budgets.uniform import Uniform
 from kvjax.policies.tova import Tova
-from kvjax.policy import Policy
 
 
 def scores(row: int, softcap: float = np.inf) -> np.ndarray:

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from policy_oracle import frame
 
+from kvjax.algebra import Every, PolicyError
 from kvjax.budgets.uniform import Uniform
-from kvjax.policy import Every, PolicyError
 
 
 def found(budget: Uniform, seen: list[int], **where) -> list[int]:

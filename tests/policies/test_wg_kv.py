@@ -15,10 +15,10 @@ from tiny import W
 
 import kvjax
 from kvjax import decode, metrics
+from kvjax.algebra import Policy, PolicyError
 from kvjax.cache import ring as rings
-from kvjax.learned import WeightsError
 from kvjax.policies.wg_kv import WriteGate, gate_logits, initial
-from kvjax.policy import Policy, PolicyError
+from kvjax.weights import WeightsError
 
 LENGTHS, MORE = (44, 27), 12
 TEXTS = [tiny.prompt(n + MORE, seed) for seed, n in enumerate(LENGTHS)]
@@ -122,7 +122,7 @@ def test_promotion_waits_until_a_token_leaves_the_window():
 @pytest.mark.parametrize(
     ("words", "atol"),
     # Quest may visit every chunk there is; INT8 rounds by at most 1/254 of a channel's largest.
-    [("quest(pages=40, chunk=4, dense=0, recent=8)", 2e-4), ("int8(8)", 0.15)],
+    [("quest(chunks=40, chunk=4, dense=0, recent=8)", 2e-4), ("int8(8)", 0.15)],
 )
 def test_composed_with_selection_and_storage(words, atol):
     part = kvjax.policy(words)
@@ -191,13 +191,13 @@ def test_thresholds_outside_the_gates_range_are_refused(tau):
 
 @pytest.mark.parametrize("window", [0, -1, 2.5])
 def test_windows_that_see_nothing_are_refused(window):
-    with pytest.raises(PolicyError, match="1 token or more"):
+    with pytest.raises(PolicyError, match="1 or more"):
         WriteGate(window=window)
 
 
 @pytest.mark.parametrize("call", ["prefill", "generate"])
 def test_gates_are_asked_for_before_anything_is_computed(call):
-    with pytest.raises(WeightsError, match=r"write_gate.*--gates FILE, or weights=kvjax.weights_for"):
+    with pytest.raises(WeightsError, match=r"write_gate.*FILE, or weights=kvjax.weights_for"):
         getattr(kvjax, call)(tiny.model(), POLICY, prompts())
 
 

@@ -20,7 +20,8 @@ import yaml
 from flax import nnx
 
 from kvjax.models import decoder, module
-from train import data, diversity, loop, pretrain, recall, rows, start, text
+from studies.wg_kv import heads
+from train import data, loop, pretrain, recall, rows, start, text
 from train.setup import initial, model_spec, setup
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -323,7 +324,7 @@ def test_a_silenced_head_writes_nothing_in_its_row_only(have):
     speak[0, 1, 2] = False
     at = np.arange(2 * 128)
     got = recall.scored_logits(have.spec, params, tokens, at, speak=speak).reshape(2, 128, -1)
-    lame = diversity.without(have.spec, params, ((1, 2),))
+    lame = heads.without(have.spec, params, ((1, 2),))
     for row, like in ((0, lame), (1, params)):
         want = recall.scored_logits(have.spec, like, tokens[row : row + 1], np.arange(128))
         np.testing.assert_allclose(got[row], want, atol=1e-4)
@@ -352,11 +353,11 @@ def test_bridges_shorten_the_question_and_nothing_else():
 
 
 def test_measured_heads_against_numpy(have, monkeypatch):
-    monkeypatch.setattr(diversity, "LENGTH", 256)
+    monkeypatch.setattr(heads, "LENGTH", 256)
     params = initial(have.spec, 0, 0.05)
-    got = diversity.measure(have.spec, params, have.held, count=2)
+    got = heads.measure(have.spec, params, have.held, count=2)
     rng, found = np.random.default_rng(7), {"text": [], "answers": []}
-    sorts = {"text": diversity._text, "answers": diversity._answers}
+    sorts = {"text": heads._text, "answers": heads._answers}
     for sort, draw in sorts.items():
         for row, asks, wanted in (draw(rng, have.held) for _ in range(2)):
             queries, weights = np.flatnonzero(asks), _weights(have.spec, params, row)

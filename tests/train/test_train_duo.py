@@ -9,9 +9,9 @@ import pytest
 from gates_tiny import config_at, records, written
 
 from kvjax import load, weights_for
+from kvjax.algebra import Policy
 from kvjax.models import decoder
 from kvjax.policies.duo import Duo
-from kvjax.policy import Policy
 from train import distill, duo, gate_settings, gates, mesh
 
 ROWS = {"needles": 1.0, "lengths": [256], "tokens": 256, "keys": [1]}

@@ -16,12 +16,12 @@ import numpy as np
 import pytest
 from gates_tiny import config_at, records, written
 
-from kvjax import load, load_gates, weights_for
-from kvjax.learned import read_weights
+from kvjax import load, weights_for
+from kvjax.algebra import Policy
 from kvjax.models import decoder
 from kvjax.policies.duo import Duo
 from kvjax.policies.wg_kv import WriteGate, gate_logits
-from kvjax.policy import Policy
+from kvjax.weights import load_weights, read_weights
 from train import distill, gate_card, gate_plan, gate_rows, gate_settings, gates, mesh
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -159,9 +159,9 @@ def test_training_lowers_the_loss_moves_only_gates_and_exports(tmp_path, tiny_fo
     assert gates.main(["--config", str(config), "--export", str(file)]) == 0
     assert (tiny_folder / "model.safetensors").read_bytes() == before
     model = load(tiny_folder)
-    weights = load_gates(file, model)
+    layers = load_weights(file, model).layers
     first = gates.first(gate_settings.read(config), model.spec)
-    assert not np.allclose(weights["admission"][0]["w1"], first["admission"][0]["w1"])
+    assert not np.allclose(layers[0]["w1"], first["admission"][0]["w1"])
     policy = Policy(admission=WriteGate(tau=0.1, window=4))
     assert weights_for(policy, model, file)["admission"][1]["b2"].shape == (2,)
     assert file.with_suffix(".jsonl").read_text().count("\n") == len(records(tmp_path))
@@ -366,15 +366,17 @@ def test_every_config_parses_for_every_lambda(name):
 
 def test_shipped_gates_are_the_embedded_models_and_the_card_is_their_logs(monkeypatch):
     monkeypatch.chdir(ROOT)
-    model, folder = load(), Path("kvjax/assets/small/gates")
+    model, folder = load(), Path("kvjax/assets/small/weights")
     config = gate_settings.yaml.safe_load((ROOT / "configs/gates/small.yaml").read_text())
     kept = []
     for name, lam in config["loss"]["lambdas"].items():
-        notes = read_weights(ROOT / folder / f"{name}.safetensors").notes
+        notes = read_weights(ROOT / folder / f"write_gate/{name}.safetensors").notes
         assert (float(notes["lambda"]), int(notes["step"])) == (lam, config["plan"]["steps"])
         assert int(notes["window"]) == config["gate"]["window"]
         weights_for(Policy(admission=WriteGate(tau=0.1, window=32)), model, name)
-        kept.append(gate_card.last_check(gate_card.records(ROOT / folder / f"{name}.jsonl"))["kept_1024"])
+        kept.append(
+            gate_card.last_check(gate_card.records(ROOT / folder / f"write_gate/{name}.jsonl"))["kept_1024"]
+        )
     assert kept == sorted(kept, reverse=True)
     weights_for(Policy(admission=Duo(share=0.5, window=32), sinks=4), model)
     text = gate_card.card(Path("configs/gates/small.yaml"), Path("configs/gates/duo-small.yaml"), folder)

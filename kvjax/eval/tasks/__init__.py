@@ -7,9 +7,9 @@ import importlib
 import pkgutil
 from collections.abc import Sequence
 
-from kvjax.eval.data import PACK, Data
 from kvjax.eval.errors import EvalError
-from kvjax.eval.sample import Task
+from kvjax.eval.tasks.data import PACK, Data
+from kvjax.eval.tasks.task import Task
 
 ORDER = ("niah", "ruler", "babilong", "ppl", "dialogue", "icl", "rerank", "mqar", "gsm")
 """Groups, in the order of reports."""

@@ -12,10 +12,11 @@ import functools
 import re
 from typing import Any
 
-from kvjax.eval import scorers
-from kvjax.eval.data import Data
-from kvjax.eval.maker import Maker, Rng, pick
-from kvjax.eval.sample import Sample, Span, Task
+from kvjax.eval.tasks import scorers
+from kvjax.eval.tasks.data import Data
+from kvjax.eval.tasks.maker import Maker, Rng, pick
+from kvjax.eval.tasks.sample import Sample, Span
+from kvjax.eval.tasks.task import Task
 
 GSM8K = "gsm8k/test.jsonl.gz"
 MOST = 100

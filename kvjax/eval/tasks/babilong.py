@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import functools
 
-from kvjax.eval import hay, scorers
-from kvjax.eval.data import Data
-from kvjax.eval.maker import Maker, Rng, join
-from kvjax.eval.sample import Sample, Task
+from kvjax.eval.tasks import hay, scorers
+from kvjax.eval.tasks.data import Data
+from kvjax.eval.tasks.maker import Maker, Rng, join
+from kvjax.eval.tasks.sample import Sample
+from kvjax.eval.tasks.task import Task
 from kvjax.eval.tasks.world import GIVERS, ROOMS, STORIES, THINGS, Story
 
 TASK = "Read the text and remember where people and things are. Answer each question with one word.\n"

@@ -11,9 +11,10 @@ from __future__ import annotations
 import math
 import re
 
-from kvjax.eval import scorers
-from kvjax.eval.maker import Maker, Rng, shuffled, strings
-from kvjax.eval.sample import Sample, Span, Task
+from kvjax.eval.tasks import scorers
+from kvjax.eval.tasks.maker import Maker, Rng, shuffled, strings
+from kvjax.eval.tasks.sample import Sample, Span
+from kvjax.eval.tasks.task import Task
 
 COMMON = 10
 ZETA = math.pi**2 / 6

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import functools
 
-from kvjax.eval import scorers
-from kvjax.eval.data import Data
 from kvjax.eval.errors import EvalError, TooLongError
-from kvjax.eval.maker import Maker, Piece, Rng, join, pick, shuffled, strings
-from kvjax.eval.sample import Sample, Task
+from kvjax.eval.tasks import scorers
+from kvjax.eval.tasks.data import Data
+from kvjax.eval.tasks.maker import Maker, Piece, Rng, join, pick, shuffled, strings
+from kvjax.eval.tasks.sample import Sample
+from kvjax.eval.tasks.task import Task
 
 SGD = "dialogue/sgd_test.jsonl.gz"
 ROLES = {"U": "User", "S": "Assistant"}

@@ -13,10 +13,11 @@ import io
 import json
 from collections.abc import Callable
 
-from kvjax.eval import scorers
-from kvjax.eval.data import Data, held_out_word
-from kvjax.eval.maker import Maker, Piece, Rng, join, pick, shuffled
-from kvjax.eval.sample import Sample, Task
+from kvjax.eval.tasks import scorers
+from kvjax.eval.tasks.data import Data, held_out_word
+from kvjax.eval.tasks.maker import Maker, Piece, Rng, join, pick, shuffled
+from kvjax.eval.tasks.sample import Sample
+from kvjax.eval.tasks.task import Task
 
 BANKING, CLINC = "icl/banking77_test.csv.gz", "icl/clinc150_full.json.gz"
 TEMPLATES = (

@@ -6,9 +6,10 @@ recent window, 90 % is old). Needle, key words and number are new in every sampl
 
 from __future__ import annotations
 
-from kvjax.eval import hay, scorers
-from kvjax.eval.maker import Maker, Rng, join
-from kvjax.eval.sample import Sample, Task
+from kvjax.eval.tasks import hay, scorers
+from kvjax.eval.tasks.maker import Maker, Rng, join
+from kvjax.eval.tasks.sample import Sample
+from kvjax.eval.tasks.task import Task
 
 FROM_END = (10, 30, 50, 70, 90)
 """Percent of the text that stands behind the needle; samples take turns."""

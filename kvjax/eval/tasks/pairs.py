@@ -11,9 +11,10 @@ import json
 
 import numpy as np
 
-from kvjax.eval import scorers
-from kvjax.eval.maker import Maker, Piece, Rng, join
-from kvjax.eval.sample import Sample, Task
+from kvjax.eval.tasks import scorers
+from kvjax.eval.tasks.maker import Maker, Piece, Rng, join
+from kvjax.eval.tasks.sample import Sample
+from kvjax.eval.tasks.task import Task
 
 EXPONENT = 0.01
 PAIRS = 64

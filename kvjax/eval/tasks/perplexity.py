@@ -10,9 +10,10 @@ from __future__ import annotations
 import functools
 import re
 
-from kvjax.eval.data import Data, unwrap
-from kvjax.eval.maker import Maker, Rng
-from kvjax.eval.sample import Sample, Task
+from kvjax.eval.tasks.data import Data, unwrap
+from kvjax.eval.tasks.maker import Maker, Rng
+from kvjax.eval.tasks.sample import Sample
+from kvjax.eval.tasks.task import Task
 
 WIKITEXT = "wikitext2/test.txt.gz"
 BOOKS = ("books/heldout/nltk_carroll_alice.txt.gz", "books/heldout/nltk_chesterton_thursday.txt.gz")

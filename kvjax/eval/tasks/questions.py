@@ -11,11 +11,12 @@ import functools
 import json
 from typing import Any
 
-from kvjax.eval import scorers
-from kvjax.eval.data import Data
 from kvjax.eval.errors import EvalError, TooLongError
-from kvjax.eval.maker import Maker, Piece, Rng, join, shuffled
-from kvjax.eval.sample import Sample, Task
+from kvjax.eval.tasks import scorers
+from kvjax.eval.tasks.data import Data
+from kvjax.eval.tasks.maker import Maker, Piece, Rng, join, shuffled
+from kvjax.eval.tasks.sample import Sample
+from kvjax.eval.tasks.task import Task
 
 XQUAD, HOTPOT = "qa/xquad.en.json.gz", "qa/hotpot_distractor_100.jsonl.gz"
 HEAD = "Answer the question based on the given documents. Give only the answer.\n"

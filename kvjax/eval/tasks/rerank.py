@@ -7,9 +7,10 @@ from 2048 on; book text in front fills the length.
 
 from __future__ import annotations
 
-from kvjax.eval import scorers
-from kvjax.eval.maker import Maker, Piece, Rng, join, pick, shuffled
-from kvjax.eval.sample import Sample, Task
+from kvjax.eval.tasks import scorers
+from kvjax.eval.tasks.maker import Maker, Piece, Rng, join, pick, shuffled
+from kvjax.eval.tasks.sample import Sample
+from kvjax.eval.tasks.task import Task
 
 FORMS = (
     "likes {}, fears {} and lives near {}",

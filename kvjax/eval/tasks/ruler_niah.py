@@ -11,9 +11,10 @@ import dataclasses
 import functools
 import uuid
 
-from kvjax.eval import hay, scorers
-from kvjax.eval.maker import Maker, Piece, Rng, join, listed, shuffled, strings
-from kvjax.eval.sample import Sample, Task
+from kvjax.eval.tasks import hay, scorers
+from kvjax.eval.tasks.maker import Maker, Piece, Rng, join, listed, shuffled, strings
+from kvjax.eval.tasks.sample import Sample
+from kvjax.eval.tasks.task import Task
 
 HEX, DECIMAL = "0123456789abcdef", "0123456789"
 

@@ -6,9 +6,10 @@ three letters stands in front; it has eight noise lines (RULER's has about 500 t
 
 from __future__ import annotations
 
-from kvjax.eval import hay, scorers
-from kvjax.eval.maker import Maker, Piece, Rng, join, strings
-from kvjax.eval.sample import Sample, Task
+from kvjax.eval.tasks import hay, scorers
+from kvjax.eval.tasks.maker import Maker, Piece, Rng, join, strings
+from kvjax.eval.tasks.sample import Sample
+from kvjax.eval.tasks.task import Task
 
 HOPS = 4
 EXAMPLE_LINES = 8

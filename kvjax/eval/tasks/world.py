@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from kvjax.eval.maker import Rng, pick, shuffled
+from kvjax.eval.tasks.maker import Rng, pick, shuffled
 
 ROOMS = ("bathroom", "bedroom", "garden", "hallway", "kitchen", "office")
 THINGS = ("apple", "football", "milk")

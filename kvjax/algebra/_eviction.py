@@ -1,0 +1,84 @@
+"""Eviction: which token goes when a stream is over its target? The lowest score."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, ClassVar
+
+import jax.numpy as jnp
+
+from kvjax.algebra._observation import Observation
+from kvjax.algebra._part import Part
+from kvjax.cache.pages import Slots
+from kvjax.types import Params
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float, Int
+
+
+class Eviction(Part):
+    """Which token goes when a stream is over its target: the lowest score; ties keep the lowest position.
+
+    Class attributes:
+      scores_prompt: the score of a token needs the whole prompt (SnapKV ...), so generated tokens have
+        none and the budget can only act after the prompt.
+      shared_ranking: all KV heads of a layer keep the same tokens. While decoding their slots then have one
+        order, so that ``receive`` may take means over heads.
+    """
+
+    place = "eviction"
+    scores_prompt: ClassVar[bool] = False
+    shared_ranking: ClassVar[bool] = False
+
+    @property
+    def needs_mass(self) -> bool:
+        """Does it rank by the attention a token receives (``needs`` has "mass")?
+
+        Of a whole prompt that is ``observed.mass``; where the budget acts while decoding, the values it keeps
+        follow every read (``weigh``, ``receive``).
+        """
+        return "mass" in self.needs
+
+    @property
+    def protects(self) -> int:
+        """Newest tokens this method never evicts."""
+        return 0
+
+    def score(self, params: Params | None, slots: Slots) -> Float[Array, "B K C"]:
+        """Rank of the slots that may go (``slots.live``) from what is kept with them; elsewhere anything."""
+        raise NotImplementedError
+
+    def weigh(self, age: Int[Array, "B T"]) -> Float[Array, "B T"]:
+        """What the attention of a query counts, by how many tokens of the same read came after it."""
+        raise NotImplementedError
+
+    def receive(
+        self, slots: Slots, mass: Float[Array, "B N C"], count: Int[Array, "B 1 1"]
+    ) -> dict[str, Float[Array, "B K C"]]:
+        """New values after a read.
+
+        Args:
+          slots: values so far; as on arrival for tokens that were read for the first time.
+          mass: of each slot, weighed attention of all queries of the read, per query head.
+          count: queries of the read, at least 1.
+        """
+        raise NotImplementedError
+
+    def score_prompt(self, params: Params | None, observed: Observation) -> Float[Array, "B K T"]:
+        """Rank of every prompt token at once. By default: what ``score`` says of the arriving values."""
+        meta = self.arrive(params, observed)
+        pos = jnp.broadcast_to(observed.pos[:, None, :], (observed.pos.shape[0], 1, observed.pos.shape[1]))
+        return self.score(params, Slots(pos=pos, live=pos >= 0, meta=meta))
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class KeepRecent(Eviction):
+    """The oldest goes."""
+
+    name = "keep_recent"
+    idle = True
+
+    def score(self, params: Params | None, slots: Slots) -> Float[Array, "B K C"]:
+        """The position itself."""
+        del params
+        return slots.pos.astype(jnp.float32)

@@ -1,0 +1,128 @@
+"""Finding parts, methods and presets: each module of ``policies``, ``budgets`` and ``storage`` is looked at
+once, and so are modules of other packages that entry points of the group ``kvjax.methods`` name."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+import inspect
+import pkgutil
+from importlib.metadata import entry_points
+from types import ModuleType
+
+import kvjax.budgets
+import kvjax.policies
+import kvjax.storage
+from kvjax.algebra import Part, Policy, PolicyError
+
+PACKAGES = (kvjax.policies, kvjax.budgets, kvjax.storage)
+
+GROUP = "kvjax.methods"
+"""Entry points of other packages: each names a module that is a method's file, like ours."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Method:
+    """A discovered method.
+
+    Attributes:
+      name: of its module.
+      summary: first line of the module's docstring.
+      source: the link in the docstring, or "".
+      examples: policies that show it, at least one.
+    """
+
+    name: str
+    summary: str
+    source: str
+    examples: tuple[Policy, ...]
+
+
+@functools.cache
+def _modules() -> tuple[ModuleType, ...]:
+    """Our own modules, then those of other packages, by name of their entry points.
+
+    Raises:
+      PolicyError: an entry point that names no module, or one that cannot be imported.
+    """
+    found = []
+    for package in PACKAGES:
+        for info in pkgutil.iter_modules(package.__path__, package.__name__ + "."):
+            found.append(importlib.import_module(info.name))
+    for point in sorted(entry_points(group=GROUP), key=lambda point: point.name):
+        try:
+            module = point.load()
+        except (ImportError, AttributeError) as error:
+            raise PolicyError(
+                f"the entry point {point.name} = {point.value} of {GROUP!r} cannot be imported ({error}). "
+                "Repair or uninstall the package that has it."
+            ) from error
+        if not isinstance(module, ModuleType):
+            raise PolicyError(
+                f"the entry point {point.name} = {point.value} of {GROUP!r} is no module. Name the file of a "
+                "method, as in 'my_package.my_method'."
+            )
+        if module not in found:
+            found.append(module)
+    return tuple(found)
+
+
+@functools.cache
+def parts() -> dict[str, type[Part]]:
+    """Every part by its name in the one-string form.
+
+    Raises:
+      PolicyError: two parts claim one name.
+    """
+    named: dict[str, type[Part]] = {}
+    for module in _modules():
+        for _, kind in inspect.getmembers(module, inspect.isclass):
+            if kind.__module__ != module.__name__ or not issubclass(kind, Part) or not hasattr(kind, "name"):
+                continue
+            if kind.name in named:
+                raise PolicyError(
+                    f"{kind.__module__} and {named[kind.name].__module__} both define '{kind.name}'."
+                )
+            named[kind.name] = kind
+    return named
+
+
+@functools.cache
+def methods() -> tuple[Method, ...]:
+    """Every module that has EXAMPLES.
+
+    Raises:
+      PolicyError: a module of ``kvjax.policies`` without them.
+    """
+    found = []
+    for module in _modules():
+        examples = getattr(module, "EXAMPLES", ())
+        if not examples and module.__name__.startswith(kvjax.policies.__name__):
+            raise PolicyError(f"{module.__name__} has no EXAMPLES. A method shows at least one policy.")
+        if examples:
+            found.append(Method(module.__name__.rpartition(".")[2], *described(module), tuple(examples)))
+    return tuple(sorted(found, key=lambda method: method.name))
+
+
+@functools.cache
+def presets() -> dict[str, str]:
+    """The ``PRESETS`` of all modules: a name to the one-string form it stands for.
+
+    Raises:
+      PolicyError: two modules claim one name.
+    """
+    named: dict[str, str] = {}
+    for module in _modules():
+        for name, spec in getattr(module, "PRESETS", {}).items():
+            if name in named:
+                raise PolicyError(f"{module.__name__} defines the preset '{name}' a second time.")
+            named[name] = spec
+    return dict(sorted(named.items(), key=lambda preset: (preset[0] != "full", preset[0])))
+
+
+def described(module: ModuleType) -> tuple[str, str]:
+    """First line of a module's docstring, and the first link in it or ""."""
+    text = inspect.getdoc(module) or ""
+    links = [word.rstrip(".,)") for word in text.split() if word.startswith("https://")]
+    return text.partition("\n")[0], links[0] if links else ""

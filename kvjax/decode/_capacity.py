@@ -1,0 +1,245 @@
+"""How much a state holds: contexts, pages, pools and chunks, the sizes that programs are compiled for.
+
+What a pool of so many slots allocates is ``kvjax.cache.pool``'s; what a policy lets a stream own is decided
+here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax.algebra import Every, Native, Policy
+from kvjax.cache import pool
+from kvjax.cache import ring as rings
+from kvjax.cache import state as states
+from kvjax.cache.pages import Pages
+from kvjax.cache.state import KVState, LayerCache
+from kvjax.types import Network
+
+if TYPE_CHECKING:
+    from jaxtyping import Int
+
+PAGE, LONG_PAGE = 64, 256
+"""Fewest and most slots of a page, unless told otherwise."""
+
+CHUNK = 256
+"""Default tokens of a prefill chunk."""
+
+SEGMENT = 64
+"""Most steps compiled into one program between two looks of the host."""
+
+HORIZON = 512
+"""Tokens for which a pool makes room when it has to grow while decoding; each growth is a compilation."""
+
+
+def bucket(tokens: int) -> int:
+    """The size class of a context: the next power of two or 1.5 times one, at least 64."""
+    return max(64, pool.coarse_class(tokens))
+
+
+def page_size(longest: int) -> int:
+    """Default slots of a page for lists of up to ``longest``: 64, 128 or 256, where that leaves 64 pages."""
+    page = PAGE
+    while page < LONG_PAGE and longest >= 128 * page:
+        page *= 2
+    return page
+
+
+def padded(prompts: Sequence[Sequence[int]], width: int) -> np.ndarray:
+    """Token ids right-padded with 0, int32 [B, width]."""
+    out = np.zeros((len(prompts), width), np.int32)
+    for row, prompt in enumerate(prompts):
+        out[row, : len(prompt)] = np.asarray(prompt, np.int32)
+    return out
+
+
+# --- what a stream can own -----------------------------------------------------------------------
+
+
+def most_slots(policy: Policy, context: int, arriving: int) -> int | None:
+    """The most paged slots a stream can own while ``arriving`` tokens at a time come in.
+
+    None where only the tokens themselves can tell (learned admission).
+    """
+    bounds = (_by_context(policy, context), _by_budget(policy, context, arriving))
+    return min((bound for bound in bounds if bound is not None), default=None)
+
+
+def _by_context(policy: Policy, context: int) -> int | None:
+    """All that the admission lets in, where it does not depend on the tokens."""
+    if policy.admission.rejects_all:
+        return policy.sinks
+    return max(context - policy.window(context), 0) if policy.admission.idle else None
+
+
+def _by_budget(policy: Policy, context: int, arriving: int) -> int | None:
+    """What a budget that acts while decoding leaves, and what comes before it acts again."""
+    bounded = policy.tracks_mass or (policy.budget.limited and not policy.whole_prompt)
+    if not bounded or policy.budget.most is None:
+        return None
+    window = policy.window(context)
+    between = policy.budget.when.k if isinstance(policy.budget.when, Every) else 1
+    return max(policy.budget.most, policy.sinks + window) - window + arriving + between - 1
+
+
+def slot_bounds(
+    policy: Policy, context: int, arriving: int, pages: Sequence[int] = (1, 1)
+) -> tuple[int | None, ...]:
+    """``most_slots`` for each pool of a layer: one, or exact slots and those demoted to codes.
+
+    What a budget bounds is rounded up to a size class of pages of so many slots (``pages``, a pool each), so
+    that budgets near each other share their programs.
+    """
+    by_context, by_budget = _by_context(policy, context), _by_budget(policy, context, arriving)
+    exact = policy.exact_slots(policy.window(context))
+
+    def bound(less: int, page: int) -> int | None:
+        found = []
+        if by_context is not None:
+            found.append(max(by_context - less, 0))
+        if by_budget is not None:
+            slots = max(by_budget - less, 0)
+            found.append(page * pool.size_class(-(-slots // page)) if slots else 0)
+        return min(found, default=None)
+
+    if not exact:
+        return (bound(0, pages[0]),)
+    # A slot is demoted when the exact ones are as many as they may be.
+    most = bound(0, pages[0])
+    return exact + arriving if most is None else min(exact + arriving, most), bound(exact, pages[-1])
+
+
+def is_bounded(policy: Policy, state: KVState) -> bool:
+    """Does everything stay, or a number of slots that no context changes?"""
+    most, wider = (slot_bounds(policy, times * state.context, state.chunk) for times in (1, 2))
+    return policy.on_arrival or (None not in most and most == wider)
+
+
+def prompt_pages(policy: Policy, cache: LayerCache, stored: Int[np.ndarray, "B K"]) -> tuple[int, ...]:
+    """Pages that suffice for each pool of a layer, when ``stored`` tokens a stream outlive a prompt.
+
+    Every list may end in a page of its own; how heads share a fixed sum does not change the size.
+    """
+    exact = stored
+    if cache.demoted is not None:
+        exact = np.minimum(stored, policy.exact_slots(cache.ring.window))
+    return tuple(
+        int(slots.sum()) // pages.size + slots.size * pages.table.shape[2]
+        for pages, slots in zip(cache.pools, (exact, stored - exact))
+    )
+
+
+# --- states --------------------------------------------------------------------------------------
+
+
+def empty(
+    network: Network,
+    policy: Policy,
+    *,
+    rows: int,
+    context: int,
+    dtype: jnp.dtype,
+    page: int | None = None,
+    chunk_size: int = CHUNK,
+) -> KVState:
+    """A state that has seen nothing.
+
+    Args:
+      network: sizes of the model.
+      policy: decides what a layer has, ring, pages, summary, and what is kept with a slot.
+      rows: B.
+      context: most tokens a row will ever see.
+      dtype: of keys and values, the model's own.
+      page: slots of a page; by default ``page_size`` chooses.
+      chunk_size: most tokens a row will be fed at a time.
+    """
+    dtype = jnp.dtype(dtype)
+    heads, dim = network.num_kv_heads, network.head_dim
+
+    def layer(window: int | None) -> LayerCache:
+        w = policy.window(context) if window is None else min(window, context)
+        ring = rings.empty(rows, heads, w, dim, dtype, policy.keeps)
+        if window is not None or not policy.paged(context):
+            return LayerCache(ring=ring, pages=None, summary=None)
+        summary = policy.completion.empty(rows, heads, dim, context)
+        exactly = slot_bounds(policy, context, chunk_size)
+        lists = [context if most is None else min(most, context) for most in exactly]
+        sizes = [page_size(longest) if page is None else page for longest in lists]
+        bounds = slot_bounds(policy, context, chunk_size, sizes)
+        pools = []
+        for storage, most, size in zip((Native(), policy.storage)[-len(bounds) :], bounds, sizes):
+            longest = context if most is None else min(most, context)
+            pools.append(
+                pool.empty(
+                    pages=1,
+                    size=size,
+                    rows=rows,
+                    heads=heads,
+                    lists=2 if policy.selection.splits else 1,
+                    entries=max(1, -(-longest // size)),
+                    head_dim=dim,
+                    width=storage.width(dim),
+                    dtype=storage.dtype(dtype),
+                    scaled=storage.scaled,
+                    meta=policy.keeps,
+                    summary=policy.selection.summary_shapes(size, dim),
+                )
+            )
+        return LayerCache(ring=ring, pages=None, summary=summary).with_pools(pools)
+
+    return KVState(
+        layers=tuple(layer(window) for window in network.windows),
+        length=jax.device_put(np.zeros(rows, np.int32)),  # device_put compiles nothing
+        total=jax.device_put(np.zeros(rows, np.int32)),
+        peak=jax.device_put(np.zeros(2, np.float32)),
+        context=context,
+        chunk=chunk_size,
+        confidence=jax.device_put(np.zeros(rows, np.float32)) if policy.budget.needs_logits else None,
+    )
+
+
+def _page_sizes(state: KVState) -> list[int]:
+    """Slots of a page, of each pool of a layer."""
+    return next(([pages.size for pages in layer.pools] for layer in state.layers if layer.pools), [1])
+
+
+def reserve(policy: Policy, state: KVState, tokens: int, arriving: int, ahead: int = 0) -> KVState:
+    """Make sure that ``tokens`` more tokens a row fit, ``arriving`` at a time, whatever is admitted.
+
+    A pool that has to grow makes room for ``ahead`` tokens (decoding) or at least doubles (prefill).
+    """
+    most = slot_bounds(policy, state.context, arriving, _page_sizes(state))
+    return states.reserve(state, tokens, most, ahead=ahead, doubling=arriving > 1)
+
+
+_resize = jax.jit(pool.resize, static_argnums=1)
+
+
+def roomy(policy: Policy, state: KVState, arriving: int) -> KVState:
+    """The state with pools that never have to grow, whatever they hold and whatever comes: one size for all.
+
+    Args:
+      policy: whose state it is.
+      state: left as it is.
+      arriving: most tokens of a row that come at a time.
+    """
+    bounds = slot_bounds(policy, state.context, arriving, _page_sizes(state))
+
+    def grown(pages: Pages, most: int | None) -> Pages:
+        rows, heads, lists, entries = pages.table.shape
+        # What ``reserve`` asks for at most: two lists may each end in a page of their own; where nothing
+        # bounds a stream, every list is given a page that is part full and one to come.
+        spare = lists * (1 + -(-arriving // pages.size)) if most is None else lists - 1
+        return _resize(pages, max(pages.count, rows * heads * (entries + spare)))
+
+    layers = [
+        layer.with_pools([grown(pages, most) for pages, most in zip(layer.pools, bounds)])
+        for layer in state.layers
+    ]
+    return dataclasses.replace(state, layers=tuple(layers))

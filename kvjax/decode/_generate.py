@@ -1,0 +1,215 @@
+"""New tokens after a prompt: the program that writes up to 64 of each row, streamed or all at once."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax import metrics
+from kvjax.algebra import Policy
+from kvjax.cache.state import KVState
+from kvjax.decode._capacity import CHUNK, HORIZON, SEGMENT, bucket, reserve
+from kvjax.decode._checks import RequestError, check_space, check_weights
+from kvjax.decode._prefill import prefill
+from kvjax.decode._step import step
+from kvjax.sampling import Sampling, sample, sampling
+from kvjax.types import EMPTY, Network, Params, Weighted, pytree
+from kvjax.weights import weights_for
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Bool, Float, Int
+
+
+@dataclasses.dataclass
+class Generation:
+    """What ``generate`` returns.
+
+    Attributes:
+      tokens: new token ids per row, a stop token included.
+      state: the KV state after the last fed token.
+    """
+
+    tokens: list[list[int]]
+    state: KVState
+
+
+def generate(
+    model: Weighted,
+    policy: Policy,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int = 64,
+    temperature: float | Sequence[float] = 0.0,
+    top_k: int | Sequence[int] = 0,
+    top_p: float | Sequence[float] = 1.0,
+    seed: int = 0,
+    stops: Sequence[int] = (),
+    chunk_size: int = CHUNK,
+    page: int | None = None,
+    weights: Params | None = None,
+) -> Generation:
+    """Prompts in, new tokens out.
+
+    Args:
+      model: a network and its weights.
+      policy: what the KV cache keeps.
+      prompts: token ids per row.
+      max_new_tokens: most new tokens a row.
+      temperature, top_k, top_p, seed: see ``kvjax.sampling``.
+      stops: token ids that end a row.
+      chunk_size, page: as in ``prefill``.
+      weights: the policy's learned weights; by default those that the model ships.
+
+    Raises:
+      RequestError: as in ``prefill``, and when prompt and new tokens exceed the model's context.
+      WeightsError: a policy that learns, and no weights that fit.
+    """
+    weights = weights_for(policy, model) if weights is None else weights
+    if max_new_tokens < 1:
+        raise RequestError(f"generate(max_new_tokens={max_new_tokens}) writes nothing. Give 1 or more.")
+    how = sampling(len(prompts), temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
+    longest = max((len(prompt) for prompt in prompts), default=0)
+    if longest + max_new_tokens > model.network.max_positions:
+        raise RequestError(
+            f"generate(max_new_tokens={max_new_tokens}) after {longest} prompt tokens exceeds the model's "
+            f"{model.network.max_positions} positions. Ask for fewer tokens, or shorten the prompt."
+        )
+    _tell_of_windows(model.network, policy)
+    context = bucket(longest + max_new_tokens)
+    state, logits = prefill(
+        model, policy, prompts, context=context, chunk_size=chunk_size, page=page, weights=weights
+    )
+    out: list[list[int]] = [[] for _ in prompts]
+    pieces = stream(
+        model, policy, state, logits, max_new_tokens=max_new_tokens, how=how, stops=stops, weights=weights
+    )
+    for piece, after in pieces:
+        state = after
+        for row, tokens in enumerate(piece):
+            out[row] += [int(token) for token in tokens if token != EMPTY]
+    return Generation(tokens=out, state=metrics.with_peak(state))
+
+
+def stream(
+    model: Weighted,
+    policy: Policy,
+    state: KVState,
+    logits: Float[Array, "B V"],
+    *,
+    max_new_tokens: int | Sequence[int],
+    how: Sampling | None = None,
+    stops: Sequence[int] = (),
+    weights: Params | None = None,
+    every: int = SEGMENT,
+) -> Iterator[tuple[np.ndarray, KVState]]:
+    """Continue a prefilled state, yielding every few tokens.
+
+    Args:
+      model, policy, weights: as in ``prefill``.
+      state: donated; use the one that comes with each piece.
+      logits: of each row's next token.
+      max_new_tokens: for all rows, or one number a row.
+      how: sampling parameters; greedy by default.
+      stops: token ids that end a row.
+      every: most tokens a piece; the host looks at the device once a piece.
+
+    Yields:
+      (int32 [B, n] new tokens with EMPTY where a row had ended, the state after them).
+    """
+    weights, rows = check_weights(model, policy, weights), state.rows
+    limit = np.broadcast_to(np.asarray(max_new_tokens, np.int32), (rows,))
+    if limit.min() < 1:
+        raise RequestError(f"stream(max_new_tokens={max_new_tokens}) writes nothing. Give 1 or more.")
+    if limit.max() > 1:  # the last new token of a row is never fed
+        check_space("stream", state, limit - 1)
+    run = Run(
+        token=jax.device_put(np.zeros(rows, np.int32)),
+        done=jax.device_put(np.zeros(rows, bool)),
+        left=jax.device_put(limit),
+        stops=jax.device_put(np.asarray([*stops] or [EMPTY], np.int32)),
+        how=sampling(rows) if how is None else how,
+    )
+    run, fresh = first_token(run, logits, state.length)
+    # Where everything is kept the context bounds the pool: one size for all prompts of a size class.
+    keeps_all = policy.admission.idle and policy.on_arrival
+    written = 1
+    yield np.asarray(fresh)[:, None], state
+    while not bool(np.asarray(run.done).all()):
+        left = int(limit.max()) - written
+        ahead = state.context if keeps_all else min(HORIZON, left)
+        state = reserve(policy, state, min(every, left), 1, ahead=ahead)
+        state, run, out = segment(model.network, policy, every, model.params, weights, state, run)
+        found = np.asarray(out)
+        written += every
+        yield found[:, (found != EMPTY).any(axis=0)], state
+
+
+@pytree()
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Run:
+    """Rows that are being written.
+
+    Attributes:
+      token: the last token of each row, written out but not yet fed.
+      done: rows that met a stop token or their limit.
+      left: tokens each row may still write.
+      stops: ids that end a row, EMPTY-padded.
+      how: sampling parameters.
+    """
+
+    token: Int[Array, " B"]
+    done: Bool[Array, " B"]
+    left: Int[Array, " B"]
+    stops: Int[Array, " Z"]
+    how: Sampling
+
+
+@functools.partial(jax.jit, static_argnames=("network", "steps"), donate_argnames=("state",))
+def segment(
+    network: Network, policy: Policy, steps: int, params: Params, weights: Params, state: KVState, run: Run
+) -> tuple[KVState, Run, Int[Array, "B steps"]]:
+    """Up to ``steps`` tokens for every row that is not done, in one program."""
+    out = jnp.full((state.rows, steps), EMPTY, jnp.int32)
+
+    def go(carry: tuple[Array, KVState, Run, Array]) -> Array:
+        i, _, run, _ = carry
+        return (i < steps) & ~jnp.all(run.done)
+
+    def one(carry: tuple[Array, KVState, Run, Array]) -> tuple[Array, KVState, Run, Array]:
+        i, state, run, out = carry
+        state, logits = step(network, policy, params, weights, state, run.token, ~run.done)
+        run, fresh = _advance(run, logits, state.length)
+        return i + 1, state, run, out.at[:, i].set(fresh)
+
+    _, state, run, out = jax.lax.while_loop(go, one, (jnp.asarray(0), state, run, out))
+    return state, run, out
+
+
+def _advance(run: Run, logits: Float[Array, "B V"], length: Int[Array, " B"]) -> tuple[Run, Int[Array, " B"]]:
+    """Draw the token that will stand at position ``length``; EMPTY for rows that were done."""
+    drawn = sample(logits, run.how, length)
+    fresh = jnp.where(run.done, EMPTY, drawn)
+    left = run.left - (~run.done).astype(jnp.int32)
+    done = run.done | (left <= 0) | jnp.any(drawn[:, None] == run.stops[None, :], axis=-1)
+    return dataclasses.replace(run, token=jnp.where(run.done, run.token, drawn), done=done, left=left), fresh
+
+
+first_token = jax.jit(_advance)
+"""Draws the token that follows a prompt, for every row."""
+
+
+def _tell_of_windows(network: Network, policy: Policy) -> None:
+    sliding = [f"{i}: {window}" for i, window in enumerate(network.windows) if window is not None]
+    if sliding and policy != Policy():
+        warnings.warn(
+            f"the policy has no say in layers whose own sliding window rules ({len(sliding)} of "
+            f"{network.num_layers}; layer: tokens = {', '.join(sliding)}).",
+            stacklevel=3,
+        )

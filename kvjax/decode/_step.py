@@ -1,0 +1,148 @@
+"""New tokens on their way through the model, a layer's cache at every seam: one a row or many; pure."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+
+from kvjax import layer
+from kvjax.algebra import Policy
+from kvjax.cache.state import KVState, LayerCache
+from kvjax.types import Heads, Network, Params
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Bool, Float, Int
+
+OnRead = Callable[[layer.LayerInfo, LayerCache, layer.Read], None]
+"""Told what a layer read: (info, the cache after the token was written, the read)."""
+
+
+def step(
+    network: Network,
+    policy: Policy,
+    params: Params,
+    weights: Params,
+    state: KVState,
+    tokens: Int[Array, " B"],
+    active: Bool[Array, " B"],
+    on_read: OnRead | None = None,
+) -> tuple[KVState, Float[Array, "B V"]]:
+    """Feed one token to every active row; logits of the next. Pure; jit and donate ``state``.
+
+    Args:
+      network: static.
+      policy: a pytree; its structure is static, its dials are not.
+      params: the model's weights.
+      weights: the policy's learned weights, ``weights[place][layer]``.
+      state: with pages reserved for the step (``reserve``).
+      tokens: one id a row.
+      active: rows that take part; the others leave no trace.
+      on_read: told every layer's read while the step is traced, for those who count; what is not used of it
+        costs nothing.
+    """
+
+    def visit(info: layer.LayerInfo, heads: Heads, cache: LayerCache) -> tuple[Array, LayerCache]:
+        read, cache = layer.step(info, cache, heads, state.length, active)
+        if on_read is not None:
+            on_read(info, cache, read)
+        return read.out, cache
+
+    x, caches = run_layers(network, policy, params, weights, state, tokens[:, None], visit)
+    logits = network.logits(params, x[:, 0])
+    length = state.length + active.astype(jnp.int32)
+    return with_confidence(
+        policy, dataclasses.replace(state, layers=caches, length=length), logits, active
+    ), logits
+
+
+def chunk(
+    network: Network,
+    policy: Policy,
+    params: Params,
+    weights: Params,
+    state: KVState,
+    tokens: Int[Array, "B T"],
+    count: Int[Array, " B"],
+) -> tuple[KVState, Float[Array, "B D"]]:
+    """Feed ``count`` of T tokens to every row; the last real token's output. Pure."""
+
+    def visit(info: layer.LayerInfo, heads: Heads, cache: LayerCache) -> tuple[Array, LayerCache]:
+        return layer.chunk(info, cache, heads, state.length, count)
+
+    given = dataclasses.replace(state, confidence=None)  # no logits produced these tokens
+    x, caches = run_layers(network, policy, params, weights, given, tokens, visit)
+    after = dataclasses.replace(state, layers=caches, length=state.length + count)
+    last = jnp.maximum(count - 1, 0)[:, None, None]
+    return after, jnp.take_along_axis(x, last, axis=1)[:, 0]
+
+
+def run_layers(
+    network: Network,
+    policy: Policy,
+    params: Params,
+    weights: Params,
+    state: KVState,
+    tokens: Int[Array, "B T"],
+    visit: Callable[[layer.LayerInfo, Heads, LayerCache], tuple[Array, LayerCache]],
+) -> tuple[Float[Array, "B T D"], tuple[LayerCache, ...]]:
+    """Take T new tokens a row through the model, ``visit`` standing at every layer's seam. Pure.
+
+    ``step`` and ``chunk`` are this with ``layer.step`` and ``layer.chunk`` as the visitor; give your own to
+    look at what happens at a layer while it happens.
+
+    Args:
+      network, policy, params, weights, state: as in ``step``.
+      tokens: T ids a row, at positions ``state.length`` and on.
+      visit: (info, heads, cache) to the attention output and the cache after.
+
+    Returns:
+      The last layer's output, and every layer's cache.
+    """
+    positions = state.length[:, None] + jnp.arange(tokens.shape[1])[None, :]
+    network = network.at(state.context)
+    x = network.embed(params, tokens, positions)
+    caches = []
+    for index, (block, cache) in enumerate(zip(params["layers"], state.layers)):
+        own, window = at_layer(policy, weights, index), network.windows[index]
+        info = layer.LayerInfo(policy, own, index, network.num_layers, window, state.total, state.confidence)
+
+        def attend(
+            _: int, heads: Heads, cache: LayerCache, info: layer.LayerInfo = info
+        ) -> tuple[Array, LayerCache]:
+            return visit(info, heads, cache)
+
+        x, cache = network.layer(block, index, x, positions, attend, cache)
+        caches.append(cache)
+    return x, tuple(caches)
+
+
+def at_layer(policy: Policy, weights: Params, index: int) -> Params:
+    """What each part reads of its learned weights at a layer, by place."""
+    return {p.place: p.at_layer(weights[p.place], index) for p in policy.parts if p.place in weights}
+
+
+def with_confidence(
+    policy: Policy, state: KVState, logits: Float[Array, "B V"], fed: Bool[Array, " B"]
+) -> KVState:
+    """The state with what the budget makes of the logits that rows were ``fed`` for. Pure."""
+    if state.confidence is None:
+        return state
+    return dataclasses.replace(
+        state, confidence=jnp.where(fed, policy.budget.confidence(logits), state.confidence)
+    )
+
+
+@functools.partial(jax.jit, static_argnames="network")
+def logits_of(network: Network, params: Params, x: Float[Array, "B D"]) -> Float[Array, "B V"]:
+    """The network's logits, as a program of its own."""
+    return network.logits(params, x)
+
+
+chunk_program = jax.jit(chunk, static_argnames="network", donate_argnames="state")
+step_program = jax.jit(step, static_argnames=("network", "on_read"), donate_argnames="state")
+"""``step`` compiled with its state donated, for loops of one's own; ``segment`` is what ``stream`` runs."""

@@ -1,0 +1,1 @@
+"""Cells measured: a grid of them, batches through a policy, one row of results a cell."""

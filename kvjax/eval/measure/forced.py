@@ -1,0 +1,135 @@
+"""Forced decoding: tokens one by one through a compressed cache, given ones or the model's own (greedy).
+
+One program for both, so that a length and policy compile once; besides log-likelihoods it counts what
+the cache holds and what each read visits. It runs the decode step, not the prefill chunk: budgets that
+act every step act, and selection reads as little as it would while decoding.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax import decode, metrics
+from kvjax.algebra import Policy
+from kvjax.cache.state import KVState
+from kvjax.eval.measure import reads
+from kvjax.types import Network, Params, Weighted, pytree
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Bool, Float, Int
+
+CLASSES = (512, 4096)
+"""Most steps a program can take; fewer cost no time, only output."""
+
+
+@pytree()
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Steps:
+    """What was found, step by step; beyond a row's count, anything.
+
+    Attributes:
+      nll: negative log-likelihood of each target, nats.
+      best: the likeliest token after each step.
+      live: slots that hold a token after each step, mean over layers and KV heads.
+      reads: what a decode step loads per KV head, by ``reads.KINDS``, mean over layers and KV heads.
+    """
+
+    nll: Float[Array, "B T"]
+    best: Int[Array, "B T"]
+    live: Float[Array, "B T"]
+    reads: Float[Array, "B T R"]
+
+
+@functools.partial(jax.jit, static_argnames="network")
+def _steps(
+    network: Network,
+    policy: Policy,
+    params: Params,
+    weights: Params,
+    state: KVState,
+    feed: Int[Array, "B T"],
+    target: Int[Array, "B T"],
+    count: Int[Array, " B"],
+    forced: Bool[Array, ""],
+) -> tuple[KVState, Steps]:
+    rows, most = feed.shape
+    blank = jnp.zeros((rows, most), jnp.float32)
+    loads = jnp.zeros((rows, most, len(reads.KINDS)), jnp.float32)
+    found = Steps(nll=blank, best=jnp.zeros((rows, most), jnp.int32), live=blank, reads=loads)
+
+    def one(carry: tuple[Array, KVState, Array, Steps]) -> tuple[Array, KVState, Array, Steps]:
+        i, state, best, found = carry
+        token = jnp.where(forced | (i == 0), feed[:, i], best)
+        state, logits, loaded = reads.step(network, policy, params, weights, state, token, i < count)
+        best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        found = Steps(
+            nll=found.nll.at[:, i].set(nats(logits, target[:, i])),
+            best=found.best.at[:, i].set(best),
+            live=found.live.at[:, i].set(mean_live(state)),
+            reads=found.reads.at[:, i].set(loaded),
+        )
+        return i + 1, state, best, found
+
+    start = (jnp.asarray(0), state, jnp.zeros(rows, jnp.int32), found)
+    _, state, _, found = jax.lax.while_loop(lambda carry: carry[0] < count.max(), one, start)
+    return state, found
+
+
+def nats(logits: Float[Array, "B V"], target: Int[Array, " B"]) -> Float[Array, " B"]:
+    """Negative log-likelihood of each row's target."""
+    chosen = jnp.take_along_axis(logits, target[:, None], axis=-1)[:, 0]
+    return jax.nn.logsumexp(logits, axis=-1) - chosen
+
+
+def mean_live(state: KVState) -> Float[Array, " B"]:
+    """Live slots of a stream, mean over layers and KV heads."""
+    return metrics.live_slots(state).astype(jnp.float32).mean(axis=(0, 2))
+
+
+def size_class(steps: int) -> int:
+    """Steps of the program that takes ``steps``."""
+    return next((size for size in CLASSES if size >= steps), -(-steps // CLASSES[-1]) * CLASSES[-1])
+
+
+def steps(
+    model: Weighted,
+    policy: Policy,
+    state: KVState,
+    feed: list[list[int]],
+    target: list[list[int]],
+    *,
+    forced: bool,
+    weights: Params | None = None,
+) -> tuple[KVState, Steps]:
+    """Feeds tokens to a state that is left as it was.
+
+    Args:
+      model, policy, weights: as in ``decode.prefill``.
+      state: with pages reserved; not donated.
+      feed: per row, tokens to feed; only the first one where ``forced`` is False.
+      target: per row, the token after each fed one; its length is the number of steps.
+      forced: feed what is given, or the likeliest token of the step before.
+
+    Returns:
+      (the state after the steps, what was found, as NumPy arrays).
+    """
+    width = size_class(max(map(len, target)))
+    count = np.asarray([len(row) for row in target], np.int32)
+    state, found = _steps(
+        model.network,
+        policy,
+        model.params,
+        weights or {},
+        state,
+        decode.padded(feed, width),
+        decode.padded(target, width),
+        count,
+        np.asarray(forced),
+    )
+    return state, jax.device_get(found)

@@ -1,0 +1,263 @@
+"""A row of results: one cell, measured. On disk it is one JSON object, whose keys are the fields here."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+from kvjax.catalogue import describe
+from kvjax.catalogue import policy as parse_policy
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Cell:
+    """What is measured: one task at one length under one policy.
+
+    Attributes:
+      task: its name.
+      length: L, tokens.
+      policy: the one-string form that parses back to it.
+      protocol: agnostic, aware or either.
+      seed: of the samples.
+      samples: how many.
+      weights: learned ones of the policy, as ``kvjax.weights.Found.label`` names them.
+    """
+
+    task: str
+    length: int
+    policy: str
+    protocol: str
+    seed: int
+    samples: int
+    weights: str = ""
+
+    @property
+    def drawn(self) -> tuple[str, int, int, int]:
+        """(task, length, seed, number): what two cells must share to be about the same samples."""
+        return self.task, self.length, self.seed, self.samples
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Switches:
+    """What names a protocol, as ``protocol.switches`` reads it off a policy.
+
+    Attributes:
+      compress_at: when the cache shrinks.
+      prefill_attention: "full", or "policy" where the prompt is already read through it.
+      budget: the parts that limit what is kept or read.
+      sinks, recent: tokens that always stay.
+    """
+
+    compress_at: str
+    prefill_attention: str
+    budget: str
+    sinks: int
+    recent: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Reads:
+    """What a decode step loads per KV head, in tokens (K and V of one position); means over samples.
+
+    Attributes:
+      slots: live slots.
+      summary: φ, by its bytes.
+      selector: what the selection looks at to choose.
+      summary_paper: φ by the paper's count.
+    """
+
+    slots: float
+    summary: float
+    selector: float
+    summary_paper: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Bytes:
+    """Bytes of one row of the cache, means over samples.
+
+    Attributes:
+      live, allocated: when the answer begins.
+      peak_live: live at its highest while answering.
+      peak_allocated, prefill_live: at their highest, prefill included.
+      full: of the full cache on the same samples.
+    """
+
+    live: float
+    peak_live: float
+    allocated: float
+    peak_allocated: float
+    prefill_live: float
+    full: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Each:
+    """Per sample, in order: what pairs and intervals are made of.
+
+    Attributes:
+      score: in [0, 1]; None where only likelihood is judged.
+      nll, tokens: mean nats of the scored reference tokens, and how many they are.
+      kept, live, peak_live, retention: as in ``batch.Outcome``.
+      ranked: is the likeliest label the right one? None without labels.
+      output: what was written; None where nothing is.
+      digits: share of the reference's digits that are right; None unless all references are numbers.
+      found: of each scored span, are all its tokens the likeliest? None but for recall.
+      tags: facts that results are grouped by, such as depth; on disk each stands beside the other fields.
+    """
+
+    score: list[Any]
+    nll: list[float]
+    tokens: list[int]
+    kept: list[float]
+    live: list[float]
+    peak_live: list[float]
+    retention: list[float | None]
+    ranked: list[float | None] | None = None
+    output: list[str] | None = None
+    digits: list[float] | None = None
+    tags: dict[str, list[Any]] = dataclasses.field(default_factory=dict)
+    found: list[list[int]] | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Example:
+    """The first sample, token by token.
+
+    Attributes:
+      held: how many (layer, KV head) hold each token when the answer begins.
+      pieces, needed, answer: its tokens as text, which of them hold the answer, and that; full cache only.
+    """
+
+    held: list[int]
+    pieces: list[str] | None = None
+    needed: list[int] | None = None
+    answer: str | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Reference:
+    """The full cache on the same samples."""
+
+    score: float | None
+    nll: float
+    perplexity: float | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Row:
+    """A measured cell.
+
+    Attributes:
+      cell: what was measured.
+      policy: its policy, as ``catalogue.describe`` has it.
+      group, metric: of the task.
+      model, data: names of the model, and of where texts came from.
+      switches: how the policy was applied.
+      score, nll, ranked, digits: means over samples; None where the task has none.
+      perplexity, bits_per_byte: of the scored tokens; None but for perplexity tasks.
+      kept_fraction: live slots over tokens seen when the answer begins, mean over samples, layers and heads.
+      peak_fraction, mean_fraction: the same over the steps of the answer: the highest, the mean.
+      reads_per_step: slots and φ together.
+      reads, bytes: what a step loads, and what was held.
+      span_retention: share of (layer, head, needed token) held when the answer begins; None if none is.
+      heads: kept fraction by layer and KV head, [L][K].
+      each: per sample.
+      example: the first sample.
+      full: the full cache on the same samples.
+      informative: does the full cache reach 80 % there? Else the cell says nothing about a policy.
+      versions: of what computed.
+    """
+
+    cell: Cell
+    policy: dict[str, Any]
+    group: str
+    metric: str
+    model: str
+    data: str
+    switches: Switches
+    score: float | None
+    nll: float
+    ranked: float | None
+    digits: float | None
+    perplexity: float | None
+    bits_per_byte: float | None
+    kept_fraction: float
+    peak_fraction: float
+    mean_fraction: float
+    reads_per_step: float
+    reads: Reads
+    span_retention: float | None
+    bytes: Bytes
+    heads: list[list[float]]
+    each: Each
+    example: Example
+    full: Reference
+    informative: bool
+    versions: dict[str, str]
+
+    @property
+    def parts(self) -> frozenset[str]:
+        """Names of the parts of the policy."""
+        return frozenset(part["name"] for part in self.policy["parts"])
+
+    @property
+    def selects(self) -> bool:
+        """Does the policy choose what each step reads?"""
+        return any(part["place"] == "selection" for part in self.policy["parts"])
+
+
+NESTED: dict[str, Any] = {
+    "cell": Cell,
+    "switches": Switches,
+    "reads": Reads,
+    "bytes": Bytes,
+    "example": Example,
+    "full": Reference,
+}
+
+
+def as_json(row: Row) -> dict[str, Any]:
+    """The row as it stands on disk: fields of ``each`` and ``example`` that are None are left out."""
+    tree = dataclasses.asdict(row)
+    for name in ("each", "example"):
+        tree[name] = {key: value for key, value in tree[name].items() if value is not None}
+    each = tree["each"]
+    found = {name: each.pop(name) for name in ("found",) if name in each}
+    tree["each"] = each | each.pop("tags") | found
+    return tree
+
+
+def from_json(tree: dict[str, Any]) -> Row:
+    """The row of an object from disk; one without a description of its policy gets it from the policy's name.
+
+    Raises:
+      PolicyError: no description, and a policy that cannot be read.
+      TypeError, KeyError: the object is no row.
+    """
+    policy = tree.get("policy") or describe(parse_policy(tree["cell"]["policy"]))
+    known = {field.name for field in dataclasses.fields(Each)}
+    each = {name: value for name, value in tree["each"].items() if name in known}
+    tags = {name: value for name, value in tree["each"].items() if name not in known}
+    # Rows of before call the weights of a cell gates.
+    cell = {"weights" if name == "gates" else name: value for name, value in tree["cell"].items()}
+    nested = {name: kind(**(tree | {"cell": cell})[name]) for name, kind in NESTED.items()}
+    return Row(**(tree | nested | {"policy": policy, "each": Each(**each, tags=tags)}))
+
+
+def short(value: Any) -> Any:
+    """Floats to six significant digits, in trees of dataclasses, lists and dicts; arrays become lists."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {field.name: short(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        return type(value)(**fields)
+    if isinstance(value, dict):
+        return {name: short(x) for name, x in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [short(x) for x in value]
+    if isinstance(value, np.ndarray):
+        return short(value.tolist())
+    if isinstance(value, (float, np.floating)):
+        return float(f"{float(value):.6g}")
+    return int(value) if isinstance(value, np.integer) else value

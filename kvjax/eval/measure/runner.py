@@ -1,0 +1,154 @@
+"""Measuring a grid: cell after cell, each finished one on disk before the next begins."""
+
+from __future__ import annotations
+
+import sys
+import zlib
+from collections.abc import Callable
+
+import jax
+import numpy as np
+
+from kvjax import decode
+from kvjax.algebra import Policy
+from kvjax.eval import tasks
+from kvjax.eval.errors import EvalError
+from kvjax.eval.measure import batch
+from kvjax.eval.measure.grid import FULL, Grid, programs
+from kvjax.eval.measure.row import Cell, Row
+from kvjax.eval.measure.store import Store
+from kvjax.eval.measure.tally import row
+from kvjax.eval.tasks.data import Data
+from kvjax.eval.tasks.maker import Maker
+from kvjax.eval.tasks.sample import Samples, encode
+from kvjax.eval.tasks.task import Task
+from kvjax.loading import LanguageModel
+from kvjax.types import Params
+
+TOKENS = 32_768
+"""Tokens of a batch; what a batch holds at most is this many in whole-prompt prefill."""
+
+
+def draw(task: Task, model: LanguageModel, data: Data, *, length: int, seed: int, count: int) -> Samples:
+    """The samples of a cell: the same for every policy, each from a generator of its own.
+
+    Raises:
+      EvalError: data that has no generated twin is missing, or nothing fits.
+    """
+    for name in task.needs:
+        data.raw(name)
+    found: Samples = []
+    for i in range(count):
+        rng = np.random.default_rng((zlib.crc32(task.name.encode()), length, seed, i))
+        sample = task.make(rng, Maker(text=model.text, data=data, length=length, index=i))
+        found.append((sample, encode(model.text, sample)))
+    return found
+
+
+def batched(samples: Samples, length: int) -> tuple[int, list[Samples]]:
+    """(rows of every batch, the batches): as few as the memory of one allows, of nearly one size."""
+    most = max(1, min(64, TOKENS // length))
+    count = -(-len(samples) // most)
+    rows = -(-len(samples) // count)
+    return rows, [samples[i : i + rows] for i in range(0, len(samples), rows)]
+
+
+def run(
+    grid: Grid,
+    model: LanguageModel,
+    data: Data,
+    store: Store,
+    *,
+    say: Callable[[str], None] = lambda line: None,
+    shown: bool | None = None,
+) -> None:
+    """Measures every cell that is not finished yet.
+
+    Args:
+      grid: what.
+      model, data: on what.
+      store: finished cells, and where new ones go.
+      say: told one line a finished cell.
+      shown: a bar on standard error; None shows it to terminals.
+
+    Raises:
+      EvalError: a length the model was not made for.
+    """
+    from tqdm import tqdm
+
+    longest = max(cell.length for cell in grid.cells)
+    if longest > model.network.max_positions:
+        raise EvalError(
+            f"--lengths {longest} exceeds the {model.network.max_positions} positions that {model.name} was "
+            "trained for. Give shorter lengths or another --model."
+        )
+    done = store.done()
+    full = {cell.drawn: made for cell, made in done.items() if cell.policy == repr(FULL)}
+    work = [cell for cell in grid.cells if cell not in done]
+    hidden = not (sys.stderr.isatty() if shown is None else shown)
+    total = sum(cell.length * cell.samples for cell in work)
+    drawn: dict[tuple[str, int, int, int], Samples] = {}
+    with tqdm(total=total, unit="token", unit_scale=True, file=sys.stderr, disable=hidden) as bar:
+        for before, cell in zip([None, *work], work):
+            task, policy = tasks.tasks()[cell.task], grid.policies[cell.policy]
+            if before is not None and before.length != cell.length:
+                drawn.clear()
+            if before is not None and not _same_programs(grid, before, cell):
+                forget()
+            bar.set_description(f"{cell.task} {cell.length}")
+            if cell.drawn not in drawn:
+                drawn[cell.drawn] = draw(
+                    task, model, data, length=cell.length, seed=cell.seed, count=cell.samples
+                )
+            weights = grid.weights.get((cell.policy, cell.weights))
+            samples = drawn[cell.drawn]
+            batches = _measured(cell, policy, model, samples, weights, bar.update)
+            made = row(cell, task, policy, model, samples, batches, full.get(cell.drawn), data.source)
+            store.append(made)
+            if policy == FULL:
+                full[cell.drawn] = made
+            say(line(made))
+
+
+def _same_programs(grid: Grid, before: Cell, cell: Cell) -> bool:
+    """Do two cells run the same programs? Shapes follow the length."""
+    one, other = (programs(grid.policies[each.policy]) for each in (before, cell))
+    return before.length == cell.length and one == other
+
+
+def forget() -> None:
+    """Drops compiled programs: each holds memory maps, of which a process may have only so many."""
+    jax.clear_caches()
+
+
+def _measured(
+    cell: Cell,
+    policy: Policy,
+    model: LanguageModel,
+    samples: Samples,
+    weights: Params | None,
+    tick: Callable[[int], object],
+) -> list[batch.Batch]:
+    rows, parts = batched(samples, cell.length)
+    context = decode.bucket(cell.length)
+    found = []
+    for part in parts:
+        found.append(
+            batch.run(
+                model, policy, part, protocol=cell.protocol, context=context, rows=rows, weights=weights
+            )
+        )
+        tick(len(part) * cell.length)
+    return found
+
+
+def line(made: Row) -> str:
+    """A finished cell for people."""
+    cell = made.cell
+    value = f"ppl {made.perplexity:8.2f}" if made.score is None else f"score {100 * made.score:6.1f}"
+    mark = "" if made.informative else "  (not informative: full cache below 80 %)"
+    held = "" if made.span_retention is None else f"  spans {100 * made.span_retention:5.1f} %"
+    return (
+        f"{cell.task:<18} {cell.length:>5} {cell.policy:<44} {cell.protocol:<8} {value}  "
+        f"nll {made.nll:6.3f}  kept {100 * made.kept_fraction:5.1f} %{held}{mark}"
+    )

@@ -1,0 +1,149 @@
+"""Results on disk: one JSON line a cell in ``results.jsonl``, and ``about.json``, which says whose they are.
+
+A line is written in one go and flushed; a line that a killed run left half written is cut off when the
+folder is opened again, so that a run loses at most its current cell.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+import kvjax
+from kvjax.algebra import PolicyError
+from kvjax.eval.errors import EvalError
+from kvjax.eval.measure.row import Cell, Row, as_json, from_json
+from kvjax.eval.tasks.data import Data
+from kvjax.loading import LanguageModel
+from kvjax.weights import fingerprint
+
+SCHEMA = 2
+"""Of rows and of samples; raised whenever older results can no longer stand beside new ones."""
+
+RESULTS, ABOUT = "results.jsonl", "about.json"
+
+
+def about(model: LanguageModel, data: Data) -> dict[str, Any]:
+    """What must be equal for results to stand in one folder.
+
+    Older results have ``weights``: sixteen hex digits of the SHA-256 of the weight files, which told apart
+    files of one model in two dtypes.
+    """
+    return {
+        "schema": SCHEMA,
+        "kvjax": kvjax.__version__,
+        "model": named(model),
+        "fingerprint": fingerprint(model),
+        "dtype": str(model.params["embed"].dtype),
+        "data": data.source,
+    }
+
+
+def named(model: LanguageModel) -> str:
+    """The model's name: a local folder's own, without the path to it."""
+    return Path(model.name).resolve().name if Path(model.name).is_dir() else model.name
+
+
+def versions() -> dict[str, str]:
+    """Of what computes."""
+    import jax
+
+    return {"kvjax": kvjax.__version__, "jax": jax.__version__, "python": platform.python_version()}
+
+
+@dataclasses.dataclass(frozen=True)
+class Store:
+    """A folder of results, open for more."""
+
+    folder: Path
+
+    @classmethod
+    def open(cls, folder: Path, whose: dict[str, Any]) -> Store:
+        """The folder, made if need be; a torn last line is cut off.
+
+        Raises:
+          EvalError: it holds results of another version, model or kind of data.
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        file = folder / ABOUT
+        if file.exists():
+            _same(folder, _object(file), whose)
+        elif (folder / RESULTS).exists():
+            raise EvalError(
+                f"{folder} has results but no {ABOUT}: they are none of this program's. Give another --out."
+            )
+        else:
+            part = file.with_suffix(f".part-{os.getpid()}")
+            part.write_text(json.dumps(whose, indent=1) + "\n", encoding="utf-8")
+            os.replace(part, file)
+        _mend(folder / RESULTS)
+        return cls(folder)
+
+    def done(self) -> dict[Cell, Row]:
+        """Every finished cell."""
+        return {row.cell: row for row in read(self.folder)} if (self.folder / RESULTS).exists() else {}
+
+    def append(self, row: Row) -> None:
+        """One more line, on disk when this returns."""
+        with (self.folder / RESULTS).open("ab") as stream:
+            stream.write((json.dumps(as_json(row), ensure_ascii=False) + "\n").encode())
+            stream.flush()
+            os.fsync(stream.fileno())
+
+
+def read(folder: Path) -> list[Row]:
+    """The rows of a folder.
+
+    Raises:
+      EvalError: there are none, they cannot be read, or they are of another schema.
+    """
+    file = folder / RESULTS
+    if not file.is_file():
+        raise EvalError(f"{folder} has no {RESULTS}. Run the evaluation with --out {folder} first.")
+    schema = _object(folder / ABOUT).get("schema")
+    if schema != SCHEMA:
+        raise EvalError(
+            f"{folder} holds results of schema {schema}, this version reads {SCHEMA}. Run the evaluation "
+            "again, into another folder."
+        )
+    try:
+        lines = file.read_bytes().split(b"\n")
+        return [from_json(json.loads(line)) for line in lines[:-1]]
+    except PolicyError:  # also a ValueError; it says what is wrong with the policy
+        raise
+    except (ValueError, TypeError, KeyError):
+        raise EvalError(
+            f"{file} holds a line that is no row. Name a folder that this program wrote."
+        ) from None
+
+
+def _object(file: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        raise EvalError(f"{file} cannot be read. Name a folder that this program wrote.") from None
+    return dict(found)
+
+
+def _same(folder: Path, there: dict[str, Any], whose: dict[str, Any]) -> None:
+    for name, value in whose.items():
+        if there.get(name) != value:
+            raise EvalError(
+                f"{folder} holds results of another version ({name} {there.get(name)!r}, now {value!r}). "
+                "Give another --out, or move the old results away."
+            )
+
+
+def _mend(file: Path) -> None:
+    """Cuts off what follows the last line break."""
+    if not file.exists():
+        return
+    content = file.read_bytes()
+    whole = content.rfind(b"\n") + 1
+    if whole < len(content):
+        with file.open("r+b") as stream:
+            stream.truncate(whole)

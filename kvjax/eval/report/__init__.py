@@ -1,0 +1,1 @@
+"""What rows say: tables, figures, one HTML page, and the papers' claims."""

@@ -1,0 +1,219 @@
+"""The seed papers' claims, each with the paper's number and the rule that judges ours from results.
+
+Rules name methods by their presets, so a method that is not there matches no row and its claims read "not
+run"; so do claims about quantities that are in no row (the last words of such a claim say where they are
+measured). Comparisons are paired on the same samples; "at matched memory" means live bytes within 2 %; a
+comparison holds when its whole 95 % interval does, a bound on a loss when the interval stays inside it.
+
+Papers: WG-KV https://arxiv.org/abs/2512.17452, Top-K with completion https://arxiv.org/abs/2604.05438;
+CONF-KV, KVP and GVote by their titles.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+from kvjax.eval.report import judges, table
+from kvjax.eval.report.judges import (
+    Judge,
+    attention_free,
+    both,
+    like,
+    on,
+    only,
+    same_reads,
+    same_slots,
+    swapped,
+)
+from kvjax.eval.report.table import Results
+
+UNSEEN = on("babilong", "icl", "gsm", "rerank", "mqar")
+"""Groups that no ranker is trained on."""
+FIXED = only("streaming-llm", "snapkv", "adakv")
+CONF, GATE = like("conf-kv"), like("wg-kv")
+
+
+@dataclasses.dataclass(frozen=True)
+class Claim:
+    """One sentence of a paper.
+
+    Attributes:
+      id: short name, paper first.
+      says: what is claimed.
+      number: the paper's own.
+      judge: from results to ours.
+    """
+
+    id: str
+    says: str
+    number: str
+    judge: Judge
+
+
+CLAIMS = (
+    Claim(
+        "wg-kv/quality",
+        "Learned admission loses little long-context quality at a quarter of the cache",
+        "negligible loss at 20–25 % kept (14 HELMET tasks)",
+        judges.within(both(only("wg-kv"), lambda r: r.kept_fraction <= 0.3), 1.0),
+    ),
+    Claim(
+        "wg-kv/local",
+        "Better than a window with sinks at matched memory",
+        "higher on 14 HELMET tasks",
+        judges.better(only("wg-kv"), only("streaming-llm")),
+    ),
+    Claim(
+        "wg-kv/duo",
+        "Better than DuoAttention at matched memory",
+        "higher on 14 HELMET tasks",
+        judges.better(only("wg-kv"), only("duo-attention")),
+    ),
+    Claim(
+        "wg-kv/quest",
+        "Composes with Quest at no loss: within 1 point of Quest alone at the same reads",
+        "curves overlap",
+        judges.better(both(GATE, like("quest")), only("quest"), same_reads, margin=-1.0),
+    ),
+    Claim(
+        "wg-kv/memory",
+        "Peak memory at 75 % sparsity, 200k to 500k tokens (kvjax.bench)",
+        "−46 … −57 %",
+        judges.never,
+    ),
+    Claim("wg-kv/prefill", "Prefill time at 75 % sparsity (kvjax.bench)", "3.03–3.45× faster", judges.never),
+    Claim("wg-kv/decode", "Decode time at 75 % sparsity (kvjax.bench)", "1.89–2.56× faster", judges.never),
+    Claim(
+        "conf-kv/ppl",
+        "Perplexity near the full cache at the footprint of a 512-token window",
+        "+1.5 … +2.1 PPL",
+        judges.ppl_gap(CONF, 2.1),
+    ),
+    Claim(
+        "conf-kv/gap",
+        "Closes most of the gap between window and full at matched memory",
+        "60 % (INT8), 74 % (-L)",
+        judges.gap_closed(CONF, only("streaming-llm"), 0.60),
+    ),
+    Claim(
+        "conf-kv/pyramid",
+        "PyramidKV, the best static baseline, closes less of that gap",
+        "63 %",
+        judges.better(CONF, like("pyramidkv"), text=True),
+    ),
+    Claim(
+        "conf-kv/niah-h2o",
+        "Needles: better than H2O at matched memory",
+        "91.4 vs 80.6 %",
+        judges.better(both(CONF, on("niah")), both(only("h2o"), on("niah"))),
+    ),
+    Claim(
+        "conf-kv/niah-window",
+        "Needles: better than a window at matched memory",
+        "91.4 vs 53.8 %",
+        judges.better(both(CONF, on("niah")), both(only("streaming-llm"), on("niah"))),
+    ),
+    Claim(
+        "conf-kv/agent",
+        "Keeps the full cache's success over many turns (here: dialogue retrieval, within 5 points)",
+        "95.3 % of full at 1/2.8 of the memory",
+        judges.within(both(CONF, on("dialogue_recall")), 5.0),
+    ),
+    Claim(
+        "conf-kv/int8",
+        "INT8 storage costs little perplexity",
+        "+0.34 PPL",
+        judges.ppl_gap(only("int8"), 0.34),
+    ),
+    Claim("conf-kv/round-trip", "Round-trip error of INT8 per head and channel", "0.38 %", judges.never),
+    Claim(
+        "conf-kv/random",
+        "At the same rate of eviction the ranking beats random",
+        "30.92 vs 36.54 PPL (0.167 nats a token)",
+        judges.better(only("conf-kv"), swapped("conf-kv", "random"), text=True),
+    ),
+    Claim("conf-kv/premise", "Confidence falls as the lost past matters more", "r < 0", judges.never),
+    Claim(
+        "kvp/ruler",
+        "RULER: better than attention-free rankings at matched memory",
+        "highest at most sizes",
+        judges.better(both(only("kvp"), on("ruler")), both(attention_free, on("ruler"))),
+    ),
+    Claim(
+        "kvp/dialogue",
+        "Dialogue: lower perplexity than attention-free rankings at matched memory",
+        "lowest at most sizes",
+        judges.better(
+            both(only("kvp"), on("dialogue_ppl")), both(attention_free, on("dialogue_ppl")), text=True
+        ),
+    ),
+    Claim(
+        "kvp/transfer",
+        "Tasks not trained on: better than attention-free rankings at matched memory",
+        "better than most, close to full",
+        judges.better(both(only("kvp"), UNSEEN), both(attention_free, UNSEEN)),
+    ),
+    Claim("kvp/cost", "Eviction cost nearest to the oracle's on every budget", "lowest curve", judges.never),
+    Claim(
+        "topk-phi/ruler",
+        "RULER at the same retrieved tokens (1 %): completion adds to exact Top-K",
+        "+4.0 / +2.7 / +2.9 points (4k / 8k / 16k, Llama), about 0 (Qwen3)",
+        judges.better(both(only("topk-phi"), on("ruler")), both(only("topk"), on("ruler")), same_slots),
+    ),
+    Claim(
+        "topk-phi/matched",
+        "RULER at the same reads, φ counted",
+        "+2.4 points (16k, 1 %) … −0.1 (8k, 5 %), Llama; at most 0.2 (Qwen3)",
+        judges.better(both(only("topk-phi"), on("ruler")), both(only("topk"), on("ruler")), same_reads),
+    ),
+    Claim(
+        "topk-phi/babilong",
+        "BABILong at the same retrieved tokens (1 %): completion adds to exact Top-K",
+        "+1.7 / +1.8 / +2.6 points (Llama), −1.6 / +0.9 / 0 (Qwen3)",
+        judges.better(both(only("topk-phi"), on("babilong")), both(only("topk"), on("babilong")), same_slots),
+    ),
+    Claim("topk-phi/tokens", "Fewer retrieved tokens at equal quality", "1.8×", judges.never),
+    Claim("topk-phi/entropy", "Gains concentrate in high-entropy heads", "rising by quartile", judges.never),
+    Claim(
+        "gvote/memory",
+        "Half the memory of a fixed budget at no lower accuracy",
+        "2×",
+        judges.smaller(only("gvote"), FIXED, 2.0),
+    ),
+    Claim(
+        "gvote/quality",
+        "Accuracy stays with the full cache's (within 2 points), no budget set",
+        "higher than or comparable to the baselines",
+        judges.within(only("gvote"), 2.0),
+    ),
+    Claim("gvote/overlap", "Synthetic queries attend where true ones do", "0.929 of the mass", judges.never),
+)
+
+
+def lines(results: Results) -> list[dict[str, str]]:
+    """One object a claim."""
+    found = []
+    for claim in CLAIMS:
+        verdict = claim.judge(results)
+        found.append(
+            {
+                "id": claim.id,
+                "claim": claim.says,
+                "paper": claim.number,
+                "ours": verdict.ours,
+                "verdict": verdict.verdict,
+            }
+        )
+    return found
+
+
+def markdown(results: Results) -> str:
+    """The table."""
+    found = lines(results)
+    return table.markdown(list(found[0]), [list(line.values()) for line in found])
+
+
+def json_lines(results: Results) -> str:
+    """The same for programs."""
+    return "\n".join(json.dumps(line, ensure_ascii=False) for line in lines(results))

@@ -1,0 +1,44 @@
+"""A task: how its samples are made and judged, and which policies it can say something about."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+from kvjax.algebra import Policy
+from kvjax.eval.tasks.maker import Maker, Rng
+from kvjax.eval.tasks.sample import Sample
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Task:
+    """One task.
+
+    Attributes:
+      name, group: what it is called, and the word that asks for it and its relatives.
+      fits: tokens from which on its samples fit.
+      make: draws a sample for a maker's length; pure in its generator.
+      score: (output, sample) to [0, 1]; None where only the reference's tokens are judged.
+      metric: accuracy, ndcg, perplexity or recall (share of scored tokens that are the likeliest).
+      asks: whether there is a question that a policy could see or not see.
+      newline: whether an output ends at its first line break.
+      needs: data that has no generated twin, by name; () where anything missing is generated.
+    """
+
+    name: str
+    group: str
+    fits: int
+    make: Callable[[Rng, Maker], Sample]
+    score: Callable[[str, Sample], float] | None = None
+    metric: str = "accuracy"
+    asks: bool = True
+    newline: bool = True
+    needs: tuple[str, ...] = ()
+
+    def refuse(self, policy: Policy, length: int) -> str | None:
+        """Why this policy says nothing on this task at this length; None when it may run."""
+        asked = [policy.budget.least if policy.budget.limited else None, policy.admission.window]
+        for slots in asked:
+            if slots is not None and slots >= length:
+                return f"it keeps {slots} tokens a head, and rows have {length}: nothing would ever go"
+        return None

@@ -1,0 +1,105 @@
+"""The door: each token that steps out of the window meets its one decision."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+
+from kvjax.cache import pages as paging
+from kvjax.cache import ring as rings
+from kvjax.cache.pages import Pages
+from kvjax.cache.ring import Entry
+from kvjax.cache.state import LayerCache
+from kvjax.layer._demote import codecs, split_by_age
+from kvjax.layer._evict import slot_to_replace
+from kvjax.layer._info import LayerInfo, absorb
+from kvjax.types import EMPTY
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Int
+
+
+def admit(info: LayerInfo, cache: LayerCache, leaving: Entry, final: bool = False) -> LayerCache:
+    """Leaving tokens go to the pages, to φ, or are dropped.
+
+    Args:
+      info: which layer.
+      cache: whose ring they leave.
+      leaving: T tokens, ``admit`` decides.
+      final: a whole prompt was ranked and nothing is evicted after it: tokens go where they will stay,
+        old ones straight to the demoted pages.
+    """
+    if cache.pages is None:
+        return cache
+    policy, list_id = info.policy, _destination(info, leaving)
+    stored = [
+        paging.append(pages, codec, policy.selection, leaving, ids)
+        for pages, codec, ids in zip(
+            cache.pools,
+            codecs(policy, cache),
+            split_by_age(policy, cache, list_id) if final else (list_id,),
+        )
+    ]
+    return _completed(info, cache.with_pools(stored), leaving)
+
+
+def admit_or_replace(
+    info: LayerInfo, cache: LayerCache, new: Entry, length: Int[Array, " B"], count: Int[Array, " B"]
+) -> LayerCache:
+    """``admit`` for a decode step: the oldest token out, the new one in; untouched pages where none enters.
+
+    Where a stream is full, the token that enters takes the slot of the one that is evicted for it.
+
+    Args:
+      info: which layer.
+      cache: after ``length`` tokens.
+      new: one token a row.
+      length: tokens each row has seen.
+      count: 1 for rows that have a new token, else 0.
+    """
+    if cache.pages is None:
+        return dataclasses.replace(cache, ring=rings.put(cache.ring, new, length, count))
+    storage, selection = codecs(info.policy, cache)[0], info.policy.selection
+    leaving = rings.leaving(cache.ring, new, length, count)
+    list_id = _destination(info, leaving)
+    hole = slot_to_replace(info, cache, leaving, list_id, length + count, count)
+    if hole is not None:
+        list_id = jnp.where(hole < cache.pages.span, list_id, EMPTY)  # beyond: the token itself is evicted
+
+    # XLA on CPU keeps no order but that of data, and would copy the ring to write it beside a read. So what
+    # is written comes out of the branches that use what was read, in one of them seemingly changed.
+    def enter(pages: Pages, k: Array, v: Array) -> tuple[Pages, Array, Array]:
+        pages = paging.append(pages, storage, selection, leaving, list_id, hole)
+        never = (leaving.pos < EMPTY)[:, None, :, None]
+        return pages, jnp.where(never, leaving.k, k), jnp.where(never, leaving.v, v)
+
+    pages, k, v = jax.lax.cond(jnp.any(list_id >= 0), enter, lambda *same: same, cache.pages, new.k, new.v)
+    new = dataclasses.replace(new, k=k, v=v)
+    ring = rings.put(cache.ring, new, length, count)
+    return _completed(info, dataclasses.replace(cache, pages=pages, ring=ring), leaving)
+
+
+def _destination(info: LayerInfo, leaving: Entry) -> Int[Array, "B K T"]:
+    """The page list each leaving token goes to; EMPTY for those that are not stored."""
+    selection, real = info.policy.selection, (leaving.pos >= 0)[:, None, :]
+    list_id = jnp.zeros(leaving.pos.shape, jnp.int32)
+    if selection.splits:
+        list_id = selection.selectable(leaving.pos, info.total).astype(jnp.int32)
+    return jnp.where(leaving.admit & real, list_id[:, None, :], EMPTY)
+
+
+def _completed(info: LayerInfo, cache: LayerCache, leaving: Entry) -> LayerCache:
+    """The cache after φ absorbed its part of the leaving tokens."""
+    policy = info.policy
+    if policy.completion.idle:
+        return cache
+    # Without selection φ absorbs the rejected; with selection every selectable token too, stored or not.
+    take = ~leaving.admit
+    if not policy.selection.idle:
+        take = take | policy.selection.selectable(leaving.pos, info.total)[:, None, :]
+    take = take & (leaving.pos >= 0)[:, None, :]
+    pos = jnp.broadcast_to(leaving.pos[:, None], leaving.admit.shape)
+    return absorb(info, cache, leaving.k, leaving.v, pos, take)

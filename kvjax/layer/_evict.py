@@ -1,0 +1,178 @@
+"""Eviction while tokens come: streams over their target lose their lowest-ranked slots."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+
+from kvjax.algebra import Every, Policy
+from kvjax.cache import ring as rings
+from kvjax.cache import stream as streams
+from kvjax.cache.pages import Slots
+from kvjax.cache.ring import Entry
+from kvjax.cache.state import LayerCache
+from kvjax.layer._demote import codecs
+from kvjax.layer._info import LayerInfo, absorb
+from kvjax.types import EMPTY
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Bool, Float, Int
+
+
+def due(policy: Policy, length: Int[Array, " B"], count: Int[Array, " B"]) -> Bool[Array, " B"]:
+    """Rows for which a budget that acts while decoding acts now: ``count`` tokens came, ``length`` in all."""
+    came = count > 0
+    if isinstance(policy.budget.when, Every):
+        k = policy.budget.when.k
+        return came & (length // k > (length - count) // k)
+    return came
+
+
+def evict(
+    info: LayerInfo, cache: LayerCache, length: Int[Array, " B"], acts: Bool[Array, " B"]
+) -> LayerCache:
+    """Streams over their target lose their lowest slots, ranked once; mostly none or one each.
+
+    Args:
+      info: which layer.
+      cache: after the newest tokens were written.
+      length: tokens each row has seen, these included.
+      acts: rows for which the budget acts (``due``); the others are left alone.
+    """
+    if cache.pages is None or not info.policy.decides_later:
+        return cache
+    excess = _excess(info, cache, streams.live(cache.pools), length, acts)
+    most = excess.max()
+    cache = _if(most == 1, lambda cache: _evict_one(info, cache, excess), cache)
+    return _if(most > 1, lambda cache: _evict_many(info, cache, excess), cache)
+
+
+def slot_to_replace(
+    info: LayerInfo,
+    cache: LayerCache,
+    leaving: Entry,
+    list_id: Int[Array, "B K 1"],
+    length: Int[Array, " B"],
+    count: Int[Array, " B"],
+) -> Int[Array, "B K 1"] | None:
+    """The slot that each token at the door takes from the one token that is evicted because it enters.
+
+    What ``evict`` would leave after it entered, without moving anything twice.
+
+    Args:
+      info: which layer.
+      cache: before the token enters.
+      leaving: the token at the door.
+      list_id: its page list; EMPTY where it does not enter.
+      length: tokens each row has seen, the newest included.
+      count: tokens that came.
+
+    Returns:
+      Index among the stream's slots; one beyond the last where the token itself would be evicted; EMPTY
+      where nothing is evicted, or more than one. None where the policy never does so: the pages are not a
+      single list, or the evicted token has to be read first.
+    """
+    policy, pages = info.policy, cache.pages
+    assert pages is not None  # noqa: S101
+    single = cache.demoted is None and pages.table.shape[2] == 1
+    if not (policy.decides_later and single and policy.completion.idle):
+        return None
+    enters = list_id[..., 0] >= 0
+    live = streams.live(cache.pools) + enters
+    full = enters & (_excess(info, cache, live, length, due(policy, length, count)) == 1)
+
+    def lowest() -> Int[Array, "B K 1"]:
+        victim = _first(*ranked(info, _with(streams.slots(cache.pools), leaving)))
+        return jnp.where(full, victim, EMPTY)[..., None]
+
+    return jax.lax.cond(jnp.any(full), lowest, lambda: jnp.full(list_id.shape, EMPTY))
+
+
+def _with(slots: Slots, leaving: Entry) -> Slots:
+    """The slots of each stream, and the token at the door as one more."""
+    shape = (*slots.pos.shape[:2], 1)
+    pos = jnp.broadcast_to(leaving.pos[:, None], shape)
+    return Slots(
+        pos=jnp.concatenate([slots.pos, pos], axis=-1),
+        live=jnp.concatenate([slots.live, pos >= 0], axis=-1),
+        meta={name: jnp.concatenate([x, leaving.meta[name]], axis=-1) for name, x in slots.meta.items()},
+    )
+
+
+def _excess(
+    info: LayerInfo, cache: LayerCache, live: Int[Array, "B K"], length: Int[Array, " B"], acts: Array
+) -> Int[Array, "B K"]:
+    """How many of the ``live`` paged slots are over the target."""
+    target = info.policy.budget.targets(info.frame(cache.ring.k), length, None)
+    space = jnp.maximum(target - rings.live(length, cache.ring.window)[:, None], 0)
+    return jnp.where(acts[:, None], jnp.maximum(live - space, 0), 0)
+
+
+def _if(so: Bool[Array, ""], do: Callable[[LayerCache], LayerCache], cache: LayerCache) -> LayerCache:
+    """``do(cache)`` if so. A loop of one turn: XLA works in its carry; a branch would copy the pools."""
+
+    def turn(carry: tuple[Array, LayerCache]) -> tuple[Array, LayerCache]:
+        return jnp.zeros_like(so), do(carry[1])
+
+    return jax.lax.while_loop(lambda carry: carry[0], turn, (so, cache))[1]
+
+
+def _evict_one(info: LayerInfo, cache: LayerCache, excess: Int[Array, "B K"]) -> LayerCache:
+    """``excess`` is 0 or 1: the cheap way."""
+    policy = info.policy
+    victim = _first(*ranked(info, streams.slots(cache.pools)))
+    victim = jnp.where(excess > 0, victim, EMPTY)
+    if not policy.completion.idle:
+        at = jnp.maximum(victim, 0)[..., None]
+        cache = _absorb_evicted(info, cache, at, (victim >= 0)[..., None])
+    return cache.with_pools(streams.remove(cache.pools, codecs(policy, cache), policy.selection, victim))
+
+
+def _first(score: Float[Array, "B K C"], slots: Slots) -> Int[Array, "B K"]:
+    """The first of ``victims``; EMPTY where no slot may be evicted."""
+    lowest = slots.live & (score == score.min(axis=-1, keepdims=True))
+    victim = jnp.argmax(jnp.where(lowest, slots.pos, EMPTY), axis=-1)
+    return jnp.where(slots.live.any(axis=-1), victim, EMPTY)
+
+
+def _evict_many(info: LayerInfo, cache: LayerCache, excess: Int[Array, "B K"]) -> LayerCache:
+    """Any number of victims, at once."""
+    policy = info.policy
+    gone = victims(*ranked(info, streams.slots(cache.pools)), excess)
+    if not policy.completion.idle:
+        at = jnp.broadcast_to(jnp.arange(gone.shape[-1]), gone.shape)
+        cache = _absorb_evicted(info, cache, at, gone)
+    return cache.with_pools(streams.retain(cache.pools, codecs(policy, cache), policy.selection, ~gone))
+
+
+def ranked(info: LayerInfo, slots: Slots) -> tuple[Float[Array, "B K C"], Slots]:
+    """Scores of the slots, inf where none may be evicted; and the slots, ``live`` where one may."""
+    own = {n.removeprefix("eviction."): x for n, x in slots.meta.items() if n.startswith("eviction.")}
+    candidate = slots.live & (slots.pos >= info.policy.sinks)
+    slots = dataclasses.replace(slots, live=candidate, meta=own)
+    return jnp.where(candidate, info.policy.eviction.score(info.weights("eviction"), slots), jnp.inf), slots
+
+
+def victims(score: Float[Array, "B K C"], slots: Slots, excess: Int[Array, "B K"]) -> Bool[Array, "B K C"]:
+    """The ``excess`` live slots of each stream with the lowest scores, the highest positions among equals."""
+    back = -slots.pos
+    order = jax.lax.sort((score, back), num_keys=2)
+    at = jnp.clip(excess - 1, 0, score.shape[-1] - 1)[..., None]
+    last, where = (jnp.take_along_axis(x, at, axis=-1) for x in order)
+    low = (score < last) | ((score == last) & (back <= where))
+    return slots.live & low & (excess > 0)[..., None]
+
+
+def _absorb_evicted(info: LayerInfo, cache: LayerCache, at: Int[Array, "B K T"], gone: Array) -> LayerCache:
+    """Fold evicted slots into φ, except those it absorbed at the door already: the selectable ones."""
+    pages = cache.pages
+    assert pages is not None  # noqa: S101
+    if not info.policy.selection.idle:
+        always = (pages.table.shape[2] - 1) * pages.table.shape[3] * pages.size  # the last list is selectable
+        gone = gone & (at < always)
+    k, v, pos = streams.read(cache.pools, codecs(info.policy, cache), at)
+    return absorb(info, cache, k, v, pos, gone)

@@ -1,0 +1,107 @@
+"""A whole prompt at once: attend, rank every token, and only then store what the budget retains."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import jax.numpy as jnp
+
+from kvjax.algebra import Observation
+from kvjax.cache import ring as rings
+from kvjax.cache.pages import Slots
+from kvjax.cache.ring import Entry
+from kvjax.cache.state import LayerCache
+from kvjax.layer._admit import admit
+from kvjax.layer._info import LayerInfo, arriving, major, observe
+from kvjax.layer._mass import query_weights, receive_mass
+from kvjax.layer._read import attend_among, merged
+from kvjax.types import EMPTY, Heads
+from pallas_kernels.blockwise.api import column_mass
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Bool, Float, Int
+
+
+def prompt(info: LayerInfo, x: Heads, pos: Int[Array, "B T"]) -> tuple[Float[Array, "B T N H"], Entry]:
+    """The whole prompt at one layer: attend under the admission mask, then rank every token.
+
+    Args:
+      info: which layer; ``info.total`` are the prompts' lengths.
+      x: the prompt's heads.
+      pos: positions, EMPTY for padding.
+
+    Returns:
+      Attention output in the model's layout, and the tokens with ``admit`` set where they are retained
+      (``store`` stores them).
+    """
+    policy = info.policy
+    observed = observe(info, x, pos)
+    new = arriving(info, x, pos, observed)
+    sliding = info.window is not None  # the model's sliding layers take no policy beyond their window
+    hides = not policy.admission.idle and policy.admission.prefill and policy.completion.idle
+    window, bits = (policy.admission.window, new.admit) if hides and not sliding else (info.window, None)
+    partial = attend_among(major(x.q), new, info.total, window, bits, x.softcap)
+    if policy.budget.limited and policy.eviction.needs_mass and not sliding:
+        mass = column_mass(
+            major(x.q),
+            new.k,
+            partial[1],
+            query_weights(info, pos),
+            q_pos=pos,
+            k_pos=pos,
+            window=window,
+            admit=bits,
+            softcap=x.softcap,
+        )
+        observed = dataclasses.replace(observed, values=observed.values | {"mass": mass})
+        if policy.tracks_mass:
+            meta = receive_mass(info, pos[:, None], new.meta, mass, info.total)
+            new = dataclasses.replace(new, meta=meta)
+    keep = new.admit
+    if policy.budget.limited and not sliding:
+        keep = keep & retained(info, new, observed)
+    return merged((partial,), x.v.dtype)[0], dataclasses.replace(new, admit=keep)
+
+
+def retained(info: LayerInfo, new: Entry, observed: Observation) -> Bool[Array, "B K T"]:
+    """Which tokens stay: the protected, then the best scores up to the target; ties: lowest position."""
+    policy, shape = info.policy, new.admit.shape
+    # Where the budget acts later too, the ring is live whatever it scores.
+    newest = policy.ring_tokens if policy.decides_later else policy.protects
+    pos = observed.pos[:, None, :]
+    safe = (pos >= 0) & ((pos < policy.sinks) | (pos >= (info.total - newest)[:, None, None]))
+    free = (pos >= 0) & new.admit & ~safe
+    if policy.tracks_mass:  # as at any later step
+        values = {name: new.meta[f"eviction.{name}"] for name in policy.eviction.keeps}
+        slots = Slots(pos=jnp.broadcast_to(pos, shape), live=free, meta=values)
+        score = policy.eviction.score(info.weights("eviction"), slots)
+    else:
+        score = policy.eviction.score_prompt(info.weights("eviction"), observed)
+    score = jnp.where(free, jnp.broadcast_to(score, shape), jnp.where(safe, jnp.inf, -jnp.inf))
+    scores = score if policy.budget.from_scores else None
+    target = policy.budget.targets(info.frame(new.k), info.total, scores)
+    target = jnp.maximum(target, safe.sum(axis=-1))
+    order = jnp.argsort(jnp.argsort(-score, axis=-1, stable=True), axis=-1)
+    return (order < target[..., None]) & (score > -jnp.inf)
+
+
+def store(info: LayerInfo, cache: LayerCache, new: Entry, count: Int[Array, " B"]) -> LayerCache:
+    """Store a ranked prompt: the newest W tokens in the ring, other retained ones in pages, the rest in φ.
+
+    Args:
+      info: which layer.
+      cache: an empty cache whose pools hold the retained tokens.
+      new: the prompt, retained where ``admit``.
+      count: prompt length of each row.
+    """
+    left = new.pos < (count - cache.ring.window)[:, None]
+    leaving = dataclasses.replace(new, pos=jnp.where(left, new.pos, EMPTY))
+    cache = admit(info, cache, leaving, final=True)
+    return dataclasses.replace(cache, ring=rings.put(cache.ring, new, jnp.zeros_like(count), count))
+
+
+def count_stored(new: Entry, count: Int[Array, " B"], window: int) -> Int[Array, "B K"]:
+    """How many tokens of each stream ``store`` will put into pages."""
+    leaves = (new.pos >= 0) & (new.pos < (count - window)[:, None])
+    return (new.admit & leaves[:, None, :]).sum(axis=-1)

@@ -1,0 +1,29 @@
+"""Learned weights of a policy's parts: files, whose they are, and where a policy finds them.
+
+``gates`` converts published WG-KV gates and makes random ones (``python -m kvjax.weights``), ``torch_file``
+reads what torch saved.
+"""
+
+from kvjax.weights._file import Learned, WeightsError, read_weights, save_weights
+from kvjax.weights._find import Found, find, load_weights, missing, weights_for
+from kvjax.weights._fingerprint import fingerprint
+from kvjax.weights._sources import GATES, Source, Sources, add_options, parse_sources, sources
+
+__all__ = [
+    "GATES",
+    "Found",
+    "Learned",
+    "Source",
+    "Sources",
+    "WeightsError",
+    "add_options",
+    "find",
+    "fingerprint",
+    "load_weights",
+    "missing",
+    "parse_sources",
+    "read_weights",
+    "save_weights",
+    "sources",
+    "weights_for",
+]

@@ -1,0 +1,45 @@
+"""Files of learned weights: ``python -m kvjax.weights convert | random`` (``kvjax.weights.gates``)."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from kvjax import cli
+from kvjax.weights import gates
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command; the exit code."""
+    return cli.run(_make, argv)
+
+
+def _make(words: Sequence[str]) -> None:
+    said = _parser().parse_args(words)
+    if said.verb == "convert":
+        gates.convert(said.file, said.model, said.out, said.weight)
+    else:
+        gates.make_random(said.model, said.share, said.out)
+    print(
+        f"{said.out} written. Serve it with --policy wg-kv --weights write_gate={said.out}.", file=sys.stderr
+    )
+
+
+def _parser() -> cli.Parser:
+    parser = cli.Parser(prog="python -m kvjax.weights", description="Files of WG-KV gates.")
+    verbs = parser.add_subparsers(dest="verb", metavar="convert | random", required=True)
+    published = verbs.add_parser("convert", help="a published .pt to a safetensors file")
+    published.add_argument("file", metavar="FILE.pt", type=Path)
+    published.add_argument("--lambda", dest="weight", metavar="X", help="for the notes (default: as named)")
+    untrained = verbs.add_parser("random", help="untrained gates that admit a share of any text")
+    share = cli.number("--share", float, lambda x: x == x, "a number, 0 to 1")
+    untrained.add_argument("--share", metavar="X", type=share, required=True, help="0 to 1")
+    for verb in (published, untrained):
+        cli.add(verb, "--model", required=True, help="folder or hub id of the model the gates are for")
+        cli.add(verb, "--out", metavar="FILE.safetensors", required=True, help="written, or replaced")
+    return parser
+
+
+if __name__ == "__main__":
+    cli.start(main)

@@ -1,0 +1,184 @@
+"""The learned weights a policy needs with a model, wherever they are.
+
+A model's folder ships them as ``weights/<part>/<name>.safetensors``, as ``weights/duo/default.safetensors``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import os
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+from kvjax.algebra import Part, Policy, PolicyError
+from kvjax.types import Params, Weighted
+from kvjax.weights._file import Learned, WeightsError, read_weights
+from kvjax.weights._fingerprint import SIZES, fingerprint, name_of, sizes
+from kvjax.weights._sources import Source, Sources, sources
+
+FOLDER = "weights"
+"""Inside a model's folder; in it a folder for each part."""
+
+_FORMER = "gates"
+"""The folder that held the files of all parts before."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Found:
+    """Learned weights of a policy, read and checked.
+
+    Attributes:
+      weights: as the decode loop takes them, ``{place: [a layer's, ...]}``; ``{}`` where nothing is learned.
+      files: where they were read from, by the part's name.
+      remarks: a sentence for each argument that differs from what weights were trained for.
+    """
+
+    weights: Params
+    files: dict[str, Path]
+    remarks: tuple[str, ...] = ()
+
+    @property
+    def label(self) -> str:
+        """How results name them: ``name@digest``, the digest sixteen hex digits of the file's SHA-256.
+
+        Where several parts learn: ``part=name@digest``, comma-separated. "" where nothing is learned.
+        """
+        said = {part: f"{file.stem}@{_digest(file)}" for part, file in self.files.items()}
+        if len(said) == 1:
+            return next(iter(said.values()))
+        return ",".join(f"{part}={name}" for part, name in said.items())
+
+
+def _digest(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()[:16]
+
+
+def weights_for(policy: Policy, model: Weighted, given: Sources = None) -> Params:
+    """The learned weights a policy needs with a model: ``{}`` where it learns nothing.
+
+    Warns where they were trained for other arguments than the policy's, such as another window.
+
+    Args:
+      policy: what to serve.
+      model: a loaded model; its folder may ship weights.
+      given: a file, or the name of shipped weights, by part: ``{"write_gate": "default", "kvp": "FILE"}``; or
+        one alone where exactly one part learns. What is not given is what the model ships as "default".
+
+    Raises:
+      WeightsError: needed weights that are nowhere, do not fit model or method, or are given in vain.
+    """
+    found = find(policy, model, given)
+    for remark in found.remarks:
+        warnings.warn(remark, stacklevel=2)
+    return found.weights
+
+
+def find(policy: Policy, model: Weighted, given: Sources = None) -> Found:
+    """``weights_for`` for commands: with the files, and with remarks instead of warnings."""
+    chosen = sources(policy, given)
+    read = {part: _weights_of(part, model, chosen[part.name]) for part in policy.learned}
+    return Found(
+        weights={part.place: mine.layers for part, mine in read.items()},
+        files={part.name: mine.file for part, mine in read.items()},
+        remarks=tuple(remark for part, mine in read.items() for remark in _trained_otherwise(part, mine)),
+    )
+
+
+def _trained_otherwise(part: Part, found: Learned) -> Iterator[str]:
+    """A sentence for each argument in which the part differs from what its weights were trained for."""
+    for name in part.fitted:
+        trained, mine = found.notes.get(name), getattr(part, name)
+        if trained is not None and trained != str(mine):
+            yield (
+                f"{part!r}: the weights of {found.file.name} were trained with {name}={trained} and are read "
+                f"with {name}={mine}. Write {name}={trained}, or use weights trained for {mine}."
+            )
+
+
+def _weights_of(part: Part, model: Weighted, source: Source) -> Learned:
+    found = load_weights(_file(part, model, source), model)
+    if found.notes["method"] != part.learns or found.notes["place"] != part.place:
+        raise WeightsError(
+            f"weights {part.name}={source}: {found.file} holds weights of {found.notes['method']!r}, "
+            f"{part!r} reads those of {part.learns!r}. Give a file of that method."
+        )
+    try:
+        part.check_weights(found.layers, model.network)
+    except PolicyError as error:
+        raise WeightsError(f"weights {part.name}={source}: {found.file} does not fit. {error}") from None
+    return found
+
+
+def _file(part: Part, model: Weighted, source: Source) -> Path:
+    """The file a source means: a bare word as the name of a shipped file, a path as it is."""
+    text, names = str(source), _shipped(model, part)
+    if isinstance(source, str) and text in names:
+        return _folder(model) / FOLDER / part.name / f"{text}.safetensors"
+    if isinstance(source, Path) or Path(text).suffix or os.sep in text or Path(text).is_file():
+        return Path(source)
+    if not names:
+        raise missing(part, model)
+    raise WeightsError(
+        f"weights {part.name}={text}: the model ({name_of(model)}) ships no {text!r} for {part.name}, but "
+        f"{', '.join(names)}. Give one of its names, or a file.{_made(part)}"
+    )
+
+
+def load_weights(file: Source, model: Weighted) -> Learned:
+    """Reads a file of learned weights, of whatever part, that was made for the model.
+
+    Raises:
+      WeightsError: no such file, not a file of learned weights, or weights of another model.
+    """
+    found = read_weights(file)
+    mine, theirs = sizes(model), {name: found.notes[name] for name in SIZES}
+    if mine != theirs:
+        has = "{layers} layers of {kv_heads} KV heads of {head_dim}"
+        raise WeightsError(
+            f"{found.file} was made for {found.notes['model']} with {has.format(**theirs)}, the model "
+            f"({name_of(model)}) has {has.format(**mine)}. Give weights trained for this model."
+        )
+    if found.notes["fingerprint"] != fingerprint(model):
+        raise WeightsError(
+            f"{found.file} was made for {found.notes['model']}, whose weights differ from those of this "
+            f"model ({name_of(model)}) of the same shape. Give weights trained for this model."
+        )
+    return found
+
+
+def _folder(model: Weighted) -> Path:
+    return Path(getattr(model, "folder", None) or os.devnull)
+
+
+def _shipped(model: Weighted, part: Part) -> list[str]:
+    """Names of the learned weights that the model's folder has for a part."""
+    return sorted(file.stem for file in (_folder(model) / FOLDER / part.name).glob("*.safetensors"))
+
+
+def missing(part: Part, model: Weighted) -> WeightsError:
+    """The error of a part that has no weights, with the ways out."""
+    call = "weights=kvjax.weights_for(policy, model"
+    if _shipped(model, part):
+        return WeightsError(f"{part!r} reads learned weights, and is given none. Pass {call}).")
+    return WeightsError(
+        f"{part!r} reads learned weights of {part.learns!r}, and the model ({name_of(model)}) ships none "
+        f"for {part.name}. Give a file (--weights {part.name}=FILE, or {call}, "
+        f"{{{part.name!r}: FILE}})).{_made(part)}{_moved(part, model)}"
+    )
+
+
+def _made(part: Part) -> str:
+    return f" What makes one: {part.trained_by}." if part.trained_by else ""
+
+
+def _moved(part: Part, model: Weighted) -> str:
+    """What to do with a folder of the former layout."""
+    files = sorted((_folder(model) / _FORMER).glob("*.safetensors"))
+    if not files:
+        return ""
+    return (
+        f" Its folder {_FORMER}/ has the former layout: move those of its files that are for {part.name} "
+        f"into {FOLDER}/{part.name}/."
+    )

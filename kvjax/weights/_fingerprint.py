@@ -1,0 +1,53 @@
+"""Which model something belongs to: learned weights, results of an evaluation, saved states."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from kvjax.types import Weighted
+
+SAMPLED = 256
+"""Entries of each weight matrix that the fingerprint looks at."""
+
+SIZES = ("layers", "kv_heads", "head_dim")
+
+
+def fingerprint(model: Weighted) -> str:
+    """Sixteen hex digits that tell models apart, the same whatever dtype a model was loaded in.
+
+    SHA-256 over layers, KV heads and head dim, the name and shape of every parameter, and the signs of 256
+    entries spread over each weight matrix: rounding to another float type keeps signs, any training of the
+    model flips some.
+    """
+    network, digest = model.network, hashlib.sha256()
+    digest.update(f"{network.num_layers} {network.num_kv_heads} {network.head_dim}".encode())
+    leaves = jax.tree_util.tree_leaves_with_path(model.params)
+    for path, leaf in sorted(leaves, key=lambda pair: jax.tree_util.keystr(pair[0])):
+        digest.update(f"{jax.tree_util.keystr(path)} {tuple(leaf.shape)}".encode())
+        if leaf.ndim >= 2:
+            digest.update(np.packbits(np.signbit(_sample(leaf))).tobytes())
+    return digest.hexdigest()[:16]
+
+
+def _sample(x: Any) -> np.ndarray:
+    """Entries at fixed places all over a matrix, as float32."""
+    spread = np.arange(SAMPLED, dtype=np.uint64) * np.uint64(2654435761)  # golden ratio: hits every row
+    at = np.unravel_index((spread % np.uint64(x.size)).astype(np.int64), x.shape)
+    here = isinstance(x, np.ndarray) or all(device.platform == "cpu" for device in x.devices())
+    # Beside the device only the sample is copied.
+    return np.asarray(np.asarray(x)[at] if here else x[at]).astype(np.float32)
+
+
+def sizes(model: Weighted) -> dict[str, str]:
+    network = model.network
+    return dict(zip(SIZES, map(str, (network.num_layers, network.num_kv_heads, network.head_dim))))
+
+
+def name_of(model: Weighted) -> str:
+    """The model's name without the path to it."""
+    return Path(getattr(model, "name", "this model")).name

@@ -1,0 +1,92 @@
+"""Notebooks from their sources: ``python notebooks/_execute.py`` runs each and writes NAME.ipynb beside it.
+
+A source is a Python file of cells, ``# %%`` for code and ``# %% [markdown]`` for text (jupytext's percent
+format). The cells of a notebook run in one namespace from top to bottom; what a cell prints and the value of
+its last expression are stored with it. Nothing but Python is needed, and equal runs write equal files.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import io
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+FOLDER = Path(__file__).parent
+METADATA = {
+    "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
+    "language_info": {"name": "python"},
+}
+
+
+def sources() -> list[Path]:
+    """Every notebook source, by name."""
+    return sorted(path for path in FOLDER.glob("*.py") if not path.name.startswith("_"))
+
+
+def cells(path: Path) -> list[tuple[str, str]]:
+    """("markdown" or "code", text) of each cell of a source, without the header before the first."""
+    _, *parts = ("\n" + path.read_text(encoding="utf-8")).split("\n# %%")
+    found = []
+    for part in parts:
+        mark, _, body = part.partition("\n")
+        if mark.strip() == "[markdown]":
+            lines = [line.removeprefix("#").removeprefix(" ") for line in body.strip().splitlines()]
+            found.append(("markdown", "\n".join(lines)))
+        else:
+            found.append(("code", body.strip()))
+    return found
+
+
+def execute(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Runs a source.
+
+    Returns:
+      The notebook (nbformat 4.5) and the names it defined.
+    """
+    names: dict[str, Any] = {"__name__": "__main__"}
+    made, count = [], 0
+    for index, (kind, text) in enumerate(cells(path)):
+        cell: dict[str, Any] = {"cell_type": kind, "id": f"cell-{index}", "metadata": {}}
+        if kind == "code":
+            count += 1
+            cell |= {"execution_count": count, "outputs": _outputs(text, names, count)}
+        made.append(cell | {"source": text.splitlines(keepends=True)})
+    return {"cells": made, "metadata": METADATA, "nbformat": 4, "nbformat_minor": 5}, names
+
+
+def _outputs(text: str, names: dict[str, Any], count: int) -> list[dict[str, Any]]:
+    """What one cell shows."""
+    tree = ast.parse(text)
+    last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+    printed, value = io.StringIO(), None
+    with contextlib.redirect_stdout(printed):
+        exec(compile(tree, "cell", "exec"), names)
+        if last is not None:
+            value = eval(compile(ast.Expression(last.value), "cell", "eval"), names)
+    found: list[dict[str, Any]] = []
+    if printed.getvalue():
+        lines = printed.getvalue().splitlines(keepends=True)
+        found.append({"name": "stdout", "output_type": "stream", "text": lines})
+    if value is not None:
+        data = {"text/plain": repr(value).splitlines(keepends=True)}
+        found.append(
+            {"data": data, "execution_count": count, "metadata": {}, "output_type": "execute_result"}
+        )
+    return found
+
+
+def main() -> None:
+    """Writes every notebook."""
+    for path in sources():
+        file = path.with_suffix(".ipynb")
+        notebook = json.dumps(execute(path)[0], ensure_ascii=False, indent=1)
+        file.write_text(notebook + "\n", encoding="utf-8")
+        print(file, file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

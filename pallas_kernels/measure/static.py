@@ -1,0 +1,183 @@
+"""What can be known of a kernel without a device: instructions, registers, spills, held against the roofline.
+
+TPU: libtpu writes the final VLIW bundles of every kernel, about one a cycle while nothing waits for
+memory. The count is of the program text: a loop inside the kernel (the copies of ragged_decode's pages)
+counts once, and so do steps that run only at the ends of a row. GPU: registers of a thread and bytes
+spilled, as CUDA's assembler says.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from pallas_kernels.measure.child import Child, answer
+
+
+class Chip(NamedTuple):
+    """Of one device (v5p: of one of its two cores): GB/s of memory, 16-bit TFLOP/s, clock in GHz.
+
+    TPU numbers are those of JAX's own table (``pltpu.get_tpu_info_for_chip``), clocks follow from
+    its TFLOP/s and the sizes of the matrix units; H200: data sheet.
+    """
+
+    bandwidth: float
+    flops: float
+    clock: float
+
+
+CHIPS = {
+    "v5e": Chip(820, 197, 1.5),
+    "v5p": Chip(1230, 229, 1.75),
+    "v6e": Chip(1640, 920, 1.75),
+    "tpu7x": Chip(3700, 1155, 2.2),
+    "h200": Chip(4800, 990, 1.98),
+}
+
+
+GPUS = {"h200"}
+
+
+def roofline(chip: str, moves: int, flops: int) -> float:
+    """Seconds below which no program can move these bytes and do these products."""
+    limit = CHIPS[chip]
+    return max(moves / (limit.bandwidth * 1e9), flops / (limit.flops * 1e12))
+
+
+def report(
+    chip: str, names: list[str], known: Mapping[str, Mapping[str, Any]], *, dumps: bool = True
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Each case compiled for a chip, in one process of its own (compilers read their flags once).
+
+    Args:
+      chip: one of ``CHIPS``.
+      names: of the cases.
+      known: earlier results; what has not changed since is not compiled again, nor is a program twice.
+      dumps: have libtpu write bundles. A large sort beside the kernel makes that take minutes on 7x.
+
+    Raises:
+      LostError: the process ended before its time.
+    """
+    full = "kernels" if chip in GPUS else "bundles"
+    programs = {x["program"]: x for x in known.values() if "program" in x and (full in x or not dumps)}
+    with tempfile.TemporaryDirectory() as folder:
+        flags = {
+            "JAX_PLATFORMS": "cpu",
+            "LIBTPU_INIT_ARGS": f"{DUMPS}{folder}" if dumps else "",
+            # The assembler's own report, which XLA passes on at this level of detail only.
+            "TF_CPP_MIN_LOG_LEVEL": "0",
+            "TF_CPP_VMODULE": "subprocess_compilation=5",
+        }
+        said = pathlib.Path(folder) / "said"
+        with Child("pallas_kernels.measure.static", chip, folder, env=flags, errors=said) as compiler:
+            compiler.tell([names, programs])
+            for _ in names:
+                yield compiler.hear()
+
+
+# Nothing but the last bundles.
+DUMPS = (
+    "--xla_jf_dump_llo_text=true --xla_jf_dump_category_filter=codegen "
+    "--xla_jf_dump_llo_pass_label_regex=final_bundles --xla_jf_dump_to="
+)
+MEASURED = ("compile_s", "temp_bytes", "copies", "bundles", "kernels")
+KERNEL = r"ragged_decode_\w+?|blockwise\w*?|column_mass|gated\w*?|vertical\w*?|phi\w*?"
+
+
+def bundles(folder: pathlib.Path) -> dict[str, int]:
+    """Bundles of each kernel whose dump lies in a folder."""
+    found = {}
+    for file in sorted(folder.glob("*schedule-analysis_final_bundles.txt")):
+        kernel = re.search(rf"({KERNEL})[.-]", file.name)
+        count = re.search(r"total scheduled bundles:\s+(\d+)", file.read_text())
+        if kernel and count:
+            found[kernel.group(1)] = int(count.group(1))
+    return found
+
+
+_ENTRY = re.compile(
+    rf"entry function '({KERNEL})' for.*?(\d+) bytes stack frame, (\d+) bytes spill stores, "
+    r"(\d+) bytes spill loads.*?Used (\d+) registers",
+    re.DOTALL,
+)
+
+
+def registers(said: str) -> dict[str, dict[str, int]]:
+    """Registers of a thread and bytes spilled of each kernel in the assembler's report."""
+    found = {}
+    for kernel, _, stores, loads, used in _ENTRY.findall(said):
+        found[kernel] = {"registers": int(used), "spilled_bytes": int(stores) + int(loads)}
+    return found
+
+
+def _one(chip: str, name: str, folder: pathlib.Path, programs: dict[str, Any]) -> dict[str, Any]:
+    from pallas_kernels.measure import aot
+    from pallas_kernels.measure.work import cases
+
+    case, place = cases()[name], aot.target(chip)
+    program = aot.lowered(place, case.run(place.impl), *case.args)
+    found: dict[str, Any] = {"impl": place.impl, "moves_bytes": case.moves, "flops": case.flops}
+    found["roofline_us"] = round(roofline(chip, case.moves, case.flops) * 1e6, 2)
+    found["program"] = aot.digest(program)
+    measured = programs.get(found["program"]) or _compiled(program, place.platform, folder, case)
+    found |= {x: measured[x] for x in MEASURED if x in measured}
+    if case.kernel in found.get("bundles", {}):
+        step = found["bundles"][case.kernel] / (CHIPS[chip].clock * 1e9)
+        found["step_to_roofline"] = round(step / roofline(chip, *case.step), 2)
+    programs[found["program"]] = found
+    return found
+
+
+def _compiled(program: Any, platform: str, folder: pathlib.Path, case: Any) -> dict[str, Any]:
+    """What compiling a program tells of it."""
+    from pallas_kernels.measure import aot
+
+    said = folder / "said"
+    for file in folder.iterdir():
+        if file != said:
+            file.unlink()
+    before, start = said.stat().st_size, time.perf_counter()
+    binary = program.compile()
+    found: dict[str, Any] = {"compile_s": round(time.perf_counter() - start, 1)}
+    found["temp_bytes"] = binary.memory_analysis().temp_size_in_bytes
+    found["copies"] = aot.copies(binary, case.whole) if case.whole else []
+    if platform == "tpu" and os.environ["LIBTPU_INIT_ARGS"]:
+        found["bundles"] = bundles(folder)
+        if not found["bundles"]:
+            raise RuntimeError("libtpu wrote no bundles: its flags for dumps are not what they were")
+    elif platform == "gpu":
+        with said.open() as lines:
+            lines.seek(before)
+            found["kernels"] = registers(streams.read())
+    return found
+
+
+def main() -> None:
+    """``chip folder`` and, on standard input, names of cases and known programs: a line of output a case.
+
+    A case that the compiler refuses is reported as an "error"; whatever else fails ends the process.
+    """
+    from pallas_kernels.dispatch import Unsupported
+    from pallas_kernels.measure import aot
+
+    # A program is the same one wherever its source lies and on whatever line.
+    aot.jax.config.update("jax_traceback_in_locations_limit", 0)
+    chip, folder = sys.argv[1:]
+    names, programs = json.loads(sys.stdin.readline())
+    for name in names:
+        try:
+            found = _one(chip, name, pathlib.Path(folder), programs)
+        except (aot.jax.errors.JaxRuntimeError, Unsupported, NotImplementedError) as reason:
+            found = {"error": f"{type(reason).__name__}: {' '.join(str(reason).split())[:300]}"}
+        answer([name, found])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,140 @@
+"""The tables of README.md, from tests and records: what was checked of every implementation, what it costs.
+
+Interpreted: the operation's tests run that implementation on an interpreter. Compiled for: chips whose
+``tuned/<chip>/static.json`` has the operation's cases without an error. Run on: devices whose
+``tuned/<device>/<op>.json`` says that it agreed there.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import pathlib
+import re
+from collections.abc import Callable
+from typing import Any
+
+from pallas_kernels import dispatch
+from pallas_kernels.measure import static
+from pallas_kernels.measure.work import cases, operations
+
+MARKS = {
+    "checked": ("<!-- table: python -m pallas_kernels.bench --table -->", "<!-- end of table -->"),
+    "costs": ("<!-- costs: python -m pallas_kernels.bench --table -->", "<!-- end of costs -->"),
+}
+PACKAGE = pathlib.Path(__file__).parents[1]
+README = PACKAGE / "README.md"
+TESTS = PACKAGE.parent / "tests" / "kernels"
+
+
+def _with_imports(file: pathlib.Path) -> str:
+    """A test's text, and that of the modules beside it that it imports."""
+    text = file.read_text()
+    beside = [TESTS / f"{name}.py" for name in re.findall(r"^from (\w+) import", text, re.MULTILINE)]
+    return "\n".join([text, *(x.read_text() for x in beside if x.is_file())])
+
+
+def _interpreted(op: str, impl: str) -> bool:
+    for file in sorted(TESTS.glob(f"test_kernel_{op.split('_')[0]}*.py")):
+        text = _with_imports(file)
+        if f'"{impl}"' in text and ("interpreted(" in text or "tpu_interpreter(" in text):
+            return True
+    return False
+
+
+@functools.cache
+def _static(chip: str) -> dict[str, Any]:
+    file = dispatch.TUNED / chip / "static.json"
+    found: dict[str, Any] = json.loads(file.read_text())["cases"] if file.is_file() else {}
+    return found
+
+
+def _compiled(op: str, impl: str) -> list[str]:
+    found, wanted = [], [name for name in cases() if name.startswith(f"{op}/")]
+    for chip in static.CHIPS:
+        mine = [_static(chip)[name] for name in wanted if name in _static(chip)]
+        good = [x for x in mine if x.get("impl") == impl and "error" not in x]
+        if good:
+            found.append(chip if len(good) == len(wanted) else f"{chip} ({len(good)} of {len(wanted)} cases)")
+    return found
+
+
+def _run(op: str, impl: str) -> list[str]:
+    found = []
+    for file in sorted(dispatch.TUNED.glob(f"*/{op}.json")):
+        known = json.loads(file.read_text())
+        if known.get("impl") == impl and known.get("agrees") and not known.get("interpreted"):
+            found.append(known.get("device", file.parent.name))
+    return found
+
+
+def checked() -> list[str]:
+    """What was checked, in Markdown."""
+    rows = ["| operation | implementation | interpreted | compiled for | run on |", "|---|---|---|---|---|"]
+    for op in operations():
+        for impl in dispatch.IMPLS:
+            if impl in ("ref", "xla"):
+                cells = ["", "", "CPU"]
+            elif (PACKAGE / op / f"{impl}.py").is_file():
+                cells = ["yes" if _interpreted(op, impl) else "no", ", ".join(_compiled(op, impl)), ""]
+                cells[2] = ", ".join(_run(op, impl)) or "no device yet"
+            else:
+                continue
+            rows.append(f"| {op} | {impl} | " + " | ".join(cells) + " |")
+    return rows
+
+
+def _cell(found: dict[str, Any]) -> str:
+    """What is known of a case on a chip: TPU bundles and a step over its roofline, GPU registers."""
+    if not found:
+        return ""
+    if "error" in found:
+        return "refused"
+    if "kernels" in found:
+        cells = [
+            f"{x['registers']}" + (f" and {x['spilled_bytes']} B spilled" if x["spilled_bytes"] else "")
+            for _, x in sorted(found["kernels"].items())
+        ]
+        return ", ".join(cells)
+    if "bundles" not in found:
+        return "compiled"
+    ratio = f" ({found['step_to_roofline']}x)" if "step_to_roofline" in found else ""
+    return ", ".join(str(x) for _, x in sorted(found["bundles"].items())) + ratio
+
+
+def costs() -> list[str]:
+    """Bytes, products and what compilers say of every case at a served model's sizes, in Markdown."""
+    chips = list(static.CHIPS)
+    heads = [f"{chip} registers" if chip in static.GPUS else f"{chip} bundles (step)" for chip in chips]
+    rows = ["| case | MB | GFLOP | " + " | ".join(heads) + " |", "|---|---|---|" + "---|" * len(chips)]
+    for name, case in cases().items():
+        if "odd" in name:
+            continue
+        cells = [_cell(_static(chip).get(name, {})) for chip in chips]
+        numbers = f"{case.moves / 1e6:.1f} | {case.flops / 1e9:.1f}"
+        rows.append(f"| {name} | {numbers} | " + " | ".join(cells) + " |")
+    return rows
+
+
+TABLES: dict[str, Callable[[], list[str]]] = {"checked": checked, "costs": costs}
+
+
+def _parts() -> list[str]:
+    _static.cache_clear()
+    return ["\n".join([MARKS[name][0], *lines(), MARKS[name][1]]) for name, lines in TABLES.items()]
+
+
+def write() -> None:
+    """Put the tables between their marks in README.md, where there is one (a checkout)."""
+    if not README.is_file():
+        return
+    text = README.read_text()
+    for part, (begin, end) in zip(_parts(), MARKS.values()):
+        before, rest = text.split(begin)
+        text = before + part + rest.split(end)[1]
+    README.write_text(text)
+
+
+def current() -> bool:
+    """Whether README.md has the tables that ``write`` would put there."""
+    return all(part in README.read_text() for part in _parts())

@@ -1,0 +1,140 @@
+"""One stopwatch: calls timed to the end of their work, and what the compiler took of the time."""
+
+from __future__ import annotations
+
+import functools
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+
+ROUNDS = 5
+
+
+class CompileTime(NamedTuple):
+    """Seconds from a Python function to a program: the sum of tracing, lowering and compiling."""
+
+    tracing: float = 0.0
+    lowering: float = 0.0
+    compiling: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """Of all three: what "compile time" means everywhere."""
+        return sum(self)
+
+    def since(self, earlier: CompileTime) -> CompileTime:
+        """What was added since ``earlier``."""
+        return CompileTime(*(now - then for now, then in zip(self, earlier)))
+
+
+_KINDS = {
+    "/jax/core/compile/jaxpr_trace_duration": 0,
+    "/jax/core/compile/jaxpr_to_mlir_module_duration": 1,
+    "/jax/core/compile/backend_compile_duration": 2,
+}
+_busy: list[tuple[float, CompileTime]] = []
+"""Starts of stretches of time that were spent so, apart and in order, and what they hold."""
+
+
+def _heard(event: str, duration_secs: float, **_: str | int) -> None:
+    """Notes a stretch. One inside another is reported first, and counts as its own kind alone."""
+    if event not in _KINDS:
+        return
+    start, spent = time.perf_counter() - duration_secs, [0.0, 0.0, 0.0]
+    while _busy and _busy[-1][0] >= start:
+        spent = [x + y for x, y in zip(spent, _busy.pop()[1])]
+    spent[_KINDS[event]] += max(0.0, duration_secs - sum(spent))
+    _busy.append((start, CompileTime(*spent)))
+
+
+@functools.cache
+def _listen() -> None:
+    jax.monitoring.register_event_duration_secs_listener(_heard)
+
+
+def compile_time() -> CompileTime:
+    """Of this process, since this was first called."""
+    _listen()
+    return CompileTime(*(sum(spent) for spent in zip(*(x for _, x in _busy)))) if _busy else CompileTime()
+
+
+def compiled(run: Callable[..., Any], *args: Any) -> tuple[Any, CompileTime]:
+    """``jax.jit(run)`` compiled for these arguments, called or shapes, and the time that took."""
+    before = compile_time()
+    program = jax.jit(run).lower(*args).compile()
+    return program, compile_time().since(before)
+
+
+Wait = Callable[[Any], Any]
+"""Returns when the work behind the result of a call is done."""
+
+
+def laps(call: Callable[[], Any], repeats: int, wait: Wait = jax.block_until_ready) -> list[float]:
+    """Seconds of each of ``repeats`` calls; the caller takes the median or the least of them.
+
+    Args:
+      call: starts the work; compiled and warm.
+      repeats: calls.
+      wait: for the work that a call started.
+    """
+    found = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        wait(call())
+        found.append(time.perf_counter() - start)
+    return found
+
+
+def median(call: Callable[[], Any], spend: float, wait: Wait = jax.block_until_ready) -> float:
+    """Median seconds of one ``call`` over five rounds, each of as many calls as fit a fifth of ``spend``.
+
+    Args:
+      call, wait: as in ``laps``; within a round only the last call is waited for, as on a busy device.
+      spend: seconds in all, about; 0 for one call.
+    """
+    (first,) = laps(call, 1, wait)
+    times = int(spend / ROUNDS / max(first, 1e-6))
+    if not times:
+        return first
+
+    def round_() -> Any:
+        for _ in range(times - 1):
+            call()
+        return call()
+
+    return statistics.median(laps(round_, ROUNDS, wait)) / times
+
+
+def in_turns(
+    runs: Mapping[str, tuple[Callable[..., Any], tuple[Any, ...]]], repeats: int
+) -> dict[str, float]:
+    """Median seconds of each (function, arguments), compiled: one call of each in turn, ``repeats`` times.
+
+    In turns, so that a busy machine slows all of them alike.
+    """
+    calls = {name: functools.partial(jax.jit(run), *args) for name, (run, args) in runs.items()}
+    for call in calls.values():
+        jax.block_until_ready(call())
+    rounds = [{name: laps(call, 1)[0] for name, call in calls.items()} for _ in range(repeats)]
+    return {name: statistics.median(x[name] for x in rounds) for name in runs}
+
+
+def report(
+    op: str,
+    shape: str,
+    dtype: str,
+    times: Mapping[str, float],
+    base: str,
+    most: Mapping[str, float] | None = None,
+) -> str:
+    """One line: milliseconds of each, the ratio of each to ``base``, and whether that is at most ``most``."""
+
+    def cell(name: str) -> str:
+        ratio, bound = times[name] / times[base], (most or {}).get(name)
+        target = "" if bound is None else f", at most {bound}: {'met' if ratio <= bound else 'MISSED'}"
+        return f"{name} {times[name] * 1e3:.2f} ms ({ratio:.2f}x{target})"
+
+    return f"{op:14} {shape:12} {dtype:9} " + "  ".join(cell(name) for name in times)

@@ -1,0 +1,176 @@
+"""What is tested, compiled for chips, checked and timed of vertical_slash."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.blockwise import work as full
+from pallas_kernels.blockwise.api import blockwise
+from pallas_kernels.gated.work import SHAPES as GATED
+from pallas_kernels.gated.work import Shape
+from pallas_kernels.measure import rivals
+from pallas_kernels.measure.work import Bench, Case, Check, Job, Shapes, Target, size
+from pallas_kernels.vertical_slash.api import vertical_slash
+
+DTYPES = ("float32", "bfloat16")
+
+SHAPES = Shapes(
+    *(("test", name, shape) for name, shape in GATED.tagged("test").items()),
+    # One query past two blocks; the window begins inside a block of keys.
+    ("blocked", "blocked", Shape(B=2, N=4, K=2, T=1025, H=32, window=300)),
+    ("bench", "prompt_8k", Shape(B=1, N=4, K=2, T=8192, H=64, window=64)),
+    ("large", "prompt_32k", Shape(B=1, N=4, K=2, T=32768, H=64, window=256)),
+    ("large", "llama8b_32k", Shape(B=1, N=32, K=8, T=32768, H=128, window=256)),
+    ("chip", "h128", Shape(B=1, N=32, K=8, T=16384, H=128, window=256)),
+    ("chip", "odd_h64", Shape(B=2, N=4, K=2, T=1000, H=64, window=64)),
+    ("chip", "odd_h96", Shape(B=1, N=2, K=2, T=513, H=96, window=64)),
+    ("chip", "h256", Shape(B=1, N=8, K=4, T=4096, H=256, window=1024)),
+    ("check", "check", Shape(B=2, N=8, K=2, T=700, H=128, window=100)),
+    ("tiny", "tiny", Shape(B=2, N=4, K=2, T=40, H=32, window=7)),
+    ("timed", "timed", Shape(B=1, N=32, K=8, T=131072, H=128, window=256)),
+)
+
+
+def _run(impl: str, window: int, capacity: int | None) -> Callable[..., Any]:
+    def run(q: Any, k: Any, v: Any, admit: Any, lengths: Any) -> Any:
+        options = {"window": window, "capacity": capacity, "lengths": lengths, "impl": impl}
+        return vertical_slash(q, k, v, admit, **options)
+
+    return run
+
+
+# On this CPU.
+
+
+def bench(shape: Shape, dtype: str) -> Bench:
+    """With 5 and 25 % admitted, against full attention and a mask alone."""
+    q, k, v = full.arrays(shape.ungated, dtype)
+    pos, draw = full.positions(shape.ungated), np.random.default_rng(0).random(k.shape[:3])
+    few, many = (jnp.asarray(draw < share) for share in (0.05, 0.25))
+
+    def everything(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, ...]:
+        return blockwise(q, k, v, q_pos=pos, k_pos=pos)
+
+    def masked(q: jax.Array, k: jax.Array, v: jax.Array, admit: jax.Array) -> tuple[jax.Array, ...]:
+        return blockwise(q, k, v, q_pos=pos, k_pos=pos, window=shape.window, admit=admit)
+
+    def sparse(*x: jax.Array) -> tuple[jax.Array, ...]:
+        return vertical_slash(*x, window=shape.window)
+
+    runs: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
+        "full": (everything, (q, k, v)),
+        "blockwise, same mask": (masked, (q, k, v, many)),
+        "5% admitted": (sparse, (q, k, v, few)),
+        "25% admitted": (sparse, (q, k, v, many)),
+    }
+    return Bench(runs, "full", repeats=5)
+
+
+# Compiled for chips.
+
+BLOCK = 512
+
+
+def _case(shape: Shape, dtype: str, *, capacity: int | None = None, ragged: bool = False) -> Case:
+    b, n, kv, t, h, window = shape
+    a, held = jax.ShapeDtypeStruct, capacity or t
+    q, k = a((b, n, t, h), dtype), a((b, kv, t, h), dtype)
+    args = (q, k, k, a((b, kv, t), bool), a((b,), jnp.int32) if ragged else None)
+    rows, keys = min(BLOCK, n // kv * t), min(BLOCK, t)
+    lanes = -(-h // 128) * 128
+    return Case(
+        run=lambda impl: _run(impl, window, capacity),
+        args=args,
+        moves=size(args) + 4 * b * n * t * h,
+        # Every packed key visible to half of the queries.
+        flops=4 * b * n * t * (window + held // 2) * h,
+        temp=(8 << 20) + 4 * b * (3 * n * -(-t // BLOCK) * BLOCK + 4 * kv * max(t, held)) * lanes,
+        # Packing keys and marking what overflowed are passes over whole arrays, meant to be there.
+        whole=0,
+        step=(2 * keys * h * jnp.dtype(dtype).itemsize, 4 * rows * keys * h),
+        kernel="vertical_slash",
+    )
+
+
+def cases() -> dict[str, Case]:
+    """A quarter admitted, no bound, rows of differing length; other dtypes and head dims."""
+    base = SHAPES["h128"]
+    return {
+        "bfloat16_quarter": _case(base, "bfloat16", capacity=base.T // 4),
+        "bfloat16_unbounded": _case(base, "bfloat16", ragged=True),
+        "odd_float32": _case(SHAPES["odd_h64"], "float32", capacity=200, ragged=True),
+        "odd_h96_bfloat16": _case(SHAPES["odd_h96"], "bfloat16"),
+        "h256_bfloat16": _case(SHAPES["h256"], "bfloat16", capacity=1000),
+    }
+
+
+# On a device.
+
+ADMITTED = 0.25
+
+
+def _args(shape: Shape, dtype: str, share: float) -> tuple[Any, ...]:
+    admit = np.random.default_rng(1).random((shape.B, shape.K, shape.T)) < share
+    return *full.arrays(shape.ungated, dtype), jnp.asarray(admit)
+
+
+def checks(tiny: bool) -> Iterator[Check]:
+    """Rows of differing length, both dtypes, a small head."""
+    base = SHAPES["tiny" if tiny else "check"]
+    lengths = jnp.asarray([base.T, base.T // 2 + 1], jnp.int32)
+    cases = {"bfloat16": (base, "bfloat16")}
+    if not tiny:
+        cases |= {"float32": (base, "float32"), "h64": (base._replace(H=64), "bfloat16")}
+    for name, (shape, dtype) in cases.items():
+        run = functools.partial(_run, window=shape.window, capacity=None)
+        yield Check(name, run, (*_args(shape, dtype, 0.3), lengths), shape.T, dtype)
+
+
+def _job(shape: Shape, beside: bool, **more: Any) -> Job:
+    b, n, _, t, h, window = shape
+    args = _args(shape, "bfloat16", ADMITTED)
+    # More than are drawn, by many times their deviation.
+    capacity = int(ADMITTED * t + 8 * t**0.5)
+    others = rivals.prompt(*args[:3]) if beside else ()
+    if beside:
+        plain = (*args[:3], full.positions(shape.ungated))
+        others += (rivals.ours("full_blockwise", full.causal, plain),)
+    return Job(
+        f"quarter_{t}",
+        functools.partial(_run, window=window, capacity=capacity),
+        (*args, None),
+        flops=int(4 * b * n * h * (t * window + ADMITTED * (t - window) ** 2 / 2)),
+        rivals=tuple(x._replace(like=None) for x in others if not x.name.startswith("xla")),
+        **more,
+    )
+
+
+def searches(tiny: bool) -> Iterator[Job]:
+    """One pass, at a size whose candidates take little time."""
+    shape = SHAPES["tiny"] if tiny else SHAPES["timed"]._replace(T=16384)
+    yield _job(shape, False, tunes="forward", key=("bfloat16", shape.H))
+
+
+def jobs(tiny: bool) -> Iterator[Job]:
+    """A quarter admitted, at the length of the target and at a fourth of it."""
+    base = SHAPES["tiny" if tiny else "timed"]
+    for t in (base.T,) if tiny else (base.T, base.T // 4):
+        yield _job(base._replace(T=t), True)
+
+
+def targets(found: dict[str, Any], limits: dict[str, float]) -> list[Target]:
+    """Three times as fast as the fastest full attention at 128k tokens."""
+    reached = []
+    for name, case in found["cases"].items():
+        beside = [x for rival, x in found["compared"].items() if rival.startswith(f"{name}/")]
+        times = [x["ms"] for x in beside if "ms" in x]
+        if name.endswith(str(SHAPES["timed"].T)) and times:
+            text = f"{name}: speed of the fastest full attention"
+            reached.append(Target(text, min(times) / case["ms"], 3.0, True))
+    return reached

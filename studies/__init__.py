@@ -1,0 +1,1 @@
+"""One paper's laboratory each: what its numbers rest on, measured here; results go to ``results/<paper>``."""

@@ -1,0 +1,136 @@
+"""Pictures of the studies of CONF-KV, from their JSON files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvjax.eval.report.plotting import COLOURS, panels, pyplot, saved, style
+
+Found = dict[str, Any]
+
+SAID = {
+    "recent": "newest {cut} tokens taken out (the paper's)",
+    "older": "all but the newest {cut} taken out (what eviction takes)",
+}
+
+
+def read(folder: Path, study: str) -> list[Found]:
+    """The files of a study, in the order of their names."""
+    return [json.loads(file.read_text(encoding="utf-8")) for file in sorted(folder.glob(f"{study}_*.json"))]
+
+
+def draw(folder: Path) -> list[Path]:
+    """Every picture the folder's files allow."""
+    made = []
+    for study, picture in (("premise", premise), ("rate", rate), ("rate", sawtooth), ("sweep", sweep)):
+        if found := read(folder, study):
+            made.append(picture(found, folder / f"{picture.__name__}.png"))
+    return made
+
+
+def _title(found: Found) -> str:
+    return f"{found['task']} {found['length']}, {found['samples']} windows"
+
+
+def premise(all_: list[Found], file: Path) -> Path:
+    """Mean shift by confidence, for both cuts, and how often each confidence occurs."""
+    plt = pyplot()
+    figure, axes = panels(plt, 3 * len(all_), 3, (4.2, 3.0))
+    for found, (*shifts, histogram) in zip(all_, [axes[i : i + 3] for i in range(0, len(axes), 3)]):
+        for number, (axis, (name, told)) in enumerate(zip(shifts, found["shifts"].items())):
+            bins = told["bins"]
+            x, y, error = ([b[key] for b in bins] for key in ("confidence", "shift", "error"))
+            axis.errorbar(x, y, error, capsize=2, lw=1, ms=4, **style(number))
+            r, low, high = told["r"]["confidence"]
+            axis.set_title(
+                f"{SAID[name].format(cut=found['cut'])}\nr = {r:+.2f} ({low:+.2f} … {high:+.2f})", fontsize=8
+            )
+            axis.set_ylim(bottom=0)
+            axis.set_ylabel("KL(full || cut), nats", fontsize=8)
+        shifts[0].annotate(_title(found), (0.02, 0.03), xycoords="axes fraction", fontsize=7, color="0.4")
+        edges = found["histogram"]["edges"]
+        histogram.stairs(np.asarray(found["histogram"]["counts"]) / found["steps"], edges, fill=True)
+        histogram.set_title(f"confidence of {found['steps']:,} steps", fontsize=8)
+        histogram.set_ylabel("share of steps", fontsize=8)
+        for axis in (*shifts, histogram):
+            axis.set_xlabel("confidence", fontsize=8)
+            axis.tick_params(labelsize=7)
+    return saved(plt, figure, file)
+
+
+def rate(all_: list[Found], file: Path) -> Path:
+    """What each ranking and schedule loses against CONF-KV's own, in nats a token."""
+    plt = pyplot()
+    figure, axes = panels(plt, len(all_), 2, (4.6, 2.8))
+    for axis, found in zip(axes, all_):
+        own, *others = found["entries"]
+        for at, other in enumerate(others):
+            mean, low, high = other["difference"]
+            axis.errorbar(mean, at, xerr=[[mean - low], [high - mean]], capsize=3, ms=5, lw=1, **style(at))
+        axis.axvline(0, color="0.6", lw=1, ls="--", zorder=0)
+        names = [f"{o['name']} ({o['perplexity']:.1f})" for o in others]
+        axis.set_yticks(range(len(others)), names, fontsize=8)
+        axis.invert_yaxis()
+        axis.set_title(f"{_title(found)}; CONF-KV: {own['perplexity']:.1f}", fontsize=8)
+        axis.set_xlabel("nats a token more than CONF-KV (95 %)", fontsize=8)
+        axis.tick_params(axis="x", labelsize=7)
+    return saved(plt, figure, file)
+
+
+def sawtooth(all_: list[Found], file: Path) -> Path:
+    """Live slots and confidence, step by step, of the first window; confidence over all."""
+    plt = pyplot()
+    figure, axes = panels(plt, 2 * len(all_), 2, (5.6, 2.4))
+    for found, (live, histogram) in zip(all_, [axes[i : i + 2] for i in range(0, len(axes), 2)]):
+        trace, threshold = found["trace"], found["rule"]["threshold"]
+        live.plot(trace["live"], color=COLOURS[0], lw=1.2, label="live slots a stream")
+        live.set_ylim(0, 1.1 * max(trace["live"]))
+        live.set_ylabel("live slots", fontsize=8)
+        live.set_xlabel("step", fontsize=8)
+        beside = live.twinx()
+        beside.plot(trace["sure"], color=COLOURS[1], lw=0.6, alpha=0.7)
+        beside.axhline(threshold, color=COLOURS[1], lw=0.8, ls=":")
+        beside.set_ylim(0, 1)
+        beside.set_ylabel("confidence", fontsize=8, color=COLOURS[1])
+        live.set_title(f"{found['task']} {found['length']}: first window", fontsize=8)
+        counts, edges = np.asarray(found["histogram"]["counts"]), found["histogram"]["edges"]
+        histogram.stairs(counts / counts.sum(), edges, fill=True, color=COLOURS[1], alpha=0.7)
+        histogram.axvline(threshold, color="k", lw=0.8, ls=":")
+        sure = found["entries"][0]["sure_share"]
+        histogram.set_title(f"confidence under CONF-KV; {100 * sure:.0f} % of steps are sure", fontsize=8)
+        histogram.set_xlabel("confidence", fontsize=8)
+        for axis in (live, beside, histogram):
+            axis.tick_params(labelsize=7)
+    return saved(plt, figure, file)
+
+
+def sweep(all_: list[Found], file: Path) -> Path:
+    """Perplexity over mean live slots: constant budgets as a line, thresholds and tight budgets beside it."""
+    plt = pyplot()
+    figure, axes = panels(plt, len(all_), 2, (5.0, 3.4))
+    for axis, found in zip(axes, all_):
+        line = found["constant"]
+        axis.plot(
+            [c["live"] for c in line], np.exp([c["nll"] for c in line]), color="0.5", marker=".", lw=1,
+            label="constant budget",
+        )  # fmt: skip
+        for number, kind in enumerate(("threshold", "tight")):
+            mine = sorted(
+                (e for e in found["entries"] if e["name"].startswith(kind)), key=lambda e: e["live"]
+            )
+            x, y = [e["live"] for e in mine], [e["perplexity"] for e in mine]
+            axis.plot(x, y, lw=0.7, ms=4, label=kind, **style(number))
+            for e in mine:
+                said = e["name"].removeprefix(kind + " ")
+                axis.annotate(said, (e["live"], e["perplexity"]), fontsize=7, xytext=(-4, -11 + 15 * number),
+                              textcoords="offset points")  # fmt: skip
+        axis.set_title(_title(found), fontsize=8)
+        axis.set_xlabel("live slots a stream, mean over steps", fontsize=8)
+        axis.set_ylabel("perplexity", fontsize=8)
+        axis.legend(fontsize=7, frameon=False)
+        axis.tick_params(labelsize=7)
+    return saved(plt, figure, file)

@@ -1,0 +1,176 @@
+"""What a threshold costs: distillation loss against cache size over lambdas and thresholds of trained gates.
+
+python -m studies.wg_kv --config configs/gates/small.yaml --gates kvjax/assets/small/weights/write_gate
+
+For every file of write gates in ``--gates`` and every tau: the loss under gates thresholded at tau on
+held-out rows of the config's data, and the share of the cache that is held. Writes DIR/tau.json and
+DIR/tau.png (needs matplotlib).
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax.eval.errors import EvalError
+from kvjax.eval.measure.row import short
+from kvjax.eval.report import plotting
+from kvjax.loading import LanguageModel
+from kvjax.models.hf import ModelError
+from kvjax.policies.wg_kv import WriteGate, gate_logits
+from kvjax.types import Params
+from kvjax.weights import WeightsError, load_weights, read_weights
+from train import distill, gate_rows, gates
+from train.gate_settings import ConfigError, Settings, backbone, read
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float, Int
+
+RESULTS = Path("results/wg_kv")
+TAUS = (0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _goal(net: distill.Net, frozen: Params, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+    return distill.teacher(net, frozen, tokens)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _point(
+    net: distill.Net, frozen: Params, layers: Params, tokens: Int[Array, "B T"], goal: Array, tau: Array
+) -> tuple[Array, Array]:
+    """(loss under gates thresholded at tau, share of the tokens outside the last window they keep)."""
+    x, z = distill.walk(net, frozen, layers, tokens, distill.gated_by(net, gate_logits, tau))
+    return distill.apart(net, frozen, x, goal), distill.kept(z, net.window, tau)[1]
+
+
+def measured(
+    settings: Settings, model: LanguageModel, folder: Path, rows: Int[np.ndarray, "n T"]
+) -> list[dict[str, Any]]:
+    """One object a file and tau: ``gates``, ``lambda``, ``tau``, ``cache``, ``loss`` and ``losses``.
+
+    ``cache`` is the share of all slots that are held after the row: the last window, and what gates keep
+    before it. ``losses`` has one entry a row, ``loss`` is their mean.
+
+    Args:
+      settings: of the gates' config.
+      model: their frozen model.
+      folder: of the gates.
+      rows: held-out tokens.
+
+    Raises:
+      WeightsError: no gates in the folder, or another model's.
+    """
+    layout = gates.make_layout(settings)
+    net, frozen = gates.make_net(settings, model.spec, layout), layout.frozen(model.params, settings.dtype)
+    tokens = [jnp.asarray(row)[None] for row in rows]
+    goals = [_goal(net, frozen, row) for row in tokens]
+    window = min(1.0, net.window / rows.shape[1])
+    found = []
+    for lam, file in _files(folder):
+        layers = distill.stack(load_weights(file, model).layers)
+        for tau in TAUS:
+            each = [_point(net, frozen, layers, row, goal, tau) for row, goal in zip(tokens, goals)]
+            losses, kept = np.asarray(each, float).T
+            point: dict[str, Any] = {"gates": file.stem, "lambda": lam, "tau": tau}
+            point |= {"cache": window + (1 - window) * float(kept.mean()), "loss": float(losses.mean())}
+            found.append(point | {"losses": losses.tolist()})
+    return found
+
+
+def _files(folder: Path) -> list[tuple[float, Path]]:
+    """(lambda, file) of the write gates in a folder, lambda rising."""
+    every = [(file, read_weights(file).notes) for file in sorted(folder.glob("*.safetensors"))]
+    found = [(float(notes["lambda"]), file) for file, notes in every if notes["method"] == WriteGate.learns]
+    if not found:
+        raise WeightsError(f"--gates {folder} holds no write gates. Train some: python -m train.gates.")
+    return sorted(found)
+
+
+def over_front(points: list[dict[str, Any]], point: dict[str, Any]) -> float | None:
+    """The point's loss over that of the best other lambda at the same cache size; below 1 it beats them all.
+
+    Between the thresholds of a lambda log(loss) is linear in the cache size. None where no other lambda has
+    thresholds on both sides of that size.
+    """
+    best = []
+    for lam in {p["lambda"] for p in points} - {point["lambda"]}:
+        curve = sorted((p["cache"], p["loss"]) for p in points if p["lambda"] == lam)
+        sizes, losses = np.asarray(curve).T
+        if sizes[0] <= point["cache"] <= sizes[-1]:
+            best.append(float(np.exp(np.interp(point["cache"], sizes, np.log(losses)))))
+    return point["loss"] / min(best) if best else None
+
+
+def picture(points: list[dict[str, Any]], marked: float, file: Path) -> Path:
+    """Loss over cache size, a curve a lambda, thresholds along it; rings are the threshold ``marked``."""
+    plt = plotting.pyplot()
+    figure, (axis,) = plotting.panels(plt, 1, 1, (7, 4.2))
+    for number, name in enumerate(dict.fromkeys(p["gates"] for p in points)):
+        mine = [p for p in points if p["gates"] == name]
+        x, y = np.asarray([(100 * p["cache"], p["loss"]) for p in mine]).T
+        label = f"{name} (λ = {mine[0]['lambda']:g})"
+        axis.plot(x, y, lw=1, ms=5, label=label, **plotting.style(number))
+        told = [px for p, px in zip(mine, x) if p["tau"] == marked]
+        at, side = ((7, 5), "left") if number % 2 else ((-7, -11), "right")
+        how: dict[str, Any] = {"textcoords": "offset points", "ha": side, "fontsize": 7}
+        for p, px, py in zip(mine, x, y):
+            crowded = p["tau"] != marked and any(abs(px - other) < 1.5 for other in told)
+            axis.annotate("" if crowded else f"{p['tau']:g}", (px, py), at, **how)
+    ringed = np.asarray([(100 * p["cache"], p["loss"]) for p in points if p["tau"] == marked])
+    if ringed.size:
+        style: dict[str, Any] = {"s": 130, "facecolors": "none", "edgecolors": "k", "lw": 1.2}
+        axis.scatter(*ringed.T, label=f"τ = {marked:g}, as shipped", **style)
+    axis.set_yscale("log")
+    axis.set_xlabel("slots held after the row, % of the full cache", fontsize=9)
+    axis.set_ylabel("distillation loss (held-out rows)", fontsize=9)
+    axis.tick_params(labelsize=8)
+    axis.legend(fontsize=8, frameon=False)
+    return plotting.saved(plt, figure, file)
+
+
+def run(settings: Settings, folder: Path, out: Path, length: int, rows: int) -> None:
+    """Measures, prints a line a point and writes both files.
+
+    Raises:
+      ConfigError, WeightsError, EvalError: a config, gates or an installation that cannot be used.
+    """
+    model = backbone(settings)
+    check = settings.check | {"lengths": [length], "rows": rows}
+    held = gate_rows.supply(dataclasses.replace(settings, check=check), model.folder).check[length]
+    points = measured(settings, model, folder, held)
+    for point in points:
+        point["over_front"] = over_front(points, point)
+        against = "–" if point["over_front"] is None else f"{point['over_front']:.2f}"
+        name = f"{point['gates']:<14} tau {point['tau']:<5g}"
+        print(f"{name} cache {100 * point['cache']:5.1f} %  loss {point['loss']:.4f}  over front {against}")
+    out.mkdir(parents=True, exist_ok=True)
+    facts = {"length": length, "rows": rows, "window": settings.gate.window, "points": points}
+    (out / "tau.json").write_text(json.dumps(short(facts), indent=1) + "\n", encoding="utf-8")
+    picture(points, settings.gate.tau, out / "tau.png")
+
+
+def main(words: list[str] | None = None) -> int:
+    """The command line; its exit code: 0, 2 for bad input."""
+    parser = argparse.ArgumentParser(prog="python -m studies.wg_kv", description=__doc__.splitlines()[0])
+    parser.add_argument("--config", type=Path, required=True)
+    parser.add_argument("--gates", type=Path, required=True, metavar="DIR", help="one file of gates a lambda")
+    parser.add_argument("--out", type=Path, default=RESULTS, metavar="DIR", help=f"default: {RESULTS}")
+    parser.add_argument("--length", type=int, default=1024, help="tokens of a row (default: 1024)")
+    parser.add_argument("--rows", type=int, default=12, help="held-out rows (default: 12)")
+    args = parser.parse_args(words)
+    try:
+        run(read(args.config), args.gates, args.out, args.length, args.rows)
+    except (ConfigError, ModelError, WeightsError, EvalError) as reason:
+        print(f"error: {reason}", file=sys.stderr)
+        return 2
+    return 0

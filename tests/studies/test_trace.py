@@ -1,0 +1,23 @@
+"""The trace of an answer: each step's confidence and live slots follow CONF-KV's rule."""
+
+from __future__ import annotations
+
+import numpy as np
+import tiny
+from tiny import quick_compiles  # noqa: F401
+
+from kvjax.algebra import Policy
+from kvjax.budgets.confidence import Confidence
+from kvjax.policies.conf_kv import ConfKV
+from studies.conf_kv.trace import trace
+
+POLICY = Policy(eviction=ConfKV(recent=6), budget=Confidence(14, 24, threshold=0.5))
+
+
+def test_a_trace_shows_the_sawtooth():
+    found = trace(tiny.model(), POLICY, [tiny.prompt(30, 0), tiny.prompt(33, 1)], max_new_tokens=12)
+    assert found.tokens.shape == found.confidence.shape == (2, 12)
+    assert found.live.shape == (2, 12, 2)
+    most = np.where(found.confidence[:, :-1] >= 0.5, 14, 24)[..., None]
+    np.testing.assert_array_equal(found.live[:, 1:], np.minimum(found.live[:, :-1] + 1, most))
+    assert trace(tiny.model(), Policy(), [[1, 2]], max_new_tokens=2).confidence is None

@@ -1,0 +1,150 @@
+"""What every command shares: outcomes become exit codes, compiled programs are kept where the user says."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvjax import cli
+from kvjax.algebra import PolicyError
+from kvjax.cli import InputError
+from kvjax.decode import RequestError
+from kvjax.models.hf_config import ModelError
+from kvjax.weights.torch_file import TorchFileError
+
+COMMANDS = {
+    "kvjax.serve": "kvjax.serve.__main__",
+    "kvjax.eval": "kvjax.eval.__main__",
+    "kvjax.bench": "kvjax.bench.__main__",
+    "kvjax.weights": "kvjax.weights.__main__",
+    "kvjax.catalogue": "kvjax.catalogue._table",
+}
+
+# --- outcomes ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("word", ["--pormpt", "--hel"])
+def test_every_command_refuses_what_it_does_not_know(command, word, capsys):
+    assert importlib.import_module(COMMANDS[command]).main([word]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("error: ")
+    assert err.endswith(f"See python -m {command} --help.\n")
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("kind", [InputError, PolicyError, ModelError, RequestError, TorchFileError])
+def test_a_refusal_is_one_line_and_exit_code_2(kind, capsys):
+    def command(words):
+        raise kind(f"{words[0]} is\n  no word.")
+
+    assert cli.run(command, ["x"]) == 2
+    assert capsys.readouterr().err == "error: x is no word.\n"
+
+
+def test_a_fault_of_ours_is_no_refusal():
+    def command(words):
+        raise ValueError("operands could not be broadcast together")
+
+    with pytest.raises(ValueError, match="broadcast"):
+        cli.run(command, [])
+
+
+def test_ctrl_c_and_success_have_their_codes(capsys):
+    def stopped(words):
+        raise KeyboardInterrupt
+
+    assert cli.run(stopped, []) == 130
+    assert capsys.readouterr().err == "\n"
+    assert cli.run(lambda words: None, []) == 0
+
+
+@pytest.mark.parametrize("text", ["0", "-3", "1.5", "many", ""])
+def test_numbers_name_the_option_the_rule_and_the_way_out(text):
+    parser = cli.Parser(prog="it")
+    parser.add_argument("--rows", type=cli.whole("--rows"))
+    with pytest.raises(InputError) as refused:
+        parser.parse_args([f"--rows={text}"])
+    assert str(refused.value) == f"--rows {text} is out of range. Give a whole number, 1 or more."
+    assert parser.parse_args(["--rows", "7"]).rows == 7
+
+
+# --- compiled programs ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("environment", "system", "folder"),
+    [
+        ({}, "linux", "~/.cache/kvjax/programs"),
+        ({"XDG_CACHE_HOME": "/x"}, "linux", "/x/kvjax/programs"),
+        ({"XDG_CACHE_HOME": "/x", "KVJAX_CACHE": "/mine"}, "linux", "/mine/programs"),
+        ({}, "darwin", "~/Library/Caches/kvjax/programs"),
+        ({"LOCALAPPDATA": "/local"}, "win32", "/local/kvjax/programs"),
+        ({"KVJAX_CACHE": "off"}, "linux", None),
+        ({"KVJAX_CACHE": "OFF", "XDG_CACHE_HOME": "/x"}, "darwin", None),
+        ({"JAX_COMPILATION_CACHE_DIR": "/theirs", "KVJAX_CACHE": "/mine"}, "linux", None),
+    ],
+)
+def test_where_programs_are_kept(environment, system, folder):
+    found = cli.programs_folder(environment, system)
+    assert found == (None if folder is None else Path(folder).expanduser())
+
+
+PROGRAM = """
+import jax
+from kvjax import cli
+def main():
+    jax.jit(lambda x: x * 3 + 1)(2.0)
+    print(jax.config.jax_compilation_cache_dir)
+    return 0
+cli.start(main)
+"""
+
+
+def started(cache: Path | str, *command: str, **more: str) -> subprocess.CompletedProcess:
+    """A process of its own, whose user has said nothing of caches but ``cache``."""
+    environment = {name: value for name, value in os.environ.items() if "CACHE" not in name}
+    environment |= {"KVJAX_CACHE": str(cache)} | more
+    return subprocess.run([sys.executable, *command], capture_output=True, text=True, env=environment)
+
+
+def test_the_second_start_fetches_what_the_first_compiled(tmp_path):
+    first = started(tmp_path, "-c", PROGRAM)
+    assert (first.returncode, first.stderr) == (0, "")
+    kept = {file.name: file.stat().st_mtime_ns for file in (tmp_path / "programs").iterdir()}
+    assert any(name.startswith("jit_") for name in kept), "a program of a millisecond is kept, too"
+    watched = "import logging; logging.basicConfig(level=logging.DEBUG)\n" + PROGRAM
+    again = started(tmp_path, "-c", watched)
+    assert "Persistent compilation cache hit for 'jit__lambda'" in again.stderr
+    assert kept == {file.name: file.stat().st_mtime_ns for file in (tmp_path / "programs").iterdir()}
+
+
+def test_off_keeps_nothing_and_a_folder_of_jax_is_the_users(tmp_path):
+    off = started("off", "-c", PROGRAM, XDG_CACHE_HOME=str(tmp_path))
+    assert (off.stdout.strip(), off.stderr, list(tmp_path.iterdir())) == ("None", "", [])
+    theirs = str(tmp_path / "theirs")
+    own = started(tmp_path / "ours", "-c", PROGRAM, JAX_COMPILATION_CACHE_DIR=theirs)
+    assert own.stdout.strip() == theirs
+    assert not (tmp_path / "ours").exists()
+
+
+def test_a_folder_that_cannot_be_written_is_told_once(tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    done = started(tmp_path / "file" / "cache", "-c", PROGRAM)
+    assert (done.returncode, done.stdout.strip()) == (0, "None")
+    assert done.stderr.count("\n") == 1
+    assert done.stderr.startswith("note: compiled programs are not kept (")
+    assert "KVJAX_CACHE=off" in done.stderr
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_keeps_its_programs(tmp_path, command):
+    done = started(tmp_path, "-m", command, "--pormpt")
+    assert done.returncode == 2
+    assert (tmp_path / "programs").is_dir()

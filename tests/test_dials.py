@@ -1,0 +1,140 @@
+"""Dials: numbers of a policy that are no shapes run the program that is there already."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+from tiny import quick_compiles  # noqa: F401
+
+import kvjax
+from kvjax import decode
+from kvjax.algebra import Number, Part, Policy
+
+# A preset (or a policy that shows its dials on a tiny model), and the same at other numbers of every dial.
+NEIGHBOURS = {
+    "full": "full",
+    "window(16) + sinks(4)": "window(16) + sinks(3)",
+    "write_gate(0.5, window=16)": "write_gate(0.495, window=16)",
+    "duo(0.5, window=16) + sinks(4)": "duo(0.45, window=16) + sinks(3)",
+    "random + uniform(0.5)": "random(7) + uniform(0.52)",
+    "knorm + uniform(0.5)": "knorm + uniform(0.48)",
+    "knorm + uniform(24, every_step)": "knorm + uniform(23, every_step)",
+    "knorm + uniform('2560B')": "knorm + uniform('2496B')",
+    "keydiff + uniform(0.5)": "keydiff + uniform(0.51)",
+    "lagkv(8) + uniform(0.5)": "lagkv(8) + uniform(0.52)",
+    "h2o + uniform(0.5)": "h2o + uniform(0.52)",
+    "tova + uniform(0.5)": "tova + uniform(0.52)",
+    "scissorhands(8) + uniform(0.5)": "scissorhands(8) + uniform(0.52)",
+    "expected_attention(16) + uniform(0.5)": "expected_attention(16, sinks=2, floor=0.01) + uniform(0.52)",
+    "snapkv(8) + uniform(0.5)": "snapkv(8) + uniform(0.48)",
+    "snapkv(8) + ada(0.5)": "snapkv(8) + ada(0.49, floor=0.25)",
+    "snapkv(8) + pyramid(0.5)": "snapkv(8) + pyramid(0.495, slope=1.98)",
+    "conf_kv(recent=8) + confidence(20, loose=31)": "conf_kv(0.4, gamma=0.9, recent=8)"
+    " + confidence(19, loose=30, threshold=0.6, slope=1.01, wh=0.5, wm=0.25, wp=0.25)",
+    "quest(3, chunk=4, recent=8)": "quest(3, chunk=4, recent=8) + sinks(2)",
+    "int8(16)": "int8(16) + sinks(1)",
+}
+
+PROMPT, NEW = 60, 4
+
+
+def run(policy: Policy) -> None:
+    """The whole way of a prompt and its answer."""
+    weights = tiny.weights(policy)
+    size = {"context": 96, "chunk_size": 32, "page": tiny.PAGE, "weights": weights}
+    state, logits = decode.prefill(tiny.model(), policy, [tiny.prompt(PROMPT)], **size)
+    list(decode.stream(tiny.model(), policy, state, logits, max_new_tokens=NEW, weights=weights))
+
+
+def compilations(run_it: functools.partial) -> int:
+    """Programs compiled meanwhile, small ones included."""
+    seen = []
+
+    def count(event: str, duration: float, **_: object) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            seen.append(duration)
+
+    jax.monitoring.register_event_duration_secs_listener(count)
+    try:
+        run_it()
+    finally:
+        jax.monitoring.unregister_event_duration_listener(count)
+    return len(seen)
+
+
+@pytest.mark.parametrize(("spec", "other"), NEIGHBOURS.items())
+def test_another_value_of_any_dial_compiles_nothing(spec, other):
+    first, second = kvjax.policy(spec), kvjax.policy(other)
+    run(first)
+    assert compilations(functools.partial(run, second)) == 0
+    assert jax.tree.structure(first) == jax.tree.structure(second)
+    assert (first == second) == (spec == other), "equality and repr show every dial"
+
+
+def test_a_structure_does_compile():
+    """The counter can count."""
+    run(kvjax.policy("snapkv(8) + uniform(0.5)"))
+    assert compilations(functools.partial(run, kvjax.policy("snapkv(6) + uniform(0.5)"))) > 0
+
+
+def test_every_preset_has_a_neighbour():
+    shown = {kind for spec in NEIGHBOURS for kind in map(type, kvjax.policy(spec).parts)}
+    assert {kind for spec in kvjax.PRESETS.values() for kind in map(type, kvjax.policy(spec).parts)} <= shown
+
+
+def test_every_dial_is_turned():
+    """A dial that no pair above changes could be compiled in without a test that sees it."""
+    turned: dict[type[Part], set[str]] = {}
+    for spec, other in NEIGHBOURS.items():
+        for one, two in zip(kvjax.policy(spec).parts, kvjax.policy(other).parts):
+            changed = {name for name in one.dials if getattr(one, name) != getattr(two, name)}
+            turned.setdefault(type(one), set()).update(changed)
+    left = {kind.name: set(kind.dials) - names for kind, names in turned.items() if set(kind.dials) - names}
+    assert left == {}
+
+
+def maps() -> int:
+    return Path("/proc/self/maps").read_text().count("\n")
+
+
+@pytest.mark.skipif(
+    not Path("/proc/self/maps").exists(), reason="memory maps are listed in /proc on Linux only"
+)
+def test_two_hundred_budgets_leave_memory_maps_flat():
+    """Once the size classes between the smallest and the largest budget are there."""
+    budgets = np.linspace(0.3, 0.9, 200)
+    policies = [kvjax.policy(f"knorm + uniform({share:.4f})") for share in budgets]
+    for policy in policies[:: len(policies) // 12]:
+        run(policy)
+    before = maps()
+    assert compilations(lambda: [run(policy) for policy in policies]) <= 12  # classes between those above
+    assert maps() - before < 400
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Sharp(Part):
+    """A part with a dial, and a field that is structure."""
+
+    name = "sharp"
+    place = "eviction"
+    arguments = {"edge": Number(0, 1)}
+    dials = ("edge",)
+    edge: float = 0.5
+    wide: int = 3
+
+
+def test_a_part_is_a_pytree_of_its_dials():
+    leaves, structure = jax.tree.flatten(Sharp(0.25))
+    assert leaves == [0.25]
+    assert structure == jax.tree.structure(Sharp(1))
+    assert structure != jax.tree.structure(Sharp(0.25, wide=4))
+    assert jax.tree.map(lambda x: x, Sharp(0.25)) == Sharp(0.25)
+    assert jax.jit(lambda part: part.edge * 2 + part.wide)(Sharp(0.25)) == 3.5
+    assert jax.eval_shape(lambda part: part.edge, Sharp(1)).dtype == jnp.float32  # as of 1.0
