@@ -22,7 +22,8 @@ import numpy as np
 from tqdm import tqdm
 
 from kvjax.types import Params
-from train import asked, confidence, diversity, heads, recall
+from studies.wg_kv import heads
+from train import asked, confidence, recall, retrieval
 from train.evaluate import RULER, vocabulary_source
 from train.pretrain import latest
 from train.setup import Setup, options, read, round_to, setup
@@ -119,8 +120,8 @@ def evaluate(
         for name, question in tqdm(RULER.items(), desc="ruler")
         if name not in ("cwe", "fwe")
     }
-    table["heads"] = heads.measure(spec, weights, have.held)
-    kinds = diversity.measure(spec, weights, have.held)["kinds"]
+    table["heads"] = retrieval.measure(spec, weights, have.held)
+    kinds = heads.measure(spec, weights, have.held)["kinds"]
     table["heads"]["kinds"] = kinds
     length, rows = min(SILENCED[0], max(lengths)), max(5, int(count * SILENCED[1]) // 5 * 5)
 
@@ -133,7 +134,7 @@ def evaluate(
         )
         return {"needles": float(found.mean()), "wordings": facts}
 
-    table["silenced"] = {"n": rows, "length": length} | heads.silence(
+    table["silenced"] = {"n": rows, "length": length} | retrieval.silence(
         spec, weights, table["heads"]["retrieving"], needles
     )
     table["confidence"] = confidence.measure(

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from train import heads
+from train import retrieval
 from train.asked import Value
 from train.setup import initial_of, options, read, setup
 from train.start_many import COPIES
@@ -35,9 +35,9 @@ def measure(path: Path, sets: list[str], folder: Path, *, count: int, length: in
         rows: list[tuple[np.ndarray, np.ndarray]] = []
         while len(rows) < count:
             drawn = row(rng, have.held, length)
-            if drawn is not None and (wanted := heads.copied_from(*drawn)).max() >= 0:
+            if drawn is not None and (wanted := retrieval.copied_from(*drawn)).max() >= 0:
                 rows.append((drawn[0], wanted))
-        weight = heads.weight_on(have.spec, params, rows)
+        weight = retrieval.weight_on(have.spec, params, rows)
         each = {f"layer {i}, KV head {k}": float(weight[i, k]) for i in COPIES for k in range(len(COPIES[i]))}
         found[name] = {
             "vocabulary": vocab,

@@ -15,7 +15,8 @@ import yaml
 from test_recipe import tiny
 
 from kvjax.models import decoder, hf
-from train import aims, asked, confidence, heads, pretrain, rows
+from studies.wg_kv import heads as kinds_of_heads
+from train import aims, asked, confidence, pretrain, retrieval, rows
 from train.setup import initial, setup
 
 
@@ -87,12 +88,12 @@ def test_where_an_answer_is_copied_from(have):
         drawn = asked.CHECKS["four_keys"](np.random.default_rng(seed), have.held, 320)
         if drawn is None:
             continue
-        wanted = heads.copied_from(*drawn)
+        wanted = retrieval.copied_from(*drawn)
         queries = np.flatnonzero(wanted >= 0)
         found += len(queries)
         assert (drawn[0][wanted[queries]] == drawn[0][queries + 1]).all()
         assert (wanted[queries] < queries - 3).all()
-        second = heads._offset(wanted, 1)
+        second = retrieval._offset(wanted, 1)
         if len(queries) > 1:
             assert np.flatnonzero(second >= 0).tolist() == [queries[0]]
             assert drawn[0][second[queries[0]]] == drawn[0][queries[0] + 2]
@@ -100,9 +101,9 @@ def test_where_an_answer_is_copied_from(have):
 
 
 def test_heads_against_the_constructed_start(have, params, monkeypatch):
-    monkeypatch.setattr(heads, "LENGTH", 384)
-    monkeypatch.setattr(heads, "BEGIN", 128)
-    got = heads.measure(have.spec, params, have.held, count=4)
+    monkeypatch.setattr(retrieval, "LENGTH", 384)
+    monkeypatch.setattr(retrieval, "BEGIN", 128)
+    got = retrieval.measure(have.spec, params, have.held, count=4)
     assert np.shape(got["sentence"]) == np.shape(got["fact"]) == (4, 4)
     assert np.shape(got["value"]) == (4, 4, 4)
     assert {tuple(x) for x in got["retrieving"]} <= {(i, k) for i in (1, 2, 3) for k in (0, 1)}
@@ -112,7 +113,9 @@ def test_heads_against_the_constructed_start(have, params, monkeypatch):
     assert 0 <= entropy.min() < entropy.max() <= 1 + 1e-5
     # A head with no preference is as wide as can be.
     flat = params | {"layers": [p | {"wq": 0 * p["wq"], "bq": 0 * p["bq"]} for p in params["layers"]]}
-    np.testing.assert_allclose(heads.measure(have.spec, flat, have.held, count=4)["entropy"], 1, atol=1e-4)
+    np.testing.assert_allclose(
+        retrieval.measure(have.spec, flat, have.held, count=4)["entropy"], 1, atol=1e-4
+    )
 
 
 def test_silencing_asks_a_model_without_those_heads(have, params):
@@ -124,7 +127,7 @@ def test_silencing_asks_a_model_without_those_heads(have, params):
         )
         return {"needles": float(len(asked_of[-1]))}
 
-    got = heads.silence(have.spec, params, [(1, 0), (1, 1), (3, 0)], ask)
+    got = retrieval.silence(have.spec, params, [(1, 0), (1, 1), (3, 0)], ask)
     assert got["nothing"] == {"needles": 0.0}
     assert asked_of[1:17] == [[(i, k)] for i in range(4) for k in range(4)]
     assert asked_of[17:] == [[(1, 0), (1, 1)], [(3, 0)]]
@@ -132,9 +135,9 @@ def test_silencing_asks_a_model_without_those_heads(have, params):
 
 
 def test_the_command_writes_every_aim(have, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(heads, "LENGTH", 256)
-    monkeypatch.setattr(heads, "BEGIN", 128)
-    monkeypatch.setattr("train.diversity.LENGTH", 256)
+    monkeypatch.setattr(retrieval, "LENGTH", 256)
+    monkeypatch.setattr(retrieval, "BEGIN", 128)
+    monkeypatch.setattr(kinds_of_heads, "LENGTH", 256)
     # The tiny vocabulary has no word of its own, and the stand-in's held-out words are all of several tokens.
     monkeypatch.setattr(aims, "vocabulary_source", lambda have: have.held)
     monkeypatch.setattr(asked, "VALUES", {"five digits": asked.Value("number", 5)})

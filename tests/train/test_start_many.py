@@ -9,7 +9,8 @@ import pytest
 from flax import nnx
 
 from kvjax.models import decoder, module
-from train import diversity, start_many
+from studies.wg_kv import heads
+from train import start_many
 from train.setup import model_spec
 
 SIZES = {
@@ -90,7 +91,7 @@ def test_without_any_one_head_others_still_look_at_the_token_to_be_copied(built)
     for layer in range(spec.num_layers):
         for head in range(spec.num_kv_heads):
             mine = tuple((layer, head * spec.groups + i) for i in range(spec.groups))
-            left = copying_streams(spec, diversity.without(spec, params, mine)) - {(layer, head)}
+            left = copying_streams(spec, heads.without(spec, params, mine)) - {(layer, head)}
             # All that read one token back hang on layer 0's first head; distances 3 and 4 do not.
             least = {(2, 1), (3, 1)} if (layer, head) == (0, 0) else set()
             assert len(left) >= (2 if least else 4), (layer, head, left)

@@ -17,7 +17,7 @@ import numpy as np
 from kvjax.models import decoder
 from kvjax.models.spec import ModelSpec
 from kvjax.types import Heads, Params
-from train import diversity
+from studies.wg_kv import heads
 from train.asked import CHECKS
 from train.rows import ANSWER, Source, text_row
 
@@ -61,7 +61,7 @@ def weight_on(
     total, queries = np.zeros((spec.num_layers, spec.num_heads)), 0
     for row, wanted in rows:
         asks = wanted >= 0
-        total += np.asarray(diversity.looks(spec, params, row[None], asks[None], wanted[None])["copied"])
+        total += np.asarray(heads.looks(spec, params, row[None], asks[None], wanted[None])["copied"])
         queries += int(asks.sum())
     return (total / max(queries, 1)).reshape(spec.num_layers, spec.num_kv_heads, -1).mean(-1)
 
@@ -138,8 +138,8 @@ def silence(
     """
 
     def without(streams: Sequence[tuple[int, int]]) -> dict[str, float]:
-        heads = tuple((layer, k * spec.groups + g) for layer, k in streams for g in range(spec.groups))
-        return ask(diversity.without(spec, params, heads))
+        lame = tuple((layer, k * spec.groups + g) for layer, k in streams for g in range(spec.groups))
+        return ask(heads.without(spec, params, lame))
 
     layers = sorted({layer for layer, _ in retrieving})
     return {
