@@ -23,9 +23,15 @@ TILE = 1 << 17
 
 
 def _block(groups: int, length: int) -> int:
-    """Queries of a head in a tile: a power of two."""
+    """Queries of a head in a tile: a power of two, or the whole row."""
     most = max(16, TILE // (groups * length))
-    return min(length, 1 << (most.bit_length() - 1))
+    block = min(length, 1 << (most.bit_length() - 1))
+    if length % block:
+        raise ValueError(
+            f"attention over rows of {length} tokens takes {block} queries at a time, which do not divide "
+            f"them. Take rows of a multiple of {block} tokens."
+        )
+    return block
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
@@ -41,6 +47,9 @@ def attention(
 
     Returns:
       float32.
+
+    Raises:
+      ValueError: when tiles do not divide the rows; powers of two always fit.
     """
     return _forward(y, groups, frequencies)[0]
 

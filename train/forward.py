@@ -38,7 +38,7 @@ def states(
     Args:
       spec: of the qwen2 family: RMS norms, SwiGLU, full attention.
       params: as in ``kvjax.models.decoder``; float32.
-      tokens: whole rows, a power of two of tokens each.
+      tokens: whole rows, of a length that ``attention`` takes.
       speak: which KV heads' query heads write in each row; all where it is None.
     """
     rows, length = tokens.shape

@@ -81,6 +81,11 @@ def test_attention_and_its_gradients_are_those_of_dense_attention(tiny, monkeypa
     close(back(dy)[0], wanted(dy)[0], 2 * rounding(t))
 
 
+def test_rows_that_tiles_do_not_divide_are_refused():
+    with pytest.raises(ValueError, match="rows of 1000 tokens .* multiple of 64"):
+        attention.attention(jnp.zeros((1, 1000, 1, 4 * 64)), 2, tuple([1.0] * 32))
+
+
 def test_states_are_the_decoders(tiny):
     spec, params, tokens = tiny
     got = forward.states(spec, params, tokens).reshape(2, 128, -1)
