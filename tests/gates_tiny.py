@@ -42,4 +42,4 @@ def written(folder: Path, config: dict[str, Any]) -> Path:
 def records(folder: Path, strength: str = "default") -> list[dict[str, Any]]:
     """The run's log without times."""
     lines = (folder / "run" / strength / "log.jsonl").read_text().splitlines()
-    return [{k: v for k, v in json.loads(line).items() if k != "time"} for line in lines]
+    return [{k: v for k, v in json.loads(line).items() if k not in ("time", "user")} for line in lines]

@@ -26,7 +26,8 @@ from train.rows import (
     shortened,
     text_row,
 )  # fmt: skip
-from train.tasks import SHARES
+from train.tasks import SHARES, facts, logs, repeats
+from train.tasks.pieces import RowFn
 
 __all__ = [
     "ANSWER", "HAYSTACK", "MAGIC", "SECRET", "TAIL", "Batches", "Level", "Mix", "Source", "batches",
@@ -37,7 +38,9 @@ __all__ = [
 def training_row(
     rng: np.random.Generator, source: Source, length: int, level: Level
 ) -> tuple[np.ndarray, np.ndarray]:
-    """A row of one of the four kinds, by the level's shares; plain text where nothing else fits."""
+    """A row of one of the level's kinds, by their shares; plain text where nothing else fits."""
+    if level.kinds:
+        return _row_of_kinds(rng, source, length, level)
     kind = rng.random()
     if kind < level.needles:
         keys = int(rng.choice([n for n in level.keys if n <= 4 or length >= 512]))
@@ -63,10 +66,51 @@ def training_row(
     return copy_row(rng, source, length)
 
 
+KINDS: dict[str, RowFn] = {"facts": facts.row, "repeats": repeats.row, "logs": logs.row, "copies": copy_row}
+"""What ``Level.kinds`` names besides "books" (plain text) and "tasks" (``Level.families``)."""
+
+
+def _row_of_kinds(
+    rng: np.random.Generator, source: Source, length: int, level: Level
+) -> tuple[np.ndarray, np.ndarray]:
+    chances = np.asarray(list(level.kinds.values()))
+    kind = list(level.kinds)[int(rng.choice(len(chances), p=chances / chances.sum()))]
+    if kind == "tasks":
+        return tasks.draw(rng, source, length, level.families)[1:]
+    for _ in range(4 if kind in KINDS else 0):
+        if (row := KINDS[kind](rng, source, length)) is not None:
+            return row
+    return text_row(rng, source, length)
+
+
 def _wording(rng: np.random.Generator, level: Level) -> Wording:
     if not (level.magic and rng.random() < level.magic):
         return SECRET
     return shortened(rng) if level.bridge and rng.random() < level.bridge else MAGIC
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Hush:
+    """How KV heads (with all their query heads) are silenced in training.
+
+    Attributes:
+      rows: share of rows in which any is.
+      heads: chance of each KV head in such a row, by layer.
+      layer: chance that one whole layer of those whose ``heads`` are not 0 is silent in such a row.
+    """
+
+    rows: float
+    heads: tuple[float, ...]
+    layer: float = 0.0
+
+    def draw(self, rng: np.random.Generator, count: int, streams: int) -> np.ndarray:
+        """Which KV heads speak: bool [count, L, streams]."""
+        chance = np.asarray(self.heads)[None, :, None]
+        silent = rng.random((count, len(self.heads), streams)) < chance
+        open_to = np.flatnonzero(self.heads)
+        for row in np.flatnonzero(rng.random(count) < self.layer):
+            silent[row, open_to[int(rng.integers(len(open_to)))]] = True
+        return ~(silent & (rng.random(count) < self.rows)[:, None, None])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -86,6 +130,10 @@ class Level:
       families: how often each of ``train.tasks.TASKS`` is drawn for a task row, among those that fit.
       silent: chance that a query head writes nothing in a row, [L][N]; none is silenced where it is empty.
         What a silenced head did must then be learned by others (DropHead, arXiv 2004.13342).
+      kinds: shares of "facts", "repeats", "logs", "copies", "tasks" and "books"; where it is given,
+        ``needles``, ``tasks`` and ``copies`` say nothing.
+      hush: how KV heads are silenced; none where it is None. Not together with ``silent``.
+      ahead: answers of a batch whose next tokens are predicted from the question's last one; 0 is none.
     """
 
     lengths: tuple[int, ...]
@@ -101,6 +149,9 @@ class Level:
     clash: float = 0.0
     families: Mapping[str, float] = dataclasses.field(default_factory=lambda: SHARES)
     silent: tuple[tuple[float, ...], ...] = ()
+    kinds: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    hush: Hush | None = None
+    ahead: int = 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -111,11 +162,19 @@ class Mix:
       seed: of every batch.
       tokens: in a batch of a level that does not say.
       levels: the curriculum.
+      streams: KV heads of a layer; asked for where a level hushes some.
     """
 
     seed: int
     tokens: int
     levels: tuple[Level, ...]
+    streams: int = 0
+
+
+def row_length(rng: np.random.Generator, level: Level) -> int:
+    """Tokens of a batch's rows: the first thing drawn for it."""
+    shares = np.asarray(level.shares)
+    return int(rng.choice(level.lengths, p=shares / shares.sum()))
 
 
 class Batches:
@@ -123,7 +182,8 @@ class Batches:
 
     ``self[i]`` is a dict: tokens int32 [B, T]; and, for S scored tokens, at int32 [S] (row-major index
     of the position that predicts), target int32 [S], weight float32 [S], answer bool [S]. A level that
-    silences heads adds speak bool [B, L, N].
+    silences heads adds speak bool, [B, L, N] for query heads (``silent``) or [B, L, K] (``hush``); one that
+    looks ahead what ``choose_ahead`` gives.
     """
 
     def __init__(self, source: Source, mix: Mix, level: int, count: int):
@@ -135,8 +195,7 @@ class Batches:
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
         level = self.mix.levels[self.level]
         rng = np.random.default_rng((self.mix.seed, self.level, int(index)))
-        shares = np.asarray(level.shares)
-        length = int(rng.choice(level.lengths, p=shares / shares.sum()))
+        length = row_length(rng, level)
         count = max(1, (level.tokens or self.mix.tokens) // length)
         rows = [training_row(rng, self.source, length, level) for _ in range(count)]
         tokens, weight = (np.stack(column) for column in zip(*rows))
@@ -144,7 +203,40 @@ class Batches:
         if level.silent:
             chance = np.asarray(level.silent)
             batch["speak"] = rng.random((count, *chance.shape)) >= chance
+        if level.hush is not None:
+            batch["speak"] = level.hush.draw(rng, count, self.mix.streams)
+        if level.ahead:
+            batch |= choose_ahead(tokens, weight, level.ahead)
         return batch
+
+
+AHEAD = 3
+"""Tokens beyond the next one that a question's last token is to foretell."""
+
+
+def choose_ahead(tokens: np.ndarray, weight: np.ndarray, count: int) -> dict[str, np.ndarray]:
+    """Where answers begin, and their 2nd, 3rd, 4th token.
+
+    Args:
+      tokens, weight: of a batch, [B, T].
+      count: A, answers taken, the first ones; padding has no weight.
+
+    Returns:
+      ahead_at int32 [A] (row-major index of the position that predicts the answer's first token),
+      ahead_target int32 [A, 3], ahead_real bool [A, 3] (the token exists and belongs to the answer).
+    """
+    asked = np.pad(weight >= ANSWER, ((0, 0), (0, AHEAD + 1)))[:, : tokens.shape[1] + AHEAD]
+    first = asked[:, : tokens.shape[1]] & ~np.pad(asked, ((0, 0), (1, 0)))[:, : tokens.shape[1]]
+    row, at = (x[:count] for x in np.nonzero(first))
+    pad = (0, count - len(row))
+    offsets = at[:, None] + np.arange(1, AHEAD + 1)
+    real = np.logical_and.accumulate(asked[row[:, None], offsets], axis=1)
+    target = np.where(real, tokens[row[:, None], np.minimum(offsets, tokens.shape[1] - 1)], 0)
+    return {
+        "ahead_at": np.pad(row * tokens.shape[1] + at - 1, pad).astype(np.int32),
+        "ahead_target": np.pad(target, (pad, (0, 0))).astype(np.int32),
+        "ahead_real": np.pad(real, (pad, (0, 0))),
+    }
 
 
 def choose_scored(

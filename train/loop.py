@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import resource
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -68,7 +69,7 @@ class Plan:
       steps: the run's length.
       log_every, check_every, save_every: cadence; each also falls on the last step.
       keep: checkpoints kept.
-      seconds: wall clock of this process after which it saves and returns; None is no limit.
+      seconds: wall clock of this process after which it saves and returns, unchecked; None is no limit.
       workers: processes that make batches ahead; with 0 a thread of this one does. The batches are the same.
     """
 
@@ -202,11 +203,12 @@ def train(
         stop = step >= plan.steps or late
         if step % plan.log_every == 0 or stop:
             numbers = {name: float(value) for name, value in metrics.items()}
-            log.write({"step": step, "level": level, **numbers})
+            log.write({"step": step, "level": level, **_clock(), **numbers})
             bar.set_postfix(loss=f"{numbers['loss']:.3f}", level=level)
-        if check is not None and (step % plan.check_every == 0 or stop):
+        # Not where the clock ends a leg: a level it opened would open elsewhere than in a run of one piece.
+        if check is not None and (step % plan.check_every == 0 or step >= plan.steps):
             verdict = check(state.params, step, level)
-            log.write({"step": step, "level": level, "time": time.time(), **verdict.metrics})
+            log.write({"step": step, "level": level, **_clock(), **verdict.metrics})
             tqdm.write(json.dumps({"step": step, "level": level, **verdict.metrics}))
             stop = stop or verdict.stop
             if verdict.level != level:
@@ -217,6 +219,14 @@ def train(
     bar.close()
     saved.close()
     return state
+
+
+def _clock() -> dict[str, float]:
+    """Wall clock, and seconds of processor time of this process so far."""
+    return {
+        "time": round(time.time(), 2),
+        "user": round(resource.getrusage(resource.RUSAGE_SELF).ru_utime, 2),
+    }
 
 
 def _stream(dataset: grain.MapDataset, step: int, workers: int) -> Iterator[dict[str, Any]]:

@@ -17,12 +17,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import yaml
 
+from kvjax.models import decoder
 from kvjax.models.spec import ModelSpec
 from kvjax.types import Params
-from train import data, loop, recall, tasks
-from train.setup import Setup, initial, round_to, setup
+from train import asked, data, forward, loop, recall, tasks
+from train.setup import Setup, initial_of, options, read, round_to, setup
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float
@@ -89,30 +89,90 @@ def make_loss(spec: ModelSpec, dtype: str, *, block: int = 128, remat: bool = Fa
     return loss
 
 
+AHEAD_SHARE = 0.1
+"""Weight of the loss on tokens further ahead, against the mean of the scored tokens."""
+
+
+def make_quick_loss(spec: ModelSpec) -> loop.Loss:
+    """``make_loss`` in the products of ``train.forward``; batches that look ahead add their share.
+
+    The state of a question's last token, times one matrix for each distance, must foretell the answer's 2nd,
+    3rd and 4th token: so attention has to look at the whole value before its first token is written.
+    """
+
+    def loss(params: Params, batch: dict[str, Array]) -> tuple[Float[Array, ""], dict[str, Array]]:
+        x = forward.states(spec, params, batch["tokens"], speak=batch.get("speak"))
+        nll, hit = forward.cross_entropy(
+            decoder.norm(spec, params, "final_norm", x[batch["at"]]), params["embed"], batch["target"]
+        )
+        weight, answer = batch["weight"], batch["answer"]
+        text_weight = jnp.where(answer, 0.0, weight)
+        total = (nll * weight).sum() / weight.sum()
+        seen = {
+            "answers": (hit & answer).sum() / jnp.maximum(answer.sum(), 1),
+            "text_nll": (nll * text_weight).sum() / jnp.maximum(text_weight.sum(), 1e-6),
+        }
+        if "ahead_at" in batch:
+            real, target = batch["ahead_real"].T.reshape(-1), batch["ahead_target"].T.reshape(-1)
+            asked = x[batch["ahead_at"]]
+            far = jnp.concatenate([forward.product(asked, w) for w in params["ahead"]])
+            normed = decoder.norm(spec, params, "final_norm", far)
+            cost, right = forward.cross_entropy(normed, params["embed"], target)
+            count = jnp.maximum(real.sum(), 1)
+            total += AHEAD_SHARE * (cost * real).sum() / count
+            seen["ahead"] = (right & real).sum() / count
+        return total, seen
+
+    return loss
+
+
 def make_check(have: Setup) -> Any:
     """Recall on held-out words and text: opens levels, ends the run at the target."""
     settings, gates = have.config["check"], have.config["check"]["gates"]
 
     def check(params: Params, step: int, level: int) -> loop.Verdict:
         rounded = round_to(params, have.config["model"]["dtype"])
+        score = recall.quick_nll if quick(have.config) else recall.nll
         measure = lambda length, keys: float(  # noqa: E731
             recall.needle_recall(
-                have.spec, rounded, have.held, length=length, keys=keys, count=settings["count"], seed=1
+                have.spec,
+                rounded,
+                have.held,
+                length=length,
+                keys=keys,
+                count=settings["count"],
+                seed=1,
+                score=score,
             ).mean()
         )
         one = {length: measure(length, 1) for length in settings["lengths"]}
         metrics = {f"recall_{length}": value for length, value in one.items()}
         many_length = settings["lengths"][min(1, len(settings["lengths"]) - 1)]
         metrics[f"recall_{many_length}_of_4"] = many = measure(many_length, 4)
-        metrics["bits_per_byte"] = recall.bits_per_byte(have.spec, rounded, have.books, windows=16)
+        metrics["bits_per_byte"] = recall.bits_per_byte(
+            have.spec, rounded, have.books, windows=16, score=score
+        )
         for task, row in tasks.TASKS.items() if "tasks" in settings else ():
-            metrics[task] = recall.task_recall(have.spec, rounded, row, have.held, **settings["tasks"])
+            metrics[task] = recall.task_recall(
+                have.spec, rounded, row, have.held, score=score, **settings["tasks"]
+            )
+        for name in settings.get("asked", {}):
+            metrics[name] = recall.task_recall(
+                have.spec,
+                rounded,
+                asked.CHECKS[name],
+                have.held,
+                score=score,
+                seed=1,
+                **settings["asked"][name],
+            )
         gate = gates[level] if level < len(gates) else None
         rise = (
             gate is not None
             and step >= gate.get("step", 0)
             and one[gate["length"]] >= gate["one"]
             and many >= gate["four"]
+            and all(metrics[name] >= least for name, least in gate.get("asked", {}).items())
         )
         stop = min(float(np.mean(list(one.values()))), many) >= settings["target"]
         return loop.Verdict(metrics=metrics, level=level + rise, stop=stop)
@@ -127,19 +187,35 @@ def make_level(settings: dict[str, Any]) -> data.Level:
         return tuple(map(frozen, value)) if isinstance(value, list) else value
 
     values: dict[str, Any] = {name: frozen(value) for name, value in settings.items()}
+    if "hush" in values:
+        values["hush"] = data.Hush(**{name: frozen(value) for name, value in values["hush"].items()})
     return data.Level(**values)
+
+
+def quick(config: dict[str, Any]) -> bool:
+    """Whether the run's products are those of ``train.forward``."""
+    return config.get("loss", {}).get("products") == "float32"
+
+
+def make_loss_of(have: Setup) -> loop.Loss:
+    """The loss that the config asks for."""
+    if quick(have.config):
+        return make_quick_loss(have.spec)
+    return make_loss(have.spec, have.config["model"]["dtype"], **have.config.get("attention", {}))
 
 
 def run(have: Setup) -> loop.State:
     """Trains to the end of the plan, or goes on from the newest checkpoint."""
     config = have.config
     levels = tuple(make_level(level) for level in config["mix"]["levels"])
-    mix = data.Mix(seed=config["seed"], tokens=config["mix"]["tokens"], levels=levels)
+    mix = data.Mix(
+        seed=config["seed"], tokens=config["mix"]["tokens"], levels=levels, streams=have.spec.num_kv_heads
+    )
     plan = loop.Plan(**config["plan"])
     return loop.train(
-        params=initial(have.spec, config["seed"], config["model"].get("spread", 0.0)),
+        params=initial_of(have.config),
         optimizer=make_optimizer(config["optimizer"]),
-        loss=make_loss(have.spec, config["model"]["dtype"], **config.get("attention", {})),
+        loss=make_loss_of(have),
         batches=lambda level: data.batches(have.train, mix, level, plan.steps),
         folder=Path(config["folder"]),
         plan=plan,
@@ -148,12 +224,12 @@ def run(have: Setup) -> loop.State:
 
 
 def latest(have: Setup) -> tuple[int, Params]:
-    """(step, params) of the folder's newest checkpoint.
+    """(step, the model's params) of the folder's newest checkpoint.
 
     Raises:
       ValueError: when nothing has been trained there.
     """
-    params = initial(have.spec, have.config["seed"])
+    params = initial_of(have.config)
     optimizer = make_optimizer(have.config["optimizer"])
     like = loop.State(params=params, opt=optimizer.init(params))
     saved = loop.Checkpoints(Path(have.config["folder"]), keep=0, read_only=True)
@@ -164,16 +240,16 @@ def latest(have: Setup) -> tuple[int, Params]:
             f"latest(folder={have.config['folder']!r}) found no checkpoint. Train first: run the same "
             "command without --export."
         )
-    return found[0], found[1].params
+    return found[0], {name: leaf for name, leaf in found[1].params.items() if name != "ahead"}
 
 
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m train.pretrain", description=__doc__.splitlines()[0])
-    parser.add_argument("--config", type=Path, required=True)
+    options(parser)
     parser.add_argument("--export", type=Path, help="write an HF folder of the newest checkpoint")
     args = parser.parse_args()
-    have = setup(yaml.safe_load(args.config.read_text()))
+    have = setup(read(args.config, args.set, args.folder))
     if args.export is None:
         run(have)
         return

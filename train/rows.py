@@ -33,6 +33,7 @@ class Source:
       text: ids of all text, one array.
       ends: sorted positions in ``text`` right after a sentence's last token.
       short, long: key words of one token (with a leading blank) and of several.
+      is_end: by id, whether a sentence may end with that token.
     """
 
     tokenizer: Tokenizer
@@ -40,6 +41,7 @@ class Source:
     ends: np.ndarray
     short: tuple[str, ...]
     long: tuple[str, ...]
+    is_end: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, bool))
 
     def encode(self, text: str) -> list[int]:
         """Ids of a piece of text that starts at a blank or a line break."""
@@ -63,6 +65,7 @@ def make_source(tokenizer: Tokenizer, text: np.ndarray, words: Sequence[str], *,
         ends=np.flatnonzero(np.isin(text, stops)) + 1,
         short=tuple(word for word, one in zip(mine, single) if one),
         long=tuple(word for word, one in zip(mine, single) if not one),
+        is_end=np.isin(np.arange(tokenizer.get_vocab_size()), stops),
     )
 
 

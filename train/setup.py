@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
+import functools
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+import yaml
 from flax import nnx
 
 from kvjax.models import module
 from kvjax.models.spec import ModelSpec, Rope
 from kvjax.types import Params
-from train import rows, start, text
+from train import rows, start, start_many, text
+from train.tasks import facts, logs
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
+
+
+FORMS = {"one": start.construct, "many": start_many.construct}
+"""Constructed starts by their name in a config."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,7 +54,9 @@ def setup(config: dict[str, Any]) -> Setup:
     """Reads the texts, the tokenizer (trained at the first call) and the token arrays (cached)."""
     corpus = text.corpus(text.data_folder(), seed=config["seed"])
     size = config["model"]["vocab_size"]
-    tokenizer = text.load_tokenizer(Path(config["tokenizer"]), corpus.train, size)
+    tokenizer = text.load_tokenizer(
+        Path(config["tokenizer"]), _to_learn(config, corpus), size, _digits(config)
+    )
     train, held, books = sources(corpus, tokenizer, Path(config["folder"]).parent / "cache")
     return Setup(
         config=config,
@@ -54,6 +66,58 @@ def setup(config: dict[str, Any]) -> Setup:
         held=held,
         books=books,
     )
+
+
+def read(path: Path, sets: Sequence[str] = (), folder: Path | None = None) -> dict[str, Any]:
+    """A config file, changed.
+
+    Args:
+      path: YAML.
+      sets: changes, ``section.name=value``; the value is YAML, a number in the path is an index of a list.
+      folder: of the run and its tokenizer, instead of the config's.
+
+    Raises:
+      ValueError: a change of something that the config has no place for.
+    """
+    config = yaml.safe_load(path.read_text())
+    for change in sets:
+        name, _, value = change.partition("=")
+        *way, last = [int(part) if part.isdigit() else part for part in name.split(".")]
+        try:
+            place = functools.reduce(lambda tree, part: tree[part], way, config)
+            place[last] = yaml.safe_load(value)
+        except (KeyError, IndexError, TypeError) as reason:
+            raise ValueError(
+                f"--set {change!r} names no place in {path}: {reason}. Write section.name=value."
+            ) from None
+    if folder is not None:
+        config |= {"folder": str(folder), "tokenizer": str(folder / "tokenizer.json")}
+    return config
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    """The arguments of ``read``."""
+    parser.add_argument("--config", type=Path, required=True)
+    parser.add_argument("--set", nargs="+", default=[], metavar="NAME=VALUE", help="changes of the config")
+    parser.add_argument("--folder", type=Path, help="of the run, instead of the config's")
+
+
+def _digits(config: dict[str, Any]) -> int:
+    return int(config.get("text", {}).get("digits", 1))
+
+
+def _to_learn(config: dict[str, Any], corpus: text.Corpus) -> Iterator[str]:
+    """What the tokenizer is trained on: the books and, by the config, facts, logs and dialogues."""
+    yield from corpus.train
+    if tasks := config.get("text", {}).get("tasks", 0):
+        words = tuple(word for word in corpus.words if not text.held_out_word(word))
+        rng = np.random.default_rng(config["seed"])
+        yield from facts.samples(rng, words, tasks)
+        yield from logs.samples(rng, words, tasks // 20)
+    # Every number of that many digits must be met often enough to become a token.
+    count = _digits(config)
+    every = [f"{n:0{size}}" for size in range(2, count + 1) for n in range(10**size)]
+    yield from [" ".join(every)] * config.get("text", {}).get("numbers", 0)
 
 
 def sources(
@@ -87,10 +151,27 @@ def model_spec(sizes: dict[str, Any]) -> ModelSpec:
     )
 
 
-def initial(spec: ModelSpec, seed: int, spread: float = 0.0) -> Params:
-    """Fresh weights with the constructed start."""
+def initial(spec: ModelSpec, seed: int, spread: float = 0.0, form: str = "one", ahead: int = 0) -> Params:
+    """Fresh weights with the constructed start.
+
+    Args:
+      spec: the model.
+      seed: of every draw.
+      spread: noise on what constructed query heads read.
+      form: "one" copying KV head (``train.start``) or "many" (``train.start_many``).
+      ahead: matrices of the loss on tokens further ahead (``train.pretrain.make_quick_loss``), the leaf
+        ``ahead`` [A, D, D]; none where it is 0. Inference and export know nothing of it.
+    """
     drawn = module.leaves(module.Decoder(spec, rngs=nnx.Rngs(params=seed)))
-    return start.construct(spec, drawn, seed, spread=spread)
+    built = FORMS[form](spec, drawn, seed, spread=spread)
+    return built | {"ahead": jnp.tile(jnp.eye(spec.model_dim), (ahead, 1, 1))} if ahead else built
+
+
+def initial_of(config: dict[str, Any]) -> Params:
+    """Fresh weights as the config starts."""
+    model = config["model"]
+    form, ahead = model.get("start", "one"), config.get("loss", {}).get("ahead", 0)
+    return initial(model_spec(model), config["seed"], model.get("spread", 0.0), form, ahead)
 
 
 def round_to(params: Params, dtype: str) -> Params:

@@ -93,12 +93,17 @@ def unwrap(text: str) -> str:
     return "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs if paragraph.strip())
 
 
-def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """Byte-level BPE with every digit a token of its own, specials ``<pad> <bos> <eos>`` first."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+def train_tokenizer(texts: Iterable[str], vocab_size: int, digits: int = 1) -> Tokenizer:
+    """Byte-level BPE, tokens of at most ``digits`` digits, specials ``<pad> <bos> <eos>`` first."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
-    split = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    figures = (
+        pre_tokenizers.Digits(individual_digits=True)
+        if digits == 1
+        else pre_tokenizers.Split(Regex(rf"\d{{1,{digits}}}"), "isolated")
+    )
+    split = [figures, pre_tokenizers.ByteLevel(add_prefix_space=False)]
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(split)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
@@ -112,13 +117,13 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     return tokenizer
 
 
-def load_tokenizer(path: Path, texts: Iterable[str], vocab_size: int) -> Tokenizer:
+def load_tokenizer(path: Path, texts: Iterable[str], vocab_size: int, digits: int = 1) -> Tokenizer:
     """Reads ``path``; where it does not exist, trains on ``texts`` and writes it."""
     from tokenizers import Tokenizer
 
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
-        train_tokenizer(texts, vocab_size).save(str(path))
+        train_tokenizer(texts, vocab_size, digits).save(str(path))
     return Tokenizer.from_file(str(path))
 
 

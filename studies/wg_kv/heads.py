@@ -44,7 +44,7 @@ CONSTRUCTED = ((0, 0), (1, 0))
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _looks(
+def looks(
     spec: ModelSpec,
     params: Params,
     tokens: Int[Array, "B T"],
@@ -121,7 +121,7 @@ def measure(spec: ModelSpec, params: Params, source: Source, *, count: int = 24)
     result: dict[str, Any] = {}
     for name, draw in (("text", _text), ("answers", _answers)):
         rows = [draw(rng, source) for _ in range(count)]
-        parts = [_looks(spec, params, *map(np.stack, zip(*rows[i : i + 2]))) for i in range(0, count, 2)]
+        parts = [looks(spec, params, *map(np.stack, zip(*rows[i : i + 2]))) for i in range(0, count, 2)]
         queries = sum(int(asks.sum()) for _, asks, _ in rows)
         mean = {key: np.sum([part[key] for part in parts], axis=0) / queries for key in parts[0]}
         result[name] = {

@@ -102,7 +102,7 @@ def mix() -> data.Mix:
 
 def records(folder: Path) -> list[dict]:
     lines = (folder / "run" / "log.jsonl").read_text().splitlines()
-    return [{k: v for k, v in json.loads(line).items() if k != "time"} for line in lines]
+    return [{k: v for k, v in json.loads(line).items() if k not in ("time", "user")} for line in lines]
 
 
 def test_a_killed_run_goes_on_with_the_same_losses(tmp_path, have):

@@ -51,6 +51,27 @@ def test_a_mixed_head_is_alpha_of_full_attention_and_the_rest_of_streaming(tmp_p
     assert float(jnp.abs(whole - want).max()) > 1e-3
 
 
+def test_only_where_answers_are_read_off_counts(tmp_path, tiny_folder):
+    settings = gate_settings.parse(config_at(tmp_path, tiny_folder))
+    model = load(tiny_folder)
+    net = gates.make_net(settings, model.spec, mesh.layout(1, 1))
+    frozen = mesh.stacked(model.params, "float32")
+    tokens = np.random.default_rng(2).integers(0, 250, (2, 24)).astype(np.int32)
+    params = {"admission": [{"alpha": jnp.asarray([0.2, 0.6])}, {"alpha": jnp.asarray([0.4, 0.1])}]}
+    # Row-major positions: scored are these five, answers are the first three.
+    at = np.array([21, 22, 40, 15, 30])
+    answer = np.array([True, True, True, False, False])
+    loss, found = duo.objective(net, 0.5, 2, frozen, params, {"tokens": tokens, "at": at, "answer": answer})
+    goal = np.asarray(distill.teacher(net, frozen, tokens))
+    pattern = {"alpha": jnp.stack([layer["alpha"] for layer in params["admission"]])}
+    x, _ = distill.walk(net, frozen, pattern, tokens, duo.mixed(net, sinks=2))
+    error = ((np.asarray(distill.states(net, frozen, x)) - goal) ** 2).mean(-1).reshape(-1)
+    np.testing.assert_allclose(found["distill"], error[at[answer]].mean(), rtol=1e-4)
+    np.testing.assert_allclose(loss, found["distill"] + 0.5 * 0.325, rtol=1e-5)
+    for others in (error.mean(), error[at].mean()):
+        assert abs(float(found["distill"]) / others - 1) > 0.02  # neither all tokens nor all scored ones
+
+
 def test_updates_stay_between_nought_and_one():
     clip = duo.in_unit_interval()
     params = {"alpha": jnp.asarray([0.9, 0.1, 0.5])}

@@ -84,6 +84,38 @@ def test_the_student_is_dense_attention_with_the_bias_and_the_teacher_the_model(
     np.testing.assert_allclose(loss, found["distill"] + 0.5 * found["cost"], rtol=1e-6)
 
 
+def test_a_closed_gate_leaves_eps(tiny, tiny_folder):
+    """log(g + eps): with every gate shut, an old key is still read at eps of its weight, not at g of it."""
+    _, net, frozen, params, batch = tiny
+    net = distill.dataclasses.replace(net, eps=1e-2)
+    z = jnp.asarray([-40.0, -3.0, 0.0, 5.0])
+    want = np.log(1 / (1 + np.exp(-np.asarray(z, np.float64))) + net.eps)
+    np.testing.assert_allclose(distill.log_gate(z, net.eps), want, rtol=1e-5, atol=1e-6)
+
+    model, tokens = load(tiny_folder), batch["tokens"]
+    spec = model.spec
+    shut = distill.gated_by(net, lambda _, k_pre, k: jnp.full(k.shape[:3], -40.0))
+
+    def attend(index, x, carry):
+        b, t, n, h = x.q.shape
+        q = x.q.reshape(b, t, spec.num_kv_heads, spec.groups, h)
+        age = jnp.arange(t)[:, None] - jnp.arange(t)[None, :]
+        e = jnp.exp(jnp.einsum("btkgh,bskh->bkgts", q, x.k) * h**-0.5)
+        e = jnp.where(age >= 0, jnp.where(age >= net.window, net.eps * e, e), 0.0)
+        out = jnp.einsum("bkgts,bskh->btkgh", e / e.sum(-1, keepdims=True), x.v)
+        return out.reshape(b, t, n, h), carry
+
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    want, _ = decoder.forward(spec, model.params, tokens, positions, attend, None)
+    got, _ = distill.walk(net, frozen, distill.stack(params["admission"]), tokens, shut)
+    np.testing.assert_allclose(got, want, atol=2e-4)
+    without = distill.gated_by(
+        distill.dataclasses.replace(net, eps=1e-30), lambda _, k_pre, k: jnp.full(k.shape[:3], -40.0)
+    )
+    other, _ = distill.walk(net, frozen, distill.stack(params["admission"]), tokens, without)
+    assert float(jnp.abs(other - want).max()) > 1e-2  # eps can be told in the states
+
+
 def test_open_gates_cost_nothing_and_thresholded_ones_are_a_mask(tiny):
     _, net, frozen, params, batch = tiny
     for layer in params["admission"]:

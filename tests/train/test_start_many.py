@@ -1,0 +1,107 @@
+"""The second constructed start, measured at initialisation: four distances back, six heads that copy."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from kvjax.models import decoder, module
+from studies.wg_kv import heads
+from train import start_many
+from train.setup import model_spec
+
+SIZES = {
+    "vocab_size": 1024,
+    "num_layers": 4,
+    "num_heads": 8,
+    "num_kv_heads": 4,
+    "head_dim": 64,
+    "model_dim": 256,
+    "mlp_dim": 64,
+    "max_positions": 1024,
+    "theta": 1e6,
+}
+BLOCK = 200
+"""Random tokens, met twice."""
+
+
+@pytest.fixture(scope="module")
+def built():
+    spec = model_spec(SIZES)
+    drawn = module.leaves(module.Decoder(spec, rngs=nnx.Rngs(params=0)))
+    return spec, start_many.construct(spec, drawn, 0, spread=0.05)
+
+
+def attention(spec, params) -> np.ndarray:
+    """[L, N, T, T] over random tokens, the second half of which is the first again."""
+    block = np.random.default_rng(2).integers(3, spec.vocab_size, BLOCK)
+    tokens = jnp.asarray(np.concatenate([[1], block, block]))[None]
+    inner, found = decoder.dense_attend(spec), []
+
+    def look(index, x, carry):
+        q = x.q[0].reshape(x.q.shape[1], spec.num_kv_heads, spec.groups, spec.head_dim)
+        s = jnp.einsum("tkgh,skh->kgts", q, x.k[0]) * spec.head_dim**-0.5
+        s = jnp.where(jnp.tril(jnp.ones(s.shape[-2:], bool)), s, -jnp.inf)
+        found.append(jax.nn.softmax(s, axis=-1).reshape(spec.num_heads, *s.shape[-2:]))
+        return inner(index, x, carry)
+
+    decoder.forward(spec, params, tokens, jnp.arange(tokens.shape[1])[None], look, None)
+    return np.asarray(jnp.stack(found))
+
+
+def on_copied(weights: np.ndarray, ahead: int = 1) -> np.ndarray:
+    """[L, N]: mean weight on the token ``ahead`` after the earlier occurrence, from the fifth repeat on."""
+    queries = np.arange(BLOCK + 6, 2 * BLOCK - 4)
+    return weights[:, :, queries, queries + ahead - BLOCK].mean(-1)
+
+
+def copying_streams(spec, params) -> set[tuple[int, int]]:
+    """(layer, KV head) with a tenth of a query head's weight on the token to be copied."""
+    share = on_copied(attention(spec, params)).reshape(spec.num_layers, spec.num_kv_heads, spec.groups)
+    return {(int(i), int(k)) for i, k in np.argwhere(share.max(-1) >= 0.1)}
+
+
+def test_layer_0_looks_one_to_four_back(built):
+    weights = attention(*built)[0]
+    for head in range(8):
+        distance = 1 + head // 2
+        assert np.diagonal(weights[head], offset=-distance, axis1=-2, axis2=-1)[5:].mean() > 0.9
+
+
+def test_six_kv_heads_in_three_layers_put_weight_on_the_token_to_be_copied(built):
+    streams = copying_streams(*built)
+    assert streams == {(layer, head) for layer in (1, 2, 3) for head in (0, 1)}
+
+
+def test_second_query_heads_look_at_the_whole_value(built):
+    """From the query before a repeated stretch, its 2nd, 3rd and 4th token are looked at, too."""
+    weights = attention(*built)
+    for layer, distance in ((1, 2), (2, 3), (3, 4)):
+        seen = on_copied(weights, ahead=distance)[layer]
+        assert seen[3] >= 0.1  # the second query head of the second KV head
+        assert seen[2] < 0.05  # the first one looks at the next token
+
+
+def test_without_any_one_head_others_still_look_at_the_token_to_be_copied(built):
+    spec, params = built
+    whole = copying_streams(spec, params)
+    for layer in range(spec.num_layers):
+        for head in range(spec.num_kv_heads):
+            mine = tuple((layer, head * spec.groups + i) for i in range(spec.groups))
+            left = copying_streams(spec, heads.without(spec, params, mine)) - {(layer, head)}
+            # All that read one token back hang on layer 0's first head; distances 3 and 4 do not.
+            least = {(2, 1), (3, 1)} if (layer, head) == (0, 0) else set()
+            assert len(left) >= (2 if least else 4), (layer, head, left)
+            assert least <= left
+    assert len(whole) == 6
+
+
+def test_a_model_without_room_is_refused():
+    for wrong in ({"num_layers": 3}, {"num_kv_heads": 2}, {"num_heads": 4}, {"model_dim": 192}):
+        spec = model_spec(SIZES | wrong)
+        drawn = module.leaves(module.Decoder(spec, rngs=nnx.Rngs(params=0)))
+        with pytest.raises(ValueError, match="Use start: one"):
+            start_many.construct(spec, drawn, 0)

@@ -1,0 +1,94 @@
+"""How fast a training step is, in the products of the first run and of the second: tokens a second, by row
+length.
+
+XLA_FLAGS="--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1" nice -n 19 \\
+    python -m train.speed --config configs/pretrain/embedded.yaml --write FILE.json
+
+Beside the wall clock, which other programs share, stands the processor time of this process: with one
+thread, tokens a second of it are what an idle core would do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from train import data, loop, pretrain
+from train.setup import initial_of, model_spec, options, read
+
+
+def batch(config: dict[str, Any], length: int, tokens: int) -> dict[str, np.ndarray]:
+    """Random ids in the shapes of a training batch."""
+    rng, vocab = np.random.default_rng(0), config["model"]["vocab_size"]
+    ids = rng.integers(3, vocab, (tokens // length, length)).astype(np.int32)
+    weight = np.where(np.arange(length) % 64 > 60, data.ANSWER, 0.5) * np.ones((len(ids), 1))
+    return {"tokens": ids, **data.choose_scored(rng, ids, weight, tokens // 4)}
+
+
+def timed(
+    config: dict[str, Any], loss: loop.Loss, rows: dict[str, np.ndarray], repeats: int
+) -> dict[str, float]:
+    """Fastest of some steps, by the wall and by the processor, and what compiling took."""
+    optimizer = pretrain.make_optimizer(config["optimizer"])
+    params = jax.tree.map(jax.numpy.array, initial_of(config))
+    state = loop.State(params=params, opt=optimizer.init(params))
+    step, partial = loop.make_step(optimizer), jax.tree_util.Partial(loss)
+    took = []
+    for _ in range(1 + repeats):
+        user, wall = resource.getrusage(resource.RUSAGE_SELF).ru_utime, time.perf_counter()
+        state, _ = step(partial, state, rows)
+        jax.block_until_ready(state)
+        took.append((time.perf_counter() - wall, resource.getrusage(resource.RUSAGE_SELF).ru_utime - user))
+    wall, user = np.min(took[1:], axis=0)
+    return {
+        "compiling_s": round(took[0][0], 2),
+        "tokens_a_second": round(rows["tokens"].size / wall, 1),
+        "tokens_a_user_second": round(rows["tokens"].size / user, 1),
+    }
+
+
+def measure(config: dict[str, Any], lengths: list[int], tokens: int, repeats: int) -> dict[str, Any]:
+    """Both losses at each length; weights are drawn, no text is read."""
+    spec = model_spec(config["model"])
+    losses = {
+        "first": pretrain.make_loss(spec, config["model"]["dtype"]),
+        "second": pretrain.make_quick_loss(spec),
+    }
+    return {
+        "parameters": sum(leaf.size for leaf in jax.tree.leaves(initial_of(config))),
+        "tokens": tokens,
+        "flags": os.environ.get("XLA_FLAGS", ""),
+        "nice": os.nice(0),
+        "steps": {
+            name: {str(n): timed(config, loss, batch(config, n, tokens), repeats) for n in lengths}
+            for name, loss in losses.items()
+        },
+    }
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m train.speed", description=__doc__.splitlines()[0])
+    options(parser)
+    parser.add_argument("--lengths", type=int, nargs="+", default=[256, 1024])
+    parser.add_argument("--tokens", type=int, default=4096, help="of a batch")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--write", type=Path, help="JSON file")
+    args = parser.parse_args()
+    found = measure(read(args.config, args.set, args.folder), args.lengths, args.tokens, args.repeats)
+    print(json.dumps(found, indent=1))
+    if args.write is not None:
+        args.write.parent.mkdir(parents=True, exist_ok=True)
+        args.write.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,105 @@
+"""Facts in text, in any of the grammar's wordings: one to eight are hidden, some are asked for at the end.
+
+Facts stand at sentence ends of book text. In seven rows of ten all have the same wording, so that keys
+decide; in the others each has its own. Questions repeat the statement or paraphrase it.
+Fits from 128 tokens on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from train.rows import ANSWER, HAYSTACK, TAIL, Source
+from train.tasks.pieces import Part, Row, book, held_out, join, pick, plain, scatter, stack
+from train.tasks.values import VALUES, Draw, keys
+from train.tasks.wordings import Wording, grammar
+
+FITS = 128
+MIXED = 0.3
+ECHO = 0.4
+"""Share of questions that repeat the statement, where a wording has one."""
+
+
+def row(
+    rng: np.random.Generator,
+    source: Source,
+    length: int,
+    *,
+    wording: Wording | None = None,
+    hidden: int | None = None,
+    paraphrase: bool | None = None,
+    asked: int | None = None,
+    values: Sequence[str] | None = None,
+) -> Row | None:
+    """One row.
+
+    Args:
+      rng: consumed.
+      source: text and key words; a held-out one draws names, codes and wordings held out, too.
+      length: N, tokens of the row.
+      wording: of every fact; None draws from the grammar.
+      hidden: facts in the text; None draws one to eight.
+      paraphrase: whether questions differ from the statement; None draws.
+      asked: questions; None draws one to four.
+      values: of the facts; None draws of the wording's type.
+
+    Returns:
+      (ids int32 [N], loss weight float32 [N]); None when it does not fit.
+    """
+    held = held_out(source)
+    draw = Draw(rng, lambda: source.word(rng), held)
+    if hidden is None:
+        hidden = int(
+            rng.choice((1, 2, 3, 4, 6, 8) if length >= 512 else (1, 2, 3, 4) if length >= 256 else (1, 2))
+        )
+    if asked is None:
+        asked = int(rng.integers(1, min(hidden, 4) + 1))
+    names = keys(draw, hidden)
+    if len(names) < hidden:
+        return None
+    first = wording or pick(rng, grammar(held))
+    mixed = wording is None and rng.random() < MIXED
+    each = [pick(rng, grammar(held)) if mixed else first for _ in names]
+    if values is None:
+        values = [VALUES[one.kind](draw) for one in each]
+    facts = [_sentence(one.hide, name, said) for one, name, said in zip(each, names, values)]
+    gap = pick(rng, (" ", " ", "\n", "\n\n"))
+    parts: list[Part] = []
+    for n, i in enumerate(rng.permutation(hidden)[:asked]):
+        ask = _sentence(_question(rng, each[i], paraphrase), names[i], "")
+        parts += [(("." if n else "") + gap + ask, TAIL), (f" {values[i]}", ANSWER)]
+    tail = join(source, parts)
+    spaced = " " if gap == " " else pick(rng, (" ", "\n"))
+    needles = [source.encode(spaced + fact) for fact in facts]
+    room = length - 1 - len(tail[0]) - sum(map(len, needles))
+    if room < 8:
+        return None
+    return stack(plain(scatter(rng, book(rng, source, room), needles), HAYSTACK), tail)
+
+
+def _question(rng: np.random.Generator, wording: Wording, paraphrase: bool | None) -> str:
+    if len(wording.ask) == 1:
+        return wording.ask[0]
+    if paraphrase is None:
+        paraphrase = rng.random() >= ECHO
+    return pick(rng, wording.ask[1:]) if paraphrase else wording.ask[0]
+
+
+def _sentence(text: str, key: str, value: str) -> str:
+    """The text with both filled in, beginning with a capital."""
+    text = text.replace("{k}", key).replace("{v}", value)
+    return text[0].upper() + text[1:]
+
+
+def samples(rng: np.random.Generator, words: tuple[str, ...], count: int) -> list[str]:
+    """Facts with a question and its answer each, as text: what a tokenizer is trained on besides books."""
+    draw = Draw(rng, lambda: pick(rng, words), False)
+    found = []
+    for _ in range(count):
+        wording, key = pick(rng, grammar(False)), keys(draw, 1)[0]
+        value = VALUES[wording.kind](draw)
+        fact = _sentence(wording.hide, key, value)
+        found.append(f" {fact} {_sentence(_question(rng, wording, None), key, '')} {value}.\n")
+    return found

@@ -1,0 +1,78 @@
+"""How facts are worded: a grammar of frames and relations, sentences with verbs of their own, and ten kept
+apart.
+
+A wording hides a fact ({k} key, {v} value) and asks for it. What training may draw and what only evaluation
+may is decided by the wording, not by its words: frames and relations whose checksum falls into the held-out
+fifth, and all of the file's untrained ones, are never trained.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from train.text import held_out_word
+
+
+@dataclasses.dataclass(frozen=True)
+class Wording:
+    """One way to say a fact and ask for it; each text has {k}, ``hide`` has {v} as well.
+
+    Attributes:
+      kind: of the value, one of ``train.tasks.values.VALUES``.
+      hide: the statement.
+      ask: questions up to where the value follows; the first repeats the statement where it ends in the
+      value.
+    """
+
+    kind: str
+    hide: str
+    ask: tuple[str, ...]
+
+
+@functools.cache
+def _file() -> dict[str, Any]:
+    return yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
+
+
+@functools.cache
+def written(group: str) -> tuple[Wording, ...]:
+    """The sentences of ``wordings.yaml``: "trained" ones or those for evaluation alone, "untrained"."""
+    return tuple(Wording(row["kind"], row["hide"], tuple(row["ask"])) for row in _file()[group])
+
+
+def _allowed(text: str, held: bool) -> bool:
+    return held_out_word(text) == held
+
+
+@functools.cache
+def grammar(held: bool) -> tuple[Wording, ...]:
+    """Wordings of training, or those whose frame or relation is held out (the file's untrained ones are in
+    neither).
+
+    A trained wording has a trained statement, relation and questions; a held-out one a statement that is not.
+    """
+    found = []
+    for kind, relations in _file()["relations"].items():
+        for relation in (r for r in relations if not _allowed(r, True)):
+            asks = tuple(_filled(q, relation) for q in _file()["questions"] if not _allowed(q, True))
+            for frame in _file()["statements"]:
+                if _allowed(frame, held):
+                    found.append(Wording(kind, _filled(frame, relation), _asks(frame, relation, asks)))
+    return tuple(found) if held else (*found, *written("trained"))
+
+
+def _filled(frame: str, relation: str) -> str:
+    text = frame.replace("{r}", relation)
+    return text[0].upper() + text[1:] if text[0].isalpha() else text
+
+
+def _asks(frame: str, relation: str, asks: tuple[str, ...]) -> tuple[str, ...]:
+    """The statement itself up to its value, where it ends in that, before the questions."""
+    if not frame.endswith(("{v}.", "{v}")) or frame.index("{v}") < frame.index("{k}"):
+        return asks
+    return (_filled(frame[: frame.index("{v}")].rstrip(), relation), *asks)
