@@ -78,7 +78,6 @@ TABLE = {
     "kvjax.eval": r"kvjax(\.(?!serve).+)?",
     "kvjax": r"kvjax\.(?!serve|eval|models|policies|text).+",
     "train": rf"train(\..+)?|kvjax(\.(?!serve).+)?|pallas_kernels\.measure\.aot|{KERNELS}",
-    "train.evaluate": r"train(\..+)?|kvjax(\.(?!serve).+)?|studies\.wg_kv\.heads",
     "studies": r"kvjax(\.(?!serve).+)?",
     "studies.conf_kv": r"studies\.conf_kv(\..+)?|kvjax(\.(?!serve).+)?",
     "studies.wg_kv": r"studies\.wg_kv(\..+)?|train(\..+)?|kvjax(\.(?!serve).+)?",

@@ -22,8 +22,7 @@ import numpy as np
 from tqdm import tqdm
 
 from kvjax.types import Params
-from studies.wg_kv import heads
-from train import asked, confidence, recall, retrieval
+from train import asked, confidence, heads, recall, retrieval
 from train.evaluate import RULER, vocabulary_source
 from train.pretrain import latest
 from train.setup import Setup, options, read, round_to, setup

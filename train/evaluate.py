@@ -22,8 +22,7 @@ import yaml
 from tqdm import tqdm
 
 from kvjax.types import Params
-from studies.wg_kv import heads
-from train import recall, rows, tasks
+from train import heads, recall, rows, tasks
 from train.pretrain import latest
 from train.setup import Setup, round_to, setup
 from train.tasks import niah, tracking, words

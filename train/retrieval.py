@@ -17,7 +17,7 @@ import numpy as np
 from kvjax.models import decoder
 from kvjax.models.spec import ModelSpec
 from kvjax.types import Heads, Params
-from studies.wg_kv import heads
+from train import heads
 from train.asked import CHECKS
 from train.rows import ANSWER, Source, text_row
 

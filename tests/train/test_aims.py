@@ -15,8 +15,8 @@ import yaml
 from test_recipe import tiny
 
 from kvjax.models import decoder, hf
-from studies.wg_kv import heads as kinds_of_heads
 from train import aims, asked, confidence, pretrain, retrieval, rows
+from train import heads as kinds_of_heads
 from train.setup import initial, setup
 
 

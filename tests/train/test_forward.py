@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from kvjax.models import decoder
-from studies.wg_kv import heads
-from train import attention, forward, products
+from train import attention, forward, heads, products
 from train.setup import initial, model_spec
 
 SIZES = {

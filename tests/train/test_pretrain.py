@@ -20,8 +20,7 @@ import yaml
 from flax import nnx
 
 from kvjax.models import decoder, module
-from studies.wg_kv import heads
-from train import data, loop, pretrain, recall, rows, start, text
+from train import data, heads, loop, pretrain, recall, rows, start, text
 from train.setup import initial, model_spec, setup
 
 ROOT = Path(__file__).resolve().parents[2]

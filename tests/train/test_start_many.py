@@ -9,8 +9,7 @@ import pytest
 from flax import nnx
 
 from kvjax.models import decoder, module
-from studies.wg_kv import heads
-from train import start_many
+from train import heads, start_many
 from train.setup import model_spec
 
 SIZES = {
