@@ -100,6 +100,7 @@ def test_where_an_answer_is_copied_from(have):
     assert found
 
 
+@pytest.mark.slow
 def test_heads_against_the_constructed_start(have, params, monkeypatch):
     monkeypatch.setattr(retrieval, "LENGTH", 384)
     monkeypatch.setattr(retrieval, "BEGIN", 128)
@@ -134,6 +135,7 @@ def test_silencing_asks_a_model_without_those_heads(have, params):
     assert sorted(got["layers"]) == ["1", "3"]
 
 
+@pytest.mark.slow
 def test_the_command_writes_every_aim(have, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(retrieval, "LENGTH", 256)
     monkeypatch.setattr(retrieval, "BEGIN", 128)
