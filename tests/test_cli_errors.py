@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
 import subprocess
@@ -71,6 +72,13 @@ def test_words_are_refused_before_a_model_is_read(refused, words, says):
     message = refused(*words, *start) if words[0] == "http" else refused(*start, *words)
     for part in says:
         assert part in message
+
+
+def test_a_bad_policy_is_named_before_an_empty_input(refused, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"")))
+    assert "policy('snapkw')" in refused("--policy", "snapkw")
+    assert "uniform(2) leaves a stream 2 slots" in refused("--policy", "snapkv + uniform(2)", "--json")
+    assert "standard input is empty" in refused("--policy", "snapkv")
 
 
 @pytest.mark.parametrize(

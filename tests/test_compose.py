@@ -205,6 +205,8 @@ def test_presets_parse_and_name_themselves(name):
         ("window(sise=8)", ["window", "size"]),
         ("window(0)", ["window", "0"]),
         ("uniform(1.5)", ["1.5", "ratio"]),
+        ("h2o + uniform(512, when=every_step)", ["cannot serve", "Use h2o(recent=8), or when=after_prompt"]),
+        ("h2o(4, average=True) + uniform(512, every_step)", ["Use h2o(recent=4), or"]),
         ("snapkv(32) + uniform(512, when=every_step)", ["snapkv", "uniform", "after_prompt"]),
         ("snapkv(32) + uniform(16)", ["uniform(16)", "32"]),
         ("ada(0.5, when=every_step)", ["ada", "after_prompt"]),

@@ -24,7 +24,7 @@ from kvjax.serve.__main__ import main
 from kvjax.serve.answer import timings
 from kvjax.serve.arguments import parse
 from kvjax.serve.chat import chat
-from kvjax.serve.command import loaded, run
+from kvjax.serve.command import run
 
 PROMPT = "The quick brown fox jumps over the lazy dog. " * 3
 NEW = 12
@@ -173,10 +173,20 @@ def test_the_models_own_window_is_announced(tiny_folder, tmp_path, capsys):
     config |= {"use_sliding_window": True, "sliding_window": 32, "max_window_layers": 1}
     config["layer_types"] = ["full_attention", "sliding_attention"]
     (folder / "config.json").write_text(json.dumps(config))
-    loaded(parse(["--model", str(folder), "--policy", "window(16)"]))
-    assert "own sliding window rules in layers [1]" in capsys.readouterr().err
-    loaded(parse(["--model", str(folder)]))
+    words = ["--model", str(folder), "--prompt", PROMPT, "--json", "--max-new-tokens", "2"]
+    says = (
+        "note: the policy has no say in layers whose own sliding window rules (1 of 2; layer: tokens = 1: 32)"
+    )
+    for _ in range(2):  # each run says it, and once
+        assert main([*words, "--policy", "window(16)"]) == 0
+        assert capsys.readouterr().err.splitlines() == [f"{says}."]
+    assert main(words) == 0
     assert capsys.readouterr().err == ""
+
+
+def test_a_budget_below_the_window_is_a_note(say):
+    err = say("--prompt", PROMPT, "--policy", "snapkv(64) + uniform(0.1)", "--json")[2]
+    assert re.fullmatch(r"note: snapkv\(64\) \+ uniform\(0\.1\) leaves .* 64 protected tokens .*\n", err)
 
 
 # --- chat ----------------------------------------------------------------------------------------

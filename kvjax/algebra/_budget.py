@@ -45,6 +45,7 @@ class Frame:
       slot_bytes: bytes of one live slot, K and V.
       confidence: what the budget said of the logits that produced each row's token; None for given tokens (a
         prompt, a chunk), and for budgets that do not look.
+      protected: tokens of a stream that stay whatever its target (``Policy.protected``; may be traced).
     """
 
     layer: Any
@@ -52,6 +53,7 @@ class Frame:
     kv_heads: int
     slot_bytes: float
     confidence: Float[Array, " B"] | None = None
+    protected: Any = 0
 
 
 class Budget(Part):
@@ -82,6 +84,19 @@ class Budget(Part):
     def least(self) -> int | None:
         """The smallest target it can give, where that is known beforehand."""
         return None
+
+    def least_beside(self, protected: int) -> int | None:
+        """``least`` where so many tokens of a stream are protected, for budgets that mind."""
+        del protected
+        return self.least
+
+    def smallest(self, frame: Frame, length: int) -> int | None:
+        """The smallest target that a row of ``length`` tokens has in any layer; only the host calls this.
+
+        None where ``targets`` alone can tell.
+        """
+        del length
+        return self.least_beside(frame.protected)
 
     @property
     def most(self) -> int | None:

@@ -22,12 +22,14 @@ class Eviction(Part):
     Class attributes:
       scores_prompt: the score of a token needs the whole prompt (SnapKV ...), so generated tokens have
         none and the budget can only act after the prompt.
+      on_arrival: where ``scores_prompt``, how to write it so that it ranks generated tokens too, or "".
       shared_ranking: all KV heads of a layer keep the same tokens. While decoding their slots then have one
         order, so that ``receive`` may take means over heads.
     """
 
     place = "eviction"
     scores_prompt: ClassVar[bool] = False
+    on_arrival: ClassVar[str] = ""
     shared_ranking: ClassVar[bool] = False
 
     @property

@@ -94,6 +94,17 @@ class Part:
         del params, observed
         return {}
 
+    @property
+    def structure(self) -> str:
+        """Its name and the fields that are no dials, as one writes them; those at their defaults left out."""
+        fields = dataclasses.fields(self)  # type: ignore[arg-type]
+        given = [
+            f"{f.name}={_literal(getattr(self, f.name))}"
+            for f in fields
+            if f.name not in self.dials and getattr(self, f.name) != f.default
+        ]
+        return f"{self.name}({', '.join(given)})" if given else self.name
+
     def __repr__(self) -> str:
         fields = dataclasses.fields(self)  # type: ignore[arg-type]
         given = [

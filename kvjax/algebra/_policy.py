@@ -91,6 +91,13 @@ class Policy:
         return tuple(f"{part.place}.{name}" for part in parts for name in part.keeps)
 
     @property
+    def structure(self) -> str:
+        """All of the policy but its dials and sinks: a state is continued under what it was made under."""
+        words = [part.structure for part in self.parts if not part.idle]
+        words += [f"recent({self.recent})"] if self.recent else []
+        return " + ".join(words) or "full"
+
+    @property
     def decides_later(self) -> bool:
         """Does the budget act while decoding?"""
         return self.budget.limited and self.budget.when != "after_prompt"
@@ -109,6 +116,14 @@ class Policy:
     def protects(self) -> int:
         """Newest tokens that are never evicted."""
         return max(self.recent, self.eviction.protects)
+
+    @property
+    def protected(self) -> int:
+        """Tokens of a long prompt that stay in a stream whatever its target: the sinks and the newest.
+
+        Where the budget acts later too, the ring is live whatever it scores.
+        """
+        return self.sinks + (self.ring_tokens if self.decides_later else self.protects)
 
     @property
     def whole_prompt(self) -> bool:
@@ -178,10 +193,10 @@ jax.tree_util.register_pytree_node(Policy, _flatten, _unflatten)
 def _refuse_illegal_pairs(p: Policy) -> None:
     """Refuses parts that exclude each other, a rule a paragraph; the message names both and the reason."""
     if p.eviction.scores_prompt and p.budget.limited and p.budget.when != "after_prompt":
+        other = p.eviction.on_arrival or "an eviction that ranks on arrival"
         raise PolicyError(
             f"{p.eviction!r} cannot serve {p.budget!r}: it ranks the tokens of a prompt, and a budget that "
-            "acts while decoding asks about generated tokens too. Use when=after_prompt, or an eviction "
-            "that ranks on arrival."
+            f"acts while decoding asks about generated tokens too. Use {other}, or when=after_prompt."
         )
     if p.budget.from_scores and p.budget.when != "after_prompt":
         raise PolicyError(
@@ -207,7 +222,7 @@ def _refuse_illegal_pairs(p: Policy) -> None:
                 f"{p.admission!r} owns the window of {window} tokens, but {what} protects the newest {need}. "
                 f"Protect at most {window}, or widen the window."
             )
-    least = p.budget.least
+    least = p.budget.least_beside(p.protected)
     protected = p.sinks + max(p.protects, exact, p.selection.recent, window or 0)
     if least is not None and least < max(protected, 1):
         raise PolicyError(

@@ -59,6 +59,10 @@ class Ada(Budget):
         """The mean, if it is in tokens: protected tokens count towards every head first."""
         return amounts.least(self.amount)
 
+    def smallest(self, frame: Frame, length: int) -> int:
+        """The mean."""
+        return int(amounts.slots(self.amount, frame, length) + 0.5)
+
     def layer_mean(self, frame: Frame, length: Int[Array, " B"]) -> Int[Array, " B"]:
         """The amount, rounded to the nearest slot (halves up)."""
         return jnp.floor(self.limit.slots(frame, length) + 0.5).astype(jnp.int32)

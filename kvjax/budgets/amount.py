@@ -93,6 +93,16 @@ def limit(amount: Amount) -> Limit:
     return Limit(float(int(number) * UNITS[unit]), "bytes")
 
 
+def slots(amount: Amount, frame: Frame, length: int) -> float:
+    """``Limit.slots`` of one row, in the host's double precision."""
+    found = limit(amount)
+    if found.unit == "tokens":
+        return float(found.number)
+    if found.unit == "ratio":
+        return float(found.number * length)
+    return float(found.number / (frame.layers * frame.kv_heads * frame.slot_bytes))
+
+
 def least(amount: Amount) -> int | None:
     """The target, where it is known before a prompt is: an amount in tokens."""
     return amount if isinstance(amount, int) else None

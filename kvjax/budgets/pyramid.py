@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
@@ -21,14 +22,15 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Pyramid(Budget):
-    """Layer l of L keeps mean * (hi - (hi - lo) l / (L - 1)) with lo = 1 / slope and hi = 2 - lo.
+    """Layer l of L keeps hi - (hi - lo) l / (L - 1) slots with lo = mean / slope and hi = 2 mean - lo.
 
-    Targets are rounded to the nearest slot (halves up). When the lowest layer would keep more than the
-    row has seen, the line is flattened around its mean until it does not.
+    Of a row of T tokens with w protected ones hi is at most T - w, which flattens the line around its mean;
+    where that leaves lo < w or hi < lo, all layers keep the mean. Rounded to the nearest slot (a half to the
+    even one). These are the budgets of kvpress (``PyramidKVPress``), whose slope is 20.
 
     Attributes:
       amount: the mean over layers; slots per stream, share kept, or bytes of a row.
-      slope: mean over the last layer's share; 1 is uniform, the paper's beta 20 is steep.
+      slope: mean over the last layer's share; 1 is uniform, the authors' beta 20 is steep.
       when: as in ``uniform``.
 
     Raises:
@@ -53,25 +55,33 @@ class Pyramid(Budget):
         return amounts.limit(self.amount)
 
     def leaves(self) -> dict[str, Any]:
-        """The limit, and the spread."""
-        return {"limit": self.limit, "spread": self.spread}
-
-    @functools.cached_property
-    def spread(self) -> float:
-        """1 - 1 / slope: how far the first layer lies above the mean, in shares of it."""
-        return 1 - 1 / self.slope
+        """The limit, and the slope."""
+        return {"limit": self.limit, "slope": float(self.slope)}
 
     @property
     def least(self) -> int | None:
-        """The last layer's target, if the amount is in tokens."""
+        """The last layer's target, if the amount is in tokens and nothing is protected."""
+        return self.least_beside(0)
+
+    def least_beside(self, protected: int) -> int | None:
+        """The last layer's target, if the amount is in tokens; or the mean, where that protects more."""
         mean = amounts.least(self.amount)
-        return None if mean is None else int(mean / self.slope + 0.5)
+        return None if mean is None else self._last(mean, math.inf, protected)
+
+    def smallest(self, frame: Frame, length: int) -> int:
+        """The last layer's target."""
+        return self._last(amounts.slots(self.amount, frame, length), length, frame.protected)
+
+    def _last(self, mean: float, length: float, protected: int) -> int:
+        high = min(2 * mean - mean / self.slope, length - protected)
+        low = 2 * mean - high
+        return round(low if high >= low >= protected else mean)
 
     @property
     def most(self) -> int | None:
         """The first layer's target, if the amount is in tokens."""
         mean = amounts.least(self.amount)
-        return None if mean is None else int(mean * (2 - 1 / self.slope) + 0.5)
+        return None if mean is None else round(2 * mean - mean / self.slope)
 
     def targets(
         self, frame: Frame, length: Int[Array, " B"], scores: Float[Array, "B K T"] | None
@@ -79,10 +89,12 @@ class Pyramid(Budget):
         """The same for all heads of a layer."""
         del scores
         mean = self.limit.slots(frame, length)
-        spread = jnp.minimum(mean * self.spread, jnp.maximum(length - mean, 0))
-        down = 1 - 2 * frame.layer / max(frame.layers - 1, 1)  # +1 at layer 0 … -1 at the last
-        down = jnp.where(frame.layers > 1, down, 0.0)
-        return jnp.floor(mean + spread * down + 0.5).astype(jnp.int32)[:, None]
+        high = jnp.minimum(2 * mean - mean / self.slope, length - frame.protected)
+        low = 2 * mean - high
+        falls = (frame.layers > 1) & (high >= low) & (low >= frame.protected)
+        high, low = (jnp.where(falls, end, mean) for end in (high, low))
+        line = high - (high - low) * frame.layer / max(frame.layers - 1, 1)
+        return jnp.round(line).astype(jnp.int32)[:, None]
 
 
 PRESETS = {"pyramidkv": "snapkv + pyramid(0.25)"}

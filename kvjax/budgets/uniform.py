@@ -51,6 +51,11 @@ class Uniform(Budget):
         """The amount, if it is in tokens."""
         return amounts.least(self.amount)
 
+    def smallest(self, frame: Frame, length: int) -> int:
+        """The target."""
+        rounding = 0.0 if self.limit.unit == "bytes" else 0.5
+        return int(amounts.slots(self.amount, frame, length) + rounding)
+
     @property
     def most(self) -> int | None:
         """The amount, if it is in tokens."""

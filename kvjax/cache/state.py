@@ -51,7 +51,7 @@ class LayerCache:
         return dataclasses.replace(self, pages=first, demoted=second)
 
 
-@pytree(static=("context", "chunk"))
+@pytree(static=("context", "chunk", "structure"))
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KVState:
     """Everything a batch of sequences remembers.
@@ -64,6 +64,7 @@ class KVState:
         whole-prompt prefill (the layer's uncompressed keys and values included), and at the end.
       context: most tokens a row may ever see.
       chunk: most tokens of a row that may arrive at a time.
+      structure: of the policy it was made under (``Policy.structure``); under another it is not continued.
       confidence: what the budget read off each row's last logits; it decides their next step. None where no
         budget asks.
     """
@@ -74,6 +75,7 @@ class KVState:
     peak: Float[Array, " 2"]
     context: int
     chunk: int
+    structure: str
     confidence: Float[Array, " B"] | None = None
 
     @property
@@ -81,16 +83,26 @@ class KVState:
         """B."""
         return self.length.shape[0]
 
+    @property
+    def gone(self) -> bool:
+        """Were its buffers donated to a call before? Asked on the host; costs nothing on the device."""
+        return isinstance(self.length, jax.Array) and self.length.is_deleted()
+
+
+DONATED = (
+    "the state was donated to an earlier call, which used its buffers up. Go on with the state that call "
+    "gave back; to use one state twice, copy it before: kvjax.fork(state, row, n) for a row, "
+    "jax.tree.map(jnp.copy, state) for all."
+)
+"""What a caller is told of a state that is ``gone``."""
+
 
 class PoolOverflowError(RuntimeError):
     """A pool or a page list was too small: a fault of the reservation, never of the user."""
 
 
 @jax.jit
-def _page_counts(state: KVState) -> dict[str, Array]:
-    paged = _pools(state)
-    if not paged:
-        return {}
+def _page_counts(paged: list[Pages]) -> dict[str, Array]:
     return {
         "used": jnp.stack([p.count - p.n_free for p in paged]),
         "overflow": jnp.stack([p.overflow for p in paged]),
@@ -104,8 +116,11 @@ def counts(state: KVState) -> dict[str, np.ndarray]:
     Raises:
       PoolOverflowError: a token was lost.
     """
-    found: dict[str, np.ndarray] = jax.device_get(_page_counts(state))
-    if found and found["overflow"].any():
+    paged = _pools(state)
+    if not paged:
+        return {}
+    found: dict[str, np.ndarray] = jax.device_get(_page_counts(paged))
+    if found["overflow"].any():
         where = [index for index, layer in enumerate(state.layers) for _ in layer.pools]
         short = sorted({where[at] for at in np.flatnonzero(found["overflow"])})
         raise PoolOverflowError(f"layers {short} ran out of pages. Reserve more before the segment.")
@@ -174,8 +189,10 @@ def fork(state: KVState, row: int, n: int) -> KVState:
 
     Raises:
       IndexError: no such row.
-      ValueError: n < 1.
+      ValueError: n < 1, or a state that was donated.
     """
+    if state.gone:
+        raise ValueError(f"fork(row={row}): {DONATED}")
     if not 0 <= row < state.rows:
         raise IndexError(
             f"fork(row={row}) asks for a row of a state that has {state.rows}. Rows count from 0."

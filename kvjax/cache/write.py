@@ -16,8 +16,15 @@ def scattered(old: Array, index: tuple[Array, ...], value: Array) -> Array:
     value = value.astype(old.dtype)
     # XLA before jax 0.12 turns all of a bfloat16 array into float32 and back around a scatter on CPU, which
     # costs several reads of the whole cache a step. Its bits as integers are left alone.
-    if old.dtype == jnp.bfloat16 and jax.default_backend() == "cpu" and jax.__version_info__ < (0, 12):
-        bits = jax.lax.bitcast_convert_type(old, jnp.uint16)
-        bits = bits.at[index].set(jax.lax.bitcast_convert_type(value, jnp.uint16), mode="drop")
-        return jax.lax.bitcast_convert_type(bits, jnp.bfloat16)
+    if old.dtype == jnp.bfloat16 and jax.__version_info__ < (0, 12):
+        return jax.lax.platform_dependent(old, index, value, cpu=_as_bits, default=_plainly)
+    return _plainly(old, index, value)
+
+
+def _plainly(old: Array, index: tuple[Array, ...], value: Array) -> Array:
     return old.at[index].set(value, mode="drop")
+
+
+def _as_bits(old: Array, index: tuple[Array, ...], value: Array) -> Array:
+    old, value = (jax.lax.bitcast_convert_type(x, jnp.uint16) for x in (old, value))
+    return jax.lax.bitcast_convert_type(_plainly(old, index, value), jnp.bfloat16)

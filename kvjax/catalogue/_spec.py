@@ -53,6 +53,8 @@ def policy(spec: str | Policy) -> Policy:
     """
     if isinstance(spec, Policy):
         return spec
+    if not isinstance(spec, str):
+        raise PolicyError(f"policy({spec!r}) is no policy. Write one, for example 'snapkv + uniform(512)'.")
     written: dict[str, Any] = {}
     brought: dict[str, Any] = {}
     for word in _words(spec):

@@ -8,7 +8,7 @@ counts are read between them, never inside.
   prefill, extend     chunks, or a whole prompt layer by layer
   step, chunk         new tokens through the model, ``run_layers`` with your own visitor at the seam; pure
   empty, reserve      what a state has space for, and the sizes programs are compiled for
-  RequestError        what a caller is told
+  RequestError        what a caller is told; ``Remark`` what is served, but otherwise than it reads
 """
 
 from kvjax.decode._capacity import (
@@ -26,7 +26,7 @@ from kvjax.decode._capacity import (
     roomy,
     slot_bounds,
 )
-from kvjax.decode._checks import Progress, RequestError
+from kvjax.decode._checks import Progress, Remark, RequestError
 from kvjax.decode._generate import Generation, Run, generate, segment, stream
 from kvjax.decode._prefill import extend, prefill
 from kvjax.decode._step import chunk, run_layers, step, step_program, with_confidence
@@ -38,6 +38,7 @@ __all__ = [
     "SEGMENT",
     "Generation",
     "Progress",
+    "Remark",
     "RequestError",
     "Run",
     "bucket",

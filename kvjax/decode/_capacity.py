@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kvjax import catalogue
 from kvjax.algebra import Every, Native, Policy
 from kvjax.cache import pool
 from kvjax.cache import ring as rings
@@ -38,9 +39,13 @@ HORIZON = 512
 """Tokens for which a pool makes room when it has to grow while decoding; each growth is a compilation."""
 
 
-def bucket(tokens: int) -> int:
-    """The size class of a context: the next power of two or 1.5 times one, at least 64."""
-    return max(64, pool.coarse_class(tokens))
+def bucket(tokens: int, most: int | None = None) -> int:
+    """The size class of a context: the next power of two or 1.5 times one, at least 64.
+
+    At most ``most``, the positions of the model, where they are given.
+    """
+    found = max(64, pool.coarse_class(tokens))
+    return found if most is None else min(found, most)
 
 
 def page_size(longest: int) -> int:
@@ -51,7 +56,7 @@ def page_size(longest: int) -> int:
     return page
 
 
-def padded(prompts: Sequence[Sequence[int]], width: int) -> np.ndarray:
+def padded(prompts: Sequence[Sequence[int] | np.ndarray], width: int) -> np.ndarray:
     """Token ids right-padded with 0, int32 [B, width]."""
     out = np.zeros((len(prompts), width), np.int32)
     for row, prompt in enumerate(prompts):
@@ -140,7 +145,7 @@ def prompt_pages(policy: Policy, cache: LayerCache, stored: Int[np.ndarray, "B K
 
 def empty(
     network: Network,
-    policy: Policy,
+    policy: Policy | str,
     *,
     rows: int,
     context: int,
@@ -159,7 +164,7 @@ def empty(
       page: slots of a page; by default ``page_size`` chooses.
       chunk_size: most tokens a row will be fed at a time.
     """
-    dtype = jnp.dtype(dtype)
+    policy, dtype = catalogue.policy(policy), jnp.dtype(dtype)
     heads, dim = network.num_kv_heads, network.head_dim
 
     def layer(window: int | None) -> LayerCache:
@@ -200,11 +205,12 @@ def empty(
         peak=jax.device_put(np.zeros(2, np.float32)),
         context=context,
         chunk=chunk_size,
+        structure=policy.structure,
         confidence=jax.device_put(np.zeros(rows, np.float32)) if policy.budget.needs_logits else None,
     )
 
 
-def _page_sizes(state: KVState) -> list[int]:
+def page_sizes(state: KVState) -> list[int]:
     """Slots of a page, of each pool of a layer."""
     return next(([pages.size for pages in layer.pools] for layer in state.layers if layer.pools), [1])
 
@@ -214,7 +220,7 @@ def reserve(policy: Policy, state: KVState, tokens: int, arriving: int, ahead: i
 
     A pool that has to grow makes room for ``ahead`` tokens (decoding) or at least doubles (prefill).
     """
-    most = slot_bounds(policy, state.context, arriving, _page_sizes(state))
+    most = slot_bounds(policy, state.context, arriving, page_sizes(state))
     return states.reserve(state, tokens, most, ahead=ahead, doubling=arriving > 1)
 
 
@@ -229,7 +235,7 @@ def roomy(policy: Policy, state: KVState, arriving: int) -> KVState:
       state: left as it is.
       arriving: most tokens of a row that come at a time.
     """
-    bounds = slot_bounds(policy, state.context, arriving, _page_sizes(state))
+    bounds = slot_bounds(policy, state.context, arriving, page_sizes(state))
 
     def grown(pages: Pages, most: int | None) -> Pages:
         rows, heads, lists, entries = pages.table.shape

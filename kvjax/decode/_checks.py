@@ -1,42 +1,157 @@
-"""What a caller is told: how much is done, or why a request cannot be served."""
+"""What a caller is told: how much is done, why a request cannot be served, and what is served otherwise."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvjax.algebra import Policy
-from kvjax.cache.state import KVState
+from kvjax.algebra import Frame, Policy
+from kvjax.cache.state import DONATED, KVState
+from kvjax.decode._capacity import page_sizes, slot_bounds
 from kvjax.types import Network, Params, Weighted
 from kvjax.weights import WeightsError, missing
 
+if TYPE_CHECKING:
+    from jaxtyping import Int
+
 Progress = Callable[[int, int], None]
 """Called with (done, all) units of prefill work: tokens, or layers."""
+
+Prompts = Sequence[Sequence[int] | np.ndarray | str] | Sequence[int] | np.ndarray | str
+"""Token ids per row; or one row of them, a text per row, one text."""
 
 
 class RequestError(ValueError):
     """A prompt or a request that cannot be served."""
 
 
-def check_prompts(network: Network, lengths: list[int], context: int) -> None:
-    """Refuse prompts that are empty, or longer than the model or the context allows."""
+class Remark(UserWarning):
+    """A request that is served, but not quite as it reads."""
+
+
+# --- prompts -------------------------------------------------------------------------------------
+
+
+def read_prompts(
+    call: str, model: Weighted, prompts: Prompts, *, begins: bool = True
+) -> list[Int[np.ndarray, " T"]]:
+    """Token ids per row, as the model can read them; host only.
+
+    Args:
+      call: what was called, for messages.
+      model: whose vocabulary and tokenizer are meant.
+      prompts: rows of token ids or texts, or one of either.
+      begins: texts begin with the model's BOS, if it has one.
+
+    Raises:
+      RequestError: neither ids nor texts, a text without a tokenizer, ids the vocabulary does not have.
+    """
+    if not hasattr(prompts, "__len__"):
+        raise RequestError(
+            f"{call}(prompts={prompts!r}) is no prompt. Give token ids ([[1, 2, 3]]), or a text."
+        )
+    rows: Any = [prompts] if isinstance(prompts, str) or _is_flat(prompts) else prompts
+    return [_ids(call, model, row, given, begins) for row, given in enumerate(rows)]
+
+
+def _is_flat(prompts: Any) -> bool:
+    """One row of numbers?"""
+    return len(prompts) > 0 and (getattr(prompts[0], "ndim", None) == 0 or not hasattr(prompts[0], "__len__"))
+
+
+def _ids(call: str, model: Weighted, row: int, given: Any, begins: bool) -> Int[np.ndarray, " T"]:
+    if isinstance(given, str):
+        text = getattr(model, "text", None)
+        if text is None:
+            raise RequestError(
+                f"{call}: row {row} is a text, and this model has no tokenizer beside it. Give token ids "
+                "([[1, 2, 3]]), or a model of kvjax.load(...)."
+            )
+        given = text.encode(given, bos=begins)
+    try:
+        ids = np.asarray(given)
+    except ValueError:  # rows of different lengths inside a row
+        ids = np.empty((0, 0))
+    if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
+        raise RequestError(
+            f"{call}: row {row} is no list of token ids. Give whole numbers ([[1, 2, 3]]), or a text."
+        )
+    most = model.params["embed"].shape[0]
+    wrong = np.flatnonzero((ids < 0) | (ids >= most))
+    if wrong.size:
+        raise RequestError(
+            f"{call}: row {row} has the token id {ids[wrong[0]]} at {wrong[0]}, the model knows 0 to "
+            f"{most - 1}. Encode the text with the model's own tokenizer (model.text.encode)."
+        )
+    return ids.astype(np.int32)
+
+
+def check_prompts(call: str, network: Network, lengths: list[int], context: int) -> None:
+    """Refuse prompts that are empty, or longer than the model or the context allows; and such a context."""
     if not lengths:
-        raise RequestError("prefill(prompts=[]) has no row to read. Give at least one prompt.")
+        raise RequestError(f"{call}(prompts=[]) has no row to read. Give at least one prompt.")
     for row, n in enumerate(lengths):
         if n < 1:
-            raise RequestError(f"prefill: row {row} is empty. Give every row at least one token.")
+            raise RequestError(f"{call}: row {row} is empty. Give every row at least one token.")
         if n > network.max_positions:
             raise RequestError(
-                f"prefill: row {row} has {n} tokens, the model was trained for {network.max_positions}. "
+                f"{call}: row {row} has {n} tokens, the model was trained for {network.max_positions}. "
                 "Shorten the prompt, or use a model with a longer context."
             )
         if n > context:
-            raise RequestError(f"prefill(context={context}): row {row} has {n} tokens. Raise context.")
+            raise RequestError(f"{call}(context={context}): row {row} has {n} tokens. Raise context.")
+    if context > network.max_positions:
+        raise RequestError(
+            f"{call}(context={context}): the model was trained for {network.max_positions} positions. "
+            "Give at most so many, or use a model with a longer context."
+        )
 
 
-def check_space(call: str, state: KVState, more: np.ndarray) -> None:
+# --- states --------------------------------------------------------------------------------------
+
+
+def check_alive(call: str, state: KVState) -> None:
+    """Refuse a state whose buffers were donated to a call before."""
+    if state.gone:
+        raise RequestError(f"{call}: {DONATED}")
+
+
+def check_continues(call: str, network: Network, policy: Policy, state: KVState, arriving: int) -> None:
+    """Refuse a state that was donated before, or made under a policy that this one cannot continue.
+
+    All must be equal but dials, and of these the pages must hold what the policy may keep.
+
+    Args:
+      call: what was called, for messages.
+      network: of the model; layers whose own window rules have no pages.
+      policy: what is to continue it.
+      state: to be continued.
+      arriving: most tokens of a row that come at a time.
+    """
+    check_alive(call, state)
+    if state.structure != policy.structure:
+        raise RequestError(
+            f"{call}: the state was made under '{state.structure}', and what it holds does not serve "
+            f"'{policy!r}'. Continue with a policy that differs from it in dials alone (amounts, thresholds, "
+            f"sinks), or prefill under '{policy!r}'."
+        )
+    if None not in network.windows or not policy.paged(state.context):
+        return
+    held = next((layer.pools for layer in state.layers if layer.pools), ())
+    for at, most in enumerate(slot_bounds(policy, state.context, arriving, page_sizes(state))):
+        slots = held[at].table.shape[3] * held[at].size if held else 0
+        if min(state.context if most is None else most, state.context) > slots:
+            raise RequestError(
+                f"{call}: a stream of this state has pages for {slots} slots, '{policy!r}' may keep more. "
+                f"Continue with its own budget and sinks or smaller ones, or prefill under '{policy!r}'."
+            )
+
+
+def check_space(call: str, network: Network, state: KVState, more: np.ndarray) -> None:
     """Refuse tokens for which the state has no space (a ring would silently forget, a list overflow)."""
     if len(more) != state.rows or more.max(initial=0) < 1:
         raise RequestError(
@@ -49,6 +164,54 @@ def check_space(call: str, state: KVState, more: np.ndarray) -> None:
             f"{call}: row {int(after.argmax())} would reach {int(after.max())} tokens, the state was made "
             f"for context={state.context}. Pass a larger context to prefill."
         )
+    if after.max() > network.max_positions:
+        raise RequestError(
+            f"{call}: row {int(after.argmax())} would reach {int(after.max())} tokens, the model was trained "
+            f"for {network.max_positions}. Ask for fewer, or use a model with a longer context."
+        )
+
+
+# --- policies ------------------------------------------------------------------------------------
+
+
+def tell_of_windows(network: Network, policy: Policy) -> None:
+    """Warn where the model's own windows leave the policy no say. Of one place, so Python says it once."""
+    sliding = [f"{i}: {window}" for i, window in enumerate(network.windows) if window is not None]
+    if sliding and policy != Policy():
+        warnings.warn(
+            f"the policy has no say in layers whose own sliding window rules ({len(sliding)} of "
+            f"{network.num_layers}; layer: tokens = {', '.join(sliding)}).",
+            Remark,
+            stacklevel=1,
+        )
+
+
+def tell_of_protected(network: Network, policy: Policy, frame: Frame, lengths: Sequence[int]) -> None:
+    """Warn where a budget leaves prompts of these lengths fewer slots than are protected; those all stay."""
+    if not policy.budget.limited:
+        return
+
+    def short(length: int) -> bool:
+        least = policy.budget.smallest(frame, length)
+        return least is not None and least < min(policy.protected, length)
+
+    if not any(short(length) for length in lengths):
+        return
+    enough, most = policy.protected, network.max_positions
+    while enough < most and short(enough):
+        enough *= 2
+    low = enough // 2
+    while low < enough and not short(enough):  # the first length at which the budget rules
+        middle = (low + enough) // 2
+        low, enough = (middle + 1, enough) if short(middle) else (low, middle)
+    which = "a prompt" if short(enough) else f"a prompt of fewer than {enough} tokens"
+    newest = policy.protected - policy.sinks
+    warnings.warn(
+        f"{policy!r} leaves a stream of {which} fewer slots than the {policy.protected} protected tokens "
+        f"(sinks={policy.sinks}, newest={newest}), which all stay. Raise the budget, or protect fewer.",
+        Remark,
+        stacklevel=1,
+    )
 
 
 def check_weights(model: Weighted, policy: Policy, weights: Params | None) -> Params:

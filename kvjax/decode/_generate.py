@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import warnings
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -12,11 +11,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax import metrics
+from kvjax import catalogue, metrics
 from kvjax.algebra import Policy
 from kvjax.cache.state import KVState
 from kvjax.decode._capacity import CHUNK, HORIZON, SEGMENT, bucket, reserve
-from kvjax.decode._checks import RequestError, check_space, check_weights
+from kvjax.decode._checks import (
+    Prompts,
+    RequestError,
+    check_alive,
+    check_continues,
+    check_space,
+    check_weights,
+    read_prompts,
+    tell_of_windows,
+)
 from kvjax.decode._prefill import prefill
 from kvjax.decode._step import step
 from kvjax.sampling import Sampling, sample, sampling
@@ -42,8 +50,8 @@ class Generation:
 
 def generate(
     model: Weighted,
-    policy: Policy,
-    prompts: Sequence[Sequence[int]],
+    policy: Policy | str,
+    prompts: Prompts,
     *,
     max_new_tokens: int = 64,
     temperature: float | Sequence[float] = 0.0,
@@ -59,8 +67,8 @@ def generate(
 
     Args:
       model: a network and its weights.
-      policy: what the KV cache keeps.
-      prompts: token ids per row.
+      policy: what the KV cache keeps, also in the one-string form.
+      prompts: as in ``prefill``.
       max_new_tokens: most new tokens a row.
       temperature, top_k, top_p, seed: see ``kvjax.sampling``.
       stops: token ids that end a row.
@@ -71,26 +79,25 @@ def generate(
       RequestError: as in ``prefill``, and when prompt and new tokens exceed the model's context.
       WeightsError: a policy that learns, and no weights that fit.
     """
+    policy = catalogue.policy(policy)
     weights = weights_for(policy, model) if weights is None else weights
     if max_new_tokens < 1:
         raise RequestError(f"generate(max_new_tokens={max_new_tokens}) writes nothing. Give 1 or more.")
-    how = sampling(len(prompts), temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
-    longest = max((len(prompt) for prompt in prompts), default=0)
-    if longest + max_new_tokens > model.network.max_positions:
+    rows, most = read_prompts("generate", model, prompts), model.network.max_positions
+    how = sampling(len(rows), temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
+    longest = max((len(row) for row in rows), default=0)
+    if longest + max_new_tokens > most:
         raise RequestError(
             f"generate(max_new_tokens={max_new_tokens}) after {longest} prompt tokens exceeds the model's "
-            f"{model.network.max_positions} positions. Ask for fewer tokens, or shorten the prompt."
+            f"{most} positions. Ask for fewer tokens, or shorten the prompt."
         )
-    _tell_of_windows(model.network, policy)
-    context = bucket(longest + max_new_tokens)
+    context = bucket(longest + max_new_tokens, most)
     state, logits = prefill(
-        model, policy, prompts, context=context, chunk_size=chunk_size, page=page, weights=weights
+        model, policy, rows, context=context, chunk_size=chunk_size, page=page, weights=weights
     )
-    out: list[list[int]] = [[] for _ in prompts]
-    pieces = stream(
-        model, policy, state, logits, max_new_tokens=max_new_tokens, how=how, stops=stops, weights=weights
-    )
-    for piece, after in pieces:
+    out: list[list[int]] = [[] for _ in rows]
+    limit = np.full(len(rows), max_new_tokens, np.int32)
+    for piece, after in _pieces(model, policy, state, logits, limit, how, stops, weights or {}, SEGMENT):
         state = after
         for row, tokens in enumerate(piece):
             out[row] += [int(token) for token in tokens if token != EMPTY]
@@ -99,7 +106,7 @@ def generate(
 
 def stream(
     model: Weighted,
-    policy: Policy,
+    policy: Policy | str,
     state: KVState,
     logits: Float[Array, "B V"],
     *,
@@ -113,7 +120,8 @@ def stream(
 
     Args:
       model, policy, weights: as in ``prefill``.
-      state: donated; use the one that comes with each piece.
+      state: donated; use the one that comes with each piece. Made under a policy that differs from this one
+        in dials alone.
       logits: of each row's next token.
       max_new_tokens: for all rows, or one number a row.
       how: sampling parameters; greedy by default.
@@ -122,19 +130,44 @@ def stream(
 
     Yields:
       (int32 [B, n] new tokens with EMPTY where a row had ended, the state after them).
+
+    Raises (before the first piece is asked for):
+      RequestError: nothing to write, more tokens than the model or ``state.context`` allows, a state of
+        another policy, or one that was donated before.
+
+    Warns (``Remark``) where the model's own windows rule.
     """
-    weights, rows = check_weights(model, policy, weights), state.rows
+    policy, rows = catalogue.policy(policy), state.rows
+    weights = check_weights(model, policy, weights)
+    check_continues("stream", model.network, policy, state, 1)
     limit = np.broadcast_to(np.asarray(max_new_tokens, np.int32), (rows,))
     if limit.min() < 1:
         raise RequestError(f"stream(max_new_tokens={max_new_tokens}) writes nothing. Give 1 or more.")
     if limit.max() > 1:  # the last new token of a row is never fed
-        check_space("stream", state, limit - 1)
+        check_space("stream", model.network, state, limit - 1)
+    tell_of_windows(model.network, policy)
+    how = sampling(rows) if how is None else how
+    return _pieces(model, policy, state, logits, limit, how, stops, weights, every)
+
+
+def _pieces(
+    model: Weighted,
+    policy: Policy,
+    state: KVState,
+    logits: Float[Array, "B V"],
+    limit: Int[np.ndarray, " B"],
+    how: Sampling,
+    stops: Sequence[int],
+    weights: Params,
+    every: int,
+) -> Iterator[tuple[np.ndarray, KVState]]:
+    """``stream``, of arguments that are checked."""
     run = Run(
-        token=jax.device_put(np.zeros(rows, np.int32)),
-        done=jax.device_put(np.zeros(rows, bool)),
+        token=jax.device_put(np.zeros(state.rows, np.int32)),
+        done=jax.device_put(np.zeros(state.rows, bool)),
         left=jax.device_put(limit),
         stops=jax.device_put(np.asarray([*stops] or [EMPTY], np.int32)),
-        how=sampling(rows) if how is None else how,
+        how=how,
     )
     run, fresh = first_token(run, logits, state.length)
     # Where everything is kept the context bounds the pool: one size for all prompts of a size class.
@@ -142,6 +175,7 @@ def stream(
     written = 1
     yield np.asarray(fresh)[:, None], state
     while not bool(np.asarray(run.done).all()):
+        check_alive("stream", state)  # the piece's state may have been fed to another call meanwhile
         left = int(limit.max()) - written
         ahead = state.context if keeps_all else min(HORIZON, left)
         state = reserve(policy, state, min(every, left), 1, ahead=ahead)
@@ -203,13 +237,3 @@ def _advance(run: Run, logits: Float[Array, "B V"], length: Int[Array, " B"]) ->
 
 first_token = jax.jit(_advance)
 """Draws the token that follows a prompt, for every row."""
-
-
-def _tell_of_windows(network: Network, policy: Policy) -> None:
-    sliding = [f"{i}: {window}" for i, window in enumerate(network.windows) if window is not None]
-    if sliding and policy != Policy():
-        warnings.warn(
-            f"the policy has no say in layers whose own sliding window rules ({len(sliding)} of "
-            f"{network.num_layers}; layer: tokens = {', '.join(sliding)}).",
-            stacklevel=3,
-        )

@@ -5,20 +5,31 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax import layer, metrics
-from kvjax.algebra import Policy
+from kvjax import catalogue, layer, metrics
+from kvjax.algebra import Frame, Policy
 from kvjax.cache import pool
 from kvjax.cache import state as states
 from kvjax.cache.ring import Entry
 from kvjax.cache.state import KVState, LayerCache
 from kvjax.decode._capacity import CHUNK, bucket, empty, is_bounded, padded, prompt_pages, reserve
-from kvjax.decode._checks import Progress, RequestError, check_prompts, check_space, check_weights
+from kvjax.decode._checks import (
+    Progress,
+    Prompts,
+    RequestError,
+    check_continues,
+    check_prompts,
+    check_space,
+    check_weights,
+    read_prompts,
+    tell_of_protected,
+    tell_of_windows,
+)
 from kvjax.decode._step import at_layer, chunk_program, logits_of, with_confidence
 from kvjax.types import EMPTY, Heads, Network, Params, Weighted
 
@@ -28,8 +39,8 @@ if TYPE_CHECKING:
 
 def prefill(
     model: Weighted,
-    policy: Policy,
-    prompts: Sequence[Sequence[int]],
+    policy: Policy | str,
+    prompts: Prompts,
     *,
     context: int | None = None,
     chunk_size: int = CHUNK,
@@ -44,40 +55,55 @@ def prefill(
 
     Args:
       model: a network and its weights.
-      policy: what to keep.
-      prompts: token ids per row, any lengths of at least 1.
-      context: most tokens a row will ever see (prompt and new ones); by default the prompts' size class.
+      policy: what to keep, also in the one-string form.
+      prompts: token ids per row, any lengths of at least 1; or one row of them, a text per row, one text.
+      context: most tokens a row will ever see (prompt and new ones), at most the model's positions; by
+        default the prompts' size class.
       chunk_size: tokens a chunk.
       page: slots of a page; by default ``page_size`` chooses.
       weights: learned weights, for policies that have some: ``kvjax.weights_for(policy, model)``.
       progress: told how much is done.
 
     Raises:
-      RequestError: an empty prompt, or one longer than the model or ``context`` allows.
+      RequestError: an empty prompt, ids that the model has not, or more than it or ``context`` allows.
+      PolicyError: a policy that cannot be read.
       WeightsError: a policy that learns without its weights, or weights that do not fit.
+
+    Warns (``Remark``) where the model's own windows rule, and where the budget is below what is protected.
     """
-    weights = check_weights(model, policy, weights)
-    lengths = [len(prompt) for prompt in prompts]
-    context = bucket(max(lengths, default=0)) if context is None else context
-    check_prompts(model.network, lengths, context)
-    dtype = model.params["embed"].dtype
+    policy = catalogue.policy(policy)
+    weights, network = check_weights(model, policy, weights), model.network
+    tell_of_windows(network, policy)
+    rows = read_prompts("prefill", model, prompts)
+    lengths = [len(row) for row in rows]
+    if context is None:
+        context = bucket(max(lengths, default=0), network.max_positions)
+    check_prompts("prefill", network, lengths, context)
     if chunk_size < 1:
         raise RequestError(f"prefill(chunk_size={chunk_size}) reads nothing. Give 1 token or more.")
-    rows = len(prompts)
+    dtype = model.params["embed"].dtype
+    tell_of_protected(network, policy, _frame(network, policy, dtype), lengths)
     state = empty(
-        model.network, policy, rows=rows, context=context, dtype=dtype, page=page, chunk_size=chunk_size
+        network, policy, rows=len(rows), context=context, dtype=dtype, page=page, chunk_size=chunk_size
     )
     state = dataclasses.replace(state, total=jax.device_put(np.asarray(lengths, np.int32)))
     if policy.whole_prompt:
-        return _read_whole(model, policy, state, prompts, weights, progress)
-    return _read_chunks(model, policy, state, prompts, weights, progress)
+        return _read_whole(model, policy, state, rows, weights, progress)
+    return _read_chunks(model, policy, state, rows, weights, progress)
+
+
+def _frame(network: Network, policy: Policy, dtype: jnp.dtype) -> Frame:
+    """Where targets of the first layer are asked for, without a cache."""
+    k: Any = jax.ShapeDtypeStruct((1, network.num_kv_heads, 1, network.head_dim), dtype)
+    total: Any = None
+    return layer.LayerInfo(policy, {}, 0, network.num_layers, None, total).frame(k)
 
 
 def extend(
     model: Weighted,
-    policy: Policy,
+    policy: Policy | str,
     state: KVState,
-    prompts: Sequence[Sequence[int]],
+    prompts: Prompts,
     *,
     weights: Params | None = None,
     progress: Progress | None = None,
@@ -86,22 +112,27 @@ def extend(
 
     Args:
       model, policy, weights, progress: as in ``prefill``.
-      state: donated.
-      prompts: token ids per row; an empty row is left as it is and its logits are meaningless.
+      state: donated; made under a policy that differs from this one in dials alone.
+      prompts: as in ``prefill``, texts without BOS; an empty row is left as it is and its logits are
+        meaningless.
 
     Raises:
-      RequestError: nothing to feed, another number of rows, or more tokens than ``state.context`` allows.
+      RequestError: nothing to feed, another number of rows, ids that the model has not, more tokens than it
+        or ``state.context`` allows, a state of another policy, or one that was donated before.
     """
+    policy = catalogue.policy(policy)
     weights = check_weights(model, policy, weights)
-    check_space("extend", state, np.asarray([len(prompt) for prompt in prompts]))
-    return _read_chunks(model, policy, state, prompts, weights, progress)
+    check_continues("extend", model.network, policy, state, state.chunk)
+    rows = read_prompts("extend", model, prompts, begins=False)
+    check_space("extend", model.network, state, np.asarray([len(row) for row in rows]))
+    return _read_chunks(model, policy, state, rows, weights, progress)
 
 
 def _read_chunks(
     model: Weighted,
     policy: Policy,
     state: KVState,
-    prompts: Sequence[Sequence[int]],
+    prompts: Sequence[np.ndarray],
     weights: Params,
     progress: Progress | None,
 ) -> tuple[KVState, Float[Array, "B V"]]:
@@ -132,7 +163,7 @@ def _read_whole(
     model: Weighted,
     policy: Policy,
     state: KVState,
-    prompts: Sequence[Sequence[int]],
+    prompts: Sequence[np.ndarray],
     weights: Params,
     progress: Progress | None,
 ) -> tuple[KVState, Float[Array, "B V"]]:

@@ -171,7 +171,9 @@ class KVJax(LM):
     def _batch(self, asks: list[Ask]) -> list[tuple[np.ndarray, list[int]]]:
         """One batch, filled up with copies of its first request so that all batches share programs."""
         filled = asks + asks[:1] * (self.batch - len(asks))
-        context = decode.bucket(max(len(ask.prompt) + len(ask.target) for ask in filled))
+        context = decode.bucket(
+            max(len(ask.prompt) + len(ask.target) for ask in filled), self.model.network.max_positions
+        )
         # The last prompt token is fed by a step: selection acts on the first answer token, too.
         if len(asks[0].prompt) == 1:
             dtype = self.model.params["embed"].dtype

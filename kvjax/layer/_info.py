@@ -45,7 +45,7 @@ class LayerInfo:
         """Where a budget's target is asked for."""
         storage = self.policy.storage
         slot = 2 * storage.width(k.shape[-1]) * storage.dtype(k.dtype).itemsize
-        return Frame(self.layer, self.layers, k.shape[1], slot, self.confidence)
+        return Frame(self.layer, self.layers, k.shape[1], slot, self.confidence, self.policy.protected)
 
 
 def major(x: Float[Array, "B T N H"]) -> Float[Array, "B N T H"]:

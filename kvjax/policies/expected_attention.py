@@ -29,8 +29,8 @@ class ExpectedAttention(Eviction):
     Queries before RoPE, of all prompt tokens but the ``sinks``, are taken for a Gaussian (mean m, covariance
     C divided by their number), turned by the mean of the model's rotations R over the ``ahead`` positions
     after the prompt. E exp(q k / sqrt(H)) is then exp(R m k / sqrt(H) + k' R C R' k / 2H). Shares are taken
-    over the tokens behind the sinks per query head, and averaged over a group's heads. The sinks stay before
-    all others, the lowest positions first.
+    over the tokens behind the sinks per query head, and averaged over a group's heads. The sinks of all heads
+    stay before every other token of the layer, whose slots the heads may share; the lowest positions first.
 
     Attributes:
       ahead: future positions whose rotations are averaged.
@@ -68,7 +68,7 @@ class ExpectedAttention(Eviction):
         weight = jnp.exp(logits - highest)
         share = weight / jnp.maximum(weight.sum(axis=-1, keepdims=True), jnp.finfo(jnp.float32).tiny)
         score = (share.mean(axis=2) + self.floor) * jnp.linalg.norm(v, axis=-1)
-        return jnp.where(judged[:, None, :], score, score.max(axis=-1, keepdims=True) + 1)
+        return jnp.where(judged[:, None, :], score, score.max(axis=(1, 2), keepdims=True) + 1)
 
 
 def _line(x: Array) -> Array:

@@ -59,6 +59,11 @@ class H2O(Eviction):
         """Half of what stays is known after a prompt only (a ring needs a number), and so is an average."""
         return self.recent is None or self.average
 
+    @property
+    def on_arrival(self) -> str:  # type: ignore[override]
+        """With a number of newest tokens, and sums."""
+        return f"h2o(recent={self.recent or 8})"
+
     def arrive(self, params: Params | None, observed: Observation) -> dict[str, Float[Array, "B K T"]]:
         """Nothing received yet."""
         del params

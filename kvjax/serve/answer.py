@@ -166,7 +166,7 @@ def _read(
             model,
             options.policy,
             [list(ids)],
-            context=decode.bucket(len(ids) + limit),
+            context=decode.bucket(len(ids) + limit, model.network.max_positions),
             # No wider than the prompt's size class: what is beyond it would be computed for nothing.
             chunk_size=min(options.chunk, decode.bucket(len(ids))),
             weights=weights,

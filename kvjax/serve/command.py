@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-from kvjax.algebra import Policy
 from kvjax.cli import InputError
+from kvjax.decode import Remark
 from kvjax.loading import LanguageModel, load
 from kvjax.serve import facts
 from kvjax.serve.answer import answer
@@ -22,6 +26,28 @@ def run(options: Options) -> None:
       InputError, ModelError, PolicyError, RequestError: input that cannot be used, before anything is
         printed.
     """
+    with notes():
+        _run(options)
+
+
+@contextlib.contextmanager
+def notes() -> Iterator[None]:
+    """Inside, what the library remarks is a line on standard error, once."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("default", Remark)
+        shown = warnings.showwarning
+
+        def show(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
+            if issubclass(category, Remark):
+                print(f"note: {message}", file=sys.stderr)
+            else:
+                shown(message, category, *where, **more)
+
+        warnings.showwarning = show
+        yield
+
+
+def _run(options: Options) -> None:
     given = _prompt(options)
     if given is None and options.json:
         raise InputError(
@@ -59,7 +85,7 @@ def say(piece: str) -> None:
 
 
 def loaded(options: Options) -> LanguageModel:
-    """The model with its tokenizer read; a note on standard error where the policy has no say.
+    """The model with its tokenizer read.
 
     Raises:
       InputError: no such model, or one that cannot be read.
@@ -67,18 +93,13 @@ def loaded(options: Options) -> LanguageModel:
     try:
         model = load(options.model, dtype=options.dtype)
         _ = model.text
+        return model
     except OSError as error:
         raise InputError(
             f"--model {options.model} cannot be read ({error}). Check path and permissions."
         ) from error
     except ValueError as error:
         raise InputError(str(error)) from error
-    sliding = [index for index, window in enumerate(model.spec.windows) if window is not None]
-    if sliding and options.policy != Policy():
-        where = "every layer" if len(sliding) == len(model.spec.windows) else f"layers {sliding}"
-        note = f"note: the model's own sliding window rules in {where}; the policy has no say there."
-        print(note, file=sys.stderr)
-    return model
 
 
 def _prompt(options: Options) -> tuple[str, str] | None:

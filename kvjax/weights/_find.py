@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
+from kvjax import catalogue
 from kvjax.algebra import Part, Policy, PolicyError
 from kvjax.types import Params, Weighted
 from kvjax.weights._file import Learned, WeightsError, read_weights
@@ -55,13 +56,13 @@ def _digest(file: Path) -> str:
     return hashlib.sha256(file.read_bytes()).hexdigest()[:16]
 
 
-def weights_for(policy: Policy, model: Weighted, given: Sources = None) -> Params:
+def weights_for(policy: Policy | str, model: Weighted, given: Sources = None) -> Params:
     """The learned weights a policy needs with a model: ``{}`` where it learns nothing.
 
     Warns where they were trained for other arguments than the policy's, such as another window.
 
     Args:
-      policy: what to serve.
+      policy: what to serve, also in the one-string form.
       model: a loaded model; its folder may ship weights.
       given: a file, or the name of shipped weights, by part: ``{"write_gate": "default", "kvp": "FILE"}``; or
         one alone where exactly one part learns. What is not given is what the model ships as "default".
@@ -69,7 +70,7 @@ def weights_for(policy: Policy, model: Weighted, given: Sources = None) -> Param
     Raises:
       WeightsError: needed weights that are nowhere, do not fit model or method, or are given in vain.
     """
-    found = find(policy, model, given)
+    found = find(catalogue.policy(policy), model, given)
     for remark in found.remarks:
         warnings.warn(remark, stacklevel=2)
     return found.weights

@@ -201,7 +201,7 @@ class Stage:
         """A stage for one ``loose``, ``recent`` and gamma; other numbers are a rule's."""
         budget = Scheduled(prompt=loose, top=loose)
         policy = Policy(eviction=Blend(gamma=gamma, recent=recent), budget=budget)
-        return cls(model, policy, samples, decode.bucket(length))
+        return cls(model, policy, samples, decode.bucket(length, model.network.max_positions))
 
     def play(self, rule: Rule, schedule: np.ndarray | None = None) -> list[dict[str, np.ndarray]]:
         """Walks every window through the cache, one dict of ``Played``'s arrays a window, cut to its steps.

@@ -51,7 +51,8 @@ def trace(
       RequestError: as in ``decode.prefill``.
     """
     weights = weights_for(policy, model) if weights is None else weights
-    context = decode.bucket(max((len(prompt) for prompt in prompts), default=0) + max_new_tokens)
+    longest = max((len(prompt) for prompt in prompts), default=0)
+    context = decode.bucket(longest + max_new_tokens, model.network.max_positions)
     state, logits = decode.prefill(model, policy, prompts, context=context, weights=weights)
     tokens, live, sure = [], [], []
     pieces = decode.stream(

@@ -15,6 +15,7 @@ from policy_oracle import best, judge, kept
 
 from kvjax import layer
 from kvjax.algebra import Observation, Policy, PolicyError
+from kvjax.budgets.ada import Ada
 from kvjax.budgets.uniform import Uniform
 from kvjax.models.rope import Rope, rotate
 from kvjax.policies.expected_attention import ExpectedAttention
@@ -79,6 +80,21 @@ def test_the_best_stay_behind_the_sinks(amount, sinks):
             for h, score in enumerate(scores(row, 64, sinks)):
                 assert rows.gap(score, length, target, min(sinks, length), 0) > 1e-6
                 assert kept(bits[row, h]) == best(score, length, target)
+
+
+@pytest.mark.parametrize("sinks", [1, 3])
+def test_sinks_stay_in_every_head_where_heads_share_a_layer(sinks):
+    """Values of head 1 are a thousand times longer: its ordinary tokens outscore all of head 0."""
+    seen = prompts()
+    values = np.array(seen.values["v"])
+    values[:, 1] *= 1000
+    seen = dataclasses.replace(seen, values=seen.values | {"v": jnp.asarray(values)})
+    policy = Policy(eviction=ExpectedAttention(64, sinks=sinks), budget=Ada(8, floor=0.0))
+    bits = judge(policy, seen)
+    for row, length in enumerate(rows.LENGTHS):
+        if length > 16:
+            assert bits[row, :, :sinks].all()
+            assert kept(bits[row, 0]) == list(range(sinks)), "head 0 keeps more: its scores are not low"
 
 
 def test_what_turns_is_the_models_own_rotation():

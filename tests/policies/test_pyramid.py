@@ -1,7 +1,8 @@
-"""Pyramid's targets against exact fractions: a line over the layers, its mean kept, flattened when short."""
+"""Pyramid's targets against exact fractions and the authors' formula: a line, its mean kept, flattened."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from fractions import Fraction
 
@@ -9,17 +10,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from policy_oracle import frame
+from policy_oracle import frame, judge, kept, observe
 
-from kvjax.algebra import PolicyError
+import kvjax
+from kvjax.algebra import Policy, PolicyError
 from kvjax.budgets.pyramid import Pyramid
+from kvjax.policies.snapkv import SnapKV
 
 HALF = Fraction(1, 2)
 
 
-def found(budget: Pyramid, seen: list[int], layers: int) -> np.ndarray:
+def found(budget: Pyramid, seen: list[int], layers: int, protected: int = 0) -> np.ndarray:
     """[layers, B]"""
-    rows = [budget.targets(frame(l, layers), jnp.asarray(seen), None) for l in range(layers)]
+    at = [dataclasses.replace(frame(l, layers), protected=protected) for l in range(layers)]
+    rows = [budget.targets(where, jnp.asarray(seen), None) for where in at]
     return np.concatenate(rows, axis=1).T
 
 
@@ -61,9 +65,62 @@ def test_targets_are_the_rounded_line(amount, slope, layers):
             assert (targets[:, b] <= n).all()
 
 
-def test_halves_go_up():
+def authors(total: Fraction, t: int, layers: int, beta: int, w: int) -> list[int]:
+    """Slots a layer by the authors' formula: kvpress 0.5.5, ``PyramidKVPress.get_layer_budget``."""
+    low = total / beta
+    high = total * 2 - low
+    if high >= t - w:
+        high, low = Fraction(t - w), total * 2 - (t - w)
+    if not t >= high >= low >= w:
+        return [round(total)] * layers
+    return [round(high - layer * (high - low) / (layers - 1)) for layer in range(layers)]
+
+
+@pytest.mark.parametrize("layers", [4, 5, 32])
+@pytest.mark.parametrize("beta", [2, 20])
+@pytest.mark.parametrize("window", [0, 16, 64])
+def test_targets_are_the_authors_budgets(layers, beta, window):
+    seen, fell = [65, 100, 512, 1000, 4096, 10001], 0
+    for kept_share in (Fraction(1, 10), Fraction(1, 4), Fraction(1, 2), Fraction(3, 4)):
+        budget = Pyramid(float(kept_share), slope=beta)
+        targets = found(budget, seen, layers, window)
+        for row, t in enumerate(seen):
+            right = authors(kept_share * t, t, layers, beta, window)
+            fell += len(set(right)) > 1
+            assert targets[:, row].tolist() == right, (kept_share, t)
+            at = dataclasses.replace(frame(0, layers), protected=window)
+            assert budget.smallest(at, t) == min(right)
+    assert fell >= 6, "the formula fell back everywhere"
+
+
+def test_the_case_on_record():
+    """512 tokens, 4 layers, a window of 64, slope 20, half kept; a quarter falls back to the mean."""
+    assert found(Pyramid(0.5, slope=20.0), [512], 4, 64)[:, 0].tolist() == [448, 320, 192, 64]
+    assert found(Pyramid(0.25, slope=20.0), [512], 4, 64)[:, 0].tolist() == [128] * 4
+
+
+@pytest.mark.parametrize(
+    ("slope", "layer", "most"), [(20.0, 0, 24), (20.0, 2, 24), (2.0, 0, 36), (2.0, 2, 12)]
+)
+def test_the_authors_slope_is_served_beside_a_window(slope, layer, most):
+    """``lo`` = 1 of 24 is below the window of 8: all layers keep 24."""
+    keys = np.random.default_rng(0).standard_normal((1, 1, 60, 4))
+    seen = observe((60,), 60, index=layer, layers=3, q=keys, k=keys, v=keys)
+    policy = Policy(eviction=SnapKV(8), budget=Pyramid(24, slope=slope))
+    assert len(kept(judge(policy, seen)[0, 0])) == most
+
+
+def test_a_mean_below_what_is_protected_is_still_refused():
+    assert repr(kvjax.policy("snapkv(20) + pyramid(39, slope=20)")) == "snapkv(20) + pyramid(39, slope=20)"
+    with pytest.raises(
+        PolicyError, match=r"pyramid\(39, slope=20\) leaves a stream 39 slots, fewer than the 40"
+    ):
+        kvjax.policy("snapkv(40) + pyramid(39, slope=20)")
+
+
+def test_halves_go_to_the_even():
     # Mean 2.5 in every layer; 10 and 5 around 7.5.
-    assert found(Pyramid(0.5, slope=1.0), [5], 2)[:, 0].tolist() == [3, 3]
+    assert found(Pyramid(0.5, slope=1.0), [5], 2)[:, 0].tolist() == [2, 2]
     assert found(Pyramid(0.25, slope=1.5), [30], 3)[:, 0].tolist() == [10, 8, 5]
 
 

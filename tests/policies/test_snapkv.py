@@ -109,9 +109,10 @@ def test_pyramid_keeps_more_below_and_never_less_than_the_window(layer, amount):
     bits = judge(Policy(eviction=SnapKV(WINDOW), budget=Pyramid(amount)), seen)
     for row, length in enumerate(LENGTHS):
         mean = amount if isinstance(amount, int) else amount * length
-        spread = min(mean / 2, max(length - mean, 0))
-        target = int(np.floor(mean + (1 - layer) * spread + 0.5))
-        assert amount == 14 or target < WINDOW, "the floor was not met"
+        spread = min(mean / 2, length - WINDOW - mean)
+        spread = spread if mean - spread >= WINDOW and spread >= 0 else 0
+        target = round(mean + (1 - layer) * spread)
+        assert amount == 14 or spread == 0, "the line did not fall back to its mean"
         for h, score in enumerate(scores(row, WINDOW, 5)):
             assert kept(bits[row, h]) == best(score, length, target, newest=WINDOW)
 

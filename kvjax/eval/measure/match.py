@@ -104,7 +104,8 @@ def measured(
 ) -> Measured:
     """What a policy holds on these samples; ``weights`` are for its learned parts."""
     rows, parts = runner.batched(samples, length)
-    context, learned = decode.bucket(length), find(policy, model, weights).weights
+    most = model.network.max_positions
+    context, learned = decode.bucket(length, most), find(policy, model, weights).weights
     found: list[Batch] = [
         batch.run(model, policy, part, protocol=protocol, context=context, rows=rows, weights=learned)
         for part in parts

@@ -103,7 +103,9 @@ def exact(model: Weighted, samples: Samples) -> list[tuple[Array, Array]]:
     """Keys and values of each layer that takes a policy, [B, K, T, H]; texts are cut to the shortest."""
     texts = [[*e.context, *e.question, *e.prefix, *e.answer] for _, e in samples]
     t = min(map(len, texts))
-    state, _ = decode.prefill(model, Policy(), [text[:t] for text in texts], context=decode.bucket(t))
+    state, _ = decode.prefill(
+        model, Policy(), [text[:t] for text in texts], context=decode.bucket(t, model.network.max_positions)
+    )
     own = [layer.ring for layer, window in zip(state.layers, model.network.windows) if window is None]
     return [(ring.k[:, :, :t], ring.v[:, :, :t]) for ring in own]  # position p is in slot p
 

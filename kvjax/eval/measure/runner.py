@@ -130,7 +130,7 @@ def _measured(
     tick: Callable[[int], object],
 ) -> list[batch.Batch]:
     rows, parts = batched(samples, cell.length)
-    context = decode.bucket(cell.length)
+    context = decode.bucket(cell.length, model.network.max_positions)
     found = []
     for part in parts:
         found.append(
