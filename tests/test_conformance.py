@@ -151,7 +151,7 @@ def target(policy: Policy, layer: int, length: int, confidence: float | None = N
     network, storage = tiny.model().network, policy.storage
     slot = 2 * storage.width(network.head_dim) * storage.dtype(jnp.dtype(jnp.float32)).itemsize
     sure = None if confidence is None else jnp.asarray([confidence])
-    frame = Frame(layer, network.num_layers, network.num_kv_heads, slot, sure)
+    frame = Frame(layer, network.num_layers, network.num_kv_heads, slot, sure, policy.protected)
     seen = jnp.asarray([length])
     if policy.budget.from_scores:
         mean = policy.budget.layer_mean(frame, seen)
