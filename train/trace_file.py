@@ -122,9 +122,9 @@ def write(
     """One shard."""
     path = file(folder, shard)
     part = path.with_name(f".{path.name}.part-{os.getpid()}")
-    notes = {"format": FORMAT, "fingerprint": about.fingerprint, "tasks": json.dumps(list(tasks))}
+    notes = json.dumps({"fingerprint": about.fingerprint, "tasks": list(tasks)})
     try:
-        save_file(arrays, part, metadata=notes)
+        save_file(arrays, part, metadata={FORMAT: notes})  # one entry: several have no order in the file
         os.replace(part, path)
     finally:
         part.unlink(missing_ok=True)
@@ -142,6 +142,11 @@ def _opened(path: Path) -> Any:
         raise TraceError(
             f"{path} is cut short or damaged ({reason}). Delete it and run train.traces again."
         ) from reason
+
+
+def _notes(path: Path) -> dict[str, Any]:
+    """The header of a shard; empty where it is no file of traces."""
+    return json.loads((_opened(path).metadata() or {}).get(FORMAT, "{}"))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -182,15 +187,14 @@ class Traces:
                 "again to go on."
             )
         for shard in range(about.shards):
-            notes = _opened(file(folder, shard)).metadata() or {}
-            if notes.get("fingerprint") != about.fingerprint:
+            if _notes(file(folder, shard)).get("fingerprint") != about.fingerprint:
                 raise TraceError(f"{file(folder, shard)} is of another model than its manifest. Delete it.")
         return cls(folder, about)
 
     def tasks(self) -> list[str]:
         """What each sequence is."""
-        files = (_opened(file(self.folder, shard)) for shard in range(self.about.shards))
-        return [task for each in files for task in json.loads(each.metadata()["tasks"])]
+        files = (file(self.folder, shard) for shard in range(self.about.shards))
+        return [task for path in files for task in _notes(path)["tasks"]]
 
     def read(self, index: int, names: Sequence[str]) -> dict[str, Float[np.ndarray, "L X T H"]]:
         """Arrays of one sequence.
