@@ -9,8 +9,8 @@ An agent is a small network per layer and KV head on what the cache holds of a t
 
 with the exact (erf) GELU (chosen; the paper names none). It sees neither the prompt's length nor other
 tokens, so a score is fixed when a token arrives: the same ranker serves once after the prompt, at every step,
-and chunk by chunk. Which inputs an agent has, its width and its depth are those of its weights: a leaf that is
-absent is an input it lacks, and ``w_key_pre`` reads keys before RoPE. There is no output bias, which no
+and chunk by chunk. Which inputs an agent has, its width and its depth are those of its weights: a leaf that
+is absent is an input it lacks, and ``w_key_pre`` reads keys before RoPE. There is no output bias, which no
 ranking would notice.
 """
 

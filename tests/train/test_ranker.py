@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import copy
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -276,6 +279,38 @@ def test_training_learns_goes_on_exactly_and_serves(tmp_path, made, tiny_folder,
     )[1]
     want = objective.scores(params, batches.statistics(found, chosen.agent), batch)
     np.testing.assert_allclose(jnp.concatenate(sides, axis=1), want, atol=1e-4)
+
+
+SPREAD = """
+import re, sys
+import jax, numpy as np
+from train.ranker import __main__ as ranker, batches, objective, settings
+from train.trace_file import Traces
+chosen, traces, found = settings.read(settings.Path(sys.argv[1])), Traces.open(settings.Path(sys.argv[2])), []
+task, of = objective.Task(agent=chosen.agent, method=chosen.method), batches.statistics(traces, chosen.agent)
+for devices in (4, 1):
+    layout = ranker.make_layout(settings.dataclasses.replace(chosen, devices=devices), 4)
+    params = ranker.first(chosen, traces.about)
+    placed, mine = jax.device_put(params, layout.gates(params)), jax.device_put(of, layout.gates(of))
+    run = jax.jit(jax.value_and_grad(lambda p, of, b: objective.objective(task, of, p, b), has_aux=True))
+    batch = layout.batch(batches.batches(traces, chosen)[0])
+    assert len(batch["k"].sharding.device_set) == devices
+    program = run.lower(placed, mine, batch).compile()
+    moved = re.findall(r"= (.*) (all-gather|all-to-all|collective-permute|all-reduce)\\(", program.as_text())
+    assert all(re.fullmatch(r"\\(?((f32|s32|u32)\\[\\](, )?)+\\)?", shape) for shape, _ in moved), moved
+    assert bool(moved) == (devices > 1)  # sums of losses and metrics
+    found.append(jax.device_get(program(placed, mine, batch)))
+# The loss is a difference of log-probabilities of about -100.
+jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-3), *found)
+assert max(np.abs(x).max() for x in jax.tree.leaves(found[0][1])) > 0.1, "no gradient: nothing was compared"
+"""
+
+
+def test_agents_on_four_devices_learn_the_same_and_exchange_only_sums(made):
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4"
+    words = [sys.executable, "-c", SPREAD, str(made / "config.yaml"), str(made / "traces")]
+    environment = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
+    subprocess.run(words, cwd=ROOT, env=environment, check=True)
 
 
 # --- bad input -----------------------------------------------------------------------------------
