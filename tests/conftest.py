@@ -45,7 +45,8 @@ def pytest_configure(config: pytest.Config) -> None:
 LONGEST = (
     *("test_conformance", "test_exactness", "test_compose", "test_pretrain", "test_conf_kv", "test_bench"),
     *("test_hf_golden", "test_in_place", "test_decode", "test_wg_kv", "test_train_gates", "test_serve"),
-    *("test_eval_run", "test_gates", "test_kernel_ragged_decode", "test_conf_studies", "test_eval_walk"),
+    *("test_ranker", "test_eval_run", "test_gates", "test_kernel_ragged_decode", "test_conf_studies"),
+    "test_eval_walk",
 )
 """Files that take longest, longest first: one that begins last leaves a core with nothing to do."""
 

@@ -125,6 +125,7 @@ def write(
     notes = json.dumps({"fingerprint": about.fingerprint, "tasks": list(tasks)})
     try:
         save_file(arrays, part, metadata={FORMAT: notes})  # one entry: several have no order in the file
+        part.chmod(0o644)  # safetensors writes for the owner alone
         os.replace(part, path)
     finally:
         part.unlink(missing_ok=True)

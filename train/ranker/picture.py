@@ -27,7 +27,6 @@ def curve(log: Path, path: Path) -> None:
     ax.axhline(1, color="tab:red", lw=1, label="oracle")
     ax.set_xlabel("step")
     ax.set_ylabel("area under the cost curve / oracle's")
-    ax.set_yscale("log")
     ax.legend(fontsize=8)
     fig.savefig(path, dpi=100)
     plt.close(fig)
