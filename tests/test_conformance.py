@@ -28,6 +28,9 @@ LENGTHS, STEPS = (52, 30, 5), 12
 COMBINED = (
     # Pages in two pools: the newest 10 retained tokens exact, of which the ring holds 6.
     "conf_kv(recent=6) + int8(10) + confidence(14, loose=24, threshold=0.5)",
+    # Two learned parts: what the gate admits, the ranker ranks, at every step and chunk by chunk.
+    "write_gate(0.5, window=16) + kvp(2, recent=6) + uniform(28, every_step)",
+    "kvp(2, recent=6) + quest(chunks=3, chunk=4, dense=1, recent=8) + int8(8) + uniform(24)",
 )
 """Parts of several methods, where a pool exists only for the combination."""
 

@@ -37,6 +37,8 @@ NEIGHBOURS = {
     "snapkv(8) + uniform(0.5)": "snapkv(8) + uniform(0.48)",
     "snapkv(8) + ada(0.5)": "snapkv(8) + ada(0.49, floor=0.25)",
     "snapkv(8) + pyramid(0.5)": "snapkv(8) + pyramid(0.495, slope=1.98)",
+    "kvp(2, recent=8) + uniform(0.5)": "kvp(3, recent=8) + uniform(0.48)",
+    "kvp(2, recent=8) + uniform(23, every_step)": "kvp(1, recent=8) + uniform(22, every_step)",
     "conf_kv(recent=8) + confidence(20, loose=31)": "conf_kv(0.4, gamma=0.9, recent=8)"
     " + confidence(19, loose=30, threshold=0.6, slope=1.01, wh=0.5, wm=0.25, wp=0.25)",
     "quest(3, chunk=4, recent=8)": "quest(3, chunk=4, recent=8) + sinks(2)",

@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 import optax
-import yaml
 
 from kvjax.models.spec import ModelSpec
-from train import loop
+from train import config, loop
+from train.config import ConfigError as ConfigError
+from train.config import count, number, published, read_config, require
 
 if TYPE_CHECKING:
     from kvjax.loading import LanguageModel
 
 COSTS = ("paper", "window")
-
-
-class ConfigError(ValueError):
-    """A config that cannot be trained; the message names the key, the rule and the way out."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -100,92 +96,64 @@ class Settings:
     check: dict[str, Any]
 
 
-def _require(holds: bool, key: str, value: Any, rule: str) -> None:
-    if not holds:
-        raise ConfigError(f"{key}: {value!r} in the config {rule}")
-
-
-def _number(value: Any, key: str) -> float:
-    try:
-        number = float(value)  # YAML reads 1e-3 as text
-    except (TypeError, ValueError):
-        number = math.nan
-    _require(math.isfinite(number) and not isinstance(value, bool), key, value, "is no number. Give one.")
-    return number
-
-
-def _count(value: Any, key: str, least: int = 1) -> int:
-    whole = isinstance(value, int) and not isinstance(value, bool) and value >= least
-    _require(whole, key, value, f"counts something. Give a whole number, {least} or more.")
-    return int(value)
-
-
 def _gate(given: dict[str, Any]) -> Gate:
     gate = Gate(**given)
-    _count(gate.window, "gate.window")
+    count(gate.window, "gate.window")
     if gate.hidden is not None:
-        _count(gate.hidden, "gate.hidden")
-    tau, eps = _number(gate.tau, "gate.tau"), _number(gate.eps, "gate.eps")
-    _require(
+        count(gate.hidden, "gate.hidden")
+    tau, eps = number(gate.tau, "gate.tau"), number(gate.eps, "gate.eps")
+    require(
         0 < tau < 1, "gate.tau", gate.tau, "is no threshold of a gate. Give a number above 0 and below 1."
     )
-    _require(
-        0 < eps < 1, "gate.eps", gate.eps, "cannot stand for a closed gate. Give a small number above 0."
-    )
+    require(0 < eps < 1, "gate.eps", gate.eps, "cannot stand for a closed gate. Give a small number above 0.")
     return dataclasses.replace(gate, tau=tau, eps=eps)
 
 
 def _rate(given: dict[str, Any]) -> Rate:
     rate = Rate(**given)
-    peak, warmup = _number(rate.peak, "optimizer.peak"), _number(rate.warmup, "optimizer.warmup")
-    decay = _number(rate.weight_decay, "optimizer.weight_decay")
-    _require(peak > 0, "optimizer.peak", rate.peak, "does not learn. Give a number above 0.")
-    _require(
-        0 <= warmup < 1, "optimizer.warmup", rate.warmup, "is a share of the updates. Give 0 to below 1."
-    )
-    _require(decay >= 0, "optimizer.weight_decay", rate.weight_decay, "would grow weights. Give 0 or more.")
-    _count(rate.accumulate, "optimizer.accumulate")
+    peak, warmup = number(rate.peak, "optimizer.peak"), number(rate.warmup, "optimizer.warmup")
+    decay = number(rate.weight_decay, "optimizer.weight_decay")
+    require(peak > 0, "optimizer.peak", rate.peak, "does not learn. Give a number above 0.")
+    require(0 <= warmup < 1, "optimizer.warmup", rate.warmup, "is a share of the updates. Give 0 to below 1.")
+    require(decay >= 0, "optimizer.weight_decay", rate.weight_decay, "would grow weights. Give 0 or more.")
+    count(rate.accumulate, "optimizer.accumulate")
     return dataclasses.replace(rate, peak=peak, warmup=warmup, weight_decay=decay)
 
 
 def _lambda(lambdas: Any, strength: str) -> float:
-    _require(
+    require(
         isinstance(lambdas, dict) and bool(lambdas), "loss.lambdas", lambdas, "must map names to numbers."
     )
     for name, value in lambdas.items():
-        number = _number(value, f"loss.lambdas.{name}")
-        _require(number >= 0, f"loss.lambdas.{name}", value, "would pay for keeping tokens. Give 0 or more.")
+        require(
+            number(value, f"loss.lambdas.{name}") >= 0,
+            f"loss.lambdas.{name}",
+            value,
+            "would pay for keeping tokens. Give 0 or more.",
+        )
     if strength not in lambdas:
         raise ConfigError(f"--strength {strength!r} is none of the config's: {', '.join(lambdas)}.")
     return float(lambdas[strength])
 
 
-def _published(model: dict[str, Any]) -> ModelSpec | None:
-    from kvjax.models.hf_config import read_config
-
-    return read_config(model["config"], {}, "model.config") if "config" in model else None
-
-
 def _check_data(data: dict[str, Any], mesh: tuple[int, int]) -> None:
-    _require(
+    require(
         data.get("kind") in ("rows", "documents"), "data.kind", data.get("kind"), "is not rows or documents."
     )
-    tokens = _count(data["tokens"], "data.tokens")
+    tokens = count(data["tokens"], "data.tokens")
     lengths = data["lengths"]
-    _require(
+    require(
         bool(lengths) and len(lengths) == len(data["shares"]),
         "data.lengths",
         lengths,
         "needs one of data.shares each.",
     )
     for length in lengths:
-        _count(length, "data.lengths", 2)
-        _require(
-            length % mesh[1] == 0, "data.lengths", length, f"does not divide over mesh.tensor {mesh[1]}."
-        )
+        count(length, "data.lengths", 2)
+        require(length % mesh[1] == 0, "data.lengths", length, f"does not divide over mesh.tensor {mesh[1]}.")
         rows = max(1, tokens // length)
         rule = f"makes batches of {rows} rows of {length}, not a multiple of mesh.fsdp {mesh[0]}."
-        _require(rows % mesh[0] == 0, "data.tokens", tokens, rule)
+        require(rows % mesh[0] == 0, "data.tokens", tokens, rule)
 
 
 def read(path: Path, strength: str = "default") -> Settings:
@@ -195,49 +163,32 @@ def read(path: Path, strength: str = "default") -> Settings:
       ConfigError: no such file, missing or unknown keys, numbers out of range.
       ModelError: a written-out model config kvjax does not read.
     """
-    try:
-        tree = yaml.safe_load(path.read_text())
-    except OSError as reason:
-        raise ConfigError(
-            f"--config {path} cannot be read: {reason.strerror}. Give a file of configs/gates."
-        ) from reason
-    except yaml.YAMLError as reason:
-        raise ConfigError(f"--config {path} is no YAML: {str(reason).splitlines()[0]}.") from reason
-    if not isinstance(tree, dict):
-        raise ConfigError(f"--config {path} holds no keys. Start from a file of configs/gates.")
-    try:
-        return parse(tree, strength)
-    except KeyError as missing:
-        raise ConfigError(
-            f"--config {path} lacks {missing.args[0]}. Add it, as in configs/gates/small.yaml."
-        ) from None
-    except TypeError as reason:  # an unknown key of a section is an unexpected argument
-        raise ConfigError(f"--config {path}: {str(reason).removeprefix('Gate.__init__() ')}.") from reason
+    return read_config(path, lambda tree: parse(tree, strength), "configs/gates/small.yaml")
 
 
 def parse(tree: dict[str, Any], strength: str = "default") -> Settings:
     """``read`` on a parsed config."""
     axes = tree.get("mesh", {"fsdp": 1, "tensor": 1})
-    mesh = _count(axes["fsdp"], "mesh.fsdp"), _count(axes["tensor"], "mesh.tensor")
+    mesh = count(axes["fsdp"], "mesh.fsdp"), count(axes["tensor"], "mesh.tensor")
     loss, model = tree["loss"], tree["model"]
-    _require(loss["cost"] in COSTS, "loss.cost", loss["cost"], f"is none of {', '.join(COSTS)}.")
+    require(loss["cost"] in COSTS, "loss.cost", loss["cost"], f"is none of {', '.join(COSTS)}.")
     dtype = model.get("dtype", "float32")
-    _require(dtype in ("float32", "bfloat16"), "model.dtype", dtype, "is none of float32, bfloat16.")
+    require(dtype in ("float32", "bfloat16"), "model.dtype", dtype, "is none of float32, bfloat16.")
     _check_data(tree["data"], mesh)
     plan = loop.Plan(**tree["plan"])
-    _count(plan.steps, "plan.steps")
+    count(plan.steps, "plan.steps")
     return Settings(
         name=tree["name"],
         strength=strength,
         lam=_lambda(loss["lambdas"], strength),
         cost=loss["cost"],
-        seed=_count(tree["seed"], "seed", 0),
+        seed=count(tree["seed"], "seed", 0),
         folder=Path(tree["folder"]) / strength,
         source=str(model["source"]),
-        spec=_published(model),
+        spec=published(model),
         dtype=dtype,
         remat=bool(model.get("remat", False)),
-        sinks=_count(tree.get("sinks", 4), "sinks", 0),
+        sinks=count(tree.get("sinks", 4), "sinks", 0),
         gate=_gate(tree.get("gate", {})),
         rate=_rate(tree.get("optimizer", {})),
         plan=plan,
@@ -248,25 +199,8 @@ def parse(tree: dict[str, Any], strength: str = "default") -> Settings:
 
 
 def backbone(settings: Settings) -> LanguageModel:
-    """The frozen model in the config's dtype, in the host's memory.
-
-    Raises:
-      ModelError: no such model.
-      ConfigError: the config writes out another model than its source holds.
-    """
-    from kvjax import loading
-
-    source = None if settings.source == loading.EMBEDDED else settings.source
-    with jax.default_device(jax.local_devices(backend="cpu")[0]):  # one chip may be too small for it
-        model = loading.load(source, dtype=settings.dtype)
-    if settings.spec is not None:
-        written = dataclasses.replace(settings.spec, bos=model.spec.bos, eos=model.spec.eos)
-        if written != model.spec:
-            raise ConfigError(
-                f"model.config in the config describes another model than {settings.source} holds. Correct "
-                "or remove it."
-            )
-    return model
+    """The frozen model in the config's dtype, in the host's memory; raises as ``train.config.backbone``."""
+    return config.backbone(settings.source, settings.dtype, settings.spec)
 
 
 def optimizer(rate: Rate, steps: int) -> optax.GradientTransformation:

@@ -192,17 +192,13 @@ def latest(settings: Settings, like: Params, chosen: optax.GradientTransformatio
     Raises:
       ConfigError: nothing has been trained there.
     """
-    missing = ConfigError(
-        f"--export finds no checkpoint in {settings.folder}. Train first: the same command without --export."
-    )
-    if not (settings.folder / "checkpoints").is_dir():
-        raise missing
-    saved = loop.Checkpoints(settings.folder, keep=0, read_only=True)
-    found = saved.latest(make_layout(settings).settle(loop.State(params=like, opt=chosen.init(like))))
-    saved.close()
+    found = loop.latest(settings.folder, like, chosen, make_layout(settings))
     if found is None:
-        raise missing
-    return found[0], found[1].params
+        raise ConfigError(
+            f"--export finds no checkpoint in {settings.folder}. Train first: the same command without "
+            "--export."
+        )
+    return found
 
 
 def export(settings: Settings, file: Path) -> None:

@@ -121,6 +121,18 @@ class Checkpoints:
         self._manager.close()
 
 
+def latest(
+    folder: Path, params: Params, optimizer: optax.GradientTransformation, layout: Layout
+) -> tuple[int, Params] | None:
+    """(step, trained leaves) of the newest checkpoint of a run, or None; ``params`` as it began with."""
+    if not (folder / "checkpoints").is_dir():
+        return None
+    saved = Checkpoints(folder, keep=0, read_only=True)
+    found = saved.latest(layout.settle(State(params=params, opt=optimizer.init(params))))
+    saved.close()
+    return None if found is None else (found[0], found[1].params)
+
+
 class Log:
     """JSON lines in ``folder/log.jsonl``."""
 

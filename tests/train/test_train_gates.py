@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import yaml
 from gates_tiny import config_at, records, written
 
 from kvjax import load, weights_for
@@ -351,7 +352,7 @@ def test_sliding_layers_and_heads_that_do_not_divide_are_refused(tiny_folder):
 @pytest.mark.parametrize("name", sorted(p.name for p in (ROOT / "configs" / "gates").glob("*.yaml")))
 def test_every_config_parses_for_every_lambda(name):
     path = ROOT / "configs" / "gates" / name
-    for strength in gate_settings.yaml.safe_load(path.read_text())["loss"]["lambdas"]:
+    for strength in yaml.safe_load(path.read_text())["loss"]["lambdas"]:
         settings = gate_settings.read(path, strength)
         assert settings.lam > 0
         if settings.spec is not None:
@@ -367,7 +368,7 @@ def test_every_config_parses_for_every_lambda(name):
 def test_shipped_gates_are_the_embedded_models_and_the_card_is_their_logs(monkeypatch):
     monkeypatch.chdir(ROOT)
     model, folder = load(), Path("kvjax/assets/small/weights")
-    config = gate_settings.yaml.safe_load((ROOT / "configs/gates/small.yaml").read_text())
+    config = yaml.safe_load((ROOT / "configs/gates/small.yaml").read_text())
     kept = []
     for name, lam in config["loss"]["lambdas"].items():
         notes = read_weights(ROOT / folder / f"write_gate/{name}.safetensors").notes

@@ -1,0 +1,1 @@
+"""Rankers for KVP (``kvjax.policies.kvp``): agents of all layers and KV heads, trained at once on traces."""

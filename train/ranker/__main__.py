@@ -1,0 +1,209 @@
+"""Trains KVP's rankers on stored traces: policy gradient over random rankings, all agents at once.
+
+python -m train.traces --config configs/ranker/small.yaml                  the traces, once
+python -m train.ranker --config configs/ranker/small.yaml                  again to go on
+python -m train.ranker --config configs/ranker/small.yaml --export FILE    its newest checkpoint as a file
+
+A run stopped at any step and started again goes on with the losses it would have had. --export writes
+FILE.safetensors, the validation curve (.png, needs matplotlib) and the run's log (.jsonl).
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import importlib.util
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+
+from kvjax.models.hf import ModelError
+from kvjax.policies import kvp
+from kvjax.types import Params
+from kvjax.weights import fingerprint, save_weights
+from train import loop, mesh
+from train.config import ConfigError
+from train.ranker import batches, picture
+from train.ranker.objective import Statistics, Task, areas, folded, objective
+from train.ranker.optimizer import optimizer
+from train.ranker.settings import Settings, read
+from train.trace_file import About, TraceError, Traces
+
+if TYPE_CHECKING:
+    from kvjax.loading import LanguageModel
+
+
+@dataclasses.dataclass(frozen=True)
+class AgentLayout(mesh.Layout):
+    """Agents spread over the devices: of a batch each has what its agents see."""
+
+    def batch(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """A batch on the mesh: by agent what has agents, everything else on every device."""
+        spec = lambda value: mesh.P(None, mesh.HEADS) if value.ndim > 2 else mesh.P()  # noqa: E731
+        return {name: jax.device_put(value, self.of(spec(value))) for name, value in batch.items()}
+
+
+def make_layout(settings: Settings, agents: int) -> AgentLayout:
+    """The config's devices.
+
+    Raises:
+      ConfigError: too few of them, or agents that do not divide over them.
+    """
+    if agents % settings.devices:
+        raise ConfigError(
+            f"devices: {settings.devices} does not divide {agents} agents. Make it a divisor of them."
+        )
+    try:
+        return AgentLayout(mesh.layout(1, settings.devices).mesh)
+    except ValueError as reason:
+        raise ConfigError(str(reason).replace("mesh: {fsdp: 1, tensor:", "devices: {")) from reason
+
+
+def first(settings: Settings, about: About) -> Params:
+    """Untrained agents, leaves [A, ...] with A = L x K."""
+    agent = settings.agent
+    key, count = jax.random.key(settings.seed), about.layers * about.kv_heads
+    return kvp.initial(
+        key, count, about.head_dim, 1, inputs=agent.inputs, hidden=agent.hidden, layers=agent.layers
+    )[0]
+
+
+def by_layer(params: Params, about: About) -> list[Params]:
+    """Agents as a policy takes them, a dict a layer."""
+    split = lambda leaf, layer: leaf.reshape(about.layers, about.kv_heads, *leaf.shape[1:])[layer]  # noqa: E731
+    return [{name: split(leaf, layer) for name, leaf in params.items()} for layer in range(about.layers)]
+
+
+def make_check(
+    task: Task, statistics: Statistics, traces: Traces, settings: Settings, layout: AgentLayout
+) -> Callable[[Params, int, int], loop.Verdict]:
+    """Mean area over held-out sequences and agents, of the agents also by layer; 1 is the oracle."""
+    measure = jax.jit(functools.partial(areas, task))
+
+    def check(params: Params, step: int, level: int) -> loop.Verdict:
+        parts = [measure(statistics, params, layout.batch(one)) for one in batches.held(traces, settings)]
+        found = {
+            name: np.concatenate([np.asarray(part[name]) for part in parts]).mean(axis=0) for name in parts[0]
+        }
+        metrics = {f"area_{name}": float(value.mean()) for name, value in found.items()}
+        layers = found["learned"].reshape(traces.about.layers, -1).mean(axis=1)
+        metrics |= {f"area_learned_layer_{layer}": float(value) for layer, value in enumerate(layers)}
+        return loop.Verdict(metrics=metrics, level=level)
+
+    return check
+
+
+def load(settings: Settings, folder: Path) -> tuple[Traces, LanguageModel]:
+    """The traces and the model they are of.
+
+    Raises:
+      ConfigError, ModelError: traces that are not there, damaged, too short, or of another model.
+    """
+    traces = Traces.open(folder)
+    batches.check_traces(traces, settings)
+    model = settings.model()
+    if traces.about.fingerprint != fingerprint(model):
+        raise TraceError(
+            f"{folder} holds traces of {traces.about.model} ({traces.about.fingerprint}), the config's model "
+            f"({settings.source}) is another one ({fingerprint(model)}). Make traces of it with train.traces."
+        )
+    return traces, model
+
+
+def run(settings: Settings, folder: Path) -> loop.State:
+    """Trains to the end of the plan, or goes on from the newest checkpoint.
+
+    Raises:
+      ConfigError, ModelError: see ``load``.
+    """
+    traces, _ = load(settings, folder)  # only the fingerprint of the model is needed
+    about = traces.about
+    layout = make_layout(settings, about.layers * about.kv_heads)
+    agents = first(settings, about)
+    count = sum(leaf.size for leaf in jax.tree.leaves(agents))
+    print(
+        f"{about.layers * about.kv_heads} agents of {count // (about.layers * about.kv_heads):,} parameters: "
+        f"{count:,} in all, {100 * count / about.parameters:.2f} % of the model's {about.parameters:,}",
+        file=sys.stderr,
+    )
+    task = Task(agent=settings.agent, method=settings.method, softcap=about.softcap)
+    statistics = batches.statistics(traces, settings.agent)
+    statistics = jax.device_put(statistics, layout.gates(statistics))
+    return loop.train(
+        params=jax.device_put(agents, layout.gates(agents)),
+        optimizer=optimizer(settings.rate, settings.plan.steps),
+        loss=jax.tree_util.Partial(functools.partial(objective, task), statistics),
+        batches=lambda level: batches.batches(traces, settings),
+        folder=settings.folder,
+        plan=settings.plan,
+        check=make_check(task, statistics, traces, settings, layout),
+        layout=layout,
+    )
+
+
+def export(settings: Settings, folder: Path, file: Path) -> None:
+    """Writes the newest checkpoint's agents, their validation curve and the log beside each other.
+
+    Raises:
+      ConfigError, ModelError: see ``load``; nothing trained.
+    """
+    traces, model = load(settings, folder)
+    about, agent = traces.about, settings.agent
+    layout = make_layout(settings, about.layers * about.kv_heads)
+    chosen = optimizer(settings.rate, settings.plan.steps)
+    found = loop.latest(settings.folder, first(settings, about), chosen, layout)
+    if found is None:
+        raise ConfigError(
+            f"--export finds no checkpoint in {settings.folder}. Train first: the same command without "
+            "--export."
+        )
+    step, params = found
+    layers = by_layer(folded(params, batches.statistics(traces, agent)), about)
+    inputs = " ".join(name.removeprefix("w_") for name in agent.inputs)
+    notes: dict[str, Any] = {
+        "inputs": inputs,
+        "hidden": agent.hidden,
+        "depth": agent.layers,
+        "recent": agent.recent,
+    }
+    notes |= {"trained": settings.method.kind, "seed": settings.seed, "step": step, "config": settings.name}
+    notes |= {"sequences": about.train, "text": str(about.data)}
+    part = kvp.LearnedRanker(agent.sinks, agent.recent)
+    save_weights(file, model, part, layers, notes=notes)
+    log = file.with_suffix(".jsonl")
+    shutil.copyfile(settings.folder / "log.jsonl", log)
+    print(f"{file} holds the rankers of step {step}")
+    if importlib.util.find_spec("matplotlib") is None:
+        print("No picture: it needs matplotlib. Install it (pip install 'kvjax[plot]') and export again.")
+    else:
+        picture.curve(log, file.with_suffix(".png"))
+
+
+def main(words: list[str] | None = None) -> int:
+    """The command line; its exit code: 0, 2 for bad input."""
+    parser = argparse.ArgumentParser(prog="python -m train.ranker", description=__doc__.splitlines()[0])
+    parser.add_argument("--config", type=Path, required=True)
+    parser.add_argument("--traces", type=Path, metavar="DIR", help="instead of the config's traces.folder")
+    parser.add_argument("--export", type=Path, metavar="FILE", help="write the newest checkpoint's rankers")
+    args = parser.parse_args(words)
+    try:
+        settings = read(args.config)
+        folder = args.traces or settings.recording.folder
+        if args.export is not None:
+            export(settings, folder, args.export)
+        else:
+            run(settings, folder)
+    except (ConfigError, ModelError) as reason:
+        print(f"error: {reason}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,142 @@
+"""Batches of traces, agents along one axis: what is ranked, what came after it, statistics of the inputs.
+
+Batch i is a pure function of (seed, i), as in ``train.data``, so a resumed run sees what it would have seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import grain.python as grain
+import numpy as np
+
+from kvjax.types import EMPTY
+from train.ranker.settings import Agent, Settings
+from train.trace_file import TraceError, Traces
+
+SAMPLED = 32
+"""Sequences of which statistics are made."""
+
+
+def names(agent: Agent) -> tuple[str, ...]:
+    """The arrays that are read for training: keys after RoPE give the attention in any case."""
+    return ("q", "at", "k", "v", *(("k_pre",) if "w_key_pre" in agent.inputs else ()))
+
+
+def check_traces(traces: Traces, settings: Settings) -> None:
+    """Refuses traces from which the config's agents cannot learn.
+
+    Raises:
+      ConfigError: sequences that are too short, keys that are not there, nothing to check on.
+    """
+    if "w_key_pre" in settings.agent.inputs and "pre" not in traces.about.keys:
+        raise TraceError(
+            f"{traces.folder} stores no keys before RoPE, which agent.inputs key_pre reads. Make traces with "
+            "traces.keys: [post, pre]."
+        )
+    settings.check_length(min(traces.about.lengths))
+    if not 0 < traces.about.train < len(traces.about.lengths):
+        raise TraceError(f"{traces.folder} has no sequences to check on. Make traces with traces.held.")
+
+
+def assembled(
+    traces: Traces, settings: Settings, chosen: Sequence[tuple[int, int]], rng: np.random.Generator
+) -> dict[str, np.ndarray]:
+    """A batch of sequences of one length.
+
+    Args:
+      traces: where they are.
+      settings: agents and future queries.
+      chosen: (sequence, how many of its tokens are in the cache).
+      rng: draws the future queries.
+
+    Returns:
+      ``k``, ``v`` (and ``k_pre``) [B, A, T, H], ``q`` [B, A, G, F, H] at positions ``at`` [B, F] behind
+      the cache, EMPTY where there are fewer, ``size`` [B] and a ``seed``.
+    """
+    about, count = traces.about, settings.method.queries
+    agents, groups = about.layers * about.kv_heads, about.heads // about.kv_heads
+    rows: dict[str, list[np.ndarray]] = {}
+    for index, size in chosen:
+        found = traces.read(index, names(settings.agent))
+        later = np.flatnonzero(found["at"] >= size)
+        later = np.sort(rng.choice(later, min(count, len(later)), replace=False))
+        at = np.full(count, EMPTY, np.int32)
+        at[: len(later)] = found["at"][later]
+        q = np.zeros((about.layers, about.heads, count, about.head_dim), found["q"].dtype)
+        q[:, :, : len(later)] = found["q"][:, :, later]
+        row = {"q": q.reshape(agents, groups, count, about.head_dim), "at": at}
+        flat = (agents, about.lengths[index], about.head_dim)
+        row |= {name: found[name].reshape(flat) for name in found if name not in ("q", "at")}
+        for name, value in row.items():
+            rows.setdefault(name, []).append(value)
+    batch = {name: np.stack(values) for name, values in rows.items()}
+    batch["size"] = np.asarray([size for _, size in chosen], np.int32)
+    return batch | {"seed": np.asarray(rng.integers(2**32), np.uint32)}
+
+
+def cache_size(rng: np.random.Generator, settings: Settings, length: int) -> int:
+    """Tokens in the cache: at least two to rank, and a future behind them."""
+    agent = settings.agent
+    least = agent.sinks + agent.recent + 2
+    return int(rng.integers(least, length - settings.method.least_future + 1))
+
+
+class Batches:
+    """Random-access source of training batches (a grain source)."""
+
+    def __init__(self, traces: Traces, settings: Settings):
+        self.traces, self.settings = traces, settings
+        self.lengths = np.asarray(traces.about.lengths[: traces.about.train])
+
+    def __len__(self) -> int:
+        return self.settings.plan.steps
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        rng = np.random.default_rng((self.settings.seed, 2, int(index)))
+        length = int(rng.choice(self.lengths))
+        drawn = rng.choice(np.flatnonzero(self.lengths == length), self.settings.method.rows)
+        chosen = [(int(i), cache_size(rng, self.settings, length)) for i in drawn]
+        return assembled(self.traces, self.settings, chosen, rng)
+
+
+def batches(traces: Traces, settings: Settings) -> grain.MapDataset:
+    """The batches as a grain dataset."""
+    return grain.MapDataset.source(Batches(traces, settings))
+
+
+def held(traces: Traces, settings: Settings) -> Iterator[dict[str, np.ndarray]]:
+    """Every held-out sequence once, one a batch, cut where its number says."""
+    for index in range(traces.about.train, len(traces.about.lengths)):
+        rng = np.random.default_rng((settings.seed, 3, index))
+        size = cache_size(rng, settings, traces.about.lengths[index])
+        yield assembled(traces, settings, [(index, size)], rng)
+
+
+def statistics(traces: Traces, agent: Agent) -> dict[str, dict[str, Any]]:
+    """Mean and standard deviation of every input channel, by agent, over some training sequences."""
+    if not agent.standardise:
+        return {}
+    about = traces.about
+    chosen = np.unique(np.linspace(0, about.train - 1, min(SAMPLED, about.train)).round().astype(int))
+    agents = about.layers * about.kv_heads
+    sums: dict[str, np.ndarray] = {}
+    for index in chosen:
+        length = about.lengths[index]
+        at = np.broadcast_to(np.arange(length, dtype=float)[:, None], (agents, length, 1))
+        read = traces.read(int(index), [name for name in names(agent) if name not in ("q", "at")])
+        wide = {name: x.reshape(agents, length, -1).astype(float) for name, x in read.items()}
+        given = {"w_key": wide["k"], "w_key_pre": wide.get("k_pre", wide["k"]), "w_value": wide["v"]}
+        given |= {"w_log": np.log2(1 + at) / 16, "w_linear": at / 4096}
+        for name in agent.inputs:
+            x = given[name][:, agent.sinks :]
+            found = np.stack([np.full(x.shape[::2], float(x.shape[1])), x.sum(axis=1), (x**2).sum(axis=1)])
+            sums[name] = sums.get(name, 0.0) + found
+    made = {}
+    for name, (number, total, squares) in sums.items():
+        mean = total / number
+        spread = np.sqrt(np.maximum(squares / number - mean**2, 0.0))
+        scale = np.where(spread > 1e-6, spread, 1.0)
+        made[name] = {"mean": mean.astype(np.float32), "scale": scale.astype(np.float32)}
+    return made

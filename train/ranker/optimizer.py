@@ -1,0 +1,37 @@
+"""AdamW for many agents at once, each with a gradient and a clip of its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from train.ranker.settings import Rate
+
+
+def optimizer(rate: Rate, steps: int) -> optax.GradientTransformation:
+    """A linear rise, then a cosine; weights decay, biases do not."""
+    rise = min(rate.warmup, steps - 1)
+    schedule = optax.warmup_cosine_decay_schedule(
+        rate.start * rate.peak, rate.peak, rise, max(steps, rise + 1), rate.final
+    )
+    matrices = lambda tree: jax.tree_util.tree_map_with_path(  # noqa: E731
+        lambda path, _: str(getattr(path[-1], "key", "")).startswith("w"), tree
+    )
+    adamw = optax.adamw(schedule, weight_decay=rate.weight_decay, mask=matrices)
+    return optax.chain(clip_each(rate.clip), adamw)
+
+
+def clip_each(limit: float) -> optax.GradientTransformation:
+    """Shortens each agent's gradient (leaves begin with [A]) to at most ``limit``."""
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        del params
+        squares = [jnp.sum(g**2, axis=tuple(range(1, g.ndim))) for g in jax.tree.leaves(updates)]
+        norm = jnp.sqrt(sum(squares))
+        scale = jnp.where(norm > limit, limit / jnp.where(norm > limit, norm, 1.0), 1.0)
+        return jax.tree.map(lambda g: g * scale.reshape(-1, *[1] * (g.ndim - 1)), updates), state
+
+    return optax.GradientTransformation(lambda _: optax.EmptyState(), update)

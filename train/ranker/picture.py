@@ -1,0 +1,32 @@
+"""The validation curve of a run: area under the cost curve over the oracle's, beside what learns nothing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+STYLES = {"learned": "-", "recency": "--", "knorm": ":", "random": "-."}
+
+
+def checks(log: Path) -> list[dict[str, Any]]:
+    """A log's lines of checks."""
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    return [line for line in lines if "area_learned" in line]
+
+
+def curve(log: Path, path: Path) -> None:
+    """Draws the checks of a log; the oracle is 1."""
+    import matplotlib.pyplot as plt
+
+    found = checks(log)
+    steps = [line["step"] for line in found]
+    fig, ax = plt.subplots(figsize=(5, 3.2), layout="constrained")
+    for name, style in STYLES.items():
+        ax.plot(steps, [line[f"area_{name}"] for line in found], style, color="0.2", label=name)
+    ax.axhline(1, color="tab:red", lw=1, label="oracle")
+    ax.set_xlabel("step")
+    ax.set_ylabel("area under the cost curve / oracle's")
+    ax.legend(fontsize=8)
+    fig.savefig(path, dpi=100)
+    plt.close(fig)

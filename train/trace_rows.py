@@ -1,0 +1,143 @@
+"""The sequences of which traces are made: the model's own tasks, dialogue and books, or documents.
+
+Sequence i is a pure function of (seed, split, i), so that a run that was stopped goes on with the same ones.
+Only the splits that may be trained on are read; checks have words, books and documents of their own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from train import gate_rows, rows, tasks, text
+from train.config import ConfigError, number, require
+from train.ranker.settings import Settings
+from train.setup import sources
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+KINDS = ("ruler", "dialogue", "books")
+"""What ``traces.data.mix`` may name."""
+
+RULER = {"niah": 1.0, "tracking": 1.0, "cwe": 1.0, "fwe": 1.0}
+"""Tasks of a "ruler" row, and how often each is drawn."""
+
+Draw = Callable[[np.random.Generator, int], tuple[str, np.ndarray]]
+"""(random generator, tokens) to (task, ids)."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sequences:
+    """What is to be traced.
+
+    Attributes:
+      settings: lengths and numbers of sequences.
+      train, held: draw a sequence of either split.
+    """
+
+    settings: Settings
+    train: Draw
+    held: Draw
+
+    def length(self, index: int) -> int:
+        """Tokens of a sequence."""
+        return length(self.settings, index)
+
+    def draw(self, index: int) -> tuple[str, np.ndarray]:
+        """(task, ids) of a sequence."""
+        tokens, rng = _begun(self.settings, index)
+        split = self.train if index < self.settings.recording.sequences else self.held
+        return split(rng, tokens)
+
+
+def length(settings: Settings, index: int) -> int:
+    """Tokens of a sequence, without drawing it."""
+    return _begun(settings, index)[0]
+
+
+def _begun(settings: Settings, index: int) -> tuple[int, np.random.Generator]:
+    asked = settings.recording
+    rng = np.random.default_rng((settings.seed, index >= asked.sequences, index))
+    shares = np.asarray(asked.shares, float)
+    return int(rng.choice(asked.lengths, p=shares / shares.sum())), rng
+
+
+def sequences(settings: Settings, folder: Path) -> Sequences:
+    """The sequences of a config for the tokenizer of the model in ``folder``.
+
+    Raises:
+      ConfigError: kinds or tasks that do not exist, no documents, or none long enough.
+    """
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    kind = settings.recording.data.get("kind", "rows")
+    train, held = (_documents if kind == "documents" else _rows)(settings, tokenizer)
+    return Sequences(settings=settings, train=train, held=held)
+
+
+def _rows(settings: Settings, tokenizer: Tokenizer) -> tuple[Draw, Draw]:
+    given = settings.recording.data
+    mix = given.get("mix", dict.fromkeys(KINDS, 1.0))
+    require(
+        bool(mix) and set(mix) <= set(KINDS), "traces.data.mix", mix, f"names others than {', '.join(KINDS)}."
+    )
+    shares = np.asarray([number(share, "traces.data.mix") for share in mix.values()])
+    families = given.get("families", RULER)
+    require(
+        set(families) <= set(tasks.TASKS),
+        "traces.data.families",
+        families,
+        f"names no task. Tasks are {', '.join(tasks.TASKS)}.",
+    )
+    corpus = text.corpus(text.data_folder(), seed=settings.seed)
+    train, held, books = sources(corpus, tokenizer, settings.folder.parent / "cache")
+
+    def drawing(source: rows.Source, plain: rows.Source) -> Draw:
+        def draw(rng: np.random.Generator, tokens: int) -> tuple[str, np.ndarray]:
+            kind = list(mix)[int(rng.choice(len(mix), p=shares / shares.sum()))]
+            if kind == "books":
+                return kind, rows.text_row(rng, plain, tokens)[0]
+            chosen = {"dialogue": 1.0} if kind == "dialogue" else families
+            name, ids, _ = tasks.draw(rng, source, tokens, chosen)
+            return (kind if name == kind else f"{kind}/{name}"), ids
+
+        return draw
+
+    return drawing(train, train), drawing(held, books)
+
+
+def _documents(settings: Settings, tokenizer: Tokenizer) -> tuple[Draw, Draw]:
+    given = settings.recording.data
+    folder = Path(given.get("folder", ""))
+    if not folder.is_dir() or "folder" not in given:
+        raise ConfigError(
+            f"traces.data.folder: {given.get('folder')!r} is no folder. Put .jsonl or .txt files of "
+            "documents into one and name it."
+        )
+    least = min(settings.recording.lengths) // 8  # of characters: a text this short has no chance
+    long = (one for one in gate_rows.read_documents(folder) if len(one) >= least)
+    head = np.asarray(tokenizer.encode(given.get("instruction", "")).ids, np.int32)
+    ids = [np.concatenate([head, one]) for one in gate_rows.encoded(tokenizer, long)]
+
+    def drawing(mine: list[np.ndarray]) -> Draw:
+        sizes = np.asarray([len(one) for one in mine])
+        for tokens in settings.recording.lengths:
+            if not np.any(sizes >= tokens):
+                raise ConfigError(
+                    f"traces.lengths: {tokens} tokens, but too few documents of {folder} are as long. Give "
+                    "longer documents or shorter lengths."
+                )
+
+        def draw(rng: np.random.Generator, tokens: int) -> tuple[str, np.ndarray]:
+            return "document", mine[int(rng.choice(np.flatnonzero(sizes >= tokens)))][:tokens]
+
+        return draw
+
+    apart = gate_rows.HELD
+    return drawing([x for i, x in enumerate(ids) if i % apart]), drawing(ids[::apart])
