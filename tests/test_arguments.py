@@ -1,0 +1,88 @@
+"""What parts take and what they need, checked when they are built: one checker for all of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+
+from kvjax import catalogue, policy
+from kvjax.algebra import Admission, Eviction, Number, Policy, PolicyError, Switch, Whole
+from kvjax.budgets.uniform import Uniform
+
+PARTS = sorted(catalogue.parts().values(), key=lambda kind: kind.name)
+FIELDS = [(kind, field.name) for kind in PARTS for field in dataclasses.fields(kind)]
+IDS = [f"{kind.name}.{name}" for kind, name in FIELDS]
+
+
+@pytest.mark.parametrize(("kind", "name"), FIELDS, ids=IDS)
+def test_every_field_of_every_part_says_what_it_takes(kind, name):
+    assert name in kind.arguments
+
+
+@pytest.mark.parametrize(("kind", "name"), FIELDS, ids=IDS)
+def test_a_bool_is_no_number_and_a_number_no_switch(kind, name):
+    wrong = 1 if isinstance(kind.arguments[name], Switch) else True
+    with pytest.raises(PolicyError) as refused:
+        kind(**{name: wrong})
+    message = str(refused.value)
+    assert message.startswith(f"{kind.name}(")
+    assert repr(wrong) in message
+    assert "Give " in message
+
+
+@pytest.mark.parametrize("kind", PARTS, ids=lambda kind: kind.name)
+def test_dials_are_fields(kind):
+    assert set(kind.dials) <= {field.name for field in dataclasses.fields(kind)}
+
+
+@pytest.mark.parametrize(
+    ("argument", "good", "bad"),
+    [
+        (Whole(1), [1, 10**9], [0, -1, 1.0, "1", None, True]),
+        (Whole(0, "seed", 9), [0, 9], [10, -1]),
+        (Whole(optional=True), [None, 0], [-1]),
+        (Number(0, 1), [0, 1, 0.5], [-1e-9, 1.1, math.nan, math.inf, "0.5", True, None]),
+        (Number(0, 1, open="low high"), [0.5], [0, 1]),
+        (Number(1, what="slope"), [1, 1e9], [0.99, math.inf]),
+        (Switch(), [True, False], [0, 1, None, "True"]),
+    ],
+    ids=repr,
+)
+def test_arguments_take_what_they_say(argument, good, bad):
+    for value in good:
+        argument.check("call", "name", value)
+    for value in bad:
+        with pytest.raises(PolicyError, match=r"^call: name=.* is no .*\. Give .*\.$"):
+            argument.check("call", "name", value)
+
+
+@pytest.mark.parametrize(
+    "spec", ["snapkv(True)", "window(True)", "quest(True)", "duo(True)", "knorm + uniform(5, every(True))"]
+)
+def test_calls_that_used_to_build_are_refused(spec):
+    with pytest.raises(PolicyError, match="True"):
+        policy(spec)
+
+
+def test_what_a_part_needs_is_checked_when_the_policy_is_built():
+    @dataclasses.dataclass(frozen=True, repr=False)
+    class Misspelt(Eviction):
+        name = "misspelt"
+        needs = frozenset({"k", "kk"})
+
+    @dataclasses.dataclass(frozen=True, repr=False)
+    class Early(Admission):
+        name = "early"
+        needs = frozenset({"mass"})
+
+    with pytest.raises(PolicyError, match=r"misspelt needs kk, which eviction cannot see.*k_pre"):
+        Policy(eviction=Misspelt(), budget=Uniform(8))
+    with pytest.raises(PolicyError, match=r"early needs mass, which admission cannot see"):
+        Policy(admission=Early())
+
+
+def test_the_old_spelling_of_quest_says_the_new_one():
+    with pytest.raises(PolicyError, match=r"quest\(pages=...\) is now quest\(chunks=...\). Write chunks"):
+        policy("quest(pages=32)")
