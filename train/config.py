@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import jax
 import yaml
 
+from kvjax.cli import InputError
 from kvjax.models.spec import ModelSpec
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 Read = TypeVar("Read")
 
 
-class ConfigError(ValueError):
+class ConfigError(InputError):
     """A config that cannot be trained; the message names the key, the rule and the way out."""
 
 

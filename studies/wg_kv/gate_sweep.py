@@ -9,11 +9,10 @@ DIR/tau.png (needs matplotlib).
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import functools
 import json
-import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,16 +20,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.eval.errors import EvalError
+from kvjax import cli
 from kvjax.eval.measure.row import short
 from kvjax.eval.report import plotting
 from kvjax.loading import LanguageModel
-from kvjax.models.hf import ModelError
 from kvjax.policies.wg_kv import WriteGate, gate_logits
 from kvjax.types import Params
 from kvjax.weights import WeightsError, load_weights, read_weights
 from train import distill, gate_rows, gates
-from train.gate_settings import ConfigError, Settings, backbone, read
+from train.gate_settings import Settings, backbone, read
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int
@@ -159,18 +157,19 @@ def run(settings: Settings, folder: Path, out: Path, length: int, rows: int) -> 
     picture(points, settings.gate.tau, out / "tau.png")
 
 
-def main(words: list[str] | None = None) -> int:
-    """The command line; its exit code: 0, 2 for bad input."""
-    parser = argparse.ArgumentParser(prog="python -m studies.wg_kv", description=__doc__.splitlines()[0])
+def main(words: Sequence[str] | None = None) -> int:
+    """Runs the sweep; the exit code."""
+    return cli.run(_sweep, words)
+
+
+def _sweep(words: Sequence[str]) -> None:
+    parser = cli.Parser(prog="python -m studies.wg_kv", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--config", type=Path, required=True)
     parser.add_argument("--gates", type=Path, required=True, metavar="DIR", help="one file of gates a lambda")
     parser.add_argument("--out", type=Path, default=RESULTS, metavar="DIR", help=f"default: {RESULTS}")
-    parser.add_argument("--length", type=int, default=1024, help="tokens of a row (default: 1024)")
-    parser.add_argument("--rows", type=int, default=12, help="held-out rows (default: 12)")
+    parser.add_argument(
+        "--length", type=cli.whole("--length", 1), default=1024, help="tokens (default: 1024)"
+    )
+    parser.add_argument("--rows", type=cli.whole("--rows", 1), default=12, help="held-out rows (default: 12)")
     args = parser.parse_args(words)
-    try:
-        run(read(args.config), args.gates, args.out, args.length, args.rows)
-    except (ConfigError, ModelError, WeightsError, EvalError) as reason:
-        print(f"error: {reason}", file=sys.stderr)
-        return 2
-    return 0
+    run(read(args.config), args.gates, args.out, args.length, args.rows)
