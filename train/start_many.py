@@ -31,10 +31,11 @@ BIAS = 6.0
 """Length of the key bias in each fast frequency; attention to the token looked for is 0.95 from the start."""
 MARK = 0.02
 """Size of what layer 0 writes, a head: as large as the embedding."""
-SHARP = {1: 11.0, 2: 15.0, 3: 19.0}
+SHARP = {1: 11.0, 2: 15.0, 3: 20.0}
 """Score of a match by layer, as the stream would be without copies: what layers before add shrinks it."""
-WRITE = 0.05
-"""Size of what a copying head writes: about one embedding, seen by the final norm."""
+WRITE = {1: 0.07, 2: 0.01, 3: 0.01}
+"""Size of what a copying head writes, by layer. Later layers also read what earlier ones wrote where there
+was nothing to copy, so they begin small."""
 
 
 def construct(
@@ -80,7 +81,7 @@ def construct(
     for index, distances in COPIES.items():
         for head, distance in enumerate(distances):
             sharp = [SHARP[index] * gain for gain in gains]
-            _copy(spec, layers[index], head, distance, read, frames, copies, sharp, spread, rng)
+            _copy(spec, layers[index], head, distance, read, frames, copies, sharp, WRITE[index], spread, rng)
     return params | {
         "layers": layers,
         "final_norm": np.full((spec.model_dim,), logit_scale, np.float32),
@@ -135,6 +136,7 @@ def _copy(
     frames: list[np.ndarray],
     copies: np.ndarray,
     gains: list[float],
+    write: float,
     spread: float,
     rng: np.random.Generator,
 ) -> None:
@@ -155,4 +157,4 @@ def _copy(
             noise = rng.normal(size=(dim, size)) * np.linalg.norm(gains[back] * reader) / np.sqrt(dim * width)
             layer["wq"][:, query] += spread * noise
         if i == 0 or distance == 1:
-            layer["wo"][query] = WRITE * copy.T
+            layer["wo"][query] = write * copy.T

@@ -63,6 +63,16 @@ def copying_streams(spec, params) -> set[tuple[int, int]]:
     return {(int(i), int(k)) for i, k in np.argwhere(share.max(-1) >= 0.1)}
 
 
+def test_random_tokens_met_again_are_continued(built):
+    """Before any training a third of the repeated tokens and more are the most likely ones."""
+    spec, params = built
+    block = np.random.default_rng(2).integers(3, spec.vocab_size, BLOCK)
+    tokens = np.concatenate([[1], block, block])
+    says = np.asarray(decoder.dense_logits(spec, params, jnp.asarray(tokens)[None])[0].argmax(-1))
+    queries = np.arange(BLOCK + 6, 2 * BLOCK)
+    assert np.mean(says[queries] == tokens[queries + 1]) > 0.33
+
+
 def test_layer_0_looks_one_to_four_back(built):
     weights = attention(*built)[0]
     for head in range(8):
