@@ -229,6 +229,12 @@ def test_what_is_trained_falls(made, method, metric):
     assert np.mean(seen[-5:]) < 0.98 * np.mean(seen[:5])
 
 
+def losses(lines: list[dict]) -> list[dict]:
+    """What was learned at every step, without the time it took."""
+    clocks = ("user", "seconds", "tokens_per_second")
+    return [{k: v for k, v in line.items() if k not in clocks} for line in lines if "loss" in line]
+
+
 def test_training_learns_goes_on_exactly_and_serves(tmp_path, made, tiny_folder, capsys):
     given = ["--traces", str(made / "traces")]
     path = config_at(tmp_path / "whole", tiny_folder)
@@ -249,7 +255,6 @@ def test_training_learns_goes_on_exactly_and_serves(tmp_path, made, tiny_folder,
         assert ranker.main(["--config", str(stopped), *given]) == 0
     assert records(parts)[-1]["step"] == 2
     assert ranker.main(["--config", str(config_at(parts, tiny_folder)), *given]) == 0
-    losses = lambda lines: [line for line in lines if "loss" in line]  # noqa: E731
     assert losses(records(parts)) == losses(log)
 
     file = tmp_path / "out" / "default.safetensors"
