@@ -64,6 +64,7 @@ def words(model: Path, out: Path, policies: list[str]) -> list[str]:
     return [*given, "--out", str(out), *(word for policy in policies for word in ("--policy", policy))]
 
 
+@pytest.mark.slow
 def test_memory_maps_stay_flat_over_policies(tiny_folder, tmp_path, cells):
     assert main(words(tiny_folder, tmp_path, [f"window({size})" for size in WINDOWS])) == 0
     assert [name for name, *_ in cells[2:]] == [f"window({size})" for size in WINDOWS for _ in range(2)]

@@ -27,6 +27,8 @@ from studies.conf_kv.replay import Rule, Stage
 TIGHT, LOOSE, RECENT, PROMPT, ANSWER = 10, 16, 4, 30, 34
 WEIGHTS = (0.5, 0.2, 0.3)
 
+pytestmark = pytest.mark.slow  # a paper's laboratory, outside the library
+
 
 def window(seed: int, prompt: int = PROMPT, answer: int = ANSWER) -> tuple[Sample, Encoded]:
     ids = tiny.prompt(prompt + answer, seed)

@@ -14,6 +14,7 @@ from studies.conf_kv.trace import trace
 POLICY = Policy(eviction=ConfKV(recent=6), budget=Confidence(14, 24, threshold=0.5))
 
 
+@pytest.mark.slow
 def test_a_trace_shows_the_sawtooth():
     found = trace(tiny.model(), POLICY, [tiny.prompt(30, 0), tiny.prompt(33, 1)], max_new_tokens=12)
     assert found.tokens.shape == found.confidence.shape == (2, 12)

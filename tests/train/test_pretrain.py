@@ -104,6 +104,7 @@ def records(folder: Path) -> list[dict]:
     return [{k: v for k, v in json.loads(line).items() if k not in ("time", "user")} for line in lines]
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_with_the_same_losses(tmp_path, have):
     config = config_at(tmp_path)
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
@@ -301,6 +302,7 @@ def test_recall_of_a_task_is_that_of_greedy_decoding(have):
     assert 0 < got < 1
 
 
+@pytest.mark.slow
 def test_recomputed_blocks_give_the_same_gradients(have):
     params = initial(have.spec, 0, 0.05)
     batch = data.batches(have.train, mix(), 0, 50)[0]
