@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import tiny
 from tiny import quick_compiles  # noqa: F401
 
