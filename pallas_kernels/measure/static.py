@@ -156,7 +156,7 @@ def _compiled(program: Any, platform: str, folder: pathlib.Path, case: Any) -> d
         found["launches"] = aot.launches(binary)
         with said.open() as lines:
             lines.seek(before)
-            found["kernels"] = registers(streams.read())
+            found["kernels"] = registers(lines.read())
     return found
 
 
