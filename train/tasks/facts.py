@@ -18,6 +18,9 @@ from train.tasks.wordings import Wording, grammar
 
 FITS = 128
 MIXED = 0.3
+MOST_ASKED = 8
+LEAST = 8
+"""Tokens of text at least."""
 ECHO = 0.4
 """Share of questions that repeat the statement, where a wording has one."""
 
@@ -42,7 +45,7 @@ def row(
       wording: of every fact; None draws from the grammar.
       hidden: facts in the text; None draws one to eight.
       paraphrase: whether questions differ from the statement; None draws.
-      asked: questions; None draws one to four.
+      asked: questions; None draws up to two for each fact, in different words, as many as fit.
       values: of the facts; None draws of the wording's type.
 
     Returns:
@@ -54,8 +57,6 @@ def row(
         hidden = int(
             rng.choice((1, 2, 3, 4, 6, 8) if length >= 512 else (1, 2, 3, 4) if length >= 256 else (1, 2))
         )
-    if asked is None:
-        asked = int(rng.integers(1, min(hidden, 4) + 1))
     names = keys(draw, hidden)
     if len(names) < hidden:
         return None
@@ -66,15 +67,22 @@ def row(
         values = [VALUES[one.kind](draw) for one in each]
     facts = [_sentence(one.hide, name, said) for one, name, said in zip(each, names, values)]
     gap = pick(rng, (" ", " ", "\n", "\n\n"))
-    parts: list[Part] = []
-    for n, i in enumerate(rng.permutation(hidden)[:asked]):
-        ask = _sentence(_question(rng, each[i], paraphrase), names[i], "")
-        parts += [(("." if n else "") + gap + ask, TAIL), (f" {values[i]}", ANSWER)]
-    tail = join(source, parts)
     spaced = " " if gap == " " else pick(rng, (" ", "\n"))
     needles = [source.encode(spaced + fact) for fact in facts]
-    room = length - 1 - len(tail[0]) - sum(map(len, needles))
-    if room < 8:
+    # Few tokens of a row are answers: what is not told to ask for less asks for as much as fits.
+    order = np.concatenate([rng.permutation(hidden) for _ in range(MOST_ASKED)])
+    count = int(rng.integers(1, min(2 * hidden, MOST_ASKED) + 1)) if asked is None else asked
+    while True:
+        parts: list[Part] = []
+        for n, i in enumerate(order[:count]):
+            ask = _sentence(_question(rng, each[i], paraphrase), names[i], "")
+            parts += [(("." if n else "") + gap + ask, TAIL), (f" {values[i]}", ANSWER)]
+        tail = join(source, parts)
+        room = length - 1 - len(tail[0]) - sum(map(len, needles))
+        if room >= LEAST or count == 1 or asked is not None:
+            break
+        count -= 1
+    if room < LEAST:
         return None
     return stack(plain(scatter(rng, book(rng, source, room), needles), HAYSTACK), tail)
 
