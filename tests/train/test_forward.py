@@ -127,6 +127,7 @@ def test_cross_entropy_and_its_gradients_are_those_of_all_logits():
     assert np.mean(np.asarray(hit) == np.asarray((x @ table.T).argmax(-1) == target)) > 0.98
 
 
+@pytest.mark.slow
 def test_gradients_of_the_whole_loss_are_those_of_the_plain_one(tiny):
     from train import data, pretrain
 

@@ -193,6 +193,7 @@ def test_standardised_inputs_are_folded_into_the_weights(made):
     np.testing.assert_allclose(got, want, atol=1e-3)
 
 
+@pytest.mark.slow
 def test_one_agents_loss_has_no_part_in_anothers_gradient(made):
     chosen, found, batch = one_batch(made)
     task = objective.Task(agent=chosen.agent, method=chosen.method)

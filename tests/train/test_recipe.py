@@ -80,6 +80,7 @@ def test_rows_of_the_first_model_stay_as_they_were(tmp_path, monkeypatch):
     assert digest.hexdigest() == ROWS_OF_SMALL
 
 
+@pytest.mark.slow
 def test_a_stopped_run_goes_on_to_the_bit(tmp_path, have):
     config = tiny(tmp_path / "stopped")
     config["tokenizer"] = have.config["tokenizer"]
@@ -209,6 +210,7 @@ def test_looking_ahead_is_from_the_query_over_the_answer_alone():
     np.testing.assert_array_equal(got["ahead_real"].sum(1), [3, 1, 0, 2, 0, 0])
 
 
+@pytest.mark.slow
 def test_the_look_ahead_loss_adds_its_share_and_reaches_attention(have):
     params = initial(have.spec, 0, 0.05, "many", ahead=3)
     rng = np.random.default_rng(0)

@@ -94,6 +94,7 @@ def test_second_query_heads_look_at_the_whole_value(built):
         assert seen[2] < 0.05  # the first one looks at the next token
 
 
+@pytest.mark.slow
 def test_without_any_one_head_others_still_look_at_the_token_to_be_copied(built):
     spec, params = built
     whole = copying_streams(spec, params)
