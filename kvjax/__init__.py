@@ -6,6 +6,7 @@ from kvjax.catalogue import PRESETS, methods, policy
 from kvjax.decode import Generation, extend, generate, prefill, stream
 from kvjax.loading import load
 from kvjax.metrics import nbytes
+from kvjax.saving import Saved, StateError, open, save
 from kvjax.weights import save_weights, weights_for
 
 __version__ = "0.1.0"
@@ -16,14 +17,18 @@ __all__ = [
     "KVState",
     "Policy",
     "PolicyError",
+    "Saved",
+    "StateError",
     "extend",
     "fork",
     "generate",
     "load",
     "methods",
     "nbytes",
+    "open",
     "policy",
     "prefill",
+    "save",
     "save_weights",
     "stream",
     "weights_for",

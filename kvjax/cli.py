@@ -112,15 +112,15 @@ def words(text: str) -> list[str]:
 # --- outcomes ------------------------------------------------------------------------------------
 
 
-def run(command: Callable[[Sequence[str]], None], argv: Sequence[str] | None = None) -> int:
+def run(command: Callable[[Sequence[str]], int | None], argv: Sequence[str] | None = None) -> int:
     """Runs a command; the exit code.
 
     Args:
-      command: given the words of the command line.
+      command: given the words of the command line; gives its exit code, None for 0.
       argv: these words; None reads them from the process.
     """
     try:
-        command(sys.argv[1:] if argv is None else argv)
+        return command(sys.argv[1:] if argv is None else argv) or 0
     except KeyboardInterrupt:
         print(file=sys.stderr)
         return 130
@@ -133,7 +133,6 @@ def run(command: Callable[[Sequence[str]], None], argv: Sequence[str] | None = N
             raise
         print("error:", " ".join(str(error).split()), file=sys.stderr)
         return 2
-    return 0
 
 
 def _refusals() -> tuple[type[ValueError], ...]:

@@ -14,7 +14,7 @@ import numpy as np
 
 from kvjax.cache import ring as rings
 from kvjax.cache import stream as streams
-from kvjax.cache.pages import Pages, used
+from kvjax.cache.pages import Pages
 from kvjax.cache.ring import Ring
 from kvjax.cache.state import KVState, LayerCache
 
@@ -36,11 +36,14 @@ class Bytes:
         and store (``STORES``); rows added up.
       allocated: float64 [L, 4]: device bytes per layer and store, page tables and free pages included.
       peak: (live, allocated) at their highest so far.
+      summary_reads: tokens (K and V of one position) that reading φ once costs a KV head: by the paper's
+        count, and by its bytes; 0 without a completion part.
     """
 
     live: np.ndarray
     allocated: np.ndarray
     peak: tuple[float, float]
+    summary_reads: tuple[float, float] = (0.0, 0.0)
 
     @property
     def total(self) -> dict[str, int]:
@@ -58,38 +61,87 @@ def _size(tree: Any) -> int:
     return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
 
 
-def _ring_slot(ring: Ring) -> int:
+def ring_slot(ring: Ring) -> int:
     """Bytes of one slot of one head: key, value, admission bit, metadata."""
-    return 2 * ring.k.shape[-1] * ring.k.dtype.itemsize + 1 + 4 * len(ring.meta)
+    return 2 * ring.k.shape[-1] * ring.k.dtype.itemsize + 1 + _size(ring.meta) // ring.admit.size
 
 
-def _page_costs(pages: Pages) -> tuple[int, int]:
+def page_costs(pages: Pages) -> tuple[int, int]:
     """Bytes of one live slot (key, value, position, metadata) and of one owned page (scales, summary)."""
-    slot = 2 * pages.k.shape[-1] * pages.k.dtype.itemsize + 4 + 4 * len(pages.meta)
+    slot = 2 * pages.k.shape[-1] * pages.k.dtype.itemsize + 4 + _size(pages.meta) // pages.pos.size
     page = _size((pages.scales, pages.summary)) // pages.count
     return slot, page
 
 
-@jax.jit
-def _lengths(state: KVState) -> tuple[jax.Array, tuple[tuple[tuple[jax.Array, jax.Array], ...], ...]]:
-    """Tokens of each row; live slots and owned pages [B, K] of the pools of each layer."""
-    found = [tuple((p.length.sum(axis=2), used(p).sum(axis=2)) for p in x.pools) for x in state.layers]
-    return state.length, tuple(found)
+def _lengths(state: KVState) -> tuple[np.ndarray, list[list[tuple[np.ndarray, np.ndarray]]]]:
+    """Tokens of each row; live slots and owned pages [B, K] of the pools of each layer.
+
+    No program adds them up: it would be one for each combination of pool sizes.
+    """
+    length, lengths = jax.device_get((state.length, [[p.length for p in x.pools] for x in state.layers]))
+    found = [
+        [(own.sum(axis=2), (-(-own // p.size)).sum(axis=2)) for p, own in zip(x.pools, mine)]
+        for x, mine in zip(state.layers, lengths)
+    ]
+    return length, found
 
 
 def nbytes(state: KVState) -> Bytes:
     """Live and allocated bytes of a state (reads lengths from the device)."""
-    length, found = jax.device_get(_lengths(state))
+    length, found = _lengths(state)
     heads = state.layers[0].ring.k.shape[1]
     live = np.zeros((len(state.layers), heads, len(STORES)))
     for index, (layer, lengths) in enumerate(zip(state.layers, found)):
-        live[index, :, 0] = np.minimum(length, layer.ring.window).sum() * _ring_slot(layer.ring)
+        live[index, :, 0] = np.minimum(length, layer.ring.window).sum() * ring_slot(layer.ring)
         for at, (pages, (slots, owned)) in enumerate(zip(layer.pools, lengths)):
-            slot, page = _page_costs(pages)
+            slot, page = page_costs(pages)
             live[index, :, 1 + at] = slots.sum(axis=0) * slot + owned.sum(axis=0) * page
         live[index, :, 3] = _size(layer.summary) / heads
     sizes = [[_size(getattr(layer, store)) for store in STORES] for layer in state.layers]
-    return Bytes(live=live, allocated=np.asarray(sizes, float), peak=tuple(np.asarray(state.peak).tolist()))
+    return Bytes(
+        live=live,
+        allocated=np.asarray(sizes, float),
+        peak=tuple(np.asarray(state.peak).tolist()),
+        summary_reads=(
+            max(summary_tokens(layer, by_bytes=False) for layer in state.layers),
+            max(summary_tokens(layer, by_bytes=True) for layer in state.layers),
+        ),
+    )
+
+
+def summary_tokens(layer: LayerCache, *, by_bytes: bool) -> float:
+    """What reading φ once costs a KV head, in tokens (K and V of one position in the model's dtype).
+
+    By the paper's count (https://arxiv.org/abs/2604.05438) a summary is d_φ/2 + d_φ/D tokens; by bytes it is
+    as much more as its floats are wider than the model's, and counters are in it.
+    """
+    rows, heads, _, dim = layer.ring.k.shape
+    size, leaves = layer.ring.k.dtype.itemsize, jax.tree.leaves(layer.summary)
+    if by_bytes:
+        total = sum(leaf.nbytes / size for leaf in leaves)
+    else:
+        total = sum(leaf.size for leaf in leaves if leaf.ndim > 2)
+    return total / (rows * heads) / (2 * dim)
+
+
+def by_row(state: KVState) -> tuple[np.ndarray, np.ndarray]:
+    """Bytes of each row, float64 [B]: live, and of what the device gave that is its own.
+
+    A row's own are its rings, summaries and page lists, and the pages in them; free pages are nobody's yet.
+    """
+    length, found = _lengths(state)
+    live, own = np.zeros((2, state.rows))
+    for layer, lengths in zip(state.layers, found):
+        heads = layer.ring.k.shape[1]
+        alone = _size(layer.summary) / state.rows
+        live += np.minimum(length, layer.ring.window) * heads * ring_slot(layer.ring) + alone
+        own += _size(layer.ring) / state.rows + alone
+        for pages, (slots, owned) in zip(layer.pools, lengths):
+            slot, page = page_costs(pages)
+            live += slots.sum(axis=1) * slot + owned.sum(axis=1) * page
+            own += owned.sum(axis=1) * (pages.size * slot + page)
+            own += _size((pages.table, pages.length)) / state.rows
+    return live, own
 
 
 def allocated(layers: tuple[LayerCache, ...]) -> int:

@@ -32,6 +32,9 @@ Params = dict[str, Any]
 Rotate = Callable[["Float[Array, 'B T N H']", "Int[Array, 'B T']"], "Float[Array, 'B T N H']"]
 """A model's RoPE: linear in its first argument."""
 
+Project = Callable[["Float[Array, 'B T D']"], "Float[Array, 'B T N H']"]
+"""A layer's map from the input of attention to queries before RoPE, with bias, q-norm and gain; a pytree."""
+
 C = TypeVar("C")
 
 
@@ -49,6 +52,8 @@ class Heads:
       softcap: c where the model attends by c tanh(score / c), scores being q k / sqrt(H); or None. Static.
       rotate: turns [B, T, N, H] to positions [B, T], as the model's RoPE does in this layer; None where
         positions turn nothing. Static.
+      project: makes queries (``q_pre``) of any hidden states, by the layer's own weights; None where the
+        model has no such map.
     """
 
     q: Float[Array, "B T N H"]
@@ -59,6 +64,7 @@ class Heads:
     hidden: Float[Array, "B T D"]
     softcap: float | None = None
     rotate: Rotate | None = None
+    project: Project | None = None
 
 
 AttendFn = Callable[[int, Heads, C], "tuple[Array, C]"]
@@ -71,9 +77,18 @@ The model knows nothing of caches; whatever remembers lives in ``carry``.
 class Network(Protocol):
     """A model's mathematics without its weights: hashable, so that it is a static argument of jit."""
 
+    def __hash__(self) -> int:
+        """Of equal networks the same."""
+        ...
+
     @property
     def num_layers(self) -> int:
         """L."""
+        ...
+
+    @property
+    def num_heads(self) -> int:
+        """N."""
         ...
 
     @property

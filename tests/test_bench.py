@@ -13,7 +13,7 @@ import pytest
 import tiny
 
 from kvjax import catalogue, metrics
-from kvjax.algebra import Admission, Policy
+from kvjax.algebra import Admission, Policy, PolicyError
 from kvjax.bench import (
     ablate,
     arguments,
@@ -27,6 +27,7 @@ from kvjax.bench import (
     results,
     summary,
 )
+from kvjax.bench import compile as compiling
 from kvjax.bench.__main__ import main
 from kvjax.bench.journal import Journal
 from kvjax.bench.sides import NO_PEERS, PER_HEAD
@@ -317,3 +318,35 @@ def test_the_peers_script_needs_nothing_of_ours():
         line.split()[1].split(".")[0] for line in source.splitlines() if "import" in line.split()[:1]
     }
     assert sys.executable
+
+
+def test_a_start_is_measured_by_depth_and_layers_share_their_programs():
+    """Depth beyond ``DEEP`` adds no program; a second start compiles nothing new and takes less time."""
+    found = list(compiling.rows([9, 10], ["full"], threads=1, prompt=20, new=3))
+    programs = [row["first"]["prefill"]["programs"] + row["first"]["decode"]["programs"] for row in found]
+    assert programs[0] == programs[1] > 0
+    assert all(compiling.seconds(row["second"]) < compiling.seconds(row["first"]) for row in found)
+    said = compiling.page(
+        [
+            {
+                "command": "c",
+                "date": "d",
+                "machine": {"cpu": "x", "threads": 1, "jax": "0", "commit": "c"},
+                "rows": found,
+            }
+        ]
+    )
+    assert "| `full` | 10 |" in said
+    assert "over 9 layers" in said
+
+
+def test_serve_takes_what_it_measures_from_the_command_line():
+    asked = arguments.parse(
+        ["serve", "--batch", "2", "4", "--long", "640", "--policy", "full", "knorm + uniform(0.25)"]
+    )
+    assert asked.serving is not None
+    assert (asked.serving.batches, asked.serving.long) == ((2, 4), 640)
+    assert asked.serving.policies == ("full", "knorm + uniform(0.25)")
+    assert arguments.parse(["serve", "--quick"]).serving.prompt == 96
+    with pytest.raises(PolicyError):
+        arguments.parse(["serve", "--policy", "snapkw"])

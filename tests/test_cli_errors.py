@@ -62,8 +62,8 @@ def refused(capsys):
         (["--dtype", "int4"], ["--dtype", "'int4'", "float32"]),
         (["--pormpt", "x"], ["--pormpt", "--help"]),
         (["--prompt-file", "x"], ["--prompt-file", "--prompt", "--help"]),
-        (["http"], ["http", "does not exist yet", "Leave out 'http'"]),
-        (["http", "--port", "80"], ["http", "does not exist yet"]),
+        (["http", "--prompt", "x"], ["--prompt", "python -m kvjax.serve http --help"]),
+        (["http", "--port", "x"], ["--port x", "0 (any that is free) to 65535"]),
         (["--prompt", ""], ["--prompt is empty", "Give at least one character"]),
     ],
 )

@@ -22,6 +22,7 @@ from kvjax.budgets.uniform import Uniform
 from kvjax.policies.knorm import KNorm
 from kvjax.policies.quest import Quest
 from kvjax.policies.streaming_llm import Window
+from kvjax.policies.topk import TopK
 from kvjax.types import EMPTY
 
 LENGTHS, MORE = (44, 27), 10
@@ -79,7 +80,7 @@ class Halves(Selection):
     def selectable(self, pos, total):
         return (pos >= self.head) & (pos < (total - self.tail)[:, None])
 
-    def select(self, params, q, pages, which):
+    def select(self, params, q, pages, list_id, total, longest):
         rows, heads, _, entries = pages.table.shape
         odd = q.reshape(rows, heads, -1).sum(axis=-1) > 0
         at = jnp.broadcast_to(jnp.arange(entries), (rows, heads, entries))
@@ -101,6 +102,10 @@ ON_ARRIVAL = {
     "rejects and evicts": Policy(**hashes, **knorm, sinks=2, completion=Exact()),
     "quest": Policy(**quest, completion=Exact()),
     "rejects, evicts, quest": Policy(**hashes, **knorm, **quest, sinks=2, completion=Exact()),
+    "rejects, evicts, top-k": Policy(
+        **hashes, **knorm, selection=TopK(3, sinks=2, tail=6), completion=Exact()
+    ),
+    "quest with anchors": Policy(selection=Quest(2, 4, 1, 6, sinks=2, tail=6), completion=Exact()),
     "rejects, evicts, two lists": Policy(**hashes, **knorm, **halves, sinks=2, completion=Exact()),
 }
 WHOLE_PROMPT = {
@@ -136,7 +141,9 @@ def is_full_attention(policy, state, first, model=None):
 
 
 # At the second chunk size two policies, one of each mode, stand for all.
-CHUNKED = [(name, 5) for name in ON_ARRIVAL] + [
+# Whole lists and selections together take half a minute each.
+LONG = ("rejects, evicts, quest", "rejects, evicts, top-k", "rejects, evicts, two lists")
+CHUNKED = [pytest.param(name, 5, marks=[pytest.mark.slow] * (name in LONG)) for name in ON_ARRIVAL] + [
     ("rejects and evicts", 44),
     ("rejects, evicts, two lists", 44),
 ]

@@ -30,7 +30,12 @@ COMBINED = (
     "conf_kv(recent=6) + int8(10) + confidence(14, loose=24, threshold=0.5)",
     # Two learned parts: what the gate admits, the ranker ranks, at every step and chunk by chunk.
     "write_gate(0.5, window=16) + kvp(2, recent=6) + uniform(28, every_step)",
+    # How many is voted, who is learned.
+    "kvp(2, recent=6) + gvote(0.5, samples=2, ahead=8)",
     "kvp(2, recent=6) + quest(chunks=3, chunk=4, dense=1, recent=8) + int8(8) + uniform(24)",
+    # φ over what a read leaves out, and over what is rejected and dropped.
+    "topk(5, sinks=2, tail=6) + phi(4)",
+    "conf_kv(recent=6) + int8(10) + confidence(14, loose=24, threshold=0.5) + phi(4)",
 )
 """Parts of several methods, where a pool exists only for the combination."""
 
@@ -290,7 +295,7 @@ paged_policy = pytest.mark.parametrize("policy", [p for p in EXAMPLES if p.paged
 @paged_policy
 def test_permuting_slots_changes_nothing(policy):
     life, random = live(policy), np.random.default_rng(3)
-    group = tiny.PAGE if policy.selection.idle else policy.selection.chunk
+    group = getattr(policy.selection, "chunk", tiny.PAGE)  # a chunk is chosen as a whole
     state = life.after(0)
     together = policy.eviction.shared_ranking and policy.decides_later
     moved = [shuffled(p, random, group, together) for p in paged(state)]
@@ -349,7 +354,10 @@ def test_contents_of_dead_slots_change_nothing(policy):
             k=jnp.where(hole[..., None], POISON, ring.k),
             v=jnp.where(hole[..., None], POISON, ring.v),
             admit=ring.admit | hole,
-            meta={n: jnp.where(hole, POISON, x) for n, x in ring.meta.items()},
+            meta={
+                n: jnp.where(hole.reshape(*hole.shape, *[1] * (x.ndim - 3)), POISON, x).astype(x.dtype)
+                for n, x in ring.meta.items()
+            },
         )
         rooms.append(dataclasses.replace(room, ring=ring))
     assert unwritten or state.layers[0].ring.window <= min(LENGTHS)

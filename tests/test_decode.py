@@ -11,7 +11,7 @@ from tiny import quick_compiles  # noqa: F401
 import kvjax
 from kvjax import decode
 from kvjax.cache.state import PoolOverflowError, counts
-from kvjax.decode import RequestError, _prefill, _step
+from kvjax.decode import RequestError, _by_layer, _prefill
 from kvjax.sampling import sampling
 from kvjax.types import EMPTY
 
@@ -112,7 +112,8 @@ def test_prompts_of_one_size_class_share_their_programs(policy):
 
     def programs():
         whole = (_prefill._prompt_layer, _prefill._store_layer)
-        return [f._cache_size() for f in (_step.chunk_program, decode.segment, *whole, _step.logits_of)]
+        layers = (_by_layer.chunk_layer, _by_layer.embed, _by_layer.fed, _by_layer.answer)
+        return [f._cache_size() for f in (*layers, decode.segment, *whole)]
 
     def run(length):
         kvjax.generate(
@@ -179,9 +180,9 @@ def test_progress_counts_what_is_done():
 
 def test_a_chunk_program_is_compiled_once_where_everything_is_admitted():
     text = tiny.prompt(60, 3)
-    before = _step.chunk_program._cache_size()
+    before = _by_layer.chunk_layer._cache_size()
     state, _ = kvjax.prefill(tiny.model(), INT8, [text], context=200, page=4, chunk_size=12)
-    assert _step.chunk_program._cache_size() == before + 1
+    assert _by_layer.chunk_layer._cache_size() == before + 1
     assert jax.tree.all(jax.tree.map(lambda x: not x.is_deleted(), state))
 
 
@@ -195,10 +196,30 @@ def test_a_bound_that_is_known_is_reserved_at_once(spec, known, monkeypatch):
 
     def recorded(*given):
         seen.append(given[4].layers[0].pages.count)
-        return _step.chunk_program(*given)
+        return _by_layer.read_chunk(*given)
 
-    monkeypatch.setattr(_prefill, "chunk_program", recorded)
+    monkeypatch.setattr(_prefill, "read_chunk", recorded)
     state, _ = decode.prefill(tiny.model(), kvjax.policy(spec), [tiny.prompt(120)], chunk_size=16, page=4)
     assert len(seen) == 8
     assert (len(set(seen)) == 1) == known
     assert not any(bool(layer.pages.overflow) for layer in state.layers)
+
+
+@pytest.mark.parametrize("policy", [FULL, "write_gate(window=12)"], ids=repr)
+def test_a_deep_model_writes_the_same_with_one_program_for_all_its_layers(policy, monkeypatch):
+    model, policy = tiny.model(), kvjax.policy(policy) if isinstance(policy, str) else policy
+    weights = {part.place: part.example_weights(jax.random.key(1), model.network) for part in policy.learned}
+
+    def written():
+        given = {"context": tiny.CONTEXT, "weights": weights} | SHAPE
+        state, logits = kvjax.prefill(model, policy, PROMPTS, **given)
+        pieces = kvjax.stream(model, policy, state, logits, max_new_tokens=[9, 6], weights=weights, every=4)
+        return [piece.tolist() for piece, _ in pieces]
+
+    at_once = written()
+    before = decode.segment._cache_size(), _by_layer.step_layer._cache_size()
+    monkeypatch.setattr(_by_layer, "DEEP", 1)
+    assert written() == at_once
+    after = decode.segment._cache_size(), _by_layer.step_layer._cache_size()
+    assert after[0] == before[0]
+    assert after[1] == before[1] + 1  # two layers, one program

@@ -20,6 +20,7 @@ from kvjax import catalogue
 from kvjax.catalogue import _discovery as discovery
 from kvjax.catalogue import _table as table
 from kvjax.serve.arguments import parse
+from kvjax.serve.http import arguments as http
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -117,7 +118,7 @@ def serve_commands() -> list[list[str]]:
 def test_the_commands_shown_are_understood():
     assert len(serve_commands()) >= 4
     for words in serve_commands():
-        parse(words)
+        http.parse(words[1:]) if words[:1] == ["http"] else parse(words)
 
 
 def test_the_set_up_is_two_complete_lines():

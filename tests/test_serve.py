@@ -30,7 +30,8 @@ PROMPT = "The quick brown fox jumps over the lazy dog. " * 3
 NEW = 12
 
 FACTS = re.compile(
-    r"\[(\d+) tokens after (\d+)(, \d+ tokens/s)?; first token [\d.]+ s \(compiling [\d.]+ s in all\); "
+    r"\[(\d+) tokens after (\d+)(?: \((\d+) read before\))?(, \d+ tokens/s)?; "
+    r"first token [\d.]+ s \(compiling [\d.]+ s in all\); "
     r"KV cache [\d.]+ [KMG]?i?B live, [\d.]+ [KMG]?i?B allocated, [\d.]+ [KMG]?i?B if full\]"
 )
 
@@ -162,7 +163,7 @@ def test_help_lists_every_preset_and_part(capsys):
         main(["--help"])
     out = capsys.readouterr().out
     assert left.value.code == 0
-    for name in {*catalogue.PRESETS, *catalogue.parts()}:
+    for name in {*catalogue.PRESETS, *(kind.name for kind in catalogue.parts().values())}:
         assert re.search(rf"\b{re.escape(name)}\b", out), name
 
 
@@ -207,13 +208,19 @@ def talk(folder: Path, lines: list[str | type], *words: str) -> None:
     assert list(left) == [], "the chat ended early"
 
 
-def test_chat_reads_the_whole_history_each_turn(tiny_folder, capsys):
-    talk(tiny_folder, ["first", "second", EOFError])
+def test_chat_goes_on_where_the_answer_ended(tiny_folder, capsys):
+    first = "x y z " * 30
+    talk(tiny_folder, [first, "second", EOFError], "--chunk", "64")
     out, err = capsys.readouterr()
-    one, _, _ = generated(tiny_folder, "full", "first")
-    two, _, _ = generated(tiny_folder, "full", f"first\n{one}\nsecond")
+    one, _, _ = generated(tiny_folder, "full", first.strip())
+    two, _, _ = generated(tiny_folder, "full", f"{first.strip()}\n{one}\nsecond")
     assert out == f"{one}\n{two}\n\n"
-    assert len(FACTS.findall(err)) == 2
+    turns = FACTS.findall(err)
+    assert len(turns) == 2
+    # The next turn reads no chunk of what it shares with the one before, and of its answer what is no other
+    # bytes as text.
+    assert turns[0][2] == ""
+    assert int(turns[1][2]) >= int(turns[0][1]) // 64 * 64 == 128
 
 
 def test_chat_commands(tiny_folder, capsys):

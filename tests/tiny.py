@@ -147,7 +147,7 @@ def read(
             tiny.network, policy, tiny.params, weights(policy), state, piece, count
         )
         last = np.where(count[:, None] > 0, np.asarray(x), last)
-    return state, np.asarray(_step.logits_of(tiny.network, tiny.params, last))
+    return state, np.asarray(tiny.network.logits(tiny.params, last))
 
 
 def feed(
@@ -186,7 +186,8 @@ def _hold(p: Pages, found: Held) -> None:
     k, v = np.asarray(floats(p.k)), np.asarray(floats(p.v))
     if p.scales is not None:
         k, v = k * p.scales[:, None, 0], v * p.scales[:, None, 1]
-    meta = np.stack([p.meta[n] for n in sorted(p.meta)], -1) if p.meta else np.zeros((*p.pos.shape, 0))
+    kept = [np.asarray(p.meta[n], np.float32).reshape(*p.pos.shape, -1) for n in sorted(p.meta)]
+    meta = np.concatenate(kept, axis=-1) if kept else np.zeros((*p.pos.shape, 0))
     for (b, head, r), length in np.ndenumerate(p.length):
         mine = found.setdefault((b, head), {})
         for i in range(length):

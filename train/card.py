@@ -18,6 +18,8 @@ from typing import Any
 
 import yaml
 
+from train import drawing
+
 HEADER = """# kvjax {name}
 
 A real, small, trained model so that serving, evaluation, benchmarks, notebooks and tests run on real
@@ -206,20 +208,14 @@ def draw_heads(results: dict[str, Any], path: Path) -> None:
     fig, axes = plt.subplots(1, 6, figsize=(23, 4.2), width_ratios=[1, 1.7, 1, 1, 1, 1], layout="constrained")
     lost = {k: alone["groups"]["nothing"][k] - np.array(alone["heads"][k]) for k in ("four", "ruler")}
     maps = [
-        (axes[0], np.array(text["effective"]), "tokens looked at in effect, text", ".0f", "viridis"),
-        (axes[2], np.array(answers["effective"]), "tokens looked at in effect, answers", ".0f", "viridis"),
-        (axes[3], 100 * np.array(answers["copied"]), "% of weight on the token to copy", ".0f", "magma"),
-        (axes[4], 100 * lost["four"], "points of recall lost (one of four)", ".0f", "cividis"),
-        (axes[5], 100 * lost["ruler"], "the same in RULER's wording", ".0f", "cividis"),
+        (axes[0], np.array(text["effective"]), "tokens looked at in effect, text", "viridis"),
+        (axes[2], np.array(answers["effective"]), "tokens looked at in effect, answers", "viridis"),
+        (axes[3], 100 * np.array(answers["copied"]), "% of weight on the token to copy", "magma"),
+        (axes[4], 100 * lost["four"], "points of recall lost (one of four)", "cividis"),
+        (axes[5], 100 * lost["ruler"], "the same in RULER's wording", "cividis"),
     ]
-    for ax, values, title, form, colours in maps:
-        ax.imshow(values, cmap=colours, aspect="auto")
-        for i, n in np.ndindex(shape):
-            bright = values[i, n] > (values.max() + values.min()) / 2
-            ax.text(n, i, format(values[i, n], form), ha="center", va="center", color="k" if bright else "w")
-        ax.set(
-            title=title, xlabel="query head", ylabel="layer", xticks=range(shape[1]), yticks=range(shape[0])
-        )
+    for ax, values, title, colours in maps:
+        drawing.numbered(ax, values, title, colours, "query head")
     profile = np.array(text["distance"]).reshape(-1, len(text["distance"][0][0]))
     image = axes[1].imshow(profile, cmap="Blues", aspect="auto", vmin=0)
     starts = ["0", *(str(2**i) for i in range(profile.shape[1] - 1))]
@@ -235,35 +231,17 @@ def draw_heads(results: dict[str, Any], path: Path) -> None:
 def draw_curves(log: list[dict[str, Any]], path: Path) -> None:
     """Loss, recall and task checks, bits a byte."""
     import matplotlib.pyplot as plt
-    import numpy as np
 
     losses = [r for r in log if "loss" in r]
     checks = [r for r in log if "bits_per_byte" in r]
     fig, axes = plt.subplots(1, 4, figsize=(17, 4), layout="constrained")
-    step = np.array([r["step"] for r in losses])
-    for key, title in (("loss", "loss"), ("text_nll", "text, nats a token")):
-        values = np.array([r[key] for r in losses])
-        smooth = np.convolve(values, np.ones(9) / 9, mode="valid")
-        axes[0].plot(step[4:-4], smooth, label=title)
-    levels = {r["level"]: r["step"] for r in reversed(losses)}
-    for ax in axes:
-        for begin in levels.values():
-            ax.axvline(begin, color="0.85", lw=0.8, zorder=0)
-        ax.set(xlabel="step (grey: a level begins)")
     needle = [key for key in checks[-1] if key.startswith("recall_")]
     others = [k for k in checks[-1] if k not in (*needle, "step", "level", "time", "bits_per_byte")]
-    for ax, keys, title in (
-        (axes[1], needle, "needles found"),
-        (axes[2], others, "answers found, 1024 tokens"),
-    ):
-        for key in keys:
-            have = [r for r in checks if key in r]
-            ax.plot([r["step"] for r in have], [r[key] for r in have], label=key.replace("recall_", ""))
-        ax.set(title=title, ylim=(-0.02, 1.02))
-    axes[3].plot([r["step"] for r in checks], [r["bits_per_byte"] for r in checks])
-    axes[3].set(title="bits a byte, held-out books")
-    for ax in axes[:3]:
-        ax.legend(fontsize=7)
+    drawing.losses(axes[0], losses)
+    drawing.checks(axes[1], checks, needle, "needles found")
+    drawing.checks(axes[2], checks, others, "answers found, 1024 tokens")
+    drawing.bits(axes[3], checks)
+    drawing.levels(axes, losses)
     fig.savefig(path, dpi=80)
     plt.close(fig)
 

@@ -31,7 +31,7 @@ from kvjax.models.spec import ModelSpec
 from kvjax.policies.wg_kv import WriteGate, gate_logits, initial
 from kvjax.types import Params
 from kvjax.weights import save_weights
-from train import distill, gate_card, gate_plan, gate_rows, loop, mesh, recall
+from train import distill, gate_card, gate_rows, loop, mesh, plan, recall
 from train.gate_settings import ConfigError, Settings, backbone, optimizer, read
 
 if TYPE_CHECKING:
@@ -161,10 +161,10 @@ def run(settings: Settings) -> loop.State:
 
 
 def abstract(settings: Settings, spec: ModelSpec, layout: mesh.Layout, impl: str) -> tuple[loop.Loss, Params]:
-    """The loss and the gates as shapes alone, for ``train.gate_plan``."""
+    """The loss and the gates as shapes alone, for ``train.plan``."""
     net = make_net(settings, spec, layout, impl)
     frozen = mesh.stacked_shapes(spec, settings.dtype)
-    return make_loss(net, settings, gate_plan.laid(frozen, layout.backbone(frozen))), jax.eval_shape(
+    return make_loss(net, settings, plan.laid(frozen, layout.backbone(frozen))), jax.eval_shape(
         lambda: first(settings, spec)
     )
 
@@ -226,6 +226,27 @@ def export(settings: Settings, file: Path) -> None:
     gate_card.histogram(np.asarray(jax.nn.sigmoid(z)), gate.tau, file.with_suffix(".png"))
 
 
+def fit(settings: Settings, topology: str) -> int:
+    """Compiles the update of the longest batch for a TPU slice and prints what a chip needs.
+
+    No weights are read where the config writes its model out.
+
+    Raises:
+      ConfigError: see ``train.plan``.
+    """
+    target, layout = plan.slice_of(topology, settings.mesh)
+    spec = settings.spec or backbone(settings).spec
+    loss, params = abstract(settings, spec, layout, target.impl)
+    length = max(settings.data["lengths"])
+    rows = max(1, settings.data["tokens"] // length)
+    batch = {"tokens": jax.ShapeDtypeStruct((rows, length), "int32", sharding=layout.of(mesh.P(mesh.ROWS)))}
+    chosen = optimizer(settings.rate, settings.plan.steps)
+    found = plan.compiled(topology, target, layout, loss, params, chosen, batch)
+    fsdp, tensor = settings.mesh
+    title = f"{settings.name}: one step of {length} tokens on {topology}, fsdp {fsdp} x tensor {tensor}"
+    return plan.report(title, found)
+
+
 def main(words: list[str] | None = None) -> int:
     """The command line; its exit code: 0, 2 for bad input."""
     parser = argparse.ArgumentParser(prog="python -m train.gates", description=__doc__.splitlines()[0])
@@ -237,7 +258,7 @@ def main(words: list[str] | None = None) -> int:
     try:
         settings = read(args.config, args.strength)
         if args.compile is not None:
-            return gate_plan.report(settings, args.compile, abstract)
+            return fit(settings, args.compile)
         if args.export is not None:
             export(settings, args.export)
         else:

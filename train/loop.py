@@ -148,20 +148,32 @@ class Log:
             file.write(json.dumps(record) + "\n")
 
 
-def make_step(optimizer: optax.GradientTransformation, where: Any = None) -> Callable[..., Any]:
+Watch = Callable[[Params], "dict[str, Array]"]
+"""What of the gradient is logged besides its norm."""
+
+
+def make_step(
+    optimizer: optax.GradientTransformation, where: Any = None, watch: Watch = lambda _: {}
+) -> Callable[..., Any]:
     """The jitted update ``(loss, state, batch) -> (state, metrics)``; the state's buffers are reused.
 
     Args:
       optimizer: as in ``train``.
       where: shardings of the new state, those of the old one; None leaves them to the compiler, which may
         choose others and then compiles the next step again.
+      watch: adds to the metrics.
     """
 
     def step(loss: Any, state: State, batch: dict[str, Any]) -> tuple[State, dict[str, Float[Array, ""]]]:
         (value, metrics), grad = jax.value_and_grad(loss, has_aux=True)(state.params, batch)
         update, opt = optimizer.update(grad, state.opt, state.params)
         params = optax.apply_updates(state.params, update)
-        return State(params=params, opt=opt), {"loss": value, "grad_norm": optax.global_norm(grad), **metrics}
+        return State(params=params, opt=opt), {
+            "loss": value,
+            "grad_norm": optax.global_norm(grad),
+            **watch(grad),
+            **metrics,
+        }
 
     return jax.jit(step, donate_argnums=1, out_shardings=(where, None))
 
@@ -176,6 +188,7 @@ def train(
     plan: Plan,
     check: Callable[[Params, int, int], Verdict] | None = None,
     layout: Layout | None = None,
+    watch: Watch = lambda _: {},
 ) -> State:
     """Trains from ``folder``'s newest checkpoint, or from ``params`` where there is none.
 
@@ -188,6 +201,7 @@ def train(
       plan: cadence.
       check: ``(params, step, level) -> Verdict`` every ``plan.check_every`` steps.
       layout: where arrays live, for a step over a mesh; ``params`` lie on it already.
+      watch: see ``make_step``.
 
     Returns:
       The last state; also saved.
@@ -201,7 +215,7 @@ def train(
     if (found := saved.latest(state)) is not None:
         step, state, level = found
     where = None if layout is None else jax.tree.map(lambda leaf: leaf.sharding, state)
-    log, began, update = Log(folder, step), time.monotonic(), make_step(optimizer, where)
+    log, began, update = Log(folder, step), time.monotonic(), make_step(optimizer, where, watch)
     partial = loss if isinstance(loss, jax.tree_util.Partial) else jax.tree_util.Partial(loss)
     stream = _stream(batches(level), step, plan.workers)
     bar = tqdm(total=plan.steps, initial=step, unit="step", mininterval=5)

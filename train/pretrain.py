@@ -213,7 +213,7 @@ def run(have: Setup) -> loop.State:
     )
     plan = loop.Plan(**config["plan"])
     return loop.train(
-        params=initial_of(have.config),
+        params=initial_of(have.config, have.train.text),
         optimizer=make_optimizer(config["optimizer"]),
         loss=make_loss_of(have),
         batches=lambda level: data.batches(have.train, mix, level, plan.steps),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 
-FORMS = {"one": start.construct, "many": start_many.construct}
+FORMS: dict[str, Callable[..., Params]] = {"one": start.construct, "many": start_many.construct}
 """Constructed starts by their name in a config."""
 
 
@@ -151,7 +151,14 @@ def model_spec(sizes: dict[str, Any]) -> ModelSpec:
     )
 
 
-def initial(spec: ModelSpec, seed: int, spread: float = 0.0, form: str = "one", ahead: int = 0) -> Params:
+def initial(
+    spec: ModelSpec,
+    seed: int,
+    spread: float = 0.0,
+    form: str = "one",
+    ahead: int = 0,
+    counts: np.ndarray | None = None,
+) -> Params:
     """Fresh weights with the constructed start.
 
     Args:
@@ -161,17 +168,20 @@ def initial(spec: ModelSpec, seed: int, spread: float = 0.0, form: str = "one", 
       form: "one" copying KV head (``train.start``) or "many" (``train.start_many``).
       ahead: matrices of the loss on tokens further ahead (``train.pretrain.make_quick_loss``), the leaf
         ``ahead`` [A, D, D]; none where it is 0. Inference and export know nothing of it.
+      counts: [V], of tokens in the text, for the second form; without them a token is foretold by nothing.
     """
     drawn = module.leaves(module.Decoder(spec, rngs=nnx.Rngs(params=seed)))
-    built = FORMS[form](spec, drawn, seed, spread=spread)
+    known = {} if counts is None or form == "one" else {"counts": counts}
+    built = FORMS[form](spec, drawn, seed, spread=spread, **known)
     return built | {"ahead": jnp.tile(jnp.eye(spec.model_dim), (ahead, 1, 1))} if ahead else built
 
 
-def initial_of(config: dict[str, Any]) -> Params:
-    """Fresh weights as the config starts."""
+def initial_of(config: dict[str, Any], text: np.ndarray | None = None) -> Params:
+    """Fresh weights as the config starts; ``text`` are the ids whose frequencies they know."""
     model = config["model"]
     form, ahead = model.get("start", "one"), config.get("loss", {}).get("ahead", 0)
-    return initial(model_spec(model), config["seed"], model.get("spread", 0.0), form, ahead)
+    counts = None if text is None else np.bincount(text, minlength=model["vocab_size"])
+    return initial(model_spec(model), config["seed"], model.get("spread", 0.0), form, ahead, counts)
 
 
 def round_to(params: Params, dtype: str) -> Params:

@@ -1,9 +1,9 @@
 """The constructed start, second form: four distances back, six KV heads in three layers that copy.
 
   layer 0, KV head d - 1   looks d tokens back (d = 1 ... 4), by its q / k biases alone: the query bias is
-                           the key bias turned by d positions in the fast rotary frequencies. It writes a
-                           random projection of what it finds into a subspace of its own: "the token d back
-                           was x".
+                           the key bias turned by d positions in the fast rotary frequencies. It writes what
+                           it finds into a subspace of its own: "the token d back was x". The second query
+                           head of the first looks at the current token and takes its own name away.
   layers 1, 2 and 3        two copying KV heads each (``COPIES``). Keys read the subspace of d; the first
                            query head of the group reads the token d - 1 back (the current one for d = 1), so
                            it finds what has to be written next after a match of d tokens; it writes the
@@ -11,31 +11,69 @@
                            finds the token d after its last occurrence: the d-th token of a value that
                            begins there. It writes nothing yet.
 
-The residual stream is cut in six: four subspaces for what layer 0 writes, one that copies are read from and
-written to, and the rest, where tokens are recognised; so a copied token does not disturb what later layers
-match. All of it stays trainable.
+The channels of the residual stream are shared out: ``face``, by which tokens are recognised; ``name``, by
+which they are written; four of marks, one for each distance; a channel of how frequent a token is and one of
+<bos>; the rest is free. A token's name is a fixed turn of its face, so heads read faces and write names, and
+what is copied disturbs no later match. A copying head that finds no match looks at <bos>, which has no face
+and no name: it writes nothing. So from the start the model foretells a token by its frequency, unless heads
+agree on one that comes again, and text, which comes first in training, has no reason to undo the circuit. All
+of it stays trainable.
 """
 
 from __future__ import annotations
+
+import dataclasses
+from typing import Any
 
 import numpy as np
 
 from kvjax.models.spec import ModelSpec
 from kvjax.types import Params
 from train.start import FAST, SLOW
+from train.text import BOS
 
 DISTANCES = (1, 2, 3, 4)
-COPIES = {1: (1, 2), 2: (1, 3), 3: (1, 4)}
+COPIES = {1: (1, 2), 2: (2, 3), 3: (1, 4)}
 """Layer to the distances of its first KV heads."""
 BIAS = 6.0
 """Length of the key bias in each fast frequency; attention to the token looked for is 0.95 from the start."""
-MARK = 0.02
-"""Size of what layer 0 writes, a head: as large as the embedding."""
-SHARP = {1: 11.0, 2: 15.0, 3: 20.0}
-"""Score of a match by layer, as the stream would be without copies: what layers before add shrinks it."""
-WRITE = {1: 0.07, 2: 0.01, 3: 0.01}
-"""Size of what a copying head writes, by layer. Later layers also read what earlier ones wrote where there
-was nothing to copy, so they begin small."""
+FACE, NAME, MARK, FREE = 0.06, 0.06, 0.045, 0.01
+"""Size of a channel: of an embedding's face and name, of what layer 0 writes, of the rest."""
+SHARP, SINK = 26.0, 14.0
+"""Score of a match, and of <bos>, which stands above most chance matches."""
+SAID = 42.0
+"""Logit of a token that all six heads agree on, were the stream's size not theirs to change."""
+QUIET = 0.25
+"""Of what other heads and the MLPs write, as drawn."""
+GAINS = {"face": 0.3, "name": 4.0, "mark": 1.0, "often": 3.0, "free": 1.0}
+"""Of the final norm: names and frequencies are what the output reads."""
+OFTEN = 8.0
+"""The frequency channel of the normed stream."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Channels:
+    """Which channels of the stream are what."""
+
+    face: slice
+    name: slice
+    marks: tuple[slice, ...]
+    often: int
+    sink: int
+    free: slice
+
+
+def channels(width: int, dim: int) -> Channels:
+    """The stream shared out; ``width`` channels for a token."""
+    ends = [i * width for i in range(7)]
+    return Channels(
+        face=slice(0, width),
+        name=slice(width, 2 * width),
+        marks=tuple(slice(a, a + width) for a in ends[2:6]),
+        often=ends[6],
+        sink=ends[6] + 1,
+        free=slice(ends[6] + 2, dim),
+    )
 
 
 def construct(
@@ -44,16 +82,16 @@ def construct(
     seed: int,
     *,
     spread: float = 0.0,
-    logit_scale: float = 1 / (0.02 * 16),
+    counts: np.ndarray | None = None,
 ) -> Params:
     """Writes the circuit into layers 0 to 3 of freshly drawn weights.
 
     Args:
       spec: at least four layers of at least four KV heads, groups of at least two, q / k / v biases.
       params: as drawn by ``kvjax.models.module.Decoder``.
-      seed: of the random projections.
+      seed: of the tokens' faces.
       spread: noise on what query heads read, in shares of it, so that heads of a group part.
-      logit_scale: initial value of the final norm, as in ``train.start``.
+      counts: [V], how often each token is met in text; None knows nothing of it.
 
     Returns:
       New params, float32, same tree.
@@ -61,70 +99,83 @@ def construct(
     Raises:
       ValueError: when the spec has no place for it.
     """
-    width = 2 * int((spec.rope.frequencies(spec.head_dim) < SLOW).sum())
+    width = 2 * int((spec.rope.frequencies(spec.head_dim) < SLOW).sum()) - 2  # the slowest pair is the sink's
     fits = spec.num_layers > max(COPIES) and spec.num_kv_heads >= len(DISTANCES) and spec.groups >= 2
-    if not fits or not spec.qkv_bias or spec.model_dim < _room(spec, width):
+    least = (2 + len(DISTANCES)) * width + 2
+    if not fits or not spec.qkv_bias or spec.model_dim < least or width >= spec.head_dim:
         raise ValueError(
             f"construct(num_layers={spec.num_layers}, num_kv_heads={spec.num_kv_heads}, "
             f"groups={spec.groups}, model_dim={spec.model_dim}, qkv_bias={spec.qkv_bias}) has no place for "
             "the circuit: it needs four layers, four KV heads, groups of two, q / k / v biases and "
-            f"model_dim >= {_room(spec, width)}. Use start: one in the config, or a larger model."
+            f"model_dim >= {least}. Use start: one in the config, or a larger model."
         )
     rng = np.random.default_rng(seed)
+    lay = channels(width, spec.model_dim)
     layers = [{name: np.array(leaf, np.float32) for name, leaf in p.items()} for p in params["layers"]]
-    basis = np.linalg.qr(rng.normal(size=(spec.model_dim,) * 2))[0]
-    marks, copies, rest = np.split(basis, [4 * width, 4 * width + spec.head_dim], axis=1)
-    frames = np.split(marks, 4, axis=1)
-    read = rest @ rng.normal(size=(rest.shape[1], width)) * np.sqrt(spec.model_dim / rest.shape[1] / width)
-    _look_back(spec, layers[0], read, frames)
-    gains = _gains(np.asarray(params["embed"], np.float32), read, frames, rng)
+    for layer in layers:  # what is drawn whispers
+        layer["wo"] *= QUIET
+        layer["w_down"] *= QUIET
+    turn = np.linalg.qr(rng.normal(size=(width, width)))[0]
+    embed = _embed(spec, lay, turn, counts, rng)
+    size = np.sqrt(np.mean(np.square(embed), dtype=np.float64))
+    _look_back(spec, layers[0], lay, turn, size)
+    # Behind layer 0: face and marks as they stand, the frequency channel, no name.
+    energy = np.square(embed).sum(1).mean() - width * NAME**2 + len(DISTANCES) * width * MARK**2
+    size = np.sqrt(energy / (spec.model_dim - OFTEN**2))
+    layers[0]["wo"][1, width, lay.often] = OFTEN * size
+    layers[0]["bv"][0, width] = 1.0
+    writers = sum(map(len, COPIES.values()))
+    written = SAID / (GAINS["name"] * width * NAME)  # of the normed stream, in each channel of a name
     for index, distances in COPIES.items():
         for head, distance in enumerate(distances):
-            sharp = [SHARP[index] * gain for gain in gains]
-            _copy(spec, layers[index], head, distance, read, frames, copies, sharp, WRITE[index], spread, rng)
-    return params | {
-        "layers": layers,
-        "final_norm": np.full((spec.model_dim,), logit_scale, np.float32),
-    }
+            write = written * size**2 / FACE / writers * turn
+            _copy(spec, layers[index], head, distance, lay, size, write, spread, rng)
+    final = np.zeros(spec.model_dim, np.float32)
+    places: dict[str, Any] = {"face": lay.face, "name": lay.name, "often": lay.often, "free": lay.free}
+    for name, place in (*places.items(), *(("mark", place) for place in lay.marks)):
+        final[place] = GAINS[name]
+    final[lay.sink] = GAINS["free"]
+    return params | {"layers": layers, "embed": embed.astype(np.float32), "final_norm": final}
 
 
-def _room(spec: ModelSpec, width: int) -> int:
-    """Channels that marks, copies and the recognition of tokens take."""
-    return len(DISTANCES) * width + spec.head_dim + width
+def _embed(
+    spec: ModelSpec, lay: Channels, turn: np.ndarray, counts: np.ndarray | None, rng: np.random.Generator
+) -> np.ndarray:
+    faces = rng.normal(size=(spec.vocab_size, len(turn)))
+    faces *= np.sqrt(len(turn)) / np.linalg.norm(faces, axis=1, keepdims=True)
+    embed = FREE * rng.normal(size=(spec.vocab_size, spec.model_dim))
+    embed[:, lay.face], embed[:, lay.name] = FACE * faces, NAME * faces @ turn
+    embed[:, lay.often] = embed[:, lay.sink] = 0.0
+    if counts is not None:
+        logs = np.log(counts + 1.0)
+        embed[:, lay.often] = (logs - logs.mean()) / (OFTEN * GAINS["often"])
+    embed[BOS] = 0.0
+    embed[BOS, lay.sink] = FACE * np.sqrt(2 * len(turn))  # as large as the others
+    return embed
 
 
-def _look_back(spec: ModelSpec, layer: Params, read: np.ndarray, frames: list[np.ndarray]) -> None:
+def _look_back(spec: ModelSpec, layer: Params, lay: Channels, turn: np.ndarray, size: float) -> None:
+    """``size`` is the stream's root mean square."""
     freq = spec.rope.frequencies(spec.head_dim)
     fast = freq > FAST
-    pad = (0, spec.head_dim - read.shape[1])
+    width = len(turn)
     for head, distance in enumerate(DISTANCES):
-        queries = slice(head * spec.groups, (head + 1) * spec.groups)
         layer["wk"][:, head] *= 0.05
-        layer["wq"][:, queries] *= 0.05
         layer["bk"][head] = BIAS * np.concatenate([fast, np.zeros_like(fast)])
-        turned = np.concatenate([np.cos(distance * freq) * fast, -np.sin(distance * freq) * fast])
-        layer["bq"][queries] = BIAS * turned
-        layer["wv"][:, head] = np.pad(read, ((0, 0), pad))
-        layer["wo"][queries] = np.pad(MARK / spec.groups * frames[head].T, (pad, (0, 0)))
-
-
-def _gains(
-    embed: np.ndarray, read: np.ndarray, frames: list[np.ndarray], rng: np.random.Generator
-) -> list[float]:
-    """What queries that read the token 0, 1, 2, 3 back are scaled by, so that a match scores 1."""
-    normed = lambda x: x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True))  # noqa: E731
-    tokens = rng.integers(0, len(embed), (512, 1 + len(frames)))  # each the current token and four back
-
-    def states(tokens: np.ndarray) -> np.ndarray:
-        marks = [MARK * (normed(embed[back]) @ read) @ frame.T for back, frame in zip(tokens.T[1:], frames)]
-        return normed(embed[tokens[:, 0]] + np.sum(marks, axis=0))
-
-    # A key d back from the match of a query: its token d back is the query's token d - 1 back.
-    follow = np.concatenate([rng.integers(0, len(embed), (512, 1)), tokens[:, :-1]], axis=1)
-    query, key = states(tokens), states(follow)
-    readers = [read, *frames[:-1]]
-    scores = [np.mean(np.sum((query @ r) * (key @ f), axis=1)) for r, f in zip(readers, frames)]
-    return [8.0 / float(score) for score in scores]
+        layer["wv"][:, head] = 0.0
+        layer["wv"][lay.face, head, :width] = np.eye(width)
+        for query in range(head * spec.groups, (head + 1) * spec.groups):
+            own = query == 1  # the one that takes the token's own name away
+            back = 0 if own else distance
+            layer["wq"][:, query] *= 0.05
+            turned = np.concatenate([np.cos(back * freq) * fast, -np.sin(back * freq) * fast])
+            layer["bq"][query] = BIAS * turned
+            layer["wo"][query] = 0.0
+            if own:
+                layer["wo"][query, :width, lay.name] = -NAME * size / FACE * turn
+            else:
+                writers = 1 if head == 0 else spec.groups
+                layer["wo"][query, :width, lay.marks[head]] = MARK * size / FACE / writers * np.eye(width)
 
 
 def _copy(
@@ -132,29 +183,37 @@ def _copy(
     layer: Params,
     head: int,
     distance: int,
-    read: np.ndarray,
-    frames: list[np.ndarray],
-    copies: np.ndarray,
-    gains: list[float],
-    write: float,
+    lay: Channels,
+    size: float,
+    write: np.ndarray,
     spread: float,
     rng: np.random.Generator,
 ) -> None:
-    dim, size, width = spec.model_dim, spec.head_dim, read.shape[1]
-    slow = np.flatnonzero(spec.rope.frequencies(size) < SLOW)
-    slots = np.concatenate([slow, slow + size // 2])  # both halves of each slow rotary pair
+    dim, width = spec.head_dim, len(write)
+    slow = np.flatnonzero(spec.rope.frequencies(dim) < SLOW)[:-1]
+    slots = np.concatenate([slow, slow + dim // 2])  # both halves of each slow rotary pair
+    sink = dim // 2 - 1  # the slowest one
+    bos = FACE * np.sqrt(2 * width)
+    loud = np.sqrt(spec.model_dim) * bos / np.hypot(bos, OFTEN * size)  # its channel in the normed stream
     layer["wk"][:, head] = 0.0
-    layer["wk"][:, head, slots] = frames[distance - 1]
-    copy = copies @ np.linalg.qr(rng.normal(size=(size, size)))[0]
-    layer["wv"][:, head] = copy
+    layer["wk"][lay.sink, head, sink] = 1.0
+    layer["wk"][lay.marks[distance - 1], head, slots] = np.eye(width)
+    layer["wv"][:, head] = 0.0
+    layer["wv"][lay.face, head, :width] = np.eye(width)
     for i in range(spec.groups):
         query = head * spec.groups + i
         back = distance - 1 if i == 0 else 0
-        reader = frames[back - 1] if back else read
-        layer["wq"][:, query] = 0.0
-        layer["wq"][:, query, slots] = gains[back] * reader
+        reads, seen = (lay.marks[back - 1], MARK) if back else (lay.face, FACE)
+        gain = SHARP * np.sqrt(dim) / (width * (seen / size) * (MARK / size))
+        reader = np.zeros((spec.model_dim, width))
+        reader[reads] = gain * np.eye(width)
         if spread:
-            noise = rng.normal(size=(dim, size)) * np.linalg.norm(gains[back] * reader) / np.sqrt(dim * width)
-            layer["wq"][:, query] += spread * noise
+            reader += spread * gain * rng.normal(size=reader.shape) / np.sqrt(spec.model_dim)
+        layer["wq"][:, query] = 0.0
+        layer["wq"][:, query, slots] = reader
+        layer["bq"][query] = 0.0
+        layer["bq"][query, sink] = SINK * np.sqrt(dim) / loud
+        layer["wo"][query] = 0.0
         if i == 0 or distance == 1:
-            layer["wo"][query] = write * copy.T
+            writers = spec.groups if distance == 1 else 1
+            layer["wo"][query, :width, lay.name] = write / writers

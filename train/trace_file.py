@@ -22,10 +22,13 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from kvjax.weights import fingerprint
 from train.config import ConfigError
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
+
+    from kvjax.loading import LanguageModel
 
 FORMAT, MANIFEST = "kvjax traces 1", "traces.json"
 
@@ -191,6 +194,19 @@ class Traces:
             if _notes(file(folder, shard)).get("fingerprint") != about.fingerprint:
                 raise TraceError(f"{file(folder, shard)} is of another model than its manifest. Delete it.")
         return cls(folder, about)
+
+    def of(self, model: LanguageModel, source: str) -> None:
+        """Refuses traces of another model than the config's, which is from ``source``.
+
+        Raises:
+          TraceError: another fingerprint.
+        """
+        if self.about.fingerprint != fingerprint(model):
+            raise TraceError(
+                f"{self.folder} holds traces of {self.about.model} ({self.about.fingerprint}), the config's "
+                f"model ({source}) is another one ({fingerprint(model)}). Make traces of it with "
+                "train.traces."
+            )
 
     def tasks(self) -> list[str]:
         """What each sequence is."""

@@ -28,7 +28,7 @@ from kvjax.algebra._eviction import Eviction, KeepRecent
 from kvjax.algebra._observation import OBSERVABLE, Observation
 from kvjax.algebra._part import Part
 from kvjax.algebra._policy import PLACES, Policy
-from kvjax.algebra._selection import Picked, SelectAll, Selection
+from kvjax.algebra._selection import Anchored, Picked, SelectAll, Selection
 from kvjax.algebra._storage import Native, Storage
 
 __all__ = [
@@ -36,6 +36,7 @@ __all__ = [
     "PLACES",
     "Admission",
     "AdmitAll",
+    "Anchored",
     "Argument",
     "Budget",
     "Completion",

@@ -6,6 +6,7 @@ import dataclasses
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from kvjax.algebra._errors import PolicyError
+from kvjax.algebra._observation import Observation
 from kvjax.algebra._part import Part
 
 if TYPE_CHECKING:
@@ -46,6 +47,8 @@ class Frame:
       confidence: what the budget said of the logits that produced each row's token; None for given tokens (a
         prompt, a chunk), and for budgets that do not look.
       protected: tokens of a stream that stay whatever its target (``Policy.protected``; may be traced).
+      observed: the prompt's tokens, as far as the budget declared in ``needs`` that it looks at them; None
+        while decoding, when only counts are asked for.
     """
 
     layer: Any
@@ -54,6 +57,7 @@ class Frame:
     slot_bytes: float
     confidence: Float[Array, " B"] | None = None
     protected: Any = 0
+    observed: Observation | None = None
 
 
 class Budget(Part):
@@ -63,12 +67,15 @@ class Budget(Part):
       sizes: as in ``Part``; () is the first field.
       from_scores: are targets made of the prompt's scores?
       needs_logits: is ``confidence`` asked of the logits?
+      voted: does the prompt say how many tokens stay, and no number of the user's? Such a budget stands
+        beside a part that says which, never beside ``KeepRecent``; a row that keeps all of them is told.
     """
 
     place = "budget"
     sizes: ClassVar[tuple[str, ...]] = ()
     from_scores: ClassVar[bool] = False
     needs_logits: ClassVar[bool] = False
+    voted: ClassVar[bool] = False
     when: When = "after_prompt"
 
     @property

@@ -77,6 +77,11 @@ class Part:
           PolicyError: names or shapes that do not fit.
         """
 
+    def remark(self, weights: Sequence[Params], lengths: Sequence[int]) -> str | None:
+        """What a user should be told of learned weights that read prompts of these lengths; None: nothing."""
+        del weights, lengths
+        return None
+
     def at_layer(self, weights: Sequence[Params], layer: int) -> Any:
         """What this part reads of its learned weights at one layer; by default that layer's own."""
         return weights[layer]
@@ -92,6 +97,11 @@ class Part:
     def arrive(self, params: Params | None, observed: Observation) -> dict[str, Float[Array, "B K T"]]:
         """Values for ``keeps``, asked once, when a token arrives."""
         del params, observed
+        return {}
+
+    @property
+    def arrays(self) -> dict[str, tuple[tuple[int, ...], str]]:
+        """Shape and dtype of those among ``keeps`` that are more than a float32 a slot."""
         return {}
 
     @property

@@ -91,11 +91,16 @@ class Policy:
         return tuple(f"{part.place}.{name}" for part in parts for name in part.keeps)
 
     @property
+    def arrays(self) -> dict[str, tuple[tuple[int, ...], str]]:
+        """Shape and dtype of those among ``keeps`` that are more than a float32 a slot."""
+        return {f"{part.place}.{name}": kind for part in self.parts for name, kind in part.arrays.items()}
+
+    @property
     def structure(self) -> str:
         """All of the policy but its dials and sinks: a state is continued under what it was made under."""
         words = [part.structure for part in self.parts if not part.idle]
         words += [f"recent({self.recent})"] if self.recent else []
-        return " + ".join(words) or "full"
+        return " + ".join(dict.fromkeys(words)) or "full"
 
     @property
     def decides_later(self) -> bool:
@@ -173,7 +178,7 @@ class Policy:
     def __repr__(self) -> str:
         words = [repr(part) for part in self.parts if not part.idle]
         words += [f"{name}({getattr(self, name)})" for name in ("sinks", "recent") if getattr(self, name)]
-        return " + ".join(words) or "full"
+        return " + ".join(dict.fromkeys(words)) or "full"  # one word may stand for parts of two places
 
 
 def _flatten(policy: Policy) -> tuple[tuple[Any, ...], int]:
@@ -202,6 +207,16 @@ def _refuse_illegal_pairs(p: Policy) -> None:
         raise PolicyError(
             f"{p.budget!r} divides a layer's slots by the scores of the whole prompt, which exist only after "
             "the prompt. Use when=after_prompt."
+        )
+    if p.budget.voted and p.eviction.idle:
+        raise PolicyError(
+            f"{p.budget!r} as a budget says how many tokens a prompt needs, and no part says which. Write "
+            f"'{p.budget!r}', which ranks by its votes too, or an eviction with it: 'snapkv + {p.budget!r}'."
+        )
+    if p.eviction.name == p.budget.name and repr(p.eviction) != repr(p.budget):
+        raise PolicyError(
+            f"{p.eviction!r} ranks and {p.budget!r} counts: one word for both is one part, with one set of "
+            f"arguments. Write '{p.eviction!r}', or take the ranking or the budget of another method."
         )
     if p.eviction.shared_ranking and p.decides_later and not p.admission.alike:
         raise PolicyError(
@@ -248,4 +263,15 @@ def _refuse_illegal_pairs(p: Policy) -> None:
             f"{p.storage!r} cannot hold what {p.completion!r} must subtract for {p.selection!r}: a page's "
             "scale grows after its tokens were absorbed, and the difference would not cancel. Use native "
             "storage."
+        )
+    if not p.completion.idle and p.selection.estimates:
+        raise PolicyError(
+            f"{p.completion!r} would count twice beside {p.selection!r}, whose estimate stands for the "
+            "unread tokens already. Leave one of them out."
+        )
+    drops = p.selection.idle and p.admission.idle and not p.budget.limited
+    if not p.completion.idle and drops:
+        raise PolicyError(
+            f"{p.completion!r} stands for what a read leaves out, and this policy leaves nothing out. Add "
+            f"what drops tokens or chooses among them, for example 'topk(0.01) + {p.completion!r}'."
         )

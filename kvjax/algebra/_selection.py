@@ -15,18 +15,23 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int
 
 
-@pytree()
+@pytree(static=("unit",))
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Picked:
-    """What one read visits of a list: entries of the page list and, optionally, slots inside them.
+    """What one read visits of a list, in units of U consecutive slots: pages, chunks of them, or tokens.
 
     Attributes:
-      entries: indices into the list's M entries, EMPTY for none; no index twice.
-      slots: bitmask inside the picked pages, or None for all their slots.
+      entries: which units, counted from the start of the list; EMPTY for none; no index twice.
+      slots: bitmask inside the picked units, or None for all their slots.
+      unit: U, a divisor of the page; None for whole pages.
+      bias: added to the scores of each query head before its softmax; an estimator's -log p. Such a read
+        walks the whole list, so ``entries`` are all its pages in order, and what is not visited has -inf.
     """
 
     entries: Int[Array, "B K J"]
-    slots: Bool[Array, "B K J S"] | None
+    slots: Bool[Array, "B K J U"] | None = None
+    unit: int | None = None
+    bias: Float[Array, "B N M S"] | None = None
 
 
 class Selection(Part):
@@ -34,10 +39,12 @@ class Selection(Part):
 
     Class attributes:
       splits: the part reads some tokens always and chooses among the others (two page lists).
+      estimates: what a read visits stands for what it leaves out, too (``Picked.bias``).
     """
 
     place = "selection"
     splits: ClassVar[bool] = False
+    estimates: ClassVar[bool] = False
 
     @property
     def recent(self) -> int:
@@ -66,9 +73,46 @@ class Selection(Part):
         del k, live
         return {}
 
-    def select(self, params: Params | None, q: Float[Array, "B N H"], pages: Pages, list_id: int) -> Picked:
-        """The entries of list ``list_id`` that these queries visit."""
+    def select(
+        self,
+        params: Params | None,
+        q: Float[Array, "B N H"],
+        pages: Pages,
+        list_id: int,
+        total: Int[Array, " B"],
+        longest: int,
+    ) -> Picked:
+        """What of list ``list_id`` these queries visit.
+
+        Args:
+          params: learned weights of the part.
+          q: one query a head.
+          pages, list_id: where it chooses.
+          total: the rows' prompt lengths.
+          longest: tokens beyond which no row of these pages can get, unless a budget evicts.
+        """
         raise NotImplementedError
+
+
+class Anchored(Selection):
+    """A selection among the middle of the prompt: its ends and what is generated are always read.
+
+    Subclasses have the fields ``sinks`` and ``tail``: first and last tokens of the prompt that every read
+    sees exactly.
+    """
+
+    splits = True
+    sinks: int
+    tail: int
+
+    @property
+    def recent(self) -> int:
+        """``tail``: no larger ring, so that right after the prompt it holds nothing of the middle."""
+        return max(self.tail, 1)
+
+    def selectable(self, pos: Int[Array, "B T"], total: Int[Array, " B"]) -> Bool[Array, "B T"]:
+        """sinks <= pos < total - tail."""
+        return (pos >= self.sinks) & (pos < (total - self.tail)[:, None])
 
 
 @dataclasses.dataclass(frozen=True, repr=False)

@@ -31,15 +31,58 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _bench(words: Sequence[str]) -> None:
     asked = arguments.parse(words)
-    {"host": _host, "peers": _peers, "plot": _plot}.get(asked.what, _table)(asked, words)
+    others = {"compile": _compile, "host": _host, "peers": _peers, "plot": _plot, "serve": _serve}
+    others.get(asked.what, _table)(asked, words)
 
 
 def _host(asked: Asked, words: Sequence[str]) -> None:
     from kvjax.bench.host import host
 
     del words
-    for spec in asked.host_policies:
+    for spec in asked.policies:
         print(json.dumps(host(asked.layers, spec, asked.repeats)), flush=True)
+
+
+def _compile(asked: Asked, words: Sequence[str]) -> None:
+    from kvjax.bench import compile as compiling
+
+    found = []
+    for row in compiling.rows(asked.depths, asked.policies, asked.threads):
+        found.append(row)
+        print(json.dumps(row) if asked.json else compiling.line(row), flush=True)
+    if asked.out:
+        run = {
+            "command": results.written_command(words),
+            "machine": machine.facts(asked.threads),
+            "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
+            "rows": found,
+        }
+        file = results.save(asked.out, "compile", run)
+        page = file.with_suffix(".md")
+        page.write_text(compiling.page(results.read(file)), encoding="utf-8")
+        print(file, page, sep="\n")
+
+
+def _serve(asked: Asked, words: Sequence[str]) -> None:
+    from kvjax.bench.serve import serve
+
+    assert asked.serving is not None  # noqa: S101  (the parser made it)
+    rows: list[Row] = []
+    begun = time.monotonic()
+
+    def done(row: Row) -> None:
+        rows.append(row)
+        print(json.dumps(row), flush=True)
+
+    run: Row = {
+        "command": results.written_command(words),
+        "machine": machine.facts(asked.serving.threads),
+        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
+    }
+    serve(asked.serving, done)
+    if asked.out:
+        run |= {"seconds": round(time.monotonic() - begun), "rows": rows}
+        print(results.save(asked.out, "serve", run))
 
 
 def _peers(asked: Asked, words: Sequence[str]) -> None:

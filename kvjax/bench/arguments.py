@@ -9,8 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from kvjax import cli
+from kvjax.bench import compile as compiling
+from kvjax.bench import machine
 from kvjax.bench.random_model import SIZES
+from kvjax.bench.serve import Serving
 from kvjax.bench.sides import Settings
+from kvjax.catalogue import policy
 
 DTYPES = ("float32", "bfloat16")
 
@@ -19,6 +23,8 @@ _FIELDS = {"context": "contexts", "batch": "batches", "dtype": "dtypes", "policy
 
 QUICK = {"size": "tiny", "context": [256], "batch": [1, 2], "dtype": ["float32"], "tokens": 4, "rounds": 2}
 """Defaults of ``--quick``: it proves that everything runs, and measures nothing worth knowing."""
+
+SERVE_QUICK: dict[str, Any] = {"batches": (2,), "prompt": 96, "long": 96, "new": 12, "fit": 2}
 
 HOST = ("full", "snapkv + ada(0.25)", "quest", "int8")
 """Policies of ``host`` when none is named."""
@@ -33,7 +39,10 @@ class Asked:
       settings: of the measuring commands.
       out: folder of results, or None.
       json: rows as JSON lines.
-      layers, repeats, host_policies: of ``host``.
+      policies: of ``host`` and ``compile``.
+      layers, repeats: of ``host``.
+      depths, threads: of ``compile``.
+      serving: of ``serve``.
       make, pip: of ``peers``.
     """
 
@@ -43,7 +52,10 @@ class Asked:
     json: bool = False
     layers: int = 36
     repeats: int = 300
-    host_policies: tuple[str, ...] = HOST
+    policies: tuple[str, ...] = HOST
+    depths: tuple[int, ...] = compiling.LAYERS
+    threads: int = compiling.THREADS
+    serving: Serving | None = None
     make: Path | None = None
     pip: tuple[str, ...] = ()
 
@@ -60,7 +72,29 @@ def parse(words: Sequence[str]) -> Asked:
     what = said.pop("what")
     if what == "host":
         policies = tuple(said["policy"] or HOST)
-        return Asked(what=what, layers=said["layers"], repeats=said["repeats"], host_policies=policies)
+        return Asked(what=what, layers=said["layers"], repeats=said["repeats"], policies=policies)
+    if what == "compile":
+        policies = tuple(said["policy"] or compiling.POLICIES)
+        for spec in policies:
+            policy(spec)  # raises PolicyError
+        machine.cpus(said["threads"])
+        return Asked(
+            what=what,
+            policies=policies,
+            depths=tuple(said["layers"]),
+            threads=said["threads"],
+            out=said["out"],
+            json=said["json"],
+        )
+    if what == "serve":
+        out, as_json = said.pop("out"), said.pop("json")
+        named = {"batch": "batches", "policy": "policies"}
+        serving: dict[str, Any] = {
+            named.get(n, n): tuple(x) if isinstance(x, list) else x for n, x in said.items()
+        }
+        for spec in serving["policies"]:
+            policy(spec)  # raises PolicyError
+        return Asked(what=what, serving=Serving(**serving), out=out, json=as_json)
     if what == "peers":
         return Asked(what=what, make=said["make"], pip=tuple(said["pip"]))
     if what == "plot":
@@ -80,6 +114,16 @@ def _parser(quick: bool) -> cli.Parser:
     one.add_argument("--layers", type=cli.whole("--layers"), default=36)
     cli.add(one, "--policy", action="append", help="one-string form; may be given several times")
     one.add_argument("--repeats", type=cli.whole("--repeats"), default=300)
+    starts = what.add_parser("compile", help="seconds and programs of a first and a second start, by depth")
+    starts.add_argument(
+        "--layers", type=cli.whole("--layers"), nargs="+", default=compiling.LAYERS, metavar="N"
+    )
+    cli.add(starts, "--policy", action="append", help="one-string form; may be given several times")
+    starts.add_argument(
+        "--threads", type=cli.whole("--threads"), default=compiling.THREADS, metavar="N", help="CPUs"
+    )
+    cli.add(starts, "--out", help="save rows there, such as results/bench")
+    cli.add(starts, "--json", help="rows as JSON lines")
     usual = QUICK if quick else {}
     beside = what.add_parser("decode", help="tokens a second, beside transformers and kvpress")
     _measuring(beside, peers=True, defaults=usual)
@@ -87,6 +131,9 @@ def _parser(quick: bool) -> cli.Parser:
     _measuring(beside, peers=True, defaults={"rounds": 2} | usual)
     alone = what.add_parser("profile", help="where a decode step's time goes")
     _measuring(alone, peers=False, defaults={"context": [2048, 32768], "dtype": ["float32"]} | usual)
+    _serving(
+        what.add_parser("serve", help="the engine beside generate, and policies at equal KV memory"), quick
+    )
     plot = what.add_parser("plot", help="pictures and a page of saved results")
     cli.add(plot, "--out", help="folder of results (default: results/bench)")
     peers = what.add_parser("peers", help="make the environment with transformers and kvpress")
@@ -99,6 +146,34 @@ def _parser(quick: bool) -> cli.Parser:
         help="an argument of pip install torch, as --pip=…",
     )
     return parser
+
+
+def _serving(parser: argparse.ArgumentParser, quick: bool) -> None:
+    """Options of ``Serving``."""
+    usual = Serving(**SERVE_QUICK) if quick else Serving()
+
+    def number(name: str, help: str, least: int = 1, **how: Any) -> None:
+        default = getattr(usual, {"batch": "batches"}.get(name, name))
+        shown = " ".join(map(str, default)) if isinstance(default, tuple) else default
+        kind = cli.whole(f"--{name}", least)
+        help = f"{help} (default: {shown})"
+        parser.add_argument(f"--{name}", metavar="N", type=kind, default=default, help=help, **how)
+
+    cli.add(parser, "--model")
+    number("batch", "rows of the engine and of generate", nargs="+")
+    number("prompt", "prompt tokens of a request")
+    number("long", "prompt tokens of a request where memory is equal")
+    number("new", "new tokens of a request", least=2)
+    number("fit", "rows of full that the memory holds")
+    number("segment", "steps between two looks of the host")
+    number("threads", "CPUs it is pinned to")
+    number("seed", "of the prompts", least=0)
+    cli.add(
+        parser, "--policy", nargs="+", metavar="SPEC", default=list(usual.policies), help="full comes first"
+    )
+    cli.add(parser, "--out", help="save rows there, such as results/bench")
+    parser.add_argument("--quick", action="store_true", help="only that it runs")
+    cli.add(parser, "--json", help="rows as JSON lines")
 
 
 def _measuring(parser: argparse.ArgumentParser, peers: bool, defaults: dict[str, Any]) -> None:

@@ -56,7 +56,7 @@ def filled(
             network.spec, policy, tokens, dtype, room.ring.window, mine, jnp.asarray(index), key
         )
         pages = decode.prompt_pages(policy, room, np.asarray(kept))
-        rooms.append(_packed(policy, network.num_layers, pages, room, judged, jnp.asarray(index)))
+        rooms.append(_packed(policy, network.num_layers, pages, mine, room, judged, jnp.asarray(index)))
     seen = jnp.full(1, tokens, jnp.int32)
     state = dataclasses.replace(state, layers=tuple(rooms), length=seen, total=jnp.copy(seen))
     # As after a prefill (pools at their smallest class), then as ``stream`` grows them.
@@ -108,8 +108,14 @@ def _drawn(spec: ModelSpec, tokens: int, dtype: jnp.dtype, key: Array) -> Heads:
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _packed(
-    policy: Policy, count: int, pages: tuple[int, ...], room: LayerCache, judged: Entry, index: Int[Array, ""]
+    policy: Policy,
+    count: int,
+    pages: tuple[int, ...],
+    weights: Params,
+    room: LayerCache,
+    judged: Entry,
+    index: Int[Array, ""],
 ) -> LayerCache:
     total = jnp.full(1, judged.pos.shape[1], jnp.int32)
     room = room.with_pools([pool.resize(held, count) for held, count in zip(room.pools, pages)])
-    return layers.store(layers.LayerInfo(policy, {}, index, count, None, total), room, judged, total)
+    return layers.store(layers.LayerInfo(policy, weights, index, count, None, total), room, judged, total)

@@ -5,13 +5,14 @@ of the ladder adds one part, and the difference to the step before is what that 
 
   weights   embedding, projections, MLP, logits, sampling; attention gives back q + k + v
   ring      and the new token is written into the ring, and the ring is read
-  read      and GLOBAL is read, at what the policy selects, but nothing enters or leaves it
-  all       the real step: admission, the door, eviction, selection, metadata
+  read      and GLOBAL is read, at what the policy selects, but nothing enters or leaves it; no φ
+  all       the real step: admission, the door, eviction, selection, metadata, φ
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal
 
@@ -19,7 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from kvjax import layer as layers
-from kvjax.algebra import Picked, Policy, SelectAll, Selection
+from kvjax.algebra import Nothing, Picked, Policy, SelectAll, Selection
 from kvjax.cache import ring as rings
 from kvjax.cache.pages import Pages
 from kvjax.cache.ring import Entry
@@ -42,17 +43,30 @@ class Given(Selection):
     name = "given"
     real: Selection = SelectAll()
 
+    @property
+    def splits(self) -> bool:  # type: ignore[override]
+        """As the real one."""
+        return self.real.splits
+
     def applies(self, layer: int) -> bool:
         """Where the real one does."""
         return self.real.applies(layer)
 
-    def select(self, params: Params | None, q: Float[Array, "B N H"], pages: Pages, which: int) -> Picked:
+    def select(
+        self,
+        params: Params | None,
+        q: Float[Array, "B N H"],
+        pages: Pages,
+        list_id: int,
+        total: Int[Array, " B"],
+        longest: int,
+    ) -> Picked:
         """Of the real one's shape."""
-        shape = jax.eval_shape(lambda q, pages: self.real.select(params, q, pages, which), q, pages)
-        visited, entries = shape.entries.shape[-1], pages.table.shape[-1]
-        spread = jnp.arange(visited) * entries // visited
-        ones = None if shape.slots is None else jnp.ones(shape.slots.shape, bool)
-        return Picked(entries=jnp.broadcast_to(spread, shape.entries.shape), slots=ones)
+        real = functools.partial(self.real.select, params, list_id=list_id, total=total, longest=longest)
+        shape = jax.eval_shape(lambda q, pages: real(q, pages), q, pages)
+        visited, unit = shape.entries.shape[-1], shape.unit or pages.size
+        spread = jnp.arange(visited) * (pages.span // unit) // visited
+        return Picked(entries=jnp.broadcast_to(spread, shape.entries.shape), unit=shape.unit)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,6 +129,7 @@ class Cut(Decoder):
         policy = self.policy
         if not policy.selection.idle:
             policy = dataclasses.replace(policy, selection=Given(real=policy.selection))
+        policy = dataclasses.replace(policy, completion=Nothing())
         total = jnp.zeros(q.shape[0], jnp.int32)
         site = layers.LayerInfo(policy, {}, index, self.num_layers, None, total)
         return layers.read_pages(site, room, q, decoding=True, softcap=self.spec.attn_softcap).partials

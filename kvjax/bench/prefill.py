@@ -79,6 +79,7 @@ def _row(lane: Lane, batch: int, first: Row, calls: list[Row], end: Row) -> Row:
         "ttft_s": round(ttft, 4),
         "prompt_tokens_per_s": round(batch * row["prompt"] / ttft, 1),
         "calls_s": [round(s, 4) for s in seconds],
+        "cpu_s": round(min(call["cpu_seconds"] for call in calls), 4) if calls else None,
         "timed": "calls after the first" if calls else "first call, less compiling",
         "compile_s": round(first["compile_seconds"], 2),
         "live_bytes": last["live"],

@@ -70,7 +70,8 @@ def cell(row: Row) -> str:
     if "ttft_s" in row:
         grown = row["peak_rss_growth_bytes"]
         peak = "" if grown is None else f", process +{grown / 2**20:.0f} MiB"
-        return f"{head} first token {row['ttft_s']:8.2f} s  {mib}{peak}"
+        cpu = "" if row.get("cpu_s") is None else f" ({row['cpu_s']:.2f} s of CPU)"
+        return f"{head} first token {row['ttft_s']:8.2f} s{cpu}  {mib}{peak}"
     share = f", policy work {row['policy_share']:.1%}" if "policy_share" in row else ""
     return f"{head} {row['tokens_per_s']:8.1f} tokens/s  {mib}{share}"
 

@@ -35,7 +35,7 @@ class Pages:
       k, v: the pool, X = H; codes when the storage part quantises, and X what holds those of H channels.
       scales: per page and channel, for K and V; only grow while a page is owned. None for float pools.
       pos: true position of the token in each slot.
-      meta: per-slot values of policy parts.
+      meta: per-slot values of policy parts; mostly one float a slot (``Part.arrays``).
       summary: per-page values of the selection part, each a function of the page's content alone.
       table: ids of the pages of each list, in list order; EMPTY beyond the last.
       length: live slots of each list.
@@ -264,7 +264,7 @@ def slots(pages: Pages) -> Slots:
     return Slots(
         pos=jnp.where(live, pages.pos[ids].reshape(flat), EMPTY),
         live=live,
-        meta={name: value[ids].reshape(flat) for name, value in pages.meta.items()},
+        meta={name: value[ids].reshape(*flat, *value.shape[2:]) for name, value in pages.meta.items()},
     )
 
 

@@ -8,12 +8,13 @@ grow takes a class by the tokens still to come, because each size is a compiled 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Hashable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kvjax.cache.blank import of_slots, zeros
 from kvjax.cache.pages import Pages
 from kvjax.types import EMPTY
 
@@ -48,7 +49,14 @@ def class_for(need: int, coming: int) -> int:
 
 
 def grown_sizes(
-    pools: Sequence[Pages], live: Sequence[int], tokens: int, most: int | None, *, ahead: int, doubling: bool
+    pools: Sequence[Pages],
+    live: Sequence[int],
+    tokens: int,
+    most: int | None,
+    *,
+    ahead: int,
+    doubling: bool,
+    uneven: bool = False,
 ) -> list[int]:
     """Pages for each of the pools of one kind, one a layer, so that ``tokens`` more a row fit.
 
@@ -57,7 +65,7 @@ def grown_sizes(
       live: slots in use in each of them.
       tokens: tokens a row about to come.
       most: the most slots a stream can ever own, or None.
-      ahead, doubling: as in ``state.reserve``.
+      ahead, doubling, uneven: as in ``state.reserve``.
     """
     needs = [_pages_for(pages, n, tokens, most) for pages, n in zip(pools, live)]
     if all(need <= pages.count for need, pages in zip(needs, pools)):
@@ -65,6 +73,9 @@ def grown_sizes(
     wants = [_pages_for(pages, n, max(tokens, ahead), most) for pages, n in zip(pools, live)]
     if doubling:
         wants = [max(want, min(2 * pages.count, 2 * want)) for want, pages in zip(wants, pools)]
+    if uneven:
+        found = familiar(tuple((p.table.shape, p.k.shape[1:], p.k.dtype) for p in pools), wants)
+        return [max(size, pages.count) for size, pages in zip(found, pools)]
     # Layers within one class of the fullest take its class: which layer is a page fuller than its neighbour
     # depends on the text, and every combination of sizes would be a program of its own.
     streams = max(pages.table[..., 0].size for pages in pools)
@@ -76,6 +87,31 @@ def grown_sizes(
     bounds = [_most_pages(pages, most) for pages in pools]
     grown = [size if bound is None else min(size, bound) for size, bound in zip(grown, bounds)]
     return [max(size, pages.count) for size, pages in zip(grown, pools)]
+
+
+_FAMILIAR: dict[Hashable, list[tuple[int, ...]]] = {}
+"""Combinations of sizes that programs were compiled for, by the shapes of a page and its tables."""
+
+
+def familiar(key: Hashable, wants: Sequence[int]) -> tuple[int, ...]:
+    """Sizes for pools that want so many pages: a combination met before, where one holds them and fits well.
+
+    Where each prompt says how much every layer keeps, hardly two agree, and every combination is a program
+    of seconds. So layers take the fullest one's coarse class or that halved a few times; and a combination
+    met before is taken again while it has at most a quarter more pages than these need, a tenth more for
+    each that is known: the more programs there are, the more a further one has to save.
+    """
+    known, need = _FAMILIAR.setdefault(key, []), sum(wants)
+    most = (1.25 + 0.1 * len(known)) * need
+    fitting = [one for one in known if sum(one) <= most and all(a >= b for a, b in zip(one, wants))]
+    if fitting:
+        return min(fitting, key=sum)
+    fullest = coarse_class(max(wants))
+    halved = [[fullest >> times for times in range(fullest.bit_length())] for _ in wants]
+    sizes = tuple(min(x for x in ladder if x >= want) for ladder, want in zip(halved, wants))
+    if sizes not in known:
+        known.append(sizes)
+    return sizes
 
 
 def _pages_for(pages: Pages, live: int, tokens: int, most: int | None) -> int:
@@ -113,6 +149,7 @@ def empty(
     scaled: bool,
     meta: tuple[str, ...],
     summary: dict[str, tuple[int, ...]],
+    arrays: Mapping[str, tuple[tuple[int, ...], str]] = {},
 ) -> Pages:
     """A pool with all its pages free.
 
@@ -123,15 +160,20 @@ def empty(
       width, dtype, scaled: elements that hold them; ``scaled`` pools carry a scale for each channel.
       meta: names of per-slot values.
       summary: shape of each per-page value.
+      arrays: those of ``meta`` that are no float32 a slot: shape and dtype.
     """
-    slot, put = (pages, size), jax.device_put  # what is small is made by NumPy: each fill would be a program
+    slot, put = (pages, size), jax.device_put  # what is small and no zero is made by NumPy
+    scales = {"scales": ((pages, 2, head_dim), jnp.float32)} if scaled else {}
+    of_parts = of_slots(slot, meta, arrays)
+    of_pages = {f"page {name}": ((pages, *shape), jnp.float32) for name, shape in summary.items()}
+    made = zeros(k=((*slot, width), dtype), v=((*slot, width), dtype), **scales, **of_parts, **of_pages)
     return Pages(
-        k=jnp.zeros((*slot, width), dtype),
-        v=jnp.zeros((*slot, width), dtype),
-        scales=jnp.zeros((pages, 2, head_dim), jnp.float32) if scaled else None,
+        k=made["k"],
+        v=made["v"],
+        scales=made.get("scales"),
         pos=put(np.full(slot, EMPTY, np.int32)),
-        meta={name: jnp.zeros(slot, jnp.float32) for name in meta},
-        summary={name: jnp.zeros((pages, *shape), jnp.float32) for name, shape in summary.items()},
+        meta={name: made[name] for name in meta},
+        summary={name: made[f"page {name}"] for name in summary},
         table=put(np.full((rows, heads, lists, entries), EMPTY, np.int32)),
         length=put(np.zeros((rows, heads, lists), np.int32)),
         refs=put(np.zeros(pages, np.int32)),

@@ -10,11 +10,13 @@ cursor nor positions are stored. W = 4, n = 6 (tokens 0 .. 5 seen):
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 
+from kvjax.cache.blank import of_slots, zeros
 from kvjax.cache.write import scattered
 from kvjax.types import EMPTY, pytree
 
@@ -64,16 +66,21 @@ class Ring:
 
 
 def empty(
-    rows: int, heads: int, window: int, head_dim: int, dtype: jnp.dtype, meta: tuple[str, ...] = ()
+    rows: int,
+    heads: int,
+    window: int,
+    head_dim: int,
+    dtype: jnp.dtype,
+    meta: tuple[str, ...] = (),
+    arrays: Mapping[str, tuple[tuple[int, ...], str]] = {},
 ) -> Ring:
-    """A ring that has seen nothing."""
+    """A ring that has seen nothing; ``arrays`` are those of ``meta`` that are no float32 a slot."""
     shape = (rows, heads, window)
-    return Ring(
-        k=jnp.zeros((*shape, head_dim), dtype),
-        v=jnp.zeros((*shape, head_dim), dtype),
-        admit=jnp.zeros(shape, bool),
-        meta={name: jnp.zeros(shape, jnp.float32) for name in meta},
+    of_parts = of_slots(shape, meta, arrays)
+    made = zeros(
+        k=((*shape, head_dim), dtype), v=((*shape, head_dim), dtype), admit=(shape, bool), **of_parts
     )
+    return Ring(k=made["k"], v=made["v"], admit=made["admit"], meta={name: made[name] for name in meta})
 
 
 def positions(length: Int[Array, " B"], window: int) -> Int[Array, "B W"]:

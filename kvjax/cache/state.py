@@ -101,13 +101,7 @@ class PoolOverflowError(RuntimeError):
     """A pool or a page list was too small: a fault of the reservation, never of the user."""
 
 
-@jax.jit
-def _page_counts(paged: list[Pages]) -> dict[str, Array]:
-    return {
-        "used": jnp.stack([p.count - p.n_free for p in paged]),
-        "overflow": jnp.stack([p.overflow for p in paged]),
-        "slots": jnp.stack([p.length.sum() for p in paged]),
-    }
+_COUNTED = ("n_free", "overflow", "length")
 
 
 def counts(state: KVState) -> dict[str, np.ndarray]:
@@ -119,7 +113,13 @@ def counts(state: KVState) -> dict[str, np.ndarray]:
     paged = _pools(state)
     if not paged:
         return {}
-    found: dict[str, np.ndarray] = jax.device_get(_page_counts(paged))
+    # Fetched and added up here: a program would be one for each combination of pool sizes.
+    free, overflow, lengths = jax.device_get([[getattr(p, n) for p in paged] for n in _COUNTED])
+    found = {
+        "used": np.asarray([p.count - n for p, n in zip(paged, free)]),
+        "overflow": np.asarray(overflow),
+        "slots": np.asarray([length.sum() for length in lengths]),
+    }
     if found["overflow"].any():
         where = [index for index, layer in enumerate(state.layers) for _ in layer.pools]
         short = sorted({where[at] for at in np.flatnonzero(found["overflow"])})
@@ -128,7 +128,13 @@ def counts(state: KVState) -> dict[str, np.ndarray]:
 
 
 def reserve(
-    state: KVState, tokens: int, most: Sequence[int | None], *, ahead: int = 0, doubling: bool = False
+    state: KVState,
+    tokens: int,
+    most: Sequence[int | None],
+    *,
+    ahead: int = 0,
+    doubling: bool = False,
+    uneven: bool = False,
 ) -> KVState:
     """Grow pools until ``tokens`` more tokens a row fit whatever is admitted (host side, reads page counts).
 
@@ -140,6 +146,7 @@ def reserve(
         answer meets a new size and a compilation.
       doubling: a pool that must grow at least doubles, for the same reason; for prefill, after which
         ``fit`` gives the excess back.
+      uneven: each prompt makes layers of other sizes; growth goes by ``pool.familiar``.
     """
     found = counts(state)
     if not found:
@@ -150,7 +157,7 @@ def reserve(
     for kind in range(kinds):
         alike = slice(kind, None, kinds)
         sizes[alike] = pool.grown_sizes(
-            pools[alike], live[alike], tokens, most[kind], ahead=ahead, doubling=doubling
+            pools[alike], live[alike], tokens, most[kind], ahead=ahead, doubling=doubling, uneven=uneven
         )
     same = all(pages.count == size for pages, size in zip(pools, sizes))
     return state if same else _resized(state, tuple(sizes))

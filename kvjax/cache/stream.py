@@ -51,7 +51,7 @@ def slots(pools: Pools) -> Slots:
     return Slots(
         pos=jnp.concatenate([x.pos for x in found], axis=-1),
         live=jnp.concatenate([x.live for x in found], axis=-1),
-        meta={n: jnp.concatenate([x.meta[n] for x in found], axis=-1) for n in found[0].meta},
+        meta={n: jnp.concatenate([x.meta[n] for x in found], axis=2) for n in found[0].meta},
     )
 
 

@@ -70,21 +70,24 @@ def _modules() -> tuple[ModuleType, ...]:
 
 @functools.cache
 def parts() -> dict[str, type[Part]]:
-    """Every part by its name in the one-string form.
+    """Every part by its name in the one-string form; by "name.place" the second of two that share a word.
+
+    One word may stand for parts of two places, which then share their arguments (``gvote``).
 
     Raises:
-      PolicyError: two parts claim one name.
+      PolicyError: two parts of one place claim one name.
     """
     named: dict[str, type[Part]] = {}
     for module in _modules():
         for _, kind in inspect.getmembers(module, inspect.isclass):
             if kind.__module__ != module.__name__ or not issubclass(kind, Part) or not hasattr(kind, "name"):
                 continue
-            if kind.name in named:
-                raise PolicyError(
-                    f"{kind.__module__} and {named[kind.name].__module__} both define '{kind.name}'."
-                )
-            named[kind.name] = kind
+            key = kind.name
+            if key in named and named[key].place != kind.place:
+                key = f"{kind.name}.{kind.place}"
+            if key in named:
+                raise PolicyError(f"{kind.__module__} and {named[key].__module__} both define '{kind.name}'.")
+            named[key] = kind
     return named
 
 

@@ -67,16 +67,17 @@ def describe(policy: Policy) -> dict[str, Any]:
       sinks, recent: the protections.
       family: as ``family`` has it.
       size: of each field that says how much the budget keeps, its number and unit ("tokens" a stream, "ratio"
-        of the tokens seen, "bytes" of a row); {} without a budget.
+        of the tokens seen, "bytes" of a row); {} without a budget, or where the prompt says how much.
     """
     budget, busy = policy.budget, [part for part in policy.parts if not part.idle]
+    amounts_of = () if budget.voted else sizes(budget)
     return {
         "policy": repr(policy),
         "parts": [{"place": part.place, "name": part.name, "args": _arguments(part)} for part in busy],
         "sinks": policy.sinks,
         "recent": policy.recent,
         "family": family(policy),
-        "size": {name: size for name in sizes(budget) if (size := _size(getattr(budget, name)))},
+        "size": {name: size for name in amounts_of if (size := _size(getattr(budget, name)))},
     }
 
 

@@ -2,7 +2,9 @@
 
 A string is a sum of words. A word is the name of a part with arguments (``quest(chunks=32)``), one of the
 protections ``sinks(n)`` and ``recent(n)``, or a preset. What a preset brings along may be overridden by a
-part written beside it; two parts written for one place are refused.
+part written beside it; two parts written for one place are refused. A word that names parts of two places
+(``gvote`` ranks and says how many) fills those that nothing else was written for: ``kvp + gvote`` ranks by
+kvp and keeps as many as the votes say, ``gvote + uniform(0.25)`` ranks by votes.
 """
 
 from __future__ import annotations
@@ -57,17 +59,31 @@ def policy(spec: str | Policy) -> Policy:
         raise PolicyError(f"policy({spec!r}) is no policy. Write one, for example 'snapkv + uniform(512)'.")
     written: dict[str, Any] = {}
     brought: dict[str, Any] = {}
+    shared: list[dict[str, Any]] = []
     for word in _words(spec):
         name, arguments = _parse(word, spec)
-        if arguments is None and name in PRESETS:
+        if arguments is None and name in PRESETS and len(_kinds(name)) < 2:
             brought |= _preset(name)
             continue
-        place, value = _part(name, arguments or "", spec)
+        found = _parts(name, arguments or "", spec)
+        if len(found) > 1:
+            shared.append(found)
+            continue
+        ((place, value),) = found.items()
         if place in written:
             raise PolicyError(
                 f"policy({spec!r}) gives {place} twice: {written[place]!r} and {value!r}. Keep one of them."
             )
         written[place] = value
+    for found in shared:
+        free = [p for p in found if p not in written and (p not in brought or p == "budget")]
+        if not free:
+            parts = " and ".join(f"{place} by {(brought | written)[place]!r}" for place in found)
+            raise PolicyError(
+                f"policy({spec!r}): {next(iter(found.values()))!r} has no place left, {parts} are taken. "
+                "Leave one of them out."
+            )
+        written |= {place: found[place] for place in free}
     return Policy(**(brought | written))
 
 
@@ -77,8 +93,7 @@ def _preset(name: str) -> dict[str, Any]:
     for word in _words(PRESETS[name]):
         part, arguments = _parse(word, name)
         if part != "full":
-            place, value = _part(part, arguments or "", name)
-            fields[place] = value
+            fields |= _parts(part, arguments or "", name)
     return fields
 
 
@@ -104,25 +119,31 @@ def _parse(word: str, spec: str) -> tuple[str, str | None]:
     return match[1], match[2]
 
 
-def _part(name: str, arguments: str, spec: str) -> tuple[str, Any]:
-    """The field of Policy a word sets, and its value."""
+def _parts(name: str, arguments: str, spec: str) -> dict[str, Any]:
+    """The fields of Policy a word may set, and their values: one, or two where parts share the word."""
     values, named = _arguments(name, arguments, spec)
     if name in PROTECTIONS:
         if len(values) != 1 or named:
             raise PolicyError(f"policy({spec!r}): {name} takes one number of tokens, as in {name}(4).")
-        return name, values[0]
-    kind = discovery.parts().get(name)
-    if kind is None and name in PRESETS:
+        return {name: values[0]}
+    kinds = _kinds(name)
+    if not kinds and name in PRESETS:
         raise PolicyError(
             f"policy({spec!r}): {name} is a preset and takes no arguments. Write its parts with yours: "
             f"'{PRESETS[name]}'."
         )
-    if kind is None:
-        known = sorted({*discovery.parts(), *PRESETS, *PROTECTIONS})
+    if not kinds:
+        words = {kind.name for kind in discovery.parts().values()}
+        known = sorted({*words, *PRESETS, *PROTECTIONS})
         close = difflib.get_close_matches(name, known, n=1)
         hint = f"Did you mean {close[0]!r}? " if close else ""
         raise PolicyError(f"policy({spec!r}): there is no {name!r}. {hint}Known: {', '.join(known)}.")
-    return kind.place, _build(kind, values, named, spec)
+    return {kind.place: _build(kind, values, named, spec) for kind in kinds}
+
+
+def _kinds(name: str) -> list[type[Part]]:
+    """The parts of that name: none, one, or two of different places."""
+    return [kind for kind in discovery.parts().values() if kind.name == name]
 
 
 def _build(kind: type[Part], values: list[Any], named: dict[str, Any], spec: str) -> Part:

@@ -6,11 +6,14 @@ counts are read between them, never inside.
 
   generate, stream    prompts in, new tokens out; ``segment``: up to 64 steps in one program
   prefill, extend     chunks, or a whole prompt layer by layer
+  read_full, cut      one reading of whole prompts for many policies that cut afterwards
+  read_layers         ``prefill`` of whole prompts, a layer at a time
   step, chunk         new tokens through the model, ``run_layers`` with your own visitor at the seam; pure
   empty, reserve      what a state has space for, and the sizes programs are compiled for
   RequestError        what a caller is told; ``Remark`` what is served, but otherwise than it reads
 """
 
+from kvjax.decode._by_layer import Site, chunk_layer, chunk_outputs, sites
 from kvjax.decode._capacity import (
     CHUNK,
     HORIZON,
@@ -28,7 +31,8 @@ from kvjax.decode._capacity import (
 )
 from kvjax.decode._checks import Progress, Remark, RequestError
 from kvjax.decode._generate import Generation, Run, generate, segment, stream
-from kvjax.decode._prefill import extend, prefill
+from kvjax.decode._prefill import answered, cut, cuts_after, extend, prefill, read_layers
+from kvjax.decode._reading import Reading, read_full
 from kvjax.decode._step import chunk, run_layers, step, step_program, with_confidence
 
 __all__ = [
@@ -38,11 +42,18 @@ __all__ = [
     "SEGMENT",
     "Generation",
     "Progress",
+    "Reading",
     "Remark",
     "RequestError",
     "Run",
+    "Site",
+    "answered",
     "bucket",
     "chunk",
+    "chunk_layer",
+    "chunk_outputs",
+    "cut",
+    "cuts_after",
     "empty",
     "extend",
     "generate",
@@ -51,10 +62,13 @@ __all__ = [
     "page_size",
     "prefill",
     "prompt_pages",
+    "read_full",
+    "read_layers",
     "reserve",
     "roomy",
     "run_layers",
     "segment",
+    "sites",
     "slot_bounds",
     "step",
     "step_program",

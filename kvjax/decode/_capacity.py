@@ -169,7 +169,7 @@ def empty(
 
     def layer(window: int | None) -> LayerCache:
         w = policy.window(context) if window is None else min(window, context)
-        ring = rings.empty(rows, heads, w, dim, dtype, policy.keeps)
+        ring = rings.empty(rows, heads, w, dim, dtype, policy.keeps, policy.arrays)
         if window is not None or not policy.paged(context):
             return LayerCache(ring=ring, pages=None, summary=None)
         summary = policy.completion.empty(rows, heads, dim, context)
@@ -193,6 +193,7 @@ def empty(
                     dtype=storage.dtype(dtype),
                     scaled=storage.scaled,
                     meta=policy.keeps,
+                    arrays=policy.arrays,
                     summary=policy.selection.summary_shapes(size, dim),
                 )
             )
@@ -221,7 +222,8 @@ def reserve(policy: Policy, state: KVState, tokens: int, arriving: int, ahead: i
     A pool that has to grow makes room for ``ahead`` tokens (decoding) or at least doubles (prefill).
     """
     most = slot_bounds(policy, state.context, arriving, page_sizes(state))
-    return states.reserve(state, tokens, most, ahead=ahead, doubling=arriving > 1)
+    uneven = policy.budget.voted
+    return states.reserve(state, tokens, most, ahead=ahead, doubling=arriving > 1, uneven=uneven)
 
 
 _resize = jax.jit(pool.resize, static_argnums=1)

@@ -9,14 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kvjax import catalogue
 from kvjax.algebra import Frame, Policy
 from kvjax.cache.state import DONATED, KVState
 from kvjax.decode._capacity import page_sizes, slot_bounds
 from kvjax.types import Network, Params, Weighted
-from kvjax.weights import WeightsError, missing
+from kvjax.weights import WeightsError, chosen, is_auto, missing
 
 if TYPE_CHECKING:
-    from jaxtyping import Int
+    from jaxtyping import Int, UInt
 
 Progress = Callable[[int, int], None]
 """Called with (done, all) units of prefill work: tokens, or layers."""
@@ -111,6 +112,20 @@ def check_prompts(call: str, network: Network, lengths: list[int], context: int)
         )
 
 
+def read_seeds(call: str, seeds: int | Sequence[int], rows: int) -> UInt[np.ndarray, " B"]:
+    """One seed a row; their lowest 32 bits count.
+
+    Raises:
+      RequestError: no whole numbers, or another number of them.
+    """
+    found = np.asarray(seeds)
+    if found.dtype.kind not in "iu" or found.shape not in ((), (rows,)):
+        raise RequestError(
+            f"{call}(seeds={seeds!r}) is no seed of {rows} requests. Give a whole number, or one a row."
+        )
+    return np.broadcast_to(found.astype(np.int64) & 0xFFFFFFFF, (rows,)).astype(np.uint32)
+
+
 # --- states --------------------------------------------------------------------------------------
 
 
@@ -174,6 +189,15 @@ def check_space(call: str, network: Network, state: KVState, more: np.ndarray) -
 # --- policies ------------------------------------------------------------------------------------
 
 
+def read_policy(spec: Policy | str, model: Weighted) -> Policy:
+    """The policy that is meant on this model; what ``auto(...)`` chose is told (``Remark``)."""
+    if not isinstance(spec, str) or not is_auto(spec):
+        return catalogue.policy(spec)
+    policy, said = chosen(spec, model)
+    warnings.warn(said, Remark, stacklevel=1)
+    return policy
+
+
 def tell_of_windows(network: Network, policy: Policy) -> None:
     """Warn where the model's own windows leave the policy no say. Of one place, so Python says it once."""
     sliding = [f"{i}: {window}" for i, window in enumerate(network.windows) if window is not None]
@@ -212,6 +236,41 @@ def tell_of_protected(network: Network, policy: Policy, frame: Frame, lengths: S
         Remark,
         stacklevel=1,
     )
+
+
+def tell_of_votes(policy: Policy, lengths: Sequence[int], kept: Sequence[Int[np.ndarray, "B K"]]) -> None:
+    """Warn of prompts that a voted budget could not judge, or kept whole.
+
+    Args:
+      policy: whose budget is voted.
+      lengths: of the prompts.
+      kept: tokens that stay of each stream, of each layer that the policy rules.
+    """
+    stays = np.asarray(kept)  # [L, B, K]
+    if not len(stays):  # the model's own windows rule everywhere
+        return
+    for row, length in enumerate(lengths):
+        if length == 1:
+            warnings.warn(
+                f"{policy!r} has one token in row {row} to judge by, which stays. Its votes need a prompt.",
+                Remark,
+                stacklevel=1,
+            )
+        elif length > policy.protected and (stays[:, row] == length).all():
+            warnings.warn(
+                f"{policy!r} keeps all {length} tokens of row {row} in every layer and head: its votes name "
+                "them all. That saves nothing here; a smaller p or fewer samples keep fewer.",
+                Remark,
+                stacklevel=1,
+            )
+
+
+def tell_of_lengths(policy: Policy, weights: Params, lengths: Sequence[int]) -> None:
+    """Warn where learned weights were made for prompts of very different lengths."""
+    for part in policy.learned:
+        remark = part.remark(weights[part.place], lengths)
+        if remark is not None:
+            warnings.warn(remark, Remark, stacklevel=1)
 
 
 def check_weights(model: Weighted, policy: Policy, weights: Params | None) -> Params:

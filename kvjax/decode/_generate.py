@@ -14,6 +14,7 @@ import numpy as np
 from kvjax import catalogue, metrics
 from kvjax.algebra import Policy
 from kvjax.cache.state import KVState
+from kvjax.decode._by_layer import embed, sites, step_layer, top, writes_by_layer
 from kvjax.decode._capacity import CHUNK, HORIZON, SEGMENT, bucket, reserve
 from kvjax.decode._checks import (
     Prompts,
@@ -22,11 +23,12 @@ from kvjax.decode._checks import (
     check_continues,
     check_space,
     check_weights,
+    read_policy,
     read_prompts,
     tell_of_windows,
 )
 from kvjax.decode._prefill import prefill
-from kvjax.decode._step import step
+from kvjax.decode._step import confident, step
 from kvjax.sampling import Sampling, sample, sampling
 from kvjax.types import EMPTY, Network, Params, Weighted, pytree
 from kvjax.weights import weights_for
@@ -79,7 +81,7 @@ def generate(
       RequestError: as in ``prefill``, and when prompt and new tokens exceed the model's context.
       WeightsError: a policy that learns, and no weights that fit.
     """
-    policy = catalogue.policy(policy)
+    policy = read_policy(policy, model)
     weights = weights_for(policy, model) if weights is None else weights
     if max_new_tokens < 1:
         raise RequestError(f"generate(max_new_tokens={max_new_tokens}) writes nothing. Give 1 or more.")
@@ -93,7 +95,7 @@ def generate(
         )
     context = bucket(longest + max_new_tokens, most)
     state, logits = prefill(
-        model, policy, rows, context=context, chunk_size=chunk_size, page=page, weights=weights
+        model, policy, rows, context=context, chunk_size=chunk_size, page=page, weights=weights, seeds=seed
     )
     out: list[list[int]] = [[] for _ in rows]
     limit = np.full(len(rows), max_new_tokens, np.int32)
@@ -179,7 +181,7 @@ def _pieces(
         left = int(limit.max()) - written
         ahead = state.context if keeps_all else min(HORIZON, left)
         state = reserve(policy, state, min(every, left), 1, ahead=ahead)
-        state, run, out = segment(model.network, policy, every, model.params, weights, state, run)
+        state, run, out = write(model.network, policy, every, model.params, weights, state, run)
         found = np.asarray(out)
         written += every
         yield found[:, (found != EMPTY).any(axis=0)], state
@@ -224,6 +226,50 @@ def segment(
 
     _, state, run, out = jax.lax.while_loop(go, one, (jnp.asarray(0), state, run, out))
     return state, run, out
+
+
+def write(
+    network: Network, policy: Policy, steps: int, params: Params, weights: Params, state: KVState, run: Run
+) -> tuple[KVState, Run, Int[Array, "B steps"]]:
+    """``segment``; of a deep model on a CPU with a program a layer, not one for all. The state is donated."""
+    if not writes_by_layer(network, params):
+        return segment(network, policy, steps, params, weights, state, run)
+    network, rest = network.at(state.context), top(params)
+    layers, caches = sites(network, policy, params, weights), list(state.layers)
+    out, i = jax.device_put((np.full((state.rows, steps), EMPTY, np.int32), np.int32(0)))
+    length, confidence = state.length, state.confidence
+    x = embed(network, rest, length, run.token)
+    for _ in range(steps):
+        done = run.done
+        for at, site in enumerate(layers):
+            x, caches[at] = step_layer(
+                network, *site, policy, caches[at], x, length, done, state.total, confidence
+            )
+        x, length, confidence, run, out, i = _turn(network, policy, rest, x, length, confidence, run, out, i)
+        if np.asarray(done).all():  # of the step before: the device need not be waited for
+            break
+    state = dataclasses.replace(state, layers=tuple(caches), length=length, confidence=confidence)
+    return state, run, out
+
+
+@functools.partial(jax.jit, static_argnames="network", donate_argnames=("length", "out"))
+def _turn(
+    network: Network,
+    policy: Policy,
+    rest: Params,
+    x: Float[Array, "B 1 D"],
+    length: Int[Array, " B"],
+    confidence: Float[Array, " B"] | None,
+    run: Run,
+    out: Int[Array, "B steps"],
+    i: Int[Array, ""],
+) -> tuple[Array, Array, Array | None, Run, Array, Array]:
+    """Between two steps: logits of one, its tokens in column ``i`` of ``out``, and the way into the next."""
+    logits, fed = network.logits(rest, x[:, 0]), ~run.done
+    length, confidence = length + fed.astype(jnp.int32), confident(policy, confidence, logits, fed)
+    run, fresh = _advance(run, logits, length)
+    x = network.embed(rest, run.token[:, None], length[:, None])
+    return x, length, confidence, run, out.at[:, i].set(fresh), i + 1
 
 
 def _advance(run: Run, logits: Float[Array, "B V"], length: Int[Array, " B"]) -> tuple[Run, Int[Array, " B"]]:

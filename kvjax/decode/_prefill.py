@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -17,6 +17,7 @@ from kvjax.cache import pool
 from kvjax.cache import state as states
 from kvjax.cache.ring import Entry
 from kvjax.cache.state import KVState, LayerCache
+from kvjax.decode._by_layer import answer, fed, read_chunk, sites, top
 from kvjax.decode._capacity import CHUNK, bucket, empty, is_bounded, padded, prompt_pages, reserve
 from kvjax.decode._checks import (
     Progress,
@@ -26,15 +27,19 @@ from kvjax.decode._checks import (
     check_prompts,
     check_space,
     check_weights,
+    read_policy,
     read_prompts,
+    read_seeds,
+    tell_of_lengths,
     tell_of_protected,
+    tell_of_votes,
     tell_of_windows,
 )
-from kvjax.decode._step import at_layer, chunk_program, logits_of, with_confidence
+from kvjax.decode._reading import Reading, embedded, judge_layer
 from kvjax.types import EMPTY, Heads, Network, Params, Weighted
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Float, Int
+    from jaxtyping import Array, Bool, Float, Int, UInt
 
 
 def prefill(
@@ -46,6 +51,7 @@ def prefill(
     chunk_size: int = CHUNK,
     page: int | None = None,
     weights: Params | None = None,
+    seeds: int | Sequence[int] = 0,
     progress: Progress | None = None,
 ) -> tuple[KVState, Float[Array, "B V"]]:
     """Read the prompts; the compressed state and the logits of each row's next token.
@@ -62,16 +68,20 @@ def prefill(
       chunk_size: tokens a chunk.
       page: slots of a page; by default ``page_size`` chooses.
       weights: learned weights, for policies that have some: ``kvjax.weights_for(policy, model)``.
+      seeds: of the requests, for all rows or one a row; policies that draw (``gvote``) draw by a request's
+        own, never by its place in the batch.
       progress: told how much is done.
 
     Raises:
-      RequestError: an empty prompt, ids that the model has not, or more than it or ``context`` allows.
+      RequestError: an empty prompt, ids that the model has not, more than it or ``context`` allows, wrong
+        seeds.
       PolicyError: a policy that cannot be read.
       WeightsError: a policy that learns without its weights, or weights that do not fit.
 
-    Warns (``Remark``) where the model's own windows rule, and where the budget is below what is protected.
+    Warns (``Remark``) where the model's own windows rule, where the budget is below what is protected, and
+    where a budget that is voted keeps all of a prompt or has one token to judge by.
     """
-    policy = catalogue.policy(policy)
+    policy = read_policy(policy, model)
     weights, network = check_weights(model, policy, weights), model.network
     tell_of_windows(network, policy)
     rows = read_prompts("prefill", model, prompts)
@@ -83,13 +93,61 @@ def prefill(
         raise RequestError(f"prefill(chunk_size={chunk_size}) reads nothing. Give 1 token or more.")
     dtype = model.params["embed"].dtype
     tell_of_protected(network, policy, _frame(network, policy, dtype), lengths)
+    tell_of_lengths(policy, weights, lengths)
     state = empty(
         network, policy, rows=len(rows), context=context, dtype=dtype, page=page, chunk_size=chunk_size
     )
     state = dataclasses.replace(state, total=jax.device_put(np.asarray(lengths, np.int32)))
+    drawn = read_seeds("prefill", seeds, len(rows))
     if policy.whole_prompt:
-        return _read_whole(model, policy, state, rows, weights, progress)
+        reading = read_layers(model, policy, state, rows, weights, drawn)
+        return _finished(model, policy, reading, len(rows), progress)
     return _read_chunks(model, policy, state, rows, weights, progress)
+
+
+def cuts_after(policy: Policy) -> bool:
+    """Is a prompt read with full attention and cut afterwards? Then ``cut`` serves it from a ``Reading``."""
+    return policy.whole_prompt and (policy.admission.idle or not policy.admission.prefill)
+
+
+def cut(
+    model: Weighted,
+    policy: Policy | str,
+    reading: Reading,
+    *,
+    chunk_size: int = CHUNK,
+    page: int | None = None,
+    weights: Params | None = None,
+    seeds: int | Sequence[int] = 0,
+) -> tuple[KVState, Float[Array, "B V"]]:
+    """``prefill`` of prompts that were read before, under a policy that cuts afterwards.
+
+    Args:
+      model, policy, chunk_size, page, weights, seeds: as in ``prefill``.
+      reading: of the same model; left as it is.
+
+    Raises:
+      RequestError: a policy that decides while it reads; wrong seeds.
+      PolicyError, WeightsError: as ``prefill``.
+    """
+    policy = catalogue.policy(policy)
+    if not cuts_after(policy):
+        raise RequestError(f"cut({policy!r}) decides while a prompt is read. Prefill under it.")
+    weights, rows = check_weights(model, policy, weights), len(reading.prompts)
+    state = empty(
+        model.network,
+        policy,
+        rows=rows,
+        context=reading.context,
+        dtype=model.params["embed"].dtype,
+        page=page,
+        chunk_size=chunk_size,
+    )
+    lengths = np.asarray([len(prompt) for prompt in reading.prompts], np.int32)
+    state = dataclasses.replace(state, total=jax.device_put(lengths))
+    drawn = read_seeds("cut", seeds, rows)
+    layers = read_layers(model, policy, state, reading.prompts, weights, drawn, reading=reading)
+    return _finished(model, policy, layers, rows, None)
 
 
 def _frame(network: Network, policy: Policy, dtype: jnp.dtype) -> Frame:
@@ -140,7 +198,7 @@ def _read_chunks(
     lengths, chunk_size = np.asarray([len(prompt) for prompt in prompts]), state.chunk
     longest = int(lengths.max())
     tokens = padded(prompts, -(-longest // chunk_size) * chunk_size)
-    last: Array | None = None
+    last, layers = _nothing(model, len(prompts)), sites(model.network, policy, model.params, weights)
     # Where everything is admitted, and all of it stays or a fixed number, the need is known: all of it at
     # once, one size, one program. (A share of the context is more than a shorter prompt can fill.)
     ahead = longest if policy.admission.idle and is_bounded(policy, state) else chunk_size
@@ -148,55 +206,105 @@ def _read_chunks(
         count = np.clip(lengths - start, 0, chunk_size).astype(np.int32)
         state = reserve(policy, state, min(ahead, longest - start), chunk_size)
         piece = tokens[:, start : start + chunk_size]
-        state, x = chunk_program(model.network, policy, model.params, weights, state, piece, count)
-        last = x if last is None else jnp.where((count > 0)[:, None], x, last)
+        state, last = read_chunk(model.network, policy, model.params, layers, state, piece, count, last)
         if progress:
-            jax.block_until_ready(x)  # reported is what is done, not what is asked for
+            jax.block_until_ready(last)  # reported is what is done, not what is asked for
             progress(min(start + chunk_size, longest), longest)
     state = metrics.with_peak(states.fit(metrics.with_peak(state)))
-    assert last is not None  # noqa: S101  (at least one token was fed)
-    logits = logits_of(model.network, model.params, last)
-    return with_confidence(policy, state, logits, jax.device_put(lengths > 0)), logits
+    return answered(model, policy, state, last, jax.device_put(lengths > 0))
 
 
-def _read_whole(
+def _finished(
+    model: Weighted,
+    policy: Policy,
+    reading: Generator[tuple[int, int], None, tuple[KVState, Array, Array]],
+    rows: int,
+    progress: Progress | None,
+) -> tuple[KVState, Float[Array, "B V"]]:
+    """What ``read_layers`` comes to."""
+    while True:
+        try:
+            done = next(reading)
+        except StopIteration as end:
+            state, last, _ = end.value
+            return answered(model, policy, state, last, jax.device_put(np.ones(rows, bool)))
+        if progress:
+            progress(*done)
+
+
+def _nothing(model: Weighted, rows: int) -> Float[Array, "B D"]:
+    """The output of rows that were fed no token."""
+    embed = model.params["embed"]
+    return jax.device_put(np.zeros((rows, embed.shape[1]), embed.dtype))
+
+
+def answered(
+    model: Weighted, policy: Policy, state: KVState, last: Float[Array, "B D"], fed: Bool[Array, " B"]
+) -> tuple[KVState, Float[Array, "B V"]]:
+    """Logits of the rows' last outputs, and the state that knows what the budget reads off them."""
+    logits, confidence = answer(model.network, policy, top(model.params), last, state.confidence, fed)
+    return dataclasses.replace(state, confidence=confidence), logits
+
+
+def read_layers(
     model: Weighted,
     policy: Policy,
     state: KVState,
     prompts: Sequence[np.ndarray],
     weights: Params,
-    progress: Progress | None,
-) -> tuple[KVState, Float[Array, "B V"]]:
+    seeds: UInt[np.ndarray, " B"] | None = None,
+    *,
+    reading: Reading | None = None,
+    fitted: bool = True,
+) -> Generator[tuple[int, int], None, tuple[KVState, Float[Array, "B D"], Float[Array, "B T D"]]]:
     """Read whole prompts into an empty state that knows their lengths (``total``).
 
     Each layer is compressed before the next one runs.
+
+    Args:
+      model, policy, weights: as in ``prefill``.
+      state: with empty pools, which are made as large as they must be.
+      prompts: token ids.
+      seeds: of the rows' requests; 0 without them.
+      reading: of these prompts; nothing is attended to again.
+      fitted: pools end at the smallest size class; else at a coarser one, which fewer programs meet.
+
+    Yields:
+      (layers done, all layers), after each.
+
+    Returns:
+      The state, and the last layer's output of each row's last token and of all, padded.
     """
     network, params, total = model.network.at(state.context), model.params, state.total
-    width = bucket(max(len(prompt) for prompt in prompts))
-    positions = jnp.broadcast_to(jnp.arange(width), (len(prompts), width))
-    x = network.embed(params, jnp.asarray(padded(prompts, width)), positions)
-    caches = list(state.layers)
-    for index, block in enumerate(params["layers"]):
-        own = at_layer(policy, weights, index)
+    x = reading.inputs[0] if reading else embedded(network, params, prompts)
+    caches, kept = list(state.layers), []
+    draws = jax.device_put(np.zeros(len(prompts), np.uint32) if seeds is None else seeds)
+    for index, (_, block, own, at) in enumerate(sites(network, policy, params, weights)):
         cache, window = caches[index], network.windows[index]
-        at = jnp.asarray(index)
-        x, ranked, stored = _prompt_layer(
-            network, policy, window, cache.ring.window, block, own, at, x, total
-        )
+        where = (network, policy, window, cache.ring.window, block, own, at)
+        if reading:
+            given = reading.inputs[index], reading.lse[index]
+            ranked, stored, stays = judge_layer(*where, *given, total, draws)
+            x = reading.inputs[index + 1]
+        else:
+            x, ranked, stored, stays = _prompt_layer(*where, x, total, draws)
+        kept += [stays] if window is None else []
         # The one look of the host between two layers.
         need = tuple(pool.coarse_class(pages) for pages in prompt_pages(policy, cache, np.asarray(stored)))
         whole = sum(leaf.nbytes for leaf in jax.tree.leaves(ranked))
         before = metrics.allocated(tuple(caches))
         caches[index] = _store_layer(policy, network.num_layers, need, own, cache, ranked, at, total)
         state = metrics.raise_peak(state, whole, before + whole + metrics.allocated((caches[index],)))
-        if progress:
-            progress(index + 1, network.num_layers)
-    # A buffer of its own: the state is donated, and no buffer can be donated twice.
-    state = dataclasses.replace(state, layers=tuple(caches), length=jnp.copy(total))
-    state = states.fit(metrics.with_peak(state))  # raises if a pool was too small
-    last = jnp.take_along_axis(x, (total - 1)[:, None, None], axis=1)[:, 0]
-    logits = logits_of(network, params, last)
-    return with_confidence(policy, state, logits, jnp.ones(len(prompts), bool)), logits
+        yield index + 1, network.num_layers
+    length, last = fed(x, state.length, total, _nothing(model, len(prompts)))
+    state = dataclasses.replace(state, layers=tuple(caches), length=length)
+    if policy.budget.voted:
+        tell_of_votes(policy, [len(prompt) for prompt in prompts], jax.device_get(kept))
+    state = metrics.with_peak(state)
+    if fitted:
+        return states.fit(state), last, x
+    states.counts(state)  # as ``fit``, raises if a pool was too small
+    return state, last, x
 
 
 @functools.partial(jax.jit, static_argnames=("network", "window", "ring"))
@@ -210,11 +318,16 @@ def _prompt_layer(
     index: Int[Array, ""],
     x: Float[Array, "B T D"],
     total: Int[Array, " B"],
-) -> tuple[Float[Array, "B T D"], Entry, Int[Array, "B K"]]:
-    """One layer over the whole prompt; ``index`` is traced, so that all layers share one program."""
+    seeds: UInt[Array, " B"],
+) -> tuple[Float[Array, "B T D"], Entry, Int[Array, "B K"], Int[Array, "B K"]]:
+    """One layer over the whole prompt; ``index`` is traced, so that all layers share one program.
+
+    Returns:
+      The layer's output, the ranked tokens, how many of them pages will hold, and how many stay in all.
+    """
     at = jnp.broadcast_to(jnp.arange(x.shape[1]), x.shape[:2])
     pos = jnp.where(at < total[:, None], at, EMPTY)
-    info = layer.LayerInfo(policy, weights, index, network.num_layers, window, total)
+    info = layer.LayerInfo(policy, weights, index, network.num_layers, window, total, seeds=seeds)
 
     def attend(_: int, heads: Heads, ranked: Entry | None) -> tuple[Array, Entry | None]:
         del ranked
@@ -223,7 +336,7 @@ def _prompt_layer(
     # Layers of one window share this program: the first of them stands for all.
     x, ranked = network.layer(block, network.windows.index(window), x, at, attend, None)
     assert ranked is not None  # noqa: S101  (attend has run)
-    return x, ranked, layer.count_stored(ranked, total, ring)
+    return x, ranked, layer.count_stored(ranked, total, ring), ranked.admit.sum(axis=-1)
 
 
 @functools.partial(jax.jit, static_argnames=("num_layers", "pages"))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -20,6 +19,9 @@ if TYPE_CHECKING:
 
 OnRead = Callable[[layer.LayerInfo, LayerCache, layer.Read], None]
 """Told what a layer read: (info, the cache after the token was written, the read)."""
+
+Visit = Callable[[layer.LayerInfo, Heads, LayerCache], "tuple[Array, LayerCache]"]
+"""Stands at a layer's seam: (info, heads, cache) to the attention output and the cache after."""
 
 
 def step(
@@ -88,7 +90,7 @@ def run_layers(
     weights: Params,
     state: KVState,
     tokens: Int[Array, "B T"],
-    visit: Callable[[layer.LayerInfo, Heads, LayerCache], tuple[Array, LayerCache]],
+    visit: Visit,
 ) -> tuple[Float[Array, "B T D"], tuple[LayerCache, ...]]:
     """Take T new tokens a row through the model, ``visit`` standing at every layer's seam. Pure.
 
@@ -103,22 +105,39 @@ def run_layers(
     Returns:
       The last layer's output, and every layer's cache.
     """
-    positions = state.length[:, None] + jnp.arange(tokens.shape[1])[None, :]
+    positions = places(state.length, tokens)
     network = network.at(state.context)
     x = network.embed(params, tokens, positions)
     caches = []
     for index, (block, cache) in enumerate(zip(params["layers"], state.layers)):
         own, window = at_layer(policy, weights, index), network.windows[index]
         info = layer.LayerInfo(policy, own, index, network.num_layers, window, state.total, state.confidence)
-
-        def attend(
-            _: int, heads: Heads, cache: LayerCache, info: layer.LayerInfo = info
-        ) -> tuple[Array, LayerCache]:
-            return visit(info, heads, cache)
-
-        x, cache = network.layer(block, index, x, positions, attend, cache)
+        x, cache = through(network, info, index, block, x, positions, cache, visit)
         caches.append(cache)
     return x, tuple(caches)
+
+
+def places(length: Int[Array, " B"], tokens: Int[Array, "B T"]) -> Int[Array, "B T"]:
+    """Positions of T new tokens a row."""
+    return length[:, None] + jnp.arange(tokens.shape[1])[None, :]
+
+
+def through(
+    network: Network,
+    info: layer.LayerInfo,
+    index: int,
+    block: Params,
+    x: Float[Array, "B T D"],
+    positions: Int[Array, "B T"],
+    cache: LayerCache,
+    visit: Visit,
+) -> tuple[Float[Array, "B T D"], LayerCache]:
+    """One layer, ``visit`` at its seam; ``index`` is this layer or one that differs in weights alone."""
+
+    def attend(_: int, heads: Heads, cache: LayerCache) -> tuple[Array, LayerCache]:
+        return visit(info, heads, cache)
+
+    return network.layer(block, index, x, positions, attend, cache)
 
 
 def at_layer(policy: Policy, weights: Params, index: int) -> Params:
@@ -130,17 +149,14 @@ def with_confidence(
     policy: Policy, state: KVState, logits: Float[Array, "B V"], fed: Bool[Array, " B"]
 ) -> KVState:
     """The state with what the budget makes of the logits that rows were ``fed`` for. Pure."""
-    if state.confidence is None:
-        return state
-    return dataclasses.replace(
-        state, confidence=jnp.where(fed, policy.budget.confidence(logits), state.confidence)
-    )
+    return dataclasses.replace(state, confidence=confident(policy, state.confidence, logits, fed))
 
 
-@functools.partial(jax.jit, static_argnames="network")
-def logits_of(network: Network, params: Params, x: Float[Array, "B D"]) -> Float[Array, "B V"]:
-    """The network's logits, as a program of its own."""
-    return network.logits(params, x)
+def confident(
+    policy: Policy, before: Float[Array, " B"] | None, logits: Float[Array, "B V"], fed: Bool[Array, " B"]
+) -> Float[Array, " B"] | None:
+    """``KVState.confidence`` after these logits; None where no budget asks."""
+    return None if before is None else jnp.where(fed, policy.budget.confidence(logits), before)
 
 
 chunk_program = jax.jit(chunk, static_argnames="network", donate_argnames="state")

@@ -133,6 +133,7 @@ def _parser() -> cli.Parser:
     _run(what.add_parser("run", help="measure cells; finished ones are not measured again"))
     _match(what.add_parser("match", help="find the budget at which a policy holds as many bytes as another"))
     _roundtrip(what.add_parser("roundtrip", help="the error of keys and values after they were stored"))
+    _frontier(what.add_parser("frontier", help="every method at matched bytes, in two stages; the front"))
     what.add_parser("tasks", help="every task, and from which length on it fits")
     for name, about in (
         ("report", "tables, figures and one HTML page of results"),
@@ -165,6 +166,23 @@ def _run(run: argparse.ArgumentParser) -> None:
     )
     cli.add(run, "--out", required=True, help="folder of results, resumed if there")
     cli.add(run, "--progress")
+
+
+def _frontier(front: argparse.ArgumentParser) -> None:
+    front.add_argument(
+        "--config",
+        type=Path,
+        metavar="FILE",
+        default=Path("configs/eval/frontier.yaml"),
+        help="budgets, policies and stages (default: configs/eval/frontier.yaml)",
+    )
+    add_model(front)
+    front.add_argument(
+        "--samples", type=cli.whole("--samples", 1), help="a cell (default: as the stages say)"
+    )
+    front.add_argument("--stages", type=cli.whole("--stages", 1), help="how many (default: all)")
+    cli.add(front, "--out", required=True, help="folder of results, resumed if there")
+    cli.add(front, "--progress")
 
 
 def _match(match: argparse.ArgumentParser) -> None:

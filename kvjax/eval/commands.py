@@ -10,15 +10,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvjax import decode
+from kvjax.algebra import Policy
 from kvjax.catalogue import policy as parse_policy
 from kvjax.eval import arguments, tasks
 from kvjax.eval.arguments import Asked
 from kvjax.eval.errors import EvalError
 from kvjax.eval.measure import grid, runner
-from kvjax.eval.measure.store import Store, about, read
+from kvjax.eval.measure.store import RESULTS, Store, about, read
 from kvjax.eval.tasks.data import find
 from kvjax.loading import EMBEDDED, LanguageModel, load
-from kvjax.weights import sources
+from kvjax.weights import chosen, is_auto, sources
 
 Item = TypeVar("Item")
 
@@ -30,7 +31,7 @@ def do(words: Sequence[str]) -> None:
     """Reads the words and does what they say; results on standard output."""
     asked = arguments.parse(words)
     commands = {"run": _run, "tasks": _tasks, "report": _report, "claims": _claims, "match": _match}
-    (commands | {"roundtrip": _roundtrip})[asked.what](asked)
+    (commands | {"roundtrip": _roundtrip, "frontier": _frontier})[asked.what](asked)
 
 
 def _tasks(asked: Asked) -> None:
@@ -62,6 +63,9 @@ def model_of(values: dict[str, Any]) -> LanguageModel:
 def _run(asked: Asked) -> None:
     data = find()
     grids, notes = [], []
+    model = (
+        model_of(asked.values) if any(is_auto(spec) for job in asked.jobs for spec in job.policies) else None
+    )
     given = [job.given or asked.values["weights"] for job in asked.jobs]
     for job in asked.jobs:
         wanted, absent = tasks.named(job.tasks, data)
@@ -69,14 +73,14 @@ def _run(asked: Asked) -> None:
         grids.append(
             grid.build(
                 wanted,
-                [parse_policy(spec) for spec in job.policies],
+                [_policy(spec, model, notes) for spec in job.policies],
                 lengths=job.lengths,
                 seeds=job.seeds,
                 samples=job.samples,
                 asked=job.protocols,
             )
         )
-    model = model_of(asked.values)
+    model = model or model_of(asked.values)
     grids = [grid.with_weights(one, model, said) for one, said in zip(grids, given)]
     store = Store.open(asked.values["out"], about(model, data))
     for one in grids:
@@ -86,6 +90,42 @@ def _run(asked: Asked) -> None:
         print(f"note: {note}", file=sys.stderr)
     show = asked.values["progress"]
     runner.run(grid.joined(grids), model, data, store, say=lambda text: print(text, flush=True), shown=show)
+
+
+def _policy(spec: str, model: LanguageModel | None, notes: list[str]) -> Policy:
+    """The policy meant; what ``auto(...)`` stands for is noted."""
+    if model is None or not is_auto(spec):
+        return parse_policy(spec)
+    policy, said = chosen(spec, model)
+    notes.append(said)
+    return policy
+
+
+def _frontier(asked: Asked) -> None:
+    from kvjax.eval import frontier
+    from kvjax.eval.report import front
+
+    values = asked.values
+    plan, data, model = frontier.read(values["config"]), find(), model_of(values)
+    whose, out = about(model, data), values["out"]
+    store = Store.open(out, whose)
+    results = frontier.run(
+        plan,
+        model,
+        data,
+        store,
+        samples=values["samples"],
+        last=values["stages"],
+        say=lambda text: print(text, flush=True),
+        shown=values["progress"],
+    )
+    dim, command = model.network.head_dim, f"python -m kvjax.eval frontier --config {values['config']}"
+    said = front.needs(results, dim, plan.shares)
+    text = f"# The front\n\n{said}\n\n{front.best_table(results, dim, plan.shares)}\n"
+    (out / "front.md").write_text(text, encoding="utf-8")
+    (out / "front.json").write_text(front.as_json(results, dim, whose, command), encoding="utf-8")
+    for file in (front.draw(results, dim, out / "front.png"), out / "front.md", out / "front.json"):
+        print(file)
 
 
 def _results(folders: list[Path]) -> Results:
@@ -111,10 +151,30 @@ def _report(asked: Asked) -> None:
         print(file)
 
 
+def _with_studies(folders: list[Path]) -> Results:
+    """Rows, and what studies wrote; a folder may have either.
+
+    Raises:
+      EvalError: a folder that has neither.
+    """
+    from kvjax.eval.report.table import Results
+
+    rows, found = [], []
+    for folder in folders:
+        here = []
+        for file in sorted(folder.glob("*_*.json")):
+            tree = json.loads(file.read_text(encoding="utf-8"))
+            here += [tree] if isinstance(tree, dict) and "study" in tree else []
+        found += here
+        if not here or (folder / RESULTS).exists():
+            rows += read(folder)
+    return Results(tuple(rows), tuple(found))
+
+
 def _claims(asked: Asked) -> None:
     from kvjax.eval.report import claims
 
-    results = _results(asked.values["folder"])
+    results = _with_studies(asked.values["folder"])
     print(claims.json_lines(results) if asked.values["json"] else claims.markdown(results))
 
 

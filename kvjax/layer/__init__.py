@@ -13,7 +13,7 @@ from kvjax.layer._admit import admit, admit_or_replace
 from kvjax.layer._evict import evict, ranked, victims
 from kvjax.layer._info import LayerInfo, arriving, observe
 from kvjax.layer._mass import receive_mass
-from kvjax.layer._prompt import count_stored, prompt, retained, store
+from kvjax.layer._prompt import attend_prompt, count_stored, judge, prompt, retained, store
 from kvjax.layer._read import Loaded, Partial, Read, read_pages
 from kvjax.layer._step import chunk, step
 
@@ -25,9 +25,11 @@ __all__ = [
     "admit",
     "admit_or_replace",
     "arriving",
+    "attend_prompt",
     "chunk",
     "count_stored",
     "evict",
+    "judge",
     "observe",
     "prompt",
     "ranked",

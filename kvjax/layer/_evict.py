@@ -16,7 +16,7 @@ from kvjax.cache.pages import Slots
 from kvjax.cache.ring import Entry
 from kvjax.cache.state import LayerCache
 from kvjax.layer._demote import codecs
-from kvjax.layer._info import LayerInfo, absorb
+from kvjax.layer._info import LayerInfo, absorb, by_row
 from kvjax.types import EMPTY
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ def _with(slots: Slots, leaving: Entry) -> Slots:
     return Slots(
         pos=jnp.concatenate([slots.pos, pos], axis=-1),
         live=jnp.concatenate([slots.live, pos >= 0], axis=-1),
-        meta={name: jnp.concatenate([x, leaving.meta[name]], axis=-1) for name, x in slots.meta.items()},
+        meta={name: jnp.concatenate([x, leaving.meta[name]], axis=2) for name, x in slots.meta.items()},
     )
 
 
@@ -152,7 +152,7 @@ def _evict_many(info: LayerInfo, cache: LayerCache, excess: Int[Array, "B K"]) -
 def ranked(info: LayerInfo, slots: Slots) -> tuple[Float[Array, "B K C"], Slots]:
     """Scores of the slots, inf where none may be evicted; and the slots, ``live`` where one may."""
     own = {n.removeprefix("eviction."): x for n, x in slots.meta.items() if n.startswith("eviction.")}
-    candidate = slots.live & (slots.pos >= info.policy.sinks)
+    candidate = slots.live & (slots.pos >= by_row(info.policy.sinks, 3))
     slots = dataclasses.replace(slots, live=candidate, meta=own)
     return jnp.where(candidate, info.policy.eviction.score(info.weights("eviction"), slots), jnp.inf), slots
 

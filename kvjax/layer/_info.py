@@ -23,10 +23,12 @@ class LayerInfo:
     Attributes:
       policy: what decides.
       params: learned weights of its parts at this layer, by place.
-      layer, layers: this layer (may be traced in ``prompt``) and how many there are.
+      layer, layers: this layer (may be traced) and how many there are.
       window: the model's own sliding window here, or None.
       total: prompt length of each row.
       confidence: see ``kvjax.algebra.Frame``.
+      alike: where ``layer`` is traced, a layer whose program is the same.
+      seeds: of each row's request, while its prompt is read whole; else None.
     """
 
     policy: Policy
@@ -36,16 +38,29 @@ class LayerInfo:
     window: int | None
     total: Int[Array, " B"]
     confidence: Float[Array, " B"] | None = None
+    alike: int | None = None
+    seeds: Int[Array, " B"] | None = None
+
+    @property
+    def kind(self) -> int:
+        """A layer that differs from this one in numbers alone; static."""
+        return self.layer if self.alike is None else self.alike
 
     def weights(self, place: str) -> Any:
         """Learned weights of the part in ``place``, or None."""
         return self.params.get(place)
 
-    def frame(self, k: Float[Array, "B K T H"]) -> Frame:
+    def frame(self, k: Float[Array, "B K T H"], observed: Observation | None = None) -> Frame:
         """Where a budget's target is asked for."""
-        storage = self.policy.storage
+        policy, storage = self.policy, self.policy.storage
         slot = 2 * storage.width(k.shape[-1]) * storage.dtype(k.dtype).itemsize
-        return Frame(self.layer, self.layers, k.shape[1], slot, self.confidence, self.policy.protected)
+        shown = observed if policy.budget.needs else None
+        return Frame(self.layer, self.layers, k.shape[1], slot, self.confidence, policy.protected, shown)
+
+
+def by_row(dial: Any, axes: int) -> Any:
+    """A number, or one a row, to be compared with so many axes."""
+    return jnp.reshape(dial, (-1, *[1] * (axes - 1)))
 
 
 def major(x: Float[Array, "B T N H"]) -> Float[Array, "B N T H"]:
@@ -58,10 +73,22 @@ def observe(info: LayerInfo, x: Heads, pos: Int[Array, "B T"]) -> Observation:
     values = {
         name: getattr(x, name) if name == "hidden" else major(getattr(x, name))
         for name in OBSERVABLE
-        if name in info.policy.needs and name != "mass"  # known after attention only
+        if name in info.policy.needs and name not in ("mass", "q_last")  # mass: known after attention only
     }
-    where = {"pos": pos, "total": info.total, "layer": info.layer, "layers": info.layers}
-    return Observation(**where, values=values, softcap=x.softcap, rotate=x.rotate)
+    if "q_last" in info.policy.needs:
+        last = jnp.argmax(pos, axis=1)
+        values["q_last"] = jnp.take_along_axis(x.q, last[:, None, None, None], axis=1)[:, 0]
+    return Observation(
+        pos=pos,
+        total=info.total,
+        layer=info.layer,
+        layers=info.layers,
+        values=values,
+        softcap=x.softcap,
+        rotate=x.rotate,
+        project=x.project,
+        seeds=info.seeds,
+    )
 
 
 def arriving(info: LayerInfo, x: Heads, pos: Int[Array, "B T"], observed: Observation) -> Entry:
@@ -69,7 +96,7 @@ def arriving(info: LayerInfo, x: Heads, pos: Int[Array, "B T"], observed: Observ
     policy = info.policy
     k, v = major(x.k), major(x.v)
     admit = policy.admission.admit(info.weights("admission"), observed)
-    sink = (pos >= 0) & (pos < policy.sinks)
+    sink = (pos >= 0) & (pos < by_row(policy.sinks, 2))
     meta: dict[str, Array] = {}
     for part in policy.parts:
         values = part.arrive(info.weights(part.place), observed)

@@ -35,18 +35,47 @@ def prompt(info: LayerInfo, x: Heads, pos: Int[Array, "B T"]) -> tuple[Float[Arr
       Attention output in the model's layout, and the tokens with ``admit`` set where they are retained
       (``store`` stores them).
     """
-    policy = info.policy
     observed = observe(info, x, pos)
     new = arriving(info, x, pos, observed)
+    window, bits = _sight(info, new)
+    partial = attend_among(major(x.q), new, info.total, window, bits, x.softcap)
+    return merged((partial,), x.v.dtype)[0], _judged(info, x, observed, new, partial[1])
+
+
+def attend_prompt(
+    x: Heads, pos: Int[Array, "B T"], total: Int[Array, " B"], window: int | None
+) -> tuple[Float[Array, "B T N H"], Float[Array, "B N T"]]:
+    """The prompt's attention alone, under the model's own window, and its lse."""
+    new = Entry(k=major(x.k), v=major(x.v), pos=pos, admit=jnp.ones((1, 1, 1), bool), meta={})
+    partial = attend_among(major(x.q), new, total, window, None, x.softcap)
+    return merged((partial,), x.v.dtype)[0], partial[1]
+
+
+def judge(info: LayerInfo, x: Heads, pos: Int[Array, "B T"], lse: Float[Array, "B N T"]) -> Entry:
+    """``prompt`` without its attention, of which only the lse is needed: for policies that hide nothing."""
+    observed = observe(info, x, pos)
+    return _judged(info, x, observed, arriving(info, x, pos, observed), lse)
+
+
+def _sight(info: LayerInfo, new: Entry) -> tuple[int | None, Array | None]:
+    """Window and admission bits under which the prompt's own queries see."""
+    policy = info.policy
     sliding = info.window is not None  # the model's sliding layers take no policy beyond their window
     hides = not policy.admission.idle and policy.admission.prefill and policy.completion.idle
-    window, bits = (policy.admission.window, new.admit) if hides and not sliding else (info.window, None)
-    partial = attend_among(major(x.q), new, info.total, window, bits, x.softcap)
+    return (policy.admission.window, new.admit) if hides and not sliding else (info.window, None)
+
+
+def _judged(
+    info: LayerInfo, x: Heads, observed: Observation, new: Entry, lse: Float[Array, "B N T"]
+) -> Entry:
+    """The tokens with ``admit`` set where they are retained."""
+    policy, pos, sliding = info.policy, observed.pos, info.window is not None
+    window, bits = _sight(info, new)
     if policy.budget.limited and policy.eviction.needs_mass and not sliding:
         mass = column_mass(
             major(x.q),
             new.k,
-            partial[1],
+            lse,
             query_weights(info, pos),
             q_pos=pos,
             k_pos=pos,
@@ -61,7 +90,7 @@ def prompt(info: LayerInfo, x: Heads, pos: Int[Array, "B T"]) -> tuple[Float[Arr
     keep = new.admit
     if policy.budget.limited and not sliding:
         keep = keep & retained(info, new, observed)
-    return merged((partial,), x.v.dtype)[0], dataclasses.replace(new, admit=keep)
+    return dataclasses.replace(new, admit=keep)
 
 
 def retained(info: LayerInfo, new: Entry, observed: Observation) -> Bool[Array, "B K T"]:
@@ -72,6 +101,7 @@ def retained(info: LayerInfo, new: Entry, observed: Observation) -> Bool[Array, 
     pos = observed.pos[:, None, :]
     safe = (pos >= 0) & ((pos < policy.sinks) | (pos >= (info.total - newest)[:, None, None]))
     free = (pos >= 0) & new.admit & ~safe
+    observed = dataclasses.replace(observed, admitted=jnp.broadcast_to(free | safe, shape))
     if policy.tracks_mass:  # as at any later step
         values = {name: new.meta[f"eviction.{name}"] for name in policy.eviction.keeps}
         slots = Slots(pos=jnp.broadcast_to(pos, shape), live=free, meta=values)
@@ -80,7 +110,7 @@ def retained(info: LayerInfo, new: Entry, observed: Observation) -> Bool[Array, 
         score = policy.eviction.score_prompt(info.weights("eviction"), observed)
     score = jnp.where(free, jnp.broadcast_to(score, shape), jnp.where(safe, jnp.inf, -jnp.inf))
     scores = score if policy.budget.from_scores else None
-    target = policy.budget.targets(info.frame(new.k), info.total, scores)
+    target = policy.budget.targets(info.frame(new.k, observed), info.total, scores)
     target = jnp.maximum(target, safe.sum(axis=-1))
     order = jnp.argsort(jnp.argsort(-score, axis=-1, stable=True), axis=-1)
     return (order < target[..., None]) & (score > -jnp.inf)

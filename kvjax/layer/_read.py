@@ -17,7 +17,7 @@ from kvjax.layer._info import LayerInfo, major
 from kvjax.types import pytree
 from pallas_kernels.blockwise.api import blockwise
 from pallas_kernels.merge.api import merge
-from pallas_kernels.ragged_decode.api import ragged_decode
+from pallas_kernels.ragged_decode.api import gathered_decode, ragged_decode
 from pallas_kernels.vertical_slash.api import vertical_slash
 
 if TYPE_CHECKING:
@@ -100,30 +100,40 @@ def read_pages(
     policy = info.policy
     if cache.pages is None:
         return PagedRead()
-    selective = decoding and not policy.selection.idle and policy.selection.applies(info.layer)
+    selective = decoding and not policy.selection.idle and policy.selection.applies(info.kind)
     partials: list[Partial] = []
     masses: list[Array] = []
-    chosen = visited = None
+    chosen: Picked | None = None
+    visited: Visited | None = None
     lists = [(pages, list_id) for pages in cache.pools for list_id in range(pages.table.shape[2])]
+    # Asked for mass, every query is a head of its own: it is scaled query by query before it is added up.
+    each = q.reshape(q.shape[0], -1, 1, q.shape[-1]) if with_mass else q
     for at, (pages, list_id) in enumerate(lists):
-        picked = None
+        picked: Picked | None = None
         if selective and at == len(lists) - 1:
-            picked = policy.selection.select(info.weights("selection"), q[:, :, 0], pages, list_id)
-            visited = _visited(policy, pages, list_id, picked.entries, picked.slots)
-            chosen = picked
-        # Asked for mass, every query is a head of its own: it is scaled query by query before it is added up.
-        found = ragged_decode(
-            q.reshape(q.shape[0], -1, 1, q.shape[-1]) if with_mass else q,
-            pages.k,
-            pages.v,
-            pages.table[:, :, list_id],
-            pages.length[:, :, list_id],
-            scales=pages.scales,
-            pages=None if picked is None else picked.entries,
-            slots=None if picked is None else picked.slots,
-            mass=with_mass,
-            softcap=softcap,
-        )
+            weights, longest = info.weights("selection"), pages.span + cache.ring.window
+            picked = chosen = policy.selection.select(
+                weights, q[:, :, 0], pages, list_id, info.total, longest
+            )
+        if picked is not None and picked.bias is None:
+            visited = _visited(policy, pages, list_id, picked)
+            found = gathered_decode(each, visited.k, visited.v, visited.live, mass=with_mass, softcap=softcap)
+            if with_mass:
+                found = (*found[:2], _in_place(pages, picked, found[2]))
+        else:
+            found = ragged_decode(
+                each,
+                pages.k,
+                pages.v,
+                pages.table[:, :, list_id],
+                pages.length[:, :, list_id],
+                scales=pages.scales,
+                # Of a pool most of which is not read, a list's pages are named: a walk would visit all.
+                pages=_every_entry(pages) if selective and picked is None else None,
+                bias=None if picked is None else picked.bias,
+                mass=with_mass,
+                softcap=softcap,
+            )
         if with_mass:
             partials.append((found[0].reshape(q.shape), found[1].reshape(q.shape[:3])))
             masses.append(found[2].reshape(*q.shape[:3], *found[2].shape[2:]))
@@ -147,31 +157,56 @@ def _completion(info: LayerInfo, cache: LayerCache, q: Array, visited: Visited |
     if visited is None:  # a dense read under a selective policy visits every selectable slot that is left
         if policy.admission.idle and not policy.budget.limited:
             return ()
-        every = jnp.arange(pages.table.shape[-1])
-        every = jnp.broadcast_to(every, (*pages.table.shape[:2], len(every)))
-        visited = _visited(policy, pages, pages.table.shape[2] - 1, every, None)
+        visited = _visited(policy, pages, pages.table.shape[2] - 1, Picked(entries=_every_entry(pages)))
     return (policy.completion.read(weights, cache.summary, q, visited),)
 
 
-def _visited(
-    policy: Policy, pages: Pages, list_id: int, entries: Int[Array, "B K J"], mask: Array | None
-) -> Visited | None:
-    """The slots of the picked entries as they are stored; None when no completion part will look."""
-    if policy.completion.idle:
-        return None
-    entry = jnp.maximum(entries, 0)
+def _every_entry(pages: Pages) -> Int[Array, "B K M"]:
+    every = jnp.arange(pages.table.shape[-1])
+    return jnp.broadcast_to(every, (*pages.table.shape[:2], len(every)))
+
+
+def _slots(pages: Pages, picked: Picked) -> Int[Array, "B K J U"]:
+    """Places in the list of the slots of each picked unit; of what is EMPTY those of the first."""
+    unit = picked.unit or pages.size
+    return jnp.maximum(picked.entries, 0)[..., None] * unit + jnp.arange(unit)
+
+
+def _live(pages: Pages, list_id: int, picked: Picked) -> Bool[Array, "B K J U"]:
+    """Which of them are visited."""
+    live = _slots(pages, picked) < pages.length[:, :, list_id, None, None]
+    live = live & (picked.entries >= 0)[..., None]
+    return live if picked.slots is None else live & picked.slots
+
+
+def _visited(policy: Policy, pages: Pages, list_id: int, picked: Picked) -> Visited:
+    """The slots of the picked units as they are stored, gathered once."""
+    at = _slots(pages, picked)
+    entry, slot = at[..., 0] // pages.size, at % pages.size
     page = jnp.maximum(jnp.take_along_axis(pages.table[:, :, list_id], entry, axis=-1), 0)
-    slot = jnp.arange(pages.size)
-    k, v = policy.storage.read(pages, page[..., None], slot)
-    live = entry[..., None] * pages.size + slot < pages.length[:, :, list_id, None, None]
-    live = live & (entries >= 0)[..., None] & (True if mask is None else mask)
-    flat = (*entries.shape[:2], -1)
+    if policy.storage.scaled:
+        k, v = policy.storage.read(pages, page[..., None], slot)
+    else:  # whole units at a time: the pool of pages is a pool of smaller pages, too
+        unit = at.shape[-1]
+        which = page * (pages.size // unit) + slot[..., 0] // unit
+        k, v = (x.reshape(-1, unit, x.shape[-1])[which] for x in (pages.k, pages.v))
+    flat = (*at.shape[:2], -1)
     return Visited(
-        k=k.astype(jnp.float32).reshape(*flat, k.shape[-1]),
-        v=v.astype(jnp.float32).reshape(*flat, v.shape[-1]),
-        pos=pages.pos[page].reshape(flat),
-        live=live.reshape(flat),
+        k=k.reshape(*flat, k.shape[-1]),
+        v=v.reshape(*flat, v.shape[-1]),
+        pos=pages.pos[page[..., None], slot].reshape(flat),
+        live=_live(pages, list_id, picked).reshape(flat),
     )
+
+
+def _in_place(pages: Pages, picked: Picked, mass: Float[Array, "B N C"]) -> Float[Array, "B N M S"]:
+    """What the slots in hand received, at their places among all slots of the list."""
+    (rows, heads, _, entries), n = pages.table.shape, mass.shape[1]
+    at = _slots(pages, picked).reshape(rows, heads, 1, -1)
+    b, k, g = jnp.arange(rows)[:, None, None, None], jnp.arange(heads)[:, None, None], jnp.arange(n // heads)
+    found = jnp.zeros((rows, heads, n // heads, pages.span), jnp.float32)
+    found = found.at[b, k, g[:, None], at].add(mass.reshape(rows, heads, n // heads, -1))
+    return found.reshape(rows, n, entries, pages.size)
 
 
 def loaded(info: LayerInfo, cache: LayerCache, paged: PagedRead, ring: Int[Array, " B"]) -> Loaded:
@@ -183,9 +218,7 @@ def loaded(info: LayerInfo, cache: LayerCache, paged: PagedRead, ring: Int[Array
     if paged.picked is not None:
         pages, picked = cache.pools[-1], paged.picked
         last = pages.length.shape[2] - 1
-        at = jnp.maximum(picked.entries, 0)[..., None] * pages.size + jnp.arange(pages.size)
-        hit = (picked.entries >= 0)[..., None] & (at < pages.length[:, :, last, None, None])
-        hit = hit if picked.slots is None else hit & picked.slots
+        hit = _live(pages, last, picked)
         slots = slots - pages.length[:, :, last] + hit.sum(axis=(-2, -1))
         selector = _selector_tokens(info.policy, pages, last)
     return Loaded(

@@ -6,9 +6,11 @@ import dataclasses
 import functools
 from typing import TYPE_CHECKING
 
+import jax
 import jax.numpy as jnp
 
 from kvjax.cache import ring as rings
+from kvjax.cache.ring import Entry
 from kvjax.cache.state import LayerCache
 from kvjax.layer._admit import admit, admit_or_replace
 from kvjax.layer._demote import demote
@@ -122,9 +124,23 @@ def chunk(
         new = dataclasses.replace(new, meta=receive_mass(info, pos[:, None], new.meta, of_chunk, count))
         cache = receive_paged_mass(info, cache, paged, lse, weights, count)
         cache = dataclasses.replace(cache, ring=ring)
+    never = (lse > jnp.inf).any(axis=(1, 2))
     if cache.pages is not None:
-        cache = admit(info, cache, rings.leaving(ring, new, length, count))
+        leaving = rings.leaving(ring, new, length, count)
+        new, leaving = _exchanged(never, new, leaving), _exchanged(never, leaving, new)
+        cache = admit(info, cache, leaving)
+    else:
+        new = _exchanged(never, new, jax.tree.map(jnp.zeros_like, new))
     cache = dataclasses.replace(cache, ring=rings.put(ring, new, length, count))
     cache = evict(info, cache, length + count, due(policy, length + count, count))
     cache = demote(policy, cache, t)
     return out, cache
+
+
+def _exchanged(never: Bool[Array, " B"], kept: Entry, other: Entry) -> Entry:
+    """``kept``, seemingly ``other`` for some result of the read and of the ring.
+
+    XLA on CPU keeps no order but that of data: without it what is read would be copied, to be written beside.
+    """
+    k, v = (jnp.where(never[:, None, None, None], y, x) for x, y in ((kept.k, other.k), (kept.v, other.v)))
+    return dataclasses.replace(kept, k=k, v=v)

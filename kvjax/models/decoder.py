@@ -93,39 +93,68 @@ def softcap(x: Float[Array, "... X"], limit: float | None) -> Float[Array, "... 
     return x if limit is None else limit * jnp.tanh(x / limit)
 
 
+def product(
+    axes: str, x: Float[Array, "B T X ..."], weight: Float[Array, "X ..."]
+) -> Float[Array, "B T ..."]:
+    """x times a weight, in x's dtype; sums in float32."""
+    if x.shape[1] == 1 or x.dtype == jnp.float32:
+        return jnp.einsum(axes, x, weight)
+    # Asked for a bfloat16 result, XLA on CPU turns x and the weight into float32 before it multiplies. (It
+    # does so once for all steps of a segment, and multiplies single rows faster then: not for T = 1.)
+    return jnp.einsum(axes, x, weight, preferred_element_type=jnp.float32).astype(x.dtype)
+
+
+def queries(spec: ModelSpec, p: Params, hidden: Float[Array, "B T D"]) -> Float[Array, "B T N H"]:
+    """The attention input to queries before RoPE: bias, q-norm and gain where the family has them."""
+    q = product("btd,dnh->btnh", hidden, p["wq"])
+    if spec.qkv_bias:
+        q = q + p["bq"]
+    if spec.qk_norm:
+        q = norm(spec, p, "q_norm", q)
+    if spec.query_gain != 1.0:  # so that everybody behind the seam may divide scores by sqrt(H)
+        q = q * jnp.asarray(spec.query_gain, q.dtype)
+    return q
+
+
 def project(
     spec: ModelSpec, p: Params, index: int, hidden: Float[Array, "B T D"], positions: Int[Array, "B T"]
 ) -> Heads:
     """The attention input to queries, keys and values, before and after RoPE."""
-    q = jnp.einsum("btd,dnh->btnh", hidden, p["wq"])
-    k = jnp.einsum("btd,dkh->btkh", hidden, p["wk"])
-    v = jnp.einsum("btd,dkh->btkh", hidden, p["wv"])
+    q = queries(spec, p, hidden)
+    k = product("btd,dkh->btkh", hidden, p["wk"])
+    v = product("btd,dkh->btkh", hidden, p["wv"])
     if spec.qkv_bias:
-        q, k, v = q + p["bq"], k + p["bk"], v + p["bv"]
+        k, v = k + p["bk"], v + p["bv"]
     if spec.qk_norm:
-        q, k = norm(spec, p, "q_norm", q), norm(spec, p, "k_norm", k)
-    if spec.query_gain != 1.0:  # so that everybody behind the seam may divide scores by sqrt(H)
-        q = q * jnp.asarray(spec.query_gain, q.dtype)
+        k = norm(spec, p, "k_norm", k)
     rope = spec.rope_of(index)
     to_position = None if rope is None else functools.partial(rotate, rope=rope)
     turned = (q, k) if to_position is None else (to_position(q, positions), to_position(k, positions))
-    cap = spec.attn_softcap
+    of_queries = {name: p[name] for name in ("wq", "bq", "q_norm") if name in p}
     return Heads(
-        q=turned[0], k=turned[1], v=v, q_pre=q, k_pre=k, hidden=hidden, softcap=cap, rotate=to_position
+        q=turned[0],
+        k=turned[1],
+        v=v,
+        q_pre=q,
+        k_pre=k,
+        hidden=hidden,
+        softcap=spec.attn_softcap,
+        rotate=to_position,
+        project=jax.tree_util.Partial(functools.partial(queries, spec), of_queries),
     )
 
 
 def mlp(spec: ModelSpec, p: Params, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
     """D to F and back, gated or not."""
-    up = jnp.einsum("btd,df->btf", x, p["w_up"])
+    up = product("btd,df->btf", x, p["w_up"])
     if spec.linear_bias:
         up = up + p["b_up"]
     if spec.mlp == "gelu":
         inner = jax.nn.gelu(up, approximate=True)
     else:
-        gate = jnp.einsum("btd,df->btf", x, p["w_gate"])
+        gate = product("btd,df->btf", x, p["w_gate"])
         inner = (jax.nn.silu(gate) if spec.mlp == "swiglu" else jax.nn.gelu(gate, approximate=True)) * up
-    down = jnp.einsum("btf,fd->btd", inner, p["w_down"])
+    down = product("btf,fd->btd", inner, p["w_down"])
     return down + p["b_down"] if spec.linear_bias else down
 
 
@@ -143,7 +172,7 @@ def layer(
     mixed, carry = attend(index, heads, carry)
     # Flat: contracted over two axes, XLA on CPU transposes all of wo in every decode step.
     flat = mixed.astype(x.dtype).reshape(*mixed.shape[:2], -1)
-    y = jnp.einsum("btm,md->btd", flat, p["wo"].reshape(flat.shape[-1], -1))
+    y = product("btm,md->btd", flat, p["wo"].reshape(flat.shape[-1], -1))
     if spec.linear_bias:
         y = y + p["bo"]
     x = x + (norm(spec, p, "attn_post_norm", y) if spec.post_norms else y)
@@ -231,6 +260,11 @@ class Decoder:
     def num_layers(self) -> int:
         """L."""
         return self.spec.num_layers
+
+    @property
+    def num_heads(self) -> int:
+        """N."""
+        return self.spec.num_heads
 
     @property
     def num_kv_heads(self) -> int:

@@ -17,7 +17,7 @@ from kvjax.budgets.uniform import Uniform
 from kvjax.types import Params
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Float, Int
+    from jaxtyping import Array, Float
 
 EXACT = jax.lax.Precision.HIGHEST
 
@@ -90,17 +90,9 @@ def _turned(
     observed: Observation, ahead: int, mean: Float[Array, "B N H"], spread: Float[Array, "B N H H"]
 ) -> tuple[Float[Array, "B N H"], Float[Array, "B N H H"]]:
     """Both under the mean rotation of the positions that follow each row's prompt."""
-    rotate = observed.rotate
-    if rotate is None:
+    r = observed.rotation_ahead(ahead, mean.shape[-1])
+    if r is None:
         return mean, spread
-    h = mean.shape[-1]
-    basis = jnp.broadcast_to(jnp.eye(h), (1, ahead, h, h))  # every basis vector, a "head" each
-
-    def images(total: Int[Array, ""]) -> Float[Array, "H H"]:
-        return rotate(basis, (total + jnp.arange(ahead))[None]).mean(axis=(0, 1))
-
-    # Row i is the image of basis vector i. A row at a time: ahead * H * H numbers are enough to hold.
-    r = jax.lax.map(images, observed.total)
     mean = jnp.einsum("bnh,bhi->bni", mean, r, precision=EXACT)
     return mean, jnp.einsum("bnhg,bhi,bgj->bnij", spread, r, r, precision=EXACT)
 

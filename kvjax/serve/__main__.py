@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib.util import find_spec
 
 from kvjax import cli
 
@@ -16,11 +17,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     return cli.run(_serve, argv)
 
 
-def _serve(words: Sequence[str]) -> None:
+def _serve(words: Sequence[str]) -> int:
+    if list(words[:1]) == ["http"]:
+        return _http(words[1:])
     from kvjax.serve.arguments import parse
     from kvjax.serve.command import run
 
     run(parse(words))
+    return 0
+
+
+def _http(words: Sequence[str]) -> int:
+    from kvjax.serve.http.arguments import parse
+
+    options = parse(words)
+    missing = [name for name in ("fastapi", "uvicorn", "prometheus_client") if find_spec(name) is None]
+    if missing:
+        raise cli.InputError(
+            f"python -m kvjax.serve http needs {', '.join(missing)}. Run: pip install 'kvjax[serve]'"
+        )
+    from kvjax.serve.http.command import run
+
+    return run(options)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import numpy as np
 from kvjax import decode, metrics, timing
 from kvjax.cache.state import KVState
 from kvjax.cli import InputError
+from kvjax.engine import Engine, Request
 from kvjax.loading import LanguageModel
 from kvjax.sampling import sampling
 from kvjax.serve.arguments import Options
@@ -38,6 +39,7 @@ class Answer:
       prompt_tokens: how many were read.
       timings: see ``timings``.
       kv_bytes: of the cache at the end: live, allocated, and what a cache that keeps everything holds.
+      read_before: tokens of the prompt that were still held, and not read again.
     """
 
     text: str
@@ -45,6 +47,7 @@ class Answer:
     prompt_tokens: int
     timings: dict[str, float | None]
     kv_bytes: dict[str, int]
+    read_before: int = 0
 
 
 def answer(
@@ -94,6 +97,58 @@ def answer(
         prompt_tokens=len(ids),
         timings=timings(start, first, timing.now(), len(tokens)),
         kv_bytes={"live": held["live"], "allocated": held["allocated"], "full": full},
+    )
+
+
+def reply(
+    engine: Engine,
+    model: LanguageModel,
+    options: Options,
+    ids: Sequence[int],
+    source: str,
+    write: Callable[[str], None],
+) -> Answer:
+    """``answer`` by an engine, which need not read again what it still holds.
+
+    Args:
+      engine: of this model and the options' policy; its only request is this one.
+      model, options, ids, source, write: as in ``answer``. Where ``write`` raises, the request is cancelled.
+
+    Raises:
+      InputError: prompt and answer do not fit the model.
+    """
+    request = Request(
+        prompt=np.asarray(ids, np.int32),
+        max_new_tokens=_limit(model, options, len(ids), source),
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+        seed=options.seed,
+    )
+    start, first = timing.now(), None
+    ticket, show = engine.submit(request), model.text.stream()
+    tokens: list[int] = []
+    texts: list[str] = []
+    try:
+        for event in ticket:
+            first = first or timing.now()
+            if event.token is not None:
+                tokens.append(event.token)
+                _say("" if event.token in model.spec.eos else show.step(event.token), texts, write)
+        _say(show.finish(), texts, write)
+    finally:
+        ticket.cancel()  # nothing, where it has ended
+    usage = ticket.usage
+    assert first is not None  # noqa: S101  (a text has a token)
+    assert usage.kv is not None  # noqa: S101
+    allocated = sum(lane.allocated for lane in engine.metrics().lanes)
+    return Answer(
+        text="".join(texts),
+        tokens=tokens,
+        prompt_tokens=len(ids),
+        timings=timings(start, first, timing.now(), len(tokens)),
+        kv_bytes={"live": usage.kv.live, "allocated": allocated, "full": usage.kv.full},
+        read_before=usage.cached_tokens,
     )
 
 
@@ -170,5 +225,6 @@ def _read(
             # No wider than the prompt's size class: what is beyond it would be computed for nothing.
             chunk_size=min(options.chunk, decode.bucket(len(ids))),
             weights=weights,
+            seeds=options.seed,
             progress=progress,
         )

@@ -10,11 +10,8 @@ from collections.abc import Sequence
 
 from kvjax import catalogue, cli, weights
 from kvjax.algebra import Policy
-from kvjax.cli import InputError
+from kvjax.loading import LanguageModel
 from kvjax.weights import Source
-
-RESERVED = "http"
-"""The first word that will start the HTTP server."""
 
 _TOKENS = "a whole number of tokens"
 
@@ -25,6 +22,7 @@ examples:
   cat notes.txt | python -m kvjax.serve --policy "window(256) + sinks(4) + int8" --json
   python -m kvjax.serve --prompt-file book.txt --policy wg-kv --weights write_gate=aggressive
   python -m kvjax.serve --model Qwen/Qwen2.5-0.5B-Instruct       (a chat; Ctrl-D leaves)
+  python -m kvjax.serve http                                     (OpenAI's protocol; http --help says more)
 """
 
 
@@ -37,6 +35,7 @@ class Options:
       model: folder or hub id; None is the embedded model.
       dtype: of weights and cache; None as stored.
       policy: what the KV cache keeps.
+      auto: ``auto(...)``, where the model is to choose it; else "".
       weights: where the learned parts of the policy have their weights from, by part.
       max_new_tokens: None writes up to 128, as far as the model's context reaches.
       temperature, top_k, top_p, seed: see ``kvjax.sampling``.
@@ -50,6 +49,7 @@ class Options:
     model: str | None = None
     dtype: str | None = None
     policy: Policy = Policy()
+    auto: str = ""
     weights: dict[str, Source] = dataclasses.field(default_factory=dict)
     max_new_tokens: int | None = None
     temperature: float = 0.0
@@ -68,14 +68,22 @@ def parse(argv: Sequence[str]) -> Options:
       InputError: an unknown word, a number out of range.
       PolicyError: a policy that cannot be built, weights for a part that it has not.
     """
-    if list(argv[:1]) == [RESERVED]:
-        raise InputError(
-            "python -m kvjax.serve http is reserved for an HTTP server, which does not exist yet. Leave out "
-            "'http' to answer a prompt or to chat here."
-        )
     said = vars(_parser().parse_args(argv))
+    if weights.is_auto(said["policy"]):  # known when the model is (``settled``)
+        return Options(**said | {"policy": Policy(), "auto": said["policy"]})
     policy = catalogue.policy(said["policy"])
     return Options(**said | {"policy": policy, "weights": weights.sources(policy, said["weights"])})
+
+
+def settled(options: Options, model: LanguageModel) -> tuple[Options, str]:
+    """The options with the policy that ``auto(...)`` stands for on this model, and what that rests on.
+
+    Raises:
+      PolicyError: nothing to choose by, or weights for a part that was not chosen.
+    """
+    policy, said = weights.chosen(options.auto, model)
+    given = weights.sources(policy, options.weights)
+    return dataclasses.replace(options, policy=policy, weights=given, auto=""), said
 
 
 def _parser() -> cli.Parser:
@@ -168,8 +176,8 @@ def _policies() -> str:
     lines += [f"  {name:<{width}}  {spec}" for name, spec in catalogue.PRESETS.items()]
     lines += [""]
     places: dict[str, list[str]] = {}
-    for name, kind in catalogue.parts().items():
-        places.setdefault(kind.place, []).append(name)
+    for kind in catalogue.parts().values():
+        places.setdefault(kind.place, []).append(kind.name)
     places["protect"] = [f"{name}(n)" for name in catalogue.PROTECTIONS]
     for place, names in places.items():
         words = textwrap.fill(", ".join(sorted(names)), 76, subsequent_indent=" " * 15)

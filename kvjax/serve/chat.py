@@ -1,6 +1,8 @@
 """A chat in the terminal.
 
-Every turn reads the whole conversation anew, since a policy may judge a prompt only as a whole.
+A turn reads what the engine does not hold any more: the new line, where the policy's state after a text is
+the same whatever follows; else the conversation from the last place where it is, or from its beginning
+(policies that judge a prompt as a whole).
 """
 
 from __future__ import annotations
@@ -10,31 +12,35 @@ from collections.abc import Callable
 from typing import Any
 
 from kvjax.cli import InputError
+from kvjax.engine import Engine
 from kvjax.loading import LanguageModel
 from kvjax.serve import facts
-from kvjax.serve.answer import answer
+from kvjax.serve.answer import STREAMED, reply
 from kvjax.serve.arguments import Options
-from kvjax.types import Params
 
 WELCOME = "Model {name}, policy {policy}. /clear forgets the conversation, /exit or Ctrl-D leaves."
 
 
-def chat(
-    model: LanguageModel,
-    options: Options,
-    ask: Callable[[str], str] | None = None,
-    *,
-    weights: Params | None = None,
-) -> None:
+def chat(model: LanguageModel, options: Options, ask: Callable[[str], str] | None = None) -> None:
     """Talks until the user leaves. Ctrl-C stops an answer; what was written of it stays in the history.
 
     Args:
       model: who answers.
       options: as for one prompt.
       ask: shows a prompt and returns a line, EOFError at the end; the terminal by default.
-      weights: the policy's learned weights, for policies that have some.
     """
-    ask = ask or _terminal()
+    with Engine(
+        model,
+        policy=options.policy,
+        weights=options.weights,
+        max_rows=1,
+        chunk=options.chunk,
+        segment=STREAMED,
+    ) as engine:
+        _talk(engine, model, options, ask or _terminal())
+
+
+def _talk(engine: Engine, model: LanguageModel, options: Options, ask: Callable[[str], str]) -> None:
     history: list[dict[str, Any]] = []
     print(WELCOME.format(name=model.name, policy=options.policy), file=sys.stderr)
     while True:
@@ -53,11 +59,11 @@ def chat(
         elif line.startswith("/"):
             print(f"{line} is no command. Use /clear or /exit.", file=sys.stderr)
         elif line:
-            _turn(model, options, weights, history, line)
+            _turn(engine, model, options, history, line)
 
 
 def _turn(
-    model: LanguageModel, options: Options, weights: Params | None, history: list[dict[str, Any]], line: str
+    engine: Engine, model: LanguageModel, options: Options, history: list[dict[str, Any]], line: str
 ) -> None:
     """One question and its answer, both added to the history; a refused question is not."""
     asked = [*history, {"role": "user", "content": line}]
@@ -68,7 +74,7 @@ def _turn(
         print(piece, end="", flush=True)
 
     try:
-        done = answer(model, options, _ids(model, asked), "the conversation", write, weights=weights)
+        done = reply(engine, model, options, _ids(model, asked), "the conversation", write)
     except InputError as error:
         print(f"error: {error} Or forget the conversation with /clear.", file=sys.stderr)
         return

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from kvjax.decode import Remark
 from kvjax.loading import LanguageModel, load
 from kvjax.serve import facts
 from kvjax.serve.answer import answer
-from kvjax.serve.arguments import Options
+from kvjax.serve.arguments import Options, settled
 from kvjax.serve.chat import chat
 from kvjax.weights import find
 
@@ -31,20 +31,25 @@ def run(options: Options) -> None:
 
 
 @contextlib.contextmanager
-def notes() -> Iterator[None]:
-    """Inside, what the library remarks is a line on standard error, once."""
+def notes(tell: Callable[[str], None] | None = None) -> Iterator[None]:
+    """Inside, what the library remarks is told once: to ``tell``, or in a line on standard error."""
     with warnings.catch_warnings():
         warnings.simplefilter("default", Remark)
         shown = warnings.showwarning
 
         def show(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
             if issubclass(category, Remark):
-                print(f"note: {message}", file=sys.stderr)
+                (tell or note)(str(message))
             else:
                 shown(message, category, *where, **more)
 
         warnings.showwarning = show
         yield
+
+
+def note(text: str) -> None:
+    """A line on standard error."""
+    print(f"note: {text}", file=sys.stderr)
 
 
 def _run(options: Options) -> None:
@@ -53,15 +58,18 @@ def _run(options: Options) -> None:
         raise InputError(
             "--json without a prompt has nothing to answer. Give --prompt, --prompt-file or a pipe."
         )
-    model = loaded(options)
+    model = loaded(options.model, options.dtype)
+    if options.auto:
+        options, said = settled(options, model)
+        note(said)
     learned = find(options.policy, model, options.weights)
     for remark in learned.remarks:
-        print(f"note: {remark}", file=sys.stderr)
+        note(remark)
     # A terminal that cannot show a character gets a question mark instead of an error.
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")
     if given is None:
-        chat(model, options, weights=learned.weights)
+        chat(model, options)
         return
     text, source = given
     try:
@@ -84,20 +92,18 @@ def say(piece: str) -> None:
     print(piece, end="", flush=True)
 
 
-def loaded(options: Options) -> LanguageModel:
+def loaded(source: str | None, dtype: str | None) -> LanguageModel:
     """The model with its tokenizer read.
 
     Raises:
       InputError: no such model, or one that cannot be read.
     """
     try:
-        model = load(options.model, dtype=options.dtype)
+        model = load(source, dtype=dtype)
         _ = model.text
         return model
     except OSError as error:
-        raise InputError(
-            f"--model {options.model} cannot be read ({error}). Check path and permissions."
-        ) from error
+        raise InputError(f"--model {source} cannot be read ({error}). Check path and permissions.") from error
     except ValueError as error:
         raise InputError(str(error)) from error
 

@@ -14,8 +14,9 @@ def line(answer: Answer) -> str:
     speed, first, compiled = (answer.timings[k] for k in ("tokens_per_second", "first_token", "compile"))
     rate = "" if speed is None else f", {speed:.0f} tokens/s"
     live, allocated, full = (size(answer.kv_bytes[k]) for k in ("live", "allocated", "full"))
+    before = f" ({answer.read_before} read before)" if answer.read_before else ""
     return (
-        f"[{len(answer.tokens)} tokens after {answer.prompt_tokens}{rate}; first token {first:.2f} s "
+        f"[{len(answer.tokens)} tokens after {answer.prompt_tokens}{before}{rate}; first token {first:.2f} s "
         f"(compiling {compiled:.2f} s in all); KV cache {live} live, {allocated} allocated, {full} if full]"
     )
 

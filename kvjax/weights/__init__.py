@@ -1,11 +1,12 @@
 """Learned weights of a policy's parts: files, whose they are, and where a policy finds them.
 
 ``gates`` converts published WG-KV gates and makes random ones (``python -m kvjax.weights``), ``torch_file``
-reads what torch saved.
+reads what torch saved. ``chosen`` is what ``auto(0.2)`` stands for on a model.
 """
 
+from kvjax.weights._auto import chosen, is_auto
 from kvjax.weights._file import Learned, WeightsError, read_weights, save_weights
-from kvjax.weights._find import Found, find, load_weights, missing, weights_for
+from kvjax.weights._find import Found, find, load_weights, missing, shipped, weights_for
 from kvjax.weights._fingerprint import fingerprint
 from kvjax.weights._sources import GATES, Source, Sources, add_options, parse_sources, sources
 
@@ -17,13 +18,16 @@ __all__ = [
     "Sources",
     "WeightsError",
     "add_options",
+    "chosen",
     "find",
     "fingerprint",
+    "is_auto",
     "load_weights",
     "missing",
     "parse_sources",
     "read_weights",
     "save_weights",
+    "shipped",
     "sources",
     "weights_for",
 ]

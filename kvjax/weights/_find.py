@@ -114,7 +114,7 @@ def _weights_of(part: Part, model: Weighted, source: Source) -> Learned:
 
 def _file(part: Part, model: Weighted, source: Source) -> Path:
     """The file a source means: a bare word as the name of a shipped file, a path as it is."""
-    text, names = str(source), _shipped(model, part)
+    text, names = str(source), shipped(model, part)
     if isinstance(source, str) and text in names:
         return _folder(model) / FOLDER / part.name / f"{text}.safetensors"
     if isinstance(source, Path) or Path(text).suffix or os.sep in text or Path(text).is_file():
@@ -153,7 +153,7 @@ def _folder(model: Weighted) -> Path:
     return Path(getattr(model, "folder", None) or os.devnull)
 
 
-def _shipped(model: Weighted, part: Part) -> list[str]:
+def shipped(model: Weighted, part: Part) -> list[str]:
     """Names of the learned weights that the model's folder has for a part."""
     return sorted(file.stem for file in (_folder(model) / FOLDER / part.name).glob("*.safetensors"))
 
@@ -161,7 +161,7 @@ def _shipped(model: Weighted, part: Part) -> list[str]:
 def missing(part: Part, model: Weighted) -> WeightsError:
     """The error of a part that has no weights, with the ways out."""
     call = "weights=kvjax.weights_for(policy, model"
-    if _shipped(model, part):
+    if shipped(model, part):
         return WeightsError(f"{part!r} reads learned weights, and is given none. Pass {call}).")
     return WeightsError(
         f"{part!r} reads learned weights of {part.learns!r}, and the model ({name_of(model)}) ships none "

@@ -7,7 +7,9 @@ at all, and loops over just those, in whatever order positions lie.
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,11 +18,12 @@ from pallas_kernels import products, softmax
 from pallas_kernels.blockwise import cut, grad, plan, xla_grad
 from pallas_kernels.blockwise.cut import BLOCK_K, BLOCK_Q
 from pallas_kernels.blockwise.ref import visible
+from pallas_kernels.blockwise.sight import Where
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Float, Int
+    from jaxtyping import Array, Bool, Float, Int
 
-    from pallas_kernels.blockwise.sight import Partial, Sight, Where
+    from pallas_kernels.blockwise.sight import Partial, Sight
 
 DENSE_T = 8
 """Up to this many queries one dense block is taken whatever S is: it is as small as K and V."""
@@ -82,29 +85,111 @@ def blockwise(q: Array, k: Array, v: Array, where: Where, *, sight: Sight) -> Pa
 
 
 def _blocked(q: Array, k: Array, v: Array, where: Where, *, sight: Sight) -> Partial:
-    x = cut.both(cut.grouped(q, k), k, where)
-    vs = cut.blocks(v, 2, x.k.shape[3], 0)
-    order, count = cut.listed(x.pairs(sight.window))
+    (b, n, t, h), heads, s = q.shape, k.shape[1], k.shape[2]
+    groups, bq, bk = n // heads, min(BLOCK_Q, t), min(BLOCK_K, s)
+    # The last block of keys begins where it fits, and hides what the one before it has.
+    starts = jnp.minimum(jnp.arange(-(-s // bk)) * bk, s - bk)
+    at = starts[:, None] + jnp.arange(bk)
+    k_pos = jnp.where(at >= jnp.arange(len(starts))[:, None] * bk, where.k_pos[:, at], softmax.EMPTY)
+    admit = None if where.admit is None else where.admit[:, :, at]
+    # A power of two is as well taken of the queries, which are fewer than the scores.
+    early = math.frexp(sight.scale)[0] == 0.5  # noqa: PLR2004
+    scale = 1.0 if early else sight.scale
+    queries, q_pos = (
+        cut.blocks(q * jnp.asarray(sight.scale, q.dtype) if early else q, 2, bq, 0),
+        cut.blocks(where.q_pos, 1, bq, softmax.EMPTY),
+    )
+    met = cut.Met(q_pos, jnp.moveaxis(k_pos, 1, 0), None if admit is None else jnp.moveaxis(admit, 2, 0))
+    # Blocks that nothing is hidden in come first.
+    kind = jnp.where(met.whole(sight.window), 0, jnp.where(met.pairs(sight.window), 1, 2))
+    order = jnp.argsort(kind, axis=1, stable=True).astype(jnp.int32)
+    plain, pairs = (jnp.sum(kind <= last, axis=1, dtype=jnp.int32) for last in (0, 1))
 
-    def query_block(y: tuple[Array, ...]) -> tuple[Array, Array]:
-        q_i, pos_i, order_i, count_i = y
+    def stream(y: _Stream, keys: _Cut, values: _Cut) -> tuple[Array, Array]:
+        def query_block(z: tuple[Array, ...]) -> tuple[Array, Array]:
+            q_i, pos_i, order_i, plain_i, pairs_i = z
 
-        def key_block(c: Int[Array, ""], mlo: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-            j = order_i[c]
-            s = _visible_scores(q_i, x.k[j], x.where(pos_i, j), sight)
-            return softmax.grow(*mlo, s, lambda p: _mix(p, _without_padding(vs[j], x.k_pos[j][:, None])))
+            def scores(j: Int[Array, ""]) -> Float[Array, "R S"]:
+                return softmax.cap(products.scores(q_i, keys(starts[j]), scale), sight.softcap)
 
-        row = q_i.shape[:-1]
-        start = (
-            jnp.full(row, -jnp.inf, jnp.float32),
-            jnp.zeros(row, jnp.float32),
-            jnp.zeros(q_i.shape, jnp.float32),
-        )
-        return softmax.finish(*jax.lax.fori_loop(0, count_i, key_block, start))
+            def in_sight(c: Int[Array, ""], mlo: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+                j = order_i[c]
+                return softmax.grow(*mlo, scores(j), lambda p: products.mix(p, values(starts[j])))
 
-    out, lse = jax.lax.map(query_block, (x.q, x.q_pos, order, count))
-    t = q.shape[2]
-    return cut.joined(out, 3, t).reshape(q.shape), cut.joined(lse, 3, t).reshape(q.shape[:3])
+            def partly(c: Int[Array, ""], mlo: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+                j = order_i[c]
+                let = None if y.admit is None else y.admit[j][None, None]
+                see = visible(Where(pos_i[None], y.k_pos[j][None], let), sight.window).reshape(bq, bk)
+                s = softmax.hide(scores(j), jnp.tile(see, (groups, 1)))
+                v_j = _without_padding(values(starts[j]), y.k_pos[j])
+                return softmax.grow(*mlo, s, lambda p: products.mix(p, v_j))
+
+            rows = q_i.shape[0]
+            start = (
+                jnp.full(rows, -jnp.inf, jnp.float32),
+                jnp.zeros(rows, jnp.float32),
+                jnp.zeros((rows, h), jnp.float32),
+            )
+            mlo = jax.lax.fori_loop(0, plain_i, in_sight, start)
+            return softmax.finish(*jax.lax.fori_loop(plain_i, pairs_i, partly, mlo))
+
+        return jax.lax.map(query_block, (y.q, y.q_pos, order, plain, pairs))
+
+    def one_by_one(y: _Stream, k: Array, v: Array) -> tuple[Array, Array]:
+        """A stream's scores stay in the cache."""
+        k, v = (_as_bits(x) for x in (k, v))
+
+        def block_of(x: Array, stream: Int[Array, ""]) -> _Cut:
+            def cut_out(start: Int[Array, ""]) -> Array:
+                return _from_bits(jax.lax.dynamic_slice(x, (stream, start, 0), (1, bk, h))[0])
+
+            return cut_out
+
+        def one(z: tuple[Int[Array, ""], _Stream]) -> tuple[Array, Array]:
+            return stream(z[1], block_of(k, z[0]), block_of(v, z[0]))
+
+        return jax.lax.map(one, (jnp.arange(len(k)), y))
+
+    def at_once(y: _Stream, k: Array, v: Array) -> tuple[Array, Array]:
+        def block_of(x: Array) -> _Cut:
+            return lambda start: jax.lax.dynamic_slice_in_dim(x, start, bk)
+
+        return jax.vmap(lambda y, k, v: stream(y, block_of(k), block_of(v)))(y, k, v)
+
+    streams = _Stream(
+        # [I, B, N, T, H] to a row of blocks for each stream, the query heads of a block together
+        jnp.moveaxis(queries.reshape(-1, b * heads, groups * bq, h), 0, 1),
+        jnp.repeat(jnp.moveaxis(q_pos, 1, 0), heads, axis=0),
+        jnp.repeat(k_pos, heads, axis=0),
+        None if admit is None else admit.reshape(b * heads, -1, bk),
+    )
+    given = (streams, *(x.reshape(b * heads, s, h) for x in (k, v)))
+    out, lse = jax.lax.platform_dependent(*given, cpu=one_by_one, default=at_once)
+    out = jnp.moveaxis(out, 1, 0).reshape(-1, b, n, bq, h)
+    lse = jnp.moveaxis(lse, 1, 0).reshape(-1, b, n, bq)
+    return cut.joined(out, 2, t), cut.joined(lse, 2, t)
+
+
+class _Stream(NamedTuple):
+    """A row's KV head and its G query heads in blocks; of all streams, X = B * K, with an axis before."""
+
+    q: Float[Array, "I GT H"]
+    q_pos: Int[Array, "I T"]
+    k_pos: Int[Array, "J S"]
+    admit: Bool[Array, "J S"] | None
+
+
+_Cut = Callable[["Int[Array, '']"], "Float[Array, 'S H']"]
+"""A block of a stream's keys or values, by where it begins."""
+
+
+def _as_bits(x: Array) -> Array:
+    """XLA on CPU turns a bfloat16 array into float32 to cut a block out of it; not its bits."""
+    return jax.lax.bitcast_convert_type(x, jnp.uint16) if x.dtype == jnp.bfloat16 else x
+
+
+def _from_bits(x: Array) -> Array:
+    return jax.lax.bitcast_convert_type(x, jnp.bfloat16) if x.dtype == jnp.uint16 else x
 
 
 @functools.partial(jax.jit, static_argnames="sight")

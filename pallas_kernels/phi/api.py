@@ -12,6 +12,8 @@ from pallas_kernels import dispatch
 from pallas_kernels.phi import ref, xla
 from pallas_kernels.phi.summary import Summary
 
+__all__ = ["FLOOR", "Summary", "phi_build", "phi_evaluate", "phi_subtract"]
+
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float
 

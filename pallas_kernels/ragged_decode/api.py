@@ -7,14 +7,22 @@ from typing import TYPE_CHECKING
 import jax.numpy as jnp
 
 from pallas_kernels import dispatch, reverse
-from pallas_kernels.ragged_decode import codes, ref, xla
+from pallas_kernels.ragged_decode import codes, picked, ref, xla
 from pallas_kernels.ragged_decode.call import Lists, Options, Pools
 from pallas_kernels.ragged_decode.codes import PAIRED, floats, paired
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int, Num
 
-__all__ = ["OFFERED", "PAIRED", "floats", "paired", "ragged_decode"]
+__all__ = [
+    "OFFERED",
+    "PAIRED",
+    "floats",
+    "gathered_decode",
+    "largest_scores",
+    "paired",
+    "ragged_decode",
+]
 
 OFFERED = dispatch.offered(
     "ragged_decode",
@@ -35,6 +43,7 @@ def ragged_decode(
     scales: Float[Array, "P 2 H"] | None = None,
     pages: Int[Array, "B K J"] | None = None,
     slots: Bool[Array, "B K J S"] | None = None,
+    bias: Float[Array, "B N M S"] | None = None,
     mass: bool = False,
     shared: bool = False,
     scale: float | None = None,
@@ -64,6 +73,8 @@ def ragged_decode(
       pages: read only these entries of each stream's list (indices into M, EMPTY = none, no
         duplicates); cost follows J.
       slots: with ``pages``, read only these slots of them.
+      bias: added to each query head's (capped) scores in float32; -inf hides a slot from it. An
+        estimator that samples slots with probability p gives -log p. Whole lists only; ``xla`` and ``ref``.
       mass: also return the attention each slot received.
       shared: whether a page may be listed more than once (a common prefix). ``xla`` has to be told: it walks
         the pool once, which is fastest, and gives every page to one stream; untold, the answer of each
@@ -82,13 +93,79 @@ def ragged_decode(
     """
     _check(q, k_pages, v_pages, table, length)
     _check_options(k_pages, table, scales, pages, slots)
+    wanted = (*q.shape[:2], table.shape[2], k_pages.shape[1])
+    if bias is not None and (pages is not None or bias.shape != wanted):
+        raise ValueError(
+            f"ragged_decode(bias {bias.shape}) needs [B, N, M, S] = {wanted} and whole lists: no `pages`."
+        )
     if softcap is not None and not softcap > 0:
         raise ValueError(
             f"ragged_decode(softcap={softcap}) bounds the scores. Use a number above 0, or None."
         )
     options = Options(mass, q.shape[-1] ** -0.5 if scale is None else scale, softcap, shared)
-    pools, lists = Pools(k_pages, v_pages, scales), Lists(table, length, pages, slots)
-    return dispatch.call("ragged_decode", impl, OFFERED, lambda run: run(q, pools, lists, options=options))
+    pools, lists = Pools(k_pages, v_pages, scales), Lists(table, length, pages, slots, bias)
+    offered = OFFERED if bias is None else {name: OFFERED[name] for name in ("xla", "ref")}
+    return dispatch.call("ragged_decode", impl, offered, lambda run: run(q, pools, lists, options=options))
+
+
+def largest_scores(
+    q: Float[Array, "B N H"],
+    k_pages: Num[Array, "P S X"],
+    table: Int[Array, "B K M"],
+    length: Int[Array, "B K"],
+    *,
+    scales: Float[Array, "P 2 H"] | None = None,
+    each: bool = False,
+) -> Float[Array, "B X M S"]:
+    """The largest score of every live slot of each stream's list over its group's queries; no value is read.
+
+    Plain XLA on every platform: one product over the pool as it lies, which copies no key. A page that more
+    than one list names (``shared``) is found for one stream only.
+
+    Args:
+      q, k_pages, table, length, scales: as in ``ragged_decode``, one query a head.
+      each: the scores of every query head instead, X = N; else X = K.
+
+    Returns:
+      float32 q k / sqrt(H); -inf for dead slots and pages that are not there.
+    """
+    _check(q[:, :, None], k_pages, k_pages, table, length)
+    _check_options(k_pages, table, scales, None, None)
+    return picked.largest_scores(q, k_pages, table, length, scales, each)
+
+
+def gathered_decode(
+    q: Float[Array, "B N T H"],
+    k: Float[Array, "B K C H"],
+    v: Float[Array, "B K C H"],
+    live: Bool[Array, "B K C"],
+    *,
+    mass: bool = False,
+    scale: float | None = None,
+    softcap: float | None = None,
+) -> tuple[Array, ...]:
+    """``ragged_decode`` of slots that are in hand already, C a stream; plain XLA on every platform.
+
+    Args:
+      q: queries, any float dtype.
+      k, v: gathered keys and values; dead ones may hold anything.
+      live: which of them are visited.
+      mass, scale, softcap: as in ``ragged_decode``.
+
+    Returns:
+      ``(out [B, N, T, H], lse [B, N, T])``, and with ``mass`` also ``[B, N, C]``. All float32.
+
+    Raises:
+      ValueError: shapes that do not fit together.
+    """
+    fits = q.ndim == k.ndim == 4 and k.shape == v.shape and live.shape == k.shape[:3]
+    if not fits or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3] or q.shape[1] % k.shape[1]:
+        raise ValueError(
+            f"gathered_decode(q {q.shape}, k {k.shape}, v {v.shape}, live {live.shape}) needs q "
+            "[B, N, T, H], k and v [B, K, C, H] and live [B, K, C] with N a multiple of K."
+        )
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    return picked.gathered(q, k, v, live, mass=mass, scale=scale, softcap=softcap)
 
 
 def _check(q: Array, k_pages: Array, v_pages: Array, table: Array, length: Array) -> None:

@@ -40,3 +40,4 @@ class Lists(NamedTuple):
     length: Int[Array, "B K"]
     pages: Int[Array, "B K J"] | None
     slots: Bool[Array, "B K J S"] | None
+    bias: Float[Array, "B N M S"] | None = None

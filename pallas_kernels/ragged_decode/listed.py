@@ -49,12 +49,14 @@ def at_once(
     pools: Pools,
     ids: Int[Array, "X J"],
     mask: Bool[Array, "X J S"],
+    bias: Float[Array, "X R J S"] | None,
     options: Options,
 ) -> tuple[Float[Array, "X R H"], Float[Array, "X R"], Float[Array, "X R JS"] | None]:
     """(out, lse, probabilities if asked) of X streams in one go."""
     scales = pools.scales
     s = products.scores(q, _gather(pools.k, ids, _column(scales, 0), None), options.scale)
     s, see = softmax.cap(s, options.softcap), mask.reshape(mask.shape[0], 1, -1)
+    s = s if bias is None else s + bias.reshape(s.shape)
     hidden = softmax.hide(s, see)
     m = softmax.row_max(hidden)
     p = softmax.weigh(hidden, m)
@@ -68,6 +70,7 @@ def by_stream(
     pools: Pools,
     ids: Int[Array, "X J"],
     mask: Bool[Array, "X J S"],
+    bias: Float[Array, "X R J S"] | None,
     options: Options,
     groups: int,
 ) -> tuple[Float[Array, "X R H"], Float[Array, "X R"], Float[Array, "X G JS"] | None]:
@@ -77,11 +80,14 @@ def by_stream(
     pad = -j % c
     ids = jnp.pad(ids, ((0, 0), (0, pad))).reshape(ids.shape[0], -1, c)
     mask = jnp.pad(mask, ((0, 0), (0, pad), (0, 0))).reshape(*ids.shape, size)
+    if bias is not None:
+        bias = jnp.pad(bias, ((0, 0), (0, 0), (0, pad), (0, 0)))
+        bias = bias.reshape(*bias.shape[:2], -1, c * size).swapaxes(1, 2)  # [X, blocks, R, cS]
     busy = jnp.any(mask, axis=(2, 3))
     order = jnp.argsort(~busy, axis=1, stable=True)
 
     def stream(x: tuple[Array, ...]) -> tuple[Array, ...]:
-        q_i, ids_i, mask_i, order_i, count_i = x
+        q_i, ids_i, mask_i, order_i, count_i, *bias_i = x
 
         def read(i: Int[Array, ""]) -> tuple[Float[Array, "R cS"], Bool[Array, "1 cS"], Float[Array, "cS H"]]:
             # Tied to i, bfloat16 pools cannot be converted as a whole before the loop (XLA on CPU would).
@@ -89,6 +95,7 @@ def by_stream(
             k = _gather(k_loop, ids_i[at], _column(scales, 0), None)
             v = _gather(v_loop, ids_i[at], _column(scales, 1), mask_i[at])
             s = softmax.cap(products.scores(q_i, k, options.scale), options.softcap)
+            s = s + bias_i[0][at] if bias_i else s
             return s, mask_i[at].reshape(1, -1), v
 
         out, lse = _attend(q_i.shape, count_i, read)
@@ -103,7 +110,8 @@ def by_stream(
         received = jax.lax.fori_loop(0, count_i, receive, nothing)
         return out, lse, received.swapaxes(0, 1).reshape(groups, -1)[:, : j * size]
 
-    found = jax.lax.map(stream, (q, ids, mask, order, jnp.sum(busy, axis=1)))
+    more = () if bias is None else (bias,)
+    found = jax.lax.map(stream, (q, ids, mask, order, jnp.sum(busy, axis=1), *more))
     return found[0], found[1], found[2] if options.mass else None
 
 

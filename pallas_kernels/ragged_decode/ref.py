@@ -23,7 +23,7 @@ def page_lists(lists: Lists, pool: int, slots: int) -> tuple[Int[Array, "B K J"]
     Pages that are not there (EMPTY, out of range, beyond the length) come back as page 0 with 0
     live slots, so that the ids are always safe to gather with.
     """
-    table, length, pages, _ = lists
+    table, length, pages, *_ = lists
     m = jnp.arange(table.shape[2], dtype=jnp.int32)[None, None, :] if pages is None else pages
     there = (m >= 0) & (m < table.shape[2])
     m = jnp.where(there, m, 0)
@@ -68,6 +68,8 @@ def ragged_decode(q: Array, pools: Pools, lists: Lists, *, options: Options) -> 
     grouped = jnp.where(jnp.any(mask, axis=(2, 3))[..., None, None, None], grouped, 0.0)
     s = jnp.einsum("bkgth,bkjsh->bkgtjs", grouped, k, precision=jax.lax.Precision.HIGHEST) * options.scale
     s, see = softmax.cap(s.reshape(*s.shape[:4], -1), options.softcap), mask.reshape(b, heads, 1, 1, -1)
+    if lists.bias is not None:
+        s = s + lists.bias.astype(jnp.float32).reshape(b, heads, n // heads, 1, -1)
     hidden = softmax.hide(s, see)
     m = softmax.row_max(hidden)
     p = softmax.weigh(hidden, m)

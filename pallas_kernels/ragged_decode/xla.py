@@ -31,15 +31,19 @@ def ragged_decode(q: Array, pools: Pools, lists: Lists, *, options: Options) -> 
     streams, groups = b * heads, n // heads
     ids, live = page_lists(lists, pool, size)
     x = q.reshape(streams, groups * t, h)
-    if lists.pages is None and groups * t <= FLAT_ROWS and not options.shared:
+    if lists.pages is None and lists.bias is None and groups * t <= FLAT_ROWS and not options.shared:
         out, lse, received = _flat(x, pools, ids, live, options)
     else:
         mask = live_slots(live, lists.slots, size).reshape(streams, -1, size)
-        named = ids.reshape(streams, -1)
+        named, bias = ids.reshape(streams, -1), None
+        if lists.bias is not None:
+            bias = jnp.repeat(
+                lists.bias.astype(jnp.float32).reshape(streams, groups, *mask.shape[1:]), t, axis=1
+            )
         if named.size * size * max(groups * t, h) <= AT_ONCE:
-            out, lse, received = listed.at_once(x, pools, named, mask, options)
+            out, lse, received = listed.at_once(x, pools, named, mask, bias, options)
         else:
-            out, lse, received = listed.by_stream(x, pools, named, mask, options, groups)
+            out, lse, received = listed.by_stream(x, pools, named, mask, bias, options, groups)
     whole = out.reshape(b, n, t, h), lse.reshape(b, n, t)
     if received is None:
         return whole

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from pallas_kernels.vertical_slash.tiles import Rule
 
 BLOCK_Q = 256
-BLOCK_K = 512
+BLOCK_K = 256
 
 Stats = tuple["Array", "Array", "Array"]
 """(m, l, o), as in ``softmax``."""

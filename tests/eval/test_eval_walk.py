@@ -171,9 +171,9 @@ def test_a_completion_is_read_at_the_price_of_its_summary():
     chosen, price = Policy(admission=Window(8), completion=Linear()), 4 / 2 + 4 / 8
     model, prompts, state = read(chosen)
     room = state.layers[0]
-    assert counted.summary_tokens(room, by_bytes=False) == price
+    assert metrics.summary_tokens(room, by_bytes=False) == price
     half = dataclasses.replace(room, ring=dataclasses.replace(room.ring, k=room.ring.k.astype(jnp.bfloat16)))
-    assert counted.summary_tokens(half, by_bytes=True) == 2 * price
+    assert metrics.summary_tokens(half, by_bytes=True) == 2 * price
     _, found = forced.steps(model, chosen, state, [[p[-1]] for p in prompts], [[0] * 2] * 2, forced=False)
     np.testing.assert_array_equal(found.reads[:, :2], np.broadcast_to([8.0, price, 0], (2, 2, 3)))
 

@@ -63,26 +63,19 @@ def found_bounds(q: jax.Array, pages: Pages) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnums=0)
 def select(quest: Quest, q: jax.Array, pages: Pages) -> Picked:
-    return quest.select(None, q, pages, 0)
+    return quest.select(None, q, pages, 0, jnp.asarray([T, T]), T)
 
 
 def picked(quest: Quest, q: np.ndarray, pages: Pages) -> list[set[int]]:
-    """Chunk indices per stream, after checking that pages and bitmask are well formed."""
+    """Chunk indices per stream, after checking that they are well formed."""
     found = select(quest, q, pages)
-    index, slots = np.asarray(found.entries), np.asarray(found.slots)
-    assert slots.shape == (*index.shape, SIZE)
-    sets = []
+    assert found.unit == CHUNK
+    index, sets = np.asarray(found.entries), []
     for b, h in STREAMS:
-        real = [int(p) for p in index[b, h] if p != EMPTY]
+        real = [int(c) for c in index[b, h] if c != EMPTY]
         assert len(set(real)) == len(real)
-        assert all(p * SIZE < pages.length[b, h, 0] for p in real)
-        mine = set()
-        for page, bits in zip(index[b, h], slots[b, h].reshape(-1, PER, CHUNK)):
-            whole = bits.all(axis=1)
-            assert (whole == bits.any(axis=1)).all()  # a chunk is read whole or not at all
-            assert page == EMPTY or whole.any()
-            mine |= {int(page) * PER + c for c in np.flatnonzero(whole) if page != EMPTY}
-        sets.append(mine)
+        assert all(c * CHUNK < pages.length[b, h, 0] for c in real)
+        sets.append(set(real))
     return sets
 
 
@@ -114,7 +107,7 @@ def test_all_chunks_while_there_are_no_more_than_asked():
 @pytest.mark.parametrize(("index", "decoding"), [(0, True), (1, True), (1, False)])
 def test_a_read_visits_the_picked_chunks_alone(index, decoding):
     policy = Policy(selection=QUEST)
-    site = layer.LayerInfo(policy, {}, index, 2, None, jnp.asarray([T, T]))
+    site = layer.LayerInfo(policy, {}, index, 2, None, jnp.asarray([T, T]), T)
     ring = rings.empty(ROWS, K, 2, H, jnp.dtype(jnp.float32))
     q = QUERIES[0]
     cache = LayerCache(ring=ring, pages=PAGES, summary=None)
@@ -144,7 +137,7 @@ def check_ranges(pages: Pages, codec) -> None:
         for c in range(-(-len(live) // PER) * PER):
             page = int(pages.table[b, h, 0, c // PER])
             right = [live[c].min(0), live[c].max(0)] if c < len(live) else np.zeros((2, H))
-            np.testing.assert_array_equal(found[page, c % PER], np.float32(right))
+            np.testing.assert_array_equal(found[page, c % PER], np.float32(np.concatenate(right)))
 
 
 @pytest.mark.parametrize("codec", [NATIVE, Int8(recent=2)])

@@ -15,7 +15,7 @@ import yaml
 from test_recipe import tiny
 
 from kvjax.models import decoder, hf
-from train import aims, asked, confidence, pretrain, retrieval, rows
+from train import aims, aims_card, asked, confidence, pretrain, retrieval, rows
 from train import heads as kinds_of_heads
 from train.setup import initial, setup
 
@@ -163,3 +163,22 @@ def test_the_command_writes_every_aim(have, tmp_path, monkeypatch, capsys):
     assert set(table["values"]) == set(asked.VALUES)
     assert "MISSED" in capsys.readouterr().out
     assert pretrain.AHEAD_SHARE > 0
+
+    # And the card shows each of them, whatever it came to.
+    (tmp_path / "log.jsonl").write_text(
+        "".join(json.dumps({"step": s, "level": 0, "loss": 2.0, "text_nll": 1.0}) + "\n" for s in (10, 20))
+        + json.dumps({"step": 20, "level": 0, "bits_per_byte": 2.0, "sentence": 0.5})
+        + "\n"
+    )
+    path.write_text(yaml.safe_dump(config | {"card": {"limits": ["None is known."]}}))
+    words = f"card --config {path} --aims {file} --log {tmp_path / 'log.jsonl'} --out {model}"
+    monkeypatch.setattr(sys, "argv", words.split())
+    pytest.importorskip("matplotlib")
+    aims_card.main()
+    card = (model / "README.md").read_text()
+    assert set(aims_card.SAYS) == set(aims.AIMS)
+    missed = sum(not row["met"] for row in table["aims"].values())
+    assert card.count("**missed**") == missed > 0
+    assert all(said in card for said in aims_card.SAYS.values())
+    assert (model / "heads.png").exists()
+    assert (model / "curves.png").exists()

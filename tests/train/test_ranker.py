@@ -171,7 +171,7 @@ def test_importance_is_the_groups_largest_attention_of_what_comes_later(made):
 
 def test_standardised_inputs_are_folded_into_the_weights(made):
     chosen, found, batch = one_batch(made)
-    params = ranker.first(chosen, found.about)
+    params = ranker.first(chosen, 4, found.about.head_dim)
     of = batches.statistics(found, chosen.agent)
     assert {name: value["mean"].shape for name, value in of.items()} == {
         "w_key": (4, 8),
@@ -197,7 +197,7 @@ def test_standardised_inputs_are_folded_into_the_weights(made):
 def test_one_agents_loss_has_no_part_in_anothers_gradient(made):
     chosen, found, batch = one_batch(made)
     task = objective.Task(agent=chosen.agent, method=chosen.method)
-    params, of = ranker.first(chosen, found.about), batches.statistics(found, chosen.agent)
+    params, of = ranker.first(chosen, 4, found.about.head_dim), batches.statistics(found, chosen.agent)
     grad = jax.grad(lambda p, b: objective.objective(task, of, p, b)[0])
     other = batch | {name: batch[name].copy() for name in ("k", "v", "q")}
     for name in ("k", "v", "q"):
@@ -218,7 +218,7 @@ def test_what_is_trained_falls(made, method, metric):
     task = objective.Task(
         agent=chosen.agent, method=settings.dataclasses.replace(chosen.method, permutations=16, **method)
     )
-    params, of = ranker.first(chosen, found.about), batches.statistics(found, chosen.agent)
+    params, of = ranker.first(chosen, 4, found.about.head_dim), batches.statistics(found, chosen.agent)
     run = jax.jit(jax.value_and_grad(lambda p, b: objective.objective(task, of, p, b), has_aux=True))
     optimiser, seen = optax.adam(0.01), []
     state = optimiser.init(params)
@@ -248,6 +248,11 @@ def test_training_learns_goes_on_exactly_and_serves(tmp_path, made, tiny_folder,
     costs = [line["greedy"] for line in log if "greedy" in line]
     assert np.mean(costs[-6:]) < np.mean(costs[:6])
     assert {"area_learned_layer_0", "area_learned_layer_1", "area_recency", "area_knorm"} <= set(after)
+    assert {"area_keydiff", "area_lagkv"} <= set(after)
+    assert all(
+        line["agent_grad_min"] <= line["agent_grad_mean"] <= line["agent_grad_max"] for line in losses(log)
+    )
+    assert any(line["agent_grad_min"] < line["agent_grad_max"] for line in losses(log))
 
     # Stopped by its clock after the first steps, and started again: the same log to the last bit.
     parts = tmp_path / "parts"
@@ -279,9 +284,9 @@ def test_training_learns_goes_on_exactly_and_serves(tmp_path, made, tiny_folder,
     ]
     params = ranker.loop.latest(
         tmp_path / "whole" / "run",
-        ranker.first(chosen, found.about),
+        ranker.first(chosen, 4, found.about.head_dim),
         ranker.optimizer(chosen.rate, chosen.plan.steps),
-        ranker.make_layout(chosen, 4),
+        ranker.make_layout(chosen.devices, 4),
     )[1]
     want = objective.scores(params, batches.statistics(found, chosen.agent), batch)
     np.testing.assert_allclose(jnp.concatenate(sides, axis=1), want, atol=1e-4)
@@ -295,8 +300,8 @@ from train.trace_file import Traces
 chosen, traces, found = settings.read(settings.Path(sys.argv[1])), Traces.open(settings.Path(sys.argv[2])), []
 task, of = objective.Task(agent=chosen.agent, method=chosen.method), batches.statistics(traces, chosen.agent)
 for devices in (4, 1):
-    layout = ranker.make_layout(settings.dataclasses.replace(chosen, devices=devices), 4)
-    params = ranker.first(chosen, traces.about)
+    layout = ranker.make_layout(devices, 4)
+    params = ranker.first(chosen, 4, traces.about.head_dim)
     placed, mine = jax.device_put(params, layout.gates(params)), jax.device_put(of, layout.gates(of))
     run = jax.jit(jax.value_and_grad(lambda p, of, b: objective.objective(task, of, p, b), has_aux=True))
     batch = layout.batch(batches.batches(traces, chosen)[0])

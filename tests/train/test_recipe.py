@@ -252,7 +252,7 @@ def test_quick_recall_agrees_with_the_decoders(have):
     tokens = np.stack([rows.text_row(np.random.default_rng(i), have.held, 128)[0] for i in range(2)])
     at = np.arange(250)
     (a, hit), (b, want) = (f(have.spec, params, tokens, at) for f in (recall.quick_nll, recall.nll))
-    np.testing.assert_allclose(a, b, atol=0.1)
+    np.testing.assert_allclose(a, b, atol=0.25)  # logits reach 20
     assert np.mean(np.asarray(hit) == np.asarray(want)) > 0.95
 
 

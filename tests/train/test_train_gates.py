@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import json
 import os
@@ -23,7 +24,7 @@ from kvjax.models import decoder
 from kvjax.policies.duo import Duo
 from kvjax.policies.wg_kv import WriteGate, gate_logits
 from kvjax.weights import load_weights, read_weights
-from train import distill, gate_card, gate_plan, gate_rows, gate_settings, gates, mesh
+from train import distill, gate_card, gate_rows, gate_settings, gates, mesh
 
 ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENT = os.environ | {"KVJAX_DATA": "/nowhere", "JAX_PLATFORMS": "cpu"}
@@ -344,7 +345,7 @@ def test_other_bad_calls(tmp_path, tiny_folder, capsys):
 def test_sliding_layers_and_heads_that_do_not_divide_are_refused(tiny_folder):
     spec = load(tiny_folder).spec
     with pytest.raises(ValueError, match="sliding-window"):
-        distill.check_model(gate_plan.dataclasses.replace(spec, windows=(8, None)), 1)
+        distill.check_model(dataclasses.replace(spec, windows=(8, None)), 1)
     with pytest.raises(ValueError, match="2 KV heads"):
         distill.check_model(spec, 4)
 

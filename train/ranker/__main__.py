@@ -3,6 +3,7 @@
 python -m train.traces --config configs/ranker/small.yaml                  the traces, once
 python -m train.ranker --config configs/ranker/small.yaml                  again to go on
 python -m train.ranker --config configs/ranker/small.yaml --export FILE    its newest checkpoint as a file
+python -m train.ranker --config ... --compile v5e:2x4                      memory a chip, compiled without one
 
 A run stopped at any step and started again goes on with the losses it would have had. --export writes
 FILE.safetensors, the validation curve (.png, needs matplotlib) and the run's log (.jsonl).
@@ -11,7 +12,6 @@ FILE.safetensors, the validation curve (.png, needs matplotlib) and the run's lo
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import functools
 import importlib.util
 import shutil
@@ -26,52 +26,21 @@ import numpy as np
 from kvjax.models.hf import ModelError
 from kvjax.policies import kvp
 from kvjax.types import Params
-from kvjax.weights import fingerprint, save_weights
-from train import loop, mesh
+from kvjax.weights import save_weights
+from train import loop
+from train.agents import AgentLayout, make_layout
 from train.config import ConfigError
 from train.ranker import batches, picture
+from train.ranker.agents import first
+from train.ranker.fit import fit
 from train.ranker.objective import Statistics, Task, areas, folded, objective
 from train.ranker.optimizer import optimizer
+from train.ranker.optimizer import statistics as gradients
 from train.ranker.settings import Settings, read
-from train.trace_file import About, TraceError, Traces
+from train.trace_file import About, Traces
 
 if TYPE_CHECKING:
     from kvjax.loading import LanguageModel
-
-
-@dataclasses.dataclass(frozen=True)
-class AgentLayout(mesh.Layout):
-    """Agents spread over the devices: of a batch each has what its agents see."""
-
-    def batch(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """A batch on the mesh: by agent what has agents, everything else on every device."""
-        spec = lambda value: mesh.P(None, mesh.HEADS) if value.ndim > 2 else mesh.P()  # noqa: E731
-        return {name: jax.device_put(value, self.of(spec(value))) for name, value in batch.items()}
-
-
-def make_layout(settings: Settings, agents: int) -> AgentLayout:
-    """The config's devices.
-
-    Raises:
-      ConfigError: too few of them, or agents that do not divide over them.
-    """
-    if agents % settings.devices:
-        raise ConfigError(
-            f"devices: {settings.devices} does not divide {agents} agents. Make it a divisor of them."
-        )
-    try:
-        return AgentLayout(mesh.layout(1, settings.devices).mesh)
-    except ValueError as reason:
-        raise ConfigError(str(reason).replace("mesh: {fsdp: 1, tensor:", "devices: {")) from reason
-
-
-def first(settings: Settings, about: About) -> Params:
-    """Untrained agents, leaves [A, ...] with A = L x K."""
-    agent = settings.agent
-    key, count = jax.random.key(settings.seed), about.layers * about.kv_heads
-    return kvp.initial(
-        key, count, about.head_dim, 1, inputs=agent.inputs, hidden=agent.hidden, layers=agent.layers
-    )[0]
 
 
 def by_layer(params: Params, about: About) -> list[Params]:
@@ -84,12 +53,14 @@ def make_check(
     task: Task, statistics: Statistics, traces: Traces, settings: Settings, layout: AgentLayout
 ) -> Callable[[Params, int, int], loop.Verdict]:
     """Mean area over held-out sequences and agents, of the agents also by layer; 1 is the oracle."""
-    measure = jax.jit(functools.partial(areas, task))
+    measure = jax.jit(functools.partial(areas, task, traces.about.layers))
 
     def check(params: Params, step: int, level: int) -> loop.Verdict:
         parts = [measure(statistics, params, layout.batch(one)) for one in batches.held(traces, settings)]
+        # A cache shorter than their window has no privileged baselines.
         found = {
-            name: np.concatenate([np.asarray(part[name]) for part in parts]).mean(axis=0) for name in parts[0]
+            name: np.concatenate([np.asarray(part[name]) for part in parts if name in part]).mean(axis=0)
+            for name in {name: None for part in parts for name in part}
         }
         metrics = {f"area_{name}": float(value.mean()) for name, value in found.items()}
         layers = found["learned"].reshape(traces.about.layers, -1).mean(axis=1)
@@ -108,11 +79,7 @@ def load(settings: Settings, folder: Path) -> tuple[Traces, LanguageModel]:
     traces = Traces.open(folder)
     batches.check_traces(traces, settings)
     model = settings.model()
-    if traces.about.fingerprint != fingerprint(model):
-        raise TraceError(
-            f"{folder} holds traces of {traces.about.model} ({traces.about.fingerprint}), the config's model "
-            f"({settings.source}) is another one ({fingerprint(model)}). Make traces of it with train.traces."
-        )
+    traces.of(model, settings.source)
     return traces, model
 
 
@@ -124,8 +91,8 @@ def run(settings: Settings, folder: Path) -> loop.State:
     """
     traces, _ = load(settings, folder)  # only the fingerprint of the model is needed
     about = traces.about
-    layout = make_layout(settings, about.layers * about.kv_heads)
-    agents = first(settings, about)
+    layout = make_layout(settings.devices, about.layers * about.kv_heads)
+    agents = first(settings, about.layers * about.kv_heads, about.head_dim)
     count = sum(leaf.size for leaf in jax.tree.leaves(agents))
     print(
         f"{about.layers * about.kv_heads} agents of {count // (about.layers * about.kv_heads):,} parameters: "
@@ -144,6 +111,7 @@ def run(settings: Settings, folder: Path) -> loop.State:
         plan=settings.plan,
         check=make_check(task, statistics, traces, settings, layout),
         layout=layout,
+        watch=functools.partial(gradients, settings.rate.clip),
     )
 
 
@@ -155,9 +123,10 @@ def export(settings: Settings, folder: Path, file: Path) -> None:
     """
     traces, model = load(settings, folder)
     about, agent = traces.about, settings.agent
-    layout = make_layout(settings, about.layers * about.kv_heads)
+    layout = make_layout(settings.devices, about.layers * about.kv_heads)
     chosen = optimizer(settings.rate, settings.plan.steps)
-    found = loop.latest(settings.folder, first(settings, about), chosen, layout)
+    begun = first(settings, about.layers * about.kv_heads, about.head_dim)
+    found = loop.latest(settings.folder, begun, chosen, layout)
     if found is None:
         raise ConfigError(
             f"--export finds no checkpoint in {settings.folder}. Train first: the same command without "
@@ -191,9 +160,12 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--config", type=Path, required=True)
     parser.add_argument("--traces", type=Path, metavar="DIR", help="instead of the config's traces.folder")
     parser.add_argument("--export", type=Path, metavar="FILE", help="write the newest checkpoint's rankers")
+    parser.add_argument("--compile", metavar="TOPOLOGY", help="compile the step for chips that are not here")
     args = parser.parse_args(words)
     try:
         settings = read(args.config)
+        if args.compile is not None:
+            return fit(settings, args.compile)
         folder = args.traces or settings.recording.folder
         if args.export is not None:
             export(settings, folder, args.export)

@@ -12,6 +12,7 @@ import grain.python as grain
 import numpy as np
 
 from kvjax.types import EMPTY
+from train.ranker import baselines
 from train.ranker.settings import Agent, Settings
 from train.trace_file import TraceError, Traces
 
@@ -41,7 +42,12 @@ def check_traces(traces: Traces, settings: Settings) -> None:
 
 
 def assembled(
-    traces: Traces, settings: Settings, chosen: Sequence[tuple[int, int]], rng: np.random.Generator
+    traces: Traces,
+    settings: Settings,
+    chosen: Sequence[tuple[int, int]],
+    rng: np.random.Generator,
+    *,
+    window: int = 0,
 ) -> dict[str, np.ndarray]:
     """A batch of sequences of one length.
 
@@ -50,10 +56,11 @@ def assembled(
       settings: agents and future queries.
       chosen: (sequence, how many of its tokens are in the cache).
       rng: draws the future queries.
+      window: give the cache's last queries too, so many, where the traces store them all.
 
     Returns:
       ``k``, ``v`` (and ``k_pre``) [B, A, T, H], ``q`` [B, A, G, F, H] at positions ``at`` [B, F] behind
-      the cache, EMPTY where there are fewer, ``size`` [B] and a ``seed``.
+      the cache, EMPTY where there are fewer, ``size`` [B], a ``seed``; ``seen`` [B, A, G, window, H].
     """
     about, count = traces.about, settings.method.queries
     agents, groups = about.layers * about.kv_heads, about.heads // about.kv_heads
@@ -67,6 +74,9 @@ def assembled(
         q = np.zeros((about.layers, about.heads, count, about.head_dim), found["q"].dtype)
         q[:, :, : len(later)] = found["q"][:, :, later]
         row = {"q": q.reshape(agents, groups, count, about.head_dim), "at": at}
+        last = np.flatnonzero((found["at"] >= size - window) & (found["at"] < size))
+        if window and len(last) == window:
+            row["seen"] = found["q"][:, :, last].reshape(agents, groups, window, about.head_dim)
         flat = (agents, about.lengths[index], about.head_dim)
         row |= {name: found[name].reshape(flat) for name in found if name not in ("q", "at")}
         for name, value in row.items():
@@ -107,11 +117,11 @@ def batches(traces: Traces, settings: Settings) -> grain.MapDataset:
 
 
 def held(traces: Traces, settings: Settings) -> Iterator[dict[str, np.ndarray]]:
-    """Every held-out sequence once, one a batch, cut where its number says."""
+    """Every held-out sequence once, one a batch, cut where its number says, with the cache's last queries."""
     for index in range(traces.about.train, len(traces.about.lengths)):
         rng = np.random.default_rng((settings.seed, 3, index))
         size = cache_size(rng, settings, traces.about.lengths[index])
-        yield assembled(traces, settings, [(index, size)], rng)
+        yield assembled(traces, settings, [(index, size)], rng, window=baselines.WINDOW)
 
 
 def statistics(traces: Traces, agent: Agent) -> dict[str, dict[str, Any]]:

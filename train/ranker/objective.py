@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from kvjax.policies import kvp
 from kvjax.types import Params
-from train.ranker import rankings
+from train.ranker import baselines, rankings
 from train.ranker.settings import Agent, Method
 
 if TYPE_CHECKING:
@@ -129,18 +129,12 @@ def _key(batch: dict[str, Array]) -> Array:
 
 
 def areas(
-    task: Task, statistics: Statistics, params: Params, batch: dict[str, Array]
+    task: Task, layers: int, statistics: Statistics, params: Params, batch: dict[str, Array]
 ) -> dict[str, Float[Array, "B A"]]:
-    """Area under the cost curve of each agent and of rankings that learn nothing, over the oracle's area."""
+    """Area under the cost curve of each agent and of ``baselines``, over the oracle's area."""
     worth, may = ranked(task, batch)
     least = rankings.cost(worth, rankings.best(worth, may))
-    recency = jnp.broadcast_to(jnp.arange(worth.shape[-1], dtype=jnp.float32), worth.shape)
-    # The key's norm does not change with RoPE.
-    given = {
-        "learned": scores(params, statistics, batch),
-        "recency": recency,
-        "knorm": -jnp.linalg.norm(batch["k"].astype(jnp.float32), axis=-1),
-    }
+    given = {"learned": scores(params, statistics, batch), **baselines.scores(batch, layers, task.softcap)}
     paid = {name: rankings.cost(worth, rankings.best(score, may)) for name, score in given.items()}
     paid["random"] = worth.sum(axis=-1) * jnp.maximum(may.sum(axis=-1) - 1, 0) / 2  # its expectation
     return {name: rankings.ratio(value, least) for name, value in paid.items()}

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from train.ranker.settings import Rate
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float
 
 
 def optimizer(rate: Rate, steps: int) -> optax.GradientTransformation:
@@ -24,13 +27,28 @@ def optimizer(rate: Rate, steps: int) -> optax.GradientTransformation:
     return optax.chain(clip_each(rate.clip), adamw)
 
 
+def norms(grad: Any) -> Float[Array, " A"]:
+    """Of each agent's gradient; leaves begin with [A]."""
+    return jnp.sqrt(sum(jnp.sum(g**2, axis=tuple(range(1, g.ndim))) for g in jax.tree.leaves(grad)))
+
+
+def statistics(limit: float, grad: Any) -> dict[str, Float[Array, ""]]:
+    """Least, mean and greatest norm of the agents' gradients, and the share of agents that are clipped."""
+    norm = norms(grad)
+    return {
+        "agent_grad_min": norm.min(),
+        "agent_grad_mean": norm.mean(),
+        "agent_grad_max": norm.max(),
+        "clipped": (norm > limit).mean(),
+    }
+
+
 def clip_each(limit: float) -> optax.GradientTransformation:
     """Shortens each agent's gradient (leaves begin with [A]) to at most ``limit``."""
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         del params
-        squares = [jnp.sum(g**2, axis=tuple(range(1, g.ndim))) for g in jax.tree.leaves(updates)]
-        norm = jnp.sqrt(sum(squares))
+        norm = norms(updates)
         scale = jnp.where(norm > limit, limit / jnp.where(norm > limit, norm, 1.0), 1.0)
         return jax.tree.map(lambda g: g * scale.reshape(-1, *[1] * (g.ndim - 1)), updates), state
 

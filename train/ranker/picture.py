@@ -6,7 +6,14 @@ import json
 from pathlib import Path
 from typing import Any
 
-STYLES = {"learned": "-", "recency": "--", "knorm": ":", "random": "-."}
+STYLES = {"learned": "-", "recency": "--", "knorm": ":", "random": "-."} | {
+    "keydiff": (0, (5, 1)),
+    "lagkv": (0, (1, 3)),
+    "tova": (0, (8, 2, 1, 2)),
+    "snapkv": (0, (8, 2, 1, 2, 1, 2)),
+}
+PRIVILEGED = ("tova", "snapkv")
+"""They read the cache's last queries."""
 
 
 def checks(log: Path) -> list[dict[str, Any]]:
@@ -23,7 +30,10 @@ def curve(log: Path, path: Path) -> None:
     steps = [line["step"] for line in found]
     fig, ax = plt.subplots(figsize=(5, 3.2), layout="constrained")
     for name, style in STYLES.items():
-        ax.plot(steps, [line[f"area_{name}"] for line in found], style, color="0.2", label=name)
+        if f"area_{name}" in found[-1]:
+            colour = "0.6" if name in PRIVILEGED else "0.2"
+            of = [line.get(f"area_{name}", float("nan")) for line in found]
+            ax.plot(steps, of, linestyle=style, color=colour, label=name)
     ax.axhline(1, color="tab:red", lw=1, label="oracle")
     ax.set_xlabel("step")
     ax.set_ylabel("area under the cost curve / oracle's")

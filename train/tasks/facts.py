@@ -18,7 +18,8 @@ from train.tasks.wordings import Wording, grammar
 
 FITS = 128
 MIXED = 0.3
-MOST_ASKED = 8
+MOST_ASKED = (8, 16)
+"""Questions of a row at most: of a short one, and from 1024 tokens on."""
 LEAST = 8
 """Tokens of text at least."""
 ECHO = 0.4
@@ -70,8 +71,9 @@ def row(
     spaced = " " if gap == " " else pick(rng, (" ", "\n"))
     needles = [source.encode(spaced + fact) for fact in facts]
     # Few tokens of a row are answers: what is not told to ask for less asks for as much as fits.
-    order = np.concatenate([rng.permutation(hidden) for _ in range(MOST_ASKED)])
-    count = int(rng.integers(1, min(2 * hidden, MOST_ASKED) + 1)) if asked is None else asked
+    most = MOST_ASKED[length >= 1024]
+    order = np.concatenate([rng.permutation(hidden) for _ in range(most)])
+    count = int(rng.integers(1, min(2 * hidden, most) + 1)) if asked is None else asked
     while True:
         parts: list[Part] = []
         for n, i in enumerate(order[:count]):

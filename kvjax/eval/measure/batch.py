@@ -87,6 +87,7 @@ def run(
     context: int,
     rows: int,
     weights: Params | None = None,
+    reading: decode.Reading | None = None,
 ) -> Batch:
     """Measures a batch.
 
@@ -96,12 +97,14 @@ def run(
       protocol: see ``protocol``.
       context: size class of the samples' length.
       rows: B; one number for all batches of a cell, so that they share programs.
+      reading: of the same prompts (``prompts``), for a policy that cuts them afterwards; else they are read.
     """
-    filled = samples + samples[:1] * (rows - len(samples))
-    heads, tails = zip(*(cut(encoded, protocol) for _, encoded in filled))
-    # The last token before the answer is fed by a decode step: selection acts on the first answer token, too.
-    joined = [(head, tail) if tail else (head[:-1], head[-1:]) for head, tail in zip(heads, tails)]
-    fitted, _ = decode.prefill(model, policy, [h for h, _ in joined], context=context, weights=weights)
+    filled = _filled(samples, rows)
+    joined = _parted(filled, protocol)
+    if reading is not None:
+        fitted, _ = decode.cut(model, policy, reading, weights=weights)
+    else:
+        fitted, _ = decode.prefill(model, policy, [h for h, _ in joined], context=context, weights=weights)
     fitted = dataclasses.replace(fitted, chunk=TAIL)
     peak = np.asarray(fitted.peak)
     if any(len(tail) > 1 for _, tail in joined):
@@ -129,8 +132,26 @@ def run(
         allocated=allocated[0] / rows,
         peak_allocated=max(float(peak[1]), *allocated) / rows,
         peak_bytes=max(float(peak[0]), live) / rows,
-        summary=max(counted.summary_tokens(layer, by_bytes=False) for layer in state.layers),
+        summary=max(metrics.summary_tokens(layer, by_bytes=False) for layer in state.layers),
     )
+
+
+def prompts(samples: list[tuple[Sample, Encoded]], protocol: str, rows: int) -> list[list[int]]:
+    """What a batch is prefilled with."""
+    return [head for head, _ in _parted(_filled(samples, rows), protocol)]
+
+
+def _filled(samples: list[tuple[Sample, Encoded]], rows: int) -> list[tuple[Sample, Encoded]]:
+    return samples + samples[:1] * (rows - len(samples))
+
+
+def _parted(samples: list[tuple[Sample, Encoded]], protocol: str) -> list[tuple[list[int], list[int]]]:
+    """What is compressed and what follows it, of each sample.
+
+    The last token before the answer is fed by a decode step: selection acts on the first answer token, too.
+    """
+    parts = [cut(encoded, protocol) for _, encoded in samples]
+    return [(head, tail) if tail else (head[:-1], head[-1:]) for head, tail in parts]
 
 
 def _written(

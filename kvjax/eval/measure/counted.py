@@ -5,11 +5,10 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
-import jax
 import numpy as np
 
 from kvjax import metrics
-from kvjax.cache.state import KVState, LayerCache
+from kvjax.cache.state import KVState
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Int
@@ -56,15 +55,3 @@ def span_retention(mask: Bool[np.ndarray, "L K C"], needed: Bool[np.ndarray, " T
     """Share of (layer, KV head, needed token) triples that are held; None where nothing is needed."""
     at = np.flatnonzero(needed)
     return float(mask[:, :, at].mean()) if len(at) else None
-
-
-def summary_tokens(layer: LayerCache, *, by_bytes: bool) -> float:
-    """What reading φ once costs a KV head, in tokens (K and V of one position in the model's dtype).
-
-    By the paper's count (https://arxiv.org/abs/2604.05438) a summary is d_φ/2 + d_φ/D tokens; by bytes it is
-    as much more as its floats are wider than the model's.
-    """
-    rows, heads, _, dim = layer.ring.k.shape
-    leaves = jax.tree.leaves(layer.summary)
-    size = sum(leaf.nbytes / layer.ring.k.dtype.itemsize if by_bytes else leaf.size for leaf in leaves)
-    return size / (rows * heads) / (2 * dim)

@@ -6,10 +6,9 @@ from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
 
-from kvjax import decode, layer
+from kvjax import decode, layer, metrics
 from kvjax.algebra import Policy
 from kvjax.cache.state import KVState, LayerCache
-from kvjax.eval.measure import counted
 from kvjax.types import Network, Params
 
 if TYPE_CHECKING:
@@ -42,5 +41,5 @@ def step(
 def _loads(cache: LayerCache, loaded: layer.Loaded) -> Float[Array, "B R"]:
     """What a layer's decode read loads, by ``KINDS``, mean over KV heads."""
     slots = loaded.ring.astype(jnp.float32) + loaded.pages.astype(jnp.float32).mean(axis=-1)
-    phi = counted.summary_tokens(cache, by_bytes=True) if loaded.summary else 0.0
+    phi = metrics.summary_tokens(cache, by_bytes=True) if loaded.summary else 0.0
     return jnp.stack([slots, jnp.full_like(slots, phi), loaded.selector.mean(axis=-1)], axis=-1)

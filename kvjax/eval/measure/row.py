@@ -73,6 +73,10 @@ class Reads:
     selector: float
     summary_paper: float = 0.0
 
+    def equivalent(self, generated: int = 1, *, by_bytes: bool = False) -> float:
+        """Token-equivalents a step with φ read once for ``generated`` tokens; what chooses stands apart."""
+        return self.slots + (self.summary if by_bytes else self.summary_paper) / generated
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Bytes:

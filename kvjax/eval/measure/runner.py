@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import zlib
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from kvjax.eval import tasks
 from kvjax.eval.errors import EvalError
 from kvjax.eval.measure import batch
 from kvjax.eval.measure.grid import FULL, Grid, programs
+from kvjax.eval.measure.readings import Readings
 from kvjax.eval.measure.row import Cell, Row
 from kvjax.eval.measure.store import Store
 from kvjax.eval.measure.tally import row
@@ -88,6 +90,8 @@ def run(
     hidden = not (sys.stderr.isatty() if shown is None else shown)
     total = sum(cell.length * cell.samples for cell in work)
     drawn: dict[tuple[str, int, int, int], Samples] = {}
+    many = sum(decode.cuts_after(policy) for policy in grid.policies.values()) > 1
+    readings = Readings() if many else None
     with tqdm(total=total, unit="token", unit_scale=True, file=sys.stderr, disable=hidden) as bar:
         for before, cell in zip([None, *work], work):
             task, policy = tasks.tasks()[cell.task], grid.policies[cell.policy]
@@ -102,7 +106,7 @@ def run(
                 )
             weights = grid.weights.get((cell.policy, cell.weights))
             samples = drawn[cell.drawn]
-            batches = _measured(cell, policy, model, samples, weights, bar.update)
+            batches = _measured(cell, policy, model, samples, weights, bar.update, readings)
             made = row(cell, task, policy, model, samples, batches, full.get(cell.drawn), data.source)
             store.append(made)
             if policy == FULL:
@@ -128,14 +132,27 @@ def _measured(
     samples: Samples,
     weights: Params | None,
     tick: Callable[[int], object],
+    readings: Readings | None = None,
 ) -> list[batch.Batch]:
     rows, parts = batched(samples, cell.length)
     context = decode.bucket(cell.length, model.network.max_positions)
     found = []
-    for part in parts:
+    for at, part in enumerate(parts):
+        reading = None
+        if readings is not None and decode.cuts_after(policy):
+            prompts = batch.prompts(part, cell.protocol, rows)
+            read = functools.partial(decode.read_full, model, prompts, context=context)
+            reading = readings.of((cell.drawn, cell.protocol, at), read)
         found.append(
             batch.run(
-                model, policy, part, protocol=cell.protocol, context=context, rows=rows, weights=weights
+                model,
+                policy,
+                part,
+                protocol=cell.protocol,
+                context=context,
+                rows=rows,
+                weights=weights,
+                reading=reading,
             )
         )
         tick(len(part) * cell.length)

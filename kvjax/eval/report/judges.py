@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -84,10 +85,32 @@ def both(*tests: Wanted) -> Wanted:
     return lambda row: all(test(row) for test in tests)
 
 
-def never(results: Results) -> Verdict:
-    """For claims whose quantity is not in result rows yet."""
-    del results
-    return NONE
+def elsewhere(where: str) -> Judge:
+    """For claims whose quantity is in no row: not run, and where it is measured or what it would take."""
+    return lambda results: Verdict("–", f"{NOT_RUN}: {where}")
+
+
+def study(
+    name: str, of: Callable[[dict[str, Any]], float], holds: Callable[[float], bool], how: str
+) -> Judge:
+    """A number that a study wrote into its JSON file, the worst over the files that are there.
+
+    Args:
+      name: of the study.
+      of: its number.
+      holds: what makes it the claim's.
+      how: the command that writes such a file.
+    """
+
+    def judge(results: Results) -> Verdict:
+        found = [of(one) for one in results.studies if one.get("study") == name]
+        if not found:
+            return elsewhere(how)(results)
+        worst = min(found, key=lambda x: (holds(x), abs(x)))
+        ours = f"{worst:.3f} (worst of {len(found)} files)"
+        return Verdict(ours, HOLDS if all(map(holds, found)) else FAILS)
+
+    return judge
 
 
 def within(mine: Wanted, points: float) -> Judge:

@@ -98,9 +98,11 @@ class Results:
 
     Attributes:
       rows: in order.
+      studies: what studies wrote (JSON objects with a "study"), for claims.
     """
 
     rows: tuple[Row, ...]
+    studies: tuple[dict[str, Any], ...] = ()
 
     def where(self, test: Callable[[Row], bool]) -> list[Row]:
         """The rows that pass."""

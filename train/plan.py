@@ -1,20 +1,19 @@
-"""The training step of a config, compiled for a TPU slice that is not here: does it fit, and by how much?
+"""A training step compiled for a TPU slice that is not here: does it fit, and by how much?
 
-Needs the wheels of the optional group ``aot``; reads no weights where the config writes its model out.
+Needs the wheels of the optional group ``aot``.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import jax
+import optax
 
-from kvjax.models.spec import ModelSpec
 from train import loop, mesh
-from train.gate_settings import ConfigError, Settings, backbone, optimizer
+from train.config import ConfigError
 
 if TYPE_CHECKING:
     from pallas_kernels.measure import aot
@@ -23,9 +22,6 @@ LIMITS = {"v5e": 15.75, "v6e": 31.25, "v5p": 95.74, "tpu7x": 94.75}
 """GiB of a chip's memory that libtpu lets one program have (tpu7x: of one of its two cores)."""
 
 GIB = 2**30
-
-Build = Callable[[Settings, ModelSpec, mesh.Layout, str], tuple[loop.Loss, Any]]
-"""``(settings, spec, layout, impl) -> (loss with frozen shapes bound, shapes of the trained leaves)``."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,7 +53,7 @@ class Fit:
 
 
 def slice_of(name: str, axes: tuple[int, int]) -> tuple[aot.Target, mesh.Layout]:
-    """The chips of a topology such as "v5e:2x4" and the config's mesh over them.
+    """The chips of a topology such as "v5e:2x4" and a mesh (fsdp, tensor) over them.
 
     Raises:
       ConfigError: no such topology, no compiler for it, or not as many chips as the mesh has places.
@@ -76,29 +72,37 @@ def slice_of(name: str, axes: tuple[int, int]) -> tuple[aot.Target, mesh.Layout]
         raise ConfigError(f"--compile {name}: {line}") from reason
     if len(target.devices) != axes[0] * axes[1]:
         raise ConfigError(
-            f"--compile {name}: {len(target.devices)} devices, mesh: {{fsdp: {axes[0]}, tensor: {axes[1]}}} "
-            f"has {axes[0] * axes[1]} places. Choose a topology or a mesh that agree."
+            f"--compile {name}: {len(target.devices)} devices, and the config lays the step over "
+            f"{axes[0] * axes[1]} ({axes[0]} x {axes[1]}). Choose a topology or a config that agree."
         )
     return target, mesh.layout(*axes, target.devices)
 
 
-def compiled(settings: Settings, topology: str, build: Build) -> Fit:
-    """Compiles the update of the longest batch for ``topology``.
+def compiled(
+    topology: str,
+    target: aot.Target,
+    layout: mesh.Layout,
+    loss: Any,
+    params: Any,
+    optimizer: optax.GradientTransformation,
+    batch: dict[str, Any],
+) -> Fit:
+    """Compiles one update.
+
+    Args:
+      topology, target, layout: of ``slice_of``.
+      loss: with frozen shapes bound.
+      params: shapes of the trained leaves.
+      optimizer: of the run.
+      batch: shapes with a place each.
 
     Raises:
-      ConfigError: see ``slice_of``; or the program is too large for the compiler.
+      ConfigError: the program is too large for the compiler.
     """
-    target, layout = slice_of(topology, settings.mesh)
-    spec = settings.spec or backbone(settings).spec
-    loss, params = build(settings, spec, layout, target.impl)
-    chosen = optimizer(settings.rate, settings.plan.steps)
-    state = loop.State(params=params, opt=jax.eval_shape(chosen.init, params))
-    length = max(settings.data["lengths"])
-    rows = max(1, settings.data["tokens"] // length)
-    batch = {"tokens": jax.ShapeDtypeStruct((rows, length), "int32", sharding=layout.of(mesh.P(mesh.ROWS)))}
+    state = loop.State(params=params, opt=jax.eval_shape(optimizer.init, params))
     began = time.monotonic()
     where = layout.gates(state)
-    step: Any = loop.make_step(chosen, where)
+    step: Any = loop.make_step(optimizer, where)
     traced = step.trace(loss, laid(state, where), batch)
     try:
         program = traced.lower(lowering_platforms=target.lowering).compile()
@@ -125,11 +129,9 @@ def laid(tree: Any, shardings: Any) -> Any:
     return jax.tree.map(place, tree, shardings)
 
 
-def report(settings: Settings, topology: str, build: Build) -> int:
+def report(title: str, fit: Fit) -> int:
     """Prints what a chip needs; 0 where it fits and 2 where it does not."""
-    fit = compiled(settings, topology, build)
-    length, (fsdp, tensor) = max(settings.data["lengths"]), settings.mesh
-    print(f"{settings.name}: one step of {length} tokens on {topology}, fsdp {fsdp} x tensor {tensor}")
+    print(title)
     for name in ("arguments", "outputs", "temporary", "code", "total", "limit"):
         print(f"  {name:10} {getattr(fit, name) / GIB:8.3f} GiB a chip")
     print(f"  compiled in {fit.seconds:.0f} s; room left: {(fit.limit - fit.total) / GIB:.2f} GiB")

@@ -1,0 +1,84 @@
+"""The process behind ``compile``: one start, from the first call to the last token, with an empty head.
+
+The model is ``host.narrow``: so thin that nearly all of the time is tracing, lowering and compiling.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from kvjax import decode
+from kvjax.bench import random_model
+from kvjax.bench.child import answer
+from kvjax.bench.fill import untrained
+from kvjax.bench.host import narrow
+from kvjax.catalogue import policy
+from kvjax.loading import LanguageModel
+from pallas_kernels.measure import timing
+
+
+class Meter:
+    """What has been spent and compiled since it was last read."""
+
+    def __init__(self) -> None:
+        self.programs = 0
+        jax.monitoring.register_event_duration_secs_listener(self._heard)
+        self._last = self._now()
+
+    def _heard(self, event: str, duration_secs: float, **_: str | int) -> None:
+        del duration_secs
+        self.programs += event == "/jax/core/compile/backend_compile_duration"
+
+    def _now(self) -> tuple[float, float, int, timing.CompileTime]:
+        spent = os.times()
+        return time.perf_counter(), spent.user + spent.system, self.programs, timing.compile_time()
+
+    def read(self) -> dict[str, Any]:
+        """Seconds of the clock and of all CPUs, how many of the clock's the three stages took, programs."""
+        (wall, cpu, programs, stages), self._last = self._last, self._now()
+        took = self._last[3].since(stages)
+        return {
+            "seconds": round(self._last[0] - wall, 2),
+            "cpu_s": round(self._last[1] - cpu, 2),
+            "tracing_s": round(took.tracing, 2),
+            "lowering_s": round(took.lowering, 2),
+            "compiling_s": round(took.compiling, 2),
+            "programs": self._last[2] - programs,
+        }
+
+
+def start(spec: str, layers: int, prompt: int, new: int, keep: str) -> dict[str, Any]:
+    """Read a random prompt and write ``new`` tokens, programs kept in the folder ``keep``."""
+    jax.config.update("jax_enable_compilation_cache", True)
+    jax.config.update("jax_compilation_cache_dir", keep)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    sizes = narrow(layers)
+    params = jax.device_put(random_model.draw(sizes, seed=0))
+    model, chosen = LanguageModel(name="narrow", spec=sizes, params=params, folder=Path()), policy(spec)
+    weights = jax.block_until_ready(untrained(model, chosen, seed=0))
+    ids = np.random.default_rng(0).integers(1, sizes.vocab_size, prompt)
+    context = decode.bucket(prompt + new, sizes.max_positions)
+    meter = Meter()
+    state, logits = decode.prefill(model, chosen, [ids], context=context, weights=weights)
+    jax.block_until_ready(logits)
+    read = meter.read()
+    for _, after in decode.stream(model, chosen, state, logits, max_new_tokens=new, weights=weights):
+        state = after
+    jax.block_until_ready(state.length)
+    return {"prefill": read, "decode": meter.read(), "jax": jax.__version__}
+
+
+def main() -> None:
+    """Answer until standard input ends."""
+    answer({"start": start})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,128 @@
+"""Rows of a running batch: one comes in from a state of its own, goes, or is copied out.
+
+  insert    a row that was read alone takes an empty place: ring, pages, metadata, φ
+  release   rows give their places up; their pages are free when it returns
+  cut       one row as a state of its own, with pages of its own
+
+All are pure and have one program for each pair of pool sizes, whichever row and whatever it holds; jitted
+with the running batch donated they write in place.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+
+from kvjax.cache import pages as paging
+from kvjax.cache import pool
+from kvjax.cache import ring as rings
+from kvjax.cache.pages import Pages
+from kvjax.cache.state import KVState, LayerCache
+from kvjax.cache.write import scattered
+from kvjax.types import EMPTY
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Bool, Int
+
+
+def insert(cache: LayerCache, source: LayerCache, row: Int[Array, ""]) -> LayerCache:
+    """A layer with the only row of ``source`` at ``row``, which must be empty.
+
+    Args:
+      cache: of the running batch.
+      source: made under the same structure, with rings and pages of the same size; its page lists may be
+        longer or shorter than the batch's. Where a list or the pool is too short ``overflow`` is set.
+      row: its place.
+    """
+
+    def place(old: Array, new: Array) -> Array:
+        return jax.lax.dynamic_update_slice_in_dim(old, new.astype(old.dtype), row, axis=0)
+
+    pools = [_insert_pages(mine, theirs, row) for mine, theirs in zip(cache.pools, source.pools)]
+    return dataclasses.replace(
+        cache,
+        ring=jax.tree.map(place, cache.ring, source.ring),
+        summary=jax.tree.map(place, cache.summary, source.summary),
+    ).with_pools(pools)
+
+
+def _insert_pages(pages: Pages, source: Pages, row: Int[Array, ""]) -> Pages:
+    """Every owned page of the source gets a free one of the pool; the rest is a renaming."""
+    entries, theirs = pages.table.shape[-1], source.table.shape[-1]
+    owned = jnp.arange(theirs) < paging.used(source)[0][..., None]  # [K, R, M]
+    names = jnp.where(owned, source.table[0], source.count)
+    mine = jnp.zeros(source.count, bool).at[names.reshape(-1)].set(True, mode="drop")
+    at = pages.n_free - jnp.cumsum(mine)  # the i-th owned page takes the i-th from the top of the stack
+    fresh = jnp.where(mine & (at >= 0), pages.free[jnp.maximum(at, 0)], pages.count)
+    table = jnp.where(owned, fresh[jnp.minimum(names, source.count - 1)], EMPTY)[..., :entries]
+    table = jnp.pad(table, ((0, 0), (0, 0), (0, max(0, entries - theirs))), constant_values=EMPTY)
+    total = mine.sum()
+    lost = (total > pages.n_free) | owned[..., entries:].any() | source.overflow
+
+    def carry(old: Any, new: Any) -> Array:
+        return scattered(old, (fresh,), new)  # pages nobody owns go out of range
+
+    return dataclasses.replace(
+        pages,
+        k=carry(pages.k, source.k),
+        v=carry(pages.v, source.v),
+        scales=None if pages.scales is None else carry(pages.scales, source.scales),
+        pos=carry(pages.pos, source.pos),
+        meta={name: carry(x, source.meta[name]) for name, x in pages.meta.items()},
+        summary={name: carry(x, source.summary[name]) for name, x in pages.summary.items()},
+        table=pages.table.at[row].set(table),
+        length=pages.length.at[row].set(source.length[0]),
+        refs=pages.refs.at[fresh].add(1, mode="drop"),
+        n_free=jnp.maximum(pages.n_free - total, 0),
+        overflow=pages.overflow | lost,
+    )
+
+
+def release(cache: LayerCache, gone: Bool[Array, " B"]) -> LayerCache:
+    """A layer whose rows ``gone`` hold nothing: their pages are back in the pool.
+
+    Rings and φ need no clearing: what a row sees of its ring follows from its length, and ``insert`` writes
+    all of both.
+    """
+    return cache.with_pools([paging.clear(pages, gone) for pages in cache.pools])
+
+
+def cut(cache: LayerCache, row: Int[Array, ""], sizes: Sequence[int]) -> LayerCache:
+    """One row of a layer, in pools of so many pages; they must hold what it owns."""
+    index = row[None]
+    return dataclasses.replace(
+        cache,
+        ring=rings.rows(cache.ring, index),
+        summary=jax.tree.map(lambda x: x[index], cache.summary),
+    ).with_pools([pool.pick_rows(pages, index, size) for pages, size in zip(cache.pools, sizes)])
+
+
+def with_row(state: KVState, layers: tuple[LayerCache, ...], source: KVState, row: Any) -> KVState:
+    """The state with these layers, and the counts of the source's only row at ``row``."""
+
+    def place(old: Any, new: Any) -> Any:
+        return None if old is None else old.at[row].set(new[0])
+
+    return dataclasses.replace(
+        state,
+        layers=layers,
+        length=place(state.length, source.length),
+        total=place(state.total, source.total),
+        confidence=place(state.confidence, source.confidence),
+    )
+
+
+def without_rows(state: KVState, layers: tuple[LayerCache, ...], gone: Bool[Array, " B"]) -> KVState:
+    """The state with these layers, its rows ``gone`` at their beginning."""
+    keep = ~gone
+    return dataclasses.replace(
+        state,
+        layers=layers,
+        length=state.length * keep,
+        total=state.total * keep,
+        confidence=None if state.confidence is None else state.confidence * keep,
+    )

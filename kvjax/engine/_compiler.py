@@ -1,0 +1,43 @@
+"""Programs compiled beside the running ones: a new lane, a larger pool stops nobody."""
+
+from __future__ import annotations
+
+import concurrent.futures
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+from kvjax.engine._reading import Program
+
+
+class Compiler:
+    """One thread that compiles; asked by key, so that nothing is compiled twice.
+
+    Where JAX keeps what was compiled ahead of time (0.8 and later) the first call finds its program made.
+    """
+
+    def __init__(self) -> None:
+        self._pool = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="kvjax-compile")
+        self._made: dict[Hashable, concurrent.futures.Future[Any]] = {}
+
+    def ready(self, programs: Sequence[Program], wait: float = 0.0) -> bool:
+        """Are all of them compiled? Those that nobody asked for yet are begun.
+
+        Args:
+          programs: keys, and what compiles them.
+          wait: seconds to wait for them.
+
+        Raises:
+          Exception: what a compilation raised.
+        """
+        for key, make in programs:
+            if key not in self._made:
+                self._made[key] = self._pool.submit(make)
+        futures = [self._made[key] for key, _ in programs]
+        done, pending = concurrent.futures.wait(futures, timeout=wait)
+        for future in done:
+            future.result()
+        return not pending
+
+    def close(self) -> None:
+        """Begins nothing more."""
+        self._pool.shutdown(wait=False, cancel_futures=True)

@@ -1,0 +1,136 @@
+"""Policies of one structure in one batch: each row has its own dials.
+
+A policy's dials are leaves (``kvjax.algebra.Part``), so the policies of all rows can be stacked, a number a
+row. What a part computes of tokens and slots is computed a row at a time, under ``vmap``: there the part sees
+its own numbers, and its code knows nothing of rows. Structure is shared, and parts without dials are left as
+they are.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+
+from kvjax.algebra import Frame, Part, Policy
+
+if TYPE_CHECKING:
+    from jaxtyping import Array
+
+
+def stack(policies: Sequence[Policy]) -> Policy:
+    """One policy whose leaves have a leading axis of rows; all must be of one structure."""
+    return jax.tree.map(lambda *leaves: np.stack(leaves), *policies)
+
+
+def by_rows(policy: Policy) -> Policy:
+    """The stacked policy as the layers ask it, each of its answers row by row; a pytree like any policy."""
+    parts = {part.place: _by_rows(part) if part.dials else part for part in policy.parts}
+    found = object.__new__(Policy)
+    vars(found).update(vars(policy) | parts)
+    return found
+
+
+def _by_rows(part: Part) -> Part:
+    mine: Any = type(part)
+    kind = _kind(mine)
+    found = object.__new__(kind)
+    vars(found).update(vars(part))
+    return found
+
+
+@functools.cache
+def _kind(kind: Any) -> type[Part]:
+    """The kind of part whose methods answer row by row."""
+    wraps = {"arrive": _observing} | _METHODS[kind.place]
+    methods = {name: wrap(getattr(kind, name)) for name, wrap in wraps.items()}
+    return type(kind.__name__, (kind,), methods | {"_of_one_row": kind})
+
+
+def _rows_of(part: Part, method: Callable[..., Any], *args: Any) -> Any:
+    """``method(part of a row, args of the row)``, of all rows; arrays of ``args`` have a leading axis B."""
+
+    whole = object.__new__(part._of_one_row)  # type: ignore[attr-defined]
+    vars(whole).update(vars(part))
+
+    def one(mine: Part, row: Any) -> Any:
+        alone = jax.tree.map(lambda x: x[None], row)
+        return jax.tree.map(lambda x: x[0], method(mine, *alone))
+
+    return jax.vmap(one)(whole, args)
+
+
+def _after_weights(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Methods whose first argument are learned weights, the same for all rows."""
+
+    def call(self: Part, params: Any, *args: Any) -> Any:
+        return _rows_of(self, lambda mine, *row: method(mine, params, *row), *args)
+
+    return call
+
+
+def _plain(method: Callable[..., Any]) -> Callable[..., Any]:
+    def call(self: Part, *args: Any) -> Any:
+        return _rows_of(self, method, *args)
+
+    return call
+
+
+def _observing(method: Callable[..., Any]) -> Callable[..., Any]:
+    """``arrive`` and ``admit``: of an observation, the layer is no row's."""
+
+    def call(self: Part, params: Any, observed: Any) -> Any:
+        def see(mine: Part, pos: Array, total: Array, values: dict[str, Array]) -> Any:
+            return method(mine, params, dataclasses.replace(observed, pos=pos, total=total, values=values))
+
+        return _rows_of(self, see, observed.pos, observed.total, observed.values)
+
+    return call
+
+
+def _targets(method: Callable[..., Any]) -> Callable[..., Any]:
+    """``targets``: of a frame, what the logits said and what is protected may be a row's."""
+
+    def call(self: Part, frame: Frame, length: Array, scores: Array | None) -> Any:
+        def of(mine: Part, length: Array, given: dict[str, Array]) -> Any:
+            row = dataclasses.replace(
+                frame,
+                confidence=given.get("confidence"),
+                # A number, as a single policy has it.
+                protected=given["protected"][0] if "protected" in given else frame.protected,
+            )
+            return method(mine, row, length, given.get("scores"))
+
+        given = {"confidence": frame.confidence, "protected": frame.protected, "scores": scores}
+        return _rows_of(self, of, length, {name: x for name, x in given.items() if np.ndim(x)})
+
+    return call
+
+
+def _select(method: Callable[..., Any]) -> Callable[..., Any]:
+    """``select``: page lists are a row's, the pool is everybody's."""
+
+    def call(self: Part, params: Any, q: Array, pages: Any, list_id: int) -> Any:
+        def see(mine: Part, q: Array, table: Array, length: Array) -> Any:
+            return method(mine, params, q, dataclasses.replace(pages, table=table, length=length), list_id)
+
+        return _rows_of(self, see, q, pages.table, pages.length)
+
+    return call
+
+
+_Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+_METHODS: dict[str, dict[str, _Wrap]] = {
+    "admission": {"admit": _observing},
+    "eviction": {"score": _after_weights, "weigh": _plain, "receive": _plain},
+    "selection": {"selectable": _plain, "select": _select},
+    "storage": {},
+    "budget": {"targets": _targets, "confidence": _plain},
+    "completion": {"absorb": _after_weights, "read": _after_weights},
+}
+"""What layers ask of the parts of a place while decoding, besides ``arrive``."""

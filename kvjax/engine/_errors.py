@@ -1,0 +1,43 @@
+"""What a caller of the engine is told."""
+
+from __future__ import annotations
+
+
+class EngineError(RuntimeError):
+    """Something between a request and its tokens; what is wrong with the request itself is a
+    ``kvjax.decode.RequestError``, ``kvjax.PolicyError`` or ``kvjax.weights.WeightsError``."""
+
+
+class QueueFull(EngineError):  # noqa: N818  (what happened, not what broke)
+    """As many requests wait as may.
+
+    Attributes:
+      retry_after: seconds after which it is worth while to ask again, at least 1.
+    """
+
+    def __init__(self, waiting: int, retry_after: float) -> None:
+        super().__init__(
+            f"{waiting} requests wait already, as many as may. Ask again in {retry_after:.0f} s, or start "
+            "the engine with a longer queue."
+        )
+        self.retry_after = retry_after
+
+
+class Draining(EngineError):  # noqa: N818
+    """The engine finishes what it has begun and takes nothing new."""
+
+
+class EngineDead(EngineError):  # noqa: N818
+    """The engine met a fault of its own, or was closed; its cause is the fault. Nothing it held is left."""
+
+
+class ContextNotFound(EngineError):  # noqa: N818
+    """No context of that name is held."""
+
+
+class ContextExists(EngineError):  # noqa: N818
+    """A context of that name is held already."""
+
+
+class ContextMismatch(EngineError):  # noqa: N818
+    """A context is asked to go on under another policy or with other weights than it was read with."""

@@ -1,0 +1,348 @@
+"""A lane: the running batch of one policy structure; rows come and go, its program stays."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax import decode, metrics
+from kvjax.algebra import Policy
+from kvjax.cache import pool
+from kvjax.cache import rows as rowing
+from kvjax.cache.state import KVState, PoolOverflowError
+from kvjax.engine import _layout as layout
+from kvjax.engine._dials import stack
+from kvjax.engine._reading import Program
+from kvjax.engine._segment import STOPS, Drawn, Run, look, segment
+from kvjax.engine._work import Job
+from kvjax.sampling import Sampling
+from kvjax.types import EMPTY, Params, Weighted
+
+_insert = jax.jit(rowing.insert, donate_argnums=0)
+_release = jax.jit(rowing.release, donate_argnums=0)
+_cut = jax.jit(rowing.cut, static_argnums=2)
+_with_row = jax.jit(rowing.with_row, donate_argnums=0)
+_without_rows = jax.jit(rowing.without_rows, donate_argnums=0)
+
+
+@dataclasses.dataclass(eq=False)
+class Place:
+    """A row that is being written.
+
+    Attributes:
+      job: whose.
+      order: rows that came later have higher ones.
+      reserved: pages of each pool (of a layer, the fullest) that are counted as its own.
+    """
+
+    job: Job
+    order: int
+    reserved: list[int]
+
+
+class Lane:
+    """Rows of one structure, on one state.
+
+    Attributes:
+      policy: in the lane's layout; it made the state.
+      label: of its learned weights.
+      state: of all its rows; donated to every segment.
+      places: who stands where.
+      known: what the state held after the last change, on the host.
+      used: when it last had a row, for choosing the lane to drop.
+    """
+
+    def __init__(
+        self, model: Weighted, policy: Policy, label: str, weights: Params, row: KVState, rows: int
+    ) -> None:
+        """Makes a state with ``rows`` empty places and a page in each pool.
+
+        Args:
+          model, policy, weights: as in ``kvjax.prefill``.
+          label: of the weights.
+          row: an empty row of the lane (``layout.empty_row``), for its sizes.
+          rows: places.
+        """
+        self.model, self.policy, self.label, self.weights = model, policy, label, weights
+        self.shape = layout.shape(row)
+        sizes = [size for size, _ in self.shape]
+        self.state = layout.widened(row, rows)
+        self.page_bytes = next((layout.page_bytes(x) for x in row.layers if x.pools), [])
+        self.paged_layers = sum(bool(x.pools) for x in row.layers)
+        self.sizes = sizes
+        self.places: list[Place | None] = [None] * rows
+        self.known = look(self.state)
+        self.used = time.monotonic()
+        self._order = 0
+        self._stacked: tuple[list[int], Policy] | None = None
+
+    # --- what there is -----------------------------------------------------------------------------
+
+    def serves(self, policy: Policy, label: str, row: KVState) -> bool:
+        """Can rows of this policy stand here? ``row`` is an empty one of its own."""
+        return (
+            label == self.label
+            and policy.structure == self.policy.structure
+            and str(jax.tree.structure(policy)) == str(jax.tree.structure(self.policy))
+            and len(self.shape) == len(layout.shape(row))
+            and all(
+                size == mine and entries <= most
+                for (size, entries), (mine, most) in zip(layout.shape(row), self.shape)
+            )
+        )
+
+    @property
+    def rows(self) -> list[int]:
+        """Places that are taken."""
+        return [at for at, place in enumerate(self.places) if place is not None]
+
+    @property
+    def free_place(self) -> int | None:
+        """One that is not."""
+        return next((at for at, place in enumerate(self.places) if place is None), None)
+
+    @property
+    def counts(self) -> list[int]:
+        """Pages of each pool of a layer."""
+        return [pages.count for pages in next((x.pools for x in self.state.layers if x.pools), ())]
+
+    @property
+    def allocated(self) -> int:
+        """Device bytes of its state."""
+        return metrics.allocated(self.state.layers)
+
+    def lists(self, row: int) -> list[np.ndarray]:
+        """Live slots [K, R] of a row, of each pool of each layer in turn."""
+        return [lists[row] for lists in self.known.lists]
+
+    def spare(self) -> list[int]:
+        """Pages of each pool that no row has reserved, and that are free in every layer.
+
+        Rows that were counted with less than they store may hold more than they reserved.
+        """
+        taken = np.zeros(len(self.sizes), int)
+        for place in self.places:
+            if place is not None:
+                taken += np.asarray(place.reserved)
+        kinds = len(self.sizes)
+        free = [min((int(n) for n in self.known.free[kind::kinds]), default=0) for kind in range(kinds)]
+        return [min(count - int(n), left) for count, n, left in zip(self.counts, taken, free)]
+
+    # --- rows come and go ----------------------------------------------------------------------------
+
+    def insert(self, job: Job, source: KVState, reserved: list[int]) -> int:
+        """A row that was read takes an empty place; the place. The source is left as it is."""
+        at = self.free_place
+        assert at is not None  # noqa: S101  (the scheduler has looked)
+        row = np.int32(at)
+        layers = tuple(_insert(mine, theirs, row) for mine, theirs in zip(self.state.layers, source.layers))
+        bare = dataclasses.replace(self.state, layers=())
+        counts = _with_row(bare, (), dataclasses.replace(source, layers=()), row)
+        self.state = dataclasses.replace(counts, layers=layers)
+        self._order += 1
+        self.places[at] = Place(job, self._order, reserved)
+        self._look()
+        return at
+
+    def release(self, gone: Sequence[int]) -> None:
+        """Rows give up their places; their pages are free at once."""
+        if not gone:
+            return
+        mask = np.zeros(len(self.places), bool)
+        mask[list(gone)] = True
+        layers = tuple(_release(cache, mask) for cache in self.state.layers)
+        bare = _without_rows(dataclasses.replace(self.state, layers=()), (), mask)
+        self.state = dataclasses.replace(bare, layers=layers)
+        for at in gone:
+            self.places[at] = None
+        self.used = time.monotonic()
+        self._look()
+
+    def cut(self, at: int) -> KVState:
+        """A row as a state of its own, copied."""
+        lists = self.lists(at)
+        kinds = len(self.sizes)
+        sizes = tuple(
+            pool.coarse_class(max([1, *(layout.pages_for(live, size) for live in lists[kind::kinds])]))
+            for kind, size in enumerate(self.sizes)
+        )
+        layers = tuple(_cut(cache, np.int32(at), sizes if cache.pools else ()) for cache in self.state.layers)
+        state, one = self.state, slice(at, at + 1)
+        return dataclasses.replace(
+            state,
+            layers=layers,
+            length=jnp.asarray(self.known.seen[one]),
+            total=state.total[jnp.asarray([at])],
+            peak=jnp.copy(state.peak),
+            confidence=None if state.confidence is None else state.confidence[jnp.asarray([at])],
+        )
+
+    def _look(self) -> None:
+        """Page counts after a change."""
+        self.known = look(self.state)
+
+    # --- space ---------------------------------------------------------------------------------------
+
+    def need(self, policy: Policy, lists: Sequence[np.ndarray], coming: int) -> list[int]:
+        """Pages that a row with these lists owns after so many tokens more were stored."""
+        return layout.most_pages(policy, self.state, lists, coming, 1)
+
+    def bytes_of(self, counts: Sequence[int]) -> int:
+        """Device bytes of pools of so many pages."""
+        return int(sum(n * size for n, size in zip(counts, self.page_bytes)) * self.paged_layers)
+
+    def larger(self, counts: Sequence[int]) -> list[list[int]]:
+        """Page counts of at least these, the best first.
+
+        On the coarse ladder and at least doubled, so that few sizes are ever compiled; on the fine one; as
+        few as possible.
+        """
+        pools = next((x.pools for x in self.state.layers if x.pools), ())
+        tops = [pages.table.size for pages in pools]  # every list of every row full
+
+        def of(ladder: Callable[[int, int], int]) -> list[int]:
+            return [
+                old if new <= old else max(new, min(ladder(new, old), top))
+                for new, old, top in zip(counts, self.counts, tops)
+            ]
+
+        coarse = of(lambda new, old: pool.coarse_class(max(new, 2 * old)))
+        return [coarse, of(lambda new, old: pool.size_class(new)), of(lambda new, old: new)]
+
+    def resize(self, counts: Sequence[int]) -> None:
+        """Pools of so many pages."""
+        self.state = layout.resized(self.state, counts)
+        self._look()
+
+    def short_by(self, steps: int) -> list[int]:
+        """Pages that each kind of pool lacks, if so many steps stored every token."""
+        if not self.sizes:
+            return []
+        lack = [0] * len(self.sizes)
+        for index, lists in enumerate(self.known.lists):
+            kind = index % len(self.sizes)
+            size, worst = self.sizes[kind], 0
+            for at in self.rows:
+                place = self.places[at]
+                assert place is not None  # noqa: S101
+                coming = min(steps, place.job.left)
+                worst += self._worst(place.job.policy, lists[at], kind, coming) - layout.pages_for(
+                    lists[at], size
+                )
+            lack[kind] = max(lack[kind], worst - int(self.known.free[index]))
+        return lack
+
+    def _worst(self, policy: Policy, live: np.ndarray, kind: int, coming: int) -> int:
+        """Pages that the lists [K, R] of a row own at most after so many tokens."""
+        size, entries = self.shape[kind]
+        bound = decode.slot_bounds(policy, self.state.context, 1, self.sizes)[kind]
+        most = entries * size if bound is None else min(bound, entries * size)
+        after = np.maximum(np.minimum(live + coming, most), live)
+        return layout.pages_for(after, size)
+
+    # --- steps -----------------------------------------------------------------------------------------
+
+    def step(self, steps: int, now: int) -> Drawn:
+        """Up to ``now`` tokens of every row, by the program of ``steps``; on the host.
+
+        Raises:
+          PoolOverflowError: a token was lost, which the reservations exclude.
+        """
+        self.state, drawn, known = segment(
+            self.model.network,
+            self._policies(),
+            steps,
+            self.model.params,
+            self.weights,
+            self.state,
+            self._run(now),
+        )
+        found, self.known = jax.device_get((drawn, known))
+        if self.known.overflow:
+            raise PoolOverflowError(
+                f"a lane of '{self.policy!r}' ran out of pages: its reservations are wrong."
+            )
+        self.used = time.monotonic()
+        return found
+
+    def _policies(self) -> Policy:
+        """Of all rows, stacked; empty places have the lane's own."""
+        key = [0 if place is None else place.order for place in self.places]
+        if self._stacked is None or self._stacked[0] != key:
+            mine = [self.policy if place is None else place.job.policy for place in self.places]
+            self._stacked = key, stack(mine)
+        return self._stacked[1]
+
+    def _run(self, steps: int) -> Run:
+        rows = len(self.places)
+        token, left = np.zeros(rows, np.int32), np.zeros(rows, np.int32)
+        active, ranked = np.zeros(rows, bool), np.zeros(rows, bool)
+        stops = np.full((rows, STOPS), EMPTY, np.int32)
+        temperature, top_p = np.zeros(rows, np.float32), np.ones(rows, np.float32)
+        top_k, key = np.zeros(rows, np.int32), np.zeros((rows, 2), np.uint32)
+        for at in self.rows:
+            place = self.places[at]
+            assert place is not None  # noqa: S101
+            job, request = place.job, place.job.ticket.request
+            token[at], left[at], active[at] = job.written[-1], job.left, True
+            stops[at, : len(job.stops)] = job.stops
+            ranked[at] = request.logprobs is not None
+            temperature[at], top_k[at], top_p[at] = request.temperature, request.top_k, request.top_p
+            key[at] = job.key
+        drawing: Any = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "key": key}
+        return Run(
+            token=token,
+            active=active,
+            left=left,
+            stops=stops,
+            ranked=ranked,
+            how=Sampling(**drawing),
+            steps=np.int32(steps),
+        )
+
+    def program(self, steps: int, counts: Sequence[int] | None = None) -> Program:
+        """The lane's segment, with pools of so many pages."""
+        counts = list(self.counts if counts is None else counts)
+        state = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self.state)
+        state = layout.with_counts(state, counts)
+        key = ("segment", id(self), steps, tuple(counts))
+        return key, functools.partial(self._compile, steps, state, self._policies(), self._run(steps))
+
+    def _compile(self, steps: int, state: KVState, policies: Policy, run: Run) -> None:
+        segment.lower(
+            self.model.network, policies, steps, self.model.params, self.weights, state, run
+        ).compile()
+
+
+def lane_bytes(
+    model: Weighted,
+    policy: Policy,
+    *,
+    rows: int,
+    tokens: int,
+    context: int,
+    places: int,
+    chunk: int = decode.CHUNK,
+) -> int:
+    """Device bytes of a lane that holds so many rows of so many tokens.
+
+    Args:
+      model, policy: as ``Engine`` takes them.
+      rows: that are held at once.
+      tokens: of each, prompt and answer.
+      context: most tokens of a row; it decides the length of page lists.
+      places: of the lane (``max_rows``).
+      chunk: prompt tokens read at a time.
+    """
+    mine = layout.paged(policy, context)
+    row = layout.empty_row(model, mine, context=context, chunk=chunk, page=None)
+    lane = Lane(model, mine, "", {}, row, places)
+    need = layout.most_pages(mine, row, layout.nothing(row), tokens, 1)
+    return lane.allocated + lane.bytes_of([rows * pages - 1 for pages in need])

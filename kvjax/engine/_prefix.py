@@ -1,0 +1,131 @@
+"""Prefixes that were read before: states at chunk borders, by what they were read under.
+
+**The rule.** A state may stand for the beginning of another prompt where nothing in it depends on what came
+after (``shareable``): the policy reads in chunks, deciding from each chunk and what came before it, and no
+part asks how long the prompt is, as a selection that splits does. It was read in the same chunks, so at a
+border it is the state that the other prompt would reach. Generated tokens count as a prompt's
+(``generated_too``) where a step leaves what a chunk would: what reads see must not differ between the two,
+so nothing is selected, approximated or held in codes.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvjax import metrics
+from kvjax.algebra import Policy
+from kvjax.cache.state import KVState
+
+if TYPE_CHECKING:
+    from jaxtyping import Int
+
+MOST = 64
+"""Most states that are kept."""
+
+SEEN = 64
+"""Prompts that are remembered, to see where the next ones leave them."""
+
+
+def shareable(policy: Policy) -> bool:
+    """Is a state at a chunk border the same whatever follows?"""
+    return not policy.whole_prompt and not policy.selection.splits
+
+
+def generated_too(policy: Policy) -> bool:
+    """Is the state after generated tokens the one they would leave when read as a prompt?"""
+    exact = policy.selection.idle and policy.completion.idle and policy.storage.exact
+    return shareable(policy) and policy.on_arrival and exact
+
+
+@dataclasses.dataclass(eq=False)
+class Prefix:
+    """A state and what it has seen.
+
+    Attributes:
+      key: of the policy, its dials included, and of its weights.
+      tokens: it has seen.
+      state: one row; whoever goes on with it copies it.
+      bytes: on the device.
+      used: when it was last asked for.
+    """
+
+    key: tuple[str, str]
+    tokens: Int[np.ndarray, " T"]
+    state: KVState
+    bytes: int
+    used: float
+
+
+class Prefixes:
+    """The states that are kept, up to ``memory`` bytes; the longest unused goes first."""
+
+    def __init__(self, memory: int) -> None:
+        self._memory = memory
+        self._held: list[Prefix] = []
+        self._seen: collections.deque[tuple[tuple[str, str], np.ndarray]] = collections.deque(maxlen=SEEN)
+
+    @property
+    def allocated(self) -> int:
+        """Device bytes of all of them."""
+        return sum(prefix.bytes for prefix in self._held)
+
+    def find(self, key: tuple[str, str], tokens: Int[np.ndarray, " T"]) -> Prefix | None:
+        """The longest one that the prompt begins with, at least a token shorter than it."""
+        mine = [
+            prefix
+            for prefix in self._held
+            if prefix.key == key
+            and len(prefix.tokens) < len(tokens)
+            and np.array_equal(prefix.tokens, tokens[: len(prefix.tokens)])
+        ]
+        found = max(mine, key=lambda prefix: len(prefix.tokens), default=None)
+        if found is not None:
+            found.used = time.monotonic()
+        return found
+
+    def borders(self, key: tuple[str, str], tokens: Int[np.ndarray, " T"], chunk: int) -> list[int]:
+        """Borders of the prompt after which its state is worth keeping.
+
+        The last one, and the last one before each place where an earlier prompt took another way.
+        """
+        found = {(len(tokens) - 1) // chunk * chunk}
+        for other, seen in self._seen:
+            if other == key:
+                found.add(_common(seen, tokens) // chunk * chunk)
+        self._seen.append((key, tokens))
+        have = {
+            len(p.tokens) for p in self._held if p.key == key and _common(p.tokens, tokens) == len(p.tokens)
+        }
+        return sorted(found - {0} - have)
+
+    def keep(self, key: tuple[str, str], tokens: Int[np.ndarray, " T"], state: KVState) -> None:
+        """Keeps a state, which is nobody else's; drops others where there is no room."""
+        size = metrics.allocated(state.layers)
+        self._held = [p for p in self._held if not (p.key == key and np.array_equal(p.tokens, tokens))]
+        while self._held and (self.allocated + size > self._memory or len(self._held) >= MOST):
+            self.drop()
+        if size <= self._memory:
+            self._held.append(Prefix(key, tokens, state, size, time.monotonic()))
+
+    def drop(self) -> bool:
+        """Forgets the one that was not used for longest; False where there is none."""
+        if not self._held:
+            return False
+        self._held.remove(min(self._held, key=lambda prefix: prefix.used))
+        return True
+
+    def __iter__(self) -> Iterator[Prefix]:
+        return iter(self._held)
+
+
+def _common(a: np.ndarray, b: np.ndarray) -> int:
+    """Tokens that two texts begin with alike."""
+    many = min(len(a), len(b))
+    other = np.flatnonzero(a[:many] != b[:many])
+    return int(other[0]) if len(other) else many

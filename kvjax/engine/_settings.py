@@ -1,0 +1,74 @@
+"""Sizes of the engine, checked, and what the device has left."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+
+import jax
+
+from kvjax.decode import RequestError
+from kvjax.types import Weighted
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Sizes, as ``Engine`` takes them.
+
+    Attributes:
+      share: of the tokens still to come that are counted as stored when a row is admitted; None counts all
+        where the policy bounds them, else the share measured in the row's own prompt.
+    """
+
+    kv_memory: int
+    max_rows: int
+    max_lanes: int
+    context: int
+    chunk: int
+    segment: int
+    page: int | None
+    share: float | None = None
+
+    @staticmethod
+    def checked(
+        model: Weighted,
+        *,
+        kv_memory: int | None,
+        context: int | None,
+        page: int | None,
+        share: float | None,
+        **whole: int,
+    ) -> Settings:
+        """Of what was said.
+
+        Raises:
+          RequestError: a number out of range.
+        """
+        sizes = whole | {
+            "kv_memory": 1 if kv_memory is None else kv_memory,
+            "page": 1 if page is None else page,
+        }
+        for name, value in sizes.items():
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise RequestError(
+                    f"Engine({name}={value!r}) serves nothing. Give a whole number, 1 or more."
+                )
+        if share is not None and not 0 <= share <= 1:
+            raise RequestError(f"Engine(share={share}) is no share. Give a number from 0 to 1, or None.")
+        most = model.network.max_positions
+        context = most if context is None else context
+        if not 2 <= context <= most:
+            raise RequestError(
+                f"Engine(context={context}): a row has 2 to {most} positions, as many as the model was "
+                "trained for. Give a number between."
+            )
+        memory = left() if kv_memory is None else kv_memory
+        return Settings(kv_memory=memory, context=context, page=page, share=share, **whole)
+
+
+def left() -> int:
+    """Nine tenths of the bytes that the first device has left."""
+    stats = jax.local_devices()[0].memory_stats()
+    if stats and "bytes_limit" in stats:
+        return int(0.9 * (stats["bytes_limit"] - stats["bytes_in_use"]))
+    return int(0.9 * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES"))

@@ -1,0 +1,96 @@
+"""A request as the engine's thread works on it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvjax.algebra import Policy
+from kvjax.engine._check import Learned
+from kvjax.engine._request import Event, KVUsage
+from kvjax.engine._segment import Drawn
+from kvjax.engine._ticket import Ticket
+from kvjax.sampling import sampling
+
+if TYPE_CHECKING:
+    from jaxtyping import Int
+
+
+@dataclasses.dataclass(kw_only=True, eq=False)
+class Job:
+    """A request under way.
+
+    Attributes:
+      ticket: where its events go.
+      tokens: the whole prompt, that of a held context included.
+      policy: what its cache keeps, in its lane's layout.
+      learned: the policy's learned weights.
+      stops: token ids that end it.
+      key: of its draws, uint32 [2].
+      continues: the name of the held context that its prompt begins with, or "".
+      keeps: the name under which its prompt is to be held, once read; then nothing is written.
+      written: new tokens so far.
+      skip: new tokens that were handed out before its row had to make room.
+      echoed: was the prompt handed out?
+      cached: tokens of the prompt that did not have to be read.
+    """
+
+    ticket: Ticket
+    tokens: Int[np.ndarray, " T"]
+    policy: Policy
+    learned: Learned
+    stops: tuple[int, ...]
+    key: np.ndarray
+    continues: str = ""
+    keeps: str = ""
+    written: list[int] = dataclasses.field(default_factory=list)
+    skip: int = 0
+    echoed: bool = False
+    cached: int = 0
+    given: float = 0.0
+
+    @property
+    def left(self) -> int:
+        """Tokens it may still write."""
+        return self.ticket.request.max_new_tokens - len(self.written)
+
+    def again(self) -> None:
+        """From its prompt, for what was handed out already in silence."""
+        self.skip = max(self.skip, len(self.written))
+        self.written = []
+        self.ticket._again()
+
+    def write(self, drawn: Drawn, row: int) -> list[Event]:
+        """Takes a row's drawn tokens; the events that are new, the last with the reason if it ends."""
+        request, events = self.ticket.request, []
+        for at, token in enumerate(drawn.token[row].tolist()):
+            if token < 0:
+                break
+            self.written.append(token)
+            done = "stop" if token in self.stops else None if self.left > 0 else "length"
+            logprob: float | None = None
+            best: tuple[tuple[int, float], ...] = ()
+            if request.logprobs is not None:
+                logprob = float(drawn.logprob[row, at])
+                best = pairs(drawn.best[row, at], drawn.logprobs[row, at], request.logprobs)
+            if len(self.written) > self.skip:
+                events.append(Event(token, logprob, best, done))
+            if done:
+                break
+        return events
+
+    def put(self, events: list[Event], kv: KVUsage | None) -> None:
+        """Hands events out."""
+        self.ticket._put(events, kv, self.cached)
+
+
+def pairs(ids: np.ndarray, values: np.ndarray, most: int) -> tuple[tuple[int, float], ...]:
+    """(token id, log-probability) of the first ``most``."""
+    return tuple(zip(ids[:most].tolist(), values[:most].tolist()))
+
+
+def draw_key(seed: int, draw: int) -> np.ndarray:
+    """The key of a request's draws, as ``kvjax.sampling`` makes it."""
+    return np.asarray(sampling(1, seed=seed, requests=[draw]).key)[0]

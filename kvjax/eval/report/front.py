@@ -1,0 +1,213 @@
+"""The Pareto front: quality over live bytes at 16 bits, as points, picture, table and a sentence a need."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax.algebra import Storage
+from kvjax.catalogue import policy as parse_policy
+from kvjax.eval.measure.row import Row
+from kvjax.eval.report import stats, table
+from kvjax.eval.report.plotting import panels, pyplot, saved, style
+from kvjax.eval.report.table import Results
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Point:
+    """A policy at one length under one protocol, over the informative tasks.
+
+    Attributes:
+      policy: the one-string form.
+      family: the same with its budget left open.
+      kept: share of the tokens that are held.
+      share: live bytes when the answer begins, at 16 bits an exact element, over those of the full cache.
+      score: mean over tasks, percent.
+      low, high: its 95 % interval, over samples.
+      tasks: how many.
+    """
+
+    policy: str
+    family: str
+    kept: float
+    share: float
+    score: float
+    low: float
+    high: float
+    tasks: int
+
+
+def slot_cost(storage: Storage, head_dim: int, page: int = 64) -> float:
+    """Bytes of a stored key and value over those at 16 bits, a page's scales shared by its slots."""
+    if storage.exact:
+        return 1.0
+    size = storage.width(head_dim) * storage.dtype(jnp.dtype(jnp.float32)).itemsize
+    return float((size + (4 * head_dim / page if storage.scaled else 0)) / (2 * head_dim))
+
+
+def share(row: Row, head_dim: int) -> float:
+    """Live bytes at 16 bits over those of a cache that keeps everything; scales and φ counted."""
+    policy, length = parse_policy(row.cell.policy), row.cell.length
+    slots, cost = row.kept_fraction * length, slot_cost(policy.storage, head_dim)
+    exact = min(slots, policy.storage.recent if cost < 1 else slots)
+    return float((exact + (slots - exact) * cost + row.reads.summary_paper) / length)
+
+
+def points(results: Results, head_dim: int) -> dict[tuple[int, str], list[Point]]:
+    """Points by (length, protocol); policies that decide on arrival stand in every protocol.
+
+    Of cells of one policy the one with most samples counts.
+    """
+    protocols = sorted({r.cell.protocol for r in results.rows} - {"either"}) or ["either"]
+    rows = [r for r in results.rows if r.informative and r.score is not None]
+    found: dict[tuple[int, str], list[Point]] = {}
+    for length in sorted({r.cell.length for r in rows}):
+        for protocol in protocols:
+            here = [r for r in rows if r.cell.length == length and r.cell.protocol in (protocol, "either")]
+            every = len({r.cell.task for r in here})
+            made = []
+            for name in dict.fromkeys(table.name(r) for r in here):
+                mine = _most([r for r in here if table.name(r) == name])
+                if len(mine) == every:  # on fewer tasks it would be another mean
+                    made.append(_point(mine, head_dim))
+            found[length, protocol] = made
+    return found
+
+
+def _most(rows: list[Row]) -> list[Row]:
+    """One row a task: that of most samples."""
+    best: dict[str, Row] = {}
+    for row in rows:
+        if row.cell.task not in best or row.cell.samples > best[row.cell.task].cell.samples:
+            best[row.cell.task] = row
+    return list(best.values())
+
+
+def _point(rows: list[Row], head_dim: int) -> Point:
+    values = [q for row in rows for q in table.quality(row)]
+    weights = [1 / len(row.each.score) for row in rows for _ in row.each.score]
+    mean, low, high = (100 * x for x in stats.interval(values, weights))
+    return Point(
+        policy=rows[0].cell.policy,
+        family=rows[0].policy["family"],
+        kept=float(np.mean([row.kept_fraction for row in rows])),
+        share=float(np.mean([share(row, head_dim) for row in rows])),
+        score=mean,
+        low=low,
+        high=high,
+        tasks=len(rows),
+    )
+
+
+def best_below(there: Sequence[Point], most: float) -> float:
+    """The best score that no more bytes buy (2 % more are no more)."""
+    return max((p.score for p in there if p.share <= most * 1.02), default=0.0)
+
+
+def front(there: Sequence[Point]) -> list[Point]:
+    """The points that none beats at no more bytes, by bytes."""
+    found: list[Point] = []
+    for point in sorted(there, key=lambda p: (p.share, -p.score)):
+        if not found or point.score > found[-1].score:
+            found.append(point)
+    return found
+
+
+def draw(results: Results, head_dim: int, file: Path) -> Path:
+    """One panel a length and protocol: every point with its interval, the front as a line."""
+    plt = pyplot()
+    found = points(results, head_dim)
+    families = sorted({p.family for there in found.values() for p in there})
+    figure, axes = panels(plt, len(found), 2, (5.2, 3.6), top=0.3 + 0.14 * len(families))
+    handles: dict[str, Any] = {}
+    for axis, ((length, protocol), there) in zip(axes, found.items()):
+        line = front(there)
+        axis.step(
+            [100 * p.share for p in line], [p.score for p in line], where="post", c="0.5", lw=1.5, zorder=0
+        )
+        for number, family in enumerate(families):
+            mine = sorted((p for p in there if p.family == family), key=lambda p: p.share)
+            if mine:
+                error = [[max(0, p.score - p.low) for p in mine], [max(0, p.high - p.score) for p in mine]]
+                x, y = [100 * p.share for p in mine], [p.score for p in mine]
+                handles[family] = axis.errorbar(x, y, error, ms=5, lw=0.7, capsize=1.5, **style(number))
+        axis.set_title(f"{length} tokens, {_said(protocol)}", fontsize=9)
+        axis.set_xlim(0, 105)
+        axis.set_ylim(-4, 104)
+        axis.tick_params(labelsize=8)
+    figure.supxlabel(
+        "live bytes at 16 bits, % of the full cache's (the line: no policy is better for less)", fontsize=9
+    )
+    figure.supylabel("mean score over tasks, %", fontsize=9)
+    figure.legend(
+        handles.values(), handles.keys(), loc="outside upper center", ncol=2, fontsize=7, frameon=False
+    )
+    return saved(plt, figure, file)
+
+
+def _said(protocol: str) -> str:
+    return {"agnostic": "question unseen", "aware": "question seen"}.get(protocol, "either way")
+
+
+def best_table(results: Results, head_dim: int, shares: Sequence[float]) -> str:
+    """The best policy at each budget, for each task, length and protocol, with its interval."""
+    lines = []
+    rows = [r for r in results.rows if r.informative and r.score is not None and r.cell.policy != table.FULL]
+    protocols = sorted({r.cell.protocol for r in rows} - {"either"}) or ["either"]
+    for length, task in sorted({(r.cell.length, r.cell.task) for r in rows}):
+        for protocol in protocols:
+            here = [
+                r for r in rows if (r.cell.task, r.cell.length) == (task, length)
+                and r.cell.protocol in (protocol, "either")
+            ]  # fmt: skip
+            for most in shares:
+                fits = [r for r in here if share(r, head_dim) <= 1.02 * most]
+                if fits:
+                    best = max(fits, key=lambda r: (r.score or 0.0, -share(r, head_dim)))
+                    mean, low, high = (100 * x for x in stats.interval(table.quality(best)))
+                    lines.append(
+                        [length, task, _said(protocol), f"{100 * most:.0f} %", f"`{best.cell.policy}`",
+                         f"{100 * share(best, head_dim):.0f} %", f"{mean:.1f} ({low:.1f} … {high:.1f})",
+                         best.cell.samples]
+                    )  # fmt: skip
+    heads = ["length", "task", "question", "budget", "best policy", "its bytes", "score, %", "n"]
+    return table.markdown(heads, lines)
+
+
+def needs(results: Results, head_dim: int, shares: Sequence[float]) -> str:
+    """Which policy for which need: a sentence a protocol, over the longest length that was measured."""
+    said = []
+    found = points(results, head_dim)
+    longest = max((length for length, _ in found), default=0)
+    for (length, protocol), there in found.items():
+        if length != longest:
+            continue
+        full = next((p for p in there if p.policy == table.FULL), None)
+        for most in shares:
+            fits = [p for p in there if p.share <= 1.02 * most and p.policy != table.FULL]
+            if fits:
+                best = max(fits, key=lambda p: p.score)
+                loss = "" if full is None else f", {best.score - full.score:+.1f} points from the full cache"
+                said.append(
+                    f"For at most {100 * most:.0f} % of the bytes, with the {_said(protocol)}, take "
+                    f"`{best.policy}` ({best.score:.1f} %{loss})."
+                )
+    return " ".join(said) or "No cell was informative: nothing can be said."
+
+
+def as_json(results: Results, head_dim: int, whose: dict[str, Any], command: str) -> str:
+    """The front as ``auto`` reads it: best families first at each length and protocol, and whose it is."""
+    found = [
+        {"length": length, "protocol": protocol, **dataclasses.asdict(point)}
+        for (length, protocol), there in points(results, head_dim).items()
+        for point in front(there)
+        if point.policy != table.FULL
+    ]
+    about = {"command": command, "model": whose["model"], "fingerprint": whose["fingerprint"]}
+    return json.dumps(about | {"front": found}, indent=1, ensure_ascii=False) + "\n"

@@ -1,0 +1,180 @@
+"""``open``: a state from a file, in pools that just hold it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax import catalogue
+from kvjax.algebra import Policy
+from kvjax.cache import pool
+from kvjax.cache.pages import Pages
+from kvjax.cache.ring import Ring
+from kvjax.cache.state import KVState, LayerCache
+from kvjax.saving._head import FORMAT, VERSION, StateError, check, digest, places
+from kvjax.types import EMPTY, Weighted
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Saved:
+    """What ``open`` gives.
+
+    Attributes:
+      state: as it was saved, in pools that just hold it.
+      policy: it was made under.
+      label: of the policy's learned weights.
+      extra: arrays that were saved beside it.
+      notes: words that were.
+    """
+
+    state: KVState
+    policy: Policy
+    label: str
+    extra: dict[str, np.ndarray]
+    notes: dict[str, str]
+
+
+def open(
+    path: str | Path, *, model: Weighted, policy: Policy | str | None = None, label: str | None = None
+) -> Saved:
+    """Reads a state that ``save`` wrote, for the model that made it.
+
+    Args:
+      path: the file.
+      model: whose state it must be.
+      policy: what will continue it, checked; None takes what it was made under.
+      label: of the learned weights that will, checked where given.
+
+    Raises:
+      StateError: no such file; one that is no state, is cut off, or of a newer format; a state of another
+        model, dtype, policy structure, or of other learned weights.
+    """
+    arrays, head = _read(Path(path))
+    made = check(str(path), head, model, None if policy is None else catalogue.policy(policy), label)
+    rows = len(arrays["length"])
+    layers = []
+    for index, sizes in enumerate(head["layers"]):
+        mine = _Part(arrays, f"{index}.")
+        ring = _take_ring(mine.part("ring."), sizes["window"])
+        kv, dim = ring.k.shape[1], ring.k.shape[3]
+        empty = made.completion.empty(rows, kv, dim, head["context"]) if sizes["summary"] else None
+        leaves = [jax.device_put(mine[f"summary.{i}"]) for i in range(sizes["summary"])]
+        pools = [_take_pages(mine.part(f"pages.{kind}."), size) for kind, size in enumerate(sizes["pools"])]
+        bare = LayerCache(
+            ring=ring, pages=None, summary=jax.tree.unflatten(jax.tree.structure(empty), leaves)
+        )
+        layers.append(bare.with_pools(pools))
+    named = {n: jax.device_put(arrays[n]) for n in ("length", "total", "peak")}
+    confidence = jax.device_put(arrays["confidence"]) if "confidence" in arrays else None
+    state = KVState(
+        layers=tuple(layers),
+        **named,
+        context=head["context"],
+        chunk=head["chunk"],
+        structure=head["structure"],
+        confidence=confidence,
+    )
+    extra = {name[6:]: value for name, value in arrays.items() if name.startswith("extra.")}
+    return Saved(state=state, policy=made, label=head["weights"], extra=extra, notes=head["notes"])
+
+
+class _Part(dict[str, np.ndarray]):
+    """The arrays whose names begin alike, by the rest of their names."""
+
+    def __init__(self, arrays: Mapping[str, np.ndarray], start: str) -> None:
+        super().__init__({name[len(start) :]: x for name, x in arrays.items() if name.startswith(start)})
+
+    def part(self, start: str) -> _Part:
+        """Of these, again."""
+        return _Part(self, start)
+
+
+def _take_ring(mine: _Part, window: int) -> Ring:
+    def whole(x: np.ndarray) -> Any:
+        wide = np.zeros((*x.shape[:2], window, *x.shape[3:]), x.dtype)
+        wide[:, :, : x.shape[2]] = x
+        return jax.device_put(wide)
+
+    meta = {name: whole(x) for name, x in mine.part("meta.").items()}
+    return Ring(k=whole(mine["k"]), v=whole(mine["v"]), admit=whole(mine["admit"]), meta=meta)
+
+
+def _take_pages(mine: _Part, sizes: Mapping[str, int]) -> Pages:
+    """A pool that just holds what was saved: pages in the order of the lists."""
+    length, size, entries = mine["length"], sizes["size"], sizes["entries"]
+    used = -(-length // size)
+    count = pool.size_class(max(1, int(used.sum())))
+    inside = np.arange(entries) < used[..., None]
+    table = np.full((*length.shape, entries), EMPTY, np.int32)
+    table[inside] = np.arange(int(used.sum()))
+    page, slot = places(length, table, size)
+    owned = np.arange(count) < used.sum()
+
+    def slots(x: np.ndarray, empty: int = 0) -> Any:
+        found = np.full((count, size, *x.shape[1:]), empty, x.dtype)
+        found[page, slot] = x
+        return jax.device_put(found)
+
+    def paged(x: np.ndarray) -> Any:
+        found = np.zeros((count, *x.shape[1:]), x.dtype)
+        found[: int(used.sum())] = x
+        return jax.device_put(found)
+
+    n_free = count - int(used.sum())
+    free = np.where(np.arange(count) < n_free, count - 1 - np.arange(count), 0)
+    return Pages(
+        k=slots(mine["k"]),
+        v=slots(mine["v"]),
+        scales=paged(mine["scales"]) if "scales" in mine else None,
+        pos=slots(mine["pos"], EMPTY),
+        meta={name: slots(x) for name, x in mine.part("meta.").items()},
+        summary={name: paged(x) for name, x in mine.part("summary.").items()},
+        table=jax.device_put(table),
+        length=jax.device_put(length),
+        refs=jax.device_put(owned.astype(np.int32)),
+        free=jax.device_put(free.astype(np.int32)),
+        n_free=jax.device_put(np.int32(n_free)),
+        overflow=jax.device_put(np.False_),
+    )
+
+
+def _read(path: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    """The arrays and the head of a file that is whole."""
+    import safetensors.numpy
+
+    call = f"open({str(path)!r})"
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise StateError(f"{call} cannot be read ({error.strerror}). Give a file that save wrote.") from error
+    try:
+        size = int.from_bytes(content[:8], "little")
+        metadata = json.loads(content[8 : 8 + size])["__metadata__"]
+        head, shapes = json.loads(metadata["head"]), json.loads(metadata["shapes"])
+        mine = head["format"] == FORMAT
+    except (ValueError, KeyError, TypeError) as error:
+        raise StateError(f"{call} holds no saved state. Give a file that save wrote.") from error
+    if not mine:
+        raise StateError(f"{call} holds no saved state. Give a file that save wrote.")
+    if head["version"] > VERSION:
+        raise StateError(
+            f"{call} has format {head['version']}, this kvjax reads up to {VERSION}. Use a newer kvjax."
+        )
+    try:
+        raw = safetensors.numpy.load(content)
+    except safetensors.SafetensorError as error:
+        raise StateError(f"{call} was cut off or damaged ({error}). Save the state again.") from None
+    if digest(raw) != metadata["digest"]:
+        raise StateError(f"{call} was damaged: its content is not what was written. Save the state again.")
+    return {name: _array(raw[name], *shapes[name]) for name in shapes}, head
+
+
+def _array(raw: np.ndarray, dtype: str, shape: list[int]) -> np.ndarray:
+    return np.frombuffer(raw.tobytes(), jnp.dtype(dtype)).reshape(shape)

@@ -1,0 +1,137 @@
+"""``save``: the live part of a state into a file."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from kvjax import catalogue
+from kvjax.algebra import Policy
+from kvjax.cache.pages import Pages
+from kvjax.cache.ring import Ring
+from kvjax.cache.state import DONATED, KVState, LayerCache
+from kvjax.saving._head import FORMAT, VERSION, StateError, digest, places
+from kvjax.types import Weighted
+from kvjax.weights import fingerprint
+
+
+def save(
+    state: KVState,
+    path: str | Path,
+    *,
+    model: Weighted,
+    policy: Policy | str,
+    label: str = "",
+    extra: dict[str, np.ndarray] | None = None,
+    notes: dict[str, str] | None = None,
+) -> None:
+    """Writes a state; the file is there whole or not at all.
+
+    Args:
+      state: left as it is.
+      path: a file; one of that name is replaced.
+      model: that made it.
+      policy: that it was made under.
+      label: of the policy's learned weights (``kvjax.weights.find(...).label``).
+      extra, notes: arrays and words to be kept beside it.
+
+    Raises:
+      StateError: a state that was donated, or of another policy.
+      OSError: a path that cannot be written.
+    """
+    policy, path = catalogue.policy(policy), Path(path)
+    if state.gone:
+        raise StateError(f"save({str(path)!r}): {DONATED}")
+    if policy.structure != state.structure:
+        raise StateError(
+            f"save({str(path)!r}): the state was made under '{state.structure}', not under '{policy!r}'. "
+            "Give the policy that made it."
+        )
+    arrays: dict[str, np.ndarray] = {}
+    written = int(np.asarray(state.length).max())
+    found = jax.device_get(state.layers)
+    layers = [_put_layer(arrays, f"{index}", cache, written) for index, cache in enumerate(found)]
+    for name in ("length", "total", "peak", "confidence"):
+        value = getattr(state, name)
+        if value is not None:
+            arrays[name] = np.asarray(value)
+    arrays |= {f"extra.{name}": np.asarray(value) for name, value in (extra or {}).items()}
+    head = {
+        "format": FORMAT,
+        "version": VERSION,
+        "model": fingerprint(model),
+        "policy": repr(policy),
+        "structure": state.structure,
+        "weights": label,
+        "dtype": str(state.layers[0].ring.k.dtype),
+        "context": state.context,
+        "chunk": state.chunk,
+        "layers": layers,
+        "notes": notes or {},
+    }
+    _write(path, arrays, {"head": json.dumps(head)})
+
+
+def _write(path: Path, arrays: dict[str, np.ndarray], metadata: dict[str, str]) -> None:
+    import safetensors.numpy  # by those who save alone: importing kvjax stays cheap
+
+    raw, shapes = {}, {}
+    for name, value in arrays.items():  # as bytes: safetensors has no word for some dtypes
+        shapes[name] = [str(value.dtype), list(value.shape)]
+        raw[name] = np.frombuffer(np.ascontiguousarray(value).tobytes(), np.uint8)
+    handle, beside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            metadata = metadata | {"shapes": json.dumps(shapes), "digest": digest(raw)}
+            file.write(safetensors.numpy.save(raw, metadata))
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(beside, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(beside)
+        raise
+
+
+def _put_layer(arrays: dict[str, np.ndarray], at: str, cache: LayerCache, written: int) -> dict[str, Any]:
+    """A layer's arrays; what its sizes are. No row has seen more than ``written`` tokens."""
+    _put_ring(arrays, f"{at}.ring", cache.ring, written)
+    leaves = jax.tree.leaves(cache.summary)
+    for index, leaf in enumerate(leaves):
+        arrays[f"{at}.summary.{index}"] = np.asarray(leaf)
+    pools = [_put_pages(arrays, f"{at}.pages.{kind}", pages) for kind, pages in enumerate(cache.pools)]
+    return {"window": cache.ring.window, "pools": pools, "summary": len(leaves)}
+
+
+def _put_ring(arrays: dict[str, np.ndarray], at: str, ring: Ring, written: int) -> None:
+    named = {"k": ring.k, "v": ring.v, "admit": ring.admit} | {f"meta.{n}": x for n, x in ring.meta.items()}
+    arrays |= {f"{at}.{name}": np.asarray(value)[:, :, :written] for name, value in named.items()}
+
+
+def _put_pages(arrays: dict[str, np.ndarray], at: str, pages: Pages) -> dict[str, Any]:
+    """Live slots of all streams one after the other, and their lists' lengths."""
+    page, slot = places(np.asarray(pages.length), np.asarray(pages.table), pages.size)
+    owned = _owned(np.asarray(pages.length), np.asarray(pages.table), pages.size)
+    arrays[f"{at}.length"] = np.asarray(pages.length)
+    for name in ("k", "v", "pos"):
+        arrays[f"{at}.{name}"] = np.asarray(getattr(pages, name))[page, slot]
+    for name, value in pages.meta.items():
+        arrays[f"{at}.meta.{name}"] = np.asarray(value)[page, slot]
+    if pages.scales is not None:
+        arrays[f"{at}.scales"] = np.asarray(pages.scales)[owned]
+    for name, value in pages.summary.items():
+        arrays[f"{at}.summary.{name}"] = np.asarray(value)[owned]
+    return {"size": pages.size, "entries": pages.table.shape[-1]}
+
+
+def _owned(length: np.ndarray, table: np.ndarray, size: int) -> np.ndarray:
+    """Every owned page, list after list."""
+    inside = np.arange(table.shape[-1]) < (-(-length // size))[..., None]
+    return table[inside]

@@ -1,0 +1,129 @@
+"""``auto(0.2)``, ``auto(64MiB)``: the policy that measured best at so many bytes, once the model is known.
+
+What measured best stands in a model's folder, in ``front.json`` (``python -m kvjax.eval frontier``); a model
+that has none, or one of another fingerprint, takes what was measured on the embedded model, without learned
+parts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import kvjax
+from kvjax import catalogue
+from kvjax.algebra import Policy, PolicyError
+from kvjax.types import Weighted
+from kvjax.weights._file import WeightsError
+from kvjax.weights._find import find
+from kvjax.weights._fingerprint import fingerprint
+
+FRONT = "front.json"
+EMBEDDED = Path(kvjax.__file__).parent / "assets" / "small"
+_WORD = re.compile(r"\s*auto\((.*)\)\s*")
+_BYTES = re.compile(r"['\"]?(\d+)(B|KiB|MiB|GiB)['\"]?")
+_UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+
+
+def is_auto(spec: object) -> bool:
+    """Is that ``auto(...)``?"""
+    return isinstance(spec, str) and _WORD.fullmatch(spec) is not None
+
+
+def chosen(spec: str, model: Weighted) -> tuple[Policy, str]:
+    """The policy that ``auto(...)`` stands for on this model, and a sentence on what that rests on.
+
+    A share is of the 16-bit bytes of a cache that keeps everything; bytes are of a row, whatever its length.
+    Of the measurements at the greatest length, question unseen, the best score within the share counts.
+
+    Args:
+      spec: ``auto(share)`` or ``auto(64MiB)``.
+      model: that it is for.
+
+    Raises:
+      PolicyError: neither a share nor bytes, no measurements, or none that small.
+    """
+    found = _WORD.fullmatch(spec)
+    text = found[1].strip() if found else ""
+    size = _BYTES.fullmatch(text)
+    share = _share_of(int(size[1]) * _UNITS[size[2]], model) if size else _share(text)
+    if share is None:
+        raise PolicyError(
+            f"policy({spec!r}): auto takes a share of the cache in (0, 1] or bytes of a row. Write auto(0.2) "
+            "or auto(64MiB)."
+        )
+    file, own = _table(model)
+    measured = json.loads(file.read_text(encoding="utf-8"))
+    amount = f"{size[1]}{size[2]}" if size else share
+    ranked = [x for x in sorted(_longest(measured["front"]), key=lambda x: -x["score"])]
+    for entry in ranked:
+        for policy in _at(entry, amount, share):
+            if not policy.learned or (own and _has_weights(policy, model)):
+                where = "this model" if own else "the embedded model; learned parts are left out here"
+                return policy, (
+                    f"{spec} is {policy!r}: {entry['score']:.0f} % at {100 * entry['share']:.0f} % of the "
+                    f"bytes over {entry['tasks']} tasks of {entry['length']} tokens, measured on {where} "
+                    f"({measured['command']})."
+                )
+    raise PolicyError(f"policy({spec!r}): nothing that small was measured. Give more, or name a policy.")
+
+
+def _share(text: str) -> float | None:
+    try:
+        number = float(text)
+    except ValueError:
+        return None
+    return number if 0 < number <= 1 else None
+
+
+def _share_of(size: int, model: Weighted) -> float:
+    """Of the 16-bit bytes of a full cache of as many tokens as the model can see."""
+    network = model.network
+    full = 4 * network.num_layers * network.num_kv_heads * network.head_dim * network.max_positions
+    return min(1.0, size / full) if size else 0.0
+
+
+def _table(model: Weighted) -> tuple[Path, bool]:
+    """The file of measurements, and whether they are of this very model."""
+    for folder in (getattr(model, "folder", None), EMBEDDED):
+        file = None if folder is None else Path(folder) / FRONT
+        if file is not None and file.is_file():
+            own = json.loads(file.read_text(encoding="utf-8"))["fingerprint"] == fingerprint(model)
+            if own or folder == EMBEDDED:
+                return file, own
+    raise PolicyError(
+        f"auto(...) has no measurements to choose by: there is no {FRONT} beside the model. Run 'python -m "
+        f"kvjax.eval frontier --out DIR' and put its {FRONT} into the model's folder, or name a policy."
+    )
+
+
+def _longest(front: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    most = max((x["length"] for x in front), default=0)
+    here = [x for x in front if x["length"] == most]
+    return [x for x in here if x["protocol"] == "agnostic"] or here
+
+
+def _at(entry: dict[str, Any], amount: float | str, share: float) -> Iterator[Policy]:
+    """The measured policy with its budget set to ``amount``; as it stands where it has none to set."""
+    if entry["share"] > 1.02 * share:
+        return
+    policy = catalogue.policy(entry["policy"])
+    budget: Any = policy.budget
+    if hasattr(budget, "amount"):
+        # Codes are smaller than what they stand for: as many more slots.
+        slots = amount if isinstance(amount, str) else min(1.0, amount * entry["kept"] / entry["share"])
+        yield dataclasses.replace(policy, budget=dataclasses.replace(budget, amount=slots))
+    elif not isinstance(amount, str):
+        yield policy
+
+
+def _has_weights(policy: Policy, model: Weighted) -> bool:
+    try:
+        find(policy, model)
+    except WeightsError:
+        return False
+    return True

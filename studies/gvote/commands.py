@@ -1,0 +1,171 @@
+"""The studies of GVote, one JSON file a study, task and length.
+
+proxy   overlap of drawn with true future attention, usage and correlation, by layer and head
+ahead   the same by n_f, the number of positions that rotations are averaged over: how ours was chosen
+ablate  what is kept, and how much future attention it holds, by voters S and nucleus p; spread over requests
+cost    CPU seconds of a prompt with and without compression, by length
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from kvjax import decode
+from kvjax.eval import tasks
+from kvjax.eval.measure import runner
+from kvjax.eval.measure.row import short
+from kvjax.eval.measure.store import about, versions
+from kvjax.eval.report.plotting import map_of, panels, pyplot, saved
+from kvjax.eval.tasks.data import Data
+from kvjax.loading import LanguageModel
+from studies.gvote import proxy
+from studies.gvote.proxy import FUTURE, Look
+
+PS = (0.95, 0.8, 0.85, 0.9, 0.99)
+COUNTS = (1, 2, 4, 8, 16, 32)
+AHEAD = (1, 16, 64, 256)
+OURS = 64
+REPEATS = 3
+
+
+def texts(model: LanguageModel, data: Data, task: str, length: int, count: int) -> list[list[int]]:
+    """Token ids of prompts and what follows them."""
+    wanted, _ = tasks.named([task], data)
+    drawn = runner.draw(wanted[0], model, data, length=length, seed=0, count=count)
+    found = [e.context + e.question + e.prefix + list(e.answer) for _, e in drawn]
+    return [ids[:length] for ids in found if len(ids) > 2 * FUTURE]
+
+
+def _looks(
+    model: LanguageModel, found: Sequence[list[int]], ahead: int, say: Callable[[str], None]
+) -> list[Look]:
+    made = []
+    for at, ids in enumerate(found):
+        made.append(proxy.look(model, ids, ps=PS, counts=COUNTS, ahead=ahead, seed=at))
+        say(f"n_f {ahead}: text {at + 1} of {len(found)}")
+    return made
+
+
+def _stacked(looks: Sequence[Look]) -> Look:
+    return jax.tree.map(lambda *x: np.stack(x), *looks)
+
+
+def _proxy(model: LanguageModel, found: Sequence[list[int]], say: Callable[[str], None]) -> dict[str, Any]:
+    made = _stacked(_looks(model, found, OURS, say))
+    by_head = {n: getattr(made, n).mean(axis=0).tolist() for n in ("overlap", "usage", "r")}
+    return {**proxy.as_json(made), "by_layer_and_head": by_head}
+
+
+def _ahead(model: LanguageModel, found: Sequence[list[int]], say: Callable[[str], None]) -> dict[str, Any]:
+    entries = []
+    for ahead in AHEAD:
+        made = _stacked(_looks(model, found, ahead, say))
+        at = (..., PS.index(0.95), COUNTS.index(8))
+        entries.append(
+            {"ahead": ahead, **proxy.as_json(made), "kept": float(made.kept[at].mean()),
+             "held": float(made.held[at].mean())}
+        )  # fmt: skip
+    # What a kept token holds: a wider set always holds more.
+    winner = max(entries, key=lambda e: e["held"] - e["kept"])
+    return {"entries": entries, "winner": winner["ahead"]}
+
+
+def _ablate(model: LanguageModel, found: Sequence[list[int]], say: Callable[[str], None]) -> dict[str, Any]:
+    made = _stacked(_looks(model, found, OURS, say))  # kept: [text, L, K, P, S]
+    entries = []
+    for i, p in enumerate(PS):
+        for j, count in enumerate(COUNTS):
+            kept, held = made.kept[..., i, j], made.held[..., i, j]
+            request = kept.mean(axis=(1, 2))
+            entries.append(
+                {"p": p, "samples": count, "kept": float(kept.mean()), "held": float(held.mean()),
+                 "request_sd": float(request.std()), "request_min": float(request.min()),
+                 "request_max": float(request.max()), "head_sd": float(kept.mean(axis=0).std())}
+            )  # fmt: skip
+    return {"entries": entries}
+
+
+def _cost(model: LanguageModel, found: Sequence[list[int]], say: Callable[[str], None]) -> dict[str, Any]:
+    """On tokens drawn at random, since only their number counts; CPU seconds of this process, the least."""
+    length = len(found[0])
+    # Rotations have no end; of a model with a table of positions its own length is the most.
+    longest = length if model.spec.positions == "rope" else model.spec.max_positions
+    most = max(longest, model.spec.max_positions)
+    wide = dataclasses.replace(model, spec=dataclasses.replace(model.spec, max_positions=most))
+    ids = [np.resize(np.asarray(found[0]), length).tolist()]
+    seconds = {
+        "reading": _least(lambda: decode.read_full(wide, ids, context=length).inputs[-1]),
+        "gvote": _least(lambda: decode.prefill(wide, "gvote", ids, context=length)[1]),
+        "snapkv": _least(lambda: decode.prefill(wide, "snapkv + ada(0.25)", ids, context=length)[1]),
+    }
+    say(f"{length} tokens: {seconds}")
+    over = {n: seconds[n] / seconds["reading"] - 1 for n in ("gvote", "snapkv")}
+    return {"cpu_seconds": seconds, "over_reading": over}
+
+
+def _least(run: Callable[[], Any]) -> float:
+    jax.block_until_ready(run())
+    found = []
+    for _ in range(REPEATS):
+        start = time.process_time()
+        jax.block_until_ready(run())
+        found.append(time.process_time() - start)
+    return min(found)
+
+
+DO: dict[str, Callable[[LanguageModel, Sequence[list[int]], Callable[[str], None]], dict[str, Any]]] = {
+    "proxy": _proxy,
+    "ahead": _ahead,
+    "ablate": _ablate,
+    "cost": _cost,
+}
+
+
+def do(values: dict[str, Any], model: LanguageModel, data: Data) -> list[Path]:
+    """Every study on every task and length; the files."""
+    folder = values["out"]
+    folder.mkdir(parents=True, exist_ok=True)
+    made = []
+    for length in values["lengths"]:
+        for task in values["task"]:
+            found = texts(model, data, task, min(length, model.network.max_positions), values["samples"])
+            for study in values["study"]:
+                here = [np.resize(found[0], length).tolist()] if study == "cost" else found
+                what = {"study": study, "task": task, "length": length, "samples": len(here)}
+                say = _saying(f"{study} {task} {length}:")
+                got = what | about(model, data) | versions() | short(DO[study](model, here, say))
+                file = folder / f"{study}_{task}_{length}.json"
+                file.write_text(json.dumps(got, indent=1) + "\n", encoding="utf-8")
+                print(file, flush=True)
+                made.append(file)
+    return made + draw(folder)
+
+
+def _saying(head: str) -> Callable[[str], None]:
+    return lambda text: print(head, text, flush=True)
+
+
+def draw(folder: Path) -> list[Path]:
+    """A map of overlap by layer and head, of each proxy file."""
+    made = []
+    for file in sorted(folder.glob("proxy_*.json")):
+        found = json.loads(file.read_text(encoding="utf-8"))
+        grids = found["by_layer_and_head"]
+        plt = pyplot()
+        figure, axes = panels(plt, len(grids), 3, (3.2, 2.8))
+        for axis, (name, grid) in zip(axes, grids.items()):
+            cells = 100 * np.asarray(grid)
+            map_of(axis, cells, (range(cells.shape[0]), range(cells.shape[1])), f"{name}, %")
+        figure.supylabel("layer", fontsize=9)
+        figure.supxlabel("query head", fontsize=9)
+        made.append(saved(plt, figure, file.with_suffix(".png")))
+        print(made[-1], flush=True)
+    return made

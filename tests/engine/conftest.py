@@ -1,0 +1,1 @@
+from tiny import quick_compiles  # noqa: F401

@@ -1,0 +1,180 @@
+"""What the engine does when it has no place, no memory, no time, or a fault."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+import tiny
+from tiny import quick_compiles  # noqa: F401
+
+import kvjax
+from kvjax.decode import RequestError
+from kvjax.engine import Draining, Engine, EngineDead, QueueFull, Request
+from kvjax.engine._lane import Lane
+from kvjax.engine._reading import Reading
+
+SIZES = {"max_rows": 3, "context": 96, "chunk": 16, "segment": 4, "page": tiny.PAGE}
+POLICY = "random + uniform(24, every(8))"
+
+
+def asked(seed: int = 1, tokens: int = 12, **more) -> Request:
+    return Request(prompt=tiny.prompt(20, seed), max_new_tokens=tokens, policy=POLICY, **more)
+
+
+@pytest.fixture
+def engine():
+    with Engine(tiny.model(), policy=POLICY, kv_memory=1 << 22, queue=2, **SIZES) as engine:
+        yield engine
+
+
+def test_a_full_queue_says_when_to_come_again(engine):
+    running = []
+
+    def many() -> None:
+        for seed in range(9):
+            running.append(engine.submit(asked(seed, 60)))
+
+    with pytest.raises(QueueFull, match="Ask again in") as told:
+        many()
+    assert told.value.retry_after >= 1
+    assert [len(ticket.result()) for ticket in running] == [60] * len(running)
+
+
+def test_draining_ends_what_was_begun_and_takes_nothing_new(engine):
+    engine.submit(asked()).result()
+    ticket = engine.submit(asked(2, 40))
+    assert engine.health == "ready"
+    assert engine.drain(deadline=60) is True
+    assert (ticket.finish_reason, engine.health) == ("length", "draining")
+    with pytest.raises(Draining):
+        engine.submit(asked())
+    engine.close()
+    assert engine.health == "dead"
+    with pytest.raises(EngineDead):
+        engine.submit(asked())
+
+
+def test_draining_has_an_end(engine):
+    tickets = [engine.submit(asked(seed, 70)) for seed in range(2)]
+    next(iter(tickets[0]))
+    assert engine.drain(deadline=0.01) is False
+    assert {ticket.finish_reason or list(ticket)[-1].finish_reason for ticket in tickets} == {"cancelled"}
+
+
+def test_a_fault_in_one_request_ends_it_alone(engine, monkeypatch):
+    unit = Reading.unit
+
+    def breaks(self):
+        if self.tokens[0] == tiny.prompt(20, 7)[0] and len(self.tokens) == 21:
+            raise ArithmeticError("planted")
+        unit(self)
+
+    monkeypatch.setattr(Reading, "unit", breaks)
+    good = engine.submit(asked(1))
+    bad = engine.submit(Request(prompt=tiny.prompt(21, 7), max_new_tokens=4, policy=POLICY))
+    with pytest.raises(ArithmeticError, match="planted"):
+        bad.result()
+    assert len(good.result()) == 12
+    assert engine.health == "ready"
+    assert engine.metrics().requests["error"] == 1
+
+
+def test_a_fault_of_the_engine_is_told_to_everybody(engine, monkeypatch):
+    def breaks(self, steps, now):
+        raise MemoryError("planted")
+
+    monkeypatch.setattr(Lane, "step", breaks)
+    tickets = [engine.submit(asked(seed)) for seed in range(2)]
+    for ticket in tickets:
+        with pytest.raises(EngineDead) as told:
+            ticket.result()
+        assert isinstance(told.value.__cause__, MemoryError)
+    assert engine.health == "dead"
+    assert isinstance(engine.fault, MemoryError)
+    with pytest.raises(EngineDead):
+        engine.metrics()
+
+
+def test_idle_lanes_make_room_for_other_policies():
+    with Engine(tiny.model(), kv_memory=1 << 22, max_lanes=1, **SIZES) as engine:
+        first = engine.submit(asked(1, 30))
+        other = engine.submit(Request(prompt=tiny.prompt(20, 2), max_new_tokens=5))
+        found = first.result()
+        assert (len(found), len(other.result())) == (30, 5)
+        assert [lane.policy for lane in engine.metrics().lanes] == ["full"]
+        assert first.usage.total < other.usage.total  # it had to wait for the lane
+        assert engine.submit(asked(1, 30)).result() == found
+        assert len(engine.metrics().lanes) == 1
+
+
+def test_an_event_loop_waits_for_tokens_without_blocking(engine):
+    async def two() -> list[list[int]]:
+        async def one(seed: int) -> list[int]:
+            return [event.token async for event in engine.submit(asked(seed))]
+
+        return await asyncio.gather(one(1), one(2))
+
+    found = asyncio.run(two())
+    assert found == [engine.submit(asked(seed)).result() for seed in (1, 2)]
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"prompt": []}, "nothing to continue"),
+        ({"prompt": [61]}, "token id 61 at 0"),
+        ({"prompt": [[1]]}, "no list of token ids"),
+        ({"prompt": tiny.prompt(90), "max_new_tokens": 7}, "Ask for at most 6"),
+        ({"max_new_tokens": 0}, "max_new_tokens=0"),
+        ({"temperature": -1.0}, "temperature=-1.0"),
+        ({"top_p": 0.0}, "top_p=0.0"),
+        ({"logprobs": 21}, "from 0 to 20"),
+        ({"seed": -1}, "seed=-1"),
+        ({"deadline": 0}, "deadline=0"),
+        ({"stop_tokens": tuple(range(17)), "max_new_tokens": 4}, "at most 16"),
+        ({"policy": "snapkw"}, "snapkw"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_before_anything_begins(fields, words):
+    engine = Engine(tiny.model(), **SIZES)
+    with engine, pytest.raises((RequestError, kvjax.PolicyError), match=words):
+        engine.submit(Request(**{"prompt": [1, 2]} | fields))
+
+
+def test_rows_are_preempted_where_memory_runs_short_and_their_text_stays():
+    """Counting none of the tokens to come (a share of 0) admits all; two of three rows fit to their ends."""
+    sizes = SIZES | {"context": 160}
+    requests = [Request(prompt=tiny.prompt(70 + seed, seed), max_new_tokens=85) for seed in range(3)]
+    with Engine(tiny.model(), kv_memory=1 << 22, **sizes) as roomy:
+        expected = [ticket.result() for ticket in [roomy.submit(request) for request in requests]]
+        assert roomy.metrics().preempted == 0
+        lane = roomy._scheduler.space.lanes[0]
+        pages = lane.bytes_of([1])
+        held = lane.allocated - lane.bytes_of(lane.counts)
+    with Engine(tiny.model(), kv_memory=held + 40 * pages, share=0.0, **sizes) as small:
+        begun = time.monotonic()
+        tickets = [small.submit(request) for request in requests]
+        found = [ticket.result() for ticket in tickets]
+        metrics = small.metrics()
+    assert found == expected
+    assert metrics.preempted == sum(ticket.usage.preempted for ticket in tickets) >= 1
+    assert tickets[0].usage.preempted == 0  # the oldest stays
+    assert metrics.kv_allocated <= metrics.kv_memory
+    assert time.monotonic() - begun < 600
+
+
+def test_a_context_that_does_not_fit_is_told_so():
+    with Engine(tiny.model(), policy=POLICY, kv_memory=3000, **SIZES) as engine:
+        with pytest.raises(RequestError, match="kv_memory is 3000"):
+            engine.contexts.create("book", tiny.prompt(60))
+        assert engine.contexts.list() == []
+
+
+def test_a_row_that_can_never_fit_is_told_so():
+    with Engine(tiny.model(), kv_memory=60_000, **SIZES | {"context": 160}) as engine:
+        ticket = engine.submit(Request(prompt=tiny.prompt(100), max_new_tokens=50))
+        with pytest.raises(RequestError, match="kv_memory"):
+            ticket.result()
+        assert engine.health != "dead"

@@ -1,0 +1,89 @@
+"""Which states may stand for the beginning of another text: the rule, held against every example."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+import tiny
+from tiny import quick_compiles  # noqa: F401
+
+import kvjax
+from kvjax import catalogue, decode
+from kvjax.engine import _prefix as prefixes
+
+CHUNK, CONTEXT = 16, 96
+RULE = {  # policy: (shared at chunk borders, generated tokens too)
+    "full": (True, True),
+    "window(24) + sinks(4)": (True, True),
+    "write_gate(0.5, window=16)": (True, True),
+    "duo(0.5, window=16) + sinks(4)": (True, True),
+    "int8(16)": (True, False),  # a chunk sees itself exactly, a step sees codes
+    "quest(3, chunk=4, recent=8)": (True, False),  # a prompt is read whole, an answer selectively
+    "knorm + uniform(24, every_step)": (True, False),  # a chunk evicts once, steps one by one
+    "conf_kv(recent=8) + confidence(20, loose=31)": (False, False),  # learns mass from the prompt as a whole
+    "snapkv(8) + uniform(0.5)": (False, False),  # judged by the prompt's last queries
+    "knorm + uniform(0.5)": (False, False),  # a share of the whole prompt
+    "h2o(recent=8) + uniform(24, every_step)": (False, False),  # mass is learned from the prompt as a whole
+    "window(24, prefill=False)": (False, False),
+}
+QUICK = ("int8(16)",)
+EVERY = [p for method in catalogue.methods() for p in method.examples if repr(p) not in RULE]
+
+
+@pytest.mark.parametrize("spec", RULE)
+def test_the_rule(spec):
+    policy = kvjax.policy(spec)
+    assert (prefixes.shareable(policy), prefixes.generated_too(policy)) == RULE[spec]
+
+
+def compared(state: kvjax.KVState) -> list[np.ndarray]:
+    """All that decides what comes after: rings where they hold something, streams, counts."""
+    found = [np.asarray(state.length)]
+    for layer in state.layers:
+        window = min(int(state.length[0]), layer.ring.window)
+        slots = np.arange(int(state.length[0]) - window, int(state.length[0])) % layer.ring.window
+        found += [np.asarray(x)[:, :, slots] for x in (layer.ring.k, layer.ring.v, layer.ring.admit)]
+        found += [np.asarray(leaf) for leaf in jax.tree.leaves(layer.summary)]
+        for (_, _), slots in sorted(tiny.held(*layer.pools).items()):
+            found += [np.asarray(x) for pos in sorted(slots) for x in (pos, *slots[pos])]
+    return found
+
+
+def read(policy: kvjax.Policy, tokens: list[int]) -> kvjax.KVState:
+    how = {"context": CONTEXT, "chunk_size": CHUNK, "page": tiny.PAGE, "weights": tiny.weights(policy)}
+    return decode.prefill(tiny.model(), policy, [tokens], **how)[0]
+
+
+def marked(policies: list, quick: tuple[str, ...]) -> list:
+    slow = [pytest.mark.slow]
+    return [pytest.param(p, marks=[] if repr(p) in quick else slow, id=repr(p)) for p in policies]
+
+
+CHUNKED = [p for p in [*map(kvjax.policy, RULE), *EVERY] if prefixes.shareable(p)]
+
+
+@pytest.mark.parametrize("policy", marked(CHUNKED, QUICK))
+def test_at_a_border_the_state_does_not_depend_on_what_follows(policy):
+    """What stands after two chunks is what stood there on the way to a longer text.
+
+    The same slots; their values up to the order in which a stream's pages are added up.
+    """
+    prompt = tiny.prompt(3 * CHUNK, 5)
+    short = read(policy, prompt[: 2 * CHUNK])
+    long = read(policy, prompt)
+    again, _ = decode.extend(tiny.model(), policy, short, [prompt[2 * CHUNK :]], weights=tiny.weights(policy))
+    for mine, theirs in zip(compared(again), compared(long), strict=True):
+        np.testing.assert_allclose(mine, theirs, atol=2e-5)
+
+
+ANSWERS = [p for p in [*map(kvjax.policy, RULE), *EVERY] if prefixes.generated_too(p)]
+
+
+@pytest.mark.parametrize("policy", marked(ANSWERS, ()))
+def test_generated_tokens_leave_what_they_would_as_a_prompt(policy):
+    prompt, answer = tiny.prompt(40, 6), tiny.prompt(20, 7)
+    state = decode.reserve(policy, read(policy, prompt), len(answer), 1)
+    stepped, _ = tiny.feed(policy, state, np.asarray([answer]))
+    for mine, theirs in zip(compared(stepped), compared(read(policy, [*prompt, *answer])), strict=True):
+        np.testing.assert_allclose(mine, theirs, atol=2e-5)

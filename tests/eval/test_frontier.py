@@ -1,0 +1,198 @@
+"""The frontier: budgets in 16-bit bytes, who comes near it, its plan; and what ``auto`` makes of all that."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from types import SimpleNamespace
+
+import eval_rows
+import pytest
+
+import kvjax
+from kvjax import decode
+from kvjax.algebra import PolicyError
+from kvjax.eval import frontier
+from kvjax.eval.errors import EvalError
+from kvjax.eval.measure.readings import Readings
+from kvjax.eval.report import front
+from kvjax.eval.report.table import Results
+from kvjax.weights import _auto as auto
+from kvjax.weights import chosen, fingerprint, is_auto
+
+DIM = 64
+
+
+@pytest.mark.parametrize(
+    ("template", "share", "slots"),
+    [
+        ("snapkv + uniform({n})", 0.25, 128),
+        ("window({n}) + sinks(4)", 0.5, 256),
+        # A code is half of 16 bits, its page's scales 1/32 more; the newest 32 are exact.
+        ("snapkv + ada({n}) + int8(32)", 0.25, 32 + round(96 / (0.5 + 1 / 32))),
+        ("snapkv + ada({n}) + int4(32)", 0.25, 32 + round(96 / (0.25 + 1 / 32))),
+        ("int8(32) + uniform({n})", 0.05, 26),
+    ],
+)
+def test_a_budget_is_a_share_of_the_bytes_at_16_bits(template, share, slots):
+    assert frontier.slots(template, share, 512, DIM) == slots
+
+
+def test_numbers_of_a_template_are_written_in():
+    assert frontier.filled("conf_kv(recent=16) + confidence({n/2}, {n}) + {n*2}", 65).endswith(
+        "(32, 65) + 130"
+    )
+    assert frontier.filled("gvote(0.9)", 7) == "gvote(0.9)"
+
+
+def rows(*cells: tuple[str, float, list[float]]) -> Results:
+    """(policy, kept fraction, scores) of one task."""
+    made = [
+        dataclasses.replace(
+            eval_rows.row(policy, scores, protocol="agnostic" if policy != "full" else "either"),
+            kept_fraction=kept,
+        )
+        for policy, kept, scores in cells
+    ]
+    return Results(tuple(made))
+
+
+FOUND = rows(
+    ("full", 1.0, [1.0, 1.0, 1.0, 1.0]),
+    ("snapkv(32) + uniform(128)", 0.25, [1.0, 1.0, 0.0, 0.0]),
+    ("knorm + uniform(128)", 0.25, [0.0, 0.0, 0.0, 0.0]),
+    ("gvote(0.95)", 0.4, [1.0, 1.0, 1.0, 0.0]),
+    ("snapkv(32) + uniform(256)", 0.5, [1.0, 1.0, 0.0, 0.0]),
+    ("snapkv(32) + int8(32) + ada(454)", 0.9, [1.0, 1.0, 1.0, 1.0]),
+)
+
+
+def test_the_front_is_what_no_fewer_bytes_beat():
+    (there,) = front.points(FOUND, DIM).values()
+    assert [p.policy for p in front.front(there)] == [
+        "snapkv(32) + uniform(128)",
+        "gvote(0.95)",
+        "snapkv(32) + int8(32) + ada(454)",
+    ]
+    int8 = next(p for p in there if "int8" in p.policy)
+    assert int8.share == pytest.approx((32 + (0.9 * 512 - 32) * (0.5 + 1 / 32)) / 512)
+    assert front.best_below(there, 0.3) == 50.0
+
+
+def test_near_the_front_are_those_within_so_many_points():
+    named = {(512, row.cell.policy): row.cell.policy for row in FOUND.rows}
+    near = frontier.near_the_front(FOUND, named, DIM, 5)
+    assert "knorm + uniform(128)" not in near
+    assert "snapkv(32) + uniform(256)" not in near, "gvote is better for less"
+    assert {"snapkv(32) + uniform(128)", "gvote(0.95)"} <= near
+    assert "snapkv(32) + uniform(256)" in frontier.near_the_front(FOUND, named, DIM, 50)
+
+
+def test_tables_and_sentences_say_the_same():
+    text = front.best_table(FOUND, DIM, [0.25, 0.5])
+    assert "| 25 % | `snapkv(32) + uniform(128)` | 25 % | 50.0" in text
+    assert "| 50 % | `snapkv(32) + int8(32) + ada(454)`" in text
+    assert "take `snapkv(32) + uniform(128)` (50.0 %, -50.0 points" in front.needs(FOUND, DIM, [0.25])
+
+
+def test_the_picture_is_drawn(tmp_path):
+    pytest.importorskip("matplotlib")
+    assert front.draw(FOUND, DIM, tmp_path / "front.png").stat().st_size > 10_000
+
+
+def test_the_shipped_plan_is_one_and_its_templates_are_written_well():
+    plan = frontier.read(frontier.EXAMPLE)
+    assert [stage.samples for stage in plan.stages] == [25, 200]
+    assert len(plan.shares) == 3
+    assert 2048 in plan.stages[1].lengths
+    for template in plan.policies:
+        if "phi" not in template:  # maps may be there or not
+            kvjax.policy(frontier.filled(template, 200))
+
+
+@pytest.mark.parametrize(
+    "text", ["budgets: [2]\nprotocols: [aware]\nstages: []\npolicies: []", "- 1", "a: ["]
+)
+def test_a_plan_that_is_none_is_refused(text, tmp_path):
+    (tmp_path / "plan.yaml").write_text(text)
+    with pytest.raises(EvalError, match="plan.yaml"):
+        frontier.read(tmp_path / "plan.yaml")
+
+
+def test_readings_are_made_once_and_the_oldest_goes():
+    made = []
+
+    def read(name):
+        made.append(name)
+        return SimpleNamespace(nbytes=4)
+
+    kept = Readings(most=10)
+    for name in ("a", "b", "a", "c", "a", "b"):
+        kept.of(name, lambda name=name: read(name))
+    assert made == ["a", "b", "c", "b"]
+    assert kept.made == 4
+
+
+# --- auto ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def model(tiny_folder, tmp_path, monkeypatch):
+    """The tiny model, with the front above in its folder."""
+    import shutil
+
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_folder, folder)
+    found = kvjax.load(folder)
+    whose = {"model": "tiny", "fingerprint": fingerprint(found)}
+    (folder / "front.json").write_text(front.as_json(FOUND, DIM, whose, "python -m it"))
+    monkeypatch.setattr(auto, "EMBEDDED", tmp_path / "nowhere")
+    return found
+
+
+@pytest.mark.parametrize(
+    ("spec", "policy"),
+    [
+        ("auto(0.25)", "snapkv(32) + uniform(0.25)"),
+        ("auto(0.4)", "gvote(0.95)"),
+        ("auto(16KiB)", "snapkv(32) + uniform('16KiB')"),
+    ],
+)
+def test_auto_is_the_fronts_choice(spec, policy, model):
+    assert is_auto(spec)
+    found, said = chosen(spec, model)
+    assert found == kvjax.policy(policy)
+    assert said.startswith(f"{spec} is {policy}")
+    assert "measured on this model (python -m it)" in said
+
+
+def test_auto_answers_and_says_what_it_is(model):
+    with pytest.warns(decode.Remark, match=r"auto\(0.25\) is snapkv"):
+        out = kvjax.generate(model, "auto(0.25)", [list(range(5, 75))], max_new_tokens=2)
+    assert out.state.structure == "snapkv + uniform"
+
+
+def test_another_model_takes_no_learned_part(model, monkeypatch):
+    learned = "kvp(4) + uniform(128)"
+    found = rows(("full", 1.0, [1.0, 1.0]), (learned, 0.2, [1.0, 1.0]), ("gvote(0.95)", 0.2, [1.0, 0.0]))
+    whose = {"model": "other", "fingerprint": "0"}
+    text = front.as_json(found, DIM, whose, "it")
+    entry = json.loads(text)["front"][0] | {"policy": "gvote(0.9)", "score": 40.0}
+    tree = json.loads(text)
+    (model.folder / "front.json").write_text(json.dumps(tree | {"front": [*tree["front"], entry]}))
+    monkeypatch.setattr(auto, "EMBEDDED", model.folder)
+    policy, said = chosen("auto(0.3)", model)
+    assert repr(policy) == "gvote(0.9)"
+    assert "learned parts are left out" in said
+
+
+@pytest.mark.parametrize("spec", ["auto()", "auto(0)", "auto(1.5)", "auto(lots)", "auto(0.01)"])
+def test_what_auto_cannot_be_is_refused(spec, model):
+    with pytest.raises(PolicyError, match=r"auto\("):
+        chosen(spec, model)
+
+
+def test_without_measurements_it_says_how_to_make_them(model):
+    (model.folder / "front.json").unlink()
+    with pytest.raises(PolicyError, match="kvjax.eval frontier --out DIR"):
+        chosen("auto(0.2)", model)

@@ -1,0 +1,84 @@
+"""GVote once more, in float64 NumPy and plain Python; only the draws come from JAX, by the rule they obey."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import numpy as np
+
+
+def noise(seed: int, request: int, layer: int, samples: int, width: int) -> np.ndarray:
+    """[S, D] normal draws: of (policy seed, request seed, layer, voter) alone."""
+    key = jax.random.PRNGKey(np.uint32(seed))
+    for number in (request, layer):
+        key = jax.random.fold_in(key, number)
+    return np.stack([jax.random.normal(jax.random.fold_in(key, s), (width,)) for s in range(samples)])
+
+
+def softmax(s: np.ndarray) -> np.ndarray:
+    e = np.exp(s - s.max())
+    return e / e.sum()
+
+
+def capped(s: np.ndarray, cap: float | None) -> np.ndarray:
+    return s if cap is None else cap * np.tanh(s / cap)
+
+
+def nucleus(share: np.ndarray, p: float) -> int:
+    """The fewest of the largest whose sum reaches p."""
+    total, count = 0.0, 0
+    for x in sorted(share, reverse=True):
+        total, count = total + x, count + 1
+        if total >= p:
+            break
+    return count if p < 1 else len(share)
+
+
+def ballots(
+    k: np.ndarray,
+    q_last: np.ndarray,
+    hidden: np.ndarray,
+    draws: np.ndarray,
+    project: Callable[[np.ndarray], np.ndarray],
+    turn: np.ndarray,
+    p: float,
+    cap: float | None = None,
+    allowed: np.ndarray | None = None,
+) -> tuple[np.ndarray, np.ndarray, float]:
+    """One row of one layer.
+
+    Args:
+      k: [K, T, H] keys of the row's real tokens.
+      q_last: [N, H] of its last.
+      hidden: [T, D].
+      draws: [S, D].
+      project: [S, D] to [S, N, H].
+      turn: [H, H], turns a column to the averaged future position.
+      p: nucleus.
+      cap: of scores.
+      allowed: [K, T] tokens that may stay; all by default.
+
+    Returns:
+      votes [K, T], how many keys each query head's voters name [N], and how far the closest decision was from
+      falling the other way: rounding that decides proves nothing.
+    """
+    heads, length, h = k.shape
+    group = len(q_last) // heads
+    voters = project(hidden.mean(axis=0) + hidden.std(axis=0) * draws) @ turn.T
+    votes, counts, margin = np.zeros((heads, length), int), np.zeros(len(q_last), int), np.inf
+    for n in range(len(q_last)):
+        mine = np.arange(length) if allowed is None else np.flatnonzero(allowed[n // group])
+        keys = k[n // group][mine]
+        share = softmax(capped(keys @ q_last[n] / np.sqrt(h), cap))
+        counts[n] = b = nucleus(share, p)
+        sums = np.cumsum(np.sort(share)[::-1])
+        if p < 1:
+            margin = min(margin, np.abs(sums - p).min())
+        for voter in voters:
+            s = keys @ voter[n] / np.sqrt(h)
+            order = sorted(range(len(mine)), key=lambda t: (-s[t], t))
+            votes[n // group, mine[order[:b]]] += 1
+            if b < len(mine):
+                margin = min(margin, s[order[b - 1]] - s[order[b]])
+    return votes, counts, margin

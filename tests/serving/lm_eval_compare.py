@@ -1,0 +1,161 @@
+"""lm-eval over HTTP beside lm-eval on the library: the same tasks, the same policy, the same numbers.
+
+python tests/serving/lm_eval_compare.py --out results/serve/lm_eval.json
+
+``local-completions`` asks a server in this process, ``kvjax.eval.harness`` computes by itself. A local task
+of log-likelihoods (token-id prompts, echo), one of generated text, RULER's needle in noise. Log-likelihoods
+are compared under policies that decide on arrival: over HTTP context and continuation are one echoed prompt,
+and a policy that judges a prompt at its end judges it after the last of them. Needs no network.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+TASK = """
+task: {name}
+dataset_path: json
+dataset_kwargs:
+  data_files: {file}
+test_split: train
+output_type: {kind}
+doc_to_text: "{{{{question}}}}"
+doc_to_target: "{{{{answer}}}}"
+{more}
+metric_list:
+  - metric: {metric}
+"""
+
+GENERATE = "generation_kwargs: {until: ['.'], max_gen_toks: 8, do_sample: false, temperature: 0}"
+
+PAIRS = (("full", "local_next"), ("window(32) + sinks(4)", "local_next"), ("full", "local_number"))
+PAIRS += (("snapkv(16) + uniform(0.5)", "local_number"), ("full", "niah_single_1"), ("int8", "niah_single_1"))
+
+
+def tasks(folder: Path) -> Any:
+    """Two local tasks: likelihoods of the next words, and needles to be written."""
+    from lm_eval.tasks import TaskManager
+
+    numbers = [48213, 70451, 19384, 55207, 93016, 27718]
+    said = "The secret number for apple-river is {}. The old man walked slowly to the harbour. "
+    asked = "What is the secret number for apple-river? The secret number for apple-river is"
+    needles = [{"question": said.format(n) + asked, "answer": f" {n}"} for n in numbers]
+    nexts = [{"question": said.format(n), "answer": f"What is the secret number {n}"} for n in numbers]
+    for name, rows, kind, metric, more in (
+        ("local_next", nexts, "loglikelihood", "perplexity", ""),
+        ("local_number", needles, "generate_until", "exact_match", GENERATE),
+    ):
+        file = folder / f"{name}.jsonl"
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        text = TASK.format(name=name, file=file, kind=kind, metric=metric, more=more)
+        (folder / f"{name}.yaml").write_text(text)
+    return TaskManager(include_path=str(folder))
+
+
+def with_bos(folder: Path, source: Path) -> Path:
+    """A copy of a model's tokenizer that begins texts with BOS, as the model was trained and as we do."""
+    from tokenizers import Tokenizer
+    from tokenizers.processors import TemplateProcessing
+
+    for name in ("config.json", "tokenizer_config.json"):
+        shutil.copy(source / name, folder / name)
+    tokenizer = Tokenizer.from_file(str(source / "tokenizer.json"))
+    bos = tokenizer.token_to_id("<bos>")
+    tokenizer.post_processor = TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", bos)])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def numbers(model: Any, task: str, manager: Any, tokenizer: str) -> dict[str, Any]:
+    """What lm-eval finds, and what every sample was answered."""
+    import lm_eval
+
+    found = lm_eval.simple_evaluate(
+        model=model,
+        tasks=[task],
+        task_manager=manager,
+        limit=6,
+        bootstrap_iters=0,
+        metadata={"max_seq_lengths": [1024], "tokenizer": tokenizer},
+    )
+    metrics = {k: v for k, v in found["results"][task].items() if "," in k and "stderr" not in k}
+    answers = [sample["resps"][0][0] for sample in found["samples"][task]]
+    return {"metrics": metrics, "answers": answers}
+
+
+def same(ours: Any, theirs: Any) -> bool:
+    """Equal texts; log-likelihoods to a thousandth."""
+    if isinstance(ours, str):
+        return ours == theirs
+    return abs(float(ours[0]) - float(theirs[0])) < 1e-3 and bool(ours[1]) == bool(theirs[1])
+
+
+def compare(home: Path) -> list[dict[str, Any]]:
+    """All pairs."""
+    from lm_eval.models.openai_completions import LocalCompletionsAPI
+    from serving_client import running
+
+    import kvjax
+    from kvjax.eval.harness import KVJax
+
+    source = Path(kvjax.load().folder)
+    (home / "tokenizer").mkdir()
+    tokenizer, manager, rows = str(with_bos(home / "tokenizer", source)), tasks(home), []
+    with running(source, "--context", "1536") as server:
+        for policy, task in PAIRS:
+
+            class Asked(LocalCompletionsAPI):
+                """lm-eval's own client, which says which policy it wants."""
+
+                def _create_payload(self, *args: Any, **more: Any) -> dict:
+                    return super()._create_payload(*args, **more) | {"kv_policy": policy}  # noqa: B023
+
+            client = Asked(
+                base_url=f"{server.url}/v1/completions",
+                model="tiny",
+                tokenizer=tokenizer,
+                tokenizer_backend="huggingface",
+                add_bos_token=True,
+                num_concurrent=4,
+                max_length=1536,
+                max_retries=1,
+            )
+            http = numbers(client, task, manager, tokenizer)
+            library = numbers(KVJax(policy=policy, max_length=1536, batch_size=6), task, manager, tokenizer)
+            pairs = list(zip(http["answers"], library["answers"]))
+            row = {"policy": policy, "task": task, "http": http["metrics"], "library": library["metrics"]}
+            rows.append(row | {"samples": len(pairs), "same": sum(same(a, b) for a, b in pairs)})
+            print(json.dumps(rows[-1]), flush=True)
+    return rows
+
+
+def main() -> int:
+    """Runs it; 1 unless all samples agree."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path)
+    said = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        home = Path(folder)
+        # RULER looks for NLTK's sentence model and would download it; an empty one cuts at full stops, too.
+        punkt = home / "nltk" / "tokenizers" / "punkt_tab" / "english"
+        punkt.mkdir(parents=True)
+        for name in ("collocations.tab", "sent_starters.txt", "abbrev_types.txt", "ortho_context.tab"):
+            (punkt / name).write_text("")
+        os.environ |= {"NLTK_DATA": str(home / "nltk"), "HF_HOME": str(home / "hf"), "HF_HUB_OFFLINE": "1"}
+        sys.path.insert(0, str(Path(__file__).parent))
+        rows = compare(home)
+    if said.out:
+        said.out.parent.mkdir(parents=True, exist_ok=True)
+        said.out.write_text(json.dumps(rows, indent=1) + "\n")
+    return 0 if all(row["same"] == row["samples"] for row in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,222 @@
+"""The page, in a real headless browser: what it shows is what the cache holds."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterator
+from typing import Any
+
+import chromium
+import numpy as np
+import pytest
+from serving_client import generated, running
+from tiny import quick_compiles  # noqa: F401
+
+from kvjax import metrics
+
+BROWSER = chromium.found()
+
+pytestmark = pytest.mark.skipif(
+    BROWSER is None, reason="no Chromium here: apt-get install chromium, or KVJAX_CHROMIUM=FILE"
+)
+
+PROMPT = "The quick brown fox jumps over the lazy dog, and nobody minds. "
+POLICIES = ("full", "window(16) + sinks(4)")
+NEW = 12
+CONTROL = 2
+
+
+@pytest.fixture(scope="module")
+def tab(tmp_path_factory) -> Iterator[chromium.Tab]:
+    """One browser for all tests."""
+    assert BROWSER is not None
+    with chromium.tab(BROWSER, tmp_path_factory.mktemp("browser")) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def written(server, tab) -> chromium.Tab:
+    """The page after two texts, asked for by keyboard alone."""
+    tab.size(1280, 1000)
+    tab.open(server.url + "/")
+    tab.until("document.getElementById('server').textContent.includes('512 positions')")
+    for name, text in {
+        "prompt": PROMPT,
+        "policy-a": POLICIES[0],
+        "policy-b": POLICIES[1],
+        "tokens": str(NEW),
+    }.items():
+        tab.run(f"(document.getElementById('{name}').focus(), document.getElementById('{name}').select())")
+        tab.type(text)
+    tab.key("Enter", 13, modifiers=CONTROL)
+    tab.until("!document.getElementById('steps').hidden")
+    tab.until("document.getElementById('stop').disabled", 120)
+    return tab
+
+
+def side(tab: chromium.Tab, at: int, what: str) -> Any:
+    """An expression of one side, as ``side``."""
+    return tab.run(f"(() => {{ const side = document.querySelectorAll('.side')[{at}]; return {what}; }})()")
+
+
+def present(folder: Any, policy: str) -> np.ndarray:
+    """Bool [L, K, C] of the library's own state after the same text."""
+    _, _, state = generated(folder, policy, PROMPT, NEW)
+    return np.asarray(metrics.present(state))[:, 0]
+
+
+@pytest.mark.parametrize("at", [0, 1])
+def test_tokens_are_coloured_by_what_the_library_holds(written, tiny_folder, at):
+    text, tokens, _ = generated(tiny_folder, POLICIES[at], PROMPT, NEW)
+    assert side(written, at, "side.querySelector('.answer').textContent") == text
+    held = present(tiny_folder, POLICIES[at])
+    seen = len(PROMPT) + 1 + len(tokens) - 1
+    shown = side(
+        written, at, "[...side.querySelectorAll('.tokens span')].map(s => [+s.dataset.exact, s.className])"
+    )
+    assert [count for count, _ in shown] == held.sum((0, 1))[:seen].tolist()
+    new = [name for _, name in shown[len(PROMPT) + 1 :]]
+    assert all("new" in name for name in new)
+    assert ["nowhere" in name for _, name in shown] == (held.sum((0, 1))[:seen] == 0).tolist()
+    grid = side(
+        written, at, "[...side.querySelectorAll('.grid td:not(:empty)')].map(cell => +cell.textContent)"
+    )
+    assert grid == held.sum(-1).ravel().tolist()
+
+
+def test_the_slider_goes_back_and_stays_there(written):
+    steps = written.run("+document.getElementById('step').max")
+    assert steps >= 1, "only one look at the cache"
+    written.run("document.getElementById('step').focus()")
+    whole = side(written, 1, "side.querySelectorAll('.tokens span').length")
+    written.key("Home", 36)
+    assert written.run("document.getElementById('step-name').textContent") == f"1 of {steps + 1}"
+    assert len(PROMPT) < side(written, 1, "side.querySelectorAll('.tokens span').length") < whole
+    written.key("End", 35)
+    assert side(written, 1, "side.querySelectorAll('.tokens span').length") == whole
+
+
+def test_a_token_says_where_it_is_held(written):
+    written.run("document.querySelectorAll('.tokens')[1].focus()")
+    written.key("Home", 36)
+    facts = "side.querySelector('.token-facts').textContent"
+    assert side(written, 1, facts).startswith("Token 0 “<bos>”: held by 4 of 4 heads (layer 0: head 0 (")
+    for _ in range(5):
+        written.key("ArrowRight", 39)
+    assert side(written, 1, facts) == "Token 5 “q”: held by 0 of 4 heads."
+    assert side(written, 1, "side.querySelectorAll('[aria-selected=true]').length") == 1
+    assert written.run("document.activeElement.className") == "tokens"
+
+
+def test_every_control_has_a_name_and_can_be_reached(written):
+    nameless = """[...document.querySelectorAll('input, textarea, select')]
+        .filter(e => !e.labels.length).map(e => e.id)"""
+    assert written.run(nameless) == []
+    written.run("document.getElementById('prompt').focus()")
+    reached = []
+    for _ in range(12):
+        reached.append(written.run("document.activeElement.id || document.activeElement.className"))
+        written.key("Tab", 9)
+    order = ["policy-a", "policy-b", "mode", "tokens", "temperature", "go", "step"]
+    assert [name for name in dict.fromkeys(reached) if name in order] == order
+
+
+CONTRAST = """(() => {
+  const light = (colour) => {
+    const [r, g, b] = colour.match(/[\\d.]+/g).map(Number).map(v => v / 255)
+      .map(v => v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4);
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+  };
+  const ground = (e) => { for (; e; e = e.parentElement) {
+    const colour = getComputedStyle(e).backgroundColor;
+    if (!/, 0\\)|transparent|color/.test(colour)) return colour; }
+    return 'rgb(255,255,255)'; };
+  return [...document.querySelectorAll('h1, h2, h3, label, p, output, th, td, button, .tokens .nowhere')]
+    .filter(e => e.checkVisibility() && !e.disabled && e.textContent.trim()).map(e => {
+      const [a, b] = [light(getComputedStyle(e).color), light(ground(e))];
+      const ratio = (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
+      return [ratio, e.tagName + '.' + e.className, e.textContent.slice(0, 20)];
+    }).filter(([ratio]) => ratio < 4.5);
+})()"""
+
+
+COLOURS = """async (png) => {
+  const image = new Image();
+  image.src = 'data:image/png;base64,' + png;
+  await image.decode();
+  const canvas = new OffscreenCanvas(image.width, image.height), pen = canvas.getContext('2d');
+  pen.drawImage(image, 0, 0);
+  const all = pen.getImageData(0, 0, image.width, image.height).data, found = {};
+  for (let i = 0; i < all.length; i += 4) {
+    const colour = all.slice(i, i + 3).join(',');
+    found[colour] = (found[colour] ?? 0) + 1;
+  }
+  return [found, image.width, image.height];
+}"""
+
+
+@pytest.mark.parametrize("dark", [False, True])
+@pytest.mark.parametrize("width", [390, 1280])
+def test_it_reads_well_on_a_phone_and_in_the_dark(written, tmp_path, dark, width):
+    written.size(width, 844, dark)
+    assert written.run("document.documentElement.scrollWidth") <= width
+    assert written.run(CONTRAST) == []
+    small = written.run(
+        "[...document.querySelectorAll('button, input, select')].filter(e => e.checkVisibility() "
+        "&& e.type != 'range' && e.getBoundingClientRect().height < 40).map(e => e.id)"
+    )
+    assert small == [], "too small for a thumb"
+    # What a person sees: the picture has the colour of what is held, and the ground of the theme.
+    picture = base64.b64encode(written.screenshot(tmp_path / "page.png")).decode()
+    colours, wide, high = written.run(f"({COLOURS})('{picture}')")
+    assert width - 20 < wide <= width  # a scroll bar
+    assert high > 900
+    exact, ground = ("91,155,255", "20,23,27") if dark else ("42,111,214", "251,251,249")
+    assert colours.get(exact, 0) > 500, "nothing is marked as held"
+    assert colours.get(ground, 0) > 0.1 * wide * high
+
+
+def test_nothing_is_loaded_from_elsewhere_and_nothing_fails(written, server):
+    assert written.errors == []
+    strange = [u for u in written.asked if not u.startswith((server.url, "data:", "about:"))]
+    assert strange == []
+
+
+def test_codes_and_phi_are_told_apart(written):
+    cache = """{seen: 4, completed: [true, false], tokens: [], streams: [
+        [{ring: [3, 1], pages: [0, 1], codes: []}, {ring: [3, 1], pages: [], codes: [1, 2]}],
+        [{ring: [3, 1], pages: [], codes: []}, {ring: [], pages: [], codes: [0, 4]}]]}"""
+    found = written.run(f"import('/page/cache.js').then(m => m.holders({cache}))")
+    assert found == {"exact": [1, 0, 0, 3], "codes": [1, 2, 2, 1], "phi": [1, 1, 1, 0], "streams": 4}
+
+
+def test_a_refusal_is_shown(written):
+    written.run("document.getElementById('policy-b').value = 'snapkw'")
+    written.run("document.getElementById('go').click()")
+    written.until("!document.querySelectorAll('.error')[1].hidden")
+    assert "Did you mean 'snapkv'?" in side(written, 1, "side.querySelector('.error').textContent")
+    written.until("document.getElementById('stop').disabled", 60)
+    assert side(written, 0, "side.querySelector('.answer').textContent") != ""
+    written.errors.clear()  # the browser notes every 400
+
+
+def test_stop_frees_the_row(written, server):
+    written.run(
+        "(document.getElementById('policy-b').value = '', document.getElementById('tokens').value = 400)"
+    )
+    written.run("document.getElementById('go').click()")
+    written.until("document.querySelectorAll('.tokens span').length > 80")
+    written.key("Escape", 27)
+    assert server.idle()
+    assert server.service.engine.metrics().requests["cancelled"] >= 1
+
+
+def test_the_page_asks_for_a_key(tab, tiny_folder):
+    with running(tiny_folder, keys=("sesame",)) as found:
+        tab.open(found.url + "/")
+        tab.until("!document.getElementById('key-field').hidden")
+        assert "no key" in tab.run("document.getElementById('server').textContent")
+        assert tab.run("document.activeElement.id") == "key"
+        tab.type("sesame")
+        tab.key("Tab", 9)
+        tab.until("document.getElementById('server').textContent.includes('512 positions')")

@@ -1,0 +1,239 @@
+"""What the HTTP server is made of, piece by piece: laws and oracles that need no server."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+
+pytest.importorskip("fastapi", reason="pip install 'kvjax[serve]'")
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import kvjax
+from kvjax.cli import InputError
+from kvjax.engine import Event
+from kvjax.serve.http.arguments import parse
+from kvjax.serve.http.command import check_who
+from kvjax.serve.http.keys import Keys, read_keys
+from kvjax.serve.http.middleware import is_local, without_port
+from kvjax.serve.http.spelling import Spelling
+from kvjax.serve.http.stops import Stops
+from kvjax.serve.http.watch import runs
+from kvjax.serve.http.writer import Writer
+
+# --- stop strings --------------------------------------------------------------------------------
+
+letters = st.text("abc", max_size=30)
+words = st.lists(st.text("abc", min_size=1, max_size=4), max_size=4)
+
+
+def cut(text: str, stops: list[str]) -> tuple[str, str | None]:
+    """Letter by letter: the text before the stop string that is complete first, the longest of several."""
+    for end in range(1, len(text) + 1):
+        found = [stop for stop in stops if text[:end].endswith(stop)]
+        if found:
+            longest = max(found, key=len)
+            return text[: end - len(longest)], longest
+    return text, None
+
+
+@given(letters, words, st.lists(st.integers(1, 5), min_size=30, max_size=30))
+def test_stop_strings_cut_as_if_the_text_came_letter_by_letter(text, stops, sizes):
+    reader, out, at = Stops(stops), "", 0
+    for size in sizes:
+        out += reader.feed(text[at : at + size])
+        at += size
+        assert cut(text, stops)[0].startswith(out), "text was given out that is not certain"
+    out += reader.finish()
+    assert (out, reader.hit) == cut(text, stops)
+
+
+@given(letters, words)
+def test_no_more_is_held_back_than_must_be(text, stops):
+    reader, out = Stops(stops), ""
+    for letter in text:
+        out += reader.feed(letter)
+        if reader.hit:
+            return
+    held = text[len(out) :]
+    assert held == "" or any(stop.startswith(held) and stop != held for stop in stops)
+
+
+# --- a writer ------------------------------------------------------------------------------------
+
+
+def written(folder, ids: list[int], stops: list[str] = (), **more) -> list:
+    text = kvjax.load(folder).text
+    settings = {"after": (), "echo": "", "stops": stops, "ends": text.eos, "logprobs": True} | more
+    writer, found = Writer(text, **settings), []
+    for at, token in enumerate(ids):
+        finish = None if at < len(ids) - 1 else "stop" if token in text.eos else "length"
+        found.append(writer.step(Event(token, -1.0, ((token, -1.0),), finish)))
+        if writer.done:
+            break
+    return found
+
+
+def test_a_character_of_several_tokens_comes_whole(tiny_folder):
+    ids = kvjax.load(tiny_folder).text.encode("é…x", bos=False)
+    pieces = written(tiny_folder, ids)
+    assert [piece.text for piece in pieces] == ["", "é", "", "", "…", "x"]
+    assert [piece.tokens[0].offset for piece in pieces] == [0, 0, 1, 1, 1, 2]
+
+
+def test_a_stop_string_ends_a_text_within_a_token_and_across_tokens(tiny_folder):
+    ids = kvjax.load(tiny_folder).text.encode("one, two, three", bos=False)
+    pieces = written(tiny_folder, ids, [", t", "zzz"])
+    assert "".join(piece.text for piece in pieces) == "one"
+    assert (pieces[-1].finish, pieces[-1].stop_reason) == ("stop", ", t")
+    assert len(pieces) == 6, "it went on after the stop string"
+
+
+def test_what_might_begin_a_stop_string_is_shown_at_the_end(tiny_folder):
+    ids = kvjax.load(tiny_folder).text.encode("one, ", bos=False)
+    pieces = written(tiny_folder, ids, [", t"])
+    assert "".join(piece.text for piece in pieces) == "one, "
+    assert (pieces[-1].finish, pieces[-1].stop_reason) == ("length", None)
+
+
+def test_an_unfinished_character_shows_at_the_end(tiny_folder):
+    ids = kvjax.load(tiny_folder).text.encode("a…", bos=False)[:-1]
+    assert "".join(piece.text for piece in written(tiny_folder, ids)) == "a\ufffd"
+
+
+def test_an_end_token_is_counted_and_not_shown(tiny_folder):
+    text = kvjax.load(tiny_folder).text
+    eos = text.eos[0]
+    pieces = written(tiny_folder, [*text.encode("a", bos=False), eos])
+    assert (pieces[-1].text, pieces[-1].finish, pieces[-1].stop_reason) == ("", "stop", None)
+    assert pieces[-1].tokens[0].token == eos
+
+
+# --- how tokens are spelt ------------------------------------------------------------------------
+
+
+def test_every_byte_is_spelt_differently(tiny_folder):
+    spell = Spelling(kvjax.load(tiny_folder).text)
+    assert sorted(spell.bytes(token) for token in range(256)) == sorted(bytes([byte]) for byte in range(256))
+    assert len({spell(token) for token in range(258)}) == 258
+    assert spell(256) == "<bos>"
+    assert spell(kvjax.load(tiny_folder).text.encode("é", bos=False)[0]) == "bytes:\\xc3"
+
+
+def test_bytes_of_tokens_joined_are_the_text():
+    model = kvjax.load()
+    spell = Spelling(model.text)
+
+    @settings(deadline=None)
+    @given(st.text(max_size=40))
+    def law(text):
+        ids = model.text.encode(text, bos=False)
+        assert b"".join(spell.bytes(i) for i in ids).decode() == text
+
+    law()
+
+
+@given(st.sets(st.integers(0, 60)))
+def test_runs_give_positions_back(positions):
+    found = runs(np.asarray(sorted(positions)))
+    pairs = list(zip(found[::2], found[1::2]))
+    assert [p for first, count in pairs for p in range(first, first + count)] == sorted(positions)
+    assert all(a + n < b for (a, n), (b, _) in zip(pairs, pairs[1:])), "neighbours are one run"
+
+
+# --- who is let in -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("header", "let_in"),
+    [
+        ("Bearer secret", True),
+        ("bearer other", True),
+        ("Bearer secre", False),
+        ("Bearer secret2", False),
+        ("Basic secret", False),
+        ("secret", False),
+        ("", False),
+        ("Bearer", False),
+    ],
+)
+def test_a_key_is_let_in_and_nothing_else(header, let_in):
+    assert Keys(["secret", "other"]).admit(header) is let_in
+    assert Keys().admit(header)
+
+
+def test_keys_come_from_file_and_environment(tmp_path):
+    file = tmp_path / "keys"
+    file.write_text("# of Ann\nalpha\n\n  beta \n")
+    keys = read_keys(file, {"KVJAX_API_KEY": "gamma, delta"})
+    assert len(keys) == 4
+    assert all(keys.admit(f"Bearer {key}") for key in ("alpha", "beta", "gamma", "delta"))
+    assert not keys.admit("Bearer # of Ann")
+    file.write_text("# nobody\n")
+    with pytest.raises(InputError, match="holds no key"):
+        read_keys(file, {})
+    with pytest.raises(InputError, match="cannot be read"):
+        read_keys(tmp_path / "none", {})
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.3.2.1", "localhost", "::1", "[::1]"])
+def test_this_machine_needs_no_key(host):
+    assert is_local(host)
+    check_who(parse(["--host", host]), Keys())
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.5", "example.org", "127.0.0.1.example.org", ""])
+def test_other_addresses_need_a_key_or_a_word(host):
+    assert not is_local(host)
+    with pytest.raises(InputError, match="KVJAX_API_KEY"):
+        check_who(parse(["--host", host]), Keys())
+    check_who(parse(["--host", host]), Keys(["secret"]))
+    check_who(parse(["--host", host, "--without-key"]), Keys())
+
+
+@pytest.mark.parametrize(
+    ("host", "name"),
+    [("localhost:8000", "localhost"), ("[::1]:80", "[::1]"), ("[::1]", "[::1]"), ("127.0.0.1", "127.0.0.1")],
+)
+def test_a_host_is_told_from_its_port(host, name):
+    assert without_port(host) == name
+    assert is_local(name)
+
+
+# --- the command line ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("said", "says"),
+    [
+        (["--port", "70000"], "--port 70000 is out of range"),
+        (["--kv-memory", "8GB"], "--kv-memory 8GB is no size. Write it as 512KiB"),
+        (["--max-body", "0MiB"], "--max-body 0MiB is no size"),
+        (["--max-rows", "0"], "--max-rows 0 is out of range"),
+        (["--drain", "inf"], "--drain inf is out of range"),
+        (["--allow-policies", "full; snapkw"], "no 'snapkw'"),
+        (["--prompt", "x"], "See python -m kvjax.serve http --help"),
+    ],
+)
+def test_words_are_refused_before_a_model_is_read(said, says, capsys):
+    from kvjax.serve.__main__ import main
+
+    assert main(["http", "--model", "/nowhere", *said]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert re.fullmatch(r"error: .*\n", err)
+    assert says in err
+
+
+def test_a_port_that_is_taken_is_told(tiny_folder, capsys):
+    import socket
+
+    from kvjax.serve.__main__ import main
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        assert main(["http", "--model", str(tiny_folder), "--port", port]) == 2
+    assert "cannot be listened on" in capsys.readouterr().err

@@ -1,0 +1,149 @@
+"""States on disk: every stream as it was, decoding goes on, and files that do not belong here are refused."""
+
+from __future__ import annotations
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+from tiny import quick_compiles  # noqa: F401
+
+import kvjax
+from kvjax import decode
+from kvjax.saving import StateError
+from kvjax.saving._write import _write
+
+SPECS = (
+    "full",
+    "window(8) + sinks(2)",
+    "int8(8)",
+    "quest(3, chunk=4, recent=8)",
+    "conf_kv(recent=8) + int8(12) + confidence(20, loose=31)",
+)
+QUICK = SPECS[2:4]
+
+
+def read(spec: str) -> kvjax.KVState:
+    """Two rows of different lengths."""
+    policy = kvjax.policy(spec)
+    prompts = [tiny.prompt(41, 1), tiny.prompt(23, 2)]
+    how = {"context": 72, "chunk_size": 16, "page": tiny.PAGE, "weights": tiny.weights(policy)}
+    return kvjax.prefill(tiny.model(), policy, prompts, **how)[0]
+
+
+@pytest.mark.parametrize(
+    "spec", [pytest.param(spec, marks=[] if spec in QUICK else pytest.mark.slow) for spec in SPECS]
+)
+def test_a_state_comes_back_and_goes_on(spec, tmp_path):
+    state, policy, file = read(spec), kvjax.policy(spec), tmp_path / "state"
+    extra = {"tokens": np.arange(5)}
+    kvjax.save(state, file, model=tiny.model(), policy=policy, extra=extra, notes={"name": "book"})
+    found = kvjax.open(file, model=tiny.model(), policy=policy, label="")
+    assert found.policy == policy
+    assert found.notes == {"name": "book"}
+    np.testing.assert_array_equal(found.extra["tokens"], extra["tokens"])
+    for layer, other in zip(state.layers, found.state.layers, strict=True):
+        assert jax.tree.structure(layer.ring) == jax.tree.structure(other.ring)
+        jax.tree.map(np.testing.assert_array_equal, layer.ring, other.ring)
+        for pages, others in zip(layer.pools, other.pools, strict=True):
+            tiny.owned_once(others)
+            np.testing.assert_array_equal(pages.length, others.length)
+        held, again = tiny.held(*layer.pools), tiny.held(*other.pools)
+        assert held.keys() == again.keys()
+        for stream, slots in held.items():
+            assert slots.keys() == again[stream].keys()
+            for pos, values in slots.items():
+                for value, theirs in zip(values, again[stream][pos]):
+                    np.testing.assert_array_equal(value, theirs)
+    assert kvjax.nbytes(found.state).total["live"] == kvjax.nbytes(state).total["live"]
+    tokens = np.asarray([tiny.prompt(6, 3), tiny.prompt(6, 4)])
+    states = [decode.reserve(policy, one, 8, 1) for one in (state, found.state)]
+    (_, one), (_, two) = (tiny.feed(policy, each, tokens) for each in states)
+    np.testing.assert_allclose(one, two, atol=2e-5)
+
+
+def test_a_file_is_there_whole_or_not_at_all(tmp_path, monkeypatch):
+    state, file = read("full"), tmp_path / "state"
+    save = {"model": tiny.model(), "policy": "full"}
+    kvjax.save(state, file, **save)
+    before = file.read_bytes()
+
+    def breaks(*_):
+        raise OSError("disk full")
+
+    monkeypatch.setattr("os.fsync", breaks)
+    with pytest.raises(OSError, match="disk full"):
+        kvjax.save(state, file, **save)
+    assert file.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [file]
+
+
+@pytest.fixture(scope="module")
+def content(tmp_path_factory) -> bytes:
+    file = tmp_path_factory.mktemp("state") / "state"
+    kvjax.save(read("full"), file, model=tiny.model(), policy="full", label="gates@1")
+    return file.read_bytes()
+
+
+def head(content: bytes, **changes) -> bytes:
+    """The file with another word in its head."""
+    size = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + size])
+    found = json.loads(header["__metadata__"]["head"]) | changes
+    header["__metadata__"]["head"] = json.dumps(found)
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text + content[8 + size :]
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda x: b"", "holds no saved state"),
+        (lambda x: b"PK\3\4 something else entirely", "holds no saved state"),
+        (lambda x: x[:60], "holds no saved state"),
+        (lambda x: x[:-9], "cut off or damaged"),
+        (lambda x: x[:-9] + bytes(9), "is not what was written"),
+        (lambda x: head(x, version=2), "format 2"),
+        (lambda x: head(x, format="other"), "holds no saved state"),
+        (lambda x: head(x, model="0" * 16), "another model"),
+        (lambda x: head(x, dtype="bfloat16"), "Load it as bfloat16"),
+        (lambda x: head(x, policy="telepathy(3)"), "unknown here"),
+    ],
+)
+def test_what_does_not_belong_here_is_refused(content, damage, words, tmp_path):
+    file = tmp_path / "state"
+    file.write_bytes(damage(content))
+    with pytest.raises(StateError, match=words):
+        kvjax.open(file, model=tiny.model())
+
+
+def test_other_policies_weights_and_states_are_refused(content, tmp_path):
+    file = tmp_path / "state"
+    file.write_bytes(content)
+    with pytest.raises(StateError, match="cannot continue it"):
+        kvjax.open(file, model=tiny.model(), policy="window(8)")
+    with pytest.raises(StateError, match="weights gates@1, not with none"):
+        kvjax.open(file, model=tiny.model(), label="")
+    with pytest.raises(StateError, match="cannot be read"):
+        kvjax.open(tmp_path / "nothing", model=tiny.model())
+    state = read("full")
+    with pytest.raises(StateError, match="was made under 'full'"):
+        kvjax.save(state, file, model=tiny.model(), policy="window(8)")
+    state.length.delete()
+    with pytest.raises(StateError, match="donated"):
+        kvjax.save(state, file, model=tiny.model(), policy="full")
+
+
+def test_dtypes_of_all_kinds_are_kept(tmp_path):
+    arrays = {"b": np.asarray(jnp.ones((2, 3), jnp.bfloat16)), "u": np.zeros((0, 4), np.uint8)}
+    _write(tmp_path / "x", arrays, {"head": json.dumps({"format": "kvjax-state", "version": 1})})
+    from kvjax.saving._read import _read
+
+    found, _ = _read(tmp_path / "x")
+    for name, value in arrays.items():
+        assert found[name].dtype == value.dtype
+        np.testing.assert_array_equal(found[name], value)

@@ -1,0 +1,172 @@
+"""Trains φ maps on stored traces: distillation of a frozen model's attention scores, all heads at once.
+
+python -m train.traces --config configs/phi/small.yaml                              the traces, once
+python -m train.phi --config configs/phi/small.yaml --prompt 1024                   again to go on
+python -m train.phi --config configs/phi/small.yaml --prompt 1024 --export FILE     its newest checkpoint
+python -m train.phi --config ... --prompt 4096 --compile v5e:2x2                    memory a chip, without one
+
+A run stopped at any step and started again goes on with the losses it would have had. --export writes
+FILE.safetensors and the run's log (.jsonl).
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+
+from kvjax.models.hf import ModelError
+from kvjax.policies import phi
+from kvjax.types import Params
+from kvjax.weights import WeightsError, save_weights
+from train import loop
+from train.agents import AgentLayout, make_layout
+from train.config import ConfigError
+from train.phi import batches, dropped
+from train.phi.fit import fit
+from train.phi.maps import folded, initial
+from train.phi.objective import Task, objective, quality
+from train.phi.settings import Settings, read
+from train.ranker.optimizer import optimizer
+from train.trace_file import About, Traces
+
+if TYPE_CHECKING:
+    from kvjax.loading import LanguageModel
+
+
+def first(settings: Settings, about: About) -> Params:
+    """Untrained maps of A = L x K heads."""
+    key, heads = jax.random.key(settings.base.seed), about.layers * about.kv_heads
+    return initial(key, heads, about.heads // about.kv_heads, about.head_dim, settings.maps)
+
+
+def by_layer(params: Params, about: About, prompt: int) -> list[Params]:
+    """Maps as a policy takes them, a dict a layer."""
+    length = {"length": np.asarray([prompt], np.float32)}
+    split = {name: np.split(np.asarray(x), about.layers) for name, x in folded(params).items()}
+    return [length | {name: parts[layer] for name, parts in split.items()} for layer in range(about.layers)]
+
+
+def make_check(
+    task: Task, traces: Traces, settings: Settings, folder: Path, layout: AgentLayout
+) -> Callable[[Params, int, int], loop.Verdict]:
+    """Errors of attention's output and overestimated mass (``quality``) over held-out sequences and heads."""
+    measure = jax.jit(functools.partial(quality, task))
+
+    def check(params: Params, step: int, level: int) -> loop.Verdict:
+        parts = [measure(params, layout.batch(one)) for one in batches.held(traces, settings, folder)]
+        found = {name: np.concatenate([np.asarray(p[name]) for p in parts]).mean(axis=0) for name in parts[0]}
+        metrics = {f"held_{name}": float(value.mean()) for name, value in found.items()}
+        layers = found["completed"].reshape(traces.about.layers, -1).mean(axis=1)
+        metrics |= {f"held_completed_layer_{i}": float(value) for i, value in enumerate(layers)}
+        return loop.Verdict(metrics=metrics, level=level)
+
+    return check
+
+
+def load(settings: Settings, folder: Path) -> tuple[Traces, LanguageModel]:
+    """The traces and the model they are of.
+
+    Raises:
+      ConfigError, ModelError: traces that are not there, damaged, too short, or of another model.
+    """
+    traces = Traces.open(folder)
+    batches.usable(traces, settings)
+    model = settings.base.model()
+    traces.of(model, settings.base.source)
+    return traces, model
+
+
+def run(settings: Settings, folder: Path) -> loop.State:
+    """Trains to the end of the plan, or goes on from the newest checkpoint.
+
+    Raises:
+      ConfigError, ModelError: see ``load`` and ``dropped.prepare``.
+    """
+    traces, model = load(settings, folder)
+    about, base = traces.about, settings.base
+    layout = make_layout(base.devices, about.layers * about.kv_heads)
+    verdicts = base.folder / dropped.FOLDER
+    if settings.policy is not None:
+        train, held = batches.usable(traces, settings)
+        dropped.prepare(settings, traces, model, verdicts, [*train, *held])
+    del model
+    maps = first(settings, about)
+    count = sum(leaf.size for leaf in jax.tree.leaves(maps))
+    print(
+        f"maps of {about.layers * about.kv_heads} KV heads and their query heads: {count:,} parameters, "
+        f"{100 * count / about.parameters:.2f} % of the model's {about.parameters:,}",
+        file=sys.stderr,
+    )
+    task = Task(loss=settings.loss, target=settings.target, prompt=settings.prompt, softcap=about.softcap)
+    return loop.train(
+        params=jax.device_put(maps, layout.gates(maps)),
+        optimizer=optimizer(base.rate, base.plan.steps),
+        loss=jax.tree_util.Partial(functools.partial(objective, task)),
+        batches=lambda level: batches.batches(traces, settings, verdicts),
+        folder=base.folder,
+        plan=base.plan,
+        check=make_check(task, traces, settings, verdicts, layout),
+        layout=layout,
+    )
+
+
+def export(settings: Settings, folder: Path, file: Path) -> None:
+    """Writes the newest checkpoint's maps and the log beside each other.
+
+    Raises:
+      ConfigError, ModelError: see ``load``; nothing trained.
+    """
+    traces, model = load(settings, folder)
+    about, base, maps = traces.about, settings.base, settings.maps
+    layout = make_layout(base.devices, about.layers * about.kv_heads)
+    chosen = optimizer(base.rate, base.plan.steps)
+    found = loop.latest(base.folder, first(settings, about), chosen, layout)
+    if found is None:
+        raise ConfigError(
+            f"--export finds no checkpoint in {base.folder}. Train first: the same command without --export."
+        )
+    step, params = found
+    target = settings.target
+    notes: dict[str, Any] = {"prompt": settings.prompt, "for": target.policy or "the prompt's middle"}
+    notes |= {"sinks": target.sinks, "tail": target.tail, "symmetric": maps.symmetric}
+    notes |= {"temperature": settings.loss.temperature, "seed": base.seed, "step": step, "config": base.name}
+    notes |= {"sequences": about.train, "text": str(about.data)}
+    save_weights(file, model, phi.Phi(maps.features), by_layer(params, about, settings.prompt), notes=notes)
+    shutil.copyfile(base.folder / "log.jsonl", file.with_suffix(".jsonl"))
+    print(f"{file} holds the maps of step {step}")
+
+
+def main(words: list[str] | None = None) -> int:
+    """The command line; its exit code: 0, 2 for bad input."""
+    parser = argparse.ArgumentParser(prog="python -m train.phi", description=__doc__.splitlines()[0])
+    parser.add_argument("--config", type=Path, required=True)
+    parser.add_argument("--prompt", type=int, metavar="N", help="which of the config's prompt lengths")
+    parser.add_argument("--traces", type=Path, metavar="DIR", help="instead of the config's traces.folder")
+    parser.add_argument("--export", type=Path, metavar="FILE", help="write the newest checkpoint's maps")
+    parser.add_argument("--compile", metavar="TOPOLOGY", help="compile the step for chips that are not here")
+    args = parser.parse_args(words)
+    try:
+        settings = read(args.config, args.prompt)
+        if args.compile is not None:
+            return fit(settings, args.compile)
+        folder = args.traces or settings.base.recording.folder
+        if args.export is not None:
+            export(settings, folder, args.export)
+        else:
+            run(settings, folder)
+    except (ConfigError, ModelError, WeightsError) as reason:
+        print(f"error: {reason}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,102 @@
+"""Batches of traces for φ maps: a prompt, and queries that come behind it.
+
+Batch i is a pure function of (seed, i), as in ``train.data``, so a resumed run sees what it would have seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import grain.python as grain
+import numpy as np
+
+from train.phi import dropped
+from train.phi.settings import Settings
+from train.trace_file import TraceError, Traces
+
+
+def usable(traces: Traces, settings: Settings) -> tuple[list[int], list[int]]:
+    """Sequences to train and to check on: those that reach far enough behind the prompt.
+
+    Raises:
+      TraceError: none of one kind.
+    """
+    about = traces.about
+
+    def asks(length: int) -> bool:
+        at = about.asked(length)
+        return length >= settings.tokens and bool(((at >= settings.prompt) & (at < settings.tokens)).any())
+
+    long = [i for i, n in enumerate(about.lengths) if asks(n)]
+    train, held = [i for i in long if i < about.train], [i for i in long if i >= about.train]
+    if not train or not held:
+        raise TraceError(
+            f"{traces.folder} has {len(train)} sequences to train and {len(held)} to check on with queries "
+            f"among the {settings.target.reach} tokens behind a prompt of {settings.prompt}. Make traces "
+            f"with traces.lengths of {settings.tokens} or more, and traces.held."
+        )
+    return train, held
+
+
+def assembled(
+    traces: Traces, settings: Settings, folder: Path, chosen: Sequence[int], rng: np.random.Generator
+) -> dict[str, np.ndarray]:
+    """A batch of sequences.
+
+    Args:
+      traces: where they are.
+      settings: prompt, queries and policy.
+      folder: of ``dropped``.
+      chosen: sequences.
+      rng: draws the queries.
+
+    Returns:
+      ``k`` and ``v`` [B, A, T, H], T = ``settings.tokens``; ``q`` [B, A, G, Q, H] at positions ``at`` [B, Q];
+      where a policy drops, ``dropped`` [B, A, T].
+    """
+    about, count = traces.about, settings.target.queries
+    heads, groups = about.layers * about.kv_heads, about.heads // about.kv_heads
+    rows: dict[str, list[np.ndarray]] = {}
+    for index in chosen:
+        found = traces.read(index, ("q", "at", "k", "v"))
+        later = np.flatnonzero((found["at"] >= settings.prompt) & (found["at"] < settings.tokens))
+        drawn = np.sort(rng.choice(later, count, replace=len(later) < count))
+        q = found["q"][:, :, drawn].reshape(heads, groups, count, about.head_dim)
+        row = {"q": q, "at": found["at"][drawn].astype(np.int32)}
+        for name in ("k", "v"):
+            row[name] = found[name].reshape(heads, -1, about.head_dim)[:, : settings.tokens]
+        if settings.policy is not None:
+            gone = dropped.read(folder, index).reshape(heads, -1)[:, : settings.prompt]
+            row["dropped"] = np.pad(gone, ((0, 0), (0, settings.target.reach)))
+        for name, value in row.items():
+            rows.setdefault(name, []).append(value)
+    return {name: np.stack(values) for name, values in rows.items()}
+
+
+class Batches:
+    """Random-access source of training batches (a grain source)."""
+
+    def __init__(self, traces: Traces, settings: Settings, folder: Path):
+        self.traces, self.settings, self.folder = traces, settings, folder
+        self.train, _ = usable(traces, settings)
+
+    def __len__(self) -> int:
+        return self.settings.base.plan.steps
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        rng = np.random.default_rng((self.settings.base.seed, 5, int(index)))
+        chosen = [int(i) for i in rng.choice(self.train, self.settings.target.rows)]
+        return assembled(self.traces, self.settings, self.folder, chosen, rng)
+
+
+def batches(traces: Traces, settings: Settings, folder: Path) -> grain.MapDataset:
+    """The batches as a grain dataset."""
+    return grain.MapDataset.source(Batches(traces, settings, folder))
+
+
+def held(traces: Traces, settings: Settings, folder: Path) -> Iterator[dict[str, np.ndarray]]:
+    """Every held-out sequence once, one a batch."""
+    for index in usable(traces, settings)[1]:
+        rng = np.random.default_rng((settings.base.seed, 6, index))
+        yield assembled(traces, settings, folder, [index], rng)

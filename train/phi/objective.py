@@ -1,0 +1,163 @@
+"""What maps are trained for, and what a check measures, on a batch of traces (arXiv 2604.05438, appendix B).
+
+Heads lie along one axis, A = L x K, whatever layer they belong to, each with the maps of its G query heads:
+one program for all, and a mesh cuts that axis without any communication.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+
+from kvjax.policies import phi
+from kvjax.types import Params
+from train.phi.maps import folded
+from train.phi.settings import Loss, Target
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Bool, Float
+
+LEAST = 1e-30
+"""A feature product below it, under its row's shift, counts as this: a score 69 below the best."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Task:
+    """What is static.
+
+    Attributes:
+      loss, target: see there.
+      prompt: N.
+      softcap: of the model's scores, or None.
+    """
+
+    loss: Loss
+    target: Target
+    prompt: int
+    softcap: float | None = None
+
+    @property
+    def visits(self) -> int:
+        """Tokens of the middle that a check visits."""
+        return min(round(self.target.retrieved * self.prompt), self.prompt)
+
+
+def teacher(batch: dict[str, Array], softcap: float | None) -> Float[Array, "B A G Q T"]:
+    """Scores of every query and token."""
+    q, k = (batch[name].astype(jnp.float32) for name in ("q", "k"))
+    s = jnp.einsum("bagqh,bath->bagqt", q, k) * q.shape[-1] ** -0.5
+    return s if softcap is None else softcap * jnp.tanh(s / softcap)
+
+
+def student(params: Params, batch: dict[str, Array]) -> Float[Array, "B A G Q T"]:
+    """log φ_q · φ_k of every query and token, by one product under a shift that no feature exceeds."""
+    b, a, g, n, h = batch["q"].shape
+    maps = folded(params)
+    log_q = phi.log_features(maps, "q", batch["q"].reshape(b, a * g, n, h)).reshape(b, a, g, n, -1)
+    log_k = phi.log_features(maps, "k", batch["k"])
+    most = jax.lax.stop_gradient(log_k.max(axis=2, keepdims=True))
+    row = log_q + most[:, :, None]
+    shift = jax.lax.stop_gradient(row.max(axis=-1, keepdims=True))
+    exact = jax.lax.Precision.HIGHEST
+    z = jnp.einsum("bagqf,batf->bagqt", jnp.exp(row - shift), jnp.exp(log_k - most), precision=exact)
+    return shift + jnp.log(jnp.maximum(z, LEAST))
+
+
+def held(task: Task, batch: dict[str, Array]) -> Bool[Array, "B A T"]:
+    """Tokens that a summary holds: what the policy drops, or the prompt's middle."""
+    at = jnp.arange(batch["k"].shape[2])
+    if "dropped" in batch:
+        return batch["dropped"]
+    middle = (at >= task.target.sinks) & (at < task.prompt - task.target.tail)
+    return jnp.broadcast_to(middle, batch["k"].shape[:3])
+
+
+def huber(x: Float[Array, ...], delta: float) -> Float[Array, ...]:
+    """x^2 / 2 up to delta, linear beyond."""
+    size = jnp.abs(x)
+    return jnp.where(size <= delta, 0.5 * x * x, delta * (size - 0.5 * delta))
+
+
+def distance(
+    loss: Loss, s: Float[Array, "... T"], guess: Float[Array, "... T"], there: Bool[Array, "... T"]
+) -> dict[str, Float[Array, ...]]:
+    """The terms of the objective for each query, and their sum ``all``.
+
+    Args:
+      loss: weights.
+      s: teacher's scores.
+      guess: student's.
+      there: what the softmax is over; nothing: every term is 0.
+    """
+    some = there.any(axis=-1)
+    there = there | ~some[..., None]
+    best = jnp.where(there, s, -jnp.inf).max(axis=-1, keepdims=True)
+    r, guess = s - best, guess - best
+
+    def mean(x: Array, of: Array) -> Array:
+        return jnp.where(of, x, 0.0).sum(axis=-1) / jnp.maximum(of.sum(axis=-1), 1)
+
+    def soft(x: Array) -> Array:
+        return jax.nn.log_softmax(jnp.where(there, x / loss.temperature, -1e30), axis=-1)
+
+    p, log_p = jnp.exp(soft(r)), soft(r)
+    band = there & (r >= -loss.band)
+    total = lambda x: jax.nn.logsumexp(jnp.where(there, x, -1e30), axis=-1)  # noqa: E731
+    terms = {
+        "kl": loss.temperature**2 * jnp.where(there, p * (log_p - soft(guess)), 0.0).sum(axis=-1),
+        "top": mean(huber(guess - r, loss.delta), band),
+        "far": mean(huber(jnp.maximum(guess + loss.band, 0.0), loss.delta), there & ~band),
+        "mass": huber(jnp.maximum(total(guess) - total(r), 0.0), loss.delta),
+    }
+    terms = {name: jnp.where(some, value, 0.0) for name, value in terms.items()}
+    more = loss.top * terms["top"] + loss.far * terms["far"] + loss.mass * terms["mass"]
+    return terms | {"all": loss.kl * terms["kl"] + (1 - loss.kl) * more}
+
+
+def objective(
+    task: Task, params: Params, batch: dict[str, Array]
+) -> tuple[Float[Array, ""], dict[str, Array]]:
+    """The sum of all heads' losses, a mean over rows and queries each; metrics are means over heads."""
+    there = held(task, batch)[:, :, None, None]
+    s, guess = teacher(batch, task.softcap), student(params, batch)
+    terms = distance(task.loss, s, guess, jnp.broadcast_to(there, s.shape))
+    return terms["all"].mean(axis=(0, 2, 3)).sum(), {name: x.mean() for name, x in terms.items()}
+
+
+def quality(task: Task, params: Params, batch: dict[str, Array]) -> dict[str, Float[Array, "B A"]]:
+    """What serving would lose, means over a head's queries.
+
+    Relative L1 errors of attention's output: ``left_out``, what is held counts for nothing; ``completed``, φ
+    stands for it; with the best tokens visited besides ``selected`` and ``both``. ``over``: by how much φ
+    overestimates the log of the mass of what is held.
+    """
+    s, guess = teacher(batch, task.softcap), student(params, batch)
+    inside = jnp.broadcast_to(held(task, batch)[:, :, None, None], s.shape)
+    seen = jnp.arange(s.shape[-1]) <= batch["at"][:, None, None, :, None]
+    inside = inside & seen
+    best = jnp.where(inside, s, -jnp.inf).max(axis=2, keepdims=True)
+    order = jnp.argsort(jnp.argsort(-best, axis=-1), axis=-1)
+    visited = inside & (order < task.visits)
+    v = batch["v"].astype(jnp.float32)
+
+    def output(scores: Array, of: Array) -> Array:
+        p = jax.nn.softmax(jnp.where(of, scores, -jnp.inf), axis=-1)
+        return jnp.einsum("bagqt,bath->bagqh", p, v)
+
+    full, mixed = output(s, seen), jnp.where(inside, guess, s)
+    found = {
+        "left_out": output(s, seen & ~inside),
+        "completed": output(mixed, seen),
+        "selected": output(s, seen & (~inside | visited)),
+        "both": output(jnp.where(visited, s, mixed), seen),
+    }
+    size = jnp.abs(full).sum(axis=-1) + 1e-9
+    errors = {
+        name: (jnp.abs(out - full).sum(axis=-1) / size).mean(axis=(2, 3)) for name, out in found.items()
+    }
+    mass = [jax.nn.logsumexp(jnp.where(inside, x, -1e30), axis=-1) for x in (guess, s)]
+    over = jnp.where(inside.any(axis=-1), jnp.maximum(mass[0] - mass[1], 0.0), 0.0)
+    return errors | {"over": over.mean(axis=(2, 3))}
