@@ -1,15 +1,20 @@
 """The constructed start, second form: four distances back, six KV heads in three layers that copy.
 
-  layer 0, KV head d - 1   looks d tokens back (d = 1 ... 4), by its q / k biases alone: the query bias is
-                           the key bias turned by d positions in the fast rotary frequencies. It writes what
-                           it finds into a subspace of its own: "the token d back was x". The second query
-                           head of the first looks at the current token and takes its own name away.
+  layer 0, eight query     each looks d tokens back (``BACK``; d = 0 ... 4), by its q / k biases alone: the
+  heads                    query bias is the key bias turned by d positions in the fast rotary frequencies.
+                           It writes what it finds into the subspace of d: "the token d back was x"; those of
+                           d = 0 take the token's own name away. What all copying needs, d = 0 and d = 1, is
+                           done behind two KV heads and three, so that no single one is indispensable.
   layers 1, 2 and 3        two copying KV heads each (``COPIES``). Keys read the subspace of d; the first
                            query head of the group reads the token d - 1 back (the current one for d = 1), so
                            it finds what has to be written next after a match of d tokens; it writes the
                            found token to the output. The second query head reads the current token, so it
                            finds the token d after its last occurrence: the d-th token of a value that
                            begins there. It writes nothing yet.
+  layer 1, KV head 2       looks at the rarest of the last tokens, what the text is about, and writes its face
+                           into a subspace of its own: the topic.
+  layers 2 and 3,          look the topic up: further back, what stands some tokens behind it (``LOOKS_UP``).
+  KV head 2                So a question that names a key in other words than the fact begins with its value.
 
 The channels of the residual stream are shared out: ``face``, by which tokens are recognised; ``name``, by
 which they are written; four of marks, one for each distance; a channel of how frequent a token is and one of
@@ -33,8 +38,12 @@ from train.start import FAST, SLOW
 from train.text import BOS
 
 DISTANCES = (1, 2, 3, 4)
+BACK = ((1, 0), (2, 1), (3, 0), (4, 1))
+"""Distances that the query heads of layer 0's KV heads look back."""
 COPIES = {1: (1, 2), 2: (2, 3), 3: (1, 4)}
 """Layer to the distances of its first KV heads."""
+LOOKS_UP = {2: (2, 3), 3: (3, 4)}
+"""Layer to how far behind the topic its third KV head looks."""
 BIAS = 6.0
 """Length of the key bias in each fast frequency; attention to the token looked for is 0.95 from the start."""
 FACE, NAME, MARK, FREE = 0.06, 0.06, 0.045, 0.01
@@ -43,6 +52,13 @@ SHARP, SINK = 26.0, 14.0
 """Score of a match, and of <bos>, which stands above most chance matches."""
 SAID = 42.0
 """Logit of a token that all six heads agree on, were the stream's size not theirs to change."""
+RARE, NEAR, FAR = 1.5, (12.0, 7.0), 6.0
+"""Of the topic's score: what a unit of the frequency channel costs, the size of the fall with distance for the
+two query heads; and of a look-up's: what being close costs."""
+FALL = (0.02, 0.05)
+"""Rotary frequencies that fall with distance, over some 60 tokens."""
+HEARD = 0.5
+"""What a look-up writes, in shares of what a copying head does."""
 QUIET = 0.25
 """Of what other heads and the MLPs write, as drawn."""
 GAINS = {"face": 0.3, "name": 4.0, "mark": 1.0, "often": 3.0, "free": 1.0}
@@ -58,6 +74,7 @@ class Channels:
     face: slice
     name: slice
     marks: tuple[slice, ...]
+    topic: slice
     often: int
     sink: int
     free: slice
@@ -65,14 +82,15 @@ class Channels:
 
 def channels(width: int, dim: int) -> Channels:
     """The stream shared out; ``width`` channels for a token."""
-    ends = [i * width for i in range(7)]
+    ends = [i * width for i in range(8)]
     return Channels(
         face=slice(0, width),
         name=slice(width, 2 * width),
         marks=tuple(slice(a, a + width) for a in ends[2:6]),
-        often=ends[6],
-        sink=ends[6] + 1,
-        free=slice(ends[6] + 2, dim),
+        topic=slice(ends[6], ends[7]),
+        often=ends[7],
+        sink=ends[7] + 1,
+        free=slice(ends[7] + 2, dim),
     )
 
 
@@ -101,7 +119,7 @@ def construct(
     """
     width = 2 * int((spec.rope.frequencies(spec.head_dim) < SLOW).sum()) - 2  # the slowest pair is the sink's
     fits = spec.num_layers > max(COPIES) and spec.num_kv_heads >= len(DISTANCES) and spec.groups >= 2
-    least = (2 + len(DISTANCES)) * width + 2
+    least = (3 + len(DISTANCES)) * width + 2
     if not fits or not spec.qkv_bias or spec.model_dim < least or width >= spec.head_dim:
         raise ValueError(
             f"construct(num_layers={spec.num_layers}, num_kv_heads={spec.num_kv_heads}, "
@@ -122,14 +140,20 @@ def construct(
     # Behind layer 0: face and marks as they stand, the frequency channel, no name.
     energy = np.square(embed).sum(1).mean() - width * NAME**2 + len(DISTANCES) * width * MARK**2
     size = np.sqrt(energy / (spec.model_dim - OFTEN**2))
-    layers[0]["wo"][1, width, lay.often] = OFTEN * size
-    layers[0]["bv"][0, width] = 1.0
+    own = [head * spec.groups + i for head, backs in enumerate(BACK) for i, d in enumerate(backs) if d == 0]
+    for query in own:
+        layers[0]["wo"][query, width, lay.often] = OFTEN * size / len(own)
+        layers[0]["bv"][query // spec.groups, width] = 1.0
+    _topic(spec, layers[1], 2, lay, size)
     writers = sum(map(len, COPIES.values()))
     written = SAID / (GAINS["name"] * width * NAME)  # of the normed stream, in each channel of a name
     for index, distances in COPIES.items():
         for head, distance in enumerate(distances):
             write = written * size**2 / FACE / writers * turn
             _copy(spec, layers[index], head, distance, lay, size, write, spread, rng)
+    for index, distances in LOOKS_UP.items():
+        write = HEARD * written * size**2 / FACE / writers * turn
+        _look_up(spec, layers[index], 2, distances, lay, size, write, spread, rng)
     final = np.zeros(spec.model_dim, np.float32)
     places: dict[str, Any] = {"face": lay.face, "name": lay.name, "often": lay.often, "free": lay.free}
     for name, place in (*places.items(), *(("mark", place) for place in lay.marks)):
@@ -159,23 +183,49 @@ def _look_back(spec: ModelSpec, layer: Params, lay: Channels, turn: np.ndarray, 
     freq = spec.rope.frequencies(spec.head_dim)
     fast = freq > FAST
     width = len(turn)
-    for head, distance in enumerate(DISTANCES):
+    for head, backs in enumerate(BACK):
         layer["wk"][:, head] *= 0.05
         layer["bk"][head] = BIAS * np.concatenate([fast, np.zeros_like(fast)])
         layer["wv"][:, head] = 0.0
         layer["wv"][lay.face, head, :width] = np.eye(width)
-        for query in range(head * spec.groups, (head + 1) * spec.groups):
-            own = query == 1  # the one that takes the token's own name away
-            back = 0 if own else distance
+        for i, back in enumerate(backs):
+            query = head * spec.groups + i
+            writers = sum(others.count(back) for others in BACK)
             layer["wq"][:, query] *= 0.05
             turned = np.concatenate([np.cos(back * freq) * fast, -np.sin(back * freq) * fast])
             layer["bq"][query] = BIAS * turned
             layer["wo"][query] = 0.0
-            if own:
-                layer["wo"][query, :width, lay.name] = -NAME * size / FACE * turn
+            if back == 0:
+                layer["wo"][query, :width, lay.name] = -NAME * size / FACE / writers * turn
             else:
-                writers = 1 if head == 0 else spec.groups
-                layer["wo"][query, :width, lay.marks[head]] = MARK * size / FACE / writers * np.eye(width)
+                layer["wo"][query, :width, lay.marks[back - 1]] = MARK * size / FACE / writers * np.eye(width)
+
+
+def _topic(spec: ModelSpec, layer: Params, head: int, lay: Channels, size: float) -> None:
+    """The head that looks at the rarest of the last tokens."""
+    dim, width = spec.head_dim, lay.face.stop
+    slot = dim // 2 - 1  # of the slowest rotary pair
+    fall = _falls(spec)
+    layer["wk"][:, head] = 0.0
+    layer["wk"][lay.often, head, slot] = -1.0
+    layer["wk"][lay.sink, head, slot] = -2.0
+    layer["bk"][head] = fall
+    layer["wv"][:, head] = 0.0
+    layer["wv"][lay.face, head, :width] = np.eye(width)
+    for i in range(spec.groups):
+        query = head * spec.groups + i
+        layer["wq"][:, query] = 0.0
+        layer["bq"][query] = NEAR[i % 2] * np.sqrt(dim) * fall / fall.sum()
+        layer["bq"][query, slot] = RARE * np.sqrt(dim)
+        layer["wo"][query] = 0.0
+        layer["wo"][query, :width, lay.topic] = MARK * size / FACE / spec.groups * np.eye(width)
+
+
+def _falls(spec: ModelSpec) -> np.ndarray:
+    """[H], 1 on the first half of each rotary pair whose product falls with distance."""
+    freq = spec.rope.frequencies(spec.head_dim)
+    inside = (freq > FALL[0]) & (freq < FALL[1])
+    return np.concatenate([inside, np.zeros_like(inside)]).astype(np.float32)
 
 
 def _copy(
@@ -217,3 +267,41 @@ def _copy(
         if i == 0 or distance == 1:
             writers = spec.groups if distance == 1 else 1
             layer["wo"][query, :width, lay.name] = write / writers
+
+
+def _look_up(
+    spec: ModelSpec,
+    layer: Params,
+    head: int,
+    distances: tuple[int, ...],
+    lay: Channels,
+    size: float,
+    write: np.ndarray,
+    spread: float,
+    rng: np.random.Generator,
+) -> None:
+    dim, width = spec.head_dim, len(write)
+    slow = np.flatnonzero(spec.rope.frequencies(dim) < SLOW)[:-1]
+    slots, sink = np.concatenate([slow, slow + dim // 2]), dim // 2 - 1
+    bos = FACE * np.sqrt(2 * width)
+    loud = np.sqrt(spec.model_dim) * bos / np.hypot(bos, OFTEN * size)
+    fall = _falls(spec)
+    layer["wk"][:, head] = 0.0
+    layer["wk"][lay.sink, head, sink] = 1.0
+    for distance in distances:
+        layer["wk"][lay.marks[distance - 1], head, slots] = np.eye(width)
+    layer["bk"][head] = fall
+    layer["wv"][:, head] = 0.0
+    layer["wv"][lay.face, head, :width] = np.eye(width)
+    for i in range(spec.groups):
+        query = head * spec.groups + i
+        gain = SHARP * np.sqrt(dim) / (width * (MARK / size) ** 2)
+        reader = np.zeros((spec.model_dim, width))
+        reader[lay.topic] = gain * np.eye(width)
+        reader += spread * gain * rng.normal(size=reader.shape) / np.sqrt(spec.model_dim)
+        layer["wq"][:, query] = 0.0
+        layer["wq"][:, query, slots] = reader
+        layer["bq"][query] = -FAR * np.sqrt(dim) * fall / fall.sum()
+        layer["bq"][query, sink] = SINK * np.sqrt(dim) / loud
+        layer["wo"][query] = 0.0
+        layer["wo"][query, :width, lay.name] = write / spec.groups
