@@ -1,6 +1,7 @@
 """kvjax: the KV cache of a language model as a managed, functional state."""
 
 from kvjax.algebra import Policy, PolicyError
+from kvjax.cache.mesh import Mesh, MeshError, mesh
 from kvjax.cache.state import KVState, fork
 from kvjax.catalogue import PRESETS, methods, policy
 from kvjax.decode import Generation, extend, generate, prefill, stream
@@ -15,6 +16,8 @@ __all__ = [
     "PRESETS",
     "Generation",
     "KVState",
+    "Mesh",
+    "MeshError",
     "Policy",
     "PolicyError",
     "Saved",
@@ -23,6 +26,7 @@ __all__ = [
     "fork",
     "generate",
     "load",
+    "mesh",
     "methods",
     "nbytes",
     "open",

@@ -8,6 +8,8 @@ import importlib.resources
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvjax.cache import mesh as meshes
+from kvjax.cache.mesh import Mesh
 from kvjax.types import Params
 
 if TYPE_CHECKING:
@@ -54,7 +56,9 @@ class LanguageModel:
         return Text.load(self.folder, self.spec)
 
 
-def load(source: str | Path | None = None, dtype: str | None = None) -> LanguageModel:
+def load(
+    source: str | Path | None = None, dtype: str | None = None, *, mesh: Mesh | str | None = None
+) -> LanguageModel:
     """Reads a model.
 
     Args:
@@ -62,16 +66,20 @@ def load(source: str | Path | None = None, dtype: str | None = None) -> Language
         small trained model inside the package (no network).
       dtype: "float32", "bfloat16" or "float16"; None leaves the weights as they are stored, the
         embedded ones as float32.
+      mesh: devices to lay the weights on ("data=2,tensor=4", ``kvjax.mesh``); what is done with the model
+        is then done there. One device by default.
 
     Raises:
+      MeshError: a mesh that cannot be made here, or does not divide the model's heads.
       ModelError: no such folder or hub model, or files that are damaged or of another kind.
     """
     from kvjax.models import hf
 
+    where = meshes.mesh(mesh)
     if source is None:
-        found = hf.load(_embedded_folder(), dtype=dtype or "float32")
+        found = hf.load(_embedded_folder(), dtype=dtype or "float32", mesh=where)
     else:
-        found = hf.load(source, dtype=dtype)
+        found = hf.load(source, dtype=dtype, mesh=where)
     assert found.folder is not None  # noqa: S101  (hf.load always says where it read)
     name = EMBEDDED if source is None else str(source)
     return LanguageModel(name=name, spec=found.spec, params=found.params, folder=found.folder)

@@ -14,6 +14,7 @@ import numpy as np
 
 from kvjax.cache import ring as rings
 from kvjax.cache import stream as streams
+from kvjax.cache.mesh import ROWS, STREAMS
 from kvjax.cache.pages import Pages
 from kvjax.cache.ring import Ring
 from kvjax.cache.state import KVState, LayerCache
@@ -78,7 +79,8 @@ def _lengths(state: KVState) -> tuple[np.ndarray, list[list[tuple[np.ndarray, np
 
     No program adds them up: it would be one for each combination of pool sizes.
     """
-    length, lengths = jax.device_get((state.length, [[p.length for p in x.pools] for x in state.layers]))
+    pools = [[p.length for p in x.pools] for x in state.layers]
+    length, lengths = state.mesh.read((state.length, pools))
     found = [
         [(own.sum(axis=2), (-(-own // p.size)).sum(axis=2)) for p, own in zip(x.pools, mine)]
         for x, mine in zip(state.layers, lengths)
@@ -152,7 +154,7 @@ def allocated(layers: tuple[LayerCache, ...]) -> int:
 def raise_peak(state: KVState, live: float, total: float) -> KVState:
     """The state with its peak at least at these bytes."""
     peak = np.maximum(np.asarray(state.peak), np.asarray([live, total], np.float32))
-    return dataclasses.replace(state, peak=jax.device_put(peak))
+    return dataclasses.replace(state, peak=state.mesh.put(peak))
 
 
 def with_peak(state: KVState) -> KVState:
@@ -185,12 +187,13 @@ def live_slots(state: KVState) -> Int[jax.Array, "L B K"]:
 @jax.jit
 def present(state: KVState) -> Bool[jax.Array, "L B K C"]:
     """Is the token at each of the C = ``state.context`` positions held by this stream? Pure."""
-    found = []
-    row = jnp.arange(state.rows)
-    for layer in state.layers:
-        heads = layer.ring.k.shape[1]
-        mask = jnp.zeros((state.rows, heads, state.context), bool)
-        positions = rings.positions(state.length, layer.ring.window)
+    mesh = state.mesh
+
+    def mine(length: Int[jax.Array, " B"], layer: LayerCache) -> Bool[jax.Array, "B K C"]:
+        rows, heads = layer.ring.k.shape[:2]
+        row = jnp.arange(rows)
+        mask = jnp.zeros((rows, heads, state.context), bool)
+        positions = rings.positions(length, layer.ring.window)
         positions = jnp.where(positions >= 0, positions, state.context)  # out of range: dropped
         mask = mask.at[row[:, None], :, positions].set(True, mode="drop")
         if layer.pools:
@@ -198,5 +201,8 @@ def present(state: KVState) -> Bool[jax.Array, "L B K C"]:
             pos = jnp.where(slots.live, slots.pos, state.context)
             head = jnp.arange(heads)[None, :, None]
             mask = mask.at[row[:, None, None], head, pos].set(True, mode="drop")
-        found.append(mask)
-    return jnp.stack(found)
+        return mask
+
+    # Ids of pages count within a device.
+    by_layer = [mesh.each(mine, (state.length, x), (ROWS, mesh.specs(x)), STREAMS) for x in state.layers]
+    return jnp.stack(by_layer)

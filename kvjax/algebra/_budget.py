@@ -6,6 +6,7 @@ import dataclasses
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from kvjax.algebra._errors import PolicyError
+from kvjax.algebra._heads import HERE, AllHeads
 from kvjax.algebra._observation import Observation
 from kvjax.algebra._part import Part
 
@@ -49,6 +50,7 @@ class Frame:
       protected: tokens of a stream that stay whatever its target (``Policy.protected``; may be traced).
       observed: the prompt's tokens, as far as the budget declared in ``needs`` that it looks at them; None
         while decoding, when only counts are asked for.
+      heads: how targets of a head that depend on the others' scores hear of them.
     """
 
     layer: Any
@@ -58,6 +60,7 @@ class Frame:
     confidence: Float[Array, " B"] | None = None
     protected: Any = 0
     observed: Observation | None = None
+    heads: AllHeads = HERE
 
 
 class Budget(Part):

@@ -24,7 +24,7 @@ class Eviction(Part):
         none and the budget can only act after the prompt.
       on_arrival: where ``scores_prompt``, how to write it so that it ranks generated tokens too, or "".
       shared_ranking: all KV heads of a layer keep the same tokens. While decoding their slots then have one
-        order, so that ``receive`` may take means over heads.
+        order, and ``receive`` is given the mean mass over all heads of the layer: N is 1.
     """
 
     place = "eviction"

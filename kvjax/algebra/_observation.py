@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.algebra._errors import PolicyError
+from kvjax.algebra._heads import HERE, AllHeads
 from kvjax.types import Project, Rotate, pytree
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ OBSERVABLE = ("k", "v", "k_pre", "q", "q_pre", "q_last", "hidden", "mass")
 """What a part may name in ``needs``; ``mass`` is an eviction's alone."""
 
 
-@pytree(static=("layers", "softcap", "rotate"))
+@pytree(static=("layers", "softcap", "rotate", "heads"))
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Observation:
     """What a part may see of T tokens arriving at one layer; only declared quantities are there.
@@ -38,6 +39,7 @@ class Observation:
       seeds: of each row's request, for draws that belong to it; None while tokens come after a prompt.
       admitted: which tokens of a prompt may stay, once that is decided (for a budget, and for an eviction
         that ranks a prompt); None before.
+      heads: what a part may ask of heads that are elsewhere.
     """
 
     pos: Int[Array, "B T"]
@@ -50,6 +52,7 @@ class Observation:
     project: Project | None = None
     seeds: Int[Array, " B"] | None = None
     admitted: Bool[Array, "B K T"] | None = None
+    heads: AllHeads = HERE
 
     def rotation_ahead(self, count: int, head_dim: int) -> Float[Array, "B H H"] | None:
         """Mean of the model's rotations over the ``count`` positions that follow each row's prompt.

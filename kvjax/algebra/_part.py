@@ -37,6 +37,7 @@ class Part:
       sizes: fields that say how much is kept or read; with other numbers there it is the same method.
       fitted: arguments whose values weights are trained for; files note them, and other values are told.
       renamed: former names of fields, and their names today; the one-string form refuses the former.
+      shared: names of learned leaves that all heads share; every other leaf begins with [K] or [N].
       idle: this is the part that does nothing in its place.
     """
 
@@ -51,6 +52,7 @@ class Part:
     sizes: ClassVar[tuple[str, ...]] = ()
     fitted: ClassVar[tuple[str, ...]] = ()
     renamed: ClassVar[Mapping[str, str]] = {}
+    shared: ClassVar[tuple[str, ...]] = ()
     idle: ClassVar[bool] = False
 
     def __init_subclass__(cls, **more: Any) -> None:

@@ -72,6 +72,7 @@ class Ada(Budget):
     ) -> Int[Array, "B K"]:
         """How many of the layer's best scores fall to each head; ties go to the lowest head and position."""
         assert scores is not None  # noqa: S101  (the caller's contract: from_scores)
+        scores = frame.heads.gather(scores)
         heads, tokens = scores.shape[1:]
         mean = self.layer_mean(frame, length)
         sure = jnp.floor(mean * self.floor).astype(jnp.int32)
@@ -80,7 +81,7 @@ class Ada(Budget):
         secured = jnp.where((rank < sure[:, None, None]) & (scores > -jnp.inf), jnp.inf, scores)
         order = _rank(secured.reshape(scores.shape[0], heads * tokens)).reshape(scores.shape)
         kept = (order < (mean * heads)[:, None, None]) & (scores > -jnp.inf)
-        return kept.sum(axis=-1)
+        return frame.heads.mine(kept.sum(axis=-1))
 
 
 def _rank(scores: Float[Array, "... T"]) -> Int[Array, "... T"]:

@@ -8,6 +8,7 @@ grow takes a class by the tokens still to come, because each size is a compiled 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Hashable, Mapping, Sequence
 
 import jax
@@ -78,7 +79,7 @@ def grown_sizes(
         return [max(size, pages.count) for size, pages in zip(found, pools)]
     # Layers within one class of the fullest take its class: which layer is a page fuller than its neighbour
     # depends on the text, and every combination of sizes would be a program of its own.
-    streams = max(pages.table[..., 0].size for pages in pools)
+    streams = max(math.prod(pages.table.shape[:3]) for pages in pools)
     coming = streams * -(-max(tokens, ahead) // min(pages.size for pages in pools))
     shared = class_for(max(wants), coming)
     own = [class_for(want, coming) for want in wants]

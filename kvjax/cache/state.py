@@ -14,6 +14,7 @@ import numpy as np
 from kvjax.cache import pages as paging
 from kvjax.cache import pool
 from kvjax.cache import ring as rings
+from kvjax.cache.mesh import ONE, Mesh
 from kvjax.cache.pages import Pages
 from kvjax.cache.ring import Ring
 from kvjax.types import pytree
@@ -51,7 +52,7 @@ class LayerCache:
         return dataclasses.replace(self, pages=first, demoted=second)
 
 
-@pytree(static=("context", "chunk", "structure"))
+@pytree(static=("context", "chunk", "structure", "mesh"))
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KVState:
     """Everything a batch of sequences remembers.
@@ -67,6 +68,7 @@ class KVState:
       structure: of the policy it was made under (``Policy.structure``); under another it is not continued.
       confidence: what the budget read off each row's last logits; it decides their next step. None where no
         budget asks.
+      mesh: the devices it lies on.
     """
 
     layers: tuple[LayerCache, ...]
@@ -77,6 +79,7 @@ class KVState:
     chunk: int
     structure: str
     confidence: Float[Array, " B"] | None = None
+    mesh: Mesh = ONE
 
     @property
     def rows(self) -> int:
@@ -107,18 +110,20 @@ _COUNTED = ("n_free", "overflow", "length")
 def counts(state: KVState) -> dict[str, np.ndarray]:
     """Owned pages, live slots and overflow flags of all pools, layer by layer; read in one go.
 
+    On a mesh those of the device that has most, since all have pools of one size.
+
     Raises:
       PoolOverflowError: a token was lost.
     """
-    paged = _pools(state)
+    paged, mesh = _pools(state), state.mesh
     if not paged:
         return {}
     # Fetched and added up here: a program would be one for each combination of pool sizes.
-    free, overflow, lengths = jax.device_get([[getattr(p, n) for p in paged] for n in _COUNTED])
+    free, overflow, lengths = mesh.read([[getattr(p, n) for p in paged] for n in _COUNTED])
     found = {
-        "used": np.asarray([p.count - n for p, n in zip(paged, free)]),
-        "overflow": np.asarray(overflow),
-        "slots": np.asarray([length.sum() for length in lengths]),
+        "used": np.asarray([p.count // mesh.pools - n.min() for p, n in zip(paged, free)]),
+        "overflow": np.asarray([any_.any() for any_ in overflow]),
+        "slots": np.asarray([max(own.sum() for own in mesh.blocks(length)) for length in lengths]),
     }
     if found["overflow"].any():
         where = [index for index, layer in enumerate(state.layers) for _ in layer.pools]
@@ -151,7 +156,7 @@ def reserve(
     found = counts(state)
     if not found:
         return state
-    pools, live = _pools(state), [int(n) for n in found["slots"]]
+    pools, live = [state.mesh.local(pages) for pages in _pools(state)], [int(n) for n in found["slots"]]
     kinds = len(pools) // sum(layer.pages is not None for layer in state.layers)  # pools of a layer
     sizes = [pages.count for pages in pools]
     for kind in range(kinds):
@@ -174,7 +179,11 @@ def _pools(state: KVState) -> list[Pages]:
     return [pages for layer in state.layers for pages in layer.pools]
 
 
-_resize = jax.jit(pool.resize, static_argnums=1)
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def resize(pages: Pages, count: int, mesh: Mesh = ONE) -> Pages:
+    """The pages in a pool of so many on each device; see ``pool.resize``."""
+    specs = mesh.specs(pages)
+    return mesh.each(lambda mine: pool.resize(mine, count), [pages], [specs], specs)
 
 
 def _resized(state: KVState, sizes: tuple[int, ...]) -> KVState:
@@ -183,7 +192,7 @@ def _resized(state: KVState, sizes: tuple[int, ...]) -> KVState:
 
     def sized(pages: Pages) -> Pages:
         want = next(size)
-        return pages if want == pages.count else _resize(pages, want)
+        return pages if want == pages.count // state.mesh.pools else resize(pages, want, state.mesh)
 
     layers = tuple(layer.with_pools([sized(pages) for pages in layer.pools]) for layer in state.layers)
     return dataclasses.replace(state, layers=layers)

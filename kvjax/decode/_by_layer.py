@@ -18,6 +18,7 @@ import numpy as np
 
 from kvjax import layer
 from kvjax.algebra import Policy
+from kvjax.cache.mesh import ONE, Mesh
 from kvjax.cache.state import KVState, LayerCache
 from kvjax.decode._step import at_layer, confident, places, through
 from kvjax.types import Heads, Network, Params
@@ -99,20 +100,29 @@ def chunk_outputs(
     last: Float[Array, "B D"],
 ) -> tuple[KVState, Float[Array, "B D"], Float[Array, "B T D"]]:
     """``read_chunk``, and the last layer's output of all tokens."""
-    network, of_rows = network.at(state.context), jax.device_put(count)
-    x, caches = embed(network, top(params), state.length, tokens), []
+    network, mesh = network.at(state.context), state.mesh
+    of_rows, caches = mesh.put(count), []
+    x = embed(network, top(params), state.length, tokens, mesh)
     for site, cache in zip(layers, state.layers):  # no logits produced these tokens, so no confidence
-        x, cache = chunk_layer(network, *site, policy, cache, x, state.length, of_rows, state.total)
+        x, cache = chunk_layer(
+            network, *site, policy, cache, x, state.length, of_rows, state.total, mesh=mesh
+        )
         caches.append(cache)
-    length, last = fed(x, state.length, of_rows, last)
+    length, last = fed(x, state.length, of_rows, last, mesh)
     return dataclasses.replace(state, layers=tuple(caches), length=length), last, x
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def embed(network: Network, top: Params, length: Int[Array, " B"], tokens: Int[Array, " B ..."]) -> Array:
+@functools.partial(jax.jit, static_argnums=(0, 4))
+def embed(
+    network: Network,
+    top: Params,
+    length: Int[Array, " B"],
+    tokens: Int[Array, " B ..."],
+    mesh: Mesh = ONE,
+) -> Array:
     """Tokens that follow ``length`` others, one a row or [B, T], as vectors [B, T, D]."""
     tokens = tokens.reshape(len(length), -1)
-    return network.embed(top, tokens, places(length, tokens))
+    return mesh.by_row(network.embed(top, tokens, places(length, tokens)))
 
 
 Visited = Callable[[layer.LayerInfo, LayerCache, Heads, Any, Any], tuple["Array", LayerCache]]
@@ -134,16 +144,20 @@ def _program(visit: Visited) -> Any:
         rows: Array,
         total: Int[Array, " B"],
         confidence: Float[Array, " B"] | None = None,
+        *,
+        mesh: Mesh = ONE,
     ) -> tuple[Float[Array, "B T D"], LayerCache]:
         window, positions = network.windows[kind], places(length, x[..., 0])
         info = layer.LayerInfo(policy, own, index, network.num_layers, window, total, confidence, kind)
 
-        def at_seam(info: layer.LayerInfo, heads: Heads, cache: LayerCache) -> tuple[Array, LayerCache]:
-            return visit(info, cache, heads, length, rows)
+        def seen(
+            info: layer.LayerInfo, heads: Heads, cache: LayerCache, *rows: Array
+        ) -> tuple[Array, LayerCache]:
+            return visit(info, cache, heads, *rows)
 
-        return through(network, info, kind, block, x, positions, cache, at_seam)
+        return through(network, info, kind, block, x, positions, cache, seen, (length, rows), mesh)
 
-    return jax.jit(run, static_argnums=(0, 1), donate_argnames="cache")
+    return jax.jit(run, static_argnums=(0, 1), static_argnames="mesh", donate_argnames="cache")
 
 
 def _step(
@@ -157,16 +171,20 @@ chunk_layer, step_layer = _program(layer.chunk), _program(_step)
 """A layer's part in a chunk (``rows``: tokens of each) and in a step (``rows``: those that are done)."""
 
 
-@functools.partial(jax.jit, donate_argnames=("length", "last"))
+@functools.partial(jax.jit, static_argnums=4, donate_argnames=("length", "last"))
 def fed(
-    x: Float[Array, "B T D"], length: Int[Array, " B"], count: Int[Array, " B"], last: Float[Array, "B D"]
+    x: Float[Array, "B T D"],
+    length: Int[Array, " B"],
+    count: Int[Array, " B"],
+    last: Float[Array, "B D"],
+    mesh: Mesh = ONE,
 ) -> tuple[Int[Array, " B"], Float[Array, "B D"]]:
     """Lengths after a chunk, and the output of each row's last token."""
     newest = jnp.take_along_axis(x, jnp.maximum(count - 1, 0)[:, None, None], axis=1)[:, 0]
-    return length + count, jnp.where((count > 0)[:, None], newest, last)
+    return mesh.everywhere((length + count, jnp.where((count > 0)[:, None], newest, last)))
 
 
-@functools.partial(jax.jit, static_argnums=0)
+@functools.partial(jax.jit, static_argnums=(0, 6))
 def answer(
     network: Network,
     policy: Policy,
@@ -174,7 +192,8 @@ def answer(
     last: Float[Array, "B D"],
     confidence: Float[Array, " B"] | None,
     fed: Bool[Array, " B"],
+    mesh: Mesh = ONE,
 ) -> tuple[Float[Array, "B V"], Float[Array, " B"] | None]:
     """Logits of each row's last output, and what the budget reads off those of the rows that were ``fed``."""
     logits = network.logits(top, last)
-    return logits, confident(policy, confidence, logits, fed)
+    return mesh.everywhere((logits, confident(policy, confidence, logits, fed)))

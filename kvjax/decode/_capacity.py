@@ -19,6 +19,7 @@ from kvjax.algebra import Every, Native, Policy
 from kvjax.cache import pool
 from kvjax.cache import ring as rings
 from kvjax.cache import state as states
+from kvjax.cache.mesh import DATA, ONE, TENSOR, Mesh
 from kvjax.cache.pages import Pages
 from kvjax.cache.state import KVState, LayerCache
 from kvjax.types import Network
@@ -152,6 +153,7 @@ def empty(
     dtype: jnp.dtype,
     page: int | None = None,
     chunk_size: int = CHUNK,
+    mesh: Mesh = ONE,
 ) -> KVState:
     """A state that has seen nothing.
 
@@ -163,9 +165,11 @@ def empty(
       dtype: of keys and values, the model's own.
       page: slots of a page; by default ``page_size`` chooses.
       chunk_size: most tokens a row will be fed at a time.
+      mesh: the devices it lies on; must divide rows and KV heads.
     """
     policy, dtype = catalogue.policy(policy), jnp.dtype(dtype)
-    heads, dim = network.num_kv_heads, network.head_dim
+    heads, dim = network.num_kv_heads // mesh.size(TENSOR), network.head_dim
+    all_rows, rows = rows, rows // mesh.size(DATA)
 
     def layer(window: int | None) -> LayerCache:
         w = policy.window(context) if window is None else min(window, context)
@@ -199,15 +203,25 @@ def empty(
             )
         return LayerCache(ring=ring, pages=None, summary=summary).with_pools(pools)
 
+    def layers() -> tuple[LayerCache, ...]:
+        return tuple(layer(window) for window in network.windows)
+
+    if mesh.grid is not None:
+        specs, one_device = mesh.specs(jax.eval_shape(layers)), layers
+        layers = jax.jit(lambda: mesh.each(one_device, [], [], specs))
+    numbers = {
+        "length": np.zeros(all_rows, np.int32),
+        "total": np.zeros(all_rows, np.int32),
+        "peak": np.zeros(2, np.float32),
+        "confidence": np.zeros(all_rows, np.float32) if policy.budget.needs_logits else None,
+    }
     return KVState(
-        layers=tuple(layer(window) for window in network.windows),
-        length=jax.device_put(np.zeros(rows, np.int32)),  # device_put compiles nothing
-        total=jax.device_put(np.zeros(rows, np.int32)),
-        peak=jax.device_put(np.zeros(2, np.float32)),
+        layers=layers(),
+        **mesh.put(numbers),  # compiles nothing
         context=context,
         chunk=chunk_size,
         structure=policy.structure,
-        confidence=jax.device_put(np.zeros(rows, np.float32)) if policy.budget.needs_logits else None,
+        mesh=mesh,
     )
 
 
@@ -226,9 +240,6 @@ def reserve(policy: Policy, state: KVState, tokens: int, arriving: int, ahead: i
     return states.reserve(state, tokens, most, ahead=ahead, doubling=arriving > 1, uneven=uneven)
 
 
-_resize = jax.jit(pool.resize, static_argnums=1)
-
-
 def roomy(policy: Policy, state: KVState, arriving: int) -> KVState:
     """The state with pools that never have to grow, whatever they hold and whatever comes: one size for all.
 
@@ -240,11 +251,12 @@ def roomy(policy: Policy, state: KVState, arriving: int) -> KVState:
     bounds = slot_bounds(policy, state.context, arriving, page_sizes(state))
 
     def grown(pages: Pages, most: int | None) -> Pages:
-        rows, heads, lists, entries = pages.table.shape
+        mine = state.mesh.local(pages)
+        rows, heads, lists, entries = mine.table.shape
         # What ``reserve`` asks for at most: two lists may each end in a page of their own; where nothing
         # bounds a stream, every list is given a page that is part full and one to come.
         spare = lists * (1 + -(-arriving // pages.size)) if most is None else lists - 1
-        return _resize(pages, max(pages.count, rows * heads * (entries + spare)))
+        return states.resize(pages, max(mine.count, rows * heads * (entries + spare)), state.mesh)
 
     layers = [
         layer.with_pools([grown(pages, most) for pages, most in zip(layer.pools, bounds)])

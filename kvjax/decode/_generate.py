@@ -13,6 +13,7 @@ import numpy as np
 
 from kvjax import catalogue, metrics
 from kvjax.algebra import Policy
+from kvjax.cache.mesh import ONE, Mesh
 from kvjax.cache.state import KVState
 from kvjax.decode._by_layer import embed, sites, step_layer, top, writes_by_layer
 from kvjax.decode._capacity import CHUNK, HORIZON, SEGMENT, bucket, reserve
@@ -27,6 +28,7 @@ from kvjax.decode._checks import (
     read_prompts,
     tell_of_windows,
 )
+from kvjax.decode._devices import mesh_for, on_mesh
 from kvjax.decode._prefill import prefill
 from kvjax.decode._step import confident, step
 from kvjax.sampling import Sampling, sample, sampling
@@ -64,6 +66,7 @@ def generate(
     chunk_size: int = CHUNK,
     page: int | None = None,
     weights: Params | None = None,
+    mesh: Mesh | str | None = None,
 ) -> Generation:
     """Prompts in, new tokens out.
 
@@ -76,9 +79,10 @@ def generate(
       stops: token ids that end a row.
       chunk_size, page: as in ``prefill``.
       weights: the policy's learned weights; by default those that the model ships.
+      mesh: as in ``prefill``.
 
     Raises:
-      RequestError: as in ``prefill``, and when prompt and new tokens exceed the model's context.
+      RequestError, MeshError: as in ``prefill``, and when prompt and new tokens exceed the model's context.
       WeightsError: a policy that learns, and no weights that fit.
     """
     policy = read_policy(policy, model)
@@ -94,12 +98,12 @@ def generate(
             f"{most} positions. Ask for fewer tokens, or shorten the prompt."
         )
     context = bucket(longest + max_new_tokens, most)
-    state, logits = prefill(
-        model, policy, rows, context=context, chunk_size=chunk_size, page=page, weights=weights, seeds=seed
-    )
+    model, weights = on_mesh(model, weights or {}, mesh_for("generate", model, mesh, len(rows)))
+    sizes = {"context": context, "chunk_size": chunk_size, "page": page}
+    state, logits = prefill(model, policy, rows, **sizes, weights=weights, seeds=seed)
     out: list[list[int]] = [[] for _ in rows]
     limit = np.full(len(rows), max_new_tokens, np.int32)
-    for piece, after in _pieces(model, policy, state, logits, limit, how, stops, weights or {}, SEGMENT):
+    for piece, after in _pieces(model, policy, state, logits, limit, how, stops, weights, SEGMENT):
         state = after
         for row, tokens in enumerate(piece):
             out[row] += [int(token) for token in tokens if token != EMPTY]
@@ -149,6 +153,7 @@ def stream(
         check_space("stream", model.network, state, limit - 1)
     tell_of_windows(model.network, policy)
     how = sampling(rows) if how is None else how
+    model, weights = on_mesh(model, weights, state.mesh)
     return _pieces(model, policy, state, logits, limit, how, stops, weights, every)
 
 
@@ -165,13 +170,13 @@ def _pieces(
 ) -> Iterator[tuple[np.ndarray, KVState]]:
     """``stream``, of arguments that are checked."""
     run = Run(
-        token=jax.device_put(np.zeros(state.rows, np.int32)),
-        done=jax.device_put(np.zeros(state.rows, bool)),
-        left=jax.device_put(limit),
-        stops=jax.device_put(np.asarray([*stops] or [EMPTY], np.int32)),
+        token=np.zeros(state.rows, np.int32),  # type: ignore[arg-type]
+        done=np.zeros(state.rows, bool),  # type: ignore[arg-type]
+        left=limit,  # type: ignore[arg-type]
+        stops=np.asarray([*stops] or [EMPTY], np.int32),  # type: ignore[arg-type]
         how=how,
     )
-    run, fresh = first_token(run, logits, state.length)
+    run, fresh = first_token(state.mesh.put(run), logits, state.length, state.mesh)
     # Where everything is kept the context bounds the pool: one size for all prompts of a size class.
     keeps_all = policy.admission.idle and policy.on_arrival
     written = 1
@@ -225,7 +230,7 @@ def segment(
         return i + 1, state, run, out.at[:, i].set(fresh)
 
     _, state, run, out = jax.lax.while_loop(go, one, (jnp.asarray(0), state, run, out))
-    return state, run, out
+    return state, *state.mesh.everywhere((run, out))
 
 
 def write(
@@ -235,24 +240,26 @@ def write(
     if not writes_by_layer(network, params):
         return segment(network, policy, steps, params, weights, state, run)
     network, rest = network.at(state.context), top(params)
-    layers, caches = sites(network, policy, params, weights), list(state.layers)
-    out, i = jax.device_put((np.full((state.rows, steps), EMPTY, np.int32), np.int32(0)))
+    layers, caches, mesh = sites(network, policy, params, weights), list(state.layers), state.mesh
+    out, i = mesh.put((np.full((state.rows, steps), EMPTY, np.int32), np.int32(0)))
     length, confidence = state.length, state.confidence
-    x = embed(network, rest, length, run.token)
+    x = embed(network, rest, length, run.token, mesh)
     for _ in range(steps):
         done = run.done
         for at, site in enumerate(layers):
             x, caches[at] = step_layer(
-                network, *site, policy, caches[at], x, length, done, state.total, confidence
+                network, *site, policy, caches[at], x, length, done, state.total, confidence, mesh=mesh
             )
-        x, length, confidence, run, out, i = _turn(network, policy, rest, x, length, confidence, run, out, i)
+        x, length, confidence, run, out, i = _turn(
+            network, policy, rest, x, length, confidence, run, out, i, mesh
+        )
         if np.asarray(done).all():  # of the step before: the device need not be waited for
             break
     state = dataclasses.replace(state, layers=tuple(caches), length=length, confidence=confidence)
     return state, run, out
 
 
-@functools.partial(jax.jit, static_argnames="network", donate_argnames=("length", "out"))
+@functools.partial(jax.jit, static_argnames=("network", "mesh"), donate_argnames=("length", "out"))
 def _turn(
     network: Network,
     policy: Policy,
@@ -263,13 +270,15 @@ def _turn(
     run: Run,
     out: Int[Array, "B steps"],
     i: Int[Array, ""],
+    mesh: Mesh,
 ) -> tuple[Array, Array, Array | None, Run, Array, Array]:
     """Between two steps: logits of one, its tokens in column ``i`` of ``out``, and the way into the next."""
     logits, fed = network.logits(rest, x[:, 0]), ~run.done
     length, confidence = length + fed.astype(jnp.int32), confident(policy, confidence, logits, fed)
     run, fresh = _advance(run, logits, length)
     x = network.embed(rest, run.token[:, None], length[:, None])
-    return x, length, confidence, run, out.at[:, i].set(fresh), i + 1
+    looked_at = (length, confidence, run, out.at[:, i].set(fresh), i + 1)
+    return mesh.by_row(x), *mesh.everywhere(looked_at)
 
 
 def _advance(run: Run, logits: Float[Array, "B V"], length: Int[Array, " B"]) -> tuple[Run, Int[Array, " B"]]:
@@ -281,5 +290,9 @@ def _advance(run: Run, logits: Float[Array, "B V"], length: Int[Array, " B"]) ->
     return dataclasses.replace(run, token=jnp.where(run.done, run.token, drawn), done=done, left=left), fresh
 
 
-first_token = jax.jit(_advance)
-"""Draws the token that follows a prompt, for every row."""
+@functools.partial(jax.jit, static_argnums=3)
+def first_token(
+    run: Run, logits: Float[Array, "B V"], length: Int[Array, " B"], mesh: Mesh = ONE
+) -> tuple[Run, Int[Array, " B"]]:
+    """Draws the token that follows a prompt, for every row."""
+    return mesh.everywhere(_advance(run, logits, length))

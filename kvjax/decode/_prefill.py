@@ -15,6 +15,7 @@ from kvjax import catalogue, layer, metrics
 from kvjax.algebra import Frame, Policy
 from kvjax.cache import pool
 from kvjax.cache import state as states
+from kvjax.cache.mesh import ENTRY, ONE, OUT, STREAMS, Mesh
 from kvjax.cache.ring import Entry
 from kvjax.cache.state import KVState, LayerCache
 from kvjax.decode._by_layer import answer, fed, read_chunk, sites, top
@@ -35,7 +36,8 @@ from kvjax.decode._checks import (
     tell_of_votes,
     tell_of_windows,
 )
-from kvjax.decode._reading import Reading, embedded, judge_layer
+from kvjax.decode._devices import mesh_for, on_mesh
+from kvjax.decode._reading import Reading, counted, embedded, judge_layer
 from kvjax.types import EMPTY, Heads, Network, Params, Weighted
 
 if TYPE_CHECKING:
@@ -52,6 +54,7 @@ def prefill(
     page: int | None = None,
     weights: Params | None = None,
     seeds: int | Sequence[int] = 0,
+    mesh: Mesh | str | None = None,
     progress: Progress | None = None,
 ) -> tuple[KVState, Float[Array, "B V"]]:
     """Read the prompts; the compressed state and the logits of each row's next token.
@@ -70,6 +73,8 @@ def prefill(
       weights: learned weights, for policies that have some: ``kvjax.weights_for(policy, model)``.
       seeds: of the requests, for all rows or one a row; policies that draw (``gvote``) draw by a request's
         own, never by its place in the batch.
+      mesh: devices for the state ("data=2,tensor=4", ``kvjax.mesh``); by default those that the model was
+        loaded on. A model that lies elsewhere is laid on it for this call.
       progress: told how much is done.
 
     Raises:
@@ -77,6 +82,7 @@ def prefill(
         seeds.
       PolicyError: a policy that cannot be read.
       WeightsError: a policy that learns without its weights, or weights that do not fit.
+      MeshError: a mesh that does not divide the rows, or the model's heads; too few devices.
 
     Warns (``Remark``) where the model's own windows rule, where the budget is below what is protected, and
     where a budget that is voted keeps all of a prompt or has one token to judge by.
@@ -85,6 +91,7 @@ def prefill(
     weights, network = check_weights(model, policy, weights), model.network
     tell_of_windows(network, policy)
     rows = read_prompts("prefill", model, prompts)
+    mesh = mesh_for("prefill", model, mesh, len(rows))
     lengths = [len(row) for row in rows]
     if context is None:
         context = bucket(max(lengths, default=0), network.max_positions)
@@ -94,10 +101,10 @@ def prefill(
     dtype = model.params["embed"].dtype
     tell_of_protected(network, policy, _frame(network, policy, dtype), lengths)
     tell_of_lengths(policy, weights, lengths)
-    state = empty(
-        network, policy, rows=len(rows), context=context, dtype=dtype, page=page, chunk_size=chunk_size
-    )
-    state = dataclasses.replace(state, total=jax.device_put(np.asarray(lengths, np.int32)))
+    model, weights = on_mesh(model, weights, mesh)
+    sizes = {"rows": len(rows), "context": context, "page": page, "chunk_size": chunk_size}
+    state = empty(network, policy, **sizes, dtype=dtype, mesh=mesh)
+    state = dataclasses.replace(state, total=mesh.put(np.asarray(lengths, np.int32)))
     drawn = read_seeds("prefill", seeds, len(rows))
     if policy.whole_prompt:
         reading = read_layers(model, policy, state, rows, weights, drawn)
@@ -134,6 +141,8 @@ def cut(
     if not cuts_after(policy):
         raise RequestError(f"cut({policy!r}) decides while a prompt is read. Prefill under it.")
     weights, rows = check_weights(model, policy, weights), len(reading.prompts)
+    mesh = mesh_for("cut", model, None, rows)
+    weights = on_mesh(model, weights, mesh)[1]
     state = empty(
         model.network,
         policy,
@@ -142,9 +151,10 @@ def cut(
         dtype=model.params["embed"].dtype,
         page=page,
         chunk_size=chunk_size,
+        mesh=mesh,
     )
     lengths = np.asarray([len(prompt) for prompt in reading.prompts], np.int32)
-    state = dataclasses.replace(state, total=jax.device_put(lengths))
+    state = dataclasses.replace(state, total=mesh.put(lengths))
     drawn = read_seeds("cut", seeds, rows)
     layers = read_layers(model, policy, state, reading.prompts, weights, drawn, reading=reading)
     return _finished(model, policy, layers, rows, None)
@@ -183,6 +193,7 @@ def extend(
     check_continues("extend", model.network, policy, state, state.chunk)
     rows = read_prompts("extend", model, prompts, begins=False)
     check_space("extend", model.network, state, np.asarray([len(row) for row in rows]))
+    model, weights = on_mesh(model, weights, state.mesh)
     return _read_chunks(model, policy, state, rows, weights, progress)
 
 
@@ -198,7 +209,7 @@ def _read_chunks(
     lengths, chunk_size = np.asarray([len(prompt) for prompt in prompts]), state.chunk
     longest = int(lengths.max())
     tokens = padded(prompts, -(-longest // chunk_size) * chunk_size)
-    last, layers = _nothing(model, len(prompts)), sites(model.network, policy, model.params, weights)
+    last, layers = _nothing(model, state), sites(model.network, policy, model.params, weights)
     # Where everything is admitted, and all of it stays or a fixed number, the need is known: all of it at
     # once, one size, one program. (A share of the context is more than a shorter prompt can fill.)
     ahead = longest if policy.admission.idle and is_bounded(policy, state) else chunk_size
@@ -211,7 +222,7 @@ def _read_chunks(
             jax.block_until_ready(last)  # reported is what is done, not what is asked for
             progress(min(start + chunk_size, longest), longest)
     state = metrics.with_peak(states.fit(metrics.with_peak(state)))
-    return answered(model, policy, state, last, jax.device_put(lengths > 0))
+    return answered(model, policy, state, last, state.mesh.put(lengths > 0))
 
 
 def _finished(
@@ -227,22 +238,23 @@ def _finished(
             done = next(reading)
         except StopIteration as end:
             state, last, _ = end.value
-            return answered(model, policy, state, last, jax.device_put(np.ones(rows, bool)))
+            return answered(model, policy, state, last, state.mesh.put(np.ones(rows, bool)))
         if progress:
             progress(*done)
 
 
-def _nothing(model: Weighted, rows: int) -> Float[Array, "B D"]:
+def _nothing(model: Weighted, state: KVState) -> Float[Array, "B D"]:
     """The output of rows that were fed no token."""
     embed = model.params["embed"]
-    return jax.device_put(np.zeros((rows, embed.shape[1]), embed.dtype))
+    return state.mesh.put(np.zeros((state.rows, embed.shape[1]), embed.dtype))
 
 
 def answered(
     model: Weighted, policy: Policy, state: KVState, last: Float[Array, "B D"], fed: Bool[Array, " B"]
 ) -> tuple[KVState, Float[Array, "B V"]]:
     """Logits of the rows' last outputs, and the state that knows what the budget reads off them."""
-    logits, confidence = answer(model.network, policy, top(model.params), last, state.confidence, fed)
+    known = (last, state.confidence, fed, state.mesh)
+    logits, confidence = answer(model.network, policy, top(model.params), *known)
     return dataclasses.replace(state, confidence=confidence), logits
 
 
@@ -276,27 +288,29 @@ def read_layers(
       The state, and the last layer's output of each row's last token and of all, padded.
     """
     network, params, total = model.network.at(state.context), model.params, state.total
-    x = reading.inputs[0] if reading else embedded(network, params, prompts)
+    mesh = state.mesh
+    x = reading.inputs[0] if reading else embedded(network, params, prompts, mesh)
     caches, kept = list(state.layers), []
-    draws = jax.device_put(np.zeros(len(prompts), np.uint32) if seeds is None else seeds)
+    draws = mesh.put(np.zeros(len(prompts), np.uint32) if seeds is None else seeds)
     for index, (_, block, own, at) in enumerate(sites(network, policy, params, weights)):
         cache, window = caches[index], network.windows[index]
         where = (network, policy, window, cache.ring.window, block, own, at)
         if reading:
             given = reading.inputs[index], reading.lse[index]
-            ranked, stored, stays = judge_layer(*where, *given, total, draws)
+            ranked, stored, stays = judge_layer(*where, *given, total, draws, mesh)
             x = reading.inputs[index + 1]
         else:
-            x, ranked, stored, stays = _prompt_layer(*where, x, total, draws)
+            x, ranked, stored, stays = _prompt_layer(*where, x, total, draws, mesh)
         kept += [stays] if window is None else []
         # The one look of the host between two layers.
-        need = tuple(pool.coarse_class(pages) for pages in prompt_pages(policy, cache, np.asarray(stored)))
+        fullest = [prompt_pages(policy, cache, own) for own in mesh.blocks(np.asarray(stored))]
+        need = tuple(pool.coarse_class(max(pages)) for pages in zip(*fullest))
         whole = sum(leaf.nbytes for leaf in jax.tree.leaves(ranked))
         before = metrics.allocated(tuple(caches))
-        caches[index] = _store_layer(policy, network.num_layers, need, own, cache, ranked, at, total)
+        caches[index] = _store_layer(policy, network.num_layers, need, own, cache, ranked, at, total, mesh)
         state = metrics.raise_peak(state, whole, before + whole + metrics.allocated((caches[index],)))
         yield index + 1, network.num_layers
-    length, last = fed(x, state.length, total, _nothing(model, len(prompts)))
+    length, last = fed(x, state.length, total, _nothing(model, state), mesh)
     state = dataclasses.replace(state, layers=tuple(caches), length=length)
     if policy.budget.voted:
         tell_of_votes(policy, [len(prompt) for prompt in prompts], jax.device_get(kept))
@@ -307,7 +321,7 @@ def read_layers(
     return state, last, x
 
 
-@functools.partial(jax.jit, static_argnames=("network", "window", "ring"))
+@functools.partial(jax.jit, static_argnames=("network", "window", "ring", "mesh"))
 def _prompt_layer(
     network: Network,
     policy: Policy,
@@ -319,6 +333,7 @@ def _prompt_layer(
     x: Float[Array, "B T D"],
     total: Int[Array, " B"],
     seeds: UInt[Array, " B"],
+    mesh: Mesh = ONE,
 ) -> tuple[Float[Array, "B T D"], Entry, Int[Array, "B K"], Int[Array, "B K"]]:
     """One layer over the whole prompt; ``index`` is traced, so that all layers share one program.
 
@@ -329,17 +344,20 @@ def _prompt_layer(
     pos = jnp.where(at < total[:, None], at, EMPTY)
     info = layer.LayerInfo(policy, weights, index, network.num_layers, window, total, seeds=seeds)
 
-    def attend(_: int, heads: Heads, ranked: Entry | None) -> tuple[Array, Entry | None]:
-        del ranked
-        return layer.prompt(info, heads, pos)
+    def visit(info: layer.LayerInfo, heads: Heads, _: None, pos: Array) -> tuple[Array, Any]:
+        out, ranked = layer.prompt(info, heads, pos)
+        return out, (ranked, *counted(info, ranked, ring))
+
+    def attend(_: int, heads: Heads, nothing: Any) -> tuple[Array, Any]:
+        return layer.at_seam(mesh, visit, info, heads, nothing, (pos,), (OUT, (ENTRY, STREAMS, STREAMS)))
 
     # Layers of one window share this program: the first of them stands for all.
-    x, ranked = network.layer(block, network.windows.index(window), x, at, attend, None)
-    assert ranked is not None  # noqa: S101  (attend has run)
-    return x, ranked, layer.count_stored(ranked, total, ring), ranked.admit.sum(axis=-1)
+    x, (ranked, *counts) = network.layer(block, network.windows.index(window), x, at, attend, None)
+    stored, stays = mesh.everywhere(counts)
+    return mesh.by_row(x), ranked, stored, stays
 
 
-@functools.partial(jax.jit, static_argnames=("num_layers", "pages"))
+@functools.partial(jax.jit, static_argnames=("num_layers", "pages", "mesh"))
 def _store_layer(
     policy: Policy,
     num_layers: int,
@@ -349,8 +367,14 @@ def _store_layer(
     ranked: Entry,
     index: Int[Array, ""],
     total: Int[Array, " B"],
+    mesh: Mesh = ONE,
 ) -> LayerCache:
     """Store a ranked layer in pools of so many pages."""
     info = layer.LayerInfo(policy, weights, index, num_layers, None, total)
-    cache = cache.with_pools([pool.resize(old, count) for old, count in zip(cache.pools, pages)])
-    return layer.store(info, cache, ranked, total)
+
+    def stored(info: layer.LayerInfo, _: None, given: tuple[LayerCache, Entry]) -> LayerCache:
+        cache, ranked = given
+        cache = cache.with_pools([pool.resize(old, count) for old, count in zip(cache.pools, pages)])
+        return layer.store(info, cache, ranked, info.total)
+
+    return layer.at_seam(mesh, stored, info, None, (cache, ranked), out=mesh.specs(cache))

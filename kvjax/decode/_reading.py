@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,7 @@ import numpy as np
 
 from kvjax import layer
 from kvjax.algebra import Policy
+from kvjax.cache.mesh import ENTRY, ONE, OUT, STREAMS, Mesh, mesh_of
 from kvjax.cache.ring import Entry
 from kvjax.decode._by_layer import embed, top
 from kvjax.decode._capacity import bucket, padded
@@ -61,7 +62,8 @@ def read_full(model: Weighted, prompts: Prompts, *, context: int | None = None) 
         context = bucket(max(lengths, default=0), network.max_positions)
     check_prompts("read_full", network, lengths, context)
     network = network.at(context)
-    total, inputs, found = jnp.asarray(lengths, jnp.int32), [embedded(network, model.params, rows)], []
+    total, mesh = jnp.asarray(lengths, jnp.int32), mesh_of(model.params)
+    inputs, found = [embedded(network, model.params, rows, mesh)], []
     for index, block in enumerate(model.params["layers"]):
         x, lse = _attend_layer(network, network.windows[index], block, inputs[-1], total)
         inputs.append(x)
@@ -69,13 +71,20 @@ def read_full(model: Weighted, prompts: Prompts, *, context: int | None = None) 
     return Reading(prompts=tuple(rows), context=context, inputs=tuple(inputs), lse=tuple(found))
 
 
-def embedded(network: Network, params: Params, prompts: Sequence[np.ndarray]) -> Float[Array, "B T D"]:
+def embedded(
+    network: Network, params: Params, prompts: Sequence[np.ndarray], mesh: Mesh = ONE
+) -> Float[Array, "B T D"]:
     """What goes into the first layer: prompts padded to their size class."""
     width = bucket(max(len(prompt) for prompt in prompts))
-    return embed(network, top(params), np.zeros(len(prompts), np.int32), padded(prompts, width))
+    return embed(network, top(params), np.zeros(len(prompts), np.int32), padded(prompts, width), mesh)
 
 
-@functools.partial(jax.jit, static_argnames=("network", "window", "ring"))
+def counted(info: layer.LayerInfo, ranked: Entry, ring: int) -> tuple[Int[Array, "B K"], Int[Array, "B K"]]:
+    """Of a ranked prompt, tokens of each stream that pages will hold, and that stay in all."""
+    return layer.count_stored(ranked, info.total, ring), ranked.admit.sum(axis=-1)
+
+
+@functools.partial(jax.jit, static_argnames=("network", "window", "ring", "mesh"))
 def judge_layer(
     network: Network,
     policy: Policy,
@@ -88,19 +97,22 @@ def judge_layer(
     lse: Float[Array, "B N T"],
     total: Int[Array, " B"],
     seeds: UInt[Array, " B"],
+    mesh: Mesh = ONE,
 ) -> tuple[Entry, Int[Array, "B K"], Int[Array, "B K"]]:
     """What ``_prompt_layer`` makes of a layer whose attention is done; only its projections run again."""
     at = jnp.broadcast_to(jnp.arange(x.shape[1]), x.shape[:2])
     pos = jnp.where(at < total[:, None], at, EMPTY)
     info = layer.LayerInfo(policy, weights, index, network.num_layers, window, total, seeds=seeds)
 
-    def attend(_: int, heads: Heads, ranked: Entry | None) -> tuple[Array, Entry | None]:
-        del ranked
-        return jnp.zeros_like(heads.q), layer.judge(info, heads, pos, lse)  # what follows is dead code
+    def visit(info: layer.LayerInfo, heads: Heads, lse: Array, pos: Array) -> tuple[Array, Any]:
+        ranked = layer.judge(info, heads, pos, lse)
+        return jnp.zeros_like(heads.q), (ranked, *counted(info, ranked, ring))  # what follows is dead code
 
-    _, ranked = network.layer(block, network.windows.index(window), x, at, attend, None)
-    assert ranked is not None  # noqa: S101  (attend has run)
-    return ranked, layer.count_stored(ranked, total, ring), ranked.admit.sum(axis=-1)
+    def attend(_: int, heads: Heads, lse: Any) -> tuple[Array, Any]:
+        return layer.at_seam(mesh, visit, info, heads, lse, (pos,), (OUT, (ENTRY, STREAMS, STREAMS)))
+
+    _, (ranked, *counts) = network.layer(block, network.windows.index(window), x, at, attend, lse)
+    return ranked, *mesh.everywhere(counts)
 
 
 @functools.partial(jax.jit, static_argnames=("network", "window"))

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from kvjax import layer
 from kvjax.algebra import Policy
+from kvjax.cache.mesh import ONE, Mesh
 from kvjax.cache.state import KVState, LayerCache
 from kvjax.types import Heads, Network, Params
 
@@ -20,8 +21,8 @@ if TYPE_CHECKING:
 OnRead = Callable[[layer.LayerInfo, LayerCache, layer.Read], None]
 """Told what a layer read: (info, the cache after the token was written, the read)."""
 
-Visit = Callable[[layer.LayerInfo, Heads, LayerCache], "tuple[Array, LayerCache]"]
-"""Stands at a layer's seam: (info, heads, cache) to the attention output and the cache after."""
+Visit = Callable[..., "tuple[Array, LayerCache]"]
+"""Stands at a layer's seam: (info, heads, cache, *rows) to the attention output and the cache after."""
 
 
 def step(
@@ -48,15 +49,21 @@ def step(
         costs nothing.
     """
 
-    def visit(info: layer.LayerInfo, heads: Heads, cache: LayerCache) -> tuple[Array, LayerCache]:
-        read, cache = layer.step(info, cache, heads, state.length, active)
+    if on_read is not None and state.mesh.grid is not None:
+        raise ValueError(f"step(on_read=...) sees one device's reads, the state lies on {state.mesh}.")
+
+    def visit(
+        info: layer.LayerInfo, heads: Heads, cache: LayerCache, *rows: Array
+    ) -> tuple[Array, LayerCache]:
+        read, cache = layer.step(info, cache, heads, *rows)
         if on_read is not None:
             on_read(info, cache, read)
         return read.out, cache
 
-    x, caches = run_layers(network, policy, params, weights, state, tokens[:, None], visit)
+    rows = (state.length, active)
+    x, caches = run_layers(network, policy, params, weights, state, tokens[:, None], visit, rows)
     logits = network.logits(params, x[:, 0])
-    length = state.length + active.astype(jnp.int32)
+    length = state.mesh.everywhere(state.length + active.astype(jnp.int32))
     return with_confidence(
         policy, dataclasses.replace(state, layers=caches, length=length), logits, active
     ), logits
@@ -73,12 +80,14 @@ def chunk(
 ) -> tuple[KVState, Float[Array, "B D"]]:
     """Feed ``count`` of T tokens to every row; the last real token's output. Pure."""
 
-    def visit(info: layer.LayerInfo, heads: Heads, cache: LayerCache) -> tuple[Array, LayerCache]:
-        return layer.chunk(info, cache, heads, state.length, count)
+    def visit(
+        info: layer.LayerInfo, heads: Heads, cache: LayerCache, *rows: Array
+    ) -> tuple[Array, LayerCache]:
+        return layer.chunk(info, cache, heads, *rows)
 
     given = dataclasses.replace(state, confidence=None)  # no logits produced these tokens
-    x, caches = run_layers(network, policy, params, weights, given, tokens, visit)
-    after = dataclasses.replace(state, layers=caches, length=state.length + count)
+    x, caches = run_layers(network, policy, params, weights, given, tokens, visit, (state.length, count))
+    after = dataclasses.replace(state, layers=caches, length=state.mesh.everywhere(state.length + count))
     last = jnp.maximum(count - 1, 0)[:, None, None]
     return after, jnp.take_along_axis(x, last, axis=1)[:, 0]
 
@@ -91,6 +100,7 @@ def run_layers(
     state: KVState,
     tokens: Int[Array, "B T"],
     visit: Visit,
+    rows: tuple[Array, ...] = (),
 ) -> tuple[Float[Array, "B T D"], tuple[LayerCache, ...]]:
     """Take T new tokens a row through the model, ``visit`` standing at every layer's seam. Pure.
 
@@ -100,19 +110,21 @@ def run_layers(
     Args:
       network, policy, params, weights, state: as in ``step``.
       tokens: T ids a row, at positions ``state.length`` and on.
-      visit: (info, heads, cache) to the attention output and the cache after.
+      visit: (info, heads, cache, *rows) to the attention output and the cache after; on a mesh of each
+        device's own.
+      rows: further arrays [B, ...] that it needs.
 
     Returns:
       The last layer's output, and every layer's cache.
     """
     positions = places(state.length, tokens)
     network = network.at(state.context)
-    x = network.embed(params, tokens, positions)
+    x = state.mesh.by_row(network.embed(params, tokens, positions))
     caches = []
     for index, (block, cache) in enumerate(zip(params["layers"], state.layers)):
         own, window = at_layer(policy, weights, index), network.windows[index]
         info = layer.LayerInfo(policy, own, index, network.num_layers, window, state.total, state.confidence)
-        x, cache = through(network, info, index, block, x, positions, cache, visit)
+        x, cache = through(network, info, index, block, x, positions, cache, visit, rows, state.mesh)
         caches.append(cache)
     return x, tuple(caches)
 
@@ -131,13 +143,16 @@ def through(
     positions: Int[Array, "B T"],
     cache: LayerCache,
     visit: Visit,
+    rows: tuple[Array, ...] = (),
+    mesh: Mesh = ONE,
 ) -> tuple[Float[Array, "B T D"], LayerCache]:
     """One layer, ``visit`` at its seam; ``index`` is this layer or one that differs in weights alone."""
 
     def attend(_: int, heads: Heads, cache: LayerCache) -> tuple[Array, LayerCache]:
-        return visit(info, heads, cache)
+        return layer.at_seam(mesh, visit, info, heads, cache, rows)
 
-    return network.layer(block, index, x, positions, attend, cache)
+    x, cache = network.layer(block, index, x, positions, attend, cache)
+    return mesh.by_row(x), cache
 
 
 def at_layer(policy: Policy, weights: Params, index: int) -> Params:
@@ -149,7 +164,8 @@ def with_confidence(
     policy: Policy, state: KVState, logits: Float[Array, "B V"], fed: Bool[Array, " B"]
 ) -> KVState:
     """The state with what the budget makes of the logits that rows were ``fed`` for. Pure."""
-    return dataclasses.replace(state, confidence=confident(policy, state.confidence, logits, fed))
+    found = confident(policy, state.confidence, logits, fed)
+    return dataclasses.replace(state, confidence=state.mesh.everywhere(found))
 
 
 def confident(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 
-from kvjax.algebra import OBSERVABLE, Frame, Observation, Policy
+from kvjax.algebra import HERE, OBSERVABLE, AllHeads, Frame, Observation, Policy
 from kvjax.cache.ring import Entry
 from kvjax.cache.state import LayerCache
 from kvjax.types import Heads, Params
@@ -29,6 +29,7 @@ class LayerInfo:
       confidence: see ``kvjax.algebra.Frame``.
       alike: where ``layer`` is traced, a layer whose program is the same.
       seeds: of each row's request, while its prompt is read whole; else None.
+      heads: the layer's KV heads, those on other devices too.
     """
 
     policy: Policy
@@ -40,6 +41,7 @@ class LayerInfo:
     confidence: Float[Array, " B"] | None = None
     alike: int | None = None
     seeds: Int[Array, " B"] | None = None
+    heads: AllHeads = HERE
 
     @property
     def kind(self) -> int:
@@ -55,7 +57,9 @@ class LayerInfo:
         policy, storage = self.policy, self.policy.storage
         slot = 2 * storage.width(k.shape[-1]) * storage.dtype(k.dtype).itemsize
         shown = observed if policy.budget.needs else None
-        return Frame(self.layer, self.layers, k.shape[1], slot, self.confidence, policy.protected, shown)
+        heads = self.heads.count(k.shape[1])
+        place = (self.layer, self.layers, heads, slot)
+        return Frame(*place, self.confidence, policy.protected, shown, self.heads)
 
 
 def by_row(dial: Any, axes: int) -> Any:
@@ -88,6 +92,7 @@ def observe(info: LayerInfo, x: Heads, pos: Int[Array, "B T"]) -> Observation:
         rotate=x.rotate,
         project=x.project,
         seeds=info.seeds,
+        heads=info.heads,
     )
 
 

@@ -39,6 +39,7 @@ def receive_mass(
     eviction, at = info.policy.eviction, count[:, None, None]
     old = {name: meta[f"eviction.{name}"] for name in eviction.keeps}
     pos = jnp.broadcast_to(pos, (*meta[f"eviction.{eviction.keeps[0]}"].shape,))
+    mass = info.heads.mean(mass) if eviction.shared_ranking else mass
     new = eviction.receive(Slots(pos=pos, live=pos >= 0, meta=old), mass, jnp.maximum(at, 1))
     return meta | {f"eviction.{name}": jnp.where(at > 0, new[name], old[name]) for name in old}
 

@@ -74,6 +74,21 @@ def _layer_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     return layer
 
 
+LETTERS = {
+    **{"embed": "VD", "head": "DV"},
+    **dict.fromkeys(("wk", "wv"), "DKH"),
+    **dict.fromkeys(("bk", "bv"), "KH"),
+    **dict.fromkeys(("w_gate", "w_up"), "DF"),
+    **{"wq": "DNH", "bq": "NH", "wo": "NHD", "w_down": "FD", "b_up": "F"},
+}
+"""Dimensions of the leaves that are cut where a model lies on several devices."""
+
+
+def letters(params: Params) -> Params:
+    """The dimensions of every leaf in the letters of ``kvjax.types``; "" for what is the same everywhere."""
+    return jax.tree_util.tree_map_with_path(lambda path, _: LETTERS.get(path[-1].key, ""), params)
+
+
 def norm(spec: ModelSpec, p: Params, name: str, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
     """x normalised over its last axis by the weights ``name``; computed in float32, in x's dtype."""
     y, weight = x.astype(jnp.float32), p[name].astype(jnp.float32)
@@ -289,6 +304,10 @@ class Decoder:
     def at(self, context: int) -> Decoder:
         """The decoder inside a context of that many positions."""
         return Decoder(self.spec.at(context))
+
+    def letters(self, params: Params) -> Params:
+        """The dimensions of every leaf."""
+        return letters(params)
 
     def embed(
         self, params: Params, tokens: Int[Array, "B T"], positions: Int[Array, "B T"]

@@ -18,6 +18,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from kvjax.cache.mesh import ONE, Mesh
 from kvjax.models.decoder import Decoder
 from kvjax.models.hf_config import DTYPES, ModelError, eos_value, read_config, stated_dtype, write_config
 from kvjax.models.hf_weights import read_json, read_weights, write_weights
@@ -59,7 +60,7 @@ class Model:
         return Decoder(self.spec)
 
 
-def load(source: str | Path, *, dtype: str | None = None) -> Model:
+def load(source: str | Path, *, dtype: str | None = None, mesh: Mesh = ONE) -> Model:
     """Reads a model folder, or a model of the hub through huggingface_hub's cache.
 
     Tensors are read one at a time. An ``lm_head.weight`` stored with a tied model is accepted if it
@@ -70,8 +71,10 @@ def load(source: str | Path, *, dtype: str | None = None) -> Model:
       source: a folder, or a hub id such as "Qwen/Qwen2.5-0.5B" (offline if cached already).
       dtype: "float32", "bfloat16" or "float16" to cast to; None for the dtype config.json names,
         else the one the file stores.
+      mesh: where the weights are laid, one tensor at a time.
 
     Raises:
+      MeshError: a mesh that does not divide the model's heads.
       ModelError: no such folder or hub model, an unsupported family or option, files that are
         missing or damaged, tensors that do not fit the config.
     """
@@ -86,7 +89,8 @@ def load(source: str | Path, *, dtype: str | None = None) -> Model:
     config = read_json(file)
     generation = folder / "generation_config.json"
     spec = read_config(config, read_json(generation) if generation.is_file() else {}, str(file))
-    params = read_weights(folder, spec, dtype or stated_dtype(config, str(file)))
+    mesh.check(f"load({str(source)!r})", heads=spec.num_heads, kv_heads=spec.num_kv_heads)
+    params = read_weights(folder, spec, dtype or stated_dtype(config, str(file)), mesh)
     return Model(spec=spec, params=params, folder=folder)
 
 

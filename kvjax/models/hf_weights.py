@@ -9,10 +9,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import jax
 import ml_dtypes  # noqa: F401  teaches NumPy the name "bfloat16"
 import numpy as np
 
+from kvjax.cache.mesh import ONE, Mesh
+from kvjax.models.decoder import LETTERS
 from kvjax.models.hf_table import HEAD, Entry, stored_as, table
 from kvjax.models.hf_values import ModelError
 from kvjax.models.spec import ModelSpec
@@ -30,7 +31,7 @@ _IGNORED = re.compile(
 _VISION = re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\..+")
 
 
-def read_weights(folder: Path, spec: ModelSpec, dtype: str | None) -> Params:
+def read_weights(folder: Path, spec: ModelSpec, dtype: str | None, mesh: Mesh = ONE) -> Params:
     """The params tree of a folder, read one tensor at a time.
 
     Args:
@@ -38,6 +39,7 @@ def read_weights(folder: Path, spec: ModelSpec, dtype: str | None) -> Params:
       spec: what the tensors must be; buffers of old checkpoints and the vision of a gemma3 are ignored,
         and an ``lm_head.weight`` of a tied model must equal the embedding.
       dtype: of the result, or None for the embedding's stored one.
+      mesh: the devices they are laid on.
 
     Raises:
       ModelError: unreadable files; or missing, unknown, twice stored or wrongly shaped tensors, all named.
@@ -51,7 +53,8 @@ def read_weights(folder: Path, spec: ModelSpec, dtype: str | None) -> Params:
     for entry in entries:
         array = cast(where[entry.name].tensor(entry.name), dtype, entry.name)
         for path, piece in zip(entry.paths, entry.ours(array)):
-            _node(params, path)[path[-1]] = jax.device_put(piece)  # asarray would compile a copy
+            how = mesh.spec(LETTERS.get(str(path[-1]), ""), piece.shape)
+            _node(params, path)[path[-1]] = mesh.put(piece, how)  # asarray would compile a copy
     if spec.tied and HEAD in where:
         _check_tied(folder, where, embed)
     return params

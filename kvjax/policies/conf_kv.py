@@ -84,11 +84,11 @@ class ConfKV(Eviction):
         return self.fresh * self.gamma ** age.astype(jnp.float32)
 
     def receive(
-        self, slots: Slots, mass: Float[Array, "B N C"], count: Int[Array, "B 1 1"]
+        self, slots: Slots, mass: Float[Array, "B 1 C"], count: Int[Array, "B 1 1"]
     ) -> dict[str, Float[Array, "B K C"]]:
         """``count`` turns of the moving average."""
         left = self.gamma ** count.astype(jnp.float32)
-        return {"mass": left * slots.meta["mass"] + mass.mean(axis=1, keepdims=True)}
+        return {"mass": left * slots.meta["mass"] + mass}
 
     def score(self, params: Params | None, slots: Slots) -> Float[Array, "B K C"]:
         """The mix; candidates are the live."""
@@ -100,7 +100,7 @@ class ConfKV(Eviction):
         """The mix over all tokens but the newest ``recent``, for a budget that acts once."""
         pos = observed.pos[:, None, :]
         free = (pos >= 0) & (pos < (observed.total - self.recent)[:, None, None])
-        meta = {"mass": observed.mass.mean(axis=1, keepdims=True)}
+        meta = {"mass": observed.heads.mean(observed.mass)}
         return self.score(params, Slots(pos=pos, live=free, meta=meta))
 
 

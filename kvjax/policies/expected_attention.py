@@ -68,7 +68,8 @@ class ExpectedAttention(Eviction):
         weight = jnp.exp(logits - highest)
         share = weight / jnp.maximum(weight.sum(axis=-1, keepdims=True), jnp.finfo(jnp.float32).tiny)
         score = (share.mean(axis=2) + self.floor) * jnp.linalg.norm(v, axis=-1)
-        return jnp.where(judged[:, None, :], score, score.max(axis=(1, 2), keepdims=True) + 1)
+        highest = observed.heads.largest(score.max(axis=2, keepdims=True))
+        return jnp.where(judged[:, None, :], score, highest + 1)
 
 
 def _line(x: Array) -> Array:

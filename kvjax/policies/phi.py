@@ -139,6 +139,7 @@ class Phi(Completion):
     name = "phi"
     arguments = {"features": Whole(1, "number of features")}
     learns = "phi"
+    shared = ("length",)
     trained_by = "python -m train.phi --config FILE, as in configs/phi/small.yaml"
     features: int = 64
 

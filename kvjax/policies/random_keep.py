@@ -43,12 +43,13 @@ class Random(Eviction):
         """One draw per token and head."""
         del params
         key = jax.random.fold_in(jax.random.PRNGKey(self.seed), observed.layer)
-        heads = observed.k.shape[1]
+        heads = observed.heads.count(observed.k.shape[1])
 
         def draw(pos: Array) -> Array:
             return jax.random.uniform(jax.random.fold_in(key, pos), (heads,))
 
-        return {"draw": jnp.moveaxis(jax.vmap(jax.vmap(draw))(observed.pos), 2, 1)}
+        drawn = jnp.moveaxis(jax.vmap(jax.vmap(draw))(observed.pos), 2, 1)
+        return {"draw": observed.heads.mine(drawn)}
 
     needs = frozenset({"k"})  # for the number of heads
 

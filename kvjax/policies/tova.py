@@ -41,10 +41,10 @@ class Tova(Eviction):
         """The last query alone counts."""
         return (age == 0).astype(jnp.float32)
 
-    def receive(self, slots: Slots, mass: Float[Array, "B N C"], count: Array) -> dict[str, Array]:
+    def receive(self, slots: Slots, mass: Float[Array, "B 1 C"], count: Array) -> dict[str, Array]:
         """The newest query replaces the one before."""
         del count
-        return {"mass": jnp.broadcast_to(mass.mean(axis=1, keepdims=True), slots.meta["mass"].shape)}
+        return {"mass": jnp.broadcast_to(mass, slots.meta["mass"].shape)}
 
     def score(self, params: Params | None, slots: Slots) -> Float[Array, "B K C"]:
         """The last query's attention."""
@@ -54,7 +54,7 @@ class Tova(Eviction):
     def score_prompt(self, params: Params | None, observed: Observation) -> Float[Array, "B 1 T"]:
         """The last query's attention."""
         del params
-        return observed.mass.mean(axis=1, keepdims=True)
+        return observed.heads.mean(observed.mass)
 
 
 PRESETS = {"tova": "tova + uniform(0.25)"}

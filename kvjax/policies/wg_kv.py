@@ -116,6 +116,7 @@ class WriteGate(Admission):
         "convert from the authors' files"
     )
     fitted = ("window",)
+    shared = ("norm",)
     tau: float = 0.1
     window: int = 256  # type: ignore[assignment]
 

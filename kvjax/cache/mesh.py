@@ -1,0 +1,295 @@
+"""A state over several devices: rows along one axis of a mesh, KV heads along another.
+
+What is behind a layer's seam runs inside ``shard_map``: each device owns the streams of its rows and heads,
+with a pool, a free stack and page tables of its own, and does what one device does. So nothing is allocated,
+evicted or read across devices. The model stays in ordinary jit and is partitioned by where its weights lie.
+
+  ring, table, length, summary   [B, K, ...]   rows over ``data``, KV heads over ``tensor``
+  pool, refs, free               [D P, ...]    P pages of each of D devices; ids count within a device
+  n_free, overflow               [D]           one a device; a number inside
+  length, total, confidence      [B]           on every device: any process may look at them
+
+Along ``context`` the cache is the same on every device; only the model is cut further. It is for more devices
+than there are KV heads.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from kvjax.cache.pages import Pages
+from kvjax.cache.ring import Entry
+from kvjax.types import Params
+
+if TYPE_CHECKING:
+    from jaxtyping import Num
+
+DATA, TENSOR, CONTEXT = "data", "tensor", "context"
+AXES = (DATA, TENSOR, CONTEXT)
+
+ROWS, STREAMS, POOL = P(DATA), P(DATA, TENSOR), P((DATA, TENSOR))
+"""How arrays are cut that begin with [B], with [B, K] or [B, N], and pools."""
+
+OUT = P(DATA, None, TENSOR)
+"""How heads of the model's layout [B, T, N, H] are cut."""
+
+ENTRY: Any = Entry(k=STREAMS, v=STREAMS, pos=ROWS, admit=STREAMS, meta=STREAMS)  # type: ignore[arg-type]
+"""How tokens on their way are cut."""
+
+
+WHOLE = P()
+"""How arrays are "cut" that are the same on every device."""
+
+_CUT = {"K": (TENSOR,), **dict.fromkeys("NFV", (TENSOR, CONTEXT))}
+"""Axes over which a model's dimensions are cut, by the letters of ``kvjax.types``."""
+
+
+class MeshError(ValueError):
+    """A mesh that cannot be made here, or that does not divide what is asked of it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Mesh:
+    """Devices in a grid of data x tensor x context; or one device, where nothing here does anything.
+
+    Attributes:
+      grid: JAX's mesh of these axes; None for one device.
+    """
+
+    grid: jax.sharding.Mesh | None = None
+
+    def __repr__(self) -> str:
+        return ",".join(f"{axis}={self.size(axis)}" for axis in AXES) if self.grid else "one device"
+
+    def size(self, axis: str) -> int:
+        """Devices along an axis."""
+        return self.grid.shape[axis] if self.grid else 1
+
+    @property
+    def pools(self) -> int:
+        """D, devices that have a pool of their own."""
+        return self.size(DATA) * self.size(TENSOR)
+
+    def sharding(self, spec: P) -> NamedSharding:
+        """Of an array on this mesh."""
+        assert self.grid is not None  # noqa: S101
+        return NamedSharding(self.grid, spec)
+
+    # --- from and to the host ---
+
+    def put(self, x: Any, specs: Any = WHOLE) -> Any:
+        """Host values, the same in every process, where they belong: everywhere, or as ``specs`` says."""
+        if self.grid is None:
+            return jax.device_put(x)
+        specs = _spread(specs, x)
+        return jax.tree.map(lambda leaf, spec: _laid(leaf, self.sharding(spec)), x, specs)
+
+    def read(self, x: Any) -> Any:
+        """NumPy values of arrays, the same in every process."""
+        if jax.process_count() > 1 and self.grid is not None:
+            x = _everywhere(x, self)
+        return jax.device_get(x)
+
+    def blocks(self, x: Num[np.ndarray, "B K ..."]) -> Iterator[np.ndarray]:
+        """The part of each device that has a pool of its own, in the order of the pools."""
+        rows, heads = x.shape[0] // self.size(DATA), x.shape[1] // self.size(TENSOR)
+        for at in range(self.pools):
+            row, head = divmod(at, self.size(TENSOR))
+            yield x[row * rows : (row + 1) * rows, head * heads : (head + 1) * heads]
+
+    def local(self, pages: Pages) -> Pages:
+        """Shapes of what one device has of the pages; the pages themselves where there is but one."""
+        if self.grid is None:
+            return pages
+
+        def one(x: Any, spec: P) -> Any:
+            return jax.ShapeDtypeStruct(self.sharding(spec).shard_shape(x.shape), x.dtype)
+
+        return jax.tree.map(one, pages, self.specs(pages))
+
+    # --- inside a program ---
+
+    def everywhere(self, x: Any) -> Any:
+        """The same values on every device, so that any process may look at them."""
+        return self._pinned(x, P())
+
+    def by_row(self, x: Any) -> Any:
+        """Arrays [B, ...], each device with its rows."""
+        return self._pinned(x, ROWS)
+
+    def _pinned(self, x: Any, spec: P) -> Any:
+        if self.grid is None:
+            return x
+        pin = functools.partial(jax.lax.with_sharding_constraint, shardings=self.sharding(spec))
+        return jax.tree.map(pin, x)
+
+    def specs(self, tree: Any) -> Any:
+        """How every leaf of caches, pages, entries and summaries is cut."""
+
+        def one(x: Any) -> Any:
+            if isinstance(x, Pages):
+                pool = jax.tree.map(lambda _: POOL, x)
+                return dataclasses.replace(pool, table=STREAMS, length=STREAMS)
+            return _spread(ENTRY, x) if isinstance(x, Entry) else STREAMS
+
+        return jax.tree.map(one, tree, is_leaf=lambda x: isinstance(x, Pages | Entry))
+
+    def each(self, run: Callable[..., Any], given: Sequence[Any], specs: Sequence[Any], out: Any) -> Any:
+        """``run(*given)`` on each device, of its own part of everything.
+
+        Args:
+          run: a pure function; it sees no mesh, but may reduce over the axis ``tensor``.
+          given: pytrees of arrays.
+          specs: how each of them is cut; may be prefixes of its tree.
+          out: how the result is.
+        """
+        if self.grid is None:
+            return run(*given)
+
+        def mine(*parts: Any) -> Any:
+            return _outside(run(*_inside(parts)))
+
+        # What devices hold varies, and so do loops over it: shard_map's types of replication know neither.
+        sharded = jax.shard_map(mine, mesh=self.grid, in_specs=tuple(specs), out_specs=out, check_vma=False)
+        return sharded(*given)
+
+    def spec(self, letters: str, shape: tuple[int, ...]) -> P:
+        """How a weight of these dimensions is cut: K over ``tensor``, N, F and V over ``context`` too.
+
+        Whole on every device where the mesh does not divide it, or it has no letters.
+        """
+        cut = [_CUT.get(letter, ()) for letter in letters]
+        fits = all(n % math.prod(self.size(axis) for axis in axes) == 0 for n, axes in zip(shape, cut))
+        return P(*[axes or None for axes in cut]) if fits else P()
+
+    def of_model(self, network: Any, params: Params) -> Params:
+        """How a model's weights are cut, by the letters that its network names their dimensions by."""
+        named = getattr(network, "letters", None)
+        if named is None:
+            return jax.tree.map(lambda _: P(), params)
+        return jax.tree.map(lambda leaf, letters: self.spec(letters, leaf.shape), params, named(params))
+
+    # --- what it divides ---
+
+    def check(self, call: str, *, rows: int | None = None, heads: int, kv_heads: int) -> None:
+        """Refuse what the mesh does not divide.
+
+        Raises:
+          MeshError: naming the axis, and what it may be.
+        """
+        data, tensor, context = (self.size(axis) for axis in AXES)
+        if kv_heads % tensor:
+            fits = max(n for n in range(1, tensor + 1) if kv_heads % n == 0 and tensor % n == 0)
+            more = f"tensor={fits},context={context * tensor // fits}"
+            raise MeshError(
+                f"{call}: tensor={tensor} does not divide the model's {kv_heads} KV heads. Take {more}: "
+                "along context the model is cut too, and the cache is the same on every device."
+            )
+        if heads % (tensor * context):
+            raise MeshError(
+                f"{call}: tensor={tensor} x context={context} does not divide the model's {heads} query "
+                "heads. Take fewer devices along context; data takes the rest."
+            )
+        if rows is not None and rows % data:
+            raise MeshError(
+                f"{call}: data={data} does not divide {rows} rows. Give a multiple of {data} rows, or a mesh "
+                "with fewer devices along data."
+            )
+
+
+ONE = Mesh()
+"""One device."""
+
+
+def mesh(given: str | Mesh | None = None, *, devices: Sequence[Any] | None = None, **sizes: int) -> Mesh:
+    """Devices for ``load``, ``prefill`` and ``generate``: ``mesh("data=2,tensor=4")``, ``mesh(tensor=8)``.
+
+    Args:
+      given: axes and their sizes; those that are not named have one device. A mesh is given back.
+      devices: to take, in this order; all there are by default, those of a process side by side.
+      sizes: ``data`` (cuts rows), ``tensor`` (KV heads and the model), ``context`` (the model alone).
+
+    Raises:
+      MeshError: an axis that is none, sizes that are no whole numbers of 1 or more, or more devices than
+        there are.
+    """
+    if isinstance(given, Mesh):
+        return given
+    asked: dict[str, Any] = dict(sizes)
+    call = f"mesh({given!r})" if given is not None else f"mesh(**{asked})"
+    for word in filter(None, (given or "").replace(" ", "").split(",")):
+        axis, equals, size = word.partition("=")
+        if not equals or not re.fullmatch(r"\d+", size):
+            raise MeshError(f"{call}: {word!r} is no axis and its size. Write it as 'data=2,tensor=4'.")
+        asked[axis] = int(size)
+    if unknown := [axis for axis in asked if axis not in AXES]:
+        raise MeshError(f"{call}: {unknown[0]!r} is no axis. The axes are {', '.join(AXES)}.")
+    if wrong := [axis for axis, n in asked.items() if isinstance(n, bool) or not isinstance(n, int) or n < 1]:
+        raise MeshError(f"{call}: {wrong[0]}={asked[wrong[0]]!r} is no number of devices. Give 1 or more.")
+    shape = tuple(asked.get(axis, 1) for axis in AXES)
+    need = math.prod(shape)
+    if need == 1 and devices is None:
+        return ONE
+    found = sorted(jax.devices(), key=_place) if devices is None else list(devices)
+    if len(found) < need:
+        raise MeshError(
+            f"{call} needs {need} devices, {len(found)} are here. Make the axes smaller; on a CPU, "
+            f"XLA_FLAGS=--xla_force_host_platform_device_count={need} makes more."
+        )
+    grid = np.asarray(found[:need]).reshape(shape)
+    return Mesh(jax.sharding.Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES)))
+
+
+def mesh_of(params: Params) -> Mesh:
+    """The mesh that a model's weights lie on."""
+    where = getattr(jax.tree.leaves(params)[0], "sharding", None)
+    here = isinstance(where, NamedSharding) and tuple(where.mesh.axis_names) == AXES
+    return Mesh(where.mesh) if here else ONE  # type: ignore[union-attr, arg-type]
+
+
+def _place(device: Any) -> tuple[int, int]:
+    return device.process_index, device.id
+
+
+def _laid(x: Any, where: NamedSharding) -> Any:
+    """An array where it belongs; of a host value each process brings its own devices' part."""
+    if where.is_fully_addressable or getattr(x, "sharding", None) == where:
+        return jax.device_put(x, where)
+    x = np.asarray(x)
+    return jax.make_array_from_callback(x.shape, where, lambda index: x[index])
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _everywhere(x: Any, where: Mesh) -> Any:
+    return where.everywhere(x)
+
+
+def _spread(specs: Any, tree: Any) -> Any:
+    """A spec for each leaf of the tree, of specs for its branches."""
+    is_spec = lambda x: isinstance(x, P)  # noqa: E731
+    return jax.tree.map(lambda spec, part: jax.tree.map(lambda _: spec, part), specs, tree, is_leaf=is_spec)
+
+
+def _numbers(tree: Any, turn: Callable[[Any], Any]) -> Any:
+    """The tree with what is a number a device turned."""
+
+    def one(x: Any) -> Any:
+        if not isinstance(x, Pages):
+            return x
+        return dataclasses.replace(x, n_free=turn(x.n_free), overflow=turn(x.overflow))
+
+    return jax.tree.map(one, tree, is_leaf=lambda x: isinstance(x, Pages))
+
+
+_inside = functools.partial(_numbers, turn=lambda x: x[0])
+_outside = functools.partial(_numbers, turn=lambda x: x[None])

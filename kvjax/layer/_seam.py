@@ -1,0 +1,103 @@
+"""The seam of a layer on a mesh: what is behind it runs on every device, with its own rows and heads."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from kvjax.algebra import AllHeads, Policy
+from kvjax.cache.mesh import OUT, ROWS, TENSOR, Mesh
+from kvjax.layer._info import LayerInfo
+from kvjax.types import Heads, Params
+
+if TYPE_CHECKING:
+    from jaxtyping import Array
+
+Behind = Callable[..., Any]
+"""``behind(info, heads, carry, *rows)``: what happens at a layer, of the rows and heads of one device."""
+
+
+def at_seam(
+    mesh: Mesh,
+    behind: Behind,
+    info: LayerInfo,
+    x: Heads | None,
+    carry: Any,
+    rows: tuple[Any, ...] = (),
+    out: Any = None,
+) -> Any:
+    """``behind(info, x, carry, *rows)``, on each device of the mesh of its own part; on one device just that.
+
+    Args:
+      mesh: where the cache lies.
+      behind: pure; all arrays it needs come through its arguments.
+      info: which layer.
+      x: the new tokens' heads, or None.
+      carry: a cache, or arrays that begin with [B, K] or [B, N].
+      rows: arrays that begin with [B].
+      out: how the result is cut; by default (heads of the model's layout, a carry like the one given).
+    """
+    if mesh.grid is None:
+        return behind(info, x, carry, *rows)
+    policy, of_carry = info.policy, mesh.specs(carry)
+    arrays = {name: getattr(x, name) for name in _looked_at(policy)} if x is not None else {}
+    project = x.project if x is not None and "hidden" in policy.needs else None
+    heads = AllHeads(TENSOR, mesh.size(TENSOR)) if mesh.size(TENSOR) > 1 else AllHeads()
+    given = {
+        "policy": (policy, P()),
+        "params": (info.params, _learned(policy, info.params)),
+        "layer": (jnp.asarray(info.layer), P()),
+        "of_rows": ((info.total, info.confidence, info.seeds), ROWS),
+        "arrays": (arrays, {name: ROWS if name == "hidden" else OUT for name in arrays}),
+        "project": (project, jax.tree.map(_of_project, project)),
+        "carry": (carry, of_carry),
+        "rows": (rows, ROWS),
+    }
+
+    def here(mine: dict[str, Any]) -> Any:
+        total, confidence, seeds = mine["of_rows"]
+        local = dataclasses.replace(
+            info,
+            policy=mine["policy"],
+            params=mine["params"],
+            layer=mine["layer"],
+            total=total,
+            confidence=confidence,
+            seeds=seeds,
+            heads=heads,
+            alike=info.layer if info.alike is None and isinstance(info.layer, int) else info.alike,
+        )
+        tokens = None
+        if x is not None:
+            absent = dict.fromkeys(("q", "k", "v", "q_pre", "k_pre", "hidden"))
+            named: dict[str, Any] = absent | mine["arrays"]
+            tokens = Heads(**named, softcap=x.softcap, rotate=x.rotate, project=mine["project"])
+        return behind(local, tokens, mine["carry"], *mine["rows"])
+
+    values, specs = ({name: pair[i] for name, pair in given.items()} for i in (0, 1))
+    return mesh.each(here, [values], [specs], (OUT, of_carry) if out is None else out)
+
+
+def _looked_at(policy: Policy) -> list[str]:
+    """What of the heads is read behind the seam; what is not is not brought there."""
+    return ["q", "k", "v", *(name for name in ("q_pre", "k_pre", "hidden") if name in policy.needs)]
+
+
+def _learned(policy: Policy, params: Params) -> Any:
+    """How learned weights of a layer are cut: by head, but what a part says its heads share."""
+    shared = {part.place: part.shared for part in policy.parts}
+
+    def one(path: Any, _: Array) -> P:
+        return P() if getattr(path[-1], "key", None) in shared[path[0].key] else P(TENSOR)
+
+    return jax.tree_util.tree_map_with_path(one, params)
+
+
+def _of_project(leaf: Array) -> P:
+    """How a weight of ``Heads.project`` is cut: its last axis but one counts query heads."""
+    return P(*[None] * (leaf.ndim - 2), TENSOR) if leaf.ndim > 1 else P()
