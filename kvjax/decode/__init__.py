@@ -30,6 +30,7 @@ from kvjax.decode._capacity import (
     slot_bounds,
 )
 from kvjax.decode._checks import Progress, Remark, RequestError
+from kvjax.decode._devices import on_mesh
 from kvjax.decode._generate import Generation, Run, generate, segment, stream
 from kvjax.decode._prefill import answered, cut, cuts_after, extend, prefill, read_layers
 from kvjax.decode._reading import Reading, read_full
@@ -58,6 +59,7 @@ __all__ = [
     "extend",
     "generate",
     "most_slots",
+    "on_mesh",
     "padded",
     "page_size",
     "prefill",

@@ -1,0 +1,165 @@
+"""Policies on meshes of virtual devices against one device; devices are counted once, so a program of its own.
+
+    python tests/mesh_run.py MESH ... [--only N ...] [--heads K]
+
+A line of JSON for each policy: the largest difference of logits, and how much else differed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import json
+import os
+from typing import Any
+
+os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+
+import compiler  # noqa: E402
+
+compiler.take_the_short_way()
+
+import jax  # noqa: E402
+import numpy as np  # noqa: E402
+import tiny  # noqa: E402
+
+import kvjax  # noqa: E402
+from kvjax import decode, metrics  # noqa: E402
+from kvjax.algebra import Policy  # noqa: E402
+from kvjax.cache.mesh import ONE, Mesh  # noqa: E402
+from kvjax.cache.state import KVState  # noqa: E402
+from kvjax.models import decoder  # noqa: E402
+from kvjax.models.spec import ModelSpec, Rope  # noqa: E402
+
+LENGTHS, STEPS = (45, 30, 38, 25), 10
+
+COMBINED = (
+    "conf_kv(alpha=0.8, gamma=0.9, recent=4) + confidence(18, 26, threshold=0.5) + int8(8)",
+    "snapkv(6) + ada(20)",
+    "expected_attention(16, sinks=2) + ada(20)",
+    "h2o(recent=4) + pyramid(20) + int4(4)",
+    "random + uniform('24KiB', every_step)",
+    "duo(0.5, window=12) + sinks(2)",
+    "write_gate(0.5, window=12) + int8(8) + sinks(2)",
+    "topk(4, sinks=2, tail=6) + phi(4)",
+    "write_gate(0.5, window=8) + phi(4)",
+    "tova + uniform(22, every_step) + int8(8)",
+    "gvote(0.5, samples=2, ahead=8) + snapkv(6)",
+    "full",
+)
+
+
+def policies() -> list[Policy]:
+    """Every method's examples, and combinations that meet across heads or pools."""
+    shown = [policy for method in kvjax.methods() for policy in method.examples]
+    return list(dict.fromkeys([*shown, *map(kvjax.policy, COMBINED)]))
+
+
+@functools.cache
+def model(kv_heads: int = 8) -> tiny.Tiny:
+    """Two layers of 16 query heads of 4; all tokens of a prompt are distinct, so few scores tie."""
+    spec = ModelSpec(
+        family="llama",
+        vocab_size=96,
+        num_layers=2,
+        num_heads=16,
+        num_kv_heads=kv_heads,
+        head_dim=4,
+        model_dim=32,
+        mlp_dim=48,
+        max_positions=256,
+        rope=Rope(theta=100.0),
+        tied=False,
+    )
+    draw = np.random.default_rng(3)
+
+    def one(name: str, shape: tuple[int, ...]) -> Any:
+        if name.endswith("norm"):
+            return jax.device_put(np.ones(shape, np.float32))
+        width = {"wo": shape[0] * shape[1], "embed": 1}.get(name, shape[0]) if len(shape) > 1 else 1
+        return jax.device_put((1.5 * width**-0.5 * draw.standard_normal(shape)).astype(np.float32))
+
+    tree = decoder.shapes(spec)
+    params = {name: one(name, shape) for name, shape in tree.items() if name != "layers"}
+    params["layers"] = [{n: one(n, s) for n, s in names.items()} for names in tree["layers"]]
+    return tiny.Tiny(decoder.Decoder(spec), params)
+
+
+def prompts() -> list[list[int]]:
+    draw = np.random.default_rng(5)
+    return [draw.permutation(96)[:n].tolist() for n in LENGTHS]
+
+
+@dataclasses.dataclass
+class Life:
+    """A prefill and steps by the likeliest token.
+
+    Attributes:
+      logits: [STEPS + 1, B, V].
+      text: what was fed, [STEPS, B].
+      kept: which tokens each stream held, after the prompt and at the end.
+      state: at the end.
+    """
+
+    logits: np.ndarray
+    text: np.ndarray
+    kept: list[np.ndarray]
+    state: KVState
+
+
+def live(policy: Policy, on: Mesh, kv_heads: int = 8) -> Life:
+    """On a mesh, or one device."""
+    it = model(kv_heads)
+    learned = {p.place: p.example_weights(jax.random.key(1), it.network) for p in policy.learned}
+    given = {"context": 72, "page": 8, "chunk_size": 16, "weights": learned}
+    state, logits = kvjax.prefill(it, policy, prompts(), **given, mesh=on)
+    kept, found, text = [np.asarray(metrics.present(state))], [np.asarray(logits)], []
+    laid, learned = decode.on_mesh(it, learned, on)
+    for at in range(STEPS):
+        if at % 5 == 0:
+            state = decode.reserve(policy, state, 5, 1)
+        fed = found[-1].argmax(axis=-1).astype(np.int32)
+        text.append(fed)
+        active = np.ones(len(fed), bool)
+        state, logits = decode.step_program(
+            laid.network, policy, laid.params, learned, state, on.put(fed), on.put(active)
+        )
+        found.append(np.asarray(logits))
+    kept.append(np.asarray(metrics.present(state)))
+    metrics.nbytes(state)
+    decode.reserve(policy, state, 1, 1)  # raises if a pool was too small
+    return Life(np.stack(found), np.stack(text), kept, state)
+
+
+def difference(one: Life, many: Life) -> dict[str, Any]:
+    """How much a mesh differs from one device."""
+    return {
+        "logits": float(np.abs(one.logits - many.logits).max()),
+        "kept": [int((a != b).sum()) for a, b in zip(one.kept, many.kept)],
+        "text": int((one.text != many.text).sum()),
+        "held": [int(x.sum()) for x in one.kept],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("mesh", nargs="+")
+    parser.add_argument("--only", nargs="*", type=int, help="of policies()")
+    parser.add_argument("--heads", type=int, default=8)
+    asked = parser.parse_args()
+    every = policies()
+    for index in asked.only or range(len(every)):
+        policy = every[index]
+        one = live(policy, ONE, asked.heads)
+        for name in asked.mesh:
+            try:
+                found = difference(one, live(policy, kvjax.mesh(name), asked.heads))
+            except Exception as error:  # told beside its policy, so that the others are still seen
+                found = {"error": f"{type(error).__name__}: {error}"[:2000]}
+            print(json.dumps({"index": index, "policy": repr(policy), "mesh": name} | found), flush=True)
+        jax.clear_caches()
+
+
+if __name__ == "__main__":
+    main()
