@@ -102,7 +102,7 @@ def test_random_tokens_met_again_are_continued(built):
 
 
 def test_a_rare_token_near_by_is_the_topic_and_what_followed_it_is_looked_up(built):
-    """Layer 1's third KV head finds it; those of layers 2 and 3 find what stood two to four tokens behind it."""
+    """By the third KV head of layer 1; by those of layers 2 and 3, two to four tokens behind it."""
     spec, params = built
     counts = np.ones(spec.vocab_size, int)
     counts[:900] = 10_000
