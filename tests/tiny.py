@@ -143,11 +143,12 @@ def read(
     for begin in range(0, tokens.shape[1], chunk):
         count = np.clip(lengths - begin, 0, chunk).astype(np.int32)
         piece = tokens[:, begin : begin + chunk]
-        state, x = _step.chunk_program(
-            tiny.network, policy, tiny.params, weights(policy), state, piece, count
-        )
+        state, x = CHUNK(tiny.network, policy, tiny.params, weights(policy), state, piece, count)
         last = np.where(count[:, None] > 0, np.asarray(x), last)
     return state, np.asarray(tiny.network.logits(tiny.params, last))
+
+
+CHUNK = jax.jit(_step.chunk, static_argnames="network", donate_argnames="state")
 
 
 def feed(

@@ -53,8 +53,8 @@ SHARP, SINK = 26.0, 14.0
 SAID = 42.0
 """Logit of a token that all six heads agree on, were the stream's size not theirs to change."""
 RARE, NEAR, FAR = 1.5, (12.0, 7.0), 6.0
-"""Of the topic's score: what a unit of the frequency channel costs, the size of the fall with distance for the
-two query heads; and of a look-up's: what being close costs."""
+"""Of the topic's score: what a unit of the frequency channel costs, and how far it falls with distance for
+the two query heads. Of a look-up's: what being close costs."""
 FALL = (0.02, 0.05)
 """Rotary frequencies that fall with distance, over some 60 tokens."""
 HEARD = 0.5

@@ -175,6 +175,5 @@ def confident(
     return None if before is None else jnp.where(fed, policy.budget.confidence(logits), before)
 
 
-chunk_program = jax.jit(chunk, static_argnames="network", donate_argnames="state")
 step_program = jax.jit(step, static_argnames=("network", "on_read"), donate_argnames="state")
 """``step`` compiled with its state donated, for loops of one's own; ``segment`` is what ``stream`` runs."""
