@@ -25,6 +25,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "help": "a folder in Hugging Face's format or a hub id (default: the small model in the package)",
     },
     "--policy": {"metavar": "SPEC", "help": "what the KV cache keeps, in the one-string form"},
+    "--mesh": {
+        "metavar": "data=2,tensor=4",
+        "help": "devices: data cuts rows, tensor KV heads and the model, context the model (default: one)",
+    },
     "--dtype": {
         "choices": DTYPES,
         "help": "of weights and cache (default: as stored; the package's model float32)",
@@ -138,11 +142,12 @@ def run(command: Callable[[Sequence[str]], int | None], argv: Sequence[str] | No
 def _refusals() -> tuple[type[ValueError], ...]:
     """Errors whose message is written for whoever typed the command."""
     from kvjax.algebra import PolicyError
+    from kvjax.cache.mesh import MeshError
     from kvjax.decode import RequestError
     from kvjax.models.hf_config import ModelError
     from kvjax.weights.torch_file import TorchFileError
 
-    return InputError, PolicyError, ModelError, RequestError, TorchFileError
+    return InputError, MeshError, PolicyError, ModelError, RequestError, TorchFileError
 
 
 def start(main: Callable[[], int]) -> NoReturn:

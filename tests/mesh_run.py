@@ -1,4 +1,4 @@
-"""Policies on meshes of virtual devices against one device; devices are counted once, so a program of its own.
+"""Policies on meshes of virtual devices against one device: a program, since JAX counts devices once.
 
     python tests/mesh_run.py MESH ... [--only N ...] [--heads K]
 

@@ -20,7 +20,7 @@ KERNELS = r"pallas_kernels(\.\w+\.api|\.numerics|\.dispatch|\.measure\.(timing|c
 
 STATE = r"kvjax\.(types|cache(\..+)?)"
 
-PLACE = r"kvjax\.(types|algebra\._(errors|observation|part))"
+PLACE = r"kvjax\.(types|algebra\._(errors|heads|observation|part))"
 """Of the algebra, the modules of its places see what all parts are."""
 
 # The longest name that begins a module's name gives the rule: a pattern for what it may import of ours.
@@ -32,7 +32,8 @@ TABLE = {
     "kvjax.algebra": r"kvjax\.algebra\._.+",
     "kvjax.algebra._errors": r"(?!)",
     "kvjax.algebra._arguments": r"kvjax\.algebra\._errors",
-    "kvjax.algebra._observation": r"kvjax\.(types|algebra\._errors)",
+    "kvjax.algebra._heads": r"(?!)",
+    "kvjax.algebra._observation": r"kvjax\.(types|algebra\._(errors|heads))",
     "kvjax.algebra._part": r"kvjax\.(types|algebra\._(arguments|observation))",
     "kvjax.algebra._admission": PLACE,
     "kvjax.algebra._eviction": rf"{PLACE}|kvjax\.cache\.pages",
@@ -44,9 +45,9 @@ TABLE = {
     "kvjax.budgets": rf"{STATE}|kvjax\.algebra|kvjax\.budgets(\..+)?",
     "kvjax.storage": rf"{STATE}|kvjax\.algebra|kvjax\.storage\.codes|{KERNELS}",
     "kvjax.policies": rf"{STATE}|kvjax\.algebra|kvjax\.budgets\..+|{KERNELS}",
-    "kvjax.models": r"kvjax\.types|kvjax\.models(\..+)?",
+    "kvjax.models": r"kvjax\.(types|cache\.mesh)|kvjax\.models(\..+)?",
     "kvjax.text": r"kvjax\.models\.spec",
-    "kvjax.loading": r"kvjax\.(types|text|models(\..+)?)",
+    "kvjax.loading": r"kvjax\.(types|text|cache(\.mesh)?|models(\..+)?)",
     "kvjax.metrics": STATE,
     "kvjax.reads": r"(?!)",
     "kvjax.layer": r"kvjax\.layer\._.+",
@@ -55,6 +56,7 @@ TABLE = {
     "kvjax.layer._evict": rf"{STATE}|kvjax\.(algebra|layer\._(demote|info))",
     "kvjax.layer._admit": rf"{STATE}|kvjax\.(algebra|layer\._(demote|info|evict))",
     "kvjax.layer._read": rf"{STATE}|kvjax\.(algebra|layer\._info)|{KERNELS}",
+    "kvjax.layer._seam": rf"{STATE}|kvjax\.(algebra|layer\._(info|read))",
     "kvjax.layer._mass": rf"{STATE}|kvjax\.(algebra|layer\._(info|read))",
     "kvjax.layer._prompt": rf"{STATE}|kvjax\.(algebra|layer\._(info|read|mass|admit))|{KERNELS}",
     "kvjax.layer._step": rf"{STATE}|kvjax\.layer\._(?!prompt).+|{KERNELS}",
@@ -63,11 +65,13 @@ TABLE = {
     "kvjax.weights.torch_file": r"(?!)",
     "kvjax.weights.__main__": r"kvjax\.(cli|weights(\..+)?)",
     "kvjax.timing": r"pallas_kernels\.measure\.timing",
-    "kvjax.cli": r"kvjax\.(algebra|decode|weights\.torch_file|models\.hf_config)",
+    "kvjax.launch": r"kvjax(\.cli)?",
+    "kvjax.cli": r"kvjax\.(algebra|cache\.mesh|decode|weights\.torch_file|models\.hf_config)",
     "kvjax.decode": r"kvjax\.decode\._.+",
     "kvjax.decode._capacity": rf"{STATE}|kvjax\.(algebra|catalogue)",
+    "kvjax.decode._devices": r"kvjax\.(types|cache\.mesh)",
     "kvjax.decode._checks": r"kvjax\.(types|cache\.state|algebra|catalogue|weights|decode\._capacity)",
-    "kvjax.decode._step": r"kvjax\.(types|cache\.state|algebra|layer)",
+    "kvjax.decode._step": r"kvjax\.(types|cache\.(mesh|state)|algebra|layer)",
     "kvjax.decode._by_layer": rf"{STATE}|kvjax\.(algebra|layer|decode\._step)",
     "kvjax.decode._prefill": rf"{STATE}|kvjax\.(algebra|catalogue|layer|metrics|decode\._(?!generate).+)",
     "kvjax.decode._reading": rf"{STATE}|kvjax\.(algebra|layer|decode\._(by_layer|capacity|checks))",

@@ -15,7 +15,7 @@ from kvjax import catalogue, layer, metrics
 from kvjax.algebra import Frame, Policy
 from kvjax.cache import pool
 from kvjax.cache import state as states
-from kvjax.cache.mesh import ENTRY, ONE, OUT, STREAMS, Mesh
+from kvjax.cache.mesh import ENTRY, ONE, STREAMS, Mesh
 from kvjax.cache.ring import Entry
 from kvjax.cache.state import KVState, LayerCache
 from kvjax.decode._by_layer import answer, fed, read_chunk, sites, top
@@ -349,7 +349,7 @@ def _prompt_layer(
         return out, (ranked, *counted(info, ranked, ring))
 
     def attend(_: int, heads: Heads, nothing: Any) -> tuple[Array, Any]:
-        return layer.at_seam(mesh, visit, info, heads, nothing, (pos,), (OUT, (ENTRY, STREAMS, STREAMS)))
+        return layer.at_seam(mesh, visit, info, heads, nothing, (pos,), (ENTRY, STREAMS, STREAMS))
 
     # Layers of one window share this program: the first of them stands for all.
     x, (ranked, *counts) = network.layer(block, network.windows.index(window), x, at, attend, None)

@@ -13,7 +13,7 @@ import numpy as np
 
 from kvjax import layer
 from kvjax.algebra import Policy
-from kvjax.cache.mesh import ENTRY, ONE, OUT, STREAMS, Mesh, mesh_of
+from kvjax.cache.mesh import ENTRY, ONE, STREAMS, Mesh, mesh_of
 from kvjax.cache.ring import Entry
 from kvjax.decode._by_layer import embed, top
 from kvjax.decode._capacity import bucket, padded
@@ -109,7 +109,7 @@ def judge_layer(
         return jnp.zeros_like(heads.q), (ranked, *counted(info, ranked, ring))  # what follows is dead code
 
     def attend(_: int, heads: Heads, lse: Any) -> tuple[Array, Any]:
-        return layer.at_seam(mesh, visit, info, heads, lse, (pos,), (OUT, (ENTRY, STREAMS, STREAMS)))
+        return layer.at_seam(mesh, visit, info, heads, lse, (pos,), (ENTRY, STREAMS, STREAMS))
 
     _, (ranked, *counts) = network.layer(block, network.windows.index(window), x, at, attend, lse)
     return ranked, *mesh.everywhere(counts)

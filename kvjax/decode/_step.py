@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -18,10 +18,10 @@ from kvjax.types import Heads, Network, Params
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int
 
-OnRead = Callable[[layer.LayerInfo, LayerCache, layer.Read], None]
-"""Told what a layer read: (info, the cache after the token was written, the read)."""
+OnRead = Callable[[int, LayerCache, layer.Read], None]
+"""Told what a layer read: (layer, the cache after the token was written, the read)."""
 
-Visit = Callable[..., "tuple[Array, LayerCache]"]
+Visit = Callable[..., "tuple[Array, Any]"]
 """Stands at a layer's seam: (info, heads, cache, *rows) to the attention output and the cache after."""
 
 
@@ -49,19 +49,18 @@ def step(
         costs nothing.
     """
 
-    if on_read is not None and state.mesh.grid is not None:
-        raise ValueError(f"step(on_read=...) sees one device's reads, the state lies on {state.mesh}.")
-
-    def visit(
-        info: layer.LayerInfo, heads: Heads, cache: LayerCache, *rows: Array
-    ) -> tuple[Array, LayerCache]:
+    def visit(info: layer.LayerInfo, heads: Heads, cache: LayerCache, *rows: Array) -> tuple[Array, Any]:
         read, cache = layer.step(info, cache, heads, *rows)
+        return read.out, (cache, read)
+
+    def told(index: int, carry: tuple[LayerCache, layer.Read]) -> LayerCache:
         if on_read is not None:
-            on_read(info, cache, read)
-        return read.out, cache
+            on_read(index, *carry)
+        return carry[0]
 
     rows = (state.length, active)
-    x, caches = run_layers(network, policy, params, weights, state, tokens[:, None], visit, rows)
+    x, met = run_layers(network, policy, params, weights, state, tokens[:, None], visit, rows, layer.READ)
+    caches = tuple(told(index, carry) for index, carry in enumerate(met))
     logits = network.logits(params, x[:, 0])
     length = state.mesh.everywhere(state.length + active.astype(jnp.int32))
     return with_confidence(
@@ -101,7 +100,8 @@ def run_layers(
     tokens: Int[Array, "B T"],
     visit: Visit,
     rows: tuple[Array, ...] = (),
-) -> tuple[Float[Array, "B T D"], tuple[LayerCache, ...]]:
+    beside: Any = None,
+) -> tuple[Float[Array, "B T D"], tuple[Any, ...]]:
     """Take T new tokens a row through the model, ``visit`` standing at every layer's seam. Pure.
 
     ``step`` and ``chunk`` are this with ``layer.step`` and ``layer.chunk`` as the visitor; give your own to
@@ -113,9 +113,10 @@ def run_layers(
       visit: (info, heads, cache, *rows) to the attention output and the cache after; on a mesh of each
         device's own.
       rows: further arrays [B, ...] that it needs.
+      beside: None; or, where it gives (cache, something) for the cache, how that is cut on a mesh.
 
     Returns:
-      The last layer's output, and every layer's cache.
+      The last layer's output, and of every layer the cache, or what was given for it.
     """
     positions = places(state.length, tokens)
     network = network.at(state.context)
@@ -124,7 +125,7 @@ def run_layers(
     for index, (block, cache) in enumerate(zip(params["layers"], state.layers)):
         own, window = at_layer(policy, weights, index), network.windows[index]
         info = layer.LayerInfo(policy, own, index, network.num_layers, window, state.total, state.confidence)
-        x, cache = through(network, info, index, block, x, positions, cache, visit, rows, state.mesh)
+        x, cache = through(network, info, index, block, x, positions, cache, visit, rows, state.mesh, beside)
         caches.append(cache)
     return x, tuple(caches)
 
@@ -145,11 +146,14 @@ def through(
     visit: Visit,
     rows: tuple[Array, ...] = (),
     mesh: Mesh = ONE,
-) -> tuple[Float[Array, "B T D"], LayerCache]:
+    beside: Any = None,
+) -> tuple[Float[Array, "B T D"], Any]:
     """One layer, ``visit`` at its seam; ``index`` is this layer or one that differs in weights alone."""
 
-    def attend(_: int, heads: Heads, cache: LayerCache) -> tuple[Array, LayerCache]:
-        return layer.at_seam(mesh, visit, info, heads, cache, rows)
+    out = None if beside is None else (mesh.specs(cache), beside)
+
+    def attend(_: int, heads: Heads, cache: LayerCache) -> tuple[Array, Any]:
+        return layer.at_seam(mesh, visit, info, heads, cache, rows, out)
 
     x, cache = network.layer(block, index, x, positions, attend, cache)
     return mesh.by_row(x), cache

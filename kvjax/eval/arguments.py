@@ -213,4 +213,4 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     """The options of every command that loads a model."""
     cli.add(parser, "--model", default=EMBEDDED)
     weights.add_options(parser)
-    cli.add(parser, "--dtype")
+    cli.add(parser, "--dtype", "--mesh")

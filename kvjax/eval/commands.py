@@ -50,7 +50,7 @@ def model_of(values: dict[str, Any]) -> LanguageModel:
     """
     name = values["model"]
     try:
-        model = load(None if name == EMBEDDED else name, dtype=values["dtype"])
+        model = load(None if name == EMBEDDED else name, dtype=values["dtype"], mesh=values["mesh"])
     except OSError as error:
         raise EvalError(str(error)) from error
     try:

@@ -15,10 +15,11 @@ from kvjax.layer._info import LayerInfo, arriving, observe
 from kvjax.layer._mass import receive_mass
 from kvjax.layer._prompt import attend_prompt, count_stored, judge, prompt, retained, store
 from kvjax.layer._read import Loaded, Partial, Read, read_pages
-from kvjax.layer._seam import at_seam
+from kvjax.layer._seam import READ, at_seam
 from kvjax.layer._step import chunk, step
 
 __all__ = [
+    "READ",
     "LayerInfo",
     "Loaded",
     "Partial",

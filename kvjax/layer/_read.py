@@ -27,7 +27,7 @@ Partial = tuple["Float[Array, 'B N T H']", "Float[Array, 'B N T']"]
 """Attention output over some of the tokens, and its log-sum-exp."""
 
 
-@pytree(static=("summary",))
+@pytree()
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Loaded:
     """What one decode read loads at a layer; counted in the program only where somebody uses it.
@@ -43,7 +43,7 @@ class Loaded:
     ring: Int[Array, " B"]
     pages: Int[Array, "B K"]
     selector: Float[Array, "B K"]
-    summary: bool
+    summary: Bool[Array, ""]
 
 
 @pytree()
@@ -222,7 +222,10 @@ def loaded(info: LayerInfo, cache: LayerCache, paged: PagedRead, ring: Int[Array
         slots = slots - pages.length[:, :, last] + hit.sum(axis=(-2, -1))
         selector = _selector_tokens(info.policy, pages, last)
     return Loaded(
-        ring=ring, pages=slots, selector=selector.astype(jnp.float32), summary=bool(paged.completion)
+        ring=ring,
+        pages=slots,
+        selector=selector.astype(jnp.float32),
+        summary=jnp.asarray(bool(paged.completion)),
     )
 
 

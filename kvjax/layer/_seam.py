@@ -11,8 +11,9 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from kvjax.algebra import AllHeads, Policy
-from kvjax.cache.mesh import OUT, ROWS, TENSOR, Mesh
+from kvjax.cache.mesh import OUT, ROWS, STREAMS, TENSOR, WHOLE, Mesh
 from kvjax.layer._info import LayerInfo
+from kvjax.layer._read import Loaded, Read
 from kvjax.types import Heads, Params
 
 if TYPE_CHECKING:
@@ -40,7 +41,8 @@ def at_seam(
       x: the new tokens' heads, or None.
       carry: a cache, or arrays that begin with [B, K] or [B, N].
       rows: arrays that begin with [B].
-      out: how the result is cut; by default (heads of the model's layout, a carry like the one given).
+      out: how what follows the heads of the model's layout is cut; by default like the carry. Where there
+        are no heads, how all of it is.
     """
     if mesh.grid is None:
         return behind(info, x, carry, *rows)
@@ -80,7 +82,17 @@ def at_seam(
         return behind(local, tokens, mine["carry"], *mine["rows"])
 
     values, specs = ({name: pair[i] for name, pair in given.items()} for i in (0, 1))
-    return mesh.each(here, [values], [specs], (OUT, of_carry) if out is None else out)
+    out = of_carry if out is None else out
+    return mesh.each(here, [values], [specs], out if x is None else (OUT, out))
+
+
+READ: Any = Read(
+    out=OUT,  # type: ignore[arg-type]
+    lse=STREAMS,  # type: ignore[arg-type]
+    mass=STREAMS,  # type: ignore[arg-type]
+    loaded=Loaded(ring=ROWS, pages=STREAMS, selector=STREAMS, summary=WHOLE),  # type: ignore[arg-type]
+)
+"""How the record of a read is cut."""
 
 
 def _looked_at(policy: Policy) -> list[str]:

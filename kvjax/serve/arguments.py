@@ -34,6 +34,7 @@ class Options:
       prompt, prompt_file: where the prompt is, at most one of them.
       model: folder or hub id; None is the embedded model.
       dtype: of weights and cache; None as stored.
+      mesh: devices; None is one.
       policy: what the KV cache keeps.
       auto: ``auto(...)``, where the model is to choose it; else "".
       weights: where the learned parts of the policy have their weights from, by part.
@@ -48,6 +49,7 @@ class Options:
     prompt_file: str | None = None
     model: str | None = None
     dtype: str | None = None
+    mesh: str | None = None
     policy: Policy = Policy()
     auto: str = ""
     weights: dict[str, Source] = dataclasses.field(default_factory=dict)
@@ -112,7 +114,7 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     cli.add(group, "--model")
     cli.add(group, "--policy", default="full", help="what the KV cache keeps (default: full; see below)")
     weights.add_options(group)
-    cli.add(group, "--dtype")
+    cli.add(group, "--dtype", "--mesh")
     group.add_argument(
         "--chunk",
         metavar="N",

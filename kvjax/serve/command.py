@@ -58,7 +58,7 @@ def _run(options: Options) -> None:
         raise InputError(
             "--json without a prompt has nothing to answer. Give --prompt, --prompt-file or a pipe."
         )
-    model = loaded(options.model, options.dtype)
+    model = loaded(options.model, options.dtype, options.mesh)
     if options.auto:
         options, said = settled(options, model)
         note(said)
@@ -92,14 +92,14 @@ def say(piece: str) -> None:
     print(piece, end="", flush=True)
 
 
-def loaded(source: str | None, dtype: str | None) -> LanguageModel:
+def loaded(source: str | None, dtype: str | None, mesh: str | None = None) -> LanguageModel:
     """The model with its tokenizer read.
 
     Raises:
       InputError: no such model, or one that cannot be read.
     """
     try:
-        model = load(source, dtype=dtype)
+        model = load(source, dtype=dtype, mesh=mesh)
         _ = model.text
         return model
     except OSError as error:

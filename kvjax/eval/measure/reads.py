@@ -31,7 +31,7 @@ def step(
     """``decode.step``, and what each row read by ``KINDS``, mean over layers and KV heads."""
     found: list[Array] = []
 
-    def count(_: layer.LayerInfo, cache: LayerCache, read: layer.Read) -> None:
+    def count(_: int, cache: LayerCache, read: layer.Read) -> None:
         found.append(_loads(cache, read.loaded))
 
     state, logits = decode.step(network, policy, params, weights, state, tokens, active, on_read=count)
@@ -41,5 +41,5 @@ def step(
 def _loads(cache: LayerCache, loaded: layer.Loaded) -> Float[Array, "B R"]:
     """What a layer's decode read loads, by ``KINDS``, mean over KV heads."""
     slots = loaded.ring.astype(jnp.float32) + loaded.pages.astype(jnp.float32).mean(axis=-1)
-    phi = metrics.summary_tokens(cache, by_bytes=True) if loaded.summary else 0.0
-    return jnp.stack([slots, jnp.full_like(slots, phi), loaded.selector.mean(axis=-1)], axis=-1)
+    phi = jnp.full_like(slots, metrics.summary_tokens(cache, by_bytes=True)) * loaded.summary
+    return jnp.stack([slots, phi, loaded.selector.mean(axis=-1)], axis=-1)

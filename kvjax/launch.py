@@ -1,0 +1,203 @@
+"""One program in several processes that share a mesh: ``python -m kvjax.launch ... -- PROGRAM``.
+
+  python -m kvjax.launch --local 2 --devices 4 -- -m kvjax.serve --mesh data=1,tensor=8 --prompt Hello
+  python -m kvjax.launch --coordinator HOST:PORT --num-processes 4 --process-id 0 -- script.py
+  python -m kvjax.launch -- script.py                 (SLURM, GKE, Cloud TPU: JAX finds the others itself)
+
+Each process joins JAX's runtime before the program begins; the program is the same in all of them and sees
+the devices of all. ``--local`` starts them on this machine, shows what the first one prints, and ends all
+when one ends badly: JAX itself would abort the others only after ``HEARTBEAT`` seconds, and not say why.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import inspect
+import os
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from kvjax import cli
+
+HEARTBEAT = 10
+"""Seconds after which the processes of a lost one are aborted by JAX."""
+
+GRACE = 5.0
+"""Seconds that a process is given to end before it is killed."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line; the exit code."""
+    return cli.run(_run, argv)
+
+
+def _run(argv: Sequence[str]) -> int:
+    asked = _parser().parse_args(argv)
+    program = asked.program[asked.program[:1] == ["--"] :]
+    if program[:1] and os.path.basename(program[0]).startswith("python"):
+        program = program[1:]
+    if not program or program == ["-m"]:
+        raise cli.InputError("launch has no program to run. Name one after --, as -- -m kvjax.serve.")
+    place = (asked.coordinator, asked.num_processes, asked.process_id)
+    if asked.local is not None:
+        if any(word is not None for word in place):
+            raise cli.InputError("--local starts all processes itself. Leave --coordinator and its ids out.")
+        return local(asked.local, asked.devices, program)
+    if asked.devices is not None:
+        raise cli.InputError("--devices makes virtual devices for processes of this machine. Give --local.")
+    if any(word is not None for word in place) and None in place:
+        raise cli.InputError("--coordinator, --num-processes and --process-id go together. Give all three.")
+    join(*place, said=" ".join(program))
+    run_here(program)
+
+
+def _parser() -> cli.Parser:
+    parser = cli.Parser(prog="python -m kvjax.launch", description="Run a program in several processes.")
+    parser.add_argument("--local", metavar="N", type=cli.whole("--local"), help="processes on this machine")
+    parser.add_argument(
+        "--devices", metavar="D", type=cli.whole("--devices"), help="virtual CPU devices of each of them"
+    )
+    parser.add_argument("--coordinator", metavar="HOST:PORT", help="where process 0 is")
+    parser.add_argument("--num-processes", metavar="N", type=cli.whole("--num-processes"), help="of all")
+    parser.add_argument("--process-id", metavar="I", type=cli.whole("--process-id", 0), help="which this is")
+    parser.add_argument("program", nargs="...", metavar="-- PROGRAM", help="-m MODULE or FILE, and its words")
+    return parser
+
+
+# --- one process ---------------------------------------------------------------------------------
+
+
+def join(
+    coordinator: str | None = None, processes: int | None = None, process: int | None = None, said: str = ""
+) -> None:
+    """Joins the others, before any device is touched; with no arguments JAX asks the cluster.
+
+    Args:
+      coordinator: HOST:PORT of process 0.
+      processes: how many there are.
+      process: which this is.
+      said: the program and its words, which must be the same in all.
+
+    Raises:
+      InputError: no cluster that JAX knows; a process that runs another program, or other versions.
+    """
+    import jax
+
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    known = inspect.signature(jax.distributed.initialize).parameters
+    name = "heartbeat_timeout_seconds"
+    how: dict[str, Any] = {name: HEARTBEAT} if name in known else {}
+    try:
+        jax.distributed.initialize(coordinator, processes, process, **how)
+    except ValueError as error:
+        raise cli.InputError(
+            f"launch finds no cluster that JAX knows ({error}). Give --coordinator, --num-processes and "
+            "--process-id, or --local."
+        ) from error
+    _compare(said)
+
+
+def _compare(said: str) -> None:
+    """Refuses processes that do not run the same."""
+    import jax
+    import numpy as np
+    from jax.experimental import multihost_utils
+
+    import kvjax
+
+    digest = hashlib.sha256(repr((said, kvjax.__version__, jax.__version__)).encode()).digest()[:8]
+    found = multihost_utils.process_allgather(np.frombuffer(digest, np.uint32))
+    others = [at for at, one in enumerate(found.reshape(jax.process_count(), -1)) if (one != found[0]).any()]
+    if others:
+        raise cli.InputError(
+            f"process {others[0]} runs something else than process 0: other words, or other versions of kvjax "
+            "or jax. Start all processes alike."
+        )
+
+
+def run_here(program: Sequence[str]) -> NoReturn:
+    """Makes this process the program, as ``python PROGRAM`` would."""
+    if program[0] == "-m":
+        sys.argv = list(program[1:])
+        runpy.run_module(program[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = list(program)
+        runpy.run_path(program[0], run_name="__main__")
+    sys.exit(0)
+
+
+# --- all of them, here ---------------------------------------------------------------------------
+
+
+def local(processes: int, devices: int | None, program: Sequence[str]) -> int:
+    """Runs the program in so many processes on this machine; the exit code, 0 if all ended well."""
+    with socket.socket() as found:
+        found.bind(("localhost", 0))
+        port = found.getsockname()[1]
+    environment = dict(os.environ)
+    if devices is not None:
+        flag = f"--xla_force_host_platform_device_count={devices}"
+        environment |= {"XLA_FLAGS": f"{environment.get('XLA_FLAGS', '')} {flag}", "JAX_PLATFORMS": "cpu"}
+    begin = [sys.executable, "-m", "kvjax.launch", "--coordinator", f"localhost:{port}"]
+    begin += ["--num-processes", str(processes)]
+    with contextlib.ExitStack() as stack:
+        said = [stack.enter_context(tempfile.TemporaryFile()) for _ in range(1, processes)]
+        running = []
+        try:
+            for at in range(processes):
+                where: dict[str, Any] = {"stdout": said[at - 1], "stderr": subprocess.STDOUT} if at else {}
+                words = [*begin, "--process-id", str(at), "--", *program]
+                running.append(subprocess.Popen(words, env=environment, **where))
+            bad = _first_to_fail(running)
+        finally:
+            _end(running)
+        if bad is None:
+            return 0
+        if bad:
+            said[bad - 1].seek(0)
+            sys.stderr.write(said[bad - 1].read().decode(errors="replace")[-2000:])
+        print(f"error: process {bad} {_outcome(running[bad])}; the others were ended.", file=sys.stderr)
+        return 1
+
+
+def _first_to_fail(running: Sequence[subprocess.Popen[bytes]]) -> int | None:
+    """Waits until all have ended well, or one has not: that one."""
+    while True:
+        codes = [process.poll() for process in running]
+        bad = [at for at, code in enumerate(codes) if code]
+        if bad:
+            # A process that was killed by a signal is the cause of those that then miss it.
+            return min(bad, key=lambda at: (codes[at] == -signal.SIGABRT, at))
+        if None not in codes:
+            return None
+        time.sleep(0.05)
+
+
+def _outcome(process: subprocess.Popen[bytes]) -> str:
+    code = process.returncode
+    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+
+
+def _end(running: Sequence[subprocess.Popen[bytes]]) -> None:
+    for process in running:
+        if process.poll() is None:
+            process.terminate()
+    until = time.monotonic() + GRACE
+    for process in running:
+        try:
+            process.wait(max(0.0, until - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
