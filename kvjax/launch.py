@@ -23,7 +23,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 from kvjax import cli
 
@@ -56,7 +56,7 @@ def _run(argv: Sequence[str]) -> int:
     if any(word is not None for word in place) and None in place:
         raise cli.InputError("--coordinator, --num-processes and --process-id go together. Give all three.")
     join(*place, said=" ".join(program))
-    run_here(program)
+    return run_here(program)
 
 
 def _parser() -> cli.Parser:
@@ -118,20 +118,20 @@ def _compare(said: str) -> None:
     others = [at for at, one in enumerate(found.reshape(jax.process_count(), -1)) if (one != found[0]).any()]
     if others:
         raise cli.InputError(
-            f"process {others[0]} runs something else than process 0: other words, or other versions of kvjax "
-            "or jax. Start all processes alike."
+            f"process {others[0]} runs something else than process 0: other words, or other versions of "
+            "kvjax or jax. Start all processes alike."
         )
 
 
-def run_here(program: Sequence[str]) -> NoReturn:
-    """Makes this process the program, as ``python PROGRAM`` would."""
+def run_here(program: Sequence[str]) -> int:
+    """Makes this process the program, as ``python PROGRAM`` would; the exit code."""
     if program[0] == "-m":
         sys.argv = list(program[1:])
         runpy.run_module(program[1], run_name="__main__", alter_sys=True)
     else:
         sys.argv = list(program)
         runpy.run_path(program[0], run_name="__main__")
-    sys.exit(0)
+    return 0
 
 
 # --- all of them, here ---------------------------------------------------------------------------

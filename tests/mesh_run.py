@@ -14,7 +14,8 @@ import json
 import os
 from typing import Any
 
-os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+if "device_count" not in os.environ.get("XLA_FLAGS", ""):
+    os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 
 import compiler  # noqa: E402
 
@@ -114,7 +115,7 @@ def live(policy: Policy, on: Mesh, kv_heads: int = 8) -> Life:
     learned = {p.place: p.example_weights(jax.random.key(1), it.network) for p in policy.learned}
     given = {"context": 72, "page": 8, "chunk_size": 16, "weights": learned}
     state, logits = kvjax.prefill(it, policy, prompts(), **given, mesh=on)
-    kept, found, text = [np.asarray(metrics.present(state))], [np.asarray(logits)], []
+    kept, found, text = [on.read(metrics.present(state))], [on.read(logits)], []
     laid, learned = decode.on_mesh(it, learned, on)
     for at in range(STEPS):
         if at % 5 == 0:
@@ -125,8 +126,8 @@ def live(policy: Policy, on: Mesh, kv_heads: int = 8) -> Life:
         state, logits = decode.step_program(
             laid.network, policy, laid.params, learned, state, on.put(fed), on.put(active)
         )
-        found.append(np.asarray(logits))
-    kept.append(np.asarray(metrics.present(state)))
+        found.append(on.read(logits))
+    kept.append(on.read(metrics.present(state)))
     metrics.nbytes(state)
     decode.reserve(policy, state, 1, 1)  # raises if a pool was too small
     return Life(np.stack(found), np.stack(text), kept, state)
