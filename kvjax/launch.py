@@ -156,19 +156,19 @@ def local(processes: int, devices: int | None, program: Sequence[str]) -> int:
                 where: dict[str, Any] = {"stdout": said[at - 1], "stderr": subprocess.STDOUT} if at else {}
                 words = [*begin, "--process-id", str(at), "--", *program]
                 running.append(subprocess.Popen(words, env=environment, **where))
-            bad = _first_to_fail(running)
+            bad = first_to_fail(running)
         finally:
-            _end(running)
+            end(running)
         if bad is None:
             return 0
         if bad:
             said[bad - 1].seek(0)
             sys.stderr.write(said[bad - 1].read().decode(errors="replace")[-2000:])
-        print(f"error: process {bad} {_outcome(running[bad])}; the others were ended.", file=sys.stderr)
+        print(f"error: process {bad} {outcome(running[bad])}; the others were ended.", file=sys.stderr)
         return 1
 
 
-def _first_to_fail(running: Sequence[subprocess.Popen[bytes]]) -> int | None:
+def first_to_fail(running: Sequence[subprocess.Popen[bytes]]) -> int | None:
     """Waits until all have ended well, or one has not: that one."""
     while True:
         codes = [process.poll() for process in running]
@@ -181,12 +181,14 @@ def _first_to_fail(running: Sequence[subprocess.Popen[bytes]]) -> int | None:
         time.sleep(0.05)
 
 
-def _outcome(process: subprocess.Popen[bytes]) -> str:
+def outcome(process: subprocess.Popen[bytes]) -> str:
+    """How a process ended, in words."""
     code = process.returncode
     return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
 
-def _end(running: Sequence[subprocess.Popen[bytes]]) -> None:
+def end(running: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Ends processes that still run."""
     for process in running:
         if process.poll() is None:
             process.terminate()

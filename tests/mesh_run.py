@@ -1,6 +1,6 @@
 """Policies on meshes of virtual devices against one device: a program, since JAX counts devices once.
 
-    python tests/mesh_run.py MESH ... [--only N ...] [--heads K]
+    python tests/mesh_run.py MESH ... [--only N ...] [--heads K] [--moved]
 
 A line of JSON for each policy: the largest difference of logits, and how much else differed.
 """
@@ -11,7 +11,9 @@ import argparse
 import dataclasses
 import functools
 import json
+import math
 import os
+import re
 from typing import Any
 
 if "device_count" not in os.environ.get("XLA_FLAGS", ""):
@@ -143,15 +145,50 @@ def difference(one: Life, many: Life) -> dict[str, Any]:
     }
 
 
+def moved(policy: Policy, on: Mesh, kv_heads: int = 8) -> dict[str, Any]:
+    """Elements of the largest array that a step brings from one device to another, as compiled."""
+    it = model(kv_heads)
+    learned = {p.place: p.example_weights(jax.random.key(1), it.network) for p in policy.learned}
+    laid, learned = decode.on_mesh(it, learned, on)
+    rows = len(LENGTHS)
+    space = {"rows": rows, "context": 256, "page": 32, "chunk_size": 16}
+    state = decode.empty(it.network, policy, **space, dtype=np.float32, mesh=on)
+    state = decode.roomy(policy, state, 1)
+    fed = on.put((np.zeros(rows, np.int32), np.ones(rows, bool)))
+    program = decode.step_program.lower(laid.network, policy, laid.params, learned, state, *fed)
+    text = compiler.compiled_in_full(program).as_text()
+    found = [COLLECTIVE.search(line) for line in text.splitlines()]
+    arrays = [(met[2], shape) for met in found if met for shape in re.findall(r"\[([\d,]*)\]", met[1])]
+    sizes = [(math.prod(int(n) for n in shape.split(",") if n), kind, shape) for kind, shape in arrays]
+    pools = [min(p.k.size, layer.ring.k.size) for layer in state.layers for p in layer.pools or (layer.ring,)]
+    spec = it.network.spec
+    return {
+        "moved": [f"{kind} [{shape}]" for _, kind, shape in sizes],
+        "largest": max(sizes)[0],
+        "row": rows * max(spec.model_dim, spec.vocab_size),
+        "smallest pool": min(pools) // on.pools,
+    }
+
+
+COLLECTIVE = re.compile(
+    r" = (.*?) (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\("
+)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("mesh", nargs="+")
     parser.add_argument("--only", nargs="*", type=int, help="of policies()")
     parser.add_argument("--heads", type=int, default=8)
+    parser.add_argument("--moved", action="store_true", help="what a step brings from device to device")
     asked = parser.parse_args()
     every = policies()
     for index in asked.only or range(len(every)):
         policy = every[index]
+        if asked.moved:
+            found = moved(policy, kvjax.mesh(asked.mesh[0]), asked.heads)
+            print(json.dumps({"policy": repr(policy)} | found), flush=True)
+            continue
         one = live(policy, ONE, asked.heads)
         for name in asked.mesh:
             try:

@@ -1,0 +1,170 @@
+"""States on several devices give what one device gives; meshes that do not fit are refused beforehand."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import pytest
+import tiny
+
+import kvjax
+from kvjax import launch
+from kvjax.cache.mesh import AXES, ONE, Mesh, MeshError
+
+HERE = Path(__file__).parent
+CLOSE = 5e-5
+
+
+def lived(*words: str, processes: int = 1) -> list[dict]:
+    """What ``mesh_run.py`` found, in one process of eight devices or two of four."""
+    together = ["-m", "kvjax.launch", "--local", str(processes), "--devices", "4", "--"]
+    command = [sys.executable, *(together if processes > 1 else []), str(HERE / "mesh_run.py"), *words]
+    path = os.pathsep.join([str(HERE.parent), str(HERE)])
+    done = subprocess.run(
+        command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
+def check(found: list[dict]) -> None:
+    assert found
+    for one in found:
+        assert "error" not in one, one
+        # Kept sets first: where they differ logits tell nothing.
+        assert one["kept"] == [0, 0], one
+        assert one["text"] == 0, one
+        assert one["logits"] <= CLOSE, one
+        assert min(one["held"]) > 0
+
+
+# Heads that share a layer's slots; the prompt is ranked whole, and steps are read from ring and pages.
+SHARED = "39"
+
+
+def test_a_mesh_gives_what_one_device_gives():
+    check(lived("data=2,tensor=4", "--only", SHARED))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["data=2,tensor=4", "data=4,tensor=2", "tensor=8"])
+def test_every_policy_on_a_mesh(mesh):
+    check(lived(mesh))
+
+
+@pytest.mark.slow
+def test_every_policy_with_fewer_heads_than_devices():
+    check(lived("tensor=2,context=4", "--heads", "2"))
+
+
+@pytest.mark.slow
+def test_two_processes_give_what_one_gives():
+    check(lived("data=2,tensor=4", "--only", SHARED, "38", "44", processes=2))
+
+
+@pytest.mark.slow
+def test_no_step_moves_a_pool_between_devices():
+    found = lived("data=2,tensor=4", "--moved", "--only", "6", "38", "33", SHARED)
+    for one in found:
+        # Two products a layer, the embedding, and what a budget reads off logits: never slots or pages.
+        assert one["largest"] <= one["row"], one
+        assert one["smallest pool"] > one["row"]
+
+
+# --- refused -------------------------------------------------------------------------------------
+
+
+def grid(**sizes: int) -> Mesh:
+    """A mesh of devices that are not here, for what looks at sizes alone."""
+    shape = tuple(sizes.get(axis, 1) for axis in AXES)
+    return Mesh(jax.sharding.AbstractMesh(shape, AXES))  # type: ignore[arg-type]
+
+
+def test_one_device_is_no_mesh():
+    assert kvjax.mesh() == kvjax.mesh("data=1") == ONE
+    assert kvjax.mesh(tensor=1, context=1) == ONE
+    assert kvjax.mesh(ONE) is ONE
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("data", r"'data' is no axis and its size. Write it as 'data=2,tensor=4'"),
+        ("data=2.5", "'data=2.5' is no axis"),
+        ("rows=2", r"'rows' is no axis. The axes are data, tensor, context"),
+        ("data=0", "data=0 is no number of devices"),
+        ("tensor=4096", r"mesh\('tensor=4096'\) needs 4096 devices, .* are here. Make the axes smaller"),
+    ],
+)
+def test_a_mesh_that_cannot_be_made_is_refused(given, said):
+    with pytest.raises(MeshError, match=said):
+        kvjax.mesh(given)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "rows", "said"),
+    [
+        ({"data": 2}, 3, "data=2 does not divide 3 rows. Give a multiple of 2 rows"),
+        ({"tensor": 4}, 2, "tensor=4 does not divide the model's 2 KV heads. Take tensor=2,context=2"),
+        ({"tensor": 2, "context": 4}, 2, "tensor=2 x context=4 does not divide the model's 4 query heads"),
+    ],
+)
+def test_a_mesh_that_does_not_divide_is_refused_before_anything_runs(monkeypatch, sizes, rows, said):
+    monkeypatch.setattr(jax, "jit", None)
+    network = tiny.model().network
+    with pytest.raises(MeshError, match=re.escape(said)):
+        grid(**sizes).check("prefill", rows=rows, heads=network.num_heads, kv_heads=network.num_kv_heads)
+
+
+def test_prefill_refuses_rows_that_do_not_divide():
+    with pytest.raises(MeshError, match="prefill: data=2 does not divide 3 rows"):
+        kvjax.prefill(tiny.model(), "full", [tiny.prompt(4)] * 3, mesh=grid(data=2))
+
+
+def test_what_is_cut_and_what_is_whole():
+    mesh, network = grid(tensor=2, context=2), tiny.model().network
+    specs = mesh.of_model(network, tiny.model().params)
+    layer = specs["layers"][0]
+    assert layer["wk"] == jax.P(None, ("tensor",), None)
+    assert layer["wq"] == jax.P(None, ("tensor", "context"), None)
+    assert layer["attn_norm"] == jax.P()
+    assert specs["embed"] == jax.P()  # 61 tokens divide by nothing
+
+
+# --- launching -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["--local", "2"], "launch has no program to run"),
+        (["--local", "2", "--process-id", "0", "--", "x.py"], "--local starts all processes itself"),
+        (["--devices", "2", "--", "x.py"], "--devices makes virtual devices for processes of this machine"),
+        (["--coordinator", "here:1", "--", "x.py"], "go together. Give all three"),
+        (["--local", "0", "--", "x.py"], "--local 0 is out of range"),
+    ],
+)
+def test_a_launch_that_makes_no_sense_is_refused(capsys, given, said):
+    assert launch.main(given) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_killed_process_ends_the_others_and_is_named():
+    wait = [sys.executable, "-c", "import time; time.sleep(60)"]
+    running = [subprocess.Popen(wait) for _ in range(2)]
+    os.kill(running[1].pid, signal.SIGKILL)
+    begun = time.monotonic()
+    bad = launch.first_to_fail(running)
+    launch.end(running)
+    assert bad == 1
+    assert launch.outcome(running[1]) == "was killed by SIGKILL"
+    assert all(process.returncode is not None for process in running)
+    assert time.monotonic() - begun < launch.GRACE + 1
