@@ -2,7 +2,8 @@
 
 from kvjax.algebra import Policy, PolicyError
 from kvjax.cache.mesh import Mesh, MeshError, mesh
-from kvjax.cache.state import KVState, fork
+from kvjax.cache.reshard import fork
+from kvjax.cache.state import KVState
 from kvjax.catalogue import PRESETS, methods, policy
 from kvjax.decode import Generation, extend, generate, prefill, stream
 from kvjax.loading import load

@@ -1,6 +1,6 @@
 """Policies on meshes of virtual devices against one device: a program, since JAX counts devices once.
 
-    python tests/mesh_run.py MESH ... [--only N ...] [--heads K] [--moved]
+    python tests/mesh_run.py MESH ... [--only N ...] [--heads K] [--moved | --saved]
 
 A line of JSON for each policy: the largest difference of logits, and how much else differed.
 """
@@ -11,9 +11,11 @@ import argparse
 import dataclasses
 import functools
 import json
-import math
 import os
 import re
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 if "device_count" not in os.environ.get("XLA_FLAGS", ""):
@@ -31,6 +33,7 @@ import kvjax  # noqa: E402
 from kvjax import decode, metrics  # noqa: E402
 from kvjax.algebra import Policy  # noqa: E402
 from kvjax.cache.mesh import ONE, Mesh  # noqa: E402
+from kvjax.cache.reshard import reshard  # noqa: E402
 from kvjax.cache.state import KVState  # noqa: E402
 from kvjax.models import decoder  # noqa: E402
 from kvjax.models.spec import ModelSpec, Rope  # noqa: E402
@@ -146,7 +149,7 @@ def difference(one: Life, many: Life) -> dict[str, Any]:
 
 
 def moved(policy: Policy, on: Mesh, kv_heads: int = 8) -> dict[str, Any]:
-    """Elements of the largest array that a step brings from one device to another, as compiled."""
+    """What a compiled step brings from device to device: each collective and the shape of its result."""
     it = model(kv_heads)
     learned = {p.place: p.example_weights(jax.random.key(1), it.network) for p in policy.learned}
     laid, learned = decode.on_mesh(it, learned, on)
@@ -157,22 +160,57 @@ def moved(policy: Policy, on: Mesh, kv_heads: int = 8) -> dict[str, Any]:
     fed = on.put((np.zeros(rows, np.int32), np.ones(rows, bool)))
     program = decode.step_program.lower(laid.network, policy, laid.params, learned, state, *fed)
     text = compiler.compiled_in_full(program).as_text()
-    found = [COLLECTIVE.search(line) for line in text.splitlines()]
-    arrays = [(met[2], shape) for met in found if met for shape in re.findall(r"\[([\d,]*)\]", met[1])]
-    sizes = [(math.prod(int(n) for n in shape.split(",") if n), kind, shape) for kind, shape in arrays]
-    pools = [min(p.k.size, layer.ring.k.size) for layer in state.layers for p in layer.pools or (layer.ring,)]
-    spec = it.network.spec
-    return {
-        "moved": [f"{kind} [{shape}]" for _, kind, shape in sizes],
-        "largest": max(sizes)[0],
-        "row": rows * max(spec.model_dim, spec.vocab_size),
-        "smallest pool": min(pools) // on.pools,
-    }
+    met = [found for line in text.splitlines() if (found := COLLECTIVE.search(line))]
+    return {"moved": [f"{one[2]} [{shape}]" for one in met for shape in SHAPE.findall(one[1])]}
 
 
+SHAPE = re.compile(r"\w+\[([\d,]*)\]")
 COLLECTIVE = re.compile(
     r" = (.*?) (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\("
 )
+
+
+def differing(rows: list[int], one: KVState, other: KVState) -> int:
+    """Streams of ``other``, whose rows are these of ``one``, that do not hold the same to the bit."""
+    found = 0
+    for mine, theirs in zip(reshard(one, ONE).layers, reshard(other, ONE).layers):
+        held = tiny.held(*mine.pools)
+        for (row, head), slots in tiny.held(*theirs.pools).items():
+            wanted = held[rows[row], head]
+            alike = [np.array_equal(x, y) for at in slots for x, y in zip(slots[at], wanted.get(at, ()))]
+            found += slots.keys() != wanted.keys() or not all(alike)
+        for pages in theirs.pools:
+            tiny.owned_once(pages)
+        for x, y in zip(jax.tree.leaves(mine.ring), jax.tree.leaves(theirs.ring)):
+            found += not np.array_equal(np.asarray(x)[rows], y)
+    return found
+
+
+def onward(policy: Policy, state: KVState) -> np.ndarray:
+    """Logits of three steps; the state is used up."""
+    it, on, found = model(), state.mesh, []
+    laid, _ = decode.on_mesh(it, {}, on)
+    state = decode.reserve(policy, state, 3, 1)
+    for token in range(3):
+        fed = on.put((np.full(state.rows, token, np.int32), np.ones(state.rows, bool)))
+        state, logits = decode.step_program(laid.network, policy, laid.params, {}, state, *fed)
+        found.append(on.read(logits))
+    return np.stack(found)
+
+
+def returned(policy: Policy, names: list[str], folder: Path) -> Iterator[dict[str, Any]]:
+    """A state saved on the first mesh, opened on each, and forked: what differs, and the steps after."""
+    meshes = [kvjax.mesh(name) for name in names]
+    state, _ = kvjax.prefill(model(), policy, prompts(), context=72, page=8, chunk_size=16, mesh=meshes[0])
+    kvjax.save(state, folder / "state", model=model(), policy=policy)
+    same, twin = [0, 1, 2, 3], [1, 1, 1, 1]
+    others = [(same, kvjax.open(folder / "state", model=model(), mesh=on).state) for on in meshes]
+    others.append((twin, kvjax.fork(state, 1, len(twin))))
+    streams = [differing(rows, state, other) for rows, other in others]
+    first = onward(policy, state)
+    for (rows, other), off in zip(others, streams):
+        logits = np.abs(onward(policy, other) - first[:, rows]).max()
+        yield {"streams": off, "logits": float(logits), "to": repr(other.mesh)}
 
 
 def main() -> None:
@@ -181,10 +219,16 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", type=int, help="of policies()")
     parser.add_argument("--heads", type=int, default=8)
     parser.add_argument("--moved", action="store_true", help="what a step brings from device to device")
+    parser.add_argument("--saved", action="store_true", help="save on the first mesh, open on each")
     asked = parser.parse_args()
     every = policies()
     for index in asked.only or range(len(every)):
         policy = every[index]
+        if asked.saved:
+            with tempfile.TemporaryDirectory() as folder:
+                for found in returned(policy, asked.mesh, Path(folder)):
+                    print(json.dumps({"policy": repr(policy)} | found), flush=True)
+            continue
         if asked.moved:
             found = moved(policy, kvjax.mesh(asked.mesh[0]), asked.heads)
             print(json.dumps({"policy": repr(policy)} | found), flush=True)

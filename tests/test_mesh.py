@@ -73,10 +73,24 @@ def test_two_processes_give_what_one_gives():
 @pytest.mark.slow
 def test_no_step_moves_a_pool_between_devices():
     found = lived("data=2,tensor=4", "--moved", "--only", "6", "38", "33", SHARED)
+    assert len(found) == 4
     for one in found:
-        # Two products a layer, the embedding, and what a budget reads off logits: never slots or pages.
-        assert one["largest"] <= one["row"], one
-        assert one["smallest pool"] > one["row"]
+        # Two products a layer and the embedding; what policies reduce over heads: never an axis of heads, of
+        # pages or of channels.
+        assert one["moved"].count("all-reduce [2,1,32]") == 5, one
+        odd = [x for x in one["moved"] if not re.fullmatch(r"all-\w+ \[(\d+(,\d+)?|\d+,1,\d+)\]", x)]
+        assert not odd, one
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_state_saved_on_one_mesh_opens_on_another(processes):
+    others = ["data=4,tensor=2"] if processes > 1 else ["data=1", "tensor=2", "data=4,tensor=2"]
+    found = lived("data=2,tensor=4", *others, "--saved", "--only", SHARED, "12", processes=processes)
+    assert len(found) == 2 * (2 + len(others))  # on its own mesh, on the others, forked
+    for one in found:
+        assert one["streams"] == 0, one
+        assert one["logits"] <= (0 if one["to"] == found[0]["to"] else CLOSE), one
 
 
 # --- refused -------------------------------------------------------------------------------------

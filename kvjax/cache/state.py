@@ -199,9 +199,7 @@ def _resized(state: KVState, sizes: tuple[int, ...]) -> KVState:
 
 
 def fork(state: KVState, row: int, n: int) -> KVState:
-    """n rows, each a copy of ``row``: several continuations of one compressed context.
-
-    Pages are copied, so every page keeps exactly one owner.
+    """``kvjax.fork`` of a state that lies on one device.
 
     Raises:
       IndexError: no such row.

@@ -15,7 +15,10 @@ import numpy as np
 from kvjax import catalogue
 from kvjax.algebra import Policy
 from kvjax.cache import pool
+from kvjax.cache.mesh import Mesh, mesh_of
+from kvjax.cache.mesh import mesh as a_mesh
 from kvjax.cache.pages import Pages
+from kvjax.cache.reshard import reshard
 from kvjax.cache.ring import Ring
 from kvjax.cache.state import KVState, LayerCache
 from kvjax.saving._head import FORMAT, VERSION, StateError, check, digest, places
@@ -42,7 +45,12 @@ class Saved:
 
 
 def open(
-    path: str | Path, *, model: Weighted, policy: Policy | str | None = None, label: str | None = None
+    path: str | Path,
+    *,
+    model: Weighted,
+    policy: Policy | str | None = None,
+    label: str | None = None,
+    mesh: Mesh | str | None = None,
 ) -> Saved:
     """Reads a state that ``save`` wrote, for the model that made it.
 
@@ -51,10 +59,12 @@ def open(
       model: whose state it must be.
       policy: what will continue it, checked; None takes what it was made under.
       label: of the learned weights that will, checked where given.
+      mesh: devices to lay it on, whatever it was saved from; by default those of the model.
 
     Raises:
       StateError: no such file; one that is no state, is cut off, or of a newer format; a state of another
         model, dtype, policy structure, or of other learned weights.
+      MeshError: a mesh that does not divide its rows, or the model's heads.
     """
     arrays, head = _read(Path(path))
     made = check(str(path), head, model, None if policy is None else catalogue.policy(policy), label)
@@ -81,6 +91,9 @@ def open(
         structure=head["structure"],
         confidence=confidence,
     )
+    where, network = mesh_of(model.params) if mesh is None else a_mesh(mesh), model.network
+    where.check(f"open({str(path)!r})", rows=rows, heads=network.num_heads, kv_heads=network.num_kv_heads)
+    state = reshard(state, where)
     extra = {name[6:]: value for name, value in arrays.items() if name.startswith("extra.")}
     return Saved(state=state, policy=made, label=head["weights"], extra=extra, notes=head["notes"])
 

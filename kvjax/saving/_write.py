@@ -14,7 +14,9 @@ import numpy as np
 
 from kvjax import catalogue
 from kvjax.algebra import Policy
+from kvjax.cache.mesh import ONE
 from kvjax.cache.pages import Pages
+from kvjax.cache.reshard import reshard
 from kvjax.cache.ring import Ring
 from kvjax.cache.state import DONATED, KVState, LayerCache
 from kvjax.saving._head import FORMAT, VERSION, StateError, digest, places
@@ -54,6 +56,7 @@ def save(
             f"save({str(path)!r}): the state was made under '{state.structure}', not under '{policy!r}'. "
             "Give the policy that made it."
         )
+    state = reshard(state, ONE)
     arrays: dict[str, np.ndarray] = {}
     written = int(np.asarray(state.length).max())
     found = jax.device_get(state.layers)
@@ -76,7 +79,8 @@ def save(
         "layers": layers,
         "notes": notes or {},
     }
-    _write(path, arrays, {"head": json.dumps(head)})
+    if jax.process_index() == 0:  # all have the same
+        _write(path, arrays, {"head": json.dumps(head)})
 
 
 def _write(path: Path, arrays: dict[str, np.ndarray], metadata: dict[str, str]) -> None:
