@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from kvjax.types import Weighted
 
@@ -38,6 +39,9 @@ def _sample(x: Any) -> np.ndarray:
     """Entries at fixed places all over a matrix, as float32."""
     spread = np.arange(SAMPLED, dtype=np.uint64) * np.uint64(2654435761)  # golden ratio: hits every row
     at = np.unravel_index((spread % np.uint64(x.size)).astype(np.int64), x.shape)
+    if isinstance(x, jax.Array) and not x.is_fully_addressable:  # over processes: each gets the sample
+        whole = NamedSharding(x.sharding.mesh, PartitionSpec())  # type: ignore[attr-defined]
+        return np.asarray(jax.jit(lambda x: x[at], out_shardings=whole)(x)).astype(np.float32)
     here = isinstance(x, np.ndarray) or all(device.platform == "cpu" for device in x.devices())
     # Beside the device only the sample is copied.
     return np.asarray(np.asarray(x)[at] if here else x[at]).astype(np.float32)
