@@ -13,10 +13,11 @@ from typing import Any, Literal, TypeVar
 
 import numpy as np
 
-from kvjax import catalogue
+from kvjax import decode
 from kvjax.algebra import Policy
 from kvjax.decode import CHUNK
 from kvjax.engine._check import (
+    Learned,
     Shelf,
     check_numbers,
     check_space,
@@ -91,7 +92,7 @@ class Engine:
         Raises:
           PolicyError, WeightsError, RequestError: what cannot be served at all.
         """
-        default = catalogue.policy(policy)
+        default = decode.read_policy(policy, model)
         self._shelf = Shelf(model)
         self._settings = Settings.checked(
             model,
@@ -246,8 +247,8 @@ class Engine:
     def _prepared(self, request: Request, keeps: str = "") -> Job:
         """The request, checked, as the engine's thread takes it."""
         check_numbers(request)
-        policy = chosen_policy(request, self._default)
-        learned = self._shelf.get(policy, self._sources(request, policy))
+        policy = chosen_policy(request, self._default, self._model)
+        learned = self._learned(request, policy)
         ids = prompt_ids(self._model, request.prompt)
         if request.context is not None:
             ids = np.concatenate([self.contexts.tokens(request.context, policy, learned), ids])
@@ -265,12 +266,14 @@ class Engine:
             keeps=keeps,
         )
 
-    def _sources(self, request: Request, policy: Policy) -> Mapping[str, Source] | None:
-        """Where the policy's weights are from: what the request says, else what the engine was told."""
+    def _learned(self, request: Request, policy: Policy) -> Learned:
+        """The policy's weights: those the request names, its context's, or what the engine was told."""
         if request.weights is not None:
-            return request.weights
+            return self._shelf.get(policy, request.weights)
+        held = None if request.context is None else self.contexts.learned(request.context, policy)
         names = {part.name for part in policy.learned}
-        return {name: source for name, source in (self._given or {}).items() if name in names}
+        given = {name: source for name, source in (self._given or {}).items() if name in names}
+        return held or self._shelf.get(policy, given)
 
     def _enter(self, job: Job) -> None:
         with self._lock:

@@ -56,6 +56,11 @@ class Job:
         """Tokens it may still write."""
         return self.ticket.request.max_new_tokens - len(self.written)
 
+    @property
+    def prefix_key(self) -> tuple[str, str]:
+        """What a state it may begin with was read under: its policy, dials included, and weights."""
+        return repr(self.policy), self.learned.label
+
     def again(self) -> None:
         """From its prompt, for what was handed out already in silence."""
         self.skip = max(self.skip, len(self.written))

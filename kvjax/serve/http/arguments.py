@@ -31,7 +31,8 @@ class Options:
     """The command line, checked.
 
     Attributes:
-      model, dtype, policy, weights: as for one prompt; the policy is for requests that name none.
+      model, dtype, policy, weights: as for one prompt; the policy is for requests that name none, and text
+        where it is ``auto(...)``, until the model is known (``settled``).
       name: of the model, as clients say it; by default the last part of where it is from.
       host, port: where to listen; port 0 takes one that is free.
       api_key_file, without_key: who is let in.
@@ -47,14 +48,14 @@ class Options:
 
     model: str | None = None
     dtype: str | None = None
-    policy: Policy = Policy()
+    policy: str | Policy = Policy()
     weights: dict[str, Source] = dataclasses.field(default_factory=dict)
     name: str | None = None
     host: str = "127.0.0.1"
     port: int = 8000
     api_key_file: Path | None = None
     without_key: bool = False
-    allow_policies: tuple[Policy, ...] | None = None
+    allow_policies: tuple[str | Policy, ...] | None = None
     kv_memory: int | None = None
     max_rows: int = 16
     max_lanes: int = 8
@@ -81,16 +82,30 @@ def parse(argv: Sequence[str]) -> Options:
       PolicyError: a policy that cannot be built, weights for a part that it has not.
     """
     said = vars(_parser().parse_args(argv))
-    policy = catalogue.policy(said["policy"])
     allowed = said["allow_policies"]
-    return Options(
+    found = Options(
         **said
         | {
-            "policy": policy,
-            "weights": weights.sources(policy, said["weights"]),
-            "allow_policies": None if allowed is None else tuple(catalogue.policy(x) for x in allowed),
+            "policy": _policy(said["policy"]),
+            "weights": said["weights"] or {},
+            "allow_policies": None if allowed is None else tuple(_policy(x) for x in allowed),
         }
     )
+    return found if isinstance(found.policy, str) else settled(found, found.policy)
+
+
+def settled(options: Options, policy: Policy) -> Options:
+    """The options with the policy that theirs stands for.
+
+    Raises:
+      WeightsError: weights for a part that it has not.
+    """
+    return dataclasses.replace(options, policy=policy, weights=weights.sources(policy, options.weights))
+
+
+def _policy(text: str) -> str | Policy:
+    """As it is said; ``auto(...)`` is known when the model is."""
+    return text if weights.is_auto(text) else catalogue.policy(text)
 
 
 def size(flag: str) -> Callable[[str], int]:
