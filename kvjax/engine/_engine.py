@@ -65,6 +65,7 @@ class Engine:
         segment: int = 8,
         page: int | None = None,
         share: float | None = None,
+        share_pages: bool | None = None,
         on_note: Callable[[str], None] | None = None,
     ) -> None:
         """Checks everything and starts the engine's thread; nothing is compiled before the first request.
@@ -86,6 +87,8 @@ class Engine:
           share: of the tokens still to come, how many a row is counted to store when it is admitted; by
             default all of them where the policy bounds them, else the share measured in the row's own prompt.
             Less admits more rows at the risk that the youngest has to be read again.
+          share_pages: rows that begin with the same tokens share the pages that hold them. By default not on
+            a CPU, where a read that may meet a page twice follows every list and does not walk the pool once.
           on_note: told what an operator should know (a lane was made and how long that took, a row was put
             back); one line each.
 
@@ -104,6 +107,7 @@ class Engine:
             segment=segment,
             page=page,
             share=share,
+            share_pages=share_pages,
         )
         self._model, self._default, self._given, self._most = model, default, weights, queue
         self._shelf.get(default, weights)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Iterable
 from typing import Any
@@ -17,6 +18,7 @@ from kvjax.engine import _prefix as prefixes
 from kvjax.engine import _reading as readings
 from kvjax.engine._errors import ContextMismatch, ContextNotFound
 from kvjax.engine._lane import Lane
+from kvjax.engine._loans import Beginning
 from kvjax.engine._reading import Reading
 from kvjax.engine._request import Event, KVUsage
 from kvjax.engine._segment import first, look
@@ -32,14 +34,31 @@ PATIENCE = 0.02
 """Seconds to wait for a compilation where nothing else is to be done."""
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class Start:
+    """What a row is read on from.
+
+    Attributes:
+      state: of the row, which has seen so many tokens.
+      seen: how many.
+      of: the prefix or the context that it is a copy of; None for an empty row.
+      logits: what follows a context.
+    """
+
+    state: KVState
+    seen: int
+    of: Beginning | None = None
+    logits: Any = None
+
+
 class Begun:
     """A request that is being read, or has been and waits for pages."""
 
-    def __init__(
-        self, job: Job, lane: Lane | None, reading: Reading | None, state: KVState | None, logits: Any = None
-    ) -> None:
+    def __init__(self, job: Job, lane: Lane | None, reading: Reading | None, start: Start) -> None:
         self.job, self.lane, self.reading = job, lane, reading
-        self.state, self.logits = state, logits  # once it is read; of a context, what follows it
+        self.start = start
+        self.state = start.state if reading is None else None  # once it is read
+        self.begins = [] if start.of is None else [start.of]
         self.compiled = reading is None
         self.since = time.monotonic()
         self.growth: list[int] | None = None
@@ -102,10 +121,10 @@ class Reader:
         if not job.keeps and (lane is None or lane.free_place is None):
             return None
         ranked = job.ticket.request.echo and job.ticket.request.logprobs is not None and not job.echoed
-        state, begun, logits = self._beginning(job, row, ranked)
-        job.cached = begun
-        if begun == len(job.tokens):
-            return Begun(job, lane, None, state, logits)
+        start = self._beginning(job, row, ranked)
+        job.cached = start.seen
+        if start.seen == len(job.tokens):
+            return Begun(job, lane, None, start)
         key, borders = job.prefix_key, []
         if prefixes.shareable(job.policy) and not job.continues:
             borders = self._shared.space.prefixes.borders(key, job.tokens, settings.chunk)
@@ -114,17 +133,17 @@ class Reader:
             job.policy,
             job.learned.weights,
             job.tokens,
-            state,
-            begun=begun,
+            start.state,
+            begun=start.seen,
             seed=job.ticket.request.seed,
             ranked=ranked,
             borders=borders,
             width=settings.chunk,
         )
-        return Begun(job, lane, reading, None)
+        return Begun(job, lane, reading, start)
 
-    def _beginning(self, job: Job, row: KVState, ranked: bool) -> tuple[KVState, int, Any]:
-        """The state to read on from, how many tokens it has seen, and a context's logits of the next one."""
+    def _beginning(self, job: Job, row: KVState, ranked: bool) -> Start:
+        """The state to read on from, in pages enough for the whole prompt."""
         if job.continues:
             kept = self._shared.store.get(job.continues)
             if kept is None:
@@ -135,13 +154,14 @@ class Reader:
                     f"Go on with its own budget or a smaller one."
                 )
             more = len(job.tokens) - len(kept.tokens)
-            return readings.continued(job.policy, kept.state, more), len(kept.tokens), kept.logits
+            state = readings.continued(job.policy, kept.state, more)
+            return Start(state, len(kept.tokens), kept, kept.logits)
         prefix = None if ranked else self._shared.space.prefixes.find(job.prefix_key, job.tokens)
         if prefix is None:
-            return readings.empty_for(job.policy, row, len(job.tokens)), 0, None
+            return Start(readings.empty_for(job.policy, row, len(job.tokens)), 0)
         more = len(job.tokens) - len(prefix.tokens)
         state = readings.continued(job.policy, prefix.state, more)
-        return readings.with_total(state, len(job.tokens)), len(prefix.tokens), None
+        return Start(readings.with_total(state, len(job.tokens)), len(prefix.tokens), prefix)
 
     # --- a prompt ----------------------------------------------------------------------------------------
 
@@ -191,7 +211,8 @@ class Reader:
         if not reading.done:
             return
         for border, state in reading.snapshots.items():
-            self._shared.space.prefixes.keep(job.prefix_key, job.tokens[:border], state)
+            kept = self._shared.space.prefixes.keep(job.prefix_key, job.tokens[:border], state)
+            begun.begins.append(kept)
         begun.state = reading.state
         self._shared.counts.prompt_tokens += len(job.tokens) - reading.begun
         self._shared.counts.cached_tokens += reading.begun
@@ -270,18 +291,23 @@ class Reader:
         assert state is not None  # noqa: S101
         assert lane is not None  # noqa: S101
         if begun.reading is None and not job.written:  # a context that is continued by nothing
-            self._first(begun, begun.logits)
+            self._first(begun, begun.start.logits)
             return True
         known = look(state)
         lists = [x[0] for x in known.lists]
-        need = lane.need(job.policy, lists, self._shared.space.coming(job, state, known))
-        spare = lane.spare()
-        if all(n <= have for n, have in zip(need, spare)):
-            lane.insert(job, state, need)
-            self.begun = None
-            self.warm = True
-            return True
-        return self._grow(begun, need)
+        coming = self._shared.space.coming(job, state, known)
+        lent = lane.lender(job.policy, begun.start.of) if self._shared.settings.share_pages else None
+        need = lane.need(job.policy, lists, coming, lent)
+        if not all(n <= have for n, have in zip(need, lane.spare())):
+            return self._grow(begun, need)
+        if lent is not None and not lane.shared:  # the lender runs, so the others go on meanwhile
+            sharing = lane.program(self._shared.settings.segment, shared=True)
+            if not self._shared.compiler.ready([sharing]):
+                return False
+        lane.insert(job, state, lane.need(job.policy, lists, coming), begun.begins, lent)
+        self.begun = None
+        self.warm = True
+        return True
 
     def _grow(self, begun: Begun, need: list[int]) -> bool:
         """Larger pools for the row that waits; False while that cannot be."""

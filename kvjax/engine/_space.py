@@ -7,6 +7,7 @@ import math
 import numpy as np
 
 from kvjax import decode
+from kvjax.algebra import Policy
 from kvjax.cache.state import KVState
 from kvjax.decode import RequestError
 from kvjax.engine import _layout as layout
@@ -142,3 +143,30 @@ class Space:
     def welcome(self) -> bool:
         """Is there memory to keep the state of a text that ended?"""
         return self.allocated() < 0.9 * self.settings.kv_memory
+
+
+def lane_bytes(
+    model: Weighted,
+    policy: Policy,
+    *,
+    rows: int,
+    tokens: int,
+    context: int,
+    places: int,
+    chunk: int = decode.CHUNK,
+) -> int:
+    """Device bytes of a lane that holds so many rows of so many tokens.
+
+    Args:
+      model, policy: as ``Engine`` takes them.
+      rows: that are held at once.
+      tokens: of each, prompt and answer.
+      context: most tokens of a row; it decides the length of page lists.
+      places: of the lane (``max_rows``).
+      chunk: prompt tokens read at a time.
+    """
+    mine = layout.paged(policy, context)
+    row = layout.empty_row(model, mine, context=context, chunk=chunk, page=None)
+    lane = Lane(model, mine, "", {}, row, places)
+    need = layout.most_pages(mine, row, layout.nothing(row), tokens, 1)
+    return lane.allocated + lane.bytes_of([rows * pages - 1 for pages in need])
