@@ -64,6 +64,12 @@ class Prefix:
     used: float
     pages: Sequence[Int[np.ndarray, "K R"]]
 
+    @staticmethod
+    def of(key: tuple[str, str], tokens: Int[np.ndarray, " T"], state: KVState) -> Prefix:
+        """Of a state that is nobody else's."""
+        size = metrics.allocated(state.layers)
+        return Prefix(key, tokens, state, size, time.monotonic(), full_pages(state))
+
 
 class Prefixes:
     """The states that are kept, up to ``memory`` bytes; the longest unused goes first."""
@@ -107,16 +113,15 @@ class Prefixes:
         }
         return sorted(found - {0} - have)
 
-    def keep(self, key: tuple[str, str], tokens: Int[np.ndarray, " T"], state: KVState) -> Prefix:
-        """Keeps a state, which is nobody else's; drops others where there is no room."""
-        size = metrics.allocated(state.layers)
-        self._held = [p for p in self._held if not (p.key == key and np.array_equal(p.tokens, tokens))]
-        while self._held and (self.allocated + size > self._memory or len(self._held) >= MOST):
+    def keep(self, new: Prefix) -> None:
+        """Keeps one; drops others where there is no room."""
+        self._held = [
+            p for p in self._held if not (p.key == new.key and np.array_equal(p.tokens, new.tokens))
+        ]
+        while self._held and (self.allocated + new.bytes > self._memory or len(self._held) >= MOST):
             self.drop()
-        kept = Prefix(key, tokens, state, size, time.monotonic(), full_pages(state))
-        if size <= self._memory:
-            self._held.append(kept)
-        return kept
+        if new.bytes <= self._memory:
+            self._held.append(new)
 
     def drop(self) -> bool:
         """Forgets the one that was not used for longest; False where there is none."""

@@ -211,7 +211,7 @@ class Reader:
         if not reading.done:
             return
         for border, state in reading.snapshots.items():
-            kept = self._shared.space.prefixes.keep(job.prefix_key, job.tokens[:border], state)
+            kept = self._shared.space.remember(job.prefix_key, job.tokens[:border], state)
             begun.begins.append(kept)
         begun.state = reading.state
         self._shared.counts.prompt_tokens += len(job.tokens) - reading.begun

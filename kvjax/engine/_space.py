@@ -12,7 +12,7 @@ from kvjax.cache.state import KVState
 from kvjax.decode import RequestError
 from kvjax.engine import _layout as layout
 from kvjax.engine._lane import Lane
-from kvjax.engine._prefix import Prefixes
+from kvjax.engine._prefix import Prefix, Prefixes
 from kvjax.engine._segment import Lengths
 from kvjax.engine._settings import Settings
 from kvjax.engine._store import Store
@@ -139,6 +139,15 @@ class Space:
             if not self.prefixes.drop() and not self.drop_lane(besides):
                 return False
         return True
+
+    def remember(self, key: tuple[str, str], tokens: np.ndarray, state: KVState) -> Prefix:
+        """Keeps the state of a text for those that begin alike, where there is room; older ones make it."""
+        prefix = Prefix.of(key, tokens, state)
+        while self.allocated() + prefix.bytes > self.settings.kv_memory and self.prefixes.drop():
+            pass
+        if self.allocated() + prefix.bytes <= self.settings.kv_memory:
+            self.prefixes.keep(prefix)
+        return prefix
 
     def welcome(self) -> bool:
         """Is there memory to keep the state of a text that ended?"""

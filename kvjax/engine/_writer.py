@@ -98,7 +98,7 @@ class Writer:
         if prefixes.generated_too(job.policy) and not job.continues:
             fed = np.concatenate([job.tokens, np.asarray(job.written, np.int32)])[: kv.seen]
             if self._shared.space.welcome():
-                self._shared.space.prefixes.keep(job.prefix_key, fed, lane.cut(at))
+                self._shared.space.remember(job.prefix_key, fed, lane.cut(at))
 
     def inspect(self, number: int) -> Inspection | None:
         """What a running row holds; None where there is none of that number."""

@@ -33,6 +33,10 @@ def texts(share: bool, policy: str = "full", **more) -> tuple[list[list[int]], l
     with Engine(tiny.model(), policy=policy, share_pages=share, **SIZES) as engine:
         if more:
             engine.contexts.create("book", BEGINNING, policy=policy)
+        if share:  # the program that reads such pages is there, or the first would have ended before it is
+            engine.submit(asked(MANY, **more)).result()
+            (lane,), compiler = engine._scheduler.space.lanes, engine._scheduler._compiler
+            assert engine._call(lambda: compiler.ready([lane.program(SIZES["segment"], shared=True)], 100))
         first = engine.submit(asked(0, **more))
         events = iter(first)
         head = next(events)

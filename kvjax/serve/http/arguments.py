@@ -38,7 +38,7 @@ class Options:
       api_key_file, without_key: who is let in.
       allow_policies: what requests may ask for beside the default; None is all.
       kv_memory: bytes that caches may have; None is what the device has left.
-      max_rows, max_lanes, context, queue, chunk, segment, share: of the engine.
+      max_rows, max_lanes, context, queue, chunk, segment, share, share_pages: of the engine.
       max_body: bytes of a body. max_prompt: tokens; None as many as fit. max_choices: texts of one request.
       max_stops: stop strings.
       request_timeout, drain: seconds.
@@ -64,6 +64,7 @@ class Options:
     chunk: int = 256
     segment: int = 8
     share: float | None = None
+    share_pages: bool | None = None
     max_body: int = 8 * 2**20
     max_prompt: int | None = None
     max_choices: int = 64
@@ -198,6 +199,11 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
         type=cli.number("--share", float, lambda x: 0 <= x <= 1, "a share from 0 to 1"),
         help="of the tokens still to come, how many a text is counted to store when it begins (default: what "
         "its policy bounds, or the share its prompt kept); less runs more texts and puts some back to wait",
+    )
+    group.add_argument(
+        "--share-pages",
+        action=argparse.BooleanOptionalAction,
+        help="texts that begin alike share pages: less memory, on a CPU slower reads (default: but on a CPU)",
     )
     group.add_argument(
         "--context",

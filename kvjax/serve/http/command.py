@@ -122,6 +122,7 @@ def opened(options: Options, log: Log) -> Service:
         chunk=options.chunk,
         segment=options.segment,
         share=options.share,
+        share_pages=options.share_pages,
         on_note=lambda line: log("engine", text=line),
     )
     try:
