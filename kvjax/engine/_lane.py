@@ -42,6 +42,7 @@ class Lane:
       state: of all its rows; donated to every segment.
       places: who stands where.
       known: what the state held after the last change, on the host.
+      sized: have its pools the size that rows need? Before, there is a page in each.
       used: when it last had a row, for choosing the lane to drop.
     """
 
@@ -66,6 +67,7 @@ class Lane:
         self.places: list[Place | None] = [None] * rows
         self.known = look(self.state)
         self.used = time.monotonic()
+        self.sized = False
         self._order = 0
         self._stacked: tuple[list[int], Policy] | None = None
 
@@ -243,7 +245,7 @@ class Lane:
 
     def resize(self, counts: Sequence[int]) -> None:
         """Pools of so many pages."""
-        self.state = layout.resized(self.state, counts)
+        self.state, self.sized = layout.resized(self.state, counts), True
         self._look()
 
     def short_by(self, steps: int) -> list[int]:

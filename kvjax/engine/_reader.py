@@ -187,7 +187,7 @@ class Reader:
         assert begun.reading is not None  # noqa: S101
         try:
             programs = readings.programs(begun.reading)
-            if begun.lane is not None:
+            if begun.lane is not None and begun.lane.sized:
                 programs.append(begun.lane.program(self._shared.settings.segment))
             begun.compiled = self._shared.compiler.ready(programs, seconds)
             waited = time.monotonic() - begun.since
@@ -298,7 +298,7 @@ class Reader:
         coming = self._shared.space.coming(job, state, known)
         lent = lane.lender(job.policy, begun.start.of) if self._shared.settings.share_pages else None
         need = lane.need(job.policy, lists, coming, lent)
-        if not all(n <= have for n, have in zip(need, lane.spare())):
+        if not lane.sized or not all(n <= have for n, have in zip(need, lane.spare())):
             return self._grow(begun, need)
         if lent is not None and not lane.shared:  # the lender runs, so the others go on meanwhile
             sharing = lane.program(self._shared.settings.segment, shared=True)
@@ -318,7 +318,8 @@ class Reader:
                 have if n <= free else have + n - free
                 for have, n, free in zip(lane.counts, need, lane.spare())
             ]
-            begun.growth = space.affordable(lane, counts)
+            sized = lane.sized
+            begun.growth = space.affordable(lane, counts) if sized else space.beginning_with(lane, need)
         if begun.growth is None:
             if not space.running:
                 raise RequestError(
@@ -330,6 +331,6 @@ class Reader:
         if not self._shared.compiler.ready(larger, 0.0 if space.running else PATIENCE):
             return False
         growth, begun.growth = begun.growth, None
-        if space.affordable(lane, growth, exactly=True):
+        if space.affordable(lane, growth, exactly=True) is not None:
             lane.resize(growth)
         return True
