@@ -5,6 +5,8 @@ price     the same prompts, rows and new tokens by ``kvjax.generate`` and by the
           ``seconds`` is from the first prompt to the last token.
 memory    as many bytes for KV caches as ``full`` needs for a few rows, and four times as many requests: how
           many rows each policy held at once, and new tokens a second from the first prompt to the last token.
+prefix    16 requests under ``full`` that begin with the same tokens, their pages shared or not: the most
+          bytes of pages that were owned at once, and tokens a second while all rows ran.
 
 Everything is run once before it is timed, so nothing is compiled meanwhile.
 """
@@ -39,6 +41,7 @@ class Serving:
       batches: rows of ``price``.
       prompt, new: tokens of a request.
       long: prompt tokens of a request of ``memory``; what a policy drops of a prompt is what it saves.
+      prefix: tokens that the requests of ``prefix`` begin with.
       policies: of ``price``, the first of them; all of ``memory``, beside ``full``.
       fit: rows of ``full`` that the memory of ``memory`` holds.
       segment: steps between two looks of the host.
@@ -50,6 +53,7 @@ class Serving:
     batches: tuple[int, ...] = (1, 4, 16)
     prompt: int = 512
     long: int = 2048
+    prefix: int = 1024
     new: int = 128
     policies: tuple[str, ...] = ("full", "snapkv + uniform(0.25)")
     fit: int = 4
@@ -78,6 +82,8 @@ def serve(settings: Serving, done: Any) -> None:
             found["rows_ratio"] = round(found["rows_held"] / base["rows_held"], 2)
             found["tokens_per_s_ratio"] = round(found["tokens_per_s"] / base["tokens_per_s"], 2)
         done(found)
+    for share in (False, True):
+        done(prefix(model, settings, share))
 
 
 def prompts(model: LanguageModel, settings: Serving, rows: int) -> list[list[int]]:
@@ -128,7 +134,9 @@ def _generated(model: LanguageModel, settings: Serving, spec: str, asked: list[l
     return found
 
 
-def _engine(model: LanguageModel, settings: Serving, spec: str, rows: int, memory: int | None) -> Engine:
+def _engine(
+    model: LanguageModel, settings: Serving, spec: str, rows: int, memory: int | None, share: bool = False
+) -> Engine:
     return Engine(
         model,
         policy=spec,
@@ -137,6 +145,7 @@ def _engine(model: LanguageModel, settings: Serving, spec: str, rows: int, memor
         context=settings.context,
         queue=4096,
         segment=settings.segment,
+        share_pages=share,
     )
 
 
@@ -150,12 +159,8 @@ def _served(engine: Engine, settings: Serving, spec: str, asked: list[list[int]]
     seconds = time.perf_counter() - begun
     after = engine.metrics().pauses
     recent = after.recent[-(after.count - pauses.count) :] if after.count > pauses.count else (0.0,)
-    start, end = max(times[0] for times in stamps), min(times[-1] for times in stamps)
-    if end <= start:  # they did not all run at once
-        start, end = min(times[0] for times in stamps), max(times[-1] for times in stamps)
-    many = sum(sum(start < at <= end for at in times) for times in stamps)
     return {
-        "tokens_per_s": round(many / (end - start), 1),
+        "tokens_per_s": _rate(stamps, settings.segment),
         "seconds": round(seconds, 3),
         "first_token_s": round(float(np.median([times[0] for times in stamps])) - begun, 3),
         "longest_pause_s": round(max(recent), 4),
@@ -181,6 +186,19 @@ def _ask(engine: Engine, settings: Serving, asked: list[list[int]]) -> list[list
     for thread in threads:
         thread.join()
     return stamps
+
+
+def _rate(stamps: list[list[float]], segment: int) -> float:
+    """Tokens a second while all rows ran; of all, where they did not."""
+    start, end = max(times[0] for times in stamps), min(times[-1] for times in stamps)
+    if end <= start:
+        start, end = min(times[0] for times in stamps), max(times[-1] for times in stamps)
+    else:  # what other rows were given in the same segment came a little later, and is part of it
+        segments = max(1.0, max(sum(start < at <= end for at in times) for times in stamps) / segment)
+        late = end + (end - start) / segments / 2
+        end = max(at for times in stamps for at in times if at <= late)
+    many = sum(sum(start < at <= end for at in times) for times in stamps)
+    return round(many / (end - start), 1)
 
 
 # --- memory ----------------------------------------------------------------------------------------
@@ -219,6 +237,43 @@ def memory(model: LanguageModel, settings: Serving, spec: str) -> Row:
         "preempted": found.preempted,
         "seconds": round(seconds, 3),
         "tokens_per_s": round(sum(map(len, stamps)) / seconds, 1),
+    }
+
+
+# --- prefix ----------------------------------------------------------------------------------------
+
+ALIKE = 16
+"""Requests of ``prefix``."""
+
+
+def prefix(model: LanguageModel, settings: Serving, share: bool) -> Row:
+    """One row of ``prefix``."""
+    begin, *ends = prompts(model, dataclasses.replace(settings, prompt=settings.prefix), ALIKE + 1)
+    asked = [[*begin, *end[:16]] for end in ends]
+    longer = dataclasses.replace(settings, prompt=settings.prefix + 16)
+    with _engine(model, longer, "full", ALIKE, None, share) as engine:
+        _ask(engine, longer, asked)  # the second time all begin with what the first left
+        used, stop = [0.0], threading.Event()
+
+        def look() -> None:
+            while not stop.wait(0.05):
+                (lane,) = engine.metrics().lanes
+                used[0] = max(used[0], lane.allocated * lane.pages_used / max(lane.pages, 1))
+
+        watching = threading.Thread(target=look)
+        watching.start()
+        stamps = _ask(engine, longer, asked)
+        stop.set()
+        watching.join()
+    return {
+        "part": "prefix",
+        "shared": share,
+        "requests": ALIKE,
+        "prompt": longer.prompt,
+        "prefix": settings.prefix,
+        "new": settings.new,
+        "owned_page_bytes": int(used[0]),
+        "tokens_per_s": _rate(stamps, settings.segment),
     }
 
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int, Num
 
 
-@pytree()
+@pytree(static=("shared",))
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Pages:
     """The paged tokens of one layer: a pool, and which stream owns which page of it.
@@ -43,6 +43,7 @@ class Pages:
       free: ``free[:n_free]`` are the ids of the free pages, a stack.
       n_free: pages on the stack.
       overflow: a token could not be stored because the pool or a list was full; never set in a sound run.
+      shared: may a page have several owners? Static, since such pools are read by other programs.
     """
 
     k: Num[Array, "P S X"]
@@ -57,6 +58,7 @@ class Pages:
     free: Int[Array, " P"]
     n_free: Int[Array, ""]
     overflow: Bool[Array, ""]
+    shared: bool = False
 
     @property
     def size(self) -> int:
@@ -386,17 +388,22 @@ def _give_back(pages: Pages, list_id: Array, entry: Array, page: Array) -> Pages
 
 
 def clear(pages: Pages, gone: Bool[Array, " B"]) -> Pages:
-    """Return every page of the chosen rows to the pool (a finished request)."""
+    """The chosen rows own nothing any more (finished requests); pages without an owner return to the pool."""
     entries = pages.table.shape[-1]
     owned = (jnp.arange(entries) < used(pages)[..., None]) & gone[:, None, None, None]
     flat = jnp.where(owned, pages.table, pages.count).reshape(-1)
-    back = flat < pages.count
+    refs = pages.refs.at[flat].add(-1, mode="drop")
+    # A page that several of these rows share returns once: where it is named last.
+    at = jnp.arange(flat.size)
+    last = jnp.zeros(pages.count, jnp.int32).at[flat].max(at, mode="drop")
+    named = jnp.minimum(flat, pages.count - 1)
+    back = (flat < pages.count) & (refs[named] == 0) & (last[named] == at)
     top = pages.n_free + jnp.cumsum(back) - 1
     return dataclasses.replace(
         pages,
         table=jnp.where(gone[:, None, None, None], EMPTY, pages.table),
         length=jnp.where(gone[:, None, None], 0, pages.length),
-        refs=pages.refs.at[flat].add(-1, mode="drop"),
+        refs=refs,
         free=pages.free.at[jnp.where(back, top, pages.count)].set(flat, mode="drop"),
         n_free=pages.n_free + back.sum(),
     )

@@ -245,4 +245,5 @@ def pick_rows(pages: Pages, index: jnp.ndarray, count: int) -> Pages:
         free=jnp.where(jnp.arange(count) < n_free, count - 1 - jnp.arange(count), 0),
         n_free=n_free,
         overflow=pages.overflow | (total > count),
+        shared=False,
     )

@@ -1,7 +1,8 @@
 """Rows of a running batch: one comes in from a state of its own, goes, or is copied out.
 
-  insert    a row that was read alone takes an empty place: ring, pages, metadata, φ
-  release   rows give their places up; their pages are free when it returns
+  insert    a row that was read alone takes an empty place: ring, pages, metadata, φ; pages at the
+            beginning of its lists may be lent by a row that holds the same
+  release   rows give their places up; pages that nobody else owns are free when it returns
   cut       one row as a state of its own, with pages of its own
 
 All are pure and have one program for each pair of pool sizes, whichever row and whatever it holds; jitted
@@ -23,13 +24,30 @@ from kvjax.cache import ring as rings
 from kvjax.cache.pages import Pages
 from kvjax.cache.state import KVState, LayerCache
 from kvjax.cache.write import scattered
-from kvjax.types import EMPTY
+from kvjax.types import EMPTY, pytree
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Int
 
 
-def insert(cache: LayerCache, source: LayerCache, row: Int[Array, ""]) -> LayerCache:
+@pytree()
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Loan:
+    """Pages that a row shares with another, which holds the same tokens in them.
+
+    Attributes:
+      row: who lends.
+      pages: how many at the beginning of each list, of each pool in turn; full ones, which nobody writes
+        again.
+    """
+
+    row: Int[Array, ""]
+    pages: tuple[Int[Array, "K R"], ...]
+
+
+def insert(
+    cache: LayerCache, source: LayerCache, row: Int[Array, ""], loan: Loan | None = None
+) -> LayerCache:
     """A layer with the only row of ``source`` at ``row``, which must be empty.
 
     Args:
@@ -37,12 +55,16 @@ def insert(cache: LayerCache, source: LayerCache, row: Int[Array, ""]) -> LayerC
       source: made under the same structure, with rings and pages of the same size; its page lists may be
         longer or shorter than the batch's. Where a list or the pool is too short ``overflow`` is set.
       row: its place.
+      loan: pages that are not copied; None copies all.
     """
 
     def place(old: Array, new: Array) -> Array:
         return jax.lax.dynamic_update_slice_in_dim(old, new.astype(old.dtype), row, axis=0)
 
-    pools = [_insert_pages(mine, theirs, row) for mine, theirs in zip(cache.pools, source.pools)]
+    pools = [
+        _insert_pages(mine, theirs, row, None if loan is None else (loan.row, loan.pages[at]))
+        for at, (mine, theirs) in enumerate(zip(cache.pools, source.pools))
+    ]
     return dataclasses.replace(
         cache,
         ring=jax.tree.map(place, cache.ring, source.ring),
@@ -50,16 +72,27 @@ def insert(cache: LayerCache, source: LayerCache, row: Int[Array, ""]) -> LayerC
     ).with_pools(pools)
 
 
-def _insert_pages(pages: Pages, source: Pages, row: Int[Array, ""]) -> Pages:
-    """Every owned page of the source gets a free one of the pool; the rest is a renaming."""
+def _insert_pages(
+    pages: Pages, source: Pages, row: Int[Array, ""], loan: tuple[Array, Array] | None
+) -> Pages:
+    """Every owned page of the source is lent, or gets a free one of the pool; the rest is a renaming."""
     entries, theirs = pages.table.shape[-1], source.table.shape[-1]
     owned = jnp.arange(theirs) < paging.used(source)[0][..., None]  # [K, R, M]
-    names = jnp.where(owned, source.table[0], source.count)
+    copied, lent = owned, jnp.zeros_like(owned)
+    if loan is not None:
+        lent = owned & (jnp.arange(theirs) < loan[1][..., None])
+        copied = owned & ~lent
+    names = jnp.where(copied, source.table[0], source.count)
     mine = jnp.zeros(source.count, bool).at[names.reshape(-1)].set(True, mode="drop")
     at = pages.n_free - jnp.cumsum(mine)  # the i-th owned page takes the i-th from the top of the stack
     fresh = jnp.where(mine & (at >= 0), pages.free[jnp.maximum(at, 0)], pages.count)
-    table = jnp.where(owned, fresh[jnp.minimum(names, source.count - 1)], EMPTY)[..., :entries]
+    table = jnp.where(copied, fresh[jnp.minimum(names, source.count - 1)], EMPTY)[..., :entries]
     table = jnp.pad(table, ((0, 0), (0, 0), (0, max(0, entries - theirs))), constant_values=EMPTY)
+    refs = pages.refs.at[fresh].add(1, mode="drop")
+    if loan is not None:
+        lent = jnp.pad(lent[..., :entries], ((0, 0), (0, 0), (0, max(0, entries - theirs))))
+        table = jnp.where(lent, pages.table[loan[0]], table)
+        refs = refs.at[jnp.where(lent, table, pages.count)].add(1, mode="drop")
     total = mine.sum()
     lost = (total > pages.n_free) | owned[..., entries:].any() | source.overflow
 
@@ -76,7 +109,7 @@ def _insert_pages(pages: Pages, source: Pages, row: Int[Array, ""]) -> Pages:
         summary={name: carry(x, source.summary[name]) for name, x in pages.summary.items()},
         table=pages.table.at[row].set(table),
         length=pages.length.at[row].set(source.length[0]),
-        refs=pages.refs.at[fresh].add(1, mode="drop"),
+        refs=refs,
         n_free=jnp.maximum(pages.n_free - total, 0),
         overflow=pages.overflow | lost,
     )

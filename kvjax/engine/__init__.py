@@ -39,7 +39,6 @@ from kvjax.engine._errors import (
     EngineError,
     QueueFull,
 )
-from kvjax.engine._lane import lane_bytes
 from kvjax.engine._metrics import BUCKETS, LaneMetrics, Metrics, Seconds
 from kvjax.engine._request import (
     FINISHES,
@@ -51,6 +50,7 @@ from kvjax.engine._request import (
     Request,
     Usage,
 )
+from kvjax.engine._space import lane_bytes
 from kvjax.engine._ticket import Ticket
 
 __all__ = [

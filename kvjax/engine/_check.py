@@ -6,17 +6,18 @@ import dataclasses
 import json
 import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvjax import catalogue
+from kvjax import decode
 from kvjax.algebra import Policy
 from kvjax.decode import RequestError
 from kvjax.engine._request import MOST_LOGPROBS, Request
 from kvjax.engine._segment import STOPS
 from kvjax.types import Params, Weighted
-from kvjax.weights import Source, find
+from kvjax.weights import Source, find, shipped, sources
 
 if TYPE_CHECKING:
     from jaxtyping import Int
@@ -29,10 +30,12 @@ class Learned:
     Attributes:
       weights: as the decode loop takes them.
       label: which files they are of; equal labels are equal weights.
+      sources: by part name, what finds them again: the name of shipped weights, or a file.
     """
 
     weights: Params
     label: str
+    sources: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
 class Shelf:
@@ -55,8 +58,19 @@ class Shelf:
         key = json.dumps([policy.structure, said], sort_keys=True)
         if key not in self._read:
             found = find(policy, self._model, given)
-            self._read[key] = Learned(found.weights, found.label)
+            self._read[key] = Learned(found.weights, found.label, self._sources(policy, given, found.files))
         return self._read[key]
+
+    def _sources(
+        self, policy: Policy, given: Mapping[str, Source] | None, files: Mapping[str, Path]
+    ) -> dict[str, str]:
+        chosen = sources(policy, given)
+        return {
+            part.name: str(chosen[part.name])
+            if chosen[part.name] in shipped(self._model, part)
+            else str(files[part.name].resolve())
+            for part in policy.learned
+        }
 
 
 def prompt_ids(model: Weighted, prompt: Any) -> Int[np.ndarray, " T"]:
@@ -138,13 +152,13 @@ def check_space(prompt: int, request: Request, context: int) -> None:
         )
 
 
-def chosen_policy(request: Request, default: Policy) -> Policy:
-    """The policy a request asks for.
+def chosen_policy(request: Request, default: Policy, model: Weighted) -> Policy:
+    """The policy a request asks for on this model.
 
     Raises:
       PolicyError: one that cannot be built.
     """
-    return default if request.policy is None else catalogue.policy(request.policy)
+    return default if request.policy is None else decode.read_policy(request.policy, model)
 
 
 def checked_stops(stops: tuple[int, ...]) -> tuple[int, ...]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import json
 import threading
 import urllib.parse
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +23,7 @@ from kvjax.engine._settings import Settings
 from kvjax.engine._store import Kept, Store
 from kvjax.engine._ticket import Ticket
 from kvjax.types import Weighted
-from kvjax.weights import Source
+from kvjax.weights import Source, WeightsError
 
 SUFFIX = ".kv"
 """Of the files of contexts."""
@@ -127,7 +129,8 @@ class Contexts:
                 continue
             file = folder / f"{urllib.parse.quote(name, safe='')}{SUFFIX}"
             extra = {"tokens": np.asarray(kept.tokens), "logits": np.asarray(kept.logits)}
-            label, notes = kept.learned.label, {"name": name}
+            label = kept.learned.label
+            notes = {"name": name, "sources": json.dumps(dict(kept.learned.sources))}
             saving.save(
                 kept.state, file, model=self._model, policy=kept.policy, label=label, extra=extra, notes=notes
             )
@@ -139,22 +142,31 @@ class Contexts:
 
         Args:
           folder: where they are; nothing is read where there is none.
-          weights: sources of learned weights, by part name; by default what the model ships.
+          weights: sources of learned weights, by part name, for contexts whose own are gone.
 
         Raises:
-          StateError: a file that is damaged, newer, or of another model, context or other learned weights.
-          WeightsError: learned weights that are nowhere.
+          StateError: a file that is damaged, newer, or of another model or context, or whose learned weights
+            are nowhere.
         """
         found = []
         for file in sorted(Path(folder).glob(f"*{SUFFIX}")):
             saved = saving.open(file, model=self._model)
-            policy, name = saved.policy, saved.notes["name"]
-            learned = self._shelf.get(policy, weights)
-            if learned.label != saved.label or saved.state.context != self._settings.context:
+            policy, name = saved.policy, saved.notes.get("name")
+            if name is None:
                 raise saving.StateError(
-                    f"context {name!r} ({file}) was read with weights {saved.label or 'of nothing'} in rows "
-                    f"of {saved.state.context} tokens, here they are {learned.label or 'of nothing'} and "
-                    f"{self._settings.context}. Start the engine with those, or delete the file."
+                    f"{file} holds a state, and no context that an engine saved. Put it elsewhere."
+                )
+            if saved.state.context != self._settings.context:
+                raise saving.StateError(
+                    f"context {name!r} ({file}) was read in rows of {saved.state.context} tokens, here they "
+                    f"have {self._settings.context}. Start the engine with that context, or delete the file."
+                )
+            learned = self._learned(saved, weights or {})
+            if learned is None:
+                raise saving.StateError(
+                    f"context {name!r} ({file}) was read with the learned weights {saved.label}, which are "
+                    "neither where they were nor among those given. Start the engine with them, or delete "
+                    "the file."
                 )
             if self._store.get(name) is not None:
                 continue
@@ -163,6 +175,22 @@ class Contexts:
             self._store.put(name, tokens, paged(policy, self._settings.context), learned, state, logits)
             found.append(self.get(name))
         return found
+
+    def _learned(self, saved: saving.Saved, weights: Mapping[str, Source]) -> Learned | None:
+        """The weights that a saved context was read with; None where they are nowhere."""
+        names = {part.name for part in saved.policy.learned}
+        given = {name: source for name, source in weights.items() if name in names}
+        for ways in (json.loads(saved.notes.get("sources", "{}")), given, {}):
+            with contextlib.suppress(WeightsError):
+                found = self._shelf.get(saved.policy, ways)
+                if found.label == saved.label:
+                    return found
+        return None
+
+    def learned(self, name: str, policy: Policy) -> Learned | None:
+        """The weights a context was read with, where they serve this policy; else None."""
+        kept = self._store.get(name)
+        return kept.learned if kept is not None and kept.policy.structure == policy.structure else None
 
     def tokens(self, name: str, policy: Policy, learned: Learned) -> np.ndarray:
         """Of a context that a request under this policy continues.

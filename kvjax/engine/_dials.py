@@ -17,6 +17,7 @@ import jax
 import numpy as np
 
 from kvjax.algebra import Frame, Part, Policy
+from kvjax.types import pytree
 
 if TYPE_CHECKING:
     from jaxtyping import Array
@@ -47,6 +48,8 @@ def _by_rows(part: Part) -> Part:
 def _kind(kind: Any) -> type[Part]:
     """The kind of part whose methods answer row by row."""
     wraps = {"arrive": _observing} | _METHODS[kind.place]
+    if kind.at_layer is not Part.at_layer:
+        wraps = wraps | {"at_layer": _at_layer}
     methods = {name: wrap(getattr(kind, name)) for name, wrap in wraps.items()}
     return type(kind.__name__, (kind,), methods | {"_of_one_row": kind})
 
@@ -54,21 +57,49 @@ def _kind(kind: Any) -> type[Part]:
 def _rows_of(part: Part, method: Callable[..., Any], *args: Any) -> Any:
     """``method(part of a row, args of the row)``, of all rows; arrays of ``args`` have a leading axis B."""
 
-    whole = object.__new__(part._of_one_row)  # type: ignore[attr-defined]
-    vars(whole).update(vars(part))
-
     def one(mine: Part, row: Any) -> Any:
         alone = jax.tree.map(lambda x: x[None], row)
         return jax.tree.map(lambda x: x[0], method(mine, *alone))
 
-    return jax.vmap(one)(whole, args)
+    return jax.vmap(one)(_stacked(part), args)
+
+
+def _stacked(part: Part) -> Part:
+    """The part whose dials are arrays of rows, with the methods of a single row."""
+    whole = object.__new__(part._of_one_row)  # type: ignore[attr-defined]
+    vars(whole).update(vars(part))
+    return whole
+
+
+@pytree()
+@dataclasses.dataclass(frozen=True)
+class _OfRows:
+    """Weights of a layer that depend on dials, and so on the row: leaves have a leading axis B."""
+
+    tree: Any
+
+
+def _at_layer(method: Callable[..., Any]) -> Callable[..., Any]:
+    """``at_layer``, where a part has one of its own: what it makes of the weights is a row's."""
+
+    def call(self: Part, weights: Any, layer: int) -> _OfRows:
+        return _OfRows(jax.vmap(lambda mine: method(mine, weights, layer))(_stacked(self)))
+
+    return call
+
+
+def _weights(params: Any) -> tuple[_OfRows | None, Callable[[_OfRows | None], Any]]:
+    """What of the weights goes along rows, and the weights of one of these."""
+    own = params if isinstance(params, _OfRows) else None
+    return own, lambda row: params if row is None else jax.tree.map(lambda x: x[0], row.tree)
 
 
 def _after_weights(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Methods whose first argument are learned weights, the same for all rows."""
+    """Methods whose first argument are learned weights, mostly the same for all rows."""
 
     def call(self: Part, params: Any, *args: Any) -> Any:
-        return _rows_of(self, lambda mine, *row: method(mine, params, *row), *args)
+        own, of = _weights(params)
+        return _rows_of(self, lambda mine, own, *row: method(mine, of(own), *row), own, *args)
 
     return call
 
@@ -84,10 +115,12 @@ def _observing(method: Callable[..., Any]) -> Callable[..., Any]:
     """``arrive`` and ``admit``: of an observation, the layer is no row's."""
 
     def call(self: Part, params: Any, observed: Any) -> Any:
-        def see(mine: Part, pos: Array, total: Array, values: dict[str, Array]) -> Any:
-            return method(mine, params, dataclasses.replace(observed, pos=pos, total=total, values=values))
+        own, of = _weights(params)
 
-        return _rows_of(self, see, observed.pos, observed.total, observed.values)
+        def see(mine: Part, own: Any, pos: Array, total: Array, values: dict[str, Array]) -> Any:
+            return method(mine, of(own), dataclasses.replace(observed, pos=pos, total=total, values=values))
+
+        return _rows_of(self, see, own, observed.pos, observed.total, observed.values)
 
     return call
 
@@ -115,10 +148,12 @@ def _select(method: Callable[..., Any]) -> Callable[..., Any]:
     """``select``: page lists are a row's, the pool is everybody's."""
 
     def call(self: Part, params: Any, q: Array, pages: Any, list_id: int) -> Any:
-        def see(mine: Part, q: Array, table: Array, length: Array) -> Any:
-            return method(mine, params, q, dataclasses.replace(pages, table=table, length=length), list_id)
+        own, of = _weights(params)
 
-        return _rows_of(self, see, q, pages.table, pages.length)
+        def see(mine: Part, own: Any, q: Array, table: Array, length: Array) -> Any:
+            return method(mine, of(own), q, dataclasses.replace(pages, table=table, length=length), list_id)
+
+        return _rows_of(self, see, own, q, pages.table, pages.length)
 
     return call
 

@@ -13,10 +13,11 @@ from typing import Any, Literal, TypeVar
 
 import numpy as np
 
-from kvjax import catalogue
+from kvjax import decode
 from kvjax.algebra import Policy
 from kvjax.decode import CHUNK
 from kvjax.engine._check import (
+    Learned,
     Shelf,
     check_numbers,
     check_space,
@@ -64,6 +65,7 @@ class Engine:
         segment: int = 8,
         page: int | None = None,
         share: float | None = None,
+        share_pages: bool | None = None,
         on_note: Callable[[str], None] | None = None,
     ) -> None:
         """Checks everything and starts the engine's thread; nothing is compiled before the first request.
@@ -85,13 +87,15 @@ class Engine:
           share: of the tokens still to come, how many a row is counted to store when it is admitted; by
             default all of them where the policy bounds them, else the share measured in the row's own prompt.
             Less admits more rows at the risk that the youngest has to be read again.
+          share_pages: rows that begin with the same tokens share the pages that hold them. By default not on
+            a CPU, where a read that may meet a page twice follows every list and does not walk the pool once.
           on_note: told what an operator should know (a lane was made and how long that took, a row was put
             back); one line each.
 
         Raises:
           PolicyError, WeightsError, RequestError: what cannot be served at all.
         """
-        default = catalogue.policy(policy)
+        default = decode.read_policy(policy, model)
         self._shelf = Shelf(model)
         self._settings = Settings.checked(
             model,
@@ -103,6 +107,7 @@ class Engine:
             segment=segment,
             page=page,
             share=share,
+            share_pages=share_pages,
         )
         self._model, self._default, self._given, self._most = model, default, weights, queue
         self._shelf.get(default, weights)
@@ -246,8 +251,8 @@ class Engine:
     def _prepared(self, request: Request, keeps: str = "") -> Job:
         """The request, checked, as the engine's thread takes it."""
         check_numbers(request)
-        policy = chosen_policy(request, self._default)
-        learned = self._shelf.get(policy, self._sources(request, policy))
+        policy = chosen_policy(request, self._default, self._model)
+        learned = self._learned(request, policy)
         ids = prompt_ids(self._model, request.prompt)
         if request.context is not None:
             ids = np.concatenate([self.contexts.tokens(request.context, policy, learned), ids])
@@ -265,12 +270,14 @@ class Engine:
             keeps=keeps,
         )
 
-    def _sources(self, request: Request, policy: Policy) -> Mapping[str, Source] | None:
-        """Where the policy's weights are from: what the request says, else what the engine was told."""
+    def _learned(self, request: Request, policy: Policy) -> Learned:
+        """The policy's weights: those the request names, its context's, or what the engine was told."""
         if request.weights is not None:
-            return request.weights
+            return self._shelf.get(policy, request.weights)
+        held = None if request.context is None else self.contexts.learned(request.context, policy)
         names = {part.name for part in policy.learned}
-        return {name: source for name, source in (self._given or {}).items() if name in names}
+        given = {name: source for name, source in (self._given or {}).items() if name in names}
+        return held or self._shelf.get(policy, given)
 
     def _enter(self, job: Job) -> None:
         with self._lock:

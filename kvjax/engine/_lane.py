@@ -19,9 +19,10 @@ from kvjax.cache import rows as rowing
 from kvjax.cache.state import KVState, PoolOverflowError
 from kvjax.engine import _layout as layout
 from kvjax.engine._dials import stack
+from kvjax.engine._loans import Beginning, Lent, lendable, marked
 from kvjax.engine._reading import Program
 from kvjax.engine._segment import STOPS, Drawn, Run, look, segment
-from kvjax.engine._work import Job
+from kvjax.engine._work import Job, Place
 from kvjax.sampling import Sampling
 from kvjax.types import EMPTY, Params, Weighted
 
@@ -30,21 +31,6 @@ _release = jax.jit(rowing.release, donate_argnums=0)
 _cut = jax.jit(rowing.cut, static_argnums=2)
 _with_row = jax.jit(rowing.with_row, donate_argnums=0)
 _without_rows = jax.jit(rowing.without_rows, donate_argnums=0)
-
-
-@dataclasses.dataclass(eq=False)
-class Place:
-    """A row that is being written.
-
-    Attributes:
-      job: whose.
-      order: rows that came later have higher ones.
-      reserved: pages of each pool (of a layer, the fullest) that are counted as its own.
-    """
-
-    job: Job
-    order: int
-    reserved: list[int]
 
 
 class Lane:
@@ -56,6 +42,7 @@ class Lane:
       state: of all its rows; donated to every segment.
       places: who stands where.
       known: what the state held after the last change, on the host.
+      sized: have its pools the size that rows need? Before, there is a page in each.
       used: when it last had a row, for choosing the lane to drop.
     """
 
@@ -80,6 +67,7 @@ class Lane:
         self.places: list[Place | None] = [None] * rows
         self.known = look(self.state)
         self.used = time.monotonic()
+        self.sized = False
         self._order = 0
         self._stacked: tuple[list[int], Policy] | None = None
 
@@ -123,31 +111,65 @@ class Lane:
         return [lists[row] for lists in self.known.lists]
 
     def spare(self) -> list[int]:
-        """Pages of each pool that no row has reserved, and that are free in every layer.
+        """Pages of each pool that are free in every layer, and that no row has reserved and not taken yet.
 
-        Rows that were counted with less than they store may hold more than they reserved.
+        What rows still take they never share, so it does not matter here who shares what.
         """
-        taken = np.zeros(len(self.sizes), int)
-        for place in self.places:
-            if place is not None:
-                taken += np.asarray(place.reserved)
-        kinds = len(self.sizes)
-        free = [min((int(n) for n in self.known.free[kind::kinds]), default=0) for kind in range(kinds)]
-        return [min(count - int(n), left) for count, n, left in zip(self.counts, taken, free)]
+        kinds, found = len(self.sizes), list(self.counts)
+        for at, (lists, free) in enumerate(zip(self.known.lists, self.known.free)):
+            kind, left = at % kinds, int(free)
+            for row in self.rows:
+                place = self.places[row]
+                assert place is not None  # noqa: S101
+                left -= max(0, place.reserved[kind] - layout.pages_for(lists[row], self.sizes[kind]))
+            found[kind] = min(found[kind], left)
+        return found
+
+    @property
+    def shared(self) -> bool:
+        """Is its program the one that reads pages of several owners?"""
+        return any(pages.shared for layer in self.state.layers for pages in layer.pools)
+
+    def lender(self, policy: Policy, beginning: Beginning | None) -> Lent | None:
+        """A row that holds the full pages of this beginning; None where there is none, or no such page."""
+        if beginning is None or not lendable(policy) or not any(x.any() for x in beginning.pages):
+            return None
+        for at in self.rows:
+            place = self.places[at]
+            if place is not None and any(mine is beginning for mine in place.begins):
+                return Lent(at, beginning.pages)
+        return None
 
     # --- rows come and go ----------------------------------------------------------------------------
 
-    def insert(self, job: Job, source: KVState, reserved: list[int]) -> int:
+    def insert(
+        self,
+        job: Job,
+        source: KVState,
+        reserved: list[int],
+        begins: Sequence[Beginning] = (),
+        lent: Lent | None = None,
+    ) -> int:
         """A row that was read takes an empty place; the place. The source is left as it is."""
         at = self.free_place
         assert at is not None  # noqa: S101  (the scheduler has looked)
-        row = np.int32(at)
-        layers = tuple(_insert(mine, theirs, row) for mine, theirs in zip(self.state.layers, source.layers))
+        row, family = np.int32(at), self._order + 1
+        if lent is not None:
+            lender = self.places[lent.row]
+            assert lender is not None  # noqa: S101
+            family = lender.family
+            if not self.shared:
+                self.state = marked(self.state, True)
+        layers, paged = [], 0
+        for mine, theirs in zip(self.state.layers, source.layers):
+            loan = None if lent is None or not mine.pools else lent.of_layer(paged, len(mine.pools))
+            layers.append(_insert(mine, theirs, row, loan))
+            paged += bool(mine.pools)
         bare = dataclasses.replace(self.state, layers=())
         counts = _with_row(bare, (), dataclasses.replace(source, layers=()), row)
-        self.state = dataclasses.replace(counts, layers=layers)
+        self.state = dataclasses.replace(counts, layers=tuple(layers))
         self._order += 1
-        self.places[at] = Place(job, self._order, reserved)
+        self.places[at] = Place(job, self._order, reserved, begins, family)
         self._look()
         return at
 
@@ -162,6 +184,9 @@ class Lane:
         self.state = dataclasses.replace(bare, layers=layers)
         for at in gone:
             self.places[at] = None
+        families = [place.family for place in self.places if place is not None]
+        if self.shared and len(set(families)) == len(families):
+            self.state = marked(self.state, False)
         self.used = time.monotonic()
         self._look()
 
@@ -190,9 +215,11 @@ class Lane:
 
     # --- space ---------------------------------------------------------------------------------------
 
-    def need(self, policy: Policy, lists: Sequence[np.ndarray], coming: int) -> list[int]:
-        """Pages that a row with these lists owns after so many tokens more were stored."""
-        return layout.most_pages(policy, self.state, lists, coming, 1)
+    def need(
+        self, policy: Policy, lists: Sequence[np.ndarray], coming: int, lent: Lent | None = None
+    ) -> list[int]:
+        """Pages that a row with these lists owns after so many tokens more were stored, but those lent."""
+        return layout.most_pages(policy, self.state, lists, coming, 1, None if lent is None else lent.pages)
 
     def bytes_of(self, counts: Sequence[int]) -> int:
         """Device bytes of pools of so many pages."""
@@ -218,7 +245,7 @@ class Lane:
 
     def resize(self, counts: Sequence[int]) -> None:
         """Pools of so many pages."""
-        self.state = layout.resized(self.state, counts)
+        self.state, self.sized = layout.resized(self.state, counts), True
         self._look()
 
     def short_by(self, steps: int) -> list[int]:
@@ -307,42 +334,16 @@ class Lane:
             steps=np.int32(steps),
         )
 
-    def program(self, steps: int, counts: Sequence[int] | None = None) -> Program:
-        """The lane's segment, with pools of so many pages."""
+    def program(self, steps: int, counts: Sequence[int] | None = None, shared: bool | None = None) -> Program:
+        """The lane's segment, with pools of so many pages, which rows may share or may not."""
         counts = list(self.counts if counts is None else counts)
+        shared = self.shared if shared is None else shared
         state = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self.state)
-        state = layout.with_counts(state, counts)
-        key = ("segment", id(self), steps, tuple(counts))
+        state = marked(layout.with_counts(state, counts), shared)
+        key = ("segment", id(self), steps, tuple(counts), shared)
         return key, functools.partial(self._compile, steps, state, self._policies(), self._run(steps))
 
     def _compile(self, steps: int, state: KVState, policies: Policy, run: Run) -> None:
         segment.lower(
             self.model.network, policies, steps, self.model.params, self.weights, state, run
         ).compile()
-
-
-def lane_bytes(
-    model: Weighted,
-    policy: Policy,
-    *,
-    rows: int,
-    tokens: int,
-    context: int,
-    places: int,
-    chunk: int = decode.CHUNK,
-) -> int:
-    """Device bytes of a lane that holds so many rows of so many tokens.
-
-    Args:
-      model, policy: as ``Engine`` takes them.
-      rows: that are held at once.
-      tokens: of each, prompt and answer.
-      context: most tokens of a row; it decides the length of page lists.
-      places: of the lane (``max_rows``).
-      chunk: prompt tokens read at a time.
-    """
-    mine = layout.paged(policy, context)
-    row = layout.empty_row(model, mine, context=context, chunk=chunk, page=None)
-    lane = Lane(model, mine, "", {}, row, places)
-    need = layout.most_pages(mine, row, layout.nothing(row), tokens, 1)
-    return lane.allocated + lane.bytes_of([rows * pages - 1 for pages in need])

@@ -91,7 +91,12 @@ def pages_for(slots: np.ndarray, size: int) -> int:
 
 
 def most_pages(
-    policy: Policy, state: KVState, lists: Sequence[np.ndarray], coming: int, arriving: int
+    policy: Policy,
+    state: KVState,
+    lists: Sequence[np.ndarray],
+    coming: int,
+    arriving: int,
+    lent: Sequence[np.ndarray] | None = None,
 ) -> list[int]:
     """Pages that suffice for a row, one number for each pool of a layer: its fullest layer's.
 
@@ -101,6 +106,7 @@ def most_pages(
       lists: live slots [K, R] of the row, of each pool of each layer in turn.
       coming: tokens that may still come, all of them to be stored.
       arriving: how many at a time.
+      lent: pages [K, R] of these lists that another row lends, which are not counted.
     """
     sizes = shape(state)
     if not sizes:
@@ -110,10 +116,12 @@ def most_pages(
     for kind, ((size, entries), bound) in enumerate(zip(sizes, bounds)):
         most = entries * size if bound is None else min(bound, entries * size)
         need = 0
-        for live in lists[kind :: len(sizes)]:
+        for at in range(kind, len(lists), len(sizes)):
+            live = lists[at]
             stream = live.sum(axis=-1)
             after = np.maximum(np.minimum(stream + coming, most), stream)
-            need = max(need, pages_for(after, size) + (live.shape[-1] - 1) * len(live))
+            more = pages_for(after, size) + (live.shape[-1] - 1) * len(live)
+            need = max(need, more - (0 if lent is None else int(lent[at].sum())))
         found.append(need)
     return found
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -21,6 +21,7 @@ import numpy as np
 from kvjax import metrics
 from kvjax.algebra import Policy
 from kvjax.cache.state import KVState
+from kvjax.engine._loans import full_pages
 
 if TYPE_CHECKING:
     from jaxtyping import Int
@@ -53,6 +54,7 @@ class Prefix:
       state: one row; whoever goes on with it copies it.
       bytes: on the device.
       used: when it was last asked for.
+      pages: full ones, as rows that begin with it may share them (``_loans``).
     """
 
     key: tuple[str, str]
@@ -60,6 +62,13 @@ class Prefix:
     state: KVState
     bytes: int
     used: float
+    pages: Sequence[Int[np.ndarray, "K R"]]
+
+    @staticmethod
+    def of(key: tuple[str, str], tokens: Int[np.ndarray, " T"], state: KVState) -> Prefix:
+        """Of a state that is nobody else's."""
+        size = metrics.allocated(state.layers)
+        return Prefix(key, tokens, state, size, time.monotonic(), full_pages(state))
 
 
 class Prefixes:
@@ -104,14 +113,15 @@ class Prefixes:
         }
         return sorted(found - {0} - have)
 
-    def keep(self, key: tuple[str, str], tokens: Int[np.ndarray, " T"], state: KVState) -> None:
-        """Keeps a state, which is nobody else's; drops others where there is no room."""
-        size = metrics.allocated(state.layers)
-        self._held = [p for p in self._held if not (p.key == key and np.array_equal(p.tokens, tokens))]
-        while self._held and (self.allocated + size > self._memory or len(self._held) >= MOST):
+    def keep(self, new: Prefix) -> None:
+        """Keeps one; drops others where there is no room."""
+        self._held = [
+            p for p in self._held if not (p.key == new.key and np.array_equal(p.tokens, new.tokens))
+        ]
+        while self._held and (self.allocated + new.bytes > self._memory or len(self._held) >= MOST):
             self.drop()
-        if size <= self._memory:
-            self._held.append(Prefix(key, tokens, state, size, time.monotonic()))
+        if new.bytes <= self._memory:
+            self._held.append(new)
 
     def drop(self) -> bool:
         """Forgets the one that was not used for longest; False where there is none."""

@@ -27,8 +27,8 @@ class Request:
       ignore_eos: the model's own end tokens do not end the text.
       stop_tokens: further token ids that do.
       policy: what the cache keeps, in one-string form or as a value; None is the engine's default.
-      weights: sources of learned weights by part name, as of ``kvjax.weights_for``; None: those of the
-        engine's default where the policy is the default one, else what the model ships.
+      weights: sources of learned weights by part name, as of ``kvjax.weights_for``; None: those that
+        ``context`` was read with, else those the engine was given, else what the model ships.
       deadline: seconds after ``submit`` at which the request ends wherever it is.
       context: name of a held context that the prompt continues (a fork of it; the context stays).
       inspect: ``Engine.inspect`` still answers once the text has ended, with what the row held then.

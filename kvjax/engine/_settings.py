@@ -18,6 +18,7 @@ class Settings:
     Attributes:
       share: of the tokens still to come that are counted as stored when a row is admitted; None counts all
         where the policy bounds them, else the share measured in the row's own prompt.
+      share_pages: rows that begin alike share pages.
     """
 
     kv_memory: int
@@ -28,6 +29,7 @@ class Settings:
     segment: int
     page: int | None
     share: float | None = None
+    share_pages: bool = False
 
     @staticmethod
     def checked(
@@ -37,6 +39,7 @@ class Settings:
         context: int | None,
         page: int | None,
         share: float | None,
+        share_pages: bool | None,
         **whole: int,
     ) -> Settings:
         """Of what was said.
@@ -63,7 +66,11 @@ class Settings:
                 "trained for. Give a number between."
             )
         memory = left() if kv_memory is None else kv_memory
-        return Settings(kv_memory=memory, context=context, page=page, share=share, **whole)
+        if share_pages is None:
+            share_pages = jax.default_backend() != "cpu"
+        return Settings(
+            kv_memory=memory, context=context, page=page, share=share, share_pages=share_pages, **whole
+        )
 
 
 def left() -> int:

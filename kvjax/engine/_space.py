@@ -7,11 +7,13 @@ import math
 import numpy as np
 
 from kvjax import decode
+from kvjax.algebra import Policy
+from kvjax.cache import pool
 from kvjax.cache.state import KVState
 from kvjax.decode import RequestError
 from kvjax.engine import _layout as layout
 from kvjax.engine._lane import Lane
-from kvjax.engine._prefix import Prefixes
+from kvjax.engine._prefix import Prefix, Prefixes
 from kvjax.engine._segment import Lengths
 from kvjax.engine._settings import Settings
 from kvjax.engine._store import Store
@@ -74,28 +76,41 @@ class Space:
                 "max_rows."
             )
         self.lanes.append(lane)
-        counts = self._beginning_with(lane, job, row)
-        if counts is not None:
-            lane.resize(counts)
+        # Where a prompt decides what is kept, the first one that is read says how much that is.
+        if (
+            not job.policy.whole_prompt
+            and decode.most_slots(job.policy, self.settings.context, 1) is not None
+        ):
+            counts = self.beginning_with(lane, self._foreseen(lane, job, row))
+            if counts is not None:
+                lane.resize(counts)
         return lane
 
-    def _beginning_with(self, lane: Lane, job: Job, row: KVState) -> list[int] | None:
-        """Pages of a new lane: for all its places, or for as many rows like the first as there is memory for.
-
-        A row's pages are known where a budget bounds them, else taken for those of the first, all stored.
-        """
+    def _foreseen(self, lane: Lane, job: Job, row: KVState) -> list[int]:
+        """Pages of a row: what its budget bounds, if all places may have that; else all of the first one."""
         policy, nothing = job.policy, layout.nothing(row)
-        most = layout.most_pages(policy, row, nothing, self.settings.context, 1)
-        every = [max(1, pages * len(lane.places)) for pages in most]
-        budgeted = policy.admission.rejects_all or (policy.budget.limited and not policy.whole_prompt)
-        if budgeted and self.room(lane.bytes_of(every), besides=lane):
-            return every
-        need = layout.most_pages(policy, row, nothing, len(job.tokens) + max(job.left, 0), 1)
-        rows, found = len(lane.places), None
-        while found is None and rows:
-            counts = [max(1, min(rows * pages, all)) for pages, all in zip(need, every)]
-            found, rows = self.affordable(lane, counts), rows // 2
-        return found
+        if policy.admission.rejects_all or policy.budget.limited:
+            most = layout.most_pages(policy, row, nothing, self.settings.context, 1)
+            every = [max(1, pages * len(lane.places)) for pages in most]
+            if self.room(lane.bytes_of(every), besides=lane):
+                return most
+        return layout.most_pages(policy, row, nothing, len(job.tokens) + max(job.left, 0), 1)
+
+    def beginning_with(self, lane: Lane, need: list[int]) -> list[int] | None:
+        """Pages of a new lane: for as many rows as have places and memory, each of which needs so many.
+
+        No more than that: a read on a CPU walks the whole pool.
+        """
+        nothing = layout.nothing(lane.state)
+        most = layout.most_pages(lane.policy, lane.state, nothing, self.settings.context, 1)
+        rows = len(lane.places)
+        while rows:
+            limits = [max(1, rows * pages) for pages in most]
+            counts = [min(pool.size_class(rows * pages), all) for pages, all in zip(need, limits)]
+            if self.affordable(lane, counts, exactly=True) is not None:
+                return counts
+            rows //= 2
+        return None
 
     def drop_lane(self, besides: Lane | None = None) -> bool:
         """Drops the idle lane that was not used for longest; False where all have rows."""
@@ -139,6 +154,42 @@ class Space:
                 return False
         return True
 
+    def remember(self, key: tuple[str, str], tokens: np.ndarray, state: KVState) -> Prefix:
+        """Keeps the state of a text for those that begin alike, where there is room; older ones make it."""
+        prefix = Prefix.of(key, tokens, state)
+        while self.allocated() + prefix.bytes > self.settings.kv_memory and self.prefixes.drop():
+            pass
+        if self.allocated() + prefix.bytes <= self.settings.kv_memory:
+            self.prefixes.keep(prefix)
+        return prefix
+
     def welcome(self) -> bool:
         """Is there memory to keep the state of a text that ended?"""
         return self.allocated() < 0.9 * self.settings.kv_memory
+
+
+def lane_bytes(
+    model: Weighted,
+    policy: Policy,
+    *,
+    rows: int,
+    tokens: int,
+    context: int,
+    places: int,
+    chunk: int = decode.CHUNK,
+) -> int:
+    """Device bytes of a lane that holds so many rows of so many tokens.
+
+    Args:
+      model, policy: as ``Engine`` takes them.
+      rows: that are held at once.
+      tokens: of each, prompt and answer.
+      context: most tokens of a row; it decides the length of page lists.
+      places: of the lane (``max_rows``).
+      chunk: prompt tokens read at a time.
+    """
+    mine = layout.paged(policy, context)
+    row = layout.empty_row(model, mine, context=context, chunk=chunk, page=None)
+    lane = Lane(model, mine, "", {}, row, places)
+    need = layout.most_pages(mine, row, layout.nothing(row), tokens, 1)
+    return lane.allocated + lane.bytes_of([rows * pages - 1 for pages in need])

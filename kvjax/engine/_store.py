@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,9 +13,10 @@ from kvjax import metrics
 from kvjax.algebra import Policy
 from kvjax.cache.state import KVState
 from kvjax.engine._check import Learned
+from kvjax.engine._loans import full_pages
 
 if TYPE_CHECKING:
-    from jaxtyping import Array
+    from jaxtyping import Array, Int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -27,6 +29,7 @@ class Kept:
       learned: weights of the policy.
       state: one row; whoever goes on with it copies it.
       logits: of the next token, float32 [1, V].
+      pages: full ones, as rows that continue it may share them (``_loans``).
     """
 
     tokens: np.ndarray
@@ -34,6 +37,7 @@ class Kept:
     learned: Learned
     state: KVState
     logits: Any
+    pages: Sequence[Int[np.ndarray, "K R"]]
 
 
 class Store:
@@ -53,7 +57,14 @@ class Store:
         logits: Array | None,
     ) -> None:
         """Keeps a row."""
-        kept = Kept(tokens=tokens, policy=policy, learned=learned, state=state, logits=logits)
+        kept = Kept(
+            tokens=tokens,
+            policy=policy,
+            learned=learned,
+            state=state,
+            logits=logits,
+            pages=full_pages(state),
+        )
         with self._lock:
             self._kept[name] = kept
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from kvjax.algebra import Policy
 from kvjax.engine._check import Learned
+from kvjax.engine._loans import Beginning
 from kvjax.engine._request import Event, KVUsage
 from kvjax.engine._segment import Drawn
 from kvjax.engine._ticket import Ticket
@@ -56,6 +58,11 @@ class Job:
         """Tokens it may still write."""
         return self.ticket.request.max_new_tokens - len(self.written)
 
+    @property
+    def prefix_key(self) -> tuple[str, str]:
+        """What a state it may begin with was read under: its policy, dials included, and weights."""
+        return repr(self.policy), self.learned.label
+
     def again(self) -> None:
         """From its prompt, for what was handed out already in silence."""
         self.skip = max(self.skip, len(self.written))
@@ -84,6 +91,25 @@ class Job:
     def put(self, events: list[Event], kv: KVUsage | None) -> None:
         """Hands events out."""
         self.ticket._put(events, kv, self.cached)
+
+
+@dataclasses.dataclass(eq=False)
+class Place:
+    """A row that is being written.
+
+    Attributes:
+      job: whose.
+      order: rows that came later have higher ones.
+      reserved: pages of each pool (of a layer, the fullest) that it may own, those it shares included.
+      begins: states that it begins with, or left while it was read.
+      family: rows that share pages are of one.
+    """
+
+    job: Job
+    order: int
+    reserved: list[int]
+    begins: Sequence[Beginning] = ()
+    family: int = 0
 
 
 def pairs(ids: np.ndarray, values: np.ndarray, most: int) -> tuple[tuple[int, float], ...]:

@@ -133,6 +133,7 @@ def read_pages(
                 bias=None if picked is None else picked.bias,
                 mass=with_mass,
                 softcap=softcap,
+                shared=pages.shared,
             )
         if with_mass:
             partials.append((found[0].reshape(q.shape), found[1].reshape(q.shape[:3])))

@@ -45,7 +45,7 @@ def chosen(spec: str, model: Weighted) -> tuple[Policy, str]:
       model: that it is for.
 
     Raises:
-      PolicyError: neither a share nor bytes, no measurements, or none that small.
+      PolicyError: neither a share nor bytes, no measurements or damaged ones, or none that small.
     """
     found = _WORD.fullmatch(spec)
     text = found[1].strip() if found else ""
@@ -56,10 +56,9 @@ def chosen(spec: str, model: Weighted) -> tuple[Policy, str]:
             f"policy({spec!r}): auto takes a share of the cache in (0, 1] or bytes of a row. Write auto(0.2) "
             "or auto(64MiB)."
         )
-    file, own = _table(model)
-    measured = json.loads(file.read_text(encoding="utf-8"))
+    measured, own = _table(model)
     amount = f"{size[1]}{size[2]}" if size else share
-    ranked = [x for x in sorted(_longest(measured["front"]), key=lambda x: -x["score"])]
+    ranked = sorted(_longest(measured["front"]), key=lambda x: -x["score"])
     for entry in ranked:
         for policy in _at(entry, amount, share):
             if not policy.learned or (own and _has_weights(policy, model)):
@@ -87,18 +86,36 @@ def _share_of(size: int, model: Weighted) -> float:
     return min(1.0, size / full) if size else 0.0
 
 
-def _table(model: Weighted) -> tuple[Path, bool]:
-    """The file of measurements, and whether they are of this very model."""
+def _table(model: Weighted) -> tuple[dict[str, Any], bool]:
+    """The measurements, and whether they are of this very model."""
     for folder in (getattr(model, "folder", None), EMBEDDED):
         file = None if folder is None else Path(folder) / FRONT
         if file is not None and file.is_file():
-            own = json.loads(file.read_text(encoding="utf-8"))["fingerprint"] == fingerprint(model)
+            measured = _read(file)
+            own = measured["fingerprint"] == fingerprint(model)
             if own or folder == EMBEDDED:
-                return file, own
+                return measured, own
     raise PolicyError(
         f"auto(...) has no measurements to choose by: there is no {FRONT} beside the model. Run 'python -m "
         f"kvjax.eval frontier --out DIR' and put its {FRONT} into the model's folder, or name a policy."
     )
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        measured: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        for entry in measured["front"]:
+            catalogue.policy(entry["policy"])
+            _ = [float(entry[name]) for name in ("share", "kept", "score", "length", "tasks")]
+            _ = entry["protocol"]
+        _ = measured["fingerprint"], measured["command"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise PolicyError(
+            f"auto(...) chooses by the {FRONT} of the model's folder, which cannot be used "
+            f"({type(error).__name__}: {error}). Write it again with 'python -m kvjax.eval frontier', or "
+            "name a policy."
+        ) from error
+    return measured
 
 
 def _longest(front: list[dict[str, Any]]) -> list[dict[str, Any]]:

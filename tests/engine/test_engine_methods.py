@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
+
+import numpy as np
 import pytest
 import tiny
 from tiny import quick_compiles  # noqa: F401
 
 import kvjax
 from kvjax import catalogue
+from kvjax.algebra import Observation
 from kvjax.engine import Engine, Request
 from kvjax.engine._check import Learned, Shelf
+from kvjax.engine._dials import by_rows, stack
 
 EVERY = [p for method in catalogue.methods() for p in method.examples]
 TIES = ("knorm", "keydiff", "conf_kv")  # equal tokens have equal scores up to rounding, which decides
@@ -38,6 +43,21 @@ def test_company_changes_nothing_under_any_policy(policy, monkeypatch):
             tiny.model(), policy, [request.prompt], max_new_tokens=request.max_new_tokens, **how
         )
         assert tokens == want.tokens[0]
+
+
+def test_weights_that_a_dial_decides_about_are_a_rows_own():
+    """Of each row, its own share of DuoAttention's heads; what ``admit`` says is that of the row alone."""
+    policies = [kvjax.policy(f"duo({share}, window=24)") for share in (0.25, 0.5, 1.0)]
+    weights = tiny.weights(policies[0])["admission"]
+    pos = np.arange(6, dtype=np.int32).reshape(3, 2)
+    seen = Observation(pos=pos, total=np.full(3, 2, np.int32), layer=1, layers=len(weights), values={})
+    together = by_rows(stack(policies)).admission
+    got = np.asarray(together.admit(together.at_layer(weights, 1), seen))
+    for row, policy in enumerate(policies):
+        one = dataclasses.replace(seen, pos=pos[row : row + 1], total=seen.total[:1])
+        alone = policy.admission.admit(policy.admission.at_layer(weights, 1), one)
+        np.testing.assert_array_equal(got[row : row + 1], alone)
+    assert len({row.tobytes() for row in got}) > 1
 
 
 def test_the_engine_needs_no_web_library():

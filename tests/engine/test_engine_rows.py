@@ -90,6 +90,8 @@ resize = jax.jit(pool.resize, static_argnums=1)
 class History:
     """A running batch of four places and what the oracle knows of it."""
 
+    lends = False
+
     def __init__(self, storage: Storage, seed: int) -> None:
         self.storage, self.random = storage, np.random.default_rng(seed)
         self.count = SIZES[0]
@@ -150,12 +152,16 @@ class History:
         """Some rows leave at once."""
         gone = self.random.random(B) < 0.4
         before = int(self.cache.pages.n_free)
-        freed = sum(-(-len(x) // S) for row in self.lists if gone[row] for x in self.lists[row].values())
+        freed = self.freed(gone)
         self.cache = release(self.cache, gone)
         assert int(self.cache.pages.n_free) == before + freed
         self.lists = {row: mine for row, mine in self.lists.items() if not gone[row]}
         self.rings = {row: own for row, own in self.rings.items() if not gone[row]}
         self.check("release")
+
+    def freed(self, gone: np.ndarray) -> int:
+        """Pages that nobody owns once these rows are gone."""
+        return sum(-(-len(x) // S) for row in self.lists if gone[row] for x in self.lists[row].values())
 
     def write(self) -> None:
         """A token for some of the rows that are there."""
@@ -212,7 +218,9 @@ class History:
         p = cache.pages
         inside = np.arange(p.table.shape[-1]) < (-(-p.length // S))[..., None]
         owned, free = p.table[inside], p.free[: int(p.n_free)]
-        assert sorted([*owned.tolist(), *free.tolist()]) == list(range(p.count)), "a page leaked"
+        owners = collections.Counter(owned.tolist())
+        assert sorted([*owners, *free.tolist()]) == list(range(p.count)), "a page leaked"
+        assert self.lends or not owners or max(owners.values()) == 1
         assert (p.refs == np.bincount(owned, minlength=p.count)).all()
         assert (p.table[~inside] == -1).all()
         assert not p.overflow
@@ -250,6 +258,88 @@ class History:
             verbs[self.random.integers(len(verbs))]()
 
 
+class Lending(History):
+    """Rows that begin with the same state share its full pages; no slot is freed while a row is there."""
+
+    lends = True
+
+    def __init__(self, storage: Storage, seed: int) -> None:
+        super().__init__(storage, seed)
+        self.beginnings: list[tuple[LayerCache, dict, np.ndarray]] = []
+        self.of: dict[int, list[np.ndarray]] = {}
+        self.twice = self.lent = self.shared = 0
+
+    def pages(self) -> int:
+        return super().pages() - self.twice
+
+    def freed(self, gone: np.ndarray) -> int:
+        p = jax.device_get(self.cache.pages)
+        owners = collections.defaultdict(set)
+        for row, *_, page in zip(*np.nonzero(p.table >= 0), p.table[p.table >= 0]):
+            owners[page].add(row)
+        return sum(all(gone[row] for row in rows) for rows in owners.values())
+
+    def check(self, name: str) -> None:
+        super().check(name)
+        refs = np.asarray(self.cache.pages.refs)
+        self.twice = int(np.maximum(refs - 1, 0).sum())
+        self.shared += bool(self.twice)
+
+    def read(self, source: LayerCache, mine: dict) -> tuple[LayerCache, dict]:
+        """Six tokens more."""
+        numbers, mine = self.tokens(6), {at: set(x) for at, x in mine.items()}
+        which = self.random.integers(-1, R, (1, K, 6)).astype(np.int32)
+        for head, at in np.ndindex(K, 6):
+            if which[0, head, at] >= 0:
+                mine[head, int(which[0, head, at])].add(int(numbers[at]))
+        copy = jax.tree.map(jnp.copy, source)
+        return append(self.storage, copy, *self.entry(numbers[None]), which), mine
+
+    def come(self) -> None:
+        free = [row for row in range(B) if row not in self.lists]
+        if not free:
+            return
+        row, begins = int(self.random.choice(free)), []
+        source, mine = empty(self.storage, 1, 16), {at: set() for at in np.ndindex(K, R)}
+        if self.beginnings and self.random.random() < 0.8:
+            source, mine, full = self.beginnings[self.random.integers(len(self.beginnings))]
+            begins.append(full)
+        for _ in range(int(self.random.integers(0, 3))):
+            source, mine = self.read(source, mine)
+        if max(map(len, mine.values())) > M * S:
+            return
+        lenders = [r for r in self.lists if begins and any(begins[0] is one for one in self.of[r])]
+        loan, lent = None, 0
+        if lenders and self.random.random() < 0.9:
+            loan = rowing.Loan(row=np.int32(self.random.choice(lenders)), pages=(begins[0],))
+            lent = int(begins[0].sum())
+        need = sum(-(-len(x) // S) for x in mine.values()) - lent
+        if self.pages() + need > self.count:
+            return
+        if self.random.random() < 0.5:  # what it leaves, others may begin with
+            begins.append(np.asarray(source.pages.length)[0] // S)
+            self.beginnings = [*self.beginnings, (source, mine, begins[-1])][-3:]
+        self.rings[row] = own = self.tokens(W)
+        k, v, _, age = self.entry(own[None])
+        source = put(source, k[0], v[0], age[0], 0)
+        before = int(self.cache.pages.n_free)
+        self.cache = insert(self.cache, source, np.int32(row), loan)
+        assert int(self.cache.pages.n_free) == before - need
+        self.lists[row], self.of[row] = {at: set(x) for at, x in mine.items()}, begins
+        self.lent += bool(lent)
+        self.check("insert")
+
+    def evict(self) -> None:
+        """Nothing leaves a list whose pages are lent."""
+
+
+def test_rows_that_begin_alike_share_their_full_pages():
+    history = Lending(Native(), 0)
+    history.run(150)
+    assert min(history.done[name] for name in ("release", "write", "cut", "resize")) > 8
+    assert min(history.lent, history.shared) > 8
+
+
 def test_rows_come_and_go():
     history = History(Native(), 0)
     history.run(400)
@@ -258,8 +348,9 @@ def test_rows_come_and_go():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("storage", [Native(), Int8(recent=1)], ids=["native", "int8"])
-def test_ten_thousand_operations(storage):
-    history = History(storage, 1)
+@pytest.mark.parametrize("kind", [History, Lending])
+def test_ten_thousand_operations(kind, storage):
+    history = kind(storage, 1)
     history.run(10_000)
 
 

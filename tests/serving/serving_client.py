@@ -50,12 +50,13 @@ class Running:
     thread: threading.Thread
     code: int | None = None
 
-    def __init__(self, url: str, service: Service, log: io.StringIO) -> None:
+    def __init__(self, url: str, service: Service, log: io.BytesIO) -> None:
         self.url, self.service, self._log = url, service, log
         self.ask = httpx.Client(base_url=url, timeout=120)
 
     def lines(self) -> list[dict[str, Any]]:
         """Of the log, so far."""
+        assert self.service.log.flush(10)
         return [json.loads(line) for line in self._log.getvalue().splitlines()]
 
     def complete(self, prompt: Any = "Hello", **said: Any) -> Any:
@@ -104,9 +105,9 @@ def until(true: Any, seconds: float = 10.0) -> bool:
 @contextlib.contextmanager
 def running(folder: Path, *words: str, keys: tuple[str, ...] = ()) -> Iterator[Running]:
     """A server with these words on its command line."""
-    options, log = parse(["--model", str(folder), "--name", "tiny", *words]), io.StringIO()
+    options, log = parse(["--model", str(folder), "--name", "tiny", *words]), io.BytesIO()
     with command.listening(options.host, 0) as sock:
-        service = command.opened(options, Log(log))
+        service = command.opened(options, Log(log.write))
         application = app.make(service, Keys(keys), local_only=not keys and not options.without_key)
         found = Running(f"http://127.0.0.1:{sock.getsockname()[1]}", service, log)
 

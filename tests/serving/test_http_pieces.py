@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 import kvjax
 from kvjax.cli import InputError
-from kvjax.engine import Event
+from kvjax.engine import Event, QueueFull
+from kvjax.serve.http import errors
 from kvjax.serve.http.arguments import parse
 from kvjax.serve.http.command import check_who
 from kvjax.serve.http.keys import Keys, read_keys
@@ -142,6 +143,15 @@ def test_runs_give_positions_back(positions):
     pairs = list(zip(found[::2], found[1::2]))
     assert [p for first, count in pairs for p in range(first, first + count)] == sorted(positions)
     assert all(a + n < b for (a, n), (b, _) in zip(pairs, pairs[1:])), "neighbours are one run"
+
+
+# --- errors --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("seconds", "said"), [(0.2, "1"), (2.4, "2"), (60.0, "60")])
+def test_a_full_queue_is_a_429_that_says_when_to_ask_again(seconds, said):
+    answer = errors.of(QueueFull(3, seconds)).response()
+    assert (answer.status_code, answer.headers["retry-after"]) == (429, said)
 
 
 # --- who is let in -------------------------------------------------------------------------------

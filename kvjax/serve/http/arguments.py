@@ -31,13 +31,14 @@ class Options:
     """The command line, checked.
 
     Attributes:
-      model, dtype, policy, weights: as for one prompt; the policy is for requests that name none.
+      model, dtype, policy, weights: as for one prompt; the policy is for requests that name none, and text
+        where it is ``auto(...)``, until the model is known (``settled``).
       name: of the model, as clients say it; by default the last part of where it is from.
       host, port: where to listen; port 0 takes one that is free.
       api_key_file, without_key: who is let in.
       allow_policies: what requests may ask for beside the default; None is all.
       kv_memory: bytes that caches may have; None is what the device has left.
-      max_rows, max_lanes, context, queue, chunk, segment, share: of the engine.
+      max_rows, max_lanes, context, queue, chunk, segment, share, share_pages: of the engine.
       max_body: bytes of a body. max_prompt: tokens; None as many as fit. max_choices: texts of one request.
       max_stops: stop strings.
       request_timeout, drain: seconds.
@@ -47,14 +48,14 @@ class Options:
 
     model: str | None = None
     dtype: str | None = None
-    policy: Policy = Policy()
+    policy: str | Policy = Policy()
     weights: dict[str, Source] = dataclasses.field(default_factory=dict)
     name: str | None = None
     host: str = "127.0.0.1"
     port: int = 8000
     api_key_file: Path | None = None
     without_key: bool = False
-    allow_policies: tuple[Policy, ...] | None = None
+    allow_policies: tuple[str | Policy, ...] | None = None
     kv_memory: int | None = None
     max_rows: int = 16
     max_lanes: int = 8
@@ -63,6 +64,7 @@ class Options:
     chunk: int = 256
     segment: int = 8
     share: float | None = None
+    share_pages: bool | None = None
     max_body: int = 8 * 2**20
     max_prompt: int | None = None
     max_choices: int = 64
@@ -81,16 +83,30 @@ def parse(argv: Sequence[str]) -> Options:
       PolicyError: a policy that cannot be built, weights for a part that it has not.
     """
     said = vars(_parser().parse_args(argv))
-    policy = catalogue.policy(said["policy"])
     allowed = said["allow_policies"]
-    return Options(
+    found = Options(
         **said
         | {
-            "policy": policy,
-            "weights": weights.sources(policy, said["weights"]),
-            "allow_policies": None if allowed is None else tuple(catalogue.policy(x) for x in allowed),
+            "policy": _policy(said["policy"]),
+            "weights": said["weights"] or {},
+            "allow_policies": None if allowed is None else tuple(_policy(x) for x in allowed),
         }
     )
+    return found if isinstance(found.policy, str) else settled(found, found.policy)
+
+
+def settled(options: Options, policy: Policy) -> Options:
+    """The options with the policy that theirs stands for.
+
+    Raises:
+      WeightsError: weights for a part that it has not.
+    """
+    return dataclasses.replace(options, policy=policy, weights=weights.sources(policy, options.weights))
+
+
+def _policy(text: str) -> str | Policy:
+    """As it is said; ``auto(...)`` is known when the model is."""
+    return text if weights.is_auto(text) else catalogue.policy(text)
 
 
 def size(flag: str) -> Callable[[str], int]:
@@ -183,6 +199,11 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
         type=cli.number("--share", float, lambda x: 0 <= x <= 1, "a share from 0 to 1"),
         help="of the tokens still to come, how many a text is counted to store when it begins (default: what "
         "its policy bounds, or the share its prompt kept); less runs more texts and puts some back to wait",
+    )
+    group.add_argument(
+        "--share-pages",
+        action=argparse.BooleanOptionalAction,
+        help="texts that begin alike share pages: less memory, on a CPU slower reads (default: but on a CPU)",
     )
     group.add_argument(
         "--context",

@@ -21,10 +21,10 @@ from kvjax.engine import Engine
 from kvjax.loading import EMBEDDED, LanguageModel
 from kvjax.serve.command import loaded, notes
 from kvjax.serve.http import app
-from kvjax.serve.http.arguments import Options
+from kvjax.serve.http.arguments import Options, settled
 from kvjax.serve.http.keeping import Keeper
 from kvjax.serve.http.keys import VARIABLE, Keys, read_keys
-from kvjax.serve.http.log import Log, to_stderr
+from kvjax.serve.http.log import Log, others, to_stderr
 from kvjax.serve.http.middleware import is_local
 from kvjax.serve.http.policies import Policies
 from kvjax.serve.http.service import Service
@@ -40,7 +40,7 @@ WAITERS = 64
 """Requests that may wait for an answer of the engine's thread at a time; more of them wait for those."""
 
 FAREWELL = 1.0
-"""Seconds in which a dying server still answers 503."""
+"""Seconds in which a dying server still answers 503, and its last lines are read."""
 
 
 def run(options: Options) -> int:
@@ -53,7 +53,8 @@ def run(options: Options) -> int:
     keys = read_keys(options.api_key_file, os.environ)
     check_who(options, keys)
     log = to_stderr() if options.log == "json" else Log()
-    with notes(lambda text: log("note", text=text)), listening(options.host, options.port) as sock:
+    told = notes(lambda text: log("note", text=text))
+    with told, others(log), listening(options.host, options.port) as sock:
         service = opened(options, log)
         try:
             local = not len(keys) and not options.without_key
@@ -61,6 +62,7 @@ def run(options: Options) -> int:
             return asyncio.run(serve(service, application, sock, lambda code: _leave_in_time(options, code)))
         finally:
             service.engine.close()
+            log.flush(FAREWELL)
 
 
 def check_who(options: Options, keys: Keys) -> None:
@@ -106,9 +108,11 @@ def opened(options: Options, log: Log) -> Service:
       As ``run``.
     """
     model = loaded(options.model, options.dtype)
+    policies = Policies(model, options.policy, options.allow_policies, log)
+    options = settled(options, policies.default)
     engine = Engine(
         model,
-        policy=options.policy,
+        policy=policies.default,
         weights=options.weights or None,
         kv_memory=options.kv_memory,
         max_rows=options.max_rows,
@@ -118,11 +122,12 @@ def opened(options: Options, log: Log) -> Service:
         chunk=options.chunk,
         segment=options.segment,
         share=options.share,
+        share_pages=options.share_pages,
         on_note=lambda line: log("engine", text=line),
     )
     try:
         keeper = Keeper(engine.contexts, options.save_contexts)
-        found = keeper.load()
+        found = keeper.load(options.weights)
         if found:
             log("contexts", loaded=found)
     except BaseException:
@@ -132,7 +137,7 @@ def opened(options: Options, log: Log) -> Service:
         model=model,
         engine=engine,
         options=options,
-        policies=Policies(model, options.policy, options.allow_policies),
+        policies=policies,
         log=log,
         name=options.name or _name(model),
         spell=Spelling(model.text),

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 
 from kvjax.cli import InputError
 from kvjax.engine import Contexts
 from kvjax.saving import StateError
+from kvjax.weights import Source
 
 
 class Keeper:
@@ -17,8 +19,11 @@ class Keeper:
         self._contexts, self._folder = contexts, folder
         self._lock = threading.Lock()
 
-    def load(self) -> int:
+    def load(self, weights: Mapping[str, Source]) -> int:
         """Takes up what an earlier server left; how many.
+
+        Args:
+          weights: learned ones that this server was given, for contexts whose own are gone.
 
         Raises:
           InputError: files that are damaged or of another model.
@@ -26,7 +31,7 @@ class Keeper:
         if self._folder is None or not self._folder.is_dir():
             return 0
         try:
-            return len(self._contexts.load(self._folder))
+            return len(self._contexts.load(self._folder, weights=weights))
         except (OSError, StateError) as error:
             raise InputError(f"--save-contexts {self._folder}: {error}") from error
 

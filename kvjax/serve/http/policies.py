@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Mapping, Sequence
 
 from kvjax import catalogue
 from kvjax.algebra import Policy
 from kvjax.loading import LanguageModel
 from kvjax.serve.http.errors import ApiError
-from kvjax.weights import shipped, sources
+from kvjax.serve.http.log import Log
+from kvjax.weights import chosen, is_auto, shipped, sources
+
+KNOWN = 64
+"""Arguments of ``auto`` that are remembered."""
 
 
 class Policies:
@@ -17,13 +22,21 @@ class Policies:
     An allowed policy stands for its structure: another budget or threshold compiles nothing and shares its
     lane. The default's structure is always allowed.
 
+    What ``auto(...)`` stands for on this model is looked up once for each argument.
+
     Attributes:
       default: of requests that name none.
       allowed: in one-string form, for messages and the page; None allows all.
     """
 
-    def __init__(self, model: LanguageModel, default: Policy, allowed: Sequence[Policy] | None) -> None:
-        self._model, self.default = model, default
+    def __init__(
+        self, model: LanguageModel, default: str | Policy, allowed: Sequence[str | Policy] | None, log: Log
+    ) -> None:
+        """Raises PolicyError where ``auto(...)`` has nothing to choose by."""
+        self._model, self._log = model, log
+        self._known: collections.OrderedDict[str, Policy] = collections.OrderedDict()
+        default = self.default = self._meant(default)
+        allowed = None if allowed is None else [self._meant(one) for one in allowed]
         self.allowed = None if allowed is None else list(dict.fromkeys(repr(p) for p in (default, *allowed)))
         self._structures = None if allowed is None else {p.structure for p in (default, *allowed)}
 
@@ -36,7 +49,7 @@ class Policies:
         """
         if asked is None:
             return self.default
-        found = catalogue.policy(asked)
+        found = self._meant(asked)
         if self._structures is not None and found.structure not in self._structures:
             raise ApiError(
                 403,
@@ -46,6 +59,17 @@ class Policies:
                 param="kv_policy",
             )
         return found
+
+    def _meant(self, asked: str | Policy) -> Policy:
+        """The policy on this model."""
+        if not isinstance(asked, str) or not is_auto(asked):
+            return catalogue.policy(asked)
+        if asked not in self._known:
+            self._known[asked], said = chosen(asked, self._model)
+            self._log("note", text=said)
+            while len(self._known) > KNOWN:
+                self._known.popitem(last=False)
+        return self._known[asked]
 
     def weights(self, policy: Policy, asked: Mapping[str, str] | None) -> dict[str, str] | None:
         """The weights of a request: names of what the model ships; files are the operator's to name.

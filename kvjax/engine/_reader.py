@@ -1,0 +1,336 @@
+"""A request on its way from the queue into a row: its programs, its prompt, its first token, its pages."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import numpy as np
+
+from kvjax import metrics
+from kvjax.cache.state import KVState, PoolOverflowError
+from kvjax.decode import RequestError
+from kvjax.engine import _layout as layout
+from kvjax.engine import _prefix as prefixes
+from kvjax.engine import _reading as readings
+from kvjax.engine._errors import ContextMismatch, ContextNotFound
+from kvjax.engine._lane import Lane
+from kvjax.engine._loans import Beginning
+from kvjax.engine._reading import Reading
+from kvjax.engine._request import Event, KVUsage
+from kvjax.engine._segment import first, look
+from kvjax.engine._shared import Shared
+from kvjax.engine._usage import usages
+from kvjax.engine._work import Job, pairs
+from kvjax.sampling import sampling
+
+TOLD = 0.5
+"""Seconds of compiling from which on an operator is told."""
+
+PATIENCE = 0.02
+"""Seconds to wait for a compilation where nothing else is to be done."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Start:
+    """What a row is read on from.
+
+    Attributes:
+      state: of the row, which has seen so many tokens.
+      seen: how many.
+      of: the prefix or the context that it is a copy of; None for an empty row.
+      logits: what follows a context.
+    """
+
+    state: KVState
+    seen: int
+    of: Beginning | None = None
+    logits: Any = None
+
+
+class Begun:
+    """A request that is being read, or has been and waits for pages."""
+
+    def __init__(self, job: Job, lane: Lane | None, reading: Reading | None, start: Start) -> None:
+        self.job, self.lane, self.reading = job, lane, reading
+        self.start = start
+        self.state = start.state if reading is None else None  # once it is read
+        self.begins = [] if start.of is None else [start.of]
+        self.compiled = reading is None
+        self.since = time.monotonic()
+        self.growth: list[int] | None = None
+
+
+class Reader:
+    """Reads one prompt at a time; the engine's thread only.
+
+    Attributes:
+      begun: the request that is read, or waits for pages; None where there is none.
+      warm: has any row entered a lane?
+    """
+
+    def __init__(self, shared: Shared) -> None:
+        self._shared = shared
+        self.begun: Begun | None = None
+        self.warm = False
+
+    @property
+    def reads(self) -> bool:
+        """Is there a prompt to be read between two segments?"""
+        return self.begun is not None and self.begun.compiled and self.begun.state is None
+
+    def wait(self) -> bool:
+        """Where programs of the request are being compiled, waits a little; False where none are."""
+        if self.begun is None or self.begun.compiled:
+            return False
+        self._compiled(self.begun)
+        return True
+
+    def cancel(self, number: int, reason: str) -> None:
+        """Ends the request of that number, if it is the one."""
+        if self.begun is not None and self.begun.job.ticket.id == number:
+            job, self.begun = self.begun.job, None
+            self._shared.end(job, reason)
+
+    # --- a beginning -------------------------------------------------------------------------------------
+
+    def begin(self, waiting: Iterable[Job]) -> Job | None:
+        """Begins the first of these requests that has a place; the one that waits no more."""
+        self._shared.space.promised = None
+        for job in waiting:
+            try:
+                begun = self._start(job)
+            except Exception as error:  # of this request alone
+                self._shared.fail(job, error)
+                return job
+            if begun is not None:
+                self.begun, self._shared.space.promised = begun, begun.lane
+                if not begun.compiled:
+                    self._compiled(begun, 0.0)
+                return job
+        return None
+
+    def _start(self, job: Job) -> Begun | None:
+        """A reading of the request, and the lane it is for; None while there is no place."""
+        settings, model = self._shared.settings, self._shared.model
+        row = self._shared.space.row(job)
+        lane = None if job.keeps else self._shared.space.lane(job, row)
+        if not job.keeps and (lane is None or lane.free_place is None):
+            return None
+        ranked = job.ticket.request.echo and job.ticket.request.logprobs is not None and not job.echoed
+        start = self._beginning(job, row, ranked)
+        job.cached = start.seen
+        if start.seen == len(job.tokens):
+            return Begun(job, lane, None, start)
+        key, borders = job.prefix_key, []
+        if prefixes.shareable(job.policy) and not job.continues:
+            borders = self._shared.space.prefixes.borders(key, job.tokens, settings.chunk)
+        reading = Reading(
+            model,
+            job.policy,
+            job.learned.weights,
+            job.tokens,
+            start.state,
+            begun=start.seen,
+            seed=job.ticket.request.seed,
+            ranked=ranked,
+            borders=borders,
+            width=settings.chunk,
+        )
+        return Begun(job, lane, reading, start)
+
+    def _beginning(self, job: Job, row: KVState, ranked: bool) -> Start:
+        """The state to read on from, in pages enough for the whole prompt."""
+        if job.continues:
+            kept = self._shared.store.get(job.continues)
+            if kept is None:
+                raise ContextNotFound(f"context {job.continues!r} was deleted before the request began.")
+            if any(mine[1] > theirs[1] for mine, theirs in zip(layout.shape(row), layout.shape(kept.state))):
+                raise ContextMismatch(
+                    f"context {job.continues!r} was read with page lists too short for '{job.policy!r}'. "
+                    f"Go on with its own budget or a smaller one."
+                )
+            more = len(job.tokens) - len(kept.tokens)
+            state = readings.continued(job.policy, kept.state, more)
+            return Start(state, len(kept.tokens), kept, kept.logits)
+        prefix = None if ranked else self._shared.space.prefixes.find(job.prefix_key, job.tokens)
+        if prefix is None:
+            return Start(readings.empty_for(job.policy, row, len(job.tokens)), 0)
+        more = len(job.tokens) - len(prefix.tokens)
+        state = readings.continued(job.policy, prefix.state, more)
+        return Start(readings.with_total(state, len(job.tokens)), len(prefix.tokens), prefix)
+
+    # --- a prompt ----------------------------------------------------------------------------------------
+
+    def read(self) -> bool:
+        """One unit of the reading, or what is due after it."""
+        begun = self.begun
+        assert begun is not None  # noqa: S101
+        try:
+            if begun.state is None:
+                if not begun.compiled and not self._compiled(begun, 0.0):
+                    return self.begun is None
+                self._unit(begun)
+                if self.begun is None or begun.state is None:
+                    return True
+            return self._place(begun)
+        except Exception as error:  # of this request alone
+            self.begun = None
+            self._shared.fail(begun.job, error)
+            return True
+
+    def _compiled(self, begun: Begun, seconds: float = PATIENCE) -> bool:
+        """Are the programs of a reading and of its lane compiled?"""
+        assert begun.reading is not None  # noqa: S101
+        try:
+            programs = readings.programs(begun.reading)
+            if begun.lane is not None and begun.lane.sized:
+                programs.append(begun.lane.program(self._shared.settings.segment))
+            begun.compiled = self._shared.compiler.ready(programs, seconds)
+            waited = time.monotonic() - begun.since
+            if begun.compiled and waited > TOLD:
+                self._shared.note(
+                    f"programs of '{begun.job.policy!r}' took {waited:.1f} s to compile, beside the others"
+                )
+        except Exception as error:  # of this request alone: another policy compiles
+            self.begun = None
+            self._shared.fail(begun.job, error)
+            return False
+        return begun.compiled
+
+    def _unit(self, begun: Begun) -> None:
+        job, reading = begun.job, begun.reading
+        assert reading is not None  # noqa: S101
+        start = time.monotonic()
+        reading.unit()
+        if self._shared.space.running:
+            self._shared.counts.pauses.add(time.monotonic() - start)
+        if not reading.done:
+            return
+        for border, state in reading.snapshots.items():
+            kept = self._shared.space.remember(job.prefix_key, job.tokens[:border], state)
+            begun.begins.append(kept)
+        begun.state = reading.state
+        self._shared.counts.prompt_tokens += len(job.tokens) - reading.begun
+        self._shared.counts.cached_tokens += reading.begun
+        if job.keeps:
+            size = metrics.allocated(reading.state.layers)
+            if not self._shared.space.room(size):
+                raise RequestError(
+                    f"context {job.keeps!r} takes {size} bytes beside {self._shared.space.allocated()} held, "
+                    f"and kv_memory is {self._shared.settings.kv_memory}. Raise it, or delete other contexts."
+                )
+            store = self._shared.store
+            store.put(job.keeps, job.tokens, job.policy, job.learned, reading.state, reading.logits)
+            self.begun = None
+            self._shared.end(job, "length")
+            return
+        self._echo(job, reading)
+        self._first(begun, reading.logits)
+
+    def _echo(self, job: Job, reading: Reading) -> None:
+        """Hands the prompt out, where it was asked for."""
+        request = job.ticket.request
+        if not request.echo or job.echoed:
+            return
+        job.echoed = True
+        events = [Event(int(job.tokens[0]), prompt=True)]
+        for at, token in enumerate(job.tokens[1:].tolist()):
+            if reading.ranks is None:
+                events.append(Event(token, prompt=True))
+                continue
+            logprob, best, theirs = (x[at] for x in reading.ranks)
+            top = pairs(best, theirs, request.logprobs or 0)
+            events.append(Event(token, float(logprob), top, prompt=True))
+        job.put(events, None)
+
+    def _first(self, begun: Begun, logits: jax.Array | None) -> None:
+        """Draws the token after the prompt."""
+        job, request = begun.job, begun.job.ticket.request
+        assert begun.state is not None  # noqa: S101
+        kv = self._alone(begun.state)
+        if request.max_new_tokens == 0:
+            job.put([Event(None, finish_reason="length")], kv)
+            self.begun = None
+            self._shared.counts.ended("length")
+            return
+        assert logits is not None  # noqa: S101
+        how = sampling(
+            1,
+            temperature=request.temperature,
+            top_k=request.top_k,
+            top_p=request.top_p,
+            seed=request.seed,
+            requests=[request.draw],
+        )
+        ranked = np.asarray([request.logprobs is not None])
+        drawn = jax.device_get(first(logits, how, ranked, np.asarray([len(job.tokens)], np.int32)))
+        events = job.write(drawn, 0)
+        self._shared.counts.drawn(job, events)
+        job.put(events, kv)
+        if job.ticket.done:
+            self._shared.look(job, begun.state, 0, kv, metrics.allocated(begun.state.layers))
+            self.begun = None
+            self._shared.counts.ended(job.ticket.finish_reason or "error", kv)
+
+    def _alone(self, state: KVState) -> KVUsage:
+        """Of a row that has just been read."""
+        known = look(state)
+        if known.overflow:
+            raise PoolOverflowError("a prompt ran out of pages: it was given too few.")
+        return usages(self._shared.model.network, state, known)[0]
+
+    # --- a place -----------------------------------------------------------------------------------------
+
+    def _place(self, begun: Begun) -> bool:
+        """The row that was read enters its lane, once there are pages for it; False while there are none."""
+        job, lane, state = begun.job, begun.lane, begun.state
+        assert state is not None  # noqa: S101
+        assert lane is not None  # noqa: S101
+        if begun.reading is None and not job.written:  # a context that is continued by nothing
+            self._first(begun, begun.start.logits)
+            return True
+        known = look(state)
+        lists = [x[0] for x in known.lists]
+        coming = self._shared.space.coming(job, state, known)
+        lent = lane.lender(job.policy, begun.start.of) if self._shared.settings.share_pages else None
+        need = lane.need(job.policy, lists, coming, lent)
+        if not lane.sized or not all(n <= have for n, have in zip(need, lane.spare())):
+            return self._grow(begun, need)
+        if lent is not None and not lane.shared:  # the lender runs, so the others go on meanwhile
+            sharing = lane.program(self._shared.settings.segment, shared=True)
+            if not self._shared.compiler.ready([sharing]):
+                return False
+        lane.insert(job, state, lane.need(job.policy, lists, coming), begun.begins, lent)
+        self.begun = None
+        self.warm = True
+        return True
+
+    def _grow(self, begun: Begun, need: list[int]) -> bool:
+        """Larger pools for the row that waits; False while that cannot be."""
+        lane, space, settings = begun.lane, self._shared.space, self._shared.settings
+        assert lane is not None  # noqa: S101
+        if begun.growth is None:
+            counts = [
+                have if n <= free else have + n - free
+                for have, n, free in zip(lane.counts, need, lane.spare())
+            ]
+            sized = lane.sized
+            begun.growth = space.affordable(lane, counts) if sized else space.beginning_with(lane, need)
+        if begun.growth is None:
+            if not space.running:
+                raise RequestError(
+                    f"the row needs {lane.bytes_of(need)} bytes of pages beside {space.allocated()} that are "
+                    f"held, and kv_memory is {settings.kv_memory}. Raise it, or ask for fewer tokens."
+                )
+            return False
+        larger = [lane.program(settings.segment, begun.growth)]
+        if not self._shared.compiler.ready(larger, 0.0 if space.running else PATIENCE):
+            return False
+        growth, begun.growth = begun.growth, None
+        if space.affordable(lane, growth, exactly=True) is not None:
+            lane.resize(growth)
+        return True

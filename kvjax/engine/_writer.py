@@ -1,0 +1,111 @@
+"""Rows that are being written: a segment of a lane, pages for it, and what is left of a row at its end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from kvjax.decode import RequestError
+from kvjax.engine import _prefix as prefixes
+from kvjax.engine._lane import Lane
+from kvjax.engine._looks import inspection
+from kvjax.engine._reader import PATIENCE
+from kvjax.engine._request import Inspection, KVUsage
+from kvjax.engine._shared import Shared
+from kvjax.engine._usage import usages
+from kvjax.engine._work import Job
+
+
+class Writer:
+    """Writes on the rows of all lanes; the engine's thread only."""
+
+    def __init__(self, shared: Shared, put_back: Callable[[Job], None]) -> None:
+        """``put_back`` takes a request whose row made room for older ones."""
+        self._shared, self._put_back = shared, put_back
+
+    def cancel(self, number: int, reason: str) -> None:
+        """Ends the request of that number, if it has a row."""
+        for lane in self._shared.space.lanes:
+            for at in lane.rows:
+                place = lane.places[at]
+                if place is not None and place.job.ticket.id == number:
+                    self._finish(lane, at, reason)
+                    lane.release([at])
+
+    def segment(self, lane: Lane, now: int) -> bool:
+        """At most ``now`` steps of a lane; False where it waits for larger pools."""
+        if not self._enough(lane, now):
+            return False
+        begun = time.monotonic()
+        drawn = lane.step(self._shared.settings.segment, now)
+        took = time.monotonic() - begun
+        kv = usages(self._shared.model.network, lane.state, lane.known)
+        gone = []
+        for at in lane.rows:
+            place = lane.places[at]
+            assert place is not None  # noqa: S101
+            events = place.job.write(drawn, at)
+            self._shared.counts.drawn(place.job, events, took)
+            place.job.put(events, kv[at])
+            if place.job.ticket.done:
+                gone.append(at)
+        for at in gone:
+            self._finish(lane, at, None, kv[at])
+        lane.release(gone)
+        return True
+
+    def _enough(self, lane: Lane, steps: int) -> bool:
+        """Are there pages for whatever the next steps store? Else pools grow, or the youngest row goes."""
+        shared, space = self._shared, self._shared.space
+        while any(lack > 0 for lack in lane.short_by(steps)):
+            lack = lane.short_by(steps)
+            wanted = space.affordable(lane, [have + max(0, n) for have, n in zip(lane.counts, lack)])
+            if wanted is not None:
+                if not shared.compiler.ready([lane.program(shared.settings.segment, wanted)], PATIENCE):
+                    return False
+                lane.resize(wanted)
+                continue
+            at = max(lane.rows, key=lambda at: lane.places[at].order)  # type: ignore[union-attr]
+            place = lane.places[at]
+            assert place is not None  # noqa: S101
+            lane.release([at])
+            if not lane.rows and not space.running:
+                error = RequestError(
+                    f"the text outgrew kv_memory ({shared.settings.kv_memory} bytes) after "
+                    f"{len(place.job.written)} new tokens. Raise it, or ask for fewer tokens."
+                )
+                shared.fail(place.job, error)
+                return False
+            place.job.again()
+            self._put_back(place.job)
+            shared.counts.preempted += 1
+            shared.note(f"request {place.job.ticket.id} made room for older ones and will be read again")
+        return bool(lane.rows)
+
+    def _finish(self, lane: Lane, at: int, reason: str | None, kv: KVUsage | None = None) -> None:
+        """What is left to do for a row before it is released."""
+        place = lane.places[at]
+        assert place is not None  # noqa: S101
+        job = place.job
+        kv = kv or usages(self._shared.model.network, lane.state, lane.known)[at]
+        self._shared.look(job, lane.state, at, kv, lane.allocated)
+        if reason is not None:
+            self._shared.end(job, reason, kv)
+        else:
+            self._shared.counts.ended(job.ticket.finish_reason or "error", kv)
+        if prefixes.generated_too(job.policy) and not job.continues:
+            fed = np.concatenate([job.tokens, np.asarray(job.written, np.int32)])[: kv.seen]
+            if self._shared.space.welcome():
+                self._shared.space.remember(job.prefix_key, fed, lane.cut(at))
+
+    def inspect(self, number: int) -> Inspection | None:
+        """What a running row holds; None where there is none of that number."""
+        for lane in self._shared.space.lanes:
+            for at in lane.rows:
+                place = lane.places[at]
+                if place is not None and place.job.ticket.id == number:
+                    kv = usages(self._shared.model.network, lane.state, lane.known)[at]
+                    return inspection(place.job, lane.state, at, kv, lane.allocated)
+        return None

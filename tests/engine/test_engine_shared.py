@@ -1,0 +1,82 @@
+"""Rows of a lane that begin alike share full pages: fewer pages, the same texts, nothing left behind."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import tiny
+from tiny import quick_compiles  # noqa: F401
+
+import kvjax
+from kvjax.engine import Engine, Request
+from kvjax.engine._loans import lendable
+
+SIZES = {"max_rows": 4, "context": 128, "chunk": 16, "segment": 4, "page": tiny.PAGE, "kv_memory": 1 << 24}
+BEGINNING, MANY = tiny.prompt(96, 3), 4
+
+
+def asked(seed: int, **more) -> Request:
+    prompt = [*BEGINNING, *tiny.prompt(5, 50 + seed)]
+    return Request(prompt=prompt, max_new_tokens=20, ignore_eos=True, logprobs=0, **more)
+
+
+def shared_pages(engine: Engine) -> np.ndarray:
+    """Owners beyond the first, by layer."""
+    (lane,) = engine._scheduler.space.lanes
+    return engine._call(
+        lambda: np.asarray([np.maximum(np.asarray(x.pages.refs) - 1, 0).sum() for x in lane.state.layers])
+    )
+
+
+def texts(share: bool, policy: str = "full", **more) -> tuple[list[list[int]], list[np.ndarray]]:
+    """Of rows that run together; what they shared after each token of the last one."""
+    with Engine(tiny.model(), policy=policy, share_pages=share, **SIZES) as engine:
+        if more:
+            engine.contexts.create("book", BEGINNING, policy=policy)
+        if share:  # the program that reads such pages is there, or the first would have ended before it is
+            engine.submit(asked(MANY, **more)).result()
+            (lane,), compiler = engine._scheduler.space.lanes, engine._scheduler._compiler
+            assert engine._call(lambda: compiler.ready([lane.program(SIZES["segment"], shared=True)], 100))
+        first = engine.submit(asked(0, **more))
+        events = iter(first)
+        head = next(events)
+        tickets = [engine.submit(asked(seed, **more)) for seed in range(1, MANY)]
+        seen = [shared_pages(engine) for _ in tickets[-1]]
+        found = [[head.token, *(event.token for event in events)]]
+        found += [ticket.result() for ticket in tickets[:-1]]
+        found.append(list(engine.submit(asked(MANY - 1, **more)).result()))
+        assert engine.metrics().lanes[0].pages_used == 0
+        (lane,) = engine._scheduler.space.lanes
+        assert not lane.shared
+        assert engine.fault is None
+    return found, seen
+
+
+@pytest.mark.parametrize("policy", ["full", pytest.param("int8(16)", marks=pytest.mark.slow)])
+def test_rows_with_one_beginning_hold_it_once(policy):
+    plain, none = texts(False, policy)
+    shared, seen = texts(True, policy)
+    assert shared == plain
+    assert not np.any(none)
+    network = tiny.model().network
+    window = 64 if policy == "full" else 16
+    full = (len(BEGINNING) - window) // tiny.PAGE * network.num_kv_heads
+    most = np.max(seen, axis=0)
+    assert most.shape == (network.num_layers,)
+    assert np.all(most == (MANY - 1) * full)
+
+
+@pytest.mark.slow
+def test_rows_that_continue_a_context_share_it():
+    policy = "snapkv(8) + uniform(0.5)"
+    assert lendable(kvjax.policy(policy))
+    plain, none = texts(False, policy, context="book")
+    shared, seen = texts(True, policy, context="book")
+    assert shared == plain
+    assert not np.any(none)
+    assert np.any(seen)
+
+
+def test_what_evicts_while_it_writes_lends_nothing():
+    assert not lendable(kvjax.policy("knorm + uniform(24, every_step)"))
+    assert all(lendable(kvjax.policy(x)) for x in ("full", "int8(16)", "write_gate(0.5)", "gvote"))
