@@ -168,7 +168,10 @@ def mlp(spec: ModelSpec, p: Params, x: Float[Array, "B T D"]) -> Float[Array, "B
         inner = jax.nn.gelu(up, approximate=True)
     else:
         gate = product("btd,df->btf", x, p["w_gate"])
+        # In float32, rounded once: XLA on CPU turns bfloat16 into float32 and back around every operation.
+        gate, up = gate.astype(jnp.float32), up.astype(jnp.float32)
         inner = (jax.nn.silu(gate) if spec.mlp == "swiglu" else jax.nn.gelu(gate, approximate=True)) * up
+        inner = inner.astype(x.dtype)
     down = product("btf,fd->btd", inner, p["w_down"])
     return down + p["b_down"] if spec.linear_bias else down
 

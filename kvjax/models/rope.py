@@ -9,11 +9,18 @@ import dataclasses
 import math
 from typing import TYPE_CHECKING
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kvjax.types import EMPTY
+
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int
+
+
+FEW = 8
+"""Below so many tokens it does not pay to compute their angles apart."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -119,9 +126,22 @@ def _llama3(freq: np.ndarray, s: Llama3Scaling) -> np.ndarray:
 def rotate(x: Float[Array, "B T N H"], positions: Int[Array, "B T"], rope: Rope) -> Float[Array, "B T N H"]:
     """Turn each (i, i + R/2) pair of the first R channels by its position times the pair's frequency."""
     frequencies = jnp.asarray(rope.frequencies(x.shape[-1]))
-    angle = positions[:, :, None, None].astype(jnp.float32) * frequencies
-    cos, sin = rope.amplitude * jnp.cos(angle), rope.amplitude * jnp.sin(angle)
     half = len(frequencies)
+
+    def turns(positions: Int[Array, "B T"]) -> tuple[Array, Array]:
+        angle = positions[:, :, None, None].astype(jnp.float32) * frequencies
+        return rope.amplitude * jnp.cos(angle), rope.amplitude * jnp.sin(angle)
+
+    def apart(positions: Int[Array, "B T"]) -> tuple[Array, Array]:
+        # Fused into the turn, XLA on CPU would compute them again for every head and half of it. (A barrier
+        # does not keep it from that, a branch does.)
+        nothing = jnp.zeros((*positions.shape, 1, half), jnp.float32)
+        return jax.lax.cond(positions.max() >= EMPTY, turns, lambda _: (nothing, nothing), positions)
+
+    if positions.size < FEW:
+        cos, sin = turns(positions)
+    else:
+        cos, sin = jax.lax.platform_dependent(positions, cpu=apart, default=turns)
     y = x.astype(jnp.float32)
     a, b = y[..., :half], y[..., half : 2 * half]
     turned = jnp.concatenate([a * cos - b * sin, b * cos + a * sin, y[..., 2 * half :]], axis=-1)

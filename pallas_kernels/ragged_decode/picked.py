@@ -39,26 +39,28 @@ def largest_scores(
     x = x[jnp.minimum(own.stream, b * heads - 1)]
     see = live_slots(live, None, size)
     if not each:
-        return softmax.hide(_of_pool(x, k_pages, scales)[ids] * h**-0.5, see)
-    found = jnp.stack([_of_pool(x[:, i : i + 1], k_pages, scales)[ids] for i in range(x.shape[1])], axis=2)
-    return softmax.hide(found * h**-0.5, see[:, :, None]).reshape(b, n, *see.shape[2:])
+        return softmax.hide(_of_pool(x, k_pages, scales, own)[ids] * h**-0.5, see)
+    found = [_of_pool(x[:, i : i + 1], k_pages, scales, own)[ids] for i in range(x.shape[1])]
+    return softmax.hide(jnp.stack(found, axis=2) * h**-0.5, see[:, :, None]).reshape(b, n, *see.shape[2:])
 
 
 def _of_pool(
-    q: Float[Array, "P G H"], k: Num[Array, "P S X"], scales: Float[Array, "P 2 H"] | None
+    q: Float[Array, "P G H"],
+    k: Num[Array, "P S X"],
+    scales: Float[Array, "P 2 H"] | None,
+    own: flat.Owners,
 ) -> Float[Array, "P S"]:
-    """Largest product of each slot with its page's queries; codes become float a chunk of pages at a time."""
+    """Largest product of each slot with its page's queries; chunks of codes that nobody owns are skipped."""
     if scales is None:
         return products.scores(q, k, 1.0).max(axis=1)
-    pool, chunk = k.shape[0], min(flat.CHUNK, k.shape[0])
-    starts = jnp.minimum(jnp.arange(-(-pool // chunk)) * chunk, pool - chunk)
+    chunks = flat.walk(own, k.shape[1])
 
     def one(i: Int[Array, ""], found: Float[Array, "P S"]) -> Float[Array, "P S"]:
-        cut = functools.partial(jax.lax.dynamic_slice_in_dim, start_index=starts[i], slice_size=chunk)
-        part = products.scores(cut(q) * cut(scales)[:, None, 0], codes.floats(cut(k)), 1.0).max(axis=1)
-        return jax.lax.dynamic_update_slice_in_dim(found, part, starts[i], 0)
+        scaled = chunks.cut(q, i) * chunks.cut(scales, i)[:, None, 0]
+        part = products.scores(scaled, codes.floats(chunks.cut(k, i)), 1.0).max(axis=1)
+        return chunks.put(found, part, i)
 
-    return jax.lax.fori_loop(0, len(starts), one, jnp.zeros(k.shape[:2], jnp.float32))
+    return jax.lax.fori_loop(0, chunks.busy, one, jnp.zeros(k.shape[:2], jnp.float32))
 
 
 @functools.partial(jax.jit, static_argnames=("mass", "scale", "softcap"))
