@@ -63,7 +63,8 @@ def _moved(cache: LayerCache, source: Mesh, mesh: Mesh) -> LayerCache:
 
 def _joined(pages: Pages, source: Mesh) -> Pages:
     """The pages with ids that count through all devices."""
-    count, table = pages.count // source.pools, np.array(pages.table)
+    count = pages.count // source.pools
+    table: Any = np.array(pages.table)
     for at, own in enumerate(source.blocks(table)):  # views
         own[own != EMPTY] += at * count
     return dataclasses.replace(pages, table=table)
@@ -92,12 +93,11 @@ def _dealt(pages: Pages, mesh: Mesh) -> Pages:
     stack = np.where(at < free[:, None], count - 1 - at, 0)
     refs = at < (count - free)[:, None]
     lone = mesh == ONE
-    return dataclasses.replace(
-        pages,
-        **paged,
-        table=renamed,
-        refs=refs.reshape(-1).astype(np.int32),
-        free=stack.reshape(-1).astype(np.int32),
-        n_free=free[0] if lone else free,
-        overflow=np.False_ if lone else np.zeros(len(owned), bool),
-    )
+    of_pool: dict[str, Any] = {
+        "table": renamed,
+        "refs": refs.reshape(-1).astype(np.int32),
+        "free": stack.reshape(-1).astype(np.int32),
+        "n_free": free[0] if lone else free,
+        "overflow": np.False_ if lone else np.zeros(len(owned), bool),
+    }
+    return dataclasses.replace(pages, **paged, **of_pool)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -99,7 +99,7 @@ def generate(
         )
     context = bucket(longest + max_new_tokens, most)
     model, weights = on_mesh(model, weights or {}, mesh_for("generate", model, mesh, len(rows)))
-    sizes = {"context": context, "chunk_size": chunk_size, "page": page}
+    sizes: dict[str, Any] = {"context": context, "chunk_size": chunk_size, "page": page}
     state, logits = prefill(model, policy, rows, **sizes, weights=weights, seeds=seed)
     out: list[list[int]] = [[] for _ in rows]
     limit = np.full(len(rows), max_new_tokens, np.int32)

@@ -102,7 +102,7 @@ def prefill(
     tell_of_protected(network, policy, _frame(network, policy, dtype), lengths)
     tell_of_lengths(policy, weights, lengths)
     model, weights = on_mesh(model, weights, mesh)
-    sizes = {"rows": len(rows), "context": context, "page": page, "chunk_size": chunk_size}
+    sizes: dict[str, Any] = {"rows": len(rows), "context": context, "page": page, "chunk_size": chunk_size}
     state = empty(network, policy, **sizes, dtype=dtype, mesh=mesh)
     state = dataclasses.replace(state, total=mesh.put(np.asarray(lengths, np.int32)))
     drawn = read_seeds("prefill", seeds, len(rows))

@@ -7,6 +7,7 @@ import os
 
 import jax
 
+from kvjax.cache.mesh import ONE, mesh_of
 from kvjax.decode import RequestError
 from kvjax.types import Weighted
 
@@ -45,8 +46,13 @@ class Settings:
         """Of what was said.
 
         Raises:
-          RequestError: a number out of range.
+          RequestError: a number out of range, a model on several devices.
         """
+        lies = mesh_of(model.params)
+        if lies != ONE:
+            raise RequestError(
+                f"Engine(model=...) runs on one device, this model lies on {lies}. Load it there."
+            )
         sizes = whole | {
             "kv_memory": 1 if kv_memory is None else kv_memory,
             "page": 1 if page is None else page,

@@ -58,6 +58,10 @@ def _run(options: Options) -> None:
         raise InputError(
             "--json without a prompt has nothing to answer. Give --prompt, --prompt-file or a pipe."
         )
+    if given is None and options.mesh is not None:
+        raise InputError(
+            "--mesh answers a prompt, and a chat runs on one device. Give --prompt, or no --mesh."
+        )
     model = loaded(options.model, options.dtype, options.mesh)
     if options.auto:
         options, said = settled(options, model)
