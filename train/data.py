@@ -163,12 +163,14 @@ class Mix:
       tokens: in a batch of a level that does not say.
       levels: the curriculum.
       streams: KV heads of a layer; asked for where a level hushes some.
+      parts: into which a batch's rows are cut, one a device (``train.parts``).
     """
 
     seed: int
     tokens: int
     levels: tuple[Level, ...]
     streams: int = 0
+    parts: int = 1
 
 
 def row_length(rng: np.random.Generator, level: Level) -> int:
@@ -183,7 +185,8 @@ class Batches:
     ``self[i]`` is a dict: tokens int32 [B, T]; and, for S scored tokens, at int32 [S] (row-major index
     of the position that predicts), target int32 [S], weight float32 [S], answer bool [S]. A level that
     silences heads adds speak bool, [B, L, N] for query heads (``silent``) or [B, L, K] (``hush``); one that
-    looks ahead what ``choose_ahead`` gives.
+    looks ahead what ``choose_ahead`` gives. In several parts, every leaf has them as its first axis: B / P
+    rows and S / P scored tokens each, ``at`` counted within the part.
     """
 
     def __init__(self, source: Source, mix: Mix, level: int, count: int):
@@ -196,17 +199,23 @@ class Batches:
         level = self.mix.levels[self.level]
         rng = np.random.default_rng((self.mix.seed, self.level, int(index)))
         length = row_length(rng, level)
-        count = max(1, (level.tokens or self.mix.tokens) // length)
+        parts = self.mix.parts
+        count = max(1, (level.tokens or self.mix.tokens) // length // parts)
+        cut = [self._part(rng, level, length, count) for _ in range(parts)]
+        return cut[0] if parts == 1 else {name: np.stack([part[name] for part in cut]) for name in cut[0]}
+
+    def _part(self, rng: np.random.Generator, level: Level, length: int, count: int) -> dict[str, np.ndarray]:
+        parts = self.mix.parts
         rows = [training_row(rng, self.source, length, level) for _ in range(count)]
         tokens, weight = (np.stack(column) for column in zip(*rows))
-        batch = {"tokens": tokens, **choose_scored(rng, tokens, weight, level.scored)}
+        batch = {"tokens": tokens, **choose_scored(rng, tokens, weight, level.scored // parts)}
         if level.silent:
             chance = np.asarray(level.silent)
             batch["speak"] = rng.random((count, *chance.shape)) >= chance
         if level.hush is not None:
             batch["speak"] = level.hush.draw(rng, count, self.mix.streams)
         if level.ahead:
-            batch |= choose_ahead(tokens, weight, level.ahead)
+            batch |= choose_ahead(tokens, weight, level.ahead // parts)
         return batch
 
 

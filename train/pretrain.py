@@ -21,7 +21,7 @@ import optax
 from kvjax.models import decoder
 from kvjax.models.spec import ModelSpec
 from kvjax.types import Params
-from train import asked, data, forward, loop, recall, tasks
+from train import asked, data, forward, loop, parts, recall, tasks
 from train.setup import Setup, initial_of, options, read, round_to, setup
 
 if TYPE_CHECKING:
@@ -131,6 +131,7 @@ def make_check(have: Setup) -> Any:
     settings, gates = have.config["check"], have.config["check"]["gates"]
 
     def check(params: Params, step: int, level: int) -> loop.Verdict:
+        params = jax.device_put(params, jax.devices()[0])
         rounded = round_to(params, have.config["model"]["dtype"])
         score = recall.quick_nll if quick(have.config) else recall.nll
         measure = lambda length, keys: float(  # noqa: E731
@@ -208,14 +209,21 @@ def run(have: Setup) -> loop.State:
     """Trains to the end of the plan, or goes on from the newest checkpoint."""
     config = have.config
     levels = tuple(make_level(level) for level in config["mix"]["levels"])
+    count = config.get("devices", 1)
+    where = parts.parts(count) if count > 1 else None
     mix = data.Mix(
-        seed=config["seed"], tokens=config["mix"]["tokens"], levels=levels, streams=have.spec.num_kv_heads
+        seed=config["seed"],
+        tokens=config["mix"]["tokens"],
+        levels=levels,
+        streams=have.spec.num_kv_heads,
+        parts=count,
     )
-    plan = loop.Plan(**config["plan"])
+    plan, loss = loop.Plan(**config["plan"]), make_loss_of(have)
     return loop.train(
         params=initial_of(have.config, have.train.text),
         optimizer=make_optimizer(config["optimizer"]),
-        loss=make_loss_of(have),
+        loss=loss if where is None else parts.over(loss, where),
+        layout=where,
         batches=lambda level: data.batches(have.train, mix, level, plan.steps),
         folder=Path(config["folder"]),
         plan=plan,

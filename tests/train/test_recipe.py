@@ -288,6 +288,18 @@ def test_a_curve_counts_the_tokens_that_were_drawn(have):
     assert found["speed"] == {"1": {"tokens_a_second": drawn[3] / 4, "tokens_a_user_second": drawn[3] / 2}}
 
 
+def test_parts_share_the_rows_and_the_scored_tokens(have):
+    levels = tuple(pretrain.make_level(level) for level in have.config["mix"]["levels"])
+    mix = data.Mix(seed=0, tokens=512, levels=levels, streams=4)
+    one = data.batches(have.train, mix, 1, 4)[3]
+    two = data.batches(have.train, dataclasses.replace(mix, parts=2), 1, 4)[3]
+    assert set(one) == set(two)
+    for name, leaf in one.items():
+        assert two[name].shape == (2, leaf.shape[0] // 2, *leaf.shape[1:])
+    for tokens, at, target in zip(two["tokens"], two["at"], two["target"]):
+        assert (tokens.ravel()[at + 1] == target).all()
+
+
 def test_every_number_of_up_to_three_digits_is_a_token(tmp_path, monkeypatch):
     monkeypatch.setenv("KVJAX_DATA", "/nowhere")
     config = tiny(tmp_path)

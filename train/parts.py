@@ -1,0 +1,51 @@
+"""A training step on several devices: each takes a part of the rows, all hold the weights and add gradients.
+
+For small models, whose weights need no cutting: what ``train.mesh`` does for large ones. On a CPU, where one
+thread is one core, XLA_FLAGS=--xla_force_host_platform_device_count=N makes N devices of it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+import jax
+
+from kvjax.types import Params
+from train import loop
+from train.mesh import ROWS, Layout, P, layout
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float
+
+
+@dataclasses.dataclass(frozen=True)
+class Parts(Layout):
+    """One part of a batch a device."""
+
+    def batch(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """Leaves [parts, ...], each part on its device."""
+        return {name: jax.device_put(value, self.of(P(ROWS))) for name, value in batch.items()}
+
+
+def parts(count: int) -> Parts:
+    """Over the first ``count`` devices.
+
+    Raises:
+      ValueError: fewer are here.
+    """
+    return Parts(layout(count, 1).mesh)
+
+
+def over(loss: loop.Loss, where: Parts) -> loop.Loss:
+    """The mean of ``loss`` over the parts of a batch; its gradient is summed over the devices."""
+
+    def whole(params: Params, batch: dict[str, Array]) -> tuple[Float[Array, ""], dict[str, Array]]:
+        def one(params: Params, batch: dict[str, Array]) -> Any:
+            found = loss(params, jax.tree.map(lambda leaf: leaf[0], batch))
+            return jax.tree.map(lambda leaf: jax.lax.pmean(leaf, ROWS), found)
+
+        run = jax.shard_map(one, mesh=where.mesh, in_specs=(P(), P(ROWS)), out_specs=P(), check_vma=False)
+        return run(params, batch)
+
+    return whole
