@@ -175,6 +175,11 @@ def test_a_key_is_let_in_and_nothing_else(header, let_in):
     assert Keys().admit(header)
 
 
+def test_no_part_of_a_key_is_compared_for_all_of_it():
+    keys = Keys(["sesame", "open"])
+    assert not any(keys.admit(f"Bearer {number}") for number in range(4096))
+
+
 def test_keys_come_from_file_and_environment(tmp_path):
     file = tmp_path / "keys"
     file.write_text("# of Ann\nalpha\n\n  beta \n")

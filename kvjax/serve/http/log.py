@@ -87,8 +87,12 @@ def _line(event: str, facts: dict[str, Any]) -> bytes:
 
 def to_stderr() -> Log:
     """The process's log."""
+    try:
+        file = sys.stderr.fileno()
+    except OSError:  # no file: a notebook, a test
+        return Log(lambda line: sys.stderr.write(line.decode()))
     # Past Python's own buffer: a thread that is blocked in it would hold its lock when the process ends.
-    raw = io.FileIO(sys.stderr.fileno(), "wb", closefd=False)
+    raw = io.FileIO(file, "wb", closefd=False)
 
     def write(line: bytes) -> None:
         while line:

@@ -35,10 +35,10 @@ class Policies:
         """Raises PolicyError where ``auto(...)`` has nothing to choose by."""
         self._model, self._log = model, log
         self._known: collections.OrderedDict[str, Policy] = collections.OrderedDict()
-        default = self.default = self._meant(default)
-        allowed = None if allowed is None else [self._meant(one) for one in allowed]
-        self.allowed = None if allowed is None else list(dict.fromkeys(repr(p) for p in (default, *allowed)))
-        self._structures = None if allowed is None else {p.structure for p in (default, *allowed)}
+        self.default = self._meant(default)
+        every = [self.default, *(self._meant(one) for one in allowed or ())]
+        self.allowed = None if allowed is None else list(dict.fromkeys(map(repr, every)))
+        self._structures = None if allowed is None else {policy.structure for policy in every}
 
     def policy(self, asked: str | None) -> Policy:
         """The policy of a request.
