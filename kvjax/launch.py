@@ -21,9 +21,10 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TextIO
 
 from kvjax import cli
 
@@ -153,12 +154,17 @@ def local(processes: int, devices: int | None, program: Sequence[str]) -> int:
         running = []
         try:
             for at in range(processes):
-                where: dict[str, Any] = {"stdout": said[at - 1], "stderr": subprocess.STDOUT} if at else {}
+                where: dict[str, Any] = {"stdout": subprocess.PIPE}
+                if at:
+                    where = {"stdout": said[at - 1], "stderr": subprocess.STDOUT}
                 words = [*begin, "--process-id", str(at), "--", *program]
                 running.append(subprocess.Popen(words, env=environment, **where))
+            shown = threading.Thread(target=pass_on, args=(running[0].stdout, sys.stdout), daemon=True)
+            shown.start()
             bad = first_to_fail(running)
         finally:
             end(running)
+        shown.join(GRACE)
         if bad is None:
             return 0
         if bad:
@@ -166,6 +172,17 @@ def local(processes: int, devices: int | None, program: Sequence[str]) -> int:
             sys.stderr.write(said[bad - 1].read().decode(errors="replace")[-2000:])
         print(f"error: process {bad} {outcome(running[bad])}; the others were ended.", file=sys.stderr)
         return 1
+
+
+def pass_on(source: Any, to: TextIO) -> None:
+    """What a process prints, at once and to its end, without the lines that JAX's transport adds."""
+    whole = True  # did a line end?
+    while piece := source.read1():
+        for line in piece.decode(errors="replace").splitlines(keepends=True):
+            if not (whole and line.startswith("[Gloo]")):
+                to.write(line)
+            whole = line.endswith("\n")
+        to.flush()
 
 
 def first_to_fail(running: Sequence[subprocess.Popen[bytes]]) -> int | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -169,6 +170,12 @@ def test_what_is_cut_and_what_is_whole():
 def test_a_launch_that_makes_no_sense_is_refused(capsys, given, said):
     assert launch.main(given) == 2
     assert said in capsys.readouterr().err
+
+
+def test_only_what_the_program_prints_is_shown():
+    shown = io.StringIO()
+    launch.pass_on(io.BufferedReader(io.BytesIO(b"[Gloo] Rank 0\n{1}\nmore [Gloo]\nend")), shown)
+    assert shown.getvalue() == "{1}\nmore [Gloo]\nend"
 
 
 def test_a_killed_process_ends_the_others_and_is_named():
