@@ -28,8 +28,9 @@ from typing import Any, TextIO
 
 from kvjax import cli
 
-HEARTBEAT = 10
-"""Seconds after which the processes of a lost one are aborted by JAX."""
+HEARTBEAT, PATIENCE = 10, 100
+"""Seconds of silence after which JAX takes a process for lost and aborts the others; and those of --local,
+where the launcher sees at once which has ended, and a busy machine may be silent for long."""
 
 GRACE = 5.0
 """Seconds that a process is given to end before it is killed."""
@@ -56,7 +57,7 @@ def _run(argv: Sequence[str]) -> int:
         raise cli.InputError("--devices makes virtual devices for processes of this machine. Give --local.")
     if any(word is not None for word in place) and None in place:
         raise cli.InputError("--coordinator, --num-processes and --process-id go together. Give all three.")
-    join(*place, said=" ".join(program))
+    join(*place, heartbeat=asked.heartbeat, said=" ".join(program))
     return run_here(program)
 
 
@@ -69,6 +70,13 @@ def _parser() -> cli.Parser:
     parser.add_argument("--coordinator", metavar="HOST:PORT", help="where process 0 is")
     parser.add_argument("--num-processes", metavar="N", type=cli.whole("--num-processes"), help="of all")
     parser.add_argument("--process-id", metavar="I", type=cli.whole("--process-id", 0), help="which this is")
+    parser.add_argument(
+        "--heartbeat",
+        metavar="S",
+        type=cli.whole("--heartbeat"),
+        default=HEARTBEAT,
+        help=f"seconds of silence after which a process is lost (default: {HEARTBEAT})",
+    )
     parser.add_argument("program", nargs="...", metavar="-- PROGRAM", help="-m MODULE or FILE, and its words")
     return parser
 
@@ -77,7 +85,12 @@ def _parser() -> cli.Parser:
 
 
 def join(
-    coordinator: str | None = None, processes: int | None = None, process: int | None = None, said: str = ""
+    coordinator: str | None = None,
+    processes: int | None = None,
+    process: int | None = None,
+    *,
+    heartbeat: int = HEARTBEAT,
+    said: str = "",
 ) -> None:
     """Joins the others, before any device is touched; with no arguments JAX asks the cluster.
 
@@ -85,6 +98,7 @@ def join(
       coordinator: HOST:PORT of process 0.
       processes: how many there are.
       process: which this is.
+      heartbeat: seconds of silence after which a process is lost.
       said: the program and its words, which must be the same in all.
 
     Raises:
@@ -95,7 +109,7 @@ def join(
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     known = inspect.signature(jax.distributed.initialize).parameters
     name = "heartbeat_timeout_seconds"
-    how: dict[str, Any] = {name: HEARTBEAT} if name in known else {}
+    how: dict[str, Any] = {name: heartbeat} if name in known else {}
     try:
         jax.distributed.initialize(coordinator, processes, process, **how)
     except ValueError as error:
@@ -148,7 +162,7 @@ def local(processes: int, devices: int | None, program: Sequence[str]) -> int:
         flag = f"--xla_force_host_platform_device_count={devices}"
         environment |= {"XLA_FLAGS": f"{environment.get('XLA_FLAGS', '')} {flag}", "JAX_PLATFORMS": "cpu"}
     begin = [sys.executable, "-m", "kvjax.launch", "--coordinator", f"localhost:{port}"]
-    begin += ["--num-processes", str(processes)]
+    begin += ["--num-processes", str(processes), "--heartbeat", str(PATIENCE)]
     with contextlib.ExitStack() as stack:
         said = [stack.enter_context(tempfile.TemporaryFile()) for _ in range(1, processes)]
         running = []
@@ -176,12 +190,13 @@ def local(processes: int, devices: int | None, program: Sequence[str]) -> int:
 
 def pass_on(source: Any, to: TextIO) -> None:
     """What a process prints, at once and to its end, without the lines that JAX's transport adds."""
-    whole = True  # did a line end?
+    begins, hidden = True, False
     while piece := source.read1():
         for line in piece.decode(errors="replace").splitlines(keepends=True):
-            if not (whole and line.startswith("[Gloo]")):
+            hidden = line.startswith("[Gloo]") if begins else hidden  # a line may come in several pieces
+            if not hidden:
                 to.write(line)
-            whole = line.endswith("\n")
+            begins = line.endswith("\n")
         to.flush()
 
 

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 
 import jax
@@ -173,8 +174,9 @@ def test_a_launch_that_makes_no_sense_is_refused(capsys, given, said):
 
 
 def test_only_what_the_program_prints_is_shown():
-    shown = io.StringIO()
-    launch.pass_on(io.BufferedReader(io.BytesIO(b"[Gloo] Rank 0\n{1}\nmore [Gloo]\nend")), shown)
+    pieces = iter([b"[Gloo] Rank ", b"0 is connected\n{1}\nmore ", b"[Gloo]\nend", b""])
+    source, shown = types.SimpleNamespace(read1=lambda: next(pieces)), io.StringIO()
+    launch.pass_on(source, shown)
     assert shown.getvalue() == "{1}\nmore [Gloo]\nend"
 
 
