@@ -52,6 +52,7 @@ def _run(argv: Sequence[str]) -> int:
     if asked.local is not None:
         if any(word is not None for word in place):
             raise cli.InputError("--local starts all processes itself. Leave --coordinator and its ids out.")
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the others are ended, too
         return local(asked.local, asked.devices, program)
     if asked.devices is not None:
         raise cli.InputError("--devices makes virtual devices for processes of this machine. Give --local.")

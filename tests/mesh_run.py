@@ -211,7 +211,7 @@ def returned(policy: Policy, names: list[str], folder: Path) -> Iterator[dict[st
     first = onward(policy, state)
     for (rows, other), off in zip(others, streams):
         logits = np.abs(onward(policy, other) - first[:, rows]).max()
-        yield {"streams": off, "logits": float(logits), "to": repr(other.mesh)}
+        yield {"streams": off, "logits": float(logits), "to": repr(other.mesh), "forked": rows is twin}
 
 
 def main() -> None:
