@@ -21,14 +21,16 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TextIO
 
 from kvjax import cli
 
-HEARTBEAT = 10
-"""Seconds after which the processes of a lost one are aborted by JAX."""
+HEARTBEAT, PATIENCE = 10, 100
+"""Seconds of silence after which JAX takes a process for lost and aborts the others; and those of --local,
+where the launcher sees at once which has ended, and a busy machine may be silent for long."""
 
 GRACE = 5.0
 """Seconds that a process is given to end before it is killed."""
@@ -50,12 +52,13 @@ def _run(argv: Sequence[str]) -> int:
     if asked.local is not None:
         if any(word is not None for word in place):
             raise cli.InputError("--local starts all processes itself. Leave --coordinator and its ids out.")
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the others are ended, too
         return local(asked.local, asked.devices, program)
     if asked.devices is not None:
         raise cli.InputError("--devices makes virtual devices for processes of this machine. Give --local.")
     if any(word is not None for word in place) and None in place:
         raise cli.InputError("--coordinator, --num-processes and --process-id go together. Give all three.")
-    join(*place, said=" ".join(program))
+    join(*place, heartbeat=asked.heartbeat, said=" ".join(program))
     return run_here(program)
 
 
@@ -68,6 +71,13 @@ def _parser() -> cli.Parser:
     parser.add_argument("--coordinator", metavar="HOST:PORT", help="where process 0 is")
     parser.add_argument("--num-processes", metavar="N", type=cli.whole("--num-processes"), help="of all")
     parser.add_argument("--process-id", metavar="I", type=cli.whole("--process-id", 0), help="which this is")
+    parser.add_argument(
+        "--heartbeat",
+        metavar="S",
+        type=cli.whole("--heartbeat"),
+        default=HEARTBEAT,
+        help=f"seconds of silence after which a process is lost (default: {HEARTBEAT})",
+    )
     parser.add_argument("program", nargs="...", metavar="-- PROGRAM", help="-m MODULE or FILE, and its words")
     return parser
 
@@ -76,7 +86,12 @@ def _parser() -> cli.Parser:
 
 
 def join(
-    coordinator: str | None = None, processes: int | None = None, process: int | None = None, said: str = ""
+    coordinator: str | None = None,
+    processes: int | None = None,
+    process: int | None = None,
+    *,
+    heartbeat: int = HEARTBEAT,
+    said: str = "",
 ) -> None:
     """Joins the others, before any device is touched; with no arguments JAX asks the cluster.
 
@@ -84,6 +99,7 @@ def join(
       coordinator: HOST:PORT of process 0.
       processes: how many there are.
       process: which this is.
+      heartbeat: seconds of silence after which a process is lost.
       said: the program and its words, which must be the same in all.
 
     Raises:
@@ -94,7 +110,7 @@ def join(
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     known = inspect.signature(jax.distributed.initialize).parameters
     name = "heartbeat_timeout_seconds"
-    how: dict[str, Any] = {name: HEARTBEAT} if name in known else {}
+    how: dict[str, Any] = {name: heartbeat} if name in known else {}
     try:
         jax.distributed.initialize(coordinator, processes, process, **how)
     except ValueError as error:
@@ -147,18 +163,23 @@ def local(processes: int, devices: int | None, program: Sequence[str]) -> int:
         flag = f"--xla_force_host_platform_device_count={devices}"
         environment |= {"XLA_FLAGS": f"{environment.get('XLA_FLAGS', '')} {flag}", "JAX_PLATFORMS": "cpu"}
     begin = [sys.executable, "-m", "kvjax.launch", "--coordinator", f"localhost:{port}"]
-    begin += ["--num-processes", str(processes)]
+    begin += ["--num-processes", str(processes), "--heartbeat", str(PATIENCE)]
     with contextlib.ExitStack() as stack:
         said = [stack.enter_context(tempfile.TemporaryFile()) for _ in range(1, processes)]
         running = []
         try:
             for at in range(processes):
-                where: dict[str, Any] = {"stdout": said[at - 1], "stderr": subprocess.STDOUT} if at else {}
+                where: dict[str, Any] = {"stdout": subprocess.PIPE}
+                if at:
+                    where = {"stdout": said[at - 1], "stderr": subprocess.STDOUT}
                 words = [*begin, "--process-id", str(at), "--", *program]
                 running.append(subprocess.Popen(words, env=environment, **where))
+            shown = threading.Thread(target=pass_on, args=(running[0].stdout, sys.stdout), daemon=True)
+            shown.start()
             bad = first_to_fail(running)
         finally:
             end(running)
+        shown.join(GRACE)
         if bad is None:
             return 0
         if bad:
@@ -166,6 +187,18 @@ def local(processes: int, devices: int | None, program: Sequence[str]) -> int:
             sys.stderr.write(said[bad - 1].read().decode(errors="replace")[-2000:])
         print(f"error: process {bad} {outcome(running[bad])}; the others were ended.", file=sys.stderr)
         return 1
+
+
+def pass_on(source: Any, to: TextIO) -> None:
+    """What a process prints, at once and to its end, without the lines that JAX's transport adds."""
+    begins, hidden = True, False
+    while piece := source.read1():
+        for line in piece.decode(errors="replace").splitlines(keepends=True):
+            hidden = line.startswith("[Gloo]") if begins else hidden  # a line may come in several pieces
+            if not hidden:
+                to.write(line)
+            begins = line.endswith("\n")
+        to.flush()
 
 
 def first_to_fail(running: Sequence[subprocess.Popen[bytes]]) -> int | None:

@@ -13,6 +13,7 @@ import functools
 import json
 import os
 import re
+import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -210,7 +211,7 @@ def returned(policy: Policy, names: list[str], folder: Path) -> Iterator[dict[st
     first = onward(policy, state)
     for (rows, other), off in zip(others, streams):
         logits = np.abs(onward(policy, other) - first[:, rows]).max()
-        yield {"streams": off, "logits": float(logits), "to": repr(other.mesh)}
+        yield {"streams": off, "logits": float(logits), "to": repr(other.mesh), "forked": rows is twin}
 
 
 def main() -> None:
@@ -225,9 +226,11 @@ def main() -> None:
     for index in asked.only or range(len(every)):
         policy = every[index]
         if asked.saved:
-            with tempfile.TemporaryDirectory() as folder:
-                for found in returned(policy, asked.mesh, Path(folder)):
-                    print(json.dumps({"policy": repr(policy)} | found), flush=True)
+            folder = Path(tempfile.gettempdir()) / f"kvjax-{os.getppid()}"  # of both processes
+            folder.mkdir(exist_ok=True)
+            for found in returned(policy, asked.mesh, folder):
+                print(json.dumps({"policy": repr(policy)} | found), flush=True)
+            shutil.rmtree(folder, ignore_errors=True)
             continue
         if asked.moved:
             found = moved(policy, kvjax.mesh(asked.mesh[0]), asked.heads)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -9,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 
 import jax
@@ -90,7 +92,7 @@ def test_a_state_saved_on_one_mesh_opens_on_another(processes):
     assert len(found) == 2 * (2 + len(others))  # on its own mesh, on the others, forked
     for one in found:
         assert one["streams"] == 0, one
-        assert one["logits"] <= (0 if one["to"] == found[0]["to"] else CLOSE), one
+        assert one["logits"] <= (0 if one["to"] == found[0]["to"] and not one["forked"] else CLOSE), one
 
 
 # --- refused -------------------------------------------------------------------------------------
@@ -169,6 +171,13 @@ def test_what_is_cut_and_what_is_whole():
 def test_a_launch_that_makes_no_sense_is_refused(capsys, given, said):
     assert launch.main(given) == 2
     assert said in capsys.readouterr().err
+
+
+def test_only_what_the_program_prints_is_shown():
+    pieces = iter([b"[Gloo] Rank ", b"0 is connected\n{1}\nmore ", b"[Gloo]\nend", b""])
+    source, shown = types.SimpleNamespace(read1=lambda: next(pieces)), io.StringIO()
+    launch.pass_on(source, shown)
+    assert shown.getvalue() == "{1}\nmore [Gloo]\nend"
 
 
 def test_a_killed_process_ends_the_others_and_is_named():

@@ -38,7 +38,7 @@ def save(
 
     Args:
       state: left as it is.
-      path: a file; one of that name is replaced.
+      path: a file; one of that name is replaced. Of several processes the first writes, where all can read.
       model: that made it.
       policy: that it was made under.
       label: of the policy's learned weights (``kvjax.weights.find(...).label``).
@@ -81,6 +81,10 @@ def save(
     }
     if jax.process_index() == 0:  # all have the same
         _write(path, arrays, {"head": json.dumps(head)})
+    if jax.process_count() > 1:  # whoever goes on finds it there
+        from jax.experimental import multihost_utils
+
+        multihost_utils.sync_global_devices("saved")
 
 
 def _write(path: Path, arrays: dict[str, np.ndarray], metadata: dict[str, str]) -> None:
