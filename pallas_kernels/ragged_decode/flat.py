@@ -123,11 +123,12 @@ def without_dead(
 def of_codes(q: Float[Array, "X R H"], pools: Pools, own: Owners, options: Options) -> Partials:
     """Every owned page's partial, chunk by chunk; pages of chunks that no stream owns stay empty."""
     (pool, size, _), (_, rows, h) = pools.k.shape, q.shape
-    chunks = walk(own, size)
+    assert pools.scales is not None  # noqa: S101  (codes have some)
+    chunks, of_pages = walk(own, size), pools.scales
 
     def one(i: Int[Array, ""], found: Partials) -> Partials:
         part = Owners(chunks.cut(own.stream, i), chunks.cut(own.live, i))
-        scales = chunks.cut(pools.scales, i)
+        scales = chunks.cut(of_pages, i)
         k, v = codes.floats(chunks.cut(pools.k, i)), codes.floats(chunks.cut(pools.v, i))
         scaled = _mine(q, part) * scales[:, None, 0]
         m, l, p = _weights(products.scores(scaled, k, options.scale), part, options.softcap)
@@ -154,5 +155,6 @@ def combine(parts: Partials, own: Owners, streams: int) -> tuple[Float[Array, "X
 
 def received(parts: Partials, lse: Float[Array, "X R"], own: Owners) -> Float[Array, "P R S"]:
     """Probability of each slot under its stream's lse."""
+    assert parts.p is not None  # noqa: S101  (it was asked for)
     share = jnp.exp(parts.m - softmax.finite(lse)[jnp.minimum(own.stream, lse.shape[0] - 1)])
     return parts.p * share[..., None]
