@@ -219,16 +219,36 @@ def test_the_same_twice_and_the_same_wherever_pages_lie(kind):
     check(ragged_decode(q, k[back], v[back], **moved, mass=True, impl="xla"), first, shape.M * shape.S)
 
 
-@pytest.mark.parametrize("kind", ["int8", "uint8"])
-def test_chunks_of_codes_nobody_owns_are_skipped_and_no_others(kind):
+def far_away(kind):
     """Every live page in the last pages of a pool of several chunks."""
     shape = TEST["g1_h128"]
     (q, k, v), lists = case(shape, edges(shape), kind=kind, poison=0)
-    far = 3 * flat.CHUNK + 5
+    far = 3 * (flat.CHUNK // shape.S) + 5
     k, v = (jnp.concatenate([jnp.full((far, *x.shape[1:]), 99, x.dtype), x]) for x in (k, v))
     lists["scales"] = jnp.concatenate([jnp.ones((far, *lists["scales"].shape[1:])), lists["scales"]])
     lists["table"] = jnp.where(lists["table"] >= 0, jnp.minimum(lists["table"], shape.P) + far, EMPTY)
+    return shape, (q, k, v), lists
+
+
+@pytest.mark.parametrize("kind", ["int8", "uint8"])
+def test_chunks_of_codes_nobody_owns_are_skipped_and_no_others(kind):
+    shape, (q, k, v), lists = far_away(kind)
     check(ragged_decode(q, k, v, **lists, mass=True, impl="xla"), oracle(q, k, v, **lists), shape.M * shape.S)
+
+
+@pytest.mark.parametrize("kind", ["int8", "uint8"])
+def test_the_largest_scores_of_codes_are_those_of_the_definition(kind):
+    shape, (q, k, _), lists = far_away(kind)
+    found = np.asarray(api.largest_scores(q[:, :, 0], k, **lists))
+    keys = np.asarray(api.floats(k) * lists["scales"][:, :1], np.float64)
+    for row, head in np.ndindex(lists["length"].shape):
+        length, mine = int(lists["length"][row, head]), shape.N // shape.K
+        pages = np.asarray(lists["table"])[row, head, : -(-length // shape.S)]
+        held = keys[pages].reshape(-1, shape.H)[:length]
+        query = np.asarray(q, np.float64)[row, head * mine : (head + 1) * mine, 0]
+        right = (query @ held.T).max(axis=0, initial=-np.inf) / np.sqrt(shape.H)
+        np.testing.assert_allclose(found[row, head].reshape(-1)[:length], right, rtol=1e-5, atol=1e-5)
+        assert (found[row, head].reshape(-1)[length:] == -np.inf).all()
 
 
 @pytest.mark.parametrize("impl", IMPLS)

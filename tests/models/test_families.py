@@ -18,7 +18,7 @@ from kvjax.models import decoder, hf
 from kvjax.models.families import FAMILIES
 from kvjax.models.hf_config import read_config
 from kvjax.models.module import Decoder, leaves
-from kvjax.models.rope import LinearScaling, Rope
+from kvjax.models.rope import LinearScaling, Rope, rotate
 from kvjax.models.spec import ModelSpec
 
 logits_of = functools.partial(jax.jit, static_argnums=0)(decoder.dense_logits)
@@ -220,3 +220,16 @@ def test_a_spec_is_the_same_in_any_context_but_for_longrope(golden_folder):
     assert spec.at(10**6) == spec
     long = hf.load(golden_folder("phi3_long")).spec
     assert long.at(65) != long == long.at(64)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_many_tokens_turn_as_each_of_them_alone(dtype):
+    """Angles of many tokens are computed apart; those of one are not."""
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 24, 3, 16)), dtype)
+    at, how = jnp.arange(48).reshape(2, 24) * 41, Rope(theta=1e4, fraction=0.5)
+    together = jax.jit(rotate, static_argnames="rope")(x, at, rope=how)
+    alone = [rotate(x[:, i : i + 1], at[:, i : i + 1], how) for i in range(24)]
+    assert together.dtype == dtype
+    np.testing.assert_allclose(
+        np.asarray(together, np.float32), np.asarray(jnp.concatenate(alone, axis=1), np.float32), atol=1e-6
+    )
