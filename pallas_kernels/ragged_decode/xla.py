@@ -63,11 +63,11 @@ def _flat(
     if pools.scales is None:
         parts = flat.of_floats(q, pools, own, options)
         out, lse = flat.combine(parts, own, streams)
-        p = parts.p
-        assert p is not None  # noqa: S101  (only codes leave it out)
+        assert parts.p is not None  # noqa: S101  (only codes leave it out)
+        exact = functools.partial(flat.without_dead, parts.p, pools.v, own)
 
         def again() -> Float[Array, "X R H"]:
-            return flat.combine(parts._replace(o=flat.without_dead(p, pools.v, own)), own, streams)[0]
+            return flat.combine(parts._replace(o=exact()), own, streams)[0]
 
         out = jax.lax.cond(jnp.isnan(out).any(), again, lambda: out)
     else:
