@@ -110,7 +110,11 @@ class Cut(Decoder):
         return jnp.tile(x.astype(jnp.float32), wide)[..., : self.spec.vocab_size]
 
     def _seam(self, positions: Int[Array, "B 1"]) -> Callable:
-        def attend(index: int, heads: Heads, room: LayerCache) -> tuple[Array, LayerCache]:
+        def attend(index: int, heads: Heads, room: LayerCache) -> tuple[Array, tuple[LayerCache, None]]:
+            out, room = answer(index, heads, room)
+            return out, (room, None)  # a step's seam tells of its read; nobody asks here
+
+        def answer(index: int, heads: Heads, room: LayerCache) -> tuple[Array, LayerCache]:
             if self.depth == "weights":
                 # Keys and values count, or the compiler would leave out what makes them.
                 extra = jnp.repeat(heads.k + heads.v, self.spec.groups, axis=2)
