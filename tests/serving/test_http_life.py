@@ -97,7 +97,7 @@ def test_a_client_that_leaves_frees_its_row(server, stream):
             next(answer.iter_lines())
     else:
         with pytest.raises(httpx.ReadTimeout):
-            client.post(TEXT, json=LONG, timeout=0.3)
+            client.post(TEXT, json=LONG, timeout=0.05)
     client.close()
     begun = time.monotonic()
     assert until(lambda: server.service.engine.metrics().running == 0)
@@ -111,7 +111,7 @@ def test_a_client_that_leaves_the_queue_is_forgotten(guarded):
     first = httpx.Client(base_url=guarded.url, headers=guarded.ask.headers)
     with first, first.stream("POST", TEXT, json=LONG | {"stream": True}):
         with pytest.raises(httpx.ReadTimeout):
-            guarded.ask.post(TEXT, json=LONG, timeout=0.2)
+            guarded.ask.post(TEXT, json=LONG, timeout=0.05)
         assert until(lambda: guarded.service.engine.metrics().queued == 0)
     assert guarded.idle()
     assert guarded.service.engine.metrics().completion_tokens - before <= 500
