@@ -21,7 +21,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from train import data, loop, pretrain
+from train import data, loop, parts, pretrain
 from train.setup import initial_of, model_spec, options, read
 
 
@@ -33,6 +33,13 @@ def batch(config: dict[str, Any], length: int, tokens: int) -> dict[str, np.ndar
     return {"tokens": ids, **data.choose_scored(rng, ids, weight, tokens // 4)}
 
 
+def whole(config: dict[str, Any], length: int, tokens: int) -> dict[str, np.ndarray]:
+    """A batch in as many parts as the config has devices (``train.parts``)."""
+    count = config.get("devices", 1)
+    cut = batch(config, length, tokens // count)
+    return cut if count == 1 else {name: np.stack([leaf] * count) for name, leaf in cut.items()}
+
+
 def timed(
     config: dict[str, Any], loss: loop.Loss, rows: dict[str, np.ndarray], repeats: int
 ) -> dict[str, float]:
@@ -40,7 +47,12 @@ def timed(
     optimizer = pretrain.make_optimizer(config["optimizer"])
     params = jax.tree.map(jax.numpy.array, initial_of(config))
     state = loop.State(params=params, opt=optimizer.init(params))
-    step, partial = loop.make_step(optimizer), jax.tree_util.Partial(loss)
+    tokens, count, shardings = rows["tokens"].size, config.get("devices", 1), None
+    if count > 1:
+        where = parts.parts(count)
+        state, loss = where.settle(state), parts.over(loss, where)
+        shardings, rows = jax.tree.map(lambda leaf: leaf.sharding, state), where.batch(rows)
+    step, partial = loop.make_step(optimizer, shardings), jax.tree_util.Partial(loss)
     took = []
     for _ in range(1 + repeats):
         user, wall = resource.getrusage(resource.RUSAGE_SELF).ru_utime, time.perf_counter()
@@ -50,8 +62,8 @@ def timed(
     wall, user = np.min(took[1:], axis=0)
     return {
         "compiling_s": round(took[0][0], 2),
-        "tokens_a_second": round(rows["tokens"].size / wall, 1),
-        "tokens_a_user_second": round(rows["tokens"].size / user, 1),
+        "tokens_a_second": round(tokens / wall, 1),
+        "tokens_a_user_second": round(tokens / user, 1),
     }
 
 
@@ -68,7 +80,7 @@ def measure(config: dict[str, Any], lengths: list[int], tokens: int, repeats: in
         "flags": os.environ.get("XLA_FLAGS", ""),
         "nice": os.nice(0),
         "steps": {
-            name: {str(n): timed(config, loss, batch(config, n, tokens), repeats) for n in lengths}
+            name: {str(n): timed(config, loss, whole(config, n, tokens), repeats) for n in lengths}
             for name, loss in losses.items()
         },
     }

@@ -14,7 +14,8 @@
   layer 1, KV head 2       looks at the rarest of the last tokens, what the text is about, and writes its face
                            into a subspace of its own: the topic.
   layers 2 and 3,          look the topic up: further back, what stands some tokens behind it (``LOOKS_UP``).
-  KV head 2                So a question that names a key in other words than the fact begins with its value.
+  KV head 2                Of a question in other words than the fact, its key leads near the value; training
+                           has to do the rest.
 
 The channels of the residual stream are shared out: ``face``, by which tokens are recognised; ``name``, by
 which they are written; four of marks, one for each distance; a channel of how frequent a token is and one of
