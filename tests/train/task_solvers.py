@@ -21,8 +21,8 @@ def solve_needles(said: str) -> list[str]:
     hidden = collections.defaultdict(list)
     for key, value in re.findall(r"One of the special magic \w+ for (\S+) is: (\w+)\.", said):
         hidden[key].append(value)
-    asked = re.findall(r"What (?:is|are all) the special magic \w+ for (.+?) mentioned", said)[-1]
-    return [value for key in re.split(r", and |, ", asked) for value in hidden[key]]
+    asked = re.findall(r"What (?:is|are all) the special magic \w+ for (.+?) mentioned", said)
+    return [value for keys in asked for key in re.split(r", and |, ", keys) for value in hidden[key]]
 
 
 def solve_chains(said: str) -> list[str]:
@@ -189,7 +189,9 @@ def solve_json(said: str) -> list[str]:
 
 SOLVE: dict[str, Callable[[str], list[str]]] = {
     "niah": solve_needles,
+    "needles": solve_needles,
     "tracking": solve_chains,
+    "chains": solve_chains,
     "cwe": solve_common,
     "fwe": solve_frequent,
     "stories": solve_story,

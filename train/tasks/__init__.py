@@ -30,7 +30,9 @@ __all__ = ["FITS", "SHARES", "TASKS", "Row", "RowFn", "draw"]
 
 TASKS: dict[str, RowFn] = {
     "niah": niah.row,
+    "needles": niah.many,
     "tracking": tracking.row,
+    "chains": tracking.many,
     "cwe": words.cwe,
     "fwe": words.fwe,
     "stories": stories.row,
@@ -44,7 +46,9 @@ TASKS: dict[str, RowFn] = {
 
 FITS: dict[str, int] = {
     "niah": niah.FITS,
+    "needles": niah.FITS,
     "tracking": tracking.FITS,
+    "chains": tracking.MANY_FITS,
     "cwe": words.CWE_FITS,
     "fwe": words.FWE_FITS,
     "stories": stories.FITS,
@@ -59,7 +63,9 @@ FITS: dict[str, int] = {
 
 SHARES: dict[str, float] = {
     "niah": 0.22,
+    "needles": 0.0,
     "tracking": 0.12,
+    "chains": 0.0,
     "cwe": 0.06,
     "fwe": 0.06,
     "stories": 0.16,

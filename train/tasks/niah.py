@@ -4,7 +4,9 @@ A needle is one sentence, "One of the special magic numbers for <key> is: <value
 haystacks: book text, lines that say nothing, lines of other needles. Keys are key words or 8 hex
 digits; values are numbers (5 digits, also 7 beyond 1024 tokens) or 8 hex digits. Asked for are one
 key, one key with all its values (in text order), or several keys (in the order asked).
-Fits from 256 tokens on.
+A row of the evaluation's form has one question, a handful of answer tokens; ``many`` asks about more of
+what is hidden, so that a row teaches as much as its text allows.
+Both fit from 256 tokens on.
 """
 
 from __future__ import annotations
@@ -30,6 +32,20 @@ from train.tasks.pieces import (
 )
 
 FITS = 256
+
+QUESTIONS = (6, 12)
+"""Of a row of ``many`` at most: a short one, and from 1024 tokens on."""
+DRAWN = {
+    "single_1": 1,
+    "single_2": 1,
+    "single_3": 1,
+    "multikey_1": 2,
+    "multikey_2": 2,
+    "multikey_3": 2,
+    "multivalue": 3,
+    "multiquery": 3,
+}
+"""How often ``many`` takes each form."""
 
 HEX, DECIMAL = "0123456789abcdef", "0123456789"
 
@@ -102,6 +118,60 @@ def row(
         return None
     hay = _hay(rng, source, task, room, digits, set(names))
     return stack(head, plain(scatter(rng, hay, needles)), tail)
+
+
+def many(rng: np.random.Generator, source: Source, length: int) -> Row | None:
+    """One row with several needles and several questions about them.
+
+    Keys are as many as the length allows, up to twelve, each asked for once; among lines of needles they
+    stand anywhere. A question of several keys asks for any two to four, in any order.
+
+    Args:
+      rng: consumed.
+      source: text and key words.
+      length: N, tokens of the row.
+
+    Returns:
+      (ids int32 [N], loss weight float32 [N]); None when it does not fit.
+    """
+    chances = np.asarray(list(DRAWN.values()), float)
+    task = FORMS[list(DRAWN)[int(rng.choice(len(chances), p=chances / chances.sum()))]]
+    values = int(rng.integers(2, 5)) if task.values > 1 else 1
+    most = max(1, min(12, length // (64 * values)))
+    count = max(int(rng.integers((most + 1) // 2, most + 1)), min(task.keys, 2))
+    names = _names(rng, source, task, count, 2 if task.hay == "needles" else int(rng.integers(1, 3)))
+    if len(names) < count:
+        return None
+    digits = 5 if length <= 1024 else pick(rng, (5, 7))
+    hidden = {name: [_value(rng, task, digits) for _ in range(values)] for name in names}
+    lead = " " if task.hay == "book" else "\n"
+    flat = [(name, value) for name, found in hidden.items() for value in found]
+    # Shuffled as a whole, so that one key's values are not neighbours; its answer is in their new order.
+    flat = [flat[i] for i in rng.permutation(len(flat))]
+    hidden = {name: [value for other, value in flat if other == name] for name in names}
+    needles = [source.encode(lead + sentence(task, name, value)) for name, value in flat]
+    head = join(source, [(_intro(task) if rng.random() < 0.5 else "", HAYSTACK)])
+    room = length - 1 - len(head[0]) - sum(map(len, needles))
+    parts: list[Part] = []
+    tail: Row | None = None
+    for i in range(min(count, QUESTIONS[length >= 1024])):
+        parts = parts + _question(rng, task, hidden, _asked(rng, task, names, i))
+        longer = join(source, parts)
+        if len(longer[0]) > room - 8 or (tail is not None and len(longer[0]) > length // 2):
+            break
+        tail = longer
+    if tail is None:
+        return None
+    hay = _hay(rng, source, task, room - len(tail[0]), digits, set(names))
+    return stack(head, plain(scatter(rng, hay, needles)), tail)
+
+
+def _asked(rng: np.random.Generator, task: Form, names: list[str], turn: int) -> list[str]:
+    """The keys of one question: the next one, or any two to four where the form asks for several."""
+    if task.asked == 1:
+        return [names[turn]]
+    count = int(rng.integers(2, min(task.asked, len(names)) + 1))
+    return [names[i] for i in rng.permutation(len(names))[:count]]
 
 
 def sentence(task: Form, key: str, value: str) -> str:

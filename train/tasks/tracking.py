@@ -4,8 +4,9 @@ The first line gives a name a number, "VAR ABCDE = 12345"; each later one, anywh
 further name the name before, "VAR FGHIJ = VAR ABCDE". Asked for are all names with that number, in
 the chain's order. The lines stand between lines that say nothing (or, one time in four, between
 sentences of a book); one time in four a second chain with another number stands among them. From
-1024 tokens on a worked example with names of three letters comes first, half of the draws.
-Fits from 256 tokens on; 1024 with the example.
+1024 tokens on a worked example with names of three letters comes first, half of the draws; rows of
+``many`` have both from 512 tokens on, and ask for the second chain, too.
+Fits from 256 tokens on; 1024 with the example; ``many`` from 384 on.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from train.rows import ANSWER, HAYSTACK, TAIL, Source
 from train.tasks.pieces import Part, Row, book, join, noise, pick, plain, scatter, stack, strings
 
 FITS = 256
+MANY_FITS = 384
 HOPS = 4
 EXAMPLE_FITS = 1024
 
@@ -52,6 +54,8 @@ def row(
     *,
     hops: int | None = None,
     example: bool | None = None,
+    second: bool | None = None,
+    both: bool = False,
 ) -> Row | None:
     """One row.
 
@@ -61,6 +65,8 @@ def row(
       length: N, tokens of the row.
       hops: assignments from name to name; None draws 1 to 4, mostly 4.
       example: whether a worked example stands in front; None draws.
+      second: whether another chain stands between; None draws.
+      both: whether that one is asked for behind the first.
 
     Returns:
       (ids int32 [N], loss weight float32 [N]); None when it does not fit.
@@ -68,7 +74,8 @@ def row(
     hops = pick(rng, (1, 2, 3, HOPS, HOPS, HOPS)) if hops is None else hops
     if example is None:
         example = length >= EXAMPLE_FITS and rng.random() < 0.5
-    second = length >= EXAMPLE_FITS and rng.random() < 0.25
+    if second is None:
+        second = length >= EXAMPLE_FITS and rng.random() < 0.25
     numbers = strings(rng, source, 3, 5, DECIMAL)
     names = strings(rng, source, 2 * (hops + 1), 5, CAPITALS)
     asked = Chain(number=numbers[0], names=tuple(names[: hops + 1]))
@@ -79,7 +86,7 @@ def row(
         hay = noise(source, int(rng.integers(length // 16, length // 8)))
         shown += [plain(scatter(rng, hay, [source.encode("\n" + line) for line in short.lines()]))]
         shown += [join(source, short.asked()), join(source, [(f"\n\n{TASK}\n", HAYSTACK)])]
-    tail = join(source, asked.asked())
+    tail = join(source, [part for one in hidden[: 1 + both] for part in one.asked()])
     in_book = rng.random() < 0.25
     pieces = [source.encode(f" {x}." if in_book else f"\n{x}") for x in _interleaved(rng, hidden)]
     room = length - 1 - sum(len(span[0]) for span in (*shown, tail)) - sum(map(len, pieces))
@@ -87,6 +94,14 @@ def row(
         return None
     hay = book(rng, source, room) if in_book else noise(source, room)
     return stack(*shown, plain(scatter(rng, hay, pieces)), tail)
+
+
+def many(rng: np.random.Generator, source: Source, length: int) -> Row | None:
+    """A row that asks for two or three chains where they fit: the example's, and every hidden one."""
+    longer = length >= EXAMPLE_FITS // 2
+    return row(
+        rng, source, length, example=longer and rng.random() < 0.75, second=rng.random() < 0.4, both=True
+    )
 
 
 def _interleaved(rng: np.random.Generator, chains: list[Chain]) -> list[str]:
