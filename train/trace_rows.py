@@ -1,12 +1,14 @@
-"""The sequences of which traces are made: the model's own tasks, dialogue and books, or documents.
+"""The sequences of which traces are made: RULER-like tasks, dialogue and books, or documents.
 
-Sequence i is a pure function of (seed, split, i), so that a run that was stopped goes on with the same ones.
-Only the splits that may be trained on are read; checks have words, books and documents of their own.
+They are written with the model's own tokenizer, whichever it is. Sequence i is a pure function of
+(seed, split, i), so that a run that was stopped goes on with the same ones. Only the splits that may be
+trained on are read; checks have words, books and documents of their own.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,6 +22,8 @@ from train.setup import sources
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
+
+    from kvjax.text import Text
 
 KINDS = ("ruler", "dialogue", "books")
 """What ``traces.data.mix`` may name."""
@@ -67,21 +71,25 @@ def _begun(settings: Settings, index: int) -> tuple[int, np.random.Generator]:
     return int(rng.choice(asked.lengths, p=shares / shares.sum())), rng
 
 
-def sequences(settings: Settings, folder: Path) -> Sequences:
-    """The sequences of a config for the tokenizer of the model in ``folder``.
+def sequences(settings: Settings, written: Text) -> Sequences:
+    """The sequences of a config as a model's tokenizer writes them.
 
     Raises:
       ConfigError: kinds or tasks that do not exist, no documents, or none long enough.
     """
-    from tokenizers import Tokenizer
-
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     kind = settings.recording.data.get("kind", "rows")
-    train, held = (_documents if kind == "documents" else _rows)(settings, tokenizer)
+    train, held = (_documents if kind == "documents" else _rows)(settings, written)
     return Sequences(settings=settings, train=train, held=held)
 
 
-def _rows(settings: Settings, tokenizer: Tokenizer) -> tuple[Draw, Draw]:
+def bare(tokenizer: Tokenizer) -> Tokenizer:
+    """A copy that adds nothing before or behind a text: rows are joined of many pieces."""
+    from tokenizers import Tokenizer
+
+    return Tokenizer.from_str(json.dumps(json.loads(tokenizer.to_str()) | {"post_processor": None}))
+
+
+def _rows(settings: Settings, written: Text) -> tuple[Draw, Draw]:
     given = settings.recording.data
     mix = given.get("mix", dict.fromkeys(KINDS, 1.0))
     require(
@@ -96,10 +104,18 @@ def _rows(settings: Settings, tokenizer: Tokenizer) -> tuple[Draw, Draw]:
         f"names no task. Tasks are {', '.join(tasks.TASKS)}.",
     )
     corpus = text.corpus(text.data_folder(), seed=settings.seed)
-    train, held, books = sources(corpus, tokenizer, settings.folder.parent / "cache")
+    train, held, books = sources(corpus, bare(written.tokenizer), settings.folder.parent / "cache")
+    # Rows begin with a BOS of the embedded model's: here stands the model's own, or nothing.
+    spare = int(written.bos is None)
 
     def drawing(source: rows.Source, plain: rows.Source) -> Draw:
         def draw(rng: np.random.Generator, tokens: int) -> tuple[str, np.ndarray]:
+            name, ids = row(rng, tokens + spare)
+            if written.bos is not None:
+                ids[0] = written.bos
+            return name, ids[spare:]
+
+        def row(rng: np.random.Generator, tokens: int) -> tuple[str, np.ndarray]:
             kind = list(mix)[int(rng.choice(len(mix), p=shares / shares.sum()))]
             if kind == "books":
                 return kind, rows.text_row(rng, plain, tokens)[0]
@@ -112,7 +128,7 @@ def _rows(settings: Settings, tokenizer: Tokenizer) -> tuple[Draw, Draw]:
     return drawing(train, train), drawing(held, books)
 
 
-def _documents(settings: Settings, tokenizer: Tokenizer) -> tuple[Draw, Draw]:
+def _documents(settings: Settings, written: Text) -> tuple[Draw, Draw]:
     given = settings.recording.data
     folder = Path(given.get("folder", ""))
     if not folder.is_dir() or "folder" not in given:
@@ -122,8 +138,8 @@ def _documents(settings: Settings, tokenizer: Tokenizer) -> tuple[Draw, Draw]:
         )
     least = min(settings.recording.lengths) // 8  # of characters: a text this short has no chance
     long = (one for one in gate_rows.read_documents(folder) if len(one) >= least)
-    head = np.asarray(tokenizer.encode(given.get("instruction", "")).ids, np.int32)
-    ids = [np.concatenate([head, one]) for one in gate_rows.encoded(tokenizer, long)]
+    head = np.asarray(written.encode(given.get("instruction", "")), np.int32)
+    ids = [np.concatenate([head, one]) for one in gate_rows.encoded(written.tokenizer, long)]
 
     def drawing(mine: list[np.ndarray]) -> Draw:
         sizes = np.asarray([len(one) for one in mine])

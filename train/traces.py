@@ -125,7 +125,7 @@ def run(settings: ranker.Settings, folder: Path) -> None:
     """
     model = settings.model()
     about = describe(settings, model)
-    drawn = trace_rows.sequences(settings, model.folder)
+    drawn = trace_rows.sequences(settings, model.text)
     left = [shard for shard in range(about.shards) if not trace_file.file(folder, shard).exists()]
     size = {shard: sum(about.bytes(about.lengths[i]) for i in about.of_shard(shard)) for shard in left}
     total, need = sum(about.bytes(n) for n in about.lengths), sum(size.values())
