@@ -110,7 +110,7 @@ class Checkpoints:
         if step is None:
             return None
         tree = {"params": like.params, "opt": jax.tree.leaves(like.opt)}
-        abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, tree)
+        abstract = jax.tree.map(_placed, tree)
         items = ocp.args.Composite(state=ocp.args.StandardRestore(abstract), book=ocp.args.JsonRestore())
         found = self._manager.restore(step, args=items)
         opt = jax.tree.unflatten(jax.tree.structure(like.opt), found["state"]["opt"])
@@ -119,6 +119,15 @@ class Checkpoints:
     def close(self) -> None:
         """Ends the manager's threads."""
         self._manager.close()
+
+
+def _placed(leaf: Any) -> jax.ShapeDtypeStruct:
+    """Shape and place of a leaf; without one the first device, wherever the checkpoint's arrays lay."""
+    shape: jax.ShapeDtypeStruct = ocp.utils.to_shape_dtype_struct(leaf)
+    if shape.sharding is not None:
+        return shape
+    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=here)
 
 
 def latest(

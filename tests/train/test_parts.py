@@ -1,4 +1,4 @@
-"""A step over two devices is the step of one: losses and gradients are the mean over the parts."""
+"""A step over two devices is the step of one, and one device reads what two have saved."""
 
 from __future__ import annotations
 
@@ -7,13 +7,16 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 ROOT = Path(__file__).parents[2]
 TWO = f"--xla_force_host_platform_device_count=2 {os.environ.get('XLA_FLAGS', '')}"
-PROGRAM = """
+BEGIN = """
 import json
+import sys
+from pathlib import Path
 import jax
 import numpy as np
 import optax
@@ -26,6 +29,8 @@ SIZES = {"vocab_size": 64, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "
          "mlp_dim": 48, "max_positions": 64, "theta": 1e4}
 spec = model_spec(SIZES)
 params = module.leaves(module.Decoder(spec, rngs=nnx.Rngs(params=0)))
+"""
+STEP = """
 rng = np.random.default_rng(1)
 
 def part():
@@ -48,19 +53,33 @@ means = jax.tree.map(lambda a, b: (a + b) / 2, alone[0][1], alone[1][1])
 for was, now, mean in zip(*map(jax.tree.leaves, (before, jax.device_get(after.params), means))):
     apart = max(apart, float(np.abs((was - now) - mean).max()))
 print(json.dumps({"loss": float(seen["loss"]), "mean": (float(alone[0][0][0]) + float(alone[1][0][0])) / 2,
-                  "apart": apart, "norm": float(seen["grad_norm"])}))
+                  "apart": apart, "norm": float(seen["grad_norm"]),
+                  "after": [float(np.abs(leaf).sum()) for leaf in jax.tree.leaves(after.params)]}))
+loop.Checkpoints(Path(sys.argv[1]), keep=1).save(1, after, 0)
+"""
+READ = """
+# Numpy leaves: they lie nowhere yet.
+like = loop.State(params=jax.device_get(params), opt=optax.sgd(1.0).init(params))
+_, state, _ = loop.Checkpoints(Path(sys.argv[1]), keep=0, read_only=True).latest(like)
+print(json.dumps([float(np.abs(leaf).sum()) for leaf in jax.tree.leaves(state.params)]))
 """
 
 
-def test_two_devices_add_the_gradients_of_their_parts():
+def ran(program: str, folder: Path, **env: str) -> Any:
+    """What the program printed last."""
     run = subprocess.run(
-        [sys.executable, "-c", PROGRAM],
-        env=os.environ | {"XLA_FLAGS": TWO, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
+        [sys.executable, "-c", BEGIN + program, str(folder)],
+        env=os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"} | env,
         capture_output=True,
         text=True,
         check=False,
     )
     assert run.returncode == 0, run.stderr[-2000:]
-    found = json.loads(run.stdout.strip().splitlines()[-1])
+    return json.loads(run.stdout.strip().splitlines()[-1])
+
+
+def test_two_devices_add_the_gradients_of_their_parts_and_one_goes_on_from_there(tmp_path):
+    found = ran(STEP, tmp_path, XLA_FLAGS=TWO)
     np.testing.assert_allclose(found["loss"], found["mean"], rtol=1e-5)
     assert found["apart"] < 1e-5 * max(1.0, found["norm"])
+    np.testing.assert_allclose(ran(READ, tmp_path), found["after"], rtol=1e-5)
