@@ -170,18 +170,12 @@ def programs_folder(environment: Mapping[str, str], system: str = sys.platform) 
 
     None where nothing is to be kept (``KVJAX_CACHE=off``), or where JAX has been told a folder of its own.
     """
-    said = environment.get("KVJAX_CACHE", "")
-    if said.lower() == "off" or environment.get("JAX_COMPILATION_CACHE_DIR"):
+    from pallas_kernels.records import cache_folder
+
+    if environment.get("JAX_COMPILATION_CACHE_DIR"):
         return None
-    if said:
-        return Path(said).expanduser() / "programs"
-    if system == "win32" and environment.get("LOCALAPPDATA"):
-        base = Path(environment["LOCALAPPDATA"])
-    elif system == "darwin":
-        base = Path("~/Library/Caches").expanduser()
-    else:
-        base = Path(environment.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
-    return base / "kvjax" / "programs"
+    folder = cache_folder(environment, system)
+    return None if folder is None else folder / "programs"
 
 
 def keep_programs() -> None:

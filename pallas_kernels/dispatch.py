@@ -4,8 +4,8 @@
 log. An explicit ``impl`` runs or raises; nothing falls back silently.
 
 A Pallas body is taken by ``impl=None`` only on a kind of device where it has run and agreed with
-``ref``: ``python -m pallas_kernels.bench --device`` leaves that record in ``tuned/<device>/<op>.json``.
-Elsewhere it has to be asked for by name. On a CPU a body runs interpreted, inside ``interpreted()``.
+``ref``; ``python -m kvjax.tune`` leaves that on record (``records``). Elsewhere it has to be asked for by
+name. On a CPU a body runs interpreted, inside ``interpreted()``.
 """
 
 from __future__ import annotations
@@ -14,15 +14,13 @@ import contextlib
 import contextvars
 import functools
 import importlib
-import json
 import logging
-import pathlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import jax
 
-from pallas_kernels import lowering, reverse, tuning
+from pallas_kernels import lowering, records, reverse, tuning
 
 Offered = Mapping[str, Callable[..., Any]]
 """The implementations an operation has, by name."""
@@ -48,7 +46,7 @@ REASONS = {
 FOLDERS = {"column_mass": "blockwise", "phi_build": "phi", "phi_subtract": "phi", "phi_evaluate": "phi"}
 """Operations to the folder they share with others, and with it a record; of all others it is their name."""
 
-TUNED = pathlib.Path(__file__).parent / "tuned"
+TUNED = records.TUNED
 
 _interpreter: contextvars.ContextVar[Mapping[str, Any] | None] = contextvars.ContextVar(
     "interpreter", default=None
@@ -119,17 +117,11 @@ def interpreting() -> bool:
 
 @functools.cache
 def record(op: str, kind: str) -> Mapping[str, Any]:
-    """What ``bench --device`` wrote about an operation on a kind of device; empty if it never ran there.
+    """What is known of an operation on a kind of device; empty if it never ran there.
 
     Keys: "impl", "agrees" (with ``ref``, within ``numerics``), "blocks" (see ``tuning``), and measurements.
     """
-    file = TUNED / slug(kind) / f"{FOLDERS.get(op, op)}.json"
-    return json.loads(file.read_text()) if file.is_file() else {}
-
-
-def slug(kind: str) -> str:
-    """A kind of device as the name of its folder."""
-    return "-".join(kind.lower().split())
+    return records.read(FOLDERS.get(op, op), kind, TUNED)
 
 
 @functools.cache
@@ -137,9 +129,30 @@ def _announce(op: str, impl: str, platform: str, why: str) -> None:
     log.info("%s: impl=None runs %r on %s%s", op, impl, platform, why)
 
 
-def _proven(op: str, impl: str) -> bool:
-    found = record(op, lowering.kind())
-    return found.get("impl") == impl and found.get("agrees") is True
+@functools.cache
+def _say_once(kind: str, known: bool) -> None:
+    """On a device that nobody has tried, once a process, where everyone sees it."""
+    what = (
+        "has changed since its Pallas kernels were checked" if known else "has not run the Pallas kernels yet"
+    )
+    log.warning(
+        "%s %s: attention runs on 'xla'. python -m kvjax.tune checks them here in under three minutes and "
+        "switches on those that agree.",
+        kind,
+        what,
+    )
+
+
+def _unproven(op: str, impl: str) -> str:
+    """Why a body is not taken on this device; nothing if it is."""
+    kind = lowering.kind()
+    found = record(op, kind)
+    if found.get("impl") == impl:
+        return "" if found.get("agrees") is True else f"{impl!r} did not agree on this device"
+    old = found.get("old")
+    if lowering.here():
+        _say_once(kind, bool(old))
+    return f"the record of {impl!r} on this device {old}" if old else f"no record of {impl!r} on this device"
 
 
 def _candidates(op: str, offered: Offered, platform: str) -> Iterator[tuple[str, str]]:
@@ -148,11 +161,8 @@ def _candidates(op: str, offered: Offered, platform: str) -> Iterator[tuple[str,
     for name in PREFERRED.get(platform, ("xla",)):
         if name not in offered:
             continue
-        if name in NEEDS and not _proven(op, name):
-            why = (
-                f" (no record of {name!r} on this device: run python -m pallas_kernels.bench --device, or "
-                "ask for it by name)"
-            )
+        if name in NEEDS and (reason := _unproven(op, name)):
+            why = f" ({reason}: run python -m kvjax.tune, or ask for it by name)"
             continue
         yield name, why
 

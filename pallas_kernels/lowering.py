@@ -35,6 +35,11 @@ def _absent_device() -> Any:
     return getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
 
 
+def here() -> bool:
+    """Whether the device traced for is one of this process."""
+    return _absent_device() is None
+
+
 def kind() -> str:
     """The kind of device being traced for: that of ``for_device``, else of the first one here."""
     device = _absent_device()

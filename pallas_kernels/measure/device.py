@@ -1,9 +1,10 @@
 """Kernels on the device at hand: do they agree with the definition, which blocks suit it, how fast are they.
 
 Ceilings are measured first, then agreement of every operation, then, operation by operation in the order
-of ``OPERATIONS``, blocks are chosen and times taken beside others' attention. Each operation's
-record is written whenever something is added to it. The device is used by a process of its own
-(``on_device``): if that dies or hangs, its task is reported lost and the next one gets a new process.
+of ``OPERATIONS``, blocks are chosen and times taken beside others' attention; a short run only checks and
+chooses blocks. Each operation's record is written whenever something is added to it. The device is used by
+a process of its own (``on_device``): if that dies or hangs, its task is reported lost and the next one gets
+a new process.
 """
 
 from __future__ import annotations
@@ -11,11 +12,12 @@ from __future__ import annotations
 import json
 import pathlib
 import time
+from collections.abc import Callable
 from typing import Any
 
 import jax
 
-from pallas_kernels import dispatch
+from pallas_kernels import dispatch, records
 from pallas_kernels.measure.child import Child, LostError
 from pallas_kernels.measure.work import OPERATIONS, work
 
@@ -24,6 +26,9 @@ SHARES = {"ragged_decode": 30, "blockwise": 25, "vertical_slash": 20, "gated": 1
 
 CHECKS = 45.0
 """Most seconds for the agreement of one operation; most of them compile."""
+
+LONG = ("blocks", "speed")
+"""Tasks that take what time they are given."""
 
 GRACE = 20.0
 """A task may outlast its box by this, to finish what it is at."""
@@ -52,22 +57,23 @@ def _do(worker: Child, task: dict[str, Any], limit: float, record: Any) -> str |
 class Records:
     """What was found, in the files of a folder."""
 
-    def __init__(self, folder: pathlib.Path, base: dict[str, Any]) -> None:
-        self.folder, self.base = folder, base
+    def __init__(self, folder: pathlib.Path, base: dict[str, Any], show: bool = True) -> None:
+        self.folder, self.base, self.show = folder, base, show
         self.found: dict[str, dict[str, Any]] = {}
 
     def of(self, op: str) -> dict[str, Any]:
         """The record of an operation, begun anew; one of an earlier run lasts until it is first written."""
         if op not in self.found:
             parts: dict[str, Any] = {x: {} for x in ("checks", "blocks", "cases", "compared", "problems")}
-            self.found[op] = {**self.base, "agrees": False, "checked": False, **parts, "targets": {}}
+            made = {**self.base, "sources": records.sources(op)}
+            self.found[op] = {**made, "agrees": False, "checked": False, **parts, "targets": {}}
         return self.found[op]
 
     def add(self, op: str, part: str, name: str, value: dict[str, Any]) -> None:
         """Add a result, print it and write the operation's file."""
         if part in ("hello", "limits"):
             self.base.update(value)
-            print(f"{part}: {json.dumps(value)}", flush=True)
+            self._say(f"{part}: {json.dumps(value)}")
             return
         record = self.of(op)
         if "refused" in value:
@@ -75,8 +81,12 @@ class Records:
                 entry |= {"chosen": {}, **value}
         else:
             record[part][name] = value
-        print(f"{op:14} {part:9} {name:36} {json.dumps(value)}", flush=True)
+        self._say(f"{op:14} {part:9} {name:36} {json.dumps(value)}")
         self.write(op)
+
+    def _say(self, line: str) -> None:
+        if self.show:
+            print(line, flush=True)
 
     def write(self, op: str) -> None:
         """Put an operation's record in its file, whole or not at all."""
@@ -107,38 +117,49 @@ def _hello(worker: Child, tiny: bool) -> tuple[str, str]:
     return found["platform"], found["kind"]
 
 
-def _tasks(impl: str, tiny: bool, only: tuple[str, ...]) -> list[dict[str, Any]]:
+def _tasks(impl: str, tiny: bool, only: tuple[str, ...], short: bool = False) -> list[dict[str, Any]]:
     common = {"impl": impl, "tiny": tiny}
     ops = [op for op in OPERATIONS if not only or op in only]
     return [
-        {"what": "ceilings", **common},
+        *([] if short else [{"what": "ceilings", **common}]),
         *({"what": "numerics", "op": op, **common} for op in ops),
-        *({"what": "speed", "op": op, **common} for op in ops),
+        *({"what": "blocks" if short else "speed", "op": op, **common} for op in ops),
     ]
 
 
 def _box(task: dict[str, Any], left: float, later: list[dict[str, Any]]) -> float:
     """Seconds for a task when ``left`` remain for it and those after it."""
-    if task["what"] != "speed":
+    if task["what"] not in LONG:
         return min(CHECKS, left)
-    shares = sum(SHARES[x["op"]] for x in [task, *later] if x["what"] == "speed")
+    shares = sum(SHARES[x["op"]] for x in [task, *later] if x["what"] in LONG)
     return max(0.0, left - GRACE) * SHARES[task["op"]] / shares
+
+
+Begun = Callable[[dict[str, Any], int], None]
+"""Told of each task as it begins, and how many there are."""
 
 
 def measure(
     minutes: float,
     *,
     folder: pathlib.Path | None = None,
+    home: pathlib.Path | None = None,
     tiny: str | None = None,
     only: tuple[str, ...] = (),
+    short: bool = False,
+    begun: Begun | None = None,
 ) -> dict[str, dict[str, Any]]:
-    """Measure everything, print and record it; ended after ``minutes``, whatever is unfinished then.
+    """Measure everything and record it; ended after ``minutes``, whatever is unfinished then.
 
     Args:
       minutes: limit of the whole.
-      folder: where to record; ``dispatch.TUNED / <device>`` by default. Operations read their blocks there.
+      folder: where to record; a folder of the device's name in ``home`` by default. Operations read their
+        blocks there.
+      home: ``dispatch.TUNED`` by default.
       tiny: an implementation to run interpreted and tiny on a CPU, to see that all of this works.
       only: operations' folders, all by default.
+      short: only checks and blocks, no ceilings and no timings.
+      begun: what to tell of the progress; without it each result is printed.
 
     Returns:
       The records, by operation.
@@ -153,26 +174,29 @@ def measure(
         platform, kind = _hello(worker, tiny is not None)
         impl = tiny or dispatch.PREFERRED[platform][0]
         base = {"impl": impl, "jax": jax.__version__, "device": kind, "interpreted": tiny is not None}
-        records = Records(folder or dispatch.TUNED / dispatch.slug(kind), base)
-        tasks = _tasks(impl, tiny is not None, only)
+        place = folder or (home or dispatch.TUNED) / records.slug(kind)
+        made = Records(place, base, show=begun is None)
+        tasks = _tasks(impl, tiny is not None, only, short)
         for i, task in enumerate(tasks):
+            if begun is not None:
+                begun(task, len(tasks))
             op, left = task.get("op", ""), end - time.monotonic()
             if left <= 0:
                 lost: str | None = "the time was over"
             else:
                 box = _box(task, left, tasks[i + 1 :])
-                lost = _do(worker, {**task, "box": box}, min(left, box + GRACE), records.add)
+                lost = _do(worker, {**task, "box": box}, min(left, box + GRACE), made.add)
                 if lost:
                     worker.end()
                     worker = _worker(tiny is not None)
             if op and task["what"] == "numerics":
-                records.of(op)["checked"] = lost is None
+                made.of(op)["checked"] = lost is None
             if op and lost:
-                records.add(op, "problems", task["what"], {"lost": lost})
+                made.add(op, "problems", task["what"], {"lost": lost})
             elif op:
-                records.write(op)
+                made.write(op)
             elif lost:
                 print(f"{task['what']}: lost: {lost}", flush=True)
-        return records.found
+        return made.found
     finally:
         worker.end()

@@ -162,23 +162,28 @@ def numerics(op: str, impl: str, tiny: bool, say: Say, suffix: str = "") -> bool
     return all(good)
 
 
-def speed(op: str, impl: str, tiny: bool, box: float, say: Say) -> None:
-    """Blocks are chosen in half of the time, checked, and used for the timings."""
-    over, half = Box(box), Box(box / 2)
+def blocks(op: str, impl: str, tiny: bool, box: float, say: Say) -> tuning.Tuned:
+    """Chosen in so many seconds; checked, and none where results do not agree with them."""
+    over = Box(box)
     passes = candidates.CANDIDATES.get((op, impl), {})
-    blocks: tuning.Tuned = ()
+    found: tuning.Tuned = ()
     for job in work(op).searches(tiny):
-        if half:
-            say("problems", f"tuning {job.name}", {"cut_short": f"{box / 2:.0f} s were over"})
+        if over:
+            say("problems", f"tuning {job.name}", {"cut_short": f"{box:.0f} s were over"})
             continue
         tried = candidates.TINY[impl] if tiny else passes[job.tunes]
-        blocks = tune(op, job, tried, blocks, impl, half, say)
-    with tuning.trying(op, blocks):
-        agrees = not blocks or numerics(op, impl, tiny, say, "_tuned")
-    if not agrees:
-        blocks = ()
-        say("blocks", "", {"refused": "with these blocks results disagree; see checks"})
-    with tuning.trying(op, blocks):
+        found = tune(op, job, tried, found, impl, over, say)
+    with tuning.trying(op, found):
+        if not found or numerics(op, impl, tiny, say, "_tuned"):
+            return found
+    say("blocks", "", {"refused": "with these blocks results disagree; see checks"})
+    return ()
+
+
+def speed(op: str, impl: str, tiny: bool, box: float, say: Say) -> None:
+    """Blocks are chosen in half of the time and used for the timings."""
+    over = Box(box)
+    with tuning.trying(op, blocks(op, impl, tiny, box / 2, say)):
         _times(op, impl, tiny, over, say)
 
 
@@ -218,7 +223,7 @@ def ceilings(tiny: bool) -> dict[str, float]:
 
 
 def run(task: dict[str, Any], say: Say) -> None:
-    """One task: {"what": "hello" | "ceilings" | "numerics" | "speed", "op", "impl", "tiny", "box"}."""
+    """One task: {"what", "op", "impl", "tiny", "box"}; what: hello, ceilings, numerics, blocks or speed."""
     tiny = task["tiny"]
     with dispatch.interpreted(races=False) if tiny else contextlib.nullcontext():
         if task["what"] == "hello":
@@ -229,7 +234,8 @@ def run(task: dict[str, Any], say: Say) -> None:
             with tuning.trying(task["op"], ()):
                 numerics(task["op"], task["impl"], tiny, say)
         else:
-            speed(task["op"], task["impl"], tiny, task["box"], say)
+            make = {"blocks": blocks, "speed": speed}[task["what"]]
+            make(task["op"], task["impl"], tiny, task["box"], say)
 
 
 def main() -> None:

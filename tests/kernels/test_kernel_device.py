@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from tiny import quick_compiles  # noqa: F401
 
-from pallas_kernels import dispatch, tuning
+from pallas_kernels import dispatch, records, tuning
 from pallas_kernels.measure import device, on_device, rivals, timing
 from pallas_kernels.measure.candidates import CANDIDATES, TINY
 from pallas_kernels.measure.work import OPERATIONS, Job, Rival, Target, agreement, work
@@ -72,7 +72,7 @@ def test_blocks_are_said_and_read_back():
 
 def test_a_body_gets_the_blocks_of_its_own_record_and_of_what_is_tried(monkeypatch, tmp_path):
     monkeypatch.setattr(dispatch, "TUNED", tmp_path)
-    folder = tmp_path / dispatch.slug(jax.devices()[0].device_kind)
+    folder = tmp_path / records.slug(jax.devices()[0].device_kind)
     folder.mkdir()
     found = {"impl": "triton", "blocks": {"sums/float32/32": {"chosen": {"k": 16}}}}
     (folder / "phi.json").write_text(json.dumps(found))

@@ -14,7 +14,7 @@ import jax
 import pytest
 
 import pallas_kernels
-from pallas_kernels import compat, dispatch, lowering, products
+from pallas_kernels import compat, dispatch, lowering, products, records
 from pallas_kernels.dispatch import IMPLS, Unsupported, choose
 
 
@@ -31,15 +31,17 @@ def on_tpu(monkeypatch, tmp_path):
     """A TPU for all that dispatch can see; a function that records that ``op`` has run on it."""
     monkeypatch.setattr(dispatch.jax, "default_backend", lambda: "tpu")
     monkeypatch.setattr(dispatch.jax, "devices", lambda: [types.SimpleNamespace(device_kind="TPU v5 lite")])
-    monkeypatch.setattr(dispatch, "TUNED", tmp_path)
+    monkeypatch.setattr(dispatch, "TUNED", tmp_path / "shipped")
+    monkeypatch.setenv("KVJAX_CACHE", str(tmp_path))
 
-    def record(**what):
-        (tmp_path / "tpu-v5-lite").mkdir(exist_ok=True)
-        (tmp_path / "tpu-v5-lite" / "op.json").write_text(json.dumps(what))
+    def record(folder="shipped", **what):
+        place = tmp_path / folder / "tpu-v5-lite"
+        place.mkdir(parents=True, exist_ok=True)
+        (place / "op.json").write_text(json.dumps(what))
         dispatch.record.cache_clear()
 
-    dispatch._announce.cache_clear()
-    dispatch.record.cache_clear()
+    for known in (dispatch._announce, dispatch._say_once, dispatch.record):
+        known.cache_clear()
     yield record
     dispatch.record.cache_clear()
 
@@ -63,7 +65,44 @@ def test_a_body_without_a_good_record_on_the_device_is_left_out_aloud(caplog, on
     on_tpu(**what)
     with caplog.at_level(logging.INFO, logger="pallas_kernels.dispatch"):
         assert choose("op", None, {"xla": xla, "mosaic_tpu": kernel}) is xla
-    assert "no record of 'mosaic_tpu'" in said(caplog)[0]
+        assert choose("other", None, {"xla": xla, "mosaic_tpu": kernel}) is xla
+    lines = [line for line in said(caplog) if line.startswith("op:")]
+    tried = what.get("impl") == "mosaic_tpu"
+    assert ("did not agree" if tried else "no record of 'mosaic_tpu'") in lines[0]
+    loud = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    assert len(loud) == 1, "a device that nobody has tried is said once, whatever the number of operations"
+    assert "python -m kvjax.tune" in loud[0]
+
+
+MINE = {"impl": "mosaic_tpu", "agrees": True, "jax": jax.__version__}
+
+
+@pytest.mark.parametrize(
+    ("changed", "why"),
+    [({}, ""), ({"jax": "0.1"}, "was made with jax 0.1"), ({"sources": "x"}, "is of other bodies")],
+)
+def test_the_users_record_counts_for_the_bodies_and_the_jax_it_was_made_with(caplog, on_tpu, changed, why):
+    on_tpu("kernels", **MINE | {"sources": records.sources("op")} | changed)
+    offered = {"xla": xla, "mosaic_tpu": kernel}
+    with caplog.at_level(logging.INFO, logger="pallas_kernels.dispatch"):
+        chosen = choose("op", None, offered)
+    assert (chosen is xla) == bool(why)
+    if why:
+        assert f"the record of 'mosaic_tpu' on this device {why}" in said(caplog)[-1]
+        on_tpu(impl="mosaic_tpu", agrees=True)
+        assert choose("op", None, offered) is not xla, "the package's record stands behind an old one"
+
+
+def test_the_users_record_goes_before_the_packages(on_tpu):
+    on_tpu(impl="mosaic_tpu", agrees=True)
+    on_tpu("kernels", **MINE | {"sources": records.sources("op"), "agrees": False})
+    assert choose("op", None, {"xla": xla, "mosaic_tpu": kernel}) is xla
+
+
+def test_a_device_that_is_not_here_is_not_called_untried(caplog, on_tpu):
+    with lowering.for_device("TPU v5 lite", 1, "tpu"), caplog.at_level(logging.WARNING):
+        assert choose("op", None, {"xla": xla, "mosaic_tpu": kernel}) is xla
+    assert said(caplog) == []
 
 
 def test_a_body_that_cannot_run_these_arguments_makes_place_aloud_unless_asked_for(caplog, on_tpu):

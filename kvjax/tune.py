@@ -1,0 +1,132 @@
+"""Checks the Pallas kernels on the GPU or TPU at hand and switches on those that agree.
+
+  python -m kvjax.tune                 under three minutes; kept in the user's cache folder
+  python -m kvjax.tune --minutes 8     more time for blocks
+
+Until then, and wherever a kernel fails or disagrees with its definition, attention runs on XLA. All that was
+found is also one file, which can be sent to the project: with it the next release knows the device.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import platform
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from kvjax import cli
+
+MINUTES = 3.0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line; the exit code, 1 where a kernel stays off."""
+    return cli.run(_run, argv)
+
+
+def _run(argv: Sequence[str]) -> int:
+    asked = _parser().parse_args(argv)
+    home = asked.out or _own()
+    if asked.tiny and not asked.out:
+        raise cli.InputError("--tiny says nothing of a device. Name a folder of its own with --out.")
+    found = measured(home, asked.minutes, asked.tiny, tuple(asked.only))
+    if not found:
+        raise cli.InputError("tune measured nothing. Leave --only out, or name operations of --help.")
+    file = bundle(home, found)
+    for line in said(found):
+        print(line)
+    print(f"Everything found, in one file: {file}")
+    return int(any(not record["agrees"] for record in found.values()))
+
+
+def _parser() -> cli.Parser:
+    from pallas_kernels import dispatch
+    from pallas_kernels.measure.work import OPERATIONS
+
+    parser = cli.Parser(prog="python -m kvjax.tune", description=(__doc__ or "").splitlines()[0])
+    limit = cli.number("--minutes", float, lambda x: 0 < x < math.inf, "a number above 0")
+    parser.add_argument("--minutes", type=limit, default=MINUTES, help="over after this (default: 3)")
+    parser.add_argument(
+        "--only", nargs="+", choices=list(OPERATIONS), default=[], metavar="OPERATION", help="not all of them"
+    )
+    parser.add_argument("--out", type=Path, metavar="DIR", help="another folder than the user's")
+    parser.add_argument(
+        "--tiny", choices=list(dispatch.NEEDS), help="bodies to run interpreted on a CPU, to see it work"
+    )
+    return parser
+
+
+def _own() -> Path:
+    from pallas_kernels import records
+
+    folder = records.own()
+    if folder is None:
+        raise cli.InputError(
+            "tune has no folder to keep its record in: KVJAX_CACHE is off, or there is no home folder. Set "
+            "KVJAX_CACHE=DIR."
+        )
+    return folder
+
+
+def measured(home: Path, minutes: float, tiny: str | None, only: tuple[str, ...]) -> dict[str, Any]:
+    """The records, by operation; a bar shows how far it is.
+
+    Raises:
+      InputError: no GPU or TPU here, one that cannot be used, or a folder that cannot be written.
+    """
+    from tqdm import tqdm
+
+    from pallas_kernels.measure import device
+
+    with tqdm(unit="part", disable=not sys.stderr.isatty()) as bar:
+
+        def begun(task: dict[str, Any], count: int) -> None:
+            bar.total = count
+            doing = {"numerics": "checking", "blocks": "choosing blocks of"}[task["what"]]
+            bar.set_description(f"{doing} {task['op']}")
+            bar.update()
+
+        try:
+            return device.measure(minutes, home=home, tiny=tiny, only=only, short=True, begun=begun)
+        except (ValueError, RuntimeError, OSError) as error:
+            raise cli.InputError(f"tune: {error}") from error
+
+
+def bundle(home: Path, found: dict[str, Any]) -> Path:
+    """Writes all records of a device as one file beside their folder."""
+    import kvjax
+    from pallas_kernels import records
+
+    device = next(iter(found.values()))["device"]
+    about = {"device": device, "kvjax": kvjax.__version__, "python": platform.python_version()}
+    file = home / f"{records.slug(device)}.json"
+    part = file.with_suffix(".part")
+    part.write_text(json.dumps(about | {"operations": found}, indent=1) + "\n", encoding="utf-8")
+    part.replace(file)
+    return file
+
+
+def said(found: dict[str, Any]) -> list[str]:
+    """One line an operation: whether its kernel is on, and if not, why."""
+    return [f"{op:15} {_state(record)}" for op, record in found.items()]
+
+
+def _state(record: dict[str, Any]) -> str:
+    if record["agrees"]:
+        chosen = [x["chosen"] for x in record["blocks"].values() if x.get("chosen")]
+        blocks = f"{len(chosen)} of {len(record['blocks'])} passes with other blocks than its own"
+        return f"on: {record['impl']} agrees in {len(record['checks'])} checks; {blocks}"
+    wrong = [
+        f"{name} ({x.get('why', 'disagrees')})" for name, x in record["checks"].items() if not x["agrees"]
+    ]
+    lost = [x["lost"] for x in record["problems"].values() if "lost" in x]
+    if not wrong and lost == ["the time was over"] * len(lost):
+        return "off: no time was left to check it. Run again with more --minutes."
+    return f"off: {'; '.join([*wrong[:3], *lost])}"
+
+
+if __name__ == "__main__":
+    cli.start(main)
