@@ -1,11 +1,11 @@
-"""Makes the golden models of tests/golden with PyTorch and transformers, and the embedded model's outputs.
+"""Makes the golden models of tests/golden with PyTorch and transformers, and the shipped models' outputs.
 
 The library and its tests never need torch; this script does, in an environment of its own:
 
     python -m venv gold && gold/bin/pip install torch==2.13.0 transformers==5.23.0
     gold/bin/python tests/make_golden.py                 # rewrites tests/golden
     gold/bin/python tests/make_golden.py gemma2 gpt2     # these alone
-    gold/bin/python tests/make_golden.py embedded        # after every change of kvjax/assets/small
+    gold/bin/python tests/make_golden.py small embedded  # after every change of kvjax/assets
 
 Made with Python 3.11.7, torch 2.13.0+cpu, transformers 5.23.0, safetensors 0.8.0. Each NAME/ is a
 tiny random model as ``save_pretrained`` writes it, each NAME.npz holds:
@@ -18,8 +18,8 @@ tiny random model as ``save_pretrained`` writes it, each NAME.npz holds:
   batch_logits       [2, 11, V], zeros at padding     batch_greedy [2, 32]
   long_prompt [70]   long_greedy [32]: where the rope has factors for texts of more than 64 tokens
 
-embedded.npz holds what transformers makes of kvjax/assets/small as it lies there and of this repository's
-LICENSE:
+small.npz and embedded.npz hold what transformers makes of kvjax/assets/NAME as it lies there and of this
+repository's LICENSE:
 
   weights            SHA-256 of model.safetensors, so that a golden of other weights is noticed
   tokens [2048]      BOS and the first tokens of the text, by the folder's own tokenizer
@@ -56,7 +56,8 @@ if TYPE_CHECKING:
 
 GOLDEN = Path(__file__).parent / "golden"
 ROOT = Path(__file__).parents[1]
-EMBEDDED = ROOT / "kvjax" / "assets" / "small"
+ASSETS = ROOT / "kvjax" / "assets"
+SHIPPED = ("small", "embedded")
 SIZES = {
     "vocab_size": 96,
     "hidden_size": 32,
@@ -265,25 +266,26 @@ def make(name: str, config: PreTrainedConfig) -> None:
 
 
 @torch.no_grad()
-def embedded() -> None:
-    """Writes embedded.npz: the folder opened as it is, real text of the longest trained length."""
-    model = opened(EMBEDDED, torch.float32)
+def shipped(name: str) -> None:
+    """Writes NAME.npz: the folder opened as it is, real text of the longest trained length."""
+    folder = ASSETS / name
+    model = opened(folder, torch.float32)
     # AutoTokenizer of transformers 5 takes Qwen2's own class for every qwen2 folder, and its splitting rules.
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(EMBEDDED)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     text = tokenizer((ROOT / "LICENSE").read_text(encoding="utf-8"), add_special_tokens=False).input_ids
     tokens = torch.tensor([model.config.bos_token_id, *text])[:2048]
     out = model(tokens[None]).logits[0]
     positions = np.unique(np.geomspace(1, 2048, 12).astype(int)) - 1
     surprise = torch.nn.functional.cross_entropy(out[:-1], tokens[1:], reduction="none")
     np.savez_compressed(
-        GOLDEN / "embedded.npz",
-        weights=hashlib.sha256((EMBEDDED / "model.safetensors").read_bytes()).hexdigest(),
+        GOLDEN / f"{name}.npz",
+        weights=hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest(),
         tokens=tokens.numpy().astype(np.int32),
         positions=positions.astype(np.int32),
         logits=out[positions].numpy(),
         surprise=surprise.numpy(),
     )
-    print(f"embedded: {len(tokens)} tokens, {surprise.mean():.3f} nats a token, logits std {out.std():.2f}")
+    print(f"{name}: {len(tokens)} tokens, {surprise.mean():.3f} nats a token, logits std {out.std():.2f}")
 
 
 if __name__ == "__main__":
@@ -291,8 +293,8 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    everything = {**configs(), "embedded": None}
+    everything = {**configs(), **dict.fromkeys(SHIPPED)}
     parser.add_argument("names", nargs="*", metavar="NAME", help="goldens to make; all by default")
     for golden_name in parser.parse_args().names or everything:
         golden_config = everything[golden_name]
-        embedded() if golden_config is None else make(golden_name, golden_config)
+        shipped(golden_name) if golden_config is None else make(golden_name, golden_config)

@@ -134,6 +134,9 @@ class Level:
         ``needles``, ``tasks`` and ``copies`` say nothing.
       hush: how KV heads are silenced; none where it is None. Not together with ``silent``.
       ahead: answers of a batch whose next tokens are predicted from the question's last one; 0 is none.
+
+    Raises:
+      ValueError: ``kinds`` names a kind that does not exist.
     """
 
     lengths: tuple[int, ...]
@@ -152,6 +155,13 @@ class Level:
     kinds: Mapping[str, float] = dataclasses.field(default_factory=dict)
     hush: Hush | None = None
     ahead: int = 0
+
+    def __post_init__(self) -> None:
+        if unknown := set(self.kinds) - {*KINDS, "books", "tasks"}:
+            raise ValueError(
+                f"Level(kinds={dict(self.kinds)}) names no kind of row: {', '.join(sorted(unknown))}. "
+                f"Kinds are {', '.join(KINDS)}, books, tasks."
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

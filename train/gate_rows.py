@@ -56,7 +56,7 @@ def supply(settings: Settings, folder: Path) -> Supply:
     return make(settings, tokenizer)
 
 
-_KEYS = ("keys", "needles", "tasks", "copies", "magic", "bridge", "clash", "families")
+_KEYS = ("kinds", "keys", "needles", "tasks", "copies", "magic", "bridge", "clash", "families")
 
 
 def _rows(settings: Settings, tokenizer: Tokenizer) -> Supply:
@@ -68,12 +68,15 @@ def _rows(settings: Settings, tokenizer: Tokenizer) -> Supply:
         for name in _KEYS
         if name in given
     }
-    level = data.Level(
-        lengths=tuple(given["lengths"]),
-        shares=tuple(given["shares"]),
-        scored=given.get("scored", 64),
-        **chosen,
-    )
+    try:
+        level = data.Level(
+            lengths=tuple(given["lengths"]),
+            shares=tuple(given["shares"]),
+            scored=given.get("scored", 64),
+            **chosen,
+        )
+    except ValueError as reason:
+        raise ConfigError(f"data.kinds: {reason}") from reason
     mix = data.Mix(seed=settings.seed, tokens=given["tokens"], levels=(level,))
 
     def rows(length: int) -> np.ndarray:

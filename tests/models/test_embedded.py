@@ -1,6 +1,6 @@
-"""The embedded model as transformers reads its folder: the same ids and logits over 2048 tokens of real text.
+"""The shipped models as transformers reads their folders: the same ids and logits over 2048 tokens of real text.
 
-The golden belongs to one file of weights; ``REMAKE`` after the model is trained anew.
+A golden belongs to one file of weights; ``REMAKE`` after a model is trained anew.
 """
 
 from __future__ import annotations
@@ -20,20 +20,21 @@ from kvjax.models import decoder
 
 TOLERANCE = 2e-4
 ANSWER = 8
-REMAKE = "gold/bin/python tests/make_golden.py embedded"
+REMAKE = "gold/bin/python tests/make_golden.py small embedded"
 """With the environment which that script describes."""
+ASSETS = Path(kvjax.__file__).parent / "assets"
 
 
-@pytest.fixture(scope="module")
-def model():
-    return kvjax.load()
+@pytest.fixture(scope="module", params=["small", "embedded"])
+def model(request):
+    return kvjax.load(ASSETS / request.param, dtype="float32")
 
 
 @pytest.fixture(scope="module")
 def gold(model):
-    found = dict(np.load(Path(__file__).parents[1] / "golden" / "embedded.npz"))
+    found = dict(np.load(Path(__file__).parents[1] / "golden" / f"{model.folder.name}.npz"))
     weights = hashlib.sha256((model.folder / "model.safetensors").read_bytes()).hexdigest()
-    assert weights == str(found["weights"]), f"embedded.npz is of other weights. Run: {REMAKE}"
+    assert weights == str(found["weights"]), f"{model.folder.name}.npz is of other weights. Run: {REMAKE}"
     return found
 
 
@@ -45,7 +46,7 @@ def test_the_tokenizer_is_that_of_transformers(model, gold):
 def test_logits_are_those_of_transformers(model, gold):
     run = jax.jit(lambda params, tokens: decoder.dense_logits(model.spec, params, tokens))
     found = np.asarray(run(model.params, gold["tokens"][None])[0])
-    print(f"embedded: largest difference {np.abs(found[gold['positions']] - gold['logits']).max():.1e}")
+    print(f"{model.folder.name}: largest difference {np.abs(found[gold['positions']] - gold['logits']).max():.1e}")
     np.testing.assert_allclose(found[gold["positions"]], gold["logits"], atol=TOLERANCE)
     chosen = found[np.arange(2047), gold["tokens"][1:]]
     surprise = jax.nn.logsumexp(found[:-1], axis=-1) - chosen

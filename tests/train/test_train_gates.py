@@ -252,6 +252,18 @@ def test_weights_and_batches_are_cut_as_the_mesh_says(tiny_folder):
         assert bool(cut) == (not name.endswith("norm")), name
 
 
+def test_rows_may_be_of_the_second_models_kinds(tmp_path, tiny_folder):
+    config = config_at(tmp_path, tiny_folder, data={"lengths": [384], "tokens": 768})
+    for kind, asks in (("facts", True), ("books", False)):
+        config["data"]["kinds"] = {kind: 1.0}
+        have = gate_rows.supply(gate_settings.parse(config), tiny_folder)
+        assert have.train[0]["tokens"].shape == (2, 384)
+        assert have.train[0]["answer"].any() == asks
+    config["data"]["kinds"] = {"fact": 1.0}
+    with pytest.raises(gate_settings.ConfigError, match=r"data.kinds: .*names no kind of row: fact\."):
+        gate_rows.supply(gate_settings.parse(config), tiny_folder)
+
+
 def test_documents_come_long_enough_behind_the_instruction(tmp_path, tiny_folder):
     texts = tmp_path / "texts"
     texts.mkdir()
