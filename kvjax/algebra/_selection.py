@@ -97,13 +97,18 @@ class Selection(Part):
 class Anchored(Selection):
     """A selection among the middle of the prompt: its ends and what is generated are always read.
 
-    Subclasses have the fields ``sinks`` and ``tail``: first and last tokens of the prompt that every read
-    sees exactly.
+    Subclasses have the fields ``sinks`` and ``tail``, first and last tokens of the prompt that every read
+    sees exactly, and ``dense``, first layers that are read whole.
     """
 
     splits = True
     sinks: int
     tail: int
+    dense: int
+
+    def applies(self, layer: int) -> bool:
+        """All layers but the first ``dense``."""
+        return layer >= self.dense
 
     @property
     def recent(self) -> int:

@@ -79,10 +79,6 @@ class MagicPIG(Anchored):
         """The codes."""
         return {"code": ((self.tables,), "uint16")}
 
-    def applies(self, layer: int) -> bool:
-        """All layers but the first ``dense``."""
-        return layer >= self.dense
-
     def arrive(self, params: Params | None, observed: Observation) -> dict[str, Float[Array, "B K T ..."]]:
         """Codes and length of the key."""
         del params

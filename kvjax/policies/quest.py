@@ -67,10 +67,6 @@ class Quest(Anchored):
         """The middle; everything without anchors."""
         return super().selectable(pos, total) if self.splits else jnp.ones(pos.shape, bool)
 
-    def applies(self, layer: int) -> bool:
-        """All layers but the first ``dense``."""
-        return layer >= self.dense
-
     def summary_shapes(self, size: int, head_dim: int) -> dict[str, tuple[int, ...]]:
         """Range of the keys of each chunk: [S / chunk, 2 H], lowest and then highest."""
         if size % self.chunk:

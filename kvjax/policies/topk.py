@@ -81,10 +81,6 @@ class TopK(Anchored):
     tail: int = 16
     dense: int = 0
 
-    def applies(self, layer: int) -> bool:
-        """All layers but the first ``dense``."""
-        return layer >= self.dense
-
     def select(
         self,
         params: Params | None,
@@ -122,10 +118,6 @@ class TopKPages(Anchored):
     sinks: int = 4
     tail: int = 16
     dense: int = 0
-
-    def applies(self, layer: int) -> bool:
-        """All layers but the first ``dense``."""
-        return layer >= self.dense
 
     def summary_shapes(self, size: int, head_dim: int) -> dict[str, tuple[int, ...]]:
         """Nothing is kept; refuses pages that ``chunk`` does not divide."""
