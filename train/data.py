@@ -66,7 +66,13 @@ def training_row(
     return copy_row(rng, source, length)
 
 
-KINDS: dict[str, RowFn] = {"facts": facts.row, "repeats": repeats.row, "logs": logs.row, "copies": copy_row}
+KINDS: dict[str, RowFn] = {
+    "facts": facts.row,
+    "sentences": facts.sentence,
+    "repeats": repeats.row,
+    "logs": logs.row,
+    "copies": copy_row,
+}
 """What ``Level.kinds`` names besides "books" (plain text) and "tasks" (``Level.families``)."""
 
 
@@ -130,8 +136,8 @@ class Level:
       families: how often each of ``train.tasks.TASKS`` is drawn for a task row, among those that fit.
       silent: chance that a query head writes nothing in a row, [L][N]; none is silenced where it is empty.
         What a silenced head did must then be learned by others (DropHead, arXiv 2004.13342).
-      kinds: shares of "facts", "repeats", "logs", "copies", "tasks" and "books"; where it is given,
-        ``needles``, ``tasks`` and ``copies`` say nothing.
+      kinds: shares of "facts", "sentences", "repeats", "logs", "copies", "tasks" and "books"; where it is
+        given, ``needles``, ``tasks`` and ``copies`` say nothing.
       hush: how KV heads are silenced; none where it is None. Not together with ``silent``.
       ahead: answers of a batch whose next tokens are predicted from the question's last one; 0 is none.
 

@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import hashlib
 import json
+import re
 from pathlib import Path
 
 import jax
@@ -236,6 +237,18 @@ def test_numbers_are_cut_into_three_digits(have):
     pieces = have.tokenizer.encode(" is 1234567.").tokens
     assert max(sum(c.isdigit() for c in piece) for piece in pieces) <= 3
     assert have.tokenizer.decode(have.tokenizer.encode(" is 1234567.").ids) == " is 1234567."
+
+
+def test_sentences_are_the_written_wordings_and_no_held_out_row_shows_one(have):
+    """A held-out source takes the grammar's held-out frames instead."""
+    hides = [one.hide for one in wordings.written("trained") if not one.hide.startswith("[")]
+    frames = [re.split(r"{[kv]}", hide) for hide in hides]
+    for source, held in ((have.train, False), (have.held, True)):
+        drawn = [facts.sentence(np.random.default_rng(seed), source, 512) for seed in range(12)]
+        said = [have.tokenizer.decode(row[0].tolist()) for row in drawn if row is not None]
+        shown = [any(all(part in text for part in parts) for parts in frames) for text in said]
+        assert len(said) >= 8
+        assert sum(shown) == (0 if held else len(said))
 
 
 def test_gates_ask_for_wordings(have):

@@ -14,7 +14,7 @@ import numpy as np
 from train.rows import ANSWER, HAYSTACK, TAIL, Source
 from train.tasks.pieces import Part, Row, book, held_out, join, pick, plain, scatter, stack
 from train.tasks.values import VALUES, Draw, keys
-from train.tasks.wordings import Wording, grammar
+from train.tasks.wordings import Wording, grammar, written
 
 FITS = 128
 MIXED = 0.3
@@ -87,6 +87,12 @@ def row(
     if room < LEAST:
         return None
     return stack(plain(scatter(rng, book(rng, source, room), needles), HAYSTACK), tail)
+
+
+def sentence(rng: np.random.Generator, source: Source, length: int) -> Row | None:
+    """``row`` in one of the sentences that stand for themselves, which the grammar's many wordings drown."""
+    held = held_out(source)
+    return row(rng, source, length, wording=pick(rng, grammar(True) if held else written("trained")))
 
 
 def _question(rng: np.random.Generator, wording: Wording, paraphrase: bool | None) -> str:
