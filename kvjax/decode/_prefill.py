@@ -36,7 +36,7 @@ from kvjax.decode._checks import (
     tell_of_votes,
     tell_of_windows,
 )
-from kvjax.decode._devices import mesh_for, on_mesh
+from kvjax.decode._devices import alike, mesh_for, on_mesh
 from kvjax.decode._reading import Reading, counted, embedded, judge_layer
 from kvjax.types import EMPTY, Heads, Network, Params, Weighted
 
@@ -82,7 +82,8 @@ def prefill(
         seeds.
       PolicyError: a policy that cannot be read.
       WeightsError: a policy that learns without its weights, or weights that do not fit.
-      MeshError: a mesh that does not divide the rows, or the model's heads; too few devices.
+      MeshError: a mesh that does not divide the rows, or the model's heads; too few devices; processes that
+        were given different things.
 
     Warns (``Remark``) where the model's own windows rule, where the budget is below what is protected, and
     where a budget that is voted keeps all of a prompt or has one token to judge by.
@@ -101,6 +102,8 @@ def prefill(
     dtype = model.params["embed"].dtype
     tell_of_protected(network, policy, _frame(network, policy, dtype), lengths)
     tell_of_lengths(policy, weights, lengths)
+    numbers = (context, chunk_size, page, seeds)
+    alike("prefill", mesh, policy, weights, {"the prompts": rows, "the sizes and seeds": numbers})
     model, weights = on_mesh(model, weights, mesh)
     sizes: dict[str, Any] = {"rows": len(rows), "context": context, "page": page, "chunk_size": chunk_size}
     state = empty(network, policy, **sizes, dtype=dtype, mesh=mesh)
@@ -193,6 +196,7 @@ def extend(
     check_continues("extend", model.network, policy, state, state.chunk)
     rows = read_prompts("extend", model, prompts, begins=False)
     check_space("extend", model.network, state, np.asarray([len(row) for row in rows]))
+    alike("extend", state.mesh, policy, weights, {"the prompts": rows})
     model, weights = on_mesh(model, weights, state.mesh)
     return _read_chunks(model, policy, state, rows, weights, progress)
 
