@@ -253,18 +253,7 @@ def mesh(given: str | Mesh | None = None, *, devices: Sequence[Any] | None = Non
     """
     if isinstance(given, Mesh):
         return given
-    asked: dict[str, Any] = dict(sizes)
-    call = f"mesh({given!r})" if given is not None else f"mesh(**{asked})"
-    for word in filter(None, (given or "").replace(" ", "").split(",")):
-        axis, equals, size = word.partition("=")
-        if not equals or not re.fullmatch(r"\d+", size):
-            raise MeshError(f"{call}: {word!r} is no axis and its size. Write it as 'data=2,tensor=4'.")
-        asked[axis] = int(size)
-    if unknown := [axis for axis in asked if axis not in AXES]:
-        raise MeshError(f"{call}: {unknown[0]!r} is no axis. The axes are {', '.join(AXES)}.")
-    if wrong := [axis for axis, n in asked.items() if isinstance(n, bool) or not isinstance(n, int) or n < 1]:
-        raise MeshError(f"{call}: {wrong[0]}={asked[wrong[0]]!r} is no number of devices. Give 1 or more.")
-    shape = tuple(asked.get(axis, 1) for axis in AXES)
+    call, shape = _shape(given, sizes)
     need = math.prod(shape)
     if need == 1 and devices is None:
         return ONE
@@ -276,6 +265,32 @@ def mesh(given: str | Mesh | None = None, *, devices: Sequence[Any] | None = Non
         )
     grid = np.asarray(found[:need]).reshape(shape)
     return Mesh(jax.sharding.Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES)))
+
+
+def sizes_of(given: str) -> Mesh:
+    """A mesh that knows its sizes alone: what it divides can be asked of it before there are devices.
+
+    Raises:
+      MeshError: as ``mesh``, but for too few devices.
+    """
+    shape = _shape(given, {})[1]
+    return ONE if math.prod(shape) == 1 else Mesh(jax.sharding.AbstractMesh(shape, AXES))  # type: ignore[arg-type]
+
+
+def _shape(given: str | None, sizes: Mapping[str, int]) -> tuple[str, tuple[int, ...]]:
+    """The call, for errors, and the size of each of ``AXES``."""
+    asked: dict[str, Any] = dict(sizes)
+    call = f"mesh({given!r})" if given is not None else f"mesh(**{asked})"
+    for word in filter(None, (given or "").replace(" ", "").split(",")):
+        axis, equals, size = word.partition("=")
+        if not equals or not re.fullmatch(r"\d+", size):
+            raise MeshError(f"{call}: {word!r} is no axis and its size. Write it as 'data=2,tensor=4'.")
+        asked[axis] = int(size)
+    if unknown := [axis for axis in asked if axis not in AXES]:
+        raise MeshError(f"{call}: {unknown[0]!r} is no axis. The axes are {', '.join(AXES)}.")
+    if wrong := [axis for axis, n in asked.items() if isinstance(n, bool) or not isinstance(n, int) or n < 1]:
+        raise MeshError(f"{call}: {wrong[0]}={asked[wrong[0]]!r} is no number of devices. Give 1 or more.")
+    return call, tuple(asked.get(axis, 1) for axis in AXES)
 
 
 def mesh_of(params: Params) -> Mesh:
