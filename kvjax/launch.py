@@ -12,9 +12,10 @@ when one ends badly: JAX itself would abort the others only after ``HEARTBEAT`` 
 from __future__ import annotations
 
 import contextlib
-import hashlib
+import importlib.metadata
 import inspect
 import os
+import platform
 import runpy
 import signal
 import socket
@@ -31,6 +32,9 @@ from kvjax import cli
 HEARTBEAT, PATIENCE = 10, 100
 """Seconds of silence after which JAX takes a process for lost and aborts the others; and those of --local,
 where the launcher sees at once which has ended, and a busy machine may be silent for long."""
+
+LIBRARIES = ("jax", "jaxlib", "numpy", "ml_dtypes", "tokenizers", "safetensors")
+"""Whose versions processes must share."""
 
 GRACE = 5.0
 """Seconds that a process is given to end before it is killed."""
@@ -103,7 +107,8 @@ def join(
       said: the program and its words, which must be the same in all.
 
     Raises:
-      InputError: no cluster that JAX knows; a process that runs another program, or other versions.
+      InputError: no cluster that JAX knows.
+      MeshError: a process that runs another program, or other versions.
     """
     import jax
 
@@ -118,25 +123,28 @@ def join(
             f"launch finds no cluster that JAX knows ({error}). Give --coordinator, --num-processes and "
             "--process-id, or --local."
         ) from error
-    _compare(said)
+    _compare({"the command": said, **versions()})
 
 
-def _compare(said: str) -> None:
+def _compare(given: dict[str, str]) -> None:
     """Refuses processes that do not run the same."""
     import jax
-    import numpy as np
-    from jax.experimental import multihost_utils
 
+    from kvjax.cache.alike import compare
+
+    compare("kvjax.launch", given, jax.devices())
+
+
+def versions() -> dict[str, str]:
+    """Of what decides a number or a token: libraries and Python."""
     import kvjax
 
-    digest = hashlib.sha256(repr((said, kvjax.__version__, jax.__version__)).encode()).digest()[:8]
-    found = multihost_utils.process_allgather(np.frombuffer(digest, np.uint32))
-    others = [at for at, one in enumerate(found.reshape(jax.process_count(), -1)) if (one != found[0]).any()]
-    if others:
-        raise cli.InputError(
-            f"process {others[0]} runs something else than process 0: other words, or other versions of "
-            "kvjax or jax. Start all processes alike."
-        )
+    found = {f"the version of {name}": importlib.metadata.version(name) for name in LIBRARIES}
+    return {
+        "the version of kvjax": kvjax.__version__,
+        "the version of Python": platform.python_version(),
+        **found,
+    }
 
 
 def run_here(program: Sequence[str]) -> int:

@@ -8,9 +8,13 @@ import importlib.resources
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from kvjax.cache import mesh as meshes
 from kvjax.cache.mesh import Mesh
+from kvjax.heads import Order, permuted, read_order
 from kvjax.types import Params
+from kvjax.weights import fingerprint
 
 if TYPE_CHECKING:
     from kvjax.models.decoder import Decoder
@@ -30,12 +34,15 @@ class LanguageModel:
       spec: its static sizes.
       params: its weights, the tree of ``kvjax.models.decoder``.
       folder: where it was read from.
+      heads: the order in which ``load`` laid its KV heads, and ``origin`` its fingerprint before; or None.
     """
 
     name: str
     spec: ModelSpec
     params: Params
     folder: Path
+    heads: np.ndarray | None = None
+    origin: str | None = None
 
     @functools.cached_property
     def network(self) -> Decoder:
@@ -57,7 +64,11 @@ class LanguageModel:
 
 
 def load(
-    source: str | Path | None = None, dtype: str | None = None, *, mesh: Mesh | str | None = None
+    source: str | Path | None = None,
+    dtype: str | None = None,
+    *,
+    mesh: Mesh | str | None = None,
+    heads: Order | None = None,
 ) -> LanguageModel:
     """Reads a model.
 
@@ -68,10 +79,13 @@ def load(
         embedded ones as float32.
       mesh: devices to lay the weights on ("data=2,tensor=4", ``kvjax.mesh``); what is done with the model
         is then done there. One device by default.
+      heads: [L, K], an order of each layer's KV heads, for a mesh whose devices would hold unequally much
+        (``kvjax.metrics.balanced``). The model stays the same function, learned weights follow.
 
     Raises:
       MeshError: a mesh that cannot be made here, or does not divide the model's heads.
       ModelError: no such folder or hub model, or files that are damaged or of another kind.
+      ValueError: an order that has not every KV head once in each layer.
     """
     from kvjax.models import hf
 
@@ -82,7 +96,13 @@ def load(
         found = hf.load(source, dtype=dtype, mesh=where)
     assert found.folder is not None  # noqa: S101  (hf.load always says where it read)
     name = EMBEDDED if source is None else str(source)
-    return LanguageModel(name=name, spec=found.spec, params=found.params, folder=found.folder)
+    model = LanguageModel(name=name, spec=found.spec, params=found.params, folder=found.folder)
+    if heads is None:
+        return model
+    network = model.network
+    order = read_order("load(heads=...)", heads, network.num_layers, network.num_kv_heads)
+    laid = permuted(network.letters, model.params, order)
+    return dataclasses.replace(model, params=laid, heads=order, origin=fingerprint(model))
 
 
 def _embedded_folder() -> Path:

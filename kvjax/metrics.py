@@ -12,9 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kvjax import heads as kv_heads
 from kvjax.cache import ring as rings
 from kvjax.cache import stream as streams
-from kvjax.cache.mesh import ROWS, STREAMS
+from kvjax.cache.mesh import ROWS, STREAMS, TENSOR, Mesh
 from kvjax.cache.pages import Pages
 from kvjax.cache.ring import Ring
 from kvjax.cache.state import KVState, LayerCache
@@ -167,6 +168,43 @@ def full_bytes(network: Network, tokens: int, dtype: Any) -> int:
     """What a cache that keeps everything would hold for ``tokens`` tokens: keys and values alone."""
     per_token = 2 * network.num_layers * network.num_kv_heads * network.head_dim
     return tokens * per_token * jnp.dtype(dtype).itemsize
+
+
+# --- over devices --------------------------------------------------------------------------------
+
+
+def held_by_head(state: KVState) -> Int[np.ndarray, "L B K"]:
+    """Slots of each stream that hold a token, ring included; read from the device."""
+    length, found = _lengths(state)
+    layers = []
+    for layer, pools in zip(state.layers, found):
+        recent = np.minimum(length, layer.ring.window)[:, None] + np.zeros(layer.ring.k.shape[:2], int)
+        layers.append(sum((slots for slots, _ in pools), recent))
+    return np.stack(layers)
+
+
+def imbalance(state: KVState) -> float:
+    """Live slots of the fullest device over the mean, layer by layer; 1.0 is even, and one device.
+
+    Every device gets pools of the fullest one's size, so this is what a mesh costs more than it would.
+    """
+    return uneven(held_by_head(state), state.mesh)
+
+
+def uneven(held: Int[np.ndarray, "L B K"], mesh: Mesh) -> float:
+    """``imbalance`` of these slots."""
+    by_device = np.asarray([[own.sum() for own in mesh.blocks(layer)] for layer in held])
+    return float(by_device.max(axis=1).sum() / by_device.mean(axis=1).sum())
+
+
+def balanced(state: KVState) -> Int[np.ndarray, "L K"]:
+    """An order of the model's KV heads for ``kvjax.load(heads=)``: each device of the mesh gets its share.
+
+    Args:
+      state: what a typical prompt left, on the mesh that is meant. Of a model that was loaded with ``heads``
+        the order counts its heads as they are laid.
+    """
+    return kv_heads.balanced(held_by_head(state).sum(axis=1), state.mesh.size(TENSOR))
 
 
 # --- which tokens are held -----------------------------------------------------------------------

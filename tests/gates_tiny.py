@@ -16,7 +16,7 @@ CONFIG: dict[str, Any] = {
     "loss": {"cost": "window", "lambdas": {"default": 0.5, "none": 0.0}},
     "optimizer": {"peak": 0.05, "warmup": 0.1, "weight_decay": 0.01},
     "data": {"kind": "rows", "tokens": 256, "lengths": [64], "shares": [1], "needles": 0.0, "copies": 0.5},
-    "mesh": {"fsdp": 1, "tensor": 1},
+    "mesh": {"data": 1, "tensor": 1},
     "plan": {"steps": 6, "log_every": 1, "check_every": 3, "save_every": 1},
     "check": {"lengths": [64], "rows": 4},
 }

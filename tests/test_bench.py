@@ -44,6 +44,9 @@ from kvjax.models import decoder
         (["decode", "--context", "100"], "leaves no prompt before 113 new tokens"),
         (["decode", "--peers", "/nowhere"], "Make it with: python -m kvjax.bench peers --make /nowhere"),
         (["decode", "--dtype", "int4"], "--dtype"),
+        (["decode", "--mesh", "rows=2"], "'rows' is no axis. The axes are data, tensor, context."),
+        (["decode", "--mesh", "data=2"], "--mesh data=2 --batch 1: data=2 does not divide 1 rows."),
+        (["prefill", "--mesh", "tensor=4"], "tensor=4 does not divide the model's 2 KV heads."),
         (["host", "--layers", "-1"], "--layers -1 is out of range"),
         (["plot", "--out", "/nowhere"], "Run those first."),
         (["nonsense"], "nonsense"),
@@ -101,6 +104,17 @@ def test_rows_of_ours_are_measured_and_peers_skipped_with_the_reason(table):
     # A quarter of 256 - 17 tokens, 2 rows, 2 layers, 2 heads, keys and values of 16 floats and a bit.
     assert rows["kvjax", "quarter"]["live_bytes"] == 59 * 2 * 2 * 2 * (2 * 16 * 4 + 1)
     assert rows["kvjax", PER_HEAD]["prompt"] == 239
+
+
+@pytest.mark.slow
+def test_our_side_is_measured_on_a_mesh(tmp_path):
+    words = ["decode", "--quick", "--policy", PER_HEAD, "--batch", "2", "--mesh", "data=2,tensor=2"]
+    assert main([*words, "--out", str(tmp_path)]) == 0
+    (run,) = results.read(tmp_path / "decode.json")
+    ours = [row for row in run["rows"] if row["system"] == "kvjax"]
+    assert {row["mesh"] for row in ours} == {"data=2,tensor=2"}
+    assert all(row["tokens_per_s"] > 0 and 0 < row["live_bytes"] <= row["allocated_bytes"] for row in ours)
+    assert all("mesh" not in row for row in run["rows"] if row["system"] != "kvjax")
 
 
 def test_a_run_says_command_machine_and_model_but_not_where(table):

@@ -14,21 +14,23 @@ import types
 from pathlib import Path
 
 import jax
+import numpy as np
 import pytest
 import tiny
 
 import kvjax
 from kvjax import launch
 from kvjax.cache.mesh import AXES, ONE, Mesh, MeshError
+from kvjax.models import hf
 
 HERE = Path(__file__).parent
 CLOSE = 5e-5
 
 
-def lived(*words: str, processes: int = 1) -> list[dict]:
-    """What ``mesh_run.py`` found, in one process of eight devices or two of four."""
-    together = ["-m", "kvjax.launch", "--local", str(processes), "--devices", "4", "--"]
-    command = [sys.executable, *(together if processes > 1 else []), str(HERE / "mesh_run.py"), *words]
+def lived(*words: str, processes: int = 1, program: str = "mesh_run.py", devices: int = 4) -> list[dict]:
+    """What a program found, in one process of eight devices or in two."""
+    together = ["-m", "kvjax.launch", "--local", str(processes), "--devices", str(devices), "--"]
+    command = [sys.executable, *(together if processes > 1 else []), str(HERE / program), *words]
     path = os.pathsep.join([str(HERE.parent), str(HERE)])
     done = subprocess.run(
         command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, check=False
@@ -93,6 +95,37 @@ def test_a_state_saved_on_one_mesh_opens_on_another(processes):
     for one in found:
         assert one["streams"] == 0, one
         assert one["logits"] <= (0 if one["to"] == found[0]["to"] and not one["forked"] else CLOSE), one
+
+
+# --- processes that differ -----------------------------------------------------------------------
+
+
+GIVEN_OTHERS = "process 1 was given other things than process 0, namely "
+
+
+def test_processes_that_were_given_different_things_are_refused(tmp_path):
+    golden = HERE / "golden" / "llama_tied"
+    model = hf.load(golden)
+    params = jax.tree.map(lambda x: x, model.params)
+    params["layers"][1]["wq"] = params["layers"][1]["wq"] * 1.01
+    hf.save(tmp_path / "trained", model.spec, params, dtype=str(params["embed"].dtype))
+    hf.save(tmp_path / "first", model.spec, model.params, dtype=str(params["embed"].dtype))
+    folders = [str(tmp_path / name) for name in ("first", "trained")]
+    [found] = lived(*folders, processes=2, program="alike_run.py", devices=1)
+    assert found.pop("read") == "True"
+    assert "is in another call than process 0" in found.pop("call")
+    assert {name: said.partition(GIVEN_OTHERS)[2].partition(".")[0] for name, said in found.items()} == {
+        "versions": f"the version of numpy (here '{np.__version__.partition('.')[0]}",
+        "files": "the weights",
+        "dtype": "the dtype (here 'float32')",
+        "model": "the model (here " + found["model"].partition("(here ")[2].partition(".")[0],
+        "policy": "the policy (here 'snapkv(8) + uniform(24)')",
+        "prompts": "the prompts",
+        "context": "the sizes and seeds (here (64, 256, None, 0))",
+        "weights": "the learned weights",
+        "sampling": "the sampling",
+        "two": "the policy and the sizes and seeds (here 'full', (64, 256, None, 0))",
+    }
 
 
 # --- refused -------------------------------------------------------------------------------------

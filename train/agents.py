@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 
+from kvjax.cache.mesh import TENSOR, laid
 from train import mesh
 from train.config import ConfigError
 
@@ -18,8 +19,8 @@ class AgentLayout(mesh.Layout):
 
     def batch(self, batch: dict[str, Any]) -> dict[str, Any]:
         """A batch on the mesh: by agent what has agents, everything else on every device."""
-        spec = lambda value: mesh.P(None, mesh.HEADS) if value.ndim > 2 else mesh.P()  # noqa: E731
-        return {name: jax.device_put(value, self.of(spec(value))) for name, value in batch.items()}
+        spec = lambda value: mesh.P(None, TENSOR) if value.ndim > 2 else mesh.P()  # noqa: E731
+        return {name: laid(value, self.of(spec(value))) for name, value in batch.items()}
 
 
 def make_layout(devices: int, agents: int, of: Sequence[Any] | None = None) -> AgentLayout:
@@ -30,7 +31,10 @@ def make_layout(devices: int, agents: int, of: Sequence[Any] | None = None) -> A
     """
     if agents % devices:
         raise ConfigError(f"devices: {devices} does not divide {agents} agents. Make it a divisor of them.")
-    try:
-        return AgentLayout(mesh.layout(1, devices, of).mesh)
-    except ValueError as reason:
-        raise ConfigError(str(reason).replace("mesh: {fsdp: 1, tensor:", "devices: {")) from reason
+    found = len(jax.devices() if of is None else of)
+    if found < devices:
+        raise ConfigError(
+            f"devices: {devices} needs as many, {found} are here. Make it smaller; on a CPU, "
+            "XLA_FLAGS=--xla_force_host_platform_device_count=N makes more."
+        )
+    return AgentLayout(mesh.layout(1, devices, of).mesh)

@@ -47,6 +47,14 @@ def count(value: Any, key: str, least: int = 1) -> int:
     return int(value)
 
 
+def axes(given: Any) -> tuple[int, int]:
+    """The sizes of a config's ``mesh``: data and tensor, 1 where they are not named."""
+    require(isinstance(given, dict), "mesh", given, "names no axes. Write {data: 2, tensor: 4}.")
+    rule = "has no such axis. Weights and rows are cut over data (once called fsdp), heads over tensor."
+    require(not given.keys() - {"data", "tensor"}, "mesh", given, rule)
+    return count(given.get("data", 1), "mesh.data"), count(given.get("tensor", 1), "mesh.tensor")
+
+
 def one_of(value: Any, key: str, known: tuple[str, ...]) -> str:
     """One of the known words."""
     require(value in known, key, value, f"is none of {', '.join(known)}.")

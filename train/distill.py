@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
+from kvjax.cache.mesh import STREAMS
 from kvjax.models import decoder
 from kvjax.models.spec import ModelSpec
 from kvjax.types import AttendFn, Heads, Params
 from pallas_kernels.gated.api import gated
-from train.mesh import BY_HEAD, STREAM, Layout
+from train.mesh import STREAM, Layout
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int
@@ -68,10 +69,8 @@ def attend(net: Net, x: Heads, log_gates: Float[Array, "B K T"]) -> Float[Array,
         return gated(q, k, v, g, window=net.window, softcap=x.softcap, impl=net.impl)[0]
 
     q, k, v = (jnp.swapaxes(part, 1, 2) for part in (x.q, x.k, x.v))
-    run = jax.shard_map(
-        local, mesh=net.layout.mesh, in_specs=(BY_HEAD,) * 4, out_specs=BY_HEAD, check_vma=False
-    )
-    return jnp.swapaxes(run(q, k, v, log_gates), 1, 2).astype(x.v.dtype)
+    out = net.layout.mesh.each(local, (q, k, v, log_gates), (STREAMS,) * 4, STREAMS)
+    return jnp.swapaxes(out, 1, 2).astype(x.v.dtype)
 
 
 def untouched(net: Net) -> Layer:
@@ -111,7 +110,7 @@ def walk(
     """
     spec = net.spec.at(tokens.shape[1])
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    pin = functools.partial(jax.lax.with_sharding_constraint, shardings=net.layout.of(STREAM))
+    pin = functools.partial(net.layout.mesh.pinned, spec=STREAM)
 
     def block(x: Array, leaves: tuple[Params, Any]) -> tuple[Array, Array]:
         weights, mine = leaves

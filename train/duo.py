@@ -27,7 +27,7 @@ from kvjax.models.spec import ModelSpec
 from kvjax.policies.duo import Duo
 from kvjax.types import Heads, Params
 from kvjax.weights import save_weights
-from train import distill, gate_rows, gates, loop
+from train import distill, gate_rows, gates, loop, mesh
 from train.gate_settings import ConfigError, Settings, backbone, optimizer, read
 
 if TYPE_CHECKING:
@@ -81,13 +81,13 @@ def make_optimizer(settings: Settings) -> optax.GradientTransformation:
     return optax.chain(optimizer(settings.rate, settings.plan.steps), in_unit_interval())
 
 
-def make_check(loss: Any, have: gate_rows.Supply) -> Any:
+def make_check(loss: Any, have: gate_rows.Supply, layout: mesh.Layout) -> Any:
     """The objective on one fixed batch and every alpha."""
     measure, batch = jax.jit(lambda run, params, rows: run(params, rows)[1]), have.train[0]
 
     def check(params: Params, step: int, level: int) -> loop.Verdict:
         found = {name: float(value) for name, value in measure(loss, params, batch).items()}
-        for layer, leaves in enumerate(params["admission"]):
+        for layer, leaves in enumerate(layout.mesh.read(params["admission"])):
             found |= {f"alpha_{layer}_{head}": float(a) for head, a in enumerate(leaves["alpha"])}
         return loop.Verdict(metrics=found, level=level)
 
@@ -110,13 +110,13 @@ def run(settings: Settings) -> loop.State:
     start = functools.partial(objective, net, settings.lam, settings.sinks)
     loss, pattern = jax.tree_util.Partial(start, frozen), first(model.spec)
     return loop.train(
-        params=jax.device_put(pattern, layout.gates(pattern)),
+        params=layout.put(pattern, layout.gates(pattern)),
         optimizer=make_optimizer(settings),
         loss=loss,
         batches=lambda level: have.train,
         folder=settings.folder,
         plan=settings.plan,
-        check=make_check(loss, have),
+        check=make_check(loss, have, layout),
         layout=layout,
     )
 

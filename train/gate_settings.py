@@ -12,7 +12,7 @@ import optax
 from kvjax.models.spec import ModelSpec
 from train import config, loop
 from train.config import ConfigError as ConfigError
-from train.config import count, number, published, read_config, require
+from train.config import axes, count, number, published, read_config, require
 
 if TYPE_CHECKING:
     from kvjax.loading import LanguageModel
@@ -73,7 +73,7 @@ class Settings:
       remat: as in ``distill.Net``.
       sinks: first tokens the streaming heads of ``train.duo`` keep.
       gate, rate, plan: see there.
-      mesh: sizes of the axes fsdp and tensor.
+      mesh: sizes of the axes data and tensor.
       data, check: as written.
     """
 
@@ -152,7 +152,7 @@ def _check_data(data: dict[str, Any], mesh: tuple[int, int]) -> None:
         count(length, "data.lengths", 2)
         require(length % mesh[1] == 0, "data.lengths", length, f"does not divide over mesh.tensor {mesh[1]}.")
         rows = max(1, tokens // length)
-        rule = f"makes batches of {rows} rows of {length}, not a multiple of mesh.fsdp {mesh[0]}."
+        rule = f"makes batches of {rows} rows of {length}, not a multiple of mesh.data {mesh[0]}."
         require(rows % mesh[0] == 0, "data.tokens", tokens, rule)
 
 
@@ -168,8 +168,7 @@ def read(path: Path, strength: str = "default") -> Settings:
 
 def parse(tree: dict[str, Any], strength: str = "default") -> Settings:
     """``read`` on a parsed config."""
-    axes = tree.get("mesh", {"fsdp": 1, "tensor": 1})
-    mesh = count(axes["fsdp"], "mesh.fsdp"), count(axes["tensor"], "mesh.tensor")
+    mesh = axes(tree.get("mesh", {}))
     loss, model = tree["loss"], tree["model"]
     require(loss["cost"] in COSTS, "loss.cost", loss["cost"], f"is none of {', '.join(COSTS)}.")
     dtype = model.get("dtype", "float32")

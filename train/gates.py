@@ -25,6 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from kvjax.cache.mesh import DATA
 from kvjax.models.decoder import logits as vocabulary
 from kvjax.models.hf import ModelError
 from kvjax.models.spec import ModelSpec
@@ -106,7 +107,7 @@ def _answers(
     z = vocabulary(net.spec, frozen, x.reshape(-1, x.shape[-1])[at])
     target = tokens.reshape(-1)[at + 1]
     nll = jax.nn.logsumexp(z, axis=-1) - jnp.take_along_axis(z, target[:, None], axis=1)[:, 0]
-    return nll, z.argmax(-1) == target
+    return net.layout.mesh.everywhere((nll, z.argmax(-1) == target))  # type: ignore[no-any-return]
 
 
 def make_check(
@@ -149,7 +150,7 @@ def run(settings: Settings) -> loop.State:
     have = gate_rows.supply(settings, model.folder)
     gates = first(settings, model.spec)
     return loop.train(
-        params=jax.device_put(gates, layout.gates(gates)),
+        params=layout.put(gates, layout.gates(gates)),
         optimizer=optimizer(settings.rate, settings.plan.steps),
         loss=make_loss(net, settings, frozen),
         batches=lambda level: have.train,
@@ -239,11 +240,11 @@ def fit(settings: Settings, topology: str) -> int:
     loss, params = abstract(settings, spec, layout, target.impl)
     length = max(settings.data["lengths"])
     rows = max(1, settings.data["tokens"] // length)
-    batch = {"tokens": jax.ShapeDtypeStruct((rows, length), "int32", sharding=layout.of(mesh.P(mesh.ROWS)))}
+    batch = {"tokens": jax.ShapeDtypeStruct((rows, length), "int32", sharding=layout.of(mesh.P(DATA)))}
     chosen = optimizer(settings.rate, settings.plan.steps)
     found = plan.compiled(topology, target, layout, loss, params, chosen, batch)
-    fsdp, tensor = settings.mesh
-    title = f"{settings.name}: one step of {length} tokens on {topology}, fsdp {fsdp} x tensor {tensor}"
+    data, tensor = settings.mesh
+    title = f"{settings.name}: one step of {length} tokens on {topology}, data {data} x tensor {tensor}"
     return plan.report(title, found)
 
 

@@ -143,18 +143,21 @@ def latest(
 
 
 class Log:
-    """JSON lines in ``folder/log.jsonl``."""
+    """JSON lines in ``folder/log.jsonl``; of several processes the first writes."""
 
     def __init__(self, folder: Path, step: int):
         self._path = folder / "log.jsonl"
+        if jax.process_index():
+            return
         lines = self._path.read_text().splitlines() if self._path.exists() else []
         kept = [line for line in lines if line.endswith("}") and json.loads(line)["step"] <= step]
         self._path.write_text("".join(line + "\n" for line in kept))
 
     def write(self, record: dict[str, Any]) -> None:
         """Appends one line."""
-        with self._path.open("a") as file:
-            file.write(json.dumps(record) + "\n")
+        if jax.process_index() == 0:
+            with self._path.open("a") as file:
+                file.write(json.dumps(record) + "\n")
 
 
 Watch = Callable[[Params], "dict[str, Array]"]
@@ -227,14 +230,15 @@ def train(
     log, began, update = Log(folder, step), time.monotonic(), make_step(optimizer, where, watch)
     partial = loss if isinstance(loss, jax.tree_util.Partial) else jax.tree_util.Partial(loss)
     stream = _stream(batches(level), step, plan.workers)
-    bar = tqdm(total=plan.steps, initial=step, unit="step", mininterval=5)
+    first = jax.process_index() == 0
+    bar = tqdm(total=plan.steps, initial=step, unit="step", mininterval=5, disable=not first)
     stop = step >= plan.steps
     while not stop:
         batch = next(stream)
         state, metrics = update(partial, state, batch if layout is None else layout.batch(batch))
         step += 1
         bar.update()
-        late = plan.seconds is not None and time.monotonic() - began > plan.seconds
+        late = plan.seconds is not None and _agreed(time.monotonic() - began > plan.seconds)
         stop = step >= plan.steps or late
         if step % plan.log_every == 0 or stop:
             numbers = {name: float(value) for name, value in metrics.items()}
@@ -244,7 +248,8 @@ def train(
         if check is not None and (step % plan.check_every == 0 or step >= plan.steps):
             verdict = check(state.params, step, level)
             log.write({"step": step, "level": level, **_clock(), **verdict.metrics})
-            tqdm.write(json.dumps({"step": step, "level": level, **verdict.metrics}))
+            if first:
+                tqdm.write(json.dumps({"step": step, "level": level, **verdict.metrics}))
             stop = stop or verdict.stop
             if verdict.level != level:
                 level = verdict.level
@@ -254,6 +259,15 @@ def train(
     bar.close()
     saved.close()
     return state
+
+
+def _agreed(late: bool) -> bool:
+    """What the first process' clock says, in all: they stop at one step."""
+    if jax.process_count() == 1:
+        return late
+    from jax.experimental import multihost_utils
+
+    return bool(multihost_utils.broadcast_one_to_all(late))
 
 
 def _clock() -> dict[str, float]:

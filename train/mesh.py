@@ -1,6 +1,6 @@
-"""Where a training step's arrays live: a mesh of two axes, the same program on one device or many.
+"""Where a training step's arrays live: on the mesh that models and states lie on (``kvjax.mesh``).
 
-  fsdp     rows of the batch; weights are cut along D and gathered where they are used
+  data     rows of the batch; weights are cut along D and gathered where they are used (FSDP)
   tensor   heads and F; between layers the residual stream is cut along T
 
 Everything else follows by the compiler's propagation. One device is a mesh of 1 x 1.
@@ -15,102 +15,102 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from kvjax.models.decoder import shapes
+from kvjax.cache.mesh import DATA, TENSOR, Mesh, laid
+from kvjax.cache.mesh import mesh as a_mesh
+from kvjax.models.decoder import LETTERS, shapes
 from kvjax.models.spec import ModelSpec
 from kvjax.types import Params
 
-ROWS, HEADS = "fsdp", "tensor"
-
-STREAM = P(ROWS, HEADS, None)
+STREAM = P(DATA, TENSOR, None)
 """The residual stream [B, T, D] between layers."""
 
-BY_HEAD = P(ROWS, HEADS)
-"""Whatever begins with [B, N or K]."""
-
-# Of the stacked layers' leaves [L, ...]; norms and what is not named here is on every device.
-_LAYERS = {
-    **dict.fromkeys(("wq", "wk", "wv", "w_gate", "w_up"), P(None, ROWS, HEADS)),
-    "wo": P(None, HEADS, None, ROWS),
-    "w_down": P(None, HEADS, ROWS),
-    **dict.fromkeys(("bq", "bk", "bv", "b_up"), P(None, HEADS)),
-}
-_TABLES = {"embed": P(None, (ROWS, HEADS)), "positions": P(None, (ROWS, HEADS))}
+CUT = {"V": (DATA, TENSOR), "D": (DATA,), **dict.fromkeys("KNF", (TENSOR,))}
+"""Axes over which trained weights are cut; a table [V, D] along V alone, which its look-up goes by."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """A mesh and how trees are laid on it.
+    """A mesh and how trees are laid on it; in several processes, each with its own devices' part.
 
     Attributes:
-      mesh: axes ``fsdp`` and ``tensor``.
+      mesh: of ``layout``.
     """
 
     mesh: Mesh
 
     def of(self, spec: P) -> NamedSharding:
         """A sharding of this mesh."""
-        return NamedSharding(self.mesh, spec)
+        return self.mesh.sharding(spec)
+
+    def put(self, tree: Any, where: Any) -> Any:
+        """Arrays at their shardings; the same values are given in every process."""
+        return jax.tree.map(laid, tree, where)
 
     def backbone(self, tree: Any) -> Any:
-        """The sharding of every leaf of ``train.distill.stacked`` weights."""
+        """The sharding of every leaf of a model's weights, ``stacked`` or not, or of their training state."""
 
-        def one(path: Any, _: Any) -> NamedSharding:
-            name = path[-1].key
-            return self.of(_LAYERS.get(name, P()) if len(path) > 1 else _TABLES.get(name, P()))
+        def one(path: Any, leaf: Any) -> NamedSharding:
+            letters = LETTERS.get(getattr(path[-1], "key", ""), "")  # stacked leaves begin with [L]
+            return self.of(self.mesh.spec(letters.rjust(len(leaf.shape)), leaf.shape, CUT))
 
         return jax.tree_util.tree_map_with_path(one, tree)
 
     def frozen(self, params: Params, dtype: str) -> Params:
         """A model's weights, ``stacked`` and on the mesh; no device ever holds them all."""
         tree = stacked(params, dtype)
-        return jax.device_put(tree, self.backbone(tree))
+        return self.put(tree, self.backbone(tree))
 
     def gates(self, tree: Any) -> Any:
         """The sharding of gates, or of a training state: leaves begin with [K], but norms and counters."""
 
         def one(path: Any, leaf: Any) -> NamedSharding:
             shared = leaf.ndim == 0 or getattr(path[-1], "key", None) == "norm"
-            return self.of(P() if shared else P(HEADS))
+            return self.of(P() if shared else P(TENSOR))
 
         return jax.tree_util.tree_map_with_path(one, tree)
 
     def batch(self, batch: dict[str, Any]) -> dict[str, Any]:
         """A batch on the mesh: ``tokens`` by rows, everything else on every device."""
-        spec = lambda name: self.of(P(ROWS) if name == "tokens" else P())  # noqa: E731
-        return {name: jax.device_put(value, spec(name)) for name, value in batch.items()}
+        return {
+            name: laid(value, self.of(P(DATA) if name == "tokens" else P())) for name, value in batch.items()
+        }
 
     def settle(self, tree: Any) -> Any:
         """What is not on the mesh yet (counters of an optimiser), on every device of it."""
 
         def one(leaf: Any) -> Any:
             there = getattr(leaf, "sharding", None)
-            placed = isinstance(there, NamedSharding) and there.mesh == self.mesh
-            return leaf if placed else jax.device_put(leaf, self.of(P()))
+            placed = isinstance(there, NamedSharding) and there.mesh == self.mesh.grid
+            return leaf if placed else laid(leaf, self.of(P()))
 
         return jax.tree.map(one, tree)
 
+    def whole(self, tree: Any) -> Any:
+        """Every leaf whole, on one device of this process."""
+        everywhere = jax.jit(lambda x: x, out_shardings=self.of(P()))(tree)
+        return jax.tree.map(lambda leaf: leaf.addressable_data(0), everywhere)
 
-def layout(fsdp: int, tensor: int, devices: Sequence[Any] | None = None) -> Layout:
-    """A mesh over the first fsdp x tensor devices.
+
+def layout(data: int, tensor: int, devices: Sequence[Any] | None = None) -> Layout:
+    """A mesh over the first data x tensor devices.
 
     Args:
-      fsdp, tensor: the axes' sizes.
-      devices: this machine's by default; those of a topology when compiling for chips that are not here.
+      data, tensor: the axes' sizes.
+      devices: all there are by default; those of a topology when compiling for chips that are not here.
 
     Raises:
       ValueError: fewer devices than the mesh needs.
     """
     found = list(jax.devices() if devices is None else devices)
-    if len(found) < fsdp * tensor:
+    if len(found) < data * tensor:
         raise ValueError(
-            f"mesh: {{fsdp: {fsdp}, tensor: {tensor}}} needs {fsdp * tensor} devices, {len(found)} are here. "
+            f"mesh: {{data: {data}, tensor: {tensor}}} needs {data * tensor} devices, {len(found)} are here. "
             "Make the axes smaller; on a CPU, XLA_FLAGS=--xla_force_host_platform_device_count=N makes more."
         )
-    grid = np.asarray(found[: fsdp * tensor]).reshape(fsdp, tensor)
-    return Layout(Mesh(grid, (ROWS, HEADS), axis_types=(AxisType.Auto, AxisType.Auto)))
+    return Layout(a_mesh(data=data, tensor=tensor, devices=found))
 
 
 def stacked(params: Params, dtype: str) -> Params:

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
+from kvjax.cache.mesh import DATA, laid
 from kvjax.types import Params
 from train import loop
-from train.mesh import ROWS, Layout, P, layout
+from train.mesh import Layout, P, layout
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float
@@ -21,11 +22,15 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Parts(Layout):
-    """One part of a batch a device."""
+    """One part of a batch a device, and all weights on every device."""
+
+    def backbone(self, tree: Any) -> Any:
+        """The sharding of every leaf of a model's weights."""
+        return jax.tree.map(lambda _: self.of(P()), tree)
 
     def batch(self, batch: dict[str, Any]) -> dict[str, Any]:
         """Leaves [parts, ...], each part on its device."""
-        return {name: jax.device_put(value, self.of(P(ROWS))) for name, value in batch.items()}
+        return {name: laid(value, self.of(P(DATA))) for name, value in batch.items()}
 
 
 def parts(count: int) -> Parts:
@@ -43,9 +48,8 @@ def over(loss: loop.Loss, where: Parts) -> loop.Loss:
     def whole(params: Params, batch: dict[str, Array]) -> tuple[Float[Array, ""], dict[str, Array]]:
         def one(params: Params, batch: dict[str, Array]) -> Any:
             found = loss(params, jax.tree.map(lambda leaf: leaf[0], batch))
-            return jax.tree.map(lambda leaf: jax.lax.pmean(leaf, ROWS), found)
+            return jax.tree.map(lambda leaf: jax.lax.pmean(leaf, DATA), found)
 
-        run = jax.shard_map(one, mesh=where.mesh, in_specs=(P(), P(ROWS)), out_specs=P(), check_vma=False)
-        return run(params, batch)
+        return where.mesh.each(one, (params, batch), (P(), P(DATA)), P())  # type: ignore[no-any-return]
 
     return whole

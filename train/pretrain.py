@@ -18,11 +18,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from kvjax.cache.mesh import ONE, Mesh
 from kvjax.models import decoder
 from kvjax.models.spec import ModelSpec
 from kvjax.types import Params
 from train import asked, data, forward, loop, parts, recall, tasks
-from train.setup import Setup, initial_of, options, read, round_to, setup
+from train.config import ConfigError, axes, require
+from train.mesh import Layout, layout
+from train.setup import Setup, initial_of, model_spec, options, read, round_to, setup
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float
@@ -66,16 +69,25 @@ def make_optimizer(settings: dict[str, Any]) -> optax.GradientTransformation:
     )
 
 
-def make_loss(spec: ModelSpec, dtype: str, *, block: int = 128, remat: bool = False) -> loop.Loss:
+def make_loss(
+    spec: ModelSpec, dtype: str, *, block: int = 128, remat: bool = False, on: Mesh = ONE
+) -> loop.Loss:
     """Weighted cross entropy on the scored tokens; the forward pass runs in ``dtype``.
 
-    ``block`` and ``remat`` are those of ``recall.blocked_attend``.
+    ``block``, ``remat`` and ``on`` are those of ``recall.blocked_attend``.
     """
 
     def loss(params: Params, batch: dict[str, Array]) -> tuple[Float[Array, ""], dict[str, Array]]:
         cast = jax.tree.map(lambda leaf: leaf.astype(dtype), params)
         logits = recall.scored_logits(
-            spec, cast, batch["tokens"], batch["at"], block=block, remat=remat, speak=batch.get("speak")
+            spec,
+            cast,
+            batch["tokens"],
+            batch["at"],
+            block=block,
+            remat=remat,
+            speak=batch.get("speak"),
+            on=on,
         )
         nll = optax.softmax_cross_entropy_with_integer_labels(logits, batch["target"])
         weight, answer = batch["weight"], batch["answer"]
@@ -126,12 +138,12 @@ def make_quick_loss(spec: ModelSpec) -> loop.Loss:
     return loss
 
 
-def make_check(have: Setup) -> Any:
+def make_check(have: Setup, where: Layout | None = None) -> Any:
     """Recall on held-out words and text: opens levels, ends the run at the target."""
     settings, gates = have.config["check"], have.config["check"]["gates"]
 
     def check(params: Params, step: int, level: int) -> loop.Verdict:
-        params = jax.device_put(params, jax.devices()[0])
+        params = params if where is None else where.whole(params)
         rounded = round_to(params, have.config["model"]["dtype"])
         score = recall.quick_nll if quick(have.config) else recall.nll
         measure = lambda length, keys: float(  # noqa: E731
@@ -198,36 +210,73 @@ def quick(config: dict[str, Any]) -> bool:
     return config.get("loss", {}).get("products") == "float32"
 
 
-def make_loss_of(have: Setup) -> loop.Loss:
-    """The loss that the config asks for."""
-    if quick(have.config):
-        return make_quick_loss(have.spec)
-    return make_loss(have.spec, have.config["model"]["dtype"], **have.config.get("attention", {}))
+def make_loss_of(config: dict[str, Any], where: Layout | None) -> loop.Loss:
+    """The loss that the config asks for, over the devices that it names."""
+    spec = model_spec(config["model"])
+    if quick(config):
+        loss = make_quick_loss(spec)
+    else:
+        on = ONE if where is None else where.mesh
+        loss = make_loss(spec, config["model"]["dtype"], **config.get("attention", {}), on=on)
+    return parts.over(loss, where) if isinstance(where, parts.Parts) else loss
+
+
+def make_layout(config: dict[str, Any]) -> Layout | None:
+    """Devices: ``devices`` that add their gradients, or a ``mesh`` that weights are cut over; None for one.
+
+    Raises:
+      ConfigError: both of them, too few devices, or a mesh that does not divide the rows of every batch or
+        the KV heads, or for the products of ``train.forward``.
+    """
+    count, (rows, heads) = config.get("devices", 1), axes(config.get("mesh", {}))
+    if count > 1 and rows * heads == 1:
+        return parts.parts(count)
+    if rows * heads == 1:
+        return None
+    rule = "cuts one step's weights, devices repeat them. Give one of the two."
+    require(count == 1, "mesh", config["mesh"], rule)
+    rule = "cuts no products of train.forward (loss.products). Give devices instead."
+    require(not quick(config), "mesh", config["mesh"], rule)
+    kv = config["model"]["num_kv_heads"]
+    require(kv % heads == 0, "mesh.tensor", heads, f"does not divide the {kv} KV heads.")
+    for level in config["mix"]["levels"]:
+        for length in level["lengths"]:
+            many = max(1, level.get("tokens", config["mix"]["tokens"]) // length)
+            require(
+                many % rows == 0, "mesh.data", rows, f"does not divide batches of {many} rows of {length}."
+            )
+    try:
+        return layout(rows, heads)
+    except ValueError as reason:
+        raise ConfigError(str(reason)) from reason
 
 
 def run(have: Setup) -> loop.State:
-    """Trains to the end of the plan, or goes on from the newest checkpoint."""
+    """Trains to the end of the plan, or goes on from the newest checkpoint.
+
+    Raises:
+      ConfigError: see ``make_layout``.
+    """
     config = have.config
     levels = tuple(make_level(level) for level in config["mix"]["levels"])
-    count = config.get("devices", 1)
-    where = parts.parts(count) if count > 1 else None
+    where = make_layout(config)
     mix = data.Mix(
         seed=config["seed"],
         tokens=config["mix"]["tokens"],
         levels=levels,
         streams=have.spec.num_kv_heads,
-        parts=count,
+        parts=config.get("devices", 1),
     )
-    plan, loss = loop.Plan(**config["plan"]), make_loss_of(have)
+    plan, params = loop.Plan(**config["plan"]), initial_of(have.config, have.train.text)
     return loop.train(
-        params=initial_of(have.config, have.train.text),
+        params=params if where is None else where.put(params, where.backbone(params)),
         optimizer=make_optimizer(config["optimizer"]),
-        loss=loss if where is None else parts.over(loss, where),
+        loss=make_loss_of(config, where),
         layout=where,
         batches=lambda level: data.batches(have.train, mix, level, plan.steps),
         folder=Path(config["folder"]),
         plan=plan,
-        check=make_check(have),
+        check=make_check(have, where),
     )
 
 

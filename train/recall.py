@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kvjax.cache.mesh import ONE, OUT, Mesh
 from kvjax.models import decoder
 from kvjax.models.spec import ModelSpec
 from kvjax.types import AttendFn, Heads, Params
@@ -30,18 +31,25 @@ DEPTHS = (0.1, 0.3, 0.5, 0.7, 0.9)
 
 
 def blocked_attend(
-    spec: ModelSpec, block: int = 128, *, remat: bool = False, speak: Bool[Array, "B L N"] | None = None
+    spec: ModelSpec,
+    block: int = 128,
+    *,
+    remat: bool = False,
+    speak: Bool[Array, "B L N"] | None = None,
+    on: Mesh = ONE,
 ) -> AttendFn[None]:
     """``decoder.dense_attend`` for full-attention layers, in blocks of queries against their past only.
 
     Half the work and a fraction of the memory traffic at 1024 tokens; same values. With ``remat`` the
     weights of a block are computed again in the backward pass instead of kept: [B, N, block, T] floats
     at a time instead of half of [L, B, N, T, T]. A head that may not ``speak`` in a row writes zeros there.
+    On a mesh each device has its rows and heads.
     """
 
     def attend(index: int, x: Heads, carry: None) -> tuple[Array, None]:
         b, t, n, h = x.q.shape
-        q = x.q.reshape(b, t, spec.num_kv_heads, spec.groups, h) * jnp.asarray(h**-0.5, x.q.dtype)
+        q, k, v = on.pinned((x.q, x.k, x.v), OUT)
+        q = q.reshape(b, t, spec.num_kv_heads, spec.groups, h) * jnp.asarray(h**-0.5, x.q.dtype)
 
         def mix(q: Array, k: Array, v: Array, first: int) -> Array:
             s = jnp.einsum("btkgh,bskh->bkgts", q, k, preferred_element_type=jnp.float32)
@@ -51,8 +59,8 @@ def blocked_attend(
 
         run = jax.checkpoint(mix, static_argnums=3) if remat else mix
         starts = range(0, t, block)
-        parts = [run(q[:, a : a + block], x.k[:, : a + block], x.v[:, : a + block], a) for a in starts]
-        out = jnp.concatenate(parts, axis=1).reshape(b, t, n, h)
+        parts = [run(q[:, a : a + block], k[:, : a + block], v[:, : a + block], a) for a in starts]
+        out = on.pinned(jnp.concatenate(parts, axis=1).reshape(b, t, n, h), OUT)
         return out if speak is None else jnp.where(speak[:, None, index, :, None], out, 0), carry
 
     return attend
@@ -67,11 +75,13 @@ def scored_logits(
     block: int = 128,
     remat: bool = False,
     speak: Bool[Array, "B L N"] | None = None,
+    on: Mesh = ONE,
 ) -> Float[Array, "S V"]:
     """Logits at the row-major positions ``at`` only, float32; the rest as in ``blocked_attend``."""
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    attend = blocked_attend(spec, block, remat=remat, speak=speak)
+    attend = blocked_attend(spec, block, remat=remat, speak=speak, on=on)
     x, _ = decoder.forward(spec, params, tokens, positions, attend, None)
+    x = on.by_row(x)
     return decoder.logits(spec, params, x.reshape(-1, spec.model_dim)[at])
 
 

@@ -190,6 +190,7 @@ def _measuring(parser: argparse.ArgumentParser, peers: bool, defaults: dict[str,
     number("context", "prompt and new tokens of a row together", nargs="+")
     if peers:
         number("batch", "rows", nargs="+")
+        cli.add(parser, "--mesh", help="virtual devices for our side, as data=2,tensor=4 (default: one)")
         parser.add_argument("--peers", type=Path, metavar="DIR", help="environment that `peers --make` made")
     add("dtype", "of weights and cache", nargs="+", choices=DTYPES)
     add("policy", "ours, in the one-string form", nargs="+", metavar="SPEC")

@@ -22,10 +22,10 @@ class ChildError(RuntimeError):
 class Child(child.Child):
     """A process that stays alive between requests, so that two sides can take turns."""
 
-    def __init__(self, command: Sequence[str], threads: int) -> None:
-        """Start it, pinned to so many CPUs (its last argument names them)."""
+    def __init__(self, command: Sequence[str], threads: int, devices: int = 1) -> None:
+        """Start it, pinned to so many CPUs (its last argument names them), with so many virtual devices."""
         cpus = ",".join(map(str, machine.cpus(threads)))
-        super().__init__([*command, cpus], env=machine.environment(threads))
+        super().__init__([*command, cpus], env=machine.environment(threads, devices))
 
     def ask(self, do: str, **what: Any) -> dict[str, Any]:
         """Send one request and wait for its answer.

@@ -19,6 +19,7 @@ import numpy as np
 
 from kvjax.bench.child import Child, ChildError
 from kvjax.bench.sides import NO_PEERS, WARM, Config, Settings
+from kvjax.cache.mesh import DATA
 
 Row = dict[str, Any]
 Cell = tuple[str, int, int]
@@ -69,7 +70,9 @@ def lanes(settings: Settings, context: int, dtype: str, folder: Path, quarter: b
                 lane.reason = NO_PEERS
             else:
                 lane.child = stack.enter_context(settings.open(config))
-                loaded = lane.ask("load", folder=str(folder), dtype=dtype)
+                given = {"mesh": settings.mesh} if config.system == "kvjax" and settings.mesh else {}
+                loaded = lane.ask("load", folder=str(folder), dtype=dtype, **given)
+                lane.row |= given
                 lane.row |= {"versions": loaded.get("versions"), "rss_loaded": loaded.get("rss")}
             found.append(lane)
         yield found
@@ -114,7 +117,8 @@ def measure(
     for dtype, context, batches in todo(settings, have):
         with lanes(settings, context, dtype, folder, quarter=True) as sides:
             for lane in sides:
-                ids = prompts(settings, 1, lane.row["prompt"])
+                # A row for each device along data: a mesh takes no fewer.
+                ids = prompts(settings, 1, lane.row["prompt"]) * settings.grid.size(DATA)
                 lane.ask(
                     "prefill", spec=lane.config.spec, tokens=ids, new=settings.new, every=settings.tokens
                 )

@@ -29,14 +29,17 @@ def pin(to: list[int]) -> None:
         os.sched_setaffinity(0, to)
 
 
-def environment(threads: int) -> dict[str, str]:
+def environment(threads: int, devices: int = 1) -> dict[str, str]:
     """What a measured process must find in its environment before it imports anything.
 
-    Programs are compiled, never fetched: seconds of compiling are the compiler's own.
+    ``devices`` are virtual ones, which share the threads. Programs are compiled, never fetched: seconds of
+    compiling are the compiler's own.
     """
     flags = os.environ.get("XLA_FLAGS", "")
     if threads == 1:
         flags += " --xla_cpu_multi_thread_eigen=false"
+    if devices > 1:
+        flags += f" --xla_force_host_platform_device_count={devices}"
     known = {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads), "JAX_PLATFORMS": "cpu"}
     return (
         dict(os.environ)

@@ -24,7 +24,7 @@ from kvjax.algebra import Policy
 from kvjax.bench import machine
 from kvjax.bench.child import answer
 from kvjax.bench.fill import untrained
-from kvjax.cache import state as states
+from kvjax.cache.reshard import fork
 from kvjax.cache.state import KVState
 from kvjax.catalogue import policy
 from kvjax.loading import LanguageModel, load
@@ -43,9 +43,9 @@ class Side:
         self.pieces: Iterator[tuple[np.ndarray, KVState]] | None = None
         self.new = self.every = 0
 
-    def load(self, folder: str, dtype: str) -> dict[str, Any]:
-        """Read the model."""
-        self.model = load(folder, dtype=dtype)
+    def load(self, folder: str, dtype: str, mesh: str | None = None) -> dict[str, Any]:
+        """Read the model, onto a mesh where one is named."""
+        self.model = load(folder, dtype=dtype, mesh=mesh)
         jax.block_until_ready(self.model.params)
         return self.memory(forget=True) | {"versions": {"jax": jax.__version__}}
 
@@ -61,7 +61,7 @@ class Side:
         state, logits = decode.prefill(
             self.model, self.policy, tokens, context=len(tokens[0]) + new, weights=self.weights
         )
-        np.asarray(logits.argmax(axis=-1))  # the first token, on the host
+        state.mesh.read(logits).argmax(axis=-1)  # the first token, on the host
         took, spent = timing.now() - begun, time.process_time() - spent
         self.prefilled = (jax.block_until_ready(state), logits)
         seconds = {"seconds": took.wall, "compile_seconds": took.compiling, "cpu_seconds": spent}
@@ -74,8 +74,9 @@ class Side:
         assert self.prefilled is not None  # noqa: S101
         jax.clear_caches()  # so that ``temporary`` speaks of decoding alone
         state, logits = self.prefilled
-        many = logits[np.zeros(rows, np.int32)]
-        self.state = states.fork(state, 0, rows)
+        where = state.mesh
+        many = where.put(where.read(logits)[np.zeros(rows, np.int32)])
+        self.state = fork(state, 0, rows)
         self.pieces = decode.stream(
             self.model,
             self.policy,

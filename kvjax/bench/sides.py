@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import sys
 from pathlib import Path
 
 from kvjax.bench import machine, peers
 from kvjax.bench.child import Child
 from kvjax.bench.random_model import SIZES, count
+from kvjax.cache.mesh import AXES, ONE, Mesh, sizes_of
 from kvjax.catalogue import policy
 from kvjax.cli import InputError
 from kvjax.models.spec import ModelSpec
@@ -56,6 +58,7 @@ class Settings:
       batches, dtypes, policies: the rest of the grid.
       tokens: of a row in one timed piece.
       rounds: timed pieces of each side, taken in turns.
+      mesh: virtual devices that our side is cut over; None is one device.
       peers: the peers' environment, or None.
     """
 
@@ -68,6 +71,7 @@ class Settings:
     policies: tuple[str, ...] = OURS
     tokens: int = 16
     rounds: int = 5
+    mesh: str | None = None
     peers: Path | None = None
 
     def __post_init__(self) -> None:
@@ -76,6 +80,9 @@ class Settings:
         if self.peers is not None:
             peers.command(self.peers)  # raises InputError
         machine.cpus(self.threads)
+        for batch in self.batches if self.mesh is not None else ():
+            heads = {"heads": self.spec.num_heads, "kv_heads": self.spec.num_kv_heads}
+            self.grid.check(f"--mesh {self.mesh} --batch {batch}", rows=batch, **heads)
         for context in self.contexts:
             if context > self.spec.max_positions:
                 raise InputError(
@@ -92,6 +99,11 @@ class Settings:
     def spec(self) -> ModelSpec:
         """Sizes of the model."""
         return SIZES[self.size]
+
+    @property
+    def grid(self) -> Mesh:
+        """The mesh, by its sizes."""
+        return ONE if self.mesh is None else sizes_of(self.mesh)
 
     @property
     def new(self) -> int:
@@ -125,10 +137,9 @@ class Settings:
         """Start the process of one side."""
         if config.system == "kvjax":
             command = [sys.executable, "-m", "kvjax.bench.ours"]
-        else:
-            assert self.peers is not None  # noqa: S101  (the caller skips peers that are absent)
-            command = peers.command(self.peers)
-        return Child(command, self.threads)
+            return Child(command, self.threads, math.prod(self.grid.size(axis) for axis in AXES))
+        assert self.peers is not None  # noqa: S101  (the caller skips peers that are absent)
+        return Child(peers.command(self.peers), self.threads)
 
 
 WARM = 2

@@ -19,7 +19,7 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -50,7 +50,7 @@ ENTRY: Any = Entry(k=STREAMS, v=STREAMS, pos=ROWS, admit=STREAMS, meta=STREAMS) 
 WHOLE = P()
 """How arrays are "cut" that are the same on every device."""
 
-_CUT = {"K": (TENSOR,), **dict.fromkeys("NFV", (TENSOR, CONTEXT))}
+MODEL_CUT = {"K": (TENSOR,), **dict.fromkeys("NFV", (TENSOR, CONTEXT))}
 """Axes over which a model's dimensions are cut, by the letters of ``kvjax.types``."""
 
 
@@ -80,6 +80,11 @@ class Mesh:
         """D, devices that have a pool of their own."""
         return self.size(DATA) * self.size(TENSOR)
 
+    @property
+    def across(self) -> bool:
+        """May it lie on more than one process?"""
+        return self.grid is not None and jax.process_count() > 1
+
     def sharding(self, spec: P) -> NamedSharding:
         """Of an array on this mesh."""
         assert self.grid is not None  # noqa: S101
@@ -92,11 +97,30 @@ class Mesh:
         if self.grid is None:
             return jax.device_put(x)
         specs = _spread(specs, x)
-        return jax.tree.map(lambda leaf, spec: _laid(leaf, self.sharding(spec)), x, specs)
+        return jax.tree.map(lambda leaf, spec: laid(leaf, self.sharding(spec)), x, specs)
+
+    def build(self, shape: tuple[int, ...], spec: P, part: Callable[[tuple[slice, ...]], np.ndarray]) -> Any:
+        """An array of parts, each asked for once by a process that has a device for it.
+
+        Args:
+          shape: of the whole.
+          spec: how it is cut.
+          part: what stands at these slices, one of each dimension.
+        """
+        if self.grid is None:
+            return jax.device_put(part((slice(None),) * len(shape)))
+        made: dict[str, np.ndarray] = {}
+
+        def once(index: tuple[slice, ...]) -> np.ndarray:
+            if str(index) not in made:
+                made[str(index)] = part(index)
+            return made[str(index)]
+
+        return jax.make_array_from_callback(shape, self.sharding(spec), once)
 
     def read(self, x: Any) -> Any:
         """NumPy values of arrays, the same in every process."""
-        if jax.process_count() > 1 and self.grid is not None:
+        if self.across:
             x = _everywhere(x, self)
         return jax.device_get(x)
 
@@ -121,13 +145,14 @@ class Mesh:
 
     def everywhere(self, x: Any) -> Any:
         """The same values on every device, so that any process may look at them."""
-        return self._pinned(x, P())
+        return self.pinned(x, P())
 
     def by_row(self, x: Any) -> Any:
         """Arrays [B, ...], each device with its rows."""
-        return self._pinned(x, ROWS)
+        return self.pinned(x, ROWS)
 
-    def _pinned(self, x: Any, spec: P) -> Any:
+    def pinned(self, x: Any, spec: P) -> Any:
+        """Arrays that the compiler must cut so."""
         if self.grid is None:
             return x
         pin = functools.partial(jax.lax.with_sharding_constraint, shardings=self.sharding(spec))
@@ -163,14 +188,17 @@ class Mesh:
         sharded = jax.shard_map(mine, mesh=self.grid, in_specs=tuple(specs), out_specs=out, check_vma=False)
         return sharded(*given)
 
-    def spec(self, letters: str, shape: tuple[int, ...]) -> P:
-        """How a weight of these dimensions is cut: K over ``tensor``, N, F and V over ``context`` too.
+    def spec(self, letters: str, shape: tuple[int, ...], cut: Mapping[str, tuple[str, ...]] = MODEL_CUT) -> P:
+        """How a weight of these dimensions is cut.
 
-        Whole on every device where the mesh does not divide it, or it has no letters.
+        By default K over ``tensor``; N, F and V over ``context`` too. A dimension
+        that the mesh does not divide is whole; axes that cut a dimension cut none behind it.
         """
-        cut = [_CUT.get(letter, ()) for letter in letters]
-        fits = all(n % math.prod(self.size(axis) for axis in axes) == 0 for n, axes in zip(shape, cut))
-        return P(*[axes or None for axes in cut]) if fits else P()
+        found: list[tuple[str, ...]] = []
+        for letter, n in zip(letters, shape):
+            axes = tuple(axis for axis in cut.get(letter, ()) if not any(axis in other for other in found))
+            found.append(axes if n % math.prod(self.size(axis) for axis in axes) == 0 else ())
+        return P(*[axes or None for axes in found]) if any(found) else P()
 
     def of_model(self, network: Any, params: Params) -> Params:
         """How a model's weights are cut, by the letters that its network names their dimensions by."""
@@ -225,18 +253,7 @@ def mesh(given: str | Mesh | None = None, *, devices: Sequence[Any] | None = Non
     """
     if isinstance(given, Mesh):
         return given
-    asked: dict[str, Any] = dict(sizes)
-    call = f"mesh({given!r})" if given is not None else f"mesh(**{asked})"
-    for word in filter(None, (given or "").replace(" ", "").split(",")):
-        axis, equals, size = word.partition("=")
-        if not equals or not re.fullmatch(r"\d+", size):
-            raise MeshError(f"{call}: {word!r} is no axis and its size. Write it as 'data=2,tensor=4'.")
-        asked[axis] = int(size)
-    if unknown := [axis for axis in asked if axis not in AXES]:
-        raise MeshError(f"{call}: {unknown[0]!r} is no axis. The axes are {', '.join(AXES)}.")
-    if wrong := [axis for axis, n in asked.items() if isinstance(n, bool) or not isinstance(n, int) or n < 1]:
-        raise MeshError(f"{call}: {wrong[0]}={asked[wrong[0]]!r} is no number of devices. Give 1 or more.")
-    shape = tuple(asked.get(axis, 1) for axis in AXES)
+    call, shape = _shape(given, sizes)
     need = math.prod(shape)
     if need == 1 and devices is None:
         return ONE
@@ -250,6 +267,32 @@ def mesh(given: str | Mesh | None = None, *, devices: Sequence[Any] | None = Non
     return Mesh(jax.sharding.Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES)))
 
 
+def sizes_of(given: str) -> Mesh:
+    """A mesh that knows its sizes alone: what it divides can be asked of it before there are devices.
+
+    Raises:
+      MeshError: as ``mesh``, but for too few devices.
+    """
+    shape = _shape(given, {})[1]
+    return ONE if math.prod(shape) == 1 else Mesh(jax.sharding.AbstractMesh(shape, AXES))  # type: ignore[arg-type]
+
+
+def _shape(given: str | None, sizes: Mapping[str, int]) -> tuple[str, tuple[int, ...]]:
+    """The call, for errors, and the size of each of ``AXES``."""
+    asked: dict[str, Any] = dict(sizes)
+    call = f"mesh({given!r})" if given is not None else f"mesh(**{asked})"
+    for word in filter(None, (given or "").replace(" ", "").split(",")):
+        axis, equals, size = word.partition("=")
+        if not equals or not re.fullmatch(r"\d+", size):
+            raise MeshError(f"{call}: {word!r} is no axis and its size. Write it as 'data=2,tensor=4'.")
+        asked[axis] = int(size)
+    if unknown := [axis for axis in asked if axis not in AXES]:
+        raise MeshError(f"{call}: {unknown[0]!r} is no axis. The axes are {', '.join(AXES)}.")
+    if wrong := [axis for axis, n in asked.items() if isinstance(n, bool) or not isinstance(n, int) or n < 1]:
+        raise MeshError(f"{call}: {wrong[0]}={asked[wrong[0]]!r} is no number of devices. Give 1 or more.")
+    return call, tuple(asked.get(axis, 1) for axis in AXES)
+
+
 def mesh_of(params: Params) -> Mesh:
     """The mesh that a model's weights lie on."""
     where = getattr(jax.tree.leaves(params)[0], "sharding", None)
@@ -261,7 +304,7 @@ def _place(device: Any) -> tuple[int, int]:
     return device.process_index, device.id
 
 
-def _laid(x: Any, where: NamedSharding) -> Any:
+def laid(x: Any, where: NamedSharding) -> Any:
     """An array where it belongs; of a host value each process brings its own devices' part."""
     if where.is_fully_addressable or getattr(x, "sharding", None) == where:
         return jax.device_put(x, where)

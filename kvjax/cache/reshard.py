@@ -55,9 +55,15 @@ def fork(state: KVState, row: int, n: int) -> KVState:
     return reshard(states.fork(reshard(state, ONE), row, n), state.mesh)
 
 
-def _moved(cache: LayerCache, source: Mesh, mesh: Mesh) -> LayerCache:
+def on_host(cache: LayerCache, source: Mesh) -> LayerCache:
+    """A layer in NumPy, in every process all of it; ids of its pages count through all devices."""
     found: LayerCache = source.read(cache)
-    found = found.with_pools([_dealt(_joined(pages, source), mesh) for pages in found.pools])
+    return found.with_pools([_joined(pages, source) for pages in found.pools])
+
+
+def _moved(cache: LayerCache, source: Mesh, mesh: Mesh) -> LayerCache:
+    found = on_host(cache, source)
+    found = found.with_pools([_dealt(pages, mesh) for pages in found.pools])
     return mesh.put(found, mesh.specs(found))  # type: ignore[no-any-return]
 
 

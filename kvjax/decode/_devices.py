@@ -1,14 +1,25 @@
-"""A model and learned weights on the devices that a call runs on."""
+"""A model and learned weights on the devices that a call runs on, in all processes the same."""
 
 from __future__ import annotations
 
 import copy
+import warnings
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
+from kvjax import metrics
+from kvjax.algebra import Policy
+from kvjax.cache.alike import check_alike
 from kvjax.cache.mesh import ONE, Mesh, MeshError, mesh, mesh_of
+from kvjax.cache.state import KVState
+from kvjax.decode._checks import Remark
 from kvjax.types import Params, Weighted
+from kvjax.weights import fingerprint
 
 M = TypeVar("M", bound=Weighted)
+
+TOLD = 1.1
+"""An imbalance that is worth a word."""
 
 
 def mesh_for(call: str, model: Weighted, given: Mesh | str | None, rows: int) -> Mesh:
@@ -27,7 +38,7 @@ def on_mesh(model: M, weights: Params, where: Mesh) -> tuple[M, Params]:
     """The model and the policy's learned weights there; what lies there is not moved.
 
     Raises:
-      MeshError: a model that lies on a mesh, for one device.
+      MeshError: a model that lies on a mesh, for one device; other models in other processes.
     """
     lies = mesh_of(model.params)
     if where == ONE:
@@ -37,7 +48,33 @@ def on_mesh(model: M, weights: Params, where: Mesh) -> tuple[M, Params]:
             )
         return model, weights
     if lies != where:
+        if where.across:
+            check_alike(f"laying the model on {where}", where, {"the model": fingerprint(model)})
         laid: Any = copy.copy(model)
         vars(laid)["params"] = where.put(model.params, where.of_model(model.network, model.params))
         model = laid
     return model, where.put(weights)
+
+
+def tell_of_imbalance(state: KVState) -> None:
+    """Warn where devices hold unequally much: memory and time go by the fullest."""
+    if state.mesh == ONE:
+        return
+    found = metrics.imbalance(state)
+    if found >= TOLD:
+        warnings.warn(
+            f"on {state.mesh} the fullest device holds {found:.1f} times the slots of the mean, and all have "
+            "pools of its size. kvjax.load(..., heads=kvjax.metrics.balanced(state)) lays KV heads so that "
+            "devices hold about as much; rows of unequal length want a like mix on each device.",
+            Remark,
+            stacklevel=1,
+        )
+
+
+def alike(call: str, where: Mesh, policy: Policy, weights: Params, given: Mapping[str, Any]) -> None:
+    """Refuses processes that were given different things.
+
+    Raises:
+      MeshError: naming the policy, the learned weights or which of ``given`` differs.
+    """
+    check_alike(call, where, {"the policy": repr(policy), "the learned weights": weights, **given})

@@ -28,7 +28,7 @@ from kvjax.decode._checks import (
     read_prompts,
     tell_of_windows,
 )
-from kvjax.decode._devices import mesh_for, on_mesh
+from kvjax.decode._devices import alike, mesh_for, on_mesh
 from kvjax.decode._prefill import prefill
 from kvjax.decode._step import confident, step
 from kvjax.sampling import Sampling, sample, sampling
@@ -98,7 +98,9 @@ def generate(
             f"{most} positions. Ask for fewer tokens, or shorten the prompt."
         )
     context = bucket(longest + max_new_tokens, most)
-    model, weights = on_mesh(model, weights or {}, mesh_for("generate", model, mesh, len(rows)))
+    where = mesh_for("generate", model, mesh, len(rows))
+    alike("generate", where, policy, weights or {}, {"the sampling": (how, max_new_tokens, [*stops])})
+    model, weights = on_mesh(model, weights or {}, where)
     sizes: dict[str, Any] = {"context": context, "chunk_size": chunk_size, "page": page}
     state, logits = prefill(model, policy, rows, **sizes, weights=weights, seeds=seed)
     out: list[list[int]] = [[] for _ in rows]
@@ -153,6 +155,7 @@ def stream(
         check_space("stream", model.network, state, limit - 1)
     tell_of_windows(model.network, policy)
     how = sampling(rows) if how is None else how
+    alike("stream", state.mesh, policy, weights, {"the sampling": (how, limit, [*stops], every)})
     model, weights = on_mesh(model, weights, state.mesh)
     return _pieces(model, policy, state, logits, limit, how, stops, weights, every)
 

@@ -36,7 +36,7 @@ from kvjax.decode._checks import (
     tell_of_votes,
     tell_of_windows,
 )
-from kvjax.decode._devices import mesh_for, on_mesh
+from kvjax.decode._devices import alike, mesh_for, on_mesh, tell_of_imbalance
 from kvjax.decode._reading import Reading, counted, embedded, judge_layer
 from kvjax.types import EMPTY, Heads, Network, Params, Weighted
 
@@ -82,10 +82,12 @@ def prefill(
         seeds.
       PolicyError: a policy that cannot be read.
       WeightsError: a policy that learns without its weights, or weights that do not fit.
-      MeshError: a mesh that does not divide the rows, or the model's heads; too few devices.
+      MeshError: a mesh that does not divide the rows, or the model's heads; too few devices; processes that
+        were given different things.
 
-    Warns (``Remark``) where the model's own windows rule, where the budget is below what is protected, and
-    where a budget that is voted keeps all of a prompt or has one token to judge by.
+    Warns (``Remark``) where the model's own windows rule, where the budget is below what is protected, where
+    a budget that is voted keeps all of a prompt or has one token to judge by, and where the devices of a mesh
+    hold unequally much.
     """
     policy = read_policy(policy, model)
     weights, network = check_weights(model, policy, weights), model.network
@@ -101,6 +103,8 @@ def prefill(
     dtype = model.params["embed"].dtype
     tell_of_protected(network, policy, _frame(network, policy, dtype), lengths)
     tell_of_lengths(policy, weights, lengths)
+    numbers = (context, chunk_size, page, seeds)
+    alike("prefill", mesh, policy, weights, {"the prompts": rows, "the sizes and seeds": numbers})
     model, weights = on_mesh(model, weights, mesh)
     sizes: dict[str, Any] = {"rows": len(rows), "context": context, "page": page, "chunk_size": chunk_size}
     state = empty(network, policy, **sizes, dtype=dtype, mesh=mesh)
@@ -108,8 +112,11 @@ def prefill(
     drawn = read_seeds("prefill", seeds, len(rows))
     if policy.whole_prompt:
         reading = read_layers(model, policy, state, rows, weights, drawn)
-        return _finished(model, policy, reading, len(rows), progress)
-    return _read_chunks(model, policy, state, rows, weights, progress)
+        state, logits = _finished(model, policy, reading, len(rows), progress)
+    else:
+        state, logits = _read_chunks(model, policy, state, rows, weights, progress)
+    tell_of_imbalance(state)
+    return state, logits
 
 
 def cuts_after(policy: Policy) -> bool:
@@ -193,6 +200,7 @@ def extend(
     check_continues("extend", model.network, policy, state, state.chunk)
     rows = read_prompts("extend", model, prompts, begins=False)
     check_space("extend", model.network, state, np.asarray([len(row) for row in rows]))
+    alike("extend", state.mesh, policy, weights, {"the prompts": rows})
     model, weights = on_mesh(model, weights, state.mesh)
     return _read_chunks(model, policy, state, rows, weights, progress)
 

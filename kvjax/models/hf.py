@@ -18,10 +18,11 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from kvjax.cache.alike import check_alike
 from kvjax.cache.mesh import ONE, Mesh
 from kvjax.models.decoder import Decoder
 from kvjax.models.hf_config import DTYPES, ModelError, eos_value, read_config, stated_dtype, write_config
-from kvjax.models.hf_weights import read_json, read_weights, write_weights
+from kvjax.models.hf_weights import read_json, read_weights, stamp, write_weights
 from kvjax.models.spec import ModelSpec
 from kvjax.types import Params
 
@@ -71,10 +72,10 @@ def load(source: str | Path, *, dtype: str | None = None, mesh: Mesh = ONE) -> M
       source: a folder, or a hub id such as "Qwen/Qwen2.5-0.5B" (offline if cached already).
       dtype: "float32", "bfloat16" or "float16" to cast to; None for the dtype config.json names,
         else the one the file stores.
-      mesh: where the weights are laid, one tensor at a time.
+      mesh: where the weights are laid, one tensor at a time; each process reads its devices' part.
 
     Raises:
-      MeshError: a mesh that does not divide the model's heads.
+      MeshError: a mesh that does not divide the model's heads; other files in other processes.
       ModelError: no such folder or hub model, an unsupported family or option, files that are
         missing or damaged, tensors that do not fit the config.
     """
@@ -90,6 +91,9 @@ def load(source: str | Path, *, dtype: str | None = None, mesh: Mesh = ONE) -> M
     generation = folder / "generation_config.json"
     spec = read_config(config, read_json(generation) if generation.is_file() else {}, str(file))
     mesh.check(f"load({str(source)!r})", heads=spec.num_heads, kv_heads=spec.num_kv_heads)
+    if mesh.across:
+        given = {"the config": config, "the weights": stamp(folder), "the dtype": str(dtype)}
+        check_alike("load", mesh, given)
     params = read_weights(folder, spec, dtype or stated_dtype(config, str(file)), mesh)
     return Model(spec=spec, params=params, folder=folder)
 

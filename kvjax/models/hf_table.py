@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -128,12 +128,28 @@ class Entry:
 
     def ours(self, stored: np.ndarray) -> list[np.ndarray]:
         """The file's array as our arrays."""
-        ends = np.cumsum([self._stored(shape)[self._axis] for shape in self.shapes])[:-1]
-        pieces = np.split(stored, ends, axis=self._axis)
-        return [
-            (piece.T if self.layout in ("out", "in") else piece).reshape(shape)
-            for piece, shape in zip(pieces, self.shapes)
-        ]
+        return [self.part(stored, at, (slice(None),) * len(shape)) for at, shape in enumerate(self.shapes)]
+
+    def part(self, stored: Any, at: int, index: tuple[slice, ...]) -> np.ndarray:
+        """A part of one of ours.
+
+        Args:
+          stored: the file's tensor; an array, or what reads only the slices it is asked for.
+          at: which of ours.
+          index: a slice of each of its dimensions; of those that the file flattens only the first is cut.
+        """
+        shape = self.shapes[at]
+        cut = [one.indices(n)[:2] for one, n in zip(index, shape)]
+        there = []
+        for axis, group in enumerate(self._groups(len(shape))):
+            inner = math.prod(shape[d] for d in group[1:])
+            before = sum(self._stored(one)[axis] for one in self.shapes[:at]) if axis == self._axis else 0
+            begin, end = cut[group[0]]
+            there.append(slice(before + begin * inner, before + end * inner))
+        piece = stored[tuple(there)]
+        return (piece.T if self.layout in ("out", "in") else piece).reshape(
+            [end - begin for begin, end in cut]
+        )
 
     def theirs(self, arrays: list[np.ndarray]) -> np.ndarray:
         """Our arrays as the file's; contiguous, which safetensors takes for granted unchecked."""
@@ -150,14 +166,18 @@ class Entry:
         return 1 if self.layout == "conv_out" else 0
 
     def _stored(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        first, last = shape[0], shape[-1]
-        forms: dict[str, tuple[int, ...]] = {
-            "same": shape,
-            "flat": (math.prod(shape),),
-            "out": (math.prod(shape[1:]), first),
-            "in": (last, math.prod(shape[:-1])),
-            "conv_out": (first, math.prod(shape[1:])),
-            "conv_in": (math.prod(shape[:-1]), last),
+        return tuple(math.prod(shape[d] for d in group) for group in self._groups(len(shape)))
+
+    def _groups(self, dims: int) -> tuple[tuple[int, ...], ...]:
+        """Which of our dimensions each of the file's flattens."""
+        every = tuple(range(dims))
+        forms: dict[str, tuple[tuple[int, ...], ...]] = {
+            "same": tuple((d,) for d in every),
+            "flat": (every,),
+            "out": (every[1:], every[:1]),
+            "in": (every[-1:], every[:-1]),
+            "conv_out": (every[:1], every[1:]),
+            "conv_in": (every[:-1], every[-1:]),
         }
         return forms[self.layout]
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +24,9 @@ from kvjax.types import Params
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
+_LONGEST = 100_000_000
+"""Bytes of a header, at most: what the safetensors package itself allows."""
+
 _STORED = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 # Old checkpoints carry the rope's frequencies and GPT-2's causal mask as buffers, which are computed from
 # the spec; and a model that also sees has parts that text never meets.
@@ -32,7 +37,7 @@ _VISION = re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\..+")
 
 
 def read_weights(folder: Path, spec: ModelSpec, dtype: str | None, mesh: Mesh = ONE) -> Params:
-    """The params tree of a folder, read one tensor at a time.
+    """The params tree of a folder, read one tensor at a time; on a mesh each process reads its part of it.
 
     Args:
       folder: holds model.safetensors, or shards and their index.
@@ -51,13 +56,38 @@ def read_weights(folder: Path, spec: ModelSpec, dtype: str | None, mesh: Mesh = 
     dtype = dtype or _STORED[where[embed].header(embed)[1]]
     params: Params = {"layers": [{} for _ in range(spec.num_layers)]}
     for entry in entries:
-        array = cast(where[entry.name].tensor(entry.name), dtype, entry.name)
-        for path, piece in zip(entry.paths, entry.ours(array)):
-            how = mesh.spec(LETTERS.get(str(path[-1]), ""), piece.shape)
-            _node(params, path)[path[-1]] = mesh.put(piece, how)  # asarray would compile a copy
+        file = where[entry.name]
+        stored = file.tensor(entry.name) if mesh == ONE else file.slices(entry.name)
+        for at, (path, shape) in enumerate(zip(entry.paths, entry.shapes)):
+            how = mesh.spec(LETTERS.get(str(path[-1]), ""), shape)
+            read = functools.partial(_part, entry, stored, at, dtype)
+            _node(params, path)[path[-1]] = mesh.build(shape, how, read)
     if spec.tied and HEAD in where:
         _check_tied(folder, where, embed)
     return params
+
+
+def _part(entry: Entry, stored: Any, at: int, dtype: str, index: tuple[slice, ...]) -> np.ndarray:
+    return cast(entry.part(stored, at, index), dtype, entry.name)
+
+
+def stamp(folder: Path) -> dict[str, bytes]:
+    """What tells the folder's weights from others without reading them all: bytes of each file.
+
+    Its length, its header and 4 KiB at each of 256 places.
+    """
+    found = {}
+    for name in _file_names(folder):
+        with open(folder / name, "rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(0)
+            pieces = [size.to_bytes(8, "little"), file.read(8)]
+            pieces.append(file.read(min(int.from_bytes(pieces[1], "little"), _LONGEST)))
+            for at in range(256):
+                file.seek(size * at // 256)
+                pieces.append(file.read(4096))
+        found[name] = b"".join(pieces)
+    return found
 
 
 def write_weights(
@@ -135,6 +165,10 @@ class _Reader:
         """Shape and stored dtype, without reading the data."""
         piece = self._file.get_slice(self._stored[name])
         return tuple(piece.get_shape()), piece.get_dtype()
+
+    def slices(self, name: str) -> Any:
+        """The tensor as what reads only the slices it is asked for."""
+        return self._file.get_slice(self._stored[name])
 
     def tensor(self, name: str) -> np.ndarray:
         return self._file.get_tensor(self._stored[name])

@@ -15,7 +15,8 @@ import numpy as np
 from kvjax import catalogue
 from kvjax.algebra import Policy
 from kvjax.cache import pool
-from kvjax.cache.mesh import Mesh, mesh_of
+from kvjax.cache.alike import check_alike
+from kvjax.cache.mesh import ONE, Mesh, mesh_of
 from kvjax.cache.mesh import mesh as a_mesh
 from kvjax.cache.pages import Pages
 from kvjax.cache.reshard import reshard
@@ -69,31 +70,30 @@ def open(
     arrays, head = _read(Path(path))
     made = check(str(path), head, model, None if policy is None else catalogue.policy(policy), label)
     rows = len(arrays["length"])
+    where, network = mesh_of(model.params) if mesh is None else a_mesh(mesh), model.network
+    where.check(f"open({str(path)!r})", rows=rows, heads=network.num_heads, kv_heads=network.num_kv_heads)
+    check_alike("open", where, {"the file": head["digest"]})
     layers = []
     for index, sizes in enumerate(head["layers"]):
         mine = _Part(arrays, f"{index}.")
         ring = _take_ring(mine.part("ring."), sizes["window"])
         kv, dim = ring.k.shape[1], ring.k.shape[3]
         empty = made.completion.empty(rows, kv, dim, head["context"]) if sizes["summary"] else None
-        leaves = [jax.device_put(mine[f"summary.{i}"]) for i in range(sizes["summary"])]
+        leaves = [mine[f"summary.{i}"] for i in range(sizes["summary"])]
         pools = [_take_pages(mine.part(f"pages.{kind}."), size) for kind, size in enumerate(sizes["pools"])]
         bare = LayerCache(
             ring=ring, pages=None, summary=jax.tree.unflatten(jax.tree.structure(empty), leaves)
         )
         layers.append(bare.with_pools(pools))
-    named = {n: jax.device_put(arrays[n]) for n in ("length", "total", "peak")}
-    confidence = jax.device_put(arrays["confidence"]) if "confidence" in arrays else None
+    named: dict[str, Any] = {n: arrays.get(n) for n in ("length", "total", "peak", "confidence")}
     state = KVState(
         layers=tuple(layers),
         **named,
         context=head["context"],
         chunk=head["chunk"],
         structure=head["structure"],
-        confidence=confidence,
     )
-    where, network = mesh_of(model.params) if mesh is None else a_mesh(mesh), model.network
-    where.check(f"open({str(path)!r})", rows=rows, heads=network.num_heads, kv_heads=network.num_kv_heads)
-    state = reshard(state, where)
+    state = jax.device_put(state) if where == ONE else reshard(state, where)
     extra = {name[6:]: value for name, value in arrays.items() if name.startswith("extra.")}
     return Saved(state=state, policy=made, label=head["weights"], extra=extra, notes=head["notes"])
 
@@ -113,14 +113,14 @@ def _take_ring(mine: _Part, window: int) -> Ring:
     def whole(x: np.ndarray) -> Any:
         wide = np.zeros((*x.shape[:2], window, *x.shape[3:]), x.dtype)
         wide[:, :, : x.shape[2]] = x
-        return jax.device_put(wide)
+        return wide
 
     meta = {name: whole(x) for name, x in mine.part("meta.").items()}
     return Ring(k=whole(mine["k"]), v=whole(mine["v"]), admit=whole(mine["admit"]), meta=meta)
 
 
 def _take_pages(mine: _Part, sizes: Mapping[str, int]) -> Pages:
-    """A pool that just holds what was saved: pages in the order of the lists."""
+    """A pool that just holds what was saved, on the host: pages in the order of the lists."""
     length, size, entries = mine["length"], sizes["size"], sizes["entries"]
     used = -(-length // size)
     count = pool.size_class(max(1, int(used.sum())))
@@ -133,15 +133,23 @@ def _take_pages(mine: _Part, sizes: Mapping[str, int]) -> Pages:
     def slots(x: np.ndarray, empty: int = 0) -> Any:
         found = np.full((count, size, *x.shape[1:]), empty, x.dtype)
         found[page, slot] = x
-        return jax.device_put(found)
+        return found
 
     def paged(x: np.ndarray) -> Any:
         found = np.zeros((count, *x.shape[1:]), x.dtype)
         found[: int(used.sum())] = x
-        return jax.device_put(found)
+        return found
 
     n_free = count - int(used.sum())
     free = np.where(np.arange(count) < n_free, count - 1 - np.arange(count), 0)
+    rest: dict[str, Any] = {
+        "table": table,
+        "length": length,
+        "refs": owned.astype(np.int32),
+        "free": free.astype(np.int32),
+        "n_free": np.int32(n_free),
+        "overflow": np.False_,
+    }
     return Pages(
         k=slots(mine["k"]),
         v=slots(mine["v"]),
@@ -149,12 +157,7 @@ def _take_pages(mine: _Part, sizes: Mapping[str, int]) -> Pages:
         pos=slots(mine["pos"], EMPTY),
         meta={name: slots(x) for name, x in mine.part("meta.").items()},
         summary={name: paged(x) for name, x in mine.part("summary.").items()},
-        table=jax.device_put(table),
-        length=jax.device_put(length),
-        refs=jax.device_put(owned.astype(np.int32)),
-        free=jax.device_put(free.astype(np.int32)),
-        n_free=jax.device_put(np.int32(n_free)),
-        overflow=jax.device_put(np.False_),
+        **rest,
     )
 
 
@@ -186,7 +189,7 @@ def _read(path: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
         raise StateError(f"{call} was cut off or damaged ({error}). Save the state again.") from None
     if digest(raw) != metadata["digest"]:
         raise StateError(f"{call} was damaged: its content is not what was written. Save the state again.")
-    return {name: _array(raw[name], *shapes[name]) for name in shapes}, head
+    return {name: _array(raw[name], *shapes[name]) for name in shapes}, head | {"digest": metadata["digest"]}
 
 
 def _array(raw: np.ndarray, dtype: str, shape: list[int]) -> np.ndarray:

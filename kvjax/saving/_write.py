@@ -14,9 +14,8 @@ import numpy as np
 
 from kvjax import catalogue
 from kvjax.algebra import Policy
-from kvjax.cache.mesh import ONE
 from kvjax.cache.pages import Pages
-from kvjax.cache.reshard import reshard
+from kvjax.cache.reshard import on_host
 from kvjax.cache.ring import Ring
 from kvjax.cache.state import DONATED, KVState, LayerCache
 from kvjax.saving._head import FORMAT, VERSION, StateError, digest, places
@@ -56,15 +55,13 @@ def save(
             f"save({str(path)!r}): the state was made under '{state.structure}', not under '{policy!r}'. "
             "Give the policy that made it."
         )
-    state = reshard(state, ONE)
-    arrays: dict[str, np.ndarray] = {}
-    written = int(np.asarray(state.length).max())
-    found = jax.device_get(state.layers)
-    layers = [_put_layer(arrays, f"{index}", cache, written) for index, cache in enumerate(found)]
-    for name in ("length", "total", "peak", "confidence"):
-        value = getattr(state, name)
-        if value is not None:
-            arrays[name] = np.asarray(value)
+    named = {name: getattr(state, name) for name in ("length", "total", "peak", "confidence")}
+    arrays = {name: np.asarray(x) for name, x in state.mesh.read(named).items() if x is not None}
+    written, layers = int(arrays["length"].max()), []
+    for index, cache in enumerate(state.layers):
+        found = on_host(cache, state.mesh)  # by all processes; a layer at a time
+        if jax.process_index() == 0:
+            layers.append(_put_layer(arrays, f"{index}", found, written))
     arrays |= {f"extra.{name}": np.asarray(value) for name, value in (extra or {}).items()}
     head = {
         "format": FORMAT,
@@ -79,7 +76,7 @@ def save(
         "layers": layers,
         "notes": notes or {},
     }
-    if jax.process_index() == 0:  # all have the same
+    if jax.process_index() == 0:
         _write(path, arrays, {"head": json.dumps(head)})
     if jax.process_count() > 1:  # whoever goes on finds it there
         from jax.experimental import multihost_utils

@@ -11,9 +11,13 @@ import os
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from kvjax import catalogue
 from kvjax.algebra import Part, Policy, PolicyError
+from kvjax.heads import in_order
 from kvjax.types import Params, Weighted
 from kvjax.weights._file import Learned, WeightsError, read_weights
 from kvjax.weights._fingerprint import SIZES, fingerprint, name_of, sizes
@@ -109,7 +113,18 @@ def _weights_of(part: Part, model: Weighted, source: Source) -> Learned:
         part.check_weights(found.layers, model.network)
     except PolicyError as error:
         raise WeightsError(f"weights {part.name}={source}: {found.file} does not fit. {error}") from None
+    if found.notes["fingerprint"] == getattr(model, "origin", None):
+        found = dataclasses.replace(found, layers=_in_order(part, found.layers, model))
     return found
+
+
+def _in_order(part: Part, layers: list[Params], model: Any) -> list[Params]:
+    """Learned weights with their heads in the order in which the model's were laid."""
+
+    def one(layer: Params, order: np.ndarray) -> Params:
+        return {name: x if name in part.shared else in_order(x, order) for name, x in layer.items()}
+
+    return [one(layer, order) for layer, order in zip(layers, model.heads, strict=True)]
 
 
 def _file(part: Part, model: Weighted, source: Source) -> Path:
@@ -141,7 +156,7 @@ def load_weights(file: Source, model: Weighted) -> Learned:
             f"{found.file} was made for {found.notes['model']} with {has.format(**theirs)}, the model "
             f"({name_of(model)}) has {has.format(**mine)}. Give weights trained for this model."
         )
-    if found.notes["fingerprint"] != fingerprint(model):
+    if found.notes["fingerprint"] not in (fingerprint(model), getattr(model, "origin", None)):
         raise WeightsError(
             f"{found.file} was made for {found.notes['model']}, whose weights differ from those of this "
             f"model ({name_of(model)}) of the same shape. Give weights trained for this model."

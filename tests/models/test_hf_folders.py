@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 
 import jax
@@ -12,7 +13,7 @@ import pytest
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
-from kvjax.models import hf
+from kvjax.models import decoder, hf, hf_table
 from kvjax.models.spec import Llama3Scaling, Rope
 
 
@@ -183,3 +184,38 @@ def test_windows_and_several_eos_survive_an_export(golden_folder, tmp_path):
     spec = dataclasses.replace(model.spec, windows=(7, None), eos=(5, 6, 7), bos=None)
     hf.save(tmp_path / "out", spec, jax.tree.map(jnp.asarray, model.params), dtype="float32")
     assert hf.load(tmp_path / "out").spec == spec
+
+
+class Asked:
+    """A file's tensor that counts what it is asked for."""
+
+    def __init__(self, file, name):
+        self.slices, self.read = file.get_slice(name), 0
+
+    def __getitem__(self, index):
+        piece = self.slices[index]
+        self.read += piece.size
+        return piece
+
+
+def test_a_part_of_a_tensor_is_read_alone(name, golden_folder):
+    model = hf.load(golden_folder(name))
+    files = [safe_open(file, framework="np") for file in golden_folder(name).glob("*.safetensors")]
+    names = [(file, key) for file in files for key in file.keys()]  # noqa: SIM118
+    where = {hf_table.stored_as(model.spec, key): (file, key) for file, key in names}
+    cuts = 0
+    for entry in hf_table.table(model.spec):
+        for at, path in enumerate(entry.paths):
+            leaf = np.asarray(functools.reduce(lambda tree, key: tree[key], path, model.params))
+            letters = decoder.LETTERS.get(path[-1], "")
+            for axis in [
+                d for d, letter in enumerate(letters) if letter in "KNFV" and leaf.shape[d] % 2 == 0
+            ]:
+                half = slice(leaf.shape[axis] // 2, leaf.shape[axis])
+                index = tuple(half if d == axis else slice(None) for d in range(leaf.ndim))
+                asked = Asked(*where[entry.name])
+                part = entry.part(asked, at, index).astype(leaf.dtype)
+                np.testing.assert_array_equal(part, leaf[index])
+                assert asked.read == leaf.size // 2, entry.name
+                cuts += 1
+    assert cuts > model.spec.num_layers

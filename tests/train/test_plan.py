@@ -33,7 +33,7 @@ SIZES = {
 def config(tmp_path):
     """A small Llama that exists as a config alone, over four chips."""
     parts = {
-        "mesh": {"fsdp": 2, "tensor": 2},
+        "mesh": {"data": 2, "tensor": 2},
         "data": {"kind": "documents", "tokens": 2048, "lengths": [1024], "folder": "x", "instruction": ""},
         "gate": {"window": 256},
     }

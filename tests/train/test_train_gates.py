@@ -201,14 +201,14 @@ from kvjax import load
 from train import gates, gate_settings, mesh
 settings = gate_settings.read(gate_settings.Path(sys.argv[1]))
 model, found = gate_settings.backbone(settings), []
-for fsdp, tensor in ((2, 2), (1, 1)):
-    layout = mesh.layout(fsdp, tensor)
+for data, tensor in ((2, 2), (1, 1)):
+    layout = mesh.layout(data, tensor)
     net = gates.make_net(settings, model.spec, layout)
     frozen, params = layout.frozen(model.params, "float32"), gates.first(settings, model.spec)
     tokens = np.random.default_rng(0).integers(0, 250, (2, 16)).astype(np.int32)
     run = jax.jit(jax.value_and_grad(gates.make_loss(net, settings, frozen), has_aux=True))
     placed = jax.device_put(params, layout.gates(params))
-    assert len(placed["admission"][0]["w1"].sharding.device_set) == fsdp * tensor
+    assert len(placed["admission"][0]["w1"].sharding.device_set) == data * tensor
     found.append(jax.device_get(run(placed, layout.batch({"tokens": tokens}))))
 jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-6), *found)
 """
@@ -222,11 +222,11 @@ def test_four_devices_give_the_loss_and_gradients_of_one(tmp_path, tiny_folder):
 @pytest.mark.slow
 def test_a_run_over_four_devices_has_the_losses_of_one_device(tmp_path, tiny_folder):
     flags, paths = {"XLA_FLAGS": FOUR}, []
-    for fsdp, tensor in ((2, 2), (1, 1)):
-        folder = tmp_path / f"{fsdp}x{tensor}"
-        parts = {"mesh": {"fsdp": fsdp, "tensor": tensor}, "plan": {"steps": 2}}
+    for data, tensor in ((2, 2), (1, 1)):
+        folder = tmp_path / f"{data}x{tensor}"
+        parts = {"mesh": {"data": data, "tensor": tensor}, "plan": {"steps": 2}}
         config = config_at(folder, tiny_folder, **parts)
-        config["model"]["remat"] = fsdp > 1
+        config["model"]["remat"] = data > 1
         paths.append(str(written(folder, config)))
     both = f"from train import gates\nassert not any(gates.main(['--config', p]) for p in {paths})"
     subprocess.run(
@@ -317,8 +317,8 @@ def test_documents_come_long_enough_behind_the_instruction(tmp_path, tiny_folder
             {"data": {"kind": "documents", "folder": "/nowhere", "instruction": ""}},
             ["data.folder", "/nowhere"],
         ),
-        ({"mesh": {"fsdp": 3}}, ["data.tokens", "4 rows", "mesh.fsdp 3"]),
-        ({"mesh": {"fsdp": 4, "tensor": 2}}, ["needs 8 devices", "xla_force_host_platform_device_count"]),
+        ({"mesh": {"data": 3}}, ["data.tokens", "4 rows", "mesh.data 3"]),
+        ({"mesh": {"data": 4, "tensor": 2}}, ["needs 8 devices", "xla_force_host_platform_device_count"]),
         ({"model": {"source": "/nowhere/model"}}, ["/nowhere/model"]),
         ({"plan": {"steps": 0}}, ["plan.steps"]),
     ],

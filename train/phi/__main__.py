@@ -61,8 +61,9 @@ def make_check(
     measure = jax.jit(functools.partial(quality, task))
 
     def check(params: Params, step: int, level: int) -> loop.Verdict:
-        parts = [measure(params, layout.batch(one)) for one in batches.held(traces, settings, folder)]
-        found = {name: np.concatenate([np.asarray(p[name]) for p in parts]).mean(axis=0) for name in parts[0]}
+        held = [layout.batch(one) for one in batches.held(traces, settings, folder)]
+        parts = [layout.mesh.read(measure(params, one)) for one in held]
+        found = {name: np.concatenate([p[name] for p in parts]).mean(axis=0) for name in parts[0]}
         metrics = {f"held_{name}": float(value.mean()) for name, value in found.items()}
         layers = found["completed"].reshape(traces.about.layers, -1).mean(axis=1)
         metrics |= {f"held_completed_layer_{i}": float(value) for i, value in enumerate(layers)}
@@ -107,7 +108,7 @@ def run(settings: Settings, folder: Path) -> loop.State:
     )
     task = Task(loss=settings.loss, target=settings.target, prompt=settings.prompt, softcap=about.softcap)
     return loop.train(
-        params=jax.device_put(maps, layout.gates(maps)),
+        params=layout.put(maps, layout.gates(maps)),
         optimizer=optimizer(base.rate, base.plan.steps),
         loss=jax.tree_util.Partial(functools.partial(objective, task)),
         batches=lambda level: batches.batches(traces, settings, verdicts),

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 
+from kvjax.cache.mesh import TENSOR
 from train import mesh, plan
 from train.agents import make_layout
 from train.phi.maps import initial
@@ -26,7 +27,7 @@ def fit(settings: Settings, topology: str) -> int:
     heads, h = spec.num_layers * spec.num_kv_heads, spec.head_dim
     compiler, _ = plan.slice_of(topology, (1, base.devices))
     layout = make_layout(base.devices, heads, compiler.devices)
-    own, stored = layout.of(mesh.P(None, mesh.HEADS)), base.recording.dtype
+    own, stored = layout.of(mesh.P(None, TENSOR)), base.recording.dtype
 
     def shaped(shape: tuple[int, ...], dtype: str, where: Any) -> Any:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=where)

@@ -56,10 +56,11 @@ def make_check(
     measure = jax.jit(functools.partial(areas, task, traces.about.layers))
 
     def check(params: Params, step: int, level: int) -> loop.Verdict:
-        parts = [measure(statistics, params, layout.batch(one)) for one in batches.held(traces, settings)]
+        held = [layout.batch(one) for one in batches.held(traces, settings)]
+        parts = [layout.mesh.read(measure(statistics, params, one)) for one in held]
         # A cache shorter than their window has no privileged baselines.
         found = {
-            name: np.concatenate([np.asarray(part[name]) for part in parts if name in part]).mean(axis=0)
+            name: np.concatenate([part[name] for part in parts if name in part]).mean(axis=0)
             for name in {name: None for part in parts for name in part}
         }
         metrics = {f"area_{name}": float(value.mean()) for name, value in found.items()}
@@ -101,9 +102,9 @@ def run(settings: Settings, folder: Path) -> loop.State:
     )
     task = Task(agent=settings.agent, method=settings.method, softcap=about.softcap)
     statistics = batches.statistics(traces, settings.agent)
-    statistics = jax.device_put(statistics, layout.gates(statistics))
+    statistics = layout.put(statistics, layout.gates(statistics))
     return loop.train(
-        params=jax.device_put(agents, layout.gates(agents)),
+        params=layout.put(agents, layout.gates(agents)),
         optimizer=optimizer(settings.rate, settings.plan.steps),
         loss=jax.tree_util.Partial(functools.partial(objective, task), statistics),
         batches=lambda level: batches.batches(traces, settings),

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 
+from kvjax.cache.mesh import TENSOR
 from train import mesh, plan
 from train.agents import make_layout
 from train.ranker import batches
@@ -33,7 +34,7 @@ def fit(settings: Settings, topology: str) -> int:
     def shaped(shape: tuple[int, ...], dtype: str, by: mesh.P | None = None) -> Any:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=whole if by is None else layout.of(by))
 
-    own, stored = mesh.P(None, mesh.HEADS), settings.recording.dtype
+    own, stored = mesh.P(None, TENSOR), settings.recording.dtype
     names = [name for name in batches.names(agent) if name not in ("q", "at")]
     batch = {name: shaped((method.rows, agents, length, h), stored, own) for name in names}
     batch["q"] = shaped((method.rows, agents, spec.groups, method.queries, h), stored, own)
@@ -42,7 +43,7 @@ def fit(settings: Settings, topology: str) -> int:
     params = jax.eval_shape(lambda: first(settings, agents, h))
     wide = {name: params[name].shape[1] for name in agent.inputs if agent.standardise}
     moments = {
-        name: {what: shaped((agents, n), "float32", mesh.P(mesh.HEADS)) for what in ("mean", "scale")}
+        name: {what: shaped((agents, n), "float32", mesh.P(TENSOR)) for what in ("mean", "scale")}
         for name, n in wide.items()
     }
     loss = jax.tree_util.Partial(functools.partial(objective, task), moments)

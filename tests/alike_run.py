@@ -1,0 +1,74 @@
+"""One process of several, given other things than process 0: a program for ``kvjax.launch``.
+
+    python -m kvjax.launch --local 2 --devices 1 -- tests/alike_run.py FOLDER OTHER
+
+Prints what each call is refused with, as one line of JSON. OTHER holds a model like FOLDER's, trained on.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import tiny
+
+import kvjax
+from kvjax import decode, launch
+from kvjax.cache.alike import check_alike
+from kvjax.models import hf
+
+
+def refused(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except kvjax.MeshError as error:
+        return str(error)
+    return ""
+
+
+def main() -> None:
+    folder, other = sys.argv[1:]
+    first, mesh = jax.process_index() == 0, kvjax.mesh("tensor=2")
+    model, prompts = tiny.model(), [tiny.prompt(9)]
+    more = jax.tree.map(lambda x: -x, model.params)
+    trained = model if first else tiny.Tiny(model.network, more)
+    laid = decode.on_mesh(model, {}, mesh)[0]
+    gates = {"admission": [{"w1": np.full(4, 0.0 if first else 1.0)}]}
+    row = {"policy": "snapkv(8) + uniform(24)", "prompts": prompts}
+
+    def prefill(**changes: Any) -> Any:
+        return lambda: kvjax.prefill(laid, **row | changes)
+
+    found = {
+        "versions": refused(lambda: launch._compare(launch.versions() if first else OLDER)),
+        "files": refused(lambda: hf.load(Path(folder if first else other), mesh=mesh)),
+        "dtype": refused(lambda: hf.load(Path(folder), dtype="float32" if first else "bfloat16", mesh=mesh)),
+        "model": refused(lambda: kvjax.prefill(trained, **row, mesh=mesh)),
+        "policy": refused(prefill(policy="snapkv(8) + uniform(24)" if first else "snapkv(12) + uniform(24)")),
+        "prompts": refused(prefill(prompts=prompts if first else [tiny.prompt(9)[::-1]])),
+        "context": refused(prefill(context=64 if first else 72)),
+        "weights": refused(lambda: check_alike("prefill", mesh, {"the learned weights": gates})),
+        "sampling": refused(lambda: kvjax.generate(laid, **row, seed=0 if first else 1)),
+        "two": refused(
+            prefill(policy="full" if first else "snapkv(8) + uniform(24)", seeds=0 if first else 1)
+        ),
+        "call": refused(
+            lambda: check_alike("extend" if first else "prefill", mesh, {"the prompts": prompts})
+        ),
+    }
+    alike = hf.load(Path(folder), mesh=mesh)
+    whole = [mesh.read(x) for x in jax.tree.leaves(alike.params)]
+    there = jax.tree.leaves(hf.load(Path(folder)).params)
+    found["read"] = str(all(np.array_equal(x, y) for x, y in zip(whole, there, strict=True)))
+    print(json.dumps(found), flush=True)
+
+
+OLDER = launch.versions() | {"the version of numpy": "0.9"}
+
+if __name__ == "__main__":
+    main()
