@@ -1,4 +1,4 @@
-"""The shipped models as transformers reads their folders: the same ids and logits over 2048 tokens of real text.
+"""The shipped models as transformers reads their folders: the same ids and logits over 2048 tokens of text.
 
 A golden belongs to one file of weights; ``REMAKE`` after a model is trained anew.
 """
@@ -46,9 +46,8 @@ def test_the_tokenizer_is_that_of_transformers(model, gold):
 def test_logits_are_those_of_transformers(model, gold):
     run = jax.jit(lambda params, tokens: decoder.dense_logits(model.spec, params, tokens))
     found = np.asarray(run(model.params, gold["tokens"][None])[0])
-    print(
-        f"{model.folder.name}: largest difference {np.abs(found[gold['positions']] - gold['logits']).max():.1e}"
-    )
+    apart = np.abs(found[gold["positions"]] - gold["logits"]).max()
+    print(f"{model.folder.name}: largest difference {apart:.1e}")
     np.testing.assert_allclose(found[gold["positions"]], gold["logits"], atol=TOLERANCE)
     chosen = found[np.arange(2047), gold["tokens"][1:]]
     surprise = jax.nn.logsumexp(found[:-1], axis=-1) - chosen
