@@ -20,7 +20,7 @@ from pallas_kernels.ragged_decode import worklist
 from pallas_kernels.ragged_decode.worklist import Plan
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Bool, Float
+    from jaxtyping import Array, Bool, Float, Num
 
     from pallas_kernels.ragged_decode.call import Lists, Options, Pools
     from pallas_kernels.tuning import Tuned
@@ -88,23 +88,42 @@ def _live(plan: Plan, tile: Tile) -> Bool[Array, "C S"]:
     return slot < tile.live[:, None]
 
 
-def _pages(plan: Plan, pool: Any, scales: Any, which: int, tile: Tile, dtype: Any) -> Float[Array, "Y H"]:
-    """The live slots of a tile's pages, one after another; zeros for dead ones. int8 is scaled."""
+def _pages(plan: Plan, pool: Any, tile: Tile) -> Num[Array, "C S H"]:
+    """The live slots of a tile's pages as they lie in the pool; zeros for dead ones."""
     shape = (plan.tile, plan.slots, plan.wide)
     page = jnp.broadcast_to(tile.ids[:, None, None], shape)
     slot, channel = (jax.lax.broadcasted_iota(jnp.int32, shape, axis) for axis in (1, 2))
     there = (slot < tile.live[:, None, None]) & (channel < plan.h)
-    x = compat.load(pool.at[page, slot, channel], mask=there)
-    if scales is not None:
-        flat = (plan.tile, plan.wide)
-        page, channel = (
-            jnp.broadcast_to(tile.ids[:, None], flat),
-            jax.lax.broadcasted_iota(jnp.int32, flat, 1),
-        )
-        there = (tile.live[:, None] > 0) & (channel < plan.h)
-        scale = compat.load(scales.at[page, jnp.full(flat, which, jnp.int32), channel], mask=there)
-        x = x.astype(jnp.float32) * scale[:, None, :]
-    return x.astype(dtype).reshape(plan.tile * plan.slots, plan.wide)
+    return compat.load(pool.at[page, slot, channel], mask=there)
+
+
+def _scale(plan: Plan, scales: Any, which: int, tile: Tile) -> Float[Array, "C H"]:
+    """What codes of keys (0) or values (1) are multiplied by, a page and channel; zeros for dead pages."""
+    flat = (plan.tile, plan.wide)
+    page, channel = (
+        jnp.broadcast_to(tile.ids[:, None], flat),
+        jax.lax.broadcasted_iota(jnp.int32, flat, 1),
+    )
+    there = (tile.live[:, None] > 0) & (channel < plan.h)
+    return compat.load(scales.at[page, jnp.full(flat, which, jnp.int32), channel], mask=there)
+
+
+def _side(
+    plan: Plan, pool: Any, scales: Any, which: int, tile: Tile, dtype: Any
+) -> tuple[Float[Array, "Y H"], Float[Array, "1 H"] | None]:
+    """Keys or values of a tile, one after another, and a scale that is left to multiply by; or None.
+
+    A tile of one page has one scale a channel, so its codes go into the product as they are (a code is exact
+    in 16 bits) and the scale meets a query, or an output: fewer than a tile's slots. Of several pages each
+    has its own, and codes are multiplied before they are joined.
+    """
+    x, flat = _pages(plan, pool, tile), (plan.tile * plan.slots, plan.wide)
+    if scales is None:
+        return x.astype(dtype).reshape(flat), None
+    scale = _scale(plan, scales, which, tile)
+    if plan.tile == 1:
+        return x.astype(dtype).reshape(flat), scale
+    return (x.astype(jnp.float32) * scale[:, None, :]).astype(dtype).reshape(flat), None
 
 
 def _scores(
@@ -112,12 +131,17 @@ def _scores(
 ) -> tuple[Float[Array, "R Y"], Bool[Array, "1 Y"]]:
     """Capped scores of a tile, and which of its slots are read."""
     width = plan.tile * plan.slots
-    s = tiles.product_nt(q, _pages(plan, k, scales, 0, tile, q.dtype))
+    keys, scale = _side(plan, k, scales, 0, tile, q.dtype)
+    s = tiles.product_nt(_times(q, scale), keys)
     see = _live(plan, tile)
     if chosen is not None:
         bits = chosen[pl.ds(tile.first * plan.slots, width)]
         see = see & (bits.reshape(plan.tile, plan.slots) > 0)
     return tiles.cap(s * plan.options.scale, plan.options.softcap), see.reshape(1, width)
+
+
+def _times(x: Float[Array, "R H"], scale: Float[Array, "1 H"] | None) -> Float[Array, "R H"]:
+    return x if scale is None else (x.astype(jnp.float32) * scale).astype(x.dtype)
 
 
 def _split(refs: tuple[Any, ...], int8: bool, narrowed: bool, pools: int) -> tuple[Any, ...]:
@@ -137,8 +161,10 @@ def _read_body(plan: Plan, int8: bool, narrowed: bool) -> Any:
         def step(it: Array, stats: tiles.Stats) -> tiles.Stats:
             tile = _tile(plan, entry, begin, count, it)
             s, see = _scores(plan, mine, k, scales, chosen, tile)
-            values = _pages(plan, v, scales, 1, tile, mine.dtype)
-            return tiles.grow(stats, s, see, lambda p: tiles.product_nn(p.astype(values.dtype), values))
+            values, scale = _side(plan, v, scales, 1, tile, mine.dtype)
+            return tiles.grow(
+                stats, s, see, lambda p: _times(tiles.product_nn(p.astype(values.dtype), values), scale)
+            )
 
         stats = jax.lax.fori_loop(0, pl.cdiv(count, plan.tile), step, tiles.start(plan.rows, plan.wide))
         o[...] = stats[2]
