@@ -1,12 +1,12 @@
 """Tile mathematics of attention as pure functions on values, shared by the TPU and the GPU bodies.
 
-A body moves data; everything it computes is here. Statistics are 2-D, a column ``[R, 1]`` for tiles
-with queries as rows, a row ``[1, R]`` for tiles with keys as rows: all functions broadcast, so the
-backward pass may use either. Only operations that both Mosaic and Triton lower are used: products of
-2-D tiles, elementwise operations, reductions of one axis. Hidden scores are a finite number, so that
-no (-inf) - (-inf) is ever formed; a NaN that is not hidden reaches the denominator and with it the whole
-row, even where a machine's max drops it. Softmax costs a TPU more than its products do: whatever can be
-done to a column or a row is not done to a tile.
+A body moves data; everything it computes is here. Statistics are 2-D, a column ``[R, 1]`` (on TPU several
+equal ones) for tiles with queries as rows, a row ``[1, R]`` for tiles with keys as rows: all functions
+broadcast, so the backward pass may use either. Only operations that both Mosaic and Triton lower are used:
+products of 2-D tiles, elementwise operations, reductions of one axis. Hidden scores are a finite number, so
+that no (-inf) - (-inf) is ever formed; a NaN that is not hidden reaches the denominator and with it the
+whole row, even where a machine's max drops it. Softmax costs a TPU more than its products do: whatever can
+be done to a column or a row is not done to a tile.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ import numpy as np
 from pallas_kernels import products
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Bool, Float, Int
+    from jaxtyping import Array, Bool, Float, Int, Num
 
 HIDDEN = -0.7 * float(np.finfo(np.float32).max)
 """The score of what may not be seen, and the max of nothing."""
 
-Stats = tuple["Float[Array, 'R 1']", "Float[Array, 'R 1']", "Float[Array, 'R H']"]
-"""(m, l, o): running max, denominator, numerator."""
+Stats = tuple["Float[Array, 'R W']", "Float[Array, 'R W']", "Float[Array, 'R H']"]
+"""(m, l, o): running max, denominator, numerator. W is 1, or a number of equal lanes (``spread``)."""
 
 
 def product_nt(a: Float[Array, "R H"], b: Float[Array, "S H"]) -> Float[Array, "R S"]:
@@ -64,16 +64,33 @@ def sees(
     q_pos: Int[Array, " ..."],
     k_pos: Int[Array, " ..."],
     window: int | None,
-    admit: Array | None = None,
+    admit: Array | None,
+    width: int,
 ) -> Bool[Array, "R S"]:
-    """Which key each query sees; positions are a column and a row, in either order. Negative is padding."""
+    """Which key each query sees, in a tile so wide. Negative positions are padding.
+
+    Positions are a column (or equal lanes) and a row, in either order; ``admit`` is as those of keys.
+    """
     # Padded keys lie after everything, padded queries before: one comparison a score instead of three.
-    k_pos = jnp.where(k_pos >= 0, k_pos, jnp.iinfo(jnp.int32).max)
+    k_pos = spread(jnp.where(k_pos >= 0, k_pos, jnp.iinfo(jnp.int32).max), width)
+    q_pos = spread(q_pos, width)
     see = k_pos <= q_pos
     if window is None:
         return see
     near = q_pos - k_pos < window
-    return see & (near if admit is None else near | (admit != 0))
+    return see & (near if admit is None else near | (spread(admit, width) != 0))
+
+
+def spread(x: Num[Array, "R W"], n: int) -> Num[Array, "R N"]:
+    """Equal lanes, n of them; a column stays one, and broadcasts.
+
+    A TPU sends a column through its cross-lane unit row by row to broadcast it; lanes that are equal
+    already lie side by side for nothing.
+    """
+    width = x.shape[1]
+    if width == 1 or width == n:
+        return x
+    return x[:, :n] if n < width else jnp.concatenate([x] * -(-n // width), axis=1)[:, :n]
 
 
 def start(rows: int, h: int) -> Stats:
@@ -94,9 +111,9 @@ def grow(
     new = jnp.maximum(m, jnp.max(s, axis=1, keepdims=True))
     # Of nothing, the max is subtracted as 0: exp of HIDDEN is 0, and no weight needs a mask of its own.
     shift = jnp.where(new > HIDDEN, new, 0.0)
-    p = jnp.exp(s - shift)
+    p = jnp.exp(s - spread(shift, s.shape[1]))
     keep = jnp.exp(m - shift)
-    return new, keep * l + jnp.sum(p, axis=1, keepdims=True), keep * o + mix(p)
+    return new, keep * l + jnp.sum(p, axis=1, keepdims=True), spread(keep, o.shape[1]) * o + mix(p)
 
 
 def finish(stats: Stats) -> tuple[Float[Array, "R H"], Float[Array, "R 1"]]:
@@ -112,7 +129,8 @@ def probabilities(
 ) -> Float[Array, "R S"]:
     """exp(s - lse) of visible scores, 0 of hidden ones and of queries that saw nothing at all."""
     # A query that saw nothing weighs nothing, even what is visible in a part it was not given.
-    return jnp.exp(jnp.where(visible, s - jnp.where(lse <= HIDDEN, -HIDDEN, lse), HIDDEN))
+    shift = spread(jnp.where(lse <= HIDDEN, -HIDDEN, lse), s.shape[1])
+    return jnp.exp(jnp.where(visible, s - shift, HIDDEN))
 
 
 def score_gradient(
@@ -128,4 +146,4 @@ def score_gradient(
     ``delta`` is sum(out * dout) - dlse of each query. Hidden places give 0 whatever dp holds there.
     """
     bend = scale if softcap is None else scale * (1.0 - (s / softcap) * (s / softcap))
-    return jnp.where(p != 0, p * (dp - delta) * bend, 0.0)
+    return jnp.where(p != 0, p * (dp - spread(delta, p.shape[1])) * bend, 0.0)

@@ -167,12 +167,10 @@ def _forward_body(grid: Grid, sight: Sight, narrowed: bool) -> Callable[..., Non
 
         @pl.when(now.live)
         def _() -> None:
-            seen = mine.Seen(at[:, :1], k_pos[...], None if admit is None else admit[...])
-            stats = (m[:, :1], l[:, :1], o[...])
+            seen = mine.Seen(at[...], k_pos[...], None if admit is None else admit[...])
+            stats = (m[...], l[...], o[...])
             values = _clean(v[...], k_pos[...])
-            new_m, new_l, o[...] = mine.forward(sight, q[...], k[...], values, seen, stats)
-            m[...] = jnp.broadcast_to(new_m, m.shape)
-            l[...] = jnp.broadcast_to(new_l, l.shape)
+            m[...], l[...], o[...] = mine.forward(sight, q[...], k[...], values, seen, stats)
 
         @pl.when(now.last)
         def _() -> None:
@@ -234,7 +232,7 @@ def _mass_body(grid: Grid, sight: Sight, narrowed: bool) -> Callable[..., None]:
 
         @pl.when(now.live)
         def _() -> None:
-            seen = mine.Seen(q_pos[...], at[:, :1], None if admit is None else let[:, :1])
+            seen = mine.Seen(q_pos[...], at[...], None if admit is None else let[...])
             found = mine.mass(sight, q[...], k[...], lse[...], weights[...], seen, total[:, :1])
             total[...] = jnp.broadcast_to(found, total.shape)
 

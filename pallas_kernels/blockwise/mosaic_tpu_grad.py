@@ -40,7 +40,7 @@ def _key_body(grid: Grid, sight: Sight, narrowed: bool) -> Callable[..., None]:
 
         @pl.when(now.live)
         def _() -> None:
-            seen = mine.Seen(q_pos[...], at[:, :1], None if admit is None else let[:, :1])
+            seen = mine.Seen(q_pos[...], at[...], None if admit is None else let[...])
             side = mine.Side(q[...], up[...], lse[...], delta[...])
             dk[...], dv[...] = mine.key_gradient(sight, k[...], v[...], side, seen, dk[...], dv[...])
 
@@ -68,8 +68,8 @@ def _query_body(grid: Grid, sight: Sight, narrowed: bool) -> Callable[..., None]
 
         @pl.when(now.live)
         def _() -> None:
-            seen = mine.Seen(at[:, :1], k_pos[...], None if admit is None else admit[...])
-            side = mine.Side(q[...], up[...], of_lse[:, :1], of_delta[:, :1])
+            seen = mine.Seen(at[...], k_pos[...], None if admit is None else admit[...])
+            side = mine.Side(q[...], up[...], of_lse[...], of_delta[...])
             dq[...] = mine.query_gradient(sight, k[...], v[...], side, seen, dq[...])
 
         @pl.when(now.last)

@@ -1,6 +1,7 @@
 """Tile mathematics of blockwise: forward, both halves of backward, column mass; for TPU and GPU bodies.
 
-Positions and statistics come as columns for the side that is rows of the tile, as rows for the other.
+Positions and statistics come as columns (or equal lanes) for the side that is rows of the tile, as rows for
+the other.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ class Side(NamedTuple):
     delta: Float[Array, " ..."]
 
 
-def _visible(sight: Sight, seen: Seen) -> Array:
-    return tiles.sees(seen.q_pos, seen.k_pos, sight.window, seen.admit)
+def _visible(sight: Sight, seen: Seen, s: Array) -> Array:
+    return tiles.sees(seen.q_pos, seen.k_pos, sight.window, seen.admit, s.shape[1])
 
 
 def _scores(sight: Sight, a: Array, b: Array) -> Array:
@@ -45,7 +46,8 @@ def _scores(sight: Sight, a: Array, b: Array) -> Array:
 def forward(sight: Sight, q: Array, k: Array, v: Array, seen: Seen, stats: tiles.Stats) -> tiles.Stats:
     """Statistics after one more block of keys; tile [R, S]."""
     mix = lambda p: tiles.product_nn(p.astype(v.dtype), v)  # noqa: E731
-    return tiles.grow(stats, _scores(sight, q, k), _visible(sight, seen), mix)
+    s = _scores(sight, q, k)
+    return tiles.grow(stats, s, _visible(sight, seen, s), mix)
 
 
 def key_gradient(
@@ -53,7 +55,7 @@ def key_gradient(
 ) -> tuple[Float[Array, "S H"], Float[Array, "S H"]]:
     """(dk, dv) after one more block of queries; tile [S, R], so that nothing is transposed."""
     s = _scores(sight, k, side.q)
-    p = tiles.probabilities(s, _visible(sight, seen), side.lse)
+    p = tiles.probabilities(s, _visible(sight, seen, s), side.lse)
     dv = dv + tiles.product_nn(p.astype(side.up.dtype), side.up)
     dp = tiles.product_nt(v, side.up)
     ds = tiles.score_gradient(p, dp, side.delta, s, sight.scale, sight.softcap)
@@ -63,7 +65,7 @@ def key_gradient(
 def query_gradient(sight: Sight, k: Array, v: Array, side: Side, seen: Seen, dq: Array) -> Array:
     """dq after one more block of keys; tile [R, S]."""
     s = _scores(sight, side.q, k)
-    p = tiles.probabilities(s, _visible(sight, seen), side.lse)
+    p = tiles.probabilities(s, _visible(sight, seen, s), side.lse)
     dp = tiles.product_nt(side.up, v)
     ds = tiles.score_gradient(p, dp, side.delta, s, sight.scale, sight.softcap)
     return dq + tiles.product_nn(ds.astype(k.dtype), k)
@@ -73,5 +75,6 @@ def mass(
     sight: Sight, q: Array, k: Array, lse: Array, weights: Array, seen: Seen, total: Float[Array, "S 1"]
 ) -> Float[Array, "S 1"]:
     """Weighted attention of a block of keys after one more block of queries; tile [S, R]."""
-    p = tiles.probabilities(_scores(sight, k, q), _visible(sight, seen), lse)
+    s = _scores(sight, k, q)
+    p = tiles.probabilities(s, _visible(sight, seen, s), lse)
     return total + jnp.sum(p * weights, axis=1, keepdims=True)

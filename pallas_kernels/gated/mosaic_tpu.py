@@ -35,11 +35,9 @@ def _body(plan: Plan) -> Any:
 
         @pl.when((j <= planning.last(plan, i)) & (i * bq < length))
         def _() -> None:
-            place = tiles.by_query(i * bq, j * bk, bq, bk, length)
-            stats = (m[:, :1], l[:, :1], o[...])
-            new_m, new_l, o[...] = tiles.grow(stats, q[...], k[...], v[...], gate[...], place, plan.rule)
-            m[...] = jnp.broadcast_to(new_m, m.shape)
-            l[...] = jnp.broadcast_to(new_l, l.shape)
+            place = tiles.by_query(i * bq, j * bk, bq, bk, length, LANES)
+            stats = (m[...], l[...], o[...])
+            m[...], l[...], o[...] = tiles.grow(stats, q[...], k[...], v[...], gate[...], place, plan.rule)
 
         @pl.when(j == planning.last(plan, i))
         def _() -> None:

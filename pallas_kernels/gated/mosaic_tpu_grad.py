@@ -35,8 +35,8 @@ def _key_body(plan: Plan) -> Any:
 
         @pl.when((i >= planning.first(plan, j)) & (i * bq < length))
         def _() -> None:
-            place = tiles.by_key(i * bq, j * bk, bq, bk, length)
-            arrays = (q[...], k[...], v[...], gate_column[:, :1], d_out[...], lse[...], delta[...])
+            place = tiles.by_key(i * bq, j * bk, bq, bk, length, LANES)
+            arrays = (q[...], k[...], v[...], gate_column[...], d_out[...], lse[...], delta[...])
             more = tiles.key_gradients(*arrays, place, plan.rule)
             dk[...] += more[0]
             dv[...] += more[1]
@@ -66,8 +66,8 @@ def _query_body(plan: Plan) -> Any:
 
         @pl.when((j <= planning.last(plan, i)) & (i * bq < length))
         def _() -> None:
-            place = tiles.by_query(i * bq, j * bk, bq, bk, length)
-            arrays = (q[...], k[...], v[...], gate[...], d_out[...], lse_column[:, :1], delta_column[:, :1])
+            place = tiles.by_query(i * bq, j * bk, bq, bk, length, LANES)
+            arrays = (q[...], k[...], v[...], gate[...], d_out[...], lse_column[...], delta_column[...])
             dq[...] += tiles.query_gradient(*arrays, place, plan.rule)
 
         @pl.when(j == planning.last(plan, i))

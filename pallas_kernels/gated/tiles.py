@@ -1,7 +1,7 @@
 """Tiles of gated, forward and backward, as pure functions on values (see ``pallas_kernels.tiles``).
 
-A tile has queries as rows, its statistics, gate and positions being columns of queries and rows of keys;
-or it is the other way about, as ``key_gradients`` wants it.
+A tile has queries as rows, its statistics, gate and positions being columns (or equal lanes) of queries and
+rows of keys; or it is the other way about, as ``key_gradients`` wants it.
 """
 
 from __future__ import annotations
@@ -27,16 +27,20 @@ class Place(NamedTuple):
     length: Int[Array, ""]
 
 
-def by_query(first_query: Array, first_key: Array, rows: int, keys: int, length: Array) -> Place:
-    """A tile with queries as rows."""
-    i = first_query + jax.lax.broadcasted_iota(jnp.int32, (rows, 1), 0)
+def by_query(
+    first_query: Array, first_key: Array, rows: int, keys: int, length: Array, lanes: int = 1
+) -> Place:
+    """A tile with queries as rows; their positions in so many equal lanes."""
+    i = first_query + jax.lax.broadcasted_iota(jnp.int32, (rows, lanes), 0)
     return Place(i, first_key + jax.lax.broadcasted_iota(jnp.int32, (1, keys), 1), length)
 
 
-def by_key(first_query: Array, first_key: Array, rows: int, keys: int, length: Array) -> Place:
-    """A tile with keys as rows."""
+def by_key(
+    first_query: Array, first_key: Array, rows: int, keys: int, length: Array, lanes: int = 1
+) -> Place:
+    """A tile with keys as rows; their positions in so many equal lanes."""
     i = first_query + jax.lax.broadcasted_iota(jnp.int32, (1, rows), 1)
-    return Place(i, first_key + jax.lax.broadcasted_iota(jnp.int32, (keys, 1), 0), length)
+    return Place(i, first_key + jax.lax.broadcasted_iota(jnp.int32, (keys, lanes), 0), length)
 
 
 def scores(
@@ -44,9 +48,10 @@ def scores(
 ) -> tuple[Float[Array, "R S"], Float[Array, "R S"], Bool[Array, "R S"], Bool[Array, "R S"]]:
     """(capped, biased, visible, biased at all) scores of a times b transposed."""
     capped = tiles.cap(tiles.product_nt(a, b) * rule.scale, rule.softcap)
-    see = (place.j <= place.i) & (place.i < place.length)
-    far = place.i - place.j >= rule.window
-    return capped, capped + jnp.where(far, gate, 0.0), see, far
+    i, j = (tiles.spread(x, capped.shape[1]) for x in (place.i, place.j))
+    see = (j <= i) & (i < place.length)
+    far = i - j >= rule.window
+    return capped, capped + jnp.where(far, tiles.spread(gate, capped.shape[1]), 0.0), see, far
 
 
 def grow(
@@ -76,7 +81,7 @@ def query_gradient(
     """What one tile of keys adds to dq."""
     capped, s, see, _ = scores(q, k, gate, place, rule)
     p = tiles.probabilities(s, see, lse)
-    ds = p * (tiles.product_nt(d_out, v) - delta)
+    ds = p * (tiles.product_nt(d_out, v) - tiles.spread(delta, p.shape[1]))
     return tiles.product_nn(_raw(ds, capped, rule).astype(k.dtype), k)
 
 

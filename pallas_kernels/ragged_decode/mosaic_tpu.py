@@ -207,12 +207,10 @@ def _read_body(plan: Plan, int8: bool, narrowed: bool) -> Any:
         def _() -> None:
             s = _scores(plan, q[...], k, scales, side)
             see = _visible(plan, fetch, item, chosen)
-            stats = (m[:, :1], l[:, :1], o[...])
-            new_m, new_l, o[...] = tiles.grow(
+            stats = (m[...], l[...], o[...])
+            m[...], l[...], o[...] = tiles.grow(
                 stats, s, see, lambda p: _mix(plan, p, v, scales, side, q.dtype)
             )
-            m[...] = jnp.broadcast_to(new_m, m.shape)
-            l[...] = jnp.broadcast_to(new_l, l.shape)
 
         @pl.when((edge[item] & worklist.LAST) > 0)
         def _() -> None:
@@ -236,7 +234,7 @@ def _mass_body(plan: Plan, int8: bool, narrowed: bool) -> Any:
         @pl.when(held[item] > 0)
         def _() -> None:
             s = _scores(plan, q[...], k, scales, side)
-            p = tiles.probabilities(s, _visible(plan, fetch, item, chosen), lse[:, :1])
+            p = tiles.probabilities(s, _visible(plan, fetch, item, chosen), lse[...])
             mass[...] = worklist.by_head(p, jax.lax.rem(row[item], plan.blocks), plan, plan.groups)
 
     return body

@@ -135,7 +135,7 @@ def _body(plan: Plan) -> Any:
         m[...] = jnp.full_like(m, common.HIDDEN)
         l[...] = jnp.zeros_like(l)
         o[...] = jnp.zeros_like(o)
-        rows = jax.lax.broadcasted_iota(jnp.int32, (plan.rows, 1), 0) & (bq - 1)
+        rows = jax.lax.broadcasted_iota(jnp.int32, (plan.rows, LANES), 0) & (bq - 1)
         found = tiles.reach(start + rows, length, rule)
 
         def step(c: Array, carry: Array) -> Array:
@@ -149,11 +149,9 @@ def _body(plan: Plan) -> Any:
             own = (first + c - vertical) * bk + jax.lax.broadcasted_iota(jnp.int32, (1, bk), 1)
             packed = c < vertical
             see = tiles.either(found, packed, jnp.where(packed, pos_now[side], own))
-            stats = (m[:, :1], l[:, :1], o[...])
+            stats = (m[...], l[...], o[...])
             wide = q[...].reshape(plan.rows, plan.h)
-            new_m, new_l, o[...] = tiles.grow(stats, wide, k_now[side], v_now[side], see, rule)
-            m[...] = jnp.broadcast_to(new_m, m.shape)
-            l[...] = jnp.broadcast_to(new_l, l.shape)
+            m[...], l[...], o[...] = tiles.grow(stats, wide, k_now[side], v_now[side], see, rule)
             return carry
 
         jax.lax.fori_loop(0, steps, step, jnp.int32(0))

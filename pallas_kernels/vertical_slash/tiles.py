@@ -26,13 +26,16 @@ class Rule(NamedTuple):
 
 
 class Reach(NamedTuple):
-    """Positions, per query: the last one outside its window, and the newest it sees; -1 for none."""
+    """Positions, per query: the last one outside its window, and the newest it sees; -1 for none.
 
-    older: Int[Array, "R 1"]
-    newest: Int[Array, "R 1"]
+    A column each, or equal lanes.
+    """
+
+    older: Int[Array, "R W"]
+    newest: Int[Array, "R W"]
 
 
-def reach(i: Int[Array, "R 1"], length: Int[Array, ""], rule: Rule) -> Reach:
+def reach(i: Int[Array, "R W"], length: Int[Array, ""], rule: Rule) -> Reach:
     """What queries i of a row of ``length`` tokens see."""
     live = i < length
     return Reach(jnp.where(live, i - rule.window, -1), jnp.where(live, i, -1))
@@ -51,7 +54,7 @@ def vertical(found: Reach, pos: Int[Array, "1 S"]) -> Bool[Array, "R S"]:
 def either(found: Reach, packed: Bool[Array, ""], p: Int[Array, "1 S"]) -> Bool[Array, "R S"]:
     """``vertical`` where ``packed``, else ``band``."""
     low, high = jnp.where(packed, -1, found.older), jnp.where(packed, found.older, found.newest)
-    return (p > low) & (p <= high)
+    return (p > tiles.spread(low, p.shape[1])) & (p <= tiles.spread(high, p.shape[1]))
 
 
 def grow(
