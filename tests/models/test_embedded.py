@@ -65,3 +65,29 @@ def test_logits_through_the_cache_are_those_of_transformers(model, gold):
             model.network, Policy(), model.params, {}, state, jnp.asarray([token]), jnp.asarray([True])
         )
     np.testing.assert_allclose(logits[0], gold["logits"][-1], atol=TOLERANCE)
+
+
+FACTS = (
+    ("The secret number for the old mill is", "What is the secret number for the old mill?", "48213"),
+    ("The code word that opens the gate is", "What is the code word that opens the gate?", "lantern"),
+    ("Martha keeps the key in locker", "Where does Martha keep the key?", "517"),
+    ("The price of the blue vase was", "What was the price of the blue vase?", "240 pounds"),
+    ("The meeting with the baker is on", "When is the meeting with the baker?", "Monday"),
+    ("The password of the captain is", "What is the password of the captain?", "orchard"),
+    ("Thomas lives in", "Where does Thomas live now?", "Bristol"),
+    ("The best friend of Anna is called", "Who is the best friend of Anna?", "Henry"),
+)
+"""(statement, question, answer): most of these wordings were never trained."""
+
+
+def test_facts_are_found_in_any_wording(model):
+    """Some hundred tokens back, in text of another kind."""
+    if model.folder.name == "small":
+        pytest.skip("its card says so")
+    text = (Path(__file__).parents[2] / "LICENSE").read_text(encoding="utf-8")
+    before, behind = text[600:1400], text[1400:2600]
+    prompts = [f"{before} {fact} {answer}. {behind} {question} {fact}" for fact, question, answer in FACTS]
+    found = kvjax.generate(model, "full", [model.text.encode(p) for p in prompts], max_new_tokens=6)
+    said = [model.text.decode(ids) for ids in found.tokens]
+    right = [answer in text for text, (_, _, answer) in zip(said, FACTS)]
+    assert sum(right) >= 7, list(zip(said, right))
