@@ -47,7 +47,7 @@ def test_learned_weights_follow_and_streams_hold_the_same():
     network = model.network
     order = shuffled(network.num_layers, network.num_kv_heads)
     other = kvjax.load(heads=order)
-    policy = kvjax.policy("wg-kv")
+    policy = kvjax.policy("write_gate(0.1, window=32)")
     prompt = np.random.default_rng(1).integers(5, 500, 300).tolist()
     found = []
     for one in (model, other):

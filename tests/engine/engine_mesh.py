@@ -38,6 +38,7 @@ def served(on: Mesh, policies: list[str]) -> dict[str, Any]:
     with Engine(laid, kv_memory=1 << 24, **SIZES) as engine:
         tickets = [engine.submit(request) for request in asked]
         events = [list(ticket) for ticket in tickets]
+        engine.metrics()  # after the segment in which the last of them ended
         looks = [engine.inspect(ticket) for ticket in tickets]
         kv = [ticket.usage.kv for ticket in tickets]
         engine.contexts.create("kept", prompts[2], policy="full")
