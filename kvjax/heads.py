@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding
 
 from kvjax.types import Params
 
@@ -88,7 +89,8 @@ def in_order(x: Any, order: Int[np.ndarray, " K"], axis: int = 0) -> Any:
     index = (order[:, None] * group + np.arange(group)).reshape(-1)
     if not isinstance(x, jax.Array):
         return np.take(x, index, axis=axis)
-    return jax.jit(_take, static_argnums=2, out_shardings=x.sharding)(x, index, axis)
+    where = x.sharding if isinstance(x.sharding, NamedSharding) else None
+    return jax.jit(_take, static_argnums=2, out_shardings=where)(x, index, axis)
 
 
 def _take(x: Num[Array, ...], index: Int[Array, " N"], axis: int) -> Num[Array, ...]:

@@ -35,11 +35,15 @@ def take_the_short_way() -> None:
 
     What the user wrote into XLA_FLAGS rules.
     """
+    os.environ.update(short_way())
+    jax.config.update("jax_disable_most_optimizations", in_a_hurry())
+
+
+def short_way() -> dict[str, str]:
+    """What a process that is started finds in its environment to take it."""
     given = os.environ.get("XLA_FLAGS", "")
     flags = [f"--{name}={str(short).lower()}" for name, (short, _) in _taken().items() if name not in given]
-    os.environ["XLA_FLAGS"] = " ".join([given, *flags]).strip()
-    os.environ.setdefault(_HURRY, "1")
-    jax.config.update("jax_disable_most_optimizations", in_a_hurry())
+    return {"XLA_FLAGS": " ".join([given, *flags]).strip(), _HURRY: os.environ.get(_HURRY, "1")}
 
 
 def in_a_hurry() -> bool:

@@ -47,7 +47,7 @@ def test_learned_weights_follow_and_streams_hold_the_same():
     network = model.network
     order = shuffled(network.num_layers, network.num_kv_heads)
     other = kvjax.load(heads=order)
-    policy = kvjax.policy("wg-kv")
+    policy = kvjax.policy("write_gate(0.1, window=32)")
     prompt = np.random.default_rng(1).integers(5, 500, 300).tolist()
     found = []
     for one in (model, other):
@@ -108,6 +108,10 @@ def test_imbalance_is_the_fullest_device_over_the_mean():
     # Rows over data, heads over tensor: devices hold 4, 2, 1, 1, and 2 each.
     held = np.asarray([[[4, 2], [1, 1]], [[2, 2], [2, 2]]])
     assert metrics.uneven(held, mesh) == pytest.approx((4 + 2) / (2 + 2))
+    skewed = np.random.default_rng(5).integers(1, 400, (3, 2, 8)) * np.arange(1, 9)
+    order = balanced(skewed.sum(axis=1), 2)
+    even = np.stack([layer[:, new] for layer, new in zip(skewed, order)])
+    assert metrics.uneven(even, mesh) < 0.8 * metrics.uneven(skewed, mesh)
     state, _ = kvjax.prefill(tiny.model(), "full", [tiny.prompt(9), tiny.prompt(5)])
     assert metrics.imbalance(state) == 1.0
     np.testing.assert_array_equal(metrics.held_by_head(state), metrics.live_slots(state))

@@ -47,7 +47,7 @@ TABLE = {
     "kvjax.policies": rf"{STATE}|kvjax\.algebra|kvjax\.budgets\..+|{KERNELS}",
     "kvjax.models": r"kvjax\.(types|cache\.(alike|mesh))|kvjax\.models(\..+)?",
     "kvjax.text": r"kvjax\.models\.spec",
-    "kvjax.loading": r"kvjax\.(types|text|heads|weights|cache(\.mesh)?|models(\..+)?)",
+    "kvjax.loading": r"kvjax\.(types|text|heads|weights|cache(\.(alike|mesh))?|models(\..+)?)",
     "kvjax.heads": r"kvjax\.types",
     "kvjax.metrics": rf"{STATE}|kvjax\.heads",
     "kvjax.reads": r"(?!)",

@@ -12,7 +12,8 @@ with the running batch donated they write in place.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -21,6 +22,7 @@ import jax.numpy as jnp
 from kvjax.cache import pages as paging
 from kvjax.cache import pool
 from kvjax.cache import ring as rings
+from kvjax.cache.mesh import ONE, WHOLE, Mesh
 from kvjax.cache.pages import Pages
 from kvjax.cache.state import KVState, LayerCache
 from kvjax.cache.write import scattered
@@ -43,6 +45,23 @@ class Loan:
 
     row: Int[Array, ""]
     pages: tuple[Int[Array, "K R"], ...]
+
+
+def on_devices(verb: Callable[..., LayerCache]) -> Callable[..., LayerCache]:
+    """``insert``, ``release`` or ``cut`` on a mesh whose devices have heads of all rows: each does its own.
+
+    Takes the mesh, and the sizes of ``cut``, by name; these count a device's pages.
+    """
+
+    def there(cache: LayerCache, *given: Any, mesh: Mesh, **static: Any) -> LayerCache:
+        if mesh == ONE:
+            return verb(cache, *given, **static)
+        present = [x for x in given if x is not None]
+        run, specs = functools.partial(verb, **static), mesh.specs(cache)
+        named = [mesh.specs(x) if isinstance(x, LayerCache) else WHOLE for x in present]
+        return mesh.each(run, (cache, *present), (specs, *named), specs)  # type: ignore[no-any-return]
+
+    return there
 
 
 def insert(

@@ -13,6 +13,7 @@ import numpy as np
 
 from kvjax import decode
 from kvjax.algebra import Policy
+from kvjax.cache.mesh import mesh_of
 from kvjax.decode import RequestError
 from kvjax.engine._request import MOST_LOGPROBS, Request
 from kvjax.engine._segment import STOPS
@@ -58,7 +59,8 @@ class Shelf:
         key = json.dumps([policy.structure, said], sort_keys=True)
         if key not in self._read:
             found = find(policy, self._model, given)
-            self._read[key] = Learned(found.weights, found.label, self._sources(policy, given, found.files))
+            weights = decode.on_mesh(self._model, found.weights, mesh_of(self._model.params))[1]
+            self._read[key] = Learned(weights, found.label, self._sources(policy, given, found.files))
         return self._read[key]
 
     def _sources(

@@ -44,7 +44,9 @@ T = TypeVar("T")
 
 
 class Engine:
-    """Many requests in running batches on one device, each with its own policy. See the package.
+    """Many requests in running batches, each with its own policy. See the package.
+
+    On one device, or on the devices of a mesh that cuts heads (``kvjax.load(..., mesh="tensor=8")``).
 
     All methods may be called from any thread; none but ``drain``, ``close`` and those of ``contexts`` that
     read a prompt takes longer than a segment.
@@ -71,7 +73,7 @@ class Engine:
         """Checks everything and starts the engine's thread; nothing is compiled before the first request.
 
         Args:
-          model: a network and its weights (``kvjax.load``).
+          model: a network and its weights (``kvjax.load``), where the caches then are.
           policy: for requests that name none.
           weights: sources of its learned weights, by part name.
           kv_memory: bytes that caches may have on the device, all lanes and contexts together; by default

@@ -26,9 +26,9 @@ from kvjax.engine._work import Job, Place
 from kvjax.sampling import Sampling
 from kvjax.types import EMPTY, Params, Weighted
 
-_insert = jax.jit(rowing.insert, donate_argnums=0)
-_release = jax.jit(rowing.release, donate_argnums=0)
-_cut = jax.jit(rowing.cut, static_argnums=2)
+_insert = jax.jit(rowing.on_devices(rowing.insert), static_argnames="mesh", donate_argnums=0)
+_release = jax.jit(rowing.on_devices(rowing.release), static_argnames="mesh", donate_argnums=0)
+_cut = jax.jit(rowing.on_devices(rowing.cut), static_argnames=("mesh", "sizes"))
 _with_row = jax.jit(rowing.with_row, donate_argnums=0)
 _without_rows = jax.jit(rowing.without_rows, donate_argnums=0)
 
@@ -61,7 +61,7 @@ class Lane:
         self.shape = layout.shape(row)
         sizes = [size for size, _ in self.shape]
         self.state = layout.widened(row, rows)
-        self.page_bytes = next((layout.page_bytes(x) for x in row.layers if x.pools), [])
+        self.mesh, self.page_bytes = row.mesh, layout.page_bytes(row)
         self.paged_layers = sum(bool(x.pools) for x in row.layers)
         self.sizes = sizes
         self.places: list[Place | None] = [None] * rows
@@ -98,8 +98,8 @@ class Lane:
 
     @property
     def counts(self) -> list[int]:
-        """Pages of each pool of a layer."""
-        return [pages.count for pages in next((x.pools for x in self.state.layers if x.pools), ())]
+        """Pages that a device has of each pool of a layer."""
+        return layout.counts(self.state)
 
     @property
     def allocated(self) -> int:
@@ -113,16 +113,18 @@ class Lane:
     def spare(self) -> list[int]:
         """Pages of each pool that are free in every layer, and that no row has reserved and not taken yet.
 
+        Of the device that has fewest.
+
         What rows still take they never share, so it does not matter here who shares what.
         """
         kinds, found = len(self.sizes), list(self.counts)
         for at, (lists, free) in enumerate(zip(self.known.lists, self.known.free)):
-            kind, left = at % kinds, int(free)
+            kind, left = at % kinds, np.atleast_1d(free).astype(int)
             for row in self.rows:
                 place = self.places[row]
                 assert place is not None  # noqa: S101
-                left -= max(0, place.reserved[kind] - layout.pages_for(lists[row], self.sizes[kind]))
-            found[kind] = min(found[kind], left)
+                left = left - np.maximum(0, place.reserved[kind] - self._pages_for(lists[row], kind))
+            found[kind] = min(found[kind], int(left.min()))
         return found
 
     @property
@@ -163,7 +165,7 @@ class Lane:
         layers, paged = [], 0
         for mine, theirs in zip(self.state.layers, source.layers):
             loan = None if lent is None or not mine.pools else lent.of_layer(paged, len(mine.pools))
-            layers.append(_insert(mine, theirs, row, loan))
+            layers.append(_insert(mine, theirs, row, loan, mesh=self.mesh))
             paged += bool(mine.pools)
         bare = dataclasses.replace(self.state, layers=())
         counts = _with_row(bare, (), dataclasses.replace(source, layers=()), row)
@@ -179,7 +181,7 @@ class Lane:
             return
         mask = np.zeros(len(self.places), bool)
         mask[list(gone)] = True
-        layers = tuple(_release(cache, mask) for cache in self.state.layers)
+        layers = tuple(_release(cache, mask, mesh=self.mesh) for cache in self.state.layers)
         bare = _without_rows(dataclasses.replace(self.state, layers=()), (), mask)
         self.state = dataclasses.replace(bare, layers=layers)
         for at in gone:
@@ -195,15 +197,18 @@ class Lane:
         lists = self.lists(at)
         kinds = len(self.sizes)
         sizes = tuple(
-            pool.coarse_class(max([1, *(layout.pages_for(live, size) for live in lists[kind::kinds])]))
-            for kind, size in enumerate(self.sizes)
+            pool.coarse_class(max([1, *(int(self._pages_for(x, kind).max()) for x in lists[kind::kinds])]))
+            for kind in range(kinds)
         )
-        layers = tuple(_cut(cache, np.int32(at), sizes if cache.pools else ()) for cache in self.state.layers)
+        layers = tuple(
+            _cut(cache, np.int32(at), sizes=sizes if cache.pools else (), mesh=self.mesh)
+            for cache in self.state.layers
+        )
         state, one = self.state, slice(at, at + 1)
         return dataclasses.replace(
             state,
             layers=layers,
-            length=jnp.asarray(self.known.seen[one]),
+            length=self.mesh.put(self.known.seen[one]),
             total=state.total[jnp.asarray([at])],
             peak=jnp.copy(state.peak),
             confidence=None if state.confidence is None else state.confidence[jnp.asarray([at])],
@@ -222,7 +227,7 @@ class Lane:
         return layout.most_pages(policy, self.state, lists, coming, 1, None if lent is None else lent.pages)
 
     def bytes_of(self, counts: Sequence[int]) -> int:
-        """Device bytes of pools of so many pages."""
+        """Device bytes of pools of so many pages a device."""
         return int(sum(n * size for n, size in zip(counts, self.page_bytes)) * self.paged_layers)
 
     def larger(self, counts: Sequence[int]) -> list[list[int]]:
@@ -232,7 +237,7 @@ class Lane:
         few as possible.
         """
         pools = next((x.pools for x in self.state.layers if x.pools), ())
-        tops = [pages.table.size for pages in pools]  # every list of every row full
+        tops = [pages.table.size // self.mesh.pools for pages in pools]  # every list of every row full
 
         def of(ladder: Callable[[int, int], int]) -> list[int]:
             return [
@@ -244,7 +249,7 @@ class Lane:
         return [coarse, of(lambda new, old: pool.size_class(new)), of(lambda new, old: new)]
 
     def resize(self, counts: Sequence[int]) -> None:
-        """Pools of so many pages."""
+        """Pools of so many pages a device."""
         self.state, self.sized = layout.resized(self.state, counts), True
         self._look()
 
@@ -254,25 +259,27 @@ class Lane:
             return []
         lack = [0] * len(self.sizes)
         for index, lists in enumerate(self.known.lists):
-            kind = index % len(self.sizes)
-            size, worst = self.sizes[kind], 0
+            kind, worst = index % len(self.sizes), np.zeros(self.mesh.pools, int)
             for at in self.rows:
                 place = self.places[at]
                 assert place is not None  # noqa: S101
                 coming = min(steps, place.job.left)
-                worst += self._worst(place.job.policy, lists[at], kind, coming) - layout.pages_for(
-                    lists[at], size
-                )
-            lack[kind] = max(lack[kind], worst - int(self.known.free[index]))
+                most = self._worst(place.job.policy, lists[at], kind, coming)
+                worst += most - self._pages_for(lists[at], kind)
+            lack[kind] = max(lack[kind], int((worst - self.known.free[index]).max()))
         return lack
 
-    def _worst(self, policy: Policy, live: np.ndarray, kind: int, coming: int) -> int:
-        """Pages that the lists [K, R] of a row own at most after so many tokens."""
+    def _pages_for(self, live: np.ndarray, kind: int) -> np.ndarray:
+        """Pages that the lists [K, R] of a row own on each device."""
+        return layout.pages_for(live, self.sizes[kind], self.mesh.pools)
+
+    def _worst(self, policy: Policy, live: np.ndarray, kind: int, coming: int) -> np.ndarray:
+        """Pages that the lists [K, R] of a row own at most after so many tokens, on each device."""
         size, entries = self.shape[kind]
         bound = decode.slot_bounds(policy, self.state.context, 1, self.sizes)[kind]
         most = entries * size if bound is None else min(bound, entries * size)
         after = np.maximum(np.minimum(live + coming, most), live)
-        return layout.pages_for(after, size)
+        return self._pages_for(after, kind)
 
     # --- steps -----------------------------------------------------------------------------------------
 
@@ -338,8 +345,7 @@ class Lane:
         """The lane's segment, with pools of so many pages, which rows may share or may not."""
         counts = list(self.counts if counts is None else counts)
         shared = self.shared if shared is None else shared
-        state = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self.state)
-        state = marked(layout.with_counts(state, counts), shared)
+        state = marked(layout.with_counts(self.state, counts), shared)
         key = ("segment", id(self), steps, tuple(counts), shared)
         return key, functools.partial(self._compile, steps, state, self._policies(), self._run(steps))
 

@@ -5,18 +5,23 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec as P
 
 from kvjax import decode
 from kvjax.algebra import AdmitAll, Policy
-from kvjax.cache import pool
+from kvjax.cache import state as states
+from kvjax.cache.mesh import ONE, WHOLE, mesh_of
 from kvjax.cache.pages import Pages
 from kvjax.cache.state import KVState, LayerCache
 from kvjax.types import EMPTY, Weighted
+
+if TYPE_CHECKING:
+    from jaxtyping import Int
 
 WINDOW = 64
 """Ring slots of a cache that keeps everything."""
@@ -43,19 +48,15 @@ def paged(policy: Policy, context: int) -> Policy:
 
 def empty_row(model: Weighted, policy: Policy, *, context: int, chunk: int, page: int | None) -> KVState:
     """One row that has seen nothing; its pools have a page each."""
-    dtype = model.params["embed"].dtype
-    return decode.empty(
-        model.network, policy, rows=1, context=context, dtype=dtype, page=page, chunk_size=chunk
-    )
+    dtype, mesh = model.params["embed"].dtype, mesh_of(model.params)
+    sizes: dict[str, Any] = {"rows": 1, "context": context, "page": page, "chunk_size": chunk}
+    return decode.empty(model.network, policy, **sizes, dtype=dtype, mesh=mesh)
 
 
 def shape(state: KVState) -> tuple[tuple[int, int], ...]:
     """Slots of a page and entries of a list, of each pool of a layer that has pools."""
     pools = next((layer.pools for layer in state.layers if layer.pools), ())
     return tuple((pages.size, pages.table.shape[-1]) for pages in pools)
-
-
-_resize = jax.jit(pool.resize, static_argnums=1)
 
 
 @jax.jit
@@ -65,18 +66,26 @@ def copied(tree: Any) -> Any:
 
 
 def resized(state: KVState, counts: Sequence[int]) -> KVState:
-    """The state with pools of so many pages, one number for each pool of a layer; layer by layer."""
-    layers = list(state.layers)
+    """The state with pools of so many pages a device, one number for each pool of a layer; layer by layer."""
+    layers, mesh = list(state.layers), state.mesh
     state = dataclasses.replace(state, layers=())
     for index, layer in enumerate(layers):
-        layers[index] = layer.with_pools([_resize(pages, n) for pages, n in zip(layer.pools, counts)])
-        del layer
+        pools = [states.resize(pages, n, mesh) for pages, n in zip(layer.pools, counts)]
+        layers[index] = layer.with_pools(pools)
+        del layer, pools
     return dataclasses.replace(state, layers=tuple(layers))
 
 
-def page_bytes(layer: LayerCache) -> list[float]:
-    """Device bytes that one page of each pool takes."""
-    return [_page_bytes(pages) for pages in layer.pools]
+def counts(state: KVState) -> list[int]:
+    """Pages that a device has of each pool of a layer."""
+    pools = next((layer.pools for layer in state.layers if layer.pools), ())
+    return [pages.count // state.mesh.pools for pages in pools]
+
+
+def page_bytes(state: KVState) -> list[float]:
+    """Bytes that a page more on each device takes, of each pool of a layer."""
+    pools = next((layer.pools for layer in state.layers if layer.pools), ())
+    return [_page_bytes(pages) * state.mesh.pools for pages in pools]
 
 
 def _page_bytes(pages: Pages) -> float:
@@ -85,9 +94,14 @@ def _page_bytes(pages: Pages) -> float:
     return (whole - sum(leaf.nbytes for leaf in tables)) / pages.count
 
 
-def pages_for(slots: np.ndarray, size: int) -> int:
-    """Pages that lists of so many slots own."""
-    return int((-(-slots // size)).sum())
+def pages_for(slots: Int[np.ndarray, "K R"], size: int, devices: int) -> Int[np.ndarray, " D"]:
+    """Pages that lists of so many slots own on each device; KV heads lie side by side."""
+    return by_device(-(-slots // size), devices)
+
+
+def by_device(x: Int[np.ndarray, "K R"], devices: int) -> Int[np.ndarray, " D"]:
+    """Sums over the lists of each device."""
+    return x.reshape(devices, -1).sum(axis=1)
 
 
 def most_pages(
@@ -98,7 +112,7 @@ def most_pages(
     arriving: int,
     lent: Sequence[np.ndarray] | None = None,
 ) -> list[int]:
-    """Pages that suffice for a row, one number for each pool of a layer: its fullest layer's.
+    """Pages that suffice for a row on each device, one number for each pool of a layer: its fullest layer's.
 
     Args:
       policy: what the row keeps.
@@ -112,7 +126,7 @@ def most_pages(
     if not sizes:
         return []
     bounds = decode.slot_bounds(policy, state.context, arriving, [size for size, _ in sizes])
-    found = []
+    found, devices = [], state.mesh.pools
     for kind, ((size, entries), bound) in enumerate(zip(sizes, bounds)):
         most = entries * size if bound is None else min(bound, entries * size)
         need = 0
@@ -120,8 +134,8 @@ def most_pages(
             live = lists[at]
             stream = live.sum(axis=-1)
             after = np.maximum(np.minimum(stream + coming, most), stream)
-            more = pages_for(after, size) + (live.shape[-1] - 1) * len(live)
-            need = max(need, more - (0 if lent is None else int(lent[at].sum())))
+            more = pages_for(after, size, devices) + (live.shape[-1] - 1) * (len(live) // devices)
+            need = max(need, int((more if lent is None else more - by_device(lent[at], devices)).max()))
         found.append(need)
     return found
 
@@ -132,43 +146,54 @@ def nothing(state: KVState) -> list[np.ndarray]:
 
 
 def with_counts(state: KVState, counts: Sequence[int]) -> KVState:
-    """Shapes of a state with pools of so many pages."""
+    """Shapes of a state with pools of so many pages a device, and where they lie."""
+    state = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state)
     layers = []
     for cache in state.layers:
         pools = [
-            jax.eval_shape(functools.partial(pool.resize, count=count), pages)
+            jax.eval_shape(functools.partial(states.resize, count=count, mesh=state.mesh), pages)
             for pages, count in zip(cache.pools, counts)
         ]
         layers.append(cache.with_pools(pools))
-    return dataclasses.replace(state, layers=tuple(layers))
+    return placed(dataclasses.replace(state, layers=tuple(layers)))
+
+
+def placed(state: KVState) -> KVState:
+    """Shapes of a state that know where they lie; on one device as they are."""
+    mesh = state.mesh
+    if mesh == ONE:
+        return state
+
+    def one(x: Any, spec: P = WHOLE) -> Any:
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=mesh.sharding(spec))
+
+    layers = jax.tree.map(one, state.layers, mesh.specs(state.layers))
+    return dataclasses.replace(jax.tree.map(one, dataclasses.replace(state, layers=())), layers=layers)
 
 
 def widened(row: KVState, rows: int) -> KVState:
     """An empty state of so many rows, from one of a single row."""
 
-    def wide(x: Any) -> Any:
-        return jax.device_put(np.zeros((rows, *x.shape[1:]), x.dtype))
+    mesh = row.mesh
 
-    def empty(x: Any, value: int = 0) -> Any:
-        return jax.device_put(np.full((rows, *x.shape[1:]), value, x.dtype))
+    def wide(x: Any, value: int = 0) -> Any:
+        return np.full((rows, *x.shape[1:]), value, x.dtype)
 
     def layer(cache: LayerCache) -> LayerCache:
         pools = [
             dataclasses.replace(
                 copied(pages),
-                table=empty(pages.table, EMPTY),
-                length=empty(pages.length),
+                table=wide(pages.table, EMPTY),
+                length=wide(pages.length),
             )
             for pages in cache.pools
         ]
         ring, summary = jax.tree.map(wide, (cache.ring, cache.summary))
-        return dataclasses.replace(cache, ring=ring, summary=summary).with_pools(pools)
+        bare = dataclasses.replace(cache, ring=ring, summary=summary).with_pools(pools)
+        return mesh.put(bare, mesh.specs(bare))  # type: ignore[no-any-return]
 
-    return dataclasses.replace(
-        row,
-        layers=tuple(layer(cache) for cache in row.layers),
-        length=empty(row.length),
-        total=empty(row.total),
-        peak=jax.device_put(np.zeros(2, np.float32)),
-        confidence=None if row.confidence is None else wide(row.confidence),
-    )
+    numbers: dict[str, Any] = {"length": wide(row.length), "total": wide(row.total)}
+    numbers |= {"peak": np.zeros(2, np.float32)}
+    numbers |= {"confidence": None if row.confidence is None else wide(row.confidence)}
+    layers = tuple(layer(cache) for cache in row.layers)
+    return dataclasses.replace(row, layers=layers, **mesh.put(numbers))

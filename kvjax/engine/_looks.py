@@ -36,8 +36,8 @@ def inspection(job: Job, state: KVState, at: int, kv: KVUsage, allocated: int) -
 
 def of_lane(lane: Lane) -> LaneMetrics:
     """What a lane holds."""
-    free = sum(int(n) for n in lane.known.free)
-    pages = sum(lane.counts) * lane.paged_layers
+    free = sum(int(np.sum(n)) for n in lane.known.free)
+    pages = sum(lane.counts) * lane.paged_layers * lane.state.mesh.pools
     taken = lane.rows
     return LaneMetrics(
         policy=repr(lane.policy),

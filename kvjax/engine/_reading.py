@@ -14,6 +14,7 @@ import numpy as np
 from kvjax import decode
 from kvjax.algebra import Policy
 from kvjax.cache import pool
+from kvjax.cache.mesh import ONE, ROWS
 from kvjax.cache.state import KVState, LayerCache
 from kvjax.engine import _layout as layout
 from kvjax.engine._segment import prompt_log_probabilities
@@ -91,7 +92,7 @@ class Reading:
     def _chunks(self) -> Iterator[None]:
         network, params = self.model.network, self.model.params
         layers = decode.sites(network, self.policy, params, self.weights)
-        last = jax.device_put(np.zeros((1, params["embed"].shape[1]), params["embed"].dtype))
+        last = self.state.mesh.put(np.zeros((1, params["embed"].shape[1]), params["embed"].dtype))
         for begin, width in pieces(self.begun, len(self.tokens), self.width):
             count = min(width, len(self.tokens) - begin)
             piece = decode.padded([self.tokens[begin : begin + count]], width)
@@ -127,7 +128,7 @@ class Reading:
         self._end(last)
 
     def _end(self, last: Array) -> None:
-        fed = jax.device_put(np.ones(1, bool))
+        fed = self.state.mesh.put(np.ones(1, bool))
         self.state, self.logits = decode.answered(self.model, self.policy, self.state, last, fed)
 
 
@@ -170,7 +171,7 @@ def continued(policy: Policy, state: KVState, tokens: int) -> KVState:
     lists = [np.asarray(pages.length)[0] for layer in state.layers for pages in layer.pools]
     need = layout.most_pages(policy, state, lists, tokens, state.chunk)
     more = [pool.coarse_class(max(1, pages)) for pages in need]
-    have = [pages.count for pages in next((x.pools for x in state.layers if x.pools), ())]
+    have = layout.counts(state)
     counts = [max(want, held) for want, held in zip(more, have)]
     copy = layout.copied(state)
     return copy if counts == have else layout.resized(copy, counts)
@@ -178,7 +179,7 @@ def continued(policy: Policy, state: KVState, tokens: int) -> KVState:
 
 def with_total(state: KVState, tokens: int) -> KVState:
     """The row of a prompt of so many tokens."""
-    return dataclasses.replace(state, total=jax.device_put(np.asarray([tokens], np.int32)))
+    return dataclasses.replace(state, total=state.mesh.put(np.asarray([tokens], np.int32)))
 
 
 Program = tuple[Any, Callable[[], Any]]
@@ -190,7 +191,7 @@ def programs(reading: Reading) -> list[Program]:
     if reading.policy.whole_prompt and not reading.begun:
         return []
     widths = {width for _, width in pieces(reading.begun, len(reading.tokens), reading.width)}
-    shapes = jax.tree.map(_shape, reading.state)
+    shapes = layout.placed(jax.tree.map(_shape, reading.state))
     layers = decode.sites(reading.model.network, reading.policy, reading.model.params, reading.weights)
     found = {}
     for width in sorted(widths):
@@ -209,8 +210,8 @@ def _compile_chunk(
     reading: Reading, state: KVState, site: decode.Site, cache: LayerCache, width: int
 ) -> None:
     network, embed = reading.model.network.at(state.context), reading.model.params["embed"]
-    x = jax.ShapeDtypeStruct((1, width, embed.shape[1]), embed.dtype)
-    count = jax.ShapeDtypeStruct((1,), np.int32)
-    decode.chunk_layer.lower(
-        network, *site, reading.policy, cache, x, state.length, count, state.total
-    ).compile()
+    mesh = state.mesh
+    where = None if mesh == ONE else mesh.sharding(ROWS)
+    x = jax.ShapeDtypeStruct((1, width, embed.shape[1]), embed.dtype, sharding=where)
+    numbers = state.length, state.length, state.total  # a count is as a length
+    decode.chunk_layer.lower(network, *site, reading.policy, cache, x, *numbers, mesh=mesh).compile()

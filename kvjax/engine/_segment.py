@@ -75,7 +75,7 @@ class Lengths:
     Attributes:
       seen: tokens of each row, int [B].
       lists: live slots of each list, int [B, K, R], of every pool of every layer in turn.
-      free: free pages of these pools.
+      free: free pages of these pools; of each device where there are several.
       overflow: did one of them lose a token?
     """
 
@@ -92,7 +92,7 @@ def lengths(state: KVState) -> Lengths:
         seen=state.length,
         lists=tuple(pages.length for pages in pools),
         free=tuple(pages.n_free for pages in pools),
-        overflow=jnp.any(jnp.stack([jnp.asarray(False), *(pages.overflow for pages in pools)])),
+        overflow=jnp.any(jnp.stack([jnp.asarray(False), *(jnp.any(pages.overflow) for pages in pools)])),
     )
 
 
@@ -105,7 +105,7 @@ def look(state: KVState) -> Lengths:
         seen=seen,
         lists=tuple(x[0] for x in rest),
         free=tuple(x[1] for x in rest),
-        overflow=np.asarray(any(bool(x[2]) for x in rest)),
+        overflow=np.asarray(any(x[2].any() for x in rest)),
     )
 
 

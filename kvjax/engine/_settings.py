@@ -7,7 +7,7 @@ import os
 
 import jax
 
-from kvjax.cache.mesh import ONE, mesh_of
+from kvjax.cache.mesh import DATA, ONE, mesh_of
 from kvjax.decode import RequestError
 from kvjax.types import Weighted
 
@@ -46,12 +46,18 @@ class Settings:
         """Of what was said.
 
         Raises:
-          RequestError: a number out of range, a model on several devices.
+          RequestError: a number out of range, a model on devices that cut rows.
         """
         lies = mesh_of(model.params)
-        if lies != ONE:
+        if lies.size(DATA) > 1 or lies.across:
+            where = " over several processes" if lies.across else ""
             raise RequestError(
-                f"Engine(model=...) runs on one device, this model lies on {lies}. Load it there."
+                f"Engine(model=...) takes rows one by one, in one process; the model lies on {lies}{where}. "
+                "Load it along tensor and context alone."
+            )
+        if lies != ONE and share_pages:
+            raise RequestError(
+                f"Engine(share_pages=True) is for one device, and the model lies on {lies}. Leave it out."
             )
         sizes = whole | {
             "kv_memory": 1 if kv_memory is None else kv_memory,
@@ -71,17 +77,17 @@ class Settings:
                 f"Engine(context={context}): a row has 2 to {most} positions, as many as the model was "
                 "trained for. Give a number between."
             )
-        memory = left() if kv_memory is None else kv_memory
+        memory = left(lies.pools) if kv_memory is None else kv_memory
         if share_pages is None:
-            share_pages = jax.default_backend() != "cpu"
+            share_pages = jax.default_backend() != "cpu" and lies == ONE
         return Settings(
             kv_memory=memory, context=context, page=page, share=share, share_pages=share_pages, **whole
         )
 
 
-def left() -> int:
-    """Nine tenths of the bytes that the first device has left."""
+def left(devices: int) -> int:
+    """Nine tenths of the bytes that so many devices have left, by the first of them."""
     stats = jax.local_devices()[0].memory_stats()
     if stats and "bytes_limit" in stats:
-        return int(0.9 * (stats["bytes_limit"] - stats["bytes_in_use"]))
+        return int(0.9 * devices * (stats["bytes_limit"] - stats["bytes_in_use"]))
     return int(0.9 * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES"))

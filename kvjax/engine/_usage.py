@@ -9,6 +9,7 @@ import numpy as np
 
 from kvjax import metrics
 from kvjax.cache import ring as rings
+from kvjax.cache.mesh import STREAMS
 from kvjax.cache.pages import slots
 from kvjax.cache.state import KVState
 from kvjax.engine._request import Held, KVUsage
@@ -66,7 +67,12 @@ def _positions(state: KVState, row: jax.Array) -> list[tuple[jax.Array, list[jax
     found = []
     for layer in state.layers:
         ring = rings.positions(state.length, layer.ring.window)[row]
-        found.append((ring, [slots(pages).pos[row] for pages in layer.pools]))
+        # Ids of pages count within a device.
+        pools = [
+            state.mesh.each(lambda own: slots(own).pos, [pages], [state.mesh.specs(pages)], STREAMS)
+            for pages in layer.pools
+        ]
+        found.append((ring, [pos[row] for pos in pools]))
     return found
 
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import compiler
 import numpy as np
 import pytest
 from gates_tiny import config_at, records, written
@@ -25,7 +26,8 @@ def ran(*words: str, devices: int = 0) -> str:
     """Standard error of a program in this process' way, or in two processes of so many devices."""
     command = [sys.executable, *([*TOGETHER, str(devices), "--"] if devices else []), *words]
     path = os.pathsep.join(map(str, (ROOT, ROOT / "tests")))
-    environment = os.environ | {"KVJAX_DATA": "/nowhere", "JAX_PLATFORMS": "cpu", "PYTHONPATH": path}
+    mine = {"KVJAX_DATA": "/nowhere", "JAX_PLATFORMS": "cpu", "PYTHONPATH": path}
+    environment = os.environ | compiler.short_way() | mine
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stderr

@@ -31,8 +31,8 @@ class Options:
     """The command line, checked.
 
     Attributes:
-      model, dtype, policy, weights: as for one prompt; the policy is for requests that name none, and text
-        where it is ``auto(...)``, until the model is known (``settled``).
+      model, dtype, mesh, policy, weights: as for one prompt; the policy is for requests that name none, and
+        text where it is ``auto(...)``, until the model is known (``settled``).
       name: of the model, as clients say it; by default the last part of where it is from.
       host, port: where to listen; port 0 takes one that is free.
       api_key_file, without_key: who is let in.
@@ -48,6 +48,7 @@ class Options:
 
     model: str | None = None
     dtype: str | None = None
+    mesh: str | None = None
     policy: str | Policy = Policy()
     weights: dict[str, Source] = dataclasses.field(default_factory=dict)
     name: str | None = None
@@ -148,6 +149,9 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     cli.add(group, "--model")
     group.add_argument("--name", metavar="NAME", help="the model's name for clients (default: its folder's)")
     cli.add(group, "--dtype")
+    cli.add(
+        group, "--mesh", help="devices, along tensor and context: tensor=8 (default: one)", metavar="tensor=8"
+    )
     cli.add(group, "--policy", default="full", help="for requests that name none (default: full)")
     weights.add_options(group)
     group.add_argument(

@@ -107,7 +107,7 @@ def opened(options: Options, log: Log) -> Service:
     Raises:
       As ``run``.
     """
-    model = loaded(options.model, options.dtype)
+    model = loaded(options.model, options.dtype, options.mesh)
     policies = Policies(model, options.policy, options.allow_policies, log)
     options = settled(options, policies.default)
     engine = Engine(

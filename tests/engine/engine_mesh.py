@@ -1,0 +1,81 @@
+"""An engine on a mesh of virtual devices beside one on one device: a program, since JAX counts devices once.
+
+    python tests/engine/engine_mesh.py MESH [N ...]          of POLICIES
+
+A line of JSON: what differs. Rows of several policies come and go in few places, and a context is kept, saved
+and continued.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from typing import Any
+
+import mesh_run  # takes eight devices, and the compiler's short way, before jax is imported
+import numpy as np
+
+import kvjax
+from kvjax import decode
+from kvjax.cache.mesh import ONE, Mesh
+from kvjax.engine import Engine, Request
+
+POLICIES = ("full", "snapkv(6) + ada(20)", "tova + uniform(22, every_step) + int8(8)")
+SIZES: dict[str, Any] = {"max_rows": 2, "context": 72, "chunk": 16, "segment": 4, "page": 8}
+
+
+def served(on: Mesh, policies: list[str]) -> dict[str, Any]:
+    """Texts, what rows held at their end, pages that are left over."""
+    model = mesh_run.model()
+    laid = model if on == ONE else decode.on_mesh(model, {}, on)[0]
+    prompts = mesh_run.prompts()
+    asked = [
+        Request(prompt=prompts[at], max_new_tokens=6 + 2 * at, policy=policy, logprobs=0, inspect=True)
+        for policy in policies
+        for at in (0, 1, 3)
+    ]
+    with Engine(laid, kv_memory=1 << 24, **SIZES) as engine:
+        tickets = [engine.submit(request) for request in asked]
+        events = [list(ticket) for ticket in tickets]
+        engine.metrics()  # after the segment in which the last of them ended
+        looks = [engine.inspect(ticket) for ticket in tickets]
+        kv = [ticket.usage.kv for ticket in tickets]
+        engine.contexts.create("kept", prompts[2], policy="full")
+        with tempfile.TemporaryDirectory() as home:
+            engine.contexts.save(home)
+            engine.contexts.delete("kept")
+            engine.contexts.load(home)
+        onward = Request(prompt=[3, 4], context="kept", max_new_tokens=5, logprobs=0)
+        events.append(list(engine.submit(onward)))
+        left = [(lane.pages, lane.pages_used, lane.rows) for lane in engine.metrics().lanes]
+    return {
+        "tokens": [[event.token for event in row] for row in events],
+        "logprobs": [[event.logprob or 0.0 for event in row] for row in events],
+        "held": [[[h.ring, h.pages, h.codes] for layer in look.streams for h in layer] for look in looks],
+        "live": [(one.live, one.layers.tolist()) for one in kv],
+        "left": left,
+    }
+
+
+def main() -> None:
+    policies = [POLICIES[int(at)] for at in sys.argv[2:]] or list(POLICIES)
+    one, many = served(ONE, policies), served(kvjax.mesh(sys.argv[1]), policies)
+    apart = [np.abs(np.subtract(a, b)).max() for a, b in zip(one["logprobs"], many["logprobs"])]
+    same = [
+        all(np.array_equal(x, y) for a, b in zip(mine, theirs) for x, y in zip(a, b))
+        for mine, theirs in zip(one["held"], many["held"])
+    ]
+    found = {
+        "tokens": one["tokens"] == many["tokens"],
+        "logprobs": float(max(apart)),
+        "held": all(same),
+        "live": one["live"] == many["live"],
+        "used": [used for _, used, _ in many["left"]],
+        "slots": sum(len(x) for row in many["held"] for stream in row for x in stream),
+    }
+    print(json.dumps(found), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,65 @@
+"""An engine on a mesh serves what one on one device serves; meshes that cut rows are refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tiny
+
+from kvjax.cache.mesh import sizes_of
+from kvjax.decode import RequestError
+from kvjax.engine import _layout as layout
+from kvjax.engine import _settings as settings
+
+HERE = Path(__file__).parent
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["tensor=4", "tensor=2,context=2"])
+def test_an_engine_on_a_mesh_serves_what_one_device_serves(mesh):
+    path = os.pathsep.join(map(str, (HERE.parents[1], HERE.parent)))
+    done = subprocess.run(
+        [sys.executable, str(HERE / "engine_mesh.py"), mesh],
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["tokens"]
+    assert found["held"]
+    assert found["live"]
+    assert found["logprobs"] < 5e-5
+    assert found["slots"] > 500
+    assert set(found["used"]) == {0}  # every page is back once its row is gone
+
+
+def test_pages_are_counted_on_the_device_that_needs_most():
+    live = np.asarray([[9], [1], [8], [17]])  # two heads a device, pages of 8
+    assert layout.pages_for(live, 8, 1).tolist() == [2 + 1 + 1 + 3]
+    assert layout.pages_for(live, 8, 2).tolist() == [3, 4]
+
+
+@pytest.mark.parametrize(
+    ("mesh", "share", "said"),
+    [
+        (
+            "data=2",
+            None,
+            r"takes rows one by one, in one process; the model lies on data=2,tensor=1,context=1.",
+        ),
+        ("tensor=2", True, r"share_pages=True\) is for one device, and the model lies on data=1,tensor=2"),
+    ],
+)
+def test_a_mesh_that_an_engine_cannot_use_is_refused(monkeypatch, mesh, share, said):
+    monkeypatch.setattr(settings, "mesh_of", lambda _: sizes_of(mesh))
+    sizes = {"kv_memory": 1, "context": None, "page": None, "share": None, "share_pages": share}
+    with pytest.raises(RequestError, match=said):
+        settings.Settings.checked(tiny.model(), **sizes)
