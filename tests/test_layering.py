@@ -85,7 +85,7 @@ TABLE = {
     "kvjax.serve": r"kvjax(\.(?!eval).+)?",
     "kvjax.eval": r"kvjax(\.(?!serve).+)?",
     "kvjax": r"kvjax\.(?!serve|eval|models|policies|text).+",
-    "train": rf"train(\..+)?|kvjax(\.(?!serve).+)?|pallas_kernels\.measure\.aot|{KERNELS}",
+    "train": rf"train(\..+)?|kvjax(\.(?!serve).+)?|pallas_kernels\.measure\.(aot|chips)|{KERNELS}",
     "studies": r"kvjax(\.(?!serve).+)?",
     "studies.topk_phi": r"studies\.topk_phi(\..+)?|kvjax(\.(?!serve).+)?|pallas_kernels\.blockwise\.api",
     "studies.conf_kv": r"studies\.conf_kv(\..+)?|kvjax(\.(?!serve).+)?",

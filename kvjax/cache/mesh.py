@@ -225,18 +225,7 @@ def mesh(given: str | Mesh | None = None, *, devices: Sequence[Any] | None = Non
     """
     if isinstance(given, Mesh):
         return given
-    asked: dict[str, Any] = dict(sizes)
-    call = f"mesh({given!r})" if given is not None else f"mesh(**{asked})"
-    for word in filter(None, (given or "").replace(" ", "").split(",")):
-        axis, equals, size = word.partition("=")
-        if not equals or not re.fullmatch(r"\d+", size):
-            raise MeshError(f"{call}: {word!r} is no axis and its size. Write it as 'data=2,tensor=4'.")
-        asked[axis] = int(size)
-    if unknown := [axis for axis in asked if axis not in AXES]:
-        raise MeshError(f"{call}: {unknown[0]!r} is no axis. The axes are {', '.join(AXES)}.")
-    if wrong := [axis for axis, n in asked.items() if isinstance(n, bool) or not isinstance(n, int) or n < 1]:
-        raise MeshError(f"{call}: {wrong[0]}={asked[wrong[0]]!r} is no number of devices. Give 1 or more.")
-    shape = tuple(asked.get(axis, 1) for axis in AXES)
+    shape, call = axis_sizes(given, **sizes)
     need = math.prod(shape)
     if need == 1 and devices is None:
         return ONE
@@ -248,6 +237,26 @@ def mesh(given: str | Mesh | None = None, *, devices: Sequence[Any] | None = Non
         )
     grid = np.asarray(found[:need]).reshape(shape)
     return Mesh(jax.sharding.Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES)))
+
+
+def axis_sizes(given: str | None = None, **sizes: int) -> tuple[tuple[int, ...], str]:
+    """Devices along each of ``AXES``, and the call of ``mesh`` as it was written.
+
+    Raises:
+      MeshError: an axis that is none, sizes that are no whole numbers of 1 or more.
+    """
+    asked: dict[str, Any] = dict(sizes)
+    call = f"mesh({given!r})" if given is not None else f"mesh(**{asked})"
+    for word in filter(None, (given or "").replace(" ", "").split(",")):
+        axis, equals, size = word.partition("=")
+        if not equals or not re.fullmatch(r"\d+", size):
+            raise MeshError(f"{call}: {word!r} is no axis and its size. Write it as 'data=2,tensor=4'.")
+        asked[axis] = int(size)
+    if unknown := [axis for axis in asked if axis not in AXES]:
+        raise MeshError(f"{call}: {unknown[0]!r} is no axis. The axes are {', '.join(AXES)}.")
+    if wrong := [axis for axis, n in asked.items() if isinstance(n, bool) or not isinstance(n, int) or n < 1]:
+        raise MeshError(f"{call}: {wrong[0]}={asked[wrong[0]]!r} is no number of devices. Give 1 or more.")
+    return tuple(asked.get(axis, 1) for axis in AXES), call
 
 
 def mesh_of(params: Params) -> Mesh:

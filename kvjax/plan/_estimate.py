@@ -1,0 +1,145 @@
+"""What one device holds and moves, from shapes and a compiled step; and what a search asks of it many times."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+from kvjax.cache.mesh import DATA, TENSOR
+from kvjax.plan import _shapes as shapes
+from kvjax.plan._case import Case
+from kvjax.plan._programs import Program
+from pallas_kernels.measure.chips import Chip
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Bytes:
+    """Bytes of one device.
+
+    Attributes:
+      weights: of the model.
+      learned: weights of the policy.
+      allocated: the state, free pages and tables included.
+      live: of it, what holds a token; on the fullest device.
+      temporary: between operations, with results that reuse no argument.
+      code: of the program.
+    """
+
+    weights: int
+    learned: int
+    allocated: int
+    live: int
+    temporary: int = 0
+    code: int = 0
+
+    @property
+    def total(self) -> int:
+        """All that has to fit."""
+        return self.weights + self.learned + self.allocated + self.temporary + self.code
+
+
+def resident(case: Case, *, reading: bool = False) -> Bytes:
+    """What stays between two steps; ``reading``: while prompts are read."""
+    held = shapes.held(case, reading=reading)
+    return Bytes(
+        weights=shapes.bytes_each(shapes.params(case)),
+        learned=shapes.bytes_each(shapes.weights(case)),
+        allocated=sum(layer.allocated for layer in held),
+        live=sum(layer.live for layer in held),
+    )
+
+
+def bytes_like(case: Case, known: Case, program: Program, *, reading: bool = False) -> Bytes:
+    """What a device holds during a program that was compiled for a case like this one.
+
+    What lies between operations is taken to grow with rows and context.
+
+    Args:
+      case: what is asked.
+      known, program: the case it was compiled for, and what came out.
+      reading: it reads prompts; what goes into a layer is there beside what comes out.
+    """
+    each, before = (x.rows / x.mesh.size(DATA) for x in (case, known))
+    times = each / before * max(case.context / known.context, 1.0)
+    between = (program.temporary + program.outputs) * times
+    if reading:
+        tokens = case.context if case.policy.whole_prompt else case.chunk
+        between += each * tokens * case.spec.model_dim * itemsize(case)
+    found = resident(case, reading=reading)
+    return dataclasses.replace(found, temporary=round(between), code=program.code)
+
+
+def like(case: Case, known: Case, step: Program, *, reading: bool = False) -> int:
+    """All of ``bytes_like``."""
+    return bytes_like(case, known, step, reading=reading).total
+
+
+# --- how long it takes at least ------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Roofline:
+    """A decode step on one device, by what is published of it; nothing that waits is counted.
+
+    Attributes:
+      weights, cache: bytes it must load.
+      walked: bytes of the cache that this program loads; more than ``cache`` where a read walks whole pools.
+      sent: bytes it sends to others.
+      flops: products and sums.
+      seconds: at least, by bytes and sums that cannot be avoided.
+      compiled_seconds: at least, by the bytes that this program loads.
+    """
+
+    weights: int
+    cache: int
+    walked: int
+    sent: float
+    flops: float
+    seconds: float
+    compiled_seconds: float
+
+
+def roofline(case: Case, step: Program, chip: Chip) -> Roofline:
+    """The least time of a step."""
+    held = shapes.held(case)
+    loaded = shapes.read_every_step(case)
+    learned = shapes.bytes_each(shapes.weights(case)) // case.mesh.size(TENSOR)
+    weights = shapes.bytes_each(loaded) + learned
+    cache = sum(layer.read for layer in held)
+    walked = sum(layer.walked for layer in held) if step.kernels == "xla" else cache
+    rows = case.rows // case.mesh.size(DATA)
+    size = shapes.bytes_each(loaded) // itemsize(case)
+    groups = case.spec.num_heads // case.spec.num_kv_heads
+    flops = 2.0 * rows * size + 2.0 * groups * cache / itemsize(case)
+    sending = step.sent / chip.links
+    loads = (weights + cache, weights + walked)
+    times = [max(load / chip.bandwidth, flops / chip.flops) + sending for load in loads]
+    return Roofline(
+        weights=weights,
+        cache=cache,
+        walked=walked,
+        sent=step.sent,
+        flops=flops,
+        seconds=times[0],
+        compiled_seconds=times[1],
+    )
+
+
+def _itemsize(case: Case) -> int:
+    return 4 if case.dtype == "float32" else 2
+
+
+# --- searching -----------------------------------------------------------------------------------
+
+
+def largest(fits: Callable[[int], bool], most: int) -> int:
+    """The largest number up to ``most`` that fits, where smaller ones fit too; 0 where none does."""
+    low, high = 0, 1
+    while high < most and fits(high):
+        low, high = high, min(2 * high, most)
+    if high == most and fits(most):
+        return most
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
