@@ -198,7 +198,7 @@ def empty_layers(
     chunk_size: int = CHUNK,
     mesh: Mesh = ONE,
 ) -> tuple[LayerCache, ...]:
-    """The layers of ``empty``. Pure: shapes alone can be asked for, on a mesh of devices that are not here."""
+    """The layers of ``empty``. Pure: shapes alone can be asked for, of devices that are not here too."""
     heads, dim, dtype = network.num_kv_heads // mesh.size(TENSOR), network.head_dim, jnp.dtype(dtype)
     rows = rows // mesh.size(DATA)
 

@@ -21,7 +21,9 @@ def _run(argv: Sequence[str]) -> int:
 
     question = arguments.parse(argv)
     if question.out is not None and not question.out.parent.is_dir():
-        raise cli.InputError(f"--out {question.out}: there is no folder {question.out.parent}. Make it first.")
+        raise cli.InputError(
+            f"--out {question.out}: there is no folder {question.out.parent}. Make it first."
+        )
     found = _plan.answer(question)
     answer = _report.as_json(question, found)
     if question.out is not None:
@@ -35,4 +37,5 @@ def _run(argv: Sequence[str]) -> int:
 
 if __name__ == "__main__":
     jax.config.update("jax_platforms", "cpu")  # devices of this machine are left alone
+    jax.config.update("jax_enable_compilation_cache", False)  # it cannot give back what is for other devices
     cli.start(main)

@@ -1,4 +1,4 @@
-"""The command line of ``python -m kvjax.plan``: what can be asked, and what is refused before any compiling."""
+"""The command line of ``python -m kvjax.plan``: what is asked, and what is refused beforehand."""
 
 from __future__ import annotations
 
@@ -29,8 +29,9 @@ DEVICES = {"tpu7x": 2}
 _EXAMPLES = """\
 examples:
   python -m kvjax.plan --model llama-3.1-8b --policy full --context 131072 --rows 12 --tpu v5e:4x4
-  python -m kvjax.plan --model llama-3.1-8b --policy wg-kv --share 0.25 --imbalance 1.5 --context 131072 --rows 32 --tpu v5e:4x4
-  python -m kvjax.plan --model llama-3.1-70b --policy "snapkv + int8" --context 131072 --rows 16 --tpu v5p:2x2x2
+  python -m kvjax.plan --model llama-3.1-8b --policy wg-kv --share 0.25 --imbalance 1.5 \\
+                       --context 131072 --rows 32 --tpu v5e:4x4
+  python -m kvjax.plan --model llama-3.1-70b --policy "snapkv + int8" --context 65536 --rows 16 --tpu v5p:2x2x2
   python -m kvjax.plan --model qwen2.5-7b --policy quest --context 65536 --rows 8 --gpu h200:4
 """
 
@@ -109,14 +110,20 @@ def _parser() -> cli.Parser:
     )
     cli.add(parser, "--policy", default="full", help="what the KV cache keeps (default: full)")
     parser.add_argument(
-        "--context", metavar="N", type=cli.whole("--context", 64), required=True, help="tokens that a row has seen"
+        "--context",
+        metavar="N",
+        type=cli.whole("--context", 64),
+        required=True,
+        help="tokens that a row has seen",
     )
     parser.add_argument("--rows", metavar="N", type=cli.whole("--rows"), required=True, help="rows at a time")
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("--tpu", metavar="v5e:4x4", help=f"chips and their topology: {', '.join(TPUS)}")
     where.add_argument("--gpu", metavar="h200:8", help="GPUs of one host")
     cli.add(parser, "--mesh", help="how they are laid (default: the one with the fewest bytes a device)")
-    cli.add(parser, "--dtype", help="of weights and cache (default: as config.json says; shapes by name bfloat16)")
+    cli.add(
+        parser, "--dtype", help="of weights and cache (default: as config.json says; shapes by name bfloat16)"
+    )
     part = cli.number("--share", float, lambda x: 0 < x <= 1, "a number above 0, at most 1")
     parser.add_argument(
         "--share", metavar="X", type=part, help="of the tokens that stay, where a policy learns or votes that"
@@ -165,7 +172,9 @@ def _devices(tpu: str | None, gpu: str | None) -> tuple[Chip, str, int]:
     if name not in TPUS:
         raise InputError(f"--tpu {tpu}: {name!r} is none of {', '.join(TPUS)}. Write v5e:4x4, for example.")
     if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*){1,2}", dims):
-        raise InputError(f"--tpu {tpu} has no topology. Write the chip and its sides, as v5e:4x4 or v5p:2x2x1.")
+        raise InputError(
+            f"--tpu {tpu} has no topology. Write the chip and its sides, as v5e:4x4 or v5p:2x2x1."
+        )
     count = math.prod(int(side) for side in dims.split("x")) * DEVICES.get(name, 1)
     return CHIPS[name], f"{name}:{dims}", count
 
@@ -175,7 +184,8 @@ def _mesh(case: Case, given: str | None, topology: str, devices: int) -> Mesh:
         shape, _ = axis_sizes(given)
         if math.prod(shape) != devices:
             raise InputError(
-                f"--mesh {given} lays {math.prod(shape)} devices, and {topology} has {devices}. Make them agree."
+                f"--mesh {given} lays {math.prod(shape)} devices, and {topology} has {devices}. Make them "
+                "agree."
             )
         return search.abstract(*shape)
     mesh = search.best_mesh(case, devices)

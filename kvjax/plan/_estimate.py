@@ -1,4 +1,4 @@
-"""What one device holds and moves, from shapes and a compiled step; and what a search asks of it many times."""
+"""What one device holds and moves, from shapes and a compiled program; what a search asks many times."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ class Bytes:
       learned: weights of the policy.
       allocated: the state, free pages and tables included.
       live: of it, what holds a token; on the fullest device.
+      padding: what the device's layouts add.
       temporary: between operations, with results that reuse no argument.
       code: of the program.
     """
@@ -29,13 +30,31 @@ class Bytes:
     learned: int
     allocated: int
     live: int
+    padding: int = 0
     temporary: int = 0
     code: int = 0
 
     @property
     def total(self) -> int:
         """All that has to fit."""
-        return self.weights + self.learned + self.allocated + self.temporary + self.code
+        return self.weights + self.learned + self.allocated + self.padding + self.temporary + self.code
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Known:
+    """A program that was compiled.
+
+    Attributes:
+      case: for what.
+      program: what came out.
+      padding: of a state, over its shapes.
+      reading: it reads prompts.
+    """
+
+    case: Case
+    program: Program
+    padding: float = 0.0
+    reading: bool = False
 
 
 def resident(case: Case, *, reading: bool = False) -> Bytes:
@@ -49,29 +68,24 @@ def resident(case: Case, *, reading: bool = False) -> Bytes:
     )
 
 
-def bytes_like(case: Case, known: Case, program: Program, *, reading: bool = False) -> Bytes:
+def bytes_like(case: Case, known: Known) -> Bytes:
     """What a device holds during a program that was compiled for a case like this one.
 
-    What lies between operations is taken to grow with rows and context.
-
-    Args:
-      case: what is asked.
-      known, program: the case it was compiled for, and what came out.
-      reading: it reads prompts; what goes into a layer is there beside what comes out.
+    What lies between operations is taken to grow with rows and context, and padding with the state.
     """
-    each, before = (x.rows / x.mesh.size(DATA) for x in (case, known))
-    times = each / before * max(case.context / known.context, 1.0)
-    between = (program.temporary + program.outputs) * times
-    if reading:
+    each, before = (x.rows / x.mesh.size(DATA) for x in (case, known.case))
+    times = each / before * max(case.context / known.case.context, 1.0)
+    between = (known.program.temporary + known.program.outputs) * times
+    if known.reading:  # what goes into a layer is there beside what comes out
         tokens = case.context if case.policy.whole_prompt else case.chunk
         between += each * tokens * case.spec.model_dim * itemsize(case)
-    found = resident(case, reading=reading)
-    return dataclasses.replace(found, temporary=round(between), code=program.code)
-
-
-def like(case: Case, known: Case, step: Program, *, reading: bool = False) -> int:
-    """All of ``bytes_like``."""
-    return bytes_like(case, known, step, reading=reading).total
+    found = resident(case, reading=known.reading)
+    return dataclasses.replace(
+        found,
+        padding=round(known.padding * found.allocated),
+        temporary=round(between),
+        code=known.program.code,
+    )
 
 
 # --- how long it takes at least ------------------------------------------------------------------
@@ -126,6 +140,11 @@ def roofline(case: Case, step: Program, chip: Chip) -> Roofline:
 
 
 def _itemsize(case: Case) -> int:
+    return 4 if case.dtype == "float32" else 2
+
+
+def itemsize(case: Case) -> int:
+    """Bytes of a number of weights and cache."""
     return 4 if case.dtype == "float32" else 2
 
 

@@ -16,7 +16,7 @@ from kvjax.plan import _programs as programs
 from kvjax.plan import _search as search
 from kvjax.plan._arguments import Question
 from kvjax.plan._case import Case
-from kvjax.plan._estimate import Bytes, Roofline
+from kvjax.plan._estimate import Bytes, Known, Roofline
 from kvjax.plan._programs import NoRoom, Program
 
 if TYPE_CHECKING:
@@ -86,24 +86,25 @@ def answer(question: Question) -> Plan:
     where = meshes.mesh(repr(case.mesh), devices=devices.devices)
     case = dataclasses.replace(case, mesh=where)
     chip = question.chip
-    known, step = _compiled(functools.partial(programs.step, target=devices, exact=question.exact), case)
-    read, prefill = _compiled(functools.partial(programs.prefill, target=devices), case)
-    total = functools.partial(estimate.like, known=known, step=step)
-    total_read = functools.partial(estimate.like, known=read, step=prefill, reading=True)
-    decoding = estimate.bytes_like(case, known, step)
+    step_case, step = _compiled(functools.partial(programs.step, target=devices, exact=question.exact), case)
+    padding = step.padding / max(estimate.resident(step_case).allocated, 1)
+    stepping = Known(case=step_case, program=step, padding=padding)
+    read_case, prefill = _compiled(functools.partial(programs.prefill, target=devices), case)
+    reading = Known(case=read_case, program=prefill, padding=padding, reading=True)
+    decoding = estimate.bytes_like(case, stepping)
     return Plan(
         kind=devices.kind,
         step=step,
         prefill=prefill,
-        step_rows=known.rows,
-        prefill_rows=read.rows,
+        step_rows=step_case.rows,
+        prefill_rows=read_case.rows,
         decoding=decoding,
-        reading=estimate.bytes_like(case, read, prefill, reading=True),
+        reading=estimate.bytes_like(case, reading),
         roofline=estimate.roofline(case, step, chip),
-        most_rows=search.most_rows(case, total, chip.memory),
-        most_read=search.most_rows(case, total_read, chip.memory),
-        longest=search.longest_context(case, total, chip.memory),
-        remedies=search.remedies(case, known, step, chip) if decoding.total > chip.memory else [],
+        most_rows=search.most_rows(case, stepping, chip.memory),
+        most_read=search.most_rows(case, reading, chip.memory),
+        longest=search.longest_context(case, stepping, chip.memory),
+        remedies=search.remedies(case, stepping, chip) if decoding.total > chip.memory else [],
         wheels=aot.wheels(),
         seconds=time.monotonic() - began,
     )
@@ -119,7 +120,7 @@ def _compiled(compile_: Callable[[Case], Program], case: Case) -> tuple[Case, Pr
         except NoRoom as reason:
             if each == 1:
                 raise InputError(
-                    f"--rows {case.rows} --context {case.context}: not even one row a device fits: {reason} Give "
-                    "a shorter context, or more devices."
+                    f"--rows {case.rows} --context {case.context}: not even one row a device fits: {reason} "
+                    "Give a shorter context, or more devices."
                 ) from reason
             each //= 2

@@ -32,7 +32,8 @@ class Program:
     """What one device holds while a program runs, in bytes, and what it sends.
 
     Attributes:
-      arguments: all it is given.
+      arguments: all it is given, as the device lays it out.
+      padding: of that, what the layout adds to the shapes.
       outputs: results that reuse no argument.
       temporary: everything in between.
       code: the program itself.
@@ -43,6 +44,7 @@ class Program:
     """
 
     arguments: int
+    padding: int
     outputs: int
     temporary: int
     code: int
@@ -68,21 +70,27 @@ def step(case: Case, target: aot.Target, *, exact: bool = False) -> Program:
     if exact or second >= layers:
         return _step(case, target)
     few, more = (_step(case.shallow(n), target) for n in (first, second))
-    times = (layers - first) / (second - first)
-    exactly = shapes.bytes_each(_given(case))
-    return carried_on(few, more, times, exactly)
+    return carried_on(few, more, (layers - first) / (second - first), shapes.bytes_each(_given(case)))
 
 
-def carried_on(few: Program, more: Program, times: float, arguments: int) -> Program:
-    """The program of as many more layers as lie between two programs, times over."""
+def carried_on(few: Program, more: Program, times: float, given: int) -> Program:
+    """The program of as many more layers as lie between two, times over.
+
+    Args:
+      few, more: the two.
+      times: how often.
+      given: bytes of the shapes it is given.
+    """
 
     def on(a: float, b: float) -> int:
         return round(a + (b - a) * times)
 
+    padding = on(few.padding, more.padding)
     counts = [few.collectives, more.collectives]
     each = {one: on(*(x.get(one, 0) for x in counts)) for one in sorted({*counts[0], *counts[1]})}
     return Program(
-        arguments=arguments,
+        arguments=given + padding,
+        padding=padding,
         outputs=on(few.outputs, more.outputs),
         temporary=max(on(few.temporary, more.temporary), few.temporary, more.temporary),
         code=max(on(few.code, more.code), more.code),
@@ -128,12 +136,12 @@ def _given(case: Case) -> tuple[Any, ...]:
 
 def _step(case: Case, target: aot.Target) -> Program:
     # What is compiled is what runs: the policy's numbers are arguments, as always.
-    traced = decode.step_program.trace(case.network, case.policy, *_given(case))
-    return _compiled(case, target, traced)
+    given = _given(case)
+    return _compiled(case, target, decode.step_program.trace(case.network, case.policy, *given), given)
 
 
 def prefill(case: Case, target: aot.Target) -> Program:
-    """One layer's part in reading the prompts: a chunk of them, or all of them where the policy ranks afterwards.
+    """One layer's part in reading prompts: a chunk of them, or all where the policy ranks afterwards.
 
     Raises:
       NoRoom: the compiler says that it does not fit a device.
@@ -141,7 +149,10 @@ def prefill(case: Case, target: aot.Target) -> Program:
     one, mesh, rows = case.shallow(1), case.mesh, case.rows
     block, learned = shapes.params(one)["layers"][0], shapes.weights(case)
     cache = shapes.held(one, reading=True)[0].cache
-    own = {p.place: jax.eval_shape(lambda w, p=p: p.at_layer(w, 0), learned[p.place]) for p in case.policy.learned}
+    own = {
+        p.place: jax.eval_shape(lambda w, p=p: p.at_layer(w, 0), learned[p.place])
+        for p in case.policy.learned
+    }
     own = shapes.laid(own, jax.tree.map(lambda _: WHOLE, own), mesh)
     index, numbers = shapes.everywhere(mesh, (), "int32"), shapes.everywhere(mesh, (rows,), "int32")
     tokens = decode.bucket(case.context) if case.policy.whole_prompt else case.chunk
@@ -155,22 +166,23 @@ def prefill(case: Case, target: aot.Target) -> Program:
     else:
         known = (network, 0, block, own, index, case.policy, cache, x, numbers, numbers, numbers)
         traced = decode.chunk_layer.trace(*known, mesh=mesh)
-    return _compiled(one, target, traced)
+    return _compiled(one, target, traced, known)
 
 
-def _compiled(case: Case, target: aot.Target, traced: Any) -> Program:
+def _compiled(case: Case, target: aot.Target, traced: Any, given: Any) -> Program:
     began = time.monotonic()
     try:
         program = traced.lower(lowering_platforms=target.lowering).compile()
     except jax.errors.JaxRuntimeError as reason:
         if "RESOURCE_EXHAUSTED" not in str(reason):
             raise
-        line = str(reason).splitlines()[0]
         raise NoRoom(str(reason).splitlines()[0]) from reason
     memory, text = program.memory_analysis(), program.as_text()
     ours = any(name in text for name in ("tpu_custom_call", "__gpu$xla.gpu.triton"))
+    laid = [x for x in jax.tree.leaves(given) if isinstance(x, jax.ShapeDtypeStruct)]
     return Program(
         arguments=memory.argument_size_in_bytes,
+        padding=max(memory.argument_size_in_bytes - shapes.bytes_each(laid), 0),
         outputs=memory.output_size_in_bytes - memory.alias_size_in_bytes,
         temporary=memory.temp_size_in_bytes,
         code=memory.generated_code_size_in_bytes,

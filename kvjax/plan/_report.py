@@ -19,6 +19,7 @@ PARTS = {
     "learned": "learned weights",
     "allocated": "KV allocated",
     "live": "  of it live",
+    "padding": "layout padding",
     "temporary": "temporaries",
     "code": "program",
     "total": "total",
@@ -29,7 +30,8 @@ def lines(question: Question, plan: Plan) -> Iterator[str]:
     """What is printed."""
     case, chip = question.case, question.chip
     chosen = ", the grid with the fewest bytes a device" if question.chosen else ""
-    yield f"{question.model} under {case.policy!r} on {question.topology} ({plan.kind}), {case.mesh!r}{chosen}"
+    where = f"{question.topology} ({plan.kind}), {case.mesh!r}{chosen}"
+    yield f"{question.model} under {case.policy!r} on {where}"
     yield f"{case.rows} rows of {case.context} tokens{_shares(question)}, {case.dtype}"
     wheels = ", ".join(f"{name} {version}" for name, version in plan.wheels.items())
     yield f"compiled for, not run: {wheels}; kernels: {plan.step.kernels}; {_depths(question, plan)}"
@@ -38,9 +40,9 @@ def lines(question: Question, plan: Plan) -> Iterator[str]:
     for field, name in PARTS.items():
         both = (getattr(plan.decoding, field) / GIB, getattr(plan.reading, field) / GIB)
         yield f"{name:18} {both[0]:9.3f} {both[1]:9.3f}"
-    yield f"{'of':18} {chip.memory / GIB:9.3f} {chip.memory / GIB:9.3f}{f'  ({chip.remark})' if chip.remark else ''}"
+    yield f"{'of':18} {chip.memory / GIB:9.3f} {chip.memory / GIB:9.3f}  {chip.remark}".rstrip()
     yield f"{'':18} {_verdict(plan.decoding, chip.memory):>9} {_verdict(plan.reading, chip.memory):>9}"
-    for name, compiled, rows in (("step", plan.step, plan.step_rows), ("prefill", plan.prefill, plan.prefill_rows)):
+    for name, rows in (("step", plan.step_rows), ("prefill", plan.prefill_rows)):
         if rows < case.rows:
             yield f"The {name} of all rows finds no room in the compiler; it was compiled for {rows}."
     yield ""
@@ -52,7 +54,8 @@ def lines(question: Question, plan: Plan) -> Iterator[str]:
     yield ""
     yield from _roofline(question, plan)
     yield ""
-    yield f"most rows at this context: {plan.most_rows} ({plan.most_read} while their prompts are read at once)"
+    read = f"{plan.most_read} where all prompts are read at once"
+    yield f"most rows at this context: {plan.most_rows}; {read}"
     whole = ", all its positions" if plan.longest == case.spec.max_positions else ""
     yield f"longest context of {case.rows} rows: {plan.longest}{whole}"
     if plan.decoding.total > chip.memory:
@@ -99,8 +102,8 @@ def _roofline(question: Question, plan: Plan) -> Iterator[str]:
     )
     if found.walked > found.cache:
         yield (
-            f"  {1e3 * found.compiled_seconds:.2f} ms as compiled: reads of {plan.step.kernels} walk whole pools, "
-            f"{found.walked / 1e9:.2f} GB"
+            f"  {1e3 * found.compiled_seconds:.2f} ms as compiled: reads of {plan.step.kernels} walk whole "
+            f"pools, {found.walked / 1e9:.2f} GB"
         )
     yield f"  {question.case.rows / found.seconds:.0f} tokens a second at most, all rows together"
 
@@ -127,7 +130,9 @@ def as_json(question: Question, plan: Plan) -> dict[str, Any]:
         "memory": chip.memory,
         "step": _bytes(plan.decoding),
         "prefill": _bytes(plan.reading),
-        "fits": {name: x.total <= chip.memory for name, x in (("step", plan.decoding), ("prefill", plan.reading))},
+        "fits": {
+            name: x.total <= chip.memory for name, x in (("step", plan.decoding), ("prefill", plan.reading))
+        },
         "collectives": _counted(plan.step),
         "prefill_layer_collectives": _counted(plan.prefill),
         "roofline": dataclasses.asdict(plan.roofline),

@@ -34,9 +34,7 @@ def everywhere(mesh: Mesh, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtype
 
 def bytes_each(tree: Any) -> int:
     """Bytes that one device has of laid shapes."""
-    return sum(
-        math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree)
-    )
+    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
 def params(case: Case) -> Params:
@@ -56,7 +54,9 @@ def weights(case: Case) -> Params:
 def read_every_step(case: Case) -> Params:
     """The weights that a step reads whole: all but a table from which it takes a row a token."""
     tree = params(case)
-    return {name: x for name, x in tree.items() if name != "positions" and (name != "embed" or case.spec.tied)}
+    return {
+        name: x for name, x in tree.items() if name != "positions" and (name != "embed" or case.spec.tied)
+    }
 
 
 # --- the state -----------------------------------------------------------------------------------
@@ -210,7 +210,7 @@ def _parts(case: Case, cache: LayerCache, own: int) -> tuple[int, ...]:
 
 
 def _owned(case: Case, pages: Pages, mine: int) -> int:
-    """Pages that a device's streams own, of so many slots each; each further list ends in a page of its own."""
+    """Pages that a device's streams of so many slots own; each further list ends in a page of its own."""
     return _streams(case) * (-(-mine // pages.size) + pages.table.shape[2] - 1)
 
 
