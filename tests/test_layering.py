@@ -80,6 +80,7 @@ TABLE = {
     "kvjax.catalogue._table": r"kvjax\.(cli|algebra|catalogue\._.+)",
     "kvjax.catalogue.__main__": r"kvjax\.(cli|catalogue\._table)",
     "kvjax.saving": rf"{STATE}|kvjax\.(algebra|catalogue|weights|saving\._.+)",
+    "kvjax.plan": r"kvjax(\.(?!serve|eval|engine|bench).+)?|pallas_kernels\.measure\.(aot|chips)",
     "kvjax.bench": rf"kvjax(\.(?!serve).+)?|{KERNELS}",
     "kvjax.engine": r"kvjax\.(?!serve|eval|models|policies).+",
     "kvjax.serve": r"kvjax(\.(?!eval).+)?",

@@ -31,7 +31,7 @@ examples:
   python -m kvjax.plan --model llama-3.1-8b --policy full --context 131072 --rows 12 --tpu v5e:4x4
   python -m kvjax.plan --model llama-3.1-8b --policy wg-kv --share 0.25 --imbalance 1.5 \\
                        --context 131072 --rows 32 --tpu v5e:4x4
-  python -m kvjax.plan --model llama-3.1-70b --policy "snapkv + int8" --context 65536 --rows 16 --tpu v5p:2x2x2
+  python -m kvjax.plan --model llama-3.1-70b --policy snapkv --context 65536 --rows 16 --tpu v5p:2x2x2
   python -m kvjax.plan --model qwen2.5-7b --policy quest --context 65536 --rows 8 --gpu h200:4
 """
 

@@ -29,9 +29,8 @@ class Plan:
 
     Attributes:
       kind: of the devices, as JAX says it.
-      step, prefill: the programs; of a prefill one layer's.
-      step_rows, prefill_rows: rows they were compiled for: fewer than were asked for where the compiler finds
-        no room for all.
+      step, prefill: the programs, of a prefill one layer's; for fewer rows than were asked for where the
+        compiler finds no room for all.
       decoding, reading: bytes of a device during a step, and while prompts are read.
       roofline: the least time of a step.
       most_rows: at this context, while decoding; 0 where not one fits.
@@ -43,10 +42,8 @@ class Plan:
     """
 
     kind: str
-    step: Program
-    prefill: Program
-    step_rows: int
-    prefill_rows: int
+    step: Known
+    prefill: Known
     decoding: Bytes
     reading: Bytes
     roofline: Roofline
@@ -94,10 +91,8 @@ def answer(question: Question) -> Plan:
     decoding = estimate.bytes_like(case, stepping)
     return Plan(
         kind=devices.kind,
-        step=step,
-        prefill=prefill,
-        step_rows=step_case.rows,
-        prefill_rows=read_case.rows,
+        step=stepping,
+        prefill=reading,
         decoding=decoding,
         reading=estimate.bytes_like(case, reading),
         roofline=estimate.roofline(case, step, chip),

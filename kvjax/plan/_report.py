@@ -34,7 +34,7 @@ def lines(question: Question, plan: Plan) -> Iterator[str]:
     yield f"{question.model} under {case.policy!r} on {where}"
     yield f"{case.rows} rows of {case.context} tokens{_shares(question)}, {case.dtype}"
     wheels = ", ".join(f"{name} {version}" for name, version in plan.wheels.items())
-    yield f"compiled for, not run: {wheels}; kernels: {plan.step.kernels}; {_depths(question, plan)}"
+    yield f"compiled for, not run: {wheels}; kernels: {plan.step.program.kernels}; {_depths(question, plan)}"
     yield ""
     yield f"{'GiB a device':18} {'a step':>9} {'prefill':>9}"
     for field, name in PARTS.items():
@@ -42,15 +42,15 @@ def lines(question: Question, plan: Plan) -> Iterator[str]:
         yield f"{name:18} {both[0]:9.3f} {both[1]:9.3f}"
     yield f"{'of':18} {chip.memory / GIB:9.3f} {chip.memory / GIB:9.3f}  {chip.remark}".rstrip()
     yield f"{'':18} {_verdict(plan.decoding, chip.memory):>9} {_verdict(plan.reading, chip.memory):>9}"
-    for name, rows in (("step", plan.step_rows), ("prefill", plan.prefill_rows)):
+    for name, rows in (("step", plan.step.case.rows), ("prefill", plan.prefill.case.rows)):
         if rows < case.rows:
             yield f"The {name} of all rows finds no room in the compiler; it was compiled for {rows}."
     yield ""
     yield "collectives of a step, a device:"
-    yield from _collectives(plan.step)
+    yield from _collectives(plan.step.program)
     how = "the whole prompts" if case.policy.whole_prompt else f"{case.chunk} tokens a row"
     yield f"of one layer of prefill, {how}:"
-    yield from _collectives(plan.prefill)
+    yield from _collectives(plan.prefill.program)
     yield ""
     yield from _roofline(question, plan)
     yield ""
@@ -73,9 +73,9 @@ def _shares(question: Question) -> str:
 
 def _depths(question: Question, plan: Plan) -> str:
     layers = question.case.spec.num_layers
-    if len(plan.step.depths) == 1:
+    if len(plan.step.program.depths) == 1:
         return f"all {layers} layers"
-    few, more = plan.step.depths
+    few, more = plan.step.program.depths
     return f"{layers} layers carried on from {few} and {more}"
 
 
@@ -102,7 +102,7 @@ def _roofline(question: Question, plan: Plan) -> Iterator[str]:
     )
     if found.walked > found.cache:
         yield (
-            f"  {1e3 * found.compiled_seconds:.2f} ms as compiled: reads of {plan.step.kernels} walk whole "
+            f"  {1e3 * found.compiled_seconds:.2f} ms as compiled: reads of {plan.step.program.kernels} walk whole "
             f"pools, {found.walked / 1e9:.2f} GB"
         )
     yield f"  {question.case.rows / found.seconds:.0f} tokens a second at most, all rows together"
@@ -124,17 +124,17 @@ def as_json(question: Question, plan: Plan) -> dict[str, Any]:
         "imbalance": case.fullest,
         "dtype": case.dtype,
         "layers": case.spec.num_layers,
-        "compiled_layers": list(plan.step.depths),
-        "compiled_rows": {"step": plan.step_rows, "prefill": plan.prefill_rows},
-        "kernels": plan.step.kernels,
+        "compiled_layers": list(plan.step.program.depths),
+        "compiled_rows": {"step": plan.step.case.rows, "prefill": plan.prefill.case.rows},
+        "kernels": plan.step.program.kernels,
         "memory": chip.memory,
         "step": _bytes(plan.decoding),
         "prefill": _bytes(plan.reading),
         "fits": {
             name: x.total <= chip.memory for name, x in (("step", plan.decoding), ("prefill", plan.reading))
         },
-        "collectives": _counted(plan.step),
-        "prefill_layer_collectives": _counted(plan.prefill),
+        "collectives": _counted(plan.step.program),
+        "prefill_layer_collectives": _counted(plan.prefill.program),
         "roofline": dataclasses.asdict(plan.roofline),
         "most_rows": plan.most_rows,
         "most_rows_read_at_once": plan.most_read,
