@@ -1,7 +1,7 @@
-"""What write gates buy on a slice and on a pod of TPUs, on paper: ``python -m studies.plan --out results/plan``.
+"""What write gates buy on a slice and on a pod of TPUs, on paper.
 
-Each question is put to ``kvjax.plan``: the steps are compiled for the chips, not run. How many rows fit beside
-heads that are filled unevenly is added up from the same programs.
+Each question is put to ``kvjax.plan``: the steps are compiled for the chips, not run. How many rows fit where
+heads are filled unevenly is added up from the same programs.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ IMBALANCES = (1.0, 1.5)
 _HEAD = """\
 # Plans on paper
 
-Llama-3.1-8B in bfloat16, every row at {context:,} tokens, write gates that admit 25 %. Steps and prefill were compiled
-for the chips ahead of time ({wheels}); nothing here ran on a TPU, and nothing is measured. Made by
+Llama-3.1-8B in bfloat16, every row at {context:,} tokens, write gates that admit 25 %. Steps and prefill were
+compiled for the chips ahead of time ({wheels}); nothing here ran on a TPU, nothing is measured. Made by
 
     python -m studies.plan --out results/plan
 
-Each `.json` is one plan, with the `command` that prints it. Imbalance is the slots of the fullest device over the mean:
-all devices have pools of the fullest one's size. The least time of a step is bytes that must be loaded over the chip's
-published bandwidth, plus bytes sent over that of its links; latencies are not counted. "As compiled" counts whole
-pools, which reads of `xla` walk. Most rows are those of a decode step, by the bytes of a device ({memory:.2f} GiB).
+Each `.json` is one plan, with the `command` that prints it. Imbalance: slots of the fullest device over the mean; all
+devices have pools of the fullest one's size. Most rows are those of a decode step in the {memory:.2f} GiB of a device.
+The least time of a step is the bytes that must be loaded over the chip's published bandwidth, and the bytes sent over
+that of its links; latencies are not counted. "As compiled" counts whole pools, which reads of `xla` walk.
 """
 
 
@@ -109,7 +109,7 @@ def _table(full: dict[str, Any], gated: dict[str, Any]) -> list[str]:
     lines = [
         f"## {full['devices']}, {full['mesh']}",
         "",
-        f"| | imbalance | most rows | of `full` | least step of {rows} rows | of `full` | as compiled | of `full` |",
+        f"| | imbalance | most rows | of `full` | least step, {rows} rows | of `full` | as compiled | of `full` |",
         "|---|---|---|---|---|---|---|---|",
     ]
     base = full["at_imbalance"]["1"]

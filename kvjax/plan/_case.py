@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax import layer
+from kvjax import decode, layer
 from kvjax.algebra import Frame, Policy
 from kvjax.cache.mesh import Mesh
 from kvjax.cli import InputError
@@ -56,6 +56,16 @@ class Case:
         """The same with the first layers alone, which hold what they hold in the whole model."""
         first = dataclasses.replace(self.spec, num_layers=layers, windows=self.spec.windows[:layers])
         return dataclasses.replace(self, spec=first, depth=self.depth or self.spec.num_layers)
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of a number of weights and cache."""
+        return jnp.dtype(self.dtype).itemsize
+
+    @property
+    def read_at_once(self) -> int:
+        """Tokens of a row that go through a layer together while prompts are read."""
+        return decode.bucket(self.context) if self.policy.whole_prompt else self.chunk
 
     @property
     def fullest(self) -> float:
@@ -143,7 +153,8 @@ def _target(case: Case, index: int) -> float:
 
 def frame_of(case: Case, index: int) -> Frame:
     """Where the target of a layer is asked for."""
-    spec, total = case.spec, None
+    spec = case.spec
+    total: Any = None
     k: Any = jax.ShapeDtypeStruct((1, spec.num_kv_heads, 1, spec.head_dim), jnp.dtype(case.dtype))
     layers = case.depth or spec.num_layers
-    return layer.LayerInfo(case.policy, {}, index, layers, None, total).frame(k)  # type: ignore[arg-type]
+    return layer.LayerInfo(case.policy, {}, index, layers, None, total).frame(k)

@@ -6,8 +6,6 @@ import dataclasses
 import math
 import re
 
-import jax.numpy as jnp
-
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 
 _OP = re.compile(rf"^\s*(?:ROOT )?%?[\w.-]+ = (.*?) ({'|'.join(KINDS)})(-start)?\((.*)$")
@@ -15,7 +13,12 @@ _SHAPE = re.compile(r"\b([a-z]\w*?)\[([\d,]*)\]")
 _LISTED = re.compile(r"replica_groups=\{\{([\d,]*)\}")
 _IOTA = re.compile(r"replica_groups=\[\d+,(\d+)\]<=")
 _NAMED = re.compile(r"replica_groups=mesh\[([^\]]*)\].*?\{([^}]*)\}")
-_DTYPES = {"pred": 1, "s8": 1, "u8": 1, "s32": 4, "u32": 4, "s64": 8, "u64": 8, "bf16": 2, "f16": 2, "f32": 4}
+_DTYPES = {
+    **dict.fromkeys(("s16", "u16", "f16", "bf16"), 2),
+    **dict.fromkeys(("s32", "u32", "f32"), 4),
+    **dict.fromkeys(("s64", "u64", "f64", "c64"), 8),
+}
+"""Bytes of what takes more than one."""
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -68,8 +71,7 @@ def collectives(text: str, devices: int) -> dict[Collective, int]:
 
 
 def _nbytes(dtype: str, dims: str) -> int:
-    each = _DTYPES[dtype] if dtype in _DTYPES else jnp.dtype(f"float{re.sub(r'^f', '', dtype)}").itemsize
-    return each * math.prod(int(n) for n in dims.split(",") if n)
+    return _DTYPES.get(dtype, 1) * math.prod(int(n) for n in dims.split(",") if n)
 
 
 def _group(rest: str, devices: int) -> int:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
+import jax.numpy as jnp
+
 from kvjax.cache.mesh import DATA, TENSOR
 from kvjax.plan import _shapes as shapes
 from kvjax.plan._case import Case
@@ -77,8 +79,7 @@ def bytes_like(case: Case, known: Known) -> Bytes:
     times = each / before * max(case.context / known.case.context, 1.0)
     between = (known.program.temporary + known.program.outputs) * times
     if known.reading:  # what goes into a layer is there beside what comes out
-        tokens = case.context if case.policy.whole_prompt else case.chunk
-        between += each * tokens * case.spec.model_dim * itemsize(case)
+        between += each * case.read_at_once * case.spec.model_dim * case.itemsize
     found = resident(case, reading=known.reading)
     return dataclasses.replace(
         found,
@@ -122,9 +123,10 @@ def roofline(case: Case, step: Program, chip: Chip) -> Roofline:
     cache = sum(layer.read for layer in held)
     walked = sum(layer.walked for layer in held) if step.kernels == "xla" else cache
     rows = case.rows // case.mesh.size(DATA)
-    size = shapes.bytes_each(loaded) // itemsize(case)
-    groups = case.spec.num_heads // case.spec.num_kv_heads
-    flops = 2.0 * rows * size + 2.0 * groups * cache / itemsize(case)
+    numbers = shapes.bytes_each(loaded) / case.itemsize
+    storage, dim = case.policy.storage, case.spec.head_dim
+    key = storage.width(dim) * jnp.dtype(storage.dtype(jnp.dtype(case.dtype))).itemsize
+    flops = 2.0 * rows * numbers + 2.0 * case.spec.groups * cache / key * dim
     sending = step.sent / chip.links
     loads = (weights + cache, weights + walked)
     times = [max(load / chip.bandwidth, flops / chip.flops) + sending for load in loads]
@@ -137,15 +139,6 @@ def roofline(case: Case, step: Program, chip: Chip) -> Roofline:
         seconds=times[0],
         compiled_seconds=times[1],
     )
-
-
-def _itemsize(case: Case) -> int:
-    return 4 if case.dtype == "float32" else 2
-
-
-def itemsize(case: Case) -> int:
-    """Bytes of a number of weights and cache."""
-    return 4 if case.dtype == "float32" else 2
 
 
 # --- searching -----------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.numpy as jnp
 
 from kvjax import decode
 from kvjax.cache.mesh import ROWS, WHOLE
@@ -155,8 +156,8 @@ def prefill(case: Case, target: aot.Target) -> Program:
     }
     own = shapes.laid(own, jax.tree.map(lambda _: WHOLE, own), mesh)
     index, numbers = shapes.everywhere(mesh, (), "int32"), shapes.everywhere(mesh, (rows,), "int32")
-    tokens = decode.bucket(case.context) if case.policy.whole_prompt else case.chunk
-    x = jax.ShapeDtypeStruct((rows, tokens, case.spec.model_dim), case.dtype, sharding=mesh.sharding(ROWS))
+    entering = (rows, case.read_at_once, case.spec.model_dim)
+    x = jax.ShapeDtypeStruct(entering, jnp.dtype(case.dtype), sharding=mesh.sharding(ROWS))
     network = one.network.at(case.context)
     if case.policy.whole_prompt:
         seeds = shapes.everywhere(mesh, (rows,), "uint32")

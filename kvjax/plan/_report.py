@@ -101,10 +101,8 @@ def _roofline(question: Question, plan: Plan) -> Iterator[str]:
         f"{found.sent / 1e6:.2f} MB sent at {chip.links / 1e9:.0f} GB/s; latencies are not counted"
     )
     if found.walked > found.cache:
-        yield (
-            f"  {1e3 * found.compiled_seconds:.2f} ms as compiled: reads of {plan.step.program.kernels} walk whole "
-            f"pools, {found.walked / 1e9:.2f} GB"
-        )
+        walk = f"reads of {plan.step.program.kernels} walk whole pools, {found.walked / 1e9:.2f} GB"
+        yield f"  {1e3 * found.compiled_seconds:.2f} ms as compiled: {walk}"
     yield f"  {question.case.rows / found.seconds:.0f} tokens a second at most, all rows together"
 
 

@@ -84,12 +84,13 @@ class Held:
 
 def held(case: Case, *, reading: bool = False) -> tuple[Held, ...]:
     """All layers of a state that is full; ``reading``: with pools as they are while the prompt is read."""
-    known: dict[tuple[int | None, int], Held] = {}
+    known: dict[tuple[int | None, int, bool], Held] = {}
     found = []
-    for window, own in zip(case.spec.windows, slots(case)):
-        if (window, own) not in known:
-            known[window, own] = _held(case, window, own, reading)
-        found.append(known[window, own])
+    for index, kind in enumerate(zip(case.spec.windows, slots(case))):
+        one = (*kind, case.policy.selection.applies(index))
+        if one not in known:
+            known[one] = _held(case, *one, reading)
+        found.append(known[one])
     return tuple(found)
 
 
@@ -109,7 +110,7 @@ def state(case: Case, layers: tuple[Held, ...]) -> KVState:
     )
 
 
-def _held(case: Case, window: int | None, own: int, reading: bool) -> Held:
+def _held(case: Case, window: int | None, own: int, selective: bool, reading: bool) -> Held:
     mesh, policy = case.mesh, case.policy
     spec = dataclasses.replace(case.spec, num_layers=1, windows=(window,))
     sizes: dict[str, Any] = {"rows": case.rows, "context": case.context, "chunk_size": case.chunk}
@@ -125,13 +126,17 @@ def _held(case: Case, window: int | None, own: int, reading: bool) -> Held:
         pools.append(jax.eval_shape(lambda p, n=pages_each: states.resize(p, n, mesh), pages))
     cache = cache.with_pools(pools)
     cache = laid(cache, mesh.specs(cache), mesh)
-    ring, walked = _ring_read(case, cache), sum(_all_read(mesh.local(pages)) for pages in cache.pools)
+    ring, pools = _ring_read(case, cache), cache.pools
+    read = [_pages_read(case, pages, mine) for pages, mine in zip(pools, parts)]
+    if selective:
+        read[-1:] = [_selected(case, cache, mine) for mine in parts[-1:]]
+    walked = read if selective else [_all_read(mesh.local(pages)) for pages in pools]
     return Held(
         cache,
         allocated=bytes_each(cache),
         live=_live(case, cache, parts),
-        read=(read := ring + sum(_pages_read(case, cache, at, n) for at, n in enumerate(parts))),
-        walked=ring + walked if policy.selection.idle else read,
+        read=ring + sum(read),
+        walked=ring + sum(walked),
     )
 
 
@@ -156,28 +161,30 @@ def _ring_read(case: Case, cache: LayerCache) -> int:
     return slots * 2 * k.shape[-1] * k.dtype.itemsize + bytes_each(cache.summary)
 
 
-def _pages_read(case: Case, cache: LayerCache, at: int, mine: int) -> int:
-    """Keys, values and scales of the live slots of a pool; of a selection what it visits and looks at."""
-    pages, selection = cache.pools[at], case.policy.selection
+def _pages_read(case: Case, pages: Pages, mine: int) -> int:
+    """Keys, values and scales of so many slots of each stream."""
     slot = 2 * pages.k.shape[-1] * pages.k.dtype.itemsize
     of_page = 0 if pages.scales is None else 2 * pages.head_dim * pages.scales.dtype.itemsize
-    if selection.idle or at < len(cache.pools) - 1:
-        return _streams(case) * (mine * slot + -(-mine // pages.size) * of_page)
+    return _streams(case) * (mine * slot + -(-mine // pages.size) * of_page)
+
+
+def _selected(case: Case, cache: LayerCache, mine: int) -> int:
+    """What a selection visits of the last pool, and what it looks at: values of pages, or every key."""
+    pages = cache.pools[-1]
     visited = min(_visited(case, pages, cache.ring.window), mine)
-    summaries = selection.summary_shapes(pages.size, pages.head_dim).values()
-    if summaries:
-        looked_at = -(-mine // pages.size) * 4 * sum(math.prod(shape) for shape in summaries)
-    else:
-        looked_at = mine * slot // 2  # every key
-    return _streams(case) * (visited * slot + -(-visited // pages.size) * of_page + looked_at)
+    summaries = case.policy.selection.summary_shapes(pages.size, pages.head_dim).values()
+    numbers = sum(math.prod(shape) for shape in summaries)
+    looked_at = _streams(case) * -(-mine // pages.size) * 4 * numbers
+    if not summaries:
+        looked_at = _pages_read(case, pages, mine) // 2
+    return _pages_read(case, pages, visited) + looked_at
 
 
 def _visited(case: Case, pages: Pages, window: int) -> int:
     """Slots of a stream that a selection visits at most, whatever the text."""
     mine = case.mesh.local(pages)
     rows, heads, lists, _ = mine.table.shape
-    groups = case.spec.num_heads // case.spec.num_kv_heads
-    q = jax.ShapeDtypeStruct((rows, heads * groups, pages.head_dim), jnp.dtype(case.dtype))
+    q = jax.ShapeDtypeStruct((rows, heads * case.spec.groups, pages.head_dim), jnp.dtype(case.dtype))
     total = jax.ShapeDtypeStruct((rows,), jnp.int32)
     select = functools.partial(case.policy.selection.select, None)
     longest = pages.span + window
@@ -231,8 +238,9 @@ def _pages(case: Case, pages: Pages, at: int, mine: int) -> int:
 def _read_pages(case: Case, pages: Pages, at: int, mine: int) -> int:
     """Pages of a pool on each device right after its prompt was read, before it is fitted."""
     policy, chunk, window = case.policy, case.chunk, case.policy.window(case.context)
-    if policy.whole_prompt:
-        return pool.coarse_class(_owned(case, pages, mine))
+    if policy.whole_prompt:  # as ``decode.prompt_pages`` has it, of slots and not of owned pages
+        lists = _streams(case) * pages.table.shape[2]
+        return pool.coarse_class(_streams(case) * mine // pages.size + lists)
     most = decode.slot_bounds(policy, case.context, chunk, [pages.size] * 2)[at]
     local, left, count = case.mesh.local(pages), max(case.context - window, 1), 1
     ahead = case.context if policy.admission.idle else chunk
