@@ -43,10 +43,11 @@ compiled for the chips ahead of time ({wheels}); nothing here ran on a TPU, noth
 
     python -m studies.plan --out results/plan
 
-Each `.json` is one plan, with the `command` that prints it. Imbalance: slots of the fullest device over the mean; all
-devices have pools of the fullest one's size. Most rows are those of a decode step in the {memory:.2f} GiB of a device.
-The least time of a step is the bytes that must be loaded over the chip's published bandwidth, and the bytes sent over
-that of its links; latencies are not counted. "As compiled" counts whole pools, which reads of `xla` walk.
+Each `.json` is one plan, with the `command` that prints it. Imbalance: slots of the fullest device over the
+mean; all devices have pools of the fullest one's size. Most rows are those of a decode step in the
+{memory:.2f} GiB of a device. The least time of a step is the bytes that must be loaded over the chip's published
+bandwidth, and the bytes sent over that of its links; latencies are not counted. "As compiled" counts whole
+pools, which reads of `xla` walk.
 """
 
 
@@ -109,7 +110,7 @@ def _table(full: dict[str, Any], gated: dict[str, Any]) -> list[str]:
     lines = [
         f"## {full['devices']}, {full['mesh']}",
         "",
-        f"| | imbalance | most rows | of `full` | least step, {rows} rows | of `full` | as compiled | of `full` |",
+        f"| | imbalance | most rows | of `full` | least step of {rows} rows | | as compiled | |",
         "|---|---|---|---|---|---|---|---|",
     ]
     base = full["at_imbalance"]["1"]
