@@ -45,9 +45,9 @@ compiled for the chips ahead of time ({wheels}); nothing here ran on a TPU, noth
 
 Each `.json` is one plan, with the `command` that prints it. Imbalance: slots of the fullest device over the
 mean; all devices have pools of the fullest one's size. Most rows are those of a decode step in the
-{memory:.2f} GiB of a device. The least time of a step is the bytes that must be loaded over the chip's published
-bandwidth, and the bytes sent over that of its links; latencies are not counted. "As compiled" counts whole
-pools, which reads of `xla` walk.
+{memory:.2f} GiB of a device. The least time of a step is the bytes that must be loaded over the published
+bandwidth of the chip, and the bytes sent over that of its links; latencies are not counted. "As compiled"
+counts whole pools, which reads of `xla` walk.
 """
 
 
