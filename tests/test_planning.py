@@ -16,6 +16,7 @@ from kvjax.cache.mesh import MeshError
 from kvjax.cli import InputError
 from kvjax.models import published
 from kvjax.models.decoder import shapes
+from kvjax.models.hf_config import ModelError
 from kvjax.plan import __main__ as command
 from kvjax.plan import _arguments, _estimate, _plan, _programs, _search, _shapes
 from kvjax.plan import _case as cases
@@ -25,6 +26,7 @@ from kvjax.plan._estimate import Known
 from kvjax.plan._programs import Program
 from pallas_kernels.measure import aot
 from pallas_kernels.measure.chips import CHIPS, Chip
+from train import config
 
 LLAMA = published.spec("llama-3.1-8b")
 LONG = 131072
@@ -59,6 +61,14 @@ def program(**more) -> Program:
 def test_a_named_shape_has_as_many_parameters_as_the_model(name, parameters):
     leaves = jax.tree.leaves(shapes(published.spec(name)), is_leaf=lambda x: isinstance(x, tuple))
     assert sum(int(np.prod(shape)) for shape in leaves) == parameters
+
+
+def test_a_training_config_may_name_one():
+    assert config.published({"config": "llama-3.1-8b"}) == LLAMA
+    assert config.published({"config": published.CONFIGS["qwen2.5-7b"]}) == published.spec("qwen2.5-7b")
+    assert config.published({}) is None
+    with pytest.raises(ModelError, match="Give one of llama-3.1-8b"):
+        config.published({"config": "llama-9"})
 
 
 # --- slots ----------------------------------------------------------------------------------------
