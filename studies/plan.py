@@ -82,8 +82,8 @@ def answered(words: str) -> dict[str, Any]:
         full = dataclasses.replace(case, rows=rows)
         columns[f"{imbalance:g}"] = {
             "most_rows": rows,
-            "step": dataclasses.asdict(estimate.roofline(case, step.program, question.chip)),
-            "step_of_most_rows": dataclasses.asdict(estimate.roofline(full, step.program, question.chip)),
+            "step": dataclasses.asdict(estimate.roofline(case, step, question.chip)),
+            "step_of_most_rows": dataclasses.asdict(estimate.roofline(full, step, question.chip)),
         }
     command = {"command": f"python -m kvjax.plan {words}"}
     return command | report.as_json(question, plan) | {"at_imbalance": columns}

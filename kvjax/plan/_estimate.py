@@ -114,27 +114,27 @@ class Roofline:
     compiled_seconds: float
 
 
-def roofline(case: Case, step: Program, chip: Chip) -> Roofline:
-    """The least time of a step."""
+def roofline(case: Case, known: Known, chip: Chip) -> Roofline:
+    """The least time of a step like one that was compiled; what is sent grows with the rows."""
     held = shapes.held(case)
     loaded = shapes.read_every_step(case)
     learned = shapes.bytes_each(shapes.weights(case)) // case.mesh.size(TENSOR)
     weights = shapes.bytes_each(loaded) + learned
     cache = sum(layer.read for layer in held)
-    walked = sum(layer.walked for layer in held) if step.kernels == "xla" else cache
+    walked = sum(layer.walked for layer in held) if known.program.kernels == "xla" else cache
     rows = case.rows // case.mesh.size(DATA)
     numbers = shapes.bytes_each(loaded) / case.itemsize
     storage, dim = case.policy.storage, case.spec.head_dim
     key = storage.width(dim) * jnp.dtype(storage.dtype(jnp.dtype(case.dtype))).itemsize
     flops = 2.0 * rows * numbers + 2.0 * case.spec.groups * cache / key * dim
-    sending = step.sent / chip.links
+    sent = known.program.sent * case.rows / known.case.rows
     loads = (weights + cache, weights + walked)
-    times = [max(load / chip.bandwidth, flops / chip.flops) + sending for load in loads]
+    times = [max(load / chip.bandwidth, flops / chip.flops) + sent / chip.links for load in loads]
     return Roofline(
         weights=weights,
         cache=cache,
         walked=walked,
-        sent=step.sent,
+        sent=sent,
         flops=flops,
         seconds=times[0],
         compiled_seconds=times[1],

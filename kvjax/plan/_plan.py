@@ -30,7 +30,7 @@ class Plan:
     Attributes:
       kind: of the devices, as JAX says it.
       step, prefill: the programs, of a prefill one layer's; for fewer rows than were asked for where the
-        compiler finds no room for all.
+        compiler finds no room for all; no prefill where it finds none for one row a device.
       decoding, reading: bytes of a device during a step, and while prompts are read.
       roofline: the least time of a step.
       most_rows: at this context, while decoding; 0 where not one fits.
@@ -43,9 +43,9 @@ class Plan:
 
     kind: str
     step: Known
-    prefill: Known
+    prefill: Known | None
     decoding: Bytes
-    reading: Bytes
+    reading: Bytes | None
     roofline: Roofline
     most_rows: int
     most_read: int
@@ -83,39 +83,46 @@ def answer(question: Question) -> Plan:
     where = meshes.mesh(repr(case.mesh), devices=devices.devices)
     case = dataclasses.replace(case, mesh=where)
     chip = question.chip
-    step_case, step = _compiled(functools.partial(programs.step, target=devices, exact=question.exact), case)
-    padding = step.padding / max(estimate.resident(step_case).allocated, 1)
-    stepping = Known(case=step_case, program=step, padding=padding)
-    read_case, prefill = _compiled(functools.partial(programs.prefill, target=devices), case)
-    reading = Known(case=read_case, program=prefill, padding=padding, reading=True)
-    decoding = estimate.bytes_like(case, stepping)
+    step = _step(functools.partial(programs.step, target=devices, exact=question.exact), case)
+    prefill = compiled(functools.partial(programs.prefill, target=devices), case)
+    if prefill is not None:
+        prefill = dataclasses.replace(prefill, padding=step.padding, reading=True)
+    decoding = estimate.bytes_like(case, step)
     return Plan(
         kind=devices.kind,
-        step=stepping,
-        prefill=reading,
+        step=step,
+        prefill=prefill,
         decoding=decoding,
-        reading=estimate.bytes_like(case, reading),
+        reading=estimate.bytes_like(case, prefill) if prefill else None,
         roofline=estimate.roofline(case, step, chip),
-        most_rows=search.most_rows(case, stepping, chip.memory),
-        most_read=search.most_rows(case, reading, chip.memory),
-        longest=search.longest_context(case, stepping, chip.memory),
-        remedies=search.remedies(case, stepping, chip) if decoding.total > chip.memory else [],
+        most_rows=search.most_rows(case, step, chip.memory),
+        most_read=search.most_rows(case, prefill, chip.memory) if prefill else 0,
+        longest=search.longest_context(case, step, chip.memory),
+        remedies=search.remedies(case, step, chip) if decoding.total > chip.memory else [],
         wheels=aot.wheels(),
         seconds=time.monotonic() - began,
     )
 
 
-def _compiled(compile_: Callable[[Case], Program], case: Case) -> tuple[Case, Program]:
-    """A program of as many of the rows as the compiler finds room for, halving them."""
+def _step(compile_: Callable[[Case], Program], case: Case) -> Known:
+    """A step, and how much its layouts add to the state."""
+    found = compiled(compile_, case)
+    if found is None:
+        raise InputError(
+            f"--rows {case.rows} --context {case.context}: the compiler finds no room for one row a device. "
+            "Give a shorter context, or more devices."
+        )
+    state = estimate.resident(found.case).allocated
+    return dataclasses.replace(found, padding=found.program.padding / max(state, 1))
+
+
+def compiled(compile_: Callable[[Case], Program], case: Case) -> Known | None:
+    """A program of as many rows as the compiler finds room for, halving them; None: not one a device."""
     data, each = case.mesh.size(DATA), case.rows // case.mesh.size(DATA)
-    while True:
+    while each:
         now = dataclasses.replace(case, rows=each * data)
         try:
-            return now, compile_(now)
-        except NoRoom as reason:
-            if each == 1:
-                raise InputError(
-                    f"--rows {case.rows} --context {case.context}: not even one row a device fits: {reason} "
-                    "Give a shorter context, or more devices."
-                ) from reason
+            return Known(case=now, program=compile_(now))
+        except NoRoom:
             each //= 2
+    return None

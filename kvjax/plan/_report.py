@@ -38,19 +38,22 @@ def lines(question: Question, plan: Plan) -> Iterator[str]:
     yield ""
     yield f"{'GiB a device':18} {'a step':>9} {'prefill':>9}"
     for field, name in PARTS.items():
-        both = (getattr(plan.decoding, field) / GIB, getattr(plan.reading, field) / GIB)
-        yield f"{name:18} {both[0]:9.3f} {both[1]:9.3f}"
+        both = [
+            f"{getattr(x, field) / GIB:9.3f}" if x else f"{'-':>9}" for x in (plan.decoding, plan.reading)
+        ]
+        yield f"{name:18} {' '.join(both)}"
     yield f"{'of':18} {chip.memory / GIB:9.3f} {chip.memory / GIB:9.3f}  {chip.remark}".rstrip()
     yield f"{'':18} {_verdict(plan.decoding, chip.memory):>9} {_verdict(plan.reading, chip.memory):>9}"
-    for name, rows in (("step", plan.step.case.rows), ("prefill", plan.prefill.case.rows)):
-        if rows < case.rows:
-            yield f"The {name} of all rows finds no room in the compiler; it was compiled for {rows}."
+    for name, known in (("step", plan.step), ("prefill", plan.prefill)):
+        if known is None or known.case.rows < case.rows:
+            rows = f"it was compiled for {known.case.rows}" if known else "nor one row a device"
+            yield f"The {name} of all rows finds no room in the compiler; {rows}."
     yield ""
     yield "collectives of a step, a device:"
     yield from _collectives(plan.step.program)
     how = "the whole prompts" if case.policy.whole_prompt else f"{case.chunk} tokens a row"
     yield f"of one layer of prefill, {how}:"
-    yield from _collectives(plan.prefill.program)
+    yield from _collectives(plan.prefill.program if plan.prefill else None)
     yield ""
     yield from _roofline(question, plan)
     yield ""
@@ -79,18 +82,19 @@ def _depths(question: Question, plan: Plan) -> str:
     return f"{layers} layers carried on from {few} and {more}"
 
 
-def _verdict(found: Bytes, memory: int) -> str:
-    return "fits" if found.total <= memory else "too much"
+def _verdict(found: Bytes | None, memory: int) -> str:
+    return "fits" if found and found.total <= memory else "too much"
 
 
-def _collectives(program: Program) -> Iterator[str]:
+def _collectives(program: Program | None) -> Iterator[str]:
+    if program is None or not program.collectives:
+        yield "  none"
+        return
     for one, count in sorted(program.collectives.items(), key=lambda x: (-x[0].sent * x[1], x[0])):
         yield (
             f"  {count:4} {one.kind} of {one.nbytes:,} bytes among {one.devices} devices, "
             f"{one.sent * count / 1e6:.3f} MB sent"
         )
-    if not program.collectives:
-        yield "  none"
 
 
 def _roofline(question: Question, plan: Plan) -> Iterator[str]:
@@ -123,16 +127,17 @@ def as_json(question: Question, plan: Plan) -> dict[str, Any]:
         "dtype": case.dtype,
         "layers": case.spec.num_layers,
         "compiled_layers": list(plan.step.program.depths),
-        "compiled_rows": {"step": plan.step.case.rows, "prefill": plan.prefill.case.rows},
+        "compiled_rows": {"step": plan.step.case.rows, "prefill": plan.prefill and plan.prefill.case.rows},
         "kernels": plan.step.program.kernels,
         "memory": chip.memory,
         "step": _bytes(plan.decoding),
-        "prefill": _bytes(plan.reading),
+        "prefill": plan.reading and _bytes(plan.reading),
         "fits": {
-            name: x.total <= chip.memory for name, x in (("step", plan.decoding), ("prefill", plan.reading))
+            name: x is not None and x.total <= chip.memory
+            for name, x in (("step", plan.decoding), ("prefill", plan.reading))
         },
         "collectives": _counted(plan.step.program),
-        "prefill_layer_collectives": _counted(plan.prefill.program),
+        "prefill_layer_collectives": _counted(plan.prefill.program) if plan.prefill else [],
         "roofline": dataclasses.asdict(plan.roofline),
         "most_rows": plan.most_rows,
         "most_rows_read_at_once": plan.most_read,
