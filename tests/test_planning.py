@@ -217,7 +217,7 @@ def test_bytes_sent_by_a_ring(kind, sent):
 
 @pytest.mark.parametrize(
     ("kinds", "found"),
-    [("a" * 32, (2, 3)), ("aa" + "b" * 30, (3, 4)), ("aaaaab" * 4 + "aa", (8, 14)), ("ab" * 13, (2, 4))],
+    [("a" * 32, (1, 2)), ("aa" + "b" * 30, (3, 4)), ("aaaaab" * 4 + "aa", (8, 14)), ("ab" * 13, (2, 4))],
 )
 def test_depths_differ_by_one_period(kinds, found):
     assert _programs.depths(kinds) == found

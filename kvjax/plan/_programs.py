@@ -117,7 +117,6 @@ def depths(kinds: Sequence[Any]) -> tuple[int, int]:
     ]
     _, head, period = min(starts)
     first = head + period + (layers - head) % period
-    first += period * (first < 2)  # a single layer is the first and the last one
     return first, first + period
 
 
