@@ -65,9 +65,8 @@ def _run(argv: Sequence[str]) -> None:
     for name in [asked.only] if asked.only else QUESTIONS:
         found = answered(QUESTIONS[name])
         (asked.out / f"{name}.json").write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
-        print(f"{name}: most rows {found['at_imbalance']}", flush=True)
-    if all((asked.out / f"{name}.json").is_file() for name in QUESTIONS):
-        (asked.out / "README.md").write_text(page(read(asked.out)), encoding="utf-8")
+        print(f"{name}: {found['at_imbalance']}", flush=True)
+    (asked.out / "README.md").write_text(page(read(asked.out)), encoding="utf-8")
 
 
 def answered(words: str) -> dict[str, Any]:
@@ -91,16 +90,18 @@ def answered(words: str) -> dict[str, Any]:
 
 def read(folder: Path) -> dict[str, dict[str, Any]]:
     """The plans in a folder, by name."""
-    return {name: json.loads((folder / f"{name}.json").read_text(encoding="utf-8")) for name in QUESTIONS}
+    files = {name: folder / f"{name}.json" for name in QUESTIONS}
+    return {name: json.loads(x.read_text(encoding="utf-8")) for name, x in files.items() if x.is_file()}
 
 
 def page(plans: dict[str, dict[str, Any]]) -> str:
-    """The page about all of them."""
+    """The page about them: a table for each slice of which both are there."""
     first = next(iter(plans.values()))
     wheels = ", ".join(f"{name} {first['compilers'][name]}" for name in ("jax", "libtpu"))
     head = _HEAD.format(context=first["context"], wheels=wheels, memory=first["memory"] / 2**30)
     names = list(QUESTIONS)
-    slices = [(plans[full], plans[gated]) for full, gated in zip(names[::2], names[1::2])]
+    pairs = [pair for pair in zip(names[::2], names[1::2]) if set(pair) <= set(plans)]
+    slices = [(plans[full], plans[gated]) for full, gated in pairs]
     return "\n".join([head, *(line for full, gated in slices for line in _table(full, gated))])
 
 
