@@ -92,7 +92,7 @@ def load(
 
     where = meshes.mesh(mesh)
     if source is None:
-        found = hf.load(_embedded_folder(), dtype=dtype or "float32", mesh=where)
+        found = hf.load(embedded_folder(), dtype=dtype or "float32", mesh=where)
     else:
         found = hf.load(source, dtype=dtype, mesh=where)
     assert found.folder is not None  # noqa: S101  (hf.load always says where it read)
@@ -107,7 +107,12 @@ def load(
     return dataclasses.replace(model, params=laid, heads=order, origin=fingerprint(model))
 
 
-def _embedded_folder() -> Path:
+def embedded_folder() -> Path:
+    """The folder of the model inside the package.
+
+    Raises:
+      ModelError: this copy has none.
+    """
     from kvjax.models.hf import ModelError
 
     folder = Path(str(importlib.resources.files("kvjax"))) / "assets" / "small"

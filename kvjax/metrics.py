@@ -59,8 +59,8 @@ class Bytes:
 
 
 def _size(tree: Any) -> int:
-    """Device bytes of every leaf."""
-    return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
+    """Bytes of every leaf, which may be a shape alone."""
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 def ring_slot(ring: Ring) -> int:

@@ -22,6 +22,7 @@ COMMANDS = {
     "kvjax.eval": "kvjax.eval.__main__",
     "kvjax.bench": "kvjax.bench.__main__",
     "kvjax.weights": "kvjax.weights.__main__",
+    "kvjax.plan": "kvjax.plan.__main__",
     "kvjax.catalogue": "kvjax.catalogue._table",
 }
 

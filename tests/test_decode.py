@@ -111,7 +111,7 @@ def test_prompts_of_one_size_class_share_their_programs(policy):
     """The second prompt, of another length, must not compile anything."""
 
     def programs():
-        whole = (_prefill._prompt_layer, _prefill._store_layer)
+        whole = (_prefill.prompt_layer, _prefill._store_layer)
         layers = (_by_layer.chunk_layer, _by_layer.embed, _by_layer.fed, _by_layer.answer)
         return [f._cache_size() for f in (*layers, decode.segment, *whole)]
 

@@ -93,10 +93,14 @@ def read_config(path: Path, parse: Callable[[dict[str, Any]], Read], example: st
 
 
 def published(model: dict[str, Any]) -> ModelSpec | None:
-    """The model's sizes where a config's section ``model`` writes them out."""
+    """The model's sizes where a config's section ``model`` writes them out, or names them."""
+    from kvjax.models import published
     from kvjax.models.hf_config import read_config as read
 
-    return read(model["config"], {}, "model.config") if "config" in model else None
+    if "config" not in model:
+        return None
+    config = model["config"]
+    return published.spec(config) if isinstance(config, str) else read(config, {}, "model.config")
 
 
 def backbone(source: str, dtype: str, spec: ModelSpec | None) -> LanguageModel:

@@ -12,16 +12,12 @@ from typing import TYPE_CHECKING, Any
 import jax
 import optax
 
+from pallas_kernels.measure.chips import CHIPS, GIB
 from train import loop, mesh
 from train.config import ConfigError
 
 if TYPE_CHECKING:
     from pallas_kernels.measure import aot
-
-LIMITS = {"v5e": 15.75, "v6e": 31.25, "v5p": 95.74, "tpu7x": 94.75}
-"""GiB of a chip's memory that libtpu lets one program have (tpu7x: of one of its two cores)."""
-
-GIB = 2**30
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -61,9 +57,9 @@ def slice_of(name: str, axes: tuple[int, int]) -> tuple[aot.Target, mesh.Layout]
     from pallas_kernels.measure import aot  # sets what libtpu reads when it loads: not beside real chips
 
     chip = name.split(":")[0]
-    if chip not in LIMITS:
+    if chip not in aot.TPUS:
         raise ConfigError(
-            f"--compile {name}: {chip!r} is none of {', '.join(LIMITS)}. Write v5e:2x4, for example."
+            f"--compile {name}: {chip!r} is none of {', '.join(aot.TPUS)}. Write v5e:2x4, for example."
         )
     try:
         target = aot.target(chip, name if ":" in name else None)
@@ -117,7 +113,7 @@ def compiled(
         outputs=memory.output_size_in_bytes - memory.alias_size_in_bytes,
         temporary=memory.temp_size_in_bytes,
         code=memory.generated_code_size_in_bytes,
-        limit=int(LIMITS[topology.split(":")[0]] * GIB),
+        limit=CHIPS[topology.split(":")[0]].memory,
         flops=float(count.get("flops", 0.0)),
         seconds=time.monotonic() - began,
     )

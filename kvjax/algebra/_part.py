@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import types
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -95,6 +96,11 @@ class Part:
     def untrained(self, model: Weighted, seed: int) -> list[Params]:
         """Weights that have learned nothing and cost what trained ones do, for measuring speed and memory."""
         return self.example_weights(jax.random.PRNGKey(seed), model.network)
+
+    def weight_shapes(self, network: Network) -> list[Params]:
+        """Shapes and dtypes of weights as they are trained, where no model is at hand; one pytree a layer."""
+        model: Any = types.SimpleNamespace(network=network)
+        return jax.eval_shape(lambda: self.untrained(model, 0))
 
     def arrive(self, params: Params | None, observed: Observation) -> dict[str, Float[Array, "B K T"]]:
         """Values for ``keeps``, asked once, when a token arrives."""

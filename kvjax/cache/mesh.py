@@ -253,7 +253,7 @@ def mesh(given: str | Mesh | None = None, *, devices: Sequence[Any] | None = Non
     """
     if isinstance(given, Mesh):
         return given
-    call, shape = _shape(given, sizes)
+    shape, call = axis_sizes(given, **sizes)
     need = math.prod(shape)
     if need == 1 and devices is None:
         return ONE
@@ -273,12 +273,16 @@ def sizes_of(given: str) -> Mesh:
     Raises:
       MeshError: as ``mesh``, but for too few devices.
     """
-    shape = _shape(given, {})[1]
+    shape = axis_sizes(given)[0]
     return ONE if math.prod(shape) == 1 else Mesh(jax.sharding.AbstractMesh(shape, AXES))  # type: ignore[arg-type]
 
 
-def _shape(given: str | None, sizes: Mapping[str, int]) -> tuple[str, tuple[int, ...]]:
-    """The call, for errors, and the size of each of ``AXES``."""
+def axis_sizes(given: str | None = None, **sizes: int) -> tuple[tuple[int, ...], str]:
+    """Devices along each of ``AXES``, and the call of ``mesh`` as it was written.
+
+    Raises:
+      MeshError: an axis that is none, sizes that are no whole numbers of 1 or more.
+    """
     asked: dict[str, Any] = dict(sizes)
     call = f"mesh({given!r})" if given is not None else f"mesh(**{asked})"
     for word in filter(None, (given or "").replace(" ", "").split(",")):
@@ -290,7 +294,7 @@ def _shape(given: str | None, sizes: Mapping[str, int]) -> tuple[str, tuple[int,
         raise MeshError(f"{call}: {unknown[0]!r} is no axis. The axes are {', '.join(AXES)}.")
     if wrong := [axis for axis, n in asked.items() if isinstance(n, bool) or not isinstance(n, int) or n < 1]:
         raise MeshError(f"{call}: {wrong[0]}={asked[wrong[0]]!r} is no number of devices. Give 1 or more.")
-    return call, tuple(asked.get(axis, 1) for axis in AXES)
+    return tuple(asked.get(axis, 1) for axis in AXES), call
 
 
 def mesh_of(params: Params) -> Mesh:

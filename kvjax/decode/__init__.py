@@ -22,6 +22,7 @@ from kvjax.decode._capacity import (
     SEGMENT,
     bucket,
     empty,
+    empty_layers,
     most_slots,
     padded,
     page_size,
@@ -33,7 +34,15 @@ from kvjax.decode._capacity import (
 from kvjax.decode._checks import Progress, Remark, RequestError, read_policy
 from kvjax.decode._devices import on_mesh
 from kvjax.decode._generate import Generation, Run, generate, segment, stream
-from kvjax.decode._prefill import answered, cut, cuts_after, extend, prefill, read_layers
+from kvjax.decode._prefill import (
+    answered,
+    cut,
+    cuts_after,
+    extend,
+    prefill,
+    prompt_layer,
+    read_layers,
+)
 from kvjax.decode._reading import Reading, read_full
 from kvjax.decode._step import chunk, run_layers, step, step_program, with_confidence
 
@@ -57,6 +66,7 @@ __all__ = [
     "cut",
     "cuts_after",
     "empty",
+    "empty_layers",
     "extend",
     "generate",
     "most_slots",
@@ -64,6 +74,7 @@ __all__ = [
     "padded",
     "page_size",
     "prefill",
+    "prompt_layer",
     "prompt_pages",
     "read_full",
     "read_layers",

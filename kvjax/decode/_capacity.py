@@ -7,8 +7,9 @@ here.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -167,9 +168,39 @@ def empty(
       chunk_size: most tokens a row will be fed at a time.
       mesh: the devices it lies on; must divide rows and KV heads.
     """
-    policy, dtype = catalogue.policy(policy), jnp.dtype(dtype)
-    heads, dim = network.num_kv_heads // mesh.size(TENSOR), network.head_dim
-    all_rows, rows = rows, rows // mesh.size(DATA)
+    policy = catalogue.policy(policy)
+    sizes: dict[str, Any] = {"rows": rows, "context": context, "page": page, "chunk_size": chunk_size}
+    make = functools.partial(empty_layers, network, policy, **sizes, dtype=dtype, mesh=mesh)
+    numbers = {
+        "length": np.zeros(rows, np.int32),
+        "total": np.zeros(rows, np.int32),
+        "peak": np.zeros(2, np.float32),
+        "confidence": np.zeros(rows, np.float32) if policy.budget.needs_logits else None,
+    }
+    return KVState(
+        layers=make() if mesh.grid is None else jax.jit(make)(),
+        **mesh.put(numbers),  # compiles nothing
+        context=context,
+        chunk=chunk_size,
+        structure=policy.structure,
+        mesh=mesh,
+    )
+
+
+def empty_layers(
+    network: Network,
+    policy: Policy,
+    *,
+    rows: int,
+    context: int,
+    dtype: jnp.dtype,
+    page: int | None = None,
+    chunk_size: int = CHUNK,
+    mesh: Mesh = ONE,
+) -> tuple[LayerCache, ...]:
+    """The layers of ``empty``. Pure: shapes alone can be asked for, of devices that are not here too."""
+    heads, dim, dtype = network.num_kv_heads // mesh.size(TENSOR), network.head_dim, jnp.dtype(dtype)
+    rows = rows // mesh.size(DATA)
 
     def layer(window: int | None) -> LayerCache:
         w = policy.window(context) if window is None else min(window, context)
@@ -206,23 +237,9 @@ def empty(
     def layers() -> tuple[LayerCache, ...]:
         return tuple(layer(window) for window in network.windows)
 
-    if mesh.grid is not None:
-        specs, one_device = mesh.specs(jax.eval_shape(layers)), layers
-        layers = jax.jit(lambda: mesh.each(one_device, [], [], specs))
-    numbers = {
-        "length": np.zeros(all_rows, np.int32),
-        "total": np.zeros(all_rows, np.int32),
-        "peak": np.zeros(2, np.float32),
-        "confidence": np.zeros(all_rows, np.float32) if policy.budget.needs_logits else None,
-    }
-    return KVState(
-        layers=layers(),
-        **mesh.put(numbers),  # compiles nothing
-        context=context,
-        chunk=chunk_size,
-        structure=policy.structure,
-        mesh=mesh,
-    )
+    if mesh.grid is None:
+        return layers()
+    return mesh.each(layers, [], [], mesh.specs(jax.eval_shape(layers)))
 
 
 def page_sizes(state: KVState) -> list[int]:

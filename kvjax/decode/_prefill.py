@@ -308,7 +308,7 @@ def read_layers(
             ranked, stored, stays = judge_layer(*where, *given, total, draws, mesh)
             x = reading.inputs[index + 1]
         else:
-            x, ranked, stored, stays = _prompt_layer(*where, x, total, draws, mesh)
+            x, ranked, stored, stays = prompt_layer(*where, x, total, draws, mesh)
         kept += [stays] if window is None else []
         # The one look of the host between two layers.
         fullest = [prompt_pages(policy, cache, own) for own in mesh.blocks(np.asarray(stored))]
@@ -330,7 +330,7 @@ def read_layers(
 
 
 @functools.partial(jax.jit, static_argnames=("network", "window", "ring", "mesh"))
-def _prompt_layer(
+def prompt_layer(
     network: Network,
     policy: Policy,
     window: int | None,

@@ -99,7 +99,7 @@ def judge_layer(
     seeds: UInt[Array, " B"],
     mesh: Mesh = ONE,
 ) -> tuple[Entry, Int[Array, "B K"], Int[Array, "B K"]]:
-    """What ``_prompt_layer`` makes of a layer whose attention is done; only its projections run again."""
+    """What ``prompt_layer`` makes of a layer whose attention is done; only its projections run again."""
     at = jnp.broadcast_to(jnp.arange(x.shape[1]), x.shape[:2])
     pos = jnp.where(at < total[:, None], at, EMPTY)
     info = layer.LayerInfo(policy, weights, index, network.num_layers, window, total, seeds=seeds)

@@ -15,6 +15,7 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from kvjax.models.hf_weights import read_json, read_weights, stamp, write_weight
 from kvjax.models.spec import ModelSpec
 from kvjax.types import Params
 
-__all__ = ["Model", "ModelError", "load", "save"]
+__all__ = ["Model", "ModelError", "load", "read_spec", "save"]
 
 # Only what is read: repositories also hold the same weights in other formats.
 _WANTED = ["config.json", "generation_config.json", "model*.safetensors", "model.safetensors.index.json"]
@@ -81,6 +82,29 @@ def load(source: str | Path, *, dtype: str | None = None, mesh: Mesh = ONE) -> M
     """
     _check_dtype(f"load({str(source)!r}, dtype={dtype!r})", dtype, (None, *DTYPES))
     folder = _folder_of(source)
+    spec, stored = _read_spec(folder)
+    mesh.check(f"load({str(source)!r})", heads=spec.num_heads, kv_heads=spec.num_kv_heads)
+    if mesh.across:
+        config = read_json(folder / "config.json")
+        given = {"the config": config, "the weights": stamp(folder), "the dtype": str(dtype)}
+        check_alike("load", mesh, given)
+    params = read_weights(folder, spec, dtype or stored, mesh)
+    return Model(spec=spec, params=params, folder=folder)
+
+
+def read_spec(source: str | Path) -> tuple[ModelSpec, str | None]:
+    """A model's sizes, and the dtype its config.json names; of the hub nothing but the config is fetched.
+
+    Args:
+      source: as in ``load``.
+
+    Raises:
+      ModelError: as ``load``, but for the weights.
+    """
+    return _read_spec(_folder_of(source, _WANTED[:2]))
+
+
+def _read_spec(folder: Path) -> tuple[ModelSpec, str | None]:
     file = folder / "config.json"
     if not file.is_file():
         raise ModelError(
@@ -90,12 +114,7 @@ def load(source: str | Path, *, dtype: str | None = None, mesh: Mesh = ONE) -> M
     config = read_json(file)
     generation = folder / "generation_config.json"
     spec = read_config(config, read_json(generation) if generation.is_file() else {}, str(file))
-    mesh.check(f"load({str(source)!r})", heads=spec.num_heads, kv_heads=spec.num_kv_heads)
-    if mesh.across:
-        given = {"the config": config, "the weights": stamp(folder), "the dtype": str(dtype)}
-        check_alike("load", mesh, given)
-    params = read_weights(folder, spec, dtype or stated_dtype(config, str(file)), mesh)
-    return Model(spec=spec, params=params, folder=folder)
+    return spec, stated_dtype(config, str(file))
 
 
 def save(
@@ -155,7 +174,7 @@ def save(
         raise
 
 
-def _folder_of(source: str | Path) -> Path:
+def _folder_of(source: str | Path, wanted: Sequence[str] = (*_WANTED, *_TOKENIZER)) -> Path:
     path = Path(source)
     if path.is_dir():
         return path
@@ -169,7 +188,7 @@ def _folder_of(source: str | Path) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(source, allow_patterns=[*_WANTED, *_TOKENIZER]))
+        return Path(snapshot_download(source, allow_patterns=[*wanted]))
     except Exception as error:
         # The hub client raises its own, its HTTP library's and the system's errors, and they change.
         reason = str(error).strip().split("\n")[0]

@@ -148,6 +148,11 @@ class WriteGate(Admission):
         tokens = min(1024, model.network.max_positions)
         return random_gates(model, UNTRAINED, self, tokens=tokens, seed=seed)
 
+    def weight_shapes(self, network: Network) -> list[Params]:
+        """Gates as wide as the paper's."""
+        sizes = (network.num_kv_heads, network.head_dim, None, network.num_layers)
+        return jax.eval_shape(lambda: initial(jax.random.key(0), *sizes, norm=True))
+
     def admit(self, params: Params | None, observed: Observation) -> Bool[Array, "B K T"]:
         """Gate at least tau."""
         if params is None:

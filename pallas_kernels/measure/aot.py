@@ -103,10 +103,11 @@ def target(chip: str, topology: str | None = None) -> Target:
 
     Args:
       chip: its name.
-      topology: for several TPUs, libtpu's name, such as "v5e:16x16".
+      topology: of several TPUs, libtpu's name, such as "v5e:16x16"; of several GPUs of one host, "h200:8".
 
     Raises:
       Missing: its compiler is not installed, or is of another version than jax.
+      ValueError, RuntimeError: no such topology.
     """
     if chip in TPUS:
         if _installed("libtpu") is None:
@@ -121,7 +122,11 @@ def target(chip: str, topology: str | None = None) -> Target:
         what = f"no CUDA plug-in of jaxlib {metadata.version('jaxlib')} is installed, only {known or 'none'}"
         raise _missing(chip, what)
     jax.devices()  # finds plug-ins; without a device it fails, unless JAX_PLATFORMS=cpu
-    options = {"target_config": _H200.replace("NVIDIA H200", GPUS[chip][0]), "topology": "1x1x1"}
+    count = int(topology.partition(":")[2]) if topology else 1
+    options = {
+        "target_config": _H200.replace("NVIDIA H200", GPUS[chip][0]),
+        "topology": f"1x1x{count}",  # slices x hosts x devices of a host
+    }
     found = topologies.get_topology_desc(platform="cuda", topology_name="", **options).devices
     gpu = Target(found, *GPUS[chip], "gpu", ("cuda",))
     _assembles(gpu)

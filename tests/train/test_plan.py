@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 
 import pytest
@@ -49,7 +50,7 @@ def test_the_step_compiles_for_four_chips_and_says_what_each_needs(config, capsy
     sizes = {name: float(value) for name, value in re.findall(r"(\w+) +([\d.]+) GiB a chip", out)}
     assert set(sizes) == {"arguments", "outputs", "temporary", "code", "total", "limit"}
     assert 0 < sizes["arguments"] < sizes["total"] < sizes["limit"] == 15.75
-    monkeypatch.setitem(plan.LIMITS, "v5e", 0.001)
+    monkeypatch.setitem(plan.CHIPS, "v5e", dataclasses.replace(plan.CHIPS["v5e"], memory=2**20))
     assert gates.main(words) == 2
     assert "does not fit" in capsys.readouterr().out
 

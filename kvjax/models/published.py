@@ -1,0 +1,74 @@
+"""Sizes of well-known models by name, as their config.json has them: to plan for what is not downloaded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvjax.models.hf_config import read_config
+from kvjax.models.hf_values import ModelError
+from kvjax.models.spec import ModelSpec
+
+_LLAMA_31: dict[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": 128256,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "mlp_bias": False,
+    "tie_word_embeddings": False,
+    "rope_theta": 500000.0,
+    "rope_scaling": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+}
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "llama-3.1-8b": _LLAMA_31
+    | {
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+    },
+    "llama-3.1-70b": _LLAMA_31
+    | {
+        "hidden_size": 8192,
+        "intermediate_size": 28672,
+        "num_hidden_layers": 80,
+        "num_attention_heads": 64,
+    },
+    "qwen2.5-7b": {
+        "model_type": "qwen2",
+        "vocab_size": 152064,
+        "hidden_size": 3584,
+        "intermediate_size": 18944,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-6,
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+        "use_sliding_window": False,
+        "rope_theta": 1000000.0,
+    },
+}
+"""The name of a shape to its config.json; all are stored in bfloat16."""
+
+
+def spec(name: str) -> ModelSpec:
+    """The sizes that a name stands for.
+
+    Raises:
+      ModelError: no such name.
+    """
+    if name not in CONFIGS:
+        raise ModelError(f"{name!r} is no shape that is known by name. Give one of {', '.join(CONFIGS)}.")
+    return read_config(CONFIGS[name], {}, name)

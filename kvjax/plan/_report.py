@@ -1,0 +1,159 @@
+"""A plan in words, and as JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+from kvjax.cache.mesh import DATA
+from kvjax.plan._arguments import Question
+from kvjax.plan._case import uneven
+from kvjax.plan._estimate import Bytes
+from kvjax.plan._plan import Plan
+from kvjax.plan._programs import Program
+from pallas_kernels.measure.chips import GIB
+
+PARTS = {
+    "weights": "weights",
+    "learned": "learned weights",
+    "allocated": "KV allocated",
+    "live": "  of it live",
+    "padding": "layout padding",
+    "temporary": "temporaries",
+    "code": "program",
+    "total": "total",
+}
+
+
+def lines(question: Question, plan: Plan) -> Iterator[str]:
+    """What is printed."""
+    case, chip = question.case, question.chip
+    chosen = ", the grid with the fewest bytes a device" if question.chosen else ""
+    where = f"{question.topology} ({plan.kind}), {case.mesh!r}{chosen}"
+    yield f"{question.model} under {case.policy!r} on {where}"
+    yield f"{case.rows} rows of {case.context} tokens{_shares(question)}, {case.dtype}"
+    wheels = ", ".join(f"{name} {version}" for name, version in plan.wheels.items())
+    yield f"compiled for, not run: {wheels}; kernels: {plan.step.program.kernels}; {_depths(question, plan)}"
+    yield ""
+    yield f"{'GiB a device':18} {'a step':>9} {'prefill':>9}"
+    for field, name in PARTS.items():
+        both = [
+            f"{getattr(x, field) / GIB:9.3f}" if x else f"{'-':>9}" for x in (plan.decoding, plan.reading)
+        ]
+        yield f"{name:18} {' '.join(both)}"
+    yield f"{'of':18} {chip.memory / GIB:9.3f} {chip.memory / GIB:9.3f}  {chip.remark}".rstrip()
+    yield f"{'':18} {_verdict(plan.decoding, chip.memory):>9} {_verdict(plan.reading, chip.memory):>9}"
+    for name, known in (("step", plan.step), ("prefill", plan.prefill)):
+        if known is None or known.case.rows < case.rows:
+            rows = f"it was compiled for {known.case.rows}" if known else "nor one row a device"
+            yield f"The {name} of all rows finds no room in the compiler; {rows}."
+    yield ""
+    yield "collectives of a step, a device:"
+    yield from _collectives(plan.step.program)
+    how = "the whole prompts" if case.policy.whole_prompt else f"{case.chunk} tokens a row"
+    yield f"of one layer of prefill, {how}:"
+    yield from _collectives(plan.prefill.program if plan.prefill else None)
+    yield ""
+    yield from _roofline(question, plan)
+    yield ""
+    read = f"{plan.most_read} where all prompts are read at once"
+    yield f"most rows at this context: {plan.most_rows}; {read}"
+    whole = ", all its positions" if plan.longest == case.spec.max_positions else ""
+    yield f"longest context of {case.rows} rows: {plan.longest}{whole}"
+    if plan.decoding.total > chip.memory:
+        ways = "; ".join(plan.remedies) or "nothing that was tried"
+        yield f"does not fit. What would: {ways}"
+
+
+def _shares(question: Question) -> str:
+    case = question.case
+    said = "" if case.share is None else f", share {case.share:g}"
+    if case.imbalance > 1 and not uneven(case.policy):
+        return f"{said} (no imbalance: this policy fills all heads alike)"
+    return said + (f", fullest device {case.imbalance:g} x the mean" if case.imbalance > 1 else "")
+
+
+def _depths(question: Question, plan: Plan) -> str:
+    layers = question.case.spec.num_layers
+    if len(plan.step.program.depths) == 1:
+        return f"all {layers} layers"
+    few, more = plan.step.program.depths
+    return f"{layers} layers carried on from {few} and {more}"
+
+
+def _verdict(found: Bytes | None, memory: int) -> str:
+    return "fits" if found and found.total <= memory else "too much"
+
+
+def _collectives(program: Program | None) -> Iterator[str]:
+    if program is None or not program.collectives:
+        yield "  none"
+        return
+    for one, count in sorted(program.collectives.items(), key=lambda x: (-x[0].sent * x[1], x[0])):
+        yield (
+            f"  {count:4} {one.kind} of {one.nbytes:,} bytes among {one.devices} devices, "
+            f"{one.sent * count / 1e6:.3f} MB sent"
+        )
+
+
+def _roofline(question: Question, plan: Plan) -> Iterator[str]:
+    found, chip = plan.roofline, question.chip
+    yield (
+        f"a step at least {1e3 * found.seconds:.2f} ms: {found.weights / 1e9:.2f} GB of weights and "
+        f"{found.cache / 1e9:.2f} GB of keys and values at {chip.bandwidth / 1e9:.0f} GB/s, "
+        f"{found.sent / 1e6:.2f} MB sent at {chip.links / 1e9:.0f} GB/s; latencies are not counted"
+    )
+    if found.walked > found.cache:
+        walk = f"reads of {plan.step.program.kernels} walk whole pools, {found.walked / 1e9:.2f} GB"
+        yield f"  {1e3 * found.compiled_seconds:.2f} ms as compiled: {walk}"
+    yield f"  {question.case.rows / found.seconds:.0f} tokens a second at most, all rows together"
+
+
+def as_json(question: Question, plan: Plan) -> dict[str, Any]:
+    """The same as a JSON object; bytes are of one device."""
+    case, chip = question.case, question.chip
+    return {
+        "model": question.model,
+        "policy": repr(case.policy),
+        "devices": question.topology,
+        "kind": plan.kind,
+        "mesh": repr(case.mesh),
+        "rows": case.rows,
+        "rows_each": case.rows // case.mesh.size(DATA),
+        "context": case.context,
+        "share": case.share,
+        "imbalance": case.fullest,
+        "dtype": case.dtype,
+        "layers": case.spec.num_layers,
+        "compiled_layers": list(plan.step.program.depths),
+        "compiled_rows": {"step": plan.step.case.rows, "prefill": plan.prefill and plan.prefill.case.rows},
+        "kernels": plan.step.program.kernels,
+        "memory": chip.memory,
+        "step": _bytes(plan.decoding),
+        "prefill": plan.reading and _bytes(plan.reading),
+        "fits": {
+            name: x is not None and x.total <= chip.memory
+            for name, x in (("step", plan.decoding), ("prefill", plan.reading))
+        },
+        "collectives": _counted(plan.step.program),
+        "prefill_layer_collectives": _counted(plan.prefill.program) if plan.prefill else [],
+        "roofline": dataclasses.asdict(plan.roofline),
+        "most_rows": plan.most_rows,
+        "most_rows_read_at_once": plan.most_read,
+        "longest_context": plan.longest,
+        "would_fit": plan.remedies,
+        "compilers": plan.wheels,
+        "note": "on paper: compiled for these devices, not run",
+    }
+
+
+def _bytes(found: Bytes) -> dict[str, int]:
+    return dataclasses.asdict(found) | {"total": found.total}
+
+
+def _counted(program: Program) -> list[dict[str, Any]]:
+    return [
+        dataclasses.asdict(one) | {"count": count, "sent": round(one.sent * count)}
+        for one, count in sorted(program.collectives.items())
+    ]

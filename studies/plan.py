@@ -1,0 +1,149 @@
+"""What write gates buy on a slice and on a pod of TPUs, on paper.
+
+Each question is put to ``kvjax.plan``: the steps are compiled for the chips, not run. How many rows fit where
+heads are filled unevenly is added up from the same programs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from kvjax import cli
+from kvjax.plan import _arguments as arguments
+from kvjax.plan import _estimate as estimate
+from kvjax.plan import _plan as plans
+from kvjax.plan import _report as report
+from kvjax.plan import _search as search
+
+_MODEL = "--model llama-3.1-8b --context 131072"
+_GATES = "--policy wg-kv --share 0.25"
+
+QUESTIONS = {
+    "v5e-16-full": f"{_MODEL} --policy full --rows 12 --tpu v5e:4x4 --mesh data=2,tensor=8",
+    "v5e-16-wg-kv": f"{_MODEL} {_GATES} --rows 12 --tpu v5e:4x4 --mesh data=2,tensor=8",
+    "v5e-256-full": f"{_MODEL} --policy full --rows 192 --tpu v5e:16x16 --mesh data=32,tensor=8",
+    "v5e-256-wg-kv": f"{_MODEL} {_GATES} --rows 192 --tpu v5e:16x16 --mesh data=32,tensor=8",
+}
+"""The name of a file to the words of a question; of each slice the full cache comes first."""
+
+IMBALANCES = (1.0, 1.5)
+"""Slots of the fullest device over the mean."""
+
+_HEAD = """\
+# Plans on paper
+
+Llama-3.1-8B in bfloat16, every row at {context:,} tokens, write gates that admit 25 %. Steps and prefill were
+compiled for the chips ahead of time ({wheels}); nothing here ran on a TPU, nothing is measured. Made by
+
+    python -m studies.plan --out results/plan
+
+Each `.json` is one plan, with the `command` that prints it. Imbalance: slots of the fullest device over the
+mean; all devices have pools of the fullest one's size. Most rows are those of a decode step in the
+{memory:.2f} GiB of a device. The least time of a step is the bytes that must be loaded over the published
+bandwidth of the chip, and the bytes sent over that of its links; latencies are not counted. "As compiled"
+counts whole pools, which reads of `xla` walk.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line; the exit code."""
+    return cli.run(_run, argv)
+
+
+def _run(argv: Sequence[str]) -> None:
+    parser = cli.Parser(prog="python -m studies.plan", description=__doc__)
+    cli.add(parser, "--out", required=True)
+    parser.add_argument("--only", metavar="NAME", choices=QUESTIONS, help=f"one of {', '.join(QUESTIONS)}")
+    asked = parser.parse_args(argv)
+    asked.out.mkdir(parents=True, exist_ok=True)
+    for name in [asked.only] if asked.only else QUESTIONS:
+        found = answered(QUESTIONS[name])
+        (asked.out / f"{name}.json").write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+        print(f"{name}: {found['at_imbalance']}", flush=True)
+    (asked.out / "README.md").write_text(page(read(asked.out)), encoding="utf-8")
+
+
+def answered(words: str) -> dict[str, Any]:
+    """A plan as JSON, with what fits at each imbalance."""
+    question = arguments.parse(words.split())
+    plan = plans.answer(question)
+    memory, step = question.chip.memory, plan.step
+    columns = {}
+    for imbalance in IMBALANCES:
+        case = dataclasses.replace(step.case, imbalance=imbalance)
+        rows = search.most_rows(case, step, memory)
+        full = dataclasses.replace(case, rows=rows)
+        columns[f"{imbalance:g}"] = {
+            "most_rows": rows,
+            "step": dataclasses.asdict(estimate.roofline(case, step, question.chip)),
+            "step_of_most_rows": dataclasses.asdict(estimate.roofline(full, step, question.chip)),
+        }
+    command = {"command": f"python -m kvjax.plan {words}"}
+    return command | report.as_json(question, plan) | {"at_imbalance": columns}
+
+
+def read(folder: Path) -> dict[str, dict[str, Any]]:
+    """The plans in a folder, by name."""
+    files = {name: folder / f"{name}.json" for name in QUESTIONS}
+    return {name: json.loads(x.read_text(encoding="utf-8")) for name, x in files.items() if x.is_file()}
+
+
+def page(plans: dict[str, dict[str, Any]]) -> str:
+    """The page about them: a table for each slice of which both are there."""
+    first = next(iter(plans.values()))
+    wheels = ", ".join(f"{name} {first['compilers'][name]}" for name in ("jax", "libtpu"))
+    head = _HEAD.format(context=first["context"], wheels=wheels, memory=first["memory"] / 2**30)
+    names = list(QUESTIONS)
+    pairs = [pair for pair in zip(names[::2], names[1::2]) if set(pair) <= set(plans)]
+    slices = [(plans[full], plans[gated]) for full, gated in pairs]
+    return "\n".join([head, *(line for full, gated in slices for line in _table(full, gated))])
+
+
+def _table(full: dict[str, Any], gated: dict[str, Any]) -> list[str]:
+    """The full cache beside write gates on one slice."""
+    rows = full["rows"]
+    lines = [
+        f"## {full['devices']}, {full['mesh']}",
+        "",
+        f"| | imbalance | most rows | of `full` | least step of {rows} rows | | as compiled | |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    base = full["at_imbalance"]["1"]
+    for plan, imbalance in ((full, "1"), *((gated, f"{x:g}") for x in IMBALANCES)):
+        mine = plan["at_imbalance"][imbalance]
+        times = [mine["most_rows"] / base["most_rows"]]
+        times += [base["step"][name] / mine["step"][name] for name in ("seconds", "compiled_seconds")]
+        lines.append(
+            f"| `{plan['policy']}` | {imbalance} | {mine['most_rows']} | {times[0]:.2f} x "
+            f"| {1e3 * mine['step']['seconds']:.2f} ms | {times[1]:.2f} x faster "
+            f"| {1e3 * mine['step']['compiled_seconds']:.2f} ms | {times[2]:.2f} x faster |"
+        )
+    sent = sum(one["sent"] for one in gated["collectives"])
+    counts = ", ".join(
+        f"{one['count']} {one['kind']} of {one['nbytes']:,} bytes among {one['devices']}"
+        for one in gated["collectives"]
+    )
+    held = " and ".join(
+        f"{plan['step']['total'] / 2**30:.2f} GiB ({plan['step']['weights'] / 2**30:.2f} weights, "
+        f"{plan['step']['allocated'] / 2**30:.2f} KV)"
+        for plan in (full, gated)
+    )
+    return [
+        *lines,
+        "",
+        f"A device holds {held} at {rows} rows. A step of {rows} rows under the gates has {counts}: "
+        f"{sent / 1e6:.2f} MB sent a device.",
+        "",
+    ]
+
+
+if __name__ == "__main__":
+    jax.config.update("jax_platforms", "cpu")  # devices of this machine are left alone
+    jax.config.update("jax_enable_compilation_cache", False)  # it cannot give back what is for other devices
+    cli.start(main)
