@@ -67,7 +67,10 @@ TABLE = {
     "kvjax.weights.__main__": r"kvjax\.(cli|weights(\..+)?)",
     "kvjax.timing": r"pallas_kernels\.measure\.timing",
     "kvjax.launch": r"kvjax(\.(cli|cache\.alike))?",
-    "kvjax.cli": r"kvjax\.(algebra|cache\.mesh|decode|weights\.torch_file|models\.hf_config)",
+    "kvjax.cli": (
+        r"kvjax\.(algebra|cache\.mesh|decode|weights\.torch_file|models\.hf_config)|pallas_kernels\.records"
+    ),
+    "kvjax.tune": r"kvjax(\.cli)?|pallas_kernels(\.(dispatch|records|measure\.(device|work)))?",
     "kvjax.decode": r"kvjax\.decode\._.+",
     "kvjax.decode._capacity": rf"{STATE}|kvjax\.(algebra|catalogue)",
     "kvjax.decode._devices": rf"{STATE}|kvjax\.(algebra|metrics|weights|decode\._checks)",
