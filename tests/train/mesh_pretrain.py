@@ -54,7 +54,8 @@ def main() -> None:
         assert sum(any(axes) for axes in cut) > len(cut) // 2
     loop.train(
         params=params,
-        optimizer=optax.adamw(1e-2),
+        # With a small eps Adam goes by signs, and rounding turns those of gradients near nought.
+        optimizer=optax.adamw(1e-3, eps=0.1),
         loss=pretrain.make_loss_of(config, layout),
         layout=layout,
         batches=lambda level: grain.MapDataset.source(Rows()),
