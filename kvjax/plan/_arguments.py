@@ -8,6 +8,7 @@ import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from kvjax import catalogue, cli, loading
 from kvjax.cache.mesh import AXES, DATA, Mesh, axis_sizes
@@ -89,7 +90,7 @@ def parse(argv: Sequence[str]) -> Question:
     mesh = _mesh(case, said.mesh, topology, devices)
     case = dataclasses.replace(case, mesh=mesh)
     cases.check(case)
-    how = {"chosen": said.mesh is None, "exact": said.exact, "out": said.out, "json": said.json}
+    how: dict[str, Any] = {"chosen": said.mesh is None, "exact": said.exact, "out": said.out, "json": said.json}
     return Question(model=said.model, case=case, chip=chip, topology=topology, **how)
 
 
