@@ -129,7 +129,7 @@ def test_pools_by_hand():
     assert alike.fullest == 1.0
 
 
-@pytest.mark.parametrize("policy", ["window(24) + sinks(4)", "snapkv(8) + uniform(64) + int8"])
+@pytest.mark.parametrize("policy", ["window(24) + sinks(4)", "snapkv(8) + uniform(64) + int8(16)"])
 def test_a_real_state_is_as_large_as_planned(policy):
     """Prompts as long as the context, read, and room made for what is written next."""
     one, policy, context = tiny.model(), kvjax.policy(policy), 192
