@@ -144,7 +144,10 @@ def test_a_real_state_is_as_large_as_planned(policy):
 
 
 def test_learned_weights_have_the_shapes_of_trained_ones():
-    found = _shapes.weights(case("write_gate(0.1) + phi(64) + kvp + uniform(0.25)", share=0.25))
+    one = case("write_gate(0.1) + phi(64) + kvp + uniform(0.25)", share=0.25)
+    found = _shapes.weights(one)
+    for part in one.policy.learned:
+        part.check_weights(found[part.place], one.network)
     assert found["admission"][0]["w1"].shape == (8, 256, 512)
     assert {len(layers) for layers in found.values()} == {32}
     assert len(found) == 3

@@ -8,6 +8,7 @@ import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from kvjax import catalogue, cli, loading
 from kvjax.cache.mesh import AXES, DATA, Mesh, axis_sizes
@@ -89,8 +90,9 @@ def parse(argv: Sequence[str]) -> Question:
     mesh = _mesh(case, said.mesh, topology, devices)
     case = dataclasses.replace(case, mesh=mesh)
     cases.check(case)
-    how = {"chosen": said.mesh is None, "exact": said.exact, "out": said.out, "json": said.json}
-    return Question(model=said.model, case=case, chip=chip, topology=topology, **how)
+    how: dict[str, Any] = {name: getattr(said, name) for name in ("exact", "out", "json")}
+    chosen = said.mesh is None
+    return Question(model=said.model, case=case, chip=chip, topology=topology, chosen=chosen, **how)
 
 
 def _parser() -> cli.Parser:
