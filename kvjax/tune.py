@@ -91,7 +91,12 @@ def measured(home: Path, minutes: float, tiny: str | None, only: tuple[str, ...]
 
         try:
             return device.measure(minutes, home=home, tiny=tiny, only=only, short=True, begun=begun)
-        except (ValueError, RuntimeError, OSError) as error:
+        except device.NoDeviceError as error:
+            raise cli.InputError(
+                "tune needs a GPU or TPU, and JAX finds none. On a CPU attention runs on XLA anyway; for a "
+                "device install JAX as its own page says."
+            ) from error
+        except (RuntimeError, OSError) as error:
             raise cli.InputError(f"tune: {error}") from error
 
 

@@ -71,7 +71,7 @@ def test_it_ends_with_1_where_a_kernel_stays_off(home, capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("words", "environment", "said"),
     [
-        ([], {}, "needs a GPU or TPU; this is cpu"),
+        ([], {}, "tune needs a GPU or TPU, and JAX finds none"),
         ([], {"KVJAX_CACHE": "off"}, "Set KVJAX_CACHE=DIR"),
         (["--tiny", "triton"], {}, "Name a folder of its own with --out"),
         (["--minutes", "0"], {}, "--minutes 0 is out of range"),

@@ -34,6 +34,10 @@ GRACE = 20.0
 """A task may outlast its box by this, to finish what it is at."""
 
 
+class NoDeviceError(ValueError):
+    """There is no GPU or TPU here."""
+
+
 def _worker(tiny: bool) -> Child:
     # Others' libraries need memory too.
     flags = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "JAX_TRACEBACK_FILTERING": "off"}
@@ -110,7 +114,7 @@ def _hello(worker: Child, tiny: bool) -> tuple[str, str]:
     if lost:
         raise RuntimeError(f"bench --device: no device could be used: {lost}")
     if not tiny and found["platform"] not in dispatch.PREFERRED:
-        raise ValueError(
+        raise NoDeviceError(
             f"bench --device needs a GPU or TPU; this is {found['platform']}. Use bench --static here, or "
             "--tiny to see the program run on interpreted bodies."
         )
@@ -165,7 +169,7 @@ def measure(
       The records, by operation.
 
     Raises:
-      ValueError: there is no GPU or TPU here.
+      NoDeviceError: there is no GPU or TPU here.
       RuntimeError: the device there is cannot be used at all.
     """
     end = time.monotonic() + 60 * minutes
