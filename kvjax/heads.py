@@ -73,12 +73,8 @@ def permuted(letters: Callable[[Params], Params], params: Params, order: Order) 
     """
     layers = []
     for mine, named, new in zip(params["layers"], letters(params)["layers"], order, strict=True):
-        axes = {
-            name: next((at for at, letter in enumerate(named[name]) if letter in "KN"), None) for name in mine
-        }
-        layers.append(
-            {name: x if axes[name] is None else in_order(x, new, axes[name]) for name, x in mine.items()}
-        )
+        axes = {name: at for name in mine for at, letter in enumerate(named[name]) if letter in "KN"}
+        layers.append({n: in_order(x, new, axes[n]) if n in axes else x for n, x in mine.items()})
     return params | {"layers": layers}
 
 

@@ -111,7 +111,7 @@ class Mesh:
             return jax.device_put(part((slice(None),) * len(shape)))
         made: dict[str, np.ndarray] = {}
 
-        def once(index: tuple[slice, ...]) -> np.ndarray:
+        def once(index: Any) -> np.ndarray:
             if str(index) not in made:
                 made[str(index)] = part(index)
             return made[str(index)]

@@ -42,9 +42,9 @@ def test_an_engine_on_a_mesh_serves_what_one_device_serves(mesh):
 
 
 def test_pages_are_counted_on_the_device_that_needs_most():
-    live = np.asarray([[9], [1], [8], [17]])  # two heads a device, pages of 8
-    assert layout.pages_for(live, 8, 1).tolist() == [2 + 1 + 1 + 3]
-    assert layout.pages_for(live, 8, 2).tolist() == [3, 4]
+    live = np.asarray([[9], [17], [8], [1]])  # two heads a device, pages of 8
+    assert layout.pages_for(live, 8, 1).tolist() == [2 + 3 + 1 + 1]
+    assert layout.pages_for(live, 8, 2).tolist() == [5, 2]
 
 
 @pytest.mark.parametrize(
