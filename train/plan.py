@@ -49,7 +49,7 @@ class Fit:
 
 
 def slice_of(name: str, axes: tuple[int, int]) -> tuple[aot.Target, mesh.Layout]:
-    """The chips of a topology such as "v5e:2x4" and a mesh (fsdp, tensor) over them.
+    """The chips of a topology such as "v5e:2x4" and a mesh (data, tensor) over them.
 
     Raises:
       ConfigError: no such topology, no compiler for it, or not as many chips as the mesh has places.
