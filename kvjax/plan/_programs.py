@@ -161,7 +161,19 @@ def prefill(case: Case, target: aot.Target) -> Program:
     if case.policy.whole_prompt:
         seeds = shapes.everywhere(mesh, (rows,), "uint32")
         window, ring = case.spec.windows[0], cache.ring.window
-        known = (network, case.policy, window, ring, block, own, index, x, numbers, seeds, mesh)
+        known: tuple[Any, ...] = (
+            network,
+            case.policy,
+            window,
+            ring,
+            block,
+            own,
+            index,
+            x,
+            numbers,
+            seeds,
+            mesh,
+        )
         traced = decode.prompt_layer.trace(*known)
     else:
         known = (network, 0, block, own, index, case.policy, cache, x, numbers, numbers, numbers)
