@@ -51,7 +51,7 @@ SAYS = {
     "without_any_layers_retrieving_heads": "needles without all retrieving heads of whichever layer",
     "least_kind": "share of the rarest kind of head",
     "lowest_entropy": "lowest normalised entropy of the middle region",
-    "highest_entropy": "highest",
+    "highest_entropy": "highest normalised entropy of the middle region",
     "calibration_error": "calibration error of the next token on prose",
     "sure": "share of sure steps, prose and predictable text together",
     "autocorrelation": "autocorrelation of confidence at lag 1, predictable text",
