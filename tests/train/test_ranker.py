@@ -21,7 +21,6 @@ from safetensors.numpy import load_file
 import kvjax
 from kvjax.models import decoder
 from kvjax.policies import kvp
-from kvjax.text import Text
 from kvjax.weights import read_weights
 from train import trace_file, trace_rows, traces
 from train.ranker import __main__ as ranker
@@ -134,37 +133,6 @@ def test_a_few_queries_are_spread_evenly_up_to_the_last(made):
     few = trace_file.dataclasses.replace(about, queries=5)
     assert few.asked(50).tolist() == [10, 20, 29, 39, 49]
     assert few.asked(3).tolist() == [0, 1, 2]
-
-
-@pytest.mark.parametrize("begins", [True, False])
-def test_sequences_are_written_as_the_models_tokenizer_writes_them(tmp_path, tiny_folder, begins):
-    """One whose own template adds BOS and EOS to each text, for a model with a BOS and one without."""
-    from tokenizers import processors
-
-    model = kvjax.load(tiny_folder)
-    tokenizer, bos = model.text.tokenizer, model.text.bos
-    assert bos is not None
-    ends = tokenizer.token_to_id("<eos>")
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single="<bos> $A <eos>", special_tokens=[("<bos>", bos), ("<eos>", ends)]
-    )
-    written = Text(tokenizer, bos=bos if begins else None)
-    lengths = {"lengths": [1200, 1600]}
-    drawn = trace_rows.sequences(settings.read(config_at(tmp_path, tiny_folder, traces=lengths)), written)
-    seen = set()
-    for index in range(13):
-        task, ids = drawn.draw(index)
-        seen.add(task)
-        assert len(ids) == drawn.length(index)
-        assert (ids == bos).sum() == int(begins)
-        assert (ids[0] == bos) == begins
-        assert ends not in ids
-        # Nothing but its beginning depends on whether there is a BOS.
-        said = written.decode(ids.tolist())
-        assert said.isascii()
-        assert len(said) == len(ids) - begins
-    assert "books" in seen
-    assert seen - {"books", "ruler/text"}
 
 
 # --- what is learned -----------------------------------------------------------------------------

@@ -95,6 +95,10 @@ def test_rows_of_many_questions_ask_for_more_than_the_evaluations(sources):
             for row in rows_of:
                 check(sources[0], row, 1024, solve)
         assert asked[0] > 1.25 * asked[1]
+    for seed in range(16):
+        said = sources[0].tokenizer.decode(made(tracking.many, seed, sources[0], 1024)[0].tolist())
+        numbers = re.findall(r"Question: .* value (\d+)", said)
+        assert len(set(numbers)) == len(numbers), "every chain is asked for once"
 
 
 @pytest.mark.parametrize("kind", [1, 2, 3, 4, 5])
