@@ -160,7 +160,7 @@ def test_a_batch_asks_behind_the_prompt_for_its_middle(made):
 def test_students_scores_are_those_of_the_served_maps(made):
     _, batch = one_batch(made)
     raw = command.first(settings.read(made / "config.yaml"), Traces.open(made / "traces").about)
-    found = np.asarray(objective.student(raw, batch))
+    found = np.asarray(objective.student(maps.folded(raw), batch))
     layer = maps.folded(raw)
     log_k = np.asarray(phi.log_features(layer, "k", batch["k"]), np.float64)
     log_q = np.asarray(phi.log_features(layer, "q", batch["q"].reshape(2, 8, 6, 8)), np.float64)
