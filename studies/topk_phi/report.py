@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from kvjax.reads import written
-from studies.topk_phi import even, pictures, sweep
+from studies.topk_phi import even, pictures, sweep, tables
 
 Found = dict[str, Any]
 
@@ -29,6 +29,7 @@ def write(folder: Path) -> list[Path]:
         found = json.loads(file.read_text(encoding="utf-8"))
         text += ["## When φ pays", "", "K': tokens that are read in the time of K tokens and φ.", ""]
         text += [even.table(found["paper"], found["measured"]), ""]
+    text += tables.text(folder / "quality")
     (folder / "report.md").write_text("\n".join(text), encoding="utf-8")
     return [folder / "report.md", *made]
 
