@@ -59,7 +59,7 @@ def text(folder: Path) -> Iterator[str]:
     yield ""
     said = ", ".join(task for task in known if task != "ppl_books")
     yield (
-        "Scores in %, perplexity of books (ppl_books: 512 tokens after 512). Mean: over the tasks that the full "
+        "Scores in %; ppl_books: perplexity of 512 tokens after 512. Mean: over the tasks that the full "
         f"cache answers, {said}. Read: tokens a KV head and step in those, question and answer with them; φ: "
         "charged to one step, the paper's count; to choose: what the selection looks at besides."
     )
