@@ -42,7 +42,6 @@ DOTS = 400
 Found = dict[str, Any]
 
 
-@functools.partial(jax.jit, static_argnames="task")
 def look(task: Task, maps: Params, batch: dict[str, Array]) -> dict[str, Float[Array, "... A G"]]:
     """Of one sequence: ``entropy``, ``share`` (of φ in the whole mass) and, by count, ``mass``, ``alone`` and
     ``completed``; besides ``scores`` and ``guess`` of the middle of a head's first query [A, G, T], NaN
@@ -81,7 +80,8 @@ def measure(settings: Settings, model: LanguageModel, file: Path) -> Found:
     if settings.policy is not None:
         dropped.prepare(settings, traces, model, verdicts, batches.usable(traces, settings)[1])
     task = Task(loss=settings.loss, target=settings.target, prompt=settings.prompt, softcap=about.softcap)
-    seen = [jax.device_get(look(task, maps, one)) for one in batches.held(traces, settings, verdicts)]
+    measured = jax.jit(functools.partial(look, task))
+    seen = [jax.device_get(measured(maps, one)) for one in batches.held(traces, settings, verdicts)]
     each = {n: np.stack([one[n] for one in seen]) for n in ("entropy", "share", "mass", "alone", "completed")}
     flat = {n: x.reshape(*x.shape[:-2], -1) for n, x in each.items()}  # heads last: [sequence, (count,) head]
     features = Phi(layers[0]["last_k"].shape[-1]).features

@@ -29,7 +29,7 @@ def write(folder: Path) -> list[Path]:
         found = json.loads(file.read_text(encoding="utf-8"))
         text += ["## When φ pays", "", "K': tokens that are read in the time of K tokens and φ.", ""]
         text += [even.table(found["paper"], found["measured"]), ""]
-    text += tables.text(folder / "quality")
+    text += tables.text([folder / "quality", folder / "books"])
     (folder / "report.md").write_text("\n".join(text), encoding="utf-8")
     return [folder / "report.md", *made]
 

@@ -47,11 +47,11 @@ def specs(share: float, prompt: int, features: int = 64, head_dim: int = 64) -> 
     }
 
 
-def text(folder: Path) -> Iterator[str]:
-    """Both tables of a folder of results, if it has any."""
-    if not (folder / RESULTS).is_file():
+def text(folders: Sequence[Path]) -> Iterator[str]:
+    """Both tables of folders of results, if they have any."""
+    rows = [row for folder in folders if (folder / RESULTS).is_file() for row in read(folder)]
+    if not rows:
         return
-    rows = read(folder)
     tasks = list(dict.fromkeys(row.cell.task for row in rows))
     length = rows[0].cell.length
     known = [t for t in tasks if any(row.informative for row in _of(rows, "full", t))]
