@@ -99,7 +99,7 @@ def measured(network: Network, rounds: int, features: int = 64) -> Row:
     sides = {}
     lengths = [*READ, MOST // 2, MOST]
     for count in lengths:
-        sides[f"read {count}"] = functools.partial(_read(network), *_drawn(network, count))
+        sides[f"read {count}"] = functools.partial(_read, *_drawn(network, count))
     for count in READ:
         q, k, v = _drawn(network, count)
         middle = _drawn(network, 1024)[1:]
@@ -128,15 +128,10 @@ def _drawn(network: Network, count: int) -> tuple[jax.Array, jax.Array, jax.Arra
     return q, k, v
 
 
-def _read(network: Network) -> Any:
-    del network
-
-    @jax.jit
-    def run(q: jax.Array, k: jax.Array, v: jax.Array) -> Any:
-        at = jnp.broadcast_to(jnp.arange(k.shape[2]), k.shape[:3])
-        return blockwise(q, k, v, q_pos=jnp.full((1, 1), k.shape[2]), k_pos=at)
-
-    return run
+@jax.jit
+def _read(q: jax.Array, k: jax.Array, v: jax.Array) -> Any:
+    count = k.shape[2]
+    return blockwise(q, k, v, q_pos=jnp.full((1, 1), count), k_pos=jnp.arange(count)[None])
 
 
 def _complete(features: int) -> Any:
