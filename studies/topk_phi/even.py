@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.algebra import Visited
+from kvjax.layer._read import merged
 from kvjax.policies.phi import Absorbed, Phi, log_features, random_maps
 from kvjax.types import Network
 from pallas_kernels.blockwise.api import blockwise
@@ -93,10 +94,10 @@ def paper_rows(batches: Sequence[int] = (1, 8, 64)) -> list[Row]:
 
 
 def measured(network: Network, rounds: int, features: int = 64) -> Row:
-    """Milliseconds of processor time of a layer's reads, and K' of each: where they cross the line of reads
-    without φ, found by least squares."""
+    """Milliseconds of processor time of a layer's reads, and K' of those beside φ: where they cross the line
+    of reads without it, found by least squares."""
     maps = random_maps(jax.random.key(0), network, features)[0]
-    sides = {}
+    sides: dict[str, Callable[[], Any]] = {}
     lengths = [*READ, MOST // 2, MOST]
     for count in lengths:
         sides[f"read {count}"] = functools.partial(_read, *_drawn(network, count))
@@ -107,10 +108,10 @@ def measured(network: Network, rounds: int, features: int = 64) -> Row:
             log_features(maps, "k", middle[0]), middle[1], there=jnp.ones(middle[0].shape[:3], bool)
         )
         held = Absorbed(sums=sums, count=jnp.full(k.shape[:2], 1024 + count))
-        sides[f"phi {count}"] = functools.partial(_complete(features), maps, held, q, k, v)
+        sides[f"both {count}"] = functools.partial(_both(features), maps, held, q, k, v)
     times = in_turns(sides, rounds)
     slope, start = np.polyfit(lengths, [times[f"read {n}"] for n in lengths], 1)
-    beside = [float(n + times[f"phi {n}"] / slope) for n in READ]
+    beside = [float((times[f"both {n}"] - start) / slope) for n in READ]
     return {
         "heads": [network.num_kv_heads, network.num_heads, network.head_dim],
         "features": features,
@@ -134,11 +135,12 @@ def _read(q: jax.Array, k: jax.Array, v: jax.Array) -> Any:
     return blockwise(q, k, v, q_pos=jnp.full((1, 1), count), k_pos=jnp.arange(count)[None])
 
 
-def _complete(features: int) -> Any:
+def _both(features: int) -> Any:
     @jax.jit
     def run(maps: Any, held: Absorbed, q: jax.Array, k: jax.Array, v: jax.Array) -> Any:
         at = jnp.broadcast_to(jnp.arange(k.shape[2]), k.shape[:3])
-        return Phi(features).read(maps, held, q, Visited(k=k, v=v, pos=at, live=at >= 0))
+        rest = Phi(features).read(maps, held, q, Visited(k=k, v=v, pos=at, live=at >= 0))
+        return merged((_read(q, k, v), rest), v.dtype)
 
     return run
 

@@ -48,7 +48,7 @@ def look(task: Task, maps: Params, batch: dict[str, Array]) -> dict[str, Float[A
     elsewhere."""
     x = view(task, maps, batch)
     p = jax.nn.softmax(jnp.where(x.inside, x.scores, -1e30), axis=-1)
-    nats = -jnp.where(x.inside, p * jnp.log(jnp.maximum(p, 1e-38)), 0.0).sum(axis=-1)
+    nats = -jnp.where(x.inside, p * jnp.log(jnp.maximum(p, 1e-30)), 0.0).sum(axis=-1)
     alone, completed = errors(x, batch["v"], COUNTS)
     left = x.inside & (x.order >= task.visits)
     whole = jnp.where(left, x.guess, jnp.where(x.seen, x.scores, -jnp.inf))

@@ -69,10 +69,10 @@ def heads(found: Found) -> Iterator[str]:
     yield ""
     yield "Tokens that φ needs for the mean error of selection alone (the paper: 1.8 times fewer):"
     yield ""
-    yield "| selection alone | error, % | beside φ | times fewer |"
-    yield "|---|---|---|---|"
+    yield "| selection alone | error, % | beside φ | times fewer | with φ's summary | times fewer |"
+    yield "|---|---|---|---|---|---|"
     for one in found["fewer"]:
-        yield f"| {one['alone']} | {100 * one['error']:.1f} | {_needed(one)} |"
+        yield f"| {one['alone']} | {100 * one['error']:.1f} | {_needed(one, found['summary'])} |"
 
 
 def generated(found: Found) -> Iterator[str]:
@@ -94,11 +94,14 @@ def _pairs(alone: list[float], completed: list[float]) -> str:
     return " | ".join(f"{100 * a:.1f} / {100 * b:.1f}" for a, b in zip(alone, completed))
 
 
-def _needed(one: Found) -> str:
+def _needed(one: Found, summary: float) -> str:
+    """Tokens beside φ and how many times fewer they are; the same with its summary, read once, among them."""
     if one["completed"] is None:
-        return "more than were tried | –"
-    times = f"{one['alone'] / one['completed']:.2f}" if one["completed"] else "φ alone suffices"
-    return f"{one['completed']:.1f} | {times}"
+        return "more than were tried | – | – | –"
+    cells = []
+    for count in (one["completed"], one["completed"] + summary):
+        cells += [f"{count:.1f}", f"{one['alone'] / count:.2f}" if count else "all"]
+    return " | ".join(cells)
 
 
 def _budget(count: int | None, error: float | None) -> str:
