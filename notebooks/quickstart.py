@@ -59,9 +59,9 @@ for spec in (
     print(f"{spec:24}  {rows[-1][1]!r:14}  live {size['live']:9,}  allocated {size['allocated']:9,} bytes")
 
 # %% [markdown]
-# The window has dropped the number. All others answer: Quest removes nothing, INT8 holds every token in a third
-# of the bytes, and SnapKV kept a quarter of the tokens, these among them: the question is part of the prompt,
-# and its attention says what it needs.
+# The window has dropped the number. All others answer: Quest removes nothing, INT8 holds every token in a
+# third of the bytes, and SnapKV kept a quarter of the tokens, these among them: the question is part of the
+# prompt, and its attention says what it needs.
 #
 # A policy is a value: six places, each with a part that does nothing by default. The string form parses
 # to the same value, and `repr` gives the string back.
