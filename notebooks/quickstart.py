@@ -60,8 +60,8 @@ for spec in (
 
 # %% [markdown]
 # The window has dropped the number. All others answer: Quest removes nothing, INT8 holds every token in a
-# quarter of the bytes, and SnapKV kept a quarter of the tokens, these among them, because the question was part of
-# the prompt and looked at them.
+# third of the bytes, and SnapKV kept a quarter of the tokens, these among them: the question is part of the
+# prompt, and its attention says what it needs.
 #
 # A policy is a value: six places, each with a part that does nothing by default. The string form parses
 # to the same value, and `repr` gives the string back.

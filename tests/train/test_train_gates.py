@@ -393,5 +393,6 @@ def test_shipped_gates_are_the_embedded_models_and_the_card_is_their_logs(monkey
         )
     assert kept == sorted(kept, reverse=True)
     weights_for(Policy(admission=Duo(share=0.5, window=32), sinks=4), model)
-    text = gate_card.card(Path("configs/gates/embedded.yaml"), Path("configs/gates/duo-embedded.yaml"), folder)
+    configs = Path("configs/gates")
+    text = gate_card.card(configs / "embedded.yaml", configs / "duo-embedded.yaml", folder)
     assert text == (ROOT / folder / "README.md").read_text()
