@@ -87,7 +87,8 @@ def _table(
             continue
         cells = [_cell(found.get(task, [])) for task in tasks]
         mine = [row for task, some in found.items() if task in known for row in some if row.score is not None]
-        told = _means(mine)
+        whole = {row.cell.task for row in mine} >= {task for task in known if task != "ppl_books"}
+        told = _means(mine, whole)
         made.append([share, name, f"`{spec}`" if spec else "–", *told, *cells])
     yield table.markdown(heads, made)
 
@@ -101,11 +102,11 @@ def _cell(rows: list[Row]) -> str:
     return "–" if not rows else f"{table.value(rows[0]):.1f}" + ("" if rows[0].informative else "*")
 
 
-def _means(rows: list[Row]) -> list[str]:
-    """Read, φ, to choose, mean score."""
+def _means(rows: list[Row], whole: bool) -> list[str]:
+    """Read, φ, to choose, mean score; no mean where tasks are not measured yet."""
     if not rows:
         return ["–"] * 4
     each = np.mean(
         [[r.reads.slots, r.reads.summary_paper, r.reads.selector, table.value(r)] for r in rows], 0
     )
-    return [f"{x:.0f}" for x in each[:3]] + [f"{each[3]:.1f}"]
+    return [f"{x:.0f}" for x in each[:3]] + [f"{each[3]:.1f}" if whole else "–"]
