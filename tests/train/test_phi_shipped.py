@@ -59,7 +59,7 @@ def test_shipped_maps_bring_attention_nearer(file, model, batch):
     maps = {n: jnp.concatenate([layer[n] for layer in found.layers]) for n in found.layers[0]}
     task = Task(loss=Loss(), target=Target(prompts=(PROMPT,)), prompt=PROMPT)
     alone, completed = errors(view(task, maps, batch), batch["v"], (0,))
-    # Nothing of the middle is read: what stands for it must be better than leaving it out, and by more where the
+    # Nothing of the middle is read: what stands for it must be better than leaving it out, by more where the
     # prompt is not five times shorter than those of the training.
     limit = 1.0 if file.stem == "prompt-2048" else 0.8
     assert float(completed.mean()) < limit * float(alone.mean())
