@@ -157,7 +157,7 @@ class LearnedRanker(Eviction):
     needs = frozenset({"k", "k_pre", "v"})
     keeps = ("score",)
     learns = "kvp"
-    trained_by = "python -m train.ranker --config FILE, as in configs/ranker/small.yaml"
+    trained_by = "python -m train.ranker --config FILE, as in configs/ranker/embedded.yaml"
     fitted = ("sinks",)
     sinks: int = 4
     recent: int = 16
