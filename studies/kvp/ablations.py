@@ -47,7 +47,9 @@ def measured(config: Path) -> dict[str, Any]:
         base.agent, inputs=tuple(n for n in INPUTS if n != "w_key_pre" or "pre" in traces.about.keys)
     )
     found = costs.measured(traces, dataclasses.replace(base, agent=wide), agents)
-    areas = {name: x.mean(axis=(1, 2)) for name, x in found.areas.items()}
+    areas = {name: x.mean(axis=(1, 2)) for name, x in found.areas.items()}  # of each sequence
+    apart = {name: (x - areas[BASE]) / areas["oracle"].mean() for name, x in areas.items()}
+    ratios = costs.over_oracle({name: x.mean(axis=0) for name, x in found.areas.items()})
     runs = [
         {
             "name": name,
@@ -57,13 +59,13 @@ def measured(config: Path) -> dict[str, Any]:
             "peak": settings.rate.peak,
             "steps": settings.plan.steps,
             "processor_seconds": seconds[name],
-            "area": float(areas[name].mean()),
-            "less_base": float((areas[name] - areas[BASE]).mean()),
-            "less_base_error": float((areas[name] - areas[BASE]).std(ddof=1) / len(areas[name]) ** 0.5),
+            "area": float(ratios[name].mean()),
+            "less_base": float(apart[name].mean()),
+            "less_base_error": float(apart[name].std(ddof=1) / len(found.tasks) ** 0.5),
         }
         for name, settings in chosen.items()
     ]
-    others = {name: float(x.mean()) for name, x in areas.items() if name not in chosen}
+    others = {name: float(x.mean()) for name, x in ratios.items() if name not in (*chosen, "oracle")}
     return {"sequences": len(found.tasks), "runs": runs, "untrained": others}
 
 

@@ -1,7 +1,7 @@
 """What rankings cost on held-out traces, by layer and KV head: trained agents beside what learns nothing.
 
-The cost of a budget is the future attention to the tokens it evicts; the area of a ranking is the sum over
-all budgets, here over the oracle's, which ranks by that attention itself (``train.ranker``).
+The cost of a budget is the share of the future attention that it evicts; the area of a ranking is its mean
+over all budgets. The oracle ranks by that attention itself (``train.ranker``).
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import numpy as np
 
 from kvjax.policies import kvp
 from kvjax.types import Params
-from train.ranker import baselines, batches, rankings
-from train.ranker.objective import Task, ranked
+from train.ranker import batches, objective, rankings
+from train.ranker.objective import Task
 from train.ranker.settings import Settings
 from train.trace_file import Traces
 
@@ -41,8 +41,8 @@ class Costs:
 
     Attributes:
       tasks: what each is.
-      areas: by ranking, over the oracle's.
-      curves: by ranking and for "oracle", what budgets of ``SHARES`` evict of the attention to ranked tokens.
+      areas: by ranking, "oracle" among them.
+      curves: of the same, what budgets of ``SHARES`` evict of the attention to ranked tokens.
     """
 
     tasks: Sequence[str]
@@ -92,23 +92,16 @@ def measured(traces: Traces, settings: Settings, rankers: Mapping[str, Params]) 
 def _costs(
     task: Task, layers: int, rankers: dict[str, Params], batch: dict[str, Array]
 ) -> tuple[dict[str, Array], dict[str, Array]]:
-    worth, may = ranked(task, batch)
-    pos = jnp.arange(worth.shape[-1])[None]
+    pos = jnp.arange(batch["v"].shape[2])[None]
     given = {
         name: kvp.scores(agents, batch["k"], batch.get("k_pre"), batch["v"], pos)
         for name, agents in rankers.items()
     }
-    given |= baselines.scores(batch, layers, task.softcap)
-    orders = {name: rankings.best(score, may) for name, score in given.items()}
-    orders["oracle"] = rankings.best(worth, may)
-    least = rankings.cost(worth, orders["oracle"])
-    areas = {name: rankings.ratio(rankings.cost(worth, order), least) for name, order in orders.items()}
-    curves = {name: curve(worth, order, may.sum(axis=-1)) for name, order in orders.items()}
-    n = may.sum(axis=-1)
-    # A random ranking's expectation.
-    areas["random"] = rankings.ratio(worth.sum(axis=-1) * jnp.maximum(n - 1, 0) / 2, least)
+    worth, count, orders = objective.orders(task, layers, given, batch)
+    areas = {name: rankings.area(worth, order, count) for name, order in orders.items()}
+    curves = {name: curve(worth, order, count) for name, order in orders.items()}
+    areas["random"] = jnp.full(count.shape, 0.5)  # expectations
     curves["random"] = jnp.broadcast_to(1 - jnp.asarray(SHARES), curves["oracle"].shape)
-    del areas["oracle"]
     return {name: x[0] for name, x in areas.items()}, {name: x[0] for name, x in curves.items()}
 
 
@@ -124,6 +117,11 @@ def curve(worth: Float[Array, "B A T"], order: Array, ranked: Float[Array, "B A"
 def stacked(layers: Sequence[Params]) -> Params:
     """A file's rankers, a dict a layer, as one with leaves [A, ...]."""
     return {name: jnp.concatenate([layer[name] for layer in layers]) for name in layers[0]}
+
+
+def over_oracle(areas: Mapping[str, Any]) -> dict[str, Any]:
+    """Mean areas [L, K] over the oracle's: means come before the ratio, where little future is left."""
+    return {name: np.asarray(x) / np.asarray(areas["oracle"]) for name, x in areas.items()}
 
 
 def as_json(costs: Costs) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from kvjax.eval.report import plotting
+from studies.kvp import costs
 from studies.kvp.costs import FREE, PRIVILEGED
 
 STYLES = ("default", "oracle", *FREE, *PRIVILEGED)
@@ -26,7 +27,7 @@ def pooled(found: Mapping[str, Any], kinds: Sequence[str], what: str) -> dict[st
 def costs_page(found: Mapping[str, Any], sorts: Mapping[str, Sequence[str]], command: str) -> str:
     """Area by layer, by layer and head, and by what was trained on and tested on."""
     kinds = list(found["kinds"])
-    areas = pooled(found, kinds, "areas")
+    areas = costs.over_oracle(pooled(found, kinds, "areas"))
     rankers = found["rankers"]
     learned = rankers[0]
     layers = areas[learned].mean(axis=1).shape[0]
@@ -34,7 +35,7 @@ def costs_page(found: Mapping[str, Any], sorts: Mapping[str, Sequence[str]], com
     lines = [
         "# Cost over all budgets on held-out traces",
         "",
-        f"Area over the oracle's, {len(found['tasks'])} sequences, means over the KV heads of a layer; lower "
+        f"Mean area over the oracle's, {len(found['tasks'])} sequences, mean of a layer's KV heads; lower "
         f"is better, 1 is the oracle. {', '.join(PRIVILEGED)} read the cache's last queries (privileged), "
         "the others see no attention.",
         "",
@@ -63,7 +64,7 @@ def costs_page(found: Mapping[str, Any], sorts: Mapping[str, Sequence[str]], com
     lines += ["", "## Trained on one, tested on another", ""]
     lines += [_row(["ranking", *(f"{sort} (n = {_count(found, own)})" for sort, own in sorts.items())])]
     lines += [_row(["---"] * (len(sorts) + 1))]
-    by_sort = {sort: pooled(found, own, "areas") for sort, own in sorts.items()}
+    by_sort = {sort: costs.over_oracle(pooled(found, own, "areas")) for sort, own in sorts.items()}
     for name in names:
         lines.append(_row([name, *(f"{by_sort[sort][name].mean():.2f}" for sort in sorts)]))
     return "\n".join([*lines, ""])
@@ -129,7 +130,7 @@ def ablations_page(found: Mapping[str, Any], command: str) -> str:
         "",
         f"Area over the oracle's on the same {found['sequences']} held-out sequences of "
         f"{found['length']} tokens, after {runs[0]['steps']} steps of {runs[0]['method']['rows']} traces; "
-        "difference to `base` with the standard error over sequences.",
+        "difference of the mean areas to `base`, over the oracle's, with the standard error over sequences.",
         "",
         f"    {command}",
         "",

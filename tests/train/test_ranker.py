@@ -55,7 +55,7 @@ def config_at(folder: Path, source: Path, **sections: Any) -> Path:
     tree["folder"], tree["model"] = str(folder / "run"), {"source": str(source)}
     tree["traces"]["folder"] = str(folder / "traces")
     for name, section in sections.items():
-        tree[name] = tree[name] | section if isinstance(section, dict) else section
+        tree[name] = tree.get(name, {}) | section if isinstance(section, dict) else section
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "config.yaml"
     path.write_text(yaml.safe_dump(tree))
@@ -428,12 +428,18 @@ def test_exporting_nothing_and_devices_that_are_not_here(tmp_path, made, tiny_fo
     path = config_at(tmp_path, tiny_folder, traces=here, devices=3)
     assert "3 does not divide 4 agents" in refused(ranker.main, ["--config", str(path)], capsys)
     assert "cannot be read" in refused(ranker.main, ["--config", "no.yaml"], capsys)
+    several = {"verses": {"only": ["verses"]}, "books": {"only": ["books"]}}
+    path = config_at(tmp_path, tiny_folder, traces=here, variants=several)
+    words = ["--config", str(path), "--variant"]
+    assert "the config has books, verses" in refused(ranker.main, [*words, "prose"], capsys)
+    assert "no sequences of verses to train on" in refused(ranker.main, [*words, "verses"], capsys)
+    assert not (tmp_path / "tiny-verses").exists()
 
 
 @pytest.mark.parametrize("name", sorted(p.name for p in (ROOT / "configs" / "ranker").glob("*.yaml")))
 def test_every_config_stays_under_eight_gigabytes(name):
     chosen = settings.read(ROOT / "configs" / "ranker" / name)
-    spec = chosen.spec or kvjax.load().spec
+    spec = chosen.spec or chosen.model().spec
     about = trace_file.About(
         model="", fingerprint="", parameters=1, layers=spec.num_layers, heads=spec.num_heads,
         kv_heads=spec.num_kv_heads, head_dim=spec.head_dim, softcap=None, dtype=chosen.recording.dtype,

@@ -52,7 +52,10 @@ def by_layer(params: Params, about: About) -> list[Params]:
 def make_check(
     task: Task, statistics: Statistics, traces: Traces, settings: Settings, layout: AgentLayout
 ) -> Callable[[Params, int, int], loop.Verdict]:
-    """Mean area over held-out sequences and agents, of the agents also by layer; 1 is the oracle."""
+    """Each agent's mean area over held-out sequences over the oracle's, which is 1; means over agents.
+
+    Means are taken before the ratio: where little future is left the oracle's area may be next to nothing.
+    """
     measure = jax.jit(functools.partial(areas, task, traces.about.layers))
 
     def check(params: Params, step: int, level: int) -> loop.Verdict:
@@ -63,8 +66,9 @@ def make_check(
             name: np.concatenate([part[name] for part in parts if name in part]).mean(axis=0)
             for name in {name: None for part in parts for name in part}
         }
-        metrics = {f"area_{name}": float(value.mean()) for name, value in found.items()}
-        layers = found["learned"].reshape(traces.about.layers, -1).mean(axis=1)
+        over = {name: value / found["oracle"] for name, value in found.items() if name != "oracle"}
+        metrics = {f"area_{name}": float(value.mean()) for name, value in over.items()}
+        layers = over["learned"].reshape(traces.about.layers, -1).mean(axis=1)
         metrics |= {f"area_learned_layer_{layer}": float(value) for layer, value in enumerate(layers)}
         return loop.Verdict(metrics=metrics, level=level)
 
