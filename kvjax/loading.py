@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from kvjax.text import Text
 
 EMBEDDED = "embedded"
-"""The name of the model in ``kvjax/assets/small``."""
+"""The name of the model in ``kvjax/assets/embedded``."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -115,10 +115,10 @@ def embedded_folder() -> Path:
     """
     from kvjax.models.hf import ModelError
 
-    folder = Path(str(importlib.resources.files("kvjax"))) / "assets" / "small"
+    folder = Path(str(importlib.resources.files("kvjax"))) / "assets" / "embedded"
     if not folder.is_dir():
         raise ModelError(
-            "load() finds no embedded model: this copy of kvjax has no assets/small. Install the whole "
+            "load() finds no embedded model: this copy of kvjax has no assets/embedded. Install the whole "
             "package, or give load() a model folder or hub id."
         )
     return folder

@@ -5,7 +5,7 @@ The library and its tests never need torch; this script does, in an environment 
     python -m venv gold && gold/bin/pip install torch==2.13.0 transformers==5.23.0
     gold/bin/python tests/make_golden.py                 # rewrites tests/golden
     gold/bin/python tests/make_golden.py gemma2 gpt2     # these alone
-    gold/bin/python tests/make_golden.py small embedded  # after every change of kvjax/assets
+    gold/bin/python tests/make_golden.py embedded  # after every change of kvjax/assets
 
 Made with Python 3.11.7, torch 2.13.0+cpu, transformers 5.23.0, safetensors 0.8.0. Each NAME/ is a
 tiny random model as ``save_pretrained`` writes it, each NAME.npz holds:
@@ -18,7 +18,7 @@ tiny random model as ``save_pretrained`` writes it, each NAME.npz holds:
   batch_logits       [2, 11, V], zeros at padding     batch_greedy [2, 32]
   long_prompt [70]   long_greedy [32]: where the rope has factors for texts of more than 64 tokens
 
-small.npz and embedded.npz hold what transformers makes of kvjax/assets/NAME as it lies there and of this
+embedded.npz holds what transformers makes of kvjax/assets/embedded as it lies there and of this
 repository's LICENSE:
 
   weights            SHA-256 of model.safetensors, so that a golden of other weights is noticed
@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 GOLDEN = Path(__file__).parent / "golden"
 ROOT = Path(__file__).parents[1]
 ASSETS = ROOT / "kvjax" / "assets"
-SHIPPED = ("small", "embedded")
+SHIPPED = ("embedded",)
 SIZES = {
     "vocab_size": 96,
     "hidden_size": 32,

@@ -40,7 +40,7 @@ CONFIG: dict[str, Any] = {
     "plan": {"steps": 2, "log_every": 1, "check_every": 2, "save_every": 1},
     "check": {"count": 5, "gates": [], "target": 1.1, "lengths": [128, 256]},
 }
-"""A training of two steps; what stands here is explained in configs/pretrain/small.yaml."""
+"""A training of two steps; what stands here is explained in configs/pretrain/embedded.yaml."""
 
 
 def import_(folder: Path) -> None:

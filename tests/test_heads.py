@@ -65,7 +65,7 @@ def test_a_state_of_another_order_is_of_another_model(tmp_path):
     model = kvjax.load()
     state, _ = kvjax.prefill(model, "full", [[5, 6, 7]])
     kvjax.save(state, tmp_path / "state", model=model, policy="full")
-    other = kvjax.load(heads=[[1, 0]] * model.network.num_layers)
+    other = kvjax.load(heads=[[1, 0, 2, 3]] * model.network.num_layers)
     with pytest.raises(kvjax.StateError, match="of another model"):
         kvjax.open(tmp_path / "state", model=other)
 

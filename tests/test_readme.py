@@ -44,7 +44,7 @@ def test_the_example_prints_what_readme_shows(capsys):
     exec(compile(code, "README.md", "exec"), {})
     printed = capsys.readouterr().out
     # What a cache that lost the number makes up may differ between releases of JAX; that it lost it may not.
-    answer = re.compile(r"' (\d+)'")
+    answer = re.compile(r"' .*'")
     for line, promised in zip(printed.splitlines(), shown.splitlines(), strict=True):
         assert answer.sub("", line) == answer.sub("", promised)
         assert ("48213" in line) == ("48213" in promised)
@@ -152,7 +152,7 @@ def test_the_figures_of_the_quickstart_are_those_of_the_executed_notebook():
         line for cell in output["cells"] for part in cell.get("outputs", ()) for line in part.get("text", ())
     )
     ran = re.findall(
-        r"^(\S.*?) +' (\d{5})\S*' +live +([\d,]+) +allocated +([\d,]+) bytes$", printed, re.MULTILINE
+        r"^(\S.*?) +' (\d+)[^']*' +live +([\d,]+) +allocated +([\d,]+) bytes$", printed, re.MULTILINE
     )
     assert len(ran) == 6
     table = (ROOT / "results/README.md").read_text(encoding="utf-8")

@@ -1,7 +1,8 @@
-"""What the second embedded model must show, each figure beside its aim, as one JSON file.
+"""What the embedded model must show, each figure beside its aim, as one JSON file.
 
 python -m train.aims --config configs/pretrain/embedded.yaml --write FILE.json       the newest checkpoint
 python -m train.aims --config configs/pretrain/embedded.yaml --model DIR --write FILE.json
+python -m train.aims ... --parts tasks silenced --count 100 --write FILE.json    the rest of FILE stays
 
 Text, words, names and ten of the twenty wordings are held out. Weights are rounded to bfloat16 as they are
 stored, attention is full. Products are those of training (bfloat16 in, float32 out); ``--exact`` takes
@@ -11,9 +12,9 @@ float32 ones instead.
 from __future__ import annotations
 
 import argparse
-import functools
+import dataclasses
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,10 @@ from tqdm import tqdm
 
 from kvjax.types import Params
 from train import asked, confidence, heads, recall, retrieval
-from train.evaluate import RULER, vocabulary_source
 from train.pretrain import latest
+from train.questions import OTHERS, RULER, Question, vocabulary_source
 from train.setup import Setup, options, read, round_to, setup
+from train.tasks.pieces import RowFn
 
 COUNT = 200
 LENGTHS = (512, 1024, 2048)
@@ -58,8 +60,144 @@ AIMS: dict[str, tuple[str, float]] = {
 """Relation and bound; the lowest over lengths counts for recall, the mean over them for wordings."""
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Exam:
+    """A model that is asked, and how.
+
+    Attributes:
+      have: config with its texts.
+      weights: of ``have.spec``, rounded as they are stored.
+      count: rows a group and length.
+      lengths: of rows.
+      score: what says how likely each next token is, of ``recall``.
+    """
+
+    have: Setup
+    weights: Params
+    count: int
+    lengths: tuple[int, ...]
+    score: recall.Score
+
+    def ask(self, row: RowFn, length: int, **how: Any) -> float:
+        """``recall.task_recall`` on held-out text, n = ``count`` unless said otherwise."""
+        options: dict[str, Any] = {
+            "source": self.have.held,
+            "count": self.count,
+            "seed": SEED,
+            "score": self.score,
+        } | how
+        return recall.task_recall(self.have.spec, self.weights, row, length=length, **options)
+
+    def by_length(self, names: Iterable[str], measure: Callable[[str, int], float]) -> dict[str, Any]:
+        """Name to length to figure."""
+        return {name: {str(n): measure(name, n) for n in self.lengths} for name in tqdm(names)}
+
+    def questions(self, asked: dict[str, Question], by_word: bool) -> dict[str, Any]:
+        """Name to length to recall."""
+        plain = vocabulary_source(self.have)
+
+        def one(question: Question, length: int) -> float:
+            source = self.have.held if question.books else plain
+            return self.ask(question.row, length, source=source, by_word=by_word)
+
+        return {
+            name: {str(n): one(question, n) for n in question.lengths if n in self.lengths}
+            for name, question in tqdm(asked.items(), desc="tasks")
+        }
+
+
+def _recall(exam: Exam) -> dict[str, Any]:
+    return exam.by_length(
+        asked.CHECKS, lambda name, n: exam.ask(asked.CHECKS[name], n, by_token=name == "sentence")
+    )
+
+
+def _wordings(exam: Exam) -> dict[str, Any]:
+    """Each alone; all of a group share its rows."""
+
+    def of_one(group: str, index: int) -> dict[str, float]:
+        row, rows = asked.Facts(group, only=index), max(1, exam.count // len(asked.GROUPS[group]))
+        return {str(length): exam.ask(row, length, count=rows) for length in exam.lengths}
+
+    return {
+        group: [
+            {"hide": wording.hide, "kind": wording.kind, "recall": of_one(group, i)}
+            for i, wording in enumerate(tqdm(wordings, desc=group))
+        ]
+        for group, wordings in asked.GROUPS.items()
+    }
+
+
+def _values(exam: Exam) -> dict[str, Any]:
+    return exam.by_length(asked.VALUES, lambda name, n: exam.ask(asked.VALUES[name], n))
+
+
+def _ruler(exam: Exam) -> dict[str, Any]:
+    return exam.questions(RULER, by_word=True)
+
+
+def _tasks(exam: Exam) -> dict[str, Any]:
+    return exam.questions(OTHERS, by_word=False)
+
+
+def _heads(exam: Exam) -> dict[str, Any]:
+    found = retrieval.measure(exam.have.spec, exam.weights, exam.have.held)
+    return found | {"kinds": heads.measure(exam.have.spec, exam.weights, exam.have.held)["kinds"]}
+
+
+def _silenced(exam: Exam) -> dict[str, Any]:
+    """Recall without each KV head, and without those of a layer that retrieve."""
+    spec, held, score = exam.have.spec, exam.have.held, exam.score
+    length, rows = min(SILENCED[0], max(exam.lengths)), max(5, int(exam.count * SILENCED[1]) // 5 * 5)
+
+    def needles(lame: Params) -> dict[str, float]:
+        how: dict[str, Any] = {"length": length, "count": rows, "seed": SEED, "score": score}
+        found = recall.needle_recall(spec, lame, held, keys=1, **how)
+        return {
+            "needles": float(found.mean()),
+            "wordings": recall.task_recall(spec, lame, asked.CHECKS["trained"], held, **how),
+        }
+
+    retrieving = retrieval.measure(spec, exam.weights, held)["retrieving"]
+    return {"n": rows, "length": length} | retrieval.silence(spec, exam.weights, retrieving, needles)
+
+
+def _confidence(exam: Exam) -> dict[str, Any]:
+    have = exam.have
+    texts = {"prose": have.books, "predictable": have.held}
+    rows = max(2, exam.count // 12)
+    return confidence.measure(have.spec, exam.weights, texts, count=rows, length=1024, seed=SEED)
+
+
+def _bits(exam: Exam) -> float:
+    have = exam.have
+    windows = min(128, exam.count)
+    return recall.bits_per_byte(have.spec, exam.weights, have.books, windows=windows, score=exam.score)
+
+
+PARTS: dict[str, Callable[[Exam], Any]] = {
+    "recall": _recall,
+    "wordings": _wordings,
+    "values": _values,
+    "ruler": _ruler,
+    "tasks": _tasks,
+    "heads": _heads,
+    "silenced": _silenced,
+    "confidence": _confidence,
+    "bits_per_byte": _bits,
+}
+"""What is measured, by its name in the file."""
+
+
 def evaluate(
-    have: Setup, params: Params, *, count: int, lengths: tuple[int, ...], exact: bool
+    have: Setup,
+    params: Params,
+    *,
+    count: int,
+    lengths: tuple[int, ...],
+    exact: bool,
+    parts: Sequence[str] = tuple(PARTS),
+    before: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Everything; progress on standard error.
 
@@ -69,92 +207,19 @@ def evaluate(
       count: rows a group and length.
       lengths: of rows.
       exact: float32 products.
+      parts: what is measured.
+      before: an earlier table, whose other parts stay.
 
     Returns:
-      A JSON tree: recall, wordings (each alone), values, ruler, heads, silenced, confidence, bits_per_byte,
-        and
-      aims: name to {"is", "aim", "met"}.
+      A JSON tree: ``PARTS``, n (of each part), and aims: name to {"is", "aim", "met"}.
     """
-    weights, spec = round_to(params, "bfloat16"), have.spec
     score = recall.nll if exact else recall.quick_nll
-    ask = functools.partial(recall.task_recall, spec, weights, score=score, seed=SEED)
-    table: dict[str, Any] = {"n": count, "seed": SEED, "lengths": list(lengths), "exact": exact}
-    table["recall"] = _by_length(
-        lambda name, length: ask(
-            asked.CHECKS[name], have.held, length=length, count=count, by_token=name == "sentence"
-        ),
-        asked.CHECKS,
-        lengths,
-    )
-
-    def of_one(group: str, index: int) -> dict[str, float]:
-        row, rows = asked.Facts(group, only=index), max(1, count // len(asked.GROUPS[group]))
-        return {str(length): ask(row, have.held, length=length, count=rows) for length in lengths}
-
-    table["wordings"] = {
-        group: [
-            {"hide": wording.hide, "kind": wording.kind, "recall": of_one(group, i)}
-            for i, wording in enumerate(tqdm(wordings, desc=group))
-        ]
-        for group, wordings in asked.GROUPS.items()
-    }
-    table["values"] = _by_length(
-        lambda name, length: ask(asked.VALUES[name], have.held, length=length, count=count),
-        asked.VALUES,
-        lengths,
-    )
-    plain = vocabulary_source(have)
-    table["ruler"] = {
-        name: {
-            str(length): ask(
-                question.row,
-                have.held if question.books else plain,
-                length=length,
-                count=count,
-                by_word=True,
-            )
-            for length in question.lengths
-            if length in lengths
-        }
-        for name, question in tqdm(RULER.items(), desc="ruler")
-        if name not in ("cwe", "fwe")
-    }
-    table["heads"] = retrieval.measure(spec, weights, have.held)
-    kinds = heads.measure(spec, weights, have.held)["kinds"]
-    table["heads"]["kinds"] = kinds
-    length, rows = min(SILENCED[0], max(lengths)), max(5, int(count * SILENCED[1]) // 5 * 5)
-
-    def needles(lame: Params) -> dict[str, float]:
-        found = recall.needle_recall(
-            spec, lame, have.held, length=length, keys=1, count=rows, seed=SEED, score=score
-        )
-        facts = recall.task_recall(
-            spec, lame, asked.CHECKS["trained"], have.held, length=length, count=rows, seed=SEED, score=score
-        )
-        return {"needles": float(found.mean()), "wordings": facts}
-
-    table["silenced"] = {"n": rows, "length": length} | retrieval.silence(
-        spec, weights, table["heads"]["retrieving"], needles
-    )
-    table["confidence"] = confidence.measure(
-        spec,
-        weights,
-        {"prose": have.books, "predictable": have.held},
-        count=max(2, count // 12),
-        length=1024,
-        seed=SEED,
-    )
-    table["bits_per_byte"] = recall.bits_per_byte(
-        spec, weights, have.books, windows=min(128, count), score=score
-    )
-    table["aims"] = judge(table)
-    return table
-
-
-def _by_length(
-    measure: Callable[..., float], names: Any, lengths: tuple[int, ...]
-) -> dict[str, dict[str, float]]:
-    return {name: {str(length): measure(name, length) for length in lengths} for name in tqdm(names)}
+    weights = round_to(params, "bfloat16")
+    exam = Exam(have=have, weights=weights, count=count, lengths=lengths, score=score)
+    table = (before or {}) | {"seed": SEED, "lengths": list(lengths), "exact": exact}
+    table["n"] = (before or {}).get("n", {}) | dict.fromkeys(parts, count)
+    table |= {name: PARTS[name](exam) for name in parts}
+    return table | {"aims": judge(table)}
 
 
 def judge(table: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -213,6 +278,7 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=COUNT, help="rows a group and length")
     parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS, help="of rows")
     parser.add_argument("--exact", action="store_true", help="float32 products")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="only these")
     parser.add_argument("--write", type=Path, help="JSON file")
     args = parser.parse_args()
     config = read(args.config, args.set, args.folder)
@@ -224,8 +290,21 @@ def main() -> None:
 
         step, params = None, hf.load(args.model, dtype="float32").params
         have = setup(config | {"tokenizer": str(args.model / "tokenizer.json")})
-    table = evaluate(have, params, count=args.count, lengths=tuple(args.lengths), exact=args.exact)
-    table = rounded({"config": config["name"], "step": step} | table)
+    before = None
+    if len(args.parts) < len(PARTS):
+        if args.write is None or not args.write.is_file():
+            parser.error("--parts measures some of a table anew. Name one with --write, or measure all.")
+        before = json.loads(args.write.read_text())
+    table = evaluate(
+        have,
+        params,
+        count=args.count,
+        lengths=tuple(args.lengths),
+        exact=args.exact,
+        parts=args.parts,
+        before=before,
+    )
+    table = rounded(table | {"config": config["name"], "step": step})
     for name, row in table["aims"].items():
         print(f"{name:36} {row['is']:>8} {row['aim']:>8} {'met' if row['met'] else 'MISSED'}")
     if args.write is not None:

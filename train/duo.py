@@ -1,7 +1,7 @@
 """Learns DuoAttention's head pattern: how much each KV head needs the middle of a text.
 
-python -m train.duo --config configs/gates/duo-small.yaml
-python -m train.duo --config configs/gates/duo-small.yaml --export FILE
+python -m train.duo --config configs/gates/duo-embedded.yaml
+python -m train.duo --config configs/gates/duo-embedded.yaml --export FILE
 
 Xiao et al., DuoAttention, https://arxiv.org/abs/2410.10819: every KV head writes ``alpha`` times its full
 attention plus ``1 - alpha`` times its streaming attention (sinks and a window). Trained are the alphas

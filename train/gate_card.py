@@ -1,7 +1,7 @@
 """The card of a model's learned weights: what each file keeps and loses, from the logs beside the files.
 
-python -m train.gate_card --config configs/gates/small.yaml --duo configs/gates/duo-small.yaml \\
-    --out kvjax/assets/small/weights
+python -m train.gate_card --config configs/gates/embedded.yaml --duo configs/gates/duo-embedded.yaml \\
+    --out kvjax/assets/embedded/weights
 
 Every number comes from ``write_gate/NAME.jsonl`` and ``duo/default.jsonl``; only the prose is written here.
 """

@@ -163,7 +163,7 @@ def read(path: Path, strength: str = "default") -> Settings:
       ConfigError: no such file, missing or unknown keys, numbers out of range.
       ModelError: a written-out model config kvjax does not read.
     """
-    return read_config(path, lambda tree: parse(tree, strength), "configs/gates/small.yaml")
+    return read_config(path, lambda tree: parse(tree, strength), "configs/gates/embedded.yaml")
 
 
 def parse(tree: dict[str, Any], strength: str = "default") -> Settings:

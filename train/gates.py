@@ -1,7 +1,7 @@
 """Trains WG-KV's write gates on a frozen model: distillation plus lambda times what the gates keep.
 
-python -m train.gates --config configs/gates/small.yaml                    the lambda called default
-python -m train.gates --config configs/gates/small.yaml --strength NAME    another of the config's lambdas
+python -m train.gates --config configs/gates/embedded.yaml                    the lambda called default
+python -m train.gates --config configs/gates/embedded.yaml --strength NAME    another of the config's lambdas
 python -m train.gates --config ... [--strength NAME] --export FILE         its newest checkpoint as a file
 python -m train.gates --config ... --compile v5e:2x4                       memory a chip, compiled without one
 

@@ -23,13 +23,9 @@ import numpy as np
 from kvjax.models import decoder
 from kvjax.models.spec import ModelSpec
 from kvjax.types import Heads, Params
-from train import recall
 from train.rows import ANSWER, Source, needle_row, text_row
-from train.tasks import niah
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from jaxtyping import Array, Bool, Float, Int
 
 LENGTH = 1024
@@ -39,8 +35,6 @@ SINKS = 4
 LOCAL = 16
 FEW = 16
 """Tokens looked at in effect below which a head is sparse."""
-CONSTRUCTED = ((0, 0), (1, 0))
-"""(layer, KV head) of the constructed start (``train.start``)."""
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -148,56 +142,3 @@ def without(spec: ModelSpec, params: Params, heads: tuple[tuple[int, int], ...])
     for index, head in heads:
         layers[index]["wo"] = jnp.asarray(layers[index]["wo"]).at[head].set(0.0)
     return params | {"layers": layers}
-
-
-def ablate(
-    spec: ModelSpec,
-    params: Params,
-    source: Source,
-    *,
-    count: int,
-    length: int = 512,
-    further: Callable[[Params], dict[str, float]] = lambda lame: {},
-) -> dict[str, Any]:
-    """Recall when heads write nothing.
-
-    Args:
-      spec, params: the model.
-      source: held-out text and key words.
-      count: needles a figure; the same for every ablation.
-      length: tokens of a row.
-      further: more figures of a model with a group of its heads silenced.
-
-    Returns:
-      groups: name to {"one" needle, one of "four", one of four in "ruler"'s wording, and ``further``}, for
-      nothing, the constructed heads of each layer and all others of it; heads: the first three to [L, N],
-      each head alone.
-    """
-    multikey = functools.partial(niah.row, form="multikey_1", full=True)
-    functools.update_wrapper(multikey, niah.row)
-
-    def recalls(heads: tuple[tuple[int, int], ...]) -> dict[str, float]:
-        lame = without(spec, params, heads)
-        needle = functools.partial(
-            recall.needle_recall, spec, lame, source, length=length, count=count, seed=3
-        )
-        asked = recall.task_recall(spec, lame, multikey, source, length=length, count=count, seed=3)
-        found = {"one": needle(keys=1).mean(), "four": needle(keys=4).mean(), "ruler": asked}
-        return {name: round(float(value), 4) for name, value in found.items()}
-
-    constructed = tuple((i, k * spec.groups + g) for i, k in CONSTRUCTED for g in range(spec.groups))
-    layers, heads = range(spec.num_layers), range(spec.num_heads)
-    sets: dict[str, tuple[tuple[int, int], ...]] = {"nothing": (), "constructed heads": constructed}
-    for index in layers:
-        every = tuple((index, n) for n in heads)
-        if mine := tuple(head for head in every if head in constructed):
-            sets[f"constructed heads of layer {index}"] = mine
-        sets[f"learned heads of layer {index}"] = tuple(head for head in every if head not in constructed)
-    groups = {name: recalls(lame) | further(without(spec, params, lame)) for name, lame in sets.items()}
-    alone = [[recalls(((index, n),)) for n in heads] for index in layers]
-    return {
-        "n": count,
-        "length": length,
-        "groups": groups,
-        "heads": {name: [[cell[name] for cell in row] for row in alone] for name in alone[0][0]},
-    }

@@ -1,7 +1,7 @@
 """Trains the embedded model: constructed start, curriculum, checks, export.
 
-python -m train.pretrain --config configs/pretrain/small.yaml               train, or go on
-python -m train.pretrain --config configs/pretrain/small.yaml --export DIR  HF folder in bfloat16
+python -m train.pretrain --config configs/pretrain/embedded.yaml               train, or go on
+python -m train.pretrain --config configs/pretrain/embedded.yaml --export DIR  HF folder in bfloat16
 
 What it can do afterwards is measured by ``train.evaluate`` and drawn by ``train.card``.
 """

@@ -162,7 +162,8 @@ def _run(run: argparse.ArgumentParser) -> None:
         "--protocol",
         choices=(*PROTOCOLS, "both"),
         default="agnostic",
-        help="does the policy see the question while it compresses? (default: agnostic, no)",
+        help="does the policy see the question while it compresses? (default: agnostic, no; the words that "
+        "begin the answer follow in both)",
     )
     cli.add(run, "--out", required=True, help="folder of results, resumed if there")
     cli.add(run, "--progress")

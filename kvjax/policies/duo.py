@@ -65,7 +65,7 @@ class Duo(Admission):
     dials = ("share",)
     sizes = ("share", "window")
     learns = "duo"
-    trained_by = "python -m train.duo --config FILE, as in configs/gates/duo-small.yaml"
+    trained_by = "python -m train.duo --config FILE, as in configs/gates/duo-embedded.yaml"
     share: float = 0.5
     window: int = 256  # type: ignore[assignment]
     prefill: bool = True

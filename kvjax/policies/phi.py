@@ -140,7 +140,7 @@ class Phi(Completion):
     arguments = {"features": Whole(1, "number of features")}
     learns = "phi"
     shared = ("length",)
-    trained_by = "python -m train.phi --config FILE, as in configs/phi/small.yaml"
+    trained_by = "python -m train.phi --config FILE, as in configs/phi/embedded.yaml"
     features: int = 64
 
     def check_weights(self, weights: Sequence[Params], network: Network) -> None:

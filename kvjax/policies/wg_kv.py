@@ -112,7 +112,7 @@ class WriteGate(Admission):
     needs = frozenset({"k_pre", "k"})
     learns = "wg-kv"
     trained_by = (
-        "python -m train.gates --config FILE, as in configs/gates/small.yaml, and python -m kvjax.weights "
+        "python -m train.gates --config FILE, as in configs/gates/embedded.yaml, and python -m kvjax.weights "
         "convert from the authors' files"
     )
     fitted = ("window",)

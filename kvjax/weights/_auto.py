@@ -23,7 +23,7 @@ from kvjax.weights._find import find
 from kvjax.weights._fingerprint import fingerprint
 
 FRONT = "front.json"
-EMBEDDED = Path(kvjax.__file__).parent / "assets" / "small"
+EMBEDDED = Path(kvjax.__file__).parent / "assets" / "embedded"
 _WORD = re.compile(r"\s*auto\((.*)\)\s*")
 _BYTES = re.compile(r"['\"]?(\d+)(B|KiB|MiB|GiB)['\"]?")
 _UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}

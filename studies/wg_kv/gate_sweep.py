@@ -1,6 +1,6 @@
 """What a threshold costs: distillation loss against cache size over lambdas and thresholds of trained gates.
 
-python -m studies.wg_kv --config configs/gates/small.yaml --gates kvjax/assets/small/weights/write_gate
+python -m studies.wg_kv --config configs/gates/embedded.yaml --gates kvjax/assets/embedded/weights/write_gate
 
 For every file of write gates in ``--gates`` and every tau: the loss under gates thresholded at tau on
 held-out rows of the config's data, and the share of the cache that is held. Writes DIR/tau.json and

@@ -1,4 +1,4 @@
-"""The shipped models as transformers reads their folders: the same ids and logits over 2048 tokens of text.
+"""The embedded model as transformers reads its folder: the same ids and logits over 2048 tokens of text.
 
 A golden belongs to one file of weights; ``REMAKE`` after a model is trained anew.
 """
@@ -20,14 +20,13 @@ from kvjax.models import decoder
 
 TOLERANCE = 2e-4
 ANSWER = 8
-REMAKE = "gold/bin/python tests/make_golden.py small embedded"
+REMAKE = "gold/bin/python tests/make_golden.py embedded"
 """With the environment which that script describes."""
-ASSETS = Path(kvjax.__file__).parent / "assets"
 
 
-@pytest.fixture(scope="module", params=["small", "embedded"])
-def model(request):
-    return kvjax.load(ASSETS / request.param, dtype="float32")
+@pytest.fixture(scope="module")
+def model():
+    return kvjax.load(dtype="float32")
 
 
 @pytest.fixture(scope="module")
@@ -82,8 +81,6 @@ FACTS = (
 
 def test_facts_are_found_in_any_wording(model):
     """Some hundred tokens back, in text of another kind."""
-    if model.folder.name == "small":
-        pytest.skip("its card says so")
     text = (Path(__file__).parents[2] / "LICENSE").read_text(encoding="utf-8")
     before, behind = text[600:1400], text[1400:2600]
     prompts = [f"{before} {fact} {answer}. {behind} {question} {fact}" for fact, question, answer in FACTS]

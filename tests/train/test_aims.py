@@ -1,4 +1,4 @@
-"""What the second model must show, measured on tiny models: each figure against a plain count."""
+"""What the embedded model must show, measured on tiny models: each figure against a plain count."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import yaml
 from test_recipe import tiny
 
 from kvjax.models import decoder, hf
-from train import aims, aims_card, asked, confidence, pretrain, retrieval, rows
+from train import aims, asked, card, confidence, pretrain, retrieval, rows
 from train import heads as kinds_of_heads
 from train.setup import initial, setup
 
@@ -174,11 +174,11 @@ def test_the_command_writes_every_aim(have, tmp_path, monkeypatch, capsys):
     words = f"card --config {path} --aims {file} --log {tmp_path / 'log.jsonl'} --out {model}"
     monkeypatch.setattr(sys, "argv", words.split())
     pytest.importorskip("matplotlib")
-    aims_card.main()
-    card = (model / "README.md").read_text()
-    assert set(aims_card.SAYS) == set(aims.AIMS)
+    card.main()
+    text = (model / "README.md").read_text()
+    assert set(card.SAYS) == set(aims.AIMS)
     missed = sum(not row["met"] for row in table["aims"].values())
-    assert card.count("**missed**") == missed > 0
-    assert all(said in card for said in aims_card.SAYS.values())
+    assert text.count("**missed**") == missed > 0
+    assert all(said in text for said in card.SAYS.values())
     assert (model / "heads.png").exists()
     assert (model / "curves.png").exists()

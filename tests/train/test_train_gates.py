@@ -380,8 +380,8 @@ def test_every_config_parses_for_every_lambda(name):
 
 def test_shipped_gates_are_the_embedded_models_and_the_card_is_their_logs(monkeypatch):
     monkeypatch.chdir(ROOT)
-    model, folder = load(), Path("kvjax/assets/small/weights")
-    config = yaml.safe_load((ROOT / "configs/gates/small.yaml").read_text())
+    model, folder = load(), Path("kvjax/assets/embedded/weights")
+    config = yaml.safe_load((ROOT / "configs/gates/embedded.yaml").read_text())
     kept = []
     for name, lam in config["loss"]["lambdas"].items():
         notes = read_weights(ROOT / folder / f"write_gate/{name}.safetensors").notes
@@ -393,5 +393,6 @@ def test_shipped_gates_are_the_embedded_models_and_the_card_is_their_logs(monkey
         )
     assert kept == sorted(kept, reverse=True)
     weights_for(Policy(admission=Duo(share=0.5, window=32), sinks=4), model)
-    text = gate_card.card(Path("configs/gates/small.yaml"), Path("configs/gates/duo-small.yaml"), folder)
+    configs = Path("configs/gates")
+    text = gate_card.card(configs / "embedded.yaml", configs / "duo-embedded.yaml", folder)
     assert text == (ROOT / folder / "README.md").read_text()
