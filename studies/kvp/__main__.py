@@ -25,6 +25,13 @@ def _run(words: Sequence[str]) -> None:
         help="of costs and time: trained rankers, first the one in the tables by head",
     )  # fmt: skip
     parser.add_argument(
+        "--variants",
+        type=cli.words,
+        default=[],
+        metavar="NAMES",
+        help="of ablate (default: all of the config)",
+    )
+    parser.add_argument(
         "--lengths", type=cli.numbers("--lengths", 64), default=[1024, 2048, 8192],
         help="of time: tokens of a prompt (default: 1024,2048,8192)",
     )  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,18 +25,25 @@ from train.ranker.settings import Settings, read
 BASE = "base"
 
 
-def variants(config: Path) -> list[str]:
-    """The config as it stands, and its variants."""
-    return [BASE, *(yaml.safe_load(config.read_text()).get("variants") or {})]
+def variants(config: Path, only: Sequence[str] = ()) -> list[str]:
+    """The config as it stands, and its variants; of them those that are named, where any are.
+
+    Raises:
+      ConfigError: names of none.
+    """
+    known = list(yaml.safe_load(config.read_text()).get("variants") or {})
+    if unknown := [name for name in only if name not in known]:
+        raise ConfigError(f"--variants {','.join(unknown)}: {config} has {', '.join(known) or 'none'}.")
+    return [BASE, *(name for name in known if name in only or not only)]
 
 
-def measured(config: Path) -> dict[str, Any]:
+def measured(config: Path, only: Sequence[str] = ()) -> dict[str, Any]:
     """Trains what is not trained yet; area over the oracle's of each run, and its processor time.
 
     Raises:
       ConfigError, ModelError: as ``train.ranker``.
     """
-    chosen = {name: read(config, variant=None if name == BASE else name) for name in variants(config)}
+    chosen = {name: read(config, variant=None if name == BASE else name) for name in variants(config, only)}
     agents, seconds = {}, {}
     for name, settings in chosen.items():
         ranker.run(settings, settings.recording.folder, checked=False)

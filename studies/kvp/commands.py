@@ -64,9 +64,10 @@ def _rankers(values: dict[str, Any]) -> dict[Path, list[Params]]:
 
 
 def _ablate(values: dict[str, Any]) -> Found:
-    found = ablations.measured(values["config"])
+    found = ablations.measured(values["config"], values["variants"])
     found["length"] = " and ".join(map(str, read(values["config"]).recording.lengths))
-    command = f"python -m studies.kvp ablate --config {values['config']}"
+    chosen = f" --variants {','.join(values['variants'])}" if values["variants"] else ""
+    command = f"python -m studies.kvp ablate --config {values['config']}{chosen}"
     return found, lambda x: pages.ablations_page(x, command), pages.draw_ablations
 
 

@@ -125,6 +125,12 @@ def test_ablations_train_each_variant_once_and_compare_with_the_base(made, tmp_p
     first = (tmp_path / "ablate.json").read_text()
     assert study.main(words) == 0
     assert json.loads((tmp_path / "ablate.json").read_text())["runs"] == json.loads(first)["runs"]
+    assert study.main([*words, "--variants", "books"]) == 0
+    chosen = json.loads((tmp_path / "ablate.json").read_text())["runs"]
+    assert [run["name"] for run in chosen] == ["base", "books"]
+    capsys.readouterr()
+    assert study.main([*words, "--variants", "prose"]) == 2
+    assert "has books, surrogate" in capsys.readouterr().err
 
 
 def test_flops_are_those_of_the_matrices_and_of_causal_attention():
