@@ -92,7 +92,8 @@ TABLE = {
     "kvjax": r"kvjax\.(?!serve|eval|models|policies|text).+",
     "train": rf"train(\..+)?|kvjax(\.(?!serve).+)?|pallas_kernels\.measure\.(aot|chips)|{KERNELS}",
     "studies": r"kvjax(\.(?!serve).+)?",
-    "studies.topk_phi": r"studies\.topk_phi(\..+)?|kvjax(\.(?!serve).+)?|pallas_kernels\.blockwise\.api",
+    "studies.topk_phi": r"studies\.topk_phi(\..+)?|train(\..+)?|kvjax(\.(?!serve).+)?"
+    r"|pallas_kernels\.(blockwise|phi)\.api",
     "studies.conf_kv": r"studies\.conf_kv(\..+)?|kvjax(\.(?!serve).+)?",
     "studies.gvote": r"studies\.gvote(\..+)?|kvjax(\.(?!serve).+)?",
     "studies.wg_kv": r"studies\.wg_kv(\..+)?|train(\..+)?|kvjax(\.(?!serve).+)?",

@@ -3,7 +3,7 @@
 python -m train.pretrain --config configs/pretrain/embedded.yaml               train, or go on
 python -m train.pretrain --config configs/pretrain/embedded.yaml --export DIR  HF folder in bfloat16
 
-What it can do afterwards is measured by ``train.evaluate`` and drawn by ``train.card``.
+What it can do afterwards is measured by ``train.aims`` and drawn by ``train.card``.
 """
 
 from __future__ import annotations

@@ -1,15 +1,26 @@
-"""``python -m studies.topk_phi budgets``: what each budget retrieves; ``speed``: where a read's time goes."""
+"""The studies of Top-K and φ: ``python -m studies.topk_phi`` and one of these.
+
+budgets   tokens retrieved within a share of the prompt
+speed     where a read's time goes
+heads     errors of attention's output with and without φ, by head (of traces: ``train.traces``)
+even      how many reads φ must spare to pay, measured and on paper
+report    report.md and pictures of what the last two wrote
+"""
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+import kvjax
 from kvjax import cli, reads
 from kvjax.bench import machine
+from kvjax.eval.measure.row import short
 
 RESULTS = Path("results/topk_phi")
 
@@ -20,8 +31,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(words: Sequence[str]) -> None:
-    parser = cli.Parser(prog="python -m studies.topk_phi", description=__doc__)
-    verbs = parser.add_subparsers(dest="verb", metavar="budgets | speed", required=True)
+    parser = cli.Parser(prog="python -m studies.topk_phi", description=__doc__.splitlines()[0])
+    verbs = parser.add_subparsers(
+        dest="verb", metavar="budgets | speed | heads | even | report", required=True
+    )
     table = verbs.add_parser(
         "budgets", help="tokens retrieved within a share of the prompt, with and without φ"
     )
@@ -44,20 +57,68 @@ def _run(words: Sequence[str]) -> None:
     timed.add_argument("--batch", nargs="+", type=cli.whole("--batch", 1), default=[1, 8], metavar="B")
     timed.add_argument("--rounds", type=cli.whole("--rounds", 1), default=15, metavar="R")
     cli.add(timed, "--dtype", default="float32")
-    cli.add(timed, "--out", default=RESULTS)
+    looked = verbs.add_parser("heads", help="errors of attention's output by head, with and without φ")
+    looked.add_argument("--config", type=Path, required=True, help="of the maps and their traces")
+    looked.add_argument("--prompt", type=cli.whole("--prompt", 1), metavar="N", help="of the config's")
+    looked.add_argument("--maps", type=Path, required=True, metavar="FILE", help="as train.phi exports them")
+    paid = verbs.add_parser("even", help="how many reads φ must spare to pay")
+    paid.add_argument("--rounds", type=cli.whole("--rounds", 1), default=15, metavar="R")
+    shown = verbs.add_parser("report", help="report.md and pictures")
+    for verb in (timed, looked, paid, shown):
+        cli.add(verb, "--out", default=RESULTS)
     said = parser.parse_args(words)
     if said.verb == "budgets":
         _budgets(said.length, said.share, said.features, said.head_dim, said.generated)
         return
-    _alone()
+    said.out.mkdir(parents=True, exist_ok=True)
+    if said.verb == "report":
+        from studies.topk_phi import report
+
+        print(*report.write(said.out), sep="\n")
+    elif said.verb == "heads":
+        _heads(said.config, said.prompt, said.maps, said.out)
+    else:
+        _alone()
+        (_speed if said.verb == "speed" else _even)(said)
+
+
+def _speed(said: argparse.Namespace) -> None:
     from studies.topk_phi import speed
 
     rows = speed.measure(said.context, said.batch, said.dtype, said.rounds)
-    said.out.mkdir(parents=True, exist_ok=True)
     about = {"cpu": machine.cpu_name(), "context": said.context, "dtype": said.dtype, "rounds": said.rounds}
-    file = said.out / f"speed_{said.context}_{said.dtype}.json"
-    file.write_text(json.dumps(about | {"rows": rows}, indent=1) + "\n")
+    _put(said.out / f"speed_{said.context}_{said.dtype}.json", about | {"rows": rows})
     print(speed.table(rows))
+
+
+def _even(said: argparse.Namespace) -> None:
+    from studies.topk_phi import even
+
+    rows, network = even.paper_rows(), kvjax.load("kvjax/assets/embedded").network
+    cpu = even.measured(network, said.rounds)
+    about = {"cpu": machine.cpu_name(), "rounds": said.rounds, "read": list(even.READ)}
+    _put(said.out / "even.json", about | {"measured": cpu, "paper": rows})
+    print(even.table(rows, cpu))
+
+
+def _heads(config: Path, prompt: int | None, maps: Path, out: Path) -> None:
+    from kvjax.models.hf import ModelError
+    from studies.topk_phi import heads
+    from train.config import ConfigError
+    from train.phi.settings import read
+
+    try:
+        settings = read(config, prompt)
+        found = heads.measure(settings, settings.base.model(), maps)
+    except (ConfigError, ModelError) as reason:
+        raise cli.InputError(str(reason)) from reason
+    name = f"{settings.base.name}_{settings.prompt}"
+    print(_put(out / f"heads_{name}.json", {"name": name} | short(found), None))
+
+
+def _put(file: Path, found: dict[str, Any], indent: int | None = 1) -> Path:
+    file.write_text(json.dumps(found, indent=indent) + "\n", encoding="utf-8")
+    return file
 
 
 def _alone() -> None:

@@ -62,7 +62,7 @@ def measure(context: int, batches: Sequence[int], dtype: str, rounds: int) -> li
             policy = kvjax.policy(words)
             sides[words] = _side(model, policy, context, batch, dtype)
             sides[f"{words}: choosing"] = _side(model, policy, context, batch, dtype, choosing=True)
-        times = _in_turns(sides, rounds)
+        times = in_turns(sides, rounds)
         full = times["full"]
         found.append({"batch": batch, "policy": "full", "read_ms": full, "of_full": 1.0})
         for words in POLICIES:
@@ -125,7 +125,7 @@ def _side(
     return functools.partial(run, cache, q)
 
 
-def _in_turns(sides: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
+def in_turns(sides: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
     """Median milliseconds of processor time of each side."""
     times: dict[str, list[float]] = {name: [] for name in sides}
     for _ in range(rounds):

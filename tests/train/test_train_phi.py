@@ -160,12 +160,37 @@ def test_a_batch_asks_behind_the_prompt_for_its_middle(made):
 def test_students_scores_are_those_of_the_served_maps(made):
     _, batch = one_batch(made)
     raw = command.first(settings.read(made / "config.yaml"), Traces.open(made / "traces").about)
-    found = np.asarray(objective.student(raw, batch))
+    found = np.asarray(objective.student(maps.folded(raw), batch))
     layer = maps.folded(raw)
     log_k = np.asarray(phi.log_features(layer, "k", batch["k"]), np.float64)
     log_q = np.asarray(phi.log_features(layer, "q", batch["q"].reshape(2, 8, 6, 8)), np.float64)
     right = np.logaddexp.reduce(log_q.reshape(2, 4, 2, 6, 1, 6) + log_k[:, :, None, None], axis=-1)
     np.testing.assert_allclose(found, right, atol=1e-3)
+
+
+def test_errors_are_those_of_a_softmax_over_what_is_read_and_what_is_guessed(made):
+    task, batch = one_batch(made)
+    raw = command.first(settings.read(made / "config.yaml"), Traces.open(made / "traces").about)
+    x = objective.view(task, maps.folded(raw), batch)
+    alone, completed = objective.errors(x, batch["v"], (0, 3))
+    row, head, group, query = 1, 2, 1, 4
+    s, guess, seen, inside = (
+        np.asarray(part, np.float64)[row, head, :, query] for part in (x.scores, x.guess, x.seen, x.inside)
+    )
+    best = np.argsort(-np.where(inside[0] > 0, s.max(axis=0), -np.inf))[:3]
+    v = np.asarray(batch["v"], np.float64)[row, head]
+
+    def output(weights: np.ndarray) -> np.ndarray:
+        return weights @ v / weights.sum()
+
+    full = output(np.exp(s[group]) * seen[group])
+    for at, visited in ((0, []), (1, best)):
+        left = inside[group] > 0
+        left[visited] = False
+        kept = np.exp(s[group]) * seen[group] * ~left
+        for found, weights in ((alone, kept), (completed, kept + np.exp(guess[group]) * left)):
+            right = np.abs(output(weights) - full).sum() / np.abs(full).sum()
+            assert float(found[at, row, head, group, query]) == pytest.approx(right, rel=1e-4)
 
 
 # --- runs ----------------------------------------------------------------------------------------

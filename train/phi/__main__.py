@@ -1,8 +1,8 @@
 """Trains φ maps on stored traces: distillation of a frozen model's attention scores, all heads at once.
 
-python -m train.traces --config configs/phi/small.yaml                              the traces, once
-python -m train.phi --config configs/phi/small.yaml --prompt 1024                   again to go on
-python -m train.phi --config configs/phi/small.yaml --prompt 1024 --export FILE     its newest checkpoint
+python -m train.traces --config configs/phi/embedded.yaml                              the traces, once
+python -m train.phi --config configs/phi/embedded.yaml --prompt 1024                   again to go on
+python -m train.phi --config configs/phi/embedded.yaml --prompt 1024 --export FILE     its newest checkpoint
 python -m train.phi --config ... --prompt 4096 --compile v5e:2x2                    memory a chip, without one
 
 A run stopped at any step and started again goes on with the losses it would have had. --export writes

@@ -7,7 +7,8 @@ one program for all, and a mesh cuts that axis without any communication.
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -52,10 +53,14 @@ def teacher(batch: dict[str, Array], softcap: float | None) -> Float[Array, "B A
     return s if softcap is None else softcap * jnp.tanh(s / softcap)
 
 
-def student(params: Params, batch: dict[str, Array]) -> Float[Array, "B A G Q T"]:
-    """log φ_q · φ_k of every query and token, by one product under a shift that no feature exceeds."""
+def student(maps: Params, batch: dict[str, Array]) -> Float[Array, "B A G Q T"]:
+    """log φ_q · φ_k of every query and token, by one product under a shift that no feature exceeds.
+
+    Args:
+      maps: as served (``folded``), heads of all layers along one axis.
+      batch: see ``train.phi.batches``.
+    """
     b, a, g, n, h = batch["q"].shape
-    maps = folded(params)
     log_q = phi.log_features(maps, "q", batch["q"].reshape(b, a * g, n, h)).reshape(b, a, g, n, -1)
     log_k = phi.log_features(maps, "k", batch["k"])
     most = jax.lax.stop_gradient(log_k.max(axis=2, keepdims=True))
@@ -122,9 +127,66 @@ def objective(
 ) -> tuple[Float[Array, ""], dict[str, Array]]:
     """The sum of all heads' losses, a mean over rows and queries each; metrics are means over heads."""
     there = held(task, batch)[:, :, None, None]
-    s, guess = teacher(batch, task.softcap), student(params, batch)
+    s, guess = teacher(batch, task.softcap), student(folded(params), batch)
     terms = distance(task.loss, s, guess, jnp.broadcast_to(there, s.shape))
     return terms["all"].mean(axis=(0, 2, 3)).sum(), {name: x.mean() for name, x in terms.items()}
+
+
+class View(NamedTuple):
+    """A batch as a reader behind the prompt sees it, [B, A, G, Q, T].
+
+    Attributes:
+      scores, guess: the teacher's and φ's.
+      seen: tokens up to the query.
+      inside: those of them that a summary holds.
+      order: each token's place among those of the largest scores of its group, 0 the first.
+    """
+
+    scores: Array
+    guess: Array
+    seen: Array
+    inside: Array
+    order: Array
+
+
+def view(task: Task, maps: Params, batch: dict[str, Array]) -> View:
+    """What ``errors`` needs; ``maps`` as in ``student``."""
+    s = teacher(batch, task.softcap)
+    seen = jnp.arange(s.shape[-1]) <= batch["at"][:, None, None, :, None]
+    inside = jnp.broadcast_to(held(task, batch)[:, :, None, None], s.shape) & seen
+    best = jnp.where(inside, s, -jnp.inf).max(axis=2, keepdims=True)
+    order = jnp.argsort(jnp.argsort(-best, axis=-1), axis=-1)
+    return View(s, student(maps, batch), jnp.broadcast_to(seen, s.shape), inside, order)
+
+
+def errors(
+    x: View, v: Float[Array, "B A T H"], counts: Sequence[int]
+) -> tuple[Float[Array, "C B A G Q"], Float[Array, "C B A G Q"]]:
+    """Relative L1 errors of attention's output: what a summary holds left out, and φ standing for it.
+
+    Args:
+      x: of the batch.
+      v: its values.
+      counts: how many of the best tokens that a summary holds are visited beside it.
+    """
+    v = v.astype(jnp.float32)
+
+    def output(scores: Array, of: Array) -> Array:
+        p = jax.nn.softmax(jnp.where(of, scores, -jnp.inf), axis=-1)
+        return jnp.einsum("bagqt,bath->bagqh", p, v)
+
+    full = output(x.scores, x.seen)
+    size = jnp.abs(full).sum(axis=-1) + 1e-9
+    found = []
+    for count in counts:
+        left = x.inside & (x.order >= count)
+        outs = (
+            output(x.scores, x.seen & ~left),
+            output(jnp.where(left, x.guess, x.scores), x.seen),
+        )
+        found.append([jnp.abs(out - full).sum(axis=-1) / size for out in outs])
+    alone, completed = (jnp.stack(one) for one in zip(*found))
+    return alone, completed
 
 
 def quality(task: Task, params: Params, batch: dict[str, Array]) -> dict[str, Float[Array, "B A"]]:
@@ -134,30 +196,15 @@ def quality(task: Task, params: Params, batch: dict[str, Array]) -> dict[str, Fl
     stands for it; with the best tokens visited besides ``selected`` and ``both``. ``over``: by how much φ
     overestimates the log of the mass of what is held.
     """
-    s, guess = teacher(batch, task.softcap), student(params, batch)
-    inside = jnp.broadcast_to(held(task, batch)[:, :, None, None], s.shape)
-    seen = jnp.arange(s.shape[-1]) <= batch["at"][:, None, None, :, None]
-    inside = inside & seen
-    best = jnp.where(inside, s, -jnp.inf).max(axis=2, keepdims=True)
-    order = jnp.argsort(jnp.argsort(-best, axis=-1), axis=-1)
-    visited = inside & (order < task.visits)
-    v = batch["v"].astype(jnp.float32)
-
-    def output(scores: Array, of: Array) -> Array:
-        p = jax.nn.softmax(jnp.where(of, scores, -jnp.inf), axis=-1)
-        return jnp.einsum("bagqt,bath->bagqh", p, v)
-
-    full, mixed = output(s, seen), jnp.where(inside, guess, s)
-    found = {
-        "left_out": output(s, seen & ~inside),
-        "completed": output(mixed, seen),
-        "selected": output(s, seen & (~inside | visited)),
-        "both": output(jnp.where(visited, s, mixed), seen),
+    x = view(task, folded(params), batch)
+    pairs = zip(*(e.mean(axis=(3, 4)) for e in errors(x, batch["v"], (0, task.visits))))
+    (left_out, completed), (selected, both) = pairs
+    mass = [jax.nn.logsumexp(jnp.where(x.inside, s, -1e30), axis=-1) for s in (x.guess, x.scores)]
+    over = jnp.where(x.inside.any(axis=-1), jnp.maximum(mass[0] - mass[1], 0.0), 0.0).mean(axis=(2, 3))
+    return {
+        "left_out": left_out,
+        "completed": completed,
+        "selected": selected,
+        "both": both,
+        "over": over,
     }
-    size = jnp.abs(full).sum(axis=-1) + 1e-9
-    errors = {
-        name: (jnp.abs(out - full).sum(axis=-1) / size).mean(axis=(2, 3)) for name, out in found.items()
-    }
-    mass = [jax.nn.logsumexp(jnp.where(inside, x, -1e30), axis=-1) for x in (guess, s)]
-    over = jnp.where(inside.any(axis=-1), jnp.maximum(mass[0] - mass[1], 0.0), 0.0)
-    return errors | {"over": over.mean(axis=(2, 3))}

@@ -15,7 +15,7 @@ from kvjax.algebra import Policy, PolicyError
 from train.config import ConfigError, count, number, read_config, require
 from train.ranker import settings as ranker
 
-EXAMPLE = "configs/phi/small.yaml"
+EXAMPLE = "configs/phi/embedded.yaml"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,108 @@
+"""``report.md`` and its pictures, from the JSON files of the studies."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvjax.reads import written
+from studies.topk_phi import even, pictures, sweep, tables
+
+Found = dict[str, Any]
+
+
+def write(folder: Path) -> list[Path]:
+    """Everything the folder's files allow."""
+    made, text = [], ["# Top-K and φ, measured", "", "Made by `python -m studies.topk_phi report`.", ""]
+    every = [json.loads(file.read_text(encoding="utf-8")) for file in sorted(folder.glob("heads_*.json"))]
+    for found in sorted(every, key=lambda one: (one["for"] != "the prompt's middle", one["prompt"])):
+        picture = pictures.draw(found, folder / f"heads_{found['name']}.png")
+        made.append(picture)
+        text += [*heads(found), "", f"![Errors and entropies]({picture.name})", ""]
+        if found["for"] == "the prompt's middle":
+            text += [*generated(found), ""]
+    if (file := folder / "even.json").exists():
+        found = json.loads(file.read_text(encoding="utf-8"))
+        text += ["## When φ pays", "", "K': tokens that are read in the time of K tokens and φ.", ""]
+        text += [even.table(found["paper"], found["measured"]), ""]
+    text += tables.text([folder / "quality", folder / "books"])
+    (folder / "report.md").write_text("\n".join(text), encoding="utf-8")
+    return [folder / "report.md", *made]
+
+
+def heads(found: Found) -> Iterator[str]:
+    """Tables of one set of maps."""
+    counts = found["counts"]
+    yield f"## Heads: maps `{found['maps']}`, prompts of {found['prompt']}, for {found['for']}"
+    yield ""
+    size = f"{found['layers']} layers x {found['heads']} query heads"
+    yield (
+        f"{found['sequences']} held-out sequences, {size}. Mean relative L1 error of attention's output, %: "
+        "selection alone / with φ, by tokens K that both retrieve."
+    )
+    yield ""
+    yield "| heads | entropy | " + " | ".join(f"K = {c}" for c in counts) + " |"
+    yield "|" + "---|" * (2 + len(counts))
+    for number, one in enumerate(found["quartiles"], 1):
+        low, high = one["entropy"]
+        yield f"| quarter {number} | {low:.2f} – {high:.2f} | {_pairs(one['alone'], one['completed'])} |"
+    means = {n: [float(np.mean(row)) for row in found["by_head"][n]] for n in ("alone", "completed")}
+    yield f"| all | | {_pairs(means['alone'], means['completed'])} |"
+    yield ""
+    yield "Gain in points (95 % over sequences), and the share of heads that φ helps:"
+    yield ""
+    yield "| heads | " + " | ".join(f"K = {c}" for c in counts) + " |"
+    yield "|" + "---|" * (1 + len(counts))
+    for number, one in enumerate(found["quartiles"], 1):
+        cells = [
+            f"{100 * mean:+.1f} ({100 * low:+.1f} … {100 * high:+.1f}), {100 * helped:.0f} %"
+            for (mean, low, high), helped in zip(one["gain"], one["helped"])
+        ]
+        yield f"| quarter {number} | {' | '.join(cells)} |"
+    yield ""
+    told = ", ".join(f"{r:+.2f} at K = {c}" for c, r in zip(counts, found["correlation"]))
+    yield f"Rank correlation of a head's entropy with its gain: {told}."
+    yield ""
+    yield "Tokens that φ needs for the mean error of selection alone (the paper: 1.8 times fewer):"
+    yield ""
+    yield "| selection alone | error, % | beside φ | times fewer | with φ's summary | times fewer |"
+    yield "|---|---|---|---|---|---|"
+    for one in found["fewer"]:
+        yield f"| {one['alone']} | {100 * one['error']:.1f} | {_needed(one, found['summary'])} |"
+
+
+def generated(found: Found) -> Iterator[str]:
+    """The budgets of answers of several lengths."""
+    rows = sweep.rows(found)
+    yield f"### Budgets over the length of the answer, {found['prompt']} tokens"
+    yield ""
+    yield "Tokens retrieved, and the mean error in % at so many; φ's reading spread over L steps."
+    yield ""
+    yield "| share | selection alone | " + " | ".join(f"φ, L = {n}" for n in rows[0]["steps"]) + " |"
+    yield "|" + "---|" * (2 + len(rows[0]["steps"]))
+    for row in rows:
+        cells = [_budget(row["alone"], row["alone_error"])]
+        cells += [_budget(k, error) for k, error in zip(row["completed"], row["completed_error"])]
+        yield f"| {row['share']:g} | {' | '.join(cells)} |"
+
+
+def _pairs(alone: list[float], completed: list[float]) -> str:
+    return " | ".join(f"{100 * a:.1f} / {100 * b:.1f}" for a, b in zip(alone, completed))
+
+
+def _needed(one: Found, summary: float) -> str:
+    """Tokens beside φ and how many times fewer they are; the same with its summary, read once, among them."""
+    if one["completed"] is None:
+        return "more than were tried | – | – | –"
+    cells = []
+    for count in (one["completed"], one["completed"] + summary):
+        cells += [f"{count:.1f}", f"{one['alone'] / count:.2f}" if count else "all"]
+    return " | ".join(cells)
+
+
+def _budget(count: int | None, error: float | None) -> str:
+    return written(count) if error is None else f"{written(count)} ({100 * error:.1f})"

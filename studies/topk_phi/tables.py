@@ -1,0 +1,112 @@
+"""What ``kvjax.eval`` measured of configs/eval/topk_phi.yaml, budget by budget, as Markdown.
+
+The paper's two tables: the same number of retrieved tokens, φ's reading not charged; and the same tokens read
+a step, φ's reading charged to one step. A budget that φ alone exceeds is a row of "–".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from kvjax import catalogue, reads
+from kvjax.eval.measure.row import Row
+from kvjax.eval.measure.store import RESULTS, read
+from kvjax.eval.report import table
+
+CHUNK = 16
+"""Quest's."""
+
+SAME = ("topk(1)", "topk(11)", "topk(11) + phi(64)", "topk(29)", "topk(29) + phi(64)")
+"""The first table: the anchors (and a token), 1 % of 1,024 tokens, and what a budget of 8 % leaves φ."""
+
+SHARES = (0.04, 0.08)
+"""Of the second table."""
+
+
+def specs(share: float, prompt: int, features: int = 64, head_dim: int = 64) -> dict[str, str | None]:
+    """Policies that read a share of a prompt a step, by method; None where that is infeasible."""
+    n = reads.budget(share, prompt)
+    alone = reads.retrieved(share, prompt)
+    beside = reads.retrieved(share, prompt, features=features, head_dim=head_dim)
+    anchored = f"dense=0, sinks=4, tail={CHUNK}"
+
+    def some(count: int | None, form: str, unit: int = 1) -> str | None:
+        return form.format(count // unit) if count is not None and count >= unit else None
+
+    return {
+        "Top-K": some(alone, "topk({})"),
+        "Top-K + φ": some(beside, "topk({}) + " + f"phi({features})"),
+        "Quest": some(alone, "quest({}, " + anchored + ")", CHUNK),
+        "Quest + φ": some(beside, "quest({}, " + anchored + f") + phi({features})", CHUNK),
+        "SnapKV": f"snapkv + uniform({n})",
+        "PyramidKV": f"snapkv + pyramid({n})",
+        "window": f"window({n - 4}) + sinks(4)",
+    }
+
+
+def text(folders: Sequence[Path]) -> Iterator[str]:
+    """Both tables of folders of results, if they have any."""
+    rows = [row for folder in folders if (folder / RESULTS).is_file() for row in read(folder)]
+    if not rows:
+        return
+    tasks = list(dict.fromkeys(row.cell.task for row in rows))
+    length = rows[0].cell.length
+    known = [t for t in tasks if any(row.informative for row in _of(rows, "full", t))]
+    yield f"## Quality, {length} tokens, n = {rows[0].cell.samples}"
+    yield ""
+    said = ", ".join(task for task in known if task != "ppl_books")
+    yield (
+        "Scores in %; ppl_books: perplexity of 512 tokens after 512. Mean: over the tasks that the full "
+        f"cache answers, {said}. Read: tokens a KV head and step in those, question and answer with them; φ: "
+        "charged to one step, the paper's count; to choose: what the selection looks at besides."
+    )
+    yield ""
+    yield "Same number of retrieved tokens:"
+    yield ""
+    yield from _table([("", word, word) for word in ("full", *SAME)], rows, tasks, known)
+    yield ""
+    yield "Same tokens read a step (MagicPIG: as measured):"
+    yield ""
+    lines: list[tuple[str, str, str | None]] = [("", "full", "full"), ("", "MagicPIG", "magicpig(8, 75)")]
+    for share in SHARES:
+        lines += [(f"{share:g}", name, spec) for name, spec in specs(share, length).items()]
+    yield from _table(lines, rows, tasks, known)
+
+
+def _table(
+    lines: Sequence[tuple[str, str, str | None]], rows: list[Row], tasks: list[str], known: list[str]
+) -> Iterator[str]:
+    heads = ["share", "method", "policy", "read", "φ", "to choose", "mean", *tasks]
+    made = []
+    for share, name, spec in lines:
+        found = {} if spec is None else {task: _of(rows, spec, task) for task in tasks}
+        if spec is not None and not any(found.values()):
+            continue
+        cells = [_cell(found.get(task, [])) for task in tasks]
+        mine = [row for task, some in found.items() if task in known for row in some if row.score is not None]
+        whole = {row.cell.task for row in mine} >= {task for task in known if task != "ppl_books"}
+        told = _means(mine, whole)
+        made.append([share, name, f"`{spec}`" if spec else "–", *told, *cells])
+    yield table.markdown(heads, made)
+
+
+def _of(rows: list[Row], spec: str, task: str) -> list[Row]:
+    name = repr(catalogue.policy(spec))
+    return [row for row in rows if row.cell.policy == name and row.cell.task == task]
+
+
+def _cell(rows: list[Row]) -> str:
+    return "–" if not rows else f"{table.value(rows[0]):.1f}" + ("" if rows[0].informative else "*")
+
+
+def _means(rows: list[Row], whole: bool) -> list[str]:
+    """Read, φ, to choose, mean score; no mean where tasks are not measured yet."""
+    if not rows:
+        return ["–"] * 4
+    each = np.mean(
+        [[r.reads.slots, r.reads.summary_paper, r.reads.selector, table.value(r)] for r in rows], 0
+    )
+    return [f"{x:.0f}" for x in each[:3]] + [f"{each[3]:.1f}" if whole else "–"]

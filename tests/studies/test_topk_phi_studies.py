@@ -1,0 +1,82 @@
+"""The studies of Top-K and φ: numbers worked out by hand, configs that hold what the tables ask for."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+
+from kvjax import catalogue, reads
+from studies.topk_phi import even, heads, sweep, tables
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def flat(alone, completed, entropy):
+    """Two sequences of four heads with these errors by count, the same in both sequences."""
+    both = {"alone": alone, "completed": completed}
+    found = {n: np.tile(np.asarray(x, float)[None], (2, 1, 1)) for n, x in both.items()}
+    return found | {"entropy": np.tile(np.asarray(entropy, float), (2, 1))}
+
+
+def test_quarters_are_by_entropy_and_gain_is_what_phi_takes_off_the_error():
+    alone = [[0.1, 0.2, 0.3, 0.4]] * len(heads.COUNTS)
+    completed = [[0.1, 0.25, 0.1, 0.3]] * len(heads.COUNTS)
+    found = heads.quartiles(flat(alone, completed, [0.9, 0.1, 0.5, 0.3]))
+    assert [one["entropy"][0] for one in found] == [0.1, 0.3, 0.5, 0.9]
+    assert [one["gain"][0][0] for one in found] == pytest.approx([-0.05, 0.1, 0.2, 0.0])
+    assert [one["helped"][0] for one in found] == [0, 1, 1, 0]
+
+
+def test_fewer_tokens_for_the_same_error_are_read_off_between_the_counts():
+    steps = np.arange(len(heads.COUNTS))
+    alone, completed = 0.9 - 0.1 * steps, 0.775 - 0.1 * steps
+    found = heads.fewer(flat(*(np.tile(x[:, None], (1, 4)) for x in (alone, completed)), [0, 1, 2, 3]))
+    # Selection alone errs 0.8 at the second count; φ errs 0.775 with no token at all.
+    assert (found[0]["alone"], found[0]["completed"]) == (heads.COUNTS[1], 0.0)
+    # 0.6 lies three quarters of the way from φ's 0.675 to 0.575, those of its second and third count.
+    assert found[2]["completed"] == pytest.approx(0.25 * heads.COUNTS[1] + 0.75 * heads.COUNTS[2])
+    worse = heads.fewer(flat(*(np.tile(x[:, None], (1, 4)) for x in (alone - 1, completed)), [0, 1, 2, 3]))
+    assert worse[0]["completed"] is None
+
+
+def test_budgets_over_the_answers_length_are_the_papers():
+    found = {"prompt": 16384, "summary": reads.summary(128, 128), "counts": [0, 1000]}
+    found["by_head"] = {"alone": [[1.0], [0.0]], "completed": [[0.5], [0.0]]}
+    row = sweep.rows(found, shares=(0.01,), steps=(1, 65, 10**6))[0]
+    assert (row["alone"], row["completed"]) == (144, [79, 143, 143])
+    assert row["alone_error"] == pytest.approx(1 - 0.144)
+    assert row["completed_error"][0] == pytest.approx(0.5 * (1 - 0.079))
+    small = sweep.rows(found | {"prompt": 1024}, shares=(0.04,), steps=(1,))[0]
+    assert (small["alone"], small["completed"], small["completed_error"]) == (21, [None], [None])
+
+
+def test_a_break_even_is_the_time_of_what_is_moved_and_computed():
+    chip = even.Chip(memory=1e6, link=1e3, products=1e6)
+    # A map is 2 x 3, 2 x 1, 1 x 3, biases 1 and 3: 15 numbers; of a query and of a key head.
+    moved = 4 * 15 * 2 / 5 + 4 * 3 * (2 + 2)
+    products = 2 * (15 * (7 + 1) + 3 * 2 * (7 + 1))
+    right = 7 + (moved / 1e6 + products / 1e6) * 1e3 / 8
+    assert even.on_paper(chip, 7, 5, head_dim=2, groups=1, features=3, hidden=1) == pytest.approx(right)
+
+
+def test_the_tables_policies_read_no_more_than_their_share_and_are_evaluated():
+    configs = ROOT / "configs" / "eval"
+    jobs = yaml.safe_load((configs / "topk_phi.yaml").read_text())["jobs"]
+    asked = {repr(catalogue.policy(spec)) for job in jobs for spec in job["policies"]}
+    for share in tables.SHARES:
+        found = tables.specs(share, 1024)
+        budget = math.ceil(share * 1024)
+        chosen = {n: catalogue.policy(s).selection for n, s in found.items() if s and "Top" in n}
+        assert chosen["Top-K"].k + 20 == budget
+        if share == 0.04:
+            assert found["Top-K + φ"] is None
+            assert found["Quest + φ"] is None
+        else:
+            assert chosen["Top-K + φ"].k + 20 + 33 == budget
+        assert {repr(catalogue.policy(s)) for s in (found["Top-K"], found["Top-K + φ"]) if s} <= asked
+    assert {repr(catalogue.policy(s)) for s in tables.specs(0.08, 1024).values() if s} <= asked
+    assert {repr(catalogue.policy(s)) for s in tables.SAME} <= asked
