@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from kvjax import decode
@@ -41,7 +42,7 @@ def _seconds(model: LanguageModel, layers: list[Params], length: int) -> dict[st
     wide = dataclasses.replace(model, spec=dataclasses.replace(model.spec, max_positions=most))
     ids = [np.random.default_rng(0).integers(3, model.spec.vocab_size, length).tolist()]
     shape = (1, model.spec.num_kv_heads, length, model.spec.head_dim)
-    k, at = jax.random.normal(jax.random.key(0), shape), np.arange(length)[None]
+    k, at = jax.random.normal(jax.random.key(0), shape), jnp.arange(length)[None]
     rank = jax.jit(lambda layers, k: [kvp.scores(layer, k, k, k, at) for layer in layers])
     weights = {"eviction": layers}
     return {
