@@ -83,6 +83,13 @@ def _row_of_kinds(
     kind = list(level.kinds)[int(rng.choice(len(chances), p=chances / chances.sum()))]
     if kind == "tasks":
         return tasks.draw(rng, source, length, level.families)[1:]
+    return row_of_kind(rng, source, length, kind)
+
+
+def row_of_kind(
+    rng: np.random.Generator, source: Source, length: int, kind: str
+) -> tuple[np.ndarray, np.ndarray]:
+    """A row of one of ``KINDS``; plain text where none fits, and for "books"."""
     for _ in range(4 if kind in KINDS else 0):
         if (row := KINDS[kind](rng, source, length)) is not None:
             return row

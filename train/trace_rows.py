@@ -1,4 +1,4 @@
-"""The sequences of which traces are made: RULER-like tasks, dialogue and books, or documents.
+"""The sequences of which traces are made: tasks, dialogue, books and rows of training, or documents.
 
 They are written with the model's own tokenizer, whichever it is. Sequence i is a pure function of
 (seed, split, i), so that a run that was stopped goes on with the same ones. Only the splits that may be
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from train import gate_rows, rows, tasks, text
+from train import data, gate_rows, rows, tasks, text
 from train.config import ConfigError, number, require
 from train.ranker.settings import Settings
 from train.setup import sources
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from kvjax.text import Text
 
 KINDS = ("ruler", "dialogue", "books")
-"""What ``traces.data.mix`` may name."""
+"""Drawn evenly where ``traces.data.mix`` says nothing; it may name ``train.data.KINDS``, too."""
 
 RULER = {"niah": 1.0, "tracking": 1.0, "cwe": 1.0, "fwe": 1.0}
 """Tasks of a "ruler" row, and how often each is drawn."""
@@ -92,8 +92,9 @@ def bare(tokenizer: Tokenizer) -> Tokenizer:
 def _rows(settings: Settings, written: Text) -> tuple[Draw, Draw]:
     given = settings.recording.data
     mix = given.get("mix", dict.fromkeys(KINDS, 1.0))
+    known = (*KINDS, *data.KINDS)
     require(
-        bool(mix) and set(mix) <= set(KINDS), "traces.data.mix", mix, f"names others than {', '.join(KINDS)}."
+        bool(mix) and set(mix) <= set(known), "traces.data.mix", mix, f"names others than {', '.join(known)}."
     )
     shares = np.asarray([number(share, "traces.data.mix") for share in mix.values()])
     families = given.get("families", RULER)
@@ -117,6 +118,8 @@ def _rows(settings: Settings, written: Text) -> tuple[Draw, Draw]:
 
         def row(rng: np.random.Generator, tokens: int) -> tuple[str, np.ndarray]:
             kind = list(mix)[int(rng.choice(len(mix), p=shares / shares.sum()))]
+            if kind in data.KINDS:
+                return kind, data.row_of_kind(rng, source, tokens, kind)[0]
             if kind == "books":
                 return kind, rows.text_row(rng, plain, tokens)[0]
             chosen = {"dialogue": 1.0} if kind == "dialogue" else families

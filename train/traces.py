@@ -1,7 +1,7 @@
 """Runs a model over a corpus once and stores what its heads saw: traces, on which rankers are trained.
 
-python -m train.traces --config configs/ranker/small.yaml
-python -m train.traces --config configs/ranker/small.yaml --model FOLDER --out DIR
+python -m train.traces --config configs/ranker/embedded.yaml
+python -m train.traces --config configs/ranker/embedded.yaml --model FOLDER --out DIR
 
 Queries, keys and values of every layer and head; attention is computed from them again when it is needed. A
 run that was stopped goes on where it was when it is started again (``train.trace_file``).

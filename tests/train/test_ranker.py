@@ -55,7 +55,7 @@ def config_at(folder: Path, source: Path, **sections: Any) -> Path:
     tree["folder"], tree["model"] = str(folder / "run"), {"source": str(source)}
     tree["traces"]["folder"] = str(folder / "traces")
     for name, section in sections.items():
-        tree[name] = tree[name] | section if isinstance(section, dict) else section
+        tree[name] = tree.get(name, {}) | section if isinstance(section, dict) else section
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "config.yaml"
     path.write_text(yaml.safe_dump(tree))
@@ -172,7 +172,7 @@ def test_importance_is_the_groups_largest_attention_of_what_comes_later(made):
 def test_standardised_inputs_are_folded_into_the_weights(made):
     chosen, found, batch = one_batch(made)
     params = ranker.first(chosen, 4, found.about.head_dim)
-    of = batches.statistics(found, chosen.agent)
+    of = batches.statistics(found, chosen)
     assert {name: value["mean"].shape for name, value in of.items()} == {
         "w_key": (4, 8),
         "w_value": (4, 8),
@@ -197,7 +197,7 @@ def test_standardised_inputs_are_folded_into_the_weights(made):
 def test_one_agents_loss_has_no_part_in_anothers_gradient(made):
     chosen, found, batch = one_batch(made)
     task = objective.Task(agent=chosen.agent, method=chosen.method)
-    params, of = ranker.first(chosen, 4, found.about.head_dim), batches.statistics(found, chosen.agent)
+    params, of = ranker.first(chosen, 4, found.about.head_dim), batches.statistics(found, chosen)
     grad = jax.grad(lambda p, b: objective.objective(task, of, p, b)[0])
     other = batch | {name: batch[name].copy() for name in ("k", "v", "q")}
     for name in ("k", "v", "q"):
@@ -218,7 +218,7 @@ def test_what_is_trained_falls(made, method, metric):
     task = objective.Task(
         agent=chosen.agent, method=settings.dataclasses.replace(chosen.method, permutations=16, **method)
     )
-    params, of = ranker.first(chosen, 4, found.about.head_dim), batches.statistics(found, chosen.agent)
+    params, of = ranker.first(chosen, 4, found.about.head_dim), batches.statistics(found, chosen)
     run = jax.jit(jax.value_and_grad(lambda p, b: objective.objective(task, of, p, b), has_aux=True))
     optimiser, seen = optax.adam(0.01), []
     state = optimiser.init(params)
@@ -288,7 +288,7 @@ def test_training_learns_goes_on_exactly_and_serves(tmp_path, made, tiny_folder,
         ranker.optimizer(chosen.rate, chosen.plan.steps),
         ranker.make_layout(chosen.devices, 4),
     )[1]
-    want = objective.scores(params, batches.statistics(found, chosen.agent), batch)
+    want = objective.scores(params, batches.statistics(found, chosen), batch)
     np.testing.assert_allclose(jnp.concatenate(sides, axis=1), want, atol=1e-4)
 
 
@@ -298,7 +298,7 @@ import jax, numpy as np
 from train.ranker import __main__ as ranker, batches, objective, settings
 from train.trace_file import Traces
 chosen, traces, found = settings.read(settings.Path(sys.argv[1])), Traces.open(settings.Path(sys.argv[2])), []
-task, of = objective.Task(agent=chosen.agent, method=chosen.method), batches.statistics(traces, chosen.agent)
+task, of = objective.Task(agent=chosen.agent, method=chosen.method), batches.statistics(traces, chosen)
 for devices in (4, 1):
     layout = ranker.make_layout(devices, 4)
     params = ranker.first(chosen, 4, traces.about.head_dim)
@@ -428,12 +428,18 @@ def test_exporting_nothing_and_devices_that_are_not_here(tmp_path, made, tiny_fo
     path = config_at(tmp_path, tiny_folder, traces=here, devices=3)
     assert "3 does not divide 4 agents" in refused(ranker.main, ["--config", str(path)], capsys)
     assert "cannot be read" in refused(ranker.main, ["--config", "no.yaml"], capsys)
+    several = {"verses": {"only": ["verses"]}, "books": {"only": ["books"]}}
+    path = config_at(tmp_path, tiny_folder, traces=here, variants=several)
+    words = ["--config", str(path), "--variant"]
+    assert "the config has books, verses" in refused(ranker.main, [*words, "prose"], capsys)
+    assert "no sequences of verses to train on" in refused(ranker.main, [*words, "verses"], capsys)
+    assert not (tmp_path / "tiny-verses").exists()
 
 
 @pytest.mark.parametrize("name", sorted(p.name for p in (ROOT / "configs" / "ranker").glob("*.yaml")))
 def test_every_config_stays_under_eight_gigabytes(name):
     chosen = settings.read(ROOT / "configs" / "ranker" / name)
-    spec = chosen.spec or kvjax.load().spec
+    spec = chosen.spec or chosen.model().spec
     about = trace_file.About(
         model="", fingerprint="", parameters=1, layers=spec.num_layers, heads=spec.num_heads,
         kv_heads=spec.num_kv_heads, head_dim=spec.head_dim, softcap=None, dtype=chosen.recording.dtype,

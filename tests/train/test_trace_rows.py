@@ -38,7 +38,7 @@ def test_sequences_are_written_as_the_models_tokenizer_writes_them(
             "held": 3,
             "lengths": [1200, 1600],
             "shares": [1, 1],
-            "data": {"kind": "rows", "mix": {"ruler": 1, "books": 1}},
+            "data": {"kind": "rows", "mix": {"ruler": 1, "books": 1, "facts": 2, "repeats": 1}},
         },
         "plan": {"steps": 1},
     }
@@ -58,5 +58,5 @@ def test_sequences_are_written_as_the_models_tokenizer_writes_them(
         assert len(said) == len(ids) - begins
     # Whatever stands first where there is no BOS, it is not the embedded model's, which rows are drawn with.
     assert firsts == {bos} if begins else EMBEDDED_BOS not in firsts
-    assert "books" in seen
-    assert seen - {"books", "ruler/text"}
+    assert {"books", "facts", "repeats"} < seen
+    assert seen - {"books", "facts", "repeats", "ruler/text"}

@@ -1,8 +1,8 @@
 """Trains KVP's rankers on stored traces: policy gradient over random rankings, all agents at once.
 
-python -m train.traces --config configs/ranker/small.yaml                  the traces, once
-python -m train.ranker --config configs/ranker/small.yaml                  again to go on
-python -m train.ranker --config configs/ranker/small.yaml --export FILE    its newest checkpoint as a file
+python -m train.traces --config configs/ranker/embedded.yaml                  the traces, once
+python -m train.ranker --config configs/ranker/embedded.yaml                  again to go on
+python -m train.ranker --config configs/ranker/embedded.yaml --export FILE    its newest checkpoint as a file
 python -m train.ranker --config ... --compile v5e:2x4                      memory a chip, compiled without one
 
 A run stopped at any step and started again goes on with the losses it would have had. --export writes
@@ -52,7 +52,10 @@ def by_layer(params: Params, about: About) -> list[Params]:
 def make_check(
     task: Task, statistics: Statistics, traces: Traces, settings: Settings, layout: AgentLayout
 ) -> Callable[[Params, int, int], loop.Verdict]:
-    """Mean area over held-out sequences and agents, of the agents also by layer; 1 is the oracle."""
+    """Each agent's mean area over held-out sequences over the oracle's, which is 1; means over agents.
+
+    Means are taken before the ratio: where little future is left the oracle's area may be next to nothing.
+    """
     measure = jax.jit(functools.partial(areas, task, traces.about.layers))
 
     def check(params: Params, step: int, level: int) -> loop.Verdict:
@@ -63,8 +66,9 @@ def make_check(
             name: np.concatenate([part[name] for part in parts if name in part]).mean(axis=0)
             for name in {name: None for part in parts for name in part}
         }
-        metrics = {f"area_{name}": float(value.mean()) for name, value in found.items()}
-        layers = found["learned"].reshape(traces.about.layers, -1).mean(axis=1)
+        over = {name: value / found["oracle"] for name, value in found.items() if name != "oracle"}
+        metrics = {f"area_{name}": float(value.mean()) for name, value in over.items()}
+        layers = over["learned"].reshape(traces.about.layers, -1).mean(axis=1)
         metrics |= {f"area_learned_layer_{layer}": float(value) for layer, value in enumerate(layers)}
         return loop.Verdict(metrics=metrics, level=level)
 
@@ -84,8 +88,8 @@ def load(settings: Settings, folder: Path) -> tuple[Traces, LanguageModel]:
     return traces, model
 
 
-def run(settings: Settings, folder: Path) -> loop.State:
-    """Trains to the end of the plan, or goes on from the newest checkpoint.
+def run(settings: Settings, folder: Path, *, checked: bool = True) -> loop.State:
+    """Trains to the end of the plan, or goes on from the newest checkpoint; ``checked`` on the way or not.
 
     Raises:
       ConfigError, ModelError: see ``load``.
@@ -101,7 +105,7 @@ def run(settings: Settings, folder: Path) -> loop.State:
         file=sys.stderr,
     )
     task = Task(agent=settings.agent, method=settings.method, softcap=about.softcap)
-    statistics = batches.statistics(traces, settings.agent)
+    statistics = batches.statistics(traces, settings)
     statistics = layout.put(statistics, layout.gates(statistics))
     return loop.train(
         params=layout.put(agents, layout.gates(agents)),
@@ -110,7 +114,7 @@ def run(settings: Settings, folder: Path) -> loop.State:
         batches=lambda level: batches.batches(traces, settings),
         folder=settings.folder,
         plan=settings.plan,
-        check=make_check(task, statistics, traces, settings, layout),
+        check=make_check(task, statistics, traces, settings, layout) if checked else None,
         layout=layout,
         watch=functools.partial(gradients, settings.rate.clip),
     )
@@ -134,7 +138,7 @@ def export(settings: Settings, folder: Path, file: Path) -> None:
             "--export."
         )
     step, params = found
-    layers = by_layer(folded(params, batches.statistics(traces, agent)), about)
+    layers = by_layer(folded(params, batches.statistics(traces, settings)), about)
     inputs = " ".join(name.removeprefix("w_") for name in agent.inputs)
     notes: dict[str, Any] = {
         "inputs": inputs,
@@ -143,7 +147,8 @@ def export(settings: Settings, folder: Path, file: Path) -> None:
         "recent": agent.recent,
     }
     notes |= {"trained": settings.method.kind, "seed": settings.seed, "step": step, "config": settings.name}
-    notes |= {"sequences": about.train, "text": str(about.data)}
+    text = about.data | ({"only": list(settings.only)} if settings.only else {})
+    notes |= {"sequences": len(batches.used(traces, settings, held=False)), "text": str(text)}
     part = kvp.LearnedRanker(agent.sinks, agent.recent)
     save_weights(file, model, part, layers, notes=notes)
     log = file.with_suffix(".jsonl")
@@ -159,12 +164,13 @@ def main(words: list[str] | None = None) -> int:
     """The command line; its exit code: 0, 2 for bad input."""
     parser = argparse.ArgumentParser(prog="python -m train.ranker", description=__doc__.splitlines()[0])
     parser.add_argument("--config", type=Path, required=True)
+    parser.add_argument("--variant", metavar="NAME", help="of the config's variants")
     parser.add_argument("--traces", type=Path, metavar="DIR", help="instead of the config's traces.folder")
     parser.add_argument("--export", type=Path, metavar="FILE", help="write the newest checkpoint's rankers")
     parser.add_argument("--compile", metavar="TOPOLOGY", help="compile the step for chips that are not here")
     args = parser.parse_args(words)
     try:
-        settings = read(args.config)
+        settings = read(args.config, variant=args.variant)
         if args.compile is not None:
             return fit(settings, args.compile)
         folder = args.traces or settings.recording.folder

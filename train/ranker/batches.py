@@ -6,7 +6,7 @@ Batch i is a pure function of (seed, i), as in ``train.data``, so a resumed run 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import grain.python as grain
 import numpy as np
@@ -15,6 +15,9 @@ from kvjax.types import EMPTY
 from train.ranker import baselines
 from train.ranker.settings import Agent, Settings
 from train.trace_file import TraceError, Traces
+
+if TYPE_CHECKING:
+    from jaxtyping import Int
 
 SAMPLED = 32
 """Sequences of which statistics are made."""
@@ -37,8 +40,28 @@ def check_traces(traces: Traces, settings: Settings) -> None:
             "traces.keys: [post, pre]."
         )
     settings.check_length(min(traces.about.lengths))
-    if not 0 < traces.about.train < len(traces.about.lengths):
-        raise TraceError(f"{traces.folder} has no sequences to check on. Make traces with traces.held.")
+    for held, what in ((False, "train"), (True, "check")):
+        if not len(used(traces, settings, held=held)):
+            kinds = f" of {', '.join(settings.only)}" if settings.only else ""
+            raise TraceError(
+                f"{traces.folder} has no sequences{kinds} to {what} on. Make traces with traces."
+                f"{'held' if held else 'sequences'}{' and these in traces.data.mix' if kinds else ''}."
+            )
+
+
+def used(traces: Traces, settings: Settings, *, held: bool) -> Int[np.ndarray, " S"]:
+    """Sequences of the kinds that are asked for, of the held-out split or of the other."""
+    about = traces.about
+    split = range(about.train, len(about.lengths)) if held else range(about.train)
+    if not settings.only:
+        return np.asarray(split)
+    tasks = traces.tasks()
+    return np.asarray([i for i in split if kind(tasks[i]) in settings.only], int)
+
+
+def kind(task: str) -> str:
+    """Of a sequence, by its task."""
+    return task.partition("/")[0]
 
 
 def assembled(
@@ -98,7 +121,8 @@ class Batches:
 
     def __init__(self, traces: Traces, settings: Settings):
         self.traces, self.settings = traces, settings
-        self.lengths = np.asarray(traces.about.lengths[: traces.about.train])
+        self.used = used(traces, settings, held=False)
+        self.lengths = np.asarray(traces.about.lengths)[self.used]
 
     def __len__(self) -> int:
         return self.settings.plan.steps
@@ -106,7 +130,7 @@ class Batches:
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
         rng = np.random.default_rng((self.settings.seed, 2, int(index)))
         length = int(rng.choice(self.lengths))
-        drawn = rng.choice(np.flatnonzero(self.lengths == length), self.settings.method.rows)
+        drawn = rng.choice(self.used[self.lengths == length], self.settings.method.rows)
         chosen = [(int(i), cache_size(rng, self.settings, length)) for i in drawn]
         return assembled(self.traces, self.settings, chosen, rng)
 
@@ -118,18 +142,18 @@ def batches(traces: Traces, settings: Settings) -> grain.MapDataset:
 
 def held(traces: Traces, settings: Settings) -> Iterator[dict[str, np.ndarray]]:
     """Every held-out sequence once, one a batch, cut where its number says, with the cache's last queries."""
-    for index in range(traces.about.train, len(traces.about.lengths)):
+    for index in used(traces, settings, held=True).tolist():
         rng = np.random.default_rng((settings.seed, 3, index))
         size = cache_size(rng, settings, traces.about.lengths[index])
         yield assembled(traces, settings, [(index, size)], rng, window=baselines.WINDOW)
 
 
-def statistics(traces: Traces, agent: Agent) -> dict[str, dict[str, Any]]:
+def statistics(traces: Traces, settings: Settings) -> dict[str, dict[str, Any]]:
     """Mean and standard deviation of every input channel, by agent, over some training sequences."""
+    about, agent, there = traces.about, settings.agent, used(traces, settings, held=False)
     if not agent.standardise:
         return {}
-    about = traces.about
-    chosen = np.unique(np.linspace(0, about.train - 1, min(SAMPLED, about.train)).round().astype(int))
+    chosen = there[np.unique(np.linspace(0, len(there) - 1, min(SAMPLED, len(there))).round().astype(int))]
     agents = about.layers * about.kv_heads
     sums: dict[str, np.ndarray] = {}
     for index in chosen:

@@ -18,7 +18,7 @@ from train.ranker import baselines, rankings
 from train.ranker.settings import Agent, Method
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Bool, Float
+    from jaxtyping import Array, Bool, Float, Int
 
 Statistics = dict[str, dict[str, Any]]
 """By input leaf: ``mean`` and ``scale`` [A, H or 1] of the training traces."""
@@ -128,13 +128,22 @@ def _key(batch: dict[str, Array]) -> Array:
     return jax.random.fold_in(jax.random.key(0), batch["seed"])
 
 
+def orders(
+    task: Task, layers: int, given: dict[str, Float[Array, "B A T"]], batch: dict[str, Array]
+) -> tuple[Float[Array, "B A T"], Float[Array, "B A"], dict[str, Int[Array, "B A T"]]]:
+    """What is ranked and how: importance, number of candidates, and rankings by name.
+
+    Rankings are those of the scores ``given``, of ``baselines``, and the "oracle" by importance itself.
+    """
+    worth, may = ranked(task, batch)
+    scored = given | baselines.scores(batch, layers, task.softcap) | {"oracle": worth}
+    return worth, may.sum(axis=-1), {name: rankings.best(score, may) for name, score in scored.items()}
+
+
 def areas(
     task: Task, layers: int, statistics: Statistics, params: Params, batch: dict[str, Array]
 ) -> dict[str, Float[Array, "B A"]]:
-    """Area under the cost curve of each agent and of ``baselines``, over the oracle's area."""
-    worth, may = ranked(task, batch)
-    least = rankings.cost(worth, rankings.best(worth, may))
-    given = {"learned": scores(params, statistics, batch), **baselines.scores(batch, layers, task.softcap)}
-    paid = {name: rankings.cost(worth, rankings.best(score, may)) for name, score in given.items()}
-    paid["random"] = worth.sum(axis=-1) * jnp.maximum(may.sum(axis=-1) - 1, 0) / 2  # its expectation
-    return {name: rankings.ratio(value, least) for name, value in paid.items()}
+    """``rankings.area`` of each agent ("learned"), of ``baselines``, "random" and "oracle"."""
+    worth, count, found = orders(task, layers, {"learned": scores(params, statistics, batch)}, batch)
+    paid = {name: rankings.area(worth, order, count) for name, order in found.items()}
+    return paid | {"random": jnp.full(count.shape, 0.5)}  # its expectation

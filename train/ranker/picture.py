@@ -28,7 +28,7 @@ def curve(log: Path, path: Path) -> None:
 
     found = checks(log)
     steps = [line["step"] for line in found]
-    fig, ax = plt.subplots(figsize=(5, 3.2), layout="constrained")
+    fig, ax = plt.subplots(figsize=(6.2, 3.2), layout="constrained")
     for name, style in STYLES.items():
         if f"area_{name}" in found[-1]:
             colour = "0.6" if name in PRIVILEGED else "0.2"
@@ -37,6 +37,6 @@ def curve(log: Path, path: Path) -> None:
     ax.axhline(1, color="tab:red", lw=1, label="oracle")
     ax.set_xlabel("step")
     ax.set_ylabel("area under the cost curve / oracle's")
-    ax.legend(fontsize=8)
+    fig.legend(loc="outside right upper", fontsize=8)
     fig.savefig(path, dpi=100)
     plt.close(fig)

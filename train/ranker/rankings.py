@@ -57,6 +57,19 @@ def cost(
     return (ranked * weight).sum(axis=-1)
 
 
+def area(
+    importance: Float[Array, "... T"], ranking: Int[Array, "... T"], candidates: Int[Array, ...]
+) -> Float[Array, ...]:
+    """``cost`` as a share: of all importance, what the mean budget evicts; 1/2 is expected of a random one.
+
+    Args:
+      importance, ranking: as in ``cost``.
+      candidates: how many tokens are ranked. Where one is, or none has importance, the area is 1/2, too.
+    """
+    most = importance.sum(axis=-1) * (candidates - 1)
+    return jnp.where(most > 0, cost(importance, ranking) / jnp.where(most > 0, most, 1.0), 0.5)
+
+
 def _in_order(x: Array, ranking: Int[Array, "... T"]) -> Array:
     return jnp.take_along_axis(jnp.broadcast_to(x, ranking.shape), ranking, axis=-1)
 

@@ -14,7 +14,7 @@ from train.config import ConfigError, count, number, one_of, published, read_con
 if TYPE_CHECKING:
     from kvjax.loading import LanguageModel
 
-EXAMPLE = "configs/ranker/small.yaml"
+EXAMPLE = "configs/ranker/embedded.yaml"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -118,6 +118,7 @@ class Settings:
       folder: of checkpoints and log.
       source, spec, dtype: the backbone, as in ``train.config.backbone``.
       recording, agent, method, rate, plan: see there.
+      only: kinds of sequences that are trained and checked on, as ``traces.data.mix`` names them; () is all.
       devices: over which agents are spread.
     """
 
@@ -132,6 +133,7 @@ class Settings:
     method: Method
     rate: Rate
     plan: loop.Plan
+    only: tuple[str, ...] = ()
     devices: int = 1
 
     def check_length(self, tokens: int) -> None:
@@ -153,14 +155,43 @@ class Settings:
         return config.backbone(self.source, self.dtype, self.spec)
 
 
-def read(path: Path, source: str | None = None) -> Settings:
-    """The config at ``path``, for another model than it names where ``source`` is one.
+def read(path: Path, source: str | None = None, variant: str | None = None) -> Settings:
+    """The config at ``path``.
+
+    Args:
+      path: the file.
+      source: another model than it names.
+      variant: of its ``variants``; what that says replaces what the config says, key by key, and its run lies
+        in a folder of its own beside the others'.
 
     Raises:
-      ConfigError: no such file, missing or unknown keys, numbers out of range.
+      ConfigError: no such file or variant, missing or unknown keys, numbers out of range.
       ModelError: a written-out model config kvjax does not read.
     """
-    return read_config(path, lambda tree: parse(tree, source), EXAMPLE)
+    return read_config(path, lambda tree: parse(varied(tree, variant), source), EXAMPLE)
+
+
+def varied(tree: dict[str, Any], variant: str | None) -> dict[str, Any]:
+    """A config's tree as one of its variants, or as it stands.
+
+    Raises:
+      ConfigError: it has no such variant.
+    """
+    variants = tree.get("variants", {})
+    if variant is None:
+        return tree
+    if variant not in variants:
+        raise ConfigError(f"--variant {variant}: the config has {', '.join(variants) or 'none'}.")
+    changes = variants[variant]
+    merged = {
+        name: tree[name] | value if isinstance(value, dict) and name in tree else value
+        for name, value in changes.items()
+    }
+    own = {
+        "name": f"{tree['name']}-{variant}",
+        "folder": str(Path(tree["folder"]).with_name(f"{tree['name']}-{variant}")),
+    }
+    return tree | own | merged
 
 
 def parse(tree: dict[str, Any], source: str | None = None) -> Settings:
@@ -179,6 +210,7 @@ def parse(tree: dict[str, Any], source: str | None = None) -> Settings:
         method=_method(tree.get("method", {})),
         rate=_rate(tree.get("optimizer", {})),
         plan=_plan(tree["plan"]),
+        only=tuple(tree.get("only", ())),
         devices=count(tree.get("devices", 1), "devices"),
     )
 

@@ -1,0 +1,1 @@
+"""What learned rankers (KVP) rest on: cost per budget, transfer, ablations, the time that ranking takes."""
