@@ -106,6 +106,7 @@ def run(settings: Settings) -> loop.State:
     model, layout = backbone(settings), gates.make_layout(settings)
     net = gates.make_net(settings, model.spec, layout)
     frozen = layout.frozen(model.params, settings.dtype)
+    gate_rows.remember(settings)
     have = gate_rows.supply(settings, model.folder)
     start = functools.partial(objective, net, settings.lam, settings.sinks)
     loss, pattern = jax.tree_util.Partial(start, frozen), first(model.spec)
@@ -132,6 +133,7 @@ def export(settings: Settings, file: Path) -> None:
     step, found = gates.latest(settings, pattern, make_optimizer(settings))
     notes: dict[str, Any] = {"lambda": settings.lam, "sinks": settings.sinks, "window": settings.gate.window}
     notes |= {"seed": settings.seed, "step": step, "config": settings.name}
+    notes |= {"text": gate_rows.remembered(settings)}
     save_weights(file, model, Duo(window=settings.gate.window), found["admission"], notes=notes)
     shutil.copyfile(settings.folder / "log.jsonl", file.with_suffix(".jsonl"))
     print(f"{file} holds the pattern of step {step}")

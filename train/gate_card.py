@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from kvjax.weights import read_weights
+
 if TYPE_CHECKING:
     import numpy as np
     from jaxtyping import Float
@@ -32,13 +34,20 @@ kept where its gate is at least {tau}. `duo/` holds the head pattern of `--polic
 Every file is bound to the weights of `../model.safetensors` by a fingerprint in its header.
 """
 
-FOOTER = """
-## Data and licences
+TEXTS = {
+    "books": """The rows of `train/data.py`: book text, needles and the model's tasks from the same
+public-domain books and permissively licensed sets as the model itself (see its card). Checks use held-out
+books, words and rows.
+""",
+    "stand-in": """The rows of `train/data.py`, needles and the model's tasks, **in text that a small grammar
+writes** (`train/text.py`): the runs found no books, because `KVJAX_DATA` named none. Checks use held-out
+words and rows of the same kind. What the weights do to real text is measured in `results/wg_kv`.
+""",
+}
+"""What rows are made of, by what ``gate_rows.remember`` kept."""
 
-The rows of `train/data.py`: book text, needles and the model's tasks from the same public-domain books and
-permissively licensed sets as the model itself (see its card). Checks use held-out books, words and rows. The
-files carry the repository's licence.
-"""
+
+PARTS = ("write_gate", "duo")
 
 
 def histogram(g: Float[np.ndarray, "L B K T"], tau: float, path: Path) -> None:
@@ -127,7 +136,10 @@ def card(gates: Path, duo: Path, folder: Path) -> str:
     text += "\n## Training\n\n" + runs(config, gates, folder)
     lengths = ", ".join(map(str, data["lengths"]))
     text += f"\n{data['tokens']} tokens a batch, rows of {lengths}. Logs: `write_gate/NAME.jsonl`.\n"
-    return text + "\n" + pattern_part(pattern, duo, folder) + FOOTER
+    files = [file for part in PARTS for file in sorted((folder / part).glob("*.safetensors"))]
+    used = sorted({read_weights(file).notes["text"] for file in files})
+    text += "\n" + pattern_part(pattern, duo, folder) + "\n## Data and licences\n\n"
+    return text + "\n".join(TEXTS[name] for name in used) + "\nThe files carry the repository's licence.\n"
 
 
 def pattern_part(config: dict[str, Any], path: Path, folder: Path) -> str:

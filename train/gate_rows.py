@@ -9,6 +9,7 @@ import dataclasses
 import gzip
 import itertools
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -41,6 +42,39 @@ class Supply:
     train: grain.MapDataset
     check: dict[int, np.ndarray]
     held: Source | None
+
+
+TEXT = "text"
+"""The file in a run's folder that says of which text its rows are."""
+
+
+def remember(settings: Settings) -> str:
+    """Which text a run reads, kept with its checkpoints: "books", "stand-in" (``train.text``) or "documents".
+
+    Raises:
+      ConfigError: the run began with another, so that it cannot go on as it would have.
+    """
+    books = "stand-in" if text.data_folder() is None else "books"
+    now, file = "documents" if settings.data["kind"] == "documents" else books, settings.folder / TEXT
+    if file.is_file() and (then := file.read_text().strip()) != now:
+        raise ConfigError(
+            f"{settings.folder} began with the text {then!r}; here is {now!r}. Set KVJAX_DATA as it was "
+            "then, or give the config another folder."
+        )
+    settings.folder.mkdir(parents=True, exist_ok=True)
+    file.write_text(now + "\n")
+    if now == "stand-in":
+        print(
+            "no books: KVJAX_DATA names no data pack, so rows are of text that a small grammar writes",
+            file=sys.stderr,
+        )
+    return now
+
+
+def remembered(settings: Settings) -> str:
+    """What ``remember`` kept of a run, or "unknown"."""
+    file = settings.folder / TEXT
+    return file.read_text().strip() if file.is_file() else "unknown"
 
 
 def supply(settings: Settings, folder: Path) -> Supply:

@@ -147,6 +147,7 @@ def run(settings: Settings) -> loop.State:
     layout = make_layout(settings)
     net = make_net(settings, model.spec, layout)
     frozen = layout.frozen(model.params, settings.dtype)
+    gate_rows.remember(settings)
     have = gate_rows.supply(settings, model.folder)
     gates = first(settings, model.spec)
     return loop.train(
@@ -214,6 +215,7 @@ def export(settings: Settings, file: Path) -> None:
     gate, layout = settings.gate, make_layout(settings)
     notes: dict[str, Any] = {"lambda": settings.lam, "tau": gate.tau, "window": gate.window}
     notes |= {"seed": settings.seed, "step": step, "strength": settings.strength, "cost": settings.cost}
+    notes |= {"text": gate_rows.remembered(settings)}
     save_weights(file, model, WriteGate(window=gate.window), params["admission"], notes=notes)
     shutil.copyfile(settings.folder / "log.jsonl", file.with_suffix(".jsonl"))
     print(f"{file} holds the gates of step {step}")
