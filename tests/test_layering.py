@@ -97,6 +97,7 @@ TABLE = {
     "studies.conf_kv": r"studies\.conf_kv(\..+)?|kvjax(\.(?!serve).+)?",
     "studies.gvote": r"studies\.gvote(\..+)?|kvjax(\.(?!serve).+)?",
     "studies.wg_kv": r"studies\.wg_kv(\..+)?|train(\..+)?|kvjax(\.(?!serve).+)?",
+    "studies.kvp": r"studies\.kvp(\..+)?|train(\..+)?|kvjax(\.(?!serve).+)?",
 }
 
 
