@@ -9,7 +9,6 @@ import dataclasses
 import gzip
 import itertools
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -63,11 +62,6 @@ def remember(settings: Settings) -> str:
         )
     settings.folder.mkdir(parents=True, exist_ok=True)
     file.write_text(now + "\n")
-    if now == "stand-in":
-        print(
-            "no books: KVJAX_DATA names no data pack, so rows are of text that a small grammar writes",
-            file=sys.stderr,
-        )
     return now
 
 

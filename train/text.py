@@ -12,6 +12,7 @@ import gzip
 import hashlib
 import os
 import re
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -56,8 +57,11 @@ def data_folder() -> Path | None:
 
 
 def corpus(folder: Path | None, *, seed: int = 0) -> Corpus:
-    """Reads the data pack, or writes the stand-in when ``folder`` is None."""
+    """Reads the data pack, or writes the stand-in when ``folder`` is None, and says so on standard error."""
     if folder is None:
+        print(
+            "no books: KVJAX_DATA names no data pack, so text is written by a small grammar", file=sys.stderr
+        )
         return _generated(np.random.default_rng(seed))
     read = lambda path: gzip.decompress(path.read_bytes())  # noqa: E731
     train = sorted((folder / "books" / "train").glob("*.gz")) + sorted((folder / "speeches").glob("*.gz"))

@@ -302,3 +302,8 @@ def test_every_number_of_up_to_three_digits_is_a_token(tmp_path, monkeypatch):
     config["text"] = EMBEDDED["text"] | {"tasks": 50, "numbers": 400}
     tokenizer = setup(config).tokenizer
     assert all(len(tokenizer.encode(f"{n:0{size}}").ids) == 1 for size in (1, 2, 3) for n in range(10**size))
+
+
+def test_text_that_is_no_book_says_so(capsys):
+    assert text.corpus(None).train
+    assert "KVJAX_DATA names no data pack" in capsys.readouterr().err
