@@ -106,8 +106,8 @@ def run(settings: Settings) -> loop.State:
     model, layout = backbone(settings), gates.make_layout(settings)
     net = gates.make_net(settings, model.spec, layout)
     frozen = layout.frozen(model.params, settings.dtype)
-    gate_rows.remember(settings)
     have = gate_rows.supply(settings, model.folder)
+    gate_rows.remember(settings)
     start = functools.partial(objective, net, settings.lam, settings.sinks)
     loss, pattern = jax.tree_util.Partial(start, frozen), first(model.spec)
     return loop.train(

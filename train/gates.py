@@ -147,8 +147,8 @@ def run(settings: Settings) -> loop.State:
     layout = make_layout(settings)
     net = make_net(settings, model.spec, layout)
     frozen = layout.frozen(model.params, settings.dtype)
-    gate_rows.remember(settings)
     have = gate_rows.supply(settings, model.folder)
+    gate_rows.remember(settings)
     gates = first(settings, model.spec)
     return loop.train(
         params=layout.put(gates, layout.gates(gates)),
