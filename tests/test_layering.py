@@ -95,9 +95,9 @@ TABLE = {
     "studies.topk_phi": r"studies\.topk_phi(\..+)?|train(\..+)?|kvjax(\.(?!serve).+)?"
     r"|pallas_kernels\.(blockwise|phi)\.api",
     "studies.conf_kv": r"studies\.conf_kv(\..+)?|kvjax(\.(?!serve).+)?",
-    "studies.gvote": r"studies\.gvote(\..+)?|kvjax(\.(?!serve).+)?",
+    "studies.gvote": r"studies\.(gvote(\..+)?|processor)|kvjax(\.(?!serve).+)?",
     "studies.wg_kv": r"studies\.wg_kv(\..+)?|train(\..+)?|kvjax(\.(?!serve).+)?",
-    "studies.kvp": r"studies\.kvp(\..+)?|train(\..+)?|kvjax(\.(?!serve).+)?",
+    "studies.kvp": r"studies\.(kvp(\..+)?|processor)|train(\..+)?|kvjax(\.(?!serve).+)?",
 }
 
 

@@ -8,9 +8,7 @@ cost    CPU seconds of a prompt with and without compression, by length
 
 from __future__ import annotations
 
-import dataclasses
 import json
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,6 +24,7 @@ from kvjax.eval.measure.store import about, versions
 from kvjax.eval.report.plotting import map_of, panels, pyplot, saved
 from kvjax.eval.tasks.data import Data
 from kvjax.loading import LanguageModel
+from studies import processor
 from studies.gvote import proxy
 from studies.gvote.proxy import FUTURE, Look
 
@@ -33,7 +32,6 @@ PS = (0.95, 0.8, 0.85, 0.9, 0.99)
 COUNTS = (1, 2, 4, 8, 16, 32)
 AHEAD = (1, 16, 64, 256)
 OURS = 64
-REPEATS = 3
 
 
 def texts(model: LanguageModel, data: Data, task: str, length: int, count: int) -> list[list[int]]:
@@ -96,29 +94,18 @@ def _ablate(model: LanguageModel, found: Sequence[list[int]], say: Callable[[str
 def _cost(model: LanguageModel, found: Sequence[list[int]], say: Callable[[str], None]) -> dict[str, Any]:
     """On tokens drawn at random, since only their number counts; CPU seconds of this process, the least."""
     length = len(found[0])
-    # Rotations have no end; of a model with a table of positions its own length is the most.
-    longest = length if model.spec.positions == "rope" else model.spec.max_positions
-    most = max(longest, model.spec.max_positions)
-    wide = dataclasses.replace(model, spec=dataclasses.replace(model.spec, max_positions=most))
+    model = processor.wide(model, length)
     ids = [np.resize(np.asarray(found[0]), length).tolist()]
     seconds = {
-        "reading": _least(lambda: decode.read_full(wide, ids, context=length).inputs[-1]),
-        "gvote": _least(lambda: decode.prefill(wide, "gvote", ids, context=length)[1]),
-        "snapkv": _least(lambda: decode.prefill(wide, "snapkv + ada(0.25)", ids, context=length)[1]),
+        "reading": processor.least(lambda: decode.read_full(model, ids, context=length).inputs[-1]),
+        "gvote": processor.least(lambda: decode.prefill(model, "gvote", ids, context=length)[1]),
+        "snapkv": processor.least(
+            lambda: decode.prefill(model, "snapkv + ada(0.25)", ids, context=length)[1]
+        ),
     }
     say(f"{length} tokens: {seconds}")
     over = {n: seconds[n] / seconds["reading"] - 1 for n in ("gvote", "snapkv")}
     return {"cpu_seconds": seconds, "over_reading": over}
-
-
-def _least(run: Callable[[], Any]) -> float:
-    jax.block_until_ready(run())
-    found = []
-    for _ in range(REPEATS):
-        start = time.process_time()
-        jax.block_until_ready(run())
-        found.append(time.process_time() - start)
-    return min(found)
 
 
 DO: dict[str, Callable[[LanguageModel, Sequence[list[int]], Callable[[str], None]], dict[str, Any]]] = {

@@ -18,6 +18,7 @@ from kvjax.eval.measure.row import short
 from kvjax.eval.measure.store import versions
 from kvjax.types import Params
 from kvjax.weights import load_weights
+from studies import processor
 from studies.kvp import ablations, costs, pages, timing
 from train.ranker import batches
 from train.ranker.settings import read
@@ -87,7 +88,7 @@ def _time(values: dict[str, Any]) -> Found:
         counted.append({"model": settings.name, "rows": _flops(settings.spec, one)})
     found = {
         "policy": timing.BUDGET,
-        "repeats": timing.REPEATS,
+        "repeats": processor.REPEATS,
         "agent_parameters": mine,
         "measured": timing.measured(model, layers, values["lengths"]),
         "flops": counted,

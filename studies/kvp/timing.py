@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -16,8 +14,8 @@ from kvjax.loading import LanguageModel
 from kvjax.models.spec import ModelSpec
 from kvjax.policies import kvp
 from kvjax.types import Params
+from studies import processor
 
-REPEATS = 3
 BUDGET = "kvp + uniform(256)"
 
 
@@ -38,29 +36,19 @@ def measured(model: LanguageModel, layers: list[Params], lengths: Sequence[int])
 
 
 def _seconds(model: LanguageModel, layers: list[Params], length: int) -> dict[str, float]:
-    most = max(length + 1, model.spec.max_positions)
-    wide = dataclasses.replace(model, spec=dataclasses.replace(model.spec, max_positions=most))
+    wide = processor.wide(model, length + 1)
     ids = [np.random.default_rng(0).integers(3, model.spec.vocab_size, length).tolist()]
     shape = (1, model.spec.num_kv_heads, length, model.spec.head_dim)
     k, at = jax.random.normal(jax.random.key(0), shape), jnp.arange(length)[None]
     rank = jax.jit(lambda layers, k: [kvp.scores(layer, k, k, k, at) for layer in layers])
     weights = {"eviction": layers}
     return {
-        "reading": least(lambda: decode.read_full(wide, ids, context=length).inputs[-1]),
-        "ranking": least(lambda: rank(layers, k)),
-        "compressed": least(lambda: decode.prefill(wide, BUDGET, ids, context=length, weights=weights)[1]),
+        "reading": processor.least(lambda: decode.read_full(wide, ids, context=length).inputs[-1]),
+        "ranking": processor.least(lambda: rank(layers, k)),
+        "compressed": processor.least(
+            lambda: decode.prefill(wide, BUDGET, ids, context=length, weights=weights)[1]
+        ),
     }
-
-
-def least(run: Callable[[], Any]) -> float:
-    """Processor seconds, the least of some calls after the first."""
-    jax.block_until_ready(run())
-    found = []
-    for _ in range(REPEATS):
-        start = time.process_time()
-        jax.block_until_ready(run())
-        found.append(time.process_time() - start)
-    return min(found)
 
 
 def flops(spec: ModelSpec, parameters: int, length: int) -> dict[str, float]:
