@@ -164,6 +164,18 @@ def test_the_command_writes_every_aim(have, tmp_path, monkeypatch, capsys):
     assert "MISSED" in capsys.readouterr().out
     assert pretrain.AHEAD_SHARE > 0
 
+    # Some of it anew: the rest stays, and each part knows how many rows it had.
+    again = f"{words} --parts bits_per_byte values".replace("--count 2", "--count 3")
+    monkeypatch.setattr(sys, "argv", again.split())
+    aims.main()
+    changed = json.loads(file.read_text())
+    assert {name for name, n in changed["n"].items() if n == 3} == {"bits_per_byte", "values"}
+    assert all(changed[name] == table[name] for name in aims.PARTS if changed["n"][name] == 2)
+    monkeypatch.setattr(sys, "argv", again.replace(str(file), str(tmp_path / "none.json")).split())
+    with pytest.raises(SystemExit, match="2"):
+        aims.main()
+    assert "--parts measures some of a table anew" in capsys.readouterr().err
+
     # And the card shows each of them, whatever it came to.
     (tmp_path / "log.jsonl").write_text(
         "".join(json.dumps({"step": s, "level": 0, "loss": 2.0, "text_nll": 1.0}) + "\n" for s in (10, 20))
