@@ -20,9 +20,9 @@ import numpy as np
 
 from kvjax import decode
 from kvjax.budgets.confidence import Confidence
-from kvjax.eval.report import stats
 from kvjax.eval.tasks.sample import Samples
 from kvjax.types import Heads, Network, Params, Weighted
+from studies.conf_kv import signal
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int
@@ -128,16 +128,6 @@ def measure(
     return dict(zip(names, np.concatenate(found, axis=1)))
 
 
-def correlation(x: np.ndarray, y: np.ndarray) -> tuple[float, float, float]:
-    """Pearson's r over all steps, with its interval over rows."""
-
-    def of(at: np.ndarray) -> np.ndarray:
-        return np.asarray([np.corrcoef(x[rows].ravel(), y[rows].ravel())[0, 1] for rows in np.atleast_2d(at)])
-
-    low, high = stats.spread(of, len(x)) if len(x) > 1 else (float("nan"), float("nan"))
-    return float(of(np.arange(len(x)))[0]), low, high
-
-
 def binned(confidence: np.ndarray, shift: np.ndarray) -> list[dict[str, float]]:
     """Ten bins of equally many steps, least sure first: mean confidence, mean shift, its standard error."""
     order = np.argsort(confidence, axis=None)
@@ -154,7 +144,7 @@ def as_json(found: dict[str, np.ndarray], budget: Confidence, cut: int) -> dict[
     shifts = {
         name: {
             "mean": float(found[name].mean()),
-            "r": {of: correlation(found[of], found[name]) for of in ("confidence", *PARTS)},
+            "r": {of: signal.correlation(found[of], found[name]) for of in ("confidence", *PARTS)},
             "bins": binned(found["confidence"], found[name]),
         }
         for name in SHIFTS

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from kvjax.eval.report import stats
+from studies.conf_kv import signal
 from studies.conf_kv.replay import Rule, Stage
 
 Windows = list[dict[str, np.ndarray]]
@@ -79,11 +80,12 @@ def padded(rows: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def rate(stage: Stage, rule: Rule, say: Say) -> dict[str, Any]:
-    """CONF-KV's targets played again under other rankings, and its ranking under other schedules.
+    """CONF-KV's targets played again under other rankings, its ranking under other schedules.
 
     Under another ranking the model is less sure or more; so that every step drops as many, targets are those
     of the first walk. Shuffled: the same targets in another order, so that confidence says nothing about the
-    step they fall on. Constant: their mean, at every step.
+    step they fall on. Inverse: dealt out the other way round, few slots where the model is least sure.
+    Constant: their mean, at every step.
     """
     own = stage.play(rule)
     sure = float(np.mean(np.concatenate([w["sure"] for w in own]) >= rule.threshold))
@@ -115,6 +117,9 @@ def rate(stage: Stage, rule: Rule, say: Say) -> dict[str, Any]:
         shuffled.append(again("shuffled", rule, [draw.permutation(t) for t in targets], False))
     found.append(entry("shuffled schedule", _mean(shuffled), own, seeds=SEEDS))
     say(_line(found[-1]))
+    order = [signal.inverse(w["target"], w["sure"]) for w in own]
+    found.append(entry("inverse schedule", again("inverse", rule, order, False), own))
+    say(_line(found[-1]))
     mean = round(live(own))
     constant = dataclasses.replace(rule, tight=mean, loose=mean)
     found.append(entry(f"constant {mean}", stage.play(constant), own))
@@ -122,7 +127,21 @@ def rate(stage: Stage, rule: Rule, say: Say) -> dict[str, Any]:
     trace = {name: own[0][name].tolist() for name in ("live", "sure", "target", "nll")}
     counts, edges = np.histogram(np.concatenate([w["sure"] for w in own]), bins=20, range=(0, 1))
     histogram = {"edges": edges.tolist(), "counts": counts.tolist()}
-    return {"rule": dataclasses.asdict(rule), "entries": found, "trace": trace, "histogram": histogram}
+    return {
+        "rule": dataclasses.asdict(rule),
+        "entries": found,
+        "signal": _signal(stage, rule, own),
+        "trace": trace,
+        "histogram": histogram,
+    }
+
+
+def _signal(stage: Stage, rule: Rule, own: Windows) -> dict[str, Any]:
+    """What the confidence of a walk foretells, ``loose`` against ``tight``; windows cut to the shortest."""
+    few, many = (stage.play(dataclasses.replace(rule, tight=n, loose=n)) for n in (rule.tight, rule.loose))
+    steps = min(len(w["nll"]) for w in own)
+    columns = ((own, "sure"), (few, "nll"), (many, "nll"))
+    return signal.told(*(np.stack([w[name][:steps] for w in walk]) for walk, name in columns))
 
 
 def _mean(walks: Sequence[Windows]) -> Windows:

@@ -92,7 +92,7 @@ def test_a_rule_walks_as_the_policy_of_its_numbers(stage, rule):
 def test_a_schedule_is_played_again_whatever_ranks(stage, rule):
     found = schedules.rate(stage, rule, lambda line: None)
     entries = {e["name"].split()[0]: e for e in found["entries"]}
-    assert list(entries) == ["conf_kv", "recency", "attention", "random", "shuffled", "constant"]
+    assert list(entries) == ["conf_kv", "recency", "attention", "random", "shuffled", "inverse", "constant"]
     own = entries["conf_kv"]
     for name in ("recency", "attention", "random"):
         assert entries[name]["live"] == own["live"]
@@ -100,6 +100,7 @@ def test_a_schedule_is_played_again_whatever_ranks(stage, rule):
         mean, low, high = entries[name]["difference"]
         assert low <= mean <= high
         assert mean == pytest.approx(entries[name]["nll"] - own["nll"], abs=1e-6)
+    assert set(found["signal"]) == {"autocorrelation", "gain", "gain_correlation"}
     assert len(found["trace"]["live"]) == ANSWER
     assert sum(found["histogram"]["counts"]) == 2 * ANSWER - 3
 
