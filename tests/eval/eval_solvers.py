@@ -18,8 +18,8 @@ def _needle(context: str, asked: str) -> str:
 
 
 def _secret(context: str, asked: str) -> str:
-    key = re.search(r"number for (\S+?)\?", asked).group(1)
-    return re.search(rf"number for {key} is (\d+)\.", context).group(1)
+    kind, key = re.search(r"secret (\w+) for (\S+?)\?", asked).groups()
+    return re.search(rf"secret {kind} for {key} is (\w+)\.", context).group(1)
 
 
 def _tracking(context: str, asked: str) -> str:
@@ -172,6 +172,7 @@ def _qa5(context: str, asked: str) -> str:
 
 SOLVERS: dict[str, Callable[[str, str], str]] = {
     "niah": _secret,
+    "niah_word": _secret,
     "vt": _tracking,
     "cwe": _common,
     "fwe": _frequent,

@@ -88,10 +88,13 @@ def test_another_program_finds_the_answer(model, name):
             assert score(" nothing", sample) == 0
 
 
-@pytest.mark.parametrize("name", ["niah", "niah_multikey_2", "cwe", "dialogue_recall", "mqar", "json_kv"])
+@pytest.mark.parametrize(
+    "name", ["niah", "niah_word", "niah_multikey_2", "cwe", "dialogue_recall", "mqar", "json_kv"]
+)
 def test_key_words_are_those_training_never_sees(model, name):
     patterns = {
         "niah": r"number for (\w+)-(\w+)",
+        "niah_word": r"word for (\w+)-(\w+)",
         "niah_multikey_2": r"numbers for (\w+)-(\w+)",
         "cwe": r"\d+\. (\w+)",
         "dialogue_recall": r"about (\w+)\.",
@@ -121,6 +124,13 @@ def test_spans_hold_the_needles(model):
             assert all(any(ref in piece for piece in told) for ref in sample.refs)
             kept = model.text.decode(np.asarray(encoded.context)[encoded.needed])
             assert all(re.sub(r"\s", "", piece) in re.sub(r"\s", "", kept) for piece in told)
+
+
+def test_a_word_that_is_asked_for_is_one_token_where_the_vocabulary_has_it(model):
+    for sample, encoded in drawn(model, "niah_word", 512, 10):
+        assert len(encoded.answer) == 1
+        assert sample.refs[0].isalpha()
+    assert all(len(encoded.answer) > 1 for _, encoded in drawn(model, "niah", 512, 10))
 
 
 def test_needles_stand_at_their_depth(model):

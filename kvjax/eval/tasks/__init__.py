@@ -26,7 +26,7 @@ def tasks() -> dict[str, Task]:
 
 
 def named(words: Sequence[str], data: Data) -> tuple[list[Task], list[Task]]:
-    """The tasks of a list of names and groups, each once.
+    """The tasks of a list of names and groups, each once; a word that is both is the name.
 
     Returns:
       (tasks, tasks of a group that were left out because their data is not there).
@@ -38,7 +38,7 @@ def named(words: Sequence[str], data: Data) -> tuple[list[Task], list[Task]]:
     chosen: dict[str, Task] = {}
     absent: dict[str, Task] = {}
     for word in words:
-        mine = [task for name, task in known.items() if word in (name, task.group)]
+        mine = [known[word]] if word in known else [task for task in known.values() if task.group == word]
         if not mine:
             raise EvalError(
                 f"there is no task {word!r}. Groups: {', '.join(ORDER)}; tasks: {', '.join(known)}."

@@ -117,6 +117,11 @@ class Maker:
             return self.data.words()
         return _own_words(self.text) or self.data.words()
 
+    def short_words(self) -> tuple[str, ...]:
+        """The key words that are one token behind a blank; all of them if the tokenizer has none of those."""
+        pool = self.key_words()
+        return tuple(word for word in pool if self.count(f" {word}") == 1) or pool
+
     def words(self, rng: Rng, number: int, *, parts: int = 1, without: Collection[str] = ()) -> list[str]:
         """``number`` different keys of ``parts`` key words each, joined by hyphens, none of ``without``.
 
