@@ -246,8 +246,9 @@ def test_a_step_obeys_the_logits_that_produced_its_token():
         right = [sure(row, 0.4, 0.3, 0.3) for row in np.asarray(logits)]
         np.testing.assert_allclose(state.confidence, right, atol=1e-5)
         active = np.asarray([True, i != 4])
-        state, found = tiny.feed(POLICY, state, column[:, None], active=active)
-        logits = np.where(active[:, None], found[:, 0], logits)
+        given = tiny.model().network, POLICY, tiny.model().params, {}, state, column.astype(np.int32), active
+        state, found = decode.step_program(*given)
+        logits = np.where(active[:, None], found, logits)
         live = np.where(active, np.minimum(live + 1, np.where(np.asarray(right) >= 0.5, 14, 24)), live)
         assert (np.asarray(metrics.live_slots(state)) == live[None, :, None]).all()
         met |= set(live.tolist())
