@@ -116,7 +116,7 @@ def test_one_program_for_all_layers_is_the_dense_mask():
     state = dataclasses.replace(tiny.start(policy, 2), total=jnp.asarray(lengths))
     chunk = jax.jit(decode.chunk, static_argnums=0, donate_argnums=4)
     state, last = chunk(*given, state, decode.padded(prompts(), 44), lengths)
-    found = [model.network.logits(model.params, last)]
+    found = [tiny.LOGITS(model.network, model.params, last)]
     for column in more().astype(np.int32).T:
         state, logits = decode.step_program(*given, state, column, np.ones(2, bool))
         found.append(logits)

@@ -42,6 +42,17 @@ def quick_compiles() -> Iterator[None]:
     jax.config.update("jax_disable_most_optimizations", compiler.in_a_hurry())
 
 
+@pytest.fixture(scope="module", autouse=True)
+def by_layer() -> Iterator[None]:
+    """Where it is imported, ``generate`` and ``stream`` write as deep models do: layers share a program.
+
+    For tests of what is around the loop; ``test_decode`` has that one program for all layers writes the same.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_by_layer, "DEEP", 1)
+        yield
+
+
 @dataclasses.dataclass(frozen=True)
 class Tiny:
     """A network and its weights, as the decode loop takes them."""
