@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
-from tiny import by_layer, quick_compiles  # noqa: F401
+from tiny import quick_compiles  # noqa: F401
 
 import kvjax
 from kvjax import decode
