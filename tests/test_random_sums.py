@@ -180,7 +180,8 @@ def lives(policy: Policy, *, long: bool) -> None:
             state, logits = kvjax.prefill(tiny.model(), policy, prompts, **how, chunk_size=16 if long else 32)
         except PolicyError as refused:  # what the model's sizes or the page's do not allow
             assume(not str(refused))
-        bytes_are_counted(state)
+        if long:
+            bytes_are_counted(state)
         if long and (policy.on_arrival or policy.whole_prompt):
             other = kvjax.prefill(tiny.model(), policy, prompts, **how, chunk_size=64)
             bits = [np.asarray(metrics.present(x)) for x in (state, other[0])]
