@@ -1,7 +1,8 @@
 """10,000 random operations on the ring and the pages, against a plain Python oracle after every one.
 
-The quick tests do two fifths of them. The oracle knows no pages: it keeps a set of token numbers per list and one table of what each token
-holds. Programs are compiled once per shape; hypothesis chooses the operations (derandomized).
+The oracle knows no pages: it keeps a set of token numbers per list and one table of what each token
+holds. Programs are compiled once per shape; hypothesis chooses the operations (derandomized). The quick
+tests do two fifths of them.
 """
 
 from __future__ import annotations
