@@ -43,11 +43,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 LONGEST = (
-    *("test_conformance", "test_compose", "test_dials", "test_pretrain", "test_ageing", "test_exactness"),
-    *("test_decode", "test_notebooks", "test_state_machine", "test_conf_kv", "test_ranker"),
+    *("test_conformance", "test_random_sums", "test_compose", "test_dials", "test_pretrain", "test_ageing"),
+    *("test_exactness", "test_decode", "test_notebooks", "test_state_machine", "test_conf_kv", "test_ranker"),
     *("test_readme", "test_train_gates", "test_eval_run", "test_eval_memory", "test_family_policies"),
-    *("test_serve", "test_one_file", "test_conf_studies", "test_bench", "test_in_place", "test_wg_kv"),
+    *("test_serve", "test_one_file", "test_bench", "test_in_place", "test_wg_kv"),
     *("test_two_learned_parts", "test_weights", "test_eval_walk", "test_train_duo", "test_kvp"),
+    *("test_phi", "test_gvote", "test_engine_limits", "test_engine_texts", "test_parts", "test_recipe"),
+    *("test_train_phi", "test_mesh", "test_eval_report", "test_traces"),
 )
 """Files that take longest, longest first: one that begins last leaves a core with nothing to do."""
 

@@ -20,7 +20,6 @@ import kvjax
 from kvjax import decode
 from kvjax.algebra import Every, Frame, Policy
 from kvjax.cache import pages as paging
-from kvjax.cache import ring as rings
 from kvjax.cache.pages import Pages
 from kvjax.cache.state import KVState
 
@@ -41,9 +40,29 @@ COMBINED = (
 
 EXAMPLES = [policy for method in kvjax.methods() for policy in method.examples]
 EXAMPLES += [kvjax.policy(spec) for spec in COMBINED]
+AGAIN = (
+    "window(24)",  # window(24) + sinks(4)
+    "tova + uniform(22, when=every_step)",  # h2o and every_step
+    "kvp(2, recent=6) + uniform(28, when=every_step)",  # the same behind a gate, above
+    "kvp(0, recent=4) + ada(20)",  # snapkv and ada
+    "kvp(4, recent=6) + pyramid(24)",  # snapkv and pyramid
+    "gvote(0.5, samples=2, ahead=8) + uniform(24) + sinks(2)",  # gvote alone; snapkv and uniform
+    "quest(2, chunk=4, dense=1, recent=6, sinks=2, tail=6)",  # quest alone; anchors are topk's, too
+    "conf_kv(0.8, gamma=0.7, recent=4) + confidence(18, loose=26, threshold=0.5, slope=2.0)",  # less slope
+    "conf_kv(0.5, recent=6) + int8(10) + confidence(14, loose=24, threshold=0.5) + phi(4)",  # less φ
+)
+"""Examples whose parts and modes other examples show, too (beside each): they live in the slow tests."""
 POISON = 1e4
 
-every_policy = pytest.mark.parametrize("policy", EXAMPLES, ids=repr)
+
+def each(policies: list[Policy]) -> pytest.MarkDecorator:
+    """Parametrised over policies."""
+    slow = {kvjax.policy(spec) for spec in AGAIN}
+    cases = [pytest.param(p, id=repr(p), marks=[pytest.mark.slow] * (p in slow)) for p in policies]
+    return pytest.mark.parametrize("policy", cases)
+
+
+every_policy = each(EXAMPLES)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +104,7 @@ def live(policy: Policy) -> Life:
     logits = [first[:, None]]
     for column in life.tokens.T:
         state, found = tiny.feed(policy, state, column[:, None])
-        life.states.append(jax.device_get(tiny.copy(state)))
+        life.states.append(jax.tree.map(np.array, state))
         logits.append(found)
     return dataclasses.replace(life, logits=np.concatenate(logits, axis=1))
 
@@ -175,7 +194,7 @@ def test_live_slots_are_what_the_budget_says(policy):
             if room.pages is None:
                 continue
             w, admit = room.ring.window, room.ring.admit
-            at = np.asarray(rings.positions(jnp.asarray(state.length), w))
+            at = tiny.places(state.length, w)
             slots = tiny.held(*room.pools)
             for row, prompt in enumerate(LENGTHS):
                 seen, counts = prompt + steps, []
@@ -232,7 +251,7 @@ def test_sinks_and_window_are_there_and_no_position_is_held_twice(policy):
         assert (state.length == np.asarray(LENGTHS) + steps).all()
         for room in state.layers:
             assert room.ring.window >= policy.protects
-            at = np.asarray(rings.positions(jnp.asarray(state.length), room.ring.window))
+            at = tiny.places(state.length, room.ring.window)
             for row, seen in enumerate(state.length):
                 ring = set(at[row][at[row] >= 0].tolist())
                 assert ring == set(range(max(0, seen - room.ring.window), seen))
@@ -289,7 +308,18 @@ def shuffled(pages: Pages, random: np.random.Generator, group: int, together: bo
     return jax.tree.map(jnp.array, moved)
 
 
-paged_policy = pytest.mark.parametrize("policy", [p for p in EXAMPLES if p.paged(tiny.CONTEXT)], ids=repr)
+paged_policy = each([p for p in EXAMPLES if p.paged(tiny.CONTEXT)])
+
+
+def order(pages: Pages) -> list[int]:
+    """Positions of all lists as they stand."""
+    p: Pages = jax.device_get(pages)
+    return [int(p.pos[at]) for stream, n in np.ndenumerate(p.length) for at in slots(p, stream, n)]
+
+
+def slots(p: Pages, stream: tuple[int, ...], length: int) -> list[tuple[int, int]]:
+    """Where the tokens of a list are: (page, slot)."""
+    return [(p.table[stream][i // p.size], i % p.size) for i in range(length)]
 
 
 @paged_policy
@@ -301,8 +331,7 @@ def test_permuting_slots_changes_nothing(policy):
     moved = [shuffled(p, random, group, together) for p in paged(state)]
     for old, new in zip(paged(state), moved):
         tiny.owned_once(new)
-        before, after = paging.slots(old).pos, paging.slots(new).pos
-        assert (np.asarray(before) != np.asarray(after)).any(), "nothing was permuted"
+        assert order(old) != order(new), "nothing was permuted"
     # Codes are rounded once more where a slot moves into another page, and which one moves depends on order.
     rounded = not policy.storage.exact and policy.decides_later
     same(policy, with_pages(state, moved), life, atol=0.05 if rounded else 2e-4)
@@ -310,7 +339,12 @@ def test_permuting_slots_changes_nothing(policy):
 
 def dead(pages: Pages) -> np.ndarray:
     """Slots of the pool that hold no token, [P, S]."""
-    return np.arange(pages.size) >= np.asarray(paging.fills(pages))[:, None]
+    p: Pages = jax.device_get(pages)
+    found = np.ones((p.count, p.size), bool)
+    for stream, n in np.ndenumerate(p.length):
+        for at in slots(p, stream, n):
+            found[at] = False
+    return found
 
 
 def telling(state: KVState) -> bool:
@@ -318,14 +352,16 @@ def telling(state: KVState) -> bool:
     return all(dead(p)[np.asarray(p.refs) > 0].any() and (p.refs == 0).any() for p in paged(state))
 
 
+def spoil(x: jax.Array, where: np.ndarray, value: float = POISON) -> jax.Array:
+    """``value`` (codes: 127) where it says so; NumPy's, for which nothing is compiled."""
+    value = 127 if x.dtype.itemsize == 1 else value
+    where = where.reshape(*where.shape, *[1] * (x.ndim - where.ndim))
+    return jnp.array(np.where(where, value, np.asarray(x)).astype(x.dtype))
+
+
 def poisoned(pages: Pages) -> Pages:
     """1e4 (codes: 127, positions: 1) in every dead slot, and in all a free page owns."""
     slot, free = dead(pages), np.asarray(pages.refs) == 0
-
-    def spoil(x: jnp.ndarray, where: np.ndarray, value: float = POISON) -> jnp.ndarray:
-        value = 127 if x.dtype == jnp.int8 else value
-        return jnp.where(where.reshape(*where.shape, *[1] * (x.ndim - where.ndim)), value, x).astype(x.dtype)
-
     return dataclasses.replace(
         pages,
         k=spoil(pages.k, slot),
@@ -346,18 +382,15 @@ def test_contents_of_dead_slots_change_nothing(policy):
     rooms, unwritten = [], 0
     for room in state.layers:
         ring = room.ring
-        empty = np.asarray(rings.positions(state.length, ring.window)) < 0
+        empty = tiny.places(state.length, ring.window) < 0
         unwritten += empty.sum()
-        hole = jnp.asarray(empty)[:, None, :]
+        hole = np.broadcast_to(empty[:, None, :], ring.admit.shape)
         ring = dataclasses.replace(
             ring,
-            k=jnp.where(hole[..., None], POISON, ring.k),
-            v=jnp.where(hole[..., None], POISON, ring.v),
-            admit=ring.admit | hole,
-            meta={
-                n: jnp.where(hole.reshape(*hole.shape, *[1] * (x.ndim - 3)), POISON, x).astype(x.dtype)
-                for n, x in ring.meta.items()
-            },
+            k=spoil(ring.k, hole),
+            v=spoil(ring.v, hole),
+            admit=jnp.asarray(np.asarray(ring.admit) | hole),
+            meta={n: spoil(x, hole) for n, x in ring.meta.items()},
         )
         rooms.append(dataclasses.replace(room, ring=ring))
     assert unwritten or state.layers[0].ring.window <= min(LENGTHS)

@@ -17,6 +17,7 @@ from tiny import quick_compiles  # noqa: F401
 import kvjax
 from kvjax import decode
 from kvjax.algebra import Number, Part, Policy
+from kvjax.decode import _by_layer
 
 # A preset (or a policy that shows its dials on a tiny model), and the same at other numbers of every dial.
 NEIGHBOURS = {
@@ -79,8 +80,21 @@ def compilations(run_it: Callable[[], object]) -> int:
     return len(COMPILED) - before
 
 
+AT_ONCE = (
+    "write_gate(0.5, window=16)",
+    "knorm + uniform(24, every_step)",
+    "conf_kv(recent=8) + confidence(20, loose=31)",
+    "topk(5, sinks=2, tail=6) + phi(4)",
+    "int8(16)",
+)
+"""A policy of each place, whose tokens are written by one program for all layers."""
+
+
 @pytest.mark.parametrize(("spec", "other"), NEIGHBOURS.items())
-def test_another_value_of_any_dial_compiles_nothing(spec, other):
+def test_another_value_of_any_dial_compiles_nothing(spec, other, monkeypatch):
+    """By one program for all layers, or (as deep models are run, in half the time) by one that they share."""
+    if spec not in AT_ONCE:
+        monkeypatch.setattr(_by_layer, "DEEP", 1)
     first, second = kvjax.policy(spec), kvjax.policy(other)
     run(first)
     assert compilations(functools.partial(run, second)) == 0
@@ -95,6 +109,7 @@ def test_a_structure_does_compile():
 
 
 def test_every_preset_has_a_neighbour():
+    assert set(AT_ONCE) <= set(NEIGHBOURS)
     shown = {kind for spec in NEIGHBOURS for kind in map(type, kvjax.policy(spec).parts)}
     assert {kind for spec in kvjax.PRESETS.values() for kind in map(type, kvjax.policy(spec).parts)} <= shown
 
@@ -117,9 +132,10 @@ def maps() -> int:
 @pytest.mark.skipif(
     not Path("/proc/self/maps").exists(), reason="memory maps are listed in /proc on Linux only"
 )
-def test_two_hundred_budgets_leave_memory_maps_flat():
+@pytest.mark.parametrize("count", [60, pytest.param(200, marks=pytest.mark.slow)])
+def test_many_budgets_leave_memory_maps_flat(count):
     """Once the size classes between the smallest and the largest budget are there."""
-    budgets = np.linspace(0.3, 0.9, 200)
+    budgets = np.linspace(0.3, 0.9, count)
     policies = [kvjax.policy(f"knorm + uniform({share:.4f})") for share in budgets]
     for policy in policies[:: len(policies) // 12]:
         run(policy)

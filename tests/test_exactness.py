@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
@@ -105,6 +107,21 @@ def test_decoding_all_along_is_prefill_and_decode(name):
         if mine.pages is not None:
             left, other = tiny.held(mine.pages), tiny.held(theirs.pages)
             assert {s: set(x) for s, x in left.items()} == {s: set(x) for s, x in other.items()}
+
+
+def test_one_program_for_all_layers_is_the_dense_mask():
+    """``decode.chunk`` and ``decode.step_program``; everywhere else a layer is a program, as in prefill."""
+    policy, model, lengths = POLICIES["hash"], tiny.model(), np.asarray(LENGTHS, np.int32)
+    given = model.network, policy, model.params, {}
+    state = dataclasses.replace(tiny.start(policy, 2), total=jnp.asarray(lengths))
+    chunk = jax.jit(decode.chunk, static_argnums=0, donate_argnums=4)
+    state, last = chunk(*given, state, decode.padded(prompts(), 44), lengths)
+    found = [tiny.LOGITS(model.network, model.params, last)]
+    for column in more().astype(np.int32).T:
+        state, logits = decode.step_program(*given, state, column, np.ones(2, bool))
+        found.append(logits)
+    for row, right in enumerate(expected("hash")):
+        close("hash", np.stack(found, axis=1)[row], right[LENGTHS[row] - 1 :])
 
 
 def test_full_is_the_models_own_attention():

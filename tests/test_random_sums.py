@@ -8,7 +8,7 @@ Discovery says what there is to compose, so a new method takes part by being the
 
 from __future__ import annotations
 
-import functools
+import dataclasses
 import re
 import warnings
 from typing import Any
@@ -26,8 +26,8 @@ import kvjax
 from kvjax import catalogue, decode, layer, metrics
 from kvjax.algebra import PLACES, Argument, Every, Number, Policy, PolicyError, Switch, Whole
 from kvjax.budgets.amount import Size, Time
-from kvjax.cache import ring as rings
 from kvjax.cache.state import KVState
+from kvjax.decode import _by_layer
 
 KINDS = {place: [k for k in catalogue.parts().values() if k.place == place] for place in PLACES}
 LENGTHS, STEPS = (41, 17), 3
@@ -114,29 +114,30 @@ def test_a_sum_is_refused_with_a_reason_or_is_its_name(fields):
 # --- lived ---------------------------------------------------------------------------------------
 
 
-@functools.partial(jax.jit, static_argnames="tracked")
+def _look(info, cache, x, length, done):
+    """``layer.step``, and beside the cache what the layer asked for and got."""
+    read, cache = layer.step(info, cache, x, length, ~done)
+    return read.out, (cache, x.q[:, 0], read.out[:, 0])
+
+
+LOOK = _by_layer.program(_look)
+
+
 def seen_step(
-    policy: Policy, weights: Any, state: KVState, tokens: jax.Array, tracked: tuple[bool, ...]
+    policy: Policy, weights: Any, state: KVState, tokens: np.ndarray
 ) -> tuple[KVState, list[tuple[jax.Array, jax.Array]]]:
-    """A decode step, with what each layer asked for and got."""
-    del tracked
-    model, met, active = tiny.model(), [], jnp.ones(state.rows, bool)
-
-    def visit(info, heads, cache):
-        read, cache = layer.step(info, cache, heads, state.length, active)
-        met.append((heads.q[:, 0], read.out[:, 0]))
-        return read.out, cache
-
-    run = (model.network, policy, model.params, weights, state, tokens[:, None], visit)
-    _, caches = decode.run_layers(*run)
-    after = state.__class__(**{**vars(state), "layers": caches, "length": state.length + 1})
-    return after, met
+    """A decode step of a state that is donated, with what each layer asked for and got."""
+    layers = decode.sites(tiny.model().network, policy, tiny.model().params, weights)
+    _, met = tiny.turn(tiny.model(), policy, layers, state, tokens, np.ones(state.rows, bool), LOOK)
+    caches = tuple(cache for cache, *_ in met)
+    after = dataclasses.replace(state, layers=caches, length=jnp.asarray(np.asarray(state.length) + 1))
+    return after, [tuple(seen) for _, *seen in met]
 
 
 def holdings(state: KVState, index: int, row: int, head: int) -> tuple[np.ndarray, np.ndarray]:
     """Keys and values of a stream, ring and pages, as they are stored."""
     room = state.layers[index]
-    at = np.asarray(rings.positions(state.length, room.ring.window))[row]
+    at = tiny.places(state.length, room.ring.window)[row]
     k, v = (np.asarray(x)[row, head][at >= 0] for x in (room.ring.k, room.ring.v))
     stored = tiny.held(*room.pools)[row, head].values() if room.pools else ()
     k = np.concatenate([k, *(x[0][None] for x in stored)])
@@ -176,10 +177,11 @@ def lives(policy: Policy, *, long: bool) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            state, logits = kvjax.prefill(tiny.model(), policy, prompts, **how, chunk_size=16)
+            state, logits = kvjax.prefill(tiny.model(), policy, prompts, **how, chunk_size=16 if long else 32)
         except PolicyError as refused:  # what the model's sizes or the page's do not allow
             assume(not str(refused))
-        bytes_are_counted(state)
+        if long:
+            bytes_are_counted(state)
         if long and (policy.on_arrival or policy.whole_prompt):
             other = kvjax.prefill(tiny.model(), policy, prompts, **how, chunk_size=64)
             bits = [np.asarray(metrics.present(x)) for x in (state, other[0])]
@@ -190,14 +192,14 @@ def lives(policy: Policy, *, long: bool) -> None:
     if long:
         twin = decode.reserve(policy, kvjax.fork(state, 1, 2), STEPS, 1)
         token = np.asarray([TEXTS[1][LENGTHS[1]]] * 2, np.int32)
-        _, mine = seen_step(policy, how["weights"], state, token, ())
-        _, theirs = seen_step(policy, how["weights"], twin, token, ())
+        _, mine = seen_step(policy, how["weights"], tiny.copy(state), token)
+        _, theirs = seen_step(policy, how["weights"], twin, token)
         for (_, left), (_, right) in zip(mine, theirs):
             np.testing.assert_allclose(right[0], left[1], atol=2e-4)
             np.testing.assert_allclose(right[1], left[1], atol=2e-4)
     for step in range(STEPS):
         tokens = np.asarray([text[n + step] for text, n in zip(TEXTS, LENGTHS)], np.int32)
-        state, met = seen_step(policy, how["weights"], state, tokens, ())
+        state, met = seen_step(policy, how["weights"], state, tokens)
         assert all(np.isfinite(np.asarray(out)).all() for _, out in met)
         reads_exactly_what_it_holds(policy, jax.device_get(state), met)
     bytes_are_counted(state)
@@ -223,7 +225,8 @@ def lived(count: int, long: bool):
         assume(sum(not part.idle for part in policy.parts) >= 3)
         note(repr(policy))
         print(repr(policy))
-        jax.clear_caches()  # programs hold memory maps
+        if long:
+            jax.clear_caches()  # programs hold memory maps; those of ten sums are few, and share helpers
         lives(policy, long=long)
 
     return test

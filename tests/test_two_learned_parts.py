@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny import quick_compiles  # noqa: F401
+from tiny import by_layer, quick_compiles  # noqa: F401
 
 import kvjax
 from kvjax.algebra import Eviction, PolicyError
@@ -20,7 +20,8 @@ from kvjax.eval.__main__ import main as evaluate
 from kvjax.serve.__main__ import main as serve
 from kvjax.weights import WeightsError, find, sources
 
-TEXT = "The quick brown fox jumps over the lazy dog. " * 3
+TEXT = "The quick brown fox jumps over the lazy dog, which sleeps."
+"""With the answer one page of tokens: pools of one size, whatever the weights keep."""
 
 
 @dataclasses.dataclass(frozen=True, repr=False)

@@ -22,7 +22,8 @@ from kvjax.algebra import Admission, Observation, Policy
 from kvjax.cache import pool
 from kvjax.cache.pages import Pages
 from kvjax.cache.state import KVState
-from kvjax.decode import _step
+from kvjax.decode import _by_layer
+from kvjax.decode._by_layer import top
 from kvjax.models import decoder
 from kvjax.models.spec import ModelSpec, Rope
 from pallas_kernels.ragged_decode.api import floats
@@ -39,6 +40,17 @@ def quick_compiles() -> Iterator[None]:
     jax.config.update("jax_disable_most_optimizations", True)
     yield
     jax.config.update("jax_disable_most_optimizations", compiler.in_a_hurry())
+
+
+@pytest.fixture(scope="module", autouse=True)
+def by_layer() -> Iterator[None]:
+    """Where it is imported, ``generate`` and ``stream`` write as deep models do: layers share a program.
+
+    For tests of what is around the loop; ``test_decode`` has that one program for all layers writes the same.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_by_layer, "DEEP", 1)
+        yield
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,34 +151,72 @@ def read(
     lengths = np.asarray([len(prompt) for prompt in prompts], np.int32)
     state = dataclasses.replace(state, total=jnp.asarray(lengths))
     tokens = decode.padded(prompts, -(-int(lengths.max()) // chunk) * chunk)
-    last = np.zeros((len(prompts), tiny.network.spec.model_dim), np.float32)
+    last = jnp.asarray(np.zeros((len(prompts), tiny.network.spec.model_dim), np.float32))
+    layers = decode.sites(tiny.network, policy, tiny.params, weights(policy))
     for begin in range(0, tokens.shape[1], chunk):
         count = np.clip(lengths - begin, 0, chunk).astype(np.int32)
         piece = tokens[:, begin : begin + chunk]
-        state, x = CHUNK(tiny.network, policy, tiny.params, weights(policy), state, piece, count)
-        last = np.where(count[:, None] > 0, np.asarray(x), last)
-    return state, np.asarray(tiny.network.logits(tiny.params, last))
+        given = (tiny.network, policy, tiny.params, layers, state, piece, count, last)
+        state, last = _by_layer.read_chunk(*given)
+    return state, np.asarray(LOGITS(tiny.network, tiny.params, last))
 
 
-CHUNK = jax.jit(_step.chunk, static_argnames="network", donate_argnames="state")
+LOGITS = jax.jit(decoder.Decoder.logits, static_argnums=0)
 
 
 def feed(
     policy: Policy, state: KVState, tokens: np.ndarray, *, tiny: Tiny | None = None, active: Any = None
 ) -> tuple[KVState, np.ndarray]:
-    """Feed tokens [B, M] one by one; the state is used up; logits [B, M, V]."""
+    """Feed tokens [B, M] one by one; the state is used up; logits [B, M, V], of rows that are active.
+
+    A program a layer, as ``read`` has it: layers that are alike are compiled once. That one program for all
+    layers does the same is a test of its own (``test_exactness``).
+    """
     tiny = tiny or model()
     active = np.ones(tokens.shape[0], bool) if active is None else np.asarray(active)
-    found, learned = [], weights(policy)
+    layers, rest = decode.sites(tiny.network, policy, tiny.params, weights(policy)), top(tiny.params)
+    nothing, found = np.zeros((len(active), tiny.network.spec.model_dim), np.float32), []
     for column in np.asarray(tokens, np.int32).T:
-        state, logits = decode.step_program(tiny.network, policy, tiny.params, learned, state, column, active)
+        x, caches = turn(tiny, policy, layers, state, column, active)
+        length, last = _by_layer.fed(x, state.length, active.astype(np.int32), jnp.asarray(nothing))
+        logits, sure = _by_layer.answer(tiny.network, policy, rest, last, state.confidence, active)
+        state = dataclasses.replace(state, layers=tuple(caches), length=length, confidence=sure)
         found.append(logits)
     return state, np.stack(jax.device_get(found), axis=1)
 
 
+def turn(
+    tiny: Tiny,
+    policy: Policy,
+    layers: Sequence[decode.Site],
+    state: KVState,
+    tokens: np.ndarray,
+    active: np.ndarray,
+    program: Any = _by_layer.step_layer,
+) -> tuple[jax.Array, list[Any]]:
+    """One token of every active row through all layers, whose caches are donated.
+
+    Returns:
+      The last layer's output [B, 1, D], and what ``program`` gives for the cache of each layer.
+    """
+    network, met = tiny.network.at(state.context), []
+    x = _by_layer.embed(network, top(tiny.params), state.length, tokens)
+    for site, cache in zip(layers, state.layers):
+        given = (cache, x, state.length, ~active, state.total, state.confidence)
+        x, after = program(network, *site, policy, *given, mesh=state.mesh)
+        met.append(after)
+    return x, met
+
+
 def copy(state: KVState) -> KVState:
-    """Buffers of its own, for states that are fed twice."""
-    return jax.tree.map(jnp.array, state)
+    """Buffers of its own, for states that are fed twice; by way of the host, where nothing is compiled."""
+    return jax.tree.map(lambda x: jnp.array(np.asarray(x)), state)
+
+
+def places(length: Any, window: int) -> np.ndarray:
+    """Position in each slot of a ring after so many tokens a row, [B, window]; negative where none is."""
+    newest, slot = np.asarray(length)[:, None] - 1, np.arange(window)
+    return newest - (newest - slot) % window
 
 
 Held = dict[tuple[int, int], dict[int, tuple[np.ndarray, ...]]]

@@ -128,7 +128,7 @@ def embed(
 Visited = Callable[[layer.LayerInfo, LayerCache, Heads, Any, Any], tuple["Array", LayerCache]]
 
 
-def _program(visit: Visited) -> Any:
+def program(visit: Visited) -> Any:
     """``visit`` at the seam of a layer, compiled; the cache is donated."""
 
     def run(
@@ -167,7 +167,7 @@ def _step(
     return read.out, cache
 
 
-chunk_layer, step_layer = _program(layer.chunk), _program(_step)
+chunk_layer, step_layer = program(layer.chunk), program(_step)
 """A layer's part in a chunk (``rows``: tokens of each) and in a step (``rows``: those that are done)."""
 
 

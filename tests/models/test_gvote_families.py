@@ -64,7 +64,7 @@ def mean_rotation(spec, index, start, count):
 @pytest.mark.parametrize("name", FAMILIES)
 def test_what_heads_project_with_makes_their_own_queries(name, golden_folder, golden_data):
     model = hf.load(golden_folder(name))
-    _, layers = heads_of(model, golden_data(name)["tokens"][0][:9], 64)
+    _, layers = heads_of(model, golden_data(name)["tokens"][0][:30], 64)
     for heads in layers:
         np.testing.assert_allclose(heads.project(heads.hidden), heads.q_pre, atol=1e-6)
         assert np.abs(heads.project(heads.hidden[:, ::-1]) - heads.q_pre).max() > 1e-3
@@ -75,17 +75,19 @@ def test_what_heads_project_with_makes_their_own_queries(name, golden_folder, go
 )
 def test_votes_are_the_familys_own(name, golden_folder, golden_data):
     model = hf.load(golden_folder(name))
-    texts = [golden_data(name)["tokens"][0][:n].tolist() for n in (30, 19)]
+    whole = golden_data(name)["tokens"][0][:30]
+    texts = [whole[:n].tolist() for n in (30, 19)]
     policy = kvjax.policy("gvote(0.6, samples=3, ahead=9)")
     state, _ = kvjax.prefill(model, policy, texts, context=64, page=16, seeds=[3, 8])
     present, looked = np.asarray(metrics.present(state)), 0
     for row, (text, seed) in enumerate(zip(texts, (3, 8))):
-        spec, layers = heads_of(model, text, 64)
+        spec, layers = heads_of(model, whole, 64)  # of which each text is a beginning
         for index, (heads, window) in enumerate(zip(layers, spec.windows)):
             if window is not None:
                 continue
             draws = oracle.noise(0, seed, index, BALLOT["samples"], spec.model_dim)
-            k, q, hidden = (np.asarray(x[0], np.float64) for x in (heads.k, heads.q, heads.hidden))
+            seen = (heads.k, heads.q, heads.hidden)
+            k, q, hidden = (np.asarray(x[0, : len(text)], np.float64) for x in map(np.asarray, seen))
             votes, _, margin = oracle.ballots(
                 k.swapaxes(0, 1),
                 q[-1],

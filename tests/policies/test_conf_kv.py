@@ -18,7 +18,7 @@ from kvjax.budgets.uniform import Uniform
 from kvjax.cache import ring as rings
 from kvjax.cache.pages import Slots
 from kvjax.cache.state import LayerCache, fork
-from kvjax.decode import _prefill
+from kvjax.decode import _by_layer, _prefill
 from kvjax.policies.conf_kv import ConfKV
 from kvjax.types import EMPTY, Heads
 
@@ -246,8 +246,9 @@ def test_a_step_obeys_the_logits_that_produced_its_token():
         right = [sure(row, 0.4, 0.3, 0.3) for row in np.asarray(logits)]
         np.testing.assert_allclose(state.confidence, right, atol=1e-5)
         active = np.asarray([True, i != 4])
-        state, found = tiny.feed(POLICY, state, column[:, None], active=active)
-        logits = np.where(active[:, None], found[:, 0], logits)
+        given = tiny.model().network, POLICY, tiny.model().params, {}, state, column.astype(np.int32), active
+        state, found = decode.step_program(*given)
+        logits = np.where(active[:, None], found, logits)
         live = np.where(active, np.minimum(live + 1, np.where(np.asarray(right) >= 0.5, 14, 24)), live)
         assert (np.asarray(metrics.live_slots(state)) == live[None, :, None]).all()
         met |= set(live.tolist())
@@ -284,7 +285,9 @@ def test_chunks_after_the_prompt_read_what_was_kept():
 
 
 @pytest.mark.parametrize("more", ["", pytest.param(" + int8(12)", marks=pytest.mark.slow)])
-def test_the_embedded_model_writes_and_nothing_is_compiled_for_another_prompt(more):
+def test_the_embedded_model_writes_and_nothing_is_compiled_for_another_prompt(more, monkeypatch):
+    """A program a layer, as deeper models write; ``test_dials`` has that for all layers, on a tiny model."""
+    monkeypatch.setattr(_by_layer, "DEEP", 1)
     model = kvjax.load()
     policy = kvjax.policy("conf_kv(recent=8) + confidence(24, loose=48)" + more)
     counts = []
@@ -293,7 +296,7 @@ def test_the_embedded_model_writes_and_nothing_is_compiled_for_another_prompt(mo
         out = kvjax.generate(model, policy, [ids], max_new_tokens=20)
         assert 1 <= len(out.tokens[0]) <= 20
         assert (np.asarray(metrics.live_slots(out.state)) <= 48).all()
-        counts.append((decode.segment._cache_size(), _prefill.prompt_layer._cache_size()))
+        counts.append((_by_layer.step_layer._cache_size(), _prefill.prompt_layer._cache_size()))
     assert counts[0] == counts[1]
 
 

@@ -72,11 +72,11 @@ def test_pretraining_of_two_processes_goes_on_on_other_meshes(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("learner", ["ranker", "phi"])
 def test_agents_of_two_processes_have_the_losses_of_one(tmp_path, tiny_folder, monkeypatch, learner):
-    import test_ranker
+    import ranker_tiny
     import test_train_phi
 
     monkeypatch.setenv("KVJAX_DATA", "/nowhere")
-    made = {"ranker": test_ranker, "phi": test_train_phi}[learner].config_at
+    made = {"ranker": ranker_tiny, "phi": test_train_phi}[learner].config_at
     found = {}
     for devices in (1, 4):
         folder = tmp_path / str(devices)
