@@ -3,8 +3,9 @@
 python -m studies.wg_kv --config configs/gates/embedded.yaml --gates kvjax/assets/embedded/weights/write_gate
 
 For every file of write gates in ``--gates`` and every tau: the loss under gates thresholded at tau on
-held-out rows of the config's data, and the share of the cache that is held. Writes DIR/tau.json and
-DIR/tau.png (needs matplotlib).
+held-out rows of the config's data, and the share of the cache that is held. The first ``--sinks`` tokens pass
+whatever their gate, as they do where gates are served. Writes DIR/tau.json and DIR/tau.png (needs
+matplotlib).
 """
 
 from __future__ import annotations
@@ -42,17 +43,31 @@ def _goal(net: distill.Net, frozen: Params, tokens: Int[Array, "B T"]) -> Float[
     return distill.teacher(net, frozen, tokens)
 
 
-@functools.partial(jax.jit, static_argnums=0)
+OPEN = 1e4
+"""A gate's logit where a token passes whatever the threshold."""
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
 def _point(
-    net: distill.Net, frozen: Params, layers: Params, tokens: Int[Array, "B T"], goal: Array, tau: Array
+    net: distill.Net,
+    sinks: int,
+    frozen: Params,
+    layers: Params,
+    tokens: Int[Array, "B T"],
+    goal: Array,
+    tau: Array,
 ) -> tuple[Array, Array]:
     """(loss under gates thresholded at tau, share of the tokens outside the last window they keep)."""
-    x, z = distill.walk(net, frozen, layers, tokens, distill.gated_by(net, gate_logits, tau))
+
+    def opened(params: Params, k_pre: Array, k: Array) -> Array:
+        return gate_logits(params, k_pre, k).at[..., :sinks].set(OPEN)
+
+    x, z = distill.walk(net, frozen, layers, tokens, distill.gated_by(net, opened, tau))
     return distill.apart(net, frozen, x, goal), distill.kept(z, net.window, tau)[1]
 
 
 def measured(
-    settings: Settings, model: LanguageModel, folder: Path, rows: Int[np.ndarray, "n T"]
+    settings: Settings, model: LanguageModel, folder: Path, rows: Int[np.ndarray, "n T"], sinks: int
 ) -> list[dict[str, Any]]:
     """One object a file and tau: ``gates``, ``lambda``, ``tau``, ``cache``, ``loss`` and ``losses``.
 
@@ -64,6 +79,7 @@ def measured(
       model: their frozen model.
       folder: of the gates.
       rows: held-out tokens.
+      sinks: first tokens that pass whatever their gate.
 
     Raises:
       WeightsError: no gates in the folder, or another model's.
@@ -77,7 +93,7 @@ def measured(
     for lam, file in _files(folder):
         layers = distill.stack(load_weights(file, model).layers)
         for tau in TAUS:
-            each = [_point(net, frozen, layers, row, goal, tau) for row, goal in zip(tokens, goals)]
+            each = [_point(net, sinks, frozen, layers, row, goal, tau) for row, goal in zip(tokens, goals)]
             losses, kept = np.asarray(each, float).T
             point: dict[str, Any] = {"gates": file.stem, "lambda": lam, "tau": tau}
             point |= {"cache": window + (1 - window) * float(kept.mean()), "loss": float(losses.mean())}
@@ -136,7 +152,7 @@ def picture(points: list[dict[str, Any]], marked: float, file: Path) -> Path:
     return plotting.saved(plt, figure, file)
 
 
-def run(settings: Settings, folder: Path, out: Path, length: int, rows: int) -> None:
+def run(settings: Settings, folder: Path, out: Path, length: int, rows: int, sinks: int) -> None:
     """Measures, prints a line a point and writes both files.
 
     Raises:
@@ -145,14 +161,14 @@ def run(settings: Settings, folder: Path, out: Path, length: int, rows: int) -> 
     model = backbone(settings)
     check = settings.check | {"lengths": [length], "rows": rows}
     held = gate_rows.supply(dataclasses.replace(settings, check=check), model.folder).check[length]
-    points = measured(settings, model, folder, held)
+    points = measured(settings, model, folder, held, sinks)
     for point in points:
         point["over_front"] = over_front(points, point)
         against = "–" if point["over_front"] is None else f"{point['over_front']:.2f}"
         name = f"{point['gates']:<14} tau {point['tau']:<5g}"
         print(f"{name} cache {100 * point['cache']:5.1f} %  loss {point['loss']:.4f}  over front {against}")
     out.mkdir(parents=True, exist_ok=True)
-    facts = {"length": length, "rows": rows, "window": settings.gate.window, "points": points}
+    facts = {"length": length, "rows": rows, "window": settings.gate.window, "sinks": sinks, "points": points}
     (out / "tau.json").write_text(json.dumps(short(facts), indent=1) + "\n", encoding="utf-8")
     picture(points, settings.gate.tau, out / "tau.png")
 
@@ -171,5 +187,6 @@ def _sweep(words: Sequence[str]) -> None:
         "--length", type=cli.whole("--length", 1), default=1024, help="tokens (default: 1024)"
     )
     parser.add_argument("--rows", type=cli.whole("--rows", 1), default=12, help="held-out rows (default: 12)")
+    parser.add_argument("--sinks", type=cli.whole("--sinks", 0), default=4, help="tokens (default: 4)")
     args = parser.parse_args(words)
-    run(read(args.config), args.gates, args.out, args.length, args.rows)
+    run(read(args.config), args.gates, args.out, args.length, args.rows, args.sinks)

@@ -42,7 +42,7 @@ def test_a_point_is_what_the_check_of_training_measures(shipped, tmp_path, capsy
     pytest.importorskip("matplotlib")
     config, model, folder = shipped
     words = ["--config", str(config), "--gates", str(folder), "--out", str(tmp_path / "out")]
-    assert gate_sweep.main([*words, "--length", "48", "--rows", "3"]) == 0
+    assert gate_sweep.main([*words, "--length", "48", "--rows", "3", "--sinks", "0"]) == 0
     told = json.loads((tmp_path / "out/tau.json").read_text())
     assert (tmp_path / "out/tau.png").stat().st_size > 5000
     points = told["points"]
@@ -71,6 +71,18 @@ def test_a_point_is_what_the_check_of_training_measures(shipped, tmp_path, capsy
     assert mine["loss"] > 0
 
 
+def test_sinks_pass_whatever_their_gate(shipped):
+    config, model, folder = shipped
+    rows = np.arange(48, dtype=np.int32)[None]
+    settings = gate_settings.read(config)
+    none, some, every = (gate_sweep.measured(settings, model, folder, rows, n) for n in (0, 4, 48))
+    for point, more, most in zip(none, some, every):
+        assert point["cache"] <= more["cache"] <= most["cache"] == 1
+        assert most["loss"] == pytest.approx(0, abs=1e-6)
+    strict = [(p, m) for p, m in zip(none, some) if p["tau"] == max(gate_sweep.TAUS)]
+    assert all(m["cache"] > p["cache"] for p, m in strict)
+
+
 def test_the_front_is_the_best_of_the_other_lambdas():
     def point(lam, cache, loss):
         return {"lambda": lam, "cache": cache, "loss": loss}
@@ -88,7 +100,9 @@ def test_what_cannot_be_swept(shipped, tmp_path, capsys):
     config, model, folder = shipped
     (tmp_path / "none").mkdir()
     with pytest.raises(WeightsError, match="holds no write gates"):
-        gate_sweep.measured(gate_settings.read(config), model, tmp_path / "none", np.zeros((1, 48), np.int32))
+        gate_sweep.measured(
+            gate_settings.read(config), model, tmp_path / "none", np.zeros((1, 48), np.int32), 4
+        )
     words = ["--gates", str(folder), "--out", str(tmp_path / "out")]
     assert gate_sweep.main(["--config", str(tmp_path / "no.yaml"), *words]) == 2
     assert "cannot be read" in capsys.readouterr().err
