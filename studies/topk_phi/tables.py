@@ -94,8 +94,9 @@ def _table(
 
 
 def _of(rows: list[Row], spec: str, task: str) -> list[Row]:
+    """The cell, as it was last measured: maps that were trained or silenced again make a row of their own."""
     name = repr(catalogue.policy(spec))
-    return [row for row in rows if row.cell.policy == name and row.cell.task == task]
+    return [row for row in rows if row.cell.policy == name and row.cell.task == task][-1:]
 
 
 def _cell(rows: list[Row]) -> str:
