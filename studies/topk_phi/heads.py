@@ -172,7 +172,7 @@ def fewer(flat: dict[str, np.ndarray]) -> list[Found]:
 
 
 def _dots(entropy: np.ndarray, seen: list[dict[str, np.ndarray]]) -> list[Found]:
-    """Scores and φ's guesses of them for the heads of least, median and greatest entropy; of silent ones none."""
+    """Scores and φ's guesses of them for the heads of least, median and greatest entropy, unless silent."""
     order, found = np.argsort(entropy), []
     for head in (order[0], order[len(order) // 2], order[-1]):
         pairs = []

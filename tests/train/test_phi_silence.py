@@ -60,7 +60,8 @@ def file(config, tiny_folder) -> Path:
     chosen, model = settings.read(config), kvjax.load(tiny_folder)
     raw = maps.initial(jax.random.key(0), 4, 2, 8, chosen.maps)
     layers = command.by_layer(raw, describe(chosen.base, model), 40)
-    layers[LOUD[0]]["last_q"][LOUD[1]] += 20
+    bias = layers[LOUD[0]]["last_q"]
+    layers[LOUD[0]] |= {"last_q": bias + 20.0 * (np.arange(4) == LOUD[1])[:, None]}
     path = config.parent / "maps.safetensors"
     save_weights(path, model, phi.Phi(6), layers, notes=command.made_for(chosen) | {"step": 3})
     return path

@@ -90,7 +90,7 @@ def look(settings: Settings, model: LanguageModel, layers: Sequence[Params]) -> 
     def both(batch: dict[str, np.ndarray]) -> jax.Array:
         return jnp.stack(errors(view(task, maps, batch), batch["v"], counts)).mean(axis=(2, 5))
 
-    means = np.mean([np.asarray(both(batch)) for batch in sequences(settings, model)], axis=0)
+    means = np.mean([np.asarray(both(one), np.float64) for one in sequences(settings, model)], axis=0)
     alone, completed = means.reshape(2, len(counts), spec.num_layers, spec.num_heads)
     return Seen(counts, alone, completed)
 
