@@ -107,10 +107,9 @@ def measure(settings: Settings, model: LanguageModel, file: Path) -> Found:
 
 
 def _silent(layers: Sequence[Params]) -> np.ndarray:
-    """Which query heads of all layers have no φ."""
-    return np.concatenate(
-        [np.isneginf(np.asarray(x["last_q"])).all(axis=-1) for x in layers if "last_q" in x] or [[]]
-    )
+    """Which query heads of all layers have no φ; nothing where maps are symmetric."""
+    biases = [np.asarray(layer["last_q"]) for layer in layers if "last_q" in layer]
+    return np.isneginf(np.concatenate(biases)).all(axis=-1) if biases else np.zeros(0, bool)
 
 
 def quartiles(flat: dict[str, np.ndarray]) -> list[Found]:

@@ -149,13 +149,13 @@ def export(settings: Settings, folder: Path, file: Path) -> None:
     notes |= {"sinks": target.sinks, "tail": target.tail}
     notes |= {"temperature": settings.loss.temperature, "seed": base.seed, "step": step, "config": base.name}
     notes |= {"sequences": about.train, "text": str(about.data)}
-    layers, said = by_layer(params, about, settings.prompt), None
+    layers, said = by_layer(params, about, settings.prompt), dict[str, Any]()
     if settings.silence is not None:
         layers, said = silence.applied(settings, model, layers)
         notes |= silence.notes(said)
     save_weights(file, model, phi.Phi(maps.features), layers, notes=notes)
     shutil.copyfile(base.folder / "log.jsonl", file.with_suffix(".jsonl"))
-    if said is not None:
+    if said:
         note(file, said)
     print(f"{file} holds the maps of step {step}")
 

@@ -82,11 +82,8 @@ def of_sequence(
       gone: what the policy drops of its prompt, if there is one.
       rng: draws the queries.
     """
-    heads, groups, count = (
-        about.layers * about.kv_heads,
-        about.heads // about.kv_heads,
-        settings.target.queries,
-    )
+    heads, groups = about.layers * about.kv_heads, about.heads // about.kv_heads
+    count = settings.target.queries
     later = np.flatnonzero((found["at"] >= settings.prompt) & (found["at"] < settings.tokens))
     drawn = np.sort(rng.choice(later, count, replace=len(later) < count))
     q = found["q"][:, :, drawn].reshape(heads, groups, count, about.head_dim)

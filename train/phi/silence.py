@@ -87,7 +87,7 @@ def look(settings: Settings, model: LanguageModel, layers: Sequence[Params]) -> 
     }
 
     @jax.jit
-    def both(batch: dict[str, np.ndarray]) -> jax.Array:
+    def both(batch: dict[str, Any]) -> jax.Array:
         return jnp.stack(errors(view(task, maps, batch), batch["v"], counts)).mean(axis=(2, 5))
 
     means = np.mean([np.asarray(both(one), np.float64) for one in sequences(settings, model)], axis=0)
