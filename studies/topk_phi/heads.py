@@ -11,6 +11,7 @@ https://arxiv.org/abs/2604.05438
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -96,12 +97,19 @@ def measure(settings: Settings, model: LanguageModel, file: Path) -> Found:
         "counts": list(COUNTS),
         "ends": ends,
         "summary": reads.summary(features, about.head_dim),
+        "silent": [int(head) for head in np.flatnonzero(_silent(layers))],
         "by_head": {n: x.mean(axis=0).tolist() for n, x in flat.items()},
         "quartiles": quartiles(flat),
         "correlation": _correlation(flat),
         "fewer": fewer(flat),
         "dots": _dots(flat["entropy"].mean(axis=0), seen),
     }
+
+
+def _silent(layers: Sequence[Params]) -> np.ndarray:
+    """Which query heads of all layers have no φ; nothing where maps are symmetric."""
+    biases = [np.asarray(layer["last_q"]) for layer in layers if "last_q" in layer]
+    return np.isneginf(np.concatenate(biases)).all(axis=-1) if biases else np.zeros(0, bool)
 
 
 def quartiles(flat: dict[str, np.ndarray]) -> list[Found]:
@@ -163,13 +171,13 @@ def fewer(flat: dict[str, np.ndarray]) -> list[Found]:
 
 
 def _dots(entropy: np.ndarray, seen: list[dict[str, np.ndarray]]) -> list[Found]:
-    """Scores and φ's guesses of them for the heads of the least, median and greatest entropy."""
+    """Scores and φ's guesses of them for the heads of least, median and greatest entropy, unless silent."""
     order, found = np.argsort(entropy), []
     for head in (order[0], order[len(order) // 2], order[-1]):
         pairs = []
         for one in seen:
             s, guess = (one[n].reshape(-1, one[n].shape[-1])[head] for n in ("scores", "guess"))
-            pairs.append(np.stack([s, guess], axis=-1)[np.isfinite(s)])
+            pairs.append(np.stack([s, guess], axis=-1)[np.isfinite(s) & np.isfinite(guess)])
         every = np.concatenate(pairs)
         some = every[np.random.default_rng(0).permutation(len(every))[:DOTS]]
         found.append({"head": int(head), "entropy": float(entropy[head]), "pairs": some.tolist()})

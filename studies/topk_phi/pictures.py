@@ -47,7 +47,7 @@ def draw(found: Found, file: Path) -> Path:
             label=f"entropy {dots['entropy']:.2f}",
             **style(number),
         )
-        s, guess = np.asarray(dots["pairs"]).T
+        s, guess = np.reshape(dots["pairs"], (-1, 2)).T
         rest[4].scatter(s, guess, s=4, alpha=0.5, color=COLOURS[number])
     ends = rest[4].get_xlim()
     rest[4].plot(ends, ends, color="0.4", lw=0.8)

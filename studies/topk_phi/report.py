@@ -44,6 +44,10 @@ def heads(found: Found) -> Iterator[str]:
         f"{found['sequences']} held-out sequences, {size}. Mean relative L1 error of attention's output, %: "
         "selection alone / with φ, by tokens K that both retrieve."
     )
+    if silent := found.get("silent"):
+        names = ", ".join("{}.{}".format(*divmod(head, found["heads"])) for head in silent)
+        yield ""
+        yield f"Without φ are {len(silent)} query heads (layer.head): {names}."
     yield ""
     yield "| heads | entropy | " + " | ".join(f"K = {c}" for c in counts) + " |"
     yield "|" + "---|" * (2 + len(counts))

@@ -94,8 +94,11 @@ def _table(
 
 
 def _of(rows: list[Row], spec: str, task: str) -> list[Row]:
+    """The cell with the newest file of its maps, not with one that was trained or silenced anew since."""
     name = repr(catalogue.policy(spec))
-    return [row for row in rows if row.cell.policy == name and row.cell.task == task]
+    mine = [row for row in rows if row.cell.policy == name]
+    newest = {row.cell.weights.partition("@")[0]: row.cell.weights for row in mine}
+    return [row for row in mine if row.cell.task == task and row.cell.weights in newest.values()]
 
 
 def _cell(rows: list[Row]) -> str:

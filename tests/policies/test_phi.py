@@ -139,6 +139,42 @@ def test_ten_thousand_random_cases_of_any_size_are_numbers(wide):
     assert 3 * rows * K >= 10_000
 
 
+@pytest.mark.parametrize("wide", [1.0, 1e4])
+def test_a_silent_head_reads_what_it_would_without_φ_and_the_others_what_they_did(wide):
+    """The read of NumPy in float64 over what is visited, with the estimate of the rest in the other heads."""
+    silent = np.array([True, False, False, True])
+    params = MAPS[0] | {"last_q": np.where(silent[:, None], -np.inf, MAPS[0]["last_q"])}
+    q, k, v = drawn(3, 20)
+    q *= np.float32(wide)
+    take = np.ones((3, K, 20), bool)
+    live = random.random((3, K, 20)) < 0.4
+    live[..., 0], live[..., 1] = True, False
+    summary = absorbed(params, k, v, take)
+    out, lse = read(params, summary, q, visiting(k, v, live))
+    assert not np.isnan(out).any()
+    assert (np.asarray(lse)[:, silent] == -np.inf).all()
+    assert np.isfinite(np.asarray(lse)[:, ~silent]).all()
+    exact = np.zeros((3, N, 1, H)), np.zeros((3, N, 1))
+    right = np.zeros((3, N, 1, H))
+    for b, n in np.ndindex(3, N):
+        mine = [x[b, n // G][live[b, n // G]].astype(np.float64) for x in (k, v)]
+        s = mine[0] @ q[b, n, 0] * H**-0.5
+        exact[1][b, n, 0] = np.logaddexp.reduce(s)
+        exact[0][b, n, 0] = right[b, n, 0] = np.exp(s - exact[1][b, n, 0]) @ mine[1]
+        if not silent[n]:
+            rest = [x[b, n // G][~live[b, n // G]] for x in (k, v)]
+            more, mass = estimate(params, q[b, n, 0], *rest, n)
+            w = np.exp([exact[1][b, n, 0], mass] - np.logaddexp(exact[1][b, n, 0], mass))
+            right[b, n, 0] = w[0] * right[b, n, 0] + w[1] * more
+    given = tuple(jnp.asarray(x, jnp.float32) for x in exact)
+    mixed, _ = merge([given, (out, lse)])
+    np.testing.assert_array_equal(np.asarray(mixed)[:, silent], np.asarray(given[0])[:, silent])
+    np.testing.assert_allclose(mixed[:, silent], right[:, silent], atol=1e-6)
+    if wide == 1.0:  # estimates of scores of 1e4 differ by more than 1 in float32
+        np.testing.assert_allclose(mixed, right, atol=2e-4)
+        assert np.abs(right - exact[0])[:, ~silent].max() > 0.05, "φ stands for nothing"
+
+
 # --- in a state ----------------------------------------------------------------------------------
 
 TEXTS = [tiny.prompt(54, 0), tiny.prompt(37, 1)]
@@ -158,6 +194,16 @@ def test_a_read_of_the_whole_middle_is_full_attention():
     logits = steps(policy, tiny.read(policy, prompts(), 16)[0])
     for row, (text, n) in enumerate(zip(TEXTS, LENGTHS)):
         np.testing.assert_allclose(logits[row], tiny.dense(text)[n:], atol=5e-4)
+
+
+def test_where_all_heads_are_silent_logits_are_those_of_the_policy_without_φ(monkeypatch):
+    quiet = [layer | {"last_q": jnp.full((N, F), -jnp.inf)} for layer in MAPS]
+    monkeypatch.setattr(tiny, "weights", lambda policy: {"completion": quiet} if policy.learned else {})
+    found = []
+    for spec in ("topk(4, sinks=2, tail=6)", "topk(4, sinks=2, tail=6) + phi(5)"):
+        policy = kvjax.policy(spec)
+        found.append(steps(policy, tiny.read(policy, prompts(), 16)[0]))
+    np.testing.assert_allclose(*found, atol=1e-5)  # two programs
 
 
 @functools.cache

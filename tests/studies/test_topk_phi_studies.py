@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -41,6 +42,33 @@ def test_fewer_tokens_for_the_same_error_are_read_off_between_the_counts():
     assert found[2]["completed"] == pytest.approx(0.25 * heads.COUNTS[1] + 0.75 * heads.COUNTS[2])
     worse = heads.fewer(flat(*(np.tile(x[:, None], (1, 4)) for x in (alone - 1, completed)), [0, 1, 2, 3]))
     assert worse[0]["completed"] is None
+
+
+def test_cells_are_those_of_the_newest_maps():
+    """Rows of maps that were silenced stand behind those before; maps of another name are counted apart."""
+
+    def row(task: str, weights: str) -> SimpleNamespace:
+        return SimpleNamespace(cell=SimpleNamespace(policy="topk(1) + phi(64)", task=task, weights=weights))
+
+    old, books, new = row("vt", "default@1"), row("books", "prompt-512@1"), row("vt", "default@2")
+    rows = [row("niah", "default@1"), old, books, new]
+    assert tables._of(rows, "topk(1) + phi(64)", "vt") == [new]
+    assert tables._of(rows, "topk(1) + phi(64)", "books") == [books]
+    assert tables._of(rows, "topk(1) + phi(64)", "niah") == []
+
+
+def test_heads_without_phi_are_named_and_leave_no_scores():
+    quiet = np.where([[True], [False], [True]], -np.inf, np.zeros((3, 5)))
+    layers = [{"last_q": np.zeros((3, 5))}, {"last_q": quiet}]
+    assert np.flatnonzero(heads._silent(layers)).tolist() == [3, 5]
+    assert heads._silent([{"last_k": quiet}]).tolist() == []
+    seen = [
+        {
+            "scores": np.ones((1, 3, 4)),
+            "guess": np.where([[[True], [False], [True]]], -np.inf, np.ones((1, 3, 4))),
+        }
+    ]
+    assert [len(one["pairs"]) for one in heads._dots(np.arange(3.0), seen)] == [0, 4, 0]
 
 
 def test_budgets_over_the_answers_length_are_the_papers():

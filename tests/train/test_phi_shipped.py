@@ -12,7 +12,7 @@ import kvjax
 from kvjax.eval import tasks
 from kvjax.eval.measure import runner
 from kvjax.eval.tasks.data import Data
-from kvjax.weights import fingerprint, load_weights
+from kvjax.weights import fingerprint, load_weights, read_weights
 from train.phi.objective import Task, errors, view
 from train.phi.settings import Loss, Target
 from train.trace_file import About
@@ -63,3 +63,16 @@ def test_shipped_maps_bring_attention_nearer(file, model, batch):
     # prompt is not five times shorter than those of the training.
     limit = 1.0 if file.stem == "prompt-2048" else 0.8
     assert float(completed.mean()) < limit * float(alone.mean())
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_card_and_header_name_the_heads_without_φ(file):
+    found = read_weights(file)
+    silent = [np.isneginf(np.asarray(layer["last_q"])).all(axis=-1) for layer in found.layers]
+    names = " ".join(f"{layer}.{head}" for layer, head in np.argwhere(silent))
+    assert found.notes.get("silent", "") == names
+    assert all(np.isfinite(x).all() for layer in found.layers for n, x in layer.items() if n != "last_q")
+    rows = [
+        line for line in (file.parent / "README.md").read_text().splitlines() if f"| `{file.stem}` |" in line
+    ]
+    assert any(f"| {names.count('.')}: {names} |" in row for row in rows) == bool(names)

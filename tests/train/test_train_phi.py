@@ -231,6 +231,25 @@ def test_what_is_exported_serves(made, tmp_path, tiny_folder):
     assert int(state.layers[0].summary.count[0, 0]) == 40 - 16 - 4
 
 
+def test_where_the_config_says_so_what_is_exported_is_silenced(made, tmp_path, tiny_folder):
+    """One export is the other with --silence; but for that nothing differs."""
+    plain, quiet = (made / "config.yaml", tmp_path / "quiet.yaml")
+    tree = yaml.safe_load(plain.read_text()) | {"silence": {"sequences": 2, "retrieved": [0.1]}}
+    quiet.write_text(yaml.safe_dump(tree))
+    files = [tmp_path / f"{name}.safetensors" for name in ("one", "two")]
+    for config, file in zip((plain, quiet), files):
+        assert command.main(["--config", str(config), "--export", str(file)]) == 0
+    logs = [file.with_suffix(".jsonl").read_text().splitlines() for file in files]
+    assert "silent" not in read_weights(files[0]).notes
+    assert logs[0] == (made / "run" / "40" / "log.jsonl").read_text().splitlines()
+    assert command.main(["--config", str(quiet), "--silence", str(files[0])]) == 0
+    one, two = (read_weights(file) for file in files)
+    assert one.notes == two.notes
+    assert logs[1] == files[0].with_suffix(".jsonl").read_text().splitlines()
+    for a, b in zip(one.layers, two.layers):
+        jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
 def test_what_a_policy_drops_has_maps_of_its_own(made, tmp_path, tiny_folder, capsys):
     few = {"steps": 4, "log_every": 1, "check_every": 4, "save_every": 4}
     path = config_at(tmp_path, tiny_folder, target={"policy": DROPS}, plan=few)

@@ -3,16 +3,19 @@
 python -m train.traces --config configs/phi/embedded.yaml                              the traces, once
 python -m train.phi --config configs/phi/embedded.yaml --prompt 1024                   again to go on
 python -m train.phi --config configs/phi/embedded.yaml --prompt 1024 --export FILE     its newest checkpoint
+python -m train.phi --config configs/phi/embedded.yaml --prompt 1024 --silence FILE    exported maps, in place
 python -m train.phi --config ... --prompt 4096 --compile v5e:2x2                    memory a chip, without one
 
 A run stopped at any step and started again goes on with the losses it would have had. --export writes
-FILE.safetensors and the run's log (.jsonl).
+FILE.safetensors and the run's log (.jsonl). Where the config has a section silence, heads that φ does not
+help are silent in what is exported (``train.phi.silence``); --silence does that to maps exported without it.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import json
 import shutil
 import sys
 from collections.abc import Callable
@@ -25,11 +28,11 @@ import numpy as np
 from kvjax.models.hf import ModelError
 from kvjax.policies import phi
 from kvjax.types import Params
-from kvjax.weights import WeightsError, save_weights
+from kvjax.weights import WeightsError, load_weights, save_weights
 from train import loop
 from train.agents import AgentLayout, make_layout
 from train.config import ConfigError
-from train.phi import batches, dropped
+from train.phi import batches, dropped, silence
 from train.phi.fit import fit
 from train.phi.maps import folded, initial
 from train.phi.objective import Task, objective, quality
@@ -70,6 +73,12 @@ def make_check(
         return loop.Verdict(metrics=metrics, level=level)
 
     return check
+
+
+def made_for(settings: Settings) -> dict[str, str]:
+    """What a file of maps must be for."""
+    stands_for = settings.target.policy or "the prompt's middle"
+    return {"prompt": str(settings.prompt), "for": stands_for, "symmetric": str(settings.maps.symmetric)}
 
 
 def load(settings: Settings, folder: Path) -> tuple[Traces, LanguageModel]:
@@ -136,13 +145,55 @@ def export(settings: Settings, folder: Path, file: Path) -> None:
         )
     step, params = found
     target = settings.target
-    notes: dict[str, Any] = {"prompt": settings.prompt, "for": target.policy or "the prompt's middle"}
-    notes |= {"sinks": target.sinks, "tail": target.tail, "symmetric": maps.symmetric}
+    notes: dict[str, Any] = made_for(settings)
+    notes |= {"sinks": target.sinks, "tail": target.tail}
     notes |= {"temperature": settings.loss.temperature, "seed": base.seed, "step": step, "config": base.name}
     notes |= {"sequences": about.train, "text": str(about.data)}
-    save_weights(file, model, phi.Phi(maps.features), by_layer(params, about, settings.prompt), notes=notes)
+    layers, said = by_layer(params, about, settings.prompt), dict[str, Any]()
+    if settings.silence is not None:
+        layers, said = silence.applied(settings, model, layers)
+        notes |= silence.notes(said)
+    save_weights(file, model, phi.Phi(maps.features), layers, notes=notes)
     shutil.copyfile(base.folder / "log.jsonl", file.with_suffix(".jsonl"))
+    if said:
+        note(file, said)
     print(f"{file} holds the maps of step {step}")
+
+
+def note(file: Path, found: dict[str, Any]) -> None:
+    """Adds a line to the log beside a file of maps."""
+    with file.with_suffix(".jsonl").open("a", encoding="utf-8") as log:
+        log.write(json.dumps(found) + "\n")
+
+
+def silence_file(settings: Settings, file: Path) -> None:
+    """Silences heads of exported maps, in place, and says so in its header and log.
+
+    Raises:
+      ConfigError, ModelError: no section silence; maps for another prompt or policy, or gone through already.
+      WeightsError: no maps of this model.
+    """
+    if settings.silence is None:
+        raise ConfigError(
+            "--silence: the config has no section silence. Add it, as in configs/phi/embedded.yaml."
+        )
+    model = settings.base.model()
+    found, mine = load_weights(file, model), made_for(settings)
+    if (theirs := {name: found.notes.get(name) for name in mine}) != mine:
+        raise ConfigError(
+            f"--silence {file}: its maps are for {theirs}, the config says {mine}. Give its own config."
+        )
+    if "silent" in found.notes:
+        raise ConfigError(
+            f"--silence {file}: it went through this already (silent: {found.notes['silent']}). Export the "
+            "maps again."
+        )
+    layers, said = silence.applied(settings, model, found.layers)
+    save_weights(
+        file, model, phi.Phi(settings.maps.features), layers, notes=found.notes | silence.notes(said)
+    )
+    note(file, said)
+    print(f"{file} holds the maps with {len(said['silent'])} silent heads")
 
 
 def main(words: list[str] | None = None) -> int:
@@ -152,12 +203,18 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--prompt", type=int, metavar="N", help="which of the config's prompt lengths")
     parser.add_argument("--traces", type=Path, metavar="DIR", help="instead of the config's traces.folder")
     parser.add_argument("--export", type=Path, metavar="FILE", help="write the newest checkpoint's maps")
+    parser.add_argument(
+        "--silence", type=Path, metavar="FILE", help="no φ in heads of FILE that it does not help"
+    )
     parser.add_argument("--compile", metavar="TOPOLOGY", help="compile the step for chips that are not here")
     args = parser.parse_args(words)
     try:
         settings = read(args.config, args.prompt)
         if args.compile is not None:
             return fit(settings, args.compile)
+        if args.silence is not None:
+            silence_file(settings, args.silence)
+            return 0
         folder = args.traces or settings.base.recording.folder
         if args.export is not None:
             export(settings, folder, args.export)

@@ -5,15 +5,19 @@ Batch i is a pure function of (seed, i), as in ``train.data``, so a resumed run 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import grain.python as grain
 import numpy as np
 
 from train.phi import dropped
 from train.phi.settings import Settings
-from train.trace_file import TraceError, Traces
+from train.trace_file import About, TraceError, Traces
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool
 
 
 def usable(traces: Traces, settings: Settings) -> tuple[list[int], list[int]]:
@@ -55,23 +59,41 @@ def assembled(
       ``k`` and ``v`` [B, A, T, H], T = ``settings.tokens``; ``q`` [B, A, G, Q, H] at positions ``at`` [B, Q];
       where a policy drops, ``dropped`` [B, A, T].
     """
-    about, count = traces.about, settings.target.queries
-    heads, groups = about.layers * about.kv_heads, about.heads // about.kv_heads
-    rows: dict[str, list[np.ndarray]] = {}
+    rows = []
     for index in chosen:
-        found = traces.read(index, ("q", "at", "k", "v"))
-        later = np.flatnonzero((found["at"] >= settings.prompt) & (found["at"] < settings.tokens))
-        drawn = np.sort(rng.choice(later, count, replace=len(later) < count))
-        q = found["q"][:, :, drawn].reshape(heads, groups, count, about.head_dim)
-        row = {"q": q, "at": found["at"][drawn].astype(np.int32)}
-        for name in ("k", "v"):
-            row[name] = found[name].reshape(heads, -1, about.head_dim)[:, : settings.tokens]
-        if settings.policy is not None:
-            gone = dropped.read(folder, index).reshape(heads, -1)[:, : settings.prompt]
-            row["dropped"] = np.pad(gone, ((0, 0), (0, settings.target.reach)))
-        for name, value in row.items():
-            rows.setdefault(name, []).append(value)
-    return {name: np.stack(values) for name, values in rows.items()}
+        gone = None if settings.policy is None else dropped.read(folder, index)
+        rows.append(of_sequence(traces.about, settings, traces.read(index, ("q", "at", "k", "v")), gone, rng))
+    return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
+
+
+def of_sequence(
+    about: About,
+    settings: Settings,
+    found: Mapping[str, np.ndarray],
+    gone: Bool[np.ndarray, "L K N"] | None,
+    rng: np.random.Generator,
+) -> dict[str, np.ndarray]:
+    """What ``assembled`` has of one sequence, without the axis of rows.
+
+    Args:
+      about: sizes of the model.
+      settings: prompt, queries and policy.
+      found: its trace.
+      gone: what the policy drops of its prompt, if there is one.
+      rng: draws the queries.
+    """
+    heads, groups = about.layers * about.kv_heads, about.heads // about.kv_heads
+    count = settings.target.queries
+    later = np.flatnonzero((found["at"] >= settings.prompt) & (found["at"] < settings.tokens))
+    drawn = np.sort(rng.choice(later, count, replace=len(later) < count))
+    q = found["q"][:, :, drawn].reshape(heads, groups, count, about.head_dim)
+    row = {"q": q, "at": found["at"][drawn].astype(np.int32)}
+    for name in ("k", "v"):
+        row[name] = found[name].reshape(heads, -1, about.head_dim)[:, : settings.tokens]
+    if gone is not None:
+        gone = gone.reshape(heads, -1)[:, : settings.prompt]
+        row["dropped"] = np.pad(gone, ((0, 0), (0, settings.target.reach)))
+    return row
 
 
 class Batches:

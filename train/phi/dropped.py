@@ -17,14 +17,16 @@ from tqdm import tqdm
 
 import kvjax
 from kvjax import metrics
+from kvjax.types import Params
 from kvjax.weights import find
 from train.config import ConfigError
 from train.phi.settings import Settings
 from train.trace_file import Traces
 
 if TYPE_CHECKING:
-    from jaxtyping import Bool
+    from jaxtyping import Bool, Int
 
+    from kvjax.algebra import Policy
     from kvjax.loading import LanguageModel
 
 FOLDER, NAME = "dropped", "policy.txt"
@@ -56,15 +58,27 @@ def prepare(
     left = [index for index in indices if not _file(folder, index).exists()]
     for index in tqdm(left, unit="prompt", mininterval=5, disable=not left):
         tokens = traces.read(index, ("tokens",))["tokens"][: settings.prompt]
-        state, _ = kvjax.prefill(model, policy, [tokens], weights=learned.weights)
-        gone = ~np.asarray(metrics.present(state))[:, 0, :, : settings.prompt]
-        if not gone.any():
-            raise ConfigError(
-                f"target.policy: {policy!r} keeps all {settings.prompt} tokens of a prompt. Give one that "
-                "drops some, or longer prompts."
-            )
+        gone = of_prompt(policy, model, learned.weights, tokens)
         _write(_file(folder, index), np.packbits(gone, axis=-1))
     jax.clear_caches()  # prefill's programs are not needed any more
+
+
+def of_prompt(
+    policy: Policy, model: LanguageModel, weights: Params, tokens: Int[np.ndarray, " N"]
+) -> Bool[np.ndarray, "L K N"]:
+    """Which tokens of one prompt the policy drops.
+
+    Raises:
+      ConfigError: none.
+    """
+    state, _ = kvjax.prefill(model, policy, [tokens], weights=weights)
+    gone = ~np.asarray(metrics.present(state))[:, 0, :, : len(tokens)]
+    if not gone.any():
+        raise ConfigError(
+            f"target.policy: {policy!r} keeps all {len(tokens)} tokens of a prompt. Give one that drops "
+            "some, or longer prompts."
+        )
+    return gone
 
 
 def read(folder: Path, index: int) -> Bool[np.ndarray, "L K N"]:

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from kvjax.policies import phi
 from kvjax.types import Params
+from pallas_kernels import softmax
 from train.phi.maps import folded
 from train.phi.settings import Loss, Target
 
@@ -56,6 +57,8 @@ def teacher(batch: dict[str, Array], softcap: float | None) -> Float[Array, "B A
 def student(maps: Params, batch: dict[str, Array]) -> Float[Array, "B A G Q T"]:
     """log φ_q · φ_k of every query and token, by one product under a shift that no feature exceeds.
 
+    -inf throughout for a head that is silent (``train.phi.silence``).
+
     Args:
       maps: as served (``folded``), heads of all layers along one axis.
       batch: see ``train.phi.batches``.
@@ -66,9 +69,10 @@ def student(maps: Params, batch: dict[str, Array]) -> Float[Array, "B A G Q T"]:
     most = jax.lax.stop_gradient(log_k.max(axis=2, keepdims=True))
     row = log_q + most[:, :, None]
     shift = jax.lax.stop_gradient(row.max(axis=-1, keepdims=True))
+    silent, shift = shift == -jnp.inf, softmax.finite(shift)
     exact = jax.lax.Precision.HIGHEST
     z = jnp.einsum("bagqf,batf->bagqt", jnp.exp(row - shift), jnp.exp(log_k - most), precision=exact)
-    return shift + jnp.log(jnp.maximum(z, LEAST))
+    return jnp.where(silent, -jnp.inf, shift + jnp.log(jnp.maximum(z, LEAST)))
 
 
 def held(task: Task, batch: dict[str, Array]) -> Bool[Array, "B A T"]:

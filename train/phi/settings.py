@@ -84,6 +84,19 @@ class Target:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Silence:
+    """In which query heads φ counts for nothing after the training: those whose output it does not better.
+
+    Attributes:
+      sequences: on which that is seen; held out, and none of those that traces hold.
+      retrieved: shares of the prompt that are read beside the maps; φ must help a head at each.
+    """
+
+    sequences: int = 16
+    retrieved: tuple[float, ...] = (0.02,)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
     """A config as read, for one of its prompt lengths.
 
@@ -91,6 +104,7 @@ class Settings:
       base: what it shares with configs of rankers; its folder is that of this length.
       maps, loss, target: see there.
       prompt: N.
+      silence: None leaves every head its φ.
     """
 
     base: ranker.Settings
@@ -98,6 +112,7 @@ class Settings:
     loss: Loss
     target: Target
     prompt: int
+    silence: Silence | None = None
 
     @property
     def tokens(self) -> int:
@@ -133,12 +148,21 @@ def parse(tree: dict[str, Any], prompt: int | None = None) -> Settings:
         raise ConfigError(
             f"--prompt {prompt} is none of target.prompts, {list(target.prompts)}. Give one of them."
         )
+    maps, silence = _maps(tree.get("maps", {})), _silence(tree.get("silence"))
+    require(
+        silence is None or not maps.symmetric,
+        "silence",
+        tree.get("silence"),
+        "needs a map of queries for each head, and maps.symmetric leaves them none. Set it to false, or "
+        "leave silence out.",
+    )
     return Settings(
         base=dataclasses.replace(base, folder=Path(tree["folder"]) / str(prompt)),
-        maps=_maps(tree.get("maps", {})),
+        maps=maps,
         loss=_loss(tree.get("loss", {})),
         target=target,
         prompt=prompt,
+        silence=silence,
     )
 
 
@@ -181,6 +205,18 @@ def _maps(given: dict[str, Any]) -> Maps:
     spread = number(found.spread, "maps.spread")
     require(spread > 0, "maps.spread", spread, "makes all features alike. Give a number above 0.")
     return dataclasses.replace(found, spread=spread)
+
+
+def _silence(given: dict[str, Any] | None) -> Silence | None:
+    if given is None:
+        return None
+    found = Silence(**given | {"retrieved": tuple(given.get("retrieved", Silence.retrieved))})
+    count(found.sequences, "silence.sequences")
+    require(bool(found.retrieved), "silence.retrieved", [], "names no share. Give one or more.")
+    shares = tuple(number(share, "silence.retrieved") for share in found.retrieved)
+    for share in shares:
+        require(0 <= share < 1, "silence.retrieved", share, "is no share. Give one from 0 to below 1.")
+    return dataclasses.replace(found, retrieved=shares)
 
 
 def _loss(given: dict[str, Any]) -> Loss:
