@@ -152,15 +152,17 @@ def _split(refs: tuple[Any, ...], int8: bool, narrowed: bool, pools: int) -> tup
 
 
 def _read_body(plan: Plan, int8: bool, narrowed: bool) -> Any:
-    """The kernel: (held, entries, q, chosen?, pools) -> (o, m, l) of each item."""
+    """The kernel: (held, entries, q, chosen?, pools) -> (o, m, l, scores?) of each item."""
 
     def body(held: Any, entry: Any, q: Any, *refs: Any) -> None:
-        chosen, (k, v), scales, (o, m, l) = _split(refs, int8, narrowed, 2)
+        chosen, (k, v), scales, (o, m, l, *kept) = _split(refs, int8, narrowed, 2)
         mine, (begin, count) = q[...], _item(plan, held)
 
         def step(it: Array, stats: tiles.Stats) -> tiles.Stats:
             tile = _tile(plan, entry, begin, count, it)
             s, see = _scores(plan, mine, k, scales, chosen, tile)
+            for ref in kept:
+                _keep(plan, ref, s, it)
             values, scale = _side(plan, v, scales, 1, tile, mine.dtype)
             return tiles.grow(
                 stats, s, see, lambda p: _times(tiles.product_nn(p.astype(values.dtype), values), scale)
@@ -172,6 +174,12 @@ def _read_body(plan: Plan, int8: bool, narrowed: bool) -> Any:
         l[...] = stats[1].reshape(plan.rows)
 
     return body
+
+
+def _keep(plan: Plan, ref: Any, s: Float[Array, "R Y"], it: Array) -> None:
+    """Write a tile's scores, of the queries there are."""
+    head, slot = (jax.lax.broadcasted_iota(jnp.int32, s.shape, axis) for axis in (0, 1))
+    compat.store(ref.at[head, it * s.shape[1] + slot], s, mask=head < plan.groups)
 
 
 def _mass_body(plan: Plan, int8: bool, narrowed: bool) -> Any:
@@ -266,12 +274,16 @@ def ragged_decode(
     ready, count = worklist.prepare(q, pools, lists, plan), plan.groups * t
     int8, narrowed = pools.scales is not None, bool(ready.narrow)
     row = (plan.rows,)
-    body = _read_body(plan, int8, narrowed)
-    out, lse = _join(*_call(plan, body, "read", ready, pools.all(), [], [(*row, plan.wide), row, row], 2))
+    body, sizes = _read_body(plan, int8, narrowed), [(*row, plan.wide), row, row]
+    sizes += [(plan.groups, plan.per_item * plan.slots)] * plan.keeps_scores
+    o, m, l, *scores = _call(plan, body, "read", ready, pools.all(), [], sizes, 2)
+    out, lse = _join(o, m, l)
     outs = out.reshape(len(ready.live), -1, plan.wide)[:, :count, :h].reshape(b, n, t, h)
     lses = lse.reshape(len(ready.live), -1)[:, :count].reshape(b, n, t)
     if not options.mass:
         return outs, lses
+    if plan.keeps_scores:
+        return outs, lses, worklist.received_by_scores(*scores, lses, ready, plan, lists)
     body, size = _mass_body(plan, int8, narrowed), (_heads(plan), plan.per_item * plan.slots)
     (mass,) = _call(plan, body, "mass", ready, pools.for_scores(), [lse], [size], 1)
     return outs, lses, worklist.received(mass[:, :, : plan.groups], ready, plan, lists)

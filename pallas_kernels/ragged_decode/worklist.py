@@ -22,10 +22,10 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from pallas_kernels import tiles
+from pallas_kernels import softmax, tiles
 from pallas_kernels.dispatch import Unsupported
 from pallas_kernels.ragged_decode import codes
-from pallas_kernels.ragged_decode.ref import page_lists, spread
+from pallas_kernels.ragged_decode.ref import live_slots, page_lists, spread
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int
@@ -67,6 +67,15 @@ class Plan(NamedTuple):
     sizes: Blocks
     options: Options
     interpret: Any
+
+    @property
+    def keeps_scores(self) -> bool:
+        """Whether mass comes from the scores of the one read: keys are read once, a score is 4 bytes.
+
+        Of one query a head. Scores of many take more bytes than keys do: keys are read again, and mass is summed
+        before it is written.
+        """
+        return self.options.mass and self.queries == 1 and self.blocks == 1
 
 
 class Packed(NamedTuple):
@@ -170,11 +179,30 @@ def received(
 ) -> Float[Array, "B N M S"]:
     """Mass of each slot of each list from that of all items of all rows, 0 where no item went."""
     (x, j), (b, heads) = ready.live.shape, lists.table.shape[:2]
-    mass = mass.reshape(x, plan.blocks, -(-j // plan.per_item), plan.groups, plan.per_item, plan.slots)
-    mass = jnp.sum(mass, axis=1).transpose(0, 1, 3, 2, 4).reshape(x, -1, plan.groups, plan.slots)
-    found = unpack(mass[:, :j], ready.packed).swapaxes(1, 2)
+    mass = mass.reshape(x, plan.blocks, -1, plan.groups, plan.per_item * plan.slots)
+    found = _listed(jnp.sum(mass, axis=1), ready, plan)
     found = jnp.where((ready.live > 0).reshape(x, 1, j, 1), found, 0.0)
     return spread(found.reshape(b, heads * plan.groups, j, plan.slots), lists)
+
+
+def received_by_scores(
+    scores: Float[Array, "Y G L"], lse: Float[Array, "B N 1"], ready: Prepared, plan: Plan, lists: Lists
+) -> Float[Array, "B N M S"]:
+    """``received`` of a plan that ``keeps_scores``: these, of all items, whatever lies in slots not read."""
+    (x, j), (b, heads) = ready.live.shape, lists.table.shape[:2]
+    found = _listed(scores.reshape(x, -1, plan.groups, plan.per_item * plan.slots), ready, plan)
+    chosen = None if lists.slots is None else lists.slots.reshape(1, x, j, plan.slots)
+    see = live_slots(ready.live[None], chosen, plan.slots)[0][:, None]
+    found = softmax.probabilities(found, see, lse.reshape(x, plan.groups, 1))
+    return spread(found.reshape(b, heads * plan.groups, j, plan.slots), lists)
+
+
+def _listed(x: Float[Array, "X I G L"], ready: Prepared, plan: Plan) -> Float[Array, "X G J S"]:
+    """What items have of each of their slots, in the order of the lists."""
+    streams, j = ready.live.shape
+    x = x.reshape(streams, -1, plan.groups, plan.per_item, plan.slots).transpose(0, 1, 3, 2, 4)
+    x = x.reshape(streams, -1, plan.groups, plan.slots)[:, :j]
+    return unpack(x, ready.packed).swapaxes(1, 2)
 
 
 def by_head(p: Float[Array, "R Y"], block: Array, plan: Plan, heads: int) -> Float[Array, "G Y"]:

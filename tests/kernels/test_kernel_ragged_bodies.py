@@ -27,7 +27,9 @@ from pallas_kernels.ragged_decode.work import SHAPES, Shape
 TEST = SHAPES.tagged("test")
 
 BODIES = ("mosaic_tpu", "triton")
-QUICK = [("g4_h64", "int8", True), ("g4_h64", "float32", False), ("page128", "int8", False)]
+QUICK = [("g4_h64", "int8", True), ("g4_h96", "float32", True), ("page128", "int8", False)]
+"""Of two queries a head, whose mass takes a second read, and of one."""
+
 GRID = [(name, kind, some) for name in TEST for kind in ("float32", "int8") for some in (False, True)]
 CASES = [pytest.param(*x, marks=() if x in QUICK else pytest.mark.slow) for x in GRID]
 

@@ -75,7 +75,7 @@ def test_vertical_slash_of_whole_blocks(impl):
 
 
 def places(kind):
-    """(q_pos, k_pos, admit, window) of 40 queries and 128 keys in one run, of a padded row, of another order."""
+    """(q_pos, k_pos, admit, window) of 40 queries and 128 keys: in a run, of a padded row, in disorder."""
     rng = np.random.default_rng(1)
     q_pos, k_pos = np.tile(np.arange(100, 140), (3, 1)), np.tile(np.arange(128), (3, 1))
     q_pos[1, 30:], k_pos[1, 120:] = -1, -1
@@ -95,7 +95,7 @@ def test_pairs_of_blocks_that_are_seen_whole_are_those_without_a_hidden_pair(kin
     i, j = q_pos[:, None, :, None], k_pos[:, None, None, :]
     see = (i >= 0) & (j >= 0) & (j <= i)
     if window is not None:
-        see &= (i - j < window) if admit is None else (i - j < window) | admit[:, :, None, :]
+        see = see & ((i - j < window) if admit is None else (i - j < window) | admit[:, :, None, :])
     truth = see.reshape(3, -1, 5, 8, 8, 16).all(axis=(3, 5))
     assert not np.any(whole & ~truth)
     # A block that is near in part and admitted in part counts as an edge.
