@@ -106,7 +106,7 @@ _BUNDLE = re.compile(r"\s*(?:0x[0-9a-f]+|0)\s+(\w\w)?\s*:?\s*(>*)[^{]*{")
 
 
 def steps(folder: pathlib.Path) -> dict[str, list[int]]:
-    """Bundles of each kernel's pieces that multiply matrices, in their order.
+    """Bundles of the pieces that multiply matrices, in their order, of kernels that have several such.
 
     A piece is what runs from one label, or depth of loops, to the next: a loop's body, a branch.
     """
@@ -114,7 +114,7 @@ def steps(folder: pathlib.Path) -> dict[str, list[int]]:
     for file in sorted(folder.glob("*-01-final_bundles.txt")):
         if kernel := re.search(rf"({KERNEL})[.-]", file.name):
             found[kernel.group(1)] = _multiplying(file.read_text())
-    return found
+    return {kernel: pieces for kernel, pieces in found.items() if len(pieces) > 1}
 
 
 def _multiplying(text: str) -> list[int]:
@@ -156,8 +156,8 @@ def _one(chip: str, name: str, folder: pathlib.Path, programs: dict[str, Any]) -
     measured = programs.get(found["program"]) or _compiled(program, place.platform, folder, case)
     found |= {x: measured[x] for x in MEASURED if x in measured}
     if case.kernel in found.get("bundles", {}):
-        # Of several, the step in which nothing is hidden.
-        count = min(found.get("steps", {}).get(case.kernel) or [found["bundles"][case.kernel]])
+        # Of several steps, the one in which nothing is hidden.
+        count = min(found.get("steps", {}).get(case.kernel, [found["bundles"][case.kernel]]))
         step = count / (CHIPS[chip].clock * 1e9)
         found["step_to_roofline"] = round(step / roofline(chip, *case.step), 2)
     programs[found["program"]] = found

@@ -98,7 +98,7 @@ def _cell(found: dict[str, Any]) -> str:
         return ", ".join(cells)
     if "bundles" not in found:
         return "compiled"
-    step = "; ".join("+".join(map(str, x)) for _, x in sorted(found.get("steps", {}).items()) if x)
+    step = "; ".join("+".join(map(str, x)) for _, x in sorted(found.get("steps", {}).items()))
     ratio = [step] * bool(step) + [f"{found['step_to_roofline']}x"] * ("step_to_roofline" in found)
     cells = ", ".join(str(x) for _, x in sorted(found["bundles"].items()))
     return f"{cells} ({', '.join(ratio)})" if ratio else cells

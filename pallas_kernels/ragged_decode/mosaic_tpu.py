@@ -254,7 +254,7 @@ def _call(plan: Plan, body: Any, name: str, packed: worklist.Packed, inputs: Any
     buffers = [pltpu.VMEM((2, plan.per_item, *pool.shape[1:]), pool.dtype) for pool in pools]
     scratch = [pltpu.VMEM((plan.rows, n), jnp.float32) for n in (LANES, LANES, plan.h)]
     others = [x for x, _ in (*inputs, *outputs)]
-    cost = worklist.estimate(plan, packed, pools, others, 2 if name == "read" else 1, plan.blocks)
+    cost = worklist.estimate(plan, packed.entry.size, pools, others, 2 if name == "read" else 1, plan.blocks)
     return pl.pallas_call(
         body,
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -295,12 +295,16 @@ def ragged_decode(
     if not options.mass:
         return found, lses
     if plan.keeps_scores:
-        return found, lses, worklist.received_by_scores(*scores, lses, ready, plan, lists)
+        return (
+            found,
+            lses,
+            worklist.received_by_scores(*scores, lses, ready.live, ready.packed.order, plan, lists),
+        )
     inputs.append((lse, _by_row(plan, LANES)))
     body = _mass_body(plan, int8, bool(narrow))
     operands = inputs + narrow, pools.for_scores(), [_received(plan, ready)]
     (mass,) = _call(plan, body, "mass", ready.packed, *operands)
-    return found, lses, worklist.received(mass, ready, plan, lists)
+    return found, lses, worklist.received(mass, ready.live, ready.packed.order, plan, lists)
 
 
 def _by_row(plan: Plan, width: int) -> pl.BlockSpec:

@@ -181,7 +181,7 @@ def test_items_cover_live_pages_once_and_no_others():
     entries = [np.asarray(packed.entry).reshape(-1)[p : p + n] for p, n in zip(found.place, found.held)]
     read = [(int(e) >> worklist.shift(shape.S), int(e) % 32) for e in np.concatenate(entries)]
     assert read == [(1, 3), (2, 16), (4, 1)] * 2 + [(10, 16), (11, 16), (12, 16), (13, 16)] * 2
-    np.testing.assert_array_equal(worklist.unpack(packed.order, packed), np.arange(5) + 0 * ids)
+    np.testing.assert_array_equal(worklist.unpack(packed.order, packed.order), np.arange(5) + 0 * ids)
 
 
 def test_whole_lists_are_walked_as_they_lie():
@@ -191,7 +191,7 @@ def test_whole_lists_are_walked_as_they_lie():
     packed = worklist.pack(jnp.arange(15).reshape(3, 5), live, 20, shape.S, selected=False)
     np.testing.assert_array_equal(packed.held, [3, 0, 5])
     np.testing.assert_array_equal(np.asarray(packed.entry) % 32, live)
-    assert worklist.unpack(live, packed) is live
+    assert worklist.unpack(live, packed.order) is live
 
 
 @pytest.mark.parametrize("impl", BODIES)
