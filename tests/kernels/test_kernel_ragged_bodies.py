@@ -21,7 +21,7 @@ from tiny import quick_compiles  # noqa: F401
 from pallas_kernels import EMPTY, Unsupported, compat, merge, ragged_decode, tuning
 from pallas_kernels.dispatch import interpreted
 from pallas_kernels.numerics import assert_as_good_as_plain, assert_close
-from pallas_kernels.ragged_decode import mosaic_tpu, triton, worklist
+from pallas_kernels.ragged_decode import mosaic_tpu, triton, triton_join, worklist
 from pallas_kernels.ragged_decode.work import SHAPES, Shape
 
 TEST = SHAPES.tagged("test")
@@ -50,6 +50,7 @@ def short_items(monkeypatch):
     monkeypatch.setattr(mosaic_tpu, "ROWS", 64)
     monkeypatch.setattr(triton, "ITEM_SLOTS", (32, 32))
     monkeypatch.setattr(triton, "TILE", 16)
+    monkeypatch.setattr(triton_join, "JOINED", 2)
     for module in (mosaic_tpu, triton):
         module.ragged_decode.clear_cache()
     yield
