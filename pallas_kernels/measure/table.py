@@ -98,10 +98,10 @@ def _cell(found: dict[str, Any]) -> str:
         return ", ".join(cells)
     if "bundles" not in found:
         return "compiled"
-    step = "; ".join("+".join(map(str, x)) for _, x in sorted(found.get("steps", {}).items()))
-    ratio = [step] * bool(step) + [f"{found['step_to_roofline']}x"] * ("step_to_roofline" in found)
-    cells = ", ".join(str(x) for _, x in sorted(found["bundles"].items()))
-    return f"{cells} ({', '.join(ratio)})" if ratio else cells
+    steps = ["+".join(map(str, x)) for _, x in sorted(found.get("steps", {}).items())]
+    beside = steps + [f"{found['step_to_roofline']}x"] * ("step_to_roofline" in found)
+    bundles = ", ".join(str(x) for _, x in sorted(found["bundles"].items()))
+    return f"{bundles} ({', '.join(beside)})" if beside else bundles
 
 
 def costs() -> list[str]:

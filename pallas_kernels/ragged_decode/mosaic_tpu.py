@@ -298,7 +298,7 @@ def ragged_decode(
         return (
             found,
             lses,
-            worklist.received_by_scores(*scores, lses, ready.live, ready.packed.order, plan, lists),
+            worklist.received_by_scores(scores[0], lses, ready.live, ready.packed.order, plan, lists),
         )
     inputs.append((lse, _by_row(plan, LANES)))
     body = _mass_body(plan, int8, bool(narrow))

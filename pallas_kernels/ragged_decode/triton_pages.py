@@ -25,7 +25,7 @@ class Listed(NamedTuple):
     chosen: Any
 
     @property
-    def count(self) -> int:
+    def entries(self) -> int:
         """Entries of the list."""
         return (self.table if self.pages is None else self.pages).shape[0]
 
@@ -48,7 +48,7 @@ def held_entries(plan: Plan, count: int, selected: bool, length: Array) -> Array
 def item(plan: Plan, lists: Listed) -> tuple[Array, Array]:
     """Of this program: its first entry among those of its stream, and how many it looks at."""
     begin = pl.program_id(0) * plan.per_item
-    held = held_entries(plan, lists.count, lists.pages is not None, lists.length[0])
+    held = held_entries(plan, lists.entries, lists.pages is not None, lists.length[0])
     return begin, jnp.clip(held - begin, 0, plan.per_item)
 
 
@@ -56,7 +56,7 @@ def find_tile(plan: Plan, lists: Listed, pool: int, begin: Array, it: Array) -> 
     """As ``ref.page_lists``: whatever tables hold, ids are those of pages there are."""
     at = begin + it * plan.tile + jnp.arange(plan.tile, dtype=jnp.int32)
     if lists.pages is not None:
-        at = compat.load(lists.pages.at[at], mask=at < lists.count, other=-1)
+        at = compat.load(lists.pages.at[at], mask=at < lists.entries, other=-1)
     there = (at >= 0) & (at < lists.table.shape[0])
     at = jnp.where(there, at, 0)
     ids = compat.load(lists.table.at[at], mask=there, other=-1)

@@ -41,7 +41,9 @@ DUMP = """LB: loop body
 
 def test_steps_are_pieces_that_multiply_where_there_are_several(tmp_path):
     (tmp_path / "1-blockwise.1-01-final_bundles.txt").write_text(DUMP)
-    (tmp_path / "1-gated.1-01-final_bundles.txt").write_text(DUMP.replace("3 = vmatmul", "3 = vxor").replace("2 = vmatmul", ""))
+    (tmp_path / "1-gated.1-01-final_bundles.txt").write_text(
+        DUMP.replace("3 = vmatmul", "3 = vxor").replace("2 = vmatmul", "")
+    )
     (tmp_path / "1-fusion.1-01-final_bundles.txt").write_text(DUMP)
     assert static.steps(tmp_path) == {"blockwise": [2, 1, 3]}
 
