@@ -10,7 +10,8 @@ are many.
 
 ``items`` packs them, so that their number follows the live pages, for a grid whose length is data (TPU).
 Every row has at least one item, so that its output is always written; items past the real ones repeat the
-last one and hold no pages. On GPU, whose grids are static, a row has as many as the longest list can have.
+last one and hold no pages. A GPU's grid is static and needs no such list: a row has as many items as the
+longest can have, and those past its own end do nothing (``triton``).
 """
 
 from __future__ import annotations
