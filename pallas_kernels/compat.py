@@ -70,6 +70,11 @@ def load(ref: Any, mask: Array, other: float = 0) -> Array:
     return plt.load(ref, mask=mask, other=other)
 
 
+def store(ref: Any, value: Array, mask: Array) -> None:
+    """A masked store in a GPU body; as in ``load``."""
+    plt.store(ref, value, mask=mask)
+
+
 def tpu_interpreter(**options: Any) -> Any:
     """Parameters of the TPU interpreter: NaN in fresh memory, DMAs that run only when waited for."""
     return pltpu.InterpretParams(**options)

@@ -103,25 +103,29 @@ def start(rows: int, h: int) -> Stats:
 
 
 def grow(
-    stats: Stats, s: Float[Array, "R S"], visible: Bool[Array, "R S"], mix: Callable[[Array], Array]
+    stats: Stats, s: Float[Array, "R S"], visible: Bool[Array, "R S"] | None, mix: Callable[[Array], Array]
 ) -> Stats:
-    """The statistics after one more tile of scores, whose weights ``mix`` turns into an output."""
+    """The statistics after one more tile of scores, whose weights ``mix`` turns into an output.
+
+    Where all of it is seen, None, nothing is compared or selected.
+    """
     m, l, o = stats
-    s = jnp.where(visible, s, HIDDEN)
+    s = s if visible is None else jnp.where(visible, s, HIDDEN)
     new = jnp.maximum(m, jnp.max(s, axis=1, keepdims=True))
     # Of nothing, the max is subtracted as 0: exp of HIDDEN is 0, and no weight needs a mask of its own.
-    shift = jnp.where(new > HIDDEN, new, 0.0)
+    shift = new if visible is None else jnp.where(new > HIDDEN, new, 0.0)
     p = jnp.exp(s - spread(shift, s.shape[1]))
     keep = jnp.exp(m - shift)
     return new, keep * l + jnp.sum(p, axis=1, keepdims=True), spread(keep, o.shape[1]) * o + mix(p)
 
 
-def finish(stats: Stats) -> tuple[Float[Array, "R H"], Float[Array, "R 1"]]:
+def finish(stats: Stats) -> tuple[Float[Array, "R H"], Float[Array, "R W"]]:
     """The normalised partial (out, lse); (0, -inf) of nothing."""
     m, l, o = stats
-    some = l != 0  # NaN is something
+    some, width = l != 0, o.shape[1]  # NaN is something
+    there = some if l.shape[1] in (1, width) else spread(l, width) != 0
     l = jnp.where(some, l, 1.0)
-    return jnp.where(some, o / l, 0.0), jnp.where(some, m + jnp.log(l), -jnp.inf)
+    return jnp.where(there, o / spread(l, width), 0.0), jnp.where(some, m + jnp.log(l), -jnp.inf)
 
 
 def probabilities(

@@ -85,13 +85,13 @@ class Grid(NamedTuple):
         return pl.CostEstimate(flops=2 * products * scores * h, transcendentals=scores, bytes_accessed=moved)
 
     def run(self, body: Any, name: str, inputs: list[Spec], outputs: list[Spec], scratch: Any, products: int):
-        """The outputs of a body over the grid.
+        """The outputs of a body over the grid; it gets the lists of the walk first.
 
         Raises:
           Unsupported: the lists do not fit SMEM.
         """
-        order, count = self.walk
-        if order.size + count.size > SMEM_WORDS:
+        order, lists = self.walk.order, [x.reshape(-1) for x in self.walk if x is not None]
+        if sum(x.size for x in lists) > SMEM_WORDS:
             raise Unsupported(
                 f"blockwise(impl='mosaic_tpu'): lists of {order.size} blocks exceed the {SMEM_WORDS} that "
                 "SMEM holds. Take fewer rows of the batch at a time, or impl='xla'."
@@ -99,7 +99,7 @@ class Grid(NamedTuple):
         return pl.pallas_call(
             body,
             grid_spec=pltpu.PrefetchScalarGridSpec(
-                num_scalar_prefetch=2,
+                num_scalar_prefetch=len(lists),
                 grid=(self.b, self.heads, *order.shape[2:]),
                 in_specs=[self.spec(x) for x in inputs],
                 out_specs=[self.spec(x) for x in outputs],
@@ -110,7 +110,7 @@ class Grid(NamedTuple):
             cost_estimate=self.cost(inputs, outputs, products),
             interpret=self.interpret,
             name=name,
-        )(order.reshape(-1), count.reshape(-1), *(x for x, _, _ in inputs))
+        )(*lists, *(x for x, _, _ in inputs))
 
 
 class Step(NamedTuple):
@@ -152,11 +152,11 @@ def _clean(v: Array, k_pos: Int[Array, "1 S"]) -> Array:
 
 
 def _forward_body(grid: Grid, sight: Sight, narrowed: bool) -> Callable[..., None]:
-    def body(order: Any, count: Any, *refs: Any) -> None:
+    def body(order: Any, count: Any, whole: Any, *refs: Any) -> None:
         del order
         q, k, v, q_pos, k_pos, *refs_ = refs
         admit, (out, lse, m, l, o, at) = (refs_[0], refs_[1:]) if narrowed else (None, refs_)
-        now = step(grid, count)
+        now, whole_now = step(grid, count), step(grid, whole).live
 
         @pl.when(now.first)
         def _() -> None:
@@ -165,17 +165,23 @@ def _forward_body(grid: Grid, sight: Sight, narrowed: bool) -> Callable[..., Non
             o[...] = jnp.zeros_like(o)
             at[...] = column(q_pos[...])
 
-        @pl.when(now.live)
+        def grow(values: Array, seen: mine.Seen | None) -> None:
+            stats = (m[...], l[...], o[...])
+            m[...], l[...], o[...] = mine.forward(sight, q[...], k[...], values, seen, stats)
+
+        @pl.when(whole_now)
+        def _() -> None:
+            grow(v[...], None)
+
+        @pl.when(now.live & ~whole_now)
         def _() -> None:
             seen = mine.Seen(at[...], k_pos[...], None if admit is None else admit[...])
-            stats = (m[...], l[...], o[...])
-            values = _clean(v[...], k_pos[...])
-            m[...], l[...], o[...] = mine.forward(sight, q[...], k[...], values, seen, stats)
+            grow(_clean(v[...], k_pos[...]), seen)
 
         @pl.when(now.last)
         def _() -> None:
-            out[...], found = tiles.finish((m[:, :1], l[:, :1], o[...]))
-            lse[...] = as_row(jnp.broadcast_to(found, m.shape))
+            out[...], found = tiles.finish((m[...], l[...], o[...]))
+            lse[...] = as_row(found)
 
     return body
 
@@ -189,7 +195,8 @@ def blockwise(
     count = n // heads * t
     bq, bk = sizes(blocks, "forward", count, k)
     x = plan.rows(q, k, where, sight.window, bq, bk, folded=True)
-    grid = Grid(b, heads, plan.walk(plan.meetings(x, sight.window, bq, bk)), interpret)
+    walk = plan.walk(*(f(x, sight.window, bq, bk) for f in (plan.meetings, plan.seen_whole)))
+    grid = Grid(b, heads, walk, interpret)
     narrow: list[Spec] = [] if x.admit is None else [(row(x.admit), "inner", bk)]
     out, lse = grid.run(
         _forward_body(grid, sight, bool(narrow)),

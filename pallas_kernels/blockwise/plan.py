@@ -7,6 +7,7 @@ here, on the device, and listed; a body walks each list and nothing else.
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, NamedTuple
 
 import jax.numpy as jnp
@@ -89,11 +90,35 @@ def meetings(x: Rows, window: int | None, block_q: int, block_k: int) -> Bool[Ar
     return see & near
 
 
+def seen_whole(x: Rows, window: int | None, block_q: int, block_k: int) -> Bool[Array, "Z K I J"]:
+    """Whether every query of block i sees every key of block j, so that nothing has to be hidden.
+
+    False errs on the safe side. One K as in ``meetings``.
+    """
+    b = x.q_pos.shape[0]
+    q_pos, k_pos = x.q_pos.reshape(b, 1, -1, 1, block_q), x.k_pos.reshape(b, 1, 1, -1, block_k)
+    q_lo, k_lo = jnp.min(q_pos, axis=-1), jnp.min(k_pos, axis=-1)
+    see = (k_lo >= 0) & (jnp.max(k_pos, axis=-1) <= q_lo)
+    if window is None:
+        return see
+    near = jnp.max(q_pos, axis=-1) - k_lo < window
+    if x.admit is not None:
+        near = near | jnp.all((x.admit > 0).reshape(b, -1, 1, k_pos.shape[3], block_k), axis=-1)
+    return see & near
+
+
 class Walk(NamedTuple):
-    """For each block of one side the blocks of the other it meets, those first, and how many they are."""
+    """For each block of one side the blocks of the other it meets, those first, and how many they are.
+
+    Attributes:
+      order: numbers of blocks, those seen whole before the others if they were told apart.
+      length: how many are met.
+      whole: how many of them are seen whole; None: not told apart.
+    """
 
     order: Int[Array, "Z K I J"]
     length: Int[Array, "Z K I"]
+    whole: Int[Array, "Z K I"] | None = None
 
     @property
     def heads(self) -> int:
@@ -101,7 +126,9 @@ class Walk(NamedTuple):
         return self.order.shape[1]
 
 
-def walk(pairs: Bool[Array, "Z K I J"]) -> Walk:
-    """Lists of each i's meetings."""
-    order = jnp.argsort(~pairs, axis=-1, stable=True).astype(jnp.int32)
-    return Walk(order, jnp.sum(pairs, axis=-1, dtype=jnp.int32))
+def walk(pairs: Bool[Array, "Z K I J"], whole: Bool[Array, "Z K I J"] | None = None) -> Walk:
+    """Lists of each i's meetings; ``whole`` pairs are meetings too."""
+    last = ~pairs if whole is None else 2 - pairs.astype(jnp.int32) - whole
+    order = jnp.argsort(last, axis=-1, stable=True).astype(jnp.int32)
+    count = functools.partial(jnp.sum, axis=-1, dtype=jnp.int32)
+    return Walk(order, count(pairs), None if whole is None else count(whole))

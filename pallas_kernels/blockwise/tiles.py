@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from pallas_kernels import tiles
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Float, Int
+    from jaxtyping import Array, Bool, Float, Int
 
     from pallas_kernels.blockwise.sight import Sight
 
@@ -35,7 +35,7 @@ class Side(NamedTuple):
     delta: Float[Array, " ..."]
 
 
-def _visible(sight: Sight, seen: Seen, s: Array) -> Array:
+def _visible(sight: Sight, seen: Seen, s: Array) -> Bool[Array, " ..."]:
     return tiles.sees(seen.q_pos, seen.k_pos, sight.window, seen.admit, s.shape[1])
 
 
@@ -43,11 +43,11 @@ def _scores(sight: Sight, a: Array, b: Array) -> Array:
     return tiles.cap(tiles.product_nt(a, b) * sight.scale, sight.softcap)
 
 
-def forward(sight: Sight, q: Array, k: Array, v: Array, seen: Seen, stats: tiles.Stats) -> tiles.Stats:
-    """Statistics after one more block of keys; tile [R, S]."""
+def forward(sight: Sight, q: Array, k: Array, v: Array, seen: Seen | None, stats: tiles.Stats) -> tiles.Stats:
+    """Statistics after one more block of keys; tile [R, S]. ``seen`` None: all queries see all keys."""
     mix = lambda p: tiles.product_nn(p.astype(v.dtype), v)  # noqa: E731
     s = _scores(sight, q, k)
-    return tiles.grow(stats, s, _visible(sight, seen, s), mix)
+    return tiles.grow(stats, s, None if seen is None else _visible(sight, seen, s), mix)
 
 
 def key_gradient(

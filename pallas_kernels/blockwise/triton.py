@@ -70,8 +70,9 @@ class Grid(NamedTuple):
     def run(
         self, body: Any, name: str, inputs: list[Operand], outputs: list[Operand], products: int
     ) -> list[Array]:
-        """The outputs of a body; it gets its list, whose last entry is its length, before the inputs."""
-        lists = jnp.concatenate([self.walk.order, self.walk.length[..., None]], axis=-1)
+        """The outputs of a body; it gets its list, whose last entries are its counts, before the inputs."""
+        order, *counts = (x for x in self.walk if x is not None)
+        lists = jnp.concatenate([order, *(x[..., None] for x in counts)], axis=-1)
         per, outer = self.heads // lists.shape[1], lists.shape[2]
         mine_ = pl.BlockSpec((None, None, None, lists.shape[3]), lambda i, a, b: (b, a // per, i, 0))
         return pl.pallas_call(
@@ -92,12 +93,28 @@ def heads_first(x: Array) -> Array:
     return x[:, None]
 
 
-def over(listed: Any, length: int, visit: Callable[[Any, Any], Any], start: Any) -> Any:
-    """Fold ``visit`` (slice of the inner side, carry) over the listed blocks."""
-    count = listed[listed.shape[0] - 1]
-    return jax.lax.fori_loop(
-        0, count, lambda c, carry: visit(pl.ds(listed[c] * length, length), carry), start
-    )
+def over(
+    listed: Any,
+    length: int,
+    visit: Callable[[Any, Any], Any],
+    start: Any,
+    whole: Callable[[Any, Any], Any] | None = None,
+) -> Any:
+    """Fold ``visit`` (slice of the inner side, carry) over the listed blocks.
+
+    With ``whole`` the list tells blocks apart: it visits those that are seen whole, which come first.
+    """
+
+    def fold(visit: Callable[[Any, Any], Any], first: Any, end: Any, start: Any) -> Any:
+        def step(c: Any, carry: Any) -> Any:
+            return visit(pl.ds(listed[c] * length, length), carry)
+
+        return jax.lax.fori_loop(first, end, step, start)
+
+    last = listed.shape[0] - 1
+    if whole is None:
+        return fold(visit, 0, listed[last], start)
+    return fold(visit, listed[last], listed[last - 1], fold(whole, 0, listed[last], start))
 
 
 def _forward_body(sight: Sight, bk: int, narrowed: bool) -> Callable[..., None]:
@@ -112,7 +129,10 @@ def _forward_body(sight: Sight, bk: int, narrowed: bool) -> Callable[..., None]:
             values = jnp.where(there[:, None] >= 0, v[cut, :], jnp.zeros((), v.dtype))
             return mine.forward(sight, rows, k[cut, :], values, seen, stats)
 
-        found, column = tiles.finish(over(listed, bk, visit, tiles.start(*rows.shape)))
+        def whole(cut: Any, stats: tiles.Stats) -> tiles.Stats:
+            return mine.forward(sight, rows, k[cut, :], v[cut, :], None, stats)
+
+        found, column = tiles.finish(over(listed, bk, visit, tiles.start(*rows.shape), whole))
         out[...] = found
         lse[...] = column.reshape(rows.shape[0])
 
@@ -128,7 +148,8 @@ def blockwise(
     count = n // heads * t
     bq, bk, *_ = found = sizes(blocks, "forward", count, k)
     x = plan.rows(wide(q), wide(k), where, sight.window, bq, bk, folded=True)
-    grid = Grid(b, heads, plan.walk(plan.meetings(x, sight.window, bq, bk)), found, interpret)
+    walk = plan.walk(*(f(x, sight.window, bq, bk) for f in (plan.meetings, plan.seen_whole)))
+    grid = Grid(b, heads, walk, found, interpret)
     narrow: list[Operand] = [] if x.admit is None else [(x.admit, None)]
     out, lse = grid.run(
         _forward_body(sight, bk, bool(narrow)),

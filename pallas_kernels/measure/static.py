@@ -2,8 +2,8 @@
 
 TPU: libtpu writes the final VLIW bundles of every kernel, about one a cycle while nothing waits for
 memory. The count is of the program text: a loop inside the kernel (the copies of ragged_decode's pages)
-counts once, and so do steps that run only at the ends of a row. GPU: registers of a thread and bytes
-spilled, as CUDA's assembler says.
+counts once, and so do steps that run only at the ends of a row; ``steps`` tells them apart. GPU: registers
+of a thread and bytes spilled, as CUDA's assembler says.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ DUMPS = (
     "--xla_jf_dump_llo_text=true --xla_jf_dump_category_filter=codegen "
     "--xla_jf_dump_llo_pass_label_regex=final_bundles --xla_jf_dump_to="
 )
-MEASURED = ("compile_s", "temp_bytes", "copies", "launches", "bundles", "kernels")
+MEASURED = ("compile_s", "temp_bytes", "copies", "launches", "bundles", "steps", "kernels")
 KERNEL = r"ragged_decode_\w+?|blockwise\w*?|column_mass|gated\w*?|vertical\w*?|phi\w*?"
 
 
@@ -100,6 +100,33 @@ def bundles(folder: pathlib.Path) -> dict[str, int]:
         if kernel and count:
             found[kernel.group(1)] = int(count.group(1))
     return found
+
+
+_BUNDLE = re.compile(r"\s*(?:0x[0-9a-f]+|0)\s+(\w\w)?\s*:?\s*(>*)[^{]*{")
+
+
+def steps(folder: pathlib.Path) -> dict[str, list[int]]:
+    """Bundles of the pieces that multiply matrices, in their order, of kernels that have several such.
+
+    A piece is what runs from one label, or depth of loops, to the next: a loop's body, a branch.
+    """
+    found = {}
+    for file in sorted(folder.glob("*-01-final_bundles.txt")):
+        if kernel := re.search(rf"({KERNEL})[.-]", file.name):
+            found[kernel.group(1)] = _multiplying(file.read_text())
+    return {kernel: pieces for kernel, pieces in found.items() if len(pieces) > 1}
+
+
+def _multiplying(text: str) -> list[int]:
+    pieces, depth = [[0, 0]], ""
+    for line in text.splitlines():
+        if bundle := _BUNDLE.match(line):
+            if bundle.group(1) or bundle.group(2) != depth:
+                pieces.append([0, 0])
+            depth = bundle.group(2)
+            pieces[-1][0] += 1
+            pieces[-1][1] += "vmatmul" in line
+    return [bundles for bundles, products in pieces if products]
 
 
 _ENTRY = re.compile(
@@ -129,7 +156,9 @@ def _one(chip: str, name: str, folder: pathlib.Path, programs: dict[str, Any]) -
     measured = programs.get(found["program"]) or _compiled(program, place.platform, folder, case)
     found |= {x: measured[x] for x in MEASURED if x in measured}
     if case.kernel in found.get("bundles", {}):
-        step = found["bundles"][case.kernel] / (CHIPS[chip].clock * 1e9)
+        # Of several steps, the one in which nothing is hidden.
+        count = min(found.get("steps", {}).get(case.kernel, [found["bundles"][case.kernel]]))
+        step = count / (CHIPS[chip].clock * 1e9)
         found["step_to_roofline"] = round(step / roofline(chip, *case.step), 2)
     programs[found["program"]] = found
     return found
@@ -149,7 +178,7 @@ def _compiled(program: Any, platform: str, folder: pathlib.Path, case: Any) -> d
     found["temp_bytes"] = binary.memory_analysis().temp_size_in_bytes
     found["copies"] = aot.copies(binary, case.whole) if case.whole else []
     if platform == "tpu" and os.environ["LIBTPU_INIT_ARGS"]:
-        found["bundles"] = bundles(folder)
+        found["bundles"], found["steps"] = bundles(folder), steps(folder)
         if not found["bundles"]:
             raise RuntimeError("libtpu wrote no bundles: its flags for dumps are not what they were")
     elif platform == "gpu":

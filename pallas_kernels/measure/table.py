@@ -85,7 +85,7 @@ def checked() -> list[str]:
 
 
 def _cell(found: dict[str, Any]) -> str:
-    """What is known of a case on a chip: TPU bundles and a step over its roofline, GPU registers."""
+    """What is known of a case on a chip: TPU bundles, its steps and one over the roofline; GPU registers."""
     if not found:
         return ""
     if "error" in found:
@@ -98,8 +98,10 @@ def _cell(found: dict[str, Any]) -> str:
         return ", ".join(cells)
     if "bundles" not in found:
         return "compiled"
-    ratio = f" ({found['step_to_roofline']}x)" if "step_to_roofline" in found else ""
-    return ", ".join(str(x) for _, x in sorted(found["bundles"].items())) + ratio
+    steps = ["+".join(map(str, x)) for _, x in sorted(found.get("steps", {}).items())]
+    beside = steps + [f"{found['step_to_roofline']}x"] * ("step_to_roofline" in found)
+    bundles = ", ".join(str(x) for _, x in sorted(found["bundles"].items()))
+    return f"{bundles} ({', '.join(beside)})" if beside else bundles
 
 
 def costs() -> list[str]:

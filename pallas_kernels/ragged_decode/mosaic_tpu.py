@@ -183,11 +183,12 @@ def _split(refs: tuple[Any, ...], blocks: int, narrowed: bool, pools: int) -> tu
 
 
 def _read_body(plan: Plan, int8: bool, narrowed: bool) -> Any:
-    """The kernel: (items, entries, count, q, chosen?, pools) -> (out, lse)."""
+    """The kernel: (items, entries, count, q, chosen?, pools) -> (out, lse, scores?)."""
 
     def body(row: Any, place: Any, block: Any, held: Any, edge: Any, entry: Any, count: Any, *refs: Any):
         del row, block
-        q, chosen, pools, (out, lse, *scratch) = _split(refs, 1, narrowed, 2 + int8)
+        q, chosen, pools, (out, lse, *rest) = _split(refs, 1, narrowed, 2 + int8)
+        kept, scratch = rest[: plan.keeps_scores], rest[plan.keeps_scores :]
         buffers, (m, l, o, sem) = tuple(scratch[: 2 + int8]), scratch[2 + int8 :]
         k, v, scales = (*buffers, None)[:3]
         fetch = Fetch(pools, buffers, sem, entry, place, held, worklist.shift(plan.slots))
@@ -206,6 +207,8 @@ def _read_body(plan: Plan, int8: bool, narrowed: bool) -> Any:
         @pl.when(held[item] > 0)
         def _() -> None:
             s = _scores(plan, q[...], k, scales, side)
+            for ref in kept:
+                ref[...] = s
             see = _visible(plan, fetch, item, chosen)
             stats = (m[...], l[...], o[...])
             m[...], l[...], o[...] = tiles.grow(
@@ -251,7 +254,7 @@ def _call(plan: Plan, body: Any, name: str, packed: worklist.Packed, inputs: Any
     buffers = [pltpu.VMEM((2, plan.per_item, *pool.shape[1:]), pool.dtype) for pool in pools]
     scratch = [pltpu.VMEM((plan.rows, n), jnp.float32) for n in (LANES, LANES, plan.h)]
     others = [x for x, _ in (*inputs, *outputs)]
-    cost = worklist.estimate(plan, packed, pools, others, 2 if name == "read" else 1, plan.blocks)
+    cost = worklist.estimate(plan, packed.entry.size, pools, others, 2 if name == "read" else 1, plan.blocks)
     return pl.pallas_call(
         body,
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -285,16 +288,23 @@ def ragged_decode(
         (wide, _by_row(plan, LANES)),
     ]
     body = _read_body(plan, int8, bool(narrow))
-    out, lse = _call(plan, body, "read", ready.packed, inputs + narrow, pools.all(), outputs)
+    outputs += [_received(plan, ready)] * plan.keeps_scores
+    out, lse, *scores = _call(plan, body, "read", ready.packed, inputs + narrow, pools.all(), outputs)
     found = out.reshape(len(ready.live), -1, h)[:, :count].reshape(b, n, t, h)
     lses = lse[..., 0].reshape(len(ready.live), -1)[:, :count].reshape(b, n, t)
     if not options.mass:
         return found, lses
+    if plan.keeps_scores:
+        return (
+            found,
+            lses,
+            worklist.received_by_scores(scores[0], lses, ready.live, ready.packed.order, plan, lists),
+        )
     inputs.append((lse, _by_row(plan, LANES)))
     body = _mass_body(plan, int8, bool(narrow))
     operands = inputs + narrow, pools.for_scores(), [_received(plan, ready)]
     (mass,) = _call(plan, body, "mass", ready.packed, *operands)
-    return found, lses, worklist.received(mass, ready, plan, lists)
+    return found, lses, worklist.received(mass, ready.live, ready.packed.order, plan, lists)
 
 
 def _by_row(plan: Plan, width: int) -> pl.BlockSpec:
@@ -317,7 +327,7 @@ def _chosen(plan: Plan, ready: worklist.Prepared) -> tuple[Array, pl.BlockSpec]:
 
 
 def _received(plan: Plan, ready: worklist.Prepared) -> tuple[jax.ShapeDtypeStruct, pl.BlockSpec]:
-    """Mass of an item's slots; garbage where no item went."""
+    """Mass, or scores, of an item's slots; garbage where no item went."""
     longest = _longest(plan, ready)
 
     def at(i: Array, row: Any, place: Any, block: Any, *_: Any) -> tuple[Array, int, int]:

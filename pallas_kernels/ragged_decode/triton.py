@@ -1,8 +1,9 @@
-"""ragged_decode on GPU: one program an item of the work list, partials of a row's items joined after.
+"""ragged_decode on GPU: one program an item, then one a query that joins the items of its stream.
 
-A program walks its pages a few at a time, so that a tile has 16 to 128 slots whatever a page has.
-Dead slots are not loaded at all. Queries are padded to 16 rows and to a power of two of channels
-(Triton's tiles); the pools are not.
+Two kernels a call and no plan before them: a program finds its pages in the table, their live slots by the
+length and its queries where they lie; one past the end of its list writes nothing. It walks its pages a few
+at a time, so that a tile has 16 to 128 slots whatever a page has. Dead slots are not loaded at all. Queries
+are padded to 16 rows and a power of two of channels (Triton's tiles) in registers, nothing is in memory.
 """
 
 from __future__ import annotations
@@ -14,13 +15,14 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from pallas_kernels import compat, softmax, tiles, tuning
+from pallas_kernels import compat, tiles, tuning
 from pallas_kernels.dispatch import Unsupported
-from pallas_kernels.ragged_decode import worklist
+from pallas_kernels.ragged_decode import triton_join, triton_pages, worklist
+from pallas_kernels.ragged_decode.ref import page_lists
 from pallas_kernels.ragged_decode.worklist import Plan
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Bool, Float, Num
+    from jaxtyping import Array, Float
 
     from pallas_kernels.ragged_decode.call import Lists, Options, Pools
     from pallas_kernels.tuning import Tuned
@@ -62,135 +64,104 @@ def _plan(q: Array, pools: Pools, lists: Lists, blocks: Tuned, *rest: Any) -> Pl
     return Plan(n // heads, t, rows, many, per_item, tile, size, h, wide, found, *rest)
 
 
-class Tile(NamedTuple):
-    """A few pages of an item: their ids and live slots [tile], 0 for pages not held."""
+class Operands(NamedTuple):
+    """A body's references."""
 
-    ids: Any
-    live: Any
-    first: Any
-
-
-def _item(plan: Plan, held: Any) -> tuple[Array, Array]:
-    """Of this program: its first entry among those of its stream, and how many pages it has."""
-    begin = pl.program_id(0) * plan.per_item
-    return begin, jnp.clip(held[0] - begin, 0, plan.per_item)
+    lists: triton_pages.Listed
+    q: Any
+    pools: tuple[Any, ...]
+    scales: Any
+    rest: tuple[Any, ...]
 
 
-def _tile(plan: Plan, entry: Any, begin: Array, held: Array, it: Array) -> Tile:
-    at = it * plan.tile + jnp.arange(plan.tile, dtype=jnp.int32)
-    found = compat.load(entry.at[begin + at], mask=at < held)
-    shift = worklist.shift(plan.slots)
-    return Tile(found >> shift, found & ((1 << shift) - 1), it * plan.tile)
-
-
-def _live(plan: Plan, tile: Tile) -> Bool[Array, "C S"]:
-    slot = jax.lax.broadcasted_iota(jnp.int32, (plan.tile, plan.slots), 1)
-    return slot < tile.live[:, None]
-
-
-def _pages(plan: Plan, pool: Any, tile: Tile) -> Num[Array, "C S H"]:
-    """The live slots of a tile's pages as they lie in the pool; zeros for dead ones."""
-    shape = (plan.tile, plan.slots, plan.wide)
-    page = jnp.broadcast_to(tile.ids[:, None, None], shape)
-    slot, channel = (jax.lax.broadcasted_iota(jnp.int32, shape, axis) for axis in (1, 2))
-    there = (slot < tile.live[:, None, None]) & (channel < plan.h)
-    return compat.load(pool.at[page, slot, channel], mask=there)
-
-
-def _scale(plan: Plan, scales: Any, which: int, tile: Tile) -> Float[Array, "C H"]:
-    """What codes of keys (0) or values (1) are multiplied by, a page and channel; zeros for dead pages."""
-    flat = (plan.tile, plan.wide)
-    page, channel = (
-        jnp.broadcast_to(tile.ids[:, None], flat),
-        jax.lax.broadcasted_iota(jnp.int32, flat, 1),
+def _split(refs: tuple[Any, ...], kinds: Kinds, pools: int) -> Operands:
+    table, length, *rest = refs
+    pages = rest.pop(0) if kinds.selected else None
+    chosen = rest.pop(0) if kinds.narrowed else None
+    q, after = rest[0], rest[1:]
+    scales = after[pools] if kinds.codes else None
+    return Operands(
+        triton_pages.Listed(table, length, pages, chosen),
+        q,
+        tuple(after[:pools]),
+        scales,
+        tuple(after[pools + kinds.codes :]),
     )
-    there = (tile.live[:, None] > 0) & (channel < plan.h)
-    return compat.load(scales.at[page, jnp.full(flat, which, jnp.int32), channel], mask=there)
 
 
-def _side(
-    plan: Plan, pool: Any, scales: Any, which: int, tile: Tile, dtype: Any
-) -> tuple[Float[Array, "Y H"], Float[Array, "1 H"] | None]:
-    """Keys or values of a tile, one after another, and a scale that is left to multiply by; or None.
+class Kinds(NamedTuple):
+    """Which operands a call has, and the dtype of its products."""
 
-    A tile of one page has one scale a channel, so its codes go into the product as they are (a code is exact
-    in 16 bits) and the scale meets a query, or an output: fewer than a tile's slots. Of several pages each
-    has its own, and codes are multiplied before they are joined.
-    """
-    x, flat = _pages(plan, pool, tile), (plan.tile * plan.slots, plan.wide)
-    if scales is None:
-        return x.astype(dtype).reshape(flat), None
-    scale = _scale(plan, scales, which, tile)
-    if plan.tile == 1:
-        return x.astype(dtype).reshape(flat), scale
-    return (x.astype(jnp.float32) * scale[:, None, :]).astype(dtype).reshape(flat), None
+    selected: bool
+    narrowed: bool
+    codes: bool
+    dtype: Any
 
 
-def _scores(
-    plan: Plan, q: Array, k: Any, scales: Any, chosen: Any, tile: Tile
-) -> tuple[Float[Array, "R Y"], Bool[Array, "1 Y"]]:
-    """Capped scores of a tile, and which of its slots are read."""
-    width = plan.tile * plan.slots
-    keys, scale = _side(plan, k, scales, 0, tile, q.dtype)
-    s = tiles.product_nt(_times(q, scale), keys)
-    see = _live(plan, tile)
-    if chosen is not None:
-        bits = chosen[pl.ds(tile.first * plan.slots, width)]
-        see = see & (bits.reshape(plan.tile, plan.slots) > 0)
-    return tiles.cap(s * plan.options.scale, plan.options.softcap), see.reshape(1, width)
+def _own(plan: Plan, q: Any, own: triton_pages.Queries, dtype: Any) -> Float[Array, "R H"]:
+    """The queries of this program."""
+    at, there = own.channels(plan)
+    return compat.load(q.at[at], mask=there).astype(dtype)
 
 
-def _times(x: Float[Array, "R H"], scale: Float[Array, "1 H"] | None) -> Float[Array, "R H"]:
-    return x if scale is None else (x.astype(jnp.float32) * scale).astype(x.dtype)
+def _read_body(plan: Plan, kinds: Kinds) -> Any:
+    """The kernel: (lists, q, pools) -> (o, m, l, scores?) of each item; nothing of one without pages."""
 
+    def body(*refs: Any) -> None:
+        lists, q, (k, v), scales, (o, m, l, *kept) = _split(refs, kinds, 2)
+        (begin, count), own = triton_pages.item(plan, lists), triton_pages.queries(plan)
 
-def _split(refs: tuple[Any, ...], int8: bool, narrowed: bool, pools: int) -> tuple[Any, ...]:
-    """(chosen or None, pools, scales or None, the rest)."""
-    chosen, refs = (refs[0], refs[1:]) if narrowed else (None, refs)
-    scales = refs[pools] if int8 else None
-    return chosen, refs[:pools], scales, refs[pools + int8 :]
+        @pl.when(count > 0)
+        def _() -> None:
+            mine = _own(plan, q, own, kinds.dtype)
 
+            def step(it: Array, stats: tiles.Stats) -> tiles.Stats:
+                tile = triton_pages.find_tile(plan, lists, k.shape[0], begin, it)
+                s, see = triton_pages.scores(plan, mine, k, scales, lists, tile)
+                for ref in kept:
+                    _keep(plan, ref, s, it)
+                values, scale = triton_pages.side(plan, v, scales, 1, tile, mine.dtype)
+                return tiles.grow(
+                    stats,
+                    s,
+                    see,
+                    lambda p: triton_pages.times(tiles.product_nn(p.astype(values.dtype), values), scale),
+                )
 
-def _read_body(plan: Plan, int8: bool, narrowed: bool) -> Any:
-    """The kernel: (held, entries, q, chosen?, pools) -> (o, m, l) of each item."""
-
-    def body(held: Any, entry: Any, q: Any, *refs: Any) -> None:
-        chosen, (k, v), scales, (o, m, l) = _split(refs, int8, narrowed, 2)
-        mine, (begin, count) = q[...], _item(plan, held)
-
-        def step(it: Array, stats: tiles.Stats) -> tiles.Stats:
-            tile = _tile(plan, entry, begin, count, it)
-            s, see = _scores(plan, mine, k, scales, chosen, tile)
-            values, scale = _side(plan, v, scales, 1, tile, mine.dtype)
-            return tiles.grow(
-                stats, s, see, lambda p: _times(tiles.product_nn(p.astype(values.dtype), values), scale)
-            )
-
-        stats = jax.lax.fori_loop(0, pl.cdiv(count, plan.tile), step, tiles.start(plan.rows, plan.wide))
-        o[...] = stats[2]
-        m[...] = stats[0].reshape(plan.rows)
-        l[...] = stats[1].reshape(plan.rows)
+            stats = jax.lax.fori_loop(0, pl.cdiv(count, plan.tile), step, tiles.start(plan.rows, plan.wide))
+            at, there = own.channels(plan)
+            compat.store(o.at[at], stats[2], mask=there)
+            compat.store(m.at[own.at], stats[0].reshape(plan.rows), mask=own.there)
+            compat.store(l.at[own.at], stats[1].reshape(plan.rows), mask=own.there)
 
     return body
 
 
-def _mass_body(plan: Plan, int8: bool, narrowed: bool) -> Any:
-    """The kernel: (held, entries, q, chosen?, K pool, scales?, lse) -> mass of each slot."""
+def _keep(plan: Plan, ref: Any, s: Float[Array, "R Y"], it: Array) -> None:
+    """Write a tile's scores, of the queries there are."""
+    head, slot = (jax.lax.broadcasted_iota(jnp.int32, s.shape, axis) for axis in (0, 1))
+    compat.store(ref.at[head, it * s.shape[1] + slot], s, mask=head < plan.groups)
 
-    def body(held: Any, entry: Any, q: Any, *refs: Any) -> None:
-        chosen, (k,), scales, (lse, mass) = _split(refs, int8, narrowed, 1)
-        block, (begin, count) = jax.lax.rem(pl.program_id(1), plan.blocks), _item(plan, held)
-        mine, column = q[...], lse[...][:, None]
+
+def _mass_body(plan: Plan, kinds: Kinds) -> Any:
+    """The kernel: (lists, q, K pool, scales?, lse) -> mass of each slot."""
+
+    def body(*refs: Any) -> None:
+        lists, q, (k,), scales, (lse, mass) = _split(refs, kinds, 1)
+        block, (begin, count) = jax.lax.rem(pl.program_id(1), plan.blocks), triton_pages.item(plan, lists)
+        own = triton_pages.queries(plan)
+        mine = _own(plan, q, own, kinds.dtype)
+        column = compat.load(lse.at[own.at], mask=own.there, other=-jnp.inf)[:, None]
         width, heads = plan.tile * plan.slots, _heads(plan)
 
         def step(it: Array, carry: Array) -> Array:
-            tile = _tile(plan, entry, begin, count, it)
-            s, see = _scores(plan, mine, k, scales, chosen, tile)
+            tile = triton_pages.find_tile(plan, lists, k.shape[0], begin, it)
+            s, see = triton_pages.scores(plan, mine, k, scales, lists, tile)
             p = tiles.probabilities(s, see, column)
             mass[:, pl.ds(it * width, width)] = worklist.by_head(p, block, plan, heads)
             return carry
 
-        jax.lax.fori_loop(0, plan.per_item // plan.tile, step, jnp.int32(0))
+        jax.lax.fori_loop(0, pl.cdiv(count, plan.tile), step, jnp.int32(0))
 
     return body
 
@@ -200,15 +171,18 @@ def _heads(plan: Plan) -> int:
     return max(16, pl.next_power_of_2(plan.groups))
 
 
+def _by_stream(plan: Plan, x: Any) -> pl.BlockSpec:
+    return pl.BlockSpec((None, *x.shape[1:]), lambda i, r: (r // plan.blocks, *(0,) * (len(x.shape) - 1)))
+
+
+def _by_item(plan: Plan, x: Any) -> pl.BlockSpec:
+    """Of a stream's item."""
+    more = (0,) * (len(x.shape) - 2)
+    return pl.BlockSpec((None, None, *x.shape[2:]), lambda i, r: (r // plan.blocks, i, *more))
+
+
 def _call(
-    plan: Plan,
-    body: Any,
-    name: str,
-    ready: worklist.Prepared,
-    pools: Any,
-    after: Any,
-    outputs: Any,
-    products: int,
+    plan: Plan, body: Any, name: str, entries: int, lists: Any, pools: Any, outputs: Any, products: int
 ) -> Any:
     """Run a body over the items of all rows, those of one row side by side.
 
@@ -216,41 +190,24 @@ def _call(
       plan: sizes.
       body: the kernel.
       name: of the pass.
-      ready: lists and queries.
+      entries: of a list.
+      lists: operands of which a program gets its stream's: before the pools, and after them.
       pools: what is read by page.
-      after: further operands, one a row.
-      outputs: shapes, of each row's items.
+      outputs: (shape, spec) of each.
       products: of queries with an item.
     """
-    packed, blocks = ready.packed, plan.blocks
-    longest = -(-packed.entry.shape[1] // plan.per_item)
-
-    def by_row(x: Any) -> pl.BlockSpec:
-        return pl.BlockSpec((None, *x.shape[1:]), lambda i, r: (r, *(0,) * (x.ndim - 1)))
-
-    def by_stream(x: Any) -> pl.BlockSpec:
-        return pl.BlockSpec((None, *x.shape[1:]), lambda i, r: (r // blocks, *(0,) * (x.ndim - 1)))
-
-    def by_item(x: Any) -> pl.BlockSpec:
-        return pl.BlockSpec((None, None, *x.shape[2:]), lambda i, r: (r, i, *(0,) * (x.ndim - 2)))
-
-    held = packed.held[:, None]
-    bits = pl.BlockSpec(
-        (None, None, plan.per_item * plan.slots), lambda i, r: (r // blocks * longest + i, 0, 0)
-    )
-    lists = [(held, by_stream(held)), (packed.entry, by_stream(packed.entry)), (ready.q, by_row(ready.q))]
-    chosen = [(x, bits) for x in ready.narrow]
-    anywhere = [(x, pl.BlockSpec(memory_space=pl.ANY)) for x in pools]
-    operands = [*lists, *chosen, *anywhere, *((x, by_row(x)) for x in after)]
-    wanted = [jax.ShapeDtypeStruct((len(ready.q), longest, *size), jnp.float32) for size in outputs]
+    before, after = ([(x, _by_stream(plan, x)) for x in some] for some in lists)
+    operands = [*before, *((x, pl.BlockSpec(memory_space=pl.ANY)) for x in pools), *after]
+    streams, wanted = len(lists[0][0]), [x for x, _ in outputs]
+    cost = worklist.estimate(plan, streams * entries, pools, [lists[0][-1], *wanted], products)
     return pl.pallas_call(
         body,
-        grid=(longest, len(ready.q)),
+        grid=(-(-entries // plan.per_item), streams * plan.blocks),
         in_specs=[spec for _, spec in operands],
-        out_specs=[by_item(x) for x in wanted],
+        out_specs=[spec for _, spec in outputs],
         out_shape=wanted,
         compiler_params=compat.triton_params(warps=plan.sizes.warps, stages=plan.sizes.stages),
-        cost_estimate=worklist.estimate(plan, packed, pools, [ready.q, *wanted], products),
+        cost_estimate=cost,
         interpret=plan.interpret,
         name=f"ragged_decode_{name}",
     )(*(x for x, _ in operands))
@@ -263,25 +220,33 @@ def ragged_decode(
     """See ``api.ragged_decode``."""
     worklist.refuse_pairs("triton", pools)
     (b, n, t, h), plan = q.shape, _plan(q, pools, lists, blocks, options, interpret)
-    ready, count = worklist.prepare(q, pools, lists, plan), plan.groups * t
-    int8, narrowed = pools.scales is not None, bool(ready.narrow)
-    row = (plan.rows,)
-    body = _read_body(plan, int8, narrowed)
-    out, lse = _join(*_call(plan, body, "read", ready, pools.all(), [], [(*row, plan.wide), row, row], 2))
-    outs = out.reshape(len(ready.live), -1, plan.wide)[:, :count, :h].reshape(b, n, t, h)
-    lses = lse.reshape(len(ready.live), -1)[:, :count].reshape(b, n, t)
+    streams, codes = b * lists.table.shape[1], pools.scales is not None
+    told = [x.reshape(streams, -1) for x in (lists.table, lists.length)]
+    told += [] if lists.pages is None else [lists.pages.reshape(streams, -1)]
+    told += [] if lists.slots is None else [lists.slots.reshape(streams, -1).astype(jnp.int8)]
+    kinds = Kinds(
+        lists.pages is not None, lists.slots is not None, codes, q.dtype if codes else pools.k.dtype
+    )
+    entries = told[2 if kinds.selected else 0].shape[1]
+    longest, own = -(-entries // plan.per_item), [*told, q.reshape(streams, plan.total, h)]
+
+    def items(*size: int) -> tuple[jax.ShapeDtypeStruct, pl.BlockSpec]:
+        shape = jax.ShapeDtypeStruct((streams, longest, *size), jnp.float32)
+        return shape, _by_item(plan, shape)
+
+    outputs = [items(plan.total, h), items(plan.total), items(plan.total)]
+    outputs += [items(plan.groups, plan.per_item * plan.slots)] * plan.keeps_scores
+    found = _call(plan, _read_body(plan, kinds), "read", entries, (own, ()), pools.all(), outputs, 2)
+    out, lse = triton_join.join(plan, entries, kinds.selected, told[1], *found[:3])
+    outs, lses = out.reshape(b, n, t, h), lse.reshape(b, n, t)
     if not options.mass:
         return outs, lses
-    body, size = _mass_body(plan, int8, narrowed), (_heads(plan), plan.per_item * plan.slots)
-    (mass,) = _call(plan, body, "mass", ready, pools.for_scores(), [lse], [size], 1)
-    return outs, lses, worklist.received(mass[:, :, : plan.groups], ready, plan, lists)
-
-
-def _join(
-    o: Float[Array, "Z I R H"], m: Float[Array, "Z I R"], l: Float[Array, "Z I R"]
-) -> tuple[Float[Array, "Z R H"], Float[Array, "Z R"]]:
-    """Partials of items to partials of rows, in one order always: the same call twice is equal to the bit."""
-    m = jnp.where(l != 0, m, -jnp.inf)
-    top = jnp.max(m, axis=1)
-    w = jnp.exp(m - softmax.finite(top)[:, None])
-    return softmax.finish(top, jnp.sum(w * l, axis=1), jnp.sum(w[..., None] * o, axis=1))
+    live = page_lists(lists, *pools.k.shape[:2])[1].reshape(streams, -1)
+    if plan.keeps_scores:
+        return outs, lses, worklist.received_by_scores(found[3], lses, live, None, plan, lists)
+    size = (streams * plan.blocks, longest, _heads(plan), plan.per_item * plan.slots)
+    block = pl.BlockSpec((None, None, *size[2:]), lambda i, r: (r, i, 0, 0))
+    wanted = [(jax.ShapeDtypeStruct(size, jnp.float32), block)]
+    body = _mass_body(plan, kinds)
+    (mass,) = _call(plan, body, "mass", entries, (own, [lse]), pools.for_scores(), wanted, 1)
+    return outs, lses, worklist.received(mass[:, :, : plan.groups], live, None, plan, lists)

@@ -10,7 +10,8 @@ are many.
 
 ``items`` packs them, so that their number follows the live pages, for a grid whose length is data (TPU).
 Every row has at least one item, so that its output is always written; items past the real ones repeat the
-last one and hold no pages. On GPU, whose grids are static, a row has as many as the longest list can have.
+last one and hold no pages. A GPU's grid is static and needs no such list: a row has as many items as the
+longest can have, and those past its own end do nothing (``triton``).
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from pallas_kernels import tiles
+from pallas_kernels import softmax, tiles
 from pallas_kernels.dispatch import Unsupported
 from pallas_kernels.ragged_decode import codes
-from pallas_kernels.ragged_decode.ref import page_lists, spread
+from pallas_kernels.ragged_decode.ref import live_slots, page_lists, spread
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int
@@ -67,6 +68,20 @@ class Plan(NamedTuple):
     sizes: Blocks
     options: Options
     interpret: Any
+
+    @property
+    def total(self) -> int:
+        """Queries of a stream."""
+        return self.groups * self.queries
+
+    @property
+    def keeps_scores(self) -> bool:
+        """Whether mass comes from the scores of the one read: keys are read once, a score is 4 bytes.
+
+        Of one query a head. Scores of many take more bytes than keys do: keys are read again, and mass is
+        summed before it is written.
+        """
+        return self.options.mass and self.queries == 1 and self.blocks == 1
 
 
 class Packed(NamedTuple):
@@ -157,24 +172,54 @@ def pack(ids: Int[Array, "X J"], live: Int[Array, "X J"], pool: int, slots: int,
     return Packed(jnp.take_along_axis(entry, order, axis=1), order, jnp.sum(there, axis=1, dtype=jnp.int32))
 
 
-def unpack(x: Array, packed: Packed) -> Array:
+def unpack(x: Array, order: Int[Array, "X J"] | None) -> Array:
     """[X, J, ...] in packed order back to the order of the lists."""
-    if packed.order is None:
+    if order is None:
         return x
-    back = jnp.argsort(packed.order, axis=1)
+    back = jnp.argsort(order, axis=1)
     return jax.vmap(lambda row, at: row[at])(x, back)
 
 
 def received(
-    mass: Float[Array, "Y G L"], ready: Prepared, plan: Plan, lists: Lists
+    mass: Float[Array, "... G L"],
+    live: Int[Array, "X J"],
+    order: Int[Array, "X J"] | None,
+    plan: Plan,
+    lists: Lists,
 ) -> Float[Array, "B N M S"]:
     """Mass of each slot of each list from that of all items of all rows, 0 where no item went."""
-    (x, j), (b, heads) = ready.live.shape, lists.table.shape[:2]
-    mass = mass.reshape(x, plan.blocks, -(-j // plan.per_item), plan.groups, plan.per_item, plan.slots)
-    mass = jnp.sum(mass, axis=1).transpose(0, 1, 3, 2, 4).reshape(x, -1, plan.groups, plan.slots)
-    found = unpack(mass[:, :j], ready.packed).swapaxes(1, 2)
-    found = jnp.where((ready.live > 0).reshape(x, 1, j, 1), found, 0.0)
+    (x, j), (b, heads) = live.shape, lists.table.shape[:2]
+    mass = mass.reshape(x, plan.blocks, -1, plan.groups, plan.per_item * plan.slots)
+    found = _listed(jnp.sum(mass, axis=1), live, order, plan)
+    found = jnp.where((live > 0).reshape(x, 1, j, 1), found, 0.0)
     return spread(found.reshape(b, heads * plan.groups, j, plan.slots), lists)
+
+
+def received_by_scores(
+    scores: Float[Array, "... G L"],
+    lse: Float[Array, "B N 1"],
+    live: Int[Array, "X J"],
+    order: Int[Array, "X J"] | None,
+    plan: Plan,
+    lists: Lists,
+) -> Float[Array, "B N M S"]:
+    """``received`` of a plan that ``keeps_scores``: these, of all items, whatever lies in slots not read."""
+    (x, j), (b, heads) = live.shape, lists.table.shape[:2]
+    found = _listed(scores.reshape(x, -1, plan.groups, plan.per_item * plan.slots), live, order, plan)
+    chosen = None if lists.slots is None else lists.slots.reshape(1, x, j, plan.slots)
+    see = live_slots(live[None], chosen, plan.slots)[0][:, None]
+    found = softmax.probabilities(found, see, lse.reshape(x, plan.groups, 1))
+    return spread(found.reshape(b, heads * plan.groups, j, plan.slots), lists)
+
+
+def _listed(
+    x: Float[Array, "X I G L"], live: Int[Array, "X J"], order: Int[Array, "X J"] | None, plan: Plan
+) -> Float[Array, "X G J S"]:
+    """What items have of each of their slots, in the order of the lists."""
+    streams, j = live.shape
+    x = x.reshape(streams, -1, plan.groups, plan.per_item, plan.slots).transpose(0, 1, 3, 2, 4)
+    x = x.reshape(streams, -1, plan.groups, plan.slots)[:, :j]
+    return unpack(x, order).swapaxes(1, 2)
 
 
 def by_head(p: Float[Array, "R Y"], block: Array, plan: Plan, heads: int) -> Float[Array, "G Y"]:
@@ -217,18 +262,18 @@ def items(packed: Packed, blocks: int, per_item: int, slots: int) -> tuple[Items
 
 
 def estimate(
-    plan: Plan, packed: Packed, pools: Sequence[Any], others: Sequence[Any], products: int, times: int = 1
+    plan: Plan, pages: int, pools: Sequence[Any], others: Sequence[Any], products: int, times: int = 1
 ) -> pl.CostEstimate:
     """Of a body over full lists.
 
     Args:
-      plan, packed: the call.
+      plan: the call.
+      pages: that are listed.
       pools: those it reads pages of.
       others: arrays that it reads or writes once, whole.
       products: of queries with an item, that it does.
       times: that it reads each listed page.
     """
-    pages = packed.entry.size
     scores = pages * plan.slots * plan.rows * plan.blocks
     page = sum(pool.size // pool.shape[0] * pool.dtype.itemsize for pool in pools)
     return pl.CostEstimate(

@@ -73,14 +73,25 @@ def compact_and_clean(
     return packed, jnp.where(there, v, jnp.zeros((), v.dtype)), ends
 
 
-def older(
-    pos: Int[Array, "B K C"], ends: Int[Array, " B"], blocks: int, size: int, window: int
-) -> Int[Array, "B K I"]:
-    """How many packed keys any query of each block of ``size`` queries sees beyond its window."""
+class Older(NamedTuple):
+    """How many packed keys the queries of a block see beyond their windows: any of them, and all of them.
+
+    Where a block has queries past its row's end, no key is seen by all.
+    """
+
+    some: Int[Array, "B K I"]
+    whole: Int[Array, "B K I"]
+
+
+def older(pos: Int[Array, "B K C"], ends: Int[Array, " B"], blocks: int, size: int, window: int) -> Older:
+    """Of blocks of ``size`` queries."""
     start = jnp.arange(blocks, dtype=jnp.int32) * size
     last = jnp.minimum(start + size, ends[:, None]) - 1
-    found = jax.vmap(jax.vmap(_upto, in_axes=(0, None)))(pos, last - window)
-    return jnp.where((start < ends[:, None])[:, None], found, 0).astype(jnp.int32)
+    both = jnp.concatenate([last, jnp.broadcast_to(start, last.shape)], axis=1)
+    found = jax.vmap(jax.vmap(_upto, in_axes=(0, None)))(pos, both - window).astype(jnp.int32)
+    some, whole = jnp.split(found, 2, axis=2)
+    begun, full = ((start + n <= ends[:, None])[:, None] for n in (1, size))
+    return Older(jnp.where(begun, some, 0), jnp.where(full, whole, 0))
 
 
 def _upto(pos: Int[Array, " C"], last: Int[Array, " I"]) -> Int[Array, " I"]:

@@ -1,7 +1,8 @@
 """vertical_slash on TPU: a program a block of queries of one stream, which fetches just the keys it needs.
 
 The query heads of a KV head are rows of one tile, so each key is read once. Keys stay in HBM; a program
-goes through its packed blocks and then its band, the next block on its way while one is read.
+goes through the blocks that all its queries see whole, without any mask, and then through those at the edges,
+the next block on its way while one is read.
 """
 
 from __future__ import annotations
@@ -69,16 +70,71 @@ def _plan(q: Array, k: Array, blocks: Tuned | tuple[int, int], rule: Rule, inter
     return Plan(b, heads, n // heads, whole, h, _up(rule.capacity, bk), bq, bk, rule, interpret)
 
 
+class Course(NamedTuple):
+    """The blocks of keys that a program reads, in its order: seen whole, packed and own, then the edges.
+
+    Attributes:
+      whole_packed: packed blocks that all queries see whole: the first ones.
+      packed: packed blocks that any query sees.
+      first: the row's own block with which the band begins.
+      inner: the own block with which those begin that all queries see whole.
+      whole_own: how many these are.
+      own: blocks of the band.
+    """
+
+    whole_packed: Array
+    packed: Array
+    first: Array
+    inner: Array
+    whole_own: Array
+    own: Array
+
+    @property
+    def wholes(self) -> Array:
+        """Blocks that need no mask."""
+        return self.whole_packed + self.whole_own
+
+    @property
+    def steps(self) -> Array:
+        """All blocks."""
+        return self.packed + self.own
+
+    def block(self, c: Array) -> tuple[Array, Array]:
+        """(whether the c-th block is a packed one, its number among those of its kind)."""
+        edge = c - self.wholes
+        packed_edges = self.packed - self.whole_packed
+        edge_own = self.first + edge - packed_edges
+        edge_own = edge_own + jnp.where(edge_own >= self.inner, self.whole_own, 0)
+        at_edge = edge >= 0
+        packed = jnp.where(at_edge, edge < packed_edges, c < self.whole_packed)
+        mine = jnp.where(at_edge, edge_own, self.inner + c - self.whole_packed)
+        return packed, jnp.where(packed, jnp.where(at_edge, self.whole_packed + edge, c), mine)
+
+
+def course(plan: Plan, start: Array, length: Array, some: Array, whole: Array) -> Course:
+    """The blocks of the queries from ``start`` on; ``some`` and ``whole`` as in ``compact.Older``."""
+    bq, bk, window = plan.bq, plan.bk, plan.rule.window
+    packed, zero = (some + bk - 1) // bk, jnp.int32(0)
+    if window == 0:
+        return Course(whole // bk, packed, zero, zero, zero, zero)
+    first = jnp.maximum(start - window + 1, 0) // bk
+    stop = (jnp.minimum(start + bq, length) + bk - 1) // bk
+    # In the window of the last query, and not after the first.
+    inner = (jnp.maximum(start + bq - window, 0) + bk - 1) // bk
+    inside = jnp.where(start + bq <= length, jnp.maximum((start + 1) // bk - inner, 0), 0)
+    own = jnp.where(start < length, stop - first, 0)
+    return Course(whole // bk, packed, first, inner, inside, own)
+
+
 class Fetch(NamedTuple):
-    """The keys of one program: its packed blocks first, then the blocks of its band."""
+    """The keys of one program, block after block."""
 
     own: tuple[Any, ...]
     packed: tuple[Any, ...]
     buffers: tuple[Any, ...]
     sem: Any
     stream: tuple[Array, Array]
-    vertical: Array
-    first: Array
+    course: Course
     size: int
 
     def _copies(self, sources: tuple[Any, ...], block: Array, side: Array) -> list[Any]:
@@ -94,14 +150,16 @@ class Fetch(NamedTuple):
         ]
 
     def _each(self, c: Array, side: Array, act: str) -> None:
-        @pl.when(c < self.vertical)
+        packed, block = self.course.block(c)
+
+        @pl.when(packed)
         def _() -> None:
-            for copy in self._copies(self.packed, c, side):
+            for copy in self._copies(self.packed, block, side):
                 getattr(copy, act)()
 
-        @pl.when(c >= self.vertical)
+        @pl.when(jnp.logical_not(packed))
         def _() -> None:
-            for copy in self._copies(self.own, self.first + c - self.vertical, side):
+            for copy in self._copies(self.own, block, side):
                 getattr(copy, act)()
 
     def begin(self, c: Array, side: Array) -> None:
@@ -119,47 +177,47 @@ def _body(plan: Plan) -> Any:
     def body(ends: Any, counts: Any, q: Any, *refs: Any) -> None:
         k, v, packed_k, packed_v, pos, out, lse, k_now, v_now, pos_now, sem, m, l, o = refs
         b, kv, block = (pl.program_id(axis) for axis in range(3))
-        start, length = block * bq, ends[b]
-        programs = plan.t // bq
-        vertical = (counts[(b * plan.heads + kv) * programs + block] + bk - 1) // bk
-        first = jnp.maximum(start - rule.window + 1, 0) // bk
-        stop = (jnp.minimum(start + bq, length) + bk - 1) // bk
-        steps = vertical + (jnp.where(start < length, stop - first, 0) if rule.window else 0)
+        start, length, programs = block * bq, ends[b], plan.t // bq
+        at = (b * plan.heads + kv) * programs + block
+        way = course(plan, start, length, counts[at], counts[plan.b * plan.heads * programs + at])
         buffers = (k_now, v_now, pos_now)
-        fetch = Fetch((k, v), (packed_k, packed_v, pos), buffers, sem, (b, kv), vertical, first, bk)
+        fetch = Fetch((k, v), (packed_k, packed_v, pos), buffers, sem, (b, kv), way, bk)
 
-        @pl.when(steps > 0)
+        @pl.when(way.steps > 0)
         def _() -> None:
             fetch.begin(jnp.int32(0), jnp.int32(0))
 
         m[...] = jnp.full_like(m, common.HIDDEN)
         l[...] = jnp.zeros_like(l)
         o[...] = jnp.zeros_like(o)
-        rows = jax.lax.broadcasted_iota(jnp.int32, (plan.rows, LANES), 0) & (bq - 1)
-        found = tiles.reach(start + rows, length, rule)
 
-        def step(c: Array, carry: Array) -> Array:
+        def visible(c: Array, side: Array, found: tiles.Reach) -> Array:
+            packed, block = way.block(c)
+            own = block * bk + jax.lax.broadcasted_iota(jnp.int32, (1, bk), 1)
+            return tiles.either(found, packed, jnp.where(packed, pos_now[side], own))
+
+        def step(c: Array, carry: Array, *, found: tiles.Reach | None) -> Array:
             side = jax.lax.rem(c, 2)
 
-            @pl.when(c + 1 < steps)
+            @pl.when(c + 1 < way.steps)
             def _() -> None:
                 fetch.begin(c + 1, 1 - side)
 
             fetch.end(c, side)
-            own = (first + c - vertical) * bk + jax.lax.broadcasted_iota(jnp.int32, (1, bk), 1)
-            packed = c < vertical
-            see = tiles.either(found, packed, jnp.where(packed, pos_now[side], own))
+            see = None if found is None else visible(c, side, found)
             stats = (m[...], l[...], o[...])
             wide = q[...].reshape(plan.rows, plan.h)
             m[...], l[...], o[...] = tiles.grow(stats, wide, k_now[side], v_now[side], see, rule)
             return carry
 
-        jax.lax.fori_loop(0, steps, step, jnp.int32(0))
-        result, column = common.finish((m[:, :1], l[:, :1], o[...]))
+        jax.lax.fori_loop(0, way.wholes, functools.partial(step, found=None), jnp.int32(0))
+        rows = jax.lax.broadcasted_iota(jnp.int32, (plan.rows, LANES), 0) & (bq - 1)
+        edges = functools.partial(step, found=tiles.reach(start + rows, length, rule))
+        jax.lax.fori_loop(way.wholes, way.steps, edges, jnp.int32(0))
+        result, lanes = common.finish((m[...], l[...], o[...]))
         out[...] = result.reshape(plan.group, bq, plan.h)
         for g in range(plan.group):
-            mine = jnp.broadcast_to(column[g * bq : (g + 1) * bq], (bq, LANES))
-            lse[g : g + 1] = jnp.transpose(mine)[:1]
+            lse[g : g + 1] = jnp.transpose(lanes[g * bq : (g + 1) * bq])[:1]
 
     return body
 
@@ -182,7 +240,7 @@ def vertical_slash(
     ours = [_padded(x, plan.t) for x in (q.astype(k.dtype), k, v)]
     theirs = [_padded(x, plan.cap) for x in packed[:2]]
     pos = _padded(packed.pos, plan.cap, FAR)[:, :, None]
-    counts = older(packed.pos, ends, plan.t // plan.bq, plan.bq, rule.window)
+    counts = jnp.stack(older(packed.pos, ends, plan.t // plan.bq, plan.bq, rule.window))
     out, lse = _read(plan, ends, counts.reshape(-1), *ours, *theirs, pos)
     out, lse = (x.reshape(b, n, *x.shape[3:])[:, :, :t] for x in (out, lse))
     return loudly(out, lse, packed.admitted, rule.capacity)

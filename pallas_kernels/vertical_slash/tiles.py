@@ -58,8 +58,8 @@ def either(found: Reach, packed: Bool[Array, ""], p: Int[Array, "1 S"]) -> Bool[
 
 
 def grow(
-    stats: tiles.Stats, q: Array, k: Array, v: Array, see: Bool[Array, "R S"], rule: Rule
+    stats: tiles.Stats, q: Array, k: Array, v: Array, see: Bool[Array, "R S"] | None, rule: Rule
 ) -> tiles.Stats:
-    """The statistics after one more tile of keys."""
+    """The statistics after one more tile of keys; ``see`` None: all of them are seen."""
     s = tiles.cap(tiles.product_nt(q, k) * rule.scale, rule.softcap)
     return tiles.grow(stats, s, see, lambda p: tiles.product_nn(p.astype(v.dtype), v))

@@ -68,7 +68,7 @@ def _read(
     q: Array, k: Array, v: Array, packed: Compact, ends: Array, rule: Rule, blocks: Blocks, interpret: Any
 ) -> tuple[Array, Array]:
     (b, n, t, h), heads, (bq, bk, *_), cap = q.shape, k.shape[1], blocks, packed.pos.shape[2]
-    counts = older(packed.pos, ends, t // bq, bq, rule.window)
+    counts = jnp.stack(older(packed.pos, ends, t // bq, bq, rule.window), axis=-1)
 
     def body(
         ends: Any,
@@ -83,11 +83,13 @@ def _read(
         lse: Any,
     ) -> None:
         start, length, q_i = pl.program_id(0) * bq, ends[0], q[...]
+        # A second loop beside heads of 256 spills registers: of those every block is taken as an edge.
+        some, whole = (counts[0] + bk - 1) // bk, counts[1] // bk if h <= 128 else 0
         found = tiles.reach(start + jax.lax.broadcasted_iota(jnp.int32, (bq, 1), 0), length, rule)
 
-        def vertical(c: Array, stats: common.Stats) -> common.Stats:
+        def vertical(c: Array, stats: common.Stats, *, edge: bool) -> common.Stats:
             at = pl.ds(c * bk, bk)
-            see = tiles.vertical(found, pos[at][None, :])
+            see = tiles.vertical(found, pos[at][None, :]) if edge else None
             return tiles.grow(stats, q_i, packed_k[at, :], packed_v[at, :], see, rule)
 
         def band(c: Array, stats: common.Stats) -> common.Stats:
@@ -95,7 +97,10 @@ def _read(
             j = c * bk + jax.lax.broadcasted_iota(jnp.int32, (1, bk), 1)
             return tiles.grow(stats, q_i, k[at, :], v[at, :], tiles.band(found, j), rule)
 
-        stats = jax.lax.fori_loop(0, (counts[0] + bk - 1) // bk, vertical, common.start(bq, h))
+        inner, outer = (functools.partial(vertical, edge=edge) for edge in (False, True))
+        stats = common.start(bq, h)
+        stats = jax.lax.fori_loop(0, whole, inner, stats) if h <= 128 else stats
+        stats = jax.lax.fori_loop(whole, some, outer, stats)
         stop = (jnp.minimum(start + bq, length) + bk - 1) // bk
         first = jnp.maximum(start - rule.window + 1, 0) // bk
         if rule.window:
@@ -115,7 +120,7 @@ def _read(
         grid=(t // bq, n, b),
         in_specs=[
             pl.BlockSpec((None, 1), lambda i, n, b: (b, 0)),
-            pl.BlockSpec((None, None, None, 1), lambda i, n, b: (b, stream(i, n, b)[1], i, 0)),
+            pl.BlockSpec((None, None, None, 2), lambda i, n, b: (b, stream(i, n, b)[1], i, 0)),
             blocked,
             keys,
             keys,
@@ -132,4 +137,4 @@ def _read(
         cost_estimate=pl.CostEstimate(flops=4 * pairs * h, transcendentals=pairs, bytes_accessed=moved),
         interpret=interpret,
         name="vertical_slash",
-    )(ends[:, None], counts[..., None], q, k, v, *packed[:3])
+    )(ends[:, None], counts, q, k, v, *packed[:3])

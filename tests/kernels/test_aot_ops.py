@@ -30,8 +30,8 @@ QUICK_TOO = {
     ("h200", "ragged_decode/int8_mass"),
     ("v5e", "ragged_decode/bfloat16"),
 }
-MOST_LAUNCHES = 14
-"""Of a read of pages on a GPU: 6 to 8 plainly, 14 with selected pages, slots and mass."""
+MOST_LAUNCHES = {False: 2, True: 6}
+"""Of a read of pages on a GPU, without and with mass (and, of one case, selected slots)."""
 
 EACH = [
     pytest.param(chip, name, marks=() if name in QUICK or (chip, name) in QUICK_TOO else pytest.mark.slow)
@@ -68,7 +68,7 @@ def test_it_compiles_in_place_in_little_memory_and_without_spills(chip, name):
         # The listed pages are read from a pool: no part of it is brought to VMEM before. (Mass may be.)
         if case.whole and "mass" not in name:
             assert aot.copies(program, case.whole // 16, vmem=True) == []
-        assert chip != "h200" or aot.launches(program) <= MOST_LAUNCHES
+        assert chip != "h200" or aot.launches(program) <= MOST_LAUNCHES["mass" in name]
     assert program.memory_analysis().temp_size_in_bytes <= case.temp
 
 

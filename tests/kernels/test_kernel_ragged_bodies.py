@@ -21,13 +21,15 @@ from tiny import quick_compiles  # noqa: F401
 from pallas_kernels import EMPTY, Unsupported, compat, merge, ragged_decode, tuning
 from pallas_kernels.dispatch import interpreted
 from pallas_kernels.numerics import assert_as_good_as_plain, assert_close
-from pallas_kernels.ragged_decode import mosaic_tpu, triton, worklist
+from pallas_kernels.ragged_decode import mosaic_tpu, triton, triton_join, worklist
 from pallas_kernels.ragged_decode.work import SHAPES, Shape
 
 TEST = SHAPES.tagged("test")
 
 BODIES = ("mosaic_tpu", "triton")
-QUICK = [("g4_h64", "int8", True), ("g4_h64", "float32", False), ("page128", "int8", False)]
+QUICK = [("g4_h64", "int8", True), ("g4_h96", "float32", True), ("page128", "int8", False)]
+"""Of two queries a head, whose mass takes a second read, and of one."""
+
 GRID = [(name, kind, some) for name in TEST for kind in ("float32", "int8") for some in (False, True)]
 CASES = [pytest.param(*x, marks=() if x in QUICK else pytest.mark.slow) for x in GRID]
 
@@ -48,6 +50,7 @@ def short_items(monkeypatch):
     monkeypatch.setattr(mosaic_tpu, "ROWS", 64)
     monkeypatch.setattr(triton, "ITEM_SLOTS", (32, 32))
     monkeypatch.setattr(triton, "TILE", 16)
+    monkeypatch.setattr(triton_join, "JOINED", 2)
     for module in (mosaic_tpu, triton):
         module.ragged_decode.clear_cache()
     yield
@@ -179,7 +182,7 @@ def test_items_cover_live_pages_once_and_no_others():
     entries = [np.asarray(packed.entry).reshape(-1)[p : p + n] for p, n in zip(found.place, found.held)]
     read = [(int(e) >> worklist.shift(shape.S), int(e) % 32) for e in np.concatenate(entries)]
     assert read == [(1, 3), (2, 16), (4, 1)] * 2 + [(10, 16), (11, 16), (12, 16), (13, 16)] * 2
-    np.testing.assert_array_equal(worklist.unpack(packed.order, packed), np.arange(5) + 0 * ids)
+    np.testing.assert_array_equal(worklist.unpack(packed.order, packed.order), np.arange(5) + 0 * ids)
 
 
 def test_whole_lists_are_walked_as_they_lie():
@@ -189,7 +192,7 @@ def test_whole_lists_are_walked_as_they_lie():
     packed = worklist.pack(jnp.arange(15).reshape(3, 5), live, 20, shape.S, selected=False)
     np.testing.assert_array_equal(packed.held, [3, 0, 5])
     np.testing.assert_array_equal(np.asarray(packed.entry) % 32, live)
-    assert worklist.unpack(live, packed) is live
+    assert worklist.unpack(live, packed.order) is live
 
 
 @pytest.mark.parametrize("impl", BODIES)

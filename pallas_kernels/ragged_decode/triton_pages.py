@@ -1,0 +1,150 @@
+"""What a program of ragged_decode on GPU reads: its pages, found in the table, and its queries."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from pallas_kernels import compat, tiles
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Bool, Float, Num
+
+    from pallas_kernels.ragged_decode.worklist import Plan
+
+
+class Listed(NamedTuple):
+    """What a program is told of its stream: table [M], length [1]; of a selection pages [J], bits [J S]."""
+
+    table: Any
+    length: Any
+    pages: Any
+    chosen: Any
+
+    @property
+    def entries(self) -> int:
+        """Entries of the list."""
+        return (self.table if self.pages is None else self.pages).shape[0]
+
+
+class Tile(NamedTuple):
+    """A few pages of a list: ids and live slots [tile], 0 for those not there; the first one's place."""
+
+    ids: Any
+    live: Any
+    first: Any
+
+
+def held_entries(plan: Plan, count: int, selected: bool, length: Array) -> Array | int:
+    """Entries of a list up to its last live page; of a selection, which has them anywhere, all."""
+    if selected:
+        return count
+    return jax.lax.div(jnp.clip(length, 0, count * plan.slots) + (plan.slots - 1), plan.slots)
+
+
+def item(plan: Plan, lists: Listed) -> tuple[Array, Array]:
+    """Of this program: its first entry among those of its stream, and how many it looks at."""
+    begin = pl.program_id(0) * plan.per_item
+    held = held_entries(plan, lists.entries, lists.pages is not None, lists.length[0])
+    return begin, jnp.clip(held - begin, 0, plan.per_item)
+
+
+def find_tile(plan: Plan, lists: Listed, pool: int, begin: Array, it: Array) -> Tile:
+    """As ``ref.page_lists``: whatever tables hold, ids are those of pages there are."""
+    at = begin + it * plan.tile + jnp.arange(plan.tile, dtype=jnp.int32)
+    if lists.pages is not None:
+        at = compat.load(lists.pages.at[at], mask=at < lists.entries, other=-1)
+    there = (at >= 0) & (at < lists.table.shape[0])
+    at = jnp.where(there, at, 0)
+    ids = compat.load(lists.table.at[at], mask=there, other=-1)
+    live = jnp.clip(lists.length[0] - at * plan.slots, 0, plan.slots)
+    live = jnp.where(there & (ids >= 0) & (ids < pool), live, 0)
+    return Tile(jnp.where(live > 0, ids, 0), live, begin + it * plan.tile)
+
+
+class Queries(NamedTuple):
+    """Of a program: its queries' places among those of its stream [R], and which of them there are."""
+
+    at: Any
+    there: Any
+
+    def channels(self, plan: Plan) -> tuple[tuple[Array, Array], Array]:
+        """Places in an array [R, H] of each query's channels, padded to a tile's, and which are there."""
+        shape = (plan.rows, plan.wide)
+        channel = jax.lax.broadcasted_iota(jnp.int32, shape, 1)
+        row = jnp.broadcast_to(self.at[:, None], shape)
+        return (row, channel), self.there[:, None] & (channel < plan.h)
+
+
+def queries(plan: Plan) -> Queries:
+    """Those of this program."""
+    first = jax.lax.rem(pl.program_id(1), plan.blocks) * plan.rows
+    at = first + jnp.arange(plan.rows, dtype=jnp.int32)
+    return Queries(at, at < plan.total)
+
+
+def live_slots(plan: Plan, tile: Tile) -> Bool[Array, "C S"]:
+    """Which slots of a tile's pages are live."""
+    slot = jax.lax.broadcasted_iota(jnp.int32, (plan.tile, plan.slots), 1)
+    return slot < tile.live[:, None]
+
+
+def load_pages(plan: Plan, pool: Any, tile: Tile) -> Num[Array, "C S H"]:
+    """The live slots of a tile's pages as they lie in the pool; zeros for dead ones."""
+    shape = (plan.tile, plan.slots, plan.wide)
+    page = jnp.broadcast_to(tile.ids[:, None, None], shape)
+    slot, channel = (jax.lax.broadcasted_iota(jnp.int32, shape, axis) for axis in (1, 2))
+    there = (slot < tile.live[:, None, None]) & (channel < plan.h)
+    return compat.load(pool.at[page, slot, channel], mask=there)
+
+
+def page_scale(plan: Plan, scales: Any, which: int, tile: Tile) -> Float[Array, "C H"]:
+    """What codes of keys (0) or values (1) are multiplied by, a page and channel; zeros for dead pages."""
+    flat = (plan.tile, plan.wide)
+    page, channel = (
+        jnp.broadcast_to(tile.ids[:, None], flat),
+        jax.lax.broadcasted_iota(jnp.int32, flat, 1),
+    )
+    there = (tile.live[:, None] > 0) & (channel < plan.h)
+    return compat.load(scales.at[page, jnp.full(flat, which, jnp.int32), channel], mask=there)
+
+
+def side(
+    plan: Plan, pool: Any, scales: Any, which: int, tile: Tile, dtype: Any
+) -> tuple[Float[Array, "Y H"], Float[Array, "1 H"] | None]:
+    """Keys or values of a tile, one after another, and a scale that is left to multiply by; or None.
+
+    A tile of one page has one scale a channel, so its codes go into the product as they are (a code is exact
+    in 16 bits) and the scale meets a query, or an output: fewer than a tile's slots. Of several pages each
+    has its own, and codes are multiplied before they are joined.
+    """
+    x, flat = load_pages(plan, pool, tile), (plan.tile * plan.slots, plan.wide)
+    if scales is None:
+        return x.astype(dtype).reshape(flat), None
+    scale = page_scale(plan, scales, which, tile)
+    if plan.tile == 1:
+        return x.astype(dtype).reshape(flat), scale
+    return (x.astype(jnp.float32) * scale[:, None, :]).astype(dtype).reshape(flat), None
+
+
+def scores(
+    plan: Plan, q: Array, k: Any, scales: Any, lists: Listed, tile: Tile
+) -> tuple[Float[Array, "R Y"], Bool[Array, "1 Y"]]:
+    """Capped scores of a tile, and which of its slots are read."""
+    width = plan.tile * plan.slots
+    keys, scale = side(plan, k, scales, 0, tile, q.dtype)
+    s = tiles.product_nt(times(q, scale), keys)
+    see = live_slots(plan, tile)
+    if lists.chosen is not None:
+        at = tile.first * plan.slots + jnp.arange(width, dtype=jnp.int32)
+        bits = compat.load(lists.chosen.at[at], mask=at < lists.chosen.shape[0])
+        see = see & (bits.reshape(plan.tile, plan.slots) > 0)
+    return tiles.cap(s * plan.options.scale, plan.options.softcap), see.reshape(1, width)
+
+
+def times(x: Float[Array, "R H"], scale: Float[Array, "1 H"] | None) -> Float[Array, "R H"]:
+    """x by what ``side`` leaves to multiply by."""
+    return x if scale is None else (x.astype(jnp.float32) * scale).astype(x.dtype)

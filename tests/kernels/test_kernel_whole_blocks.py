@@ -1,0 +1,131 @@
+"""Blocks that are seen whole take a path without masks: which they are, and what it answers."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from kernel_bodies import BODIES, body, check_no_race
+from kernel_oracle import blockwise as dense
+from test_kernel_vertical_slash import TEST, case, exact, tiled
+
+from pallas_kernels.blockwise import plan
+from pallas_kernels.blockwise.sight import Sight, Where
+from pallas_kernels.numerics import assert_close
+from pallas_kernels.vertical_slash import mosaic_tpu as slash
+from pallas_kernels.vertical_slash.compact import compact, older
+from pallas_kernels.vertical_slash.tiles import Rule
+
+
+@pytest.mark.parametrize("window", [0, 1, 100, 320])
+def test_a_program_reads_every_visible_pair_once_and_hides_nothing_of_whole_blocks(window):
+    """By counting pairs; rows that end at, inside and before blocks of 64 queries and 32 keys."""
+    t, bq, bk, ends = 320, 64, 32, jnp.asarray([320, 301, 64, 0], jnp.int32)
+    admit = np.random.default_rng(0).random((4, 1, t)) < np.array([0.9, 0.5, 0.9, 0.9])[:, None, None]
+    nothing = jnp.zeros((4, 1, t, 1))
+    pos = compact(nothing, nothing, jnp.asarray(admit), capacity=t, lengths=ends).pos
+    counts = older(pos, ends, t // bq, bq, window)
+    sizes = slash.Plan(4, 1, 1, t, 1, t, bq, bk, Rule(window, t, 1.0, None), False)
+
+    @jax.jit
+    def course(start, length, some, whole):
+        way = slash.course(sizes, start, length, some, whole)
+        return way.wholes, way.steps, way.block(jnp.arange(2 * t // bk))
+
+    j, inside, outside = np.arange(t), 0, 0
+    for row, block in np.ndindex(4, t // bq):
+        i, length = block * bq + np.arange(bq)[:, None], int(ends[row])
+        wholes, steps, (packed, at) = course(
+            block * bq, ends[row], *(x[row, 0, block] for x in (counts.some, counts.whole))
+        )
+        times = np.zeros((bq, t), int)
+        for c in range(int(steps)):
+            part = slice(int(at[c]) * bk, (int(at[c]) + 1) * bk)
+            keys = np.asarray(pos)[row, 0, part] if packed[c] else j[part]
+            see = (keys <= i - window) if packed[c] else (keys > i - window) & (keys <= i)
+            see &= i < length
+            assert see.all() == (c < int(wholes))
+            times[:, keys[keys < t]] += see[:, keys < t]
+        inside, outside = inside + int(wholes), outside + int(steps) - int(wholes)
+        wanted = (j <= i) & ((i - j < window) | admit[row]) & (i < length)
+        np.testing.assert_array_equal(times, wanted)
+    assert min(inside, outside) > 0
+
+
+@pytest.mark.parametrize("impl", BODIES)
+def test_vertical_slash_of_whole_blocks(impl):
+    """Packed and (TPU) own ones; a NaN in a key that is seen there reaches who sees it, and nobody else."""
+    t, window, bq, bk = (650, 300, 128, 128) if impl == "mosaic_tpu" else (150, 30, 16, 32)
+    shape = TEST["g1_h32"]._replace(B=1, N=2, K=1, T=t, window=window)
+    (q, k, v, admit), lengths = case(shape, lengths=np.array([t - 3]), admitted=(0.8,))
+    admit = admit.at[:, :, 5].set(True)
+    counts = older(compact(k, v, admit, capacity=t, lengths=lengths).pos, lengths, t // bq, bq, window)
+    assert int(jnp.max(counts.whole)) >= bk
+    rule = Rule(window, t, shape.H**-0.5, None)
+    wanted = exact(q, k, v, admit, lengths, window)
+    out, lse, _ = tiled(impl)(q, k, v, admit, lengths, rule=rule)
+    assert_close(out, wanted[0], t)
+    assert_close(lse, wanted[1], t)
+    check_no_race(impl)
+    out, lse, _ = tiled(impl)(q, k.at[:, :, 5].set(jnp.nan), v, admit, lengths, rule=rule)
+    sees = (np.arange(t) >= 5) & (np.arange(t) < t - 3)
+    np.testing.assert_array_equal(np.isnan(out).all(axis=3), np.broadcast_to(sees, lse.shape))
+    np.testing.assert_array_equal(np.isnan(lse), np.broadcast_to(sees, lse.shape))
+
+
+def places(kind):
+    """(q_pos, k_pos, admit, window) of 40 queries and 128 keys: in a run, of a padded row, in disorder."""
+    rng = np.random.default_rng(1)
+    q_pos, k_pos = np.tile(np.arange(100, 140), (3, 1)), np.tile(np.arange(128), (3, 1))
+    q_pos[1, 30:], k_pos[1, 120:] = -1, -1
+    k_pos[2] = rng.permutation(128)
+    admit = rng.random((3, 2, 128)) < 0.5
+    admit[:, 1, :64] = True
+    return q_pos, k_pos, *{"all": (None, None), "window": (None, 90), "admitted": (admit, 40)}[kind]
+
+
+@pytest.mark.parametrize("kind", ["all", "window", "admitted"])
+def test_pairs_of_blocks_that_are_seen_whole_are_those_without_a_hidden_pair(kind):
+    q_pos, k_pos, admit, window = places(kind)
+    q, k = jnp.zeros((3, 2, 40, 8)), jnp.zeros((3, 2, 128, 8))
+    where = Where(*(None if x is None else jnp.asarray(x) for x in (q_pos, k_pos, admit)))
+    rows = plan.rows(q, k, where, window, 8, 16, folded=True)
+    whole = np.asarray(plan.seen_whole(rows, window, 8, 16))
+    i, j = q_pos[:, None, :, None], k_pos[:, None, None, :]
+    see = (i >= 0) & (j >= 0) & (j <= i)
+    if window is not None:
+        see = see & ((i - j < window) if admit is None else (i - j < window) | admit[:, :, None, :])
+    truth = see.reshape(3, -1, 5, 8, 8, 16).all(axis=(3, 5))
+    assert not np.any(whole & ~truth)
+    # A block that is near in part and admitted in part counts as an edge.
+    assert whole.sum() == truth.sum() if admit is None else 0 < whole.sum() <= truth.sum()
+    walk = plan.walk(plan.meetings(rows, window, 8, 16), jnp.asarray(whole))
+    met = np.asarray(plan.meetings(rows, window, 8, 16))
+    for at in np.ndindex(walk.length.shape):
+        order, first, count = walk.order[at], int(walk.whole[at]), int(walk.length[at])
+        np.testing.assert_array_equal(order[:first], np.flatnonzero(whole[at]))
+        np.testing.assert_array_equal(np.sort(order[:count]), np.flatnonzero(met[at]))
+
+
+@pytest.mark.parametrize("impl", BODIES)
+@pytest.mark.parametrize("kind", ["all", pytest.param("admitted", marks=pytest.mark.slow)])
+def test_blockwise_of_whole_blocks(impl, kind):
+    """NaN in padded keys and values, which may be no part of a whole block."""
+    q_pos, k_pos, admit, window = places(kind)
+    rng = np.random.default_rng(2)
+    q, k, v = rng.normal(size=(3, 4, 40, 32)), *rng.normal(size=(2, 3, 2, 128, 32))
+    k, v = (np.where((k_pos < 0)[:, None, :, None], np.nan, x) for x in (k, v))
+    sight = Sight(window, 32**-0.5, None)
+    where = Where(*(None if x is None else jnp.asarray(x) for x in (q_pos, k_pos, admit)))
+    run = body(
+        "blockwise", impl, "blockwise", blocks=(16, 32) if impl == "triton" else (16, 128), sight=sight
+    )
+    arrays = [jnp.asarray(x, jnp.float32) for x in (q, k, v)]
+    out, lse = run(*arrays, where)
+    wanted = dense(
+        *(np.nan_to_num(x) for x in (q, k, v)), q_pos=q_pos, k_pos=k_pos, window=window, admit=admit
+    )
+    assert_close(out, wanted[0], 128)
+    assert_close(lse, wanted[1], 128)
+    check_no_race(impl)
