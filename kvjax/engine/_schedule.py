@@ -1,7 +1,8 @@
 """What runs next: the engine's thread asks for one turn after another.
 
 A turn is one segment of one lane, or one unit (a chunk, a layer) of the prompt that is being read; lanes and
-the reading take turns. So a running row waits at most for one segment of each other lane and one unit. A
+the reading take turns. So a running row waits at most for one segment of each other lane and one unit. Where
+one lane alone has anything to do, its next segment is begun before the last one's tokens are handed out. A
 request goes
 
   queue -> preparing (programs are compiled beside the others) -> reading -> waiting for pages -> a row
@@ -36,10 +37,16 @@ class Scheduler:
     """The queue, and whose turn it is; one thread only."""
 
     def __init__(
-        self, model: Weighted, settings: Settings, store: Store, note: Callable[[str], None]
+        self,
+        model: Weighted,
+        settings: Settings,
+        store: Store,
+        note: Callable[[str], None],
+        asked: Callable[[], bool],
     ) -> None:
+        """An empty queue; ``asked`` says whether anybody wants something of the engine's thread."""
         self.space, self.counts = Space(model, settings, store), Counts()
-        self._settings, self._compiler = settings, Compiler()
+        self._settings, self._compiler, self._asked = settings, Compiler(), asked
         self._shared = shared = Shared(
             model=model,
             settings=settings,
@@ -51,7 +58,7 @@ class Scheduler:
         )
         self._queue: collections.deque[Job] = collections.deque()
         self._reader = Reader(shared)
-        self._writer = Writer(shared, self._queue.appendleft)
+        self._writer = Writer(shared, self._queue.appendleft, self._quiet)
         self._turn = 0
 
     # --- from the door -----------------------------------------------------------------------------------
@@ -92,6 +99,8 @@ class Scheduler:
     def turn(self) -> bool:
         """Does one piece of work; False where there is none."""
         self._expire()
+        if not self._quiet():
+            self._writer.settle()
         if self._reader.begun is None:
             taken = self._reader.begin(self._queue)
             if taken is not None:
@@ -106,6 +115,12 @@ class Scheduler:
             if work[self._turn]():
                 return True
         return self._reader.wait() or bool(work)
+
+    def _quiet(self) -> bool:
+        """Is there nothing to be done but to write on with one lane?"""
+        if self._asked() or self._queue or self._reader.begun is not None:
+            return False
+        return sum(bool(lane.rows) for lane in self.space.lanes) == 1
 
     def _segment(self, lane: Lane) -> bool:
         # While a prompt is read a segment is one step: its row joins the others sooner.
