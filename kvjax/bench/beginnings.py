@@ -93,4 +93,5 @@ def pages(model: LanguageModel, settings: Serving, share: bool) -> Row:
         "new": settings.new,
         "owned_page_bytes": int(used[0]),
         "tokens_per_s": rate([x.seconds for x in stamps], settings.segment),
+        "tokens_per_cpu_s": rate([x.spent for x in stamps], settings.segment),
     }
