@@ -60,6 +60,7 @@ class Scheduler:
         self._reader = Reader(shared)
         self._writer = Writer(shared, self._queue.appendleft, self._quiet)
         self._turn = 0
+        self._stuck: int | None = 0  # requests in the queue that were looked at and found no place
 
     # --- from the door -----------------------------------------------------------------------------------
 
@@ -99,12 +100,13 @@ class Scheduler:
     def turn(self) -> bool:
         """Does one piece of work; False where there is none."""
         self._expire()
-        if not self._quiet():
-            self._writer.settle()
         if self._reader.begun is None:
             taken = self._reader.begin(self._queue)
             if taken is not None:
                 self._queue.remove(taken)
+            self._stuck = len(self._queue) if taken is None else None
+        if self._reader.begun is not None:
+            self._writer.settle()
         work: list[Callable[[], bool]] = [
             functools.partial(self._segment, lane) for lane in self.space.lanes if lane.rows
         ]
@@ -117,8 +119,8 @@ class Scheduler:
         return self._reader.wait() or bool(work)
 
     def _quiet(self) -> bool:
-        """Is there nothing to be done but to write on with one lane?"""
-        if self._asked() or self._queue or self._reader.begun is not None:
+        """Is there nothing to be done but to write on with one lane? Who is stuck waits for a row to end."""
+        if self._asked() or self._reader.begun is not None or len(self._queue) != self._stuck:
             return False
         return sum(bool(lane.rows) for lane in self.space.lanes) == 1
 

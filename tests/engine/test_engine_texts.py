@@ -269,7 +269,8 @@ def test_the_next_segment_is_begun_before_tokens_are_handed_out(engine, alone, m
     flying, put = [], Job.put
 
     def watched(self, events, kv):
-        flying.append(any(lane.flying for lane in engine._scheduler.space.lanes))
+        going = any(lane.flying for lane in engine._scheduler.space.lanes)
+        flying.append((going, engine._scheduler.queued))
         put(self, events, kv)
 
     engine._scheduler.space.prefixes.__init__(0)
@@ -277,8 +278,11 @@ def test_the_next_segment_is_begun_before_tokens_are_handed_out(engine, alone, m
     events = list(engine.submit(requests()[0]))
     assert_same([events], alone[:1])
     # Of the prompt, then of 20 tokens by segments of four; at the last of them the row ends.
-    assert flying == [False, True, True, True, True, False]
-    assert_same(texts(engine, requests()[:3], pause=0.02), alone[:3])
+    assert flying == [(False, 0), *[(True, 0)] * 4, (False, 0)]
+    many = [Request(prompt=tiny.prompt(9, seed), max_new_tokens=40) for seed in range(5)]
+    found = texts(engine, many)
+    assert (True, 2) in flying  # three rows run, and who waits has no place before one of them ends
+    assert_same(found[-1:], texts(engine, many[-1:]))
 
 
 def test_a_look_at_a_running_row_is_of_what_was_handed_out(engine, monkeypatch):
