@@ -36,7 +36,7 @@ def texts(share: bool, policy: str = "full", **more) -> tuple[list[list[int]], l
         if share:  # the program that reads such pages is there, or the first would have ended before it is
             engine.submit(asked(MANY, **more)).result()
             (lane,), compiler = engine._scheduler.space.lanes, engine._scheduler._compiler
-            assert engine._call(lambda: compiler.ready([lane.program(SIZES["segment"], shared=True)], 100))
+            assert engine._call(lambda: compiler.ready([lane.program(SIZES["segment"], shared=True)], 600))
         first = engine.submit(asked(0, **more))
         events = iter(first)
         head = next(events)
