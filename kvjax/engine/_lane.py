@@ -306,12 +306,11 @@ class Lane:
         assert self._flight is not None  # noqa: S101  (the writer has begun it)
         begun, *coming = self._flight
         found, self.known = jax.device_get(coming)
-        self._flight = None
-        if self.known.overflow:
+        if self.known.overflow:  # it stays under way: whoever lands it next is told again
             raise PoolOverflowError(
                 f"a lane of '{self.policy!r}' ran out of pages: its reservations are wrong."
             )
-        self.used = time.monotonic()
+        self._flight, self.used = None, time.monotonic()
         return found, self.used - begun
 
     def _policies(self) -> Policy:
