@@ -16,7 +16,8 @@ BEGINNING, MANY = tiny.prompt(96, 3), 4
 
 
 def asked(seed: int, **more) -> Request:
-    prompt = [*BEGINNING, *tiny.prompt(5, 50 + seed)]
+    end = tiny.prompt(5, 50 + seed)
+    prompt = end if "context" in more else [*BEGINNING, *end]
     return Request(prompt=prompt, max_new_tokens=20, ignore_eos=True, logprobs=0, **more)
 
 
