@@ -12,11 +12,13 @@ import jax.numpy as jnp
 import pytest
 import tiny
 
+import kvjax
 from kvjax import catalogue, metrics
 from kvjax.algebra import Admission, Policy, PolicyError
 from kvjax.bench import (
     ablate,
     arguments,
+    beginnings,
     decode,
     fill,
     host,
@@ -30,6 +32,7 @@ from kvjax.bench import (
 from kvjax.bench import compile as compiling
 from kvjax.bench.__main__ import main
 from kvjax.bench.journal import Journal
+from kvjax.bench.serving import Serving
 from kvjax.bench.sides import NO_PEERS, PER_HEAD
 from kvjax.models import decoder
 
@@ -43,6 +46,7 @@ from kvjax.models import decoder
         (["decode", "--context", "65536"], "exceeds the 32768 positions of base. Ask for less."),
         (["decode", "--context", "100"], "leaves no prompt before 113 new tokens"),
         (["decode", "--peers", "/nowhere"], "Make it with: python -m kvjax.bench peers --make /nowhere"),
+        (["serve", "--peers", "/nowhere"], "Make it with: python -m kvjax.bench peers --make /nowhere"),
         (["decode", "--dtype", "int4"], "--dtype"),
         (["decode", "--mesh", "rows=2"], "'rows' is no axis. The axes are data, tensor, context."),
         (["decode", "--mesh", "data=2"], "--mesh data=2 --batch 1: data=2 does not divide 1 rows."),
@@ -364,3 +368,12 @@ def test_serve_takes_what_it_measures_from_the_command_line():
     assert arguments.parse(["serve", "--quick"]).serving.prompt == 96
     with pytest.raises(PolicyError):
         arguments.parse(["serve", "--policy", "snapkw"])
+
+
+def test_a_request_that_begins_like_one_that_is_held_reads_the_rest(tiny_folder):
+    settings = Serving(prefix=300, segment=4)
+    rows = beginnings.prefix(kvjax.load(tiny_folder), settings, "full")
+    assert [row["asked"] for row in rows] == [1, 2, 3]
+    assert [row["cached_tokens"] for row in rows] == [0, 256, 256]  # of 300, up to a border of chunks
+    assert {row["prompt"] for row in rows} == {336}
+    assert all(row["first_token_s"] > 0 < row["first_token_cpu_s"] for row in rows)

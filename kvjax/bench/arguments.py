@@ -12,7 +12,7 @@ from kvjax import cli
 from kvjax.bench import compile as compiling
 from kvjax.bench import machine
 from kvjax.bench.random_model import SIZES
-from kvjax.bench.serve import Serving
+from kvjax.bench.serving import Serving
 from kvjax.bench.sides import Settings
 from kvjax.catalogue import policy
 
@@ -24,7 +24,7 @@ _FIELDS = {"context": "contexts", "batch": "batches", "dtype": "dtypes", "policy
 QUICK = {"size": "tiny", "context": [256], "batch": [1, 2], "dtype": ["float32"], "tokens": 4, "rounds": 2}
 """Defaults of ``--quick``: it proves that everything runs, and measures nothing worth knowing."""
 
-SERVE_QUICK: dict[str, Any] = {"batches": (2,), "prompt": 96, "long": 96, "new": 12, "fit": 2}
+SERVE_QUICK: dict[str, Any] = {"batches": (2,), "prompt": 96, "long": 96, "prefix": 300, "new": 12, "fit": 2}
 
 HOST = ("full", "snapkv + ada(0.25)", "quest", "int8")
 """Policies of ``host`` when none is named."""
@@ -163,6 +163,7 @@ def _serving(parser: argparse.ArgumentParser, quick: bool) -> None:
     number("batch", "rows of the engine and of generate", nargs="+")
     number("prompt", "prompt tokens of a request")
     number("long", "prompt tokens of a request where memory is equal")
+    number("prefix", "prompt tokens that requests share where some were held before")
     number("new", "new tokens of a request", least=2)
     number("fit", "rows of full that the memory holds")
     number("segment", "steps between two looks of the host")
@@ -171,9 +172,14 @@ def _serving(parser: argparse.ArgumentParser, quick: bool) -> None:
     cli.add(
         parser, "--policy", nargs="+", metavar="SPEC", default=list(usual.policies), help="full comes first"
     )
+    _peers(parser)
     cli.add(parser, "--out", help="save rows there, such as results/bench")
     parser.add_argument("--quick", action="store_true", help="only that it runs")
     cli.add(parser, "--json", help="rows as JSON lines")
+
+
+def _peers(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--peers", type=Path, metavar="DIR", help="environment that `peers --make` made")
 
 
 def _measuring(parser: argparse.ArgumentParser, peers: bool, defaults: dict[str, Any]) -> None:
@@ -191,7 +197,7 @@ def _measuring(parser: argparse.ArgumentParser, peers: bool, defaults: dict[str,
     if peers:
         number("batch", "rows", nargs="+")
         cli.add(parser, "--mesh", help="virtual devices for our side, as data=2,tensor=4 (default: one)")
-        parser.add_argument("--peers", type=Path, metavar="DIR", help="environment that `peers --make` made")
+        _peers(parser)
     add("dtype", "of weights and cache", nargs="+", choices=DTYPES)
     add("policy", "ours, in the one-string form", nargs="+", metavar="SPEC")
     add("size", "of the random model", choices=sorted(SIZES))

@@ -1,7 +1,8 @@
 """The peers' side of a comparison, run by the peers' interpreter: ``peer_script.py CPU,CPU…``.
 
 Answers the same requests as ``kvjax.bench.ours``, with transformers or a kvpress press, and imports
-nothing of ours. The decode loop is bare greedy argmax, which is faster than ``model.generate``.
+nothing of ours. The decode loop is bare greedy argmax, which is faster than ``model.generate``; ``serve``
+is transformers' own continuous batching.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import AutoModelForCausalLM, DynamicCache, GenerationConfig
 
 
 def press_of(name: str) -> Any:
@@ -103,6 +104,38 @@ class Side:
         seconds = time.perf_counter() - begun
         return {"seconds": seconds, "tokens": self.every * len(self.token), "compile_seconds": 0.0}
 
+    def serve(self, warm: list[list[int]], tokens: list[list[int]], new: int) -> dict[str, Any]:
+        """All requests at once through the continuous batching of ``transformers serve``, without its HTTP.
+
+        ``warm`` goes before, so that memory and threads are there.
+        """
+        how = GenerationConfig(max_new_tokens=new, do_sample=False, eos_token_id=-1, pad_token_id=0)
+        manager = self.model.init_continuous_batching(generation_config=how)
+        manager.start()
+        try:
+            self.answers(manager, warm, new)
+            begun, spent = time.perf_counter(), time.process_time()
+            found = self.answers(manager, tokens, new)
+            seconds, spent = time.perf_counter() - begun, time.process_time() - spent
+        finally:
+            manager.stop(block=True, timeout=5)
+        stamps = [[at - begun for at in result.timestamps] for result in found]
+        return {"seconds": seconds, "cpu_seconds": spent, "stamps": stamps}
+
+    def answers(self, manager: Any, tokens: list[list[int]], new: int) -> list[Any]:
+        """What a running manager makes of requests that come together."""
+        manager.add_requests(inputs=tokens, max_new_tokens=new, record_timestamps=True)
+        found: list[Any] = []
+        while len(found) < len(tokens):
+            result = manager.get_result(timeout=1)
+            if result is None and not manager.is_running():
+                raise RuntimeError("the manager ended before its requests did")
+            if result is not None and result.is_finished():
+                if result.error or len(result.generated_tokens) != new:
+                    raise RuntimeError(f"{len(result.generated_tokens)} of {new} tokens: {result.error}")
+                found.append(result)
+        return found
+
     def bytes(self) -> dict[str, Any]:
         """Of the cache in hand; what it holds it has allocated."""
         pairs = self.prefilled if self.cache is None else [(x.keys, x.values) for x in self.cache.layers]
@@ -131,7 +164,8 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever a library prints is no answer
     side = Side()
-    verbs = {name: getattr(side, name) for name in ("load", "prefill", "start", "decode", "bytes", "memory")}
+    names = ("load", "prefill", "start", "decode", "serve", "bytes", "memory")
+    verbs = {name: getattr(side, name) for name in names}
     for line in sys.stdin:
         request = json.loads(line)
         try:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import itertools
-import queue as queues
 import threading
 import time
 from collections.abc import Callable, Mapping
 from types import TracebackType
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 import numpy as np
 
@@ -27,6 +25,7 @@ from kvjax.engine._check import (
 )
 from kvjax.engine._contexts import Contexts
 from kvjax.engine._errors import Draining, EngineDead, QueueFull
+from kvjax.engine._inbox import Inbox
 from kvjax.engine._layout import paged
 from kvjax.engine._metrics import Metrics
 from kvjax.engine._request import Inspection, Request
@@ -114,16 +113,15 @@ class Engine:
         self._model, self._default, self._given, self._most = model, default, weights, queue
         self._shelf.get(default, weights)
         self._ids = itertools.count(1)
-        self._inbox: queues.SimpleQueue[Callable[[], None]] = queues.SimpleQueue()
-        self._awake = threading.Event()
+        self._inbox = Inbox()
         self._lock = threading.Lock()
         self._waiting = 0
         self._stopping = False
         self._draining = False
         self._fault: BaseException | None = None
         self._tickets: dict[int, Ticket] = {}
-        store = Store()
-        self._scheduler = Scheduler(model, self._settings, store, on_note or (lambda line: None))
+        store, note = Store(), on_note or (lambda line: None)
+        self._scheduler = Scheduler(model, self._settings, store, note, lambda: self._inbox.waiting)
         self.contexts = Contexts(model, self._settings, self._shelf, self._submit, store)
         self._thread = threading.Thread(target=self._run, name="kvjax-engine", daemon=True)
         self._thread.start()
@@ -180,7 +178,7 @@ class Engine:
                 raise QueueFull(waiting, self._scheduler.retry_after(waiting))
             self._waiting += 1
             self._tickets[job.ticket.id] = job.ticket
-        self._post(lambda: self._enter(job))
+        self._inbox.post(lambda: self._enter(job))
         return job.ticket
 
     def inspect(self, ticket: Ticket) -> Inspection | None:
@@ -236,7 +234,7 @@ class Engine:
         """Ends the thread; requests that are not done fail with ``EngineDead``. Idempotent."""
         with self._lock:
             self._draining = self._stopping = True
-        self._awake.set()
+        self._inbox.wake()
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
@@ -287,7 +285,7 @@ class Engine:
         self._scheduler.enter(job)
 
     def _cancel(self, number: int) -> None:
-        self._post(lambda: self._scheduler.cancel(number))
+        self._inbox.post(lambda: self._scheduler.cancel(number))
 
     def _cancel_all(self) -> None:
         for number in list(self._tickets):
@@ -298,64 +296,40 @@ class Engine:
 
     def _check_alive(self) -> None:
         if self._fault is not None or self._stopping:
-            raise EngineDead("the engine is no more. Start another one.") from self._fault
+            raise self._no_more() from self._fault
         if self._draining:
             raise Draining("the engine is being shut down and takes no new request. Ask another one.")
 
-    def _post(self, do: Callable[[], None]) -> None:
-        self._inbox.put(do)
-        self._awake.set()
+    def _no_more(self) -> EngineDead:
+        error = EngineDead("the engine is no more. Start another one.")
+        error.__cause__ = self._fault
+        return error
 
     def _call(self, do: Callable[[], T]) -> T:
         """What ``do`` gives in the engine's thread, between two segments."""
         if threading.current_thread() is self._thread:
             return do()
-        future: concurrent.futures.Future[T] = concurrent.futures.Future()
-
-        def run() -> None:
-            try:
-                future.set_result(do())
-            except BaseException as error:  # whose call it was hears of it
-                future.set_exception(error)
-
-        self._post(run)
-        while True:
-            try:
-                return future.result(timeout=0.5)
-            except concurrent.futures.TimeoutError:
-                if future.done():
-                    raise
-                if not self._thread.is_alive():
-                    raise EngineDead("the engine is no more. Start another one.") from self._fault
+        return self._inbox.call(do, lambda: None if self._thread.is_alive() else self._no_more())
 
     # --- the engine's thread -------------------------------------------------------------------------
 
     def _run(self) -> None:
         try:
             while not self._stopping:
-                self._awake.clear()
-                self._empty_inbox()
+                self._inbox.work()
                 if not self._scheduler.turn():
-                    self._awake.wait(timeout=0.25)
+                    self._inbox.wait(0.25)
                 self._forget_done()
         except BaseException as fault:  # a request's own faults are caught where they happen
             self._fault = fault
         finally:
             self._stopping = True
             self._scheduler.close()
-            self._empty_inbox()
+            self._inbox.work()
             for ticket in list(self._tickets.values()):
                 error = EngineDead("the engine ended before the request did. Ask again elsewhere.")
                 error.__cause__ = self._fault
                 ticket._fail(error)
-
-    def _empty_inbox(self) -> None:
-        while True:
-            try:
-                do: Any = self._inbox.get_nowait()
-            except queues.Empty:
-                return
-            do()
 
     def _forget_done(self) -> None:
         for number in [number for number, ticket in list(self._tickets.items()) if ticket.done]:

@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,10 +20,9 @@ from kvjax.engine import _layout as layout
 from kvjax.engine._dials import stack
 from kvjax.engine._loans import Beginning, Lent, lendable, marked
 from kvjax.engine._reading import Program
-from kvjax.engine._segment import STOPS, Drawn, Run, look, segment
-from kvjax.engine._work import Job, Place
-from kvjax.sampling import Sampling
-from kvjax.types import EMPTY, Params, Weighted
+from kvjax.engine._segment import Drawn, Lengths, Run, look, segment
+from kvjax.engine._work import Job, Place, run_of
+from kvjax.types import Params, Weighted
 
 _insert = jax.jit(rowing.on_devices(rowing.insert), static_argnames="mesh", donate_argnums=0)
 _release = jax.jit(rowing.on_devices(rowing.release), static_argnames="mesh", donate_argnums=0)
@@ -70,6 +68,7 @@ class Lane:
         self.sized = False
         self._order = 0
         self._stacked: tuple[list[int], Policy] | None = None
+        self._flight: tuple[float, Drawn, Lengths] | None = None
 
     # --- what there is -----------------------------------------------------------------------------
 
@@ -194,6 +193,7 @@ class Lane:
 
     def cut(self, at: int) -> KVState:
         """A row as a state of its own, copied."""
+        assert not self.flying  # noqa: S101  (the writer has settled it)
         lists = self.lists(at)
         kinds = len(self.sizes)
         sizes = tuple(
@@ -216,6 +216,7 @@ class Lane:
 
     def _look(self) -> None:
         """Page counts after a change."""
+        assert not self.flying  # noqa: S101  (the writer has settled it)
         self.known = look(self.state)
 
     # --- space ---------------------------------------------------------------------------------------
@@ -255,40 +256,31 @@ class Lane:
 
     def short_by(self, steps: int) -> list[int]:
         """Pages that each kind of pool lacks, if so many steps stored every token."""
-        if not self.sizes:
-            return []
-        lack = [0] * len(self.sizes)
+        places, kinds = [place for place in self.places if place is not None], len(self.sizes)
+        coming = np.asarray([min(steps, place.job.left) for place in places], int)
+        most = np.asarray([self._most(place.job.policy) for place in places], int).reshape(len(places), kinds)
+        lack = [0] * kinds
         for index, lists in enumerate(self.known.lists):
-            kind, worst = index % len(self.sizes), np.zeros(self.mesh.pools, int)
-            for at in self.rows:
-                place = self.places[at]
-                assert place is not None  # noqa: S101
-                coming = min(steps, place.job.left)
-                most = self._worst(place.job.policy, lists[at], kind, coming)
-                worst += most - self._pages_for(lists[at], kind)
-            lack[kind] = max(lack[kind], int((worst - self.known.free[index]).max()))
+            kind, live = index % kinds, lists[self.rows]
+            after = np.minimum(live + coming[:, None, None], most[:, kind, None, None])
+            more = self._pages_for(np.maximum(after, live), kind) - self._pages_for(live, kind)
+            lack[kind] = max(lack[kind], int((more.sum(axis=0) - self.known.free[index]).max()))
         return lack
 
     def _pages_for(self, live: np.ndarray, kind: int) -> np.ndarray:
-        """Pages that the lists [K, R] of a row own on each device."""
+        """Pages that lists [..., K, R] of rows own on each device."""
         return layout.pages_for(live, self.sizes[kind], self.mesh.pools)
 
-    def _worst(self, policy: Policy, live: np.ndarray, kind: int, coming: int) -> np.ndarray:
-        """Pages that the lists [K, R] of a row own at most after so many tokens, on each device."""
-        size, entries = self.shape[kind]
-        bound = decode.slot_bounds(policy, self.state.context, 1, self.sizes)[kind]
-        most = entries * size if bound is None else min(bound, entries * size)
-        after = np.maximum(np.minimum(live + coming, most), live)
-        return self._pages_for(after, kind)
+    def _most(self, policy: Policy) -> list[int]:
+        """Slots that a list of a row holds at most, of each kind of pool."""
+        bounds = decode.slot_bounds(policy, self.state.context, 1, self.sizes)
+        full = [size * entries for size, entries in self.shape]
+        return [most if bound is None else min(bound, most) for most, bound in zip(full, bounds)]
 
     # --- steps -----------------------------------------------------------------------------------------
 
-    def step(self, steps: int, now: int) -> Drawn:
-        """Up to ``now`` tokens of every row, by the program of ``steps``; on the host.
-
-        Raises:
-          PoolOverflowError: a token was lost, which the reservations exclude.
-        """
+    def step(self, steps: int, now: int) -> None:
+        """Begins up to ``now`` tokens of every row, by the program of ``steps``; ``land`` waits for them."""
         self.state, drawn, known = segment(
             self.model.network,
             self._policies(),
@@ -296,15 +288,30 @@ class Lane:
             self.model.params,
             self.weights,
             self.state,
-            self._run(now),
+            run_of(self.places, now),
         )
-        found, self.known = jax.device_get((drawn, known))
-        if self.known.overflow:
+        self._flight = time.monotonic(), drawn, known
+
+    @property
+    def flying(self) -> bool:
+        """Is a segment under way? Then rows neither come nor go, and ``known`` is what was before it."""
+        return self._flight is not None
+
+    def land(self) -> tuple[Drawn, float]:
+        """The tokens of the segment that is under way, on the host, and the seconds that it took.
+
+        Raises:
+          PoolOverflowError: a token was lost, which the reservations exclude.
+        """
+        assert self._flight is not None  # noqa: S101  (the writer has begun it)
+        begun, *coming = self._flight
+        found, self.known = jax.device_get(coming)
+        if self.known.overflow:  # it stays under way: whoever lands it next is told again
             raise PoolOverflowError(
                 f"a lane of '{self.policy!r}' ran out of pages: its reservations are wrong."
             )
-        self.used = time.monotonic()
-        return found
+        self._flight, self.used = None, time.monotonic()
+        return found, self.used - begun
 
     def _policies(self) -> Policy:
         """Of all rows, stacked; empty places have the lane's own."""
@@ -314,40 +321,15 @@ class Lane:
             self._stacked = key, stack(mine)
         return self._stacked[1]
 
-    def _run(self, steps: int) -> Run:
-        rows = len(self.places)
-        token, left = np.zeros(rows, np.int32), np.zeros(rows, np.int32)
-        active, ranked = np.zeros(rows, bool), np.zeros(rows, bool)
-        stops = np.full((rows, STOPS), EMPTY, np.int32)
-        temperature, top_p = np.zeros(rows, np.float32), np.ones(rows, np.float32)
-        top_k, key = np.zeros(rows, np.int32), np.zeros((rows, 2), np.uint32)
-        for at in self.rows:
-            place = self.places[at]
-            assert place is not None  # noqa: S101
-            job, request = place.job, place.job.ticket.request
-            token[at], left[at], active[at] = job.written[-1], job.left, True
-            stops[at, : len(job.stops)] = job.stops
-            ranked[at] = request.logprobs is not None
-            temperature[at], top_k[at], top_p[at] = request.temperature, request.top_k, request.top_p
-            key[at] = job.key
-        drawing: Any = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "key": key}
-        return Run(
-            token=token,
-            active=active,
-            left=left,
-            stops=stops,
-            ranked=ranked,
-            how=Sampling(**drawing),
-            steps=np.int32(steps),
-        )
-
     def program(self, steps: int, counts: Sequence[int] | None = None, shared: bool | None = None) -> Program:
         """The lane's segment, with pools of so many pages, which rows may share or may not."""
         counts = list(self.counts if counts is None else counts)
         shared = self.shared if shared is None else shared
         state = marked(layout.with_counts(self.state, counts), shared)
         key = ("segment", id(self), steps, tuple(counts), shared)
-        return key, functools.partial(self._compile, steps, state, self._policies(), self._run(steps))
+        return key, functools.partial(
+            self._compile, steps, state, self._policies(), run_of(self.places, steps)
+        )
 
     def _compile(self, steps: int, state: KVState, policies: Policy, run: Run) -> None:
         segment.lower(

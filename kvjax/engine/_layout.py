@@ -94,14 +94,14 @@ def _page_bytes(pages: Pages) -> float:
     return (whole - sum(leaf.nbytes for leaf in tables)) / pages.count
 
 
-def pages_for(slots: Int[np.ndarray, "K R"], size: int, devices: int) -> Int[np.ndarray, " D"]:
+def pages_for(slots: Int[np.ndarray, "*B K R"], size: int, devices: int) -> Int[np.ndarray, "*B D"]:
     """Pages that lists of so many slots own on each device; KV heads lie side by side."""
     return by_device(-(-slots // size), devices)
 
 
-def by_device(x: Int[np.ndarray, "K R"], devices: int) -> Int[np.ndarray, " D"]:
+def by_device(x: Int[np.ndarray, "*B K R"], devices: int) -> Int[np.ndarray, "*B D"]:
     """Sums over the lists of each device."""
-    return x.reshape(devices, -1).sum(axis=1)
+    return x.reshape(*x.shape[:-2], devices, -1).sum(axis=-1)
 
 
 def most_pages(

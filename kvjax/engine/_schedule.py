@@ -1,7 +1,8 @@
 """What runs next: the engine's thread asks for one turn after another.
 
 A turn is one segment of one lane, or one unit (a chunk, a layer) of the prompt that is being read; lanes and
-the reading take turns. So a running row waits at most for one segment of each other lane and one unit. A
+the reading take turns. So a running row waits at most for one segment of each other lane and one unit. Where
+one lane alone has anything to do, its next segment is begun before the last one's tokens are handed out. A
 request goes
 
   queue -> preparing (programs are compiled beside the others) -> reading -> waiting for pages -> a row
@@ -36,10 +37,16 @@ class Scheduler:
     """The queue, and whose turn it is; one thread only."""
 
     def __init__(
-        self, model: Weighted, settings: Settings, store: Store, note: Callable[[str], None]
+        self,
+        model: Weighted,
+        settings: Settings,
+        store: Store,
+        note: Callable[[str], None],
+        asked: Callable[[], bool],
     ) -> None:
+        """An empty queue; ``asked`` says whether anybody wants something of the engine's thread."""
         self.space, self.counts = Space(model, settings, store), Counts()
-        self._settings, self._compiler = settings, Compiler()
+        self._settings, self._compiler, self._asked = settings, Compiler(), asked
         self._shared = shared = Shared(
             model=model,
             settings=settings,
@@ -51,8 +58,9 @@ class Scheduler:
         )
         self._queue: collections.deque[Job] = collections.deque()
         self._reader = Reader(shared)
-        self._writer = Writer(shared, self._queue.appendleft)
+        self._writer = Writer(shared, self._queue.appendleft, self._quiet)
         self._turn = 0
+        self._stuck: int | None = 0  # requests in the queue that were looked at and found no place
 
     # --- from the door -----------------------------------------------------------------------------------
 
@@ -96,6 +104,9 @@ class Scheduler:
             taken = self._reader.begin(self._queue)
             if taken is not None:
                 self._queue.remove(taken)
+            self._stuck = len(self._queue) if taken is None else None
+        if self._reader.begun is not None:
+            self._writer.settle()
         work: list[Callable[[], bool]] = [
             functools.partial(self._segment, lane) for lane in self.space.lanes if lane.rows
         ]
@@ -106,6 +117,12 @@ class Scheduler:
             if work[self._turn]():
                 return True
         return self._reader.wait() or bool(work)
+
+    def _quiet(self) -> bool:
+        """Is there nothing to be done but to write on with one lane? Who is stuck waits for a row to end."""
+        if self._asked() or self._reader.begun is not None or len(self._queue) != self._stuck:
+            return False
+        return sum(bool(lane.rows) for lane in self.space.lanes) == 1
 
     def _segment(self, lane: Lane) -> bool:
         # While a prompt is read a segment is one step: its row joins the others sooner.

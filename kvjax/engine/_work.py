@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -12,9 +12,10 @@ from kvjax.algebra import Policy
 from kvjax.engine._check import Learned
 from kvjax.engine._loans import Beginning
 from kvjax.engine._request import Event, KVUsage
-from kvjax.engine._segment import Drawn
+from kvjax.engine._segment import STOPS, Drawn, Run
 from kvjax.engine._ticket import Ticket
-from kvjax.sampling import sampling
+from kvjax.sampling import Sampling, sampling
+from kvjax.types import EMPTY
 
 if TYPE_CHECKING:
     from jaxtyping import Int
@@ -110,6 +111,35 @@ class Place:
     reserved: list[int]
     begins: Sequence[Beginning] = ()
     family: int = 0
+
+
+def run_of(places: Sequence[Place | None], steps: int) -> Run:
+    """What a segment of so many steps is told of its rows; places that are empty take no part."""
+    rows = len(places)
+    token, left = np.zeros(rows, np.int32), np.zeros(rows, np.int32)
+    active, ranked = np.zeros(rows, bool), np.zeros(rows, bool)
+    stops = np.full((rows, STOPS), EMPTY, np.int32)
+    temperature, top_p = np.zeros(rows, np.float32), np.ones(rows, np.float32)
+    top_k, key = np.zeros(rows, np.int32), np.zeros((rows, 2), np.uint32)
+    for at, place in enumerate(places):
+        if place is None:
+            continue
+        job, request = place.job, place.job.ticket.request
+        token[at], left[at], active[at] = job.written[-1], job.left, True
+        stops[at, : len(job.stops)] = job.stops
+        ranked[at] = request.logprobs is not None
+        temperature[at], top_k[at], top_p[at] = request.temperature, request.top_k, request.top_p
+        key[at] = job.key
+    drawing: Any = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "key": key}
+    return Run(
+        token=token,
+        active=active,
+        left=left,
+        stops=stops,
+        ranked=ranked,
+        how=Sampling(**drawing),
+        steps=np.int32(steps),
+    )
 
 
 def pairs(ids: np.ndarray, values: np.ndarray, most: int) -> tuple[tuple[int, float], ...]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
 import numpy as np
@@ -21,40 +20,60 @@ from kvjax.engine._work import Job
 class Writer:
     """Writes on the rows of all lanes; the engine's thread only."""
 
-    def __init__(self, shared: Shared, put_back: Callable[[Job], None]) -> None:
-        """``put_back`` takes a request whose row made room for older ones."""
-        self._shared, self._put_back = shared, put_back
+    def __init__(self, shared: Shared, put_back: Callable[[Job], None], quiet: Callable[[], bool]) -> None:
+        """Writes nothing yet.
+
+        Args:
+          shared: with the scheduler and the reader.
+          put_back: takes a request whose row made room for older ones.
+          quiet: is there nothing to be done but to write on with one lane?
+        """
+        self._shared, self._put_back, self._quiet = shared, put_back, quiet
 
     def cancel(self, number: int, reason: str) -> None:
         """Ends the request of that number, if it has a row."""
-        for lane in self._shared.space.lanes:
-            for at in lane.rows:
-                place = lane.places[at]
-                if place is not None and place.job.ticket.id == number:
-                    self._finish(lane, at, reason)
-                    lane.release([at])
+        found = self._row(number)
+        if found is not None:
+            lane, at = found
+            self._finish(lane, at, reason)
+            lane.release([at])
 
     def segment(self, lane: Lane, now: int) -> bool:
         """At most ``now`` steps of a lane; False where it waits for larger pools."""
-        if not self._enough(lane, now):
-            return False
-        begun = time.monotonic()
-        drawn = lane.step(self._shared.settings.segment, now)
-        took = time.monotonic() - begun
+        if not lane.flying:
+            if not self._enough(lane, now):
+                return False
+            lane.step(self._shared.settings.segment, now)
+        self._land(lane, goes_on=True)
+        return True
+
+    def settle(self) -> None:
+        """Hands out what is under way; rows may come and go then."""
+        for lane in self._shared.space.lanes:
+            if lane.flying:
+                self._land(lane)
+
+    def _land(self, lane: Lane, goes_on: bool = False) -> None:
+        """Hands out a segment's tokens.
+
+        Where the lane ``goes_on`` as it is, the next segment is begun before: the device need not wait for
+        usage, events and whoever they wake. Where a row ends, or somebody wants something, rows come and go
+        first.
+        """
+        drawn, took = lane.land()
+        taken = [(at, place.job) for at, place in enumerate(lane.places) if place is not None]
+        fresh = [(at, job, job.write(drawn, at)) for at, job in taken]
+        gone = [at for at, _, events in fresh if events and events[-1].finish_reason is not None]
+        steps = self._shared.settings.segment
+        if goes_on and not gone and self._quiet() and not any(lack > 0 for lack in lane.short_by(steps)):
+            lane.step(steps, steps)
         kv = usages(self._shared.model.network, lane.state, lane.known)
-        gone = []
-        for at in lane.rows:
-            place = lane.places[at]
-            assert place is not None  # noqa: S101
-            events = place.job.write(drawn, at)
-            self._shared.counts.drawn(place.job, events, took)
-            place.job.put(events, kv[at])
-            if place.job.ticket.done:
-                gone.append(at)
+        for at, job, events in fresh:
+            self._shared.counts.drawn(job, events, took)
+            job.put(events, kv[at])
         for at in gone:
             self._finish(lane, at, None, kv[at])
         lane.release(gone)
-        return True
 
     def _enough(self, lane: Lane, steps: int) -> bool:
         """Are there pages for whatever the next steps store? Else pools grow, or the youngest row goes."""
@@ -102,10 +121,20 @@ class Writer:
 
     def inspect(self, number: int) -> Inspection | None:
         """What a running row holds; None where there is none of that number."""
+        found = self._row(number)
+        if found is None:
+            return None
+        lane, at = found
+        place = lane.places[at]
+        assert place is not None  # noqa: S101
+        kv = usages(self._shared.model.network, lane.state, lane.known)[at]
+        return inspection(place.job, lane.state, at, kv, lane.allocated)
+
+    def _row(self, number: int) -> tuple[Lane, int] | None:
+        """Where the request of that number is written, once nothing of it is under way."""
+        self.settle()
         for lane in self._shared.space.lanes:
-            for at in lane.rows:
-                place = lane.places[at]
+            for at, place in enumerate(lane.places):
                 if place is not None and place.job.ticket.id == number:
-                    kv = usages(self._shared.model.network, lane.state, lane.known)[at]
-                    return inspection(place.job, lane.state, at, kv, lane.allocated)
+                    return lane, at
         return None

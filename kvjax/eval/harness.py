@@ -96,7 +96,9 @@ class KVJax(LM):
         asks = []
         for context, continuation in (request.args for request in requests):
             whole = self.model.text.encode(context + continuation)
-            # As the harness has it: the continuation's tokens are what follows the context's.
+            # As the harness has it: the continuation's tokens are what follows the context's, and blanks
+            # between the two are the continuation's.
+            context = context.rstrip()
             cut = min(max(1, len(self.model.text.encode(context))), len(whole) - 1)
             prompt, target = self._shortened(whole[:cut], whole[cut:])
             asks.append(Ask(prompt=prompt, target=target, forced=True))

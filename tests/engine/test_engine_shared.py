@@ -16,7 +16,8 @@ BEGINNING, MANY = tiny.prompt(96, 3), 4
 
 
 def asked(seed: int, **more) -> Request:
-    prompt = [*BEGINNING, *tiny.prompt(5, 50 + seed)]
+    end = tiny.prompt(5, 50 + seed)
+    prompt = end if "context" in more else [*BEGINNING, *end]
     return Request(prompt=prompt, max_new_tokens=20, ignore_eos=True, logprobs=0, **more)
 
 
@@ -36,7 +37,7 @@ def texts(share: bool, policy: str = "full", **more) -> tuple[list[list[int]], l
         if share:  # the program that reads such pages is there, or the first would have ended before it is
             engine.submit(asked(MANY, **more)).result()
             (lane,), compiler = engine._scheduler.space.lanes, engine._scheduler._compiler
-            assert engine._call(lambda: compiler.ready([lane.program(SIZES["segment"], shared=True)], 100))
+            assert engine._call(lambda: compiler.ready([lane.program(SIZES["segment"], shared=True)], 600))
         first = engine.submit(asked(0, **more))
         events = iter(first)
         head = next(events)

@@ -18,6 +18,7 @@ from kvjax import metrics
 from kvjax.engine import Engine, Event, Request
 from kvjax.engine._lane import Lane
 from kvjax.engine._reading import Reading
+from kvjax.engine._work import Job
 
 FULL, EVICTS = "full", "random({0}) + uniform({1}, every(8)) + sinks({2})"
 CONTEXT = 96
@@ -261,6 +262,49 @@ def test_a_long_prompt_stops_nobody_for_more_than_a_chunk(engine, monkeypatch):
     assert len(chunks) == 5
     assert min(later - at for at, later in zip(chunks, chunks[1:])) >= 2
     assert engine.metrics().pauses.count == before + 5
+
+
+def test_the_next_segment_is_begun_before_tokens_are_handed_out(engine, alone, monkeypatch):
+    """Where a lane has nothing to wait for; whoever comes, ends or is looked at finds it settled."""
+    flying, put = [], Job.put
+
+    def watched(self, events, kv):
+        going = any(lane.flying for lane in engine._scheduler.space.lanes)
+        flying.append((going, engine._scheduler.queued))
+        put(self, events, kv)
+
+    engine._scheduler.space.prefixes.__init__(0)
+    monkeypatch.setattr(Job, "put", watched)
+    events = list(engine.submit(requests()[0]))
+    assert_same([events], alone[:1])
+    # Of the prompt, then of 20 tokens by segments of four; at the last of them the row ends.
+    assert flying == [(False, 0), *[(True, 0)] * 4, (False, 0)]
+    many = [Request(prompt=tiny.prompt(9, seed), max_new_tokens=40) for seed in range(5)]
+    found = texts(engine, many)
+    assert (True, 2) in flying  # three rows run, and who waits has no place before one of them ends
+    assert_same(found[-1:], texts(engine, many[-1:]))
+
+
+def test_a_look_at_a_running_row_is_of_what_was_handed_out(engine, monkeypatch):
+    step = Lane.step
+
+    def slow(self, *steps):
+        step(self, *steps)
+        time.sleep(0.02)
+
+    monkeypatch.setattr(Lane, "step", slow)
+    seen, events, ticket = [], 0, engine.submit(Request(prompt=tiny.prompt(9, 50), max_new_tokens=60))
+    for _ in ticket:
+        events += 1
+        found = engine.inspect(ticket) if events % 7 == 1 else None
+        if found is None:
+            continue
+        seen.append(found.seen)
+        assert len(found.tokens) == found.seen >= 9 + events - 1
+        for heads in found.streams:
+            for stream in heads:
+                assert np.concatenate([stream.pages, stream.ring]).tolist() == list(range(found.seen))
+    assert seen
 
 
 def test_who_leaves_is_gone_within_a_segment(engine):

@@ -60,6 +60,14 @@ def test_log_likelihoods_are_the_dense_model_s(harness):
         assert greedy == all(logs[i - 1].argmax() == ids[i] for i in at)
 
 
+def test_blanks_before_an_answer_are_the_answer_s(harness):
+    """As the harness cuts, so that over HTTP, where it cuts itself, the same tokens count."""
+    pairs = [("2 + 2 = ", "4"), ("2 + 2 =", " 4"), ("2 + 2 =  \n", "4"), ("2 + 2 =", "  \n4")]
+    one, same, many, again = harness.loglikelihood([asked(*pair) for pair in pairs], disable_tqdm=True)
+    assert one == pytest.approx(same)
+    assert many == pytest.approx(again)
+
+
 def test_a_rolling_likelihood_covers_every_token_once(harness):
     text = "A short text of some forty characters, or so."
     ids = harness.model.text.encode(text)

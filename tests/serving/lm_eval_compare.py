@@ -3,19 +3,25 @@
 python tests/serving/lm_eval_compare.py --out results/serve/lm_eval.json
 
 ``local-completions`` asks a server in this process, ``kvjax.eval.harness`` computes by itself. A local task
-of log-likelihoods (token-id prompts, echo), one of generated text, RULER's needle in noise. Log-likelihoods
-are compared under policies that decide on arrival: over HTTP context and continuation are one echoed prompt,
-and a policy that judges a prompt at its end judges it after the last of them. Needs no network.
+of log-likelihoods (token-id prompts, echo), one of generated text, and RULER's needles that need no network.
+Policies are those that decide on arrival. One that judges a prompt at its end judges another prompt here than
+there: of an echoed one the continuation is part, and the harness holds the last token of a prompt back and
+feeds it in a step. In float32: in the model's bfloat16 an echoed chunk and forced steps differ by a hundredth
+of a nat.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
+import random
+import shlex
 import shutil
 import sys
 import tempfile
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,15 +41,15 @@ metric_list:
 
 GENERATE = "generation_kwargs: {until: ['.'], max_gen_toks: 8, do_sample: false, temperature: 0}"
 
-PAIRS = (("full", "local_next"), ("window(32) + sinks(4)", "local_next"), ("full", "local_number"))
-PAIRS += (("snapkv(16) + uniform(0.5)", "local_number"), ("full", "niah_single_1"), ("int8", "niah_single_1"))
+TASKS = ("local_next", "local_number", "niah_single_1", "niah_multikey_2", "niah_multikey_3")
+POLICIES = ("full", "window(24) + sinks(4)")
 
 
-def tasks(folder: Path) -> Any:
+def tasks(folder: Path, count: int) -> Any:
     """Two local tasks: likelihoods of the next words, and needles to be written."""
     from lm_eval.tasks import TaskManager
 
-    numbers = [48213, 70451, 19384, 55207, 93016, 27718]
+    numbers = random.Random(0).sample(range(10_000, 100_000), count)
     said = "The secret number for apple-river is {}. The old man walked slowly to the harbour. "
     asked = "What is the secret number for apple-river? The secret number for apple-river is"
     needles = [{"question": said.format(n) + asked, "answer": f" {n}"} for n in numbers]
@@ -60,12 +66,15 @@ def tasks(folder: Path) -> Any:
 
 
 def with_bos(folder: Path, source: Path) -> Path:
-    """A copy of a model's tokenizer that begins texts with BOS, as the model was trained and as we do."""
+    """A copy of a model's tokenizer that begins texts with BOS, as the model was trained and as we do.
+
+    Without ``config.json``: of a model of type ``qwen2`` transformers 5 takes the vocabulary alone and cuts
+    words as Qwen does, whatever ``tokenizer.json`` says.
+    """
     from tokenizers import Tokenizer
     from tokenizers.processors import TemplateProcessing
 
-    for name in ("config.json", "tokenizer_config.json"):
-        shutil.copy(source / name, folder / name)
+    shutil.copy(source / "tokenizer_config.json", folder)
     tokenizer = Tokenizer.from_file(str(source / "tokenizer.json"))
     bos = tokenizer.token_to_id("<bos>")
     tokenizer.post_processor = TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", bos)])
@@ -73,7 +82,7 @@ def with_bos(folder: Path, source: Path) -> Path:
     return folder
 
 
-def numbers(model: Any, task: str, manager: Any, tokenizer: str) -> dict[str, Any]:
+def numbers(model: Any, task: str, manager: Any, tokenizer: str, count: int) -> dict[str, Any]:
     """What lm-eval finds, and what every sample was answered."""
     import lm_eval
 
@@ -81,7 +90,7 @@ def numbers(model: Any, task: str, manager: Any, tokenizer: str) -> dict[str, An
         model=model,
         tasks=[task],
         task_manager=manager,
-        limit=6,
+        limit=count,
         bootstrap_iters=0,
         metadata={"max_seq_lengths": [1024], "tokenizer": tokenizer},
     )
@@ -97,8 +106,8 @@ def same(ours: Any, theirs: Any) -> bool:
     return abs(float(ours[0]) - float(theirs[0])) < 1e-3 and bool(ours[1]) == bool(theirs[1])
 
 
-def compare(home: Path) -> list[dict[str, Any]]:
-    """All pairs."""
+def compare(home: Path, count: int, asked: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Of each pair in turn."""
     from lm_eval.models.openai_completions import LocalCompletionsAPI
     from serving_client import running
 
@@ -107,9 +116,9 @@ def compare(home: Path) -> list[dict[str, Any]]:
 
     source = Path(kvjax.load().folder)
     (home / "tokenizer").mkdir()
-    tokenizer, manager, rows = str(with_bos(home / "tokenizer", source)), tasks(home), []
-    with running(source, "--context", "1536") as server:
-        for policy, task in PAIRS:
+    tokenizer, manager = str(with_bos(home / "tokenizer", source)), tasks(home, count)
+    with running(source, "--context", "1536", "--dtype", "float32") as server:
+        for task, policy in itertools.product(asked, POLICIES):
 
             class Asked(LocalCompletionsAPI):
                 """lm-eval's own client, which says which policy it wants."""
@@ -127,18 +136,19 @@ def compare(home: Path) -> list[dict[str, Any]]:
                 max_length=1536,
                 max_retries=1,
             )
-            http = numbers(client, task, manager, tokenizer)
-            library = numbers(KVJax(policy=policy, max_length=1536, batch_size=6), task, manager, tokenizer)
+            http = numbers(client, task, manager, tokenizer, count)
+            alone = KVJax(policy=policy, dtype="float32", max_length=1536, batch_size=5)
+            library = numbers(alone, task, manager, tokenizer, count)
             pairs = list(zip(http["answers"], library["answers"]))
             row = {"policy": policy, "task": task, "http": http["metrics"], "library": library["metrics"]}
-            rows.append(row | {"samples": len(pairs), "same": sum(same(a, b) for a, b in pairs)})
-            print(json.dumps(rows[-1]), flush=True)
-    return rows
+            yield row | {"samples": len(pairs), "same": sum(same(a, b) for a, b in pairs)}
 
 
 def main() -> int:
     """Runs it; 1 unless all samples agree."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--count", type=int, default=20, help="samples of a task")
+    parser.add_argument("--task", nargs="+", choices=TASKS, default=TASKS)
     parser.add_argument("--out", type=Path)
     said = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -150,11 +160,14 @@ def main() -> int:
             (punkt / name).write_text("")
         os.environ |= {"NLTK_DATA": str(home / "nltk"), "HF_HOME": str(home / "hf"), "HF_HUB_OFFLINE": "1"}
         sys.path.insert(0, str(Path(__file__).parent))
-        rows = compare(home)
-    if said.out:
-        said.out.parent.mkdir(parents=True, exist_ok=True)
-        said.out.write_text(json.dumps(rows, indent=1) + "\n")
-    return 0 if all(row["same"] == row["samples"] for row in rows) else 1
+        run: dict[str, Any] = {"command": shlex.join(["python", *sys.argv]), "rows": []}
+        for row in compare(home, said.count, said.task):
+            run["rows"].append(row)
+            print(json.dumps(row), flush=True)
+            if said.out:
+                said.out.parent.mkdir(parents=True, exist_ok=True)
+                said.out.write_text(json.dumps(run, indent=1) + "\n")
+    return 0 if all(row["same"] == row["samples"] for row in run["rows"]) else 1
 
 
 if __name__ == "__main__":

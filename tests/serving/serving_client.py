@@ -117,7 +117,7 @@ def running(folder: Path, *words: str, keys: tuple[str, ...] = ()) -> Iterator[R
         found.thread = threading.Thread(target=serve)
         found.thread.start()
         try:
-            assert until(lambda: any(x["event"] in ("ready", "not_warm") for x in found.lines()), 120)
+            assert until(lambda: any(x["event"] in ("ready", "not_warm") for x in found.lines()), 300)
             yield found
         finally:
             service.engine.close()

@@ -270,13 +270,13 @@ def test_contexts_outlive_a_process_that_is_killed(tiny_folder, tmp_path):
 
     def told(url: str) -> str:
         body = {"prompt": "First?", "context": "doc", "max_tokens": 8, "temperature": 0}
-        return httpx.post(url + TEXT, json=body, timeout=60).json()["choices"][0]["text"]
+        return httpx.post(url + TEXT, json=body, timeout=300).json()["choices"][0]["text"]
 
     with process(tiny_folder, *words) as (child, url):
         for name in ("doc", "other"):
-            made = httpx.post(url + "/v1/contexts", json={"name": name, "prompt": DOCUMENT}, timeout=60)
+            made = httpx.post(url + "/v1/contexts", json={"name": name, "prompt": DOCUMENT}, timeout=300)
             assert made.status_code == 201
-        httpx.delete(url + "/v1/contexts/other", timeout=60)
+        httpx.delete(url + "/v1/contexts/other", timeout=300)
         before = told(url)
         child.send_signal(signal.SIGKILL)
         child.wait()

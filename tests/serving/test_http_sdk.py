@@ -95,7 +95,7 @@ def test_keys_and_a_full_queue(tiny_folder):
         assert error.value.code == "invalid_api_key"
         long = {"model": "tiny", "prompt": "Hello", "max_tokens": 400, "extra_body": {"ignore_eos": True}}
         streams = [client("sesame", 0).completions.create(**long, stream=True)]
-        assert until(lambda: found.service.engine.metrics().running == 1, 60)
+        assert until(lambda: found.service.engine.metrics().running == 1, 300)
         streams.append(client("sesame", 0).completions.create(**long, stream=True))
         with pytest.raises(openai.RateLimitError) as full:
             client("sesame", 0).completions.create(**long)
