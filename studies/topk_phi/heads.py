@@ -109,7 +109,7 @@ def measure(settings: Settings, model: LanguageModel, file: Path) -> Found:
 def _silent(layers: Sequence[Params]) -> np.ndarray:
     """Which query heads of all layers have no φ; nothing where maps are symmetric."""
     biases = [np.asarray(layer["last_q"]) for layer in layers if "last_q" in layer]
-    return np.isneginf(np.concatenate(biases)).all(axis=-1) if biases else np.zeros(0, bool)
+    return np.asarray(np.isneginf(np.concatenate(biases)).all(axis=-1)) if biases else np.zeros(0, bool)
 
 
 def quartiles(flat: dict[str, np.ndarray]) -> list[Found]:

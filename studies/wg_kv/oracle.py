@@ -31,7 +31,7 @@ from kvjax.loading import LanguageModel
 from kvjax.types import Params
 
 if TYPE_CHECKING:
-    from jaxtyping import Bool
+    from jaxtyping import Array, Bool
 
 RESULTS = Path("results/wg_kv")
 TASK = "niah_multikey_1"
@@ -50,7 +50,7 @@ class Told(Admission):
     learns = "told"
     window: int = 32  # type: ignore[assignment]
 
-    def admit(self, params: Params | None, observed: Observation) -> Bool[np.ndarray, "B K T"]:
+    def admit(self, params: Params | None, observed: Observation) -> Bool[Array, "B K T"]:
         """What ``keep`` says of each position."""
         assert params is not None  # noqa: S101
         keep, pos = params["keep"], observed.pos[:, None, :]

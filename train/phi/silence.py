@@ -97,7 +97,7 @@ def look(settings: Settings, model: LanguageModel, layers: Sequence[Params]) -> 
 
 def not_helped(seen: Seen) -> Bool[np.ndarray, "L N"]:
     """The heads whose error φ does not lower at every count."""
-    return ~(seen.completed < seen.alone).all(axis=0)
+    return np.asarray(~(seen.completed < seen.alone).all(axis=0))
 
 
 def silenced(layers: Sequence[Params], silent: Bool[np.ndarray, "L N"]) -> list[Params]:
