@@ -255,7 +255,9 @@ class Lane:
         self._look()
 
     def short_by(self, steps: int) -> list[int]:
-        """Pages that each kind of pool lacks, if so many steps stored every token."""
+        """Pages that each kind of pool lacks, if so many steps stored every token; [] where there are no pools."""
+        if not self.sizes:
+            return []
         places, kinds = [place for place in self.places if place is not None], len(self.sizes)
         coming = np.asarray([min(steps, place.job.left) for place in places], int)
         most = np.asarray([self._most(place.job.policy) for place in places], int).reshape(len(places), kinds)

@@ -15,7 +15,6 @@ import jax.numpy as jnp
 
 from kvjax.policies import phi
 from kvjax.types import Params
-from pallas_kernels import softmax
 from train.phi.maps import folded
 from train.phi.settings import Loss, Target
 
@@ -69,7 +68,8 @@ def student(maps: Params, batch: dict[str, Array]) -> Float[Array, "B A G Q T"]:
     most = jax.lax.stop_gradient(log_k.max(axis=2, keepdims=True))
     row = log_q + most[:, :, None]
     shift = jax.lax.stop_gradient(row.max(axis=-1, keepdims=True))
-    silent, shift = shift == -jnp.inf, softmax.finite(shift)
+    silent = shift == -jnp.inf
+    shift = jnp.where(silent, 0, shift)
     exact = jax.lax.Precision.HIGHEST
     z = jnp.einsum("bagqf,batf->bagqt", jnp.exp(row - shift), jnp.exp(log_k - most), precision=exact)
     return jnp.where(silent, -jnp.inf, shift + jnp.log(jnp.maximum(z, LEAST)))
