@@ -255,7 +255,7 @@ class Lane:
         self._look()
 
     def short_by(self, steps: int) -> list[int]:
-        """Pages that each kind of pool lacks, if so many steps stored every token; [] where there are no pools."""
+        """Pages that each kind of pool lacks, if so many steps stored every token; [] without pools."""
         if not self.sizes:
             return []
         places, kinds = [place for place in self.places if place is not None], len(self.sizes)
