@@ -93,7 +93,8 @@ def aims(results: dict[str, Any]) -> str:
     return f"""## What it had to show
 
 Weights as stored, full attention, held-out words, texts and names; n = {results["n"]["recall"]} for each
-group and length ({lengths} tokens), {results["n"]["ruler"]} for each of RULER's. Of recalls the lowest over lengths counts, of wordings the mean.
+group and length ({lengths} tokens), {results["n"]["ruler"]} for each of RULER's. Of recalls
+the lowest over lengths counts, of wordings the mean.
 
 {grid(["", "is", "aim", ""], lines)}"""
 
