@@ -45,8 +45,8 @@ TASKS = ("local_next", "local_number", "niah_single_1", "niah_multikey_2", "niah
 POLICIES = ("full", "window(24) + sinks(4)")
 
 
-def tasks(folder: Path, count: int) -> Any:
-    """Two local tasks: likelihoods of the next words, and needles to be written."""
+def tasks(folder: Path, count: int, tokenizer: str) -> Any:
+    """Two local tasks: likelihoods of the next words, and needles to be written. RULER's need a tokenizer."""
     from lm_eval.tasks import TaskManager
 
     numbers = random.Random(0).sample(range(10_000, 100_000), count)
@@ -62,7 +62,8 @@ def tasks(folder: Path, count: int) -> Any:
         file.write_text("".join(json.dumps(row) + "\n" for row in rows))
         text = TASK.format(name=name, file=file, kind=kind, metric=metric, more=more)
         (folder / f"{name}.yaml").write_text(text)
-    return TaskManager(include_path=str(folder))
+    metadata = {"max_seq_lengths": [1024], "tokenizer": tokenizer}
+    return TaskManager(include_path=str(folder), metadata=metadata)
 
 
 def with_bos(folder: Path, source: Path) -> Path:
@@ -82,7 +83,7 @@ def with_bos(folder: Path, source: Path) -> Path:
     return folder
 
 
-def numbers(model: Any, task: str, manager: Any, tokenizer: str, count: int) -> dict[str, Any]:
+def numbers(model: Any, task: str, manager: Any, count: int) -> dict[str, Any]:
     """What lm-eval finds, and what every sample was answered."""
     import lm_eval
 
@@ -92,7 +93,6 @@ def numbers(model: Any, task: str, manager: Any, tokenizer: str, count: int) -> 
         task_manager=manager,
         limit=count,
         bootstrap_iters=0,
-        metadata={"max_seq_lengths": [1024], "tokenizer": tokenizer},
     )
     metrics = {k: v for k, v in found["results"][task].items() if "," in k and "stderr" not in k}
     answers = [sample["resps"][0][0] for sample in found["samples"][task]]
@@ -116,7 +116,8 @@ def compare(home: Path, count: int, asked: Sequence[str]) -> Iterator[dict[str, 
 
     source = Path(kvjax.load().folder)
     (home / "tokenizer").mkdir()
-    tokenizer, manager = str(with_bos(home / "tokenizer", source)), tasks(home, count)
+    tokenizer = str(with_bos(home / "tokenizer", source))
+    manager = tasks(home, count, tokenizer)
     with running(source, "--context", "1536", "--dtype", "float32") as server:
         for task, policy in itertools.product(asked, POLICIES):
 
@@ -136,9 +137,9 @@ def compare(home: Path, count: int, asked: Sequence[str]) -> Iterator[dict[str, 
                 max_length=1536,
                 max_retries=1,
             )
-            http = numbers(client, task, manager, tokenizer, count)
+            http = numbers(client, task, manager, count)
             alone = KVJax(policy=policy, dtype="float32", max_length=1536, batch_size=5)
-            library = numbers(alone, task, manager, tokenizer, count)
+            library = numbers(alone, task, manager, count)
             pairs = list(zip(http["answers"], library["answers"]))
             row = {"policy": policy, "task": task, "http": http["metrics"], "library": library["metrics"]}
             yield row | {"samples": len(pairs), "same": sum(same(a, b) for a, b in pairs)}

@@ -32,9 +32,9 @@ CONFIG: dict[str, Any] = {
 }
 
 
-def config_at(folder: Path, source: Path, **sections: Any) -> Path:
-    """The tiny config with its run in ``folder``, as a file; a section given as a dict is merged."""
-    tree = copy.deepcopy(CONFIG)
+def config_at(folder: Path, source: Path, config: dict[str, Any] = CONFIG, **sections: Any) -> Path:
+    """A tiny config with its run in ``folder``, as a file; a section given as a dict is merged."""
+    tree = copy.deepcopy(config)
     tree["folder"], tree["model"] = str(folder / "run"), {"source": str(source)}
     tree["traces"]["folder"] = str(folder / "traces")
     for name, section in sections.items():

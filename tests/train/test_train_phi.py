@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import copy
+import functools
 import json
 import math
 from pathlib import Path
@@ -12,7 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import ranker_tiny
 import yaml
+from ranker_tiny import generated_text  # noqa: F401
 
 import kvjax
 from kvjax.policies import phi
@@ -44,28 +46,13 @@ ROOT = Path(__file__).resolve().parents[2]
 DROPS = "knorm + uniform(12) + recent(4)"
 
 
-def config_at(folder: Path, source: Path, **sections: Any) -> Path:
-    """The tiny config with its run in ``folder``, as a file; a section given as a dict is merged."""
-    tree = copy.deepcopy(CONFIG)
-    tree["folder"], tree["model"] = str(folder / "run"), {"source": str(source)}
-    tree["traces"]["folder"] = str(folder / "traces")
-    for name, section in sections.items():
-        tree[name] = tree.get(name, {}) | section if isinstance(section, dict) else section
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / "config.yaml"
-    path.write_text(yaml.safe_dump(tree))
-    return path
+config_at = functools.partial(ranker_tiny.config_at, config=CONFIG)
 
 
 def records(folder: Path) -> list[dict[str, Any]]:
     """A run's log without times."""
     lines = (folder / "run" / "40" / "log.jsonl").read_text().splitlines()
     return [{k: v for k, v in json.loads(line).items() if k not in ("time", "user")} for line in lines]
-
-
-@pytest.fixture(autouse=True)
-def generated_text(monkeypatch):
-    monkeypatch.setenv("KVJAX_DATA", "/nowhere")
 
 
 @pytest.fixture(scope="module")
