@@ -162,7 +162,7 @@ def _with_studies(folders: list[Path]) -> Results:
     rows, found = [], []
     for folder in folders:
         here = []
-        for file in sorted(folder.glob("*_*.json")):
+        for file in sorted(folder.glob("*.json")):
             tree = json.loads(file.read_text(encoding="utf-8"))
             here += [tree] if isinstance(tree, dict) and "study" in tree else []
         found += here
@@ -209,7 +209,7 @@ def _roundtrip(asked: Asked) -> None:
         print(roundtrip.markdown(found))
         return
     rows, _, tokens, _ = layers[0][0].shape
-    what = {"task": task.name, "rows": rows, "tokens": tokens, "page": decode.PAGE}
+    what = {"study": "roundtrip", "task": task.name, "rows": rows, "tokens": tokens, "page": decode.PAGE}
     print(json.dumps({**about(model, data), **what, "errors": roundtrip.as_json(found)}, indent=1))
 
 
