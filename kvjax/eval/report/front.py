@@ -17,6 +17,7 @@ from kvjax.eval.measure.row import Row
 from kvjax.eval.report import stats, table
 from kvjax.eval.report.plotting import panels, pyplot, saved, style
 from kvjax.eval.report.table import Results
+from kvjax.weights import DEFAULT
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -26,6 +27,7 @@ class Point:
     Attributes:
       policy: the one-string form.
       family: the same with its budget left open.
+      weights: what it was run with, as results name them; "" where nothing is learned.
       kept: share of the tokens that are held.
       share: live bytes when the answer begins, at 16 bits an exact element, over those of the full cache.
       score: mean over tasks, percent.
@@ -35,6 +37,7 @@ class Point:
 
     policy: str
     family: str
+    weights: str
     kept: float
     share: float
     score: float
@@ -96,6 +99,7 @@ def _point(rows: list[Row], head_dim: int) -> Point:
     return Point(
         policy=rows[0].cell.policy,
         family=rows[0].policy["family"],
+        weights=rows[0].cell.weights,
         kept=float(np.mean([row.kept_fraction for row in rows])),
         share=float(np.mean([share(row, head_dim) for row in rows])),
         score=mean,
@@ -201,13 +205,25 @@ def needs(results: Results, head_dim: int, shares: Sequence[float]) -> str:
     return " ".join(said) or "No cell was informative: nothing can be said."
 
 
+def _by_itself(label: str) -> bool:
+    """Are those the weights of a part that are taken where none are named?"""
+    return label.split("=")[-1].split("@")[0] == DEFAULT
+
+
 def as_json(results: Results, head_dim: int, whose: dict[str, Any], command: str) -> str:
-    """The front as ``auto`` reads it: best families first at each length and protocol, and whose it is."""
-    found = [
-        {"length": length, "protocol": protocol, **dataclasses.asdict(point)}
-        for (length, protocol), there in points(results, head_dim).items()
-        for point in front(there)
-        if point.policy != table.FULL
-    ]
+    """The front as ``auto`` reads it, by length and protocol, and whose it is.
+
+    Points of weights that a policy is not given by itself are left out. Where the front is of learned parts,
+    that of the others stands beside it: it is what another model can have.
+    """
+    found = []
+    for (length, protocol), every in points(results, head_dim).items():
+        there = [p for p in every if all(_by_itself(one) for one in p.weights.split(",") if one)]
+        both = front(there) + front([p for p in there if not p.weights])
+        found += [
+            {"length": length, "protocol": protocol, **dataclasses.asdict(point)}
+            for point in dict.fromkeys(both)
+            if point.policy != table.FULL
+        ]
     about = {"command": command, "model": whose["model"], "fingerprint": whose["fingerprint"]}
     return json.dumps(about | {"front": found}, indent=1, ensure_ascii=False) + "\n"
