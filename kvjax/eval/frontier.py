@@ -1,7 +1,7 @@
 """The frontier: every method and composition at matched bytes, in two stages, from one YAML file.
 
 Stage one looks at all policies on few samples; stage two looks again, on fresh and many samples and at more
-lengths, at those within ``near`` points of the best that no more bytes buy. Budgets are shares of a 16-bit
+lengths, at those within ``near`` points of the best that no more bytes buy, if they answer at all. Budgets are shares of a 16-bit
 cache that keeps everything: a policy whose pages hold codes has more slots for the same bytes.
 """
 
@@ -38,6 +38,7 @@ class Stage:
     Attributes:
       tasks, lengths, samples, seed: of the cells.
       near: points behind the front up to which a policy of the stage before takes part; None takes all.
+      least: percent that it must score there: where nothing answers, the front is no choice.
     """
 
     tasks: tuple[str, ...]
@@ -45,6 +46,7 @@ class Stage:
     samples: int
     seed: int
     near: float | None = None
+    least: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -174,11 +176,12 @@ def run(
         runner.run(whole, model, data, store, say=say, shown=shown)
         took, total = (time.perf_counter() - x for x in (start, began))
         say(f"stage {number}: {len(whole.cells)} cells, {took / 60:.1f} min; {total / 60:.1f} min in all")
-        following = plan.stages[number : number + 1]
-        if following and following[0].near is not None:
+        next_ = plan.stages[number] if number < len(plan.stages) else None
+        if next_ is not None and next_.near is not None:
             rows = [r for r in store.done().values() if (r.cell.seed, r.cell.samples) == (stage.seed, count)]
-            chosen = near_the_front(Results(tuple(rows)), named, model.network.head_dim, following[0].near)
-            say(f"within {following[0].near:g} points of the front: {', '.join(sorted(chosen))}")
+            found = Results(tuple(rows))
+            chosen = near_the_front(found, named, model.network.head_dim, next_.near, next_.least)
+            say(f"within {next_.near:g} points of the front: {', '.join(sorted(chosen))}")
     return Results(tuple(store.done().values()))
 
 
@@ -212,13 +215,16 @@ def _grids(
 
 
 def near_the_front(
-    results: Results, named: Mapping[tuple[int, str], str], head_dim: int, near: float
+    results: Results, named: Mapping[tuple[int, str], str], head_dim: int, near: float, least: float = 0.0
 ) -> set[str]:
-    """Names of the policies that are, at some length and protocol, within ``near`` points of the front."""
+    """Names of the policies that are, at some length and protocol, within ``near`` points of the front.
+
+    Those that score less than ``least`` are not among them, however few bytes they take.
+    """
     found = set()
     for (length, _), there in points(results, head_dim).items():
         for point in there:
             name = named.get((length, point.policy))
-            if name and point.score >= best_below(there, point.share) - near:
+            if name and point.score >= max(least, best_below(there, point.share) - near):
                 found.add(name)
     return found

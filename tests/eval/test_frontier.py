@@ -90,6 +90,7 @@ def test_near_the_front_are_those_within_so_many_points():
     assert "snapkv(32) + uniform(256)" not in near, "gvote is better for less"
     assert {"snapkv(32) + uniform(128)", "gvote(0.95)"} <= near
     assert "snapkv(32) + uniform(256)" in frontier.near_the_front(FOUND, named, DIM, 50)
+    assert "snapkv(32) + uniform(128)" not in frontier.near_the_front(FOUND, named, DIM, 5, least=51)
 
 
 def test_tables_and_sentences_say_the_same():
