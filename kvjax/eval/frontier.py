@@ -21,7 +21,7 @@ from kvjax.eval.errors import EvalError
 from kvjax.eval.measure import grid, runner
 from kvjax.eval.measure.grid import Grid
 from kvjax.eval.measure.store import Store
-from kvjax.eval.report.front import best_below, points, slot_cost
+from kvjax.eval.report import front
 from kvjax.eval.report.table import Results
 from kvjax.eval.tasks.data import Data
 from kvjax.loading import LanguageModel
@@ -107,7 +107,7 @@ def read(file: Path) -> Plan:
 def slots(template: str, share: float, length: int, head_dim: int) -> int:
     """Slots of a stream whose bytes are ``share`` of ``length`` tokens at 16 bits."""
     storage = parse_policy(filled(template, length)).storage
-    exact, cost = storage.recent if not storage.exact else 0, slot_cost(storage, head_dim)
+    exact, cost = storage.recent if not storage.exact else 0, front.slot_cost(storage, head_dim)
     wanted = share * length
     return max(1, round(wanted if wanted <= exact or cost == 1 else exact + (wanted - exact) / cost))
 
@@ -223,9 +223,7 @@ def near_the_front(
     Those that score less than ``least`` are not among them, however few bytes they take.
     """
     found = set()
-    for (length, _), there in points(results, head_dim).items():
-        for point in there:
-            name = named.get((length, point.policy))
-            if name and point.score >= max(least, best_below(there, point.share) - near):
-                found.add(name)
+    for (length, _), there in front.points(results, head_dim).items():
+        close = front.near(there, near, least)
+        found |= {named[length, point.policy] for point in close if (length, point.policy) in named}
     return found

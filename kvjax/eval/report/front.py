@@ -123,24 +123,37 @@ def front(there: Sequence[Point]) -> list[Point]:
     return found
 
 
+def near(there: Sequence[Point], points: float, least: float) -> list[Point]:
+    """Those within so many points of the best that no more bytes buy, that score at least ``least`` percent."""
+    return [p for p in there if p.score >= max(least, best_below(there, p.share) - points)]
+
+
+OTHERS = "all others (front.md has every cell)"
+NEAR, LEAST = 5, 50
+"""Points behind the front, and percent, up from which a picture names a family; the others are grey."""
+
+
 def draw(results: Results, head_dim: int, file: Path) -> Path:
-    """One panel a length and protocol: every point with its interval, the front as a line."""
+    """One panel a length and protocol: every point, the front as a line; families near it by name."""
     plt = pyplot()
     found = points(results, head_dim)
-    families = sorted({p.family for there in found.values() for p in there})
-    figure, axes = panels(plt, len(found), 2, (5.2, 3.6), top=0.3 + 0.14 * len(families))
+    named = sorted({p.family for there in found.values() for p in near(there, NEAR, LEAST)})
+    styles = {family: style(number) for number, family in enumerate(named)}
+    figure, axes = panels(plt, len(found), 2, (5.2, 3.2), top=0.3 + 0.08 * len(named))
     handles: dict[str, Any] = {}
     for axis, ((length, protocol), there) in zip(axes, found.items()):
         line = front(there)
         axis.step(
-            [100 * p.share for p in line], [p.score for p in line], where="post", c="0.5", lw=1.5, zorder=0
+            [100 * p.share for p in line], [p.score for p in line], where="post", c="0.4", lw=2.5, alpha=0.5
         )
-        for number, family in enumerate(families):
+        for family in dict.fromkeys(p.family for p in there):
             mine = sorted((p for p in there if p.family == family), key=lambda p: p.share)
-            if mine:
-                error = [[max(0, p.score - p.low) for p in mine], [max(0, p.high - p.score) for p in mine]]
-                x, y = [100 * p.share for p in mine], [p.score for p in mine]
-                handles[family] = axis.errorbar(x, y, error, ms=5, lw=0.7, capsize=1.5, **style(number))
+            error = [[max(0, p.score - p.low) for p in mine], [max(0, p.high - p.score) for p in mine]]
+            x, y = [100 * p.share for p in mine], [p.score for p in mine]
+            if family in styles:
+                handles[family] = axis.errorbar(x, y, error, ms=5, lw=1, capsize=1.5, **styles[family])
+            else:
+                handles[OTHERS] = axis.plot(x, y, ".-", ms=4, lw=0.6, c="0.8", zorder=0)[0]
         axis.set_title(f"{length} tokens, {_said(protocol)}", fontsize=9)
         axis.set_xlim(0, 105)
         axis.set_ylim(-4, 104)
@@ -149,8 +162,9 @@ def draw(results: Results, head_dim: int, file: Path) -> Path:
         "live bytes at 16 bits, % of the full cache's (the line: no policy is better for less)", fontsize=9
     )
     figure.supylabel("mean score over tasks, %", fontsize=9)
+    names = [*(name for name in styles if name in handles), *([OTHERS] if OTHERS in handles else [])]
     figure.legend(
-        handles.values(), handles.keys(), loc="outside upper center", ncol=2, fontsize=7, frameon=False
+        [handles[n] for n in names], names, loc="outside upper center", ncol=2, fontsize=8, frameon=False
     )
     return saved(plt, figure, file)
 
