@@ -124,7 +124,7 @@ def front(there: Sequence[Point]) -> list[Point]:
 
 
 def near(there: Sequence[Point], points: float, least: float) -> list[Point]:
-    """Those within so many points of the best that no more bytes buy, that score at least ``least`` percent."""
+    """Those within so many points of the best that no more bytes buy, and of at least ``least`` percent."""
     return [p for p in there if p.score >= max(least, best_below(there, p.share) - points)]
 
 
