@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
+from typing import Any
 
 from kvjax.eval.report import judges, table
 from kvjax.eval.report.judges import (
@@ -28,6 +30,14 @@ from kvjax.eval.report.judges import (
     swapped,
 )
 from kvjax.eval.report.table import Results
+
+
+def _times(one: dict[str, Any]) -> float:
+    """How many times fewer tokens φ reads: no number where it reads none, and not once where none are enough."""
+    if not one["completed"]:
+        return 0.0 if one["completed"] is None else math.inf
+    return float(one["alone"] / max(1.0, one["completed"]))
+
 
 UNSEEN = on("babilong", "icl", "gsm", "rerank", "mqar")
 """Groups that no ranker is trained on."""
@@ -61,7 +71,7 @@ NEAREST = judges.study(
 )
 FEWER = judges.study(
     "heads",
-    lambda found: min(one["alone"] / one["completed"] for one in found["fewer"] if one["completed"] >= 1),
+    lambda found: min(map(_times, found["fewer"])),
     lambda times: times >= 1.8,
     "python -m studies.topk_phi heads",
 )
