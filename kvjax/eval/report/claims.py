@@ -33,7 +33,7 @@ from kvjax.eval.report.table import Results
 
 
 def _times(one: dict[str, Any]) -> float:
-    """How many times fewer tokens φ reads: no number where it reads none, and not once where none are enough."""
+    """How many times fewer tokens φ reads: not a number of times where it needs none."""
     if not one["completed"]:
         return 0.0 if one["completed"] is None else math.inf
     return float(one["alone"] / max(1.0, one["completed"]))
