@@ -19,6 +19,7 @@ import tiny
 
 import kvjax
 from kvjax import decode, launch
+from kvjax.algebra import Policy
 from kvjax.cache.alike import check_alike
 from kvjax.models import hf
 
@@ -37,7 +38,7 @@ def main() -> None:
     model, prompts = tiny.model(), [tiny.prompt(9)]
     more = jax.tree.map(lambda x: -x, model.params)
     trained = model if first else tiny.Tiny(model.network, more)
-    laid = decode.on_mesh(model, {}, mesh)[0]
+    laid = decode.on_mesh(model, Policy(), {}, mesh)[0]
     gates = {"admission": [{"w1": np.full(4, 0.0 if first else 1.0)}]}
     row = {"policy": "snapkv(8) + uniform(24)", "prompts": prompts}
 

@@ -122,7 +122,7 @@ def live(policy: Policy, on: Mesh, kv_heads: int = 8) -> Life:
     given = {"context": 72, "page": 8, "chunk_size": 16, "weights": learned}
     state, logits = kvjax.prefill(it, policy, prompts(), **given, mesh=on)
     kept, found, text = [on.read(metrics.present(state))], [on.read(logits)], []
-    laid, learned = decode.on_mesh(it, learned, on)
+    laid, learned = decode.on_mesh(it, policy, learned, on)
     for at in range(STEPS):
         if at % 5 == 0:
             state = decode.reserve(policy, state, 5, 1)
@@ -153,7 +153,7 @@ def moved(policy: Policy, on: Mesh, kv_heads: int = 8) -> dict[str, Any]:
     """What a compiled step brings from device to device: each collective and the shape of its result."""
     it = model(kv_heads)
     learned = {p.place: p.example_weights(jax.random.key(1), it.network) for p in policy.learned}
-    laid, learned = decode.on_mesh(it, learned, on)
+    laid, learned = decode.on_mesh(it, policy, learned, on)
     rows = len(LENGTHS)
     space = {"rows": rows, "context": 256, "page": 32, "chunk_size": 16}
     state = decode.empty(it.network, policy, **space, dtype=np.float32, mesh=on)
@@ -190,7 +190,7 @@ def differing(rows: list[int], one: KVState, other: KVState) -> int:
 def onward(policy: Policy, state: KVState) -> np.ndarray:
     """Logits of three steps; the state is used up."""
     it, on, found = model(), state.mesh, []
-    laid, _ = decode.on_mesh(it, {}, on)
+    laid, _ = decode.on_mesh(it, policy, {}, on)
     state = decode.reserve(policy, state, 3, 1)
     for token in range(3):
         fed = on.put((np.full(state.rows, token, np.int32), np.ones(state.rows, bool)))

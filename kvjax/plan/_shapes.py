@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from kvjax import decode, metrics
+from kvjax import decode, layer, metrics
 from kvjax.cache import pool
 from kvjax.cache import state as states
 from kvjax.cache.mesh import DATA, TENSOR, WHOLE, Mesh
@@ -46,9 +46,9 @@ def params(case: Case) -> Params:
 
 
 def weights(case: Case) -> Params:
-    """Learned weights of the policy's parts; every device has them whole, as ``load`` lays them."""
+    """Learned weights of the policy's parts, laid as a call lays them."""
     found = {part.place: part.weight_shapes(case.network) for part in case.policy.learned}
-    return laid(found, jax.tree.map(lambda _: WHOLE, found), case.mesh)
+    return laid(found, layer.of_learned(case.policy, found), case.mesh)
 
 
 def read_every_step(case: Case) -> Params:
