@@ -1,6 +1,6 @@
 """Policies on meshes of virtual devices against one device: a program, since JAX counts devices once.
 
-    python tests/mesh_run.py MESH ... [--only POLICY ...] [--heads K] [--moved | --saved]
+    python tests/mesh_run.py MESH ... [--only POLICY ...] [--heads K] [--moved | --saved | --measured]
 
 A line of JSON for each policy: the largest difference of logits, and how much else differed.
 """
@@ -36,6 +36,7 @@ from kvjax.algebra import Policy  # noqa: E402
 from kvjax.cache.mesh import ONE, Mesh  # noqa: E402
 from kvjax.cache.reshard import reshard  # noqa: E402
 from kvjax.cache.state import KVState  # noqa: E402
+from kvjax.eval.measure import counted, forced  # noqa: E402
 from kvjax.models import decoder  # noqa: E402
 from kvjax.models.spec import ModelSpec, Rope  # noqa: E402
 
@@ -157,6 +158,20 @@ def difference(one: Life, many: Life) -> dict[str, Any]:
     }
 
 
+def measured(policy: Policy, on: Mesh, kv_heads: int = 8) -> dict[str, np.ndarray]:
+    """What evaluations look at, of prompts that are read once and cut, and of given tokens after them."""
+    it, weights = model(kv_heads), learned(policy, model(kv_heads).network)
+    laid, _ = decode.on_mesh(it, policy, weights, on)
+    reading = decode.read_full(laid, prompts(), context=72)
+    state, _ = decode.cut(laid, policy, reading, page=8, chunk_size=16, weights=weights)
+    state = decode.roomy(policy, decode.reserve(policy, state, 6, 1), 1)
+    before = counted.contents(state)
+    given = [prompt[:6] for prompt in prompts()]
+    _, after = forced.steps(laid, policy, state, given, given, forced=True, weights=weights)
+    held = {"slots": before.slots, "mask": before.mask, "bytes": np.asarray([before.slot, before.fixed])}
+    return held | {name: getattr(after, name)[:, :6] for name in ("nll", "live", "reads")}
+
+
 def moved(policy: Policy, on: Mesh, kv_heads: int = 8) -> dict[str, Any]:
     """What a compiled step brings from device to device: each collective and the shape of its result."""
     it = model(kv_heads)
@@ -228,6 +243,7 @@ def main() -> None:
     parser.add_argument("--heads", type=int, default=8)
     parser.add_argument("--moved", action="store_true", help="what a step brings from device to device")
     parser.add_argument("--saved", action="store_true", help="save on the first mesh, open on each")
+    parser.add_argument("--measured", action="store_true", help="what evaluations look at")
     asked = parser.parse_args()
     for policy in asked.only or policies():
         if asked.saved:
@@ -240,6 +256,13 @@ def main() -> None:
         if asked.moved:
             found = moved(policy, kvjax.mesh(asked.mesh[0]), asked.heads)
             print(json.dumps({"policy": repr(policy)} | found), flush=True)
+            continue
+        if asked.measured:
+            one, many = (measured(policy, on, asked.heads) for on in (ONE, kvjax.mesh(asked.mesh[0])))
+            off = {
+                name: float(np.abs(np.subtract(x, many[name], dtype=float)).max()) for name, x in one.items()
+            }
+            print(json.dumps({"policy": repr(policy), "held": int(one["slots"].sum())} | off), flush=True)
             continue
         one = live(policy, ONE, asked.heads)
         for name in asked.mesh:

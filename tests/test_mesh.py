@@ -91,6 +91,15 @@ def test_no_step_moves_a_pool_between_devices():
 
 
 @pytest.mark.slow
+def test_evaluations_measure_on_a_mesh_what_they_measure_on_one_device():
+    for one in lived("data=2,tensor=4", "--measured", "--only", SHARED, "duo(0.5, window=12, prefill=False)"):
+        assert one.pop("policy")
+        assert one.pop("held") > 500
+        assert one.pop("nll") <= CLOSE
+        assert set(one.values()) == {0.0}, one  # what is held, and what is read
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_state_saved_on_one_mesh_opens_on_another(processes):
     others = ["data=4,tensor=2"] if processes > 1 else ["data=1", "tensor=2", "data=4,tensor=2"]

@@ -11,12 +11,14 @@ import jax
 import jax.numpy as jnp
 
 from kvjax import decode, layer, metrics
+from kvjax.algebra import Policy
 from kvjax.cache import pool
 from kvjax.cache import state as states
 from kvjax.cache.mesh import DATA, TENSOR, WHOLE, Mesh
 from kvjax.cache.pages import Pages
 from kvjax.cache.state import KVState, LayerCache
 from kvjax.models import decoder
+from kvjax.models.spec import ModelSpec
 from kvjax.plan._case import Case, slots
 from kvjax.types import Params
 
@@ -47,8 +49,13 @@ def params(case: Case) -> Params:
 
 def weights(case: Case) -> Params:
     """Learned weights of the policy's parts, laid as a call lays them."""
-    found = {part.place: part.weight_shapes(case.network) for part in case.policy.learned}
+    found = _learned(case.policy, case.spec)
     return laid(found, layer.of_learned(case.policy, found), case.mesh)
+
+
+@functools.lru_cache(maxsize=8)  # a search asks a hundred times, and making them up is traced for every layer
+def _learned(policy: Policy, spec: ModelSpec) -> Params:
+    return {part.place: part.weight_shapes(decoder.Decoder(spec)) for part in policy.learned}
 
 
 def read_every_step(case: Case) -> Params:
