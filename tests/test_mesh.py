@@ -125,7 +125,7 @@ def test_processes_that_were_given_different_things_are_refused(tmp_path):
     hf.save(tmp_path / "first", model.spec, model.params, dtype=str(params["embed"].dtype))
     folders = [str(tmp_path / name) for name in ("first", "trained")]
     [found] = lived(*folders, processes=2, program="alike_run.py", devices=1)
-    assert found.pop("read") == "True"
+    assert found.pop("read") == found.pop("text") == "True"
     assert "is in another call than process 0" in found.pop("call")
     assert {name: said.partition(GIVEN_OTHERS)[2].partition(".")[0] for name, said in found.items()} == {
         "versions": f"the version of numpy (here '{np.__version__.partition('.')[0]}",
