@@ -37,7 +37,6 @@ _LARGER = "--model llama-3.1-70b --context 131072 --policy wg-kv --share 0.25 --
 
 ALONE = {
     "v5e-64-70b": f"{_LARGER} --tpu v5e:8x8",
-    "v5p-16-70b": f"{_LARGER} --tpu v5p:2x2x4",
     "h200-8-70b": f"{_LARGER} --gpu h200:8",
 }
 """Questions about a larger model, each by itself; the mesh is left to the plan."""
@@ -129,11 +128,12 @@ def _larger(plans: list[dict[str, Any]]) -> list[str]:
         "## Llama-3.1-70B",
         "",
         f"{plans[0]['rows']} rows of {plans[0]['context']:,} tokens under `{plans[0]['policy']}` at "
-        f"{plans[0]['share']:.0%}, on the grid with the fewest bytes a device. Two small depths are compiled "
-        "and carried on to 80 layers; the last column is the processor time that the plan took.",
+        f"{100 * plans[0]['share']:.0f} %, on the grid with the fewest bytes a device. Two small depths are "
+        "compiled and carried on to 80 layers; the last column is the processor time that the plan took.",
         "",
-        "| devices | mesh | GiB a device, of | weights | KV | least step | sent a step | most rows | plan |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| devices | mesh | GiB a device, of | weights | KV | least step | sent a step | most rows "
+        "| read at once | plan |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for plan in plans:
         step, gib = plan["step"], 2**30
@@ -142,7 +142,7 @@ def _larger(plans: list[dict[str, Any]]) -> list[str]:
             f"| `{plan['devices']}` | {plan['mesh']} | {step['total'] / gib:.2f}, {plan['memory'] / gib:.2f} "
             f"| {step['weights'] / gib:.2f} | {step['allocated'] / gib:.2f} "
             f"| {1e3 * plan['roofline']['seconds']:.2f} ms | {sent / 1e6:.2f} MB | {plan['most_rows']} "
-            f"| {plan['processor_seconds']:.0f} s |"
+            f"| {plan['most_rows_read_at_once']} | {plan['processor_seconds']:.0f} s |"
         )
     return [*lines, "", *(f"    {plan['command']}" for plan in plans), ""]
 
