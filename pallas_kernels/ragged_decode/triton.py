@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels import compat, tiles, tuning
 from pallas_kernels.dispatch import Unsupported
-from pallas_kernels.ragged_decode import triton_join, triton_pages, worklist
+from pallas_kernels.ragged_decode import codes, triton_join, triton_pages, worklist
 from pallas_kernels.ragged_decode.ref import page_lists
 from pallas_kernels.ragged_decode.worklist import Plan
 
@@ -59,9 +59,9 @@ def _plan(q: Array, pools: Pools, lists: Lists, blocks: Tuned, *rest: Any) -> Pl
     per, many = found.item, -(-total // rows)
     while per > ITEM_SLOTS[1] and b * heads * many * -(-j * size // per) < PROGRAMS:
         per //= 2
-    tile, wide = max(1, found.k // size), pl.next_power_of_2(h)
-    per_item = max(tile, per // size // tile * tile)
-    return Plan(n // heads, t, rows, many, per_item, tile, size, h, wide, found, *rest)
+    parts, tile = codes.parts(pools.k), max(1, found.k // size)
+    wide, per_item = max(16, pl.next_power_of_2(h // parts)), max(tile, per // size // tile * tile)
+    return Plan(n // heads, t, rows, many, per_item, tile, size, h, wide, parts, found, *rest)
 
 
 class Operands(NamedTuple):
@@ -98,10 +98,10 @@ class Kinds(NamedTuple):
     dtype: Any
 
 
-def _own(plan: Plan, q: Any, own: triton_pages.Queries, dtype: Any) -> Float[Array, "R H"]:
-    """The queries of this program."""
-    at, there = own.channels(plan)
-    return compat.load(q.at[at], mask=there).astype(dtype)
+def _own(plan: Plan, q: Any, own: triton_pages.Queries, dtype: Any) -> list[Float[Array, "R H"]]:
+    """The queries of this program, each part of their channels."""
+    places = (own.channels(plan, part) for part in range(plan.parts))
+    return [compat.load(q.at[at], mask=there).astype(dtype) for at, there in places]
 
 
 def _read_body(plan: Plan, kinds: Kinds) -> Any:
@@ -120,19 +120,24 @@ def _read_body(plan: Plan, kinds: Kinds) -> Any:
                 s, see = triton_pages.scores(plan, mine, k, scales, lists, tile)
                 for ref in kept:
                     _keep(plan, ref, s, it)
-                values, scale = triton_pages.side(plan, v, scales, 1, tile, mine.dtype)
-                return tiles.grow(
-                    stats,
-                    s,
-                    see,
-                    lambda p: triton_pages.times(tiles.product_nn(p.astype(values.dtype), values), scale),
-                )
+                values = triton_pages.side(plan, v, scales, 1, tile, kinds.dtype)
 
-            stats = jax.lax.fori_loop(0, pl.cdiv(count, plan.tile), step, tiles.start(plan.rows, plan.wide))
-            at, there = own.channels(plan)
-            compat.store(o.at[at], stats[2], mask=there)
-            compat.store(m.at[own.at], stats[0].reshape(plan.rows), mask=own.there)
-            compat.store(l.at[own.at], stats[1].reshape(plan.rows), mask=own.there)
+                def mix(p: Array) -> list[Array]:
+                    return [
+                        triton_pages.times(tiles.product_nn(p.astype(kinds.dtype), x), scale)
+                        for x, scale in values
+                    ]
+
+                return tiles.grow(stats, s, see, mix)
+
+            top, total, none = tiles.start(plan.rows, plan.wide)
+            start = top, total, [none] * plan.parts
+            top, total, found = jax.lax.fori_loop(0, pl.cdiv(count, plan.tile), step, start)
+            for part, x in enumerate(found):
+                at, there = own.channels(plan, part)
+                compat.store(o.at[at], x, mask=there)
+            compat.store(m.at[own.at], top.reshape(plan.rows), mask=own.there)
+            compat.store(l.at[own.at], total.reshape(plan.rows), mask=own.there)
 
     return body
 
@@ -218,14 +223,13 @@ def ragged_decode(
     q: Array, pools: Pools, lists: Lists, *, options: Options, interpret: Any = False, blocks: Tuned = ()
 ) -> tuple[Array, ...]:
     """See ``api.ragged_decode``."""
-    worklist.refuse_pairs("triton", pools)
     (b, n, t, h), plan = q.shape, _plan(q, pools, lists, blocks, options, interpret)
-    streams, codes = b * lists.table.shape[1], pools.scales is not None
+    streams, coded = b * lists.table.shape[1], pools.scales is not None
     told = [x.reshape(streams, -1) for x in (lists.table, lists.length)]
     told += [] if lists.pages is None else [lists.pages.reshape(streams, -1)]
     told += [] if lists.slots is None else [lists.slots.reshape(streams, -1).astype(jnp.int8)]
     kinds = Kinds(
-        lists.pages is not None, lists.slots is not None, codes, q.dtype if codes else pools.k.dtype
+        lists.pages is not None, lists.slots is not None, coded, q.dtype if coded else pools.k.dtype
     )
     entries = told[2 if kinds.selected else 0].shape[1]
     longest, own = -(-entries // plan.per_item), [*told, q.reshape(streams, plan.total, h)]

@@ -41,7 +41,8 @@ def _body(plan: Plan, count: int, selected: bool) -> Any:
         shift = jnp.max(top)
         shift = jnp.where(shift > tiles.HIDDEN, shift, 0.0)
         total = jnp.sum(jnp.exp(top - shift) * of)
-        channel = jax.lax.broadcasted_iota(jnp.int32, (few, plan.wide), 1)
+        wide = pl.next_power_of_2(plan.h)
+        channel = jax.lax.broadcasted_iota(jnp.int32, (few, wide), 1)
 
         def step(c: Array, carry: Array) -> Array:
             top, _, at = part(c * few, few)
@@ -50,10 +51,10 @@ def _body(plan: Plan, count: int, selected: bool) -> Any:
             x = compat.load(o.at[place, jnp.full(channel.shape, query, jnp.int32), channel], mask=there)
             return carry + jnp.sum(jnp.exp(top - shift)[:, None] * x, axis=0)
 
-        found = jax.lax.fori_loop(0, pl.cdiv(items, few), step, jnp.zeros((plan.wide,), jnp.float32))
+        found = jax.lax.fori_loop(0, pl.cdiv(items, few), step, jnp.zeros((wide,), jnp.float32))
         some = total != 0  # NaN is something
         safe = jnp.where(some, total, 1.0)
-        at = jnp.arange(plan.wide, dtype=jnp.int32)
+        at = jnp.arange(wide, dtype=jnp.int32)
         compat.store(out.at[at], jnp.where(some, found / safe, 0.0), mask=at < plan.h)
         lse[0] = jnp.where(some, shift + jnp.log(safe), -jnp.inf)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_kernels import compat, tiles
+from pallas_kernels.ragged_decode import codes
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Num
@@ -71,12 +73,12 @@ class Queries(NamedTuple):
     at: Any
     there: Any
 
-    def channels(self, plan: Plan) -> tuple[tuple[Array, Array], Array]:
-        """Places in an array [R, H] of each query's channels, padded to a tile's, and which are there."""
+    def channels(self, plan: Plan, part: int) -> tuple[tuple[Array, Array], Array]:
+        """Places in an array [R, H] of the channels of a part, padded to a tile's, and which are there."""
         shape = (plan.rows, plan.wide)
         channel = jax.lax.broadcasted_iota(jnp.int32, shape, 1)
         row = jnp.broadcast_to(self.at[:, None], shape)
-        return (row, channel), self.there[:, None] & (channel < plan.h)
+        return (row, part * plan.part + channel), self.there[:, None] & (channel < plan.part)
 
 
 def queries(plan: Plan) -> Queries:
@@ -92,51 +94,61 @@ def live_slots(plan: Plan, tile: Tile) -> Bool[Array, "C S"]:
     return slot < tile.live[:, None]
 
 
-def load_pages(plan: Plan, pool: Any, tile: Tile) -> Num[Array, "C S H"]:
+def load_pages(plan: Plan, pool: Any, tile: Tile) -> Num[Array, "C S X"]:
     """The live slots of a tile's pages as they lie in the pool; zeros for dead ones."""
     shape = (plan.tile, plan.slots, plan.wide)
     page = jnp.broadcast_to(tile.ids[:, None, None], shape)
     slot, channel = (jax.lax.broadcasted_iota(jnp.int32, shape, axis) for axis in (1, 2))
-    there = (slot < tile.live[:, None, None]) & (channel < plan.h)
+    there = (slot < tile.live[:, None, None]) & (channel < plan.part)
     return compat.load(pool.at[page, slot, channel], mask=there)
 
 
-def page_scale(plan: Plan, scales: Any, which: int, tile: Tile) -> Float[Array, "C H"]:
+def page_scale(plan: Plan, scales: Any, which: int, part: int, tile: Tile) -> Float[Array, "C H"]:
     """What codes of keys (0) or values (1) are multiplied by, a page and channel; zeros for dead pages."""
     flat = (plan.tile, plan.wide)
     page, channel = (
         jnp.broadcast_to(tile.ids[:, None], flat),
         jax.lax.broadcasted_iota(jnp.int32, flat, 1),
     )
-    there = (tile.live[:, None] > 0) & (channel < plan.h)
-    return compat.load(scales.at[page, jnp.full(flat, which, jnp.int32), channel], mask=there)
+    there = (tile.live[:, None] > 0) & (channel < plan.part)
+    at = scales.at[page, jnp.full(flat, which, jnp.int32), part * plan.part + channel]
+    scale = compat.load(at, mask=there)
+    return scale if plan.parts == 1 else scale / codes.TIMES
 
 
-def side(
-    plan: Plan, pool: Any, scales: Any, which: int, tile: Tile, dtype: Any
-) -> tuple[Float[Array, "Y H"], Float[Array, "1 H"] | None]:
-    """Keys or values of a tile, one after another, and a scale that is left to multiply by; or None.
+class Side(NamedTuple):
+    """Keys or values of a tile, one after another, and a scale that is left to multiply by; or None."""
+
+    x: Any
+    scale: Any
+
+
+def side(plan: Plan, pool: Any, scales: Any, which: int, tile: Tile, dtype: Any) -> list[Side]:
+    """Keys or values of a tile, each part of their channels.
 
     A tile of one page has one scale a channel, so its codes go into the product as they are (a code is exact
     in 16 bits) and the scale meets a query, or an output: fewer than a tile's slots. Of several pages each
     has its own, and codes are multiplied before they are joined.
     """
-    x, flat = load_pages(plan, pool, tile), (plan.tile * plan.slots, plan.wide)
-    if scales is None:
-        return x.astype(dtype).reshape(flat), None
-    scale = page_scale(plan, scales, which, tile)
-    if plan.tile == 1:
-        return x.astype(dtype).reshape(flat), scale
-    return (x.astype(jnp.float32) * scale[:, None, :]).astype(dtype).reshape(flat), None
+    loaded, flat = load_pages(plan, pool, tile), (plan.tile * plan.slots, plan.wide)
+
+    def one(part: int, x: Array) -> Side:
+        if scales is None:
+            return Side(x.astype(dtype).reshape(flat), None)
+        scale = page_scale(plan, scales, which, part, tile)
+        if plan.tile == 1:
+            return Side(x.astype(dtype).reshape(flat), scale)
+        return Side((x.astype(jnp.float32) * scale[:, None, :]).astype(dtype).reshape(flat), None)
+
+    return [one(i, x) for i, x in enumerate([loaded] if plan.parts == 1 else codes.halves(loaded))]
 
 
 def scores(
-    plan: Plan, q: Array, k: Any, scales: Any, lists: Listed, tile: Tile
+    plan: Plan, q: list[Array], k: Any, scales: Any, lists: Listed, tile: Tile
 ) -> tuple[Float[Array, "R Y"], Bool[Array, "1 Y"]]:
-    """Capped scores of a tile, and which of its slots are read."""
-    width = plan.tile * plan.slots
-    keys, scale = side(plan, k, scales, 0, tile, q.dtype)
-    s = tiles.product_nt(times(q, scale), keys)
+    """Capped scores of a tile, by each part of the queries' channels, and which of its slots are read."""
+    width, keys = plan.tile * plan.slots, side(plan, k, scales, 0, tile, q[0].dtype)
+    s = functools.reduce(jnp.add, [tiles.product_nt(times(x, y.scale), y.x) for x, y in zip(q, keys)])
     see = live_slots(plan, tile)
     if lists.chosen is not None:
         at = tile.first * plan.slots + jnp.arange(width, dtype=jnp.int32)

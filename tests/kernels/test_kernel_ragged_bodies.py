@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_oracle import ragged as oracle
-from test_kernel_ragged_decode import case, check, edges, plain, selection
+from test_kernel_ragged_decode import KINDS, case, check, edges, plain, selection
 from tiny import quick_compiles  # noqa: F401
 
 from pallas_kernels import EMPTY, Unsupported, compat, merge, ragged_decode, tuning
@@ -27,10 +27,13 @@ from pallas_kernels.ragged_decode.work import SHAPES, Shape
 TEST = SHAPES.tagged("test")
 
 BODIES = ("mosaic_tpu", "triton")
-QUICK = [("g4_h64", "int8", True), ("g4_h96", "float32", True), ("page128", "int8", False)]
+QUICK = [
+    *(("g4_h64", "int8", True), ("g4_h96", "float32", True), ("page128", "int8", False)),
+    *(("g4_h64", "uint8", True), ("page128", "uint8", False)),
+]
 """Of two queries a head, whose mass takes a second read, and of one."""
 
-GRID = [(name, kind, some) for name in TEST for kind in ("float32", "int8") for some in (False, True)]
+GRID = [(name, kind, some) for name in TEST for kind in KINDS for some in (False, True)]
 CASES = [pytest.param(*x, marks=() if x in QUICK else pytest.mark.slow) for x in GRID]
 
 
@@ -158,14 +161,6 @@ def test_the_gradient_is_borrowed_whatever_blocks_the_body_takes():
     assert_close(back(found)[0], back_plain(wanted)[0], shape.M * shape.S)
 
 
-@pytest.mark.parametrize("impl", BODIES)
-def test_pages_of_two_codes_a_byte_are_refused(impl):
-    shape = TEST["g4_h64"]
-    arrays, lists = case(shape, edges(shape), kind="uint8")
-    with pytest.raises(Unsupported, match=f"{impl}.*4 bits a code.*impl='xla'"):
-        ragged_decode(*arrays, **lists, impl=impl)
-
-
 def test_items_cover_live_pages_once_and_no_others():
     shape, per_item = TEST["g4_h64"], 2
     live = jnp.asarray([[0, 3, 16, 0, 1], [0, 0, 0, 0, 0], [16, 16, 16, 16, 0]])
@@ -210,6 +205,9 @@ def test_refusals():
     (q, k, v), lists = case(shape, edges(shape))
     with pytest.raises(Unsupported, match="powers of two"):
         ragged_decode(q, k[:, :6], v[:, :6], **lists, impl="triton")
+    (_, k4, v4), coded = case(shape, edges(shape), kind="uint8")
+    with pytest.raises(Unsupported, match="two codes a byte in pages of 6 slots.*multiple of 4"):
+        ragged_decode(q, k4[:, :6], v4[:, :6], **coded, impl="mosaic_tpu")
     big = jax.ShapeDtypeStruct((1 << 21, 32, 32), jnp.bfloat16)
     with pytest.raises(Unsupported, match="31 bits"):
         jax.eval_shape(lambda k: ragged_decode(q, k, k, **lists, impl="triton"), big)
