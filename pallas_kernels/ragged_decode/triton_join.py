@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_kernels import compat, tiles
-from pallas_kernels.ragged_decode.triton_pages import held_entries
+from pallas_kernels.ragged_decode.triton_pages import shares
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float
@@ -22,12 +22,12 @@ JOINED = 64
 
 def _body(plan: Plan, count: int, selected: bool) -> Any:
     """The kernel: (length, o, m, l) of a stream's items -> (out, lse) of one query, in one order always."""
-    most = pl.next_power_of_2(-(-count // plan.per_item))
+    most = pl.next_power_of_2(plan.items)
     few = min(JOINED, most)
 
     def body(length: Any, o: Any, m: Any, l: Any, out: Any, lse: Any) -> None:
         query = pl.program_id(0)
-        items = pl.cdiv(held_entries(plan, count, selected, length[0]), plan.per_item)
+        items = shares(plan, count, selected, length[0]).items
 
         def part(first: Any, size: int) -> tuple[Array, Array, Array]:
             """(max, denominator, number) of some items."""

@@ -33,11 +33,11 @@ class Listed(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """A few pages of a list: ids and live slots [tile], 0 for those not there; the first one's place."""
+    """A few pages of a list: ids and live slots [tile], 0 for those not there; its place among the tiles."""
 
     ids: Any
     live: Any
-    first: Any
+    place: Any
 
 
 def held_entries(plan: Plan, count: int, selected: bool, length: Array) -> Array | int:
@@ -47,16 +47,36 @@ def held_entries(plan: Plan, count: int, selected: bool, length: Array) -> Array
     return jax.lax.div(jnp.clip(length, 0, count * plan.slots) + (plan.slots - 1), plan.slots)
 
 
+class Shares(NamedTuple):
+    """How a list is divided: its tiles, those of each item but the last, and items with any."""
+
+    tiles: Any
+    each: Any
+    items: Any
+
+
+def shares(plan: Plan, count: int, selected: bool, length: Array) -> Shares:
+    """Even shares of the live tiles of a list of ``count`` entries, whatever could be live of it.
+
+    The longest share is as short as so many items allow, and no shorter than ``least``. It depends on the
+    list's own length alone: what else is in a batch changes no bit of a row.
+    """
+    held = jnp.asarray(held_entries(plan, count, selected, length), jnp.int32)
+    tiles = jax.lax.div(held + (plan.tile - 1), jnp.int32(plan.tile))
+    each = jnp.maximum(jax.lax.div(tiles + (plan.items - 1), jnp.int32(plan.items)), plan.least)
+    return Shares(tiles, each, jax.lax.div(tiles + (each - 1), each))
+
+
 def item(plan: Plan, lists: Listed) -> tuple[Array, Array]:
-    """Of this program: its first entry among those of its stream, and how many it looks at."""
-    begin = pl.program_id(0) * plan.per_item
-    held = held_entries(plan, lists.entries, lists.pages is not None, lists.length[0])
-    return begin, jnp.clip(held - begin, 0, plan.per_item)
+    """Of this program: its first tile among those of its stream, and how many it looks at."""
+    found = shares(plan, lists.entries, lists.pages is not None, lists.length[0])
+    begin = pl.program_id(0) * found.each
+    return begin, jnp.clip(found.tiles - begin, 0, found.each)
 
 
-def find_tile(plan: Plan, lists: Listed, pool: int, begin: Array, it: Array) -> Tile:
+def find_tile(plan: Plan, lists: Listed, pool: int, place: Array) -> Tile:
     """As ``ref.page_lists``: whatever tables hold, ids are those of pages there are."""
-    at = begin + it * plan.tile + jnp.arange(plan.tile, dtype=jnp.int32)
+    at = place * plan.tile + jnp.arange(plan.tile, dtype=jnp.int32)
     if lists.pages is not None:
         at = compat.load(lists.pages.at[at], mask=at < lists.entries, other=-1)
     there = (at >= 0) & (at < lists.table.shape[0])
@@ -64,7 +84,7 @@ def find_tile(plan: Plan, lists: Listed, pool: int, begin: Array, it: Array) -> 
     ids = compat.load(lists.table.at[at], mask=there, other=-1)
     live = jnp.clip(lists.length[0] - at * plan.slots, 0, plan.slots)
     live = jnp.where(there & (ids >= 0) & (ids < pool), live, 0)
-    return Tile(jnp.where(live > 0, ids, 0), live, begin + it * plan.tile)
+    return Tile(jnp.where(live > 0, ids, 0), live, place)
 
 
 class Queries(NamedTuple):
@@ -151,7 +171,7 @@ def scores(
     s = functools.reduce(jnp.add, [tiles.product_nt(times(x, y.scale), y.x) for x, y in zip(q, keys)])
     see = live_slots(plan, tile)
     if lists.chosen is not None:
-        at = tile.first * plan.slots + jnp.arange(width, dtype=jnp.int32)
+        at = tile.place * width + jnp.arange(width, dtype=jnp.int32)
         bits = compat.load(lists.chosen.at[at], mask=at < lists.chosen.shape[0])
         see = see & (bits.reshape(plan.tile, plan.slots) > 0)
     return tiles.cap(s * plan.options.scale, plan.options.softcap), see.reshape(1, width)

@@ -10,8 +10,8 @@ are many.
 
 ``items`` packs them, so that their number follows the live pages, for a grid whose length is data (TPU).
 Every row has at least one item, so that its output is always written; items past the real ones repeat the
-last one and hold no pages. A GPU's grid is static and needs no such list: a row has as many items as the
-longest can have, and those past its own end do nothing (``triton``).
+last one and hold no pages. A GPU's grid is static and needs no such list: every row has as many items, which
+take even shares of its live pages (``triton``).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Plan(NamedTuple):
       queries: queries of a head, T.
       rows: queries of a stream taken together.
       blocks: rows of a stream, padded.
-      per_item: pages of an item.
+      per_item: pages of an item; of the longest list where items are shares of it (GPU).
       tile: pages of a tile.
       slots: slots of a page.
       h: head dim of the pools.
@@ -54,6 +54,8 @@ class Plan(NamedTuple):
       sizes: what the compiler is told.
       options: as in ``call``.
       interpret: how Pallas runs the bodies.
+      items: of a row at most, where they are shares of it.
+      least: tiles of such a share.
     """
 
     groups: int
@@ -69,6 +71,8 @@ class Plan(NamedTuple):
     sizes: Blocks
     options: Options
     interpret: Any
+    items: int = 0
+    least: int = 0
 
     @property
     def part(self) -> int:
