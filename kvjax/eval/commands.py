@@ -123,9 +123,7 @@ def _frontier(asked: Asked) -> None:
         shown=values["progress"],
     )
     dim, command = model.network.head_dim, f"python -m kvjax.eval frontier --config {values['config']}"
-    said = front.needs(results, dim, plan.shares)
-    text = f"# The front\n\n{said}\n\n{front.best_table(results, dim, plan.shares)}\n"
-    (out / "front.md").write_text(text, encoding="utf-8")
+    (out / "front.md").write_text(front.page(results, dim, plan.shares, command), encoding="utf-8")
     (out / "front.json").write_text(front.as_json(results, dim, whose, command), encoding="utf-8")
     for file in (front.draw(results, dim, out / "front.png"), out / "front.md", out / "front.json"):
         print(file)

@@ -125,14 +125,19 @@ def _longest(front: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _at(entry: dict[str, Any], amount: float | str, share: float) -> Iterator[Policy]:
-    """The measured policy with its budget set to ``amount``; as it stands where it has none to set."""
-    if entry["share"] > 1.02 * share:
-        return
+    """The measured policy with its budget set to ``amount``; as it stands where it has none to set.
+
+    A budget of slots counts by its share of the prompt: what came after the prompt was held beside it.
+    """
     policy = catalogue.policy(entry["policy"])
     budget: Any = policy.budget
-    if hasattr(budget, "amount"):
+    slots = getattr(budget, "amount", None)
+    each = entry["share"] / entry["kept"]  # bytes of a slot, over those of one at 16 bits
+    if (slots / entry["length"] * each if isinstance(slots, int) else entry["share"]) > 1.02 * share:
+        return
+    if slots is not None:
         # Codes are smaller than what they stand for: as many more slots.
-        slots = amount if isinstance(amount, str) else min(1.0, amount * entry["kept"] / entry["share"])
+        slots = amount if isinstance(amount, str) else min(1.0, amount / each)
         yield dataclasses.replace(policy, budget=dataclasses.replace(budget, amount=slots))
     elif not isinstance(amount, str):
         yield policy

@@ -98,6 +98,10 @@ def test_tables_and_sentences_say_the_same():
     assert "| 25 % | `snapkv(32) + uniform(128)` | 25 % | 50.0" in text
     assert "| 50 % | `snapkv(32) + int8(32) + ada(454)`" in text
     assert "take `snapkv(32) + uniform(128)` (50.0 %, -50.0 points" in front.needs(FOUND, DIM, [0.25])
+    gates = ("write_gate(0.2)|aggressive", 0.2, [1.0, 1.0]), ("write_gate(0.2)", 0.2, [0.0, 0.0])
+    whole = front.page(rows(("full", 1.0, [1.0, 1.0]), *gates), DIM, [0.25], "it")
+    assert f"take `{kvjax.policy('write_gate(0.2)')!r} [aggressive]` (100.0 %" in whole
+    assert f"| `{kvjax.policy('write_gate(0.2)')!r}` | 20.0 % | 0.0 (" in whole
 
 
 def test_the_picture_is_drawn(tmp_path):
@@ -169,6 +173,16 @@ def test_auto_is_the_fronts_choice(spec, policy, model):
     assert found == kvjax.policy(policy)
     assert said.startswith(f"{spec} is {policy}")
     assert "measured on this model (python -m it)" in said
+
+
+def test_a_budget_counts_by_its_share_of_the_prompt(model):
+    """What came behind the prompt was held beside it: 128 of 512 slots are a quarter."""
+    found = rows(("full", 1.0, [1.0]), ("knorm + uniform(128)", 0.29, [1.0]), ("gvote(0.95)", 0.29, [1.0]))
+    text = front.as_json(found, DIM, {"model": "", "fingerprint": fingerprint(model)}, "it")
+    (model.folder / "front.json").write_text(text)
+    assert chosen("auto(0.25)", model)[0] == kvjax.policy("knorm + uniform(0.25)")
+    with pytest.raises(PolicyError, match="nothing that small"):
+        chosen("auto(0.24)", model)
 
 
 def test_auto_answers_and_says_what_it_is(model):
