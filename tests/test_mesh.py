@@ -21,8 +21,12 @@ import tiny
 import kvjax
 from kvjax import launch, layer
 from kvjax.cache.mesh import AXES, ONE, Mesh, MeshError
+from kvjax.cli import InputError
+from kvjax.eval import commands
 from kvjax.layer import _seam
 from kvjax.models import hf
+from kvjax.serve import command as serving
+from kvjax.serve.arguments import parse
 
 HERE = Path(__file__).parent
 CLOSE = 5e-5
@@ -195,6 +199,17 @@ def test_load_refuses_heads_that_do_not_divide_before_it_reads(monkeypatch):
     monkeypatch.setattr(hf, "read_weights", None)
     with pytest.raises(MeshError, match=r"load\(.*\): tensor=3 does not divide the model's 4 KV heads"):
         kvjax.load(mesh=grid(tensor=3))
+
+
+def test_commands_of_one_process_are_refused_in_several(monkeypatch):
+    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(sys, "stdin", types.SimpleNamespace(isatty=lambda: True))
+    monkeypatch.setattr(serving, "loaded", None)
+    with pytest.raises(InputError, match="kvjax.eval runs in one process, and these are 2. Start it without"):
+        commands.model_of({"model": "embedded"})
+    with pytest.raises(InputError, match="a chat runs in one process, and these are 2"):
+        serving.run(parse([]))
 
 
 def test_what_is_cut_and_what_is_whole():
