@@ -2,7 +2,8 @@
 
 The grid is the list (its real length, known on the device only). Pools stay in HBM; each item's
 pages come by one DMA each into one of two buffers. Statistics of a row live in VMEM from its first
-item to its last. An item's pages and live slots are numbers in SMEM, whose size bounds the lists.
+item to its last. An item's pages and live slots are numbers in SMEM: those of all lists, or, where they do
+not fit, those of a few items, which come by a DMA two items ahead (``Entries``).
 
 Layout: XLA keeps an array whose last axis is shorter than 128 lanes with another axis in the lanes.
 
@@ -44,6 +45,8 @@ ROWS = 256
 
 MOST_PAGES = 32
 SMEM_WORDS = 230_000
+AHEAD = 4
+"""Items whose numbers are in SMEM where they come by DMA: read, fetched, asked for; and a power of 2."""
 HIGH_BITS = np.int32(0xF0F0F0F0 - (1 << 32))
 LANES = 128
 
@@ -55,14 +58,18 @@ def _plan(q: Array, pools: Pools, lists: Lists, blocks: Tuned, *rest: Any) -> Pl
     own = tuning.Blocks(item=ITEM_SLOTS if rows <= FEW else ITEM_SLOTS // 2)
     wanted = tuning.pick(blocks, "read", pools.k.dtype, h, own).item
     per_item, many = max(1, min(j, MOST_PAGES, wanted // size)), -(-total // rows)
-    words = b * heads * (j + 5 * many * -(-j // per_item))
-    if words > SMEM_WORDS:
-        raise Unsupported(
-            f"ragged_decode(impl='mosaic_tpu'): lists of {words} numbers exceed the {SMEM_WORDS} that SMEM "
-            "holds. Read fewer rows at a time, use larger pages, or impl='xla'."
-        )
+    streamed = b * heads * (j + 5 * many * -(-j // per_item)) > SMEM_WORDS
+    if streamed:
+        per_item = 1 << (per_item.bit_length() - 1)  # divides a row of LANES
+        words = b * heads * 5 * many * -(-j // per_item)
+        if words > SMEM_WORDS:
+            raise Unsupported(
+                f"ragged_decode(impl='mosaic_tpu'): lists of {words} numbers for their items exceed the "
+                f"{SMEM_WORDS} that SMEM holds. Read fewer rows at a time, use larger pages, or impl='xla'."
+            )
     parts = codes.parts(pools.k)
     plan = Plan(n // heads, t, rows, many, per_item, per_item, size, h, h, parts, own, *rest)
+    plan = plan._replace(streamed=streamed)
     if parts > 1 and (plan.part if _turned(plan) else size) % 4:
         raise Unsupported(
             f"ragged_decode(impl='mosaic_tpu'): two codes a byte in pages of {size} slots of {plan.part} "
@@ -81,20 +88,51 @@ def _width(plan: Plan) -> int:
     return plan.per_item * plan.slots
 
 
+class Entries(NamedTuple):
+    """The numbers of an item's pages: all lists in SMEM, flat; or in HBM, [W, 1, LANES], and a ring in SMEM.
+
+    A row of LANES holds whole items. Of the ring each place has a semaphore.
+    """
+
+    lists: Any
+    place: Any
+    ring: Any = None
+    sem: Any = None
+
+    def __call__(self, item: Array, p: Array | int) -> Array:
+        """Of page p of an item; where it has none, any."""
+        if self.ring is None:
+            return self.lists[jnp.minimum(self.place[item] + p, self.lists.shape[0] - 1)]
+        return self.ring[item & (AHEAD - 1), 0, (self.place[item] & (LANES - 1)) + p]
+
+    def _copy(self, item: Array) -> Any:
+        to, row = item & (AHEAD - 1), jax.lax.div(self.place[item], jnp.int32(LANES))
+        return pltpu.make_async_copy(self.lists.at[row], self.ring.at[to], self.sem.at[to])
+
+    def begin(self, item: Array) -> None:
+        """Ask for an item's numbers."""
+        if self.ring is not None:
+            self._copy(item).start()
+
+    def end(self, item: Array) -> None:
+        """Wait for them."""
+        if self.ring is not None:
+            self._copy(item).wait()
+
+
 class Fetch(NamedTuple):
     """The pages of an item: which pools, into which buffers, by way of which semaphores."""
 
     pools: tuple[Any, ...]
     buffers: tuple[Any, ...]
     sem: Any
-    entry: Any
-    place: Any
+    entries: Entries
     held: Any
     shift: int
 
     def _each(self, item: Array, side: Array, act: str) -> None:
         def page(p: Array, carry: Array) -> Array:
-            at = self.entry[self.place[item] + p] >> self.shift
+            at = self.entries(item, p) >> self.shift
             for pool, buffer in zip(self.pools, self.buffers):
                 getattr(pltpu.make_async_copy(pool.at[at], buffer.at[side, p], self.sem.at[side]), act)()
             return carry
@@ -112,15 +150,27 @@ class Fetch(NamedTuple):
 
 def _advance(fetch: Fetch, count: Any) -> tuple[Array, Array]:
     """Wait for this item's pages, having asked for the next one's: (item, side of the buffers)."""
-    item = pl.program_id(0)
+    item, entries = pl.program_id(0), fetch.entries
     side = jax.lax.rem(item, 2)
 
     @pl.when(item == 0)
     def _() -> None:
+        entries.begin(item)
+
+        @pl.when(count > 1)
+        def _() -> None:
+            entries.begin(item + 1)
+
+        entries.end(item)
         fetch.begin(item, side)
+
+    @pl.when(item + 2 < count)
+    def _() -> None:
+        entries.begin(item + 2)
 
     @pl.when(item + 1 < count)
     def _() -> None:
+        entries.end(item + 1)
         fetch.begin(item + 1, 1 - side)
 
     fetch.end(item, side)
@@ -129,8 +179,7 @@ def _advance(fetch: Fetch, count: Any) -> tuple[Array, Array]:
 
 def _live(plan: Plan, fetch: Fetch, item: Array, p: Array | int) -> Array:
     """Live slots of page p of an item; 0 of a page it does not hold."""
-    at = jnp.minimum(fetch.place[item] + p, fetch.entry.shape[0] - 1)
-    held = jnp.where(p < fetch.held[item], fetch.entry[at], 0)
+    held = jnp.where(p < fetch.held[item], fetch.entries(item, p), 0)
     return held & ((1 << worklist.shift(plan.slots)) - 1)
 
 
@@ -212,13 +261,13 @@ def _split(refs: tuple[Any, ...], blocks: int, narrowed: bool, pools: int) -> tu
 def _read_body(plan: Plan, coded: bool, narrowed: bool) -> Any:
     """The kernel: (items, entries, count, q, chosen?, pools) -> (out, lse, scores?)."""
 
-    def body(row: Any, place: Any, block: Any, held: Any, edge: Any, entry: Any, count: Any, *refs: Any):
+    def body(row: Any, place: Any, block: Any, held: Any, edge: Any, count: Any, lists: Any, *refs: Any):
         del row, block
         q, chosen, pools, (out, lse, *rest) = _split(refs, 1, narrowed, 2 + coded)
         kept, scratch = rest[: plan.keeps_scores], rest[plan.keeps_scores :]
-        buffers, (m, l, o, sem) = tuple(scratch[: 2 + coded]), scratch[2 + coded :]
+        buffers, (m, l, o, sem, *ring) = tuple(scratch[: 2 + coded]), scratch[2 + coded :]
         k, v, scales = (*buffers, None)[:3]
-        fetch = Fetch(pools, buffers, sem, entry, place, held, worklist.shift(plan.slots))
+        fetch = Fetch(pools, buffers, sem, Entries(lists, place, *ring), held, worklist.shift(plan.slots))
         item, side = _advance(fetch, count[0])
 
         @pl.when((edge[item] & worklist.FIRST) > 0)
@@ -253,12 +302,12 @@ def _read_body(plan: Plan, coded: bool, narrowed: bool) -> Any:
 def _mass_body(plan: Plan, coded: bool, narrowed: bool) -> Any:
     """The kernel: (items, entries, count, q, lse, chosen?, K pool, scales?) -> mass of an item's slots."""
 
-    def body(row: Any, place: Any, block: Any, held: Any, edge: Any, entry: Any, count: Any, *refs: Any):
+    def body(row: Any, place: Any, block: Any, held: Any, edge: Any, count: Any, lists: Any, *refs: Any):
         del block, edge
         q, lse, chosen, pools, (mass, *scratch) = _split(refs, 2, narrowed, 1 + coded)
-        buffers, (sem,) = tuple(scratch[: 1 + coded]), scratch[1 + coded :]
+        buffers, (sem, *ring) = tuple(scratch[: 1 + coded]), scratch[1 + coded :]
         k, scales = (*buffers, None)[:2]
-        fetch = Fetch(pools, buffers, sem, entry, place, held, worklist.shift(plan.slots))
+        fetch = Fetch(pools, buffers, sem, Entries(lists, place, *ring), held, worklist.shift(plan.slots))
         item, side = _advance(fetch, count[0])
 
         @pl.when(held[item] > 0)
@@ -276,27 +325,43 @@ def _call(plan: Plan, body: Any, name: str, packed: worklist.Packed, inputs: Any
         pools = [x.swapaxes(1, 2) if x.shape[1] == plan.slots else x for x in pools]
     if plan.interpret is False:
         pools = [compat.in_hbm(x) for x in pools]
-    found, count = worklist.items(packed, plan.blocks, plan.per_item, plan.slots)
+    found, count, lists = _listed(plan, packed)
     grid = (count,) if plan.interpret is False else (found.row.shape[0],)
     buffers = [pltpu.VMEM((2, plan.per_item, *pool.shape[1:]), pool.dtype) for pool in pools]
     scratch = [pltpu.VMEM((plan.rows, n), jnp.float32) for n in (LANES, LANES, plan.h)]
-    others = [x for x, _ in (*inputs, *outputs)]
+    ring = [pltpu.SMEM((AHEAD, 1, LANES), jnp.int32), pltpu.SemaphoreType.DMA((AHEAD,))] * plan.streamed
+    others, anywhere = [x for x, _ in (*inputs, *outputs)], pl.BlockSpec(memory_space=pl.ANY)
     cost = worklist.estimate(plan, packed.entry.size, pools, others, 2 if name == "read" else 1, plan.blocks)
     return pl.pallas_call(
         body,
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=7,
+            num_scalar_prefetch=7 - plan.streamed,
             grid=grid,
-            in_specs=[spec for _, spec in inputs] + [pl.BlockSpec(memory_space=pl.ANY)] * len(pools),
+            in_specs=[anywhere] * plan.streamed + [spec for _, spec in inputs] + [anywhere] * len(pools),
             out_specs=[spec for _, spec in outputs],
-            scratch_shapes=[*buffers, *(scratch if name == "read" else ()), pltpu.SemaphoreType.DMA((2,))],
+            scratch_shapes=[
+                *buffers,
+                *(scratch if name == "read" else ()),
+                pltpu.SemaphoreType.DMA((2,)),
+                *ring,
+            ],
         ),
         out_shape=[shape for shape, _ in outputs],
         compiler_params=compat.tpu_params(("arbitrary",), bounds_checks=False),
         cost_estimate=cost,
         interpret=plan.interpret,
         name=f"ragged_decode_{name}",
-    )(*found, packed.entry.reshape(-1), count[None], *(x for x, _ in inputs), *pools)
+    )(*found, count[None], lists, *(x for x, _ in inputs), *pools)
+
+
+def _listed(plan: Plan, packed: worklist.Packed) -> tuple[worklist.Items, Array, Array]:
+    """Items, how many are real, and the numbers of their pages as ``Entries`` has them."""
+    if not plan.streamed:
+        return *worklist.items(packed, plan.blocks, plan.per_item, plan.slots), packed.entry.reshape(-1)
+    entry = jnp.pad(packed.entry, ((0, 0), (0, -packed.entry.shape[1] % plan.per_item)))
+    found, count = worklist.items(packed._replace(entry=entry), plan.blocks, plan.per_item, plan.slots)
+    flat = jnp.pad(entry.reshape(-1), (0, -entry.size % LANES)).reshape(-1, 1, LANES)
+    return found, count, flat if plan.interpret is not False else compat.in_hbm(flat)
 
 
 @functools.partial(jax.jit, static_argnames=("options", "interpret", "blocks"))
