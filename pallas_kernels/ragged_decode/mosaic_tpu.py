@@ -17,6 +17,7 @@ Of pages with two codes a byte H / 2 counts for H, but for their scales.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -99,11 +100,14 @@ class Entries(NamedTuple):
     ring: Any = None
     sem: Any = None
 
-    def __call__(self, item: Array, p: Array | int) -> Array:
-        """Of page p of an item; where it has none, any."""
+    def of(self, item: Array) -> Callable[[Array | int], Array]:
+        """The number of each page of an item; where it has none, any. Where they lie is found once."""
+        place = self.place[item]
         if self.ring is None:
-            return self.lists[jnp.minimum(self.place[item] + p, self.lists.shape[0] - 1)]
-        return self.ring[item & (AHEAD - 1), 0, (self.place[item] & (LANES - 1)) + p]
+            last = self.lists.shape[0] - 1
+            return lambda p: self.lists[jnp.minimum(place + p, last)]
+        row, first = item & (AHEAD - 1), place & (LANES - 1)
+        return lambda p: self.ring[row, 0, first + p]
 
     def _copy(self, item: Array) -> Any:
         to, row = item & (AHEAD - 1), jax.lax.div(self.place[item], jnp.int32(LANES))
@@ -131,8 +135,10 @@ class Fetch(NamedTuple):
     shift: int
 
     def _each(self, item: Array, side: Array, act: str) -> None:
+        numbers = self.entries.of(item)
+
         def page(p: Array, carry: Array) -> Array:
-            at = self.entries(item, p) >> self.shift
+            at = numbers(p) >> self.shift
             for pool, buffer in zip(self.pools, self.buffers):
                 getattr(pltpu.make_async_copy(pool.at[at], buffer.at[side, p], self.sem.at[side]), act)()
             return carry
@@ -177,16 +183,18 @@ def _advance(fetch: Fetch, count: Any) -> tuple[Array, Array]:
     return item, side
 
 
-def _live(plan: Plan, fetch: Fetch, item: Array, p: Array | int) -> Array:
-    """Live slots of page p of an item; 0 of a page it does not hold."""
-    held = jnp.where(p < fetch.held[item], fetch.entries(item, p), 0)
-    return held & ((1 << worklist.shift(plan.slots)) - 1)
+def _live(plan: Plan, fetch: Fetch, item: Array) -> Callable[[Array | int], Array]:
+    """Live slots of each page of an item; 0 of a page it does not hold."""
+    held, numbers, bits = fetch.held[item], fetch.entries.of(item), (1 << worklist.shift(plan.slots)) - 1
+    return lambda p: jnp.where(p < held, numbers(p), 0) & bits
 
 
 def _visible(plan: Plan, fetch: Fetch, item: Array, chosen: Any) -> Bool[Array, "1 Y"]:
+    live = _live(plan, fetch, item)
+
     def page(p: int) -> Array:
         slot = jax.lax.broadcasted_iota(jnp.int32, (1, plan.slots), 1)
-        return (slot < _live(plan, fetch, item, p)).astype(jnp.int32)
+        return (slot < live(p)).astype(jnp.int32)
 
     see = jnp.concatenate([page(p) for p in range(plan.per_item)], axis=1)
     return (see if chosen is None else see * chosen[...]) > 0
@@ -240,13 +248,14 @@ def _mix(plan: Plan, p: Array, v: Any, scales: Any, side: Array, dtype: Any) -> 
 def _clear(plan: Plan, fetch: Fetch, item: Array, side: Array, v: Any, scales: Any) -> None:
     """Zeros for dead slots and for pages not held, since 0 * NaN is NaN."""
 
+    live = _live(plan, fetch, item)
+
     def page(p: Array, carry: Array) -> Array:
-        live = _live(plan, fetch, item, p)
         if scales is None:
             slot = jax.lax.broadcasted_iota(jnp.int32, v.shape[2:], int(_turned(plan)))
-            v[side, p] = jnp.where(slot < live, v[side, p], jnp.zeros((), v.dtype))
+            v[side, p] = jnp.where(slot < live(p), v[side, p], jnp.zeros((), v.dtype))
         else:
-            scales[side, p] = jnp.where(live > 0, scales[side, p], 0.0)
+            scales[side, p] = jnp.where(live(p) > 0, scales[side, p], 0.0)
         return carry
 
     jax.lax.fori_loop(0, plan.per_item, page, jnp.int32(0))
