@@ -3,7 +3,7 @@
 The grid is the list (its real length, known on the device only). Pools stay in HBM; each item's
 pages come by one DMA each into one of two buffers. Statistics of a row live in VMEM from its first
 item to its last. An item's pages and live slots are numbers in SMEM: those of all lists, or, where they do
-not fit, those of a few items, which come by a DMA two items ahead (``Entries``).
+not fit, those of a few items, which come by a DMA two items ahead (``mosaic_tpu_fetch``).
 
 Layout: XLA keeps an array whose last axis is shorter than 128 lanes with another axis in the lanes.
 
@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +29,7 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels import compat, tiles, tuning
 from pallas_kernels.dispatch import Unsupported
 from pallas_kernels.ragged_decode import codes, worklist
+from pallas_kernels.ragged_decode.mosaic_tpu_fetch import AHEAD, LANES, Entries, Fetch, advance, listed
 from pallas_kernels.ragged_decode.worklist import Plan
 
 if TYPE_CHECKING:
@@ -46,10 +47,7 @@ ROWS = 256
 
 MOST_PAGES = 32
 SMEM_WORDS = 230_000
-AHEAD = 4
-"""Items whose numbers are in SMEM where they come by DMA: read, fetched, asked for; and a power of 2."""
 HIGH_BITS = np.int32(0xF0F0F0F0 - (1 << 32))
-LANES = 128
 
 
 def _plan(q: Array, pools: Pools, lists: Lists, blocks: Tuned, *rest: Any) -> Plan:
@@ -87,100 +85,6 @@ def _turned(plan: Plan) -> bool:
 def _width(plan: Plan) -> int:
     """Slots of an item."""
     return plan.per_item * plan.slots
-
-
-class Entries(NamedTuple):
-    """The numbers of an item's pages: all lists in SMEM, flat; or in HBM, [W, 1, LANES], and a ring in SMEM.
-
-    A row of LANES holds whole items. Of the ring each place has a semaphore.
-    """
-
-    lists: Any
-    place: Any
-    ring: Any = None
-    sem: Any = None
-
-    def of(self, item: Array) -> Callable[[Array | int], Array]:
-        """The number of each page of an item; where it has none, any. Where they lie is found once."""
-        place = self.place[item]
-        if self.ring is None:
-            last = self.lists.shape[0] - 1
-            return lambda p: self.lists[jnp.minimum(place + p, last)]
-        row, first = item & (AHEAD - 1), place & (LANES - 1)
-        return lambda p: self.ring[row, 0, first + p]
-
-    def _copy(self, item: Array) -> Any:
-        to, row = item & (AHEAD - 1), jax.lax.div(self.place[item], jnp.int32(LANES))
-        return pltpu.make_async_copy(self.lists.at[row], self.ring.at[to], self.sem.at[to])
-
-    def begin(self, item: Array) -> None:
-        """Ask for an item's numbers."""
-        if self.ring is not None:
-            self._copy(item).start()
-
-    def end(self, item: Array) -> None:
-        """Wait for them."""
-        if self.ring is not None:
-            self._copy(item).wait()
-
-
-class Fetch(NamedTuple):
-    """The pages of an item: which pools, into which buffers, by way of which semaphores."""
-
-    pools: tuple[Any, ...]
-    buffers: tuple[Any, ...]
-    sem: Any
-    entries: Entries
-    held: Any
-    shift: int
-
-    def _each(self, item: Array, side: Array, act: str) -> None:
-        numbers = self.entries.of(item)
-
-        def page(p: Array, carry: Array) -> Array:
-            at = numbers(p) >> self.shift
-            for pool, buffer in zip(self.pools, self.buffers):
-                getattr(pltpu.make_async_copy(pool.at[at], buffer.at[side, p], self.sem.at[side]), act)()
-            return carry
-
-        jax.lax.fori_loop(0, self.held[item], page, jnp.int32(0))
-
-    def begin(self, item: Array, side: Array) -> None:
-        """Start all copies of an item."""
-        self._each(item, side, "start")
-
-    def end(self, item: Array, side: Array) -> None:
-        """Wait for all copies of an item."""
-        self._each(item, side, "wait")
-
-
-def _advance(fetch: Fetch, count: Any) -> tuple[Array, Array]:
-    """Wait for this item's pages, having asked for the next one's: (item, side of the buffers)."""
-    item, entries = pl.program_id(0), fetch.entries
-    side = jax.lax.rem(item, 2)
-
-    @pl.when(item == 0)
-    def _() -> None:
-        entries.begin(item)
-
-        @pl.when(count > 1)
-        def _() -> None:
-            entries.begin(item + 1)
-
-        entries.end(item)
-        fetch.begin(item, side)
-
-    @pl.when(item + 2 < count)
-    def _() -> None:
-        entries.begin(item + 2)
-
-    @pl.when(item + 1 < count)
-    def _() -> None:
-        entries.end(item + 1)
-        fetch.begin(item + 1, 1 - side)
-
-    fetch.end(item, side)
-    return item, side
 
 
 def _live(plan: Plan, fetch: Fetch, item: Array) -> Callable[[Array | int], Array]:
@@ -277,7 +181,7 @@ def _read_body(plan: Plan, coded: bool, narrowed: bool) -> Any:
         buffers, (m, l, o, sem, *ring) = tuple(scratch[: 2 + coded]), scratch[2 + coded :]
         k, v, scales = (*buffers, None)[:3]
         fetch = Fetch(pools, buffers, sem, Entries(lists, place, *ring), held, worklist.shift(plan.slots))
-        item, side = _advance(fetch, count[0])
+        item, side = advance(fetch, count[0])
 
         @pl.when((edge[item] & worklist.FIRST) > 0)
         def _() -> None:
@@ -317,7 +221,7 @@ def _mass_body(plan: Plan, coded: bool, narrowed: bool) -> Any:
         buffers, (sem, *ring) = tuple(scratch[: 1 + coded]), scratch[1 + coded :]
         k, scales = (*buffers, None)[:2]
         fetch = Fetch(pools, buffers, sem, Entries(lists, place, *ring), held, worklist.shift(plan.slots))
-        item, side = _advance(fetch, count[0])
+        item, side = advance(fetch, count[0])
 
         @pl.when(held[item] > 0)
         def _() -> None:
@@ -334,7 +238,7 @@ def _call(plan: Plan, body: Any, name: str, packed: worklist.Packed, inputs: Any
         pools = [x.swapaxes(1, 2) if x.shape[1] == plan.slots else x for x in pools]
     if plan.interpret is False:
         pools = [compat.in_hbm(x) for x in pools]
-    found, count, lists = _listed(plan, packed)
+    found, count, lists = listed(plan, packed)
     grid = (count,) if plan.interpret is False else (found.row.shape[0],)
     buffers = [pltpu.VMEM((2, plan.per_item, *pool.shape[1:]), pool.dtype) for pool in pools]
     scratch = [pltpu.VMEM((plan.rows, n), jnp.float32) for n in (LANES, LANES, plan.h)]
@@ -361,16 +265,6 @@ def _call(plan: Plan, body: Any, name: str, packed: worklist.Packed, inputs: Any
         interpret=plan.interpret,
         name=f"ragged_decode_{name}",
     )(*found, count[None], lists, *(x for x, _ in inputs), *pools)
-
-
-def _listed(plan: Plan, packed: worklist.Packed) -> tuple[worklist.Items, Array, Array]:
-    """Items, how many are real, and the numbers of their pages as ``Entries`` has them."""
-    if not plan.streamed:
-        return *worklist.items(packed, plan.blocks, plan.per_item, plan.slots), packed.entry.reshape(-1)
-    entry = jnp.pad(packed.entry, ((0, 0), (0, -packed.entry.shape[1] % plan.per_item)))
-    found, count = worklist.items(packed._replace(entry=entry), plan.blocks, plan.per_item, plan.slots)
-    flat = jnp.pad(entry.reshape(-1), (0, -entry.size % LANES)).reshape(-1, 1, LANES)
-    return found, count, flat if plan.interpret is not False else compat.in_hbm(flat)
 
 
 @functools.partial(jax.jit, static_argnames=("options", "interpret", "blocks"))
