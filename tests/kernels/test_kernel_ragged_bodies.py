@@ -164,7 +164,13 @@ def test_the_gradient_is_borrowed_whatever_blocks_the_body_takes():
     assert_close(back(found)[0], back_plain(wanted)[0], shape.M * shape.S)
 
 
-@pytest.mark.parametrize(("name", "kind", "some"), [("g4_h64", "int8", True), ("g1_h32", "float32", False)])
+STREAMED = [
+    pytest.param("g4_h64", "int8", True, marks=pytest.mark.slow),
+    ("g1_h32", "float32", False),
+]
+
+
+@pytest.mark.parametrize(("name", "kind", "some"), STREAMED)
 def test_lists_that_do_not_fit_are_read_two_items_ahead(name, kind, some, short_items, monkeypatch):
     """To the bit what lists in SMEM give, with mass of a second read and of one."""
     shape = TEST[name]
