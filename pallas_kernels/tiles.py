@@ -12,7 +12,7 @@ be done to a column or a row is not done to a tile.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -103,7 +103,7 @@ def start(rows: int, h: int) -> Stats:
 
 
 def grow(
-    stats: Stats, s: Float[Array, "R S"], visible: Bool[Array, "R S"] | None, mix: Callable[[Array], Array]
+    stats: Stats, s: Float[Array, "R S"], visible: Bool[Array, "R S"] | None, mix: Callable[[Array], Any]
 ) -> Stats:
     """The statistics after one more tile of scores, whose weights ``mix`` turns into an output.
 

@@ -2,7 +2,8 @@
 
 The grid is the list (its real length, known on the device only). Pools stay in HBM; each item's
 pages come by one DMA each into one of two buffers. Statistics of a row live in VMEM from its first
-item to its last. An item's pages and live slots are numbers in SMEM, whose size bounds the lists.
+item to its last. An item's pages and live slots are numbers in SMEM: those of all lists, or, where they do
+not fit, those of a few items, which come by a DMA two items ahead (``mosaic_tpu_fetch``).
 
 Layout: XLA keeps an array whose last axis is shorter than 128 lanes with another axis in the lanes.
 
@@ -16,7 +17,8 @@ Of pages with two codes a byte H / 2 counts for H, but for their scales.
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +29,7 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels import compat, tiles, tuning
 from pallas_kernels.dispatch import Unsupported
 from pallas_kernels.ragged_decode import codes, worklist
+from pallas_kernels.ragged_decode.mosaic_tpu_fetch import AHEAD, LANES, Entries, Fetch, advance, listed
 from pallas_kernels.ragged_decode.worklist import Plan
 
 if TYPE_CHECKING:
@@ -45,7 +48,6 @@ ROWS = 256
 MOST_PAGES = 32
 SMEM_WORDS = 230_000
 HIGH_BITS = np.int32(0xF0F0F0F0 - (1 << 32))
-LANES = 128
 
 
 def _plan(q: Array, pools: Pools, lists: Lists, blocks: Tuned, *rest: Any) -> Plan:
@@ -55,14 +57,18 @@ def _plan(q: Array, pools: Pools, lists: Lists, blocks: Tuned, *rest: Any) -> Pl
     own = tuning.Blocks(item=ITEM_SLOTS if rows <= FEW else ITEM_SLOTS // 2)
     wanted = tuning.pick(blocks, "read", pools.k.dtype, h, own).item
     per_item, many = max(1, min(j, MOST_PAGES, wanted // size)), -(-total // rows)
-    words = b * heads * (j + 5 * many * -(-j // per_item))
-    if words > SMEM_WORDS:
-        raise Unsupported(
-            f"ragged_decode(impl='mosaic_tpu'): lists of {words} numbers exceed the {SMEM_WORDS} that SMEM "
-            "holds. Read fewer rows at a time, use larger pages, or impl='xla'."
-        )
+    streamed = b * heads * (j + 5 * many * -(-j // per_item)) > SMEM_WORDS
+    if streamed:
+        per_item = 1 << (per_item.bit_length() - 1)  # divides a row of LANES
+        words = b * heads * 5 * many * -(-j // per_item)
+        if words > SMEM_WORDS:
+            raise Unsupported(
+                f"ragged_decode(impl='mosaic_tpu'): lists of {words} numbers for their items exceed the "
+                f"{SMEM_WORDS} that SMEM holds. Read fewer rows at a time, use larger pages, or impl='xla'."
+            )
     parts = codes.parts(pools.k)
     plan = Plan(n // heads, t, rows, many, per_item, per_item, size, h, h, parts, own, *rest)
+    plan = plan._replace(streamed=streamed)
     if parts > 1 and (plan.part if _turned(plan) else size) % 4:
         raise Unsupported(
             f"ragged_decode(impl='mosaic_tpu'): two codes a byte in pages of {size} slots of {plan.part} "
@@ -81,63 +87,18 @@ def _width(plan: Plan) -> int:
     return plan.per_item * plan.slots
 
 
-class Fetch(NamedTuple):
-    """The pages of an item: which pools, into which buffers, by way of which semaphores."""
-
-    pools: tuple[Any, ...]
-    buffers: tuple[Any, ...]
-    sem: Any
-    entry: Any
-    place: Any
-    held: Any
-    shift: int
-
-    def _each(self, item: Array, side: Array, act: str) -> None:
-        def page(p: Array, carry: Array) -> Array:
-            at = self.entry[self.place[item] + p] >> self.shift
-            for pool, buffer in zip(self.pools, self.buffers):
-                getattr(pltpu.make_async_copy(pool.at[at], buffer.at[side, p], self.sem.at[side]), act)()
-            return carry
-
-        jax.lax.fori_loop(0, self.held[item], page, jnp.int32(0))
-
-    def begin(self, item: Array, side: Array) -> None:
-        """Start all copies of an item."""
-        self._each(item, side, "start")
-
-    def end(self, item: Array, side: Array) -> None:
-        """Wait for all copies of an item."""
-        self._each(item, side, "wait")
-
-
-def _advance(fetch: Fetch, count: Any) -> tuple[Array, Array]:
-    """Wait for this item's pages, having asked for the next one's: (item, side of the buffers)."""
-    item = pl.program_id(0)
-    side = jax.lax.rem(item, 2)
-
-    @pl.when(item == 0)
-    def _() -> None:
-        fetch.begin(item, side)
-
-    @pl.when(item + 1 < count)
-    def _() -> None:
-        fetch.begin(item + 1, 1 - side)
-
-    fetch.end(item, side)
-    return item, side
-
-
-def _live(plan: Plan, fetch: Fetch, item: Array, p: Array | int) -> Array:
-    """Live slots of page p of an item; 0 of a page it does not hold."""
-    at = jnp.minimum(fetch.place[item] + p, fetch.entry.shape[0] - 1)
-    held = jnp.where(p < fetch.held[item], fetch.entry[at], 0)
-    return held & ((1 << worklist.shift(plan.slots)) - 1)
+def _live(plan: Plan, fetch: Fetch, item: Array) -> Callable[[Array | int], Array]:
+    """Live slots of each page of an item; 0 of a page it does not hold."""
+    held, numbers, bits = fetch.held[item], fetch.entries.of(item), (1 << worklist.shift(plan.slots)) - 1
+    return lambda p: jnp.where(p < held, numbers(p), 0) & bits
 
 
 def _visible(plan: Plan, fetch: Fetch, item: Array, chosen: Any) -> Bool[Array, "1 Y"]:
+    live = _live(plan, fetch, item)
+
     def page(p: int) -> Array:
         slot = jax.lax.broadcasted_iota(jnp.int32, (1, plan.slots), 1)
-        return (slot < _live(plan, fetch, item, p)).astype(jnp.int32)
+        return (slot < live(p)).astype(jnp.int32)
 
     see = jnp.concatenate([page(p) for p in range(plan.per_item)], axis=1)
     return (see if chosen is None else see * chosen[...]) > 0
@@ -191,13 +152,14 @@ def _mix(plan: Plan, p: Array, v: Any, scales: Any, side: Array, dtype: Any) -> 
 def _clear(plan: Plan, fetch: Fetch, item: Array, side: Array, v: Any, scales: Any) -> None:
     """Zeros for dead slots and for pages not held, since 0 * NaN is NaN."""
 
+    live = _live(plan, fetch, item)
+
     def page(p: Array, carry: Array) -> Array:
-        live = _live(plan, fetch, item, p)
         if scales is None:
             slot = jax.lax.broadcasted_iota(jnp.int32, v.shape[2:], int(_turned(plan)))
-            v[side, p] = jnp.where(slot < live, v[side, p], jnp.zeros((), v.dtype))
+            v[side, p] = jnp.where(slot < live(p), v[side, p], jnp.zeros((), v.dtype))
         else:
-            scales[side, p] = jnp.where(live > 0, scales[side, p], 0.0)
+            scales[side, p] = jnp.where(live(p) > 0, scales[side, p], 0.0)
         return carry
 
     jax.lax.fori_loop(0, plan.per_item, page, jnp.int32(0))
@@ -212,14 +174,14 @@ def _split(refs: tuple[Any, ...], blocks: int, narrowed: bool, pools: int) -> tu
 def _read_body(plan: Plan, coded: bool, narrowed: bool) -> Any:
     """The kernel: (items, entries, count, q, chosen?, pools) -> (out, lse, scores?)."""
 
-    def body(row: Any, place: Any, block: Any, held: Any, edge: Any, entry: Any, count: Any, *refs: Any):
+    def body(row: Any, place: Any, block: Any, held: Any, edge: Any, count: Any, lists: Any, *refs: Any):
         del row, block
         q, chosen, pools, (out, lse, *rest) = _split(refs, 1, narrowed, 2 + coded)
         kept, scratch = rest[: plan.keeps_scores], rest[plan.keeps_scores :]
-        buffers, (m, l, o, sem) = tuple(scratch[: 2 + coded]), scratch[2 + coded :]
+        buffers, (m, l, o, sem, *ring) = tuple(scratch[: 2 + coded]), scratch[2 + coded :]
         k, v, scales = (*buffers, None)[:3]
-        fetch = Fetch(pools, buffers, sem, entry, place, held, worklist.shift(plan.slots))
-        item, side = _advance(fetch, count[0])
+        fetch = Fetch(pools, buffers, sem, Entries(lists, place, *ring), held, worklist.shift(plan.slots))
+        item, side = advance(fetch, count[0])
 
         @pl.when((edge[item] & worklist.FIRST) > 0)
         def _() -> None:
@@ -253,13 +215,13 @@ def _read_body(plan: Plan, coded: bool, narrowed: bool) -> Any:
 def _mass_body(plan: Plan, coded: bool, narrowed: bool) -> Any:
     """The kernel: (items, entries, count, q, lse, chosen?, K pool, scales?) -> mass of an item's slots."""
 
-    def body(row: Any, place: Any, block: Any, held: Any, edge: Any, entry: Any, count: Any, *refs: Any):
+    def body(row: Any, place: Any, block: Any, held: Any, edge: Any, count: Any, lists: Any, *refs: Any):
         del block, edge
         q, lse, chosen, pools, (mass, *scratch) = _split(refs, 2, narrowed, 1 + coded)
-        buffers, (sem,) = tuple(scratch[: 1 + coded]), scratch[1 + coded :]
+        buffers, (sem, *ring) = tuple(scratch[: 1 + coded]), scratch[1 + coded :]
         k, scales = (*buffers, None)[:2]
-        fetch = Fetch(pools, buffers, sem, entry, place, held, worklist.shift(plan.slots))
-        item, side = _advance(fetch, count[0])
+        fetch = Fetch(pools, buffers, sem, Entries(lists, place, *ring), held, worklist.shift(plan.slots))
+        item, side = advance(fetch, count[0])
 
         @pl.when(held[item] > 0)
         def _() -> None:
@@ -276,27 +238,33 @@ def _call(plan: Plan, body: Any, name: str, packed: worklist.Packed, inputs: Any
         pools = [x.swapaxes(1, 2) if x.shape[1] == plan.slots else x for x in pools]
     if plan.interpret is False:
         pools = [compat.in_hbm(x) for x in pools]
-    found, count = worklist.items(packed, plan.blocks, plan.per_item, plan.slots)
+    found, count, lists = listed(plan, packed)
     grid = (count,) if plan.interpret is False else (found.row.shape[0],)
     buffers = [pltpu.VMEM((2, plan.per_item, *pool.shape[1:]), pool.dtype) for pool in pools]
     scratch = [pltpu.VMEM((plan.rows, n), jnp.float32) for n in (LANES, LANES, plan.h)]
-    others = [x for x, _ in (*inputs, *outputs)]
+    ring = [pltpu.SMEM((AHEAD, 1, LANES), jnp.int32), pltpu.SemaphoreType.DMA((AHEAD,))] * plan.streamed
+    others, anywhere = [x for x, _ in (*inputs, *outputs)], pl.BlockSpec(memory_space=pl.ANY)
     cost = worklist.estimate(plan, packed.entry.size, pools, others, 2 if name == "read" else 1, plan.blocks)
     return pl.pallas_call(
         body,
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=7,
+            num_scalar_prefetch=7 - plan.streamed,
             grid=grid,
-            in_specs=[spec for _, spec in inputs] + [pl.BlockSpec(memory_space=pl.ANY)] * len(pools),
+            in_specs=[anywhere] * plan.streamed + [spec for _, spec in inputs] + [anywhere] * len(pools),
             out_specs=[spec for _, spec in outputs],
-            scratch_shapes=[*buffers, *(scratch if name == "read" else ()), pltpu.SemaphoreType.DMA((2,))],
+            scratch_shapes=[
+                *buffers,
+                *(scratch if name == "read" else ()),
+                pltpu.SemaphoreType.DMA((2,)),
+                *ring,
+            ],
         ),
         out_shape=[shape for shape, _ in outputs],
         compiler_params=compat.tpu_params(("arbitrary",), bounds_checks=False),
         cost_estimate=cost,
         interpret=plan.interpret,
         name=f"ragged_decode_{name}",
-    )(*found, packed.entry.reshape(-1), count[None], *(x for x, _ in inputs), *pools)
+    )(*found, count[None], lists, *(x for x, _ in inputs), *pools)
 
 
 @functools.partial(jax.jit, static_argnames=("options", "interpret", "blocks"))

@@ -57,18 +57,27 @@ def _plan(q: Array, pools: Pools, lists: Lists, blocks: Tuned, *rest: Any) -> Pl
         )
     total, j = n // heads * t, m if lists.pages is None else lists.pages.shape[2]
     rows = max(16, min(ROWS, pl.next_power_of_2(total)))
-    few, exact = rows <= 16, pools.k.dtype.itemsize == 4
+    few, exact, many = rows <= 16, pools.k.dtype.itemsize == 4, -(-total // rows)
+    items, least = _items(b * heads * many, one_block=many == 1)
     # Otherwise registers spill: 64 queries' mass at 4 warps, float32 tiles of two stages.
-    many = -(-total // rows)
-    even = -(-PROGRAMS // (b * heads * many))
-    least, stages = ITEM_SLOTS[many == 1 and even < ITEMS], 2 - exact
-    own = tuning.Blocks(k=TILE, item=least, warps=8 if exact or not few else 4, stages=stages)
+    own = tuning.Blocks(k=TILE, item=least, warps=8 if exact or not few else 4, stages=2 - exact)
     found = tuning.pick(blocks, "read" if few else "chunk", pools.k.dtype, h, own)
     parts, tile = codes.parts(pools.k), max(1, found.k // size)
-    wide, count, least = max(16, pl.next_power_of_2(h // parts)), -(-j // tile), found.item // (tile * size)
+    wide, count = max(16, pl.next_power_of_2(h // parts)), -(-j // tile)
     plan = Plan(n // heads, t, rows, many, count * tile, tile, size, h, wide, parts, found, *rest)
-    items = max(even, ITEMS) if many == 1 else even
-    return plan._replace(items=min(items, -(-count // max(1, least))), least=max(1, least))
+    least = max(1, found.item // (tile * size))
+    return plan._replace(items=min(items, -(-count // least)), least=least)
+
+
+def _items(rows: int, *, one_block: bool) -> tuple[int, int]:
+    """Of each of so many rows: items, before it is known how many there can be, and slots of one at least.
+
+    A chunk has blocks of queries enough, and partials as large as they are.
+    """
+    even = -(-PROGRAMS // rows)
+    if even >= ITEMS or not one_block:
+        return even, ITEM_SLOTS[0]
+    return ITEMS, ITEM_SLOTS[1]
 
 
 class Operands(NamedTuple):

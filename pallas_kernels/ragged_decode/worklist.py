@@ -56,6 +56,7 @@ class Plan(NamedTuple):
       interpret: how Pallas runs the bodies.
       items: of a row at most, where they are shares of it.
       least: tiles of such a share.
+      streamed: whether lists are too long to be where they are read (TPU).
     """
 
     groups: int
@@ -73,6 +74,7 @@ class Plan(NamedTuple):
     interpret: Any
     items: int = 0
     least: int = 0
+    streamed: bool = False
 
     @property
     def part(self) -> int:

@@ -164,6 +164,32 @@ def test_the_gradient_is_borrowed_whatever_blocks_the_body_takes():
     assert_close(back(found)[0], back_plain(wanted)[0], shape.M * shape.S)
 
 
+STREAMED = [
+    pytest.param("g4_h64", "int8", True, marks=pytest.mark.slow),
+    ("g1_h32", "float32", False),
+]
+
+
+@pytest.mark.parametrize(("name", "kind", "some"), STREAMED)
+def test_lists_that_do_not_fit_are_read_two_items_ahead(name, kind, some, short_items, monkeypatch):
+    """To the bit what lists in SMEM give, with mass of a second read and of one."""
+    shape = TEST[name]
+    arrays, lists = case(shape, edges(shape), kind=kind)
+    lists |= selection(shape, j=3) if some else {}
+    wanted = ragged_decode(*arrays, **lists, mass=True, impl="mosaic_tpu")
+    monkeypatch.setattr(mosaic_tpu, "SMEM_WORDS", 60)  # five of each of two items of six streams
+    mosaic_tpu.ragged_decode.clear_cache()
+    found = ragged_decode(*arrays, **lists, mass=True, impl="mosaic_tpu")
+    monkeypatch.setattr(mosaic_tpu, "SMEM_WORDS", 59)
+    mosaic_tpu.ragged_decode.clear_cache()
+    with pytest.raises(Unsupported, match="60 numbers for their items"):
+        ragged_decode(*arrays, **lists, impl="mosaic_tpu")
+    for ours, theirs in zip(found, wanted):
+        np.testing.assert_array_equal(ours, theirs)
+    check(found, oracle(*arrays, **lists), shape.M * shape.S)
+    assert not compat.races_found()
+
+
 def test_items_cover_live_pages_once_and_no_others():
     shape, per_item = TEST["g4_h64"], 2
     live = jnp.asarray([[0, 3, 16, 0, 1], [0, 0, 0, 0, 0], [16, 16, 16, 16, 0]])
@@ -263,7 +289,7 @@ def test_refusals():
     big = jax.ShapeDtypeStruct((1 << 21, 32, 32), jnp.bfloat16)
     with pytest.raises(Unsupported, match="31 bits"):
         jax.eval_shape(lambda k: ragged_decode(q, k, k, **lists, impl="triton"), big)
-    wide = {"table": jnp.zeros((3, 2, 60_000), jnp.int32), "length": lists["length"]}
+    wide = {"table": jnp.zeros((3, 2, 300_000), jnp.int32), "length": lists["length"]}
     with pytest.raises(Unsupported, match="SMEM"):
         ragged_decode(q, k, v, **wide, impl="mosaic_tpu")
     with pytest.raises(Unsupported, match="one number"):

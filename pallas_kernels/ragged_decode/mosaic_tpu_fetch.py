@@ -1,0 +1,132 @@
+"""The copies of ragged_decode on TPU: an item's pages while the one before is read, its numbers before that.
+
+item i - 2    asks for the numbers of item i, where SMEM has not all lists
+item i - 1    waits for them, asks for the pages of item i
+item i        waits for those, and reads
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels import compat
+from pallas_kernels.ragged_decode import worklist
+
+if TYPE_CHECKING:
+    from jaxtyping import Array
+
+    from pallas_kernels.ragged_decode.worklist import Plan
+
+LANES = 128
+AHEAD = 4
+"""Items whose numbers are in SMEM where they come by DMA: read, fetched, asked for; and a power of 2."""
+
+
+class Entries(NamedTuple):
+    """The numbers of an item's pages: all lists in SMEM, flat; or in HBM, [W, 1, LANES], and a ring in SMEM.
+
+    A row of LANES holds whole items. Of the ring each place has a semaphore.
+    """
+
+    lists: Any
+    place: Any
+    ring: Any = None
+    sem: Any = None
+
+    def of(self, item: Array) -> Callable[[Array | int], Array]:
+        """The number of each page of an item; where it has none, any. Where they lie is found once."""
+        place = self.place[item]
+        if self.ring is None:
+            last = self.lists.shape[0] - 1
+            return lambda p: self.lists[jnp.minimum(place + p, last)]
+        row, first = item & (AHEAD - 1), place & (LANES - 1)
+        return lambda p: self.ring[row, 0, first + p]
+
+    def _copy(self, item: Array) -> Any:
+        to, row = item & (AHEAD - 1), jax.lax.div(self.place[item], jnp.int32(LANES))
+        return pltpu.make_async_copy(self.lists.at[row], self.ring.at[to], self.sem.at[to])
+
+    def begin(self, item: Array) -> None:
+        """Ask for an item's numbers."""
+        if self.ring is not None:
+            self._copy(item).start()
+
+    def end(self, item: Array) -> None:
+        """Wait for them."""
+        if self.ring is not None:
+            self._copy(item).wait()
+
+
+class Fetch(NamedTuple):
+    """The pages of an item: which pools, into which buffers, by way of which semaphores."""
+
+    pools: tuple[Any, ...]
+    buffers: tuple[Any, ...]
+    sem: Any
+    entries: Entries
+    held: Any
+    shift: int
+
+    def _each(self, item: Array, side: Array, act: str) -> None:
+        numbers = self.entries.of(item)
+
+        def page(p: Array, carry: Array) -> Array:
+            at = numbers(p) >> self.shift
+            for pool, buffer in zip(self.pools, self.buffers):
+                getattr(pltpu.make_async_copy(pool.at[at], buffer.at[side, p], self.sem.at[side]), act)()
+            return carry
+
+        jax.lax.fori_loop(0, self.held[item], page, jnp.int32(0))
+
+    def begin(self, item: Array, side: Array) -> None:
+        """Start all copies of an item."""
+        self._each(item, side, "start")
+
+    def end(self, item: Array, side: Array) -> None:
+        """Wait for all copies of an item."""
+        self._each(item, side, "wait")
+
+
+def advance(fetch: Fetch, count: Any) -> tuple[Array, Array]:
+    """Wait for this item's pages, having asked for the next one's: (item, side of the buffers)."""
+    item, entries = pl.program_id(0), fetch.entries
+    side = jax.lax.rem(item, 2)
+
+    @pl.when(item == 0)
+    def _() -> None:
+        entries.begin(item)
+
+        @pl.when(count > 1)
+        def _() -> None:
+            entries.begin(item + 1)
+
+        entries.end(item)
+        fetch.begin(item, side)
+
+    @pl.when(item + 2 < count)
+    def _() -> None:
+        entries.begin(item + 2)
+
+    @pl.when(item + 1 < count)
+    def _() -> None:
+        entries.end(item + 1)
+        fetch.begin(item + 1, 1 - side)
+
+    fetch.end(item, side)
+    return item, side
+
+
+def listed(plan: Plan, packed: worklist.Packed) -> tuple[worklist.Items, Array, Array]:
+    """Items, how many are real, and the numbers of their pages as ``Entries`` has them."""
+    if not plan.streamed:
+        return *worklist.items(packed, plan.blocks, plan.per_item, plan.slots), packed.entry.reshape(-1)
+    entry = jnp.pad(packed.entry, ((0, 0), (0, -packed.entry.shape[1] % plan.per_item)))
+    found, count = worklist.items(packed._replace(entry=entry), plan.blocks, plan.per_item, plan.slots)
+    flat = jnp.pad(entry.reshape(-1), (0, -entry.size % LANES)).reshape(-1, 1, LANES)
+    return found, count, flat if plan.interpret is not False else compat.in_hbm(flat)
