@@ -15,7 +15,9 @@ What 0.7.2 cannot do, by operation:
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import inspect
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -59,6 +61,19 @@ def triton_params(*, warps: int, stages: int) -> Any:
     return plt.CompilerParams(num_warps=warps, num_stages=stages)
 
 
+def mosaic_gpu() -> Any:
+    """Pallas' Mosaic GPU, which bodies for Hopper are written in.
+
+    Raises:
+      ImportError: this jax has none, or one of other words (0.7).
+    """
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    if "out_type" not in inspect.signature(plgpu.kernel).parameters:
+        raise ImportError(f"the Mosaic GPU of jax {jax.__version__} has no kernel(out_type=...)")
+    return plgpu
+
+
 def in_hbm(x: Array) -> Array:
     """x, which XLA may not bring to VMEM as a whole before a TPU body reads parts of it (0.7: it may)."""
     constrain = getattr(pltpu, "with_memory_space_constraint", None)
@@ -78,6 +93,17 @@ def store(ref: Any, value: Array, mask: Array) -> None:
 def tpu_interpreter(**options: Any) -> Any:
     """Parameters of the TPU interpreter: NaN in fresh memory, DMAs that run only when waited for."""
     return pltpu.InterpretParams(**options)
+
+
+def gpu_interpreter(**options: Any) -> Any:
+    """Parameters of the Mosaic GPU interpreter: threads, barriers, and NaN in fresh memory.
+
+    None where jax has none that knows what the bodies use (0.10 and before).
+    """
+    with contextlib.suppress(ImportError):
+        found = getattr(mosaic_gpu(), "InterpretGPUParams", None)
+        return None if found is None else found(**options)
+    return None
 
 
 def races_found() -> bool:
