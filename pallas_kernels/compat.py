@@ -1,7 +1,7 @@
 """The differences between jax 0.7.2 and 0.12 that Pallas bodies and their tests meet, all in one place.
 
 * ``pl.load`` is gone after 0.7: masked loads of Triton bodies are ``triton.load`` on every version.
-* Races found by the TPU interpreter: 0.7 and 0.10 record them, 0.12 raises.
+* Races found by the TPU interpreter: 0.7 and 0.10 record them, 0.12 raises. That of Mosaic GPU raises.
 * Triton's lowering warns of its deprecation since 0.11: silenced by pytest's filter, shown to users. A jax
   without it raises ``Unsupported`` for ``impl="triton"``; ``impl=None`` takes ``xla`` and logs the reason.
 
@@ -10,6 +10,8 @@ What 0.7.2 cannot do, by operation:
 * blockwise, gated, merge, phi, vertical_slash: nothing; every body runs interpreted there.
 * ragged_decode: ``xla`` on a CPU converts bfloat16 pools to float32 before each product (XLA's doing), so
   their read takes temporary memory and time; results are the same.
+* ragged_decode, ``impl="mosaic_gpu"``: 0.7 has not the Mosaic GPU it is written in and raises ``Unsupported``;
+  0.10 compiles it, but its interpreter knows no ``layout_cast``, so interpreting it does; 0.12 does both.
 * Compiling for chips that are not here is checked with 0.10.2 and later only.
 """
 

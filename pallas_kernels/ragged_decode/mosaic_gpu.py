@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import softmax, tuning
+from pallas_kernels import lowering, softmax, tuning
 from pallas_kernels.dispatch import Unsupported
 from pallas_kernels.ragged_decode import mosaic_gpu_join, mosaic_gpu_read
 from pallas_kernels.ragged_decode.mosaic_gpu_plan import ROWS, TILE, Plan
@@ -36,13 +36,15 @@ STAGES = {"bfloat16": 8, "int8": 12, "float32": 3}
 HEAD_DIMS = (64, 128)
 
 
-def _refuse(q: Array, pools: Pools, lists: Lists, options: Options) -> None:
+def _refuse(q: Array, pools: Pools, lists: Lists, options: Options, interpret: Any) -> None:
     call, instead = "ragged_decode(impl='mosaic_gpu')", "impl='triton', 'xla' or None"
     size, h, dtype = pools.k.shape[1], q.shape[-1], pools.k.dtype
 
     def no(what: str) -> None:
         raise Unsupported(f"{call}: {what}. Use {instead}.")
 
+    if not interpret and not lowering.is_hopper(lowering.kind()):
+        no(f"a device that is no Hopper ({lowering.kind()}), whose wgmma and TMA the body is made of")
     if dtype.name not in STAGES:
         no(f"pools of {dtype}; the body reads {', '.join(STAGES)}")
     if h not in HEAD_DIMS:
@@ -58,7 +60,7 @@ def _refuse(q: Array, pools: Pools, lists: Lists, options: Options) -> None:
 
 
 def _plan(q: Array, pools: Pools, lists: Lists, options: Options, interpret: Any, blocks: Tuned) -> Plan:
-    _refuse(q, pools, lists, options)
+    _refuse(q, pools, lists, options, interpret)
     (b, n, t, h), (pool, size, _), (_, heads, m) = q.shape, pools.k.shape, lists.table.shape
     total, dtype, codes = n // heads * t, pools.k.dtype, pools.scales is not None
     terms = 3 if dtype == jnp.float32 or (codes and q.dtype == jnp.float32) else 1
@@ -105,7 +107,8 @@ def ragged_decode(
     """See ``api.ragged_decode``."""
     plan = _plan(q, pools, lists, options, interpret, blocks)
     (b, n, t, h), streams = q.shape, lists.length.size
-    rows = jnp.pad(q.reshape(streams, plan.total, h), ((0, 0), (0, plan.blocks * plan.rows - plan.total), (0, 0)))
+    more = plan.blocks * plan.rows - plan.total
+    rows = jnp.pad(q.reshape(streams, plan.total, h), ((0, 0), (0, more), (0, 0)))
     rows = _in_terms(rows.reshape(-1, plan.rows, h), plan.terms)
     length = lists.length.reshape(streams)
     arrays = [pools.k, pools.v, lists.table.reshape(streams, -1), length]

@@ -60,9 +60,7 @@ def _body(plan: Plan, ring: int) -> Any:
         def step(i: Array, carry: tiles.Stats) -> tiles.Stats:
             at = jax.lax.rem(i, jnp.int32(ring))
             plgpu.barrier_wait(full.at[at])
-            m, l = (
-                plgpu.layout_cast(stats_s[at, which, pl.ds(0, plan.rows)], rows) for which in range(2)
-            )
+            m, l = (plgpu.layout_cast(stats_s[at, which, pl.ds(0, plan.rows)], rows) for which in range(2))
             x = plgpu.layout_cast(o_s[at], wide)
             before, total, sums = carry
             new = jnp.maximum(before, m)
@@ -96,8 +94,8 @@ def _body(plan: Plan, ring: int) -> Any:
         o_s[0] = sums * spread(scale)
         lse_s[...] = jnp.where(some, m * LN2 + jnp.log(safe), -jnp.inf)
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(o_s.at[0], out.at[z])
-        plgpu.copy_smem_to_gmem(lse_s, lse.at[z])
+        plgpu.copy_smem_to_gmem(o_s.at[0, pl.ds(0, out.shape[1])], out.at[z])
+        plgpu.copy_smem_to_gmem(lse_s.at[pl.ds(0, lse.shape[1])], lse.at[z])
         plgpu.wait_smem_to_gmem(0)
 
     return body
@@ -106,10 +104,11 @@ def _body(plan: Plan, ring: int) -> Any:
 def join(
     plan: Plan, o: Float[Array, "Z J R H"], stats: Float[Array, "Z J 2 Y"], length: Array
 ) -> tuple[Float[Array, "Z R H"], Float[Array, "Z R"]]:
-    """Partials of items to (out, lse) of their queries; rows beyond the queries hold anything."""
+    """Partials of items to (out, lse) of their queries; rows beyond the queries, if any, hold anything."""
     z, partials = o.shape[:2]
     ring = max(1, min(RING, partials, BYTES // (4 * plan.rows * plan.h)))
-    shapes = [(z, plan.rows, plan.h), (z, plan.rows)]
+    rows = plan.total if plan.blocks == 1 else plan.rows
+    shapes = [(z, rows, plan.h), (z, -(-rows // 4) * 4)]  # TMA writes 16 bytes, or more
     run = launch(
         plan,
         _body(plan, ring),

@@ -98,7 +98,7 @@ def held_tiles(plan: Plan, length: Array) -> Array:
 
 
 def find_unit(plan: Plan, table: Any, length: Array, at: Array) -> Unit:
-    """The ``at``-th unit of a list, as ``ref.page_lists`` finds it: whatever tables hold, pages are in the pool.
+    """The ``at``-th unit of a list, as ``ref.page_lists`` has it: whatever tables hold, pages are in the pool.
 
     Args:
       plan: sizes.

@@ -1,10 +1,10 @@
-"""The first kernel of ragged_decode on Hopper: a program an item, a warpgroup that copies, others that multiply.
+"""The first kernel of ragged_decode on Hopper: a program an item; a warpgroup copies, others multiply.
 
 The producer finds pages in the table and has TMA copy their keys and values, a tile at a time, into a ring of
 buffers in shared memory; barriers say which are full and which are free. Readers take tiles in turn, each
 with statistics of its own, and write them as partials of their own.
 
-  ring      K0 V0 K1 V1 K2 V2 ...      a buffer a tile; with 2 readers the even tiles are one's, the odd the other's
+  ring      K0 V0 K1 V1 K2 V2 ...      a buffer a tile; of two readers one has the even tiles
   full[i]   TMA -> reader              every copy of the tile has landed
   free[i]   reader -> producer         the product that read it is done
 
@@ -49,6 +49,9 @@ STATS = 16
 
 WIDE = 32
 """Columns of an output that are written at once."""
+
+COLUMNS = 64
+"""Of a tile that registers hold at once on its way to terms."""
 
 REGISTERS = {1: (240, 40), 2: (232, 40)}
 """Readers to the registers of a reader's thread and of a producer's."""
@@ -99,9 +102,7 @@ def _place(plan: Plan, given: Given) -> Place:
     stream = jax.lax.div(z, jnp.int32(plan.blocks))
     length = jnp.clip(given.length[stream], 0, plan.entries * plan.slots)
     begin = item * plan.tiles
-    return Place(
-        z, item, stream, length, begin, jnp.clip(held_tiles(plan, length) - begin, 0, plan.tiles)
-    )
+    return Place(z, item, stream, length, begin, jnp.clip(held_tiles(plan, length) - begin, 0, plan.tiles))
 
 
 def _units(plan: Plan, given: Given, place: Place, tile: Array) -> list[Unit]:
@@ -151,17 +152,16 @@ def _where_live(plan: Plan, units: list[Unit], x: Array, axis: int, other: float
     )
 
 
-def _scaled(plan: Plan, shared: Shared, at: Array) -> Float[Array, "S H"]:
-    """A tile of the ring as float32, codes times the scales of their pages."""
-    x = shared.ring[at].astype(jnp.float32)
+def _scaled(plan: Plan, shared: Shared, at: Array, columns: Any) -> Float[Array, "S Y"]:
+    """Columns of a tile of the ring as float32, codes times the scales of their pages."""
+    x = shared.ring[at, :, columns].astype(jnp.float32)
     if not plan.codes:
         return x
-    shape = (TILE, plan.h)
-    row = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=plgpu.Layout.WGMMA)
+    row = plgpu.broadcasted_iota(jnp.int32, x.shape, 0, layout=plgpu.Layout.WGMMA)
 
     def of(i: int) -> Array:
-        scale = plgpu.layout_cast(shared.scales[at, i], plgpu.Layout.WGMMA.reduce(0))
-        return jax.lax.broadcast_in_dim(scale, shape, [1])
+        scale = plgpu.layout_cast(shared.scales[at, i, columns], plgpu.Layout.WGMMA.reduce(0))
+        return jax.lax.broadcast_in_dim(scale, x.shape, [1])
 
     scale = of(0)
     for i in range(1, plan.units):
@@ -183,11 +183,13 @@ def _operand(plan: Plan, shared: Shared, reader: Array, at: Array, units: list[U
                 tile[...] = jnp.where(seen(plan, units, x.shape, 0), x, jnp.zeros_like(x))
 
         return [tile]
-    x = _scaled(plan, shared, at)
-    x = x if units is None else _where_live(plan, units, x, 0, 0.0)
+    for c in range(0, plan.h, COLUMNS):
+        columns = pl.ds(c, COLUMNS)
+        x = _scaled(plan, shared, at, columns)
+        x = x if units is None else _where_live(plan, units, x, 0, 0.0)
+        for term, part in enumerate(in_terms(x, plan.terms)):
+            shared.staged[reader, term, :, columns] = part
     plgpu.barrier_arrive(shared.free.at[at])
-    for term, part in enumerate(in_terms(x, plan.terms)):
-        shared.staged[reader, term] = part
     return [shared.staged.at[reader, term] for term in range(plan.terms)]
 
 
@@ -286,7 +288,7 @@ def _shared(plan: Plan, dtype: Any) -> list[Any]:
     staged = plan.terms > 1 or plan.codes
     return [
         smem((plan.terms, ROWS, plan.h), exact, transforms=wide),
-        smem((plan.stages, TILE, plan.h), dtype, transforms=tiled(plan.h, dtype)),
+        smem((plan.stages, TILE, plan.h), dtype, transforms=tiled(COLUMNS, dtype)),
         smem((n, plan.terms, ROWS, TILE), exact, transforms=tiled(TILE, exact)),
         *[smem((n, plan.terms, TILE, plan.h), exact, transforms=wide)] * staged,
         *[smem((plan.stages, plan.units, plan.h), jnp.float32)] * plan.codes,
