@@ -32,6 +32,10 @@ TILE = 64
 """Slots of a product."""
 
 
+COLUMNS = 64
+"""Channels that registers hold at once on their way to terms."""
+
+
 class Plan(NamedTuple):
     """Static sizes of a call.
 
@@ -73,6 +77,11 @@ class Plan(NamedTuple):
         return min(self.slots, TILE)
 
     @property
+    def columns(self) -> int:
+        """Channels of an output that one product gives: registers hold no more beside terms."""
+        return self.h if self.terms == 1 else COLUMNS
+
+    @property
     def units(self) -> int:
         """Of a tile."""
         return TILE // self.unit
@@ -98,7 +107,7 @@ def held_tiles(plan: Plan, length: Array) -> Array:
 
 
 def find_unit(plan: Plan, table: Any, length: Array, at: Array) -> Unit:
-    """The ``at``-th unit of a list, as ``ref.page_lists`` has it: whatever tables hold, pages are in the pool.
+    """The ``at``-th unit of a list, as ``ref.page_lists`` has it: tables may hold anything.
 
     Args:
       plan: sizes.

@@ -25,6 +25,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels import tiles
 from pallas_kernels.ragged_decode.mosaic_gpu_plan import (
+    COLUMNS,
     ROWS,
     TILE,
     Plan,
@@ -49,9 +50,6 @@ STATS = 16
 
 WIDE = 32
 """Columns of an output that are written at once."""
-
-COLUMNS = 64
-"""Of a tile that registers hold at once on its way to terms."""
 
 REGISTERS = {1: (240, 40), 2: (232, 40)}
 """Readers to the registers of a reader's thread and of a producer's."""
@@ -84,6 +82,10 @@ class Shared(NamedTuple):
     q_full: Any
     full: Any
     free: Any
+
+
+Stats = tuple[Any, Any, tuple[Any, ...]]
+"""(m [R], l [R], o [R, columns] ...): running max of scores times log2 e, denominator, numerators."""
 
 
 class Place(NamedTuple):
@@ -138,7 +140,7 @@ def _produce(plan: Plan, given: Given, shared: Shared, place: Place) -> None:
                     )
         return carry
 
-    jax.lax.fori_loop(0, place.count, fetch, jnp.int32(0))
+    jax.lax.fori_loop(0, place.count, fetch, 0)
 
 
 def _where_live(plan: Plan, units: list[Unit], x: Array, axis: int, other: float) -> Array:
@@ -193,13 +195,23 @@ def _operand(plan: Plan, shared: Shared, reader: Array, at: Array, units: list[U
     return [shared.staged.at[reader, term] for term in range(plan.terms)]
 
 
+def _unknown_zero(plan: Plan) -> Array | int:
+    """0, which the compiler does not know where terms are many.
+
+    Places in shared memory that hang on it cannot be computed once before the loop: those of three terms take
+    more registers than there are.
+    """
+    return 0 if plan.terms == 1 else jax.lax.optimization_barrier(jnp.int32(0))
+
+
 def _product(plan: Plan, a: Any, b: list[Any], shape: tuple[int, int]) -> Float[Array, "R S"]:
     """The sum of the products of terms; what was written to shared memory before is seen by them."""
     plgpu.commit_smem()
+    first = _unknown_zero(plan)
 
     def run(sums: Any) -> Array:
         for i, j in pairs(plan.terms):
-            plgpu.wgmma(sums, a.at[i], b[j])
+            plgpu.wgmma(sums, a.at[i + first], b[j])
         return sums[...]
 
     return pl.run_scoped(run, plgpu.ACC(shape, jnp.float32))
@@ -212,10 +224,11 @@ def _release(plan: Plan, shared: Shared, at: Array) -> None:
 
 
 def _step(
-    plan: Plan, given: Given, shared: Shared, place: Place, reader: Array, tile: Array, stats: tiles.Stats
-) -> tiles.Stats:
-    """The statistics [R], [R], [R, H] after one more tile; maxima are of scores times log2 e."""
-    m, l, o = stats
+    plan: Plan, given: Given, shared: Shared, place: Place, reader: Array, tile: Array, stats: Stats
+) -> Stats:
+    """The statistics after one more tile."""
+    m, l, outs = stats
+    reader = reader + _unknown_zero(plan)
     k_at = jax.lax.rem(2 * tile, jnp.int32(plan.stages))
     v_at = jax.lax.rem(2 * tile + 1, jnp.int32(plan.stages))
     units = _units(plan, given, place, tile)
@@ -234,10 +247,13 @@ def _step(
     for term, part in enumerate(in_terms(p, plan.terms)):
         shared.weights[reader, term] = part
     values = _operand(plan, shared, reader, v_at, units)
-    more = _product(plan, shared.weights.at[reader], values, (ROWS, plan.h))
+    grown = []
+    for i, o in enumerate(outs):
+        part = [x.at[:, pl.ds(i * plan.columns, plan.columns)] for x in values]
+        more = _product(plan, shared.weights.at[reader], part, o.shape)
+        grown.append(o * jax.lax.broadcast_in_dim(keep, o.shape, [0]) + more)
     _release(plan, shared, v_at)
-    o = o * jax.lax.broadcast_in_dim(keep, o.shape, [0]) + more
-    return new, l * keep + jnp.sum(p, axis=1), o
+    return new, l * keep + jnp.sum(p, axis=1), tuple(grown)
 
 
 def _write(plan: Plan, shared: Shared, reader: Array, x: Float[Array, "R Y"], place_of: Any) -> None:
@@ -259,11 +275,11 @@ def _read(plan: Plan, given: Given, shared: Shared, place: Place, reader: Array)
     stats = (
         start(tiles.HIDDEN, (ROWS,), column),
         start(0.0, (ROWS,), column),
-        start(0.0, (ROWS, plan.h), plgpu.Layout.WGMMA),
+        tuple(start(0.0, (ROWS, plan.columns), plgpu.Layout.WGMMA) for _ in range(plan.h // plan.columns)),
     )
     plgpu.barrier_wait(shared.q_full)
     turns = jax.lax.div(place.count - reader + (plan.readers - 1), jnp.int32(plan.readers))
-    m, l, o = jax.lax.fori_loop(
+    m, l, outs = jax.lax.fori_loop(
         0,
         turns,
         lambda i, stats: _step(plan, given, shared, place, reader, reader + i * plan.readers, stats),
@@ -272,7 +288,9 @@ def _read(plan: Plan, given: Given, shared: Shared, place: Place, reader: Array)
     at = place.item * plan.readers + reader
     shared.stats[reader, 0] = m
     shared.stats[reader, 1] = l
-    _write(plan, shared, reader, o, lambda c: given.o.at[place.z, at, :, pl.ds(c, WIDE)])
+    for i, o in enumerate(outs):
+        first = i * plan.columns
+        _write(plan, shared, reader, o, lambda c, n=first: given.o.at[place.z, at, :, pl.ds(n + c, WIDE)])
     for which in range(2):
         plgpu.copy_smem_to_gmem(
             shared.stats.at[reader, which, pl.ds(0, given.stats.shape[3])],
