@@ -71,7 +71,8 @@ def _plan(q: Array, pools: Pools, lists: Lists, options: Options, interpret: Any
     while item > ITEM_SLOTS[1] and b * heads * many * -(-m * size // item) < PROGRAMS:
         item //= 2
     # A buffer is one reader's always: its barrier counts the reader's turns.
-    stages = found.stages // (2 * readers) * 2 * readers if readers > 1 else found.stages
+    turn = 2 * readers if readers > 1 else 1
+    stages = max(found.stages // turn * turn, 2 * readers)
     rows = min(ROWS, -(-total // 8) * 8)
     return Plan(
         total, rows, many, h, pool, size, m, max(item // TILE, readers), readers, stages, terms, codes,

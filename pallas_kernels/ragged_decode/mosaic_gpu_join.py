@@ -69,6 +69,7 @@ def _body(plan: Plan, ring: int) -> Any:
 
             @pl.when(i + ring < count)
             def _() -> None:
+                plgpu.commit_smem()  # TMA overwrites what was just read
                 fetch(i + ring)
 
             return new, total * keep + l * weight, sums * spread(keep) + x * spread(weight)

@@ -191,6 +191,7 @@ def _operand(plan: Plan, shared: Shared, reader: Array, at: Array, units: list[U
         x = x if units is None else _where_live(plan, units, x, 0, 0.0)
         for term, part in enumerate(in_terms(x, plan.terms)):
             shared.staged[reader, term, :, columns] = part
+    plgpu.commit_smem()  # what was read here is overwritten by TMA, which looks past a thread's own order
     plgpu.barrier_arrive(shared.free.at[at])
     return [shared.staged.at[reader, term] for term in range(plan.terms)]
 

@@ -25,16 +25,19 @@ from pallas_kernels.numerics import assert_as_good_as_plain
 from pallas_kernels.ragged_decode.work import Shape
 
 HOPPER = ("NVIDIA H200", 132, "gpu")
-SMALL = Shape(B=2, N=8, K=2, T=1, H=64, P=10, S=64, M=3)
+SMALL = Shape(B=2, N=8, K=2, T=1, H=64, P=12, S=64, M=4)
 
+mosaic_gpu_join = pytest.importorskip("pallas_kernels.ragged_decode.mosaic_gpu_join")
 mosaic_gpu = pytest.importorskip("pallas_kernels.ragged_decode.mosaic_gpu")
 needs_interpreter = pytest.mark.skipif(compat.gpu_interpreter() is None, reason="jax 0.12 interprets it")
 
 
 @pytest.fixture
 def short_items(monkeypatch):
-    """Items of two tiles, one a reader: short lists are several."""
-    monkeypatch.setattr(mosaic_gpu, "ITEM_SLOTS", (128, 128))
+    """Items of three tiles and rings that are gone round: short lists are several items."""
+    monkeypatch.setattr(mosaic_gpu, "ITEM_SLOTS", (192, 192))
+    monkeypatch.setattr(mosaic_gpu, "STAGES", {"bfloat16": 2, "int8": 2, "float32": 1})
+    monkeypatch.setattr(mosaic_gpu_join, "RING", 1)
     mosaic_gpu.ragged_decode.clear_cache()
     yield
     mosaic_gpu.ragged_decode.clear_cache()
