@@ -30,8 +30,10 @@ ITEM_SLOTS = (1024, 128)
 PROGRAMS = 264
 """Items are made smaller until there are this many: two a multiprocessor, which runs one at a time."""
 
-STAGES = {"bfloat16": 8, "int8": 12, "float32": 3}
-"""Buffers of the ring, for head dim 128; twice as many for 64."""
+STAGES = 16
+"""Buffers of the ring, if so many fit."""
+
+DTYPES = ("bfloat16", "int8", "float32")
 
 HEAD_DIMS = (64, 128)
 
@@ -45,8 +47,8 @@ def _refuse(q: Array, pools: Pools, lists: Lists, options: Options, interpret: A
 
     if not interpret and not lowering.is_hopper(lowering.kind()):
         no(f"a device that is no Hopper ({lowering.kind()}), whose wgmma and TMA the body is made of")
-    if dtype.name not in STAGES:
-        no(f"pools of {dtype}; the body reads {', '.join(STAGES)}")
+    if dtype.name not in DTYPES:
+        no(f"pools of {dtype}; the body reads {', '.join(DTYPES)}")
     if h not in HEAD_DIMS:
         no(f"head dim {h}; the body's tiles have 64 or 128 channels")
     if size < 8 or size & (size - 1):
@@ -65,19 +67,17 @@ def _plan(q: Array, pools: Pools, lists: Lists, options: Options, interpret: Any
     total, dtype, codes = n // heads * t, pools.k.dtype, pools.scales is not None
     terms = 3 if dtype == jnp.float32 or (codes and q.dtype == jnp.float32) else 1
     readers, many = (1 if terms > 1 else 2), -(-total // ROWS)
-    own = tuning.Blocks(item=ITEM_SLOTS[0], stages=STAGES[dtype.name] * 128 // h)
+    own = tuning.Blocks(item=ITEM_SLOTS[0], stages=STAGES)
     found = tuning.pick(blocks, "read", dtype, h, own)
     item = found.item
     while item > ITEM_SLOTS[1] and b * heads * many * -(-m * size // item) < PROGRAMS:
         item //= 2
-    # A buffer is one reader's always: its barrier counts the reader's turns.
-    turn = 2 * readers if readers > 1 else 1
-    stages = max(found.stages // turn * turn, 2 * readers)
     rows = min(ROWS, -(-total // 8) * 8)
-    return Plan(
-        total, rows, many, h, pool, size, m, max(item // TILE, readers), readers, stages, terms, codes,
-        options, interpret or None,
+    plan = Plan(
+        total, rows, many, h, pool, size, m, max(item // TILE, readers), readers,
+        max(found.stages, 2 * readers), terms, codes, options, interpret or None,
     )  # fmt: skip
+    return plan._replace(stages=mosaic_gpu_read.buffers(plan, dtype.itemsize))
 
 
 def _in_terms(q: Float[Array, "Z R H"], terms: int) -> Float[Array, "terms Z R H"]:

@@ -51,6 +51,9 @@ STATS = 16
 WIDE = 32
 """Columns of an output that are written at once."""
 
+SHARED = 226 << 10
+"""Bytes of shared memory for all this, of 227 KiB: barriers take some too."""
+
 REGISTERS = {1: (240, 40), 2: (232, 40)}
 """Readers to the registers of a reader's thread and of a producer's."""
 
@@ -317,6 +320,19 @@ def _shared(plan: Plan, dtype: Any) -> list[Any]:
         plgpu.Barrier(num_arrivals=plan.units * (1 + plan.codes), num_barriers=plan.stages),
         plgpu.Barrier(num_barriers=plan.stages),
     ]
+
+
+def buffers(plan: Plan, itemsize: int) -> int:
+    """How many of ``plan.stages`` fit beside what else ``_shared`` has, in whole turns of the readers.
+
+    A buffer is one reader's always, because its barrier counts that reader's turns.
+    """
+    staged = plan.terms > 1 or plan.codes
+    terms = plan.terms * ROWS * (plan.h + plan.readers * (TILE + staged * plan.h))
+    fixed = 2 * terms + 4 * plan.readers * ROWS * (WIDE + 2)
+    each = TILE * plan.h * itemsize + plan.codes * plan.units * plan.h * 4
+    turn = 2 * plan.readers if plan.readers > 1 else 1
+    return min(plan.stages, (SHARED - fixed) // each) // turn * turn
 
 
 def _named(plan: Plan, refs: tuple[Any, ...]) -> tuple[Given, Shared]:

@@ -36,7 +36,7 @@ needs_interpreter = pytest.mark.skipif(compat.gpu_interpreter() is None, reason=
 def short_items(monkeypatch):
     """Items of three tiles and rings that are gone round: short lists are several items."""
     monkeypatch.setattr(mosaic_gpu, "ITEM_SLOTS", (192, 192))
-    monkeypatch.setattr(mosaic_gpu, "STAGES", {"bfloat16": 2, "int8": 2, "float32": 1})
+    monkeypatch.setattr(mosaic_gpu, "STAGES", 2)
     monkeypatch.setattr(mosaic_gpu_join, "RING", 1)
     mosaic_gpu.ragged_decode.clear_cache()
     yield
