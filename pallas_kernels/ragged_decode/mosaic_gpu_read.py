@@ -99,7 +99,7 @@ class Place(NamedTuple):
     stream: Array
     length: Array
     begin: Array
-    count: Array
+    held: Array
 
 
 def _place(plan: Plan, given: Given) -> Place:
@@ -143,7 +143,7 @@ def _produce(plan: Plan, given: Given, shared: Shared, place: Place) -> None:
                     )
         return carry
 
-    jax.lax.fori_loop(0, place.count, fetch, 0)
+    jax.lax.fori_loop(0, place.held, fetch, 0)
 
 
 def _where_live(plan: Plan, units: list[Unit], x: Array, axis: int, other: float) -> Array:
@@ -253,8 +253,8 @@ def _step(
     values = _operand(plan, shared, reader, v_at, units)
     grown = []
     for i, o in enumerate(outs):
-        part = [x.at[:, pl.ds(i * plan.columns, plan.columns)] for x in values]
-        more = _product(plan, shared.weights.at[reader], part, o.shape)
+        block = [x.at[:, pl.ds(i * plan.columns, plan.columns)] for x in values]
+        more = _product(plan, shared.weights.at[reader], block, o.shape)
         grown.append(o * jax.lax.broadcast_in_dim(keep, o.shape, [0]) + more)
     _release(plan, shared, v_at)
     return new, l * keep + jnp.sum(p, axis=1), tuple(grown)
@@ -282,7 +282,7 @@ def _read(plan: Plan, given: Given, shared: Shared, place: Place, reader: Array)
         tuple(start(0.0, (ROWS, plan.columns), plgpu.Layout.WGMMA) for _ in range(plan.h // plan.columns)),
     )
     plgpu.barrier_wait(shared.q_full)
-    turns = jax.lax.div(place.count - reader + (plan.readers - 1), jnp.int32(plan.readers))
+    turns = jax.lax.div(place.held - reader + (plan.readers - 1), jnp.int32(plan.readers))
     m, l, outs = jax.lax.fori_loop(
         0,
         turns,
@@ -343,8 +343,10 @@ def _named(plan: Plan, refs: tuple[Any, ...]) -> tuple[Given, Shared]:
         return left.pop(0) if there else None
 
     staged = plan.terms > 1 or plan.codes
-    given = Given(*(take() for _ in range(5)), take(plan.codes), take(), take(), take(plan.options.mass))
-    shared = Shared(take(), take(), take(), take(staged), take(plan.codes), *(take() for _ in range(5)))
+    lists = (take(), take(), take(), take(), take())
+    given = Given(*lists, take(plan.codes), take(), take(), take(plan.options.mass))
+    tiles_of, rest = (take(), take(), take()), (take(staged), take(plan.codes))
+    shared = Shared(*tiles_of, *rest, take(), take(), take(), take(), take())
     return given, shared
 
 
@@ -367,12 +369,12 @@ def read(plan: Plan, q: Array, arrays: list[Array]) -> list[Array]:
         place, group = _place(plan, given), jax.lax.axis_index("group")
         most, least = REGISTERS[plan.readers]
 
-        @pl.when((group < plan.readers) & (place.count > group))
+        @pl.when((group < plan.readers) & (place.held > group))
         def _() -> None:
             plgpu.set_max_registers(most, action="increase")
             _read(plan, given, shared, place, group)
 
-        @pl.when((group == plan.readers) & (place.count > 0))
+        @pl.when((group == plan.readers) & (place.held > 0))
         def _() -> None:
             plgpu.set_max_registers(least, action="decrease")
             _produce(plan, given, shared, place)
