@@ -176,10 +176,10 @@ def _candidates(op: str, offered: Offered, platform: str) -> Iterator[tuple[str,
     """Implementations for ``impl=None``, best first, each with what to say about better ones left out."""
     why = ""
     for name in PREFERRED.get(platform, ("xla",)):
-        if name not in offered:
+        if name not in offered or (name == "mosaic_gpu" and not lowering.is_hopper(lowering.kind())):
             continue
         if name in NEEDS and (reason := _unproven(op, name)):
-            why = f" ({reason}: run python -m kvjax.tune, or ask for it by name)"
+            why = why or f" ({reason}: run python -m kvjax.tune, or ask for it by name)"
             continue
         yield name, why
 

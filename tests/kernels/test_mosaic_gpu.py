@@ -165,9 +165,11 @@ def test_it_has_a_record_of_its_own_and_needs_one(monkeypatch):
     known = {"impl": "mosaic_gpu", "agrees": True}
     offered = {"xla": "xla", "triton": "triton", "mosaic_gpu": "mosaic_gpu"}
 
-    def first():
-        with lowering.for_device(*HOPPER):
-            return next(dispatch._candidates("ragged_decode", offered, "gpu"))[0]
+    def first(where=HOPPER):
+        with lowering.for_device(*where):
+            found, why = next(dispatch._candidates("ragged_decode", offered, "gpu"))
+        assert ("no record of 'triton'" in why) is (found != "triton")
+        return found
 
     monkeypatch.setattr(dispatch, "record", lambda op, kind: {})
     assert first() == "xla"
@@ -175,6 +177,7 @@ def test_it_has_a_record_of_its_own_and_needs_one(monkeypatch):
     assert first() == "xla"
     monkeypatch.setattr(dispatch, "record", lambda op, kind: known if op.endswith(".mosaic_gpu") else {})
     assert first() == "mosaic_gpu"
+    assert first(("NVIDIA B200", 148, "gpu")) == "xla"
     assert dispatch.filed("phi_build", "triton") == "phi"
 
 
