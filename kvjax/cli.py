@@ -113,6 +113,25 @@ def words(text: str) -> list[str]:
     return [word.strip() for word in text.split(",") if word.strip()]
 
 
+def check_alone(command: str, others: str) -> None:
+    """Refuses a command that several processes would all do.
+
+    Args:
+      command: as it is called.
+      others: what runs in several processes instead.
+
+    Raises:
+      InputError: more processes than this one.
+    """
+    import jax
+
+    if jax.distributed.is_initialized() and jax.process_count() > 1:  # asked alone, it would take the devices
+        raise InputError(
+            f"{command} runs in one process, and these are {jax.process_count()}. Start it without "
+            f"kvjax.launch, on the devices of one machine; {others} run in several."
+        )
+
+
 # --- outcomes ------------------------------------------------------------------------------------
 
 

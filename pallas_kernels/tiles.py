@@ -107,7 +107,8 @@ def grow(
 ) -> Stats:
     """The statistics after one more tile of scores, whose weights ``mix`` turns into an output.
 
-    Where all of it is seen, None, nothing is compared or selected.
+    Where all of it is seen, None, nothing is compared or selected. The numerator may be several arrays, of a
+    part of the channels each.
     """
     m, l, o = stats
     s = s if visible is None else jnp.where(visible, s, HIDDEN)
@@ -116,7 +117,9 @@ def grow(
     shift = new if visible is None else jnp.where(new > HIDDEN, new, 0.0)
     p = jnp.exp(s - spread(shift, s.shape[1]))
     keep = jnp.exp(m - shift)
-    return new, keep * l + jnp.sum(p, axis=1, keepdims=True), spread(keep, o.shape[1]) * o + mix(p)
+    total = keep * l + jnp.sum(p, axis=1, keepdims=True)
+    kept = jax.tree.map(lambda o: spread(keep, o.shape[1]) * o, o)
+    return new, total, jax.tree.map(jnp.add, kept, mix(p))
 
 
 def finish(stats: Stats) -> tuple[Float[Array, "R H"], Float[Array, "R W"]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,16 @@ QUESTIONS = {
     "v5e-256-wg-kv": f"{_MODEL} {_GATES} --rows 192 --tpu v5e:16x16 --mesh data=32,tensor=8",
 }
 """The name of a file to the words of a question; of each slice the full cache comes first."""
+
+_LARGER = "--model llama-3.1-70b --context 131072 --policy wg-kv --share 0.25 --rows 16"
+
+ALONE = {
+    "v5e-64-70b": f"{_LARGER} --tpu v5e:8x8",
+    "h200-8-70b": f"{_LARGER} --gpu h200:8",
+}
+"""Questions about a larger model, each by itself; the mesh is left to the plan."""
+
+_ALL = QUESTIONS | ALONE
 
 IMBALANCES = (1.0, 1.5)
 """Slots of the fullest device over the mean."""
@@ -59,11 +70,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(argv: Sequence[str]) -> None:
     parser = cli.Parser(prog="python -m studies.plan", description=__doc__)
     cli.add(parser, "--out", required=True)
-    parser.add_argument("--only", metavar="NAME", choices=QUESTIONS, help=f"one of {', '.join(QUESTIONS)}")
+    parser.add_argument("--only", metavar="NAME", choices=_ALL, help=f"one of {', '.join(_ALL)}")
     asked = parser.parse_args(argv)
     asked.out.mkdir(parents=True, exist_ok=True)
-    for name in [asked.only] if asked.only else QUESTIONS:
-        found = answered(QUESTIONS[name])
+    for name in [asked.only] if asked.only else _ALL:
+        found = answered(_ALL[name])
         (asked.out / f"{name}.json").write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
         print(f"{name}: {found['at_imbalance']}", flush=True)
     (asked.out / "README.md").write_text(page(read(asked.out)), encoding="utf-8")
@@ -72,7 +83,9 @@ def _run(argv: Sequence[str]) -> None:
 def answered(words: str) -> dict[str, Any]:
     """A plan as JSON, with what fits at each imbalance."""
     question = arguments.parse(words.split())
+    began = time.process_time()
     plan = plans.answer(question)
+    took = time.process_time() - began
     memory, step = question.chip.memory, plan.step
     columns = {}
     for imbalance in IMBALANCES:
@@ -85,12 +98,13 @@ def answered(words: str) -> dict[str, Any]:
             "step_of_most_rows": dataclasses.asdict(estimate.roofline(full, step, question.chip)),
         }
     command = {"command": f"python -m kvjax.plan {words}"}
-    return command | report.as_json(question, plan) | {"at_imbalance": columns}
+    measured = {"processor_seconds": round(took, 1), "at_imbalance": columns}
+    return command | report.as_json(question, plan) | measured
 
 
 def read(folder: Path) -> dict[str, dict[str, Any]]:
     """The plans in a folder, by name."""
-    files = {name: folder / f"{name}.json" for name in QUESTIONS}
+    files = {name: folder / f"{name}.json" for name in _ALL}
     return {name: json.loads(x.read_text(encoding="utf-8")) for name, x in files.items() if x.is_file()}
 
 
@@ -102,7 +116,35 @@ def page(plans: dict[str, dict[str, Any]]) -> str:
     names = list(QUESTIONS)
     pairs = [pair for pair in zip(names[::2], names[1::2]) if set(pair) <= set(plans)]
     slices = [(plans[full], plans[gated]) for full, gated in pairs]
-    return "\n".join([head, *(line for full, gated in slices for line in _table(full, gated))])
+    tables = [line for full, gated in slices for line in _table(full, gated)]
+    return "\n".join([head, *tables, *_larger([plans[name] for name in ALONE if name in plans])])
+
+
+def _larger(plans: list[dict[str, Any]]) -> list[str]:
+    """A line for each plan of the larger model."""
+    if not plans:
+        return []
+    lines = [
+        "## Llama-3.1-70B",
+        "",
+        f"{plans[0]['rows']} rows of {plans[0]['context']:,} tokens under `{plans[0]['policy']}` at "
+        f"{100 * plans[0]['share']:.0f} %, on the grid with the fewest bytes a device. Two small depths are "
+        "compiled and carried on to 80 layers; the last column is the processor time that the plan took.",
+        "",
+        "| devices | mesh | GiB a device, of | weights | KV | least step | sent a step | most rows "
+        "| read at once | plan |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for plan in plans:
+        step, gib = plan["step"], 2**30
+        sent = sum(one["sent"] for one in plan["collectives"])
+        lines.append(
+            f"| `{plan['devices']}` | {plan['mesh']} | {step['total'] / gib:.2f}, {plan['memory'] / gib:.2f} "
+            f"| {step['weights'] / gib:.2f} | {step['allocated'] / gib:.2f} "
+            f"| {1e3 * plan['roofline']['seconds']:.2f} ms | {sent / 1e6:.2f} MB | {plan['most_rows']} "
+            f"| {plan['most_rows_read_at_once']} | {plan['processor_seconds']:.0f} s |"
+        )
+    return [*lines, "", *(f"    {plan['command']}" for plan in plans), ""]
 
 
 def _table(full: dict[str, Any], gated: dict[str, Any]) -> list[str]:

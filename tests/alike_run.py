@@ -2,7 +2,8 @@
 
     python -m kvjax.launch --local 2 --devices 1 -- tests/alike_run.py FOLDER OTHER
 
-Prints what each call is refused with, as one line of JSON. OTHER holds a model like FOLDER's, trained on.
+Prints what each call is refused with, and whether both write what one device does, as one line of JSON.
+OTHER holds a model like FOLDER's, trained on.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import tiny
 
 import kvjax
 from kvjax import decode, launch
+from kvjax.algebra import Policy
 from kvjax.cache.alike import check_alike
 from kvjax.models import hf
 
@@ -37,7 +39,7 @@ def main() -> None:
     model, prompts = tiny.model(), [tiny.prompt(9)]
     more = jax.tree.map(lambda x: -x, model.params)
     trained = model if first else tiny.Tiny(model.network, more)
-    laid = decode.on_mesh(model, {}, mesh)[0]
+    laid = decode.on_mesh(model, Policy(), {}, mesh)[0]
     gates = {"admission": [{"w1": np.full(4, 0.0 if first else 1.0)}]}
     row = {"policy": "snapkv(8) + uniform(24)", "prompts": prompts}
 
@@ -65,6 +67,8 @@ def main() -> None:
     whole = [mesh.read(x) for x in jax.tree.leaves(alike.params)]
     there = jax.tree.leaves(hf.load(Path(folder)).params)
     found["read"] = str(all(np.array_equal(x, y) for x, y in zip(whole, there, strict=True)))
+    texts = [kvjax.generate(one, **row, max_new_tokens=6).tokens for one in (model, laid)]
+    found["text"] = str(texts[0] == texts[1])
     print(json.dumps(found), flush=True)
 
 

@@ -9,6 +9,8 @@ from typing import Any
 
 import yaml
 
+from train import loop
+
 CONFIG: dict[str, Any] = {
     "name": "tiny",
     "seed": 0,
@@ -42,4 +44,4 @@ def written(folder: Path, config: dict[str, Any]) -> Path:
 def records(folder: Path, strength: str = "default") -> list[dict[str, Any]]:
     """The run's log without times."""
     lines = (folder / "run" / strength / "log.jsonl").read_text().splitlines()
-    return [{k: v for k, v in json.loads(line).items() if k not in ("time", "user")} for line in lines]
+    return [{k: v for k, v in json.loads(line).items() if k not in loop.CLOCK} for line in lines]

@@ -1,6 +1,6 @@
 """Policies on meshes of virtual devices against one device: a program, since JAX counts devices once.
 
-    python tests/mesh_run.py MESH ... [--only N ...] [--heads K] [--moved | --saved]
+    python tests/mesh_run.py MESH ... [--only POLICY ...] [--heads K] [--moved | --saved | --measured]
 
 A line of JSON for each policy: the largest difference of logits, and how much else differed.
 """
@@ -36,6 +36,7 @@ from kvjax.algebra import Policy  # noqa: E402
 from kvjax.cache.mesh import ONE, Mesh  # noqa: E402
 from kvjax.cache.reshard import reshard  # noqa: E402
 from kvjax.cache.state import KVState  # noqa: E402
+from kvjax.eval.measure import counted, forced  # noqa: E402
 from kvjax.models import decoder  # noqa: E402
 from kvjax.models.spec import ModelSpec, Rope  # noqa: E402
 
@@ -93,6 +94,14 @@ def model(kv_heads: int = 8) -> tiny.Tiny:
     return tiny.Tiny(decoder.Decoder(spec), params)
 
 
+def learned(policy: Policy, network: Any) -> dict[str, Any]:
+    """Random learned weights; φ is silent in every other query head, as it is in some of shipped maps."""
+    found = {p.place: p.example_weights(jax.random.key(1), network) for p in policy.learned}
+    for maps in found.get("completion", ()):
+        maps["last_q"] = maps["last_q"].at[1::2].set(-np.inf)
+    return found
+
+
 def prompts() -> list[list[int]]:
     draw = np.random.default_rng(5)
     return [draw.permutation(96)[:n].tolist() for n in LENGTHS]
@@ -118,11 +127,11 @@ class Life:
 def live(policy: Policy, on: Mesh, kv_heads: int = 8) -> Life:
     """On a mesh, or one device."""
     it = model(kv_heads)
-    learned = {p.place: p.example_weights(jax.random.key(1), it.network) for p in policy.learned}
-    given = {"context": 72, "page": 8, "chunk_size": 16, "weights": learned}
+    weights = learned(policy, it.network)
+    given = {"context": 72, "page": 8, "chunk_size": 16, "weights": weights}
     state, logits = kvjax.prefill(it, policy, prompts(), **given, mesh=on)
     kept, found, text = [on.read(metrics.present(state))], [on.read(logits)], []
-    laid, learned = decode.on_mesh(it, learned, on)
+    laid, weights = decode.on_mesh(it, policy, weights, on)
     for at in range(STEPS):
         if at % 5 == 0:
             state = decode.reserve(policy, state, 5, 1)
@@ -130,7 +139,7 @@ def live(policy: Policy, on: Mesh, kv_heads: int = 8) -> Life:
         text.append(fed)
         active = np.ones(len(fed), bool)
         state, logits = decode.step_program(
-            laid.network, policy, laid.params, learned, state, on.put(fed), on.put(active)
+            laid.network, policy, laid.params, weights, state, on.put(fed), on.put(active)
         )
         found.append(on.read(logits))
     kept.append(on.read(metrics.present(state)))
@@ -149,17 +158,30 @@ def difference(one: Life, many: Life) -> dict[str, Any]:
     }
 
 
+def measured(policy: Policy, on: Mesh, kv_heads: int = 8) -> dict[str, np.ndarray]:
+    """What evaluations look at, of prompts that are read once and cut, and of given tokens after them."""
+    it, weights = model(kv_heads), learned(policy, model(kv_heads).network)
+    laid, _ = decode.on_mesh(it, policy, weights, on)
+    reading = decode.read_full(laid, prompts(), context=72)
+    state, _ = decode.cut(laid, policy, reading, page=8, chunk_size=16, weights=weights)
+    state = decode.roomy(policy, decode.reserve(policy, state, 6, 1), 1)
+    before = counted.contents(state)
+    given = [prompt[:6] for prompt in prompts()]
+    _, after = forced.steps(laid, policy, state, given, given, forced=True, weights=weights)
+    held = {"slots": before.slots, "mask": before.mask, "bytes": np.asarray([before.slot, before.fixed])}
+    return held | {name: getattr(after, name)[:, :6] for name in ("nll", "live", "reads")}
+
+
 def moved(policy: Policy, on: Mesh, kv_heads: int = 8) -> dict[str, Any]:
     """What a compiled step brings from device to device: each collective and the shape of its result."""
     it = model(kv_heads)
-    learned = {p.place: p.example_weights(jax.random.key(1), it.network) for p in policy.learned}
-    laid, learned = decode.on_mesh(it, learned, on)
+    laid, weights = decode.on_mesh(it, policy, learned(policy, it.network), on)
     rows = len(LENGTHS)
     space = {"rows": rows, "context": 256, "page": 32, "chunk_size": 16}
     state = decode.empty(it.network, policy, **space, dtype=np.float32, mesh=on)
     state = decode.roomy(policy, state, 1)
     fed = on.put((np.zeros(rows, np.int32), np.ones(rows, bool)))
-    program = decode.step_program.lower(laid.network, policy, laid.params, learned, state, *fed)
+    program = decode.step_program.lower(laid.network, policy, laid.params, weights, state, *fed)
     text = compiler.compiled_in_full(program).as_text()
     met = [found for line in text.splitlines() if (found := COLLECTIVE.search(line))]
     return {"moved": [f"{one[2]} [{shape}]" for one in met for shape in SHAPE.findall(one[1])]}
@@ -190,7 +212,7 @@ def differing(rows: list[int], one: KVState, other: KVState) -> int:
 def onward(policy: Policy, state: KVState) -> np.ndarray:
     """Logits of three steps; the state is used up."""
     it, on, found = model(), state.mesh, []
-    laid, _ = decode.on_mesh(it, {}, on)
+    laid, _ = decode.on_mesh(it, policy, {}, on)
     state = decode.reserve(policy, state, 3, 1)
     for token in range(3):
         fed = on.put((np.full(state.rows, token, np.int32), np.ones(state.rows, bool)))
@@ -217,14 +239,13 @@ def returned(policy: Policy, names: list[str], folder: Path) -> Iterator[dict[st
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("mesh", nargs="+")
-    parser.add_argument("--only", nargs="*", type=int, help="of policies()")
+    parser.add_argument("--only", nargs="*", type=kvjax.policy, help="instead of policies()")
     parser.add_argument("--heads", type=int, default=8)
     parser.add_argument("--moved", action="store_true", help="what a step brings from device to device")
     parser.add_argument("--saved", action="store_true", help="save on the first mesh, open on each")
+    parser.add_argument("--measured", action="store_true", help="what evaluations look at")
     asked = parser.parse_args()
-    every = policies()
-    for index in asked.only or range(len(every)):
-        policy = every[index]
+    for policy in asked.only or policies():
         if asked.saved:
             folder = Path(tempfile.gettempdir()) / f"kvjax-{os.getppid()}"  # of both processes
             folder.mkdir(exist_ok=True)
@@ -236,13 +257,20 @@ def main() -> None:
             found = moved(policy, kvjax.mesh(asked.mesh[0]), asked.heads)
             print(json.dumps({"policy": repr(policy)} | found), flush=True)
             continue
+        if asked.measured:
+            one, many = (measured(policy, on, asked.heads) for on in (ONE, kvjax.mesh(asked.mesh[0])))
+            off = {
+                name: float(np.abs(np.subtract(x, many[name], dtype=float)).max()) for name, x in one.items()
+            }
+            print(json.dumps({"policy": repr(policy), "held": int(one["slots"].sum())} | off), flush=True)
+            continue
         one = live(policy, ONE, asked.heads)
         for name in asked.mesh:
             try:
                 found = difference(one, live(policy, kvjax.mesh(name), asked.heads))
             except Exception as error:  # told beside its policy, so that the others are still seen
                 found = {"error": f"{type(error).__name__}: {error}"[:2000]}
-            print(json.dumps({"index": index, "policy": repr(policy), "mesh": name} | found), flush=True)
+            print(json.dumps({"policy": repr(policy), "mesh": name} | found), flush=True)
         jax.clear_caches()
 
 

@@ -73,7 +73,7 @@ TABLE = {
     "kvjax.tune": r"kvjax(\.cli)?|pallas_kernels(\.(dispatch|records|measure\.(device|work)))?",
     "kvjax.decode": r"kvjax\.decode\._.+",
     "kvjax.decode._capacity": rf"{STATE}|kvjax\.(algebra|catalogue)",
-    "kvjax.decode._devices": rf"{STATE}|kvjax\.(algebra|metrics|weights|decode\._checks)",
+    "kvjax.decode._devices": rf"{STATE}|kvjax\.(algebra|layer|metrics|weights|decode\._checks)",
     "kvjax.decode._checks": r"kvjax\.(types|cache\.state|algebra|catalogue|weights|decode\._capacity)",
     "kvjax.decode._step": r"kvjax\.(types|cache\.(mesh|state)|algebra|layer)",
     "kvjax.decode._by_layer": rf"{STATE}|kvjax\.(algebra|layer|decode\._step)",

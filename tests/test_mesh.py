@@ -19,8 +19,9 @@ import pytest
 import tiny
 
 import kvjax
-from kvjax import launch
+from kvjax import launch, layer
 from kvjax.cache.mesh import AXES, ONE, Mesh, MeshError
+from kvjax.layer import _seam
 from kvjax.models import hf
 
 HERE = Path(__file__).parent
@@ -51,7 +52,9 @@ def check(found: list[dict]) -> None:
 
 
 # Heads that share a layer's slots; the prompt is ranked whole, and steps are read from ring and pages.
-SHARED = "39"
+SHARED = "snapkv(6) + ada(20)"
+CONF = "conf_kv(0.8, gamma=0.9, recent=4) + confidence(18, loose=26, threshold=0.5) + int8(8)"
+GATES = "write_gate(0.5, window=12) + int8(8) + sinks(2)"
 
 
 def test_a_mesh_gives_what_one_device_gives():
@@ -71,13 +74,14 @@ def test_every_policy_with_fewer_heads_than_devices():
 
 @pytest.mark.slow
 def test_two_processes_give_what_one_gives():
-    check(lived("data=2,tensor=4", "--only", SHARED, "38", "44", processes=2))
+    check(lived("data=2,tensor=4", "--only", SHARED, CONF, GATES, processes=2))
 
 
 @pytest.mark.slow
 def test_no_step_moves_a_pool_between_devices():
-    found = lived("data=2,tensor=4", "--moved", "--only", "6", "38", "33", SHARED)
-    assert len(found) == 4
+    asked = ("full", CONF, "topk(5, sinks=2, tail=6)", SHARED, GATES)
+    found = lived("data=2,tensor=4", "--moved", "--only", *asked)
+    assert len(found) == len(asked)
     for one in found:
         # Two products a layer and the embedding; what policies reduce over heads: never an axis of heads, of
         # pages or of channels.
@@ -87,10 +91,19 @@ def test_no_step_moves_a_pool_between_devices():
 
 
 @pytest.mark.slow
+def test_evaluations_measure_on_a_mesh_what_they_measure_on_one_device():
+    for one in lived("data=2,tensor=4", "--measured", "--only", SHARED, "duo(0.5, window=12, prefill=False)"):
+        assert one.pop("policy")
+        assert one.pop("held") > 500
+        assert one.pop("nll") <= CLOSE
+        assert set(one.values()) == {0.0}, one  # what is held, and what is read
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_state_saved_on_one_mesh_opens_on_another(processes):
     others = ["data=4,tensor=2"] if processes > 1 else ["data=1", "tensor=2", "data=4,tensor=2"]
-    found = lived("data=2,tensor=4", *others, "--saved", "--only", SHARED, "12", processes=processes)
+    found = lived("data=2,tensor=4", *others, "--saved", "--only", SHARED, "int8(16)", processes=processes)
     assert len(found) == 2 * (2 + len(others))  # on its own mesh, on the others, forked
     for one in found:
         assert one["streams"] == 0, one
@@ -112,7 +125,7 @@ def test_processes_that_were_given_different_things_are_refused(tmp_path):
     hf.save(tmp_path / "first", model.spec, model.params, dtype=str(params["embed"].dtype))
     folders = [str(tmp_path / name) for name in ("first", "trained")]
     [found] = lived(*folders, processes=2, program="alike_run.py", devices=1)
-    assert found.pop("read") == "True"
+    assert found.pop("read") == found.pop("text") == "True"
     assert "is in another call than process 0" in found.pop("call")
     assert {name: said.partition(GIVEN_OTHERS)[2].partition(".")[0] for name, said in found.items()} == {
         "versions": f"the version of numpy (here '{np.__version__.partition('.')[0]}",
@@ -178,6 +191,12 @@ def test_prefill_refuses_rows_that_do_not_divide():
         kvjax.prefill(tiny.model(), "full", [tiny.prompt(4)] * 3, mesh=grid(data=2))
 
 
+def test_load_refuses_heads_that_do_not_divide_before_it_reads(monkeypatch):
+    monkeypatch.setattr(hf, "read_weights", None)
+    with pytest.raises(MeshError, match=r"load\(.*\): tensor=3 does not divide the model's 4 KV heads"):
+        kvjax.load(mesh=grid(tensor=3))
+
+
 def test_what_is_cut_and_what_is_whole():
     mesh, network = grid(tensor=2, context=2), tiny.model().network
     specs = mesh.of_model(network, tiny.model().params)
@@ -186,6 +205,23 @@ def test_what_is_cut_and_what_is_whole():
     assert layer["wq"] == jax.P(None, ("tensor", "context"), None)
     assert layer["attn_norm"] == jax.P()
     assert specs["embed"] == jax.P()  # 61 tokens divide by nothing
+
+
+def test_learned_weights_lie_by_head():
+    network = types.SimpleNamespace(num_layers=2, num_heads=4, num_kv_heads=2, head_dim=4)
+    policy = kvjax.policy("write_gate(0.1) + phi(4) + kvp + uniform(0.25)")
+    shown = {part.place: part.weight_shapes(network) for part in policy.learned}
+    specs = layer.of_learned(policy, shown)
+    assert specs["admission"][1]["w1"] == specs["completion"][1]["line_q"] == jax.P("tensor")
+    assert specs["admission"][0]["norm"] == specs["completion"][0]["length"] == jax.P()  # of all heads
+    assert {*jax.tree.leaves(specs["eviction"])} == {jax.P("tensor")}
+    # Which of all heads retrieve is decided by all layers together; what comes of it is each head's own.
+    duo, alpha = kvjax.policy("duo(0.5)"), [{"alpha": np.zeros(2)}] * 2
+    assert {*jax.tree.leaves(layer.of_learned(duo, {"admission": alpha}))} == {jax.P()}
+    mine = duo.admission.at_layer(alpha, 0)
+    assert _seam._learned(duo, {"admission": mine}) == {"admission": {"retrieves": jax.P("tensor")}}
+    rows = _seam._learned(duo, {"admission": layer.OfRows(mine)})["admission"]
+    assert rows.tree == {"retrieves": jax.P("data", "tensor")}
 
 
 # --- launching -----------------------------------------------------------------------------------
@@ -211,6 +247,20 @@ def test_only_what_the_program_prints_is_shown():
     source, shown = types.SimpleNamespace(read1=lambda: next(pieces)), io.StringIO()
     launch.pass_on(source, shown)
     assert shown.getvalue() == "{1}\nmore [Gloo]\nend"
+
+
+@pytest.mark.slow
+def test_a_killed_process_of_a_running_program_is_named(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import os, signal, time, jax\n"
+        "jax.process_index() and os.kill(os.getpid(), signal.SIGKILL)\n"
+        "time.sleep(600)\n"
+    )
+    command = [sys.executable, "-m", "kvjax.launch", "--local", "2", "--devices", "1", "--", str(program)]
+    done = subprocess.run(command, cwd=HERE.parent, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 1
+    assert "error: process 1 was killed by SIGKILL; the others were ended." in done.stderr
 
 
 def test_a_killed_process_ends_the_others_and_is_named():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import jax
@@ -13,6 +14,7 @@ from tiny import quick_compiles  # noqa: F401
 
 import kvjax
 from kvjax import decode
+from kvjax.cache.mesh import AXES, Mesh, MeshError
 from kvjax.saving import StateError
 from kvjax.saving._write import _write
 
@@ -136,6 +138,17 @@ def test_other_policies_weights_and_states_are_refused(content, tmp_path):
     state.length.delete()
     with pytest.raises(StateError, match="donated"):
         kvjax.save(state, file, model=tiny.model(), policy="full")
+
+
+def test_rows_that_a_mesh_does_not_divide_are_refused(content, tmp_path):
+    file = tmp_path / "state"
+    file.write_bytes(content)
+    mesh = Mesh(jax.sharding.AbstractMesh((3, 1, 1), AXES))  # of devices that are not here
+    with pytest.raises(MeshError, match="data=3 does not divide 2 rows. Give a multiple of 3 rows"):
+        kvjax.open(file, model=tiny.model(), mesh=mesh)
+    state = dataclasses.replace(kvjax.open(file, model=tiny.model()).state, mesh=mesh)
+    with pytest.raises(MeshError, match=r"fork\(n=2\): data=3 does not divide 2 rows"):
+        kvjax.fork(state, 0, 2)
 
 
 def test_dtypes_of_all_kinds_are_kept(tmp_path):

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import yaml
 
-from train import drawing
+from train import drawing, loop
 
 HEADER = """# kvjax {name}
 
@@ -191,7 +191,7 @@ def training(config: dict[str, Any], log: list[dict[str, Any]]) -> str:
     """How it was trained."""
     name = config["name"]
     checks = [record for record in log if "bits_per_byte" in record]
-    columns = [key for key in checks[-1] if key not in ("step", "level", "time", "user")]
+    columns = [key for key in checks[-1] if key not in ("step", "level", *loop.CLOCK)]
     lines = [
         [str(r["step"]), str(r["level"]), *(_figure(key, r.get(key)) for key in columns)] for r in checks
     ]
@@ -259,7 +259,7 @@ def draw_curves(log: list[dict[str, Any]], path: Path) -> None:
     losses = [r for r in log if "loss" in r]
     checks = [r for r in log if "bits_per_byte" in r]
     fig, axes = plt.subplots(1, 3, figsize=(14, 4), layout="constrained")
-    asked = [k for k in checks[-1] if k not in ("step", "level", "time", "user", "bits_per_byte")]
+    asked = [k for k in checks[-1] if k not in ("step", "level", *loop.CLOCK, "bits_per_byte")]
     drawing.losses(axes[0], losses)
     drawing.checks(axes[1], checks, asked, "recall")
     drawing.bits(axes[2], checks)

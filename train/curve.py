@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from train import data, pretrain
+from train import data, loop, pretrain
 from train.setup import options, read
 
-BESIDE = ("step", "level", "time", "user")
+BESIDE = ("step", "level", *loop.CLOCK)
 
 
 def tokens_of(mix: data.Mix, level: int, index: int) -> int:

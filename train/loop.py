@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import resource
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -270,11 +271,18 @@ def _agreed(late: bool) -> bool:
     return bool(multihost_utils.broadcast_one_to_all(late))
 
 
+CLOCK = ("time", "user", "resident")
+"""What two runs of the same numbers log apart."""
+
+
 def _clock() -> dict[str, float]:
-    """Wall clock, and seconds of processor time of this process so far."""
+    """Wall clock, and of this process so far seconds of processor time and the most memory it held, MiB."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    unit = 2**20 if sys.platform == "darwin" else 2**10  # macOS counts bytes, Linux KiB
     return {
         "time": round(time.time(), 2),
-        "user": round(resource.getrusage(resource.RUSAGE_SELF).ru_utime, 2),
+        "user": round(used.ru_utime, 2),
+        "resident": round(used.ru_maxrss / unit),
     }
 
 

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
-from kvjax import metrics
+from kvjax import layer, metrics
 from kvjax.algebra import Policy
 from kvjax.cache.alike import check_alike
 from kvjax.cache.mesh import ONE, Mesh, MeshError, mesh, mesh_of
@@ -34,8 +34,8 @@ def mesh_for(call: str, model: Weighted, given: Mesh | str | None, rows: int) ->
     return found
 
 
-def on_mesh(model: M, weights: Params, where: Mesh) -> tuple[M, Params]:
-    """The model and the policy's learned weights there; what lies there is not moved.
+def on_mesh(model: M, policy: Policy, weights: Params, where: Mesh) -> tuple[M, Params]:
+    """The model and the policy's learned weights there, by head; what lies there is not moved.
 
     Raises:
       MeshError: a model that lies on a mesh, for one device; other models in other processes.
@@ -53,7 +53,7 @@ def on_mesh(model: M, weights: Params, where: Mesh) -> tuple[M, Params]:
         laid: Any = copy.copy(model)
         vars(laid)["params"] = where.put(model.params, where.of_model(model.network, model.params))
         model = laid
-    return model, where.put(weights)
+    return model, where.put(weights, layer.of_learned(policy, weights))
 
 
 def tell_of_imbalance(state: KVState) -> None:

@@ -100,7 +100,7 @@ def generate(
     context = bucket(longest + max_new_tokens, most)
     where = mesh_for("generate", model, mesh, len(rows))
     alike("generate", where, policy, weights or {}, {"the sampling": (how, max_new_tokens, [*stops])})
-    model, weights = on_mesh(model, weights or {}, where)
+    model, weights = on_mesh(model, policy, weights or {}, where)
     sizes: dict[str, Any] = {"context": context, "chunk_size": chunk_size, "page": page}
     state, logits = prefill(model, policy, rows, **sizes, weights=weights, seeds=seed)
     out: list[list[int]] = [[] for _ in rows]
@@ -156,7 +156,7 @@ def stream(
     tell_of_windows(model.network, policy)
     how = sampling(rows) if how is None else how
     alike("stream", state.mesh, policy, weights, {"the sampling": (how, limit, [*stops], every)})
-    model, weights = on_mesh(model, weights, state.mesh)
+    model, weights = on_mesh(model, policy, weights, state.mesh)
     return _pieces(model, policy, state, logits, limit, how, stops, weights, every)
 
 

@@ -105,7 +105,7 @@ def prefill(
     tell_of_lengths(policy, weights, lengths)
     numbers = (context, chunk_size, page, seeds)
     alike("prefill", mesh, policy, weights, {"the prompts": rows, "the sizes and seeds": numbers})
-    model, weights = on_mesh(model, weights, mesh)
+    model, weights = on_mesh(model, policy, weights, mesh)
     sizes: dict[str, Any] = {"rows": len(rows), "context": context, "page": page, "chunk_size": chunk_size}
     state = empty(network, policy, **sizes, dtype=dtype, mesh=mesh)
     state = dataclasses.replace(state, total=mesh.put(np.asarray(lengths, np.int32)))
@@ -149,7 +149,7 @@ def cut(
         raise RequestError(f"cut({policy!r}) decides while a prompt is read. Prefill under it.")
     weights, rows = check_weights(model, policy, weights), len(reading.prompts)
     mesh = mesh_for("cut", model, None, rows)
-    weights = on_mesh(model, weights, mesh)[1]
+    weights = on_mesh(model, policy, weights, mesh)[1]
     state = empty(
         model.network,
         policy,
@@ -201,7 +201,7 @@ def extend(
     rows = read_prompts("extend", model, prompts, begins=False)
     check_space("extend", model.network, state, np.asarray([len(row) for row in rows]))
     alike("extend", state.mesh, policy, weights, {"the prompts": rows})
-    model, weights = on_mesh(model, weights, state.mesh)
+    model, weights = on_mesh(model, policy, weights, state.mesh)
     return _read_chunks(model, policy, state, rows, weights, progress)
 
 

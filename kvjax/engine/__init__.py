@@ -50,6 +50,7 @@ from kvjax.engine._request import (
     Request,
     Usage,
 )
+from kvjax.engine._settings import check_mesh
 from kvjax.engine._space import lane_bytes
 from kvjax.engine._ticket import Ticket
 
@@ -78,5 +79,6 @@ __all__ = [
     "Seconds",
     "Ticket",
     "Usage",
+    "check_mesh",
     "lane_bytes",
 ]

@@ -59,7 +59,7 @@ class Shelf:
         key = json.dumps([policy.structure, said], sort_keys=True)
         if key not in self._read:
             found = find(policy, self._model, given)
-            weights = decode.on_mesh(self._model, found.weights, mesh_of(self._model.params))[1]
+            weights = decode.on_mesh(self._model, policy, found.weights, mesh_of(self._model.params))[1]
             self._read[key] = Learned(weights, found.label, self._sources(policy, given, found.files))
         return self._read[key]
 

@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 from kvjax.algebra import Frame, Part, Policy
-from kvjax.types import pytree
+from kvjax.layer import OfRows
 
 if TYPE_CHECKING:
     from jaxtyping import Array
@@ -71,26 +71,18 @@ def _stacked(part: Part) -> Part:
     return whole
 
 
-@pytree()
-@dataclasses.dataclass(frozen=True)
-class _OfRows:
-    """Weights of a layer that depend on dials, and so on the row: leaves have a leading axis B."""
-
-    tree: Any
-
-
 def _at_layer(method: Callable[..., Any]) -> Callable[..., Any]:
     """``at_layer``, where a part has one of its own: what it makes of the weights is a row's."""
 
-    def call(self: Part, weights: Any, layer: int) -> _OfRows:
-        return _OfRows(jax.vmap(lambda mine: method(mine, weights, layer))(_stacked(self)))
+    def call(self: Part, weights: Any, layer: int) -> OfRows:
+        return OfRows(jax.vmap(lambda mine: method(mine, weights, layer))(_stacked(self)))
 
     return call
 
 
-def _weights(params: Any) -> tuple[_OfRows | None, Callable[[_OfRows | None], Any]]:
+def _weights(params: Any) -> tuple[OfRows | None, Callable[[OfRows | None], Any]]:
     """What of the weights goes along rows, and the weights of one of these."""
-    own = params if isinstance(params, _OfRows) else None
+    own = params if isinstance(params, OfRows) else None
     return own, lambda row: params if row is None else jax.tree.map(lambda x: x[0], row.tree)
 
 

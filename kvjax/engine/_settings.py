@@ -7,7 +7,7 @@ import os
 
 import jax
 
-from kvjax.cache.mesh import DATA, ONE, mesh_of
+from kvjax.cache.mesh import DATA, ONE, Mesh, mesh_of
 from kvjax.decode import RequestError
 from kvjax.types import Weighted
 
@@ -46,15 +46,10 @@ class Settings:
         """Of what was said.
 
         Raises:
-          RequestError: a number out of range, a model on devices that cut rows.
+          RequestError: a number out of range, a model on devices that cut rows or of several processes.
         """
         lies = mesh_of(model.params)
-        if lies.size(DATA) > 1 or lies.across:
-            where = " over several processes" if lies.across else ""
-            raise RequestError(
-                f"Engine(model=...) takes rows one by one, in one process; the model lies on {lies}{where}. "
-                "Load it along tensor and context alone."
-            )
+        check_mesh("Engine(model=...)", lies)
         if lies != ONE and share_pages:
             raise RequestError(
                 f"Engine(share_pages=True) is for one device, and the model lies on {lies}. Leave it out."
@@ -82,6 +77,24 @@ class Settings:
             share_pages = jax.default_backend() != "cpu" and lies == ONE
         return Settings(
             kv_memory=memory, context=context, page=page, share=share, share_pages=share_pages, **whole
+        )
+
+
+def check_mesh(call: str, mesh: Mesh) -> None:
+    """Refuses devices that no engine runs on; of a mesh its sizes are enough.
+
+    Raises:
+      RequestError: a mesh that cuts rows, or lies over several processes.
+    """
+    if mesh.across:
+        raise RequestError(
+            f"{call} takes rows one by one, in one process, and {mesh} lies over several. Give it the "
+            "devices of one process; kvjax.generate runs over all."
+        )
+    if mesh.size(DATA) > 1:
+        raise RequestError(
+            f"{call} takes rows one by one, and {mesh} cuts rows along data. Give all devices to tensor and "
+            "context, or run an engine on each group of them."
         )
 
 

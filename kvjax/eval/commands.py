@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from kvjax import decode
 from kvjax.algebra import Policy
 from kvjax.catalogue import policy as parse_policy
+from kvjax.cli import check_alone
 from kvjax.eval import arguments, tasks
 from kvjax.eval.arguments import Asked
 from kvjax.eval.errors import EvalError
@@ -46,8 +47,10 @@ def model_of(values: dict[str, Any]) -> LanguageModel:
 
     Raises:
       EvalError: files that cannot be read, or a tokenizer that is none.
+      InputError: several processes, which would all write the results.
       ModelError: no such model, or one of another kind.
     """
+    check_alone("python -m kvjax.eval", "kvjax.prefill and kvjax.generate")
     name = values["model"]
     try:
         model = load(None if name == EMBEDDED else name, dtype=values["dtype"], mesh=values["mesh"])
@@ -162,7 +165,7 @@ def _with_studies(folders: list[Path]) -> Results:
     rows, found = [], []
     for folder in folders:
         here = []
-        for file in sorted(folder.glob("*_*.json")):
+        for file in sorted(folder.glob("*.json")):
             tree = json.loads(file.read_text(encoding="utf-8"))
             here += [tree] if isinstance(tree, dict) and "study" in tree else []
         found += here
@@ -209,7 +212,7 @@ def _roundtrip(asked: Asked) -> None:
         print(roundtrip.markdown(found))
         return
     rows, _, tokens, _ = layers[0][0].shape
-    what = {"task": task.name, "rows": rows, "tokens": tokens, "page": decode.PAGE}
+    what = {"study": "roundtrip", "task": task.name, "rows": rows, "tokens": tokens, "page": decode.PAGE}
     print(json.dumps({**about(model, data), **what, "errors": roundtrip.as_json(found)}, indent=1))
 
 

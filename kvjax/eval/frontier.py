@@ -1,8 +1,9 @@
 """The frontier: every method and composition at matched bytes, in two stages, from one YAML file.
 
 Stage one looks at all policies on few samples; stage two looks again, on fresh and many samples and at more
-lengths, at those within ``near`` points of the best that no more bytes buy. Budgets are shares of a 16-bit
-cache that keeps everything: a policy whose pages hold codes has more slots for the same bytes.
+lengths, at those within ``near`` points of the best that no more bytes buy, if they answer at all. Budgets
+are shares of a 16-bit cache that keeps everything: a policy whose pages hold codes has more slots for the
+same bytes.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from kvjax.eval.errors import EvalError
 from kvjax.eval.measure import grid, runner
 from kvjax.eval.measure.grid import Grid
 from kvjax.eval.measure.store import Store
-from kvjax.eval.report.front import best_below, points, slot_cost
+from kvjax.eval.report import front
 from kvjax.eval.report.table import Results
 from kvjax.eval.tasks.data import Data
 from kvjax.loading import LanguageModel
@@ -38,6 +39,7 @@ class Stage:
     Attributes:
       tasks, lengths, samples, seed: of the cells.
       near: points behind the front up to which a policy of the stage before takes part; None takes all.
+      least: percent that it must score there: where nothing answers, the front is no choice.
     """
 
     tasks: tuple[str, ...]
@@ -45,6 +47,7 @@ class Stage:
     samples: int
     seed: int
     near: float | None = None
+    least: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -104,7 +107,7 @@ def read(file: Path) -> Plan:
 def slots(template: str, share: float, length: int, head_dim: int) -> int:
     """Slots of a stream whose bytes are ``share`` of ``length`` tokens at 16 bits."""
     storage = parse_policy(filled(template, length)).storage
-    exact, cost = storage.recent if not storage.exact else 0, slot_cost(storage, head_dim)
+    exact, cost = storage.recent if not storage.exact else 0, front.slot_cost(storage, head_dim)
     wanted = share * length
     return max(1, round(wanted if wanted <= exact or cost == 1 else exact + (wanted - exact) / cost))
 
@@ -174,11 +177,12 @@ def run(
         runner.run(whole, model, data, store, say=say, shown=shown)
         took, total = (time.perf_counter() - x for x in (start, began))
         say(f"stage {number}: {len(whole.cells)} cells, {took / 60:.1f} min; {total / 60:.1f} min in all")
-        following = plan.stages[number : number + 1]
-        if following and following[0].near is not None:
+        next_ = plan.stages[number] if number < len(plan.stages) else None
+        if next_ is not None and next_.near is not None:
             rows = [r for r in store.done().values() if (r.cell.seed, r.cell.samples) == (stage.seed, count)]
-            chosen = near_the_front(Results(tuple(rows)), named, model.network.head_dim, following[0].near)
-            say(f"within {following[0].near:g} points of the front: {', '.join(sorted(chosen))}")
+            found = Results(tuple(rows))
+            chosen = near_the_front(found, named, model.network.head_dim, next_.near, next_.least)
+            say(f"within {next_.near:g} points of the front: {', '.join(sorted(chosen))}")
     return Results(tuple(store.done().values()))
 
 
@@ -212,13 +216,14 @@ def _grids(
 
 
 def near_the_front(
-    results: Results, named: Mapping[tuple[int, str], str], head_dim: int, near: float
+    results: Results, named: Mapping[tuple[int, str], str], head_dim: int, near: float, least: float = 0.0
 ) -> set[str]:
-    """Names of the policies that are, at some length and protocol, within ``near`` points of the front."""
+    """Names of the policies that are, at some length and protocol, within ``near`` points of the front.
+
+    Those that score less than ``least`` are not among them, however few bytes they take.
+    """
     found = set()
-    for (length, _), there in points(results, head_dim).items():
-        for point in there:
-            name = named.get((length, point.policy))
-            if name and point.score >= best_below(there, point.share) - near:
-                found.add(name)
+    for (length, _), there in front.points(results, head_dim).items():
+        close = front.near(there, near, least)
+        found |= {named[length, point.policy] for point in close if (length, point.policy) in named}
     return found

@@ -10,10 +10,18 @@ import jax.numpy as jnp
 from kvjax.algebra import HERE, OBSERVABLE, AllHeads, Frame, Observation, Policy
 from kvjax.cache.ring import Entry
 from kvjax.cache.state import LayerCache
-from kvjax.types import Heads, Params
+from kvjax.types import Heads, Params, pytree
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int
+
+
+@pytree()
+@dataclasses.dataclass(frozen=True)
+class OfRows:
+    """What a part reads of its weights at a layer where a row's dials decide it: leaves are [B, K, ...]."""
+
+    tree: Any
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from kvjax.algebra import AllHeads, Policy
+from kvjax.algebra import AllHeads, Part, Policy
 from kvjax.cache.mesh import OUT, ROWS, STREAMS, TENSOR, WHOLE, Mesh
-from kvjax.layer._info import LayerInfo
+from kvjax.layer._info import LayerInfo, OfRows
 from kvjax.layer._read import Loaded, Read
 from kvjax.types import Heads, Params
 
@@ -100,14 +100,29 @@ def _looked_at(policy: Policy) -> list[str]:
     return ["q", "k", "v", *(name for name in ("q_pre", "k_pre", "hidden") if name in policy.needs)]
 
 
-def _learned(policy: Policy, params: Params) -> Any:
-    """How learned weights of a layer are cut: by head, but what a part says its heads share."""
-    shared = {part.place: part.shared for part in policy.parts}
+def of_learned(policy: Policy, weights: Params) -> Params:
+    """How learned weights are laid, of one layer or of all: each device has those of its heads.
+
+    Whole are leaves that heads share, and what a part reads of all layers together: its heads are compared.
+    """
+    whole = [part.place for part in policy.learned if type(part).at_layer is not Part.at_layer]
+    return _learned(policy, weights) | {x: jax.tree.map(lambda _: WHOLE, weights[x]) for x in whole}
+
+
+def _learned(policy: Policy, params: Params) -> Params:
+    """How what the parts read of their weights is cut: by head, but what a part says its heads share."""
+    parts = {part.place: part for part in policy.parts}
+    return {place: _by_head(parts[place], mine) for place, mine in params.items()}
+
+
+def _by_head(part: Part, mine: Any) -> Any:
+    if isinstance(mine, OfRows):
+        return jax.tree.map(lambda _: STREAMS, mine)
 
     def one(path: Any, _: Array) -> P:
-        return P() if getattr(path[-1], "key", None) in shared[path[0].key] else P(TENSOR)
+        return WHOLE if getattr(path[-1], "key", None) in part.shared else P(TENSOR)
 
-    return jax.tree_util.tree_map_with_path(one, params)
+    return jax.tree_util.tree_map_with_path(one, mine)
 
 
 def _of_project(leaf: Array) -> P:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import jax.numpy as jnp
 
-from kvjax.cache.mesh import DATA, TENSOR
+from kvjax.cache.mesh import DATA
 from kvjax.plan import _shapes as shapes
 from kvjax.plan._case import Case
 from kvjax.plan._programs import Program
@@ -118,8 +118,7 @@ def roofline(case: Case, known: Known, chip: Chip) -> Roofline:
     """The least time of a step like one that was compiled; what is sent grows with the rows."""
     held = shapes.held(case)
     loaded = shapes.read_every_step(case)
-    learned = shapes.bytes_each(shapes.weights(case)) // case.mesh.size(TENSOR)
-    weights = shapes.bytes_each(loaded) + learned
+    weights = shapes.bytes_each(loaded) + shapes.bytes_each(shapes.weights(case))
     cache = sum(layer.read for layer in held)
     walked = sum(layer.walked for layer in held) if known.program.kernels == "xla" else cache
     rows = case.rows // case.mesh.size(DATA)

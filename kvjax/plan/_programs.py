@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from kvjax import decode
-from kvjax.cache.mesh import ROWS, WHOLE
+from kvjax import decode, layer
+from kvjax.cache.mesh import ROWS
 from kvjax.plan import _shapes as shapes
 from kvjax.plan._case import Case
 from kvjax.plan._collectives import Collective, collectives
@@ -153,7 +153,7 @@ def prefill(case: Case, target: aot.Target) -> Program:
         p.place: jax.eval_shape(lambda w, p=p: p.at_layer(w, 0), learned[p.place])
         for p in case.policy.learned
     }
-    own = shapes.laid(own, jax.tree.map(lambda _: WHOLE, own), mesh)
+    own = shapes.laid(own, layer.of_learned(case.policy, own), mesh)
     index, numbers = shapes.everywhere(mesh, (), "int32"), shapes.everywhere(mesh, (rows,), "int32")
     entering = (rows, case.read_at_once, case.spec.model_dim)
     x = jax.ShapeDtypeStruct(entering, jnp.dtype(case.dtype), sharding=mesh.sharding(ROWS))

@@ -10,13 +10,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from kvjax import decode, metrics
+from kvjax import decode, layer, metrics
+from kvjax.algebra import Policy
 from kvjax.cache import pool
 from kvjax.cache import state as states
 from kvjax.cache.mesh import DATA, TENSOR, WHOLE, Mesh
 from kvjax.cache.pages import Pages
 from kvjax.cache.state import KVState, LayerCache
 from kvjax.models import decoder
+from kvjax.models.spec import ModelSpec
 from kvjax.plan._case import Case, slots
 from kvjax.types import Params
 
@@ -46,9 +48,14 @@ def params(case: Case) -> Params:
 
 
 def weights(case: Case) -> Params:
-    """Learned weights of the policy's parts; every device has them whole, as ``load`` lays them."""
-    found = {part.place: part.weight_shapes(case.network) for part in case.policy.learned}
-    return laid(found, jax.tree.map(lambda _: WHOLE, found), case.mesh)
+    """Learned weights of the policy's parts, laid as a call lays them."""
+    found = _learned(case.policy, case.spec)
+    return laid(found, layer.of_learned(case.policy, found), case.mesh)
+
+
+@functools.lru_cache(maxsize=8)  # a search asks a hundred times, and making them up is traced for every layer
+def _learned(policy: Policy, spec: ModelSpec) -> Params:
+    return {part.place: part.weight_shapes(decoder.Decoder(spec)) for part in policy.learned}
 
 
 def read_every_step(case: Case) -> Params:

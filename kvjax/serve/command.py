@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from kvjax.cli import InputError
+from kvjax.cli import InputError, check_alone
 from kvjax.decode import Remark
 from kvjax.loading import LanguageModel, load
 from kvjax.serve import facts
@@ -62,6 +62,8 @@ def _run(options: Options) -> None:
         raise InputError(
             "--mesh answers a prompt, and a chat runs on one device. Give --prompt, or no --mesh."
         )
+    if given is None:
+        check_alone("a chat", "--prompt and --prompt-file")
     model = loaded(options.model, options.dtype, options.mesh)
     if options.auto:
         options, said = settled(options, model)

@@ -29,13 +29,14 @@ CANDIDATES: dict[tuple[str, str], dict[str, tuple[Blocks, ...]]] = {
     ("ragged_decode", "triton"): {
         "read": (
             # Page ids come by loads of their own, which take up stages: keys are buffered twice from 5 on.
-            Blocks(k=64, item=1024, warps=4, stages=5),
-            Blocks(k=64, item=1024, warps=4, stages=3),
-            Blocks(k=128, item=1024, warps=4, stages=2),
-            Blocks(k=64, item=2048, warps=4, stages=2),
-            Blocks(k=64, item=512, warps=4, stages=2),
-            Blocks(k=64, item=1024, warps=2, stages=3),
-            Blocks(k=128, item=2048, warps=8, stages=2),
+            # Items are the least that a program takes: a list is divided by its length.
+            Blocks(k=64, warps=4, stages=5),
+            Blocks(k=64, warps=4, stages=3),
+            Blocks(k=128, warps=4, stages=2),
+            Blocks(k=64, item=1024, warps=4, stages=2),
+            Blocks(k=64, item=256, warps=4, stages=2),
+            Blocks(k=64, warps=2, stages=3),
+            Blocks(k=128, item=1024, warps=8, stages=2),
         )
     },
     ("ragged_decode", "mosaic_gpu"): {"read": (Blocks(item=2048), Blocks(item=512), Blocks(stages=4))},

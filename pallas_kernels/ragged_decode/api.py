@@ -66,7 +66,7 @@ def ragged_decode(
     Args:
       q: queries, any float dtype.
       k_pages: key pool, X = H; float, or codes with ``scales``: int8, or uint8 that holds two codes of 4 bits
-        a byte (``paired``), X = H / 2, which only ``xla`` and ``ref`` read.
+        a byte (``paired``), X = H / 2.
       v_pages: value pool, of the same shape and dtype.
       table: pool page ids.
       length: live slots of each stream.

@@ -4,7 +4,8 @@ Channel c and channel c + H / 2 share a byte, so that halves of a page are cut a
 
   byte c     bits 0-3  channel c           bits 4-7  channel c + H / 2      two's complement, -8 ... 7
 
-A byte of zeros is two codes of zero, as in an int8 pool.
+A byte of zeros is two codes of zero, as in an int8 pool. A code in the high half of a byte, over zeros, is 16
+times itself as an int8: ``halves`` shifts nothing back, and whoever multiplies by the scale divides it.
 """
 
 from __future__ import annotations
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
 PAIRED = jnp.dtype(jnp.uint8)
 """The dtype of pools of 4 bits a code."""
 
+TIMES = 16
+"""What ``halves`` has multiplied codes by; exact in 16 bits."""
+
 
 def paired(codes: Int[Array, "... H"]) -> Int[Array, "... H/2"]:
     """Codes of -8 … 7, two to a byte; H is even."""
@@ -29,7 +33,18 @@ def paired(codes: Int[Array, "... H"]) -> Int[Array, "... H/2"]:
 
 def channels(pool: Num[Array, "... X"]) -> int:
     """H of a pool, whatever lies in a byte."""
-    return pool.shape[-1] * (2 if pool.dtype == PAIRED else 1)
+    return pool.shape[-1] * parts(pool)
+
+
+def parts(pool: Num[Array, "... X"]) -> int:
+    """Codes of a byte, each of another part of the channels; 1 of what is not packed."""
+    return 2 if pool.dtype == PAIRED else 1
+
+
+def halves(pool: Num[Array, "... X"]) -> tuple[Int[Array, "... X"], Int[Array, "... X"]]:
+    """Codes of the low and of the high part of the channels, ``TIMES`` times, as int8."""
+    bits = jax.lax.bitcast_convert_type(pool, jnp.int8)
+    return bits << 4, bits & -TIMES
 
 
 def floats(pool: Num[Array, "... X"]) -> Float[Array, "... H"]:

@@ -9,6 +9,8 @@ Layout: XLA keeps an array whose last axis is shorter than 128 lanes with anothe
   H a multiple of 128             pages [S, H] are read where they are
   other H, S a multiple of 128    pages lie as [H, S] and are read so (``_turned``); scales are copied
   other H and S                   pages lie across the lanes: XLA copies the pool on every call
+
+Of pages with two codes a byte H / 2 counts for H, but for their scales.
 """
 
 from __future__ import annotations
@@ -18,12 +20,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import compat, tiles, tuning
 from pallas_kernels.dispatch import Unsupported
-from pallas_kernels.ragged_decode import worklist
+from pallas_kernels.ragged_decode import codes, worklist
 from pallas_kernels.ragged_decode.worklist import Plan
 
 if TYPE_CHECKING:
@@ -41,6 +44,7 @@ ROWS = 256
 
 MOST_PAGES = 32
 SMEM_WORDS = 230_000
+HIGH_BITS = np.int32(0xF0F0F0F0 - (1 << 32))
 LANES = 128
 
 
@@ -57,12 +61,19 @@ def _plan(q: Array, pools: Pools, lists: Lists, blocks: Tuned, *rest: Any) -> Pl
             f"ragged_decode(impl='mosaic_tpu'): lists of {words} numbers exceed the {SMEM_WORDS} that SMEM "
             "holds. Read fewer rows at a time, use larger pages, or impl='xla'."
         )
-    return Plan(n // heads, t, rows, many, per_item, per_item, size, h, h, own, *rest)
+    parts = codes.parts(pools.k)
+    plan = Plan(n // heads, t, rows, many, per_item, per_item, size, h, h, parts, own, *rest)
+    if parts > 1 and (plan.part if _turned(plan) else size) % 4:
+        raise Unsupported(
+            f"ragged_decode(impl='mosaic_tpu'): two codes a byte in pages of {size} slots of {plan.part} "
+            "bytes; four bytes are unpacked at once. Use pages of a multiple of 4 slots, or impl='xla'."
+        )
+    return plan
 
 
 def _turned(plan: Plan) -> bool:
     """Whether pages are [H, S]: how XLA holds pools of short heads."""
-    return plan.h % LANES != 0 and plan.slots % LANES == 0
+    return plan.part % LANES != 0 and plan.slots % LANES == 0
 
 
 def _width(plan: Plan) -> int:
@@ -132,8 +143,24 @@ def _visible(plan: Plan, fetch: Fetch, item: Array, chosen: Any) -> Bool[Array, 
     return (see if chosen is None else see * chosen[...]) > 0
 
 
+def _numbers(plan: Plan, page: Array, dtype: Any) -> Float[Array, "S H"]:
+    """A page's numbers, or codes; of two codes a byte ``codes.TIMES`` times, one part beside the other."""
+    if plan.parts == 1:
+        return page.astype(dtype)
+    # As ``codes.halves``, of four bytes at once: single bytes have no shifts. Joined before they are floats,
+    # which v5e would unpack and pack again.
+    bits = pltpu.bitcast(page, jnp.int32)
+    both = jnp.concatenate([(bits << 4) & HIGH_BITS, bits & HIGH_BITS], axis=0 if _turned(plan) else 1)
+    return pltpu.bitcast(both, jnp.int8).astype(dtype)
+
+
+def _scale(plan: Plan, scale: Float[Array, "1 H"]) -> Float[Array, "1 H"]:
+    """What ``_numbers`` of codes are multiplied by."""
+    return scale if plan.parts == 1 else scale / codes.TIMES
+
+
 def _scores(plan: Plan, q: Array, k: Any, scales: Any, side: Array) -> Float[Array, "R Y"]:
-    """Capped scores of an item; the scales of int8 pages are folded into the queries."""
+    """Capped scores of an item; the scales of codes are folded into the queries."""
     if scales is None and not _turned(plan):
         s = tiles.product_nt(q, k[side].reshape(_width(plan), plan.h))
     else:
@@ -142,8 +169,8 @@ def _scores(plan: Plan, q: Array, k: Any, scales: Any, side: Array) -> Float[Arr
         def page(p: int) -> Array:
             mine = q
             if scales is not None:
-                mine = (q.astype(jnp.float32) * scales[side, p, 0:1]).astype(q.dtype)
-            return product(mine, k[side, p].astype(q.dtype))
+                mine = (q.astype(jnp.float32) * _scale(plan, scales[side, p, 0:1])).astype(q.dtype)
+            return product(mine, _numbers(plan, k[side, p], q.dtype))
 
         s = jnp.concatenate([page(p) for p in range(plan.per_item)], axis=1)
     return tiles.cap(s * plan.options.scale, plan.options.softcap)
@@ -156,8 +183,8 @@ def _mix(plan: Plan, p: Array, v: Any, scales: Any, side: Array, dtype: Any) -> 
     out = jnp.zeros((p.shape[0], plan.h), jnp.float32)
     for i in range(plan.per_item):
         mine = p[:, i * plan.slots : (i + 1) * plan.slots].astype(dtype)
-        more = product(mine, v[side, i].astype(dtype))
-        out += more if scales is None else more * scales[side, i, 1:2]
+        more = product(mine, _numbers(plan, v[side, i], dtype))
+        out += more if scales is None else more * _scale(plan, scales[side, i, 1:2])
     return out
 
 
@@ -182,14 +209,14 @@ def _split(refs: tuple[Any, ...], blocks: int, narrowed: bool, pools: int) -> tu
     return *refs[:blocks], chosen, refs[after : after + pools], refs[after + pools :]
 
 
-def _read_body(plan: Plan, int8: bool, narrowed: bool) -> Any:
+def _read_body(plan: Plan, coded: bool, narrowed: bool) -> Any:
     """The kernel: (items, entries, count, q, chosen?, pools) -> (out, lse, scores?)."""
 
     def body(row: Any, place: Any, block: Any, held: Any, edge: Any, entry: Any, count: Any, *refs: Any):
         del row, block
-        q, chosen, pools, (out, lse, *rest) = _split(refs, 1, narrowed, 2 + int8)
+        q, chosen, pools, (out, lse, *rest) = _split(refs, 1, narrowed, 2 + coded)
         kept, scratch = rest[: plan.keeps_scores], rest[plan.keeps_scores :]
-        buffers, (m, l, o, sem) = tuple(scratch[: 2 + int8]), scratch[2 + int8 :]
+        buffers, (m, l, o, sem) = tuple(scratch[: 2 + coded]), scratch[2 + coded :]
         k, v, scales = (*buffers, None)[:3]
         fetch = Fetch(pools, buffers, sem, entry, place, held, worklist.shift(plan.slots))
         item, side = _advance(fetch, count[0])
@@ -223,13 +250,13 @@ def _read_body(plan: Plan, int8: bool, narrowed: bool) -> Any:
     return body
 
 
-def _mass_body(plan: Plan, int8: bool, narrowed: bool) -> Any:
+def _mass_body(plan: Plan, coded: bool, narrowed: bool) -> Any:
     """The kernel: (items, entries, count, q, lse, chosen?, K pool, scales?) -> mass of an item's slots."""
 
     def body(row: Any, place: Any, block: Any, held: Any, edge: Any, entry: Any, count: Any, *refs: Any):
         del block, edge
-        q, lse, chosen, pools, (mass, *scratch) = _split(refs, 2, narrowed, 1 + int8)
-        buffers, (sem,) = tuple(scratch[: 1 + int8]), scratch[1 + int8 :]
+        q, lse, chosen, pools, (mass, *scratch) = _split(refs, 2, narrowed, 1 + coded)
+        buffers, (sem,) = tuple(scratch[: 1 + coded]), scratch[1 + coded :]
         k, scales = (*buffers, None)[:2]
         fetch = Fetch(pools, buffers, sem, entry, place, held, worklist.shift(plan.slots))
         item, side = _advance(fetch, count[0])
@@ -277,17 +304,16 @@ def ragged_decode(
     q: Array, pools: Pools, lists: Lists, *, options: Options, interpret: Any = False, blocks: Tuned = ()
 ) -> tuple[Array, ...]:
     """See ``api.ragged_decode``."""
-    worklist.refuse_pairs("mosaic_tpu", pools)
     (b, n, t, h), plan = q.shape, _plan(q, pools, lists, blocks, options, interpret)
     ready, count = worklist.prepare(q, pools, lists, plan), plan.groups * t
-    int8, narrow = pools.scales is not None, [_chosen(plan, ready)] if ready.narrow else []
+    coded, narrow = pools.scales is not None, [_chosen(plan, ready)] if ready.narrow else []
     inputs = [(ready.q, _by_row(plan, h))]
     wide = jax.ShapeDtypeStruct((*ready.q.shape[:2], LANES), jnp.float32)
     outputs = [
         (jax.ShapeDtypeStruct(ready.q.shape, jnp.float32), _by_row(plan, h)),
         (wide, _by_row(plan, LANES)),
     ]
-    body = _read_body(plan, int8, bool(narrow))
+    body = _read_body(plan, coded, bool(narrow))
     outputs += [_received(plan, ready)] * plan.keeps_scores
     out, lse, *scores = _call(plan, body, "read", ready.packed, inputs + narrow, pools.all(), outputs)
     found = out.reshape(len(ready.live), -1, h)[:, :count].reshape(b, n, t, h)
@@ -301,7 +327,7 @@ def ragged_decode(
             worklist.received_by_scores(scores[0], lses, ready.live, ready.packed.order, plan, lists),
         )
     inputs.append((lse, _by_row(plan, LANES)))
-    body = _mass_body(plan, int8, bool(narrow))
+    body = _mass_body(plan, coded, bool(narrow))
     operands = inputs + narrow, pools.for_scores(), [_received(plan, ready)]
     (mass,) = _call(plan, body, "mass", ready.packed, *operands)
     return found, lses, worklist.received(mass, ready.live, ready.packed.order, plan, lists)

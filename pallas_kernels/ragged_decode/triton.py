@@ -1,9 +1,11 @@
 """ragged_decode on GPU: one program an item, then one a query that joins the items of its stream.
 
-Two kernels a call and no plan before them: a program finds its pages in the table, their live slots by the
-length and its queries where they lie; one past the end of its list writes nothing. It walks its pages a few
-at a time, so that a tile has 16 to 128 slots whatever a page has. Dead slots are not loaded at all. Queries
-are padded to 16 rows and a power of two of channels (Triton's tiles) in registers, nothing is in memory.
+Two kernels a call and no plan before them: every row has the same number of items, which take even shares of
+its live pages, whatever the table could hold (``triton_pages.shares``). A program finds its share by the
+length, its pages in the table and its queries where they lie; one for which no share is left writes nothing.
+It walks its pages a few at a time, so that a tile has 16 to 128 slots whatever a page has. Dead slots are not
+loaded at all. Queries are padded to 16 rows and a power of two of channels (Triton's tiles) in registers,
+nothing is in memory.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels import compat, tiles, tuning
 from pallas_kernels.dispatch import Unsupported
-from pallas_kernels.ragged_decode import triton_join, triton_pages, worklist
+from pallas_kernels.ragged_decode import codes, triton_join, triton_pages, worklist
 from pallas_kernels.ragged_decode.ref import page_lists
 from pallas_kernels.ragged_decode.worklist import Plan
 
@@ -31,11 +33,14 @@ TILE = 64
 """Slots of a tile, or those of one page if it has more."""
 
 ROWS = 64
-ITEM_SLOTS = (1024, 128)
-"""Slots of an item: at most, and at least."""
+PROGRAMS = 528
+"""Items of all rows, at least: four a multiprocessor of an H200, which is what it runs at a time."""
 
-PROGRAMS = 512
-"""Items are made smaller until there are this many (about four a multiprocessor)."""
+ITEMS = 32
+"""Items of a row at least, of one new token: rows may be of any lengths, and a long one is alone then."""
+
+ITEM_SLOTS = (128, 512)
+"""Slots of an item, at least: where rows are so few that PROGRAMS decides, and where they are more."""
 
 
 def _plan(q: Array, pools: Pools, lists: Lists, blocks: Tuned, *rest: Any) -> Plan:
@@ -54,14 +59,16 @@ def _plan(q: Array, pools: Pools, lists: Lists, blocks: Tuned, *rest: Any) -> Pl
     rows = max(16, min(ROWS, pl.next_power_of_2(total)))
     few, exact = rows <= 16, pools.k.dtype.itemsize == 4
     # Otherwise registers spill: 64 queries' mass at 4 warps, float32 tiles of two stages.
-    own = tuning.Blocks(k=TILE, item=ITEM_SLOTS[0], warps=8 if exact or not few else 4, stages=2 - exact)
+    many = -(-total // rows)
+    even = -(-PROGRAMS // (b * heads * many))
+    least, stages = ITEM_SLOTS[many == 1 and even < ITEMS], 2 - exact
+    own = tuning.Blocks(k=TILE, item=least, warps=8 if exact or not few else 4, stages=stages)
     found = tuning.pick(blocks, "read" if few else "chunk", pools.k.dtype, h, own)
-    per, many = found.item, -(-total // rows)
-    while per > ITEM_SLOTS[1] and b * heads * many * -(-j * size // per) < PROGRAMS:
-        per //= 2
-    tile, wide = max(1, found.k // size), pl.next_power_of_2(h)
-    per_item = max(tile, per // size // tile * tile)
-    return Plan(n // heads, t, rows, many, per_item, tile, size, h, wide, found, *rest)
+    parts, tile = codes.parts(pools.k), max(1, found.k // size)
+    wide, count, least = max(16, pl.next_power_of_2(h // parts)), -(-j // tile), found.item // (tile * size)
+    plan = Plan(n // heads, t, rows, many, count * tile, tile, size, h, wide, parts, found, *rest)
+    items = max(even, ITEMS) if many == 1 else even
+    return plan._replace(items=min(items, -(-count // max(1, least))), least=max(1, least))
 
 
 class Operands(NamedTuple):
@@ -98,10 +105,10 @@ class Kinds(NamedTuple):
     dtype: Any
 
 
-def _own(plan: Plan, q: Any, own: triton_pages.Queries, dtype: Any) -> Float[Array, "R H"]:
-    """The queries of this program."""
-    at, there = own.channels(plan)
-    return compat.load(q.at[at], mask=there).astype(dtype)
+def _own(plan: Plan, q: Any, own: triton_pages.Queries, dtype: Any) -> list[Float[Array, "R H"]]:
+    """The queries of this program, each part of their channels."""
+    places = (own.channels(plan, part) for part in range(plan.parts))
+    return [compat.load(q.at[at], mask=there).astype(dtype) for at, there in places]
 
 
 def _read_body(plan: Plan, kinds: Kinds) -> Any:
@@ -116,31 +123,36 @@ def _read_body(plan: Plan, kinds: Kinds) -> Any:
             mine = _own(plan, q, own, kinds.dtype)
 
             def step(it: Array, stats: tiles.Stats) -> tiles.Stats:
-                tile = triton_pages.find_tile(plan, lists, k.shape[0], begin, it)
+                tile = triton_pages.find_tile(plan, lists, k.shape[0], begin + it)
                 s, see = triton_pages.scores(plan, mine, k, scales, lists, tile)
                 for ref in kept:
-                    _keep(plan, ref, s, it)
-                values, scale = triton_pages.side(plan, v, scales, 1, tile, mine.dtype)
-                return tiles.grow(
-                    stats,
-                    s,
-                    see,
-                    lambda p: triton_pages.times(tiles.product_nn(p.astype(values.dtype), values), scale),
-                )
+                    _keep(plan, ref, s, tile.place)
+                values = triton_pages.side(plan, v, scales, 1, tile, kinds.dtype)
 
-            stats = jax.lax.fori_loop(0, pl.cdiv(count, plan.tile), step, tiles.start(plan.rows, plan.wide))
-            at, there = own.channels(plan)
-            compat.store(o.at[at], stats[2], mask=there)
-            compat.store(m.at[own.at], stats[0].reshape(plan.rows), mask=own.there)
-            compat.store(l.at[own.at], stats[1].reshape(plan.rows), mask=own.there)
+                def mix(p: Array) -> list[Array]:
+                    return [
+                        triton_pages.times(tiles.product_nn(p.astype(kinds.dtype), x), scale)
+                        for x, scale in values
+                    ]
+
+                return tiles.grow(stats, s, see, mix)
+
+            top, total, none = tiles.start(plan.rows, plan.wide)
+            start = top, total, [none] * plan.parts
+            top, total, found = jax.lax.fori_loop(0, count, step, start)
+            for part, x in enumerate(found):
+                at, there = own.channels(plan, part)
+                compat.store(o.at[at], x, mask=there)
+            compat.store(m.at[own.at], top.reshape(plan.rows), mask=own.there)
+            compat.store(l.at[own.at], total.reshape(plan.rows), mask=own.there)
 
     return body
 
 
-def _keep(plan: Plan, ref: Any, s: Float[Array, "R Y"], it: Array) -> None:
-    """Write a tile's scores, of the queries there are."""
-    head, slot = (jax.lax.broadcasted_iota(jnp.int32, s.shape, axis) for axis in (0, 1))
-    compat.store(ref.at[head, it * s.shape[1] + slot], s, mask=head < plan.groups)
+def _keep(plan: Plan, ref: Any, x: Float[Array, "R Y"], place: Array) -> None:
+    """Write what a tile's slots have, of each query head there is, to their places in the list."""
+    head, slot = (jax.lax.broadcasted_iota(jnp.int32, x.shape, axis) for axis in (0, 1))
+    compat.store(ref.at[head, place * x.shape[1] + slot], x, mask=head < plan.groups)
 
 
 def _mass_body(plan: Plan, kinds: Kinds) -> Any:
@@ -152,22 +164,21 @@ def _mass_body(plan: Plan, kinds: Kinds) -> Any:
         own = triton_pages.queries(plan)
         mine = _own(plan, q, own, kinds.dtype)
         column = compat.load(lse.at[own.at], mask=own.there, other=-jnp.inf)[:, None]
-        width, heads = plan.tile * plan.slots, _heads(plan)
 
         def step(it: Array, carry: Array) -> Array:
-            tile = triton_pages.find_tile(plan, lists, k.shape[0], begin, it)
+            tile = triton_pages.find_tile(plan, lists, k.shape[0], begin + it)
             s, see = triton_pages.scores(plan, mine, k, scales, lists, tile)
-            p = tiles.probabilities(s, see, column)
-            mass[:, pl.ds(it * width, width)] = worklist.by_head(p, block, plan, heads)
+            p = worklist.by_head(tiles.probabilities(s, see, column), block, plan, _heads(plan))
+            _keep(plan, mass, p, tile.place)
             return carry
 
-        jax.lax.fori_loop(0, pl.cdiv(count, plan.tile), step, jnp.int32(0))
+        jax.lax.fori_loop(0, count, step, jnp.int32(0))
 
     return body
 
 
 def _heads(plan: Plan) -> int:
-    """Rows of mass: G, padded to a tile."""
+    """Rows of a product for mass: G, padded to a tile."""
     return max(16, pl.next_power_of_2(plan.groups))
 
 
@@ -202,7 +213,7 @@ def _call(
     cost = worklist.estimate(plan, streams * entries, pools, [lists[0][-1], *wanted], products)
     return pl.pallas_call(
         body,
-        grid=(-(-entries // plan.per_item), streams * plan.blocks),
+        grid=(plan.items, streams * plan.blocks),
         in_specs=[spec for _, spec in operands],
         out_specs=[spec for _, spec in outputs],
         out_shape=wanted,
@@ -218,24 +229,22 @@ def ragged_decode(
     q: Array, pools: Pools, lists: Lists, *, options: Options, interpret: Any = False, blocks: Tuned = ()
 ) -> tuple[Array, ...]:
     """See ``api.ragged_decode``."""
-    worklist.refuse_pairs("triton", pools)
     (b, n, t, h), plan = q.shape, _plan(q, pools, lists, blocks, options, interpret)
-    streams, codes = b * lists.table.shape[1], pools.scales is not None
+    streams, coded = b * lists.table.shape[1], pools.scales is not None
     told = [x.reshape(streams, -1) for x in (lists.table, lists.length)]
     told += [] if lists.pages is None else [lists.pages.reshape(streams, -1)]
     told += [] if lists.slots is None else [lists.slots.reshape(streams, -1).astype(jnp.int8)]
     kinds = Kinds(
-        lists.pages is not None, lists.slots is not None, codes, q.dtype if codes else pools.k.dtype
+        lists.pages is not None, lists.slots is not None, coded, q.dtype if coded else pools.k.dtype
     )
     entries = told[2 if kinds.selected else 0].shape[1]
-    longest, own = -(-entries // plan.per_item), [*told, q.reshape(streams, plan.total, h)]
-
-    def items(*size: int) -> tuple[jax.ShapeDtypeStruct, pl.BlockSpec]:
-        shape = jax.ShapeDtypeStruct((streams, longest, *size), jnp.float32)
-        return shape, _by_item(plan, shape)
-
-    outputs = [items(plan.total, h), items(plan.total), items(plan.total)]
-    outputs += [items(plan.groups, plan.per_item * plan.slots)] * plan.keeps_scores
+    own, sizes = [*told, q.reshape(streams, plan.total, h)], ((plan.total, h), (plan.total,), (plan.total,))
+    shapes = [jax.ShapeDtypeStruct((streams, plan.items, *size), jnp.float32) for size in sizes]
+    outputs = [(x, _by_item(plan, x)) for x in shapes]
+    listed = (plan.groups, plan.per_item * plan.slots)
+    if plan.keeps_scores:
+        scores = jax.ShapeDtypeStruct((streams, *listed), jnp.float32)
+        outputs.append((scores, _by_stream(plan, scores)))
     found = _call(plan, _read_body(plan, kinds), "read", entries, (own, ()), pools.all(), outputs, 2)
     out, lse = triton_join.join(plan, entries, kinds.selected, told[1], *found[:3])
     outs, lses = out.reshape(b, n, t, h), lse.reshape(b, n, t)
@@ -244,9 +253,8 @@ def ragged_decode(
     live = page_lists(lists, *pools.k.shape[:2])[1].reshape(streams, -1)
     if plan.keeps_scores:
         return outs, lses, worklist.received_by_scores(found[3], lses, live, None, plan, lists)
-    size = (streams * plan.blocks, longest, _heads(plan), plan.per_item * plan.slots)
-    block = pl.BlockSpec((None, None, *size[2:]), lambda i, r: (r, i, 0, 0))
-    wanted = [(jax.ShapeDtypeStruct(size, jnp.float32), block)]
+    row = pl.BlockSpec((None, *listed), lambda i, r: (r, 0, 0))
+    wanted = [(jax.ShapeDtypeStruct((streams * plan.blocks, *listed), jnp.float32), row)]
     body = _mass_body(plan, kinds)
     (mass,) = _call(plan, body, "mass", entries, (own, [lse]), pools.for_scores(), wanted, 1)
-    return outs, lses, worklist.received(mass[:, :, : plan.groups], live, None, plan, lists)
+    return outs, lses, worklist.received(mass, live, None, plan, lists)

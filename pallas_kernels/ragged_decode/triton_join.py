@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_kernels import compat, tiles
-from pallas_kernels.ragged_decode.triton_pages import held_entries
+from pallas_kernels.ragged_decode.triton_pages import shares
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float
@@ -22,12 +22,12 @@ JOINED = 64
 
 def _body(plan: Plan, count: int, selected: bool) -> Any:
     """The kernel: (length, o, m, l) of a stream's items -> (out, lse) of one query, in one order always."""
-    most = pl.next_power_of_2(-(-count // plan.per_item))
+    most = pl.next_power_of_2(plan.items)
     few = min(JOINED, most)
 
     def body(length: Any, o: Any, m: Any, l: Any, out: Any, lse: Any) -> None:
         query = pl.program_id(0)
-        items = pl.cdiv(held_entries(plan, count, selected, length[0]), plan.per_item)
+        items = shares(plan, count, selected, length[0]).items
 
         def part(first: Any, size: int) -> tuple[Array, Array, Array]:
             """(max, denominator, number) of some items."""
@@ -41,7 +41,8 @@ def _body(plan: Plan, count: int, selected: bool) -> Any:
         shift = jnp.max(top)
         shift = jnp.where(shift > tiles.HIDDEN, shift, 0.0)
         total = jnp.sum(jnp.exp(top - shift) * of)
-        channel = jax.lax.broadcasted_iota(jnp.int32, (few, plan.wide), 1)
+        wide = pl.next_power_of_2(plan.h)
+        channel = jax.lax.broadcasted_iota(jnp.int32, (few, wide), 1)
 
         def step(c: Array, carry: Array) -> Array:
             top, _, at = part(c * few, few)
@@ -50,10 +51,10 @@ def _body(plan: Plan, count: int, selected: bool) -> Any:
             x = compat.load(o.at[place, jnp.full(channel.shape, query, jnp.int32), channel], mask=there)
             return carry + jnp.sum(jnp.exp(top - shift)[:, None] * x, axis=0)
 
-        found = jax.lax.fori_loop(0, pl.cdiv(items, few), step, jnp.zeros((plan.wide,), jnp.float32))
+        found = jax.lax.fori_loop(0, pl.cdiv(items, few), step, jnp.zeros((wide,), jnp.float32))
         some = total != 0  # NaN is something
         safe = jnp.where(some, total, 1.0)
-        at = jnp.arange(plan.wide, dtype=jnp.int32)
+        at = jnp.arange(wide, dtype=jnp.int32)
         compat.store(out.at[at], jnp.where(some, found / safe, 0.0), mask=at < plan.h)
         lse[0] = jnp.where(some, shift + jnp.log(safe), -jnp.inf)
 

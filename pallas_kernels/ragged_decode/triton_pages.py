@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_kernels import compat, tiles
+from pallas_kernels.ragged_decode import codes
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Num
@@ -31,11 +33,11 @@ class Listed(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """A few pages of a list: ids and live slots [tile], 0 for those not there; the first one's place."""
+    """A few pages of a list: ids and live slots [tile], 0 for those not there; its place among the tiles."""
 
     ids: Any
     live: Any
-    first: Any
+    place: Any
 
 
 def held_entries(plan: Plan, count: int, selected: bool, length: Array) -> Array | int:
@@ -45,16 +47,36 @@ def held_entries(plan: Plan, count: int, selected: bool, length: Array) -> Array
     return jax.lax.div(jnp.clip(length, 0, count * plan.slots) + (plan.slots - 1), plan.slots)
 
 
+class Shares(NamedTuple):
+    """How a list is divided: its tiles, those of each item but the last, and items with any."""
+
+    tiles: Any
+    each: Any
+    items: Any
+
+
+def shares(plan: Plan, count: int, selected: bool, length: Array) -> Shares:
+    """Even shares of the live tiles of a list of ``count`` entries, whatever could be live of it.
+
+    The longest share is as short as so many items allow, and no shorter than ``least``. It depends on the
+    list's own length alone: what else is in a batch changes no bit of a row.
+    """
+    held = jnp.asarray(held_entries(plan, count, selected, length), jnp.int32)
+    tiles = jax.lax.div(held + (plan.tile - 1), jnp.int32(plan.tile))
+    each = jnp.maximum(jax.lax.div(tiles + (plan.items - 1), jnp.int32(plan.items)), plan.least)
+    return Shares(tiles, each, jax.lax.div(tiles + (each - 1), each))
+
+
 def item(plan: Plan, lists: Listed) -> tuple[Array, Array]:
-    """Of this program: its first entry among those of its stream, and how many it looks at."""
-    begin = pl.program_id(0) * plan.per_item
-    held = held_entries(plan, lists.entries, lists.pages is not None, lists.length[0])
-    return begin, jnp.clip(held - begin, 0, plan.per_item)
+    """Of this program: its first tile among those of its stream, and how many it looks at."""
+    found = shares(plan, lists.entries, lists.pages is not None, lists.length[0])
+    begin = pl.program_id(0) * found.each
+    return begin, jnp.clip(found.tiles - begin, 0, found.each)
 
 
-def find_tile(plan: Plan, lists: Listed, pool: int, begin: Array, it: Array) -> Tile:
+def find_tile(plan: Plan, lists: Listed, pool: int, place: Array) -> Tile:
     """As ``ref.page_lists``: whatever tables hold, ids are those of pages there are."""
-    at = begin + it * plan.tile + jnp.arange(plan.tile, dtype=jnp.int32)
+    at = place * plan.tile + jnp.arange(plan.tile, dtype=jnp.int32)
     if lists.pages is not None:
         at = compat.load(lists.pages.at[at], mask=at < lists.entries, other=-1)
     there = (at >= 0) & (at < lists.table.shape[0])
@@ -62,7 +84,7 @@ def find_tile(plan: Plan, lists: Listed, pool: int, begin: Array, it: Array) -> 
     ids = compat.load(lists.table.at[at], mask=there, other=-1)
     live = jnp.clip(lists.length[0] - at * plan.slots, 0, plan.slots)
     live = jnp.where(there & (ids >= 0) & (ids < pool), live, 0)
-    return Tile(jnp.where(live > 0, ids, 0), live, begin + it * plan.tile)
+    return Tile(jnp.where(live > 0, ids, 0), live, place)
 
 
 class Queries(NamedTuple):
@@ -71,12 +93,12 @@ class Queries(NamedTuple):
     at: Any
     there: Any
 
-    def channels(self, plan: Plan) -> tuple[tuple[Array, Array], Array]:
-        """Places in an array [R, H] of each query's channels, padded to a tile's, and which are there."""
+    def channels(self, plan: Plan, part: int) -> tuple[tuple[Array, Array], Array]:
+        """Places in an array [R, H] of the channels of a part, padded to a tile's, and which are there."""
         shape = (plan.rows, plan.wide)
         channel = jax.lax.broadcasted_iota(jnp.int32, shape, 1)
         row = jnp.broadcast_to(self.at[:, None], shape)
-        return (row, channel), self.there[:, None] & (channel < plan.h)
+        return (row, part * plan.part + channel), self.there[:, None] & (channel < plan.part)
 
 
 def queries(plan: Plan) -> Queries:
@@ -92,54 +114,64 @@ def live_slots(plan: Plan, tile: Tile) -> Bool[Array, "C S"]:
     return slot < tile.live[:, None]
 
 
-def load_pages(plan: Plan, pool: Any, tile: Tile) -> Num[Array, "C S H"]:
+def load_pages(plan: Plan, pool: Any, tile: Tile) -> Num[Array, "C S X"]:
     """The live slots of a tile's pages as they lie in the pool; zeros for dead ones."""
     shape = (plan.tile, plan.slots, plan.wide)
     page = jnp.broadcast_to(tile.ids[:, None, None], shape)
     slot, channel = (jax.lax.broadcasted_iota(jnp.int32, shape, axis) for axis in (1, 2))
-    there = (slot < tile.live[:, None, None]) & (channel < plan.h)
+    there = (slot < tile.live[:, None, None]) & (channel < plan.part)
     return compat.load(pool.at[page, slot, channel], mask=there)
 
 
-def page_scale(plan: Plan, scales: Any, which: int, tile: Tile) -> Float[Array, "C H"]:
+def page_scale(plan: Plan, scales: Any, which: int, part: int, tile: Tile) -> Float[Array, "C H"]:
     """What codes of keys (0) or values (1) are multiplied by, a page and channel; zeros for dead pages."""
     flat = (plan.tile, plan.wide)
     page, channel = (
         jnp.broadcast_to(tile.ids[:, None], flat),
         jax.lax.broadcasted_iota(jnp.int32, flat, 1),
     )
-    there = (tile.live[:, None] > 0) & (channel < plan.h)
-    return compat.load(scales.at[page, jnp.full(flat, which, jnp.int32), channel], mask=there)
+    there = (tile.live[:, None] > 0) & (channel < plan.part)
+    at = scales.at[page, jnp.full(flat, which, jnp.int32), part * plan.part + channel]
+    scale = compat.load(at, mask=there)
+    return scale if plan.parts == 1 else scale / codes.TIMES
 
 
-def side(
-    plan: Plan, pool: Any, scales: Any, which: int, tile: Tile, dtype: Any
-) -> tuple[Float[Array, "Y H"], Float[Array, "1 H"] | None]:
-    """Keys or values of a tile, one after another, and a scale that is left to multiply by; or None.
+class Side(NamedTuple):
+    """Keys or values of a tile, one after another, and a scale that is left to multiply by; or None."""
+
+    x: Any
+    scale: Any
+
+
+def side(plan: Plan, pool: Any, scales: Any, which: int, tile: Tile, dtype: Any) -> list[Side]:
+    """Keys or values of a tile, each part of their channels.
 
     A tile of one page has one scale a channel, so its codes go into the product as they are (a code is exact
     in 16 bits) and the scale meets a query, or an output: fewer than a tile's slots. Of several pages each
     has its own, and codes are multiplied before they are joined.
     """
-    x, flat = load_pages(plan, pool, tile), (plan.tile * plan.slots, plan.wide)
-    if scales is None:
-        return x.astype(dtype).reshape(flat), None
-    scale = page_scale(plan, scales, which, tile)
-    if plan.tile == 1:
-        return x.astype(dtype).reshape(flat), scale
-    return (x.astype(jnp.float32) * scale[:, None, :]).astype(dtype).reshape(flat), None
+    loaded, flat = load_pages(plan, pool, tile), (plan.tile * plan.slots, plan.wide)
+
+    def one(part: int, x: Array) -> Side:
+        if scales is None:
+            return Side(x.astype(dtype).reshape(flat), None)
+        scale = page_scale(plan, scales, which, part, tile)
+        if plan.tile == 1:
+            return Side(x.astype(dtype).reshape(flat), scale)
+        return Side((x.astype(jnp.float32) * scale[:, None, :]).astype(dtype).reshape(flat), None)
+
+    return [one(i, x) for i, x in enumerate([loaded] if plan.parts == 1 else codes.halves(loaded))]
 
 
 def scores(
-    plan: Plan, q: Array, k: Any, scales: Any, lists: Listed, tile: Tile
+    plan: Plan, q: list[Array], k: Any, scales: Any, lists: Listed, tile: Tile
 ) -> tuple[Float[Array, "R Y"], Bool[Array, "1 Y"]]:
-    """Capped scores of a tile, and which of its slots are read."""
-    width = plan.tile * plan.slots
-    keys, scale = side(plan, k, scales, 0, tile, q.dtype)
-    s = tiles.product_nt(times(q, scale), keys)
+    """Capped scores of a tile, by each part of the queries' channels, and which of its slots are read."""
+    width, keys = plan.tile * plan.slots, side(plan, k, scales, 0, tile, q[0].dtype)
+    s = functools.reduce(jnp.add, [tiles.product_nt(times(x, y.scale), y.x) for x, y in zip(q, keys)])
     see = live_slots(plan, tile)
     if lists.chosen is not None:
-        at = tile.first * plan.slots + jnp.arange(width, dtype=jnp.int32)
+        at = tile.place * width + jnp.arange(width, dtype=jnp.int32)
         bits = compat.load(lists.chosen.at[at], mask=at < lists.chosen.shape[0])
         see = see & (bits.reshape(plan.tile, plan.slots) > 0)
     return tiles.cap(s * plan.options.scale, plan.options.softcap), see.reshape(1, width)

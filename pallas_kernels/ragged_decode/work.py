@@ -49,6 +49,7 @@ SHAPES = Shapes(
     ("bench", "chunk", Shape(B=1, N=4, K=2, T=256, H=64, P=64, S=64, M=32)),
     # Llama-3.1-8B's heads at 8k slots a stream, and other head dims.
     ("chip", "h128", Shape(B=32, N=32, K=8, T=1, H=128, P=16384, S=64, M=128)),
+    ("chip", "h128_page128", Shape(B=32, N=32, K=8, T=1, H=128, P=8192, S=128, M=64)),
     ("chip", "small_h128", Shape(B=8, N=8, K=8, T=1, H=128, P=4096, S=128, M=64)),
     ("chip", "page16", Shape(B=32, N=32, K=8, T=1, H=128, P=16384, S=16, M=128)),
     ("chip", "page32", Shape(B=32, N=32, K=8, T=1, H=128, P=16384, S=32, M=128)),
@@ -131,12 +132,21 @@ ITEM = 1024
 """Slots of an item of the TPU body when queries are few."""
 
 
+CODES = ("int8", "uint8")
+"""Dtypes of pools with scales."""
+
+
+def _stored(h: int, dtype: str) -> int:
+    """Numbers of a slot as it lies: two codes a byte in uint8."""
+    return h // 2 if dtype == "uint8" else h
+
+
 def _case(shape: Shape, dtype: str, *, mass: bool = False, pages: int = 0) -> Case:
     b, n, kv, t, h, pool, slots, m = shape
-    a, width = jax.ShapeDtypeStruct, jnp.dtype(dtype).itemsize
+    a, width, stored = jax.ShapeDtypeStruct, jnp.dtype(dtype).itemsize, _stored(h, dtype)
     q = a((b, n, t, h), jnp.float32 if dtype == "float32" else jnp.bfloat16)
-    pages_of = a((pool, slots, h), dtype)
-    more: dict[str, Any] = {"scales": a((pool, 2, h), jnp.float32)} if dtype == "int8" else {}
+    pages_of = a((pool, slots, stored), dtype)
+    more: dict[str, Any] = {"scales": a((pool, 2, h), jnp.float32)} if dtype in CODES else {}
     if pages:
         more["pages"], more["slots"] = a((b, kv, pages), jnp.int32), a((b, kv, pages, slots), bool)
     read = b * kv * (pages or m) * slots
@@ -148,21 +158,21 @@ def _case(shape: Shape, dtype: str, *, mass: bool = False, pages: int = 0) -> Ca
     gpu = max(16, n // kv) * kv // n * max(1, rows // 64)
     tiles = max(3 * -(-n // kv // 8) * 8 * kv // n, gpu)
     # TPU: pools of short heads and short pages are copied to rows of whole lanes, scales of short heads too.
-    in_place, wide = h % 128 == 0 or slots % 128 == 0, -(-h // 128) * 128
-    copies = 0 if in_place else 2 * pool * slots * wide * width
+    in_place, wide = stored % 128 == 0 or slots % 128 == 0, -(-h // 128) * 128
+    copies = 0 if in_place else 2 * pool * slots * -(-stored // 128) * 128 * width
     copies += 0 if h % 128 == 0 else 2 * pool * 4 * 128
     item = min(ITEM, (pages or m) * slots)
     return Case(
         run=lambda impl: _run(impl, mass=mass),
         args=(q, pages_of, pages_of, a((b, kv, m), jnp.int32), a((b, kv), jnp.int32), more),
-        moves=2 * read * h * width
-        + (8 * read // slots * h if dtype == "int8" else 0)
+        moves=2 * read * stored * width
+        + (8 * read // slots * h if dtype in CODES else 0)
         + size(q, out)
         + received,
         flops=4 * read * h * rows,
         temp=(8 << 20) + 64 * size(q) * wide // h + copies + tiles * received,
-        whole=pool * slots * h if in_place else 0,
-        step=(2 * item * h * width, 4 * item * h * rows),
+        whole=pool * slots * stored if in_place else 0,
+        step=(2 * item * stored * width, 4 * item * h * rows),
         kernel="ragged_decode_read",
     )
 
@@ -183,6 +193,11 @@ def cases() -> dict[str, Case]:
         "bfloat16_h64": _case(SHAPES["h64"], "bfloat16"),
         "bfloat16_h64_page128_mass": _case(SHAPES["h64_page128"], "bfloat16", mass=True),
         "int8_h96": _case(SHAPES["h96"], "int8"),
+        "int4": _case(SHAPES["h128_page128"], "uint8"),
+        "int4_mass": _case(SHAPES["h128_page128"], "uint8", mass=True),
+        "int4_page64": _case(base, "uint8"),
+        "int4_h80": _case(SHAPES["h80"], "uint8"),
+        "int4_h256": _case(SHAPES["h256"], "uint8"),
         "bfloat16_h80": _case(SHAPES["h80"], "bfloat16"),
     }
 
@@ -191,11 +206,12 @@ def cases() -> dict[str, Case]:
 
 
 def _pools(shape: Shape, dtype: str) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    size, keys = (shape.P, shape.S, shape.H), jax.random.split(jax.random.PRNGKey(1))
-    if dtype != "int8":
+    size, keys = (shape.P, shape.S, _stored(shape.H, dtype)), jax.random.split(jax.random.PRNGKey(1))
+    if dtype not in CODES:
         k, v = (jax.random.normal(key, size, dtype) for key in keys)
         return k, v, None
-    k, v = (jax.random.randint(key, size, -127, 128, jnp.int8) for key in keys)
+    some = jnp.iinfo(dtype)
+    k, v = (jax.random.randint(key, size, some.min, some.max + 1, jnp.int32).astype(dtype) for key in keys)
     scales = jax.random.uniform(keys[0], (shape.P, 2, shape.H), jnp.float32, 0.01, 0.02)
     return k, v, scales
 
@@ -220,7 +236,7 @@ def checks(tiny: bool) -> Iterator[Check]:
     """All dtypes, with mass; many queries; selected pages and slots; other head dims."""
     base, run = SHAPES["tiny" if tiny else "check"], functools.partial(_run, mass=True)
     terms = base.M * base.S
-    for dtype in ("bfloat16",) if tiny else ("bfloat16", "int8", "float32"):
+    for dtype in ("bfloat16",) if tiny else ("bfloat16", "int8", "uint8", "float32"):
         yield Check(dtype, run, _args(base, dtype, _edges(base)), terms, dtype)
     if tiny:
         return
@@ -241,16 +257,17 @@ def _job(name: str, shape: Shape, dtype: str, ragged: bool, **more: Any) -> Job:
     if ragged:
         length = np.random.default_rng(4).uniform(0, most, size=length.shape).astype(int)
     args = _args(shape, dtype, length)
-    moves = 2 * int(length.sum()) * shape.H * args[1].dtype.itemsize
+    moves = 2 * int(length.sum()) * args[1].shape[-1] * args[1].dtype.itemsize
     q, k, v, table, lengths, lists = args
-    beside = () if ragged else rivals.decode(q, k, v, table, lengths, lists["scales"])
+    bare = ragged or dtype == "uint8"  # rivals read what has a number a channel
+    beside = () if bare else rivals.decode(q, k, v, table, lengths, lists["scales"])
     return Job(name, _run, args, moves=moves, rivals=beside, **more)
 
 
 def searches(tiny: bool) -> Iterator[Job]:
     """The pass over pages, for the pools that are served most."""
     shape = SHAPES["tiny" if tiny else "8k"]
-    for dtype in ("bfloat16",) if tiny else ("bfloat16", "int8"):
+    for dtype in ("bfloat16",) if tiny else ("bfloat16", "int8", "uint8"):
         yield _job(dtype, shape, dtype, True, tunes="read", key=(dtype, shape.H))
 
 
@@ -261,6 +278,7 @@ def jobs(tiny: bool) -> Iterator[Job]:
             yield _job(f"{name}_bfloat16{'_ragged' * ragged}", SHAPES[name], "bfloat16", ragged)
     if not tiny:
         yield _job("8k_int8", SHAPES["8k"], "int8", False)
+        yield _job("8k_int4", SHAPES["8k"], "uint8", False)
 
 
 def targets(found: dict[str, Any], limits: dict[str, float]) -> list[Target]:

@@ -10,8 +10,8 @@ are many.
 
 ``items`` packs them, so that their number follows the live pages, for a grid whose length is data (TPU).
 Every row has at least one item, so that its output is always written; items past the real ones repeat the
-last one and hold no pages. A GPU's grid is static and needs no such list: a row has as many items as the
-longest can have, and those past its own end do nothing (``triton``).
+last one and hold no pages. A GPU's grid is static and needs no such list: every row has as many items, which
+take even shares of its live pages (``triton``).
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels import softmax, tiles
 from pallas_kernels.dispatch import Unsupported
-from pallas_kernels.ragged_decode import codes
 from pallas_kernels.ragged_decode.ref import live_slots, page_lists, spread
 
 if TYPE_CHECKING:
@@ -46,14 +45,17 @@ class Plan(NamedTuple):
       queries: queries of a head, T.
       rows: queries of a stream taken together.
       blocks: rows of a stream, padded.
-      per_item: pages of an item.
+      per_item: pages of an item; of the longest list where items are shares of it (GPU).
       tile: pages of a tile.
       slots: slots of a page.
       h: head dim of the pools.
-      wide: head dim of the queries, padded.
+      wide: head dim of the queries, padded; of a part of it where there are several.
+      parts: of the channels, of which a byte holds a code each (``codes``); else 1.
       sizes: what the compiler is told.
       options: as in ``call``.
       interpret: how Pallas runs the bodies.
+      items: of a row at most, where they are shares of it.
+      least: tiles of such a share.
     """
 
     groups: int
@@ -65,9 +67,17 @@ class Plan(NamedTuple):
     slots: int
     h: int
     wide: int
+    parts: int
     sizes: Blocks
     options: Options
     interpret: Any
+    items: int = 0
+    least: int = 0
+
+    @property
+    def part(self) -> int:
+        """Channels of a part: numbers of a slot as it lies in a pool."""
+        return self.h // self.parts
 
     @property
     def total(self) -> int:
@@ -124,22 +134,9 @@ class Prepared(NamedTuple):
     narrow: tuple[Int[Array, "Y 1 L"], ...]
 
 
-def refuse_pairs(impl: str, pools: Pools) -> None:
-    """No body takes two codes out of a byte.
-
-    Raises:
-      Unsupported: a pool of 4 bits a code.
-    """
-    if pools.k.dtype == codes.PAIRED:
-        raise Unsupported(
-            f"ragged_decode(impl={impl!r}): pages of 4 bits a code; the body reads whole bytes. Use int8 "
-            "pages, impl='xla' or None."
-        )
-
-
 def prepare(q: Float[Array, "B N T H"], pools: Pools, lists: Lists, plan: Plan) -> Prepared:
     """Pack lists and queries."""
-    (pool, size, h), (b, heads) = pools.k.shape, lists.length.shape
+    (pool, size), h, (b, heads) = pools.k.shape[:2], plan.h, lists.length.shape
     ids, live = (x.reshape(b * heads, -1) for x in page_lists(lists, pool, size))
     packed, (x, j) = pack(ids, live, pool, size, selected=lists.pages is not None), ids.shape
     rows = q.reshape(x, -1, h).astype(q.dtype if pools.scales is not None else pools.k.dtype)

@@ -136,4 +136,5 @@ def as_json(costs: Costs) -> dict[str, Any]:
             "curves": {name: x.mean(axis=(0, 2)) for name, x in mine.curves.items()},
         }
     each = {name: x.mean(axis=(1, 2)) for name, x in costs.areas.items()}
-    return {"shares": SHARES, "kinds": by_kind, "tasks": list(costs.tasks), "each": each}
+    found = {"shares": SHARES, "attention_free": FREE, "kinds": by_kind}
+    return found | {"tasks": list(costs.tasks), "each": each}

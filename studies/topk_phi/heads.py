@@ -88,6 +88,7 @@ def measure(settings: Settings, model: LanguageModel, file: Path) -> Found:
     features = Phi(layers[0]["last_k"].shape[-1]).features
     ends = 0 if settings.policy is not None else settings.target.sinks + settings.target.tail
     return {
+        "study": "heads",
         "prompt": settings.prompt,
         "for": settings.target.policy or "the prompt's middle",
         "maps": file.name,

@@ -11,27 +11,54 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
+from pathlib import Path
 from typing import Any
 
+import jax
 import mesh_run  # takes eight devices, and the compiler's short way, before jax is imported
 import numpy as np
 
 import kvjax
 from kvjax import decode
+from kvjax.algebra import Policy
 from kvjax.cache.mesh import ONE, Mesh
 from kvjax.engine import Engine, Request
+from kvjax.weights import save_weights
 
-POLICIES = ("full", "snapkv(6) + ada(20)", "tova + uniform(22, every_step) + int8(8)")
+POLICIES = (
+    "full",
+    "snapkv(6) + ada(20)",
+    "tova + uniform(22, every_step) + int8(8)",
+    "duo(0.5, window=12)",  # looks at the weights of all layers; what it makes of them is a row's own
+    "write_gate(0.5, window=12) + phi(4)",
+)
 SIZES: dict[str, Any] = {"max_rows": 2, "context": 72, "chunk": 16, "segment": 4, "page": 8}
 
 
-def served(on: Mesh, policies: list[str]) -> dict[str, Any]:
+def learned(policy: str, home: Path) -> dict[str, Path]:
+    """Files of random weights of its parts, by their names."""
+    model, found = mesh_run.model(), {}
+    for part in kvjax.policy(policy).learned:
+        found[part.name] = home / f"{part.name}.safetensors"
+        save_weights(found[part.name], model, part, part.example_weights(jax.random.key(1), model.network))
+    return found
+
+
+def served(on: Mesh, policies: list[str], home: Path) -> dict[str, Any]:
     """Texts, what rows held at their end, pages that are left over."""
     model = mesh_run.model()
-    laid = model if on == ONE else decode.on_mesh(model, {}, on)[0]
+    sources = {policy: learned(policy, home) or None for policy in policies}
+    laid = model if on == ONE else decode.on_mesh(model, Policy(), {}, on)[0]
     prompts = mesh_run.prompts()
     asked = [
-        Request(prompt=prompts[at], max_new_tokens=6 + 2 * at, policy=policy, logprobs=0, inspect=True)
+        Request(
+            prompt=prompts[at],
+            max_new_tokens=6 + 2 * at,
+            policy=policy,
+            weights=sources[policy],
+            logprobs=0,
+            inspect=True,
+        )
         for policy in policies
         for at in (0, 1, 3)
     ]
@@ -42,10 +69,9 @@ def served(on: Mesh, policies: list[str]) -> dict[str, Any]:
         looks = [engine.inspect(ticket) for ticket in tickets]
         kv = [ticket.usage.kv for ticket in tickets]
         engine.contexts.create("kept", prompts[2], policy="full")
-        with tempfile.TemporaryDirectory() as home:
-            engine.contexts.save(home)
-            engine.contexts.delete("kept")
-            engine.contexts.load(home)
+        engine.contexts.save(home / "contexts")
+        engine.contexts.delete("kept")
+        engine.contexts.load(home / "contexts")
         onward = Request(prompt=[3, 4], context="kept", max_new_tokens=5, logprobs=0)
         events.append(list(engine.submit(onward)))
         left = [(lane.pages, lane.pages_used, lane.rows) for lane in engine.metrics().lanes]
@@ -60,7 +86,9 @@ def served(on: Mesh, policies: list[str]) -> dict[str, Any]:
 
 def main() -> None:
     policies = [POLICIES[int(at)] for at in sys.argv[2:]] or list(POLICIES)
-    one, many = served(ONE, policies), served(kvjax.mesh(sys.argv[1]), policies)
+    with tempfile.TemporaryDirectory() as one_home, tempfile.TemporaryDirectory() as home:
+        one = served(ONE, policies, Path(one_home))
+        many = served(kvjax.mesh(sys.argv[1]), policies, Path(home))
     apart = [np.abs(np.subtract(a, b)).max() for a, b in zip(one["logprobs"], many["logprobs"])]
     same = [
         all(np.array_equal(x, y) for a, b in zip(mine, theirs) for x, y in zip(a, b))

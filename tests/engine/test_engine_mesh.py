@@ -8,11 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 import tiny
 
-from kvjax.cache.mesh import sizes_of
+from kvjax.cache.mesh import ONE, sizes_of
 from kvjax.decode import RequestError
 from kvjax.engine import _layout as layout
 from kvjax.engine import _settings as settings
@@ -53,7 +54,7 @@ def test_pages_are_counted_on_the_device_that_needs_most():
         (
             "data=2",
             None,
-            r"takes rows one by one, in one process; the model lies on data=2,tensor=1,context=1.",
+            r"takes rows one by one, and data=2,tensor=1,context=1 cuts rows along data\. Give all",
         ),
         ("tensor=2", True, r"share_pages=True\) is for one device, and the model lies on data=1,tensor=2"),
     ],
@@ -63,3 +64,10 @@ def test_a_mesh_that_an_engine_cannot_use_is_refused(monkeypatch, mesh, share, s
     sizes = {"kv_memory": 1, "context": None, "page": None, "share": None, "share_pages": share}
     with pytest.raises(RequestError, match=said):
         settings.Settings.checked(tiny.model(), **sizes)
+
+
+def test_a_mesh_over_several_processes_is_refused(monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(RequestError, match="in one process, and .* lies over several"):
+        settings.check_mesh("Engine(model=...)", sizes_of("tensor=2"))
+    settings.check_mesh("Engine(model=...)", ONE)  # each process may have an engine of its own

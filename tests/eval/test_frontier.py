@@ -46,14 +46,18 @@ def test_numbers_of_a_template_are_written_in():
 
 
 def rows(*cells: tuple[str, float, list[float]]) -> Results:
-    """(policy, kept fraction, scores) of one task."""
-    made = [
-        dataclasses.replace(
-            eval_rows.row(policy, scores, protocol="agnostic" if policy != "full" else "either"),
-            kept_fraction=kept,
+    """(policy, kept fraction, scores) of one task; what learns has its default weights, behind "|" others."""
+    made = []
+    for spec, kept, scores in cells:
+        policy, _, named = spec.partition("|")
+        made.append(
+            dataclasses.replace(
+                eval_rows.row(policy, scores, protocol="agnostic" if policy != "full" else "either"),
+                kept_fraction=kept,
+            )
         )
-        for policy, kept, scores in cells
-    ]
+        weights = f"{named or 'default'}@{'0' * 16}" if kvjax.policy(policy).learned else ""
+        made[-1] = dataclasses.replace(made[-1], cell=dataclasses.replace(made[-1].cell, weights=weights))
     return Results(tuple(made))
 
 
@@ -86,6 +90,7 @@ def test_near_the_front_are_those_within_so_many_points():
     assert "snapkv(32) + uniform(256)" not in near, "gvote is better for less"
     assert {"snapkv(32) + uniform(128)", "gvote(0.95)"} <= near
     assert "snapkv(32) + uniform(256)" in frontier.near_the_front(FOUND, named, DIM, 50)
+    assert "snapkv(32) + uniform(128)" not in frontier.near_the_front(FOUND, named, DIM, 5, least=51)
 
 
 def test_tables_and_sentences_say_the_same():
@@ -174,16 +179,20 @@ def test_auto_answers_and_says_what_it_is(model):
 
 def test_another_model_takes_no_learned_part(model, monkeypatch):
     learned = "kvp(4) + uniform(128)"
-    found = rows(("full", 1.0, [1.0, 1.0]), (learned, 0.2, [1.0, 1.0]), ("gvote(0.95)", 0.2, [1.0, 0.0]))
+    found = rows(("full", 1.0, [1.0, 1.0]), (learned, 0.2, [1.0, 1.0]), ("gvote(0.9)", 0.2, [1.0, 0.0]))
     whose = {"model": "other", "fingerprint": "0"}
-    text = front.as_json(found, DIM, whose, "it")
-    entry = json.loads(text)["front"][0] | {"policy": "gvote(0.9)", "score": 40.0}
-    tree = json.loads(text)
-    (model.folder / "front.json").write_text(json.dumps(tree | {"front": [*tree["front"], entry]}))
+    (model.folder / "front.json").write_text(front.as_json(found, DIM, whose, "it"))
     monkeypatch.setattr(auto, "EMBEDDED", model.folder)
     policy, said = chosen("auto(0.3)", model)
     assert repr(policy) == "gvote(0.9)"
     assert "learned parts are left out" in said
+
+
+def test_weights_that_are_not_the_default_are_never_the_choice():
+    found = rows(("full", 1.0, [1.0, 1.0]), ("write_gate(0.2)|aggressive", 0.2, [1.0, 1.0]),
+                 ("write_gate(0.1)", 0.3, [1.0, 0.0]))  # fmt: skip
+    tree = json.loads(front.as_json(found, DIM, {"model": "", "fingerprint": ""}, "it"))
+    assert [entry["policy"] for entry in tree["front"]] == [repr(kvjax.policy("write_gate(0.1)"))]
 
 
 @pytest.mark.parametrize("spec", ["auto()", "auto(0)", "auto(1.5)", "auto(lots)", "auto(0.01)"])

@@ -15,22 +15,26 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_oracle import ragged as oracle
-from test_kernel_ragged_decode import case, check, edges, plain, selection
+from test_kernel_ragged_decode import KINDS, case, check, edges, plain, selection
 from tiny import quick_compiles  # noqa: F401
 
 from pallas_kernels import EMPTY, Unsupported, compat, merge, ragged_decode, tuning
 from pallas_kernels.dispatch import interpreted
 from pallas_kernels.numerics import assert_as_good_as_plain, assert_close
-from pallas_kernels.ragged_decode import mosaic_tpu, triton, triton_join, worklist
+from pallas_kernels.ragged_decode import mosaic_tpu, triton, triton_join, triton_pages, worklist
+from pallas_kernels.ragged_decode.call import Lists, Options, Pools
 from pallas_kernels.ragged_decode.work import SHAPES, Shape
 
 TEST = SHAPES.tagged("test")
 
 BODIES = ("mosaic_tpu", "triton")
-QUICK = [("g4_h64", "int8", True), ("g4_h96", "float32", True), ("page128", "int8", False)]
+QUICK = [
+    *(("g4_h64", "int8", True), ("g4_h96", "float32", True), ("page128", "int8", False)),
+    *(("g4_h64", "uint8", True), ("page128", "uint8", False)),
+]
 """Of two queries a head, whose mass takes a second read, and of one."""
 
-GRID = [(name, kind, some) for name in TEST for kind in ("float32", "int8") for some in (False, True)]
+GRID = [(name, kind, some) for name in TEST for kind in KINDS for some in (False, True)]
 CASES = [pytest.param(*x, marks=() if x in QUICK else pytest.mark.slow) for x in GRID]
 
 
@@ -48,7 +52,9 @@ def short_items(monkeypatch):
     """Items of a few pages and rows of 64 queries: short lists are several items, a chunk several rows."""
     monkeypatch.setattr(mosaic_tpu, "ITEM_SLOTS", 32)
     monkeypatch.setattr(mosaic_tpu, "ROWS", 64)
-    monkeypatch.setattr(triton, "ITEM_SLOTS", (32, 32))
+    monkeypatch.setattr(triton, "ITEM_SLOTS", (16, 16))
+    monkeypatch.setattr(triton, "PROGRAMS", 12)
+    monkeypatch.setattr(triton, "ITEMS", 2)
     monkeypatch.setattr(triton, "TILE", 16)
     monkeypatch.setattr(triton_join, "JOINED", 2)
     for module in (mosaic_tpu, triton):
@@ -158,14 +164,6 @@ def test_the_gradient_is_borrowed_whatever_blocks_the_body_takes():
     assert_close(back(found)[0], back_plain(wanted)[0], shape.M * shape.S)
 
 
-@pytest.mark.parametrize("impl", BODIES)
-def test_pages_of_two_codes_a_byte_are_refused(impl):
-    shape = TEST["g4_h64"]
-    arrays, lists = case(shape, edges(shape), kind="uint8")
-    with pytest.raises(Unsupported, match=f"{impl}.*4 bits a code.*impl='xla'"):
-        ragged_decode(*arrays, **lists, impl=impl)
-
-
 def test_items_cover_live_pages_once_and_no_others():
     shape, per_item = TEST["g4_h64"], 2
     live = jnp.asarray([[0, 3, 16, 0, 1], [0, 0, 0, 0, 0], [16, 16, 16, 16, 0]])
@@ -183,6 +181,55 @@ def test_items_cover_live_pages_once_and_no_others():
     read = [(int(e) >> worklist.shift(shape.S), int(e) % 32) for e in np.concatenate(entries)]
     assert read == [(1, 3), (2, 16), (4, 1)] * 2 + [(10, 16), (11, 16), (12, 16), (13, 16)] * 2
     np.testing.assert_array_equal(worklist.unpack(packed.order, packed.order), np.arange(5) + 0 * ids)
+
+
+def plan_of(rows, live, pages, size=64, heads=8, dtype="bfloat16", tokens=1):
+    """How the GPU body divides lists: its plan, and the shares of lists of these lengths."""
+    shape = jax.ShapeDtypeStruct
+    q, pool = shape((rows, 4 * heads, tokens, 128), jnp.bfloat16), shape((999, size, 128), dtype)
+    lists = Lists(shape((rows, heads, pages), jnp.int32), shape((rows, heads), jnp.int32), None, None)
+    plan = triton._plan(q, Pools(pool, pool, None), lists, (), Options(False, 1.0, None), True)
+    return plan, jax.vmap(lambda x: triton_pages.shares(plan, pages, False, x))(jnp.asarray(live))
+
+
+def test_a_gpus_work_is_divided_by_what_is_live_not_by_what_could_be():
+    """Of tables of 500k slots; four programs a multiprocessor of 132 where there are that many shares."""
+    plan, found = plan_of(1, [8192, 500_000], pages=7813)
+    assert plan.items * 8 == 528
+    np.testing.assert_array_equal(found.items * 8, [512, 528])
+    np.testing.assert_array_equal(found.each * plan.tile * 64, [128, 119 * 64])
+    np.testing.assert_array_equal(plan_of(1, [8192, 500_000], pages=1 << 20)[1].items, found.items)
+    # Many rows: few programs of each, but one long row is not left to a few.
+    plan, found = plan_of(32, [0, 1, 8192, 500_000], pages=7813)
+    assert plan.items == 32
+    np.testing.assert_array_equal(found.items, [0, 1, 16, 32])
+    # A chunk of a prompt has blocks of queries enough, and partials as large as they are.
+    assert plan_of(1, [8192], pages=7813, tokens=512)[0].items == 3
+
+
+@pytest.mark.parametrize("size", [16, 64, 256])
+@pytest.mark.parametrize("rows", [1, 4, 32])
+def test_shares_are_even_and_cover_every_live_page_once(rows, size):
+    pages = 700
+    live = np.unique([0, 1, size - 1, size, size + 1, *range(0, pages * size, 997), pages * size])
+    plan, found = plan_of(rows, live, pages, size)
+    tiles, each, items = (np.asarray(x) for x in found)
+    np.testing.assert_array_equal(tiles, -(-live // (size * plan.tile)))
+    assert (items <= plan.items).all()
+    assert ((items - 1) * each < np.maximum(tiles, 1)).all()  # no item without a tile,
+    assert (items * each >= tiles).all()  # and no tile without an item
+    # None is longer than with all items working, but for the least that an item is.
+    np.testing.assert_array_equal(each, np.maximum(-(-tiles // plan.items), plan.least))
+
+
+def test_a_row_is_the_same_to_the_bit_whatever_is_beside_it():
+    shape = TEST["g1_h32"]
+    arrays, lists = case(shape, np.full((3, 2), shape.M * shape.S), poison=0)
+    read = jax.jit(lambda length: ragged_decode(*arrays, **(lists | {"length": length}), impl="triton"))
+    alone = jnp.zeros((3, 2), jnp.int32).at[1, 0].set(shape.M * shape.S - 3)
+    for ours, theirs in zip(read(alone), read(jnp.maximum(alone, 17))):
+        np.testing.assert_array_equal(ours[1, 0], theirs[1, 0])
+        assert np.isfinite(ours[1, 0]).all()
 
 
 def test_whole_lists_are_walked_as_they_lie():
@@ -210,6 +257,9 @@ def test_refusals():
     (q, k, v), lists = case(shape, edges(shape))
     with pytest.raises(Unsupported, match="powers of two"):
         ragged_decode(q, k[:, :6], v[:, :6], **lists, impl="triton")
+    (_, k4, v4), coded = case(shape, edges(shape), kind="uint8")
+    with pytest.raises(Unsupported, match="two codes a byte in pages of 6 slots.*multiple of 4"):
+        ragged_decode(q, k4[:, :6], v4[:, :6], **coded, impl="mosaic_tpu")
     big = jax.ShapeDtypeStruct((1 << 21, 32, 32), jnp.bfloat16)
     with pytest.raises(Unsupported, match="31 bits"):
         jax.eval_shape(lambda k: ragged_decode(q, k, k, **lists, impl="triton"), big)

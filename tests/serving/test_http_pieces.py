@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+import jax
 import numpy as np
 import pytest
 
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 import kvjax
 from kvjax.cli import InputError
 from kvjax.engine import Event, QueueFull
-from kvjax.serve.http import errors
+from kvjax.serve.http import command, errors
 from kvjax.serve.http.arguments import parse
 from kvjax.serve.http.command import check_who
 from kvjax.serve.http.keys import Keys, read_keys
@@ -207,6 +208,22 @@ def test_other_addresses_need_a_key_or_a_word(host):
         check_who(parse(["--host", host]), Keys())
     check_who(parse(["--host", host]), Keys(["secret"]))
     check_who(parse(["--host", host, "--without-key"]), Keys())
+
+
+@pytest.mark.parametrize(
+    ("mesh", "processes", "said"),
+    [
+        ([], 2, "serve http runs in one process, and these are 2. Start it without"),
+        (["--mesh", "data=2,tensor=2"], 1, "--mesh data=2,tensor=2: a server takes rows one by one"),
+        (["--mesh", "rows=2"], 1, "'rows' is no axis"),
+    ],
+)
+def test_a_server_that_cannot_be_there_is_refused_before_anything_loads(monkeypatch, mesh, processes, said):
+    monkeypatch.setattr(command, "loaded", None)
+    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: processes > 1)
+    monkeypatch.setattr(jax, "process_count", lambda: processes)
+    with pytest.raises(ValueError, match=re.escape(said)):
+        command.run(parse([*mesh, "--port", "0", "--log", "off"]))
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from train import traces
+from train import loop, traces
 
 CONFIG: dict[str, Any] = {
     "name": "tiny",
@@ -48,7 +48,7 @@ def config_at(folder: Path, source: Path, config: dict[str, Any] = CONFIG, **sec
 def records(folder: Path) -> list[dict[str, Any]]:
     """A run's log without times."""
     lines = (folder / "run" / "log.jsonl").read_text().splitlines()
-    return [{k: v for k, v in json.loads(line).items() if k != "time"} for line in lines]
+    return [{k: v for k, v in json.loads(line).items() if k not in loop.CLOCK} for line in lines]
 
 
 @pytest.fixture(autouse=True)

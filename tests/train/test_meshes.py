@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from gates_tiny import config_at, records, written
 
-from train import config, pretrain
+from train import config, loop, pretrain
 from train import traces as tracing
 from train.config import ConfigError
 
@@ -43,7 +43,7 @@ def close(many: list[dict], one: list[dict], rtol: float = 2e-4) -> None:
 
 def log(folder: Path) -> list[dict]:
     lines = map(json.loads, (folder / "log.jsonl").read_text().splitlines())
-    return [{k: v for k, v in line.items() if k not in ("time", "user")} for line in lines]
+    return [{k: v for k, v in line.items() if k not in loop.CLOCK} for line in lines]
 
 
 @pytest.mark.slow

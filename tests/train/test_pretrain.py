@@ -101,7 +101,7 @@ def mix() -> data.Mix:
 
 def records(folder: Path) -> list[dict]:
     lines = (folder / "run" / "log.jsonl").read_text().splitlines()
-    return [{k: v for k, v in json.loads(line).items() if k not in ("time", "user")} for line in lines]
+    return [{k: v for k, v in json.loads(line).items() if k not in loop.CLOCK} for line in lines]
 
 
 @pytest.mark.slow

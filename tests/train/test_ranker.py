@@ -124,7 +124,7 @@ def test_what_is_trained_falls(made, method, metric):
 
 def losses(lines: list[dict]) -> list[dict]:
     """What was learned at every step, without the time it took."""
-    clocks = ("user", "seconds", "tokens_per_second")
+    clocks = ("seconds", "tokens_per_second")
     return [{k: v for k, v in line.items() if k not in clocks} for line in lines if "loss" in line]
 
 

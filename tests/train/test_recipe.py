@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import yaml
 
-from train import asked, curve, data, pretrain, recall, rows, text
+from train import asked, curve, data, loop, pretrain, recall, rows, text
 from train.setup import initial, read, setup
 from train.tasks import facts, logs, repeats, values, wordings
 
@@ -53,7 +53,7 @@ def have(tmp_path_factory):
 
 def records(config: dict) -> list[dict]:
     lines = (Path(config["folder"]) / "log.jsonl").read_text().splitlines()
-    return [{k: v for k, v in json.loads(line).items() if k not in ("time", "user")} for line in lines]
+    return [{k: v for k, v in json.loads(line).items() if k not in loop.CLOCK} for line in lines]
 
 
 def drawn(row, have, count=40, length=256, source=None):

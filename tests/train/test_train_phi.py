@@ -19,7 +19,7 @@ from ranker_tiny import generated_text  # noqa: F401
 import kvjax
 from kvjax.policies import phi
 from kvjax.weights import read_weights
-from train import traces
+from train import loop, traces
 from train.agents import make_layout
 from train.phi import __main__ as command
 from train.phi import batches, dropped, maps, objective, settings
@@ -52,7 +52,7 @@ config_at = functools.partial(ranker_tiny.config_at, config=CONFIG)
 def records(folder: Path) -> list[dict[str, Any]]:
     """A run's log without times."""
     lines = (folder / "run" / "40" / "log.jsonl").read_text().splitlines()
-    return [{k: v for k, v in json.loads(line).items() if k not in ("time", "user")} for line in lines]
+    return [{k: v for k, v in json.loads(line).items() if k not in loop.CLOCK} for line in lines]
 
 
 @pytest.fixture(scope="module")

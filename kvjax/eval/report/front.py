@@ -17,6 +17,7 @@ from kvjax.eval.measure.row import Row
 from kvjax.eval.report import stats, table
 from kvjax.eval.report.plotting import panels, pyplot, saved, style
 from kvjax.eval.report.table import Results
+from kvjax.weights import DEFAULT
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -26,6 +27,7 @@ class Point:
     Attributes:
       policy: the one-string form.
       family: the same with its budget left open.
+      weights: what it was run with, as results name them; "" where nothing is learned.
       kept: share of the tokens that are held.
       share: live bytes when the answer begins, at 16 bits an exact element, over those of the full cache.
       score: mean over tasks, percent.
@@ -35,6 +37,7 @@ class Point:
 
     policy: str
     family: str
+    weights: str
     kept: float
     share: float
     score: float
@@ -96,6 +99,7 @@ def _point(rows: list[Row], head_dim: int) -> Point:
     return Point(
         policy=rows[0].cell.policy,
         family=rows[0].policy["family"],
+        weights=rows[0].cell.weights,
         kept=float(np.mean([row.kept_fraction for row in rows])),
         share=float(np.mean([share(row, head_dim) for row in rows])),
         score=mean,
@@ -119,24 +123,37 @@ def front(there: Sequence[Point]) -> list[Point]:
     return found
 
 
+def near(there: Sequence[Point], points: float, least: float) -> list[Point]:
+    """Those within so many points of the best that no more bytes buy, and of at least ``least`` percent."""
+    return [p for p in there if p.score >= max(least, best_below(there, p.share) - points)]
+
+
+OTHERS = "all others (front.md has every cell)"
+NEAR, LEAST = 5, 50
+"""Points behind the front, and percent, up from which a picture names a family; the others are grey."""
+
+
 def draw(results: Results, head_dim: int, file: Path) -> Path:
-    """One panel a length and protocol: every point with its interval, the front as a line."""
+    """One panel a length and protocol: every point, the front as a line; families near it by name."""
     plt = pyplot()
     found = points(results, head_dim)
-    families = sorted({p.family for there in found.values() for p in there})
-    figure, axes = panels(plt, len(found), 2, (5.2, 3.6), top=0.3 + 0.14 * len(families))
+    named = sorted({p.family for there in found.values() for p in near(there, NEAR, LEAST)})
+    styles = {family: style(number) for number, family in enumerate(named)}
+    figure, axes = panels(plt, len(found), 2, (5.2, 3.2), top=0.3 + 0.08 * len(named))
     handles: dict[str, Any] = {}
     for axis, ((length, protocol), there) in zip(axes, found.items()):
         line = front(there)
         axis.step(
-            [100 * p.share for p in line], [p.score for p in line], where="post", c="0.5", lw=1.5, zorder=0
+            [100 * p.share for p in line], [p.score for p in line], where="post", c="0.4", lw=2.5, alpha=0.5
         )
-        for number, family in enumerate(families):
+        for family in dict.fromkeys(p.family for p in there):
             mine = sorted((p for p in there if p.family == family), key=lambda p: p.share)
-            if mine:
-                error = [[max(0, p.score - p.low) for p in mine], [max(0, p.high - p.score) for p in mine]]
-                x, y = [100 * p.share for p in mine], [p.score for p in mine]
-                handles[family] = axis.errorbar(x, y, error, ms=5, lw=0.7, capsize=1.5, **style(number))
+            error = [[max(0, p.score - p.low) for p in mine], [max(0, p.high - p.score) for p in mine]]
+            x, y = [100 * p.share for p in mine], [p.score for p in mine]
+            if family in styles:
+                handles[family] = axis.errorbar(x, y, error, ms=5, lw=1, capsize=1.5, **styles[family])
+            else:
+                handles[OTHERS] = axis.plot(x, y, ".-", ms=4, lw=0.6, c="0.8", zorder=0)[0]
         axis.set_title(f"{length} tokens, {_said(protocol)}", fontsize=9)
         axis.set_xlim(0, 105)
         axis.set_ylim(-4, 104)
@@ -145,8 +162,9 @@ def draw(results: Results, head_dim: int, file: Path) -> Path:
         "live bytes at 16 bits, % of the full cache's (the line: no policy is better for less)", fontsize=9
     )
     figure.supylabel("mean score over tasks, %", fontsize=9)
+    names = [*(name for name in styles if name in handles), *([OTHERS] if OTHERS in handles else [])]
     figure.legend(
-        handles.values(), handles.keys(), loc="outside upper center", ncol=2, fontsize=7, frameon=False
+        [handles[n] for n in names], names, loc="outside upper center", ncol=2, fontsize=8, frameon=False
     )
     return saved(plt, figure, file)
 
@@ -201,13 +219,25 @@ def needs(results: Results, head_dim: int, shares: Sequence[float]) -> str:
     return " ".join(said) or "No cell was informative: nothing can be said."
 
 
+def _by_itself(label: str) -> bool:
+    """Are those the weights of a part that are taken where none are named?"""
+    return label.split("=")[-1].split("@")[0] == DEFAULT
+
+
 def as_json(results: Results, head_dim: int, whose: dict[str, Any], command: str) -> str:
-    """The front as ``auto`` reads it: best families first at each length and protocol, and whose it is."""
-    found = [
-        {"length": length, "protocol": protocol, **dataclasses.asdict(point)}
-        for (length, protocol), there in points(results, head_dim).items()
-        for point in front(there)
-        if point.policy != table.FULL
-    ]
+    """The front as ``auto`` reads it, by length and protocol, and whose it is.
+
+    Points of weights that a policy is not given by itself are left out. Where the front is of learned parts,
+    that of the others stands beside it: it is what another model can have.
+    """
+    found = []
+    for (length, protocol), every in points(results, head_dim).items():
+        there = [p for p in every if all(_by_itself(one) for one in p.weights.split(",") if one)]
+        both = front(there) + front([p for p in there if not p.weights])
+        found += [
+            {"length": length, "protocol": protocol, **dataclasses.asdict(point)}
+            for point in dict.fromkeys(both)
+            if point.policy != table.FULL
+        ]
     about = {"command": command, "model": whose["model"], "fingerprint": whose["fingerprint"]}
     return json.dumps(about | {"front": found}, indent=1, ensure_ascii=False) + "\n"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -111,6 +111,12 @@ def study(
         return Verdict(ours, HOLDS if all(map(holds, found)) else FAILS)
 
     return judge
+
+
+def cheaper(areas: Mapping[str, Any], mine: str, others: Sequence[str]) -> float:
+    """Areas of cost curves [L, K] by ranking: the best other one over mine, in the worst layer."""
+    layers = {name: np.mean(areas[name], axis=1) for name in (mine, *others)}
+    return float((np.min([layers[name] for name in others], axis=0) / layers[mine]).min())
 
 
 def within(mine: Wanted, points: float) -> Judge:

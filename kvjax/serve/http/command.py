@@ -16,8 +16,9 @@ from typing import Any
 
 import uvicorn
 
-from kvjax.cli import InputError
-from kvjax.engine import Engine
+from kvjax.cache.mesh import sizes_of
+from kvjax.cli import InputError, check_alone
+from kvjax.engine import Engine, check_mesh
 from kvjax.loading import EMBEDDED, LanguageModel
 from kvjax.serve.command import loaded, notes
 from kvjax.serve.http import app
@@ -50,6 +51,7 @@ def run(options: Options) -> int:
       InputError, ModelError, PolicyError, RequestError, WeightsError: what cannot be served, before anything
         listens.
     """
+    check_where(options)
     keys = read_keys(options.api_key_file, os.environ)
     check_who(options, keys)
     log = to_stderr() if options.log == "json" else Log()
@@ -63,6 +65,17 @@ def run(options: Options) -> int:
         finally:
             service.engine.close()
             log.flush(FAREWELL)
+
+
+def check_where(options: Options) -> None:
+    """Refuses several processes, and devices that no engine runs on.
+
+    Raises:
+      InputError, MeshError, RequestError: with the way out.
+    """
+    check_alone("python -m kvjax.serve http", "kvjax.generate and python -m kvjax.serve --prompt")
+    if options.mesh is not None:
+        check_mesh(f"--mesh {options.mesh}: a server", sizes_of(options.mesh))
 
 
 def check_who(options: Options, keys: Keys) -> None:
