@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import lowering, softmax, tuning
 from pallas_kernels.dispatch import Unsupported
-from pallas_kernels.ragged_decode import mosaic_gpu_join, mosaic_gpu_read
+from pallas_kernels.ragged_decode import mosaic_gpu_join, mosaic_gpu_memory, mosaic_gpu_read
 from pallas_kernels.ragged_decode.mosaic_gpu_plan import ROWS, TILE, Plan
 from pallas_kernels.ragged_decode.ref import live_slots, page_lists
 
@@ -77,7 +77,7 @@ def _plan(q: Array, pools: Pools, lists: Lists, options: Options, interpret: Any
         total, rows, many, h, pool, size, m, max(item // TILE, readers), readers,
         max(found.stages, 2 * readers), terms, codes, options, interpret or None,
     )  # fmt: skip
-    return plan._replace(stages=mosaic_gpu_read.buffers(plan, dtype.itemsize))
+    return plan._replace(stages=mosaic_gpu_memory.buffers(plan, dtype.itemsize))
 
 
 def _in_terms(q: Float[Array, "Z R H"], terms: int) -> Float[Array, "terms Z R H"]:

@@ -24,6 +24,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_kernels import tiles
+from pallas_kernels.ragged_decode.mosaic_gpu_memory import WIDE, Given, Shared, named, shared_memory
 from pallas_kernels.ragged_decode.mosaic_gpu_plan import (
     COLUMNS,
     ROWS,
@@ -37,7 +38,6 @@ from pallas_kernels.ragged_decode.mosaic_gpu_plan import (
     pairs,
     plgpu,
     seen,
-    tiled,
 )
 
 if TYPE_CHECKING:
@@ -48,43 +48,8 @@ LOG2E = math.log2(math.e)
 STATS = 16
 """Rows of the statistics at least: TMA reads 128 bytes of them, or more."""
 
-WIDE = 32
-"""Columns of an output that are written at once."""
-
-SHARED = 226 << 10
-"""Bytes of shared memory for all this, of 227 KiB: barriers take some too."""
-
 REGISTERS = {1: (240, 40), 2: (232, 40)}
 """Readers to the registers of a reader's thread and of a producer's."""
-
-
-class Given(NamedTuple):
-    """References a kernel is given: lists, pools, queries; results last."""
-
-    q: Any
-    k: Any
-    v: Any
-    table: Any
-    length: Any
-    scales: Any
-    o: Any
-    stats: Any
-    scores: Any
-
-
-class Shared(NamedTuple):
-    """Shared memory of a program: buffers, and barriers over them."""
-
-    q: Any
-    ring: Any
-    weights: Any
-    staged: Any
-    scales: Any
-    out: Any
-    stats: Any
-    q_full: Any
-    full: Any
-    free: Any
 
 
 Stats = tuple[Any, Any, tuple[Any, ...]]
@@ -303,53 +268,6 @@ def _read(plan: Plan, given: Given, shared: Shared, place: Place, reader: Array)
     plgpu.wait_smem_to_gmem(0)
 
 
-def _shared(plan: Plan, dtype: Any) -> list[Any]:
-    """What ``Shared`` names."""
-    smem, exact, n = plgpu.SMEM, jnp.bfloat16, plan.readers
-    wide = tiled(plan.h, exact)
-    staged = plan.terms > 1 or plan.codes
-    return [
-        smem((plan.terms, ROWS, plan.h), exact, transforms=wide),
-        smem((plan.stages, TILE, plan.h), dtype, transforms=tiled(COLUMNS, dtype)),
-        smem((n, plan.terms, ROWS, TILE), exact, transforms=tiled(TILE, exact)),
-        *[smem((n, plan.terms, TILE, plan.h), exact, transforms=wide)] * staged,
-        *[smem((plan.stages, plan.units, plan.h), jnp.float32)] * plan.codes,
-        smem((n, ROWS, WIDE), jnp.float32, transforms=tiled(WIDE, jnp.float32)),
-        smem((n, 2, ROWS), jnp.float32),
-        plgpu.Barrier(num_arrivals=plan.terms),
-        plgpu.Barrier(num_arrivals=plan.units * (1 + plan.codes), num_barriers=plan.stages),
-        plgpu.Barrier(num_barriers=plan.stages),
-    ]
-
-
-def buffers(plan: Plan, itemsize: int) -> int:
-    """How many of ``plan.stages`` fit beside what else ``_shared`` has, in whole turns of the readers.
-
-    A buffer is one reader's always, because its barrier counts that reader's turns.
-    """
-    staged = plan.terms > 1 or plan.codes
-    terms = plan.terms * ROWS * (plan.h + plan.readers * (TILE + staged * plan.h))
-    fixed = 2 * terms + 4 * plan.readers * ROWS * (WIDE + 2)
-    each = TILE * plan.h * itemsize + plan.codes * plan.units * plan.h * 4
-    turn = 2 * plan.readers if plan.readers > 1 else 1
-    return min(plan.stages, (SHARED - fixed) // each) // turn * turn
-
-
-def _named(plan: Plan, refs: tuple[Any, ...]) -> tuple[Given, Shared]:
-    """References by name; None for those a call does not have."""
-    left = list(refs)
-
-    def take(there: bool = True) -> Any:
-        return left.pop(0) if there else None
-
-    staged = plan.terms > 1 or plan.codes
-    lists = (take(), take(), take(), take(), take())
-    given = Given(*lists, take(plan.codes), take(), take(), take(plan.options.mass))
-    tiles_of, rest = (take(), take(), take()), (take(staged), take(plan.codes))
-    shared = Shared(*tiles_of, *rest, take(), take(), take(), take(), take())
-    return given, shared
-
-
 def read(plan: Plan, q: Array, arrays: list[Array]) -> list[Array]:
     """The partials of every reader of every item.
 
@@ -365,7 +283,7 @@ def read(plan: Plan, q: Array, arrays: list[Array]) -> list[Array]:
     """
 
     def body(*refs: Any) -> None:
-        given, shared = _named(plan, refs)
+        given, shared = named(plan, refs)
         place, group = _place(plan, given), jax.lax.axis_index("group")
         most, least = REGISTERS[plan.readers]
 
@@ -387,7 +305,7 @@ def read(plan: Plan, q: Array, arrays: list[Array]) -> list[Array]:
         body,
         "ragged_decode_read",
         out_type=[jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes],
-        scratch_types=_shared(plan, arrays[0].dtype),
+        scratch_types=shared_memory(plan, arrays[0].dtype),
         grid=(plan.items, z),
         grid_names=("item", "z"),
         num_threads=plan.readers + 1,
