@@ -54,7 +54,7 @@ def _parser() -> cli.Parser:
     )
     parser.add_argument("--out", type=Path, metavar="DIR", help="another folder than the user's")
     parser.add_argument(
-        "--tiny", choices=list(dispatch.NEEDS), help="bodies to run interpreted on a CPU, to see it work"
+        "--tiny", choices=list(dispatch.MAIN), help="bodies to run interpreted on a CPU, to see it work"
     )
     return parser
 
@@ -123,9 +123,12 @@ def _state(record: dict[str, Any]) -> str:
     if record["agrees"]:
         chosen = [x["chosen"] for x in record["blocks"].values() if x.get("chosen")]
         blocks = f"{len(chosen)} of {len(record['blocks'])} passes with other blocks than its own"
-        return f"on: {record['impl']} agrees in {len(record['checks'])} checks; {blocks}"
+        made = sum("agrees" in x for x in record["checks"].values())
+        return f"on: {record['impl']} agrees in {made} checks; {blocks}"
     wrong = [
-        f"{name} ({x.get('why', 'disagrees')})" for name, x in record["checks"].items() if not x["agrees"]
+        f"{name} ({x.get('why', 'disagrees')})"
+        for name, x in record["checks"].items()
+        if not x.get("agrees", True)
     ]
     lost = [x["lost"] for x in record["problems"].values() if "lost" in x]
     if not wrong and lost == ["the time was over"] * len(lost):

@@ -1,7 +1,7 @@
 """The differences between jax 0.7.2 and 0.12 that Pallas bodies and their tests meet, all in one place.
 
 * ``pl.load`` is gone after 0.7: masked loads of Triton bodies are ``triton.load`` on every version.
-* Races found by the TPU interpreter: 0.7 and 0.10 record them, 0.12 raises.
+* Races found by the TPU interpreter: 0.7 and 0.10 record them, 0.12 raises. That of Mosaic GPU raises.
 * Triton's lowering warns of its deprecation since 0.11: silenced by pytest's filter, shown to users. A jax
   without it raises ``Unsupported`` for ``impl="triton"``; ``impl=None`` takes ``xla`` and logs the reason.
 
@@ -10,12 +10,16 @@ What 0.7.2 cannot do, by operation:
 * blockwise, gated, merge, phi, vertical_slash: nothing; every body runs interpreted there.
 * ragged_decode: ``xla`` on a CPU converts bfloat16 pools to float32 before each product (XLA's doing), so
   their read takes temporary memory and time; results are the same.
+* ragged_decode, ``impl="mosaic_gpu"``: 0.7 has not the Mosaic GPU it is written in, 0.10 compiles it but has
+  an interpreter without ``layout_cast``; what is not there raises ``Unsupported``. 0.12 has both.
 * Compiling for chips that are not here is checked with 0.10.2 and later only.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import inspect
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -59,6 +63,19 @@ def triton_params(*, warps: int, stages: int) -> Any:
     return plt.CompilerParams(num_warps=warps, num_stages=stages)
 
 
+def mosaic_gpu() -> Any:
+    """Pallas' Mosaic GPU, which bodies for Hopper are written in.
+
+    Raises:
+      ImportError: this jax has none, or one of other words (0.7).
+    """
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    if "out_type" not in inspect.signature(plgpu.kernel).parameters:
+        raise ImportError(f"the Mosaic GPU of jax {jax.__version__} has no kernel(out_type=...)")
+    return plgpu
+
+
 def in_hbm(x: Array) -> Array:
     """x, which XLA may not bring to VMEM as a whole before a TPU body reads parts of it (0.7: it may)."""
     constrain = getattr(pltpu, "with_memory_space_constraint", None)
@@ -78,6 +95,17 @@ def store(ref: Any, value: Array, mask: Array) -> None:
 def tpu_interpreter(**options: Any) -> Any:
     """Parameters of the TPU interpreter: NaN in fresh memory, DMAs that run only when waited for."""
     return pltpu.InterpretParams(**options)
+
+
+def gpu_interpreter(**options: Any) -> Any:
+    """Parameters of the Mosaic GPU interpreter: threads, barriers, and NaN in fresh memory.
+
+    None where jax has none that knows what the bodies use (0.10 and before).
+    """
+    with contextlib.suppress(ImportError):
+        found = getattr(mosaic_gpu(), "InterpretGPUParams", None)
+        return None if found is None else found(**options)
+    return None
 
 
 def races_found() -> bool:

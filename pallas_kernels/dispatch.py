@@ -29,18 +29,22 @@ Result = TypeVar("Result")
 
 log = logging.getLogger(__name__)
 
-IMPLS = ("mosaic_tpu", "triton", "xla", "ref")
+IMPLS = ("mosaic_tpu", "triton", "mosaic_gpu", "xla", "ref")
 """Every name ``impl`` may have, of which an operation offers some."""
 
-PREFERRED = {"tpu": ("mosaic_tpu", "xla"), "gpu": ("triton", "xla")}
+PREFERRED = {"tpu": ("mosaic_tpu", "xla"), "gpu": ("triton", "mosaic_gpu", "xla")}
 """Platform to implementations, best first; platforms not named here run ``xla``."""
 
-NEEDS = {"mosaic_tpu": "tpu", "triton": "gpu"}
+NEEDS = {"mosaic_tpu": "tpu", "triton": "gpu", "mosaic_gpu": "gpu"}
 """The platform a Pallas body is written for."""
+
+MAIN = ("mosaic_tpu", "triton")
+"""The bodies that every operation has; the others are of some, and have records of their own."""
 
 REASONS = {
     "mosaic_tpu": "no Pallas body for TPU has been written for it yet",
     "triton": "no Pallas body for GPU has been written for it yet",
+    "mosaic_gpu": "no body in Pallas' Mosaic GPU has been written for it yet",
 }
 
 FOLDERS = {"column_mass": "blockwise", "phi_build": "phi", "phi_subtract": "phi", "phi_evaluate": "phi"}
@@ -82,12 +86,14 @@ def offered(
     ref: Callable[..., Any],
     *,
     gradient: Callable[..., Any] | None = None,
+    more: tuple[str, ...] = (),
 ) -> Offered:
     """What an operation with Pallas bodies has: ``name`` in ``<op>/mosaic_tpu.py`` and so on.
 
-    ``gradient`` is whose reverse mode the bodies borrow; None if they have one.
+    ``gradient`` is whose reverse mode the bodies borrow; None if they have one. ``more`` are bodies besides
+    ``MAIN``.
     """
-    bodies = {impl: lazily(f"pallas_kernels.{op}.{impl}:{name}") for impl in NEEDS}
+    bodies = {impl: lazily(f"pallas_kernels.{op}.{impl}:{name}") for impl in (*MAIN, *more)}
     if gradient is not None:
         bodies = {impl: reverse.borrowing(body, gradient) for impl, body in bodies.items()}
     return {**bodies, "xla": xla, "ref": ref}
@@ -95,15 +101,20 @@ def offered(
 
 @contextlib.contextmanager
 def interpreted(*, races: bool = True) -> Iterator[None]:
-    """Run Pallas bodies interpreted: TPU bodies on the TPU interpreter, GPU bodies as plain JAX.
+    """Run Pallas bodies interpreted: each Mosaic on its own interpreter, Triton bodies as plain JAX.
 
     For tests. Slow, and jitted callers remember how they were traced.
 
     Args:
-      races: look for races between DMAs and reads of TPU bodies (``compat.races_found``).
+      races: look for races between copies and reads of Mosaic bodies (``compat.races_found``).
     """
     compat = importlib.import_module("pallas_kernels.compat")
-    token = _interpreter.set({"mosaic_tpu": compat.tpu_interpreter(detect_races=races), "triton": True})
+    kinds = {
+        "mosaic_tpu": compat.tpu_interpreter(detect_races=races),
+        "mosaic_gpu": compat.gpu_interpreter(detect_races=races),
+        "triton": True,
+    }
+    token = _interpreter.set(kinds)
     try:
         yield
     finally:
@@ -122,6 +133,12 @@ def record(op: str, kind: str) -> Mapping[str, Any]:
     Keys: "impl", "agrees" (with ``ref``, within ``numerics``), "blocks" (see ``tuning``), and measurements.
     """
     return records.read(FOLDERS.get(op, op), kind, TUNED)
+
+
+def filed(op: str, impl: str) -> str:
+    """The name of a body's record: its operation's folder, and its own besides ``MAIN``."""
+    folder = FOLDERS.get(op, op)
+    return f"{folder}.{impl}" if impl in NEEDS and impl not in MAIN else folder
 
 
 @functools.cache
@@ -146,7 +163,7 @@ def _say_once(kind: str, known: bool) -> None:
 def _unproven(op: str, impl: str) -> str:
     """Why a body is not taken on this device; nothing if it is."""
     kind = lowering.kind()
-    found = record(op, kind)
+    found = record(filed(op, impl), kind)
     if found.get("impl") == impl:
         return "" if found.get("agrees") is True else f"{impl!r} did not agree on this device"
     old = found.get("old")
@@ -159,16 +176,16 @@ def _candidates(op: str, offered: Offered, platform: str) -> Iterator[tuple[str,
     """Implementations for ``impl=None``, best first, each with what to say about better ones left out."""
     why = ""
     for name in PREFERRED.get(platform, ("xla",)):
-        if name not in offered:
+        if name not in offered or (name == "mosaic_gpu" and not lowering.is_hopper(lowering.kind())):
             continue
         if name in NEEDS and (reason := _unproven(op, name)):
-            why = f" ({reason}: run python -m kvjax.tune, or ask for it by name)"
+            why = why or f" ({reason}: run python -m kvjax.tune, or ask for it by name)"
             continue
         yield name, why
 
 
 def _record_of(impl: str, op: str, kind: str) -> Mapping[str, Any]:
-    found = record(op, kind)
+    found = record(filed(op, impl), kind)
     return found if found.get("impl") == impl else {}
 
 
@@ -181,6 +198,11 @@ def _bound(op: str, impl: str, offered: Offered) -> Callable[..., Any]:
     chosen = tuning.chosen(FOLDERS.get(op, op), _record_of(impl, op, lowering.kind()))
     more = {"blocks": chosen} if chosen else {}
     if interpreter is not None:
+        if interpreter[impl] is None:
+            raise Unsupported(
+                f"{op}(impl={impl!r}): the interpreter of jax {jax.__version__} does not know what the body "
+                "uses; that of jax 0.12 does. Use another impl."
+            )
         return functools.partial(offered[impl], interpret=interpreter[impl], **more)
     platform = lowering.platform()
     if platform != needs:

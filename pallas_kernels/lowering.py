@@ -7,6 +7,7 @@ What depends on it while tracing is which implementation runs (``dispatch``). In
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -44,6 +45,11 @@ def kind() -> str:
     """The kind of device being traced for: that of ``for_device``, else of the first one here."""
     device = _absent_device()
     return jax.devices()[0].device_kind if device is None else device.device_kind
+
+
+def is_hopper(kind: str) -> bool:
+    """Whether a kind of device has the instructions of H100 and H200; later GPUs have others."""
+    return re.search(r"\bG?H\d{2,3}\b", kind) is not None
 
 
 def platform() -> str:

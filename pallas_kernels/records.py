@@ -60,8 +60,8 @@ def slug(kind: str) -> str:
 
 @functools.cache
 def sources(folder: str) -> str:
-    """A digest of an operation's bodies and of what they share with others."""
-    digest = hashlib.sha256()
+    """A digest of an operation's bodies and of what they share with others; "folder.impl" as "folder"."""
+    digest, folder = hashlib.sha256(), folder.partition(".")[0]
     for file in sorted([*PACKAGE.glob("*.py"), *(PACKAGE / folder).glob("*.py")]):
         digest.update(file.name.encode() + file.read_bytes())
     return digest.hexdigest()[:16]

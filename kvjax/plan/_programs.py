@@ -190,7 +190,7 @@ def _compiled(case: Case, target: aot.Target, traced: Any, given: Any) -> Progra
             raise
         raise NoRoom(str(reason).splitlines()[0]) from reason
     memory, text = program.memory_analysis(), program.as_text()
-    ours = any(name in text for name in ("tpu_custom_call", "__gpu$xla.gpu.triton"))
+    ours = any(name in text for name in ("tpu_custom_call", "__gpu$xla.gpu.triton", "mosaic_gpu"))
     laid = [x for x in jax.tree.leaves(given) if isinstance(x, jax.ShapeDtypeStruct)]
     return Program(
         arguments=memory.argument_size_in_bytes,

@@ -39,6 +39,7 @@ CANDIDATES: dict[tuple[str, str], dict[str, tuple[Blocks, ...]]] = {
             Blocks(k=128, item=1024, warps=8, stages=2),
         )
     },
+    ("ragged_decode", "mosaic_gpu"): {"read": (Blocks(item=2048), Blocks(item=512), Blocks(stages=4))},
     ("blockwise", "triton"): {
         "forward": ATTENTION,
         "backward": (*GRADIENT, Blocks(q=64, k=64, warps=4, stages=2)),

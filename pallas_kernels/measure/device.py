@@ -17,7 +17,7 @@ from typing import Any
 
 import jax
 
-from pallas_kernels import dispatch, records
+from pallas_kernels import dispatch, lowering, records
 from pallas_kernels.measure.child import Child, LostError
 from pallas_kernels.measure.work import OPERATIONS, work
 
@@ -32,6 +32,10 @@ LONG = ("blocks", "speed")
 
 GRACE = 20.0
 """A task may outlast its box by this, to finish what it is at."""
+
+
+BESIDE = {"mosaic_gpu": ("ragged_decode",)}
+"""Bodies besides the platform's main one, here of Hopper GPUs, and the operations that have them."""
 
 
 class NoDeviceError(ValueError):
@@ -70,6 +74,7 @@ class Records:
         if op not in self.found:
             parts: dict[str, Any] = {x: {} for x in ("checks", "blocks", "cases", "compared", "problems")}
             made = {**self.base, "sources": records.sources(op)}
+            made |= {"impl": op.partition(".")[2]} if "." in op else {}
             self.found[op] = {**made, "agrees": False, "checked": False, **parts, "targets": {}}
         return self.found[op]
 
@@ -95,11 +100,17 @@ class Records:
     def write(self, op: str) -> None:
         """Put an operation's record in its file, whole or not at all."""
         record = self.of(op)
-        checks = [x["agrees"] for name, x in record["checks"].items() if not name.endswith("_tuned")]
+        checks = [
+            x["agrees"]
+            for name, x in record["checks"].items()
+            if "agrees" in x and not name.endswith("_tuned")
+        ]
         record["agrees"] = record["checked"] and bool(checks) and all(checks)
         if "copy_gb_s" in self.base:
             timed = {**record, "cases": {name: x for name, x in record["cases"].items() if "ms" in x}}
-            record["targets"] = {x.name: x.said() for x in work(op).targets(timed, self.base)}
+            record["targets"] = {
+                x.name: x.said() for x in work(op.partition(".")[0]).targets(timed, self.base)
+            }
         self.folder.mkdir(parents=True, exist_ok=True)
         file = self.folder / f"{op}.json"
         part = file.with_suffix(".part")
@@ -129,6 +140,16 @@ def _tasks(impl: str, tiny: bool, only: tuple[str, ...], short: bool = False) ->
         *({"what": "numerics", "op": op, **common} for op in ops),
         *({"what": "blocks" if short else "speed", "op": op, **common} for op in ops),
     ]
+
+
+def _beside(platform: str, kind: str, only: tuple[str, ...], short: bool) -> list[dict[str, Any]]:
+    """Tasks of bodies besides the main one, last: what is known of that must not wait for them."""
+    found = []
+    for impl, ops in BESIDE.items() if platform == "gpu" and lowering.is_hopper(kind) else ():
+        for op in ops if not only else [op for op in ops if op in only]:
+            common = {"op": op, "impl": impl, "tiny": False, "record": dispatch.filed(op, impl)}
+            found += [{"what": "numerics", **common}, {"what": "blocks" if short else "speed", **common}]
+    return found
 
 
 def _box(task: dict[str, Any], left: float, later: list[dict[str, Any]]) -> float:
@@ -181,10 +202,11 @@ def measure(
         place = folder or (home or dispatch.TUNED) / records.slug(kind)
         made = Records(place, base, show=begun is None)
         tasks = _tasks(impl, tiny is not None, only, short)
+        tasks += [] if tiny else _beside(platform, kind, only, short)
         for i, task in enumerate(tasks):
             if begun is not None:
                 begun(task, len(tasks))
-            op, left = task.get("op", ""), end - time.monotonic()
+            op, left = task.get("record", task.get("op", "")), end - time.monotonic()
             if left <= 0:
                 lost: str | None = "the time was over"
             else:

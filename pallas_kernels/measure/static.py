@@ -74,6 +74,8 @@ def report(
             # The assembler's own report, which XLA passes on at this level of detail only.
             "TF_CPP_MIN_LOG_LEVEL": "0",
             "TF_CPP_VMODULE": "subprocess_compilation=5",
+            # Mosaic GPU calls the assembler itself.
+            "MOSAIC_GPU_DUMP_PTXAS": "1",
         }
         said = pathlib.Path(folder) / "said"
         with Child.running("pallas_kernels.measure.static", chip, folder, env=flags, errors=said) as compiler:
@@ -146,11 +148,12 @@ def registers(said: str) -> dict[str, dict[str, int]]:
 
 def _one(chip: str, name: str, folder: pathlib.Path, programs: dict[str, Any]) -> dict[str, Any]:
     from pallas_kernels.measure import aot
-    from pallas_kernels.measure.work import cases
+    from pallas_kernels.measure.work import compiled_for
 
-    case, place = cases()[name], aot.target(chip)
-    program = aot.lowered(place, case.run(place.impl), *case.args)
-    found: dict[str, Any] = {"impl": place.impl, "moves_bytes": case.moves, "flops": case.flops}
+    case, place = compiled_for(chip)[name], aot.target(chip)
+    impl = case.impl or place.impl
+    program = aot.lowered(place, case.run(impl), *case.args)
+    found: dict[str, Any] = {"impl": impl, "moves_bytes": case.moves, "flops": case.flops}
     found["roofline_us"] = round(roofline(chip, case.moves, case.flops) * 1e6, 2)
     found["program"] = aot.digest(program)
     measured = programs.get(found["program"]) or _compiled(program, place.platform, folder, case)
@@ -185,7 +188,8 @@ def _compiled(program: Any, platform: str, folder: pathlib.Path, case: Any) -> d
         found["launches"] = aot.launches(binary)
         with said.open() as lines:
             lines.seek(before)
-            found["kernels"] = registers(lines.read())
+            # Mosaic GPU, which has the assembler say it too, gives its kernels' names an ending.
+            found["kernels"] = registers(lines.read().replace("_mosaic_gpu_kernel'", "'"))
     return found
 
 

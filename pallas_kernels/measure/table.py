@@ -16,7 +16,7 @@ from typing import Any
 
 from pallas_kernels import dispatch
 from pallas_kernels.measure import static
-from pallas_kernels.measure.work import cases, operations
+from pallas_kernels.measure.work import beside, cases, operations
 
 MARKS = {
     "checked": ("<!-- table: python -m pallas_kernels.bench --table -->", "<!-- end of table -->"),
@@ -35,7 +35,7 @@ def _with_imports(file: pathlib.Path) -> str:
 
 
 def _interpreted(op: str, impl: str) -> bool:
-    for file in sorted(TESTS.glob(f"test_kernel_{op.split('_')[0]}*.py")):
+    for file in sorted([*TESTS.glob(f"test_kernel_{op.split('_')[0]}*.py"), *TESTS.glob(f"test_{impl}*.py")]):
         text = _with_imports(file)
         if f'"{impl}"' in text and ("interpreted(" in text or "tpu_interpreter(" in text):
             return True
@@ -50,9 +50,9 @@ def _static(chip: str) -> dict[str, Any]:
 
 
 def _compiled(op: str, impl: str) -> list[str]:
-    found, wanted = [], [name for name in cases() if name.startswith(f"{op}/")]
+    found, wanted = [], [x for x in cases() | beside() if x.startswith(f"{dispatch.filed(op, impl)}/")]
     for chip in static.CHIPS:
-        mine = [_static(chip)[name] for name in wanted if name in _static(chip)]
+        mine = [_static(chip)[x] for x in wanted if x in _static(chip)]
         good = [x for x in mine if x.get("impl") == impl and "error" not in x]
         if good:
             found.append(chip if len(good) == len(wanted) else f"{chip} ({len(good)} of {len(wanted)} cases)")
@@ -61,7 +61,7 @@ def _compiled(op: str, impl: str) -> list[str]:
 
 def _run(op: str, impl: str) -> list[str]:
     found = []
-    for file in sorted(dispatch.TUNED.glob(f"*/{op}.json")):
+    for file in sorted(dispatch.TUNED.glob(f"*/{dispatch.filed(op, impl)}.json")):
         known = json.loads(file.read_text())
         if known.get("impl") == impl and known.get("agrees") and not known.get("interpreted"):
             found.append(known.get("device", file.parent.name))
@@ -109,7 +109,7 @@ def costs() -> list[str]:
     chips = list(static.CHIPS)
     heads = [f"{chip} registers" if chip in static.GPUS else f"{chip} bundles (step)" for chip in chips]
     rows = ["| case | MB | GFLOP | " + " | ".join(heads) + " |", "|---|---|---|" + "---|" * len(chips)]
-    for name, case in cases().items():
+    for name, case in (cases() | beside()).items():
         if "odd" in name:
             continue
         cells = [_cell(_static(chip).get(name, {})) for chip in chips]

@@ -19,6 +19,9 @@ from pallas_kernels import numerics
 OPERATIONS = ("ragged_decode", "blockwise", "vertical_slash", "gated", "phi")
 """Of the device bench, by how much depends on them. ``merge`` has no body of its own."""
 
+HOPPERS = ("h200",)
+"""Chips that bodies in Mosaic GPU are written for."""
+
 Run = Callable[[str], Callable[..., Any]]
 """The name of an implementation to the function to call."""
 
@@ -73,6 +76,7 @@ class Case(NamedTuple):
         that the operation's documentation owns up to.
       step: (bytes, flops) of one step of the kernel's grid on a TPU, to hold its bundles against.
       kernel: name of that kernel.
+      impl: the body, where it is not the platform's main one; then for its chips alone.
     """
 
     run: Run
@@ -83,6 +87,7 @@ class Case(NamedTuple):
     whole: int
     step: tuple[int, int]
     kernel: str
+    impl: str = ""
 
 
 class Check(NamedTuple):
@@ -201,6 +206,20 @@ def cases() -> dict[str, Case]:
     """All that is compiled for chips, by "operation/name"."""
     having = [op for op in operations() if op in OPERATIONS]
     return {f"{op}/{name}": case for op in having for name, case in work(op).cases().items()}
+
+
+def beside() -> dict[str, Case]:
+    """As ``cases``, of bodies besides the main ones, by "operation.body/name"."""
+    found = {}
+    for op in operations():
+        for name, case in getattr(work(op), "beside", dict)().items():
+            found[f"{op}.{case.impl}/{name}"] = case
+    return found
+
+
+def compiled_for(chip: str) -> dict[str, Case]:
+    """``cases``, and those of ``beside`` that this chip can run."""
+    return cases() | (beside() if chip in HOPPERS else {})
 
 
 def size(*trees: Any) -> int:

@@ -30,6 +30,7 @@ OFFERED = dispatch.offered(
     reverse.borrowing(xla.ragged_decode, ref.ragged_decode),
     ref.ragged_decode,
     gradient=ref.ragged_decode,
+    more=("mosaic_gpu",),
 )
 
 

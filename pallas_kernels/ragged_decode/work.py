@@ -295,3 +295,15 @@ def targets(found: dict[str, Any], limits: dict[str, float]) -> list[Target]:
             ratio = even["gb_s"] / case["gb_s"]
             reached.append(Target(f"{name}: cost of a live byte over that of even lists", ratio, 1.1, False))
     return reached
+
+
+# In Mosaic GPU.
+
+
+def beside() -> dict[str, Case]:
+    """What the body for Hopper takes, of ``cases``."""
+    names = ("bfloat16", "int8", "float32", "int8_mass", "bfloat16_page16", "bfloat16_h64")
+    known = cases()
+    return {
+        name: known[name]._replace(impl="mosaic_gpu", temp=known[name].temp + (16 << 20)) for name in names
+    }
