@@ -114,6 +114,7 @@ class Machine(RuleBasedStateMachine):
         super().__init__()
         self.policy = policy(self.storage)
         self.cache = empty(self.policy)
+        self.turns = 0
         self.start(range(B))
 
     def start(self, rows):
@@ -125,6 +126,11 @@ class Machine(RuleBasedStateMachine):
             if b in rows:
                 self.exact[b, k], self.codes[b, k] = [], []
                 self.length[b] = 0
+
+    def random(self, seed):
+        """Of this turn alone: tokens of one seed twice would be equal, and whichever goes would be right."""
+        self.turns += 1
+        return np.random.default_rng((seed, self.turns))
 
     def draw(self, random, count):
         """Tokens at the next positions; what stood behind a row's end is forgotten."""
@@ -142,7 +148,7 @@ class Machine(RuleBasedStateMachine):
         return k, v, worth
 
     def arrive(self, seed, t):
-        random = np.random.default_rng(seed)
+        random = self.random(seed)
         count = random.integers(0, t + 1, B).astype(np.int32)
         count[random.integers(B)] = t
         tokens = self.draw(random, count)
@@ -189,7 +195,7 @@ class Machine(RuleBasedStateMachine):
     @rule(seed=seeds)
     def prompt(self, seed):
         """All rows begin anew with a judged prompt of up to 20 tokens."""
-        random, t = np.random.default_rng(seed), 20
+        random, t = self.random(seed), 20
         self.cache = clear(self.cache, np.ones(B, bool))
         self.start(range(B))
         count = random.integers(1, t + 1, B).astype(np.int32)
