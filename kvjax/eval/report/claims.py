@@ -67,7 +67,7 @@ NEAREST = judges.study(
         judges.cheaper(kind["areas"], "default", found["attention_free"]) for kind in found["kinds"].values()
     ),
     lambda times: times > 1,
-    "python -m studies.kvp --study costs",
+    "python -m studies.kvp costs",
 )
 FEWER = judges.study(
     "heads",

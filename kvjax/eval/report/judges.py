@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -49,9 +50,12 @@ def only(*presets: str) -> Wanted:
 
 def attention_free(row: Row) -> bool:
     """Rows of a preset that ranks or rejects tokens and looks at neither attention nor queries, unlearned."""
-    return any(
-        row.parts == _parts(name) for name in catalogue.PRESETS if _ranks_blind(catalogue.policy(name))
-    )
+    return row.parts in _blind()
+
+
+@functools.cache
+def _blind() -> frozenset[frozenset[str] | None]:
+    return frozenset(_parts(name) for name in catalogue.PRESETS if _ranks_blind(catalogue.policy(name)))
 
 
 def _ranks_blind(policy: Policy) -> bool:
@@ -161,12 +165,13 @@ def better(
 
     def judge(results: Results) -> Verdict:
         rows = [row for row in results.rows if (row.metric == "perplexity") == text]
+        theirs = [row for row in rows if other(row)]
         pairs = [
             (a, b)
             for a in rows
             if mine(a)
-            for b in rows
-            if other(b) and table.samples(a) == table.samples(b) and _same_protocol(a, b) and matched(a, b)
+            for b in theirs
+            if table.samples(a) == table.samples(b) and _same_protocol(a, b) and matched(a, b)
         ]
         return _pooled(pairs, lambda low: low > margin)
 
