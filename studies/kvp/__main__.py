@@ -32,8 +32,8 @@ def _run(words: Sequence[str]) -> None:
         help="of ablate (default: all of the config)",
     )
     parser.add_argument(
-        "--lengths", type=cli.numbers("--lengths", 64), default=[1024, 2048, 8192],
-        help="of time: tokens of a prompt (default: 1024,2048,8192)",
+        "--lengths", type=cli.numbers("--lengths", 64), default=[1024, 2048, 8192, 16384, 32768],
+        help="of time: tokens of a prompt (default: 1024,2048,8192,16384,32768)",
     )  # fmt: skip
     parser.add_argument(
         "--full-size", type=Path, nargs="*", default=[], metavar="CONFIG", help="of time: FLOPs of these too"
