@@ -17,17 +17,19 @@ from kvjax.eval.tasks.data import Data
 pytestmark = pytest.mark.usefixtures("no_pack")
 
 
-def test_jobs_are_joined_so_that_a_policy_is_compiled_once_a_length():
+def test_jobs_are_joined_so_that_programs_are_compiled_once_a_length_and_prompts_read_once_for_all_budgets():
     both = [tasks.tasks()[name] for name in ("niah", "mqar")]
 
     def plan(*policies, lengths=(1024, 512)):
         chosen = [parse(policy) for policy in policies]
         return grid.build(both, chosen, lengths=lengths, seeds=[0], samples=1, asked=("agnostic",))
 
-    joined = grid.joined([plan("window(9)"), plan("window(8)"), plan(lengths=(512,))])
+    one, other = "knorm + uniform(90)", "knorm + uniform(80)"
+    joined = grid.joined([plan(one), plan("window(9)"), plan(other), plan("window(8)"), plan(lengths=(512,))])
     found = [(cell.length, cell.task, cell.policy) for cell in joined.cells]
-    policies = ("full", "window(9)", "window(8)")
-    assert found == [(n, task, p) for n in (512, 1024) for p in policies for task in ("niah", "mqar")]
+    programs = [("full",), (one, other), ("window(9)",), ("window(8)",)]
+    names = ("niah", "mqar")
+    assert found == [(n, task, p) for n in (512, 1024) for ps in programs for task in names for p in ps]
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Hashable, Sequence
+from typing import Any
 
 import jax
 
@@ -99,10 +100,11 @@ def with_weights(grid: Grid, model: LanguageModel, given: Sources) -> Grid:
 
 
 def joined(grids: Sequence[Grid]) -> Grid:
-    """Several grids as one, each cell once: shorter lengths first, at each length policy by policy.
+    """Several grids as one, each cell once: shorter lengths first, at each length program by program.
 
     The full cache comes first, since it is the first policy of every grid. Cells that share compiled programs
-    follow each other, so that these can be dropped when the last of them is done.
+    follow each other, so that these can be dropped when the last of them is done; among them those of the
+    same prompts, which then are read once for all budgets.
     """
     cells = dict.fromkeys(cell for one in grids for cell in one.cells)
     policies = {name: policy for one in grids for name, policy in one.policies.items()}
@@ -114,8 +116,13 @@ def joined(grids: Sequence[Grid]) -> Grid:
         name: (shared.setdefault(programs(policy), len(shared)), at)
         for at, (name, policy) in enumerate(policies.items())
     }
+
+    def place(cell: Cell) -> tuple[Any, ...]:
+        program, at = turn[cell.policy]
+        return cell.length, program, samples[cell.drawn], cell.protocol, at
+
     return Grid(
-        cells=tuple(sorted(cells, key=lambda cell: (cell.length, turn[cell.policy], samples[cell.drawn]))),
+        cells=tuple(sorted(cells, key=place)),
         policies=policies,
         skipped=tuple(skip for one in grids for skip in one.skipped),
         weights={key: weights for one in grids for key, weights in one.weights.items()},
