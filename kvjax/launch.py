@@ -132,7 +132,7 @@ def _compare(given: dict[str, str]) -> None:
 
     from kvjax.cache.alike import compare
 
-    compare("kvjax.launch", given, jax.devices())
+    compare("kvjax.launch", given, range(jax.process_count()))
 
 
 def versions() -> dict[str, str]:

@@ -114,6 +114,22 @@ def test_a_state_saved_on_one_mesh_opens_on_another(processes):
         assert one["logits"] <= (0 if one["to"] == found[0]["to"] and not one["forked"] else CLOSE), one
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("writers", "readers"), [(2, 1), (1, 2)])
+def test_what_processes_save_others_open(writers, readers, tmp_path):
+    asked = ("data=2,tensor=4", SHARED, "int8(16)", CONF)
+    wrote = lived("write", str(tmp_path), *asked, processes=writers, program="saved_run.py")
+    assert [one.is_dir() for one in sorted(tmp_path.iterdir())] == [writers > 1] * 3
+    meshes = ("data=2,tensor=4", "data=4,tensor=2", *(["data=1", "tensor=2"] if readers == 1 else []))
+    read = lived("read", str(tmp_path), *meshes, processes=readers, program="saved_run.py")
+    assert len(read) == len(meshes) * len(wrote)
+    for one in read:
+        saved = wrote[int(one["at"])]
+        assert one["rows"] == saved["rows"] == [45, 30, 38, 25]
+        assert one["held"] == saved["held"]
+        assert np.abs(np.subtract(one["logits"], saved["logits"])).max() <= CLOSE
+
+
 # --- processes that differ -----------------------------------------------------------------------
 
 
