@@ -133,7 +133,17 @@ def test_what_processes_save_others_open(writers, readers, tmp_path):
 # --- processes that differ -----------------------------------------------------------------------
 
 
+KEPT = "window(8) + sinks(2)"
 GIVEN_OTHERS = "process 1 was given other things than process 0, namely "
+
+
+def states(folder: Path) -> None:
+    """Two states of the tiny model, that differ in a token."""
+    folder.mkdir()
+    for name, last in (("first", 1), ("other", 2)):
+        given = {"context": 64, "page": 8, "chunk_size": 16}
+        state, _ = kvjax.prefill(tiny.model(), KEPT, [[*tiny.prompt(15), last]], **given)
+        kvjax.save(state, folder / name, model=tiny.model(), policy=KEPT)
 
 
 def test_processes_that_were_given_different_things_are_refused(tmp_path):
@@ -143,7 +153,8 @@ def test_processes_that_were_given_different_things_are_refused(tmp_path):
     params["layers"][1]["wq"] = params["layers"][1]["wq"] * 1.01
     hf.save(tmp_path / "trained", model.spec, params, dtype=str(params["embed"].dtype))
     hf.save(tmp_path / "first", model.spec, model.params, dtype=str(params["embed"].dtype))
-    folders = [str(tmp_path / name) for name in ("first", "trained")]
+    states(tmp_path / "states")
+    folders = [str(tmp_path / name) for name in ("first", "trained", "states")]
     [found] = lived(*folders, processes=2, program="alike_run.py", devices=1)
     assert found.pop("read") == found.pop("text") == "True"
     assert "is in another call than process 0" in found.pop("call")
@@ -156,6 +167,15 @@ def test_processes_that_were_given_different_things_are_refused(tmp_path):
         "prompts": "the prompts",
         "context": "the sizes and seeds (here (64, 256, None, 0))",
         "weights": "the learned weights",
+        "mesh": "the mesh (here 'data=1,tensor=2,context=1')",
+        "extend": "the prompts",
+        "extend_policy": f"the policy (here {KEPT!r})",
+        "open": "the file",
+        "open_none": "the file",
+        "open_label": "the label (here '')",
+        "open_mesh": "the mesh (here 'data=1,tensor=2,context=1')",
+        "save": "what is beside it",
+        "save_path": "the path",
         "sampling": "the sampling",
         "two": "the policy and the sizes and seeds (here 'full', (64, 256, None, 0))",
     }

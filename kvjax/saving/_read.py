@@ -73,7 +73,7 @@ def open(
     """
     policy = None if policy is None else catalogue.policy(policy)
     where, network = mesh_of(model.params) if mesh is None else a_mesh(mesh), model.network
-    given = {"the policy": repr(policy), "the label": repr(label)}
+    given: dict[str, Any] = {"the policy": repr(policy), "the label": label}
     try:
         arrays, head = _read(Path(path))
     except StateError as error:

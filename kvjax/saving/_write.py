@@ -79,8 +79,11 @@ def save(
         "notes": notes or {},
     }
     if len(state.mesh.processes) > 1:
-        given = {"the path": str(path), "what is beside it": (beside, json.dumps(head["notes"]))}
-        given |= {"the model": head["model"], "the policy": head["policy"], "the label": label}
+        given = {"the path": str(path), "the policy": head["policy"], "the label": label}
+        given |= {
+            "the model": head["model"],
+            "what is beside it": {"arrays": beside, "words": dict(notes or {})},
+        }
         check_alike("save", state.mesh, given)
         arrays |= {f"extra.{name}": np.asarray(value) for name, value in beside.items()}
         _parts.write_together(path, lambda folder: _write_mine(folder, state, arrays, head))
