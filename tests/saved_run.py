@@ -18,6 +18,7 @@ from mesh_run import model, onward, prompts  # first: it says how many devices t
 
 import jax  # isort: skip
 import numpy as np
+import pytest
 import tiny
 
 import kvjax
@@ -47,6 +48,23 @@ def say(state: KVState, policy: kvjax.Policy, at: str) -> None:
     print(json.dumps(found), flush=True)
 
 
+def refused(policy: kvjax.Policy, on: kvjax.Mesh, path: Path) -> str:
+    """What the first process hears where the disk of the last is full; the state that was there stays."""
+    state, _ = kvjax.prefill(model(), policy, prompts(), context=72, page=8, chunk_size=16, mesh=on)
+    with pytest.MonkeyPatch.context() as patch:
+        if jax.process_index() == jax.process_count() - 1:
+            patch.setattr("os.fsync", full)
+        try:
+            kvjax.save(state, path, model=model(), policy=policy)
+        except OSError as error:
+            return str(error)
+    return ""
+
+
+def full(_: int) -> None:
+    raise OSError("disk full")
+
+
 def main() -> None:
     what, folder, *words = sys.argv[1:]
     if what == "write":
@@ -57,6 +75,7 @@ def main() -> None:
             extra = {"tokens": np.arange(5)}
             kvjax.save(state, Path(folder) / str(at), model=model(), policy=policy, extra=extra)
             say(state, policy, str(at))
+        print(json.dumps({"refused": refused(policies[0], on, Path(folder) / "0")}), flush=True)
         return
     for file in sorted(Path(folder).iterdir()):
         for word in words:

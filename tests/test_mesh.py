@@ -119,6 +119,9 @@ def test_a_state_saved_on_one_mesh_opens_on_another(processes):
 def test_what_processes_save_others_open(writers, readers, tmp_path):
     asked = ("data=2,tensor=4", SHARED, "int8(16)", CONF)
     wrote = lived("write", str(tmp_path), *asked, processes=writers, program="saved_run.py")
+    said = "disk full" if writers == 1 else f"save('{tmp_path}/0'): process 1 could not write its part"
+    assert said in wrote.pop()["refused"]
+    assert [one.name for one in sorted(tmp_path.iterdir())] == ["0", "1", "2"]
     assert [one.is_dir() for one in sorted(tmp_path.iterdir())] == [writers > 1] * 3
     meshes = ("data=2,tensor=4", "data=4,tensor=2", *(["data=1", "tensor=2"] if readers == 1 else []))
     read = lived("read", str(tmp_path), *meshes, processes=readers, program="saved_run.py")

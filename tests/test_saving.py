@@ -18,6 +18,7 @@ from kvjax import decode
 from kvjax.cache.mesh import AXES, Mesh, MeshError, sizes_of
 from kvjax.cache.reshard import _dealt, on_host
 from kvjax.saving import StateError, _parts, _read
+from kvjax.saving._files import check_place
 from kvjax.saving._write import _write, write_part
 
 SPECS = (
@@ -220,6 +221,29 @@ def test_a_part_is_no_state_and_a_folder_of_other_things_is_left_alone(parts, tm
     with pytest.raises(StateError, match="is a folder, and holds more than a state"):
         kvjax.save(read("full"), tmp_path / "letters", model=tiny.model(), policy="full")
     assert (tmp_path / "letters" / "home").read_text() == "dear"
+
+
+def test_a_folder_of_parts_is_there_whole_or_not_at_all(tmp_path):
+    folder, leftover = tmp_path / "state", tmp_path / ".state.parts.orbax-checkpoint-tmp"
+
+    def writes(word: str):
+        return lambda place: (place / _parts.NAME.format(at=0, of=1)).write_text(word)
+
+    def breaks(place):
+        writes("cut off")(place)
+        raise OSError("disk full")
+
+    folder.write_text("an older state, of one process")
+    leftover.mkdir()  # of a save that was killed
+    for word in ("first", "second"):
+        _parts.write_together(folder, writes(word))
+        assert [one.name for one in tmp_path.iterdir()] == ["state"]
+        assert next(folder.glob("part-*")).read_text() == word
+        check_place(folder)  # another state may take its place
+    with pytest.raises(OSError, match="disk full"):
+        _parts.write_together(folder, breaks)
+    assert next(folder.glob("part-*")).read_text() == "second"
+    assert [one.name for one in tmp_path.iterdir()] == ["state"]
 
 
 # --- meshes --------------------------------------------------------------------------------------
