@@ -303,6 +303,20 @@ def test_only_what_the_program_prints_is_shown():
     assert shown.getvalue() == "{1}\nmore [Gloo]\nend"
 
 
+def test_a_second_signal_does_not_leave_processes_behind():
+    """``timeout`` sends its own beside the terminal's; what ends the others must go on."""
+    sleepers = [subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) for _ in range(2)]
+    before = signal.signal(signal.SIGTERM, launch.stop)
+    try:
+        with pytest.raises(SystemExit):
+            signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)
+        launch.end(sleepers)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert all(process.returncode is not None for process in sleepers)
+
+
 @pytest.mark.slow
 def test_a_killed_process_of_a_running_program_is_named(tmp_path):
     program = tmp_path / "program.py"
