@@ -167,14 +167,16 @@ def write_together(path: Path, write: Callable[[Path], None]) -> None:
     from kvjax.saving import _orbax  # by those who need it: Orbax takes seconds to import
 
     beside = path.absolute().with_name(f".{path.name}.parts")
-    first = jax.process_index() == 0
-    if first:
-        clear(beside)  # of a save that was killed
+
+    def by_first(act: Callable[..., None], *given: Path) -> None:
+        _all_or_none(path, lambda: act(*given) if jax.process_index() == 0 else None)
+
+    by_first(clear, beside)  # of a save that was killed
     try:
         _orbax.save(beside, lambda folder: _all_or_none(path, functools.partial(write, folder)))
-        _all_or_none(path, lambda: replace(beside, path) if first else None)
+        by_first(replace, beside, path)
     finally:
-        if first:
+        if jax.process_index() == 0:
             clear(beside)
     multihost_utils.sync_global_devices("saved")  # whoever goes on finds it there
 
