@@ -84,8 +84,9 @@ def host(layers: int, spec: str, repeats: int, on: Mesh = ONE) -> dict[str, floa
     params = jax.tree.map(jnp.asarray, random_model.draw(network.spec, seed=0))
     if on != ONE:
         params = on.put(params, on.of_model(network, params))
-    space = {"rows": on.size(DATA), "context": 256, "dtype": jnp.dtype("float32"), "mesh": on}
-    state = decode.empty(network, chosen, **space)
+    state = decode.empty(
+        network, chosen, rows=on.size(DATA), context=256, dtype=jnp.dtype("float32"), mesh=on
+    )
     leaves = len(jax.tree.leaves((params, state)))
     call, both = cost(params, chosen, jax.tree.map(jnp.copy, state), repeats)
     _, busy = cost(params, chosen, state, repeats, time.process_time)
