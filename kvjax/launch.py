@@ -56,7 +56,7 @@ def _run(argv: Sequence[str]) -> int:
     if asked.local is not None:
         if any(word is not None for word in place):
             raise cli.InputError("--local starts all processes itself. Leave --coordinator and its ids out.")
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the others are ended, too
+        signal.signal(signal.SIGTERM, stop)
         return local(asked.local, asked.devices, program)
     if asked.devices is not None:
         raise cli.InputError("--devices makes virtual devices for processes of this machine. Give --local.")
@@ -132,7 +132,7 @@ def _compare(given: dict[str, str]) -> None:
 
     from kvjax.cache.alike import compare
 
-    compare("kvjax.launch", given, jax.devices())
+    compare("kvjax.launch", given, range(jax.process_count()))
 
 
 def versions() -> dict[str, str]:
@@ -156,6 +156,12 @@ def run_here(program: Sequence[str]) -> int:
         sys.argv = list(program)
         runpy.run_path(program[0], run_name="__main__")
     return 0
+
+
+def stop(*_: Any) -> None:
+    """Ends the launcher on a signal, and so its processes; a second signal must not cut that short."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    sys.exit(143)
 
 
 # --- all of them, here ---------------------------------------------------------------------------

@@ -1,9 +1,9 @@
 """One process of several, given other things than process 0: a program for ``kvjax.launch``.
 
-    python -m kvjax.launch --local 2 --devices 1 -- tests/alike_run.py FOLDER OTHER
+    python -m kvjax.launch --local 2 --devices 1 -- tests/alike_run.py FOLDER OTHER STATES
 
 Prints what each call is refused with, and whether both write what one device does, as one line of JSON.
-OTHER holds a model like FOLDER's, trained on.
+OTHER holds a model like FOLDER's, trained on; STATES two states of the tiny model, "first" and "other".
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def refused(call: Callable[[], Any]) -> str:
 
 
 def main() -> None:
-    folder, other = sys.argv[1:]
+    folder, other, states = sys.argv[1:]
     first, mesh = jax.process_index() == 0, kvjax.mesh("tensor=2")
     model, prompts = tiny.model(), [tiny.prompt(9)]
     more = jax.tree.map(lambda x: -x, model.params)
@@ -46,6 +46,19 @@ def main() -> None:
     def prefill(**changes: Any) -> Any:
         return lambda: kvjax.prefill(laid, **row | changes)
 
+    def extend(policy: str = KEPT, tokens: int = 5) -> Any:
+        return lambda: kvjax.extend(laid, policy, state(), [tiny.prompt(tokens)])
+
+    def state() -> Any:
+        return kvjax.open(Path(states) / "first", model=laid).state
+
+    def opened(name: str = "first", **changes: Any) -> Any:
+        return lambda: kvjax.open(Path(states) / name, model=laid, **changes)
+
+    def saved(name: str = "state", **changes: Any) -> Any:
+        given = {"model": laid, "policy": KEPT, **changes}
+        return lambda: kvjax.save(state(), Path(states) / name, **given)
+
     found = {
         "versions": refused(lambda: launch._compare(launch.versions() if first else OLDER)),
         "files": refused(lambda: hf.load(Path(folder if first else other), mesh=mesh)),
@@ -55,6 +68,17 @@ def main() -> None:
         "prompts": refused(prefill(prompts=prompts if first else [tiny.prompt(9)[::-1]])),
         "context": refused(prefill(context=64 if first else 72)),
         "weights": refused(lambda: check_alike("prefill", mesh, {"the learned weights": gates})),
+        "mesh": refused(
+            lambda: kvjax.prefill(model, **row, mesh=kvjax.mesh("tensor=2" if first else "context=2"))
+        ),
+        "extend": refused(extend(tokens=5 if first else 6)),
+        "extend_policy": refused(extend(KEPT if first else "window(8) + sinks(1)")),
+        "open": refused(opened("first" if first else "other")),
+        "open_none": refused(opened("first" if first else "nowhere")),
+        "open_label": refused(opened(label="" if first else "gates@1")),
+        "open_mesh": refused(opened(mesh="tensor=2" if first else "context=2")),
+        "save": refused(saved(extra={"tokens": np.arange(5 if first else 6)})),
+        "save_path": refused(saved("here" if first else "there")),
         "sampling": refused(lambda: kvjax.generate(laid, **row, seed=0 if first else 1)),
         "two": refused(
             prefill(policy="full" if first else "snapkv(8) + uniform(24)", seeds=0 if first else 1)
@@ -72,6 +96,7 @@ def main() -> None:
     print(json.dumps(found), flush=True)
 
 
+KEPT = "window(8) + sinks(2)"
 OLDER = launch.versions() | {"the version of numpy": "0.9"}
 
 if __name__ == "__main__":

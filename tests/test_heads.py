@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+import warnings
 from pathlib import Path
 
 import jax
@@ -12,8 +14,9 @@ import tiny
 from tiny import quick_compiles  # noqa: F401
 
 import kvjax
-from kvjax import metrics
-from kvjax.cache.mesh import AXES, Mesh
+from kvjax import decode, metrics
+from kvjax.cache.mesh import AXES, Mesh, sizes_of
+from kvjax.decode import _devices
 from kvjax.heads import balanced, in_order, permuted, read_order
 from kvjax.models import decoder, hf
 
@@ -115,3 +118,10 @@ def test_imbalance_is_the_fullest_device_over_the_mean():
     state, _ = kvjax.prefill(tiny.model(), "full", [tiny.prompt(9), tiny.prompt(5)])
     assert metrics.imbalance(state) == 1.0
     np.testing.assert_array_equal(metrics.held_by_head(state), metrics.live_slots(state))
+    # Nine tokens on one device and five on the other, of a state that says it lies so.
+    apart = dataclasses.replace(state, mesh=sizes_of("data=2"))
+    with pytest.warns(decode.Remark, match=r"on data=2,.* the fullest device holds 1\.3 times the slots"):
+        _devices.tell_of_imbalance(apart)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        _devices.tell_of_imbalance(dataclasses.replace(state, mesh=sizes_of("tensor=2")))

@@ -114,10 +114,39 @@ def test_a_state_saved_on_one_mesh_opens_on_another(processes):
         assert one["logits"] <= (0 if one["to"] == found[0]["to"] and not one["forked"] else CLOSE), one
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("writers", "readers"), [(2, 1), (1, 2)])
+def test_what_processes_save_others_open(writers, readers, tmp_path):
+    asked = ("data=2,tensor=4", SHARED, "int8(16)", CONF)
+    wrote = lived("write", str(tmp_path), *asked, processes=writers, program="saved_run.py")
+    said = "disk full" if writers == 1 else f"save('{tmp_path}/0'): process 1 could not write its part"
+    assert said in wrote.pop()["refused"]
+    assert [one.name for one in sorted(tmp_path.iterdir())] == ["0", "1", "2"]
+    assert [one.is_dir() for one in sorted(tmp_path.iterdir())] == [writers > 1] * 3
+    meshes = ("data=2,tensor=4", "data=4,tensor=2", *(["data=1", "tensor=2"] if readers == 1 else []))
+    read = lived("read", str(tmp_path), *meshes, processes=readers, program="saved_run.py")
+    assert len(read) == len(meshes) * len(wrote)
+    for one in read:
+        saved = wrote[int(one["at"])]
+        assert one["rows"] == saved["rows"] == [45, 30, 38, 25]
+        assert one["held"] == saved["held"]
+        assert np.abs(np.subtract(one["logits"], saved["logits"])).max() <= CLOSE
+
+
 # --- processes that differ -----------------------------------------------------------------------
 
 
+KEPT = "window(8) + sinks(2)"
 GIVEN_OTHERS = "process 1 was given other things than process 0, namely "
+
+
+def states(folder: Path) -> None:
+    """Two states of the tiny model, that differ in a token."""
+    folder.mkdir()
+    for name, last in (("first", 1), ("other", 2)):
+        given = {"context": 64, "page": 8, "chunk_size": 16}
+        state, _ = kvjax.prefill(tiny.model(), KEPT, [[*tiny.prompt(15), last]], **given)
+        kvjax.save(state, folder / name, model=tiny.model(), policy=KEPT)
 
 
 def test_processes_that_were_given_different_things_are_refused(tmp_path):
@@ -127,7 +156,8 @@ def test_processes_that_were_given_different_things_are_refused(tmp_path):
     params["layers"][1]["wq"] = params["layers"][1]["wq"] * 1.01
     hf.save(tmp_path / "trained", model.spec, params, dtype=str(params["embed"].dtype))
     hf.save(tmp_path / "first", model.spec, model.params, dtype=str(params["embed"].dtype))
-    folders = [str(tmp_path / name) for name in ("first", "trained")]
+    states(tmp_path / "states")
+    folders = [str(tmp_path / name) for name in ("first", "trained", "states")]
     [found] = lived(*folders, processes=2, program="alike_run.py", devices=1)
     assert found.pop("read") == found.pop("text") == "True"
     assert "is in another call than process 0" in found.pop("call")
@@ -140,6 +170,15 @@ def test_processes_that_were_given_different_things_are_refused(tmp_path):
         "prompts": "the prompts",
         "context": "the sizes and seeds (here (64, 256, None, 0))",
         "weights": "the learned weights",
+        "mesh": "the mesh (here 'data=1,tensor=2,context=1')",
+        "extend": "the prompts",
+        "extend_policy": f"the policy (here {KEPT!r})",
+        "open": "the file",
+        "open_none": "the file",
+        "open_label": "the label (here '')",
+        "open_mesh": "the mesh (here 'data=1,tensor=2,context=1')",
+        "save": "what is beside it",
+        "save_path": "the path",
         "sampling": "the sampling",
         "two": "the policy and the sizes and seeds (here 'full', (64, 256, None, 0))",
     }
@@ -262,6 +301,20 @@ def test_only_what_the_program_prints_is_shown():
     source, shown = types.SimpleNamespace(read1=lambda: next(pieces)), io.StringIO()
     launch.pass_on(source, shown)
     assert shown.getvalue() == "{1}\nmore [Gloo]\nend"
+
+
+def test_a_second_signal_does_not_leave_processes_behind():
+    """``timeout`` sends its own beside the terminal's; what ends the others must go on."""
+    sleepers = [subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) for _ in range(2)]
+    before = signal.signal(signal.SIGTERM, launch.stop)
+    try:
+        with pytest.raises(SystemExit):
+            signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)
+        launch.end(sleepers)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert all(process.returncode is not None for process in sleepers)
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -14,9 +15,11 @@ from tiny import quick_compiles  # noqa: F401
 
 import kvjax
 from kvjax import decode
-from kvjax.cache.mesh import AXES, Mesh, MeshError
-from kvjax.saving import StateError
-from kvjax.saving._write import _write
+from kvjax.cache.mesh import AXES, Mesh, MeshError, sizes_of
+from kvjax.cache.reshard import _dealt, on_host
+from kvjax.saving import StateError, _parts, _read
+from kvjax.saving._files import check_place
+from kvjax.saving._write import _write, write_part
 
 SPECS = (
     "full",
@@ -109,7 +112,7 @@ def head(content: bytes, **changes) -> bytes:
         (lambda x: x[:60], "holds no saved state"),
         (lambda x: x[:-9], "cut off or damaged"),
         (lambda x: x[:-9] + bytes(9), "is not what was written"),
-        (lambda x: head(x, version=2), "format 2"),
+        (lambda x: head(x, version=3), "format 3"),
         (lambda x: head(x, format="other"), "holds no saved state"),
         (lambda x: head(x, model="0" * 16), "another model"),
         (lambda x: head(x, dtype="bfloat16"), "Load it as bfloat16"),
@@ -140,6 +143,114 @@ def test_other_policies_weights_and_states_are_refused(content, tmp_path):
         kvjax.save(state, file, model=tiny.model(), policy="full")
 
 
+# --- in parts, as several processes write them ---------------------------------------------------
+
+
+def parted(state: kvjax.KVState, file, folder, sizes: str) -> None:
+    """The state of a file as the devices of a mesh would write it, each its block."""
+    (arrays, found), mesh = _read._read(file), sizes_of(sizes)
+    layers = [on_host(cache, state.mesh) for cache in state.layers]
+    layers = [cache.with_pools([_dealt(pages, mesh) for pages in cache.pools]) for cache in layers]
+    shared = {name: x for name, x in arrays.items() if not name[0].isdigit()}
+
+    def mine(x: np.ndarray, spec: jax.P, block: _parts.Block) -> np.ndarray:
+        return np.split(x, block.of)[block.at] if spec == jax.P(("data", "tensor")) else x[block.index]
+
+    folder.mkdir()
+    for block in _parts.blocks(mesh, state.rows, state.layers[0].ring.k.shape[1]):
+        own = [jax.tree.map(lambda x, s, b=block: mine(x, s, b), one, mesh.specs(one)) for one in layers]
+        write_part(folder, block, shared, own, {n: found[n] for n in found if n not in ("layers", "digest")})
+
+
+@pytest.mark.parametrize(
+    "spec", [pytest.param(spec, marks=[] if spec == SPECS[2] else pytest.mark.slow) for spec in SPECS]
+)
+def test_parts_are_together_what_one_file_holds(spec, tmp_path):
+    state, file, folder = read(spec), tmp_path / "state", tmp_path / "parts"
+    given = {"model": tiny.model(), "policy": spec, "extra": {"tokens": np.arange(5)}, "notes": {"a": "b"}}
+    kvjax.save(state, file, **given)
+    one, head_of_one = _read._read(file)
+    # Devices of one stream, and of two that stand apart in the file.
+    for sizes in ("data=2,tensor=2", "tensor=2"):
+        shutil.rmtree(folder, ignore_errors=True)
+        parted(state, file, folder, sizes)
+        many, head_of_many = _read._read(folder)
+        assert one.keys() == many.keys()
+        for name, value in one.items():
+            np.testing.assert_array_equal(value, many[name], err_msg=name)
+            assert value.dtype == many[name].dtype
+        own = {name: head_of_one[name] for name in ("version", "digest")}
+        assert head_of_many | own == head_of_one
+    found = kvjax.open(folder, model=tiny.model())
+    assert found.notes == {"a": "b"}
+    np.testing.assert_array_equal(found.extra["tokens"], np.arange(5))
+    kvjax.save(found.state, folder, **given)  # a file in place of the folder
+    assert _read._read(folder)[1] == head_of_one
+    assert {one.name for one in tmp_path.iterdir()} == {"state", "parts"}
+
+
+@pytest.fixture(scope="module")
+def parts(tmp_path_factory):
+    home = tmp_path_factory.mktemp("parts")
+    state = read("full")
+    kvjax.save(state, home / "state", model=tiny.model(), policy="full")
+    parted(state, home / "state", home / "parts", "data=2,tensor=2")
+    return home / "parts"
+
+
+@pytest.mark.parametrize(
+    ("harm", "words"),
+    [
+        (lambda files: files[1].unlink(), "has 3 of its 4 parts"),
+        (lambda files: [file.unlink() for file in files], "is a folder that holds no saved state"),
+        (lambda files: files[2].write_bytes(files[2].read_bytes()[:-9]), "cut off or damaged"),
+        (lambda files: files[0].write_bytes(head(files[0].read_bytes(), context=80)), "of different states"),
+        (lambda files: files[3].write_bytes(head(files[3].read_bytes(), version=3)), "format 3"),
+    ],
+)
+def test_a_folder_that_is_not_whole_is_refused(parts, harm, words, tmp_path):
+    shutil.copytree(parts, tmp_path / "state")
+    harm(sorted((tmp_path / "state").iterdir()))
+    with pytest.raises(StateError, match=words):
+        kvjax.open(tmp_path / "state", model=tiny.model())
+
+
+def test_a_part_is_no_state_and_a_folder_of_other_things_is_left_alone(parts, tmp_path):
+    with pytest.raises(StateError, match="one part of a state, of 4. Open its folder"):
+        kvjax.open(sorted(parts.iterdir())[0], model=tiny.model())
+    (tmp_path / "letters").mkdir()
+    (tmp_path / "letters" / "home").write_text("dear")
+    with pytest.raises(StateError, match="is a folder, and holds more than a state"):
+        kvjax.save(read("full"), tmp_path / "letters", model=tiny.model(), policy="full")
+    assert (tmp_path / "letters" / "home").read_text() == "dear"
+
+
+def test_a_folder_of_parts_is_there_whole_or_not_at_all(tmp_path):
+    folder, leftover = tmp_path / "state", tmp_path / ".state.parts.orbax-checkpoint-tmp"
+
+    def writes(word: str):
+        return lambda place: (place / _parts.NAME.format(at=0, of=1)).write_text(word)
+
+    def breaks(place):
+        writes("cut off")(place)
+        raise OSError("disk full")
+
+    folder.write_text("an older state, of one process")
+    leftover.mkdir()  # of a save that was killed
+    for word in ("first", "second"):
+        _parts.write_together(folder, writes(word))
+        assert [one.name for one in tmp_path.iterdir()] == ["state"]
+        assert next(folder.glob("part-*")).read_text() == word
+        check_place(folder)  # another state may take its place
+    with pytest.raises(OSError, match="disk full"):
+        _parts.write_together(folder, breaks)
+    assert next(folder.glob("part-*")).read_text() == "second"
+    assert [one.name for one in tmp_path.iterdir()] == ["state"]
+
+
+# --- meshes --------------------------------------------------------------------------------------
+
+
 def test_rows_that_a_mesh_does_not_divide_are_refused(content, tmp_path):
     file = tmp_path / "state"
     file.write_bytes(content)
@@ -154,9 +265,7 @@ def test_rows_that_a_mesh_does_not_divide_are_refused(content, tmp_path):
 def test_dtypes_of_all_kinds_are_kept(tmp_path):
     arrays = {"b": np.asarray(jnp.ones((2, 3), jnp.bfloat16)), "u": np.zeros((0, 4), np.uint8)}
     _write(tmp_path / "x", arrays, {"head": json.dumps({"format": "kvjax-state", "version": 1})})
-    from kvjax.saving._read import _read
-
-    found, _ = _read(tmp_path / "x")
+    found, _ = _read._read(tmp_path / "x")
     for name, value in arrays.items():
         assert found[name].dtype == value.dtype
         np.testing.assert_array_equal(found[name], value)

@@ -37,10 +37,12 @@ def _bench(words: Sequence[str]) -> None:
 
 def _host(asked: Asked, words: Sequence[str]) -> None:
     from kvjax.bench.host import host
+    from kvjax.cache.mesh import mesh
 
     del words
+    on = mesh(asked.mesh)
     for spec in asked.policies:
-        print(json.dumps(host(asked.layers, spec, asked.repeats)), flush=True)
+        print(json.dumps(host(asked.layers, spec, asked.repeats, on)), flush=True)
 
 
 def _compile(asked: Asked, words: Sequence[str]) -> None:

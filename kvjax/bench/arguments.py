@@ -40,7 +40,7 @@ class Asked:
       out: folder of results, or None.
       json: rows as JSON lines.
       policies: of ``host`` and ``compile``.
-      layers, repeats: of ``host``.
+      layers, repeats, mesh: of ``host``.
       depths, threads: of ``compile``.
       serving: of ``serve``.
       make, pip: of ``peers``.
@@ -52,6 +52,7 @@ class Asked:
     json: bool = False
     layers: int = 36
     repeats: int = 300
+    mesh: str | None = None
     policies: tuple[str, ...] = HOST
     depths: tuple[int, ...] = compiling.LAYERS
     threads: int = compiling.THREADS
@@ -72,7 +73,8 @@ def parse(words: Sequence[str]) -> Asked:
     what = said.pop("what")
     if what == "host":
         policies = tuple(said["policy"] or HOST)
-        return Asked(what=what, layers=said["layers"], repeats=said["repeats"], policies=policies)
+        named = {name: said[name] for name in ("layers", "repeats", "mesh")}
+        return Asked(what=what, policies=policies, **named)
     if what == "compile":
         policies = tuple(said["policy"] or compiling.POLICIES)
         for spec in policies:
@@ -114,6 +116,7 @@ def _parser(quick: bool) -> cli.Parser:
     one.add_argument("--layers", type=cli.whole("--layers"), default=36)
     cli.add(one, "--policy", action="append", help="one-string form; may be given several times")
     one.add_argument("--repeats", type=cli.whole("--repeats"), default=300)
+    cli.add(one, "--mesh", help="devices of this process, as data=2,tensor=4 (default: one)")
     starts = what.add_parser("compile", help="seconds and programs of a first and a second start, by depth")
     starts.add_argument(
         "--layers", type=cli.whole("--layers"), nargs="+", default=compiling.LAYERS, metavar="N"

@@ -5,6 +5,9 @@
   per token   the same and the look at the page counts before it, spread over the tokens of one segment of
               64: what ``generate`` pays
 
+On a mesh one process drives all devices, and every one of them has a pool of its own to be looked at. Times
+are wall-clock; where others use the machine, processor seconds say more: this process', devices included.
+
 ``profile`` reports the second figure for real models, measured by the same function.
 """
 
@@ -12,6 +15,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +23,7 @@ import jax.numpy as jnp
 from kvjax import decode
 from kvjax.algebra import Policy
 from kvjax.bench import random_model
+from kvjax.cache.mesh import CONTEXT, DATA, ONE, TENSOR, Mesh
 from kvjax.cache.state import KVState
 from kvjax.catalogue import policy
 from kvjax.models import decoder
@@ -26,57 +31,72 @@ from kvjax.models.spec import ModelSpec
 from kvjax.types import Params
 
 
-def cost(params: Params, policy: Policy, state: KVState, repeats: int) -> tuple[float, float]:
+def cost(
+    params: Params,
+    policy: Policy,
+    state: KVState,
+    repeats: int,
+    clock: Callable[[], float] = time.perf_counter,
+) -> tuple[float, float]:
     """Median seconds of a call, and of the look at the page counts and a call; the state is donated."""
     # Donated arguments returned untouched: argument handling, donation and result handling, no arithmetic.
     passing = jax.jit(lambda params, state: state, donate_argnums=1)
     calls, both = [], []
     for _ in range(1 + repeats):
-        begun = time.perf_counter()
+        begun = clock()
         state = decode.reserve(policy, state, 1, 1)
-        looked = time.perf_counter()
+        looked = clock()
         state = passing(params, state)
         jax.block_until_ready(state.length)
-        ended = time.perf_counter()
+        ended = clock()
         calls.append(ended - looked)
         both.append(ended - begun)
     return statistics.median(calls[1:]), statistics.median(both[1:])  # the first compiles
 
 
-def narrow(layers: int) -> ModelSpec:
-    """A decoder with many layers and next to no width."""
+def narrow(layers: int, on: Mesh = ONE) -> ModelSpec:
+    """A decoder with many layers and next to no width; a KV head for each device along ``tensor``."""
+    heads = on.size(TENSOR) * on.size(CONTEXT)
     return ModelSpec(
         family="qwen2",
         vocab_size=32,
         num_layers=layers,
-        num_heads=2,
-        num_kv_heads=1,
+        num_heads=2 * heads,
+        num_kv_heads=on.size(TENSOR),
         head_dim=8,
         model_dim=16,
-        mlp_dim=16,
+        mlp_dim=16 * heads,
         max_positions=4096,
         qkv_bias=True,
     )
 
 
-def host(layers: int, spec: str, repeats: int) -> dict[str, float | int | str]:
+def host(layers: int, spec: str, repeats: int, on: Mesh = ONE) -> dict[str, float | int | str]:
     """Host microseconds per call and per token of a segment.
 
     Args:
       layers: L.
       spec: a policy in the one-string form; it decides how many leaves the state has.
       repeats: calls timed; the median is reported.
+      on: devices of this process; a row for each along ``data``.
     """
-    network, chosen = decoder.Decoder(narrow(layers)), policy(spec)
+    network, chosen = decoder.Decoder(narrow(layers, on)), policy(spec)
     params = jax.tree.map(jnp.asarray, random_model.draw(network.spec, seed=0))
-    state = decode.empty(network, chosen, rows=1, context=256, dtype=jnp.dtype("float32"))
+    if on != ONE:
+        params = on.put(params, on.of_model(network, params))
+    state = decode.empty(
+        network, chosen, rows=on.size(DATA), context=256, dtype=jnp.dtype("float32"), mesh=on
+    )
     leaves = len(jax.tree.leaves((params, state)))
-    call, both = cost(params, chosen, state, repeats)
+    call, both = cost(params, chosen, jax.tree.map(jnp.copy, state), repeats)
+    _, busy = cost(params, chosen, state, repeats, time.process_time)
     return {
         "policy": repr(chosen),
         "layers": layers,
+        "mesh": repr(on),
         "leaves": leaves,
         "host_us_per_call": round(call * 1e6, 1),
         "host_us_per_token": round(both * 1e6 / decode.SEGMENT, 2),
+        "cpu_us_per_token": round(busy * 1e6 / decode.SEGMENT, 2),
         "jax": jax.__version__,
     }

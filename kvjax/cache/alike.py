@@ -34,31 +34,28 @@ def check_alike(call: str, mesh: Mesh, given: Mapping[str, Any]) -> None:
       MeshError: in every process, naming all that differs.
     """
     if mesh.across:
-        assert mesh.grid is not None  # noqa: S101
-        compare(call, given, list(mesh.grid.devices.flat))
+        compare(call, {"the mesh": repr(mesh), **given}, mesh.processes)
 
 
-def compare(call: str, given: Mapping[str, Any], devices: Sequence[Any]) -> None:
-    """``check_alike``, between the processes of these devices."""
-    owners = [device.process_index for device in devices]
-    if len(set(owners)) == 1:
+def compare(call: str, given: Mapping[str, Any], processes: Sequence[int]) -> None:
+    """``check_alike``, between these processes."""
+    if len(processes) == 1:
         return
     whole = [call, *given], *given.values()
     mine = np.zeros((MOST + 1, 8), np.uint32)
     mine[: len(whole)] = [np.frombuffer(digest(one), np.uint32) for one in whole]
-    found = dict(zip(owners, _of_all(mine, devices)))
-    first = found[owners[0]]
-    for process, theirs in found.items():
-        off = (theirs != first).any(axis=1)
+    found = _of_all(mine, processes)
+    for process, theirs in zip(processes, found):
+        off = (theirs != found[0]).any(axis=1)
         if off[0]:
             raise MeshError(
-                f"{call}: process {process} is in another call than process {owners[0]}. Run the same "
+                f"{call}: process {process} is in another call than process {processes[0]}. Run the same "
                 "program in all processes."
             )
         if off.any():
             names = [name for name, other in zip(given, off[1:]) if other]
             raise MeshError(
-                f"{call}: process {process} was given other things than process {owners[0]}, namely "
+                f"{call}: process {process} was given other things than process {processes[0]}, namely "
                 f"{_listed(names)}{_own(given, names)}. Give all processes the same."
             )
 
@@ -75,12 +72,17 @@ def digest(tree: Any) -> bytes:
     return found.digest()
 
 
-def _of_all(mine: np.ndarray, devices: Sequence[Any]) -> np.ndarray:
-    """Everybody's digests, one of each device."""
-    grid = jax.sharding.Mesh(np.asarray(devices), ("device",))
-    shape, apart = (len(devices), *mine.shape), NamedSharding(grid, P("device"))
+def _of_all(mine: np.ndarray, processes: Sequence[int]) -> np.ndarray:
+    """Everybody's digests, by one device of each: the same ones, whatever mesh a process was given."""
+    firsts = [min(_devices_of(process), key=lambda device: device.id) for process in processes]
+    grid = jax.sharding.Mesh(np.asarray(firsts), ("process",))
+    shape, apart = (len(firsts), *mine.shape), NamedSharding(grid, P("process"))
     laid = jax.make_array_from_callback(shape, apart, lambda _: mine[None])
     return np.asarray(jax.jit(lambda x: x, out_shardings=NamedSharding(grid, P()))(laid))
+
+
+def _devices_of(process: int) -> list[Any]:
+    return [device for device in jax.devices() if device.process_index == process]
 
 
 def _listed(names: Sequence[str]) -> str:

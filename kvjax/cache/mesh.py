@@ -85,6 +85,11 @@ class Mesh:
         """May it lie on more than one process?"""
         return self.grid is not None and jax.process_count() > 1
 
+    @property
+    def processes(self) -> tuple[int, ...]:
+        """Those that it lies on; none where it is one device, which every process has."""
+        return tuple(sorted({device.process_index for device in self.grid.devices.flat})) if self.grid else ()
+
     def sharding(self, spec: P) -> NamedSharding:
         """Of an array on this mesh."""
         assert self.grid is not None  # noqa: S101

@@ -14,7 +14,7 @@ import numpy as np
 from kvjax.cache import pages as paging
 from kvjax.cache import pool
 from kvjax.cache import ring as rings
-from kvjax.cache.mesh import ONE, Mesh
+from kvjax.cache.mesh import ONE, POOL, STREAMS, Mesh
 from kvjax.cache.pages import Pages
 from kvjax.cache.ring import Ring
 from kvjax.types import pytree
@@ -118,18 +118,35 @@ def counts(state: KVState) -> dict[str, np.ndarray]:
     paged, mesh = _pools(state), state.mesh
     if not paged:
         return {}
-    # Fetched and added up here: a program would be one for each combination of pool sizes.
-    free, overflow, lengths = mesh.read([[getattr(p, n) for p in paged] for n in _COUNTED])
+    numbers = [[getattr(p, n) for p in paged] for n in _COUNTED]
+    if mesh == ONE:  # fetched and added up here: a program costs a call more
+        free, overflow, lengths = jax.device_get(numbers)
+        free, overflow, slots = np.asarray(free), np.asarray(overflow), [x.sum() for x in lengths]
+    else:  # fetching so many arrays off so many devices would cost more than a step's call
+        free, overflow, slots = mesh.read(_by_device(*numbers, mesh)).swapaxes(0, 1)
+        free, overflow, slots = free.min(axis=0), overflow.any(axis=0), slots.max(axis=0)
     found = {
-        "used": np.asarray([p.count // mesh.pools - n.min() for p, n in zip(paged, free)]),
-        "overflow": np.asarray([any_.any() for any_ in overflow]),
-        "slots": np.asarray([max(own.sum() for own in mesh.blocks(length)) for length in lengths]),
+        "used": np.asarray([p.count // mesh.pools for p in paged]) - free,
+        "overflow": np.asarray(overflow, bool),
+        "slots": np.asarray(slots),
     }
     if found["overflow"].any():
         where = [index for index, layer in enumerate(state.layers) for _ in layer.pools]
         short = sorted({where[at] for at in np.flatnonzero(found["overflow"])})
         raise PoolOverflowError(f"layers {short} ran out of pages. Reserve more before the segment.")
     return found
+
+
+@functools.partial(jax.jit, static_argnums=3)
+def _by_device(free: list[Any], overflow: list[Any], length: list[Any], mesh: Mesh) -> Int[Array, "D 3 n"]:
+    """What ``counts`` needs of each device's pools, in one array."""
+
+    def mine(free: list[Any], overflow: list[Any], length: list[Any]) -> Any:
+        slots = [x.sum(dtype=jnp.int32) for x in length]
+        found = [jnp.concatenate(free), jnp.concatenate(overflow).astype(jnp.int32), jnp.stack(slots)]
+        return jnp.stack(found)[None]
+
+    return mesh.each(mine, [free, overflow, length], [POOL, POOL, STREAMS], POOL)
 
 
 def reserve(

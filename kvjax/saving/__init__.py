@@ -7,6 +7,8 @@ fingerprint of the model, the policy's structure and the policy itself, the name
 dtype, and the sizes that decide what a slot is. The file is safetensors; it is written beside its name and
 renamed when it is whole, so a file that was cut off was never there under its name, and one that was cut
 off later is recognised by its length.
+
+A state that lies across processes is a folder of such files, one of each device (``kvjax.saving._parts``).
 """
 
 from kvjax.saving._head import FORMAT, VERSION, StateError

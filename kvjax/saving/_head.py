@@ -14,7 +14,9 @@ from kvjax.types import Weighted
 from kvjax.weights import fingerprint
 
 FORMAT = "kvjax-state"
-VERSION = 1
+VERSION = 2
+"""Of the newest files that are read. A whole state is written as 1, which never changed; a part of one, which
+must not pass for a whole, as 2."""
 
 
 class StateError(ValueError):

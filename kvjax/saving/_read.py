@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,6 +23,8 @@ from kvjax.cache.pages import Pages
 from kvjax.cache.reshard import reshard
 from kvjax.cache.ring import Ring
 from kvjax.cache.state import KVState, LayerCache
+from kvjax.saving import _parts
+from kvjax.saving._files import PARTS
 from kvjax.saving._head import FORMAT, VERSION, StateError, check, digest, places
 from kvjax.types import EMPTY, Weighted
 
@@ -56,23 +59,30 @@ def open(
     """Reads a state that ``save`` wrote, for the model that made it.
 
     Args:
-      path: the file.
+      path: the file or folder.
       model: whose state it must be.
       policy: what will continue it, checked; None takes what it was made under.
       label: of the learned weights that will, checked where given.
       mesh: devices to lay it on, whatever it was saved from; by default those of the model.
 
     Raises:
-      StateError: no such file; one that is no state, is cut off, or of a newer format; a state of another
-        model, dtype, policy structure, or of other learned weights.
-      MeshError: a mesh that does not divide its rows, or the model's heads.
+      StateError: no such file; one that is no state, is cut off, or of a newer format; a folder that lacks
+        a part; a state of another model, dtype, policy structure, or of other learned weights.
+      MeshError: a mesh that does not divide its rows, or the model's heads; processes that were given
+        different things.
     """
-    arrays, head = _read(Path(path))
-    made = check(str(path), head, model, None if policy is None else catalogue.policy(policy), label)
-    rows = len(arrays["length"])
+    policy = None if policy is None else catalogue.policy(policy)
     where, network = mesh_of(model.params) if mesh is None else a_mesh(mesh), model.network
+    given: dict[str, Any] = {"the policy": repr(policy), "the label": label}
+    try:
+        arrays, head = _read(Path(path))
+    except StateError as error:
+        check_alike("open", where, given | {"the file": str(error)})  # others may have read theirs
+        raise
+    check_alike("open", where, given | {"the file": head["digest"]})
+    made = check(str(path), head, model, policy, label)
+    rows = len(arrays["length"])
     where.check(f"open({str(path)!r})", rows=rows, heads=network.num_heads, kv_heads=network.num_kv_heads)
-    check_alike("open", where, {"the file": head["digest"]})
     layers = []
     for index, sizes in enumerate(head["layers"]):
         mine = _Part(arrays, f"{index}.")
@@ -162,10 +172,42 @@ def _take_pages(mine: _Part, sizes: Mapping[str, int]) -> Pages:
 
 
 def _read(path: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    """The arrays and the head of a file that is whole."""
+    """The arrays and the head of a state that is whole, in a file or in parts."""
+    if path.is_dir():
+        return _read_parts(path)
+    arrays, head = _read_file(f"open({str(path)!r})", path)
+    if "part" in head:
+        raise StateError(
+            f"open({str(path)!r}) is one part of a state, of {head['part']['of']}. Open its folder."
+        )
+    return arrays, head
+
+
+def _read_parts(folder: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    """``_read``, of a folder."""
+    call, files = f"open({str(folder)!r})", sorted(folder.glob(PARTS))
+    found = [_read_file(call, file) for file in files]
+    heads = [head for _, head in found]
+    if not heads or any("part" not in head for head in heads):
+        raise StateError(f"{call} is a folder that holds no saved state. Give one that save wrote.")
+    blocks = [_parts.Block(**head["part"]) for head in heads]
+    if [block.at for block in blocks] != list(range(blocks[0].of)):
+        raise StateError(
+            f"{call} has {len(blocks)} of its {blocks[0].of} parts. Save the state again, into a folder that "
+            "all processes reach."
+        )
+    shared = [{name: head[name] for name in head if name not in ("part", "digest")} for head in heads]
+    if any(one != shared[0] for one in shared):
+        raise StateError(f"{call} holds parts of different states. Save the state again.")
+    whole = hashlib.sha256("".join(head["digest"] for head in heads).encode()).hexdigest()
+    arrays = _parts.join([(block, arrays) for block, (arrays, _) in zip(blocks, found)], heads[0]["layers"])
+    return arrays, shared[0] | {"digest": whole}
+
+
+def _read_file(call: str, path: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    """The arrays and the head of one file that is whole."""
     import safetensors.numpy
 
-    call = f"open({str(path)!r})"
     try:
         content = path.read_bytes()
     except OSError as error:

@@ -1,11 +1,13 @@
-"""``save``: the live part of a state into a file."""
+"""``save``: the live part of a state into a file; into a folder of parts where it lies across processes."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +16,14 @@ import numpy as np
 
 from kvjax import catalogue
 from kvjax.algebra import Policy
+from kvjax.cache.alike import check_alike
+from kvjax.cache.mesh import ONE
 from kvjax.cache.pages import Pages
 from kvjax.cache.reshard import on_host
 from kvjax.cache.ring import Ring
 from kvjax.cache.state import DONATED, KVState, LayerCache
+from kvjax.saving import _parts
+from kvjax.saving._files import check_place, replace
 from kvjax.saving._head import FORMAT, VERSION, StateError, digest, places
 from kvjax.types import Weighted
 from kvjax.weights import fingerprint
@@ -33,21 +39,23 @@ def save(
     extra: dict[str, np.ndarray] | None = None,
     notes: dict[str, str] | None = None,
 ) -> None:
-    """Writes a state; the file is there whole or not at all.
+    """Writes a state; it is there whole or not at all.
 
     Args:
       state: left as it is.
-      path: a file; one of that name is replaced. Of several processes the first writes, where all can read.
+      path: a file; a state of that name is replaced. Of a state that lies across processes a folder, in which
+        each of them writes what its devices hold: all must reach it. They all call this.
       model: that made it.
       policy: that it was made under.
       label: of the policy's learned weights (``kvjax.weights.find(...).label``).
       extra, notes: arrays and words to be kept beside it.
 
     Raises:
-      StateError: a state that was donated, or of another policy.
-      OSError: a path that cannot be written.
+      StateError: a state that was donated, or of another policy; a folder that holds other things.
+      MeshError: processes that were given different things.
+      OSError: a path that cannot be written, by any of the processes.
     """
-    policy, path = catalogue.policy(policy), Path(path)
+    policy, path, beside = catalogue.policy(policy), Path(path), dict(extra or {})
     if state.gone:
         raise StateError(f"save({str(path)!r}): {DONATED}")
     if policy.structure != state.structure:
@@ -55,17 +63,12 @@ def save(
             f"save({str(path)!r}): the state was made under '{state.structure}', not under '{policy!r}'. "
             "Give the policy that made it."
         )
+    check_place(path)
     named = {name: getattr(state, name) for name in ("length", "total", "peak", "confidence")}
     arrays = {name: np.asarray(x) for name, x in state.mesh.read(named).items() if x is not None}
-    written, layers = int(arrays["length"].max()), []
-    for index, cache in enumerate(state.layers):
-        found = on_host(cache, state.mesh)  # by all processes; a layer at a time
-        if jax.process_index() == 0:
-            layers.append(_put_layer(arrays, f"{index}", found, written))
-    arrays |= {f"extra.{name}": np.asarray(value) for name, value in (extra or {}).items()}
     head = {
         "format": FORMAT,
-        "version": VERSION,
+        "version": 1,
         "model": fingerprint(model),
         "policy": repr(policy),
         "structure": state.structure,
@@ -73,15 +76,65 @@ def save(
         "dtype": str(state.layers[0].ring.k.dtype),
         "context": state.context,
         "chunk": state.chunk,
-        "layers": layers,
         "notes": notes or {},
     }
-    if jax.process_index() == 0:
-        _write(path, arrays, {"head": json.dumps(head)})
-    if jax.process_count() > 1:  # whoever goes on finds it there
+    if len(state.mesh.processes) > 1:
+        given = {"the path": str(path), "the policy": head["policy"], "the label": label}
+        given |= {
+            "the model": head["model"],
+            "what is beside it": {"arrays": beside, "words": dict(notes or {})},
+        }
+        check_alike("save", state.mesh, given)
+        arrays |= {f"extra.{name}": np.asarray(value) for name, value in beside.items()}
+        _parts.write_together(path, lambda folder: _write_mine(folder, state, arrays, head))
+        return
+    lead = jax.process_index() == (state.mesh.processes or (0,))[0]
+    if lead:
+        layers = put_layers(arrays, (on_host(cache, state.mesh) for cache in state.layers))
+        arrays |= {f"extra.{name}": np.asarray(value) for name, value in beside.items()}
+        _write(path, arrays, {"head": json.dumps(head | {"layers": layers})})
+    if jax.process_count() > 1 and state.mesh == ONE:  # each has it; whoever goes on finds the file there
         from jax.experimental import multihost_utils
 
         multihost_utils.sync_global_devices("saved")
+
+
+def _write_mine(folder: Path, state: KVState, shared: dict[str, np.ndarray], head: dict[str, Any]) -> None:
+    """This process' parts: a file of each device that it has, and that has a pool of its own."""
+    for block in _parts.blocks(state.mesh, state.rows, state.layers[0].ring.k.shape[1]):
+        device = _parts.writer(state.mesh, block)
+        if device.process_index == jax.process_index():
+            caches = (_parts.on_device(cache, state.mesh, device) for cache in state.layers)
+            write_part(folder, block, shared, caches, head)
+
+
+def write_part(
+    folder: Path,
+    block: _parts.Block,
+    shared: dict[str, np.ndarray],
+    caches: Iterable[LayerCache],
+    head: dict[str, Any],
+) -> None:
+    """A file of one device's caches, and of what rows have seen."""
+    arrays = _parts.cut(shared, block)
+    layers = put_layers(arrays, caches, int(shared["length"].max()))
+    part = dataclasses.asdict(block)
+    mine = head | {"version": VERSION, "layers": layers, "part": part}
+    _write(folder / _parts.NAME.format(**part), arrays, {"head": json.dumps(mine)})
+
+
+def put_layers(
+    arrays: dict[str, np.ndarray], caches: Iterable[LayerCache], written: int | None = None
+) -> list[dict[str, Any]]:
+    """The layers' arrays, one layer at a time; what their sizes are.
+
+    Args:
+      arrays: they are put here, beside ``length``.
+      caches: in NumPy, or on one device.
+      written: most tokens that a row of the state has seen; here, by default.
+    """
+    most = int(arrays["length"].max()) if written is None else written
+    return [_put_layer(arrays, f"{index}", cache, most) for index, cache in enumerate(caches)]
 
 
 def _write(path: Path, arrays: dict[str, np.ndarray], metadata: dict[str, str]) -> None:
@@ -98,7 +151,7 @@ def _write(path: Path, arrays: dict[str, np.ndarray], metadata: dict[str, str]) 
             file.write(safetensors.numpy.save(raw, metadata))
             file.flush()
             os.fsync(file.fileno())
-        os.replace(beside, path)
+        replace(Path(beside), path)
     except BaseException:
         with contextlib.suppress(OSError):
             os.unlink(beside)
