@@ -9,7 +9,7 @@ import pytest
 
 from pallas_kernels import compat
 from pallas_kernels.phi.api import Summary
-from studies.one_kernel import today, tpu
+from studies.one_kernel import gpu, today, tpu
 from studies.one_kernel.arrays import Cache, Sizes, Token
 
 SIZES = Sizes(B=4, K=2, G=2, H=128, W=32, S=16, M=6, F=8)
@@ -137,10 +137,13 @@ def test_todays_operations_are_the_step(features):
 
 
 @pytest.mark.parametrize("features", [0, pytest.param(8, marks=pytest.mark.slow)])
-def test_one_kernel_is_the_step(features, monkeypatch):
+@pytest.mark.parametrize("body", [tpu, gpu])
+def test_one_kernel_is_the_step(body, features, monkeypatch):
     monkeypatch.setattr(tpu, "ITEM", 64)
+    for name, value in (("TILE", 16), ("RING", 16), ("PROGRAMS", 16), ("LEAST", (16, 16)), ("FEATURES", 16)):
+        monkeypatch.setattr(gpu, name, value)
     cache, token = made(SIZES._replace(F=features))
-    interpret = compat.tpu_interpreter(detect_races=True)
-    found = tpu.step(jax.tree.map(jnp.copy, cache), token, interpret=interpret)
-    assert not compat.races_found()
+    interpret = compat.tpu_interpreter(detect_races=True) if body is tpu else True
+    found = body.step(jax.tree.map(jnp.copy, cache), token, interpret=interpret)
+    assert body is gpu or not compat.races_found()
     check(found, cache, token)
