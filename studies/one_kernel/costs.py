@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+CHIPS = ("v5e", "v6e", "v5p", "tpu7x", "h200")
 FOLDER = tempfile.TemporaryDirectory()
 # Before libtpu is loaded, which reads it once.
 os.environ["LIBTPU_INIT_ARGS"] = (
