@@ -33,7 +33,7 @@ QUICK_TOO = {
 MOST_LAUNCHES = {False: 2, True: 6}
 """Of a read of pages on a GPU, without and with mass (and, of one case, selected slots)."""
 
-RING_LAUNCHES = 4
+RING_LAUNCHES = 7
 """Of a decode step's read of its ring: none of them makes a plan."""
 
 EACH = [
