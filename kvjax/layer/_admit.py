@@ -79,8 +79,10 @@ def admit_or_replace(
     def if_any(*same: Any) -> tuple[Pages, Array, Array]:
         return jax.lax.cond(jnp.any(list_id >= 0), enter, lambda *same: same, *same)
 
-    # XLA on GPU copies both pools, K and V, in either branch, on every step. Where none enters, none is written.
-    pages, k, v = jax.lax.platform_dependent(cache.pages, new.k, new.v, cuda=enter, rocm=enter, default=if_any)
+    # XLA on GPU copies both pools, K and V, in either branch; there, tokens that do not enter are dropped.
+    pages, k, v = jax.lax.platform_dependent(
+        cache.pages, new.k, new.v, cuda=enter, rocm=enter, default=if_any
+    )
     new = dataclasses.replace(new, k=k, v=v)
     ring = rings.put(cache.ring, new, length, count)
     return _completed(info, dataclasses.replace(cache, pages=pages, ring=ring), leaving)

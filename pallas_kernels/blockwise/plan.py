@@ -141,8 +141,8 @@ FEW = 1024
 def forward(x: Rows, window: int | None, block_q: int, block_k: int) -> Walk:
     """The walk of a read.
 
-    One block of queries visits a few key blocks all, as edges: of a decode step and its ring, finding those to
-    leave out starts ten operations and leaves out none once the ring is full.
+    One block of queries visits a few key blocks all, as edges: of a decode step and its ring, finding those
+    to leave out starts ten operations and leaves out none once the ring is full.
     """
     b, (rows, keys) = len(x.q), (x.q.shape[2], x.k.shape[2])
     if rows > block_q or keys > FEW:

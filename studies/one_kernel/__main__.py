@@ -1,6 +1,7 @@
 """``python -m studies.one_kernel --chip v5e h200``: what a decode step starts, now and as one kernel.
 
-JAX_PLATFORMS=cpu, in an environment with the wheels of the group ``aot``. A line for each chip, number of rows and form.
+JAX_PLATFORMS=cpu, in an environment with the wheels of the group ``aot``. A line for each chip, φ, number of
+rows and form.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Sizes(NamedTuple):
-    """Rows, KV heads, queries of a head's group, head dim, ring, slots of a page, entries, features (0: no φ)."""
+    """Rows, KV heads, queries of a group, head dim, ring, slots of a page, entries, features (0: no φ)."""
 
     B: int
     K: int

@@ -1,4 +1,4 @@
-"""What compilers say of the step: operations that start, temporary memory, bundles and loops of the kernels."""
+"""What compilers say of the step: operations that start, temporary memory, bundles of the kernels."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Costs(NamedTuple):
       launches: operations of the program that start, kernels among them.
       cycles: XLA's own estimate of all that are not Pallas kernels; 0 where it makes none (GPU).
       temp: bytes.
-      kernels: of each Pallas kernel of a TPU, the bundles outside loops that copy pages, and those of the loops.
+      kernels: of each Pallas kernel of a TPU, bundles outside loops that copy pages, and of those loops.
     """
 
     launches: int

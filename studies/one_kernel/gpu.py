@@ -100,7 +100,9 @@ def _turned(load: Callable[[Array], Array], cos: Any, sin: Any, b: Array, h: int
 def _stream(plan: Plan, seen: Any, length: Any, admit: Any) -> Stream:
     x = pl.program_id(1)
     n = seen[jax.lax.div(x, plan.heads)]
-    return Stream(x, pl.program_id(0), n, length[x], jax.lax.rem(jnp.maximum(n, 0), plan.window), n >= 0, admit[x] > 0)
+    return Stream(
+        x, pl.program_id(0), n, length[x], jax.lax.rem(jnp.maximum(n, 0), plan.window), n >= 0, admit[x] > 0
+    )
 
 
 def _queries(plan: Plan, of: Stream, q: Any, cos: Any, sin: Any) -> Array:
@@ -313,7 +315,13 @@ def step(cache: Cache, token: Token, *, interpret: Any = False) -> tuple[Array, 
     plan, summary, (b, heads, window, h) = _plan(cache, token), cache.summary, cache.ring_k.shape
     x, items = b * heads, plan.ring + plan.items
     numbers = [token.table.reshape(x, -1), token.seen, token.length.reshape(x), token.admit.reshape(x)]
-    lines = [token.q.reshape(x, plan.g, h), token.k.reshape(x, h), token.v.reshape(x, h), token.cos, token.sin]
+    lines = [
+        token.q.reshape(x, plan.g, h),
+        token.k.reshape(x, h),
+        token.v.reshape(x, h),
+        token.cos,
+        token.sin,
+    ]
     state = [a.reshape(x, window, h) for a in cache[:2]] + [cache.k_pages, cache.v_pages]
     if summary is not None:
         lines += [token.absorb.reshape(x), token.log_q.reshape(x, plan.g, plan.f)]

@@ -1,4 +1,4 @@
-"""The prototype of one decode kernel a layer: NumPy in float64, today's operations, poison everywhere else."""
+"""The prototype of one decode kernel a layer: against NumPy in float64, with poison in all that is dead."""
 
 from __future__ import annotations
 
@@ -116,7 +116,9 @@ def check(found, cache: Cache, token: Token) -> None:
             held = slice(0, max(0, min(n + 1, SIZES.W)))
             np.testing.assert_allclose(wide(ring)[row, :, held], wanted[row, :, held], rtol=2**-7, atol=1e-6)
             others = np.arange(SIZES.W)[held] != n % SIZES.W
-            np.testing.assert_array_equal(wide(ring)[row, :, held][:, others], wanted[row, :, held][:, others])
+            np.testing.assert_array_equal(
+                wide(ring)[row, :, held][:, others], wanted[row, :, held][:, others]
+            )
     for pages, before, i in ((after.k_pages, cache.k_pages, 0), (after.v_pages, cache.v_pages, 1)):
         new = wide(before).copy()
         for at, old in stored.items():
