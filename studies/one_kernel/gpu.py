@@ -43,7 +43,10 @@ FEATURES = 32
 
 
 class Plan(NamedTuple):
-    """KV heads, queries of a group, head dim, ring, page, entries, features; items of ring and pages."""
+    """KV heads, queries of a group, head dim, ring, page, entries, features; items of ring and pages.
+
+    ``compiled`` is whether threads run at the same time: not on an interpreter.
+    """
 
     heads: int
     g: int
@@ -55,6 +58,7 @@ class Plan(NamedTuple):
     ring: int
     items: int
     least: int
+    compiled: bool
 
 
 class Stream(NamedTuple):
@@ -75,6 +79,12 @@ class Stream(NamedTuple):
     at: Array
     enters: Array
     leaves: Array
+
+
+def _all_loaded(plan: Plan) -> None:
+    """Small arrays are loaded by several threads each: none may store before all have."""
+    if plan.compiled:
+        compat.plt.debug_barrier()
 
 
 def _grid(*axes: Array) -> tuple[Array, ...]:
@@ -182,6 +192,7 @@ def _completed(plan: Plan, of: Stream, refs: Features, old: Array, stats: tiles.
         place = _grid(feature[:, None], jnp.arange(plan.h, dtype=jnp.int32)[None])
         tile, inside = (jnp.full(place[0].shape, of.x, jnp.int32), *place), place[0] < plan.f
         values = compat.load(refs.before[2].at[tile], mask=inside)
+        _all_loaded(plan)
         top = jnp.where(takes, jnp.maximum(shift, log_k), shift)
         finite = jnp.where(top == -jnp.inf, 0.0, top)
         keep = jnp.where(takes, jnp.exp(shift - finite), 1.0)
@@ -218,7 +229,7 @@ def _left(plan: Plan, of: Stream, q: Array, table: Any, rings: Any, pages: Any, 
     entry = jnp.minimum(jax.lax.div(of.length, plan.size), plan.entries - 1)
     page = jnp.full((plan.h,), table[of.x, entry], jnp.int32)
     to = page, jnp.full((plan.h,), jax.lax.rem(of.length, plan.size), jnp.int32), channel
-    # Taken before its place is written: the order of loads and stores of one program.
+    _all_loaded(plan)
     for ring, pool, x, fresh in zip(rings, pages, old, new):
         compat.store(pool.at[to], x, mask=(channel < plan.h) & of.leaves)
         compat.store(ring.at[slot], fresh, mask=(channel < plan.h) & of.enters)
@@ -297,7 +308,7 @@ def _join(plan: Plan) -> Callable[..., None]:
     return body
 
 
-def _plan(cache: Cache, token: Token) -> Plan:
+def _plan(cache: Cache, token: Token, compiled: bool) -> Plan:
     (b, heads, window, h), size = cache.ring_k.shape, cache.k_pages.shape[1]
     if h & (h - 1) or size & (size - 1) or token.q.shape[1] // heads > ROWS:
         raise ValueError(f"heads of {h}, pages of {size}: not in this prototype")
@@ -306,13 +317,18 @@ def _plan(cache: Cache, token: Token) -> Plan:
     least = LEAST[items < ITEMS] // TILE
     items = max(1, min(max(items, ITEMS), -(-entries * size // (least * TILE))))
     ring = -(-window // RING)
-    return Plan(heads, token.q.shape[1] // heads, h, window, size, entries, f, ring, items, max(1, least))
+    g = token.q.shape[1] // heads
+    return Plan(heads, g, h, window, size, entries, f, ring, items, max(1, least), compiled)
 
 
 @functools.partial(jax.jit, static_argnames="interpret", donate_argnums=0)
 def step(cache: Cache, token: Token, *, interpret: Any = False) -> tuple[Array, Array, Cache]:
     """As ``today.step``."""
-    plan, summary, (b, heads, window, h) = _plan(cache, token), cache.summary, cache.ring_k.shape
+    plan, summary, (b, heads, window, h) = (
+        _plan(cache, token, interpret is False),
+        cache.summary,
+        cache.ring_k.shape,
+    )
     x, items = b * heads, plan.ring + plan.items
     numbers = [token.table.reshape(x, -1), token.seen, token.length.reshape(x), token.admit.reshape(x)]
     lines = [

@@ -35,7 +35,7 @@ def made(sizes: Sizes = SIZES, seed: int = 0, poison: float = np.nan) -> tuple[C
             dead[table[row, head, at // s], at % s] = False
     k_pages[dead], v_pages[dead] = poison, poison
     shift, weight, values = normal(b, heads, f), np.abs(normal(b, heads, f)) + 0.5, normal(b, heads, f, h)
-    shift[0, 0, :3], weight[0, 0, :3], values[0, 0, :3] = -np.inf, 0, 0  # features that hold nothing
+    shift[0, :, :3], weight[0, :, :3], values[0, :, :3] = -np.inf, 0, 0  # features that hold nothing
     angle = np.maximum(seen, 0)[:, None] * 0.1 ** (np.arange(h) % (h // 2) / h)
     bits = lambda x: jnp.asarray(x, jnp.bfloat16)  # noqa: E731
     cache = Cache(*map(bits, (ring_k, ring_v, k_pages, v_pages)), None)
@@ -132,14 +132,14 @@ def check(found, cache: Cache, token: Token) -> None:
         np.testing.assert_allclose(values * np.exp(shift)[:, None], sums, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("features", [0, 8])
+@pytest.mark.parametrize("features", [pytest.param(0, marks=pytest.mark.slow), 8])
 def test_todays_operations_are_the_step(features):
     cache, token = made(SIZES._replace(F=features))
     check(jax.jit(today.step, static_argnames="impl")(cache, token, impl="xla"), cache, token)
 
 
 @pytest.mark.parametrize("features", [0, pytest.param(8, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("body", [tpu, gpu])
+@pytest.mark.parametrize("body", [tpu, pytest.param(gpu, marks=pytest.mark.slow)])
 def test_one_kernel_is_the_step(body, features, monkeypatch):
     monkeypatch.setattr(tpu, "ITEM", 64)
     for name, value in (("TILE", 16), ("RING", 16), ("PROGRAMS", 16), ("LEAST", (16, 16)), ("FEATURES", 16)):
