@@ -49,8 +49,9 @@ class Token(NamedTuple):
       seen: tokens the row has seen before; the new one's position.
       table: pool pages of each stream, the one that the leaving token needs among them.
       length: live paged slots before the step.
-      admit, absorb: whether the leaving token goes to the pages, and into φ.
-      log_q, log_k: features of the queries, and of the key that leaves.
+      admit: whether the leaving token goes to the pages.
+      absorb: and whether into φ, [B, K]; None where there is no φ.
+      log_q, log_k: features of the queries [B, N, F], and of the key that leaves [B, K, F]; likewise.
     """
 
     q: Float[Array, "B N H"]
@@ -62,9 +63,9 @@ class Token(NamedTuple):
     table: Int[Array, "B K M"]
     length: Int[Array, "B K"]
     admit: Bool[Array, "B K"]
-    absorb: Bool[Array, "B K"] | None
-    log_q: Float[Array, "B N F"] | None
-    log_k: Float[Array, "B K F"] | None
+    absorb: Any = None
+    log_q: Any = None
+    log_k: Any = None
 
 
 def shapes(sizes: Sizes) -> tuple[Cache, Token]:

@@ -262,7 +262,7 @@ def _read(plan: Plan) -> Callable[..., None]:
                 old, stats = _left(plan, of, queries, table, after[:2], after[2:4], new, stats)
                 if not plan.f:
                     return stats
-                features = Features(*token, before[4:], after[4:])
+                features = Features(*[*token, before[4:], after[4:]])
                 return _completed(plan, of, features, old[1].astype(jnp.float32), stats)
 
             return jax.lax.cond(of.item == jax.lax.div(of.at, RING), owner, lambda stats: stats, stats)
@@ -379,5 +379,6 @@ def step(cache: Cache, token: Token, *, interpret: Any = False) -> tuple[Array, 
     shape = token.q.shape
     if summary is not None:
         summary = Summary(*(a.reshape(old.shape) for a, old in zip(after[4:], summary)))
-    rings = (a.reshape(b, heads, window, h) for a in after[:2])
-    return out.reshape(shape), lse.reshape(shape[:2]), Cache(*rings, *after[2:4], summary)
+    ring_k, ring_v = (a.reshape(b, heads, window, h) for a in after[:2])
+    written = Cache(ring_k, ring_v, after[2], after[3], summary)
+    return out.reshape(shape), lse.reshape(shape[:2]), written

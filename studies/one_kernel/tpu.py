@@ -120,8 +120,8 @@ class Features(NamedTuple):
     def copy(self, row: Array, *, back: bool = False) -> Any:
         """Of a stream's values."""
         side = jax.lax.rem(row, jnp.int32(2))
-        ends = self.values.at[row], self.buffer.at[side]
-        return pltpu.make_async_copy(*(reversed(ends) if back else ends), self.sem.at[side])
+        far, near = self.values.at[row], self.buffer.at[side]
+        return pltpu.make_async_copy(near if back else far, far if back else near, self.sem.at[side])
 
 
 def _read(lists: Lists, memory: Memory, item: Item, act: str) -> None:
@@ -246,7 +246,7 @@ def _body(plan: Plan, completes: bool) -> Callable[..., None]:
         out, lse, *cache = refs[: 6 + 3 * completes]
         kb, vb, qs, old, m, l, o, read, write, *more = refs[6 + 3 * completes :]
         memory = Memory((cache[0], cache[1]), (cache[2], cache[3]), (kb, vb), read, write)
-        features = Features(*token, before, *cache[4:], *more) if completes else None
+        features = Features(*[*token, before, *cache[4:], *more]) if completes else None
 
         def begin(item: Item) -> None:
             _read(lists, memory, item, "start")
@@ -395,4 +395,5 @@ def step(cache: Cache, token: Token, *, interpret: Any = False) -> tuple[Array, 
         shift, weight, values = (a.reshape(b.shape) for a, b in zip(after[4:], summary))
         summary = Summary(shift, weight, values)
     ring_k, ring_v = (ring.reshape(cache.ring_k.shape) for ring in after[:2])
-    return found.reshape(shape), lse[..., 0].reshape(shape[:2]), Cache(ring_k, ring_v, *after[2:4], summary)
+    written = Cache(ring_k, ring_v, after[2], after[3], summary)
+    return found.reshape(shape), lse[..., 0].reshape(shape[:2]), written
