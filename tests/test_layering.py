@@ -94,6 +94,7 @@ TABLE = {
     "studies": r"kvjax(\.(?!serve).+)?",
     "studies.topk_phi": r"studies\.topk_phi(\..+)?|train(\..+)?|kvjax(\.(?!serve).+)?"
     r"|pallas_kernels\.(blockwise|phi)\.api",
+    "studies.one_kernel": r"studies\.one_kernel(\..+)?|pallas_kernels(\..+)?",
     "studies.conf_kv": r"studies\.conf_kv(\..+)?|kvjax(\.(?!serve).+)?",
     "studies.gvote": r"studies\.(gvote(\..+)?|processor)|kvjax(\.(?!serve).+)?",
     "studies.wg_kv": r"studies\.wg_kv(\..+)?|train(\..+)?|kvjax(\.(?!serve).+)?",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -76,7 +76,13 @@ def admit_or_replace(
         never = (leaving.pos < EMPTY)[:, None, :, None]
         return pages, jnp.where(never, leaving.k, k), jnp.where(never, leaving.v, v)
 
-    pages, k, v = jax.lax.cond(jnp.any(list_id >= 0), enter, lambda *same: same, cache.pages, new.k, new.v)
+    def if_any(*same: Any) -> tuple[Pages, Array, Array]:
+        return jax.lax.cond(jnp.any(list_id >= 0), enter, lambda *same: same, *same)
+
+    # XLA on GPU copies both pools, K and V, in either branch; there, tokens that do not enter are dropped.
+    pages, k, v = jax.lax.platform_dependent(
+        cache.pages, new.k, new.v, cuda=enter, rocm=enter, default=if_any
+    )
     new = dataclasses.replace(new, k=k, v=v)
     ring = rings.put(cache.ring, new, length, count)
     return _completed(info, dataclasses.replace(cache, pages=pages, ring=ring), leaving)

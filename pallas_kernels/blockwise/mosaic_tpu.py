@@ -195,8 +195,7 @@ def blockwise(
     count = n // heads * t
     bq, bk = sizes(blocks, "forward", count, k)
     x = plan.rows(q, k, where, sight.window, bq, bk, folded=True)
-    walk = plan.walk(*(f(x, sight.window, bq, bk) for f in (plan.meetings, plan.seen_whole)))
-    grid = Grid(b, heads, walk, interpret)
+    grid = Grid(b, heads, plan.forward(x, sight.window, bq, bk), interpret)
     narrow: list[Spec] = [] if x.admit is None else [(row(x.admit), "inner", bk)]
     out, lse = grid.run(
         _forward_body(grid, sight, bool(narrow)),

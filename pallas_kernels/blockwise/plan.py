@@ -132,3 +132,20 @@ def walk(pairs: Bool[Array, "Z K I J"], whole: Bool[Array, "Z K I J"] | None = N
     order = jnp.argsort(last, axis=-1, stable=True).astype(jnp.int32)
     count = functools.partial(jnp.sum, axis=-1, dtype=jnp.int32)
     return Walk(order, count(pairs), None if whole is None else count(whole))
+
+
+FEW = 1024
+"""Keys that one block of queries reads without a plan."""
+
+
+def forward(x: Rows, window: int | None, block_q: int, block_k: int) -> Walk:
+    """The walk of a read.
+
+    One block of queries visits a few key blocks all, as edges: of a decode step and its ring, finding those
+    to leave out starts ten operations and leaves out none once the ring is full.
+    """
+    b, (rows, keys) = len(x.q), (x.q.shape[2], x.k.shape[2])
+    if rows > block_q or keys > FEW:
+        return walk(meetings(x, window, block_q, block_k), seen_whole(x, window, block_q, block_k))
+    every = jnp.broadcast_to(jnp.arange(keys // block_k, dtype=jnp.int32), (b, 1, 1, keys // block_k))
+    return Walk(every, jnp.full((b, 1, 1), keys // block_k, jnp.int32), jnp.zeros((b, 1, 1), jnp.int32))

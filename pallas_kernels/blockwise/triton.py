@@ -148,8 +148,7 @@ def blockwise(
     count = n // heads * t
     bq, bk, *_ = found = sizes(blocks, "forward", count, k)
     x = plan.rows(wide(q), wide(k), where, sight.window, bq, bk, folded=True)
-    walk = plan.walk(*(f(x, sight.window, bq, bk) for f in (plan.meetings, plan.seen_whole)))
-    grid = Grid(b, heads, walk, found, interpret)
+    grid = Grid(b, heads, plan.forward(x, sight.window, bq, bk), found, interpret)
     narrow: list[Operand] = [] if x.admit is None else [(x.admit, None)]
     out, lse = grid.run(
         _forward_body(sight, bk, bool(narrow)),

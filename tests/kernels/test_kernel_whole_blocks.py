@@ -108,6 +108,22 @@ def test_pairs_of_blocks_that_are_seen_whole_are_those_without_a_hidden_pair(kin
         np.testing.assert_array_equal(np.sort(order[:count]), np.flatnonzero(met[at]))
 
 
+def test_one_block_of_queries_visits_a_few_keys_without_a_plan(monkeypatch):
+    """Whatever positions are; with more keys, or more queries, it has the plan of them."""
+    q_pos, k_pos, admit, window = places("admitted")
+    where = Where(*(jnp.asarray(x) for x in (q_pos[:, :4], k_pos, admit)))
+    keys, queries = jnp.zeros((3, 2, 128, 8)), [jnp.zeros((3, 4, n, 8)) for n in (4, 5)]
+    one, two = (plan.rows(q, keys, where, window, 8, 16, folded=True) for q in queries)
+    walk = plan.forward(one, window, 8, 16)
+    np.testing.assert_array_equal(walk.order, np.broadcast_to(np.arange(8), (3, 1, 1, 8)))
+    assert np.all(walk.length == 8)
+    assert not np.any(walk.whole)
+    planned = plan.walk(plan.meetings(two, window, 8, 16), plan.seen_whole(two, window, 8, 16))
+    jax.tree.map(np.testing.assert_array_equal, plan.forward(two, window, 8, 16), planned)
+    monkeypatch.setattr(plan, "FEW", 127)
+    assert not np.all(plan.forward(one, window, 8, 16).length == 8)
+
+
 @pytest.mark.parametrize("impl", BODIES)
 @pytest.mark.parametrize("kind", ["all", pytest.param("admitted", marks=pytest.mark.slow)])
 def test_blockwise_of_whole_blocks(impl, kind):

@@ -1,0 +1,74 @@
+"""A layer's decode step for chips that are not here: rings and pools are written where they are.
+
+``test_in_place`` asks XLA on CPU the same. See ``test_aot_ops`` for how to run it.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import SingleDeviceSharding
+
+import kvjax
+from kvjax import layer
+from kvjax.cache import pool
+from kvjax.cache import ring as rings
+from kvjax.cache.state import LayerCache
+from kvjax.types import Heads
+from pallas_kernels import lowering
+from pallas_kernels.measure import aot
+
+pytestmark = pytest.mark.aot
+
+N, K, H, W, S, M = 32, 8, 128, 256, 64, 128
+POOL = K * M * S * H
+SPECS = ("sinks(4) + window(256)", pytest.param("knorm + uniform(4096, every_step)", marks=pytest.mark.slow))
+CHIPS = ("h200", pytest.param("v5e", marks=pytest.mark.slow))
+
+
+def made(policy: kvjax.Policy) -> LayerCache:
+    """A layer's cache of one row."""
+    kept = {"meta": policy.keeps, "arrays": policy.arrays}
+    ring = rings.empty(1, K, W, H, jnp.dtype(jnp.bfloat16), **kept)
+    pages = pool.empty(
+        pages=K * M,
+        size=S,
+        rows=1,
+        heads=K,
+        lists=1,
+        entries=M,
+        head_dim=H,
+        width=H,
+        dtype=jnp.dtype(jnp.bfloat16),
+        scaled=False,
+        summary={},
+        **kept,
+    )
+    return LayerCache(ring=ring, pages=pages, summary=None)
+
+
+@pytest.mark.parametrize("chip", CHIPS)
+@pytest.mark.parametrize("spec", SPECS)
+def test_a_step_copies_no_pool(chip, spec):
+    policy = kvjax.policy(spec)
+    try:
+        place = aot.target(chip)
+    except aot.Missing as reason:
+        pytest.skip(str(reason))
+
+    def run(cache, q, k, v, length):
+        x = Heads(q=q, k=k, v=v, q_pre=q, k_pre=k, hidden=q[:, :, 0])
+        info = layer.LayerInfo(policy, {}, 0, 1, None, length)
+        return layer.step(info, cache, x, length, length >= 0)
+
+    heads = [jax.ShapeDtypeStruct((1, 1, n, H), jnp.bfloat16) for n in (N, K, K)]
+    args = (jax.eval_shape(lambda: made(policy)), *heads, jax.ShapeDtypeStruct((1,), jnp.int32))
+    device = SingleDeviceSharding(place.devices[0])
+    args = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device), args)
+    with lowering.for_device(place.kind, place.cores, place.platform):
+        traced = jax.jit(run, donate_argnums=0).trace(*args)
+        program = traced.lower(lowering_platforms=place.lowering).compile()
+    written = [x for x in aot.copies(program, POOL) if x.startswith("copy ")]
+    assert written == []
+    assert program.memory_analysis().alias_size_in_bytes >= 4 * POOL
