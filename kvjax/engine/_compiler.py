@@ -20,7 +20,7 @@ class Compiler:
         self._made: dict[Hashable, concurrent.futures.Future[Any]] = {}
 
     def ready(self, programs: Sequence[Program], wait: float = 0.0) -> bool:
-        """Are all of them compiled? Those that nobody asked for yet are begun.
+        """Are all of them compiled? Those that nobody asked for yet are begun, and those that failed.
 
         Args:
           programs: keys, and what compiles them.
@@ -32,10 +32,12 @@ class Compiler:
         for key, make in programs:
             if key not in self._made:
                 self._made[key] = self._pool.submit(make)
-        futures = [self._made[key] for key, _ in programs]
-        done, pending = concurrent.futures.wait(futures, timeout=wait)
-        for future in done:
-            future.result()
+        futures = {key: self._made[key] for key, _ in programs}
+        _, pending = concurrent.futures.wait(futures.values(), timeout=wait)
+        for key, future in futures.items():
+            if future.done() and future.exception() is not None:
+                del self._made[key]  # whoever asks next may have more luck
+                future.result()
         return not pending
 
     def close(self) -> None:
