@@ -377,3 +377,8 @@ def test_a_request_that_begins_like_one_that_is_held_reads_the_rest(tiny_folder)
     assert [row["cached_tokens"] for row in rows] == [0, 256, 256]  # of 300, up to a border of chunks
     assert {row["prompt"] for row in rows} == {336}
     assert all(row["first_token_s"] > 0 < row["first_token_cpu_s"] for row in rows)
+
+
+def test_a_quarter_is_one_of_what_full_holds_in_the_end():
+    settings = Serving(prompt=2048, new=384)
+    assert kvjax.policy(settings.quarter).budget.most == (2048 + 384) // 4

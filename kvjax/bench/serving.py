@@ -26,7 +26,7 @@ class Serving:
       prompt, new: tokens of a request.
       long: prompt tokens of a request of ``memory``; what a policy drops of a prompt is what it saves.
       prefix: tokens that the requests of ``prefix`` and ``pages`` begin with.
-      policies: of ``price``, the first of them; all of ``memory``, beside ``full``.
+      policies: ``full`` comes first.
       fit: rows of ``full`` that the memory of ``memory`` holds.
       segment: steps between two looks of the host.
       seed: of the prompts.
@@ -54,6 +54,11 @@ class Serving:
     def context(self) -> int:
         """Tokens of a row."""
         return decode.bucket(self.prompt + self.new)
+
+    @property
+    def quarter(self) -> str:
+        """A policy that never holds more than a quarter of what ``full`` holds in the end."""
+        return f"knorm + uniform({(self.prompt + self.new) // 4}, every_step)"
 
 
 def prompts(model: LanguageModel, settings: Serving, rows: int) -> list[list[int]]:
