@@ -14,6 +14,7 @@ from kvjax.decode import RequestError
 from kvjax.engine import _prefix as prefixes
 from kvjax.engine import _reading as readings
 from kvjax.engine._begun import Begun, beginning
+from kvjax.engine._lane import Lane
 from kvjax.engine._reading import Reading
 from kvjax.engine._request import Event, KVUsage
 from kvjax.engine._segment import first, look
@@ -34,7 +35,8 @@ class Reader:
 
     Attributes:
       begun: the request that is read, or waits for pages; None where there is none.
-      aside: requests that wait for programs, the oldest first. Others pass them, but those of their lane.
+      aside: requests that wait for programs, the oldest first. Others pass them; places in their lanes are
+        theirs.
       units: chunks and layers that were read.
       warm: has any row entered a lane?
     """
@@ -119,9 +121,7 @@ class Reader:
         row = self._shared.space.row(job)
         lane = None if job.keeps else self._shared.space.lane(job, row)
         job.laneless = lane is None and not job.keeps
-        if job.laneless or (lane is not None and lane.free_place is None):
-            return None
-        if any(begun.lane is lane for begun in self.aside):
+        if job.laneless or not self._welcome(lane):
             return None
         ranked = job.ticket.request.echo and job.ticket.request.logprobs is not None and not job.echoed
         start = beginning(self._shared, job, row, ranked)
@@ -148,6 +148,13 @@ class Reader:
             programs.append(lane.program(settings.segment))
         begun.pending = programs
         return begun
+
+    def _welcome(self, lane: Lane | None) -> bool:
+        """Has it a place beside those that stand aside? The first row of a lane decides its size alone."""
+        aside = sum(begun.lane is lane for begun in self.aside)
+        if lane is None or not lane.sized:
+            return not aside
+        return lane.places.count(None) > aside
 
     # --- a prompt ----------------------------------------------------------------------------------------
 

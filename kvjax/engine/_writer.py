@@ -90,7 +90,8 @@ class Writer:
             lack = lane.short_by(steps)
             wanted = space.affordable(lane, [have + max(0, n) for have, n in zip(lane.counts, lack)])
             if wanted is not None:
-                if not shared.compiler.ready([lane.program(shared.settings.segment, wanted)], PATIENCE):
+                larger = [lane.program(shared.settings.segment, wanted)]
+                if not shared.compiler.ready(larger, PATIENCE, urgent=True):
                     return False
                 lane.resize(wanted)
                 continue

@@ -12,6 +12,7 @@ from tiny import quick_compiles  # noqa: F401
 import kvjax
 from kvjax.engine import Engine, Request, lane_bytes
 from kvjax.engine import _layout as layout
+from kvjax.engine._compiler import Compiler
 from kvjax.engine._lane import Lane
 from kvjax.engine._reading import Reading
 
@@ -117,3 +118,28 @@ def test_a_lane_begins_with_as_many_rows_as_memory_has_room_for():
         nothing = layout.nothing(lane.state)
         (counts,), (one,) = lane.counts, layout.most_pages(lane.policy, lane.state, nothing, 56, 1)
         assert 5 * one <= counts < 6 * one
+
+
+def test_what_running_rows_wait_for_is_compiled_first():
+    compiler, free, made = Compiler(), threading.Event(), []
+    assert not compiler.ready([("first", free.wait)])
+    assert not compiler.ready([("later", lambda: made.append("later"))])
+    assert not compiler.ready([("now", lambda: made.append("now"))], urgent=True)
+    free.set()
+    assert compiler.ready([("later", free.wait)], 60)
+    assert made == ["now", "later"]
+    compiler.close()
+
+
+def test_who_has_programs_passes_one_of_its_lane_who_has_none():
+    free = threading.Event()
+    with Engine(tiny.model(), **SIZES) as engine:
+        expected = engine.submit(asked()).result()
+        engine._scheduler._compiler._pool.submit(free.wait, 300)
+        long = engine.submit(
+            Request(prompt=tiny.prompt(80, 2), max_new_tokens=8)
+        )  # a larger pool is read into
+        assert engine.submit(asked()).result() == expected
+        assert not long.done
+        free.set()
+        assert len(long.result()) == 8
