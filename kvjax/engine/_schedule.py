@@ -5,9 +5,10 @@ the reading take turns. So a running row waits at most for one segment of each o
 one lane alone has anything to do, its next segment is begun before the last one's tokens are handed out. A
 request goes
 
-  queue -> preparing (programs are compiled beside the others) -> reading -> waiting for pages -> a row
+  queue -> aside (programs are compiled beside the others) -> reading -> waiting for pages -> a row
 
-in the order of the queue; only those pass it whose lane has a place while the first one's has none.
+in the order of the queue; only those pass it whose lane has a place, or programs, while the first one's has
+none. Who has no lane at all is passed by as many as a lane has places, then by nobody.
 """
 
 from __future__ import annotations
