@@ -361,10 +361,12 @@ def test_a_start_is_measured_by_depth_and_layers_share_their_programs():
 def test_serve_takes_what_it_measures_from_the_command_line():
     asked = arguments.parse(
         ["serve", "--batch", "2", "4", "--long", "640", "--policy", "full", "knorm + uniform(0.25)"]
+        + ["--part", "price", "memory"]
     )
     assert asked.serving is not None
     assert (asked.serving.batches, asked.serving.long) == ((2, 4), 640)
     assert asked.serving.policies == ("full", "knorm + uniform(0.25)")
+    assert asked.serving.parts == ("price", "memory")
     assert arguments.parse(["serve", "--quick"]).serving.prompt == 96
     with pytest.raises(PolicyError):
         arguments.parse(["serve", "--policy", "snapkw"])

@@ -45,28 +45,24 @@ def serve(settings: Serving, done: Any) -> None:
     """Measures; ``done`` is given each row."""
     machine.pin(machine.cpus(settings.threads))
     model = load(settings.model)
-    prices: list[Row] = []
-    for spec in settings.policies:
-        for batch in settings.batches:
-            prices.append(price(model, settings, spec, batch))
-            done(prices[-1])
-    if settings.peers is not None:
-        for row in beside(model, settings, [row for row in prices if row["policy"] == "full"]):
-            done(row)
-    base: Row = {}
-    longer = dataclasses.replace(settings, prompt=settings.long)
-    for spec in (*settings.policies, longer.quarter):
-        found = memory(model, longer, spec)
-        base = base or found
-        if base is not found:
-            for name in ("rows_held", "tokens_per_s", "tokens_per_cpu_s"):
-                found[f"{name}_ratio"] = round(found[name] / base[name], 2)
-        done(found)
-    for spec in settings.policies:
-        for row in prefix(model, settings, spec):
-            done(row)
-    for share in (False, True):
-        done(pages(model, settings, share))
+    if "price" in settings.parts:
+        prices = []
+        for spec in settings.policies:
+            for batch in settings.batches:
+                prices.append(price(model, settings, spec, batch))
+                done(prices[-1])
+        if settings.peers is not None:
+            for row in beside(model, settings, [row for row in prices if row["policy"] == "full"]):
+                done(row)
+    if "memory" in settings.parts:
+        _memories(model, dataclasses.replace(settings, prompt=settings.long), done)
+    if "prefix" in settings.parts:
+        for spec in settings.policies:
+            for row in prefix(model, settings, spec):
+                done(row)
+    if "pages" in settings.parts:
+        for share in (False, True):
+            done(pages(model, settings, share))
 
 
 # --- price -----------------------------------------------------------------------------------------
@@ -144,6 +140,18 @@ def _served(engine: Engine, settings: Serving, spec: str, asked: list[list[int]]
 
 
 # --- memory ----------------------------------------------------------------------------------------
+
+
+def _memories(model: LanguageModel, settings: Serving, done: Any) -> None:
+    """Rows of ``memory``, beside the first policy."""
+    base: Row = {}
+    for spec in (*settings.policies, settings.quarter):
+        found = memory(model, settings, spec)
+        base = base or found
+        if base is not found:
+            for name in ("rows_held", "tokens_per_s", "tokens_per_cpu_s"):
+                found[f"{name}_ratio"] = round(found[name] / base[name], 2)
+        done(found)
 
 
 def memory(model: LanguageModel, settings: Serving, spec: str) -> Row:

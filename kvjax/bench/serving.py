@@ -15,12 +15,17 @@ from kvjax.engine import Engine, Request, Ticket
 from kvjax.loading import LanguageModel
 
 
+PARTS = ("price", "memory", "prefix", "pages")
+"""What can be measured; ``beside`` belongs to ``price``."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Serving:
     """What ``serve`` measures.
 
     Attributes:
       model: folder or hub id; None is the embedded model.
+      parts: what is measured.
       threads: CPUs it is pinned to.
       batches: rows of ``price``.
       prompt, new: tokens of a request.
@@ -34,6 +39,7 @@ class Serving:
     """
 
     model: str | None = None
+    parts: tuple[str, ...] = PARTS
     threads: int = 1
     batches: tuple[int, ...] = (1, 4, 16)
     prompt: int = 512
