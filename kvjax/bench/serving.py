@@ -14,7 +14,6 @@ from kvjax.bench import peers
 from kvjax.engine import Engine, Request, Ticket
 from kvjax.loading import LanguageModel
 
-
 PARTS = ("price", "memory", "prefix", "pages")
 """What can be measured; ``beside`` belongs to ``price``."""
 
