@@ -35,7 +35,8 @@ class Compiler:
         """
         for key, make in programs:
             if key not in self._made:
-                self._made[key] = future = concurrent.futures.Future()
+                future: concurrent.futures.Future[Any] = concurrent.futures.Future()
+                self._made[key] = future
                 (self._line.appendleft if urgent else self._line.append)((future, make))
                 self._pool.submit(self._one)
         futures = {key: self._made[key] for key, _ in programs}
