@@ -361,10 +361,12 @@ def test_a_start_is_measured_by_depth_and_layers_share_their_programs():
 def test_serve_takes_what_it_measures_from_the_command_line():
     asked = arguments.parse(
         ["serve", "--batch", "2", "4", "--long", "640", "--policy", "full", "knorm + uniform(0.25)"]
+        + ["--part", "price", "memory"]
     )
     assert asked.serving is not None
     assert (asked.serving.batches, asked.serving.long) == ((2, 4), 640)
     assert asked.serving.policies == ("full", "knorm + uniform(0.25)")
+    assert asked.serving.parts == ("price", "memory")
     assert arguments.parse(["serve", "--quick"]).serving.prompt == 96
     with pytest.raises(PolicyError):
         arguments.parse(["serve", "--policy", "snapkw"])
@@ -377,3 +379,8 @@ def test_a_request_that_begins_like_one_that_is_held_reads_the_rest(tiny_folder)
     assert [row["cached_tokens"] for row in rows] == [0, 256, 256]  # of 300, up to a border of chunks
     assert {row["prompt"] for row in rows} == {336}
     assert all(row["first_token_s"] > 0 < row["first_token_cpu_s"] for row in rows)
+
+
+def test_a_quarter_is_one_of_what_full_holds_in_the_end():
+    settings = Serving(prompt=2048, new=384)
+    assert kvjax.policy(settings.quarter).budget.most == (2048 + 384) // 4

@@ -12,7 +12,7 @@ from kvjax import cli
 from kvjax.bench import compile as compiling
 from kvjax.bench import machine
 from kvjax.bench.random_model import SIZES
-from kvjax.bench.serving import Serving
+from kvjax.bench.serving import PARTS, Serving
 from kvjax.bench.sides import Settings
 from kvjax.catalogue import policy
 
@@ -90,7 +90,7 @@ def parse(words: Sequence[str]) -> Asked:
         )
     if what == "serve":
         out, as_json = said.pop("out"), said.pop("json")
-        named = {"batch": "batches", "policy": "policies"}
+        named = {"batch": "batches", "policy": "policies", "part": "parts"}
         serving: dict[str, Any] = {
             named.get(n, n): tuple(x) if isinstance(x, list) else x for n, x in said.items()
         }
@@ -163,6 +163,9 @@ def _serving(parser: argparse.ArgumentParser, quick: bool) -> None:
         parser.add_argument(f"--{name}", metavar="N", type=kind, default=default, help=help, **how)
 
     cli.add(parser, "--model")
+    parser.add_argument(
+        "--part", nargs="+", choices=PARTS, default=PARTS, help="what is measured (default: all)"
+    )
     number("batch", "rows of the engine and of generate", nargs="+")
     number("prompt", "prompt tokens of a request")
     number("long", "prompt tokens of a request where memory is equal")

@@ -6,8 +6,10 @@ price     the same prompts, rows and new tokens by ``kvjax.generate`` and by the
           disturbs less. ``seconds`` is from the first prompt to the last token.
 beside    the requests of ``price`` by the engine under ``full`` and by the continuous batching of
           ``transformers serve``, both without HTTP; where there is a folder of peers.
-memory    as many bytes for KV caches as ``full`` needs for a few rows, and four times as many requests: how
-          many rows each policy held at once, and new tokens a second from the first prompt to the last token.
+memory    as many bytes for KV caches as ``full`` needs for a few rows, four times as many places and twelve
+          times as many requests: how many rows each policy held at once, and new tokens a second from the
+          first prompt to the last token. One policy more is asked than in the other parts: one that holds a
+          quarter of what ``full`` does at every step. (What acts once keeps the answer whole.)
 prefix    requests one after another that begin with the same 1,500 tokens: how many of these the engine
           held, and the time to the first token.
 pages     16 requests under ``full`` that begin with the same tokens, their pages shared or not: the most
@@ -43,28 +45,24 @@ def serve(settings: Serving, done: Any) -> None:
     """Measures; ``done`` is given each row."""
     machine.pin(machine.cpus(settings.threads))
     model = load(settings.model)
-    prices: list[Row] = []
-    for spec in settings.policies:
-        for batch in settings.batches:
-            prices.append(price(model, settings, spec, batch))
-            done(prices[-1])
-    if settings.peers is not None:
-        for row in beside(model, settings, [row for row in prices if row["policy"] == "full"]):
-            done(row)
-    base: Row = {}
-    longer = dataclasses.replace(settings, prompt=settings.long)
-    for spec in settings.policies:
-        found = memory(model, longer, spec)
-        base = base or found
-        if base is not found:
-            found["rows_ratio"] = round(found["rows_held"] / base["rows_held"], 2)
-            found["tokens_per_s_ratio"] = round(found["tokens_per_s"] / base["tokens_per_s"], 2)
-        done(found)
-    for spec in settings.policies:
-        for row in prefix(model, settings, spec):
-            done(row)
-    for share in (False, True):
-        done(pages(model, settings, share))
+    if "price" in settings.parts:
+        prices = []
+        for spec in settings.policies:
+            for batch in settings.batches:
+                prices.append(price(model, settings, spec, batch))
+                done(prices[-1])
+        if settings.peers is not None:
+            for row in beside(model, settings, [row for row in prices if row["policy"] == "full"]):
+                done(row)
+    if "memory" in settings.parts:
+        _memories(model, dataclasses.replace(settings, prompt=settings.long), done)
+    if "prefix" in settings.parts:
+        for spec in settings.policies:
+            for row in prefix(model, settings, spec):
+                done(row)
+    if "pages" in settings.parts:
+        for share in (False, True):
+            done(pages(model, settings, share))
 
 
 # --- price -----------------------------------------------------------------------------------------
@@ -144,39 +142,53 @@ def _served(engine: Engine, settings: Serving, spec: str, asked: list[list[int]]
 # --- memory ----------------------------------------------------------------------------------------
 
 
+def _memories(model: LanguageModel, settings: Serving, done: Any) -> None:
+    """Rows of ``memory``, beside the first policy."""
+    base: Row = {}
+    for spec in (*settings.policies, settings.quarter):
+        found = memory(model, settings, spec)
+        base = base or found
+        if base is not found:
+            for name in ("rows_held", "tokens_per_s", "tokens_per_cpu_s"):
+                found[f"{name}_ratio"] = round(found[name] / base[name], 2)
+        done(found)
+
+
 def memory(model: LanguageModel, settings: Serving, spec: str) -> Row:
     """One row of ``memory``."""
-    many = 4 * settings.fit
-    size = kv_memory(model, settings)
-    with engine_of(model, settings, spec, many, size) as engine:
+    places, size = 4 * settings.fit, kv_memory(model, settings)
+    asked = prompts(model, settings, 3 * places)
+    with engine_of(model, settings, spec, places, size) as engine:
         held, stop = [0], threading.Event()
 
         def look() -> None:
             while not stop.wait(0.05):
                 held[0] = max(held[0], engine.metrics().running)
 
-        asked = prompts(model, settings, many)
-        ask(engine, settings, other(asked))
+        ask(engine, settings, other(asked[:places]))
         watching = threading.Thread(target=look)
         watching.start()
-        begun = time.perf_counter()
+        begun, spent = time.perf_counter(), time.process_time()
         stamps = ask(engine, settings, asked)
-        seconds = time.perf_counter() - begun
+        seconds, spent = time.perf_counter() - begun, time.process_time() - spent
         stop.set()
         watching.join()
         found = engine.metrics()
+    new = sum(len(x.seconds) for x in stamps)
     return {
         "part": "memory",
         "policy": spec,
         "kv_memory": size,
         "kv_allocated": found.kv_allocated,
-        "requests": many,
+        "requests": len(asked),
         "prompt": settings.prompt,
         "new": settings.new,
         "rows_held": held[0],
         "preempted": found.preempted,
         "seconds": round(seconds, 3),
-        "tokens_per_s": round(sum(len(x.seconds) for x in stamps) / seconds, 1),
+        "cpu_seconds": round(spent, 3),
+        "tokens_per_s": round(new / seconds, 1),
+        "tokens_per_cpu_s": round(new / spent, 1),
     }
 
 

@@ -14,6 +14,9 @@ from kvjax.bench import peers
 from kvjax.engine import Engine, Request, Ticket
 from kvjax.loading import LanguageModel
 
+PARTS = ("price", "memory", "prefix", "pages")
+"""What can be measured; ``beside`` belongs to ``price``."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Serving:
@@ -21,12 +24,13 @@ class Serving:
 
     Attributes:
       model: folder or hub id; None is the embedded model.
+      parts: what is measured.
       threads: CPUs it is pinned to.
       batches: rows of ``price``.
       prompt, new: tokens of a request.
       long: prompt tokens of a request of ``memory``; what a policy drops of a prompt is what it saves.
       prefix: tokens that the requests of ``prefix`` and ``pages`` begin with.
-      policies: of ``price``, the first of them; all of ``memory``, beside ``full``.
+      policies: ``full`` comes first.
       fit: rows of ``full`` that the memory of ``memory`` holds.
       segment: steps between two looks of the host.
       seed: of the prompts.
@@ -34,6 +38,7 @@ class Serving:
     """
 
     model: str | None = None
+    parts: tuple[str, ...] = PARTS
     threads: int = 1
     batches: tuple[int, ...] = (1, 4, 16)
     prompt: int = 512
@@ -54,6 +59,11 @@ class Serving:
     def context(self) -> int:
         """Tokens of a row."""
         return decode.bucket(self.prompt + self.new)
+
+    @property
+    def quarter(self) -> str:
+        """A policy that never holds more than a quarter of what ``full`` holds in the end."""
+        return f"knorm + uniform({(self.prompt + self.new) // 4}, every_step)"
 
 
 def prompts(model: LanguageModel, settings: Serving, rows: int) -> list[list[int]]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import collections
 import concurrent.futures
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 from kvjax.engine._reading import Program
@@ -18,25 +19,40 @@ class Compiler:
     def __init__(self) -> None:
         self._pool = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="kvjax-compile")
         self._made: dict[Hashable, concurrent.futures.Future[Any]] = {}
+        self._line: collections.deque[tuple[concurrent.futures.Future[Any], Callable[[], Any]]]
+        self._line = collections.deque()
 
-    def ready(self, programs: Sequence[Program], wait: float = 0.0) -> bool:
-        """Are all of them compiled? Those that nobody asked for yet are begun.
+    def ready(self, programs: Sequence[Program], wait: float = 0.0, *, urgent: bool = False) -> bool:
+        """Are all of them compiled? Those that nobody asked for yet are begun, and those that failed.
 
         Args:
           programs: keys, and what compiles them.
           wait: seconds to wait for them.
+          urgent: rows that are being written wait for them: before all others that were not begun.
 
         Raises:
           Exception: what a compilation raised.
         """
         for key, make in programs:
             if key not in self._made:
-                self._made[key] = self._pool.submit(make)
-        futures = [self._made[key] for key, _ in programs]
-        done, pending = concurrent.futures.wait(futures, timeout=wait)
-        for future in done:
-            future.result()
+                future: concurrent.futures.Future[Any] = concurrent.futures.Future()
+                self._made[key] = future
+                (self._line.appendleft if urgent else self._line.append)((future, make))
+                self._pool.submit(self._one)
+        futures = {key: self._made[key] for key, _ in programs}
+        _, pending = concurrent.futures.wait(futures.values(), timeout=wait)
+        for key, future in futures.items():
+            if future.done() and future.exception() is not None:
+                del self._made[key]  # whoever asks next may have more luck
+                future.result()
         return not pending
+
+    def _one(self) -> None:
+        future, make = self._line.popleft()
+        try:
+            future.set_result(make())
+        except BaseException as error:  # who asked for it is told
+            future.set_exception(error)
 
     def close(self) -> None:
         """Begins nothing more."""

@@ -57,7 +57,7 @@ class Metrics:
 
     Attributes:
       queued: requests that wait.
-      reading: requests whose prompt is being read.
+      reading: requests whose prompt is being read, or whose programs are being compiled.
       running: rows that are being written.
       lanes: one entry a lane.
       requests: ended requests by reason: ``FINISHES`` and "error".

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Iterable
-from typing import Any
 
 import jax
 import numpy as np
@@ -13,12 +11,10 @@ import numpy as np
 from kvjax import metrics
 from kvjax.cache.state import KVState, PoolOverflowError
 from kvjax.decode import RequestError
-from kvjax.engine import _layout as layout
 from kvjax.engine import _prefix as prefixes
 from kvjax.engine import _reading as readings
-from kvjax.engine._errors import ContextMismatch, ContextNotFound
+from kvjax.engine._begun import Begun, beginning
 from kvjax.engine._lane import Lane
-from kvjax.engine._loans import Beginning
 from kvjax.engine._reading import Reading
 from kvjax.engine._request import Event, KVUsage
 from kvjax.engine._segment import first, look
@@ -28,40 +24,10 @@ from kvjax.engine._work import Job, pairs
 from kvjax.sampling import sampling
 
 TOLD = 0.5
-"""Seconds of compiling from which on an operator is told."""
+"""Seconds of compiling, or of standing still, from which on an operator is told."""
 
 PATIENCE = 0.02
 """Seconds to wait for a compilation where nothing else is to be done."""
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Start:
-    """What a row is read on from.
-
-    Attributes:
-      state: of the row, which has seen so many tokens.
-      seen: how many.
-      of: the prefix or the context that it is a copy of; None for an empty row.
-      logits: what follows a context.
-    """
-
-    state: KVState
-    seen: int
-    of: Beginning | None = None
-    logits: Any = None
-
-
-class Begun:
-    """A request that is being read, or has been and waits for pages."""
-
-    def __init__(self, job: Job, lane: Lane | None, reading: Reading | None, start: Start) -> None:
-        self.job, self.lane, self.reading = job, lane, reading
-        self.start = start
-        self.state = start.state if reading is None else None  # once it is read
-        self.begins = [] if start.of is None else [start.of]
-        self.compiled = reading is None
-        self.since = time.monotonic()
-        self.growth: list[int] | None = None
 
 
 class Reader:
@@ -69,59 +35,96 @@ class Reader:
 
     Attributes:
       begun: the request that is read, or waits for pages; None where there is none.
+      aside: requests that wait for programs, the oldest first. Others pass them; places in their lanes are
+        theirs.
+      units: chunks and layers that were read.
       warm: has any row entered a lane?
     """
 
     def __init__(self, shared: Shared) -> None:
         self._shared = shared
         self.begun: Begun | None = None
+        self.aside: list[Begun] = []
+        self.units = 0
         self.warm = False
 
     @property
     def reads(self) -> bool:
         """Is there a prompt to be read between two segments?"""
-        return self.begun is not None and self.begun.compiled and self.begun.state is None
+        return self.begun is not None and self.begun.state is None
+
+    @property
+    def jobs(self) -> list[Job]:
+        """Requests that are neither in the queue nor in a row."""
+        return [begun.job for begun in (self.begun, *self.aside) if begun is not None]
 
     def wait(self) -> bool:
-        """Where programs of the request are being compiled, waits a little; False where none are."""
-        if self.begun is None or self.begun.compiled:
+        """Where programs are being compiled, waits a little; False where none are."""
+        if not self.aside:
             return False
-        self._compiled(self.begun)
+        self._next(PATIENCE)
         return True
 
     def cancel(self, number: int, reason: str) -> None:
-        """Ends the request of that number, if it is the one."""
-        if self.begun is not None and self.begun.job.ticket.id == number:
-            job, self.begun = self.begun.job, None
-            self._shared.end(job, reason)
+        """Ends the request of that number, if it is one of these."""
+        for job in self.jobs:
+            if job.ticket.id == number:
+                self.aside = [begun for begun in self.aside if begun.job is not job]
+                if self.begun is not None and self.begun.job is job:
+                    self.begun = None
+                self._shared.end(job, reason)
 
     # --- a beginning -------------------------------------------------------------------------------------
 
-    def begin(self, waiting: Iterable[Job]) -> Job | None:
-        """Begins the first of these requests that has a place; the one that waits no more."""
-        self._shared.space.promised = None
+    def begin(self, waiting: Iterable[Job]) -> list[Job]:
+        """Begins the first of these requests that has a place and its programs; those that wait no more.
+
+        Where programs are missing they are compiled beside, and the request stands aside. Who has a place
+        passes those who have none, but not for ever those who have no lane.
+        """
+        taken: list[Job] = []
+        passed: list[Job] = []  # have no lane yet
+        self._next()
         for job in waiting:
+            if self.begun is not None:
+                break
             try:
                 begun = self._start(job)
             except Exception as error:  # of this request alone
                 self._shared.fail(job, error)
-                return job
+                taken.append(job)
+                continue
             if begun is not None:
-                self.begun, self._shared.space.promised = begun, begun.lane
-                if not begun.compiled:
-                    self._compiled(begun, 0.0)
-                return job
-        return None
+                taken.append(job)
+                self.aside.append(begun)
+                self._next()
+                for other in passed:
+                    other.passed += 1
+            elif job.laneless:
+                if job.passed >= self._shared.settings.max_rows:
+                    break  # lanes run empty until one can be dropped
+                passed.append(job)
+        return taken
+
+    def _next(self, seconds: float = 0.0) -> None:
+        """Takes the oldest request whose programs are there, where none is being read."""
+        for begun in list(self.aside):
+            if self.begun is None and self._compiled(begun, seconds):
+                self.aside.remove(begun)
+                self.begun = begun
+        held = [begun.lane for begun in (self.begun, *self.aside) if begun is not None]
+        self._shared.space.promised = [lane for lane in held if lane is not None]
 
     def _start(self, job: Job) -> Begun | None:
         """A reading of the request, and the lane it is for; None while there is no place."""
         settings, model = self._shared.settings, self._shared.model
         row = self._shared.space.row(job)
         lane = None if job.keeps else self._shared.space.lane(job, row)
-        if not job.keeps and (lane is None or lane.free_place is None):
+        job.laneless = lane is None and not job.keeps
+        if job.laneless or not self._welcome(lane):
             return None
         ranked = job.ticket.request.echo and job.ticket.request.logprobs is not None and not job.echoed
-        start = self._beginning(job, row, ranked)
+        start = beginning(self._shared, job, row, ranked)
         job.cached = start.seen
         if start.seen == len(job.tokens):
             return Begun(job, lane, None, start)
@@ -140,28 +143,18 @@ class Reader:
             borders=borders,
             width=settings.chunk,
         )
-        return Begun(job, lane, reading, start)
+        begun, programs = Begun(job, lane, reading, start), readings.programs(reading)
+        if lane is not None and lane.sized:
+            programs.append(lane.program(settings.segment))
+        begun.pending = programs
+        return begun
 
-    def _beginning(self, job: Job, row: KVState, ranked: bool) -> Start:
-        """The state to read on from, in pages enough for the whole prompt."""
-        if job.continues:
-            kept = self._shared.store.get(job.continues)
-            if kept is None:
-                raise ContextNotFound(f"context {job.continues!r} was deleted before the request began.")
-            if any(mine[1] > theirs[1] for mine, theirs in zip(layout.shape(row), layout.shape(kept.state))):
-                raise ContextMismatch(
-                    f"context {job.continues!r} was read with page lists too short for '{job.policy!r}'. "
-                    f"Go on with its own budget or a smaller one."
-                )
-            more = len(job.tokens) - len(kept.tokens)
-            state = readings.continued(job.policy, kept.state, more)
-            return Start(state, len(kept.tokens), kept, kept.logits)
-        prefix = None if ranked else self._shared.space.prefixes.find(job.prefix_key, job.tokens)
-        if prefix is None:
-            return Start(readings.empty_for(job.policy, row, len(job.tokens)), 0)
-        more = len(job.tokens) - len(prefix.tokens)
-        state = readings.continued(job.policy, prefix.state, more)
-        return Start(readings.with_total(state, len(job.tokens)), len(prefix.tokens), prefix)
+    def _welcome(self, lane: Lane | None) -> bool:
+        """Has it a place beside those that stand aside? The first row of a lane decides its size alone."""
+        aside = sum(begun.lane is lane for begun in self.aside)
+        if lane is None or not lane.sized:
+            return not aside
+        return lane.places.count(None) > aside
 
     # --- a prompt ----------------------------------------------------------------------------------------
 
@@ -171,8 +164,6 @@ class Reader:
         assert begun is not None  # noqa: S101
         try:
             if begun.state is None:
-                if not begun.compiled and not self._compiled(begun, 0.0):
-                    return self.begun is None
                 self._unit(begun)
                 if self.begun is None or begun.state is None:
                     return True
@@ -182,32 +173,27 @@ class Reader:
             self._shared.fail(begun.job, error)
             return True
 
-    def _compiled(self, begun: Begun, seconds: float = PATIENCE) -> bool:
-        """Are the programs of a reading and of its lane compiled?"""
-        assert begun.reading is not None  # noqa: S101
+    def _compiled(self, begun: Begun, seconds: float) -> bool:
+        """Are the programs compiled that a request waits for? If they cannot be, it fails alone."""
         try:
-            programs = readings.programs(begun.reading)
-            if begun.lane is not None and begun.lane.sized:
-                programs.append(begun.lane.program(self._shared.settings.segment))
-            begun.compiled = self._shared.compiler.ready(programs, seconds)
-            waited = time.monotonic() - begun.since
-            if begun.compiled and waited > TOLD:
-                self._shared.note(
-                    f"programs of '{begun.job.policy!r}' took {waited:.1f} s to compile, beside the others"
-                )
+            ready = self._shared.compiler.ready(begun.pending, seconds)
         except Exception as error:  # of this request alone: another policy compiles
-            self.begun = None
+            self.aside.remove(begun)
             self._shared.fail(begun.job, error)
             return False
-        return begun.compiled
+        waited = time.monotonic() - begun.since
+        if ready and begun.pending and waited > TOLD:
+            self._shared.note(
+                f"programs of '{begun.job.policy!r}' took {waited:.1f} s to compile, beside the others"
+            )
+        return ready
 
     def _unit(self, begun: Begun) -> None:
         job, reading = begun.job, begun.reading
         assert reading is not None  # noqa: S101
-        start = time.monotonic()
-        reading.unit()
-        if self._shared.space.running:
-            self._shared.counts.pauses.add(time.monotonic() - start)
+        if not reading.done:  # the first of its kind was read beside, where its programs were made
+            reading.unit()
+            self.units += 1
         if not reading.done:
             return
         for border, state in reading.snapshots.items():
@@ -327,10 +313,14 @@ class Reader:
                     f"held, and kv_memory is {settings.kv_memory}. Raise it, or ask for fewer tokens."
                 )
             return False
-        larger = [lane.program(settings.segment, begun.growth)]
-        if not self._shared.compiler.ready(larger, 0.0 if space.running else PATIENCE):
-            return False
+        programs = [lane.program(settings.segment, begun.growth)]
+        if not self._shared.compiler.ready(programs):
+            begun.pending, begun.since = programs, time.monotonic()
+            self.aside.insert(0, begun)
+            self.begun = None
+            return True
         growth, begun.growth = begun.growth, None
-        if space.affordable(lane, growth, exactly=True) is not None:
+        larger = all(have <= n for have, n in zip(lane.counts, growth))  # rows may have grown it meanwhile
+        if larger and space.affordable(lane, growth, exactly=True) is not None:
             lane.resize(growth)
         return True

@@ -34,6 +34,8 @@ class Reading:
     """One prompt that is being read.
 
     Attributes:
+      whole: is the prompt read layer by layer?
+      ranked: are the log-probabilities of its tokens looked at?
       state: after what has been read, one row; final once ``done``.
       logits: of the token after the prompt, once ``done``.
       ranks: of the prompt's tokens, where asked for, once ``done``.
@@ -71,11 +73,11 @@ class Reading:
         self.ranks: Ranks | None = None
         self.snapshots: dict[int, KVState] = {}
         self.done = False
-        self._ranked, self._borders = ranked, frozenset(borders)
+        self.ranked, self._borders = ranked, frozenset(borders)
         self._seeds = np.asarray([seed & 0xFFFFFFFF], np.uint32)
         self._found: list[tuple[Any, ...]] = []
-        whole = policy.whole_prompt and not begun
-        self._units = self._layers() if whole else self._chunks()
+        self.whole = policy.whole_prompt and not begun
+        self._units = self._layers() if self.whole else self._chunks()
 
     def unit(self) -> None:
         """Reads one chunk, or takes the prompt through one layer; waits for it."""
@@ -83,11 +85,16 @@ class Reading:
             next(self._units)
         except StopIteration:
             self.done = True
-            if self._ranked:
+            if self.ranked:
                 logprob, best, theirs = (np.concatenate(x) for x in zip(*jax.device_get(self._found)))
                 many = len(self.tokens) - 1  # nothing follows the last one; beyond are pads of the last piece
                 self.ranks = logprob[:many], best[:many], theirs[:many]
         jax.block_until_ready(self.state.length)
+
+    def through(self) -> None:
+        """Reads all that is left."""
+        while not self.done:
+            self.unit()
 
     def _chunks(self) -> Iterator[None]:
         network, params = self.model.network, self.model.params
@@ -99,7 +106,7 @@ class Reading:
             self.state, last, x = decode.chunk_outputs(
                 network, self.policy, params, layers, self.state, piece, np.asarray([count], np.int32), last
             )
-            if self._ranked:
+            if self.ranked:
                 following = decode.padded([self.tokens[begin + 1 : begin + 1 + width]], width)[0]
                 self._found.append(prompt_log_probabilities(network, params, x[0], following))
             if begin + count in self._borders:
@@ -119,7 +126,7 @@ class Reading:
                 self.state, last, x = end.value
                 break
             yield
-        if self._ranked:
+        if self.ranked:
             for begin in range(0, len(self.tokens), self.width):
                 following = decode.padded([self.tokens[begin + 1 : begin + 1 + self.width]], self.width)[0]
                 piece = _piece(x, begin, self.width)
@@ -187,9 +194,18 @@ Program = tuple[Any, Callable[[], Any]]
 
 
 def programs(reading: Reading) -> list[Program]:
-    """The programs a reading in chunks will run, for those who compile them beforehand."""
-    if reading.policy.whole_prompt and not reading.begun:
-        return []
+    """The programs that a reading will run, for those who compile them beforehand.
+
+    What reads a whole prompt depends on what is found in it. So the first prompt of a size is read where it
+    would be compiled, to its end. Two threads must not run programs of several devices: there it is not.
+    """
+    if reading.whole:
+        if reading.state.mesh != ONE:
+            return []
+        most = pool.coarse_class(len(reading.tokens))  # of a prompt this long pages are of few sizes
+        sizes = tuple(leaf.shape for leaf in jax.tree.leaves((reading.state, reading.weights)))
+        kind = str(jax.tree.structure((reading.policy, reading.state)))
+        return [(("prompt", kind, sizes, most, reading.ranked), reading.through)]
     widths = {width for _, width in pieces(reading.begun, len(reading.tokens), reading.width)}
     shapes = layout.placed(jax.tree.map(_shape, reading.state))
     layers = decode.sites(reading.model.network, reading.policy, reading.model.params, reading.weights)

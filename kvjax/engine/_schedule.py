@@ -5,9 +5,10 @@ the reading take turns. So a running row waits at most for one segment of each o
 one lane alone has anything to do, its next segment is begun before the last one's tokens are handed out. A
 request goes
 
-  queue -> preparing (programs are compiled beside the others) -> reading -> waiting for pages -> a row
+  queue -> aside (programs are compiled beside the others) -> reading -> waiting for pages -> a row
 
-in the order of the queue; only those pass it whose lane has a place while the first one's has none.
+in the order of the queue; only those pass it whose lane has a place, or programs, while the first one's has
+none. Who has no lane at all is passed by as many as a lane has places, then by nobody.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from kvjax.engine._counts import Counts
 from kvjax.engine._lane import Lane
 from kvjax.engine._looks import of_lane
 from kvjax.engine._metrics import Metrics
-from kvjax.engine._reader import Reader
+from kvjax.engine._reader import TOLD, Reader
 from kvjax.engine._request import Inspection
 from kvjax.engine._settings import Settings
 from kvjax.engine._shared import Shared
@@ -99,12 +100,22 @@ class Scheduler:
 
     def turn(self) -> bool:
         """Does one piece of work; False where there is none."""
+        begun, read, waited = time.monotonic(), self._reader.units, self._writer.waited
+        running = self.space.running
+        done = self._piece()
+        stood = time.monotonic() - begun - (self._writer.waited - waited)
+        if running and (stood > TOLD or self._reader.units > read):
+            self.counts.pauses.add(stood)
+        if running and stood > TOLD:
+            self._shared.note(f"running rows stood still for {stood:.1f} s, for a row that came or went")
+        return done
+
+    def _piece(self) -> bool:
         self._expire()
         if self._reader.begun is None:
-            taken = self._reader.begin(self._queue)
-            if taken is not None:
+            for taken in self._reader.begin(self._queue):
                 self._queue.remove(taken)
-            self._stuck = len(self._queue) if taken is None else None
+            self._stuck = len(self._queue) if self._reader.begun is None else None
         if self._reader.begun is not None:
             self._writer.settle()
         work: list[Callable[[], bool]] = [
@@ -130,8 +141,7 @@ class Scheduler:
 
     def _expire(self) -> None:
         """Ends requests whose deadline has come."""
-        now, begun = time.monotonic(), self._reader.begun
-        jobs = [*self._queue, *([begun.job] if begun else [])]
+        now, jobs = time.monotonic(), [*self._queue, *self._reader.jobs]
         jobs += [place.job for lane in self.space.lanes for place in lane.places if place is not None]
         for job in jobs:
             deadline = job.ticket.request.deadline
@@ -148,7 +158,7 @@ class Scheduler:
         """A snapshot; ``waiting`` requests are on their way to the queue."""
         return self.counts.snapshot(
             queued=len(self._queue) + waiting,
-            reading=int(self._reader.begun is not None),
+            reading=len(self._reader.jobs),
             running=sum(len(lane.rows) for lane in self.space.lanes),
             lanes=tuple(of_lane(lane) for lane in self.space.lanes),
             kv_memory=self._settings.kv_memory,

@@ -30,14 +30,14 @@ class Space:
     Attributes:
       lanes: running batches.
       prefixes: states of texts that were read before; the first to make room.
-      promised: the lane of the request that is being read; it is not dropped.
+      promised: lanes of requests that are being read, or wait for programs; they are not dropped.
     """
 
     def __init__(self, model: Weighted, settings: Settings, store: Store) -> None:
         self.model, self.settings, self.store = model, settings, store
         self.lanes: list[Lane] = []
         self.prefixes = Prefixes(settings.kv_memory // 4)
-        self.promised: Lane | None = None
+        self.promised: list[Lane] = []
         self._rows: dict[str, KVState] = {}
 
     @property
@@ -103,18 +103,17 @@ class Space:
         """
         nothing = layout.nothing(lane.state)
         most = layout.most_pages(lane.policy, lane.state, nothing, self.settings.context, 1)
-        rows = len(lane.places)
-        while rows:
+        for rows in range(len(lane.places), 0, -1):
             limits = [max(1, rows * pages) for pages in most]
-            counts = [min(pool.size_class(rows * pages), all) for pages, all in zip(need, limits)]
-            if self.affordable(lane, counts, exactly=True) is not None:
-                return counts
-            rows //= 2
+            for ladder in (pool.size_class, int):  # of the sizes that are often met, else as few as possible
+                counts = [min(max(1, ladder(rows * pages)), all) for pages, all in zip(need, limits)]
+                if self.affordable(lane, counts, exactly=True) is not None:
+                    return counts
         return None
 
     def drop_lane(self, besides: Lane | None = None) -> bool:
         """Drops the idle lane that was not used for longest; False where all have rows."""
-        idle = [x for x in self.lanes if not x.rows and x is not besides and x is not self.promised]
+        idle = [x for x in self.lanes if not x.rows and x is not besides and x not in self.promised]
         if not idle:
             return False
         self.lanes.remove(min(idle, key=lambda lane: lane.used))

@@ -38,6 +38,8 @@ class Job:
       skip: new tokens that were handed out before its row had to make room.
       echoed: was the prompt handed out?
       cached: tokens of the prompt that did not have to be read.
+      laneless: is there no lane for it, and no memory for one?
+      passed: requests that were begun before it meanwhile, though they came later.
     """
 
     ticket: Ticket
@@ -52,6 +54,8 @@ class Job:
     skip: int = 0
     echoed: bool = False
     cached: int = 0
+    laneless: bool = False
+    passed: int = 0
     given: float = 0.0
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 import numpy as np
@@ -18,7 +19,11 @@ from kvjax.engine._work import Job
 
 
 class Writer:
-    """Writes on the rows of all lanes; the engine's thread only."""
+    """Writes on the rows of all lanes; the engine's thread only.
+
+    Attributes:
+      waited: seconds that this thread has waited for segments.
+    """
 
     def __init__(self, shared: Shared, put_back: Callable[[Job], None], quiet: Callable[[], bool]) -> None:
         """Writes nothing yet.
@@ -29,6 +34,7 @@ class Writer:
           quiet: is there nothing to be done but to write on with one lane?
         """
         self._shared, self._put_back, self._quiet = shared, put_back, quiet
+        self.waited = 0.0
 
     def cancel(self, number: int, reason: str) -> None:
         """Ends the request of that number, if it has a row."""
@@ -60,7 +66,9 @@ class Writer:
         usage, events and whoever they wake. Where a row ends, or somebody wants something, rows come and go
         first.
         """
+        waits = time.monotonic()
         drawn, took = lane.land()
+        self.waited += time.monotonic() - waits
         taken = [(at, place.job) for at, place in enumerate(lane.places) if place is not None]
         fresh = [(at, job, job.write(drawn, at)) for at, job in taken]
         gone = [at for at, _, events in fresh if events and events[-1].finish_reason is not None]
@@ -82,7 +90,8 @@ class Writer:
             lack = lane.short_by(steps)
             wanted = space.affordable(lane, [have + max(0, n) for have, n in zip(lane.counts, lack)])
             if wanted is not None:
-                if not shared.compiler.ready([lane.program(shared.settings.segment, wanted)], PATIENCE):
+                larger = [lane.program(shared.settings.segment, wanted)]
+                if not shared.compiler.ready(larger, PATIENCE, urgent=True):
                     return False
                 lane.resize(wanted)
                 continue

@@ -53,7 +53,7 @@ def start(words: list[str]) -> tuple[subprocess.Popen, str]:
 async def client(url: str, number: int, end: float, found: collections.Counter) -> None:
     """One of them, until the end."""
     draw = random.Random(number)
-    async with httpx.AsyncClient(base_url=url, timeout=300) as http:
+    async with httpx.AsyncClient(base_url=url, timeout=900) as http:  # on a machine that is busy, too
         while time.monotonic() < end:
             policy, leaves = draw.choice(POLICIES), draw.random() < 0.1
             body = {

@@ -226,7 +226,7 @@ def streamed(url: str, **said: Any) -> Any:
 
 
 def test_sigterm_lets_what_runs_end_and_takes_nothing_new(tiny_folder):
-    with process(tiny_folder, "--drain", "60") as (child, url):
+    with process(tiny_folder, "--drain", "600") as (child, url):
         with streamed(url, n=8) as answer:
             lines = answer.iter_lines()
             next(lines)

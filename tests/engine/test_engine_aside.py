@@ -1,0 +1,145 @@
+"""Who waits for programs, memory or a lane stops nobody else, and is not passed for ever."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import tiny
+from tiny import quick_compiles  # noqa: F401
+
+import kvjax
+from kvjax.engine import Engine, Request, lane_bytes
+from kvjax.engine import _layout as layout
+from kvjax.engine._compiler import Compiler
+from kvjax.engine._lane import Lane
+from kvjax.engine._reading import Reading
+
+SIZES = {"max_rows": 3, "context": 96, "chunk": 16, "segment": 4, "page": tiny.PAGE}
+WHOLE = "snapkv(8) + uniform(0.5)"
+
+
+def asked(seed: int = 1, tokens: int = 8, **more) -> Request:
+    return Request(prompt=tiny.prompt(20, seed), max_new_tokens=tokens, **more)
+
+
+def test_who_waits_for_programs_stands_aside():
+    free = threading.Event()
+    with Engine(tiny.model(), **SIZES) as engine:
+        expected = engine.submit(asked()).result()
+        engine._scheduler._compiler._pool.submit(free.wait, 300)
+        strange = [engine.submit(asked(2, policy=WHOLE)), engine.submit(asked(3, policy="window(16)"))]
+        assert engine.submit(asked()).result() == expected  # it came last, and its programs are there
+        assert [ticket.done for ticket in strange] == [False, False]
+        assert engine.metrics().reading == 2
+        strange[1].cancel()
+        assert [event.finish_reason for event in strange[1]] == ["cancelled"]
+        free.set()
+        assert len(strange[0].result()) == 8
+
+
+def test_the_first_whole_prompt_of_a_size_is_read_where_programs_are_compiled(monkeypatch):
+    readers, unit = [], Reading.unit
+
+    def read(self):
+        readers.append(threading.current_thread().name.split("_")[0])
+        unit(self)
+
+    monkeypatch.setattr(Reading, "unit", read)
+    with Engine(tiny.model(), policy=WHOLE, **SIZES) as engine:
+        found = [engine.submit(asked()).result() for _ in range(2)]
+        assert found[0] == found[1]
+        half = len(readers) // 2
+        assert half >= 2  # a unit a layer
+        assert readers == ["kvjax-compile"] * half + ["kvjax-engine"] * half
+
+
+def test_a_prompt_that_fails_beside_the_others_fails_alone(monkeypatch):
+    unit = Reading.unit
+
+    def breaks(self):
+        if self.tokens[0] == tiny.prompt(20, 7)[0]:
+            raise ArithmeticError("planted")
+        unit(self)
+
+    monkeypatch.setattr(Reading, "unit", breaks)
+    with Engine(tiny.model(), policy=WHOLE, **SIZES) as engine:
+        with pytest.raises(ArithmeticError, match="planted"):
+            engine.submit(asked(7)).result()
+        assert len(engine.submit(asked(8)).result()) == 8
+
+
+def test_who_has_no_lane_is_not_passed_for_ever():
+    """One lane, always busy: after as many as it has places it runs empty for the other policy."""
+    with Engine(tiny.model(), max_lanes=1, **SIZES) as engine:
+        engine.submit(asked()).result()
+        begun = [engine.submit(asked(seed, 20 + 9 * seed)) for seed in range(3)]  # never all at once
+        other = engine.submit(asked(5, 4, policy="window(16)"))
+        later = [engine.submit(asked(seed, 20 + 9 * (seed % 3))) for seed in range(8)]
+        ends: dict[int, float] = {}
+
+        def listen(ticket) -> None:
+            ticket.result()
+            ends[ticket.id] = time.monotonic()
+
+        threads = [threading.Thread(target=listen, args=[x]) for x in (*begun, other, *later)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert sum(ends[ticket.id] < ends[other.id] for ticket in later) == 3
+
+
+def test_standing_still_is_told(monkeypatch):
+    told, made = [], Lane.__init__
+
+    def slow(self, *words) -> None:
+        made(self, *words)
+        time.sleep(0.7)
+
+    with Engine(tiny.model(), on_note=told.append, **SIZES) as engine:
+        engine.submit(asked()).result()
+        monkeypatch.setattr(Lane, "__init__", slow)
+        running = engine.submit(asked(2, 70))
+        next(iter(running))
+        assert len(engine.submit(asked(3, 2, policy="window(16)")).result()) == 2
+        assert any(line.startswith("running rows stood still for") for line in told)
+        assert max(engine.metrics().pauses.recent) >= 0.7
+
+
+def test_a_lane_begins_with_as_many_rows_as_memory_has_room_for():
+    """Five of eight, and not the next power of two below."""
+    sizes = {"context": 96, "chunk": 16}
+    memory = lane_bytes(tiny.model(), kvjax.policy(WHOLE), rows=5, tokens=56, places=8, **sizes)
+    with Engine(tiny.model(), policy=WHOLE, kv_memory=memory, max_rows=8, **sizes) as engine:
+        assert len(engine.submit(Request(prompt=tiny.prompt(80), max_new_tokens=16)).result()) == 16
+        (lane,) = engine._scheduler.space.lanes
+        nothing = layout.nothing(lane.state)
+        (counts,), (one,) = lane.counts, layout.most_pages(lane.policy, lane.state, nothing, 56, 1)
+        assert 5 * one <= counts < 6 * one
+
+
+def test_what_running_rows_wait_for_is_compiled_first():
+    compiler, free, made = Compiler(), threading.Event(), []
+    assert not compiler.ready([("first", free.wait)])
+    assert not compiler.ready([("later", lambda: made.append("later"))])
+    assert not compiler.ready([("now", lambda: made.append("now"))], urgent=True)
+    free.set()
+    assert compiler.ready([("later", free.wait)], 60)
+    assert made == ["now", "later"]
+    compiler.close()
+
+
+def test_who_has_programs_passes_one_of_its_lane_who_has_none():
+    free = threading.Event()
+    with Engine(tiny.model(), **SIZES) as engine:
+        expected = engine.submit(asked()).result()
+        engine._scheduler._compiler._pool.submit(free.wait, 300)
+        long = engine.submit(
+            Request(prompt=tiny.prompt(80, 2), max_new_tokens=8)
+        )  # a larger pool is read into
+        assert engine.submit(asked()).result() == expected
+        assert not long.done
+        free.set()
+        assert len(long.result()) == 8
