@@ -30,6 +30,9 @@ from kvjax.serve.arguments import parse
 
 HERE = Path(__file__).parent
 CLOSE = 5e-5
+CANCELS = 1e-3
+"""φ of random maps makes of visited tokens far more than they are: what is left of its summary is rounding. Chunk
+borders alone move the same steps on one device; with a model in float64 nothing of it is left."""
 
 
 def lived(*words: str, processes: int = 1, program: str = "mesh_run.py", devices: int = 4) -> list[dict]:
@@ -51,7 +54,8 @@ def check(found: list[dict]) -> None:
         # Kept sets first: where they differ logits tell nothing.
         assert one["kept"] == [0, 0], one
         assert one["text"] == 0, one
-        assert one["logits"] <= CLOSE, one
+        completed = "topk" in one["policy"] and "phi" in one["policy"]
+        assert one["logits"] <= (CANCELS if completed else CLOSE), one
         assert min(one["held"]) > 0
 
 
