@@ -31,8 +31,8 @@ from kvjax.serve.arguments import parse
 HERE = Path(__file__).parent
 CLOSE = 5e-5
 CANCELS = 1e-3
-"""φ of random maps makes of visited tokens far more than they are: what is left of its summary is rounding. Chunk
-borders alone move the same steps on one device; with a model in float64 nothing of it is left."""
+"""φ of random maps makes of visited tokens far more than they are: what is left of its summary is rounding.
+Chunk borders alone move the same steps on one device; with a model in float64 nothing of it is left."""
 
 
 def lived(*words: str, processes: int = 1, program: str = "mesh_run.py", devices: int = 4) -> list[dict]:
