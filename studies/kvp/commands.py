@@ -36,11 +36,10 @@ def do(study: str, values: dict[str, Any]) -> None:
     file.with_suffix(".md").write_text(page(json.loads(file.read_text("utf-8"))), "utf-8")
     print(file)
     print(file.with_suffix(".md"))
-    if draw is not None:
-        print(draw(json.loads(file.read_text("utf-8")), file.with_suffix(".png")))
+    print(draw(json.loads(file.read_text("utf-8")), file.with_suffix(".png")))
 
 
-Found = tuple[dict[str, Any], Callable[[Any], str], "Callable[[Any, Path], Path] | None"]
+Found = tuple[dict[str, Any], Callable[[Any], str], Callable[[Any, Path], Path]]
 """What was found, what writes its page, what draws it."""
 
 
@@ -95,7 +94,7 @@ def _time(values: dict[str, Any]) -> Found:
     }
     full = " ".join(map(str, values["full_size"]))
     command = f"python -m studies.kvp time --config {values['config']} --rankers {file} --full-size {full}"
-    return found, lambda x: pages.time_page(x, command), None
+    return found, lambda x: pages.time_page(x, command), pages.draw_times
 
 
 def _flops(spec: Any, parameters: int) -> list[dict[str, Any]]:

@@ -192,3 +192,22 @@ def time_page(found: Mapping[str, Any], command: str) -> str:
     for one in found["flops"]:
         lines.append(_row([one["model"], *(f"{100 * row['share']:.2f}" for row in one["rows"])]))
     return "\n".join([*lines, ""])
+
+
+def draw_times(found: Mapping[str, Any], file: Path) -> Path:
+    """Share of ranking over the prompt's length, measured and by FLOPs."""
+    plt = plotting.pyplot()
+    figure, (axis,) = plotting.panels(plt, 1, 1, (5, 3.2))
+    measured = [(one["length"], 100 * one["ranking_over_reading"]) for one in found["measured"]]
+    axis.plot(*zip(*measured), "o-", color=plotting.COLOURS[0], label="measured, embedded model")
+    for colour, one in zip(plotting.COLOURS[1:], found["flops"]):
+        counted = [(row["length"], 100 * row["share"]) for row in one["rows"]]
+        axis.plot(*zip(*counted), "--", color=colour, label=f"by FLOPs, {Path(one['model']).name}")
+    axis.axhline(3, color="0.4", lw=1, ls=":", label="aim from 16,384 on")
+    axis.set_xscale("log", base=2)
+    axis.set_yscale("log")
+    axis.set_xlabel("tokens of a prompt", fontsize=9)
+    axis.set_ylabel("ranking, % of reading", fontsize=9)
+    axis.tick_params(labelsize=8)
+    axis.legend(fontsize=7)
+    return plotting.saved(plt, figure, file)
