@@ -95,7 +95,7 @@ class Writer:
                     return False
                 lane.resize(wanted)
                 continue
-            at = max(lane.rows, key=lambda at: lane.places[at].order)  # type: ignore[union-attr]
+            at = max(lane.rows, key=lambda at: lane.places[at].job.ticket.id)  # type: ignore[union-attr]
             place = lane.places[at]
             assert place is not None  # noqa: S101
             lane.release([at])

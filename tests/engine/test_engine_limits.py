@@ -13,6 +13,7 @@ import kvjax
 from kvjax.decode import RequestError
 from kvjax.engine import Draining, Engine, EngineDead, QueueFull, Request
 from kvjax.engine._lane import Lane
+from kvjax.engine._reader import Reader
 from kvjax.engine._reading import Reading
 
 SIZES = {"max_rows": 3, "context": 96, "chunk": 16, "segment": 4, "page": tiny.PAGE}
@@ -143,8 +144,12 @@ def test_what_cannot_be_served_is_refused_before_anything_begins(fields, words):
         engine.submit(Request(**{"prompt": [1, 2]} | fields))
 
 
-def test_rows_are_preempted_where_memory_runs_short_and_their_text_stays():
-    """Counting none of the tokens to come (a share of 0) admits all; two of three rows fit to their ends."""
+@pytest.mark.parametrize("overtaken", [False, True])
+def test_rows_are_preempted_where_memory_runs_short_and_their_text_stays(monkeypatch, overtaken):
+    """Counting none of the tokens to come (a share of 0) admits all; two of three rows fit to their ends.
+
+    The oldest stays, also where its programs were ready last, so that its row came after the others'.
+    """
     sizes = SIZES | {"context": 160}
     requests = [Request(prompt=tiny.prompt(70 + seed, seed), max_new_tokens=85) for seed in range(3)]
     with Engine(tiny.model(), kv_memory=1 << 22, **sizes) as roomy:
@@ -154,6 +159,14 @@ def test_rows_are_preempted_where_memory_runs_short_and_their_text_stays():
         pages = lane.bytes_of([1])
         held = lane.allocated - lane.bytes_of(lane.counts)
     with Engine(tiny.model(), kv_memory=held + 40 * pages, share=0.0, **sizes) as small:
+        if overtaken:
+            compiled = Reader._compiled
+
+            def late(reader, begun, seconds):
+                running = small._scheduler.space.running
+                return (begun.job.ticket.id > 1 or running) and compiled(reader, begun, seconds)
+
+            monkeypatch.setattr(Reader, "_compiled", late)
         begun = time.monotonic()
         tickets = [small.submit(request) for request in requests]
         found = [ticket.result() for ticket in tickets]
