@@ -257,26 +257,42 @@ def reserve(policy: Policy, state: KVState, tokens: int, arriving: int, ahead: i
     return states.reserve(state, tokens, most, ahead=ahead, doubling=arriving > 1, uneven=uneven)
 
 
-def roomy(policy: Policy, state: KVState, arriving: int) -> KVState:
-    """The state with pools that never have to grow, whatever they hold and whatever comes: one size for all.
+def roomy(policy: Policy, state: KVState, arriving: int, tokens: int | None = None) -> KVState:
+    """The state with pools that need not grow, of few sizes, so that many states share one program.
 
     Args:
       policy: whose state it is.
       state: left as it is.
       arriving: most tokens of a row that come at a time.
+      tokens: of a row, that come; None: pools hold whatever comes, one size for all.
     """
     bounds = slot_bounds(policy, state.context, arriving, page_sizes(state))
 
-    def grown(pages: Pages, most: int | None) -> Pages:
+    def full(pages: Pages, most: int | None) -> int:
         mine = state.mesh.local(pages)
         rows, heads, lists, entries = mine.table.shape
         # What ``reserve`` asks for at most: two lists may each end in a page of their own; where nothing
         # bounds a stream, every list is given a page that is part full and one to come.
         spare = lists * (1 + -(-arriving // pages.size)) if most is None else lists - 1
-        return states.resize(pages, max(mine.count, rows * heads * (entries + spare)), state.mesh)
+        return max(mine.count, rows * heads * (entries + spare))
+
+    paged = [layer for layer in state.layers if layer.pools]
+    sizes = [max(map(full, pages, bounds)) for pages in zip(*(layer.pools for layer in paged))]
+    if tokens is not None:
+        held = [layer for layer in reserve(policy, state, tokens, arriving).layers if layer.pools]
+        kinds = zip(*(layer.pools for layer in held))
+        needed = [max(state.mesh.local(pages).count for pages in kind) for kind in kinds]
+        sizes = [_halved(max(size, need), need) for size, need in zip(sizes, needed)]
 
     layers = [
-        layer.with_pools([grown(pages, most) for pages, most in zip(layer.pools, bounds)])
+        layer.with_pools([states.resize(pages, size, state.mesh) for pages, size in zip(layer.pools, sizes)])
         for layer in state.layers
     ]
     return dataclasses.replace(state, layers=tuple(layers))
+
+
+def _halved(size: int, need: int) -> int:
+    """The size, halved while it is enough."""
+    while -(-size // 2) >= need and size > 1:
+        size = -(-size // 2)
+    return size

@@ -199,6 +199,27 @@ def test_roomy_pools_never_grow_and_hold_the_same():
     np.testing.assert_array_equal(one.live[:, :ANSWER], again.live[:, :ANSWER])
 
 
+def test_pools_for_some_tokens_are_of_few_sizes():
+    """The most that a stream can own, halved while it is enough: budgets near each other share a program."""
+    sizes = set()
+    for budget in (10, 11, 12):
+        model, prompts, state = read(spec := f"knorm + uniform({budget}) + sinks(2) + recent(4)")
+        mine = decode.roomy(policy(spec), state, 1, ANSWER)
+        assert decode.reserve(policy(spec), mine, ANSWER, 1) is mine  # none has to grow
+        most, held = (decode.roomy(policy(spec), state, 1), decode.reserve(policy(spec), state, ANSWER, 1))
+        count = mine.layers[0].pools[0].count
+        assert count in [-(-most.layers[0].pools[0].count // 2**k) for k in range(8)]
+        assert count // 2 < max(layer.pools[0].count for layer in held.layers)
+        sizes.add(count)
+        feed, target = [[p[-1]] for p in prompts], [[0] * ANSWER] * 2
+        one, again = (
+            forced.steps(model, policy(spec), s, feed, target, forced=False)[1] for s in (most, mine)
+        )
+        np.testing.assert_array_equal(one.best[:, :ANSWER], again.best[:, :ANSWER])
+    assert len(sizes) == 1
+    assert sizes != {most.layers[0].pools[0].count}
+
+
 def test_presence_of_a_ring_that_has_turned():
     state = decode.empty(
         tiny.model().network, policy("window(8)"), rows=1, context=tiny.CONTEXT, dtype=jnp.float32, page=8

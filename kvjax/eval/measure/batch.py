@@ -108,14 +108,14 @@ def run(
     fitted = dataclasses.replace(fitted, chunk=TAIL)
     peak = np.asarray(fitted.peak)
     if any(len(tail) > 1 for _, tail in joined):
-        state = decode.roomy(policy, fitted, TAIL)
+        state = decode.roomy(policy, fitted, TAIL, max(len(tail) - 1 for _, tail in joined))
         fitted, _ = decode.extend(model, policy, state, [t[:-1] for _, t in joined], weights=weights)
     last = [tail[-1] for _, tail in joined]
     steps = max(max(len(e.answer), s.max_new, *map(len, e.labels or [[]])) for s, e in filled)
-    # What the device really gives, now and for the steps to come; they run on a copy with space to spare.
+    # What the device really gives, now and for the steps to come; they run on a copy with pools of few sizes.
     reserved = decode.reserve(policy, fitted, steps, 1)
     allocated = [metrics.allocated(state.layers) for state in (fitted, reserved)]
-    state = decode.roomy(policy, reserved, 1)
+    state = decode.roomy(policy, reserved, 1, steps)
     before = counted.contents(state)
 
     answers = [e.answer for _, e in filled]
