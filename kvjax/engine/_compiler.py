@@ -5,18 +5,30 @@ from __future__ import annotations
 import collections
 import concurrent.futures
 from collections.abc import Callable, Hashable, Sequence
+from pathlib import Path
 from typing import Any
 
+import jax
+
 from kvjax.engine._reading import Program
+
+CROWDED = 0.75
+"""Share of a process's memory maps from which on compiled programs are dropped before one more is made."""
 
 
 class Compiler:
     """One thread that compiles; asked by key, so that nothing is compiled twice.
 
     Where JAX keeps what was compiled ahead of time (0.8 and later) the first call finds its program made.
+
+    On a CPU a program holds hundreds of memory maps, of which Linux lets a process have only so many; beyond
+    them the compiler crashes, and the server with it. So all programs are dropped in time; those that are
+    still in use are made again when they are called next.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, note: Callable[[str], None] = lambda line: None) -> None:
+        """Has compiled nothing; ``note`` is told when programs were dropped."""
+        self._note = note
         self._pool = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="kvjax-compile")
         self._made: dict[Hashable, concurrent.futures.Future[Any]] = {}
         self._line: collections.deque[tuple[concurrent.futures.Future[Any], Callable[[], Any]]]
@@ -33,6 +45,9 @@ class Compiler:
         Raises:
           Exception: what a compilation raised.
         """
+        new = [key for key, _ in programs if key not in self._made]
+        if new and maps_taken() > CROWDED and not self._dropped():
+            return False
         for key, make in programs:
             if key not in self._made:
                 future: concurrent.futures.Future[Any] = concurrent.futures.Future()
@@ -54,6 +69,29 @@ class Compiler:
         except BaseException as error:  # who asked for it is told
             future.set_exception(error)
 
+    def _dropped(self) -> bool:
+        """Drops every compiled program; False while one is being made."""
+        if not all(future.done() for future in self._made.values()):
+            return False
+        before = maps_taken()
+        self._made.clear()
+        jax.clear_caches()
+        self._note(
+            f"compiled programs took {before:.0%} of the memory maps a process may have, and were dropped; "
+            "those in use are compiled again"
+        )
+        return True
+
     def close(self) -> None:
         """Begins nothing more."""
         self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+def maps_taken(of: Path = Path("/proc")) -> float:
+    """Share of the memory maps a process may have that this one has; 0.0 where the system does not say."""
+    try:
+        most = int((of / "sys/vm/max_map_count").read_text())
+        with (of / "self/maps").open("rb") as maps:
+            return sum(1 for _ in maps) / most
+    except (OSError, ValueError):
+        return 0.0

@@ -47,7 +47,7 @@ class Scheduler:
     ) -> None:
         """An empty queue; ``asked`` says whether anybody wants something of the engine's thread."""
         self.space, self.counts = Space(model, settings, store), Counts()
-        self._settings, self._compiler, self._asked = settings, Compiler(), asked
+        self._settings, self._compiler, self._asked = settings, Compiler(note), asked
         self._shared = shared = Shared(
             model=model,
             settings=settings,

@@ -5,12 +5,13 @@ from __future__ import annotations
 import threading
 import time
 
+import jax
 import pytest
 import tiny
 from tiny import quick_compiles  # noqa: F401
 
 import kvjax
-from kvjax.engine import Engine, Request, lane_bytes
+from kvjax.engine import Engine, Request, _compiler, lane_bytes
 from kvjax.engine import _layout as layout
 from kvjax.engine._compiler import Compiler
 from kvjax.engine._lane import Lane
@@ -68,6 +69,56 @@ def test_a_prompt_that_fails_beside_the_others_fails_alone(monkeypatch):
         with pytest.raises(ArithmeticError, match="planted"):
             engine.submit(asked(7)).result()
         assert len(engine.submit(asked(8)).result()) == 8
+
+
+def test_programs_are_dropped_before_a_process_has_too_many_maps(monkeypatch):
+    """The compiler crashes beyond them. Who is being written goes on, and the new policy is served."""
+    told, taken = [], [0.1]
+    monkeypatch.setattr(_compiler, "maps_taken", lambda: taken[0])
+    with Engine(tiny.model(), on_note=told.append, **SIZES) as engine:
+        expected = [
+            engine.submit(asked(1, 60)).result(),
+            engine.submit(asked(2, policy="window(8)")).result(),
+        ]
+        running = engine.submit(asked(1, 60))
+        first = next(iter(running))
+        taken[0] = 0.9
+        new = engine.submit(asked(2, policy="window(16)"))
+        assert len(new.result()) == 8
+        taken[0] = 0.1
+        assert [first.token, *running.result()][-60:] == expected[0]
+        assert engine.submit(asked(2, policy="window(8)")).result() == expected[1]
+    assert any("90% of the memory maps" in line for line in told)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not _compiler.maps_taken(), reason="the system does not count memory maps")
+def test_many_policies_do_not_exhaust_the_maps(monkeypatch):
+    """With a low limit, real programs and real maps: however many policies come, few maps are taken."""
+    jax.clear_caches()
+    told, limit = [], _compiler.maps_taken() + 0.04
+    monkeypatch.setattr(_compiler, "CROWDED", limit)
+    policies = [
+        "window(8)",
+        "int8(8)",
+        "snapkv(4) + uniform(12)",
+        "knorm + uniform(12, every(4))",
+        "tova + uniform(12)",
+    ]
+    with Engine(tiny.model(), on_note=told.append, max_lanes=2, **SIZES) as engine:
+        for policy in policies + policies:
+            assert len(engine.submit(asked(policy=policy)).result()) == 8
+            assert _compiler.maps_taken() < limit + 0.05
+    assert sum("memory maps" in line for line in told) >= 2
+
+
+def test_memory_maps_are_counted_where_the_system_has_them(tmp_path):
+    assert _compiler.maps_taken(tmp_path) == 0.0
+    (tmp_path / "self").mkdir()
+    (tmp_path / "self/maps").write_text("7f00 r-xp\n" * 30)
+    (tmp_path / "sys/vm").mkdir(parents=True)
+    (tmp_path / "sys/vm/max_map_count").write_text("40\n")
+    assert _compiler.maps_taken(tmp_path) == 0.75
 
 
 def test_who_has_no_lane_is_not_passed_for_ever():
