@@ -5,12 +5,12 @@ from __future__ import annotations
 import collections
 import concurrent.futures
 from collections.abc import Callable, Hashable, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
 
 from kvjax.engine._reading import Program
+from kvjax.programs import maps_taken
 
 CROWDED = 0.75
 """Share of a process's memory maps from which on compiled programs are dropped before one more is made."""
@@ -85,13 +85,3 @@ class Compiler:
     def close(self) -> None:
         """Begins nothing more."""
         self._pool.shutdown(wait=False, cancel_futures=True)
-
-
-def maps_taken(of: Path = Path("/proc")) -> float:
-    """Share of the memory maps a process may have that this one has; 0.0 where the system does not say."""
-    try:
-        most = int((of / "sys/vm/max_map_count").read_text())
-        with (of / "self/maps").open("rb") as maps:
-            return sum(1 for _ in maps) / most
-    except (OSError, ValueError):
-        return 0.0

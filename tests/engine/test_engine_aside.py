@@ -16,6 +16,7 @@ from kvjax.engine import _layout as layout
 from kvjax.engine._compiler import Compiler
 from kvjax.engine._lane import Lane
 from kvjax.engine._reading import Reading
+from kvjax.programs import maps_taken
 
 SIZES = {"max_rows": 3, "context": 96, "chunk": 16, "segment": 4, "page": tiny.PAGE}
 WHOLE = "snapkv(8) + uniform(0.5)"
@@ -92,11 +93,11 @@ def test_programs_are_dropped_before_a_process_has_too_many_maps(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not _compiler.maps_taken(), reason="the system does not count memory maps")
+@pytest.mark.skipif(not maps_taken(), reason="the system does not count memory maps")
 def test_many_policies_do_not_exhaust_the_maps(monkeypatch):
     """With a low limit, real programs and real maps: however many policies come, few maps are taken."""
     jax.clear_caches()
-    told, limit = [], _compiler.maps_taken() + 0.04
+    told, limit = [], maps_taken() + 0.04
     monkeypatch.setattr(_compiler, "CROWDED", limit)
     policies = [
         "window(8)",
@@ -108,17 +109,17 @@ def test_many_policies_do_not_exhaust_the_maps(monkeypatch):
     with Engine(tiny.model(), on_note=told.append, max_lanes=2, **SIZES) as engine:
         for policy in policies + policies:
             assert len(engine.submit(asked(policy=policy)).result()) == 8
-            assert _compiler.maps_taken() < limit + 0.05
+            assert maps_taken() < limit + 0.05
     assert sum("memory maps" in line for line in told) >= 2
 
 
 def test_memory_maps_are_counted_where_the_system_has_them(tmp_path):
-    assert _compiler.maps_taken(tmp_path) == 0.0
+    assert maps_taken(tmp_path) == 0.0
     (tmp_path / "self").mkdir()
     (tmp_path / "self/maps").write_text("7f00 r-xp\n" * 30)
     (tmp_path / "sys/vm").mkdir(parents=True)
     (tmp_path / "sys/vm/max_map_count").write_text("40\n")
-    assert _compiler.maps_taken(tmp_path) == 0.75
+    assert maps_taken(tmp_path) == 0.75
 
 
 def test_who_has_no_lane_is_not_passed_for_ever():

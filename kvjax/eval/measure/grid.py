@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 
+from kvjax import decode
 from kvjax.algebra import Policy
 from kvjax.eval.errors import EvalError
 from kvjax.eval.measure.protocol import protocols
@@ -102,9 +103,9 @@ def with_weights(grid: Grid, model: LanguageModel, given: Sources) -> Grid:
 def joined(grids: Sequence[Grid]) -> Grid:
     """Several grids as one, each cell once: shorter lengths first, at each length program by program.
 
-    The full cache comes first, since it is the first policy of every grid. Cells that share compiled programs
-    follow each other, so that these can be dropped when the last of them is done; among them those of the
-    same prompts, which then are read once for all budgets.
+    The full cache comes first, since it is the first policy of every grid. Policies that cut a prompt which
+    was read whole come prompt by prompt, so that each is read once for all of them. Of the others, cells that
+    share compiled programs follow each other.
     """
     cells = dict.fromkeys(cell for one in grids for cell in one.cells)
     policies = {name: policy for one in grids for name, policy in one.policies.items()}
@@ -112,14 +113,18 @@ def joined(grids: Sequence[Grid]) -> Grid:
     for cell in cells:
         samples.setdefault(cell.drawn, len(samples))
     shared: dict[Hashable, int] = {}
+    cutting = {name for name, policy in policies.items() if decode.cuts_after(policy)}
     turn = {
         name: (shared.setdefault(programs(policy), len(shared)), at)
         for at, (name, policy) in enumerate(policies.items())
     }
 
+    first = min((turn[name][0] for name in cutting), default=0)
+
     def place(cell: Cell) -> tuple[Any, ...]:
         program, at = turn[cell.policy]
-        return cell.length, program, samples[cell.drawn], cell.protocol, at
+        block = first if cell.policy in cutting else program
+        return cell.length, block, samples[cell.drawn], cell.protocol, program, at
 
     return Grid(
         cells=tuple(sorted(cells, key=place)),

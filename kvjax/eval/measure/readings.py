@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable, Hashable
 
 from kvjax.decode import Reading
 
-MOST = 3 * 2**30
-"""Bytes of readings that are kept; the one not asked for longest goes first."""
+LEAST = 3 * 2**30
+"""Bytes of readings that are kept on a small machine; else a quarter of its memory."""
+
+
+def most_bytes() -> int:
+    """Bytes of readings that are kept on this machine."""
+    try:
+        return max(LEAST, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4)
+    except (ValueError, OSError, AttributeError):  # a system that does not say
+        return LEAST
 
 
 @dataclasses.dataclass
@@ -16,12 +25,12 @@ class Readings:
     """Readings by what was read.
 
     Attributes:
-      most: bytes that are kept.
+      most: bytes that are kept; the one not asked for longest goes first.
       kept: the readings, the one asked for last at the end.
       made: how many were made.
     """
 
-    most: int = MOST
+    most: int = dataclasses.field(default_factory=most_bytes)
     kept: dict[Hashable, Reading] = dataclasses.field(default_factory=dict)
     made: int = 0
 

@@ -15,7 +15,7 @@ from kvjax.algebra import Policy
 from kvjax.eval import tasks
 from kvjax.eval.errors import EvalError
 from kvjax.eval.measure import batch
-from kvjax.eval.measure.grid import FULL, Grid, programs
+from kvjax.eval.measure.grid import FULL, Grid
 from kvjax.eval.measure.readings import Readings
 from kvjax.eval.measure.row import Cell, Row
 from kvjax.eval.measure.store import Store
@@ -25,10 +25,15 @@ from kvjax.eval.tasks.maker import Maker
 from kvjax.eval.tasks.sample import Samples, encode
 from kvjax.eval.tasks.task import Task
 from kvjax.loading import LanguageModel
+from kvjax.programs import maps_taken
 from kvjax.types import Params
 
 TOKENS = 32_768
 """Tokens of a batch; what a batch holds at most is this many in whole-prompt prefill."""
+
+
+CROWDED = 0.5
+"""Share of a process's memory maps from which on programs are dropped; a policy's take hundredths."""
 
 
 def draw(task: Task, model: LanguageModel, data: Data, *, length: int, seed: int, count: int) -> Samples:
@@ -97,7 +102,7 @@ def run(
             task, policy = tasks.tasks()[cell.task], grid.policies[cell.policy]
             if before is not None and before.length != cell.length:
                 drawn.clear()
-            if before is not None and not _same_programs(grid, before, cell):
+            if maps_taken() > CROWDED:
                 forget()
             bar.set_description(f"{cell.task} {cell.length}")
             if cell.drawn not in drawn:
@@ -112,12 +117,6 @@ def run(
             if policy == FULL:
                 full[cell.drawn] = made
             say(line(made))
-
-
-def _same_programs(grid: Grid, before: Cell, cell: Cell) -> bool:
-    """Do two cells run the same programs? Shapes follow the length."""
-    one, other = (programs(grid.policies[each.policy]) for each in (before, cell))
-    return before.length == cell.length and one == other
 
 
 def forget() -> None:
