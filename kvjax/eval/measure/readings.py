@@ -3,21 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Callable, Hashable
 
 from kvjax.decode import Reading
 
-LEAST = 3 * 2**30
-"""Bytes of readings that are kept on a small machine; else a quarter of its memory."""
-
-
-def most_bytes() -> int:
-    """Bytes of readings that are kept on this machine."""
-    try:
-        return max(LEAST, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4)
-    except (ValueError, OSError, AttributeError):  # a system that does not say
-        return LEAST
+MOST = 3 * 2**30
+"""Bytes of readings that are kept: 200 prompts of 2,048 tokens of the embedded model."""
 
 
 @dataclasses.dataclass
@@ -30,7 +21,7 @@ class Readings:
       made: how many were made.
     """
 
-    most: int = dataclasses.field(default_factory=most_bytes)
+    most: int = MOST
     kept: dict[Hashable, Reading] = dataclasses.field(default_factory=dict)
     made: int = 0
 
