@@ -64,7 +64,7 @@ def generate(folder: Path) -> None:
         for spec in ("full", "snapkv(8) + ada(24) + int8(8)")
     )
     answer = model.text.decode(whole.tokens[0])
-    assert answer == " 48213", f"the full cache says {answer!r}"
+    assert answer.startswith(" 48213"), f"the full cache says {answer!r}"
     assert len(part.tokens[0]) == 6, part.tokens
     live = [kvjax.nbytes(run.state).total["live"] for run in (whole, part)]
     assert 2 * live[1] < live[0], f"live bytes {live}"
