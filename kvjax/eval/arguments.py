@@ -133,7 +133,7 @@ def _parser() -> cli.Parser:
     _run(what.add_parser("run", help="measure cells; finished ones are not measured again"))
     _match(what.add_parser("match", help="find the budget at which a policy holds as many bytes as another"))
     _roundtrip(what.add_parser("roundtrip", help="the error of keys and values after they were stored"))
-    _frontier(what.add_parser("frontier", help="every method at matched bytes, in two stages; the front"))
+    _frontier(what.add_parser("frontier", help="every method at matched bytes, in stages; the front"))
     what.add_parser("tasks", help="every task, and from which length on it fits")
     for name, about in (
         ("report", "tables, figures and one HTML page of results"),

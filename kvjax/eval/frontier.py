@@ -1,6 +1,6 @@
-"""The frontier: every method and composition at matched bytes, in two stages, from one YAML file.
+"""The frontier: every method and composition at matched bytes, in stages, from one YAML file.
 
-Stage one looks at all policies on few samples; stage two looks again, on fresh and many samples and at more
+The first stage looks at all policies on few samples; later ones look again, on fresh and many samples and at more
 lengths, at those within ``near`` points of the best that no more bytes buy, if they answer at all. Budgets
 are shares of a 16-bit cache that keeps everything: a policy whose pages hold codes has more slots for the
 same bytes.
@@ -38,7 +38,8 @@ class Stage:
 
     Attributes:
       tasks, lengths, samples, seed: of the cells.
-      near: points behind the front up to which a policy of the stage before takes part; None takes all.
+      near: points behind the front up to which a policy of the stage before takes part; None: all of that
+        stage's.
       least: percent that it must score there: where nothing answers, the front is no choice.
     """
 

@@ -104,6 +104,13 @@ def test_tables_and_sentences_say_the_same():
     assert f"| `{kvjax.policy('write_gate(0.2)')!r}` | 20.0 % | 0.0 (" in whole
 
 
+def test_many_samples_go_before_few_lucky_ones():
+    lucky = ("knorm + uniform(128)", 0.25, [1.0, 1.0])
+    text = front.best_table(Results((*FOUND.rows, *rows(lucky).rows)), DIM, [0.25])
+    assert "| `snapkv(32) + uniform(128)` | 25 % | 50.0" in text
+    assert "knorm" not in text
+
+
 def test_the_picture_is_drawn(tmp_path):
     pytest.importorskip("matplotlib")
     assert front.draw(FOUND, DIM, tmp_path / "front.png").stat().st_size > 10_000

@@ -182,7 +182,10 @@ def _said(protocol: str) -> str:
 
 
 def best_table(results: Results, head_dim: int, shares: Sequence[float]) -> str:
-    """The best policy at each budget, for each task, length and protocol, with its interval."""
+    """The best policy at each budget, for each task, length and protocol, with its interval.
+
+    Of the cells with most samples: the best of many with few is often a lucky one.
+    """
     lines = []
     rows = [r for r in results.rows if r.informative and r.score is not None and r.cell.policy != table.FULL]
     protocols = sorted({r.cell.protocol for r in rows} - {"either"}) or ["either"]
@@ -192,6 +195,7 @@ def best_table(results: Results, head_dim: int, shares: Sequence[float]) -> str:
                 r for r in rows if (r.cell.task, r.cell.length) == (task, length)
                 and r.cell.protocol in (protocol, "either")
             ]  # fmt: skip
+            here = [r for r in here if r.cell.samples == max(r.cell.samples for r in here)]
             for most in shares:
                 fits = [r for r in here if share(r, head_dim) <= 1.02 * most]
                 if fits:
