@@ -1,9 +1,9 @@
 """The frontier: every method and composition at matched bytes, in stages, from one YAML file.
 
-The first stage looks at all policies on few samples; later ones look again, on fresh and many samples and at more
-lengths, at those within ``near`` points of the best that no more bytes buy, if they answer at all. Budgets
-are shares of a 16-bit cache that keeps everything: a policy whose pages hold codes has more slots for the
-same bytes.
+The first stage looks at all policies on few samples; later ones look again, on fresh and many samples and
+at more lengths, at those within ``near`` points of the best that no more bytes buy, if they answer at all.
+Budgets are shares of a 16-bit cache that keeps everything: a policy whose pages hold codes has more slots for
+the same bytes.
 """
 
 from __future__ import annotations
