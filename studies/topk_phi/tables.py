@@ -19,11 +19,11 @@ from kvjax.eval.report import table
 CHUNK = 16
 """Quest's."""
 
-SAME = ("topk(1)", "topk(11)", "topk(11) + phi(64)", "topk(29)", "topk(29) + phi(64)")
-"""The first table: the anchors (and a token), 1 % of 1,024 tokens, and what a budget of 8 % leaves φ."""
+SAME = ("topk(1)", *(f"topk({k}){phi}" for k in (11, 21, 29, 62) for phi in ("", " + phi(64)")), "topk(95)")
+"""The first table: the anchors (and a token), 1 % of 1,024 and 2,048 tokens, and what other budgets leave."""
 
-SHARES = (0.04, 0.08)
-"""Of the second table."""
+SHARES = {1024: (0.04, 0.08), 2048: (0.02, 0.04)}
+"""Of the second table, 41 and 82 tokens a step, by length of the prompt."""
 
 
 def specs(share: float, prompt: int, features: int = 64, head_dim: int = 64) -> dict[str, str | None]:
@@ -48,20 +48,27 @@ def specs(share: float, prompt: int, features: int = 64, head_dim: int = 64) -> 
 
 
 def text(folders: Sequence[Path]) -> Iterator[str]:
-    """Both tables of folders of results, if they have any."""
+    """Both tables of folders of results, for each length and number of samples."""
     rows = [row for folder in folders if (folder / RESULTS).is_file() for row in read(folder)]
-    if not rows:
-        return
+    kinds = sorted({(row.cell.length, row.cell.samples) for row in rows})
+    for number, kind in enumerate(kinds):
+        yield from [""] * bool(number)
+        yield from _of_kind([row for row in rows if (row.cell.length, row.cell.samples) == kind])
+
+
+def _of_kind(rows: list[Row]) -> Iterator[str]:
+    """Both tables of cells of one length and one number of samples."""
     tasks = list(dict.fromkeys(row.cell.task for row in rows))
-    length = rows[0].cell.length
+    length, samples = rows[0].cell.length, rows[0].cell.samples
     known = [t for t in tasks if any(row.informative for row in _of(rows, "full", t))]
-    yield f"## Quality, {length} tokens, n = {rows[0].cell.samples}"
+    yield f"## Quality, {length} tokens, n = {samples}"
     yield ""
     said = ", ".join(task for task in known if task != "ppl_books")
+    books = "; ppl_books: perplexity of 512 tokens after 512" if "ppl_books" in tasks else ""
     yield (
-        "Scores in %; ppl_books: perplexity of 512 tokens after 512. Mean: over the tasks that the full "
-        f"cache answers, {said}. Read: tokens a KV head and step in those, question and answer with them; φ: "
-        "charged to one step, the paper's count; to choose: what the selection looks at besides."
+        f"Scores in %{books}. Mean: over the tasks that the full cache answers (others: *), {said}. Read: "
+        "tokens a KV head and step in those, question and answer with them; φ: charged to one step, the "
+        "paper's count; to choose: what the selection looks at besides."
     )
     yield ""
     yield "Same number of retrieved tokens:"
@@ -71,7 +78,7 @@ def text(folders: Sequence[Path]) -> Iterator[str]:
     yield "Same tokens read a step (MagicPIG: as measured):"
     yield ""
     lines: list[tuple[str, str, str | None]] = [("", "full", "full"), ("", "MagicPIG", "magicpig(8, 75)")]
-    for share in SHARES:
+    for share in SHARES[length]:
         lines += [(f"{share:g}", name, spec) for name, spec in specs(share, length).items()]
     yield from _table(lines, rows, tasks, known)
 

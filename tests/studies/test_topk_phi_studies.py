@@ -95,7 +95,7 @@ def test_the_tables_policies_read_no_more_than_their_share_and_are_evaluated():
     configs = ROOT / "configs" / "eval"
     jobs = yaml.safe_load((configs / "topk_phi.yaml").read_text())["jobs"]
     asked = {repr(catalogue.policy(spec)) for job in jobs for spec in job["policies"]}
-    for share in tables.SHARES:
+    for share in tables.SHARES[1024]:
         found = tables.specs(share, 1024)
         budget = math.ceil(share * 1024)
         chosen = {n: catalogue.policy(s).selection for n, s in found.items() if s and "Top" in n}
@@ -107,4 +107,21 @@ def test_the_tables_policies_read_no_more_than_their_share_and_are_evaluated():
             assert chosen["Top-K + φ"].k + 20 + 33 == budget
         assert {repr(catalogue.policy(s)) for s in (found["Top-K"], found["Top-K + φ"]) if s} <= asked
     assert {repr(catalogue.policy(s)) for s in tables.specs(0.08, 1024).values() if s} <= asked
-    assert {repr(catalogue.policy(s)) for s in tables.SAME} <= asked
+    for share in tables.SHARES[2048]:  # the same tokens a step
+        half = tables.specs(share, 2048)
+        assert half == tables.specs(2 * share, 1024)
+
+
+def test_lengths_and_numbers_of_samples_are_told_apart():
+    """A mean over cells of two lengths would be nobody's."""
+    lines = list(tables.text([ROOT / "results" / "topk_phi" / "quality"]))
+    heads = [at for at, line in enumerate(lines) if line.startswith("## ")]
+    assert {"## Quality, 1024 tokens, n = 25", "## Quality, 2048 tokens, n = 25"} <= {
+        lines[at] for at in heads
+    }
+    for at, after in zip(heads, [*heads[1:], len(lines)]):
+        length = int(lines[at].split()[2])
+        text = "\n".join(lines[at:after])
+        read = [int(line.split("|")[4]) for line in text.splitlines() if "| `full` |" in line]
+        assert len(read) == 2
+        assert all(0.9 * length < x <= length for x in read)
