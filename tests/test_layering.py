@@ -50,6 +50,7 @@ TABLE = {
     "kvjax.loading": r"kvjax\.(types|text|heads|weights|cache(\.(alike|mesh))?|models(\..+)?)",
     "kvjax.heads": r"kvjax\.types",
     "kvjax.metrics": rf"{STATE}|kvjax\.heads",
+    "kvjax.programs": r"(?!)",
     "kvjax.reads": r"(?!)",
     "kvjax.layer": r"kvjax\.layer\._.+",
     "kvjax.layer._info": rf"{STATE}|kvjax\.algebra",
