@@ -92,19 +92,20 @@ def _ablate(model: LanguageModel, found: Sequence[list[int]], say: Callable[[str
 
 
 def _cost(model: LanguageModel, found: Sequence[list[int]], say: Callable[[str], None]) -> dict[str, Any]:
-    """On tokens drawn at random, since only their number counts; CPU seconds of this process, the least."""
+    """On tokens drawn at random, since only their number counts; CPU seconds of this process."""
     length = len(found[0])
     model = processor.wide(model, length)
     ids = [np.resize(np.asarray(found[0]), length).tolist()]
-    seconds = {
-        "reading": processor.least(lambda: decode.read_full(model, ids, context=length).inputs[-1]),
-        "gvote": processor.least(lambda: decode.prefill(model, "gvote", ids, context=length)[1]),
-        "snapkv": processor.least(
-            lambda: decode.prefill(model, "snapkv + ada(0.25)", ids, context=length)[1]
-        ),
-    }
-    say(f"{length} tokens: {seconds}")
-    over = {n: seconds[n] / seconds["reading"] - 1 for n in ("gvote", "snapkv")}
+    found = processor.beside(
+        lambda: decode.read_full(model, ids, context=length).inputs[-1],
+        {
+            "gvote": lambda: decode.prefill(model, "gvote", ids, context=length)[1],
+            "snapkv": lambda: decode.prefill(model, "snapkv + ada(0.25)", ids, context=length)[1],
+        },
+    )
+    over = found.pop("over")
+    seconds = {"reading": found.pop("first"), **found}
+    say(f"{length} tokens: {seconds}, over reading {over}")
     return {"cpu_seconds": seconds, "over_reading": over}
 
 
