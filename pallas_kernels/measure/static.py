@@ -1,8 +1,9 @@
 """What can be known of a kernel without a device: instructions, registers, spills, held against the roofline.
 
 TPU: libtpu writes the final VLIW bundles of every kernel, about one a cycle while nothing waits for
-memory. The count is of the program text: a loop inside the kernel (the copies of ragged_decode's pages)
-counts once, and so do steps that run only at the ends of a row; ``steps`` tells them apart. GPU: registers
+memory. The count is of the program text: a loop inside the kernel counts once, and so do steps that run
+only at the ends of a row; ``steps`` tells them apart, ``item`` counts the loop that asks for the pages of
+ragged_decode's next item as often as it runs. GPU: registers
 of a thread and bytes spilled, as CUDA's assembler says.
 """
 
@@ -89,7 +90,7 @@ DUMPS = (
     "--xla_jf_dump_llo_text=true --xla_jf_dump_category_filter=codegen "
     "--xla_jf_dump_llo_pass_label_regex=final_bundles --xla_jf_dump_to="
 )
-MEASURED = ("compile_s", "temp_bytes", "copies", "launches", "bundles", "steps", "kernels")
+MEASURED = ("compile_s", "temp_bytes", "copies", "launches", "bundles", "steps", "item", "kernels")
 KERNEL = r"ragged_decode_\w+?|blockwise\w*?|column_mass|gated\w*?|vertical\w*?|phi\w*?"
 
 
@@ -119,16 +120,38 @@ def steps(folder: pathlib.Path) -> dict[str, list[int]]:
     return {kernel: pieces for kernel, pieces in found.items() if len(pieces) > 1}
 
 
+def item(folder: pathlib.Path, kernel: str, pages: int) -> int:
+    """Bundles of a kernel's item of so many pages, whatever runs at the ends of a list too.
+
+    Copies start in inner loops, of several pages a turn and, for those that are left over, of one; both stand
+    twice, before the first item and in every one.
+    """
+    (file,) = (x for x in folder.glob("*-01-final_bundles.txt") if re.search(rf"\b{kernel}[.-]", x.name))
+    pieces = _pieces(file.read_text(), "dma.hbm_to_vmem")
+    straight = sum(count for depth, count, _ in pieces if len(depth) < 2)
+    asking = [(starts, count) for depth, count, starts in pieces if len(depth) > 1 and starts]
+    if not asking:
+        return straight
+    most, one = max(asking)[0], min(asking)[0]
+    turn = next(count for starts, count in reversed(asking) if starts == most)
+    return straight + pages // (most // one) * turn
+
+
 def _multiplying(text: str) -> list[int]:
-    pieces, depth = [[0, 0]], ""
+    return [bundles for _, bundles, products in _pieces(text, "vmatmul") if products]
+
+
+def _pieces(text: str, what: str) -> list[tuple[str, int, int]]:
+    """(depth of loops, bundles, how often something occurs in them) from one label or depth to the next."""
+    pieces, depth = [["", 0, 0]], ""
     for line in text.splitlines():
         if bundle := _BUNDLE.match(line):
             if bundle.group(1) or bundle.group(2) != depth:
-                pieces.append([0, 0])
-            depth = bundle.group(2)
-            pieces[-1][0] += 1
-            pieces[-1][1] += "vmatmul" in line
-    return [bundles for bundles, products in pieces if products]
+                depth = bundle.group(2)
+                pieces.append([depth, 0, 0])
+            pieces[-1][1] += 1
+            pieces[-1][2] += line.count(what)
+    return [(str(depth), int(bundles), int(found)) for depth, bundles, found in pieces]
 
 
 _ENTRY = re.compile(
@@ -161,6 +184,7 @@ def _one(chip: str, name: str, folder: pathlib.Path, programs: dict[str, Any]) -
     if case.kernel in found.get("bundles", {}):
         # Of several steps, the one in which nothing is hidden.
         count = min(found.get("steps", {}).get(case.kernel, [found["bundles"][case.kernel]]))
+        count = found.get("item", count)
         step = count / (CHIPS[chip].clock * 1e9)
         found["step_to_roofline"] = round(step / roofline(chip, *case.step), 2)
     programs[found["program"]] = found
@@ -182,6 +206,8 @@ def _compiled(program: Any, platform: str, folder: pathlib.Path, case: Any) -> d
     found["copies"] = aot.copies(binary, case.whole) if case.whole else []
     if platform == "tpu" and os.environ["LIBTPU_INIT_ARGS"]:
         found["bundles"], found["steps"] = bundles(folder), steps(folder)
+        if case.pages and case.kernel in found["bundles"]:
+            found["item"] = item(folder, case.kernel, case.pages)
         if not found["bundles"]:
             raise RuntimeError("libtpu wrote no bundles: its flags for dumps are not what they were")
     elif platform == "gpu":

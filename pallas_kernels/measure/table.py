@@ -99,6 +99,7 @@ def _cell(found: dict[str, Any]) -> str:
     if "bundles" not in found:
         return "compiled"
     steps = ["+".join(map(str, x)) for _, x in sorted(found.get("steps", {}).items())]
+    steps = [str(found["item"])] if "item" in found else steps
     beside = steps + [f"{found['step_to_roofline']}x"] * ("step_to_roofline" in found)
     bundles = ", ".join(str(x) for _, x in sorted(found["bundles"].items()))
     return f"{bundles} ({', '.join(beside)})" if beside else bundles

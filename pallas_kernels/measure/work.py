@@ -77,6 +77,7 @@ class Case(NamedTuple):
       step: (bytes, flops) of one step of the kernel's grid on a TPU, to hold its bundles against.
       kernel: name of that kernel.
       impl: the body, where it is not the platform's main one; then for its chips alone.
+      pages: of that step on a TPU, where a loop in the kernel asks for them one by one.
     """
 
     run: Run
@@ -88,6 +89,7 @@ class Case(NamedTuple):
     step: tuple[int, int]
     kernel: str
     impl: str = ""
+    pages: int = 0
 
 
 class Check(NamedTuple):

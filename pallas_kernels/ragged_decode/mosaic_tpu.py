@@ -17,6 +17,7 @@ Of pages with two codes a byte H / 2 counts for H, but for their scales.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +27,7 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels import compat, tiles, tuning
+from pallas_kernels import compat, lowering, tiles, tuning
 from pallas_kernels.dispatch import Unsupported
 from pallas_kernels.ragged_decode import codes, worklist
 from pallas_kernels.ragged_decode.mosaic_tpu_fetch import AHEAD, LANES, Entries, Fetch, advance, listed
@@ -44,6 +45,12 @@ ITEM_SLOTS = 1024
 FEW = 64
 ROWS = 256
 """Queries of a stream (G * T) taken together."""
+
+MATRIX_UNIT = {"TPU v2": 128, "TPU v3": 128, "TPU v4": 128, "TPU v5": 128}
+"""Rows and columns of a matrix unit, by how a kind of device begins; of later ones 256."""
+
+FEW_ROWS = 16
+"""Queries of a stream up to which several pages of codes go through one product, each with rows of its own."""
 
 MOST_PAGES = 32
 SMEM_WORDS = 230_000
@@ -120,32 +127,78 @@ def _scale(plan: Plan, scale: Float[Array, "1 H"]) -> Float[Array, "1 H"]:
     return scale if plan.parts == 1 else scale / codes.TIMES
 
 
+def _together(plan: Plan, coded: bool) -> int:
+    """Pages that one product reads: of codes several where queries are few, since each page has a scale."""
+    if not coded:
+        return plan.per_item
+    if plan.rows > FEW_ROWS:
+        return 1
+    unit = next((n for name, n in MATRIX_UNIT.items() if lowering.kind().startswith(name)), 256)
+    return math.gcd(plan.per_item, max(1, unit // plan.slots))
+
+
+def _some(plan: Plan, pages: Any, side: Array, first: int, many: int, dtype: Any) -> Array:
+    """Pages of an item as one matrix, [S, H], or [H, S] where pages are turned."""
+    if _turned(plan):
+        return jnp.concatenate([_numbers(plan, pages[side, first + p], dtype) for p in range(many)], axis=1)
+    some = pages[side, first : first + many].reshape(many * plan.slots, plan.part)
+    return _numbers(plan, some, dtype)
+
+
 def _scores(plan: Plan, q: Array, k: Any, scales: Any, side: Array) -> Float[Array, "R Y"]:
     """Capped scores of an item; the scales of codes are folded into the queries."""
-    if scales is None and not _turned(plan):
-        s = tiles.product_nt(q, k[side].reshape(_width(plan), plan.h))
-    else:
-        product = tiles.product_nn if _turned(plan) else tiles.product_nt
+    product = tiles.product_nn if _turned(plan) else tiles.product_nt
+    many = _together(plan, scales is not None)
 
-        def page(p: int) -> Array:
-            mine = q
-            if scales is not None:
-                mine = (q.astype(jnp.float32) * _scale(plan, scales[side, p, 0:1])).astype(q.dtype)
-            return product(mine, _numbers(plan, k[side, p], q.dtype))
+    def pages(first: int) -> Array:
+        mine = q
+        if scales is not None:  # once a page, one under the other
+            wide = q.astype(jnp.float32)
+            scaled = [wide * _scale(plan, scales[side, first + p, 0:1]) for p in range(many)]
+            mine = jnp.concatenate(scaled, axis=0).astype(q.dtype)
+        s = product(mine, _some(plan, k, side, first, many, q.dtype))
+        return s if scales is None else _diagonal(plan, s, many)
 
-        s = jnp.concatenate([page(p) for p in range(plan.per_item)], axis=1)
+    s = jnp.concatenate([pages(p) for p in range(0, plan.per_item, many)], axis=1)
     return tiles.cap(s * plan.options.scale, plan.options.softcap)
 
 
+def _diagonal(plan: Plan, s: Float[Array, "P*R S"], many: int) -> Float[Array, "R S"]:
+    """Of rows once a page those of each slot's own page; the opposite of ``_blocks``.
+
+            page 0   page 1
+    rows 0  kept     -            -> rows    kept 0   kept 1
+    rows 1  -        kept
+    """
+    found, slot = s[: plan.rows], jax.lax.broadcasted_iota(jnp.int32, (plan.rows, s.shape[1]), 1)
+    for i in range(1, many):
+        found = jnp.where(slot >= i * plan.slots, s[i * plan.rows : (i + 1) * plan.rows], found)
+    return found
+
+
+def _blocks(plan: Plan, p: Float[Array, "R S"], many: int) -> Float[Array, "P*R S"]:
+    """Rows once a page with zeros for the slots of others, so that each page's sum is in rows of its own."""
+    slot = jax.lax.broadcasted_iota(jnp.int32, p.shape, 1)
+    after = [slot >= i * plan.slots for i in range(1, many)]
+    inside = zip([None, *after], [*after, None])
+    rows = []
+    for begun, over in inside:
+        mine = p if begun is None else jnp.where(begun, p, 0.0)
+        rows.append(mine if over is None else jnp.where(over, 0.0, mine))
+    return jnp.concatenate(rows, axis=0)
+
+
 def _mix(plan: Plan, p: Array, v: Any, scales: Any, side: Array, dtype: Any) -> Float[Array, "R H"]:
-    if scales is None and not _turned(plan):
-        return tiles.product_nn(p.astype(v.dtype), v[side].reshape(_width(plan), plan.h))
     product = tiles.product_nt if _turned(plan) else tiles.product_nn
+    many = _together(plan, scales is not None)
+    if scales is None:
+        return product(p.astype(dtype), _some(plan, v, side, 0, many, dtype))
     out = jnp.zeros((p.shape[0], plan.h), jnp.float32)
-    for i in range(plan.per_item):
-        mine = p[:, i * plan.slots : (i + 1) * plan.slots].astype(dtype)
-        more = product(mine, _numbers(plan, v[side, i], dtype))
-        out += more if scales is None else more * _scale(plan, scales[side, i, 1:2])
+    for first in range(0, plan.per_item, many):
+        blocks = _blocks(plan, p[:, first * plan.slots : (first + many) * plan.slots], many)
+        more = product(blocks.astype(dtype), _some(plan, v, side, first, many, dtype))
+        for i in range(many):
+            out += more[i * plan.rows : (i + 1) * plan.rows] * _scale(plan, scales[side, first + i, 1:2])
     return out
 
 

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from pallas_kernels.ragged_decode.worklist import Plan
 
 LANES = 128
+TURN = 4
+"""Pages whose copies one turn of the loop starts."""
+
 AHEAD = 4
 """Items whose numbers are in SMEM where they come by DMA: read, fetched, asked for; and a power of 2."""
 
@@ -39,12 +42,15 @@ class Entries(NamedTuple):
     ring: Any = None
     sem: Any = None
 
-    def of(self, item: Array) -> Callable[[Array | int], Array]:
-        """The number of each page of an item; where it has none, any. Where they lie is found once."""
+    def of(self, item: Array, *, held: bool = False) -> Callable[[Array | int], Array]:
+        """The number of each page of an item; where it has none, any, unless only those it holds are asked for.
+
+        Where they lie is found once.
+        """
         place = self.place[item]
         if self.ring is None:
             last = self.lists.shape[0] - 1
-            return lambda p: self.lists[jnp.minimum(place + p, last)]
+            return lambda p: self.lists[place + p if held else jnp.minimum(place + p, last)]
         row, first = item & (AHEAD - 1), place & (LANES - 1)
         return lambda p: self.ring[row, 0, first + p]
 
@@ -73,24 +79,45 @@ class Fetch(NamedTuple):
     held: Any
     shift: int
 
-    def _each(self, item: Array, side: Array, act: str) -> None:
-        numbers = self.entries.of(item)
+    def begin(self, item: Array, side: Array) -> None:
+        """Start all copies of an item, several pages a turn: a turn of a loop costs a TPU as much as a copy."""
+        numbers, held = self.entries.of(item, held=True), self.held[item]
 
-        def page(p: Array, carry: Array) -> Array:
+        def page(p: Array | int) -> None:
             at = numbers(p) >> self.shift
             for pool, buffer in zip(self.pools, self.buffers):
-                getattr(pltpu.make_async_copy(pool.at[at], buffer.at[side, p], self.sem.at[side]), act)()
+                pltpu.make_async_copy(pool.at[at], buffer.at[side, p], self.sem.at[side]).start()
+
+        def turn(first: Array, carry: Array) -> Array:
+            for p in range(TURN):
+                page(first * TURN + p)
             return carry
 
-        jax.lax.fori_loop(0, self.held[item], page, jnp.int32(0))
+        def rest(p: Array, carry: Array) -> Array:
+            page(p)
+            return carry
 
-    def begin(self, item: Array, side: Array) -> None:
-        """Start all copies of an item."""
-        self._each(item, side, "start")
+        whole = held // TURN
+        jax.lax.fori_loop(0, whole, turn, jnp.int32(0))
+        jax.lax.fori_loop(whole * TURN, held, rest, jnp.int32(0))
 
     def end(self, item: Array, side: Array) -> None:
-        """Wait for all copies of an item."""
-        self._each(item, side, "wait")
+        """Wait for all copies of an item: for the bytes of a full one at once."""
+        held, most = self.held[item], self.buffers[0].shape[1]
+
+        @pl.when(held == most)
+        def _() -> None:
+            for buffer in self.buffers:
+                pltpu.make_async_copy(buffer.at[side], buffer.at[side], self.sem.at[side]).wait()
+
+        @pl.when(held < most)
+        def _() -> None:
+            def page(p: Array, carry: Array) -> Array:
+                for buffer in self.buffers:
+                    pltpu.make_async_copy(buffer.at[side, p], buffer.at[side, p], self.sem.at[side]).wait()
+                return carry
+
+            jax.lax.fori_loop(0, held, page, jnp.int32(0))
 
 
 def advance(fetch: Fetch, count: Any) -> tuple[Array, Array]:

@@ -13,6 +13,7 @@ import numpy as np
 from pallas_kernels import products
 from pallas_kernels.measure import rivals
 from pallas_kernels.measure.work import Bench, Case, Check, Job, Shapes, Target, size
+from pallas_kernels.ragged_decode import mosaic_tpu
 from pallas_kernels.ragged_decode.api import ragged_decode
 
 DTYPES = ("float32", "bfloat16", "int8")
@@ -39,7 +40,7 @@ SHAPES = Shapes(
     ("test", "g1_h128", Shape(B=3, N=2, K=2, T=3, H=128, P=130, S=4, M=6)),
     ("test", "g1_h256", Shape(B=3, N=2, K=2, T=1, H=256, P=20, S=8, M=3)),
     ("test", "many_queries", Shape(B=3, N=8, K=2, T=40, H=32, P=150, S=8, M=12)),
-    ("test", "page128", Shape(B=3, N=8, K=2, T=1, H=64, P=14, S=128, M=3)),
+    ("test", "page128", Shape(B=3, N=8, K=2, T=1, H=64, P=26, S=128, M=4)),
     ("bench", "one_row", Shape(B=1, N=10, K=5, T=1, H=64, P=640, S=64, M=128)),
     ("bench", "one_row_p256", Shape(B=1, N=10, K=5, T=1, H=64, P=160, S=256, M=32)),
     ("bench", "rows_8k", Shape(B=4, N=16, K=4, T=1, H=64, P=2048, S=64, M=128)),
@@ -129,10 +130,6 @@ def bench(shape: Shape, dtype: str) -> Bench:
 
 # Compiled for chips.
 
-ITEM = 1024
-"""Slots of an item of the TPU body when queries are few."""
-
-
 CODES = ("int8", "uint8")
 """Dtypes of pools with scales."""
 
@@ -162,7 +159,10 @@ def _case(shape: Shape, dtype: str, *, mass: bool = False, pages: int = 0) -> Ca
     in_place, wide = stored % 128 == 0 or slots % 128 == 0, -(-h // 128) * 128
     copies = 0 if in_place else 2 * pool * slots * -(-stored // 128) * 128 * width
     copies += 0 if h % 128 == 0 else 2 * pool * 4 * 128
-    item = min(ITEM, (pages or m) * slots)
+    # An item of the TPU body.
+    own = mosaic_tpu.ITEM_SLOTS if rows <= mosaic_tpu.FEW else mosaic_tpu.ITEM_SLOTS // 2
+    held = max(1, min(pages or m, mosaic_tpu.MOST_PAGES, own // slots))
+    item, asked = held * slots, min(rows, mosaic_tpu.ROWS)
     return Case(
         run=lambda impl: _run(impl, mass=mass),
         args=(q, pages_of, pages_of, a((b, kv, m), jnp.int32), a((b, kv), jnp.int32), more),
@@ -173,8 +173,9 @@ def _case(shape: Shape, dtype: str, *, mass: bool = False, pages: int = 0) -> Ca
         flops=4 * read * h * rows,
         temp=(8 << 20) + 64 * size(q) * wide // h + copies + tiles * received,
         whole=pool * slots * stored if in_place else 0,
-        step=(2 * item * stored * width, 4 * item * h * rows),
+        step=(2 * item * stored * width, 4 * item * h * asked),
         kernel="ragged_decode_read",
+        pages=held,
     )
 
 
@@ -184,6 +185,8 @@ def cases() -> dict[str, Case]:
     return {
         "bfloat16": _case(base, "bfloat16"),
         "int8": _case(base, "int8"),
+        "bfloat16_page128": _case(SHAPES["h128_page128"], "bfloat16"),
+        "int8_page128": _case(SHAPES["h128_page128"], "int8"),
         "float32": _case(SHAPES["small_h128"], "float32"),
         "int8_mass": _case(base, "int8", mass=True),
         "bfloat16_selected_mass": _case(base, "bfloat16", mass=True, pages=16),

@@ -48,6 +48,26 @@ def test_steps_are_pieces_that_multiply_where_there_are_several(tmp_path):
     assert static.steps(tmp_path) == {"blockwise": [2, 1, 3]}
 
 
+COPIES = """   0x1 LB: > { %1 = setup }
+   0x2   : >> { %2 = dma.hbm_to_vmem a  ;;  %3 = dma.hbm_to_vmem b }
+   0x3 LB: >> { %4 = dma.hbm_to_vmem a }
+   0x4 PF: > { %5 = vmatmul.mubr.bf16 }
+   0x5 LB: >> { %6 = dma.hbm_to_vmem a }
+   0x6   : >> { %7 = dma.hbm_to_vmem b }
+   0x7   : >> { %8 = nop }
+   0x8 LB: >> { %9 = dma.hbm_to_vmem a }
+   0x9 LB: >> { %9 = dma.done.wait }
+   0xa PF: > { %9 = end }
+"""
+
+
+def test_an_item_counts_the_loop_that_asks_for_pages_as_often_as_it_runs(tmp_path):
+    (tmp_path / "1-ragged_decode_read.1-01-final_bundles.txt").write_text(COPIES)
+    (tmp_path / "1-ragged_decode_mass.1-01-final_bundles.txt").write_text(DUMP)
+    assert static.item(tmp_path, "ragged_decode_read", 8) == 3 + 4 * 3
+    assert static.item(tmp_path, "ragged_decode_mass", 8) == 6
+
+
 def test_cases_move_what_their_shapes_say():
     found = cases()
     assert {name.split("/")[0] for name in found} <= set(operations())
@@ -177,6 +197,7 @@ def test_costs_are_said_in_a_cell():
     two = {"bundles": {"b": 9, "a": 7}, "step_to_roofline": 1.5}
     assert table._cell(two) == "7, 9 (1.5x)"
     assert table._cell(two | {"steps": {"a": [2, 3]}}) == "7, 9 (2+3, 1.5x)"
+    assert table._cell(two | {"item": 11}) == "7, 9 (11, 1.5x)"
 
 
 def test_what_is_not_installed_is_missing_and_named(monkeypatch):

@@ -76,6 +76,15 @@ def test_every_length_of_every_list(impl, name, kind, some, short_items):
     np.testing.assert_array_equal(found[1][0, 0], -np.inf)
 
 
+@pytest.mark.parametrize("kind", ["int8", "uint8", "float32"])
+def test_pages_of_an_item_go_through_one_product_on_tpu(kind):
+    """Of codes several pages, each with scales of its own; as they lie for short heads, slots in the lanes."""
+    shape = TEST["page128"]
+    arrays, lists = case(shape, edges(shape), kind=kind)
+    found = ragged_decode(*arrays, **lists, mass=True, impl="mosaic_tpu")
+    check(found, oracle(*arrays, **lists), shape.M * shape.S)
+
+
 @pytest.mark.parametrize("impl", BODIES)
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) for n in TEST])
 def test_bfloat16_is_as_good_as_the_plain_way(impl, name):
