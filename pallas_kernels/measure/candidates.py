@@ -53,7 +53,7 @@ CANDIDATES: dict[tuple[str, str], dict[str, tuple[Blocks, ...]]] = {
             Blocks(k=32, item=2048, warps=8),
         )
     },
-    ("ragged_decode", "mosaic_tpu"): {"read": (Blocks(item=2048), Blocks(item=512))},
+    ("ragged_decode", "mosaic_tpu"): {"read": (Blocks(item=2048), Blocks(item=1024), Blocks(k=512))},
     ("blockwise", "mosaic_tpu"): {"forward": TILES, "backward": TILES},
     ("vertical_slash", "mosaic_tpu"): {"forward": (Blocks(q=256, k=512), Blocks(q=128, k=1024))},
     ("gated", "mosaic_tpu"): {"forward": TILES, "backward": TILES},

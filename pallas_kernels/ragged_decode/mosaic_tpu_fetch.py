@@ -43,7 +43,7 @@ class Entries(NamedTuple):
     sem: Any = None
 
     def of(self, item: Array, *, held: bool = False) -> Callable[[Array | int], Array]:
-        """The number of each page of an item; where it has none, any, unless only those it holds are asked for.
+        """The number of each page of an item, where it has none any; ``held``: none but those are asked for.
 
         Where they lie is found once.
         """
@@ -80,7 +80,7 @@ class Fetch(NamedTuple):
     shift: int
 
     def begin(self, item: Array, side: Array) -> None:
-        """Start all copies of an item, several pages a turn: a turn of a loop costs a TPU as much as a copy."""
+        """Start all copies of an item, several pages a turn: turns of a loop cost time as well."""
         numbers, held = self.entries.of(item, held=True), self.held[item]
 
         def page(p: Array | int) -> None:

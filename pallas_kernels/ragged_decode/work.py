@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import products
+from pallas_kernels import products, tuning
 from pallas_kernels.measure import rivals
 from pallas_kernels.measure.work import Bench, Case, Check, Job, Shapes, Target, size
 from pallas_kernels.ragged_decode import mosaic_tpu
@@ -159,9 +159,7 @@ def _case(shape: Shape, dtype: str, *, mass: bool = False, pages: int = 0) -> Ca
     in_place, wide = stored % 128 == 0 or slots % 128 == 0, -(-h // 128) * 128
     copies = 0 if in_place else 2 * pool * slots * -(-stored // 128) * 128 * width
     copies += 0 if h % 128 == 0 else 2 * pool * 4 * 128
-    # An item of the TPU body.
-    own = mosaic_tpu.ITEM_SLOTS if rows <= mosaic_tpu.FEW else mosaic_tpu.ITEM_SLOTS // 2
-    held = max(1, min(pages or m, mosaic_tpu.MOST_PAGES, own // slots))
+    _, held = mosaic_tpu.pages_of(rows, pages or m, slots, 2 * slots * stored * width, tuning.Blocks())
     item, asked = held * slots, min(rows, mosaic_tpu.ROWS)
     return Case(
         run=lambda impl: _run(impl, mass=mass),

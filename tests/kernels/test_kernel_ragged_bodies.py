@@ -50,7 +50,8 @@ def no_race(request):
 @pytest.fixture
 def short_items(monkeypatch):
     """Items of a few pages and rows of 64 queries: short lists are several items, a chunk several rows."""
-    monkeypatch.setattr(mosaic_tpu, "ITEM_SLOTS", 32)
+    monkeypatch.setattr(mosaic_tpu, "TILE_SLOTS", 16)
+    monkeypatch.setattr(mosaic_tpu, "ITEM_TILES", 2)
     monkeypatch.setattr(mosaic_tpu, "ROWS", 64)
     monkeypatch.setattr(triton, "ITEM_SLOTS", (16, 16))
     monkeypatch.setattr(triton, "PROGRAMS", 12)
@@ -78,7 +79,7 @@ def test_every_length_of_every_list(impl, name, kind, some, short_items):
 
 @pytest.mark.parametrize("kind", ["int8", "uint8", "float32"])
 def test_pages_of_an_item_go_through_one_product_on_tpu(kind):
-    """Of codes several pages, each with scales of its own; as they lie for short heads, slots in the lanes."""
+    """Of codes several pages, each with scales of its own; of short heads with slots in the lanes."""
     shape = TEST["page128"]
     arrays, lists = case(shape, edges(shape), kind=kind)
     found = ragged_decode(*arrays, **lists, mass=True, impl="mosaic_tpu")
@@ -298,7 +299,7 @@ def test_refusals():
     big = jax.ShapeDtypeStruct((1 << 21, 32, 32), jnp.bfloat16)
     with pytest.raises(Unsupported, match="31 bits"):
         jax.eval_shape(lambda k: ragged_decode(q, k, k, **lists, impl="triton"), big)
-    wide = {"table": jnp.zeros((3, 2, 300_000), jnp.int32), "length": lists["length"]}
+    wide = {"table": jnp.zeros((3, 2, 1_000_000), jnp.int32), "length": lists["length"]}
     with pytest.raises(Unsupported, match="SMEM"):
         ragged_decode(q, k, v, **wide, impl="mosaic_tpu")
     with pytest.raises(Unsupported, match="one number"):
