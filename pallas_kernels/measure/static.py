@@ -3,8 +3,8 @@
 TPU: libtpu writes the final VLIW bundles of every kernel, about one a cycle while nothing waits for
 memory. The count is of the program text: a loop inside the kernel counts once, and so do steps that run
 only at the ends of a row; ``steps`` tells them apart, ``item`` counts the loop that asks for the pages of
-ragged_decode's next item as often as it runs. GPU: registers
-of a thread and bytes spilled, as CUDA's assembler says.
+ragged_decode's next item as often as it runs, ``spills`` vector registers that went to memory and back. GPU:
+registers of a thread and bytes spilled, as CUDA's assembler says.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ DUMPS = (
     "--xla_jf_dump_llo_text=true --xla_jf_dump_category_filter=codegen "
     "--xla_jf_dump_llo_pass_label_regex=final_bundles --xla_jf_dump_to="
 )
-MEASURED = ("compile_s", "temp_bytes", "copies", "launches", "bundles", "steps", "item", "kernels")
+MEASURED = ("compile_s", "temp_bytes", "copies", "launches", "bundles", "steps", "item", "spills", "kernels")
 KERNEL = r"ragged_decode_\w+?|blockwise\w*?|column_mass|gated\w*?|vertical\w*?|phi\w*?"
 
 
@@ -102,6 +102,18 @@ def bundles(folder: pathlib.Path) -> dict[str, int]:
         count = re.search(r"total scheduled bundles:\s+(\d+)", file.read_text())
         if kernel and count:
             found[kernel.group(1)] = int(count.group(1))
+    return found
+
+
+_SPILLED = re.compile(r"v(?:st|ld) \[vmem:\[#allocation\d+_spill")
+
+
+def spills(folder: pathlib.Path) -> dict[str, int]:
+    """How often each kernel's text stores a vector register for want of room, or loads one back."""
+    found = {}
+    for file in sorted(folder.glob("*-01-final_bundles.txt")):
+        if kernel := re.search(rf"({KERNEL})[.-]", file.name):
+            found[kernel.group(1)] = len(_SPILLED.findall(file.read_text()))
     return found
 
 
@@ -206,6 +218,7 @@ def _compiled(program: Any, platform: str, folder: pathlib.Path, case: Any) -> d
     found["copies"] = aot.copies(binary, case.whole) if case.whole else []
     if platform == "tpu" and os.environ["LIBTPU_INIT_ARGS"]:
         found["bundles"], found["steps"] = bundles(folder), steps(folder)
+        found["spills"] = spills(folder)
         if case.pages and case.kernel in found["bundles"]:
             found["item"] = item(folder, case.kernel, case.pages)
         if not found["bundles"]:

@@ -68,6 +68,13 @@ def test_an_item_counts_the_loop_that_asks_for_pages_as_often_as_it_runs(tmp_pat
     assert static.item(tmp_path, "ragged_decode_mass", 8) == 6
 
 
+def test_spills_are_vector_registers_in_memory(tmp_path):
+    text = "{ %1 = vst [vmem:[#allocation4_spill] sm:$0xff] %v2  ;;  %3 = sst [smem:[#allocation5_spill]] %s2 }"
+    text += "{ %4 = vld [vmem:[#allocation4_spill] sm:$0xff]  ;;  %5 = vld [vmem:[#allocation6] sm:$0xff] }"
+    (tmp_path / "1-gated.1-01-final_bundles.txt").write_text(text)
+    assert static.spills(tmp_path) == {"gated": 2}
+
+
 def test_cases_move_what_their_shapes_say():
     found = cases()
     assert {name.split("/")[0] for name in found} <= set(operations())
