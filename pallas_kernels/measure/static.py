@@ -139,7 +139,7 @@ def item(folder: pathlib.Path, kernel: str, pages: int) -> int:
     twice, before the first item and in every one.
     """
     (file,) = (x for x in folder.glob("*-01-final_bundles.txt") if re.search(rf"\b{kernel}[.-]", x.name))
-    pieces = _pieces(file.read_text(), "dma.hbm_to_vmem")
+    pieces = _pieces(file.read_text(), r"dma\.(?:hbm_to_vmem|general)")
     straight = sum(count for depth, count, _ in pieces if len(depth) < 2)
     asking = [(starts, count) for depth, count, starts in pieces if len(depth) > 1 and starts]
     if not asking:
@@ -162,7 +162,7 @@ def _pieces(text: str, what: str) -> list[tuple[str, int, int]]:
                 depth = bundle.group(2)
                 pieces.append([depth, 0, 0])
             pieces[-1][1] += 1
-            pieces[-1][2] += line.count(what)
+            pieces[-1][2] += len(re.findall(what, line))
     return [(str(depth), int(bundles), int(found)) for depth, bundles, found in pieces]
 
 
