@@ -119,7 +119,7 @@ def test_the_picture_is_drawn(tmp_path):
 
 def test_the_shipped_plan_is_one_and_its_templates_are_written_well():
     plan = frontier.read(frontier.EXAMPLE)
-    assert [stage.samples for stage in plan.stages] == [25, 200, 100]
+    assert [stage.samples for stage in plan.stages] == [25, 200, 50]
     assert len(plan.shares) == 3
     assert 2048 in plan.stages[2].lengths
     for template in plan.policies:
