@@ -90,7 +90,7 @@ DUMPS = (
     "--xla_jf_dump_llo_pass_label_regex=final_bundles --xla_jf_dump_to="
 )
 MEASURED = ("compile_s", "temp_bytes", "copies", "launches", "bundles", "steps", "kernels")
-KERNEL = r"ragged_decode_\w+?|blockwise\w*?|column_mass|gated\w*?|vertical\w*?|phi\w*?"
+KERNEL = r"ragged_decode_\w+?|decode_step\w*?|blockwise\w*?|column_mass|gated\w*?|vertical\w*?|phi\w*?"
 
 
 def bundles(folder: pathlib.Path) -> dict[str, int]:

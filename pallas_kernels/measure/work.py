@@ -16,7 +16,7 @@ import numpy as np
 
 from pallas_kernels import numerics
 
-OPERATIONS = ("ragged_decode", "blockwise", "vertical_slash", "gated", "phi")
+OPERATIONS = ("ragged_decode", "blockwise", "decode_step", "vertical_slash", "gated", "phi")
 """Of the device bench, by how much depends on them. ``merge`` has no body of its own."""
 
 HOPPERS = ("h200",)
