@@ -133,9 +133,8 @@ def test_a_token_for_which_there_is_no_page_is_not_stored(impl):
     length[3, 0], length[3, 1] = 64, M * S
     table[3, 1] = np.setdiff1d(np.arange(len(cache.k_pages)), table)[:M]
     table[0, 1, :] = 10**6
-    lists = lists._replace(
-        table=jnp.asarray(table), length=jnp.asarray(length).at[0, 0].set(32).at[0, 1].set(0)
-    )
+    length[0] = 32, 0
+    lists = lists._replace(table=jnp.asarray(table), length=jnp.asarray(length))
     bold = lists._replace(enters=jnp.ones((B, K), bool))
     timid = lists._replace(enters=jnp.zeros((B, K), bool))
     with dispatch.interpreted():
