@@ -57,7 +57,7 @@ TABLE = {
     "kvjax.layer._demote": rf"{STATE}|kvjax\.algebra",
     "kvjax.layer._evict": rf"{STATE}|kvjax\.(algebra|layer\._(demote|info))",
     "kvjax.layer._admit": rf"{STATE}|kvjax\.(algebra|layer\._(demote|info|evict))",
-    "kvjax.layer._at_once": rf"{STATE}|kvjax\.layer\._(admit|info|read)|{KERNELS}",
+    "kvjax.layer._at_once": rf"{STATE}|kvjax\.(algebra|layer\._(admit|info|read))|{KERNELS}",
     "kvjax.layer._read": rf"{STATE}|kvjax\.(algebra|layer\._info)|{KERNELS}",
     "kvjax.layer._seam": rf"{STATE}|kvjax\.(algebra|layer\._(info|read))",
     "kvjax.layer._mass": rf"{STATE}|kvjax\.(algebra|layer\._(info|read))",

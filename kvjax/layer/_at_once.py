@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
+import jax
 import jax.numpy as jnp
 
+from kvjax.algebra import Native
 from kvjax.cache import pages as paging
 from kvjax.cache import ring as rings
 from kvjax.cache.pages import Pages
@@ -20,6 +22,15 @@ from pallas_kernels.decode_step.api import Cache, decode_step, has_body
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Int
+
+
+class Unwritten(Native):
+    """Slots are found and their keys and values written by somebody else."""
+
+    def write(self, pages: Pages, page: Array, slot: Array, k: Array, v: Array) -> Pages:
+        """The same pages."""
+        del page, slot, k, v
+        return pages
 
 
 def fits(info: LayerInfo, cache: LayerCache, x: Heads) -> bool:
@@ -58,9 +69,19 @@ def step_at_once(
     assert pages is not None  # noqa: S101
     leaving = rings.leaving(ring, new, length, count)
     list_id = destination(info, leaving)
-    # These write keys and values, too; nobody reads what they wrote, and XLA leaves it out.
-    stored = paging.append(pages, policy.storage, policy.selection, leaving, list_id)
-    held = rings.put(ring, new, length, count)
+
+    def enter(pages: Pages) -> Pages:
+        return paging.append(pages, Unwritten(), policy.selection, leaving, list_id)
+
+    def if_any(pages: Pages) -> Pages:
+        return jax.lax.cond(jnp.any(list_id >= 0), enter, lambda same: same, pages)
+
+    # A GPU starts more for a branch than in it.
+    rest = dataclasses.replace(pages, k=None, v=None)  # type: ignore[arg-type]
+    stored = jax.lax.platform_dependent(rest, cuda=enter, rocm=enter, default=if_any)
+    held = rings.put(
+        ring, new, length, count
+    )  # keys and values, too, which XLA leaves out: nobody reads them
     out, lse, after = decode_step(
         x.q[:, 0],
         new.k[:, :, 0],
