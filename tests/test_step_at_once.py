@@ -61,7 +61,9 @@ def made(info: layer.LayerInfo, poison: float = 0.0, dtype: str = "bfloat16") ->
     more = {name: jnp.ones((B, K, 14, *x.shape[2:]), x.dtype) for name, x in pages.meta.items()}
     goes = (jnp.arange(14) < jnp.asarray([14, 3])[:, None]) & (jnp.arange(B) == 0)[:, None, None]
     entry = rings.Entry(k=old[0], v=old[1], pos=pos, admit=goes, meta=more)
-    pages = paging.append(pages, policy.storage, policy.selection, entry, jnp.where(goes, 0, EMPTY))
+    goes = jnp.where(goes, 0, EMPTY)
+    append = jax.jit(lambda pages: paging.append(pages, policy.storage, policy.selection, entry, goes))
+    pages = append(pages)
     return LayerCache(ring=ring, pages=pages, summary=None)
 
 

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from pallas_kernels.tuning import Blocks, Tuned
 
 TILE = 64
+"""Slots of a tile; of heads of 256 half of it: otherwise registers spill."""
+
 RING = 128
 """Ring slots of a program."""
 
@@ -253,7 +255,7 @@ def _plan(token: Token, cache: Cache, lists: Lists, scale: float, blocks: Tuned,
         lists.table.shape[2],
     )
     items = -(-PROGRAMS // (b * heads))
-    own = tuning.Blocks(k=TILE, item=LEAST[items < ITEMS], warps=4, stages=2)
+    own = tuning.Blocks(k=TILE if h <= 128 else TILE // 2, item=LEAST[items < ITEMS], warps=4, stages=2)
     found = tuning.pick(blocks, "step", cache.k_pages.dtype, h, own)
     least, ring = max(1, found.item // found.k), -(-window // max(RING, found.k))
     items = min(max(items, ITEMS), -(-entries * size // (least * found.k)), JOINED // h - ring)

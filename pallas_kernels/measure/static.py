@@ -152,7 +152,7 @@ def _one(chip: str, name: str, folder: pathlib.Path, programs: dict[str, Any]) -
 
     case, place = compiled_for(chip)[name], aot.target(chip)
     impl = case.impl or place.impl
-    program = aot.lowered(place, case.run(impl), *case.args)
+    program = aot.lowered(place, case.run(impl), *case.args, donated=case.donated)
     found: dict[str, Any] = {"impl": impl, "moves_bytes": case.moves, "flops": case.flops}
     found["roofline_us"] = round(roofline(chip, case.moves, case.flops) * 1e6, 2)
     found["program"] = aot.digest(program)

@@ -77,6 +77,7 @@ class Case(NamedTuple):
       step: (bytes, flops) of one step of the kernel's grid on a TPU, to hold its bundles against.
       kernel: name of that kernel.
       impl: the body, where it is not the platform's main one; then for its chips alone.
+      donated: arguments that are written in place.
     """
 
     run: Run
@@ -88,6 +89,7 @@ class Case(NamedTuple):
     step: tuple[int, int]
     kernel: str
     impl: str = ""
+    donated: tuple[int, ...] = ()
 
 
 class Check(NamedTuple):
