@@ -25,8 +25,8 @@ N, K, H, W, S, M = 32, 8, 128, 256, 64, 128
 POOL = K * M * S * H
 SPECS = ("sinks(4) + window(256)", pytest.param("knorm + uniform(4096, every_step)", marks=pytest.mark.slow))
 CHIPS = ("h200", pytest.param("v5e", marks=pytest.mark.slow))
-LAUNCHES = {"h200": 14, "v5e": 90}
-"""Of a step in one kernel, which on a GPU is two, and of all that finds its pages."""
+LAUNCHES = {"h200": 16, "v5e": 63}
+"""Of a step in one kernel, which on a GPU is two, and of all that finds its pages (27 and 107 in today's)."""
 
 
 def made(policy: kvjax.Policy) -> LayerCache:
@@ -90,14 +90,6 @@ def test_a_step_in_one_kernel_copies_no_pool_and_starts_little(chip, monkeypatch
     impl = "triton" if chip == "h200" else "mosaic_tpu"
     monkeypatch.setattr(dispatch, "record", lambda op, kind: {"impl": impl, "agrees": True})
     program = compiled(chip, "sinks(4) + window(256)")
-    print(chip, aot.launches(program), program.memory_analysis().temp_size_in_bytes)
-    monkeypatch.setattr(
-        dispatch,
-        "record",
-        lambda op, kind: {} if op == "decode_step" else {"impl": impl, "agrees": True},
-    )
-    other = compiled(chip, "sinks(4) + window(256)")
-    print(chip, aot.launches(other), other.memory_analysis().temp_size_in_bytes)
     check_in_place(program)
     assert "decode_step" in program.as_text()
     assert aot.copies(program, K * W * H) == []

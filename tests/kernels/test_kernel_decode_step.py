@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from kernel_bodies import BODIES, body, check_no_race
 
-from pallas_kernels import decode_step, dispatch
+from pallas_kernels import Unsupported, decode_step, dispatch, lowering
+from pallas_kernels.decode_step import api, limits
 from pallas_kernels.decode_step.call import Cache, Lists, Token
 from pallas_kernels.tuning import Blocks
 from pallas_kernels.tuning import key as block_key
@@ -153,3 +154,80 @@ def test_a_token_for_which_there_is_no_page_is_not_stored(impl):
         else:
             ours, theirs = ours[live], theirs[live]
         np.testing.assert_allclose(ours, theirs, atol=0.05)
+
+
+def shaped(w=256, s=64, h=128, n=8, k=2, b=2, m=8, p=64, dtype="bfloat16", pages=None):
+    """(q, cache, table) as shapes, all of which every body takes."""
+    of = jax.ShapeDtypeStruct
+    ring, pool = of((b, k, w, h), dtype), of((p, s, h), pages or dtype)
+    return of((b, n, h), dtype), Cache(ring, ring, pool, pool), of((b, k, m), "int32")
+
+
+REFUSED = [
+    ("mosaic_tpu", {"h": 64}, "a head dim of 64"),
+    ("mosaic_tpu", {"w": 100}, "a ring of 100"),
+    ("mosaic_tpu", {"w": 2048}, "1024 slots at most"),
+    ("mosaic_tpu", {"s": 8}, "pages of 8 slots"),
+    ("mosaic_tpu", {"b": 32, "m": 8192}, "scalar memory"),
+    ("mosaic_tpu", {"b": 1024}, "VMEM"),
+    ("mosaic_tpu", {"dtype": "float32"}, "arrays of float32"),
+    ("triton", {"h": 96}, "a head dim of 96"),
+    ("triton", {"h": 512}, "a head dim of 512"),
+    ("triton", {"s": 48}, "pages of 48 slots"),
+    ("triton", {"n": 64}, "64 query heads over 2"),
+    ("triton", {"w": 8192}, "a ring of 8192"),
+    ("triton", {"p": 1 << 18}, "31 bits"),
+    ("triton", {"pages": "int8"}, "arrays of bfloat16, int8"),
+]
+
+
+@pytest.mark.parametrize(("impl", "odd", "why"), REFUSED)
+def test_what_a_body_does_not_take_is_said_before_anything_is_compiled(impl, odd, why, monkeypatch):
+    q, cache, table = shaped(**odd)
+    assert why in limits.refusal(impl, q, cache, table)
+    assert limits.refusal(impl, *shaped()) is None
+    monkeypatch.setattr(dispatch, "body", lambda op, offered: impl)
+    assert not api.has_body(q, cache, table)
+    assert api.has_body(*shaped())
+    if "pages" in odd:
+        return
+    (b, _, h), k = q.shape, table.shape[1]
+    new, lists = jax.ShapeDtypeStruct((b, k, h), q.dtype), jax.ShapeDtypeStruct((b, k), "int32")
+    rest = {"seen": jax.ShapeDtypeStruct((b,), "int32"), "enters": jax.ShapeDtypeStruct((b, k), "bool")}
+    with dispatch.interpreted(), pytest.raises(Unsupported, match=rf"(?s){why}.*Use impl='xla'"):
+        jax.eval_shape(
+            lambda *a, **o: decode_step(*a, **o, impl=impl), q, new, new, cache, table, lists, **rest
+        )
+
+
+def test_a_body_is_there_where_dispatch_would_run_one(monkeypatch):
+    assert not api.has_body(*shaped())
+    ran = {"impl": "mosaic_tpu", "agrees": True}
+    monkeypatch.setattr(dispatch, "record", lambda op, kind: ran if op == "decode_step" else {})
+    assert not api.has_body(*shaped())
+    with lowering.for_device("TPU v5 lite", 1, "tpu"):
+        assert api.has_body(*shaped())
+        assert not api.has_body(*shaped(h=64))
+        assert dispatch.body("gated", api.OFFERED) is None
+    with lowering.for_device("NVIDIA H200", 132, "gpu"):
+        assert not api.has_body(*shaped())
+
+
+@pytest.mark.parametrize(
+    ("place", "shape", "why"),
+    [
+        ("ring_k", (B, K, W, H + 1), "needs a ring"),
+        ("v_pages", (7, S, H), "of one shape and dtype"),
+        ("q", (B, 3, H), "N a multiple of K"),
+        ("v", (B, K, 1), "needs q"),
+        ("length", (B, 1), "needs .B, K, M. and"),
+        ("enters", (B,), "needs .B. and"),
+    ],
+)
+def test_shapes_that_do_not_fit_are_refused(place, shape, why):
+    token, cache, lists = made()
+    given = {**token._asdict(), **cache._asdict(), **lists._asdict()}
+    given[place] = jnp.zeros(shape, given[place].dtype)
+    cache = Cache(*(given.pop(name) for name in Cache._fields))
+    with pytest.raises(ValueError, match=why):
+        decode_step(cache=cache, **given)
