@@ -143,7 +143,7 @@ def _ring(
         see = (slot <= of.seen) & (slot < plan.window)
         at = _grid(slot[:, None], jnp.arange(plan.h, dtype=jnp.int32)[None])
         mine = (at[0] == of.at) & (of.seen >= 0)
-        mask = jnp.broadcast_to(see[:, None], at[0].shape) & ~mine
+        mask = jnp.broadcast_to(see[:, None], at[0].shape)
         where = jnp.full(at[0].shape, of.x, jnp.int32), *at
         k, v = (jnp.where(mine, x[None], compat.load(r.at[where], mask=mask)) for r, x in zip(rings, new))
         return _grown(plan, q, stats, k, v, see)

@@ -42,10 +42,10 @@ def decode_step(token: Token, cache: Cache, lists: Lists, *, scale: float) -> tu
         *cache[2:], *token[1:], cuda=enter, rocm=enter, default=if_any
     )
     slot = jnp.where(seen >= 0, slot, window)  # out of range: dropped by the scatter
-    rings = (
+    ring_k, ring_v = (
         ring.at[row, head, slot].set(x.astype(ring.dtype), mode="drop") for ring, x in zip(cache[:2], new)
     )
-    after = Cache(*rings, k_pages, v_pages)
+    after = Cache(ring_k, ring_v, k_pages, v_pages)
     q, held = token.q[:, :, None], seen - (seen - jnp.arange(window)) % window
     parts = [
         blockwise.blockwise(q, *after[:2], Where(seen, held, None), sight=Sight(None, scale, None)),

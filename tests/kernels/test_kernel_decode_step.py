@@ -34,7 +34,8 @@ def made(dtype: str = "bfloat16", poison: float = np.nan, seed: int = 0) -> tupl
     table = rng.permutation(pool)[: B * K * M].reshape(B, K, M).astype(np.int32)
     dead = np.ones((pool, S), bool)
     for row, head in np.ndindex(B, K):
-        ring_k[row, head, max(seen[row], 0) :], ring_v[row, head, max(seen[row], 0) :] = poison, poison
+        never = slice(seen[row] if 0 <= seen[row] < W else W, None)
+        ring_k[row, head, never], ring_v[row, head, never] = poison, poison
         for at in range(length[row, head]):
             dead[table[row, head, at // S], at % S] = False
         table[row, head, -(-(length[row, head] + 1) // S) :] = (-1, 10**6)[head]  # beyond what is owned
@@ -84,7 +85,7 @@ def check(found, token: Token, cache: Cache, lists: Lists) -> None:
     # Bit for bit: what was written, and that nothing else was.
     for ring, wanted in zip(after[:2], rings):
         for row, n in enumerate(np.asarray(lists.seen)):
-            held = slice(0, max(0, min(n + 1, W)))
+            held = slice(0, min(n + 1, W) if n >= 0 else W)  # without a token all of it stays
             np.testing.assert_array_equal(wide(ring)[row, :, held], wanted[row, :, held])
     for i, (pages, before) in enumerate(zip(after[2:], cache[2:])):
         new = wide(before).copy()
