@@ -19,6 +19,24 @@ if TYPE_CHECKING:
     from jaxtyping import Array
 
 
+def _put(old: Array, index: tuple[Array, ...], value: Array) -> Array:
+    return old.at[index].set(value, mode="drop")
+
+
+def _put_bits(old: Array, index: tuple[Array, ...], value: Array) -> Array:
+    held, new = (jax.lax.bitcast_convert_type(x, jnp.uint16) for x in (old, value))
+    return jax.lax.bitcast_convert_type(_put(held, index, new), old.dtype)
+
+
+def _written(old: Array, index: tuple[Array, ...], value: Array) -> Array:
+    """``old`` with ``value`` there; out of range: nothing is written."""
+    value = value.astype(old.dtype)
+    # XLA before jax 0.12 turns all of a bfloat16 array into float32 and back around a scatter on CPU.
+    if old.dtype == jnp.bfloat16 and jax.__version_info__ < (0, 12):
+        return jax.lax.platform_dependent(old, index, value, cpu=_put_bits, default=_put)
+    return _put(old, index, value)
+
+
 @functools.partial(jax.jit, static_argnames="scale")
 def decode_step(token: Token, cache: Cache, lists: Lists, *, scale: float) -> tuple[Array, Array, Cache]:
     """See ``api.decode_step``."""
@@ -30,7 +48,7 @@ def decode_step(token: Token, cache: Cache, lists: Lists, *, scale: float) -> tu
     # XLA on CPU keeps no order but that of data, and would copy the ring to write it beside a read. So what
     # is written comes out of the branch that uses what was read, where it is seemingly changed.
     def enter(k_pages: Array, v_pages: Array, *new: Array) -> tuple[Array, ...]:
-        pools = (pool.at[page, at].set(x, mode="drop") for pool, x in zip((k_pages, v_pages), old))
+        pools = (_written(pool, (page, at), x) for pool, x in zip((k_pages, v_pages), old))
         never = (seen < jnp.iinfo(seen.dtype).min + 1)[..., None]
         return *pools, *(jnp.where(never, x.astype(y.dtype), y) for x, y in zip(old, new))
 
@@ -42,9 +60,7 @@ def decode_step(token: Token, cache: Cache, lists: Lists, *, scale: float) -> tu
         *cache[2:], *token[1:], cuda=enter, rocm=enter, default=if_any
     )
     slot = jnp.where(seen >= 0, slot, window)  # out of range: dropped by the scatter
-    ring_k, ring_v = (
-        ring.at[row, head, slot].set(x.astype(ring.dtype), mode="drop") for ring, x in zip(cache[:2], new)
-    )
+    ring_k, ring_v = (_written(ring, (row, head, slot), x) for ring, x in zip(cache[:2], new))
     after = Cache(ring_k, ring_v, k_pages, v_pages)
     q, held = token.q[:, :, None], seen - (seen - jnp.arange(window)) % window
     parts = [
