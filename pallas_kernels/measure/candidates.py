@@ -46,9 +46,11 @@ CANDIDATES: dict[tuple[str, str], dict[str, tuple[Blocks, ...]]] = {
     },
     ("decode_step", "triton"): {
         "step": (
-            Blocks(k=64, warps=4, stages=3),
+            # Half the tile takes two thirds of the registers; page ids take up stages as above.
+            Blocks(k=32, warps=4, stages=2),
+            Blocks(k=64, warps=4, stages=5),
+            Blocks(k=32, warps=4, stages=5),
             Blocks(k=64, item=256, warps=4, stages=2),
-            Blocks(k=32, item=256, warps=4, stages=3),
         )
     },
     ("vertical_slash", "triton"): {"forward": ATTENTION},
