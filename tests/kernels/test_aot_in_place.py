@@ -50,25 +50,32 @@ def made(policy: kvjax.Policy) -> LayerCache:
     return LayerCache(ring=ring, pages=pages, summary=None)
 
 
-def compiled(chip: str, spec: str):
-    """A step whose cache is donated."""
+def compiled(chip: str, spec: str, steps: int = 1):
+    """A step whose cache is donated, or a loop over some."""
     policy = kvjax.policy(spec)
     try:
         place = aot.target(chip)
     except aot.Missing as reason:
         pytest.skip(str(reason))
 
-    def run(cache, q, k, v, length):
+    def step(cache, q, k, v, length):
         x = Heads(q=q, k=k, v=v, q_pre=q, k_pre=k, hidden=q[:, :, 0])
         info = layer.LayerInfo(policy, {}, 0, 1, None, length)
         return layer.step(info, cache, x, length, length >= 0)
+
+    def run(cache, q, k, v, length):
+        def one(i, carry):
+            read, cache = step(carry[0], carry[1], k, v, length + i)
+            return cache, read.out
+
+        return jax.lax.fori_loop(0, steps, one, (cache, q))
 
     heads = [jax.ShapeDtypeStruct((1, 1, n, H), jnp.bfloat16) for n in (N, K, K)]
     args = (jax.eval_shape(lambda: made(policy)), *heads, jax.ShapeDtypeStruct((1,), jnp.int32))
     device = SingleDeviceSharding(place.devices[0])
     args = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device), args)
     with lowering.for_device(place.kind, place.cores, place.platform):
-        traced = jax.jit(run, donate_argnums=0).trace(*args)
+        traced = jax.jit(step if steps == 1 else run, donate_argnums=0).trace(*args)
         return traced.lower(lowering_platforms=place.lowering).compile()
 
 
@@ -85,11 +92,11 @@ def test_a_step_copies_no_pool(chip, spec):
 
 
 @pytest.mark.parametrize("chip", CHIPS)
-def test_a_step_in_one_kernel_copies_no_pool_and_starts_little(chip, monkeypatch):
+def test_steps_in_one_kernel_copy_no_pool_and_start_little(chip, monkeypatch):
     """On a device that is on record for every body: nothing but the kernel touches keys and values."""
     impl = "triton" if chip == "h200" else "mosaic_tpu"
     monkeypatch.setattr(dispatch, "record", lambda op, kind: {"impl": impl, "agrees": True})
-    program = compiled(chip, "sinks(4) + window(256)")
+    program = compiled(chip, "sinks(4) + window(256)", steps=8)
     check_in_place(program)
     assert "decode_step" in program.as_text()
     assert aot.copies(program, K * W * H) == []
