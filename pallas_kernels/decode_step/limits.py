@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pallas_kernels import compat
 from pallas_kernels.decode_step.call import Cache
 
 if TYPE_CHECKING:
@@ -21,6 +20,10 @@ RING_GPU = 4096
 
 SMEM_WORDS = 192 << 10
 """Page ids that fit a TPU's scalar memory beside what else is there."""
+
+
+VMEM = 24 << 20
+"""Bytes of queries and answers; a body may use twice that (``compat``, which is slow to import)."""
 
 
 def refusal(impl: str, q: Array, cache: Cache, table: Array) -> str | None:
@@ -45,7 +48,7 @@ def _tpu(q: Array, cache: Cache, table: Array) -> str:
         return f"tables of {b * heads * m} pages; scalar memory holds {SMEM_WORDS}"
     rows = -(-q.shape[1] // heads // ROWS) * ROWS
     held = b * heads * (2 * h * (2 * rows + 2 * ROWS) + 4 * LANES * rows)
-    if held > compat.VMEM_LIMIT // 2:
+    if held > VMEM:
         return f"{b * heads} streams, whose queries and answers take {held} bytes of VMEM"
     return ""
 
