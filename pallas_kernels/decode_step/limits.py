@@ -39,10 +39,10 @@ def _tpu(q: Array, cache: Cache, table: Array) -> str:
     (b, heads, window, h), size, m = cache.ring_k.shape, cache.k_pages.shape[1], table.shape[2]
     if h % LANES:
         return f"a head dim of {h}; tiles have {LANES} lanes"
-    if size % ROWS or window % size or window > RING:
+    if size % ROWS or window % ROWS or (window > size and window % size) or window > RING:
         return (
-            f"pages of {size} slots and a ring of {window}; pages are multiples of {ROWS}, rings whole pages "
-            f"and {RING} slots at most"
+            f"pages of {size} slots and a ring of {window}; both are multiples of {ROWS}, a ring is whole "
+            f"pages or shorter than one, and {RING} slots at most"
         )
     if b * heads * m > SMEM_WORDS:
         return f"tables of {b * heads * m} pages; scalar memory holds {SMEM_WORDS}"

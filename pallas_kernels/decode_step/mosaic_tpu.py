@@ -1,8 +1,9 @@
 """decode_step on TPU: a loop over the items of all streams, the next one's pages on their way.
 
-  a stream's list  | ring: W / S pages, one copy | its pages, a copy each ...
+  a stream's list  | ring: whole pages, one copy | its pages, a copy each ...
   items            |<----------- item slots ----------->|<----------- ...
 
+A ring shorter than a page has one for itself, whose end is dead.
 There is no plan before it: which item comes next is a few scalar operations on lengths in SMEM. A stream's
 first item takes the leaving token out of its slot of the ring and puts the new one there; the item with the
 end of the list puts the leaving one there. Both are put into the buffers, where they are read, and 16 rows
@@ -53,7 +54,12 @@ class Plan(NamedTuple):
     @property
     def ring(self) -> int:
         """Pages of a ring."""
-        return self.window // self.size
+        return -(-self.window // self.size)
+
+    @property
+    def base(self) -> int:
+        """Where a list's own slots begin."""
+        return self.ring * self.size
 
     @property
     def width(self) -> int:
@@ -128,9 +134,10 @@ def _read(streams: Streams, memory: Memory, item: Item, act: str) -> None:
 
     @pl.when(item.block == 0)
     def _() -> None:
-        mine, first = pl.ds(item.row * plan.ring, plan.ring), pl.ds(0, plan.ring)
+        mine = pl.ds(item.row * plan.ring, plan.ring)
         for ring, buffer in zip(memory.ring, memory.buffers):
-            getattr(pltpu.make_async_copy(ring.at[mine], buffer.at[item.side, first], sem), act)()
+            near = buffer.at[item.side, pl.ds(0, plan.ring), pl.ds(0, min(plan.size, plan.window))]
+            getattr(pltpu.make_async_copy(ring.at[mine], near, sem), act)()
 
     place = item.row * plan.entries + item.block * plan.per_item - plan.ring
 
@@ -146,15 +153,15 @@ def _read(streams: Streams, memory: Memory, item: Item, act: str) -> None:
 
 def _bounds(streams: Streams, item: Item) -> tuple[Array, Array]:
     """Live slots of the ring, and the end of live slots of the list, ring and all."""
-    window = streams.plan.window
-    return jnp.clip(streams.position(item) + 1, 0, window), window + streams.live(item)
+    plan = streams.plan
+    return jnp.clip(streams.position(item) + 1, 0, plan.window), plan.base + streams.live(item)
 
 
 def _visible(streams: Streams, item: Item) -> Any:
     """Which slots of an item are live, [1, Y]."""
     plan, (ring, end) = streams.plan, _bounds(streams, item)
     at = jax.lax.broadcasted_iota(jnp.int32, (1, plan.width), 1) + item.block * plan.width
-    return (at < ring) | ((at >= plan.window) & (at < end))
+    return (at < ring) | ((at >= plan.base) & (at < end))
 
 
 def _clear(streams: Streams, memory: Memory, item: Item) -> None:
@@ -162,11 +169,11 @@ def _clear(streams: Streams, memory: Memory, item: Item) -> None:
     plan, (ring, end), v = streams.plan, _bounds(streams, item), memory.buffers[1]
     start = item.block * plan.width
 
-    @pl.when(((item.block == 0) & (ring < plan.window)) | (start + plan.width > end))
+    @pl.when(((item.block == 0) & (ring < plan.base)) | (start + plan.width > end))
     def _() -> None:
         def page(p: Array, carry: Array) -> Array:
             at = start + p * plan.size + jax.lax.broadcasted_iota(jnp.int32, (plan.size, plan.h), 0)
-            there = (at < ring) | ((at >= plan.window) & (at < end))
+            there = (at < ring) | ((at >= plan.base) & (at < end))
             v[item.side, p] = jnp.where(there, v[item.side, p], jnp.zeros((), v.dtype))
             return carry
 
@@ -284,9 +291,9 @@ def _plan(token: Token, cache: Cache, lists: Lists, scale: float, blocks: Tuned)
         lists.table.shape[2],
     )
     found = tuning.pick(blocks, "step", cache.k_pages.dtype, h, tuning.Blocks(item=ITEM))
-    per_item = min(max(found.item, window) // size, window // size + entries)
     g = token.q.shape[1] // heads
-    return Plan(b * heads, heads, g, h, window, size, pool, entries, per_item, scale)
+    plan = Plan(b * heads, heads, g, h, window, size, pool, entries, 0, scale)
+    return plan._replace(per_item=min(max(found.item, plan.base) // size, plan.ring + entries))
 
 
 @functools.partial(jax.jit, static_argnames=("scale", "interpret", "blocks"))
@@ -296,7 +303,7 @@ def decode_step(
     """See ``api.decode_step``."""
     plan = _plan(token, cache, lists, scale, blocks)
     x, g, h = plan.x, plan.g, plan.h
-    rings = [ring.reshape(x * plan.ring, plan.size, h) for ring in cache[:2]]
+    rings = [ring.reshape(x * plan.ring, -1, h) for ring in cache[:2]]
     pools = [*rings, *cache[2:]]
     if interpret is False:
         pools = [compat.in_hbm(pool) for pool in pools]

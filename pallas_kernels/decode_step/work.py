@@ -36,6 +36,7 @@ SHAPES = Shapes(
     ("chip", "one_8k", Shape(B=1, N=32, K=8, H=128, W=256, P=1024, S=64, M=128)),
     ("chip", "8k", Shape(B=8, N=32, K=8, H=128, W=256, P=8192, S=64, M=128)),
     ("chip", "128k", Shape(B=8, N=32, K=8, H=128, W=256, P=16384, S=64, M=2048)),
+    ("chip", "short_ring", Shape(B=8, N=32, K=8, H=128, W=32, P=8192, S=64, M=128)),
     ("chip", "h256", Shape(B=8, N=16, K=8, H=256, W=1024, P=4096, S=64, M=64)),
     ("tiny", "tiny", Shape(B=2, N=4, K=2, H=128, W=32, P=18, S=16, M=4)),
     ("timed", "timed_8k", Shape(B=8, N=32, K=8, H=128, W=256, P=8192, S=64, M=128)),

@@ -117,6 +117,16 @@ def test_a_body_is_the_step(impl):
     check_no_race(impl)
 
 
+@pytest.mark.parametrize("impl", BODIES)
+def test_a_ring_may_be_shorter_than_a_page(impl, monkeypatch):
+    for name, value in (("W", 16), ("S", 32), ("SEEN", (100, 7, -1, 48))):
+        monkeypatch.setitem(globals(), name, value)
+    given = made()
+    run = body("decode_step", impl, "decode_step", blocks=SMALL)
+    check(run(*given, scale=H**-0.5), *given)
+    check_no_race(impl)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("impl", BODIES)
 def test_a_body_is_the_step_with_its_own_blocks_through_dispatch(impl):
