@@ -17,6 +17,7 @@ checking and timing. What was checked of each operation is in README.md.
 from __future__ import annotations
 
 from pallas_kernels.blockwise.api import blockwise, column_mass
+from pallas_kernels.decode_step.api import decode_step
 from pallas_kernels.dispatch import Unsupported
 from pallas_kernels.gated.api import gated
 from pallas_kernels.merge.api import merge
@@ -30,6 +31,7 @@ __all__ = [
     "Unsupported",
     "blockwise",
     "column_mass",
+    "decode_step",
     "gated",
     "merge",
     "phi_build",

@@ -7,7 +7,7 @@
 
 What 0.7.2 cannot do, by operation:
 
-* blockwise, gated, merge, phi, vertical_slash: nothing; every body runs interpreted there.
+* blockwise, decode_step, gated, merge, phi, vertical_slash: nothing; every body runs interpreted there.
 * ragged_decode: ``xla`` on a CPU converts bfloat16 pools to float32 before each product (XLA's doing), so
   their read takes temporary memory and time; results are the same.
 * ragged_decode, ``impl="mosaic_gpu"``: 0.7 has not the Mosaic GPU it is written in, 0.10 compiles it but has

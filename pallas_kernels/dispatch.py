@@ -242,6 +242,12 @@ def choose(op: str, impl: str | None, offered: Offered) -> Callable[..., Any]:
     )
 
 
+def body(op: str, offered: Offered) -> str | None:
+    """The Pallas body that ``impl=None`` would try first on this device; None where ``xla`` runs."""
+    name, _ = next(_candidates(op, offered, lowering.platform()))
+    return name if name in NEEDS else None
+
+
 def call(op: str, impl: str | None, offered: Offered, run: Callable[[Callable[..., Any]], Result]) -> Result:
     """``run`` with the implementation ``choose`` finds.
 

@@ -57,6 +57,7 @@ TABLE = {
     "kvjax.layer._demote": rf"{STATE}|kvjax\.algebra",
     "kvjax.layer._evict": rf"{STATE}|kvjax\.(algebra|layer\._(demote|info))",
     "kvjax.layer._admit": rf"{STATE}|kvjax\.(algebra|layer\._(demote|info|evict))",
+    "kvjax.layer._at_once": rf"{STATE}|kvjax\.(algebra|layer\._(admit|info|read))|{KERNELS}",
     "kvjax.layer._read": rf"{STATE}|kvjax\.(algebra|layer\._info)|{KERNELS}",
     "kvjax.layer._seam": rf"{STATE}|kvjax\.(algebra|layer\._(info|read))",
     "kvjax.layer._mass": rf"{STATE}|kvjax\.(algebra|layer\._(info|read))",
@@ -95,7 +96,6 @@ TABLE = {
     "studies": r"kvjax(\.(?!serve).+)?",
     "studies.topk_phi": r"studies\.topk_phi(\..+)?|train(\..+)?|kvjax(\.(?!serve).+)?"
     r"|pallas_kernels\.(blockwise|phi)\.api",
-    "studies.one_kernel": r"studies\.one_kernel(\..+)?|pallas_kernels(\..+)?",
     "studies.conf_kv": r"studies\.conf_kv(\..+)?|kvjax(\.(?!serve).+)?",
     "studies.gvote": r"studies\.(gvote(\..+)?|processor)|kvjax(\.(?!serve).+)?",
     "studies.wg_kv": r"studies\.wg_kv(\..+)?|train(\..+)?|kvjax(\.(?!serve).+)?",

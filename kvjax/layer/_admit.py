@@ -34,7 +34,7 @@ def admit(info: LayerInfo, cache: LayerCache, leaving: Entry, final: bool = Fals
     """
     if cache.pages is None:
         return cache
-    policy, list_id = info.policy, _destination(info, leaving)
+    policy, list_id = info.policy, destination(info, leaving)
     stored = [
         paging.append(pages, codec, policy.selection, leaving, ids)
         for pages, codec, ids in zip(
@@ -64,7 +64,7 @@ def admit_or_replace(
         return dataclasses.replace(cache, ring=rings.put(cache.ring, new, length, count))
     storage, selection = codecs(info.policy, cache)[0], info.policy.selection
     leaving = rings.leaving(cache.ring, new, length, count)
-    list_id = _destination(info, leaving)
+    list_id = destination(info, leaving)
     hole = slot_to_replace(info, cache, leaving, list_id, length + count, count)
     if hole is not None:
         list_id = jnp.where(hole < cache.pages.span, list_id, EMPTY)  # beyond: the token itself is evicted
@@ -88,7 +88,7 @@ def admit_or_replace(
     return _completed(info, dataclasses.replace(cache, pages=pages, ring=ring), leaving)
 
 
-def _destination(info: LayerInfo, leaving: Entry) -> Int[Array, "B K T"]:
+def destination(info: LayerInfo, leaving: Entry) -> Int[Array, "B K T"]:
     """The page list each leaving token goes to; EMPTY for those that are not stored."""
     selection, real = info.policy.selection, (leaving.pos >= 0)[:, None, :]
     list_id = jnp.zeros(leaving.pos.shape, jnp.int32)

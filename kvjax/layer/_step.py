@@ -13,6 +13,7 @@ from kvjax.cache import ring as rings
 from kvjax.cache.ring import Entry
 from kvjax.cache.state import LayerCache
 from kvjax.layer._admit import admit, admit_or_replace
+from kvjax.layer._at_once import fits, step_at_once
 from kvjax.layer._demote import demote
 from kvjax.layer._evict import due, evict
 from kvjax.layer._info import LayerInfo, arriving, major, observe
@@ -30,6 +31,8 @@ def step(
 ) -> tuple[Read, LayerCache]:
     """One new token for every active row. Order: door, write, evict, demote, read.
 
+    Where a kernel does all of that at once, it does (``_at_once``).
+
     Args:
       info: which layer.
       cache: after ``length`` tokens.
@@ -40,6 +43,8 @@ def step(
     count = active.astype(jnp.int32)
     pos = jnp.where(active, length, EMPTY)[:, None]
     new = arriving(info, x, pos, observe(info, x, pos))
+    if fits(info, cache, x):
+        return step_at_once(info, cache, new, x, length, count)
     cache = admit_or_replace(info, cache, new, length, count)
     cache = evict(info, cache, length + count, due(info.policy, length + count, count))
     cache = demote(info.policy, cache, 1)

@@ -133,12 +133,13 @@ def target(chip: str, topology: str | None = None) -> Target:
     return gpu
 
 
-def lowered(chip: Target, run: Callable[..., Any], *args: Any) -> Any:
+def lowered(chip: Target, run: Callable[..., Any], *args: Any, donated: tuple[int, ...] = ()) -> Any:
     """``jax.jit(run)`` lowered for one device of ``chip``; args are shapes (``jax.ShapeDtypeStruct``)."""
     place = SingleDeviceSharding(chip.devices[0])
     args = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), args)
     with lowering.for_device(chip.kind, chip.cores, chip.platform):
-        return jax.jit(run).trace(*args).lower(lowering_platforms=chip.lowering)
+        traced = jax.jit(run, donate_argnums=donated).trace(*args)
+        return traced.lower(lowering_platforms=chip.lowering)
 
 
 def digest(program: Any) -> str:
@@ -147,16 +148,18 @@ def digest(program: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def compiled(chip: Target, run: Callable[..., Any], *args: Any) -> Any:
+def compiled(chip: Target, run: Callable[..., Any], *args: Any, donated: tuple[int, ...] = ()) -> Any:
     """What ``lowered`` gives, compiled."""
-    return lowered(chip, run, *args).compile()
+    return lowered(chip, run, *args, donated=donated).compile()
 
 
 class SpillsError(ValueError):
     """A GPU's assembler ran out of registers."""
 
 
-def compiled_without_spills(chip: Target, run: Callable[..., Any], *args: Any) -> Any:
+def compiled_without_spills(
+    chip: Target, run: Callable[..., Any], *args: Any, donated: tuple[int, ...] = ()
+) -> Any:
     """``compiled``, where on a GPU no kernel may spill registers to memory.
 
     The CUDA assembler itself counts (``ptxas``: "bytes spill stores"); on a TPU nothing is checked.
@@ -165,10 +168,10 @@ def compiled_without_spills(chip: Target, run: Callable[..., Any], *args: Any) -
       SpillsError: a kernel spills; XLA does not say which one, ``static.registers`` does.
     """
     if chip.platform != "gpu":
-        return compiled(chip, run, *args)
+        return compiled(chip, run, *args, donated=donated)
     strict = {"xla_gpu_fail_ptx_compilation_on_register_spilling": True}
     try:
-        return lowered(chip, run, *args).compile(compiler_options=strict)
+        return lowered(chip, run, *args, donated=donated).compile(compiler_options=strict)
     except jax.errors.JaxRuntimeError as error:
         if "spill" not in str(error).lower():
             raise

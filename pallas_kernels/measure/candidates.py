@@ -44,6 +44,15 @@ CANDIDATES: dict[tuple[str, str], dict[str, tuple[Blocks, ...]]] = {
         "forward": ATTENTION,
         "backward": (*GRADIENT, Blocks(q=64, k=64, warps=4, stages=2)),
     },
+    ("decode_step", "triton"): {
+        "step": (
+            # Half the tile takes two thirds of the registers; page ids take up stages as above.
+            Blocks(k=32, warps=4, stages=2),
+            Blocks(k=64, warps=4, stages=5),
+            Blocks(k=32, warps=4, stages=5),
+            Blocks(k=64, item=256, warps=4, stages=2),
+        )
+    },
     ("vertical_slash", "triton"): {"forward": ATTENTION},
     ("gated", "triton"): {"forward": ATTENTION, "backward": GRADIENT},
     ("phi", "triton"): {
@@ -55,6 +64,7 @@ CANDIDATES: dict[tuple[str, str], dict[str, tuple[Blocks, ...]]] = {
     },
     ("ragged_decode", "mosaic_tpu"): {"read": (Blocks(item=2048), Blocks(item=1024), Blocks(k=512))},
     ("blockwise", "mosaic_tpu"): {"forward": TILES, "backward": TILES},
+    ("decode_step", "mosaic_tpu"): {"step": (Blocks(item=2048), Blocks(item=512))},
     ("vertical_slash", "mosaic_tpu"): {"forward": (Blocks(q=256, k=512), Blocks(q=128, k=1024))},
     ("gated", "mosaic_tpu"): {"forward": TILES, "backward": TILES},
     ("phi", "mosaic_tpu"): {"sums": (Blocks(k=1024), Blocks(k=256))},

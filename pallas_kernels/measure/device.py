@@ -21,7 +21,14 @@ from pallas_kernels import dispatch, lowering, records
 from pallas_kernels.measure.child import Child, LostError
 from pallas_kernels.measure.work import OPERATIONS, work
 
-SHARES = {"ragged_decode": 30, "blockwise": 25, "vertical_slash": 20, "gated": 15, "phi": 10}
+SHARES = {
+    "ragged_decode": 30,
+    "blockwise": 20,
+    "decode_step": 10,
+    "vertical_slash": 15,
+    "gated": 15,
+    "phi": 10,
+}
 """Of the time that is left after agreement, for blocks and timings."""
 
 CHECKS = 45.0

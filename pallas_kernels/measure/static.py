@@ -91,7 +91,7 @@ DUMPS = (
     "--xla_jf_dump_llo_pass_label_regex=final_bundles --xla_jf_dump_to="
 )
 MEASURED = ("compile_s", "temp_bytes", "copies", "launches", "bundles", "steps", "item", "spills", "kernels")
-KERNEL = r"ragged_decode_\w+?|blockwise\w*?|column_mass|gated\w*?|vertical\w*?|phi\w*?"
+KERNEL = r"ragged_decode_\w+?|decode_step\w*?|blockwise\w*?|column_mass|gated\w*?|vertical\w*?|phi\w*?"
 
 
 def bundles(folder: pathlib.Path) -> dict[str, int]:
@@ -187,7 +187,7 @@ def _one(chip: str, name: str, folder: pathlib.Path, programs: dict[str, Any]) -
 
     case, place = compiled_for(chip)[name], aot.target(chip)
     impl = case.impl or place.impl
-    program = aot.lowered(place, case.run(impl), *case.args)
+    program = aot.lowered(place, case.run(impl), *case.args, donated=case.donated)
     found: dict[str, Any] = {"impl": impl, "moves_bytes": case.moves, "flops": case.flops}
     found["roofline_us"] = round(roofline(chip, case.moves, case.flops) * 1e6, 2)
     found["program"] = aot.digest(program)

@@ -16,7 +16,7 @@ import numpy as np
 
 from pallas_kernels import numerics
 
-OPERATIONS = ("ragged_decode", "blockwise", "vertical_slash", "gated", "phi")
+OPERATIONS = ("ragged_decode", "blockwise", "decode_step", "vertical_slash", "gated", "phi")
 """Of the device bench, by how much depends on them. ``merge`` has no body of its own."""
 
 HOPPERS = ("h200",)
@@ -78,6 +78,7 @@ class Case(NamedTuple):
       kernel: name of that kernel.
       impl: the body, where it is not the platform's main one; then for its chips alone.
       pages: of that step on a TPU, where a loop in the kernel asks for them one by one.
+      donated: arguments that are written in place.
     """
 
     run: Run
@@ -90,6 +91,7 @@ class Case(NamedTuple):
     kernel: str
     impl: str = ""
     pages: int = 0
+    donated: tuple[int, ...] = ()
 
 
 class Check(NamedTuple):

@@ -18,6 +18,7 @@ TUNED_BY = {
     ("ragged_decode", "read"): (("bfloat16", 128), "bfloat16"),
     ("blockwise", "forward"): (("bfloat16", 128), "prompt_bfloat16"),
     ("blockwise", "backward"): (("bfloat16", 128), "prompt_bfloat16_gradient"),
+    ("decode_step", "step"): (("bfloat16", 128), "bfloat16_8k"),
     ("vertical_slash", "forward"): (("bfloat16", 128), "bfloat16_quarter"),
     ("gated", "forward"): (("bfloat16", 128), "bfloat16"),
     ("gated", "backward"): (("bfloat16", 128), "bfloat16_gradient"),
@@ -38,7 +39,9 @@ def built(chip, op, what, blocks, impl=None):
     key, name = TUNED_BY[op, what]
     case = CASES[f"{op}/{name}"]
     with tuning.trying(op, ((tuning.key(what, *key), blocks),)):
-        return aot.compiled_without_spills(chip, case.run(impl or chip.impl), *case.args)
+        return aot.compiled_without_spills(
+            chip, case.run(impl or chip.impl), *case.args, donated=case.donated
+        )
 
 
 @pytest.mark.slow

@@ -12,13 +12,14 @@ import jax
 import pytest
 
 from pallas_kernels.measure import aot, static
-from pallas_kernels.measure.work import cases
+from pallas_kernels.measure.work import cases, size
 
 pytestmark = pytest.mark.aot
 
 CASES = cases()
 QUICK = {
     "blockwise/prompt_bfloat16",
+    "decode_step/bfloat16_8k",
     "gated/odd_h96_bfloat16_gradient",
     "phi/read_bfloat16",
     "ragged_decode/int8",
@@ -32,6 +33,9 @@ QUICK_TOO = {
 }
 MOST_LAUNCHES = {False: 2, True: 6}
 """Of a read of pages on a GPU, without and with mass (and, of one case, selected slots)."""
+
+MOST_STEP_LAUNCHES = {False: 12, True: 2}
+"""Of a decode step in one kernel, by whether on a GPU: there it is two, and nothing else."""
 
 RING_LAUNCHES = 7
 """Of a decode step's read of its ring: none of them makes a plan."""
@@ -59,7 +63,7 @@ def test_the_quick_cases_are_cases():
 def test_it_compiles_in_place_in_little_memory_and_without_spills(chip, name):
     case, place = CASES[name], target(chip)
     try:
-        program = aot.compiled_without_spills(place, case.run(place.impl), *case.args)
+        program = aot.compiled_without_spills(place, case.run(place.impl), *case.args, donated=case.donated)
     except aot.SpillsError:
         # One of XLA's own kernels may (a scatter of ragged_decode's parts does), ours may not.
         ((_, found),) = static.report(chip, [name], {})
@@ -72,6 +76,9 @@ def test_it_compiles_in_place_in_little_memory_and_without_spills(chip, name):
         if case.whole and "mass" not in name:
             assert aot.copies(program, case.whole // 16, vmem=True) == []
         assert chip != "h200" or aot.launches(program) <= MOST_LAUNCHES["mass" in name]
+    if name.startswith("decode_step/"):
+        assert program.memory_analysis().alias_size_in_bytes >= size(case.args[3])
+        assert aot.launches(program) <= MOST_STEP_LAUNCHES[chip == "h200"]
     if (chip, name) == ("h200", "blockwise/ring_bfloat16"):
         assert aot.launches(program) <= RING_LAUNCHES
     assert program.memory_analysis().temp_size_in_bytes <= case.temp

@@ -92,7 +92,7 @@ def test_the_benchmark_prints_a_line_a_dtype(monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("args", "says"),
     [
-        (["--only", "gatd"], "no operation has that name. Use one of blockwise, gated"),
+        (["--only", "gatd"], "no operation has that name. Use one of blockwise, decode_step, gated"),
         (["--shape", "ring"], "Name it with --only"),
         (["--only", "gated", "--shape", "ring"], "it has small_512, small_2k, llama8b_8k"),
     ],
