@@ -264,12 +264,16 @@ def _visible(plan: Plan, shared: Shared, reader: Array, at: Array, part: Array |
 
 
 def _zero_what_nobody_sees(plan: Plan, shared: Shared, reader: Array, at: Array) -> None:
-    """In this reader's part of a tile of values; both wait for both."""
-    count = plan.block // plan.readers
-    mine = pl.ds(reader * count, count)
-    there = plgpu.layout_cast(shared.at[at, 0, mine], plgpu.Layout.WGMMA.reduce(1)) < FAR
-    x = shared.v[at, mine]
-    shared.v[at, mine] = jnp.where(spread(there, x.shape), x, jnp.zeros_like(x))
+    """In a tile of values, of which each reader does some pieces; all wait for all."""
+    for piece in range(plan.block // ROWS):
+
+        @pl.when(reader == piece % plan.readers)
+        def _(first: int = piece * ROWS) -> None:
+            mine = pl.ds(first, ROWS)
+            there = plgpu.layout_cast(shared.at[at, 0, mine], plgpu.Layout.WGMMA.reduce(1)) < FAR
+            x = shared.v[at, mine]
+            shared.v[at, mine] = jnp.where(spread(there, x.shape), x, jnp.zeros_like(x))
+
     plgpu.commit_smem()
     plgpu.barrier_arrive(shared.clean)
     plgpu.barrier_wait(shared.clean)
@@ -289,6 +293,8 @@ def _step(
     """The statistics after one more tile; ``visit`` None: all of it is seen."""
     m, l, o = stats
     at = jax.lax.rem(c, jnp.int32(plan.stages))
+    # A zero that the compiler cannot see: addresses known before the loop would take registers all along it.
+    reader = reader + jax.lax.optimization_barrier(jnp.int32(0))
     plgpu.barrier_wait(shared.k_full.at[at])
     s = _product(shared.q.at[reader], shared.k.at[at].T, (ROWS, plan.block))
     plgpu.barrier_arrive(shared.k_free.at[at])
