@@ -30,20 +30,20 @@ BLOCKS = Blocks(k=128, stages=4)
 class Listed:
     """The course of ``plan.forward``'s walk: lists, counts of theirs, and which tiles have padding."""
 
-    def _head(self, lists: Any, place: Place) -> Array | int:
-        return place.head if lists.shape[1] > 1 else 0
-
     def counts(self, refs: list[Any], place: Place) -> tuple[Array, Array]:
         """See ``Course``."""
-        counts = refs[1]
-        mine = counts.at[place.row, self._head(counts, place), place.block]
-        return mine[0], mine[1]
+        _, counts, _ = refs
+        mine = place.row, self._head(counts, place), place.block
+        return counts[(*mine, 0)], counts[(*mine, 1)]
 
     def visit(self, refs: list[Any], place: Place, c: Array) -> Visit:
         """See ``Course``."""
         order, _, dirty = refs
         tile = order[place.row, self._head(order, place), place.block, c]
         return Visit(0, tile, dirty[place.row, tile])
+
+    def _head(self, lists: Any, place: Place) -> Array | int:
+        return place.head if lists.shape[1] > 1 else 0
 
 
 def _arrays(walk: plan.Walk, dead: Int[Array, "B S"], block: int) -> list[Array]:

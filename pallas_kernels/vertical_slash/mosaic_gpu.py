@@ -34,20 +34,14 @@ PACKED, BAND = 0, 1
 class Ranged:
     """The course of ``ranges``."""
 
-    def _mine(self, refs: list[Any], place: Place) -> Any:
-        (found,) = refs
-        return found.at[place.row, place.head, jax.lax.rem(place.block, jnp.int32(found.shape[2]))]
-
     def counts(self, refs: list[Any], place: Place) -> tuple[Array, Array]:
         """See ``Course``."""
-        mine = self._mine(refs, place)
-        whole = mine[0] + mine[4] - mine[3]
-        return whole, mine[1] + mine[5] - mine[2]
+        packed_whole, packed, first, whole, end_of_whole, end, _ = self._mine(refs, place)
+        return packed_whole + end_of_whole - whole, packed + end - first
 
     def visit(self, refs: list[Any], place: Place, c: Array) -> Visit:
         """See ``Course``: packed tiles seen whole, those of the band, packed edges, the band's two ends."""
-        mine = self._mine(refs, place)
-        packed_whole, packed, first, whole, end_of_whole = (mine[n] for n in range(5))
+        packed_whole, packed, first, whole, end_of_whole, _, unclean = self._mine(refs, place)
         inner = end_of_whole - whole
         edge = c - inner  # of packed tiles alone
         band = c - packed + first  # of the band's edges, as if all of it were edges
@@ -58,7 +52,12 @@ class Ranged:
         tile = jnp.where(in_whole, c - packed_whole + whole, tile)
         tile = jnp.where(in_packed, jnp.where(c < packed_whole, c, edge), tile)
         part = jnp.where(in_packed, PACKED, BAND)
-        return Visit(part, tile, jnp.where((part == BAND) & (tile >= mine[6]), 1, 0))
+        return Visit(part, tile, jnp.where((part == BAND) & (tile >= unclean), 1, 0))
+
+    def _mine(self, refs: list[Any], place: Place) -> list[Array]:
+        (found,) = refs
+        block = jax.lax.rem(place.block, jnp.int32(found.shape[2]))
+        return [found[place.row, place.head, block, n] for n in range(7)]
 
 
 def ranges(
