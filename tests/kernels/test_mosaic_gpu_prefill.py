@@ -29,7 +29,7 @@ needs_interpreter = pytest.mark.skipif(compat.gpu_interpreter() is None, reason=
 
 @needs_interpreter
 @pytest.mark.parametrize(
-    "which", ["admitted or loudly", pytest.param("not (admitted or loudly)", marks=pytest.mark.slow)]
+    "which", ["admitted or none", pytest.param("not (admitted or none)", marks=pytest.mark.slow)]
 )
 def test_interpreted_they_agree_with_the_oracle(which):
     """dispatch.interpreted(), impl="mosaic_gpu"."""
