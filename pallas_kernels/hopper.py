@@ -39,24 +39,23 @@ def start(x: float, shape: tuple[int, ...]) -> Float[Array, " ..."]:
     return plgpu.layout_cast(jnp.full(shape, x, jnp.float32), layout)
 
 
-def spread(x: Array, shape: tuple[int, int], axis: int = 0) -> Array:
+def spread(x: Array, shape: tuple[int, ...], axis: int = 0) -> Array:
     """x [R] or, along axis 1, [S], over a tile."""
     return jax.lax.broadcast_in_dim(x, shape, [axis])
 
 
-def write(x: Float[Array, "R Y"], staged: Any, rows: int, place_of: Callable[[int], Any]) -> None:
-    """Write ``rows`` rows, ``WIDE`` columns at a time.
+def write(x: Float[Array, "R Y"], staged: Any, target: Any) -> None:
+    """Write the first rows of what a warpgroup holds, ``WIDE`` columns at a time.
 
     Args:
-      x: what a warpgroup holds.
-      staged: shared memory [R, WIDE] for that.
-      rows: how many.
-      place_of: where the columns from c on go.
+      x: that.
+      staged: shared memory [R, WIDE] for it.
+      target: reference of as many rows as are written, [rows, Y].
     """
     for c in range(0, x.shape[1], WIDE):
         staged[...] = x[:, c : c + WIDE]
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(staged.at[pl.ds(0, rows)], place_of(c))
+        plgpu.copy_smem_to_gmem(staged.at[pl.ds(0, target.shape[0])], target.at[:, pl.ds(c, WIDE)])
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 

@@ -16,192 +16,24 @@ shared memory before they are multiplied, NaN times 0 being NaN: each reader doe
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from pallas_kernels import lowering, tiles
-from pallas_kernels.dispatch import Unsupported
-from pallas_kernels.hopper import ROWS, SHARED, WIDE, launch, plgpu, spread, start, tiled, write
+from pallas_kernels import tiles
+from pallas_kernels.hopper import ROWS, launch, plgpu, spread, start, write
+from pallas_kernels.hopper_plan import FAR, Course, Given, Keys, Place, Plan, Queries, Shared, Visit, memory
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Bool, Float, Int
-
-FAR = 2**31 - 1
-"""The position of a key that nobody sees, and whose value may hold anything."""
+    from jaxtyping import Array, Bool, Float
 
 LOG2E = math.log2(math.e)
 LN2 = math.log(2.0)
 
 REGISTERS = {1: (240, 40), 2: (232, 40)}
 """Readers to the registers of a reader's thread and of a producer's."""
-
-HEAD_DIMS = (64, 128)
-
-
-class Plan(NamedTuple):
-    """Static sizes of a call.
-
-    Attributes:
-      name: of the kernel.
-      h: head dim.
-      block: keys of a tile.
-      stages: buffers of keys, and as many of values.
-      readers: warpgroups that multiply.
-      scale, softcap: of scores.
-      bounded: whether queries see no keys before some position.
-      interpret: how Pallas runs the kernel; None compiles it.
-    """
-
-    name: str
-    h: int
-    block: int
-    stages: int
-    readers: int
-    scale: float
-    softcap: float | None
-    bounded: bool
-    interpret: Any
-
-    @property
-    def queries(self) -> int:
-        """Of a program."""
-        return self.readers * ROWS
-
-
-class Queries(NamedTuple):
-    """Queries in whole blocks: of the heads of a KV head one after another.
-
-    Attributes:
-      q: themselves.
-      sees: of each part of the keys the last position that a query sees, and the last that it does not see
-        before those; the latter counts where ``Plan.bounded``.
-    """
-
-    q: Float[Array, "B K R H"]
-    sees: Int[Array, "B parts 2 R"]
-
-
-class Keys(NamedTuple):
-    """A part of the keys, in whole tiles.
-
-    Attributes:
-      k, v: themselves.
-      at: position of each, ``FAR`` of those that nobody sees; Z is K, or 1 for all heads.
-      near: another for the comparison with the second of ``Queries.sees``; None: the same.
-    """
-
-    k: Any
-    v: Any
-    at: Any
-    near: Any | None
-
-
-class Place(NamedTuple):
-    """Which program this is."""
-
-    row: Array
-    head: Array
-    block: Array
-
-
-class Visit(NamedTuple):
-    """A tile of keys: of which part, which of its tiles, and whether it has values that may hold anything."""
-
-    part: Array | int
-    tile: Array
-    dirty: Array
-
-
-class Course(Protocol):
-    """Which tiles each block of queries visits; ``refs`` are those of the arrays that come with it."""
-
-    def counts(self, refs: list[Any], place: Place) -> tuple[Array, Array]:
-        """Tiles that are seen whole, and all."""
-
-    def visit(self, refs: list[Any], place: Place, c: Array) -> Visit:
-        """The c-th of them; those seen whole come first, and are not dirty."""
-
-
-class Given(NamedTuple):
-    """References of inputs and outputs."""
-
-    q: Any
-    sees: Any
-    parts: list[Keys]
-    course: list[Any]
-    out: Any
-    lse: Any
-
-
-class Shared(NamedTuple):
-    """Shared memory of a program, and its barriers."""
-
-    q: Any
-    sees: Any
-    k: Any
-    v: Any
-    at: Any
-    weights: Any
-    out: Any
-    lse: Any
-    q_full: Any
-    k_full: Any
-    v_full: Any
-    k_free: Any
-    v_free: Any
-    clean: Any
-
-
-def _memory(plan: Plan, parts: int, marks: int) -> Shared:
-    """``marks``: positions of a key."""
-    smem, exact, n, wide = plgpu.SMEM, jnp.bfloat16, plan.readers, tiled(plan.h, jnp.bfloat16)
-    ring = smem((plan.stages, plan.block, plan.h), exact, transforms=wide)
-    free = plgpu.Barrier(num_arrivals=n, num_barriers=plan.stages)
-    return Shared(
-        q=smem((n, ROWS, plan.h), exact, transforms=wide),
-        sees=smem((n, parts, 2, ROWS), jnp.int32),
-        k=ring,
-        v=ring,
-        at=smem((plan.stages, marks, plan.block), jnp.int32),
-        weights=smem((n, ROWS, plan.block), exact, transforms=tiled(plan.block, exact)),
-        out=smem((n, ROWS, WIDE), jnp.float32, transforms=tiled(WIDE, jnp.float32)),
-        lse=smem((n, ROWS), jnp.float32),
-        q_full=plgpu.Barrier(num_arrivals=n * (1 + 2 * parts)),
-        k_full=plgpu.Barrier(num_arrivals=1, num_barriers=plan.stages),
-        v_full=plgpu.Barrier(num_arrivals=1 + marks, num_barriers=plan.stages),
-        k_free=free,
-        v_free=free,
-        clean=plgpu.Barrier(num_arrivals=n),
-    )
-
-
-def buffers(plan: Plan) -> int:
-    """How many of ``plan.stages`` fit beside what else is in shared memory."""
-    fixed = plan.readers * ROWS * (2 * (plan.h + plan.block) + 4 * (WIDE + 8))
-    return max(1, min(plan.stages, (SHARED - fixed) // (plan.block * (4 * plan.h + 8))))
-
-
-def refuse(op: str, k: Array, interpret: Any) -> None:
-    """What the kernel is not made for.
-
-    Raises:
-      Unsupported: with the reason.
-    """
-
-    def no(what: str) -> None:
-        raise Unsupported(f"{op}(impl='mosaic_gpu'): {what}. Use impl='triton', 'xla' or None.")
-
-    if not interpret and not lowering.is_hopper(lowering.kind()):
-        no(f"a device that is no Hopper ({lowering.kind()}), whose wgmma and TMA the body is made of")
-    if k.dtype != jnp.bfloat16:
-        no(f"keys of {k.dtype}; the body multiplies bfloat16")
-    if k.shape[3] not in HEAD_DIMS:
-        no(f"head dim {k.shape[3]}; the body's tiles have 64 or 128 channels")
-    if k.size >= 1 << 31:
-        no(f"keys of {k.size} elements; more than 31 bits of them were never compiled")
 
 
 def _produce(plan: Plan, course: Course, given: Given, shared: Shared, place: Place, count: Array) -> None:
@@ -238,10 +70,11 @@ def _produce(plan: Plan, course: Course, given: Given, shared: Shared, place: Pl
     def fetch(c: Array, carry: Array) -> Array:
         visit, at = course.visit(given.course, place, c), jax.lax.rem(c, jnp.int32(plan.stages))
         for n, keys in enumerate(given.parts):
-            if len(given.parts) == 1:
+
+            @pl.when(visit.part == n)
+            def _(keys: Keys = keys) -> None:
                 copy(keys, visit.tile, at, c >= plan.stages)
-            else:
-                pl.when(visit.part == n)(lambda x=keys: copy(x, visit.tile, at, c >= plan.stages))
+
         return carry
 
     jax.lax.fori_loop(0, count, fetch, 0)
@@ -279,7 +112,7 @@ def _zero_what_nobody_sees(plan: Plan, shared: Shared, reader: Array, at: Array)
     plgpu.barrier_wait(shared.clean)
 
 
-def _product(a: Any, b: Any, shape: tuple[int, int]) -> Float[Array, "R S"]:
+def _product(a: Any, b: Any, shape: tuple[int, ...]) -> Float[Array, "R S"]:
     def run(sums: Any) -> Array:
         plgpu.wgmma(sums, a, b)
         return sums[...]
@@ -298,14 +131,18 @@ def _step(
     plgpu.barrier_wait(shared.k_full.at[at])
     s = _product(shared.q.at[reader], shared.k.at[at].T, (ROWS, plan.block))
     plgpu.barrier_arrive(shared.k_free.at[at])
-    s = tiles.cap(s * plan.scale, plan.softcap) * LOG2E
+    s, unit = (s, plan.scale) if plan.softcap is None else (tiles.cap(s * plan.scale, plan.softcap), 1.0)
+    unit *= LOG2E
+    if visit is not None or unit <= 0:
+        s, unit = s * unit, 1.0
     if visit is not None:
         plgpu.barrier_wait(shared.v_full.at[at])
         s = jnp.where(_visible(plan, shared, reader, at, visit.part), s, tiles.HIDDEN)
-    new = jnp.maximum(m, jnp.max(s, axis=1))
+    new = jnp.maximum(m, jnp.max(s, axis=1) * unit)
     # Of nothing, the max is subtracted as 0: exp of HIDDEN is 0.
     shift = new if visit is None else jnp.where(new > tiles.HIDDEN, new, 0.0)
-    p, keep = jnp.exp2(s - spread(shift, s.shape)), jnp.exp2(m - shift)
+    # Of a whole tile one instruction scales and subtracts.
+    p, keep = jnp.exp2(s * unit - spread(shift, s.shape)), jnp.exp2(m - shift)
     shared.weights[reader] = p.astype(jnp.bfloat16)
     if visit is None:
         plgpu.barrier_wait(shared.v_full.at[at])
@@ -335,12 +172,11 @@ def _read(
     some = l != 0  # NaN is something
     safe = jnp.where(some, l, 1.0)
     o = o * spread(jnp.where(some, 1.0 / safe, 0.0), o.shape)
-    row, head, first = place.row, place.head, place.block * plan.queries + reader * ROWS
-    mine = given.out.at[row, head, pl.ds(first, ROWS)]
-    write(o, shared.out.at[reader], ROWS, lambda c: mine.at[:, pl.ds(c, WIDE)])
+    mine = place.row, place.head, pl.ds(place.block * plan.queries + reader * ROWS, ROWS)
+    write(o, shared.out.at[reader], given.out.at[mine])
     shared.lse[reader] = jnp.where(some, m * LN2 + jnp.log(safe), -jnp.inf)
     plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(shared.lse.at[reader], given.lse.at[row, head, pl.ds(first, ROWS)])
+    plgpu.copy_smem_to_gmem(shared.lse.at[reader], given.lse.at[mine])
     plgpu.wait_smem_to_gmem(0)
 
 
@@ -348,7 +184,8 @@ def _named(inputs: Any, refs: tuple[Any, ...]) -> tuple[Given, Shared]:
     """References by name, as ``inputs`` (queries, parts, arrays of the course) has them."""
     count = len(jax.tree.leaves(inputs))
     queries, parts, course = jax.tree.unflatten(jax.tree.structure(inputs), refs[:count])
-    return Given(*queries, parts, course, *refs[count : count + 2]), Shared(*refs[count + 2 :])
+    given = Given(queries.q, queries.sees, parts, course, refs[count], refs[count + 1])
+    return given, Shared(*refs[count + 2 :])
 
 
 def read(
@@ -395,7 +232,7 @@ def read(
             jax.ShapeDtypeStruct((b, heads, rows, h), jnp.float32),
             jax.ShapeDtypeStruct((b, heads, rows), jnp.float32),
         ],
-        scratch_types=list(_memory(plan, len(parts), marks)),
+        scratch_types=list(memory(plan, len(parts), marks)),
         grid=(b * heads, blocks),
         grid_names=("z", "block"),
         num_threads=plan.readers + 1,

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import hopper_prefill, tuning
+from pallas_kernels import hopper_plan, hopper_prefill, tuning
 from pallas_kernels.blockwise import plan
 from pallas_kernels.hopper import ROWS
-from pallas_kernels.hopper_prefill import FAR, Keys, Place, Queries, Visit
+from pallas_kernels.hopper_plan import FAR, Keys, Place, Queries, Visit
 from pallas_kernels.tuning import Blocks
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class Listed:
         """See ``Course``."""
         _, counts, _ = refs
         mine = place.row, self._head(counts, place), place.block
-        return counts[(*mine, 0)], counts[(*mine, 1)]
+        return counts[(*mine, 1)], counts[(*mine, 0)]
 
     def visit(self, refs: list[Any], place: Place, c: Array) -> Visit:
         """See ``Course``."""
@@ -48,9 +48,9 @@ class Listed:
 
 def _arrays(walk: plan.Walk, dead: Int[Array, "B S"], block: int) -> list[Array]:
     """Of the course."""
-    counts = jnp.stack([walk.whole, walk.length], axis=-1)
+    order, *counts = (x for x in walk if x is not None)
     dirty = jnp.any(dead.reshape(len(dead), -1, block), axis=-1)
-    return [walk.order, counts, dirty.astype(jnp.int32)]
+    return [order, jnp.stack(counts, axis=-1), dirty.astype(jnp.int32)]
 
 
 @functools.partial(jax.jit, static_argnames=("sight", "interpret", "blocks"))
@@ -58,14 +58,14 @@ def blockwise(
     q: Array, k: Array, v: Array, where: Where, *, sight: Sight, interpret: Any = False, blocks: Tuned = ()
 ) -> Partial:
     """See ``api.blockwise``."""
-    hopper_prefill.refuse("blockwise", k, interpret)
+    hopper_plan.refuse("blockwise", k, interpret)
     (b, n, t, h), (_, heads, _, _) = q.shape, k.shape
     count, found = n // heads * t, tuning.pick(blocks, "forward", k.dtype, h, BLOCKS)
-    sizes = hopper_prefill.Plan(
+    sizes = hopper_plan.Plan(
         "blockwise", h, found.k, found.stages, 1 if count <= ROWS else 2,
         sight.scale, sight.softcap, sight.window is not None, interpret or None,
     )  # fmt: skip
-    sizes = sizes._replace(stages=hopper_prefill.buffers(sizes))
+    sizes = sizes._replace(stages=hopper_plan.buffers(sizes))
     x = plan.rows(q, k, where, sight.window, sizes.queries, sizes.block, folded=True)
     dead = x.k_pos < 0
     at = jnp.where(dead, FAR, x.k_pos)

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_kernels import tiles
-from pallas_kernels.hopper import ROWS, WIDE, launch, plgpu, spread, start, write
+from pallas_kernels.hopper import ROWS, launch, plgpu, spread, start, write
 from pallas_kernels.ragged_decode.mosaic_gpu_memory import Given, Shared, named, shared_memory
 from pallas_kernels.ragged_decode.mosaic_gpu_plan import (
     COLUMNS,
@@ -204,8 +204,8 @@ def _step(
     _release(plan, shared, k_at)
     s = tiles.cap(s * plan.options.scale, plan.options.softcap)
     if plan.options.mass:
-        place_of = given.scores.at[place.z, place.item]
-        write(s, shared.out.at[reader], plan.rows, lambda c: place_of.at[:, pl.ds(tile * TILE + c, WIDE)])
+        columns = pl.ds(tile * TILE, TILE)
+        write(s, shared.out.at[reader], given.scores.at[place.z, place.item, :, columns])
     s = _where_live(plan, units, s * LOG2E, 1, tiles.HIDDEN)
     new = jnp.maximum(m, jnp.max(s, axis=1))
     # Of nothing, the max is subtracted as 0: exp of HIDDEN is 0.
@@ -242,9 +242,8 @@ def _read(plan: Plan, given: Given, shared: Shared, place: Place, reader: Array)
     shared.stats[reader, 0] = m
     shared.stats[reader, 1] = l
     for i, o in enumerate(outs):
-        first = i * plan.columns
-        target = given.o.at[place.z, at]
-        write(o, shared.out.at[reader], plan.rows, lambda c, n=first, o=target: o.at[:, pl.ds(n + c, WIDE)])
+        columns = pl.ds(i * plan.columns, plan.columns)
+        write(o, shared.out.at[reader], given.o.at[place.z, at, :, columns])
     for which in range(2):
         plgpu.copy_smem_to_gmem(
             shared.stats.at[reader, which, pl.ds(0, given.stats.shape[3])],

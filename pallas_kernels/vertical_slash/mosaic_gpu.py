@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import hopper_prefill, tuning
+from pallas_kernels import hopper_plan, hopper_prefill, tuning
 from pallas_kernels.blockwise.plan import padded
-from pallas_kernels.hopper_prefill import FAR, Keys, Place, Queries, Visit
+from pallas_kernels.hopper_plan import FAR, Keys, Place, Queries, Visit
 from pallas_kernels.tuning import Blocks
 from pallas_kernels.vertical_slash import compact
 from pallas_kernels.vertical_slash.tiles import Reach, Rule, reach
@@ -104,13 +104,13 @@ def vertical_slash(
     interpret: Any = False,
 ) -> tuple[Float[Array, "B N T H"], Float[Array, "B N T"], Int[Array, "B K"]]:
     """See ``api.vertical_slash``."""
-    hopper_prefill.refuse("vertical_slash", k, interpret)
+    hopper_plan.refuse("vertical_slash", k, interpret)
     (b, n, t, h), heads = q.shape, k.shape[1]
     found = tuning.pick(blocks, "forward", k.dtype, h, BLOCKS)
-    plan = hopper_prefill.Plan(
+    plan = hopper_plan.Plan(
         "vertical_slash", h, found.k, found.stages, 2, rule.scale, rule.softcap, True, interpret or None
     )
-    plan = plan._replace(stages=hopper_prefill.buffers(plan))
+    plan = plan._replace(stages=hopper_plan.buffers(plan))
     packed = compact.compact(k, v, admit, capacity=rule.capacity, lengths=lengths)
     ends = jnp.full(b, t, jnp.int32) if lengths is None else lengths.astype(jnp.int32)
     size = max(plan.queries, plan.block)

@@ -20,7 +20,7 @@ from pallas_kernels.blockwise import api as full_api
 from pallas_kernels.vertical_slash import api as slash_api
 from pallas_kernels.vertical_slash.compact import compact
 
-hopper_prefill = pytest.importorskip("pallas_kernels.hopper_prefill", exc_type=ImportError)
+hopper_plan = pytest.importorskip("pallas_kernels.hopper_plan", exc_type=ImportError)
 slash = pytest.importorskip("pallas_kernels.vertical_slash.mosaic_gpu", exc_type=ImportError)
 
 HOPPER = ("NVIDIA H200", 132, "gpu")
@@ -52,7 +52,7 @@ def test_a_block_visits_every_visible_pair_once_and_hides_nothing_of_whole_tiles
 
     @jax.jit
     def everything(row, at):
-        place = hopper_prefill.Place(row, jnp.int32(0), at)
+        place = hopper_plan.Place(row, jnp.int32(0), at)
         return course.counts(refs, place), course.visit(refs, place, jnp.arange(2 * t // block))
 
     j, inside, outside = np.arange(t), 0, 0
