@@ -17,6 +17,8 @@ import pytest
 
 from pallas_kernels import Unsupported, blockwise, compat, dispatch, lowering, vertical_slash
 from pallas_kernels.blockwise import api as full_api
+from pallas_kernels.measure import on_device
+from pallas_kernels.measure.work import Job
 from pallas_kernels.vertical_slash import api as slash_api
 from pallas_kernels.vertical_slash.compact import compact
 
@@ -116,3 +118,20 @@ def test_they_are_taken_where_tritons_is_not_and_their_own_record_says_so(op, ap
     assert first() == "xla"
     monkeypatch.setattr(dispatch, "record", lambda name, kind: known if name == f"{op}.mosaic_gpu" else {})
     assert first() == "mosaic_gpu"
+
+
+def test_a_borrowed_pass_is_not_tuned(monkeypatch):
+    """Of blockwise's two passes the body has the forward one."""
+    jobs = [Job(what, lambda impl: lambda: 0, (), tunes=what) for what in ("forward", "backward")]
+    tuned = []
+
+    def tune(op, job, tried, *rest):
+        tuned.append((job.tunes, tried))
+        return ()
+
+    monkeypatch.setattr(on_device, "work", lambda op: type("Work", (), {"searches": lambda tiny: iter(jobs)}))
+    monkeypatch.setattr(on_device, "tune", tune)
+    assert on_device.blocks("blockwise", "mosaic_gpu", False, 60.0, lambda *said: None) == ()
+    ((what, tried),) = tuned
+    assert what == "forward"
+    assert tried
