@@ -10,8 +10,8 @@ What 0.7.2 cannot do, by operation:
 * blockwise, decode_step, gated, merge, phi, vertical_slash: nothing; every body runs interpreted there.
 * ragged_decode: ``xla`` on a CPU converts bfloat16 pools to float32 before each product (XLA's doing), so
   their read takes temporary memory and time; results are the same.
-* ragged_decode, ``impl="mosaic_gpu"``: 0.7 has not the Mosaic GPU it is written in, 0.10 compiles it but has
-  an interpreter without ``layout_cast``; what is not there raises ``Unsupported``. 0.12 has both.
+* ``impl="mosaic_gpu"``: 0.7 has not the Mosaic GPU it is written in, 0.10 compiles it but has an interpreter
+  without ``layout_cast``; what is not there raises ``Unsupported``. 0.12 has both.
 * Compiling for chips that are not here is checked with 0.10.2 and later only.
 """
 

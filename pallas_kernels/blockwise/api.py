@@ -6,7 +6,7 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 from pallas_kernels import dispatch, reverse
-from pallas_kernels.blockwise import grad, ref, xla
+from pallas_kernels.blockwise import grad, ref, xla, xla_grad
 from pallas_kernels.blockwise.sight import Sight, Where
 
 if TYPE_CHECKING:
@@ -16,16 +16,16 @@ if TYPE_CHECKING:
     from pallas_kernels.tuning import Tuned
 
 
-def _body(module: str) -> Any:
-    """A Pallas body with its backward pass."""
+def _body(module: str, backward: Any = None) -> Any:
+    """A Pallas body with its backward pass, or with another's."""
     forward = dispatch.lazily(f"pallas_kernels.blockwise.{module}:blockwise")
-    backward = dispatch.lazily(f"pallas_kernels.blockwise.{module}_grad:backward")
+    own = dispatch.lazily(f"pallas_kernels.blockwise.{module}_grad:backward")
 
     def run(
         q: Array, k: Array, v: Array, where: Where, *, sight: Sight, interpret: Any, blocks: Tuned = ()
     ) -> Partial:
-        passes = (functools.partial(f, interpret=interpret, blocks=blocks) for f in (forward, backward))
-        return grad.differentiable(*passes, sight, q, k, v, where)
+        first, back = (functools.partial(f, interpret=interpret, blocks=blocks) for f in (forward, own))
+        return grad.differentiable(first, backward or back, sight, q, k, v, where)
 
     return run
 
@@ -33,6 +33,7 @@ def _body(module: str) -> Any:
 OFFERED: dispatch.Offered = {
     "mosaic_tpu": _body("mosaic_tpu"),
     "triton": _body("triton"),
+    "mosaic_gpu": _body("mosaic_gpu", xla_grad.backward),
     "xla": xla.blockwise,
     "ref": ref.blockwise,
 }
@@ -109,7 +110,8 @@ def blockwise(
       admit: keys visible beyond the window, per KV head; of no effect without a window.
       scale: of the scores; H ** -0.5 by default.
       softcap: c in c tanh(score / c), taken of the scaled scores before masking; None for plain scores.
-      impl: see ``dispatch``.
+      impl: see ``dispatch``; "mosaic_gpu" takes bfloat16 of head dim 64 or 128 on Hopper, and its backward
+        pass is that of "xla".
 
     Returns:
       ``(out, lse)``, float32. Both have gradients in q, k and v, in every implementation. All but ``ref``

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.blockwise.api import blockwise, column_mass
+from pallas_kernels.blockwise.api import OFFERED_MASS, blockwise, column_mass
 from pallas_kernels.measure import rivals
 from pallas_kernels.measure.work import Bench, Case, Check, Job, Shapes, Target, size
 
@@ -202,14 +202,14 @@ WINDOW = 20
 
 
 def _everything(impl: str, window: int | None) -> Callable[..., Any]:
-    """Output, lse, gradients through both, and column mass."""
+    """Output, lse, gradients through both, and column mass (of ``xla`` where a body has none)."""
 
     def run(q: Any, k: Any, v: Any, pos: Any, admit: Any) -> Any:
-        where = {"q_pos": pos, "k_pos": pos, "window": window, "admit": admit, "impl": impl}
-        (out, lse), back = jax.vjp(lambda *x: blockwise(*x, **where), q, k, v)
+        where = {"q_pos": pos, "k_pos": pos, "window": window, "admit": admit}
+        (out, lse), back = jax.vjp(lambda *x: blockwise(*x, **where, impl=impl), q, k, v)
         grads = back((jnp.cos(out), jnp.sin(lse)))
-        weights = jnp.cos(pos.astype(jnp.float32))
-        return out, lse, grads, column_mass(q, k, jax.lax.stop_gradient(lse), weights, **where)
+        weights, by = jnp.cos(pos.astype(jnp.float32)), impl if impl in OFFERED_MASS else "xla"
+        return out, lse, grads, column_mass(q, k, jax.lax.stop_gradient(lse), weights, **where, impl=by)
 
     return run
 
@@ -284,3 +284,14 @@ def targets(found: dict[str, Any], limits: dict[str, float]) -> list[Target]:
         if name.startswith("forward") and "ms" in theirs:
             reached.append(Target(f"{name}: speed of cuDNN's", theirs["ms"] / case["ms"], 0.6, True))
     return reached
+
+
+# In Mosaic GPU.
+
+
+def beside() -> dict[str, Case]:
+    """What the body for Hopper takes, of ``cases``, and a prompt of small heads."""
+    known, small = cases(), SHAPES["prompt_h128"]._replace(H=64)
+    found = {name: known[name] for name in ("ring_bfloat16", "prompt_bfloat16", "prompt_bfloat16_admitted")}
+    found["prompt_bfloat16_h64"] = _case(small, "bfloat16")
+    return {name: case._replace(impl="mosaic_gpu") for name, case in found.items()}

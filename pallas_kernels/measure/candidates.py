@@ -40,6 +40,8 @@ CANDIDATES: dict[tuple[str, str], dict[str, tuple[Blocks, ...]]] = {
         )
     },
     ("ragged_decode", "mosaic_gpu"): {"read": (Blocks(item=2048), Blocks(item=512), Blocks(stages=4))},
+    ("blockwise", "mosaic_gpu"): {"forward": (Blocks(k=64), Blocks(k=64, stages=2))},
+    ("vertical_slash", "mosaic_gpu"): {"forward": (Blocks(k=64), Blocks(k=64, stages=2))},
     ("blockwise", "triton"): {
         "forward": ATTENTION,
         "backward": (*GRADIENT, Blocks(q=64, k=64, warps=4, stages=2)),

@@ -41,7 +41,7 @@ GRACE = 20.0
 """A task may outlast its box by this, to finish what it is at."""
 
 
-BESIDE = {"mosaic_gpu": ("ragged_decode",)}
+BESIDE = {"mosaic_gpu": ("ragged_decode", "blockwise", "vertical_slash")}
 """Bodies besides the platform's main one, here of Hopper GPUs, and the operations that have them."""
 
 

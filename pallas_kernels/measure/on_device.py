@@ -180,7 +180,9 @@ def blocks(op: str, impl: str, tiny: bool, box: float, say: Say) -> tuning.Tuned
         if over:
             say("problems", f"tuning {job.name}", {"cut_short": f"{box:.0f} s were over"})
             continue
-        tried = candidates.TINY[impl] if tiny else passes[job.tunes]
+        tried = candidates.TINY[impl] if tiny else passes.get(job.tunes, ())
+        if not tried:  # another body's pass, which this one borrows
+            continue
         found = tune(op, job, tried, found, impl, over, say)
     with tuning.trying(op, found):
         if not found or numerics(op, impl, tiny, say, "_tuned"):

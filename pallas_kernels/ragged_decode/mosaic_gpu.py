@@ -14,8 +14,9 @@ import jax.numpy as jnp
 
 from pallas_kernels import lowering, softmax, tuning
 from pallas_kernels.dispatch import Unsupported
+from pallas_kernels.hopper import ROWS
 from pallas_kernels.ragged_decode import mosaic_gpu_join, mosaic_gpu_memory, mosaic_gpu_read
-from pallas_kernels.ragged_decode.mosaic_gpu_plan import ROWS, TILE, Plan
+from pallas_kernels.ragged_decode.mosaic_gpu_plan import TILE, Plan
 from pallas_kernels.ragged_decode.ref import live_slots, page_lists
 
 if TYPE_CHECKING:

@@ -14,7 +14,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_kernels import tiles
-from pallas_kernels.ragged_decode.mosaic_gpu_plan import Plan, held_tiles, launch, plgpu
+from pallas_kernels.hopper import launch, plgpu
+from pallas_kernels.ragged_decode.mosaic_gpu_plan import Plan, held_tiles
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float
@@ -111,7 +112,7 @@ def join(
     rows = plan.total if plan.blocks == 1 else plan.rows
     shapes = [(z, rows, plan.h), (z, -(-rows // 4) * 4)]  # TMA writes 16 bytes, or more
     run = launch(
-        plan,
+        plan.interpret,
         _body(plan, ring),
         "ragged_decode_join",
         out_type=[jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes],

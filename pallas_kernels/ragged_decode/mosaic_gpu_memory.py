@@ -6,13 +6,8 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from pallas_kernels.ragged_decode.mosaic_gpu_plan import COLUMNS, ROWS, TILE, Plan, plgpu, tiled
-
-WIDE = 32
-"""Columns of an output that are written at once."""
-
-SHARED = 226 << 10
-"""Bytes of shared memory for all this, of 227 KiB: barriers take some too."""
+from pallas_kernels.hopper import ROWS, SHARED, WIDE, plgpu, tiled
+from pallas_kernels.ragged_decode.mosaic_gpu_plan import COLUMNS, TILE, Plan
 
 
 class Given(NamedTuple):

@@ -10,23 +10,17 @@ page and a tile:
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import compat
+from pallas_kernels.hopper import plgpu
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool
 
     from pallas_kernels.ragged_decode.call import Options
-
-plgpu = compat.mosaic_gpu()
-
-ROWS = 64
-"""Queries of a program, as many as a warpgroup's product has rows; those there are not are padding."""
 
 TILE = 64
 """Slots of a product."""
@@ -144,22 +138,3 @@ def in_terms(x: Array, count: int) -> list[Array]:
 def pairs(count: int) -> list[tuple[int, int]]:
     """Which terms of two factors are multiplied: products that are not far below float32's last bit."""
     return [(a, b) for a in range(count) for b in range(count) if a + b < count]
-
-
-def tiled(width: int, dtype: Any) -> tuple[Any, Any]:
-    """How rows of shared memory lie for TMA and products: in tiles of 8 rows and 128 bytes, swizzled."""
-    size = jnp.dtype(dtype).itemsize
-    row = min(128, width * size)
-    return plgpu.TilingTransform((8, row // size)), plgpu.SwizzleTransform(row)
-
-
-def launch(plan: Plan, body: Callable[..., None], name: str, **more: Any) -> Callable[..., Any]:
-    """A kernel: ``body`` over a grid, with what ``plgpu.kernel`` takes besides."""
-    return plgpu.kernel(
-        body,
-        kernel_name=name,
-        # Nothing is reduced across warps, which is what memory would be kept for.
-        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=128),
-        **({} if plan.interpret is None else {"interpret": plan.interpret}),
-        **more,
-    )

@@ -24,19 +24,17 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_kernels import tiles
-from pallas_kernels.ragged_decode.mosaic_gpu_memory import WIDE, Given, Shared, named, shared_memory
+from pallas_kernels.hopper import ROWS, launch, plgpu, spread, start, write
+from pallas_kernels.ragged_decode.mosaic_gpu_memory import Given, Shared, named, shared_memory
 from pallas_kernels.ragged_decode.mosaic_gpu_plan import (
     COLUMNS,
-    ROWS,
     TILE,
     Plan,
     Unit,
     find_unit,
     held_tiles,
     in_terms,
-    launch,
     pairs,
-    plgpu,
     seen,
 )
 
@@ -131,7 +129,7 @@ def _scaled(plan: Plan, shared: Shared, at: Array, columns: Any) -> Float[Array,
 
     def of(i: int) -> Array:
         scale = plgpu.layout_cast(shared.scales[at, i, columns], plgpu.Layout.WGMMA.reduce(0))
-        return jax.lax.broadcast_in_dim(scale, x.shape, [1])
+        return spread(scale, x.shape, 1)
 
     scale = of(0)
     for i in range(1, plan.units):
@@ -206,13 +204,13 @@ def _step(
     _release(plan, shared, k_at)
     s = tiles.cap(s * plan.options.scale, plan.options.softcap)
     if plan.options.mass:
-        place_of = given.scores.at[place.z, place.item]
-        _write(plan, shared, reader, s, lambda c: place_of.at[:, pl.ds(tile * TILE + c, WIDE)])
+        columns = pl.ds(tile * TILE, TILE)
+        write(s, shared.out.at[reader], given.scores.at[place.z, place.item, :, columns])
     s = _where_live(plan, units, s * LOG2E, 1, tiles.HIDDEN)
     new = jnp.maximum(m, jnp.max(s, axis=1))
     # Of nothing, the max is subtracted as 0: exp of HIDDEN is 0.
     shift = jnp.where(new > tiles.HIDDEN, new, 0.0)
-    p, keep = jnp.exp2(s - jax.lax.broadcast_in_dim(shift, s.shape, [0])), jnp.exp2(m - shift)
+    p, keep = jnp.exp2(s - spread(shift, s.shape)), jnp.exp2(m - shift)
     for term, part in enumerate(in_terms(p, plan.terms)):
         shared.weights[reader, term] = part
     values = _operand(plan, shared, reader, v_at, units)
@@ -220,31 +218,17 @@ def _step(
     for i, o in enumerate(outs):
         block = [x.at[:, pl.ds(i * plan.columns, plan.columns)] for x in values]
         more = _product(plan, shared.weights.at[reader], block, o.shape)
-        grown.append(o * jax.lax.broadcast_in_dim(keep, o.shape, [0]) + more)
+        grown.append(o * spread(keep, o.shape) + more)
     _release(plan, shared, v_at)
     return new, l * keep + jnp.sum(p, axis=1), tuple(grown)
 
 
-def _write(plan: Plan, shared: Shared, reader: Array, x: Float[Array, "R Y"], place_of: Any) -> None:
-    """Write the rows there are, ``WIDE`` columns at a time; ``place_of`` says where those from c on go."""
-    for c in range(0, x.shape[1], WIDE):
-        shared.out[reader] = x[:, c : c + WIDE]
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(shared.out.at[reader, pl.ds(0, plan.rows)], place_of(c))
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-
-
 def _read(plan: Plan, given: Given, shared: Shared, place: Place, reader: Array) -> None:
     """Every ``readers``-th tile of the item, from the one whose number is the reader's."""
-    column = plgpu.Layout.WGMMA.reduce(1)
-
-    def start(x: float, shape: tuple[int, ...], layout: Any) -> Array:
-        return plgpu.layout_cast(jnp.full(shape, x, jnp.float32), layout)
-
     stats = (
-        start(tiles.HIDDEN, (ROWS,), column),
-        start(0.0, (ROWS,), column),
-        tuple(start(0.0, (ROWS, plan.columns), plgpu.Layout.WGMMA) for _ in range(plan.h // plan.columns)),
+        start(tiles.HIDDEN, (ROWS,)),
+        start(0.0, (ROWS,)),
+        tuple(start(0.0, (ROWS, plan.columns)) for _ in range(plan.h // plan.columns)),
     )
     plgpu.barrier_wait(shared.q_full)
     turns = jax.lax.div(place.held - reader + (plan.readers - 1), jnp.int32(plan.readers))
@@ -258,8 +242,8 @@ def _read(plan: Plan, given: Given, shared: Shared, place: Place, reader: Array)
     shared.stats[reader, 0] = m
     shared.stats[reader, 1] = l
     for i, o in enumerate(outs):
-        first = i * plan.columns
-        _write(plan, shared, reader, o, lambda c, n=first: given.o.at[place.z, at, :, pl.ds(n + c, WIDE)])
+        columns = pl.ds(i * plan.columns, plan.columns)
+        write(o, shared.out.at[reader], given.o.at[place.z, at, :, columns])
     for which in range(2):
         plgpu.copy_smem_to_gmem(
             shared.stats.at[reader, which, pl.ds(0, given.stats.shape[3])],
@@ -301,7 +285,7 @@ def read(plan: Plan, q: Array, arrays: list[Array]) -> list[Array]:
     shapes = [(z, partials, plan.rows, plan.h), (z, partials, 2, max(STATS, plan.rows))]
     shapes += [(z, plan.items, plan.rows, plan.tiles * TILE)] * plan.options.mass
     run = launch(
-        plan,
+        plan.interpret,
         body,
         "ragged_decode_read",
         out_type=[jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes],

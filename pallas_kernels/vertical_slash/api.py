@@ -22,6 +22,7 @@ OFFERED = dispatch.offered(
     reverse.borrowing(xla.vertical_slash, _PLAIN),
     ref.vertical_slash,
     gradient=_PLAIN,
+    more=("mosaic_gpu",),
 )
 
 
@@ -54,7 +55,7 @@ def vertical_slash(
       capacity: most keys a stream may admit; None: all of them, which cannot overflow.
       scale: of the scores; H ** -0.5 by default.
       softcap: c in c tanh(score / c), before masking; None for plain scores.
-      impl: see ``dispatch``.
+      impl: see ``dispatch``; "mosaic_gpu" takes bfloat16 of head dim 64 or 128 on Hopper.
 
     Returns:
       ``(out, lse, admitted)``: float32, and the int32 number of keys that each stream admitted. Where it

@@ -174,3 +174,14 @@ def targets(found: dict[str, Any], limits: dict[str, float]) -> list[Target]:
             text = f"{name}: speed of the fastest full attention"
             reached.append(Target(text, min(times) / case["ms"], 3.0, True))
     return reached
+
+
+# In Mosaic GPU.
+
+
+def beside() -> dict[str, Case]:
+    """What the body for Hopper takes, of ``cases``, and small heads."""
+    known, small = cases(), SHAPES["h128"]._replace(H=64)
+    found = {name: known[name] for name in ("bfloat16_quarter", "bfloat16_unbounded")}
+    found["bfloat16_quarter_h64"] = _case(small, "bfloat16", capacity=small.T // 4)
+    return {name: case._replace(impl="mosaic_gpu") for name, case in found.items()}

@@ -156,7 +156,7 @@ def test_refusals(sizes, more, why):
 )
 def test_which_devices_are_hoppers(kind, there):
     assert lowering.is_hopper(kind) is there
-    assert len(device._beside("gpu", kind, (), True)) == 2 * there
+    assert len(device._beside("gpu", kind, (), True)) == 6 * there
     assert device._beside("gpu", kind, ("phi",), True) == []
 
 

@@ -1,0 +1,182 @@
+"""What the kernel of prefill on Hopper is given: sizes, operands, which tiles are visited; shared memory."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import jax.numpy as jnp
+
+from pallas_kernels import lowering
+from pallas_kernels.dispatch import Unsupported
+from pallas_kernels.hopper import ROWS, SHARED, WIDE, plgpu, tiled
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float, Int
+
+FAR = 2**31 - 1
+"""The position of a key that nobody sees, and whose value may hold anything."""
+
+HEAD_DIMS = (64, 128)
+
+
+class Plan(NamedTuple):
+    """Static sizes of a call.
+
+    Attributes:
+      name: of the kernel.
+      h: head dim.
+      block: keys of a tile.
+      stages: buffers of keys, and as many of values.
+      readers: warpgroups that multiply.
+      scale, softcap: of scores.
+      bounded: whether queries see no keys before some position.
+      interpret: how Pallas runs the kernel; None compiles it.
+    """
+
+    name: str
+    h: int
+    block: int
+    stages: int
+    readers: int
+    scale: float
+    softcap: float | None
+    bounded: bool
+    interpret: Any
+
+    @property
+    def queries(self) -> int:
+        """Of a program."""
+        return self.readers * ROWS
+
+
+class Queries(NamedTuple):
+    """Queries in whole blocks: of the heads of a KV head one after another.
+
+    Attributes:
+      q: themselves.
+      sees: of each part of the keys the last position that a query sees, and the last that it does not see
+        before those; the latter counts where ``Plan.bounded``.
+    """
+
+    q: Float[Array, "B K R H"]
+    sees: Int[Array, "B parts 2 R"]
+
+
+class Keys(NamedTuple):
+    """A part of the keys, in whole tiles.
+
+    Attributes:
+      k, v: themselves.
+      at: position of each, ``FAR`` of those that nobody sees; Z is K, or 1 for all heads.
+      near: another for the comparison with the second of ``Queries.sees``; None: the same.
+    """
+
+    k: Any
+    v: Any
+    at: Any
+    near: Any | None
+
+
+class Place(NamedTuple):
+    """Which program this is."""
+
+    row: Array
+    head: Array
+    block: Array
+
+
+class Visit(NamedTuple):
+    """A tile of keys: of which part, which of its tiles, and whether it has values that may hold anything."""
+
+    part: Array | int
+    tile: Array
+    dirty: Array
+
+
+class Course(Protocol):
+    """Which tiles each block of queries visits; ``refs`` are those of the arrays that come with it."""
+
+    def counts(self, refs: list[Any], place: Place) -> tuple[Array, Array]:
+        """Tiles that are seen whole, and all."""
+
+    def visit(self, refs: list[Any], place: Place, c: Array) -> Visit:
+        """The c-th of them; those seen whole come first, and are not dirty."""
+
+
+class Given(NamedTuple):
+    """References of inputs and outputs."""
+
+    q: Any
+    sees: Any
+    parts: list[Keys]
+    course: list[Any]
+    out: Any
+    lse: Any
+
+
+class Shared(NamedTuple):
+    """Shared memory of a program, and its barriers."""
+
+    q: Any
+    sees: Any
+    k: Any
+    v: Any
+    at: Any
+    weights: Any
+    out: Any
+    lse: Any
+    q_full: Any
+    k_full: Any
+    v_full: Any
+    k_free: Any
+    v_free: Any
+    clean: Any
+
+
+def memory(plan: Plan, parts: int, marks: int) -> Shared:
+    """``marks``: positions of a key."""
+    smem, exact, n, wide = plgpu.SMEM, jnp.bfloat16, plan.readers, tiled(plan.h, jnp.bfloat16)
+    ring = smem((plan.stages, plan.block, plan.h), exact, transforms=wide)
+    free = plgpu.Barrier(num_arrivals=n, num_barriers=plan.stages)
+    return Shared(
+        q=smem((n, ROWS, plan.h), exact, transforms=wide),
+        sees=smem((n, parts, 2, ROWS), jnp.int32),
+        k=ring,
+        v=ring,
+        at=smem((plan.stages, marks, plan.block), jnp.int32),
+        weights=smem((n, ROWS, plan.block), exact, transforms=tiled(plan.block, exact)),
+        out=smem((n, ROWS, WIDE), jnp.float32, transforms=tiled(WIDE, jnp.float32)),
+        lse=smem((n, ROWS), jnp.float32),
+        q_full=plgpu.Barrier(num_arrivals=n * (1 + 2 * parts)),
+        k_full=plgpu.Barrier(num_arrivals=1, num_barriers=plan.stages),
+        v_full=plgpu.Barrier(num_arrivals=1 + marks, num_barriers=plan.stages),
+        k_free=free,
+        v_free=free,
+        clean=plgpu.Barrier(num_arrivals=n),
+    )
+
+
+def buffers(plan: Plan) -> int:
+    """How many of ``plan.stages`` fit beside what else is in shared memory."""
+    fixed = plan.readers * ROWS * (2 * (plan.h + plan.block) + 4 * (WIDE + 8))
+    return max(1, min(plan.stages, (SHARED - fixed) // (plan.block * (4 * plan.h + 8))))
+
+
+def refuse(op: str, k: Array, interpret: Any) -> None:
+    """What the kernel is not made for.
+
+    Raises:
+      Unsupported: with the reason.
+    """
+
+    def no(what: str) -> None:
+        raise Unsupported(f"{op}(impl='mosaic_gpu'): {what}. Use impl='triton', 'xla' or None.")
+
+    if not interpret and not lowering.is_hopper(lowering.kind()):
+        no(f"a device that is no Hopper ({lowering.kind()}), whose wgmma and TMA the body is made of")
+    if k.dtype != jnp.bfloat16:
+        no(f"keys of {k.dtype}; the body multiplies bfloat16")
+    if k.shape[3] not in HEAD_DIMS:
+        no(f"head dim {k.shape[3]}; the body's tiles have 64 or 128 channels")
+    if k.size >= 1 << 31:
+        no(f"keys of {k.size} elements; more than 31 bits of them were never compiled")
