@@ -155,15 +155,15 @@ def _multiplying(text: str) -> list[int]:
 
 def _pieces(text: str, what: str) -> list[tuple[str, int, int]]:
     """(depth of loops, bundles, how often something occurs in them) from one label or depth to the next."""
-    pieces, depth = [["", 0, 0]], ""
+    pieces, depth = [("", 0, 0)], ""
     for line in text.splitlines():
         if bundle := _BUNDLE.match(line):
             if bundle.group(1) or bundle.group(2) != depth:
                 depth = bundle.group(2)
-                pieces.append([depth, 0, 0])
-            pieces[-1][1] += 1
-            pieces[-1][2] += len(re.findall(what, line))
-    return [(str(depth), int(bundles), int(found)) for depth, bundles, found in pieces]
+                pieces.append((depth, 0, 0))
+            _, bundles, found = pieces[-1]
+            pieces[-1] = depth, bundles + 1, found + len(re.findall(what, line))
+    return pieces
 
 
 _ENTRY = re.compile(

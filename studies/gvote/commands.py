@@ -96,15 +96,15 @@ def _cost(model: LanguageModel, found: Sequence[list[int]], say: Callable[[str],
     length = len(found[0])
     model = processor.wide(model, length)
     ids = [np.resize(np.asarray(found[0]), length).tolist()]
-    found = processor.beside(
+    times = processor.beside(
         lambda: decode.read_full(model, ids, context=length).inputs[-1],
         {
             "gvote": lambda: decode.prefill(model, "gvote", ids, context=length)[1],
             "snapkv": lambda: decode.prefill(model, "snapkv + ada(0.25)", ids, context=length)[1],
         },
     )
-    over = found.pop("over")
-    seconds = {"reading": found.pop("first"), **found}
+    over = times.pop("over")
+    seconds = {"reading": times.pop("first"), **times}
     say(f"{length} tokens: {seconds}, over reading {over}")
     return {"cpu_seconds": seconds, "over_reading": over}
 
