@@ -46,7 +46,7 @@ def _known(file: pathlib.Path, chip: str) -> dict[str, Any]:
     return {name: x for name, x in known.items() if name in compiled_for(chip)}
 
 
-def _static(chips: list[str], only: str, again: bool, dumps: bool) -> int:
+def _static(chips: list[str], only: str, again: bool) -> int:
     """Compile all cases, record each at once; how many a compiler refused."""
     from pallas_kernels.measure import aot
 
@@ -57,7 +57,7 @@ def _static(chips: list[str], only: str, again: bool, dumps: bool) -> int:
         known, alone = {} if again else dict(found), beside()
         # Mosaic GPU compiles a kernel once a process, and tells its registers once.
         groups = [[x for x in names if x not in alone], *([x] for x in names if x in alone)]
-        results = (static.report(chip, group, known, dumps=dumps) for group in groups if group)
+        results = (static.report(chip, group, known) for group in groups if group)
         for name, result in itertools.chain.from_iterable(results):
             found[name], refused = result, refused + ("error" in result)
             print(f"{chip:6} {name:44} {json.dumps(result)}", flush=True)
@@ -90,7 +90,6 @@ def _parsed() -> argparse.Namespace:
         "--shape", default="", help="on this CPU, with --only: one of its shapes, large ones too"
     )
     parser.add_argument("--again", action="store_true", help="with --static: what was compiled already, too")
-    parser.add_argument("--no-bundles", action="store_true", help="with --static: TPU programs without dumps")
     parser.add_argument("--device", action="store_true")
     parser.add_argument("--minutes", type=float, default=8.0, help="with --device: over after this")
     parser.add_argument(
@@ -110,7 +109,7 @@ def main() -> int:
     """See the module's docstring; 1 when a compiler refused a case or an operation does not agree."""
     args, bad = _parsed(), 0
     if args.static is not None:
-        bad = _static(args.static, args.only, args.again, not args.no_bundles)
+        bad = _static(args.static, args.only, args.again)
     elif args.device:
         bad = _device(args)
     elif not args.table:

@@ -53,7 +53,7 @@ def write(x: Float[Array, "R Y"], staged: Any, target: Any) -> None:
       target: reference of as many rows as are written, [rows, Y].
     """
     for c in range(0, x.shape[1], WIDE):
-        staged[...] = x[:, c : c + WIDE]
+        staged[...] = x[:, c : c + WIDE].astype(staged.dtype)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(staged.at[pl.ds(0, target.shape[0])], target.at[:, pl.ds(c, WIDE)])
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)

@@ -30,6 +30,7 @@ class Plan(NamedTuple):
       readers: warpgroups that multiply.
       scale, softcap: of scores.
       bounded: whether queries see no keys before some position.
+      dtype: of the output.
       interpret: how Pallas runs the kernel; None compiles it.
     """
 
@@ -41,6 +42,7 @@ class Plan(NamedTuple):
     scale: float
     softcap: float | None
     bounded: bool
+    dtype: Any
     interpret: Any
 
     @property
@@ -102,6 +104,9 @@ class Course(Protocol):
     def visit(self, refs: list[Any], place: Place, c: Array) -> Visit:
         """The c-th of them; those seen whole come first, and are not dirty."""
 
+    def lost(self, refs: list[Any], place: Place) -> Array | None:
+        """Whether keys are missing, so that the answer is NaN; None where none ever are."""
+
 
 class Given(NamedTuple):
     """References of inputs and outputs."""
@@ -145,7 +150,7 @@ def memory(plan: Plan, parts: int, marks: int) -> Shared:
         v=ring,
         at=smem((plan.stages, marks, plan.block), jnp.int32),
         weights=smem((n, ROWS, plan.block), exact, transforms=tiled(plan.block, exact)),
-        out=smem((n, ROWS, WIDE), jnp.float32, transforms=tiled(WIDE, jnp.float32)),
+        out=smem((n, ROWS, WIDE), plan.dtype, transforms=tiled(WIDE, plan.dtype)),
         lse=smem((n, ROWS), jnp.float32),
         q_full=plgpu.Barrier(num_arrivals=n * (1 + 2 * parts)),
         k_full=plgpu.Barrier(num_arrivals=1, num_barriers=plan.stages),

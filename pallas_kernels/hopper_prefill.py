@@ -171,10 +171,15 @@ def _read(
     m, l, o = jax.lax.fori_loop(counts[0], counts[1], edge, stats)
     some = l != 0  # NaN is something
     safe = jnp.where(some, l, 1.0)
-    o = o * spread(jnp.where(some, 1.0 / safe, 0.0), o.shape)
+    unit, lse = jnp.where(some, 1.0 / safe, 0.0), jnp.where(some, m * LN2 + jnp.log(safe), -jnp.inf)
+    lost = course.lost(given.course, place)
+    if lost is not None:
+        factor = jnp.where(lost, jnp.float32(jnp.nan), jnp.float32(1.0))
+        unit, lse = unit * factor, lse * factor
+    o = o * spread(unit, o.shape)
     mine = place.row, place.head, pl.ds(place.block * plan.queries + reader * ROWS, ROWS)
     write(o, shared.out.at[reader], given.out.at[mine])
-    shared.lse[reader] = jnp.where(some, m * LN2 + jnp.log(safe), -jnp.inf)
+    shared.lse[reader] = lse
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(shared.lse.at[reader], given.lse.at[mine])
     plgpu.wait_smem_to_gmem(0)
@@ -191,7 +196,7 @@ def _named(inputs: Any, refs: tuple[Any, ...]) -> tuple[Given, Shared]:
 def read(
     plan: Plan, course: Course, queries: Queries, parts: list[Keys], arrays: list[Any]
 ) -> tuple[Float[Array, "B K R H"], Float[Array, "B K R"]]:
-    """(out, lse) of all queries, float32.
+    """(out, lse) of all queries, of ``plan.dtype`` and float32.
 
     Args:
       plan: sizes.
@@ -229,7 +234,7 @@ def read(
         body,
         plan.name,
         out_type=[
-            jax.ShapeDtypeStruct((b, heads, rows, h), jnp.float32),
+            jax.ShapeDtypeStruct((b, heads, rows, h), plan.dtype),
             jax.ShapeDtypeStruct((b, heads, rows), jnp.float32),
         ],
         scratch_types=list(memory(plan, len(parts), marks)),

@@ -38,7 +38,7 @@ def prompt(info: LayerInfo, x: Heads, pos: Int[Array, "B T"]) -> tuple[Float[Arr
     observed = observe(info, x, pos)
     new = arriving(info, x, pos, observed)
     window, bits = _sight(info, new)
-    partial = attend_among(major(x.q), new, info.total, window, bits, x.softcap)
+    partial = attend_among(major(x.q), new, info.total, window, bits, x.softcap, x.v.dtype)
     return merged((partial,), x.v.dtype)[0], _judged(info, x, observed, new, partial[1])
 
 
@@ -47,7 +47,7 @@ def attend_prompt(
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B N T"]]:
     """The prompt's attention alone, under the model's own window, and its lse."""
     new = Entry(k=major(x.k), v=major(x.v), pos=pos, admit=jnp.ones((1, 1, 1), bool), meta={})
-    partial = attend_among(major(x.q), new, total, window, None, x.softcap)
+    partial = attend_among(major(x.q), new, total, window, None, x.softcap, x.v.dtype)
     return merged((partial,), x.v.dtype)[0], partial[1]
 
 

@@ -10,8 +10,9 @@ import jax.numpy as jnp
 
 from kvjax.algebra import Picked, Policy, Visited
 from kvjax.cache import pages as paging
+from kvjax.cache import ring as rings
 from kvjax.cache.pages import Pages
-from kvjax.cache.ring import Entry
+from kvjax.cache.ring import Entry, Ring
 from kvjax.cache.state import LayerCache
 from kvjax.layer._info import LayerInfo, major
 from kvjax.types import pytree
@@ -21,6 +22,7 @@ from pallas_kernels.ragged_decode.api import gathered_decode, ragged_decode
 from pallas_kernels.vertical_slash.api import vertical_slash
 
 if TYPE_CHECKING:
+    from jax.typing import DTypeLike
     from jaxtyping import Array, Bool, Float, Int
 
 Partial = tuple["Float[Array, 'B N T H']", "Float[Array, 'B N T']"]
@@ -252,9 +254,42 @@ def attend_among(
     window: int | None,
     bits: Bool[Array, "B K T"] | None,
     softcap: float | None,
+    dtype: DTypeLike = jnp.float32,
 ) -> Partial:
-    """Attention among tokens that arrive together; beyond the window its cost follows the admitted ones."""
+    """Attention among tokens that arrive together; beyond the window its cost follows the admitted ones.
+
+    Its output is of ``dtype``: float32 where it is merged with others, the model's where it is all.
+    """
+    k, v, at = new.k, new.v, new.pos
     if bits is None or window is None or window >= q.shape[2]:
-        k, v, at = new.k, new.v, new.pos
-        return blockwise(q, k, v, q_pos=at, k_pos=at, window=window, admit=bits, softcap=softcap)
-    return vertical_slash(q, new.k, new.v, bits, window=window, lengths=count, softcap=softcap)[:2]
+        return blockwise(q, k, v, q_pos=at, k_pos=at, window=window, admit=bits, softcap=softcap, dtype=dtype)
+    return vertical_slash(q, k, v, bits, window=window, lengths=count, softcap=softcap, dtype=dtype)[:2]
+
+
+def attend_since(
+    q: Float[Array, "B N T H"],
+    ring: Ring,
+    new: Entry,
+    length: Int[Array, " B"],
+    count: Int[Array, " B"],
+    softcap: float | None,
+) -> Partial:
+    """Attention of a chunk to the ring and to itself under one window, all in order of position.
+
+    A row that has seen 3 of W = 4 tokens, and a chunk of 4 of which it has 2:
+
+      keys       0  1  2 | 3  4  .  .  .
+      from       ring    | chunk           the chunk's first query is at place 3, of 5 keys
+    """
+    held, (w, t) = rings.live(length, ring.window)[:, None], (ring.window, q.shape[2])
+    place = jnp.arange(w + t)
+    at = jnp.where(place < held, (length[:, None] - held + place) % w, w + place - held)
+    at = jnp.minimum(at, w + t - 1)[:, None]
+
+    def joined(old: Array, late: Array) -> Array:
+        index = at[..., None] if old.ndim > 3 else at
+        return jnp.take_along_axis(jnp.concatenate([old, late], axis=2), index, axis=2)
+
+    k, v, bits = joined(ring.k, new.k), joined(ring.v, new.v), joined(ring.admit, new.admit)
+    first = held[:, 0]
+    return vertical_slash(q, k, v, bits, window=w, lengths=first + count, offset=first, softcap=softcap)[:2]

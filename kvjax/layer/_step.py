@@ -18,7 +18,7 @@ from kvjax.layer._demote import demote
 from kvjax.layer._evict import due, evict
 from kvjax.layer._info import LayerInfo, arriving, major, observe
 from kvjax.layer._mass import query_weights, receive_mass, receive_paged_mass, tracks_mass
-from kvjax.layer._read import Read, attend_among, loaded, merged, read_pages
+from kvjax.layer._read import Partial, Read, attend_among, attend_since, loaded, merged, read_pages
 from kvjax.types import EMPTY, Heads
 from pallas_kernels.blockwise.api import blockwise, column_mass
 
@@ -106,19 +106,22 @@ def chunk(
     # A prompt that was ranked whole leaves rejected tokens in the ring.
     old_window, old_bits = hidden(ring.admit, rejects or policy.whole_prompt)
     new_window, new_bits = hidden(new.admit, rejects)
-    recent = blockwise(
-        q,
-        ring.k,
-        ring.v,
-        q_pos=pos,
-        k_pos=positions,
-        window=old_window,
-        admit=old_bits,
-        softcap=x.softcap,
-    )
-    among = attend_among(q, new, count, new_window, new_bits, x.softcap)
+    if new_bits is not None and ring.window < t:  # then the ring's tokens may be hidden likewise
+        exact: tuple[Partial, ...] = (attend_since(q, ring, new, length, count, x.softcap),)
+    else:
+        recent = blockwise(
+            q,
+            ring.k,
+            ring.v,
+            q_pos=pos,
+            k_pos=positions,
+            window=old_window,
+            admit=old_bits,
+            softcap=x.softcap,
+        )
+        exact = (recent, attend_among(q, new, count, new_window, new_bits, x.softcap))
     paged = read_pages(info, cache, q, decoding=False, softcap=x.softcap, with_mass=track)
-    out, lse = merged((recent, among, *paged.partials), x.v.dtype)
+    out, lse = merged((*exact, *paged.partials), x.v.dtype)
     if track:
         weights = query_weights(info, pos)
         mass = functools.partial(column_mass, q, lse=lse, weights=weights, q_pos=pos, softcap=x.softcap)

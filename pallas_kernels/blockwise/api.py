@@ -5,11 +5,14 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any
 
+import jax.numpy as jnp
+
 from pallas_kernels import dispatch, reverse
 from pallas_kernels.blockwise import grad, ref, xla, xla_grad
 from pallas_kernels.blockwise.sight import Sight, Where
 
 if TYPE_CHECKING:
+    from jax.typing import DTypeLike
     from jaxtyping import Array, Bool, Float, Int
 
     from pallas_kernels.blockwise.sight import Partial
@@ -86,6 +89,7 @@ def blockwise(
     admit: Bool[Array, "B K S"] | None = None,
     scale: float | None = None,
     softcap: float | None = None,
+    dtype: DTypeLike = jnp.float32,
     impl: str | None = None,
 ) -> tuple[Float[Array, "B N T H"], Float[Array, "B N T"]]:
     """Causal attention by position, within a window or to admitted keys.
@@ -110,13 +114,15 @@ def blockwise(
       admit: keys visible beyond the window, per KV head; of no effect without a window.
       scale: of the scores; H ** -0.5 by default.
       softcap: c in c tanh(score / c), taken of the scaled scores before masking; None for plain scores.
+      dtype: of ``out``; sums are float32 whatever it is. A backward pass starts from ``out`` as it was
+        rounded.
       impl: see ``dispatch``; "mosaic_gpu" takes bfloat16 of head dim 64 or 128 on Hopper, and its backward
         pass is that of "xla".
 
     Returns:
-      ``(out, lse)``, float32. Both have gradients in q, k and v, in every implementation. All but ``ref``
-      keep no [T, S] array beyond one block once T * S is large, forward or backward, and have no second
-      derivative.
+      ``(out, lse)``, of ``dtype`` and float32. Both have gradients in q, k and v, in every implementation.
+      All but ``ref`` keep no [T, S] array beyond one block once T * S is large, forward or backward, and have
+      no second derivative.
 
     Raises:
       ValueError: shapes that do not fit together, or a negative window.
@@ -125,8 +131,8 @@ def blockwise(
     _check("blockwise", q, k, q_pos, k_pos, window, admit, softcap)
     if v.shape != k.shape:
         raise ValueError(f"blockwise(k {k.shape}, v {v.shape}) needs keys and values of one shape.")
-    sight = Sight(window, q.shape[-1] ** -0.5 if scale is None else scale, softcap)
-    where = Where(q_pos, k_pos, admit)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    sight, where = Sight(window, scale, softcap, jnp.dtype(dtype)), Where(q_pos, k_pos, admit)
     return dispatch.call("blockwise", impl, OFFERED, lambda run: run(q, k, v, where, sight=sight))
 
 

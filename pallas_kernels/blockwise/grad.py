@@ -45,6 +45,7 @@ def _backward(run: Run, backward: Run, sight: Sight, saved: Any, up: Partial) ->
 def gradients(backward: Run, sight: Sight, saved: Any, up: Partial) -> tuple[Array, Array, Array]:
     """(dq, dk, dv) of a read: ``saved`` is (q, k, v, where, out, lse), ``up`` the gradient of (out, lse)."""
     q, k, v, where, out, lse = saved
+    out, up = out.astype(jnp.float32), (up[0].astype(jnp.float32), up[1])
     where = where.within_reach(sight.window)
     there = (
         lse != -jnp.inf

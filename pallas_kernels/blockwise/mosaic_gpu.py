@@ -42,6 +42,9 @@ class Listed:
         tile = order[place.row, self._head(order, place), place.block, c]
         return Visit(0, tile, dirty[place.row, tile])
 
+    def lost(self, refs: list[Any], place: Place) -> None:
+        """See ``Course``."""
+
     def _head(self, lists: Any, place: Place) -> Array | int:
         return place.head if lists.shape[1] > 1 else 0
 
@@ -63,7 +66,7 @@ def blockwise(
     count, found = n // heads * t, tuning.pick(blocks, "forward", k.dtype, h, BLOCKS)
     sizes = hopper_plan.Plan(
         "blockwise", h, found.k, found.stages, 1 if count <= ROWS else 2,
-        sight.scale, sight.softcap, sight.window is not None, interpret or None,
+        sight.scale, sight.softcap, sight.window is not None, sight.dtype, interpret or None,
     )  # fmt: skip
     sizes = sizes._replace(stages=hopper_plan.buffers(sizes))
     x = plan.rows(q, k, where, sight.window, sizes.queries, sizes.block, folded=True)

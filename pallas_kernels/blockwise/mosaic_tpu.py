@@ -180,7 +180,8 @@ def _forward_body(grid: Grid, sight: Sight, narrowed: bool) -> Callable[..., Non
 
         @pl.when(now.last)
         def _() -> None:
-            out[...], found = tiles.finish((m[...], l[...], o[...]))
+            result, found = tiles.finish((m[...], l[...], o[...]))
+            out[...] = result.astype(out.dtype)
             lse[...] = as_row(found)
 
     return body
@@ -209,7 +210,7 @@ def blockwise(
             *narrow,
         ],
         [
-            (jax.ShapeDtypeStruct(x.q.shape, jnp.float32), "outer", bq),
+            (jax.ShapeDtypeStruct(x.q.shape, sight.dtype), "outer", bq),
             (jax.ShapeDtypeStruct((b, heads, 1, x.q.shape[2]), jnp.float32), "outer", bq),
         ],
         [

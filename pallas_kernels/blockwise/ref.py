@@ -53,7 +53,7 @@ def blockwise(q: Array, k: Array, v: Array, where: Where, *, sight: Sight) -> Pa
     p = softmax.weigh(s, m)
     o = jnp.einsum("bkgts,bksh->bkgth", p, _reached(v, where), precision=EXACT)
     out, lse = softmax.finish(m, jnp.sum(p, axis=-1), o)
-    return out.reshape(b, n, t, h), lse.reshape(b, n, t)
+    return out.reshape(b, n, t, h).astype(sight.dtype), lse.reshape(b, n, t)
 
 
 @functools.partial(jax.jit, static_argnames="sight")

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 
 from pallas_kernels import softmax
 
@@ -21,6 +22,8 @@ class Sight(NamedTuple):
     window: int | None
     scale: float
     softcap: float | None
+    dtype: Any = np.dtype("float32")
+    """Of ``out``."""
 
 
 class Where(NamedTuple):

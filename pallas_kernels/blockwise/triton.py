@@ -167,6 +167,8 @@ def blockwise(
         ],
         2,
     )
+    # Rounded here: in the kernel it takes 209 registers instead of 168, two programs at a time, not three.
+    out = out.astype(sight.dtype)
     return out[:, :, :count, :h].reshape(b, n, t, h), lse[:, :, :count].reshape(b, n, t)
 
 

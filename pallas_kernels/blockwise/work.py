@@ -128,9 +128,11 @@ TILE = 512
 
 
 def _forward(impl: str, window: int | None) -> Callable[..., Any]:
+    """Out comes in the keys' dtype."""
+
     def run(q: Any, k: Any, v: Any, q_pos: Any, k_pos: Any, admit: Any) -> Any:
         options = {"q_pos": q_pos, "k_pos": k_pos, "admit": admit, "window": window, "impl": impl}
-        return blockwise(q, k, v, **options)
+        return blockwise(q, k, v, dtype=k.dtype, **options)
 
     return run
 
@@ -170,7 +172,7 @@ def _case(shape: Shape, dtype: str, what: str = "forward", *, admitted: bool = F
     return Case(
         run=lambda impl: run(impl, window),
         args=args,
-        moves=size(args) + 4 * b * n * t * h,
+        moves=size(args) + q.dtype.itemsize * b * n * t * h,
         flops=2 * products * pairs * h,
         # Backward also holds the output again and its gradient as it came, both before padding.
         temp=(8 << 20) + (4 * wide + 2 * queries if what == "gradient" else 2 * wide),

@@ -74,7 +74,7 @@ def _dense(q: Array, k: Array, v: Array, where: Where, *, sight: Sight) -> Parti
     o = _mix(p, v)
     o = jax.lax.cond(jnp.isnan(o).any(), lambda: _mix_slowly(p, v, where.k_pos), lambda: o)
     out, lse = softmax.finish(m, jnp.sum(p, axis=-1), o)
-    return out.reshape(q.shape), lse.reshape(q.shape[:3])
+    return out.reshape(q.shape).astype(sight.dtype), lse.reshape(q.shape[:3])
 
 
 @functools.partial(jax.jit, static_argnames="sight")
@@ -131,7 +131,8 @@ def _blocked(q: Array, k: Array, v: Array, where: Where, *, sight: Sight) -> Par
                 jnp.zeros((rows, h), jnp.float32),
             )
             mlo = jax.lax.fori_loop(0, plain_i, in_sight, start)
-            return softmax.finish(*jax.lax.fori_loop(plain_i, pairs_i, partly, mlo))
+            out, lse = softmax.finish(*jax.lax.fori_loop(plain_i, pairs_i, partly, mlo))
+            return out.astype(sight.dtype), lse
 
         return jax.lax.map(query_block, (y.q, y.q_pos, order, plain, pairs))
 

@@ -10,7 +10,6 @@ registers of a thread and bytes spilled, as CUDA's assembler says.
 from __future__ import annotations
 
 import json
-import os
 import pathlib
 import re
 import sys
@@ -53,7 +52,7 @@ def roofline(chip: str, moves: int, flops: int) -> float:
 
 
 def report(
-    chip: str, names: list[str], known: Mapping[str, Mapping[str, Any]], *, dumps: bool = True
+    chip: str, names: list[str], known: Mapping[str, Mapping[str, Any]]
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Each case compiled for a chip, in one process of its own (compilers read their flags once).
 
@@ -61,17 +60,16 @@ def report(
       chip: one of ``CHIPS``.
       names: of the cases.
       known: earlier results; what has not changed since is not compiled again, nor is a program twice.
-      dumps: have libtpu write bundles. A large sort beside the kernel makes that take minutes on 7x.
 
     Raises:
       LostError: the process ended before its time.
     """
     full = "kernels" if chip in GPUS else "bundles"
-    programs = {x["program"]: x for x in known.values() if "program" in x and (full in x or not dumps)}
+    programs = {x["program"]: x for x in known.values() if "program" in x and full in x}
     with tempfile.TemporaryDirectory() as folder:
         flags = {
             "JAX_PLATFORMS": "cpu",
-            "LIBTPU_INIT_ARGS": f"{DUMPS}{folder}" if dumps else "",
+            "LIBTPU_INIT_ARGS": f"{DUMPS}{folder}",
             # The assembler's own report, which XLA passes on at this level of detail only.
             "TF_CPP_MIN_LOG_LEVEL": "0",
             "TF_CPP_VMODULE": "subprocess_compilation=5",
@@ -216,7 +214,7 @@ def _compiled(program: Any, platform: str, folder: pathlib.Path, case: Any) -> d
     found: dict[str, Any] = {"compile_s": round(time.perf_counter() - start, 1)}
     found["temp_bytes"] = binary.memory_analysis().temp_size_in_bytes
     found["copies"] = aot.copies(binary, case.whole) if case.whole else []
-    if platform == "tpu" and os.environ["LIBTPU_INIT_ARGS"]:
+    if platform == "tpu":
         found["bundles"], found["steps"] = bundles(folder), steps(folder)
         found["spills"] = spills(folder)
         if case.pages and case.kernel in found["bundles"]:

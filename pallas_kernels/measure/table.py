@@ -96,8 +96,6 @@ def _cell(found: dict[str, Any]) -> str:
             for _, x in sorted(found["kernels"].items())
         ]
         return ", ".join(cells)
-    if "bundles" not in found:
-        return "compiled"
     steps = ["+".join(map(str, x)) for _, x in sorted(found.get("steps", {}).items())]
     steps = [str(found["item"])] if "item" in found else steps
     beside = steps + [f"{found['step_to_roofline']}x"] * ("step_to_roofline" in found)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-import jax
 import jax.numpy as jnp
 
 if TYPE_CHECKING:
@@ -21,56 +20,70 @@ class Compact(NamedTuple):
       k: keys; what lies past ``admitted`` is meaningless.
       v: values, 0 past ``admitted``.
       pos: ascending positions, ``FAR`` past ``admitted``.
-      admitted: how many the stream admits. Where that exceeds C the latest ones are missing.
     """
 
     k: Float[Array, "B K C H"]
     v: Float[Array, "B K C H"]
     pos: Int[Array, "B K C"]
-    admitted: Int[Array, "B K"]
+
+
+class Rows(NamedTuple):
+    """Where the queries and keys of each row are.
+
+    Attributes:
+      start: position of each row's first query.
+      end: tokens of each row.
+    """
+
+    start: Int[Array, " B"]
+    end: Int[Array, " B"]
+
+
+def rows_of(k: Float[Array, "B K S H"], lengths: Array | None, offset: Array | None) -> Rows:
+    """All keys are there where ``lengths`` is None; the first query is the row's first token by default."""
+    (b, _, s, _), none = k.shape, jnp.zeros(k.shape[0], jnp.int32)
+    end = jnp.full(b, s, jnp.int32) if lengths is None else lengths.astype(jnp.int32)
+    return Rows(none if offset is None else offset.astype(jnp.int32), end)
+
+
+def admitted_upto(admit: Bool[Array, "B K S"], end: Int[Array, " B"]) -> Int[Array, "B K S"]:
+    """How many keys each stream admits up to each position, that position's own included."""
+    there = jnp.arange(admit.shape[2], dtype=jnp.int32) < end[:, None]
+    return jnp.cumsum(admit & there[:, None], axis=-1, dtype=jnp.int32)
+
+
+def slots(upto: Int[Array, "B K S"]) -> Int[Array, "B K S"]:
+    """The place of each admitted key among those of its stream, -1 of others."""
+    before = jnp.pad(upto[..., :-1], ((0, 0), (0, 0), (1, 0)))
+    return jnp.where(upto > before, before, -1)
 
 
 def compact(
-    k: Float[Array, "B K T H"],
-    v: Float[Array, "B K T H"],
-    admit: Bool[Array, "B K T"],
-    *,
-    capacity: int,
-    lengths: Int[Array, " B"] | None = None,
+    k: Float[Array, "B K S H"], v: Float[Array, "B K S H"], upto: Int[Array, "B K S"], capacity: int
 ) -> Compact:
     """Gather the admitted keys of each stream once, so that every later read of them is contiguous.
 
     Args:
       k, v: keys and values of right-padded rows.
-      admit: which keys each KV head admits.
-      capacity: C, static.
-      lengths: tokens of each row; nothing past them is admitted. None: all.
+      upto: see ``admitted_upto``.
+      capacity: C, static. Of a stream that admits more the latest are missing.
     """
-    at = jnp.arange(k.shape[2], dtype=jnp.int32)
-    if lengths is not None:
-        admit = admit & (at < lengths[:, None])[:, None]
-    # Sorting positions is the one way to pack them that every platform runs well: TPUs scatter slowly.
-    pos = jnp.sort(jnp.where(admit, at, FAR), axis=-1)[..., :capacity]
-    index = jnp.minimum(pos, k.shape[2] - 1)[..., None]
+    b, heads, s = upto.shape
+    row, head = jnp.arange(b)[:, None, None], jnp.arange(heads)[:, None]
+    at = jnp.broadcast_to(jnp.arange(s, dtype=jnp.int32), upto.shape)
+    place = slots(upto)
+    place = jnp.where(place >= 0, place, capacity + at)  # out of range: dropped
+    pos = jnp.full((b, heads, capacity), FAR, jnp.int32)
+    pos = pos.at[row, head, place].set(at, mode="drop", unique_indices=True)
+    index = jnp.minimum(pos, s - 1)[..., None]
     v = jnp.where((pos < FAR)[..., None], jnp.take_along_axis(v, index, axis=2), jnp.zeros((), v.dtype))
-    return Compact(jnp.take_along_axis(k, index, axis=2), v, pos, jnp.sum(admit, axis=-1, dtype=jnp.int32))
+    return Compact(jnp.take_along_axis(k, index, axis=2), v, pos)
 
 
-def compact_and_clean(
-    k: Float[Array, "B K T H"],
-    v: Float[Array, "B K T H"],
-    admit: Bool[Array, "B K T"],
-    *,
-    capacity: int,
-    lengths: Int[Array, " B"] | None,
-) -> tuple[Compact, Float[Array, "B K T H"], Int[Array, " B"]]:
-    """What the bodies read: (``compact``'s result, v with zeros past each row's end, the ends)."""
-    (b, _, t, _), packed = v.shape, compact(k, v, admit, capacity=capacity, lengths=lengths)
-    if lengths is None:
-        return packed, v, jnp.full(b, t, jnp.int32)
-    ends = lengths.astype(jnp.int32)
-    there = (jnp.arange(t) < ends[:, None])[:, None, :, None]
-    return packed, jnp.where(there, v, jnp.zeros((), v.dtype)), ends
+def cleaned(v: Float[Array, "B K S H"], end: Int[Array, " B"]) -> Float[Array, "B K S H"]:
+    """With zeros past each row's end, since a weight of 0 times NaN is NaN."""
+    there = (jnp.arange(v.shape[2]) < end[:, None])[:, None, :, None]
+    return jnp.where(there, v, jnp.zeros((), v.dtype))
 
 
 class Older(NamedTuple):
@@ -83,27 +96,38 @@ class Older(NamedTuple):
     whole: Int[Array, "B K I"]
 
 
-def older(pos: Int[Array, "B K C"], ends: Int[Array, " B"], blocks: int, size: int, window: int) -> Older:
+def older(upto: Int[Array, "B K S"], rows: Rows, blocks: int, size: int, window: int, capacity: int) -> Older:
     """Of blocks of ``size`` queries."""
-    start = jnp.arange(blocks, dtype=jnp.int32) * size
-    last = jnp.minimum(start + size, ends[:, None]) - 1
-    both = jnp.concatenate([last, jnp.broadcast_to(start, last.shape)], axis=1)
-    found = jax.vmap(jax.vmap(_upto, in_axes=(0, None)))(pos, both - window).astype(jnp.int32)
-    some, whole = jnp.split(found, 2, axis=2)
-    begun, full = ((start + n <= ends[:, None])[:, None] for n in (1, size))
+    start = rows.start[:, None] + jnp.arange(blocks, dtype=jnp.int32) * size
+    end = rows.end[:, None]
+    some = seen(upto, jnp.minimum(start + size, end) - 1 - window, capacity)
+    whole = seen(upto, start - window, capacity)
+    begun, full = (start < end)[:, None], (start + size <= end)[:, None]
     return Older(jnp.where(begun, some, 0), jnp.where(full, whole, 0))
 
 
-def _upto(pos: Int[Array, " C"], last: Int[Array, " I"]) -> Int[Array, " I"]:
-    return jnp.searchsorted(pos, last, side="right")
+def seen(upto: Int[Array, "B K S"], last: Int[Array, "B I"], capacity: int) -> Int[Array, "B K I"]:
+    """How many packed keys lie at positions up to ``last``, which may be negative or past the end."""
+    index = jnp.clip(last, 0, upto.shape[2] - 1)[:, None]
+    found = jnp.take_along_axis(upto, jnp.broadcast_to(index, (*upto.shape[:2], last.shape[1])), axis=2)
+    return jnp.where((last >= 0)[:, None], jnp.minimum(found, capacity), 0)
+
+
+def lost(upto: Int[Array, "B K S"], capacity: int) -> Bool[Array, "B K"] | None:
+    """Which streams admit more than fits; None where none can."""
+    return upto[..., -1] > capacity if capacity < upto.shape[2] else None
+
+
+def expected(queries: int, keys: int, window: int, capacity: int) -> int:
+    """Keys that a query sees, of packed ones that lie evenly, if queries are the last; for cost estimates."""
+    return min(keys, window + capacity - capacity * queries // (2 * keys))
 
 
 def loudly(
-    out: Float[Array, "B N T H"], lse: Float[Array, "B N T"], admitted: Int[Array, "B K"], capacity: int
-) -> tuple[Float[Array, "B N T H"], Float[Array, "B N T"], Int[Array, "B K"]]:
-    """The answer of a read of compacted keys, NaN with its gradient where a query head's keys did not fit."""
-    if capacity < out.shape[2]:
-        lost = jnp.repeat(admitted > capacity, out.shape[1] // admitted.shape[1], axis=1)[..., None]
-        factor = jnp.where(lost, jnp.nan, 1.0)  # in a gradient, too
-        out, lse = out * factor[..., None], lse * factor
-    return out, lse, admitted
+    out: Float[Array, "B N T H"], lse: Float[Array, "B N T"], lost: Bool[Array, "B K"] | None
+) -> tuple[Float[Array, "B N T H"], Float[Array, "B N T"]]:
+    """The answer of a read of packed keys, NaN with its gradient where a query head's keys did not fit."""
+    if lost is None:
+        return out, lse
+    factor = jnp.where(jnp.repeat(lost, out.shape[1] // lost.shape[1], axis=1), jnp.nan, 1.0)[..., None]
+    return out * factor[..., None].astype(out.dtype), lse * factor  # in a gradient, too

@@ -17,6 +17,7 @@ from pallas_kernels.blockwise.plan import padded
 from pallas_kernels.hopper_plan import FAR, Keys, Place, Queries, Visit
 from pallas_kernels.tuning import Blocks
 from pallas_kernels.vertical_slash import compact
+from pallas_kernels.vertical_slash.compact import Rows
 from pallas_kernels.vertical_slash.tiles import Reach, Rule, reach
 
 if TYPE_CHECKING:
@@ -36,12 +37,12 @@ class Ranged:
 
     def counts(self, refs: list[Any], place: Place) -> tuple[Array, Array]:
         """See ``Course``."""
-        packed_whole, packed, first, whole, end_of_whole, end, _ = self._mine(refs, place)
+        packed_whole, packed, first, whole, end_of_whole, end, *_ = self._mine(refs, place)
         return packed_whole + end_of_whole - whole, packed + end - first
 
     def visit(self, refs: list[Any], place: Place, c: Array) -> Visit:
         """See ``Course``: packed tiles seen whole, those of the band, packed edges, the band's two ends."""
-        packed_whole, packed, first, whole, end_of_whole, _, unclean = self._mine(refs, place)
+        packed_whole, packed, first, whole, end_of_whole, _, unclean, *_ = self._mine(refs, place)
         inner = end_of_whole - whole
         edge = c - inner  # of packed tiles alone
         band = c - packed + first  # of the band's edges, as if all of it were edges
@@ -54,34 +55,39 @@ class Ranged:
         part = jnp.where(in_packed, PACKED, BAND)
         return Visit(part, tile, jnp.where((part == BAND) & (tile >= unclean), 1, 0))
 
+    def lost(self, refs: list[Any], place: Place) -> Array | None:
+        """See ``Course``."""
+        return self._mine(refs, place)[7] > 0 if refs[0].shape[3] > 7 else None
+
     def _mine(self, refs: list[Any], place: Place) -> list[Array]:
         (found,) = refs
         block = jax.lax.rem(place.block, jnp.int32(found.shape[2]))
-        return [found[place.row, place.head, block, n] for n in range(7)]
+        return [found[place.row, place.head, block, n] for n in range(found.shape[3])]
 
 
 def ranges(
-    pos: Int[Array, "B K C"], ends: Int[Array, " B"], blocks: int, size: int, block: int, window: int
-) -> Int[Array, "B K I 7"]:
+    upto: Int[Array, "B K S"], rows: Rows, blocks: int, size: int, block: int, rule: Rule
+) -> Int[Array, "B K I X"]:
     """Which tiles of ``block`` keys each of ``blocks`` blocks of ``size`` queries reads.
 
     Numbers of tiles: packed ones up to [1], of which those up to [0] are seen whole; of the band from [2] to
-    [5], of which those from [3] to [4] are; in those from [6] on values may hold anything.
+    [5], of which those from [3] to [4] are; in those from [6] on values may hold anything. Where a stream may
+    admit more than fits, [7] is 1 where it does.
     """
-    found = compact.older(pos, ends, blocks, size, window)
-    start, length = jnp.arange(blocks, dtype=jnp.int32) * size, ends[:, None]
-    last = start + size - 1
+    window, found = rule.window, compact.older(upto, rows, blocks, size, rule.window, rule.capacity)
+    start = rows.start[:, None] + jnp.arange(blocks, dtype=jnp.int32) * size
+    length, last = rows.end[:, None], start + size - 1
     first = jnp.maximum(start - window + 1, 0) // block
     end = jnp.where(start < length, -(-jnp.minimum(start + size, length) // block), first)
-    end = jnp.maximum(end, first) if window else jnp.broadcast_to(first, end.shape)
+    end = jnp.maximum(end, first) if window else first
     whole = jnp.clip((last - window) // block + 1, first, end)
     end_of_whole = jnp.clip((start + 1) // block, whole, end)
     end_of_whole = jnp.where(start + size <= length, end_of_whole, whole)
-    band = [
-        jnp.broadcast_to(x, end.shape)[:, None] for x in (first, whole, end_of_whole, end, length // block)
-    ]
-    packed = [found.whole // block, -(-found.some // block)]
-    return jnp.stack([*packed, *(jnp.broadcast_to(x, found.some.shape) for x in band)], axis=-1)
+    each = [found.whole // block, -(-found.some // block)]
+    each += [x[:, None] for x in (first, whole, end_of_whole, end, length // block)]
+    full = compact.lost(upto, rule.capacity)
+    each += [] if full is None else [full[..., None].astype(jnp.int32)]
+    return jnp.stack([jnp.broadcast_to(x, found.some.shape) for x in each], axis=-1)
 
 
 def _sees(found: Reach, groups: int) -> Int[Array, "B 2 2 R"]:
@@ -98,6 +104,7 @@ def vertical_slash(
     v: Array,
     admit: Array,
     lengths: Array | None,
+    offset: Array | None = None,
     *,
     rule: Rule,
     blocks: Tuned | tuple[int, int] = (),
@@ -106,25 +113,25 @@ def vertical_slash(
     """See ``api.vertical_slash``."""
     hopper_plan.refuse("vertical_slash", k, interpret)
     (b, n, t, h), heads = q.shape, k.shape[1]
-    found = tuning.pick(blocks, "forward", k.dtype, h, BLOCKS)
+    found, rows = tuning.pick(blocks, "forward", k.dtype, h, BLOCKS), compact.rows_of(k, lengths, offset)
     plan = hopper_plan.Plan(
-        "vertical_slash", h, found.k, found.stages, 2, rule.scale, rule.softcap, True, interpret or None
-    )
+        "vertical_slash", h, found.k, found.stages, 2,
+        rule.scale, rule.softcap, True, rule.dtype, interpret or None,
+    )  # fmt: skip
     plan = plan._replace(stages=hopper_plan.buffers(plan))
-    packed = compact.compact(k, v, admit, capacity=rule.capacity, lengths=lengths)
-    ends = jnp.full(b, t, jnp.int32) if lengths is None else lengths.astype(jnp.int32)
-    size = max(plan.queries, plan.block)
-    q, k, v = (padded(x, 2, size) for x in (q.astype(k.dtype), k, v))
-    i = jnp.arange(q.shape[2], dtype=jnp.int32)
-    own = jnp.where(i < ends[:, None], i, FAR)
+    upto = compact.admitted_upto(admit, rows.end)
+    packed = compact.compact(k, v, upto, rule.capacity)
+    q = padded(q.astype(k.dtype), 2, plan.queries)
+    k, v = (padded(x, 2, plan.block) for x in (k, v))
+    end, at = rows.end[:, None], jnp.arange(k.shape[2], dtype=jnp.int32)
     pos = padded(packed.pos, 2, plan.block, compact.FAR)
     parts = [
         Keys(padded(packed.k, 2, plan.block), padded(packed.v, 2, plan.block), pos, None),
-        Keys(k, v, own[:, None], None),
+        Keys(k, v, jnp.where(at < end, at, FAR)[:, None], None),
     ]
-    rows = q.reshape(b, heads, -1, h)
-    queries = Queries(rows, _sees(reach(i, ends[:, None], rule), n // heads))
-    course = ranges(pos, ends, q.shape[2] // plan.queries, plan.queries, plan.block, rule.window)
+    i = rows.start[:, None] + jnp.arange(q.shape[2], dtype=jnp.int32)
+    queries = Queries(q.reshape(b, heads, -1, h), _sees(reach(i, end, rule), n // heads))
+    course = ranges(upto, rows, q.shape[2] // plan.queries, plan.queries, plan.block, rule)
     out, lse = hopper_prefill.read(plan, Ranged(), queries, parts, [course])
     out, lse = out.reshape(b, n, -1, h)[:, :, :t], lse.reshape(b, n, -1)[:, :, :t]
-    return compact.loudly(out, lse, packed.admitted, rule.capacity)
+    return out, lse, upto[..., -1]

@@ -18,7 +18,8 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels import compat, tuning
 from pallas_kernels import tiles as common
 from pallas_kernels.vertical_slash import tiles
-from pallas_kernels.vertical_slash.compact import FAR, compact_and_clean, loudly, older
+from pallas_kernels.vertical_slash.compact import admitted_upto, cleaned, expected, lost, older, rows_of
+from pallas_kernels.vertical_slash.mosaic_tpu_pack import compact
 from pallas_kernels.vertical_slash.tiles import Rule
 
 if TYPE_CHECKING:
@@ -34,18 +35,22 @@ LANES = 128
 
 
 class Plan(NamedTuple):
-    """Static sizes of a call; t and cap are multiples of the blocks, bq is a power of two."""
+    """Static sizes of a call: queries t, keys s and cap are multiples of the blocks, bq is a power of two."""
 
     b: int
     heads: int
     group: int
     t: int
+    s: int
     h: int
     cap: int
     bq: int
     bk: int
     rule: Rule
     interpret: Any
+
+    loud: bool
+    """Whether a stream may admit more than fits."""
 
     @property
     def rows(self) -> int:
@@ -58,16 +63,17 @@ def _up(x: int, size: int) -> int:
 
 
 def _plan(q: Array, k: Array, blocks: Tuned | tuple[int, int], rule: Rule, interpret: Any) -> Plan:
-    (b, n, t, h), heads = q.shape, k.shape[1]
+    (b, n, t, h), heads, s = q.shape, k.shape[1], k.shape[2]
     longest = _up(t, LANES)
     bq = LANES
     while 2 * bq * n // heads <= ROWS and 2 * bq <= longest:
         bq *= 2
     found = tuning.pick(blocks, "forward", k.dtype, h, tuning.Blocks(q=bq, k=BLOCK_K))
-    bq, bk = found.q, min(found.k, longest)
-    # Lengths that are multiples of both: bq is a power of two times LANES, bk a multiple of LANES.
-    whole = _up(t, bq * bk // LANES) if bk % bq else _up(t, bk)
-    return Plan(b, heads, n // heads, whole, h, _up(rule.capacity, bk), bq, bk, rule, interpret)
+    bq, bk = found.q, min(found.k, _up(s, LANES))
+    cap = _up(rule.capacity, bk)
+    return Plan(
+        b, heads, n // heads, _up(t, bq), _up(s, bk), h, cap, bq, bk, rule, interpret, rule.capacity < s
+    )
 
 
 class Course(NamedTuple):
@@ -174,12 +180,13 @@ class Fetch(NamedTuple):
 def _body(plan: Plan) -> Any:
     bq, bk, rule = plan.bq, plan.bk, plan.rule
 
-    def body(ends: Any, counts: Any, q: Any, *refs: Any) -> None:
+    def body(rows: Any, counts: Any, q: Any, *refs: Any) -> None:
         k, v, packed_k, packed_v, pos, out, lse, k_now, v_now, pos_now, sem, m, l, o = refs
         b, kv, block = (pl.program_id(axis) for axis in range(3))
-        start, length, programs = block * bq, ends[b], plan.t // bq
-        at = (b * plan.heads + kv) * programs + block
-        way = course(plan, start, length, counts[at], counts[plan.b * plan.heads * programs + at])
+        start, length, programs = rows[b] + block * bq, rows[plan.b + b], plan.t // bq
+        stream, streams = b * plan.heads + kv, plan.b * plan.heads
+        at = stream * programs + block
+        way = course(plan, start, length, counts[at], counts[streams * programs + at])
         buffers = (k_now, v_now, pos_now)
         fetch = Fetch((k, v), (packed_k, packed_v, pos), buffers, sem, (b, kv), way, bk)
 
@@ -211,11 +218,14 @@ def _body(plan: Plan) -> Any:
             return carry
 
         jax.lax.fori_loop(0, way.wholes, functools.partial(step, found=None), jnp.int32(0))
-        rows = jax.lax.broadcasted_iota(jnp.int32, (plan.rows, LANES), 0) & (bq - 1)
-        edges = functools.partial(step, found=tiles.reach(start + rows, length, rule))
+        row = jax.lax.broadcasted_iota(jnp.int32, (plan.rows, LANES), 0) & (bq - 1)
+        edges = functools.partial(step, found=tiles.reach(start + row, length, rule))
         jax.lax.fori_loop(way.wholes, way.steps, edges, jnp.int32(0))
         result, lanes = common.finish((m[...], l[...], o[...]))
-        out[...] = result.reshape(plan.group, bq, plan.h)
+        if plan.loud:
+            factor = jnp.where(counts[2 * streams * programs + stream] > 0, jnp.nan, 1.0)
+            result, lanes = result * factor, lanes * factor
+        out[...] = result.reshape(plan.group, bq, plan.h).astype(out.dtype)
         for g in range(plan.group):
             lse[g : g + 1] = jnp.transpose(lanes[g * bq : (g + 1) * bq])[:1]
 
@@ -229,36 +239,42 @@ def vertical_slash(
     v: Array,
     admit: Array,
     lengths: Array | None,
+    offset: Array | None = None,
     *,
     rule: Rule,
     blocks: Tuned | tuple[int, int] = (),
     interpret: Any = False,
 ) -> tuple[Float[Array, "B N T H"], Float[Array, "B N T"], Int[Array, "B K"]]:
     """See ``api.vertical_slash``."""
-    (b, n, t, _), plan = q.shape, _plan(q, k, blocks, rule, interpret)
-    packed, v, ends = compact_and_clean(k, v, admit, capacity=rule.capacity, lengths=lengths)
-    ours = [_padded(x, plan.t) for x in (q.astype(k.dtype), k, v)]
-    theirs = [_padded(x, plan.cap) for x in packed[:2]]
-    pos = _padded(packed.pos, plan.cap, FAR)[:, :, None]
-    counts = jnp.stack(older(packed.pos, ends, plan.t // plan.bq, plan.bq, rule.window))
-    out, lse = _read(plan, ends, counts.reshape(-1), *ours, *theirs, pos)
+    (b, n, t, _), plan, rows = q.shape, _plan(q, k, blocks, rule, interpret), rows_of(k, lengths, offset)
+    upto = admitted_upto(admit, rows.end)
+    v = v if lengths is None else cleaned(v, rows.end)
+    k, v = (_padded(x, plan.s) for x in (k, v))
+    places = jnp.pad(upto, ((0, 0), (0, 0), (0, plan.s - upto.shape[2])), mode="edge")
+    packed = compact(k, v, places, capacity=plan.cap, block=plan.bk, interpret=interpret)
+    counts = older(upto, rows, plan.t // plan.bq, plan.bq, rule.window, rule.capacity)
+    full = lost(upto, rule.capacity)
+    numbers = [x.reshape(-1) for x in (*counts, *(() if full is None else (full.astype(jnp.int32),)))]
+    wide = _padded(q.astype(k.dtype), plan.t)
+    out, lse = _read(plan, jnp.concatenate(rows), jnp.concatenate(numbers), wide, k, v, *packed)
     out, lse = (x.reshape(b, n, *x.shape[3:])[:, :, :t] for x in (out, lse))
-    return loudly(out, lse, packed.admitted, rule.capacity)
+    return out, lse, upto[..., -1]
 
 
-def _padded(x: Array, t: int, fill: int = 0) -> Array:
-    return jnp.pad(x, [(0, 0), (0, 0), (0, t - x.shape[2]), *[(0, 0)] * (x.ndim - 3)], constant_values=fill)
+def _padded(x: Array, t: int) -> Array:
+    return jnp.pad(x, ((0, 0), (0, 0), (0, t - x.shape[2]), (0, 0)))
 
 
-def _read(plan: Plan, ends: Array, counts: Array, q: Array, *keys: Array) -> tuple[Array, Array]:
+def _read(plan: Plan, rows: Array, counts: Array, q: Array, *keys: Array) -> tuple[Array, Array]:
     lead = (plan.b, plan.heads, plan.group, plan.t)
     wide = pl.BlockSpec((None, None, plan.group, plan.bq, plan.h), lambda b, k, i, *_: (b, k, 0, i, 0))
     row = pl.BlockSpec((None, None, plan.group, plan.bq), lambda b, k, i, *_: (b, k, 0, i))
-    pairs = plan.b * plan.heads * plan.group * plan.t * min(plan.t, plan.rule.window + plan.cap // 2)
+    seen = expected(plan.t, plan.s, plan.rule.window, plan.cap)
+    pairs = plan.b * plan.heads * plan.group * plan.t * seen
     dtype, programs = keys[0].dtype, plan.b * plan.heads * plan.t // plan.bq
-    # Keys of a program: its band, and half of the packed ones.
-    each = min(plan.t, plan.rule.window + plan.bq + plan.cap // 2)
-    moved = programs * each * (2 * plan.h * dtype.itemsize + 4) + q.size * (q.dtype.itemsize + 4)
+    each = min(plan.s, seen + plan.bq)
+    moved = programs * each * (2 * plan.h * dtype.itemsize + 4)
+    moved += q.size * (q.dtype.itemsize + plan.rule.dtype.itemsize)
     return pl.pallas_call(
         _body(plan),
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -277,11 +293,11 @@ def _read(plan: Plan, ends: Array, counts: Array, q: Array, *keys: Array) -> tup
             ],
         ),
         out_shape=[
-            jax.ShapeDtypeStruct((*lead, plan.h), jnp.float32),
+            jax.ShapeDtypeStruct((*lead, plan.h), plan.rule.dtype),
             jax.ShapeDtypeStruct(lead, jnp.float32),
         ],
         compiler_params=compat.tpu_params(("parallel", "parallel", "parallel")),
         cost_estimate=pl.CostEstimate(flops=4 * pairs * plan.h, transcendentals=pairs, bytes_accessed=moved),
         interpret=plan.interpret,
         name="vertical_slash",
-    )(ends, counts, q.reshape(*lead, plan.h), *keys)
+    )(rows, counts, q.reshape(*lead, plan.h), *keys)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from pallas_kernels import softmax
 from pallas_kernels.blockwise import ref
 from pallas_kernels.blockwise.sight import Sight, Where
-from pallas_kernels.vertical_slash.compact import loudly
+from pallas_kernels.vertical_slash.compact import loudly, rows_of
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int
@@ -27,15 +27,20 @@ def vertical_slash(
     v: Array,
     admit: Array,
     lengths: Array | None,
+    offset: Array | None = None,
     *,
     rule: Rule,
     blockwise: Callable[..., Any] = ref.blockwise,
 ) -> tuple[Float[Array, "B N T H"], Float[Array, "B N T"], Int[Array, "B K"]]:
     """See ``api.vertical_slash``; ``blockwise`` is any implementation of that."""
-    at = jnp.broadcast_to(jnp.arange(q.shape[2]), (q.shape[0], q.shape[2]))
-    if lengths is not None:
-        at = jnp.where(at < lengths[:, None], at, softmax.EMPTY)
+    (b, _, t, _), rows = q.shape, rows_of(k, lengths, offset)
+    end = rows.end[:, None]
+    at = rows.start[:, None] + jnp.arange(t, dtype=jnp.int32)
+    own = jnp.broadcast_to(jnp.arange(k.shape[2], dtype=jnp.int32), (b, k.shape[2]))
+    at, own = (jnp.where(x < end, x, softmax.EMPTY) for x in (at, own))
     sight = Sight(rule.window, rule.scale, rule.softcap)
-    out, lse = blockwise(q, k, v, Where(at, at, admit), sight=sight)
-    count = jnp.sum(admit & (at >= 0)[:, None], axis=-1, dtype=jnp.int32)
-    return loudly(out, lse, count, rule.capacity)
+    out, lse = blockwise(q, k, v, Where(at, own, admit), sight=sight)
+    count = jnp.sum(admit & (own >= 0)[:, None], axis=-1, dtype=jnp.int32)
+    lost = count > rule.capacity if rule.capacity < k.shape[2] else None
+    out, lse = loudly(out, lse, lost)
+    return out.astype(rule.dtype), lse, count

@@ -6,9 +6,10 @@ position that is outside a query's window, the band has the row's own keys after
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 
 from pallas_kernels import tiles
 
@@ -23,6 +24,8 @@ class Rule(NamedTuple):
     capacity: int
     scale: float
     softcap: float | None
+    dtype: Any = np.dtype("float32")
+    """Of ``out``."""
 
 
 class Reach(NamedTuple):

@@ -38,9 +38,11 @@ SHAPES = Shapes(
 
 
 def _run(impl: str, window: int, capacity: int | None) -> Callable[..., Any]:
-    def run(q: Any, k: Any, v: Any, admit: Any, lengths: Any) -> Any:
+    """Out comes in the keys' dtype; the last argument is where queries begin, if they are a piece."""
+
+    def run(q: Any, k: Any, v: Any, admit: Any, lengths: Any, offset: Any = None) -> Any:
         options = {"window": window, "capacity": capacity, "lengths": lengths, "impl": impl}
-        return vertical_slash(q, k, v, admit, **options)
+        return vertical_slash(q, k, v, admit, offset=offset, dtype=k.dtype, **options)
 
     return run
 
@@ -77,22 +79,25 @@ def bench(shape: Shape, dtype: str) -> Bench:
 BLOCK = 512
 
 
-def _case(shape: Shape, dtype: str, *, capacity: int | None = None, ragged: bool = False) -> Case:
-    b, n, kv, t, h, window = shape
-    a, held = jax.ShapeDtypeStruct, capacity or t
-    q, k = a((b, n, t, h), dtype), a((b, kv, t, h), dtype)
-    args = (q, k, k, a((b, kv, t), bool), a((b,), jnp.int32) if ragged else None)
-    rows, keys = min(BLOCK, n // kv * t), min(BLOCK, t)
+def _case(
+    shape: Shape, dtype: str, *, capacity: int | None = None, ragged: bool = False, piece: int = 0
+) -> Case:
+    """``piece``: so many queries, of a prompt that is as long as the shape says."""
+    b, n, kv, s, h, window = shape
+    a, held, t = jax.ShapeDtypeStruct, capacity or s, piece or s
+    q, k = a((b, n, t, h), dtype), a((b, kv, s, h), dtype)
+    args = (q, k, k, a((b, kv, s), bool), *(a((b,), jnp.int32) if x else None for x in (ragged, piece)))
+    rows, keys = min(BLOCK, n // kv * t), min(BLOCK, s)
     lanes = -(-h // 128) * 128
     return Case(
         run=lambda impl: _run(impl, window, capacity),
         args=args,
-        moves=size(args) + 4 * b * n * t * h,
-        # Every packed key visible to half of the queries.
-        flops=4 * b * n * t * (window + held // 2) * h,
-        temp=(8 << 20) + 4 * b * (3 * n * -(-t // BLOCK) * BLOCK + 4 * kv * max(t, held)) * lanes,
-        # Packing keys and marking what overflowed are passes over whole arrays, meant to be there.
-        whole=0,
+        moves=size(args) + q.dtype.itemsize * b * n * t * h,
+        # Packed keys are visible to half of a prompt's queries, and to nearly all of its last piece.
+        flops=4 * b * n * t * (window + held - held * t // (2 * s)) * h,
+        temp=(8 << 20) + 4 * b * (3 * n * -(-t // BLOCK) * BLOCK + 4 * kv * max(s, held)) * lanes,
+        # Packed keys are copies, meant to be there; of queries and output there are none.
+        whole=b * n * t * h if h % 128 == 0 and t % BLOCK == 0 and not (ragged or piece) else 0,
         step=(2 * keys * h * jnp.dtype(dtype).itemsize, 4 * rows * keys * h),
         kernel="vertical_slash",
     )
@@ -107,6 +112,7 @@ def cases() -> dict[str, Case]:
         "odd_float32": _case(SHAPES["odd_h64"], "float32", capacity=200, ragged=True),
         "odd_h96_bfloat16": _case(SHAPES["odd_h96"], "bfloat16"),
         "h256_bfloat16": _case(SHAPES["h256"], "bfloat16", capacity=1000),
+        "piece_bfloat16": _case(base, "bfloat16", piece=2048),
     }
 
 
@@ -130,6 +136,10 @@ def checks(tiny: bool) -> Iterator[Check]:
     for name, (shape, dtype) in cases.items():
         run = functools.partial(_run, window=shape.window, capacity=None)
         yield Check(name, run, (*_args(shape, dtype, 0.3), lengths), shape.T, dtype)
+    args, start = _args(base, "bfloat16", 0.3), base.T // 3
+    piece, offset = args[0][:, :, : base.T // 2], jnp.asarray([start, start + 1], jnp.int32)
+    run = functools.partial(_run, window=base.window, capacity=None)
+    yield Check("piece", run, (piece, *args[1:], lengths, offset), base.T, "bfloat16")
 
 
 def _job(shape: Shape, beside: bool, **more: Any) -> Job:
@@ -182,6 +192,6 @@ def targets(found: dict[str, Any], limits: dict[str, float]) -> list[Target]:
 def beside() -> dict[str, Case]:
     """What the body for Hopper takes, of ``cases``, and small heads."""
     known, small = cases(), SHAPES["h128"]._replace(H=64)
-    found = {name: known[name] for name in ("bfloat16_quarter", "bfloat16_unbounded")}
+    found = {name: known[name] for name in ("bfloat16_quarter", "bfloat16_unbounded", "piece_bfloat16")}
     found["bfloat16_quarter_h64"] = _case(small, "bfloat16", capacity=small.T // 4)
     return {name: case._replace(impl="mosaic_gpu") for name, case in found.items()}

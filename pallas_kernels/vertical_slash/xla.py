@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import products, softmax
-from pallas_kernels.vertical_slash.compact import compact, loudly
+from pallas_kernels.vertical_slash.compact import admitted_upto, compact, lost, loudly, rows_of, seen
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int
@@ -28,34 +28,44 @@ Stats = tuple["Array", "Array", "Array"]
 
 @functools.partial(jax.jit, static_argnames="rule")
 def vertical_slash(
-    q: Array, k: Array, v: Array, admit: Array, lengths: Array | None, *, rule: Rule
+    q: Array,
+    k: Array,
+    v: Array,
+    admit: Array,
+    lengths: Array | None,
+    offset: Array | None = None,
+    *,
+    rule: Rule,
 ) -> tuple[Float[Array, "B N T H"], Float[Array, "B N T"], Int[Array, "B K"]]:
     """See ``api.vertical_slash``."""
-    (b, n, t, h), heads = q.shape, k.shape[1]
-    packed = compact(k, v, admit, capacity=rule.capacity, lengths=lengths)
-    ends = jnp.full(b, t) if lengths is None else lengths
+    (b, n, t, h), heads, rows = q.shape, k.shape[1], rows_of(k, lengths, offset)
+    upto = admitted_upto(admit, rows.end)
+    packed = compact(k, v, upto, rule.capacity)
     streams = (
         q.reshape(b * heads, n // heads, t, h),
-        *(x.reshape(b * heads, *x.shape[2:]) for x in (k, v, *packed[:3])),
-        jnp.repeat(ends, heads),
+        *(x.reshape(b * heads, *x.shape[2:]) for x in (k, v, upto, *packed)),
+        *(jnp.repeat(x, heads) for x in rows),
     )
     out, lse = jax.lax.map(lambda x: _stream(*x, rule=rule), streams)
-    return loudly(out.reshape(b, n, t, h), lse.reshape(b, n, t), packed.admitted, rule.capacity)
+    out, lse = loudly(out.reshape(b, n, t, h), lse.reshape(b, n, t), lost(upto, rule.capacity))
+    return out, lse, upto[..., -1]
 
 
 def _stream(
     q: Float[Array, "G T H"],
-    k: Float[Array, "T H"],
-    v: Float[Array, "T H"],
+    k: Float[Array, "S H"],
+    v: Float[Array, "S H"],
+    upto: Int[Array, " S"],
     packed_k: Float[Array, "C H"],
     packed_v: Float[Array, "C H"],
     pos: Int[Array, " C"],
+    offset: Int[Array, ""],
     length: Int[Array, ""],
     *,
     rule: Rule,
 ) -> tuple[Float[Array, "G T H"], Float[Array, "G T"]]:
     (g, t, h), window = q.shape, rule.window
-    bq, bk, bc = min(BLOCK_Q, t), min(BLOCK_K, t), min(BLOCK_K, len(pos))
+    bq, bk, bc = min(BLOCK_Q, t), min(BLOCK_K, len(k)), min(BLOCK_K, len(pos))
 
     def grown(mlo: Stats, q_i: Array, k: Array, v: Array, see: Array) -> Stats:
         s = softmax.cap(products.scores(q_i, k, rule.scale), rule.softcap)
@@ -89,15 +99,16 @@ def _stream(
             jnp.zeros(row, jnp.float32),
             jnp.zeros((*row, h), jnp.float32),
         )
-        older = jnp.searchsorted(pos, end - 1 - window, side="right")
+        older = seen(upto[None, None], (end - 1 - window)[None, None], len(pos))[0, 0, 0]
         mlo = jax.lax.fori_loop(0, jnp.where(live, -(-older // bc), 0), vertical, mlo)
         # Without a window the band is empty, and may not meet values that no query sees: 0 times NaN is NaN.
         reach = end - jnp.maximum(start - window + 1, 0) if window else 0
-        return softmax.finish(*jax.lax.fori_loop(0, jnp.where(live, -(-reach // bk), 0), band, mlo))
+        out, lse = softmax.finish(*jax.lax.fori_loop(0, jnp.where(live, -(-reach // bk), 0), band, mlo))
+        return out.astype(rule.dtype), lse
 
     blocks = -(-t // bq)
     q = jnp.pad(q, ((0, 0), (0, blocks * bq - t), (0, 0)))
     q = q.reshape(g, blocks, bq, h).swapaxes(0, 1).reshape(blocks, g * bq, h)
-    out, lse = jax.lax.map(query_block, (q, jnp.arange(blocks) * bq))
+    out, lse = jax.lax.map(query_block, (q, offset + jnp.arange(blocks) * bq))
     out = out.reshape(blocks, g, bq, h).swapaxes(0, 1).reshape(g, -1, h)
     return out[:, :t], lse.reshape(blocks, g, bq).swapaxes(0, 1).reshape(g, -1)[:, :t]

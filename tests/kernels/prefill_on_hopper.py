@@ -45,14 +45,15 @@ def small_tiles(monkeypatch):
         yield
 
 
-def check(found, wanted, v):
+def check(found, wanted, v, dtype=jnp.float32):
     """(out, lse) against the oracle's (out, lse, p): weights are rounded to 16 bits, nothing else is."""
     out, lse, p = wanted
     v = np.repeat(np.nan_to_num(np.asarray(v, np.float64)), p.shape[1] // v.shape[1], axis=1)
     plain = np.asarray(jnp.asarray(p, jnp.bfloat16), np.float64) @ v
+    plain = np.asarray(jnp.asarray(plain, dtype), np.float64)
     assert_as_good_as_plain(found[0], plain, out, p.shape[3])
     assert_close(found[1], lse, p.shape[3])
-    assert found[0].dtype == found[1].dtype == jnp.float32
+    assert (found[0].dtype, found[1].dtype) == (dtype, jnp.float32)
 
 
 @pytest.mark.parametrize(
@@ -127,6 +128,21 @@ def test_packed_keys_and_a_band(sizes, lengths, admitted):
     pos = np.where(np.arange(300) < np.asarray(ends)[:, None], np.arange(300), -1)
     wanted = oracle(*arrays[:3], q_pos=pos, k_pos=pos, window=shape.window, admit=arrays[3], softcap=2.0)
     check(found, wanted, arrays[2])
+
+
+def test_a_piece_of_a_prompt():
+    """At the start, inside and over the end of rows; out in the model's dtype."""
+    shape = Prompt(B=3, N=2, K=1, T=300, H=64, window=50)
+    lengths, start = np.array([300, 250, 250]), np.array([0, 150, 37])
+    (q, k, v, admit), ends = prompt(shape, dtype=jnp.bfloat16, lengths=lengths, admitted=(0.6,))
+    at = start[:, None] + np.arange(140)
+    piece = jnp.take_along_axis(q, jnp.asarray(at)[:, None, :, None], axis=2)
+    options = {"window": 50, "lengths": ends, "offset": jnp.asarray(start), "dtype": jnp.bfloat16}
+    found = vertical_slash(piece, k, v, admit, **options, impl="mosaic_gpu")
+    near, own = np.where(at < lengths[:, None], at, -1), np.arange(300)
+    own = np.where(own < lengths[:, None], own, -1)
+    wanted = oracle(piece, k, v, q_pos=near, k_pos=own, window=50, admit=admit)
+    check(found, wanted, v, jnp.bfloat16)
 
 
 def test_keys_that_do_not_fit_are_said_loudly():

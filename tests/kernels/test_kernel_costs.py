@@ -110,7 +110,9 @@ def test_xla_is_told_what_a_kernel_reads(name):
             told = list(kernels(jax.make_jaxpr(case.run(impl))(*case.args).jaxpr))
         assert sum(x.bytes_accessed for x in told) > 0.95 * case.moves
         assert sum(x.flops for x in told) > 0.95 * case.flops
-        assert all(x.transcendentals > 0 for x in told)
+        # A TPU's packing of keys for vertical_slash has none.
+        copying = 1 if name.startswith("vertical_slash") and impl == "mosaic_tpu" else 0
+        assert [x.transcendentals > 0 for x in told] == [False] * copying + [True] * (len(told) - copying)
 
 
 def operations_of(jaxpr):

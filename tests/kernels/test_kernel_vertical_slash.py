@@ -20,7 +20,7 @@ from pallas_kernels.gated.api import gated
 from pallas_kernels.numerics import assert_as_good_as_plain, assert_close
 from pallas_kernels.vertical_slash import ref, xla
 from pallas_kernels.vertical_slash.api import vertical_slash
-from pallas_kernels.vertical_slash.compact import FAR, compact
+from pallas_kernels.vertical_slash.compact import FAR, admitted_upto, compact
 from pallas_kernels.vertical_slash.tiles import Rule
 from pallas_kernels.vertical_slash.work import SHAPES
 
@@ -101,6 +101,35 @@ def test_every_length_of_a_row(impl):
     check_no_race(impl)
 
 
+@pytest.mark.parametrize("impl", ["ref", "xla", *BODIES])
+def test_a_piece_of_a_prompt_is_those_rows_of_the_whole(impl):
+    """Queries of some tokens over all keys so far: at the start, inside, past the end; bfloat16 out."""
+    bq, bk = (256, 256) if impl in IMPLS else small_blocks(impl)
+    t, s, end = bq + 5, 2 * bk + 9, 2 * bk - 3
+    shape = TEST["g4_h64"]._replace(B=3, N=2, K=1, T=s, window=bk // 2)
+    (q, k, v, admit), lengths = case(shape, lengths=np.array([s, end, end]), admitted=(0.3,))
+    start = np.array([0, end - bq // 2, bk // 3])
+    at = start[:, None] + np.arange(t)
+    piece = jnp.take_along_axis(q, jnp.minimum(at, s - 1)[:, None, :, None], axis=2)
+    run = {"ref": ref.vertical_slash, "xla": xla.vertical_slash}[impl] if impl in IMPLS else tiled(impl)
+    rule = Rule(shape.window, s, shape.H**-0.5, None, jnp.dtype("bfloat16"))
+    out, lse, admitted = run(piece, k, v, admit, lengths, jnp.asarray(start, jnp.int32), rule=rule)
+    whole = exact(q, k, v, admit, lengths, shape.window)
+    np.testing.assert_array_equal(admitted, whole[2])
+    assert out.dtype == jnp.bfloat16
+    wanted = [
+        np.take_along_axis(x, np.minimum(at, s - 1).reshape(3, 1, t, *[1] * (x.ndim - 3)), 2)
+        for x in whole[:2]
+    ]
+    past = at[:, None] >= np.asarray(lengths)[:, None, None]
+    wanted = [
+        np.where(past.reshape(3, 1, t, *[1] * (x.ndim - 3)), z, x) for x, z in zip(wanted, (0, -np.inf))
+    ]
+    assert_as_good_as_plain(out, jnp.asarray(wanted[0], jnp.bfloat16), wanted[0], s)
+    assert_close(lse, wanted[1], s)
+    check_no_race(impl)
+
+
 @pytest.mark.parametrize("impl", ["xla", pytest.param("triton", marks=pytest.mark.slow)])
 def test_gradients_are_those_of_dense_attention(impl):
     """Through out and lse, of full rows."""
@@ -143,11 +172,12 @@ def test_any_lengths_any_share(seed, first_length, share):
 def test_keys_are_packed_in_order():
     (_, k, v, admit), lengths = case(TEST["g1_h32"])
     t = k.shape[2]
-    packed = compact(k, v, admit, capacity=t, lengths=lengths)
+    upto = admitted_upto(admit, lengths)
+    packed = compact(k, v, upto, t)
     for row, head in np.ndindex(admit.shape[:2]):
         at = np.flatnonzero(np.asarray(admit)[row, head] & (np.arange(t) < int(lengths[row])))
         n = len(at)
-        assert int(packed.admitted[row, head]) == n
+        assert int(upto[row, head, -1]) == n
         np.testing.assert_array_equal(packed.pos[row, head], [*at, *[FAR] * (t - n)])
         np.testing.assert_array_equal(packed.k[row, head, :n], k[row, head, at])
         np.testing.assert_array_equal(packed.v[row, head], np.r_[v[row, head, at], np.zeros((t - n, 32))])
@@ -267,5 +297,9 @@ def test_bodies_on_all_small_shapes(impl, name, dtype):
 def test_refusals():
     (q, k, v, admit), lengths = case(TEST["g1_h32"])
     check_refusals(vertical_slash, q, k, v, admit, lengths, each="one bit a key")
+    with pytest.raises(ValueError, match="pass `offset`"):
+        vertical_slash(q[:, :, 1:], k, v, admit, window=3)
+    with pytest.raises(ValueError, match="one position a row"):
+        vertical_slash(q, k, v, admit, window=3, offset=jnp.zeros(7, jnp.int32))
     with pytest.raises(ValueError, match="holds no key"):
         vertical_slash(q, k, v, admit, window=3, capacity=0)

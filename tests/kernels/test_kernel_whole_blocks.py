@@ -14,19 +14,21 @@ from pallas_kernels.blockwise import plan
 from pallas_kernels.blockwise.sight import Sight, Where
 from pallas_kernels.numerics import assert_close
 from pallas_kernels.vertical_slash import mosaic_tpu as slash
-from pallas_kernels.vertical_slash.compact import compact, older
+from pallas_kernels.vertical_slash.compact import Rows, admitted_upto, compact, older
 from pallas_kernels.vertical_slash.tiles import Rule
 
 
+@pytest.mark.parametrize("first", [0, 37])
 @pytest.mark.parametrize("window", [0, 1, 100, 320])
-def test_a_program_reads_every_visible_pair_once_and_hides_nothing_of_whole_blocks(window):
-    """By counting pairs; rows that end at, inside and before blocks of 64 queries and 32 keys."""
+def test_a_program_reads_every_visible_pair_once_and_hides_nothing_of_whole_blocks(window, first):
+    """By counting pairs; rows that end at, inside and before blocks of 64 queries and 32 keys; a piece."""
     t, bq, bk, ends = 320, 64, 32, jnp.asarray([320, 301, 64, 0], jnp.int32)
     admit = np.random.default_rng(0).random((4, 1, t)) < np.array([0.9, 0.5, 0.9, 0.9])[:, None, None]
-    nothing = jnp.zeros((4, 1, t, 1))
-    pos = compact(nothing, nothing, jnp.asarray(admit), capacity=t, lengths=ends).pos
-    counts = older(pos, ends, t // bq, bq, window)
-    sizes = slash.Plan(4, 1, 1, t, 1, t, bq, bk, Rule(window, t, 1.0, None), False)
+    nothing, rows = jnp.zeros((4, 1, t, 1)), Rows(jnp.full(4, first), ends)
+    upto = admitted_upto(jnp.asarray(admit), ends)
+    pos = compact(nothing, nothing, upto, t).pos
+    counts = older(upto, rows, t // bq, bq, window, t)
+    sizes = slash.Plan(4, 1, 1, t, t, 1, t, bq, bk, Rule(window, t, 1.0, None), False, False)
 
     @jax.jit
     def course(start, length, some, whole):
@@ -35,9 +37,9 @@ def test_a_program_reads_every_visible_pair_once_and_hides_nothing_of_whole_bloc
 
     j, inside, outside = np.arange(t), 0, 0
     for row, block in np.ndindex(4, t // bq):
-        i, length = block * bq + np.arange(bq)[:, None], int(ends[row])
+        i, length = first + block * bq + np.arange(bq)[:, None], int(ends[row])
         wholes, steps, (packed, at) = course(
-            block * bq, ends[row], *(x[row, 0, block] for x in (counts.some, counts.whole))
+            first + block * bq, ends[row], *(x[row, 0, block] for x in (counts.some, counts.whole))
         )
         times = np.zeros((bq, t), int)
         for c in range(int(steps)):
@@ -60,7 +62,8 @@ def test_vertical_slash_of_whole_blocks(impl):
     shape = TEST["g1_h32"]._replace(B=1, N=2, K=1, T=t, window=window)
     (q, k, v, admit), lengths = case(shape, lengths=np.array([t - 3]), admitted=(0.8,))
     admit = admit.at[:, :, 5].set(True)
-    counts = older(compact(k, v, admit, capacity=t, lengths=lengths).pos, lengths, t // bq, bq, window)
+    rows = Rows(jnp.zeros_like(lengths), lengths)
+    counts = older(admitted_upto(admit, lengths), rows, t // bq, bq, window, t)
     assert int(jnp.max(counts.whole)) >= bk
     rule = Rule(window, t, shape.H**-0.5, None)
     wanted = exact(q, k, v, admit, lengths, window)

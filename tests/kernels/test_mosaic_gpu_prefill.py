@@ -20,7 +20,8 @@ from pallas_kernels.blockwise import api as full_api
 from pallas_kernels.measure import on_device
 from pallas_kernels.measure.work import Job
 from pallas_kernels.vertical_slash import api as slash_api
-from pallas_kernels.vertical_slash.compact import compact
+from pallas_kernels.vertical_slash.compact import Rows, admitted_upto, compact
+from pallas_kernels.vertical_slash.tiles import Rule
 
 hopper_plan = pytest.importorskip("pallas_kernels.hopper_plan", exc_type=ImportError)
 slash = pytest.importorskip("pallas_kernels.vertical_slash.mosaic_gpu", exc_type=ImportError)
@@ -42,14 +43,16 @@ def test_interpreted_they_agree_with_the_oracle(which):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.parametrize("first", [0, 37])
 @pytest.mark.parametrize("window", [0, 1, 100, 320])
-def test_a_block_visits_every_visible_pair_once_and_hides_nothing_of_whole_tiles(window):
-    """By counting pairs; rows that end at, inside and before blocks of 64 queries and 32 keys."""
+def test_a_block_visits_every_visible_pair_once_and_hides_nothing_of_whole_tiles(window, first):
+    """By counting pairs; rows that end at, inside and before blocks of 64 queries and 32 keys; a piece."""
     t, size, block, ends = 320, 64, 32, jnp.asarray([320, 301, 64, 0], jnp.int32)
     admit = np.random.default_rng(0).random((4, 1, t)) < np.array([0.9, 0.5, 0.9, 0.9])[:, None, None]
-    nothing = jnp.zeros((4, 1, t, 1))
-    pos = compact(nothing, nothing, jnp.asarray(admit), capacity=t, lengths=ends).pos
-    refs = [slash.ranges(pos, ends, t // size, size, block, window)]
+    nothing, upto = jnp.zeros((4, 1, t, 1)), admitted_upto(jnp.asarray(admit), ends)
+    pos = compact(nothing, nothing, upto, t).pos
+    rows, rule = Rows(jnp.full(4, first), ends), Rule(window, t, 1.0, None)
+    refs = [slash.ranges(upto, rows, t // size, size, block, rule)]
     course = slash.Ranged()
 
     @jax.jit
@@ -59,7 +62,7 @@ def test_a_block_visits_every_visible_pair_once_and_hides_nothing_of_whole_tiles
 
     j, inside, outside = np.arange(t), 0, 0
     for row, at in np.ndindex(4, t // size):
-        i, length = at * size + np.arange(size)[:, None], int(ends[row])
+        i, length = first + at * size + np.arange(size)[:, None], int(ends[row])
         # A program of the second query head of the group reads what that of the first does.
         (whole, count), visit = everything(jnp.int32(row), jnp.int32(at + t // size))
         times = np.zeros((size, t), int)
