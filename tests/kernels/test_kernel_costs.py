@@ -202,7 +202,6 @@ def test_registers_are_those_of_the_assemblers_report():
 def test_costs_are_said_in_a_cell():
     assert table._cell({}) == ""
     assert table._cell({"error": "x"}) == "refused"
-    assert table._cell({"temp_bytes": 0}) == "compiled"
     assert table._cell({"kernels": static.registers(REPORT)}) == "255 and 20 B spilled, 168"
     two = {"bundles": {"b": 9, "a": 7}, "step_to_roofline": 1.5}
     assert table._cell(two) == "7, 9 (1.5x)"
@@ -228,7 +227,8 @@ def test_what_was_reached_on_paper_stays_reached(chip):
         assert found[f"ragged_decode/{name}"]["spills"] == {"ragged_decode_read": 0}
     for name in ("blockwise/prompt_bfloat16", "vertical_slash/bfloat16_quarter"):
         steps = found[name].get("steps", {}).get(name.split("/")[0], [0])
-        assert min(steps) <= 1200
+        # On v5p both ways of asking for a block are in vertical_slash's step instead of before it, 80 bundles.
+        assert min(steps) <= (1300 if chip == "v5p" else 1200)
 
 
 def test_what_is_not_installed_is_missing_and_named(monkeypatch):
