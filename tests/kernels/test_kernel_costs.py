@@ -227,7 +227,7 @@ def test_what_was_reached_on_paper_stays_reached(chip):
         assert found[f"ragged_decode/{name}"]["spills"] == {"ragged_decode_read": 0}
     for name in ("blockwise/prompt_bfloat16", "vertical_slash/bfloat16_quarter"):
         steps = found[name].get("steps", {}).get(name.split("/")[0], [0])
-        # On v5p both ways of asking for a block are in vertical_slash's step instead of before it, 80 bundles.
+        # On v5p both ways of asking for a block lie in vertical_slash's step, not before it: 80 bundles.
         assert min(steps) <= (1300 if chip == "v5p" else 1200)
 
 
