@@ -88,11 +88,11 @@ def _stage(staged: Staged, place: Array, arrays: list[Array], token: Array, bloc
     row = jax.lax.broadcasted_iota(jnp.int32, (PLACES, LANES), 0)
     goes = (place - staged.count[1] * block - base == row).astype(jnp.bfloat16)
     where = pl.ds(base, PLACES)
-    for n_, x in enumerate(arrays):
+    for which, x in enumerate(arrays):
         bits = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32)
         for shift in (24, 16) if x.dtype == jnp.bfloat16 else (24, 16, 8, 0):
             byte = ((bits >> shift) & 255).astype(jnp.float32).astype(jnp.bfloat16)
-            staged.bits[n_, where] += tiles.product_nn(goes, byte).astype(jnp.int32) << shift
+            staged.bits[which, where] += tiles.product_nn(goes, byte).astype(jnp.int32) << shift
     # In one product: which of the 128 tokens went to a place, and whether any did.
     kind = jax.lax.broadcasted_iota(jnp.int32, (8, LANES), 0)
     lane = jax.lax.broadcasted_iota(jnp.int32, (8, LANES), 1)

@@ -14,13 +14,14 @@ from hypothesis import strategies as st
 from kernel_bodies import BODIES, body, check_no_race, check_refusals, small_blocks
 from kernel_oracle import blockwise as oracle
 
-from pallas_kernels import blockwise
+from pallas_kernels import blockwise, compat
 from pallas_kernels.dispatch import interpreted
 from pallas_kernels.gated.api import gated
 from pallas_kernels.numerics import assert_as_good_as_plain, assert_close
 from pallas_kernels.vertical_slash import ref, xla
 from pallas_kernels.vertical_slash.api import vertical_slash
 from pallas_kernels.vertical_slash.compact import FAR, admitted_upto, compact
+from pallas_kernels.vertical_slash.mosaic_tpu_pack import compact as packed_on_tpu
 from pallas_kernels.vertical_slash.tiles import Rule
 from pallas_kernels.vertical_slash.work import SHAPES
 
@@ -181,6 +182,32 @@ def test_keys_are_packed_in_order():
         np.testing.assert_array_equal(packed.pos[row, head], [*at, *[FAR] * (t - n)])
         np.testing.assert_array_equal(packed.k[row, head, :n], k[row, head, at])
         np.testing.assert_array_equal(packed.v[row, head], np.r_[v[row, head, at], np.zeros((t - n, 32))])
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_packing_by_products_copies_bits(dtype):
+    """Streams that admit nothing, some, nearly all, more than fits; any bits, NaN and infinities among them."""
+    block, capacity, share = 128, 256, np.array([[0.0, 0.3], [0.99, 0.5]])
+    rng = np.random.default_rng(0)
+    bits = rng.integers(0, 1 << 32, (2, 2, 2, 512, 32), dtype=np.uint32)
+    k, v = (jnp.asarray(x.view(np.float32)).astype(dtype) for x in bits)
+    admit = jnp.asarray(rng.random((2, 2, 512)) < share[..., None])
+    upto = admitted_upto(admit, jnp.array([512, 500]))
+    interpret = compat.tpu_interpreter(detect_races=True)
+    found = packed_on_tpu(k, v, upto, capacity=capacity, block=block, interpret=interpret)
+    check_no_race("mosaic_tpu")
+    wanted, word = compact(k, v, upto, capacity), {2: np.uint16, 4: np.uint32}[k.dtype.itemsize]
+    assert int(upto[1, 0, -1]) > capacity
+    for row, head in np.ndindex(2, 2):
+        n = min(int(upto[row, head, -1]), capacity)
+        written = -(-n // block) * block
+        np.testing.assert_array_equal(found.pos[row, head, 0, :written], wanted.pos[row, head, :written])
+        np.testing.assert_array_equal(found.v[row, head, n:written], 0)
+        for ours, theirs in ((found.k, wanted.k), (found.v, wanted.v)):
+            ours, theirs = (np.asarray(x[row, head, :n]).view(word) for x in (ours, theirs))
+            nan = np.isnan(theirs.view(k.dtype))  # of which the payload may change
+            np.testing.assert_array_equal(np.isnan(ours.view(k.dtype)), nan)
+            np.testing.assert_array_equal(ours[~nan], theirs[~nan])
 
 
 @pytest.mark.parametrize("impl", ["xla", pytest.param("ref", marks=pytest.mark.slow)])
