@@ -186,8 +186,8 @@ def test_keys_are_packed_in_order():
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_packing_by_products_copies_bits(dtype):
-    """Streams that admit nothing, some, nearly all, more than fits; any bits, NaN and infinities among them."""
-    block, capacity, share = 128, 256, np.array([[0.0, 0.3], [0.99, 0.5]])
+    """Streams that admit nothing, some, nearly all, more than fits; any bits, NaN and infinity too."""
+    block, capacity, share = 128, 384, np.array([[0.0, 0.3], [0.99, 0.5]])
     rng = np.random.default_rng(0)
     bits = rng.integers(0, 1 << 32, (2, 2, 2, 512, 32), dtype=np.uint32)
     k, v = (jnp.asarray(x.view(np.float32)).astype(dtype) for x in bits)
