@@ -40,7 +40,7 @@ MOST_STEP_LAUNCHES = {False: 12, True: 2}
 RING_LAUNCHES = 7
 """Of a decode step's read of its ring: none of them makes a plan."""
 
-SLASH_LAUNCHES = {True: 10, False: 15}
+SLASH_LAUNCHES = {True: 11, False: 15}
 """Of vertical_slash on a GPU, of whole tiles or of what has to be padded; nothing is sorted on any chip."""
 
 EACH = [
@@ -73,7 +73,9 @@ def test_it_compiles_in_place_in_little_memory_and_without_spills(chip, name):
         assert {x: y for x, y in found["kernels"].items() if y["spilled_bytes"]} == {}
         program = aot.compiled(place, case.run(place.impl), *case.args)
     if case.whole:
-        assert aot.copies(program, case.whole) == []
+        # Triton's bodies of prefill round their output outside, where the model's layout is made too.
+        rounds = place.impl == "triton" and name.startswith(("blockwise/prompt", "vertical_slash/"))
+        assert len(aot.copies(program, case.whole)) == rounds
     if name.startswith("ragged_decode/"):
         # The listed pages are read from a pool: no part of it is brought to VMEM before. (Mass may be.)
         if case.whole and "mass" not in name:
