@@ -239,7 +239,7 @@ def items(packed: Packed, blocks: int, per_item: int, slots: int) -> tuple[Items
     """The flat list for ``blocks`` rows a stream, and how many of its items are real."""
     (streams, j), rows = packed.entry.shape, packed.entry.shape[0] * blocks
     longest = -(-j // per_item)
-    count = jnp.repeat(packed.held, blocks)
+    count = jnp.repeat(packed.held, blocks, axis=0)
     need = jnp.maximum(-(-count // per_item), 1)
     end = jnp.cumsum(need)
     w = jnp.arange(rows * longest, dtype=jnp.int32)

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 BLOCK_Q = 256
 BLOCK_K = 256
+EVEN = 16
+"""Of which the keys of a band's block are a multiple."""
 
 Stats = tuple["Array", "Array", "Array"]
 """(m, l, o), as in ``softmax``."""
@@ -44,7 +46,7 @@ def vertical_slash(
     streams = (
         q.reshape(b * heads, n // heads, t, h),
         *(x.reshape(b * heads, *x.shape[2:]) for x in (k, v, upto, *packed)),
-        *(jnp.repeat(x, heads) for x in rows),
+        *(jnp.repeat(x, heads, axis=0) for x in rows),
     )
     out, lse = jax.lax.map(lambda x: _stream(*x, rule=rule), streams)
     out, lse = loudly(out.reshape(b, n, t, h), lse.reshape(b, n, t), lost(upto, rule.capacity))
@@ -65,7 +67,8 @@ def _stream(
     rule: Rule,
 ) -> tuple[Float[Array, "G T H"], Float[Array, "G T"]]:
     (g, t, h), window = q.shape, rule.window
-    bq, bk, bc = min(BLOCK_Q, t), min(BLOCK_K, len(k)), min(BLOCK_K, len(pos))
+    bq, bc = min(BLOCK_Q, t), min(BLOCK_K, len(pos))
+    bk = min(_even(bq + max(window - 1, 0)), len(k))
 
     def grown(mlo: Stats, q_i: Array, k: Array, v: Array, see: Array) -> Stats:
         s = softmax.cap(products.scores(q_i, k, rule.scale), rule.softcap)
@@ -112,3 +115,8 @@ def _stream(
     out, lse = jax.lax.map(query_block, (q, offset + jnp.arange(blocks) * bq))
     out = out.reshape(blocks, g, bq, h).swapaxes(0, 1).reshape(g, -1, h)
     return out[:, :t], lse.reshape(blocks, g, bq).swapaxes(0, 1).reshape(g, -1)[:, :t]
+
+
+def _even(reach: int) -> int:
+    """Keys of a block, up to ``BLOCK_K``, of which whole blocks are so many and next to none besides."""
+    return -(-reach // (-(-reach // BLOCK_K) * EVEN)) * EVEN
