@@ -16,6 +16,7 @@ from pallas_kernels.gated.work import SHAPES as GATED
 from pallas_kernels.gated.work import Shape
 from pallas_kernels.measure import rivals
 from pallas_kernels.measure.work import Bench, Case, Check, Job, Shapes, Target, size
+from pallas_kernels.merge.api import merge
 from pallas_kernels.vertical_slash.api import vertical_slash
 
 DTYPES = ("float32", "bfloat16")
@@ -49,9 +50,26 @@ def _run(impl: str, window: int, capacity: int | None) -> Callable[..., Any]:
 
 # On this CPU.
 
+CHUNK = 2048
+
+
+def _chunk_in_one(q: jax.Array, k: jax.Array, v: jax.Array, admit: jax.Array, window: int) -> Any:
+    """The last of T keys behind a ring of ``window``, as kvjax reads them."""
+    offset = jnp.full(q.shape[0], window, jnp.int32)
+    return vertical_slash(q, k, v, admit, window=window, offset=offset)[:2]
+
+
+def _chunk_in_two(q: jax.Array, k: jax.Array, v: jax.Array, admit: jax.Array, window: int) -> Any:
+    """The same as two reads and a merge."""
+    at = jnp.broadcast_to(jnp.arange(k.shape[2], dtype=jnp.int32), (len(k), k.shape[2]))
+    old, new = ([x[:, :, part] for x in (k, v, admit)] for part in (slice(window), slice(window, None)))
+    q_pos, k_pos = at[:, window:], at[:, :window]
+    ring = blockwise(q, old[0], old[1], q_pos=q_pos, k_pos=k_pos, window=window, admit=old[2])
+    return merge([ring, vertical_slash(q, new[0], new[1], new[2], window=window)[:2]])
+
 
 def bench(shape: Shape, dtype: str) -> Bench:
-    """With 5 and 25 % admitted, against full attention and a mask alone."""
+    """With 5 and 25 % admitted, against full attention and a mask alone; and a chunk behind its ring."""
     q, k, v = full.arrays(shape.ungated, dtype)
     pos, draw = full.positions(shape.ungated), np.random.default_rng(0).random(k.shape[:3])
     few, many = (jnp.asarray(draw < share) for share in (0.05, 0.25))
@@ -71,6 +89,10 @@ def bench(shape: Shape, dtype: str) -> Bench:
         "5% admitted": (sparse, (q, k, v, few)),
         "25% admitted": (sparse, (q, k, v, many)),
     }
+    last = [x[:, :, -(shape.window + CHUNK) :] for x in (k, v, many)]
+    for name, run in {"in one": _chunk_in_one, "in two": _chunk_in_two}.items():
+        fixed = functools.partial(run, window=shape.window)
+        runs[f"ring and chunk {name}"] = fixed, (q[:, :, -CHUNK:], *last)
     return Bench(runs, "full", repeats=5)
 
 
