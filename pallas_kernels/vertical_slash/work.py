@@ -29,6 +29,7 @@ SHAPES = Shapes(
     ("large", "prompt_32k", Shape(B=1, N=4, K=2, T=32768, H=64, window=256)),
     ("large", "llama8b_32k", Shape(B=1, N=32, K=8, T=32768, H=128, window=256)),
     ("chip", "h128", Shape(B=1, N=32, K=8, T=16384, H=128, window=256)),
+    ("chip", "h128_500k", Shape(B=1, N=32, K=8, T=524288, H=128, window=256)),
     ("chip", "odd_h64", Shape(B=2, N=4, K=2, T=1000, H=64, window=64)),
     ("chip", "odd_h96", Shape(B=1, N=2, K=2, T=513, H=96, window=64)),
     ("chip", "h256", Shape(B=1, N=8, K=4, T=4096, H=256, window=1024)),
@@ -111,13 +112,17 @@ def _case(
     args = (q, k, k, a((b, kv, s), bool), *(a((b,), jnp.int32) if x else None for x in (ragged, piece)))
     rows, keys = min(BLOCK, n // kv * t), min(BLOCK, s)
     lanes = -(-h // 128) * 128
+    # Padded operands of float32; a piece of bfloat16 has packed keys, a few numbers a key and (Triton) its
+    # output before rounding, no more.
+    padded = 4 * b * (3 * n * -(-t // BLOCK) * BLOCK + 4 * kv * max(s, held)) * lanes
+    least = 2 * b * kv * held * lanes * q.dtype.itemsize + 16 * b * kv * s + 4 * b * n * t * lanes
     return Case(
         run=lambda impl: _run(impl, window, capacity),
         args=args,
         moves=size(args) + q.dtype.itemsize * b * n * t * h,
         # Packed keys are visible to half of a prompt's queries, and to nearly all of its last piece.
         flops=4 * b * n * t * (window + held - held * t // (2 * s)) * h,
-        temp=(8 << 20) + 4 * b * (3 * n * -(-t // BLOCK) * BLOCK + 4 * kv * max(s, held)) * lanes,
+        temp=(8 << 20) + (least if piece else padded),
         # Packed keys are copies, meant to be there; of queries and output there are none.
         whole=b * n * t * h if h % 128 == 0 and t % BLOCK == 0 and not (ragged or piece) else 0,
         step=(2 * keys * h * jnp.dtype(dtype).itemsize, 4 * rows * keys * h),
@@ -135,6 +140,7 @@ def cases() -> dict[str, Case]:
         "odd_h96_bfloat16": _case(SHAPES["odd_h96"], "bfloat16"),
         "h256_bfloat16": _case(SHAPES["h256"], "bfloat16", capacity=1000),
         "piece_bfloat16": _case(base, "bfloat16", piece=2048),
+        "piece_bfloat16_500k": _case(SHAPES["h128_500k"], "bfloat16", capacity=1 << 17, piece=4096),
     }
 
 
