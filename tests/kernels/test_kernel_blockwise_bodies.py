@@ -60,10 +60,12 @@ def sighted(shape, admitted, seed=0):
     return arrays, {**where, "window": None if admitted is None else 7, "softcap": 2.0}
 
 
-@pytest.mark.parametrize("impl", ["ref", "xla", *BODIES])
-def test_out_in_the_models_dtype(impl):
+@pytest.mark.parametrize(
+    ("impl", "shape"), [(impl, SMALL) for impl in ("ref", "xla", *BODIES)] + [("xla", NAMED["blocked"])]
+)
+def test_out_in_the_models_dtype(impl, shape):
     """Rounded once, at the end; gradients come through it."""
-    arrays, options = sighted(SMALL, 0.05)
+    arrays, options = sighted(shape, 0.05)
     exact = functools.partial(blockwise, **options, impl=impl)
     rounded = functools.partial(exact, dtype=jnp.bfloat16)
     (out, lse), (half, same) = exact(*arrays), rounded(*arrays)
