@@ -137,15 +137,16 @@ def _targets(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _select(method: Callable[..., Any]) -> Callable[..., Any]:
-    """``select``: page lists are a row's, the pool is everybody's."""
+    """``select``: page lists and prompt lengths belong to a row, the pool to all."""
 
-    def call(self: Part, params: Any, q: Array, pages: Any, list_id: int) -> Any:
+    def call(self: Part, params: Any, q: Array, pages: Any, list_id: int, total: Array, longest: int) -> Any:
         own, of = _weights(params)
 
-        def see(mine: Part, own: Any, q: Array, table: Array, length: Array) -> Any:
-            return method(mine, of(own), q, dataclasses.replace(pages, table=table, length=length), list_id)
+        def see(mine: Part, own: Any, q: Array, table: Array, length: Array, total: Array) -> Any:
+            lists = dataclasses.replace(pages, table=table, length=length)
+            return method(mine, of(own), q, lists, list_id, total, longest)
 
-        return _rows_of(self, see, own, q, pages.table, pages.length)
+        return _rows_of(self, see, own, q, pages.table, pages.length, total)
 
     return call
 

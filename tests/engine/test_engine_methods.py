@@ -1,10 +1,11 @@
-"""Every policy in a lane: in company it writes what it writes alone, and what ``generate`` writes."""
+"""The engine under every policy: a request writes the same in company, alone, and in ``generate``."""
 
 from __future__ import annotations
 
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
@@ -12,23 +13,63 @@ from tiny import quick_compiles  # noqa: F401
 
 import kvjax
 from kvjax import catalogue
-from kvjax.algebra import Observation
+from kvjax.algebra import Number, Observation, Picked, Policy, Selection
 from kvjax.engine import Engine, Request
 from kvjax.engine._check import Learned, Shelf
 from kvjax.engine._dials import by_rows, stack
+from kvjax.types import EMPTY
+from pallas_kernels.ragged_decode.api import largest_scores
 
-EVERY = [p for method in catalogue.methods() for p in method.examples]
+EVERY = [policy for method in catalogue.methods() for policy in method.examples]
 TIES = ("knorm", "keydiff", "conf_kv")  # equal tokens have equal scores up to rounding, which decides
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class NearestPages(Selection):
+    """A selection with a traced number, as CONTRIBUTING says one is written: pages that reach a score."""
+
+    name = "nearest_pages"
+    arguments = {"share": Number(low=0, high=1)}
+    dials = ("share",)
+    share: float = 0.5
+
+    def select(self, params, q, pages, list_id, total, longest):
+        """Pages whose largest score is at least ``share`` of the way from the lowest to the highest."""
+        score = largest_scores(q, pages.k, pages.table[:, :, list_id], pages.length[:, :, list_id]).max(-1)
+        high = score.max(-1, keepdims=True)
+        low = jnp.where(score > -jnp.inf, score, jnp.inf).min(-1, keepdims=True)
+        entries = jnp.broadcast_to(jnp.arange(score.shape[-1]), score.shape)
+        return Picked(entries=jnp.where(score >= low + self.share * (high - low), entries, EMPTY))
+
+
+ONE_PER_PLACE = (
+    kvjax.policy("write_gate(0.5, window=16)"),
+    kvjax.policy("h2o(recent=8) + uniform(24, every_step)"),
+    kvjax.policy("topk(5, sinks=2, tail=6) + phi(4)"),
+    kvjax.policy("snapkv(8) + ada(0.5) + int8(16)"),
+    Policy(selection=NearestPages(0.5)),
+)
+"""All six places, and a selection whose number is traced."""
+
+
+@pytest.mark.parametrize("policy", ONE_PER_PLACE, ids=repr)
+def test_the_engine_writes_what_generate_writes(policy, monkeypatch):
+    check_engine_equals_generate(policy, monkeypatch, ((37, 8), (28, 5)))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", EVERY, ids=repr)
-def test_company_changes_nothing_under_any_policy(policy, monkeypatch):
+def test_the_engine_writes_what_generate_writes_under_every_policy(policy, monkeypatch):
     jax.clear_caches()  # programs hold memory maps; those of all policies are more than a process may have
+    check_engine_equals_generate(policy, monkeypatch, ((37, 20), (12, 30), (50, 9), (28, 25)))
+
+
+def check_engine_equals_generate(policy, monkeypatch, sizes):
+    """Rows (prompt length, new tokens) write the same together, alone, and in ``generate``."""
     monkeypatch.setattr(Shelf, "get", lambda self, policy, given: Learned(tiny.weights(policy), "random"))
     requests = [
-        Request(prompt=tiny.prompt(length, length), max_new_tokens=many, logprobs=0)
-        for length, many in ((37, 20), (12, 30), (50, 9), (28, 25))
+        Request(prompt=tiny.prompt(length, length), max_new_tokens=count, logprobs=0)
+        for length, count in sizes
     ]
     with Engine(
         tiny.model(), policy=policy, max_rows=3, context=96, chunk=16, segment=4, page=tiny.PAGE
