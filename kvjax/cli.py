@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from kvjax.errors import UserError
 from kvjax.models.hf_config import DTYPES
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -43,7 +44,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 """Options of more than one command."""
 
 
-class InputError(ValueError):
+class InputError(UserError):
     """Something asked of a command that cannot be done: the call, the rule, the way out in one sentence."""
 
 
@@ -151,22 +152,9 @@ def run(command: Callable[[Sequence[str]], int | None], argv: Sequence[str] | No
         # What is left in the buffer has no reader; without this the interpreter complains at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
-    except ValueError as error:
-        if not isinstance(error, _refusals()):
-            raise
+    except UserError as error:
         print("error:", " ".join(str(error).split()), file=sys.stderr)
         return 2
-
-
-def _refusals() -> tuple[type[ValueError], ...]:
-    """Errors whose message is written for whoever typed the command."""
-    from kvjax.algebra import PolicyError
-    from kvjax.cache.mesh import MeshError
-    from kvjax.decode import RequestError
-    from kvjax.models.hf_config import ModelError
-    from kvjax.weights.torch_file import TorchFileError
-
-    return InputError, MeshError, PolicyError, ModelError, RequestError, TorchFileError
 
 
 def start(main: Callable[[], int]) -> NoReturn:

@@ -130,7 +130,7 @@ def _compare(given: dict[str, str]) -> None:
     """Refuses processes that do not run the same."""
     import jax
 
-    from kvjax.cache.alike import compare
+    from kvjax.sharding.consistency import compare
 
     compare("kvjax.launch", given, range(jax.process_count()))
 

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvjax.cache import mesh as meshes
-from kvjax.cache.alike import check_alike
-from kvjax.cache.mesh import Mesh
-from kvjax.heads import Order, permuted, read_order
+from kvjax.sharding import mesh as meshes
+from kvjax.sharding.consistency import check_consistent
+from kvjax.sharding.head_order import Order, permuted, read_order
+from kvjax.sharding.mesh import Mesh
 from kvjax.types import Params
 from kvjax.weights import fingerprint
 
@@ -102,7 +102,7 @@ def load(
         return model
     network = model.network
     order = read_order("load(heads=...)", heads, network.num_layers, network.num_kv_heads)
-    check_alike("load", where, {"the order of KV heads": order})
+    check_consistent("load", where, {"the order of KV heads": order})
     laid = permuted(network.letters, model.params, order)
     return dataclasses.replace(model, params=laid, heads=order, origin=fingerprint(model))
 

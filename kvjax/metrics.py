@@ -12,13 +12,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax import heads as kv_heads
 from kvjax.cache import ring as rings
-from kvjax.cache import stream as streams
-from kvjax.cache.mesh import ROWS, STREAMS, TENSOR, Mesh
+from kvjax.cache import slots as streams
 from kvjax.cache.pages import Pages
 from kvjax.cache.ring import Ring
 from kvjax.cache.state import KVState, LayerCache
+from kvjax.sharding import head_order as kv_heads
+from kvjax.sharding.mesh import ROWS, STREAMS, TENSOR, Mesh
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Int

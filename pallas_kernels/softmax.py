@@ -40,7 +40,7 @@ def row_max(scores: Float[Array, "... S"]) -> Float[Array, " ..."]:
     return jnp.max(jax.lax.stop_gradient(scores), axis=-1)
 
 
-def weigh(scores: Float[Array, "... S"], m: Float[Array, " ..."]) -> Float[Array, "... S"]:
+def query_weights(scores: Float[Array, "... S"], m: Float[Array, " ..."]) -> Float[Array, "... S"]:
     """exp(scores - m), exactly 0 where hidden."""
     return jnp.exp(scores - finite(m)[..., None])
 
@@ -61,7 +61,7 @@ def grow(
 ) -> tuple[Float[Array, " ..."], Float[Array, " ..."], Float[Array, "... H"]]:
     """(m, l, o) after one more block of scores, whose weights ``mix`` turns into an output."""
     new = jnp.maximum(m, row_max(scores))
-    p = weigh(scores, new)
+    p = query_weights(scores, new)
     keep = jnp.exp(m - finite(new))
     return new, l * keep + jnp.sum(p, axis=-1), o * keep[..., None] + mix(p)
 

@@ -21,8 +21,8 @@ import tiny
 import kvjax
 from kvjax import decode, launch
 from kvjax.algebra import Policy
-from kvjax.cache.alike import check_alike
 from kvjax.models import hf
+from kvjax.sharding.consistency import check_consistent
 
 
 def refused(call: Callable[[], Any]) -> str:
@@ -67,7 +67,7 @@ def main() -> None:
         "policy": refused(prefill(policy="snapkv(8) + uniform(24)" if first else "snapkv(12) + uniform(24)")),
         "prompts": refused(prefill(prompts=prompts if first else [tiny.prompt(9)[::-1]])),
         "context": refused(prefill(context=64 if first else 72)),
-        "weights": refused(lambda: check_alike("prefill", mesh, {"the learned weights": gates})),
+        "weights": refused(lambda: check_consistent("prefill", mesh, {"the learned weights": gates})),
         "mesh": refused(
             lambda: kvjax.prefill(model, **row, mesh=kvjax.mesh("tensor=2" if first else "context=2"))
         ),
@@ -84,7 +84,7 @@ def main() -> None:
             prefill(policy="full" if first else "snapkv(8) + uniform(24)", seeds=0 if first else 1)
         ),
         "call": refused(
-            lambda: check_alike("extend" if first else "prefill", mesh, {"the prompts": prompts})
+            lambda: check_consistent("extend" if first else "prefill", mesh, {"the prompts": prompts})
         ),
     }
     alike = hf.load(Path(folder), mesh=mesh)

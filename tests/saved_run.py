@@ -22,9 +22,9 @@ import pytest
 import tiny
 
 import kvjax
-from kvjax.cache.mesh import ONE
-from kvjax.cache.reshard import reshard
 from kvjax.cache.state import KVState
+from kvjax.sharding.mesh import ONE
+from kvjax.sharding.reshard import reshard
 
 
 def held(state: KVState) -> list[str]:

@@ -7,11 +7,11 @@ import json
 import pytest
 
 import kvjax
-from kvjax.cache.mesh import mesh
 from kvjax.models.hf_config import read_config
 from kvjax.plan import __main__ as command
 from kvjax.plan import _programs
 from kvjax.plan._case import Case
+from kvjax.sharding.mesh import mesh
 from pallas_kernels.measure import aot
 
 pytestmark = pytest.mark.aot

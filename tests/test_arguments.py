@@ -34,7 +34,7 @@ def test_a_bool_is_no_number_and_a_number_no_switch(kind, name):
 
 @pytest.mark.parametrize("kind", PARTS, ids=lambda kind: kind.name)
 def test_dials_are_fields(kind):
-    assert set(kind.dials) <= {field.name for field in dataclasses.fields(kind)}
+    assert set(kind.traced) <= {field.name for field in dataclasses.fields(kind)}
 
 
 @pytest.mark.parametrize(

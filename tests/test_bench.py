@@ -13,9 +13,7 @@ import pytest
 import tiny
 
 import kvjax
-from kvjax import catalogue, metrics
-from kvjax.algebra import Admission, Policy, PolicyError
-from kvjax.bench import (
+from benchmarks import (
     ablate,
     arguments,
     beginnings,
@@ -29,11 +27,13 @@ from kvjax.bench import (
     results,
     summary,
 )
-from kvjax.bench import compile as compiling
-from kvjax.bench.__main__ import main
-from kvjax.bench.journal import Journal
-from kvjax.bench.serving import Serving
-from kvjax.bench.sides import NO_PEERS, PER_HEAD
+from benchmarks import compile as compiling
+from benchmarks.__main__ import main
+from benchmarks.journal import Journal
+from benchmarks.serving import Serving
+from benchmarks.sides import NO_PEERS, PER_HEAD
+from kvjax import catalogue, metrics
+from kvjax.algebra import Admission, Policy, PolicyError
 from kvjax.models import decoder
 
 
@@ -45,8 +45,8 @@ from kvjax.models import decoder
         (["decode", "--threads", "4096"], "Ask for fewer."),
         (["decode", "--context", "65536"], "exceeds the 32768 positions of base. Ask for less."),
         (["decode", "--context", "100"], "leaves no prompt before 113 new tokens"),
-        (["decode", "--peers", "/nowhere"], "Make it with: python -m kvjax.bench peers --make /nowhere"),
-        (["serve", "--peers", "/nowhere"], "Make it with: python -m kvjax.bench peers --make /nowhere"),
+        (["decode", "--peers", "/nowhere"], "Make it with: python -m benchmarks peers --make /nowhere"),
+        (["serve", "--peers", "/nowhere"], "Make it with: python -m benchmarks peers --make /nowhere"),
         (["decode", "--dtype", "int4"], "--dtype"),
         (["decode", "--mesh", "rows=2"], "'rows' is no axis. The axes are data, tensor, context."),
         (["decode", "--mesh", "data=2"], "--mesh data=2 --batch 1: data=2 does not divide 1 rows."),
@@ -68,7 +68,7 @@ def test_what_cannot_be_measured_is_one_sentence_and_exit_code_2(words, said, ca
 def test_a_result_that_is_not_ours_is_refused_before_anything_is_measured(tmp_path, capsys):
     (tmp_path / "decode.json").write_text("[]")
     assert main(["decode", "--quick", "--out", str(tmp_path)]) == 2
-    assert "is no result of kvjax.bench" in capsys.readouterr().err
+    assert "is no result of benchmarks" in capsys.readouterr().err
 
 
 # --- one table, measured -------------------------------------------------------------------------
@@ -123,7 +123,7 @@ def test_our_side_is_measured_on_a_mesh(tmp_path):
 
 def test_a_run_says_command_machine_and_model_but_not_where(table):
     folder, (run,) = table
-    assert run["command"] == f"python -m kvjax.bench decode --quick --policy '{PER_HEAD}' --batch 2"
+    assert run["command"] == f"python -m benchmarks decode --quick --policy '{PER_HEAD}' --batch 2"
     assert run["model"] == {"size": "tiny", "seed": 0, "parameters": random_model.count(random_model.TINY)}
     assert run["machine"]["jax"] == jax.__version__
     assert str(folder) not in json.dumps(run)
@@ -145,12 +145,12 @@ def test_the_plot_is_drawn(table):
 
 
 def test_the_page_names_the_command_and_marks_what_was_missed(tmp_path):
-    about = {"command": "python -m kvjax.bench decode", "date": "2026-01-01", "seconds": 60}
+    about = {"command": "python -m benchmarks decode", "date": "2026-01-01", "seconds": 60}
     about["machine"] = {"cpu": "some", "threads": 1, "jax": jax.__version__, "commit": "abc"}
     about["model"] = {"size": "base", "seed": 0, "parameters": 7}
     results.save(tmp_path, "decode", about | {"rows": _rows()})
     text = summary.write(tmp_path).read_text()
-    assert "`python -m kvjax.bench decode`, 2026-01-01, 1 minutes" in text
+    assert "`python -m benchmarks decode`, 2026-01-01, 1 minutes" in text
     assert "| per-head 75 %, speed over our dense quarter | ≥ 0.8 | 0.80 |" in text
     assert "| allocated bytes over full, after the prompt | ≤ 0.32 | **0.33** |" in text
     assert "adakv" not in text, "a row that was skipped has no figures"
@@ -268,7 +268,7 @@ def test_a_profile_adds_up_and_its_page_names_who_is_above_the_limit(tmp_path):
 
     named = {"config": found["policy"], "context": 128, "dtype": "float32", "segment": 2}
     lost = {"config": "learned", "context": 128, "dtype": "float32", "segment": 2, "skipped": "no weights"}
-    run = {"command": "python -m kvjax.bench profile", "date": "2026-01-01"}
+    run = {"command": "python -m benchmarks profile", "date": "2026-01-01"}
     run |= {"machine": {"cpu": "C", "threads": 1, "jax": "1", "commit": "a"}}
     run |= {"model": {"parameters": 1, "seed": 0}, "rows": [row | named | {"policy_share": 0.11}, lost]}
     page = profile.page([run])

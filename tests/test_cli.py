@@ -20,7 +20,7 @@ from kvjax.weights.torch_file import TorchFileError
 COMMANDS = {
     "kvjax.serve": "kvjax.serve.__main__",
     "kvjax.eval": "kvjax.eval.__main__",
-    "kvjax.bench": "kvjax.bench.__main__",
+    "benchmarks": "benchmarks.__main__",
     "kvjax.weights": "kvjax.weights.__main__",
     "kvjax.plan": "kvjax.plan.__main__",
     "kvjax.catalogue": "kvjax.catalogue._table",

@@ -15,10 +15,10 @@ from tiny import quick_compiles  # noqa: F401
 
 import kvjax
 from kvjax import decode, metrics
-from kvjax.cache.mesh import AXES, Mesh, sizes_of
 from kvjax.decode import _devices
-from kvjax.heads import balanced, in_order, permuted, read_order
 from kvjax.models import decoder, hf
+from kvjax.sharding.head_order import balanced, in_order, permuted, read_order
+from kvjax.sharding.mesh import AXES, Mesh, sizes_of
 
 GOLDEN = Path(__file__).parent / "golden"
 

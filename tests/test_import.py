@@ -36,8 +36,8 @@ def test_import_sets_nothing_global():
     code = """
 import gc, os, jax
 before = dict(os.environ), dict(jax.config.values)
-import kvjax, kvjax.cli, kvjax.timing, kvjax.serve.__main__, kvjax.eval.__main__, kvjax.bench.__main__
-import kvjax.serve.command, kvjax.eval.commands, kvjax.bench.host
+import kvjax, kvjax.cli, kvjax.timing, kvjax.serve.__main__, kvjax.eval.__main__, benchmarks.__main__
+import kvjax.serve.command, kvjax.eval.commands, benchmarks.host
 print((dict(os.environ), dict(jax.config.values)) == before, gc.get_freeze_count())
 """
     assert run(code).stdout.split() == ["True", "0"]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-OURS = ("kvjax", "pallas_kernels", "train", "studies")
+OURS = ("kvjax", "pallas_kernels", "benchmarks", "train", "studies")
 
 WEIGHTS = r"kvjax(\.(types|weights\._.+))?"
 """Learned weights; ``kvjax`` itself for its version."""
@@ -18,22 +18,25 @@ WEIGHTS = r"kvjax(\.(types|weights\._.+))?"
 KERNELS = r"pallas_kernels(\.\w+\.api|\.numerics|\.dispatch|\.measure\.(timing|child))?"
 """Of the kernels, others see the signatures only, the stopwatch and the child process."""
 
-STATE = r"kvjax\.(types|cache(\..+)?)"
+STATE = r"kvjax\.(errors|types|cache(\..+)?|sharding(\..+)?)"
 
-PLACE = r"kvjax\.(types|algebra\._(errors|heads|observation|part))"
+PLACE = r"kvjax\.(types|sharding\.all_heads|algebra\._(errors|observation|part))"
 """Of the algebra, the modules of its places see what all parts are."""
 
 # The longest name that begins a module's name gives the rule: a pattern for what it may import of ours.
 TABLE = {
     "pallas_kernels": r"pallas_kernels(\..+)?",
+    "kvjax.errors": r"(?!)",
     "kvjax.types": r"(?!)",
+    "kvjax.sharding": r"kvjax\.(errors|types|sharding\..+|cache\.(pages|ring|pool|state))",
+    "kvjax.sharding.all_heads": r"(?!)",
+    "kvjax.sharding.head_order": r"kvjax\.types",
     "kvjax.cache": STATE,
     "kvjax.sampling": STATE,
-    "kvjax.algebra": r"kvjax\.algebra\._.+",
-    "kvjax.algebra._errors": r"(?!)",
+    "kvjax.algebra": r"kvjax\.(sharding\.all_heads|algebra\._.+)",
+    "kvjax.algebra._errors": r"kvjax\.errors",
     "kvjax.algebra._arguments": r"kvjax\.algebra\._errors",
-    "kvjax.algebra._heads": r"(?!)",
-    "kvjax.algebra._observation": r"kvjax\.(types|algebra\._(errors|heads))",
+    "kvjax.algebra._observation": r"kvjax\.(types|sharding\.all_heads|algebra\._errors)",
     "kvjax.algebra._part": r"kvjax\.(types|algebra\._(arguments|observation))",
     "kvjax.algebra._admission": PLACE,
     "kvjax.algebra._eviction": rf"{PLACE}|kvjax\.cache\.pages",
@@ -45,11 +48,10 @@ TABLE = {
     "kvjax.budgets": rf"{STATE}|kvjax\.algebra|kvjax\.budgets(\..+)?",
     "kvjax.storage": rf"{STATE}|kvjax\.algebra|kvjax\.storage\.codes|{KERNELS}",
     "kvjax.policies": rf"{STATE}|kvjax\.algebra|kvjax\.budgets\..+|{KERNELS}",
-    "kvjax.models": r"kvjax\.(types|cache\.(alike|mesh))|kvjax\.models(\..+)?",
+    "kvjax.models": r"kvjax\.(errors|types|sharding\.(consistency|mesh))|kvjax\.models(\..+)?",
     "kvjax.text": r"kvjax\.models\.spec",
-    "kvjax.loading": r"kvjax\.(types|text|heads|weights|cache(\.(alike|mesh))?|models(\..+)?)",
-    "kvjax.heads": r"kvjax\.types",
-    "kvjax.metrics": rf"{STATE}|kvjax\.heads",
+    "kvjax.loading": r"kvjax\.(types|text|weights|sharding(\..+)?|models(\..+)?)",
+    "kvjax.metrics": STATE,
     "kvjax.programs": r"(?!)",
     "kvjax.reads": r"(?!)",
     "kvjax.layer": r"kvjax\.layer\._.+",
@@ -63,21 +65,19 @@ TABLE = {
     "kvjax.layer._mass": rf"{STATE}|kvjax\.(algebra|layer\._(info|read))",
     "kvjax.layer._prompt": rf"{STATE}|kvjax\.(algebra|layer\._(info|read|mass|admit))|{KERNELS}",
     "kvjax.layer._step": rf"{STATE}|kvjax\.layer\._(?!prompt).+|{KERNELS}",
-    "kvjax.weights": rf"{WEIGHTS}|kvjax\.(algebra|catalogue|heads)",
+    "kvjax.weights": rf"{WEIGHTS}|kvjax\.(algebra|catalogue|sharding\.head_order)",
     "kvjax.weights.gates": r"kvjax\.(types|weights|loading|weights\.torch_file|policies\.wg_kv)",
-    "kvjax.weights.torch_file": r"(?!)",
+    "kvjax.weights.torch_file": r"kvjax\.errors",
     "kvjax.weights.__main__": r"kvjax\.(cli|weights(\..+)?)",
     "kvjax.timing": r"pallas_kernels\.measure\.timing",
-    "kvjax.launch": r"kvjax(\.(cli|cache\.alike))?",
-    "kvjax.cli": (
-        r"kvjax\.(algebra|cache\.mesh|decode|weights\.torch_file|models\.hf_config)|pallas_kernels\.records"
-    ),
+    "kvjax.launch": r"kvjax(\.(cli|sharding\.consistency))?",
+    "kvjax.cli": r"kvjax\.(errors|models\.hf_config)|pallas_kernels\.records",
     "kvjax.tune": r"kvjax(\.cli)?|pallas_kernels(\.(dispatch|records|measure\.(device|work)))?",
     "kvjax.decode": r"kvjax\.decode\._.+",
     "kvjax.decode._capacity": rf"{STATE}|kvjax\.(algebra|catalogue)",
     "kvjax.decode._devices": rf"{STATE}|kvjax\.(algebra|layer|metrics|weights|decode\._checks)",
-    "kvjax.decode._checks": r"kvjax\.(types|cache\.state|algebra|catalogue|weights|decode\._capacity)",
-    "kvjax.decode._step": r"kvjax\.(types|cache\.(mesh|state)|algebra|layer)",
+    "kvjax.decode._checks": r"kvjax\.(errors|types|cache\.state|algebra|catalogue|weights|decode\._capacity)",
+    "kvjax.decode._step": r"kvjax\.(types|sharding\.mesh|cache\.state|algebra|layer)",
     "kvjax.decode._by_layer": rf"{STATE}|kvjax\.(algebra|layer|decode\._step)",
     "kvjax.decode._prefill": rf"{STATE}|kvjax\.(algebra|catalogue|layer|metrics|decode\._(?!generate).+)",
     "kvjax.decode._reading": rf"{STATE}|kvjax\.(algebra|layer|decode\._(by_layer|capacity|checks))",
@@ -86,15 +86,15 @@ TABLE = {
     "kvjax.catalogue._table": r"kvjax\.(cli|algebra|catalogue\._.+)",
     "kvjax.catalogue.__main__": r"kvjax\.(cli|catalogue\._table)",
     "kvjax.saving": rf"{STATE}|kvjax\.(algebra|catalogue|weights|saving\._.+)",
-    "kvjax.plan": r"kvjax(\.(?!serve|eval|engine|bench).+)?|pallas_kernels\.measure\.(aot|chips)",
-    "kvjax.bench": rf"kvjax(\.(?!serve).+)?|{KERNELS}",
+    "kvjax.plan": r"kvjax(\.(?!serve|eval|engine).+)?|pallas_kernels\.measure\.(aot|chips)",
+    "benchmarks": rf"benchmarks(\..+)?|kvjax(\.(?!serve).+)?|{KERNELS}",
     "kvjax.engine": r"kvjax\.(?!serve|eval|models|policies).+",
     "kvjax.serve": r"kvjax(\.(?!eval).+)?",
     "kvjax.eval": r"kvjax(\.(?!serve).+)?",
     "kvjax": r"kvjax\.(?!serve|eval|models|policies|text).+",
     "train": rf"train(\..+)?|kvjax(\.(?!serve).+)?|pallas_kernels\.measure\.(aot|chips)|{KERNELS}",
     "studies": r"kvjax(\.(?!serve).+)?",
-    "studies.topk_phi": r"studies\.topk_phi(\..+)?|train(\..+)?|kvjax(\.(?!serve).+)?"
+    "studies.topk_phi": r"studies\.topk_phi(\..+)?|benchmarks(\..+)?|train(\..+)?|kvjax(\.(?!serve).+)?"
     r"|pallas_kernels\.(blockwise|phi)\.api",
     "studies.conf_kv": r"studies\.conf_kv(\..+)?|kvjax(\.(?!serve).+)?",
     "studies.gvote": r"studies\.(gvote(\..+)?|processor)|kvjax(\.(?!serve).+)?",

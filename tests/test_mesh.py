@@ -20,13 +20,13 @@ import tiny
 
 import kvjax
 from kvjax import launch, layer
-from kvjax.cache.mesh import AXES, ONE, Mesh, MeshError
 from kvjax.cli import InputError
 from kvjax.eval import commands
 from kvjax.layer import _seam
 from kvjax.models import hf
 from kvjax.serve import command as serving
 from kvjax.serve.arguments import parse
+from kvjax.sharding.mesh import AXES, ONE, Mesh, MeshError
 
 HERE = Path(__file__).parent
 CLOSE = 5e-5

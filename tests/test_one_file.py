@@ -17,9 +17,9 @@ import pytest
 from tiny import quick_compiles  # noqa: F401
 
 import kvjax
+from benchmarks import profile
 from kvjax import catalogue
 from kvjax.algebra import PolicyError
-from kvjax.bench import profile
 from kvjax.catalogue import _discovery, _table
 from kvjax.eval.__main__ import main as evaluate
 from kvjax.eval.measure import store

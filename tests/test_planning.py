@@ -12,7 +12,6 @@ import tiny
 
 import kvjax
 from kvjax import decode
-from kvjax.cache.mesh import MeshError
 from kvjax.cli import InputError
 from kvjax.models import published
 from kvjax.models.decoder import shapes
@@ -24,6 +23,7 @@ from kvjax.plan._case import Case
 from kvjax.plan._collectives import Collective, collectives
 from kvjax.plan._estimate import Known
 from kvjax.plan._programs import Program
+from kvjax.sharding.mesh import MeshError
 from pallas_kernels.measure import aot
 from pallas_kernels.measure.chips import CHIPS, Chip
 from train import config

@@ -15,11 +15,11 @@ from tiny import quick_compiles  # noqa: F401
 
 import kvjax
 from kvjax import decode
-from kvjax.cache.mesh import AXES, Mesh, MeshError, sizes_of
-from kvjax.cache.reshard import _dealt, on_host
 from kvjax.saving import StateError, _parts, _read
 from kvjax.saving._files import check_place
 from kvjax.saving._write import _write, write_part
+from kvjax.sharding.mesh import AXES, Mesh, MeshError, sizes_of
+from kvjax.sharding.reshard import _dealt, on_host
 
 SPECS = (
     "full",

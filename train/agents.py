@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from kvjax.cache.mesh import TENSOR, laid
+from kvjax.sharding.mesh import TENSOR, laid
 from train import mesh
 from train.config import ConfigError
 

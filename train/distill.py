@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from kvjax.cache.mesh import STREAMS
 from kvjax.models import decoder
 from kvjax.models.spec import ModelSpec
+from kvjax.sharding.mesh import STREAMS
 from kvjax.types import AttendFn, Heads, Params
 from pallas_kernels.gated.api import gated
 from train.mesh import STREAM, Layout

@@ -18,10 +18,10 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from kvjax.cache.mesh import DATA, TENSOR, Mesh, laid
-from kvjax.cache.mesh import mesh as a_mesh
 from kvjax.models.decoder import LETTERS, shapes
 from kvjax.models.spec import ModelSpec
+from kvjax.sharding.mesh import DATA, TENSOR, Mesh, laid
+from kvjax.sharding.mesh import mesh as a_mesh
 from kvjax.types import Params
 
 STREAM = P(DATA, TENSOR, None)

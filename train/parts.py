@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from kvjax.cache.mesh import DATA, laid
+from kvjax.sharding.mesh import DATA, laid
 from kvjax.types import Params
 from train import loop
 from train.mesh import Layout, P, layout

@@ -18,9 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from kvjax.cache.mesh import ONE, Mesh
 from kvjax.models import decoder
 from kvjax.models.spec import ModelSpec
+from kvjax.sharding.mesh import ONE, Mesh
 from kvjax.types import Params
 from train import asked, data, forward, loop, parts, recall, tasks
 from train.config import ConfigError, axes, require

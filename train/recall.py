@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.cache.mesh import ONE, OUT, Mesh
 from kvjax.models import decoder
 from kvjax.models.spec import ModelSpec
+from kvjax.sharding.mesh import ONE, OUT, Mesh
 from kvjax.types import AttendFn, Heads, Params
 from train import forward
 from train.rows import ANSWER, Source, needle_row

@@ -25,12 +25,12 @@ from kvjax.algebra._budget import Budget, Every, Frame, Unlimited, When
 from kvjax.algebra._completion import Completion, Nothing, Visited
 from kvjax.algebra._errors import PolicyError
 from kvjax.algebra._eviction import Eviction, KeepRecent
-from kvjax.algebra._heads import HERE, AllHeads
 from kvjax.algebra._observation import OBSERVABLE, Observation
 from kvjax.algebra._part import Part
 from kvjax.algebra._policy import PLACES, Policy
 from kvjax.algebra._selection import Anchored, Picked, SelectAll, Selection
 from kvjax.algebra._storage import Native, Storage
+from kvjax.sharding.all_heads import HERE, AllHeads
 
 __all__ = [
     "HERE",

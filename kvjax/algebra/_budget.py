@@ -6,9 +6,9 @@ import dataclasses
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from kvjax.algebra._errors import PolicyError
-from kvjax.algebra._heads import HERE, AllHeads
 from kvjax.algebra._observation import Observation
 from kvjax.algebra._part import Part
+from kvjax.sharding.all_heads import HERE, AllHeads
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int

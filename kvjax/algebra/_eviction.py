@@ -24,7 +24,7 @@ class Eviction(Part):
         none and the budget can only act after the prompt.
       on_arrival: where ``scores_prompt``, how to write it so that it ranks generated tokens too, or "".
       shared_ranking: all KV heads of a layer keep the same tokens. While decoding their slots then have one
-        order, and ``receive`` is given the mean mass over all heads of the layer: N is 1.
+        order, and ``accumulate`` is given the mean mass over all heads of the layer: N is 1.
     """
 
     place = "eviction"
@@ -37,7 +37,7 @@ class Eviction(Part):
         """Does it rank by the attention a token receives (``needs`` has "mass")?
 
         Of a whole prompt that is ``observed.mass``; where the budget acts while decoding, the values it keeps
-        follow every read (``weigh``, ``receive``).
+        follow every read (``query_weights``, ``accumulate``).
         """
         return "mass" in self.needs
 
@@ -50,11 +50,11 @@ class Eviction(Part):
         """Rank of the slots that may go (``slots.live``) from what is kept with them; elsewhere anything."""
         raise NotImplementedError
 
-    def weigh(self, age: Int[Array, "B T"]) -> Float[Array, "B T"]:
+    def query_weights(self, age: Int[Array, "B T"]) -> Float[Array, "B T"]:
         """What the attention of a query counts, by how many tokens of the same read came after it."""
         raise NotImplementedError
 
-    def receive(
+    def accumulate(
         self, slots: Slots, mass: Float[Array, "B N C"], count: Int[Array, "B 1 1"]
     ) -> dict[str, Float[Array, "B K C"]]:
         """New values after a read.

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.algebra._errors import PolicyError
-from kvjax.algebra._heads import HERE, AllHeads
+from kvjax.sharding.all_heads import HERE, AllHeads
 from kvjax.types import Project, Rotate, pytree
 
 if TYPE_CHECKING:
@@ -122,5 +122,5 @@ class Observation:
 
     @property
     def mass(self) -> Float[Array, "B N T"]:
-        """Attention each token of a prompt received, weighed by the eviction (``Eviction.weigh``)."""
+        """Attention each token of a prompt received, weighed by the eviction (``Eviction.query_weights``)."""
         return self._declared("mass")

@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 class Part:
     """Anything that can stand in one of the six places. Subclasses are frozen dataclasses.
 
-    A part is a pytree. Its fields are *structure*, static in a compiled program, but for those it names in
-    ``dials``: numbers that a program is given each time it runs, so that another budget or threshold runs the
-    same program. Where a program is traced ``self.tau`` of a dial is a traced scalar; methods that only the
-    host calls (``least``, ``most``, checks) see numbers.
+    A part is a pytree. Its fields are *structure*, static in a compiled program, except those it names in
+    ``traced``: hyperparameters that are passed to the program at every run, so another budget or threshold
+    needs no compilation. Inside a program such a field (``self.tau``) is a traced scalar; methods that only
+    the host calls (``least``, ``most``, checks) see numbers.
 
     Class attributes:
       name: how the part is called in the one-string form.
@@ -45,7 +45,7 @@ class Part:
     name: ClassVar[str]
     place: ClassVar[str]
     arguments: ClassVar[Mapping[str, Argument]] = {}
-    dials: ClassVar[tuple[str, ...]] = ()
+    traced: ClassVar[tuple[str, ...]] = ()
     needs: ClassVar[frozenset[str]] = frozenset()
     keeps: ClassVar[tuple[str, ...]] = ()
     learns: ClassVar[str] = ""
@@ -71,7 +71,7 @@ class Part:
         precision gives exactly: name a ``functools.cached_property``. A dial that is not among the leaves is
         None in a program.
         """
-        return {name: self.arguments[name].leaf(getattr(self, name)) for name in self.dials}
+        return {name: self.arguments[name].leaf(getattr(self, name)) for name in self.traced}
 
     def check_weights(self, weights: Sequence[Params], network: Network) -> None:
         """Refuses learned weights that do not fit the network; the number of layers is checked already.
@@ -119,7 +119,7 @@ class Part:
         given = [
             f"{f.name}={_literal(getattr(self, f.name))}"
             for f in fields
-            if f.name not in self.dials and getattr(self, f.name) != f.default
+            if f.name not in self.traced and getattr(self, f.name) != f.default
         ]
         return f"{self.name}({', '.join(given)})" if given else self.name
 
@@ -148,7 +148,7 @@ def _flatten(part: Part) -> tuple[tuple[Any, ...], _Structure]:
     # Inside a program the leaves are what it was given, whatever stands for numbers there.
     leaves = vars(part).get(_GIVEN) or part.leaves()
     fields = [f.name for f in dataclasses.fields(part)]  # type: ignore[arg-type]
-    structure = tuple((name, getattr(part, name)) for name in fields if name not in part.dials)
+    structure = tuple((name, getattr(part, name)) for name in fields if name not in part.traced)
     return tuple(leaves.values()), (tuple(leaves), structure)
 
 
@@ -157,5 +157,5 @@ def _unflatten(kind: type[Part], structure: _Structure, leaves: Sequence[Any]) -
     part = object.__new__(kind)
     names, fields = structure
     given = dict(zip(names, leaves))
-    vars(part).update(dict.fromkeys(kind.dials) | dict(fields) | given | {_GIVEN: given})
+    vars(part).update(dict.fromkeys(kind.traced) | dict(fields) | given | {_GIVEN: given})
     return part

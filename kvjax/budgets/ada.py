@@ -38,7 +38,7 @@ class Ada(Budget):
         "floor": Number(0, 1),
         "when": amounts.Time(),
     }
-    dials = ("amount", "floor")
+    traced = ("amount", "floor")
     sizes = ("amount",)
     from_scores = True
     amount: amounts.Amount = 0.25

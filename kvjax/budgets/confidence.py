@@ -53,7 +53,7 @@ class Confidence(Budget):
         "wm": Number(0, 1, "weight"),
         "wp": Number(0, 1, "weight"),
     }
-    dials = tuple(arguments)
+    traced = tuple(arguments)
     needs_logits = True
     when = "every_step"
     sizes = ("tight", "loose")

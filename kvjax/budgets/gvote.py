@@ -45,7 +45,7 @@ class Ballot:
         "ahead": Whole(1, "number of positions"),
         "seed": Whole(0, "seed", 2**32 - 1),
     }
-    dials: ClassVar[tuple[str, ...]] = ("p", "seed")
+    traced: ClassVar[tuple[str, ...]] = ("p", "seed")
     sizes: ClassVar[tuple[str, ...]] = ("p", "samples")
     needs: ClassVar[frozenset[str]] = frozenset({"k", "q_last", "hidden"})
     name: ClassVar[str] = "gvote"

@@ -43,7 +43,7 @@ class Pyramid(Budget):
         "slope": Number(1, what="slope"),
         "when": amounts.Time(),
     }
-    dials = ("amount", "slope")
+    traced = ("amount", "slope")
     sizes = ("amount",)
     amount: amounts.Amount = 0.25
     slope: float = 2.0

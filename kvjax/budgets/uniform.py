@@ -32,7 +32,7 @@ class Uniform(Budget):
         "amount": amounts.Size(),
         "when": amounts.Time(),
     }
-    dials = ("amount",)
+    traced = ("amount",)
     sizes = ("amount",)
     amount: amounts.Amount = 0.25
     when: When = "after_prompt"

@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.cache.blank import of_slots, zeros
 from kvjax.cache.pages import Pages
+from kvjax.cache.zeros import of_slots, zeros
 from kvjax.types import EMPTY
 
 

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 
-from kvjax.cache.blank import of_slots, zeros
 from kvjax.cache.write import scattered
+from kvjax.cache.zeros import of_slots, zeros
 from kvjax.types import EMPTY, pytree
 
 if TYPE_CHECKING:

@@ -22,10 +22,10 @@ import jax.numpy as jnp
 from kvjax.cache import pages as paging
 from kvjax.cache import pool
 from kvjax.cache import ring as rings
-from kvjax.cache.mesh import ONE, WHOLE, Mesh
 from kvjax.cache.pages import Pages
 from kvjax.cache.state import KVState, LayerCache
 from kvjax.cache.write import scattered
+from kvjax.sharding.mesh import ONE, WHOLE, Mesh
 from kvjax.types import EMPTY, pytree
 
 if TYPE_CHECKING:

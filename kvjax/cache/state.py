@@ -14,9 +14,9 @@ import numpy as np
 from kvjax.cache import pages as paging
 from kvjax.cache import pool
 from kvjax.cache import ring as rings
-from kvjax.cache.mesh import ONE, POOL, STREAMS, Mesh
 from kvjax.cache.pages import Pages
 from kvjax.cache.ring import Ring
+from kvjax.sharding.mesh import ONE, POOL, STREAMS, Mesh
 from kvjax.types import pytree
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class LayerCache:
 
     @property
     def pools(self) -> tuple[Pages, ...]:
-        """The pages: none, one or two pools, in the order of a stream's slots (``kvjax.cache.stream``)."""
+        """The pages: none, one or two pools, in the order of a stream's slots (``kvjax.cache.slots``)."""
         return tuple(pages for pages in (self.pages, self.demoted) if pages is not None)
 
     def with_pools(self, pools: Sequence[Pages]) -> LayerCache:

@@ -18,9 +18,9 @@ import numpy as np
 
 from kvjax import layer
 from kvjax.algebra import Policy
-from kvjax.cache.mesh import ONE, Mesh
 from kvjax.cache.state import KVState, LayerCache
 from kvjax.decode._step import at_layer, confident, places, through
+from kvjax.sharding.mesh import ONE, Mesh
 from kvjax.types import Heads, Network, Params
 
 if TYPE_CHECKING:

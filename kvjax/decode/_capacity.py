@@ -20,9 +20,9 @@ from kvjax.algebra import Every, Native, Policy
 from kvjax.cache import pool
 from kvjax.cache import ring as rings
 from kvjax.cache import state as states
-from kvjax.cache.mesh import DATA, ONE, TENSOR, Mesh
 from kvjax.cache.pages import Pages
 from kvjax.cache.state import KVState, LayerCache
+from kvjax.sharding.mesh import DATA, ONE, TENSOR, Mesh
 from kvjax.types import Network
 
 if TYPE_CHECKING:

@@ -13,6 +13,7 @@ from kvjax import catalogue
 from kvjax.algebra import Frame, Policy
 from kvjax.cache.state import DONATED, KVState
 from kvjax.decode._capacity import page_sizes, slot_bounds
+from kvjax.errors import UserError
 from kvjax.types import Network, Params, Weighted
 from kvjax.weights import WeightsError, chosen, is_auto, missing
 
@@ -26,7 +27,7 @@ Prompts = Sequence[Sequence[int] | np.ndarray | str] | Sequence[int] | np.ndarra
 """Token ids per row; or one row of them, a text per row, one text."""
 
 
-class RequestError(ValueError):
+class RequestError(UserError):
     """A prompt or a request that cannot be served."""
 
 

@@ -9,10 +9,10 @@ from typing import Any, TypeVar
 
 from kvjax import layer, metrics
 from kvjax.algebra import Policy
-from kvjax.cache.alike import check_alike
-from kvjax.cache.mesh import ONE, Mesh, MeshError, mesh, mesh_of
 from kvjax.cache.state import KVState
 from kvjax.decode._checks import Remark
+from kvjax.sharding.consistency import check_consistent
+from kvjax.sharding.mesh import ONE, Mesh, MeshError, mesh, mesh_of
 from kvjax.types import Params, Weighted
 from kvjax.weights import fingerprint
 
@@ -49,7 +49,7 @@ def on_mesh(model: M, policy: Policy, weights: Params, where: Mesh) -> tuple[M, 
         return model, weights
     if lies != where:
         if where.across:
-            check_alike(f"laying the model on {where}", where, {"the model": fingerprint(model)})
+            check_consistent(f"laying the model on {where}", where, {"the model": fingerprint(model)})
         laid: Any = copy.copy(model)
         vars(laid)["params"] = where.put(model.params, where.of_model(model.network, model.params))
         model = laid
@@ -77,4 +77,4 @@ def alike(call: str, where: Mesh, policy: Policy, weights: Params, given: Mappin
     Raises:
       MeshError: naming the policy, the learned weights or which of ``given`` differs.
     """
-    check_alike(call, where, {"the policy": repr(policy), "the learned weights": weights, **given})
+    check_consistent(call, where, {"the policy": repr(policy), "the learned weights": weights, **given})

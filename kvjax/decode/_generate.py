@@ -13,7 +13,6 @@ import numpy as np
 
 from kvjax import catalogue, metrics
 from kvjax.algebra import Policy
-from kvjax.cache.mesh import ONE, Mesh
 from kvjax.cache.state import KVState
 from kvjax.decode._by_layer import embed, sites, step_layer, top, writes_by_layer
 from kvjax.decode._capacity import CHUNK, HORIZON, SEGMENT, bucket, reserve
@@ -32,6 +31,7 @@ from kvjax.decode._devices import alike, mesh_for, on_mesh
 from kvjax.decode._prefill import prefill
 from kvjax.decode._step import confident, step
 from kvjax.sampling import Sampling, sample, sampling
+from kvjax.sharding.mesh import ONE, Mesh
 from kvjax.types import EMPTY, Network, Params, Weighted, pytree
 from kvjax.weights import weights_for
 

@@ -15,7 +15,6 @@ from kvjax import catalogue, layer, metrics
 from kvjax.algebra import Frame, Policy
 from kvjax.cache import pool
 from kvjax.cache import state as states
-from kvjax.cache.mesh import ENTRY, ONE, STREAMS, Mesh
 from kvjax.cache.ring import Entry
 from kvjax.cache.state import KVState, LayerCache
 from kvjax.decode._by_layer import answer, fed, read_chunk, sites, top
@@ -38,6 +37,7 @@ from kvjax.decode._checks import (
 )
 from kvjax.decode._devices import alike, mesh_for, on_mesh, tell_of_imbalance
 from kvjax.decode._reading import Reading, counted, embedded, judge_layer
+from kvjax.sharding.mesh import ENTRY, ONE, STREAMS, Mesh
 from kvjax.types import EMPTY, Heads, Network, Params, Weighted
 
 if TYPE_CHECKING:

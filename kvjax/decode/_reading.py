@@ -13,11 +13,11 @@ import numpy as np
 
 from kvjax import layer
 from kvjax.algebra import Policy
-from kvjax.cache.mesh import ENTRY, ONE, STREAMS, Mesh, mesh_of
 from kvjax.cache.ring import Entry
 from kvjax.decode._by_layer import embed, top
 from kvjax.decode._capacity import bucket, padded
 from kvjax.decode._checks import Prompts, check_prompts, read_prompts
+from kvjax.sharding.mesh import ENTRY, ONE, STREAMS, Mesh, mesh_of
 from kvjax.types import EMPTY, Heads, Network, Params, Weighted
 
 if TYPE_CHECKING:

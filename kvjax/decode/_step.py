@@ -11,8 +11,8 @@ import jax.numpy as jnp
 
 from kvjax import layer
 from kvjax.algebra import Policy
-from kvjax.cache.mesh import ONE, Mesh
 from kvjax.cache.state import KVState, LayerCache
+from kvjax.sharding.mesh import ONE, Mesh
 from kvjax.types import Heads, Network, Params
 
 if TYPE_CHECKING:

@@ -13,10 +13,10 @@ import numpy as np
 
 from kvjax import decode
 from kvjax.algebra import Policy
-from kvjax.cache.mesh import mesh_of
 from kvjax.decode import RequestError
 from kvjax.engine._request import MOST_LOGPROBS, Request
 from kvjax.engine._segment import STOPS
+from kvjax.sharding.mesh import mesh_of
 from kvjax.types import Params, Weighted
 from kvjax.weights import Source, find, shipped, sources
 

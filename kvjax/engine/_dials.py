@@ -30,7 +30,7 @@ def stack(policies: Sequence[Policy]) -> Policy:
 
 def by_rows(policy: Policy) -> Policy:
     """The stacked policy as the layers ask it, each of its answers row by row; a pytree like any policy."""
-    parts = {part.place: _by_rows(part) if part.dials else part for part in policy.parts}
+    parts = {part.place: _by_rows(part) if part.traced else part for part in policy.parts}
     found = object.__new__(Policy)
     vars(found).update(vars(policy) | parts)
     return found
@@ -155,7 +155,7 @@ _Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 _METHODS: dict[str, dict[str, _Wrap]] = {
     "admission": {"admit": _observing},
-    "eviction": {"score": _after_weights, "weigh": _plain, "receive": _plain},
+    "eviction": {"score": _after_weights, "query_weights": _plain, "accumulate": _plain},
     "selection": {"selectable": _plain, "select": _select},
     "storage": {},
     "budget": {"targets": _targets, "confidence": _plain},

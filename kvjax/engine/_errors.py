@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from kvjax.errors import UserError
 
-class EngineError(RuntimeError):
+
+class EngineError(UserError):
     """Something between a request and its tokens; what is wrong with the request itself is a
     ``kvjax.decode.RequestError``, ``kvjax.PolicyError`` or ``kvjax.weights.WeightsError``."""
 

@@ -15,9 +15,9 @@ from jax.sharding import PartitionSpec as P
 from kvjax import decode
 from kvjax.algebra import AdmitAll, Policy
 from kvjax.cache import state as states
-from kvjax.cache.mesh import ONE, WHOLE, mesh_of
 from kvjax.cache.pages import Pages
 from kvjax.cache.state import KVState, LayerCache
+from kvjax.sharding.mesh import ONE, WHOLE, mesh_of
 from kvjax.types import EMPTY, Weighted
 
 if TYPE_CHECKING:

@@ -14,10 +14,10 @@ import numpy as np
 from kvjax import decode
 from kvjax.algebra import Policy
 from kvjax.cache import pool
-from kvjax.cache.mesh import ONE, ROWS
 from kvjax.cache.state import KVState, LayerCache
 from kvjax.engine import _layout as layout
 from kvjax.engine._segment import prompt_log_probabilities
+from kvjax.sharding.mesh import ONE, ROWS
 from kvjax.types import Params, Weighted
 
 if TYPE_CHECKING:

@@ -7,8 +7,8 @@ import os
 
 import jax
 
-from kvjax.cache.mesh import DATA, ONE, Mesh, mesh_of
 from kvjax.decode import RequestError
+from kvjax.sharding.mesh import DATA, ONE, Mesh, mesh_of
 from kvjax.types import Weighted
 
 

@@ -9,11 +9,11 @@ import numpy as np
 
 from kvjax import metrics
 from kvjax.cache import ring as rings
-from kvjax.cache.mesh import STREAMS
 from kvjax.cache.pages import slots
 from kvjax.cache.state import KVState
 from kvjax.engine._request import Held, KVUsage
 from kvjax.engine._segment import Lengths
+from kvjax.sharding.mesh import STREAMS
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int

@@ -12,7 +12,7 @@ Arrays are heads major inside ([B, K, T, H]); the seam's layout is turned once o
 from kvjax.layer._admit import admit, admit_or_replace
 from kvjax.layer._evict import evict, ranked, victims
 from kvjax.layer._info import LayerInfo, OfRows, arriving, observe
-from kvjax.layer._mass import receive_mass
+from kvjax.layer._mass import accumulate_mass
 from kvjax.layer._prompt import attend_prompt, count_stored, judge, prompt, retained, store
 from kvjax.layer._read import Loaded, Partial, Read, read_pages
 from kvjax.layer._seam import READ, at_seam, of_learned
@@ -39,7 +39,7 @@ __all__ = [
     "prompt",
     "ranked",
     "read_pages",
-    "receive_mass",
+    "accumulate_mass",
     "retained",
     "step",
     "store",

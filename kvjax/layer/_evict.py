@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from kvjax.algebra import Every, Policy
 from kvjax.cache import ring as rings
-from kvjax.cache import stream as streams
+from kvjax.cache import slots as streams
 from kvjax.cache.pages import Slots
 from kvjax.cache.ring import Entry
 from kvjax.cache.state import LayerCache

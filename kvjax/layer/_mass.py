@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 
-from kvjax.cache import stream as streams
+from kvjax.cache import slots as streams
 from kvjax.cache.pages import Slots
 from kvjax.cache.state import LayerCache
 from kvjax.layer._info import LayerInfo
@@ -25,10 +25,10 @@ def tracks_mass(info: LayerInfo, cache: LayerCache) -> bool:
 def query_weights(info: LayerInfo, pos: Int[Array, "B T"]) -> Float[Array, "B T"]:
     """What the attention of each query of a read counts; 0 for padding."""
     age = pos.max(axis=1, keepdims=True) - pos
-    return jnp.where(pos >= 0, info.policy.eviction.weigh(age), 0.0)
+    return jnp.where(pos >= 0, info.policy.eviction.query_weights(age), 0.0)
 
 
-def receive_mass(
+def accumulate_mass(
     info: LayerInfo,
     pos: Int[Array, "B K C"],
     meta: dict[str, Array],
@@ -40,11 +40,11 @@ def receive_mass(
     old = {name: meta[f"eviction.{name}"] for name in eviction.keeps}
     pos = jnp.broadcast_to(pos, (*meta[f"eviction.{eviction.keeps[0]}"].shape,))
     mass = info.heads.mean(mass) if eviction.shared_ranking else mass
-    new = eviction.receive(Slots(pos=pos, live=pos >= 0, meta=old), mass, jnp.maximum(at, 1))
+    new = eviction.accumulate(Slots(pos=pos, live=pos >= 0, meta=old), mass, jnp.maximum(at, 1))
     return meta | {f"eviction.{name}": jnp.where(at > 0, new[name], old[name]) for name in old}
 
 
-def receive_paged_mass(
+def accumulate_paged_mass(
     info: LayerInfo,
     cache: LayerCache,
     paged: PagedRead,
@@ -69,5 +69,5 @@ def receive_paged_mass(
         found = jnp.einsum("bnt,bntms->bnms", share, mass, precision=jax.lax.Precision.HIGHEST)
         lists.append(found.reshape(*found.shape[:2], -1))
     slots = streams.slots(cache.pools)
-    values = receive_mass(info, slots.pos, slots.meta, jnp.concatenate(lists, axis=-1), count)
+    values = accumulate_mass(info, slots.pos, slots.meta, jnp.concatenate(lists, axis=-1), count)
     return cache.with_pools(streams.with_meta(cache.pools, values))

@@ -14,7 +14,7 @@ from kvjax.cache.ring import Entry
 from kvjax.cache.state import LayerCache
 from kvjax.layer._admit import admit
 from kvjax.layer._info import LayerInfo, arriving, major, observe
-from kvjax.layer._mass import query_weights, receive_mass
+from kvjax.layer._mass import accumulate_mass, query_weights
 from kvjax.layer._read import attend_among, merged
 from kvjax.types import EMPTY, Heads
 from pallas_kernels.blockwise.api import column_mass
@@ -85,7 +85,7 @@ def _judged(
         )
         observed = dataclasses.replace(observed, values=observed.values | {"mass": mass})
         if policy.tracks_mass:
-            meta = receive_mass(info, pos[:, None], new.meta, mass, info.total)
+            meta = accumulate_mass(info, pos[:, None], new.meta, mass, info.total)
             new = dataclasses.replace(new, meta=meta)
     keep = new.admit
     if policy.budget.limited and not sliding:

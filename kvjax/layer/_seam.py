@@ -11,9 +11,9 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from kvjax.algebra import AllHeads, Part, Policy
-from kvjax.cache.mesh import OUT, ROWS, STREAMS, TENSOR, WHOLE, Mesh
 from kvjax.layer._info import LayerInfo, OfRows
 from kvjax.layer._read import Loaded, Read
+from kvjax.sharding.mesh import OUT, ROWS, STREAMS, TENSOR, WHOLE, Mesh
 from kvjax.types import Heads, Params
 
 if TYPE_CHECKING:

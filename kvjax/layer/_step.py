@@ -17,7 +17,7 @@ from kvjax.layer._at_once import fits, step_at_once
 from kvjax.layer._demote import demote
 from kvjax.layer._evict import due, evict
 from kvjax.layer._info import LayerInfo, arriving, major, observe
-from kvjax.layer._mass import query_weights, receive_mass, receive_paged_mass, tracks_mass
+from kvjax.layer._mass import accumulate_mass, accumulate_paged_mass, query_weights, tracks_mass
 from kvjax.layer._read import Partial, Read, attend_among, attend_since, loaded, merged, read_pages
 from kvjax.types import EMPTY, Heads
 from pallas_kernels.blockwise.api import blockwise, column_mass
@@ -59,9 +59,9 @@ def step(
     if track:  # what is learned now decides at the next step
         weights = query_weights(info, pos)
         mass = column_mass(q, cache.ring.k, lse, weights, q_pos=pos, k_pos=positions, softcap=x.softcap)
-        meta = receive_mass(info, positions[:, None], cache.ring.meta, mass, count)
+        meta = accumulate_mass(info, positions[:, None], cache.ring.meta, mass, count)
         ring = dataclasses.replace(cache.ring, meta=meta)
-        cache = receive_paged_mass(info, cache, paged, lse, weights, count)
+        cache = accumulate_paged_mass(info, cache, paged, lse, weights, count)
         cache = dataclasses.replace(cache, ring=ring)
     return Read(out=out, lse=lse, mass=paged.mass, loaded=size), cache
 
@@ -127,10 +127,10 @@ def chunk(
         mass = functools.partial(column_mass, q, lse=lse, weights=weights, q_pos=pos, softcap=x.softcap)
         of_ring = mass(ring.k, k_pos=positions, window=old_window, admit=old_bits)
         of_chunk = mass(new.k, k_pos=pos, window=new_window, admit=new_bits)
-        meta = receive_mass(info, positions[:, None], ring.meta, of_ring, count)
+        meta = accumulate_mass(info, positions[:, None], ring.meta, of_ring, count)
         ring = dataclasses.replace(ring, meta=meta)
-        new = dataclasses.replace(new, meta=receive_mass(info, pos[:, None], new.meta, of_chunk, count))
-        cache = receive_paged_mass(info, cache, paged, lse, weights, count)
+        new = dataclasses.replace(new, meta=accumulate_mass(info, pos[:, None], new.meta, of_chunk, count))
+        cache = accumulate_paged_mass(info, cache, paged, lse, weights, count)
         cache = dataclasses.replace(cache, ring=ring)
     never = (lse > jnp.inf).any(axis=(1, 2))
     if cache.pages is not None:

@@ -19,12 +19,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from kvjax.cache.alike import check_alike
-from kvjax.cache.mesh import ONE, Mesh
 from kvjax.models.decoder import Decoder
 from kvjax.models.hf_config import DTYPES, ModelError, eos_value, read_config, stated_dtype, write_config
 from kvjax.models.hf_weights import read_json, read_weights, stamp, write_weights
 from kvjax.models.spec import ModelSpec
+from kvjax.sharding.consistency import check_consistent
+from kvjax.sharding.mesh import ONE, Mesh
 from kvjax.types import Params
 
 __all__ = ["Model", "ModelError", "load", "read_spec", "save"]
@@ -87,7 +87,7 @@ def load(source: str | Path, *, dtype: str | None = None, mesh: Mesh = ONE) -> M
     if mesh.across:
         config = read_json(folder / "config.json")
         given = {"the config": config, "the weights": stamp(folder), "the dtype": str(dtype)}
-        check_alike("load", mesh, given)
+        check_consistent("load", mesh, given)
     params = read_weights(folder, spec, dtype or stored, mesh)
     return Model(spec=spec, params=params, folder=folder)
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from kvjax.errors import UserError
 
-class ModelError(ValueError):
+
+class ModelError(UserError):
     """A folder, file or tree of weights that is not a model kvjax can read or write."""
 
 

@@ -14,11 +14,11 @@ from typing import Any
 import ml_dtypes  # noqa: F401  teaches NumPy the name "bfloat16"
 import numpy as np
 
-from kvjax.cache.mesh import ONE, Mesh
 from kvjax.models.decoder import LETTERS
 from kvjax.models.hf_table import HEAD, Entry, stored_as, table
 from kvjax.models.hf_values import ModelError
 from kvjax.models.spec import ModelSpec
+from kvjax.sharding.mesh import ONE, Mesh
 from kvjax.types import Params
 
 SINGLE = "model.safetensors"

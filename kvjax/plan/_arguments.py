@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from kvjax import catalogue, cli, loading
-from kvjax.cache.mesh import AXES, DATA, Mesh, axis_sizes
 from kvjax.cli import InputError
 from kvjax.models import hf, published
 from kvjax.models.spec import ModelSpec
 from kvjax.plan import _case as cases
 from kvjax.plan import _search as search
 from kvjax.plan._case import Case
+from kvjax.sharding.mesh import AXES, DATA, Mesh, axis_sizes
 from pallas_kernels.measure.chips import CHIPS, Chip
 
 TPUS = ("v5e", "v6e", "v5p", "tpu7x")

@@ -12,10 +12,10 @@ import numpy as np
 
 from kvjax import decode, layer
 from kvjax.algebra import Frame, Policy
-from kvjax.cache.mesh import Mesh
 from kvjax.cli import InputError
 from kvjax.models.decoder import Decoder
 from kvjax.models.spec import ModelSpec
+from kvjax.sharding.mesh import Mesh
 
 
 @dataclasses.dataclass(frozen=True)

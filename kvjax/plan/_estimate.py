@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 import jax.numpy as jnp
 
-from kvjax.cache.mesh import DATA
 from kvjax.plan import _shapes as shapes
 from kvjax.plan._case import Case
 from kvjax.plan._programs import Program
+from kvjax.sharding.mesh import DATA
 from pallas_kernels.measure.chips import Chip
 
 

@@ -8,8 +8,6 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from kvjax.cache import mesh as meshes
-from kvjax.cache.mesh import DATA
 from kvjax.cli import InputError
 from kvjax.plan import _estimate as estimate
 from kvjax.plan import _programs as programs
@@ -18,6 +16,8 @@ from kvjax.plan._arguments import Question
 from kvjax.plan._case import Case
 from kvjax.plan._estimate import Bytes, Known, Roofline
 from kvjax.plan._programs import NoRoom, Program
+from kvjax.sharding import mesh as meshes
+from kvjax.sharding.mesh import DATA
 
 if TYPE_CHECKING:
     from pallas_kernels.measure import aot

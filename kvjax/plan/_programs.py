@@ -15,10 +15,10 @@ import jax
 import jax.numpy as jnp
 
 from kvjax import decode, layer
-from kvjax.cache.mesh import ROWS
 from kvjax.plan import _shapes as shapes
 from kvjax.plan._case import Case
 from kvjax.plan._collectives import Collective, collectives
+from kvjax.sharding.mesh import ROWS
 
 if TYPE_CHECKING:
     from pallas_kernels.measure import aot

@@ -6,12 +6,12 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-from kvjax.cache.mesh import DATA
 from kvjax.plan._arguments import Question
 from kvjax.plan._case import uneven
 from kvjax.plan._estimate import Bytes
 from kvjax.plan._plan import Plan
 from kvjax.plan._programs import Program
+from kvjax.sharding.mesh import DATA
 from pallas_kernels.measure.chips import GIB
 
 PARTS = {

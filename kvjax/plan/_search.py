@@ -10,10 +10,10 @@ import jax
 
 from kvjax import catalogue
 from kvjax.algebra import PolicyError
-from kvjax.cache.mesh import AXES, DATA, Mesh, MeshError
 from kvjax.plan import _case as cases
 from kvjax.plan._case import Case
 from kvjax.plan._estimate import Known, bytes_like, largest, resident
+from kvjax.sharding.mesh import AXES, DATA, Mesh, MeshError
 from pallas_kernels.measure.chips import Chip
 
 STEP = 1024

@@ -14,12 +14,12 @@ from kvjax import decode, layer, metrics
 from kvjax.algebra import Policy
 from kvjax.cache import pool
 from kvjax.cache import state as states
-from kvjax.cache.mesh import DATA, TENSOR, WHOLE, Mesh
 from kvjax.cache.pages import Pages
 from kvjax.cache.state import KVState, LayerCache
 from kvjax.models import decoder
 from kvjax.models.spec import ModelSpec
 from kvjax.plan._case import Case, slots
+from kvjax.sharding.mesh import DATA, TENSOR, WHOLE, Mesh
 from kvjax.types import Params
 
 

@@ -47,7 +47,7 @@ class ConfKV(Eviction):
         "gamma": Number(0, 1, open="high"),
         "recent": Whole(),
     }
-    dials = ("alpha", "gamma")
+    traced = ("alpha", "gamma")
     needs = frozenset({"k", "mass"})
     keeps = ("mass",)
     shared_ranking = True
@@ -79,11 +79,11 @@ class ConfKV(Eviction):
         del params
         return {"mass": jnp.zeros(observed.k.shape[:3], jnp.float32)}
 
-    def weigh(self, age: Int[Array, "B T"]) -> Float[Array, "B T"]:
+    def query_weights(self, age: Int[Array, "B T"]) -> Float[Array, "B T"]:
         """(1 - gamma) gamma^age: what is left of a query's attention after ``age`` more queries."""
         return self.fresh * self.gamma ** age.astype(jnp.float32)
 
-    def receive(
+    def accumulate(
         self, slots: Slots, mass: Float[Array, "B 1 C"], count: Int[Array, "B 1 1"]
     ) -> dict[str, Float[Array, "B K C"]]:
         """``count`` turns of the moving average."""

@@ -62,7 +62,7 @@ class Duo(Admission):
         "window": Whole(1, "window"),
         "prefill": Switch(),
     }
-    dials = ("share",)
+    traced = ("share",)
     sizes = ("share", "window")
     learns = "duo"
     trained_by = "python -m train.duo --config FILE, as in configs/gates/duo-embedded.yaml"

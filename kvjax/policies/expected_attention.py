@@ -47,7 +47,7 @@ class ExpectedAttention(Eviction):
         "sinks": Whole(),
         "floor": Number(),
     }
-    dials = ("sinks", "floor")
+    traced = ("sinks", "floor")
     needs = frozenset({"q_pre", "k", "v"})
     scores_prompt = True
     ahead: int = 512

@@ -69,11 +69,11 @@ class H2O(Eviction):
         del params
         return {"mass": jnp.zeros(observed.k.shape[:3], jnp.float32)}
 
-    def weigh(self, age: Int[Array, "B T"]) -> Float[Array, "B T"]:
+    def query_weights(self, age: Int[Array, "B T"]) -> Float[Array, "B T"]:
         """All queries count the same."""
         return jnp.ones(age.shape, jnp.float32)
 
-    def receive(self, slots: Slots, mass: Float[Array, "B N C"], count: Array) -> dict[str, Array]:
+    def accumulate(self, slots: Slots, mass: Float[Array, "B N C"], count: Array) -> dict[str, Array]:
         """The sum grows."""
         del count
         old = slots.meta["mass"]

@@ -153,7 +153,7 @@ class LearnedRanker(Eviction):
 
     name = "kvp"
     arguments = {"sinks": Whole(), "recent": Whole()}
-    dials = ("sinks",)
+    traced = ("sinks",)
     needs = frozenset({"k", "k_pre", "v"})
     keeps = ("score",)
     learns = "kvp"

@@ -31,7 +31,7 @@ class Random(Eviction):
 
     name = "random"
     arguments = {"seed": Whole(0, "seed", 2**32 - 1)}
-    dials = ("seed",)
+    traced = ("seed",)
     keeps = ("draw",)
     seed: int = 0
 

@@ -37,11 +37,11 @@ class Tova(Eviction):
         del params
         return {"mass": jnp.zeros(observed.k.shape[:3], jnp.float32)}
 
-    def weigh(self, age: Int[Array, "B T"]) -> Float[Array, "B T"]:
+    def query_weights(self, age: Int[Array, "B T"]) -> Float[Array, "B T"]:
         """The last query alone counts."""
         return (age == 0).astype(jnp.float32)
 
-    def receive(self, slots: Slots, mass: Float[Array, "B 1 C"], count: Array) -> dict[str, Array]:
+    def accumulate(self, slots: Slots, mass: Float[Array, "B 1 C"], count: Array) -> dict[str, Array]:
         """The newest query replaces the one before."""
         del count
         return {"mass": jnp.broadcast_to(mass, slots.meta["mass"].shape)}

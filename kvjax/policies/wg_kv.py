@@ -108,7 +108,7 @@ class WriteGate(Admission):
         "tau": Number(0, 1, "threshold of a gate", open="low high"),
         "window": Whole(1, "window"),
     }
-    dials = ("tau",)
+    traced = ("tau",)
     needs = frozenset({"k_pre", "k"})
     learns = "wg-kv"
     trained_by = (

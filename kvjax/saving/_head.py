@@ -10,6 +10,7 @@ import numpy as np
 
 from kvjax import catalogue
 from kvjax.algebra import Policy, PolicyError
+from kvjax.errors import UserError
 from kvjax.types import Weighted
 from kvjax.weights import fingerprint
 
@@ -19,7 +20,7 @@ VERSION = 2
 must not pass for a whole, as 2."""
 
 
-class StateError(ValueError):
+class StateError(UserError):
     """A file that holds no state, or one that does not belong here."""
 
 

@@ -18,8 +18,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from kvjax.cache.mesh import DATA, TENSOR, Mesh
 from kvjax.saving._files import clear, replace
+from kvjax.sharding.mesh import DATA, TENSOR, Mesh
 
 NAME = "part-{at:05d}-of-{of:05d}.safetensors"
 """Of a part's file."""

@@ -16,16 +16,16 @@ import numpy as np
 from kvjax import catalogue
 from kvjax.algebra import Policy
 from kvjax.cache import pool
-from kvjax.cache.alike import check_alike
-from kvjax.cache.mesh import ONE, Mesh, mesh_of
-from kvjax.cache.mesh import mesh as a_mesh
 from kvjax.cache.pages import Pages
-from kvjax.cache.reshard import reshard
 from kvjax.cache.ring import Ring
 from kvjax.cache.state import KVState, LayerCache
 from kvjax.saving import _parts
 from kvjax.saving._files import PARTS
 from kvjax.saving._head import FORMAT, VERSION, StateError, check, digest, places
+from kvjax.sharding.consistency import check_consistent
+from kvjax.sharding.mesh import ONE, Mesh, mesh_of
+from kvjax.sharding.mesh import mesh as a_mesh
+from kvjax.sharding.reshard import reshard
 from kvjax.types import EMPTY, Weighted
 
 
@@ -77,9 +77,9 @@ def open(
     try:
         arrays, head = _read(Path(path))
     except StateError as error:
-        check_alike("open", where, given | {"the file": str(error)})  # others may have read theirs
+        check_consistent("open", where, given | {"the file": str(error)})  # others may have read theirs
         raise
-    check_alike("open", where, given | {"the file": head["digest"]})
+    check_consistent("open", where, given | {"the file": head["digest"]})
     made = check(str(path), head, model, policy, label)
     rows = len(arrays["length"])
     where.check(f"open({str(path)!r})", rows=rows, heads=network.num_heads, kv_heads=network.num_kv_heads)

@@ -16,15 +16,15 @@ import numpy as np
 
 from kvjax import catalogue
 from kvjax.algebra import Policy
-from kvjax.cache.alike import check_alike
-from kvjax.cache.mesh import ONE
 from kvjax.cache.pages import Pages
-from kvjax.cache.reshard import on_host
 from kvjax.cache.ring import Ring
 from kvjax.cache.state import DONATED, KVState, LayerCache
 from kvjax.saving import _parts
 from kvjax.saving._files import check_place, replace
 from kvjax.saving._head import FORMAT, VERSION, StateError, digest, places
+from kvjax.sharding.consistency import check_consistent
+from kvjax.sharding.mesh import ONE
+from kvjax.sharding.reshard import on_host
 from kvjax.types import Weighted
 from kvjax.weights import fingerprint
 
@@ -84,7 +84,7 @@ def save(
             "the model": head["model"],
             "what is beside it": {"arrays": beside, "words": dict(notes or {})},
         }
-        check_alike("save", state.mesh, given)
+        check_consistent("save", state.mesh, given)
         arrays |= {f"extra.{name}": np.asarray(value) for name, value in beside.items()}
         _parts.write_together(path, lambda folder: _write_mine(folder, state, arrays, head))
         return

@@ -17,7 +17,7 @@ import numpy as np
 
 from kvjax import catalogue
 from kvjax.algebra import Part, Policy, PolicyError
-from kvjax.heads import in_order
+from kvjax.sharding.head_order import in_order
 from kvjax.types import Params, Weighted
 from kvjax.weights._file import Learned, WeightsError, read_weights
 from kvjax.weights._fingerprint import SIZES, fingerprint, name_of, sizes

@@ -23,6 +23,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from kvjax.errors import UserError
+
 _TYPES: dict[str, np.dtype] = {
     "FloatStorage": np.dtype(np.float32),
     "DoubleStorage": np.dtype(np.float64),
@@ -50,7 +52,7 @@ _TRIPS = (
 """What a broken stream makes an unpickler raise."""
 
 
-class TorchFileError(ValueError):
+class TorchFileError(UserError):
     """A file that holds no tensors this module can read."""
 
 

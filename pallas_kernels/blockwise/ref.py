@@ -50,7 +50,7 @@ def blockwise(q: Array, k: Array, v: Array, where: Where, *, sight: Sight) -> Pa
     (b, n, t, h), see = q.shape, visible(where, sight.window)
     s = softmax.hide(_scores(q, k, where, see, sight), see)
     m = softmax.row_max(s)
-    p = softmax.weigh(s, m)
+    p = softmax.query_weights(s, m)
     o = jnp.einsum("bkgts,bksh->bkgth", p, _reached(v, where), precision=EXACT)
     out, lse = softmax.finish(m, jnp.sum(p, axis=-1), o)
     return out.reshape(b, n, t, h).astype(sight.dtype), lse.reshape(b, n, t)

@@ -69,7 +69,7 @@ def _mix_slowly(
 def _dense(q: Array, k: Array, v: Array, where: Where, *, sight: Sight) -> Partial:
     s = _visible_scores(cut.grouped(q, k), k, where, sight)
     m = softmax.row_max(s)
-    p = softmax.weigh(s, m)
+    p = softmax.query_weights(s, m)
     # Masking V copies all of V, so it is done only where 0 * NaN of a padded value shows.
     o = _mix(p, v)
     o = jax.lax.cond(jnp.isnan(o).any(), lambda: _mix_slowly(p, v, where.k_pos), lambda: o)

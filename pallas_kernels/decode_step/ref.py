@@ -63,6 +63,6 @@ def decode_step(token: Token, cache: Cache, lists: Lists, *, scale: float) -> tu
     q, exact = token.q.astype(jnp.float32).reshape(b, heads, -1, h), jax.lax.Precision.HIGHEST
     s = softmax.hide(jnp.einsum("bkgh,bkch->bkgc", q, k, precision=exact) * scale, see[:, :, None])
     top = softmax.row_max(s)
-    p = softmax.weigh(s, top)
+    p = softmax.query_weights(s, top)
     out, lse = softmax.finish(top, jnp.sum(p, axis=-1), jnp.einsum("bkgc,bkch->bkgh", p, v, precision=exact))
     return out.reshape(b, n, h).astype(token.q.dtype), lse.reshape(b, n), after

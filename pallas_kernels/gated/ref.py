@@ -40,7 +40,7 @@ def gated(
     s = softmax.cap(s, rule.softcap) + jnp.where(near, 0.0, log_gate.astype(jnp.float32)[:, :, None, None, :])
     s = softmax.hide(s, seen(at, at, lengths))
     m = softmax.row_max(s)
-    p = softmax.weigh(s, m)
+    p = softmax.query_weights(s, m)
     o = jnp.einsum("bkgts,bksh->bkgth", p, v, precision=jax.lax.Precision.HIGHEST)
     out, lse = softmax.finish(m, jnp.sum(p, axis=-1), o)
     return out.reshape(b, n, t, h), lse.reshape(b, n, t)

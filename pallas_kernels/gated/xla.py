@@ -125,7 +125,7 @@ def _backward(x: Inputs, above: Above, rule: Rule) -> tuple[Array, ...]:
             q_i, do_i, lse_i, delta_i = (z[c] for z in rows)
             capped = _scores(q_i, k_j, rule)
             s, far = _biased(capped, gate_j, c * bq + jnp.arange(bq), j, lengths, rule)
-            p = softmax.weigh(s, lse_i)
+            p = softmax.query_weights(s, lse_i)
             ds = p * (_product("bkgth,bksh->bkgts", do_i, v_j) - delta_i[..., None])
             dgate += jnp.sum(jnp.where(far, ds, 0.0), axis=(2, 3))
             dv += _product("bkgts,bkgth->bksh", p, do_i)

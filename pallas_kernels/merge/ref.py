@@ -23,6 +23,6 @@ def merge(
     lses = jnp.stack([lse.astype(jnp.float32) for _, lse in parts], axis=-1)
     there = lses != -jnp.inf
     m = softmax.row_max(lses)
-    w = softmax.weigh(lses, m)
+    w = softmax.query_weights(lses, m)
     o = jnp.sum(w[..., None] * jnp.where(there[..., None], outs, 0.0), axis=-2)
     return softmax.finish(m, jnp.sum(w, axis=-1), o)

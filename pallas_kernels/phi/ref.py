@@ -99,7 +99,7 @@ def evaluate(
     amount = jnp.where(some, softmax.finite(summary.shift) + jnp.log(u), -jnp.inf)
     a = log_q.astype(jnp.float32).reshape(b, heads, n // heads, t, f) + amount[:, :, None, None, :]
     m = softmax.row_max(a)
-    p = softmax.weigh(a, m)
+    p = softmax.query_weights(a, m)
     o = jnp.einsum("bkgtf,bkfh->bkgth", p, summary.values / u[..., None], precision=EXACT)
     out, lse = softmax.finish(m, jnp.sum(p, axis=-1), o)
     return out.reshape(b, n, t, h), lse.reshape(b, n, t)

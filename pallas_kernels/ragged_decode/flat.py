@@ -99,7 +99,7 @@ def _live_slots(own: Owners, size: int) -> Bool[Array, "P S"]:
 def _weights(s: Float[Array, "P R S"], own: Owners, softcap: float | None) -> tuple[Array, Array, Array]:
     s = softmax.hide(softmax.cap(s, softcap), _live_slots(own, s.shape[-1])[:, None])
     m = softmax.row_max(s)
-    p = softmax.weigh(s, m)
+    p = softmax.query_weights(s, m)
     return m, jnp.sum(p, axis=-1), p
 
 

@@ -59,7 +59,7 @@ def at_once(
     s = s if bias is None else s + bias.reshape(s.shape)
     hidden = softmax.hide(s, see)
     m = softmax.row_max(hidden)
-    p = softmax.weigh(hidden, m)
+    p = softmax.query_weights(hidden, m)
     o = products.mix(p, _gather(pools.v, ids, _column(scales, 1), mask))
     out, lse = softmax.finish(m, jnp.sum(p, axis=-1), o)
     return out, lse, softmax.probabilities(s, see, lse) if options.mass else None

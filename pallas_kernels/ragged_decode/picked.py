@@ -81,7 +81,7 @@ def gathered(
     s, see = softmax.cap(products.scores(x, k, scale), softcap), live[:, :, None]
     hidden = softmax.hide(s, see)
     m = softmax.row_max(hidden)
-    p = softmax.weigh(hidden, m)
+    p = softmax.query_weights(hidden, m)
     o = products.mix(p, jnp.where(live[..., None], v, jnp.zeros((), v.dtype)))
     out, lse = softmax.finish(m, jnp.sum(p, axis=-1), o)
     whole = out.reshape(b, n, t, h), lse.reshape(b, n, t)

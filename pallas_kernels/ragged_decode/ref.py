@@ -72,7 +72,7 @@ def ragged_decode(q: Array, pools: Pools, lists: Lists, *, options: Options) -> 
         s = s + lists.bias.astype(jnp.float32).reshape(b, heads, n // heads, 1, -1)
     hidden = softmax.hide(s, see)
     m = softmax.row_max(hidden)
-    p = softmax.weigh(hidden, m)
+    p = softmax.query_weights(hidden, m)
     o = jnp.einsum("bkgts,bksh->bkgth", p, v.reshape(b, heads, -1, h), precision=jax.lax.Precision.HIGHEST)
     out, lse = softmax.finish(m, jnp.sum(p, axis=-1), o)
     out, lse_all = out.reshape(b, n, t, h), lse.reshape(b, n, t)

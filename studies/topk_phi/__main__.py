@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import kvjax
+from benchmarks import machine
 from kvjax import cli, reads
-from kvjax.bench import machine
 from kvjax.eval.measure.row import short
 
 RESULTS = Path("results/topk_phi")

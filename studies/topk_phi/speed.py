@@ -19,10 +19,10 @@ import jax
 import jax.numpy as jnp
 
 import kvjax
+from benchmarks import random_model
+from benchmarks.fill import filled, untrained
 from kvjax import layer
 from kvjax.algebra import Nothing, Policy
-from kvjax.bench import random_model
-from kvjax.bench.fill import filled, untrained
 from kvjax.cache import ring as rings
 from kvjax.cache import state as states
 from kvjax.cache.state import LayerCache

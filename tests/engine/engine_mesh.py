@@ -21,8 +21,8 @@ import numpy as np
 import kvjax
 from kvjax import decode
 from kvjax.algebra import Policy
-from kvjax.cache.mesh import ONE, Mesh
 from kvjax.engine import Engine, Request
+from kvjax.sharding.mesh import ONE, Mesh
 from kvjax.weights import save_weights
 
 POLICIES = (

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 import tiny
 
-from kvjax.cache.mesh import ONE, sizes_of
 from kvjax.decode import RequestError
 from kvjax.engine import _layout as layout
 from kvjax.engine import _settings as settings
+from kvjax.sharding.mesh import ONE, sizes_of
 
 HERE = Path(__file__).parent
 

@@ -30,7 +30,7 @@ class NearestPages(Selection):
 
     name = "nearest_pages"
     arguments = {"share": Number(low=0, high=1)}
-    dials = ("share",)
+    traced = ("share",)
     share: float = 0.5
 
     def select(self, params, q, pages, list_id, total, longest):

@@ -47,7 +47,7 @@ def with_mass(eviction: Eviction, seen: Observation) -> Observation:
     q, k, v = (seen.values[name] for name in ("q", "k", "v"))
     age = seen.total[:, None] - 1 - seen.pos
     sight = {"q_pos": seen.pos, "k_pos": seen.pos, "softcap": seen.softcap}
-    weights = jnp.where(seen.pos >= 0, eviction.weigh(age), 0.0)
+    weights = jnp.where(seen.pos >= 0, eviction.query_weights(age), 0.0)
     mass = column_mass(q, k, blockwise(q, k, v, **sight)[1], weights, **sight)
     return dataclasses.replace(seen, values=seen.values | {"mass": mass})
 

@@ -126,7 +126,7 @@ def every_step(eviction: Eviction) -> Policy:
 def test_a_decode_step_asks_for_mass_only_where_somebody_ranks_by_it(policy, asks, monkeypatch):
     """Seen from inside, while a whole step and a whole chunk are traced."""
     asked = []
-    read, weigh = _read.ragged_decode, _step.column_mass
+    read, query_weights = _read.ragged_decode, _step.column_mass
 
     def reads(*given: Any, mass: bool, **more: Any) -> Any:
         asked.append(mass)
@@ -134,7 +134,7 @@ def test_a_decode_step_asks_for_mass_only_where_somebody_ranks_by_it(policy, ask
 
     def weighs(*given: Any, **more: Any) -> Any:
         asked.append(True)
-        return weigh(*given, **more)
+        return query_weights(*given, **more)
 
     monkeypatch.setattr(_read, "ragged_decode", reads)
     monkeypatch.setattr(_step, "column_mass", weighs)

@@ -16,9 +16,9 @@ import kvjax
 from kvjax import layer
 from kvjax.algebra import Policy, PolicyError
 from kvjax.cache import ring as rings
-from kvjax.cache.blank import of_slots, zeros
 from kvjax.cache.pages import Pages
 from kvjax.cache.state import LayerCache
+from kvjax.cache.zeros import of_slots, zeros
 from kvjax.policies.magicpig import SETTINGS, MagicPIG
 from kvjax.types import EMPTY
 from pallas_kernels import ragged_decode

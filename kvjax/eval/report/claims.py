@@ -42,7 +42,7 @@ def _times(one: dict[str, Any]) -> float:
 UNSEEN = on("babilong", "icl", "gsm", "rerank", "mqar")
 """Groups that no ranker is trained on."""
 FIXED = only("streaming-llm", "snapkv", "adakv")
-BENCH = judges.elsewhere("needs weights of 8B parameters and a GPU; ours at its own scale: kvjax.bench")
+BENCH = judges.elsewhere("needs weights of 8B parameters and a GPU; ours at its own scale: benchmarks")
 PREMISE = judges.study(
     "premise",
     lambda found: max(shift["r"]["confidence"][2] for shift in found["shifts"].values()),
@@ -128,12 +128,12 @@ CLAIMS = (
     ),
     Claim(
         "wg-kv/memory",
-        "Peak memory at 75 % sparsity, 200k to 500k tokens (kvjax.bench)",
+        "Peak memory at 75 % sparsity, 200k to 500k tokens (benchmarks)",
         "−46 … −57 %",
         BENCH,
     ),
-    Claim("wg-kv/prefill", "Prefill time at 75 % sparsity (kvjax.bench)", "3.03–3.45× faster", BENCH),
-    Claim("wg-kv/decode", "Decode time at 75 % sparsity (kvjax.bench)", "1.89–2.56× faster", BENCH),
+    Claim("wg-kv/prefill", "Prefill time at 75 % sparsity (benchmarks)", "3.03–3.45× faster", BENCH),
+    Claim("wg-kv/decode", "Decode time at 75 % sparsity (benchmarks)", "1.89–2.56× faster", BENCH),
     Claim(
         "conf-kv/ppl",
         "Perplexity near the full cache at the footprint of a 512-token window",

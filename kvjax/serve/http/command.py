@@ -16,7 +16,6 @@ from typing import Any
 
 import uvicorn
 
-from kvjax.cache.mesh import sizes_of
 from kvjax.cli import InputError, check_alone
 from kvjax.engine import Engine, check_mesh
 from kvjax.loading import EMBEDDED, LanguageModel
@@ -30,6 +29,7 @@ from kvjax.serve.http.middleware import is_local
 from kvjax.serve.http.policies import Policies
 from kvjax.serve.http.service import Service
 from kvjax.serve.http.spelling import Spelling
+from kvjax.sharding.mesh import sizes_of
 
 LOOK = 0.1
 """Seconds between two looks at the engine's health."""

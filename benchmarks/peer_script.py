@@ -1,6 +1,6 @@
 """The peers' side of a comparison, run by the peers' interpreter: ``peer_script.py CPU,CPU…``.
 
-Answers the same requests as ``kvjax.bench.ours``, with transformers or a kvpress press, and imports
+Answers the same requests as ``benchmarks.ours``, with transformers or a kvpress press, and imports
 nothing of ours. The decode loop is bare greedy argmax, which is faster than ``model.generate``; ``serve``
 is transformers' own continuous batching.
 """
@@ -143,7 +143,7 @@ class Side:
         return {"live": held, "allocated": held}
 
     def memory(self, forget: bool) -> dict[str, Any]:
-        """Of the process, as in ``kvjax.bench.machine``."""
+        """Of the process, as in ``benchmarks.machine``."""
         try:
             status = Path("/proc/self/status").read_text()
             names = {"rss": "VmRSS", "peak_rss": "VmHWM"}

@@ -15,9 +15,9 @@ import numpy as np
 
 from kvjax.cache import pool
 from kvjax.cache import state as states
-from kvjax.cache.mesh import CONTEXT, ONE, Mesh
 from kvjax.cache.pages import Pages
 from kvjax.cache.state import KVState, LayerCache
+from kvjax.sharding.mesh import CONTEXT, ONE, Mesh
 from kvjax.types import EMPTY
 
 _PAGED = ("k", "v", "scales", "pos", "meta", "summary")

@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from kvjax.bench.child import Child
+from benchmarks.child import Child
 
 Row = dict[str, Any]
 
@@ -44,7 +44,7 @@ def rows(
 
 
 def _start(spec: str, layers: int, keep: str, threads: int, prompt: int, new: int) -> Row:
-    with Child([sys.executable, "-m", "kvjax.bench.starts"], threads) as child:
+    with Child([sys.executable, "-m", "benchmarks.starts"], threads) as child:
         return child.ask("start", spec=spec, layers=layers, prompt=prompt, new=new, keep=keep)
 
 

@@ -1,4 +1,4 @@
-"""The command line of ``python -m kvjax.bench``: what can be said, and what is refused before any work."""
+"""The command line of ``python -m benchmarks``: what can be said, and what is refused before any work."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks import compile as compiling
+from benchmarks import machine
+from benchmarks.random_model import SIZES
+from benchmarks.serving import PARTS, Serving
+from benchmarks.sides import Settings
 from kvjax import cli
-from kvjax.bench import compile as compiling
-from kvjax.bench import machine
-from kvjax.bench.random_model import SIZES
-from kvjax.bench.serving import PARTS, Serving
-from kvjax.bench.sides import Settings
 from kvjax.catalogue import policy
 
 DTYPES = ("float32", "bfloat16")
@@ -109,7 +109,7 @@ def parse(words: Sequence[str]) -> Asked:
 
 def _parser(quick: bool) -> cli.Parser:
     parser = cli.Parser(
-        prog="python -m kvjax.bench", description="Benchmarks of the KV cache, beside our peers."
+        prog="python -m benchmarks", description="Benchmarks of the KV cache, beside our peers."
     )
     what = parser.add_subparsers(dest="what", required=True)
     one = what.add_parser("host", help="host cost of a decode step")

@@ -1,4 +1,4 @@
-"""Our side of a comparison: ``python -m kvjax.bench.ours CPU,CPU…`` answers requests on standard input.
+"""Our side of a comparison: ``python -m benchmarks.ours CPU,CPU…`` answers requests on standard input.
 
 Parts that learn have untrained weights (``Part.untrained``); write gates admit a quarter of the prompt.
 
@@ -19,15 +19,15 @@ from typing import Any
 import jax
 import numpy as np
 
+from benchmarks import machine
+from benchmarks.child import answer
+from benchmarks.fill import untrained
 from kvjax import decode, metrics, timing
 from kvjax.algebra import Policy
-from kvjax.bench import machine
-from kvjax.bench.child import answer
-from kvjax.bench.fill import untrained
-from kvjax.cache.reshard import fork
 from kvjax.cache.state import KVState
 from kvjax.catalogue import policy
 from kvjax.loading import LanguageModel, load
+from kvjax.sharding.reshard import fork
 from kvjax.types import Params
 
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from kvjax.bench import peers
-from kvjax.bench.child import Child
-from kvjax.bench.serving import Serving, other, prompts, rate
+from benchmarks import peers
+from benchmarks.child import Child
+from benchmarks.serving import Serving, other, prompts, rate
 from kvjax.loading import LanguageModel
 
 Row = dict[str, Any]

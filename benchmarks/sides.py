@@ -7,17 +7,17 @@ import math
 import sys
 from pathlib import Path
 
-from kvjax.bench import machine, peers
-from kvjax.bench.child import Child
-from kvjax.bench.random_model import SIZES, count
-from kvjax.cache.mesh import AXES, ONE, Mesh, sizes_of
+from benchmarks import machine, peers
+from benchmarks.child import Child
+from benchmarks.random_model import SIZES, count
 from kvjax.catalogue import policy
 from kvjax.cli import InputError
 from kvjax.models.spec import ModelSpec
+from kvjax.sharding.mesh import AXES, ONE, Mesh, sizes_of
 
 FULL, UNIFORM, PER_HEAD = "full", "snapkv + uniform(0.25)", "snapkv + ada(0.25)"
 OURS = (FULL, UNIFORM, PER_HEAD)
-NO_PEERS = "no --peers folder was given; python -m kvjax.bench peers --make DIR makes one"
+NO_PEERS = "no --peers folder was given; python -m benchmarks peers --make DIR makes one"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,7 +136,7 @@ class Settings:
     def open(self, config: Config) -> Child:
         """Start the process of one side."""
         if config.system == "kvjax":
-            command = [sys.executable, "-m", "kvjax.bench.ours"]
+            command = [sys.executable, "-m", "benchmarks.ours"]
             return Child(command, self.threads, math.prod(self.grid.size(axis) for axis in AXES))
         assert self.peers is not None  # noqa: S101  (the caller skips peers that are absent)
         return Child(peers.command(self.peers), self.threads)

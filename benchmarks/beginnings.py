@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from kvjax.bench.serving import Serving, ask, engine_of, prompts, rate
+from benchmarks.serving import Serving, ask, engine_of, prompts, rate
 from kvjax.engine import Engine, Request
 from kvjax.loading import LanguageModel
 

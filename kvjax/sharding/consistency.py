@@ -15,13 +15,13 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from kvjax.cache.mesh import Mesh, MeshError
+from kvjax.sharding.mesh import Mesh, MeshError
 
 MOST = 15
 """Things that one comparison takes: all have one shape, so that processes in different calls still meet."""
 
 
-def check_alike(call: str, mesh: Mesh, given: Mapping[str, Any]) -> None:
+def check_consistent(call: str, mesh: Mesh, given: Mapping[str, Any]) -> None:
     """Refuses processes that give a call different things.
 
     Args:
@@ -38,7 +38,7 @@ def check_alike(call: str, mesh: Mesh, given: Mapping[str, Any]) -> None:
 
 
 def compare(call: str, given: Mapping[str, Any], processes: Sequence[int]) -> None:
-    """``check_alike``, between these processes."""
+    """``check_consistent``, between these processes."""
     if len(processes) == 1:
         return
     whole = [call, *given], *given.values()

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks import peers
 from kvjax import decode
-from kvjax.bench import peers
 from kvjax.engine import Engine, Request, Ticket
 from kvjax.loading import LanguageModel
 

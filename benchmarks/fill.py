@@ -87,7 +87,7 @@ def _judged(
         seen = dataclasses.replace(seen, values=seen.values | {"mass": mass})
         if policy.tracks_mass:
             new = dataclasses.replace(
-                new, meta=layers.receive_mass(site, pos[:, None], new.meta, mass, total)
+                new, meta=layers.accumulate_mass(site, pos[:, None], new.meta, mass, total)
             )
     if policy.budget.limited:
         new = dataclasses.replace(new, admit=new.admit & layers.retained(site, new, seen))

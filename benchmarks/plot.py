@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from kvjax.bench import results
+from benchmarks import results
 from kvjax.cli import InputError
 
 Row = dict[str, Any]
@@ -66,7 +66,7 @@ def _figure(folder: Path, name: str, fields: list[tuple[str, str, float]]) -> Pa
             _bars(axes[line][column], here, field, unit)
             axes[line][column].set_xlabel(label)
         axes[0][column].set_title(f"{context} tokens, batch {batch}", fontsize=10)
-    figure.suptitle(f"kvjax.bench {name}: solid float32, pale bfloat16", fontsize=11)
+    figure.suptitle(f"benchmarks {name}: solid float32, pale bfloat16", fontsize=11)
     file = folder / f"{name}.png"
     figure.savefig(file, dpi=110)
     pyplot.close(figure)

@@ -13,11 +13,11 @@ from typing import Any
 import jax
 import numpy as np
 
+from benchmarks import random_model
+from benchmarks.child import answer
+from benchmarks.fill import untrained
+from benchmarks.host import narrow
 from kvjax import decode
-from kvjax.bench import random_model
-from kvjax.bench.child import answer
-from kvjax.bench.fill import untrained
-from kvjax.bench.host import narrow
 from kvjax.catalogue import policy
 from kvjax.loading import LanguageModel
 from pallas_kernels.measure import timing

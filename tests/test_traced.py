@@ -119,9 +119,9 @@ def test_every_dial_is_turned():
     turned: dict[type[Part], set[str]] = {}
     for spec, other in NEIGHBOURS.items():
         for one, two in zip(kvjax.policy(spec).parts, kvjax.policy(other).parts):
-            changed = {name for name in one.dials if getattr(one, name) != getattr(two, name)}
+            changed = {name for name in one.traced if getattr(one, name) != getattr(two, name)}
             turned.setdefault(type(one), set()).update(changed)
-    left = {kind.name: set(kind.dials) - names for kind, names in turned.items() if set(kind.dials) - names}
+    left = {kind.name: set(kind.traced) - names for kind, names in turned.items() if set(kind.traced) - names}
     assert left == {}
 
 
@@ -151,7 +151,7 @@ class Sharp(Part):
     name = "sharp"
     place = "eviction"
     arguments = {"edge": Number(0, 1)}
-    dials = ("edge",)
+    traced = ("edge",)
     edge: float = 0.5
     wide: int = 3
 

@@ -29,6 +29,7 @@ from jax.sharding import PartitionSpec as P
 
 from kvjax.cache.pages import Pages
 from kvjax.cache.ring import Entry
+from kvjax.errors import UserError
 from kvjax.types import Params
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ MODEL_CUT = {"K": (TENSOR,), **dict.fromkeys("NFV", (TENSOR, CONTEXT))}
 """Axes over which a model's dimensions are cut, by the letters of ``kvjax.types``."""
 
 
-class MeshError(ValueError):
+class MeshError(UserError):
     """A mesh that cannot be made here, or that does not divide what is asked of it."""
 
 

@@ -12,9 +12,9 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.child import Child, ChildError
+from benchmarks.sides import OURS, WARM, Settings
 from kvjax import catalogue
-from kvjax.bench.child import Child, ChildError
-from kvjax.bench.sides import OURS, WARM, Settings
 
 Row = dict[str, Any]
 Cell = tuple[str, int, str]
@@ -105,7 +105,7 @@ def _measured(settings: Settings, child: Child, context: int, spec: str) -> Row:
 
 
 def _process(settings: Settings) -> Child:
-    return Child([sys.executable, "-m", "kvjax.bench.ablate"], settings.threads)
+    return Child([sys.executable, "-m", "benchmarks.ablate"], settings.threads)
 
 
 def parts(found: Row) -> Row:

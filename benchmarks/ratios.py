@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from kvjax.bench.sides import FULL, PER_HEAD, UNIFORM
+from benchmarks.sides import FULL, PER_HEAD, UNIFORM
 
 Row = dict[str, Any]
 

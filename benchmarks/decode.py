@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from kvjax.bench.child import Child, ChildError
-from kvjax.bench.sides import NO_PEERS, WARM, Config, Settings
-from kvjax.cache.mesh import DATA
+from benchmarks.child import Child, ChildError
+from benchmarks.sides import NO_PEERS, WARM, Config, Settings
+from kvjax.sharding.mesh import DATA
 
 Row = dict[str, Any]
 Cell = tuple[str, int, int]

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from kvjax.bench import machine
+from benchmarks import machine
 from pallas_kernels.measure import child
 
 

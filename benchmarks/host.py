@@ -20,14 +20,14 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+from benchmarks import random_model
 from kvjax import decode
 from kvjax.algebra import Policy
-from kvjax.bench import random_model
-from kvjax.cache.mesh import CONTEXT, DATA, ONE, TENSOR, Mesh
 from kvjax.cache.state import KVState
 from kvjax.catalogue import policy
 from kvjax.models import decoder
 from kvjax.models.spec import ModelSpec
+from kvjax.sharding.mesh import CONTEXT, DATA, ONE, TENSOR, Mesh
 from kvjax.types import Params
 
 

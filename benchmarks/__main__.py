@@ -1,4 +1,4 @@
-"""The commands ``python -m kvjax.bench``."""
+"""The commands ``python -m benchmarks``."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks import arguments, machine, results
+from benchmarks.arguments import Asked
+from benchmarks.journal import Journal
 from kvjax import cli
-from kvjax.bench import arguments, machine, results
-from kvjax.bench.arguments import Asked
-from kvjax.bench.journal import Journal
 from kvjax.cli import InputError
 
 Row = dict[str, Any]
@@ -24,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command; the exit code.
 
     Args:
-      argv: the words after ``python -m kvjax.bench``; None reads them from the process.
+      argv: the words after ``python -m benchmarks``; None reads them from the process.
     """
     return cli.run(_bench, argv)
 
@@ -36,8 +36,8 @@ def _bench(words: Sequence[str]) -> None:
 
 
 def _host(asked: Asked, words: Sequence[str]) -> None:
-    from kvjax.bench.host import host
-    from kvjax.cache.mesh import mesh
+    from benchmarks.host import host
+    from kvjax.sharding.mesh import mesh
 
     del words
     on = mesh(asked.mesh)
@@ -46,7 +46,7 @@ def _host(asked: Asked, words: Sequence[str]) -> None:
 
 
 def _compile(asked: Asked, words: Sequence[str]) -> None:
-    from kvjax.bench import compile as compiling
+    from benchmarks import compile as compiling
 
     found = []
     for row in compiling.rows(asked.depths, asked.policies, asked.threads):
@@ -66,7 +66,7 @@ def _compile(asked: Asked, words: Sequence[str]) -> None:
 
 
 def _serve(asked: Asked, words: Sequence[str]) -> None:
-    from kvjax.bench.serve import serve
+    from benchmarks.serve import serve
 
     assert asked.serving is not None  # noqa: S101  (the parser made it)
     rows: list[Row] = []
@@ -88,7 +88,7 @@ def _serve(asked: Asked, words: Sequence[str]) -> None:
 
 
 def _peers(asked: Asked, words: Sequence[str]) -> None:
-    from kvjax.bench import peers
+    from benchmarks import peers
 
     del words
     assert asked.make is not None  # noqa: S101  (the parser requires it)
@@ -97,7 +97,7 @@ def _peers(asked: Asked, words: Sequence[str]) -> None:
 
 
 def _plot(asked: Asked, words: Sequence[str]) -> None:
-    from kvjax.bench import plot, summary
+    from benchmarks import plot, summary
 
     del words
     folder = asked.out or Path("results/bench")
@@ -107,7 +107,7 @@ def _plot(asked: Asked, words: Sequence[str]) -> None:
 
 def _table(asked: Asked, words: Sequence[str]) -> None:
     """decode, prefill, profile: measure, print rows as they come, keep them, save them at the end."""
-    from kvjax.bench import random_model
+    from benchmarks import random_model
 
     settings, job = asked.settings, _job(asked.what)
     assert settings is not None  # noqa: S101  (the parser made them)
@@ -147,7 +147,7 @@ def _table(asked: Asked, words: Sequence[str]) -> None:
 
 def _job(what: str) -> Any:
     """The module that measures: ``cell``, ``work``, ``measure``."""
-    from kvjax.bench import decode, prefill, profile
+    from benchmarks import decode, prefill, profile
 
     return {"decode": decode, "prefill": prefill, "profile": profile}[what]
 
@@ -158,7 +158,7 @@ def _conclude(asked: Asked, run: Row) -> None:
     Raises:
       InputError: a row of ours was not measured.
     """
-    from kvjax.bench import profile, ratios
+    from benchmarks import profile, ratios
 
     if asked.what != "profile":
         run["ratios"] = ratios.answer(ratios.questions(asked.what, run["rows"]), run["rows"])

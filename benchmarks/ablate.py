@@ -11,13 +11,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks import machine
+from benchmarks.child import answer
+from benchmarks.fill import filled, untrained
+from benchmarks.host import cost
+from benchmarks.ladder import Cut
 from kvjax import decode, metrics
 from kvjax.algebra import Policy
-from kvjax.bench import machine
-from kvjax.bench.child import answer
-from kvjax.bench.fill import filled, untrained
-from kvjax.bench.host import cost
-from kvjax.bench.ladder import Cut
 from kvjax.cache.state import KVState
 from kvjax.catalogue import policy
 from kvjax.loading import LanguageModel, load

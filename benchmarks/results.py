@@ -25,7 +25,7 @@ def written_command(words: Sequence[str]) -> str:
         elif not skip and name != "--out":
             shown.append(word)
         skip = word in ("--peers", "--out")
-    return "python -m kvjax.bench " + shlex.join(shown)
+    return "python -m benchmarks " + shlex.join(shown)
 
 
 def save(folder: Path, name: str, run: Row) -> Path:
@@ -57,7 +57,7 @@ def read(file: Path) -> list[Row]:
             f"{file} cannot be read ({error.strerror}). Run the benchmark with --out first."
         ) from None
     except (ValueError, KeyError, TypeError):
-        raise InputError(f"{file} is no result of kvjax.bench. Name another folder with --out.") from None
+        raise InputError(f"{file} is no result of benchmarks. Name another folder with --out.") from None
     return runs
 
 

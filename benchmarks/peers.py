@@ -64,7 +64,7 @@ def command(folder: Path) -> list[str]:
     python = python_of(folder)
     if not python.is_file() or not os.access(python, os.X_OK):
         raise InputError(
-            f"--peers {folder} holds no Python interpreter. Make it with: python -m kvjax.bench peers "
+            f"--peers {folder} holds no Python interpreter. Make it with: python -m benchmarks peers "
             f"--make {folder}"
         )
     # Isolated: the script's own folder, with our modules in it, must not shadow anybody's.

@@ -10,8 +10,8 @@ import statistics
 from collections.abc import Callable, Collection
 from pathlib import Path
 
-from kvjax.bench.decode import Cell, Lane, Row, cell, lanes, prompts, todo
-from kvjax.bench.sides import Settings
+from benchmarks.decode import Cell, Lane, Row, cell, lanes, prompts, todo
+from benchmarks.sides import Settings
 
 __all__ = ["cell", "measure", "work"]
 

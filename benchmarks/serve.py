@@ -27,12 +27,12 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks import machine
+from benchmarks.beginnings import pages, prefix
+from benchmarks.beside import beside
+from benchmarks.serving import Serving, ask, engine_of, other, prompts, rate
 from kvjax import decode
 from kvjax.algebra import Policy
-from kvjax.bench import machine
-from kvjax.bench.beginnings import pages, prefix
-from kvjax.bench.beside import beside
-from kvjax.bench.serving import Serving, ask, engine_of, other, prompts, rate
 from kvjax.catalogue import policy as read_policy
 from kvjax.engine import Engine, lane_bytes
 from kvjax.loading import LanguageModel, load
