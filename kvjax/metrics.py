@@ -18,7 +18,8 @@ from kvjax.cache.pages import Pages
 from kvjax.cache.ring import Ring
 from kvjax.cache.state import KVState, LayerCache
 from kvjax.sharding import head_order as kv_heads
-from kvjax.sharding.mesh import ROWS, STREAMS, TENSOR, Mesh
+from kvjax.sharding.mesh import Mesh
+from kvjax.sharding.specs import HEADS, ROWS, TENSOR, of_state
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Int
@@ -242,5 +243,5 @@ def present(state: KVState) -> Bool[jax.Array, "L B K C"]:
         return mask
 
     # Ids of pages count within a device.
-    by_layer = [mesh.each(mine, (state.length, x), (ROWS, mesh.specs(x)), STREAMS) for x in state.layers]
+    by_layer = [mesh.each(mine, (state.length, x), (ROWS, of_state(x)), HEADS) for x in state.layers]
     return jnp.stack(by_layer)

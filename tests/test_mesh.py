@@ -26,7 +26,8 @@ from kvjax.layer import _seam
 from kvjax.models import hf
 from kvjax.serve import command as serving
 from kvjax.serve.arguments import parse
-from kvjax.sharding.mesh import AXES, ONE, Mesh, MeshError
+from kvjax.sharding.mesh import ONE, Mesh, MeshError
+from kvjax.sharding.specs import AXES
 
 HERE = Path(__file__).parent
 CLOSE = 5e-5

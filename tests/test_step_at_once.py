@@ -75,7 +75,7 @@ def preferring(monkeypatch, impl: str) -> None:
 
 
 def stepper(info: layer.LayerInfo):
-    return jax.jit(lambda cache, x, length, active: layer.step(info, cache, heads(*x), length, active))
+    return jax.jit(lambda cache, x, length, active: layer.step(info, heads(*x), cache, length, active))
 
 
 def live(cache: LayerCache, length: np.ndarray) -> list[np.ndarray]:

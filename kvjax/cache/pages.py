@@ -14,12 +14,13 @@ The order of slots carries no meaning; keys are stored after RoPE and ``pos`` sa
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import jax
 import jax.numpy as jnp
 
 from kvjax.cache.ring import Entry
+from kvjax.sharding.specs import HEADS, POOL
 from kvjax.types import EMPTY, pytree
 
 if TYPE_CHECKING:
@@ -59,6 +60,12 @@ class Pages:
     n_free: Int[Array, ""]
     overflow: Bool[Array, ""]
     shared: bool = False
+
+    per_device = ("n_free", "overflow")
+
+    def specs(self) -> Any:
+        """How it is cut over devices: the pool by device, page lists by row and KV head."""
+        return dataclasses.replace(jax.tree.map(lambda _: POOL, self), table=HEADS, length=HEADS)
 
     @property
     def size(self) -> int:

@@ -25,7 +25,8 @@ from kvjax.cache import ring as rings
 from kvjax.cache.pages import Pages
 from kvjax.cache.state import KVState, LayerCache
 from kvjax.cache.write import scattered
-from kvjax.sharding.mesh import ONE, WHOLE, Mesh
+from kvjax.sharding.mesh import ONE, Mesh
+from kvjax.sharding.specs import WHOLE, of_state
 from kvjax.types import EMPTY, pytree
 
 if TYPE_CHECKING:
@@ -57,8 +58,8 @@ def on_devices(verb: Callable[..., LayerCache]) -> Callable[..., LayerCache]:
         if mesh == ONE:
             return verb(cache, *given, **static)
         present = [x for x in given if x is not None]
-        run, specs = functools.partial(verb, **static), mesh.specs(cache)
-        named = [mesh.specs(x) if isinstance(x, LayerCache) else WHOLE for x in present]
+        run, specs = functools.partial(verb, **static), of_state(cache)
+        named = [of_state(x) if isinstance(x, LayerCache) else WHOLE for x in present]
         return mesh.each(run, (cache, *present), (specs, *named), specs)  # type: ignore[no-any-return]
 
     return there

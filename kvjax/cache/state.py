@@ -16,7 +16,9 @@ from kvjax.cache import pool
 from kvjax.cache import ring as rings
 from kvjax.cache.pages import Pages
 from kvjax.cache.ring import Ring
-from kvjax.sharding.mesh import ONE, POOL, STREAMS, Mesh
+from kvjax.sharding.mesh import ONE, Mesh
+from kvjax.sharding.reshard import moved
+from kvjax.sharding.specs import CONTEXT, HEADS, POOL, of_state
 from kvjax.types import pytree
 
 if TYPE_CHECKING:
@@ -146,7 +148,7 @@ def _by_device(free: list[Any], overflow: list[Any], length: list[Any], mesh: Me
         found = [jnp.concatenate(free), jnp.concatenate(overflow).astype(jnp.int32), jnp.stack(slots)]
         return jnp.stack(found)[None]
 
-    return mesh.each(mine, [free, overflow, length], [POOL, POOL, STREAMS], POOL)
+    return mesh.each(mine, [free, overflow, length], [POOL, POOL, HEADS], POOL)
 
 
 def reserve(
@@ -199,7 +201,7 @@ def _pools(state: KVState) -> list[Pages]:
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def resize(pages: Pages, count: int, mesh: Mesh = ONE) -> Pages:
     """The pages in a pool of so many on each device; see ``pool.resize``."""
-    specs = mesh.specs(pages)
+    specs = of_state(pages)
     return mesh.each(lambda mine: pool.resize(mine, count), [pages], [specs], specs)
 
 
@@ -215,13 +217,32 @@ def _resized(state: KVState, sizes: tuple[int, ...]) -> KVState:
     return dataclasses.replace(state, layers=layers)
 
 
+def reshard(state: KVState, mesh: Mesh) -> KVState:
+    """The state on another mesh, or on one device (``ONE``), in pools that just hold it.
+
+    Args:
+      state: left as it is.
+      mesh: must divide its rows and KV heads.
+    """
+    if state.mesh == mesh:
+        return state
+    numbers = {name: getattr(state, name) for name in ("length", "total", "peak", "confidence")}
+    layers = tuple(moved(cache, state.mesh, mesh, pool.size_class) for cache in state.layers)
+    return dataclasses.replace(state, layers=layers, mesh=mesh, **mesh.put(state.mesh.read(numbers)))
+
+
 def fork(state: KVState, row: int, n: int) -> KVState:
-    """``kvjax.fork`` of a state that lies on one device.
+    """n rows, each a copy of ``row``: several continuations of one compressed context.
+
+    Pages are copied, so every page keeps exactly one owner; on a mesh by way of the host.
 
     Raises:
       IndexError: no such row.
       ValueError: n < 1, or a state that was donated.
+      MeshError: a mesh that does not divide n rows.
     """
+    heads = state.layers[0].ring.k.shape[1]
+    state.mesh.check(f"fork(n={n})", rows=n, heads=heads * state.mesh.size(CONTEXT), kv_heads=heads)
     if state.gone:
         raise ValueError(f"fork(row={row}): {DONATED}")
     if not 0 <= row < state.rows:
@@ -230,8 +251,10 @@ def fork(state: KVState, row: int, n: int) -> KVState:
         )
     if n < 1:
         raise ValueError(f"fork(n={n}) makes no row. Give n of 1 or more.")
-    owned = [int(paging.used(pages)[row].sum()) for pages in _pools(state)]
-    return _pick_rows(state, jnp.full(n, row), tuple(pool.size_class(max(1, count * n)) for count in owned))
+    single = reshard(state, ONE)
+    owned = [int(paging.used(pages)[row].sum()) for pages in _pools(single)]
+    sizes = tuple(pool.size_class(max(1, count * n)) for count in owned)
+    return reshard(_pick_rows(single, jnp.full(n, row), sizes), state.mesh)
 
 
 @functools.partial(jax.jit, static_argnums=2)

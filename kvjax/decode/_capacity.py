@@ -22,7 +22,8 @@ from kvjax.cache import ring as rings
 from kvjax.cache import state as states
 from kvjax.cache.pages import Pages
 from kvjax.cache.state import KVState, LayerCache
-from kvjax.sharding.mesh import DATA, ONE, TENSOR, Mesh
+from kvjax.sharding.mesh import ONE, Mesh
+from kvjax.sharding.specs import DATA, TENSOR, of_state
 from kvjax.types import Network
 
 if TYPE_CHECKING:
@@ -34,8 +35,8 @@ PAGE, LONG_PAGE = 64, 256
 CHUNK = 256
 """Default tokens of a prefill chunk."""
 
-SEGMENT = 64
-"""Most steps compiled into one program between two looks of the host."""
+MAX_STEPS = 64
+"""Most decode steps of one program, after which the host looks at the result."""
 
 HORIZON = 512
 """Tokens for which a pool makes room when it has to grow while decoding; each growth is a compilation."""
@@ -239,7 +240,7 @@ def empty_layers(
 
     if mesh.grid is None:
         return layers()
-    return mesh.each(layers, [], [], mesh.specs(jax.eval_shape(layers)))
+    return mesh.each(layers, [], [], of_state(jax.eval_shape(layers)))
 
 
 def page_sizes(state: KVState) -> list[int]:

@@ -199,7 +199,7 @@ def read_policy(spec: Policy | str, model: Weighted) -> Policy:
     return policy
 
 
-def tell_of_windows(network: Network, policy: Policy) -> None:
+def warn_of_windows(network: Network, policy: Policy) -> None:
     """Warn where the model's own windows leave the policy no say. Of one place, so Python says it once."""
     sliding = [f"{i}: {window}" for i, window in enumerate(network.windows) if window is not None]
     if sliding and policy != Policy():
@@ -211,7 +211,7 @@ def tell_of_windows(network: Network, policy: Policy) -> None:
         )
 
 
-def tell_of_protected(network: Network, policy: Policy, frame: Frame, lengths: Sequence[int]) -> None:
+def warn_of_protected(network: Network, policy: Policy, frame: Frame, lengths: Sequence[int]) -> None:
     """Warn where a budget leaves prompts of these lengths fewer slots than are protected; those all stay."""
     if not policy.budget.limited:
         return
@@ -239,7 +239,7 @@ def tell_of_protected(network: Network, policy: Policy, frame: Frame, lengths: S
     )
 
 
-def tell_of_votes(policy: Policy, lengths: Sequence[int], kept: Sequence[Int[np.ndarray, "B K"]]) -> None:
+def warn_of_votes(policy: Policy, lengths: Sequence[int], kept: Sequence[Int[np.ndarray, "B K"]]) -> None:
     """Warn of prompts that a voted budget could not judge, or kept whole.
 
     Args:
@@ -266,7 +266,7 @@ def tell_of_votes(policy: Policy, lengths: Sequence[int], kept: Sequence[Int[np.
             )
 
 
-def tell_of_lengths(policy: Policy, weights: Params, lengths: Sequence[int]) -> None:
+def warn_of_lengths(policy: Policy, weights: Params, lengths: Sequence[int]) -> None:
     """Warn where learned weights were made for prompts of very different lengths."""
     for part in policy.learned:
         remark = part.remark(weights[part.place], lengths)

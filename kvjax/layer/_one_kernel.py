@@ -47,7 +47,7 @@ def fits(info: LayerInfo, cache: LayerCache, x: Heads) -> bool:
     return has_body(x.q[:, 0], _arrays(cache.ring, pages), pages.table[:, :, 0])
 
 
-def step_at_once(
+def step_in_one_kernel(
     info: LayerInfo,
     cache: LayerCache,
     new: Entry,
