@@ -142,7 +142,7 @@ def test_what_processes_save_others_open(writers, readers, tmp_path):
 
 
 KEPT = "window(8) + sinks(2)"
-GIVEN_OTHERS = "process 1 was given other things than process 0, namely "
+GIVEN_OTHERS = "process 1 got other arguments than process 0: "
 
 
 def states(folder: Path) -> None:

@@ -4,7 +4,7 @@ Slot j of a row that has seen n tokens holds the newest position p < n with p mo
 cursor nor positions are stored. W = 4, n = 6 (tokens 0 .. 5 seen):
 
   slot       0  1  2  3
-  position   4  5  2  3      the next token (6) lands in slot 2; token 2 meets the door first
+  position   4  5  2  3      the next token (6) lands in slot 2; token 2 leaves the window first
 """
 
 from __future__ import annotations

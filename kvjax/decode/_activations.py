@@ -64,12 +64,12 @@ def read_full(model: Weighted, prompts: Prompts, *, context: int | None = None) 
     check_prompts("read_full", network, lengths, context)
     network = network.at(context)
     total, mesh = jnp.asarray(lengths, jnp.int32), mesh_of(model.params)
-    inputs, found = [embed_prompts(network, model.params, rows, mesh)], []
+    inputs, lses = [embed_prompts(network, model.params, rows, mesh)], []
     for index, block in enumerate(model.params["layers"]):
         x, lse = _attend_layer(network, network.windows[index], block, inputs[-1], total)
         inputs.append(x)
-        found.append(lse)
-    return PromptActivations(prompts=tuple(rows), context=context, inputs=tuple(inputs), lse=tuple(found))
+        lses.append(lse)
+    return PromptActivations(prompts=tuple(rows), context=context, inputs=tuple(inputs), lse=tuple(lses))
 
 
 def embed_prompts(

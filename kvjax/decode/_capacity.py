@@ -1,6 +1,6 @@
 """How much a state holds: contexts, pages, pools and chunks, the sizes that programs are compiled for.
 
-What a pool of so many slots allocates is ``kvjax.cache.pool``'s; what a policy lets a stream own is decided
+What a pool of so many slots allocates is ``kvjax.cache.pool``'s; what a policy lets a KV head own is decided
 here.
 """
 
@@ -47,8 +47,8 @@ def bucket(tokens: int, most: int | None = None) -> int:
 
     At most ``most``, the positions of the model, where they are given.
     """
-    found = max(64, pool.coarse_class(tokens))
-    return found if most is None else min(found, most)
+    size = max(64, pool.coarse_class(tokens))
+    return size if most is None else min(size, most)
 
 
 def page_size(longest: int) -> int:
@@ -67,11 +67,11 @@ def padded(prompts: Sequence[Sequence[int] | np.ndarray], width: int) -> np.ndar
     return out
 
 
-# --- what a stream can own -----------------------------------------------------------------------
+# --- what a KV head can own -----------------------------------------------------------------------
 
 
 def most_slots(policy: Policy, context: int, arriving: int) -> int | None:
-    """The most paged slots a stream can own while ``arriving`` tokens at a time come in.
+    """The most paged slots a KV head can own while ``arriving`` tokens at a time come in.
 
     None where only the tokens themselves can tell (learned admission).
     """
@@ -108,13 +108,13 @@ def slot_bounds(
     exact = policy.exact_slots(policy.window(context))
 
     def bound(less: int, page: int) -> int | None:
-        found = []
+        bounds = []
         if by_context is not None:
-            found.append(max(by_context - less, 0))
+            bounds.append(max(by_context - less, 0))
         if by_budget is not None:
             slots = max(by_budget - less, 0)
-            found.append(page * pool.size_class(-(-slots // page)) if slots else 0)
-        return min(found, default=None)
+            bounds.append(page * pool.size_class(-(-slots // page)) if slots else 0)
+        return min(bounds, default=None)
 
     if not exact:
         return (bound(0, pages[0]),)
@@ -130,7 +130,7 @@ def is_bounded(policy: Policy, state: KVState) -> bool:
 
 
 def prompt_pages(policy: Policy, cache: LayerCache, stored: Int[np.ndarray, "B K"]) -> tuple[int, ...]:
-    """Pages that suffice for each pool of a layer, when ``stored`` tokens a stream outlive a prompt.
+    """Pages that suffice for each pool of a layer, when ``stored`` tokens a KV head outlive a prompt.
 
     Every list may end in a page of its own; how heads share a fixed sum does not change the size.
     """
@@ -270,12 +270,12 @@ def roomy(policy: Policy, state: KVState, arriving: int, tokens: int | None = No
     bounds = slot_bounds(policy, state.context, arriving, page_sizes(state))
 
     def full(pages: Pages, most: int | None) -> int:
-        mine = state.mesh.local(pages)
-        rows, heads, lists, entries = mine.table.shape
+        local = state.mesh.local(pages)
+        rows, heads, lists, entries = local.table.shape
         # What ``reserve`` asks for at most: two lists may each end in a page of their own; where nothing
-        # bounds a stream, every list is given a page that is part full and one to come.
+        # bounds a KV head, every list is given a page that is part full and one to come.
         spare = lists * (1 + -(-arriving // pages.size)) if most is None else lists - 1
-        return max(mine.count, rows * heads * (entries + spare))
+        return max(local.count, rows * heads * (entries + spare))
 
     paged = [layer for layer in state.layers if layer.pools]
     sizes = [max(map(full, pages, bounds)) for pages in zip(*(layer.pools for layer in paged))]

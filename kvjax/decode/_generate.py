@@ -127,7 +127,7 @@ def stream(
     Args:
       model, policy, weights: as in ``prefill``.
       state: donated; use the one that comes with each piece. Made under a policy that differs from this one
-        in dials alone.
+        in traced hyperparameters alone.
       logits: of each row's next token.
       max_new_tokens: for all rows, or one number a row.
       how: sampling parameters; greedy by default.

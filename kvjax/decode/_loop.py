@@ -57,8 +57,8 @@ def decode_loop(
 
     def once(carry: tuple[Array, KVState, R, Any]) -> tuple[Array, KVState, R, Any]:
         i, state, rows, out = carry
-        state, given = step(state, rows)
-        rows, record = advance(rows, given, state)
+        state, result = step(state, rows)
+        rows, record = advance(rows, result, state)
         return i + 1, state, rows, jax.tree.map(lambda x, new: x.at[:, i].set(new), out, record)
 
     return jax.lax.while_loop(any_active, once, (jnp.asarray(0), state, rows, out))[1:]

@@ -75,8 +75,8 @@ def prefill(
       seeds: of the requests, for all rows or one a row; policies that draw (``gvote``) draw by a request's
         own, never by its place in the batch.
       mesh: devices for the state ("data=2,tensor=4", ``kvjax.mesh``); by default those that the model was
-        loaded on. A model that lies elsewhere is laid on it for this call.
-      progress: told how much is done.
+        loaded on. A model that lies elsewhere is moved there for this call.
+      progress: called with (done, all) as the work proceeds.
 
     Raises:
       RequestError: an empty prompt, ids that the model has not, more than it or ``context`` allows, wrong
@@ -84,7 +84,7 @@ def prefill(
       PolicyError: a policy that cannot be read.
       WeightsError: a policy that learns without its weights, or weights that do not fit.
       MeshError: a mesh that does not divide the rows, or the model's heads; too few devices; processes that
-        were given different things.
+        make different calls.
 
     Warns (``Remark``) where the model's own windows rule, where the budget is below what is protected, where
     a budget that is voted keeps all of a prompt or has one token to judge by, and where the devices of a mesh
@@ -169,7 +169,7 @@ def cut(
 
 
 def _frame(network: Network, policy: Policy, dtype: jnp.dtype) -> Frame:
-    """Where targets of the first layer are asked for, without a cache."""
+    """The frame of the first layer's budget, without a cache."""
     k: Any = jax.ShapeDtypeStruct((1, network.num_kv_heads, 1, network.head_dim), dtype)
     total: Any = None
     return layer.LayerInfo(policy, {}, 0, network.num_layers, None, total).frame(k)
@@ -188,7 +188,8 @@ def extend(
 
     Args:
       model, policy, weights, progress: as in ``prefill``.
-      state: donated; made under a policy that differs from this one in dials alone.
+      state: donated; made under a policy that differs from this one in traced
+        hyperparameters alone.
       prompts: as in ``prefill``, texts without BOS; an empty row is left as it is and its logits are
         meaningless.
 
@@ -305,8 +306,8 @@ def read_layers(
         cache, window = caches[index], network.windows[index]
         where = (network, policy, window, cache.ring.window, block, own, at)
         if reading:
-            given = reading.inputs[index], reading.lse[index]
-            ranked, stored, stays = judge_layer(*where, *given, total, draws, mesh)
+            activations = reading.inputs[index], reading.lse[index]
+            ranked, stored, stays = judge_layer(*where, *activations, total, draws, mesh)
             x = reading.inputs[index + 1]
         else:
             x, ranked, stored, stays = prompt_layer(*where, x, total, draws, mesh)

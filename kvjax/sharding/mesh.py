@@ -37,7 +37,7 @@ class MeshError(UserError):
 
 @dataclasses.dataclass(frozen=True)
 class Mesh:
-    """Devices in a grid of data x tensor x context; or one device, where nothing here does anything.
+    """Devices in a grid of data x tensor x context; or one device, on which all methods do nothing.
 
     Attributes:
       grid: JAX's mesh of these axes; None for one device.
@@ -64,12 +64,12 @@ class Mesh:
 
     @property
     def processes(self) -> tuple[int, ...]:
-        """Those that it lies on; none where it is one device, which every process has."""
+        """Indices of the processes in the mesh; empty for a single device."""
         return tuple(sorted({device.process_index for device in self.grid.devices.flat})) if self.grid else ()
 
     def sharding(self, spec: P) -> NamedSharding:
         """Of an array on this mesh."""
-        assert self.grid is not None  # noqa: S101
+        assert self.grid is not None
         return NamedSharding(self.grid, spec)
 
     # --- from and to the host ---
@@ -144,24 +144,24 @@ class Mesh:
         pin = functools.partial(jax.lax.with_sharding_constraint, shardings=self.sharding(spec))
         return jax.tree.map(pin, x)
 
-    def each(self, run: Callable[..., Any], given: Sequence[Any], specs: Sequence[Any], out: Any) -> Any:
-        """``run(*given)`` on each device, of its own part of everything.
+    def each(self, run: Callable[..., Any], trees: Sequence[Any], specs: Sequence[Any], out: Any) -> Any:
+        """``run(*trees)`` on each device, with its own part of every array.
 
         Args:
           run: a pure function; it sees no mesh, but may reduce over the axis ``tensor``.
-          given: pytrees of arrays.
+          trees: pytrees of arrays.
           specs: how each of them is cut; may be prefixes of its tree.
           out: how the result is.
         """
         if self.grid is None:
-            return run(*given)
+            return run(*trees)
 
-        def mine(*parts: Any) -> Any:
+        def on_one(*parts: Any) -> Any:
             return _outside(run(*_inside(parts)))
 
         # What devices hold varies, and so do loops over it: shard_map's types of replication know neither.
-        sharded = jax.shard_map(mine, mesh=self.grid, in_specs=tuple(specs), out_specs=out, check_vma=False)
-        return sharded(*given)
+        sharded = jax.shard_map(on_one, mesh=self.grid, in_specs=tuple(specs), out_specs=out, check_vma=False)
+        return sharded(*trees)
 
     def spec(self, letters: str, shape: tuple[int, ...], cut: Mapping[str, tuple[str, ...]] = SERVED) -> P:
         """How a weight of these dimensions is cut; see ``kvjax.sharding.specs.of_weight``."""
@@ -177,7 +177,7 @@ class Mesh:
     # --- what it divides ---
 
     def check(self, call: str, *, rows: int | None = None, heads: int, kv_heads: int) -> None:
-        """Refuse what the mesh does not divide.
+        """Refuses sizes that the mesh does not divide.
 
         Raises:
           MeshError: naming the axis, and what it may be.
@@ -206,69 +206,72 @@ ONE = Mesh()
 """One device."""
 
 
-def mesh(given: str | Mesh | None = None, *, devices: Sequence[Any] | None = None, **sizes: int) -> Mesh:
+def mesh(named: str | Mesh | None = None, *, devices: Sequence[Any] | None = None, **sizes: int) -> Mesh:
     """Devices for ``load``, ``prefill`` and ``generate``: ``mesh("data=2,tensor=4")``, ``mesh(tensor=8)``.
 
     Args:
-      given: axes and their sizes; those that are not named have one device. A mesh is given back.
+      named: axes and their sizes; other axes have one device. A mesh is returned as it is.
       devices: to take, in this order; all there are by default, those of a process side by side.
       sizes: ``data`` (cuts rows), ``tensor`` (KV heads and the model), ``context`` (the model alone).
 
     Raises:
-      MeshError: an axis that is none, sizes that are no whole numbers of 1 or more, or more devices than
-        there are.
+      MeshError: an unknown axis, a size that is not a whole number of 1 or more, or too few devices.
     """
-    if isinstance(given, Mesh):
-        return given
-    shape, call = axis_sizes(given, **sizes)
+    if isinstance(named, Mesh):
+        return named
+    shape, call = axis_sizes(named, **sizes)
     need = math.prod(shape)
     if need == 1 and devices is None:
         return ONE
-    found = sorted(jax.devices(), key=_place) if devices is None else list(devices)
-    if len(found) < need:
+    chosen = sorted(jax.devices(), key=_place) if devices is None else list(devices)
+    if len(chosen) < need:
         raise MeshError(
-            f"{call} needs {need} devices, {len(found)} are here. Make the axes smaller; on a CPU, "
+            f"{call} needs {need} devices, {len(chosen)} are here. Make the axes smaller; on a CPU, "
             f"XLA_FLAGS=--xla_force_host_platform_device_count={need} makes more."
         )
-    grid = np.asarray(found[:need]).reshape(shape)
+    grid = np.asarray(chosen[:need]).reshape(shape)
     return Mesh(jax.sharding.Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES)))
 
 
-def sizes_of(given: str) -> Mesh:
-    """A mesh that knows its sizes alone: what it divides can be asked of it before there are devices.
+def sizes_of(named: str) -> Mesh:
+    """A mesh of sizes alone, without devices, to ask what it divides.
 
     Raises:
       MeshError: as ``mesh``, but for too few devices.
     """
-    shape = axis_sizes(given)[0]
+    shape = axis_sizes(named)[0]
     return ONE if math.prod(shape) == 1 else Mesh(jax.sharding.AbstractMesh(shape, AXES))  # type: ignore[arg-type]
 
 
-def axis_sizes(given: str | None = None, **sizes: int) -> tuple[tuple[int, ...], str]:
+def axis_sizes(named: str | None = None, **sizes: int) -> tuple[tuple[int, ...], str]:
     """Devices along each of ``AXES``, and the call of ``mesh`` as it was written.
 
     Raises:
-      MeshError: an axis that is none, sizes that are no whole numbers of 1 or more.
+      MeshError: an unknown axis, or a size that is not a whole number of 1 or more.
     """
-    asked: dict[str, Any] = dict(sizes)
-    call = f"mesh({given!r})" if given is not None else f"mesh(**{asked})"
-    for word in filter(None, (given or "").replace(" ", "").split(",")):
+    by_axis: dict[str, Any] = dict(sizes)
+    call = f"mesh({named!r})" if named is not None else f"mesh(**{by_axis})"
+    for word in filter(None, (named or "").replace(" ", "").split(",")):
         axis, equals, size = word.partition("=")
         if not equals or not re.fullmatch(r"\d+", size):
-            raise MeshError(f"{call}: {word!r} is no axis and its size. Write it as 'data=2,tensor=4'.")
-        asked[axis] = int(size)
-    if unknown := [axis for axis in asked if axis not in AXES]:
-        raise MeshError(f"{call}: {unknown[0]!r} is no axis. The axes are {', '.join(AXES)}.")
-    if wrong := [axis for axis, n in asked.items() if isinstance(n, bool) or not isinstance(n, int) or n < 1]:
-        raise MeshError(f"{call}: {wrong[0]}={asked[wrong[0]]!r} is no number of devices. Give 1 or more.")
-    return tuple(asked.get(axis, 1) for axis in AXES), call
+            raise MeshError(f"{call}: {word!r} is not an axis and its size. Write it as 'data=2,tensor=4'.")
+        by_axis[axis] = int(size)
+    if unknown := [axis for axis in by_axis if axis not in AXES]:
+        raise MeshError(f"{call}: {unknown[0]!r} is not an axis. The axes are {', '.join(AXES)}.")
+    if wrong := [
+        axis for axis, n in by_axis.items() if isinstance(n, bool) or not isinstance(n, int) or n < 1
+    ]:
+        raise MeshError(
+            f"{call}: {wrong[0]}={by_axis[wrong[0]]!r} is not a number of devices. Give 1 or more."
+        )
+    return tuple(by_axis.get(axis, 1) for axis in AXES), call
 
 
 def mesh_of(params: Params) -> Mesh:
     """The mesh that a model's weights lie on."""
     where = getattr(jax.tree.leaves(params)[0], "sharding", None)
-    here = isinstance(where, NamedSharding) and tuple(where.mesh.axis_names) == AXES
-    return Mesh(where.mesh) if here else ONE  # type: ignore[union-attr, arg-type]
+    sharded = isinstance(where, NamedSharding) and tuple(where.mesh.axis_names) == AXES
+    return Mesh(where.mesh) if sharded else ONE  # type: ignore[union-attr, arg-type]
 
 
 def _place(device: Any) -> tuple[int, int]:
