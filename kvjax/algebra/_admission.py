@@ -48,5 +48,4 @@ class AdmitAll(Admission):
 
     def admit(self, params: Params | None, observed: Observation) -> Bool[Array, "B K T"]:
         """All ones."""
-        del params
         return jnp.ones((observed.pos.shape[0], 1, observed.pos.shape[1]), bool)

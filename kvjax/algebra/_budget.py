@@ -97,7 +97,6 @@ class Budget(Part):
 
     def least_beside(self, protected: int) -> int | None:
         """``least`` where so many tokens of a stream are protected, for budgets that mind."""
-        del protected
         return self.least
 
     def smallest(self, frame: Frame, length: int) -> int | None:
@@ -105,7 +104,6 @@ class Budget(Part):
 
         None where ``targets`` alone can tell.
         """
-        del length
         return self.least_beside(frame.protected)
 
     @property
@@ -115,7 +113,6 @@ class Budget(Part):
 
     def layer_mean(self, frame: Frame, length: Int[Array, " B"]) -> Int[Array, " B"] | None:
         """The mean target of a layer's streams where scores only share it out (``from_scores``)."""
-        del frame, length
         return None
 
     def targets(

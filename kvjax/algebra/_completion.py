@@ -23,7 +23,6 @@ class Completion(Part):
 
     def empty(self, rows: int, heads: int, head_dim: int, context: int) -> Any:
         """The summary of nothing: a pytree with leading axis B in every leaf."""
-        del rows, heads, head_dim, context
 
     def absorb(
         self,

@@ -82,5 +82,4 @@ class KeepRecent(Eviction):
 
     def score(self, params: Params | None, slots: Slots) -> Float[Array, "B K C"]:
         """The position itself."""
-        del params
         return slots.pos.astype(jnp.float32)

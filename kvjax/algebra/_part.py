@@ -82,7 +82,6 @@ class Part:
 
     def remark(self, weights: Sequence[Params], lengths: Sequence[int]) -> str | None:
         """What a user should be told of learned weights that read prompts of these lengths; None: nothing."""
-        del weights, lengths
         return None
 
     def at_layer(self, weights: Sequence[Params], layer: int) -> Any:
@@ -104,7 +103,6 @@ class Part:
 
     def arrive(self, params: Params | None, observed: Observation) -> dict[str, Float[Array, "B K T"]]:
         """Values for ``keeps``, asked once, when a token arrives."""
-        del params, observed
         return {}
 
     @property

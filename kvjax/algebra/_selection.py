@@ -53,24 +53,20 @@ class Selection(Part):
 
     def applies(self, layer: int) -> bool:
         """Is this layer read selectively?"""
-        del layer
         return True
 
     def selectable(self, pos: Int[Array, "B T"], total: Int[Array, " B"]) -> Bool[Array, "B T"]:
         """Is the token chosen among (list 1) or always read (list 0)? Only asked if ``splits``."""
-        del total
         return jnp.ones(pos.shape, bool)
 
     def summary_shapes(self, size: int, head_dim: int) -> dict[str, tuple[int, ...]]:
         """Shapes of the per-page values, for pages of ``size`` slots."""
-        del size, head_dim
         return {}
 
     def summarise(
         self, k: Float[Array, "Q S H"], live: Bool[Array, "Q S"]
     ) -> dict[str, Float[Array, "Q ..."]]:
         """Per-page values from a page's content; recomputed whenever the page is touched."""
-        del k, live
         return {}
 
     def select(
@@ -129,5 +125,4 @@ class SelectAll(Selection):
 
     def applies(self, layer: int) -> bool:
         """Never selective."""
-        del layer
         return False

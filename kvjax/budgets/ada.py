@@ -71,7 +71,7 @@ class Ada(Budget):
         self, frame: Frame, length: Int[Array, " B"], scores: Float[Array, "B K T"] | None
     ) -> Int[Array, "B K"]:
         """How many of the layer's best scores fall to each head; ties go to the lowest head and position."""
-        assert scores is not None  # noqa: S101  (the caller's contract: from_scores)
+        assert scores is not None
         scores = frame.heads.gather(scores)
         heads, tokens = scores.shape[1:]
         mean = self.layer_mean(frame, length)

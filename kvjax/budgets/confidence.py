@@ -109,7 +109,6 @@ class Confidence(Budget):
         self, frame: Frame, length: Int[Array, " B"], scores: Float[Array, "B K T"] | None
     ) -> Int[Array, "B K"]:
         """The same for all heads of a layer."""
-        del scores
         mean = jnp.full(length.shape, self.loose)
         if frame.confidence is not None:
             mean = jnp.where(frame.confidence >= self.threshold, self.tight, self.loose)

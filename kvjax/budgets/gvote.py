@@ -68,7 +68,7 @@ class Ballot:
         Only tokens that may stay (``observed.admitted``) are counted, attended to and named.
         """
         k, admitted = observed.k, observed.admitted
-        assert admitted is not None  # noqa: S101  (the caller's contract: a prompt whose admission is decided)
+        assert admitted is not None
         rows, heads, length, h = k.shape
         k = jnp.where(admitted[..., None], k.astype(jnp.float32), 0.0)
         seen = admitted[:, :, None, :]
@@ -106,7 +106,7 @@ class Ballot:
 
     def _noise(self, observed: Observation, width: int) -> Float[Array, "B S D"]:
         """Draws that depend on (seed, the request's seed, layer, voter) and nothing else."""
-        assert observed.seeds is not None  # noqa: S101  (the caller's contract: a prompt)
+        assert observed.seeds is not None
 
         def row(request: Array) -> Float[Array, "S D"]:
             key = jax.random.fold_in(jax.random.PRNGKey(self.seed), request)
@@ -175,8 +175,7 @@ class Voted(Ballot, Budget):
         self, frame: Frame, length: Int[Array, " B"], scores: Float[Array, "B K T"] | None
     ) -> Int[Array, "B K"]:
         """|votes and protected tokens| of each stream."""
-        del length
-        assert scores is not None  # noqa: S101  (the caller's contract: from_scores)
-        assert frame.observed is not None  # noqa: S101  (the caller's contract: needs)
+        assert scores is not None
+        assert frame.observed is not None
         votes, _ = self.votes(frame.observed)
         return ((votes > 0) | (scores == jnp.inf)).sum(axis=-1)

@@ -87,7 +87,6 @@ class Pyramid(Budget):
         self, frame: Frame, length: Int[Array, " B"], scores: Float[Array, "B K T"] | None
     ) -> Int[Array, "B K"]:
         """The same for all heads of a layer."""
-        del scores
         mean = self.limit.slots(frame, length)
         high = jnp.minimum(2 * mean - mean / self.slope, length - frame.protected)
         low = 2 * mean - high

@@ -65,6 +65,5 @@ class Uniform(Budget):
         self, frame: Frame, length: Int[Array, " B"], scores: Float[Array, "B K T"] | None
     ) -> Int[Array, "B K"]:
         """The same for all heads."""
-        del scores
         rounding = 0.0 if self.limit.unit == "bytes" else 0.5
         return jnp.floor(self.limit.slots(frame, length) + rounding).astype(jnp.int32)[:, None]

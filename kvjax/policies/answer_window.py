@@ -45,7 +45,6 @@ class AnswerWindow(Admission):
 
     def admit(self, params: Params | None, observed: Observation) -> Bool[Array, "B 1 T"]:
         """Was the token given?"""
-        del params
         return (observed.pos < observed.total[:, None])[:, None, :]
 
 

@@ -76,7 +76,6 @@ class ConfKV(Eviction):
 
     def arrive(self, params: Params | None, observed: Observation) -> dict[str, Float[Array, "B K T"]]:
         """Nothing received yet."""
-        del params
         return {"mass": jnp.zeros(observed.k.shape[:3], jnp.float32)}
 
     def query_weights(self, age: Int[Array, "B T"]) -> Float[Array, "B T"]:
@@ -92,7 +91,6 @@ class ConfKV(Eviction):
 
     def score(self, params: Params | None, slots: Slots) -> Float[Array, "B K C"]:
         """The mix; candidates are the live."""
-        del params
         mass, age = (_spread(x, slots.live) for x in (slots.meta["mass"], slots.pos.astype(jnp.float32)))
         return self.alpha * mass + self.beta * age
 

@@ -56,7 +56,6 @@ class ExpectedAttention(Eviction):
 
     def score_prompt(self, params: Params | None, observed: Observation) -> Float[Array, "B K T"]:
         """Expected share times norm; the sinks above all."""
-        del params
         judged = observed.pos >= self.sinks
         k, v = (
             jnp.where(_line(observed.pos >= 0), x.astype(jnp.float32), 0.0) for x in (observed.k, observed.v)

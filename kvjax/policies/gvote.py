@@ -30,7 +30,6 @@ class Votes(Ballot, Eviction):
 
     def score_prompt(self, params: Params | None, observed: Observation) -> Float[Array, "B K T"]:
         """Votes, and less than one for the attention."""
-        del params
         votes, share = self.votes(observed)
         return votes + jnp.minimum(share, 0.999)
 

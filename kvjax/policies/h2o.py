@@ -66,7 +66,6 @@ class H2O(Eviction):
 
     def arrive(self, params: Params | None, observed: Observation) -> dict[str, Float[Array, "B K T"]]:
         """Nothing received yet."""
-        del params
         return {"mass": jnp.zeros(observed.k.shape[:3], jnp.float32)}
 
     def query_weights(self, age: Int[Array, "B T"]) -> Float[Array, "B T"]:
@@ -75,18 +74,15 @@ class H2O(Eviction):
 
     def accumulate(self, slots: Slots, mass: Float[Array, "B N C"], count: Array) -> dict[str, Array]:
         """The sum grows."""
-        del count
         old = slots.meta["mass"]
         return {"mass": old + mass.reshape(*old.shape[:2], -1, old.shape[2]).mean(axis=2)}
 
     def score(self, params: Params | None, slots: Slots) -> Float[Array, "B K C"]:
         """The sum so far."""
-        del params
         return slots.meta["mass"]
 
     def score_prompt(self, params: Params | None, observed: Observation) -> Float[Array, "B K T"]:
         """Mass of every prompt token, or minus its place when newest and heaviest take turns."""
-        del params
         rows, heads, t, _ = observed.k.shape
         mass = observed.mass.reshape(rows, heads, -1, t).mean(axis=2)
         if self.average:

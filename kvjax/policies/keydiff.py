@@ -34,7 +34,6 @@ class KeyDiff(Eviction):
 
     def score_prompt(self, params: Params | None, observed: Observation) -> Float[Array, "B K T"]:
         """Unlikeness of every prompt key, in [-1, 1]."""
-        del params
         k = jnp.where((observed.pos >= 0)[:, None, :, None], observed.k.astype(jnp.float32), 0.0)
         unit = _unit(k)
         return -(unit * _unit(unit.sum(axis=2, keepdims=True))).sum(axis=-1)

@@ -30,12 +30,10 @@ class KNorm(Eviction):
 
     def arrive(self, params: Params | None, observed: Observation) -> dict[str, Float[Array, "B K T"]]:
         """The norm of each key (RoPE does not change it)."""
-        del params
         return {"norm": jnp.linalg.norm(observed.k.astype(jnp.float32), axis=-1)}
 
     def score(self, params: Params | None, slots: Slots) -> Float[Array, "B K C"]:
         """Small norms stay."""
-        del params
         return -slots.meta["norm"]
 
 

@@ -67,7 +67,7 @@ def scores(
     x = params["b1"][:, None, :]
     for name in (name for name in INPUTS if name in params):
         value = given[name]
-        assert value is not None  # noqa: S101  (the caller's contract)
+        assert value is not None
         if value.shape[-1] == 1:
             x = x + value * params[name][:, 0, None, :]
         else:
@@ -203,7 +203,6 @@ class LearnedRanker(Eviction):
 
     def score(self, params: Params | None, slots: Slots) -> Float[Array, "B K C"]:
         """The score, the first tokens above all."""
-        del params
         return jnp.where(slots.pos < self.sinks, FIRST, slots.meta["score"])
 
     def score_prompt(self, params: Params | None, observed: Observation) -> Float[Array, "B K T"]:

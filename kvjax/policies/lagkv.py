@@ -55,7 +55,6 @@ class LagKV(Eviction):
 
     def score_prompt(self, params: Params | None, observed: Observation) -> Float[Array, "B K T"]:
         """Ranks 0 ... lag - 1 in partitions; the tail by position above them, the sinks above all."""
-        del params
         rows, heads, t, _ = observed.k.shape
         pos = observed.pos[:, None, :]
         full = jnp.maximum(observed.total - self.sinks, 0) // self.lag

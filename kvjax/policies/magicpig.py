@@ -81,7 +81,6 @@ class MagicPIG(Anchored):
 
     def arrive(self, params: Params | None, observed: Observation) -> dict[str, Float[Array, "B K T ..."]]:
         """Codes and length of the key."""
-        del params
         k = observed.k.astype(jnp.float32)
         return {"code": self.codes(k), "norm": jnp.linalg.norm(k, axis=-1)}
 
@@ -101,7 +100,6 @@ class MagicPIG(Anchored):
         longest: int,
     ) -> Picked:
         """The sampled tokens with their -log p, as a bias over the whole list."""
-        del params, total, longest
         (rows, heads, _, entries), n = pages.table.shape, q.shape[1]
         q = q.astype(jnp.float32)
         table, length = pages.table[:, :, list_id], pages.length[:, :, list_id]

@@ -205,7 +205,6 @@ class Phi(Completion):
         take: Bool[Array, "B K T"],
     ) -> Absorbed:
         """Adds the tokens where ``take``."""
-        del pos
         log_k = log_features(self._given(params), "k", k)
         sums = phi_build(log_k, v, there=take, onto=summary.sums)
         return Absorbed(sums=sums, count=summary.count + take.sum(axis=-1))

@@ -97,7 +97,6 @@ class Quest(Anchored):
         longest: int,
     ) -> Picked:
         """The best chunks; all of them while there are no more than ``chunks``."""
-        del params, total, longest
         bound = self._bounds(q, pages, list_id)  # [B, K, M * per]
         best, at = jax.lax.top_k(bound, min(self.chunks, bound.shape[-1]))
         return Picked(entries=jnp.where(best > -jnp.inf, at, EMPTY), unit=self.chunk)

@@ -41,7 +41,6 @@ class Random(Eviction):
 
     def arrive(self, params: Params | None, observed: Observation) -> dict[str, Float[Array, "B K T"]]:
         """One draw per token and head."""
-        del params
         key = jax.random.fold_in(jax.random.PRNGKey(self.seed), observed.layer)
         heads = observed.heads.count(observed.k.shape[1])
 
@@ -55,7 +54,6 @@ class Random(Eviction):
 
     def score(self, params: Params | None, slots: Slots) -> Float[Array, "B K C"]:
         """The draw."""
-        del params
         return slots.meta["draw"]
 
 

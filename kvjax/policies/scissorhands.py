@@ -61,7 +61,6 @@ class Scissorhands(Eviction):
 
     def score_prompt(self, params: Params | None, observed: Observation) -> Float[Array, "B K T"]:
         """Counts, block by block of queries."""
-        del params
         steps = -(-min(self.window, observed.k.shape[2]) // BLOCK)
         first = observed.total - self.window
 

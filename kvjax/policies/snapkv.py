@@ -58,7 +58,6 @@ class SnapKV(Eviction):
 
     def score_prompt(self, params: Params | None, observed: Observation) -> Float[Array, "B K T"]:
         """Votes for every prompt token."""
-        del params
         votes = self._votes(observed)
         old = (observed.pos >= 0) & (observed.pos < (observed.total - self.window)[:, None])
         votes = jnp.where(old[:, None, :], votes, 0.0)

@@ -49,7 +49,6 @@ class Window(Admission):
 
     def admit(self, params: Params | None, observed: Observation) -> Bool[Array, "B K T"]:
         """No token (sinks are the policy's)."""
-        del params
         return jnp.zeros((observed.pos.shape[0], 1, observed.pos.shape[1]), bool)
 
 

@@ -91,7 +91,6 @@ class TopK(Anchored):
         longest: int,
     ) -> Picked:
         """The best tokens, best first."""
-        del params
         score = _scores(q, pages, list_id)
         return _best(score.reshape(*score.shape[:2], -1), self.k, total, longest, 1)
 
@@ -121,7 +120,6 @@ class TopKPages(Anchored):
 
     def summary_shapes(self, size: int, head_dim: int) -> dict[str, tuple[int, ...]]:
         """Nothing is kept; refuses pages that ``chunk`` does not divide."""
-        del head_dim
         if size % self.chunk:
             raise PolicyError(f"{self!r}: chunk={self.chunk} does not divide pages of {size} slots.")
         return {}
@@ -136,7 +134,6 @@ class TopKPages(Anchored):
         longest: int,
     ) -> Picked:
         """The best chunks, best first."""
-        del params
         score = _scores(q, pages, list_id)
         score = score.reshape(*score.shape[:2], -1, self.chunk).max(axis=-1)
         return _best(score, self.k, total, longest, self.chunk)

@@ -34,7 +34,6 @@ class Tova(Eviction):
 
     def arrive(self, params: Params | None, observed: Observation) -> dict[str, Float[Array, "B K T"]]:
         """Nothing received yet."""
-        del params
         return {"mass": jnp.zeros(observed.k.shape[:3], jnp.float32)}
 
     def query_weights(self, age: Int[Array, "B T"]) -> Float[Array, "B T"]:
@@ -43,17 +42,14 @@ class Tova(Eviction):
 
     def accumulate(self, slots: Slots, mass: Float[Array, "B 1 C"], count: Array) -> dict[str, Array]:
         """The newest query replaces the one before."""
-        del count
         return {"mass": jnp.broadcast_to(mass, slots.meta["mass"].shape)}
 
     def score(self, params: Params | None, slots: Slots) -> Float[Array, "B K C"]:
         """The last query's attention."""
-        del params
         return slots.meta["mass"]
 
     def score_prompt(self, params: Params | None, observed: Observation) -> Float[Array, "B 1 T"]:
         """The last query's attention."""
-        del params
         return observed.heads.mean(observed.mass)
 
 

@@ -42,7 +42,7 @@ class Coded(Storage):
 
     def write(self, pages: Pages, page: Array, slot: Array, k: Array, v: Array) -> Pages:
         """Grow the scales of the touched pages, requantise these pages, put the new codes in."""
-        assert pages.scales is not None  # noqa: S101  (pools of a scaled storage carry scales)
+        assert pages.scales is not None
         kv = jnp.stack([k, v], axis=-2).astype(jnp.float32)  # [..., 2, H]
         grown = pages.scales.at[page].max(jnp.abs(kv) / self.most, mode="drop")
         shrink = jnp.where(grown > 0, pages.scales / jnp.where(grown > 0, grown, 1.0), 1.0)
@@ -62,7 +62,7 @@ class Coded(Storage):
 
     def read(self, pages: Pages, page: Array, slot: Array) -> tuple[Array, Array]:
         """Codes times scales, float32."""
-        assert pages.scales is not None  # noqa: S101
+        assert pages.scales is not None
         scale = pages.scales[page]
         return floats(pages.k[page, slot]) * scale[..., 0, :], floats(pages.v[page, slot]) * scale[..., 1, :]
 

@@ -35,7 +35,6 @@ class Int4(Coded):
 
     def dtype(self, model: jnp.dtype) -> jnp.dtype:
         """Bytes of two codes."""
-        del model
         return PAIRED
 
     def width(self, head_dim: int) -> int:

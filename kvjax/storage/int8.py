@@ -34,7 +34,6 @@ class Int8(Coded):
 
     def dtype(self, model: jnp.dtype) -> jnp.dtype:
         """Codes."""
-        del model
         return jnp.dtype(jnp.int8)
 
     def encoded(self, codes: Int[Array, "... H"]) -> Int[Array, "... H"]:
