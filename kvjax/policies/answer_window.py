@@ -34,7 +34,7 @@ class AnswerWindow(Admission):
 
     name = "answer_window"
     arguments = {"size": Whole(1, "window")}
-    alike = True
+    shared_verdict = True
     prefill = False
     size: int = 64
 

@@ -38,7 +38,7 @@ class Window(Admission):
     }
     sizes = ("size",)
     rejects_all = True
-    alike = True
+    shared_verdict = True
     size: int = 256
     prefill: bool = True
 
