@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 Amount = int | float | str
-"""Slots per KV head (int), the share of the tokens seen that is kept (float in (0, 1]), or bytes of a row over
-all layers and heads ("8MiB")."""
+"""Slots per KV head (int), the share of the tokens seen that is kept (float in (0, 1]), or bytes of a row
+over all layers and heads ("8MiB")."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,8 +22,8 @@ class Int8(Coded):
     """Pages in INT8, except for the newest ``recent`` retained tokens.
 
     Attributes:
-      recent: tokens stored in the model's own dtype: in the ring and, if a budget that acts while decoding may
-        evict them, in pages of their own.
+      recent: tokens stored in the model's own dtype: in the ring and, if a budget that acts while decoding
+        may evict them, in pages of their own.
 
     Raises:
       PolicyError: recent < 1.
