@@ -75,6 +75,7 @@ class Budget(Part):
       voted: the prompt decides how many tokens stay, not a number of the user's. Such a budget needs an
         eviction that decides which tokens stay (not ``KeepRecent``); kvjax warns when a row keeps all of its
         tokens.
+      limited: it evicts at some time.
     """
 
     place = "budget"
@@ -82,12 +83,8 @@ class Budget(Part):
     from_scores: ClassVar[bool] = False
     needs_logits: ClassVar[bool] = False
     voted: ClassVar[bool] = False
+    limited: ClassVar[bool] = True
     when: When = "after_prompt"
-
-    @property
-    def limited(self) -> bool:
-        """Does it ever evict?"""
-        return True
 
     def confidence(self, logits: Float[Array, "B V"]) -> Float[Array, " B"]:
         """What the next step's targets depend on (``frame.confidence``); called only if ``needs_logits``."""
@@ -138,7 +135,4 @@ class Unlimited(Budget):
 
     name = "unlimited"
     idle = True
-
-    @property
-    def limited(self) -> bool:
-        return False
+    limited = False

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import jax
 
 from kvjax.algebra._arguments import Argument
+from kvjax.algebra._errors import PolicyError
 from kvjax.algebra._observation import Observation
 from kvjax.types import Network, Params, Weighted
 
@@ -79,6 +80,22 @@ class Part:
         Raises:
           PolicyError: names or shapes do not fit.
         """
+
+    def check_shapes(
+        self, index: int, layer: Params, expected: Mapping[str, tuple[int, ...]], network: Network
+    ) -> None:
+        """Refuses the learned weights of layer ``index`` if their names or shapes are not the expected ones.
+
+        Raises:
+          PolicyError: names both.
+        """
+        actual = {name: tuple(value.shape) for name, value in layer.items()}
+        if actual != expected:
+            raise PolicyError(
+                f"{self!r}: the weights of layer {index} have shapes {actual}, but a model of "
+                f"{network.num_heads} query and {network.num_kv_heads} KV heads of {network.head_dim} "
+                f"channels needs {expected}. Use weights trained for this model."
+            )
 
     def remark(self, weights: Sequence[Params], lengths: Sequence[int]) -> str | None:
         """A warning for learned weights that read prompts of these lengths, or None."""

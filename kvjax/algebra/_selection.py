@@ -38,6 +38,8 @@ class Picked:
 class Selection(Part):
     """Which slots a decode read visits; removes nothing. Prefill reads everything.
 
+    ``recent`` is the number of newest tokens that every read sees exactly.
+
     Class attributes:
       splits: the part always reads some tokens and chooses among the others (two page lists).
       estimates: the tokens that a read visits also represent those that it leaves out (``Picked.bias``).
@@ -46,11 +48,7 @@ class Selection(Part):
     place = "selection"
     splits: ClassVar[bool] = False
     estimates: ClassVar[bool] = False
-
-    @property
-    def recent(self) -> int:
-        """Newest tokens that every read sees exactly."""
-        return 0
+    recent: int = 0
 
     def applies(self, layer: int) -> bool:
         """Is this layer read selectively?"""
@@ -107,7 +105,7 @@ class Anchored(Selection):
         return layer >= self.dense
 
     @property
-    def recent(self) -> int:
+    def recent(self) -> int:  # type: ignore[override]
         """``tail``, and no more: right after the prompt the ring then holds nothing of the middle."""
         return max(self.tail, 1)
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Storage(Part):
-    """How a paged slot is stored.
+    """How a paged slot is stored; the newest ``recent`` tokens are stored in the model's own dtype.
 
     Class attributes:
       exact: a slot holds the key and value in the model's own dtype.
@@ -26,11 +26,7 @@ class Storage(Part):
     place = "storage"
     exact: ClassVar[bool] = True
     scaled: ClassVar[bool] = False
-
-    @property
-    def recent(self) -> int:
-        """Newest tokens that are stored in the model's own dtype."""
-        return 0
+    recent: int = 0
 
     def dtype(self, model: jnp.dtype) -> jnp.dtype:
         """Element type of the pool, for a model that computes in ``model``."""

@@ -72,14 +72,8 @@ class Duo(Admission):
     prefill: bool = True
 
     def check_weights(self, weights: Sequence[Params], network: Network) -> None:
-        expected = {"alpha": (network.num_kv_heads,)}
         for index, layer in enumerate(weights):
-            actual = {name: tuple(value.shape) for name, value in layer.items()}
-            if actual != expected:
-                raise PolicyError(
-                    f"{self!r}: the pattern of layer {index} has shapes {actual}, but a model of "
-                    f"{network.num_kv_heads} KV heads needs {expected}. Use a pattern learned for this model."
-                )
+            self.check_shapes(index, layer, {"alpha": (network.num_kv_heads,)}, network)
 
     def at_layer(self, weights: Sequence[Params], layer: int) -> Params:
         """``retrieves`` [K]: is the KV head a retrieval head? This depends on the alphas of all layers."""

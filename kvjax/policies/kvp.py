@@ -170,13 +170,7 @@ class LearnedRanker(Eviction):
         for index, layer in enumerate(weights):
             inputs = [name for name in INPUTS if name in layer]
             hidden = layer["b1"].shape[-1] if "b1" in layer else 0
-            expected = shapes(k, h, inputs or USUAL, hidden, depth(layer))
-            actual = {name: tuple(value.shape) for name, value in layer.items()}
-            if actual != expected:
-                raise PolicyError(
-                    f"{self!r}: the rankers of layer {index} have shapes {actual}, but a model of {k} KV "
-                    f"heads of {h} needs {expected}. Use rankers trained for this model."
-                )
+            self.check_shapes(index, layer, shapes(k, h, inputs or USUAL, hidden, depth(layer)), network)
 
     def example_weights(self, key: Array, network: Network) -> list[Params]:
         """Small agents of three layers whose scores spread."""

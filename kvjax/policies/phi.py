@@ -150,21 +150,15 @@ class Phi(Completion):
     def check_weights(self, weights: Sequence[Params], network: Network) -> None:
         n, k, h = network.num_heads, network.num_kv_heads, network.head_dim
         for index, layer in enumerate(weights):
-            actual = {name: tuple(value.shape) for name, value in layer.items()}
-            features = actual.get("last_k", (0, self.features))[-1]
+            features = layer["last_k"].shape[-1] if "last_k" in layer else self.features
             if features != self.features:
                 raise PolicyError(
                     f"{self!r}: the maps of layer {index} have {features} features. Write phi({features}), "
                     f"or use maps trained for {self.features}."
                 )
-            symmetric = not any(name.endswith("_q") for name in actual)
-            hidden = actual.get("inner_k", (0, h))[-1]
-            expected = shapes(n, k, h, features, hidden, symmetric=symmetric)
-            if actual != expected:
-                raise PolicyError(
-                    f"{self!r}: the maps of layer {index} have shapes {actual}, but a model of {n} query "
-                    f"and {k} KV heads of {h} needs {expected}. Use maps trained for this model."
-                )
+            symmetric = not any(name.endswith("_q") for name in layer)
+            hidden = layer["inner_k"].shape[-1] if "inner_k" in layer else h
+            self.check_shapes(index, layer, shapes(n, k, h, features, hidden, symmetric=symmetric), network)
 
     def remark(self, weights: Sequence[Params], lengths: Sequence[int]) -> str | None:
         """Warns of prompts far from the length that the maps were trained for."""

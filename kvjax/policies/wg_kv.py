@@ -126,12 +126,7 @@ class WriteGate(Admission):
             hidden = layer["b1"].shape[-1] if "b1" in layer else 0
             expected = {"w1": (k, wide, hidden), "b1": (k, hidden), "w2": (k, hidden), "b2": (k,)}
             expected |= {"norm": (wide,)} if "norm" in layer else {}
-            actual = {name: tuple(value.shape) for name, value in layer.items()}
-            if actual != expected:
-                raise PolicyError(
-                    f"{self!r}: the gates of layer {index} have shapes {actual}, but a model of {k} KV heads "
-                    f"of {network.head_dim} needs {expected}. Use gates trained for this model."
-                )
+            self.check_shapes(index, layer, expected, network)
 
     def example_weights(self, key: Array, network: Network) -> list[Params]:
         """Gates that spread over (0, 1)."""

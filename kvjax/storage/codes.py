@@ -34,7 +34,7 @@ class Coded(Storage):
     scaled = True
     arguments = {"recent": Whole(1)}
     most: ClassVar[int]
-    recent: int = 128  # type: ignore[assignment]
+    recent: int = 128
 
     def encoded(self, codes: Int[Array, "... H"]) -> Num[Array, "... X"]:
         """Codes as the pool stores them."""
