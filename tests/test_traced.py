@@ -19,7 +19,7 @@ from kvjax import decode
 from kvjax.algebra import Number, Part, Policy
 from kvjax.decode import _by_layer
 
-# A preset (or a policy that shows its hyperparameters on a tiny model), and the same with other values of each.
+# A preset (or a policy that shows its hyperparameters on a tiny model), and the same with other values.
 NEIGHBOURS = {
     "full": "full",
     "window(16) + sinks(4)": "window(16) + sinks(3)",

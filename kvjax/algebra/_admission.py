@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 class Admission(Part):
     """May this token outlive the window?
 
-    ``window`` is W of a method that defines one (exact attention to the last W tokens), else None.
-    ``prefill`` says whether a prompt's own queries see the verdict. If not, a prompt is read with full
-    attention, layer by layer, and the verdict then acts on the cache.
+    ``window`` is W of a method that defines one (exact attention to the last W tokens), else None. With
+    ``prefill`` a rejected token is hidden from the prompt's own queries, too. Without it a prompt is read
+    with full attention, layer by layer, and the verdict is applied to the cache afterwards.
 
     Class attributes:
       rejects_all: only sinks outlive the window.

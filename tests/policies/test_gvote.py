@@ -264,7 +264,7 @@ def test_one_token_and_a_prompt_that_is_kept_whole_are_told():
 
 
 def test_a_model_without_a_query_projection_is_refused():
-    with pytest.raises(PolicyError, match="shows no query projection"):
+    with pytest.raises(PolicyError, match="this model has no query projection"):
         judge(Policy(eviction=Votes(), budget=Uniform(4)), dataclasses.replace(prompts(), project=None))
 
 
@@ -310,7 +310,7 @@ def test_refusals_name_the_word(spec, words):
 
 
 def test_a_vote_that_counts_needs_somebody_who_ranks():
-    with pytest.raises(PolicyError, match="no part says which"):
+    with pytest.raises(PolicyError, match="no part decides which"):
         Policy(budget=Voted())
     with pytest.raises(PolicyError, match="one set of arguments"):
         Policy(eviction=Votes(0.9), budget=Voted(0.8))

@@ -130,7 +130,7 @@ def test_an_odd_head_dim_is_refused_before_anything_is_computed():
 
 def test_the_recent_tokens_are_a_whole_number():
     for recent in (0, -1, 2.0):
-        with pytest.raises(PolicyError, match="int4.*no number of tokens"):
+        with pytest.raises(PolicyError, match="int4.*not a valid number of tokens"):
             Int4(recent=recent)
 
 

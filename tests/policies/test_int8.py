@@ -187,6 +187,6 @@ def test_growing_one_page_leaves_all_others_alone(tokens):
 
 def test_the_recent_tokens_are_a_whole_number():
     for recent in (0, -1, 2.0):
-        with pytest.raises(PolicyError, match="no number of tokens"):
+        with pytest.raises(PolicyError, match="not a valid number of tokens"):
             Int8(recent=recent)
     assert Int8().dtype(jnp.dtype(jnp.bfloat16)) == jnp.int8

@@ -274,9 +274,9 @@ def test_maps_of_another_size_are_refused():
     with pytest.raises(PolicyError, match=r"have 5 features\. Write phi\(5\)"):
         Phi(64).check_weights(MAPS, NETWORK)
     wrong = [layer | {"line_q": layer["line_q"][:3]} for layer in MAPS]
-    with pytest.raises(PolicyError, match="Use maps trained for this model"):
+    with pytest.raises(PolicyError, match="Use weights trained for this model"):
         PART.check_weights(wrong, NETWORK)
-    with pytest.raises(PolicyError, match="Use maps trained for this model"):
+    with pytest.raises(PolicyError, match="Use weights trained for this model"):
         PART.check_weights(
             [{name: x for name, x in layer.items() if name != "inner_k"} for layer in MAPS], NETWORK
         )

@@ -56,16 +56,16 @@ def test_bytes_are_what_a_whole_row_may_hold(amount, layers, kv_heads, slot_byte
 @pytest.mark.parametrize(
     ("amount", "words"),
     [
-        (0, "no amount"),
-        (-3, "no amount"),
-        (0.0, "no amount"),
-        (True, "no amount"),
-        (None, "no amount"),
+        (0, "not a valid amount"),
+        (-3, "not a valid amount"),
+        (0.0, "not a valid amount"),
+        (True, "not a valid amount"),
+        (None, "not a valid amount"),
         (1.5, "the share kept"),
-        ("8MB", "no size"),
-        ("8 MiB", "no size"),
-        ("MiB", "no size"),
-        ("-1KiB", "no size"),
+        ("8MB", "not a valid size"),
+        ("8 MiB", "not a valid size"),
+        ("MiB", "not a valid size"),
+        ("-1KiB", "not a valid size"),
     ],
 )
 def test_what_is_no_amount_is_refused(amount, words):
