@@ -192,7 +192,7 @@ def test_files_that_cannot_be_used(home, model, tmp_path):
         (text, "is no safetensors file"),
         (home / "model.safetensors", "holds no learned weights"),
         (strange, "'other.0.w1' that its header does not announce"),
-        (lacking, "the gates of layer 1 have shapes"),
+        (lacking, "the weights of layer 1 have shapes"),
     ]:
         with pytest.raises(WeightsError, match=says):
             kvjax.weights_for(GATED, model, file)
@@ -278,7 +278,7 @@ def test_save_refuses_what_would_not_be_read(model, tmp_path):
     file = tmp_path / "x.safetensors"
     for part, layers, says in [
         (Duo(), [{"alpha": np.zeros(2)}], "holds 1 layers, the model .* has 2"),
-        (Duo(), [{"alpha": np.zeros(3)}] * 2, "x.safetensors.*pattern of layer 0 has shapes"),
+        (Duo(), [{"alpha": np.zeros(3)}] * 2, "x.safetensors.*weights of layer 0 have shapes"),
         (Policy().eviction, [{}] * 2, "keep_recent learns nothing"),
     ]:
         with pytest.raises(WeightsError, match=says):

@@ -1,4 +1,4 @@
-"""A policy field by field, and its family: the same method at other budgets."""
+"""A policy as JSON, and its family: the same method at other budgets."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ import dataclasses
 from collections.abc import Collection, Mapping
 from typing import Any, TypeVar
 
-from kvjax.algebra import PLACES, Part, Policy, PolicyError
+from kvjax.algebra import Part, Policy, PolicyError
 from kvjax.budgets import amount as amounts
 
 Value = TypeVar("Value", Part, Policy)
 
 
 class _Open:
-    """Stands for a value that is left open."""
+    """Prints as a value that is left open."""
 
     def __repr__(self) -> str:
         return "…"
 
 
 def family(policy: Policy) -> str:
-    """The policy with the numbers left open that say how much; policies of one family differ in them alone.
+    """The policy without the numbers that say how much is kept or read: a family differs in those only.
 
     ``snapkv + uniform(0.25)`` and ``snapkv + uniform(64)`` are both ``snapkv(32) + uniform(…)``.
     """
@@ -29,7 +29,7 @@ def family(policy: Policy) -> str:
 
 
 def sizes(part: Part) -> tuple[str, ...]:
-    """The fields that say how much a part keeps or reads; of a budget that names none, the first field."""
+    """The fields that say how much a part keeps or reads; for a budget that names none, the first field."""
     if part.sizes or part.place != "budget":
         return part.sizes
     return tuple(field.name for field in dataclasses.fields(part)[:1])  # type: ignore[arg-type]
@@ -39,35 +39,33 @@ def opened(policy: Policy, fields: Mapping[str, Collection[str]]) -> str:
     """The one-string form with some values left open.
 
     Args:
-      policy: whose.
-      fields: names of the fields to leave open, by place; those of the policy itself (sinks, recent) by "".
+      policy: the policy.
+      fields: names of the fields to leave open, by place; "" for those of the policy itself (sinks, recent).
     """
-    own = {place: _without(getattr(policy, place), fields.get(place, ())) for place in PLACES}
-    return repr(_with(policy, own | dict.fromkeys(fields.get("", ()), _Open())))
-
-
-def _without(part: Part, names: Collection[str]) -> Part:
-    return _with(part, dict.fromkeys(names, _Open()))
+    parts = {
+        part.place: _with(part, dict.fromkeys(fields.get(part.place, ()), _Open())) for part in policy.parts
+    }
+    return repr(_with(policy, parts | dict.fromkeys(fields.get("", ()), _Open())))
 
 
 def _with(value: Value, fields: Mapping[str, Any]) -> Value:
-    """A copy that is only printed: nothing checks it."""
-    made = copy.copy(value)
+    """An unchecked copy, for printing only."""
+    result = copy.copy(value)
     for name, content in fields.items():
-        object.__setattr__(made, name, content)
-    return made
+        object.__setattr__(result, name, content)
+    return result
 
 
 def describe(policy: Policy) -> dict[str, Any]:
-    """The policy as JSON, so that whoever reads results need not parse its name.
+    """The policy as JSON, so that readers of results need not parse its name.
 
     Returns:
       policy: the one-string form, which parses back.
       parts: place, name and arguments of each part that does something.
       sinks, recent: the protections.
-      family: as ``family`` has it.
-      size: of each field that says how much the budget keeps, its number and unit ("tokens" a stream, "ratio"
-        of the tokens seen, "bytes" of a row); {} without a budget, or where the prompt says how much.
+      family: as ``family`` returns it.
+      size: number and unit ("tokens" per KV head, "ratio" of the tokens seen, "bytes" of a row) of each field
+        that says how much the budget keeps; {} without a budget, or where the prompt decides how much.
     """
     budget, busy = policy.budget, [part for part in policy.parts if not part.idle]
     amounts_of = () if budget.voted else sizes(budget)
@@ -82,13 +80,12 @@ def describe(policy: Policy) -> dict[str, Any]:
 
 
 def _size(value: Any) -> dict[str, Any] | None:
-    """An amount as number and unit; None for what is no amount."""
+    """An amount as number and unit; None for other values."""
     try:
         amounts.Size().check("", "", value)
     except PolicyError:
         return None
-    limit = amounts.limit(value)
-    return {"number": limit.number, "unit": limit.unit}
+    return dataclasses.asdict(amounts.limit(value))
 
 
 def _arguments(part: Part) -> dict[str, Any]:

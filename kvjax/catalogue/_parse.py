@@ -1,10 +1,10 @@
 """Policies as one string: ``"snapkv(window=32) + ada(512) + int8"``.
 
-A string is a sum of words. A word is the name of a part with arguments (``quest(chunks=32)``), one of the
-protections ``sinks(n)`` and ``recent(n)``, or a preset. What a preset brings along may be overridden by a
-part written beside it; two parts written for one place are refused. A word that names parts of two places
-(``gvote`` ranks and says how many) fills those that nothing else was written for: ``kvp + gvote`` ranks by
-kvp and keeps as many as the votes say, ``gvote + uniform(0.25)`` ranks by votes.
+A string is a sum of words. A word is the name of a part with arguments (``quest(chunks=32)``), a protection
+(``sinks(n)``, ``recent(n)``), or a preset. A part written beside a preset replaces the preset's part of that
+place; two parts written for one place are refused. A word that names parts of two places (``gvote`` ranks and
+counts) fills those places for which nothing else is written: ``kvp + gvote`` ranks by kvp and keeps as many
+tokens as have votes, ``gvote + uniform(0.25)`` ranks by votes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kvjax.catalogue import _discovery as discovery
 
 
 class _Presets(Mapping[str, str]):
-    """What discovery finds, looked up when it is asked for."""
+    """Imports the methods only when a preset is looked up."""
 
     def __getitem__(self, name: str) -> str:
         return discovery.presets()[name]
@@ -38,17 +38,16 @@ class _Presets(Mapping[str, str]):
 
 
 PRESETS: Mapping[str, str] = _Presets()
-"""Names that stand for a policy, the same everywhere: notebook, command line, server. Each is in the file of
-its method.
+"""Names for policies, the same in notebook, command line and server; each stands in the file of its method.
 
-A preset named like a part brings that part and at most a budget, so that ``repr`` of a policy (which
-always shows the budget of an eviction) parses back to it."""
+A preset with the name of a part consists of that part and at most a budget. ``repr`` of a policy, which
+always shows the budget of an eviction, then parses back to it."""
 
 PROTECTIONS = ("sinks", "recent")
 
 
 def policy(spec: str | Policy) -> Policy:
-    """A policy from its one-string form; a policy is returned as it is.
+    """A policy from its one-string form; a policy is returned unchanged.
 
     Raises:
       PolicyError: an unknown word or argument, two parts for one place, or parts that exclude each other.
@@ -56,39 +55,41 @@ def policy(spec: str | Policy) -> Policy:
     if isinstance(spec, Policy):
         return spec
     if not isinstance(spec, str):
-        raise PolicyError(f"policy({spec!r}) is no policy. Write one, for example 'snapkv + uniform(512)'.")
+        raise PolicyError(
+            f"policy({spec!r}) is not a policy. Write one, for example 'snapkv + uniform(512)'."
+        )
     written: dict[str, Any] = {}
-    brought: dict[str, Any] = {}
-    shared: list[dict[str, Any]] = []
+    preset: dict[str, Any] = {}
+    shared: list[dict[str, Any]] = []  # of each word that names parts of two places
     for word in _words(spec):
         name, arguments = _parse(word, spec)
         if arguments is None and name in PRESETS and len(_kinds(name)) < 2:
-            brought |= _preset(name)
+            preset |= _preset(name)
             continue
-        found = _parts(name, arguments or "", spec)
-        if len(found) > 1:
-            shared.append(found)
+        fields = _parts(name, arguments or "", spec)
+        if len(fields) > 1:
+            shared.append(fields)
             continue
-        ((place, value),) = found.items()
+        ((place, value),) = fields.items()
         if place in written:
             raise PolicyError(
                 f"policy({spec!r}) gives {place} twice: {written[place]!r} and {value!r}. Keep one of them."
             )
         written[place] = value
-    for found in shared:
-        free = [p for p in found if p not in written and (p not in brought or p == "budget")]
+    for fields in shared:
+        free = [p for p in fields if p not in written and (p not in preset or p == "budget")]
         if not free:
-            parts = " and ".join(f"{place} by {(brought | written)[place]!r}" for place in found)
+            parts = " and ".join(f"{place} by {(preset | written)[place]!r}" for place in fields)
             raise PolicyError(
-                f"policy({spec!r}): {next(iter(found.values()))!r} has no place left, {parts} are taken. "
+                f"policy({spec!r}): {next(iter(fields.values()))!r} has no place left, {parts} are taken. "
                 "Leave one of them out."
             )
-        written |= {place: found[place] for place in free}
-    return Policy(**(brought | written))
+        written |= {place: fields[place] for place in free}
+    return Policy(**(preset | written))
 
 
 def _preset(name: str) -> dict[str, Any]:
-    """Fields of a preset: its words are parts, never presets again."""
+    """Fields of a preset; its words are parts, never presets."""
     fields: dict[str, Any] = {}
     for word in _words(PRESETS[name]):
         part, arguments = _parse(word, name)
@@ -98,7 +99,7 @@ def _preset(name: str) -> dict[str, Any]:
 
 
 def _words(spec: str) -> Iterator[str]:
-    """The summands; a plus inside parentheses does not count."""
+    """The summands; a plus inside parentheses does not separate."""
     depth, start = 0, 0
     for at, letter in enumerate(spec):
         depth += (letter == "(") - (letter == ")")
@@ -109,18 +110,18 @@ def _words(spec: str) -> Iterator[str]:
 
 
 def _parse(word: str, spec: str) -> tuple[str, str | None]:
-    """``name(arguments)`` to its two halves; arguments None where there are no parentheses."""
+    """``name(arguments)`` split in two; arguments are None without parentheses."""
     match = re.fullmatch(r"([a-z][a-z0-9_-]*)\s*(?:\((.*)\))?", word, re.DOTALL)
     if not match:
         raise PolicyError(
-            f"policy({spec!r}): {word!r} is no part. Write a sum of names with arguments, such as "
+            f"policy({spec!r}): {word!r} is not a part. Write a sum of names with arguments, such as "
             "'window(256) + sinks(4)'."
         )
     return match[1], match[2]
 
 
 def _parts(name: str, arguments: str, spec: str) -> dict[str, Any]:
-    """The fields of Policy a word may set, and their values: one, or two where parts share the word."""
+    """The fields of Policy that a word sets: one, or two where parts of two places share the word."""
     values, named = _arguments(name, arguments, spec)
     if name in PROTECTIONS:
         if len(values) != 1 or named:
@@ -129,15 +130,15 @@ def _parts(name: str, arguments: str, spec: str) -> dict[str, Any]:
     kinds = _kinds(name)
     if not kinds and name in PRESETS:
         raise PolicyError(
-            f"policy({spec!r}): {name} is a preset and takes no arguments. Write its parts with yours: "
-            f"'{PRESETS[name]}'."
+            f"policy({spec!r}): {name} is a preset and takes no arguments. Write its parts instead, with "
+            f"your arguments: '{PRESETS[name]}'."
         )
     if not kinds:
         words = {kind.name for kind in discovery.parts().values()}
-        known = sorted({*words, *PRESETS, *PROTECTIONS})
-        close = difflib.get_close_matches(name, known, n=1)
+        words |= {*PRESETS, *PROTECTIONS}
+        close = difflib.get_close_matches(name, sorted(words), n=1)
         hint = f"Did you mean {close[0]!r}? " if close else ""
-        raise PolicyError(f"policy({spec!r}): there is no {name!r}. {hint}Known: {', '.join(known)}.")
+        raise PolicyError(f"policy({spec!r}): there is no {name!r}. {hint}Known: {', '.join(sorted(words))}.")
     return {kind.place: _build(kind, values, named, spec) for kind in kinds}
 
 
@@ -147,11 +148,6 @@ def _kinds(name: str) -> list[type[Part]]:
 
 
 def _build(kind: type[Part], values: list[Any], named: dict[str, Any], spec: str) -> Part:
-    for old, new in kind.renamed.items():
-        if old in named:
-            raise PolicyError(
-                f"policy({spec!r}): {kind.name}({old}=...) is now {kind.name}({new}=...). Write {new}."
-            )
     try:
         inspect.signature(kind).bind(*values, **named)
     except TypeError as error:
@@ -162,8 +158,8 @@ def _build(kind: type[Part], values: list[Any], named: dict[str, Any], spec: str
         hash(part)  # a policy is a static argument of jit
     except TypeError as error:
         raise PolicyError(
-            f"policy({spec!r}): {kind.name} is given a value of a wrong kind ({error}). Give numbers, words "
-            "or every(k)."
+            f"policy({spec!r}): a value for {kind.name} has a wrong type ({error}). Give numbers, words or "
+            "every(k)."
         ) from None
     return part
 
@@ -193,4 +189,4 @@ def _value(node: ast.expr) -> Any:
     try:
         return ast.literal_eval(node)
     except ValueError:
-        raise ValueError(f"{ast.unparse(node)} is no value") from None
+        raise ValueError(f"{ast.unparse(node)} is not a value") from None
