@@ -68,17 +68,17 @@ def _run(argv: Sequence[str]) -> int:
 
 def _parser() -> cli.Parser:
     parser = cli.Parser(prog="python -m kvjax.launch", description="Run a program in several processes.")
-    parser.add_argument("--local", metavar="N", type=cli.whole("--local"), help="processes on this machine")
+    parser.add_argument("--local", metavar="N", type=cli.whole(), help="processes on this machine")
     parser.add_argument(
-        "--devices", metavar="D", type=cli.whole("--devices"), help="virtual CPU devices of each of them"
+        "--devices", metavar="D", type=cli.whole(), help="virtual CPU devices of each of them"
     )
     parser.add_argument("--coordinator", metavar="HOST:PORT", help="where process 0 is")
-    parser.add_argument("--num-processes", metavar="N", type=cli.whole("--num-processes"), help="of all")
-    parser.add_argument("--process-id", metavar="I", type=cli.whole("--process-id", 0), help="which this is")
+    parser.add_argument("--num-processes", metavar="N", type=cli.whole(), help="of all")
+    parser.add_argument("--process-id", metavar="I", type=cli.whole(0), help="which this is")
     parser.add_argument(
         "--heartbeat",
         metavar="S",
-        type=cli.whole("--heartbeat"),
+        type=cli.whole(),
         default=HEARTBEAT,
         help=f"seconds of silence after which a process is lost (default: {HEARTBEAT})",
     )

@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 EMPTY = -1
 """The id of no page, the position of no token."""
 
+DTYPES = ("float32", "bfloat16", "float16")
+"""The dtypes that weights may be stored in and cast to."""
+
 Params = dict[str, Any]
 """A pytree of arrays: learned weights of a model or of a policy part."""
 

@@ -20,12 +20,12 @@ from pathlib import Path
 from typing import Any
 
 from kvjax.models.decoder import Decoder
-from kvjax.models.hf_config import DTYPES, ModelError, eos_value, read_config, stated_dtype, write_config
+from kvjax.models.hf_config import ModelError, eos_value, read_config, stated_dtype, write_config
 from kvjax.models.hf_weights import read_json, read_weights, stamp, write_weights
 from kvjax.models.spec import ModelSpec
 from kvjax.sharding.consistency import check_consistent
 from kvjax.sharding.mesh import ONE, Mesh
-from kvjax.types import Params
+from kvjax.types import DTYPES, Params
 
 __all__ = ["Model", "ModelError", "load", "read_spec", "save"]
 

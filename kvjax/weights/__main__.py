@@ -33,7 +33,7 @@ def _parser() -> cli.Parser:
     published.add_argument("file", metavar="FILE.pt", type=Path)
     published.add_argument("--lambda", dest="weight", metavar="X", help="for the notes (default: as named)")
     untrained = verbs.add_parser("random", help="untrained gates that admit a share of any text")
-    share = cli.number("--share", float, lambda x: x == x, "a number, 0 to 1")
+    share = cli.Rule(float, lambda x: x == x, "a number, 0 to 1")
     untrained.add_argument("--share", metavar="X", type=share, required=True, help="0 to 1")
     for verb in (published, untrained):
         cli.add(verb, "--model", required=True, help="folder or hub id of the model the gates are for")
