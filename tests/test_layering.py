@@ -12,8 +12,8 @@ import pytest
 ROOT = Path(__file__).parents[1]
 OURS = ("kvjax", "pallas_kernels", "benchmarks", "train", "studies")
 
-WEIGHTS = r"kvjax(\.(types|weights\._.+))?"
-"""Learned weights; ``kvjax`` itself for its version."""
+WEIGHTS = r"kvjax\.(types|version|weights\._.+)"
+"""Learned weights."""
 
 KERNELS = r"pallas_kernels(\.\w+\.api|\.numerics|\.dispatch|\.measure\.(timing|child))?"
 """Of the kernels, others see the signatures only, the stopwatch and the child process."""
@@ -28,6 +28,7 @@ TABLE = {
     "pallas_kernels": r"pallas_kernels(\..+)?",
     "kvjax.errors": r"(?!)",
     "kvjax.types": r"(?!)",
+    "kvjax.version": r"(?!)",
     "kvjax.sharding": r"kvjax\.(errors|types|sharding\..+|cache\.(pages|ring|pool|state))",
     "kvjax.sharding.all_heads": r"(?!)",
     "kvjax.sharding.head_order": r"kvjax\.types",
@@ -70,7 +71,7 @@ TABLE = {
     "kvjax.weights.torch_file": r"kvjax\.errors",
     "kvjax.weights.__main__": r"kvjax\.(cli|weights(\..+)?)",
     "kvjax.timing": r"pallas_kernels\.measure\.timing",
-    "kvjax.launch": r"kvjax(\.(cli|sharding\.consistency))?",
+    "kvjax.launch": r"kvjax\.(cli|version|sharding\.consistency)",
     "kvjax.cli": r"kvjax\.(errors|types)|pallas_kernels\.records",
     "kvjax.tune": r"kvjax(\.cli)?|pallas_kernels(\.(dispatch|records|measure\.(device|work)))?",
     "kvjax.decode": r"kvjax\.decode\._.+",
@@ -166,6 +167,7 @@ def test_everyone_imports_only_what_the_table_allows():
         ("kvjax", "from kvjax.models.hf import load"),
         ("pallas_kernels.phi.api", "import kvjax"),
         ("train.gates", "import kvjax.serve.answer"),
+        ("kvjax.weights._auto", "import kvjax"),
         ("kvjax.helpers", ""),
     ],
 )

@@ -243,18 +243,6 @@ def test_a_part_without_shipped_weights_says_what_trains_them(tiny_folder, part,
         kvjax.weights_for(Policy(admission=part), kvjax.load(tiny_folder))
 
 
-def test_a_folder_of_the_former_layout_is_told_how_to_move(tiny_folder, tmp_path):
-    folder = tmp_path / "model"
-    shutil.copytree(tiny_folder, folder)
-    (folder / "gates").mkdir()
-    model = kvjax.load(folder)
-    save_file({"x": np.zeros(3, np.float32)}, folder / "gates/default.safetensors")
-    with pytest.raises(
-        WeightsError, match=r"gates/ has the former layout: move .* for duo into weights/duo/\."
-    ):
-        kvjax.weights_for(DUO, model)
-
-
 def test_a_file_of_the_name_does_not_hide_what_is_shipped(model, tmp_path, monkeypatch):
     (tmp_path / "default").write_text("no weights at all")
     monkeypatch.chdir(tmp_path)

@@ -16,13 +16,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _make(words: Sequence[str]) -> None:
-    said = _parser().parse_args(words)
-    if said.verb == "convert":
-        gates.convert(said.file, said.model, said.out, said.weight)
+    options = _parser().parse_args(words)
+    if options.verb == "convert":
+        gates.convert(options.file, options.model, options.out, options.weight)
     else:
-        gates.make_random(said.model, said.share, said.out)
+        gates.make_random(options.model, options.share, options.out)
     print(
-        f"{said.out} written. Serve it with --policy wg-kv --weights write_gate={said.out}.", file=sys.stderr
+        f"{options.out} written. Serve it with --policy wg-kv --weights write_gate={options.out}.",
+        file=sys.stderr,
     )
 
 
