@@ -12,6 +12,7 @@ when one ends badly: JAX itself would abort the others only after ``HEARTBEAT`` 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib.metadata
 import inspect
 import os
@@ -41,50 +42,46 @@ GRACE = 5.0
 """Seconds that a process has to end before it is killed."""
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """The command line."""
+
+    local: int | None = cli.option(None, "processes on this machine")
+    devices: int | None = cli.option(None, "virtual CPU devices of each of them", "D")
+    coordinator: str | None = cli.option(None, "where process 0 is", "HOST:PORT")
+    num_processes: int | None = cli.option(None, "of all")
+    process_id: int | None = cli.option(None, "which this is", "I", type=cli.whole(0))
+    heartbeat: int = cli.option(HEARTBEAT, "seconds of silence after which a process is lost", "S")
+    program: tuple[str, ...] = cli.option(
+        (), "-m MODULE or FILE, and its words", "-- PROGRAM", flag="program", nargs="..."
+    )
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line; the exit code."""
     return cli.run(_run, argv)
 
 
 def _run(argv: Sequence[str]) -> int:
-    options = _parser().parse_args(argv)
-    program = options.program[options.program[:1] == ["--"] :]
+    about = {"prog": "python -m kvjax.launch", "description": "Run a program in several processes."}
+    options = cli.parse(Options, argv, **about)
+    program = options.program[options.program[:1] == ("--",) :]
     if program[:1] and os.path.basename(program[0]).startswith("python"):
         program = program[1:]
-    if not program or program == ["-m"]:
+    if not program or program == ("-m",):
         raise cli.InputError("launch has no program to run. Name one after --, as -- -m kvjax.serve.")
-    place = (options.coordinator, options.num_processes, options.process_id)
+    cluster = (options.coordinator, options.num_processes, options.process_id)
     if options.local is not None:
-        if any(word is not None for word in place):
+        if any(word is not None for word in cluster):
             raise cli.InputError("--local starts all processes itself. Leave --coordinator and its ids out.")
         signal.signal(signal.SIGTERM, stop)
         return local(options.local, options.devices, program)
     if options.devices is not None:
         raise cli.InputError("--devices makes virtual devices for processes of this machine. Give --local.")
-    if any(word is not None for word in place) and None in place:
+    if any(word is not None for word in cluster) and None in cluster:
         raise cli.InputError("--coordinator, --num-processes and --process-id go together. Give all three.")
-    join(*place, heartbeat=options.heartbeat, command=" ".join(program))
+    join(*cluster, heartbeat=options.heartbeat, command=" ".join(program))
     return run_here(program)
-
-
-def _parser() -> cli.Parser:
-    parser = cli.Parser(prog="python -m kvjax.launch", description="Run a program in several processes.")
-    parser.add_argument("--local", metavar="N", type=cli.whole(), help="processes on this machine")
-    parser.add_argument(
-        "--devices", metavar="D", type=cli.whole(), help="virtual CPU devices of each of them"
-    )
-    parser.add_argument("--coordinator", metavar="HOST:PORT", help="where process 0 is")
-    parser.add_argument("--num-processes", metavar="N", type=cli.whole(), help="of all")
-    parser.add_argument("--process-id", metavar="I", type=cli.whole(0), help="which this is")
-    parser.add_argument(
-        "--heartbeat",
-        metavar="S",
-        type=cli.whole(),
-        default=HEARTBEAT,
-        help=f"seconds of silence after which a process is lost (default: {HEARTBEAT})",
-    )
-    parser.add_argument("program", nargs="...", metavar="-- PROGRAM", help="-m MODULE or FILE, and its words")
-    return parser
 
 
 # --- one process ---------------------------------------------------------------------------------
@@ -163,7 +160,7 @@ def stop(*_: Any) -> None:
     sys.exit(143)
 
 
-# --- all of them, here ---------------------------------------------------------------------------
+# --- all of them, on this machine ----------------------------------------------------------------
 
 
 def local(processes: int, devices: int | None, program: Sequence[str]) -> int:

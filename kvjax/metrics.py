@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.cache import ring as rings
-from kvjax.cache import slots as streams
+from kvjax.cache import slots as page_slots
 from kvjax.cache.pages import Pages
 from kvjax.cache.ring import Ring
 from kvjax.cache.state import KVState, LayerCache
@@ -218,7 +218,7 @@ def live_slots(state: KVState) -> Int[jax.Array, "L B K"]:
         ring = jnp.minimum(state.length, layer.ring.window)[:, None]
         heads = layer.ring.k.shape[1]
         live = jnp.broadcast_to(ring, (state.rows, heads))
-        layers.append(live + streams.live(layer.pools) if layer.pools else live)
+        layers.append(live + page_slots.live(layer.pools) if layer.pools else live)
     return jnp.stack(layers)
 
 
@@ -235,7 +235,7 @@ def present(state: KVState) -> Bool[jax.Array, "L B K C"]:
         positions = jnp.where(positions >= 0, positions, state.context)  # out of range: dropped
         mask = mask.at[row[:, None], :, positions].set(True, mode="drop")
         if layer.pools:
-            slots = streams.slots(layer.pools)
+            slots = page_slots.slots(layer.pools)
             pos = jnp.where(slots.live, slots.pos, state.context)
             head = jnp.arange(heads)[None, :, None]
             mask = mask.at[row[:, None, None], head, pos].set(True, mode="drop")

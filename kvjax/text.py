@@ -130,16 +130,19 @@ class Text:
           ValueError: messages of another form, or that the template refuses.
           ImportError: a template, but no transformers.
         """
-        _check_messages(messages)
-        if not self._has_template():
-            return self.encode("\n".join(message["content"] for message in messages))
-        return self.encode(self._render(messages), bos=False)
-
-    def _has_template(self) -> bool:
-        if self.folder is None:
-            return False
-        named = any((self.folder / name).is_file() for name in _TEMPLATES)
-        return named or bool(_tokenizer_config(self.folder).get("chat_template"))
+        sound = isinstance(messages, list) and messages and all(isinstance(m, dict) for m in messages)
+        if not sound or not all(isinstance(m.get(key), str) for m in messages for key in ("role", "content")):
+            raise ValueError(
+                "chat(messages) needs a list of one or more dicts, each with 'role' and 'content' as text. "
+                "Give, for example, [{'role': 'user', 'content': 'Hello'}]."
+            )
+        folder = self.folder
+        if folder is not None and (
+            any((folder / name).is_file() for name in _TEMPLATES)
+            or _tokenizer_config(folder).get("chat_template")
+        ):
+            return self.encode(self._render(messages), bos=False)
+        return self.encode("\n".join(message["content"] for message in messages))
 
     def _render(self, messages: list[dict[str, Any]]) -> str:
         try:
@@ -206,12 +209,3 @@ def _tokenizer_config(folder: Path) -> dict[str, Any]:
         return dict(json.loads(file.read_text(encoding="utf-8")))
     except (TypeError, ValueError) as error:
         raise ValueError(f"{file} is no readable JSON object ({error}). Download it again.") from error
-
-
-def _check_messages(messages: list[dict[str, Any]]) -> None:
-    sound = isinstance(messages, list) and messages and all(isinstance(m, dict) for m in messages)
-    if not sound or not all(isinstance(m.get(key), str) for m in messages for key in ("role", "content")):
-        raise ValueError(
-            "chat(messages) needs a list of one or more dicts, each with 'role' and 'content' as strings. "
-            "Give, for example, [{'role': 'user', 'content': 'Hello'}]."
-        )

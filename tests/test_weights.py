@@ -191,7 +191,7 @@ def test_files_that_cannot_be_used(home, model, tmp_path):
         (bare, "holds no learned weights"),
         (text, "is no safetensors file"),
         (home / "model.safetensors", "holds no learned weights"),
-        (strange, "'other.0.w1' that its header does not announce"),
+        (strange, "'other.0.w1' that its header does not name"),
         (lacking, "the gates of layer 1 have shapes"),
     ]:
         with pytest.raises(WeightsError, match=says):
@@ -201,8 +201,8 @@ def test_files_that_cannot_be_used(home, model, tmp_path):
 @pytest.mark.parametrize(
     ("policy", "given", "says"),
     [
-        (GATED, "bold", "write_gate=bold: .*ships no 'bold' for write_gate, but aggressive, default. Give"),
-        (GATED, {"write_gate": "bold"}, "ships no 'bold' for write_gate, but aggressive, default. Give"),
+        (GATED, "bold", "write_gate=bold: .*no 'bold' for write_gate; it has aggressive, default. Give"),
+        (GATED, {"write_gate": "bold"}, "ships no 'bold' for write_gate; it has aggressive, default. Give"),
         (
             Policy(),
             "default",
@@ -256,9 +256,7 @@ def test_names_are_no_weights_for_the_loops_and_what_is_shipped_is_not_called_mi
         WeightsError, match=r"not read yet. Pass weights=kvjax.weights_for\(policy, model, {'write"
     ):
         kvjax.generate(model, GATED, [[1, 2]], weights={"write_gate": "default"})
-    with pytest.raises(
-        WeightsError, match=r"is given none. Pass weights=kvjax.weights_for\(policy, model\)\."
-    ):
+    with pytest.raises(WeightsError, match=r"got none. Pass weights=kvjax.weights_for\(policy, model\)\."):
         kvjax.prefill(model, GATED, [[1, 2]])
 
 

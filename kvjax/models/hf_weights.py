@@ -62,8 +62,12 @@ def read_weights(folder: Path, spec: ModelSpec, dtype: str | None, mesh: Mesh = 
             how = mesh.spec(LETTERS.get(str(path[-1]), ""), shape)
             read = functools.partial(_part, entry, stored, at, dtype)
             _node(params, path)[path[-1]] = mesh.build(shape, how, read)
-    if spec.tied and HEAD in holder:
-        _check_tied(folder, holder, embed)
+    twice = spec.tied and HEAD in holder
+    if twice and not np.array_equal(holder[HEAD].tensor(HEAD), holder[embed].tensor(embed)):
+        raise ModelError(
+            f"{folder} says tie_word_embeddings but stores an lm_head.weight that is not the embedding. "
+            "Set tie_word_embeddings to false in config.json if the head was trained, else remove the tensor."
+        )
     return params
 
 
@@ -225,14 +229,6 @@ def _locate(
             "that came with these weights, or download the folder again."
         )
     return where
-
-
-def _check_tied(folder: Path, where: dict[str, _Reader], embed: str) -> None:
-    if not np.array_equal(where[HEAD].tensor(HEAD), where[embed].tensor(embed)):
-        raise ModelError(
-            f"{folder} says tie_word_embeddings but stores an lm_head.weight that is not the embedding. "
-            "Set tie_word_embeddings to false in config.json if the head was trained, else remove the tensor."
-        )
 
 
 def _shards(entries: list[Entry], size: dict[str, int], limit: int) -> Iterator[list[Entry]]:

@@ -11,9 +11,6 @@ import os
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
-
-import numpy as np
 
 from kvjax import catalogue
 from kvjax.algebra import Part, Policy, PolicyError
@@ -48,14 +45,11 @@ class Found:
 
         Where several parts learn: ``part=name@digest``, comma-separated. "" where nothing is learned.
         """
-        labels = {part: f"{file.stem}@{_digest(file)}" for part, file in self.files.items()}
+        digests = {part: hashlib.sha256(file.read_bytes()).hexdigest() for part, file in self.files.items()}
+        labels = {part: f"{file.stem}@{digests[part][:16]}" for part, file in self.files.items()}
         if len(labels) == 1:
             return next(iter(labels.values()))
         return ",".join(f"{part}={name}" for part, name in labels.items())
-
-
-def _digest(file: Path) -> str:
-    return hashlib.sha256(file.read_bytes()).hexdigest()[:16]
 
 
 def weights_for(policy: Policy | str, model: Weighted, weights: Sources = None) -> Params:
@@ -114,17 +108,12 @@ def _weights_of(part: Part, model: Weighted, source: Source) -> Learned:
     except PolicyError as error:
         raise WeightsError(f"weights {part.name}={source}: {learned.file} does not fit. {error}") from None
     if learned.notes["fingerprint"] == getattr(model, "origin", None):
-        learned = dataclasses.replace(learned, layers=_in_order(part, learned.layers, model))
+        layers = [  # their heads in the order of the model's
+            {name: x if name in part.shared else in_order(x, order) for name, x in layer.items()}
+            for layer, order in zip(learned.layers, model.heads, strict=True)  # type: ignore[attr-defined]
+        ]
+        learned = dataclasses.replace(learned, layers=layers)
     return learned
-
-
-def _in_order(part: Part, layers: list[Params], model: Any) -> list[Params]:
-    """Learned weights with their heads in the order of the model's."""
-
-    def one(layer: Params, order: np.ndarray) -> Params:
-        return {name: x if name in part.shared else in_order(x, order) for name, x in layer.items()}
-
-    return [one(layer, order) for layer, order in zip(layers, model.heads, strict=True)]
 
 
 def _file(part: Part, model: Weighted, source: Source) -> Path:

@@ -57,7 +57,11 @@ def sources(policy: Policy, weights: Sources = None, *, others: Iterable[Policy]
         )
     chosen: dict[str, Source] = {}
     for name, source in (weights or {}).items():
-        _check_source(name, source)
+        if not isinstance(source, str | Path) or not str(source):
+            raise WeightsError(
+                f"weights {name}={_short(source)} name no file. Give a file, or the name of weights the "
+                f"model ships, such as {DEFAULT!r}."
+            )
         part = _meant(policy, name)
         if part is None and any(_meant(other, name) for other in others):
             continue  # of another policy of the run
@@ -70,14 +74,6 @@ def sources(policy: Policy, weights: Sources = None, *, others: Iterable[Policy]
             )
         chosen[part.name] = source
     return {name: chosen.get(name, DEFAULT) for name in learned}
-
-
-def _check_source(name: Any, source: Any) -> None:
-    if not isinstance(source, str | Path) or not str(source):
-        raise WeightsError(
-            f"weights {name}={_short(source)} name no file. Give a file, or the name of weights the model "
-            f"ships, such as {DEFAULT!r}."
-        )
 
 
 def _short(value: Any) -> str:
