@@ -235,6 +235,14 @@ def test_a_planted_circle_is_seen():
     assert circles(graph) == [["kvjax.a", "kvjax.b"]]
 
 
+def test_flax_is_imported_by_training_and_its_module_alone():
+    given, module = sources(), "kvjax.models.module"
+    of_flax = {name for name, text in given.items() if re.search(r"^\s*(from|import) flax\b", text, re.M)}
+    users = {name for name, text in given.items() if module in imported(name, text, set(given))}
+    assert module in of_flax
+    assert {name for name in of_flax | users if not name.startswith("train.")} == {module}
+
+
 def test_no_module_is_called_policy():
     with pytest.raises(ModuleNotFoundError):
         importlib.import_module("kvjax.policy")
