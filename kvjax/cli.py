@@ -26,7 +26,7 @@ import tempfile
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from kvjax.errors import UserError
 from kvjax.types import DTYPES
@@ -160,15 +160,21 @@ def _declare(parser: argparse.ArgumentParser, command: type, defaults: Mapping[s
         alone.get(word, into).add_argument(flag, **how)
 
 
-def _of_type(hint: Any, declared: Mapping[str, Any]) -> dict[str, Any]:
+def _of_type(hint: Any, declared: dict[str, Any]) -> dict[str, Any]:
     """What was declared of an option, and what follows from its field's type."""
     kind = next(kind for kind in typing.get_args(hint) or (hint,) if kind is not type(None))
+    how: dict[str, Any] = {}
     if kind is bool:
-        return {"action": "store_true" if hint is bool else argparse.BooleanOptionalAction} | declared
-    how: dict[str, Any] = {Path: {"type": Path}, int: {"type": whole(), "metavar": "N"}}.get(kind, {})
+        how["action"] = "store_true" if hint is bool else argparse.BooleanOptionalAction
+    elif kind is int:
+        how |= {"type": whole(), "metavar": "N"}
+    elif kind is float:
+        how |= {"type": float, "metavar": "X"}
+    elif kind is Path:
+        how["type"] = Path
     if typing.get_origin(hint) is tuple and not {"action", "type"} & declared.keys():
-        how = {"nargs": "+"} | how
-    return how | ({"metavar": "X"} if kind is float else {}) | declared
+        how["nargs"] = "+"
+    return how | declared
 
 
 class Parser(argparse.ArgumentParser):
@@ -203,7 +209,8 @@ class Parser(argparse.ArgumentParser):
 # --- values --------------------------------------------------------------------------------------
 
 
-class Rule(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Rule:
     """What a value must be; an argparse type, whose errors the parser puts behind the option.
 
     Attributes:

@@ -155,7 +155,7 @@ def _value(value: Any, hint: Any, key: str, declared: Any) -> Any:
     elif typing.get_origin(hint) is dict:
         require(isinstance(value, dict) and bool(value), key, value, "holds no keys. Give some.")
         return {name: _value(each, inner[1], f"{key}.{name}", declared) for name, each in value.items()}
-    elif dataclasses.is_dataclass(hint):
+    elif isinstance(hint, type) and dataclasses.is_dataclass(hint):
         return section(hint, value, f"{key}.")
     elif hint is bool:
         require(isinstance(value, bool), key, value, "is neither true nor false.")
