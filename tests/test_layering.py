@@ -12,8 +12,8 @@ import pytest
 ROOT = Path(__file__).parents[1]
 OURS = ("kvjax", "pallas_kernels", "benchmarks", "train", "studies")
 
-WEIGHTS = r"kvjax(\.(types|weights\._.+))?"
-"""Learned weights; ``kvjax`` itself for its version."""
+WEIGHTS = r"kvjax\.(types|version|weights\._.+)"
+"""Learned weights."""
 
 KERNELS = r"pallas_kernels(\.\w+\.api|\.numerics|\.dispatch|\.measure\.(timing|child))?"
 """Of the kernels, others see the signatures only, the stopwatch and the child process."""
@@ -28,6 +28,7 @@ TABLE = {
     "pallas_kernels": r"pallas_kernels(\..+)?",
     "kvjax.errors": r"(?!)",
     "kvjax.types": r"(?!)",
+    "kvjax.version": r"(?!)",
     "kvjax.sharding": r"kvjax\.(errors|types|sharding\..+)",
     "kvjax.sharding.all_heads": r"(?!)",
     "kvjax.sharding.head_order": r"kvjax\.types",
@@ -71,8 +72,8 @@ TABLE = {
     "kvjax.weights.torch_file": r"kvjax\.errors",
     "kvjax.weights.__main__": r"kvjax\.(cli|weights(\..+)?)",
     "kvjax.timing": r"pallas_kernels\.measure\.timing",
-    "kvjax.launch": r"kvjax(\.(cli|sharding\.consistency))?",
-    "kvjax.cli": r"kvjax\.(errors|models\.hf_config)|pallas_kernels\.records",
+    "kvjax.launch": r"kvjax\.(cli|version|sharding\.consistency)",
+    "kvjax.cli": r"kvjax\.(errors|types)|pallas_kernels\.records",
     "kvjax.tune": r"kvjax(\.cli)?|pallas_kernels(\.(dispatch|records|measure\.(device|work)))?",
     "kvjax.decode": r"kvjax\.decode\._.+",
     "kvjax.decode._capacity": rf"{STATE}|kvjax\.(algebra|catalogue)",
@@ -168,6 +169,7 @@ def test_everyone_imports_only_what_the_table_allows():
         ("kvjax", "from kvjax.models.hf import load"),
         ("pallas_kernels.phi.api", "import kvjax"),
         ("train.gates", "import kvjax.serve.answer"),
+        ("kvjax.weights._auto", "import kvjax"),
         ("kvjax.helpers", ""),
     ],
 )
@@ -233,6 +235,14 @@ def test_no_module_imports_itself_round_a_corner():
 def test_a_planted_circle_is_seen():
     graph = import_graph({"kvjax.a": "import kvjax.b", "kvjax.b": "def f():\n    from kvjax import a"})
     assert circles(graph) == [["kvjax.a", "kvjax.b"]]
+
+
+def test_flax_is_imported_by_training_and_its_module_alone():
+    given, module = sources(), "kvjax.models.module"
+    of_flax = {name for name, text in given.items() if re.search(r"^\s*(from|import) flax\b", text, re.M)}
+    users = {name for name, text in given.items() if module in imported(name, text, set(given))}
+    assert module in of_flax
+    assert {name for name in of_flax | users if not name.startswith("train.")} == {module}
 
 
 def test_no_module_is_called_policy():

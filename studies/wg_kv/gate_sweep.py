@@ -183,10 +183,8 @@ def _sweep(words: Sequence[str]) -> None:
     parser.add_argument("--config", type=Path, required=True)
     parser.add_argument("--gates", type=Path, required=True, metavar="DIR", help="one file of gates a lambda")
     parser.add_argument("--out", type=Path, default=RESULTS, metavar="DIR", help=f"default: {RESULTS}")
-    parser.add_argument(
-        "--length", type=cli.whole("--length", 1), default=1024, help="tokens (default: 1024)"
-    )
-    parser.add_argument("--rows", type=cli.whole("--rows", 1), default=12, help="held-out rows (default: 12)")
-    parser.add_argument("--sinks", type=cli.whole("--sinks", 0), default=4, help="tokens (default: 4)")
+    parser.add_argument("--length", type=cli.whole(1), default=1024, help="tokens (default: 1024)")
+    parser.add_argument("--rows", type=cli.whole(1), default=12, help="held-out rows (default: 12)")
+    parser.add_argument("--sinks", type=cli.whole(0), default=4, help="tokens (default: 4)")
     args = parser.parse_args(words)
     run(read(args.config), args.gates, args.out, args.length, args.rows, args.sinks)

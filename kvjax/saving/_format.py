@@ -1,4 +1,4 @@
-"""What a file of a state says of itself, and whether it belongs here."""
+"""The head of a saved state: its format, and the checks that it fits the model and the policy."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from kvjax.weights import fingerprint
 
 FORMAT = "kvjax-state"
 VERSION = 2
-"""Of the newest files that are read. A whole state is written as 1, which never changed; a part of one, which
-must not pass for a whole, as 2."""
+"""The newest version that can be read. A whole state is written as 1, which never changed; a part as 2, so
+that no older reader takes it for a whole state."""
 
 
 class StateError(UserError):
-    """A file that holds no state, or one that does not belong here."""
+    """A file that holds no state, or one of another model, policy or format."""
 
 
 def digest(raw: Mapping[str, np.ndarray]) -> str:
-    found = hashlib.sha256()
+    sha = hashlib.sha256()
     for name in sorted(raw):
-        found.update(name.encode())
-        found.update(raw[name].data)
-    return found.hexdigest()
+        sha.update(name.encode())
+        sha.update(raw[name].data)
+    return sha.hexdigest()
 
 
 def check(
     path: str, head: dict[str, Any], model: Weighted, policy: Policy | None, label: str | None
 ) -> Policy:
-    """The policy a state was made under, if the state belongs here."""
+    """The policy a state was made under; raises StateError where model, policy or weights do not fit."""
     call, dtype = f"open({path!r})", str(model.params["embed"].dtype)
     if head["model"] != fingerprint(model):
         raise StateError(
@@ -55,7 +55,7 @@ def check(
     if policy is not None and policy.structure != head["structure"]:
         raise StateError(
             f"{call} was made under '{head['policy']}', and '{policy!r}' cannot continue it. Continue with a "
-            "policy that differs from it in traced numbers alone."
+            "policy that differs from it in traced hyperparameters alone."
         )
     if label is not None and label != head["weights"]:
         raise StateError(
@@ -66,8 +66,8 @@ def check(
 
 
 def places(length: np.ndarray, table: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Page and slot of every live slot, stream after stream."""
-    found = [(table[at][np.arange(n) // size], np.arange(n) % size) for at, n in np.ndenumerate(length) if n]
-    if not found:
+    """Page and slot of every live slot, one per-head cache after the other."""
+    lists = [(table[at][np.arange(n) // size], np.arange(n) % size) for at, n in np.ndenumerate(length) if n]
+    if not lists:
         return np.zeros(0, np.int64), np.zeros(0, np.int64)
-    return np.concatenate([page for page, _ in found]), np.concatenate([slot for _, slot in found])
+    return np.concatenate([page for page, _ in lists]), np.concatenate([slot for _, slot in lists])

@@ -1,4 +1,4 @@
-"""Files and folders that take another's place whole."""
+"""Replaces a file or folder by another in one step."""
 
 from __future__ import annotations
 
@@ -6,21 +6,17 @@ import os
 import shutil
 from pathlib import Path
 
-from kvjax.saving._head import StateError
+from kvjax.saving._format import StateError
 
 PARTS = "part-*.safetensors"
 """Files of a state that lies in a folder."""
 
 _OURS = (PARTS, "_CHECKPOINT_METADATA", "commit_success.txt")
-"""All that such a folder may hold: parts, and what Orbax says of them."""
+"""All that such a folder may hold: parts, and the marks of Orbax."""
 
 
 def check_place(path: Path) -> None:
-    """Refuses a folder of something else, which a state would replace.
-
-    Raises:
-      StateError: it is one.
-    """
+    """Raises StateError for a folder that holds something else, which a state would replace."""
     if path.is_dir() and not all(any(file.match(name) for name in _OURS) for file in path.iterdir()):
         raise StateError(
             f"save({str(path)!r}): that is a folder, and holds more than a state. Name a file in it, or "
@@ -29,7 +25,7 @@ def check_place(path: Path) -> None:
 
 
 def replace(fresh: Path, path: Path) -> None:
-    """Gives a file or folder a name, in place of the state that had it."""
+    """Renames a new file or folder to ``path``, in place of the state there."""
     if not (fresh.is_dir() or path.is_dir()):
         os.replace(fresh, path)  # in one go; folders need two
         return
@@ -42,7 +38,7 @@ def replace(fresh: Path, path: Path) -> None:
 
 
 def clear(path: Path) -> None:
-    """Removes a file or folder, and what Orbax left of one that was not finished."""
+    """Removes a file or folder, and an unfinished one of Orbax."""
     for one in path.parent.iterdir():
         if one.name == path.name or one.name.startswith(f"{path.name}.orbax-checkpoint-tmp"):
             shutil.rmtree(one) if one.is_dir() else one.unlink()
