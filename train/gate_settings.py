@@ -90,7 +90,7 @@ class Settings:
     sinks: int
     gate: Gate
     rate: Rate
-    plan: loop.Plan
+    plan: loop.Cadence
     mesh: tuple[int, int]
     data: dict[str, Any]
     check: dict[str, Any]
@@ -174,7 +174,7 @@ def parse(tree: dict[str, Any], strength: str = "default") -> Settings:
     dtype = model.get("dtype", "float32")
     require(dtype in ("float32", "bfloat16"), "model.dtype", dtype, "is none of float32, bfloat16.")
     _check_data(tree["data"], mesh)
-    plan = loop.Plan(**tree["plan"])
+    plan = loop.Cadence(**tree["plan"])
     count(plan.steps, "plan.steps")
     return Settings(
         name=tree["name"],

@@ -26,8 +26,9 @@ import numpy as np  # noqa: E402
 import yaml  # noqa: E402
 
 from kvjax.models import decoder  # noqa: E402
-from train import gate_settings, gates, loop, mesh, plan, pretrain  # noqa: E402
-from train.setup import model_spec  # noqa: E402
+from train import gate_settings, gates, loop, mesh, plan  # noqa: E402
+from train.embedded import pretrain  # noqa: E402
+from train.embedded.setup import model_spec  # noqa: E402
 
 HERE = types.SimpleNamespace(lowering=("cpu",))
 

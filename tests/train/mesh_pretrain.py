@@ -2,7 +2,7 @@
 
     python tests/train/mesh_pretrain.py FOLDER DATA TENSOR STEPS [SECONDS]
 
-Batches are random ids; the loss, the layout and the loop are those of ``train.pretrain``.
+Batches are random ids; the loss, the layout and the loop are those of ``train.embedded.pretrain``.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ import jax
 import numpy as np
 import optax
 
-from train import data, loop, pretrain
-from train.setup import initial_of
+from train import loop
+from train.embedded import data, pretrain
+from train.embedded.setup import initial_of
 
 CONFIG: dict[str, Any] = {
     "seed": 0,
@@ -60,7 +61,7 @@ def main() -> None:
         layout=layout,
         batches=lambda level: grain.MapDataset.source(Rows()),
         folder=folder,
-        plan=loop.Plan(steps=sizes[2], log_every=1, seconds=seconds),
+        plan=loop.Cadence(steps=sizes[2], log_every=1, seconds=seconds),
     )
 
 

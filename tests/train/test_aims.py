@@ -15,9 +15,10 @@ import yaml
 from test_recipe import tiny
 
 from kvjax.models import decoder, hf
-from train import aims, asked, card, confidence, pretrain, retrieval, rows
-from train import heads as kinds_of_heads
-from train.setup import initial, setup
+from train import rows
+from train.embedded import aims, card, checks, confidence, pretrain, retrieval
+from train.embedded import heads as kinds_of_heads
+from train.embedded.setup import initial, setup
 
 
 @pytest.fixture(scope="module")

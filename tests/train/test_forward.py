@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from kvjax.models import decoder
-from train import attention, forward, heads, products
-from train.setup import initial, model_spec
+from train.embedded import attention, forward, heads, products
+from train.embedded.setup import initial, model_spec
 
 SIZES = {
     "vocab_size": 320,
@@ -129,7 +129,7 @@ def test_cross_entropy_and_its_gradients_are_those_of_all_logits():
 
 @pytest.mark.slow
 def test_gradients_of_the_whole_loss_are_those_of_the_plain_one(tiny):
-    from train import data, pretrain
+    from train.embedded import data, pretrain
 
     spec, params, tokens = tiny
     weight = np.where(np.arange(128) > 100, 6.0, 0.5) * np.ones((2, 1))

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 from gates_tiny import config_at, records, written
 
-from train import config, loop, pretrain
+from train import config, loop
+from train.embedded import pretrain
 from train import traces as tracing
 from train.config import ConfigError
 

@@ -16,7 +16,7 @@ from flax import nnx
 
 from kvjax.models import module
 from train import loop
-from train.setup import model_spec
+from train.embedded.setup import model_spec
 
 ROOT = Path(__file__).parents[2]
 TWO = f"--xla_force_host_platform_device_count=2 {os.environ.get('XLA_FLAGS', '')}"
@@ -29,8 +29,9 @@ import numpy as np
 import optax
 from flax import nnx
 from kvjax.models import module
-from train import data, loop, parts, pretrain, speed
-from train.setup import model_spec
+from train import loop
+from train.embedded import data, data_parallel, pretrain, speed
+from train.embedded.setup import model_spec
 
 spec = model_spec(json.loads(sys.argv[2]))
 params = module.leaves(module.Decoder(spec, rngs=nnx.Rngs(params=0)))

@@ -20,8 +20,9 @@ import yaml
 from flax import nnx
 
 from kvjax.models import decoder, module
-from train import data, heads, loop, pretrain, recall, rows, start, text
-from train.setup import initial, model_spec, setup
+from train import loop, rows, text
+from train.embedded import data, heads, pretrain, recall, start
+from train.embedded.setup import initial, model_spec, setup
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -109,7 +110,7 @@ def test_a_killed_run_goes_on_with_the_same_losses(tmp_path, have):
     config = config_at(tmp_path)
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
     environment = os.environ | {"KVJAX_DATA": "/nowhere", "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-m", "train.pretrain", "--config", str(tmp_path / "config.yaml")]
+    command = [sys.executable, "-m", "train.embedded.pretrain", "--config", str(tmp_path / "config.yaml")]
     victim = subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True)
     log = tmp_path / "run" / "log.jsonl"
     while victim.poll() is None:
@@ -262,7 +263,7 @@ def test_rates_rise_stay_and_fall_in_every_cycle():
 
 
 def test_worker_processes_make_the_same_batches(have):
-    ahead = loop._stream(data.batches(have.train, mix(), 1, 50), 3, 2)
+    ahead = loop._prefetched(data.batches(have.train, mix(), 1, 50), 3, 2)
     here = data.batches(have.train, mix(), 1, 50)
     for step in range(3, 6):
         jax.tree.map(np.testing.assert_array_equal, next(ahead), here[step])
@@ -403,7 +404,7 @@ def test_every_config_can_be_read(path):
     spec = model_spec(config["model"])
     pretrain.make_optimizer(config["optimizer"])
     levels = [pretrain.make_level(level) for level in config["mix"]["levels"]]
-    plan = loop.Plan(**config["plan"])
+    plan = loop.Cadence(**config["plan"])
     assert plan.steps == config["optimizer"]["cycles"][-1]["until"]
     assert len(config["check"]["gates"]) == len(levels) - 1
     assert max(max(level.lengths) for level in levels) <= spec.max_positions

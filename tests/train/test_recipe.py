@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 import yaml
 
-from train import asked, curve, data, loop, pretrain, recall, rows, text
-from train.setup import initial, read, setup
+from train import loop, rows, text
+from train.embedded import checks, curve, data, pretrain, recall
+from train.embedded.setup import initial, read, setup
 from train.tasks import facts, logs, repeats, values, wordings
 
 ROOT = Path(__file__).resolve().parents[2]

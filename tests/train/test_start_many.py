@@ -9,8 +9,8 @@ import pytest
 from flax import nnx
 
 from kvjax.models import decoder, module
-from train import heads, start_many
-from train.setup import model_spec
+from train.embedded import heads, start_many
+from train.embedded.setup import model_spec
 from train.text import BOS
 
 SIZES = {

@@ -24,7 +24,8 @@ from kvjax.models import decoder
 from kvjax.policies.duo import Duo
 from kvjax.policies.wg_kv import WriteGate, gate_logits
 from kvjax.weights import load_weights, read_weights
-from train import distill, gate_card, gate_rows, gate_settings, gates, mesh
+from train import distill, gate_rows, gate_settings, gates, mesh
+from train.embedded import gate_card
 
 ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENT = os.environ | {"KVJAX_DATA": "/nowhere", "JAX_PLATFORMS": "cpu"}

@@ -132,7 +132,7 @@ class Settings:
     agent: Agent
     method: Method
     rate: Rate
-    plan: loop.Plan
+    plan: loop.Cadence
     only: tuple[str, ...] = ()
     devices: int = 1
 
@@ -282,7 +282,7 @@ def _rate(given: dict[str, Any]) -> Rate:
     return dataclasses.replace(found, **numbers)
 
 
-def _plan(given: dict[str, Any]) -> loop.Plan:
-    plan = loop.Plan(**given)
+def _plan(given: dict[str, Any]) -> loop.Cadence:
+    plan = loop.Cadence(**given)
     count(plan.steps, "plan.steps")
     return plan

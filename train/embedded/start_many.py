@@ -35,7 +35,7 @@ import numpy as np
 
 from kvjax.models.spec import ModelSpec
 from kvjax.types import Params
-from train.start import FAST, SLOW
+from train.embedded.start import FAST, SLOW
 from train.text import BOS
 
 DISTANCES = (1, 2, 3, 4)

@@ -74,14 +74,14 @@ def kinds(row: np.ndarray, begins: np.ndarray) -> np.ndarray:
       row: ids [T].
       begins: by id, whether a token begins a word (or is none).
     """
-    met: dict[tuple[int, ...], set[int]] = {}
-    found = np.where(begins[row[1:]], "other", "word")
+    followers: dict[tuple[int, ...], set[int]] = {}
+    kind = np.where(begins[row[1:]], "other", "word")
     for at in range(MATCH - 1, len(row) - 1):
         past = tuple(row[at - MATCH + 1 : at + 1].tolist())
-        if int(row[at + 1]) in met.get(past, ()):
-            found[at] = "copy"
-        met.setdefault(past, set()).add(int(row[at + 1]))
-    return found
+        if int(row[at + 1]) in followers.get(past, ()):
+            kind[at] = "copy"
+        followers.setdefault(past, set()).add(int(row[at + 1]))
+    return kind
 
 
 def starts_word(source: Source) -> np.ndarray:
@@ -147,15 +147,15 @@ def measure(
     parts: dict[str, list[np.ndarray]] = {}
     for name, source in sources.items():
         begins, rng = starts_word(source), np.random.default_rng(seed)
-        found: list[list[np.ndarray]] = []
-        while len(found) < count:
+        rows: list[list[np.ndarray]] = []
+        while len(rows) < count:
             drawn = draws[name](rng, source, length)
             if drawn is None:
                 continue
             whole, tight, loose = (read(spec, params, drawn[0], w) for w in (None, TIGHT, LOOSE))
             steps = [*map(np.asarray, (*whole, tight[0], loose[0])), kinds(drawn[0], begins)]
-            found.append([x[BEGIN:] for x in steps])
-        parts[name] = [np.stack(column) for column in zip(*found)]
+            rows.append([x[BEGIN:] for x in steps])
+        parts[name] = [np.stack(column) for column in zip(*rows)]
     parts["both"] = [np.concatenate(column) for column in zip(*parts.values())]
     return {name: _told(*columns) for name, columns in parts.items()}
 
@@ -171,19 +171,19 @@ def _told(
 ) -> dict[str, Any]:
     sure = c >= BUDGET.threshold
     names = ("copy", "word", "other")
-    share = lambda of: {name: _mean(of == name) for name in names}  # noqa: E731
+    shares = lambda of: {name: _mean(of == name) for name in names}  # noqa: E731
     gain = tight - loose
-    behind = {h: np.corrcoef(c[:, :-h].ravel(), ahead(gain, h).ravel())[0, 1] for h in HORIZONS}
+    correlations = {h: np.corrcoef(c[:, :-h].ravel(), ahead(gain, h).ravel())[0, 1] for h in HORIZONS}
     return {
         "steps": c.size,
         "nll": _mean(nll),
         "calibration_error": calibration_error(best.ravel(), right.ravel()),
         "sure": _mean(sure),
-        "sure_kinds": share(kind[sure]) if sure.any() else None,
-        "all_kinds": share(kind),
+        "sure_kinds": shares(kind[sure]) if sure.any() else None,
+        "all_kinds": shares(kind),
         "autocorrelation": {str(lag): autocorrelation(c, lag) for lag in (1, 4, 16)},
         "gain": _mean(gain),
-        "gain_correlation": {str(h): float(r) for h, r in behind.items()},
+        "gain_correlation": {str(h): float(r) for h, r in correlations.items()},
         "schedules": schedules(c, tight, loose, BUDGET.threshold),
     }
 

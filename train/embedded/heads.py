@@ -42,7 +42,7 @@ def looks(
     spec: ModelSpec,
     params: Params,
     tokens: Int[Array, "B T"],
-    asks: Bool[Array, "B T"],
+    counted: Bool[Array, "B T"],
     wanted: Int[Array, "B T"],
 ) -> dict[str, Float[Array, "L N *_"]]:
     """Sums over the queries that ask: entropy, sink, copied [L, N], distance [L, N, bins]."""
@@ -51,28 +51,28 @@ def looks(
     bins = 1 + int(np.log2(length)) + 1
     bin_of = jnp.where(age <= 0, 0, 1 + jnp.floor(jnp.log2(jnp.maximum(age, 1) + 0.5)).astype(int))
     copies = wanted[..., None] == jnp.arange(length)
-    attend, found = decoder.dense_attend(spec), []
+    attend, by_layer = decoder.dense_attend(spec), []
 
-    def look(index: int, x: Heads, carry: None) -> tuple[Array, None]:
+    def attend_and_record(index: int, x: Heads, carry: None) -> tuple[Array, None]:
         b, t, n, h = x.q.shape
         q = x.q.reshape(b, t, spec.num_kv_heads, spec.groups, h)
         s = jnp.einsum("btkgh,bskh->bkgts", q, x.k, preferred_element_type=jnp.float32) * h**-0.5
         p = jax.nn.softmax(jnp.where(age >= 0, s, -jnp.inf), axis=-1).reshape(b, n, t, t)
-        over = lambda by_query: jnp.einsum("bnt,bt->n", by_query, asks.astype(jnp.float32))  # noqa: E731
-        near = [over(jnp.where(bin_of == i, p, 0.0).sum(-1)) for i in range(bins)]
-        found.append(
+        sum_over_queries = lambda by_query: jnp.einsum("bnt,bt->n", by_query, counted.astype(jnp.float32))  # noqa: E731
+        shares = [sum_over_queries(jnp.where(bin_of == i, p, 0.0).sum(-1)) for i in range(bins)]
+        by_layer.append(
             {
-                "entropy": over(-jnp.sum(p * jnp.log(jnp.maximum(p, 1e-30)), axis=-1)),
-                "sink": over(p[..., :SINKS].sum(-1)),
-                "copied": over(jnp.where(copies[:, None], p, 0.0).sum(-1)),
-                "distance": jnp.stack(near, axis=-1),
+                "entropy": sum_over_queries(-jnp.sum(p * jnp.log(jnp.maximum(p, 1e-30)), axis=-1)),
+                "sink": sum_over_queries(p[..., :SINKS].sum(-1)),
+                "copied": sum_over_queries(jnp.where(copies[:, None], p, 0.0).sum(-1)),
+                "distance": jnp.stack(shares, axis=-1),
             }
         )
         return attend(index, x, carry)
 
     positions = jnp.broadcast_to(jnp.arange(length), tokens.shape)
-    decoder.forward(spec, params, tokens, positions, look, None)
-    return jax.tree.map(lambda *layers: jnp.stack(layers), *found)
+    decoder.forward(spec, params, tokens, positions, attend_and_record, None)
+    return jax.tree.map(lambda *layers: jnp.stack(layers), *by_layer)
 
 
 Asked = tuple[np.ndarray, np.ndarray, np.ndarray]
@@ -116,7 +116,7 @@ def measure(spec: ModelSpec, params: Params, source: Source, *, count: int = 24)
     for name, draw in (("text", _text), ("answers", _answers)):
         rows = [draw(rng, source) for _ in range(count)]
         parts = [looks(spec, params, *map(np.stack, zip(*rows[i : i + 2]))) for i in range(0, count, 2)]
-        queries = sum(int(asks.sum()) for _, asks, _ in rows)
+        queries = sum(int(counted.sum()) for _, counted, _ in rows)
         mean = {key: np.sum([part[key] for part in parts], axis=0) / queries for key in parts[0]}
         result[name] = {
             "effective": np.exp(mean.pop("entropy")).round(2).tolist(),
@@ -126,14 +126,14 @@ def measure(spec: ModelSpec, params: Params, source: Source, *, count: int = 24)
     return result
 
 
-def _kind(found: dict[str, Any], index: int, head: int) -> str:
-    near = 1 + int(np.log2(LOCAL))  # bins of the distances 0 .. 15
-    if sum(found["text"]["distance"][index][head][:near]) >= 0.5:
+def _kind(measured: dict[str, Any], index: int, head: int) -> str:
+    bins = 1 + int(np.log2(LOCAL))  # bins of the distances 0 .. 15
+    if sum(measured["text"]["distance"][index][head][:bins]) >= 0.5:
         return "local"
-    if found["text"]["sink"][index][head] >= 0.5:
+    if measured["text"]["sink"][index][head] >= 0.5:
         return "sink"
-    few = min(found[sort]["effective"][index][head] for sort in ("text", "answers")) < FEW
-    return "sparse" if few else "diffuse"
+    is_sparse = min(measured[sort]["effective"][index][head] for sort in ("text", "answers")) < FEW
+    return "sparse" if is_sparse else "diffuse"
 
 
 def without(spec: ModelSpec, params: Params, heads: tuple[tuple[int, int], ...]) -> Params:
