@@ -19,6 +19,7 @@ import optax
 from train import loop
 from train.embedded import data, pretrain
 from train.embedded.setup import initial_of
+from train.rows import ANSWER
 
 CONFIG: dict[str, Any] = {
     "seed": 0,
@@ -40,7 +41,7 @@ class Rows:
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
         rng = np.random.default_rng((3, int(index)))
         tokens = rng.integers(3, 64, (4, 32)).astype(np.int32)
-        weight = np.where(np.arange(32) % 8 > 5, data.ANSWER, 0.5) * np.ones((4, 1))
+        weight = np.where(np.arange(32) % 8 > 5, ANSWER, 0.5) * np.ones((4, 1))
         return {"tokens": tokens, **data.choose_scored(rng, tokens, weight, 48)}
 
 

@@ -99,7 +99,7 @@ def test_a_hushed_stream_writes_nothing_in_its_row_only(tiny):
     speak[1, 1, 0] = False
     got = forward.states(spec, params, tokens, speak=speak).reshape(2, 128, -1)
     whole = forward.states(spec, params, tokens).reshape(2, 128, -1)
-    lame = heads.without(spec, params, ((1, 0), (1, 1)))
+    lame = heads.without_heads(spec, params, ((1, 0), (1, 1)))
     np.testing.assert_array_equal(got[0], whole[0])
     close(got[1], forward.states(spec, lame, tokens).reshape(2, 128, -1)[1], 1e-3)
     assert np.abs(np.asarray(got[1] - whole[1])).max() > 1e-2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import json
 import os
 import re
@@ -20,7 +21,7 @@ import yaml
 from flax import nnx
 
 from kvjax.models import decoder, module
-from train import loop, rows, text
+from train import loop, needles, rows, text
 from train.embedded import data, heads, pretrain, recall, start
 from train.embedded.setup import initial, model_spec, setup
 
@@ -207,7 +208,7 @@ def test_the_constructed_start_looks_one_back_and_copies(have):
 
 def test_recall_refuses_rows_too_short_for_their_needles(have):
     with pytest.raises(ValueError, match="fewer keys"):
-        recall.needle_recall(have.spec, {}, have.held, length=64, keys=4, count=5, seed=0)
+        needles.needle_recall(lambda tokens, at: None, have.held, length=64, keys=4, count=5, seed=0)
 
 
 def test_the_start_refuses_a_model_it_does_not_fit(have):
@@ -281,8 +282,8 @@ def test_an_answer_counts_only_whole():
     answer = np.array([0, 1, 1, 1, 0, 0, 1], bool)
     begins = np.array([1, 1, 0, 1, 0, 0, 0], bool)
     right = np.array([0, 1, 0, 1, 0, 0, 1], bool)
-    assert recall._found(answer, right, begins) == pytest.approx(2 / 3)
-    assert recall._found(answer, right, np.zeros(7, bool)) == pytest.approx(1 / 2)
+    assert recall._share_right(answer, right, begins) == pytest.approx(2 / 3)
+    assert recall._share_right(answer, right, np.zeros(7, bool)) == pytest.approx(1 / 2)
 
 
 def test_recall_of_a_task_is_that_of_greedy_decoding(have):
@@ -298,7 +299,8 @@ def test_recall_of_a_task_is_that_of_greedy_decoding(have):
         return tokens, weight
 
     said: list[bool] = []
-    got = recall.task_recall(have.spec, params, row, have.held, length=128, count=8, seed=0)
+    score = functools.partial(recall.nll, have.spec, params)
+    got = recall.task_recall(score, row, have.held, length=128, count=8, seed=0)
     assert got == np.mean(said)
     assert 0 < got < 1
 
@@ -326,7 +328,7 @@ def test_a_silenced_head_writes_nothing_in_its_row_only(have):
     speak[0, 1, 2] = False
     at = np.arange(2 * 128)
     got = recall.scored_logits(have.spec, params, tokens, at, speak=speak).reshape(2, 128, -1)
-    lame = heads.without(have.spec, params, ((1, 2),))
+    lame = heads.without_heads(have.spec, params, ((1, 2),))
     for row, like in ((0, lame), (1, params)):
         want = recall.scored_logits(have.spec, like, tokens[row : row + 1], np.arange(128))
         np.testing.assert_allclose(got[row], want, atol=1e-4)

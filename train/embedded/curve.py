@@ -1,4 +1,4 @@
-"""A run as data: the command, what was changed in its config, tokens seen, its curve and its speed.
+"""Writes a run as data: command, changes of the config, tokens seen, curve and speed.
 
 python -m train.embedded.curve --config configs/pretrain/embedded.yaml --set text.digits=3 --folder DIR \\
     --write FILE.json
@@ -28,7 +28,7 @@ def tokens_of(mix: data.Mix, level: int, index: int) -> int:
 
 
 def curve(config: dict[str, Any], records: list[dict[str, Any]]) -> dict[str, Any]:
-    """What a run's log tells.
+    """The data of a run's log.
 
     Args:
       config: as it was run.
@@ -43,7 +43,7 @@ def curve(config: dict[str, Any], records: list[dict[str, Any]]) -> dict[str, An
     mix = data.Mix(seed=config["seed"], tokens=config["mix"]["tokens"], levels=levels)
     losses = [r for r in records if "loss" in r]
     steps = max((r["step"] for r in records), default=0)
-    at = np.zeros(steps, int)  # the level of each batch: that of the first line at or behind it
+    at = np.zeros(steps, int)  # the level of each batch is that of the next line of the log
     for r in reversed(losses):
         at[: r["step"]] = r["level"]
     seen = np.cumsum([tokens_of(mix, int(level), i) for i, level in enumerate(at)]).tolist()

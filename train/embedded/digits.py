@@ -1,10 +1,9 @@
-"""Which numbers the constructed start copies better: tokens of one digit or of up to three.
+"""Does the constructed start copy numbers better in tokens of one digit or of up to three?
 
 python -m train.embedded.digits --config configs/pretrain/embedded.yaml --folder DIR --write FILE.json
 
-Nothing is trained. Both tokenizers are, in DIR; rows of held-out text hide eight facts of one wording whose
-values are numbers, and what counts is the weight of the six copying KV heads on the token that must be
-written next.
+Only the two tokenizers are trained, in DIR. Rows of held-out text hide eight facts of one wording whose
+values are numbers; measured is the weight of the six copying KV heads on the token that must be written next.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ from train.embedded.setup import initial_of, options, read, setup
 from train.embedded.start_many import COPIES
 
 CUTS = {"one": (1, 4096), "three": (3, 5120)}
-"""Digits of a token at most, and a vocabulary that holds about as many words."""
+"""Most digits of a token, and a vocabulary size that leaves about as many words."""
 
 
 def measure(path: Path, sets: list[str], folder: Path, *, count: int, length: int) -> dict[str, Any]:
-    """By cut: tokens of the held-out books and of a value, weight on the token to be copied."""
+    """By tokenizer: tokens of the held-out books and of a value, weight on the token to copy."""
     cuts = {}
     for name, (digits, vocab) in CUTS.items():
         changes = [*sets, f"text.digits={digits}", f"model.vocab_size={vocab}"]

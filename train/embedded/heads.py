@@ -1,11 +1,11 @@
-"""What each attention head of a trained model looks at, and what the model loses without it.
+"""Statistics of each head's attention, and models without some of their heads.
 
-A KV method can only be judged on a model whose heads differ: sparse ones that a budget serves easily, local
-ones that a window serves, diffuse ones that nothing but the whole cache serves. Measured with dense attention
-on held-out text (queries from position 128 on) and where an answer is read off (the queries that predict the
-digits of one of four needles, held-out words):
+A KV method can only be judged on a model whose heads differ: sparse heads that need a small budget, local
+heads that need a window, diffuse heads that need the whole cache. Measured with dense attention on held-out
+text (queries from position 128 on) and at answers (the queries that predict the digits of one of four
+needles):
 
-  effective  number of tokens looked at: exp of the mean entropy of a query's weights
+  effective  number of tokens attended to: exp of the mean entropy of a query's weights
   distance   share of the weight by distance to the query: itself, 1, 2-3, 4-7, ... (powers of two)
   sink       share of the weight on the first four tokens
   copied     share of the weight on the token that must be written next (retrieval score, arXiv 2404.15574)
@@ -30,22 +30,22 @@ if TYPE_CHECKING:
 
 LENGTH = 1024
 BEGIN = 128
-"""The first query of a text that counts: before, there is too little to choose from."""
+"""The first query of a text that counts: earlier ones have few tokens to choose from."""
 SINKS = 4
 LOCAL = 16
 FEW = 16
-"""Tokens looked at in effect below which a head is sparse."""
+"""A head with fewer effective tokens is sparse."""
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def looks(
+def attention_statistics(
     spec: ModelSpec,
     params: Params,
     tokens: Int[Array, "B T"],
     counted: Bool[Array, "B T"],
     wanted: Int[Array, "B T"],
 ) -> dict[str, Float[Array, "L N *_"]]:
-    """Sums over the queries that ask: entropy, sink, copied [L, N], distance [L, N, bins]."""
+    """Sums over the ``asks`` queries: entropy, sink, copied [L, N], distance [L, N, bins]."""
     length = tokens.shape[1]
     age = jnp.arange(length)[:, None] - jnp.arange(length)[None, :]
     bins = 1 + int(np.log2(length)) + 1
@@ -75,16 +75,16 @@ def looks(
     return jax.tree.map(lambda *layers: jnp.stack(layers), *by_layer)
 
 
-Asked = tuple[np.ndarray, np.ndarray, np.ndarray]
-"""A row, which of its queries count, and where the token stands that each of them must write (or -1); [T]."""
+CountedRow = tuple[np.ndarray, np.ndarray, np.ndarray]
+"""A row, which of its queries count, and where the token stands that each must copy (or -1); [T]."""
 
 
-def _text(rng: np.random.Generator, source: Source) -> Asked:
+def _text(rng: np.random.Generator, source: Source) -> CountedRow:
     row = text_row(rng, source, LENGTH)[0]
     return row, np.arange(LENGTH) >= BEGIN, np.full(LENGTH, -1)
 
 
-def _answers(rng: np.random.Generator, source: Source) -> Asked:
+def _answers(rng: np.random.Generator, source: Source) -> CountedRow:
     drawn = None
     while drawn is None:
         drawn = needle_row(rng, source, LENGTH, keys=4)
@@ -98,7 +98,7 @@ def _answers(rng: np.random.Generator, source: Source) -> Asked:
 
 
 def measure(spec: ModelSpec, params: Params, source: Source, *, count: int = 24) -> dict[str, Any]:
-    """Entropy, distances, sink mass, copying and the kind of every head.
+    """The statistics and the kind of every head.
 
     Args:
       spec, params: the model.
@@ -108,14 +108,17 @@ def measure(spec: ModelSpec, params: Params, source: Source, *, count: int = 24)
     Returns:
       For "text" and "answers": effective [L, N] tokens, sink [L, N], copied [L, N] (zero on text), distance
       [L, N, bins]; and kinds [L, N]: "local" (on text half of the weight within 16 tokens), "sink" (on text
-      half of it on the first four), "sparse" (fewer than 16 tokens looked at, on text or at answers), else
+      half of it on the first four), "sparse" (fewer than 16 effective tokens, on text or at answers), else
       "diffuse".
     """
     rng = np.random.default_rng(7)
     result: dict[str, Any] = {}
     for name, draw in (("text", _text), ("answers", _answers)):
         rows = [draw(rng, source) for _ in range(count)]
-        parts = [looks(spec, params, *map(np.stack, zip(*rows[i : i + 2]))) for i in range(0, count, 2)]
+        parts = [
+            attention_statistics(spec, params, *map(np.stack, zip(*rows[i : i + 2])))
+            for i in range(0, count, 2)
+        ]
         queries = sum(int(counted.sum()) for _, counted, _ in rows)
         mean = {key: np.sum([part[key] for part in parts], axis=0) / queries for key in parts[0]}
         result[name] = {
@@ -136,8 +139,8 @@ def _kind(measured: dict[str, Any], index: int, head: int) -> str:
     return "sparse" if is_sparse else "diffuse"
 
 
-def without(spec: ModelSpec, params: Params, heads: tuple[tuple[int, int], ...]) -> Params:
-    """Params in which these (layer, query head) write nothing."""
+def without_heads(spec: ModelSpec, params: Params, heads: tuple[tuple[int, int], ...]) -> Params:
+    """Params in which these (layer, query head) output nothing."""
     layers = [dict(p) for p in params["layers"]]
     for index, head in heads:
         layers[index]["wo"] = jnp.asarray(layers[index]["wo"]).at[head].set(0.0)

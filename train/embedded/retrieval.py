@@ -1,7 +1,7 @@
-"""Which KV heads retrieve, how widely heads look, and what is lost without them.
+"""Which KV heads retrieve, the entropy of their attention, and recall without them.
 
-A KV head's weight is the mean over its query heads. It retrieves when it puts a tenth or more on the token
-that has to be written next, at a repeated sentence of prose or at a fact asked for.
+A KV head's weight is the mean over its query heads. It retrieves if it puts a tenth or more on the token that
+must be written next, in a repeated sentence of prose or in the answer to a question.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
 LENGTH = 1024
 RETRIEVES = 0.1
 SINKS, LOCAL, BEGIN = 4, 64, 256
-"""The middle region of a query: behind the first tokens, before the last ones; queries from ``BEGIN`` on."""
+"""A query's middle region lies between the first and the last tokens; queries count from ``BEGIN`` on."""
 VALUE = 4
-"""Tokens of a value that the query before it may look at."""
+"""Tokens of a value whose weight is measured from the query before it."""
 
 
 def copied_from(row: np.ndarray, weight: np.ndarray) -> np.ndarray:
-    """Where the answer's tokens stand the last time before it, by the query that writes them; else -1."""
+    """Where each token of the answer last stands in the text, by the query that predicts it; else -1."""
     at = np.flatnonzero(weight >= ANSWER)
     windows = np.lib.stride_tricks.sliding_window_view(row[: at[0]], len(at))
     matches = np.flatnonzero((windows == row[at]).all(-1))
@@ -44,7 +44,7 @@ def copied_from(row: np.ndarray, weight: np.ndarray) -> np.ndarray:
 
 
 def _drawn(name: str, source: Source, count: int) -> list[tuple[np.ndarray, np.ndarray]]:
-    """(row, where each of its queries finds what it must write)."""
+    """(row, ``copied_from`` of it)."""
     rng = np.random.default_rng(7)
     rows: list[tuple[np.ndarray, np.ndarray]] = []
     while len(rows) < count:
@@ -61,13 +61,15 @@ def weight_on(
     total, queries = np.zeros((spec.num_layers, spec.num_heads)), 0
     for row, wanted in rows:
         counted = wanted >= 0
-        total += np.asarray(heads.looks(spec, params, row[None], counted[None], wanted[None])["copied"])
+        total += np.asarray(
+            heads.attention_statistics(spec, params, row[None], counted[None], wanted[None])["copied"]
+        )
         queries += int(counted.sum())
     return (total / max(queries, 1)).reshape(spec.num_layers, spec.num_kv_heads, -1).mean(-1)
 
 
 def _offset(wanted: np.ndarray, by: int) -> np.ndarray:
-    """The answer's first query alone, and the token ``by`` after the one it must write; -1 elsewhere."""
+    """For the answer's first query, the position ``by`` behind that of the token it must write; else -1."""
     at = np.flatnonzero(wanted >= 0)
     only = np.full(len(wanted), -1)
     if len(at) > by:
@@ -77,7 +79,7 @@ def _offset(wanted: np.ndarray, by: int) -> np.ndarray:
 
 @functools.partial(jax.jit, static_argnums=0)
 def _middle(spec: ModelSpec, params: Params, tokens: Int[Array, "1 T"]) -> Float[Array, "L N"]:
-    """Mean over queries of the entropy of the middle region's weights over the largest one can be."""
+    """Mean over queries of the entropy of the middle region's weights, divided by its maximum."""
     t = tokens.shape[1]
     age = jnp.arange(t)[:, None] - jnp.arange(t)[None, :]
     region = (age >= LOCAL) & (jnp.arange(t)[None, :] >= SINKS)
@@ -131,7 +133,7 @@ def silence(
     retrieving: Sequence[tuple[int, int]],
     ask: Callable[[Params], dict[str, float]],
 ) -> dict[str, Any]:
-    """What ``ask`` finds with nothing silenced, without each KV head, and without a layer's retrieving ones.
+    """The results of ``ask`` for the model, without each KV head, and without each layer's retrieving heads.
 
     Returns:
       "nothing"; "heads" [L][K]; "layers": by layer that retrieves.
@@ -139,7 +141,7 @@ def silence(
 
     def without(pairs: Sequence[tuple[int, int]]) -> dict[str, float]:
         silenced = tuple((layer, k * spec.groups + g) for layer, k in pairs for g in range(spec.groups))
-        return ask(heads.without(spec, params, silenced))
+        return ask(heads.without_heads(spec, params, silenced))
 
     layers = sorted({layer for layer, _ in retrieving})
     return {

@@ -1,11 +1,10 @@
-"""How fast a training step is, in the products of the first run and of the second: tokens a second, by row
-length.
+"""Speed of a training step by row length, in tokens a second, with each of the two losses.
 
 XLA_FLAGS="--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1" nice -n 19 \\
     python -m train.embedded.speed --config configs/pretrain/embedded.yaml --write FILE.json
 
-Beside the wall clock, which other programs share, stands the processor time of this process: with one
-thread, tokens a second of it are what an idle core would do.
+Both wall-clock and processor time are measured: with one thread, tokens a second of processor time are those
+of an idle core.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ def batch(config: dict[str, Any], length: int, tokens: int) -> dict[str, np.ndar
 
 
 def whole(config: dict[str, Any], length: int, tokens: int) -> dict[str, np.ndarray]:
-    """A batch in as many parts as the config has devices (``train.embedded.data_parallel``)."""
+    """A batch in as many parts as the config has devices."""
     count = config.get("devices", 1)
     part = batch(config, length, tokens // count)
     return part if count == 1 else {name: np.stack([leaf] * count) for name, leaf in part.items()}
@@ -45,7 +44,7 @@ def whole(config: dict[str, Any], length: int, tokens: int) -> dict[str, np.ndar
 def timed(
     config: dict[str, Any], loss: loop.Loss, rows: dict[str, np.ndarray], repeats: int
 ) -> dict[str, float]:
-    """Fastest of some steps, by the wall and by the processor, and what compiling took."""
+    """The fastest step in wall-clock and in processor time, and the compile time."""
     optimizer = pretrain.make_optimizer(config["optimizer"])
     params = jax.tree.map(jax.numpy.array, initial_of(config))
     state = loop.State(params=params, opt=optimizer.init(params))
@@ -70,7 +69,7 @@ def timed(
 
 
 def measure(config: dict[str, Any], lengths: list[int], tokens: int, repeats: int) -> dict[str, Any]:
-    """Both losses at each length; weights are drawn, no text is read."""
+    """Both losses at each length, with random weights and ids."""
     spec = model_spec(config["model"])
     losses = {
         "first": pretrain.make_loss(spec, config["model"]["dtype"]),
