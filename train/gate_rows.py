@@ -89,13 +89,14 @@ def _read_mixture(settings: Settings, tokenizer: Tokenizer) -> GateData:
     corpus = text.corpus(text.data_folder(), seed=settings.seed)
     train, held, _ = rows.sources(corpus, tokenizer, settings.folder.parents[1] / "cache")
     keys = ("kinds", "keys", "needles", "tasks", "copies", "magic", "bridge", "clash", "families")
-    options: dict[str, Any] = {name: config[name] for name in keys if name in config}
+    chosen = {name: config[name] for name in keys if name in config}
+    options: dict[str, Any] = {n: tuple(x) if isinstance(x, list) else x for n, x in chosen.items()}
     try:
         level = mixture.Level(
             lengths=tuple(config["lengths"]),
             shares=tuple(config["shares"]),
             scored=config.get("scored", 64),
-            **{name: tuple(x) if isinstance(x, list) else x for name, x in options.items()},
+            **options,
         )
     except ValueError as reason:
         raise ConfigError(f"data.kinds: {reason}") from reason

@@ -131,7 +131,7 @@ def needle_row(
     length: int,
     *,
     keys: int,
-    asked: int = 1,
+    questions: int = 1,
     depth: float | None = None,
     snap: bool = True,
     gap: str = " ",
@@ -145,7 +145,7 @@ def needle_row(
       source: text and key words.
       length: N, tokens of the row.
       keys: needles hidden.
-      asked: how many of them are asked for at the end, in random order.
+      questions: how many of them are asked for at the end, in random order.
       depth: where the first one asked for stands, 0 the start of the text to 1 its end; None is anywhere.
       snap: whether needles stand at sentence ends.
       gap: what stands in front of a question.
@@ -161,7 +161,7 @@ def needle_row(
     pool = np.arange(10) if figures == 10 else rng.permutation(10)[:figures]
     values = ["".join(map(str, pool[rng.integers(0, figures, digits)])) for _ in range(keys)]
     sentences = [source.encode(wording.hide.format(key=k, value=v)) for k, v in zip(names, values)]
-    order = rng.permutation(keys)[:asked]
+    order = rng.permutation(keys)[:questions]
     tail: list[int] = []
     tail_weight: list[float] = []
     for n, i in enumerate(order):

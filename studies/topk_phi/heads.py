@@ -74,7 +74,7 @@ def measure(settings: Settings, model: LanguageModel, file: Path) -> Found:
       WeightsError: no maps of this model.
     """
     traces = Traces.open(settings.base.recording.folder)
-    traces.of(model, settings.base.source)
+    traces.check_model(model, settings.base.source)
     layers = load_weights(file, model).layers
     maps = {n: jnp.concatenate([layer[n] for layer in layers]) for n in layers[0] if n != "length"}
     about, verdicts = traces.manifest, settings.base.folder / dropped.FOLDER

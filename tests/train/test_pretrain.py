@@ -152,7 +152,7 @@ def test_key_words_of_training_and_evaluation_are_disjoint(have):
 
 def test_the_loss_marks_exactly_the_answers(have):
     rng = np.random.default_rng(0)
-    tokens, weight = rows.needle_row(rng, have.train, 256, keys=3, asked=2)
+    tokens, weight = rows.needle_row(rng, have.train, 256, keys=3, questions=2)
     assert tokens.shape == weight.shape == (256,)
     assert tokens[0] == text.BOS
     written = have.tokenizer.decode(tokens.tolist())
@@ -272,7 +272,7 @@ def test_worker_processes_make_the_same_batches(have):
 
 def test_numbers_of_few_figures(have):
     rng = np.random.default_rng(3)
-    tokens, weight = rows.needle_row(rng, have.train, 512, keys=4, asked=4, figures=2)
+    tokens, weight = rows.needle_row(rng, have.train, 512, keys=4, questions=4, figures=2)
     numbers = have.tokenizer.decode(tokens[weight == rows.ANSWER].tolist()).split()
     assert len(set("".join(numbers))) <= 2
 

@@ -151,7 +151,8 @@ def _silenced(exam: Exam) -> dict[str, Any]:
     length, rows = min(SILENCED[0], max(exam.lengths)), max(5, int(exam.count * SILENCED[1]) // 5 * 5)
 
     def needles(weights: Params) -> dict[str, float]:
-        score, size = exam.score(weights), {"length": length, "count": rows, "seed": SEED}
+        score = exam.score(weights)
+        size: dict[str, Any] = {"length": length, "count": rows, "seed": SEED}
         hits = needle_recall(score, held, keys=1, **size)
         return {
             "needles": float(hits.mean()),

@@ -34,7 +34,7 @@ def training_row(
             source,
             length,
             keys=keys,
-            asked=int(rng.integers(1, min(keys, 4) + 1)),
+            questions=int(rng.integers(1, min(keys, 4) + 1)),
             snap=rng.random() < 0.6,
             gap=str(rng.choice([" ", " ", "\n", "\n\n"])),
             wording=_wording(rng, level),
