@@ -20,6 +20,9 @@ KERNELS = r"pallas_kernels(\.\w+\.api|\.numerics|\.dispatch|\.measure\.(timing|c
 
 STATE = r"kvjax\.(errors|types|cache(\..+)?|sharding(\..+)?)"
 
+TRAINED = rf"kvjax(\.(?!serve).+)?|pallas_kernels\.measure\.(aot|chips)|{KERNELS}"
+"""What trainers use of the library."""
+
 PLACE = r"kvjax\.(types|sharding\.all_heads|algebra\._(errors|observation|part))"
 """Of the algebra, the modules of its places see what all parts are."""
 
@@ -95,7 +98,11 @@ TABLE = {
     "kvjax.serve": r"kvjax(\.(?!eval).+)?",
     "kvjax.eval": r"kvjax(\.(?!serve).+)?",
     "kvjax": r"kvjax\.(?!serve|eval|models|policies|text).+",
-    "train": rf"train(\..+)?|kvjax(\.(?!serve).+)?|pallas_kernels\.measure\.(aot|chips)|{KERNELS}",
+    "train": rf"train(\.(?!embedded|tasks).+)?|{TRAINED}",
+    "train.gate_rows": rf"train(\.(?!embedded|tasks).+)?|train\.embedded\.data|{TRAINED}",
+    "train.trace_rows": rf"train(\.(?!embedded|tasks).+)?|train\.(tasks|embedded\.data)|{TRAINED}",
+    "train.tasks": r"train(\.(rows|text|tasks(\..+)?))?|kvjax(\.(?!serve).+)?",
+    "train.embedded": rf"train(\..+)?|{TRAINED}",
     "studies": r"kvjax(\.(?!serve).+)?",
     "studies.topk_phi": r"studies\.topk_phi(\..+)?|benchmarks(\..+)?|train(\..+)?|kvjax(\.(?!serve).+)?"
     r"|pallas_kernels\.(blockwise|phi)\.api",
@@ -170,6 +177,7 @@ def test_everyone_imports_only_what_the_table_allows():
         ("pallas_kernels.phi.api", "import kvjax"),
         ("train.gates", "import kvjax.serve.answer"),
         ("kvjax.weights._auto", "import kvjax"),
+        ("train.gates", "from train.embedded import recall"),
         ("kvjax.helpers", ""),
     ],
 )

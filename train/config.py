@@ -191,7 +191,7 @@ class Training:
     spec: ModelSpec | None = option(
         None, "the backbone's sizes; None to ask the source", flag="model.config", type=published
     )
-    plan: loop.Plan = option(REQUIRED, "steps, and when things happen")
+    plan: loop.Cadence = option(REQUIRED, "steps, and when things happen")
 
     def __post_init__(self) -> None:
         """Raises ConfigError: a run of no steps."""

@@ -49,7 +49,11 @@ def _costs(values: dict[str, Any]) -> Found:
     traces = batches.Traces.open(settings.recording.folder)
     given = {file.stem: costs.stacked(layers) for file, layers in rankers.items()}
     found = costs.as_json(costs.measured(traces, settings, given))
-    found |= {"rankers": list(given), "model": traces.about.model, "fingerprint": traces.about.fingerprint}
+    found |= {
+        "rankers": list(given),
+        "model": traces.manifest.model,
+        "fingerprint": traces.manifest.fingerprint,
+    }
     variants = yaml.safe_load(config.read_text()).get("variants", {})
     sorts: dict[str, Sequence[str]] = {name: one["only"] for name, one in variants.items() if "only" in one}
     known = {kind for own in sorts.values() for kind in own}

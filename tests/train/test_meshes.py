@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 from gates_tiny import config_at, records, written
 
-from train import config, loop, pretrain
+from train import config, loop
 from train import traces as tracing
 from train.config import ConfigError
+from train.embedded import pretrain
 
 ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent
@@ -133,7 +134,7 @@ def test_axes_that_are_none_are_refused(mesh, said):
     [
         ({"mesh": {"data": 8}}, "mesh.data: 8 in the config does not divide batches of 4 rows of 128"),
         ({"mesh": {"tensor": 4}}, "mesh.tensor: 4 in the config does not divide the 2 KV heads"),
-        ({"mesh": {"data": 2}, "devices": 2}, "devices repeat them. Give one of the two"),
+        ({"mesh": {"data": 2}, "devices": 2}, "devices replicate them. Give one of the two"),
         ({"mesh": {"data": 2}, "loss": {"products": "float32"}}, "Give devices instead"),
         ({"mesh": {"data": 4, "tensor": 2}}, r"mesh: \{data: 4, tensor: 2\} needs 8 devices"),
     ],

@@ -1,4 +1,4 @@
-"""What the cards of both models draw alike. Needs matplotlib, which the caller has imported."""
+"""Plots of the model card. Needs matplotlib, which the caller has imported."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 SMOOTH = 9
-"""Log lines of a curve's mean."""
+"""Log lines averaged for a point of a curve."""
 
 
 def numbered(

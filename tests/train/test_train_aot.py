@@ -8,7 +8,7 @@ import re
 import pytest
 from gates_tiny import config_at, written
 
-from train import gates, plan
+from train import aot, gates
 from train.ranker import __main__ as ranker
 
 pytest.importorskip("libtpu", reason="the TPU compiler is not installed")
@@ -50,7 +50,7 @@ def test_the_step_compiles_for_four_chips_and_says_what_each_needs(config, capsy
     sizes = {name: float(value) for name, value in re.findall(r"(\w+) +([\d.]+) GiB a chip", out)}
     assert set(sizes) == {"arguments", "outputs", "temporary", "code", "total", "limit"}
     assert 0 < sizes["arguments"] < sizes["total"] < sizes["limit"] == 15.75
-    monkeypatch.setitem(plan.CHIPS, "v5e", dataclasses.replace(plan.CHIPS["v5e"], memory=2**20))
+    monkeypatch.setitem(aot.CHIPS, "v5e", dataclasses.replace(aot.CHIPS["v5e"], memory=2**20))
     assert gates.main(words) == 2
     assert "does not fit" in capsys.readouterr().out
 

@@ -1,7 +1,7 @@
-"""Which KV heads retrieve, how widely heads look, and what is lost without them.
+"""Which KV heads retrieve, the entropy of their attention, and recall without them.
 
-A KV head's weight is the mean over its query heads. It retrieves when it puts a tenth or more on the token
-that has to be written next, at a repeated sentence of prose or at a fact asked for.
+A KV head's weight is the mean over its query heads. It retrieves if it puts a tenth or more on the token that
+must be written next, in a repeated sentence of prose or in the answer to a question.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import numpy as np
 from kvjax.models import decoder
 from kvjax.models.spec import ModelSpec
 from kvjax.types import Heads, Params
-from train import heads
-from train.asked import CHECKS
+from train.embedded import heads
+from train.embedded.checks import CHECKS
 from train.rows import ANSWER, Source, text_row
 
 if TYPE_CHECKING:
@@ -27,31 +27,31 @@ if TYPE_CHECKING:
 LENGTH = 1024
 RETRIEVES = 0.1
 SINKS, LOCAL, BEGIN = 4, 64, 256
-"""The middle region of a query: behind the first tokens, before the last ones; queries from ``BEGIN`` on."""
+"""A query's middle region lies between the first and the last tokens; queries count from ``BEGIN`` on."""
 VALUE = 4
-"""Tokens of a value that the query before it may look at."""
+"""Tokens of a value whose weight is measured from the query before it."""
 
 
 def copied_from(row: np.ndarray, weight: np.ndarray) -> np.ndarray:
-    """Where the answer's tokens stand the last time before it, by the query that writes them; else -1."""
+    """Where each token of the answer last stands in the text, by the query that predicts it; else -1."""
     at = np.flatnonzero(weight >= ANSWER)
     windows = np.lib.stride_tricks.sliding_window_view(row[: at[0]], len(at))
-    found = np.flatnonzero((windows == row[at]).all(-1))
+    matches = np.flatnonzero((windows == row[at]).all(-1))
     wanted = np.full(len(row), -1)
-    if len(found):
-        wanted[at - 1] = found[-1] + np.arange(len(at))
+    if len(matches):
+        wanted[at - 1] = matches[-1] + np.arange(len(at))
     return wanted
 
 
 def _drawn(name: str, source: Source, count: int) -> list[tuple[np.ndarray, np.ndarray]]:
-    """(row, where each of its queries finds what it must write)."""
+    """(row, ``copied_from`` of it)."""
     rng = np.random.default_rng(7)
-    found: list[tuple[np.ndarray, np.ndarray]] = []
-    while len(found) < count:
+    rows: list[tuple[np.ndarray, np.ndarray]] = []
+    while len(rows) < count:
         drawn = CHECKS[name](rng, source, LENGTH)
         if drawn is not None and (wanted := copied_from(*drawn)).max() >= 0:
-            found.append((drawn[0], wanted))
-    return found
+            rows.append((drawn[0], wanted))
+    return rows
 
 
 def weight_on(
@@ -60,14 +60,16 @@ def weight_on(
     """Mean weight on the wanted token over the queries that have one."""
     total, queries = np.zeros((spec.num_layers, spec.num_heads)), 0
     for row, wanted in rows:
-        asks = wanted >= 0
-        total += np.asarray(heads.looks(spec, params, row[None], asks[None], wanted[None])["copied"])
-        queries += int(asks.sum())
+        counted = wanted >= 0
+        total += np.asarray(
+            heads.attention_statistics(spec, params, row[None], counted[None], wanted[None])["copied"]
+        )
+        queries += int(counted.sum())
     return (total / max(queries, 1)).reshape(spec.num_layers, spec.num_kv_heads, -1).mean(-1)
 
 
 def _offset(wanted: np.ndarray, by: int) -> np.ndarray:
-    """The answer's first query alone, and the token ``by`` after the one it must write; -1 elsewhere."""
+    """For the answer's first query, the position ``by`` behind that of the token it must write; else -1."""
     at = np.flatnonzero(wanted >= 0)
     only = np.full(len(wanted), -1)
     if len(at) > by:
@@ -77,22 +79,22 @@ def _offset(wanted: np.ndarray, by: int) -> np.ndarray:
 
 @functools.partial(jax.jit, static_argnums=0)
 def _middle(spec: ModelSpec, params: Params, tokens: Int[Array, "1 T"]) -> Float[Array, "L N"]:
-    """Mean over queries of the entropy of the middle region's weights over the largest one can be."""
+    """Mean over queries of the entropy of the middle region's weights, divided by its maximum."""
     t = tokens.shape[1]
     age = jnp.arange(t)[:, None] - jnp.arange(t)[None, :]
     region = (age >= LOCAL) & (jnp.arange(t)[None, :] >= SINKS)
-    attend, found = decoder.dense_attend(spec), []
+    attend, entropies = decoder.dense_attend(spec), []
 
-    def look(index: int, x: Heads, carry: None) -> tuple[Array, None]:
+    def attend_and_record(index: int, x: Heads, carry: None) -> tuple[Array, None]:
         q = x.q[0].reshape(t, spec.num_kv_heads, spec.groups, -1)
         s = jnp.einsum("tkgh,skh->kgts", q, x.k[0]) * spec.head_dim**-0.5
         p = jax.nn.softmax(jnp.where(region, s, -jnp.inf)[..., BEGIN:, :], axis=-1)
         entropy = -jnp.sum(p * jnp.log(jnp.maximum(p, 1e-30)), axis=-1)
-        found.append(jnp.mean(entropy / jnp.log(region[BEGIN:].sum(-1)), axis=-1).reshape(-1))
+        entropies.append(jnp.mean(entropy / jnp.log(region[BEGIN:].sum(-1)), axis=-1).reshape(-1))
         return attend(index, x, carry)
 
-    decoder.forward(spec, params, tokens, jnp.arange(t)[None], look, None)
-    return jnp.stack(found)
+    decoder.forward(spec, params, tokens, jnp.arange(t)[None], attend_and_record, None)
+    return jnp.stack(entropies)
 
 
 def measure(spec: ModelSpec, params: Params, source: Source, *, count: int = 16) -> dict[str, Any]:
@@ -109,16 +111,16 @@ def measure(spec: ModelSpec, params: Params, source: Source, *, count: int = 16)
       [L, N].
     """
     sentence, fact = (_drawn(name, source, count) for name in ("sentence", "four_keys"))
-    on = {"sentence": weight_on(spec, params, sentence), "fact": weight_on(spec, params, fact)}
+    weight_of = {"sentence": weight_on(spec, params, sentence), "fact": weight_on(spec, params, fact)}
     value = [
         weight_on(spec, params, [(row, _offset(wanted, by)) for row, wanted in fact]) for by in range(VALUE)
     ]
     rng = np.random.default_rng(8)
     texts = [text_row(rng, source, LENGTH)[0] for _ in range(max(1, count // 4))]
     entropy = np.mean([_middle(spec, params, row[None]) for row in texts], axis=0)
-    strong = np.argwhere(np.maximum(on["sentence"], on["fact"]) >= RETRIEVES)
+    strong = np.argwhere(np.maximum(weight_of["sentence"], weight_of["fact"]) >= RETRIEVES)
     return {
-        **{name: weights.tolist() for name, weights in on.items()},
+        **{name: weights.tolist() for name, weights in weight_of.items()},
         "value": np.stack(value, axis=-1).tolist(),
         "retrieving": [(int(layer), int(head)) for layer, head in strong],
         "entropy": entropy.tolist(),
@@ -131,15 +133,15 @@ def silence(
     retrieving: Sequence[tuple[int, int]],
     ask: Callable[[Params], dict[str, float]],
 ) -> dict[str, Any]:
-    """What ``ask`` finds with nothing silenced, without each KV head, and without a layer's retrieving ones.
+    """The results of ``ask`` for the model, without each KV head, and without each layer's retrieving heads.
 
     Returns:
       "nothing"; "heads" [L][K]; "layers": by layer that retrieves.
     """
 
-    def without(streams: Sequence[tuple[int, int]]) -> dict[str, float]:
-        lame = tuple((layer, k * spec.groups + g) for layer, k in streams for g in range(spec.groups))
-        return ask(heads.without(spec, params, lame))
+    def without(pairs: Sequence[tuple[int, int]]) -> dict[str, float]:
+        silenced = tuple((layer, k * spec.groups + g) for layer, k in pairs for g in range(spec.groups))
+        return ask(heads.without_heads(spec, params, silenced))
 
     layers = sorted({layer for layer, _ in retrieving})
     return {

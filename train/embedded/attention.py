@@ -1,7 +1,7 @@
-"""Causal attention for training: RoPE, scores and softmax of one stream at a time, tiles that stay in cache.
+"""Causal attention for training: RoPE, scores and softmax in tiles that stay in a core's cache.
 
-A stream is a row's KV head with its G query heads. Nothing of size T x T is kept: the backward pass computes
-the weights again from their logarithmic sums. Products are bfloat16 in and float32 out (``train.products``).
+One KV head of one row, with its G query heads, at a time. Nothing of size T x T is kept: the backward pass
+recomputes the weights from their log-sum-exp. Products are bfloat16 in and float32 out (``products``).
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from train.products import HALF, rows_by_columns, rows_by_rows, transposed
+from train.embedded.products import HALF, rows_by_columns, rows_by_rows, transposed
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float
 
 TILE = 1 << 17
-"""Most scores of a tile: half a megabyte."""
+"""Largest number of scores of a tile: half a megabyte."""
 
 
 def _block(groups: int, length: int) -> int:
@@ -61,7 +61,7 @@ def _turns(frequencies: tuple[float, ...], length: int) -> tuple[Array, Array]:
 
 
 def _quarter(size: int) -> np.ndarray:
-    """[H, H]: x times it is x a quarter turn on: (a, b) becomes (-b, a)."""
+    """[H, H]; x times it is x turned by a quarter: (a, b) becomes (-b, a)."""
     half = size // 2
     matrix = np.zeros((size, size), np.float32)
     matrix[np.arange(half) + half, np.arange(half)] = -1.0
@@ -69,16 +69,16 @@ def _quarter(size: int) -> np.ndarray:
     return matrix
 
 
-def _stream(
+def _head_inputs(
     y: Array, index: Array, groups: int, turns: tuple[Array, Array]
 ) -> tuple[list[Array], Array, Array]:
-    """Queries of each head (scaled), keys and values of stream ``index``, turned, [T, H] in bfloat16."""
+    """Scaled queries of each head, keys, values of (row, KV head) ``index`` after RoPE, [T, H] bfloat16."""
     _, t, heads, width = y.shape
     size = width // (groups + 2)
-    mine = jax.lax.dynamic_slice(y, (index // heads, 0, index % heads, 0), (1, t, 1, width))
-    mine = mine.reshape(t, width)
+    columns = jax.lax.dynamic_slice(y, (index // heads, 0, index % heads, 0), (1, t, 1, width))
+    columns = columns.reshape(t, width)
     quarter = jnp.asarray(_quarter(size), HALF)
-    parts = [mine[:, i * size : (i + 1) * size] for i in range(groups + 2)]
+    parts = [columns[:, i * size : (i + 1) * size] for i in range(groups + 2)]
     cos, sin = turns
 
     def turned(x: Array, gain: float) -> Array:
@@ -90,9 +90,9 @@ def _stream(
 
 
 def _visible(first: int, block: int, groups: int) -> Array:
-    """[G block, first + block]: which keys each query of a block that begins at ``first`` may see."""
-    mine = jnp.tile(jnp.arange(first, first + block), groups)
-    return mine[:, None] >= jnp.arange(first + block)[None, :]
+    """[G block, first + block]: the keys that each query of a block from ``first`` on may read."""
+    queries = jnp.tile(jnp.arange(first, first + block), groups)
+    return queries[:, None] >= jnp.arange(first + block)[None, :]
 
 
 def _forward(
@@ -103,22 +103,22 @@ def _forward(
     turns = _turns(frequencies, t)
 
     def one(index: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
-        queries, k, v = _stream(y, index, groups, turns)
+        queries, k, v = _head_inputs(y, index, groups, turns)
         out, norms = [], []
         for first in range(0, t, block):
             end = first + block
-            mine = jnp.concatenate([q[first:end] for q in queries])
-            scores = jnp.where(_visible(first, block, groups), rows_by_rows(mine, k[:end]), -jnp.inf)
+            block_queries = jnp.concatenate([q[first:end] for q in queries])
+            scores = jnp.where(_visible(first, block, groups), rows_by_rows(block_queries, k[:end]), -jnp.inf)
             most = jnp.max(scores, axis=-1, keepdims=True)
             weight = jnp.exp(scores - most)
             total = jnp.sum(weight, axis=-1, keepdims=True)
             mixed = rows_by_columns(weight.astype(HALF), v[:end]) / total
             out.append(jnp.concatenate([mixed[g * block : (g + 1) * block] for g in range(groups)], axis=1))
             norms.append((most + jnp.log(total)).reshape(groups, block))
-        found, sums = jnp.concatenate(out), jnp.concatenate(norms, axis=1)
+        row_out, sums = jnp.concatenate(out), jnp.concatenate(norms, axis=1)
         at = (index // heads, 0, index % heads, 0)
         return (
-            jax.lax.dynamic_update_slice(carry[0], found.reshape(1, t, 1, -1), at),
+            jax.lax.dynamic_update_slice(carry[0], row_out.reshape(1, t, 1, -1), at),
             jax.lax.dynamic_update_slice(carry[1], sums[None], (index, 0, 0)),
         )
 
@@ -141,30 +141,30 @@ def _backward(
         return gain * (x * cos + rows_by_columns((x * sin).astype(HALF), back_quarter))
 
     def one(index: Array, dx: Array) -> Array:
-        queries, k, v = _stream(y, index, groups, turns)
+        queries, k, v = _head_inputs(y, index, groups, turns)
         at = (index // heads, 0, index % heads, 0)
 
         def part(x: Array) -> Array:
             return jax.lax.dynamic_slice(x, at, (1, t, 1, groups * size)).reshape(t, groups, size)
 
-        given, mine_out = part(dy), part(out)
-        dots = jnp.sum(given * mine_out, axis=-1)
-        given = given.astype(HALF)
+        d_out, head_out = part(dy), part(out)
+        dots = jnp.sum(d_out * head_out, axis=-1)
+        d_out = d_out.astype(HALF)
         sums = jax.lax.dynamic_slice(norms, (index, 0, 0), (1, groups, t))[0]
         dq, dk, dv = [], jnp.zeros((t, size)), jnp.zeros((t, size))
         # Scores lie as [keys, queries] here: keys and values get plain products, only queries need a
         # transpose.
         for first in range(0, t, block):
             end = first + block
-            mine = jnp.concatenate([q[first:end] for q in queries])
-            ups = jnp.concatenate([given[first:end, g] for g in range(groups)])
+            block_queries = jnp.concatenate([q[first:end] for q in queries])
+            block_d_out = jnp.concatenate([d_out[first:end, g] for g in range(groups)])
             dot = jnp.concatenate([dots[first:end, g] for g in range(groups)])
             norm = sums[:, first:end].reshape(-1)
-            scores = rows_by_rows(k[:end], mine)
+            scores = rows_by_rows(k[:end], block_queries)
             weight = jnp.exp(jnp.where(_visible(first, block, groups).T, scores - norm, -jnp.inf))
-            change = (weight * (rows_by_rows(v[:end], ups) - dot)).astype(HALF)
-            dv = dv.at[:end].add(rows_by_columns(weight.astype(HALF), ups))
-            dk = dk.at[:end].add(rows_by_columns(change, mine))
+            change = (weight * (rows_by_rows(v[:end], block_d_out) - dot)).astype(HALF)
+            dv = dv.at[:end].add(rows_by_columns(weight.astype(HALF), block_d_out))
+            dk = dk.at[:end].add(rows_by_columns(change, block_queries))
             mixed = rows_by_columns(transposed(change), k[:end])
             dq.append([mixed[g * block : (g + 1) * block] for g in range(groups)])
         heads_dq = [back(jnp.concatenate([piece[g] for piece in dq]), size**-0.5) for g in range(groups)]

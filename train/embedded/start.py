@@ -1,12 +1,12 @@
-"""The constructed start: an induction circuit written into the initial weights.
+"""The constructed start: an induction circuit in the initial weights.
 
-Copying "what followed this token last time" takes two attention heads in a row. Small models need
-millions of tokens to find them; written in, everything stays trainable and recall starts at once.
+Copying "what followed this token last time" takes two attention heads in a row. Small models need millions of
+tokens to learn them; constructed, they recall from the first step, and everything stays trainable.
 
   layer 0, KV head 0   previous-token head. Keys and queries are their biases alone: the query bias is
                        the key bias turned by one position in the fast rotary frequencies. The value
                        map reads a random projection of the token, the output map writes it into a
-                       random subspace of the residual stream: "my predecessor was x".
+                       random subspace of the residual stream: "the previous token was x".
   layer 1, KV head 0   induction head. Keys read that subspace, queries the current token's projection,
                        both only in the slow frequencies, whose rotation is negligible over a few thousand
                        positions. Value and output map copy the token found.
@@ -41,8 +41,8 @@ def construct(
       spec: at least two layers and q / k / v biases.
       params: as drawn by ``kvjax.models.module.Decoder``.
       seed: of the random projections.
-      spread: noise on what the query heads of layer 1's group read, in shares of it. Without any they start
-        equal, get equal gradients and stay equal for ever.
+      spread: relative noise on the inputs of layer 1's query heads. Without it they start equal, get equal
+        gradients and stay equal.
       logit_scale: initial value of the final norm; a tied output of standard deviation 0.02 needs one
         well above 1 to reach confident logits.
 

@@ -1,7 +1,7 @@
-"""A training step on several devices: each takes a part of the rows, all hold the weights and add gradients.
+"""Data-parallel training of a small model: each device takes a part of the rows and holds all weights.
 
-For small models, whose weights need no cutting: what ``train.mesh`` does for large ones. On a CPU, where one
-thread is one core, XLA_FLAGS=--xla_force_host_platform_device_count=N makes N devices of it.
+``train.mesh`` shards the weights too, for large models. On a CPU, where one thread is one core,
+XLA_FLAGS=--xla_force_host_platform_device_count=N makes N devices.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True)
-class Parts(Layout):
+class DataParallel(Layout):
     """One part of a batch a device, and all weights on every device."""
 
     def backbone(self, tree: Any) -> Any:
@@ -34,22 +34,22 @@ class Parts(Layout):
         return {name: shard(value, self.of(P(DATA))) for name, value in batch.items()}
 
 
-def parts(count: int) -> Parts:
+def make_layout(count: int) -> DataParallel:
     """Over the first ``count`` devices.
 
     Raises:
-      ValueError: fewer are here.
+      ValueError: there are fewer.
     """
-    return Parts(layout(count, 1).mesh)
+    return DataParallel(layout(count, 1).mesh)
 
 
-def over(loss: loop.Loss, where: Parts) -> loop.Loss:
+def mean_loss(loss: loop.Loss, where: DataParallel) -> loop.Loss:
     """The mean of ``loss`` over the parts of a batch; its gradient is summed over the devices."""
 
     def whole(params: Params, batch: dict[str, Array]) -> tuple[Float[Array, ""], dict[str, Array]]:
         def one(params: Params, batch: dict[str, Array]) -> Any:
-            found = loss(params, jax.tree.map(lambda leaf: leaf[0], batch))
-            return jax.tree.map(lambda leaf: jax.lax.pmean(leaf, DATA), found)
+            results = loss(params, jax.tree.map(lambda leaf: leaf[0], batch))
+            return jax.tree.map(lambda leaf: jax.lax.pmean(leaf, DATA), results)
 
         return where.mesh.each(one, (params, batch), (P(), P(DATA)), P())  # type: ignore[no-any-return]
 

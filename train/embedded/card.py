@@ -1,10 +1,10 @@
-"""The embedded model's card: what it shows beside what it had to, and its pictures.
+"""Writes the embedded model's card: its results beside its aims, and pictures.
 
-python -m train.card --config configs/pretrain/embedded.yaml --aims results/pretrain/embedded.json \\
+python -m train.embedded.card --config configs/pretrain/embedded.yaml --aims results/pretrain/embedded.json \\
     --log kvjax/assets/embedded/training_log.jsonl --out kvjax/assets/embedded
 
-Numbers come from the results of ``train.aims`` and from the run's log; only the prose is written here. Needs
-matplotlib (``pip install -e '.[plot]'``).
+Numbers come from the results of ``train.embedded.aims`` and from the run's log; only the prose is written
+here. Needs matplotlib (``pip install -e '.[plot]'``).
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 import yaml
 
-from train import drawing, loop
+from train import loop
+from train.embedded import drawing
 
 HEADER = """# kvjax {name}
 
@@ -56,7 +57,7 @@ SAYS = {
     "autocorrelation": "autocorrelation of confidence at lag 1, predictable text",
     "bits_per_byte": "bits a byte on held-out books",
 }
-"""What each aim is, in words; one line of the card each, none left out."""
+"""Each aim in words: the lines of the card."""
 
 
 DATA = """## Data and licences
@@ -105,7 +106,7 @@ def recalls(results: dict[str, Any]) -> str:
     cells = lambda row: [percent(row[n]) if n in row else "–" for n in lengths]  # noqa: E731
     groups = {**results["recall"], **{f"value: {name}": row for name, row in results["values"].items()}}
     groups |= {f"RULER {name}": row for name, row in results["ruler"].items()}
-    found = [
+    by_wording = [
         [f"`{one['hide']}`", one["kind"], name, *cells(one["recall"])]
         for name, wordings in results["wordings"].items()
         for one in wordings
@@ -117,7 +118,7 @@ Percent; an answer counts when its every token is the likeliest given the right 
 {grid(["", *lengths], [[name, *cells(row)] for name, row in groups.items()])}
 Each wording, n = {max(1, results["n"]["wordings"] // 10)} a cell:
 
-{grid(["statement", "value", "wording", *lengths], found)}"""
+{grid(["statement", "value", "wording", *lengths], by_wording)}"""
 
 
 def tasks(results: dict[str, Any]) -> str:
@@ -135,23 +136,23 @@ json_kv (associations). Of these only dialogue, pairs and associations were trai
 
 def heads(results: dict[str, Any]) -> str:
     """What is lost without heads."""
-    lame, found = results["silenced"], results["heads"]
-    lines = [["nothing", *map(percent, lame["nothing"].values())]]
-    for layer, row in enumerate(lame["heads"]):
+    silenced, measured = results["silenced"], results["heads"]
+    lines = [["nothing", *map(percent, silenced["nothing"].values())]]
+    for layer, row in enumerate(silenced["heads"]):
         lines += [[f"KV head {layer}.{k}", *map(percent, cell.values())] for k, cell in enumerate(row)]
     lines += [
         [f"all retrieving ones of layer {layer}", *map(percent, cell.values())]
-        for layer, cell in lame["layers"].items()
+        for layer, cell in silenced["layers"].items()
     ]
-    where = ", ".join(f"{layer}.{head}" for layer, head in found["retrieving"])
-    flat = [kind for row in found["kinds"] for kind in row]
+    where = ", ".join(f"{layer}.{head}" for layer, head in measured["retrieving"])
+    flat = [kind for row in measured["kinds"] for kind in row]
     kinds = ", ".join(f"{flat.count(kind)} {kind}" for kind in ("local", "sink", "sparse", "diffuse"))
     return f"""## Heads
 
 ![Weight on the token to copy, on a value's later tokens, entropy](heads.png)
 
 KV heads that retrieve (layer.head): {where}. Query heads by kind: {kinds}. Recall with heads silenced,
-{lame["length"]} tokens, n = {lame["n"]}:
+{silenced["length"]} tokens, n = {silenced["n"]}:
 
 {grid(["silenced", "needles, %", "ten trained wordings, %"], lines)}"""
 
@@ -179,7 +180,7 @@ def confidence(results: dict[str, Any]) -> str:
         ("nll, few slots when least sure", lambda p: f"{p['schedules']['tight_when_least_sure']:.4f}"),
         ("nll, few slots at random", lambda p: f"{p['schedules']['tight_at_random']:.4f}"),
     ]
-    lines = [[name, *(say(part) for part in parts.values())] for name, say in rows]
+    lines = [[name, *(cell(part) for part in parts.values())] for name, cell in rows]
     return f"""## Confidence
 
 c of CONF-KV with its default weights, on rows of 1024 tokens; 4 sinks and a window of 64 or 256 slots.
@@ -198,9 +199,9 @@ def training(config: dict[str, Any], log: list[dict[str, Any]]) -> str:
     titles = [c.replace("recall_", "").replace("_of_4", ", four keys").replace("_", " ") for c in columns]
     return f"""## Training
 
-    python -m train.pretrain --config configs/pretrain/{name}.yaml
-    python -m train.pretrain --config configs/pretrain/{name}.yaml --export DIR
-    python -m train.aims --config configs/pretrain/{name}.yaml --model DIR --write FILE.json
+    python -m train.embedded.pretrain --config configs/pretrain/{name}.yaml
+    python -m train.embedded.pretrain --config configs/pretrain/{name}.yaml --export DIR
+    python -m train.embedded.aims --config configs/pretrain/{name}.yaml --model DIR --write FILE.json
 
 Seed {config["seed"]}; {log[-1]["step"]:,} steps, {tokens(config, log) / 1e6:.1f} M tokens.
 
@@ -234,13 +235,13 @@ def draw_heads(results: dict[str, Any], path: Path) -> None:
     """Maps, layers down and heads across."""
     import matplotlib.pyplot as plt
 
-    found = results["heads"]
-    value = np.array(found["value"])
+    measured = results["heads"]
+    value = np.array(measured["value"])
     maps = [
-        (100 * np.array(found["sentence"]), "repeated sentence: % on the token to write", "magma"),
-        (100 * np.array(found["fact"]), "one of four facts: % on the token to write", "magma"),
+        (100 * np.array(measured["sentence"]), "repeated sentence: % on the token to write", "magma"),
+        (100 * np.array(measured["fact"]), "one of four facts: % on the token to write", "magma"),
         (100 * value[..., 1:].sum(-1), "before a value: % on its 2nd to 4th token", "magma"),
-        (100 * np.array(found["entropy"]), "entropy of the middle region, % of the largest", "viridis"),
+        (100 * np.array(measured["entropy"]), "entropy of the middle region, % of the largest", "viridis"),
     ]
     fig, axes = plt.subplots(1, len(maps), figsize=(19, 4), layout="constrained")
     for ax, (cells, title, colours) in zip(axes, maps):
@@ -259,9 +260,9 @@ def draw_curves(log: list[dict[str, Any]], path: Path) -> None:
     losses = [r for r in log if "loss" in r]
     checks = [r for r in log if "bits_per_byte" in r]
     fig, axes = plt.subplots(1, 3, figsize=(14, 4), layout="constrained")
-    asked = [k for k in checks[-1] if k not in ("step", "level", *loop.CLOCK, "bits_per_byte")]
+    names = [k for k in checks[-1] if k not in ("step", "level", *loop.CLOCK, "bits_per_byte")]
     drawing.losses(axes[0], losses)
-    drawing.checks(axes[1], checks, asked, "recall")
+    drawing.checks(axes[1], checks, names, "recall")
     drawing.bits(axes[2], checks)
     drawing.levels(axes, losses)
     fig.savefig(path, dpi=80)
@@ -280,10 +281,12 @@ def card(config: dict[str, Any], results: dict[str, Any], log: list[dict[str, An
 
 def main() -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m train.card", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m train.embedded.card", description=__doc__.splitlines()[0]
+    )
     for name, what in (
         ("config", "of the run"),
-        ("aims", "results of train.aims"),
+        ("aims", "results of train.embedded.aims"),
         ("log", "the run's log.jsonl"),
         ("out", "the exported model's folder, which gets README.md, heads.png and curves.png"),
     ):

@@ -1,4 +1,4 @@
-"""A training step compiled for a TPU slice that is not here: does it fit, and by how much?
+"""Compiles a training step for a TPU slice that is not attached, and reports the memory of a chip.
 
 Needs the wheels of the optional group ``aot``.
 """
@@ -21,17 +21,16 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Fit:
-    """What one chip holds while the step runs, in bytes.
+class StepMemory:
+    """Bytes of one chip while the step runs.
 
     Attributes:
-      arguments: weights, trained leaves, optimiser and batch.
+      arguments: weights, trained leaves, optimiser state and batch.
       outputs: results that reuse no argument.
       temporary: everything in between.
       code: the program.
-      limit: what a chip has.
-      flops: of one chip, as far as the compiler counts them (a scan's body once, no Pallas bodies).
-      seconds: it took to compile.
+      limit: the chip's memory.
+      seconds: time of the compilation.
     """
 
     arguments: int
@@ -39,20 +38,18 @@ class Fit:
     temporary: int
     code: int
     limit: int
-    flops: float
     seconds: float
 
     @property
     def total(self) -> int:
-        """All of it."""
         return self.arguments + self.outputs + self.temporary + self.code
 
 
-def slice_of(name: str, axes: tuple[int, int]) -> tuple[aot.Target, mesh.Layout]:
+def tpu_slice(name: str, axes: tuple[int, int]) -> tuple[aot.Target, mesh.Layout]:
     """The chips of a topology such as "v5e:2x4" and a mesh (data, tensor) over them.
 
     Raises:
-      ConfigError: no such topology, no compiler for it, or not as many chips as the mesh has places.
+      ConfigError: no such topology, no compiler for it, or another number of chips than the mesh has.
     """
     from pallas_kernels.measure import aot  # sets what libtpu reads when it loads: not beside real chips
 
@@ -68,13 +65,13 @@ def slice_of(name: str, axes: tuple[int, int]) -> tuple[aot.Target, mesh.Layout]
         raise ConfigError(f"--compile {name}: {line}") from reason
     if len(target.devices) != axes[0] * axes[1]:
         raise ConfigError(
-            f"--compile {name}: {len(target.devices)} devices, and the config lays the step over "
+            f"--compile {name}: {len(target.devices)} devices, and the config shards the step over "
             f"{axes[0] * axes[1]} ({axes[0]} x {axes[1]}). Choose a topology or a config that agree."
         )
     return target, mesh.layout(*axes, target.devices)
 
 
-def compiled(
+def compiled_step(
     topology: str,
     target: aot.Target,
     layout: mesh.Layout,
@@ -82,24 +79,24 @@ def compiled(
     params: Any,
     optimizer: optax.GradientTransformation,
     batch: dict[str, Any],
-) -> Fit:
+) -> StepMemory:
     """Compiles one update.
 
     Args:
-      topology, target, layout: of ``slice_of``.
-      loss: with frozen shapes bound.
+      topology, target, layout: of ``tpu_slice``.
+      loss: with the shapes of its frozen weights bound.
       params: shapes of the trained leaves.
       optimizer: of the run.
-      batch: shapes with a place each.
+      batch: shapes with their shardings.
 
     Raises:
       ConfigError: the program is too large for the compiler.
     """
     state = loop.State(params=params, opt=jax.eval_shape(optimizer.init, params))
-    began = time.monotonic()
-    where = layout.gates(state)
-    step: Any = loop.make_step(optimizer, where)
-    traced = step.trace(loss, laid(state, where), batch)
+    start = time.monotonic()
+    shardings = layout.gates(state)
+    step: Any = loop.make_step(optimizer, shardings)
+    traced = step.trace(loss, sharded_shapes(state, shardings), batch)
     try:
         program = traced.lower(lowering_platforms=target.lowering).compile()
     except jax.errors.JaxRuntimeError as reason:
@@ -107,31 +104,33 @@ def compiled(
             raise
         line = str(reason).splitlines()[0]
         raise ConfigError(f"--compile {topology}: the step does not fit a chip: {line}") from reason
-    memory, count = program.memory_analysis(), program.cost_analysis() or {}
-    return Fit(
+    memory = program.memory_analysis()
+    return StepMemory(
         arguments=memory.argument_size_in_bytes,
         outputs=memory.output_size_in_bytes - memory.alias_size_in_bytes,
         temporary=memory.temp_size_in_bytes,
         code=memory.generated_code_size_in_bytes,
         limit=CHIPS[topology.split(":")[0]].memory,
-        flops=float(count.get("flops", 0.0)),
-        seconds=time.monotonic() - began,
+        seconds=time.monotonic() - start,
     )
 
 
-def laid(tree: Any, shardings: Any) -> Any:
-    """Shapes with a place for each."""
-    place = lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)  # noqa: E731
-    return jax.tree.map(place, tree, shardings)
+def sharded_shapes(tree: Any, shardings: Any) -> Any:
+    """The shapes of a tree with a sharding each."""
+    return jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        tree,
+        shardings,
+    )
 
 
-def report(title: str, fit: Fit) -> int:
-    """Prints what a chip needs; 0 where it fits and 2 where it does not."""
+def report(title: str, memory: StepMemory) -> int:
+    """Prints what a chip needs; the exit code: 0 where it fits, else 2."""
     print(title)
     for name in ("arguments", "outputs", "temporary", "code", "total", "limit"):
-        print(f"  {name:10} {getattr(fit, name) / GIB:8.3f} GiB a chip")
-    print(f"  compiled in {fit.seconds:.0f} s; room left: {(fit.limit - fit.total) / GIB:.2f} GiB")
-    if fit.total > fit.limit:
+        print(f"  {name:10} {getattr(memory, name) / GIB:8.3f} GiB a chip")
+    print(f"  compiled in {memory.seconds:.0f} s; room left: {(memory.limit - memory.total) / GIB:.2f} GiB")
+    if memory.total > memory.limit:
         print("does not fit")
         return 2
     return 0

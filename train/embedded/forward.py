@@ -1,9 +1,8 @@
-"""The decoder's forward pass as it is trained: the mathematics of ``kvjax.models.decoder``, laid out for
-speed.
+"""The decoder's forward pass in training: the mathematics of ``kvjax.models.decoder``, arranged for speed.
 
 Tokens of a batch are one axis, maps that read the same input are one product, every product is bfloat16 in
-and float32 out (``train.products``), the residual stream is float32. Attention, MLP and loss go through in
-pieces that stay in a core's cache, and their backward passes compute the pieces again.
+and float32 out (``products``), the residual stream is float32. Attention, MLP and loss are computed in pieces
+that stay in a core's cache, and their backward passes recompute the pieces.
 """
 
 from __future__ import annotations
@@ -16,8 +15,8 @@ import jax.numpy as jnp
 from kvjax.models import decoder
 from kvjax.models.spec import ModelSpec
 from kvjax.types import Params
-from train.attention import attention
-from train.products import HALF, product, rows_by_columns, rows_by_rows, transposed
+from train.embedded.attention import attention
+from train.embedded.products import HALF, product, rows_by_columns, rows_by_rows, transposed
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int
@@ -39,7 +38,7 @@ def states(
       spec: of the qwen2 family: RMS norms, SwiGLU, full attention.
       params: as in ``kvjax.models.decoder``; float32.
       tokens: whole rows, of a length that ``attention`` takes.
-      speak: which KV heads' query heads write in each row; all where it is None.
+      speak: the KV heads that are not silenced in each row; None silences none.
     """
     rows, length = tokens.shape
     x = params["embed"][tokens.reshape(-1)]
@@ -56,8 +55,8 @@ def states(
 
 def _joined(spec: ModelSpec, p: Params) -> Float[Array, "D K(G+2)H"]:
     """Query, key and value maps, those of a KV head beside each other."""
-    by_stream = (spec.model_dim, spec.num_kv_heads, -1)
-    return jnp.concatenate([p[name].reshape(by_stream) for name in ("wq", "wk", "wv")], axis=2).reshape(
+    by_head = (spec.model_dim, spec.num_kv_heads, -1)
+    return jnp.concatenate([p[name].reshape(by_head) for name in ("wq", "wk", "wv")], axis=2).reshape(
         spec.model_dim, -1
     )
 
@@ -136,16 +135,16 @@ def _entropy_forward(x: Array, embed: Array, target: Array) -> tuple[tuple[Array
         z = rows_by_rows(piece[0], table)
         most = jnp.max(z, axis=-1)
         norm = most + jnp.log(jnp.sum(jnp.exp(z - most[:, None]), axis=-1))
-        mine = jnp.take_along_axis(z, piece[1][:, None], axis=1)[:, 0]
-        return norm, norm - mine, mine >= most
+        target_logit = jnp.take_along_axis(z, piece[1][:, None], axis=1)[:, 0]
+        return norm, norm - target_logit, target_logit >= most
 
     size = _piece(len(x))
-    found = jax.lax.map(one, (a.reshape(-1, size, a.shape[1]), target.reshape(-1, size)))
-    norm, nll, right = (part.reshape(-1) for part in found)
+    parts = jax.lax.map(one, (a.reshape(-1, size, a.shape[1]), target.reshape(-1, size)))
+    norm, nll, right = (part.reshape(-1) for part in parts)
     return (nll, right), (a, table, target, norm)
 
 
-def _entropy_backward(saved: tuple[Array, ...], given: tuple[Array, Array]) -> tuple[Array, Array, None]:
+def _entropy_backward(saved: tuple[Array, ...], cotangents: tuple[Array, Array]) -> tuple[Array, Array, None]:
     a, table, target, norm = saved
     size = _piece(len(a))
 
@@ -156,7 +155,7 @@ def _entropy_backward(saved: tuple[Array, ...], given: tuple[Array, Array]) -> t
         change = ((change - hit) * weight[:, None]).astype(HALF)
         return dt + rows_by_columns(transposed(change), x), rows_by_columns(change, table)
 
-    pieces = tuple(x.reshape(-1, size, *x.shape[1:]) for x in (a, target, norm, given[0]))
+    pieces = tuple(x.reshape(-1, size, *x.shape[1:]) for x in (a, target, norm, cotangents[0]))
     dt, dx = jax.lax.scan(one, jnp.zeros(table.shape), pieces)
     return dx.reshape(a.shape), dt, None
 

@@ -1,7 +1,7 @@
-"""The card of a model's learned weights: what each file keeps and loses, from the logs beside the files.
+"""Writes the card of the embedded model's gates and head pattern from the logs beside the files.
 
-python -m train.gate_card --config configs/gates/embedded.yaml --duo configs/gates/duo-embedded.yaml \\
-    --out kvjax/assets/embedded/weights
+python -m train.embedded.gate_card --config configs/gates/embedded.yaml \\
+    --duo configs/gates/duo-embedded.yaml --out kvjax/assets/embedded/weights
 
 Every number comes from ``write_gate/NAME.jsonl`` and ``duo/default.jsonl``; only the prose is written here.
 """
@@ -11,15 +11,11 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import yaml
 
 from kvjax.weights import read_weights
-
-if TYPE_CHECKING:
-    import numpy as np
-    from jaxtyping import Float
 
 HEADER = """# Learned weights of the embedded model
 
@@ -35,48 +31,28 @@ Every file is bound to the weights of `../model.safetensors` by a fingerprint in
 """
 
 TEXTS = {
-    "books": """The rows of `train/data.py`: book text, needles and the model's tasks from the same
+    "books": """The rows of `train/embedded/data.py`: book text, needles and the model's tasks from the same
 public-domain books and permissively licensed sets as the model itself (see its card). Checks use held-out
 books, words and rows.
 """,
-    "stand-in": """The rows of `train/data.py`, needles and the model's tasks, **in text that a small grammar
-writes** (`train/text.py`): the runs found no books, because `KVJAX_DATA` named none. Checks use held-out
-words and rows of the same kind. What the weights do to real text is measured in `results/wg_kv`.
+    "stand-in": """The rows of `train/embedded/data.py`, needles and the model's tasks, **in text that a small
+grammar writes** (`train/text.py`): the runs found no books, because `KVJAX_DATA` named none. Checks use
+held-out words and rows of the same kind. What the weights do to real text is measured in `results/wg_kv`.
 """,
 }
-"""What rows are made of, by what ``gate_rows.remember`` kept."""
+"""The section on data, by the text that ``gate_rows.record_text`` wrote."""
 
 
 PARTS = ("write_gate", "duo")
 
 
-def histogram(g: Float[np.ndarray, "L B K T"], tau: float, path: Path) -> None:
-    """Gates of a few held-out rows, a panel a head: layers down, KV heads across; the line is tau."""
-    import matplotlib.pyplot as plt
-
-    layers, _, heads, _ = g.shape
-    size = (2.6 * heads + 1, 1.5 * layers + 0.6)
-    fig, axes = plt.subplots(layers, heads, figsize=size, squeeze=False, layout="constrained", sharex=True)
-    for layer in range(layers):
-        for head in range(heads):
-            mine, ax = g[layer, :, head].ravel(), axes[layer, head]
-            ax.hist(mine, bins=50, range=(0, 1), color="0.35", log=True)
-            ax.axvline(tau, color="tab:red", lw=1)
-            ax.set_title(f"{layer}.{head}: {100 * (mine >= tau).mean():.0f} % kept", fontsize=8)
-            ax.tick_params(labelsize=7)
-    fig.supxlabel("gate", fontsize=8)
-    fig.supylabel("tokens (log)", fontsize=8)
-    fig.savefig(path, dpi=80)
-    plt.close(fig)
-
-
 def records(path: Path) -> list[dict[str, Any]]:
-    """A log's lines."""
+    """The lines of a log."""
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def last_check(log: list[dict[str, Any]]) -> dict[str, Any]:
-    """The newest line of a check."""
+    """The last line of a check."""
     return [line for line in log if "time" in line][-1]
 
 
@@ -90,23 +66,23 @@ def table(config: dict[str, Any], folder: Path) -> str:
     head = ("file", "lambda", "length", "mean gate, %", "kept at tau, %", "loss, soft", "loss, tau")
     text = _row(*head) + _row(*["---"] * len(head))
     for name, lam in config["loss"]["lambdas"].items():
-        found = last_check(records(folder / f"write_gate/{name}.jsonl"))
+        check = last_check(records(folder / f"write_gate/{name}.jsonl"))
         for n in lengths:
-            gate, kept = (f"{100 * found[f'{key}_{n}']:.1f}" for key in ("gate", "kept"))
-            soft, hard = (f"{found[f'{key}_{n}']:.4f}" for key in ("soft", "hard"))
+            gate, kept = (f"{100 * check[f'{key}_{n}']:.1f}" for key in ("gate", "kept"))
+            soft, hard = (f"{check[f'{key}_{n}']:.4f}" for key in ("soft", "hard"))
             text += _row(name, lam, n, gate, kept, soft, hard)
     return text
 
 
 def recall(config: dict[str, Any], folder: Path) -> str:
     """Needles found through thresholded gates."""
-    asked = config["check"]["needles"]
-    keys = [f"found_{a['keys']}_of_{a['length']}" for a in asked]
-    heads = [f"{a['keys']} hidden, {a['length']} tokens (n = {a['count']}), %" for a in asked]
+    needles = config["check"]["needles"]
+    keys = [f"found_{a['keys']}_of_{a['length']}" for a in needles]
+    heads = [f"{a['keys']} hidden, {a['length']} tokens (n = {a['count']}), %" for a in needles]
     text = _row("file", *heads) + _row(*["---"] * (1 + len(heads)))
     for name in config["loss"]["lambdas"]:
-        found = last_check(records(folder / f"write_gate/{name}.jsonl"))
-        text += _row(name, *(f"{100 * found[key]:.0f}" for key in keys))
+        check = last_check(records(folder / f"write_gate/{name}.jsonl"))
+        text += _row(name, *(f"{100 * check[key]:.0f}" for key in keys))
     return text
 
 
@@ -144,13 +120,13 @@ def card(gates: Path, duo: Path, folder: Path) -> str:
 
 def pattern_part(config: dict[str, Any], path: Path, folder: Path) -> str:
     """The learned head pattern."""
-    found = last_check(records(folder / "duo/default.jsonl"))
+    check = last_check(records(folder / "duo/default.jsonl"))
     text = "## Head pattern\n\nalpha of every KV head, 1 a retrieval head, 0 a streaming head "
     text += f"({config['sinks']} sinks, window {config['gate']['window']}):\n\n"
-    alphas = {name.split("_", 1)[1]: x for name, x in found.items() if name.startswith("alpha_")}
+    alphas = {name.split("_", 1)[1]: x for name, x in check.items() if name.startswith("alpha_")}
     text += _row("layer_head", *alphas) + _row(*["---"] * (1 + len(alphas)))
     text += _row("alpha", *(f"{x:.3f}" for x in alphas.values()))
-    text += f"\nDistillation loss at the answers {found['distill']:.4f}, mean alpha {found['alpha']:.3f}.\n\n"
+    text += f"\nDistillation loss at the answers {check['distill']:.4f}, mean alpha {check['alpha']:.3f}.\n\n"
     steps = records(folder / "duo/default.jsonl")[-1]["step"]
     text += f"    python -m train.duo --config {path}      # {steps} steps, seed {config['seed']}\n"
     return text + f"    python -m train.duo --config {path} --export {folder}/duo/default.safetensors\n"
@@ -158,7 +134,9 @@ def pattern_part(config: dict[str, Any], path: Path, folder: Path) -> str:
 
 def main() -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m train.gate_card", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m train.embedded.gate_card", description=__doc__.splitlines()[0]
+    )
     parser.add_argument("--config", type=Path, required=True, help="of the gates")
     parser.add_argument("--duo", type=Path, required=True, help="config of the head pattern")
     parser.add_argument(

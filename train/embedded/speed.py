@@ -1,11 +1,10 @@
-"""How fast a training step is, in the products of the first run and of the second: tokens a second, by row
-length.
+"""Speed of a training step by row length, in tokens a second, with each of the two losses.
 
 XLA_FLAGS="--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1" nice -n 19 \\
-    python -m train.speed --config configs/pretrain/embedded.yaml --write FILE.json
+    python -m train.embedded.speed --config configs/pretrain/embedded.yaml --write FILE.json
 
-Beside the wall clock, which other programs share, stands the processor time of this process: with one
-thread, tokens a second of it are what an idle core would do.
+Both wall-clock and processor time are measured: with one thread, tokens a second of processor time are those
+of an idle core.
 """
 
 from __future__ import annotations
@@ -21,36 +20,38 @@ from typing import Any
 import jax
 import numpy as np
 
-from train import data, loop, parts, pretrain
-from train.setup import initial_of, model_spec, options, read
+from train import loop
+from train.embedded import data, data_parallel, pretrain
+from train.embedded.setup import initial_of, model_spec, options, read
+from train.rows import ANSWER
 
 
 def batch(config: dict[str, Any], length: int, tokens: int) -> dict[str, np.ndarray]:
     """Random ids in the shapes of a training batch."""
     rng, vocab = np.random.default_rng(0), config["model"]["vocab_size"]
     ids = rng.integers(3, vocab, (tokens // length, length)).astype(np.int32)
-    weight = np.where(np.arange(length) % 64 > 60, data.ANSWER, 0.5) * np.ones((len(ids), 1))
+    weight = np.where(np.arange(length) % 64 > 60, ANSWER, 0.5) * np.ones((len(ids), 1))
     return {"tokens": ids, **data.choose_scored(rng, ids, weight, tokens // 4)}
 
 
 def whole(config: dict[str, Any], length: int, tokens: int) -> dict[str, np.ndarray]:
-    """A batch in as many parts as the config has devices (``train.parts``)."""
+    """A batch in as many parts as the config has devices."""
     count = config.get("devices", 1)
-    cut = batch(config, length, tokens // count)
-    return cut if count == 1 else {name: np.stack([leaf] * count) for name, leaf in cut.items()}
+    part = batch(config, length, tokens // count)
+    return part if count == 1 else {name: np.stack([leaf] * count) for name, leaf in part.items()}
 
 
 def timed(
     config: dict[str, Any], loss: loop.Loss, rows: dict[str, np.ndarray], repeats: int
 ) -> dict[str, float]:
-    """Fastest of some steps, by the wall and by the processor, and what compiling took."""
+    """The fastest step in wall-clock and in processor time, and the compile time."""
     optimizer = pretrain.make_optimizer(config["optimizer"])
     params = jax.tree.map(jax.numpy.array, initial_of(config))
     state = loop.State(params=params, opt=optimizer.init(params))
     tokens, count, shardings = rows["tokens"].size, config.get("devices", 1), None
     if count > 1:
-        where = parts.parts(count)
-        state, loss = where.settle(state), parts.over(loss, where)
+        where = data_parallel.make_layout(count)
+        state, loss = where.settle(state), data_parallel.mean_loss(loss, where)
         shardings, rows = jax.tree.map(lambda leaf: leaf.sharding, state), where.batch(rows)
     step, partial = loop.make_step(optimizer, shardings), jax.tree_util.Partial(loss)
     took = []
@@ -68,7 +69,7 @@ def timed(
 
 
 def measure(config: dict[str, Any], lengths: list[int], tokens: int, repeats: int) -> dict[str, Any]:
-    """Both losses at each length; weights are drawn, no text is read."""
+    """Both losses at each length, with random weights and ids."""
     spec = model_spec(config["model"])
     losses = {
         "first": pretrain.make_loss(spec, config["model"]["dtype"]),
@@ -88,18 +89,20 @@ def measure(config: dict[str, Any], lengths: list[int], tokens: int, repeats: in
 
 def main() -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m train.speed", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m train.embedded.speed", description=__doc__.splitlines()[0]
+    )
     options(parser)
     parser.add_argument("--lengths", type=int, nargs="+", default=[256, 1024])
     parser.add_argument("--tokens", type=int, default=4096, help="of a batch")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--write", type=Path, help="JSON file")
     args = parser.parse_args()
-    found = measure(read(args.config, args.set, args.folder), args.lengths, args.tokens, args.repeats)
-    print(json.dumps(found, indent=1))
+    result = measure(read(args.config, args.set, args.folder), args.lengths, args.tokens, args.repeats)
+    print(json.dumps(result, indent=1))
     if args.write is not None:
         args.write.parent.mkdir(parents=True, exist_ok=True)
-        args.write.write_text(json.dumps(found, indent=1) + "\n")
+        args.write.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

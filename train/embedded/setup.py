@@ -1,4 +1,4 @@
-"""A run's config with its data read: model sizes, tokenizer, texts, key words."""
+"""Reads a pretraining config and its data: model sizes, tokenizer, texts, key words, initial weights."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from flax import nnx
 from kvjax.models import module
 from kvjax.models.spec import ModelSpec, Rope
 from kvjax.types import Params
-from train import rows, start, start_many, text
+from train import rows, text
+from train.embedded import start, start_many
 from train.tasks import facts, logs
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ FORMS: dict[str, Callable[..., Params]] = {"one": start.construct, "many": start
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Setup:
-    """A config with its data read.
+    """A config and its data.
 
     Attributes:
       config: the YAML tree.
@@ -51,13 +52,13 @@ class Setup:
 
 
 def setup(config: dict[str, Any]) -> Setup:
-    """Reads the texts, the tokenizer (trained at the first call) and the token arrays (cached)."""
+    """Reads the texts, the tokenizer (trained in the first call) and the token arrays (cached)."""
     corpus = text.corpus(text.data_folder(), seed=config["seed"])
     size = config["model"]["vocab_size"]
     tokenizer = text.load_tokenizer(
-        Path(config["tokenizer"]), _to_learn(config, corpus), size, _digits(config)
+        Path(config["tokenizer"]), _tokenizer_texts(config, corpus), size, _digits(config)
     )
-    train, held, books = sources(corpus, tokenizer, Path(config["folder"]).parent / "cache")
+    train, held, books = rows.sources(corpus, tokenizer, Path(config["folder"]).parent / "cache")
     return Setup(
         config=config,
         spec=model_spec(config["model"]),
@@ -69,7 +70,7 @@ def setup(config: dict[str, Any]) -> Setup:
 
 
 def read(path: Path, sets: Sequence[str] = (), folder: Path | None = None) -> dict[str, Any]:
-    """A config file, changed.
+    """A config file with changes.
 
     Args:
       path: YAML.
@@ -77,15 +78,15 @@ def read(path: Path, sets: Sequence[str] = (), folder: Path | None = None) -> di
       folder: of the run and its tokenizer, instead of the config's.
 
     Raises:
-      ValueError: a change of something that the config has no place for.
+      ValueError: a change of a key that the config does not have.
     """
     config = yaml.safe_load(path.read_text())
     for change in sets:
         name, _, value = change.partition("=")
-        *way, last = [int(part) if part.isdigit() else part for part in name.split(".")]
+        *parents, key = [int(part) if part.isdigit() else part for part in name.split(".")]
         try:
-            place = functools.reduce(lambda tree, part: tree[part], way, config)
-            place[last] = yaml.safe_load(value)
+            section = functools.reduce(lambda tree, part: tree[part], parents, config)
+            section[key] = yaml.safe_load(value)
         except (KeyError, IndexError, TypeError) as reason:
             raise ValueError(
                 f"--set {change!r} names no place in {path}: {reason}. Write section.name=value."
@@ -96,7 +97,7 @@ def read(path: Path, sets: Sequence[str] = (), folder: Path | None = None) -> di
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    """The arguments of ``read``."""
+    """Adds the arguments of ``read``."""
     parser.add_argument("--config", type=Path, required=True)
     parser.add_argument("--set", nargs="+", default=[], metavar="NAME=VALUE", help="changes of the config")
     parser.add_argument("--folder", type=Path, help="of the run, instead of the config's")
@@ -106,8 +107,8 @@ def _digits(config: dict[str, Any]) -> int:
     return int(config.get("text", {}).get("digits", 1))
 
 
-def _to_learn(config: dict[str, Any], corpus: text.Corpus) -> Iterator[str]:
-    """What the tokenizer is trained on: the books and, by the config, facts, logs and dialogues."""
+def _tokenizer_texts(config: dict[str, Any], corpus: text.Corpus) -> Iterator[str]:
+    """The tokenizer's training text: the books and, by the config, facts, logs and dialogues."""
     yield from corpus.train
     if tasks := config.get("text", {}).get("tasks", 0):
         words = tuple(word for word in corpus.words if not text.held_out_word(word))
@@ -116,24 +117,8 @@ def _to_learn(config: dict[str, Any], corpus: text.Corpus) -> Iterator[str]:
         yield from logs.samples(rng, words, tasks // 20)
     # Every number of that many digits must be met often enough to become a token.
     count = _digits(config)
-    every = [f"{n:0{size}}" for size in range(2, count + 1) for n in range(10**size)]
-    yield from [" ".join(every)] * config.get("text", {}).get("numbers", 0)
-
-
-def sources(
-    corpus: text.Corpus, tokenizer: Tokenizer, cache: Path | None
-) -> tuple[rows.Source, rows.Source, rows.Source]:
-    """Training text and key words; the held-out haystack and key words; held-out books."""
-    # Raw text and the same text without line breaks: haystacks come in both forms.
-    both = corpus.train + tuple(text.unwrap(book) for book in corpus.train)
-    tokens = text.token_array(tokenizer, both, cache)
-    essays = text.token_array(tokenizer, (text.unwrap(corpus.essays),), cache)
-    books = text.token_array(tokenizer, corpus.held, cache)
-    return (
-        rows.make_source(tokenizer, tokens, corpus.words, held_out=False),
-        rows.make_source(tokenizer, essays, corpus.words, held_out=True),
-        rows.make_source(tokenizer, books, corpus.words, held_out=True),
-    )
+    numbers = [f"{n:0{size}}" for size in range(2, count + 1) for n in range(10**size)]
+    yield from [" ".join(numbers)] * config.get("text", {}).get("numbers", 0)
 
 
 def model_spec(sizes: dict[str, Any]) -> ModelSpec:
@@ -164,20 +149,20 @@ def initial(
     Args:
       spec: the model.
       seed: of every draw.
-      spread: noise on what constructed query heads read.
-      form: "one" copying KV head (``train.start``) or "many" (``train.start_many``).
-      ahead: matrices of the loss on tokens further ahead (``train.pretrain.make_quick_loss``), the leaf
-        ``ahead`` [A, D, D]; none where it is 0. Inference and export know nothing of it.
-      counts: [V], of tokens in the text, for the second form; without them a token is foretold by nothing.
+      spread: noise on the inputs of constructed query heads.
+      form: "one" copying KV head (``start``) or "many" (``start_many``).
+      ahead: matrices of the look-ahead loss (``pretrain.make_quick_loss``), the leaf ``ahead`` [A, D, D] that
+        inference and export leave out; 0 is none.
+      counts: [V], of tokens in the text, for the second form.
     """
-    drawn = module.leaves(module.Decoder(spec, rngs=nnx.Rngs(params=seed)))
-    known = {} if counts is None or form == "one" else {"counts": counts}
-    built = FORMS[form](spec, drawn, seed, spread=spread, **known)
+    random = module.leaves(module.Decoder(spec, rngs=nnx.Rngs(params=seed)))
+    frequencies = {} if counts is None or form == "one" else {"counts": counts}
+    built = FORMS[form](spec, random, seed, spread=spread, **frequencies)
     return built | {"ahead": jnp.tile(jnp.eye(spec.model_dim), (ahead, 1, 1))} if ahead else built
 
 
 def initial_of(config: dict[str, Any], text: np.ndarray | None = None) -> Params:
-    """Fresh weights as the config starts; ``text`` are the ids whose frequencies they know."""
+    """The config's initial weights; token frequencies are those of the ids ``text``."""
     model = config["model"]
     form, ahead = model.get("start", "one"), config.get("loss", {}).get("ahead", 0)
     counts = None if text is None else np.bincount(text, minlength=model["vocab_size"])
@@ -185,5 +170,5 @@ def initial_of(config: dict[str, Any], text: np.ndarray | None = None) -> Params
 
 
 def round_to(params: Params, dtype: str) -> Params:
-    """Params as they are stored in ``dtype``, back in float32: what the exported file computes."""
+    """Params rounded to ``dtype`` and back to float32, as an exported file stores them."""
     return jax.tree.map(lambda leaf: jnp.asarray(leaf).astype(dtype).astype(jnp.float32), params)

@@ -1,7 +1,7 @@
-"""Tasks as a trained model is asked them: RULER's, and the others it was or was not trained for.
+"""The tasks that measure the embedded model: RULER's, and others that it was or was not trained for.
 
-Rows of ``RULER`` without books draw their key words from the tokenizer's own vocabulary and their haystack
-from fixed sentences: anybody gets the same figures without the texts.
+Rows of ``RULER`` without books take key words from the tokenizer's vocabulary and their haystack from fixed
+sentences, so that they need no texts.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ import functools
 import numpy as np
 
 from train import rows, tasks
-from train.setup import Setup
+from train.embedded.setup import Setup
 from train.tasks import niah, tracking, words
 from train.tasks.pieces import NOISE, RowFn
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Question:
-    """One task as it is evaluated.
+    """A task in the form in which it is evaluated.
 
     Attributes:
-      row: draws a row in the evaluation's form.
+      row: draws a row.
       books: whether its haystack is book text.
-      lengths: tokens of a row at which it is asked.
+      lengths: tokens of a row.
     """
 
     row: RowFn
@@ -48,7 +48,7 @@ RULER = {f"niah_{form}": _niah(form) for form in niah.FORMS} | {
     "cwe": Question(row=functools.partial(words.cwe, full=True), books=False, lengths=(1024, 2048)),
     "fwe": Question(row=words.fwe, books=False),
 }
-"""RULER's tasks but its two on Wikipedia questions, which no model here was trained for."""
+"""RULER's tasks without its two on Wikipedia questions."""
 
 OTHERS = {
     name: _again(name, 512, 1024)
@@ -57,12 +57,10 @@ OTHERS = {
 
 
 def vocabulary_source(have: Setup) -> rows.Source:
-    """Held-out key words that the tokenizer itself holds as single tokens, in text that says nothing."""
+    """A source without texts: held-out words that are single tokens, and a haystack of fixed sentences."""
     tokenizer = have.tokenizer
-    found = (tokenizer.decode([i]) for i in range(tokenizer.get_vocab_size()))
-    mine = sorted(
-        {word[1:] for word in found if word[:1] == " " and word[1:].islower() and word[1:].isalpha()}
-    )
-    long = [word for word in mine if 4 <= len(word) <= 9]
+    tokens = (tokenizer.decode([i]) for i in range(tokenizer.get_vocab_size()))
+    key_words = sorted({t[1:] for t in tokens if t[:1] == " " and t[1:].islower() and t[1:].isalpha()})
+    long = [word for word in key_words if 4 <= len(word) <= 9]
     text = np.asarray(tokenizer.encode(("\n" + NOISE) * 200).ids, np.int32)
     return rows.make_source(tokenizer, text, long, held_out=True)

@@ -1,7 +1,7 @@
-"""What the second embedded model is asked for: sentences to continue and facts in twenty wordings, as rows.
+"""Rows that measure the embedded model: sentences to continue, and facts in twenty wordings.
 
-All rows come from held-out text and words. A wording of the untrained group was never in a training row, and
-neither were its sentences, verbs and relations; ten others were, with other words.
+All rows are made of held-out text and words. The wordings, sentences, verbs and relations of the untrained
+group were in no training row; the ten trained wordings were, with other words.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ class Facts:
     """Rows of facts in one of a group's wordings each.
 
     Attributes:
-      group: of ``GROUPS``, or "held" for the frames of the grammar that training never drew.
-      keys: facts hidden; one is asked for.
+      group: of ``GROUPS``, or "held" for the grammar's frames that training never drew.
+      keys: facts hidden, of which one is asked for.
       paraphrase: whether the question differs from the statement.
-      only: index of the group's one wording to ask; None draws.
+      only: index of one wording of the group; None draws.
     """
 
     group: str
@@ -60,12 +60,12 @@ CHECKS: dict[str, RowFn] = {
     "held_grammar": Facts("held"),
     "held_grammar_paraphrased": Facts("held", paraphrase=True),
 }
-"""By the name a config's ``check.asked`` and ``gates`` use."""
+"""By their names in a config's ``check.asked`` and ``gates``."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Value:
-    """Rows of facts "The secret ... for key is value." whose values are so long; one is asked for.
+    """Rows of facts "The secret ... for key is value." with values of one length; one is asked for.
 
     Attributes:
       kind: "word" or "number".
@@ -112,4 +112,4 @@ VALUES: dict[str, RowFn] = {
     "two digits": Value("number", 2),
     "five digits": Value("number", 5),
 }
-"""Policies that follow attention see a value's first token only; so both sorts are asked for."""
+"""Values of one and of several tokens: policies that follow attention see a value's first token only."""

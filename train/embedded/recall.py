@@ -1,13 +1,8 @@
-"""Measured recall and bits per byte of a model, by dense attention.
-
-A needle counts as found when every token of the number is the most likely one given the tokens
-before it, which is what greedy decoding needs to write it.
-"""
+"""Likelihood of next tokens under full attention, and recall and bits per byte measured by it."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import jax
@@ -19,16 +14,14 @@ from kvjax.models.spec import ModelSpec
 from kvjax.sharding.mesh import ONE, Mesh
 from kvjax.sharding.specs import MODEL_HEADS
 from kvjax.types import AttendFn, Heads, Params
-from train import forward
-from train.rows import ANSWER, Source, needle_row
+from train.embedded import forward
+from train.needles import Score
+from train.rows import ANSWER, Source
 from train.tasks.pieces import RowFn
 from train.text import BOS
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int
-
-DEPTHS = (0.1, 0.3, 0.5, 0.7, 0.9)
-"""Where the needle stands, from the start of the text."""
 
 
 def blocked_attend(
@@ -39,12 +32,12 @@ def blocked_attend(
     speak: Bool[Array, "B L N"] | None = None,
     on: Mesh = ONE,
 ) -> AttendFn[None]:
-    """``decoder.dense_attend`` for full-attention layers, in blocks of queries against their past only.
+    """``decoder.dense_attend`` for full-attention layers, in blocks of queries that read their past only.
 
-    Half the work and a fraction of the memory traffic at 1024 tokens; same values. With ``remat`` the
-    weights of a block are computed again in the backward pass instead of kept: [B, N, block, T] floats
-    at a time instead of half of [L, B, N, T, T]. A head that may not ``speak`` in a row writes zeros there.
-    On a mesh each device has its rows and heads.
+    Half the work and a fraction of the memory traffic at 1024 tokens; same values. With ``remat`` the weights
+    of a block are recomputed in the backward pass: [B, N, block, T] floats at a time instead of half of
+    [L, B, N, T, T]. A head that may not ``speak`` in a row outputs zeros there. On a mesh each device
+    computes its rows and heads.
     """
 
     def attend(index: int, x: Heads, carry: None) -> tuple[Array, None]:
@@ -78,7 +71,7 @@ def scored_logits(
     speak: Bool[Array, "B L N"] | None = None,
     on: Mesh = ONE,
 ) -> Float[Array, "S V"]:
-    """Logits at the row-major positions ``at`` only, float32; the rest as in ``blocked_attend``."""
+    """Logits at the row-major positions ``at``, float32; other arguments as in ``blocked_attend``."""
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     attend = blocked_attend(spec, block, remat=remat, speak=speak, on=on)
     x, _ = decoder.forward(spec, params, tokens, positions, attend, None)
@@ -93,80 +86,22 @@ def nll(
     """Negative log likelihood of the token after each ``at``, and whether it is the likeliest."""
     logits = scored_logits(spec, params, tokens, at)
     target = tokens.reshape(-1)[at + 1]
-    mine = jnp.take_along_axis(logits, target[:, None], axis=1)[:, 0]
-    return jax.nn.logsumexp(logits, axis=-1) - mine, logits.argmax(-1) == target
+    target_logit = jnp.take_along_axis(logits, target[:, None], axis=1)[:, 0]
+    return jax.nn.logsumexp(logits, axis=-1) - target_logit, logits.argmax(-1) == target
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def quick_nll(
     spec: ModelSpec, params: Params, tokens: Int[Array, "B T"], at: Int[Array, " S"]
 ) -> tuple[Float[Array, " S"], Array]:
-    """``nll`` in the products of training (``train.forward``): several times faster, bfloat16's rounding."""
+    """``nll`` in the products of training (``forward``): several times faster, with bfloat16's rounding."""
     x = forward.states(spec, params, tokens)[at]
     target = tokens.reshape(-1)[at + 1]
     return forward.cross_entropy(decoder.norm(spec, params, "final_norm", x), params["embed"], target)
 
 
-Score = Callable[..., "tuple[Array, Array]"]
-"""``(spec, params, tokens, at)`` to the nll of the token after each ``at``, and whether it is likeliest."""
-
-
-def needle_recall(
-    spec: ModelSpec,
-    params: Params,
-    source: Source,
-    *,
-    length: int,
-    keys: int,
-    count: int,
-    seed: int,
-    score: Score = nll,
-) -> np.ndarray:
-    """Needles found, by depth.
-
-    Args:
-      spec, params: the model.
-      source: text and key words to build rows from; held-out ones for a claim.
-      length: tokens of a row, answer included.
-      keys: needles in a row, one of them asked for.
-      count: rows; depths take turns.
-      seed: of the rows; the same rows for every model.
-      score: by default the model's own full attention.
-
-    Returns:
-      bool [5, count / 5], one row per depth of ``DEPTHS``.
-
-    Raises:
-      ValueError: when needles and question do not fit into ``length`` tokens.
-    """
-    rows = []
-    for i in range(count):
-        rng = np.random.default_rng((seed, length, keys, i))
-        depth = DEPTHS[i % len(DEPTHS)]
-        tries = (needle_row(rng, source, length, keys=keys, depth=depth) for _ in range(100))
-        row = next((row for row in tries if row is not None), None)  # two keys may fall on the same words
-        if row is None:
-            raise ValueError(
-                f"needle_recall(length={length}, keys={keys}) leaves no room for text in {length} tokens. "
-                "Ask for longer rows or fewer keys."
-            )
-        rows.append(row)
-    answer = int((rows[0][1] >= ANSWER).sum())
-    found: list[bool] = []
-    step = max(1, min(count, 8192 // length))
-    for first in range(0, count, step):
-        tokens = np.stack([row for row, _ in rows[first : first + step]])
-        real = len(tokens)
-        tokens = np.pad(tokens, ((0, step - real), (0, 0)))
-        at = (np.arange(step)[:, None] * length + np.arange(length - answer - 1, length - 1)).ravel()
-        right = np.asarray(score(spec, params, tokens, at)[1]).reshape(step, answer)
-        found += np.all(right[:real], axis=-1).tolist()
-    return np.asarray(found).reshape(-1, len(DEPTHS)).T
-
-
 def task_recall(
-    spec: ModelSpec,
-    params: Params,
+    score: Score,
     row: RowFn,
     source: Source,
     *,
@@ -175,37 +110,35 @@ def task_recall(
     seed: int,
     by_word: bool = False,
     by_token: bool = False,
-    score: Score = nll,
 ) -> float:
-    """Share of the answers asked for that greedy decoding would write, given the right ones before it.
+    """Share of the answers that greedy decoding would write, given the right tokens before each.
 
     An answer is a run of tokens of the row with the weight ``ANSWER``, or each word of such a run (as
     RULER scores lists); each row counts the same.
 
     Args:
-      spec, params: the model.
+      score: the model.
       row: the task, one of ``train.tasks.TASKS`` or a form of it.
       source: text and key words; held-out ones for a claim.
       length: tokens of a row.
       count: rows.
       seed: of the rows; the same rows for every model.
-      by_word: whether the words of a run are answers of their own.
-      by_token: whether its tokens are.
-      score: as in ``needle_recall``.
+      by_word: whether each word of a run is an answer.
+      by_token: whether each token is.
 
     Raises:
       ValueError: when the task does not fit into ``length`` tokens.
     """
-    drawn = []
+    rows = []
     for i in range(count):
         rng = np.random.default_rng((seed, length, i))
-        found = next((r for r in (row(rng, source, length) for _ in range(100)) if r is not None), None)
-        if found is None:
+        drawn = next((r for r in (row(rng, source, length) for _ in range(100)) if r is not None), None)
+        if drawn is None:
             raise ValueError(
                 f"task_recall(row={row.__name__}, length={length}) found no row of that length in 100 draws. "
                 "Ask for longer rows."
             )
-        drawn.append(found)
+        rows.append(drawn)
     vocabulary = range(source.tokenizer.get_vocab_size())
     begins = np.array(
         [by_token or by_word and source.tokenizer.decode([i]).startswith(" ") for i in vocabulary]
@@ -213,31 +146,29 @@ def task_recall(
     scores: list[float] = []
     step = max(1, min(count, 8192 // length))
     for first in range(0, count, step):
-        part = drawn[first : first + step]
+        part = rows[first : first + step]
         tokens = np.stack([ids for ids, _ in part])
         answer = np.stack([weight >= ANSWER for _, weight in part])
         flat = np.flatnonzero(answer)
         at = np.pad(flat - 1, (0, (-len(flat)) % 256))  # few sizes of the compiled program
         whole = np.pad(tokens, ((0, step - len(part)), (0, 0)))
-        hit = np.asarray(score(spec, params, whole, at)[1])[: len(flat)]
+        hit = np.asarray(score(whole, at)[1])[: len(flat)]
         right = np.ones(answer.shape, bool)
         right[answer] = hit
-        scores += [_found(*one) for one in zip(answer, right, begins[tokens])]
+        scores += [_share_right(*one) for one in zip(answer, right, begins[tokens])]
     return float(np.mean(scores))
 
 
-def _found(answer: np.ndarray, right: np.ndarray, begins: np.ndarray) -> float:
-    """Share of a row's answers without a wrong token; one begins where ``answer`` does or ``begins`` says."""
+def _share_right(answer: np.ndarray, right: np.ndarray, begins: np.ndarray) -> float:
+    """Share of a row's answers without a wrong token; one begins with each run and where ``begins``."""
     first = answer & (begins | ~np.pad(answer, (1, 0))[:-1])
     number = np.cumsum(first)[answer]  # which answer each token belongs to, from 1
     wrong = np.bincount(number, weights=~right[answer])[1:]
     return float(np.mean(wrong == 0))
 
 
-def bits_per_byte(
-    spec: ModelSpec, params: Params, source: Source, *, windows: int, length: int = 512, score: Score = nll
-) -> float:
-    """Cost of held-out text in bits a byte, over evenly spaced windows that each start at <bos>."""
+def bits_per_byte(score: Score, source: Source, *, windows: int, length: int = 512) -> float:
+    """Cost of a text in bits a byte, over evenly spaced windows that each start with <bos>."""
     starts = np.linspace(0, len(source.text) - length, windows).astype(int)
     nats, size = 0.0, 0
     step = max(1, 8192 // length)
@@ -247,5 +178,5 @@ def bits_per_byte(
         tokens = ids.copy()
         tokens[:, 0] = BOS
         at = np.arange(tokens.size).reshape(tokens.shape)[:, :-1].ravel()
-        nats += float(score(spec, params, tokens, at)[0].sum())
+        nats += float(score(tokens, at)[0].sum())
     return nats / np.log(2) / size

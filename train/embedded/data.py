@@ -1,7 +1,7 @@
-"""Batches for the embedded model, cut from rows (``train.rows``) by curriculum level.
+"""Batches of the embedded model's mixture: rows by curriculum level.
 
-Batch i is a pure function of (seed, level, i): every row is drawn from a generator seeded with the
-three, so a killed run that knows its step continues with the very batches it would have seen.
+Batch i depends on (seed, level, i) alone, which seed its generator: a run that was stopped continues with the
+batches it would have had.
 """
 
 from __future__ import annotations
@@ -13,32 +13,15 @@ import grain.python as grain
 import numpy as np
 
 from train import tasks
-from train.rows import (
-    ANSWER,
-    HAYSTACK,
-    MAGIC,
-    SECRET,
-    TAIL,
-    Source,
-    Wording,
-    copy_row,
-    needle_row,
-    shortened,
-    text_row,
-)  # fmt: skip
+from train.rows import ANSWER, MAGIC, SECRET, Source, Wording, copy_row, needle_row, shortened, text_row
 from train.tasks import SHARES, facts, logs, repeats
 from train.tasks.pieces import RowFn
-
-__all__ = [
-    "ANSWER", "HAYSTACK", "MAGIC", "SECRET", "TAIL", "Batches", "Level", "Mix", "Source", "batches",
-    "choose_scored", "training_row",
-]  # fmt: skip
 
 
 def training_row(
     rng: np.random.Generator, source: Source, length: int, level: Level
 ) -> tuple[np.ndarray, np.ndarray]:
-    """A row of one of the level's kinds, by their shares; plain text where nothing else fits."""
+    """A row of one of the level's kinds, by their shares; plain text if nothing else fits."""
     if level.kinds:
         return _row_of_kinds(rng, source, length, level)
     kind = rng.random()
@@ -51,7 +34,7 @@ def training_row(
             source,
             length,
             keys=keys,
-            asked=int(rng.integers(1, min(keys, 4) + 1)),
+            questions=int(rng.integers(1, min(keys, 4) + 1)),
             snap=rng.random() < 0.6,
             gap=str(rng.choice([" ", " ", "\n", "\n\n"])),
             wording=_wording(rng, level),
@@ -89,7 +72,7 @@ def _row_of_kinds(
 def row_of_kind(
     rng: np.random.Generator, source: Source, length: int, kind: str
 ) -> tuple[np.ndarray, np.ndarray]:
-    """A row of one of ``KINDS``; plain text where none fits, and for "books"."""
+    """A row of one of ``KINDS``; plain text if none fits, and for "books"."""
     for _ in range(4 if kind in KINDS else 0):
         if (row := KINDS[kind](rng, source, length)) is not None:
             return row
@@ -107,7 +90,7 @@ class Hush:
     """How KV heads (with all their query heads) are silenced in training.
 
     Attributes:
-      rows: share of rows in which any is.
+      rows: share of rows in which heads are silenced.
       heads: chance of each KV head in such a row, by layer.
       layer: chance that one whole layer of those whose ``heads`` are not 0 is silent in such a row.
     """
@@ -116,10 +99,10 @@ class Hush:
     heads: tuple[float, ...]
     layer: float = 0.0
 
-    def draw(self, rng: np.random.Generator, count: int, streams: int) -> np.ndarray:
-        """Which KV heads speak: bool [count, L, streams]."""
+    def draw(self, rng: np.random.Generator, count: int, kv_heads: int) -> np.ndarray:
+        """Which KV heads speak: bool [count, L, K]."""
         chance = np.asarray(self.heads)[None, :, None]
-        silent = rng.random((count, len(self.heads), streams)) < chance
+        silent = rng.random((count, len(self.heads), kv_heads)) < chance
         open_to = np.flatnonzero(self.heads)
         for row in np.flatnonzero(rng.random(count) < self.layer):
             silent[row, open_to[int(rng.integers(len(open_to)))]] = True
@@ -128,28 +111,28 @@ class Hush:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Level:
-    """What batches of one curriculum level are made of.
+    """The mixture of one curriculum level.
 
     Attributes:
-      lengths: row lengths in use.
-      shares: how often each of them is drawn.
-      scored: tokens of a batch whose loss is computed; all answers are, the rest is sampled by weight.
-      tokens: in a batch, whatever its row length; None is the mixture's number.
-      keys: needles of a needle row, one number drawn per row; above four only from 512 tokens.
-      needles, tasks, copies: share of rows of these kinds; the rest is plain text.
+      lengths: of rows.
+      shares: how often each length is drawn.
+      scored: tokens of a batch whose loss is computed: all answers, the rest sampled by weight.
+      tokens: in a batch, at any row length; None is the mixture's number.
+      keys: numbers of needles, of which each needle row draws one; above four only from 512 tokens.
+      needles, tasks, copies: shares of rows of these kinds; the rest is plain text.
       magic: share of needle rows in RULER's wording.
       bridge: share of those whose question keeps only some of the words between key and number.
       clash: share of needle rows whose numbers are made of two to four different digits.
       families: how often each of ``train.tasks.TASKS`` is drawn for a task row, among those that fit.
-      silent: chance that a query head writes nothing in a row, [L][N]; none is silenced where it is empty.
-        What a silenced head did must then be learned by others (DropHead, arXiv 2004.13342).
-      kinds: shares of "facts", "sentences", "repeats", "logs", "copies", "tasks" and "books"; where it is
-        given, ``needles``, ``tasks`` and ``copies`` say nothing.
-      hush: how KV heads are silenced; none where it is None. Not together with ``silent``.
-      ahead: answers of a batch whose next tokens are predicted from the question's last one; 0 is none.
+      silent: chance that a query head is silenced in a row, [L][N], so that others learn what it does
+        (DropHead, arXiv 2004.13342); empty silences none.
+      kinds: shares of "facts", "sentences", "repeats", "logs", "copies", "tasks" and "books"; replaces
+        ``needles``, ``tasks`` and ``copies``.
+      hush: how KV heads are silenced, or None. Not together with ``silent``.
+      ahead: answers of a batch that the look-ahead loss is computed for; 0 is none.
 
     Raises:
-      ValueError: ``kinds`` names a kind that does not exist.
+      ValueError: ``kinds`` names an unknown kind.
     """
 
     lengths: tuple[int, ...]
@@ -179,25 +162,25 @@ class Level:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Mix:
-    """How batches are cut.
+    """The curriculum and the size of its batches.
 
     Attributes:
       seed: of every batch.
-      tokens: in a batch of a level that does not say.
+      tokens: in a batch, unless a level says otherwise.
       levels: the curriculum.
-      streams: KV heads of a layer; asked for where a level hushes some.
-      parts: into which a batch's rows are cut, one a device (``train.parts``).
+      kv_heads: of a layer; needed by levels with ``hush``.
+      parts: of a batch, one a device (``train.embedded.data_parallel``).
     """
 
     seed: int
     tokens: int
     levels: tuple[Level, ...]
-    streams: int = 0
+    kv_heads: int = 0
     parts: int = 1
 
 
 def row_length(rng: np.random.Generator, level: Level) -> int:
-    """Tokens of a batch's rows: the first thing drawn for it."""
+    """Tokens of a batch's rows: the first draw of its generator."""
     shares = np.asarray(level.shares)
     return int(rng.choice(level.lengths, p=shares / shares.sum()))
 
@@ -207,9 +190,9 @@ class Batches:
 
     ``self[i]`` is a dict: tokens int32 [B, T]; and, for S scored tokens, at int32 [S] (row-major index
     of the position that predicts), target int32 [S], weight float32 [S], answer bool [S]. A level that
-    silences heads adds speak bool, [B, L, N] for query heads (``silent``) or [B, L, K] (``hush``); one that
-    looks ahead what ``choose_ahead`` gives. In several parts, every leaf has them as its first axis: B / P
-    rows and S / P scored tokens each, ``at`` counted within the part.
+    silences heads adds speak bool, [B, L, N] for query heads (``silent``) or [B, L, K] (``hush``); one with a
+    look-ahead loss adds the arrays of ``choose_ahead``. With P parts, every leaf has them as its first axis:
+    B / P rows and S / P scored tokens each, ``at`` counted within the part.
     """
 
     def __init__(self, source: Source, mix: Mix, level: int, count: int):
@@ -224,8 +207,12 @@ class Batches:
         length = row_length(rng, level)
         parts = self.mix.parts
         count = max(1, (level.tokens or self.mix.tokens) // length // parts)
-        cut = [self._part(rng, level, length, count) for _ in range(parts)]
-        return cut[0] if parts == 1 else {name: np.stack([part[name] for part in cut]) for name in cut[0]}
+        pieces = [self._part(rng, level, length, count) for _ in range(parts)]
+        return (
+            pieces[0]
+            if parts == 1
+            else {name: np.stack([part[name] for part in pieces]) for name in pieces[0]}
+        )
 
     def _part(self, rng: np.random.Generator, level: Level, length: int, count: int) -> dict[str, np.ndarray]:
         parts = self.mix.parts
@@ -236,36 +223,36 @@ class Batches:
             chance = np.asarray(level.silent)
             batch["speak"] = rng.random((count, *chance.shape)) >= chance
         if level.hush is not None:
-            batch["speak"] = level.hush.draw(rng, count, self.mix.streams)
+            batch["speak"] = level.hush.draw(rng, count, self.mix.kv_heads)
         if level.ahead:
             batch |= choose_ahead(tokens, weight, level.ahead // parts)
         return batch
 
 
 AHEAD = 3
-"""Tokens beyond the next one that a question's last token is to foretell."""
+"""Tokens beyond the next one that a question's last token must predict."""
 
 
 def choose_ahead(tokens: np.ndarray, weight: np.ndarray, count: int) -> dict[str, np.ndarray]:
-    """Where answers begin, and their 2nd, 3rd, 4th token.
+    """Where answers begin, and their 2nd, 3rd and 4th tokens.
 
     Args:
       tokens, weight: of a batch, [B, T].
-      count: A, answers taken, the first ones; padding has no weight.
+      count: A, the first answers are taken; fewer are padded.
 
     Returns:
       ahead_at int32 [A] (row-major index of the position that predicts the answer's first token),
       ahead_target int32 [A, 3], ahead_real bool [A, 3] (the token exists and belongs to the answer).
     """
-    asked = np.pad(weight >= ANSWER, ((0, 0), (0, AHEAD + 1)))[:, : tokens.shape[1] + AHEAD]
-    first = asked[:, : tokens.shape[1]] & ~np.pad(asked, ((0, 0), (1, 0)))[:, : tokens.shape[1]]
-    row, at = (x[:count] for x in np.nonzero(first))
-    pad = (0, count - len(row))
+    is_answer = np.pad(weight >= ANSWER, ((0, 0), (0, AHEAD + 1)))[:, : tokens.shape[1] + AHEAD]
+    first = is_answer[:, : tokens.shape[1]] & ~np.pad(is_answer, ((0, 0), (1, 0)))[:, : tokens.shape[1]]
+    rows, at = (x[:count] for x in np.nonzero(first))
+    pad = (0, count - len(rows))
     offsets = at[:, None] + np.arange(1, AHEAD + 1)
-    real = np.logical_and.accumulate(asked[row[:, None], offsets], axis=1)
-    target = np.where(real, tokens[row[:, None], np.minimum(offsets, tokens.shape[1] - 1)], 0)
+    real = np.logical_and.accumulate(is_answer[rows[:, None], offsets], axis=1)
+    target = np.where(real, tokens[rows[:, None], np.minimum(offsets, tokens.shape[1] - 1)], 0)
     return {
-        "ahead_at": np.pad(row * tokens.shape[1] + at - 1, pad).astype(np.int32),
+        "ahead_at": np.pad(rows * tokens.shape[1] + at - 1, pad).astype(np.int32),
         "ahead_target": np.pad(target, (pad, (0, 0))).astype(np.int32),
         "ahead_real": np.pad(real, (pad, (0, 0))),
     }
@@ -274,10 +261,10 @@ def choose_ahead(tokens: np.ndarray, weight: np.ndarray, count: int) -> dict[str
 def choose_scored(
     rng: np.random.Generator, tokens: np.ndarray, weight: np.ndarray, count: int
 ) -> dict[str, np.ndarray]:
-    """Which tokens the loss is computed on: logits are the widest product, so not on all.
+    """The tokens that the loss is computed on; not all, because logits are the widest product.
 
-    Every answer token is in with its own weight; the others are drawn with chances proportional to
-    their weights and share the weight of all others evenly, so the loss stays unbiased.
+    Every answer token is taken with its own weight. The others are drawn with chances proportional to their
+    weights and share the weight of all others evenly, so the loss is unbiased.
     """
     target = np.arange(tokens.size).reshape(tokens.shape)[:, 1:].ravel()
     weight = weight.ravel()[target]
@@ -300,5 +287,5 @@ def choose_scored(
 
 
 def batches(source: Source, mix: Mix, level: int, count: int) -> grain.MapDataset:
-    """The batches of one level as a grain dataset; element i does not depend on the others."""
+    """The batches of one level as a grain dataset."""
     return grain.MapDataset.source(Batches(source, mix, level, count))

@@ -1,14 +1,15 @@
 """Trains the embedded model: constructed start, curriculum, checks, export.
 
-python -m train.pretrain --config configs/pretrain/embedded.yaml               train, or go on
-python -m train.pretrain --config configs/pretrain/embedded.yaml --export DIR  HF folder in bfloat16
+python -m train.embedded.pretrain --config configs/pretrain/embedded.yaml               trains, or continues
+python -m train.embedded.pretrain --config configs/pretrain/embedded.yaml --export DIR  HF folder in bfloat16
 
-What it can do afterwards is measured by ``train.aims`` and drawn by ``train.card``.
+``train.embedded.aims`` measures the result, ``train.embedded.card`` writes its card.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,20 +23,22 @@ from kvjax.models import decoder
 from kvjax.models.spec import ModelSpec
 from kvjax.sharding.mesh import ONE, Mesh
 from kvjax.types import Params
-from train import asked, data, forward, loop, parts, recall, tasks
+from train import loop, tasks
 from train.config import ConfigError, axes, require
+from train.embedded import checks, data, data_parallel, forward, recall
+from train.embedded.setup import Setup, initial_of, model_spec, options, read, round_to, setup
 from train.mesh import Layout, layout
-from train.setup import Setup, initial_of, model_spec, options, read, round_to, setup
+from train.needles import needle_recall
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float
 
 
 def schedule(cycles: Sequence[dict[str, Any]]) -> optax.Schedule:
-    """Per cycle a warm-up, a plateau, a linear fall over its last ``decay`` steps, which end at ``until``.
+    """Per cycle a warm-up, a plateau and a linear decay over the last ``decay`` steps, to the step ``until``.
 
-    A plateau has no memory of its cycle's length: ``until`` may be changed between two runs of the same
-    folder while the fall has not begun.
+    A plateau does not depend on its cycle's length: ``until`` may be changed between two runs of the same
+    folder before the decay begins.
     """
     parts: list[optax.Schedule] = []
     borders: list[int] = []
@@ -106,10 +109,10 @@ AHEAD_SHARE = 0.1
 
 
 def make_quick_loss(spec: ModelSpec) -> loop.Loss:
-    """``make_loss`` in the products of ``train.forward``; batches that look ahead add their share.
+    """``make_loss`` in the products of ``forward``, plus the look-ahead loss of batches that have one.
 
-    The state of a question's last token, times one matrix for each distance, must foretell the answer's 2nd,
-    3rd and 4th token: so attention has to look at the whole value before its first token is written.
+    The state of a question's last token, times one matrix for each distance, must predict the answer's 2nd,
+    3rd and 4th token, so that attention reads the whole value before its first token is written.
     """
 
     def loss(params: Params, batch: dict[str, Array]) -> tuple[Float[Array, ""], dict[str, Array]]:
@@ -120,65 +123,49 @@ def make_quick_loss(spec: ModelSpec) -> loop.Loss:
         weight, answer = batch["weight"], batch["answer"]
         text_weight = jnp.where(answer, 0.0, weight)
         total = (nll * weight).sum() / weight.sum()
-        seen = {
+        metrics = {
             "answers": (hit & answer).sum() / jnp.maximum(answer.sum(), 1),
             "text_nll": (nll * text_weight).sum() / jnp.maximum(text_weight.sum(), 1e-6),
         }
         if "ahead_at" in batch:
             real, target = batch["ahead_real"].T.reshape(-1), batch["ahead_target"].T.reshape(-1)
-            asked = x[batch["ahead_at"]]
-            far = jnp.concatenate([forward.product(asked, w) for w in params["ahead"]])
+            question = x[batch["ahead_at"]]
+            far = jnp.concatenate([forward.product(question, w) for w in params["ahead"]])
             normed = decoder.norm(spec, params, "final_norm", far)
             cost, right = forward.cross_entropy(normed, params["embed"], target)
             count = jnp.maximum(real.sum(), 1)
             total += AHEAD_SHARE * (cost * real).sum() / count
-            seen["ahead"] = (right & real).sum() / count
-        return total, seen
+            metrics["ahead"] = (right & real).sum() / count
+        return total, metrics
 
     return loss
 
 
 def make_check(have: Setup, where: Layout | None = None) -> Any:
-    """Recall on held-out words and text: opens levels, ends the run at the target."""
+    """A check of recall on held-out words and text, which raises the level and ends the run at its target."""
     settings, gates = have.config["check"], have.config["check"]["gates"]
 
     def check(params: Params, step: int, level: int) -> loop.Verdict:
         params = params if where is None else where.whole(params)
         rounded = round_to(params, have.config["model"]["dtype"])
-        score = recall.quick_nll if quick(have.config) else recall.nll
-        measure = lambda length, keys: float(  # noqa: E731
-            recall.needle_recall(
-                have.spec,
-                rounded,
-                have.held,
-                length=length,
-                keys=keys,
-                count=settings["count"],
-                seed=1,
-                score=score,
-            ).mean()
-        )
-        one = {length: measure(length, 1) for length in settings["lengths"]}
+        likelihood = recall.quick_nll if quick(have.config) else recall.nll
+        score = functools.partial(likelihood, have.spec, rounded)
+
+        def needles(length: int, keys: int) -> float:
+            count = settings["count"]
+            return float(
+                needle_recall(score, have.held, length=length, keys=keys, count=count, seed=1).mean()
+            )
+
+        one = {length: needles(length, 1) for length in settings["lengths"]}
         metrics = {f"recall_{length}": value for length, value in one.items()}
         many_length = settings["lengths"][min(1, len(settings["lengths"]) - 1)]
-        metrics[f"recall_{many_length}_of_4"] = many = measure(many_length, 4)
-        metrics["bits_per_byte"] = recall.bits_per_byte(
-            have.spec, rounded, have.books, windows=16, score=score
-        )
+        metrics[f"recall_{many_length}_of_4"] = many = needles(many_length, 4)
+        metrics["bits_per_byte"] = recall.bits_per_byte(score, have.books, windows=16)
         for task, row in tasks.TASKS.items() if "tasks" in settings else ():
-            metrics[task] = recall.task_recall(
-                have.spec, rounded, row, have.held, score=score, **settings["tasks"]
-            )
-        for name in settings.get("asked", {}):
-            metrics[name] = recall.task_recall(
-                have.spec,
-                rounded,
-                asked.CHECKS[name],
-                have.held,
-                score=score,
-                seed=1,
-                **settings["asked"][name],
-            )
+            metrics[task] = recall.task_recall(score, row, have.held, **settings["tasks"])
+        for name, size in settings.get("asked", {}).items():
+            metrics[name] = recall.task_recall(score, checks.CHECKS[name], have.held, seed=1, **size)
         gate = gates[level] if level < len(gates) else None
         rise = (
             gate is not None
@@ -194,7 +181,7 @@ def make_check(have: Setup, where: Layout | None = None) -> Any:
 
 
 def make_level(settings: dict[str, Any]) -> data.Level:
-    """A level as the config writes it: lists where the dataclass has tuples."""
+    """A level of the config, whose lists become tuples."""
 
     def frozen(value: Any) -> Any:
         return tuple(map(frozen, value)) if isinstance(value, list) else value
@@ -206,36 +193,38 @@ def make_level(settings: dict[str, Any]) -> data.Level:
 
 
 def quick(config: dict[str, Any]) -> bool:
-    """Whether the run's products are those of ``train.forward``."""
+    """Whether the run multiplies as ``train.embedded.forward`` does."""
     return config.get("loss", {}).get("products") == "float32"
 
 
 def make_loss_of(config: dict[str, Any], where: Layout | None) -> loop.Loss:
-    """The loss that the config asks for, over the devices that it names."""
+    """The config's loss over the config's devices."""
     spec = model_spec(config["model"])
     if quick(config):
         loss = make_quick_loss(spec)
     else:
         on = ONE if where is None else where.mesh
         loss = make_loss(spec, config["model"]["dtype"], **config.get("attention", {}), on=on)
-    return parts.over(loss, where) if isinstance(where, parts.Parts) else loss
+    if isinstance(where, data_parallel.DataParallel):
+        return data_parallel.mean_loss(loss, where)
+    return loss
 
 
 def make_layout(config: dict[str, Any]) -> Layout | None:
-    """Devices: ``devices`` that add their gradients, or a ``mesh`` that weights are cut over; None for one.
+    """Data parallelism over ``devices``, or a ``mesh`` that weights are sharded over; None for one device.
 
     Raises:
-      ConfigError: both of them, too few devices, or a mesh that does not divide the rows of every batch or
-        the KV heads, or for the products of ``train.forward``.
+      ConfigError: both, too few devices, or a mesh that does not divide the rows of every batch or the KV
+        heads, or that is given with the products of ``train.embedded.forward``.
     """
     count, (rows, heads) = config.get("devices", 1), axes(config.get("mesh", {}))
     if count > 1 and rows * heads == 1:
-        return parts.parts(count)
+        return data_parallel.make_layout(count)
     if rows * heads == 1:
         return None
-    rule = "cuts one step's weights, devices repeat them. Give one of the two."
+    rule = "shards the weights, devices replicate them. Give one of the two."
     require(count == 1, "mesh", config["mesh"], rule)
-    rule = "cuts no products of train.forward (loss.products). Give devices instead."
+    rule = "cannot shard the products of train.embedded.forward (loss.products). Give devices instead."
     require(not quick(config), "mesh", config["mesh"], rule)
     kv = config["model"]["num_kv_heads"]
     require(kv % heads == 0, "mesh.tensor", heads, f"does not divide the {kv} KV heads.")
@@ -252,7 +241,7 @@ def make_layout(config: dict[str, Any]) -> Layout | None:
 
 
 def run(have: Setup) -> loop.State:
-    """Trains to the end of the plan, or goes on from the newest checkpoint.
+    """Trains to the end of the plan, or continues from the newest checkpoint.
 
     Raises:
       ConfigError: see ``make_layout``.
@@ -264,10 +253,10 @@ def run(have: Setup) -> loop.State:
         seed=config["seed"],
         tokens=config["mix"]["tokens"],
         levels=levels,
-        streams=have.spec.num_kv_heads,
+        kv_heads=have.spec.num_kv_heads,
         parts=config.get("devices", 1),
     )
-    plan, params = loop.Plan(**config["plan"]), initial_of(have.config, have.train.text)
+    plan, params = loop.Cadence(**config["plan"]), initial_of(have.config, have.train.text)
     return loop.train(
         params=params if where is None else where.put(params, where.backbone(params)),
         optimizer=make_optimizer(config["optimizer"]),
@@ -284,25 +273,28 @@ def latest(have: Setup) -> tuple[int, Params]:
     """(step, the model's params) of the folder's newest checkpoint.
 
     Raises:
-      ValueError: when nothing has been trained there.
+      ValueError: there is none.
     """
     params = initial_of(have.config)
     optimizer = make_optimizer(have.config["optimizer"])
     like = loop.State(params=params, opt=optimizer.init(params))
     saved = loop.Checkpoints(Path(have.config["folder"]), keep=0, read_only=True)
-    found = saved.latest(like)
+    restored = saved.latest(like)
     saved.close()
-    if found is None:
+    if restored is None:
         raise ValueError(
             f"latest(folder={have.config['folder']!r}) found no checkpoint. Train first: run the same "
             "command without --export."
         )
-    return found[0], {name: leaf for name, leaf in found[1].params.items() if name != "ahead"}
+    step, state, _ = restored
+    return step, {name: leaf for name, leaf in state.params.items() if name != "ahead"}
 
 
 def main() -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m train.pretrain", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m train.embedded.pretrain", description=__doc__.splitlines()[0]
+    )
     options(parser)
     parser.add_argument("--export", type=Path, help="write an HF folder of the newest checkpoint")
     args = parser.parse_args()

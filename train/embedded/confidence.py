@@ -1,7 +1,7 @@
-"""How sure a model is of its next token, what it is sure of, and whether a cache could use that.
+"""A model's confidence in its next token: its calibration, its kinds, and whether a cache can use it.
 
-Rows of text are read whole, once with all keys and twice with the first tokens and a window alone (``TIGHT``
-and ``LOOSE`` tokens), so what more slots would have gained is known at every step. Confidence is CONF-KV's c
+Rows of text are read three times: with all keys, and with the first tokens and a window only (``TIGHT`` and
+``LOOSE`` tokens), which gives the gain of more slots at every step. Confidence is CONF-KV's c
 (``kvjax.budgets.confidence``, its default weights).
 """
 
@@ -28,14 +28,14 @@ if TYPE_CHECKING:
 BUDGET = Confidence()
 SINKS, TIGHT, LOOSE = 4, 64, 256
 BEGIN = LOOSE
-"""The first step that counts: before, both windows hold everything."""
+"""The first step that counts: up to it both windows hold everything."""
 HORIZONS = (1, 4, 16, 64)
 MATCH = 3
-"""A copy is a token that followed the same ``MATCH`` tokens earlier in the row."""
+"""A token is a copy if it followed the same ``MATCH`` tokens earlier in the row."""
 
 
 def windowed(spec: ModelSpec, window: int | None) -> AttendFn[None]:
-    """Dense attention to the first ``SINKS`` tokens and the last ``window``; None is all of them."""
+    """Dense attention to the first ``SINKS`` and the last ``window`` tokens; None is all tokens."""
     full = decoder.dense_attend(spec)
 
     def attend(index: int, x: Heads, carry: None) -> tuple[Array, None]:
@@ -68,24 +68,24 @@ def read(
 
 
 def kinds(row: np.ndarray, begins: np.ndarray) -> np.ndarray:
-    """Of each next token: "copy", "word" (it continues a word) or "other"; [T - 1].
+    """The kind of each next token: "copy", "word" (it continues a word) or "other"; [T - 1].
 
     Args:
       row: ids [T].
-      begins: by id, whether a token begins a word (or is none).
+      begins: by id, whether a token does not continue a word.
     """
-    met: dict[tuple[int, ...], set[int]] = {}
-    found = np.where(begins[row[1:]], "other", "word")
+    followers: dict[tuple[int, ...], set[int]] = {}
+    kind = np.where(begins[row[1:]], "other", "word")
     for at in range(MATCH - 1, len(row) - 1):
         past = tuple(row[at - MATCH + 1 : at + 1].tolist())
-        if int(row[at + 1]) in met.get(past, ()):
-            found[at] = "copy"
-        met.setdefault(past, set()).add(int(row[at + 1]))
-    return found
+        if int(row[at + 1]) in followers.get(past, ()):
+            kind[at] = "copy"
+        followers.setdefault(past, set()).add(int(row[at + 1]))
+    return kind
 
 
 def starts_word(source: Source) -> np.ndarray:
-    """By id, whether a token is no continuation of a word: it does not begin with a letter."""
+    """By id, whether a token does not continue a word, because it does not begin with a letter."""
     written = (source.tokenizer.decode([i]) for i in range(source.tokenizer.get_vocab_size()))
     return np.asarray([not text[:1].isalpha() for text in written])
 
@@ -98,21 +98,21 @@ def calibration_error(best: np.ndarray, right: np.ndarray, bins: int = 15) -> fl
 
 
 def autocorrelation(c: np.ndarray, lag: int) -> float:
-    """Of the rows' steps, [R, S], about the mean of all."""
+    """Of the steps of all rows, [R, S], around their common mean."""
     d = c - c.mean()
     return float((d[:, :-lag] * d[:, lag:]).mean() / (d * d).mean())
 
 
 def ahead(gain: np.ndarray, horizon: int) -> np.ndarray:
-    """Mean of each step's next ``horizon`` gains, [R, S - horizon]: the step's own is not among them."""
+    """Mean of the ``horizon`` gains behind each step, [R, S - horizon]."""
     total = np.cumsum(np.pad(gain, ((0, 0), (1, 0))), axis=1)
     return (total[:, horizon + 1 :] - total[:, 1:-horizon]) / horizon
 
 
 def schedules(c: np.ndarray, tight: np.ndarray, loose: np.ndarray, threshold: float) -> dict[str, float]:
-    """Mean nll with few slots at the sure steps (the paper's), at as many least sure ones, and at random.
+    """Mean nll with few slots at the sure steps (the paper's), at as many least sure steps, and at random.
 
-    ``c`` [R, S] decides for the step behind its own.
+    ``c`` [R, S] decides for the next step.
     """
     c, tight, loose = c[:, :-1].ravel(), tight[:, 1:].ravel(), loose[:, 1:].ravel()
     sure = c >= threshold
@@ -147,20 +147,20 @@ def measure(
     parts: dict[str, list[np.ndarray]] = {}
     for name, source in sources.items():
         begins, rng = starts_word(source), np.random.default_rng(seed)
-        found: list[list[np.ndarray]] = []
-        while len(found) < count:
+        rows: list[list[np.ndarray]] = []
+        while len(rows) < count:
             drawn = draws[name](rng, source, length)
             if drawn is None:
                 continue
             whole, tight, loose = (read(spec, params, drawn[0], w) for w in (None, TIGHT, LOOSE))
             steps = [*map(np.asarray, (*whole, tight[0], loose[0])), kinds(drawn[0], begins)]
-            found.append([x[BEGIN:] for x in steps])
-        parts[name] = [np.stack(column) for column in zip(*found)]
+            rows.append([x[BEGIN:] for x in steps])
+        parts[name] = [np.stack(column) for column in zip(*rows)]
     parts["both"] = [np.concatenate(column) for column in zip(*parts.values())]
-    return {name: _told(*columns) for name, columns in parts.items()}
+    return {name: _statistics(*columns) for name, columns in parts.items()}
 
 
-def _told(
+def _statistics(
     nll: np.ndarray,
     c: np.ndarray,
     best: np.ndarray,
@@ -171,19 +171,19 @@ def _told(
 ) -> dict[str, Any]:
     sure = c >= BUDGET.threshold
     names = ("copy", "word", "other")
-    share = lambda of: {name: _mean(of == name) for name in names}  # noqa: E731
+    shares = lambda of: {name: _mean(of == name) for name in names}  # noqa: E731
     gain = tight - loose
-    behind = {h: np.corrcoef(c[:, :-h].ravel(), ahead(gain, h).ravel())[0, 1] for h in HORIZONS}
+    correlations = {h: np.corrcoef(c[:, :-h].ravel(), ahead(gain, h).ravel())[0, 1] for h in HORIZONS}
     return {
         "steps": c.size,
         "nll": _mean(nll),
         "calibration_error": calibration_error(best.ravel(), right.ravel()),
         "sure": _mean(sure),
-        "sure_kinds": share(kind[sure]) if sure.any() else None,
-        "all_kinds": share(kind),
+        "sure_kinds": shares(kind[sure]) if sure.any() else None,
+        "all_kinds": shares(kind),
         "autocorrelation": {str(lag): autocorrelation(c, lag) for lag in (1, 4, 16)},
         "gain": _mean(gain),
-        "gain_correlation": {str(h): float(r) for h, r in behind.items()},
+        "gain_correlation": {str(h): float(r) for h, r in correlations.items()},
         "schedules": schedules(c, tight, loose, BUDGET.threshold),
     }
 

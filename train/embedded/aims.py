@@ -1,8 +1,8 @@
 """What the embedded model must show, each figure beside its aim, as one JSON file.
 
-python -m train.aims --config configs/pretrain/embedded.yaml --write FILE.json       the newest checkpoint
-python -m train.aims --config configs/pretrain/embedded.yaml --model DIR --write FILE.json
-python -m train.aims ... --parts tasks silenced --count 100 --write FILE.json    the rest of FILE stays
+python -m train.embedded.aims --config configs/pretrain/embedded.yaml --write FILE.json   newest checkpoint
+python -m train.embedded.aims --config configs/pretrain/embedded.yaml --model DIR --write FILE.json
+python -m train.embedded.aims ... --parts tasks silenced --count 100 --write FILE.json    keeps FILE's rest
 
 Text, words, names and ten of the twenty wordings are held out. Weights are rounded to bfloat16 as they are
 stored, attention is full. Products are those of training (bfloat16 in, float32 out); ``--exact`` takes
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -23,10 +24,11 @@ import numpy as np
 from tqdm import tqdm
 
 from kvjax.types import Params
-from train import asked, confidence, heads, recall, retrieval
-from train.pretrain import latest
-from train.questions import OTHERS, RULER, Question, vocabulary_source
-from train.setup import Setup, options, read, round_to, setup
+from train.embedded import checks, confidence, heads, recall, retrieval
+from train.embedded.pretrain import latest
+from train.embedded.questions import OTHERS, RULER, Question, vocabulary_source
+from train.embedded.setup import Setup, options, read, round_to, setup
+from train.needles import Score, needle_recall
 from train.tasks.pieces import RowFn
 
 COUNT = 200
@@ -62,38 +64,36 @@ AIMS: dict[str, tuple[str, float]] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Exam:
-    """A model that is asked, and how.
+    """A model and the size of the rows that it is measured on.
 
     Attributes:
       have: config with its texts.
       weights: of ``have.spec``, rounded as they are stored.
       count: rows a group and length.
       lengths: of rows.
-      score: what says how likely each next token is, of ``recall``.
+      likelihood: ``recall.nll`` or ``recall.quick_nll``.
     """
 
     have: Setup
     weights: Params
     count: int
     lengths: tuple[int, ...]
-    score: recall.Score
+    likelihood: Callable[..., tuple[jax.Array, jax.Array]]
+
+    def score(self, weights: Params | None = None) -> Score:
+        """Of the model, or of other weights in its place."""
+        weights = self.weights if weights is None else weights
+        return functools.partial(self.likelihood, self.have.spec, weights)
 
     def ask(self, row: RowFn, length: int, **how: Any) -> float:
-        """``recall.task_recall`` on held-out text, n = ``count`` unless said otherwise."""
-        options: dict[str, Any] = {
-            "source": self.have.held,
-            "count": self.count,
-            "seed": SEED,
-            "score": self.score,
-        } | how
-        return recall.task_recall(self.have.spec, self.weights, row, length=length, **options)
+        """``recall.task_recall``, by default on ``count`` rows of held-out text."""
+        options: dict[str, Any] = {"source": self.have.held, "count": self.count, "seed": SEED} | how
+        return recall.task_recall(self.score(), row, length=length, **options)
 
     def by_length(self, names: Iterable[str], measure: Callable[[str, int], float]) -> dict[str, Any]:
-        """Name to length to figure."""
         return {name: {str(n): measure(name, n) for n in self.lengths} for name in tqdm(names)}
 
-    def questions(self, asked: dict[str, Question], by_word: bool) -> dict[str, Any]:
-        """Name to length to recall."""
+    def questions(self, questions: dict[str, Question], by_word: bool) -> dict[str, Any]:
         plain = vocabulary_source(self.have)
 
         def one(question: Question, length: int) -> float:
@@ -102,13 +102,13 @@ class Exam:
 
         return {
             name: {str(n): one(question, n) for n in question.lengths if n in self.lengths}
-            for name, question in tqdm(asked.items(), desc="tasks")
+            for name, question in tqdm(questions.items(), desc="tasks")
         }
 
 
 def _recall(exam: Exam) -> dict[str, Any]:
     return exam.by_length(
-        asked.CHECKS, lambda name, n: exam.ask(asked.CHECKS[name], n, by_token=name == "sentence")
+        checks.CHECKS, lambda name, n: exam.ask(checks.CHECKS[name], n, by_token=name == "sentence")
     )
 
 
@@ -116,7 +116,7 @@ def _wordings(exam: Exam) -> dict[str, Any]:
     """Each alone; all of a group share its rows."""
 
     def of_one(group: str, index: int) -> dict[str, float]:
-        row, rows = asked.Facts(group, only=index), max(1, exam.count // len(asked.GROUPS[group]))
+        row, rows = checks.Facts(group, only=index), max(1, exam.count // len(checks.GROUPS[group]))
         return {str(length): exam.ask(row, length, count=rows) for length in exam.lengths}
 
     return {
@@ -124,12 +124,12 @@ def _wordings(exam: Exam) -> dict[str, Any]:
             {"hide": wording.hide, "kind": wording.kind, "recall": of_one(group, i)}
             for i, wording in enumerate(tqdm(wordings, desc=group))
         ]
-        for group, wordings in asked.GROUPS.items()
+        for group, wordings in checks.GROUPS.items()
     }
 
 
 def _values(exam: Exam) -> dict[str, Any]:
-    return exam.by_length(asked.VALUES, lambda name, n: exam.ask(asked.VALUES[name], n))
+    return exam.by_length(checks.VALUES, lambda name, n: exam.ask(checks.VALUES[name], n))
 
 
 def _ruler(exam: Exam) -> dict[str, Any]:
@@ -141,21 +141,22 @@ def _tasks(exam: Exam) -> dict[str, Any]:
 
 
 def _heads(exam: Exam) -> dict[str, Any]:
-    found = retrieval.measure(exam.have.spec, exam.weights, exam.have.held)
-    return found | {"kinds": heads.measure(exam.have.spec, exam.weights, exam.have.held)["kinds"]}
+    measured = retrieval.measure(exam.have.spec, exam.weights, exam.have.held)
+    return measured | {"kinds": heads.measure(exam.have.spec, exam.weights, exam.have.held)["kinds"]}
 
 
 def _silenced(exam: Exam) -> dict[str, Any]:
-    """Recall without each KV head, and without those of a layer that retrieve."""
-    spec, held, score = exam.have.spec, exam.have.held, exam.score
+    """Recall without each KV head, and without the retrieving heads of each layer."""
+    spec, held = exam.have.spec, exam.have.held
     length, rows = min(SILENCED[0], max(exam.lengths)), max(5, int(exam.count * SILENCED[1]) // 5 * 5)
 
-    def needles(lame: Params) -> dict[str, float]:
-        how: dict[str, Any] = {"length": length, "count": rows, "seed": SEED, "score": score}
-        found = recall.needle_recall(spec, lame, held, keys=1, **how)
+    def needles(weights: Params) -> dict[str, float]:
+        score = exam.score(weights)
+        size: dict[str, Any] = {"length": length, "count": rows, "seed": SEED}
+        hits = needle_recall(score, held, keys=1, **size)
         return {
-            "needles": float(found.mean()),
-            "wordings": recall.task_recall(spec, lame, asked.CHECKS["trained"], held, **how),
+            "needles": float(hits.mean()),
+            "wordings": recall.task_recall(score, checks.CHECKS["trained"], held, **size),
         }
 
     retrieving = retrieval.measure(spec, exam.weights, held)["retrieving"]
@@ -172,7 +173,7 @@ def _confidence(exam: Exam) -> dict[str, Any]:
 def _bits(exam: Exam) -> float:
     have = exam.have
     windows = min(128, exam.count)
-    return recall.bits_per_byte(have.spec, exam.weights, have.books, windows=windows, score=exam.score)
+    return recall.bits_per_byte(exam.score(), have.books, windows=windows)
 
 
 PARTS: dict[str, Callable[[Exam], Any]] = {
@@ -213,9 +214,9 @@ def evaluate(
     Returns:
       A JSON tree: ``PARTS``, n (of each part), and aims: name to {"is", "aim", "met"}.
     """
-    score = recall.nll if exact else recall.quick_nll
+    likelihood = recall.nll if exact else recall.quick_nll
     weights = round_to(params, "bfloat16")
-    exam = Exam(have=have, weights=weights, count=count, lengths=lengths, score=score)
+    exam = Exam(have=have, weights=weights, count=count, lengths=lengths, likelihood=likelihood)
     table = (before or {}) | {"seed": SEED, "lengths": list(lengths), "exact": exact}
     table["n"] = (before or {}).get("n", {}) | dict.fromkeys(parts, count)
     table |= {name: PARTS[name](exam) for name in parts}
@@ -226,25 +227,25 @@ def judge(table: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """Each aim's figure, bound and whether it is met."""
     least = lambda cells: min(cells.values())  # noqa: E731
     mean = lambda cells: float(np.mean(list(cells.values())))  # noqa: E731
-    recalls, ruler, found = table["recall"], table["ruler"], table["heads"]
+    recalls, ruler, heads = table["recall"], table["ruler"], table["heads"]
 
     def of(part: str) -> list[float]:
         return [value for name, cells in ruler.items() if part in name for value in cells.values()]
 
-    flat = [kind for layer in found["kinds"] for kind in layer]
-    entropies = np.ravel(found["entropy"])
-    lame = table["silenced"]
+    flat = [kind for layer in heads["kinds"] for kind in layer]
+    entropies = np.ravel(heads["entropy"])
+    silenced = table["silenced"]
     figures = {name: least(recalls[name]) for name in ("sentence", "paraphrased", "four_keys")}
     figures |= {name: mean(recalls[name]) for name in ("trained", "untrained")}
     figures |= {f"ruler_{part}": min(of(part), default=float("nan")) for part in ("single", "multikey")}
     figures |= {f"ruler_{part}": min(of(part), default=float("nan")) for part in ("multivalue", "multiquery")}
     figures |= {
         "vt": min(of("vt"), default=float("nan")),
-        "retrieving_heads": len(found["retrieving"]),
-        "retrieving_layers": len({layer for layer, _ in found["retrieving"]}),
-        "without_any_head": min(cell["needles"] for row in lame["heads"] for cell in row),
+        "retrieving_heads": len(heads["retrieving"]),
+        "retrieving_layers": len({layer for layer, _ in heads["retrieving"]}),
+        "without_any_head": min(cell["needles"] for row in silenced["heads"] for cell in row),
         "without_any_layers_retrieving_heads": min(
-            (cell["needles"] for cell in lame["layers"].values()), default=float("nan")
+            (cell["needles"] for cell in silenced["layers"].values()), default=float("nan")
         ),
         "least_kind": min(flat.count(kind) / len(flat) for kind in ("local", "sink", "sparse", "diffuse")),
         "lowest_entropy": float(entropies.min()),
@@ -272,7 +273,9 @@ def rounded(tree: Any) -> Any:
 
 def main() -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m train.aims", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m train.embedded.aims", description=__doc__.splitlines()[0]
+    )
     options(parser)
     parser.add_argument("--model", type=Path, help="an exported folder; the newest checkpoint without it")
     parser.add_argument("--count", type=int, default=COUNT, help="rows a group and length")
