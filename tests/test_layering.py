@@ -94,6 +94,7 @@ TABLE = {
     "kvjax": r"kvjax\.(?!serve|eval|models|policies|text).+",
     "train": rf"train(\..+)?|kvjax(\.(?!serve).+)?|pallas_kernels\.measure\.(aot|chips)|{KERNELS}",
     "studies": r"kvjax(\.(?!serve).+)?",
+    "studies.claims": r"studies\.judges|kvjax\.(cli|eval\..+)",
     "studies.topk_phi": r"studies\.topk_phi(\..+)?|benchmarks(\..+)?|train(\..+)?|kvjax(\.(?!serve).+)?"
     r"|pallas_kernels\.(blockwise|phi)\.api",
     "studies.conf_kv": r"studies\.conf_kv(\..+)?|kvjax(\.(?!serve).+)?",

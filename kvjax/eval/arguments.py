@@ -132,19 +132,11 @@ def _parser() -> cli.Parser:
     what = parser.add_subparsers(dest="what", required=True)
     _run(what.add_parser("run", help="measure cells; finished ones are not measured again"))
     _match(what.add_parser("match", help="find the budget at which a policy holds as many bytes as another"))
-    _roundtrip(what.add_parser("roundtrip", help="the error of keys and values after they were stored"))
     _frontier(what.add_parser("frontier", help="every method at matched bytes, in stages; the front"))
     what.add_parser("tasks", help="every task, and from which length on it fits")
-    for name, about in (
-        ("report", "tables, figures and one HTML page of results"),
-        ("claims", "the seed papers' claims against results"),
-    ):
-        each = what.add_parser(name, help=about)
-        each.add_argument("folder", type=Path, nargs="*" if name == "claims" else None, help="of results")
-        if name == "report":
-            each.add_argument("--to", type=Path, metavar="DIR", help="where to write (default: there)")
-        else:
-            cli.add(each, "--json")
+    report = what.add_parser("report", help="tables, figures and one HTML page of results")
+    report.add_argument("folder", type=Path, help="of results")
+    report.add_argument("--to", type=Path, metavar="DIR", help="where to write (default: there)")
     return parser
 
 
@@ -193,21 +185,6 @@ def _match(match: argparse.ArgumentParser) -> None:
     add_model(match)
     match.add_argument("--lengths", type=cli.numbers("--lengths", 64), default=[512], help="one length")
     match.add_argument("--samples", type=cli.whole("--samples", 1), default=16, help="measured (default: 16)")
-
-
-def _roundtrip(trip: argparse.ArgumentParser) -> None:
-    trip.add_argument(
-        "--task",
-        type=cli.words,
-        default=["ppl_books"],
-        help="whose texts (default: ppl_books)",
-        metavar="NAME",
-    )
-    cli.add(trip, "--policy", action="append", help="its storage; several times (default: int8, int4)")
-    add_model(trip)
-    trip.add_argument("--lengths", type=cli.numbers("--lengths", 64), default=[512], help="default: 512")
-    trip.add_argument("--samples", type=cli.whole("--samples", 1), default=8, help="texts (default: 8)")
-    cli.add(trip, "--json", help="as JSON, with every layer")
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:

@@ -1,8 +1,8 @@
-"""Forced decoding: tokens one by one through a compressed cache, given ones or the model's own (greedy).
+"""Forced decoding: tokens one by one through a compressed cache, a reference's or the model's own (greedy).
 
-One program for both, so that a length and policy compile once; besides log-likelihoods it counts what
-the cache holds and what each read visits. It runs the decode step, not the prefill chunk: budgets that
-act every step act, and selection reads as little as it would while decoding.
+One program for both, so that a length and policy compile once. Besides log-likelihoods it counts what the
+cache holds and what each read loads. It runs the decode step, not the prefill chunk: budgets that act every
+step act, and selection reads as little as it would while decoding.
 """
 
 from __future__ import annotations
@@ -15,10 +15,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax import decode, metrics
+from kvjax import decode, layer, metrics
 from kvjax.algebra import Policy
-from kvjax.cache.state import KVState
-from kvjax.eval.measure import reads
+from kvjax.cache.state import KVState, LayerCache
 from kvjax.types import Network, Params, Weighted, pytree
 
 if TYPE_CHECKING:
@@ -27,17 +26,21 @@ if TYPE_CHECKING:
 CLASSES = (512, 4096)
 """Most steps a program can take; fewer cost no time, only output."""
 
+READ_KINDS = ("slots", "summary", "selector")
+"""What a decode step loads, in tokens (K and V of one position): live slots; the completion's φ, by its
+bytes; and what the selection looks at to choose (page summaries, or all keys)."""
+
 
 @pytree()
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Steps:
-    """What was found, step by step; beyond a row's count, anything.
+    """Measurements step by step; undefined beyond a row's count.
 
     Attributes:
       nll: negative log-likelihood of each target, nats.
       best: the likeliest token after each step.
       live: slots that hold a token after each step, mean over layers and KV heads.
-      reads: what a decode step loads per KV head, by ``reads.KINDS``, mean over layers and KV heads.
+      reads: what a decode step loads per KV head, by ``READ_KINDS``, mean over layers and KV heads.
     """
 
     nll: Float[Array, "B T"]
@@ -59,26 +62,40 @@ def _steps(
     forced: Bool[Array, ""],
 ) -> tuple[KVState, Steps]:
     rows, most = feed.shape
-    blank = jnp.zeros((rows, most), jnp.float32)
-    loads = jnp.zeros((rows, most, len(reads.KINDS)), jnp.float32)
-    found = Steps(nll=blank, best=jnp.zeros((rows, most), jnp.int32), live=blank, reads=loads)
+    zeros = jnp.zeros((rows, most), jnp.float32)
+    loads = jnp.zeros((rows, most, len(READ_KINDS)), jnp.float32)
+    empty = Steps(nll=zeros, best=jnp.zeros((rows, most), jnp.int32), live=zeros, reads=loads)
 
-    def one(carry: tuple[Array, KVState, Array, Steps]) -> tuple[Array, KVState, Array, Steps]:
-        i, state, best, found = carry
+    def step(carry: tuple[Array, KVState, Array, Steps]) -> tuple[Array, KVState, Array, Steps]:
+        i, state, best, steps = carry
         token = jnp.where(forced | (i == 0), feed[:, i], best)
-        state, logits, loaded = reads.step(network, policy, params, weights, state, token, i < count)
-        best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-        found = Steps(
-            nll=found.nll.at[:, i].set(nats(logits, target[:, i])),
-            best=found.best.at[:, i].set(best),
-            live=found.live.at[:, i].set(mean_live(state)),
-            reads=found.reads.at[:, i].set(loaded),
-        )
-        return i + 1, state, best, found
+        loads: list[Array] = []
 
-    start = (jnp.asarray(0), state, jnp.zeros(rows, jnp.int32), found)
-    _, state, _, found = jax.lax.while_loop(lambda carry: carry[0] < count.max(), one, start)
-    return state, found
+        def count_loads(_: int, cache: LayerCache, read: layer.Read) -> None:
+            loads.append(_loads(cache, read.loaded))
+
+        state, logits = decode.step(
+            network, policy, params, weights, state, token, i < count, on_read=count_loads
+        )
+        best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        steps = Steps(
+            nll=steps.nll.at[:, i].set(nats(logits, target[:, i])),
+            best=steps.best.at[:, i].set(best),
+            live=steps.live.at[:, i].set(mean_live(state)),
+            reads=steps.reads.at[:, i].set(jnp.stack(loads).mean(axis=0)),
+        )
+        return i + 1, state, best, steps
+
+    start = (jnp.asarray(0), state, jnp.zeros(rows, jnp.int32), empty)
+    _, state, _, steps = jax.lax.while_loop(lambda carry: carry[0] < count.max(), step, start)
+    return state, steps
+
+
+def _loads(cache: LayerCache, loaded: layer.Loaded) -> Float[Array, "B R"]:
+    """What a layer's decode read loads, by ``READ_KINDS``, mean over KV heads."""
+    slots = loaded.ring.astype(jnp.float32) + loaded.pages.astype(jnp.float32).mean(axis=-1)
+    phi = jnp.full_like(slots, metrics.summary_tokens(cache, by_bytes=True)) * loaded.summary
+    return jnp.stack([slots, phi, loaded.selector.mean(axis=-1)], axis=-1)
 
 
 def nats(logits: Float[Array, "B V"], target: Int[Array, " B"]) -> Float[Array, " B"]:
@@ -88,7 +105,7 @@ def nats(logits: Float[Array, "B V"], target: Int[Array, " B"]) -> Float[Array, 
 
 
 def mean_live(state: KVState) -> Float[Array, " B"]:
-    """Live slots of a stream, mean over layers and KV heads."""
+    """Live slots of a KV head, mean over layers and KV heads."""
     return metrics.live_slots(state).astype(jnp.float32).mean(axis=(0, 2))
 
 
@@ -107,21 +124,21 @@ def steps(
     forced: bool,
     weights: Params | None = None,
 ) -> tuple[KVState, Steps]:
-    """Feeds tokens to a state that is left as it was.
+    """Feeds tokens to a state, which is not changed.
 
     Args:
       model, policy, weights: as in ``decode.prefill``.
       state: with pages reserved; not donated.
       feed: per row, tokens to feed; only the first one where ``forced`` is False.
       target: per row, the token after each fed one; its length is the number of steps.
-      forced: feed what is given, or the likeliest token of the step before.
+      forced: feed the tokens of ``feed``, or the likeliest token of the step before.
 
     Returns:
-      (the state after the steps, what was found, as NumPy arrays).
+      (the state after the steps, measurements as NumPy arrays).
     """
     width = size_class(max(map(len, target)))
     count = np.asarray([len(row) for row in target], np.int32)
-    state, found = _steps(
+    state, measured = _steps(
         model.network,
         policy,
         model.params,
@@ -132,4 +149,4 @@ def steps(
         count,
         np.asarray(forced),
     )
-    return state, jax.device_get(found)
+    return state, jax.device_get(measured)
