@@ -82,7 +82,8 @@ def _highlighted(row: Row, example: Example) -> str:
     words, pieces = [], example.pieces or []
     needed = [*(example.needed or ()), *[0] * len(pieces)]
     for piece, held, answer in zip(pieces, row.example.held, needed):
-        tone = f"background:rgba(0,158,115,{0.6 * held / heads:.2f})" if held else "color:#999"
+        share = held / heads
+        tone = f"background:rgba(0,158,115,{0.6 * share:.2f})" if held else "color:#999"
         tone += ";border-bottom:2px solid #d55e00" if answer else ""
         words.append(f'<span style="{tone}" title="{held} of {heads}">{html.escape(piece)}</span>')
     title = f"{table.name(row)}: kept {100 * row.kept_fraction:.0f} %"
