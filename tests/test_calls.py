@@ -248,7 +248,7 @@ def test_texts_are_read_where_there_is_a_tokenizer():
         ([[True]], "row 0 is no list of token ids"),
         ([[[1], [2, 3]]], "row 0 is no list of token ids"),
         ([None], "row 0 is no list of token ids"),
-        (7, r"prompts=7\) is no prompt"),
+        (7, r"prompts=7\) is not a prompt"),
         ([[3], [3, -1]], "row 1 has the token id -1 at 1, the model knows 0 to 60"),
         ([[61]], "row 0 has the token id 61 at 0.*tokenizer"),
         ([[10**30]], "row 0 is no list of token ids"),
@@ -287,7 +287,8 @@ def remarks(run) -> list[str]:
 
 def test_every_call_says_that_the_models_own_window_rules_and_says_it_once():
     slides, spec = tiny.model(windows=(6, None)), "knorm + uniform(12) + recent(4)"
-    says = "the policy has no say in layers whose own sliding window rules (1 of 2; layer: tokens = 0: 6)."
+    says = "the policy has no effect in layers with a sliding window of the model's own "
+    says += "(1 of 2; layer: tokens = 0: 6)."
 
     def apart():
         state, logits = kvjax.prefill(slides, spec, [PROMPT], **SHAPE)

@@ -194,7 +194,7 @@ def _pieces(
     how = sampling(
         1, temperature=options.temperature, top_k=options.top_k, top_p=options.top_p, seed=options.seed
     )
-    every = decode.SEGMENT if options.json else STREAMED
+    every = decode.MAX_STEPS if options.json else STREAMED
     stream = decode.stream(
         model,
         options.policy,

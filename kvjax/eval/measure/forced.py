@@ -61,34 +61,42 @@ def _steps(
     count: Int[Array, " B"],
     forced: Bool[Array, ""],
 ) -> tuple[KVState, Steps]:
-    rows, most = feed.shape
-    zeros = jnp.zeros((rows, most), jnp.float32)
-    loads = jnp.zeros((rows, most, len(READ_KINDS)), jnp.float32)
-    empty = Steps(nll=zeros, best=jnp.zeros((rows, most), jnp.int32), live=zeros, reads=loads)
+    batch, most = feed.shape
+    zeros = jnp.zeros((batch, most), jnp.float32)
+    loads = jnp.zeros((batch, most, len(READ_KINDS)), jnp.float32)
+    record = Steps(nll=zeros, best=jnp.zeros((batch, most), jnp.int32), live=zeros, reads=loads)
 
-    def step(carry: tuple[Array, KVState, Array, Steps]) -> tuple[Array, KVState, Array, Steps]:
-        i, state, best, steps = carry
-        token = jnp.where(forced | (i == 0), feed[:, i], best)
+    def step(state: KVState, rows: _Rows) -> tuple[KVState, tuple[Array, Array]]:
+        token = jnp.where(forced | (rows.i == 0), feed[:, rows.i], rows.best)
         loads: list[Array] = []
 
         def count_loads(_: int, cache: LayerCache, read: layer.Read) -> None:
             loads.append(_loads(cache, read.loaded))
 
         state, logits = decode.step(
-            network, policy, params, weights, state, token, i < count, on_read=count_loads
+            network, policy, params, weights, state, token, rows.active, on_read=count_loads
         )
-        best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-        steps = Steps(
-            nll=steps.nll.at[:, i].set(nats(logits, target[:, i])),
-            best=steps.best.at[:, i].set(best),
-            live=steps.live.at[:, i].set(mean_live(state)),
-            reads=steps.reads.at[:, i].set(jnp.stack(loads).mean(axis=0)),
-        )
-        return i + 1, state, best, steps
+        return state, (logits, jnp.stack(loads).mean(axis=0))
 
-    start = (jnp.asarray(0), state, jnp.zeros(rows, jnp.int32), empty)
-    _, state, _, steps = jax.lax.while_loop(lambda carry: carry[0] < count.max(), step, start)
-    return state, steps
+    def advance(rows: _Rows, result: tuple[Array, Array], state: KVState) -> tuple[_Rows, Steps]:
+        logits, loaded = result
+        best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        fresh = Steps(nll=nats(logits, target[:, rows.i]), best=best, live=mean_live(state), reads=loaded)
+        return _Rows(i=rows.i + 1, best=best, active=rows.i + 1 < count), fresh
+
+    rows = _Rows(i=jnp.asarray(0), best=jnp.zeros(batch, jnp.int32), active=count > 0)
+    state, _, record = decode.decode_loop(step, advance, state, rows, record, most)
+    return state, record
+
+
+@pytree()
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Rows:
+    """Rows that are fed: the step, the likeliest token after the last one, rows that have a token left."""
+
+    i: Int[Array, ""]
+    best: Int[Array, " B"]
+    active: Bool[Array, " B"]
 
 
 def _loads(cache: LayerCache, loaded: layer.Loaded) -> Float[Array, "B R"]:

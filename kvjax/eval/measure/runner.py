@@ -13,7 +13,7 @@ import numpy as np
 
 from kvjax import decode
 from kvjax.algebra import Policy
-from kvjax.decode import Reading
+from kvjax.decode import PromptActivations
 from kvjax.eval import tasks
 from kvjax.eval.errors import EvalError
 from kvjax.eval.measure import batch
@@ -47,10 +47,10 @@ class Readings:
     """
 
     most: int = 3 * 2**30
-    kept: dict[Hashable, Reading] = dataclasses.field(default_factory=dict)
+    kept: dict[Hashable, PromptActivations] = dataclasses.field(default_factory=dict)
     made: int = 0
 
-    def of(self, key: Hashable, read: Callable[[], Reading]) -> Reading:
+    def of(self, key: Hashable, read: Callable[[], PromptActivations]) -> PromptActivations:
         """The reading under this key; ``read`` makes it if it is not there."""
         reading = self.kept.pop(key, None)
         if reading is None:
