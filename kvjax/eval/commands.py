@@ -77,8 +77,16 @@ def _run(command: Asked) -> None:
         wanted, absent = tasks.named(job.tasks, data)
         notes += [f"{task.name} needs {task.needs[0]}; left out." for task in absent]
         policies = [_policy(spec, model, notes) for spec in job.policies]
-        sizes = {"lengths": job.lengths, "seeds": job.seeds, "samples": job.samples}
-        grids.append(grid.build(wanted, policies, **sizes, protocol=job.protocols))
+        grids.append(
+            grid.build(
+                wanted,
+                policies,
+                lengths=job.lengths,
+                seeds=job.seeds,
+                samples=job.samples,
+                protocol=job.protocols,
+            )
+        )
     model = model or model_of(values)
     weights = [job.given or values["weights"] for job in command.jobs]
     grids = [grid.with_weights(cells, model, part) for cells, part in zip(grids, weights)]

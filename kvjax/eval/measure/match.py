@@ -7,6 +7,7 @@ their scales, so that policies of different storage are compared by the bytes th
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 
 import numpy as np
@@ -136,10 +137,12 @@ def matched(
             f"--policy {template!r} has no budget to find. Write {{}} in its place: 'snapkv + uniform({{}})'."
         )
     held: dict[int, Measured] = {}
-    how = {"length": length, "protocol": protocol, "weights": weights}
+    of = functools.partial(
+        measured, model, samples=samples, length=length, protocol=protocol, weights=weights
+    )
 
     def measure(tokens: int) -> float:
-        held[tokens] = measured(model, parse_policy(template.format(tokens)), samples, **how)
+        held[tokens] = of(parse_policy(template.format(tokens)))
         return held[tokens].live
 
     heads = model.network.num_layers * model.network.num_kv_heads

@@ -161,6 +161,9 @@ def _measured(
 ) -> list[batch.Batch]:
     rows, parts = batched(samples, cell.length)
     context = decode.bucket(cell.length, model.network.max_positions)
+    measure = functools.partial(
+        batch.run, model, policy, protocol=cell.protocol, context=context, rows=rows, weights=weights
+    )
     batches = []
     for at, part in enumerate(parts):
         reading = None
@@ -168,8 +171,7 @@ def _measured(
             prompts = batch.prompts(part, cell.protocol, rows)
             read = functools.partial(decode.read_full, model, prompts, context=context)
             reading = readings.of((cell.drawn, cell.protocol, at), read)
-        sizes = {"protocol": cell.protocol, "context": context, "rows": rows}
-        batches.append(batch.run(model, policy, part, weights=weights, reading=reading, **sizes))
+        batches.append(measure(part, reading=reading))
         tick(len(part) * cell.length)
     return batches
 

@@ -36,10 +36,11 @@ Texts = Callable[[Rng, Maker, int, int], list[list[str]]]
 
 
 def make(texts_of: Texts, rng: Rng, maker: Maker) -> Sample:
-    """One sample: 4 classes at 512 tokens, 8 at 1024, 16 from 2048 on."""
+    """One sample: 4 classes at 512 tokens, 8 at 1024, 16 from 2048 on, or all that there are."""
     classes = min(16, max(4, maker.length // 128))
     rounds = max(2, maker.length // (SHOT * classes) + 2)
     texts = texts_of(rng, maker, classes, rounds)
+    classes = len(texts)  # a data set may have fewer
     rounds = min(rounds, *(len(own) - 1 for own in texts))
     names = shuffled(rng, DECIMAL if classes <= 10 and rng.random() < 0.5 else CAPITALS)[:classes]
     order = [shuffled(rng, range(classes)) for _ in range(rounds)]
