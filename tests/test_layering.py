@@ -104,6 +104,7 @@ TABLE = {
     "train.tasks": r"train(\.(rows|text|tasks(\..+)?))?|kvjax(\.(?!serve).+)?",
     "train.embedded": rf"train(\..+)?|{TRAINED}",
     "studies": r"kvjax(\.(?!serve).+)?",
+    "studies.claims": r"studies\.judges|kvjax\.(cli|eval\..+)",
     "studies.topk_phi": r"studies\.topk_phi(\..+)?|benchmarks(\..+)?|train(\..+)?|kvjax(\.(?!serve).+)?"
     r"|pallas_kernels\.(blockwise|phi)\.api",
     "studies.conf_kv": r"studies\.conf_kv(\..+)?|kvjax(\.(?!serve).+)?",

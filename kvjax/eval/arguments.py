@@ -91,19 +91,6 @@ class Match(Model):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Roundtrip(Model):
-    """Measure the error of keys and values after they were stored."""
-
-    task: tuple[str, ...] = cli.option(("ppl_books",), "whose texts", "NAME", type=cli.words)
-    policy: tuple[str, ...] = cli.shared(
-        "--policy", (), "its storage; several times (default: int8, int4)", action="append"
-    )
-    lengths: tuple[int, ...] = cli.option((512,), "one length", type=cli.numbers(64))
-    samples: int = cli.option(8, "texts")
-    json: bool = cli.shared("--json", False, "as JSON, with every layer")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Frontier(Model):
     """Measure every method at matched bytes, in stages, and draw the front."""
 
@@ -127,19 +114,11 @@ class Report:
     to: Path | None = cli.option(None, "where to write (default: there)", "DIR")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Claims:
-    """Check the seed papers' claims against results."""
-
-    folder: tuple[Path, ...] = cli.option((), "of results", flag="folder", nargs="*")
-    json: bool = cli.shared("--json", False)
-
-
-COMMANDS = {kind.__name__.lower(): kind for kind in (Run, Match, Roundtrip, Frontier, Tasks, Report, Claims)}
+COMMANDS = {kind.__name__.lower(): kind for kind in (Run, Match, Frontier, Tasks, Report)}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Asked:
+class Command:
     """The command line, checked word by word.
 
     Attributes:
@@ -181,7 +160,7 @@ class Job:
             values = getattr(self, name)
             if not isinstance(values, list) or not all(_is(value, kind, least) for value in values):
                 what = "names" if kind is str else f"whole numbers, {least} or more"
-                raise EvalError(f"{name}: {values!r} is no list of {what}. Write it like {SMOKE}.")
+                raise EvalError(f"{name}: {values!r} is not a list of {what}. Write it like {SMOKE}.")
         if not _is(self.samples, int, 1):
             raise EvalError(f"samples: {self.samples!r} is out of range. Give a whole number, 1 or more.")
         if not self.protocols or not set(self.protocols) <= set(PROTOCOLS):
@@ -200,7 +179,7 @@ def _is(value: Any, kind: type, least: int) -> bool:
     return fits and (kind is str or bool(value >= least))
 
 
-def parse(words: Sequence[str]) -> Asked:
+def parse(words: Sequence[str]) -> Command:
     """The command and its options.
 
     Raises:
@@ -212,7 +191,7 @@ def parse(words: Sequence[str]) -> Asked:
         prog="python -m kvjax.eval",
         description="Quality against measured bytes, for any policy and model.",
     )
-    return Asked(what=what, jobs=options.jobs() if what == "run" else (), values=vars(options))
+    return Command(what=what, jobs=options.jobs() if what == "run" else (), values=vars(options))
 
 
 def _configured(file: Path) -> tuple[Job, ...]:

@@ -1,10 +1,11 @@
 """The seed papers' claims, each with the paper's number and the rule that judges ours from results.
 
-Rules name methods by their presets, so a method that is not there matches no row and its claims read "not
-run"; claims about quantities that are in no row are judged from the files of studies among the folders, or
-say where they are measured. Comparisons are paired on the same samples; "at matched memory" means live bytes
-within 2 %; a comparison holds when its whole 95 % interval does, a bound on a loss when the interval stays
-inside it.
+python -m studies.claims results/claims results/wg_kv ...
+
+Rules name methods by their presets. A claim whose method is in no row reads "not run". Claims about
+quantities that are in no row are judged from the JSON files of studies in the same folders, or say where they
+are measured. Comparisons are paired on the same samples; "at matched memory" means live bytes within 2 %. A
+comparison holds when its whole 95 % interval does, a bound on a loss when the interval stays inside it.
 
 Papers: WG-KV https://arxiv.org/abs/2512.17452, Top-K with completion https://arxiv.org/abs/2604.05438;
 CONF-KV, KVP and GVote by their titles.
@@ -15,10 +16,17 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
-from kvjax.eval.report import judges, table
-from kvjax.eval.report.judges import (
+from kvjax import cli
+from kvjax.eval.measure.store import RESULTS, read
+from kvjax.eval.report import table
+from kvjax.eval.report.table import Results
+from studies import judges
+from studies.judges import (
+    Evidence,
     Judge,
     attention_free,
     both,
@@ -29,14 +37,13 @@ from kvjax.eval.report.judges import (
     same_slots,
     swapped,
 )
-from kvjax.eval.report.table import Results
 
 
-def _times(one: dict[str, Any]) -> float:
-    """How many times fewer tokens φ reads: not a number of times where it needs none."""
-    if not one["completed"]:
-        return 0.0 if one["completed"] is None else math.inf
-    return float(one["alone"] / max(1.0, one["completed"]))
+def _times_fewer(entry: dict[str, Any]) -> float:
+    """How many times fewer tokens φ reads; infinite where it needs none."""
+    if not entry["completed"]:
+        return 0.0 if entry["completed"] is None else math.inf
+    return float(entry["alone"] / max(1.0, entry["completed"]))
 
 
 UNSEEN = on("babilong", "icl", "gsm", "rerank", "mqar")
@@ -45,39 +52,39 @@ FIXED = only("streaming-llm", "snapkv", "adakv")
 BENCH = judges.elsewhere("needs weights of 8B parameters and a GPU; ours at its own scale: benchmarks")
 PREMISE = judges.study(
     "premise",
-    lambda found: max(shift["r"]["confidence"][2] for shift in found["shifts"].values()),
+    lambda tree: max(shift["r"]["confidence"][2] for shift in tree["shifts"].values()),
     lambda r: r < 0,
     "python -m studies.conf_kv --study premise",
 )
 OVERLAP = judges.study(
     "proxy",
-    lambda found: float(found["overlap"]),
+    lambda tree: float(tree["overlap"]),
     lambda overlap: overlap >= 0.9,
     "python -m studies.gvote --study proxy",
 )
 ROUND_TRIP = judges.study(
     "roundtrip",
-    lambda found: 100 * next(e["mean"] for e in found["errors"] if e["storage"] == "int8"),
+    lambda tree: 100 * next(e["mean"] for e in tree["errors"] if e["storage"] == "int8"),
     lambda percent: percent <= 0.38,
-    "python -m kvjax.eval roundtrip --json",
+    "python -m studies.roundtrip --json",
 )
 NEAREST = judges.study(
     "costs",
-    lambda found: min(
-        judges.cheaper(kind["areas"], "default", found["attention_free"]) for kind in found["kinds"].values()
+    lambda tree: min(
+        judges.cheaper(kind["areas"], "default", tree["attention_free"]) for kind in tree["kinds"].values()
     ),
     lambda times: times > 1,
     "python -m studies.kvp costs",
 )
 FEWER = judges.study(
     "heads",
-    lambda found: min(map(_times, found["fewer"])),
+    lambda tree: min(map(_times_fewer, tree["fewer"])),
     lambda times: times >= 1.8,
     "python -m studies.topk_phi heads",
 )
 ENTROPY = judges.study(
     "heads",
-    lambda found: min(found["correlation"]),
+    lambda tree: min(tree["correlation"]),
     lambda r: r > 0,
     "python -m studies.topk_phi heads",
 )
@@ -265,27 +272,61 @@ CLAIMS = (
 
 def lines(results: Results) -> list[dict[str, str]]:
     """One object a claim."""
-    found = []
-    for claim in CLAIMS:
-        verdict = claim.judge(results)
-        found.append(
-            {
-                "id": claim.id,
-                "claim": claim.says,
-                "paper": claim.number,
-                "ours": verdict.ours,
-                "verdict": verdict.verdict,
-            }
-        )
-    return found
+    verdicts = [claim.judge(results) for claim in CLAIMS]
+    return [
+        {
+            "id": claim.id,
+            "claim": claim.says,
+            "paper": claim.number,
+            "ours": verdict.ours,
+            "verdict": verdict.verdict,
+        }
+        for claim, verdict in zip(CLAIMS, verdicts)
+    ]
 
 
 def markdown(results: Results) -> str:
     """The table."""
-    found = lines(results)
-    return table.markdown(list(found[0]), [list(line.values()) for line in found])
+    objects = lines(results)
+    return table.markdown(list(objects[0]), [list(line.values()) for line in objects])
 
 
 def json_lines(results: Results) -> str:
     """The same for programs."""
     return "\n".join(json.dumps(line, ensure_ascii=False) for line in lines(results))
+
+
+def read_folders(folders: Iterable[Path]) -> Evidence:
+    """Rows and studies' files; a folder may have either.
+
+    Raises:
+      EvalError: a folder that has neither.
+    """
+    rows, studies = [], []
+    for folder in folders:
+        trees = [json.loads(file.read_text(encoding="utf-8")) for file in sorted(folder.glob("*.json"))]
+        own = [tree for tree in trees if isinstance(tree, dict) and "study" in tree]
+        studies += own
+        if not own or (folder / RESULTS).exists():
+            rows += read(folder)
+    return Evidence(tuple(rows), tuple(studies))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints the claims; the exit code."""
+    return cli.run(_run, argv)
+
+
+def _run(words: Sequence[str]) -> None:
+    parser = cli.Parser(
+        prog="python -m studies.claims", description="The seed papers' claims against results."
+    )
+    parser.add_argument("folder", type=Path, nargs="*", help="of results")
+    cli.add(parser, "--json")
+    values = parser.parse_args(words)
+    results = read_folders(values.folder)
+    print(json_lines(results) if values.json else markdown(results))
+
+
+if __name__ == "__main__":
+    cli.start(main)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 from eval_rows import BAD, GOOD, changed, row
 
-from kvjax.eval.report import judges, table
+from kvjax.eval.report import table
 from kvjax.eval.report.table import Results
+from studies import judges
 
 
 def test_methods_are_known_by_the_parts_of_their_presets():
