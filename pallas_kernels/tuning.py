@@ -2,7 +2,7 @@
 
 A body asks ``pick`` for the blocks of each of its passes, giving its own as the default. What it is given to
 pick from comes through ``dispatch``: the "blocks" of ``tuned/<device>/<op>.json``, which
-``python -m pallas_kernels.bench --device`` writes together with the measurements that chose them, or what
+``python -m benchmarks.kernels --device`` writes together with the measurements that chose them, or what
 ``trying`` says while that runs.
 """
 
@@ -34,7 +34,7 @@ class Blocks(NamedTuple):
         """These sizes, and those of ``default`` where these say nothing."""
         return Blocks(*(mine or theirs for mine, theirs in zip(self, default)))
 
-    def said(self) -> dict[str, int]:
+    def set_sizes(self) -> dict[str, int]:
         """The sizes that are not left to the body."""
         return {name: size for name, size in self._asdict().items() if size}
 

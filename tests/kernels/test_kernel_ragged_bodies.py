@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_oracle import ragged as oracle
+from kernel_sizes import RAGGED_DECODE
 from test_kernel_ragged_decode import KINDS, case, check, edges, plain, selection
 from tiny import quick_compiles  # noqa: F401
 
@@ -23,9 +24,7 @@ from pallas_kernels.dispatch import interpreted
 from pallas_kernels.numerics import assert_as_good_as_plain, assert_close
 from pallas_kernels.ragged_decode import mosaic_tpu, triton, triton_join, triton_pages, worklist
 from pallas_kernels.ragged_decode.call import Lists, Options, Pools
-from pallas_kernels.ragged_decode.work import SHAPES, Shape
-
-TEST = SHAPES.tagged("test")
+from pallas_kernels.ragged_decode.work import RaggedDecodeSizes
 
 BODIES = ("mosaic_tpu", "triton")
 QUICK = [
@@ -34,7 +33,7 @@ QUICK = [
 ]
 """Of two queries a head, whose mass takes a second read, and of one."""
 
-GRID = [(name, kind, some) for name in TEST for kind in KINDS for some in (False, True)]
+GRID = [(name, kind, some) for name in RAGGED_DECODE for kind in KINDS for some in (False, True)]
 CASES = [pytest.param(*x, marks=() if x in QUICK else pytest.mark.slow) for x in GRID]
 
 
@@ -68,7 +67,7 @@ def short_items(monkeypatch):
 @pytest.mark.parametrize("impl", BODIES)
 @pytest.mark.parametrize(("name", "kind", "some"), CASES)
 def test_every_length_of_every_list(impl, name, kind, some, short_items):
-    shape = TEST[name]
+    shape = RAGGED_DECODE[name]
     arrays, lists = case(shape, edges(shape), kind=kind)
     lists |= selection(shape, j=3) if some else {}
     found = ragged_decode(*arrays, **lists, mass=True, softcap=2.0, impl=impl)
@@ -80,16 +79,16 @@ def test_every_length_of_every_list(impl, name, kind, some, short_items):
 @pytest.mark.parametrize("kind", ["int8", "uint8", "float32"])
 def test_pages_of_an_item_go_through_one_product_on_tpu(kind):
     """Of codes several pages, each with scales of its own; of short heads with slots in the lanes."""
-    shape = TEST["page128"]
+    shape = RAGGED_DECODE["page128"]
     arrays, lists = case(shape, edges(shape), kind=kind)
     found = ragged_decode(*arrays, **lists, mass=True, impl="mosaic_tpu")
     check(found, oracle(*arrays, **lists), shape.M * shape.S)
 
 
 @pytest.mark.parametrize("impl", BODIES)
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) for n in TEST])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) for n in RAGGED_DECODE])
 def test_bfloat16_is_as_good_as_the_plain_way(impl, name):
-    shape = TEST[name]
+    shape = RAGGED_DECODE[name]
     (q, k, v), lists = case(shape, np.maximum(edges(shape), 3), kind="bfloat16", poison=0)
     q = q.astype(jnp.bfloat16)
     exact_out, exact_lse, _ = oracle(q, k, v, **lists)
@@ -102,7 +101,7 @@ def test_bfloat16_is_as_good_as_the_plain_way(impl, name):
 @pytest.mark.slow
 @pytest.mark.parametrize("impl", BODIES)
 def test_a_shared_page_is_read_by_both_and_the_same_twice(impl):
-    shape = TEST["g4_h64"]
+    shape = RAGGED_DECODE["g4_h64"]
     arrays, lists = case(shape, np.full((3, 2), 2 * shape.S), poison=0)
     lists["table"] = lists["table"].at[1].set(lists["table"][0])
     found = ragged_decode(*arrays, **lists, mass=True, impl=impl)
@@ -114,7 +113,7 @@ def test_a_shared_page_is_read_by_both_and_the_same_twice(impl):
 @pytest.mark.slow
 @pytest.mark.parametrize("impl", BODIES)
 def test_halves_merge_to_the_whole(impl):
-    shape = TEST["g4_h64"]
+    shape = RAGGED_DECODE["g4_h64"]
     arrays, lists = case(shape, edges(shape))
     half = jnp.broadcast_to(jnp.arange(shape.M, dtype=jnp.int32), lists["table"].shape)
     parts = [ragged_decode(*arrays, **lists, pages=half[..., x::2], impl=impl) for x in (0, 1)]
@@ -126,7 +125,7 @@ def test_halves_merge_to_the_whole(impl):
 @pytest.mark.parametrize("impl", BODIES)
 @given(st.integers(0, 2**31), st.booleans())
 def test_any_lengths_and_tables(impl, seed, select):
-    shape = TEST["g4_h64"]
+    shape = RAGGED_DECODE["g4_h64"]
     rng = np.random.default_rng(seed)
     length = rng.integers(0, shape.M * shape.S + 1, size=(shape.B, shape.K))
     arrays, lists = case(shape, length * rng.integers(0, 2, size=(1, shape.K)), seed, "int8")
@@ -140,7 +139,7 @@ def test_any_lengths_and_tables(impl, seed, select):
 )
 def test_gradients_are_those_of_the_definition(impl, kind):
     """Of out, lse and mass, with a selection, which no form of ``xla`` differentiates by itself."""
-    shape = Shape(B=1, N=4, K=2, T=2, H=32, P=6, S=4, M=3)
+    shape = RaggedDecodeSizes(B=1, N=4, K=2, T=2, H=32, P=6, S=4, M=3)
     (q, k, v), lists = case(shape, np.array([[5, 12]]), kind=kind, poison=0)
     lists |= {"pages": jnp.array([[[1, 0], [2, 1]]])}
     names = {"float32": (q, k, v), "int8": (q, lists.get("scales"))}[kind]
@@ -160,7 +159,7 @@ def test_gradients_are_those_of_the_definition(impl, kind):
 
 def test_the_gradient_is_borrowed_whatever_blocks_the_body_takes():
     """What ``dispatch`` tells a body about blocks reaches the body alone."""
-    shape = TEST["g1_h32"]
+    shape = RAGGED_DECODE["g1_h32"]
     (q, k, v), lists = case(shape, edges(shape), poison=0)
     tuned = ((tuning.key("read", k.dtype, shape.H), tuning.Blocks(k=8, item=16)),)
 
@@ -183,7 +182,7 @@ STREAMED = [
 @pytest.mark.parametrize(("name", "kind", "some"), STREAMED)
 def test_lists_that_do_not_fit_are_read_two_items_ahead(name, kind, some, short_items, monkeypatch):
     """To the bit what lists in SMEM give, with mass of a second read and of one."""
-    shape = TEST[name]
+    shape = RAGGED_DECODE[name]
     arrays, lists = case(shape, edges(shape), kind=kind)
     lists |= selection(shape, j=3) if some else {}
     wanted = ragged_decode(*arrays, **lists, mass=True, impl="mosaic_tpu")
@@ -201,7 +200,7 @@ def test_lists_that_do_not_fit_are_read_two_items_ahead(name, kind, some, short_
 
 
 def test_items_cover_live_pages_once_and_no_others():
-    shape, per_item = TEST["g4_h64"], 2
+    shape, per_item = RAGGED_DECODE["g4_h64"], 2
     live = jnp.asarray([[0, 3, 16, 0, 1], [0, 0, 0, 0, 0], [16, 16, 16, 16, 0]])
     ids = jnp.arange(15).reshape(3, 5)
     packed = worklist.pack(ids, live, 20, shape.S, selected=True)
@@ -259,7 +258,7 @@ def test_shares_are_even_and_cover_every_live_page_once(rows, size):
 
 
 def test_a_row_is_the_same_to_the_bit_whatever_is_beside_it():
-    shape = TEST["g1_h32"]
+    shape = RAGGED_DECODE["g1_h32"]
     arrays, lists = case(shape, np.full((3, 2), shape.M * shape.S), poison=0)
     read = jax.jit(lambda length: ragged_decode(*arrays, **(lists | {"length": length}), impl="triton"))
     alone = jnp.zeros((3, 2), jnp.int32).at[1, 0].set(shape.M * shape.S - 3)
@@ -270,7 +269,7 @@ def test_a_row_is_the_same_to_the_bit_whatever_is_beside_it():
 
 def test_whole_lists_are_walked_as_they_lie():
     """No sort and no search: up to the last live page, with a hole where a page is missing."""
-    shape = TEST["g4_h64"]
+    shape = RAGGED_DECODE["g4_h64"]
     live = jnp.asarray([[16, 0, 3, 0, 0], [0, 0, 0, 0, 0], [16, 16, 16, 16, 16]])
     packed = worklist.pack(jnp.arange(15).reshape(3, 5), live, 20, shape.S, selected=False)
     np.testing.assert_array_equal(packed.held, [3, 0, 5])
@@ -280,7 +279,7 @@ def test_whole_lists_are_walked_as_they_lie():
 
 @pytest.mark.parametrize("impl", BODIES)
 def test_a_missing_page_in_a_list_is_passed_over(impl):
-    shape = TEST["g4_h64"]
+    shape = RAGGED_DECODE["g4_h64"]
     arrays, lists = case(shape, np.full((3, 2), shape.M * shape.S - 1))
     lists["table"] = lists["table"].at[2, 0, :2].set(jnp.array([EMPTY, shape.P])).at[0, 1, 2].set(EMPTY)
     found = ragged_decode(*arrays, **lists, mass=True, impl=impl)
@@ -289,7 +288,7 @@ def test_a_missing_page_in_a_list_is_passed_over(impl):
 
 
 def test_refusals():
-    shape = TEST["g1_h32"]
+    shape = RAGGED_DECODE["g1_h32"]
     (q, k, v), lists = case(shape, edges(shape))
     with pytest.raises(Unsupported, match="powers of two"):
         ragged_decode(q, k[:, :6], v[:, :6], **lists, impl="triton")

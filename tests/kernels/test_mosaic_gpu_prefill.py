@@ -18,7 +18,7 @@ import pytest
 from pallas_kernels import Unsupported, blockwise, compat, dispatch, lowering, vertical_slash
 from pallas_kernels.blockwise import api as full_api
 from pallas_kernels.measure import on_device
-from pallas_kernels.measure.work import Job
+from pallas_kernels.measure.work import TimedCall
 from pallas_kernels.vertical_slash import api as slash_api
 from pallas_kernels.vertical_slash.compact import Rows, admitted_upto, compact
 from pallas_kernels.vertical_slash.tiles import Rule
@@ -125,7 +125,7 @@ def test_they_are_taken_where_tritons_is_not_and_their_own_record_says_so(op, ap
 
 def test_a_borrowed_pass_is_not_tuned(monkeypatch):
     """Of blockwise's two passes the body has the forward one."""
-    jobs = [Job(what, lambda impl: lambda: 0, (), tunes=what) for what in ("forward", "backward")]
+    jobs = [TimedCall(what, lambda impl: lambda: 0, (), tunes=what) for what in ("forward", "backward")]
     tuned = []
 
     def tune(op, job, tried, *rest):

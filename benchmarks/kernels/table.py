@@ -14,15 +14,15 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+from benchmarks.kernels import static
+from benchmarks.kernels.operations import ALL, cases, mosaic_gpu_cases
 from pallas_kernels import dispatch
-from pallas_kernels.measure import static
-from pallas_kernels.measure.work import beside, cases, operations
 
 MARKS = {
-    "checked": ("<!-- table: python -m pallas_kernels.bench --table -->", "<!-- end of table -->"),
-    "costs": ("<!-- costs: python -m pallas_kernels.bench --table -->", "<!-- end of costs -->"),
+    "checked": ("<!-- table: python -m benchmarks.kernels --table -->", "<!-- end of table -->"),
+    "costs": ("<!-- costs: python -m benchmarks.kernels --table -->", "<!-- end of costs -->"),
 }
-PACKAGE = pathlib.Path(__file__).parents[1]
+PACKAGE = pathlib.Path(dispatch.__file__).parent
 README = PACKAGE / "README.md"
 TESTS = PACKAGE.parent / "tests" / "kernels"
 
@@ -50,13 +50,14 @@ def _static(chip: str) -> dict[str, Any]:
 
 
 def _compiled(op: str, impl: str) -> list[str]:
-    found, wanted = [], [x for x in cases() | beside() if x.startswith(f"{dispatch.filed(op, impl)}/")]
+    prefix, chips = f"{dispatch.filed(op, impl)}/", []
+    names = [name for name in cases() | mosaic_gpu_cases() if name.startswith(prefix)]
     for chip in static.CHIPS:
-        mine = [_static(chip)[x] for x in wanted if x in _static(chip)]
-        good = [x for x in mine if x.get("impl") == impl and "error" not in x]
+        rows = [_static(chip)[name] for name in names if name in _static(chip)]
+        good = [x for x in rows if x.get("impl") == impl and "error" not in x]
         if good:
-            found.append(chip if len(good) == len(wanted) else f"{chip} ({len(good)} of {len(wanted)} cases)")
-    return found
+            chips.append(chip if len(good) == len(names) else f"{chip} ({len(good)} of {len(names)} cases)")
+    return chips
 
 
 def _run(op: str, impl: str) -> list[str]:
@@ -71,7 +72,7 @@ def _run(op: str, impl: str) -> list[str]:
 def checked() -> list[str]:
     """What was checked, in Markdown."""
     rows = ["| operation | implementation | interpreted | compiled for | run on |", "|---|---|---|---|---|"]
-    for op in operations():
+    for op in ALL:
         for impl in dispatch.IMPLS:
             if impl in ("ref", "xla"):
                 cells = ["", "", "CPU"]
@@ -108,7 +109,7 @@ def costs() -> list[str]:
     chips = list(static.CHIPS)
     heads = [f"{chip} registers" if chip in static.GPUS else f"{chip} bundles (step)" for chip in chips]
     rows = ["| case | MB | GFLOP | " + " | ".join(heads) + " |", "|---|---|---|" + "---|" * len(chips)]
-    for name, case in (cases() | beside()).items():
+    for name, case in (cases() | mosaic_gpu_cases()).items():
         if "odd" in name:
             continue
         cells = [_cell(_static(chip).get(name, {})) for chip in chips]
