@@ -106,7 +106,7 @@ def interpreted(*, races: bool = True) -> Iterator[None]:
     For tests. Slow, and jitted callers remember how they were traced.
 
     Args:
-      races: look for races between copies and reads of Mosaic bodies (``compat.races_found``).
+      races: look for races between copies and reads of Mosaic bodies.
     """
     compat = importlib.import_module("pallas_kernels.compat")
     kinds = {

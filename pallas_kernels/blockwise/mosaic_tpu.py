@@ -20,6 +20,7 @@ from pallas_kernels import compat, tiles, tuning
 from pallas_kernels.blockwise import plan
 from pallas_kernels.blockwise import tiles as mine
 from pallas_kernels.dispatch import Unsupported
+from pallas_kernels.padding import pad_to_multiple
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int
@@ -204,7 +205,7 @@ def blockwise(
         [
             (x.q, "outer", bq),
             (x.k, "inner", bk),
-            (plan.padded(v, 2, bk), "inner", bk),
+            (pad_to_multiple(v, 2, bk), "inner", bk),
             (row(x.q_pos), "outer", bq),
             (row(x.k_pos), "inner", bk),
             *narrow,
@@ -276,8 +277,8 @@ def column_mass(
         [
             (x.q, "inner", bq),
             (x.k, "outer", bk),
-            (row(plan.padded(lse, 2, bq)), "inner", bq),
-            (row(plan.padded(weights.astype(jnp.float32), 1, bq)), "inner", bq),
+            (row(pad_to_multiple(lse, 2, bq)), "inner", bq),
+            (row(pad_to_multiple(weights.astype(jnp.float32), 1, bq)), "inner", bq),
             (row(x.q_pos), "inner", bq),
             (row(x.k_pos), "outer", bk),
             *narrow,

@@ -14,6 +14,7 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels.blockwise import plan
 from pallas_kernels.blockwise import tiles as mine
 from pallas_kernels.blockwise.mosaic_tpu import LANES, Grid, Spec, column, row, sizes, step
+from pallas_kernels.padding import pad_to_multiple
 
 if TYPE_CHECKING:
     from jaxtyping import Array
@@ -91,7 +92,7 @@ def backward(
     pairs = plan.meetings(x, sight.window, bq, bk)
     up, lse, delta = plan.folded(above, k, bq)
     arrays = [x.q, up, row(lse), row(delta)]
-    keys = [x.k, plan.padded(v, 2, bk)]
+    keys = [x.k, pad_to_multiple(v, 2, bk)]
     narrow = [] if x.admit is None else [row(x.admit)]
 
     def inputs(q_side: str, k_side: str) -> list[Spec]:

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import softmax
 from pallas_kernels.blockwise.sight import Above
+from pallas_kernels.padding import pad_to_multiple
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int
@@ -35,13 +36,6 @@ class Rows(NamedTuple):
     admit: Int[Array, "B K S"] | None
 
 
-def padded(x: Array, axis: int, to: int, fill: int | float = 0) -> Array:
-    """x with ``axis`` padded to a multiple of ``to``."""
-    pad = [(0, 0)] * x.ndim
-    pad[axis] = (0, -x.shape[axis] % to)
-    return jnp.pad(x, pad, constant_values=fill) if pad[axis][1] else x
-
-
 def rows(
     q: Array, k: Array, where: Where, window: int | None, block_q: int, block_k: int, *, folded: bool
 ) -> Rows:
@@ -52,11 +46,11 @@ def rows(
         q = q.reshape(b, heads, n // heads * t, h)
         q_pos = jnp.tile(q_pos, (1, n // heads))
     return Rows(
-        padded(q, 2, block_q),
-        padded(k, 2, block_k),
-        padded(q_pos, 1, block_q, softmax.EMPTY),
-        padded(k_pos, 1, block_k, softmax.EMPTY),
-        None if admit is None else padded(admit.astype(jnp.int32), 2, block_k),
+        pad_to_multiple(q, 2, block_q),
+        pad_to_multiple(k, 2, block_k),
+        pad_to_multiple(q_pos, 1, block_q, softmax.EMPTY),
+        pad_to_multiple(k_pos, 1, block_k, softmax.EMPTY),
+        None if admit is None else pad_to_multiple(admit.astype(jnp.int32), 2, block_k),
     )
 
 
@@ -69,7 +63,9 @@ def folded(above: Above, k: Float[Array, "B K S H"], block_q: int) -> Above:
     """``above`` of rows as ``rows`` folds them; gradients of out in the dtype of the keys."""
     (b, heads), up = k.shape[:2], above.up.astype(k.dtype)
     up = up.reshape(b, heads, -1, up.shape[3])
-    return Above(*(padded(x, 2, block_q) for x in (up, *(y.reshape(b, heads, -1) for y in above[1:]))))
+    return Above(
+        *(pad_to_multiple(x, 2, block_q) for x in (up, *(y.reshape(b, heads, -1) for y in above[1:])))
+    )
 
 
 def meetings(x: Rows, window: int | None, block_q: int, block_k: int) -> Bool[Array, "Z K I J"]:

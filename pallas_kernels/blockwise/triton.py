@@ -13,6 +13,7 @@ from jax.experimental import pallas as pl
 from pallas_kernels import compat, tiles, tuning
 from pallas_kernels.blockwise import plan
 from pallas_kernels.blockwise import tiles as mine
+from pallas_kernels.padding import pad_to_multiple
 from pallas_kernels.tuning import Blocks
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ def sizes(blocks: Tuned, what: str, rows: int, k: Float[Array, "B K S H"]) -> Bl
 
 def wide(x: Float[Array, "... H"]) -> Float[Array, "... H"]:
     """Channels padded with zeros to a power of two, which Triton's tiles are."""
-    return plan.padded(x, x.ndim - 1, pl.next_power_of_2(x.shape[-1]))
+    return pad_to_multiple(x, x.ndim - 1, pl.next_power_of_2(x.shape[-1]))
 
 
 class Grid(NamedTuple):
@@ -156,7 +157,7 @@ def blockwise(
         [
             (x.q, bq),
             (x.k, None),
-            (wide(plan.padded(v, 2, bk)), None),
+            (wide(pad_to_multiple(v, 2, bk)), None),
             (heads_first(x.q_pos), bq),
             (heads_first(x.k_pos), None),
             *narrow,
@@ -212,8 +213,8 @@ def column_mass(
         [
             (x.q, None),
             (x.k, bk),
-            (plan.padded(lse, 2, bq), None),
-            (heads_first(plan.padded(weights.astype(jnp.float32), 1, bq)), None),
+            (pad_to_multiple(lse, 2, bq), None),
+            (heads_first(pad_to_multiple(weights.astype(jnp.float32), 1, bq)), None),
             (heads_first(x.q_pos), None),
             (heads_first(x.k_pos), bk),
             *narrow,

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from pallas_kernels.blockwise import plan
 from pallas_kernels.blockwise import tiles as mine
 from pallas_kernels.blockwise.triton import Grid, Operand, heads_first, over, sizes, wide
+from pallas_kernels.padding import pad_to_multiple
 
 if TYPE_CHECKING:
     from jaxtyping import Array
@@ -68,7 +69,7 @@ def backward(
     pairs = plan.meetings(x, sight.window, bq, bk)
     up, lse, delta = plan.folded(above, k, bq)
     arrays = [x.q, wide(up), lse, delta]
-    keys = [x.k, wide(plan.padded(v, 2, bk))]
+    keys = [x.k, wide(pad_to_multiple(v, 2, bk))]
     narrow = [] if x.admit is None else [x.admit]
 
     def inputs(q_block: int | None, k_block: int | None) -> list[Operand]:

@@ -22,9 +22,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import compat, tiles, tuning
-from pallas_kernels.decode_step import limits
-from pallas_kernels.decode_step.call import Cache, Lists, Token
-from pallas_kernels.decode_step.limits import LANES, ROWS
+from pallas_kernels.decode_step.call import LANES, ROWS, Cache, Lists, Token, refusal
 from pallas_kernels.dispatch import Unsupported
 
 if TYPE_CHECKING:
@@ -283,7 +281,7 @@ def _body(plan: Plan) -> Callable[..., None]:
 
 
 def _plan(token: Token, cache: Cache, lists: Lists, scale: float, blocks: Tuned) -> Plan:
-    if why := limits.refusal("mosaic_tpu", token.q, cache, lists.table):
+    if why := refusal("mosaic_tpu", token.q, cache, lists.table):
         raise Unsupported(why)
     (b, heads, window, h), (pool, size, _), entries = (
         cache.ring_k.shape,

@@ -19,9 +19,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_kernels import compat, tiles, tuning
-from pallas_kernels.decode_step import limits
-from pallas_kernels.decode_step.call import Cache, Lists, Token
-from pallas_kernels.decode_step.limits import ROWS
+from pallas_kernels.decode_step.call import ROWS, Cache, Lists, Token, refusal
 from pallas_kernels.dispatch import Unsupported
 
 if TYPE_CHECKING:
@@ -247,7 +245,7 @@ def _join(plan: Plan) -> Callable[..., None]:
 
 
 def _plan(token: Token, cache: Cache, lists: Lists, scale: float, blocks: Tuned, compiled: bool) -> Plan:
-    if why := limits.refusal("triton", token.q, cache, lists.table):
+    if why := refusal("triton", token.q, cache, lists.table):
         raise Unsupported(why)
     (b, heads, window, h), (pool, size, _), entries = (
         cache.ring_k.shape,

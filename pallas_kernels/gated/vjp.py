@@ -22,7 +22,7 @@ import jax.numpy as jnp
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int
 
-    from pallas_kernels.tuning import Tuned
+    from pallas_kernels.tuning import Blocks, Tuned
 
 
 class Rule(NamedTuple):
@@ -41,6 +41,35 @@ class Rule(NamedTuple):
     softcap: float | None
     blocks: Tuned | tuple[int, int] = ()
     interpret: Any = False
+
+
+class GatedSizes(NamedTuple):
+    """Static sizes of a Pallas body: t is a multiple of both blocks; t and h are padded."""
+
+    b: int
+    n: int
+    heads: int
+    t: int
+    h: int
+    bq: int
+    bk: int
+    blocks: Blocks
+    rule: Rule
+
+    @property
+    def nq(self) -> int:
+        """Blocks of queries."""
+        return self.t // self.bq
+
+    @property
+    def nk(self) -> int:
+        """Blocks of keys."""
+        return self.t // self.bk
+
+    @property
+    def group(self) -> int:
+        """Query heads of a KV head."""
+        return self.n // self.heads
 
 
 class Inputs(NamedTuple):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from pallas_kernels import dispatch
 from pallas_kernels.phi import ref, xla
-from pallas_kernels.phi.summary import Summary
+from pallas_kernels.phi.ref import Summary
 
 __all__ = ["FLOOR", "Summary", "phi_build", "phi_evaluate", "phi_subtract"]
 

@@ -10,8 +10,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_kernels import compat, softmax, tuning
+from pallas_kernels.padding import pad_to, round_up
 from pallas_kernels.phi import ref, tiles
-from pallas_kernels.phi.summary import Summary
+from pallas_kernels.phi.ref import Summary
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float
@@ -22,14 +23,6 @@ TILE = 512
 """Tokens of a tile, and at most as many queries."""
 
 LANES = 128
-
-
-def _up(x: int, size: int) -> int:
-    return -(-x // size) * size
-
-
-def _padded(x: Array, s: int) -> Array:
-    return jnp.pad(x, [(0, 0), (0, 0), (0, s - x.shape[2]), *[(0, 0)] * (x.ndim - 3)])
 
 
 def sums(
@@ -44,8 +37,8 @@ def sums(
     """The sums over tokens of exp(log_k - shift) and of the same times v: grid (B, K, tiles)."""
     (b, heads, s, f), h = log_k.shape, v.shape[3]
     found = tuning.pick(blocks, "sums", v.dtype, h, tuning.Blocks(k=TILE))
-    tile = min(found.k, _up(s, LANES))
-    whole = _up(s, tile)
+    tile = min(found.k, round_up(s, LANES))
+    whole = round_up(s, tile)
 
     def body(there: Any, shift: Any, log_k: Any, v: Any, weight: Any, values: Any) -> None:
         @pl.when(pl.program_id(2) == 0)
@@ -89,10 +82,10 @@ def sums(
         interpret=interpret,
         name="phi_sums",
     )(
-        _padded(there.astype(jnp.float32), whole)[:, :, None],
+        pad_to(there.astype(jnp.float32), whole)[:, :, None],
         softmax.finite(shift)[:, :, None],
-        _padded(log_k, whole),
-        _padded(v, whole),
+        pad_to(log_k, whole),
+        pad_to(v, whole),
     )
     return weight[:, :, 0], values
 
@@ -108,9 +101,9 @@ def evaluate(
     (b, n, t, f), heads, h = log_q.shape, summary.shift.shape[1], summary.values.shape[3]
     total = n // heads * t
     own = tuning.Blocks(q=TILE)
-    rows = min(tuning.pick(blocks, "evaluate", summary.values.dtype, h, own).q, _up(total, 16))
-    whole = _up(total, rows)
-    queries = _padded(log_q.reshape(b, heads, total, f), whole)
+    rows = min(tuning.pick(blocks, "evaluate", summary.values.dtype, h, own).q, round_up(total, 16))
+    whole = round_up(total, rows)
+    queries = pad_to(log_q.reshape(b, heads, total, f), whole)
 
     def body(shift: Any, weight: Any, values: Any, log_q: Any, out: Any, lse: Any) -> None:
         out[...], column = tiles.evaluated(log_q[...], shift[...], weight[...], values[...])

@@ -10,12 +10,28 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import softmax
-from pallas_kernels.phi.summary import Summary
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float
 
 EXACT = jax.lax.Precision.HIGHEST
+
+
+class Summary(NamedTuple):
+    """The tokens of each KV head, seen through F positive features; everything float32.
+
+    The shift makes it stable: no feature's largest token ever leaves the range of float32. Nothing
+    absorbed is ``(-inf, 0, 0)``.
+
+    Attributes:
+      shift: m, the largest log feature of any token absorbed.
+      weight: u, the sum of exp(log feature - m).
+      values: T, the same sum with every term times its token's value.
+    """
+
+    shift: Float[Array, "B K F"]
+    weight: Float[Array, "B K F"]
+    values: Float[Array, "B K F H"]
 
 
 def shifted(

@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels import compat, softmax, tuning
 from pallas_kernels.phi import ref, tiles
-from pallas_kernels.phi.summary import Summary
+from pallas_kernels.phi.ref import Summary
 from pallas_kernels.tuning import Blocks
 
 if TYPE_CHECKING:

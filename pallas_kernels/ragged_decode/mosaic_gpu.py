@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from pallas_kernels import lowering, softmax, tuning
 from pallas_kernels.dispatch import Unsupported
 from pallas_kernels.hopper import ROWS
-from pallas_kernels.ragged_decode import mosaic_gpu_join, mosaic_gpu_memory, mosaic_gpu_read
-from pallas_kernels.ragged_decode.mosaic_gpu_plan import TILE, Plan
+from pallas_kernels.ragged_decode import mosaic_gpu_join, mosaic_gpu_read
+from pallas_kernels.ragged_decode.mosaic_gpu_sizes import TILE, HopperSizes, buffers
 from pallas_kernels.ragged_decode.ref import live_slots, page_lists
 
 if TYPE_CHECKING:
@@ -62,7 +62,9 @@ def _refuse(q: Array, pools: Pools, lists: Lists, options: Options, interpret: A
         no(f"mass of {q.shape[2]} queries a head; the body keeps the scores of one")
 
 
-def _plan(q: Array, pools: Pools, lists: Lists, options: Options, interpret: Any, blocks: Tuned) -> Plan:
+def _sizes(
+    q: Array, pools: Pools, lists: Lists, options: Options, interpret: Any, blocks: Tuned
+) -> HopperSizes:
     _refuse(q, pools, lists, options, interpret)
     (b, n, t, h), (pool, size, _), (_, heads, m) = q.shape, pools.k.shape, lists.table.shape
     total, dtype, codes = n // heads * t, pools.k.dtype, pools.scales is not None
@@ -74,15 +76,15 @@ def _plan(q: Array, pools: Pools, lists: Lists, options: Options, interpret: Any
     while item > ITEM_SLOTS[1] and b * heads * many * -(-m * size // item) < PROGRAMS:
         item //= 2
     rows = min(ROWS, -(-total // 8) * 8)
-    plan = Plan(
+    sizes = HopperSizes(
         total, rows, many, h, pool, size, m, max(item // TILE, readers), readers,
         max(found.stages, 2 * readers), terms, codes, options, interpret or None,
     )  # fmt: skip
-    return plan._replace(stages=mosaic_gpu_memory.buffers(plan, dtype.itemsize))
+    return sizes._replace(stages=buffers(sizes, dtype.itemsize))
 
 
 def _in_terms(q: Float[Array, "Z R H"], terms: int) -> Float[Array, "terms Z R H"]:
-    """As ``mosaic_gpu_plan.in_terms``; XLA keeps float32 between conversions unless told what is lost."""
+    """As ``mosaic_gpu_sizes.in_terms``; XLA keeps float32 between conversions unless told what is lost."""
     x, found = q.astype(jnp.float32), []
     for _ in range(terms):
         found.append(jax.lax.reduce_precision(x, 8, 7))
@@ -91,15 +93,15 @@ def _in_terms(q: Float[Array, "Z R H"], terms: int) -> Float[Array, "terms Z R H
 
 
 def _mass(
-    plan: Plan, scores: Float[Array, "X I R L"], lse: Float[Array, "B N 1"], lists: Lists
+    sizes: HopperSizes, scores: Float[Array, "X I R L"], lse: Float[Array, "B N 1"], lists: Lists
 ) -> Float[Array, "B N M S"]:
     """Attention that slots received, from the scores of all items, whatever lies in those of dead slots."""
-    (b, heads, m), groups = lists.table.shape, plan.total
+    (b, heads, m), groups = lists.table.shape, sizes.total
     found = scores[:, :, :groups].swapaxes(1, 2).reshape(b * heads, groups, -1)
-    found = found[..., : m * plan.slots].reshape(b, heads, groups, m, plan.slots)
-    see = live_slots(page_lists(lists, plan.pool, plan.slots)[1], None, plan.slots)[:, :, None]
+    found = found[..., : m * sizes.slots].reshape(b, heads, groups, m, sizes.slots)
+    see = live_slots(page_lists(lists, sizes.pool, sizes.slots)[1], None, sizes.slots)[:, :, None]
     shift = lse.reshape(b, heads, groups, 1, 1)
-    return softmax.probabilities(found, see, shift[..., 0]).reshape(b, heads * groups, m, plan.slots)
+    return softmax.probabilities(found, see, shift[..., 0]).reshape(b, heads * groups, m, sizes.slots)
 
 
 @functools.partial(jax.jit, static_argnames=("options", "interpret", "blocks"))
@@ -107,16 +109,16 @@ def ragged_decode(
     q: Array, pools: Pools, lists: Lists, *, options: Options, interpret: Any = False, blocks: Tuned = ()
 ) -> tuple[Array, ...]:
     """See ``api.ragged_decode``."""
-    plan = _plan(q, pools, lists, options, interpret, blocks)
+    sizes = _sizes(q, pools, lists, options, interpret, blocks)
     (b, n, t, h), streams = q.shape, lists.length.size
-    more = plan.blocks * plan.rows - plan.total
-    rows = jnp.pad(q.reshape(streams, plan.total, h), ((0, 0), (0, more), (0, 0)))
-    rows = _in_terms(rows.reshape(-1, plan.rows, h), plan.terms)
+    more = sizes.blocks * sizes.rows - sizes.total
+    rows = jnp.pad(q.reshape(streams, sizes.total, h), ((0, 0), (0, more), (0, 0)))
+    rows = _in_terms(rows.reshape(-1, sizes.rows, h), sizes.terms)
     length = lists.length.reshape(streams)
     arrays = [pools.k, pools.v, lists.table.reshape(streams, -1), length]
     arrays += [] if pools.scales is None else [pools.scales]
-    o, stats, *scores = mosaic_gpu_read.read(plan, rows, arrays)
-    out, lse = mosaic_gpu_join.join(plan, o, stats, length)
-    out = out.reshape(streams, -1, h)[:, : plan.total].reshape(b, n, t, h)
-    lse = lse.reshape(streams, -1)[:, : plan.total].reshape(b, n, t)
-    return (out, lse, _mass(plan, scores[0], lse, lists)) if options.mass else (out, lse)
+    o, stats, *scores = mosaic_gpu_read.read(sizes, rows, arrays)
+    out, lse = mosaic_gpu_join.join(sizes, o, stats, length)
+    out = out.reshape(streams, -1, h)[:, : sizes.total].reshape(b, n, t, h)
+    lse = lse.reshape(streams, -1)[:, : sizes.total].reshape(b, n, t)
+    return (out, lse, _mass(sizes, scores[0], lse, lists)) if options.mass else (out, lse)

@@ -21,7 +21,7 @@ from pallas_kernels.ragged_decode import worklist
 if TYPE_CHECKING:
     from jaxtyping import Array
 
-    from pallas_kernels.ragged_decode.worklist import Plan
+    from pallas_kernels.ragged_decode.worklist import ReadSizes
 
 LANES = 128
 TURN = 4
@@ -149,11 +149,11 @@ def advance(fetch: Fetch, count: Any) -> tuple[Array, Array]:
     return item, side
 
 
-def listed(plan: Plan, packed: worklist.Packed) -> tuple[worklist.Items, Array, Array]:
+def listed(sizes: ReadSizes, packed: worklist.Packed) -> tuple[worklist.Items, Array, Array]:
     """Items, how many are real, and the numbers of their pages as ``Entries`` has them."""
-    if not plan.streamed:
-        return *worklist.items(packed, plan.blocks, plan.per_item, plan.slots), packed.entry.reshape(-1)
-    entry = jnp.pad(packed.entry, ((0, 0), (0, -packed.entry.shape[1] % plan.per_item)))
-    found, count = worklist.items(packed._replace(entry=entry), plan.blocks, plan.per_item, plan.slots)
+    if not sizes.streamed:
+        return *worklist.items(packed, sizes.blocks, sizes.per_item, sizes.slots), packed.entry.reshape(-1)
+    entry = jnp.pad(packed.entry, ((0, 0), (0, -packed.entry.shape[1] % sizes.per_item)))
+    found, count = worklist.items(packed._replace(entry=entry), sizes.blocks, sizes.per_item, sizes.slots)
     flat = jnp.pad(entry.reshape(-1), (0, -entry.size % LANES)).reshape(-1, 1, LANES)
-    return found, count, flat if plan.interpret is not False else compat.in_hbm(flat)
+    return found, count, flat if sizes.interpret is not False else compat.in_hbm(flat)

@@ -14,20 +14,20 @@ from pallas_kernels.ragged_decode.triton_pages import shares
 if TYPE_CHECKING:
     from jaxtyping import Array, Float
 
-    from pallas_kernels.ragged_decode.worklist import Plan
+    from pallas_kernels.ragged_decode.worklist import ReadSizes
 
 JOINED = 64
 """Items whose numerators are joined at once."""
 
 
-def _body(plan: Plan, count: int, selected: bool) -> Any:
+def _body(sizes: ReadSizes, count: int, selected: bool) -> Any:
     """The kernel: (length, o, m, l) of a stream's items -> (out, lse) of one query, in one order always."""
-    most = pl.next_power_of_2(plan.items)
+    most = pl.next_power_of_2(sizes.items)
     few = min(JOINED, most)
 
     def body(length: Any, o: Any, m: Any, l: Any, out: Any, lse: Any) -> None:
         query = pl.program_id(0)
-        items = shares(plan, count, selected, length[0]).items
+        items = shares(sizes, count, selected, length[0]).items
 
         def part(first: Any, size: int) -> tuple[Array, Array, Array]:
             """(max, denominator, number) of some items."""
@@ -41,13 +41,13 @@ def _body(plan: Plan, count: int, selected: bool) -> Any:
         shift = jnp.max(top)
         shift = jnp.where(shift > tiles.HIDDEN, shift, 0.0)
         total = jnp.sum(jnp.exp(top - shift) * of)
-        wide = pl.next_power_of_2(plan.h)
+        wide = pl.next_power_of_2(sizes.h)
         channel = jax.lax.broadcasted_iota(jnp.int32, (few, wide), 1)
 
         def step(c: Array, carry: Array) -> Array:
             top, _, at = part(c * few, few)
             place = jnp.broadcast_to(at[:, None], channel.shape)
-            there = (place < items) & (channel < plan.h)
+            there = (place < items) & (channel < sizes.h)
             x = compat.load(o.at[place, jnp.full(channel.shape, query, jnp.int32), channel], mask=there)
             return carry + jnp.sum(jnp.exp(top - shift)[:, None] * x, axis=0)
 
@@ -55,14 +55,14 @@ def _body(plan: Plan, count: int, selected: bool) -> Any:
         some = total != 0  # NaN is something
         safe = jnp.where(some, total, 1.0)
         at = jnp.arange(wide, dtype=jnp.int32)
-        compat.store(out.at[at], jnp.where(some, found / safe, 0.0), mask=at < plan.h)
+        compat.store(out.at[at], jnp.where(some, found / safe, 0.0), mask=at < sizes.h)
         lse[0] = jnp.where(some, shift + jnp.log(safe), -jnp.inf)
 
     return body
 
 
 def join(
-    plan: Plan, entries: int, selected: bool, length: Array, o: Array, m: Array, l: Array
+    sizes: ReadSizes, entries: int, selected: bool, length: Array, o: Array, m: Array, l: Array
 ) -> tuple[Float[Array, "X R H"], Float[Array, "X R"]]:
     """Partials of items to partials of streams."""
     (streams, _, total, h), one = o.shape, pl.BlockSpec((None, 1), lambda r, x: (x, r))
@@ -71,7 +71,7 @@ def join(
     ]
     shapes = [jax.ShapeDtypeStruct(x, jnp.float32) for x in ((streams, total, h), (streams, total))]
     return pl.pallas_call(
-        _body(plan, entries, selected),
+        _body(sizes, entries, selected),
         grid=(total, streams),
         in_specs=[pl.BlockSpec((None, 1), lambda r, x: (x, 0)), *every],
         out_specs=[pl.BlockSpec((None, None, h), lambda r, x: (x, r, 0)), one],
@@ -80,6 +80,6 @@ def join(
         cost_estimate=pl.CostEstimate(
             flops=2 * o.size, transcendentals=2 * m.size, bytes_accessed=4 * (o.size + streams * total * h)
         ),
-        interpret=plan.interpret,
+        interpret=sizes.interpret,
         name="ragged_decode_join",
     )(length, o, m, l)

@@ -37,7 +37,7 @@ FIRST, LAST, FULL = 1, 2, 4
 """Bits of ``Items.edge``: opens its row, closes it, and has no dead slot in any of its pages."""
 
 
-class Plan(NamedTuple):
+class ReadSizes(NamedTuple):
     """Static sizes of a call.
 
     Attributes:
@@ -51,7 +51,7 @@ class Plan(NamedTuple):
       h: head dim of the pools.
       wide: head dim of the queries, padded; of a part of it where there are several.
       parts: of the channels, of which a byte holds a code each (``codes``); else 1.
-      sizes: what the compiler is told.
+      tuned: sizes of blocks, and what the compiler is told.
       options: as in ``call``.
       interpret: how Pallas runs the bodies.
       items: of a row at most, where they are shares of it.
@@ -69,7 +69,7 @@ class Plan(NamedTuple):
     h: int
     wide: int
     parts: int
-    sizes: Blocks
+    tuned: Blocks
     options: Options
     interpret: Any
     items: int = 0
@@ -136,15 +136,17 @@ class Prepared(NamedTuple):
     narrow: tuple[Int[Array, "Y 1 L"], ...]
 
 
-def prepare(q: Float[Array, "B N T H"], pools: Pools, lists: Lists, plan: Plan) -> Prepared:
+def prepare(q: Float[Array, "B N T H"], pools: Pools, lists: Lists, sizes: ReadSizes) -> Prepared:
     """Pack lists and queries."""
-    (pool, size), h, (b, heads) = pools.k.shape[:2], plan.h, lists.length.shape
+    (pool, size), h, (b, heads) = pools.k.shape[:2], sizes.h, lists.length.shape
     ids, live = (x.reshape(b * heads, -1) for x in page_lists(lists, pool, size))
     packed, (x, j) = pack(ids, live, pool, size, selected=lists.pages is not None), ids.shape
     rows = q.reshape(x, -1, h).astype(q.dtype if pools.scales is not None else pools.k.dtype)
-    rows = jnp.pad(rows, ((0, 0), (0, plan.blocks * plan.rows - rows.shape[1]), (0, plan.wide - h)))
-    narrow = () if lists.slots is None else (arrange(lists.slots.reshape(x, j, size), packed, plan.per_item),)
-    return Prepared(live, packed, rows.reshape(-1, plan.rows, plan.wide), narrow)
+    rows = jnp.pad(rows, ((0, 0), (0, sizes.blocks * sizes.rows - rows.shape[1]), (0, sizes.wide - h)))
+    narrow = (
+        () if lists.slots is None else (arrange(lists.slots.reshape(x, j, size), packed, sizes.per_item),)
+    )
+    return Prepared(live, packed, rows.reshape(-1, sizes.rows, sizes.wide), narrow)
 
 
 def shift(slots: int) -> int:
@@ -183,15 +185,15 @@ def received(
     mass: Float[Array, "... G L"],
     live: Int[Array, "X J"],
     order: Int[Array, "X J"] | None,
-    plan: Plan,
+    sizes: ReadSizes,
     lists: Lists,
 ) -> Float[Array, "B N M S"]:
     """Mass of each slot of each list from that of all items of all rows, 0 where no item went."""
     (x, j), (b, heads) = live.shape, lists.table.shape[:2]
-    mass = mass.reshape(x, plan.blocks, -1, plan.groups, plan.per_item * plan.slots)
-    found = _listed(jnp.sum(mass, axis=1), live, order, plan)
+    mass = mass.reshape(x, sizes.blocks, -1, sizes.groups, sizes.per_item * sizes.slots)
+    found = _listed(jnp.sum(mass, axis=1), live, order, sizes)
     found = jnp.where((live > 0).reshape(x, 1, j, 1), found, 0.0)
-    return spread(found.reshape(b, heads * plan.groups, j, plan.slots), lists)
+    return spread(found.reshape(b, heads * sizes.groups, j, sizes.slots), lists)
 
 
 def received_by_scores(
@@ -199,39 +201,39 @@ def received_by_scores(
     lse: Float[Array, "B N 1"],
     live: Int[Array, "X J"],
     order: Int[Array, "X J"] | None,
-    plan: Plan,
+    sizes: ReadSizes,
     lists: Lists,
 ) -> Float[Array, "B N M S"]:
-    """``received`` of a plan that ``keeps_scores``: these, of all items, whatever lies in slots not read."""
+    """``received`` from the scores of all items; slots that were not read may hold anything."""
     (x, j), (b, heads) = live.shape, lists.table.shape[:2]
-    found = _listed(scores.reshape(x, -1, plan.groups, plan.per_item * plan.slots), live, order, plan)
-    chosen = None if lists.slots is None else lists.slots.reshape(1, x, j, plan.slots)
-    see = live_slots(live[None], chosen, plan.slots)[0][:, None]
-    found = softmax.probabilities(found, see, lse.reshape(x, plan.groups, 1))
-    return spread(found.reshape(b, heads * plan.groups, j, plan.slots), lists)
+    found = _listed(scores.reshape(x, -1, sizes.groups, sizes.per_item * sizes.slots), live, order, sizes)
+    chosen = None if lists.slots is None else lists.slots.reshape(1, x, j, sizes.slots)
+    see = live_slots(live[None], chosen, sizes.slots)[0][:, None]
+    found = softmax.probabilities(found, see, lse.reshape(x, sizes.groups, 1))
+    return spread(found.reshape(b, heads * sizes.groups, j, sizes.slots), lists)
 
 
 def _listed(
-    x: Float[Array, "X I G L"], live: Int[Array, "X J"], order: Int[Array, "X J"] | None, plan: Plan
+    x: Float[Array, "X I G L"], live: Int[Array, "X J"], order: Int[Array, "X J"] | None, sizes: ReadSizes
 ) -> Float[Array, "X G J S"]:
     """What items have of each of their slots, in the order of the lists."""
     streams, j = live.shape
-    x = x.reshape(streams, -1, plan.groups, plan.per_item, plan.slots).transpose(0, 1, 3, 2, 4)
-    x = x.reshape(streams, -1, plan.groups, plan.slots)[:, :j]
+    x = x.reshape(streams, -1, sizes.groups, sizes.per_item, sizes.slots).transpose(0, 1, 3, 2, 4)
+    x = x.reshape(streams, -1, sizes.groups, sizes.slots)[:, :j]
     return unpack(x, order).swapaxes(1, 2)
 
 
-def by_head(p: Float[Array, "R Y"], block: Array, plan: Plan, heads: int) -> Float[Array, "G Y"]:
+def by_head(p: Float[Array, "R Y"], block: Array, sizes: ReadSizes, heads: int) -> Float[Array, "G Y"]:
     """Sum over the queries of each of ``heads`` >= G; queries lie head by head, ``block`` of them here."""
-    if plan.queries == 1 and plan.blocks == 1 and plan.rows == heads:
+    if sizes.queries == 1 and sizes.blocks == 1 and sizes.rows == heads:
         return p
-    shape = (heads, plan.rows)
+    shape = (heads, sizes.rows)
     head = jax.lax.broadcasted_iota(jnp.int32, shape, 0)
-    begin = head * plan.queries
-    at = block * plan.rows + jax.lax.broadcasted_iota(jnp.int32, shape, 1)
-    mine = (at >= begin) & (at < begin + plan.queries)
-    if heads > plan.groups:
-        mine = mine & (head < plan.groups)
+    begin = head * sizes.queries
+    at = block * sizes.rows + jax.lax.broadcasted_iota(jnp.int32, shape, 1)
+    mine = (at >= begin) & (at < begin + sizes.queries)
+    if heads > sizes.groups:
+        mine = mine & (head < sizes.groups)
     return tiles.product_nn(mine.astype(jnp.float32), p)
 
 
@@ -261,22 +263,22 @@ def items(packed: Packed, blocks: int, per_item: int, slots: int) -> tuple[Items
 
 
 def estimate(
-    plan: Plan, pages: int, pools: Sequence[Any], others: Sequence[Any], products: int, times: int = 1
+    sizes: ReadSizes, pages: int, pools: Sequence[Any], others: Sequence[Any], products: int, times: int = 1
 ) -> pl.CostEstimate:
     """Of a body over full lists.
 
     Args:
-      plan: the call.
+      sizes: the call.
       pages: that are listed.
       pools: those it reads pages of.
       others: arrays that it reads or writes once, whole.
       products: of queries with an item, that it does.
       times: that it reads each listed page.
     """
-    scores = pages * plan.slots * plan.rows * plan.blocks
+    scores = pages * sizes.slots * sizes.rows * sizes.blocks
     page = sum(pool.size // pool.shape[0] * pool.dtype.itemsize for pool in pools)
     return pl.CostEstimate(
-        flops=2 * products * scores * plan.h,
+        flops=2 * products * scores * sizes.h,
         transcendentals=scores,
         bytes_accessed=times * pages * page + sum(x.size * x.dtype.itemsize for x in others),
     )

@@ -17,6 +17,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import compat, tuning
 from pallas_kernels import tiles as common
+from pallas_kernels.padding import pad_to, round_up
 from pallas_kernels.vertical_slash import tiles
 from pallas_kernels.vertical_slash.compact import admitted_upto, cleaned, expected, lost, older, rows_of
 from pallas_kernels.vertical_slash.mosaic_tpu_pack import compact
@@ -58,21 +59,28 @@ class Plan(NamedTuple):
         return self.group * self.bq
 
 
-def _up(x: int, size: int) -> int:
-    return -(-x // size) * size
-
-
 def _plan(q: Array, k: Array, blocks: Tuned | tuple[int, int], rule: Rule, interpret: Any) -> Plan:
     (b, n, t, h), heads, s = q.shape, k.shape[1], k.shape[2]
-    longest = _up(t, LANES)
+    longest = round_up(t, LANES)
     bq = LANES
     while 2 * bq * n // heads <= ROWS and 2 * bq <= longest:
         bq *= 2
     found = tuning.pick(blocks, "forward", k.dtype, h, tuning.Blocks(q=bq, k=BLOCK_K))
-    bq, bk = found.q, min(found.k, _up(s, LANES))
-    cap = _up(rule.capacity, bk)
+    bq, bk = found.q, min(found.k, round_up(s, LANES))
+    cap = round_up(rule.capacity, bk)
     return Plan(
-        b, heads, n // heads, _up(t, bq), _up(s, bk), h, cap, bq, bk, rule, interpret, rule.capacity < s
+        b,
+        heads,
+        n // heads,
+        round_up(t, bq),
+        round_up(s, bk),
+        h,
+        cap,
+        bq,
+        bk,
+        rule,
+        interpret,
+        rule.capacity < s,
     )
 
 
@@ -249,20 +257,16 @@ def vertical_slash(
     (b, n, t, _), plan, rows = q.shape, _plan(q, k, blocks, rule, interpret), rows_of(k, lengths, offset)
     upto = admitted_upto(admit, rows.end)
     v = v if lengths is None else cleaned(v, rows.end)
-    k, v = (_padded(x, plan.s) for x in (k, v))
+    k, v = (pad_to(x, plan.s) for x in (k, v))
     places = jnp.pad(upto, ((0, 0), (0, 0), (0, plan.s - upto.shape[2])), mode="edge")
     packed = compact(k, v, places, capacity=plan.cap, block=plan.bk, interpret=interpret)
     counts = older(upto, rows, plan.t // plan.bq, plan.bq, rule.window, rule.capacity)
     full = lost(upto, rule.capacity)
     numbers = [x.reshape(-1) for x in (*counts, *(() if full is None else (full.astype(jnp.int32),)))]
-    wide = _padded(q.astype(k.dtype), plan.t)
+    wide = pad_to(q.astype(k.dtype), plan.t)
     out, lse = _read(plan, jnp.concatenate(rows), jnp.concatenate(numbers), wide, k, v, *packed)
     out, lse = (x.reshape(b, n, *x.shape[3:])[:, :, :t] for x in (out, lse))
     return out, lse, upto[..., -1]
-
-
-def _padded(x: Array, t: int) -> Array:
-    return jnp.pad(x, ((0, 0), (0, 0), (0, t - x.shape[2]), (0, 0)))
 
 
 def _read(plan: Plan, rows: Array, counts: Array, q: Array, *keys: Array) -> tuple[Array, Array]:

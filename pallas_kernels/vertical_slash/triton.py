@@ -15,6 +15,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels import compat, tuning
 from pallas_kernels import tiles as common
+from pallas_kernels.padding import pad_to, round_up
 from pallas_kernels.tuning import Blocks
 from pallas_kernels.vertical_slash import tiles
 from pallas_kernels.vertical_slash.compact import (
@@ -41,11 +42,6 @@ EXACT = Blocks(q=32, k=32, warps=4, stages=2)
 """Of float32, whose products are unrolled: larger ones spill registers."""
 
 
-def _padded(x: Array, t: int, h: int, fill: int = 0) -> Array:
-    wide = [(0, h - x.shape[3])] if x.ndim == 4 else []
-    return jnp.pad(x, [(0, 0), (0, 0), (0, t - x.shape[2]), *wide], constant_values=fill)
-
-
 @functools.partial(jax.jit, static_argnames=("rule", "blocks", "interpret"))
 def vertical_slash(
     q: Array,
@@ -66,22 +62,14 @@ def vertical_slash(
     upto = admitted_upto(admit, rows.end)
     v = v if lengths is None else cleaned(v, rows.end)
     packed = compact(k, v, upto, rule.capacity)
-    cap = _up(rule.capacity, sizes.k)
-    theirs = Compact(
-        k=_padded(packed.k, cap, wide),
-        v=_padded(packed.v, cap, wide),
-        pos=_padded(packed.pos, cap, wide, FAR),
-    )
-    q = _padded(q.astype(k.dtype), _up(t, sizes.q), wide)
+    cap = round_up(rule.capacity, sizes.k)
+    packed = Compact(*(pad_to(x, cap, wide) for x in packed[:2]), pad_to(packed.pos, cap, fill=FAR))
+    q = pad_to(q.astype(k.dtype), round_up(t, sizes.q), wide)
     numbers = _numbers(upto, rows, q.shape[2] // sizes.q, sizes.q, rule)
-    k, v = (_padded(x, _up(s, sizes.k), wide) for x in (k, v))
-    out, lse = _read(q, k, v, theirs, rows, numbers, rule, sizes, interpret)
+    k, v = (pad_to(x, round_up(s, sizes.k), wide) for x in (k, v))
+    out, lse = _read(q, k, v, packed, rows, numbers, rule, sizes, interpret)
     # Rounded here: in the kernel it takes 208 registers instead of 168, two programs at a time, not three.
     return out[:, :, :t, :h].astype(rule.dtype), lse[:, :, :t], upto[..., -1]
-
-
-def _up(x: int, size: int) -> int:
-    return -(-x // size) * size
 
 
 def _numbers(upto: Array, rows: Rows, blocks: int, size: int, rule: Rule) -> Int[Array, "B K I X"]:

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from kernel_numerics import assert_as_good_as_plain, assert_close
 from kernel_oracle import blockwise as oracle
 from test_kernel_blockwise import case as ring
 from test_kernel_vertical_slash import case as prompt
@@ -25,7 +26,6 @@ from pallas_kernels.blockwise import mosaic_gpu as full
 from pallas_kernels.blockwise.work import BlockwiseSizes
 from pallas_kernels.dispatch import interpreted
 from pallas_kernels.gated.work import SelfAttentionSizes
-from pallas_kernels.numerics import assert_as_good_as_plain, assert_close
 from pallas_kernels.tuning import Blocks
 from pallas_kernels.vertical_slash import mosaic_gpu as slash
 

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kernel_numerics import assert_as_good_as_plain, assert_close
 from kernel_oracle import blockwise as oracle
 from kernel_sizes import BLOCKWISE, BLOCKWISE_BLOCKS
 
 from pallas_kernels import Unsupported, blockwise, column_mass, merge
-from pallas_kernels.numerics import assert_as_good_as_plain, assert_close
 
 IMPLS = ("ref", "xla")
 SIGHTS = {"causal": (None, 0.0), "window": (7, 0.0), "admitted": (7, 0.2)}

@@ -13,16 +13,17 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kernel_bodies import races_found
+from kernel_numerics import assert_as_good_as_plain, assert_close, error
 from kernel_oracle import blockwise as oracle
 from kernel_sizes import BLOCKWISE, BLOCKWISE_BLOCKS
 from test_kernel_blockwise import case, plain
 from tiny import quick_compiles  # noqa: F401
 
-from pallas_kernels import Unsupported, blockwise, column_mass, compat, merge
+from pallas_kernels import Unsupported, blockwise, column_mass, merge
 from pallas_kernels.blockwise import mosaic_tpu, mosaic_tpu_grad
 from pallas_kernels.blockwise.work import BlockwiseSizes
 from pallas_kernels.dispatch import interpreted
-from pallas_kernels.numerics import assert_as_good_as_plain, assert_close, error
 
 BODIES = ("mosaic_tpu", "triton")
 SMALL = BlockwiseSizes(B=2, N=4, K=2, T=70, S=200, H=32)
@@ -47,7 +48,7 @@ def small_blocks(monkeypatch, request):
     with interpreted():
         yield
     if "mosaic_tpu" in request.node.name:
-        assert not compat.races_found()
+        assert not races_found()
     for f in jitted:
         f.clear_cache()
 

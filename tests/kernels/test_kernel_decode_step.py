@@ -9,8 +9,8 @@ import pytest
 from kernel_bodies import BODIES, body, check_no_race
 
 from pallas_kernels import Unsupported, decode_step, dispatch, lowering
-from pallas_kernels.decode_step import api, limits
-from pallas_kernels.decode_step.call import Cache, Lists, Token
+from pallas_kernels.decode_step import api
+from pallas_kernels.decode_step.call import Cache, Lists, Token, refusal
 from pallas_kernels.tuning import Blocks
 from pallas_kernels.tuning import key as block_key
 
@@ -195,8 +195,8 @@ REFUSED = [
 @pytest.mark.parametrize(("impl", "odd", "why"), REFUSED)
 def test_what_a_body_does_not_take_is_said_before_anything_is_compiled(impl, odd, why, monkeypatch):
     q, cache, table = shaped(**odd)
-    assert why in limits.refusal(impl, q, cache, table)
-    assert limits.refusal(impl, *shaped()) is None
+    assert why in refusal(impl, q, cache, table)
+    assert refusal(impl, *shaped()) is None
     monkeypatch.setattr(dispatch, "body", lambda op, offered: impl)
     assert not api.has_body(q, cache, table)
     assert api.has_body(*shaped())

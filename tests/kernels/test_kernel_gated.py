@@ -12,11 +12,11 @@ from compiler import compiled_in_full
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_bodies import check_refusals
+from kernel_numerics import assert_as_good_as_plain, assert_close
 from kernel_sizes import GATED_BLOCKS, SELF_ATTENTION
 
 from pallas_kernels import blockwise
 from pallas_kernels.gated.api import gated
-from pallas_kernels.numerics import assert_as_good_as_plain, assert_close
 
 IMPLS = ("ref", "xla")
 

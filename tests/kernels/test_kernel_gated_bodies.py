@@ -9,12 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from kernel_bodies import BODIES, body, check_no_race, small_blocks
+from kernel_numerics import assert_as_good_as_plain, assert_close
 from kernel_sizes import SELF_ATTENTION
 from test_kernel_gated import both, case, dense, gradients, oracle, weights
 
 from pallas_kernels.gated import ref, xla
 from pallas_kernels.gated.vjp import Rule
-from pallas_kernels.numerics import assert_as_good_as_plain, assert_close
 
 
 @pytest.mark.parametrize("impl", ["xla", *BODIES])

@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from kernel_numerics import assert_close
 
 from benchmarks.kernels.merge import MergeSizes
 from pallas_kernels import Unsupported, merge
-from pallas_kernels.numerics import assert_close
 
 TEST = {
     "decode_small": MergeSizes(B=2, N=8, T=1, H=64, parts=3),

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kernel_numerics import assert_as_good_as_plain, assert_close
 from kernel_sizes import PHI, PHI_BLOCKS
 
 from pallas_kernels import Unsupported, merge
-from pallas_kernels.numerics import assert_as_good_as_plain, assert_close
 from pallas_kernels.phi import xla
 from pallas_kernels.phi.api import FLOOR, phi_build, phi_evaluate, phi_subtract
-from pallas_kernels.phi.summary import Summary
+from pallas_kernels.phi.ref import Summary
 
 IMPLS = ("ref", "xla")
 

@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from kernel_bodies import BODIES, body, check_no_race
+from kernel_numerics import assert_close
 from kernel_sizes import PHI
 from test_kernel_phi import case, gradients, oracle, summary_oracle
 
 from pallas_kernels.dispatch import interpreted
-from pallas_kernels.numerics import assert_close
 from pallas_kernels.phi import ref, xla
 from pallas_kernels.phi.api import FLOOR, phi_build, phi_evaluate, phi_subtract
 

@@ -14,14 +14,15 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kernel_bodies import races_found
+from kernel_numerics import assert_as_good_as_plain, assert_close
 from kernel_oracle import ragged as oracle
 from kernel_sizes import RAGGED_DECODE
 from test_kernel_ragged_decode import KINDS, case, check, edges, plain, selection
 from tiny import quick_compiles  # noqa: F401
 
-from pallas_kernels import EMPTY, Unsupported, compat, merge, ragged_decode, tuning
+from pallas_kernels import EMPTY, Unsupported, merge, ragged_decode, tuning
 from pallas_kernels.dispatch import interpreted
-from pallas_kernels.numerics import assert_as_good_as_plain, assert_close
 from pallas_kernels.ragged_decode import mosaic_tpu, triton, triton_join, triton_pages, worklist
 from pallas_kernels.ragged_decode.call import Lists, Options, Pools
 from pallas_kernels.ragged_decode.work import RaggedDecodeSizes
@@ -43,7 +44,7 @@ def no_race(request):
     with interpreted():
         yield
     if "mosaic_tpu" in request.node.name:
-        assert not compat.races_found()
+        assert not races_found()
 
 
 @pytest.fixture
@@ -196,7 +197,7 @@ def test_lists_that_do_not_fit_are_read_two_items_ahead(name, kind, some, short_
     for ours, theirs in zip(found, wanted):
         np.testing.assert_array_equal(ours, theirs)
     check(found, oracle(*arrays, **lists), shape.M * shape.S)
-    assert not compat.races_found()
+    assert not races_found()
 
 
 def test_items_cover_live_pages_once_and_no_others():
@@ -218,28 +219,28 @@ def test_items_cover_live_pages_once_and_no_others():
     np.testing.assert_array_equal(worklist.unpack(packed.order, packed.order), np.arange(5) + 0 * ids)
 
 
-def plan_of(rows, live, pages, size=64, heads=8, dtype="bfloat16", tokens=1):
-    """How the GPU body divides lists: its plan, and the shares of lists of these lengths."""
+def sizes_of(rows, live, pages, size=64, heads=8, dtype="bfloat16", tokens=1):
+    """How the GPU body divides lists: its sizes, and the shares of lists of these lengths."""
     shape = jax.ShapeDtypeStruct
     q, pool = shape((rows, 4 * heads, tokens, 128), jnp.bfloat16), shape((999, size, 128), dtype)
     lists = Lists(shape((rows, heads, pages), jnp.int32), shape((rows, heads), jnp.int32), None, None)
-    plan = triton._plan(q, Pools(pool, pool, None), lists, (), Options(False, 1.0, None), True)
-    return plan, jax.vmap(lambda x: triton_pages.shares(plan, pages, False, x))(jnp.asarray(live))
+    sizes = triton._sizes(q, Pools(pool, pool, None), lists, (), Options(False, 1.0, None), True)
+    return sizes, jax.vmap(lambda x: triton_pages.shares(sizes, pages, False, x))(jnp.asarray(live))
 
 
 def test_a_gpus_work_is_divided_by_what_is_live_not_by_what_could_be():
     """Of tables of 500k slots; four programs a multiprocessor of 132 where there are that many shares."""
-    plan, found = plan_of(1, [8192, 500_000], pages=7813)
-    assert plan.items * 8 == 528
+    sizes, found = sizes_of(1, [8192, 500_000], pages=7813)
+    assert sizes.items * 8 == 528
     np.testing.assert_array_equal(found.items * 8, [512, 528])
-    np.testing.assert_array_equal(found.each * plan.tile * 64, [128, 119 * 64])
-    np.testing.assert_array_equal(plan_of(1, [8192, 500_000], pages=1 << 20)[1].items, found.items)
+    np.testing.assert_array_equal(found.each * sizes.tile * 64, [128, 119 * 64])
+    np.testing.assert_array_equal(sizes_of(1, [8192, 500_000], pages=1 << 20)[1].items, found.items)
     # Many rows: few programs of each, but one long row is not left to a few.
-    plan, found = plan_of(32, [0, 1, 8192, 500_000], pages=7813)
-    assert plan.items == 32
+    sizes, found = sizes_of(32, [0, 1, 8192, 500_000], pages=7813)
+    assert sizes.items == 32
     np.testing.assert_array_equal(found.items, [0, 1, 16, 32])
     # A chunk of a prompt has blocks of queries enough, and partials as large as they are.
-    assert plan_of(1, [8192], pages=7813, tokens=512)[0].items == 3
+    assert sizes_of(1, [8192], pages=7813, tokens=512)[0].items == 3
 
 
 @pytest.mark.parametrize("size", [16, 64, 256])
@@ -247,14 +248,14 @@ def test_a_gpus_work_is_divided_by_what_is_live_not_by_what_could_be():
 def test_shares_are_even_and_cover_every_live_page_once(rows, size):
     pages = 700
     live = np.unique([0, 1, size - 1, size, size + 1, *range(0, pages * size, 997), pages * size])
-    plan, found = plan_of(rows, live, pages, size)
+    sizes, found = sizes_of(rows, live, pages, size)
     tiles, each, items = (np.asarray(x) for x in found)
-    np.testing.assert_array_equal(tiles, -(-live // (size * plan.tile)))
-    assert (items <= plan.items).all()
+    np.testing.assert_array_equal(tiles, -(-live // (size * sizes.tile)))
+    assert (items <= sizes.items).all()
     assert ((items - 1) * each < np.maximum(tiles, 1)).all()  # no item without a tile,
     assert (items * each >= tiles).all()  # and no tile without an item
     # None is longer than with all items working, but for the least that an item is.
-    np.testing.assert_array_equal(each, np.maximum(-(-tiles // plan.items), plan.least))
+    np.testing.assert_array_equal(each, np.maximum(-(-tiles // sizes.items), sizes.least))
 
 
 def test_a_row_is_the_same_to_the_bit_whatever_is_beside_it():

@@ -12,11 +12,11 @@ import pytest
 from compiler import compiled_in_full
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kernel_numerics import assert_as_good_as_plain, assert_close
 from kernel_oracle import ragged as oracle
 from kernel_sizes import RAGGED_DECODE
 
 from pallas_kernels import EMPTY, Unsupported, merge, ragged_decode
-from pallas_kernels.numerics import assert_as_good_as_plain, assert_close
 from pallas_kernels.ragged_decode import api, flat, xla
 from pallas_kernels.ragged_decode.call import Lists, Options, Pools
 from pallas_kernels.ragged_decode.work import RaggedDecodeSizes

@@ -12,13 +12,13 @@ from compiler import compiled_in_full
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_bodies import BODIES, body, check_no_race, check_refusals, small_blocks
+from kernel_numerics import assert_as_good_as_plain, assert_close
 from kernel_oracle import blockwise as oracle
 from kernel_sizes import SELF_ATTENTION, SLASH_BLOCKS
 
 from pallas_kernels import blockwise, compat
 from pallas_kernels.dispatch import interpreted
 from pallas_kernels.gated.api import gated
-from pallas_kernels.numerics import assert_as_good_as_plain, assert_close
 from pallas_kernels.vertical_slash import ref, xla
 from pallas_kernels.vertical_slash.api import vertical_slash
 from pallas_kernels.vertical_slash.compact import FAR, admitted_upto, compact

@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from kernel_bodies import BODIES, body, check_no_race
+from kernel_numerics import assert_close
 from kernel_oracle import blockwise as dense
 from test_kernel_vertical_slash import TEST, case, exact, tiled
 
 from pallas_kernels.blockwise import plan
 from pallas_kernels.blockwise.sight import Sight, Where
-from pallas_kernels.numerics import assert_close
 from pallas_kernels.vertical_slash import mosaic_tpu as slash
 from pallas_kernels.vertical_slash.compact import Rows, admitted_upto, compact, older
 from pallas_kernels.vertical_slash.tiles import Rule

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from kernel_numerics import assert_as_good_as_plain
 from kernel_oracle import ragged as oracle
 from test_kernel_ragged_decode import case, check, plain
 from tiny import quick_compiles  # noqa: F401
@@ -21,7 +22,6 @@ from pallas_kernels import Unsupported, compat, dispatch, lowering, ragged_decod
 from pallas_kernels.dispatch import interpreted
 from pallas_kernels.measure import device, on_device
 from pallas_kernels.measure.work import Check
-from pallas_kernels.numerics import assert_as_good_as_plain
 from pallas_kernels.ragged_decode.work import RaggedDecodeSizes
 
 HOPPER = ("NVIDIA H200", 132, "gpu")

@@ -1,4 +1,4 @@
-"""What the kernel of prefill on Hopper is given: sizes, operands, which tiles are visited; shared memory."""
+"""The prefill kernel on Hopper: its sizes, operands and shared memory, and in which order it reads tiles."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FAR = 2**31 - 1
 HEAD_DIMS = (64, 128)
 
 
-class Plan(NamedTuple):
+class PrefillSizes(NamedTuple):
     """Static sizes of a call.
 
     Attributes:
@@ -47,7 +47,6 @@ class Plan(NamedTuple):
 
     @property
     def queries(self) -> int:
-        """Of a program."""
         return self.readers * ROWS
 
 
@@ -55,9 +54,9 @@ class Queries(NamedTuple):
     """Queries in whole blocks: of the heads of a KV head one after another.
 
     Attributes:
-      q: themselves.
-      sees: of each part of the keys the last position that a query sees, and the last that it does not see
-        before those; the latter counts where ``Plan.bounded``.
+      q: queries.
+      sees: for each part of the keys the last position that a query sees, and the last position before those
+        that it does not see, used if ``PrefillSizes.bounded``.
     """
 
     q: Float[Array, "B K R H"]
@@ -68,9 +67,8 @@ class Keys(NamedTuple):
     """A part of the keys, in whole tiles.
 
     Attributes:
-      k, v: themselves.
-      at: position of each, ``FAR`` of those that nobody sees; Z is K, or 1 for all heads.
-      near: another for the comparison with the second of ``Queries.sees``; None: the same.
+      at: position of each key, ``FAR`` for keys that nobody sees; Z is K, or 1 for all heads.
+      near: position to compare with the second of ``Queries.sees``; None: ``at``.
     """
 
     k: Any
@@ -79,42 +77,42 @@ class Keys(NamedTuple):
     near: Any | None
 
 
-class Place(NamedTuple):
-    """Which program this is."""
+class Program(NamedTuple):
+    """Indices of a program."""
 
     row: Array
     head: Array
     block: Array
 
 
-class Visit(NamedTuple):
-    """A tile of keys: of which part, which of its tiles, and whether it has values that may hold anything."""
+class KeyTile(NamedTuple):
+    """A tile of keys: its part, its number there, and whether some of its values may hold anything."""
 
     part: Array | int
     tile: Array
     dirty: Array
 
 
-class Course(Protocol):
-    """Which tiles each block of queries visits; ``refs`` are those of the arrays that come with it."""
+class TileOrder(Protocol):
+    """Which tiles each block of queries reads; ``refs`` are those of the arrays that come with it."""
 
-    def counts(self, refs: list[Any], place: Place) -> tuple[Array, Array]:
+    def counts(self, refs: list[Any], program: Program) -> tuple[Array, Array]:
         """Tiles that are seen whole, and all."""
 
-    def visit(self, refs: list[Any], place: Place, c: Array) -> Visit:
-        """The c-th of them; those seen whole come first, and are not dirty."""
+    def tile(self, refs: list[Any], program: Program, c: Array) -> KeyTile:
+        """The c-th of them; those seen whole come first and are not dirty."""
 
-    def lost(self, refs: list[Any], place: Place) -> Array | None:
-        """Whether keys are missing, so that the answer is NaN; None where none ever are."""
+    def lost(self, refs: list[Any], program: Program) -> Array | None:
+        """Whether keys are missing, so that the answer is NaN; None if none ever are."""
 
 
-class Given(NamedTuple):
+class Operands(NamedTuple):
     """References of inputs and outputs."""
 
     q: Any
     sees: Any
     parts: list[Keys]
-    course: list[Any]
+    order: list[Any]
     out: Any
     lse: Any
 
@@ -138,41 +136,37 @@ class Shared(NamedTuple):
     clean: Any
 
 
-def memory(plan: Plan, parts: int, marks: int) -> Shared:
-    """``marks``: positions of a key."""
-    smem, exact, n, wide = plgpu.SMEM, jnp.bfloat16, plan.readers, tiled(plan.h, jnp.bfloat16)
-    ring = smem((plan.stages, plan.block, plan.h), exact, transforms=wide)
-    free = plgpu.Barrier(num_arrivals=n, num_barriers=plan.stages)
+def memory(sizes: PrefillSizes, parts: int, marks: int) -> Shared:
+    """``marks``: number of positions of a key."""
+    smem, exact, n, wide = plgpu.SMEM, jnp.bfloat16, sizes.readers, tiled(sizes.h, jnp.bfloat16)
+    ring = smem((sizes.stages, sizes.block, sizes.h), exact, transforms=wide)
+    free = plgpu.Barrier(num_arrivals=n, num_barriers=sizes.stages)
     return Shared(
-        q=smem((n, ROWS, plan.h), exact, transforms=wide),
+        q=smem((n, ROWS, sizes.h), exact, transforms=wide),
         sees=smem((n, parts, 2, ROWS), jnp.int32),
         k=ring,
         v=ring,
-        at=smem((plan.stages, marks, plan.block), jnp.int32),
-        weights=smem((n, ROWS, plan.block), exact, transforms=tiled(plan.block, exact)),
-        out=smem((n, ROWS, WIDE), plan.dtype, transforms=tiled(WIDE, plan.dtype)),
+        at=smem((sizes.stages, marks, sizes.block), jnp.int32),
+        weights=smem((n, ROWS, sizes.block), exact, transforms=tiled(sizes.block, exact)),
+        out=smem((n, ROWS, WIDE), sizes.dtype, transforms=tiled(WIDE, sizes.dtype)),
         lse=smem((n, ROWS), jnp.float32),
         q_full=plgpu.Barrier(num_arrivals=n * (1 + 2 * parts)),
-        k_full=plgpu.Barrier(num_arrivals=1, num_barriers=plan.stages),
-        v_full=plgpu.Barrier(num_arrivals=1 + marks, num_barriers=plan.stages),
+        k_full=plgpu.Barrier(num_arrivals=1, num_barriers=sizes.stages),
+        v_full=plgpu.Barrier(num_arrivals=1 + marks, num_barriers=sizes.stages),
         k_free=free,
         v_free=free,
         clean=plgpu.Barrier(num_arrivals=n),
     )
 
 
-def buffers(plan: Plan) -> int:
-    """How many of ``plan.stages`` fit beside what else is in shared memory."""
-    fixed = plan.readers * ROWS * (2 * (plan.h + plan.block) + 4 * (WIDE + 8))
-    return max(1, min(plan.stages, (SHARED - fixed) // (plan.block * (4 * plan.h + 8))))
+def buffers(sizes: PrefillSizes) -> int:
+    """How many of ``sizes.stages`` fit in shared memory."""
+    fixed = sizes.readers * ROWS * (2 * (sizes.h + sizes.block) + 4 * (WIDE + 8))
+    return max(1, min(sizes.stages, (SHARED - fixed) // (sizes.block * (4 * sizes.h + 8))))
 
 
 def refuse(op: str, k: Array, interpret: Any) -> None:
-    """What the kernel is not made for.
-
-    Raises:
-      Unsupported: with the reason.
-    """
+    """Raises ``Unsupported`` where the kernel cannot run, with the reason."""
 
     def no(what: str) -> None:
         raise Unsupported(f"{op}(impl='mosaic_gpu'): {what}. Use impl='triton', 'xla' or None.")
