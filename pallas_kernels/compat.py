@@ -103,6 +103,6 @@ def gpu_interpreter(**options: Any) -> Any:
     None where jax has none that knows what the bodies use (0.10 and before).
     """
     with contextlib.suppress(ImportError):
-        found = getattr(mosaic_gpu(), "InterpretGPUParams", None)
-        return None if found is None else found(**options)
+        params = getattr(mosaic_gpu(), "InterpretGPUParams", None)
+        return None if params is None else params(**options)
     return None

@@ -85,7 +85,7 @@ def copies(program: Any, at_least: int, *, vmem: bool = False) -> list[str]:
     """
     text = program.as_text()
     fused = set(re.findall(r" fusion\(.*?calls=%?([\w.-]+)", text))
-    found, inside = [], ""
+    operations, inside = [], ""
     for line in text.splitlines():
         head, op = _HEAD.match(line), _OP.match(line)
         inside = head.group(1) if head else inside
@@ -93,6 +93,6 @@ def copies(program: Any, at_least: int, *, vmem: bool = False) -> list[str]:
             continue
         for dtype, dims, layout in _SHAPE.findall(op.group(1))[_DESTINATION.get(op.group(2), slice(None))]:
             if ("S(1)" in layout) is vmem and math.prod(int(x) for x in dims.split(",") if x) >= at_least:
-                found.append(f"{op.group(2)} {dtype}[{dims}]")
+                operations.append(f"{op.group(2)} {dtype}[{dims}]")
                 break
-    return found
+    return operations

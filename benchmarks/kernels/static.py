@@ -97,13 +97,13 @@ KERNEL = r"ragged_decode_\w+?|decode_step\w*?|blockwise\w*?|column_mass|gated\w*
 
 def bundles(folder: pathlib.Path) -> dict[str, int]:
     """Bundles of each kernel whose dump lies in a folder."""
-    found = {}
+    counts = {}
     for file in sorted(folder.glob("*schedule-analysis_final_bundles.txt")):
         kernel = re.search(rf"({KERNEL})[.-]", file.name)
         count = re.search(r"total scheduled bundles:\s+(\d+)", file.read_text())
         if kernel and count:
-            found[kernel.group(1)] = int(count.group(1))
-    return found
+            counts[kernel.group(1)] = int(count.group(1))
+    return counts
 
 
 _SPILLED = re.compile(r"v(?:st|ld) \[vmem:\[#allocation\d+_spill")
@@ -111,11 +111,11 @@ _SPILLED = re.compile(r"v(?:st|ld) \[vmem:\[#allocation\d+_spill")
 
 def spills(folder: pathlib.Path) -> dict[str, int]:
     """How often each kernel's text stores a vector register for want of room, or loads one back."""
-    found = {}
+    counts = {}
     for file in sorted(folder.glob("*-01-final_bundles.txt")):
         if kernel := re.search(rf"({KERNEL})[.-]", file.name):
-            found[kernel.group(1)] = len(_SPILLED.findall(file.read_text()))
-    return found
+            counts[kernel.group(1)] = len(_SPILLED.findall(file.read_text()))
+    return counts
 
 
 _BUNDLE = re.compile(r"\s*(?:0x[0-9a-f]+|0)\s+(\w\w)?\s*:?\s*(>*)[^{]*{")
@@ -126,11 +126,11 @@ def steps(folder: pathlib.Path) -> dict[str, list[int]]:
 
     A piece is what runs from one label, or depth of loops, to the next: a loop's body, a branch.
     """
-    found = {}
+    pieces_of = {}
     for file in sorted(folder.glob("*-01-final_bundles.txt")):
         if kernel := re.search(rf"({KERNEL})[.-]", file.name):
-            found[kernel.group(1)] = _multiplying(file.read_text())
-    return {kernel: pieces for kernel, pieces in found.items() if len(pieces) > 1}
+            pieces_of[kernel.group(1)] = _multiplying(file.read_text())
+    return {kernel: pieces for kernel, pieces in pieces_of.items() if len(pieces) > 1}
 
 
 def item(folder: pathlib.Path, kernel: str, pages: int) -> int:
@@ -162,8 +162,8 @@ def _pieces(text: str, what: str) -> list[tuple[str, int, int]]:
             if bundle.group(1) or bundle.group(2) != depth:
                 depth = bundle.group(2)
                 pieces.append((depth, 0, 0))
-            _, bundles, found = pieces[-1]
-            pieces[-1] = depth, bundles + 1, found + len(re.findall(what, line))
+            _, bundles, occurrences = pieces[-1]
+            pieces[-1] = depth, bundles + 1, occurrences + len(re.findall(what, line))
     return pieces
 
 
@@ -176,10 +176,10 @@ _ENTRY = re.compile(
 
 def registers(report: str) -> dict[str, dict[str, int]]:
     """Registers of a thread and bytes spilled of each kernel in the assembler's report."""
-    found = {}
+    used_by = {}
     for kernel, _, stores, loads, used in _ENTRY.findall(report):
-        found[kernel] = {"registers": int(used), "spilled_bytes": int(stores) + int(loads)}
-    return found
+        used_by[kernel] = {"registers": int(used), "spilled_bytes": int(stores) + int(loads)}
+    return used_by
 
 
 def _report_of(chip: str, name: str, folder: pathlib.Path, programs: dict[str, Any]) -> dict[str, Any]:

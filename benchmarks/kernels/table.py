@@ -45,8 +45,8 @@ def _interpreted(op: str, impl: str) -> bool:
 @functools.cache
 def _static(chip: str) -> dict[str, Any]:
     file = dispatch.TUNED / chip / "static.json"
-    found: dict[str, Any] = json.loads(file.read_text())["cases"] if file.is_file() else {}
-    return found
+    cases_of: dict[str, Any] = json.loads(file.read_text())["cases"] if file.is_file() else {}
+    return cases_of
 
 
 def _compiled(op: str, impl: str) -> list[str]:
@@ -61,12 +61,12 @@ def _compiled(op: str, impl: str) -> list[str]:
 
 
 def _run(op: str, impl: str) -> list[str]:
-    found = []
+    devices = []
     for file in sorted(dispatch.TUNED.glob(f"*/{dispatch.filed(op, impl)}.json")):
         known = json.loads(file.read_text())
         if known.get("impl") == impl and known.get("agrees") and not known.get("interpreted"):
-            found.append(known.get("device", file.parent.name))
-    return found
+            devices.append(known.get("device", file.parent.name))
+    return devices
 
 
 def checked() -> list[str]:
@@ -85,22 +85,22 @@ def checked() -> list[str]:
     return rows
 
 
-def _cell(found: dict[str, Any]) -> str:
+def _cell(row: dict[str, Any]) -> str:
     """What is known of a case on a chip: TPU bundles, its steps and one over the roofline; GPU registers."""
-    if not found:
+    if not row:
         return ""
-    if "error" in found:
+    if "error" in row:
         return "refused"
-    if "kernels" in found:
+    if "kernels" in row:
         cells = [
             f"{x['registers']}" + (f" and {x['spilled_bytes']} B spilled" if x["spilled_bytes"] else "")
-            for _, x in sorted(found["kernels"].items())
+            for _, x in sorted(row["kernels"].items())
         ]
         return ", ".join(cells)
-    steps = ["+".join(map(str, x)) for _, x in sorted(found.get("steps", {}).items())]
-    steps = [str(found["item"])] if "item" in found else steps
-    beside = steps + [f"{found['step_to_roofline']}x"] * ("step_to_roofline" in found)
-    bundles = ", ".join(str(x) for _, x in sorted(found["bundles"].items()))
+    steps = ["+".join(map(str, x)) for _, x in sorted(row.get("steps", {}).items())]
+    steps = [str(row["item"])] if "item" in row else steps
+    beside = steps + [f"{row['step_to_roofline']}x"] * ("step_to_roofline" in row)
+    bundles = ", ".join(str(x) for _, x in sorted(row["bundles"].items()))
     return f"{bundles} ({', '.join(beside)})" if beside else bundles
 
 

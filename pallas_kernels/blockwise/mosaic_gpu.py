@@ -12,17 +12,15 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import hopper_operands, hopper_prefill, tuning
-from pallas_kernels.blockwise import plan
+from pallas_kernels.blockwise import block_lists
+from pallas_kernels.blockwise.sight import Partial, Sight, Where
 from pallas_kernels.hopper import ROWS
 from pallas_kernels.hopper_operands import FAR, Keys, KeyTile, Program, Queries
 from pallas_kernels.padding import pad_to_multiple
-from pallas_kernels.tuning import Blocks
+from pallas_kernels.tuning import Blocks, Tuned
 
 if TYPE_CHECKING:
     from jaxtyping import Array
-
-    from pallas_kernels.blockwise.sight import Partial, Sight, Where
-    from pallas_kernels.tuning import Tuned
 
 BLOCKS = Blocks(k=128, stages=4)
 """Keys of a tile, and buffers of keys if so many fit."""
@@ -61,14 +59,14 @@ def blockwise(
         sight.scale, sight.softcap, sight.window is not None, sight.dtype, interpret or None,
     )  # fmt: skip
     sizes = sizes._replace(stages=hopper_operands.buffers(sizes))
-    x = plan.rows(q, k, where, sight.window, sizes.queries, sizes.block, folded=True)
+    x = block_lists.rows(q, k, where, sight.window, sizes.queries, sizes.block, folded=True)
     dead = x.k_pos < 0
     at = jnp.where(dead, FAR, x.k_pos)
     near = None
     if x.admit is not None and sight.window is not None:
         near = jnp.where(x.admit > 0, FAR, at[:, None])
     sees = jnp.stack([x.q_pos, x.q_pos - (sight.window or 0)], axis=1)[:, None]
-    order, *counts = plan.forward(x, sight.window, sizes.queries, sizes.block)
+    order, *counts = block_lists.of_read(x, sight.window, sizes.queries, sizes.block)
     dirty = jnp.any(dead.reshape(len(dead), -1, sizes.block), axis=-1)
     arrays = [order, jnp.stack(counts, axis=-1), dirty.astype(jnp.int32)]
     keys = Keys(x.k, pad_to_multiple(v, 2, sizes.block), at[:, None], near)

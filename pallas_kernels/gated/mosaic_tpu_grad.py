@@ -8,15 +8,15 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
+from pallas_kernels.blockwise.mosaic_tpu import column
 from pallas_kernels.gated import mosaic_tpu_grid as grids
 from pallas_kernels.gated import tiles
 from pallas_kernels.gated.mosaic_tpu_grid import LANES
+from pallas_kernels.gated.vjp import Above, GatedSizes, Inputs, Rule
 from pallas_kernels.padding import pad_to
 
 if TYPE_CHECKING:
     from jaxtyping import Array
-
-    from pallas_kernels.gated.vjp import Above, GatedSizes, Inputs, Rule
 
 
 def _key_body(sizes: GatedSizes) -> Any:
@@ -31,7 +31,7 @@ def _key_body(sizes: GatedSizes) -> Any:
         def _() -> None:
             for total in (dk, dv, d_gate):
                 total[...] = jnp.zeros_like(total)
-            gate_column[...] = grids.column(gate[...])
+            gate_column[...] = column(gate[...])
 
         @pl.when((i >= grids.first(sizes, j)) & (i * bq < length))
         def _() -> None:
@@ -61,8 +61,8 @@ def _query_body(sizes: GatedSizes) -> Any:
         @pl.when(j == 0)
         def _() -> None:
             dq[...] = jnp.zeros_like(dq)
-            lse_column[...] = grids.column(lse[...])
-            delta_column[...] = grids.column(delta[...])
+            lse_column[...] = column(lse[...])
+            delta_column[...] = column(delta[...])
 
         @pl.when((j <= grids.last(sizes, i)) & (i * bq < length))
         def _() -> None:

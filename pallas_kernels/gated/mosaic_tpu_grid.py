@@ -17,13 +17,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import compat, tuning
-from pallas_kernels.gated.vjp import GatedSizes
+from pallas_kernels.gated.vjp import GatedSizes, Inputs, Rule
 from pallas_kernels.padding import pad_to, round_up
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float
-
-    from pallas_kernels.gated.vjp import Inputs, Rule
 
 BLOCK = 512
 LANES = 128
@@ -51,22 +49,19 @@ class Blocks(NamedTuple):
 def sizes_of(x: Inputs, rule: Rule, what: str) -> GatedSizes:
     """Sizes of a pass over these arrays."""
     (b, n, t, h), heads = x.q.shape, x.k.shape[1]
-    found = tuning.pick(rule.blocks, what, x.k.dtype, h, tuning.Blocks(q=BLOCK, k=BLOCK))
-    bq, bk = (min(size, round_up(t, LANES)) for size in found[:2])
+    chosen = tuning.pick(rule.blocks, what, x.k.dtype, h, tuning.Blocks(q=BLOCK, k=BLOCK))
+    bq, bk = (min(size, round_up(t, LANES)) for size in chosen[:2])
     size = math.lcm(bq, bk)
-    return GatedSizes(b, n, heads, round_up(t, size), h, bq, bk, found, rule)
+    return GatedSizes(b, n, heads, round_up(t, size), h, bq, bk, chosen, rule)
 
 
 def query_major(sizes: GatedSizes) -> Blocks:
     """Of grid (B, N, nq, nk)."""
-
-    def q(b: Array, n: Array, i: Array, j: Array, *_: Any) -> tuple[Any, ...]:
-        return b, n, i
-
-    def k(b: Array, n: Array, i: Array, j: Array, *_: Any) -> tuple[Any, ...]:
-        return b, n // sizes.group, jnp.minimum(j, last(sizes, i))
-
-    return _blocks(sizes, q, k)
+    return _blocks(
+        sizes,
+        lambda b, n, i, j, *_: (b, n, i),
+        lambda b, n, i, j, *_: (b, n // sizes.group, jnp.minimum(j, last(sizes, i))),
+    )
 
 
 def key_major(sizes: GatedSizes) -> Blocks:
@@ -76,10 +71,7 @@ def key_major(sizes: GatedSizes) -> Blocks:
         i = jnp.maximum(jax.lax.rem(step, sizes.nq), first(sizes, j))
         return b, kv * sizes.group + step // sizes.nq, i
 
-    def k(b: Array, kv: Array, j: Array, step: Array, *_: Any) -> tuple[Any, ...]:
-        return b, kv, j
-
-    return _blocks(sizes, q, k)
+    return _blocks(sizes, q, lambda b, kv, j, step, *_: (b, kv, j))
 
 
 def _blocks(sizes: GatedSizes, q: Any, k: Any) -> Blocks:
@@ -99,11 +91,6 @@ def _blocks(sizes: GatedSizes, q: Any, k: Any) -> Blocks:
 def as_rows(x: Float[Array, "B N T"], t: int) -> Float[Array, "B N 1 T"]:
     """Numbers of each position as rows of blocks."""
     return pad_to(x.astype(jnp.float32), t)[:, :, None]
-
-
-def column(row: Float[Array, "1 R"]) -> Float[Array, "R 128"]:
-    """In a body: a row as a column, in every lane."""
-    return jnp.transpose(jnp.broadcast_to(row, (LANES, row.shape[1])))
 
 
 def row(column: Float[Array, "R 1"]) -> Float[Array, "1 R"]:

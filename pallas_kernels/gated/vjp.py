@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.tuning import Blocks, Tuned
+
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int
-
-    from pallas_kernels.tuning import Blocks, Tuned
 
 
 class Rule(NamedTuple):
@@ -58,17 +58,14 @@ class GatedSizes(NamedTuple):
 
     @property
     def nq(self) -> int:
-        """Blocks of queries."""
         return self.t // self.bq
 
     @property
     def nk(self) -> int:
-        """Blocks of keys."""
         return self.t // self.bk
 
     @property
     def group(self) -> int:
-        """Query heads of a KV head."""
         return self.n // self.heads
 
 
@@ -82,7 +79,6 @@ class Inputs(NamedTuple):
     lengths: Int[Array, " B"] | None
 
     def ends(self) -> Int[Array, " B"]:
-        """The length of each row."""
         b, _, t, _ = self.q.shape
         return jnp.full(b, t, jnp.int32) if self.lengths is None else self.lengths.astype(jnp.int32)
 

@@ -108,11 +108,11 @@ def target(chip: str, topology: str | None = None) -> Target:
     if chip in TPUS:
         if _installed("libtpu") is None:
             raise _missing(chip, "libtpu is not installed")
-        found: Any = topologies.get_topology_desc(
+        devices: Any = topologies.get_topology_desc(
             platform="tpu", topology_name=topology or TPUS[chip]
         ).devices
-        cores = getattr(found[0], "num_cores", 1) or 1
-        return Target(found, found[0].device_kind, cores, "tpu", ("tpu",))
+        cores = getattr(devices[0], "num_cores", 1) or 1
+        return Target(devices, devices[0].device_kind, cores, "tpu", ("tpu",))
     known = [version for name in _PLUGINS if (version := _installed(name))]
     if metadata.version("jaxlib") not in known:
         what = f"no CUDA plug-in of jaxlib {metadata.version('jaxlib')} is installed, only {known or 'none'}"
@@ -123,8 +123,8 @@ def target(chip: str, topology: str | None = None) -> Target:
         "target_config": _H200.replace("NVIDIA H200", GPUS[chip][0]),
         "topology": f"1x1x{count}",  # slices x hosts x devices of a host
     }
-    found = topologies.get_topology_desc(platform="cuda", topology_name="", **options).devices
-    gpu = Target(found, *GPUS[chip], "gpu", ("cuda",))
+    devices = topologies.get_topology_desc(platform="cuda", topology_name="", **options).devices
+    gpu = Target(devices, *GPUS[chip], "gpu", ("cuda",))
     _assembles(gpu)
     return gpu
 

@@ -138,7 +138,6 @@ class Records:
 
 
 def _device_of(worker: Child, tiny: bool) -> tuple[str, str]:
-    """Platform and kind of the child's device."""
     device: dict[str, Any] = {}
     lost = _do(worker, {"what": "hello", "tiny": tiny}, 120.0, lambda op, part, name, x: device.update(x))
     if lost:

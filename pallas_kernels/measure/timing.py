@@ -26,7 +26,6 @@ class CompileTime(NamedTuple):
         return sum(self)
 
     def since(self, earlier: CompileTime) -> CompileTime:
-        """What was added since ``earlier``."""
         return CompileTime(*(now - then for now, then in zip(self, earlier)))
 
 
@@ -73,12 +72,12 @@ def laps(call: Callable[[], Any], repeats: int, wait: Wait = jax.block_until_rea
       repeats: calls.
       wait: for the work that a call started.
     """
-    found = []
+    seconds = []
     for _ in range(repeats):
         start = time.perf_counter()
         wait(call())
-        found.append(time.perf_counter() - start)
-    return found
+        seconds.append(time.perf_counter() - start)
+    return seconds
 
 
 def median(call: Callable[[], Any], spend: float, wait: Wait = jax.block_until_ready) -> float:

@@ -113,7 +113,7 @@ def phi_evaluate(
     log sum_f exp(log_q[f] + log_k[f]).
 
     Args:
-      summary: of each KV head's stream.
+      summary: of each KV head's KV head.
       log_q: log features of the queries, any float dtype.
       impl: see ``dispatch``.
 

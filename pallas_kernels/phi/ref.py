@@ -34,14 +34,6 @@ class Summary(NamedTuple):
     values: Float[Array, "B K F H"]
 
 
-def shifted(
-    log_k: Float[Array, "B K S F"], shift: Float[Array, "B K F"], there: Bool[Array, "B K S"]
-) -> Float[Array, "B K S F"]:
-    """exp(log_k - shift) of the tokens that are there, 0 of the others."""
-    a = softmax.hide(log_k.astype(jnp.float32), there[..., None])
-    return jnp.exp(a - softmax.finite(shift)[..., None, :])
-
-
 def sums(
     log_k: Float[Array, "B K S F"],
     v: Float[Array, "B K S H"],
@@ -49,20 +41,16 @@ def sums(
     shift: Float[Array, "B K F"],
 ) -> tuple[Float[Array, "B K F"], Float[Array, "B K F H"]]:
     """The sums over tokens of exp(log_k - shift) and of the same times v; float32."""
-    e = shifted(log_k, shift, there)
+    a = softmax.hide(log_k.astype(jnp.float32), there[..., None])
+    e = jnp.exp(a - softmax.finite(shift)[..., None, :])
     v = jnp.where(there[..., None], v.astype(jnp.float32), 0.0)
     return jnp.sum(e, axis=-2), jnp.einsum("bksf,bksh->bkfh", e, v, precision=EXACT)
 
 
-class Summing(NamedTuple):
-    """``api.phi_build`` and ``api.phi_subtract`` with one implementation's sums."""
-
-    build: Callable[..., Summary]
-    subtract: Callable[..., Summary]
-
-
-def summing(sums: Callable[..., tuple[Array, Array]], *options: str) -> Summing:
-    """Both, jitted; they take ``options`` of ``sums`` as keywords."""
+def summing(
+    sums: Callable[..., tuple[Array, Array]], *options: str
+) -> tuple[Callable[..., Summary], Callable[..., Summary]]:
+    """``api.phi_build`` and ``api.phi_subtract`` with these sums; their ``options`` are static keywords."""
 
     @functools.partial(jax.jit, static_argnames=options)
     def build(
@@ -97,7 +85,7 @@ def summing(sums: Callable[..., tuple[Array, Array]], *options: str) -> Summing:
         rest = jnp.maximum(summary.weight - weight, floor * summary.weight)
         return Summary(summary.shift, rest, summary.values - values)
 
-    return Summing(build, subtract)
+    return build, subtract
 
 
 build, subtract = summing(sums)

@@ -1,7 +1,7 @@
 """ragged_decode on Hopper (H100, H200), in Pallas' Mosaic GPU: what is left when Pallas' Triton is gone.
 
 Two kernels a call: ``mosaic_gpu_read`` reads the pages, an item of a list a program, ``mosaic_gpu_join``
-joins the items of each stream. Before them XLA rounds, splits and pads the queries in one more.
+joins the items of each KV head. Before them XLA rounds, splits and pads the queries in one more.
 """
 
 from __future__ import annotations
@@ -16,14 +16,13 @@ from pallas_kernels import lowering, softmax, tuning
 from pallas_kernels.dispatch import Unsupported
 from pallas_kernels.hopper import ROWS
 from pallas_kernels.ragged_decode import mosaic_gpu_join, mosaic_gpu_read
+from pallas_kernels.ragged_decode.call import Lists, Options, Pools
 from pallas_kernels.ragged_decode.mosaic_gpu_sizes import TILE, HopperSizes, buffers
 from pallas_kernels.ragged_decode.ref import live_slots, page_lists
+from pallas_kernels.tuning import Tuned
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float
-
-    from pallas_kernels.ragged_decode.call import Lists, Options, Pools
-    from pallas_kernels.tuning import Tuned
 
 ITEM_SLOTS = (1024, 128)
 """Slots of an item: at most, and at least."""
@@ -71,25 +70,25 @@ def _sizes(
     terms = 3 if dtype == jnp.float32 or (codes and q.dtype == jnp.float32) else 1
     readers, many = (1 if terms > 1 else 2), -(-total // ROWS)
     own = tuning.Blocks(item=ITEM_SLOTS[0], stages=STAGES)
-    found = tuning.pick(blocks, "read", dtype, h, own)
-    item = found.item
+    chosen = tuning.pick(blocks, "read", dtype, h, own)
+    item = chosen.item
     while item > ITEM_SLOTS[1] and b * heads * many * -(-m * size // item) < PROGRAMS:
         item //= 2
     rows = min(ROWS, -(-total // 8) * 8)
     sizes = HopperSizes(
         total, rows, many, h, pool, size, m, max(item // TILE, readers), readers,
-        max(found.stages, 2 * readers), terms, codes, options, interpret or None,
+        max(chosen.stages, 2 * readers), terms, codes, options, interpret or None,
     )  # fmt: skip
     return sizes._replace(stages=buffers(sizes, dtype.itemsize))
 
 
 def _in_terms(q: Float[Array, "Z R H"], terms: int) -> Float[Array, "terms Z R H"]:
     """As ``mosaic_gpu_sizes.in_terms``; XLA keeps float32 between conversions unless told what is lost."""
-    x, found = q.astype(jnp.float32), []
+    x, parts = q.astype(jnp.float32), []
     for _ in range(terms):
-        found.append(jax.lax.reduce_precision(x, 8, 7))
-        x = x - found[-1]
-    return jnp.stack(found).astype(jnp.bfloat16)
+        parts.append(jax.lax.reduce_precision(x, 8, 7))
+        x = x - parts[-1]
+    return jnp.stack(parts).astype(jnp.bfloat16)
 
 
 def _mass(
@@ -97,11 +96,11 @@ def _mass(
 ) -> Float[Array, "B N M S"]:
     """Attention that slots received, from the scores of all items, whatever lies in those of dead slots."""
     (b, heads, m), groups = lists.table.shape, sizes.total
-    found = scores[:, :, :groups].swapaxes(1, 2).reshape(b * heads, groups, -1)
-    found = found[..., : m * sizes.slots].reshape(b, heads, groups, m, sizes.slots)
+    by_slot = scores[:, :, :groups].swapaxes(1, 2).reshape(b * heads, groups, -1)
+    by_slot = by_slot[..., : m * sizes.slots].reshape(b, heads, groups, m, sizes.slots)
     see = live_slots(page_lists(lists, sizes.pool, sizes.slots)[1], None, sizes.slots)[:, :, None]
     shift = lse.reshape(b, heads, groups, 1, 1)
-    return softmax.probabilities(found, see, shift[..., 0]).reshape(b, heads * groups, m, sizes.slots)
+    return softmax.probabilities(by_slot, see, shift[..., 0]).reshape(b, heads * groups, m, sizes.slots)
 
 
 @functools.partial(jax.jit, static_argnames=("options", "interpret", "blocks"))
@@ -110,15 +109,15 @@ def ragged_decode(
 ) -> tuple[Array, ...]:
     """See ``api.ragged_decode``."""
     sizes = _sizes(q, pools, lists, options, interpret, blocks)
-    (b, n, t, h), streams = q.shape, lists.length.size
+    (b, n, t, h), kv_heads = q.shape, lists.length.size
     more = sizes.blocks * sizes.rows - sizes.total
-    rows = jnp.pad(q.reshape(streams, sizes.total, h), ((0, 0), (0, more), (0, 0)))
+    rows = jnp.pad(q.reshape(kv_heads, sizes.total, h), ((0, 0), (0, more), (0, 0)))
     rows = _in_terms(rows.reshape(-1, sizes.rows, h), sizes.terms)
-    length = lists.length.reshape(streams)
-    arrays = [pools.k, pools.v, lists.table.reshape(streams, -1), length]
+    length = lists.length.reshape(kv_heads)
+    arrays = [pools.k, pools.v, lists.table.reshape(kv_heads, -1), length]
     arrays += [] if pools.scales is None else [pools.scales]
     o, stats, *scores = mosaic_gpu_read.read(sizes, rows, arrays)
     out, lse = mosaic_gpu_join.join(sizes, o, stats, length)
-    out = out.reshape(streams, -1, h)[:, : sizes.total].reshape(b, n, t, h)
-    lse = lse.reshape(streams, -1)[:, : sizes.total].reshape(b, n, t)
+    out = out.reshape(kv_heads, -1, h)[:, : sizes.total].reshape(b, n, t, h)
+    lse = lse.reshape(kv_heads, -1)[:, : sizes.total].reshape(b, n, t)
     return (out, lse, _mass(sizes, scores[0], lse, lists)) if options.mass else (out, lse)

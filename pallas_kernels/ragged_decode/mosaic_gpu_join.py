@@ -36,7 +36,7 @@ def _layout() -> Any:
 
 
 def _partials(sizes: HopperSizes, length: Array) -> Array:
-    """Of a stream: of every reader in each item but the last, and there of those that have a tile."""
+    """Of a KV head: of every reader in each item but the last, and there of those that have a tile."""
     held = held_tiles(sizes, length)
     full = jnp.maximum(jax.lax.div(held + (sizes.tiles - 1), jnp.int32(sizes.tiles)) - 1, 0)
     return full * sizes.readers + jnp.minimum(held - full * sizes.tiles, sizes.readers)

@@ -58,11 +58,11 @@ Stats = tuple[Any, Any, tuple[Any, ...]]
 
 
 class Program(NamedTuple):
-    """Which program this is: row block, item, stream, its length; its first tile and how many it has."""
+    """Which program this is: row block, item, KV head, its length; its first tile and how many it has."""
 
     z: Array
     item: Array
-    stream: Array
+    kv_head: Array
     length: Array
     begin: Array
     held: Array
@@ -70,17 +70,17 @@ class Program(NamedTuple):
 
 def _program(sizes: HopperSizes, operands: Operands) -> Program:
     z, item = jax.lax.axis_index("z"), jax.lax.axis_index("item")
-    stream = jax.lax.div(z, jnp.int32(sizes.blocks))
-    length = jnp.clip(operands.length[stream], 0, sizes.entries * sizes.slots)
+    kv_head = jax.lax.div(z, jnp.int32(sizes.blocks))
+    length = jnp.clip(operands.length[kv_head], 0, sizes.entries * sizes.slots)
     begin = item * sizes.tiles
     return Program(
-        z, item, stream, length, begin, jnp.clip(held_tiles(sizes, length) - begin, 0, sizes.tiles)
+        z, item, kv_head, length, begin, jnp.clip(held_tiles(sizes, length) - begin, 0, sizes.tiles)
     )
 
 
 def _units(sizes: HopperSizes, operands: Operands, program: Program, tile: Array) -> list[Unit]:
     """Of a tile of this item."""
-    first, table = (program.begin + tile) * sizes.units, operands.table.at[program.stream]
+    first, table = (program.begin + tile) * sizes.units, operands.table.at[program.kv_head]
     return [find_unit(sizes, table, program.length, first + i) for i in range(sizes.units)]
 
 
@@ -206,7 +206,6 @@ def _step(
     tile: Array,
     stats: Stats,
 ) -> Stats:
-    """The statistics after one more tile."""
     m, l, outs = stats
     reader = reader + _unknown_zero(sizes)
     k_at = jax.lax.rem(2 * tile, jnp.int32(sizes.stages))
@@ -270,7 +269,7 @@ def read(sizes: HopperSizes, q: Array, arrays: list[Array]) -> list[Array]:
 
     Args:
       sizes: sizes.
-      q: queries in terms, [terms, Z, rows, H] of Z = streams times blocks.
+      q: queries in terms, [terms, Z, rows, H] of Z = KV heads times blocks.
       arrays: K and V pool, table [X, M], lengths [X], and scales where pages hold codes.
 
     Returns:

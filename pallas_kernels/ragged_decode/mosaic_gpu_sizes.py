@@ -16,11 +16,10 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.hopper import ROWS, SHARED, WIDE, plgpu, tiled
+from pallas_kernels.ragged_decode.call import Options
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool
-
-    from pallas_kernels.ragged_decode.call import Options
 
 TILE = 64
 """Slots of a product."""
@@ -34,9 +33,9 @@ class HopperSizes(NamedTuple):
     """Static sizes of a call.
 
     Attributes:
-      total: queries of a stream.
+      total: queries of a KV head.
       rows: of a program that are read and written, a multiple of 8.
-      blocks: programs that share a stream's queries.
+      blocks: programs that share a KV head's queries.
       h: head dim.
       pool: pages there are.
       slots: slots of a page.
@@ -77,12 +76,10 @@ class HopperSizes(NamedTuple):
 
     @property
     def units(self) -> int:
-        """Of a tile."""
         return TILE // self.unit
 
     @property
     def items(self) -> int:
-        """Of the longest list."""
         return -(-self.entries * self.slots // (self.tiles * TILE))
 
 
@@ -120,19 +117,19 @@ def find_unit(sizes: HopperSizes, table: Any, length: Array, at: Array) -> Unit:
 def seen(sizes: HopperSizes, units: list[Unit], shape: tuple[int, int], axis: int) -> Bool[Array, "R S"]:
     """Which slots of a tile are live; slots run along ``axis``."""
     at = plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=plgpu.Layout.WGMMA)
-    found = at < units[0].live
+    see = at < units[0].live
     for i, unit in enumerate(units[1:], 1):
-        found = found | ((at >= i * sizes.unit) & (at < i * sizes.unit + unit.live))
-    return found
+        see = see | ((at >= i * sizes.unit) & (at < i * sizes.unit + unit.live))
+    return see
 
 
 def in_terms(x: Array, count: int) -> list[Array]:
     """float32 as a sum of bfloat16, exact with three of them (of an infinity the others are NaN)."""
-    found: list[Array] = []
+    terms: list[Array] = []
     for left in reversed(range(count)):
-        found.append(x.astype(jnp.bfloat16))
-        x = x - found[-1].astype(jnp.float32) if left else x
-    return found
+        terms.append(x.astype(jnp.bfloat16))
+        x = x - terms[-1].astype(jnp.float32) if left else x
+    return terms
 
 
 def pairs(count: int) -> list[tuple[int, int]]:
@@ -203,14 +200,11 @@ def buffers(sizes: HopperSizes, itemsize: int) -> int:
 
 def named(sizes: HopperSizes, refs: tuple[Any, ...]) -> tuple[Operands, Shared]:
     """References by name; None for those a call does not have."""
-    left = list(refs)
+    left = iter(refs)
 
-    def take(there: bool = True) -> Any:
-        return left.pop(0) if there else None
+    def take(*there: bool) -> list[Any]:
+        return [next(left) if x else None for x in there]
 
     staged = sizes.terms > 1 or sizes.codes
-    lists = (take(), take(), take(), take(), take())
-    operands = Operands(*lists, take(sizes.codes), take(), take(), take(sizes.options.mass))
-    tiles_of, rest = (take(), take(), take()), (take(staged), take(sizes.codes))
-    memory = Shared(*tiles_of, *rest, take(), take(), take(), take(), take())
-    return operands, memory
+    operands = Operands(*take(*[True] * 5, sizes.codes, True, True, sizes.options.mass))
+    return operands, Shared(*take(*[True] * 3, staged, sizes.codes, *[True] * 5))

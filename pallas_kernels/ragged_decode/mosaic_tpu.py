@@ -27,28 +27,27 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels import compat, tiles, tuning
 from pallas_kernels.dispatch import Unsupported
 from pallas_kernels.ragged_decode import codes, mosaic_tpu_tile, worklist
+from pallas_kernels.ragged_decode.call import Lists, Options, Pools
 from pallas_kernels.ragged_decode.mosaic_tpu_fetch import AHEAD, LANES, Entries, Fetch, advance, listed
 from pallas_kernels.ragged_decode.mosaic_tpu_tile import mix, scores, slots, turned, visible
 from pallas_kernels.ragged_decode.worklist import ReadSizes
+from pallas_kernels.tuning import Tuned
 
 if TYPE_CHECKING:
     from jaxtyping import Array
 
-    from pallas_kernels.ragged_decode.call import Lists, Options, Pools
-    from pallas_kernels.tuning import Tuned
-
 TILE_SLOTS = 1024
-"""Slots of a tile, when a stream has few queries; half of it when it has more than FEW."""
+"""Slots of a tile, when a KV head has few queries; half of it when it has more than FEW."""
 
 ITEM_TILES = 4
-"""Tiles of an item, when a stream has few queries: an item costs more beside its tiles than one of these."""
+"""Tiles of an item, when a KV head has few queries: an item costs more beside its tiles than one of these."""
 
 ITEM_BYTES = 2 << 20
 """Of keys and values of an item of several tiles; two items are in VMEM."""
 
 FEW = 64
 ROWS = 256
-"""Queries of a stream (G * T) taken together."""
+"""Queries of a KV head (G * T) taken together."""
 
 MOST_PAGES = 32
 SMEM_WORDS = 230_000
@@ -119,7 +118,6 @@ def _read_body(sizes: ReadSizes, coded: bool, narrowed: bool) -> Any:
     """The kernel: (items, entries, count, q, chosen?, pools) -> (out, lse, scores?)."""
 
     def body(row: Any, place: Any, block: Any, held: Any, edge: Any, count: Any, lists: Any, *refs: Any):
-        del row, block
         q, chosen, pools, (out, lse, *rest) = _split(refs, 1, narrowed, 2 + coded)
         kept, scratch = rest[: sizes.keeps_scores], rest[sizes.keeps_scores :]
         buffers, (m, l, o, sem, *ring) = tuple(scratch[: 2 + coded]), scratch[2 + coded :]
@@ -162,7 +160,6 @@ def _mass_body(sizes: ReadSizes, coded: bool, narrowed: bool) -> Any:
     """The kernel: (items, entries, count, q, lse, chosen?, K pool, scales?) -> mass of an item's slots."""
 
     def body(row: Any, place: Any, block: Any, held: Any, edge: Any, count: Any, lists: Any, *refs: Any):
-        del block, edge
         q, lse, chosen, pools, (mass, *scratch) = _split(refs, 2, narrowed, 1 + coded)
         buffers, (sem, *ring) = tuple(scratch[: 1 + coded]), scratch[1 + coded :]
         k, scales = (*buffers, None)[:2]
@@ -189,8 +186,8 @@ def _call(
         pools = [x.swapaxes(1, 2) if x.shape[1] == sizes.slots else x for x in pools]
     if sizes.interpret is False:
         pools = [compat.in_hbm(x) for x in pools]
-    found, count, lists = listed(sizes, packed)
-    grid = (count,) if sizes.interpret is False else (found.row.shape[0],)
+    items, count, lists = listed(sizes, packed)
+    grid = (count,) if sizes.interpret is False else (items.row.shape[0],)
     buffers = [pltpu.VMEM((2, sizes.per_item, *pool.shape[1:]), pool.dtype) for pool in pools]
     scratch = [pltpu.VMEM((sizes.rows, n), jnp.float32) for n in (LANES, LANES, sizes.h)]
     ring = [pltpu.SMEM((AHEAD, 1, LANES), jnp.int32), pltpu.SemaphoreType.DMA((AHEAD,))] * sizes.streamed
@@ -217,7 +214,7 @@ def _call(
         cost_estimate=cost,
         interpret=sizes.interpret,
         name=f"ragged_decode_{name}",
-    )(*found, count[None], lists, *(x for x, _ in inputs), *pools)
+    )(*items, count[None], lists, *(x for x, _ in inputs), *pools)
 
 
 @functools.partial(jax.jit, static_argnames=("options", "interpret", "blocks"))
@@ -237,13 +234,13 @@ def ragged_decode(
     body = _read_body(sizes, coded, bool(narrow))
     outputs += [_received(sizes, ready)] * sizes.keeps_scores
     out, lse, *kept = _call(sizes, body, "read", ready.packed, inputs + narrow, pools.all(), outputs)
-    found = out.reshape(len(ready.live), -1, h)[:, :count].reshape(b, n, t, h)
+    outs = out.reshape(len(ready.live), -1, h)[:, :count].reshape(b, n, t, h)
     lses = lse[..., 0].reshape(len(ready.live), -1)[:, :count].reshape(b, n, t)
     if not options.mass:
-        return found, lses
+        return outs, lses
     if sizes.keeps_scores:
         return (
-            found,
+            outs,
             lses,
             worklist.received_by_scores(kept[0], lses, ready.live, ready.packed.order, sizes, lists),
         )
@@ -251,21 +248,16 @@ def ragged_decode(
     body = _mass_body(sizes, coded, bool(narrow))
     operands = inputs + narrow, pools.for_scores(), [_received(sizes, ready)]
     (mass,) = _call(sizes, body, "mass", ready.packed, *operands)
-    return found, lses, worklist.received(mass, ready.live, ready.packed.order, sizes, lists)
+    return outs, lses, worklist.received(mass, ready.live, ready.packed.order, sizes, lists)
 
 
 def _by_row(sizes: ReadSizes, width: int) -> pl.BlockSpec:
     return pl.BlockSpec((None, sizes.rows, width), lambda i, row, *_: (row[i], 0, 0))
 
 
-def _longest(sizes: ReadSizes, ready: worklist.Prepared) -> int:
-    """Items of the longest list there can be."""
-    return -(-ready.live.shape[1] // sizes.per_item)
-
-
 def _chosen(sizes: ReadSizes, ready: worklist.Prepared) -> tuple[Array, pl.BlockSpec]:
     """The bits of an item's slots."""
-    blocks, longest = sizes.blocks, _longest(sizes, ready)
+    blocks, longest = sizes.blocks, -(-ready.live.shape[1] // sizes.per_item)
 
     def at(i: Array, row: Any, place: Any, block: Any, *_: Any) -> tuple[Array, int, int]:
         return jax.lax.div(row[i], blocks) * longest + block[i], 0, 0
@@ -275,10 +267,9 @@ def _chosen(sizes: ReadSizes, ready: worklist.Prepared) -> tuple[Array, pl.Block
 
 def _received(sizes: ReadSizes, ready: worklist.Prepared) -> tuple[jax.ShapeDtypeStruct, pl.BlockSpec]:
     """Mass, or scores, of an item's slots; garbage where no item went."""
-    longest = _longest(sizes, ready)
-
-    def at(i: Array, row: Any, place: Any, block: Any, *_: Any) -> tuple[Array, int, int]:
-        return row[i] * longest + block[i], 0, 0
-
+    longest = -(-ready.live.shape[1] // sizes.per_item)
     shape = (len(ready.q) * longest, sizes.groups, sizes.per_item * sizes.slots)
-    return jax.ShapeDtypeStruct(shape, jnp.float32), pl.BlockSpec((None, *shape[1:]), at)
+    spec = pl.BlockSpec(
+        (None, *shape[1:]), lambda i, row, place, block, *_: (row[i] * longest + block[i], 0, 0)
+    )
+    return jax.ShapeDtypeStruct(shape, jnp.float32), spec

@@ -17,11 +17,10 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import compat
 from pallas_kernels.ragged_decode import worklist
+from pallas_kernels.ragged_decode.worklist import ReadSizes
 
 if TYPE_CHECKING:
     from jaxtyping import Array
-
-    from pallas_kernels.ragged_decode.worklist import ReadSizes
 
 LANES = 128
 TURN = 4
@@ -64,7 +63,6 @@ class Entries(NamedTuple):
             self._copy(item).start()
 
     def end(self, item: Array) -> None:
-        """Wait for them."""
         if self.ring is not None:
             self._copy(item).wait()
 
@@ -154,6 +152,6 @@ def listed(sizes: ReadSizes, packed: worklist.Packed) -> tuple[worklist.Items, A
     if not sizes.streamed:
         return *worklist.items(packed, sizes.blocks, sizes.per_item, sizes.slots), packed.entry.reshape(-1)
     entry = jnp.pad(packed.entry, ((0, 0), (0, -packed.entry.shape[1] % sizes.per_item)))
-    found, count = worklist.items(packed._replace(entry=entry), sizes.blocks, sizes.per_item, sizes.slots)
+    items, count = worklist.items(packed._replace(entry=entry), sizes.blocks, sizes.per_item, sizes.slots)
     flat = jnp.pad(entry.reshape(-1), (0, -entry.size % LANES)).reshape(-1, 1, LANES)
-    return found, count, flat if sizes.interpret is not False else compat.in_hbm(flat)
+    return items, count, flat if sizes.interpret is not False else compat.in_hbm(flat)

@@ -18,19 +18,17 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import lowering, tiles
 from pallas_kernels.ragged_decode import codes, worklist
-from pallas_kernels.ragged_decode.mosaic_tpu_fetch import LANES
+from pallas_kernels.ragged_decode.mosaic_tpu_fetch import LANES, Fetch
+from pallas_kernels.ragged_decode.worklist import ReadSizes
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float
-
-    from pallas_kernels.ragged_decode.mosaic_tpu_fetch import Fetch
-    from pallas_kernels.ragged_decode.worklist import ReadSizes
 
 MATRIX_UNIT = {"TPU v2": 128, "TPU v3": 128, "TPU v4": 128, "TPU v5": 128}
 """Rows and columns of a matrix unit, by how a kind of device begins; of later ones 256."""
 
 FEW_ROWS = 16
-"""Queries of a stream up to which several pages of codes go through one product, in rows of their own."""
+"""Queries of a KV head up to which several pages of codes go through one product, in rows of their own."""
 
 HIGH_BITS = np.int32(0xF0F0F0F0 - (1 << 32))
 
@@ -103,12 +101,12 @@ def scores(sizes: ReadSizes, q: Array, k: Any, scales: Any, side: Array, first: 
     many = _together(sizes, scales is not None)
 
     def pages(first: int) -> Array:
-        mine = q
+        queries = q
         if scales is not None:  # once a page, one under the other
             wide = q.astype(jnp.float32)
             scaled = [wide * _scale(sizes, scales[side, first + p, 0:1]) for p in range(many)]
-            mine = jnp.concatenate(scaled, axis=0).astype(q.dtype)
-        s = product(mine, _some(sizes, k, side, first, many, q.dtype))
+            queries = jnp.concatenate(scaled, axis=0).astype(q.dtype)
+        s = product(queries, _some(sizes, k, side, first, many, q.dtype))
         return s if scales is None else _diagonal(sizes, s, many)
 
     s = jnp.concatenate([pages(first + p) for p in range(0, sizes.tile, many)], axis=1)
@@ -122,10 +120,10 @@ def _diagonal(sizes: ReadSizes, s: Float[Array, "P*R S"], many: int) -> Float[Ar
     rows 0  kept     -            -> rows    kept 0   kept 1
     rows 1  -        kept
     """
-    found, slot = s[: sizes.rows], jax.lax.broadcasted_iota(jnp.int32, (sizes.rows, s.shape[1]), 1)
+    kept, slot = s[: sizes.rows], jax.lax.broadcasted_iota(jnp.int32, (sizes.rows, s.shape[1]), 1)
     for i in range(1, many):
-        found = jnp.where(slot >= i * sizes.slots, s[i * sizes.rows : (i + 1) * sizes.rows], found)
-    return found
+        kept = jnp.where(slot >= i * sizes.slots, s[i * sizes.rows : (i + 1) * sizes.rows], kept)
+    return kept
 
 
 def _blocks(sizes: ReadSizes, p: Float[Array, "R S"], many: int) -> Float[Array, "P*R S"]:
@@ -135,8 +133,8 @@ def _blocks(sizes: ReadSizes, p: Float[Array, "R S"], many: int) -> Float[Array,
     inside = zip([None, *after], [*after, None])
     rows = []
     for begun, over in inside:
-        mine = p if begun is None else jnp.where(begun, p, 0.0)
-        rows.append(mine if over is None else jnp.where(over, 0.0, mine))
+        row = p if begun is None else jnp.where(begun, p, 0.0)
+        rows.append(row if over is None else jnp.where(over, 0.0, row))
     return jnp.concatenate(rows, axis=0)
 
 

@@ -11,15 +11,14 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels import compat, tiles
 from pallas_kernels.ragged_decode import codes
+from pallas_kernels.ragged_decode.worklist import ReadSizes
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Num
 
-    from pallas_kernels.ragged_decode.worklist import ReadSizes
-
 
 class Listed(NamedTuple):
-    """What a program is told of its stream: table [M], length [1]; of a selection pages [J], bits [J S]."""
+    """Lists of a program's KV head: table [M], length [1]; of a selection pages [J], bits [J S]."""
 
     table: Any
     length: Any
@@ -28,7 +27,6 @@ class Listed(NamedTuple):
 
     @property
     def entries(self) -> int:
-        """Entries of the list."""
         return (self.table if self.pages is None else self.pages).shape[0]
 
 
@@ -38,13 +36,6 @@ class Tile(NamedTuple):
     ids: Any
     live: Any
     place: Any
-
-
-def held_entries(sizes: ReadSizes, count: int, selected: bool, length: Array) -> Array | int:
-    """Entries of a list up to its last live page; of a selection, which has them anywhere, all."""
-    if selected:
-        return count
-    return jax.lax.div(jnp.clip(length, 0, count * sizes.slots) + (sizes.slots - 1), sizes.slots)
 
 
 class Shares(NamedTuple):
@@ -61,17 +52,20 @@ def shares(sizes: ReadSizes, count: int, selected: bool, length: Array) -> Share
     The longest share is as short as so many items allow, and no shorter than ``least``. It depends on the
     list's own length alone: what else is in a batch changes no bit of a row.
     """
-    held = jnp.asarray(held_entries(sizes, count, selected, length), jnp.int32)
+    slots = sizes.slots
+    # Entries up to the last live page; a selection has live pages anywhere.
+    last = count if selected else jax.lax.div(jnp.clip(length, 0, count * slots) + (slots - 1), slots)
+    held = jnp.asarray(last, jnp.int32)
     tiles = jax.lax.div(held + (sizes.tile - 1), jnp.int32(sizes.tile))
     each = jnp.maximum(jax.lax.div(tiles + (sizes.items - 1), jnp.int32(sizes.items)), sizes.least)
     return Shares(tiles, each, jax.lax.div(tiles + (each - 1), each))
 
 
 def item(sizes: ReadSizes, lists: Listed) -> tuple[Array, Array]:
-    """Of this program: its first tile among those of its stream, and how many it looks at."""
-    found = shares(sizes, lists.entries, lists.pages is not None, lists.length[0])
-    begin = pl.program_id(0) * found.each
-    return begin, jnp.clip(found.tiles - begin, 0, found.each)
+    """Of this program: its first tile among those of its KV head, and how many it looks at."""
+    divided = shares(sizes, lists.entries, lists.pages is not None, lists.length[0])
+    begin = pl.program_id(0) * divided.each
+    return begin, jnp.clip(divided.tiles - begin, 0, divided.each)
 
 
 def find_tile(sizes: ReadSizes, lists: Listed, pool: int, place: Array) -> Tile:
@@ -88,7 +82,7 @@ def find_tile(sizes: ReadSizes, lists: Listed, pool: int, place: Array) -> Tile:
 
 
 class Queries(NamedTuple):
-    """Of a program: its queries' places among those of its stream [R], and which of them there are."""
+    """Of a program: its queries' places among those of its KV head [R], and which of them there are."""
 
     at: Any
     there: Any

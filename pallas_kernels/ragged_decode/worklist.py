@@ -1,9 +1,9 @@
 """What the Pallas bodies of ragged_decode walk: live pages in front, and a list of items.
 
-An item is up to ``per_item`` pages of one row. A row is one stream's queries, or a block of them when they
+An item is up to ``per_item`` pages of one row. A row is one KV head's queries, or a block of them when they
 are many.
 
-  stream    pages    per_item = 2            items of row 0 | of row 1 | of row 2
+  KV head    pages    per_item = 2            items of row 0 | of row 1 | of row 2
   0         7 3 9                            (7 3) (9)        (4)        ()
   1         4                                first last       both       both, no pages
   2         -
@@ -25,13 +25,12 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels import softmax, tiles
 from pallas_kernels.dispatch import Unsupported
+from pallas_kernels.ragged_decode.call import Lists, Options, Pools
 from pallas_kernels.ragged_decode.ref import live_slots, page_lists, spread
+from pallas_kernels.tuning import Blocks
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int
-
-    from pallas_kernels.ragged_decode.call import Lists, Options, Pools
-    from pallas_kernels.tuning import Blocks
 
 FIRST, LAST, FULL = 1, 2, 4
 """Bits of ``Items.edge``: opens its row, closes it, and has no dead slot in any of its pages."""
@@ -43,8 +42,8 @@ class ReadSizes(NamedTuple):
     Attributes:
       groups: query heads of a KV head.
       queries: queries of a head, T.
-      rows: queries of a stream taken together.
-      blocks: rows of a stream, padded.
+      rows: queries of a KV head taken together.
+      blocks: rows of a KV head, padded.
       per_item: pages of an item; of the longest list where items are shares of it (GPU).
       tile: pages of a tile.
       slots: slots of a page.
@@ -83,7 +82,6 @@ class ReadSizes(NamedTuple):
 
     @property
     def total(self) -> int:
-        """Queries of a stream."""
         return self.groups * self.queries
 
     @property
@@ -97,12 +95,12 @@ class ReadSizes(NamedTuple):
 
 
 class Packed(NamedTuple):
-    """Each stream's live pages in front of its list.
+    """Each KV head's live pages in front of its list.
 
     Attributes:
       entry: id and live slots of a page in one number, ``id << shift | live``; 0 past the live pages.
       order: place in the original list of each entry; None where that is its own.
-      held: pages of each stream up to its last live one.
+      held: pages of each KV head up to its last live one.
     """
 
     entry: Int[Array, "X J"]
@@ -124,9 +122,9 @@ class Prepared(NamedTuple):
     """A call as the bodies see it.
 
     Attributes:
-      live: live slots of each listed page, of X = B K streams.
+      live: live slots of each listed page, of X = B K KV heads.
       packed: their live pages.
-      q: queries, blocks of rows of each stream; in the dtype of products.
+      q: queries, blocks of rows of each KV head; in the dtype of products.
       narrow: the bits of chosen slots as ``arrange`` puts them, if slots are chosen.
     """
 
@@ -191,9 +189,9 @@ def received(
     """Mass of each slot of each list from that of all items of all rows, 0 where no item went."""
     (x, j), (b, heads) = live.shape, lists.table.shape[:2]
     mass = mass.reshape(x, sizes.blocks, -1, sizes.groups, sizes.per_item * sizes.slots)
-    found = _listed(jnp.sum(mass, axis=1), live, order, sizes)
-    found = jnp.where((live > 0).reshape(x, 1, j, 1), found, 0.0)
-    return spread(found.reshape(b, heads * sizes.groups, j, sizes.slots), lists)
+    by_slot = _listed(jnp.sum(mass, axis=1), live, order, sizes)
+    by_slot = jnp.where((live > 0).reshape(x, 1, j, 1), by_slot, 0.0)
+    return spread(by_slot.reshape(b, heads * sizes.groups, j, sizes.slots), lists)
 
 
 def received_by_scores(
@@ -206,20 +204,20 @@ def received_by_scores(
 ) -> Float[Array, "B N M S"]:
     """``received`` from the scores of all items; slots that were not read may hold anything."""
     (x, j), (b, heads) = live.shape, lists.table.shape[:2]
-    found = _listed(scores.reshape(x, -1, sizes.groups, sizes.per_item * sizes.slots), live, order, sizes)
+    by_slot = _listed(scores.reshape(x, -1, sizes.groups, sizes.per_item * sizes.slots), live, order, sizes)
     chosen = None if lists.slots is None else lists.slots.reshape(1, x, j, sizes.slots)
     see = live_slots(live[None], chosen, sizes.slots)[0][:, None]
-    found = softmax.probabilities(found, see, lse.reshape(x, sizes.groups, 1))
-    return spread(found.reshape(b, heads * sizes.groups, j, sizes.slots), lists)
+    by_slot = softmax.probabilities(by_slot, see, lse.reshape(x, sizes.groups, 1))
+    return spread(by_slot.reshape(b, heads * sizes.groups, j, sizes.slots), lists)
 
 
 def _listed(
     x: Float[Array, "X I G L"], live: Int[Array, "X J"], order: Int[Array, "X J"] | None, sizes: ReadSizes
 ) -> Float[Array, "X G J S"]:
     """What items have of each of their slots, in the order of the lists."""
-    streams, j = live.shape
-    x = x.reshape(streams, -1, sizes.groups, sizes.per_item, sizes.slots).transpose(0, 1, 3, 2, 4)
-    x = x.reshape(streams, -1, sizes.groups, sizes.slots)[:, :j]
+    kv_heads, j = live.shape
+    x = x.reshape(kv_heads, -1, sizes.groups, sizes.per_item, sizes.slots).transpose(0, 1, 3, 2, 4)
+    x = x.reshape(kv_heads, -1, sizes.groups, sizes.slots)[:, :j]
     return unpack(x, order).swapaxes(1, 2)
 
 
@@ -231,15 +229,15 @@ def by_head(p: Float[Array, "R Y"], block: Array, sizes: ReadSizes, heads: int) 
     head = jax.lax.broadcasted_iota(jnp.int32, shape, 0)
     begin = head * sizes.queries
     at = block * sizes.rows + jax.lax.broadcasted_iota(jnp.int32, shape, 1)
-    mine = (at >= begin) & (at < begin + sizes.queries)
+    own = (at >= begin) & (at < begin + sizes.queries)
     if heads > sizes.groups:
-        mine = mine & (head < sizes.groups)
-    return tiles.product_nn(mine.astype(jnp.float32), p)
+        own = own & (head < sizes.groups)
+    return tiles.product_nn(own.astype(jnp.float32), p)
 
 
 def items(packed: Packed, blocks: int, per_item: int, slots: int) -> tuple[Items, Int[Array, ""]]:
-    """The flat list for ``blocks`` rows a stream, and how many of its items are real."""
-    (streams, j), rows = packed.entry.shape, packed.entry.shape[0] * blocks
+    """The flat list for ``blocks`` rows a KV head, and how many of its items are real."""
+    (kv_heads, j), rows = packed.entry.shape, packed.entry.shape[0] * blocks
     longest = -(-j // per_item)
     count = jnp.repeat(packed.held, blocks, axis=0)
     need = jnp.maximum(-(-count // per_item), 1)
@@ -251,15 +249,15 @@ def items(packed: Packed, blocks: int, per_item: int, slots: int) -> tuple[Items
     block = (w - (end - need)[row]).astype(jnp.int32)
     held = jnp.where(real, jnp.clip(count[row] - block * per_item, 0, per_item), 0).astype(jnp.int32)
     full = (packed.entry & ((1 << shift(slots)) - 1)) == slots
-    full = jnp.pad(full, ((0, 0), (0, longest * per_item - j))).reshape(streams, longest, per_item)
+    full = jnp.pad(full, ((0, 0), (0, longest * per_item - j))).reshape(kv_heads, longest, per_item)
     edge = (
         jnp.where(block == 0, FIRST, 0)
         | jnp.where(block == need[row] - 1, LAST, 0)
         | jnp.where(jnp.all(full, axis=2)[row // blocks, block], FULL, 0)
     )
     place = (row // blocks) * j + block * per_item
-    found = Items(row, place, block, held, jnp.where(real, edge, FULL).astype(jnp.int32))
-    return found, end[-1].astype(jnp.int32)
+    listed = Items(row, place, block, held, jnp.where(real, edge, FULL).astype(jnp.int32))
+    return listed, end[-1].astype(jnp.int32)
 
 
 def estimate(
@@ -286,8 +284,8 @@ def estimate(
 
 def arrange(chosen: Bool[Array, "X J S"], packed: Packed, per_item: int) -> Int[Array, "Z 1 Y"]:
     """The bits of chosen slots as one row a block of ``per_item`` packed pages: Z = X * blocks, Y slots."""
-    streams, j, slots = chosen.shape
+    kv_heads, j, slots = chosen.shape
     assert packed.order is not None  # chosen slots come with selected pages
     bits = jax.vmap(lambda row, at: row[at])(chosen, packed.order).astype(jnp.int32)
     bits = jnp.pad(bits, ((0, 0), (0, -j % per_item), (0, 0)))
-    return bits.reshape(streams * -(-j // per_item), 1, per_item * slots)
+    return bits.reshape(kv_heads * -(-j // per_item), 1, per_item * slots)

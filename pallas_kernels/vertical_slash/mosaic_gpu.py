@@ -15,15 +15,13 @@ import jax.numpy as jnp
 from pallas_kernels import hopper_operands, hopper_prefill, tuning
 from pallas_kernels.hopper_operands import FAR, Keys, KeyTile, Program, Queries
 from pallas_kernels.padding import pad_to_multiple
-from pallas_kernels.tuning import Blocks
+from pallas_kernels.tuning import Blocks, Tuned
 from pallas_kernels.vertical_slash import compact
-from pallas_kernels.vertical_slash.compact import Rows
+from pallas_kernels.vertical_slash.compact import Inputs, Rows
 from pallas_kernels.vertical_slash.tiles import Reach, Rule, reach
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int
-
-    from pallas_kernels.tuning import Tuned
 
 BLOCKS = Blocks(k=128, stages=4)
 """Keys of a tile, and buffers of keys if so many fit."""
@@ -97,21 +95,13 @@ def _sees(visible: Reach, groups: int) -> Int[Array, "B 2 2 R"]:
 
 @functools.partial(jax.jit, static_argnames=("rule", "blocks", "interpret"))
 def vertical_slash(
-    q: Array,
-    k: Array,
-    v: Array,
-    admit: Array,
-    lengths: Array | None,
-    offset: Array | None = None,
-    *,
-    rule: Rule,
-    blocks: Tuned | tuple[int, int] = (),
-    interpret: Any = False,
+    x: Inputs, *, rule: Rule, blocks: Tuned | tuple[int, int] = (), interpret: Any = False
 ) -> tuple[Float[Array, "B N T H"], Float[Array, "B N T"], Int[Array, "B K"]]:
     """See ``api.vertical_slash``."""
+    q, k, v, admit, *_ = x
     hopper_operands.refuse("vertical_slash", k, interpret)
     (b, n, t, h), heads = q.shape, k.shape[1]
-    chosen, rows = tuning.pick(blocks, "forward", k.dtype, h, BLOCKS), compact.rows_of(k, lengths, offset)
+    chosen, rows = tuning.pick(blocks, "forward", k.dtype, h, BLOCKS), compact.rows_of(x)
     sizes = hopper_operands.PrefillSizes(
         "vertical_slash", h, chosen.k, chosen.stages, 2,
         rule.scale, rule.softcap, True, rule.dtype, interpret or None,

@@ -21,7 +21,7 @@ from pallas_kernels.dispatch import interpreted
 from pallas_kernels.gated.api import gated
 from pallas_kernels.vertical_slash import ref, xla
 from pallas_kernels.vertical_slash.api import vertical_slash
-from pallas_kernels.vertical_slash.compact import FAR, admitted_upto, compact
+from pallas_kernels.vertical_slash.compact import FAR, Inputs, admitted_upto, compact
 from pallas_kernels.vertical_slash.mosaic_tpu_pack import compact as packed_on_tpu
 from pallas_kernels.vertical_slash.tiles import Rule
 
@@ -94,9 +94,9 @@ def test_every_length_of_a_row(impl):
     ends = np.array([0, 1, block - 1, block, block + 1, t])
     arrays, lengths = case(shape, lengths=ends, admitted=(0.3,))
     rule = Rule(shape.window, t, shape.H**-0.5, None)
-    found = run(*arrays, lengths, rule=rule)
+    found = run(Inputs(*arrays, lengths), rule=rule)
     check(found, exact(*arrays, lengths, shape.window), t)
-    for first, second in zip(found, run(*arrays, lengths, rule=rule)):
+    for first, second in zip(found, run(Inputs(*arrays, lengths), rule=rule)):
         np.testing.assert_array_equal(first, second)
     check_no_race(impl)
 
@@ -113,7 +113,7 @@ def test_a_piece_of_a_prompt_is_those_rows_of_the_whole(impl):
     piece = jnp.take_along_axis(q, jnp.minimum(at, s - 1)[:, None, :, None], axis=2)
     run = {"ref": ref.vertical_slash, "xla": xla.vertical_slash}[impl] if impl in IMPLS else tiled(impl)
     rule = Rule(shape.window, s, shape.H**-0.5, None, jnp.dtype("bfloat16"))
-    out, lse, admitted = run(piece, k, v, admit, lengths, jnp.asarray(start, jnp.int32), rule=rule)
+    out, lse, admitted = run(Inputs(piece, k, v, admit, lengths, jnp.asarray(start, jnp.int32)), rule=rule)
     whole = exact(q, k, v, admit, lengths, shape.window)
     np.testing.assert_array_equal(admitted, whole[2])
     assert out.dtype == jnp.bfloat16
@@ -276,8 +276,8 @@ def test_memory_follows_the_prompt_not_its_square():
     t = 16384
     arrays = [jax.ShapeDtypeStruct((1, n, t, 32), jnp.bfloat16) for n in (2, 1, 1)]
     admit = jax.ShapeDtypeStruct((1, 1, t), jnp.bool_)
-    run = functools.partial(xla.vertical_slash, lengths=None, rule=Rule(256, t // 4, 1.0, None))
-    program = compiled_in_full(jax.jit(run).lower(*arrays, admit))
+    run = functools.partial(xla.vertical_slash, rule=Rule(256, t // 4, 1.0, None))
+    program = compiled_in_full(jax.jit(run).lower(Inputs(*arrays, admit, None)))
     held = program.memory_analysis().temp_size_in_bytes
     assert held < t * t / 16
 
@@ -290,14 +290,14 @@ def tiled(impl):
 @pytest.mark.parametrize("impl", BODIES)
 @pytest.mark.parametrize("softcap", [None, pytest.param(0.8, marks=pytest.mark.slow)])
 def test_bodies(impl, softcap):
-    """Several tiles of queries, of packed keys and of the band; one stream overflows."""
+    """Several tiles of queries, of packed keys and of the band; one KV head overflows."""
     t = 300 if impl == "mosaic_tpu" else 75
     shape = SELF_ATTENTION["g1_h32"]._replace(N=4, T=t, window=t // 3)
     (q, k, v, admit), lengths = case(shape, lengths=np.array([t, 2 * t // 3]), admitted=(0.6, 0.4))
     counts = exact(q[..., :1], k[..., :1], v[..., :1], admit, lengths, 1)[2]
     capacity = int(np.sort(counts, axis=None)[-2])
     rule = Rule(shape.window, capacity, 0.2, softcap)
-    found, wanted = (f(q, k, v, admit, lengths, rule=rule) for f in (tiled(impl), ref.vertical_slash))
+    found, wanted = (f(Inputs(q, k, v, admit, lengths), rule=rule) for f in (tiled(impl), ref.vertical_slash))
     lost = np.isnan(wanted[0]).any(axis=(0, 2, 3))
     assert 0 < lost.sum() < len(lost)
     for ours, truth in zip(found, wanted):
@@ -315,7 +315,7 @@ def test_bodies_on_all_small_shapes(impl, name, dtype):
     shape = SELF_ATTENTION[name]
     arrays, lengths = case(shape, dtype=dtype)
     rule = Rule(shape.window, shape.T, shape.H**-0.5, None)
-    found, plainly = (f(*arrays, lengths, rule=rule) for f in (tiled(impl), xla.vertical_slash))
+    found, plainly = (f(Inputs(*arrays, lengths), rule=rule) for f in (tiled(impl), xla.vertical_slash))
     for ours, theirs, truth in zip(found, plainly, exact(*arrays, lengths, shape.window)):
         assert_as_good_as_plain(ours, theirs, truth, shape.T)
 
