@@ -56,7 +56,7 @@ def triton_params(*, warps: int, stages: int) -> Any:
     """Compiler parameters of a GPU body.
 
     Raises:
-      ImportError: this jax has no Triton lowering any more; ``dispatch.lazily`` says so and makes place.
+      ImportError: this jax has no Triton lowering any more; ``dispatch.lazily`` raises ``Unsupported``.
     """
     if plt is None:
         raise ImportError(f"jax {jax.__version__} has no jax.experimental.pallas.triton")

@@ -1,7 +1,7 @@
 """Which implementation of an operation runs.
 
-``impl=None`` takes the best one this device is known to run and says so once per operation in the
-log. An explicit ``impl`` runs or raises; nothing falls back silently.
+``impl=None`` takes the best one this device is known to run and logs that once per operation. An explicit
+``impl`` runs or raises; nothing falls back silently.
 
 ``impl=None`` takes a Pallas body only on a kind of device where it has run and agreed with ``ref``;
 ``python -m kvjax.tune`` records that (``records``). Elsewhere it must be named. On a CPU a body runs

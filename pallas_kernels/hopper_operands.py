@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import jax.numpy as jnp
 
-from pallas_kernels import lowering
-from pallas_kernels.dispatch import Unsupported
+from pallas_kernels import hopper
 from pallas_kernels.hopper import ROWS, SHARED, WIDE, plgpu, tiled
 
 if TYPE_CHECKING:
@@ -167,15 +166,9 @@ def buffers(sizes: PrefillSizes) -> int:
 
 def refuse(op: str, k: Array, interpret: Any) -> None:
     """Raises ``Unsupported`` where the kernel cannot run, with the reason."""
-
-    def no(what: str) -> None:
-        raise Unsupported(f"{op}(impl='mosaic_gpu'): {what}. Use impl='triton', 'xla' or None.")
-
-    if not interpret and not lowering.is_hopper(lowering.kind()):
-        no(f"a device that is no Hopper ({lowering.kind()}), whose wgmma and TMA the body is made of")
-    if k.dtype != jnp.bfloat16:
-        no(f"keys of {k.dtype}; the body multiplies bfloat16")
-    if k.shape[3] not in HEAD_DIMS:
-        no(f"head dim {k.shape[3]}; the body's tiles have 64 or 128 channels")
-    if k.size >= 1 << 31:
-        no(f"keys of {k.size} elements; more than 31 bits of them were never compiled")
+    reasons = {
+        f"keys of {k.dtype}; the body multiplies bfloat16": k.dtype != jnp.bfloat16,
+        f"head dim {k.shape[3]}; the body's tiles have 64 or 128 channels": k.shape[3] not in HEAD_DIMS,
+        f"keys of {k.size} elements; more than 31 bits of them were never compiled": k.size >= 1 << 31,
+    }
+    hopper.refuse(op, interpret, reasons)

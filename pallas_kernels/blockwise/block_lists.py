@@ -105,9 +105,9 @@ class BlockLists(NamedTuple):
     """For each block of one side the blocks of the other it meets, those first, and how many they are.
 
     Attributes:
-      order: numbers of blocks, those seen whole before the others if they were told apart.
+      order: numbers of blocks, those seen whole first, if ``whole`` is given.
       length: how many are met.
-      whole: how many of them are seen whole; None: not told apart.
+      whole: how many of them are seen whole; None: unknown.
     """
 
     order: Int[Array, "Z K I J"]

@@ -1,4 +1,4 @@
-"""What a call of blockwise or column_mass says besides its queries, keys and values."""
+"""What a call of blockwise or column_mass has besides its queries, keys and values."""
 
 from __future__ import annotations
 

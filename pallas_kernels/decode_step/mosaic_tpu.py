@@ -1,6 +1,6 @@
-"""decode_step on TPU: a loop over the items of all kv, the next one's pages on their way.
+"""decode_step on TPU: a loop over the items of all KV heads; the next item's pages are on their way.
 
-  a KV head's list  | ring: whole pages, one copy | its pages, a copy each ...
+  a KV head's list | ring: whole pages, one copy | its pages, a copy each ...
   items            |<----------- item slots ----------->|<----------- ...
 
 A ring shorter than a page has one for itself, whose end is dead.
@@ -34,8 +34,11 @@ ITEM = 1024
 
 
 class StepSizes(NamedTuple):
-    """KvLists, KV heads, queries of a group, head dim, ring, slots of a page, pages of the pool, entries of a
-    list, pages of an item; and what scores are multiplied with."""
+    """Static sizes of a call.
+
+    x lists; KV heads; g queries of a KV head; slots of a ring and of a page; pages of the pool; entries of a
+    list; pages of an item; the scale of scores.
+    """
 
     x: int
     heads: int
@@ -63,7 +66,7 @@ class StepSizes(NamedTuple):
 
 
 class Item(NamedTuple):
-    """Its KV head, its place in the KV head's list, the side of the buffers."""
+    """An item: its list, its number there, the side of the buffers."""
 
     row: Array
     block: Array
@@ -71,7 +74,7 @@ class Item(NamedTuple):
 
 
 class KvLists(NamedTuple):
-    """What each KV head reads and writes, in SMEM, flat; a page is one of the pool, whatever a table says."""
+    """The lists of all KV heads, in SMEM, flat; page ids are clipped to those of the pool."""
 
     sizes: StepSizes
     table: Any
@@ -80,14 +83,14 @@ class KvLists(NamedTuple):
     enters: Any
 
     def position(self, item: Item) -> Array:
-        """Of the new token; below 0 without one."""
+        """Position of the new token; below 0 without one."""
         return self.seen[jax.lax.div(item.row, jnp.int32(self.sizes.heads))]
 
     def page(self, at: Array) -> Array:
         return jnp.clip(self.table[at], 0, self.sizes.pool - 1)
 
     def end(self, item: Item) -> tuple[Array, Array]:
-        """Where the leaving token goes in the KV head's list, and whether it does."""
+        """Where in the list the leaving token goes, and whether it does."""
         length, entries = self.length[item.row], jnp.int32(self.sizes.entries)
         entry = jax.lax.div(length, jnp.int32(self.sizes.size))
         at = self.table[item.row * entries + jnp.minimum(entry, entries - 1)]
@@ -101,7 +104,7 @@ class KvLists(NamedTuple):
         return jnp.minimum(length + enters.astype(jnp.int32), self.sizes.entries * self.sizes.size)
 
     def pages(self, item: Item) -> Array:
-        """Pages of the KV head that are left, ring and all, this item's first."""
+        """Pages that are left, with the ring, from this item's first on."""
         paged = jax.lax.div(self.live(item) + (self.sizes.size - 1), jnp.int32(self.sizes.size))
         return self.sizes.ring + paged - item.block * self.sizes.per_item
 
@@ -184,14 +187,14 @@ class Slot(NamedTuple):
         return pl.ds(pl.multiple_of(jax.lax.div(self.place, jnp.int32(ROWS)) * ROWS, ROWS), ROWS)
 
     def put(self, buffer: Any, side: Array, new: Float[Array, "1 H"]) -> Float[Array, "1 H"]:
-        """What was there, float32; ``new`` is there after."""
+        """Writes ``new`` and returns the old row, float32."""
         tile = buffer[side, self.page, self._tile(), :].astype(jnp.float32)
         is_slot = jax.lax.broadcasted_iota(jnp.int32, tile.shape, 0) == (self.place & (ROWS - 1))
         buffer[side, self.page, self._tile(), :] = jnp.where(is_slot, new, tile).astype(buffer.dtype)
         return jnp.sum(jnp.where(is_slot, tile, 0.0), axis=0, keepdims=True)
 
     def copy(self, buffer: Any, side: Array, pool: Any, sem: Any) -> Any:
-        """Of the rows around it, to memory."""
+        """The copy of the rows around it to memory."""
         tile = self._tile()
         return pltpu.make_async_copy(buffer.at[side, self.page, tile], pool.at[self.at, tile], sem)
 

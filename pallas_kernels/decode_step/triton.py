@@ -33,19 +33,19 @@ RING = 128
 """Ring slots of a program."""
 
 PROGRAMS, ITEMS = 528, 32
-"""Of all KV heads at least, and of one: as those of ``ragged_decode``."""
+"""Programs of all KV heads, and items of one, at least: as in ``ragged_decode``."""
 
 LEAST = (128, 512)
 """Slots of an item at least: where ITEMS is enough of them, and where it is not."""
 
 
 JOINED = 1 << 14
-"""Numbers of a query's partials, most of a KV head: the join holds them in registers."""
+"""Most numbers of a query's partials: the join holds them in registers."""
 
 
 class StepSizes(NamedTuple):
-    """KV heads, queries of a group, head dim, ring, page, pages of the pool, entries of a list; slots of a
-    tile, items of ring and pages, tiles of an item at least; what scores are multiplied with.
+    """Static sizes: KV heads, queries of a group, head dim, ring, page, pages of the pool, entries of a list;
+    slots of a tile, items of ring and pages, tiles of an item at least; the scale of scores.
 
     ``compiled`` is whether threads run at the same time: not on an interpreter.
     """

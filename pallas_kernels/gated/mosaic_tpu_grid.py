@@ -117,7 +117,7 @@ def call(
     """Run ``body(ends, *inputs, *outputs, *scratch)`` over a grid.
 
     Args:
-      sizes: sizes.
+      sizes: static sizes.
       body: the kernel.
       name: of the pass.
       grid: the last axis of which sums.

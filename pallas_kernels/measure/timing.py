@@ -35,7 +35,7 @@ _KINDS = {
     "/jax/core/compile/backend_compile_duration": 2,
 }
 _busy: list[tuple[float, CompileTime]] = []
-"""Starts of stretches of time that were spent so, apart and in order, and what they hold."""
+"""Start and spent time of each stretch, in order."""
 
 
 def _heard(event: str, duration_secs: float, **_: str | int) -> None:

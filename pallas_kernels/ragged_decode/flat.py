@@ -1,4 +1,4 @@
-"""The flat form of ragged_decode: walk the pool as it lies and bring the queries to the pages.
+"""The flat form of ragged_decode: read the pool in place and bring the queries to the pages.
 
 Gathering a KV head's pages costs several times reading them (5 ms against 0.9 ms for 8192 slots of
 5 heads, page 64, two CPU cores). So no key or value moves: every page gets its owner's queries,
@@ -10,8 +10,8 @@ answers with a partial of its own, and the partials of a KV head's pages are sum
 
 A float pool is one product in place: cutting it into chunks copies it (all pages owned: a tenth slower in
 float32, a third in bfloat16; a gain of a tenth with 90 of 160 owned).
-A pool of codes is walked in chunks of pages, which become float while they are in a core's own cache, and
-chunks that no KV head owns are skipped: as a whole the pool is never converted.
+A pool of codes is read in chunks of pages, which become float while they are in a core's own cache, and
+chunks that no KV head owns are skipped: the pool is never converted as a whole.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ CHUNK = 4096
 
 
 class Owners(NamedTuple):
-    """Whose each pool page is: KV head b * K + k (B * K for nobody's), and its live slots."""
+    """The owner of each pool page, KV head b * K + k (B * K: no owner), and its live slots."""
 
     kv_head: Int[Array, " P"]
     live: Int[Array, " P"]
@@ -45,7 +45,7 @@ def owners(
 ) -> tuple[Owners, Bool[Array, " X"]]:
     """Turn the lists of pages around: for each page its KV head and live slots.
 
-    A page that is listed twice has one owner all the same; which KV heads lost one so comes second.
+    A page that is listed twice has one owner; the second result says which KV heads lost a page.
     """
     kv_heads, m = ids.shape[0] * ids.shape[1], ids.shape[2]
     ids, live = ids.reshape(kv_heads, m), live.reshape(kv_heads, m).astype(jnp.int32)

@@ -51,7 +51,7 @@ def at_once(
     bias: Float[Array, "X R J S"] | None,
     options: Options,
 ) -> tuple[Float[Array, "X R H"], Float[Array, "X R"], Float[Array, "X R JS"] | None]:
-    """(out, lse, probabilities if asked) of X KV heads in one go."""
+    """(out, lse, probabilities with mass) of X KV heads in one go."""
     scales = pools.scales
     s = products.scores(q, _gather(pools.k, ids, _column(scales, 0), None), options.scale)
     s, see = softmax.cap(s, options.softcap), mask.reshape(mask.shape[0], 1, -1)
@@ -73,7 +73,7 @@ def by_kv_head(
     options: Options,
     groups: int,
 ) -> tuple[Float[Array, "X R H"], Float[Array, "X R"], Float[Array, "X G JS"] | None]:
-    """(out, lse, mass of each of the G query heads if asked), KV head after KV head, block after block."""
+    """(out, lse, mass of each of the G query heads), one KV head and one block after the other."""
     (j, size), scales = mask.shape[1:], pools.scales
     c = max(1, min(j, BLOCK // size))
     pad = -j % c

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import lowering, softmax, tuning
-from pallas_kernels.dispatch import Unsupported
+from pallas_kernels import hopper, softmax, tuning
 from pallas_kernels.hopper import ROWS
 from pallas_kernels.ragged_decode import mosaic_gpu_join, mosaic_gpu_read
 from pallas_kernels.ragged_decode.call import Lists, Options, Pools
@@ -39,26 +38,19 @@ HEAD_DIMS = (64, 128)
 
 
 def _refuse(q: Array, pools: Pools, lists: Lists, options: Options, interpret: Any) -> None:
-    call, instead = "ragged_decode(impl='mosaic_gpu')", "impl='triton', 'xla' or None"
     size, h, dtype = pools.k.shape[1], q.shape[-1], pools.k.dtype
-
-    def no(what: str) -> None:
-        raise Unsupported(f"{call}: {what}. Use {instead}.")
-
-    if not interpret and not lowering.is_hopper(lowering.kind()):
-        no(f"a device that is no Hopper ({lowering.kind()}), whose wgmma and TMA the body is made of")
-    if dtype.name not in DTYPES:
-        no(f"pools of {dtype}; the body reads {', '.join(DTYPES)}")
-    if h not in HEAD_DIMS:
-        no(f"head dim {h}; the body's tiles have 64 or 128 channels")
-    if size < 8 or size & (size - 1):
-        no(f"pages of {size} slots; the body's tiles are made of powers of two from 8 on")
-    if pools.k.size >= 1 << 31:
-        no(f"a pool of {pools.k.size} elements; more than 31 bits of them were never compiled")
-    if lists.pages is not None:
-        no("selected pages; the body reads whole lists")
-    if options.mass and (q.shape[2] > 1 or q.shape[1] // lists.table.shape[1] > ROWS):
-        no(f"mass of {q.shape[2]} queries a head; the body keeps the scores of one")
+    many = q.shape[2] > 1 or q.shape[1] // lists.table.shape[1] > ROWS
+    reasons = {
+        f"pools of {dtype}; the body reads {', '.join(DTYPES)}": dtype.name not in DTYPES,
+        f"head dim {h}; the body's tiles have 64 or 128 channels": h not in HEAD_DIMS,
+        f"pages of {size} slots; the body's tiles are made of powers of two from 8 on": size < 8
+        or size & (size - 1) != 0,
+        f"a pool of {pools.k.size} elements; more than 31 bits of them were never compiled": pools.k.size
+        >= 1 << 31,
+        "selected pages; the body reads whole lists": lists.pages is not None,
+        f"mass of {q.shape[2]} queries a head; the body keeps the scores of one": options.mass and many,
+    }
+    hopper.refuse("ragged_decode", interpret, reasons)
 
 
 def _sizes(
@@ -83,7 +75,7 @@ def _sizes(
 
 
 def _in_terms(q: Float[Array, "Z R H"], terms: int) -> Float[Array, "terms Z R H"]:
-    """As ``mosaic_gpu_sizes.in_terms``; XLA keeps float32 between conversions unless told what is lost."""
+    """As ``mosaic_gpu_sizes.in_terms``; XLA would keep float32 between conversions."""
     x, parts = q.astype(jnp.float32), []
     for _ in range(terms):
         parts.append(jax.lax.reduce_precision(x, 8, 7))

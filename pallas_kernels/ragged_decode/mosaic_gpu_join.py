@@ -1,6 +1,6 @@
 """The second kernel of ragged_decode on Hopper: a program a block of queries, which joins their partials.
 
-In one order always, so that the same call gives the same bits. Partials come by TMA through a ring of their
+The order is fixed, so that the same call gives the same bits. Partials come by TMA through a ring of their
 own, which the one warpgroup fills and reads.
 """
 
@@ -36,7 +36,7 @@ def _layout() -> Any:
 
 
 def _partials(sizes: HopperSizes, length: Array) -> Array:
-    """Of a KV head: of every reader in each item but the last, and there of those that have a tile."""
+    """Number of partials: of every reader in each item but the last, there of readers that have a tile."""
     held = held_tiles(sizes, length)
     full = jnp.maximum(jax.lax.div(held + (sizes.tiles - 1), jnp.int32(sizes.tiles)) - 1, 0)
     return full * sizes.readers + jnp.minimum(held - full * sizes.tiles, sizes.readers)

@@ -58,7 +58,7 @@ Stats = tuple[Any, Any, tuple[Any, ...]]
 
 
 class Program(NamedTuple):
-    """Which program this is: row block, item, KV head, its length; its first tile and how many it has."""
+    """A program's row block, item and KV head, the list's length, its first tile and number of tiles."""
 
     z: Array
     item: Array
@@ -79,7 +79,7 @@ def _program(sizes: HopperSizes, operands: Operands) -> Program:
 
 
 def _units(sizes: HopperSizes, operands: Operands, program: Program, tile: Array) -> list[Unit]:
-    """Of a tile of this item."""
+    """The units of a tile of this item."""
     first, table = (program.begin + tile) * sizes.units, operands.table.at[program.kv_head]
     return [find_unit(sizes, table, program.length, first + i) for i in range(sizes.units)]
 
@@ -268,7 +268,7 @@ def read(sizes: HopperSizes, q: Array, arrays: list[Array]) -> list[Array]:
     """The partials of every reader of every item.
 
     Args:
-      sizes: sizes.
+      sizes: static sizes.
       q: queries in terms, [terms, Z, rows, H] of Z = KV heads times blocks.
       arrays: K and V pool, table [X, M], lengths [X], and scales where pages hold codes.
 

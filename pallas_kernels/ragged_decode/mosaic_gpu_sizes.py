@@ -101,7 +101,7 @@ def find_unit(sizes: HopperSizes, table: Any, length: Array, at: Array) -> Unit:
     """The ``at``-th unit of a list, as ``ref.page_lists`` has it: tables may hold anything.
 
     Args:
-      sizes: sizes.
+      sizes: static sizes.
       table: reference [M].
       length: live slots of the list, at most those there are.
       at: which.
@@ -138,7 +138,7 @@ def pairs(count: int) -> list[tuple[int, int]]:
 
 
 class Operands(NamedTuple):
-    """References a kernel is operands: lists, pools, queries; results last."""
+    """References of a kernel: lists, pools, queries; results last."""
 
     q: Any
     k: Any
@@ -186,7 +186,7 @@ def shared_memory(sizes: HopperSizes, dtype: Any) -> list[Any]:
 
 
 def buffers(sizes: HopperSizes, itemsize: int) -> int:
-    """How many of ``sizes.stages`` fit beside what else ``shared_memory`` has, in whole turns of the readers.
+    """How many of ``sizes.stages`` fit in shared memory, in whole turns of the readers.
 
     A buffer is one reader's always, because its barrier counts that reader's turns.
     """

@@ -27,7 +27,7 @@ TURN = 4
 """Pages whose copies one turn of the loop starts."""
 
 AHEAD = 4
-"""Items whose numbers are in SMEM where they come by DMA: read, fetched, asked for; and a power of 2."""
+"""Items whose numbers are in SMEM where they come by DMA: read, fetched, requested; and a power of 2."""
 
 
 class Entries(NamedTuple):
@@ -42,10 +42,7 @@ class Entries(NamedTuple):
     sem: Any = None
 
     def of(self, item: Array, *, held: bool = False) -> Callable[[Array | int], Array]:
-        """The number of each page of an item, where it has none any; ``held``: none but those are asked for.
-
-        Where they lie is found once.
-        """
+        """The number of each page of an item; ``held``: p is always a page that the item holds."""
         place = self.place[item]
         if self.ring is None:
             last = self.lists.shape[0] - 1
@@ -119,7 +116,7 @@ class Fetch(NamedTuple):
 
 
 def advance(fetch: Fetch, count: Any) -> tuple[Array, Array]:
-    """Wait for this item's pages, having asked for the next one's: (item, side of the buffers)."""
+    """Fetch the next item's pages and wait for this one's: (item, side of the buffers)."""
     item, entries = pl.program_id(0), fetch.entries
     side = jax.lax.rem(item, 2)
 

@@ -1,6 +1,6 @@
 """What a selection needs of the pages: every slot's score in place, and attention over slots in hand.
 
-Scores are found by walking the pool as it lies (see ``flat``): keys are read once where they are, values
+Scores come from reading the pool in place (see ``flat``): keys are read once where they are, values
 never. The slots that are picked by them are gathered once, and every use of them reads that copy.
 """
 
@@ -30,7 +30,7 @@ def largest_scores(
     scales: Float[Array, "P 2 H"] | None,
     each: bool = False,
 ) -> Float[Array, "B X M S"]:
-    """See ``api.largest_scores``; of ``each`` query head alone where asked."""
+    """See ``api.largest_scores``; with ``each``, of every query head."""
     pool, size = k_pages.shape[:2]
     (b, n, h), heads = q.shape, table.shape[1]
     ids, live = page_lists(Lists(table, length, None, None), pool, size)

@@ -3,7 +3,7 @@
 Two kernels a call and no plan before them: every row has the same number of items, which take even shares of
 its live pages, whatever the table could hold (``triton_pages.shares``). A program finds its share by the
 length, its pages in the table and its queries where they lie; one for which no share is left writes nothing.
-It walks its pages a few at a time, so that a tile has 16 to 128 slots whatever a page has. Dead slots are not
+It reads its pages a few at a time, so that a tile has 16 to 128 slots whatever a page has. Dead slots are not
 loaded at all. Queries are padded to 16 rows and a power of two of channels (Triton's tiles) in registers,
 nothing is in memory.
 """
@@ -184,7 +184,7 @@ def _by_kv_head(sizes: ReadSizes, x: Any) -> pl.BlockSpec:
 
 
 def _by_item(sizes: ReadSizes, x: Any) -> pl.BlockSpec:
-    """Of a KV head's item."""
+    """A KV head's item."""
     more = (0,) * (len(x.shape) - 2)
     return pl.BlockSpec((None, None, *x.shape[2:]), lambda i, r: (r // sizes.blocks, i, *more))
 

@@ -62,7 +62,7 @@ def shares(sizes: ReadSizes, count: int, selected: bool, length: Array) -> Share
 
 
 def item(sizes: ReadSizes, lists: Listed) -> tuple[Array, Array]:
-    """Of this program: its first tile among those of its KV head, and how many it looks at."""
+    """This program's first tile in its list, and its number of tiles."""
     divided = shares(sizes, lists.entries, lists.pages is not None, lists.length[0])
     begin = pl.program_id(0) * divided.each
     return begin, jnp.clip(divided.tiles - begin, 0, divided.each)
@@ -82,7 +82,7 @@ def find_tile(sizes: ReadSizes, lists: Listed, pool: int, place: Array) -> Tile:
 
 
 class Queries(NamedTuple):
-    """Of a program: its queries' places among those of its KV head [R], and which of them there are."""
+    """A program's queries: their places in its KV head [R], and which of them exist."""
 
     at: Any
     there: Any
@@ -96,7 +96,7 @@ class Queries(NamedTuple):
 
 
 def queries(sizes: ReadSizes) -> Queries:
-    """Those of this program."""
+    """The queries of this program."""
     first = jax.lax.rem(pl.program_id(1), sizes.blocks) * sizes.rows
     at = first + jnp.arange(sizes.rows, dtype=jnp.int32)
     return Queries(at, at < sizes.total)

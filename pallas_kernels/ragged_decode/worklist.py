@@ -1,9 +1,9 @@
-"""What the Pallas bodies of ragged_decode walk: live pages in front, and a list of items.
+"""What the Pallas bodies of ragged_decode follow: live pages in front, and a list of items.
 
 An item is up to ``per_item`` pages of one row. A row is one KV head's queries, or a block of them when they
 are many.
 
-  KV head    pages    per_item = 2            items of row 0 | of row 1 | of row 2
+  KV head   pages    per_item = 2            items of row 0 | of row 1 | of row 2
   0         7 3 9                            (7 3) (9)        (4)        ()
   1         4                                first last       both       both, no pages
   2         -
@@ -50,7 +50,7 @@ class ReadSizes(NamedTuple):
       h: head dim of the pools.
       wide: head dim of the queries, padded; of a part of it where there are several.
       parts: of the channels, of which a byte holds a code each (``codes``); else 1.
-      tuned: sizes of blocks, and what the compiler is told.
+      tuned: sizes of blocks, and options of the compiler.
       options: as in ``call``.
       interpret: how Pallas runs the bodies.
       items: of a row at most, where they are shares of it.
@@ -122,7 +122,7 @@ class Prepared(NamedTuple):
     """A call as the bodies see it.
 
     Attributes:
-      live: live slots of each listed page, of X = B K KV heads.
+      live: live slots of each listed page, of X = B K lists.
       packed: their live pages.
       q: queries, blocks of rows of each KV head; in the dtype of products.
       narrow: the bits of chosen slots as ``arrange`` puts them, if slots are chosen.

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int
 
 FLAT_ROWS = 32
-"""Up to this many queries of a KV head (G * T) the pool is walked flat."""
+"""Up to this many queries of a KV head (G * T) the pool is read flat."""
 
 AT_ONCE = 1 << 21
 """Up to this many floats, scores or gathered keys of all KV heads are held at once. (Measured on two CPU

@@ -77,7 +77,7 @@ def compact(
     Args:
       k, v: keys and values of right-padded rows.
       upto: see ``admitted_upto``.
-      capacity: C, static. Of a KV head that admits more the latest are missing.
+      capacity: C, static. If a KV head admits more, the latest are missing.
     """
     b, heads, s = upto.shape
     row, head = jnp.arange(b)[:, None, None], jnp.arange(heads)[:, None]

@@ -2,7 +2,7 @@
 
 The query heads of a KV head are rows of one tile, so each key is read once. Keys stay in HBM; a program
 goes through the blocks that all its queries see whole, without any mask, and then through those at the edges,
-the next block on its order while one is read.
+the next block on its way while one is read.
 """
 
 from __future__ import annotations
@@ -168,7 +168,8 @@ class Fetch(NamedTuple):
             for source, where, buffer in zip(sources, slices, self.buffers)
         ]
 
-    def _each(self, c: Array, side: Array, act: str) -> None:
+    def copies(self, c: Array, side: Array, act: str) -> None:
+        """Start the copies of the c-th block, or wait for them."""
         packed, block = self.order.block(c)
 
         @pl.when(packed)
@@ -180,12 +181,6 @@ class Fetch(NamedTuple):
         def _() -> None:
             for copy in self._copies(self.own, block, side):
                 getattr(copy, act)()
-
-    def begin(self, c: Array, side: Array) -> None:
-        self._each(c, side, "start")
-
-    def end(self, c: Array, side: Array) -> None:
-        self._each(c, side, "wait")
 
 
 def _body(sizes: SlashSizes) -> Any:
@@ -203,7 +198,7 @@ def _body(sizes: SlashSizes) -> Any:
 
         @pl.when(order.steps > 0)
         def _() -> None:
-            fetch.begin(jnp.int32(0), jnp.int32(0))
+            fetch.copies(jnp.int32(0), jnp.int32(0), "start")
 
         m[...] = jnp.full_like(m, common.HIDDEN)
         l[...] = jnp.zeros_like(l)
@@ -219,9 +214,9 @@ def _body(sizes: SlashSizes) -> Any:
 
             @pl.when(c + 1 < order.steps)
             def _() -> None:
-                fetch.begin(c + 1, 1 - side)
+                fetch.copies(c + 1, 1 - side, "start")
 
-            fetch.end(c, side)
+            fetch.copies(c, side, "wait")
             see = None if reach is None else visible(c, side, reach)
             stats = (m[...], l[...], o[...])
             wide = q[...].reshape(sizes.rows, sizes.h)

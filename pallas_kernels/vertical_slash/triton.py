@@ -17,20 +17,8 @@ from pallas_kernels import compat, tuning
 from pallas_kernels import tiles as common
 from pallas_kernels.padding import pad_to, round_up
 from pallas_kernels.tuning import Blocks, Tuned
-from pallas_kernels.vertical_slash import tiles
-from pallas_kernels.vertical_slash.compact import (
-    FAR,
-    Compact,
-    Inputs,
-    Rows,
-    admitted_upto,
-    cleaned,
-    compact,
-    expected,
-    lost,
-    older,
-    rows_of,
-)
+from pallas_kernels.vertical_slash import compact, tiles
+from pallas_kernels.vertical_slash.compact import Compact, Inputs, Rows
 from pallas_kernels.vertical_slash.tiles import Rule
 
 if TYPE_CHECKING:
@@ -47,14 +35,14 @@ def vertical_slash(
 ) -> tuple[Float[Array, "B N T H"], Float[Array, "B N T"], Int[Array, "B K"]]:
     """See ``api.vertical_slash``."""
     q, k, v, admit, lengths, _ = x
-    (t, h), s, rows = q.shape[2:], k.shape[2], rows_of(x)
+    (t, h), s, rows = q.shape[2:], k.shape[2], compact.rows_of(x)
     sizes = tuning.pick(blocks, "forward", k.dtype, h, EXACT if k.dtype.itemsize == 4 else BLOCKS)
     wide = max(16, pl.next_power_of_2(h))
-    upto = admitted_upto(admit, rows.end)
-    v = v if lengths is None else cleaned(v, rows.end)
-    packed = compact(k, v, upto, rule.capacity)
+    upto = compact.admitted_upto(admit, rows.end)
+    v = v if lengths is None else compact.cleaned(v, rows.end)
+    packed = compact.compact(k, v, upto, rule.capacity)
     cap = round_up(rule.capacity, sizes.k)
-    packed = Compact(*(pad_to(x, cap, wide) for x in packed[:2]), pad_to(packed.pos, cap, fill=FAR))
+    packed = Compact(*(pad_to(x, cap, wide) for x in packed[:2]), pad_to(packed.pos, cap, fill=compact.FAR))
     q = pad_to(q.astype(k.dtype), round_up(t, sizes.q), wide)
     numbers = _numbers(upto, rows, q.shape[2] // sizes.q, sizes.q, rule)
     k, v = (pad_to(x, round_up(s, sizes.k), wide) for x in (k, v))
@@ -65,8 +53,8 @@ def vertical_slash(
 
 def _numbers(upto: Array, rows: Rows, blocks: int, size: int, rule: Rule) -> Int[Array, "B K I X"]:
     """For a block of queries: packed keys that some see, that all see; 1 if the KV head's keys do not fit."""
-    numbers = [*older(upto, rows, blocks, size, rule.window, rule.capacity)]
-    full = lost(upto, rule.capacity)
+    numbers = [*compact.older(upto, rows, blocks, size, rule.window, rule.capacity)]
+    full = compact.lost(upto, rule.capacity)
     if full is not None:
         numbers.append(jnp.broadcast_to(full[..., None], numbers[0].shape).astype(jnp.int32))
     return jnp.stack(numbers, axis=-1)
@@ -116,7 +104,7 @@ def _read(
         pl.BlockSpec((None, None, size, h), lambda i, n, b: (b, n // group, 0, 0)) for size in (s, cap)
     )
     moved = sum(x.size * x.dtype.itemsize for x in (q, k, v, *packed)) + 4 * q.size
-    pairs = b * n * t * expected(t, s, rule.window, cap)
+    pairs = b * n * t * compact.expected(t, s, rule.window, cap)
     return pl.pallas_call(
         body,
         grid=(t // bq, n, b),
