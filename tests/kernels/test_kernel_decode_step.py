@@ -18,7 +18,7 @@ B, K, G, H, W, S, M = 4, 2, 2, 128, 32, 16, 6
 SEEN = (100, 7, -1, 64)
 """A full ring, one that fills, a row without a token, and a slot at a ring's beginning."""
 LENGTHS = ((40, 0), (0, 3), (20, 16), (63, 95))
-"""One ends at a page's end, one in a list's last slot; a stream has no pages yet."""
+"""One ends at a page's end, one in a list's last slot; a KV head has no pages yet."""
 SMALL = ((block_key("step", "bfloat16", H), Blocks(item=64, k=16)),)
 """A list is several items."""
 

@@ -34,7 +34,7 @@ def bodies(impl):
     ],
 )
 def test_bodies(impl, name, dtype):
-    """Several tiles of tokens, a feature that is 0, a stream with nothing; against ``ref``."""
+    """Several tiles of tokens, a feature that is 0, a KV head with nothing; against ``ref``."""
     shape = PHI[name]
     shape = shape._replace(S=140 if impl == "mosaic_tpu" else 100)
     (log_q, log_k, v), there, read = case(shape, dtype=dtype)

@@ -148,7 +148,7 @@ def test_vertical_slash(impl, window):
 
 @pytest.mark.parametrize("impl", IMPLS)
 def test_ragged_decode(impl):
-    """Dead slots, pages of no list, and the queries of streams without a slot."""
+    """Dead slots, pages of no list, and the queries of KV heads without a slot."""
     shape = RAGGED_DECODE["g1_h32"]
     lengths = edges(shape)
     clean, lists = ragged_case(shape, lengths, poison=0)
@@ -233,7 +233,7 @@ def test_the_mass_of_a_broken_row_is_nan_where_it_looks(impl):
 
 @pytest.mark.parametrize("selected", [False, True])
 @pytest.mark.parametrize("impl", IMPLS)
-def test_pages_show_a_nan_to_their_stream_alone(impl, selected):
+def test_pages_show_a_nan_to_their_kv_head_alone(impl, selected):
     shape = RAGGED_DECODE["g4_h64"]
     lengths = np.maximum(edges(shape), 1)
     (q, k, v), lists = ragged_case(shape, lengths, poison=np.nan)

@@ -187,7 +187,7 @@ def test_lists_that_do_not_fit_are_read_two_items_ahead(name, kind, some, short_
     arrays, lists = case(shape, edges(shape), kind=kind)
     lists |= selection(shape, j=3) if some else {}
     wanted = ragged_decode(*arrays, **lists, mass=True, impl="mosaic_tpu")
-    monkeypatch.setattr(mosaic_tpu, "SMEM_WORDS", 60)  # five of each of two items of six streams
+    monkeypatch.setattr(mosaic_tpu, "SMEM_WORDS", 60)  # five of each of two items of six KV heads
     mosaic_tpu.ragged_decode.clear_cache()
     found = ragged_decode(*arrays, **lists, mass=True, impl="mosaic_tpu")
     monkeypatch.setattr(mosaic_tpu, "SMEM_WORDS", 59)

@@ -33,7 +33,7 @@ CODES = [
 
 
 def edges(shape):
-    """Lengths 0, 1, S - 1, S, S + 1 and the whole list, one for each of the six streams."""
+    """Lengths 0, 1, S - 1, S, S + 1 and the whole list, one for each of the six KV heads."""
     s = shape.S
     return np.array([0, 1, s - 1, s, s + 1, shape.M * s]).reshape(3, 2)
 
@@ -75,7 +75,7 @@ def paired(codes):
 
 
 def selection(shape, j, seed=1):
-    """j distinct pages a stream, some of them EMPTY, and half of their slots."""
+    """j distinct pages a KV head, some of them EMPTY, and half of their slots."""
     rng = np.random.default_rng(seed)
     pages = rng.permuted(np.broadcast_to(np.arange(shape.M), (shape.B, shape.K, shape.M)), axis=2)[..., :j]
     pages = np.where(rng.random(pages.shape) < 0.2, EMPTY, pages)
@@ -116,7 +116,7 @@ def test_selections(impl, name, kind, narrowed):
 
 
 @pytest.mark.parametrize(
-    ("impl", "form"), [("ref", "flat"), ("xla", "flat"), ("xla", "once"), ("xla", "stream")]
+    ("impl", "form"), [("ref", "flat"), ("xla", "flat"), ("xla", "once"), ("xla", "by_head")]
 )
 @pytest.mark.parametrize("kind", KINDS)
 def test_capped_scores(impl, form, kind, monkeypatch):
@@ -125,7 +125,7 @@ def test_capped_scores(impl, form, kind, monkeypatch):
     arrays, lists = case(shape, edges(shape), kind=kind)
     if form != "flat":
         lists |= selection(shape, j=3)
-    if form == "stream":
+    if form == "by_head":
         monkeypatch.setattr(xla, "AT_ONCE", 0)
         xla.ragged_decode.clear_cache()
     capped = oracle(*arrays, **lists, softcap=0.8)
@@ -136,7 +136,7 @@ def test_capped_scores(impl, form, kind, monkeypatch):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("chosen", [False, True])
-def test_stream_by_stream_when_all_at_once_is_too_much(kind, chosen, monkeypatch):
+def test_one_kv_head_at_a_time_when_all_at_once_is_too_much(kind, chosen, monkeypatch):
     shape = RAGGED_DECODE["many_queries"]
     arrays, lists = case(shape, edges(shape), kind=kind)
     lists = {"scales": None, "pages": None, "slots": None} | lists | (selection(shape, j=3) if chosen else {})

@@ -117,10 +117,10 @@ def test_pairs_of_blocks_that_are_seen_whole_are_those_without_a_hidden_pair(kin
     assert not np.any(whole & ~truth)
     # A block that is near in part and admitted in part counts as an edge.
     assert whole.sum() == truth.sum() if admit is None else 0 < whole.sum() <= truth.sum()
-    walk = block_lists.lists_of(block_lists.any_visible(rows, window, 8, 16), jnp.asarray(whole))
+    lists = block_lists.lists_of(block_lists.any_visible(rows, window, 8, 16), jnp.asarray(whole))
     met = np.asarray(block_lists.any_visible(rows, window, 8, 16))
-    for at in np.ndindex(walk.length.shape):
-        order, first, count = walk.order[at], int(walk.whole[at]), int(walk.length[at])
+    for at in np.ndindex(lists.length.shape):
+        order, first, count = lists.order[at], int(lists.whole[at]), int(lists.length[at])
         np.testing.assert_array_equal(order[:first], np.flatnonzero(whole[at]))
         np.testing.assert_array_equal(np.sort(order[:count]), np.flatnonzero(met[at]))
 
@@ -131,10 +131,10 @@ def test_one_block_of_queries_reads_a_few_keys_without_lists(monkeypatch):
     where = Where(*(jnp.asarray(x) for x in (q_pos[:, :4], k_pos, admit)))
     keys, queries = jnp.zeros((3, 2, 128, 8)), [jnp.zeros((3, 4, n, 8)) for n in (4, 5)]
     one, two = (block_lists.rows(q, keys, where, window, 8, 16, folded=True) for q in queries)
-    walk = block_lists.of_read(one, window, 8, 16)
-    np.testing.assert_array_equal(walk.order, np.broadcast_to(np.arange(8), (3, 1, 1, 8)))
-    assert np.all(walk.length == 8)
-    assert not np.any(walk.whole)
+    lists = block_lists.of_read(one, window, 8, 16)
+    np.testing.assert_array_equal(lists.order, np.broadcast_to(np.arange(8), (3, 1, 1, 8)))
+    assert np.all(lists.length == 8)
+    assert not np.any(lists.whole)
     listed = block_lists.lists_of(
         block_lists.any_visible(two, window, 8, 16), block_lists.all_visible(two, window, 8, 16)
     )

@@ -90,7 +90,7 @@ def test_bfloat16_is_as_good_as_the_plain_way(short_items):
 @needs_interpreter
 @pytest.mark.slow
 def test_a_hole_hides_its_slots_and_a_nan_shows(short_items):
-    """A page in the middle of a list is not there; a live key is NaN in one stream, a value in another."""
+    """A page in the middle of a list is not there; a live key is NaN in one KV head, a value in another."""
     arrays, lists = case(SMALL, np.full((2, 2), 3 * SMALL.S - 5))
     q, k, v = arrays
     table = lists["table"]
