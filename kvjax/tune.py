@@ -90,7 +90,7 @@ def measured(home: Path, minutes: float, tiny: str | None, only: tuple[str, ...]
             bar.update()
 
         try:
-            return device.measure(minutes, home=home, tiny=tiny, only=only, short=True, begun=begun)
+            return device.measure(minutes, home=home, tiny=tiny, only=only, begun=begun)
         except device.NoDeviceError as error:
             raise cli.InputError(
                 "tune needs a GPU or TPU, and JAX finds none. On a CPU attention runs on XLA anyway; for a "

@@ -1,4 +1,4 @@
-"""PyTorch's attention and FlashAttention on the arrays of a job, shared without a copy where that can be."""
+"""PyTorch's attention and FlashAttention on the arrays of a timed call, shared without a copy if possible."""
 
 from __future__ import annotations
 

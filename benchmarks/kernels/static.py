@@ -1,4 +1,4 @@
-"""What can be known of a kernel without a device: instructions, registers, spills, held against the roofline.
+"""What is known of a kernel without a device: instructions, registers, spills, compared with the roofline.
 
 TPU: libtpu writes the final VLIW bundles of every kernel, about one a cycle while nothing waits for
 memory. The count is of the program text: a loop inside the kernel counts once, and so do steps that run
@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from pallas_kernels.measure.child import Child, answer
 
 
-class Chip(NamedTuple):
+class ChipLimits(NamedTuple):
     """Of one device (v5p: of one of its two cores): GB/s of memory, 16-bit TFLOP/s, clock in GHz.
 
     TPU numbers are those of JAX's own table (``pltpu.get_tpu_info_for_chip``), clocks follow from
@@ -34,11 +34,11 @@ class Chip(NamedTuple):
 
 
 CHIPS = {
-    "v5e": Chip(820, 197, 1.5),
-    "v5p": Chip(1230, 229, 1.75),
-    "v6e": Chip(1640, 920, 1.75),
-    "tpu7x": Chip(3700, 1155, 2.2),
-    "h200": Chip(4800, 990, 1.98),
+    "v5e": ChipLimits(820, 197, 1.5),
+    "v5p": ChipLimits(1230, 229, 1.75),
+    "v6e": ChipLimits(1640, 920, 1.75),
+    "tpu7x": ChipLimits(3700, 1155, 2.2),
+    "h200": ChipLimits(4800, 990, 1.98),
 }
 
 
@@ -76,12 +76,15 @@ def report(
             # Mosaic GPU calls the assembler itself.
             "MOSAIC_GPU_DUMP_PTXAS": "1",
         }
-        said = pathlib.Path(folder) / "said"
-        with Child.running("pallas_kernels.measure.static", chip, folder, env=flags, errors=said) as compiler:
+        log = pathlib.Path(folder) / REPORT
+        with Child.running("benchmarks.kernels.static", chip, folder, env=flags, errors=log) as compiler:
             compiler.tell([names, programs])
             for _ in names:
                 yield compiler.hear()
 
+
+REPORT = "report"
+"""The file with what the assembler writes to standard error."""
 
 # Nothing but the last bundles.
 DUMPS = (
@@ -94,13 +97,13 @@ KERNEL = r"ragged_decode_\w+?|decode_step\w*?|blockwise\w*?|column_mass|gated\w*
 
 def bundles(folder: pathlib.Path) -> dict[str, int]:
     """Bundles of each kernel whose dump lies in a folder."""
-    found = {}
+    counts = {}
     for file in sorted(folder.glob("*schedule-analysis_final_bundles.txt")):
         kernel = re.search(rf"({KERNEL})[.-]", file.name)
         count = re.search(r"total scheduled bundles:\s+(\d+)", file.read_text())
         if kernel and count:
-            found[kernel.group(1)] = int(count.group(1))
-    return found
+            counts[kernel.group(1)] = int(count.group(1))
+    return counts
 
 
 _SPILLED = re.compile(r"v(?:st|ld) \[vmem:\[#allocation\d+_spill")
@@ -108,11 +111,11 @@ _SPILLED = re.compile(r"v(?:st|ld) \[vmem:\[#allocation\d+_spill")
 
 def spills(folder: pathlib.Path) -> dict[str, int]:
     """How often each kernel's text stores a vector register for want of room, or loads one back."""
-    found = {}
+    counts = {}
     for file in sorted(folder.glob("*-01-final_bundles.txt")):
         if kernel := re.search(rf"({KERNEL})[.-]", file.name):
-            found[kernel.group(1)] = len(_SPILLED.findall(file.read_text()))
-    return found
+            counts[kernel.group(1)] = len(_SPILLED.findall(file.read_text()))
+    return counts
 
 
 _BUNDLE = re.compile(r"\s*(?:0x[0-9a-f]+|0)\s+(\w\w)?\s*:?\s*(>*)[^{]*{")
@@ -123,11 +126,11 @@ def steps(folder: pathlib.Path) -> dict[str, list[int]]:
 
     A piece is what runs from one label, or depth of loops, to the next: a loop's body, a branch.
     """
-    found = {}
+    pieces_of = {}
     for file in sorted(folder.glob("*-01-final_bundles.txt")):
         if kernel := re.search(rf"({KERNEL})[.-]", file.name):
-            found[kernel.group(1)] = _multiplying(file.read_text())
-    return {kernel: pieces for kernel, pieces in found.items() if len(pieces) > 1}
+            pieces_of[kernel.group(1)] = _multiplying(file.read_text())
+    return {kernel: pieces for kernel, pieces in pieces_of.items() if len(pieces) > 1}
 
 
 def item(folder: pathlib.Path, kernel: str, pages: int) -> int:
@@ -159,8 +162,8 @@ def _pieces(text: str, what: str) -> list[tuple[str, int, int]]:
             if bundle.group(1) or bundle.group(2) != depth:
                 depth = bundle.group(2)
                 pieces.append((depth, 0, 0))
-            _, bundles, found = pieces[-1]
-            pieces[-1] = depth, bundles + 1, found + len(re.findall(what, line))
+            _, bundles, occurrences = pieces[-1]
+            pieces[-1] = depth, bundles + 1, occurrences + len(re.findall(what, line))
     return pieces
 
 
@@ -171,63 +174,64 @@ _ENTRY = re.compile(
 )
 
 
-def registers(said: str) -> dict[str, dict[str, int]]:
+def registers(report: str) -> dict[str, dict[str, int]]:
     """Registers of a thread and bytes spilled of each kernel in the assembler's report."""
-    found = {}
-    for kernel, _, stores, loads, used in _ENTRY.findall(said):
-        found[kernel] = {"registers": int(used), "spilled_bytes": int(stores) + int(loads)}
-    return found
+    used_by = {}
+    for kernel, _, stores, loads, used in _ENTRY.findall(report):
+        used_by[kernel] = {"registers": int(used), "spilled_bytes": int(stores) + int(loads)}
+    return used_by
 
 
-def _one(chip: str, name: str, folder: pathlib.Path, programs: dict[str, Any]) -> dict[str, Any]:
+def _report_of(chip: str, name: str, folder: pathlib.Path, programs: dict[str, Any]) -> dict[str, Any]:
+    from benchmarks.kernels.operations import compiled_for
+    from benchmarks.kernels.programs import digest
     from pallas_kernels.measure import aot
-    from pallas_kernels.measure.work import compiled_for
 
     case, place = compiled_for(chip)[name], aot.target(chip)
     impl = case.impl or place.impl
     program = aot.lowered(place, case.run(impl), *case.args, donated=case.donated)
-    found: dict[str, Any] = {"impl": impl, "moves_bytes": case.moves, "flops": case.flops}
-    found["roofline_us"] = round(roofline(chip, case.moves, case.flops) * 1e6, 2)
-    found["program"] = aot.digest(program)
-    measured = programs.get(found["program"]) or _compiled(program, place.platform, folder, case)
-    found |= {x: measured[x] for x in MEASURED if x in measured}
-    if case.kernel in found.get("bundles", {}):
+    row: dict[str, Any] = {"impl": impl, "moves_bytes": case.moves, "flops": case.flops}
+    row["roofline_us"] = round(roofline(chip, case.moves, case.flops) * 1e6, 2)
+    row["program"] = digest(program)
+    measured = programs.get(row["program"]) or _compiled(program, place.platform, folder, case)
+    row |= {x: measured[x] for x in MEASURED if x in measured}
+    if case.kernel in row.get("bundles", {}):
         # Of several steps, the one in which nothing is hidden.
-        count = min(found.get("steps", {}).get(case.kernel, [found["bundles"][case.kernel]]))
-        count = found.get("item", count)
+        count = min(row.get("steps", {}).get(case.kernel, [row["bundles"][case.kernel]]))
+        count = row.get("item", count)
         step = count / (CHIPS[chip].clock * 1e9)
-        found["step_to_roofline"] = round(step / roofline(chip, *case.step), 2)
-    programs[found["program"]] = found
-    return found
+        row["step_to_roofline"] = round(step / roofline(chip, *case.step), 2)
+    programs[row["program"]] = row
+    return row
 
 
 def _compiled(program: Any, platform: str, folder: pathlib.Path, case: Any) -> dict[str, Any]:
-    """What compiling a program tells of it."""
-    from pallas_kernels.measure import aot
+    """What compiling a program shows."""
+    from benchmarks.kernels.programs import copies, launches
 
-    said = folder / "said"
+    report = folder / REPORT
     for file in folder.iterdir():
-        if file != said:
+        if file != report:
             file.unlink()
-    before, start = said.stat().st_size, time.perf_counter()
+    before, start = report.stat().st_size, time.perf_counter()
     binary = program.compile()
-    found: dict[str, Any] = {"compile_s": round(time.perf_counter() - start, 1)}
-    found["temp_bytes"] = binary.memory_analysis().temp_size_in_bytes
-    found["copies"] = aot.copies(binary, case.whole) if case.whole else []
+    row: dict[str, Any] = {"compile_s": round(time.perf_counter() - start, 1)}
+    row["temp_bytes"] = binary.memory_analysis().temp_size_in_bytes
+    row["copies"] = copies(binary, case.whole) if case.whole else []
     if platform == "tpu":
-        found["bundles"], found["steps"] = bundles(folder), steps(folder)
-        found["spills"] = spills(folder)
-        if case.pages and case.kernel in found["bundles"]:
-            found["item"] = item(folder, case.kernel, case.pages)
-        if not found["bundles"]:
+        row["bundles"], row["steps"] = bundles(folder), steps(folder)
+        row["spills"] = spills(folder)
+        if case.pages and case.kernel in row["bundles"]:
+            row["item"] = item(folder, case.kernel, case.pages)
+        if not row["bundles"]:
             raise RuntimeError("libtpu wrote no bundles: its flags for dumps are not what they were")
     elif platform == "gpu":
-        found["launches"] = aot.launches(binary)
-        with said.open() as lines:
+        row["launches"] = launches(binary)
+        with report.open() as lines:
             lines.seek(before)
-            # Mosaic GPU, which has the assembler say it too, gives its kernels' names an ending.
-            found["kernels"] = registers(lines.read().replace("_mosaic_gpu_kernel'", "'"))
-    return found
+            # Mosaic GPU, whose assembler reports too, gives its kernels' names an ending.
+            row["kernels"] = registers(lines.read().replace("_mosaic_gpu_kernel'", "'"))
+    return row
 
 
 def main() -> None:
@@ -244,10 +248,10 @@ def main() -> None:
     names, programs = json.loads(sys.stdin.readline())
     for name in names:
         try:
-            found = _one(chip, name, pathlib.Path(folder), programs)
+            row = _report_of(chip, name, pathlib.Path(folder), programs)
         except (aot.jax.errors.JaxRuntimeError, Unsupported, NotImplementedError) as reason:
-            found = {"error": f"{type(reason).__name__}: {' '.join(str(reason).split())[:300]}"}
-        answer([name, found])
+            row = {"error": f"{type(reason).__name__}: {' '.join(str(reason).split())[:300]}"}
+        answer([name, row])
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Others' attention, to time beside ours: cuDNN's, JAX's own Pallas operations, PyTorch's, FlashAttention.
 
-A rival is made of a job's own arrays, laid out as it wants them before the clock starts. One that is not
-installed, is for another platform or refuses the call raises, and ``on_device`` reports why.
+A rival gets the arrays of a timed call, laid out as it wants them before the clock starts. It raises if it
+is not installed, is for another platform or refuses the call; ``on_device`` records why.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
+from benchmarks.kernels import torch_rivals
+from benchmarks.kernels.operations import Rival
 from pallas_kernels import dispatch
-from pallas_kernels.measure import torch_rivals
-from pallas_kernels.measure.work import Rival
+from pallas_kernels.measure.work import gradient_of_sum
 
 OPS = "jax.experimental.pallas.ops"
 
@@ -48,13 +49,8 @@ def _only_on(platform: str) -> None:
         raise NotImplementedError(f"for {platform}; this is {jax.default_backend()}")
 
 
-def summed(run: Callable[..., Any], order: tuple[int, ...] = (0, 1, 2)) -> Callable[..., Any]:
-    """The gradient of the sum of ``run``, as every gradient here is timed."""
-    return jax.grad(lambda *x: run(*x).astype(jnp.float32).sum(), order)
-
-
 def _both(run: Callable[..., Any], gradient: bool) -> Callable[..., Any]:
-    return summed(run) if gradient else run
+    return gradient_of_sum(run) if gradient else run
 
 
 def _vendor(kind: Literal["cudnn", "xla"], gradient: bool, q: Any, k: Any, v: Any) -> Callable[[], Any]:
@@ -138,7 +134,7 @@ def _paged_tpu(q: Any, k: Any, v: Any, table: Any, length: Any, scales: Any) -> 
 
 
 def _contiguous(k: Any, table: Any, length: Any, scales: Any, which: int) -> jax.Array:
-    """The live pages of every stream one after another, [B, S, K, H]; streams are of one length."""
+    """The live pages of every list one after another, [B, S, K, H]; lists are of one length."""
     b, kv, _ = table.shape
     live = int(length[0, 0]) // k.shape[1]
     x = k[table[:, :, :live]]
@@ -160,7 +156,7 @@ def _dense_torch(q: Any, k: Any, v: Any, table: Any, length: Any, scales: Any) -
 
 
 def decode(q: Any, k: Any, v: Any, table: Any, length: Any, scales: Any) -> tuple[Rival, ...]:
-    """Reads of the same live slots, through pages or (streams being of one length) without."""
+    """Reads of the same live slots, through pages or (lists being of one length) without."""
     args = (q, k, v, table, length, scales)
     paged = lambda out: out.reshape(q.shape)  # noqa: E731
     return (

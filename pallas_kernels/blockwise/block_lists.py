@@ -2,7 +2,7 @@
 
 A body works on rows of queries: the G heads of a KV head one after another, so that every key block
 is read once for all of them. Positions are data, so blocks that do not see each other are found
-here, on the device, and listed; a body walks each list and nothing else.
+here, on the device, and listed; a body reads what each list names and nothing else.
 """
 
 from __future__ import annotations
@@ -13,12 +13,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import jax.numpy as jnp
 
 from pallas_kernels import softmax
-from pallas_kernels.blockwise.sight import Above
+from pallas_kernels.blockwise.sight import Above, Where
+from pallas_kernels.padding import pad_to_multiple
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int
-
-    from pallas_kernels.blockwise.sight import Where
 
 
 class Rows(NamedTuple):
@@ -35,13 +34,6 @@ class Rows(NamedTuple):
     admit: Int[Array, "B K S"] | None
 
 
-def padded(x: Array, axis: int, to: int, fill: int | float = 0) -> Array:
-    """x with ``axis`` padded to a multiple of ``to``."""
-    pad = [(0, 0)] * x.ndim
-    pad[axis] = (0, -x.shape[axis] % to)
-    return jnp.pad(x, pad, constant_values=fill) if pad[axis][1] else x
-
-
 def rows(
     q: Array, k: Array, where: Where, window: int | None, block_q: int, block_k: int, *, folded: bool
 ) -> Rows:
@@ -52,11 +44,11 @@ def rows(
         q = q.reshape(b, heads, n // heads * t, h)
         q_pos = jnp.tile(q_pos, (1, n // heads))
     return Rows(
-        padded(q, 2, block_q),
-        padded(k, 2, block_k),
-        padded(q_pos, 1, block_q, softmax.EMPTY),
-        padded(k_pos, 1, block_k, softmax.EMPTY),
-        None if admit is None else padded(admit.astype(jnp.int32), 2, block_k),
+        pad_to_multiple(q, 2, block_q),
+        pad_to_multiple(k, 2, block_k),
+        pad_to_multiple(q_pos, 1, block_q, softmax.EMPTY),
+        pad_to_multiple(k_pos, 1, block_k, softmax.EMPTY),
+        None if admit is None else pad_to_multiple(admit.astype(jnp.int32), 2, block_k),
     )
 
 
@@ -69,10 +61,12 @@ def folded(above: Above, k: Float[Array, "B K S H"], block_q: int) -> Above:
     """``above`` of rows as ``rows`` folds them; gradients of out in the dtype of the keys."""
     (b, heads), up = k.shape[:2], above.up.astype(k.dtype)
     up = up.reshape(b, heads, -1, up.shape[3])
-    return Above(*(padded(x, 2, block_q) for x in (up, *(y.reshape(b, heads, -1) for y in above[1:]))))
+    return Above(
+        *(pad_to_multiple(x, 2, block_q) for x in (up, *(y.reshape(b, heads, -1) for y in above[1:])))
+    )
 
 
-def meetings(x: Rows, window: int | None, block_q: int, block_k: int) -> Bool[Array, "Z K I J"]:
+def any_visible(x: Rows, window: int | None, block_q: int, block_k: int) -> Bool[Array, "Z K I J"]:
     """Whether any query of block i may see any key of block j; one K for all heads without admission."""
     b = x.q_pos.shape[0]
     far = jnp.iinfo(jnp.int32).max // 2
@@ -90,10 +84,10 @@ def meetings(x: Rows, window: int | None, block_q: int, block_k: int) -> Bool[Ar
     return see & near
 
 
-def seen_whole(x: Rows, window: int | None, block_q: int, block_k: int) -> Bool[Array, "Z K I J"]:
+def all_visible(x: Rows, window: int | None, block_q: int, block_k: int) -> Bool[Array, "Z K I J"]:
     """Whether every query of block i sees every key of block j, so that nothing has to be hidden.
 
-    False errs on the safe side. One K as in ``meetings``.
+    False errs on the safe side. One K as in ``any_visible``.
     """
     b = x.q_pos.shape[0]
     q_pos, k_pos = x.q_pos.reshape(b, 1, -1, 1, block_q), x.k_pos.reshape(b, 1, 1, -1, block_k)
@@ -107,13 +101,13 @@ def seen_whole(x: Rows, window: int | None, block_q: int, block_k: int) -> Bool[
     return see & near
 
 
-class Walk(NamedTuple):
+class BlockLists(NamedTuple):
     """For each block of one side the blocks of the other it meets, those first, and how many they are.
 
     Attributes:
-      order: numbers of blocks, those seen whole before the others if they were told apart.
+      order: numbers of blocks, those seen whole first, if ``whole`` is given.
       length: how many are met.
-      whole: how many of them are seen whole; None: not told apart.
+      whole: how many of them are seen whole; None: unknown.
     """
 
     order: Int[Array, "Z K I J"]
@@ -126,26 +120,26 @@ class Walk(NamedTuple):
         return self.order.shape[1]
 
 
-def walk(pairs: Bool[Array, "Z K I J"], whole: Bool[Array, "Z K I J"] | None = None) -> Walk:
-    """Lists of each i's meetings; ``whole`` pairs are meetings too."""
+def lists_of(pairs: Bool[Array, "Z K I J"], whole: Bool[Array, "Z K I J"] | None = None) -> BlockLists:
+    """Lists of each i's any_visible; ``whole`` pairs are any_visible too."""
     last = ~pairs if whole is None else 2 - pairs.astype(jnp.int32) - whole
     order = jnp.argsort(last, axis=-1, stable=True).astype(jnp.int32)
     count = functools.partial(jnp.sum, axis=-1, dtype=jnp.int32)
-    return Walk(order, count(pairs), None if whole is None else count(whole))
+    return BlockLists(order, count(pairs), None if whole is None else count(whole))
 
 
 FEW = 1024
-"""Keys that one block of queries reads without a plan."""
+"""Keys that one block of queries reads without lists."""
 
 
-def forward(x: Rows, window: int | None, block_q: int, block_k: int) -> Walk:
-    """The walk of a read.
+def of_read(x: Rows, window: int | None, block_q: int, block_k: int) -> BlockLists:
+    """The lists of a read.
 
-    One block of queries visits a few key blocks all, as edges: of a decode step and its ring, finding those
-    to leave out starts ten operations and leaves out none once the ring is full.
+    One block of queries reads all of a few key blocks, as edges: in a decode step with its ring, finding
+    blocks to leave out would start ten operations and find none once the ring is full.
     """
     b, (rows, keys) = len(x.q), (x.q.shape[2], x.k.shape[2])
     if rows > block_q or keys > FEW:
-        return walk(meetings(x, window, block_q, block_k), seen_whole(x, window, block_q, block_k))
+        return lists_of(any_visible(x, window, block_q, block_k), all_visible(x, window, block_q, block_k))
     every = jnp.broadcast_to(jnp.arange(keys // block_k, dtype=jnp.int32), (b, 1, 1, keys // block_k))
-    return Walk(every, jnp.full((b, 1, 1), keys // block_k, jnp.int32), jnp.zeros((b, 1, 1), jnp.int32))
+    return BlockLists(every, jnp.full((b, 1, 1), keys // block_k, jnp.int32), jnp.zeros((b, 1, 1), jnp.int32))

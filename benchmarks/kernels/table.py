@@ -14,15 +14,15 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+from benchmarks.kernels import static
+from benchmarks.kernels.operations import ALL, cases, mosaic_gpu_cases
 from pallas_kernels import dispatch
-from pallas_kernels.measure import static
-from pallas_kernels.measure.work import beside, cases, operations
 
 MARKS = {
-    "checked": ("<!-- table: python -m pallas_kernels.bench --table -->", "<!-- end of table -->"),
-    "costs": ("<!-- costs: python -m pallas_kernels.bench --table -->", "<!-- end of costs -->"),
+    "checked": ("<!-- table: python -m benchmarks.kernels --table -->", "<!-- end of table -->"),
+    "costs": ("<!-- costs: python -m benchmarks.kernels --table -->", "<!-- end of costs -->"),
 }
-PACKAGE = pathlib.Path(__file__).parents[1]
+PACKAGE = pathlib.Path(dispatch.__file__).parent
 README = PACKAGE / "README.md"
 TESTS = PACKAGE.parent / "tests" / "kernels"
 
@@ -45,33 +45,34 @@ def _interpreted(op: str, impl: str) -> bool:
 @functools.cache
 def _static(chip: str) -> dict[str, Any]:
     file = dispatch.TUNED / chip / "static.json"
-    found: dict[str, Any] = json.loads(file.read_text())["cases"] if file.is_file() else {}
-    return found
+    cases_of: dict[str, Any] = json.loads(file.read_text())["cases"] if file.is_file() else {}
+    return cases_of
 
 
 def _compiled(op: str, impl: str) -> list[str]:
-    found, wanted = [], [x for x in cases() | beside() if x.startswith(f"{dispatch.filed(op, impl)}/")]
+    prefix, chips = f"{dispatch.filed(op, impl)}/", []
+    names = [name for name in cases() | mosaic_gpu_cases() if name.startswith(prefix)]
     for chip in static.CHIPS:
-        mine = [_static(chip)[x] for x in wanted if x in _static(chip)]
-        good = [x for x in mine if x.get("impl") == impl and "error" not in x]
+        rows = [_static(chip)[name] for name in names if name in _static(chip)]
+        good = [x for x in rows if x.get("impl") == impl and "error" not in x]
         if good:
-            found.append(chip if len(good) == len(wanted) else f"{chip} ({len(good)} of {len(wanted)} cases)")
-    return found
+            chips.append(chip if len(good) == len(names) else f"{chip} ({len(good)} of {len(names)} cases)")
+    return chips
 
 
 def _run(op: str, impl: str) -> list[str]:
-    found = []
+    devices = []
     for file in sorted(dispatch.TUNED.glob(f"*/{dispatch.filed(op, impl)}.json")):
         known = json.loads(file.read_text())
         if known.get("impl") == impl and known.get("agrees") and not known.get("interpreted"):
-            found.append(known.get("device", file.parent.name))
-    return found
+            devices.append(known.get("device", file.parent.name))
+    return devices
 
 
 def checked() -> list[str]:
     """What was checked, in Markdown."""
     rows = ["| operation | implementation | interpreted | compiled for | run on |", "|---|---|---|---|---|"]
-    for op in operations():
+    for op in ALL:
         for impl in dispatch.IMPLS:
             if impl in ("ref", "xla"):
                 cells = ["", "", "CPU"]
@@ -84,22 +85,22 @@ def checked() -> list[str]:
     return rows
 
 
-def _cell(found: dict[str, Any]) -> str:
+def _cell(row: dict[str, Any]) -> str:
     """What is known of a case on a chip: TPU bundles, its steps and one over the roofline; GPU registers."""
-    if not found:
+    if not row:
         return ""
-    if "error" in found:
+    if "error" in row:
         return "refused"
-    if "kernels" in found:
+    if "kernels" in row:
         cells = [
             f"{x['registers']}" + (f" and {x['spilled_bytes']} B spilled" if x["spilled_bytes"] else "")
-            for _, x in sorted(found["kernels"].items())
+            for _, x in sorted(row["kernels"].items())
         ]
         return ", ".join(cells)
-    steps = ["+".join(map(str, x)) for _, x in sorted(found.get("steps", {}).items())]
-    steps = [str(found["item"])] if "item" in found else steps
-    beside = steps + [f"{found['step_to_roofline']}x"] * ("step_to_roofline" in found)
-    bundles = ", ".join(str(x) for _, x in sorted(found["bundles"].items()))
+    steps = ["+".join(map(str, x)) for _, x in sorted(row.get("steps", {}).items())]
+    steps = [str(row["item"])] if "item" in row else steps
+    beside = steps + [f"{row['step_to_roofline']}x"] * ("step_to_roofline" in row)
+    bundles = ", ".join(str(x) for _, x in sorted(row["bundles"].items()))
     return f"{bundles} ({', '.join(beside)})" if beside else bundles
 
 
@@ -108,7 +109,7 @@ def costs() -> list[str]:
     chips = list(static.CHIPS)
     heads = [f"{chip} registers" if chip in static.GPUS else f"{chip} bundles (step)" for chip in chips]
     rows = ["| case | MB | GFLOP | " + " | ".join(heads) + " |", "|---|---|---|" + "---|" * len(chips)]
-    for name, case in (cases() | beside()).items():
+    for name, case in (cases() | mosaic_gpu_cases()).items():
         if "odd" in name:
             continue
         cells = [_cell(_static(chip).get(name, {})) for chip in chips]

@@ -17,25 +17,24 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import compat, tuning
-from pallas_kernels.gated.plan import Plan
+from pallas_kernels.gated.vjp import GatedSizes, Inputs, Rule
+from pallas_kernels.padding import pad_to, round_up
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float
-
-    from pallas_kernels.gated.vjp import Inputs, Rule
 
 BLOCK = 512
 LANES = 128
 
 
-def last(plan: Plan, i: Array) -> Array:
+def last(sizes: GatedSizes, i: Array) -> Array:
     """The last block of keys that block i of queries sees."""
-    return ((i + 1) * plan.bq - 1) // plan.bk
+    return ((i + 1) * sizes.bq - 1) // sizes.bk
 
 
-def first(plan: Plan, j: Array) -> Array:
+def first(sizes: GatedSizes, j: Array) -> Array:
     """The first block of queries that sees block j of keys."""
-    return (j * plan.bk) // plan.bq
+    return (j * sizes.bk) // sizes.bq
 
 
 class Blocks(NamedTuple):
@@ -47,43 +46,37 @@ class Blocks(NamedTuple):
     k_row: pl.BlockSpec
 
 
-def plan_of(x: Inputs, rule: Rule, what: str) -> Plan:
+def sizes_of(x: Inputs, rule: Rule, what: str) -> GatedSizes:
     """Sizes of a pass over these arrays."""
     (b, n, t, h), heads = x.q.shape, x.k.shape[1]
-    found = tuning.pick(rule.blocks, what, x.k.dtype, h, tuning.Blocks(q=BLOCK, k=BLOCK))
-    bq, bk = (min(size, -(-t // LANES) * LANES) for size in found[:2])
+    chosen = tuning.pick(rule.blocks, what, x.k.dtype, h, tuning.Blocks(q=BLOCK, k=BLOCK))
+    bq, bk = (min(size, round_up(t, LANES)) for size in chosen[:2])
     size = math.lcm(bq, bk)
-    return Plan(b, n, heads, -(-t // size) * size, h, bq, bk, found, rule)
+    return GatedSizes(b, n, heads, round_up(t, size), h, bq, bk, chosen, rule)
 
 
-def query_major(plan: Plan) -> Blocks:
+def query_major(sizes: GatedSizes) -> Blocks:
     """Of grid (B, N, nq, nk)."""
-
-    def q(b: Array, n: Array, i: Array, j: Array, *_: Any) -> tuple[Any, ...]:
-        return b, n, i
-
-    def k(b: Array, n: Array, i: Array, j: Array, *_: Any) -> tuple[Any, ...]:
-        return b, n // plan.group, jnp.minimum(j, last(plan, i))
-
-    return _blocks(plan, q, k)
+    return _blocks(
+        sizes,
+        lambda b, n, i, j, *_: (b, n, i),
+        lambda b, n, i, j, *_: (b, n // sizes.group, jnp.minimum(j, last(sizes, i))),
+    )
 
 
-def key_major(plan: Plan) -> Blocks:
+def key_major(sizes: GatedSizes) -> Blocks:
     """Of grid (B, K, nk, G nq): the query heads of a KV head one after the other."""
 
     def q(b: Array, kv: Array, j: Array, step: Array, *_: Any) -> tuple[Any, ...]:
-        i = jnp.maximum(jax.lax.rem(step, plan.nq), first(plan, j))
-        return b, kv * plan.group + step // plan.nq, i
+        i = jnp.maximum(jax.lax.rem(step, sizes.nq), first(sizes, j))
+        return b, kv * sizes.group + step // sizes.nq, i
 
-    def k(b: Array, kv: Array, j: Array, step: Array, *_: Any) -> tuple[Any, ...]:
-        return b, kv, j
-
-    return _blocks(plan, q, k)
+    return _blocks(sizes, q, lambda b, kv, j, step, *_: (b, kv, j))
 
 
-def _blocks(plan: Plan, q: Any, k: Any) -> Blocks:
+def _blocks(sizes: GatedSizes, q: Any, k: Any) -> Blocks:
     def wide(size: int, at: Any) -> pl.BlockSpec:
-        return pl.BlockSpec((None, None, size, plan.h), lambda *step: (*at(*step), 0))
+        return pl.BlockSpec((None, None, size, sizes.h), lambda *step: (*at(*step), 0))
 
     def row(size: int, at: Any) -> pl.BlockSpec:
         def place(*step: Any) -> tuple[Any, ...]:
@@ -92,22 +85,12 @@ def _blocks(plan: Plan, q: Any, k: Any) -> Blocks:
 
         return pl.BlockSpec((None, None, 1, size), place)
 
-    return Blocks(wide(plan.bq, q), row(plan.bq, q), wide(plan.bk, k), row(plan.bk, k))
-
-
-def padded(x: Array, t: int) -> Array:
-    """x [B, N, T, ...] with zeros up to t positions."""
-    return jnp.pad(x, [(0, 0), (0, 0), (0, t - x.shape[2]), *[(0, 0)] * (x.ndim - 3)])
+    return Blocks(wide(sizes.bq, q), row(sizes.bq, q), wide(sizes.bk, k), row(sizes.bk, k))
 
 
 def as_rows(x: Float[Array, "B N T"], t: int) -> Float[Array, "B N 1 T"]:
     """Numbers of each position as rows of blocks."""
-    return padded(x.astype(jnp.float32), t)[:, :, None]
-
-
-def column(row: Float[Array, "1 R"]) -> Float[Array, "R 128"]:
-    """In a body: a row as a column, in every lane."""
-    return jnp.transpose(jnp.broadcast_to(row, (LANES, row.shape[1])))
+    return pad_to(x.astype(jnp.float32), t)[:, :, None]
 
 
 def row(column: Float[Array, "R 1"]) -> Float[Array, "1 R"]:
@@ -121,7 +104,7 @@ def shape(*size: int) -> jax.ShapeDtypeStruct:
 
 
 def call(
-    plan: Plan,
+    sizes: GatedSizes,
     body: Any,
     name: str,
     grid: tuple[int, ...],
@@ -134,7 +117,7 @@ def call(
     """Run ``body(ends, *inputs, *outputs, *scratch)`` over a grid.
 
     Args:
-      plan: sizes.
+      sizes: static sizes.
       body: the kernel.
       name: of the pass.
       grid: the last axis of which sums.
@@ -143,7 +126,7 @@ def call(
       scratch: shapes of float32 scratch.
       products: matrix products a tile takes, for the cost estimate.
     """
-    pairs = plan.b * plan.n * plan.t * plan.t // 2
+    pairs = sizes.b * sizes.n * sizes.t * sizes.t // 2
     moved = sum(x.size * x.dtype.itemsize for x, _ in (*inputs, *outputs))
     return pl.pallas_call(
         body,
@@ -157,8 +140,8 @@ def call(
         out_shape=[x for x, _ in outputs],
         compiler_params=compat.tpu_params(("parallel", "parallel", "parallel", "arbitrary")),
         cost_estimate=pl.CostEstimate(
-            flops=2 * products * pairs * plan.h, transcendentals=pairs, bytes_accessed=moved
+            flops=2 * products * pairs * sizes.h, transcendentals=pairs, bytes_accessed=moved
         ),
-        interpret=plan.rule.interpret,
+        interpret=sizes.rule.interpret,
         name=f"gated_{name}",
     )(ends, *(x for x, _ in inputs))
