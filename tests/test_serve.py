@@ -19,9 +19,8 @@ from tiny import by_layer, quick_compiles  # noqa: F401
 
 import kvjax
 from kvjax import catalogue, metrics, timing
-from kvjax.serve import facts
 from kvjax.serve.__main__ import main
-from kvjax.serve.answer import timings
+from kvjax.serve.answer import format_bytes, timings
 from kvjax.serve.arguments import parse
 from kvjax.serve.chat import chat
 from kvjax.serve.command import run
@@ -228,7 +227,7 @@ def test_chat_commands(tiny_folder, capsys):
     out, err = capsys.readouterr()
     one, _, _ = generated(tiny_folder, "full", "first")
     assert out == f"{one}\n\n{one}\n"
-    assert "/nonsense is no command. Use /clear or /exit." in err
+    assert "/nonsense is not a command. Use /clear or /exit." in err
 
 
 def test_chat_survives_a_conversation_that_is_too_long(tiny_folder, capsys):
@@ -302,7 +301,7 @@ def test_speed_leaves_out_the_first_token_and_the_compiler():
     ],
 )
 def test_sizes_read_well(count, text):
-    assert facts.size(count) == text
+    assert format_bytes(count) == text
 
 
 # --- the process ---------------------------------------------------------------------------------

@@ -20,8 +20,8 @@ httpx = pytest.importorskip("httpx", reason="pip install 'kvjax[test]'")
 import kvjax  # noqa: E402
 from kvjax.serve.http import app, command  # noqa: E402
 from kvjax.serve.http.arguments import parse  # noqa: E402
-from kvjax.serve.http.keys import Keys  # noqa: E402
 from kvjax.serve.http.log import Log  # noqa: E402
+from kvjax.serve.http.middleware import Keys  # noqa: E402
 from kvjax.serve.http.service import Service  # noqa: E402
 
 FULL = ("full", "window(16) + sinks(4)", "snapkv(8) + uniform(0.5)")
@@ -106,8 +106,8 @@ def until(true: Any, seconds: float = 10.0) -> bool:
 def running(folder: Path, *words: str, keys: tuple[str, ...] = ()) -> Iterator[Running]:
     """A server with these words on its command line."""
     options, log = parse(["--model", str(folder), "--name", "tiny", *words]), io.BytesIO()
-    with command.listening(options.host, 0) as sock:
-        service = command.opened(options, Log(log.write))
+    with command.listening_socket(options.host, 0) as sock:
+        service = command.open_service(options, Log(log.write))
         application = app.make(service, Keys(keys), local_only=not keys and not options.without_key)
         found = Running(f"http://127.0.0.1:{sock.getsockname()[1]}", service, log)
 

@@ -14,7 +14,7 @@ import pytest
 
 pytest.importorskip("fastapi", reason="pip install 'kvjax[serve]'")
 
-from kvjax.serve.http.log import Log, others
+from kvjax.serve.http.log import Log
 
 
 def lines(content: bytes) -> list[dict]:
@@ -37,7 +37,7 @@ def test_a_reader_who_stops_holds_up_nobody_and_is_told_what_he_missed():
         assert free.wait(60)
         found.append(line)
 
-    log, begun = Log(write, most=10), time.monotonic()
+    log, begun = Log(write, size=10), time.monotonic()
     for number in range(1000):
         log("event", number=number)
     assert time.monotonic() - begun < 10
@@ -74,7 +74,7 @@ def test_a_stream_that_breaks_breaks_nothing_else():
 def test_warnings_of_libraries_go_into_the_log_without_their_values():
     found: list[bytes] = []
     log = Log(found.append)
-    with others(log):
+    with log.library_warnings():
         logging.getLogger("uvicorn.error").warning("Invalid HTTP request: %s", "secret")
     assert log.flush(10)
     (line,) = lines(b"".join(found))
@@ -83,8 +83,8 @@ def test_warnings_of_libraries_go_into_the_log_without_their_values():
 
 
 FULL = """
-from kvjax.serve.http.log import to_stderr
-log = to_stderr()
+from kvjax.serve.http.log import stderr_log
+log = stderr_log()
 for number in range(3000):
     log("event", text="x" * 100)
 print(log.flush(0.2))
