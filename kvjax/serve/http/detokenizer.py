@@ -108,30 +108,25 @@ class Detokenizer:
                 characters = self._stream.step(event.token)
         self._offset += len(characters)
         text += self._stops.feed(characters)
-        if self._stops.hit is not None:
-            return self._finished(text, tokens, "stop", self._stops.hit)
-        return self._last(text, tokens, event) if event.finish_reason else TextDelta(text, tokens)
+        ended = self._stops.hit is not None or event.finish_reason
+        return self._last(text, tokens, event) if ended else TextDelta(text, tokens)
 
     def _take_echo(self) -> str:
         echo, self._echo = self._echo, ""
         return echo
 
     def _last(self, text: str, tokens: tuple[TokenLogprobs, ...], event: Event) -> TextDelta:
-        """The delta of the event that ends the text, with everything that was held back."""
+        """The delta that ends the text, with everything that was held back."""
         text += self._take_echo() + self._stops.feed(self._stream.finish())
-        if self._stops.hit is not None:
-            return self._finished(text, tokens, "stop", self._stops.hit)
-        text += self._stops.finish()
-        if event.finish_reason == "stop":
-            return self._finished(text, tokens, "stop", None if event.token in self._eos else event.token)
-        deadline = "deadline" if event.finish_reason == "deadline" else None
-        return self._finished(text, tokens, "length", deadline)
-
-    def _finished(
-        self, text: str, tokens: tuple[TokenLogprobs, ...], finish: str, stop_reason: int | str | None
-    ) -> TextDelta:
-        self.finish = finish
-        return TextDelta(text, tokens, finish, stop_reason)
+        stop_reason: int | str | None = self._stops.hit
+        self.finish = "stop" if stop_reason is not None or event.finish_reason == "stop" else "length"
+        if stop_reason is None:
+            text += self._stops.finish()
+            if self.finish == "stop" and event.token not in self._eos:
+                stop_reason = event.token
+            elif event.finish_reason == "deadline":
+                stop_reason = "deadline"
+        return TextDelta(text, tokens, self.finish, stop_reason)
 
 
 class StopStrings:

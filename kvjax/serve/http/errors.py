@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,19 +10,10 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
-from starlette.routing import Match
 
+from kvjax import engine
 from kvjax.algebra import PolicyError
 from kvjax.decode import RequestError
-from kvjax.engine import (
-    ContextExists,
-    ContextMismatch,
-    ContextNotFound,
-    Draining,
-    EngineDead,
-    EngineError,
-    QueueFull,
-)
 from kvjax.serve.http.schemas import ErrorBody
 from kvjax.weights import WeightsError
 
@@ -76,16 +68,16 @@ def as_api_error(error: BaseException) -> ApiError:
     """The HTTP error for one of our exceptions; 500 for any other."""
     if isinstance(error, ApiError):
         return error
-    if isinstance(error, QueueFull):
+    if isinstance(error, engine.QueueFull):
         wait = {"Retry-After": str(max(1, round(error.retry_after)))}
         return ApiError(429, str(error), code="queue_full", headers=wait)
-    if isinstance(error, Draining | EngineDead):
-        code = "draining" if isinstance(error, Draining) else "engine_dead"
+    if isinstance(error, engine.Draining | engine.EngineDead):
+        code = "draining" if isinstance(error, engine.Draining) else "engine_dead"
         return ApiError(503, str(error), code=code, headers={"Retry-After": "5"})
     for kind, status, code, param in (
-        (ContextNotFound, 404, "context_not_found", "context"),
-        (ContextExists, 409, "context_exists", "name"),
-        (ContextMismatch, 400, "context_mismatch", "context"),
+        (engine.ContextNotFound, 404, "context_not_found", "context"),
+        (engine.ContextExists, 409, "context_exists", "name"),
+        (engine.ContextMismatch, 400, "context_mismatch", "context"),
         (WeightsError, 400, "invalid_weights", "kv_weights"),
         (PolicyError, 400, "invalid_policy", "kv_policy"),
         (RequestError, 400, "invalid_request", None),
@@ -98,7 +90,7 @@ def as_api_error(error: BaseException) -> ApiError:
 
 def install(app: FastAPI) -> None:
     """Answers every error of the app in OpenAI's form."""
-    for ours in (ApiError, EngineError, RequestError, PolicyError, WeightsError):
+    for ours in (ApiError, engine.EngineError, RequestError, PolicyError, WeightsError):
         app.add_exception_handler(ours, _answer_ours)
     app.add_exception_handler(RequestValidationError, _answer_invalid_body)
     app.add_exception_handler(HTTPException, _answer_router)
@@ -116,10 +108,14 @@ async def _answer_router(request: Request, error: Exception) -> JSONResponse:
         404: ("not_found", f"There is no {path} here. GET /openapi.json lists all paths."),
         405: ("method_not_allowed", f"{path} does not take {request.method}. See GET /openapi.json."),
     }.get(error.status_code, ("http_error", str(error.detail)))
-    if error.status_code == 405:  # of all routes with this path; Starlette names the methods of one
-        routes = [route for route in request.app.routes if route.matches(request.scope)[0] != Match.NONE]
-        methods = {method for route in routes for method in getattr(route, "methods", None) or ()}
-        headers = {"Allow": ", ".join(sorted(methods))}
+    if error.status_code == 405:  # Starlette names the methods of the first route with this path alone
+        methods = {
+            method.upper()
+            for template, operations in request.app.openapi()["paths"].items()
+            if re.fullmatch(re.sub(r"\\\{\w+\\\}", "[^/]+", re.escape(template)), path)
+            for method in operations
+        }
+        headers = {"Allow": ", ".join(sorted(methods)) or headers.get("allow", "")}
     return ApiError(error.status_code, message, code=code, headers=headers).response()
 
 

@@ -69,9 +69,7 @@ def of_chat(service: Service, body: ChatBody) -> Generation:
       ApiError, PolicyError, WeightsError, ContextNotFound: what cannot be served.
     """
     if body.top_logprobs is not None and not body.logprobs:
-        raise bad_request(
-            "top_logprobs", "top_logprobs needs logprobs=true. Set it, or leave top_logprobs out."
-        )
+        raise bad_request("top_logprobs", "top_logprobs needs logprobs=true. Set it, or drop top_logprobs.")
     ids, bos = encode_chat(service, body.messages), service.model.text.bos
     if body.context is not None and bos is not None and ids[:1] == [bos]:
         ids = ids[1:]  # BOS stands at the beginning of the context
@@ -96,11 +94,8 @@ def _generation(
     service.check_model(body.model)
     options, n = service.options, body.n or 1
     if len(prompts) * n > options.max_choices:
-        raise bad_request(
-            "n",
-            f"{len(prompts)} prompts with n={n} are more than the {options.max_choices} texts allowed. "
-            "Ask for fewer.",
-        )
+        message = f"{len(prompts)} prompts with n={n} are more than the {options.max_choices} texts allowed."
+        raise bad_request("n", f"{message} Ask for fewer.")
     context = None if body.context is None else service.engine.contexts.get(body.context)
     for prompt in prompts:
         _check_length(service, len(prompt) + (context.tokens if context else 0), max_tokens)
@@ -151,13 +146,11 @@ def _check_length(service: Service, prompt: int, max_tokens: int) -> None:
     check_prompt_length(service, prompt)
     context = service.engine.context
     if prompt + max_tokens > context:
-        raise bad_request(
-            "max_tokens",
+        message = (
             f"The prompt has {prompt} tokens and max_tokens is {max_tokens}, {prompt + max_tokens} together, "
-            f"more than the context of {context}. Shorten the prompt, or ask for at most "
-            f"{max(context - prompt, 0)}.",
-            "context_length_exceeded",
+            f"more than the context of {context}. Shorten the prompt, or ask for at most {context - prompt}."
         )
+        raise bad_request("max_tokens", message, "context_length_exceeded")
 
 
 # --- prompts -------------------------------------------------------------------------------------

@@ -10,18 +10,8 @@ from fastapi import APIRouter, Request
 
 import kvjax
 from kvjax import catalogue
-from kvjax.serve.http import generation
+from kvjax.serve.http import generation, schemas
 from kvjax.serve.http.errors import ApiError, bad_request
-from kvjax.serve.http.schemas import (
-    DetokenizeBody,
-    DetokenizeReply,
-    HealthReply,
-    ModelReply,
-    ModelsReply,
-    TokenizeBody,
-    TokenizeReply,
-    VersionReply,
-)
 from kvjax.serve.http.service import Service, service_of
 
 router = APIRouter()
@@ -35,20 +25,20 @@ NOT_READY = {
 
 
 @router.get("/v1/models")
-async def models(request: Request) -> ModelsReply:
+async def models(request: Request) -> schemas.ModelsReply:
     """Lists the served model."""
-    return ModelsReply(object="list", data=[_model(service_of(request))])
+    return schemas.ModelsReply(object="list", data=[_model(service_of(request))])
 
 
 @router.get("/v1/models/{name:path}")
-async def model(request: Request, name: str) -> ModelReply:
+async def model(request: Request, name: str) -> schemas.ModelReply:
     """The served model, if that is its name."""
     service_of(request).check_model(name)
     return _model(service_of(request))
 
 
-def _model(service: Service) -> ModelReply:
-    return ModelReply(
+def _model(service: Service) -> schemas.ModelReply:
+    return schemas.ModelReply(
         id=service.name,
         object="model",
         created=service.started,
@@ -70,23 +60,23 @@ async def policies(request: Request) -> dict[str, Any]:
 
 
 @router.get("/health")
-async def health(request: Request) -> HealthReply:
+async def health(request: Request) -> schemas.HealthReply:
     """200 if requests are answered; 503 while loading or draining, and if the engine is dead."""
     service = service_of(request)
     state = "draining" if service.draining else service.engine.health
     if state == "ready":
-        return HealthReply(status="ok")
+        return schemas.HealthReply(status="ok")
     raise ApiError(503, NOT_READY[state], code="engine_dead" if state == "dead" else state)
 
 
 @router.get("/version")
-async def version() -> VersionReply:
+async def version() -> schemas.VersionReply:
     """Versions of kvjax and of jax."""
-    return VersionReply(version=kvjax.__version__, jax=jax.__version__)
+    return schemas.VersionReply(version=kvjax.__version__, jax=jax.__version__)
 
 
 @router.post("/tokenize")
-async def tokenize(request: Request, body: TokenizeBody) -> TokenizeReply:
+async def tokenize(request: Request, body: schemas.TokenizeBody) -> schemas.TokenizeReply:
     """Token ids of a text or of a conversation, as the model would read them."""
     service = service_of(request)
     service.check_model(body.model)
@@ -97,13 +87,13 @@ async def tokenize(request: Request, body: TokenizeBody) -> TokenizeReply:
     else:
         bos = body.add_special_tokens is not False
         ids = await asyncio.to_thread(generation.encode_text, service, body.prompt or "", bos=bos)
-    return TokenizeReply(count=len(ids), max_model_len=service.engine.context, tokens=ids)
+    return schemas.TokenizeReply(count=len(ids), max_model_len=service.engine.context, tokens=ids)
 
 
 @router.post("/detokenize")
-async def detokenize(request: Request, body: DetokenizeBody) -> DetokenizeReply:
+async def detokenize(request: Request, body: schemas.DetokenizeBody) -> schemas.DetokenizeReply:
     """The text of token ids, without special tokens."""
     service = service_of(request)
     service.check_model(body.model)
     ids = generation.check_token_ids(service, body.tokens, "tokens")
-    return DetokenizeReply(prompt=await asyncio.to_thread(service.model.text.decode, ids))
+    return schemas.DetokenizeReply(prompt=await asyncio.to_thread(service.model.text.decode, ids))

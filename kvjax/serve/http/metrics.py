@@ -9,14 +9,7 @@ from typing import Any
 import numpy as np
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
-from prometheus_client.core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    HistogramMetricFamily,
-    InfoMetricFamily,
-    Metric,
-)
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, core, generate_latest
 
 import kvjax
 from kvjax.engine import BUCKETS, EngineDead, Inspection
@@ -39,22 +32,19 @@ class _Collector:
     def __init__(self, service: Service) -> None:
         self._service = service
 
-    def collect(self) -> Iterator[Metric]:
+    def collect(self) -> Iterator[core.Metric]:
         """Converts one snapshot of the engine."""
         service = self._service
-        about = {
-            "version": kvjax.__version__,
-            "model": service.name,
-            "policy": repr(service.policies.default),
-        }
-        yield InfoMetricFamily("kvjax", "What is served", value=about)
+        policy = repr(service.policies.default)
+        about = {"version": kvjax.__version__, "model": service.name, "policy": policy}
+        yield core.InfoMetricFamily("kvjax", "What is served", value=about)
         up = "1 while the engine lives"
         try:
             now = service.engine.metrics()
         except EngineDead:
-            yield GaugeMetricFamily("kvjax_engine_up", up, value=0)
+            yield core.GaugeMetricFamily("kvjax_engine_up", up, value=0)
             return
-        yield GaugeMetricFamily("kvjax_engine_up", up, value=1)
+        yield core.GaugeMetricFamily("kvjax_engine_up", up, value=1)
         for name, what, value in (
             ("num_requests_waiting", "Requests that wait", now.queued),
             ("num_requests_reading", "Requests whose prompt is being read", now.reading),
@@ -63,7 +53,7 @@ class _Collector:
             ("kv_allocated_bytes", "Bytes of all caches on the device", now.kv_allocated),
             ("kv_kept_ratio", "Kept of what ended texts were fed, over layers and heads", now.admitted_ratio),
         ):
-            yield GaugeMetricFamily(f"kvjax_{name}", what, value=value)
+            yield core.GaugeMetricFamily(f"kvjax_{name}", what, value=value)
         for name, what, value in (
             ("prompt_tokens", "Tokens read from prompts", now.prompt_tokens),
             ("cached_prompt_tokens", "Prompt tokens that did not have to be read", now.cached_tokens),
@@ -73,8 +63,8 @@ class _Collector:
             ("kv_tokens_kept", "Of these, those still held at the end", now.tokens_kept),
             ("kv_tokens_evicted", "Of these, those rejected or evicted", now.tokens_evicted),
         ):
-            yield CounterMetricFamily(f"kvjax_{name}", what, value=value)
-        ended = CounterMetricFamily("kvjax_requests", "Texts that ended", labels=["reason"])
+            yield core.CounterMetricFamily(f"kvjax_{name}", what, value=value)
+        ended = core.CounterMetricFamily("kvjax_requests", "Texts that ended", labels=["reason"])
         for reason, count in sorted(now.requests.items()):
             ended.add_metric([reason], count)
         yield ended
@@ -87,7 +77,9 @@ class _Collector:
             ("pages_used", "pages_used", "pages in use"),
             ("slots", "slots", "live slots"),
         ):
-            family = GaugeMetricFamily(f"kvjax_lane_{name}", f"Of a running batch: {what}", labels=["lane"])
+            family = core.GaugeMetricFamily(
+                f"kvjax_lane_{name}", f"Of a running batch: {what}", labels=["lane"]
+            )
             for lane in now.lanes:
                 family.add_metric([lane.policy], getattr(lane, field))
             yield family
@@ -96,7 +88,7 @@ class _Collector:
             ("inter_token_latency", "Between two tokens of a text", now.between_tokens),
             ("pause", "A running text waited for a prompt or a new batch", now.pauses),
         ):
-            histogram = HistogramMetricFamily(f"kvjax_{name}_seconds", what)
+            histogram = core.HistogramMetricFamily(f"kvjax_{name}_seconds", what)
             buckets = [(str(bound), float(count)) for bound, count in zip(BUCKETS, seconds.buckets)]
             histogram.add_metric([], [*buckets, ("+Inf", float(seconds.count))], seconds.sum)
             yield histogram

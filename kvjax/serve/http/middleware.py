@@ -84,21 +84,14 @@ class AccessControl:
     def _refusal(self, scope: Scope) -> ApiError | None:
         headers = Headers(scope=scope)
         if self._local_only and not is_local(without_port(headers.get("host", ""))):
-            return ApiError(
-                403,
-                "This server answers only this machine, and the request names another host. Ask "
-                "http://127.0.0.1, or start the server with a key.",
-                code="host_not_allowed",
-            )
+            message = "This server answers only this machine, and the request names another host. Ask "
+            message += "http://127.0.0.1, or start the server with a key."
+            return ApiError(403, message, code="host_not_allowed")
         if scope["path"] in self._open_paths or self._keys.admit(headers.get("authorization", "")):
             return None
-        return ApiError(
-            401,
-            "The request has no key that this server knows. Send 'Authorization: Bearer KEY' "
-            "(OpenAI(api_key=KEY)).",
-            code="invalid_api_key",
-            headers={"WWW-Authenticate": "Bearer"},
-        )
+        message = "The request has no key that this server knows. Send 'Authorization: Bearer KEY' "
+        message += "(OpenAI(api_key=KEY))."
+        return ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
 
 
 class BodyLimit:
@@ -110,12 +103,8 @@ class BodyLimit:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
-        error = ApiError(
-            413,
-            f"The body has more than {self._max_bytes} bytes. Send less, or start the server with a larger "
-            "--max-body.",
-            code="body_too_large",
-        )
+        message = f"The body has more than {self._max_bytes} bytes. Send less, or start the server with a "
+        error = ApiError(413, message + "larger --max-body.", code="body_too_large")
         length = Headers(scope=scope).get("content-length", "0")
         if length.isdigit() and int(length) > self._max_bytes:
             return await error.response()(scope, receive, send)

@@ -5,6 +5,8 @@ Fields of OpenAI that are not supported may hold the value that means nothing. R
 /openapi.json; the routes make them.
 """
 
+# ruff: noqa: D101  (most fields and classes have the protocol's names)
+
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal
@@ -99,8 +101,6 @@ Prompt = str | list[str] | Ids | list[Ids]
 
 
 class CompletionBody(TextOptions):
-    """``POST /v1/completions``."""
-
     prompt: Prompt = Field(description="a text, token ids, or a list of either")
     max_tokens: Annotated[Int, Field(ge=0, lt=2**31)] | None = Field(
         default=None, description="16 by default; 0 with echo"
@@ -112,8 +112,6 @@ class CompletionBody(TextOptions):
 
 
 class TextPart(Body):
-    """A part of a message; only text."""
-
     type: Literal["text"]
     text: str
 
@@ -143,14 +141,10 @@ Messages = Annotated[list[Message], Field(min_length=1)]
 
 
 class ResponseFormat(Body):
-    """Only text."""
-
     type: Literal["text"]
 
 
 class ChatBody(TextOptions):
-    """``POST /v1/chat/completions``."""
-
     messages: Messages
     max_tokens: Annotated[Count, Field(lt=2**31)] | None = None
     max_completion_tokens: Annotated[Count, Field(lt=2**31)] | None = None
@@ -179,8 +173,6 @@ class TokenizeBody(Body):
 
 
 class DetokenizeBody(Body):
-    """``POST /detokenize``."""
-
     model: str | None = None
     tokens: list[TokenId]
 
@@ -198,8 +190,6 @@ class ContextBody(KVOptions):
 
 
 class ErrorDetail(BaseModel):
-    """What went wrong."""
-
     message: str
     type: str
     param: str | None
@@ -207,8 +197,6 @@ class ErrorDetail(BaseModel):
 
 
 class ErrorBody(BaseModel):
-    """OpenAI's error."""
-
     error: ErrorDetail
 
 
@@ -224,14 +212,10 @@ class KVReply(BaseModel):
 
 
 class PromptDetails(BaseModel):
-    """Prompt tokens that were still cached."""
-
     cached_tokens: int
 
 
 class UsageReply(BaseModel):
-    """What a request used."""
-
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
@@ -249,8 +233,6 @@ class CompletionLogprobs(BaseModel):
 
 
 class CompletionChoice(BaseModel):
-    """One text."""
-
     index: int
     text: str
     logprobs: CompletionLogprobs | None
@@ -259,8 +241,6 @@ class CompletionChoice(BaseModel):
 
 
 class CompletionReply(BaseModel):
-    """All texts of a completion."""
-
     id: str
     object: Literal["text_completion"]
     created: int
@@ -270,8 +250,6 @@ class CompletionReply(BaseModel):
 
 
 class TopLogprob(BaseModel):
-    """One token and its log-probability."""
-
     token: str
     logprob: float
     bytes: list[int]
@@ -291,16 +269,12 @@ class ChatLogprobs(BaseModel):
 
 
 class MessageReply(BaseModel):
-    """The assistant's message."""
-
     role: Literal["assistant"]
     content: str
     refusal: None = None
 
 
 class ChatChoice(BaseModel):
-    """One answer."""
-
     index: int
     message: MessageReply
     logprobs: ChatLogprobs | None
@@ -309,8 +283,6 @@ class ChatChoice(BaseModel):
 
 
 class ChatReply(BaseModel):
-    """All answers of a chat completion."""
-
     id: str
     object: Literal["chat.completion"]
     created: int
@@ -320,8 +292,6 @@ class ChatReply(BaseModel):
 
 
 class ModelReply(BaseModel):
-    """The served model."""
-
     id: str
     object: Literal["model"]
     created: int
@@ -331,29 +301,21 @@ class ModelReply(BaseModel):
 
 
 class ModelsReply(BaseModel):
-    """A list of one model."""
-
     object: Literal["list"]
     data: list[ModelReply]
 
 
 class TokenizeReply(BaseModel):
-    """Token ids of a text."""
-
     count: int
     max_model_len: int
     tokens: list[int]
 
 
 class DetokenizeReply(BaseModel):
-    """The text of token ids."""
-
     prompt: str
 
 
 class ContextReply(BaseModel):
-    """A held context."""
-
     id: str
     object: Literal["context"]
     tokens: int
@@ -363,29 +325,21 @@ class ContextReply(BaseModel):
 
 
 class ContextsReply(BaseModel):
-    """All held contexts."""
-
     object: Literal["list"]
     data: list[ContextReply]
 
 
 class DeletedReply(BaseModel):
-    """A context that was deleted."""
-
     id: str
     object: Literal["context"]
     deleted: Literal[True]
 
 
 class HealthReply(BaseModel):
-    """The server answers requests."""
-
     status: Literal["ok"]
 
 
 class VersionReply(BaseModel):
-    """Versions of kvjax and of jax."""
-
     version: str
     jax: str
 

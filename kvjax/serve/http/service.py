@@ -19,7 +19,7 @@ from kvjax.engine import Contexts, Engine, Ticket
 from kvjax.loading import LanguageModel
 from kvjax.saving import StateError
 from kvjax.serve.http.detokenizer import TokenText
-from kvjax.serve.http.errors import ApiError
+from kvjax.serve.http.errors import ApiError, bad_request
 from kvjax.serve.http.log import Log
 from kvjax.weights import Source, chosen, is_auto, shipped, sources
 
@@ -66,22 +66,15 @@ class Service:
     def check_model(self, name: str | None) -> None:
         """Raises ApiError (404) unless ``name`` is the served model or None."""
         if name not in (None, self.name):
-            raise ApiError(
-                404,
-                f"There is no model {name!r} here. Ask for {self.name!r}.",
-                code="model_not_found",
-                param="model",
-            )
+            message = f"There is no model {name!r} here. Ask for {self.name!r}."
+            raise ApiError(404, message, code="model_not_found", param="model")
 
     def check_open(self) -> None:
         """Raises ApiError (503) while the server shuts down."""
         if self.draining:
-            raise ApiError(
-                503,
-                "The server is shutting down and takes no new requests. Ask another one.",
-                code="draining",
-                headers={"Retry-After": "5", "Connection": "close"},
-            )
+            message = "The server is shutting down and takes no new requests. Ask another one."
+            headers = {"Retry-After": "5", "Connection": "close"}
+            raise ApiError(503, message, code="draining", headers=headers)
 
 
 def service_of(request: Request) -> Service:
@@ -123,13 +116,9 @@ class AllowedPolicies:
             return self.default
         policy = self._read(spec)
         if self._structures is not None and policy.structure not in self._structures:
-            raise ApiError(
-                403,
-                f"kv_policy {spec!r} is not among the policies that this server allows, at any budget: "
-                f"{'; '.join(self.allowed or [])}. Ask for one of them.",
-                code="policy_not_allowed",
-                param="kv_policy",
-            )
+            message = f"kv_policy {spec!r} is not among the policies that this server allows, at any budget: "
+            message += f"{'; '.join(self.allowed or [])}. Ask for one of them."
+            raise ApiError(403, message, code="policy_not_allowed", param="kv_policy")
         return policy
 
     def _read(self, spec: str | Policy) -> Policy:
@@ -153,21 +142,14 @@ class AllowedPolicies:
         for part in policy.learned:
             known, name = shipped(self._model, part), names.get(part.name)
             if name is not None and name not in known:
-                raise ApiError(
-                    400,
-                    f"kv_weights: the model ships no {name!r} for {part.name}. "
-                    f"Name one of: {', '.join(known) or '(it ships none)'}.",
-                    code="invalid_weights",
-                    param="kv_weights",
-                )
+                message = f"kv_weights: the model ships no {name!r} for {part.name}. "
+                message += f"Name one of: {', '.join(known) or '(it ships none)'}."
+                raise bad_request("kv_weights", message, "invalid_weights")
         return {part.name: names[part.name] for part in policy.learned if part.name in names} or None
 
 
 class SavedContexts:
-    """The copy of the held contexts in a folder, so that they outlive the process. Any thread.
-
-    Without a folder nothing is saved.
-    """
+    """The copy of the held contexts in a folder, if there is one; they outlive the process. Any thread."""
 
     def __init__(self, contexts: Contexts, folder: Path | None) -> None:
         self._contexts, self._folder = contexts, folder
@@ -177,7 +159,7 @@ class SavedContexts:
         """Loads what an earlier server saved; the number of contexts.
 
         Args:
-          weights: this server's learned weights, for contexts whose own files are gone.
+          weights: this server's, for contexts whose own weight files are gone.
 
         Raises:
           InputError: files that are damaged or of another model.

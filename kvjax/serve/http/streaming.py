@@ -48,14 +48,12 @@ async def respond(
     form: ReplyFormat,
     prepare: Callable[[], Generation],
 ) -> Response:
-    """Answers a request.
+    """Answers a request, whole or as a stream as its body says.
 
     Args:
-      request: whose client may leave.
-      service: the server.
-      body: says whether to stream.
+      request, service, body: the request.
       form: of the answer.
-      prepare: makes the engine's requests; uses the tokenizer, so it runs in a thread.
+      prepare: makes the engine's requests; uses the tokenizer, so it runs in a worker thread.
 
     Raises:
       What ``prepare`` and ``Engine.submit`` raise, before anything is sent.
@@ -160,11 +158,7 @@ class RunningCompletion:
     """
 
     def __init__(self, service: Service, generation: Generation, id_prefix: str) -> None:
-        """Submits all texts; if the engine refuses one, cancels the others.
-
-        Raises:
-          What ``Engine.submit`` raises.
-        """
+        """Submits all texts; if ``Engine.submit`` raises for one, cancels the others."""
         self.id, self.created = f"{id_prefix}-{uuid.uuid4().hex}", int(time.time())
         self.tickets: list[Ticket] = []
         self._generation, self._log = generation, service.log
@@ -194,11 +188,7 @@ class RunningCompletion:
                 ticket.cancel()
 
     async def deltas(self) -> AsyncIterator[tuple[int, TextDelta]]:
-        """(index of a text, what was added to it), until all texts are complete.
-
-        Raises:
-          ApiError: one of them failed; the others are cancelled.
-        """
+        """(index of a text, what was added to it), until all are complete. Raises ApiError if one fails."""
         events: asyncio.Queue[tuple[int, Event | Exception]] = asyncio.Queue()
 
         async def forward(index: int, ticket: Ticket) -> None:
@@ -230,11 +220,7 @@ class RunningCompletion:
             self.cancel()
 
     async def texts(self) -> list[TextDelta]:
-        """All texts, complete.
-
-        Raises:
-          ApiError: one of them failed.
-        """
+        """All texts, complete. Raises ApiError if one fails."""
         deltas: list[list[TextDelta]] = [[] for _ in self.tickets]
         async for index, delta in self.deltas():
             deltas[index].append(delta)
@@ -276,7 +262,7 @@ class RunningCompletion:
     def log_facts(self) -> dict[str, Any]:
         """Counts and names for the log."""
         usage = self.usage()
-        first_tokens = [time for ticket in self.tickets if (time := ticket.usage.first_token) is not None]
+        first_tokens = [t for ticket in self.tickets if (t := ticket.usage.first_token) is not None]
         return {
             "completion": self.id,
             "policy": repr(self._generation.requests[0].policy),
