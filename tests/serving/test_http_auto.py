@@ -29,11 +29,11 @@ def model(tiny_folder, tmp_path, monkeypatch):
     """The tiny model with measurements in its folder."""
     folder = tmp_path / "model"
     shutil.copytree(tiny_folder, folder)
-    found = kvjax.load(folder)
-    measured = {"fingerprint": fingerprint(found), "command": "python -m it", "front": FRONT}
+    model_there = kvjax.load(folder)
+    measured = {"fingerprint": fingerprint(model_there), "command": "python -m it", "front": FRONT}
     (folder / "front.json").write_text(json.dumps(measured))
     monkeypatch.setattr(_auto, "EMBEDDED", tmp_path / "nowhere")
-    return found
+    return model_there
 
 
 def test_a_request_may_ask_for_what_measured_best(model):
@@ -43,8 +43,8 @@ def test_a_request_may_ask_for_what_measured_best(model):
     assert policies.policy("auto(0.25)") == kvjax.policy("snapkv(32) + uniform(0.25)")
     assert policies.policy("auto(0.25)") is policies.policy("auto(0.25)")
     assert log.flush(10)
-    (said,) = [json.loads(line)["text"] for line in lines]
-    assert "measured on this model (python -m it)" in said
+    (note,) = [json.loads(line)["text"] for line in lines]
+    assert "measured on this model (python -m it)" in note
 
 
 def test_it_may_be_the_servers_own_policy_and_among_those_allowed(model):

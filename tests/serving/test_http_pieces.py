@@ -33,9 +33,9 @@ words = st.lists(st.text("abc", min_size=1, max_size=4), max_size=4)
 def cut(text: str, stops: list[str]) -> tuple[str, str | None]:
     """Letter by letter: the text before the stop string that is complete first, the longest of several."""
     for end in range(1, len(text) + 1):
-        found = [stop for stop in stops if text[:end].endswith(stop)]
-        if found:
-            longest = max(found, key=len)
+        complete = [stop for stop in stops if text[:end].endswith(stop)]
+        if complete:
+            longest = max(complete, key=len)
             return text[: end - len(longest)], longest
     return text, None
 
@@ -68,13 +68,13 @@ def test_no_more_is_held_back_than_must_be(text, stops):
 def written(folder, ids: list[int], stops: list[str] = (), **more) -> list:
     text = kvjax.load(folder).text
     settings = {"after": (), "echo": "", "stops": stops, "end_tokens": text.eos, "logprobs": True} | more
-    detokenizer, found = Detokenizer(text, **settings), []
+    detokenizer, deltas = Detokenizer(text, **settings), []
     for at, token in enumerate(ids):
         finish = None if at < len(ids) - 1 else "stop" if token in text.eos else "length"
-        found.append(detokenizer.step(Event(token, -1.0, ((token, -1.0),), finish)))
+        deltas.append(detokenizer.step(Event(token, -1.0, ((token, -1.0),), finish)))
         if detokenizer.done:
             break
-    return found
+    return deltas
 
 
 def test_a_character_of_several_tokens_comes_whole(tiny_folder):
@@ -140,8 +140,8 @@ def test_bytes_of_tokens_joined_are_the_text():
 
 @given(st.sets(st.integers(0, 60)))
 def test_runs_give_positions_back(positions):
-    found = runs(np.asarray(sorted(positions)))
-    pairs = list(zip(found[::2], found[1::2]))
+    flat = runs(np.asarray(sorted(positions)))
+    pairs = list(zip(flat[::2], flat[1::2]))
     assert [p for first, count in pairs for p in range(first, first + count)] == sorted(positions)
     assert all(a + n < b for (a, n), (b, _) in zip(pairs, pairs[1:])), "neighbours are one run"
 
@@ -149,10 +149,10 @@ def test_runs_give_positions_back(positions):
 # --- errors --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("seconds", "said"), [(0.2, "1"), (2.4, "2"), (60.0, "60")])
-def test_a_full_queue_is_a_429_that_says_when_to_ask_again(seconds, said):
+@pytest.mark.parametrize(("seconds", "retry_after"), [(0.2, "1"), (2.4, "2"), (60.0, "60")])
+def test_a_full_queue_is_a_429_that_says_when_to_ask_again(seconds, retry_after):
     answer = as_api_error(QueueFull(3, seconds)).response()
-    assert (answer.status_code, answer.headers["retry-after"]) == (429, said)
+    assert (answer.status_code, answer.headers["retry-after"]) == (429, retry_after)
 
 
 # --- who is let in -------------------------------------------------------------------------------
@@ -211,18 +211,20 @@ def test_other_addresses_need_a_key_or_a_word(host):
 
 
 @pytest.mark.parametrize(
-    ("mesh", "processes", "said"),
+    ("mesh", "processes", "message"),
     [
         ([], 2, "serve http runs in one process, and these are 2. Start it without"),
         (["--mesh", "data=2,tensor=2"], 1, "--mesh data=2,tensor=2: a server takes rows one by one"),
         (["--mesh", "rows=2"], 1, "'rows' is no axis"),
     ],
 )
-def test_a_server_that_cannot_be_there_is_refused_before_anything_loads(monkeypatch, mesh, processes, said):
+def test_a_server_that_cannot_be_there_is_refused_before_anything_loads(
+    monkeypatch, mesh, processes, message
+):
     monkeypatch.setattr(command, "load_model", None)
     monkeypatch.setattr(jax.distributed, "is_initialized", lambda: processes > 1)
     monkeypatch.setattr(jax, "process_count", lambda: processes)
-    with pytest.raises(ValueError, match=re.escape(said)):
+    with pytest.raises(ValueError, match=re.escape(message)):
         command.run(parse([*mesh, "--port", "0", "--log", "off"]))
 
 
@@ -239,7 +241,7 @@ def test_a_host_is_told_from_its_port(host, name):
 
 
 @pytest.mark.parametrize(
-    ("said", "says"),
+    ("arguments", "message"),
     [
         (["--port", "70000"], "--port 70000 is out of range"),
         (["--kv-memory", "8GB"], "--kv-memory 8GB is no size. Write it as 512KiB"),
@@ -250,14 +252,14 @@ def test_a_host_is_told_from_its_port(host, name):
         (["--prompt", "x"], "See python -m kvjax.serve http --help"),
     ],
 )
-def test_words_are_refused_before_a_model_is_read(said, says, capsys):
+def test_words_are_refused_before_a_model_is_read(arguments, message, capsys):
     from kvjax.serve.__main__ import main
 
-    assert main(["http", "--model", "/nowhere", *said]) == 2
+    assert main(["http", "--model", "/nowhere", *arguments]) == 2
     out, err = capsys.readouterr()
     assert out == ""
     assert re.fullmatch(r"error: .*\n", err)
-    assert says in err
+    assert message in err
 
 
 def test_a_port_that_is_taken_is_told(tiny_folder, capsys):
