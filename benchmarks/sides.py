@@ -13,7 +13,8 @@ from benchmarks.random_model import SIZES, count
 from kvjax.catalogue import policy
 from kvjax.cli import InputError
 from kvjax.models.spec import ModelSpec
-from kvjax.sharding.mesh import AXES, ONE, Mesh, sizes_of
+from kvjax.sharding.mesh import ONE, Mesh, sizes_of
+from kvjax.sharding.specs import AXES
 
 FULL, UNIFORM, PER_HEAD = "full", "snapkv + uniform(0.25)", "snapkv + ada(0.25)"
 OURS = (FULL, UNIFORM, PER_HEAD)

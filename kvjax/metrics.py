@@ -12,13 +12,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kvjax.cache import per_head
 from kvjax.cache import ring as rings
-from kvjax.cache import slots as streams
 from kvjax.cache.pages import Pages
 from kvjax.cache.ring import Ring
 from kvjax.cache.state import KVState, LayerCache
 from kvjax.sharding import head_order as kv_heads
-from kvjax.sharding.mesh import ROWS, STREAMS, TENSOR, Mesh
+from kvjax.sharding.mesh import Mesh
+from kvjax.sharding.specs import HEADS, ROWS, TENSOR, of_state
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Int
@@ -218,7 +219,7 @@ def live_slots(state: KVState) -> Int[jax.Array, "L B K"]:
         ring = jnp.minimum(state.length, layer.ring.window)[:, None]
         heads = layer.ring.k.shape[1]
         live = jnp.broadcast_to(ring, (state.rows, heads))
-        found.append(live + streams.live(layer.pools) if layer.pools else live)
+        found.append(live + per_head.live(layer.pools) if layer.pools else live)
     return jnp.stack(found)
 
 
@@ -235,12 +236,12 @@ def present(state: KVState) -> Bool[jax.Array, "L B K C"]:
         positions = jnp.where(positions >= 0, positions, state.context)  # out of range: dropped
         mask = mask.at[row[:, None], :, positions].set(True, mode="drop")
         if layer.pools:
-            slots = streams.slots(layer.pools)
+            slots = per_head.slots(layer.pools)
             pos = jnp.where(slots.live, slots.pos, state.context)
             head = jnp.arange(heads)[None, :, None]
             mask = mask.at[row[:, None, None], head, pos].set(True, mode="drop")
         return mask
 
     # Ids of pages count within a device.
-    by_layer = [mesh.each(mine, (state.length, x), (ROWS, mesh.specs(x)), STREAMS) for x in state.layers]
+    by_layer = [mesh.each(mine, (state.length, x), (ROWS, of_state(x)), HEADS) for x in state.layers]
     return jnp.stack(by_layer)

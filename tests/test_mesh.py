@@ -26,7 +26,8 @@ from kvjax.layer import _seam
 from kvjax.models import hf
 from kvjax.serve import command as serving
 from kvjax.serve.arguments import parse
-from kvjax.sharding.mesh import AXES, ONE, Mesh, MeshError
+from kvjax.sharding.mesh import ONE, Mesh, MeshError
+from kvjax.sharding.specs import AXES
 
 HERE = Path(__file__).parent
 CLOSE = 5e-5
@@ -141,7 +142,7 @@ def test_what_processes_save_others_open(writers, readers, tmp_path):
 
 
 KEPT = "window(8) + sinks(2)"
-GIVEN_OTHERS = "process 1 was given other things than process 0, namely "
+GIVEN_OTHERS = "process 1 got other arguments than process 0: "
 
 
 def states(folder: Path) -> None:

@@ -135,7 +135,7 @@ def test_a_real_state_is_as_large_as_planned(policy):
     one, policy, context = tiny.model(), kvjax.policy(policy), 192
     prompts = [tiny.prompt(context), tiny.prompt(context, 1)]
     state, _ = kvjax.prefill(one, policy, prompts, context=context, chunk_size=64)
-    state = decode.reserve(policy, state, decode.SEGMENT, 1, ahead=decode.HORIZON)
+    state = decode.reserve(policy, state, decode.MAX_STEPS, 1, ahead=decode.HORIZON)
     real = sum(leaf.nbytes for leaf in jax.tree.leaves(state.layers))
     mesh = _search.abstract(1, 1, 1)
     planned = Case(one.network.spec, policy, mesh, 2, context, dtype="float32", chunk=64)

@@ -114,9 +114,9 @@ def test_a_sum_is_refused_with_a_reason_or_is_its_name(fields):
 # --- lived ---------------------------------------------------------------------------------------
 
 
-def _look(info, cache, x, length, done):
+def _look(info, x, cache, length, done):
     """``layer.step``, and beside the cache what the layer asked for and got."""
-    read, cache = layer.step(info, cache, x, length, ~done)
+    _, (cache, read) = layer.step(info, x, cache, length, ~done)
     return read.out, (cache, x.q[:, 0], read.out[:, 0])
 
 
@@ -127,7 +127,7 @@ def seen_step(
     policy: Policy, weights: Any, state: KVState, tokens: np.ndarray
 ) -> tuple[KVState, list[tuple[jax.Array, jax.Array]]]:
     """A decode step of a state that is donated, with what each layer asked for and got."""
-    layers = decode.sites(tiny.model().network, policy, tiny.model().params, weights)
+    layers = decode.layer_calls(tiny.model().network, policy, tiny.model().params, weights)
     _, met = tiny.turn(tiny.model(), policy, layers, state, tokens, np.ones(state.rows, bool), LOOK)
     caches = tuple(cache for cache, *_ in met)
     after = dataclasses.replace(state, layers=caches, length=jnp.asarray(np.asarray(state.length) + 1))

@@ -15,11 +15,13 @@ from tiny import quick_compiles  # noqa: F401
 
 import kvjax
 from kvjax import decode
+from kvjax.cache.pool import size_class
 from kvjax.saving import StateError, _parts, _read
 from kvjax.saving._files import check_place
 from kvjax.saving._write import _write, write_part
-from kvjax.sharding.mesh import AXES, Mesh, MeshError, sizes_of
-from kvjax.sharding.reshard import _dealt, on_host
+from kvjax.sharding.mesh import Mesh, MeshError, sizes_of
+from kvjax.sharding.reshard import _divided, on_host
+from kvjax.sharding.specs import AXES, of_state
 
 SPECS = (
     "full",
@@ -150,7 +152,9 @@ def parted(state: kvjax.KVState, file, folder, sizes: str) -> None:
     """The state of a file as the devices of a mesh would write it, each its block."""
     (arrays, found), mesh = _read._read(file), sizes_of(sizes)
     layers = [on_host(cache, state.mesh) for cache in state.layers]
-    layers = [cache.with_pools([_dealt(pages, mesh) for pages in cache.pools]) for cache in layers]
+    layers = [
+        cache.with_pools([_divided(pages, mesh, size_class) for pages in cache.pools]) for cache in layers
+    ]
     shared = {name: x for name, x in arrays.items() if not name[0].isdigit()}
 
     def mine(x: np.ndarray, spec: jax.P, block: _parts.Block) -> np.ndarray:
@@ -158,7 +162,7 @@ def parted(state: kvjax.KVState, file, folder, sizes: str) -> None:
 
     folder.mkdir()
     for block in _parts.blocks(mesh, state.rows, state.layers[0].ring.k.shape[1]):
-        own = [jax.tree.map(lambda x, s, b=block: mine(x, s, b), one, mesh.specs(one)) for one in layers]
+        own = [jax.tree.map(lambda x, s, b=block: mine(x, s, b), one, of_state(one)) for one in layers]
         write_part(folder, block, shared, own, {n: found[n] for n in found if n not in ("layers", "digest")})
 
 

@@ -174,9 +174,8 @@ def test_the_models_own_window_is_announced(tiny_folder, tmp_path, capsys):
     config["layer_types"] = ["full_attention", "sliding_attention"]
     (folder / "config.json").write_text(json.dumps(config))
     words = ["--model", str(folder), "--prompt", PROMPT, "--json", "--max-new-tokens", "2"]
-    note = (
-        "note: the policy has no say in layers whose own sliding window rules (1 of 2; layer: tokens = 1: 32)"
-    )
+    note = "note: the policy has no effect in layers with a sliding window of the model's own "
+    note += "(1 of 2; layer: tokens = 1: 32)"
     for _ in range(2):  # each run says it, and once
         assert main([*words, "--policy", "window(16)"]) == 0
         assert capsys.readouterr().err.splitlines() == [f"{note}."]

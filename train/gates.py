@@ -29,7 +29,7 @@ from kvjax.models.decoder import logits as vocabulary
 from kvjax.models.hf import ModelError
 from kvjax.models.spec import ModelSpec
 from kvjax.policies.wg_kv import WriteGate, gate_logits, initial
-from kvjax.sharding.mesh import DATA
+from kvjax.sharding.specs import DATA
 from kvjax.types import Params
 from kvjax.weights import save_weights
 from train import distill, gate_card, gate_rows, loop, mesh, plan, recall

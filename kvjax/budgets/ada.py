@@ -81,7 +81,7 @@ class Ada(Budget):
         secured = jnp.where((rank < sure[:, None, None]) & (scores > -jnp.inf), jnp.inf, scores)
         order = _rank(secured.reshape(scores.shape[0], heads * tokens)).reshape(scores.shape)
         kept = (order < (mean * heads)[:, None, None]) & (scores > -jnp.inf)
-        return frame.heads.mine(kept.sum(axis=-1))
+        return frame.heads.local(kept.sum(axis=-1))
 
 
 def _rank(scores: Float[Array, "... T"]) -> Int[Array, "... T"]:

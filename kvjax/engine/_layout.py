@@ -17,7 +17,8 @@ from kvjax.algebra import AdmitAll, Policy
 from kvjax.cache import state as states
 from kvjax.cache.pages import Pages
 from kvjax.cache.state import KVState, LayerCache
-from kvjax.sharding.mesh import ONE, WHOLE, mesh_of
+from kvjax.sharding.mesh import ONE, mesh_of
+from kvjax.sharding.specs import WHOLE, of_state
 from kvjax.types import EMPTY, Weighted
 
 if TYPE_CHECKING:
@@ -167,7 +168,7 @@ def placed(state: KVState) -> KVState:
     def one(x: Any, spec: P = WHOLE) -> Any:
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=mesh.sharding(spec))
 
-    layers = jax.tree.map(one, state.layers, mesh.specs(state.layers))
+    layers = jax.tree.map(one, state.layers, of_state(state.layers))
     return dataclasses.replace(jax.tree.map(one, dataclasses.replace(state, layers=())), layers=layers)
 
 
@@ -190,7 +191,7 @@ def widened(row: KVState, rows: int) -> KVState:
         ]
         ring, summary = jax.tree.map(wide, (cache.ring, cache.summary))
         bare = dataclasses.replace(cache, ring=ring, summary=summary).with_pools(pools)
-        return mesh.put(bare, mesh.specs(bare))  # type: ignore[no-any-return]
+        return mesh.put(bare, of_state(bare))  # type: ignore[no-any-return]
 
     numbers: dict[str, Any] = {"length": wide(row.length), "total": wide(row.total)}
     numbers |= {"peak": np.zeros(2, np.float32)}

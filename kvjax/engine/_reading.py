@@ -17,7 +17,8 @@ from kvjax.cache import pool
 from kvjax.cache.state import KVState, LayerCache
 from kvjax.engine import _layout as layout
 from kvjax.engine._segment import prompt_log_probabilities
-from kvjax.sharding.mesh import ONE, ROWS
+from kvjax.sharding.mesh import ONE
+from kvjax.sharding.specs import ROWS
 from kvjax.types import Params, Weighted
 
 if TYPE_CHECKING:
@@ -98,7 +99,7 @@ class Reading:
 
     def _chunks(self) -> Iterator[None]:
         network, params = self.model.network, self.model.params
-        layers = decode.sites(network, self.policy, params, self.weights)
+        layers = decode.layer_calls(network, self.policy, params, self.weights)
         last = self.state.mesh.put(np.zeros((1, params["embed"].shape[1]), params["embed"].dtype))
         for begin, width in pieces(self.begun, len(self.tokens), self.width):
             count = min(width, len(self.tokens) - begin)
@@ -136,7 +137,7 @@ class Reading:
 
     def _end(self, last: Array) -> None:
         fed = self.state.mesh.put(np.ones(1, bool))
-        self.state, self.logits = decode.answered(self.model, self.policy, self.state, last, fed)
+        self.state, self.logits = decode.with_logits(self.model, self.policy, self.state, last, fed)
 
 
 @functools.partial(jax.jit, static_argnums=2)
@@ -208,7 +209,7 @@ def programs(reading: Reading) -> list[Program]:
         return [(("prompt", kind, sizes, most, reading.ranked), reading.through)]
     widths = {width for _, width in pieces(reading.begun, len(reading.tokens), reading.width)}
     shapes = layout.placed(jax.tree.map(_shape, reading.state))
-    layers = decode.sites(reading.model.network, reading.policy, reading.model.params, reading.weights)
+    layers = decode.layer_calls(reading.model.network, reading.policy, reading.model.params, reading.weights)
     found = {}
     for width in sorted(widths):
         for site, cache in zip(layers, shapes.layers):
@@ -223,7 +224,7 @@ def _shape(x: Any) -> Any:
 
 
 def _compile_chunk(
-    reading: Reading, state: KVState, site: decode.Site, cache: LayerCache, width: int
+    reading: Reading, state: KVState, site: decode.LayerCall, cache: LayerCache, width: int
 ) -> None:
     network, embed = reading.model.network.at(state.context), reading.model.params["embed"]
     mesh = state.mesh

@@ -52,7 +52,7 @@ class Run:
 @pytree()
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Drawn:
-    """Tokens that were drawn; EMPTY where a row had ended.
+    """Tokens that were drawn; EMPTY where a row had ended. T of each row, or one of each without that axis.
 
     Attributes:
       token: the ids, int [B, T].
@@ -137,25 +137,18 @@ def segment(
         logprobs=jnp.zeros((rows, steps, some), jnp.float32),
     )
 
-    def go(carry: tuple[Array, KVState, Array, Array, Array, Drawn]) -> Array:
-        i, _, _, active, _, _ = carry
-        return (i < run.steps) & jnp.any(active)
+    def step(state: KVState, run: Run) -> tuple[KVState, Array]:
+        return decode.step(network, policy, params, weights, state, run.token, run.active)
 
-    def one(
-        carry: tuple[Array, KVState, Array, Array, Array, Drawn],
-    ) -> tuple[Array, KVState, Array, Array, Array, Drawn]:
-        i, state, token, active, left, drawn = carry
-        state, logits = decode.step(network, policy, params, weights, state, token, active)
+    def advance(run: Run, logits: Array, state: KVState) -> tuple[Run, Drawn]:
         fresh = draw(logits, run.how, run.ranked, state.length)
-        token = jnp.where(active, fresh.token[:, 0], token)
-        written = dataclasses.replace(fresh, token=jnp.where(active[:, None], fresh.token, EMPTY))
-        drawn = jax.tree.map(lambda x, new: x.at[:, i].set(new[:, 0]), drawn, written)
-        left = left - active
-        active = active & (left > 0) & ~jnp.any(token[:, None] == run.stops, axis=-1)
-        return i + 1, state, token, active, left, drawn
+        token = jnp.where(run.active, fresh.token, run.token)
+        written = dataclasses.replace(fresh, token=jnp.where(run.active, fresh.token, EMPTY))
+        left = run.left - run.active
+        active = run.active & (left > 0) & ~jnp.any(token[:, None] == run.stops, axis=-1)
+        return dataclasses.replace(run, token=token, left=left, active=active), written
 
-    carry = (jnp.asarray(0), state, run.token, run.active, run.left, drawn)
-    _, state, _, _, _, drawn = jax.lax.while_loop(go, one, carry)
+    state, _, drawn = decode.decode_loop(step, advance, state, run, drawn, run.steps)
     return state, drawn, lengths(state)
 
 
@@ -165,9 +158,7 @@ def draw(
     """One token a row, which will stand at ``position``; log-probabilities where a row wants them. Pure."""
     token = sample(logits, how, position)
     logprob, best, logprobs = log_probabilities(logits, token, ranked)
-    return Drawn(
-        token=token[:, None], logprob=logprob[:, None], best=best[:, None], logprobs=logprobs[:, None]
-    )
+    return Drawn(token=token, logprob=logprob, best=best, logprobs=logprobs)
 
 
 def log_probabilities(
@@ -192,8 +183,12 @@ def log_probabilities(
     return jax.lax.cond(jnp.any(ranked), rank, nothing)
 
 
-first = jax.jit(draw)
-"""Draws the token that follows a prompt."""
+@jax.jit
+def first(
+    logits: Float[Array, "B V"], how: Sampling, ranked: Bool[Array, " B"], position: Int[Array, " B"]
+) -> Drawn:
+    """The token that follows a prompt; arrays are [B, 1, ...]."""
+    return jax.tree.map(lambda x: x[:, None], draw(logits, how, ranked, position))
 
 
 @functools.partial(jax.jit, static_argnames="network")

@@ -8,7 +8,8 @@ import os
 import jax
 
 from kvjax.decode import RequestError
-from kvjax.sharding.mesh import DATA, ONE, Mesh, mesh_of
+from kvjax.sharding.mesh import ONE, Mesh, mesh_of
+from kvjax.sharding.specs import DATA
 from kvjax.types import Weighted
 
 

@@ -13,7 +13,7 @@ from kvjax.cache.pages import slots
 from kvjax.cache.state import KVState
 from kvjax.engine._request import Held, KVUsage
 from kvjax.engine._segment import Lengths
-from kvjax.sharding.mesh import STREAMS
+from kvjax.sharding.specs import HEADS, of_state
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -69,7 +69,7 @@ def _positions(state: KVState, row: jax.Array) -> list[tuple[jax.Array, list[jax
         ring = rings.positions(state.length, layer.ring.window)[row]
         # Ids of pages count within a device.
         pools = [
-            state.mesh.each(lambda own: slots(own).pos, [pages], [state.mesh.specs(pages)], STREAMS)
+            state.mesh.each(lambda own: slots(own).pos, [pages], [of_state(pages)], HEADS)
             for pages in layer.pools
         ]
         found.append((ring, [pos[row] for pos in pools]))

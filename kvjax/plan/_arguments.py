@@ -17,7 +17,8 @@ from kvjax.models.spec import ModelSpec
 from kvjax.plan import _case as cases
 from kvjax.plan import _search as search
 from kvjax.plan._case import Case
-from kvjax.sharding.mesh import AXES, DATA, Mesh, axis_sizes
+from kvjax.sharding.mesh import Mesh, axis_sizes
+from kvjax.sharding.specs import AXES, DATA
 from pallas_kernels.measure.chips import CHIPS, Chip
 
 TPUS = ("v5e", "v6e", "v5p", "tpu7x")

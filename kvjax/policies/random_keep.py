@@ -49,7 +49,7 @@ class Random(Eviction):
             return jax.random.uniform(jax.random.fold_in(key, pos), (heads,))
 
         drawn = jnp.moveaxis(jax.vmap(jax.vmap(draw))(observed.pos), 2, 1)
-        return {"draw": observed.heads.mine(drawn)}
+        return {"draw": observed.heads.local(drawn)}
 
     needs = frozenset({"k"})  # for the number of heads
 

@@ -55,7 +55,7 @@ def check(
     if policy is not None and policy.structure != head["structure"]:
         raise StateError(
             f"{call} was made under '{head['policy']}', and '{policy!r}' cannot continue it. Continue with a "
-            "policy that differs from it in dials alone."
+            "policy that differs from it in traced numbers alone."
         )
     if label is not None and label != head["weights"]:
         raise StateError(

@@ -19,7 +19,8 @@ import jax
 import numpy as np
 
 from kvjax.saving._files import clear, replace
-from kvjax.sharding.mesh import DATA, TENSOR, Mesh
+from kvjax.sharding.mesh import Mesh
+from kvjax.sharding.specs import DATA, TENSOR, of_state
 
 NAME = "part-{at:05d}-of-{of:05d}.safetensors"
 """Of a part's file."""
@@ -85,7 +86,7 @@ def on_device(tree: Any, mesh: Mesh, device: Any) -> Any:
         [shard] = [shard for shard in x.addressable_shards if shard.device == device]
         return np.asarray(shard.data)
 
-    return jax.tree.map(mine, tree, mesh.specs(tree))
+    return jax.tree.map(mine, tree, of_state(tree))
 
 
 def cut(arrays: dict[str, np.ndarray], block: Block) -> dict[str, np.ndarray]:

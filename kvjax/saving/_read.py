@@ -18,14 +18,13 @@ from kvjax.algebra import Policy
 from kvjax.cache import pool
 from kvjax.cache.pages import Pages
 from kvjax.cache.ring import Ring
-from kvjax.cache.state import KVState, LayerCache
+from kvjax.cache.state import KVState, LayerCache, reshard
 from kvjax.saving import _parts
 from kvjax.saving._files import PARTS
 from kvjax.saving._head import FORMAT, VERSION, StateError, check, digest, places
 from kvjax.sharding.consistency import check_consistent
 from kvjax.sharding.mesh import ONE, Mesh, mesh_of
 from kvjax.sharding.mesh import mesh as a_mesh
-from kvjax.sharding.reshard import reshard
 from kvjax.types import EMPTY, Weighted
 
 

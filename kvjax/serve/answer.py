@@ -176,7 +176,7 @@ def answer(
         ),
         stops=model.spec.eos,
         weights=weights,
-        every=decode.SEGMENT if options.json else TOKENS_PER_PIECE,
+        every=decode.MAX_STEPS if options.json else TOKENS_PER_PIECE,
     )
     for rows, after in stream:
         output.add(rows[0].tolist())

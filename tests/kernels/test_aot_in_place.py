@@ -61,7 +61,7 @@ def compiled(chip: str, spec: str, steps: int = 1):
     def step(cache, q, k, v, length):
         x = Heads(q=q, k=k, v=v, q_pre=q, k_pre=k, hidden=q[:, :, 0])
         info = layer.LayerInfo(policy, {}, 0, 1, None, length)
-        return layer.step(info, cache, x, length, length >= 0)
+        return layer.step(info, x, cache, length, length >= 0)
 
     def run(cache, q, k, v, length):
         def one(i, carry):

@@ -244,7 +244,7 @@ def test_random_tokens_are_where_the_oracle_says(machine, examples):
             suppress_health_check=list(HealthCheck),
         ),
     )
-    assert min(done[name] for name in ("one", "many", "clear", "resize", "prompt")) > examples
+    assert min(done[name] for name in ("one", "many", "clear", "resize", "prompt")) > examples // 2
     assert done["aged"] > 50 * examples
 
 
@@ -262,7 +262,7 @@ def attended(q, k, v):
 @functools.partial(jax.jit, static_argnums=0)
 def step(policy, cache, q, k, v, length, active):
     x = Heads(q=q, k=k, v=v, q_pre=q, k_pre=k, hidden=q[:, :, 0])
-    read, cache = layer.step(site(policy), cache, x, length, active)
+    _, (cache, read) = layer.step(site(policy), x, cache, length, active)
     return read.out, cache
 
 

@@ -192,12 +192,12 @@ def test_a_prompt_a_chunk_and_steps_are_the_papers_loop():
         site = layer.LayerInfo(policy, {}, 0, 1, None, total)
         _, new = layer.prompt(site, Heads(**x), pos)
         cache = layer.store(site, cache, new, total)
-        return layer.chunk(site, cache, Heads(**more), total, jnp.asarray(MORE))[1]
+        return layer.chunk(site, Heads(**more), cache, total, jnp.asarray(MORE))[1]
 
     @jax.jit
     def step(cache, x, length, sure):
         site = layer.LayerInfo(policy, {}, 0, 1, None, total, sure)
-        read, cache = layer.step(site, cache, Heads(**x), length, jnp.asarray([True, True]))
+        _, (cache, read) = layer.step(site, Heads(**x), cache, length, jnp.asarray([True, True]))
         return read.out, cache
 
     at = np.where(np.arange(T) < PROMPTS[:, None], np.arange(T), EMPTY)

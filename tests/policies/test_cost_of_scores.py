@@ -181,7 +181,7 @@ def test_one_shot_methods_share_one_decode_step():
 
         def run(cache: LayerCache, x: dict[str, Any], length: jax.Array, active: jax.Array) -> Any:
             site = layer.LayerInfo(policy, {}, 0, 2, None, length)
-            return layer.step(site, cache, Heads(**x), length, active)
+            return layer.step(site, Heads(**x), cache, length, active)
 
         given = {name: x for name, x in vars(heads(1)).items() if name not in ("softcap", "rotate")}
         rows = array(ROWS, dtype=jnp.int32), array(ROWS, dtype=jnp.bool)

@@ -231,12 +231,12 @@ def test_prompts_of_another_text_share_their_programs():
     from kvjax.cache import pool
 
     pool._FAMILIAR.clear()
-    before = decode.segment._cache_size()
+    before = decode.decode_steps._cache_size()
     news = []
     for at in range(50):
         prompt = tiny.prompt(40 + at % 12, 100 + at)
         kvjax.generate(tiny.model(), POLICY, [prompt], max_new_tokens=2, page=tiny.PAGE)
-        news.append(decode.segment._cache_size() - before)
+        news.append(decode.decode_steps._cache_size() - before)
     assert news[-1] <= 4
     assert news[-1] == news[20], "a late prompt was a new program"
 

@@ -133,7 +133,7 @@ def test_steps_are_the_papers_loop(eviction, recent):
     @jax.jit
     def step(cache, x, length, active):
         info = layer.LayerInfo(policy, {}, 0, 1, None, total)
-        read, cache = layer.step(info, cache, Heads(**x), length, active)
+        _, (cache, read) = layer.step(info, Heads(**x), cache, length, active)
         return read.out, cache
 
     at = np.where(np.arange(T) < PROMPTS[:, None], np.arange(T), EMPTY)
@@ -169,7 +169,7 @@ def test_tokens_that_come_together_give_what_they_give_one_by_one(eviction, rece
         site = layer.LayerInfo(policy, {}, 0, 1, None, total)
         _, new = layer.prompt(site, Heads(**x), pos)
         cache = layer.store(site, cache, new, total)
-        return layer.chunk(site, cache, Heads(**more), total, jnp.asarray(count))[1]
+        return layer.chunk(site, Heads(**more), cache, total, jnp.asarray(count))[1]
 
     at = np.where(np.arange(T) < PROMPTS[:, None], np.arange(T), EMPTY)
     cache = run(cache, vars(heads(at)), jnp.asarray(at), vars(heads(PROMPTS[:, None] + np.arange(9))))

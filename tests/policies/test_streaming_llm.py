@@ -75,12 +75,12 @@ def reads(b: int, i: int) -> np.ndarray:
 
 @jax.jit
 def chunk(cache: LayerCache, qkv: tuple, before: jax.Array, count: jax.Array) -> tuple:
-    return layer.chunk(SITE, cache, as_heads(*qkv), before, count)
+    return layer.chunk(SITE, as_heads(*qkv), cache, before, count)
 
 
 @jax.jit
 def step(cache: LayerCache, qkv: tuple, before: jax.Array, active: jax.Array) -> tuple:
-    read, cache = layer.step(SITE, cache, as_heads(*qkv), before, active)
+    _, (cache, read) = layer.step(SITE, as_heads(*qkv), cache, before, active)
     return read.out, cache
 
 

@@ -87,7 +87,7 @@ def run(
     context: int,
     rows: int,
     weights: Params | None = None,
-    reading: decode.Reading | None = None,
+    reading: decode.PromptActivations | None = None,
 ) -> Batch:
     """Measures a batch.
 

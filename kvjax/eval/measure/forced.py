@@ -58,27 +58,35 @@ def _steps(
     count: Int[Array, " B"],
     forced: Bool[Array, ""],
 ) -> tuple[KVState, Steps]:
-    rows, most = feed.shape
-    blank = jnp.zeros((rows, most), jnp.float32)
-    loads = jnp.zeros((rows, most, len(reads.KINDS)), jnp.float32)
-    found = Steps(nll=blank, best=jnp.zeros((rows, most), jnp.int32), live=blank, reads=loads)
+    batch, most = feed.shape
+    zeros = jnp.zeros((batch, most), jnp.float32)
+    loads = jnp.zeros((batch, most, len(reads.KINDS)), jnp.float32)
+    record = Steps(nll=zeros, best=jnp.zeros((batch, most), jnp.int32), live=zeros, reads=loads)
 
-    def one(carry: tuple[Array, KVState, Array, Steps]) -> tuple[Array, KVState, Array, Steps]:
-        i, state, best, found = carry
-        token = jnp.where(forced | (i == 0), feed[:, i], best)
-        state, logits, loaded = reads.step(network, policy, params, weights, state, token, i < count)
+    def step(state: KVState, rows: _Rows) -> tuple[KVState, tuple[Array, Array]]:
+        token = jnp.where(forced | (rows.i == 0), feed[:, rows.i], rows.best)
+        state, logits, loaded = reads.step(network, policy, params, weights, state, token, rows.active)
+        return state, (logits, loaded)
+
+    def advance(rows: _Rows, result: tuple[Array, Array], state: KVState) -> tuple[_Rows, Steps]:
+        logits, loaded = result
         best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-        found = Steps(
-            nll=found.nll.at[:, i].set(nats(logits, target[:, i])),
-            best=found.best.at[:, i].set(best),
-            live=found.live.at[:, i].set(mean_live(state)),
-            reads=found.reads.at[:, i].set(loaded),
-        )
-        return i + 1, state, best, found
+        fresh = Steps(nll=nats(logits, target[:, rows.i]), best=best, live=mean_live(state), reads=loaded)
+        return _Rows(i=rows.i + 1, best=best, active=rows.i + 1 < count), fresh
 
-    start = (jnp.asarray(0), state, jnp.zeros(rows, jnp.int32), found)
-    _, state, _, found = jax.lax.while_loop(lambda carry: carry[0] < count.max(), one, start)
-    return state, found
+    rows = _Rows(i=jnp.asarray(0), best=jnp.zeros(batch, jnp.int32), active=count > 0)
+    state, _, record = decode.decode_loop(step, advance, state, rows, record, most)
+    return state, record
+
+
+@pytree()
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Rows:
+    """Rows that are fed: the step, the likeliest token after the last one, rows that have a token left."""
+
+    i: Int[Array, ""]
+    best: Int[Array, " B"]
+    active: Bool[Array, " B"]
 
 
 def nats(logits: Float[Array, "B V"], target: Int[Array, " B"]) -> Float[Array, " B"]:

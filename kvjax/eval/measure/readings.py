@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Hashable
 
-from kvjax.decode import Reading
+from kvjax.decode import PromptActivations as Reading
 
 MOST = 3 * 2**30
 """Bytes of readings that are kept: 200 prompts of 2,048 tokens of the embedded model."""

@@ -1,4 +1,4 @@
-"""A decode step whose door, write and read are one kernel: where admission alone decides, and a body runs."""
+"""A decode step in one kernel: window exit, write and read, for policies of admission alone (DESIGN 18)."""
 
 from __future__ import annotations
 
@@ -25,11 +25,10 @@ if TYPE_CHECKING:
 
 
 class Unwritten(Native):
-    """Slots are found and their keys and values written by somebody else."""
+    """Finds slots; the kernel writes their keys and values."""
 
     def write(self, pages: Pages, page: Array, slot: Array, k: Array, v: Array) -> Pages:
         """The same pages."""
-        del page, slot, k, v
         return pages
 
 
@@ -47,7 +46,7 @@ def fits(info: LayerInfo, cache: LayerCache, x: Heads) -> bool:
     return has_body(x.q[:, 0], _arrays(cache.ring, pages), pages.table[:, :, 0])
 
 
-def step_at_once(
+def step_in_one_kernel(
     info: LayerInfo,
     cache: LayerCache,
     new: Entry,
@@ -55,7 +54,7 @@ def step_at_once(
     length: Int[Array, " B"],
     count: Int[Array, " B"],
 ) -> tuple[Read, LayerCache]:
-    """``step`` where it ``fits``: pages are found and what is small is written here, keys and values there.
+    """``step`` where it ``fits``: pages and small arrays are updated here, keys and values by the kernel.
 
     Args:
       info: which layer.
@@ -66,7 +65,7 @@ def step_at_once(
       count: 1 for rows that have a new token, else 0.
     """
     policy, ring, pages = info.policy, cache.ring, cache.pages
-    assert pages is not None  # noqa: S101
+    assert pages is not None
     leaving = rings.leaving(ring, new, length, count)
     list_id = destination(info, leaving)
 

@@ -16,7 +16,7 @@ from kvjax.cache import pages as paging
 from kvjax.cache import pool
 from kvjax.cache import ring as rings
 from kvjax.cache.state import LayerCache
-from kvjax.layer import _at_once
+from kvjax.layer import _one_kernel
 from kvjax.policies import wg_kv
 from kvjax.types import EMPTY, Heads
 from pallas_kernels import dispatch
@@ -75,7 +75,13 @@ def preferring(monkeypatch, impl: str) -> None:
 
 
 def stepper(info: layer.LayerInfo):
-    return jax.jit(lambda cache, x, length, active: layer.step(info, cache, heads(*x), length, active))
+    """A step as a program, (cache, token's heads, length, active) to (read, cache after)."""
+
+    def step(cache, x, length, active):
+        _, (cache, read) = layer.step(info, heads(*x), cache, length, active)
+        return read, cache
+
+    return jax.jit(step)
 
 
 def live(cache: LayerCache, length: np.ndarray) -> list[np.ndarray]:
@@ -144,7 +150,7 @@ def test_it_is_taken_where_admission_alone_decides(impl, monkeypatch):
 
         def ask() -> None:
             cache = dataclasses.replace(made(info, dtype=dtype), **other)
-            found.append(_at_once.fits(info, cache, heads(*drawn(0, dtype), softcap)))
+            found.append(_one_kernel.fits(info, cache, heads(*drawn(0, dtype), softcap)))
 
         jax.eval_shape(ask)  # shapes say it
         return found[0]

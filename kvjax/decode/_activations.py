@@ -13,11 +13,12 @@ import numpy as np
 
 from kvjax import layer
 from kvjax.algebra import Policy
-from kvjax.cache.ring import Entry
-from kvjax.decode._by_layer import embed, top
+from kvjax.cache.ring import ENTRY, Entry
+from kvjax.decode._by_layer import embed, outer
 from kvjax.decode._capacity import bucket, padded
 from kvjax.decode._checks import Prompts, check_prompts, read_prompts
-from kvjax.sharding.mesh import ENTRY, ONE, STREAMS, Mesh, mesh_of
+from kvjax.sharding.mesh import ONE, Mesh, mesh_of
+from kvjax.sharding.specs import HEADS
 from kvjax.types import EMPTY, Heads, Network, Params, Weighted
 
 if TYPE_CHECKING:
@@ -25,8 +26,8 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Reading:
-    """Prompts read with the model's own attention, from which any policy that cuts afterwards can be served.
+class PromptActivations:
+    """Prompts read with the model's own attention; any policy that cuts afterwards can be served from them.
 
     Attributes:
       prompts: token ids of each row.
@@ -46,7 +47,7 @@ class Reading:
         return sum(x.nbytes for x in (*self.inputs, *self.lse))
 
 
-def read_full(model: Weighted, prompts: Prompts, *, context: int | None = None) -> Reading:
+def read_full(model: Weighted, prompts: Prompts, *, context: int | None = None) -> PromptActivations:
     """Read the prompts once, for as many policies as one likes (``cut``).
 
     Args:
@@ -63,24 +64,26 @@ def read_full(model: Weighted, prompts: Prompts, *, context: int | None = None) 
     check_prompts("read_full", network, lengths, context)
     network = network.at(context)
     total, mesh = jnp.asarray(lengths, jnp.int32), mesh_of(model.params)
-    inputs, found = [embedded(network, model.params, rows, mesh)], []
+    inputs, lses = [embed_prompts(network, model.params, rows, mesh)], []
     for index, block in enumerate(model.params["layers"]):
         x, lse = _attend_layer(network, network.windows[index], block, inputs[-1], total)
         inputs.append(x)
-        found.append(lse)
-    return Reading(prompts=tuple(rows), context=context, inputs=tuple(inputs), lse=tuple(found))
+        lses.append(lse)
+    return PromptActivations(prompts=tuple(rows), context=context, inputs=tuple(inputs), lse=tuple(lses))
 
 
-def embedded(
+def embed_prompts(
     network: Network, params: Params, prompts: Sequence[np.ndarray], mesh: Mesh = ONE
 ) -> Float[Array, "B T D"]:
     """What goes into the first layer: prompts padded to their size class."""
     width = bucket(max(len(prompt) for prompt in prompts))
-    return embed(network, top(params), np.zeros(len(prompts), np.int32), padded(prompts, width), mesh)
+    return embed(network, outer(params), np.zeros(len(prompts), np.int32), padded(prompts, width), mesh)
 
 
-def counted(info: layer.LayerInfo, ranked: Entry, ring: int) -> tuple[Int[Array, "B K"], Int[Array, "B K"]]:
-    """Of a ranked prompt, tokens of each stream that pages will hold, and that stay in all."""
+def count_kept(
+    info: layer.LayerInfo, ranked: Entry, ring: int
+) -> tuple[Int[Array, "B K"], Int[Array, "B K"]]:
+    """How many tokens of a ranked prompt each KV head will hold in pages, and in all."""
     return layer.count_stored(ranked, info.total, ring), ranked.admit.sum(axis=-1)
 
 
@@ -104,13 +107,11 @@ def judge_layer(
     pos = jnp.where(at < total[:, None], at, EMPTY)
     info = layer.LayerInfo(policy, weights, index, network.num_layers, window, total, seeds=seeds)
 
-    def visit(info: layer.LayerInfo, heads: Heads, lse: Array, pos: Array) -> tuple[Array, Any]:
+    def run(info: layer.LayerInfo, heads: Heads, lse: Array, pos: Array) -> tuple[Array, Any]:
         ranked = layer.judge(info, heads, pos, lse)
-        return jnp.zeros_like(heads.q), (ranked, *counted(info, ranked, ring))  # what follows is dead code
+        return jnp.zeros_like(heads.q), (ranked, *count_kept(info, ranked, ring))  # what follows is dead code
 
-    def attend(_: int, heads: Heads, lse: Any) -> tuple[Array, Any]:
-        return layer.at_seam(mesh, visit, info, heads, lse, (pos,), (ENTRY, STREAMS, STREAMS))
-
+    attend = layer.attention(run, lambda _: info, mesh, (pos,), lambda _: (ENTRY, HEADS, HEADS))
     _, (ranked, *counts) = network.layer(block, network.windows.index(window), x, at, attend, lse)
     return ranked, *mesh.everywhere(counts)
 
@@ -127,10 +128,9 @@ def _attend_layer(
     at = jnp.broadcast_to(jnp.arange(x.shape[1]), x.shape[:2])
     pos = jnp.where(at < total[:, None], at, EMPTY)
 
-    def attend(_: int, heads: Heads, lse: Array | None) -> tuple[Array, Array | None]:
-        del lse
+    def attend(_: int, heads: Heads, __: Array | None) -> tuple[Array, Array | None]:
         return layer.attend_prompt(heads, pos, total, window)
 
     x, lse = network.layer(block, network.windows.index(window), x, at, attend, None)
-    assert lse is not None  # noqa: S101  (attend has run)
+    assert lse is not None  # attend has run
     return x, lse
