@@ -1,8 +1,11 @@
-"""What may be said in a request's body: OpenAI's fields, vLLM's where they are usual, and our own.
+"""JSON that clients send and get: OpenAI's fields, vLLM's where they are usual, and our own.
 
-A field that is not known is refused, since a misspelt ``kv_policy`` that nobody reads is worse than an error.
-Fields of OpenAI that are not supported may hold the value that means nothing.
+An unknown field is refused: a misspelt ``kv_policy`` that is silently ignored would be worse than an error.
+Fields of OpenAI that are not supported may hold the value that means nothing. Replies are described here for
+/openapi.json; the routes make them.
 """
+
+# ruff: noqa: D101  (most fields and classes have the protocol's names)
 
 from __future__ import annotations
 
@@ -13,12 +16,12 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from kvjax.engine import MOST_LOGPROBS
 
 
-def _whole(value: Any) -> Any:
+def _integral(value: Any) -> Any:
     """JSON knows one kind of number: 5.0 is 5."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-Int = Annotated[int, BeforeValidator(_whole)]
+Int = Annotated[int, BeforeValidator(_integral)]
 Count = Annotated[Int, Field(ge=1)]
 TokenId = Annotated[Int, Field(ge=0, lt=2**31)]
 Ids = Annotated[list[TokenId], Field(min_length=1)]
@@ -30,27 +33,12 @@ Sources = dict[str, Annotated[str, Field(min_length=1)]]
 
 
 class Body(BaseModel):
-    """Strict: nothing unknown, no text for a number."""
+    """A strict body: no unknown fields, no text for a number."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
 
-class ErrorDetail(BaseModel):
-    """What went wrong."""
-
-    message: str
-    type: str
-    param: str | None
-    code: str | None
-
-
-class ErrorBody(BaseModel):
-    """OpenAI's error."""
-
-    error: ErrorDetail
-
-
-# --- asking for text -----------------------------------------------------------------------------
+# --- requests for text ---------------------------------------------------------------------------
 
 
 class StreamOptions(Body):
@@ -58,7 +46,7 @@ class StreamOptions(Body):
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = Field(
-        default=None, description="usage with every chunk, not the last alone"
+        default=None, description="usage with every chunk, not only the last"
     )
     include_obfuscation: bool | None = Field(default=None, description="ignored")
 
@@ -94,10 +82,10 @@ class TextOptions(KVOptions):
     )
     kv_layers: bool | None = Field(default=None, description="usage.kv has slots by layer and KV head")
     kv_watch: bool | None = Field(
-        default=None, description="GET /v1/kv/{id} shows what the row's cache holds"
+        default=None, description="GET /v1/kv/{id} shows what the cache of this request holds"
     )
 
-    # Fields of OpenAI's that have no meaning here, or that we do not support.
+    # Fields of OpenAI that have no meaning here, or that are not supported.
     user: str | None = None
     metadata: dict[str, Any] | None = None
     store: Literal[False] | None = None
@@ -113,30 +101,26 @@ Prompt = str | list[str] | Ids | list[Ids]
 
 
 class CompletionBody(TextOptions):
-    """``POST /v1/completions``."""
-
     prompt: Prompt = Field(description="a text, token ids, or a list of either")
     max_tokens: Annotated[Int, Field(ge=0, lt=2**31)] | None = Field(
         default=None, description="16 by default; 0 with echo"
     )
     logprobs: Annotated[Int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
     echo: bool | None = None
-    best_of: Count | None = Field(default=None, description="only what n is")
+    best_of: Count | None = Field(default=None, description="only the value of n")
     suffix: Literal[""] | None = None
 
 
-class Part(Body):
-    """A part of a message; texts only."""
-
+class TextPart(Body):
     type: Literal["text"]
     text: str
 
 
 class Message(Body):
-    """One message of a conversation; an answer of ours can be sent back as it came."""
+    """One message of a conversation; an answer of this server can be sent back as it came."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[Part]
+    content: str | list[TextPart]
     name: str | None = None
     refusal: None = None
     audio: None = None
@@ -146,26 +130,22 @@ class Message(Body):
     annotations: NoList | None = None
 
     @property
-    def text(self) -> str:
-        """The content as one text."""
-        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+    def for_template(self) -> dict[str, str]:
+        """Role and content as chat templates take them."""
+        role = "system" if self.role == "developer" else self.role
+        content = self.content if isinstance(self.content, str) else "".join(x.text for x in self.content)
+        return {"role": role, "content": content}
 
-    @property
-    def plain(self) -> dict[str, str]:
-        """As templates take it."""
-        return {"role": "system" if self.role == "developer" else self.role, "content": self.text}
+
+Messages = Annotated[list[Message], Field(min_length=1)]
 
 
 class ResponseFormat(Body):
-    """Text alone."""
-
     type: Literal["text"]
 
 
 class ChatBody(TextOptions):
-    """``POST /v1/chat/completions``."""
-
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Messages
     max_tokens: Annotated[Count, Field(lt=2**31)] | None = None
     max_completion_tokens: Annotated[Count, Field(lt=2**31)] | None = None
     logprobs: bool | None = None
@@ -178,7 +158,7 @@ class ChatBody(TextOptions):
     modalities: list[Literal["text"]] | None = None
 
 
-# --- tokens and contexts -------------------------------------------------------------------------
+# --- requests about tokens and contexts ----------------------------------------------------------
 
 
 class TokenizeBody(Body):
@@ -186,15 +166,13 @@ class TokenizeBody(Body):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    messages: Messages | None = None
     add_special_tokens: bool | None = Field(
         default=None, description="begin a text with the model's BOS (default: true)"
     )
 
 
 class DetokenizeBody(Body):
-    """``POST /detokenize``."""
-
     model: str | None = None
     tokens: list[TokenId]
 
@@ -205,4 +183,166 @@ class ContextBody(KVOptions):
     name: ContextName
     model: str | None = None
     prompt: str | Ids | None = None
-    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    messages: Messages | None = None
+
+
+# --- replies -------------------------------------------------------------------------------------
+
+
+class ErrorDetail(BaseModel):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(BaseModel):
+    error: ErrorDetail
+
+
+class KVReply(BaseModel):
+    """What the caches of a request held at its end, summed over its texts."""
+
+    policy: str
+    tokens_seen: int
+    tokens_kept: float
+    bytes_live: int
+    bytes_full: int
+    layers: list[list[int]] | None = None
+
+
+class PromptDetails(BaseModel):
+    cached_tokens: int
+
+
+class UsageReply(BaseModel):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptDetails
+    kv: KVReply | None
+
+
+class CompletionLogprobs(BaseModel):
+    """Lists with one entry a token."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None] | None
+    text_offset: list[int]
+
+
+class CompletionChoice(BaseModel):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: Literal["stop", "length"] | None
+    stop_reason: int | str | None
+
+
+class CompletionReply(BaseModel):
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: UsageReply
+
+
+class TopLogprob(BaseModel):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenLogprob(TopLogprob):
+    """A written token, and the likeliest tokens at its position."""
+
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(BaseModel):
+    """One entry a token."""
+
+    content: list[TokenLogprob]
+    refusal: None = None
+
+
+class MessageReply(BaseModel):
+    role: Literal["assistant"]
+    content: str
+    refusal: None = None
+
+
+class ChatChoice(BaseModel):
+    index: int
+    message: MessageReply
+    logprobs: ChatLogprobs | None
+    finish_reason: Literal["stop", "length"]
+    stop_reason: int | str | None
+
+
+class ChatReply(BaseModel):
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: UsageReply
+
+
+class ModelReply(BaseModel):
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    max_model_len: int
+    kv_policy: str
+
+
+class ModelsReply(BaseModel):
+    object: Literal["list"]
+    data: list[ModelReply]
+
+
+class TokenizeReply(BaseModel):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+
+
+class DetokenizeReply(BaseModel):
+    prompt: str
+
+
+class ContextReply(BaseModel):
+    id: str
+    object: Literal["context"]
+    tokens: int
+    kv_policy: str
+    bytes_live: int
+    bytes_allocated: int
+
+
+class ContextsReply(BaseModel):
+    object: Literal["list"]
+    data: list[ContextReply]
+
+
+class DeletedReply(BaseModel):
+    id: str
+    object: Literal["context"]
+    deleted: Literal[True]
+
+
+class HealthReply(BaseModel):
+    status: Literal["ok"]
+
+
+class VersionReply(BaseModel):
+    version: str
+    jax: str
+
+
+EVENT_STREAM: dict[str, Any] = {"text/event-stream": {"schema": {"type": "string"}}}
+"""Content of a streamed response, for the schema."""
