@@ -10,6 +10,7 @@ counts are read between them, never inside.
   read_layers         ``prefill`` of whole prompts, a layer at a time
   step, chunk         new tokens through the model, ``run_layers`` with your own visitor at the seam; pure
   empty, reserve      what a state has space for, and the sizes programs are compiled for
+  read_ids            token ids, checked against the model's vocabulary
   read_policy         the policy that a text means on a model
   RequestError        what a caller is told; ``Remark`` what is served, but otherwise than it reads
 """
@@ -31,7 +32,7 @@ from kvjax.decode._capacity import (
     roomy,
     slot_bounds,
 )
-from kvjax.decode._checks import Progress, Remark, RequestError, read_policy
+from kvjax.decode._checks import Progress, Remark, RequestError, read_ids, read_policy
 from kvjax.decode._devices import on_mesh
 from kvjax.decode._generate import Generation, Run, generate, segment, stream
 from kvjax.decode._prefill import (
@@ -77,6 +78,7 @@ __all__ = [
     "prompt_layer",
     "prompt_pages",
     "read_full",
+    "read_ids",
     "read_layers",
     "read_policy",
     "reserve",

@@ -141,7 +141,7 @@ def reply(
     usage = ticket.usage
     assert first is not None  # noqa: S101  (a text has a token)
     assert usage.kv is not None  # noqa: S101
-    allocated = sum(lane.allocated for lane in engine.metrics().lanes)
+    allocated = sum(batch.allocated for batch in engine.metrics().batches)
     return Answer(
         text="".join(texts),
         tokens=tokens,

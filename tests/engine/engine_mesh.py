@@ -48,9 +48,9 @@ def served(on: Mesh, policies: list[str], home: Path) -> dict[str, Any]:
     """Texts, what rows held at their end, pages that are left over."""
     model = mesh_run.model()
     sources = {policy: learned(policy, home) or None for policy in policies}
-    laid = model if on == ONE else decode.on_mesh(model, Policy(), {}, on)[0]
+    sharded = model if on == ONE else decode.on_mesh(model, Policy(), {}, on)[0]
     prompts = mesh_run.prompts()
-    asked = [
+    requests = [
         Request(
             prompt=prompts[at],
             max_new_tokens=6 + 2 * at,
@@ -62,11 +62,11 @@ def served(on: Mesh, policies: list[str], home: Path) -> dict[str, Any]:
         for policy in policies
         for at in (0, 1, 3)
     ]
-    with Engine(laid, kv_memory=1 << 24, **SIZES) as engine:
-        tickets = [engine.submit(request) for request in asked]
+    with Engine(sharded, kv_memory=1 << 24, **SIZES) as engine:
+        tickets = [engine.submit(request) for request in requests]
         events = [list(ticket) for ticket in tickets]
         engine.metrics()  # after the segment in which the last of them ended
-        looks = [engine.inspect(ticket) for ticket in tickets]
+        inspections = [engine.inspect(ticket) for ticket in tickets]
         kv = [ticket.usage.kv for ticket in tickets]
         engine.contexts.create("kept", prompts[2], policy="full")
         engine.contexts.save(home / "contexts")
@@ -74,11 +74,11 @@ def served(on: Mesh, policies: list[str], home: Path) -> dict[str, Any]:
         engine.contexts.load(home / "contexts")
         onward = Request(prompt=[3, 4], context="kept", max_new_tokens=5, logprobs=0)
         events.append(list(engine.submit(onward)))
-        left = [(lane.pages, lane.pages_used, lane.rows) for lane in engine.metrics().lanes]
+        left = [(batch.pages, batch.pages_used, batch.rows) for batch in engine.metrics().batches]
     return {
         "tokens": [[event.token for event in row] for row in events],
         "logprobs": [[event.logprob or 0.0 for event in row] for row in events],
-        "held": [[[h.ring, h.pages, h.codes] for layer in look.streams for h in layer] for look in looks],
+        "held": [[[h.ring, h.pages, h.codes] for layer in one.heads for h in layer] for one in inspections],
         "live": [(one.live, one.layers.tolist()) for one in kv],
         "left": left,
     }
@@ -100,7 +100,7 @@ def main() -> None:
         "held": all(same),
         "live": one["live"] == many["live"],
         "used": [used for _, used, _ in many["left"]],
-        "slots": sum(len(x) for row in many["held"] for stream in row for x in stream),
+        "slots": sum(len(x) for row in many["held"] for head in row for x in head),
     }
     print(json.dumps(found), flush=True)
 

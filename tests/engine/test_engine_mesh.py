@@ -14,8 +14,8 @@ import pytest
 import tiny
 
 from kvjax.decode import RequestError
-from kvjax.engine import _layout as layout
-from kvjax.engine import _settings as settings
+from kvjax.engine import pages as paging
+from kvjax.engine import settings
 from kvjax.sharding.mesh import ONE, sizes_of
 
 HERE = Path(__file__).parent
@@ -44,8 +44,8 @@ def test_an_engine_on_a_mesh_serves_what_one_device_serves(mesh):
 
 def test_pages_are_counted_on_the_device_that_needs_most():
     live = np.asarray([[9], [17], [8], [1]])  # two heads a device, pages of 8
-    assert layout.pages_for(live, 8, 1).tolist() == [2 + 3 + 1 + 1]
-    assert layout.pages_for(live, 8, 2).tolist() == [5, 2]
+    assert paging.pages_for(live, 8, 1).tolist() == [2 + 3 + 1 + 1]
+    assert paging.pages_for(live, 8, 2).tolist() == [5, 2]
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_a_mesh_that_an_engine_cannot_use_is_refused(monkeypatch, mesh, share, s
     monkeypatch.setattr(settings, "mesh_of", lambda _: sizes_of(mesh))
     sizes = {"kv_memory": 1, "context": None, "page": None, "share": None, "share_pages": share}
     with pytest.raises(RequestError, match=said):
-        settings.Settings.checked(tiny.model(), **sizes)
+        settings.EngineSettings.checked(tiny.model(), **sizes)
 
 
 def test_a_mesh_over_several_processes_is_refused(monkeypatch):

@@ -10,7 +10,7 @@ from tiny import quick_compiles  # noqa: F401
 
 import kvjax
 from kvjax import catalogue, decode
-from kvjax.engine import _prefix as prefixes
+from kvjax.engine.prefix import generated_too, shareable
 
 CHUNK, CONTEXT = 16, 96
 RULE = {  # policy: (shared at chunk borders, generated tokens too)
@@ -34,7 +34,7 @@ EVERY = [p for method in catalogue.methods() for p in method.examples if repr(p)
 @pytest.mark.parametrize("spec", RULE)
 def test_the_rule(spec):
     policy = kvjax.policy(spec)
-    assert (prefixes.shareable(policy), prefixes.generated_too(policy)) == RULE[spec]
+    assert (shareable(policy), generated_too(policy)) == RULE[spec]
 
 
 def compared(state: kvjax.KVState) -> list[np.ndarray]:
@@ -60,7 +60,7 @@ def marked(policies: list, quick: tuple[str, ...]) -> list:
     return [pytest.param(p, marks=[] if repr(p) in quick else slow, id=repr(p)) for p in policies]
 
 
-CHUNKED = [p for p in [*map(kvjax.policy, RULE), *EVERY] if prefixes.shareable(p)]
+CHUNKED = [p for p in [*map(kvjax.policy, RULE), *EVERY] if shareable(p)]
 
 
 @pytest.mark.parametrize("policy", marked(CHUNKED, QUICK))
@@ -77,7 +77,7 @@ def test_at_a_border_the_state_does_not_depend_on_what_follows(policy):
         np.testing.assert_allclose(mine, theirs, atol=2e-5)
 
 
-ANSWERS = [p for p in [*map(kvjax.policy, RULE), *EVERY] if prefixes.generated_too(p)]
+ANSWERS = [p for p in [*map(kvjax.policy, RULE), *EVERY] if generated_too(p)]
 
 
 @pytest.mark.parametrize("policy", marked(ANSWERS, ()))

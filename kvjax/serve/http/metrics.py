@@ -17,7 +17,7 @@ from prometheus_client.core import (
 )
 
 import kvjax
-from kvjax.engine import BUCKETS, EngineDead, LaneMetrics, Metrics, Seconds
+from kvjax.engine import BUCKETS, BatchMetrics, EngineDead, Metrics, Seconds
 from kvjax.serve.http.service import Service, of
 
 router = APIRouter()
@@ -58,11 +58,11 @@ class _Collector:
         yield GaugeMetricFamily("kvjax_engine_up", "1 while the engine lives", value=1)
         yield from _gauges(now)
         yield from _counters(now)
-        yield from _lanes(now.lanes)
+        yield from _batches(now.batches)
         for name, what, seconds in (
             ("time_to_first_token", "From a request to its first token", now.time_to_first_token),
             ("inter_token_latency", "Between two tokens of a text", now.between_tokens),
-            ("pause", "A running text waited for a prompt or a new lane", now.pauses),
+            ("pause", "A running text waited for a prompt or a new batch", now.pauses),
         ):
             yield _histogram(f"kvjax_{name}_seconds", what, seconds)
 
@@ -96,21 +96,22 @@ def _counters(now: Metrics) -> Iterator[Metric]:
     yield ended
 
 
-def _lanes(lanes: tuple[LaneMetrics, ...]) -> Iterator[Metric]:
+def _batches(batches: tuple[BatchMetrics, ...]) -> Iterator[Metric]:
     fields = {
         "rows": "Texts that are being written",
-        "places": "Rows there is a place for",
+        "max_rows": "Most rows",
         "live": "Bytes of live slots",
         "allocated": "Bytes on the device",
         "pages": "Pages of its pools",
-        "pages_used": "Pages that streams own",
-        "slots": "Live slots of all streams",
+        "pages_used": "Pages that KV heads own",
+        "slots": "Live slots of all KV heads",
     }
     for field, what in fields.items():
         unit = "_bytes" if field in ("live", "allocated") else ""
-        family = GaugeMetricFamily(f"kvjax_lane_{field}{unit}", f"Of a lane: {what.lower()}", labels=["lane"])
-        for lane in lanes:
-            family.add_metric([lane.policy], getattr(lane, field))
+        name = f"kvjax_lane_{'places' if field == 'max_rows' else field}{unit}"
+        family = GaugeMetricFamily(name, f"Of a running batch: {what.lower()}", labels=["lane"])
+        for batch in batches:
+            family.add_metric([batch.policy], getattr(batch, field))
         yield family
 
 

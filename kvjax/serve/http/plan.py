@@ -6,6 +6,7 @@ import dataclasses
 import secrets
 from collections.abc import Sequence
 
+from kvjax import decode
 from kvjax.engine import Request
 from kvjax.serve.http.bodies import ChatBody, CompletionBody, Message, TextOptions
 from kvjax.serve.http.errors import ApiError
@@ -112,14 +113,10 @@ def checked(service: Service, ids: Sequence[int], param: str = "prompt") -> list
     Raises:
       ApiError: 400.
     """
-    most = service.model.spec.vocab_size
-    wrong = next((i for i in ids if not 0 <= i < most), None)
-    if wrong is not None:
-        raise refused(
-            param,
-            f"{param} has the token id {wrong}, and the model knows 0 to {most - 1}. Ask /tokenize for ids",
-        )
-    return list(ids)
+    try:
+        return decode.read_ids(param, service.model, ids).tolist()
+    except decode.RequestError as error:
+        raise refused(param, str(error).rstrip(".")) from error
 
 
 def check_prompt(service: Service, length: int) -> None:

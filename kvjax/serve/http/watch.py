@@ -42,7 +42,7 @@ def described(service: Service, seen: Inspection) -> dict[str, Any]:
         "tokens": [service.spell(int(token)) for token in seen.tokens],
         "streams": [
             [{"ring": runs(h.ring), "pages": runs(h.pages), "codes": runs(h.codes)} for h in layer]
-            for layer in seen.streams
+            for layer in seen.heads
         ],
         "completed": list(seen.completed),
         "bytes": {"live": seen.live, "allocated": seen.allocated, "full": seen.full},

@@ -1,4 +1,4 @@
-"""Who waits for programs, memory or a lane stops nobody else, and is not passed for ever."""
+"""A request that waits for programs, memory or a batch stops no other, and is not passed for ever."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import tiny
 from tiny import quick_compiles  # noqa: F401
 
 import kvjax
-from kvjax.engine import Engine, Request, _compiler, lane_bytes
-from kvjax.engine import _layout as layout
-from kvjax.engine._compiler import Compiler
-from kvjax.engine._lane import Lane
-from kvjax.engine._reading import Reading
+from kvjax.engine import Engine, Request, batch_bytes, compiler
+from kvjax.engine import pages as paging
+from kvjax.engine.batch import RunningBatch
+from kvjax.engine.compiler import Compiler
+from kvjax.engine.prefill import Prefill
 from kvjax.programs import maps_taken
 
 SIZES = {"max_rows": 3, "context": 96, "chunk": 16, "segment": 4, "page": tiny.PAGE}
@@ -27,7 +27,7 @@ def asked(seed: int = 1, tokens: int = 8, **more) -> Request:
     return Request(prompt=tiny.prompt(20, seed), max_new_tokens=tokens, **more)
 
 
-def test_who_waits_for_programs_stands_aside():
+def test_others_pass_a_request_that_waits_for_programs():
     free = threading.Event()
     with Engine(tiny.model(), **SIZES) as engine:
         expected = engine.submit(asked()).result()
@@ -43,13 +43,13 @@ def test_who_waits_for_programs_stands_aside():
 
 
 def test_the_first_whole_prompt_of_a_size_is_read_where_programs_are_compiled(monkeypatch):
-    readers, unit = [], Reading.unit
+    readers, unit = [], Prefill.unit
 
     def read(self):
         readers.append(threading.current_thread().name.split("_")[0])
         unit(self)
 
-    monkeypatch.setattr(Reading, "unit", read)
+    monkeypatch.setattr(Prefill, "unit", read)
     with Engine(tiny.model(), policy=WHOLE, **SIZES) as engine:
         found = [engine.submit(asked()).result() for _ in range(2)]
         assert found[0] == found[1]
@@ -59,14 +59,14 @@ def test_the_first_whole_prompt_of_a_size_is_read_where_programs_are_compiled(mo
 
 
 def test_a_prompt_that_fails_beside_the_others_fails_alone(monkeypatch):
-    unit = Reading.unit
+    unit = Prefill.unit
 
     def breaks(self):
-        if self.tokens[0] == tiny.prompt(20, 7)[0]:
+        if self.request.tokens[0] == tiny.prompt(20, 7)[0]:
             raise ArithmeticError("planted")
         unit(self)
 
-    monkeypatch.setattr(Reading, "unit", breaks)
+    monkeypatch.setattr(Prefill, "unit", breaks)
     with Engine(tiny.model(), policy=WHOLE, **SIZES) as engine:
         with pytest.raises(ArithmeticError, match="planted"):
             engine.submit(asked(7)).result()
@@ -75,9 +75,9 @@ def test_a_prompt_that_fails_beside_the_others_fails_alone(monkeypatch):
 
 def test_programs_are_dropped_before_a_process_has_too_many_maps(monkeypatch):
     """The compiler crashes beyond them. Who is being written goes on, and the new policy is served."""
-    told, taken = [], [0.1]
-    monkeypatch.setattr(_compiler, "maps_taken", lambda: taken[0])
-    with Engine(tiny.model(), on_note=told.append, **SIZES) as engine:
+    notes, taken = [], [0.1]
+    monkeypatch.setattr(compiler, "maps_taken", lambda: taken[0])
+    with Engine(tiny.model(), on_note=notes.append, **SIZES) as engine:
         expected = [
             engine.submit(asked(1, 60)).result(),
             engine.submit(asked(2, policy="window(8)")).result(),
@@ -90,7 +90,7 @@ def test_programs_are_dropped_before_a_process_has_too_many_maps(monkeypatch):
         taken[0] = 0.1
         assert [first.token, *running.result()][-60:] == expected[0]
         assert engine.submit(asked(2, policy="window(8)")).result() == expected[1]
-    assert any("90% of the memory maps" in line for line in told)
+    assert any("90% of the memory maps" in line for line in notes)
 
 
 @pytest.mark.slow
@@ -99,8 +99,8 @@ def test_many_policies_do_not_exhaust_the_maps(monkeypatch):
     """With a low limit, real programs and real maps: however many policies come, few maps are taken."""
     jax.clear_caches()
     gc.collect()  # or what other tests left goes while this one runs, and makes place
-    told, limit = [], maps_taken() + 0.04
-    monkeypatch.setattr(_compiler, "CROWDED", limit)
+    notes, limit = [], maps_taken() + 0.04
+    monkeypatch.setattr(compiler, "CROWDED", limit)
     policies = [
         "window(8)",
         "int8(8)",
@@ -108,11 +108,11 @@ def test_many_policies_do_not_exhaust_the_maps(monkeypatch):
         "knorm + uniform(12, every(4))",
         "tova + uniform(12)",
     ]
-    with Engine(tiny.model(), on_note=told.append, max_lanes=2, **SIZES) as engine:
+    with Engine(tiny.model(), on_note=notes.append, max_lanes=2, **SIZES) as engine:
         for policy in policies + policies:
             assert len(engine.submit(asked(policy=policy)).result()) == 8
             assert maps_taken() < limit + 0.05
-    assert sum("memory maps" in line for line in told) >= 2
+    assert sum("memory maps" in line for line in notes) >= 2
 
 
 def test_memory_maps_are_counted_where_the_system_has_them(tmp_path):
@@ -124,8 +124,8 @@ def test_memory_maps_are_counted_where_the_system_has_them(tmp_path):
     assert maps_taken(tmp_path) == 0.75
 
 
-def test_who_has_no_lane_is_not_passed_for_ever():
-    """One lane, always busy: after as many as it has places it runs empty for the other policy."""
+def test_a_request_without_a_batch_is_not_passed_for_ever():
+    """One batch, always busy: after as many requests as it has rows it runs empty for the other policy."""
     with Engine(tiny.model(), max_lanes=1, **SIZES) as engine:
         engine.submit(asked()).result()
         begun = [engine.submit(asked(seed, 20 + 9 * seed)) for seed in range(3)]  # never all at once
@@ -146,46 +146,45 @@ def test_who_has_no_lane_is_not_passed_for_ever():
 
 
 def test_standing_still_is_told(monkeypatch):
-    told, made = [], Lane.__init__
+    notes, made = [], RunningBatch.__init__
 
     def slow(self, *words) -> None:
         made(self, *words)
         time.sleep(0.7)
 
-    with Engine(tiny.model(), on_note=told.append, **SIZES) as engine:
+    with Engine(tiny.model(), on_note=notes.append, **SIZES) as engine:
         engine.submit(asked()).result()
-        monkeypatch.setattr(Lane, "__init__", slow)
+        monkeypatch.setattr(RunningBatch, "__init__", slow)
         running = engine.submit(asked(2, 70))
         next(iter(running))
         assert len(engine.submit(asked(3, 2, policy="window(16)")).result()) == 2
-        assert any(line.startswith("running rows stood still for") for line in told)
+        assert any(line.startswith("running rows stood still for") for line in notes)
         assert max(engine.metrics().pauses.recent) >= 0.7
 
 
-def test_a_lane_begins_with_as_many_rows_as_memory_has_room_for():
+def test_a_batch_begins_with_as_many_rows_as_memory_has_room_for():
     """Five of eight, and not the next power of two below."""
     sizes = {"context": 96, "chunk": 16}
-    memory = lane_bytes(tiny.model(), kvjax.policy(WHOLE), rows=5, tokens=56, places=8, **sizes)
+    memory = batch_bytes(tiny.model(), kvjax.policy(WHOLE), rows=5, tokens=56, max_rows=8, **sizes)
     with Engine(tiny.model(), policy=WHOLE, kv_memory=memory, max_rows=8, **sizes) as engine:
         assert len(engine.submit(Request(prompt=tiny.prompt(80), max_new_tokens=16)).result()) == 16
-        (lane,) = engine._scheduler.space.lanes
-        nothing = layout.nothing(lane.state)
-        (counts,), (one,) = lane.counts, layout.most_pages(lane.policy, lane.state, nothing, 56, 1)
+        (batch,) = engine._scheduler.memory.batches
+        (counts,), (one,) = batch.counts, paging.most_pages(batch.policy, batch.state, 56, 1)
         assert 5 * one <= counts < 6 * one
 
 
 def test_what_running_rows_wait_for_is_compiled_first():
-    compiler, free, made = Compiler(), threading.Event(), []
-    assert not compiler.ready([("first", free.wait)])
-    assert not compiler.ready([("later", lambda: made.append("later"))])
-    assert not compiler.ready([("now", lambda: made.append("now"))], urgent=True)
+    begun, free, made = Compiler(), threading.Event(), []
+    assert not begun.ready([("first", free.wait)])
+    assert not begun.ready([("later", lambda: made.append("later"))])
+    assert not begun.ready([("now", lambda: made.append("now"))], urgent=True)
     free.set()
-    assert compiler.ready([("later", free.wait)], 60)
+    assert begun.ready([("later", free.wait)], 60)
     assert made == ["now", "later"]
-    compiler.close()
+    begun.close()
 
 
-def test_who_has_programs_passes_one_of_its_lane_who_has_none():
+def test_a_request_with_programs_passes_one_of_its_batch_without():
     free = threading.Event()
     with Engine(tiny.model(), **SIZES) as engine:
         expected = engine.submit(asked()).result()
