@@ -33,6 +33,11 @@ _cut = jax.jit(row_ops.on_devices(row_ops.cut), static_argnames=("mesh", "sizes"
 _with_row = jax.jit(row_ops.with_row, donate_argnums=0)
 _without_rows = jax.jit(row_ops.without_rows, donate_argnums=0)
 
+_idle: dict[str, Any] = {"temperature": np.zeros(1, np.float32), "top_k": np.zeros(1, np.int32)}
+_idle |= {"top_p": np.ones(1, np.float32), "key": np.zeros((1, 2), np.uint32)}
+IDLE = Sampling(**_idle)
+"""How a free row draws."""
+
 
 @dataclasses.dataclass(eq=False)
 class BatchRow:
@@ -46,39 +51,23 @@ class BatchRow:
 
 
 class RunningBatch:
-    """Rows of one structure, on one state.
-
-    Attributes:
-      policy: in the layout of batches; it made the state.
-      label: of its learned weights.
-      state: of all its rows; donated to every program.
-      rows: what stands in each row of the state; None in a free one.
-      known: what the state held after the last change, on the host.
-      sized: have its pools the size that rows need? Before, there is a page in each.
-      used: when it last had a row, for choosing the batch to drop.
-    """
+    """Rows of one policy structure, on one state."""
 
     def __init__(
         self, model: Weighted, policy: Policy, label: str, weights: Params, row: KVState, rows: int
     ) -> None:
-        """Makes a state with ``rows`` free rows and a page in each pool.
-
-        Args:
-          model, policy, weights: as in ``kvjax.prefill``.
-          label: of the weights.
-          row: an empty row of the policy (``pages.empty_row``), for its sizes.
-          rows: most rows.
-        """
-        self.model, self.policy, self.label, self.weights = model, policy, label, weights
+        """Makes a state with ``rows`` free rows and a page in each pool; ``row`` is empty, for its sizes."""
+        self.model, self.policy = model, policy  # in the layout of batches
+        self.weights, self.label = weights, label  # which weights these are
         self.list_shapes = paging.list_shapes(row)
-        self.state = paging.widened(row, rows)
+        self.state = paging.widened(row, rows)  # donated to every program
         self.mesh, self.page_bytes = row.mesh, paging.page_bytes(row)
         self.paged_layers = sum(bool(x.pools) for x in row.layers)
         self.page_sizes = [size for size, _ in self.list_shapes]
-        self.rows: list[BatchRow | None] = [None] * rows
-        self.known = look(self.state)
-        self.used = time.monotonic()
-        self.sized = False
+        self.rows: list[BatchRow | None] = [None] * rows  # None where one is free
+        self.known = look(self.state)  # what the state held after the last change, on the host
+        self.used = time.monotonic()  # when it last had a row; the batch to drop is chosen by it
+        self.sized = False  # have its pools the size that rows need? Before, there is a page in each
         self._order = 0
         self._stacked: tuple[list[int], Policy] | None = None
         self._flight: tuple[float, Drawn, Lengths] | None = None
@@ -103,11 +92,6 @@ class RunningBatch:
     def taken(self) -> dict[int, BatchRow]:
         """Rows that are being written, by number."""
         return {number: row for number, row in enumerate(self.rows) if row is not None}
-
-    @property
-    def free_row(self) -> int | None:
-        """The first that is free; None where all are taken."""
-        return next((number for number, row in enumerate(self.rows) if row is None), None)
 
     @property
     def counts(self) -> list[int]:
@@ -176,8 +160,7 @@ class RunningBatch:
         lent: LentPages | None = None,
     ) -> None:
         """A row that was read takes a free row; the source is left as it is."""
-        number = self.free_row
-        assert number is not None
+        number = self.rows.index(None)
         row, family = np.int32(number), self._order + 1
         if lent is not None:
             family = self.taken[lent.row].family
@@ -355,22 +338,18 @@ class RunningBatch:
         token, left = np.zeros(rows, np.int32), np.zeros(rows, np.int32)
         active, ranked = np.zeros(rows, bool), np.zeros(rows, bool)
         stops = np.full((rows, MOST_STOPS), EMPTY, np.int32)
-        temperature, top_p = np.zeros(rows, np.float32), np.ones(rows, np.float32)
-        top_k, key = np.zeros(rows, np.int32), np.zeros((rows, 2), np.uint32)
         for number, row in self.taken.items():
-            request, options = row.request, row.request.options
+            request = row.request
             token[number], left[number], active[number] = request.written[-1], request.left, True
             stops[number, : len(request.stops)] = request.stops
-            ranked[number] = options.logprobs is not None
-            temperature[number], top_k[number] = options.temperature, options.top_k
-            top_p[number], key[number] = options.top_p, request.key
-        sampling: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "key": key}
+            ranked[number] = request.options.logprobs is not None
+        samplings = [IDLE if row is None else row.request.sampling for row in self.rows]
         return Run(
             token=token,
             active=active,
             left=left,
             stops=stops,
             ranked=ranked,
-            how=Sampling(**sampling),
+            how=jax.tree.map(lambda *of_rows: np.concatenate(of_rows), *samplings),
             steps=np.int32(steps),
         )

@@ -9,16 +9,15 @@ import threading
 import urllib.parse
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
 
 from kvjax import metrics, saving
 from kvjax.algebra import Policy
-from kvjax.cache.state import KVState
 from kvjax.engine.errors import ContextExists, ContextMismatch, ContextNotFound
-from kvjax.engine.pages import full_pages, paged
+from kvjax.engine.pages import StoredState, paged
 from kvjax.engine.request import LearnedWeights, Request, WeightCache
 from kvjax.engine.settings import EngineSettings
 from kvjax.engine.ticket import Ticket
@@ -26,7 +25,7 @@ from kvjax.types import Weighted
 from kvjax.weights import Source, WeightsError
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Int
+    from jaxtyping import Array
 
 SUFFIX = ".kv"
 """Of the files of contexts."""
@@ -50,16 +49,13 @@ class ContextInfo:
     allocated: int
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class HeldContext:
-    """A row that was read, and what it was read under; a ``StoredState``."""
+@dataclasses.dataclass(eq=False, kw_only=True)
+class HeldContext(StoredState):
+    """A row that was read, and what it was read under."""
 
-    tokens: np.ndarray
     policy: Policy  # in the layout of batches
     learned: LearnedWeights
-    state: KVState
-    logits: Any  # of the next token, float32 [1, V]
-    pages: Sequence[Int[np.ndarray, "K R"]]
+    logits: Array | None  # of the next token, float32 [1, V]
 
 
 class Contexts:
@@ -184,11 +180,14 @@ class Contexts:
                 )
             if self.held(name) is not None:
                 continue
-            policy = paged(saved.policy, self._settings.context)
-            state = dataclasses.replace(saved.state, chunk=self._settings.chunk)
-            self.keep(
-                name, saved.extra["tokens"], policy, learned, state, jax.device_put(saved.extra["logits"])
+            context = HeldContext(
+                tokens=saved.extra["tokens"],
+                policy=paged(saved.policy, self._settings.context),
+                learned=learned,
+                state=dataclasses.replace(saved.state, chunk=self._settings.chunk),
+                logits=jax.device_put(saved.extra["logits"]),
             )
+            self.keep(name, context)
             loaded.append(self.get(name))
         return loaded
 
@@ -210,17 +209,8 @@ class Contexts:
         with self._lock:
             return self._held.get(name)
 
-    def keep(
-        self,
-        name: str,
-        tokens: np.ndarray,
-        policy: Policy,
-        learned: LearnedWeights,
-        state: KVState,
-        logits: Array | None,
-    ) -> None:
+    def keep(self, name: str, context: HeldContext) -> None:
         """Keeps a row that was read."""
-        context = HeldContext(tokens, policy, learned, state, logits, full_pages(state))
         with self._lock:
             self._held[name] = context
 
@@ -243,7 +233,7 @@ class Contexts:
     @property
     def allocated(self) -> int:
         """Device bytes of all of them."""
-        return sum(metrics.allocated(context.state.layers) for _, context in self._all())
+        return sum(context.bytes for _, context in self._all())
 
     def _all(self) -> Sequence[tuple[str, HeldContext]]:
         with self._lock:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from queue import Empty, SimpleQueue
 from typing import Any, Literal, TypeVar
 
+import jax
 import numpy as np
 
 from kvjax import decode
@@ -192,6 +193,14 @@ class Engine:
         if request.context is not None:
             ids = np.concatenate([self.contexts.tokens(request.context, policy, learned), ids])
         check_space(request, len(ids), self._settings.context)
+        how = sampling(
+            1,
+            temperature=request.temperature,
+            top_k=request.top_k,
+            top_p=request.top_p,
+            seed=request.seed,
+            requests=[request.draw],
+        )
         number = next(self._ids)
         return EngineRequest(
             ticket=Ticket(number, request, len(ids), lambda: self._cancel(number)),
@@ -200,7 +209,7 @@ class Engine:
             policy=paged(policy, self._settings.context),
             learned=learned,
             stops=read_stops(request, self._model),
-            key=np.asarray(sampling(1, seed=request.seed, requests=[request.draw]).key)[0],
+            sampling=jax.device_get(how),
             context=request.context or "",
             keep_as=keep_as,
         )

@@ -25,18 +25,13 @@ ROWS = 64
 
 
 class Memory:
-    """Everything that takes KV memory; the engine's thread only.
-
-    Attributes:
-      batches: those that run, or could.
-      prefixes: states of texts that were read before; the first to make room.
-      promised: batches of requests that are being read, or wait for programs; they are not dropped.
-    """
+    """Everything that takes KV memory; the engine's thread only."""
 
     def __init__(self, model: Weighted, settings: EngineSettings, contexts: Contexts) -> None:
         self.model, self.settings, self.contexts = model, settings, contexts
         self.batches: list[RunningBatch] = []
-        self.prefixes = Prefixes(settings.kv_memory // 4)
+        self.prefixes = Prefixes(settings.kv_memory // 4)  # the first to make room
+        # Batches of requests that are being read, or wait for programs; they are not dropped.
         self.promised: list[RunningBatch] = []
         self._rows: dict[str, KVState] = {}
 
@@ -64,7 +59,7 @@ class Memory:
         label, policy = request.learned.label, request.policy
         serving = [batch for batch in self.batches if batch.serves(policy, label, row)]
         if serving:
-            return next((batch for batch in serving if batch.free_row is not None), serving[0])
+            return next((batch for batch in serving if None in batch.rows), serving[0])
         while len(self.batches) >= self.settings.max_lanes:
             if not self._drop_batch():
                 return None
@@ -154,7 +149,7 @@ class Memory:
 
     def remember(self, key: tuple[str, str], tokens: np.ndarray, state: KVState) -> Prefix:
         """Keeps the state of a text, for later ones that begin so, where older prefixes make room."""
-        prefix = Prefix.of(key, tokens, state)
+        prefix = Prefix(key=key, tokens=tokens, state=state)
         while self.allocated() + prefix.bytes > self.settings.kv_memory and self.prefixes.drop():
             pass
         if self.allocated() + prefix.bytes <= self.settings.kv_memory:

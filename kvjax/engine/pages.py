@@ -11,14 +11,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from kvjax import decode
+from kvjax import decode, metrics
 from kvjax.algebra import AdmitAll, Policy
 from kvjax.cache import state as states
 from kvjax.cache.pages import Pages
@@ -212,23 +212,24 @@ def most_pages(
 # --- sharing pages -------------------------------------------------------------------------------
 
 
-class StoredState(Protocol):
+@dataclasses.dataclass(eq=False, kw_only=True)
+class StoredState:
     """A state that rows may begin with: a prefix, a context.
 
     Attributes:
       tokens: it has seen.
       state: one row, copied before it is continued.
-      pages: full pages of each list, of each pool of each layer in turn.
+      bytes: on the device.
+      pages: full pages of each list, int [K, R], of each pool of each layer in turn.
     """
 
-    @property
-    def tokens(self) -> Int[np.ndarray, " T"]: ...
+    tokens: Int[np.ndarray, " T"]
+    state: KVState
 
-    @property
-    def state(self) -> KVState: ...
-
-    @property
-    def pages(self) -> Sequence[Int[np.ndarray, "K R"]]: ...
+    def __post_init__(self) -> None:
+        self.bytes = metrics.allocated(self.state.layers)
+        pools = [pages for layer in self.state.layers for pages in layer.pools]
+        self.pages = [np.asarray(pages.length)[0] // pages.size for pages in pools]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -253,12 +254,6 @@ class LentPages:
 def can_lend(policy: Policy) -> bool:
     """Does nothing leave a list, or change in it, once the prompt is read?"""
     return not policy.decides_later
-
-
-def full_pages(state: KVState) -> list[Int[np.ndarray, "K R"]]:
-    """Of a state of one row, as ``StoredState`` has them."""
-    pools = [pages for layer in state.layers for pages in layer.pools]
-    return [np.asarray(pages.length)[0] // pages.size for pages in pools]
 
 
 def marked_shared(state: KVState, shared: bool) -> KVState:

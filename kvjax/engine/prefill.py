@@ -33,7 +33,6 @@ from kvjax.engine.prefix import shareable
 from kvjax.engine.request import Event
 from kvjax.engine.settings import NOTE_AFTER, EngineSettings
 from kvjax.engine.ticket import EngineRequest, likeliest
-from kvjax.sampling import sampling
 from kvjax.sharding.mesh import ONE, ROWS
 from kvjax.types import Weighted
 
@@ -45,24 +44,7 @@ SHORT = 64
 
 
 class Prefill:
-    """A request whose prompt is read, a chunk or a layer at a time, and which then waits for pages.
-
-    Attributes:
-      request, batch: the request, and where its row will stand; None where its prompt alone is kept.
-      state: one row, after what has been read.
-      start: the prefix or the context that it begins with; None for an empty row.
-      seen: tokens of the prompt that ``start`` has seen, which are not read again.
-      whole: is the prompt read layer by layer?
-      done: is all of the prompt read?
-      ready: and is its first token drawn, or about to be?
-      logits: of the token after the prompt, once ``done``.
-      ranks: of the prompt's tokens but the first, where ``ranked``: their log-probability, the likeliest ids
-        there, theirs.
-      snapshots: states at the borders that were asked for, by tokens read.
-      begins: stored states that the row begins with, or left while it was read.
-      programs, since: what it waits for, and since when.
-      growth: page counts that its batch is to have for it.
-    """
+    """A request whose prompt is read, a chunk or a layer at a time, and which then waits for pages."""
 
     def __init__(
         self,
@@ -79,25 +61,29 @@ class Prefill:
         """Reads nothing yet.
 
         Args:
-          model, request, batch, start: see the class.
+          model, request: what reads, and what is read.
+          batch: where the row will stand; None where the prompt alone is kept.
           state: a row that has seen what ``start`` has; used up.
+          start: the prefix or the context that the prompt begins with; None for an empty row.
           ranked: find the log-probabilities of the prompt's tokens.
           borders: numbers of tokens after which the state is to be kept (chunk borders).
           width: tokens a chunk.
         """
         self.model, self.request, self.batch, self.state, self.start = model, request, batch, state, start
-        self.seen = 0 if start is None else len(start.tokens)
+        self.seen = 0 if start is None else len(start.tokens)  # tokens that are not read again
         self.ranked, self.width, self._borders = ranked, width, frozenset(borders)
-        self.whole = request.policy.whole_prompt and not self.seen
-        self.done = self.ready = self.seen == len(request.tokens)  # a context that nothing is added to
+        self.whole = request.policy.whole_prompt and not self.seen  # read layer by layer?
+        # Is all of the prompt read? And is its first token drawn? A context may have nothing added to it.
+        self.done = self.ready = self.seen == len(request.tokens)
         self.logits: Array | None = start.logits if isinstance(start, HeldContext) else None
+        # Of the prompt's tokens but the first: their log-probability, the likeliest ids there, theirs.
         self.ranks: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None
-        self.snapshots: dict[int, KVState] = {}
-        self.begins = [] if start is None else [start]
-        self.programs: list[Program] = []
-        self.since = time.monotonic()
-        self.growth: list[int] | None = None
-        self._ranks: list[tuple[Any, ...]] = []
+        self._ranks: list[tuple[Any, ...]] = []  # the same by pieces
+        self.snapshots: dict[int, KVState] = {}  # states at the borders, by tokens read
+        self.begins = [] if start is None else [start]  # what others may begin with, or lend pages of
+        self.programs: list[Program] = []  # that it waits for
+        self.since = time.monotonic()  # when it began to wait
+        self.growth: list[int] | None = None  # page counts that its batch is to have for it
         self._units = self._layers() if self.whole else self._chunks()
 
     def unit(self) -> None:
@@ -207,15 +193,7 @@ def _piece(x: Float[Array, "1 T D"], begin: Any, width: int) -> Float[Array, "W 
 
 
 class Prefiller:
-    """Reads one prompt at a time; the engine's thread only.
-
-    Attributes:
-      current: the request that is read, or waits for pages; None where there is none.
-      compiling: requests that wait for programs, the oldest first. Others pass them; rows in their batches
-        stay free for them.
-      units: chunks and layers that were read.
-      warm: has any row entered a batch?
-    """
+    """Reads one prompt at a time; the engine's thread only."""
 
     def __init__(
         self,
@@ -229,10 +207,11 @@ class Prefiller:
     ) -> None:
         self._model, self._settings, self._memory, self._contexts = model, settings, memory, contexts
         self._compiler, self._counters, self._note = compiler, counters, note
-        self.current: Prefill | None = None
+        self.current: Prefill | None = None  # is read, or waits for pages
+        # Requests that wait for programs, the oldest first. Others pass them; rows in their batches stay free.
         self.compiling: list[Prefill] = []
-        self.units = 0
-        self.warm = False
+        self.units = 0  # chunks and layers that were read
+        self.warm = False  # has any row entered a batch?
 
     @property
     def reads(self) -> bool:
@@ -431,8 +410,14 @@ class Prefiller:
                 f"context {request.keep_as!r} takes {size} bytes beside {memory.allocated()} held, and "
                 f"kv_memory is {self._settings.kv_memory}. Raise it, or delete other contexts."
             )
-        what = (request.tokens, request.policy, request.learned, prefill.state, prefill.logits)
-        self._contexts.keep(request.keep_as, *what)
+        context = HeldContext(
+            tokens=request.tokens,
+            policy=request.policy,
+            learned=request.learned,
+            state=prefill.state,
+            logits=prefill.logits,
+        )
+        self._contexts.keep(request.keep_as, context)
         self.current = None
         request.finish("length")
 
@@ -463,19 +448,10 @@ class Prefiller:
             self._counters.ended("length")
             return
         assert prefill.logits is not None
-        how = sampling(
-            1,
-            temperature=options.temperature,
-            top_k=options.top_k,
-            top_p=options.top_p,
-            seed=options.seed,
-            requests=[options.draw],
+        how, ranked = request.sampling, np.asarray([options.logprobs is not None])
+        drawn = jax.device_get(
+            first(prefill.logits, how, ranked, np.asarray([len(request.tokens)], np.int32))
         )
-        ranked, position = (
-            np.asarray([options.logprobs is not None]),
-            np.asarray([len(request.tokens)], np.int32),
-        )
-        drawn = jax.device_get(first(prefill.logits, how, ranked, position))
         request.deliver(request.record(drawn, 0), kv)
         if request.ticket.done:
             request.keep_inspection(state, 0, kv, metrics.allocated(state.layers))

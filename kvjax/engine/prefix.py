@@ -13,15 +13,12 @@ from __future__ import annotations
 import collections
 import dataclasses
 import time
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvjax import metrics
 from kvjax.algebra import Policy
-from kvjax.cache.state import KVState
-from kvjax.engine.pages import full_pages
+from kvjax.engine.pages import StoredState
 
 if TYPE_CHECKING:
     from jaxtyping import Int
@@ -44,22 +41,12 @@ def generated_too(policy: Policy) -> bool:
     return shareable(policy) and policy.on_arrival and exact
 
 
-@dataclasses.dataclass(eq=False)
-class Prefix:
-    """A state and what it has seen; a ``StoredState``."""
+@dataclasses.dataclass(eq=False, kw_only=True)
+class Prefix(StoredState):
+    """The state at a border of a text."""
 
     key: tuple[str, str]  # of the policy, its hyperparameters included, and of its weights
-    tokens: Int[np.ndarray, " T"]
-    state: KVState
-    bytes: int  # on the device
-    used: float  # when it was last asked for
-    pages: Sequence[Int[np.ndarray, "K R"]]
-
-    @staticmethod
-    def of(key: tuple[str, str], tokens: Int[np.ndarray, " T"], state: KVState) -> Prefix:
-        """Of a state that belongs to nothing else."""
-        size = metrics.allocated(state.layers)
-        return Prefix(key, tokens, state, size, time.monotonic(), full_pages(state))
+    used: float = dataclasses.field(default_factory=time.monotonic)  # when it was last asked for
 
 
 class Prefixes:

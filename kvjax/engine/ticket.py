@@ -18,6 +18,7 @@ from kvjax.cache.state import KVState
 from kvjax.engine._segment import Drawn
 from kvjax.engine.metrics import Counters, held_positions
 from kvjax.engine.request import Event, Inspection, KVUsage, LearnedWeights, Request, Usage
+from kvjax.sampling import Sampling
 
 if TYPE_CHECKING:
     from jaxtyping import Int
@@ -187,7 +188,7 @@ class EngineRequest:
     policy: Policy  # in the layout of batches
     learned: LearnedWeights
     stops: tuple[int, ...]  # token ids that end it
-    key: np.ndarray  # of its draws, uint32 [2]
+    sampling: Sampling  # of one row, on the host
     context: str = ""  # the name of the held context that its prompt begins with
     keep_as: str = ""  # the name under which its prompt is to be held, once read; then nothing is written
     written: list[int] = dataclasses.field(default_factory=list)  # new tokens so far
