@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -20,8 +20,8 @@ from kvjax.engine import pages as paging
 from kvjax.engine._dials import stack
 from kvjax.engine._segment import Drawn, Lengths, Run, look, segment
 from kvjax.engine.compiler import Program
-from kvjax.engine.metrics import BatchMetrics, live_bytes, live_slots, usages
-from kvjax.engine.pages import LentPages, StoredState
+from kvjax.engine.metrics import BatchMetrics, live, usages
+from kvjax.engine.pages import StoredState
 from kvjax.engine.request import MOST_STOPS, KVUsage
 from kvjax.engine.ticket import EngineRequest
 from kvjax.sampling import Sampling
@@ -121,14 +121,12 @@ class RunningBatch:
             spare[kind] = min(spare[kind], int(left.min()))
         return spare
 
-    def lender(self, policy: Policy, start: StoredState | None) -> LentPages | None:
+    def lender(self, policy: Policy, start: StoredState) -> int | None:
         """A row that holds the full pages of this stored state; None where there is none, or no such page."""
-        if start is None or not paging.can_lend(policy) or not any(x.any() for x in start.pages):
+        if not paging.can_lend(policy) or not any(x.any() for x in start.pages):
             return None
-        for number, row in self.taken.items():
-            if any(state is start for state in row.begins):
-                return LentPages(number, start.pages)
-        return None
+        lenders = (number for number, row in self.taken.items() if any(x is start for x in row.begins))
+        return next(lenders, None)
 
     def usages(self) -> list[KVUsage]:
         """What each row holds."""
@@ -137,16 +135,16 @@ class RunningBatch:
     def metrics(self) -> BatchMetrics:
         free = sum(int(np.sum(n)) for n in self.known.free)
         pages = sum(self.counts) * self.paged_layers * self.mesh.pools
-        taken = list(self.taken)
+        taken, (slots, size) = list(self.taken), live(self.state, self.known)
         return BatchMetrics(
             policy=repr(self.policy),
             rows=len(taken),
             max_rows=len(self.rows),
-            live=int(live_bytes(self.state, self.known)[taken].sum()),
+            live=int(size[taken].sum()),
             allocated=self.allocated,
             pages=pages,
             pages_used=pages - free,
-            slots=int(live_slots(self.state, self.known)[:, taken].sum()),
+            slots=int(slots[:, taken].sum()),
         )
 
     # --- rows come and go ----------------------------------------------------------------------------
@@ -157,20 +155,26 @@ class RunningBatch:
         source: KVState,
         reserved: list[int],
         begins: Sequence[StoredState],
-        lent: LentPages | None = None,
+        lender: int | None = None,
     ) -> None:
-        """A row that was read takes a free row; the source is left as it is."""
+        """A row that was read takes a free row; the source is left as it is.
+
+        Where there is a ``lender`` the row borrows the full pages of the first state in ``begins`` from it.
+        """
         number = self.rows.index(None)
         row, family = np.int32(number), self._order + 1
-        if lent is not None:
-            family = self.taken[lent.row].family
+        borrowed: Iterator[np.ndarray] = iter(())
+        if lender is not None:
+            family, borrowed = self.taken[lender].family, iter(begins[0].pages)
             if not self.shared:
                 self.state = paging.marked_shared(self.state, True)
-        layers, paged = [], 0
+        layers = []
         for own, new in zip(self.state.layers, source.layers):
-            loan = None if lent is None or not own.pools else lent.of_layer(paged, len(own.pools))
+            loan: Any = None
+            if lender is not None and own.pools:
+                pages: Any = tuple(np.asarray(next(borrowed), np.int32) for _ in own.pools)
+                loan = row_ops.Loan(row=np.int32(lender), pages=pages)
             layers.append(_insert(own, new, row, loan, mesh=self.mesh))
-            paged += bool(own.pools)
         bare = dataclasses.replace(self.state, layers=())
         counts = _with_row(bare, (), dataclasses.replace(source, layers=()), row)
         self.state = dataclasses.replace(counts, layers=tuple(layers))

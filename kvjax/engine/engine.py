@@ -150,7 +150,7 @@ class Engine:
             return "dead"
         if self._draining:
             return "draining"
-        return "ready" if self._scheduler.warm else "loading"
+        return "ready" if self._scheduler.prefiller.warm else "loading"
 
     @property
     def fault(self) -> BaseException | None:
@@ -176,9 +176,9 @@ class Engine:
                 raise self._dead() from self._fault
             if self._draining:
                 raise Draining("the engine is being shut down and takes no new request. Ask another one.")
-            waiting = self._scheduler.queued + self._entering
+            waiting = len(self._scheduler.queue) + self._entering
             if waiting >= self._most_waiting:
-                raise QueueFull(waiting, self._scheduler.retry_after(waiting))
+                raise QueueFull(waiting, self._counters.retry_after(waiting))
             self._entering += 1
             self._tickets[checked.ticket.id] = checked.ticket
         self._inbox.put(lambda: self._enter(checked))
@@ -324,7 +324,7 @@ class Engine:
     def _enter(self, request: EngineRequest) -> None:
         with self._lock:
             self._entering -= 1
-        self._scheduler.enter(request)
+        self._scheduler.queue.append(request)
 
     def _run(self) -> None:
         try:
@@ -338,7 +338,7 @@ class Engine:
             self._fault = fault
         finally:
             self._stopping = True
-            self._scheduler.close()
+            self._scheduler.compiler.close()
             self._make_calls()
             for ticket in list(self._tickets.values()):
                 ticket._fail(self._dead("the engine ended before the request did. Ask again elsewhere."))

@@ -117,8 +117,7 @@ class Histogram:
     """Collects durations; one thread writes."""
 
     def __init__(self) -> None:
-        self._counts = [0] * (len(BUCKETS) + 1)
-        self._sum = 0.0
+        self._counts, self._sum = [0] * (len(BUCKETS) + 1), 0.0
         self._recent: collections.deque[float] = collections.deque(maxlen=1024)
 
     def add(self, seconds: float, times: int = 1) -> None:
@@ -142,16 +141,9 @@ class Counters:
         self._ends: collections.deque[float] = collections.deque(maxlen=32)
 
     def tokens(self, count: int, took: float, submitted: float, last: float | None) -> float:
-        """New tokens of a request are about to be handed out.
+        """Counts ``count`` new tokens of a request, which took so many seconds to make; the time now.
 
-        Args:
-          count: how many, at least one.
-          took: seconds they took to make.
-          submitted: when the request came.
-          last: when its last tokens were handed out; None for its first ones.
-
-        Returns:
-          Now.
+        ``last`` is when its tokens before these were handed out; None for its first ones.
         """
         now = time.monotonic()
         self.completion_tokens += count
@@ -171,11 +163,12 @@ class Counters:
             self._seen += kv.seen * kv.layers.size
             self._kept += int(kv.layers.sum())
 
-    def finished_per_second(self) -> float:
-        """Of the last requests; 0 where too few have ended."""
+    def retry_after(self, waiting: int) -> float:
+        """Seconds in which there may be space in a queue of so many requests."""
         if len(self._ends) < 2:
-            return 0.0
-        return (len(self._ends) - 1) / max(time.monotonic() - self._ends[0], 1e-3)
+            return 1.0
+        rate = (len(self._ends) - 1) / max(time.monotonic() - self._ends[0], 1e-3)
+        return min(60.0, max(1.0, waiting / rate / 2))
 
     def snapshot(self, **now: Any) -> Metrics:
         """All counters, with the fields of ``Metrics`` that are no counters."""
@@ -199,41 +192,36 @@ class Counters:
 # --- what rows hold ------------------------------------------------------------------------------
 
 
-def live_slots(state: KVState, known: Lengths) -> Int[np.ndarray, "L B K"]:
-    """Live slots of every KV head, ring included, from lengths that the host knows."""
-    lists, layers = iter(known.lists), []
-    for layer in state.layers:
-        ring = np.minimum(known.seen, layer.ring.window)[:, None]
-        in_pages = sum(next(lists).sum(axis=-1) for _ in layer.pools)
-        layers.append(np.broadcast_to(ring + in_pages, (len(known.seen), layer.ring.k.shape[1])))
-    return np.stack(layers)
+def live(state: KVState, known: Lengths) -> tuple[Int[np.ndarray, "L B K"], Float[np.ndarray, " B"]]:
+    """Live slots of every KV head and bytes of every row, from lengths that the host knows.
 
-
-def live_bytes(state: KVState, known: Lengths) -> Float[np.ndarray, " B"]:
-    """Bytes of each row's live slots, with scales, metadata and φ, as ``kvjax.nbytes`` counts them."""
-    rows = len(known.seen)
-    total, lists = np.zeros(rows), iter(known.lists)
+    With the ring, and in bytes with scales, metadata and φ, as ``kvjax.nbytes`` counts them.
+    """
+    rows, lists, layers = len(known.seen), iter(known.lists), []
+    size = np.zeros(rows)
     for layer in state.layers:
-        heads = layer.ring.k.shape[1]
-        total += np.minimum(known.seen, layer.ring.window) * heads * metrics.ring_slot(layer.ring)
+        heads, ring = layer.ring.k.shape[1], np.minimum(known.seen, layer.ring.window)
+        size += ring * heads * metrics.ring_slot(layer.ring)
+        layers.append(np.broadcast_to(ring[:, None], (rows, heads)))
         for pages in layer.pools:
-            live = next(lists)
+            held = next(lists)
+            layers[-1] = layers[-1] + held.sum(axis=-1)
             slot, page = metrics.page_costs(pages)
-            total += live.sum(axis=(1, 2)) * slot + (-(-live // pages.size)).sum(axis=(1, 2)) * page
+            size += held.sum(axis=(1, 2)) * slot + (-(-held // pages.size)).sum(axis=(1, 2)) * page
         summary = sum(leaf.nbytes for leaf in jax.tree.leaves(layer.summary))
-        total += summary / rows * (known.seen > 0)
-    return total
+        size += summary / rows * (known.seen > 0)
+    return np.stack(layers), size
 
 
 def usages(network: metrics.Network, state: KVState, known: Lengths) -> list[KVUsage]:
     """What each row holds."""
-    layers, live = live_slots(state, known), live_bytes(state, known)
+    layers, size = live(state, known)
     dtype = state.layers[0].ring.k.dtype
     return [
         KVUsage(
             seen=int(seen),
             kept=float(layers[:, row].mean()),
-            live=int(live[row]),
+            live=int(size[row]),
             full=metrics.full_bytes(network, int(seen), dtype),
             layers=layers[:, row].copy(),
         )

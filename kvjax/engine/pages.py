@@ -22,7 +22,6 @@ from kvjax import decode, metrics
 from kvjax.algebra import AdmitAll, Policy
 from kvjax.cache import state as states
 from kvjax.cache.pages import Pages
-from kvjax.cache.rows import Loan
 from kvjax.cache.state import KVState, LayerCache
 from kvjax.sharding.mesh import ONE, WHOLE, mesh_of
 from kvjax.types import EMPTY, Weighted
@@ -230,25 +229,6 @@ class StoredState:
         self.bytes = metrics.allocated(self.state.layers)
         pools = [pages for layer in self.state.layers for pages in layer.pools]
         self.pages = [np.asarray(pages.length)[0] // pages.size for pages in pools]
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class LentPages:
-    """What a row of a batch can lend.
-
-    Attributes:
-      row: the lender.
-      pages: as of ``StoredState``.
-    """
-
-    row: int
-    pages: Sequence[Int[np.ndarray, "K R"]]
-
-    def of_layer(self, index: int, kinds: int) -> Loan:
-        """For the layer of that number among those that have pools, of so many pools each."""
-        pages: Any = tuple(np.asarray(x, np.int32) for x in self.pages[index * kinds : (index + 1) * kinds])
-        row: Any = np.int32(self.row)
-        return Loan(row=row, pages=pages)
 
 
 def can_lend(policy: Policy) -> bool:

@@ -208,7 +208,7 @@ class Prefiller:
         self._model, self._settings, self._memory, self._contexts = model, settings, memory, contexts
         self._compiler, self._counters, self._note = compiler, counters, note
         self.current: Prefill | None = None  # is read, or waits for pages
-        # Requests that wait for programs, the oldest first. Others pass them; rows in their batches stay free.
+        # Wait for programs, the oldest first. Others pass them; rows in their batches stay free for them.
         self.compiling: list[Prefill] = []
         self.units = 0  # chunks and layers that were read
         self.warm = False  # has any row entered a batch?
@@ -448,10 +448,8 @@ class Prefiller:
             self._counters.ended("length")
             return
         assert prefill.logits is not None
-        how, ranked = request.sampling, np.asarray([options.logprobs is not None])
-        drawn = jax.device_get(
-            first(prefill.logits, how, ranked, np.asarray([len(request.tokens)], np.int32))
-        )
+        ranked, position = [options.logprobs is not None], np.asarray([len(request.tokens)], np.int32)
+        drawn = jax.device_get(first(prefill.logits, request.sampling, np.asarray(ranked), position))
         request.deliver(request.record(drawn, 0), kv)
         if request.ticket.done:
             request.keep_inspection(state, 0, kv, metrics.allocated(state.layers))
@@ -469,18 +467,20 @@ class Prefiller:
             return True
         known = look(state)
         coming = self._memory.coming(request, state, known)
-        lent = batch.lender(request.policy, prefill.start) if self._settings.share_pages else None
-        need_of = functools.partial(
-            paging.most_pages, request.policy, batch.state, coming, 1, [x[0] for x in known.lists]
-        )
-        need = need_of(None if lent is None else lent.pages)
+        start, lender = prefill.start, None
+        if self._settings.share_pages and start is not None:
+            lender = batch.lender(request.policy, start)
+        lists = [x[0] for x in known.lists]
+        reserved = need = paging.most_pages(request.policy, batch.state, coming, 1, lists)
+        if start is not None and lender is not None:
+            need = paging.most_pages(request.policy, batch.state, coming, 1, lists, start.pages)
         if not batch.sized or not all(n <= have for n, have in zip(need, batch.spare())):
             return self._grow(prefill, batch, need)
-        if lent is not None and not batch.shared:
+        if lender is not None and not batch.shared:
             sharing = batch.program(self._settings.segment, shared=True)
             if not self._compiler.ready([sharing]):  # the lender runs, so the others go on meanwhile
                 return False
-        batch.insert(request, state, need_of(), prefill.begins, lent)
+        batch.insert(request, state, reserved, prefill.begins, lender)
         self.current = None
         self.warm = True
         return True

@@ -55,57 +55,34 @@ class Scheduler:
         """
         self.memory, self.counters = Memory(model, settings, contexts), counters
         self._settings, self._note, self._calls_wait = settings, note, calls_wait
-        self._compiler = Compiler(note)
-        self._queue: collections.deque[EngineRequest] = collections.deque()
-        self._prefiller = Prefiller(model, settings, self.memory, contexts, self._compiler, counters, note)
+        self.compiler = Compiler(note)
+        self.queue: collections.deque[EngineRequest] = collections.deque()
+        self.prefiller = Prefiller(model, settings, self.memory, contexts, self.compiler, counters, note)
         self._turn = 0
         self._stuck: int | None = 0  # requests in the queue that were considered and found no free row
         self._waited = 0.0  # seconds that this thread has waited for programs of batches
 
-    @property
-    def warm(self) -> bool:
-        """Has any row been written?"""
-        return self._prefiller.warm
-
-    @property
-    def queued(self) -> int:
-        """Requests that wait."""
-        return len(self._queue)
-
-    def retry_after(self, waiting: int) -> float:
-        """Seconds in which there may be space in the queue."""
-        rate = self.counters.finished_per_second()
-        return 1.0 if not rate else min(60.0, max(1.0, waiting / rate / 2))
-
-    def enter(self, request: EngineRequest) -> None:
-        """Puts a request into the queue."""
-        self._queue.append(request)
-
     def cancel(self, number: int, reason: str = "cancelled") -> None:
         """Ends a request, wherever it is."""
-        for request in [request for request in self._queue if request.ticket.id == number]:
-            self._queue.remove(request)
+        for request in [request for request in self.queue if request.ticket.id == number]:
+            self.queue.remove(request)
             request.finish(reason)
-        self._prefiller.cancel(number, reason)
+        self.prefiller.cancel(number, reason)
         where = self._row(number)
         if where is not None:
             batch, row = where
             self._end_row(batch, row, reason, batch.usages()[row])
             batch.release([row])
 
-    def close(self) -> None:
-        """Compiles nothing more."""
-        self._compiler.close()
-
     # --- a turn ------------------------------------------------------------------------------------------
 
     def turn(self) -> bool:
         """Does one piece of work; False where there is none."""
-        begun, read, waited = time.monotonic(), self._prefiller.units, self._waited
+        begun, read, waited = time.monotonic(), self.prefiller.units, self._waited
         running = self.memory.running
         done = self._piece()
         stood = time.monotonic() - begun - (self._waited - waited)
-        if running and (stood > NOTE_AFTER or self._prefiller.units > read):
+        if running and (stood > NOTE_AFTER or self.prefiller.units > read):
             self.counters.pauses.add(stood)
         if running and stood > NOTE_AFTER:
             self._note(f"running rows stood still for {stood:.1f} s, for a row that came or went")
@@ -113,11 +90,11 @@ class Scheduler:
 
     def _piece(self) -> bool:
         self._expire()
-        prefiller = self._prefiller
+        prefiller = self.prefiller
         if prefiller.current is None:
-            for request in prefiller.begin(self._queue):
-                self._queue.remove(request)
-            self._stuck = len(self._queue) if prefiller.current is None else None
+            for request in prefiller.begin(self.queue):
+                self.queue.remove(request)
+            self._stuck = len(self.queue) if prefiller.current is None else None
         if prefiller.current is not None:
             self._settle()
         work: list[Callable[[], bool]] = [
@@ -134,7 +111,7 @@ class Scheduler:
     def _expire(self) -> None:
         """Ends requests whose deadline has come."""
         now = time.monotonic()
-        requests = [*self._queue, *(prefill.request for prefill in self._prefiller.pending)]
+        requests = [*self.queue, *(prefill.request for prefill in self.prefiller.pending)]
         requests += [row.request for batch in self.memory.batches for row in batch.taken.values()]
         for request in requests:
             deadline = request.options.deadline
@@ -146,7 +123,7 @@ class Scheduler:
     def _write(self, batch: RunningBatch) -> bool:
         """The next tokens of a batch; False where it waits for larger pools."""
         # While a prompt is read a program does one step: its row joins the others sooner.
-        steps = 1 if self._prefiller.reads else self._settings.segment
+        steps = 1 if self.prefiller.reads else self._settings.segment
         if not batch.flying:
             if not self._ensure_pages(batch, steps):
                 return False
@@ -185,7 +162,7 @@ class Scheduler:
 
     def _quiet(self) -> bool:
         """Is there nothing to do but to write on with one batch? Stuck requests wait for a row to end."""
-        if self._calls_wait() or self._prefiller.current is not None or len(self._queue) != self._stuck:
+        if self._calls_wait() or self.prefiller.current is not None or len(self.queue) != self._stuck:
             return False
         return sum(bool(batch.taken) for batch in self.memory.batches) == 1
 
@@ -197,7 +174,7 @@ class Scheduler:
             wanted = memory.affordable(batch, [have + max(0, n) for have, n in zip(batch.counts, short)])
             if wanted is not None:
                 larger = [batch.program(settings.segment, wanted)]
-                if not self._compiler.ready(larger, PATIENCE, urgent=True):
+                if not self.compiler.ready(larger, PATIENCE, urgent=True):
                     return False
                 batch.resize(wanted)
                 continue
@@ -211,7 +188,7 @@ class Scheduler:
                 row.request.fail(error)
                 return False
             row.request.restart()
-            self._queue.appendleft(row.request)
+            self.queue.appendleft(row.request)
             self._note(f"request {row.request.ticket.id} made room for older ones and will be read again")
         return bool(batch.taken)
 
@@ -252,8 +229,8 @@ class Scheduler:
     def metrics(self, waiting: int) -> Metrics:
         """A snapshot; ``waiting`` requests are on their way to the queue."""
         return self.counters.snapshot(
-            queued=len(self._queue) + waiting,
-            reading=len(self._prefiller.pending),
+            queued=len(self.queue) + waiting,
+            reading=len(self.prefiller.pending),
             running=sum(len(batch.taken) for batch in self.memory.batches),
             batches=tuple(batch.metrics() for batch in self.memory.batches),
             kv_memory=self._settings.kv_memory,

@@ -38,7 +38,7 @@ class EngineSettings:
         page: int | None,
         share: float | None,
         share_pages: bool | None,
-        **whole: int,
+        **sizes: int,
     ) -> EngineSettings:
         """The arguments of ``Engine``, checked, with defaults filled in.
 
@@ -51,11 +51,9 @@ class EngineSettings:
             raise RequestError(
                 f"Engine(share_pages=True) is for one device, and the model lies on {mesh}. Leave it out."
             )
-        sizes = whole | {
-            "kv_memory": 1 if kv_memory is None else kv_memory,
-            "page": 1 if page is None else page,
-        }
-        for name, value in sizes.items():
+        for name, value in {"kv_memory": kv_memory, "page": page, **sizes}.items():
+            if value is None and name not in sizes:
+                continue
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise RequestError(f"Engine({name}={value!r}) is not a size. Give a whole number, 1 or more.")
         if share is not None and not 0 <= share <= 1:
@@ -75,7 +73,7 @@ class EngineSettings:
             page=page,
             share=share,
             share_pages=share_pages,
-            **whole,
+            **sizes,
         )
 
 

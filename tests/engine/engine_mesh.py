@@ -2,8 +2,8 @@
 
     python tests/engine/engine_mesh.py MESH [N ...]          of POLICIES
 
-A line of JSON: what differs. Rows of several policies come and go in few places, and a context is kept, saved
-and continued.
+Prints what differs as a line of JSON. Rows of several policies come and go in small batches, and a context is
+kept, saved and continued.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ SIZES: dict[str, Any] = {"max_rows": 2, "context": 72, "chunk": 16, "segment": 4
 
 def learned(policy: str, home: Path) -> dict[str, Path]:
     """Files of random weights of its parts, by their names."""
-    model, found = mesh_run.model(), {}
+    model, files = mesh_run.model(), {}
     for part in kvjax.policy(policy).learned:
-        found[part.name] = home / f"{part.name}.safetensors"
-        save_weights(found[part.name], model, part, part.example_weights(jax.random.key(1), model.network))
-    return found
+        files[part.name] = home / f"{part.name}.safetensors"
+        save_weights(files[part.name], model, part, part.example_weights(jax.random.key(1), model.network))
+    return files
 
 
 def served(on: Mesh, policies: list[str], home: Path) -> dict[str, Any]:
@@ -91,10 +91,10 @@ def main() -> None:
         many = served(kvjax.mesh(sys.argv[1]), policies, Path(home))
     apart = [np.abs(np.subtract(a, b)).max() for a, b in zip(one["logprobs"], many["logprobs"])]
     same = [
-        all(np.array_equal(x, y) for a, b in zip(mine, theirs) for x, y in zip(a, b))
-        for mine, theirs in zip(one["held"], many["held"])
+        all(np.array_equal(x, y) for a, b in zip(left, right) for x, y in zip(a, b))
+        for left, right in zip(one["held"], many["held"])
     ]
-    found = {
+    result = {
         "tokens": one["tokens"] == many["tokens"],
         "logprobs": float(max(apart)),
         "held": all(same),
@@ -102,7 +102,7 @@ def main() -> None:
         "used": [used for _, used, _ in many["left"]],
         "slots": sum(len(x) for row in many["held"] for head in row for x in head),
     }
-    print(json.dumps(found), flush=True)
+    print(json.dumps(result), flush=True)
 
 
 if __name__ == "__main__":

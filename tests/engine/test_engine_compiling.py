@@ -23,23 +23,26 @@ SIZES = {"max_rows": 3, "context": 96, "chunk": 16, "segment": 4, "page": tiny.P
 WHOLE = "snapkv(8) + uniform(0.5)"
 
 
-def asked(seed: int = 1, tokens: int = 8, **more) -> Request:
+def make_request(seed: int = 1, tokens: int = 8, **more) -> Request:
     return Request(prompt=tiny.prompt(20, seed), max_new_tokens=tokens, **more)
 
 
 def test_others_pass_a_request_that_waits_for_programs():
     free = threading.Event()
     with Engine(tiny.model(), **SIZES) as engine:
-        expected = engine.submit(asked()).result()
-        engine._scheduler._compiler._pool.submit(free.wait, 300)
-        strange = [engine.submit(asked(2, policy=WHOLE)), engine.submit(asked(3, policy="window(16)"))]
-        assert engine.submit(asked()).result() == expected  # it came last, and its programs are there
-        assert [ticket.done for ticket in strange] == [False, False]
+        expected = engine.submit(make_request()).result()
+        engine._scheduler.compiler._pool.submit(free.wait, 300)
+        others = [
+            engine.submit(make_request(2, policy=WHOLE)),
+            engine.submit(make_request(3, policy="window(16)")),
+        ]
+        assert engine.submit(make_request()).result() == expected  # it came last, and its programs are there
+        assert [ticket.done for ticket in others] == [False, False]
         assert engine.metrics().reading == 2
-        strange[1].cancel()
-        assert [event.finish_reason for event in strange[1]] == ["cancelled"]
+        others[1].cancel()
+        assert [event.finish_reason for event in others[1]] == ["cancelled"]
         free.set()
-        assert len(strange[0].result()) == 8
+        assert len(others[0].result()) == 8
 
 
 def test_the_first_whole_prompt_of_a_size_is_read_where_programs_are_compiled(monkeypatch):
@@ -51,8 +54,8 @@ def test_the_first_whole_prompt_of_a_size_is_read_where_programs_are_compiled(mo
 
     monkeypatch.setattr(Prefill, "unit", read)
     with Engine(tiny.model(), policy=WHOLE, **SIZES) as engine:
-        found = [engine.submit(asked()).result() for _ in range(2)]
-        assert found[0] == found[1]
+        texts = [engine.submit(make_request()).result() for _ in range(2)]
+        assert texts[0] == texts[1]
         half = len(readers) // 2
         assert half >= 2  # a unit a layer
         assert readers == ["kvjax-compile"] * half + ["kvjax-engine"] * half
@@ -69,8 +72,8 @@ def test_a_prompt_that_fails_beside_the_others_fails_alone(monkeypatch):
     monkeypatch.setattr(Prefill, "unit", breaks)
     with Engine(tiny.model(), policy=WHOLE, **SIZES) as engine:
         with pytest.raises(ArithmeticError, match="planted"):
-            engine.submit(asked(7)).result()
-        assert len(engine.submit(asked(8)).result()) == 8
+            engine.submit(make_request(7)).result()
+        assert len(engine.submit(make_request(8)).result()) == 8
 
 
 def test_programs_are_dropped_before_a_process_has_too_many_maps(monkeypatch):
@@ -79,17 +82,17 @@ def test_programs_are_dropped_before_a_process_has_too_many_maps(monkeypatch):
     monkeypatch.setattr(compiler, "maps_taken", lambda: taken[0])
     with Engine(tiny.model(), on_note=notes.append, **SIZES) as engine:
         expected = [
-            engine.submit(asked(1, 60)).result(),
-            engine.submit(asked(2, policy="window(8)")).result(),
+            engine.submit(make_request(1, 60)).result(),
+            engine.submit(make_request(2, policy="window(8)")).result(),
         ]
-        running = engine.submit(asked(1, 60))
+        running = engine.submit(make_request(1, 60))
         first = next(iter(running))
         taken[0] = 0.9
-        new = engine.submit(asked(2, policy="window(16)"))
+        new = engine.submit(make_request(2, policy="window(16)"))
         assert len(new.result()) == 8
         taken[0] = 0.1
         assert [first.token, *running.result()][-60:] == expected[0]
-        assert engine.submit(asked(2, policy="window(8)")).result() == expected[1]
+        assert engine.submit(make_request(2, policy="window(8)")).result() == expected[1]
     assert any("90% of the memory maps" in line for line in notes)
 
 
@@ -98,7 +101,7 @@ def test_programs_are_dropped_before_a_process_has_too_many_maps(monkeypatch):
 def test_many_policies_do_not_exhaust_the_maps(monkeypatch):
     """With a low limit, real programs and real maps: however many policies come, few maps are taken."""
     jax.clear_caches()
-    gc.collect()  # or what other tests left goes while this one runs, and makes place
+    gc.collect()  # else what other tests left is freed while this one runs
     notes, limit = [], maps_taken() + 0.04
     monkeypatch.setattr(compiler, "CROWDED", limit)
     policies = [
@@ -110,7 +113,7 @@ def test_many_policies_do_not_exhaust_the_maps(monkeypatch):
     ]
     with Engine(tiny.model(), on_note=notes.append, max_lanes=2, **SIZES) as engine:
         for policy in policies + policies:
-            assert len(engine.submit(asked(policy=policy)).result()) == 8
+            assert len(engine.submit(make_request(policy=policy)).result()) == 8
             assert maps_taken() < limit + 0.05
     assert sum("memory maps" in line for line in notes) >= 2
 
@@ -127,10 +130,10 @@ def test_memory_maps_are_counted_where_the_system_has_them(tmp_path):
 def test_a_request_without_a_batch_is_not_passed_for_ever():
     """One batch, always busy: after as many requests as it has rows it runs empty for the other policy."""
     with Engine(tiny.model(), max_lanes=1, **SIZES) as engine:
-        engine.submit(asked()).result()
-        begun = [engine.submit(asked(seed, 20 + 9 * seed)) for seed in range(3)]  # never all at once
-        other = engine.submit(asked(5, 4, policy="window(16)"))
-        later = [engine.submit(asked(seed, 20 + 9 * (seed % 3))) for seed in range(8)]
+        engine.submit(make_request()).result()
+        begun = [engine.submit(make_request(seed, 20 + 9 * seed)) for seed in range(3)]  # never all at once
+        other = engine.submit(make_request(5, 4, policy="window(16)"))
+        later = [engine.submit(make_request(seed, 20 + 9 * (seed % 3))) for seed in range(8)]
         ends: dict[int, float] = {}
 
         def listen(ticket) -> None:
@@ -153,11 +156,11 @@ def test_standing_still_is_told(monkeypatch):
         time.sleep(0.7)
 
     with Engine(tiny.model(), on_note=notes.append, **SIZES) as engine:
-        engine.submit(asked()).result()
+        engine.submit(make_request()).result()
         monkeypatch.setattr(RunningBatch, "__init__", slow)
-        running = engine.submit(asked(2, 70))
+        running = engine.submit(make_request(2, 70))
         next(iter(running))
-        assert len(engine.submit(asked(3, 2, policy="window(16)")).result()) == 2
+        assert len(engine.submit(make_request(3, 2, policy="window(16)")).result()) == 2
         assert any(line.startswith("running rows stood still for") for line in notes)
         assert max(engine.metrics().pauses.recent) >= 0.7
 
@@ -187,12 +190,12 @@ def test_what_running_rows_wait_for_is_compiled_first():
 def test_a_request_with_programs_passes_one_of_its_batch_without():
     free = threading.Event()
     with Engine(tiny.model(), **SIZES) as engine:
-        expected = engine.submit(asked()).result()
-        engine._scheduler._compiler._pool.submit(free.wait, 300)
+        expected = engine.submit(make_request()).result()
+        engine._scheduler.compiler._pool.submit(free.wait, 300)
         long = engine.submit(
             Request(prompt=tiny.prompt(80, 2), max_new_tokens=8)
         )  # a larger pool is read into
-        assert engine.submit(asked()).result() == expected
+        assert engine.submit(make_request()).result() == expected
         assert not long.done
         free.set()
         assert len(long.result()) == 8

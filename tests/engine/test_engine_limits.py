@@ -19,7 +19,7 @@ SIZES = {"max_rows": 3, "context": 96, "chunk": 16, "segment": 4, "page": tiny.P
 POLICY = "random + uniform(24, every(8))"
 
 
-def asked(seed: int = 1, tokens: int = 12, **more) -> Request:
+def make_request(seed: int = 1, tokens: int = 12, **more) -> Request:
     return Request(prompt=tiny.prompt(20, seed), max_new_tokens=tokens, policy=POLICY, **more)
 
 
@@ -34,30 +34,30 @@ def test_a_full_queue_says_when_to_come_again(engine):
 
     def many() -> None:
         for seed in range(9):
-            running.append(engine.submit(asked(seed, 60)))
+            running.append(engine.submit(make_request(seed, 60)))
 
-    with pytest.raises(QueueFull, match="Ask again in") as told:
+    with pytest.raises(QueueFull, match="Ask again in") as error:
         many()
-    assert told.value.retry_after >= 1
+    assert error.value.retry_after >= 1
     assert [len(ticket.result()) for ticket in running] == [60] * len(running)
 
 
 def test_draining_ends_what_was_begun_and_takes_nothing_new(engine):
-    engine.submit(asked()).result()
-    ticket = engine.submit(asked(2, 40))
+    engine.submit(make_request()).result()
+    ticket = engine.submit(make_request(2, 40))
     assert engine.health == "ready"
     assert engine.drain(deadline=60) is True
     assert (ticket.finish_reason, engine.health) == ("length", "draining")
     with pytest.raises(Draining):
-        engine.submit(asked())
+        engine.submit(make_request())
     engine.close()
     assert engine.health == "dead"
     with pytest.raises(EngineDead):
-        engine.submit(asked())
+        engine.submit(make_request())
 
 
 def test_draining_has_an_end(engine):
-    tickets = [engine.submit(asked(seed, 70)) for seed in range(2)]
+    tickets = [engine.submit(make_request(seed, 70)) for seed in range(2)]
     next(iter(tickets[0]))
     assert engine.drain(deadline=0.01) is False
     assert {ticket.finish_reason or list(ticket)[-1].finish_reason for ticket in tickets} == {"cancelled"}
@@ -72,7 +72,7 @@ def test_a_fault_in_one_request_ends_it_alone(engine, monkeypatch):
         unit(self)
 
     monkeypatch.setattr(Prefill, "unit", breaks)
-    good = engine.submit(asked(1))
+    good = engine.submit(make_request(1))
     bad = engine.submit(Request(prompt=tiny.prompt(21, 7), max_new_tokens=4, policy=POLICY))
     with pytest.raises(ArithmeticError, match="planted"):
         bad.result()
@@ -86,11 +86,11 @@ def test_a_fault_of_the_engine_is_raised_by_every_ticket(engine, monkeypatch):
         raise MemoryError("planted")
 
     monkeypatch.setattr(RunningBatch, "step", breaks)
-    tickets = [engine.submit(asked(seed)) for seed in range(2)]
+    tickets = [engine.submit(make_request(seed)) for seed in range(2)]
     for ticket in tickets:
-        with pytest.raises(EngineDead) as told:
+        with pytest.raises(EngineDead) as error:
             ticket.result()
-        assert isinstance(told.value.__cause__, MemoryError)
+        assert isinstance(error.value.__cause__, MemoryError)
     assert engine.health == "dead"
     assert isinstance(engine.fault, MemoryError)
     with pytest.raises(EngineDead):
@@ -99,25 +99,25 @@ def test_a_fault_of_the_engine_is_raised_by_every_ticket(engine, monkeypatch):
 
 def test_idle_batches_make_room_for_other_policies():
     with Engine(tiny.model(), kv_memory=1 << 22, max_lanes=1, **SIZES) as engine:
-        first = engine.submit(asked(1, 30))
+        first = engine.submit(make_request(1, 30))
         other = engine.submit(Request(prompt=tiny.prompt(20, 2), max_new_tokens=5))
-        found = first.result()
-        assert (len(found), len(other.result())) == (30, 5)
+        tokens = first.result()
+        assert (len(tokens), len(other.result())) == (30, 5)
         assert [batch.policy for batch in engine.metrics().batches] == ["full"]
         assert first.usage.total < other.usage.total  # it had to wait for the batch
-        assert engine.submit(asked(1, 30)).result() == found
+        assert engine.submit(make_request(1, 30)).result() == tokens
         assert len(engine.metrics().batches) == 1
 
 
 def test_an_event_loop_waits_for_tokens_without_blocking(engine):
     async def two() -> list[list[int]]:
         async def one(seed: int) -> list[int]:
-            return [event.token async for event in engine.submit(asked(seed))]
+            return [event.token async for event in engine.submit(make_request(seed))]
 
         return await asyncio.gather(one(1), one(2))
 
-    found = asyncio.run(two())
-    assert found == [engine.submit(asked(seed)).result() for seed in (1, 2)]
+    texts = asyncio.run(two())
+    assert texts == [engine.submit(make_request(seed)).result() for seed in (1, 2)]
 
 
 @pytest.mark.parametrize(
@@ -168,9 +168,9 @@ def test_rows_are_preempted_where_memory_runs_short_and_their_text_stays(monkeyp
             monkeypatch.setattr(Prefiller, "_compiled", late)
         begun = time.monotonic()
         tickets = [small.submit(request) for request in requests]
-        found = [ticket.result() for ticket in tickets]
+        texts = [ticket.result() for ticket in tickets]
         metrics = small.metrics()
-    assert found == expected
+    assert texts == expected
     assert metrics.preempted == sum(ticket.usage.preempted for ticket in tickets) >= 1
     assert tickets[0].usage.preempted == 0  # the oldest stays
     assert metrics.kv_allocated <= metrics.kv_memory

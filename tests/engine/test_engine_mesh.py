@@ -33,13 +33,13 @@ def test_an_engine_on_a_mesh_serves_what_one_device_serves(mesh):
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert found["tokens"]
-    assert found["held"]
-    assert found["live"]
-    assert found["logprobs"] < 5e-5
-    assert found["slots"] > 500
-    assert set(found["used"]) == {0}  # every page is back once its row is gone
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert result["tokens"]
+    assert result["held"]
+    assert result["live"]
+    assert result["logprobs"] < 5e-5
+    assert result["slots"] > 500
+    assert set(result["used"]) == {0}  # every page is back once its row is gone
 
 
 def test_pages_are_counted_on_the_device_that_needs_most():
@@ -49,7 +49,7 @@ def test_pages_are_counted_on_the_device_that_needs_most():
 
 
 @pytest.mark.parametrize(
-    ("mesh", "share", "said"),
+    ("mesh", "share", "message"),
     [
         (
             "data=2",
@@ -59,10 +59,10 @@ def test_pages_are_counted_on_the_device_that_needs_most():
         ("tensor=2", True, r"share_pages=True\) is for one device, and the model lies on data=1,tensor=2"),
     ],
 )
-def test_a_mesh_that_an_engine_cannot_use_is_refused(monkeypatch, mesh, share, said):
+def test_a_mesh_that_an_engine_cannot_use_is_refused(monkeypatch, mesh, share, message):
     monkeypatch.setattr(settings, "mesh_of", lambda _: sizes_of(mesh))
     sizes = {"kv_memory": 1, "context": None, "page": None, "share": None, "share_pages": share}
-    with pytest.raises(RequestError, match=said):
+    with pytest.raises(RequestError, match=message):
         settings.EngineSettings.checked(tiny.model(), **sizes)
 
 

@@ -110,5 +110,5 @@ def test_the_engine_needs_no_web_library():
 
     web = ("fastapi", "uvicorn", "starlette", "pydantic")
     code = f"import sys, kvjax.engine; print([x for x in {web} if x in sys.modules])"
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert found.stdout.strip() == "[]"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"

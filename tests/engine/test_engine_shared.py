@@ -15,7 +15,7 @@ SIZES = {"max_rows": 4, "context": 128, "chunk": 16, "segment": 4, "page": tiny.
 BEGINNING, MANY = tiny.prompt(96, 3), 4
 
 
-def asked(seed: int, **more) -> Request:
+def make_request(seed: int, **more) -> Request:
     end = tiny.prompt(5, 50 + seed)
     prompt = end if "context" in more else [*BEGINNING, *end]
     return Request(prompt=prompt, max_new_tokens=20, ignore_eos=True, logprobs=0, **more)
@@ -35,22 +35,22 @@ def texts(share: bool, policy: str = "full", **more) -> tuple[list[list[int]], l
         if more:
             engine.contexts.create("book", BEGINNING, policy=policy)
         if share:  # the program that reads such pages is there, or the first would have ended before it is
-            engine.submit(asked(MANY, **more)).result()
-            (batch,), compiler = engine._scheduler.memory.batches, engine._scheduler._compiler
+            engine.submit(make_request(MANY, **more)).result()
+            (batch,), compiler = engine._scheduler.memory.batches, engine._scheduler.compiler
             assert engine._call(lambda: compiler.ready([batch.program(SIZES["segment"], shared=True)], 600))
-        first = engine.submit(asked(0, **more))
+        first = engine.submit(make_request(0, **more))
         events = iter(first)
         head = next(events)
-        tickets = [engine.submit(asked(seed, **more)) for seed in range(1, MANY)]
+        tickets = [engine.submit(make_request(seed, **more)) for seed in range(1, MANY)]
         seen = [shared_pages(engine) for _ in tickets[-1]]
-        found = [[head.token, *(event.token for event in events)]]
-        found += [ticket.result() for ticket in tickets[:-1]]
-        found.append(list(engine.submit(asked(MANY - 1, **more)).result()))
+        tokens = [[head.token, *(event.token for event in events)]]
+        tokens += [ticket.result() for ticket in tickets[:-1]]
+        tokens.append(list(engine.submit(make_request(MANY - 1, **more)).result()))
         assert engine.metrics().batches[0].pages_used == 0
         (batch,) = engine._scheduler.memory.batches
         assert not batch.shared
         assert engine.fault is None
-    return found, seen
+    return tokens, seen
 
 
 @pytest.mark.parametrize("policy", ["full", pytest.param("int8(16)", marks=pytest.mark.slow)])

@@ -56,10 +56,10 @@ def requests() -> list[Request]:
     ]
 
 
-def texts(engine: Engine, asked: list[Request], pause: float = 0.0) -> list[list[Event]]:
+def texts(engine: Engine, requests: list[Request], pause: float = 0.0) -> list[list[Event]]:
     """All events, of requests that come together, or one after another."""
     tickets = []
-    for request in asked:
+    for request in requests:
         tickets.append(engine.submit(request))
         time.sleep(pause)
     return [list(ticket) for ticket in tickets]
@@ -69,20 +69,20 @@ def texts(engine: Engine, asked: list[Request], pause: float = 0.0) -> list[list
 def alone(engine) -> list[list[Event]]:
     """Each request with the engine to itself; nothing is taken from a prefix."""
     texts(engine, requests())  # batches as large as they will be
-    found = []
+    events = []
     for request in requests():
         engine._scheduler.memory.prefixes.__init__(0)  # remembers nothing from here on
-        found.append(list(engine.submit(request)))
-    return found
+        events.append(list(engine.submit(request)))
+    return events
 
 
-def assert_same(found: list[list[Event]], expected: list[list[Event]]) -> None:
-    """Token for token; log-probabilities up to the order in which a stream's pages are added up."""
-    for events, others in zip(found, expected, strict=True):
+def assert_same(texts: list[list[Event]], expected: list[list[Event]]) -> None:
+    """Token for token; log-probabilities up to the order in which the pages of a KV head are added up."""
+    for events, others in zip(texts, expected, strict=True):
         assert [event.token for event in events] == [event.token for event in others]
         assert [event.finish_reason for event in events] == [event.finish_reason for event in others]
-        mine, theirs = ([event.logprob or 0.0 for event in x] for x in (events, others))
-        np.testing.assert_allclose(mine, theirs, atol=2e-5)
+        left, right = ([event.logprob or 0.0 for event in x] for x in (events, others))
+        np.testing.assert_allclose(left, right, atol=2e-5)
 
 
 def test_company_changes_nothing(engine, alone):
@@ -114,13 +114,13 @@ def test_each_row_has_its_own_hyperparameters(alone):
 
 
 def test_pages_return(engine, alone):
-    found = engine.metrics()
-    assert [batch.rows for batch in found.batches] == [0, 0]
-    assert [batch.pages_used for batch in found.batches] == [0, 0]
-    assert [batch.live for batch in found.batches] == [0, 0]
-    assert found.running == found.queued == 0
-    assert found.between_tokens.count > 0
-    assert found.requests["length"] >= len(alone)
+    snapshot = engine.metrics()
+    assert [batch.rows for batch in snapshot.batches] == [0, 0]
+    assert [batch.pages_used for batch in snapshot.batches] == [0, 0]
+    assert [batch.live for batch in snapshot.batches] == [0, 0]
+    assert snapshot.running == snapshot.queued == 0
+    assert snapshot.between_tokens.count > 0
+    assert snapshot.requests["length"] >= len(alone)
 
 
 def test_log_probabilities_are_the_models(alone):
@@ -138,13 +138,13 @@ def test_log_probabilities_are_the_models(alone):
 def test_a_prompt_is_echoed_with_its_log_probabilities(engine):
     prompt = tiny.prompt(37, 8)
     events = list(engine.submit(Request(prompt=prompt, max_new_tokens=1, echo=True, logprobs=1)))
-    said = [event for event in events if event.prompt]
-    assert [event.token for event in said] == prompt
+    echoed = [event for event in events if event.prompt]
+    assert [event.token for event in echoed] == prompt
     assert [event.prompt for event in events] == [True] * 37 + [False]
     logits = tiny.dense(prompt)
     expected = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
-    assert said[0].logprob is None
-    for at, event in enumerate(said[1:]):
+    assert echoed[0].logprob is None
+    for at, event in enumerate(echoed[1:]):
         assert event.logprob == pytest.approx(expected[at][event.token], abs=1e-4)
         assert event.top_logprobs[0][0] == expected[at].argmax()
     only = list(engine.submit(Request(prompt=prompt, max_new_tokens=0, echo=True)))
@@ -172,15 +172,15 @@ def test_usage_and_inspection_are_the_state(engine):
     state, _ = kvjax.prefill(tiny.model(), policy, [prompt], context=CONTEXT, chunk_size=16, page=tiny.PAGE)
     state, _ = tiny.feed(policy, kvjax.decode.reserve(policy, state, 64, 1), np.asarray([tokens[:-1]]))
     held = np.asarray(metrics.present(state))[:, 0, :, :seen]
-    found = engine.inspect(ticket)
-    assert found.seen == usage.kv.seen == seen
-    assert found.tokens.tolist() == [*prompt, *tokens[:-1]]
-    for layer, heads in enumerate(found.heads):
+    inspection = engine.inspect(ticket)
+    assert inspection.seen == usage.kv.seen == seen
+    assert inspection.tokens.tolist() == [*prompt, *tokens[:-1]]
+    for layer, heads in enumerate(inspection.heads):
         for head, held_positions in enumerate(heads):
             expected = np.flatnonzero(held[layer, head])
             assert np.concatenate([held_positions.pages, held_positions.ring]).tolist() == expected.tolist()
             assert usage.kv.layers[layer, head] == len(expected)
-    assert usage.kv.live == found.live == kvjax.nbytes(state).total["live"]
+    assert usage.kv.live == inspection.live == kvjax.nbytes(state).total["live"]
     assert usage.kv.full == metrics.full_bytes(tiny.model().network, seen, "float32")
 
 
@@ -211,10 +211,10 @@ def test_a_context_is_continued_as_often_as_one_likes(engine, tmp_path):
     policy = EVICTS.format(3, 20, 1)
     info = engine.contexts.create("book", prompt, policy=policy)
     assert (info.name, info.tokens, info.policy) == ("book", 29, repr(kvjax.policy(policy)))
-    asked = Request(prompt=question, max_new_tokens=9, policy=policy, context="book", logprobs=0)
-    tickets = [engine.submit(asked) for _ in range(3)]
-    found = [list(ticket) for ticket in tickets]
-    assert_same(found[1:], [found[0], found[0]])
+    request = Request(prompt=question, max_new_tokens=9, policy=policy, context="book", logprobs=0)
+    tickets = [engine.submit(request) for _ in range(3)]
+    first = [list(ticket) for ticket in tickets]
+    assert_same(first[1:], [first[0], first[0]])
     assert tickets[0].usage.cached_tokens == 29
     assert tickets[0].usage.prompt_tokens == 35
     alone = list(engine.submit(Request(prompt=[], max_new_tokens=4, policy=policy, context="book")))
@@ -227,11 +227,11 @@ def test_a_context_is_continued_as_often_as_one_likes(engine, tmp_path):
     files = engine.contexts.save(tmp_path / "kept")
     engine.contexts.delete("book")
     with pytest.raises(kvjax.engine.ContextNotFound):
-        engine.submit(asked)
+        engine.submit(request)
     assert engine.contexts.list() == []
     (back,) = engine.contexts.load(tmp_path / "kept")
     assert (back.name, back.tokens, back.live) == (info.name, info.tokens, info.live)
-    assert_same([list(engine.submit(asked))], found[:1])
+    assert_same([list(engine.submit(request))], first[:1])
     assert [file.name for file in files] == ["book.kv"]
     assert engine.contexts.load(tmp_path / "kept") == []  # held already
     engine.contexts.delete("book")
@@ -270,7 +270,7 @@ def test_the_next_segment_is_begun_before_tokens_are_handed_out(engine, alone, m
 
     def watched(self, events, kv, took=0.0):
         going = any(batch.flying for batch in engine._scheduler.memory.batches)
-        flying.append((going, engine._scheduler.queued))
+        flying.append((going, len(engine._scheduler.queue)))
         deliver(self, events, kv, took)
 
     engine._scheduler.memory.prefixes.__init__(0)
@@ -280,9 +280,9 @@ def test_the_next_segment_is_begun_before_tokens_are_handed_out(engine, alone, m
     # Of the prompt, then of 20 tokens by segments of four; at the last of them the row ends.
     assert flying == [(False, 0), *[(True, 0)] * 4, (False, 0)]
     many = [Request(prompt=tiny.prompt(9, seed), max_new_tokens=40) for seed in range(5)]
-    found = texts(engine, many)
+    together = texts(engine, many)
     assert (True, 2) in flying  # three rows run, and the others wait until one of them ends
-    assert_same(found[-1:], texts(engine, many[-1:]))
+    assert_same(together[-1:], texts(engine, many[-1:]))
 
 
 def test_an_inspection_of_a_running_row_is_of_what_was_handed_out(engine, monkeypatch):
@@ -296,14 +296,14 @@ def test_an_inspection_of_a_running_row_is_of_what_was_handed_out(engine, monkey
     seen, events, ticket = [], 0, engine.submit(Request(prompt=tiny.prompt(9, 50), max_new_tokens=60))
     for _ in ticket:
         events += 1
-        found = engine.inspect(ticket) if events % 7 == 1 else None
-        if found is None:
+        inspection = engine.inspect(ticket) if events % 7 == 1 else None
+        if inspection is None:
             continue
-        seen.append(found.seen)
-        assert len(found.tokens) == found.seen >= 9 + events - 1
-        for heads in found.heads:
+        seen.append(inspection.seen)
+        assert len(inspection.tokens) == inspection.seen >= 9 + events - 1
+        for heads in inspection.heads:
             for held in heads:
-                assert np.concatenate([held.pages, held.ring]).tolist() == list(range(found.seen))
+                assert np.concatenate([held.pages, held.ring]).tolist() == list(range(inspection.seen))
     assert seen
 
 
