@@ -145,17 +145,16 @@ class Ticket:
 
     # --- the engine's side -----------------------------------------------------------------------
 
-    def _deliver(self, events: list[Event], kv: KVUsage | None = None, cached: int | None = None) -> None:
-        """New events, and what the row holds after them."""
+    def _deliver(self, events: list[Event], new: int, kv: KVUsage | None, cached: int) -> None:
+        """Events with so many new tokens, and what the row holds after them."""
         with self._lock:
             if self.done:
                 return
-            new = sum(event.token is not None and not event.prompt for event in events)
             if new and self._first is None:
                 self._first = time.monotonic()
             self._completion += new
             self._kv = kv or self._kv
-            self._cached = self._cached if cached is None else cached
+            self._cached = cached
             self._events += events
             if events and events[-1].finish_reason is not None:
                 self._finish, self._ended = events[-1].finish_reason, time.monotonic()
@@ -242,7 +241,7 @@ class EngineRequest:
         new = sum(event.token is not None and not event.prompt for event in events)
         if new:
             self.last = self.counters.tokens(new, took, self.ticket.submitted, self.last)
-        self.ticket._deliver(events, kv, self.cached)
+        self.ticket._deliver(events, new, kv, self.cached)
 
     def finish(self, reason: str, kv: KVUsage | None = None) -> None:
         """Ends it; its last token is out."""
