@@ -27,24 +27,26 @@ anything is begun:
 The engine knows tokens and no text: stop strings, chat templates and keys are the interface's. Only tokens
 in ``model.spec.eos`` end a text by themselves.
 
-A request's way from ``submit`` to its tokens; ``=>`` crosses threads:
+A request's way from ``submit`` to its tokens; arrows cross threads:
 
-  caller's thread                    engine's thread                                compiler's thread
-  engine.py   submit: check (request.py)
-              => Inbox               scheduler.py  turn: queue
-                                     memory.py     a running batch for its policy
-                                     prefill.py    a prefix (prefix.py), a context
-                                                   (contexts.py) or an empty row
-                                                   (pages.py); programs          =>  compiler.py
-                                                   its prompt by chunks or layers,
-                                                   its first token
-                                     batch.py      insert: pages, a row of the batch
-                                     scheduler.py  turn: the batch's next program
-                                     _segment.py   up to ``segment`` steps of all rows
-                                     batch.py      land: tokens on the host
-                                     ticket.py     record, deliver, count (metrics.py)
-  ticket.py   for event in ticket <=
-  or its event loop (call_soon_threadsafe)
+  caller's thread               engine's thread                                     compiler's thread
+
+  engine.py   submit
+  request.py  checks, weights
+  ticket.py   a ticket
+       └─ inbox ──────────────> scheduler.py  queue; one turn after another
+                                memory.py     a running batch for its policy
+                                prefill.py    a row to begin with: empty (pages.py),
+                                              a prefix (prefix.py) or a context
+                                              (contexts.py); programs ────────────> compiler.py
+                                prefill.py    reads the prompt <─────────────────────────┘
+                                              and draws the first token
+                                batch.py      the row enters the batch
+                                _segment.py   some steps of all rows, again and again
+                                batch.py      the tokens on the host
+                                ticket.py     events, counted in metrics.py
+  for event in ticket <──────────────┘
+  async for: the event loop is woken by ``call_soon_threadsafe``
 """
 
 from kvjax.engine.contexts import ContextInfo, Contexts
