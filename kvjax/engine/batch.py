@@ -33,10 +33,10 @@ _cut = jax.jit(row_ops.on_devices(row_ops.cut), static_argnames=("mesh", "sizes"
 _with_row = jax.jit(row_ops.with_row, donate_argnums=0)
 _without_rows = jax.jit(row_ops.without_rows, donate_argnums=0)
 
-_idle: dict[str, Any] = {"temperature": np.zeros(1, np.float32), "top_k": np.zeros(1, np.int32)}
-_idle |= {"top_p": np.ones(1, np.float32), "key": np.zeros((1, 2), np.uint32)}
-IDLE = Sampling(**_idle)
-"""How a free row draws."""
+_greedy: dict[str, Any] = {"temperature": np.zeros(1, np.float32), "top_k": np.zeros(1, np.int32)}
+_greedy |= {"top_p": np.ones(1, np.float32), "key": np.zeros((1, 2), np.uint32)}
+GREEDY = Sampling(**_greedy)
+"""Of a free row, whose draws are not read."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -347,7 +347,7 @@ class RunningBatch:
             token[number], left[number], active[number] = request.written[-1], request.left, True
             stops[number, : len(request.stops)] = request.stops
             ranked[number] = request.options.logprobs is not None
-        samplings = [IDLE if row is None else row.request.sampling for row in self.rows]
+        samplings = [GREEDY if row is None else row.request.sampling for row in self.rows]
         return Run(
             token=token,
             active=active,

@@ -19,6 +19,7 @@ from kvjax.algebra import Policy
 from kvjax.decode import CHUNK
 from kvjax.engine.contexts import Contexts
 from kvjax.engine.errors import Draining, EngineDead, QueueFull
+from kvjax.engine.memory import Memory
 from kvjax.engine.metrics import Counters, Metrics
 from kvjax.engine.pages import paged
 from kvjax.engine.request import (
@@ -123,7 +124,8 @@ class Engine:
         self._counters = Counters()
         self.contexts = Contexts(model, self._settings, self._weights, self._submit)
         note, calls_wait = on_note or (lambda line: None), lambda: not self._inbox.empty()
-        self._scheduler = Scheduler(model, self._settings, self.contexts, self._counters, note, calls_wait)
+        memory = Memory(model, self._settings, self.contexts)
+        self._scheduler = Scheduler(memory, self._counters, note, calls_wait)
         self._thread = threading.Thread(target=self._run, name="kvjax-engine", daemon=True)
         self._thread.start()
 

@@ -24,14 +24,14 @@ from kvjax.engine import pages as paging
 from kvjax.engine._segment import first, look, prompt_log_probabilities
 from kvjax.engine.batch import RunningBatch
 from kvjax.engine.compiler import PATIENCE, Compiler, Program
-from kvjax.engine.contexts import Contexts, HeldContext
+from kvjax.engine.contexts import HeldContext
 from kvjax.engine.errors import ContextMismatch, ContextNotFound
 from kvjax.engine.memory import Memory
 from kvjax.engine.metrics import Counters, usages
 from kvjax.engine.pages import StoredState
 from kvjax.engine.prefix import shareable
 from kvjax.engine.request import Event
-from kvjax.engine.settings import NOTE_AFTER, EngineSettings
+from kvjax.engine.settings import NOTE_AFTER
 from kvjax.engine.ticket import EngineRequest, likeliest
 from kvjax.sharding.mesh import ONE, ROWS
 from kvjax.types import Weighted
@@ -196,17 +196,10 @@ class Prefiller:
     """Reads one prompt at a time; the engine's thread only."""
 
     def __init__(
-        self,
-        model: Weighted,
-        settings: EngineSettings,
-        memory: Memory,
-        contexts: Contexts,
-        compiler: Compiler,
-        counters: Counters,
-        note: Callable[[str], None],
+        self, memory: Memory, compiler: Compiler, counters: Counters, note: Callable[[str], None]
     ) -> None:
-        self._model, self._settings, self._memory, self._contexts = model, settings, memory, contexts
-        self._compiler, self._counters, self._note = compiler, counters, note
+        self._model, self._settings, self._contexts = memory.model, memory.settings, memory.contexts
+        self._memory, self._compiler, self._counters, self._note = memory, compiler, counters, note
         self.current: Prefill | None = None  # is read, or waits for pages
         # Wait for programs, the oldest first. Others pass them; rows in their batches stay free for them.
         self.compiling: list[Prefill] = []

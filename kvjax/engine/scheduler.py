@@ -23,15 +23,13 @@ import numpy as np
 from kvjax.decode import RequestError
 from kvjax.engine.batch import RunningBatch
 from kvjax.engine.compiler import PATIENCE, Compiler
-from kvjax.engine.contexts import Contexts
 from kvjax.engine.memory import Memory
 from kvjax.engine.metrics import Counters, Metrics
 from kvjax.engine.prefill import Prefiller
 from kvjax.engine.prefix import generated_too
 from kvjax.engine.request import Inspection, KVUsage
-from kvjax.engine.settings import NOTE_AFTER, EngineSettings
+from kvjax.engine.settings import NOTE_AFTER
 from kvjax.engine.ticket import EngineRequest
-from kvjax.types import Weighted
 
 
 class Scheduler:
@@ -39,25 +37,17 @@ class Scheduler:
 
     def __init__(
         self,
-        model: Weighted,
-        settings: EngineSettings,
-        contexts: Contexts,
+        memory: Memory,
         counters: Counters,
         note: Callable[[str], None],
         calls_wait: Callable[[], bool],
     ) -> None:
-        """An empty queue.
-
-        Args:
-          model, settings, contexts, counters: of the engine.
-          note: called with lines for the operator.
-          calls_wait: does another thread wait for the engine's thread?
-        """
-        self.memory, self.counters = Memory(model, settings, contexts), counters
-        self._settings, self._note, self._calls_wait = settings, note, calls_wait
+        """An empty queue; ``note`` takes lines for the operator, ``calls_wait``: does another thread wait?"""
+        self.memory, self.counters, self._settings = memory, counters, memory.settings
+        self._note, self._calls_wait = note, calls_wait
         self.compiler = Compiler(note)
         self.queue: collections.deque[EngineRequest] = collections.deque()
-        self.prefiller = Prefiller(model, settings, self.memory, contexts, self.compiler, counters, note)
+        self.prefiller = Prefiller(memory, self.compiler, counters, note)
         self._turn = 0
         self._stuck: int | None = 0  # requests in the queue that were considered and found no free row
         self._waited = 0.0  # seconds that this thread has waited for programs of batches
