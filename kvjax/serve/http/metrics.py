@@ -103,8 +103,8 @@ def _batches(batches: tuple[BatchMetrics, ...]) -> Iterator[Metric]:
         "live": "Bytes of live slots",
         "allocated": "Bytes on the device",
         "pages": "Pages of its pools",
-        "pages_used": "Pages that KV heads own",
-        "slots": "Live slots of all KV heads",
+        "pages_used": "Pages that heads own",
+        "slots": "Live slots of all heads",
     }
     for field, what in fields.items():
         unit = "_bytes" if field in ("live", "allocated") else ""
