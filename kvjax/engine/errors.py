@@ -1,4 +1,4 @@
-"""What a caller of the engine is told."""
+"""Errors of the engine, as its callers see them."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ class EngineError(UserError):
 
 
 class QueueFull(EngineError):  # noqa: N818  (what happened, not what broke)
-    """As many requests wait as may.
+    """The queue is full.
 
     Attributes:
-      retry_after: seconds after which it is worth while to ask again, at least 1.
+      retry_after: seconds to wait before the next attempt, at least 1.
     """
 
     def __init__(self, waiting: int, retry_after: float) -> None:
@@ -30,7 +30,7 @@ class Draining(EngineError):  # noqa: N818
 
 
 class EngineDead(EngineError):  # noqa: N818
-    """The engine met a fault of its own, or was closed; its cause is the fault. Nothing it held is left."""
+    """The engine failed, or was closed; its cause is the fault. Everything it held is lost."""
 
 
 class ContextNotFound(EngineError):  # noqa: N818
@@ -42,4 +42,4 @@ class ContextExists(EngineError):  # noqa: N818
 
 
 class ContextMismatch(EngineError):  # noqa: N818
-    """A context is asked to go on under another policy or with other weights than it was read with."""
+    """A context was read under another policy or with other weights than the request has."""

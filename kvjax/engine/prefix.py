@@ -1,4 +1,4 @@
-"""Prefixes that were read before: states at chunk borders, by what they were read under.
+"""Shared prefixes: states at chunk borders of texts that were read before, by what they were read under.
 
 **The rule.** A state may stand for the beginning of another prompt where nothing in it depends on what came
 after (``shareable``): the policy reads in chunks, deciding from each chunk and what came before it, and no
@@ -13,15 +13,12 @@ from __future__ import annotations
 import collections
 import dataclasses
 import time
-from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvjax import metrics
 from kvjax.algebra import Policy
-from kvjax.cache.state import KVState
-from kvjax.engine._loans import full_pages
+from kvjax.engine.pages import StoredState
 
 if TYPE_CHECKING:
     from jaxtyping import Int
@@ -44,31 +41,12 @@ def generated_too(policy: Policy) -> bool:
     return shareable(policy) and policy.on_arrival and exact
 
 
-@dataclasses.dataclass(eq=False)
-class Prefix:
-    """A state and what it has seen.
+@dataclasses.dataclass(eq=False, kw_only=True)
+class Prefix(StoredState):
+    """The state at a border of a text."""
 
-    Attributes:
-      key: of the policy, its dials included, and of its weights.
-      tokens: it has seen.
-      state: one row; whoever goes on with it copies it.
-      bytes: on the device.
-      used: when it was last asked for.
-      pages: full ones, as rows that begin with it may share them (``_loans``).
-    """
-
-    key: tuple[str, str]
-    tokens: Int[np.ndarray, " T"]
-    state: KVState
-    bytes: int
-    used: float
-    pages: Sequence[Int[np.ndarray, "K R"]]
-
-    @staticmethod
-    def of(key: tuple[str, str], tokens: Int[np.ndarray, " T"], state: KVState) -> Prefix:
-        """Of a state that is nobody else's."""
-        size = metrics.allocated(state.layers)
-        return Prefix(key, tokens, state, size, time.monotonic(), full_pages(state))
+    key: tuple[str, str]  # of the policy, its hyperparameters included, and of its weights
+    used: float = dataclasses.field(default_factory=time.monotonic)  # when it was last asked for
 
 
 class Prefixes:
@@ -86,32 +64,30 @@ class Prefixes:
 
     def find(self, key: tuple[str, str], tokens: Int[np.ndarray, " T"]) -> Prefix | None:
         """The longest one that the prompt begins with, at least a token shorter than it."""
-        mine = [
+        begins = [
             prefix
             for prefix in self._held
             if prefix.key == key
             and len(prefix.tokens) < len(tokens)
             and np.array_equal(prefix.tokens, tokens[: len(prefix.tokens)])
         ]
-        found = max(mine, key=lambda prefix: len(prefix.tokens), default=None)
-        if found is not None:
-            found.used = time.monotonic()
-        return found
+        longest = max(begins, key=lambda prefix: len(prefix.tokens), default=None)
+        if longest is not None:
+            longest.used = time.monotonic()
+        return longest
 
     def borders(self, key: tuple[str, str], tokens: Int[np.ndarray, " T"], chunk: int) -> list[int]:
         """Borders of the prompt after which its state is worth keeping.
 
-        The last one, and the last one before each place where an earlier prompt took another way.
+        The last one, and the last one before each token at which it leaves an earlier prompt.
         """
-        found = {(len(tokens) - 1) // chunk * chunk}
-        for other, seen in self._seen:
-            if other == key:
-                found.add(_common(seen, tokens) // chunk * chunk)
+        borders = {(len(tokens) - 1) // chunk * chunk}
+        borders |= {_common(seen, tokens) // chunk * chunk for other, seen in self._seen if other == key}
         self._seen.append((key, tokens))
         have = {
             len(p.tokens) for p in self._held if p.key == key and _common(p.tokens, tokens) == len(p.tokens)
         }
-        return sorted(found - {0} - have)
+        return sorted(borders - {0} - have)
 
     def keep(self, new: Prefix) -> None:
         """Keeps one; drops others where there is no room."""
@@ -130,12 +106,9 @@ class Prefixes:
         self._held.remove(min(self._held, key=lambda prefix: prefix.used))
         return True
 
-    def __iter__(self) -> Iterator[Prefix]:
-        return iter(self._held)
-
 
 def _common(a: np.ndarray, b: np.ndarray) -> int:
-    """Tokens that two texts begin with alike."""
+    """Tokens at the beginning that two texts have in common."""
     many = min(len(a), len(b))
     other = np.flatnonzero(a[:many] != b[:many])
     return int(other[0]) if len(other) else many

@@ -1,4 +1,4 @@
-"""Programs compiled beside the running ones: a new lane, a larger pool stops nobody."""
+"""Programs are compiled beside the running ones: a new batch or a larger pool does not stop the others."""
 
 from __future__ import annotations
 
@@ -9,15 +9,20 @@ from typing import Any
 
 import jax
 
-from kvjax.engine._reading import Program
 from kvjax.programs import maps_taken
 
 CROWDED = 0.75
 """Share of a process's memory maps from which on compiled programs are dropped before one more is made."""
 
+PATIENCE = 0.02
+"""Seconds to wait for a compilation where nothing else is to be done."""
+
+Program = tuple[Any, Callable[[], Any]]
+"""A key, and what compiles the program of that key."""
+
 
 class Compiler:
-    """One thread that compiles; asked by key, so that nothing is compiled twice.
+    """One thread that compiles, each key once.
 
     Where JAX keeps what was compiled ahead of time (0.8 and later) the first call finds its program made.
 
@@ -27,20 +32,19 @@ class Compiler:
     """
 
     def __init__(self, note: Callable[[str], None] = lambda line: None) -> None:
-        """Has compiled nothing; ``note`` is told when programs were dropped."""
-        self._note = note
+        self._note = note  # called when programs were dropped
         self._pool = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="kvjax-compile")
         self._made: dict[Hashable, concurrent.futures.Future[Any]] = {}
         self._line: collections.deque[tuple[concurrent.futures.Future[Any], Callable[[], Any]]]
         self._line = collections.deque()
 
     def ready(self, programs: Sequence[Program], wait: float = 0.0, *, urgent: bool = False) -> bool:
-        """Are all of them compiled? Those that nobody asked for yet are begun, and those that failed.
+        """Are all of them compiled? New ones are begun, and those that failed.
 
         Args:
           programs: keys, and what compiles them.
           wait: seconds to wait for them.
-          urgent: rows that are being written wait for them: before all others that were not begun.
+          urgent: running rows wait for them: they go before all others that were not begun.
 
         Raises:
           Exception: what a compilation raised.
@@ -58,7 +62,7 @@ class Compiler:
         _, pending = concurrent.futures.wait(futures.values(), timeout=wait)
         for key, future in futures.items():
             if future.done() and future.exception() is not None:
-                del self._made[key]  # whoever asks next may have more luck
+                del self._made[key]  # the next request for it tries again
                 future.result()
         return not pending
 
@@ -66,7 +70,7 @@ class Compiler:
         future, make = self._line.popleft()
         try:
             future.set_result(make())
-        except BaseException as error:  # who asked for it is told
+        except BaseException as error:  # raised again in ``ready``
             future.set_exception(error)
 
     def _dropped(self) -> bool:
@@ -83,5 +87,4 @@ class Compiler:
         return True
 
     def close(self) -> None:
-        """Begins nothing more."""
         self._pool.shutdown(wait=False, cancel_futures=True)

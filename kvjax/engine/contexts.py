@@ -9,21 +9,23 @@ import threading
 import urllib.parse
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
 
 from kvjax import metrics, saving
 from kvjax.algebra import Policy
-from kvjax.engine._check import Learned, Shelf
-from kvjax.engine._errors import ContextExists, ContextMismatch, ContextNotFound
-from kvjax.engine._layout import paged
-from kvjax.engine._request import Request
-from kvjax.engine._settings import Settings
-from kvjax.engine._store import Kept, Store
-from kvjax.engine._ticket import Ticket
+from kvjax.engine.errors import ContextExists, ContextMismatch, ContextNotFound
+from kvjax.engine.pages import StoredState, paged
+from kvjax.engine.request import LearnedWeights, Request, WeightCache
+from kvjax.engine.settings import EngineSettings
+from kvjax.engine.ticket import Ticket
 from kvjax.types import Weighted
 from kvjax.weights import Source, WeightsError
+
+if TYPE_CHECKING:
+    from jaxtyping import Array
 
 SUFFIX = ".kv"
 """Of the files of contexts."""
@@ -47,20 +49,28 @@ class ContextInfo:
     allocated: int
 
 
+@dataclasses.dataclass(eq=False, kw_only=True)
+class HeldContext(StoredState):
+    """A row that was read, and what it was read under."""
+
+    policy: Policy  # in the layout of batches
+    learned: LearnedWeights
+    logits: Array | None  # of the next token, float32 [1, V]
+
+
 class Contexts:
     """Contexts by name: ``create``, ``list``, ``get``, ``delete``, ``save``, ``load``. Any thread."""
 
     def __init__(
         self,
         model: Weighted,
-        settings: Settings,
-        shelf: Shelf,
-        read: Callable[[Request, str], Ticket],
-        store: Store,
+        settings: EngineSettings,
+        weights: WeightCache,
+        submit: Callable[[Request, str], Ticket],
     ) -> None:
-        self._model, self._settings, self._shelf = model, settings, shelf
-        self._read, self._store = read, store
+        self._model, self._settings, self._weights, self._submit = model, settings, weights, submit
         self._lock = threading.Lock()
+        self._held: dict[str, HeldContext] = {}
         self._coming: set[str] = set()
 
     def create(
@@ -78,15 +88,14 @@ class Contexts:
           RequestError, PolicyError, WeightsError, QueueFull, Draining, EngineDead: as ``Engine.submit``.
         """
         with self._lock:
-            if name in self._coming or self._store.get(name) is not None:
+            if name in self._coming or name in self._held:
                 raise ContextExists(
                     f"a context {name!r} is held already. Delete it first, or choose another name."
                 )
             self._coming.add(name)
         try:
-            self._read(
-                Request(prompt=prompt, max_new_tokens=1, policy=policy, weights=weights), name
-            ).result()
+            request = Request(prompt=prompt, max_new_tokens=1, policy=policy, weights=weights)
+            self._submit(request, name).result()
         finally:
             with self._lock:
                 self._coming.discard(name)
@@ -94,8 +103,7 @@ class Contexts:
 
     def list(self) -> list[ContextInfo]:
         """All of them, by name."""
-        kept = {name: self._store.get(name) for name in self._store.names()}
-        return [_info(name, one) for name, one in kept.items() if one is not None]
+        return [_info(name, context) for name, context in self._all()]
 
     def get(self, name: str) -> ContextInfo:
         """One of them.
@@ -103,7 +111,7 @@ class Contexts:
         Raises:
           ContextNotFound: none of that name.
         """
-        return _info(name, self._of(name))
+        return _info(name, self._get(name))
 
     def delete(self, name: str) -> None:
         """Forgets it; requests that continue it already are not disturbed.
@@ -111,7 +119,9 @@ class Contexts:
         Raises:
           ContextNotFound: none of that name.
         """
-        if not self._store.drop(name):
+        with self._lock:
+            context = self._held.pop(name, None)
+        if context is None:
             raise self._missing(name)
 
     def save(self, folder: str | Path) -> list[Path]:
@@ -123,16 +133,16 @@ class Contexts:
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         files = []
-        for name in self._store.names():
-            kept = self._store.get(name)
-            if kept is None:
-                continue
+        for name, context in self._all():
             file = folder / f"{urllib.parse.quote(name, safe='')}{SUFFIX}"
-            extra = {"tokens": np.asarray(kept.tokens), "logits": np.asarray(kept.logits)}
-            label = kept.learned.label
-            notes = {"name": name, "sources": json.dumps(dict(kept.learned.sources))}
             saving.save(
-                kept.state, file, model=self._model, policy=kept.policy, label=label, extra=extra, notes=notes
+                context.state,
+                file,
+                model=self._model,
+                policy=context.policy,
+                label=context.learned.label,
+                extra={"tokens": np.asarray(context.tokens), "logits": np.asarray(context.logits)},
+                notes={"name": name, "sources": json.dumps(dict(context.learned.sources))},
             )
             files.append(file)
         return files
@@ -148,10 +158,10 @@ class Contexts:
           StateError: a file that is damaged, newer, or of another model or context, or whose learned weights
             are nowhere.
         """
-        found = []
+        loaded = []
         for file in sorted(Path(folder).glob(f"*{SUFFIX}")):
             saved = saving.open(file, model=self._model)
-            policy, name = saved.policy, saved.notes.get("name")
+            name = saved.notes.get("name")
             if name is None:
                 raise saving.StateError(
                     f"{file} holds a state, and no context that an engine saved. Put it elsewhere."
@@ -161,71 +171,92 @@ class Contexts:
                     f"context {name!r} ({file}) was read in rows of {saved.state.context} tokens, here they "
                     f"have {self._settings.context}. Start the engine with that context, or delete the file."
                 )
-            learned = self._learned(saved, weights or {})
+            learned = self._saved_weights(saved, weights or {})
             if learned is None:
                 raise saving.StateError(
                     f"context {name!r} ({file}) was read with the learned weights {saved.label}, which are "
                     "neither where they were nor among those given. Start the engine with them, or delete "
                     "the file."
                 )
-            if self._store.get(name) is not None:
+            if self.held(name) is not None:
                 continue
-            state = dataclasses.replace(saved.state, chunk=self._settings.chunk)
-            logits, tokens = jax.device_put(saved.extra["logits"]), saved.extra["tokens"]
-            self._store.put(name, tokens, paged(policy, self._settings.context), learned, state, logits)
-            found.append(self.get(name))
-        return found
+            context = HeldContext(
+                tokens=saved.extra["tokens"],
+                policy=paged(saved.policy, self._settings.context),
+                learned=learned,
+                state=dataclasses.replace(saved.state, chunk=self._settings.chunk),
+                logits=jax.device_put(saved.extra["logits"]),
+            )
+            self.keep(name, context)
+            loaded.append(self.get(name))
+        return loaded
 
-    def _learned(self, saved: saving.Saved, weights: Mapping[str, Source]) -> Learned | None:
+    def _saved_weights(self, saved: saving.Saved, weights: Mapping[str, Source]) -> LearnedWeights | None:
         """The weights that a saved context was read with; None where they are nowhere."""
         names = {part.name for part in saved.policy.learned}
-        given = {name: source for name, source in weights.items() if name in names}
-        for ways in (json.loads(saved.notes.get("sources", "{}")), given, {}):
+        named = {name: source for name, source in weights.items() if name in names}
+        for sources in (json.loads(saved.notes.get("sources", "{}")), named, {}):
             with contextlib.suppress(WeightsError):
-                found = self._shelf.get(saved.policy, ways)
-                if found.label == saved.label:
-                    return found
+                learned = self._weights.get(saved.policy, sources)
+                if learned.label == saved.label:
+                    return learned
         return None
 
-    def learned(self, name: str, policy: Policy) -> Learned | None:
-        """The weights a context was read with, where they serve this policy; else None."""
-        kept = self._store.get(name)
-        return kept.learned if kept is not None and kept.policy.structure == policy.structure else None
+    # --- the engine's side -----------------------------------------------------------------------
 
-    def tokens(self, name: str, policy: Policy, learned: Learned) -> np.ndarray:
+    def held(self, name: str) -> HeldContext | None:
+        """The context of that name."""
+        with self._lock:
+            return self._held.get(name)
+
+    def keep(self, name: str, context: HeldContext) -> None:
+        """Keeps a row that was read."""
+        with self._lock:
+            self._held[name] = context
+
+    def tokens(self, name: str, policy: Policy, learned: LearnedWeights) -> np.ndarray:
         """Of a context that a request under this policy continues.
 
         Raises:
           ContextNotFound: none of that name.
           ContextMismatch: it was read under another structure, or with other weights.
         """
-        kept = self._of(name)
-        if kept.policy.structure != policy.structure or kept.learned.label != learned.label:
+        context = self._get(name)
+        if context.policy.structure != policy.structure or context.learned.label != learned.label:
             raise ContextMismatch(
-                f"context {name!r} was read under '{kept.policy!r}', and is asked to go on under "
-                f"'{policy!r}'. Name a policy that differs from it in dials alone, and its weights, or "
-                "create another context."
+                f"context {name!r} was read under '{context.policy!r}', and is asked to go on under "
+                f"'{policy!r}'. Name a policy that differs from it in hyperparameters alone, and its "
+                "weights, or create another context."
             )
-        return kept.tokens
+        return context.tokens
 
-    def _of(self, name: str) -> Kept:
-        found = self._store.get(name)
-        if found is None:
+    @property
+    def allocated(self) -> int:
+        """Device bytes of all of them."""
+        return sum(context.bytes for _, context in self._all())
+
+    def _all(self) -> Sequence[tuple[str, HeldContext]]:
+        with self._lock:
+            return sorted(self._held.items(), key=lambda item: item[0])
+
+    def _get(self, name: str) -> HeldContext:
+        context = self.held(name)
+        if context is None:
             raise self._missing(name)
-        return found
+        return context
 
     def _missing(self, name: str) -> ContextNotFound:
-        names = self._store.names()
-        there = f"There are {', '.join(names)}." if names else "There are none; create one."
+        names = ", ".join(name for name, _ in self._all())
+        there = f"There are {names}." if names else "There are none; create one."
         return ContextNotFound(f"no context {name!r} is held. {there}")
 
 
-def _info(name: str, kept: Kept) -> ContextInfo:
-    held = metrics.nbytes(kept.state).total
+def _info(name: str, context: HeldContext) -> ContextInfo:
+    size = metrics.nbytes(context.state).total
     return ContextInfo(
         name=name,
-        tokens=len(kept.tokens),
-        policy=repr(kept.policy),
-        live=held["live"],
-        allocated=held["allocated"],
+        tokens=len(context.tokens),
+        policy=repr(context.policy),
+        live=size["live"],
+        allocated=size["allocated"],
     )

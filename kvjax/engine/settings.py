@@ -1,4 +1,4 @@
-"""Sizes of the engine, checked, and what the device has left."""
+"""Sizes of the engine, checked, and what memory the device has left."""
 
 from __future__ import annotations
 
@@ -12,16 +12,13 @@ from kvjax.sharding.mesh import ONE, Mesh, mesh_of
 from kvjax.sharding.specs import DATA
 from kvjax.types import Weighted
 
+NOTE_AFTER = 0.5
+"""Seconds of compiling, or of standing still, that the operator is told of."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Settings:
-    """Sizes, as ``Engine`` takes them.
-
-    Attributes:
-      share: of the tokens still to come that are counted as stored when a row is admitted; None counts all
-        where the policy bounds them, else the share measured in the row's own prompt.
-      share_pages: rows that begin alike share pages.
-    """
+class EngineSettings:
+    """Sizes, as ``Engine`` takes them and explains them, all known."""
 
     kv_memory: int
     max_rows: int
@@ -42,42 +39,42 @@ class Settings:
         page: int | None,
         share: float | None,
         share_pages: bool | None,
-        **whole: int,
-    ) -> Settings:
-        """Of what was said.
+        **sizes: int,
+    ) -> EngineSettings:
+        """The arguments of ``Engine``, checked, with defaults filled in.
 
         Raises:
-          RequestError: a number out of range, a model on devices that cut rows or of several processes.
+          RequestError: a number out of range, or a model on a mesh that no engine runs on.
         """
-        lies = mesh_of(model.params)
-        check_mesh("Engine(model=...)", lies)
-        if lies != ONE and share_pages:
+        mesh = mesh_of(model.params)
+        check_mesh("Engine(model=...)", mesh)
+        if mesh != ONE and share_pages:
             raise RequestError(
-                f"Engine(share_pages=True) is for one device, and the model lies on {lies}. Leave it out."
+                f"Engine(share_pages=True) is for one device, and the model lies on {mesh}. Leave it out."
             )
-        sizes = whole | {
-            "kv_memory": 1 if kv_memory is None else kv_memory,
-            "page": 1 if page is None else page,
-        }
-        for name, value in sizes.items():
+        for name, value in {"kv_memory": kv_memory, "page": page, **sizes}.items():
+            if value is None and name not in sizes:
+                continue
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise RequestError(
-                    f"Engine({name}={value!r}) serves nothing. Give a whole number, 1 or more."
-                )
+                raise RequestError(f"Engine({name}={value!r}) is not a size. Give a whole number, 1 or more.")
         if share is not None and not 0 <= share <= 1:
-            raise RequestError(f"Engine(share={share}) is no share. Give a number from 0 to 1, or None.")
+            raise RequestError(f"Engine(share={share}) is out of range. Give a number from 0 to 1, or None.")
         most = model.network.max_positions
         context = most if context is None else context
         if not 2 <= context <= most:
             raise RequestError(
-                f"Engine(context={context}): a row has 2 to {most} positions, as many as the model was "
-                "trained for. Give a number between."
+                f"Engine(context={context}) is out of range: the model was trained for {most} positions. "
+                f"Give a number from 2 to {most}."
             )
-        memory = left(lies.pools) if kv_memory is None else kv_memory
         if share_pages is None:
-            share_pages = jax.default_backend() != "cpu" and lies == ONE
-        return Settings(
-            kv_memory=memory, context=context, page=page, share=share, share_pages=share_pages, **whole
+            share_pages = jax.default_backend() != "cpu" and mesh == ONE
+        return EngineSettings(
+            kv_memory=_free_bytes(mesh.pools) if kv_memory is None else kv_memory,
+            context=context,
+            page=page,
+            share=share,
+            share_pages=share_pages,
+            **sizes,
         )
 
 
@@ -99,7 +96,7 @@ def check_mesh(call: str, mesh: Mesh) -> None:
         )
 
 
-def left(devices: int) -> int:
+def _free_bytes(devices: int) -> int:
     """Nine tenths of the bytes that so many devices have left, by the first of them."""
     stats = jax.local_devices()[0].memory_stats()
     if stats and "bytes_limit" in stats:
