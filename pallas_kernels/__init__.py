@@ -10,8 +10,8 @@ reads KV head n // G.
 
 Each operation is a folder: ``ref.py`` (the definition), ``xla.py``, ``mosaic_tpu.py`` and ``triton.py``
 (data movement only; the mathematics of tiles is in ``tiles.py``), ``api.py`` (exported here) and ``work.py``
-(checks on a device, and calls that choose blocks; ``measure`` runs them). Benchmarks, and cases that are compiled
-for chips, are in ``benchmarks/kernels``. README.md has the table of what was checked.
+(checks on a device, and calls that choose blocks; ``measure`` runs them). Benchmarks, and cases that are
+compiled for chips, are in ``benchmarks/kernels``. README.md has the table of what was checked.
 """
 
 from __future__ import annotations
