@@ -76,7 +76,7 @@ def test_a_state_of_another_order_is_of_another_model(tmp_path):
 
 @pytest.mark.parametrize("order", [[[0, 1]], [[0, 0], [0, 1]], [[0, 1], [1, 2]], [[0], [0, 1]], "heads"])
 def test_what_is_no_order_is_refused(order):
-    said = r"load\(heads=...\) names no order of the KV heads. Give each of 2 layers the numbers 0 to 1"
+    said = r"load\(heads=...\) is not an order of the KV heads. Give each of 2 layers the numbers 0 to 1"
     with pytest.raises(ValueError, match=said):
         read_order("load(heads=...)", order, 2, 2)
 

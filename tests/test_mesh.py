@@ -249,7 +249,7 @@ def test_commands_of_one_process_are_refused_in_several(monkeypatch):
     monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     monkeypatch.setattr(sys, "stdin", types.SimpleNamespace(isatty=lambda: True))
-    monkeypatch.setattr(serving, "loaded", None)
+    monkeypatch.setattr(serving, "load_model", None)
     with pytest.raises(InputError, match="kvjax.eval runs in one process, and these are 2. Start it without"):
         commands.model_of({"model": "embedded"})
     with pytest.raises(InputError, match="a chat runs in one process, and these are 2"):

@@ -75,7 +75,13 @@ def preferring(monkeypatch, impl: str) -> None:
 
 
 def stepper(info: layer.LayerInfo):
-    return jax.jit(lambda cache, x, length, active: layer.step(info, heads(*x), cache, length, active))
+    """A step as a program, (cache, token's heads, length, active) to (read, cache after)."""
+
+    def step(cache, x, length, active):
+        _, (cache, read) = layer.step(info, heads(*x), cache, length, active)
+        return read, cache
+
+    return jax.jit(step)
 
 
 def live(cache: LayerCache, length: np.ndarray) -> list[np.ndarray]:

@@ -12,7 +12,7 @@ from kvjax.algebra import Policy
 from kvjax.catalogue import policy as parse_policy
 from kvjax.cli import check_alone
 from kvjax.eval import arguments, tasks
-from kvjax.eval.arguments import Asked
+from kvjax.eval.arguments import Command
 from kvjax.eval.errors import EvalError
 from kvjax.eval.measure import grid, runner
 from kvjax.eval.measure.store import Store, about, read
@@ -30,7 +30,7 @@ def do(words: Sequence[str]) -> None:
     run[command.what](command)
 
 
-def _tasks(_: Asked) -> None:
+def _tasks(_: Command) -> None:
     for task in tasks.tasks().values():
         needs = f"  needs {', '.join(task.needs)}" if task.needs else ""
         print(f"{task.group:<10} {task.name:<18} from {task.fits:>5} tokens  {task.metric}{needs}")
@@ -68,7 +68,7 @@ def single(values: list[Item], flag: str) -> Item:
     return values[0]
 
 
-def _run(command: Asked) -> None:
+def _run(command: Command) -> None:
     data, values = find(), command.values
     grids, notes = [], []
     auto = any(is_auto(spec) for job in command.jobs for spec in job.policies)
@@ -109,7 +109,7 @@ def _policy(spec: str, model: LanguageModel | None, notes: list[str]) -> Policy:
     return policy
 
 
-def _frontier(command: Asked) -> None:
+def _frontier(command: Command) -> None:
     from kvjax.eval import frontier
     from kvjax.eval.report import front
 
@@ -133,7 +133,7 @@ def _frontier(command: Asked) -> None:
         print(file)
 
 
-def _report(command: Asked) -> None:
+def _report(command: Command) -> None:
     from kvjax.eval.report import figures, html, markdown
     from kvjax.eval.report.table import Results
 
@@ -150,7 +150,7 @@ def _report(command: Asked) -> None:
         print(file)
 
 
-def _match(command: Asked) -> None:
+def _match(command: Command) -> None:
     from kvjax.eval.measure import match
 
     values = command.values

@@ -17,8 +17,7 @@ from train.agents import make_layout
 from train.config import ConfigError
 from train.ranker import __main__ as ranker
 from train.ranker import batches
-from train.ranker.agents import first
-from train.ranker.objective import folded
+from train.ranker.objective import folded, initial_agents
 from train.ranker.optimizer import optimizer
 from train.ranker.settings import Settings, read
 
@@ -52,7 +51,7 @@ def measured(config: Path, only: Sequence[str] = ()) -> dict[str, Any]:
     base = chosen[BASE]
     traces = batches.Traces.open(base.recording.folder)
     wide = dataclasses.replace(
-        base.agent, inputs=tuple(n for n in INPUTS if n != "w_key_pre" or "pre" in traces.about.keys)
+        base.agent, inputs=tuple(n for n in INPUTS if n != "w_key_pre" or "pre" in traces.manifest.keys)
     )
     result = costs.measured(traces, dataclasses.replace(base, agent=wide), agents)
     areas = {name: x.mean(axis=(1, 2)) for name, x in result.areas.items()}  # of each sequence
@@ -80,13 +79,11 @@ def measured(config: Path, only: Sequence[str] = ()) -> dict[str, Any]:
 def trained(settings: Settings) -> Any:
     """The agents of a finished run on raw inputs, leaves [A, ...]."""
     traces = batches.Traces.open(settings.recording.folder)
-    count = traces.about.layers * traces.about.kv_heads
-    begun = first(settings, count, traces.about.head_dim)
+    count = traces.manifest.layers * traces.manifest.kv_heads
+    initial = initial_agents(settings, count, traces.manifest.head_dim)
     chosen, layout = optimizer(settings.rate, settings.plan.steps), make_layout(1, count)
-    found = loop.latest(settings.folder, begun, chosen, layout)
-    if found is None:
-        raise ConfigError(f"{settings.folder} holds no checkpoint. Train first: python -m train.ranker.")
-    return folded(found[1], batches.statistics(traces, settings))
+    _, agents = loop.latest(settings.folder, initial, chosen, layout)
+    return folded(agents, batches.statistics(traces, settings))
 
 
 def processor(log: Path) -> float:

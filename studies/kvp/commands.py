@@ -49,7 +49,11 @@ def _costs(values: dict[str, Any]) -> Found:
     traces = batches.Traces.open(settings.recording.folder)
     learned = {file.stem: costs.stacked(layers) for file, layers in rankers.items()}
     result = costs.as_json(costs.measured(traces, settings, learned))
-    result |= {"rankers": list(learned), "model": traces.about.model, "fingerprint": traces.about.fingerprint}
+    result |= {
+        "rankers": list(learned),
+        "model": traces.manifest.model,
+        "fingerprint": traces.manifest.fingerprint,
+    }
     variants = yaml.safe_load(config.read_text()).get("variants", {})
     sorts: dict[str, Sequence[str]] = {name: one["only"] for name, one in variants.items() if "only" in one}
     known = {kind for own in sorts.values() for kind in own}

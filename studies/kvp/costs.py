@@ -67,7 +67,7 @@ def measured(traces: Traces, settings: Settings, rankers: Mapping[str, Params]) 
       settings: of a run; its ``agent`` says what is protected and which keys are read.
       rankers: agents on raw inputs, leaves [A, ...], by name.
     """
-    about = traces.about
+    about = traces.manifest
     task = Task(agent=settings.agent, method=settings.method, softcap=about.softcap)
     tasks, areas, curves = traces.tasks(), [], []
     used = batches.used(traces, settings, held=True)

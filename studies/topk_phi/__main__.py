@@ -38,31 +38,29 @@ def _run(words: Sequence[str]) -> None:
     table = verbs.add_parser(
         "budgets", help="tokens retrieved within a share of the prompt, with and without φ"
     )
-    table.add_argument(
-        "--length", nargs="+", type=cli.whole("--length", 1), default=[1024, 2048], metavar="N"
-    )
-    share = cli.number("--share", float, lambda x: 0 < x <= 1, "a share, above 0 to 1")
+    table.add_argument("--length", nargs="+", type=cli.whole(1), default=[1024, 2048], metavar="N")
+    share = cli.Rule(float, lambda x: 0 < x <= 1, "a share, above 0 to 1")
     table.add_argument("--share", nargs="+", type=share, default=[0.03, 0.04, 0.06, 0.08, 0.12], metavar="F")
-    table.add_argument("--features", type=cli.whole("--features", 1), default=64, metavar="F")
-    table.add_argument("--head-dim", type=cli.whole("--head-dim", 1), default=64, metavar="D")
+    table.add_argument("--features", type=cli.whole(1), default=64, metavar="F")
+    table.add_argument("--head-dim", type=cli.whole(1), default=64, metavar="D")
     table.add_argument(
         "--generated",
-        type=cli.whole("--generated", 1),
+        type=cli.whole(1),
         default=1,
         metavar="L",
         help="steps that share reading φ",
     )
     timed = verbs.add_parser("speed", help="a layer's decode read on one CPU, part by part")
-    timed.add_argument("--context", type=cli.whole("--context", 1), default=32768, metavar="N")
-    timed.add_argument("--batch", nargs="+", type=cli.whole("--batch", 1), default=[1, 8], metavar="B")
-    timed.add_argument("--rounds", type=cli.whole("--rounds", 1), default=15, metavar="R")
+    timed.add_argument("--context", type=cli.whole(1), default=32768, metavar="N")
+    timed.add_argument("--batch", nargs="+", type=cli.whole(1), default=[1, 8], metavar="B")
+    timed.add_argument("--rounds", type=cli.whole(1), default=15, metavar="R")
     cli.add(timed, "--dtype", default="float32")
     looked = verbs.add_parser("heads", help="errors of attention's output by head, with and without φ")
     looked.add_argument("--config", type=Path, required=True, help="of the maps and their traces")
-    looked.add_argument("--prompt", type=cli.whole("--prompt", 1), metavar="N", help="of the config's")
+    looked.add_argument("--prompt", type=cli.whole(1), metavar="N", help="of the config's")
     looked.add_argument("--maps", type=Path, required=True, metavar="FILE", help="as train.phi exports them")
     paid = verbs.add_parser("even", help="how many reads φ must spare to pay")
-    paid.add_argument("--rounds", type=cli.whole("--rounds", 1), default=15, metavar="R")
+    paid.add_argument("--rounds", type=cli.whole(1), default=15, metavar="R")
     shown = verbs.add_parser("report", help="report.md and pictures")
     for verb in (timed, looked, paid, shown):
         cli.add(verb, "--out", default=RESULTS)

@@ -25,7 +25,7 @@ from kvjax.policies.phi import Phi
 from kvjax.types import Params
 from kvjax.weights import load_weights
 from train.phi import batches, dropped
-from train.phi.objective import Task, errors, view
+from train.phi.objective import Task, errors, scored
 from train.phi.settings import Settings
 from train.trace_file import Traces
 
@@ -47,7 +47,7 @@ def look(task: Task, maps: Params, batch: dict[str, Array]) -> dict[str, Float[A
     """Of one sequence: ``entropy``, ``share`` (of φ in the whole mass) and, by count, ``mass``, ``alone`` and
     ``completed``; besides ``scores`` and ``guess`` of the middle of a head's first query [A, G, T], NaN
     elsewhere."""
-    x = view(task, maps, batch)
+    x = scored(task, maps, batch)
     p = jax.nn.softmax(jnp.where(x.inside, x.scores, -1e30), axis=-1)
     nats = -jnp.where(x.inside, p * jnp.log(jnp.maximum(p, 1e-30)), 0.0).sum(axis=-1)
     alone, completed = errors(x, batch["v"], COUNTS)
@@ -74,10 +74,10 @@ def measure(settings: Settings, model: LanguageModel, file: Path) -> Found:
       WeightsError: no maps of this model.
     """
     traces = Traces.open(settings.base.recording.folder)
-    traces.of(model, settings.base.source)
+    traces.check_model(model, settings.base.source)
     layers = load_weights(file, model).layers
     maps = {n: jnp.concatenate([layer[n] for layer in layers]) for n in layers[0] if n != "length"}
-    about, verdicts = traces.about, settings.base.folder / dropped.FOLDER
+    about, verdicts = traces.manifest, settings.base.folder / dropped.FOLDER
     if settings.policy is not None:
         dropped.prepare(settings, traces, model, verdicts, batches.usable(traces, settings)[1])
     task = Task(loss=settings.loss, target=settings.target, prompt=settings.prompt, softcap=about.softcap)
