@@ -42,7 +42,7 @@ A request's way from ``submit`` to its tokens; arrows cross threads:
                                 prefill.py    reads the prompt <─────────────────────────┘
                                               and draws the first token
                                 batch.py      the row enters the batch
-                                _segment.py   some steps of all rows, again and again
+                                decoding.py   some steps of all rows, again and again
                                 batch.py      the tokens on the host
                                 ticket.py     events, counted in metrics.py
   for event in ticket <──────────────┘

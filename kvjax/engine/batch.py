@@ -17,12 +17,12 @@ from kvjax.cache import pool
 from kvjax.cache import rows as row_ops
 from kvjax.cache.state import KVState, PoolOverflowError
 from kvjax.engine import pages as paging
-from kvjax.engine._dials import stack
-from kvjax.engine._segment import Drawn, Lengths, Run, look, segment
 from kvjax.engine.compiler import Program
+from kvjax.engine.decoding import BatchInputs, SampledTokens, Snapshot, decode_steps, snapshot
 from kvjax.engine.metrics import BatchMetrics, live, usages
 from kvjax.engine.pages import StoredState
 from kvjax.engine.request import MOST_STOPS, KVUsage
+from kvjax.engine.row_policies import stack
 from kvjax.engine.ticket import EngineRequest
 from kvjax.sampling import Sampling
 from kvjax.types import EMPTY, Params, Weighted
@@ -65,12 +65,12 @@ class RunningBatch:
         self.paged_layers = sum(bool(x.pools) for x in row.layers)
         self.page_sizes = [size for size, _ in self.list_shapes]
         self.rows: list[BatchRow | None] = [None] * rows  # None where one is free
-        self.known = look(self.state)  # what the state held after the last change, on the host
+        self.known = snapshot(self.state)  # what the state held after the last change, on the host
         self.used = time.monotonic()  # when it last had a row; the batch to drop is chosen by it
         self.sized = False  # have its pools the size that rows need? Before, there is a page in each
         self._order = 0
         self._stacked: tuple[list[int], Policy] | None = None
-        self._flight: tuple[float, Drawn, Lengths] | None = None
+        self._flight: tuple[float, SampledTokens, Snapshot] | None = None
 
     # --- what there is -----------------------------------------------------------------------------
 
@@ -224,7 +224,7 @@ class RunningBatch:
     def _refresh(self) -> None:
         """Page counts after a change."""
         assert not self.flying
-        self.known = look(self.state)
+        self.known = snapshot(self.state)
 
     # --- pages ---------------------------------------------------------------------------------------
 
@@ -282,14 +282,14 @@ class RunningBatch:
 
     def step(self, steps: int, now: int) -> None:
         """Begins up to ``now`` tokens of every row, by the program of ``steps``; ``land`` waits for them."""
-        self.state, drawn, known = segment(
+        self.state, drawn, known = decode_steps(
             self.model.network,
             self._policies(),
             steps,
             self.model.params,
             self.weights,
             self.state,
-            self._run(now),
+            self._inputs(now),
         )
         self._flight = time.monotonic(), drawn, known
 
@@ -298,7 +298,7 @@ class RunningBatch:
         """Is a program under way? Then rows neither come nor go, and ``known`` is what was before it."""
         return self._flight is not None
 
-    def land(self) -> tuple[Drawn, float]:
+    def land(self) -> tuple[SampledTokens, float]:
         """The tokens of the program that is under way, on the host, and the seconds that it took.
 
         Raises:
@@ -319,10 +319,10 @@ class RunningBatch:
         counts = list(self.counts if counts is None else counts)
         shared = self.shared if shared is None else shared
         state = paging.marked_shared(paging.shapes_with(self.state, counts), shared)
-        policies, run = self._policies(), self._run(steps)  # as they are now: another thread compiles
+        policies, run = self._policies(), self._inputs(steps)  # as they are now: another thread compiles
 
         def compile_program() -> None:
-            segment.lower(
+            decode_steps.lower(
                 self.model.network, policies, steps, self.model.params, self.weights, state, run
             ).compile()
 
@@ -336,7 +336,7 @@ class RunningBatch:
             self._stacked = key, stack(policies)
         return self._stacked[1]
 
-    def _run(self, steps: int) -> Run:
+    def _inputs(self, steps: int) -> BatchInputs:
         """What a program of so many steps takes of the rows; free rows take no part."""
         rows = len(self.rows)
         token, left = np.zeros(rows, np.int32), np.zeros(rows, np.int32)
@@ -348,7 +348,7 @@ class RunningBatch:
             stops[number, : len(request.stops)] = request.stops
             ranked[number] = request.options.logprobs is not None
         samplings = [GREEDY if row is None else row.request.sampling for row in self.rows]
-        return Run(
+        return BatchInputs(
             token=token,
             active=active,
             left=left,

@@ -12,9 +12,9 @@ from kvjax.cache import pool
 from kvjax.cache.state import KVState
 from kvjax.decode import RequestError
 from kvjax.engine import pages as paging
-from kvjax.engine._segment import Lengths
 from kvjax.engine.batch import RunningBatch
 from kvjax.engine.contexts import Contexts
+from kvjax.engine.decoding import Snapshot
 from kvjax.engine.prefix import Prefix, Prefixes
 from kvjax.engine.settings import EngineSettings
 from kvjax.engine.ticket import EngineRequest
@@ -114,7 +114,7 @@ class Memory:
 
     # --- reservations --------------------------------------------------------------------------------
 
-    def coming(self, request: EngineRequest, state: KVState, known: Lengths) -> int:
+    def coming(self, request: EngineRequest, state: KVState, known: Snapshot) -> int:
         """Tokens that the row is expected to store from here on."""
         left, share = max(request.left - 1, 0), self.settings.share
         if request.ticket.usage.preempted:

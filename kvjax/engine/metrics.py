@@ -16,7 +16,7 @@ from kvjax import metrics
 from kvjax.cache import ring as rings
 from kvjax.cache.pages import slots
 from kvjax.cache.state import KVState
-from kvjax.engine._segment import Lengths
+from kvjax.engine.decoding import Snapshot
 from kvjax.engine.request import HeldPositions, KVUsage
 from kvjax.sharding.specs import HEADS, of_state
 
@@ -192,7 +192,7 @@ class Counters:
 # --- what rows hold ------------------------------------------------------------------------------
 
 
-def live(state: KVState, known: Lengths) -> tuple[Int[np.ndarray, "L B K"], Float[np.ndarray, " B"]]:
+def live(state: KVState, known: Snapshot) -> tuple[Int[np.ndarray, "L B K"], Float[np.ndarray, " B"]]:
     """Live slots of every KV head and bytes of every row, from lengths that the host knows.
 
     With the ring, and in bytes with scales, metadata and φ, as ``kvjax.nbytes`` counts them.
@@ -213,7 +213,7 @@ def live(state: KVState, known: Lengths) -> tuple[Int[np.ndarray, "L B K"], Floa
     return np.stack(layers), size
 
 
-def usages(network: metrics.Network, state: KVState, known: Lengths) -> list[KVUsage]:
+def usages(network: metrics.Network, state: KVState, known: Snapshot) -> list[KVUsage]:
     """What each row holds."""
     layers, size = live(state, known)
     dtype = state.layers[0].ring.k.dtype

@@ -21,10 +21,10 @@ from kvjax.cache import pool
 from kvjax.cache.state import KVState, LayerCache, PoolOverflowError
 from kvjax.decode import RequestError
 from kvjax.engine import pages as paging
-from kvjax.engine._segment import first, look, prompt_log_probabilities
 from kvjax.engine.batch import RunningBatch
 from kvjax.engine.compiler import PATIENCE, Compiler, Program
 from kvjax.engine.contexts import HeldContext
+from kvjax.engine.decoding import first_token, prompt_log_probabilities, snapshot
 from kvjax.engine.errors import ContextMismatch, ContextNotFound
 from kvjax.engine.memory import Memory
 from kvjax.engine.metrics import Counters, usages
@@ -432,7 +432,7 @@ class Prefiller:
     def _first_token(self, prefill: Prefill) -> None:
         """Draws the token after the prompt."""
         request, options, state = prefill.request, prefill.request.options, prefill.state
-        known = look(state)
+        known = snapshot(state)
         if known.overflow:
             raise PoolOverflowError("a prompt ran out of pages: it was given too few.")
         kv = usages(self._model.network, state, known)[0]
@@ -443,7 +443,7 @@ class Prefiller:
             return
         assert prefill.logits is not None
         ranked, position = [options.logprobs is not None], np.asarray([len(request.tokens)], np.int32)
-        drawn = jax.device_get(first(prefill.logits, request.sampling, np.asarray(ranked), position))
+        drawn = jax.device_get(first_token(prefill.logits, request.sampling, np.asarray(ranked), position))
         request.deliver(request.record(drawn, 0), kv)
         if request.ticket.done:
             request.keep_inspection(state, 0, kv, metrics.allocated(state.layers))
@@ -459,7 +459,7 @@ class Prefiller:
         if not request.written:  # a context that nothing is added to
             self._first_token(prefill)
             return True
-        known = look(state)
+        known = snapshot(state)
         coming = self._memory.coming(request, state, known)
         start, lender = prefill.start, None
         if self._settings.share_pages and start is not None:

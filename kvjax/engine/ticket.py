@@ -15,7 +15,7 @@ import numpy as np
 
 from kvjax.algebra import Policy
 from kvjax.cache.state import KVState
-from kvjax.engine._segment import Drawn
+from kvjax.engine.decoding import SampledTokens
 from kvjax.engine.metrics import Counters, held_positions
 from kvjax.engine.request import Event, Inspection, KVUsage, LearnedWeights, Request, Usage
 from kvjax.sampling import Sampling
@@ -115,7 +115,7 @@ class Ticket:
         return [event.token for event in self if event.token is not None and not event.prompt]
 
     def cancel(self) -> None:
-        """End it: its row is free within one segment. Any thread, any time, as often as one likes."""
+        """Ends it: its row is free after the running program. From any thread, at any time, any number of times."""
         self._cancel()
 
     @property
@@ -220,7 +220,7 @@ class EngineRequest:
         self.ticket._restarted()
         self.counters.preempted += 1
 
-    def record(self, drawn: Drawn, row: int) -> list[Event]:
+    def record(self, drawn: SampledTokens, row: int) -> list[Event]:
         """Takes a row's drawn tokens; the events that are new, the last with the reason if it ends."""
         ranked, events = self.options.logprobs, []
         for at, token in enumerate(drawn.token[row].tolist()):

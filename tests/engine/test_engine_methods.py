@@ -15,8 +15,8 @@ import kvjax
 from kvjax import catalogue
 from kvjax.algebra import Number, Observation, Picked, Policy, Selection
 from kvjax.engine import Engine, Request
-from kvjax.engine._dials import by_rows, stack
 from kvjax.engine.request import LearnedWeights, WeightCache
+from kvjax.engine.row_policies import by_rows, stack
 from kvjax.types import EMPTY
 from pallas_kernels.ragged_decode.api import largest_scores
 

@@ -1,4 +1,4 @@
-"""The program of a lane: up to a few steps of every row, each row drawing as its request asked."""
+"""The program of a running batch: a few decode steps of every row; each row samples as its request says."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import numpy as np
 from kvjax import decode
 from kvjax.algebra import Policy
 from kvjax.cache.state import KVState
-from kvjax.engine._dials import by_rows
 from kvjax.engine.request import MOST_LOGPROBS
+from kvjax.engine.row_policies import by_rows
 from kvjax.sampling import Sampling, sample
 from kvjax.types import EMPTY, Network, Params, pytree
 
@@ -24,17 +24,17 @@ if TYPE_CHECKING:
 
 @pytree()
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Run:
-    """Rows that are being written.
+class BatchInputs:
+    """What the rows of a running batch feed next.
 
     Attributes:
       token: the last token of each row, written out but not yet fed; int [B].
       active: rows that are to be written on, bool [B].
       left: tokens each row may still write, int [B].
       stops: ids that end a row, EMPTY-padded, int [B, Z].
-      ranked: does a row want log-probabilities? bool [B].
+      ranked: whether a row wants log-probabilities, bool [B].
       how: sampling parameters.
-      steps: how many at most, up to those of the program; a number, so that fewer compile nothing.
+      steps: most steps, up to those of the program; traced, so that fewer compile nothing.
     """
 
     token: Any
@@ -48,7 +48,7 @@ class Run:
 
 @pytree()
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Drawn:
+class SampledTokens:
     """Tokens that were drawn; EMPTY where a row had ended. T of each row, or one of each without that axis.
 
     Attributes:
@@ -66,14 +66,14 @@ class Drawn:
 
 @pytree()
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Lengths:
-    """What the host knows of a state after a segment.
+class Snapshot:
+    """What the host knows of a state between two programs.
 
     Attributes:
       seen: tokens of each row, int [B].
       lists: live slots of each list, int [B, K, R], of every pool of every layer in turn.
       free: free pages of these pools; of each device where there are several.
-      overflow: did one of them lose a token?
+      overflow: whether one of them lost a token.
     """
 
     seen: Any
@@ -82,10 +82,10 @@ class Lengths:
     overflow: Any
 
 
-def lengths(state: KVState) -> Lengths:
-    """Of a state; pure."""
+def snapshot_of(state: KVState) -> Snapshot:
+    """The snapshot of a state. Pure."""
     pools = [pages for layer in state.layers for pages in layer.pools]
-    return Lengths(
+    return Snapshot(
         seen=state.length,
         lists=tuple(pages.length for pages in pools),
         free=tuple(pages.n_free for pages in pools),
@@ -93,12 +93,11 @@ def lengths(state: KVState) -> Lengths:
     )
 
 
-def look(state: KVState) -> Lengths:
-    """``lengths`` of a state, on the host; no program is run."""
+def snapshot(state: KVState) -> Snapshot:
+    """``snapshot_of`` a state, on the host; runs no program."""
     pools = [pages for layer in state.layers for pages in layer.pools]
-    found = jax.device_get((state.length, [(p.length, p.n_free, p.overflow) for p in pools]))
-    seen, rest = found
-    return Lengths(
+    seen, rest = jax.device_get((state.length, [(p.length, p.n_free, p.overflow) for p in pools]))
+    return Snapshot(
         seen=seen,
         lists=tuple(x[0] for x in rest),
         free=tuple(x[1] for x in rest),
@@ -107,67 +106,67 @@ def look(state: KVState) -> Lengths:
 
 
 @functools.partial(jax.jit, static_argnames=("network", "steps"), donate_argnames="state")
-def segment(
+def decode_steps(
     network: Network,
     policies: Policy,
     steps: int,
     params: Params,
     weights: Params,
     state: KVState,
-    run: Run,
-) -> tuple[KVState, Drawn, Lengths]:
+    rows: BatchInputs,
+) -> tuple[KVState, SampledTokens, Snapshot]:
     """Up to ``steps`` tokens of every active row.
 
     Args:
       network, params, weights: as in ``kvjax.decode.step``.
-      policies: those of all rows, stacked (``_dials.stack``).
+      policies: those of all rows, stacked (``row_policies.stack``).
       steps: static.
       state: donated; with free pages for whatever comes.
-      run: what rows are to be written, and how.
+      rows: what each row feeds next, and how it samples.
     """
-    policy, rows = by_rows(policies), state.rows
+    policy, batch = by_rows(policies), state.rows
     some = min(MOST_LOGPROBS, params["embed"].shape[0])
-    drawn = Drawn(
-        token=jnp.full((rows, steps), EMPTY, jnp.int32),
-        logprob=jnp.zeros((rows, steps), jnp.float32),
-        best=jnp.zeros((rows, steps, some), jnp.int32),
-        logprobs=jnp.zeros((rows, steps, some), jnp.float32),
+    drawn = SampledTokens(
+        token=jnp.full((batch, steps), EMPTY, jnp.int32),
+        logprob=jnp.zeros((batch, steps), jnp.float32),
+        best=jnp.zeros((batch, steps, some), jnp.int32),
+        logprobs=jnp.zeros((batch, steps, some), jnp.float32),
     )
 
-    def step(state: KVState, run: Run) -> tuple[KVState, Array]:
-        return decode.step(network, policy, params, weights, state, run.token, run.active)
+    def step(state: KVState, rows: BatchInputs) -> tuple[KVState, Array]:
+        return decode.step(network, policy, params, weights, state, rows.token, rows.active)
 
-    def advance(run: Run, logits: Array, state: KVState) -> tuple[Run, Drawn]:
-        fresh = draw(logits, run.how, run.ranked, state.length)
-        token = jnp.where(run.active, fresh.token, run.token)
-        written = dataclasses.replace(fresh, token=jnp.where(run.active, fresh.token, EMPTY))
-        left = run.left - run.active
-        active = run.active & (left > 0) & ~jnp.any(token[:, None] == run.stops, axis=-1)
-        return dataclasses.replace(run, token=token, left=left, active=active), written
+    def advance(rows: BatchInputs, logits: Array, state: KVState) -> tuple[BatchInputs, SampledTokens]:
+        fresh = draw(logits, rows.how, rows.ranked, state.length)
+        token = jnp.where(rows.active, fresh.token, rows.token)
+        written = dataclasses.replace(fresh, token=jnp.where(rows.active, fresh.token, EMPTY))
+        left = rows.left - rows.active
+        active = rows.active & (left > 0) & ~jnp.any(token[:, None] == rows.stops, axis=-1)
+        return dataclasses.replace(rows, token=token, left=left, active=active), written
 
-    state, _, drawn = decode.decode_loop(step, advance, state, run, drawn, run.steps)
-    return state, drawn, lengths(state)
+    state, _, drawn = decode.decode_loop(step, advance, state, rows, drawn, rows.steps)
+    return state, drawn, snapshot_of(state)
 
 
 def draw(
     logits: Float[Array, "B V"], how: Sampling, ranked: Bool[Array, " B"], position: Int[Array, " B"]
-) -> Drawn:
-    """One token a row, which will stand at ``position``; log-probabilities where a row wants them. Pure."""
+) -> SampledTokens:
+    """One token per row, which will stand at ``position``; log-probabilities where a row wants them. Pure."""
     token = sample(logits, how, position)
     logprob, best, logprobs = log_probabilities(logits, token, ranked)
-    return Drawn(token=token, logprob=logprob, best=best, logprobs=logprobs)
+    return SampledTokens(token=token, logprob=logprob, best=best, logprobs=logprobs)
 
 
 def log_probabilities(
     logits: Float[Array, "B V"], token: Int[Array, " B"], ranked: Bool[Array, " B"]
 ) -> tuple[Float[Array, " B"], Int[Array, "B X"], Float[Array, "B X"]]:
-    """Of the token, and of the likeliest ones; zeros where no row asks. Pure."""
+    """Log-probabilities of the token and of the likeliest ones; zeros where no row wants them. Pure."""
     some = min(MOST_LOGPROBS, logits.shape[-1])
 
     def rank() -> tuple[Array, Array, Array]:
         every = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
-        found, best = jax.lax.top_k(every, some)
-        return jnp.take_along_axis(every, token[:, None], axis=-1)[:, 0], best, found
+        values, best = jax.lax.top_k(every, some)
+        return jnp.take_along_axis(every, token[:, None], axis=-1)[:, 0], best, values
 
     def nothing() -> tuple[Array, Array, Array]:
         rows = logits.shape[0]
@@ -181,9 +180,9 @@ def log_probabilities(
 
 
 @jax.jit
-def first(
+def first_token(
     logits: Float[Array, "B V"], how: Sampling, ranked: Bool[Array, " B"], position: Int[Array, " B"]
-) -> Drawn:
+) -> SampledTokens:
     """The token that follows a prompt; arrays are [B, 1, ...]."""
     return jax.tree.map(lambda x: x[:, None], draw(logits, how, ranked, position))
 

@@ -1,9 +1,9 @@
-"""Policies of one structure in one batch: each row has its own dials.
+"""Policies of one structure in one batch: each row has its own hyperparameters.
 
-A policy's dials are leaves (``kvjax.algebra.Part``), so the policies of all rows can be stacked, a number a
-row. What a part computes of tokens and slots is computed a row at a time, under ``vmap``: there the part sees
-its own numbers, and its code knows nothing of rows. Structure is shared, and parts without dials are left as
-they are.
+A policy's traced hyperparameters are leaves (``kvjax.algebra.Part``), so the policies of all rows can be
+stacked, one number per row. What a part computes from tokens and slots runs row by row, under ``vmap``: there
+the part sees its own numbers, and its code knows nothing of rows. Structure is shared; parts without traced
+fields stay as they are.
 """
 
 from __future__ import annotations
@@ -31,17 +31,16 @@ def stack(policies: Sequence[Policy]) -> Policy:
 def by_rows(policy: Policy) -> Policy:
     """The stacked policy as the layers ask it, each of its answers row by row; a pytree like any policy."""
     parts = {part.place: _by_rows(part) if part.traced else part for part in policy.parts}
-    found = object.__new__(Policy)
-    vars(found).update(vars(policy) | parts)
-    return found
+    stacked = object.__new__(Policy)
+    vars(stacked).update(vars(policy) | parts)
+    return stacked
 
 
 def _by_rows(part: Part) -> Part:
-    mine: Any = type(part)
-    kind = _kind(mine)
-    found = object.__new__(kind)
-    vars(found).update(vars(part))
-    return found
+    own: Any = type(part)
+    by_row = object.__new__(_kind(own))
+    vars(by_row).update(vars(part))
+    return by_row
 
 
 @functools.cache
@@ -57,41 +56,41 @@ def _kind(kind: Any) -> type[Part]:
 def _rows_of(part: Part, method: Callable[..., Any], *args: Any) -> Any:
     """``method(part of a row, args of the row)``, of all rows; arrays of ``args`` have a leading axis B."""
 
-    def one(mine: Part, row: Any) -> Any:
+    def of_row(one: Part, row: Any) -> Any:
         alone = jax.tree.map(lambda x: x[None], row)
-        return jax.tree.map(lambda x: x[0], method(mine, *alone))
+        return jax.tree.map(lambda x: x[0], method(one, *alone))
 
-    return jax.vmap(one)(_stacked(part), args)
+    return jax.vmap(of_row)(_stacked(part), args)
 
 
 def _stacked(part: Part) -> Part:
-    """The part whose dials are arrays of rows, with the methods of a single row."""
+    """The part whose traced fields are arrays of rows, with the methods of a single row."""
     whole = object.__new__(part._of_one_row)  # type: ignore[attr-defined]
     vars(whole).update(vars(part))
     return whole
 
 
 def _at_layer(method: Callable[..., Any]) -> Callable[..., Any]:
-    """``at_layer``, where a part has one of its own: what it makes of the weights is a row's."""
+    """``at_layer`` of a part that overrides it: each row has its own result."""
 
     def call(self: Part, weights: Any, layer: int) -> OfRows:
-        return OfRows(jax.vmap(lambda mine: method(mine, weights, layer))(_stacked(self)))
+        return OfRows(jax.vmap(lambda one: method(one, weights, layer))(_stacked(self)))
 
     return call
 
 
 def _weights(params: Any) -> tuple[OfRows | None, Callable[[OfRows | None], Any]]:
-    """What of the weights goes along rows, and the weights of one of these."""
+    """The weights that have a row axis, and a function to the weights of one row."""
     own = params if isinstance(params, OfRows) else None
     return own, lambda row: params if row is None else jax.tree.map(lambda x: x[0], row.tree)
 
 
 def _after_weights(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Methods whose first argument are learned weights, mostly the same for all rows."""
+    """Methods whose first argument are learned weights, usually the same for all rows."""
 
     def call(self: Part, params: Any, *args: Any) -> Any:
         own, of = _weights(params)
-        return _rows_of(self, lambda mine, own, *row: method(mine, of(own), *row), own, *args)
+        return _rows_of(self, lambda one, own, *row: method(one, of(own), *row), own, *args)
 
     return call
 
@@ -104,13 +103,13 @@ def _plain(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _observing(method: Callable[..., Any]) -> Callable[..., Any]:
-    """``arrive`` and ``admit``: of an observation, the layer is no row's."""
+    """``arrive`` and ``admit``: an observation belongs to rows, except its layer."""
 
     def call(self: Part, params: Any, observed: Any) -> Any:
         own, of = _weights(params)
 
-        def see(mine: Part, own: Any, pos: Array, total: Array, values: dict[str, Array]) -> Any:
-            return method(mine, of(own), dataclasses.replace(observed, pos=pos, total=total, values=values))
+        def see(one: Part, own: Any, pos: Array, total: Array, values: dict[str, Array]) -> Any:
+            return method(one, of(own), dataclasses.replace(observed, pos=pos, total=total, values=values))
 
         return _rows_of(self, see, own, observed.pos, observed.total, observed.values)
 
@@ -118,20 +117,20 @@ def _observing(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _targets(method: Callable[..., Any]) -> Callable[..., Any]:
-    """``targets``: of a frame, what the logits said and what is protected may be a row's."""
+    """``targets``: a frame's confidence and its protected tokens may belong to a row."""
 
     def call(self: Part, frame: Frame, length: Array, scores: Array | None) -> Any:
-        def of(mine: Part, length: Array, given: dict[str, Array]) -> Any:
+        def of(one: Part, length: Array, extra: dict[str, Array]) -> Any:
             row = dataclasses.replace(
                 frame,
-                confidence=given.get("confidence"),
+                confidence=extra.get("confidence"),
                 # A number, as a single policy has it.
-                protected=given["protected"][0] if "protected" in given else frame.protected,
+                protected=extra["protected"][0] if "protected" in extra else frame.protected,
             )
-            return method(mine, row, length, given.get("scores"))
+            return method(one, row, length, extra.get("scores"))
 
-        given = {"confidence": frame.confidence, "protected": frame.protected, "scores": scores}
-        return _rows_of(self, of, length, {name: x for name, x in given.items() if np.ndim(x)})
+        extra = {"confidence": frame.confidence, "protected": frame.protected, "scores": scores}
+        return _rows_of(self, of, length, {name: x for name, x in extra.items() if np.ndim(x)})
 
     return call
 
@@ -142,9 +141,9 @@ def _select(method: Callable[..., Any]) -> Callable[..., Any]:
     def call(self: Part, params: Any, q: Array, pages: Any, list_id: int, total: Array, longest: int) -> Any:
         own, of = _weights(params)
 
-        def see(mine: Part, own: Any, q: Array, table: Array, length: Array, total: Array) -> Any:
+        def see(one: Part, own: Any, q: Array, table: Array, length: Array, total: Array) -> Any:
             lists = dataclasses.replace(pages, table=table, length=length)
-            return method(mine, of(own), q, lists, list_id, total, longest)
+            return method(one, of(own), q, lists, list_id, total, longest)
 
         return _rows_of(self, see, own, q, pages.table, pages.length, total)
 
