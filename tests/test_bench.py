@@ -16,15 +16,16 @@ import kvjax
 from benchmarks import (
     ablate,
     arguments,
-    beginnings,
     decode,
     fill,
     host,
+    machine,
     plot,
     profile,
     random_model,
     ratios,
     results,
+    serve,
     summary,
 )
 from benchmarks import compile as compiling
@@ -121,6 +122,19 @@ def test_our_side_is_measured_on_a_mesh(tmp_path):
     assert all("mesh" not in row for row in run["rows"] if row["system"] != "kvjax")
 
 
+def test_a_run_in_a_checkout_names_its_commit():
+    if not (Path(__file__).parents[1] / ".git").exists():
+        pytest.skip("this is no checkout")
+    assert machine.commit()
+
+
+@pytest.mark.parametrize("word", ["--shape", "--static"])
+def test_the_kernels_have_a_command_line_of_their_own(word, capsys):
+    with pytest.raises(SystemExit):
+        main(["kernels", word, "nonsense"])
+    assert "python -m benchmarks kernels" in capsys.readouterr().err
+
+
 def test_a_run_says_command_machine_and_model_but_not_where(table):
     folder, (run,) = table
     assert run["command"] == f"python -m benchmarks decode --quick --policy '{PER_HEAD}' --batch 2"
@@ -128,8 +142,8 @@ def test_a_run_says_command_machine_and_model_but_not_where(table):
     assert run["machine"]["jax"] == jax.__version__
     assert str(folder) not in json.dumps(run)
     assert not list(folder.glob("*.jsonl")), "the journal of a finished run is removed"
-    asked = {ratio["what"]: ratio for ratio in run["ratios"]}
-    assert asked["per-head 75 %, speed over our dense quarter"]["aim"] == 0.8
+    by_name = {ratio["what"]: ratio for ratio in run["ratios"]}
+    assert by_name["per-head 75 %, speed over our dense quarter"]["aim"] == 0.8
 
 
 def test_seconds_of_compiling_are_the_compilers_own(table):
@@ -193,10 +207,10 @@ def test_ratios_of_known_rows_meet_or_miss_their_aims():
 def test_a_further_policy_of_ours_is_asked_about_our_full_cache():
     rows = _rows()
     rows.append(rows[1] | {"config": "wg-kv", "tokens_per_s": 300.0, "live_bytes": 27})
-    asked = ratios.answer(ratios.questions("decode", rows), rows)
-    mine = {r["what"].split(", ", 1)[1]: r["ratio"] for r in asked if r["what"].startswith("`wg-kv`")}
-    assert mine["speed over our full cache"] == 2.0
-    assert mine["live bytes over full, after the prompt"] == 0.27
+    answers = ratios.answer(ratios.questions("decode", rows), rows)
+    ratio_of = {r["what"].split(", ", 1)[1]: r["ratio"] for r in answers if r["what"].startswith("`wg-kv`")}
+    assert ratio_of["speed over our full cache"] == 2.0
+    assert ratio_of["live bytes over full, after the prompt"] == 0.27
     assert len(ratios.questions("decode", _rows())) == len(ratios.DECODE)
 
 
@@ -216,13 +230,13 @@ def test_the_newest_row_of_a_kind_is_drawn_and_other_models_are_not():
 
 def test_a_piece_that_compiled_is_not_timed():
     pieces = [{"seconds": s, "compile_seconds": c, "tokens": 16} for s, c in ((9, 8), (1, 0), (5, 4), (2, 0))]
-    lane = decode.Lane(config=None, row={})  # type: ignore[arg-type]
+    side = decode.Side(config=None, row={})  # type: ignore[arg-type]
     size = {"live": 1, "allocated": 2}
-    row = decode._row(lane, 1, size, [pieces[0], pieces[0], *pieces[1:]], size)
+    row = decode._row(side, 1, size, [pieces[0], pieces[0], *pieces[1:]], size)
     assert row["piece_s"] == [1, 2]
     assert row["tokens_per_s"] == round(16 / 1.5, 2)
     assert (row["step_ms_p50"], row["step_ms_p95"]) == (93.75, 121.875)  # of 1/16 and 2/16 s
-    row = decode._row(lane, 1, size, pieces[:1] * 4, size)
+    row = decode._row(side, 1, size, pieces[:1] * 4, size)
     assert "compiled" in row["skipped"]
 
 
@@ -242,7 +256,7 @@ def test_an_interrupted_run_goes_on_and_another_command_begins_anew(tmp_path):
 
 
 def test_measured_cells_are_not_measured_again():
-    settings = arguments.parse(["decode", "--batch", "1", "8", "--dtype", "float32"])
+    _, settings = arguments.parse(["decode", "--batch", "1", "8", "--dtype", "float32"])
     assert decode.todo(settings, {("float32", 2048, 1), ("float32", 8192, 1), ("float32", 8192, 8)}) == [
         ("float32", 2048, [8])
     ]
@@ -256,7 +270,7 @@ def test_measured_cells_are_not_measured_again():
 def test_a_profile_adds_up_and_its_page_names_who_is_above_the_limit(tmp_path):
     """One policy of a tiny model through the whole ladder, in this process."""
     random_model.write(tmp_path / "model", random_model.TINY, 0)
-    bench = ablate.Bench()
+    bench = ablate.Ladder()
     bench.load(str(tmp_path / "model"), "float32")
     found = bench.profile("knorm + uniform(32, every_step)", 128, tokens=2, warm=1, rounds=2, seed=0)
     assert set(found["seconds"]) == {"weights", "ring", "read", "all", "alone"}
@@ -275,7 +289,7 @@ def test_a_profile_adds_up_and_its_page_names_who_is_above_the_limit(tmp_path):
     assert "| `learned` | skipped: no weights |" in page
     assert f"Above it: `{found['policy']}` at 128 tokens, float32 (11%)." in page
     later = run | {"rows": [run["rows"][0] | {"policy_share": 0.1}]}
-    assert "None is above it." in profile.page([run, later]), "the newest row of a cell counts"
+    assert "No policy is above it." in profile.page([run, later]), "the newest row of a cell counts"
     assert f"`{found['policy']}`" in profile.page([later, run]).split("Above it:")[1]
 
 
@@ -290,7 +304,7 @@ def test_a_filled_state_ranks_by_attention_that_is_drawn(spec):
 
 
 def test_every_shipped_policy_is_profiled_at_every_context():
-    settings = arguments.parse(["profile"])
+    _, settings = arguments.parse(["profile"])
     cells = profile.cells(settings)
     for context in (2048, 32768):
         here = {catalogue.policy(spec) for _, at, spec in cells if at == context}
@@ -324,7 +338,7 @@ def test_parts_bring_their_own_untrained_weights():
     assert fill.untrained(tiny.model(), Policy(admission=Learner()), 7) == {"admission": [{"seed": 7}] * 2}
 
 
-def test_the_host_pays_for_a_segment_at_least_what_a_call_costs():
+def test_the_host_pays_for_a_multi_step_decode_at_least_what_a_call_costs():
     found = host.host(2, "window(16) + sinks(4)", 3)
     assert 0 < found["host_us_per_call"] <= found["host_us_per_token"] * 64 * 1.01
     assert found["leaves"] > 2 * 8
@@ -359,21 +373,21 @@ def test_a_start_is_measured_by_depth_and_layers_share_their_programs():
 
 
 def test_serve_takes_what_it_measures_from_the_command_line():
-    asked = arguments.parse(
+    _, options = arguments.parse(
         ["serve", "--batch", "2", "4", "--long", "640", "--policy", "full", "knorm + uniform(0.25)"]
         + ["--part", "price", "memory"]
     )
-    assert (asked.batches, asked.long) == ((2, 4), 640)
-    assert asked.policies == ("full", "knorm + uniform(0.25)")
-    assert asked.parts == ("price", "memory")
-    assert arguments.parse(["serve", "--quick"]).prompt == 96
+    assert (options.batches, options.long) == ((2, 4), 640)
+    assert options.policies == ("full", "knorm + uniform(0.25)")
+    assert options.parts == ("price", "memory")
+    assert arguments.parse(["serve", "--quick"])[1].prompt == 96
     with pytest.raises(PolicyError):
         arguments.parse(["serve", "--policy", "snapkw"])
 
 
 def test_a_request_that_begins_like_one_that_is_held_reads_the_rest(tiny_folder):
     settings = Serving(prefix=300, segment=4)
-    rows = beginnings.prefix(kvjax.load(tiny_folder), settings, "full")
+    rows = serve.prefix(kvjax.load(tiny_folder), settings, "full")
     assert [row["asked"] for row in rows] == [1, 2, 3]
     assert [row["cached_tokens"] for row in rows] == [0, 256, 256]  # of 300, up to a border of chunks
     assert {row["prompt"] for row in rows} == {336}

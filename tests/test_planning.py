@@ -18,11 +18,9 @@ from kvjax.models.decoder import shapes
 from kvjax.models.hf_config import ModelError
 from kvjax.plan import __main__ as command
 from kvjax.plan import _arguments, _estimate, _plan, _programs, _search, _shapes
-from kvjax.plan import _case as cases
-from kvjax.plan._case import Case
 from kvjax.plan._collectives import Collective, collectives
-from kvjax.plan._estimate import Known
-from kvjax.plan._programs import Program
+from kvjax.plan._deployment import Deployment, check
+from kvjax.plan._programs import Compiled, Program
 from kvjax.sharding.mesh import MeshError
 from pallas_kernels.measure import aot
 from pallas_kernels.measure.chips import CHIPS, Chip
@@ -32,10 +30,10 @@ LLAMA = published.spec("llama-3.1-8b")
 LONG = 131072
 
 
-def case(policy: str, rows: int = 12, context: int = LONG, **more) -> Case:
+def case(policy: str, rows: int = 12, context: int = LONG, **more) -> Deployment:
     """On sixteen devices, six rows and one KV head each."""
     mesh = more.pop("mesh", _search.abstract(2, 8, 1))
-    return Case(LLAMA, kvjax.policy(policy), mesh, rows, context, **more)
+    return Deployment(LLAMA, kvjax.policy(policy), mesh, rows, context, **more)
 
 
 def program(**more) -> Program:
@@ -89,15 +87,15 @@ def test_slots_of_a_stream(policy, share, slots):
     one = case(policy, share=share)
     window = one.policy.window(LONG)
     expected = {"gvote": LONG // 8 - window, "quest": LONG - window}.get(policy, slots)
-    assert cases.slots(one) == (expected,) * 32
+    assert _shapes.slots(one) == (expected,) * 32
 
 
 def test_slots_fall_with_the_layers_of_a_pyramid():
-    found = cases.slots(case("snapkv(32) + pyramid(1024, slope=2)"))
+    found = _shapes.slots(case("snapkv(32) + pyramid(1024, slope=2)"))
     assert found[0] == 1536 - 32
     assert found[-1] == 512 - 32
     assert list(found) == sorted(found, reverse=True)
-    assert cases.slots(case("snapkv(32) + pyramid(1024, slope=2)").shallow(3)) == found[:3]
+    assert _shapes.slots(case("snapkv(32) + pyramid(1024, slope=2)").shallow(3)) == found[:3]
 
 
 # --- bytes ----------------------------------------------------------------------------------------
@@ -116,13 +114,13 @@ def test_bytes_of_a_full_cache_by_hand():
 def test_pools_by_hand():
     """32,704 slots a stream are 128 pages of 256; beside them room for what is written next."""
     gated = case("write_gate(0.1)", share=0.25)
-    (one,) = _shapes.held(gated.shallow(1))
+    (one,) = _shapes.layer_sizes(gated.shallow(1))
     (pages,) = one.cache.pools
     assert pages.size == 256
     # Six streams: 766 pages of live slots, two further pages each and 512 tokens more: 784, of a class of 64.
     assert pages.count == 16 * 832
     fullest = dataclasses.replace(gated, imbalance=1.5)
-    (more,) = _shapes.held(fullest.shallow(1))[0].cache.pools
+    (more,) = _shapes.layer_sizes(fullest.shallow(1))[0].cache.pools
     assert 1.4 * 832 <= more.count / 16 <= 1.6 * 832
     alike = case("snapkv + uniform(1024)", imbalance=1.5)
     assert alike.fullest == 1.0
@@ -137,7 +135,7 @@ def test_a_real_state_is_as_large_as_planned(policy):
     state = decode.reserve(policy, state, decode.MAX_STEPS, 1, ahead=decode.HORIZON)
     real = sum(leaf.nbytes for leaf in jax.tree.leaves(state.layers))
     mesh = _search.abstract(1, 1, 1)
-    planned = Case(one.network.spec, policy, mesh, 2, context, dtype="float32", chunk=64)
+    planned = Deployment(one.network.spec, policy, mesh, 2, context, dtype="float32", chunk=64)
     assert _estimate.resident(planned).allocated == real
     assert _estimate.resident(planned).weights == sum(x.nbytes for x in jax.tree.leaves(one.params))
 
@@ -157,7 +155,7 @@ def test_learned_weights_have_the_shapes_of_trained_ones():
 
 def test_the_roofline_by_hand():
     chip = Chip(name="toy", memory=2**34, bandwidth=1e12, links=1e11, flops=1e15)
-    half = Known(
+    half = Compiled(
         case=case("full", rows=6), program=program(collectives={Collective("all-reduce", 8, 24576): 65})
     )
     found = _estimate.roofline(case("full"), half, chip)
@@ -173,7 +171,7 @@ def test_the_roofline_by_hand():
 
 
 def test_a_selection_loads_what_it_visits():
-    full, quest = (_shapes.held(case(name).shallow(3))[2] for name in ("full", "quest(chunks=32)"))
+    full, quest = (_shapes.layer_sizes(case(name).shallow(3))[2] for name in ("full", "quest(chunks=32)"))
     assert 6 * quest.read < full.read
     assert quest.live > full.live
 
@@ -227,7 +225,7 @@ def test_what_is_between_is_carried_on_along_a_line():
     one, two = Collective("all-reduce", 8, 64), Collective("all-gather", 8, 64)
     few = program(outputs=7, padding=40, temporary=100, code=10, collectives={one: 5, two: 1})
     more = program(outputs=7, padding=60, temporary=104, code=14, collectives={one: 7, two: 1}, depths=(3,))
-    found = _programs.carried_on(few, more, 30, 12345)
+    found = _programs.extrapolated(few, more, 30, 12345)
     assert (found.arguments, found.padding) == (12345 + 640, 640)
     assert (found.outputs, found.temporary, found.code) == (7, 220, 130)
     assert found.collectives == {one: 65, two: 1}
@@ -237,14 +235,14 @@ def test_what_is_between_is_carried_on_along_a_line():
 @pytest.mark.parametrize("limit", [0, 1, 2, 3, 7, 8, 9, 99, 100])
 def test_the_largest_that_fits(limit):
     asked = []
-    assert _estimate.largest(lambda n: asked.append(n) or n <= limit, 100) == limit
+    assert _search.largest(lambda n: asked.append(n) or n <= limit, 100) == limit
     assert len(asked) <= 14
     assert max(asked) <= 100
 
 
 def test_searches_agree_with_the_sum():
     one, memory = case("full"), CHIPS["v5e"].memory
-    known = Known(case=one, program=program())
+    known = Compiled(case=one, program=program())
     total = lambda x: _estimate.bytes_like(x, known).total  # noqa: E731
     rows = _search.most_rows(one, known, memory)
     assert rows == 12
@@ -256,7 +254,7 @@ def test_searches_agree_with_the_sum():
 
 def test_what_is_between_grows_with_rows_and_context():
     one = case("full", rows=4, context=65536)
-    known = Known(case=one, program=program(temporary=90, outputs=10, code=7), padding=0.5)
+    known = Compiled(case=one, program=program(temporary=90, outputs=10, code=7), padding=0.5)
     found = _estimate.bytes_like(case("full"), known)
     assert (found.temporary, found.code) == (100 * 3 * 2, 7)
     assert found.padding == found.allocated // 2
@@ -267,7 +265,7 @@ def test_what_is_between_grows_with_rows_and_context():
 
 def test_what_would_fit_does():
     one = case("write_gate(0.1)", rows=96, share=0.5)
-    known = Known(case=one, program=program())
+    known = Compiled(case=one, program=program())
     ways = _search.remedies(one, known, CHIPS["v5e"])
     assert [way.split()[0] for way in ways] == ["--rows", "--context", "--share", "64", "--policy"]
     said = {way.split()[0]: way.split()[1] for way in ways[:3]}
@@ -349,10 +347,10 @@ def test_a_topology_that_the_compiler_does_not_know(monkeypatch):
 def test_a_step_without_room_is_tried_with_fewer_rows():
     tried = []
 
-    def compile_(one: Case) -> Program:
+    def compile_(one: Deployment) -> Program:
         tried.append(one.rows)
         if one.rows > 4:
-            raise _programs.NoRoom("no room")
+            raise _programs.NoRoomError("no room")
         return program()
 
     known = _plan.compiled(compile_, case("full", rows=12))
@@ -375,4 +373,4 @@ def test_a_question_is_read(tmp_path):
 
 def test_a_mesh_refuses_rows_it_does_not_divide():
     with pytest.raises(MeshError, match="data=2 does not divide 13 rows"):
-        cases.check(case("full", rows=13))
+        check(case("full", rows=13))
