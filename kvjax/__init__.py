@@ -9,9 +9,8 @@ from kvjax.loading import load
 from kvjax.metrics import nbytes
 from kvjax.saving import Saved, StateError, open, save
 from kvjax.sharding.mesh import Mesh, MeshError, mesh
+from kvjax.version import __version__ as __version__
 from kvjax.weights import save_weights, weights_for
-
-__version__ = "0.1.0"
 
 __all__ = [
     "PRESETS",

@@ -72,7 +72,7 @@ def generate(folder: Path) -> None:
 
 def train(folder: Path) -> None:
     """Two steps of the loop that trained the embedded model."""
-    from train import pretrain
+    from train.embedded import pretrain
 
     state = pretrain.run(_setup(folder))
     lines = (folder / "run" / "log.jsonl").read_text().splitlines()
@@ -83,7 +83,7 @@ def train(folder: Path) -> None:
 def save(folder: Path) -> None:
     """The checkpoint of the training into an HF folder."""
     from kvjax.models import hf
-    from train import pretrain
+    from train.embedded import pretrain
 
     have = _setup(folder)
     step, params = pretrain.latest(have)
@@ -94,7 +94,7 @@ def save(folder: Path) -> None:
 def load(folder: Path) -> None:
     """The HF folder holds the checkpoint's weights, and they run."""
     import kvjax
-    from train import pretrain
+    from train.embedded import pretrain
 
     step, params = pretrain.latest(_setup(folder))
     model = kvjax.load(folder / "model")
@@ -104,7 +104,7 @@ def load(folder: Path) -> None:
 
 
 def _setup(folder: Path) -> Any:
-    from train.setup import setup
+    from train.embedded.setup import setup
 
     return setup(CONFIG | {"folder": str(folder / "run"), "tokenizer": str(folder / "tokenizer.json")})
 

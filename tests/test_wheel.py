@@ -20,7 +20,8 @@ BUILD = "from setuptools import build_meta; print(build_meta.build_wheel({!r}))"
 GENERATE = """
 import kvjax
 model = kvjax.load()
-for policy in ("full", "write_gate(window=32) + sinks(4)", "kvp + uniform(0.5)", "topk(0.1) + phi", "duo(0.5)"):
+policies = ("full", "write_gate(window=32)", "kvp + uniform(0.5)", "topk(0.1) + phi", "duo(0.5)")
+for policy in policies:
     run = kvjax.generate(model, policy, ["The old man walked slowly to the harbour."], max_new_tokens=1)
     assert len(run.tokens[0]) == 1
 aggressive = kvjax.weights_for("write_gate", model, "aggressive")

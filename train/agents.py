@@ -1,4 +1,4 @@
-"""Small networks of a model's heads trained side by side: one axis for all of them, cut over the devices."""
+"""Shards small networks that are trained side by side, one for each KV head, along one axis."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from train.config import ConfigError
 
 @dataclasses.dataclass(frozen=True)
 class AgentLayout(mesh.Layout):
-    """Agents spread over the devices: of a batch each has what its agents see."""
+    """Shards agents over the devices."""
 
     def batch(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """A batch on the mesh: by agent what has agents, everything else on every device."""
+        """A batch on the mesh: arrays with an axis of agents are sharded by it, all others replicated."""
         spec = lambda value: mesh.P(None, TENSOR) if value.ndim > 2 else mesh.P()  # noqa: E731
         return {name: shard(value, self.of(spec(value))) for name, value in batch.items()}
 
 
-def make_layout(devices: int, agents: int, of: Sequence[Any] | None = None) -> AgentLayout:
-    """So many devices, of this machine unless others are given.
+def make_layout(count: int, agents: int, devices: Sequence[Any] | None = None) -> AgentLayout:
+    """A layout over the first ``count`` devices, by default of this machine.
 
     Raises:
-      ConfigError: too few of them, or agents that do not divide over them.
+      ConfigError: too few devices, or agents that do not divide over them.
     """
-    if agents % devices:
-        raise ConfigError(f"devices: {devices} does not divide {agents} agents. Make it a divisor of them.")
-    found = len(jax.devices() if of is None else of)
-    if found < devices:
+    if agents % count:
+        raise ConfigError(f"devices: {count} does not divide {agents} agents. Make it a divisor of them.")
+    available = len(jax.devices() if devices is None else devices)
+    if available < count:
         raise ConfigError(
-            f"devices: {devices} needs as many, {found} are here. Make it smaller; on a CPU, "
+            f"devices: {count} needs as many, {available} are here. Make it smaller; on a CPU, "
             "XLA_FLAGS=--xla_force_host_platform_device_count=N makes more."
         )
-    return AgentLayout(mesh.layout(1, devices, of).mesh)
+    return AgentLayout(mesh.layout(1, count, devices).mesh)

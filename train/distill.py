@@ -1,8 +1,8 @@
-"""A frozen model walked twice over the same tokens, as it is and with gates, and what sets the two apart.
+"""Distillation of a frozen model: its forward pass with and without gates, and the loss between the two.
 
 The student attends with ``log(g + eps)`` added to the scores of keys outside the window (WG-KV,
-arXiv 2512.17452, section 3). Both walks run the same kernel, the teacher's with log gates of nought, so
-gates of one cost nothing. Layers are one scan: all have the same mathematics.
+arXiv 2512.17452, section 3). Teacher and student run the same kernel, the teacher with log gates of 0, so
+that gates of 1 have a loss of exactly 0. Layers are scanned, so all must have the same mathematics.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from kvjax.models import decoder
 from kvjax.models.spec import ModelSpec
 from kvjax.sharding.specs import HEADS, RESIDUAL
-from kvjax.types import AttendFn, Heads, Params
+from kvjax.types import Heads, Params
 from pallas_kernels.gated.api import gated
 from train.mesh import Layout
 
@@ -28,15 +28,15 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Net:
-    """What is static in a walk.
+class GatedModel:
+    """The static arguments of a forward pass.
 
     Attributes:
-      spec: the backbone; its layers all attend fully.
-      layout: where arrays live.
-      window: W, latest keys that no gate touches.
+      spec: the backbone; all its layers attend fully.
+      layout: the mesh of all arrays.
+      window: W, the latest keys, which no gate touches.
       eps: what a closed gate leaves.
-      remat: keep one residual stream a layer for the backward pass and compute the rest again.
+      remat: keep only the residual stream of each layer for the backward pass and recompute the rest.
       impl: of the attention kernel.
     """
 
@@ -48,8 +48,8 @@ class Net:
     impl: str | None = None
 
 
-Layer = Callable[[Params, Heads], "tuple[Array, Array]"]
-"""``(trained leaves of the layer, heads) -> (mixed values [B, T, N, H], what the loss wants to see)``."""
+LayerAttention = Callable[[Params, Heads], "tuple[Array, Array]"]
+"""``(trained leaves of the layer, heads) -> (mixed values [B, T, N, H], a result for the loss)``."""
 
 
 def log_gate(z: Float[Array, ...], eps: float) -> Float[Array, ...]:
@@ -58,95 +58,92 @@ def log_gate(z: Float[Array, ...], eps: float) -> Float[Array, ...]:
 
 
 def hard_gate(z: Float[Array, ...], tau: float | Array) -> Float[Array, ...]:
-    """0 where the gate is at least tau, else -inf: what inference does."""
+    """The log gate of inference: 0 where the gate is at least tau, else -inf."""
     return jnp.where(jax.nn.sigmoid(z) >= tau, 0.0, -jnp.inf)
 
 
-def attend(net: Net, x: Heads, log_gates: Float[Array, "B K T"]) -> Float[Array, "B T N H"]:
-    """Gated attention; each device has the rows and heads of its place in the mesh."""
+def gated_attention(model: GatedModel, x: Heads, log_gates: Float[Array, "B K T"]) -> Float[Array, "B T N H"]:
+    """Attention under gates; each device computes its own rows and heads."""
 
     def local(q: Array, k: Array, v: Array, g: Array) -> Array:
-        return gated(q, k, v, g, window=net.window, softcap=x.softcap, impl=net.impl)[0]
+        return gated(q, k, v, g, window=model.window, softcap=x.softcap, impl=model.impl)[0]
 
     q, k, v = (jnp.swapaxes(part, 1, 2) for part in (x.q, x.k, x.v))
-    out = net.layout.mesh.each(local, (q, k, v, log_gates), (HEADS,) * 4, HEADS)
+    out = model.layout.mesh.each(local, (q, k, v, log_gates), (HEADS,) * 4, HEADS)
     return jnp.swapaxes(out, 1, 2).astype(x.v.dtype)
 
 
-def untouched(net: Net) -> Layer:
-    """The model's own attention."""
+def gated_layer(
+    model: GatedModel, logits: Callable[..., Array], threshold: float | Array | None = None
+) -> LayerAttention:
+    """Attention under gates of ``logits(leaves, k_pre, k)``, soft or thresholded; also returns their z."""
 
-    def layer(_: Params, x: Heads) -> tuple[Array, Array]:
-        b, t, k, _h = x.k.shape
-        return attend(net, x, jnp.zeros((b, k, t))), jnp.zeros(())
-
-    return layer
-
-
-def gated_by(net: Net, logits: Callable[..., Array], threshold: float | Array | None = None) -> Layer:
-    """Attention under gates ``logits(leaves, k_pre, k)``, soft, or hard at a threshold; gives their z."""
-
-    def layer(leaves: Params, x: Heads) -> tuple[Array, Array]:
+    def attend(leaves: Params, x: Heads) -> tuple[Array, Array]:
         z = logits(leaves, jnp.swapaxes(x.k_pre, 1, 2), jnp.swapaxes(x.k, 1, 2))
-        return attend(net, x, log_gate(z, net.eps) if threshold is None else hard_gate(z, threshold)), z
+        log_gates = log_gate(z, model.eps) if threshold is None else hard_gate(z, threshold)
+        return gated_attention(model, x, log_gates), z
 
-    return layer
+    return attend
 
 
-def walk(
-    net: Net, backbone: Params, trained: Any, tokens: Int[Array, "B T"], layer: Layer
+def forward(
+    model: GatedModel, backbone: Params, trained: Any, tokens: Int[Array, "B T"], attend: LayerAttention
 ) -> tuple[Float[Array, "B T D"], Any]:
     """Tokens to the last layer's output, before the final norm.
 
     Args:
-      net: static settings.
+      model: static arguments.
       backbone: weights of ``train.mesh.stacked``.
-      trained: a tree whose leaves begin with [L]: each layer's leaves for ``layer``; or None.
+      trained: a tree whose leaves begin with [L], the leaves of each layer for ``attend``; or None.
       tokens: whole rows, no padding.
-      layer: attention of one layer.
+      attend: attention of one layer.
 
     Returns:
-      (output, what the layers gave to see, stacked [L, ...]).
+      (output, the second results of ``attend``, stacked [L, ...]).
     """
-    spec = net.spec.at(tokens.shape[1])
+    spec = model.spec.at(tokens.shape[1])
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    pin = functools.partial(net.layout.mesh.pinned, spec=RESIDUAL)
+    pin = functools.partial(model.layout.mesh.pinned, spec=RESIDUAL)
 
-    def block(x: Array, leaves: tuple[Params, Any]) -> tuple[Array, Array]:
-        weights, mine = leaves
+    def block(x: Array, layer: tuple[Params, Any]) -> tuple[Array, Array]:
+        weights, leaves = layer
 
-        def seam(_: int, heads: Heads, seen: Any) -> tuple[Array, Any]:
-            return layer(mine, heads)
+        def attend_layer(_: int, heads: Heads, carry: Any) -> tuple[Array, Any]:
+            return attend(leaves, heads)
 
-        seam_: AttendFn[Any] = seam
-        x, seen = decoder.layer(spec, weights, 0, x, positions, seam_, None)
+        x, seen = decoder.layer(spec, weights, 0, x, positions, attend_layer, None)
         return pin(x), seen
 
-    body = jax.checkpoint(block, prevent_cse=False) if net.remat else block
+    body = jax.checkpoint(block, prevent_cse=False) if model.remat else block
     x = pin(decoder.embed(spec, backbone, tokens, positions))
     return jax.lax.scan(body, x, (backbone["layers"], trained))
 
 
-def teacher(net: Net, backbone: Params, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
-    """The untouched model's ``states``; nothing flows back through them."""
-    frozen = dataclasses.replace(net, remat=False)
-    x, _ = walk(frozen, backbone, None, tokens, untouched(frozen))
-    return jax.lax.stop_gradient(states(net, backbone, x))
+def teacher_states(model: GatedModel, backbone: Params, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+    """``final_states`` of the model without gates; no gradient flows back through them."""
+    model = dataclasses.replace(model, remat=False)
+
+    def attend(_: Params, x: Heads) -> tuple[Array, Array]:
+        b, t, k, _h = x.k.shape
+        return gated_attention(model, x, jnp.zeros((b, k, t))), jnp.zeros(())
+
+    x, _ = forward(model, backbone, None, tokens, attend)
+    return jax.lax.stop_gradient(final_states(model, backbone, x))
 
 
-def states(net: Net, backbone: Params, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-    """Hidden states after the final norm, float32: what is compared."""
-    return decoder.norm(net.spec, backbone, "final_norm", x.astype(jnp.float32))
+def final_states(model: GatedModel, backbone: Params, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+    """Hidden states after the final norm, float32."""
+    return decoder.norm(model.spec, backbone, "final_norm", x.astype(jnp.float32))
 
 
-def apart(
-    net: Net, backbone: Params, x: Float[Array, "B T D"], goal: Float[Array, "B T D"]
+def distillation_loss(
+    model: GatedModel, backbone: Params, x: Float[Array, "B T D"], teacher: Float[Array, "B T D"]
 ) -> Float[Array, ""]:
-    """Mean squared error over tokens and channels of a walk's output to the teacher's states."""
-    return jnp.mean((states(net, backbone, x) - goal) ** 2)
+    """Mean squared error over tokens and channels between a forward pass and the teacher's states."""
+    return jnp.mean((final_states(model, backbone, x) - teacher) ** 2)
 
 
-def cost(z: Float[Array, "L B K T"], window: int, kind: str) -> Float[Array, ""]:
+def gate_cost(z: Float[Array, "L B K T"], window: int, kind: str) -> Float[Array, ""]:
     """What gates cost, in shares of the cache.
 
     ``paper`` is the mean of ``g + g (1 - g)``. ``window`` counts a slot that the window of the row's last
@@ -161,19 +158,19 @@ def cost(z: Float[Array, "L B K T"], window: int, kind: str) -> Float[Array, ""]
     return jnp.mean(slots)
 
 
-def kept(z: Float[Array, "L B K T"], window: int, tau: float | Array) -> tuple[Array, Array]:
-    """Share of the tokens outside the last window that gates keep: (mean gate, share of gates >= tau)."""
+def kept_shares(z: Float[Array, "L B K T"], window: int, tau: float | Array) -> tuple[Array, Array]:
+    """Of the tokens outside the last window: (mean gate, share of gates >= tau)."""
     g = jax.nn.sigmoid(z[..., : max(1, z.shape[-1] - window)])
     return jnp.mean(g), jnp.mean(g >= tau)
 
 
-def stack(layers: list[Params]) -> Params:
-    """Trained leaves of the layers as the scan takes them, [L, ...]."""
+def stack_layers(layers: list[Params]) -> Params:
+    """Trained leaves of all layers as ``forward`` takes them, [L, ...]."""
     return jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
 
 
 def check_model(spec: ModelSpec, tensor: int) -> None:
-    """Refuses what the walk does not do.
+    """Refuses a model that ``forward`` cannot run.
 
     Raises:
       ValueError: sliding layers, or KV heads that do not divide over the mesh.

@@ -4,9 +4,9 @@ python -m train.duo --config configs/gates/duo-embedded.yaml
 python -m train.duo --config configs/gates/duo-embedded.yaml --export FILE
 
 Xiao et al., DuoAttention, https://arxiv.org/abs/2410.10819: every KV head writes ``alpha`` times its full
-attention plus ``1 - alpha`` times its streaming attention (sinks and a window). Trained are the alphas
-alone, from 1, by the squared error of the final hidden states where needles are answered plus lambda times
-their mean; after every update they are clipped to 0 ... 1.
+attention plus ``1 - alpha`` times its streaming attention (sinks and a window). Only the alphas are trained,
+from 1, by the squared error of the final hidden states where needles are answered plus lambda times their
+mean; after every update they are clipped to 0 ... 1.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from kvjax.models.hf import ModelError
+from kvjax.errors import UserError
 from kvjax.models.spec import ModelSpec
 from kvjax.policies.duo import Duo
 from kvjax.types import Heads, Params
@@ -34,37 +34,37 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Float
 
 
-def first(spec: ModelSpec) -> Params:
-    """All heads full."""
+def initial_pattern(spec: ModelSpec) -> Params:
+    """All heads attend fully: ``{"admission": [{"alpha": ones [K]} a layer]}``."""
     return {"admission": [{"alpha": jnp.ones(spec.num_kv_heads)} for _ in range(spec.num_layers)]}
 
 
-def mixed(net: distill.Net, sinks: int) -> distill.Layer:
+def mixed_attention(model: distill.GatedModel, sinks: int) -> distill.LayerAttention:
     """Attention of a layer under ``{"alpha": [K]}``."""
 
-    def layer(leaves: Params, x: Heads) -> tuple[Array, Array]:
+    def attend(leaves: Params, x: Heads) -> tuple[Array, Array]:
         b, t, k, _ = x.k.shape
         closed = jnp.where(jnp.arange(t) < sinks, 0.0, -jnp.inf)
-        full = distill.attend(net, x, jnp.zeros((b, k, t)))
-        streaming = distill.attend(net, x, jnp.broadcast_to(closed, (b, k, t)))
-        alpha = jnp.repeat(leaves["alpha"], net.spec.groups)[:, None].astype(full.dtype)
+        full = distill.gated_attention(model, x, jnp.zeros((b, k, t)))
+        streaming = distill.gated_attention(model, x, jnp.broadcast_to(closed, (b, k, t)))
+        alpha = jnp.repeat(leaves["alpha"], model.spec.groups)[:, None].astype(full.dtype)
         return alpha * full + (1 - alpha) * streaming, jnp.zeros(())
 
-    return layer
+    return attend
 
 
 def objective(
-    net: distill.Net, lam: float, sinks: int, frozen: Params, params: Params, batch: dict[str, Any]
+    model: distill.GatedModel, lam: float, sinks: int, frozen: Params, params: Params, batch: dict[str, Any]
 ) -> tuple[Float[Array, ""], dict[str, Array]]:
-    """Squared error where answers are read off (mean over these and channels) plus lambda mean alpha."""
-    goal = distill.teacher(net, frozen, batch["tokens"])
-    pattern = distill.stack(params["admission"])
-    x, _ = distill.walk(net, frozen, pattern, batch["tokens"], mixed(net, sinks))
-    error = jnp.mean((distill.states(net, frozen, x) - goal) ** 2, axis=-1).reshape(-1)[batch["at"]]
-    answer = batch["answer"]
-    apart = jnp.sum(jnp.where(answer, error, 0.0)) / jnp.maximum(jnp.sum(answer), 1)
+    """Squared error where answers are predicted (mean over these and channels) plus lambda mean alpha."""
+    teacher = distill.teacher_states(model, frozen, batch["tokens"])
+    pattern = distill.stack_layers(params["admission"])
+    x, _ = distill.forward(model, frozen, pattern, batch["tokens"], mixed_attention(model, sinks))
+    errors = jnp.mean((distill.final_states(model, frozen, x) - teacher) ** 2, axis=-1)
+    error, answer = errors.reshape(-1)[batch["at"]], batch["answer"]
+    loss = jnp.sum(jnp.where(answer, error, 0.0)) / jnp.maximum(jnp.sum(answer), 1)
     mean = jnp.mean(pattern["alpha"])
-    return apart + lam * mean, {"distill": apart, "alpha": mean}
+    return loss + lam * mean, {"distill": loss, "alpha": mean}
 
 
 def in_unit_interval() -> optax.GradientTransformation:
@@ -77,47 +77,47 @@ def in_unit_interval() -> optax.GradientTransformation:
 
 
 def make_optimizer(settings: Settings) -> optax.GradientTransformation:
-    """The config's schedule under the clip."""
+    """The config's optimiser, then the clip."""
     return optax.chain(optimizer(settings.rate, settings.plan.steps), in_unit_interval())
 
 
-def make_check(loss: Any, have: gate_rows.Supply, layout: mesh.Layout) -> Any:
-    """The objective on one fixed batch and every alpha."""
-    measure, batch = jax.jit(lambda run, params, rows: run(params, rows)[1]), have.train[0]
+def make_check(loss: Any, data: gate_rows.GateData, layout: mesh.Layout) -> Any:
+    """The metrics of one fixed batch and every alpha."""
+    measure, batch = jax.jit(lambda run, params, rows: run(params, rows)[1]), data.train[0]
 
     def check(params: Params, step: int, level: int) -> loop.Verdict:
-        found = {name: float(value) for name, value in measure(loss, params, batch).items()}
+        metrics = {name: float(value) for name, value in measure(loss, params, batch).items()}
         for layer, leaves in enumerate(layout.mesh.read(params["admission"])):
-            found |= {f"alpha_{layer}_{head}": float(a) for head, a in enumerate(leaves["alpha"])}
-        return loop.Verdict(metrics=found, level=level)
+            metrics |= {f"alpha_{layer}_{head}": float(a) for head, a in enumerate(leaves["alpha"])}
+        return loop.Verdict(metrics=metrics, level=level)
 
     return check
 
 
 def run(settings: Settings) -> loop.State:
-    """Trains to the end of the plan, or goes on from the newest checkpoint.
+    """Trains to the end of the plan, or continues from the newest checkpoint.
 
     Raises:
-      ConfigError: documents instead of rows: those have no answers; or see ``train.gate_settings``.
+      ConfigError: documents instead of rows, which have no answers; or see ``train.gate_settings``.
       ModelError: no such model.
     """
     if settings.data["kind"] != "rows":
         raise ConfigError("data.kind: train.duo needs rows with answers. Use rows.")
-    model, layout = backbone(settings), gates.make_layout(settings)
-    net = gates.make_net(settings, model.spec, layout)
-    frozen = layout.frozen(model.params, settings.dtype)
-    have = gate_rows.supply(settings, model.folder)
-    gate_rows.remember(settings)
-    start = functools.partial(objective, net, settings.lam, settings.sinks)
-    loss, pattern = jax.tree_util.Partial(start, frozen), first(model.spec)
+    backbone_model, layout = backbone(settings), gates.make_layout(settings)
+    model = gates.gated_model(settings, backbone_model.spec, layout)
+    frozen = layout.frozen(backbone_model.params, settings.dtype)
+    data = gate_rows.read_data(settings, backbone_model.folder)
+    gate_rows.record_text(settings)
+    unbound = functools.partial(objective, model, settings.lam, settings.sinks)
+    loss, pattern = jax.tree_util.Partial(unbound, frozen), initial_pattern(backbone_model.spec)
     return loop.train(
         params=layout.put(pattern, layout.gates(pattern)),
         optimizer=make_optimizer(settings),
         loss=loss,
-        batches=lambda level: have.train,
+        batches=lambda level: data.train,
         folder=settings.folder,
         plan=settings.plan,
-        check=make_check(loss, have, layout),
+        check=make_check(loss, data, layout),
         layout=layout,
     )
 
@@ -126,15 +126,19 @@ def export(settings: Settings, file: Path) -> None:
     """Writes the newest checkpoint's pattern and the log beside it.
 
     Raises:
-      ConfigError: nothing trained.
+      ConfigError: no checkpoint.
     """
     model = backbone(settings)
-    pattern = first(model.spec)
-    step, found = gates.latest(settings, pattern, make_optimizer(settings))
+    step, params = loop.latest(
+        settings.folder,
+        initial_pattern(model.spec),
+        make_optimizer(settings),
+        gates.make_layout(settings),
+    )
     notes: dict[str, Any] = {"lambda": settings.lam, "sinks": settings.sinks, "window": settings.gate.window}
     notes |= {"seed": settings.seed, "step": step, "config": settings.name}
-    notes |= {"text": gate_rows.remembered(settings)}
-    save_weights(file, model, Duo(window=settings.gate.window), found["admission"], notes=notes)
+    notes |= {"text": gate_rows.recorded_text(settings)}
+    save_weights(file, model, Duo(window=settings.gate.window), params["admission"], notes=notes)
     shutil.copyfile(settings.folder / "log.jsonl", file.with_suffix(".jsonl"))
     print(f"{file} holds the pattern of step {step}")
 
@@ -152,7 +156,7 @@ def main(words: list[str] | None = None) -> int:
             export(settings, args.export)
         else:
             run(settings)
-    except (ConfigError, ModelError) as reason:
+    except UserError as reason:
         print(f"error: {reason}", file=sys.stderr)
         return 2
     return 0

@@ -1,6 +1,6 @@
-"""Batches for gates: the embedded model's mixture of rows, or documents behind an instruction.
+"""Batches for gates: rows of the embedded model's mixture, or documents behind an instruction.
 
-Batch i is a pure function of (seed, i), as in ``train.data``, so a resumed run sees what it would have seen.
+Batch i depends on the seed and i alone, so a resumed run reads what it would have read.
 """
 
 from __future__ import annotations
@@ -16,42 +16,40 @@ from typing import TYPE_CHECKING, Any
 import grain.python as grain
 import numpy as np
 
-from train import data, text
+from train import rows, text
 from train.gate_settings import ConfigError, Settings
-from train.rows import Source
-from train.setup import sources
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 HELD = 20
-"""One document in so many is kept for checks."""
+"""Every 20th document is held out for checks."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Supply:
-    """What a run reads.
+class GateData:
+    """The data of a run.
 
     Attributes:
       train: batches, dicts whose ``tokens`` are int32 [B, T].
-      check: by length, tokens int32 [n, T] of rows that training never sees.
-      held: text and key words for recall; None where the data are documents.
+      check: by length, tokens int32 [n, T] of held-out rows.
+      held: text and key words for needles; None where the data are documents.
     """
 
     train: grain.MapDataset
     check: dict[int, np.ndarray]
-    held: Source | None
+    held: rows.Source | None
 
 
 TEXT = "text"
-"""The file in a run's folder that says of which text its rows are."""
+"""The file in a run's folder that says which text its rows are made of."""
 
 
-def remember(settings: Settings) -> str:
-    """Which text a run reads, kept with its checkpoints: "books", "stand-in" (``train.text``) or "documents".
+def record_text(settings: Settings) -> str:
+    """Writes which text a run reads: "books", "stand-in" (``train.text``) or "documents".
 
     Raises:
-      ConfigError: the run began with another, so that it cannot go on as it would have.
+      ConfigError: the run began with another text, so it cannot continue as it would have.
     """
     books = "stand-in" if text.data_folder() is None else "books"
     now, file = "documents" if settings.data["kind"] == "documents" else books, settings.folder / TEXT
@@ -65,14 +63,14 @@ def remember(settings: Settings) -> str:
     return now
 
 
-def remembered(settings: Settings) -> str:
-    """What ``remember`` kept of a run, or "unknown"."""
+def recorded_text(settings: Settings) -> str:
+    """The text that ``record_text`` wrote, or "unknown"."""
     file = settings.folder / TEXT
     return file.read_text().strip() if file.is_file() else "unknown"
 
 
-def supply(settings: Settings, folder: Path) -> Supply:
-    """The data of a config, for the tokenizer of the model in ``folder``.
+def read_data(settings: Settings, folder: Path) -> GateData:
+    """The data of a config, encoded by the tokenizer of the model in ``folder``.
 
     Raises:
       ConfigError: no documents, or none long enough.
@@ -80,47 +78,43 @@ def supply(settings: Settings, folder: Path) -> Supply:
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    make = _documents if settings.data["kind"] == "documents" else _rows
-    return make(settings, tokenizer)
+    read = _read_documents if settings.data["kind"] == "documents" else _read_mixture
+    return read(settings, tokenizer)
 
 
-_KEYS = ("kinds", "keys", "needles", "tasks", "copies", "magic", "bridge", "clash", "families")
+def _read_mixture(settings: Settings, tokenizer: Tokenizer) -> GateData:
+    from train.embedded import data as mixture  # trainers of other models go without it
 
-
-def _rows(settings: Settings, tokenizer: Tokenizer) -> Supply:
-    given, asked = settings.data, settings.check
+    config, check = settings.data, settings.check
     corpus = text.corpus(text.data_folder(), seed=settings.seed)
-    train, held, _ = sources(corpus, tokenizer, settings.folder.parents[1] / "cache")
-    chosen: dict[str, Any] = {
-        name: tuple(given[name]) if isinstance(given[name], list) else given[name]
-        for name in _KEYS
-        if name in given
-    }
+    train, held, _ = rows.sources(corpus, tokenizer, settings.folder.parents[1] / "cache")
+    keys = ("kinds", "keys", "needles", "tasks", "copies", "magic", "bridge", "clash", "families")
+    chosen = {name: config[name] for name in keys if name in config}
+    options: dict[str, Any] = {n: tuple(x) if isinstance(x, list) else x for n, x in chosen.items()}
     try:
-        level = data.Level(
-            lengths=tuple(given["lengths"]),
-            shares=tuple(given["shares"]),
-            scored=given.get("scored", 64),
-            **chosen,
+        level = mixture.Level(
+            lengths=tuple(config["lengths"]),
+            shares=tuple(config["shares"]),
+            scored=config.get("scored", 64),
+            **options,
         )
     except ValueError as reason:
         raise ConfigError(f"data.kinds: {reason}") from reason
-    mix = data.Mix(seed=settings.seed, tokens=given["tokens"], levels=(level,))
+    mix = mixture.Mix(seed=settings.seed, tokens=config["tokens"], levels=(level,))
 
-    def rows(length: int) -> np.ndarray:
+    def held_rows(length: int) -> np.ndarray:
         rng = np.random.default_rng((settings.seed, 1, length))
-        drawn = (data.training_row(rng, held, length, level)[0] for _ in range(asked["rows"]))
-        return np.stack(list(drawn))
+        return np.stack([mixture.training_row(rng, held, length, level)[0] for _ in range(check["rows"])])
 
-    return Supply(
-        train=data.batches(train, mix, 0, settings.plan.steps),
-        check={length: rows(length) for length in asked["lengths"]},
+    return GateData(
+        train=mixture.batches(train, mix, 0, settings.plan.steps),
+        check={length: held_rows(length) for length in check["lengths"]},
         held=held,
     )
 
 
-def read_documents(folder: Path) -> Iterator[str]:
-    """Texts of a folder in the order of names: .jsonl(.gz) with a ``text`` a line, .txt(.gz) whole."""
+def document_texts(folder: Path) -> Iterator[str]:
+    """Texts of a folder in the order of file names: .jsonl(.gz) with a ``text`` a line, .txt(.gz) whole."""
     for path in sorted(folder.rglob("*")):
         kind = path.name.removesuffix(".gz").rsplit(".", 1)[-1]
         if not path.is_file() or kind not in ("jsonl", "txt"):
@@ -133,11 +127,10 @@ def read_documents(folder: Path) -> Iterator[str]:
 
 
 def encoded(tokenizer: Tokenizer, texts: Iterator[str], at_once: int = 64) -> Iterator[np.ndarray]:
-    """Ids of each text, few at a time: what the tokenizer returns is a hundred times larger than ids."""
+    """Ids of each text, few at a time: the tokenizer's results are a hundred times larger than the ids."""
     while part := list(itertools.islice(texts, at_once)):
-        yield from (
-            np.asarray(one.ids, np.int32) for one in tokenizer.encode_batch(part, add_special_tokens=False)
-        )
+        for encoding in tokenizer.encode_batch(part, add_special_tokens=False):
+            yield np.asarray(encoding.ids, np.int32)
 
 
 class Documents:
@@ -146,50 +139,43 @@ class Documents:
     def __init__(self, texts: list[np.ndarray], head: np.ndarray, settings: Settings, count: int):
         self.texts, self.head, self.settings, self.count = texts, head, settings, count
         self.sizes = np.asarray([len(ids) for ids in texts])
+        for length in {*settings.data["lengths"], *settings.check["lengths"]}:
+            if not np.any(self.sizes + len(head) >= length):
+                raise ConfigError(
+                    f"data.lengths: {length} tokens, but no document of {settings.data['folder']} is as "
+                    "long. Give longer documents or shorter lengths."
+                )
 
     def __len__(self) -> int:
         return self.count
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        given = self.settings.data
+        data = self.settings.data
         rng = np.random.default_rng((self.settings.seed, int(index)))
-        shares = np.asarray(given["shares"], float)
-        length = int(rng.choice(given["lengths"], p=shares / shares.sum()))
-        return {"tokens": self.draw(rng, length, max(1, given["tokens"] // length))}
+        shares = np.asarray(data["shares"], float)
+        length = int(rng.choice(data["lengths"], p=shares / shares.sum()))
+        return {"tokens": self.draw(rng, length, max(1, data["tokens"] // length))}
 
     def draw(self, rng: np.random.Generator, length: int, count: int) -> np.ndarray:
         """``count`` rows of ``length`` tokens, each a random document of at least that many."""
         long = np.flatnonzero(self.sizes + len(self.head) >= length)
-        chosen = rng.choice(long, count)
-        return np.stack([np.concatenate([self.head, self.texts[i]])[:length] for i in chosen]).astype(
-            np.int32
-        )
-
-    def refuse_short(self, folder: Path) -> None:
-        """Raises ConfigError where a length has no document."""
-        for length in {*self.settings.data["lengths"], *self.settings.check["lengths"]}:
-            if not np.any(self.sizes + len(self.head) >= length):
-                raise ConfigError(
-                    f"data.lengths: {length} tokens, but no document of {folder} is as long. Give longer "
-                    "documents or shorter lengths."
-                )
+        rows = [np.concatenate([self.head, self.texts[i]])[:length] for i in rng.choice(long, count)]
+        return np.stack(rows).astype(np.int32)
 
 
-def _documents(settings: Settings, tokenizer: Tokenizer) -> Supply:
-    given, asked = settings.data, settings.check
-    folder = Path(given["folder"])
+def _read_documents(settings: Settings, tokenizer: Tokenizer) -> GateData:
+    data, check = settings.data, settings.check
+    folder = Path(data["folder"])
     if not folder.is_dir():
         raise ConfigError(
             f"data.folder: {folder} is not there. Put .jsonl or .txt files of documents into it."
         )
-    least = min(given["lengths"]) // 8  # of characters: a text this short has no chance
-    ids = list(encoded(tokenizer, (text for text in read_documents(folder) if len(text) >= least)))
-    # The head keeps the tokenizer's own beginning of text.
-    head = np.asarray(tokenizer.encode(given["instruction"]).ids, np.int32)
+    least = min(data["lengths"]) // 8  # characters: a shorter text cannot have that many tokens
+    ids = list(encoded(tokenizer, (text for text in document_texts(folder) if len(text) >= least)))
+    # The instruction keeps the tokenizer's own beginning of text.
+    head = np.asarray(tokenizer.encode(data["instruction"]).ids, np.int32)
     train = Documents([x for i, x in enumerate(ids) if i % HELD], head, settings, settings.plan.steps)
-    held = Documents([x for i, x in enumerate(ids) if not i % HELD], head, settings, 1)
-    train.refuse_short(folder)
-    held.refuse_short(folder)
+    held = Documents(ids[::HELD], head, settings, 1)
     rng = np.random.default_rng((settings.seed, 1))
-    check = {length: held.draw(rng, length, asked["rows"]) for length in asked["lengths"]}
-    return Supply(train=grain.MapDataset.source(train), check=check, held=None)
+    rows_of = {length: held.draw(rng, length, check["rows"]) for length in check["lengths"]}
+    return GateData(train=grain.MapDataset.source(train), check=rows_of, held=None)

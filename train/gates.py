@@ -2,10 +2,10 @@
 
 python -m train.gates --config configs/gates/embedded.yaml                    the lambda called default
 python -m train.gates --config configs/gates/embedded.yaml --strength NAME    another of the config's lambdas
-python -m train.gates --config ... [--strength NAME] --export FILE         its newest checkpoint as a file
-python -m train.gates --config ... --compile v5e:2x4                       memory a chip, compiled without one
+python -m train.gates --config ... [--strength NAME] --export FILE            its newest checkpoint as a file
+python -m train.gates --config ... --compile v5e:2x4                          memory of a chip, without one
 
-A run stopped at any step and started again goes on with the losses it would have had. --export writes
+A run that was stopped continues with exactly the losses it would have had. --export writes
 FILE.safetensors, the histogram of its gates (.png, needs matplotlib) and the run's log (.jsonl).
 """
 
@@ -23,41 +23,40 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
-from kvjax.models.decoder import logits as vocabulary
-from kvjax.models.hf import ModelError
+from kvjax.errors import UserError
+from kvjax.models import decoder
 from kvjax.models.spec import ModelSpec
 from kvjax.policies.wg_kv import WriteGate, gate_logits, initial
 from kvjax.sharding.specs import DATA
 from kvjax.types import Params
 from kvjax.weights import save_weights
-from train import distill, gate_card, gate_rows, loop, mesh, plan, recall
+from train import aot, distill, gate_rows, loop, mesh, needles
 from train.gate_settings import ConfigError, Settings, backbone, optimizer, read
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float
 
 
-def make_net(
+def gated_model(
     settings: Settings, spec: ModelSpec, layout: mesh.Layout, impl: str | None = None
-) -> distill.Net:
-    """The static part of the walk.
+) -> distill.GatedModel:
+    """The static arguments of forward passes.
 
     Raises:
-      ConfigError: a model whose gates cannot be trained so.
+      ConfigError: a model whose gates cannot be trained.
     """
     try:
         distill.check_model(spec, settings.mesh[1])
     except ValueError as reason:
         raise ConfigError(str(reason)) from reason
     gate = settings.gate
-    return distill.Net(
+    return distill.GatedModel(
         spec=spec, layout=layout, window=gate.window, eps=gate.eps, remat=settings.remat, impl=impl
     )
 
 
-def first(settings: Settings, spec: ModelSpec) -> Params:
+def initial_gates(settings: Settings, spec: ModelSpec) -> Params:
     """Untrained gates, ``{"admission": [a dict a layer]}``."""
     gate, key = settings.gate, jax.random.key(settings.seed)
     layers = initial(key, spec.num_kv_heads, spec.head_dim, gate.hidden, spec.num_layers, norm=gate.norm)
@@ -65,109 +64,99 @@ def first(settings: Settings, spec: ModelSpec) -> Params:
 
 
 def objective(
-    net: distill.Net, lam: float, cost: str, frozen: Params, params: Params, batch: dict[str, Any]
+    model: distill.GatedModel, lam: float, cost: str, frozen: Params, params: Params, batch: dict[str, Any]
 ) -> tuple[Float[Array, ""], dict[str, Array]]:
     """Distillation plus lambda times the cost; metrics ``distill``, ``cost`` and ``gate`` (their mean)."""
-    goal = distill.teacher(net, frozen, batch["tokens"])
-    got, z = _student(net, frozen, params, batch["tokens"])
-    apart, price = distill.apart(net, frozen, got, goal), distill.cost(z, net.window, cost)
-    return apart + lam * price, {"distill": apart, "cost": price, "gate": jnp.mean(jax.nn.sigmoid(z))}
+    teacher = distill.teacher_states(model, frozen, batch["tokens"])
+    student, z = _student(model, frozen, params, batch["tokens"])
+    loss = distill.distillation_loss(model, frozen, student, teacher)
+    kept = distill.gate_cost(z, model.window, cost)
+    return loss + lam * kept, {"distill": loss, "cost": kept, "gate": jnp.mean(jax.nn.sigmoid(z))}
 
 
 def _student(
-    net: distill.Net, frozen: Params, params: Params, tokens: Array, tau: float | None = None
+    model: distill.GatedModel, frozen: Params, params: Params, tokens: Array, tau: float | None = None
 ) -> tuple[Array, Array]:
-    """The walk under soft gates, or under gates thresholded at tau; its output and z [L, B, K, T]."""
-    gates = distill.stack(params["admission"])
-    return distill.walk(net, frozen, gates, tokens, distill.gated_by(net, gate_logits, tau))
+    """The forward pass under soft gates, or thresholded at tau; its output and z [L, B, K, T]."""
+    gates = distill.stack_layers(params["admission"])
+    return distill.forward(model, frozen, gates, tokens, distill.gated_layer(model, gate_logits, tau))
 
 
-def make_loss(net: distill.Net, settings: Settings, frozen: Params) -> loop.Loss:
+def make_loss(model: distill.GatedModel, settings: Settings, frozen: Params) -> loop.Loss:
     """The objective of ``train.loop`` with its frozen weights bound."""
-    return jax.tree_util.Partial(functools.partial(objective, net, settings.lam, settings.cost), frozen)
+    return jax.tree_util.Partial(functools.partial(objective, model, settings.lam, settings.cost), frozen)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _measure(net: distill.Net, tau: float, frozen: Params, params: Params, tokens: Array) -> dict[str, Array]:
-    """Distillation loss under soft and under thresholded gates, and what is kept."""
-    goal = distill.teacher(net, frozen, tokens)
-    soft, z = _student(net, frozen, params, tokens)
-    hard, _ = _student(net, frozen, params, tokens, tau)
-    mean, over = distill.kept(z, net.window, tau)
-    losses = {"soft": distill.apart(net, frozen, soft, goal), "hard": distill.apart(net, frozen, hard, goal)}
-    return losses | {"gate": mean, "kept": over}
+def _measure(
+    model: distill.GatedModel, tau: float, frozen: Params, params: Params, tokens: Array
+) -> dict[str, Array]:
+    """Distillation loss under soft and under thresholded gates, the mean gate and the share that is kept."""
+    teacher = distill.teacher_states(model, frozen, tokens)
+    soft, z = _student(model, frozen, params, tokens)
+    hard, _ = _student(model, frozen, params, tokens, tau)
+    mean, kept = distill.kept_shares(z, model.window, tau)
+    loss = functools.partial(distill.distillation_loss, model, frozen, teacher=teacher)
+    return {"soft": loss(soft), "hard": loss(hard), "gate": mean, "kept": kept}
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _answers(
-    net: distill.Net, tau: float, frozen: Params, params: Params, tokens: Array, at: Array
+def _next_tokens(
+    model: distill.GatedModel, tau: float, frozen: Params, params: Params, tokens: Array, at: Array
 ) -> tuple[Array, Array]:
-    """What ``recall`` asks of a model: the next token's nll and whether it is the likeliest."""
-    x, _ = _student(net, frozen, params, tokens, tau)
-    z = vocabulary(net.spec, frozen, x.reshape(-1, x.shape[-1])[at])
+    """``needles.Score`` of the model under thresholded gates."""
+    x, _ = _student(model, frozen, params, tokens, tau)
+    logits = decoder.logits(model.spec, frozen, x.reshape(-1, x.shape[-1])[at])
     target = tokens.reshape(-1)[at + 1]
-    nll = jax.nn.logsumexp(z, axis=-1) - jnp.take_along_axis(z, target[:, None], axis=1)[:, 0]
-    return net.layout.mesh.everywhere((nll, z.argmax(-1) == target))  # type: ignore[no-any-return]
+    nll = jax.nn.logsumexp(logits, axis=-1) - jnp.take_along_axis(logits, target[:, None], axis=1)[:, 0]
+    return model.layout.mesh.everywhere((nll, logits.argmax(-1) == target))  # type: ignore[no-any-return]
 
 
 def make_check(
-    net: distill.Net, settings: Settings, frozen: Params, have: gate_rows.Supply
+    model: distill.GatedModel, settings: Settings, frozen: Params, data: gate_rows.GateData
 ) -> Callable[[Params, int, int], loop.Verdict]:
-    """By length, on rows training does not see: soft and hard loss and what is kept; needles found."""
+    """A check by length on held-out rows: soft and hard loss, what is kept, and recall of needles."""
     tau = settings.gate.tau
 
     def check(params: Params, step: int, level: int) -> loop.Verdict:
-        found: dict[str, float] = {}
-        for length, rows in have.check.items():
-            size = _divisor(len(rows), max(1, settings.data["tokens"] // length))
-            parts = [_measure(net, tau, frozen, params, part) for part in rows.reshape(-1, size, length)]
-            found |= {f"{name}_{length}": float(np.mean([p[name] for p in parts])) for name in parts[0]}
-        if have.held is not None and net.spec.tied:
-            for asked in settings.check.get("needles", ()):
-                score = lambda _, gates, tokens, at: _answers(net, tau, frozen, gates, tokens, at)  # noqa: E731
-                hits = recall.needle_recall(net.spec, params, have.held, seed=1, score=score, **asked)
-                found[f"found_{asked['keys']}_of_{asked['length']}"] = float(hits.mean())
-        return loop.Verdict(metrics=found, level=level)
+        metrics: dict[str, float] = {}
+        for length, rows in data.check.items():
+            most = min(len(rows), max(1, settings.data["tokens"] // length))
+            size = next(n for n in range(most, 0, -1) if len(rows) % n == 0)
+            parts = [_measure(model, tau, frozen, params, part) for part in rows.reshape(-1, size, length)]
+            metrics |= {f"{name}_{length}": float(np.mean([p[name] for p in parts])) for name in parts[0]}
+        if data.held is not None and model.spec.tied:
+            score = functools.partial(_next_tokens, model, tau, frozen, params)
+            for row in settings.check.get("needles", ()):
+                hits = needles.needle_recall(score, data.held, seed=1, **row)
+                metrics[f"found_{row['keys']}_of_{row['length']}"] = float(hits.mean())
+        return loop.Verdict(metrics=metrics, level=level)
 
     return check
 
 
-def _divisor(count: int, most: int) -> int:
-    """The largest divisor of ``count`` that is at most ``most``."""
-    return next(size for size in range(min(count, most), 0, -1) if count % size == 0)
-
-
 def run(settings: Settings) -> loop.State:
-    """Trains to the end of the plan, or goes on from the newest checkpoint.
+    """Trains to the end of the plan, or continues from the newest checkpoint.
 
     Raises:
       ConfigError, ModelError: see ``train.gate_settings``.
     """
-    model = backbone(settings)
+    backbone_model = backbone(settings)
     layout = make_layout(settings)
-    net = make_net(settings, model.spec, layout)
-    frozen = layout.frozen(model.params, settings.dtype)
-    have = gate_rows.supply(settings, model.folder)
-    gate_rows.remember(settings)
-    gates = first(settings, model.spec)
+    model = gated_model(settings, backbone_model.spec, layout)
+    frozen = layout.frozen(backbone_model.params, settings.dtype)
+    data = gate_rows.read_data(settings, backbone_model.folder)
+    gate_rows.record_text(settings)
+    gates = initial_gates(settings, backbone_model.spec)
     return loop.train(
         params=layout.put(gates, layout.gates(gates)),
         optimizer=optimizer(settings.rate, settings.plan.steps),
-        loss=make_loss(net, settings, frozen),
-        batches=lambda level: have.train,
+        loss=make_loss(model, settings, frozen),
+        batches=lambda level: data.train,
         folder=settings.folder,
         plan=settings.plan,
-        check=make_check(net, settings, frozen, have),
+        check=make_check(model, settings, frozen, data),
         layout=layout,
-    )
-
-
-def abstract(settings: Settings, spec: ModelSpec, layout: mesh.Layout, impl: str) -> tuple[loop.Loss, Params]:
-    """The loss and the gates as shapes alone, for ``train.plan``."""
-    net = make_net(settings, spec, layout, impl)
-    frozen = mesh.stacked_shapes(spec, settings.dtype)
-    return make_loss(net, settings, plan.laid(frozen, layout.backbone(frozen))), jax.eval_shape(
-        lambda: first(settings, spec)
     )
 
 
@@ -175,7 +164,7 @@ def make_layout(settings: Settings) -> mesh.Layout:
     """The config's mesh over this machine's devices.
 
     Raises:
-      ConfigError: too few of them.
+      ConfigError: too few devices.
     """
     try:
         return mesh.layout(*settings.mesh)
@@ -183,71 +172,85 @@ def make_layout(settings: Settings) -> mesh.Layout:
         raise ConfigError(str(reason)) from reason
 
 
-def latest(settings: Settings, like: Params, chosen: optax.GradientTransformation) -> tuple[int, Params]:
-    """(step, trained leaves) of the folder's newest checkpoint.
-
-    Args:
-      settings: whose folder.
-      like: leaves as the run began with.
-      chosen: the run's optimiser.
-
-    Raises:
-      ConfigError: nothing has been trained there.
-    """
-    found = loop.latest(settings.folder, like, chosen, make_layout(settings))
-    if found is None:
-        raise ConfigError(
-            f"--export finds no checkpoint in {settings.folder}. Train first: the same command without "
-            "--export."
-        )
-    return found
-
-
 def export(settings: Settings, file: Path) -> None:
-    """Writes the newest checkpoint's gates, their histogram and the log beside each other.
+    """Writes the newest checkpoint's gates, their histogram and the log.
 
     Raises:
-      ConfigError: nothing trained.
+      ConfigError: no checkpoint.
     """
-    model = backbone(settings)
-    chosen = optimizer(settings.rate, settings.plan.steps)
-    step, params = latest(settings, first(settings, model.spec), chosen)
-    gate, layout = settings.gate, make_layout(settings)
+    backbone_model, layout = backbone(settings), make_layout(settings)
+    step, params = loop.latest(
+        settings.folder,
+        initial_gates(settings, backbone_model.spec),
+        optimizer(settings.rate, settings.plan.steps),
+        layout,
+    )
+    gate = settings.gate
     notes: dict[str, Any] = {"lambda": settings.lam, "tau": gate.tau, "window": gate.window}
     notes |= {"seed": settings.seed, "step": step, "strength": settings.strength, "cost": settings.cost}
-    notes |= {"text": gate_rows.remembered(settings)}
-    save_weights(file, model, WriteGate(window=gate.window), params["admission"], notes=notes)
+    notes |= {"text": gate_rows.recorded_text(settings)}
+    save_weights(file, backbone_model, WriteGate(window=gate.window), params["admission"], notes=notes)
     shutil.copyfile(settings.folder / "log.jsonl", file.with_suffix(".jsonl"))
     print(f"{file} holds the gates of step {step}")
     if importlib.util.find_spec("matplotlib") is None:
         print("No picture: it needs matplotlib. Install it (pip install 'kvjax[plot]') and export again.")
         return
-    frozen = layout.frozen(model.params, settings.dtype)
-    net, have = make_net(settings, model.spec, layout), gate_rows.supply(settings, model.folder)
-    rows = have.check[max(have.check)]
-    _, z = jax.jit(_student, static_argnums=0)(net, frozen, params, rows)
-    gate_card.histogram(np.asarray(jax.nn.sigmoid(z)), gate.tau, file.with_suffix(".png"))
+    frozen = layout.frozen(backbone_model.params, settings.dtype)
+    model = gated_model(settings, backbone_model.spec, layout)
+    data = gate_rows.read_data(settings, backbone_model.folder)
+    _, z = jax.jit(_student, static_argnums=0)(model, frozen, params, data.check[max(data.check)])
+    draw_histograms(np.asarray(jax.nn.sigmoid(z)), gate.tau, file.with_suffix(".png"))
 
 
-def fit(settings: Settings, topology: str) -> int:
-    """Compiles the update of the longest batch for a TPU slice and prints what a chip needs.
+def draw_histograms(gates: Float[np.ndarray, "L B K T"], tau: float, path: Path) -> None:
+    """The gates of a few held-out rows, one panel a head: layers down, KV heads across; the line is tau."""
+    import matplotlib.pyplot as plt
+
+    layers, _, heads, _ = gates.shape
+    size = (2.6 * heads + 1, 1.5 * layers + 0.6)
+    fig, axes = plt.subplots(layers, heads, figsize=size, squeeze=False, layout="constrained", sharex=True)
+    for layer in range(layers):
+        for head in range(heads):
+            values, ax = gates[layer, :, head].ravel(), axes[layer, head]
+            ax.hist(values, bins=50, range=(0, 1), color="0.35", log=True)
+            ax.axvline(tau, color="tab:red", lw=1)
+            ax.set_title(f"{layer}.{head}: {100 * (values >= tau).mean():.0f} % kept", fontsize=8)
+            ax.tick_params(labelsize=7)
+    fig.supxlabel("gate", fontsize=8)
+    fig.supylabel("tokens (log)", fontsize=8)
+    fig.savefig(path, dpi=80)
+    plt.close(fig)
+
+
+def abstract_loss(
+    settings: Settings, spec: ModelSpec, layout: mesh.Layout, impl: str
+) -> tuple[loop.Loss, Params]:
+    """The loss and the gates as shapes alone, for ``train.aot``."""
+    model = gated_model(settings, spec, layout, impl)
+    frozen = mesh.stacked_shapes(spec, settings.dtype)
+    loss = make_loss(model, settings, aot.sharded_shapes(frozen, layout.backbone(frozen)))
+    return loss, jax.eval_shape(lambda: initial_gates(settings, spec))
+
+
+def compile_for(settings: Settings, topology: str) -> int:
+    """Compiles the update of the longest batch for a TPU slice and prints what a chip needs; the exit code.
 
     No weights are read where the config writes its model out.
 
     Raises:
-      ConfigError: see ``train.plan``.
+      ConfigError: see ``train.aot``.
     """
-    target, layout = plan.slice_of(topology, settings.mesh)
+    target, layout = aot.tpu_slice(topology, settings.mesh)
     spec = settings.spec or backbone(settings).spec
-    loss, params = abstract(settings, spec, layout, target.impl)
+    loss, params = abstract_loss(settings, spec, layout, target.impl)
     length = max(settings.data["lengths"])
     rows = max(1, settings.data["tokens"] // length)
     batch = {"tokens": jax.ShapeDtypeStruct((rows, length), "int32", sharding=layout.of(mesh.P(DATA)))}
-    chosen = optimizer(settings.rate, settings.plan.steps)
-    found = plan.compiled(topology, target, layout, loss, params, chosen, batch)
+    adamw = optimizer(settings.rate, settings.plan.steps)
+    memory = aot.compiled_step(topology, target, layout, loss, params, adamw, batch)
     data, tensor = settings.mesh
     title = f"{settings.name}: one step of {length} tokens on {topology}, data {data} x tensor {tensor}"
-    return plan.report(title, found)
+    return aot.report(title, memory)
 
 
 def main(words: list[str] | None = None) -> int:
@@ -261,12 +264,12 @@ def main(words: list[str] | None = None) -> int:
     try:
         settings = read(args.config, args.strength)
         if args.compile is not None:
-            return fit(settings, args.compile)
+            return compile_for(settings, args.compile)
         if args.export is not None:
             export(settings, args.export)
         else:
             run(settings)
-    except (ConfigError, ModelError) as reason:
+    except UserError as reason:
         print(f"error: {reason}", file=sys.stderr)
         return 2
     return 0

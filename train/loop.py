@@ -1,8 +1,7 @@
-"""One training loop: resumable to the bit, for models, gates and rankers alike.
+"""The training loop of all trainers: a run that was stopped continues with the losses it would have had.
 
-Batch i of level l is a pure function (``train.data``), the optimiser state and the level are in the
-checkpoint, so a run killed at any step and started again continues with the losses it would have
-had. The log is JSON lines, one object a line; lines past the restored step are dropped.
+Batch i of a curriculum level depends on its seed, level and i alone, and a checkpoint holds the optimiser
+state and the level. The log is JSON lines; lines past the restored step are dropped.
 """
 
 from __future__ import annotations
@@ -23,25 +22,24 @@ import orbax.checkpoint as ocp
 from tqdm import tqdm
 
 from kvjax.types import Params, pytree
+from train.config import ConfigError
 from train.mesh import Layout
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float
 
 Loss = Callable[[Params, dict[str, Any]], "tuple[Array, dict[str, Array]]"]
-"""``loss(params, batch) -> (scalar, metrics)``. Bind frozen weights with ``jax.tree_util.Partial``: its
-arguments are traced, not baked into the program."""
+"""``loss(params, batch) -> (scalar, metrics)``. Bind frozen weights with ``jax.tree_util.Partial``, which
+makes them arguments of the program instead of constants."""
+
+GradientMetrics = Callable[[Params], "dict[str, Array]"]
+"""What is logged of a gradient besides its norm."""
 
 
 @pytree()
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class State:
-    """What a checkpoint holds besides the step and the level.
-
-    Attributes:
-      params: trained leaves.
-      opt: the optax state.
-    """
+    """Trained leaves and the optax state."""
 
     params: Params
     opt: Any
@@ -49,7 +47,7 @@ class State:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What a check decides.
+    """The result of a check.
 
     Attributes:
       metrics: written to the log.
@@ -63,15 +61,15 @@ class Verdict:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Plan:
-    """When things happen, in steps unless said otherwise.
+class Cadence:
+    """The length of a run and how often it logs, checks and saves, in steps.
 
     Attributes:
       steps: the run's length.
-      log_every, check_every, save_every: cadence; each also falls on the last step.
+      log_every, check_every, save_every: each also happens at the last step.
       keep: checkpoints kept.
-      seconds: wall clock of this process after which it saves and returns, unchecked; None is no limit.
-      workers: processes that make batches ahead; with 0 a thread of this one does. The batches are the same.
+      seconds: wall-clock limit of this process, after which it saves and returns without a check; or None.
+      workers: processes that prepare batches; with 0 a thread of this process does. The batches are the same.
     """
 
     steps: int
@@ -84,10 +82,7 @@ class Plan:
 
 
 class Checkpoints:
-    """Atomic checkpoints in ``folder/checkpoints``: a half-written one is never seen by ``latest``.
-
-    ``read_only`` is for looking into the folder of a run that is still going.
-    """
+    """Atomic checkpoints in ``folder/checkpoints``; ``read_only`` if another process may be writing them."""
 
     def __init__(self, folder: Path, keep: int, *, read_only: bool = False):
         options = ocp.CheckpointManagerOptions(
@@ -96,7 +91,6 @@ class Checkpoints:
         self._manager = ocp.CheckpointManager((folder / "checkpoints").absolute(), options=options)
 
     def save(self, step: int, state: State, level: int) -> None:
-        """Writes the state after ``step`` updates."""
         if step in self._manager.all_steps():
             return
         tree = {"params": state.params, "opt": jax.tree.leaves(state.opt)}
@@ -106,45 +100,56 @@ class Checkpoints:
         self._manager.wait_until_finished()
 
     def latest(self, like: State) -> tuple[int, State, int] | None:
-        """(step, state, level) of the newest checkpoint, or None; ``like`` gives shapes and structure."""
+        """(step, state, level) of the newest checkpoint, with the structure of ``like``; or None."""
         step = self._manager.latest_step()
         if step is None:
             return None
         tree = {"params": like.params, "opt": jax.tree.leaves(like.opt)}
-        abstract = jax.tree.map(_placed, tree)
+        abstract = jax.tree.map(_with_sharding, tree)
         items = ocp.args.Composite(state=ocp.args.StandardRestore(abstract), book=ocp.args.JsonRestore())
-        found = self._manager.restore(step, args=items)
-        opt = jax.tree.unflatten(jax.tree.structure(like.opt), found["state"]["opt"])
-        return step, State(params=found["state"]["params"], opt=opt), int(found["book"]["level"])
+        restored = self._manager.restore(step, args=items)
+        opt = jax.tree.unflatten(jax.tree.structure(like.opt), restored["state"]["opt"])
+        return step, State(params=restored["state"]["params"], opt=opt), int(restored["book"]["level"])
 
     def close(self) -> None:
-        """Ends the manager's threads."""
         self._manager.close()
 
 
-def _placed(leaf: Any) -> jax.ShapeDtypeStruct:
-    """Shape and place of a leaf; without one the first device, wherever the checkpoint's arrays lay."""
+def _with_sharding(leaf: Any) -> jax.ShapeDtypeStruct:
+    """Shape and sharding of a leaf: its own, or the first device, whatever the checkpoint was saved on."""
     shape: jax.ShapeDtypeStruct = ocp.utils.to_shape_dtype_struct(leaf)
     if shape.sharding is not None:
         return shape
-    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=here)
+    first = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=first)
 
 
 def latest(
     folder: Path, params: Params, optimizer: optax.GradientTransformation, layout: Layout
-) -> tuple[int, Params] | None:
-    """(step, trained leaves) of the newest checkpoint of a run, or None; ``params`` as it began with."""
-    if not (folder / "checkpoints").is_dir():
-        return None
-    saved = Checkpoints(folder, keep=0, read_only=True)
-    found = saved.latest(layout.settle(State(params=params, opt=optimizer.init(params))))
-    saved.close()
-    return None if found is None else (found[0], found[1].params)
+) -> tuple[int, Params]:
+    """(step, trained leaves) of the newest checkpoint of a run.
+
+    Args:
+      folder: of the run.
+      params: leaves of the same shapes, such as the run's initial ones.
+      optimizer: of the run.
+      layout: of the restored leaves.
+
+    Raises:
+      ConfigError: the folder has no checkpoint.
+    """
+    restored = None
+    if (folder / "checkpoints").is_dir():
+        checkpoints = Checkpoints(folder, keep=0, read_only=True)
+        restored = checkpoints.latest(layout.settle(State(params=params, opt=optimizer.init(params))))
+        checkpoints.close()
+    if restored is None:
+        raise ConfigError(f"{folder} holds no checkpoint. Train first: the same command without --export.")
+    return restored[0], restored[1].params
 
 
 class Log:
-    """JSON lines in ``folder/log.jsonl``; of several processes the first writes."""
+    """JSON lines in ``folder/log.jsonl``, written by the first process."""
 
     def __init__(self, folder: Path, step: int):
         self._path = folder / "log.jsonl"
@@ -155,26 +160,23 @@ class Log:
         self._path.write_text("".join(line + "\n" for line in kept))
 
     def write(self, record: dict[str, Any]) -> None:
-        """Appends one line."""
         if jax.process_index() == 0:
             with self._path.open("a") as file:
                 file.write(json.dumps(record) + "\n")
 
 
-Watch = Callable[[Params], "dict[str, Array]"]
-"""What of the gradient is logged besides its norm."""
-
-
 def make_step(
-    optimizer: optax.GradientTransformation, where: Any = None, watch: Watch = lambda _: {}
+    optimizer: optax.GradientTransformation,
+    shardings: Any = None,
+    gradient_metrics: GradientMetrics = lambda _: {},
 ) -> Callable[..., Any]:
     """The jitted update ``(loss, state, batch) -> (state, metrics)``; the state's buffers are reused.
 
     Args:
       optimizer: as in ``train``.
-      where: shardings of the new state, those of the old one; None leaves them to the compiler, which may
-        choose others and then compiles the next step again.
-      watch: adds to the metrics.
+      shardings: of the new state, equal to those of the old one. With None the compiler may choose others,
+        and then the next step is compiled again.
+      gradient_metrics: added to the metrics.
     """
 
     def step(loss: Any, state: State, batch: dict[str, Any]) -> tuple[State, dict[str, Float[Array, ""]]]:
@@ -184,11 +186,11 @@ def make_step(
         return State(params=params, opt=opt), {
             "loss": value,
             "grad_norm": optax.global_norm(grad),
-            **watch(grad),
+            **gradient_metrics(grad),
             **metrics,
         }
 
-    return jax.jit(step, donate_argnums=1, out_shardings=(where, None))
+    return jax.jit(step, donate_argnums=1, out_shardings=(shardings, None))
 
 
 def train(
@@ -198,85 +200,86 @@ def train(
     loss: Loss,
     batches: Callable[[int], grain.MapDataset],
     folder: Path,
-    plan: Plan,
+    plan: Cadence,
     check: Callable[[Params, int, int], Verdict] | None = None,
     layout: Layout | None = None,
-    watch: Watch = lambda _: {},
+    gradient_metrics: GradientMetrics = lambda _: {},
 ) -> State:
     """Trains from ``folder``'s newest checkpoint, or from ``params`` where there is none.
 
     Args:
-      params: initial leaves; also the structure a checkpoint is read into.
-      optimizer: schedules count its own updates, so changing one between runs changes what follows.
+      params: initial leaves; a checkpoint is read into their structure.
+      optimizer: its schedules count updates, so changing one between two runs changes what follows.
       loss: see ``Loss``.
       batches: level -> dataset whose element i is the batch of step i.
       folder: gets ``checkpoints/`` and ``log.jsonl``.
-      plan: cadence.
+      plan: length of the run and cadence.
       check: ``(params, step, level) -> Verdict`` every ``plan.check_every`` steps.
-      layout: where arrays live, for a step over a mesh; ``params`` lie on it already.
-      watch: see ``make_step``.
+      layout: shardings for a step over a mesh; ``params`` are on it already.
+      gradient_metrics: see ``make_step``.
 
     Returns:
       The last state; also saved.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    saved = Checkpoints(folder, plan.keep)
+    checkpoints = Checkpoints(folder, plan.keep)
     state = State(params=jax.tree.map(jax.numpy.array, params), opt=optimizer.init(params))
     if layout is not None:
         state = layout.settle(state)
     step, level = 0, 0
-    if (found := saved.latest(state)) is not None:
-        step, state, level = found
-    where = None if layout is None else jax.tree.map(lambda leaf: leaf.sharding, state)
-    log, began, update = Log(folder, step), time.monotonic(), make_step(optimizer, where, watch)
+    if (restored := checkpoints.latest(state)) is not None:
+        step, state, level = restored
+    shardings = None if layout is None else jax.tree.map(lambda leaf: leaf.sharding, state)
+    log, start = Log(folder, step), time.monotonic()
+    update = make_step(optimizer, shardings, gradient_metrics)
     partial = loss if isinstance(loss, jax.tree_util.Partial) else jax.tree_util.Partial(loss)
-    stream = _stream(batches(level), step, plan.workers)
-    first = jax.process_index() == 0
-    bar = tqdm(total=plan.steps, initial=step, unit="step", mininterval=5, disable=not first)
+    upcoming = _prefetched(batches(level), step, plan.workers)
+    first_process = jax.process_index() == 0
+    bar = tqdm(total=plan.steps, initial=step, unit="step", mininterval=5, disable=not first_process)
     stop = step >= plan.steps
     while not stop:
-        batch = next(stream)
+        batch = next(upcoming)
         state, metrics = update(partial, state, batch if layout is None else layout.batch(batch))
         step += 1
         bar.update()
-        late = plan.seconds is not None and _agreed(time.monotonic() - began > plan.seconds)
-        stop = step >= plan.steps or late
+        out_of_time = plan.seconds is not None and _by_first_process(time.monotonic() - start > plan.seconds)
+        stop = step >= plan.steps or out_of_time
         if step % plan.log_every == 0 or stop:
             numbers = {name: float(value) for name, value in metrics.items()}
             log.write({"step": step, "level": level, **_clock(), **numbers})
             bar.set_postfix(loss=f"{numbers['loss']:.3f}", level=level)
-        # Not where the clock ends a leg: a level it opened would open elsewhere than in a run of one piece.
+        # No check where the time limit ends the process: an uninterrupted run would open its level elsewhere.
         if check is not None and (step % plan.check_every == 0 or step >= plan.steps):
             verdict = check(state.params, step, level)
             log.write({"step": step, "level": level, **_clock(), **verdict.metrics})
-            if first:
+            if first_process:
                 tqdm.write(json.dumps({"step": step, "level": level, **verdict.metrics}))
             stop = stop or verdict.stop
             if verdict.level != level:
                 level = verdict.level
-                stream = _stream(batches(level), step, plan.workers)
+                upcoming = _prefetched(batches(level), step, plan.workers)
         if step % plan.save_every == 0 or stop:
-            saved.save(step, state, level)
+            checkpoints.save(step, state, level)
     bar.close()
-    saved.close()
+    checkpoints.close()
     return state
 
 
-def _agreed(late: bool) -> bool:
-    """What the first process' clock says, in all: they stop at one step."""
+def _by_first_process(out_of_time: bool) -> bool:
+    """The first process' value in all processes, so that they stop at the same step."""
     if jax.process_count() == 1:
-        return late
+        return out_of_time
     from jax.experimental import multihost_utils
 
-    return bool(multihost_utils.broadcast_one_to_all(late))
+    return bool(multihost_utils.broadcast_one_to_all(out_of_time))
 
 
 CLOCK = ("time", "user", "resident")
-"""What two runs of the same numbers log apart."""
+"""The fields of the log in which two equal runs differ."""
 
 
 def _clock() -> dict[str, float]:
-    """Wall clock, and of this process so far seconds of processor time and the most memory it held, MiB."""
+    """Wall-clock time, and this process' processor time in seconds and peak memory in MiB."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     unit = 2**20 if sys.platform == "darwin" else 2**10  # macOS counts bytes, Linux KiB
     return {
@@ -286,8 +289,8 @@ def _clock() -> dict[str, float]:
     }
 
 
-def _stream(dataset: grain.MapDataset, step: int, workers: int) -> Iterator[dict[str, Any]]:
-    """The dataset from element ``step`` on, made a few ahead."""
+def _prefetched(dataset: grain.MapDataset, step: int, workers: int) -> Iterator[dict[str, Any]]:
+    """The dataset from element ``step`` on, prepared in the background."""
     options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=2)
     ahead = dataset[step:].to_iter_dataset(options)
     if workers:

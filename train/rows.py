@@ -1,18 +1,20 @@
-"""Rows of training and evaluation: needles in text, repeated blocks, plain text.
+"""Rows of training and checks: needles in text, repeated blocks, plain text.
 
 A needle row, N tokens:   <bos> text NEEDLE text NEEDLE text QUESTION ANSWER QUESTION ANSWER
-Needles stand anywhere in the text; up to four of them are asked for at the end. The first question
-is what the evaluation asks; the further ones make more signal of the same text.
+Needles stand anywhere in the text, and up to four are asked for at the end. Checks ask the first question
+only; the others give more training signal of the same text.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from train import text as texts
 from train.text import BOS, SPECIAL, held_out_word
 
 if TYPE_CHECKING:
@@ -57,15 +59,29 @@ class Source:
 def make_source(tokenizer: Tokenizer, text: np.ndarray, words: Sequence[str], *, held_out: bool) -> Source:
     """A source over ``text`` whose key words are the held-out fifth of ``words`` or the other four."""
     stops = [i for i in range(tokenizer.get_vocab_size()) if tokenizer.decode([i]).endswith((".", "!", "?"))]
-    mine = [word for word in words if held_out_word(word) == held_out]
-    single = [len(e.ids) == 1 for e in tokenizer.encode_batch([" " + word for word in mine])]
+    chosen = [word for word in words if held_out_word(word) == held_out]
+    single = [len(e.ids) == 1 for e in tokenizer.encode_batch([" " + word for word in chosen])]
     return Source(
         tokenizer=tokenizer,
         text=text,
         ends=np.flatnonzero(np.isin(text, stops)) + 1,
-        short=tuple(word for word, one in zip(mine, single) if one),
-        long=tuple(word for word, one in zip(mine, single) if not one),
+        short=tuple(word for word, one in zip(chosen, single) if one),
+        long=tuple(word for word, one in zip(chosen, single) if not one),
         is_end=np.isin(np.arange(tokenizer.get_vocab_size()), stops),
+    )
+
+
+def sources(corpus: texts.Corpus, tokenizer: Tokenizer, cache: Path | None) -> tuple[Source, Source, Source]:
+    """Training text and key words; the held-out haystack and key words; held-out books."""
+    # Raw text and the same text without line breaks: haystacks come in both forms.
+    both = corpus.train + tuple(texts.unwrap(book) for book in corpus.train)
+    tokens = texts.token_array(tokenizer, both, cache)
+    essays = texts.token_array(tokenizer, (texts.unwrap(corpus.essays),), cache)
+    books = texts.token_array(tokenizer, corpus.held, cache)
+    return (
+        make_source(tokenizer, tokens, corpus.words, held_out=False),
+        make_source(tokenizer, essays, corpus.words, held_out=True),
+        make_source(tokenizer, books, corpus.words, held_out=True),
     )
 
 
@@ -104,10 +120,7 @@ BETWEEN = ("mentioned", "in", "the", "provided", "text")
 
 
 def shortened(rng: np.random.Generator) -> Wording:
-    """``MAGIC`` with the first few of the words ``BETWEEN`` key and number, none to all but one.
-
-    A key that stands six words back is hard to look for; each word less makes it easier, down to none.
-    """
+    """``MAGIC`` with only the first few of the words ``BETWEEN`` key and number: the fewer, the easier."""
     kept = " ".join(BETWEEN[: int(rng.integers(len(BETWEEN)))])
     return dataclasses.replace(MAGIC, ask=MAGIC.ask.replace(" " + " ".join(BETWEEN), kept and " " + kept))
 
@@ -118,7 +131,7 @@ def needle_row(
     length: int,
     *,
     keys: int,
-    asked: int = 1,
+    questions: int = 1,
     depth: float | None = None,
     snap: bool = True,
     gap: str = " ",
@@ -132,7 +145,7 @@ def needle_row(
       source: text and key words.
       length: N, tokens of the row.
       keys: needles hidden.
-      asked: how many of them are asked for at the end, in random order.
+      questions: how many of them are asked for at the end, in random order.
       depth: where the first one asked for stands, 0 the start of the text to 1 its end; None is anywhere.
       snap: whether needles stand at sentence ends.
       gap: what stands in front of a question.
@@ -148,7 +161,7 @@ def needle_row(
     pool = np.arange(10) if figures == 10 else rng.permutation(10)[:figures]
     values = ["".join(map(str, pool[rng.integers(0, figures, digits)])) for _ in range(keys)]
     sentences = [source.encode(wording.hide.format(key=k, value=v)) for k, v in zip(names, values)]
-    order = rng.permutation(keys)[:asked]
+    order = rng.permutation(keys)[:questions]
     tail: list[int] = []
     tail_weight: list[float] = []
     for n, i in enumerate(order):
@@ -181,7 +194,7 @@ def _one(rng: np.random.Generator, choices: tuple[int, ...]) -> int:
 
 
 def _sentence_end(source: Source, start: int, room: int, cut: int) -> int:
-    """The last sentence end in the text window at or before ``cut``, else ``cut``; the window's end stays."""
+    """The last sentence end at or before ``cut`` in the window, else ``cut``; the window's end is kept."""
     if cut == room:
         return cut
     index = int(np.searchsorted(source.ends, start + cut, side="right")) - 1

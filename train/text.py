@@ -1,8 +1,8 @@
 """Text to train on: public-domain books and speeches, a word list, a tokenizer, token arrays.
 
-The books are not in the repository. They are looked for in ``KVJAX_DATA``, else in
-``../shared/data`` beside the checkout; where neither exists a small grammar writes a stand-in, so
-that every program and test runs (the stand-in teaches recall, not English).
+The books are not in the repository but in the folder ``KVJAX_DATA``, by default ``../shared/data`` beside the
+checkout. Without them a small grammar generates a stand-in, so that every program and test runs; it teaches
+recall, not English.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ class Corpus:
 
 
 def data_folder() -> Path | None:
-    """Where the data pack lies, or None."""
+    """The folder of the data pack, or None."""
     beside = Path(__file__).resolve().parents[2] / "shared" / "data"
     folder = Path(os.environ.get("KVJAX_DATA", beside))
     return folder if (folder / "books" / "train").is_dir() else None
 
 
 def corpus(folder: Path | None, *, seed: int = 0) -> Corpus:
-    """Reads the data pack, or writes the stand-in when ``folder`` is None, and says so on standard error."""
+    """Reads the data pack; without a ``folder`` generates the stand-in, with a note on standard error."""
     if folder is None:
         print(
             "no books: KVJAX_DATA names no data pack, so text is written by a small grammar", file=sys.stderr
@@ -86,13 +86,11 @@ def _generated(rng: np.random.Generator) -> Corpus:
         verbs = rng.choice(["finds", "sees", "carries", "asks"], sentences)
         return " ".join(f"The {a} {v} the {b} by the {c}." for (a, b, c), v in zip(nouns, verbs))
 
-    return Corpus(
-        train=(book(4000), book(4000)), held=(book(800),), essays=book(1500), words=tuple(w for w in words)
-    )
+    return Corpus(train=(book(4000), book(4000)), held=(book(800),), essays=book(1500), words=tuple(words))
 
 
 def unwrap(text: str) -> str:
-    """Line breaks inside paragraphs to blanks; paragraphs stay apart by one empty line."""
+    """Replaces line breaks inside paragraphs by blanks; one empty line separates paragraphs."""
     paragraphs = re.split(r"\n\s*\n", text)
     return "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs if paragraph.strip())
 

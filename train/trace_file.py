@@ -1,11 +1,11 @@
-"""Traces on disk: what a model's heads saw of a corpus, in files that are read at random.
+"""Traces on disk: queries, keys and values of a model's heads over a corpus, read at random.
 
-  traces.json             which model, which sequences, how stored; written first
+  traces.json             the manifest, written first: which model, which sequences, how stored
   00000.safetensors ...   ``shard`` sequences each: for sequence i ``tokens.i`` [T], ``at.i`` [M] and
                           ``q.i`` [L, N, M, H], queries after RoPE at these positions; ``k.i`` and ``v.i``
                           [L, K, T, H]; ``k_pre.i`` where asked for. The header names their tasks.
 
-A file appears whole or not at all, and its contents are a function of the manifest alone.
+Files are written atomically, and their contents depend on the manifest alone.
 """
 
 from __future__ import annotations
@@ -38,17 +38,16 @@ class TraceError(ConfigError):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class About:
-    """The manifest.
+class Manifest:
+    """Which model and which sequences, and how they are stored.
 
     Attributes:
-      model, fingerprint: whose traces.
-      parameters: of the model.
-      layers, heads, kv_heads, head_dim, softcap: its sizes, and what bounds its scores.
+      model, fingerprint, parameters: the model's name, fingerprint and size.
+      layers, heads, kv_heads, head_dim, softcap: its shapes, and the soft cap of its scores.
       dtype, keys, queries, shard: see ``train.ranker.settings.Recording``.
       lengths: tokens of each sequence.
       train: how many of them are for training; the others are for checks.
-      seed, data: where the sequences come from.
+      seed, data: of the sequences.
     """
 
     model: str
@@ -70,44 +69,43 @@ class About:
 
     @property
     def shards(self) -> int:
-        """Files."""
+        """Number of files."""
         return -(-len(self.lengths) // self.shard)
 
     def of_shard(self, shard: int) -> range:
-        """Its sequences."""
+        """The sequences of a file."""
         return range(shard * self.shard, min((shard + 1) * self.shard, len(self.lengths)))
 
-    def asked(self, length: int) -> Int[np.ndarray, " M"]:
+    def query_positions(self, length: int) -> Int[np.ndarray, " M"]:
         """Positions whose queries are stored, the last one among them."""
         if self.queries is None or self.queries >= length:
             return np.arange(length, dtype=np.int32)
         return np.linspace(length - 1, 0, self.queries, endpoint=False).round().astype(np.int32)[::-1]
 
     def bytes(self, length: int) -> int:
-        """Of one sequence, headers aside."""
-        queries = len(self.asked(length))
+        """Of one sequence, without headers."""
+        queries = len(self.query_positions(length))
         kv = self.kv_heads * length * (1 + len(self.keys))
         floats = self.layers * self.head_dim * (self.heads * queries + kv)
         return floats * np.dtype(self.dtype).itemsize + 4 * (length + queries)
 
 
-def file(folder: Path, shard: int) -> Path:
-    """Where a shard lies."""
+def shard_path(folder: Path, shard: int) -> Path:
+    """The file of a shard."""
     return folder / f"{shard:05d}.safetensors"
 
 
-def begin(folder: Path, about: About) -> None:
-    """Writes the manifest, or finds it there already.
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Writes the manifest unless the folder has it already.
 
     Raises:
       TraceError: the folder holds other traces.
     """
-    text, path = json.dumps(dataclasses.asdict(about) | {"format": FORMAT}, indent=1), folder / MANIFEST
+    text, path = json.dumps(dataclasses.asdict(manifest) | {"format": FORMAT}, indent=1), folder / MANIFEST
     if path.exists():
         if path.read_text() != text:
-            was = json.loads(path.read_text())
-            mine = json.loads(text)
-            named = next((name for name in mine if was.get(name) != mine[name]), "format")
+            old, new = json.loads(path.read_text()), json.loads(text)
+            named = next((name for name in new if old.get(name) != new[name]), "format")
             raise TraceError(
                 f"--out {folder} holds traces made with another {named}. Give an empty folder, or the config "
                 "and model they were begun with."
@@ -119,13 +117,13 @@ def begin(folder: Path, about: About) -> None:
     os.replace(part, path)
 
 
-def write(
-    folder: Path, about: About, shard: int, tasks: Sequence[str], arrays: dict[str, np.ndarray]
+def write_shard(
+    folder: Path, manifest: Manifest, shard: int, tasks: Sequence[str], arrays: dict[str, np.ndarray]
 ) -> None:
-    """One shard."""
-    path = file(folder, shard)
+    """Writes one file of sequences, whose ``tasks`` go into the header."""
+    path = shard_path(folder, shard)
     part = path.with_name(f".{path.name}.part-{os.getpid()}")
-    notes = json.dumps({"fingerprint": about.fingerprint, "tasks": list(tasks)})
+    notes = json.dumps({"fingerprint": manifest.fingerprint, "tasks": list(tasks)})
     try:
         save_file(arrays, part, metadata={FORMAT: notes})  # one entry: several have no order in the file
         part.chmod(0o644)  # safetensors writes for the owner alone
@@ -149,28 +147,23 @@ def _opened(path: Path) -> Any:
 
 
 def _notes(path: Path) -> dict[str, Any]:
-    """The header of a shard; empty where it is no file of traces."""
+    """The header of a shard; empty in a file that holds no traces."""
     return json.loads((_opened(path).metadata() or {}).get(FORMAT, "{}"))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Traces:
-    """A folder of traces; sequences are read when asked for.
-
-    Attributes:
-      folder: where they are.
-      about: the manifest.
-    """
+    """A folder of traces; sequences are read when asked for."""
 
     folder: Path
-    about: About
+    manifest: Manifest
 
     @classmethod
     def open(cls, folder: Path) -> Traces:
-        """Reads the manifest and looks at every file.
+        """Reads the manifest and the header of every file.
 
         Raises:
-          TraceError: no traces there, or not all of them, or damaged files.
+          TraceError: missing or damaged files.
         """
         try:
             tree = json.loads((folder / MANIFEST).read_text())
@@ -183,34 +176,36 @@ class Traces:
             raise TraceError(f"{folder / MANIFEST} is damaged: {reason}. Make the traces again.") from reason
         if not isinstance(tree, dict) or tree.pop("format", None) != FORMAT:
             raise TraceError(f"{folder / MANIFEST} is no manifest of '{FORMAT}'. Make the traces again.")
-        about = About(**tree | {name: tuple(tree[name]) for name in ("keys", "lengths")})
-        there = [file(folder, shard).exists() for shard in range(about.shards)]
-        if not all(there):
+        manifest = Manifest(**tree | {name: tuple(tree[name]) for name in ("keys", "lengths")})
+        files = [shard_path(folder, shard) for shard in range(manifest.shards)]
+        exist = [file.exists() for file in files]
+        if not all(exist):
             raise TraceError(
-                f"{folder} holds {sum(there)} of {about.shards} files: train.traces was stopped. Run it "
+                f"{folder} holds {sum(exist)} of {manifest.shards} files: train.traces was stopped. Run it "
                 "again to go on."
             )
-        for shard in range(about.shards):
-            if _notes(file(folder, shard)).get("fingerprint") != about.fingerprint:
-                raise TraceError(f"{file(folder, shard)} is of another model than its manifest. Delete it.")
-        return cls(folder, about)
+        for file in files:
+            if _notes(file).get("fingerprint") != manifest.fingerprint:
+                raise TraceError(f"{file} is of another model than its manifest. Delete it.")
+        return cls(folder, manifest)
 
-    def of(self, model: LanguageModel, source: str) -> None:
+    def check_model(self, model: LanguageModel, source: str) -> None:
         """Refuses traces of another model than the config's, which is from ``source``.
 
         Raises:
           TraceError: another fingerprint.
         """
-        if self.about.fingerprint != fingerprint(model):
+        manifest = self.manifest
+        if manifest.fingerprint != fingerprint(model):
             raise TraceError(
-                f"{self.folder} holds traces of {self.about.model} ({self.about.fingerprint}), the config's "
+                f"{self.folder} holds traces of {manifest.model} ({manifest.fingerprint}), the config's "
                 f"model ({source}) is another one ({fingerprint(model)}). Make traces of it with "
                 "train.traces."
             )
 
     def tasks(self) -> list[str]:
-        """What each sequence is."""
-        files = (file(self.folder, shard) for shard in range(self.about.shards))
+        """The task of each sequence."""
+        files = (shard_path(self.folder, shard) for shard in range(self.manifest.shards))
         return [task for path in files for task in _notes(path)["tasks"]]
 
     def read(self, index: int, names: Sequence[str]) -> dict[str, Float[np.ndarray, "L X T H"]]:
@@ -219,17 +214,17 @@ class Traces:
         Raises:
           TraceError: a damaged file, or values that are no numbers.
         """
-        path = file(self.folder, index // self.about.shard)
-        found = {}
+        path = shard_path(self.folder, index // self.manifest.shard)
+        arrays = {}
         for name in names:
             try:
-                found[name] = _opened(path).get_tensor(f"{name}.{index}")
+                arrays[name] = _opened(path).get_tensor(f"{name}.{index}")
             except SafetensorError as reason:
                 raise TraceError(
                     f"{path} lacks {name}.{index} ({reason}). Make the traces again."
                 ) from reason
-            if not np.isfinite(found[name]).all():
+            if not np.isfinite(arrays[name]).all():
                 raise TraceError(
                     f"{path}: {name}.{index} holds NaN or infinity. Delete it and make it again."
                 )
-        return found
+        return arrays

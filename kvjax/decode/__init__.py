@@ -11,6 +11,7 @@ counts are read between them, never inside.
   read_layers         ``prefill`` of whole prompts, a layer at a time
   step, chunk         new tokens through the model; ``run_layers`` with your own function at each layer; pure
   empty, reserve      what a state has space for, and the sizes programs are compiled for
+  read_ids            token ids, checked against the model's vocabulary
   read_policy         the policy that a text means on a model
   RequestError        a request that is refused; ``Remark`` warns of one that is served with a difference
 """
@@ -33,7 +34,7 @@ from kvjax.decode._capacity import (
     roomy,
     slot_bounds,
 )
-from kvjax.decode._checks import Progress, Remark, RequestError, read_policy
+from kvjax.decode._checks import Progress, Remark, RequestError, read_ids, read_policy
 from kvjax.decode._generate import Generation, generate, stream
 from kvjax.decode._loop import DecodeRows, decode_loop, decode_steps
 from kvjax.decode._placement import on_mesh
@@ -73,6 +74,7 @@ __all__ = [
     "prompt_layer",
     "prompt_pages",
     "read_full",
+    "read_ids",
     "read_layers",
     "read_policy",
     "reserve",

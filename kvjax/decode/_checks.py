@@ -57,7 +57,7 @@ def read_prompts(
             f"{call}(prompts={prompts!r}) is not a prompt. Give token ids ([[1, 2, 3]]), or a text."
         )
     rows: Any = [prompts] if isinstance(prompts, str) or _is_flat(prompts) else prompts
-    return [_ids(call, model, row, given, begins) for row, given in enumerate(rows)]
+    return [_row_ids(call, model, row, prompt, begins) for row, prompt in enumerate(rows)]
 
 
 def _is_flat(prompts: Any) -> bool:
@@ -65,31 +65,44 @@ def _is_flat(prompts: Any) -> bool:
     return len(prompts) > 0 and (getattr(prompts[0], "ndim", None) == 0 or not hasattr(prompts[0], "__len__"))
 
 
-def _ids(call: str, model: Weighted, row: int, given: Any, begins: bool) -> Int[np.ndarray, " T"]:
-    if isinstance(given, str):
+def _row_ids(call: str, model: Weighted, row: int, prompt: Any, begins: bool) -> Int[np.ndarray, " T"]:
+    """Token ids of a row of ids, or of a text."""
+    if isinstance(prompt, str):
         text = getattr(model, "text", None)
         if text is None:
             raise RequestError(
                 f"{call}: row {row} is a text, and this model has no tokenizer beside it. Give token ids "
                 "([[1, 2, 3]]), or a model of kvjax.load(...)."
             )
-        given = text.encode(given, bos=begins)
+        prompt = text.encode(prompt, bos=begins)
+    return read_ids(f"{call}: row {row}", model, prompt)
+
+
+def read_ids(name: str, model: Weighted, ids: Any) -> Int[np.ndarray, " T"]:
+    """Token ids that the model has, as an array; every caller's ids are checked here.
+
+    Args:
+      name: what they are, for messages: ``generate: row 1``, ``Request(prompt=...)``.
+      model: whose vocabulary is meant.
+      ids: whole numbers.
+
+    Raises:
+      RequestError: not a list of whole numbers, or ids that the vocabulary does not have.
+    """
     try:
-        ids = np.asarray(given)
-    except ValueError:  # rows of different lengths inside a row
-        ids = np.empty((0, 0))
-    if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
-        raise RequestError(
-            f"{call}: row {row} is not a list of token ids. Give whole numbers ([[1, 2, 3]]), or a text."
-        )
+        array = np.asarray(ids)
+    except ValueError:  # lists of different lengths
+        array = np.empty((0, 0))
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        raise RequestError(f"{name} is not a list of token ids. Give whole numbers ([1, 2, 3]).")
     most = model.params["embed"].shape[0]
-    wrong = np.flatnonzero((ids < 0) | (ids >= most))
+    wrong = np.flatnonzero((array < 0) | (array >= most))
     if wrong.size:
         raise RequestError(
-            f"{call}: row {row} has the token id {ids[wrong[0]]} at {wrong[0]}, the model knows 0 to "
-            f"{most - 1}. Encode the text with the model's own tokenizer (model.text.encode)."
+            f"{name} has the token id {array[wrong[0]]} at {wrong[0]}, the model knows 0 to {most - 1}. "
+            "Encode the text with the model's own tokenizer."
         )
-    return ids.astype(np.int32)
+    return array.astype(np.int32)
 
 
 def check_prompts(call: str, network: Network, lengths: list[int], context: int) -> None:

@@ -14,15 +14,12 @@ from kvjax import decode
 from kvjax.algebra import Policy
 from kvjax.cache.state import KVState
 from kvjax.engine._dials import by_rows
-from kvjax.engine._request import MOST_LOGPROBS
+from kvjax.engine.request import MOST_LOGPROBS
 from kvjax.sampling import Sampling, sample
 from kvjax.types import EMPTY, Network, Params, pytree
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int
-
-STOPS = 16
-"""Most token ids that end a row."""
 
 
 @pytree()

@@ -216,7 +216,7 @@ def answer_with_engine(
         ticket.cancel()  # does nothing after the end
     usage = ticket.usage
     assert usage.kv is not None
-    allocated = sum(lane.allocated for lane in engine.metrics().lanes)
+    allocated = sum(batch.allocated for batch in engine.metrics().batches)
     kv_bytes = {"live": usage.kv.live, "allocated": allocated, "full": usage.kv.full}
     return output.finish(prompt_tokens=len(ids), kv_bytes=kv_bytes, cached_tokens=usage.cached_tokens)
 

@@ -17,8 +17,7 @@ from train.agents import make_layout
 from train.config import ConfigError
 from train.ranker import __main__ as ranker
 from train.ranker import batches
-from train.ranker.agents import first
-from train.ranker.objective import folded
+from train.ranker.objective import folded, initial_agents
 from train.ranker.optimizer import optimizer
 from train.ranker.settings import Settings, read
 
@@ -52,12 +51,12 @@ def measured(config: Path, only: Sequence[str] = ()) -> dict[str, Any]:
     base = chosen[BASE]
     traces = batches.Traces.open(base.recording.folder)
     wide = dataclasses.replace(
-        base.agent, inputs=tuple(n for n in INPUTS if n != "w_key_pre" or "pre" in traces.about.keys)
+        base.agent, inputs=tuple(n for n in INPUTS if n != "w_key_pre" or "pre" in traces.manifest.keys)
     )
-    found = costs.measured(traces, dataclasses.replace(base, agent=wide), agents)
-    areas = {name: x.mean(axis=(1, 2)) for name, x in found.areas.items()}  # of each sequence
+    result = costs.measured(traces, dataclasses.replace(base, agent=wide), agents)
+    areas = {name: x.mean(axis=(1, 2)) for name, x in result.areas.items()}  # of each sequence
     apart = {name: (x - areas[BASE]) / areas["oracle"].mean() for name, x in areas.items()}
-    ratios = costs.over_oracle({name: x.mean(axis=0) for name, x in found.areas.items()})
+    ratios = costs.over_oracle({name: x.mean(axis=0) for name, x in result.areas.items()})
     runs = [
         {
             "name": name,
@@ -69,24 +68,22 @@ def measured(config: Path, only: Sequence[str] = ()) -> dict[str, Any]:
             "processor_seconds": seconds[name],
             "area": float(ratios[name].mean()),
             "less_base": float(apart[name].mean()),
-            "less_base_error": float(apart[name].std(ddof=1) / len(found.tasks) ** 0.5),
+            "less_base_error": float(apart[name].std(ddof=1) / len(result.tasks) ** 0.5),
         }
         for name, settings in chosen.items()
     ]
     others = {name: float(x.mean()) for name, x in ratios.items() if name not in (*chosen, "oracle")}
-    return {"sequences": len(found.tasks), "runs": runs, "untrained": others}
+    return {"sequences": len(result.tasks), "runs": runs, "untrained": others}
 
 
 def trained(settings: Settings) -> Any:
     """The agents of a finished run on raw inputs, leaves [A, ...]."""
     traces = batches.Traces.open(settings.recording.folder)
-    count = traces.about.layers * traces.about.kv_heads
-    begun = first(settings, count, traces.about.head_dim)
+    count = traces.manifest.layers * traces.manifest.kv_heads
+    initial = initial_agents(settings, count, traces.manifest.head_dim)
     chosen, layout = optimizer(settings.rate, settings.plan.steps), make_layout(1, count)
-    found = loop.latest(settings.folder, begun, chosen, layout)
-    if found is None:
-        raise ConfigError(f"{settings.folder} holds no checkpoint. Train first: python -m train.ranker.")
-    return folded(found[1], batches.statistics(traces, settings))
+    _, agents = loop.latest(settings.folder, initial, chosen, layout)
+    return folded(agents, batches.statistics(traces, settings))
 
 
 def processor(log: Path) -> float:

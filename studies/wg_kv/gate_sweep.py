@@ -39,8 +39,8 @@ TAUS = (0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7)
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _goal(net: distill.Net, frozen: Params, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
-    return distill.teacher(net, frozen, tokens)
+def _goal(net: distill.GatedModel, frozen: Params, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+    return distill.teacher_states(net, frozen, tokens)
 
 
 OPEN = 1e4
@@ -49,7 +49,7 @@ OPEN = 1e4
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _point(
-    net: distill.Net,
+    net: distill.GatedModel,
     sinks: int,
     frozen: Params,
     layers: Params,
@@ -62,8 +62,8 @@ def _point(
     def opened(params: Params, k_pre: Array, k: Array) -> Array:
         return gate_logits(params, k_pre, k).at[..., :sinks].set(OPEN)
 
-    x, z = distill.walk(net, frozen, layers, tokens, distill.gated_by(net, opened, tau))
-    return distill.apart(net, frozen, x, goal), distill.kept(z, net.window, tau)[1]
+    x, z = distill.forward(net, frozen, layers, tokens, distill.gated_layer(net, opened, tau))
+    return distill.distillation_loss(net, frozen, x, goal), distill.kept_shares(z, net.window, tau)[1]
 
 
 def measured(
@@ -85,29 +85,29 @@ def measured(
       WeightsError: no gates in the folder, or another model's.
     """
     layout = gates.make_layout(settings)
-    net, frozen = gates.make_net(settings, model.spec, layout), layout.frozen(model.params, settings.dtype)
+    net, frozen = gates.gated_model(settings, model.spec, layout), layout.frozen(model.params, settings.dtype)
     tokens = [jnp.asarray(row)[None] for row in rows]
     goals = [_goal(net, frozen, row) for row in tokens]
     window = min(1.0, net.window / rows.shape[1])
-    found = []
+    points = []
     for lam, file in _files(folder):
-        layers = distill.stack(load_weights(file, model).layers)
+        layers = distill.stack_layers(load_weights(file, model).layers)
         for tau in TAUS:
             each = [_point(net, sinks, frozen, layers, row, goal, tau) for row, goal in zip(tokens, goals)]
             losses, kept = np.asarray(each, float).T
             point: dict[str, Any] = {"gates": file.stem, "lambda": lam, "tau": tau}
             point |= {"cache": window + (1 - window) * float(kept.mean()), "loss": float(losses.mean())}
-            found.append(point | {"losses": losses.tolist()})
-    return found
+            points.append(point | {"losses": losses.tolist()})
+    return points
 
 
 def _files(folder: Path) -> list[tuple[float, Path]]:
     """(lambda, file) of the write gates in a folder, lambda rising."""
     every = [(file, read_weights(file).notes) for file in sorted(folder.glob("*.safetensors"))]
-    found = [(float(notes["lambda"]), file) for file, notes in every if notes["method"] == WriteGate.learns]
-    if not found:
+    files = [(float(notes["lambda"]), file) for file, notes in every if notes["method"] == WriteGate.learns]
+    if not files:
         raise WeightsError(f"--gates {folder} holds no write gates. Train some: python -m train.gates.")
-    return sorted(found)
+    return sorted(files)
 
 
 def over_front(points: list[dict[str, Any]], point: dict[str, Any]) -> float | None:
@@ -130,15 +130,15 @@ def picture(points: list[dict[str, Any]], marked: float, file: Path) -> Path:
     plt = plotting.pyplot()
     figure, (axis,) = plotting.panels(plt, 1, 1, (7, 4.2))
     for number, name in enumerate(dict.fromkeys(p["gates"] for p in points)):
-        mine = [p for p in points if p["gates"] == name]
-        x, y = np.asarray([(100 * p["cache"], p["loss"]) for p in mine]).T
-        label = f"{name} (λ = {mine[0]['lambda']:g})"
+        own = [p for p in points if p["gates"] == name]
+        x, y = np.asarray([(100 * p["cache"], p["loss"]) for p in own]).T
+        label = f"{name} (λ = {own[0]['lambda']:g})"
         axis.plot(x, y, lw=1, ms=5, label=label, **plotting.style(number))
-        told = [px for p, px in zip(mine, x) if p["tau"] == marked]
+        marked_sizes = [px for p, px in zip(own, x) if p["tau"] == marked]
         at, side = ((7, 5), "left") if number % 2 else ((-7, -11), "right")
         how: dict[str, Any] = {"textcoords": "offset points", "ha": side, "fontsize": 7}
-        for p, px, py in zip(mine, x, y):
-            crowded = p["tau"] != marked and any(abs(px - other) < 1.5 for other in told)
+        for p, px, py in zip(own, x, y):
+            crowded = p["tau"] != marked and any(abs(px - other) < 1.5 for other in marked_sizes)
             axis.annotate("" if crowded else f"{p['tau']:g}", (px, py), at, **how)
     ringed = np.asarray([(100 * p["cache"], p["loss"]) for p in points if p["tau"] == marked])
     if ringed.size:
@@ -160,7 +160,7 @@ def run(settings: Settings, folder: Path, out: Path, length: int, rows: int, sin
     """
     model = backbone(settings)
     check = settings.check | {"lengths": [length], "rows": rows}
-    held = gate_rows.supply(dataclasses.replace(settings, check=check), model.folder).check[length]
+    held = gate_rows.read_data(dataclasses.replace(settings, check=check), model.folder).check[length]
     points = measured(settings, model, folder, held, sinks)
     for point in points:
         point["over_front"] = over_front(points, point)
@@ -183,10 +183,8 @@ def _sweep(words: Sequence[str]) -> None:
     parser.add_argument("--config", type=Path, required=True)
     parser.add_argument("--gates", type=Path, required=True, metavar="DIR", help="one file of gates a lambda")
     parser.add_argument("--out", type=Path, default=RESULTS, metavar="DIR", help=f"default: {RESULTS}")
-    parser.add_argument(
-        "--length", type=cli.whole("--length", 1), default=1024, help="tokens (default: 1024)"
-    )
-    parser.add_argument("--rows", type=cli.whole("--rows", 1), default=12, help="held-out rows (default: 12)")
-    parser.add_argument("--sinks", type=cli.whole("--sinks", 0), default=4, help="tokens (default: 4)")
+    parser.add_argument("--length", type=cli.whole(1), default=1024, help="tokens (default: 1024)")
+    parser.add_argument("--rows", type=cli.whole(1), default=12, help="held-out rows (default: 12)")
+    parser.add_argument("--sinks", type=cli.whole(0), default=4, help="tokens (default: 4)")
     args = parser.parse_args(words)
     run(read(args.config), args.gates, args.out, args.length, args.rows, args.sinks)

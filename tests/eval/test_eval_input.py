@@ -22,7 +22,7 @@ def test_jobs_are_joined_so_that_programs_are_compiled_once_a_length_and_prompts
 
     def plan(*policies, lengths=(1024, 512)):
         chosen = [parse(policy) for policy in policies]
-        return grid.build(both, chosen, lengths=lengths, seeds=[0], samples=1, asked=("agnostic",))
+        return grid.build(both, chosen, lengths=lengths, seeds=[0], samples=1, protocol=("agnostic",))
 
     one, other = "knorm + uniform(90)", "knorm + uniform(80)"
     joined = grid.joined([plan(one), plan("window(9)"), plan(other), plan("window(8)"), plan(lengths=(512,))])

@@ -1,8 +1,7 @@
-"""Reports: every policy is shown, the numbers are the rows', a claim nobody ran is told."""
+"""Reports: every policy is shown, and the numbers are those of the rows."""
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 
@@ -15,8 +14,7 @@ from kvjax.catalogue import describe
 from kvjax.catalogue import policy as parse
 from kvjax.eval.__main__ import main
 from kvjax.eval.measure import store
-from kvjax.eval.report import claims as claims_module
-from kvjax.eval.report import figures, judges, markdown, table
+from kvjax.eval.report import figures, markdown, table
 from kvjax.eval.report.table import Results
 
 pytestmark = pytest.mark.usefixtures("no_pack")
@@ -71,52 +69,6 @@ def test_a_report_s_numbers_are_the_rows_s(finished):
     (line,) = table.losses(Results(tuple(apart))).splitlines()[2:]
     mean = 100 * (np.mean(window.each.score) - np.mean(full.each.score))
     assert f"| {mean:+.2f} |" in line
-
-
-STUDIES = {
-    "roundtrip": {"errors": [{"storage": "int8", "mean": 0.005}, {"storage": "int4", "mean": 0.1}]},
-    "premise": {"shifts": {"all": {"r": {"confidence": [-0.2, -0.3, -0.1]}}}},
-    "costs": {
-        "attention_free": ["random", "knorm"],
-        "kinds": {"books": {"areas": {"default": [[2, 2], [1, 1]], "random": [[4, 4], [5, 5]],
-                                      "knorm": [[3, 3], [9, 9]], "tova": [[1, 1], [1, 1]]}}},
-    },
-    "heads": {
-        "correlation": [0.8, -0.1],
-        "fewer": [{"alone": 2, "completed": 0.0}, {"alone": 160, "completed": 40}],
-    },
-    "proxy": {"overlap": 0.95},
-}  # fmt: skip
-"""What studies write, as far as claims read it."""
-
-
-def test_claims_are_judged_from_what_studies_wrote(tmp_path, capsys):
-    for name, found in STUDIES.items():
-        (tmp_path / f"{name}.json").write_text(json.dumps({"study": name} | found))
-    (tmp_path / "other.json").write_text("[]")
-    assert main(["claims", str(tmp_path), "--json"]) == 0
-    told = {line["id"]: line for line in map(json.loads, capsys.readouterr().out.splitlines())}
-    found = {name: (told[name]["ours"].split()[0], told[name]["verdict"]) for name in told}
-    assert found["conf-kv/round-trip"] == ("0.500", judges.FAILS), "percent, and the paper has 0.38"
-    assert found["conf-kv/premise"] == ("-0.100", judges.HOLDS), "the interval's end"
-    assert found["kvp/cost"] == ("1.500", judges.HOLDS), "3 over 2 in the first layer; TOVA hears attention"
-    assert found["topk-phi/tokens"] == ("4.000", judges.HOLDS)
-    assert found["topk-phi/entropy"] == ("-0.100", judges.FAILS), "the worst count"
-    assert found["gvote/overlap"] == ("0.950", judges.HOLDS)
-
-
-def test_claims_that_nobody_ran_say_so(finished, capsys):
-    assert main(["claims", str(finished), "--json"]) == 0
-    told = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert len(told) == len(claims_module.CLAIMS)
-    assert len({line["id"] for line in told}) == len(told)
-    verdicts = {line["id"]: line["verdict"] for line in told}
-    for paper in ("wg-kv", "conf-kv", "kvp", "topk-phi", "gvote"):
-        assert any(name.startswith(paper) for name in verdicts)
-    assert verdicts["gvote/memory"] == judges.NOT_RUN
-    assert verdicts["conf-kv/int8"] == judges.NOT_RUN
-    assert main(["claims", str(finished)]) == 0
-    assert capsys.readouterr().out.count("\n") == len(told) + 2
 
 
 def test_policies_that_differ_in_their_budget_alone_are_one_curve():

@@ -14,7 +14,7 @@ from kvjax import decode
 from kvjax.algebra import PolicyError
 from kvjax.eval import frontier
 from kvjax.eval.errors import EvalError
-from kvjax.eval.measure.readings import Readings
+from kvjax.eval.measure.runner import Readings
 from kvjax.eval.report import front
 from kvjax.eval.report.table import Results
 from kvjax.weights import _auto as auto

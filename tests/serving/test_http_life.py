@@ -146,7 +146,7 @@ def test_a_fault_of_the_engine_turns_health_and_ends_the_server(tiny_folder):
         def fault() -> None:
             raise MemoryError("the device is gone")
 
-        server.service.engine._inbox.post(fault)  # what the engine's thread does next
+        server.service.engine._inbox.put(fault)  # what the engine's thread does next
         *_, last = stream
         assert last["error"]["code"] == "engine_dead"
         status, error = server.refusal("/health", method="GET")

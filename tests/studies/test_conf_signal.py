@@ -15,7 +15,7 @@ def rng():
 
 def test_autocorrelation_and_horizons_are_those_of_plain_loops(rng):
     sure, tight, loose = rng.random((3, 3, 40))
-    found = signal.told(sure, tight, loose)
+    found = signal.foretold(sure, tight, loose)
     d = sure - sure.mean()
     pairs = [d[w, i] * d[w, i + 4] for w in range(3) for i in range(36)]
     assert found["autocorrelation"]["4"] == pytest.approx(np.mean(pairs) / (d * d).mean())
@@ -30,7 +30,7 @@ def test_autocorrelation_and_horizons_are_those_of_plain_loops(rng):
 
 def test_confidence_that_foretells_the_gain_is_seen(rng):
     gain = rng.random((4, 64))
-    r, _, _ = signal.told(1 - gain, 2 + gain, np.full((4, 64), 2.0))["gain_correlation"]["1"]
+    r, _, _ = signal.foretold(1 - gain, 2 + gain, np.full((4, 64), 2.0))["gain_correlation"]["1"]
     assert r == pytest.approx(-1)
 
 

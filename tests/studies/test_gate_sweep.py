@@ -57,9 +57,9 @@ def test_a_point_is_what_the_check_of_training_measures(shipped, tmp_path, capsy
     # The same rows, all at once, by the walks of train.gates.
     settings = gate_settings.read(config)
     check = {"lengths": [48], "rows": 3}
-    rows = gate_sweep.gate_rows.supply(dataclasses.replace(settings, check=check), model.folder).check[48]
+    rows = gate_sweep.gate_rows.read_data(dataclasses.replace(settings, check=check), model.folder).check[48]
     layout = gates.make_layout(settings)
-    net, frozen = gates.make_net(settings, model.spec, layout), layout.frozen(model.params, "float32")
+    net, frozen = gates.gated_model(settings, model.spec, layout), layout.frozen(model.params, "float32")
     layers = {"admission": gate_sweep.load_weights(folder / "weak.safetensors", model).layers}
     want = gates._measure(net, 0.3, frozen, layers, jnp.asarray(rows))
     mine = next(p for p in points if p["gates"] == "weak" and p["tau"] == 0.3)

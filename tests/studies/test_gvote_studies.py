@@ -20,7 +20,7 @@ PS, COUNTS = (0.6, 0.9), (1, 3)
 
 @pytest.fixture(scope="module")
 def found():
-    return proxy.look(tiny.model(), TEXT, ps=PS, counts=COUNTS, ahead=8, seed=5)
+    return proxy.agreement_of(tiny.model(), TEXT, ps=PS, counts=COUNTS, ahead=8, seed=5)
 
 
 def test_what_is_kept_is_what_a_prefill_keeps(found):

@@ -72,7 +72,7 @@ def test_costs_are_the_attention_that_each_budget_evicts(made):
                 # What every budget from one token on evicts, one after the other.
                 left = [values[ranked][order[budget:]].sum() for budget in range(len(ranked) + 1)]
                 evicted[name] = np.asarray(left)
-            layer, head = divmod(at, found.about.kv_heads)
+            layer, head = divmod(at, found.manifest.kv_heads)
             for name, left in evicted.items():
                 # Budgets from one token to all but one.
                 area = left[1:-1].sum() / left[0] / (len(ranked) - 1)

@@ -27,8 +27,9 @@ import yaml  # noqa: E402
 
 from kvjax.models import decoder  # noqa: E402
 from kvjax.sharding import specs  # noqa: E402
-from train import gate_settings, gates, loop, mesh, plan, pretrain  # noqa: E402
-from train.setup import model_spec  # noqa: E402
+from train import aot, gate_settings, gates, loop, mesh  # noqa: E402
+from train.embedded import pretrain  # noqa: E402
+from train.embedded.setup import model_spec  # noqa: E402
 
 HERE = types.SimpleNamespace(lowering=("cpu",))
 
@@ -36,12 +37,12 @@ HERE = types.SimpleNamespace(lowering=("cpu",))
 def gate_step(path: Path, layout: mesh.Layout) -> None:
     settings = gate_settings.read(path)
     spec = settings.spec or gate_settings.backbone(settings).spec
-    loss, params = gates.abstract(settings, spec, layout, "xla")
+    loss, params = gates.abstract_loss(settings, spec, layout, "xla")
     length = max(settings.data["lengths"])
     rows = max(settings.data["tokens"] // length, layout.mesh.size(mesh.DATA))
     tokens = jax.ShapeDtypeStruct((rows, length), "int32", sharding=layout.of(specs.ROWS))
     chosen = gate_settings.optimizer(settings.rate, settings.plan.steps)
-    plan.compiled("v5e:2x4", HERE, layout, loss, params, chosen, {"tokens": tokens})
+    aot.compiled_step("v5e:2x4", HERE, layout, loss, params, chosen, {"tokens": tokens})
 
 
 def pretrain_step(path: Path, data: int, tensor: int) -> None:
@@ -62,7 +63,7 @@ def pretrain_step(path: Path, data: int, tensor: int) -> None:
     batch = layout.batch({name: np.zeros(*one) for name, one in shapes.items()})
     step: Any = loop.make_step(optimizer, where)
     loss = jax.tree_util.Partial(pretrain.make_loss_of(config, layout))
-    step.lower(loss, plan.laid(state, where), batch).compile()
+    step.lower(loss, aot.sharded_shapes(state, where), batch).compile()
 
 
 def control(layout: mesh.Layout) -> None:

@@ -2,7 +2,7 @@
 
     python tests/train/mesh_pretrain.py FOLDER DATA TENSOR STEPS [SECONDS]
 
-Batches are random ids; the loss, the layout and the loop are those of ``train.pretrain``.
+Batches are random ids; the loss, the layout and the loop are those of ``train.embedded.pretrain``.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ import jax
 import numpy as np
 import optax
 
-from train import data, loop, pretrain
-from train.setup import initial_of
+from train import loop
+from train.embedded import data, pretrain
+from train.embedded.setup import initial_of
+from train.rows import ANSWER
 
 CONFIG: dict[str, Any] = {
     "seed": 0,
@@ -39,7 +41,7 @@ class Rows:
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
         rng = np.random.default_rng((3, int(index)))
         tokens = rng.integers(3, 64, (4, 32)).astype(np.int32)
-        weight = np.where(np.arange(32) % 8 > 5, data.ANSWER, 0.5) * np.ones((4, 1))
+        weight = np.where(np.arange(32) % 8 > 5, ANSWER, 0.5) * np.ones((4, 1))
         return {"tokens": tokens, **data.choose_scored(rng, tokens, weight, 48)}
 
 
@@ -60,7 +62,7 @@ def main() -> None:
         layout=layout,
         batches=lambda level: grain.MapDataset.source(Rows()),
         folder=folder,
-        plan=loop.Plan(steps=sizes[2], log_every=1, seconds=seconds),
+        plan=loop.Cadence(steps=sizes[2], log_every=1, seconds=seconds),
     )
 
 

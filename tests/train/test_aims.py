@@ -15,9 +15,10 @@ import yaml
 from test_recipe import tiny
 
 from kvjax.models import decoder, hf
-from train import aims, asked, card, confidence, pretrain, retrieval, rows
-from train import heads as kinds_of_heads
-from train.setup import initial, setup
+from train import rows
+from train.embedded import aims, card, checks, confidence, pretrain, retrieval
+from train.embedded import heads as kinds_of_heads
+from train.embedded.setup import initial, setup
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +86,7 @@ def test_a_window_that_holds_everything_changes_nothing(have, params):
 def test_where_an_answer_is_copied_from(have):
     found = 0
     for seed in range(6):
-        drawn = asked.CHECKS["four_keys"](np.random.default_rng(seed), have.held, 320)
+        drawn = checks.CHECKS["four_keys"](np.random.default_rng(seed), have.held, 320)
         if drawn is None:
             continue
         wanted = retrieval.copied_from(*drawn)
@@ -142,7 +143,7 @@ def test_the_command_writes_every_aim(have, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(kinds_of_heads, "LENGTH", 256)
     # The tiny vocabulary has no word of its own, and the stand-in's held-out words are all of several tokens.
     monkeypatch.setattr(aims, "vocabulary_source", lambda have: have.held)
-    monkeypatch.setattr(asked, "VALUES", {"five digits": asked.Value("number", 5)})
+    monkeypatch.setattr(checks, "VALUES", {"five digits": checks.Value("number", 5)})
     config = copy.deepcopy(have.config)
     model = tmp_path / "model"
     drawn = initial(have.spec, 0, 0.05, "many", ahead=3)
@@ -159,8 +160,8 @@ def test_the_command_writes_every_aim(have, tmp_path, monkeypatch, capsys):
     for row in table["aims"].values():
         assert set(row) == {"is", "aim", "met"}
     assert len(table["wordings"]["untrained"]) == len(table["wordings"]["trained"]) == 10
-    assert set(table["recall"]) == set(asked.CHECKS)
-    assert set(table["values"]) == set(asked.VALUES)
+    assert set(table["recall"]) == set(checks.CHECKS)
+    assert set(table["values"]) == set(checks.VALUES)
     assert "MISSED" in capsys.readouterr().out
     assert pretrain.AHEAD_SHARE > 0
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from kvjax.models import decoder
-from train import attention, forward, heads, products
-from train.setup import initial, model_spec
+from train.embedded import attention, forward, heads, products
+from train.embedded.setup import initial, model_spec
 
 SIZES = {
     "vocab_size": 320,
@@ -99,7 +99,7 @@ def test_a_hushed_stream_writes_nothing_in_its_row_only(tiny):
     speak[1, 1, 0] = False
     got = forward.states(spec, params, tokens, speak=speak).reshape(2, 128, -1)
     whole = forward.states(spec, params, tokens).reshape(2, 128, -1)
-    lame = heads.without(spec, params, ((1, 0), (1, 1)))
+    lame = heads.without_heads(spec, params, ((1, 0), (1, 1)))
     np.testing.assert_array_equal(got[0], whole[0])
     close(got[1], forward.states(spec, lame, tokens).reshape(2, 128, -1)[1], 1e-3)
     assert np.abs(np.asarray(got[1] - whole[1])).max() > 1e-2
@@ -129,7 +129,7 @@ def test_cross_entropy_and_its_gradients_are_those_of_all_logits():
 
 @pytest.mark.slow
 def test_gradients_of_the_whole_loss_are_those_of_the_plain_one(tiny):
-    from train import data, pretrain
+    from train.embedded import data, pretrain
 
     spec, params, tokens = tiny
     weight = np.where(np.arange(128) > 100, 6.0, 0.5) * np.ones((2, 1))

@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 from gates_tiny import config_at, records, written
 
-from train import config, loop, pretrain
+from train import config, loop
 from train import traces as tracing
 from train.config import ConfigError
+from train.embedded import pretrain
 
 ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent
@@ -118,8 +119,8 @@ def pretraining(**changes) -> dict:
 @pytest.mark.parametrize(
     ("mesh", "said"),
     [
-        ({"fsdp": 2}, r"mesh: \{'fsdp': 2\} in the config has no such axis. .* data \(once called fsdp\)"),
-        ({"data": 0}, "mesh.data: 0 in the config counts something"),
+        ({"fsdp": 2}, r"mesh: \{'fsdp': 2\} in the config has no such axis. .* over data, heads over tensor"),
+        ({"data": 0}, "mesh.data: 0 in the config is out of range. Give a whole number, 1 or more"),
         ("data=2", "mesh: 'data=2' in the config names no axes. Write {data: 2, tensor: 4}"),
     ],
 )
@@ -133,7 +134,7 @@ def test_axes_that_are_none_are_refused(mesh, said):
     [
         ({"mesh": {"data": 8}}, "mesh.data: 8 in the config does not divide batches of 4 rows of 128"),
         ({"mesh": {"tensor": 4}}, "mesh.tensor: 4 in the config does not divide the 2 KV heads"),
-        ({"mesh": {"data": 2}, "devices": 2}, "devices repeat them. Give one of the two"),
+        ({"mesh": {"data": 2}, "devices": 2}, "devices replicate them. Give one of the two"),
         ({"mesh": {"data": 2}, "loss": {"products": "float32"}}, "Give devices instead"),
         ({"mesh": {"data": 4, "tensor": 2}}, r"mesh: \{data: 4, tensor: 2\} needs 8 devices"),
     ],

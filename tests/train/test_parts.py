@@ -16,7 +16,7 @@ from flax import nnx
 
 from kvjax.models import module
 from train import loop
-from train.setup import model_spec
+from train.embedded.setup import model_spec
 
 ROOT = Path(__file__).parents[2]
 TWO = f"--xla_force_host_platform_device_count=2 {os.environ.get('XLA_FLAGS', '')}"
@@ -29,8 +29,10 @@ import numpy as np
 import optax
 from flax import nnx
 from kvjax.models import module
-from train import data, loop, parts, pretrain, speed
-from train.setup import model_spec
+from train import loop
+from train.embedded import data, data_parallel, pretrain, speed
+from train.embedded.setup import model_spec
+from train.rows import ANSWER
 
 spec = model_spec(json.loads(sys.argv[2]))
 params = module.leaves(module.Decoder(spec, rngs=nnx.Rngs(params=0)))
@@ -38,20 +40,20 @@ rng = np.random.default_rng(1)
 
 def part():
     ids = rng.integers(3, 64, (2, 32)).astype(np.int32)
-    weight = np.where(np.arange(32) % 8 > 5, data.ANSWER, 0.5) * np.ones((2, 1))
+    weight = np.where(np.arange(32) % 8 > 5, ANSWER, 0.5) * np.ones((2, 1))
     return {"tokens": ids, **data.choose_scored(rng, ids, weight, 24)}
 
 cut = [part(), part()]
 loss = pretrain.make_quick_loss(spec)
 grad = jax.jit(jax.value_and_grad(loss, has_aux=True))
 alone = [grad(params, one) for one in cut]
-where = parts.parts(2)
+where = data_parallel.make_layout(2)
 whole = {name: np.stack([one[name] for one in cut]) for name in cut[0]}
 state = where.settle(loop.State(params=params, opt=optax.sgd(1.0).init(params)))
 shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
 step = loop.make_step(optax.sgd(1.0), shardings)
 before = jax.device_get(state.params)
-after, seen = step(jax.tree_util.Partial(parts.over(loss, where)), state, where.batch(whole))
+after, seen = step(jax.tree_util.Partial(data_parallel.mean_loss(loss, where)), state, where.batch(whole))
 apart = 0.0
 means = jax.tree.map(lambda a, b: (a + b) / 2, alone[0][1], alone[1][1])
 for was, now, mean in zip(*map(jax.tree.leaves, (before, jax.device_get(after.params), means))):

@@ -13,9 +13,9 @@ from kvjax.eval import tasks
 from kvjax.eval.measure import runner
 from kvjax.eval.tasks.data import Data
 from kvjax.weights import fingerprint, load_weights, read_weights
-from train.phi.objective import Task, errors, view
+from train.phi.objective import Task, errors, scored
 from train.phi.settings import Loss, Target
-from train.trace_file import About
+from train.trace_file import Manifest
 from train.traces import trace
 
 FOLDER = Path(kvjax.__file__).parent / "assets" / "embedded"
@@ -36,7 +36,7 @@ def batch(model):
     )
     tokens = np.asarray(sample.context + sample.question, np.int32)[: PROMPT + ASKED]
     spec = model.spec
-    about = About(
+    about = Manifest(
         model="embedded", fingerprint="", parameters=0, layers=spec.num_layers, heads=spec.num_heads,
         kv_heads=spec.num_kv_heads, head_dim=spec.head_dim, softcap=None, dtype="float32", keys=("post",),
         queries=None, shard=1, lengths=(len(tokens),), train=1, seed=0, data={},
@@ -58,7 +58,7 @@ def test_shipped_maps_bring_attention_nearer(file, model, batch):
     assert kvjax.weights_for("topk(4) + phi(64)", model, file.stem).keys() == {"completion"}
     maps = {n: jnp.concatenate([layer[n] for layer in found.layers]) for n in found.layers[0]}
     task = Task(loss=Loss(), target=Target(prompts=(PROMPT,)), prompt=PROMPT)
-    alone, completed = errors(view(task, maps, batch), batch["v"], (0,))
+    alone, completed = errors(scored(task, maps, batch), batch["v"], (0,))
     # Nothing of the middle is read: what stands for it must be better than leaving it out, by more where the
     # prompt is not five times shorter than those of the training.
     limit = 1.0 if file.stem == "prompt-2048" else 0.8

@@ -59,18 +59,18 @@ def file(config, tiny_folder) -> Path:
     """Untrained maps as they are exported, one head of them loud."""
     chosen, model = settings.read(config), kvjax.load(tiny_folder)
     raw = maps.initial(jax.random.key(0), 4, 2, 8, chosen.maps)
-    layers = command.by_layer(raw, describe(chosen.base, model), 40)
+    layers = command.by_layer(raw, describe(chosen.base, model).layers, 40)
     bias = layers[LOUD[0]]["last_q"]
     layers[LOUD[0]] |= {"last_q": bias + 20.0 * (np.arange(4) == LOUD[1])[:, None]}
     path = config.parent / "maps.safetensors"
-    save_weights(path, model, phi.Phi(6), layers, notes=command.made_for(chosen) | {"step": 3})
+    save_weights(path, model, phi.Phi(6), layers, notes=command.identifying_notes(chosen) | {"step": 3})
     return path
 
 
 def test_a_head_is_helped_whose_error_is_lower_at_every_count():
     alone = np.array([[[0.4, 0.3, 0.2]], [[0.2, 0.2, 0.1]]])
     completed = np.array([[[0.1, 0.1, 0.2]], [[0.1, 0.3, 0.0]]])
-    seen = silence.Seen((0, 2), alone, completed)
+    seen = silence.HeadErrors((0, 2), alone, completed)
     assert silence.not_helped(seen).tolist() == [[False, True, True]]
 
 
@@ -89,7 +89,7 @@ def test_silent_heads_leave_what_is_not_read_out_and_the_others_stay(config):
     assert all(quiet[n] is layer[n] for n in layer if n != "last_q")
     np.testing.assert_array_equal(quiet["last_q"][~silent], layer["last_q"][~silent])
     (alone, before), (same, after) = (
-        np.reshape(objective.errors(objective.view(task, p, batch), batch["v"], (0, 3)), (2, 2, 8, 6))
+        np.reshape(objective.errors(objective.scored(task, p, batch), batch["v"], (0, 3)), (2, 2, 8, 6))
         for p in (layer, quiet)
     )
     np.testing.assert_array_equal(alone, same)
@@ -156,7 +156,7 @@ def test_the_command_silences_whom_numpy_finds_and_changes_nothing_else(config, 
                 want[silent[layer]] = -np.inf
             np.testing.assert_array_equal(after.layers[layer][name], want)
     assert command.main(["--config", str(config), "--silence", str(file)]) == 2
-    assert "went through this already" in capsys.readouterr().err
+    assert "are silenced already" in capsys.readouterr().err
 
 
 def test_heads_are_judged_on_no_sequence_of_the_traces(config, tiny_folder, monkeypatch):

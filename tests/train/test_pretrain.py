@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import json
 import os
 import re
@@ -20,8 +21,9 @@ import yaml
 from flax import nnx
 
 from kvjax.models import decoder, module
-from train import data, heads, loop, pretrain, recall, rows, start, text
-from train.setup import initial, model_spec, setup
+from train import loop, needles, rows, text
+from train.embedded import data, heads, pretrain, recall, start
+from train.embedded.setup import initial, model_spec, setup
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -109,7 +111,7 @@ def test_a_killed_run_goes_on_with_the_same_losses(tmp_path, have):
     config = config_at(tmp_path)
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
     environment = os.environ | {"KVJAX_DATA": "/nowhere", "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-m", "train.pretrain", "--config", str(tmp_path / "config.yaml")]
+    command = [sys.executable, "-m", "train.embedded.pretrain", "--config", str(tmp_path / "config.yaml")]
     victim = subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True)
     log = tmp_path / "run" / "log.jsonl"
     while victim.poll() is None:
@@ -150,7 +152,7 @@ def test_key_words_of_training_and_evaluation_are_disjoint(have):
 
 def test_the_loss_marks_exactly_the_answers(have):
     rng = np.random.default_rng(0)
-    tokens, weight = rows.needle_row(rng, have.train, 256, keys=3, asked=2)
+    tokens, weight = rows.needle_row(rng, have.train, 256, keys=3, questions=2)
     assert tokens.shape == weight.shape == (256,)
     assert tokens[0] == text.BOS
     written = have.tokenizer.decode(tokens.tolist())
@@ -206,7 +208,7 @@ def test_the_constructed_start_looks_one_back_and_copies(have):
 
 def test_recall_refuses_rows_too_short_for_their_needles(have):
     with pytest.raises(ValueError, match="fewer keys"):
-        recall.needle_recall(have.spec, {}, have.held, length=64, keys=4, count=5, seed=0)
+        needles.needle_recall(lambda tokens, at: None, have.held, length=64, keys=4, count=5, seed=0)
 
 
 def test_the_start_refuses_a_model_it_does_not_fit(have):
@@ -262,7 +264,7 @@ def test_rates_rise_stay_and_fall_in_every_cycle():
 
 
 def test_worker_processes_make_the_same_batches(have):
-    ahead = loop._stream(data.batches(have.train, mix(), 1, 50), 3, 2)
+    ahead = loop._prefetched(data.batches(have.train, mix(), 1, 50), 3, 2)
     here = data.batches(have.train, mix(), 1, 50)
     for step in range(3, 6):
         jax.tree.map(np.testing.assert_array_equal, next(ahead), here[step])
@@ -270,7 +272,7 @@ def test_worker_processes_make_the_same_batches(have):
 
 def test_numbers_of_few_figures(have):
     rng = np.random.default_rng(3)
-    tokens, weight = rows.needle_row(rng, have.train, 512, keys=4, asked=4, figures=2)
+    tokens, weight = rows.needle_row(rng, have.train, 512, keys=4, questions=4, figures=2)
     numbers = have.tokenizer.decode(tokens[weight == rows.ANSWER].tolist()).split()
     assert len(set("".join(numbers))) <= 2
 
@@ -280,8 +282,8 @@ def test_an_answer_counts_only_whole():
     answer = np.array([0, 1, 1, 1, 0, 0, 1], bool)
     begins = np.array([1, 1, 0, 1, 0, 0, 0], bool)
     right = np.array([0, 1, 0, 1, 0, 0, 1], bool)
-    assert recall._found(answer, right, begins) == pytest.approx(2 / 3)
-    assert recall._found(answer, right, np.zeros(7, bool)) == pytest.approx(1 / 2)
+    assert recall._share_right(answer, right, begins) == pytest.approx(2 / 3)
+    assert recall._share_right(answer, right, np.zeros(7, bool)) == pytest.approx(1 / 2)
 
 
 def test_recall_of_a_task_is_that_of_greedy_decoding(have):
@@ -297,7 +299,8 @@ def test_recall_of_a_task_is_that_of_greedy_decoding(have):
         return tokens, weight
 
     said: list[bool] = []
-    got = recall.task_recall(have.spec, params, row, have.held, length=128, count=8, seed=0)
+    score = functools.partial(recall.nll, have.spec, params)
+    got = recall.task_recall(score, row, have.held, length=128, count=8, seed=0)
     assert got == np.mean(said)
     assert 0 < got < 1
 
@@ -325,7 +328,7 @@ def test_a_silenced_head_writes_nothing_in_its_row_only(have):
     speak[0, 1, 2] = False
     at = np.arange(2 * 128)
     got = recall.scored_logits(have.spec, params, tokens, at, speak=speak).reshape(2, 128, -1)
-    lame = heads.without(have.spec, params, ((1, 2),))
+    lame = heads.without_heads(have.spec, params, ((1, 2),))
     for row, like in ((0, lame), (1, params)):
         want = recall.scored_logits(have.spec, like, tokens[row : row + 1], np.arange(128))
         np.testing.assert_allclose(got[row], want, atol=1e-4)
@@ -403,7 +406,7 @@ def test_every_config_can_be_read(path):
     spec = model_spec(config["model"])
     pretrain.make_optimizer(config["optimizer"])
     levels = [pretrain.make_level(level) for level in config["mix"]["levels"]]
-    plan = loop.Plan(**config["plan"])
+    plan = loop.Cadence(**config["plan"])
     assert plan.steps == config["optimizer"]["cycles"][-1]["until"]
     assert len(config["check"]["gates"]) == len(levels) - 1
     assert max(max(level.lengths) for level in levels) <= spec.max_positions

@@ -63,7 +63,7 @@ def test_importance_is_the_groups_largest_attention_of_what_comes_later(made):
 
 def test_standardised_inputs_are_folded_into_the_weights(made):
     chosen, found, batch = one_batch(made)
-    params = ranker.first(chosen, 4, found.about.head_dim)
+    params = ranker.initial_agents(chosen, 4, found.manifest.head_dim)
     of = batches.statistics(found, chosen)
     assert {name: value["mean"].shape for name, value in of.items()} == {
         "w_key": (4, 8),
@@ -89,7 +89,7 @@ def test_standardised_inputs_are_folded_into_the_weights(made):
 def test_one_agents_loss_has_no_part_in_anothers_gradient(made):
     chosen, found, batch = one_batch(made)
     task = objective.Task(agent=chosen.agent, method=chosen.method)
-    params, of = ranker.first(chosen, 4, found.about.head_dim), batches.statistics(found, chosen)
+    params, of = ranker.initial_agents(chosen, 4, found.manifest.head_dim), batches.statistics(found, chosen)
     grad = jax.grad(lambda p, b: objective.objective(task, of, p, b)[0])
     other = batch | {name: batch[name].copy() for name in ("k", "v", "q")}
     for name in ("k", "v", "q"):
@@ -110,7 +110,7 @@ def test_what_is_trained_falls(made, method, metric):
     task = objective.Task(
         agent=chosen.agent, method=settings.dataclasses.replace(chosen.method, permutations=16, **method)
     )
-    params, of = ranker.first(chosen, 4, found.about.head_dim), batches.statistics(found, chosen)
+    params, of = ranker.initial_agents(chosen, 4, found.manifest.head_dim), batches.statistics(found, chosen)
     run = jax.jit(jax.value_and_grad(lambda p, b: objective.objective(task, of, p, b), has_aux=True))
     optimiser, seen = optax.adam(0.01), []
     state = optimiser.init(params)
@@ -174,7 +174,7 @@ def test_training_learns_goes_on_exactly_and_serves(tmp_path, made, tiny_folder,
     ]
     params = ranker.loop.latest(
         tmp_path / "whole" / "run",
-        ranker.first(chosen, 4, found.about.head_dim),
+        ranker.initial_agents(chosen, 4, found.manifest.head_dim),
         ranker.optimizer(chosen.rate, chosen.plan.steps),
         ranker.make_layout(chosen.devices, 4),
     )[1]
@@ -191,7 +191,7 @@ chosen, traces, found = settings.read(settings.Path(sys.argv[1])), Traces.open(s
 task, of = objective.Task(agent=chosen.agent, method=chosen.method), batches.statistics(traces, chosen)
 for devices in (4, 1):
     layout = ranker.make_layout(devices, 4)
-    params = ranker.first(chosen, 4, traces.about.head_dim)
+    params = ranker.initial_agents(chosen, 4, traces.manifest.head_dim)
     placed, mine = jax.device_put(params, layout.gates(params)), jax.device_put(of, layout.gates(of))
     run = jax.jit(jax.value_and_grad(lambda p, of, b: objective.objective(task, of, p, b), has_aux=True))
     batch = layout.batch(batches.batches(traces, chosen)[0])

@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 import yaml
 
-from train import asked, curve, data, loop, pretrain, recall, rows, text
-from train.setup import initial, read, setup
+from train import loop, rows, text
+from train.embedded import checks, curve, data, pretrain, recall
+from train.embedded.setup import initial, read, setup
 from train.tasks import facts, logs, repeats, values, wordings
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -96,8 +97,8 @@ def test_rows_have_their_length_and_depend_on_their_generator_only(have, row):
 
 def test_the_answer_of_a_fact_stands_in_the_text_behind_its_key(have):
     for group, source in (("trained", have.held), ("untrained", have.held)):
-        for only, wording in enumerate(asked.GROUPS[group]):
-            row = asked.Facts(group, keys=2, only=only)
+        for only, wording in enumerate(checks.GROUPS[group]):
+            row = checks.Facts(group, keys=2, only=only)
             for ids, weight in drawn(row, have, count=4, source=source):
                 answer = have.tokenizer.decode(ids[weight >= rows.ANSWER].tolist()).strip()
                 before = have.tokenizer.decode(ids[weight < rows.ANSWER].tolist())
@@ -109,10 +110,10 @@ def test_the_answer_of_a_fact_stands_in_the_text_behind_its_key(have):
 
 def test_no_wording_of_evaluation_is_trained():
     trained, held = wordings.grammar(False), wordings.grammar(True)
-    apart = asked.GROUPS["untrained"]
+    apart = checks.GROUPS["untrained"]
     assert len(trained) > 1000
-    assert len(apart) == len(asked.GROUPS["trained"]) == 10
-    assert set(asked.GROUPS["trained"]) <= set(trained)
+    assert len(apart) == len(checks.GROUPS["trained"]) == 10
+    assert set(checks.GROUPS["trained"]) <= set(trained)
     assert not {w.hide for w in trained} & ({w.hide for w in held} | {w.hide for w in apart})
     asks = {ask for w in trained for ask in w.ask}
     assert not asks & {ask for w in apart for ask in w.ask}
@@ -122,7 +123,7 @@ def test_no_wording_of_evaluation_is_trained():
     assert (
         {w.kind for w in trained}
         == set(values.VALUES)
-        == {w.kind for w in (*apart, *asked.GROUPS["trained"])}
+        == {w.kind for w in (*apart, *checks.GROUPS["trained"])}
     )
 
 
@@ -265,7 +266,7 @@ def test_a_config_is_changed_where_it_has_a_place(tmp_path):
 
 def test_a_curve_counts_the_tokens_that_were_drawn(have):
     levels = tuple(pretrain.make_level(level) for level in have.config["mix"]["levels"])
-    mix = data.Mix(seed=0, tokens=384, levels=levels, streams=4)
+    mix = data.Mix(seed=0, tokens=384, levels=levels, kv_heads=4)
     drawn = [
         data.batches(have.train, mix, level, 10)[i]["tokens"].size for i, level in enumerate([0, 0, 1, 1])
     ]
@@ -285,7 +286,7 @@ def test_a_curve_counts_the_tokens_that_were_drawn(have):
 
 def test_parts_share_the_rows_and_the_scored_tokens(have):
     levels = tuple(pretrain.make_level(level) for level in have.config["mix"]["levels"])
-    mix = data.Mix(seed=0, tokens=512, levels=levels, streams=4)
+    mix = data.Mix(seed=0, tokens=512, levels=levels, kv_heads=4)
     one = data.batches(have.train, mix, 1, 4)[3]
     two = data.batches(have.train, dataclasses.replace(mix, parts=2), 1, 4)[3]
     assert set(one) == set(two)

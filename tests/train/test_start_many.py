@@ -9,8 +9,8 @@ import pytest
 from flax import nnx
 
 from kvjax.models import decoder, module
-from train import heads, start_many
-from train.setup import model_spec
+from train.embedded import heads, start_many
+from train.embedded.setup import model_spec
 from train.text import BOS
 
 SIZES = {
@@ -129,7 +129,7 @@ def test_layer_0_looks_back_as_it_says(built):
 def test_no_head_of_layer_0_is_alone_in_looking_one_back_or_at_itself(built, head):
     """The second copies of both are enough to go on with a repeated block."""
     spec, params = built
-    lame = heads.without(spec, params, tuple((0, head * spec.groups + i) for i in range(spec.groups)))
+    lame = heads.without_heads(spec, params, tuple((0, head * spec.groups + i) for i in range(spec.groups)))
     assert continued(spec, lame) > 0.9
 
 
@@ -154,7 +154,7 @@ def test_without_any_one_head_others_still_look_at_the_token_to_be_copied(built)
     for layer in range(spec.num_layers):
         for head in range(spec.num_kv_heads):
             mine = tuple((layer, head * spec.groups + i) for i in range(spec.groups))
-            left = copying_streams(spec, heads.without(spec, params, mine)) - {(layer, head)}
+            left = copying_streams(spec, heads.without_heads(spec, params, mine)) - {(layer, head)}
             # Of layer 0 the second alone looks two tokens back, which three copying heads read.
             assert len(left) >= (3 if (layer, head) == (0, 1) else 4), (layer, head, left)
     assert len(whole) == 6

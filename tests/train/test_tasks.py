@@ -12,10 +12,14 @@ import numpy as np
 import pytest
 from task_solvers import SOLVE, solve_chains, solve_labels, solve_needles, solve_pairs, solve_story
 
+from kvjax.eval.tasks.pairs import gaps
 from train import rows, tasks, text
 from train.tasks import dialogue, labels, niah, pairs, stories, tracking, words
 
 ROOT = Path(__file__).resolve().parents[2]
+FOLDERS = ("train/tasks", "kvjax/eval/tasks")
+CODE = [file for folder in FOLDERS for file in sorted((ROOT / folder).glob("*.py"))]
+"""Modules that hold the templates."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -30,8 +34,7 @@ def _no_data():
 def sources(_no_data):
     """(training, held-out) sources whose tokenizer knows the words of the templates."""
     corpus = text.corpus(None)
-    spoken = [path.read_text() for path in sorted((ROOT / "train" / "tasks").glob("*.py"))] * 4
-    tokenizer = text.train_tokenizer([*corpus.train, *spoken], 3072)
+    tokenizer = text.train_tokenizer([*corpus.train, *[path.read_text() for path in CODE] * 4], 3072)
     ids = text.token_array(tokenizer, corpus.train)
     return tuple(rows.make_source(tokenizer, ids, corpus.words, held_out=held) for held in (False, True))
 
@@ -131,7 +134,7 @@ def test_pairs_of_tokens_come_back_at_power_law_gaps(sources):
         assert set(np.flatnonzero(weight[1:]) + 1) == {places[1] + 1 for places in again}
         assert set(weight[1:]) == {0.0, rows.ANSWER}
         assert not any(text.held_out_word(str(key)) for key in keys)
-    drawn = np.concatenate([pairs.gaps(np.random.default_rng(seed), 4, 100) for seed in range(400)])
+    drawn = np.concatenate([gaps(np.random.default_rng(seed), 4, 100) for seed in range(400)])
     # Without replacement 4 of 100 by 1/g^0.99: the first draw alone has 0.56 of its mass below 10.
     assert 0.45 < (drawn < 10).mean() < 0.56
     assert (drawn >= 50).mean() > 0.08
@@ -175,7 +178,7 @@ def test_tokens_are_those_of_the_whole_text(sources, name):
 @pytest.mark.parametrize("name", tasks.TASKS)
 def test_held_out_rows_show_no_key_of_training(sources, name):
     train, held = sources
-    code = " ".join(path.read_text() for path in (ROOT / "train" / "tasks").glob("*.py"))
+    code = " ".join(path.read_text() for path in CODE)
     template = set(re.findall(r"\w+", code.lower()))
     make = partial(pairs.row, form="text") if name == "pairs" else tasks.TASKS[name]
     keys = set(train.short + train.long) - template

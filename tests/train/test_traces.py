@@ -47,7 +47,7 @@ def heads_of(model, tokens: jax.Array) -> list[tuple[jax.Array, ...]]:
 
 def test_traces_are_what_the_models_heads_see(made, tiny_folder):
     found, model = Traces.open(made / "traces"), kvjax.load(tiny_folder)
-    about = found.about
+    about = found.manifest
     assert (about.layers, about.heads, about.kv_heads, about.head_dim) == (2, 4, 2, 8)
     assert len(found.tasks()) == len(about.lengths) == 13
     assert {task.partition("/")[0] for task in found.tasks()} == {"ruler", "books"}
@@ -61,10 +61,10 @@ def test_traces_are_what_the_models_heads_see(made, tiny_folder):
 
 
 def test_the_bytes_that_are_announced_are_those_written(made):
-    about = Traces.open(made / "traces").about
+    about = Traces.open(made / "traces").manifest
     for shard in range(about.shards):
         want = sum(about.bytes(about.lengths[i]) for i in about.of_shard(shard))
-        assert 0 <= trace_file.file(made / "traces", shard).stat().st_size - want < 6000  # its header
+        assert 0 <= trace_file.shard_path(made / "traces", shard).stat().st_size - want < 6000  # its header
 
 
 def test_a_stopped_run_goes_on_with_the_same_files(tmp_path, made, tiny_folder, capsys):
@@ -72,8 +72,8 @@ def test_a_stopped_run_goes_on_with_the_same_files(tmp_path, made, tiny_folder, 
     folder = tmp_path / "traces"
     folder.mkdir()
     (folder / trace_file.MANIFEST).write_bytes((made / "traces" / trace_file.MANIFEST).read_bytes())
-    first = trace_file.file(folder, 0)
-    first.write_bytes(trace_file.file(made / "traces", 0).read_bytes())
+    first = trace_file.shard_path(folder, 0)
+    first.write_bytes(trace_file.shard_path(made / "traces", 0).read_bytes())
     stamp = first.stat().st_mtime_ns
     assert ranker.main(["--config", str(path)]) == 2
     assert "holds 1 of 4 files: train.traces was stopped" in capsys.readouterr().err
@@ -84,10 +84,10 @@ def test_a_stopped_run_goes_on_with_the_same_files(tmp_path, made, tiny_folder, 
 
 
 def test_a_few_queries_are_spread_evenly_up_to_the_last(made):
-    about = Traces.open(made / "traces").about
+    about = Traces.open(made / "traces").manifest
     few = trace_file.dataclasses.replace(about, queries=5)
-    assert few.asked(50).tolist() == [10, 20, 29, 39, 49]
-    assert few.asked(3).tolist() == [0, 1, 2]
+    assert few.query_positions(50).tolist() == [10, 20, 29, 39, 49]
+    assert few.query_positions(3).tolist() == [0, 1, 2]
 
 
 # --- bad input -----------------------------------------------------------------------------------
@@ -154,15 +154,15 @@ def test_traces_that_cannot_be_learned_from(tmp_path, made, tiny_folder, capsys)
     long = says("long", agent={"sinks": 30, "recent": 20}, traces={"folder": str(made / "traces")})
     assert "a sequence of 48 tokens is shorter than 58" in long
     folder = copied(made, tmp_path / "cut")
-    file = trace_file.file(folder, 1)
+    file = trace_file.shard_path(folder, 1)
     file.write_bytes(file.read_bytes()[:-100])
     assert "00001.safetensors is cut short or damaged" in says("cut")
     folder = copied(made, tmp_path / "nan")
-    file = trace_file.file(folder, 0)
+    file = trace_file.shard_path(folder, 0)
     arrays = load_file(file)
     arrays["v.2"][1, 0, 5, 3] = np.nan
-    about = Traces.open(made / "traces").about
-    trace_file.write(folder, about, 0, ["books"] * 4, arrays)
+    about = Traces.open(made / "traces").manifest
+    trace_file.write_shard(folder, about, 0, ["books"] * 4, arrays)
     assert "00000.safetensors: v.2 holds NaN or infinity" in says("nan")
     folder = copied(made, tmp_path / "other")
     other = json.loads((folder / trace_file.MANIFEST).read_text())
@@ -206,7 +206,7 @@ def test_exporting_nothing_and_devices_that_are_not_here(tmp_path, made, tiny_fo
 def test_every_config_stays_under_eight_gigabytes(name):
     chosen = settings.read(ROOT / "configs" / "ranker" / name)
     spec = chosen.spec or chosen.model().spec
-    about = trace_file.About(
+    about = trace_file.Manifest(
         model="", fingerprint="", parameters=1, layers=spec.num_layers, heads=spec.num_heads,
         kv_heads=spec.num_kv_heads, head_dim=spec.head_dim, softcap=None, dtype=chosen.recording.dtype,
         keys=chosen.recording.keys, queries=chosen.recording.queries, shard=chosen.recording.shard,

@@ -26,7 +26,7 @@ def test_a_mixed_head_is_alpha_of_full_attention_and_the_rest_of_streaming(tmp_p
     settings = gate_settings.parse(config_at(tmp_path, tiny_folder))
     model = load(tiny_folder)
     spec = model.spec
-    net = gates.make_net(settings, spec, mesh.layout(1, 1))
+    net = gates.gated_model(settings, spec, mesh.layout(1, 1))
     tokens = np.random.default_rng(1).integers(0, 250, (1, 24)).astype(np.int32)
     alphas = [jnp.asarray([1.0, 0.25]), jnp.asarray([0.0, 0.7])]
 
@@ -45,16 +45,17 @@ def test_a_mixed_head_is_alpha_of_full_attention_and_the_rest_of_streaming(tmp_p
     want, _ = decoder.forward(spec, model.params, tokens, jnp.arange(24)[None], attend, None)
     pattern = {"alpha": jnp.stack(alphas)}
     frozen = mesh.stacked(model.params, "float32")
-    got, _ = distill.walk(net, frozen, pattern, tokens, duo.mixed(net, sinks=2))
+    got, _ = distill.forward(net, frozen, pattern, tokens, duo.mixed_attention(net, sinks=2))
     np.testing.assert_allclose(got, want, atol=2e-4)
-    whole, _ = distill.walk(net, frozen, None, tokens, distill.untouched(net))
+    all_full = {"alpha": jnp.ones((2, 2))}
+    whole, _ = distill.forward(net, frozen, all_full, tokens, duo.mixed_attention(net, sinks=2))
     assert float(jnp.abs(whole - want).max()) > 1e-3
 
 
 def test_only_where_answers_are_read_off_counts(tmp_path, tiny_folder):
     settings = gate_settings.parse(config_at(tmp_path, tiny_folder))
     model = load(tiny_folder)
-    net = gates.make_net(settings, model.spec, mesh.layout(1, 1))
+    net = gates.gated_model(settings, model.spec, mesh.layout(1, 1))
     frozen = mesh.stacked(model.params, "float32")
     tokens = np.random.default_rng(2).integers(0, 250, (2, 24)).astype(np.int32)
     params = {"admission": [{"alpha": jnp.asarray([0.2, 0.6])}, {"alpha": jnp.asarray([0.4, 0.1])}]}
@@ -62,10 +63,10 @@ def test_only_where_answers_are_read_off_counts(tmp_path, tiny_folder):
     at = np.array([21, 22, 40, 15, 30])
     answer = np.array([True, True, True, False, False])
     loss, found = duo.objective(net, 0.5, 2, frozen, params, {"tokens": tokens, "at": at, "answer": answer})
-    goal = np.asarray(distill.teacher(net, frozen, tokens))
+    goal = np.asarray(distill.teacher_states(net, frozen, tokens))
     pattern = {"alpha": jnp.stack([layer["alpha"] for layer in params["admission"]])}
-    x, _ = distill.walk(net, frozen, pattern, tokens, duo.mixed(net, sinks=2))
-    error = ((np.asarray(distill.states(net, frozen, x)) - goal) ** 2).mean(-1).reshape(-1)
+    x, _ = distill.forward(net, frozen, pattern, tokens, duo.mixed_attention(net, sinks=2))
+    error = ((np.asarray(distill.final_states(net, frozen, x)) - goal) ** 2).mean(-1).reshape(-1)
     np.testing.assert_allclose(found["distill"], error[at[answer]].mean(), rtol=1e-4)
     np.testing.assert_allclose(loss, found["distill"] + 0.5 * 0.325, rtol=1e-5)
     for others in (error.mean(), error[at].mean()):

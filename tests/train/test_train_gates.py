@@ -24,7 +24,8 @@ from kvjax.models import decoder
 from kvjax.policies.duo import Duo
 from kvjax.policies.wg_kv import WriteGate, gate_logits
 from kvjax.weights import load_weights, read_weights
-from train import distill, gate_card, gate_rows, gate_settings, gates, mesh
+from train import distill, gate_rows, gate_settings, gates, mesh
+from train.embedded import gate_card
 
 ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENT = os.environ | {"KVJAX_DATA": "/nowhere", "JAX_PLATFORMS": "cpu"}
@@ -41,9 +42,9 @@ def tiny(tmp_path, tiny_folder):
     """(settings, net, frozen weights, first gates, a batch)."""
     settings = gate_settings.parse(config_at(tmp_path, tiny_folder))
     model = gate_settings.backbone(settings)
-    net = gates.make_net(settings, model.spec, mesh.layout(1, 1))
+    net = gates.gated_model(settings, model.spec, mesh.layout(1, 1))
     tokens = np.random.default_rng(0).integers(0, 250, (2, 40)).astype(np.int32)
-    params = gates.first(settings, model.spec)
+    params = gates.initial_gates(settings, model.spec)
     return settings, net, mesh.stacked(model.params, "float32"), params, {"tokens": tokens}
 
 
@@ -72,12 +73,12 @@ def test_the_student_is_dense_attention_with_the_bias_and_the_teacher_the_model(
     model, tokens = load(tiny_folder), batch["tokens"]
     got, z = gates._student(net, frozen, params, tokens)
     want = numpy_states(model, tokens, params["admission"], net.window)
-    np.testing.assert_allclose(distill.states(net, frozen, got), want, atol=2e-4)
+    np.testing.assert_allclose(distill.final_states(net, frozen, got), want, atol=2e-4)
     assert z.shape == (2, 2, 2, 40)
-    whole = distill.teacher(net, frozen, tokens)
+    whole = distill.teacher_states(net, frozen, tokens)
     logits = np.asarray(whole) @ np.asarray(model.params["embed"]).T
     np.testing.assert_allclose(logits, decoder.dense_logits(model.spec, model.params, tokens), atol=2e-3)
-    assert float(jnp.abs(whole - distill.states(net, frozen, got)).max()) > 1e-3
+    assert float(jnp.abs(whole - distill.final_states(net, frozen, got)).max()) > 1e-3
     # The metrics are those of the two walks.
     loss, found = gates.objective(net, 0.5, "paper", frozen, params, batch)
     g = np.asarray(jax.nn.sigmoid(z))
@@ -96,7 +97,7 @@ def test_a_closed_gate_leaves_eps(tiny, tiny_folder):
 
     model, tokens = load(tiny_folder), batch["tokens"]
     spec = model.spec
-    shut = distill.gated_by(net, lambda _, k_pre, k: jnp.full(k.shape[:3], -40.0))
+    shut = distill.gated_layer(net, lambda _, k_pre, k: jnp.full(k.shape[:3], -40.0))
 
     def attend(index, x, carry):
         b, t, n, h = x.q.shape
@@ -109,12 +110,12 @@ def test_a_closed_gate_leaves_eps(tiny, tiny_folder):
 
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     want, _ = decoder.forward(spec, model.params, tokens, positions, attend, None)
-    got, _ = distill.walk(net, frozen, distill.stack(params["admission"]), tokens, shut)
+    got, _ = distill.forward(net, frozen, distill.stack_layers(params["admission"]), tokens, shut)
     np.testing.assert_allclose(got, want, atol=2e-4)
-    without = distill.gated_by(
+    without = distill.gated_layer(
         distill.dataclasses.replace(net, eps=1e-30), lambda _, k_pre, k: jnp.full(k.shape[:3], -40.0)
     )
-    other, _ = distill.walk(net, frozen, distill.stack(params["admission"]), tokens, without)
+    other, _ = distill.forward(net, frozen, distill.stack_layers(params["admission"]), tokens, without)
     assert float(jnp.abs(other - want).max()) > 1e-2  # eps can be told in the states
 
 
@@ -142,9 +143,9 @@ def test_a_slot_of_the_window_is_paid_for_anyway():
     #   t     0     1     2     3      window 2, N = 4: o = 1/2, 2/3, 1, 1
     #   c     0    .75    1     0
     want = np.mean([0.5 + 0.5 * 0, 2 / 3 + 1 / 3 * 0.75, 1, 1])
-    np.testing.assert_allclose(distill.cost(z, 2, "window"), want, rtol=1e-6)
-    np.testing.assert_allclose(distill.cost(z, 2, "paper"), np.mean([0, 0.75, 1, 0]), atol=1e-6)
-    mean, over = distill.kept(z, 2, 0.1)
+    np.testing.assert_allclose(distill.gate_cost(z, 2, "window"), want, rtol=1e-6)
+    np.testing.assert_allclose(distill.gate_cost(z, 2, "paper"), np.mean([0, 0.75, 1, 0]), atol=1e-6)
+    mean, over = distill.kept_shares(z, 2, 0.1)
     np.testing.assert_allclose([mean, over], [0.25, 0.5], atol=1e-6)
 
 
@@ -162,7 +163,7 @@ def test_training_lowers_the_loss_moves_only_gates_and_exports(tmp_path, tiny_fo
     assert (tiny_folder / "model.safetensors").read_bytes() == before
     model = load(tiny_folder)
     layers = load_weights(file, model).layers
-    first = gates.first(gate_settings.read(config), model.spec)
+    first = gates.initial_gates(gate_settings.read(config), model.spec)
     assert not np.allclose(layers[0]["w1"], first["admission"][0]["w1"])
     policy = Policy(admission=WriteGate(tau=0.1, window=4))
     assert weights_for(policy, model, file)["admission"][1]["b2"].shape == (2,)
@@ -203,8 +204,8 @@ settings = gate_settings.read(gate_settings.Path(sys.argv[1]))
 model, found = gate_settings.backbone(settings), []
 for data, tensor in ((2, 2), (1, 1)):
     layout = mesh.layout(data, tensor)
-    net = gates.make_net(settings, model.spec, layout)
-    frozen, params = layout.frozen(model.params, "float32"), gates.first(settings, model.spec)
+    net = gates.gated_model(settings, model.spec, layout)
+    frozen, params = layout.frozen(model.params, "float32"), gates.initial_gates(settings, model.spec)
     tokens = np.random.default_rng(0).integers(0, 250, (2, 16)).astype(np.int32)
     run = jax.jit(jax.value_and_grad(gates.make_loss(net, settings, frozen), has_aux=True))
     placed = jax.device_put(params, layout.gates(params))
@@ -256,23 +257,23 @@ def test_rows_may_be_of_the_second_models_kinds(tmp_path, tiny_folder):
     config = config_at(tmp_path, tiny_folder, data={"lengths": [384], "tokens": 768})
     for kind, asks in (("facts", True), ("books", False)):
         config["data"]["kinds"] = {kind: 1.0}
-        have = gate_rows.supply(gate_settings.parse(config), tiny_folder)
+        have = gate_rows.read_data(gate_settings.parse(config), tiny_folder)
         assert have.train[0]["tokens"].shape == (2, 384)
         assert have.train[0]["answer"].any() == asks
     config["data"]["kinds"] = {"fact": 1.0}
     with pytest.raises(gate_settings.ConfigError, match=r"data.kinds: .*names no kind of row: fact\."):
-        gate_rows.supply(gate_settings.parse(config), tiny_folder)
+        gate_rows.read_data(gate_settings.parse(config), tiny_folder)
 
 
 def test_a_run_knows_its_text_and_goes_on_with_no_other(tmp_path, tiny_folder, monkeypatch):
     settings = gate_settings.parse(config_at(tmp_path, tiny_folder))
-    assert gate_rows.remembered(settings) == "unknown"
+    assert gate_rows.recorded_text(settings) == "unknown"
     monkeypatch.setenv("KVJAX_DATA", str(tmp_path))
-    assert gate_rows.remember(settings) == gate_rows.remembered(settings) == "stand-in"
+    assert gate_rows.record_text(settings) == gate_rows.recorded_text(settings) == "stand-in"
     (tmp_path / "books" / "train").mkdir(parents=True)
     with pytest.raises(gate_settings.ConfigError, match="began with the text 'stand-in'; here is 'books'"):
-        gate_rows.remember(settings)
-    assert gate_rows.remembered(settings) == "stand-in"
+        gate_rows.record_text(settings)
+    assert gate_rows.recorded_text(settings) == "stand-in"
 
 
 def test_documents_come_long_enough_behind_the_instruction(tmp_path, tiny_folder):
@@ -290,7 +291,7 @@ def test_documents_come_long_enough_behind_the_instruction(tmp_path, tiny_folder
     settings = gate_settings.parse(
         config_at(tmp_path, tiny_folder, data=data, check={"lengths": [128], "rows": 3})
     )
-    have = gate_rows.supply(settings, tiny_folder)
+    have = gate_rows.read_data(settings, tiny_folder)
     head = settings.data["instruction"].encode()
     seen = set()
     for i in range(6):
@@ -307,7 +308,7 @@ def test_documents_come_long_enough_behind_the_instruction(tmp_path, tiny_folder
     assert trained
     settings.data["lengths"] = [4096]
     with pytest.raises(gate_settings.ConfigError, match="no document"):
-        gate_rows.supply(settings, tiny_folder)
+        gate_rows.read_data(settings, tiny_folder)
 
 
 @pytest.mark.parametrize(
@@ -381,7 +382,7 @@ def test_every_config_parses_for_every_lambda(name):
         assert settings.lam > 0
         if settings.spec is not None:
             distill.check_model(settings.spec, settings.mesh[1])
-            held = jax.eval_shape(lambda s=settings: gates.first(s, s.spec))
+            held = jax.eval_shape(lambda s=settings: gates.initial_gates(s, s.spec))
             count = sum(int(np.prod(x.shape)) for x in jax.tree.leaves(held))
             backbone = sum(
                 int(np.prod(x.shape)) for x in jax.tree.leaves(mesh.stacked_shapes(settings.spec, "bfloat16"))
@@ -407,3 +408,14 @@ def test_shipped_gates_are_the_embedded_models_and_the_card_is_their_logs(monkey
     configs = Path("configs/gates")
     text = gate_card.card(configs / "embedded.yaml", configs / "duo-embedded.yaml", folder)
     assert text == (ROOT / folder / "README.md").read_text()
+
+
+@pytest.mark.parametrize("trainer", ["gates", "duo", "ranker.__main__", "phi.__main__", "traces"])
+def test_a_trainer_imports_nothing_of_the_embedded_models_recipe(trainer):
+    code = f"import sys, train.{trainer}; print(*[name for name in sys.modules if name.startswith('train')])"
+    run = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=ENVIRONMENT, check=True, capture_output=True, text=True
+    )
+    modules = run.stdout.split()
+    assert f"train.{trainer}" in modules
+    assert not [name for name in modules if name.startswith(("train.embedded", "train.tasks"))]

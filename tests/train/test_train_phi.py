@@ -139,14 +139,14 @@ def test_a_batch_asks_behind_the_prompt_for_its_middle(made):
     assert batch["k"].shape == (2, 4, 48, 8)
     assert batch["q"].shape == (2, 4, 2, 6, 8)
     assert ((batch["at"] >= 40) & (batch["at"] < 48)).all()
-    assert np.flatnonzero(objective.held(task, batch)[0, 0]).tolist() == list(range(2, 36))
+    assert np.flatnonzero(objective.summarised(task, batch)[0, 0]).tolist() == list(range(2, 36))
     again = one_batch(made)[1]
     assert all((batch[name] == again[name]).all() for name in batch)
 
 
 def test_students_scores_are_those_of_the_served_maps(made):
     _, batch = one_batch(made)
-    raw = command.first(settings.read(made / "config.yaml"), Traces.open(made / "traces").about)
+    raw = command.initial_maps(settings.read(made / "config.yaml"), Traces.open(made / "traces").manifest)
     found = np.asarray(objective.student(maps.folded(raw), batch))
     layer = maps.folded(raw)
     log_k = np.asarray(phi.log_features(layer, "k", batch["k"]), np.float64)
@@ -157,8 +157,8 @@ def test_students_scores_are_those_of_the_served_maps(made):
 
 def test_errors_are_those_of_a_softmax_over_what_is_read_and_what_is_guessed(made):
     task, batch = one_batch(made)
-    raw = command.first(settings.read(made / "config.yaml"), Traces.open(made / "traces").about)
-    x = objective.view(task, maps.folded(raw), batch)
+    raw = command.initial_maps(settings.read(made / "config.yaml"), Traces.open(made / "traces").manifest)
+    x = objective.scored(task, maps.folded(raw), batch)
     alone, completed = objective.errors(x, batch["v"], (0, 3))
     row, head, group, query = 1, 2, 1, 4
     s, guess, seen, inside = (

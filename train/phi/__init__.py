@@ -1,1 +1,1 @@
-"""Trains φ maps on traces: distillation of attention scores, all heads at once."""
+"""φ maps (``kvjax.policies.phi``), trained on traces by distillation of attention scores."""

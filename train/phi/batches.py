@@ -1,6 +1,6 @@
 """Batches of traces for φ maps: a prompt, and queries that come behind it.
 
-Batch i is a pure function of (seed, i), as in ``train.data``, so a resumed run sees what it would have seen.
+Batch i depends on the seed and i alone, so a resumed run reads what it would have read.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 
 from train.phi import dropped
 from train.phi.settings import Settings
-from train.trace_file import About, TraceError, Traces
+from train.trace_file import Manifest, TraceError, Traces
 
 if TYPE_CHECKING:
     from jaxtyping import Bool
@@ -24,16 +24,16 @@ def usable(traces: Traces, settings: Settings) -> tuple[list[int], list[int]]:
     """Sequences to train and to check on: those that reach far enough behind the prompt.
 
     Raises:
-      TraceError: none of one kind.
+      TraceError: none to train or none to check on.
     """
-    about = traces.about
+    manifest = traces.manifest
 
-    def asks(length: int) -> bool:
-        at = about.asked(length)
+    def has_queries(length: int) -> bool:
+        at = manifest.query_positions(length)
         return length >= settings.tokens and bool(((at >= settings.prompt) & (at < settings.tokens)).any())
 
-    long = [i for i, n in enumerate(about.lengths) if asks(n)]
-    train, held = [i for i in long if i < about.train], [i for i in long if i >= about.train]
+    long = [i for i, n in enumerate(manifest.lengths) if has_queries(n)]
+    train, held = [i for i in long if i < manifest.train], [i for i in long if i >= manifest.train]
     if not train or not held:
         raise TraceError(
             f"{traces.folder} has {len(train)} sequences to train and {len(held)} to check on with queries "
@@ -57,42 +57,43 @@ def assembled(
 
     Returns:
       ``k`` and ``v`` [B, A, T, H], T = ``settings.tokens``; ``q`` [B, A, G, Q, H] at positions ``at`` [B, Q];
-      where a policy drops, ``dropped`` [B, A, T].
+      ``dropped`` [B, A, T] for the tokens of a policy.
     """
     rows = []
     for index in chosen:
-        gone = None if settings.policy is None else dropped.read(folder, index)
-        rows.append(of_sequence(traces.about, settings, traces.read(index, ("q", "at", "k", "v")), gone, rng))
+        lost = None if settings.policy is None else dropped.read(folder, index)
+        trace = traces.read(index, ("q", "at", "k", "v"))
+        rows.append(of_sequence(traces.manifest, settings, trace, lost, rng))
     return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
 
 
 def of_sequence(
-    about: About,
+    manifest: Manifest,
     settings: Settings,
-    found: Mapping[str, np.ndarray],
-    gone: Bool[np.ndarray, "L K N"] | None,
+    trace: Mapping[str, np.ndarray],
+    lost: Bool[np.ndarray, "L K N"] | None,
     rng: np.random.Generator,
 ) -> dict[str, np.ndarray]:
-    """What ``assembled`` has of one sequence, without the axis of rows.
+    """One sequence's part of ``assembled``, without the axis of rows.
 
     Args:
-      about: sizes of the model.
+      manifest: sizes of the model.
       settings: prompt, queries and policy.
-      found: its trace.
-      gone: what the policy drops of its prompt, if there is one.
+      trace: of the sequence.
+      lost: tokens of the prompt that the policy drops, if there is one.
       rng: draws the queries.
     """
-    heads, groups = about.layers * about.kv_heads, about.heads // about.kv_heads
-    count = settings.target.queries
-    later = np.flatnonzero((found["at"] >= settings.prompt) & (found["at"] < settings.tokens))
+    heads, groups = manifest.layers * manifest.kv_heads, manifest.heads // manifest.kv_heads
+    count, head_dim = settings.target.queries, manifest.head_dim
+    later = np.flatnonzero((trace["at"] >= settings.prompt) & (trace["at"] < settings.tokens))
     drawn = np.sort(rng.choice(later, count, replace=len(later) < count))
-    q = found["q"][:, :, drawn].reshape(heads, groups, count, about.head_dim)
-    row = {"q": q, "at": found["at"][drawn].astype(np.int32)}
+    q = trace["q"][:, :, drawn].reshape(heads, groups, count, head_dim)
+    row = {"q": q, "at": trace["at"][drawn].astype(np.int32)}
     for name in ("k", "v"):
-        row[name] = found[name].reshape(heads, -1, about.head_dim)[:, : settings.tokens]
-    if gone is not None:
-        gone = gone.reshape(heads, -1)[:, : settings.prompt]
-        row["dropped"] = np.pad(gone, ((0, 0), (0, settings.target.reach)))
+        row[name] = trace[name].reshape(heads, -1, head_dim)[:, : settings.tokens]
+    if lost is not None:
+        lost = lost.reshape(heads, -1)[:, : settings.prompt]
+        row["dropped"] = np.pad(lost, ((0, 0), (0, settings.target.reach)))
     return row
 
 

@@ -1,6 +1,6 @@
-"""Which tokens of each traced prompt a policy no longer holds: prefilled once each, stored as bits.
+"""Which tokens of each traced prompt a policy drops, found by a prefill and stored as bits.
 
-policy.txt   whose verdicts, of which prompt length and with which weights
+policy.txt   the policy, the prompt length and the policy's weights
 00000.npy    packed bits [L, K, N] of sequence 0
 """
 
@@ -35,32 +35,34 @@ FOLDER, NAME = "dropped", "policy.txt"
 def prepare(
     settings: Settings, traces: Traces, model: LanguageModel, folder: Path, indices: Iterable[int]
 ) -> None:
-    """Makes what is missing of the verdicts on these sequences.
+    """Writes the missing files of these sequences.
 
     Raises:
       ConfigError: the folder holds those of another policy, or the policy keeps every token of a prompt.
-      WeightsError: it learns, and has no weights.
+      WeightsError: the policy has learned parts without weights.
     """
     policy = settings.policy
-    assert policy is not None  # noqa: S101  (the caller has asked)
+    assert policy is not None  # the caller has checked
     learned = find(policy, model, settings.target.weights or None)
-    said = (
-        f"{policy!r}, prompts of {settings.prompt}, weights {learned.label or 'none'}, {traces.about.seed}\n"
-    )
+    weights, seed = learned.label or "none", traces.manifest.seed
+    origin = f"{policy!r}, prompts of {settings.prompt}, weights {weights}, {seed}\n"
     folder.mkdir(parents=True, exist_ok=True)
-    mark = folder / NAME
-    if mark.exists() and mark.read_text() != said:
+    file = folder / NAME
+    if file.exists() and file.read_text() != origin:
         raise ConfigError(
-            f"{folder} holds the verdicts of {mark.read_text().strip()}; the config says {said.strip()}. "
+            f"{folder} holds the verdicts of {file.read_text().strip()}; the config says {origin.strip()}. "
             "Give another folder, or delete this one."
         )
-    mark.write_text(said)
-    left = [index for index in indices if not _file(folder, index).exists()]
-    for index in tqdm(left, unit="prompt", mininterval=5, disable=not left):
+    file.write_text(origin)
+    missing = [index for index in indices if not _file(folder, index).exists()]
+    for index in tqdm(missing, unit="prompt", mininterval=5, disable=not missing):
         tokens = traces.read(index, ("tokens",))["tokens"][: settings.prompt]
-        gone = of_prompt(policy, model, learned.weights, tokens)
-        _write(_file(folder, index), np.packbits(gone, axis=-1))
-    jax.clear_caches()  # prefill's programs are not needed any more
+        lost = of_prompt(policy, model, learned.weights, tokens)
+        path = _file(folder, index)
+        part = path.with_name(f".{path.stem}.part-{os.getpid()}.npy")
+        np.save(part, np.packbits(lost, axis=-1))
+        os.replace(part, path)
+    jax.clear_caches()  # the programs of prefill are not needed any more
 
 
 def of_prompt(
@@ -69,28 +71,22 @@ def of_prompt(
     """Which tokens of one prompt the policy drops.
 
     Raises:
-      ConfigError: none.
+      ConfigError: it drops none.
     """
     state, _ = kvjax.prefill(model, policy, [tokens], weights=weights)
-    gone = ~np.asarray(metrics.present(state))[:, 0, :, : len(tokens)]
-    if not gone.any():
+    lost = ~np.asarray(metrics.present(state))[:, 0, :, : len(tokens)]
+    if not lost.any():
         raise ConfigError(
             f"target.policy: {policy!r} keeps all {len(tokens)} tokens of a prompt. Give one that drops "
             "some, or longer prompts."
         )
-    return gone
+    return lost
 
 
 def read(folder: Path, index: int) -> Bool[np.ndarray, "L K N"]:
-    """What is dropped of a sequence's prompt (padded to whole bytes)."""
+    """The dropped tokens of a sequence's prompt (padded to whole bytes)."""
     return np.unpackbits(np.load(_file(folder, index)), axis=-1).astype(bool)
 
 
 def _file(folder: Path, index: int) -> Path:
     return folder / f"{index:05d}.npy"
-
-
-def _write(path: Path, value: np.ndarray) -> None:
-    part = path.with_name(f".{path.stem}.part-{os.getpid()}.npy")
-    np.save(part, value)
-    os.replace(part, path)

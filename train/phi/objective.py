@@ -1,7 +1,7 @@
-"""What maps are trained for, and what a check measures, on a batch of traces (arXiv 2604.05438, appendix B).
+"""The maps' objective and the metrics of checks, on a batch of traces (arXiv 2604.05438, appendix B).
 
-Heads lie along one axis, A = L x K, whatever layer they belong to, each with the maps of its G query heads:
-one program for all, and a mesh cuts that axis without any communication.
+The KV heads of all layers lie along one axis, A = L x K, each with the maps of its G query heads: one program
+for all, and a mesh shards that axis without communication.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float
 
 LEAST = 1e-30
-"""A feature product below it, under its row's shift, counts as this: a score 69 below the best."""
+"""Smallest feature product under its row's shift: a score 69 below the best."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Task:
-    """What is static.
+    """The static arguments of the objective.
 
     Attributes:
-      loss, target: see there.
+      loss, target: of the config.
       prompt: N.
       softcap: of the model's scores, or None.
     """
@@ -42,21 +42,21 @@ class Task:
 
     @property
     def visits(self) -> int:
-        """Tokens of the middle that a check visits."""
+        """Tokens of the summary that a check reads exactly."""
         return min(round(self.target.retrieved * self.prompt), self.prompt)
 
 
 def teacher(batch: dict[str, Array], softcap: float | None) -> Float[Array, "B A G Q T"]:
-    """Scores of every query and token."""
+    """The model's scores of every query and token."""
     q, k = (batch[name].astype(jnp.float32) for name in ("q", "k"))
     s = jnp.einsum("bagqh,bath->bagqt", q, k) * q.shape[-1] ** -0.5
     return s if softcap is None else softcap * jnp.tanh(s / softcap)
 
 
 def student(maps: Params, batch: dict[str, Array]) -> Float[Array, "B A G Q T"]:
-    """log φ_q · φ_k of every query and token, by one product under a shift that no feature exceeds.
+    """log φ_q · φ_k of every query and token, in one product of features shifted to at most 1.
 
-    -inf throughout for a head that is silent (``train.phi.silence``).
+    All -inf for a silent head (``train.phi.silence``).
 
     Args:
       maps: as served (``folded``), heads of all layers along one axis.
@@ -75,8 +75,8 @@ def student(maps: Params, batch: dict[str, Array]) -> Float[Array, "B A G Q T"]:
     return jnp.where(silent, -jnp.inf, shift + jnp.log(jnp.maximum(z, LEAST)))
 
 
-def held(task: Task, batch: dict[str, Array]) -> Bool[Array, "B A T"]:
-    """Tokens that a summary holds: what the policy drops, or the prompt's middle."""
+def summarised(task: Task, batch: dict[str, Array]) -> Bool[Array, "B A T"]:
+    """The tokens in the summary: those that the policy drops, or the prompt's middle."""
     at = jnp.arange(batch["k"].shape[2])
     if "dropped" in batch:
         return batch["dropped"]
@@ -91,7 +91,7 @@ def huber(x: Float[Array, ...], delta: float) -> Float[Array, ...]:
 
 
 def distance(
-    loss: Loss, s: Float[Array, "... T"], guess: Float[Array, "... T"], there: Bool[Array, "... T"]
+    loss: Loss, s: Float[Array, "... T"], guess: Float[Array, "... T"], among: Bool[Array, "... T"]
 ) -> dict[str, Float[Array, ...]]:
     """The terms of the objective for each query, and their sum ``all``.
 
@@ -99,26 +99,26 @@ def distance(
       loss: weights.
       s: teacher's scores.
       guess: student's.
-      there: what the softmax is over; nothing: every term is 0.
+      among: the tokens of the softmax; if there are none, every term is 0.
     """
-    some = there.any(axis=-1)
-    there = there | ~some[..., None]
-    best = jnp.where(there, s, -jnp.inf).max(axis=-1, keepdims=True)
+    some = among.any(axis=-1)
+    among = among | ~some[..., None]
+    best = jnp.where(among, s, -jnp.inf).max(axis=-1, keepdims=True)
     r, guess = s - best, guess - best
 
     def mean(x: Array, of: Array) -> Array:
         return jnp.where(of, x, 0.0).sum(axis=-1) / jnp.maximum(of.sum(axis=-1), 1)
 
     def soft(x: Array) -> Array:
-        return jax.nn.log_softmax(jnp.where(there, x / loss.temperature, -1e30), axis=-1)
+        return jax.nn.log_softmax(jnp.where(among, x / loss.temperature, -1e30), axis=-1)
 
     p, log_p = jnp.exp(soft(r)), soft(r)
-    band = there & (r >= -loss.band)
-    total = lambda x: jax.nn.logsumexp(jnp.where(there, x, -1e30), axis=-1)  # noqa: E731
+    band = among & (r >= -loss.band)
+    total = lambda x: jax.nn.logsumexp(jnp.where(among, x, -1e30), axis=-1)  # noqa: E731
     terms = {
-        "kl": loss.temperature**2 * jnp.where(there, p * (log_p - soft(guess)), 0.0).sum(axis=-1),
+        "kl": loss.temperature**2 * jnp.where(among, p * (log_p - soft(guess)), 0.0).sum(axis=-1),
         "top": mean(huber(guess - r, loss.delta), band),
-        "far": mean(huber(jnp.maximum(guess + loss.band, 0.0), loss.delta), there & ~band),
+        "far": mean(huber(jnp.maximum(guess + loss.band, 0.0), loss.delta), among & ~band),
         "mass": huber(jnp.maximum(total(guess) - total(r), 0.0), loss.delta),
     }
     terms = {name: jnp.where(some, value, 0.0) for name, value in terms.items()}
@@ -130,20 +130,20 @@ def objective(
     task: Task, params: Params, batch: dict[str, Array]
 ) -> tuple[Float[Array, ""], dict[str, Array]]:
     """The sum of all heads' losses, a mean over rows and queries each; metrics are means over heads."""
-    there = held(task, batch)[:, :, None, None]
+    among = summarised(task, batch)[:, :, None, None]
     s, guess = teacher(batch, task.softcap), student(folded(params), batch)
-    terms = distance(task.loss, s, guess, jnp.broadcast_to(there, s.shape))
+    terms = distance(task.loss, s, guess, jnp.broadcast_to(among, s.shape))
     return terms["all"].mean(axis=(0, 2, 3)).sum(), {name: x.mean() for name, x in terms.items()}
 
 
-class View(NamedTuple):
-    """A batch as a reader behind the prompt sees it, [B, A, G, Q, T].
+class Scores(NamedTuple):
+    """Scores of the queries behind the prompt, [B, A, G, Q, T].
 
     Attributes:
       scores, guess: the teacher's and φ's.
       seen: tokens up to the query.
-      inside: those of them that a summary holds.
-      order: each token's place among those of the largest scores of its group, 0 the first.
+      inside: those of them in the summary.
+      order: each token's rank by the largest score in its group, from 0.
     """
 
     scores: Array
@@ -153,62 +153,54 @@ class View(NamedTuple):
     order: Array
 
 
-def view(task: Task, maps: Params, batch: dict[str, Array]) -> View:
-    """What ``errors`` needs; ``maps`` as in ``student``."""
+def scored(task: Task, maps: Params, batch: dict[str, Array]) -> Scores:
+    """The scores of a batch; ``maps`` as in ``student``."""
     s = teacher(batch, task.softcap)
     seen = jnp.arange(s.shape[-1]) <= batch["at"][:, None, None, :, None]
-    inside = jnp.broadcast_to(held(task, batch)[:, :, None, None], s.shape) & seen
+    inside = jnp.broadcast_to(summarised(task, batch)[:, :, None, None], s.shape) & seen
     best = jnp.where(inside, s, -jnp.inf).max(axis=2, keepdims=True)
     order = jnp.argsort(jnp.argsort(-best, axis=-1), axis=-1)
-    return View(s, student(maps, batch), jnp.broadcast_to(seen, s.shape), inside, order)
+    return Scores(s, student(maps, batch), jnp.broadcast_to(seen, s.shape), inside, order)
 
 
 def errors(
-    x: View, v: Float[Array, "B A T H"], counts: Sequence[int]
+    x: Scores, v: Float[Array, "B A T H"], counts: Sequence[int]
 ) -> tuple[Float[Array, "C B A G Q"], Float[Array, "C B A G Q"]]:
-    """Relative L1 errors of attention's output: what a summary holds left out, and φ standing for it.
+    """Relative L1 errors of attention's output: without the summary's tokens, and with φ in their place.
 
     Args:
       x: of the batch.
       v: its values.
-      counts: how many of the best tokens that a summary holds are visited beside it.
+      counts: numbers C of the summary's best tokens that are read exactly.
     """
     v = v.astype(jnp.float32)
 
-    def output(scores: Array, of: Array) -> Array:
-        p = jax.nn.softmax(jnp.where(of, scores, -jnp.inf), axis=-1)
+    def output(scores: Array, among: Array) -> Array:
+        p = jax.nn.softmax(jnp.where(among, scores, -jnp.inf), axis=-1)
         return jnp.einsum("bagqt,bath->bagqh", p, v)
 
     full = output(x.scores, x.seen)
     size = jnp.abs(full).sum(axis=-1) + 1e-9
-    found = []
+    pairs = []
     for count in counts:
-        left = x.inside & (x.order >= count)
-        outs = (
-            output(x.scores, x.seen & ~left),
-            output(jnp.where(left, x.guess, x.scores), x.seen),
-        )
-        found.append([jnp.abs(out - full).sum(axis=-1) / size for out in outs])
-    alone, completed = (jnp.stack(one) for one in zip(*found))
+        rest = x.inside & (x.order >= count)
+        outputs = output(x.scores, x.seen & ~rest), output(jnp.where(rest, x.guess, x.scores), x.seen)
+        pairs.append([jnp.abs(out - full).sum(axis=-1) / size for out in outputs])
+    alone, completed = (jnp.stack(errors) for errors in zip(*pairs))
     return alone, completed
 
 
 def quality(task: Task, params: Params, batch: dict[str, Array]) -> dict[str, Float[Array, "B A"]]:
     """What serving would lose, means over a head's queries.
 
-    Relative L1 errors of attention's output: ``left_out``, what is held counts for nothing; ``completed``, φ
-    stands for it; with the best tokens visited besides ``selected`` and ``both``. ``over``: by how much φ
-    overestimates the log of the mass of what is held.
+    Relative L1 errors of attention's output: ``left_out``, without the summary's tokens; ``completed``, with
+    φ in their place; ``selected`` and ``both``, the same with the best tokens read exactly. ``over``: by how
+    much φ overestimates the log of the summary's mass.
     """
-    x = view(task, folded(params), batch)
+    x = scored(task, folded(params), batch)
     pairs = zip(*(e.mean(axis=(3, 4)) for e in errors(x, batch["v"], (0, task.visits))))
     (left_out, completed), (selected, both) = pairs
     mass = [jax.nn.logsumexp(jnp.where(x.inside, s, -1e30), axis=-1) for s in (x.guess, x.scores)]
     over = jnp.where(x.inside.any(axis=-1), jnp.maximum(mass[0] - mass[1], 0.0), 0.0).mean(axis=(2, 3))
-    return {
-        "left_out": left_out,
-        "completed": completed,
-        "selected": selected,
-        "both": both,
-        "over": over,
-    }
+    named = {"left_out": left_out, "completed": completed, "selected": selected, "both": both}
+    return named | {"over": over}

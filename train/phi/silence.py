@@ -1,11 +1,11 @@
-"""No φ in the heads that it does not help: after the training, by the error of attention's output.
+"""Silences φ, after training, in the heads whose attention output it does not improve.
 
-φ puts mass on every token that is not read, also in a sharp head, which ignores them all. A query head is
-silent where its last bias, ``last_q``, is -inf: its features are 0, no token has any mass for it, and its
-output is that of the read without φ. Maps of keys and summaries stay, for the other heads of the group.
+φ gives mass to every token that is not read, also in a sharp head, which ignores them all. A query head is
+silenced by setting its last bias, ``last_q``, to -inf: its features become 0, and its output is that of a
+read without φ. The maps of keys stay, for the other heads of the group.
 
-Which heads these are is seen on sequences of the held-out split that come after those in the traces, so that
-neither checks nor studies look at the same ones.
+The heads are chosen on held-out sequences that come after those of the traces, so that neither checks nor
+studies read the same ones.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kvjax.weights import find
 from train import trace_rows
 from train.config import ConfigError
 from train.phi import batches, dropped
-from train.phi.objective import Task, errors, view
+from train.phi.objective import Task, errors, scored
 from train.phi.settings import Settings
 from train.traces import describe, trace
 
@@ -33,13 +33,13 @@ if TYPE_CHECKING:
     from kvjax.loading import LanguageModel
 
 
-class Seen(NamedTuple):
-    """Mean relative L1 errors of a head's output where ``counts`` tokens of what φ stands for are read.
+class HeadErrors(NamedTuple):
+    """Mean relative L1 errors of each head's output where ``counts`` tokens of the summary are read exactly.
 
     Attributes:
-      counts: C of them.
-      alone: the rest left out.
-      completed: φ stands for it.
+      counts: C numbers of tokens.
+      alone: without the rest of the summary.
+      completed: with φ in its place.
     """
 
     counts: tuple[int, ...]
@@ -48,38 +48,38 @@ class Seen(NamedTuple):
 
 
 def sequences(settings: Settings, model: LanguageModel) -> Iterator[dict[str, np.ndarray]]:
-    """``silence.sequences`` batches of one, traced anew (``batches.assembled``).
+    """``silence.sequences`` newly traced batches of one sequence (``batches.assembled``).
 
     Raises:
-      ConfigError: no sequence of the config is as long; see ``train.traces.describe``.
+      ConfigError: no sequence of the config is long enough; see ``train.traces.describe``.
     """
     base, policy, silence = settings.base, settings.policy, settings.silence
-    assert silence is not None  # noqa: S101  (the caller has asked)
+    assert silence is not None  # the caller has checked
     if max(base.recording.lengths) < settings.tokens:
         raise ConfigError(
             f"silence: traces.lengths {list(base.recording.lengths)} do not reach {settings.target.reach} "
             f"tokens behind a prompt of {settings.prompt}. Give one of {settings.tokens} or more."
         )
-    about, drawn = describe(base, model), trace_rows.sequences(base, model.text)
+    manifest, drawn = describe(base, model), trace_rows.sequences(base, model.text)
     learned = None if policy is None else find(policy, model, settings.target.weights or None)
-    index = len(about.lengths)
+    index = len(manifest.lengths)
     for _ in tqdm(range(silence.sequences), unit="sequence", mininterval=5):
         while drawn.length(index) < settings.tokens:
             index += 1
         tokens = drawn.draw(index)[1][: settings.tokens]
-        gone = None
+        lost = None
         if policy is not None and learned is not None:
-            gone = dropped.of_prompt(policy, model, learned.weights, tokens[: settings.prompt])
+            lost = dropped.of_prompt(policy, model, learned.weights, tokens[: settings.prompt])
         rng = np.random.default_rng((base.seed, 7, index))
-        row = batches.of_sequence(about, settings, trace(model, about, tokens), gone, rng)
+        row = batches.of_sequence(manifest, settings, trace(model, manifest, tokens), lost, rng)
         yield {name: value[None] for name, value in row.items()}
         index += 1
 
 
-def look(settings: Settings, model: LanguageModel, layers: Sequence[Params]) -> Seen:
-    """Errors by head over ``sequences``, of maps as they are served."""
+def head_errors(settings: Settings, model: LanguageModel, layers: Sequence[Params]) -> HeadErrors:
+    """Errors by head over ``sequences``, of maps in the form that is served."""
     silence, spec = settings.silence, model.spec
-    assert silence is not None  # noqa: S101  (the caller has asked)
+    assert silence is not None  # the caller has checked
     counts = tuple(round(share * settings.prompt) for share in silence.retrieved)
     task = Task(loss=settings.loss, target=settings.target, prompt=settings.prompt, softcap=spec.attn_softcap)
     maps = {
@@ -88,20 +88,20 @@ def look(settings: Settings, model: LanguageModel, layers: Sequence[Params]) -> 
 
     @jax.jit
     def both(batch: dict[str, Any]) -> jax.Array:
-        return jnp.stack(errors(view(task, maps, batch), batch["v"], counts)).mean(axis=(2, 5))
+        return jnp.stack(errors(scored(task, maps, batch), batch["v"], counts)).mean(axis=(2, 5))
 
-    means = np.mean([np.asarray(both(one), np.float64) for one in sequences(settings, model)], axis=0)
+    means = np.mean([np.asarray(both(batch), np.float64) for batch in sequences(settings, model)], axis=0)
     alone, completed = means.reshape(2, len(counts), spec.num_layers, spec.num_heads)
-    return Seen(counts, alone, completed)
+    return HeadErrors(counts, alone, completed)
 
 
-def not_helped(seen: Seen) -> Bool[np.ndarray, "L N"]:
+def not_helped(measured: HeadErrors) -> Bool[np.ndarray, "L N"]:
     """The heads whose error φ does not lower at every count."""
-    return np.asarray(~(seen.completed < seen.alone).all(axis=0))
+    return np.asarray(~(measured.completed < measured.alone).all(axis=0))
 
 
 def silenced(layers: Sequence[Params], silent: Bool[np.ndarray, "L N"]) -> list[Params]:
-    """The maps with no feature left to the queries of these heads."""
+    """The maps with these query heads silenced."""
     return [
         layer | {"last_q": np.where(heads[:, None], -np.inf, np.asarray(layer["last_q"], np.float32))}
         for layer, heads in zip(layers, silent, strict=True)
@@ -111,29 +111,28 @@ def silenced(layers: Sequence[Params], silent: Bool[np.ndarray, "L N"]) -> list[
 def applied(
     settings: Settings, model: LanguageModel, layers: Sequence[Params]
 ) -> tuple[list[Params], dict[str, Any]]:
-    """The maps with φ in no head that it does not help, and what the log says of that."""
-    seen = look(settings, model, layers)
-    return silenced(layers, not_helped(seen)), record(settings, seen)
+    """The maps without φ in the heads that it does not help, and the record for the log."""
+    measured = head_errors(settings, model, layers)
+    return silenced(layers, not_helped(measured)), record(settings, measured)
 
 
-def record(settings: Settings, seen: Seen) -> dict[str, Any]:
-    """What the log says: the silent heads as [layer, head], means over heads by count, and all errors."""
-    silence, silent = settings.silence, not_helped(seen)
-    assert silence is not None  # noqa: S101  (the caller has asked)
-    kept = np.where(silent, seen.alone, seen.completed)
-    means = {"alone": seen.alone, "completed": seen.completed, "silenced": kept}
-    by_head = {"alone": seen.alone, "completed": seen.completed}
+def record(settings: Settings, measured: HeadErrors) -> dict[str, Any]:
+    """The silent heads as [layer, head], mean errors over heads by count, and all errors."""
+    silence, silent = settings.silence, not_helped(measured)
+    assert silence is not None  # the caller has checked
+    by_head = {"alone": measured.alone, "completed": measured.completed}
+    means = by_head | {"silenced": np.where(silent, measured.alone, measured.completed)}
     return {
         "silent": np.argwhere(silent).tolist(),
         "sequences": silence.sequences,
-        "counts": list(seen.counts),
+        "counts": list(measured.counts),
         "mean": {name: x.mean(axis=(1, 2)).round(5).tolist() for name, x in means.items()},
         "by_head": {name: x.round(5).tolist() for name, x in by_head.items()},
     }
 
 
-def notes(found: dict[str, Any]) -> dict[str, str]:
-    """The same for the header of the file of maps."""
-    heads = " ".join(f"{layer}.{head}" for layer, head in found["silent"])
-    counts = " ".join(map(str, found["counts"]))
-    return {"silent": heads or "none", "silent_by": f"{found['sequences']} sequences, {counts} tokens read"}
+def notes(record: dict[str, Any]) -> dict[str, str]:
+    """The record as notes in the header of the file of maps."""
+    heads = " ".join(f"{layer}.{head}" for layer, head in record["silent"])
+    counts = " ".join(map(str, record["counts"]))
+    return {"silent": heads or "none", "silent_by": f"{record['sequences']} sequences, {counts} tokens read"}

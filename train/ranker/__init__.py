@@ -1,1 +1,1 @@
-"""Rankers for KVP (``kvjax.policies.kvp``): agents of all layers and KV heads, trained at once on traces."""
+"""Rankers for KVP (``kvjax.policies.kvp``): an agent for each layer and KV head, trained on traces."""

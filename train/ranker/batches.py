@@ -1,6 +1,6 @@
-"""Batches of traces, agents along one axis: what is ranked, what came after it, statistics of the inputs.
+"""Batches of traces, agents along one axis: the tokens to rank, the queries behind them, input statistics.
 
-Batch i is a pure function of (seed, i), as in ``train.data``, so a resumed run sees what it would have seen.
+Batch i depends on the seed and i alone, so a resumed run reads what it would have read.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from jaxtyping import Int
 
 SAMPLED = 32
-"""Sequences of which statistics are made."""
+"""Sequences that ``statistics`` reads."""
 
 
-def names(agent: Agent) -> tuple[str, ...]:
-    """The arrays that are read for training: keys after RoPE give the attention in any case."""
+def stored_arrays(agent: Agent) -> tuple[str, ...]:
+    """The arrays of traces that training reads; keys after RoPE always, to compute attention."""
     return ("q", "at", "k", "v", *(("k_pre",) if "w_key_pre" in agent.inputs else ()))
 
 
@@ -32,27 +32,27 @@ def check_traces(traces: Traces, settings: Settings) -> None:
     """Refuses traces from which the config's agents cannot learn.
 
     Raises:
-      ConfigError: sequences that are too short, keys that are not there, nothing to check on.
+      ConfigError: sequences that are too short, missing keys, no sequences to train or to check on.
     """
-    if "w_key_pre" in settings.agent.inputs and "pre" not in traces.about.keys:
+    if "w_key_pre" in settings.agent.inputs and "pre" not in traces.manifest.keys:
         raise TraceError(
             f"{traces.folder} stores no keys before RoPE, which agent.inputs key_pre reads. Make traces with "
             "traces.keys: [post, pre]."
         )
-    settings.check_length(min(traces.about.lengths))
-    for held, what in ((False, "train"), (True, "check")):
+    settings.check_length(min(traces.manifest.lengths))
+    for held, purpose in ((False, "train"), (True, "check")):
         if not len(used(traces, settings, held=held)):
             kinds = f" of {', '.join(settings.only)}" if settings.only else ""
             raise TraceError(
-                f"{traces.folder} has no sequences{kinds} to {what} on. Make traces with traces."
+                f"{traces.folder} has no sequences{kinds} to {purpose} on. Make traces with traces."
                 f"{'held' if held else 'sequences'}{' and these in traces.data.mix' if kinds else ''}."
             )
 
 
 def used(traces: Traces, settings: Settings, *, held: bool) -> Int[np.ndarray, " S"]:
-    """Sequences of the kinds that are asked for, of the held-out split or of the other."""
-    about = traces.about
-    split = range(about.train, len(about.lengths)) if held else range(about.train)
+    """The sequences of the config's kinds, of the held-out or the training split."""
+    manifest = traces.manifest
+    split = range(manifest.train, len(manifest.lengths)) if held else range(manifest.train)
     if not settings.only:
         return np.asarray(split)
     tasks = traces.tasks()
@@ -60,7 +60,7 @@ def used(traces: Traces, settings: Settings, *, held: bool) -> Int[np.ndarray, "
 
 
 def kind(task: str) -> str:
-    """Of a sequence, by its task."""
+    """The kind of a sequence with that task."""
     return task.partition("/")[0]
 
 
@@ -79,29 +79,29 @@ def assembled(
       settings: agents and future queries.
       chosen: (sequence, how many of its tokens are in the cache).
       rng: draws the future queries.
-      window: give the cache's last queries too, so many, where the traces store them all.
+      window: adds the cache's last queries, this many, if the traces store them all.
 
     Returns:
       ``k``, ``v`` (and ``k_pre``) [B, A, T, H], ``q`` [B, A, G, F, H] at positions ``at`` [B, F] behind
       the cache, EMPTY where there are fewer, ``size`` [B], a ``seed``; ``seen`` [B, A, G, window, H].
     """
-    about, count = traces.about, settings.method.queries
-    agents, groups = about.layers * about.kv_heads, about.heads // about.kv_heads
+    manifest, count, head_dim = traces.manifest, settings.method.queries, traces.manifest.head_dim
+    agents, groups = manifest.layers * manifest.kv_heads, manifest.heads // manifest.kv_heads
     rows: dict[str, list[np.ndarray]] = {}
     for index, size in chosen:
-        found = traces.read(index, names(settings.agent))
-        later = np.flatnonzero(found["at"] >= size)
+        trace = traces.read(index, stored_arrays(settings.agent))
+        later = np.flatnonzero(trace["at"] >= size)
         later = np.sort(rng.choice(later, min(count, len(later)), replace=False))
         at = np.full(count, EMPTY, np.int32)
-        at[: len(later)] = found["at"][later]
-        q = np.zeros((about.layers, about.heads, count, about.head_dim), found["q"].dtype)
-        q[:, :, : len(later)] = found["q"][:, :, later]
-        row = {"q": q.reshape(agents, groups, count, about.head_dim), "at": at}
-        last = np.flatnonzero((found["at"] >= size - window) & (found["at"] < size))
+        at[: len(later)] = trace["at"][later]
+        q = np.zeros((manifest.layers, manifest.heads, count, head_dim), trace["q"].dtype)
+        q[:, :, : len(later)] = trace["q"][:, :, later]
+        row = {"q": q.reshape(agents, groups, count, head_dim), "at": at}
+        last = np.flatnonzero((trace["at"] >= size - window) & (trace["at"] < size))
         if window and len(last) == window:
-            row["seen"] = found["q"][:, :, last].reshape(agents, groups, window, about.head_dim)
-        flat = (agents, about.lengths[index], about.head_dim)
-        row |= {name: found[name].reshape(flat) for name in found if name not in ("q", "at")}
+            row["seen"] = trace["q"][:, :, last].reshape(agents, groups, window, head_dim)
+        flat = (agents, manifest.lengths[index], head_dim)
+        row |= {name: trace[name].reshape(flat) for name in trace if name not in ("q", "at")}
         for name, value in row.items():
             rows.setdefault(name, []).append(value)
     batch = {name: np.stack(values) for name, values in rows.items()}
@@ -122,7 +122,7 @@ class Batches:
     def __init__(self, traces: Traces, settings: Settings):
         self.traces, self.settings = traces, settings
         self.used = used(traces, settings, held=False)
-        self.lengths = np.asarray(traces.about.lengths)[self.used]
+        self.lengths = np.asarray(traces.manifest.lengths)[self.used]
 
     def __len__(self) -> int:
         return self.settings.plan.steps
@@ -141,36 +141,38 @@ def batches(traces: Traces, settings: Settings) -> grain.MapDataset:
 
 
 def held(traces: Traces, settings: Settings) -> Iterator[dict[str, np.ndarray]]:
-    """Every held-out sequence once, one a batch, cut where its number says, with the cache's last queries."""
+    """Every held-out sequence once, one a batch, with the cache's last queries."""
     for index in used(traces, settings, held=True).tolist():
         rng = np.random.default_rng((settings.seed, 3, index))
-        size = cache_size(rng, settings, traces.about.lengths[index])
+        size = cache_size(rng, settings, traces.manifest.lengths[index])
         yield assembled(traces, settings, [(index, size)], rng, window=baselines.WINDOW)
 
 
 def statistics(traces: Traces, settings: Settings) -> dict[str, dict[str, Any]]:
     """Mean and standard deviation of every input channel, by agent, over some training sequences."""
-    about, agent, there = traces.about, settings.agent, used(traces, settings, held=False)
+    manifest, agent, usable = traces.manifest, settings.agent, used(traces, settings, held=False)
     if not agent.standardise:
         return {}
-    chosen = there[np.unique(np.linspace(0, len(there) - 1, min(SAMPLED, len(there))).round().astype(int))]
-    agents = about.layers * about.kv_heads
+    chosen = usable[np.unique(np.linspace(0, len(usable) - 1, min(SAMPLED, len(usable))).round().astype(int))]
+    agents = manifest.layers * manifest.kv_heads
+    names = [name for name in stored_arrays(agent) if name not in ("q", "at")]
     sums: dict[str, np.ndarray] = {}
     for index in chosen:
-        length = about.lengths[index]
+        length = manifest.lengths[index]
         at = np.broadcast_to(np.arange(length, dtype=float)[:, None], (agents, length, 1))
-        read = traces.read(int(index), [name for name in names(agent) if name not in ("q", "at")])
-        wide = {name: x.reshape(agents, length, -1).astype(float) for name, x in read.items()}
-        given = {"w_key": wide["k"], "w_key_pre": wide.get("k_pre", wide["k"]), "w_value": wide["v"]}
-        given |= {"w_log": np.log2(1 + at) / 16, "w_linear": at / 4096}
+        trace = traces.read(int(index), names)
+        float64 = {name: x.reshape(agents, length, -1).astype(float) for name, x in trace.items()}
+        key = float64["k"]
+        inputs = {"w_key": key, "w_key_pre": float64.get("k_pre", key), "w_value": float64["v"]}
+        inputs |= {"w_log": np.log2(1 + at) / 16, "w_linear": at / 4096}
         for name in agent.inputs:
-            x = given[name][:, agent.sinks :]
-            found = np.stack([np.full(x.shape[::2], float(x.shape[1])), x.sum(axis=1), (x**2).sum(axis=1)])
-            sums[name] = sums.get(name, 0.0) + found
-    made = {}
+            x = inputs[name][:, agent.sinks :]
+            moments = np.stack([np.full(x.shape[::2], float(x.shape[1])), x.sum(axis=1), (x**2).sum(axis=1)])
+            sums[name] = sums.get(name, 0.0) + moments
+    result = {}
     for name, (number, total, squares) in sums.items():
         mean = total / number
         spread = np.sqrt(np.maximum(squares / number - mean**2, 0.0))
         scale = np.where(spread > 1e-6, spread, 1.0)
-        made[name] = {"mean": mean.astype(np.float32), "scale": scale.astype(np.float32)}
-    return made
+        result[name] = {"mean": mean.astype(np.float32), "scale": scale.astype(np.float32)}
+    return result

@@ -1,7 +1,7 @@
-"""What agents are trained for, and what a check measures, on a batch of traces.
+"""The agents' objective and the metrics of checks, on a batch of traces.
 
-Agents lie along one axis, A = L x K, whatever layer they belong to: one program for all, and a mesh cuts that
-axis without any communication, as each agent has a loss, a gradient and a clip of its own.
+The agents of all layers lie along one axis, A = L x K: one program for all. A mesh shards that axis without
+communication, because every agent has its own loss, gradient and clip.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from kvjax.policies import kvp
 from kvjax.types import Params
 from train.ranker import baselines, rankings
-from train.ranker.settings import Agent, Method
+from train.ranker.settings import Agent, Method, Settings
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int
@@ -26,31 +26,35 @@ Statistics = dict[str, dict[str, Any]]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Task:
-    """What is static.
-
-    Attributes:
-      agent, method: see there.
-      softcap: of the model's scores, or None.
-    """
+    """The static arguments of the objective; ``softcap`` is that of the model's scores."""
 
     agent: Agent
     method: Method
     softcap: float | None = None
 
 
+def initial_agents(settings: Settings, agents: int, head_dim: int) -> Params:
+    """Untrained agents, leaves [A, ...]."""
+    agent, key = settings.agent, jax.random.key(settings.seed)
+    layers = kvp.initial(
+        key, agents, head_dim, 1, inputs=agent.inputs, hidden=agent.hidden, layers=agent.layers
+    )
+    return layers[0]
+
+
 def folded(params: Params, statistics: Statistics) -> Params:
     """Agents on raw inputs that compute what ``params`` do on inputs of zero mean and unit variance."""
-    found = dict(params)
-    for name, of in statistics.items():
-        weight = params[name] / of["scale"][:, :, None]
-        found[name] = weight
-        shift = jnp.einsum("ai,aif->af", of["mean"], weight, precision=jax.lax.Precision.HIGHEST)
-        found["b1"] = found["b1"] - shift
-    return found
+    raw = dict(params)
+    for name, moments in statistics.items():
+        weight = params[name] / moments["scale"][:, :, None]
+        raw[name] = weight
+        shift = jnp.einsum("ai,aif->af", moments["mean"], weight, precision=jax.lax.Precision.HIGHEST)
+        raw["b1"] = raw["b1"] - shift
+    return raw
 
 
 def scores(params: Params, statistics: Statistics, batch: dict[str, Array]) -> Float[Array, "B A T"]:
-    """The agents' scores of a batch's tokens, by the function that serves."""
+    """The agents' scores of a batch's tokens, by the function that serving uses."""
     tokens = batch["v"].shape[2]
     pos = jnp.broadcast_to(jnp.arange(tokens), (batch["v"].shape[0], tokens))
     return kvp.scores(folded(params, statistics), batch["k"], batch.get("k_pre"), batch["v"], pos)
@@ -72,16 +76,16 @@ def importance(batch: dict[str, Array], softcap: float | None) -> Float[Array, "
 
 
 def candidates(agent: Agent, batch: dict[str, Array]) -> Bool[Array, "B 1 T"]:
-    """Tokens that are ranked: of the first ``size`` all but the protected."""
+    """The tokens that are ranked: the first ``size`` without the protected ones."""
     at, size = jnp.arange(batch["v"].shape[2]), batch["size"][:, None, None]
     return (at >= agent.sinks) & (at < size - agent.recent)
 
 
 def ranked(task: Task, batch: dict[str, Array]) -> tuple[Float[Array, "B A T"], Bool[Array, "B A T"]]:
-    """Importance, 0 for what is not ranked, and what is."""
-    worth = jax.lax.stop_gradient(importance(batch, task.softcap))
-    may = jnp.broadcast_to(candidates(task.agent, batch), worth.shape)
-    return jnp.where(may, worth, 0.0), may
+    """Importance, 0 for tokens that are not ranked, and which tokens are."""
+    weight = jax.lax.stop_gradient(importance(batch, task.softcap))
+    is_ranked = jnp.broadcast_to(candidates(task.agent, batch), weight.shape)
+    return jnp.where(is_ranked, weight, 0.0), is_ranked
 
 
 def objective(
@@ -89,61 +93,60 @@ def objective(
 ) -> tuple[Float[Array, ""], dict[str, Array]]:
     """The sum of all agents' losses, and means over agents.
 
-    Metrics: ``cost`` of drawn rankings and ``greedy`` of the ranking by score, both over the optimal one's;
-    ``spread``, the standard deviation of the rewards of a draw; ``silent``, the share of agents that had
-    nothing to learn.
+    Metrics: ``cost`` of drawn rankings and ``greedy`` of the ranking by score, both divided by the optimal
+    one's; ``spread``, the standard deviation of the rewards of a draw; ``silent``, the share of agents
+    without a gradient.
     """
-    worth, may = ranked(task, batch)
+    method = task.method
+    weight, is_ranked = ranked(task, batch)
     score = scores(params, statistics, batch)
     fixed = jax.lax.stop_gradient(score)
-    least = rankings.cost(worth, rankings.best(worth, may))
-    greedy = rankings.ratio(rankings.cost(worth, rankings.best(fixed, may)), least)
-    found = {"greedy": greedy.mean()}
-    if task.method.kind == "soft_rank":
-        number = jnp.maximum(may.sum(axis=-1, keepdims=True), 1)
-        place = rankings.soft_rank(score, may, task.method.temperature)
-        off = jnp.where(may, (place - rankings.true_rank(worth, may)) / number, 0.0)
+    least = rankings.cost(weight, rankings.best(weight, is_ranked))
+    greedy = rankings.ratio(rankings.cost(weight, rankings.best(fixed, is_ranked)), least)
+    metrics = {"greedy": greedy.mean()}
+    if method.kind == "soft_rank":
+        number = jnp.maximum(is_ranked.sum(axis=-1, keepdims=True), 1)
+        rank = rankings.soft_rank(score, is_ranked, method.temperature)
+        off = jnp.where(is_ranked, (rank - rankings.true_rank(weight, is_ranked)) / number, 0.0)
         error = (off**2).sum(axis=-1) / number[..., 0]
-        return error.mean(axis=0).sum(), found | {"error": error.mean()}
-    orders = rankings.drawn(_key(batch), fixed, may, task.method.permutations)
-    paid = rankings.ratio(rankings.cost(worth, orders), least)
-    reward = -paid if task.method.budget is None else -_at_one_budget(task.method.budget, worth, may, orders)
-    gain = rankings.advantage(reward, task.method.normalise)
-    log_pi = rankings.log_probability(score[None], may[None], orders)
-    loss = -(gain * log_pi).mean(axis=0)
-    found |= {"cost": paid.mean(), "spread": reward.std(axis=0).mean()}
-    return loss.mean(axis=0).sum(), found | {"silent": (gain == 0).all(axis=0).mean()}
+        return error.mean(axis=0).sum(), metrics | {"error": error.mean()}
+    key = jax.random.fold_in(jax.random.key(0), batch["seed"])
+    orders = rankings.drawn(key, fixed, is_ranked, method.permutations)
+    cost = rankings.ratio(rankings.cost(weight, orders), least)
+    reward = -cost if method.budget is None else -_at_one_budget(method.budget, weight, is_ranked, orders)
+    advantage = rankings.advantage(reward, method.normalise)
+    log_pi = rankings.log_probability(score[None], is_ranked[None], orders)
+    loss = -(advantage * log_pi).mean(axis=0)
+    metrics |= {"cost": cost.mean(), "spread": reward.std(axis=0).mean()}
+    return loss.mean(axis=0).sum(), metrics | {"silent": (advantage == 0).all(axis=0).mean()}
 
 
 def _at_one_budget(
-    share: float, worth: Float[Array, "B A T"], may: Bool[Array, "B A T"], orders: Array
+    share: float, weight: Float[Array, "B A T"], is_ranked: Bool[Array, "B A T"], orders: Array
 ) -> Float[Array, "X B A"]:
-    """Cost of rankings at a budget of that share of the candidates, over the optimal one's."""
-    budget = jnp.floor(share * may.sum(axis=-1) + 0.5)
-    least = rankings.cost(worth, rankings.best(worth, may), budget)
-    return rankings.ratio(rankings.cost(worth, orders, budget[None]), least)
-
-
-def _key(batch: dict[str, Array]) -> Array:
-    return jax.random.fold_in(jax.random.key(0), batch["seed"])
+    """Cost of rankings at a budget of that share of the candidates, divided by the optimal one's."""
+    budget = jnp.floor(share * is_ranked.sum(axis=-1) + 0.5)
+    least = rankings.cost(weight, rankings.best(weight, is_ranked), budget)
+    return rankings.ratio(rankings.cost(weight, orders, budget[None]), least)
 
 
 def orders(
-    task: Task, layers: int, given: dict[str, Float[Array, "B A T"]], batch: dict[str, Array]
+    task: Task, layers: int, score_of: dict[str, Float[Array, "B A T"]], batch: dict[str, Array]
 ) -> tuple[Float[Array, "B A T"], Float[Array, "B A"], dict[str, Int[Array, "B A T"]]]:
-    """What is ranked and how: importance, number of candidates, and rankings by name.
+    """(importance, number of candidates, rankings by name).
 
-    Rankings are those of the scores ``given``, of ``baselines``, and the "oracle" by importance itself.
+    Rankings are by the scores ``score_of``, by those of ``baselines``, and by importance itself ("oracle").
     """
-    worth, may = ranked(task, batch)
-    scored = given | baselines.scores(batch, layers, task.softcap) | {"oracle": worth}
-    return worth, may.sum(axis=-1), {name: rankings.best(score, may) for name, score in scored.items()}
+    weight, is_ranked = ranked(task, batch)
+    named = score_of | baselines.scores(batch, layers, task.softcap) | {"oracle": weight}
+    rankings_of = {name: rankings.best(score, is_ranked) for name, score in named.items()}
+    return weight, is_ranked.sum(axis=-1), rankings_of
 
 
 def areas(
     task: Task, layers: int, statistics: Statistics, params: Params, batch: dict[str, Array]
 ) -> dict[str, Float[Array, "B A"]]:
     """``rankings.area`` of each agent ("learned"), of ``baselines``, "random" and "oracle"."""
-    worth, count, found = orders(task, layers, {"learned": scores(params, statistics, batch)}, batch)
-    paid = {name: rankings.area(worth, order, count) for name, order in found.items()}
-    return paid | {"random": jnp.full(count.shape, 0.5)}  # its expectation
+    weight, count, order_of = orders(task, layers, {"learned": scores(params, statistics, batch)}, batch)
+    area_of = {name: rankings.area(weight, order, count) for name, order in order_of.items()}
+    return area_of | {"random": jnp.full(count.shape, 0.5)}  # its expectation

@@ -1,7 +1,7 @@
 """Random rankings, what they cost, and how a policy learns from them (Moschella et al., arXiv 2602.10238).
 
-A ranking is an array of token indices, the best first. Tokens that are no candidates have a place behind all
-others and count for nothing. Letters: ... any leading axes, X rankings drawn, T tokens.
+A ranking is an array of token indices, the best first. Tokens that are not candidates come last and count for
+nothing. Letters: ... any leading axes, X rankings drawn, T tokens.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int
 
 BEHIND = -1e30
-"""Score of what is no candidate; finite, so that no gradient is NaN."""
+"""Score of tokens that are not candidates; finite, so that no gradient is NaN."""
 
 
 def best(score: Float[Array, "... T"], candidates: Bool[Array, "... T"]) -> Int[Array, "... T"]:
@@ -34,37 +34,37 @@ def drawn(
 def log_probability(
     score: Float[Array, "... T"], candidates: Bool[Array, "... T"], ranking: Int[Array, "... T"]
 ) -> Float[Array, ...]:
-    """log pi = sum over places i of score_i - logsumexp of the scores from place i on."""
+    """log pi = sum over ranks i of score_i - logsumexp of the scores from rank i on."""
     ranked = _in_order(jnp.where(candidates, score, BEHIND), ranking)
-    real = _in_order(candidates, ranking)
+    is_candidate = _in_order(candidates, ranking)
     later = jax.lax.cumlogsumexp(ranked, axis=ranked.ndim - 1, reverse=True)
-    return jnp.where(real, ranked - later, 0.0).sum(axis=-1)
+    return jnp.where(is_candidate, ranked - later, 0.0).sum(axis=-1)
 
 
 def cost(
     importance: Float[Array, "... T"], ranking: Int[Array, "... T"], budget: Float[Array, ...] | None = None
 ) -> Float[Array, ...]:
-    """Importance that is evicted, summed over all budgets of 1 token and more: sum of (place - 1) importance.
+    """Importance that is evicted, summed over all budgets from 1 token on: sum of (rank - 1) importance.
 
     Args:
-      importance: 0 where a token is no candidate.
+      importance: 0 for tokens that are not candidates.
       ranking: the best first.
-      budget: count what one budget of so many tokens evicts instead.
+      budget: in tokens; then only what this budget evicts counts.
     """
     ranked = _in_order(importance, ranking)
-    place = jnp.arange(ranked.shape[-1], dtype=ranked.dtype)
-    weight = place if budget is None else (place >= budget[..., None]).astype(ranked.dtype)
+    rank = jnp.arange(ranked.shape[-1], dtype=ranked.dtype)
+    weight = rank if budget is None else (rank >= budget[..., None]).astype(ranked.dtype)
     return (ranked * weight).sum(axis=-1)
 
 
 def area(
     importance: Float[Array, "... T"], ranking: Int[Array, "... T"], candidates: Int[Array, ...]
 ) -> Float[Array, ...]:
-    """``cost`` as a share: of all importance, what the mean budget evicts; 1/2 is expected of a random one.
+    """``cost`` as the share of all importance that the mean budget evicts; 1/2 in expectation at random.
 
     Args:
       importance, ranking: as in ``cost``.
-      candidates: how many tokens are ranked. Where one is, or none has importance, the area is 1/2, too.
+      candidates: number of ranked tokens. With only one, or without any importance, the area is 1/2, too.
     """
     most = importance.sum(axis=-1) * (candidates - 1)
     return jnp.where(most > 0, cost(importance, ranking) / jnp.where(most > 0, most, 1.0), 0.5)
@@ -74,31 +74,31 @@ def _in_order(x: Array, ranking: Int[Array, "... T"]) -> Array:
     return jnp.take_along_axis(jnp.broadcast_to(x, ranking.shape), ranking, axis=-1)
 
 
-def ratio(found: Float[Array, ...], least: Float[Array, ...]) -> Float[Array, ...]:
-    """Cost over the optimal ranking's; 1 where that costs nothing, so that nothing is learned there."""
-    return jnp.where(least > 0, found / jnp.where(least > 0, least, 1.0), 1.0)
+def ratio(cost: Float[Array, ...], least: Float[Array, ...]) -> Float[Array, ...]:
+    """Cost divided by the optimal ranking's; 1 if that costs nothing, so that nothing is learned."""
+    return jnp.where(least > 0, cost / jnp.where(least > 0, least, 1.0), 1.0)
 
 
 def advantage(reward: Float[Array, "X ..."], normalise: bool = True) -> Float[Array, "X ..."]:
-    """Reward minus the mean of the others (RLOO), over its standard deviation where there is one."""
+    """Reward minus the mean of the others (RLOO), divided by its standard deviation unless that is 0."""
     count = reward.shape[0]
-    apart = (reward - reward.mean(axis=0)) * (count / (count - 1))
+    centred = (reward - reward.mean(axis=0)) * (count / (count - 1))
     if not normalise:
-        return apart
-    spread = apart.std(axis=0)
-    clear = spread > 1e-7
-    return jnp.where(clear, apart / jnp.where(clear, spread, 1.0), 0.0)
+        return centred
+    spread = centred.std(axis=0)
+    differs = spread > 1e-7
+    return jnp.where(differs, centred / jnp.where(differs, spread, 1.0), 0.0)
 
 
 def soft_rank(
     score: Float[Array, "... T"], candidates: Bool[Array, "... T"], temperature: float
 ) -> Float[Array, "... T"]:
-    """Places from 0, differentiable: the candidates before a token, each by the sigmoid of its lead."""
+    """Differentiable ranks from 0: the candidates before a token, each counted by a sigmoid of its lead."""
     lead = (score[..., None, :] - score[..., :, None]) / temperature
     before = jnp.where(candidates[..., None, :], jax.nn.sigmoid(lead), 0.0)
     return before.sum(axis=-1) - 0.5  # its own half
 
 
 def true_rank(importance: Float[Array, "... T"], candidates: Bool[Array, "... T"]) -> Int[Array, "... T"]:
-    """The place of each token in the optimal ranking."""
+    """The rank of each token in the optimal ranking."""
     return jnp.argsort(best(importance, candidates), axis=-1, stable=True)

@@ -6,6 +6,7 @@ import dataclasses
 import secrets
 from collections.abc import Sequence
 
+from kvjax import decode
 from kvjax.engine import Request
 from kvjax.serve.http.errors import bad_request
 from kvjax.serve.http.schemas import ChatBody, CompletionBody, Message, TextOptions
@@ -174,12 +175,10 @@ def encode_text(service: Service, text: str, *, bos: bool = True) -> list[int]:
 
 def check_token_ids(service: Service, ids: Sequence[int], param: str = "prompt") -> list[int]:
     """The ids. Raises ApiError if the model does not have one of them."""
-    largest = service.model.spec.vocab_size - 1
-    wrong = next((i for i in ids if not 0 <= i <= largest), None)
-    if wrong is not None:
-        message = f"{param} has the token id {wrong}; the model knows 0 to {largest}. Ask /tokenize for ids."
-        raise bad_request(param, message)
-    return list(ids)
+    try:
+        return decode.read_ids(param, service.model, ids).tolist()
+    except decode.RequestError as error:
+        raise bad_request(param, str(error)) from error
 
 
 def check_prompt_length(service: Service, length: int) -> None:

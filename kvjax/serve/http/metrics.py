@@ -70,7 +70,7 @@ class _Collector:
         yield ended
         for field, name, what in (
             ("rows", "rows", "texts that are being written"),
-            ("places", "places", "rows of the batch, used or not"),
+            ("max_rows", "places", "rows of the batch, used or not"),
             ("live", "live_bytes", "bytes of live slots"),
             ("allocated", "allocated_bytes", "bytes on the device"),
             ("pages", "pages", "pages of its pools"),
@@ -80,8 +80,8 @@ class _Collector:
             family = core.GaugeMetricFamily(
                 f"kvjax_lane_{name}", f"Of a running batch: {what}", labels=["lane"]
             )
-            for lane in now.lanes:
-                family.add_metric([lane.policy], getattr(lane, field))
+            for batch in now.batches:
+                family.add_metric([batch.policy], getattr(batch, field))
             yield family
         for name, what, seconds in (
             ("time_to_first_token", "From a request to its first token", now.time_to_first_token),
@@ -121,7 +121,7 @@ def _describe(service: Service, inspection: Inspection) -> dict[str, Any]:
         "tokens": [service.token_text(int(token)) for token in inspection.tokens],
         "streams": [
             [{"ring": runs(h.ring), "pages": runs(h.pages), "codes": runs(h.codes)} for h in layer]
-            for layer in inspection.streams
+            for layer in inspection.heads
         ],
         "completed": list(inspection.completed),
         "bytes": {"live": inspection.live, "allocated": inspection.allocated, "full": inspection.full},
