@@ -13,6 +13,7 @@ from benchmarks.serving import Serving
 from benchmarks.sides import Settings
 from kvjax import cli
 from kvjax.catalogue import policy
+from kvjax.cli import option, shared
 
 QUICK = {
     "size": "tiny",
@@ -28,7 +29,7 @@ SERVE_QUICK = {"batches": (2,), "prompt": 96, "long": 96, "prefix": 300, "new": 
 
 
 def _specs(default: tuple[str, ...]) -> Any:
-    return cli.shared("--policy", default, "one-string form; several times", action="append", flag="--policy")
+    return shared("--policy", default, "one-string form; several times", action="append", flag="--policy")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,8 +43,8 @@ class Asked:
 class Rows(Asked):
     """Options of the commands that measure rows."""
 
-    out: Path | None = cli.shared("--out", help="save rows there, such as results/bench")
-    json: bool = cli.shared("--json", False, "rows as JSON lines")
+    out: Path | None = shared("--out", help="save rows there, such as results/bench")
+    json: bool = shared("--json", False, "rows as JSON lines")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,10 +52,10 @@ class Host(Asked):
     """Measure the host's cost of a decode step."""
 
     what = "host"
-    layers: int = cli.option(36, "of the model")
+    layers: int = option(36, "of the model")
     policies: tuple[str, ...] = _specs(("full", "snapkv + ada(0.25)", "quest", "int8"))
-    repeats: int = cli.option(300, "steps that are timed")
-    mesh: str | None = cli.shared("--mesh", help="devices of this process (default: one)")
+    repeats: int = option(300, "steps that are timed")
+    mesh: str | None = shared("--mesh", help="devices of this process (default: one)")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,9 +63,9 @@ class Compile(Rows):
     """Measure seconds and programs of a first and a second start, by depth."""
 
     what = "compile"
-    depths: tuple[int, ...] = cli.option(compiling.LAYERS, "of the model", flag="--layers")
+    depths: tuple[int, ...] = option(compiling.LAYERS, "of the model", flag="--layers")
     policies: tuple[str, ...] = _specs(compiling.POLICIES)
-    threads: int = cli.option(compiling.THREADS, "CPUs")
+    threads: int = option(compiling.THREADS, "CPUs")
 
     def __post_init__(self) -> None:
         """Raises PolicyError or InputError: a policy that cannot be built, more threads than CPUs."""
@@ -78,7 +79,7 @@ class Decode(Settings, Rows):
     """Measure tokens a second, beside transformers and kvpress; an interrupted run goes on with --out."""
 
     what = "decode"
-    quick: bool = cli.option(False, "seconds instead of minutes: only that it runs")
+    quick: bool = option(False, "seconds instead of minutes: only that it runs")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -103,7 +104,7 @@ class Serve(Serving, Rows):
     """Measure the engine beside generate, and policies at equal KV memory."""
 
     what = "serve"
-    quick: bool = cli.option(False, "only that it runs")
+    quick: bool = option(False, "only that it runs")
 
     def __post_init__(self) -> None:
         """Raises InputError or PolicyError: a folder without peers, a policy that cannot be built."""
@@ -117,7 +118,7 @@ class Plot(Asked):
     """Draw pictures and a page of saved results."""
 
     what = "plot"
-    out: Path | None = cli.shared("--out", help="folder of results (default: results/bench)")
+    out: Path | None = shared("--out", help="folder of results (default: results/bench)")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -125,10 +126,8 @@ class Peers(Asked):
     """Make the environment with transformers and kvpress."""
 
     what = "peers"
-    make: Path = cli.option(None, "a new virtual environment", "DIR", required=True)
-    pip: tuple[str, ...] = cli.option(
-        (), "an argument of pip install torch, as --pip=…", "WORD", action="append"
-    )
+    make: Path = option(None, "a new virtual environment", "DIR", required=True)
+    pip: tuple[str, ...] = option((), "an argument of pip install torch, as --pip=…", "WORD", action="append")
 
 
 COMMANDS = {kind.what: kind for kind in (Host, Compile, Decode, Prefill, Profile, Serve, Plot, Peers)}

@@ -10,7 +10,8 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks import peers
-from kvjax import cli, decode
+from kvjax import decode
+from kvjax.cli import option, shared, whole
 from kvjax.engine import Engine, Request, Ticket
 from kvjax.loading import LanguageModel
 
@@ -25,23 +26,21 @@ class Serving:
     What a policy drops of the ``long`` prompts is what it saves where memory is equal.
     """
 
-    model: str | None = cli.shared("--model")
-    parts: tuple[str, ...] = cli.option(
-        PARTS, "what is measured (default: all)", choices=PARTS, flag="--part"
-    )
-    threads: int = cli.option(1, "CPUs it is pinned to")
-    batches: tuple[int, ...] = cli.option((1, 4, 16), "rows of the engine and of generate", flag="--batch")
-    prompt: int = cli.option(512, "prompt tokens of a request")
-    long: int = cli.option(2048, "prompt tokens of a request where memory is equal")
-    prefix: int = cli.option(1500, "prompt tokens that requests share where some were held before")
-    new: int = cli.option(128, "new tokens of a request", type=cli.whole(2))
-    policies: tuple[str, ...] = cli.option(
+    model: str | None = shared("--model")
+    parts: tuple[str, ...] = option(PARTS, "what is measured (default: all)", choices=PARTS, flag="--part")
+    threads: int = option(1, "CPUs it is pinned to")
+    batches: tuple[int, ...] = option((1, 4, 16), "rows of the engine and of generate", flag="--batch")
+    prompt: int = option(512, "prompt tokens of a request")
+    long: int = option(2048, "prompt tokens of a request where memory is equal")
+    prefix: int = option(1500, "prompt tokens that requests share where some were held before")
+    new: int = option(128, "new tokens of a request", type=whole(2))
+    policies: tuple[str, ...] = option(
         ("full", "snapkv + uniform(0.25)"), "full comes first", "SPEC", flag="--policy"
     )
-    fit: int = cli.option(4, "rows of full that the memory holds")
-    segment: int = cli.option(16, "decode steps between two looks of the host")
-    seed: int = cli.option(0, "of the prompts", type=cli.whole(0))
-    peers: Path | None = cli.option(None, "environment that `peers --make` made", "DIR")
+    fit: int = option(4, "rows of full that the memory holds")
+    segment: int = option(16, "decode steps between two looks of the host")
+    seed: int = option(0, "of the prompts", type=whole(0))
+    peers: Path | None = option(None, "environment that `peers --make` made", "DIR")
 
     def __post_init__(self) -> None:
         if self.peers is not None:

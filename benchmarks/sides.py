@@ -10,9 +10,8 @@ from pathlib import Path
 from benchmarks import machine, peers
 from benchmarks.child import Child
 from benchmarks.random_model import SIZES, count
-from kvjax import cli
 from kvjax.catalogue import policy
-from kvjax.cli import InputError
+from kvjax.cli import InputError, option, shared, whole
 from kvjax.models.spec import ModelSpec
 from kvjax.sharding.mesh import ONE, Mesh, sizes_of
 from kvjax.sharding.specs import AXES
@@ -54,19 +53,19 @@ PEERS = (
 class Settings:
     """What one command measures, as options of its command line."""
 
-    size: str = cli.option("base", "of the random model", choices=sorted(SIZES))
-    seed: int = cli.option(0, "of weights and prompts", type=cli.whole(0))
-    threads: int = cli.option(1, "CPUs each side is pinned to")
-    contexts: tuple[int, ...] = cli.option(
+    size: str = option("base", "of the random model", choices=sorted(SIZES))
+    seed: int = option(0, "of weights and prompts", type=whole(0))
+    threads: int = option(1, "CPUs each side is pinned to")
+    contexts: tuple[int, ...] = option(
         (2048, 8192), "prompt and new tokens of a row together", flag="--context"
     )
-    batches: tuple[int, ...] = cli.option((1, 8), "rows", flag="--batch")
-    dtypes: tuple[str, ...] = cli.option(DTYPES, "of weights and cache", choices=DTYPES, flag="--dtype")
-    policies: tuple[str, ...] = cli.option(OURS, "ours, in the one-string form", "SPEC", flag="--policy")
-    tokens: int = cli.option(16, "of a row in one timed piece")
-    rounds: int = cli.option(5, "timed pieces (prefill: calls) of each side, in turns")
-    mesh: str | None = cli.shared("--mesh", help="virtual devices for our side (default: one)")
-    peers: Path | None = cli.option(None, "environment that `peers --make` made", "DIR")
+    batches: tuple[int, ...] = option((1, 8), "rows", flag="--batch")
+    dtypes: tuple[str, ...] = option(DTYPES, "of weights and cache", choices=DTYPES, flag="--dtype")
+    policies: tuple[str, ...] = option(OURS, "ours, in the one-string form", "SPEC", flag="--policy")
+    tokens: int = option(16, "of a row in one timed piece")
+    rounds: int = option(5, "timed pieces (prefill: calls) of each side, in turns")
+    mesh: str | None = shared("--mesh", help="virtual devices for our side (default: one)")
+    peers: Path | None = option(None, "environment that `peers --make` made", "DIR")
 
     def __post_init__(self) -> None:
         for name in self.policies:

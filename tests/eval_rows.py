@@ -20,9 +20,9 @@ SIZES = ("live", "peak_live", "allocated", "peak_allocated", "prefill_live")
 
 
 def words(model: Path, out: Path, *more: str) -> list[str]:
-    given = ["run", "--task", "niah", "--model", str(model), "--lengths", str(LENGTH), "--out", str(out)]
-    given += [word for policy in POLICIES for word in ("--policy", policy)]
-    return [*given, "--samples", str(SAMPLES), "--protocol", "both", *more]
+    command = ["run", "--task", "niah", "--model", str(model), "--lengths", str(LENGTH), "--out", str(out)]
+    command += [word for policy in POLICIES for word in ("--policy", policy)]
+    return [*command, "--samples", str(SAMPLES), "--protocol", "both", *more]
 
 
 def row(

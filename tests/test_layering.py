@@ -42,7 +42,7 @@ TABLE = {
     "kvjax.algebra._errors": r"kvjax\.errors",
     "kvjax.algebra._arguments": r"kvjax\.algebra\._errors",
     "kvjax.algebra._observation": r"kvjax\.(types|sharding\.all_heads|algebra\._errors)",
-    "kvjax.algebra._part": r"kvjax\.(types|algebra\._(arguments|observation))",
+    "kvjax.algebra._part": r"kvjax\.(types|algebra\._(arguments|errors|observation))",
     "kvjax.algebra._admission": PLACE,
     "kvjax.algebra._eviction": rf"{PLACE}|kvjax\.cache\.pages",
     "kvjax.algebra._selection": rf"{PLACE}|kvjax\.cache\.pages",

@@ -315,7 +315,7 @@ def test_serve_takes_gates_by_default_by_name_and_by_file(home, capsys):
             "given, for the same part. Keep one",
         ),
         (["--policy", "wg-kv", "--gates", "a", "--gates", "b"], "--gates b gives gates again. Keep one"),
-        (["--policy", "write_gate(1.5)"], "tau=1.5 is no threshold"),
+        (["--policy", "write_gate(1.5)"], "tau=1.5 is not a valid threshold"),
     ],
 )
 def test_serve_refuses_in_one_sentence(tiny_folder, capsys, words, says):

@@ -1,4 +1,4 @@
-"""The same number of slots for every layer and KV head."""
+"""Uniform: the same number of slots for every layer and KV head."""
 
 from __future__ import annotations
 

@@ -170,11 +170,10 @@ class RunningBatch:
                 self.state = paging.marked_shared(self.state, True)
         layers = []
         for own, new in zip(self.state.layers, source.layers):
-            loan: Any = None
+            loan = None
             if lender is not None and own.pools:
-                pages: Any = tuple(np.asarray(next(borrowed), np.int32) for _ in own.pools)
-                number: Any = np.int32(lender)
-                loan = row_ops.Loan(row=number, pages=pages)
+                pages = tuple(np.asarray(next(borrowed), np.int32) for _ in own.pools)
+                loan = row_ops.Loan(row=np.int32(lender), pages=pages)  # type: ignore[arg-type]
             layers.append(_insert(own, new, row, loan, mesh=self.mesh))
         bare = dataclasses.replace(self.state, layers=())
         counts = _with_row(bare, (), dataclasses.replace(source, layers=()), row)

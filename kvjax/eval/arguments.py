@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kvjax import cli, weights
+from kvjax.cli import option, shared
 from kvjax.eval.errors import EvalError
 from kvjax.eval.measure.protocol import PROTOCOLS
 from kvjax.loading import EMBEDDED
@@ -33,27 +34,27 @@ def add_model(parser: argparse._ActionsContainer) -> None:
 class Model:
     """The options of ``add_model``."""
 
-    model: str = cli.shared("--model", EMBEDDED)
-    weights: Sources = cli.option(add=weights.add_options)
-    dtype: str | None = cli.shared("--dtype")
-    mesh: str | None = cli.shared("--mesh")
+    model: str = shared("--model", EMBEDDED)
+    weights: Sources = option(add=weights.add_options)
+    dtype: str | None = shared("--dtype")
+    mesh: str | None = shared("--mesh")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Run(Model):
     """Measure cells; finished ones are not measured again."""
 
-    config: Path | None = cli.option(None, "a YAML grid of jobs", "FILE")
-    task: tuple[list[str], ...] = cli.option(
+    config: Path | None = option(None, "a YAML grid of jobs", "FILE")
+    task: tuple[list[str], ...] = option(
         (), "names or groups, comma-separated; several times", "NAMES", type=cli.words, action="append"
     )
-    policy: tuple[str, ...] = cli.shared("--policy", (), "one-string form; several times", action="append")
-    lengths: tuple[int, ...] = cli.option((512,), "tokens", "N,N", type=cli.numbers(64))
-    samples: int = cli.option(50, "of a cell")
-    seeds: tuple[int, ...] = cli.option((0,), "of samples", "N,N", type=cli.numbers(0))
-    protocol: str = cli.option("agnostic", _PROTOCOL, choices=(*PROTOCOLS, "both"))
-    out: Path = cli.shared("--out", help="folder of results, resumed if there", required=True)
-    progress: bool | None = cli.shared("--progress")
+    policy: tuple[str, ...] = shared("--policy", (), "one-string form; several times", action="append")
+    lengths: tuple[int, ...] = option((512,), "tokens", "N,N", type=cli.numbers(64))
+    samples: int = option(50, "of a cell")
+    seeds: tuple[int, ...] = option((0,), "of samples", "N,N", type=cli.numbers(0))
+    protocol: str = option("agnostic", _PROTOCOL, choices=(*PROTOCOLS, "both"))
+    out: Path = shared("--out", help="folder of results, resumed if there", required=True)
+    progress: bool | None = shared("--progress")
 
     def jobs(self) -> tuple[Job, ...]:
         """The jobs of ``--config``, and that of ``--task``.
@@ -83,22 +84,22 @@ class Run(Model):
 class Match(Model):
     """Find the budget at which a policy holds as many bytes as another."""
 
-    task: tuple[str, ...] = cli.option(None, "one task", "NAME", type=cli.words, required=True)
-    policy: str = cli.shared("--policy", help='with {} for a budget: "snapkv + uniform({})"', required=True)
-    like: str = cli.option(None, "policy whose live bytes are the target", "SPEC", required=True)
-    lengths: tuple[int, ...] = cli.option((512,), "one length", type=cli.numbers(64))
-    samples: int = cli.option(16, "measured")
+    task: tuple[str, ...] = option(None, "one task", "NAME", type=cli.words, required=True)
+    policy: str = shared("--policy", help='with {} for a budget: "snapkv + uniform({})"', required=True)
+    like: str = option(None, "policy whose live bytes are the target", "SPEC", required=True)
+    lengths: tuple[int, ...] = option((512,), "one length", type=cli.numbers(64))
+    samples: int = option(16, "measured")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Frontier(Model):
     """Measure every method at matched bytes, in stages, and draw the front."""
 
-    config: Path = cli.option(Path("configs/eval/frontier.yaml"), "budgets, policies and stages", "FILE")
-    samples: int | None = cli.option(None, "of a cell (default: as the stages say)")
-    stages: int | None = cli.option(None, "how many (default: all)")
-    out: Path = cli.shared("--out", help="folder of results, resumed if there", required=True)
-    progress: bool | None = cli.shared("--progress")
+    config: Path = option(Path("configs/eval/frontier.yaml"), "budgets, policies and stages", "FILE")
+    samples: int | None = option(None, "of a cell (default: as the stages say)")
+    stages: int | None = option(None, "how many (default: all)")
+    out: Path = shared("--out", help="folder of results, resumed if there", required=True)
+    progress: bool | None = shared("--progress")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -110,8 +111,8 @@ class Tasks:
 class Report:
     """Make tables, figures and one HTML page of results."""
 
-    folder: Path = cli.option(None, "of results", flag="folder")
-    to: Path | None = cli.option(None, "where to write (default: there)", "DIR")
+    folder: Path = option(None, "of results", flag="folder")
+    to: Path | None = option(None, "where to write (default: there)", "DIR")
 
 
 COMMANDS = {kind.__name__.lower(): kind for kind in (Run, Match, Frontier, Tasks, Report)}

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kvjax import catalogue, cli, loading
-from kvjax.cli import InputError
+from kvjax.cli import InputError, option, shared, whole
 from kvjax.models import hf, published
 from kvjax.models.spec import ModelSpec
 from kvjax.plan import _case as cases
@@ -45,33 +45,33 @@ examples:
 class Options:
     """The command line."""
 
-    model: str = cli.shared(
+    model: str = shared(
         "--model",
         metavar="NAME|DIR|HUB_ID",
         required=True,
         help=f"{', '.join(published.CONFIGS)}, or a model of which config.json is read",
     )
-    policy: str = cli.shared("--policy", "full", "what the KV cache keeps")
-    context: int = cli.option(None, "tokens that a row has seen", type=cli.whole(64), required=True)
-    rows: int = cli.option(None, "rows at a time", required=True)
-    tpu: str | None = cli.option(
+    policy: str = shared("--policy", "full", "what the KV cache keeps")
+    context: int = option(None, "tokens that a row has seen", type=whole(64), required=True)
+    rows: int = option(None, "rows at a time", required=True)
+    tpu: str | None = option(
         None, f"chips and their topology: {', '.join(TPUS)}", "v5e:4x4", alone="devices", required=True
     )
-    gpu: str | None = cli.option(None, "GPUs of one host", "h200:8", alone="devices")
-    mesh: str | None = cli.shared(
+    gpu: str | None = option(None, "GPUs of one host", "h200:8", alone="devices")
+    mesh: str | None = shared(
         "--mesh", help="how the devices are arranged (default: the mesh with the fewest bytes a device)"
     )
-    dtype: str | None = cli.shared(
+    dtype: str | None = shared(
         "--dtype", help="of weights and cache (default: as config.json says; shapes by name bfloat16)"
     )
-    share: float | None = cli.option(
+    share: float | None = option(
         None, "of the tokens that stay, where a policy learns or votes that", type=_SHARE
     )
-    imbalance: float = cli.option(1.0, _UNEVEN, type=_IMBALANCE)
-    chunk: int = cli.option(256, "prompt tokens read at a time")
-    exact: bool = cli.option(False, "compile all layers, not two small depths")
-    out: Path | None = cli.shared("--out", metavar="FILE", help="a JSON file for the answer")
-    json: bool = cli.shared("--json", False, "the answer as one JSON object")
+    imbalance: float = option(1.0, _UNEVEN, type=_IMBALANCE)
+    chunk: int = option(256, "prompt tokens read at a time")
+    exact: bool = option(False, "compile all layers, not two small depths")
+    out: Path | None = shared("--out", metavar="FILE", help="a JSON file for the answer")
+    json: bool = shared("--json", False, "the answer as one JSON object")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

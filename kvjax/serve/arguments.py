@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from kvjax import catalogue, cli, weights
 from kvjax.algebra import Policy
+from kvjax.cli import option, shared, whole
 from kvjax.loading import LanguageModel
 from kvjax.weights import Source
 
@@ -24,7 +25,7 @@ examples:
 
 _JSON = "one object on standard output: text, tokens, timings, kv_bytes, policy, model"
 
-_TOKENS = cli.whole(1, "a whole number of tokens")
+_TOKENS = whole(1, "a whole number of tokens")
 _TEMPERATURE = cli.Rule(float, lambda t: 0 <= t < math.inf, "0 (greedy) or more")
 _TOP_K = cli.Rule(int, lambda k: k >= 0, "0 (all) or more")
 _TOP_P = cli.Rule(float, lambda p: 0 < p <= 1, "a number above 0, at most 1")
@@ -35,31 +36,31 @@ _SEED = cli.Rule(int, lambda s: 0 <= s < 2**32, "a whole number from 0 to 2**32 
 class Options:
     """The command line. ``auto`` is the policy where it says ``auto(...)`` and the model chooses, else ""."""
 
-    prompt: str | None = cli.option(None, "the prompt itself", "TEXT", group="what to read", alone="prompt")
-    prompt_file: str | None = cli.option(None, "a UTF-8 file that holds the prompt", "FILE", alone="prompt")
-    model: str | None = cli.shared("--model", group="model and cache")
-    policy: Policy = cli.shared("--policy", "full", "what the KV cache keeps (default: full; see below)")
+    prompt: str | None = option(None, "the prompt itself", "TEXT", group="what to read", alone="prompt")
+    prompt_file: str | None = option(None, "a UTF-8 file that holds the prompt", "FILE", alone="prompt")
+    model: str | None = shared("--model", group="model and cache")
+    policy: Policy = shared("--policy", "full", "what the KV cache keeps (default: full; see below)")
     auto: str = ""
-    weights: dict[str, Source] = cli.option(add=weights.add_options)
-    dtype: str | None = cli.shared("--dtype")
-    mesh: str | None = cli.shared("--mesh")
-    chunk: int = cli.option(256, "prompt tokens read at a time", type=_TOKENS)
-    max_new_tokens: int | None = cli.option(
+    weights: dict[str, Source] = option(add=weights.add_options)
+    dtype: str | None = shared("--dtype")
+    mesh: str | None = shared("--mesh")
+    chunk: int = option(256, "prompt tokens read at a time", type=_TOKENS)
+    max_new_tokens: int | None = option(
         None,
         "stop after so many tokens (default: 128, or what is left of the model's context)",
         type=_TOKENS,
         group="how to write",
     )
-    temperature: float = cli.option(
+    temperature: float = option(
         0.0, "0 is greedy (default), 1 the model's own distribution", type=_TEMPERATURE
     )
-    top_k: int = cli.option(0, "draw among the K most likely tokens (default: 0, all)", "K", type=_TOP_K)
-    top_p: float = cli.option(
+    top_k: int = option(0, "draw among the K most likely tokens (default: 0, all)", "K", type=_TOP_K)
+    top_p: float = option(
         1.0, "draw among the most likely tokens that together have this probability (default: 1)", type=_TOP_P
     )
-    seed: int = cli.option(0, "of the draws", type=_SEED)
-    json: bool = cli.shared("--json", False, _JSON, group="what to print")
-    progress: bool | None = cli.shared(
+    seed: int = option(0, "of the draws", type=_SEED)
+    json: bool = shared("--json", False, _JSON, group="what to print")
+    progress: bool | None = shared(
         "--progress",
         help="the bar while a long prompt is read (default: on terminals, after half a second)",
     )

@@ -90,12 +90,13 @@ class Blocks(NamedTuple):
 def both(q: Float[Array, "B K G T H"], k: Float[Array, "B K S H"], where: Where) -> Blocks:
     """Queries and keys cut into blocks, what is left over padded."""
     bq, bk = min(BLOCK_Q, q.shape[3]), min(BLOCK_K, k.shape[2])
+    q, k = blocks(q, 3, bq, 0), blocks(k, 2, bk, 0)
     positions = BlockPositions(
         blocks(where.q_pos, 1, bq, softmax.EMPTY),
         blocks(where.k_pos, 1, bk, softmax.EMPTY),
         None if where.admit is None else blocks(where.admit, 2, bk, False),
     )
-    return Blocks(blocks(q, 3, bq, 0), blocks(k, 2, bk, 0), positions)
+    return Blocks(q, k, positions)
 
 
 def listed(pairs: Bool[Array, "I J"]) -> tuple[Int[Array, "I J"], Int[Array, " I"]]:

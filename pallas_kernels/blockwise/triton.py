@@ -199,8 +199,8 @@ def column_mass(
     """See ``api.column_mass``."""
     b, n, t, _ = q.shape
     bq, bk, *_ = chosen = sizes(blocks, "mass", t, k)
-    where = block_lists.weighed(where, weights)
-    x = block_lists.rows(wide(q), wide(k), where, sight.window, bq, bk, folded=False)
+    q, k = wide(q), wide(k)
+    x = block_lists.rows(q, k, block_lists.weighed(where, weights), sight.window, bq, bk, folded=False)
     pairs = block_lists.any_visible(x, sight.window, bq, bk).swapaxes(2, 3)
     grid = Grid(b, n, block_lists.lists_of(pairs), chosen, interpret)
     narrow: list[Operand] = [] if x.admit is None else [(x.admit, bk)]

@@ -118,8 +118,8 @@ def of_training(name: str, kind: str, length: int, count: int) -> str:
 def of_texts(name: str, count: int) -> str:
     """Of the texts that a tokenizer is trained on besides books."""
     make = {"facts": facts.samples, "logs": logs.samples}[name]
-    made = make(np.random.default_rng(0), source(False).short, count)
-    return hashlib.sha256("\0".join(made).encode()).hexdigest()[:16]
+    texts = make(np.random.default_rng(0), source(False).short, count)
+    return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:16]
 
 
 WORLDS: dict[str, tuple[Callable[[str, str, int, int], str], tuple[str, ...]]] = {
@@ -130,15 +130,15 @@ WORLDS: dict[str, tuple[Callable[[str, str, int, int], str], tuple[str, ...]]] =
 
 def everything() -> dict[str, Any]:
     """What the file holds."""
-    found: dict[str, Any] = {"pack": fingerprint(pack() or Path())}
-    found["texts"] = {name: [of_texts(name, count) for count in COUNTS] for name in ("facts", "logs")}
+    tree: dict[str, Any] = {"pack": fingerprint(pack() or Path())}
+    tree["texts"] = {name: [of_texts(name, count) for count in COUNTS] for name in ("facts", "logs")}
     for world, (of, names) in WORLDS.items():
         for kind in TEXTS:
             for name in names:
                 print(world, kind, name, flush=True)
-                made = {length: [of(name, kind, length, count) for count in COUNTS] for length in LENGTHS}
-                found.setdefault(world, {}).setdefault(kind, {})[name] = made
-    return found
+                digests = {length: [of(name, kind, length, count) for count in COUNTS] for length in LENGTHS}
+                tree.setdefault(world, {}).setdefault(kind, {})[name] = digests
+    return tree
 
 
 if __name__ == "__main__":

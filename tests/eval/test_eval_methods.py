@@ -18,15 +18,15 @@ def test_budgets_that_follow_the_length_are_one_method():
     for n in (256, 512):
         rows += [row(f"snapkv({n // 16}) + uniform({n // 4})", n), row(f"window({n // 4}, prefill=False)", n)]
         rows += [row(f"snapkv({n // 16}, kernel=13) + uniform({n // 4})", n)]
-    found = figures.methods(rows)
-    assert list(found) == [
+    methods = figures.methods(rows)
+    assert list(methods) == [
         "full",
         "snapkv(…) + uniform(…), aware",
         "window(…, prefill=False), aware",
         "snapkv(…, kernel=13) + uniform(…), aware",
     ]
-    assert all([r.cell.length for r in mine] == [256, 512] for mine in found.values())
-    assert sum(map(len, found.values())) == len(rows)
+    assert all([r.cell.length for r in own] == [256, 512] for own in methods.values())
+    assert sum(map(len, methods.values())) == len(rows)
 
 
 def test_policies_that_are_there_at_several_lengths_stay_apart():
@@ -48,5 +48,5 @@ def test_several_at_one_length_keep_their_order():
         row("h2o(2) + uniform(16)", 256),
         row("h2o(4) + uniform(32)", 512),
     ]
-    found = figures.methods(rows)
-    assert list(found) == ["h2o(…) + uniform(…), aware", "h2o(2) + uniform(16), aware"]
+    methods = figures.methods(rows)
+    assert list(methods) == ["h2o(…) + uniform(…), aware", "h2o(2) + uniform(16), aware"]

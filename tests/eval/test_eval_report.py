@@ -25,13 +25,13 @@ def test_a_report_shows_every_policy(finished, tmp_path, capsys):
     assert main(["report", str(finished), "--to", str(tmp_path)]) == 0
     named = {Path(line).name for line in capsys.readouterr().out.split()}
     assert named == {"report.md", "report.html", "bytes.png", "heads.png", "depth.png"}
-    told = (tmp_path / "report.md").read_text()
+    report = (tmp_path / "report.md").read_text()
     page = (tmp_path / "report.html").read_text()
     for policy in ("full", "window(160)", "snapkv(8) + uniform(0.25), aware"):
-        assert f"`{policy}`" in told
+        assert f"`{policy}`" in report
         assert f"<code>{policy}</code>" in page
-    assert "niah 384, %" in told
-    assert "\\*" in told  # not informative
+    assert "niah 384, %" in report
+    assert "\\*" in report  # not informative
     assert page.count("data:image/png;base64,") == 3
     assert "http" not in re.sub(r"https://arxiv\S+", "", page)  # nothing is fetched
     rows = store.read(finished)
@@ -44,12 +44,12 @@ def test_a_report_s_numbers_are_the_rows_s(finished):
     draw = np.random.default_rng(0)  # a random model scores nothing: these are told apart
     rows = [changed(r, each={"score": draw.random(SAMPLES).tolist()}) for r in store.read(finished)]
     results = Results(tuple(rows))
-    told = markdown.text(results)
+    report = markdown.text(results)
     score, cost = ({} for _ in range(2))
-    for part, found in (("## niah", score), ("## What was held and read", cost)):
-        for line in told.split(part)[1].split("## ")[0].strip().splitlines()[2:]:
+    for part, columns in (("## niah", score), ("## What was held and read", cost)):
+        for line in report.split(part)[1].split("## ")[0].strip().splitlines()[2:]:
             name, *values = (x.strip() for x in line.strip("|").split("|"))
-            found[name.strip("`")] = values
+            columns[name.strip("`")] = values
     assert list(score) == list(cost) == [table.name(row) for row in results.rows]
     for one in results.rows:
         name, mean = table.name(one), np.mean(one.each.score)
@@ -78,11 +78,11 @@ def test_policies_that_differ_in_their_budget_alone_are_one_curve():
         "write_gate(0.1, window=32)": ("write_gate(0.1, window=32)",),
         "quest(…, dense=0)": ("quest(4, dense=0)", "quest(8, dense=0)"),
     }
-    for said, policies in curves.items():
+    for name, policies in curves.items():
         rows = [row(policy, GOOD, weights=gates) for policy in policies for gates in ("", "a@0", "b@1")]
-        assert {table.family(one) for one in rows} == {said}
+        assert {table.family(one) for one in rows} == {name}
         aware = [row(policy, GOOD, protocol="aware") for policy in policies]
-        assert {table.family(one) for one in aware} == {f"{said}, aware"}
+        assert {table.family(one) for one in aware} == {f"{name}, aware"}
 
 
 def test_learned_policies_are_paired_at_matched_memory_and_nowhere_else():
@@ -93,21 +93,21 @@ def test_learned_policies_are_paired_at_matched_memory_and_nowhere_else():
         lines = table.matched(Results((row("full", GOOD, 100), *rows))).splitlines()[2:]
         return [[x.strip() for x in line.strip("|").split("|")] for line in lines]
 
-    mine, local = learned("write_gate(0.1)", "a", GOOD, 25), row("window(9)", BAD, 25.4)
-    ((policy, against, *_, shares, scores, difference, interval, unit),) = pairs(mine, local)
+    gated, local = learned("write_gate(0.1)", "a", GOOD, 25), row("window(9)", BAD, 25.4)
+    ((policy, against, *_, shares, scores, difference, interval, unit),) = pairs(gated, local)
     assert (policy, against) == ("`write_gate(0.1) [a]`", "`window(9)`")
     assert (shares, scores, difference, unit) == ("25.0 / 25.4", "100.0 / 50.0", "+50.0", "points")
     low, high = map(float, interval.split(" … "))
     assert 30 < low < 50 < high < 70
     duo = learned("duo(0.5)", "duo", BAD, 25.2)
-    assert [found[:2] for found in pairs(mine, duo, local)] == [
+    assert [cells[:2] for cells in pairs(gated, duo, local)] == [
         ["`write_gate(0.1) [a]`", "`duo(0.5) [duo]`"],
         ["`write_gate(0.1) [a]`", "`window(9)`"],
         ["`duo(0.5) [duo]`", "`window(9)`"],
     ]
-    assert pairs(mine, learned("write_gate(0.1)", "b", BAD, 25)) == []  # two budgets of one method
-    assert pairs(mine, row("window(9)", BAD, 26)) == []  # not the same bytes
-    silent = [changed(r, informative=False) for r in (mine, local)]
+    assert pairs(gated, learned("write_gate(0.1)", "b", BAD, 25)) == []  # two budgets of one method
+    assert pairs(gated, row("window(9)", BAD, 26)) == []  # not the same bytes
+    silent = [changed(r, informative=False) for r in (gated, local)]
     assert pairs(*silent) == []
     assert pairs(row("snapkv", GOOD, 25), local) == []  # nothing learned
     assert table.matched(Results((local,))) == ""

@@ -9,7 +9,8 @@ import pytest
 from kernel_bodies import BODIES, body, check_no_race
 from kernel_numerics import assert_close
 from kernel_oracle import blockwise as dense
-from test_kernel_vertical_slash import TEST, case, exact, tiled
+from kernel_sizes import SELF_ATTENTION
+from test_kernel_vertical_slash import case, exact, tiled
 
 from pallas_kernels.blockwise import block_lists
 from pallas_kernels.blockwise.sight import Sight, Where
@@ -73,7 +74,7 @@ def test_a_program_reads_every_visible_pair_once_and_hides_nothing_of_whole_bloc
 def test_vertical_slash_of_whole_blocks(impl):
     """Packed and (TPU) own ones; a NaN in a key that is seen there reaches who sees it, and nobody else."""
     t, window, bq, bk = (650, 300, 128, 128) if impl == "mosaic_tpu" else (150, 30, 16, 32)
-    shape = TEST["g1_h32"]._replace(B=1, N=2, K=1, T=t, window=window)
+    shape = SELF_ATTENTION["g1_h32"]._replace(B=1, N=2, K=1, T=t, window=window)
     (q, k, v, admit), lengths = case(shape, lengths=np.array([t - 3]), admitted=(0.8,))
     admit = admit.at[:, :, 5].set(True)
     rows = Rows(jnp.zeros_like(lengths), lengths)

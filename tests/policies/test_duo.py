@@ -99,9 +99,9 @@ def test_equal_numbers_go_to_the_lower_layer_then_head():
 @pytest.mark.parametrize(
     ("call", "says"),
     [
-        ({"share": -0.1}, "no share of the heads"),
-        ({"share": 1.1}, "no share of the heads"),
-        ({"share": "half"}, "no share of the heads"),
+        ({"share": -0.1}, "not a valid share of the heads"),
+        ({"share": 1.1}, "not a valid share of the heads"),
+        ({"share": "half"}, "not a valid share of the heads"),
         ({"window": 0}, "1 or more"),
         ({"prefill": 1}, "True or False"),
     ],
@@ -118,5 +118,5 @@ def test_windows_switch_is_a_switch():
 
 @pytest.mark.parametrize("pattern", [{"alpha": jnp.zeros(3)}, {"beta": jnp.zeros(2)}])
 def test_patterns_that_do_not_fit_are_refused(pattern):
-    with pytest.raises(PolicyError, match=r"layer 0 .* 2 KV heads needs \{'alpha': \(2,\)\}"):
+    with pytest.raises(PolicyError, match=r"layer 0 .* 2 KV heads of 8 channels needs \{'alpha': \(2,\)\}"):
         kvjax.prefill(tiny.model(), duo(0.5), [TEXT], weights={"admission": [pattern] * 2})

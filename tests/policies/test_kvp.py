@@ -213,7 +213,10 @@ def changed(**leaves) -> dict:
 @pytest.mark.parametrize(
     ("weights", "says"),
     [
-        (changed(w_key=jnp.zeros((2, 4, 8))), r"layer 0 .*'w_key': \(2, 4, 8\).*2 KV heads of 8 needs"),
+        (
+            changed(w_key=jnp.zeros((2, 4, 8))),
+            r"layer 0 .*'w_key': \(2, 4, 8\).*2 KV heads of 8 channels needs",
+        ),
         (changed(w_out=jnp.zeros((3, 8))), r"'w_out': \(3, 8\)"),
         (changed(w3=jnp.zeros((2, 8, 8))), "'b3'"),
         (changed(w_future=jnp.zeros((2, 8, 8))), "'w_future'"),

@@ -217,7 +217,7 @@ def gates(**changes) -> dict:
 @pytest.mark.parametrize(
     ("weights", "says"),
     [
-        (gates(b2=jnp.zeros(3)), r"layer 0 .*'b2': \(3,\).* 2 KV heads of 8 needs"),
+        (gates(b2=jnp.zeros(3)), r"layer 0 .*'b2': \(3,\).* 2 KV heads of 8 channels needs"),
         (gates(w1=jnp.zeros((2, 32, 8))), r"'w1': \(2, 32, 8\)"),
         (gates(norm=jnp.zeros(8)), r"'norm': \(8,\)"),
         (gates(extra=jnp.zeros(8)), "'extra'"),

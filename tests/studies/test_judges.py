@@ -62,9 +62,9 @@ def test_pairs_are_matched_by_what_the_claim_says():
     a, b = row("snapkv(4) + uniform(8)", GOOD, 25), row("random + uniform(8)", BAD, 26)
     for name, judge in (("reads_per_step", judges.same_reads), ("reads", judges.same_slots)):
         near = changed(b, **{name: {"slots": 25.4, "summary": 9.0} if name == "reads" else 25.4})
-        found = judges.better(judges.only("snapkv"), judges.only("random"), judge)(Results((a, near)))
-        assert found.verdict == judges.HOLDS
-        assert found.ours.startswith("+50.0 points (+")
+        verdict = judges.better(judges.only("snapkv"), judges.only("random"), judge)(Results((a, near)))
+        assert verdict.verdict == judges.HOLDS
+        assert verdict.ours.startswith("+50.0 points (+")
     assert not judges.same_bytes(a, b)
 
 
@@ -74,31 +74,31 @@ def test_bytes_are_compared_at_no_lower_score():
     assert small(Results((full,))).verdict == judges.NOT_RUN  # there is no such method yet
     small = judges.smaller(judges.only("int8"), judges.only("snapkv"), 2.0)
     rivals = (row("snapkv(4) + uniform(8)", BAD, 25), row("snapkv(4) + uniform(9)", GOOD, 50))
-    mine = row("int8", GOOD, 20)
-    assert small(Results((full, mine, *rivals))) == judges.Verdict(
+    int8 = row("int8", GOOD, 20)
+    assert small(Results((full, int8, *rivals))) == judges.Verdict(
         "2.50× (2.50 … 2.50; 1 cells)", judges.HOLDS
     )
-    assert small(Results((full, mine, rivals[0]))).ours.startswith("5.00×")  # nobody else is as good: full
-    mine = changed(mine, each={"live": [10.0, 42.0] * 20})
-    found = small(Results((full, mine, *rivals)))
-    assert found.ours.startswith("1.92×")
-    assert found.verdict == judges.FAILS
+    assert small(Results((full, int8, rivals[0]))).ours.startswith("5.00×")  # nobody else is as good: full
+    int8 = changed(int8, each={"live": [10.0, 42.0] * 20})
+    verdict = small(Results((full, int8, *rivals)))
+    assert verdict.ours.startswith("1.92×")
+    assert verdict.verdict == judges.FAILS
 
 
 def test_perplexity_gaps_come_with_intervals_and_the_worst_cell_counts():
     def text(policy, nll, wave=0.0):
         nlls = [nll + wave * (-1) ** i for i in range(10)]
         perplexity = float(np.exp(np.mean(nlls)))
-        made = row(policy, [0.0] * 10, 50)
-        return changed(made, metric="perplexity", perplexity=perplexity, each={"nll": nlls})
+        shown = row(policy, [0.0] * 10, 50)
+        return changed(shown, metric="perplexity", perplexity=perplexity, each={"nll": nlls})
 
     gap = judges.ppl_gap(judges.only("int8"), 0.34)
-    full, mine = text("full", 3.0), text("int8", 3.01)
-    assert gap(Results((full, mine))).verdict == judges.HOLDS
+    full, int8 = text("full", 3.0), text("int8", 3.01)
+    assert gap(Results((full, int8))).verdict == judges.HOLDS
     assert gap(Results((full, text("int8", 3.03)))).verdict == judges.FAILS
     assert gap(Results((full, text("int8", 3.01, wave=0.1)))).verdict == judges.FAILS  # it might be worse
     beats = judges.better(judges.only("int8"), judges.only("random"), text=True)
-    rows = (full, mine, text("random + uniform(8)", 3.2))
+    rows = (full, int8, text("random + uniform(8)", 3.2))
     assert beats(Results(rows)).ours.startswith("+0.190 nats a token")
     assert beats(Results(rows)).verdict == judges.HOLDS
     assert judges.better(judges.only("int8"), judges.only("random"))(Results(rows)).verdict == judges.NOT_RUN

@@ -47,14 +47,14 @@ def test_the_command(tiny_folder, monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("KVJAX_DATA", str(tmp_path / "none"))
     words = ["--model", str(tiny_folder), "--lengths", "128", "--samples", "2"]
     assert roundtrip.main([*words, "--policy", "int8", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert (found["rows"], found["data"], found["page"]) == (2, "generated", 64)
-    assert 100 < found["tokens"] <= 128
-    assert [e["storage"] for e in found["errors"]] == ["int8"] * 3
-    assert all(0.002 < x < 0.015 for e in found["errors"] for x in (*e["k"], *e["v"]))
+    tree = json.loads(capsys.readouterr().out)
+    assert (tree["rows"], tree["data"], tree["page"]) == (2, "generated", 64)
+    assert 100 < tree["tokens"] <= 128
+    assert [e["storage"] for e in tree["errors"]] == ["int8"] * 3
+    assert all(0.002 < x < 0.015 for e in tree["errors"] for x in (*e["k"], *e["v"]))
     assert roundtrip.main([*words, "--policy", "int8"]) == 0
     table = capsys.readouterr().out.splitlines()
     assert len(table) == 2 + 3
-    assert f"{found['errors'][0]['mean']:.2%}" in table[2]
+    assert f"{tree['errors'][0]['mean']:.2%}" in table[2]
     assert roundtrip.main([*words, "--lengths", "128,256"]) == 2
     assert "takes one of --lengths" in capsys.readouterr().err

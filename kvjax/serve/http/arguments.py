@@ -13,6 +13,7 @@ from typing import Any
 from kvjax import catalogue, cli, weights
 from kvjax.algebra import Policy
 from kvjax.budgets.amount import UNITS
+from kvjax.cli import option, shared, whole
 from kvjax.weights import Source
 
 _EXAMPLES = """\
@@ -51,64 +52,64 @@ def _specs(text: str) -> list[str] | None:
 class Options:
     """The command line. A policy that says ``auto(...)`` is text until the model is known (``settled``)."""
 
-    model: str | None = cli.shared("--model", group="what is served")
-    name: str | None = cli.option(None, "the model's name for clients (default: its folder's)", "NAME")
-    dtype: str | None = cli.shared("--dtype")
-    mesh: str | None = cli.shared(
+    model: str | None = shared("--model", group="what is served")
+    name: str | None = option(None, "the model's name for clients (default: its folder's)", "NAME")
+    dtype: str | None = shared("--dtype")
+    mesh: str | None = shared(
         "--mesh", help="devices, along tensor and context: tensor=8 (default: one)", metavar="tensor=8"
     )
-    policy: str | Policy = cli.shared("--policy", "full", "for requests that name none")
-    weights: dict[str, Source] = cli.option(add=weights.add_options)
-    allow_policies: tuple[str | Policy, ...] | None = cli.option(
+    policy: str | Policy = shared("--policy", "full", "for requests that name none")
+    weights: dict[str, Source] = option(add=weights.add_options)
+    allow_policies: tuple[str | Policy, ...] | None = option(
         None,
         "what kv_policy may ask for beside --policy, at any budget (default: all)",
         "'P; Q'",
         type=_specs,
     )
 
-    host: str = cli.option("127.0.0.1", None, "ADDRESS", group="who is served")
-    port: int = cli.option(8000, "(default: 8000; 0: a free one)", type=_PORT)
-    api_key_file: Path | None = cli.option(
+    host: str = option("127.0.0.1", None, "ADDRESS", group="who is served")
+    port: int = option(8000, "(default: 8000; 0: a free one)", type=_PORT)
+    api_key_file: Path | None = option(
         None, "keys that are let in, one a line; KVJAX_API_KEY may hold more", "FILE"
     )
-    without_key: bool = cli.option(False, "listen on other addresses than this machine's without a key")
+    without_key: bool = option(False, "listen on other addresses than this machine's without a key")
 
-    kv_memory: int | None = cli.option(
+    kv_memory: int | None = option(
         None, "of all caches (default: what is left)", "SIZE", type=size, group="sizes"
     )
-    max_rows: int = cli.option(16, "texts of one policy structure that run at once")
-    max_lanes: int = cli.option(8, "running batches, one for each policy structure")
-    queue: int = cli.option(64, "texts that wait; more are answered 429")
-    chunk: int = cli.option(256, "prompt tokens read at a time: the longest pause of running texts")
-    segment: int = cli.option(
+    max_rows: int = option(16, "texts of one policy structure that run at once")
+    max_lanes: int = option(8, "running batches, one for each policy structure")
+    queue: int = option(64, "texts that wait; more are answered 429")
+    chunk: int = option(256, "prompt tokens read at a time: the longest pause of running texts")
+    segment: int = option(
         8, "decode steps between two looks of the host: a text that is left ends within so many"
     )
-    max_choices: int = cli.option(64, "texts of one request: prompts times n")
-    max_stops: int = cli.option(16, "stop strings of one request")
-    share: float | None = cli.option(
+    max_choices: int = option(64, "texts of one request: prompts times n")
+    max_stops: int = option(16, "stop strings of one request")
+    share: float | None = option(
         None,
         "of the tokens still to come, how many a text is expected to store when it begins (default: what its "
         "policy bounds, or the share its prompt kept); less runs more texts and puts some back to wait",
         type=_SHARE,
     )
-    share_pages: bool | None = cli.option(
+    share_pages: bool | None = option(
         None, "texts that begin alike share pages: less memory, on a CPU slower reads (default: not on a CPU)"
     )
-    context: int | None = cli.option(
-        None, "tokens of a text, prompt and answer (default: the model's)", type=cli.whole(2)
+    context: int | None = option(
+        None, "tokens of a text, prompt and answer (default: the model's)", type=whole(2)
     )
 
-    max_body: int = cli.option(8 * 2**20, "(default: 8MiB)", "SIZE", type=size, group="limits of a request")
-    max_prompt: int | None = cli.option(None, "tokens of a prompt (default: as many as fit)")
-    request_timeout: float | None = cli.option(
+    max_body: int = option(8 * 2**20, "(default: 8MiB)", "SIZE", type=size, group="limits of a request")
+    max_prompt: int | None = option(None, "tokens of a prompt (default: as many as fit)")
+    request_timeout: float | None = option(
         None, "an answer ends then, wherever it is (default: never)", "SECONDS", type=_SECONDS
     )
 
-    drain: float = cli.option(30.0, _DRAIN, "SECONDS", type=_SECONDS, group="the process")
-    save_contexts: Path | None = cli.option(
+    drain: float = option(30.0, _DRAIN, "SECONDS", type=_SECONDS, group="the process")
+    save_contexts: Path | None = option(
         None, "keep held contexts there too; a later server goes on with them", "DIR"
     )
-    log: str = cli.option("json", "a line a request on standard error", choices=("json", "off"))
+    log: str = option("json", "a line a request on standard error", choices=("json", "off"))
 
 
 def parse(argv: Sequence[str]) -> Options:
