@@ -68,7 +68,6 @@ def _compile(asked: Asked, words: Sequence[str]) -> None:
 def _serve(asked: Asked, words: Sequence[str]) -> None:
     from benchmarks.serve import serve
 
-    assert asked.serving is not None  # noqa: S101  (the parser made it)
     rows: list[Row] = []
     begun = time.monotonic()
 
@@ -78,10 +77,10 @@ def _serve(asked: Asked, words: Sequence[str]) -> None:
 
     run: Row = {
         "command": results.written_command(words),
-        "machine": machine.facts(asked.serving.threads),
+        "machine": machine.facts(asked.threads),
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
     }
-    serve(asked.serving, done)
+    serve(asked, done)
     if asked.out:
         run |= {"seconds": round(time.monotonic() - begun), "rows": rows}
         print(results.save(asked.out, "serve", run))
@@ -91,7 +90,6 @@ def _peers(asked: Asked, words: Sequence[str]) -> None:
     from benchmarks import peers
 
     del words
-    assert asked.make is not None  # noqa: S101  (the parser requires it)
     peers.make(asked.make, asked.pip)
     print(f"made; use it with --peers {asked.make}", file=sys.stderr)
 
@@ -109,8 +107,7 @@ def _table(asked: Asked, words: Sequence[str]) -> None:
     """decode, prefill, profile: measure, print rows as they come, keep them, save them at the end."""
     from benchmarks import random_model
 
-    settings, job = asked.settings, _job(asked.what)
-    assert settings is not None  # noqa: S101  (the parser made them)
+    settings, job = asked, _job(asked.what)
     run: Row = {
         "command": results.written_command(words),
         "machine": machine.facts(settings.threads),

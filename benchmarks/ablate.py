@@ -81,7 +81,7 @@ class Bench:
     ) -> dict[str, list[float]]:
         """Seconds a token of every rung, one segment each in turns."""
         assert self.model is not None  # noqa: S101
-        run = decode.Run(
+        run = decode.DecodeRows(
             token=jnp.zeros(1, jnp.int32),
             done=jnp.zeros(1, bool),
             left=jnp.full(1, 2**30, jnp.int32),
@@ -95,7 +95,7 @@ class Bench:
                 before, run = held[name]
                 begun = time.perf_counter()
                 params = self.model.params
-                after, run, out = decode.segment(network, chosen, tokens, params, weights, before, run)
+                after, run, out = decode.decode_steps(network, chosen, tokens, params, weights, before, run)
                 np.asarray(out)
                 times[name].append((time.perf_counter() - begun) / tokens)
                 held[name] = (after, run)

@@ -76,8 +76,8 @@ def pages(model: LanguageModel, settings: Serving, share: bool) -> Row:
 
         def look() -> None:
             while not stop.wait(0.05):
-                (lane,) = engine.metrics().lanes
-                used[0] = max(used[0], lane.allocated * lane.pages_used / max(lane.pages, 1))
+                (batch,) = engine.metrics().batches
+                used[0] = max(used[0], batch.allocated * batch.pages_used / max(batch.pages, 1))
 
         watching = threading.Thread(target=look)
         watching.start()

@@ -19,7 +19,7 @@ import numpy as np
 
 from benchmarks.child import Child, ChildError
 from benchmarks.sides import NO_PEERS, WARM, Config, Settings
-from kvjax.sharding.mesh import DATA
+from kvjax.sharding.specs import DATA
 
 Row = dict[str, Any]
 Cell = tuple[str, int, int]

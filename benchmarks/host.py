@@ -27,7 +27,8 @@ from kvjax.cache.state import KVState
 from kvjax.catalogue import policy
 from kvjax.models import decoder
 from kvjax.models.spec import ModelSpec
-from kvjax.sharding.mesh import CONTEXT, DATA, ONE, TENSOR, Mesh
+from kvjax.sharding.mesh import ONE, Mesh
+from kvjax.sharding.specs import CONTEXT, DATA, TENSOR
 from kvjax.types import Params
 
 
@@ -96,7 +97,7 @@ def host(layers: int, spec: str, repeats: int, on: Mesh = ONE) -> dict[str, floa
         "mesh": repr(on),
         "leaves": leaves,
         "host_us_per_call": round(call * 1e6, 1),
-        "host_us_per_token": round(both * 1e6 / decode.SEGMENT, 2),
-        "cpu_us_per_token": round(busy * 1e6 / decode.SEGMENT, 2),
+        "host_us_per_token": round(both * 1e6 / decode.MAX_STEPS, 2),
+        "cpu_us_per_token": round(busy * 1e6 / decode.MAX_STEPS, 2),
         "jax": jax.__version__,
     }

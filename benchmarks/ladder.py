@@ -71,7 +71,7 @@ class Given(Selection):
 
 @dataclasses.dataclass(frozen=True)
 class Cut(Decoder):
-    """A decoder for ``kvjax.decode.segment`` with parts left out.
+    """A decoder for ``kvjax.decode.decode_steps`` with parts left out.
 
     Attributes:
       policy: as in the segment.

@@ -24,10 +24,9 @@ from benchmarks.child import answer
 from benchmarks.fill import untrained
 from kvjax import decode, metrics, timing
 from kvjax.algebra import Policy
-from kvjax.cache.state import KVState
+from kvjax.cache.state import KVState, fork
 from kvjax.catalogue import policy
 from kvjax.loading import LanguageModel, load
-from kvjax.sharding.reshard import fork
 from kvjax.types import Params
 
 

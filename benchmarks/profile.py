@@ -30,7 +30,7 @@ PARTS = {"host": "host", "weights": "weights", "ring": "ring", "GLOBAL": "global
 
 _INTRODUCTION = """\
 How it was measured. Every figure is a median over compiled segments of the real decode loop
-(`kvjax.decode.segment`), taken in turns in one process. The parts are differences between programs of a
+(`kvjax.decode.decode_steps`), taken in turns in one process. The parts are differences between programs of a
 ladder: *weights* (embedding, projections, MLP, logits and sampling; attention hands back q + k + v),
 *ring* (and the new token is written to the ring, and the ring is read), *GLOBAL* (and the pages are read,
 at as many pages as the policy selects, but nothing enters or leaves them), *policy work* (the real step:

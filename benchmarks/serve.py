@@ -34,7 +34,7 @@ from benchmarks.serving import Serving, ask, engine_of, other, prompts, rate
 from kvjax import decode
 from kvjax.algebra import Policy
 from kvjax.catalogue import policy as read_policy
-from kvjax.engine import Engine, lane_bytes
+from kvjax.engine import Engine, batch_bytes
 from kvjax.loading import LanguageModel, load
 from kvjax.weights import weights_for
 
@@ -194,11 +194,11 @@ def memory(model: LanguageModel, settings: Serving, spec: str) -> Row:
 
 def kv_memory(model: LanguageModel, settings: Serving) -> int:
     """Bytes that ``full`` needs for ``fit`` rows: their rings, their pages and their page lists."""
-    return lane_bytes(
+    return batch_bytes(
         model,
         Policy(),
         rows=settings.fit,
         tokens=settings.prompt + settings.new,
         context=settings.context,
-        places=4 * settings.fit,
+        max_rows=4 * settings.fit,
     )

@@ -11,6 +11,7 @@ import numpy as np
 
 from benchmarks import peers
 from kvjax import decode
+from kvjax.cli import option, shared, whole
 from kvjax.engine import Engine, Request, Ticket
 from kvjax.loading import LanguageModel
 
@@ -20,36 +21,26 @@ PARTS = ("price", "memory", "prefix", "pages")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Serving:
-    """What ``serve`` measures.
+    """What ``serve`` measures, as options of its command line.
 
-    Attributes:
-      model: folder or hub id; None is the embedded model.
-      parts: what is measured.
-      threads: CPUs it is pinned to.
-      batches: rows of ``price``.
-      prompt, new: tokens of a request.
-      long: prompt tokens of a request of ``memory``; what a policy drops of a prompt is what it saves.
-      prefix: tokens that the requests of ``prefix`` and ``pages`` begin with.
-      policies: ``full`` comes first.
-      fit: rows of ``full`` that the memory of ``memory`` holds.
-      segment: steps between two looks of the host.
-      seed: of the prompts.
-      peers: the peers' environment, or None.
+    What a policy drops of the ``long`` prompts is what it saves where memory is equal.
     """
 
-    model: str | None = None
-    parts: tuple[str, ...] = PARTS
-    threads: int = 1
-    batches: tuple[int, ...] = (1, 4, 16)
-    prompt: int = 512
-    long: int = 2048
-    prefix: int = 1500
-    new: int = 128
-    policies: tuple[str, ...] = ("full", "snapkv + uniform(0.25)")
-    fit: int = 4
-    segment: int = 16
-    seed: int = 0
-    peers: Path | None = None
+    model: str | None = shared("--model")
+    parts: tuple[str, ...] = option(PARTS, "what is measured (default: all)", choices=PARTS, flag="--part")
+    threads: int = option(1, "CPUs it is pinned to")
+    batches: tuple[int, ...] = option((1, 4, 16), "rows of the engine and of generate", flag="--batch")
+    prompt: int = option(512, "prompt tokens of a request")
+    long: int = option(2048, "prompt tokens of a request where memory is equal")
+    prefix: int = option(1500, "prompt tokens that requests share where some were held before")
+    new: int = option(128, "new tokens of a request", type=whole(2))
+    policies: tuple[str, ...] = option(
+        ("full", "snapkv + uniform(0.25)"), "full comes first", "SPEC", flag="--policy"
+    )
+    fit: int = option(4, "rows of full that the memory holds")
+    segment: int = option(16, "decode steps between two looks of the host")
+    seed: int = option(0, "of the prompts", type=whole(0))
+    peers: Path | None = option(None, "environment that `peers --make` made", "DIR")
 
     def __post_init__(self) -> None:
         if self.peers is not None:

@@ -11,12 +11,14 @@ from benchmarks import machine, peers
 from benchmarks.child import Child
 from benchmarks.random_model import SIZES, count
 from kvjax.catalogue import policy
-from kvjax.cli import InputError
+from kvjax.cli import InputError, option, shared, whole
 from kvjax.models.spec import ModelSpec
-from kvjax.sharding.mesh import AXES, ONE, Mesh, sizes_of
+from kvjax.sharding.mesh import ONE, Mesh, sizes_of
+from kvjax.sharding.specs import AXES
 
 FULL, UNIFORM, PER_HEAD = "full", "snapkv + uniform(0.25)", "snapkv + ada(0.25)"
 OURS = (FULL, UNIFORM, PER_HEAD)
+DTYPES = ("float32", "bfloat16")
 NO_PEERS = "no --peers folder was given; python -m benchmarks peers --make DIR makes one"
 
 
@@ -49,30 +51,21 @@ PEERS = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What one command measures.
+    """What one command measures, as options of its command line."""
 
-    Attributes:
-      size, seed: which weights.
-      threads: CPUs every side is pinned to.
-      contexts: prompt and new tokens together.
-      batches, dtypes, policies: the rest of the grid.
-      tokens: of a row in one timed piece.
-      rounds: timed pieces of each side, taken in turns.
-      mesh: virtual devices that our side is cut over; None is one device.
-      peers: the peers' environment, or None.
-    """
-
-    size: str = "base"
-    seed: int = 0
-    threads: int = 1
-    contexts: tuple[int, ...] = (2048, 8192)
-    batches: tuple[int, ...] = (1, 8)
-    dtypes: tuple[str, ...] = ("float32", "bfloat16")
-    policies: tuple[str, ...] = OURS
-    tokens: int = 16
-    rounds: int = 5
-    mesh: str | None = None
-    peers: Path | None = None
+    size: str = option("base", "of the random model", choices=sorted(SIZES))
+    seed: int = option(0, "of weights and prompts", type=whole(0))
+    threads: int = option(1, "CPUs each side is pinned to")
+    contexts: tuple[int, ...] = option(
+        (2048, 8192), "prompt and new tokens of a row together", flag="--context"
+    )
+    batches: tuple[int, ...] = option((1, 8), "rows", flag="--batch")
+    dtypes: tuple[str, ...] = option(DTYPES, "of weights and cache", choices=DTYPES, flag="--dtype")
+    policies: tuple[str, ...] = option(OURS, "ours, in the one-string form", "SPEC", flag="--policy")
+    tokens: int = option(16, "of a row in one timed piece")
+    rounds: int = option(5, "timed pieces (prefill: calls) of each side, in turns")
+    mesh: str | None = shared("--mesh", help="virtual devices for our side (default: one)")
+    peers: Path | None = option(None, "environment that `peers --make` made", "DIR")
 
     def __post_init__(self) -> None:
         for name in self.policies:

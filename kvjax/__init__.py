@@ -1,7 +1,7 @@
 """kvjax: the KV cache of a language model as a managed, functional state."""
 
 from kvjax.algebra import Policy, PolicyError
-from kvjax.cache.state import KVState
+from kvjax.cache.state import KVState, fork
 from kvjax.catalogue import PRESETS, methods, policy
 from kvjax.decode import Generation, extend, generate, prefill, stream
 from kvjax.errors import UserError
@@ -9,10 +9,8 @@ from kvjax.loading import load
 from kvjax.metrics import nbytes
 from kvjax.saving import Saved, StateError, open, save
 from kvjax.sharding.mesh import Mesh, MeshError, mesh
-from kvjax.sharding.reshard import fork
+from kvjax.version import __version__ as __version__
 from kvjax.weights import save_weights, weights_for
-
-__version__ = "0.1.0"
 
 __all__ = [
     "PRESETS",

@@ -1,4 +1,13 @@
-"""What every command shares: its parser, its usual options, its exit codes, where compiled programs are kept.
+"""What every command shares: how its options are declared, its exit codes, where compiled programs are kept.
+
+A command's options are a dataclass; ``option`` says of a field what argparse needs to know of its flag::
+
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Options:
+        rows: int = cli.option(16, "texts that run at once")
+
+``parse(Options, words, prog=...)`` reads the words and gives the dataclass, which checks itself further in
+``__post_init__``. Of a command with subcommands each is such a class (``parse_command``).
 
 ``main`` of a command calls ``run``, which turns every outcome into an exit code:
 0 done; 2 bad input, one sentence on standard error; 130 stopped by Ctrl-C; 141 the reader went away.
@@ -8,17 +17,21 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import gc
 import os
 import re
 import sys
 import tempfile
+import typing
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from kvjax.errors import UserError
-from kvjax.models.hf_config import DTYPES
+from kvjax.types import DTYPES
+
+Command = TypeVar("Command")
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "--model": {
@@ -38,32 +51,148 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "--json": {"action": "store_true", "help": "as JSON lines"},
     "--progress": {
         "action": argparse.BooleanOptionalAction,
-        "help": "the bar on standard error (default: on terminals)",
+        "help": "the progress bar on standard error (default: on terminals)",
     },
 }
 """Options of more than one command."""
 
 
 class InputError(UserError):
-    """Something asked of a command that cannot be done: the call, the rule, the way out in one sentence."""
+    """A request to a command that cannot be fulfilled: the call, the rule, the way out in one sentence."""
 
 
-# --- the parser ----------------------------------------------------------------------------------
+# --- options -------------------------------------------------------------------------------------
+
+
+def option(default: Any = None, help: str | None = None, metavar: str | None = None, **how: Any) -> Any:
+    """A field of a command's dataclass, and what its option is; the field's type says how it is read.
+
+    Args:
+      default: of the field; the help shows it, unless its text mentions a default.
+      help, metavar: as argparse takes them.
+      how: more for argparse, stronger than the field's type. Beside that ``flag``, if it is not the field's
+        name, without dashes for a positional word; ``group``, the title of the group that begins with this
+        option; ``alone``, a word that options share of which only one may be given; ``add``, a function that
+        adds the option to a parser.
+    """
+    declared = {"help": help, "metavar": metavar} | how
+    declared = {name: value for name, value in declared.items() if value is not None}
+    return dataclasses.field(default=default, metadata={"option": declared})
+
+
+def shared(name: str, default: Any = None, help: str | None = None, **how: Any) -> Any:
+    """``option`` of ``OPTIONS``, with what this command says otherwise."""
+    return option(default, **OPTIONS[name] | ({"help": help} if help else {}) | how)
+
+
+def add(parser: argparse._ActionsContainer, *names: str, **changes: Any) -> None:
+    """Adds options of ``OPTIONS`` to a parser, with what this command says otherwise."""
+    for name in names:
+        parser.add_argument(name, **OPTIONS[name] | changes)
+
+
+def parse(command: type[Command], words: Sequence[str], **about: Any) -> Command:
+    """The options of a command, whose dataclass is ``command``; ``about`` is for ``Parser``.
+
+    Raises:
+      InputError: an unknown word, a value that is out of range; or what the dataclass raises.
+    """
+    parser = Parser(**about)
+    _declare(parser, command, {})
+    return command(**_values(parser, words))
+
+
+def parse_command(
+    commands: Mapping[str, type[Any]], words: Sequence[str], defaults: Mapping[str, Any] = {}, **about: Any
+) -> tuple[str, Any]:
+    """The name of one of several commands, and its options.
+
+    Args:
+      commands: a dataclass for each name; the first line of its docstring is the help.
+      words: the name and its options.
+      defaults: by command and field, where they differ from those of the dataclass.
+      about: of the ``Parser``.
+
+    Raises:
+      InputError: as ``parse``; or no such command.
+    """
+    parser = Parser(**about)
+    several = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, command in commands.items():
+        line = (command.__doc__ or "").splitlines()[0]
+        _declare(several.add_parser(name, help=line, description=line), command, defaults.get(name, {}))
+    values = _values(parser, words)
+    name = values.pop("command")
+    return name, commands[name](**values)
+
+
+def _values(parser: Parser, words: Sequence[str]) -> dict[str, Any]:
+    values = vars(parser.parse_args(words))
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+
+
+def _declare(parser: argparse.ArgumentParser, command: type, defaults: Mapping[str, Any]) -> None:
+    """Adds the options that the fields of a dataclass declare."""
+    into: argparse._ActionsContainer = parser
+    alone: dict[str, argparse._ActionsContainer] = {}
+    hints = typing.get_type_hints(command)
+    for field in dataclasses.fields(command):
+        if "option" not in field.metadata:
+            continue
+        how = _of_type(hints[field.name], field.metadata["option"])
+        flag = how.pop("flag", "--" + field.name.replace("_", "-"))
+        if title := how.pop("group", None):
+            into = parser.add_argument_group(title)
+        if word := how.pop("alone", None):
+            required = how.pop("required", False)
+            alone[word] = alone.get(word) or into.add_mutually_exclusive_group(required=required)
+        if "add" in how:
+            how["add"](into)
+            continue
+        default = defaults.get(field.name, field.default)
+        if default not in (None, ()) and default is not False and "default" not in how.get("help", ""):
+            shown = " ".join(map(str, default)) if isinstance(default, tuple) else default
+            how["help"] = f"{how.get('help', '')} (default: {shown})".strip()
+        if flag.startswith("-"):
+            how["dest"] = field.name
+        # Where an option is left out, the dataclass knows the default.
+        how["default"] = defaults.get(field.name, argparse.SUPPRESS)
+        alone.get(word, into).add_argument(flag, **how)
+
+
+def _of_type(hint: Any, declared: dict[str, Any]) -> dict[str, Any]:
+    """What was declared of an option, and what follows from its field's type."""
+    kind = next(kind for kind in typing.get_args(hint) or (hint,) if kind is not type(None))
+    how: dict[str, Any] = {}
+    if kind is bool:
+        how["action"] = "store_true" if hint is bool else argparse.BooleanOptionalAction
+    elif kind is int:
+        how |= {"type": whole(), "metavar": "N"}
+    elif kind is float:
+        how |= {"type": float, "metavar": "X"}
+    elif kind is Path:
+        how["type"] = Path
+    if typing.get_origin(hint) is tuple and not {"action", "type"} & declared.keys():
+        how["nargs"] = "+"
+    return how | declared
 
 
 class Parser(argparse.ArgumentParser):
     """argparse with our errors: it raises ``InputError``, and nothing is abbreviated.
 
-    ``ending`` makes what --help ends with, when somebody asks for it.
+    ``examples`` are what --help ends with, as text or as a function that makes it.
     """
 
-    def __init__(self, *args: Any, ending: Callable[[], str] | None = None, **how: Any) -> None:
+    def __init__(self, *args: Any, examples: str | Callable[[], str] = "", **how: Any) -> None:
+        if examples:
+            how["formatter_class"] = argparse.RawDescriptionHelpFormatter
         super().__init__(*args, **{"allow_abbrev": False} | how)
-        self._ending = ending
+        self._examples = examples
 
     def format_help(self) -> str:
         """What --help prints."""
-        self.epilog = self._ending() if self._ending else self.epilog
+        if self._examples:
+            self.epilog = self._examples if isinstance(self._examples, str) else self._examples()
         return super().format_help()
 
     def error(self, message: str) -> NoReturn:
@@ -72,45 +201,56 @@ class Parser(argparse.ArgumentParser):
         Raises:
           InputError: always.
         """
-        # Our own checks already name the option; argparse would name it twice.
-        message = re.sub(r"^argument (\S+: )?(?=--)", "", message)
-        raise InputError(message if message.endswith(".") else f"{message}. See {self.prog} --help.")
+        if message.endswith("."):  # a sentence of ours begins with the value, which follows its option
+            raise InputError(re.sub(r"^argument (\S+): ", r"\1 ", message))
+        raise InputError(f"{message}. See {self.prog} --help.")
 
 
-def add(parser: argparse._ActionsContainer, *names: str, **changes: Any) -> None:
-    """Adds options of ``OPTIONS``, with what this command says otherwise."""
-    for name in names:
-        parser.add_argument(name, **OPTIONS[name] | changes)
+# --- values --------------------------------------------------------------------------------------
 
 
-def number(flag: str, kind: type, legal: Callable[[float], bool], rule: str) -> Callable[[str], Any]:
-    """An argparse type that names the option, the rule and the way out."""
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """What a value must be; an argparse type, whose errors the parser puts behind the option.
 
-    def read(text: str) -> Any:
+    Attributes:
+      read: makes the value of a word, or raises ValueError.
+      holds: is the value legal?
+      rule: what it must be, in words.
+    """
+
+    read: Callable[[str], Any]
+    holds: Callable[[Any], bool]
+    rule: str
+
+    def __call__(self, text: str) -> Any:
+        """The value.
+
+        Raises:
+          ArgumentTypeError: none, or not a legal one.
+        """
         try:
-            value = kind(text)
+            value = self.read(text)
+            if self.holds(value):
+                return value
         except ValueError:
-            value = None
-        if value is None or not legal(value):
-            raise argparse.ArgumentTypeError(f"{flag} {text} is out of range. Give {rule}.")
-        return value
-
-    return read
+            pass
+        raise argparse.ArgumentTypeError(f"{text} is out of range. Give {self.rule}.")
 
 
-def whole(flag: str, least: int = 1, what: str = "a whole number") -> Callable[[str], int]:
-    """An argparse type: a whole number from ``least``."""
-    return number(flag, int, lambda value: value >= least, f"{what}, {least} or more")
+def whole(least: int = 1, what: str = "a whole number") -> Rule:
+    """A whole number from ``least``."""
+    return Rule(int, lambda value: value >= least, f"{what}, {least} or more")
 
 
-def numbers(flag: str, least: int = 1) -> Callable[[str], list[int]]:
-    """An argparse type: whole numbers from ``least``, comma-separated."""
-    one = whole(flag, least)
+def numbers(least: int = 1) -> Callable[[str], list[int]]:
+    """Whole numbers from ``least``, comma-separated."""
+    one = whole(least)
     return lambda text: [one(word) for word in words(text)] or [one("")]
 
 
 def words(text: str) -> list[str]:
-    """An argparse type: comma-separated words."""
+    """Comma-separated words."""
     return [word.strip() for word in text.split(",") if word.strip()]
 
 

@@ -12,6 +12,7 @@ when one ends badly: JAX itself would abort the others only after ``HEARTBEAT`` 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib.metadata
 import inspect
 import os
@@ -28,16 +29,32 @@ from collections.abc import Sequence
 from typing import Any, TextIO
 
 from kvjax import cli
+from kvjax.version import __version__
 
 HEARTBEAT, PATIENCE = 10, 100
-"""Seconds of silence after which JAX takes a process for lost and aborts the others; and those of --local,
-where the launcher sees at once which has ended, and a busy machine may be silent for long."""
+"""Seconds of silence after which JAX gives a process up and aborts the others; and the same for --local,
+where the launcher sees at once that a process has ended, and a busy machine may be silent for long."""
 
 LIBRARIES = ("jax", "jaxlib", "numpy", "ml_dtypes", "tokenizers", "safetensors")
-"""Whose versions processes must share."""
+"""Libraries whose versions must be equal in all processes."""
 
 GRACE = 5.0
-"""Seconds that a process is given to end before it is killed."""
+"""Seconds that a process has to end before it is killed."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """The command line."""
+
+    local: int | None = cli.option(None, "processes on this machine")
+    devices: int | None = cli.option(None, "virtual CPU devices of each of them", "D")
+    coordinator: str | None = cli.option(None, "where process 0 is", "HOST:PORT")
+    num_processes: int | None = cli.option(None, "of all")
+    process_id: int | None = cli.option(None, "which this is", "I", type=cli.whole(0))
+    heartbeat: int = cli.option(HEARTBEAT, "seconds of silence after which a process is lost", "S")
+    program: tuple[str, ...] = cli.option(
+        (), "-m MODULE or FILE, and its words", "-- PROGRAM", flag="program", nargs="..."
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -46,44 +63,25 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(argv: Sequence[str]) -> int:
-    asked = _parser().parse_args(argv)
-    program = asked.program[asked.program[:1] == ["--"] :]
+    about = {"prog": "python -m kvjax.launch", "description": "Run a program in several processes."}
+    options = cli.parse(Options, argv, **about)
+    program = options.program[options.program[:1] == ("--",) :]
     if program[:1] and os.path.basename(program[0]).startswith("python"):
         program = program[1:]
-    if not program or program == ["-m"]:
+    if not program or program == ("-m",):
         raise cli.InputError("launch has no program to run. Name one after --, as -- -m kvjax.serve.")
-    place = (asked.coordinator, asked.num_processes, asked.process_id)
-    if asked.local is not None:
-        if any(word is not None for word in place):
+    cluster = (options.coordinator, options.num_processes, options.process_id)
+    if options.local is not None:
+        if any(word is not None for word in cluster):
             raise cli.InputError("--local starts all processes itself. Leave --coordinator and its ids out.")
         signal.signal(signal.SIGTERM, stop)
-        return local(asked.local, asked.devices, program)
-    if asked.devices is not None:
+        return local(options.local, options.devices, program)
+    if options.devices is not None:
         raise cli.InputError("--devices makes virtual devices for processes of this machine. Give --local.")
-    if any(word is not None for word in place) and None in place:
+    if any(word is not None for word in cluster) and None in cluster:
         raise cli.InputError("--coordinator, --num-processes and --process-id go together. Give all three.")
-    join(*place, heartbeat=asked.heartbeat, said=" ".join(program))
+    join(*cluster, heartbeat=options.heartbeat, command=" ".join(program))
     return run_here(program)
-
-
-def _parser() -> cli.Parser:
-    parser = cli.Parser(prog="python -m kvjax.launch", description="Run a program in several processes.")
-    parser.add_argument("--local", metavar="N", type=cli.whole("--local"), help="processes on this machine")
-    parser.add_argument(
-        "--devices", metavar="D", type=cli.whole("--devices"), help="virtual CPU devices of each of them"
-    )
-    parser.add_argument("--coordinator", metavar="HOST:PORT", help="where process 0 is")
-    parser.add_argument("--num-processes", metavar="N", type=cli.whole("--num-processes"), help="of all")
-    parser.add_argument("--process-id", metavar="I", type=cli.whole("--process-id", 0), help="which this is")
-    parser.add_argument(
-        "--heartbeat",
-        metavar="S",
-        type=cli.whole("--heartbeat"),
-        default=HEARTBEAT,
-        help=f"seconds of silence after which a process is lost (default: {HEARTBEAT})",
-    )
-    parser.add_argument("program", nargs="...", metavar="-- PROGRAM", help="-m MODULE or FILE, and its words")
-    return parser
 
 
 # --- one process ---------------------------------------------------------------------------------
@@ -95,7 +93,7 @@ def join(
     process: int | None = None,
     *,
     heartbeat: int = HEARTBEAT,
-    said: str = "",
+    command: str = "",
 ) -> None:
     """Joins the others, before any device is touched; with no arguments JAX asks the cluster.
 
@@ -103,8 +101,8 @@ def join(
       coordinator: HOST:PORT of process 0.
       processes: how many there are.
       process: which this is.
-      heartbeat: seconds of silence after which a process is lost.
-      said: the program and its words, which must be the same in all.
+      heartbeat: seconds of silence after which a process counts as lost.
+      command: the program and its words, which must be the same in all.
 
     Raises:
       InputError: no cluster that JAX knows.
@@ -123,27 +121,25 @@ def join(
             f"launch finds no cluster that JAX knows ({error}). Give --coordinator, --num-processes and "
             "--process-id, or --local."
         ) from error
-    _compare({"the command": said, **versions()})
+    _compare({"the command": command, **versions()})
 
 
-def _compare(given: dict[str, str]) -> None:
-    """Refuses processes that do not run the same."""
+def _compare(facts: dict[str, str]) -> None:
+    """Raises MeshError unless all processes got the same ``facts``."""
     import jax
 
     from kvjax.sharding.consistency import compare
 
-    compare("kvjax.launch", given, range(jax.process_count()))
+    compare("kvjax.launch", facts, range(jax.process_count()))
 
 
 def versions() -> dict[str, str]:
-    """Of what decides a number or a token: libraries and Python."""
-    import kvjax
-
-    found = {f"the version of {name}": importlib.metadata.version(name) for name in LIBRARIES}
+    """Versions of everything that decides a number or a token: libraries and Python."""
+    libraries = {f"the version of {name}": importlib.metadata.version(name) for name in LIBRARIES}
     return {
-        "the version of kvjax": kvjax.__version__,
+        "the version of kvjax": __version__,
         "the version of Python": platform.python_version(),
-        **found,
+        **libraries,
     }
 
 
@@ -159,19 +155,19 @@ def run_here(program: Sequence[str]) -> int:
 
 
 def stop(*_: Any) -> None:
-    """Ends the launcher on a signal, and so its processes; a second signal must not cut that short."""
+    """Ends the launcher on a signal, and with it its processes; a second signal must not interrupt that."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     sys.exit(143)
 
 
-# --- all of them, here ---------------------------------------------------------------------------
+# --- all of them, on this machine ----------------------------------------------------------------
 
 
 def local(processes: int, devices: int | None, program: Sequence[str]) -> int:
     """Runs the program in so many processes on this machine; the exit code, 0 if all ended well."""
-    with socket.socket() as found:
-        found.bind(("localhost", 0))
-        port = found.getsockname()[1]
+    with socket.socket() as free_port:
+        free_port.bind(("localhost", 0))
+        port = free_port.getsockname()[1]
     environment = dict(os.environ)
     if devices is not None:
         flag = f"--xla_force_host_platform_device_count={devices}"
@@ -179,13 +175,13 @@ def local(processes: int, devices: int | None, program: Sequence[str]) -> int:
     begin = [sys.executable, "-m", "kvjax.launch", "--coordinator", f"localhost:{port}"]
     begin += ["--num-processes", str(processes), "--heartbeat", str(PATIENCE)]
     with contextlib.ExitStack() as stack:
-        said = [stack.enter_context(tempfile.TemporaryFile()) for _ in range(1, processes)]
+        outputs = [stack.enter_context(tempfile.TemporaryFile()) for _ in range(1, processes)]
         running = []
         try:
             for at in range(processes):
                 where: dict[str, Any] = {"stdout": subprocess.PIPE}
                 if at:
-                    where = {"stdout": said[at - 1], "stderr": subprocess.STDOUT}
+                    where = {"stdout": outputs[at - 1], "stderr": subprocess.STDOUT}
                 words = [*begin, "--process-id", str(at), "--", *program]
                 running.append(subprocess.Popen(words, env=environment, **where))
             shown = threading.Thread(target=pass_on, args=(running[0].stdout, sys.stdout), daemon=True)
@@ -197,14 +193,14 @@ def local(processes: int, devices: int | None, program: Sequence[str]) -> int:
         if bad is None:
             return 0
         if bad:
-            said[bad - 1].seek(0)
-            sys.stderr.write(said[bad - 1].read().decode(errors="replace")[-2000:])
+            outputs[bad - 1].seek(0)
+            sys.stderr.write(outputs[bad - 1].read().decode(errors="replace")[-2000:])
         print(f"error: process {bad} {outcome(running[bad])}; the others were ended.", file=sys.stderr)
         return 1
 
 
 def pass_on(source: Any, to: TextIO) -> None:
-    """What a process prints, at once and to its end, without the lines that JAX's transport adds."""
+    """Copies a process's output to ``to`` as it comes, without the lines of JAX's transport."""
     begins, hidden = True, False
     while piece := source.read1():
         for line in piece.decode(errors="replace").splitlines(keepends=True):
@@ -216,7 +212,7 @@ def pass_on(source: Any, to: TextIO) -> None:
 
 
 def first_to_fail(running: Sequence[subprocess.Popen[bytes]]) -> int | None:
-    """Waits until all have ended well, or one has not: that one."""
+    """Waits until all have ended well (None), or one has failed: its index."""
     while True:
         codes = [process.poll() for process in running]
         bad = [at for at, code in enumerate(codes) if code]

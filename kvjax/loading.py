@@ -1,4 +1,4 @@
-"""Getting a model to run: the one that comes with the package, a folder, or one of the hub's."""
+"""Loads a model: the one in the package, a folder, or one of the hub."""
 
 from __future__ import annotations
 
@@ -31,11 +31,12 @@ class LanguageModel:
     """A model in memory, as the decode loop takes it, with the tokenizer beside it.
 
     Attributes:
-      name: the folder or hub id it was asked for by, or "embedded".
+      name: the folder or hub id it was loaded by, or "embedded".
       spec: its static sizes.
       params: its weights, the tree of ``kvjax.models.decoder``.
       folder: where it was read from.
-      heads: the order in which ``load`` laid its KV heads, and ``origin`` its fingerprint before; or None.
+      heads: the order of its KV heads if ``load`` changed it, else None.
+      origin: its fingerprint before that, or None.
     """
 
     name: str
@@ -78,33 +79,34 @@ def load(
         small trained model inside the package (no network).
       dtype: "float32", "bfloat16" or "float16"; None leaves the weights as they are stored, the
         embedded ones as float32.
-      mesh: devices to lay the weights on ("data=2,tensor=4", ``kvjax.mesh``); what is done with the model
-        is then done there. One device by default.
-      heads: [L, K], an order of each layer's KV heads, for a mesh whose devices would hold unequally much
-        (``kvjax.metrics.balanced``). The model stays the same function, learned weights follow.
+      mesh: devices to shard the weights over ("data=2,tensor=4", ``kvjax.mesh``); caches of the model live
+        there too. One device by default.
+      heads: [L, K], an order of each layer's KV heads, for a mesh whose devices would otherwise hold unequal
+        shares (``kvjax.metrics.balanced``). The model computes the same; learned weights are reordered with
+        it.
 
     Raises:
-      MeshError: a mesh that cannot be made here, or does not divide the model's heads.
+      MeshError: a mesh that needs other devices, or does not divide the model's heads.
       ModelError: no such folder or hub model, or files that are damaged or of another kind.
-      ValueError: an order that has not every KV head once in each layer.
+      ValueError: an order that does not have every KV head once in each layer.
     """
     from kvjax.models import hf
 
-    where = meshes.mesh(mesh)
+    target = meshes.mesh(mesh)
     if source is None:
-        found = hf.load(embedded_folder(), dtype=dtype or "float32", mesh=where)
+        hf_model = hf.load(embedded_folder(), dtype=dtype or "float32", mesh=target)
     else:
-        found = hf.load(source, dtype=dtype, mesh=where)
-    assert found.folder is not None  # noqa: S101  (hf.load always says where it read)
+        hf_model = hf.load(source, dtype=dtype, mesh=target)
+    assert hf_model.folder is not None  # hf.load always sets it
     name = EMBEDDED if source is None else str(source)
-    model = LanguageModel(name=name, spec=found.spec, params=found.params, folder=found.folder)
+    model = LanguageModel(name=name, spec=hf_model.spec, params=hf_model.params, folder=hf_model.folder)
     if heads is None:
         return model
     network = model.network
     order = read_order("load(heads=...)", heads, network.num_layers, network.num_kv_heads)
-    check_consistent("load", where, {"the order of KV heads": order})
-    laid = permuted(network.letters, model.params, order)
-    return dataclasses.replace(model, params=laid, heads=order, origin=fingerprint(model))
+    check_consistent("load", target, {"the order of KV heads": order})
+    reordered = permuted(network.letters, model.params, order)
+    return dataclasses.replace(model, params=reordered, heads=order, origin=fingerprint(model))
 
 
 def embedded_folder() -> Path:

@@ -1,6 +1,6 @@
-"""Bytes, honestly: what the state really holds (live) and what the device really gave it (allocated).
+"""Bytes of a state: live (slots that hold a token) and allocated (what the device gave it).
 
-Methods are matched on live bytes; allocated and peak stand beside them. "Saved" means allocated bytes.
+Methods are compared at equal live bytes; allocated and peak are reported too. "Saved" means allocated bytes.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kvjax.cache import per_head
 from kvjax.cache import ring as rings
-from kvjax.cache import slots as streams
 from kvjax.cache.pages import Pages
 from kvjax.cache.ring import Ring
 from kvjax.cache.state import KVState, LayerCache
 from kvjax.sharding import head_order as kv_heads
-from kvjax.sharding.mesh import ROWS, STREAMS, TENSOR, Mesh
+from kvjax.sharding.mesh import Mesh
+from kvjax.sharding.specs import HEADS, ROWS, TENSOR, of_state
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Int
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from kvjax.types import Network
 
 STORES = ("ring", "pages", "demoted", "summary")
-"""Where a layer keeps tokens: the fields of ``LayerCache``."""
+"""The places in which a layer keeps tokens: fields of ``LayerCache``."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,19 +83,19 @@ def _lengths(state: KVState) -> tuple[np.ndarray, list[list[tuple[np.ndarray, np
     """
     pools = [[p.length for p in x.pools] for x in state.layers]
     length, lengths = state.mesh.read((state.length, pools))
-    found = [
-        [(own.sum(axis=2), (-(-own // p.size)).sum(axis=2)) for p, own in zip(x.pools, mine)]
-        for x, mine in zip(state.layers, lengths)
+    held = [
+        [(own.sum(axis=2), (-(-own // p.size)).sum(axis=2)) for p, own in zip(x.pools, own_lengths)]
+        for x, own_lengths in zip(state.layers, lengths)
     ]
-    return length, found
+    return length, held
 
 
 def nbytes(state: KVState) -> Bytes:
     """Live and allocated bytes of a state (reads lengths from the device)."""
-    length, found = _lengths(state)
+    length, held = _lengths(state)
     heads = state.layers[0].ring.k.shape[1]
     live = np.zeros((len(state.layers), heads, len(STORES)))
-    for index, (layer, lengths) in enumerate(zip(state.layers, found)):
+    for index, (layer, lengths) in enumerate(zip(state.layers, held)):
         live[index, :, 0] = np.minimum(length, layer.ring.window).sum() * ring_slot(layer.ring)
         for at, (pages, (slots, owned)) in enumerate(zip(layer.pools, lengths)):
             slot, page = page_costs(pages)
@@ -113,7 +114,7 @@ def nbytes(state: KVState) -> Bytes:
 
 
 def summary_tokens(layer: LayerCache, *, by_bytes: bool) -> float:
-    """What reading φ once costs a KV head, in tokens (K and V of one position in the model's dtype).
+    """The cost of reading φ once for a KV head, in tokens (K and V of one position in the model's dtype).
 
     By the paper's count (https://arxiv.org/abs/2604.05438) a summary is d_φ/2 + d_φ/D tokens; by bytes it is
     as much more as its floats are wider than the model's, and counters are in it.
@@ -128,13 +129,13 @@ def summary_tokens(layer: LayerCache, *, by_bytes: bool) -> float:
 
 
 def by_row(state: KVState) -> tuple[np.ndarray, np.ndarray]:
-    """Bytes of each row, float64 [B]: live, and of what the device gave that is its own.
+    """Bytes of each row, float64 [B]: live, and allocated for this row alone.
 
-    A row's own are its rings, summaries and page lists, and the pages in them; free pages are nobody's yet.
+    A row owns its rings, summaries and page lists, and the pages in them; free pages belong to no row.
     """
-    length, found = _lengths(state)
+    length, held = _lengths(state)
     live, own = np.zeros((2, state.rows))
-    for layer, lengths in zip(state.layers, found):
+    for layer, lengths in zip(state.layers, held):
         heads = layer.ring.k.shape[1]
         alone = _size(layer.summary) / state.rows
         live += np.minimum(length, layer.ring.window) * heads * ring_slot(layer.ring) + alone
@@ -148,7 +149,7 @@ def by_row(state: KVState) -> tuple[np.ndarray, np.ndarray]:
 
 
 def allocated(layers: tuple[LayerCache, ...]) -> int:
-    """Device bytes of some layers; no device is asked."""
+    """Device bytes of some layers; reads nothing from a device."""
     return _size(layers)
 
 
@@ -159,13 +160,13 @@ def raise_peak(state: KVState, live: float, total: float) -> KVState:
 
 
 def with_peak(state: KVState) -> KVState:
-    """The state with what it holds now counted into its peak."""
+    """The state with its present bytes counted into its peak."""
     now = nbytes(state)
     return raise_peak(state, float(now.live.sum()), float(now.allocated.sum()))
 
 
 def full_bytes(network: Network, tokens: int, dtype: Any) -> int:
-    """What a cache that keeps everything would hold for ``tokens`` tokens: keys and values alone."""
+    """Bytes of keys and values of ``tokens`` tokens in a cache that keeps everything."""
     per_token = 2 * network.num_layers * network.num_kv_heads * network.head_dim
     return tokens * per_token * jnp.dtype(dtype).itemsize
 
@@ -174,19 +175,19 @@ def full_bytes(network: Network, tokens: int, dtype: Any) -> int:
 
 
 def held_by_head(state: KVState) -> Int[np.ndarray, "L B K"]:
-    """Slots of each stream that hold a token, ring included; read from the device."""
-    length, found = _lengths(state)
+    """Slots of each KV head that hold a token, ring included; read from the device."""
+    length, held = _lengths(state)
     layers = []
-    for layer, pools in zip(state.layers, found):
+    for layer, pools in zip(state.layers, held):
         recent = np.minimum(length, layer.ring.window)[:, None] + np.zeros(layer.ring.k.shape[:2], int)
         layers.append(sum((slots for slots, _ in pools), recent))
     return np.stack(layers)
 
 
 def imbalance(state: KVState) -> float:
-    """Live slots of the fullest device over the mean, layer by layer; 1.0 is even, and one device.
+    """Live slots of the fullest device over the mean, layer by layer; 1.0 is even, and is one device.
 
-    Every device gets pools of the fullest one's size, so this is what a mesh costs more than it would.
+    Every device gets pools of the fullest one's size, so a mesh takes this many times the memory.
     """
     return uneven(held_by_head(state), state.mesh)
 
@@ -198,11 +199,11 @@ def uneven(held: Int[np.ndarray, "L B K"], mesh: Mesh) -> float:
 
 
 def balanced(state: KVState) -> Int[np.ndarray, "L K"]:
-    """An order of the model's KV heads for ``kvjax.load(heads=)``: each device of the mesh gets its share.
+    """An order of the model's KV heads for ``kvjax.load(heads=)`` that gives each device an equal share.
 
     Args:
-      state: what a typical prompt left, on the mesh that is meant. Of a model that was loaded with ``heads``
-        the order counts its heads as they are laid.
+      state: of a typical prompt, on the mesh that the order is for. For a model that was loaded with
+        ``heads``, the order counts its heads in their new order.
     """
     return kv_heads.balanced(held_by_head(state).sum(axis=1), state.mesh.size(TENSOR))
 
@@ -212,22 +213,22 @@ def balanced(state: KVState) -> Int[np.ndarray, "L K"]:
 
 @jax.jit
 def live_slots(state: KVState) -> Int[jax.Array, "L B K"]:
-    """Slots of each stream that hold a token, ring included; pure."""
-    found = []
+    """Slots of each KV head that hold a token, ring included; pure."""
+    layers = []
     for layer in state.layers:
         ring = jnp.minimum(state.length, layer.ring.window)[:, None]
         heads = layer.ring.k.shape[1]
         live = jnp.broadcast_to(ring, (state.rows, heads))
-        found.append(live + streams.live(layer.pools) if layer.pools else live)
-    return jnp.stack(found)
+        layers.append(live + per_head.live(layer.pools) if layer.pools else live)
+    return jnp.stack(layers)
 
 
 @jax.jit
 def present(state: KVState) -> Bool[jax.Array, "L B K C"]:
-    """Is the token at each of the C = ``state.context`` positions held by this stream? Pure."""
+    """Whether each KV head holds the token at each of the C = ``state.context`` positions; pure."""
     mesh = state.mesh
 
-    def mine(length: Int[jax.Array, " B"], layer: LayerCache) -> Bool[jax.Array, "B K C"]:
+    def of_device(length: Int[jax.Array, " B"], layer: LayerCache) -> Bool[jax.Array, "B K C"]:
         rows, heads = layer.ring.k.shape[:2]
         row = jnp.arange(rows)
         mask = jnp.zeros((rows, heads, state.context), bool)
@@ -235,12 +236,12 @@ def present(state: KVState) -> Bool[jax.Array, "L B K C"]:
         positions = jnp.where(positions >= 0, positions, state.context)  # out of range: dropped
         mask = mask.at[row[:, None], :, positions].set(True, mode="drop")
         if layer.pools:
-            slots = streams.slots(layer.pools)
+            slots = per_head.slots(layer.pools)
             pos = jnp.where(slots.live, slots.pos, state.context)
             head = jnp.arange(heads)[None, :, None]
             mask = mask.at[row[:, None, None], head, pos].set(True, mode="drop")
         return mask
 
     # Ids of pages count within a device.
-    by_layer = [mesh.each(mine, (state.length, x), (ROWS, mesh.specs(x)), STREAMS) for x in state.layers]
+    by_layer = [mesh.each(of_device, (state.length, x), (ROWS, of_state(x)), HEADS) for x in state.layers]
     return jnp.stack(by_layer)

@@ -1,4 +1,4 @@
-"""How many compiled programs a process can hold: on Linux each takes memory maps, which are counted."""
+"""The limit on compiled programs in a process: on Linux each takes memory maps, which are limited."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def maps_taken(of: Path = Path("/proc")) -> float:
-    """Share of the memory maps a process may have that this one has; 0.0 where the system does not say."""
+    """Memory maps of this process over the most it may have; 0.0 where the system does not tell."""
     try:
         most = int((of / "sys/vm/max_map_count").read_text())
         with (of / "self/maps").open("rb") as maps:

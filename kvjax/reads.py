@@ -1,9 +1,9 @@
-"""What a decode step reads of a prompt, in tokens (K and V of one position in the model's dtype), a KV head.
+"""Reads of a prompt in a decode step, in tokens (K and V of one position in the model's dtype) a KV head.
 
 The count of Hoshi et al., Top-K Retrieval with Fixed-Size Linear-Attention Completion (6.3, appendix D),
 https://arxiv.org/abs/2604.05438: anchors and retrieved tokens each step, φ's summary once a request. The
-paper's summary has the dtype of the cache; ours is float32, so that subtraction cancels, and ``wide`` says
-how much more that is. Anchors that alone exceed a budget make it infeasible.
+paper's summary has the dtype of the cache; ours is float32, so that subtraction cancels, and ``wide`` is
+the ratio of the two. Anchors that alone exceed a budget make it infeasible.
 
   budget of a share f of N tokens   n = ceil(f N)
   selection alone retrieves         n - ends

@@ -1,7 +1,7 @@
 """Sampling the next token: parameters per row, randomness owned by a request and a position.
 
-The key of a draw is fold_in(fold_in(PRNGKey(seed), request), position): the same request gives the same
-text whatever shares its batch.
+The key of a draw is fold_in(fold_in(PRNGKey(seed), request), position): a request gives the same text in
+every batch.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def _keys(seed: Int[Array, ""], names: Int[Array, " B"]) -> UInt[Array, "B 2"]:
 
 
 def sample(logits: Float[Array, "B V"], how: Sampling, position: Int[Array, " B"]) -> Int[Array, " B"]:
-    """The next token of each row, which will stand at ``position``."""
+    """The next token of each row, at ``position``."""
     greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
     def draw() -> Int[Array, " B"]:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from kvjax.models.spec import ModelSpec
 
 _CONTEXT = 16
-"""Tokens before a continuation that may bear on how it is spelt; a character has at most 4 bytes."""
+"""Tokens before a continuation that may change its text; a character has at most 4 bytes."""
 
 _TEMPLATES = ("chat_template.jinja", "chat_template.json")
 
@@ -44,7 +44,7 @@ class Text:
         self.eos = eos
         self.folder = folder
         self._templated: Any = None
-        # A tokenizer.json may carry the lengths its training used; silently cut prompts are no help here.
+        # A tokenizer.json may carry the lengths its training used; prompts must not be cut silently.
         tokenizer.no_truncation()
         tokenizer.no_padding()
 
@@ -73,8 +73,12 @@ class Text:
         except Exception as error:  # the tokenizers package raises Exception itself
             raise ValueError(f"{file} is no readable tokenizer ({error}). Download it again.") from error
         config = _tokenizer_config(folder)
-        asked = config.get("add_bos_token")
-        denied = asked is False or config.get("bos_token", "") is None or (spec.bos in spec.eos and not asked)
+        wants_bos = config.get("add_bos_token")
+        denied = (
+            wants_bos is False
+            or config.get("bos_token", "") is None
+            or (spec.bos in spec.eos and not wants_bos)
+        )
         return cls(tokenizer, bos=None if denied else spec.bos, eos=spec.eos, folder=folder)
 
     def encode(self, text: str, *, bos: bool = True) -> list[int]:
@@ -106,9 +110,9 @@ class Text:
         """A decoder for tokens that come one at a time; its pieces joined are what ``decode`` gives at once.
 
         Args:
-          after: the tokens they follow, where the pieces shall continue a text. SentencePiece tokenizers
-            write the blank before a word into the word and drop it at the beginning of a text, so that
-            "Once upon" would otherwise go on as "a time".
+          after: the tokens before them, if the pieces continue a text. SentencePiece tokenizers keep the
+            space before a word in the word and drop it at the beginning of a text, so that "Once upon" would
+            otherwise go on as "a time".
         """
         return TextStream(self.tokenizer, after)
 
@@ -126,16 +130,19 @@ class Text:
           ValueError: messages of another form, or that the template refuses.
           ImportError: a template, but no transformers.
         """
-        _check_messages(messages)
-        if not self._has_template():
-            return self.encode("\n".join(message["content"] for message in messages))
-        return self.encode(self._render(messages), bos=False)
-
-    def _has_template(self) -> bool:
-        if self.folder is None:
-            return False
-        named = any((self.folder / name).is_file() for name in _TEMPLATES)
-        return named or bool(_tokenizer_config(self.folder).get("chat_template"))
+        sound = isinstance(messages, list) and messages and all(isinstance(m, dict) for m in messages)
+        if not sound or not all(isinstance(m.get(key), str) for m in messages for key in ("role", "content")):
+            raise ValueError(
+                "chat(messages) needs a list of one or more dicts, each with 'role' and 'content' as text. "
+                "Give, for example, [{'role': 'user', 'content': 'Hello'}]."
+            )
+        folder = self.folder
+        if folder is not None and (
+            any((folder / name).is_file() for name in _TEMPLATES)
+            or _tokenizer_config(folder).get("chat_template")
+        ):
+            return self.encode(self._render(messages), bos=False)
+        return self.encode("\n".join(message["content"] for message in messages))
 
     def _render(self, messages: list[dict[str, Any]]) -> str:
         try:
@@ -157,7 +164,7 @@ class Text:
 
 
 class TextStream:
-    """Incremental decoding: what was given out never changes, and no character is given out in parts."""
+    """Incremental decoding: returned text never changes, and no character is returned in parts."""
 
     def __init__(self, tokenizer: Tokenizer, after: Sequence[int] = ()) -> None:
         from tokenizers.decoders import DecodeStream
@@ -176,8 +183,8 @@ class TextStream:
         try:
             piece = self._stream.step(self._tokenizer, int(token))
         except Exception as error:
-            # Byte-fallback tokenizers read bytes that form no character anew when more arrive, and
-            # the stream gives up. What it held is decoded apart, and a new stream goes on behind it.
+            # Byte-fallback tokenizers decode bytes that form no character again when more arrive, and
+            # the stream gives up. Its tokens are decoded here, and a new stream goes on after them.
             if not str(error).startswith("Invalid prefix"):
                 raise
             piece = self._tokenizer.decode(self._held, skip_special_tokens=True)
@@ -189,7 +196,7 @@ class TextStream:
         return piece
 
     def finish(self) -> str:
-        """What is still held when no token follows: an unfinished character shows as U+FFFD."""
+        """The rest when no token follows: an unfinished character becomes U+FFFD."""
         held, self._held = self._held, []
         return self._tokenizer.decode(held, skip_special_tokens=True)
 
@@ -202,12 +209,3 @@ def _tokenizer_config(folder: Path) -> dict[str, Any]:
         return dict(json.loads(file.read_text(encoding="utf-8")))
     except (TypeError, ValueError) as error:
         raise ValueError(f"{file} is no readable JSON object ({error}). Download it again.") from error
-
-
-def _check_messages(messages: list[dict[str, Any]]) -> None:
-    sound = isinstance(messages, list) and messages and all(isinstance(m, dict) for m in messages)
-    if not sound or not all(isinstance(m.get(key), str) for m in messages for key in ("role", "content")):
-        raise ValueError(
-            "chat(messages) needs a list of one or more dicts, each with 'role' and 'content' as strings. "
-            "Give, for example, [{'role': 'user', 'content': 'Hello'}]."
-        )

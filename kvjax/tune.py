@@ -47,7 +47,7 @@ def _parser() -> cli.Parser:
     from pallas_kernels.measure.work import OPERATIONS
 
     parser = cli.Parser(prog="python -m kvjax.tune", description=(__doc__ or "").splitlines()[0])
-    limit = cli.number("--minutes", float, lambda x: 0 < x < math.inf, "a number above 0")
+    limit = cli.Rule(float, lambda x: 0 < x < math.inf, "a number above 0")
     parser.add_argument("--minutes", type=limit, default=MINUTES, help="over after this (default: 3)")
     parser.add_argument(
         "--only", nargs="+", choices=list(OPERATIONS), default=[], metavar="OPERATION", help="not all of them"
@@ -90,7 +90,7 @@ def measured(home: Path, minutes: float, tiny: str | None, only: tuple[str, ...]
             bar.update()
 
         try:
-            return device.measure(minutes, home=home, tiny=tiny, only=only, short=True, begun=begun)
+            return device.measure(minutes, home=home, tiny=tiny, only=only, begun=begun)
         except device.NoDeviceError as error:
             raise cli.InputError(
                 "tune needs a GPU or TPU, and JAX finds none. On a CPU attention runs on XLA anyway; for a "

@@ -1,12 +1,12 @@
-"""The alphabet of dimensions and the few values every other module speaks in.
+"""The letters of dimensions, and the few types that every other module uses.
 
-Letters, everywhere in the code and never a second alphabet:
+The letters mean the same everywhere in the code:
 
   B rows of the batch      T new tokens        S slots (or key positions)
   P pages of a pool        M pages of a list   L layers
   N query heads            K KV heads          G = N / K query heads a KV head
   H head dim               D model width       F feed-forward width
-  V vocabulary             W ring slots        R page lists of a stream
+  V vocabulary             W ring slots        R page lists of a KV head
 
 Annotations such as ``Float[Array, "B T K H"]`` are read by people and by the type checker;
 nothing checks them at run time, so importing this module costs nothing beyond jax.
@@ -26,11 +26,14 @@ if TYPE_CHECKING:
 EMPTY = -1
 """The id of no page, the position of no token."""
 
+DTYPES = ("float32", "bfloat16", "float16")
+"""The dtypes that weights may be stored in and cast to."""
+
 Params = dict[str, Any]
 """A pytree of arrays: learned weights of a model or of a policy part."""
 
 Rotate = Callable[["Float[Array, 'B T N H']", "Int[Array, 'B T']"], "Float[Array, 'B T N H']"]
-"""A model's RoPE: linear in its first argument."""
+"""A model's RoPE; linear in its first argument."""
 
 Project = Callable[["Float[Array, 'B T D']"], "Float[Array, 'B T N H']"]
 """A layer's map from the input of attention to queries before RoPE, with bias, q-norm and gain; a pytree."""
@@ -40,7 +43,7 @@ C = TypeVar("C")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Heads:
-    """What a model layer hands to the attention seam, for T new tokens of each row.
+    """What a model layer hands to ``attend``, for T new tokens of each row.
 
     Attributes:
       q: queries after RoPE.
@@ -68,48 +71,41 @@ class Heads:
 
 
 AttendFn = Callable[[int, Heads, C], "tuple[Array, C]"]
-"""The seam: ``attend(layer, heads, carry) -> (out [B, T, N, H], carry)``.
+"""Attention of a layer: ``attend(layer, heads, carry) -> (out [B, T, N, H], carry)``.
 
-The model knows nothing of caches; whatever remembers lives in ``carry``.
+The model knows nothing of caches; they live in ``carry``.
 """
 
 
 class Network(Protocol):
-    """A model's mathematics without its weights: hashable, so that it is a static argument of jit."""
+    """A model's mathematics without its weights: hashable, so that it is a static argument of jit.
 
-    def __hash__(self) -> int:
-        """Of equal networks the same."""
-        ...
+    Attributes:
+      num_layers, num_heads, num_kv_heads, head_dim: L, N, K, H.
+      max_positions: the longest sequence that the model was trained for.
+      windows: per layer, the model's own sliding window, or None; layers of one window differ in weights
+        only.
+    """
 
-    @property
-    def num_layers(self) -> int:
-        """L."""
-        ...
-
-    @property
-    def num_heads(self) -> int:
-        """N."""
-        ...
+    def __hash__(self) -> int: ...
 
     @property
-    def num_kv_heads(self) -> int:
-        """K."""
-        ...
+    def num_layers(self) -> int: ...
 
     @property
-    def head_dim(self) -> int:
-        """H."""
-        ...
+    def num_heads(self) -> int: ...
 
     @property
-    def max_positions(self) -> int:
-        """The longest sequence the model was trained for."""
-        ...
+    def num_kv_heads(self) -> int: ...
 
     @property
-    def windows(self) -> tuple[int | None, ...]:
-        """Per layer, the model's own sliding window, or None; layers of one window differ in weights only."""
-        ...
+    def head_dim(self) -> int: ...
+
+    @property
+    def max_positions(self) -> int: ...
+
+    @property
+    def windows(self) -> tuple[int | None, ...]: ...
 
     def at(self, context: int) -> Network:
         """The network inside a context of that many positions (LongRoPE depends on it); mostly itself."""
@@ -122,7 +118,7 @@ class Network(Protocol):
     def layer(
         self, params: Params, index: int, x: Array, positions: Array, attend: AttendFn[C], carry: C
     ) -> tuple[Array, C]:
-        """One block through the seam; ``params`` are the layer's own."""
+        """One block, whose attention is ``attend``; ``params`` are the layer's own."""
         ...
 
     def logits(self, params: Params, x: Array) -> Array:
@@ -131,17 +127,13 @@ class Network(Protocol):
 
 
 class Weighted(Protocol):
-    """A network and its weights, as the decode loop takes them."""
+    """A network and its weights ``params``, as the decode loop takes them."""
 
     @property
-    def network(self) -> Network:
-        """The mathematics."""
-        ...
+    def network(self) -> Network: ...
 
     @property
-    def params(self) -> Params:
-        """The weights."""
-        ...
+    def params(self) -> Params: ...
 
 
 def pytree(*, static: tuple[str, ...] = ()) -> Callable[[type[C]], type[C]]:

@@ -9,9 +9,9 @@ S slots of a page or key positions, H head dim, P pages of a pool, M pages of a 
 reads KV head n // G.
 
 Each operation is a folder: ``ref.py`` (the definition), ``xla.py``, ``mosaic_tpu.py`` and ``triton.py``
-(data movement only; the mathematics of tiles is in ``tiles.py``), ``api.py`` (what is exported here) and
-``work.py`` (named shapes; what is compiled for chips, checked and timed). ``measure`` does the compiling,
-checking and timing. What was checked of each operation is in README.md.
+(data movement only; the mathematics of tiles is in ``tiles.py``), ``api.py`` (exported here) and ``work.py``
+(checks on a device, and calls that choose blocks; ``measure`` runs them). Benchmarks, and cases that are
+compiled for chips, are in ``benchmarks/kernels``. README.md has the table of what was checked.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""The differences between jax 0.7.2 and 0.12 that Pallas bodies and their tests meet, all in one place.
+"""The differences between jax 0.7.2 and 0.12 that Pallas bodies meet, all in one place.
 
 * ``pl.load`` is gone after 0.7: masked loads of Triton bodies are ``triton.load`` on every version.
-* Races found by the TPU interpreter: 0.7 and 0.10 record them, 0.12 raises. That of Mosaic GPU raises.
+* Races found by the TPU interpreter: 0.7 and 0.10 record them (see ``tests/kernels/kernel_bodies.py``), 0.12
+  raises. That of Mosaic GPU raises.
 * Triton's lowering warns of its deprecation since 0.11: silenced by pytest's filter, shown to users. A jax
   without it raises ``Unsupported`` for ``impl="triton"``; ``impl=None`` takes ``xla`` and logs the reason.
 
@@ -18,7 +19,6 @@ What 0.7.2 cannot do, by operation:
 from __future__ import annotations
 
 import contextlib
-import importlib
 import inspect
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
@@ -56,7 +56,7 @@ def triton_params(*, warps: int, stages: int) -> Any:
     """Compiler parameters of a GPU body.
 
     Raises:
-      ImportError: this jax has no Triton lowering any more; ``dispatch.lazily`` says so and makes place.
+      ImportError: this jax has no Triton lowering any more; ``dispatch.lazily`` raises ``Unsupported``.
     """
     if plt is None:
         raise ImportError(f"jax {jax.__version__} has no jax.experimental.pallas.triton")
@@ -103,20 +103,6 @@ def gpu_interpreter(**options: Any) -> Any:
     None where jax has none that knows what the bodies use (0.10 and before).
     """
     with contextlib.suppress(ImportError):
-        found = getattr(mosaic_gpu(), "InterpretGPUParams", None)
-        return None if found is None else found(**options)
+        params = getattr(mosaic_gpu(), "InterpretGPUParams", None)
+        return None if params is None else params(**options)
     return None
-
-
-def races_found() -> bool:
-    """Whether the last interpreted TPU body had a race (0.12 raises RuntimeError instead)."""
-    for name in ("interpret.interpret_pallas_call", "interpret"):
-        try:
-            module = importlib.import_module(f"jax._src.pallas.mosaic.{name}")
-        except ModuleNotFoundError:
-            continue
-        if hasattr(module, "races"):
-            if module.races is None:
-                raise ValueError("races_found() before any body has run on the TPU interpreter. Run one.")
-            return bool(module.races.races_found)
-    raise NotImplementedError(f"jax {jax.__version__} keeps its race detector where compat.py does not look.")

@@ -1,11 +1,11 @@
 """Which implementation of an operation runs.
 
-``impl=None`` takes the best one this device is known to run and says so once per operation in the
-log. An explicit ``impl`` runs or raises; nothing falls back silently.
+``impl=None`` takes the best one this device is known to run and logs that once per operation. An explicit
+``impl`` runs or raises; nothing falls back silently.
 
-A Pallas body is taken by ``impl=None`` only on a kind of device where it has run and agreed with
-``ref``; ``python -m kvjax.tune`` leaves that on record (``records``). Elsewhere it has to be asked for by
-name. On a CPU a body runs interpreted, inside ``interpreted()``.
+``impl=None`` takes a Pallas body only on a kind of device where it has run and agreed with ``ref``;
+``python -m kvjax.tune`` records that (``records``). Elsewhere it must be named. On a CPU a body runs
+interpreted, inside ``interpreted()``.
 """
 
 from __future__ import annotations
@@ -41,14 +41,10 @@ NEEDS = {"mosaic_tpu": "tpu", "triton": "gpu", "mosaic_gpu": "gpu"}
 MAIN = ("mosaic_tpu", "triton")
 """The bodies that every operation has; the others are of some, and have records of their own."""
 
-REASONS = {
-    "mosaic_tpu": "no Pallas body for TPU has been written for it yet",
-    "triton": "no Pallas body for GPU has been written for it yet",
-    "mosaic_gpu": "no body in Pallas' Mosaic GPU has been written for it yet",
-}
+WRITTEN_IN = {"mosaic_tpu": "Pallas for TPU", "triton": "Pallas' Triton", "mosaic_gpu": "Pallas' Mosaic GPU"}
 
 FOLDERS = {"column_mass": "blockwise", "phi_build": "phi", "phi_subtract": "phi", "phi_evaluate": "phi"}
-"""Operations to the folder they share with others, and with it a record; of all others it is their name."""
+"""Operations that share a folder, and its record, with others; any other operation's folder has its name."""
 
 TUNED = records.TUNED
 
@@ -88,10 +84,9 @@ def offered(
     gradient: Callable[..., Any] | None = None,
     more: tuple[str, ...] = (),
 ) -> Offered:
-    """What an operation with Pallas bodies has: ``name`` in ``<op>/mosaic_tpu.py`` and so on.
+    """What an operation with Pallas bodies offers: ``name`` in ``<op>/mosaic_tpu.py`` and so on.
 
-    ``gradient`` is whose reverse mode the bodies borrow; None if they have one. ``more`` are bodies besides
-    ``MAIN``.
+    The bodies borrow the reverse mode of ``gradient``, if given. ``more`` are bodies besides ``MAIN``.
     """
     bodies = {impl: lazily(f"pallas_kernels.{op}.{impl}:{name}") for impl in (*MAIN, *more)}
     if gradient is not None:
@@ -106,7 +101,7 @@ def interpreted(*, races: bool = True) -> Iterator[None]:
     For tests. Slow, and jitted callers remember how they were traced.
 
     Args:
-      races: look for races between copies and reads of Mosaic bodies (``compat.races_found``).
+      races: look for races between copies and reads of Mosaic bodies.
     """
     compat = importlib.import_module("pallas_kernels.compat")
     kinds = {
@@ -128,7 +123,7 @@ def interpreting() -> bool:
 
 @functools.cache
 def record(op: str, kind: str) -> Mapping[str, Any]:
-    """What is known of an operation on a kind of device; empty if it never ran there.
+    """The record of an operation on a kind of device; empty if it never ran there.
 
     Keys: "impl", "agrees" (with ``ref``, within ``numerics``), "blocks" (see ``tuning``), and measurements.
     """
@@ -142,13 +137,13 @@ def filed(op: str, impl: str) -> str:
 
 
 @functools.cache
-def _announce(op: str, impl: str, platform: str, why: str) -> None:
+def _log_choice(op: str, impl: str, platform: str, why: str) -> None:
     log.info("%s: impl=None runs %r on %s%s", op, impl, platform, why)
 
 
 @functools.cache
-def _say_once(kind: str, known: bool) -> None:
-    """On a device that nobody has tried, once a process, where everyone sees it."""
+def _warn_unchecked(kind: str, known: bool) -> None:
+    """Once a process, on a device without a record."""
     what = (
         "has changed since its Pallas kernels were checked" if known else "has not run the Pallas kernels yet"
     )
@@ -161,19 +156,19 @@ def _say_once(kind: str, known: bool) -> None:
 
 
 def _unproven(op: str, impl: str) -> str:
-    """Why a body is not taken on this device; nothing if it is."""
+    """Why ``impl=None`` does not take a body on this device; "" if it does."""
     kind = lowering.kind()
-    found = record(filed(op, impl), kind)
-    if found.get("impl") == impl:
-        return "" if found.get("agrees") is True else f"{impl!r} did not agree on this device"
-    old = found.get("old")
+    known = record(filed(op, impl), kind)
+    if known.get("impl") == impl:
+        return "" if known.get("agrees") is True else f"{impl!r} did not agree on this device"
+    old = known.get("old")
     if lowering.here():
-        _say_once(kind, bool(old))
+        _warn_unchecked(kind, bool(old))
     return f"the record of {impl!r} on this device {old}" if old else f"no record of {impl!r} on this device"
 
 
 def _candidates(op: str, offered: Offered, platform: str) -> Iterator[tuple[str, str]]:
-    """Implementations for ``impl=None``, best first, each with what to say about better ones left out."""
+    """Implementations for ``impl=None``, best first, each with the reason why a better one is left out."""
     why = ""
     for name in PREFERRED.get(platform, ("xla",)):
         if name not in offered or (name == "mosaic_gpu" and not lowering.is_hopper(lowering.kind())):
@@ -184,18 +179,14 @@ def _candidates(op: str, offered: Offered, platform: str) -> Iterator[tuple[str,
         yield name, why
 
 
-def _record_of(impl: str, op: str, kind: str) -> Mapping[str, Any]:
-    found = record(filed(op, impl), kind)
-    return found if found.get("impl") == impl else {}
-
-
 def _bound(op: str, impl: str, offered: Offered) -> Callable[..., Any]:
-    """The implementation, told how to run when it is a Pallas body."""
+    """The implementation; a Pallas body gets its interpreter and its blocks."""
     needs = NEEDS.get(impl)
     if needs is None:
         return offered[impl]
     interpreter = _interpreter.get()
-    chosen = tuning.chosen(FOLDERS.get(op, op), _record_of(impl, op, lowering.kind()))
+    known = record(filed(op, impl), lowering.kind())
+    chosen = tuning.chosen(FOLDERS.get(op, op), known if known.get("impl") == impl else {})
     more = {"blocks": chosen} if chosen else {}
     if interpreter is not None:
         if interpreter[impl] is None:
@@ -229,7 +220,7 @@ def choose(op: str, impl: str | None, offered: Offered) -> Callable[..., Any]:
     if impl is None:
         platform = lowering.platform()
         impl, why = next(_candidates(op, offered, platform))
-        _announce(op, impl, platform, why)
+        _log_choice(op, impl, platform, why)
     if impl in offered:
         return _bound(op, impl, offered)
     if impl not in IMPLS:
@@ -237,8 +228,8 @@ def choose(op: str, impl: str | None, offered: Offered) -> Callable[..., Any]:
             f"{op}(impl={impl!r}) names no implementation. Use one of {sorted(offered)} or None."
         )
     raise Unsupported(
-        f"{op}(impl={impl!r}) cannot run: {REASONS[impl]}. Use one of {sorted(offered)}, or None to let the "
-        "platform choose."
+        f"{op}(impl={impl!r}) cannot run: no body in {WRITTEN_IN[impl]} has been written for it. Use one of "
+        f"{sorted(offered)}, or None to let the platform choose."
     )
 
 
@@ -251,8 +242,8 @@ def body(op: str, offered: Offered) -> str | None:
 def call(op: str, impl: str | None, offered: Offered, run: Callable[[Callable[..., Any]], Result]) -> Result:
     """``run`` with the implementation ``choose`` finds.
 
-    With ``impl=None`` an implementation that raises ``Unsupported`` for these arguments makes place for
-    the next best, and the log says why; with an explicit ``impl`` it just raises.
+    With ``impl=None`` the next best one runs where an implementation raises ``Unsupported`` for these
+    arguments, and the log says why; with an explicit ``impl`` it raises.
 
     Raises:
       Unsupported: as ``choose``, and when an explicit ``impl`` cannot run these arguments.
@@ -267,6 +258,6 @@ def call(op: str, impl: str | None, offered: Offered, run: Callable[[Callable[..
         except Unsupported as reason:
             log.warning("%s: %s", op, reason)
             continue
-        _announce(op, name, platform, why)
+        _log_choice(op, name, platform, why)
         return result
     raise Unsupported(f"{op} has no implementation for these arguments on {platform}. Use impl='ref'.")

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from pallas_kernels import compat
+from pallas_kernels import compat, lowering
+from pallas_kernels.dispatch import Unsupported
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float
@@ -24,6 +25,15 @@ SHARED = 226 << 10
 
 WIDE = 32
 """Columns of an output that are written at once."""
+
+
+def refuse(op: str, interpret: Any, reasons: Mapping[str, bool]) -> None:
+    """Raises ``Unsupported`` if this is no Hopper, or with the first of the reasons that holds."""
+    kind = lowering.kind()
+    device = f"a device that is no Hopper ({kind}), whose wgmma and TMA the body is made of"
+    for reason, holds in {device: not interpret and not lowering.is_hopper(kind), **reasons}.items():
+        if holds:
+            raise Unsupported(f"{op}(impl='mosaic_gpu'): {reason}. Use impl='triton', 'xla' or None.")
 
 
 def tiled(width: int, dtype: Any) -> tuple[Any, Any]:

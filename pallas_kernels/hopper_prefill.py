@@ -1,6 +1,6 @@
 """Attention of many queries over dense keys on Hopper: the kernel of blockwise and of vertical_slash.
 
-A program is a block of queries, which visits tiles of keys. One warpgroup has TMA copy them into rings of
+A program is a block of queries, which reads tiles of keys. One warpgroup has TMA copy them into rings of
 buffers in shared memory; two others, of 64 queries each, multiply all of them. Barriers say which buffers are
 full and which are free.
 
@@ -8,8 +8,8 @@ full and which are free.
   v_full[i]   TMA -> readers             values have landed, and the positions of their keys
   k_free[i]   both readers -> producer   the products that read it are done; v_free[i] too
 
-Which tiles are visited is the business of a ``Course``: first those that all queries see whole, where nothing
-is compared, then the edges, where a key is seen by its position. Values that nobody may see are zeroed in
+A ``TileOrder`` says which tiles are read: first those that all queries see whole, where nothing is
+compared, then the edges, where a key is seen by its position. Values that nobody may see are zeroed in
 shared memory before they are multiplied, NaN times 0 being NaN: each reader does a part of the tile's rows.
 """
 
@@ -24,7 +24,18 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels import tiles
 from pallas_kernels.hopper import ROWS, launch, plgpu, spread, start, write
-from pallas_kernels.hopper_plan import FAR, Course, Given, Keys, Place, Plan, Queries, Shared, Visit, memory
+from pallas_kernels.hopper_operands import (
+    FAR,
+    Keys,
+    KeyTile,
+    Operands,
+    PrefillSizes,
+    Program,
+    Queries,
+    Shared,
+    TileOrder,
+    memory,
+)
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float
@@ -36,19 +47,21 @@ REGISTERS = {1: (240, 40), 2: (232, 40)}
 """Readers to the registers of a reader's thread and of a producer's."""
 
 
-def _produce(plan: Plan, course: Course, given: Given, shared: Shared, place: Place, count: Array) -> None:
+def _produce(
+    sizes: PrefillSizes, order: TileOrder, operands: Operands, shared: Shared, program: Program, count: Array
+) -> None:
     """Copy the queries, and tile after tile as buffers get free."""
-    row, head, block = place
-    for reader in range(plan.readers):
-        mine = pl.ds(block * plan.queries + reader * ROWS, ROWS)
-        plgpu.copy_gmem_to_smem(given.q.at[row, head, mine], shared.q.at[reader], shared.q_full)
-        for n in range(len(given.parts)):
+    row, head, block = program
+    for reader in range(sizes.readers):
+        queries = pl.ds(block * sizes.queries + reader * ROWS, ROWS)
+        plgpu.copy_gmem_to_smem(operands.q.at[row, head, queries], shared.q.at[reader], shared.q_full)
+        for n in range(len(operands.parts)):
             for which in range(2):
-                source, target = given.sees.at[row, n, which, mine], shared.sees.at[reader, n, which]
+                source, target = operands.sees.at[row, n, which, queries], shared.sees.at[reader, n, which]
                 plgpu.copy_gmem_to_smem(source, target, shared.q_full)
 
     def copy(keys: Keys, tile: Array, at: Array, later: Array) -> None:
-        source = pl.ds(tile * plan.block, plan.block)
+        source = pl.ds(tile * sizes.block, sizes.block)
 
         @pl.when(later)
         def _() -> None:
@@ -68,44 +81,46 @@ def _produce(plan: Plan, course: Course, given: Given, shared: Shared, place: Pl
                 plgpu.copy_gmem_to_smem(marks.at[row, z, source], target, shared.v_full.at[at])
 
     def fetch(c: Array, carry: Array) -> Array:
-        visit, at = course.visit(given.course, place, c), jax.lax.rem(c, jnp.int32(plan.stages))
-        for n, keys in enumerate(given.parts):
+        key_tile, at = order.tile(operands.order, program, c), jax.lax.rem(c, jnp.int32(sizes.stages))
+        for n, keys in enumerate(operands.parts):
 
-            @pl.when(visit.part == n)
+            @pl.when(key_tile.part == n)
             def _(keys: Keys = keys) -> None:
-                copy(keys, visit.tile, at, c >= plan.stages)
+                copy(keys, key_tile.tile, at, c >= sizes.stages)
 
         return carry
 
     jax.lax.fori_loop(0, count, fetch, 0)
 
 
-def _visible(plan: Plan, shared: Shared, reader: Array, at: Array, part: Array | int) -> Bool[Array, "R S"]:
+def _visible(
+    sizes: PrefillSizes, shared: Shared, reader: Array, at: Array, part: Array | int
+) -> Bool[Array, "R S"]:
     """Which keys of a tile each query sees."""
-    shape = (ROWS, plan.block)
+    shape = (ROWS, sizes.block)
 
     def marks(which: int) -> Array:
-        found = plgpu.layout_cast(shared.at[at, which], plgpu.Layout.WGMMA.reduce(0))
-        return spread(found, shape, 1)
+        positions = plgpu.layout_cast(shared.at[at, which], plgpu.Layout.WGMMA.reduce(0))
+        return spread(positions, shape, 1)
 
     def sees(which: int) -> Array:
-        found = plgpu.layout_cast(shared.sees[reader, part, which], plgpu.Layout.WGMMA.reduce(1))
-        return spread(found, shape)
+        bounds = plgpu.layout_cast(shared.sees[reader, part, which], plgpu.Layout.WGMMA.reduce(1))
+        return spread(bounds, shape)
 
-    found = marks(0) <= sees(0)
-    return found & (marks(shared.at.shape[1] - 1) > sees(1)) if plan.bounded else found
+    see = marks(0) <= sees(0)
+    return see & (marks(shared.at.shape[1] - 1) > sees(1)) if sizes.bounded else see
 
 
-def _zero_what_nobody_sees(plan: Plan, shared: Shared, reader: Array, at: Array) -> None:
+def _zero_what_nobody_sees(sizes: PrefillSizes, shared: Shared, reader: Array, at: Array) -> None:
     """In a tile of values, of which each reader does some pieces; all wait for all."""
-    for piece in range(plan.block // ROWS):
+    for piece in range(sizes.block // ROWS):
 
-        @pl.when(reader == piece % plan.readers)
+        @pl.when(reader == piece % sizes.readers)
         def _(first: int = piece * ROWS) -> None:
-            mine = pl.ds(first, ROWS)
-            there = plgpu.layout_cast(shared.at[at, 0, mine], plgpu.Layout.WGMMA.reduce(1)) < FAR
-            x = shared.v[at, mine]
-            shared.v[at, mine] = jnp.where(spread(there, x.shape), x, jnp.zeros_like(x))
+            rows = pl.ds(first, ROWS)
+            there = plgpu.layout_cast(shared.at[at, 0, rows], plgpu.Layout.WGMMA.reduce(1)) < FAR
+            x = shared.v[at, rows]
+            shared.v[at, rows] = jnp.where(spread(there, x.shape), x, jnp.zeros_like(x))
 
     plgpu.commit_smem()
     plgpu.barrier_arrive(shared.clean)
@@ -121,33 +136,33 @@ def _product(a: Any, b: Any, shape: tuple[int, ...]) -> Float[Array, "R S"]:
 
 
 def _step(
-    plan: Plan, shared: Shared, reader: Array, c: Array, visit: Visit | None, stats: tiles.Stats
+    sizes: PrefillSizes, shared: Shared, reader: Array, c: Array, key_tile: KeyTile | None, stats: tiles.Stats
 ) -> tiles.Stats:
-    """The statistics after one more tile; ``visit`` None: all of it is seen."""
+    """The statistics after one more tile; ``key_tile`` None: all of it is seen."""
     m, l, o = stats
-    at = jax.lax.rem(c, jnp.int32(plan.stages))
+    at = jax.lax.rem(c, jnp.int32(sizes.stages))
     # A zero that the compiler cannot see: addresses known before the loop would take registers all along it.
     reader = reader + jax.lax.optimization_barrier(jnp.int32(0))
     plgpu.barrier_wait(shared.k_full.at[at])
-    s = _product(shared.q.at[reader], shared.k.at[at].T, (ROWS, plan.block))
+    s = _product(shared.q.at[reader], shared.k.at[at].T, (ROWS, sizes.block))
     plgpu.barrier_arrive(shared.k_free.at[at])
-    s, unit = (s, plan.scale) if plan.softcap is None else (tiles.cap(s * plan.scale, plan.softcap), 1.0)
+    s, unit = (s, sizes.scale) if sizes.softcap is None else (tiles.cap(s * sizes.scale, sizes.softcap), 1.0)
     unit *= LOG2E
-    if visit is not None or unit <= 0:
+    if key_tile is not None or unit <= 0:
         s, unit = s * unit, 1.0
-    if visit is not None:
+    if key_tile is not None:
         plgpu.barrier_wait(shared.v_full.at[at])
-        s = jnp.where(_visible(plan, shared, reader, at, visit.part), s, tiles.HIDDEN)
+        s = jnp.where(_visible(sizes, shared, reader, at, key_tile.part), s, tiles.HIDDEN)
     new = jnp.maximum(m, jnp.max(s, axis=1) * unit)
     # Of nothing, the max is subtracted as 0: exp of HIDDEN is 0.
-    shift = new if visit is None else jnp.where(new > tiles.HIDDEN, new, 0.0)
+    shift = new if key_tile is None else jnp.where(new > tiles.HIDDEN, new, 0.0)
     # Of a whole tile one instruction scales and subtracts.
     p, keep = jnp.exp2(s * unit - spread(shift, s.shape)), jnp.exp2(m - shift)
     shared.weights[reader] = p.astype(jnp.bfloat16)
-    if visit is None:
+    if key_tile is None:
         plgpu.barrier_wait(shared.v_full.at[at])
     else:
-        pl.when(visit.dirty != 0)(lambda: _zero_what_nobody_sees(plan, shared, reader, at))
+        pl.when(key_tile.dirty != 0)(lambda: _zero_what_nobody_sees(sizes, shared, reader, at))
     plgpu.commit_smem()  # for the product; and TMA may overwrite positions that were read
     more = _product(shared.weights.at[reader], shared.v.at[at], o.shape)
     plgpu.barrier_arrive(shared.v_free.at[at])
@@ -155,92 +170,93 @@ def _step(
 
 
 def _read(
-    plan: Plan, course: Course, given: Given, shared: Shared, place: Place, counts: Any, reader: Array
+    sizes: PrefillSizes,
+    order: TileOrder,
+    operands: Operands,
+    shared: Shared,
+    program: Program,
+    counts: Any,
+    reader: Array,
 ) -> None:
-    """All tiles for 64 queries, whose answer is written."""
+    """Reads all tiles for 64 queries and writes their answer."""
 
     def whole(c: Array, stats: tiles.Stats) -> tiles.Stats:
-        return _step(plan, shared, reader, c, None, stats)
+        return _step(sizes, shared, reader, c, None, stats)
 
     def edge(c: Array, stats: tiles.Stats) -> tiles.Stats:
-        return _step(plan, shared, reader, c, course.visit(given.course, place, c), stats)
+        return _step(sizes, shared, reader, c, order.tile(operands.order, program, c), stats)
 
-    stats = (start(tiles.HIDDEN, (ROWS,)), start(0.0, (ROWS,)), start(0.0, (ROWS, plan.h)))
+    stats = (start(tiles.HIDDEN, (ROWS,)), start(0.0, (ROWS,)), start(0.0, (ROWS, sizes.h)))
     plgpu.barrier_wait(shared.q_full)
     stats = jax.lax.fori_loop(0, counts[0], whole, stats)
     m, l, o = jax.lax.fori_loop(counts[0], counts[1], edge, stats)
     some = l != 0  # NaN is something
     safe = jnp.where(some, l, 1.0)
     unit, lse = jnp.where(some, 1.0 / safe, 0.0), jnp.where(some, m * LN2 + jnp.log(safe), -jnp.inf)
-    lost = course.lost(given.course, place)
+    lost = order.lost(operands.order, program)
     if lost is not None:
         factor = jnp.where(lost, jnp.float32(jnp.nan), jnp.float32(1.0))
         unit, lse = unit * factor, lse * factor
     o = o * spread(unit, o.shape)
-    mine = place.row, place.head, pl.ds(place.block * plan.queries + reader * ROWS, ROWS)
-    write(o, shared.out.at[reader], given.out.at[mine])
+    at = program.row, program.head, pl.ds(program.block * sizes.queries + reader * ROWS, ROWS)
+    write(o, shared.out.at[reader], operands.out.at[at])
     shared.lse[reader] = lse
     plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(shared.lse.at[reader], given.lse.at[mine])
+    plgpu.copy_smem_to_gmem(shared.lse.at[reader], operands.lse.at[at])
     plgpu.wait_smem_to_gmem(0)
 
 
-def _named(inputs: Any, refs: tuple[Any, ...]) -> tuple[Given, Shared]:
-    """References by name, as ``inputs`` (queries, parts, arrays of the course) has them."""
-    count = len(jax.tree.leaves(inputs))
-    queries, parts, course = jax.tree.unflatten(jax.tree.structure(inputs), refs[:count])
-    given = Given(queries.q, queries.sees, parts, course, refs[count], refs[count + 1])
-    return given, Shared(*refs[count + 2 :])
-
-
 def read(
-    plan: Plan, course: Course, queries: Queries, parts: list[Keys], arrays: list[Any]
+    sizes: PrefillSizes, order: TileOrder, queries: Queries, parts: list[Keys], arrays: list[Any]
 ) -> tuple[Float[Array, "B K R H"], Float[Array, "B K R"]]:
-    """(out, lse) of all queries, of ``plan.dtype`` and float32.
+    """(out, lse) of all queries, of ``sizes.dtype`` and float32.
 
     Args:
-      plan: sizes.
-      course: which tiles are visited.
+      sizes: static sizes.
+      order: which tiles are read.
       queries: bfloat16, as are keys and values.
       parts: the keys.
-      arrays: of the course.
+      arrays: what ``order`` reads.
     """
     inputs = (queries, parts, arrays)
     b, heads, rows, h = queries.q.shape
-    blocks = rows // plan.queries
+    blocks = rows // sizes.queries
 
     def body(*refs: Any) -> None:
-        given, shared = _named(inputs, refs)
+        count = len(jax.tree.leaves(inputs))
+        q_refs, part_refs, order_refs = jax.tree.unflatten(jax.tree.structure(inputs), refs[:count])
+        operands = Operands(q_refs.q, q_refs.sees, part_refs, order_refs, refs[count], refs[count + 1])
+        shared = Shared(*refs[count + 2 :])
         z, group = jax.lax.axis_index("z"), jax.lax.axis_index("group")
         # The last queries of a causal prompt see most: they begin.
         block = blocks - 1 - jax.lax.axis_index("block")
-        place = Place(jax.lax.div(z, jnp.int32(heads)), jax.lax.rem(z, jnp.int32(heads)), block)
-        counts = course.counts(given.course, place)
-        most, least = REGISTERS[plan.readers]
+        program = Program(jax.lax.div(z, jnp.int32(heads)), jax.lax.rem(z, jnp.int32(heads)), block)
+        counts = order.counts(operands.order, program)
+        most, least = REGISTERS[sizes.readers]
 
-        @pl.when(group < plan.readers)
+        @pl.when(group < sizes.readers)
         def _() -> None:
             plgpu.set_max_registers(most, action="increase")
-            _read(plan, course, given, shared, place, counts, group)
+            _read(sizes, order, operands, shared, program, counts, group)
 
-        @pl.when(group == plan.readers)
+        @pl.when(group == sizes.readers)
         def _() -> None:
             plgpu.set_max_registers(least, action="decrease")
-            _produce(plan, course, given, shared, place, counts[1])
+            _produce(sizes, order, operands, shared, program, counts[1])
 
     marks = 1 if parts[0].near is None else 2
     run = launch(
-        plan.interpret,
+        sizes.interpret,
         body,
-        plan.name,
+        sizes.name,
         out_type=[
-            jax.ShapeDtypeStruct((b, heads, rows, h), plan.dtype),
+            jax.ShapeDtypeStruct((b, heads, rows, h), sizes.dtype),
             jax.ShapeDtypeStruct((b, heads, rows), jnp.float32),
         ],
-        scratch_types=list(memory(plan, len(parts), marks)),
+        scratch_types=list(memory(sizes, len(parts), marks)),
         grid=(b * heads, blocks),
         grid_names=("z", "block"),
-        num_threads=plan.readers + 1,
+        num_threads=sizes.readers + 1,
         thread_name="group",
     )
     out, lse = run(*jax.tree.leaves(inputs))

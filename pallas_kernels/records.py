@@ -1,6 +1,6 @@
-"""Where it is written which bodies run on a kind of device: with the package, or in the user's cache folder.
+"""Records of the bodies that run on a kind of device: the package's, and the user's in a cache folder.
 
-``python -m pallas_kernels.bench --device`` in a checkout writes the package's records (``tuned/<device>``),
+``python -m benchmarks.kernels --device`` in a checkout writes the package's records (``tuned/<device>``),
 ``python -m kvjax.tune`` the user's. Both are one JSON file an operation. A record of the user's counts only
 for the bodies and the version of jax it was made with: later ones have to be checked again.
 """
@@ -23,18 +23,18 @@ TUNED = PACKAGE / "tuned"
 
 
 def cache_folder(environment: Mapping[str, str], system: str = sys.platform) -> pathlib.Path | None:
-    """What may be made again: ``KVJAX_CACHE``, else the user's cache folder of the platform.
+    """Folder for what can be made again: ``KVJAX_CACHE``, else the user's cache folder of the platform.
 
     None where nothing is to be kept (``KVJAX_CACHE=off``).
 
     Raises:
       RuntimeError: there is no home folder.
     """
-    said = environment.get("KVJAX_CACHE", "")
-    if said.lower() == "off":
+    folder = environment.get("KVJAX_CACHE", "")
+    if folder.lower() == "off":
         return None
-    if said:
-        return pathlib.Path(said).expanduser()
+    if folder:
+        return pathlib.Path(folder).expanduser()
     if system == "win32" and environment.get("LOCALAPPDATA"):
         base = pathlib.Path(environment["LOCALAPPDATA"])
     elif system == "darwin":
@@ -70,22 +70,19 @@ def sources(folder: str) -> str:
 def read(folder: str, kind: str, shipped: pathlib.Path = TUNED) -> Mapping[str, Any]:
     """The record of an operation's folder on a kind of device; empty where there is none.
 
-    The user's comes first. One of other bodies or of another jax says nothing: then the package's counts, or,
-    where that has none, {"old": what has changed since}.
+    The user's comes first, unless it was made with other bodies or another jax: then the package's counts, or
+    {"old": what has changed since} if there is none.
     """
     name, old = pathlib.Path(slug(kind)) / f"{folder}.json", ""
-    mine = own()
-    if mine is not None and (mine / name).is_file():
-        found: dict[str, Any] = json.loads((mine / name).read_text())
-        old = _changed(found, folder)
-        if not old:
-            return found
+    home = own()
+    if home is not None and (home / name).is_file():
+        record: dict[str, Any] = json.loads((home / name).read_text())
+        if record.get("jax") != jax.__version__:
+            old = f"was made with jax {record.get('jax')}"
+        elif record.get("sources") != sources(folder):
+            old = "is of other bodies"
+        else:
+            return record
     if (shipped / name).is_file():
         return json.loads((shipped / name).read_text())
     return {"old": old} if old else {}
-
-
-def _changed(found: Mapping[str, Any], folder: str) -> str:
-    if found.get("jax") != jax.__version__:
-        return f"was made with jax {found.get('jax')}"
-    return "" if found.get("sources") == sources(folder) else "is of other bodies"

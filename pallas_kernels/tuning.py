@@ -1,9 +1,8 @@
 """Sizes of blocks: a body's own, what was measured to be faster on a device, and what is just being tried.
 
-A body asks ``pick`` for the blocks of each of its passes, giving its own as the default. What it is given to
-pick from comes through ``dispatch``: the "blocks" of ``tuned/<device>/<op>.json``, which
-``python -m pallas_kernels.bench --device`` writes together with the measurements that chose them, or what
-``trying`` says while that runs.
+A body calls ``pick`` for the blocks of each of its passes, with its own as the default. ``dispatch`` gives it
+the "blocks" of ``tuned/<device>/<op>.json`` (``python -m benchmarks.kernels --device`` writes them with the
+measurements that chose them), or those of ``trying`` while that runs.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ class Blocks(NamedTuple):
     Attributes:
       q: queries of a tile.
       k: keys, slots or tokens of a tile.
-      item: slots or tokens of a program, where a program walks several tiles.
+      item: slots or tokens of a program that reads several tiles.
       warps, stages: for Triton's compiler.
     """
 
@@ -31,10 +30,10 @@ class Blocks(NamedTuple):
     stages: int = 0
 
     def over(self, default: Blocks) -> Blocks:
-        """These sizes, and those of ``default`` where these say nothing."""
-        return Blocks(*(mine or theirs for mine, theirs in zip(self, default)))
+        """These sizes, and those of ``default`` where one is 0."""
+        return Blocks(*(size or other for size, other in zip(self, default)))
 
-    def said(self) -> dict[str, int]:
+    def set_sizes(self) -> dict[str, int]:
         """The sizes that are not left to the body."""
         return {name: size for name, size in self._asdict().items() if size}
 
@@ -54,10 +53,10 @@ def key(what: str, dtype: Any, h: int) -> str:
 
 
 def pick(blocks: Tuned | tuple[int, int] | None, what: str, dtype: Any, h: int, default: Blocks) -> Blocks:
-    """The blocks of a pass: what ``blocks`` says of it, the rest from ``default``.
+    """The blocks of a pass: its sizes in ``blocks``, the rest from ``default``.
 
     Args:
-      blocks: what ``dispatch`` gave the body; or a plain (q, k) for every pass.
+      blocks: from ``dispatch``; or a plain (q, k) for every pass.
       what: the pass, such as "forward".
       dtype: of keys and values (a dtype, not a scalar type).
       h: their head dim.
@@ -77,7 +76,7 @@ def recorded(record: Mapping[str, Any]) -> Tuned:
 
 
 def chosen(folder: str, record: Mapping[str, Any]) -> Tuned:
-    """What the bodies of an operation's folder are given: from ``trying``, else from its record."""
+    """Blocks for the bodies of an operation's folder: from ``trying``, else from its record."""
     trial = _trying.get()
     return recorded(record) if trial is None or folder not in trial else trial[folder]
 

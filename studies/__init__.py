@@ -1,1 +1,1 @@
-"""One paper's laboratory each: what its numbers rest on, measured here; results go to ``results/<paper>``."""
+"""Measurements behind the papers' claims, a package a paper; results go to ``results/<paper>``."""

@@ -71,13 +71,13 @@ def _run(argv: Sequence[str]) -> None:
     parser = cli.Parser(prog="python -m studies.plan", description=__doc__)
     cli.add(parser, "--out", required=True)
     parser.add_argument("--only", metavar="NAME", choices=_ALL, help=f"one of {', '.join(_ALL)}")
-    asked = parser.parse_args(argv)
-    asked.out.mkdir(parents=True, exist_ok=True)
-    for name in [asked.only] if asked.only else _ALL:
-        found = answered(_ALL[name])
-        (asked.out / f"{name}.json").write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
-        print(f"{name}: {found['at_imbalance']}", flush=True)
-    (asked.out / "README.md").write_text(page(read(asked.out)), encoding="utf-8")
+    values = parser.parse_args(argv)
+    values.out.mkdir(parents=True, exist_ok=True)
+    for name in [values.only] if values.only else _ALL:
+        answer = answered(_ALL[name])
+        (values.out / f"{name}.json").write_text(json.dumps(answer, indent=2) + "\n", encoding="utf-8")
+        print(f"{name}: {answer['at_imbalance']}", flush=True)
+    (values.out / "README.md").write_text(page(read(values.out)), encoding="utf-8")
 
 
 def answered(words: str) -> dict[str, Any]:
@@ -158,13 +158,13 @@ def _table(full: dict[str, Any], gated: dict[str, Any]) -> list[str]:
     ]
     base = full["at_imbalance"]["1"]
     for plan, imbalance in ((full, "1"), *((gated, f"{x:g}") for x in IMBALANCES)):
-        mine = plan["at_imbalance"][imbalance]
-        times = [mine["most_rows"] / base["most_rows"]]
-        times += [base["step"][name] / mine["step"][name] for name in ("seconds", "compiled_seconds")]
+        column = plan["at_imbalance"][imbalance]
+        times = [column["most_rows"] / base["most_rows"]]
+        times += [base["step"][name] / column["step"][name] for name in ("seconds", "compiled_seconds")]
         lines.append(
-            f"| `{plan['policy']}` | {imbalance} | {mine['most_rows']} | {times[0]:.2f} x "
-            f"| {1e3 * mine['step']['seconds']:.2f} ms | {times[1]:.2f} x faster "
-            f"| {1e3 * mine['step']['compiled_seconds']:.2f} ms | {times[2]:.2f} x faster |"
+            f"| `{plan['policy']}` | {imbalance} | {column['most_rows']} | {times[0]:.2f} x "
+            f"| {1e3 * column['step']['seconds']:.2f} ms | {times[1]:.2f} x faster "
+            f"| {1e3 * column['step']['compiled_seconds']:.2f} ms | {times[2]:.2f} x faster |"
         )
     sent = sum(one["sent"] for one in gated["collectives"])
     counts = ", ".join(

@@ -43,7 +43,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 LONGEST = (
-    *("test_conformance", "test_random_sums", "test_compose", "test_dials", "test_pretrain", "test_ageing"),
+    *("test_conformance", "test_random_sums", "test_compose", "test_traced", "test_pretrain", "test_ageing"),
     *("test_exactness", "test_decode", "test_notebooks", "test_state_machine", "test_conf_kv", "test_ranker"),
     *("test_readme", "test_train_gates", "test_eval_run", "test_eval_memory", "test_family_policies"),
     *("test_serve", "test_one_file", "test_bench", "test_in_place", "test_wg_kv"),

@@ -33,12 +33,11 @@ import tiny  # noqa: E402
 import kvjax  # noqa: E402
 from kvjax import decode, metrics  # noqa: E402
 from kvjax.algebra import Policy  # noqa: E402
-from kvjax.cache.state import KVState  # noqa: E402
+from kvjax.cache.state import KVState, reshard  # noqa: E402
 from kvjax.eval.measure import counted, forced  # noqa: E402
 from kvjax.models import decoder  # noqa: E402
 from kvjax.models.spec import ModelSpec, Rope  # noqa: E402
 from kvjax.sharding.mesh import ONE, Mesh  # noqa: E402
-from kvjax.sharding.reshard import reshard  # noqa: E402
 
 LENGTHS, STEPS = (45, 30, 38, 25), 10
 

@@ -22,9 +22,8 @@ import pytest
 import tiny
 
 import kvjax
-from kvjax.cache.state import KVState
+from kvjax.cache.state import KVState, reshard
 from kvjax.sharding.mesh import ONE
-from kvjax.sharding.reshard import reshard
 
 
 def held(state: KVState) -> list[str]:

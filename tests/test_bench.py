@@ -242,7 +242,7 @@ def test_an_interrupted_run_goes_on_and_another_command_begins_anew(tmp_path):
 
 
 def test_measured_cells_are_not_measured_again():
-    settings = arguments.parse(["decode", "--batch", "1", "8", "--dtype", "float32"]).settings
+    settings = arguments.parse(["decode", "--batch", "1", "8", "--dtype", "float32"])
     assert decode.todo(settings, {("float32", 2048, 1), ("float32", 8192, 1), ("float32", 8192, 8)}) == [
         ("float32", 2048, [8])
     ]
@@ -290,7 +290,7 @@ def test_a_filled_state_ranks_by_attention_that_is_drawn(spec):
 
 
 def test_every_shipped_policy_is_profiled_at_every_context():
-    settings = arguments.parse(["profile"]).settings
+    settings = arguments.parse(["profile"])
     cells = profile.cells(settings)
     for context in (2048, 32768):
         here = {catalogue.policy(spec) for _, at, spec in cells if at == context}
@@ -363,11 +363,10 @@ def test_serve_takes_what_it_measures_from_the_command_line():
         ["serve", "--batch", "2", "4", "--long", "640", "--policy", "full", "knorm + uniform(0.25)"]
         + ["--part", "price", "memory"]
     )
-    assert asked.serving is not None
-    assert (asked.serving.batches, asked.serving.long) == ((2, 4), 640)
-    assert asked.serving.policies == ("full", "knorm + uniform(0.25)")
-    assert asked.serving.parts == ("price", "memory")
-    assert arguments.parse(["serve", "--quick"]).serving.prompt == 96
+    assert (asked.batches, asked.long) == ((2, 4), 640)
+    assert asked.policies == ("full", "knorm + uniform(0.25)")
+    assert asked.parts == ("price", "memory")
+    assert arguments.parse(["serve", "--quick"]).prompt == 96
     with pytest.raises(PolicyError):
         arguments.parse(["serve", "--policy", "snapkw"])
 

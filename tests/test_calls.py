@@ -244,14 +244,14 @@ def test_texts_are_read_where_there_is_a_tokenizer():
     [
         ("a text", "row 0 is a text, and this model has no tokenizer.*kvjax.load"),
         ([[1], "a text"], "row 1 is a text"),
-        ([[1.0, 2.0]], "row 0 is no list of token ids"),
-        ([[True]], "row 0 is no list of token ids"),
-        ([[[1], [2, 3]]], "row 0 is no list of token ids"),
-        ([None], "row 0 is no list of token ids"),
-        (7, r"prompts=7\) is no prompt"),
+        ([[1.0, 2.0]], "row 0 is not a list of token ids"),
+        ([[True]], "row 0 is not a list of token ids"),
+        ([[[1], [2, 3]]], "row 0 is not a list of token ids"),
+        ([None], "row 0 is not a list of token ids"),
+        (7, r"prompts=7\) is not a prompt"),
         ([[3], [3, -1]], "row 1 has the token id -1 at 1, the model knows 0 to 60"),
         ([[61]], "row 0 has the token id 61 at 0.*tokenizer"),
-        ([[10**30]], "row 0 is no list of token ids"),
+        ([[10**30]], "row 0 is not a list of token ids"),
     ],
 )
 def test_what_is_no_prompt_is_refused(prompts, says):
@@ -287,7 +287,8 @@ def remarks(run) -> list[str]:
 
 def test_every_call_says_that_the_models_own_window_rules_and_says_it_once():
     slides, spec = tiny.model(windows=(6, None)), "knorm + uniform(12) + recent(4)"
-    says = "the policy has no say in layers whose own sliding window rules (1 of 2; layer: tokens = 0: 6)."
+    says = "the policy has no effect in layers with a sliding window of the model's own "
+    says += "(1 of 2; layer: tokens = 0: 6)."
 
     def apart():
         state, logits = kvjax.prefill(slides, spec, [PROMPT], **SHAPE)
@@ -316,7 +317,7 @@ def test_every_call_says_that_the_models_own_window_rules_and_says_it_once():
 )
 def test_a_budget_below_what_is_protected_is_told(spec, which):
     policy = kvjax.policy(spec)
-    says = f"{policy!r} leaves a stream of {which} fewer slots than the {policy.protected} protected tokens"
+    says = f"{policy!r} leaves a KV head of {which} fewer slots than the {policy.protected} protected tokens"
     (told,) = remarks(lambda: begun(spec))
     assert told.startswith(says)
     assert "Raise the budget, or protect fewer." in told

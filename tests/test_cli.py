@@ -69,7 +69,7 @@ def test_ctrl_c_and_success_have_their_codes(capsys):
 @pytest.mark.parametrize("text", ["0", "-3", "1.5", "many", ""])
 def test_numbers_name_the_option_the_rule_and_the_way_out(text):
     parser = cli.Parser(prog="it")
-    parser.add_argument("--rows", type=cli.whole("--rows"))
+    parser.add_argument("--rows", type=cli.whole())
     with pytest.raises(InputError) as refused:
         parser.parse_args([f"--rows={text}"])
     assert str(refused.value) == f"--rows {text} is out of range. Give a whole number, 1 or more."

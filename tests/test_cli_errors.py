@@ -41,7 +41,7 @@ def refused(capsys):
         (["--policy", "snapkv(windw=3)"], ["snapkv", "'windw'", "Its arguments: window"]),
         (["--policy", "snapkv("], ["policy('snapkv(')", "Write a sum"]),
         (["--policy", "knorm + uniform([1])"], ["uniform([1])", "Give tokens"]),
-        (["--policy", "snapkv + ada(9, floor=[1])"], ["ada", "is no share", "Give a number"]),
+        (["--policy", "snapkv + ada(9, floor=[1])"], ["ada", "is not a valid share", "Give a number"]),
         (["--policy", "knorm + uniform(8, every())"], ["every()", "Use numbers"]),
         (["--policy", "window(8) + window(9)"], ["admission twice", "Keep one"]),
         (
@@ -77,7 +77,7 @@ def test_words_are_refused_before_a_model_is_read(refused, words, says):
 def test_a_bad_policy_is_named_before_an_empty_input(refused, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"")))
     assert "policy('snapkw')" in refused("--policy", "snapkw")
-    assert "uniform(2) leaves a stream 2 slots" in refused("--policy", "snapkv + uniform(2)", "--json")
+    assert "uniform(2) leaves a KV head 2 slots" in refused("--policy", "snapkv + uniform(2)", "--json")
     assert "standard input is empty" in refused("--policy", "snapkv")
 
 
@@ -195,7 +195,7 @@ def test_the_process_exits_with_2_and_no_traceback():
     command = [sys.executable, "-m", "kvjax.serve", "--policy", "snapkv + uniform(2)"]
     done = subprocess.run(command, input="some text", capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("error: uniform(2) leaves a stream 2 slots")
+    assert done.stderr.startswith("error: uniform(2) leaves a KV head 2 slots")
     assert done.stderr.count("\n") == 1
 
 

@@ -48,8 +48,8 @@ class Exact(Completion):
         context = summary["pos"].shape[2]
         slot = jnp.where(take, summary["n"][..., None] + jnp.cumsum(take, axis=-1) - 1, context)
         b, h = jnp.arange(k.shape[0])[:, None, None], jnp.arange(k.shape[1])[None, :, None]
-        found = {"k": k, "v": v, "pos": pos}
-        new = {name: summary[name].at[b, h, slot].set(x, mode="drop") for name, x in found.items()}
+        tokens = {"k": k, "v": v, "pos": pos}
+        new = {name: summary[name].at[b, h, slot].set(x, mode="drop") for name, x in tokens.items()}
         return new | {"n": summary["n"] + take.sum(axis=-1)}
 
     def read(self, params, summary, q, visited):

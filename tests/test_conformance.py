@@ -102,9 +102,9 @@ def live(policy: Policy) -> Life:
     life = Life(prompts, [jax.device_get(state)], first)
     logits = [first[:, None]]
     for column in life.tokens.T:
-        state, found = tiny.feed(policy, state, column[:, None])
+        state, output = tiny.feed(policy, state, column[:, None])
         life.states.append(jax.tree.map(np.array, state))
-        logits.append(found)
+        logits.append(output)
     return dataclasses.replace(life, logits=np.concatenate(logits, axis=1))
 
 
@@ -121,8 +121,8 @@ def same(
     after, logits = tiny.feed(policy, state, life.tokens[:, at : at + 6])
     rows_ = list(rows)
     np.testing.assert_allclose(logits[rows_], life.logits[rows_, at + 1 : at + 7], atol=atol)
-    for mine, theirs in zip(paged(after), paged(life.states[at + 6])):
-        left, right = tiny.held(mine), tiny.held(theirs)
+    for pages, expected in zip(paged(after), paged(life.states[at + 6])):
+        left, right = tiny.held(pages), tiny.held(expected)
         for (row, head), slots in right.items():
             if row in rows:
                 assert left[row, head].keys() == slots.keys()
@@ -148,8 +148,8 @@ def test_state_is_a_legal_loop_carry(policy):
     state = live(policy).after(0)
     before = jax.tree.map(lambda x: (x.shape, x.dtype, x.aval.weak_type), state)
     tokens, active = np.zeros(3, np.int32), np.ones(3, bool)
-    given = tiny.model().network, policy, tiny.model().params, tiny.weights(policy)
-    step = functools.partial(decode.step, *given)
+    arguments = tiny.model().network, policy, tiny.model().params, tiny.weights(policy)
+    step = functools.partial(decode.step, *arguments)
     after = jax.eval_shape(step, state, tokens, active)[0]
     assert jax.tree.structure(after) == jax.tree.structure(state)
     assert jax.tree.map(lambda x: (x.shape, x.dtype, x.weak_type), after) == before
@@ -159,7 +159,7 @@ def test_state_is_a_legal_loop_carry(policy):
 
 
 def target(policy: Policy, layer: int, length: int, confidence: float | None = None) -> int | None:
-    """The mean target of a layer's streams, as the budget says it; None where only the tokens' scores know.
+    """The mean target of a layer's KV heads, as the budget says it; None where only the tokens' scores know.
 
     That budgets say the right thing is the business of their own tests, against their papers.
     """
@@ -322,9 +322,9 @@ def test_inactive_rows_leave_no_trace(policy):
         for new, old in zip(jax.tree.leaves(room.ring), jax.tree.leaves(before.ring)):
             np.testing.assert_array_equal(np.asarray(new)[1], old[1])
         if room.pages is not None:
-            mine, theirs = tiny.held(*room.pools), tiny.held(*before.pools)
+            now, earlier = tiny.held(*room.pools), tiny.held(*before.pools)
             for head in range(2):
-                assert jax.tree.all(jax.tree.map(np.array_equal, mine[1, head], theirs[1, head]))
+                assert jax.tree.all(jax.tree.map(np.array_equal, now[1, head], earlier[1, head]))
 
 
 # --- pages ---------------------------------------------------------------------------------------
@@ -356,7 +356,7 @@ def test_pools_fit_what_they_hold_after_prefill(policy):
     for p in paged(state):
         per_page = sum(x.nbytes for x in jax.tree.leaves((p.k, p.v, p.pos, p.meta))) / p.count
         extra = sum(x.nbytes for x in jax.tree.leaves((p.scales, p.summary))) / p.count
-        streams = p.length.shape[0] * p.length.shape[1]
+        heads = p.length.shape[0] * p.length.shape[1]
         owned = p.count - int(p.n_free)
         live_bytes = int(p.length.sum()) / p.size * per_page + owned * extra
-        assert p.count * (per_page + extra) <= 1.25 * live_bytes + streams * (per_page + extra)
+        assert p.count * (per_page + extra) <= 1.25 * live_bytes + heads * (per_page + extra)

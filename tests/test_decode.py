@@ -43,7 +43,7 @@ def test_stop_tokens_and_limits_end_single_rows():
 
     state, logits = kvjax.prefill(tiny.model(), FULL, PROMPTS, context=64, **SHAPE)
     pieces = list(
-        kvjax.stream(tiny.model(), FULL, state, logits, max_new_tokens=[1, 14], every=decode.SEGMENT)
+        kvjax.stream(tiny.model(), FULL, state, logits, max_new_tokens=[1, 14], every=decode.MAX_STEPS)
     )
     tokens = np.concatenate([piece for piece, _ in pieces], axis=1)
     assert tokens[0].tolist() == [free[0][0]] + [EMPTY] * 13
@@ -112,8 +112,8 @@ def test_prompts_of_one_size_class_share_their_programs(policy):
 
     def programs():
         whole = (_prefill.prompt_layer, _prefill._store_layer)
-        layers = (_by_layer.chunk_layer, _by_layer.embed, _by_layer.fed, _by_layer.answer)
-        return [f._cache_size() for f in (*layers, decode.segment, *whole)]
+        layers = (_by_layer.chunk_layer, _by_layer.embed, _by_layer.after_chunk, _by_layer.last_logits)
+        return [f._cache_size() for f in (*layers, decode.decode_steps, *whole)]
 
     def run(length):
         kvjax.generate(
@@ -217,9 +217,9 @@ def test_a_deep_model_writes_the_same_with_one_program_for_all_its_layers(policy
         return [piece.tolist() for piece, _ in pieces]
 
     at_once = written()
-    before = decode.segment._cache_size(), _by_layer.step_layer._cache_size()
+    before = decode.decode_steps._cache_size(), _by_layer.step_layer._cache_size()
     monkeypatch.setattr(_by_layer, "DEEP", 1)
     assert written() == at_once
-    after = decode.segment._cache_size(), _by_layer.step_layer._cache_size()
+    after = decode.decode_steps._cache_size(), _by_layer.step_layer._cache_size()
     assert after[0] == before[0]
     assert after[1] == before[1] + 1  # two layers, one program

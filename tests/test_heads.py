@@ -15,10 +15,11 @@ from tiny import quick_compiles  # noqa: F401
 
 import kvjax
 from kvjax import decode, metrics
-from kvjax.decode import _devices
+from kvjax.decode import _placement
 from kvjax.models import decoder, hf
 from kvjax.sharding.head_order import balanced, in_order, permuted, read_order
-from kvjax.sharding.mesh import AXES, Mesh, sizes_of
+from kvjax.sharding.mesh import Mesh, sizes_of
+from kvjax.sharding.specs import AXES
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -75,7 +76,7 @@ def test_a_state_of_another_order_is_of_another_model(tmp_path):
 
 @pytest.mark.parametrize("order", [[[0, 1]], [[0, 0], [0, 1]], [[0, 1], [1, 2]], [[0], [0, 1]], "heads"])
 def test_what_is_no_order_is_refused(order):
-    said = r"load\(heads=...\) names no order of the KV heads. Give each of 2 layers the numbers 0 to 1"
+    said = r"load\(heads=...\) is not an order of the KV heads. Give each of 2 layers the numbers 0 to 1"
     with pytest.raises(ValueError, match=said):
         read_order("load(heads=...)", order, 2, 2)
 
@@ -121,7 +122,7 @@ def test_imbalance_is_the_fullest_device_over_the_mean():
     # Nine tokens on one device and five on the other, of a state that says it lies so.
     apart = dataclasses.replace(state, mesh=sizes_of("data=2"))
     with pytest.warns(decode.Remark, match=r"on data=2,.* the fullest device holds 1\.3 times the slots"):
-        _devices.tell_of_imbalance(apart)
+        _placement.warn_of_imbalance(apart)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        _devices.tell_of_imbalance(dataclasses.replace(state, mesh=sizes_of("tensor=2")))
+        _placement.warn_of_imbalance(dataclasses.replace(state, mesh=sizes_of("tensor=2")))

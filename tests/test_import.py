@@ -21,6 +21,30 @@ def test_import_loads_nothing_heavy():
     assert loaded.isdisjoint(FORBIDDEN)
 
 
+SERVED = """
+import sys, kvjax
+from kvjax.engine import Engine, Request
+from kvjax.eval.__main__ import main as evaluate
+from kvjax.serve.__main__ import main as serve
+assert serve(["--prompt", "Hello", "--max-new-tokens", "1", "--policy", "int8"]) == 0
+words = "run --task niah_single_1 --policy full --lengths 256 --samples 1 --out".split()
+assert evaluate([*words, sys.argv[1]]) == 0
+with Engine(kvjax.load(), max_rows=1, context=64) as engine:
+    engine.submit(Request(prompt=[1, 2, 3], max_new_tokens=1)).result()
+print("loaded:", *{name.split(".")[0] for name in sys.modules})
+"""
+
+
+def test_serving_and_evaluating_on_one_process_need_no_training_library(tmp_path):
+    """flax, optax, orbax and grain serve training, states across processes and Flax models alone."""
+    words = [sys.executable, "-c", SERVED, str(tmp_path / "results")]
+    done = subprocess.run(words, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    loaded = set(done.stdout.splitlines()[-1].split())
+    assert {"kvjax", "tokenizers"} <= loaded
+    assert loaded.isdisjoint({"flax", "optax", "orbax", "grain"})
+
+
 def test_import_costs_less_than_half_a_second_beyond_jax():
     """Self times of the modules after jax; of three tries the best, since machines are shared.
 

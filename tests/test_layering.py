@@ -12,8 +12,8 @@ import pytest
 ROOT = Path(__file__).parents[1]
 OURS = ("kvjax", "pallas_kernels", "benchmarks", "train", "studies")
 
-WEIGHTS = r"kvjax(\.(types|weights\._.+))?"
-"""Learned weights; ``kvjax`` itself for its version."""
+WEIGHTS = r"kvjax\.(types|version|weights\._.+)"
+"""Learned weights."""
 
 KERNELS = r"pallas_kernels(\.\w+\.api|\.numerics|\.dispatch|\.measure\.(timing|child))?"
 """Of the kernels, others see the signatures only, the stopwatch and the child process."""
@@ -31,16 +31,18 @@ TABLE = {
     "pallas_kernels": r"pallas_kernels(\..+)?",
     "kvjax.errors": r"(?!)",
     "kvjax.types": r"(?!)",
-    "kvjax.sharding": r"kvjax\.(errors|types|sharding\..+|cache\.(pages|ring|pool|state))",
+    "kvjax.version": r"(?!)",
+    "kvjax.sharding": r"kvjax\.(errors|types|sharding\..+)",
     "kvjax.sharding.all_heads": r"(?!)",
     "kvjax.sharding.head_order": r"kvjax\.types",
+    "kvjax.sharding.specs": r"(?!)",
     "kvjax.cache": STATE,
     "kvjax.sampling": STATE,
     "kvjax.algebra": r"kvjax\.(sharding\.all_heads|algebra\._.+)",
     "kvjax.algebra._errors": r"kvjax\.errors",
     "kvjax.algebra._arguments": r"kvjax\.algebra\._errors",
     "kvjax.algebra._observation": r"kvjax\.(types|sharding\.all_heads|algebra\._errors)",
-    "kvjax.algebra._part": r"kvjax\.(types|algebra\._(arguments|observation))",
+    "kvjax.algebra._part": r"kvjax\.(types|algebra\._(arguments|errors|observation))",
     "kvjax.algebra._admission": PLACE,
     "kvjax.algebra._eviction": rf"{PLACE}|kvjax\.cache\.pages",
     "kvjax.algebra._selection": rf"{PLACE}|kvjax\.cache\.pages",
@@ -62,9 +64,9 @@ TABLE = {
     "kvjax.layer._demote": rf"{STATE}|kvjax\.algebra",
     "kvjax.layer._evict": rf"{STATE}|kvjax\.(algebra|layer\._(demote|info))",
     "kvjax.layer._admit": rf"{STATE}|kvjax\.(algebra|layer\._(demote|info|evict))",
-    "kvjax.layer._at_once": rf"{STATE}|kvjax\.(algebra|layer\._(admit|info|read))|{KERNELS}",
+    "kvjax.layer._one_kernel": rf"{STATE}|kvjax\.(algebra|layer\._(admit|info|read))|{KERNELS}",
     "kvjax.layer._read": rf"{STATE}|kvjax\.(algebra|layer\._info)|{KERNELS}",
-    "kvjax.layer._seam": rf"{STATE}|kvjax\.(algebra|layer\._(info|read))",
+    "kvjax.layer._attend": rf"{STATE}|kvjax\.(algebra|layer\._(info|read))",
     "kvjax.layer._mass": rf"{STATE}|kvjax\.(algebra|layer\._(info|read))",
     "kvjax.layer._prompt": rf"{STATE}|kvjax\.(algebra|layer\._(info|read|mass|admit))|{KERNELS}",
     "kvjax.layer._step": rf"{STATE}|kvjax\.layer\._(?!prompt).+|{KERNELS}",
@@ -73,25 +75,41 @@ TABLE = {
     "kvjax.weights.torch_file": r"kvjax\.errors",
     "kvjax.weights.__main__": r"kvjax\.(cli|weights(\..+)?)",
     "kvjax.timing": r"pallas_kernels\.measure\.timing",
-    "kvjax.launch": r"kvjax(\.(cli|sharding\.consistency))?",
-    "kvjax.cli": r"kvjax\.(errors|models\.hf_config)|pallas_kernels\.records",
+    "kvjax.launch": r"kvjax\.(cli|version|sharding\.consistency)",
+    "kvjax.cli": r"kvjax\.(errors|types)|pallas_kernels\.records",
     "kvjax.tune": r"kvjax(\.cli)?|pallas_kernels(\.(dispatch|records|measure\.(device|work)))?",
     "kvjax.decode": r"kvjax\.decode\._.+",
     "kvjax.decode._capacity": rf"{STATE}|kvjax\.(algebra|catalogue)",
-    "kvjax.decode._devices": rf"{STATE}|kvjax\.(algebra|layer|metrics|weights|decode\._checks)",
+    "kvjax.decode._placement": rf"{STATE}|kvjax\.(algebra|layer|metrics|weights|decode\._checks)",
     "kvjax.decode._checks": r"kvjax\.(errors|types|cache\.state|algebra|catalogue|weights|decode\._capacity)",
-    "kvjax.decode._step": r"kvjax\.(types|sharding\.mesh|cache\.state|algebra|layer)",
+    "kvjax.decode._step": r"kvjax\.(types|sharding\.specs|cache\.state|algebra|layer)",
     "kvjax.decode._by_layer": rf"{STATE}|kvjax\.(algebra|layer|decode\._step)",
+    "kvjax.decode._loop": rf"{STATE}|kvjax\.(algebra|sampling|decode\._(step|by_layer))",
     "kvjax.decode._prefill": rf"{STATE}|kvjax\.(algebra|catalogue|layer|metrics|decode\._(?!generate).+)",
-    "kvjax.decode._reading": rf"{STATE}|kvjax\.(algebra|layer|decode\._(by_layer|capacity|checks))",
+    "kvjax.decode._activations": rf"{STATE}|kvjax\.(algebra|layer|decode\._(by_layer|capacity|checks))",
     "kvjax.decode._generate": rf"{STATE}|kvjax\.(algebra|catalogue|weights|metrics|sampling|decode\._.+)",
     "kvjax.catalogue": r"kvjax\.(algebra|policies|budgets(\.amount)?|storage|catalogue\._.+)",
     "kvjax.catalogue._table": r"kvjax\.(cli|algebra|catalogue\._.+)",
     "kvjax.catalogue.__main__": r"kvjax\.(cli|catalogue\._table)",
     "kvjax.saving": rf"{STATE}|kvjax\.(algebra|catalogue|weights|saving\._.+)",
     "kvjax.plan": r"kvjax(\.(?!serve|eval|engine).+)?|pallas_kernels\.measure\.(aot|chips)",
-    "benchmarks": rf"benchmarks(\..+)?|kvjax(\.(?!serve).+)?|{KERNELS}",
+    "benchmarks": rf"benchmarks(\.(?!kernels).+)?|kvjax(\.(?!serve).+)?|{KERNELS}",
+    "benchmarks.kernels": r"benchmarks\.kernels(\..+)?|pallas_kernels(\..+)?",
     "kvjax.engine": r"kvjax\.(?!serve|eval|models|policies).+",
+    "kvjax.engine.errors": r"kvjax\.errors",
+    "kvjax.engine.compiler": r"kvjax\.programs",
+    "kvjax.engine.settings": r"kvjax\.(types|decode|sharding\.mesh)",
+    "kvjax.engine.request": r"kvjax\.(types|algebra|decode|weights|sharding\.mesh)",
+    "kvjax.engine.metrics": rf"{STATE}|kvjax\.(metrics|engine\.(decoding|request))",
+    "kvjax.engine.ticket": rf"{STATE}|kvjax\.(algebra|sampling|engine\.(decoding|request|metrics))",
+    "kvjax.engine.pages": rf"{STATE}|kvjax\.(algebra|decode|metrics)",
+    "kvjax.engine.prefix": r"kvjax\.(algebra|engine\.pages)",
+    "kvjax.engine.contexts": r"kvjax\.(types|algebra|metrics|saving|weights)"
+    r"|kvjax\.engine\.(errors|pages|request|settings|ticket)",
+    "kvjax.engine.batch": rf"{STATE}|kvjax\.(algebra|decode|metrics|sampling)"
+    r"|kvjax\.engine\.(row_policies|decoding|compiler|metrics|pages|request|ticket)",
+    "kvjax.engine.memory": rf"{STATE}|kvjax\.(algebra|decode)"
+    r"|kvjax\.engine\.(decoding|batch|contexts|pages|prefix|settings|ticket)",
     "kvjax.serve": r"kvjax(\.(?!eval).+)?",
     "kvjax.eval": r"kvjax(\.(?!serve).+)?",
     "kvjax": r"kvjax\.(?!serve|eval|models|policies|text).+",
@@ -101,6 +119,7 @@ TABLE = {
     "train.tasks": r"train(\.(rows|text|tasks(\..+)?))?|kvjax(\.(?!serve).+)?",
     "train.embedded": rf"train(\..+)?|{TRAINED}",
     "studies": r"kvjax(\.(?!serve).+)?",
+    "studies.claims": r"studies\.judges|kvjax\.(cli|eval\..+)",
     "studies.topk_phi": r"studies\.topk_phi(\..+)?|benchmarks(\..+)?|train(\..+)?|kvjax(\.(?!serve).+)?"
     r"|pallas_kernels\.(blockwise|phi)\.api",
     "studies.conf_kv": r"studies\.conf_kv(\..+)?|kvjax(\.(?!serve).+)?",
@@ -173,6 +192,7 @@ def test_everyone_imports_only_what_the_table_allows():
         ("kvjax", "from kvjax.models.hf import load"),
         ("pallas_kernels.phi.api", "import kvjax"),
         ("train.gates", "import kvjax.serve.answer"),
+        ("kvjax.weights._auto", "import kvjax"),
         ("train.gates", "from train.embedded import recall"),
         ("kvjax.helpers", ""),
     ],
@@ -239,6 +259,14 @@ def test_no_module_imports_itself_round_a_corner():
 def test_a_planted_circle_is_seen():
     graph = import_graph({"kvjax.a": "import kvjax.b", "kvjax.b": "def f():\n    from kvjax import a"})
     assert circles(graph) == [["kvjax.a", "kvjax.b"]]
+
+
+def test_flax_is_imported_by_training_and_its_module_alone():
+    given, module = sources(), "kvjax.models.module"
+    of_flax = {name for name, text in given.items() if re.search(r"^\s*(from|import) flax\b", text, re.M)}
+    users = {name for name, text in given.items() if module in imported(name, text, set(given))}
+    assert module in of_flax
+    assert {name for name in of_flax | users if not name.startswith("train.")} == {module}
 
 
 def test_no_module_is_called_policy():

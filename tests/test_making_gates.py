@@ -72,7 +72,7 @@ def test_random_gates_admit_the_share_that_was_asked_for(tiny_folder):
 def test_random_gates_on_the_command_line(tiny_folder, tmp_path, capsys):
     words, out = ["random", "--model", str(tiny_folder)], tmp_path / "random.safetensors"
     assert main([*words, "--out", str(out), "--share", "1.5"]) == 2
-    assert "no part of a text" in capsys.readouterr().err
+    assert "is not a share" in capsys.readouterr().err
     assert main([*words, "--out", str(out), "--share", "0.25"]) == 0
     assert read_weights(out).notes["share"] == "0.25"
     assert kvjax.weights_for(kvjax.policy("wg-kv"), kvjax.load(tiny_folder), out)

@@ -26,7 +26,8 @@ from kvjax.layer import _seam
 from kvjax.models import hf
 from kvjax.serve import command as serving
 from kvjax.serve.arguments import parse
-from kvjax.sharding.mesh import AXES, ONE, Mesh, MeshError
+from kvjax.sharding.mesh import ONE, Mesh, MeshError
+from kvjax.sharding.specs import AXES
 
 HERE = Path(__file__).parent
 CLOSE = 5e-5
@@ -141,7 +142,7 @@ def test_what_processes_save_others_open(writers, readers, tmp_path):
 
 
 KEPT = "window(8) + sinks(2)"
-GIVEN_OTHERS = "process 1 was given other things than process 0, namely "
+GIVEN_OTHERS = "process 1 got other arguments than process 0: "
 
 
 def states(folder: Path) -> None:
@@ -248,7 +249,7 @@ def test_commands_of_one_process_are_refused_in_several(monkeypatch):
     monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     monkeypatch.setattr(sys, "stdin", types.SimpleNamespace(isatty=lambda: True))
-    monkeypatch.setattr(serving, "loaded", None)
+    monkeypatch.setattr(serving, "load_model", None)
     with pytest.raises(InputError, match="kvjax.eval runs in one process, and these are 2. Start it without"):
         commands.model_of({"model": "embedded"})
     with pytest.raises(InputError, match="a chat runs in one process, and these are 2"):

@@ -48,16 +48,14 @@ class Striped(Eviction):
     keeps = ("mark",)
     needs = frozenset({"k"})
     arguments = {"every": Whole(1, "distance")}
-    dials = ("every",)
+    traced = ("every",)
     every: int = 3
 
     def arrive(self, params, observed):
-        """1 or 0."""
         mark = (observed.pos % self.every == 0)[:, None, :].astype(jnp.float32)
         return {"mark": jnp.broadcast_to(mark, observed.k.shape[:3])}
 
     def score(self, params, slots):
-        """The mark."""
         return slots.meta["mark"]
 
 
@@ -67,7 +65,7 @@ class Halving(Budget):
 
     name = "halving"
     arguments = {"first": Number(0, 1, open="low")}
-    dials = ("first",)
+    traced = ("first",)
     first: float = 0.5
 
     def targets(self, frame, length, scores):
@@ -86,9 +84,9 @@ WORDS = "striped(3) + halving(0.6) + sinks(2)"
 
 def forget() -> None:
     """Discovery looks again."""
-    for found in vars(_discovery).values():
-        if isinstance(found, functools._lru_cache_wrapper):
-            found.cache_clear()
+    for value in vars(_discovery).values():
+        if isinstance(value, functools._lru_cache_wrapper):
+            value.cache_clear()
 
 
 def install(folder: Path, points: str) -> None:
@@ -121,7 +119,7 @@ def test_it_is_found_and_parses_back(dropped):
     assert repr(policy) == WORDS
     assert kvjax.policy("toy") == kvjax.policy("striped + halving")
     assert "striped" in {method.name for method in catalogue.methods()}
-    with pytest.raises(PolicyError, match=r"striped\(True\): every=True is no distance"):
+    with pytest.raises(PolicyError, match=r"striped\(True\): every=True is not a valid distance"):
         kvjax.policy("striped(True) + halving")
 
 

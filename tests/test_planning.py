@@ -64,11 +64,10 @@ def test_a_named_shape_has_as_many_parameters_as_the_model(name, parameters):
 
 
 def test_a_training_config_may_name_one():
-    assert config.published({"config": "llama-3.1-8b"}) == LLAMA
-    assert config.published({"config": published.CONFIGS["qwen2.5-7b"]}) == published.spec("qwen2.5-7b")
-    assert config.published({}) is None
+    assert config.published("llama-3.1-8b") == LLAMA
+    assert config.published(published.CONFIGS["qwen2.5-7b"]) == published.spec("qwen2.5-7b")
     with pytest.raises(ModelError, match="Give one of llama-3.1-8b"):
-        config.published({"config": "llama-9"})
+        config.published("llama-9")
 
 
 # --- slots ----------------------------------------------------------------------------------------
@@ -135,7 +134,7 @@ def test_a_real_state_is_as_large_as_planned(policy):
     one, policy, context = tiny.model(), kvjax.policy(policy), 192
     prompts = [tiny.prompt(context), tiny.prompt(context, 1)]
     state, _ = kvjax.prefill(one, policy, prompts, context=context, chunk_size=64)
-    state = decode.reserve(policy, state, decode.SEGMENT, 1, ahead=decode.HORIZON)
+    state = decode.reserve(policy, state, decode.MAX_STEPS, 1, ahead=decode.HORIZON)
     real = sum(leaf.nbytes for leaf in jax.tree.leaves(state.layers))
     mesh = _search.abstract(1, 1, 1)
     planned = Case(one.network.spec, policy, mesh, 2, context, dtype="float32", chunk=64)
@@ -301,9 +300,9 @@ GOOD = "--model llama-3.1-8b --policy full --context 4096 --rows 4 --tpu v5e:2x2
         ("--tpu v9:2x2", "'v9' is none of v5e, v6e, v5p, tpu7x"),
         ("--tpu v5e", "--tpu v5e has no topology"),
         ("--tpu v5e:2xtwo", "has no topology"),
-        ("--gpu h100:8 --tpu", "--gpu h100:8 is none that is known"),
-        ("--gpu h200:9 --tpu", "--gpu h200:9 is none that is known"),
-        ("--mesh data=2,tensor=4", "lays 8 devices, and v5e:2x2 has 4. Make them agree"),
+        ("--gpu h100:8 --tpu", "--gpu h100:8 is not known"),
+        ("--gpu h200:9 --tpu", "--gpu h200:9 is not known"),
+        ("--mesh data=2,tensor=4", "has 8 devices, v5e:2x2 has 4. Make them agree"),
         ("--mesh rows=4", "'rows' is no axis"),
         ("--rows 3 --mesh data=4", "data=4 does not divide 3 rows"),
         ("--tpu v5e:4x4 --mesh tensor=16", "tensor=16 does not divide the model's 8 KV heads"),
@@ -313,7 +312,7 @@ GOOD = "--model llama-3.1-8b --policy full --context 4096 --rows 4 --tpu v5e:2x2
         ("--policy wg-kv --share 1.5", "--share 1.5 is out of range"),
         ("--imbalance 0.5", "--imbalance 0.5 is out of range"),
         ("--context 200000", "more than the model's 131072 positions"),
-        ("--model llama-9", "no shape that is known by name"),
+        ("--model llama-9", "no model known by name"),
         ("--policy nothing", "nothing"),
         ("--out nowhere/at/all.json", "there is no folder nowhere/at"),
     ],

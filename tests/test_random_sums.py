@@ -58,12 +58,12 @@ def values(argument: Argument) -> st.SearchStrategy[Any]:
 @st.composite
 def parts(draw, kind, often: bool) -> Any:
     """A part with some of its arguments, or all of them; None where its own check refuses them together."""
-    given = {}
+    arguments = {}
     for name, argument in kind.arguments.items():
         if not values(argument).is_empty and (often or draw(st.booleans())):
-            given[name] = draw(values(argument))
+            arguments[name] = draw(values(argument))
     try:
-        return kind(**given)
+        return kind(**arguments)
     except PolicyError:
         return None
 
@@ -71,15 +71,15 @@ def parts(draw, kind, often: bool) -> Any:
 @st.composite
 def sums(draw, often: bool = False) -> dict[str, Any]:
     """Fields of a policy: in each place something or nothing; often something, and small."""
-    found: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     for place, kinds in KINDS.items():
         odds = [True, False]
         if often:  # a selective read is not judged against all that is held
             odds = [True, False, False] if place == "selection" else [True, True, False]
         if kinds and draw(st.sampled_from(odds)):
             part = draw(parts(draw(st.sampled_from(kinds)), often))
-            found |= {} if part is None else {place: part}
-    return found | {"sinks": draw(st.integers(0, 4)), "recent": draw(st.sampled_from([0, 0, 3, 9]))}
+            fields |= {} if part is None else {place: part}
+    return fields | {"sinks": draw(st.integers(0, 4)), "recent": draw(st.sampled_from([0, 0, 3, 9]))}
 
 
 def built(fields: dict[str, Any]) -> Policy | str:
@@ -114,9 +114,9 @@ def test_a_sum_is_refused_with_a_reason_or_is_its_name(fields):
 # --- lived ---------------------------------------------------------------------------------------
 
 
-def _look(info, cache, x, length, done):
+def _look(info, x, cache, length, done):
     """``layer.step``, and beside the cache what the layer asked for and got."""
-    read, cache = layer.step(info, cache, x, length, ~done)
+    _, (cache, read) = layer.step(info, x, cache, length, ~done)
     return read.out, (cache, x.q[:, 0], read.out[:, 0])
 
 
@@ -127,7 +127,7 @@ def seen_step(
     policy: Policy, weights: Any, state: KVState, tokens: np.ndarray
 ) -> tuple[KVState, list[tuple[jax.Array, jax.Array]]]:
     """A decode step of a state that is donated, with what each layer asked for and got."""
-    layers = decode.sites(tiny.model().network, policy, tiny.model().params, weights)
+    layers = decode.layer_calls(tiny.model().network, policy, tiny.model().params, weights)
     _, met = tiny.turn(tiny.model(), policy, layers, state, tokens, np.ones(state.rows, bool), LOOK)
     caches = tuple(cache for cache, *_ in met)
     after = dataclasses.replace(state, layers=caches, length=jnp.asarray(np.asarray(state.length) + 1))
@@ -135,7 +135,7 @@ def seen_step(
 
 
 def holdings(state: KVState, index: int, row: int, head: int) -> tuple[np.ndarray, np.ndarray]:
-    """Keys and values of a stream, ring and pages, as they are stored."""
+    """Keys and values of a KV head, ring and pages, as they are stored."""
     room = state.layers[index]
     at = tiny.places(state.length, room.ring.window)[row]
     k, v = (np.asarray(x)[row, head][at >= 0] for x in (room.ring.k, room.ring.v))
@@ -160,10 +160,10 @@ def reads_exactly_what_it_holds(policy: Policy, state: KVState, met: list[Any]) 
 
 
 def bytes_are_counted(state: KVState) -> None:
-    found = metrics.nbytes(state)
+    nbytes = metrics.nbytes(state)
     stores = [getattr(room, name) for room in state.layers for name in metrics.STORES]
-    assert found.total["allocated"] == sum(x.nbytes for x in jax.tree.leaves(stores))
-    assert metrics.by_row(state)[0].sum() == pytest.approx(found.total["live"], abs=1)
+    assert nbytes.total["allocated"] == sum(x.nbytes for x in jax.tree.leaves(stores))
+    assert metrics.by_row(state)[0].sum() == pytest.approx(nbytes.total["live"], abs=1)
     held = sum(len(x) for room in state.layers if room.pools for x in tiny.held(*room.pools).values())
     ring = sum(2 * np.minimum(np.asarray(state.length), room.ring.window).sum() for room in state.layers)
     assert np.asarray(metrics.live_slots(state)).sum() == held + ring
@@ -195,9 +195,9 @@ def lives(policy: Policy, *, long: bool) -> None:
     if long:
         twin = decode.reserve(policy, kvjax.fork(state, 1, 2), STEPS, 1)
         token = np.asarray([TEXTS[1][LENGTHS[1]]] * 2, np.int32)
-        _, mine = seen_step(policy, how["weights"], tiny.copy(state), token)
-        _, theirs = seen_step(policy, how["weights"], twin, token)
-        for (_, left), (_, right) in zip(mine, theirs):
+        _, left_seen = seen_step(policy, how["weights"], tiny.copy(state), token)
+        _, right_seen = seen_step(policy, how["weights"], twin, token)
+        for (_, left), (_, right) in zip(left_seen, right_seen):
             np.testing.assert_allclose(right[0], left[1], atol=2e-4)
             np.testing.assert_allclose(right[1], left[1], atol=2e-4)
     for step in range(STEPS):

@@ -15,11 +15,14 @@ from tiny import quick_compiles  # noqa: F401
 
 import kvjax
 from kvjax import decode
-from kvjax.saving import StateError, _parts, _read
-from kvjax.saving._files import check_place
+from kvjax.cache.pool import size_class
+from kvjax.saving import StateError, _read
+from kvjax.saving import _device_parts as device_parts
+from kvjax.saving._atomic import check_place
 from kvjax.saving._write import _write, write_part
-from kvjax.sharding.mesh import AXES, Mesh, MeshError, sizes_of
-from kvjax.sharding.reshard import _dealt, on_host
+from kvjax.sharding.mesh import Mesh, MeshError, sizes_of
+from kvjax.sharding.reshard import _divided, on_host
+from kvjax.sharding.specs import AXES, of_state
 
 SPECS = (
     "full",
@@ -150,15 +153,17 @@ def parted(state: kvjax.KVState, file, folder, sizes: str) -> None:
     """The state of a file as the devices of a mesh would write it, each its block."""
     (arrays, found), mesh = _read._read(file), sizes_of(sizes)
     layers = [on_host(cache, state.mesh) for cache in state.layers]
-    layers = [cache.with_pools([_dealt(pages, mesh) for pages in cache.pools]) for cache in layers]
+    layers = [
+        cache.with_pools([_divided(pages, mesh, size_class) for pages in cache.pools]) for cache in layers
+    ]
     shared = {name: x for name, x in arrays.items() if not name[0].isdigit()}
 
-    def mine(x: np.ndarray, spec: jax.P, block: _parts.Block) -> np.ndarray:
+    def mine(x: np.ndarray, spec: jax.P, block: device_parts.Block) -> np.ndarray:
         return np.split(x, block.of)[block.at] if spec == jax.P(("data", "tensor")) else x[block.index]
 
     folder.mkdir()
-    for block in _parts.blocks(mesh, state.rows, state.layers[0].ring.k.shape[1]):
-        own = [jax.tree.map(lambda x, s, b=block: mine(x, s, b), one, mesh.specs(one)) for one in layers]
+    for block in device_parts.blocks(mesh, state.rows, state.layers[0].ring.k.shape[1]):
+        own = [jax.tree.map(lambda x, s, b=block: mine(x, s, b), one, of_state(one)) for one in layers]
         write_part(folder, block, shared, own, {n: found[n] for n in found if n not in ("layers", "digest")})
 
 
@@ -229,7 +234,7 @@ def test_a_folder_of_parts_is_there_whole_or_not_at_all(tmp_path):
     folder, leftover = tmp_path / "state", tmp_path / ".state.parts.orbax-checkpoint-tmp"
 
     def writes(word: str):
-        return lambda place: (place / _parts.NAME.format(at=0, of=1)).write_text(word)
+        return lambda place: (place / device_parts.NAME.format(at=0, of=1)).write_text(word)
 
     def breaks(place):
         writes("cut off")(place)
@@ -238,12 +243,12 @@ def test_a_folder_of_parts_is_there_whole_or_not_at_all(tmp_path):
     folder.write_text("an older state, of one process")
     leftover.mkdir()  # of a save that was killed
     for word in ("first", "second"):
-        _parts.write_together(folder, writes(word))
+        device_parts.write_together(folder, writes(word))
         assert [one.name for one in tmp_path.iterdir()] == ["state"]
         assert next(folder.glob("part-*")).read_text() == word
         check_place(folder)  # another state may take its place
     with pytest.raises(OSError, match="disk full"):
-        _parts.write_together(folder, breaks)
+        device_parts.write_together(folder, breaks)
     assert next(folder.glob("part-*")).read_text() == "second"
     assert [one.name for one in tmp_path.iterdir()] == ["state"]
 

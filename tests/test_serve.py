@@ -19,9 +19,8 @@ from tiny import by_layer, quick_compiles  # noqa: F401
 
 import kvjax
 from kvjax import catalogue, metrics, timing
-from kvjax.serve import facts
 from kvjax.serve.__main__ import main
-from kvjax.serve.answer import timings
+from kvjax.serve.answer import format_bytes, timings
 from kvjax.serve.arguments import parse
 from kvjax.serve.chat import chat
 from kvjax.serve.command import run
@@ -61,8 +60,8 @@ def generated(folder: Path, policy: str, prompt: str) -> tuple[str, list[int], k
     """The library's own answer."""
     model = kvjax.load(folder)
     ids = model.text.encode(prompt)
-    done = kvjax.generate(model, kvjax.policy(policy), [ids], max_new_tokens=NEW, stops=model.spec.eos)
-    return model.text.decode(done.tokens[0]), done.tokens[0], done.state
+    generation = kvjax.generate(model, kvjax.policy(policy), [ids], max_new_tokens=NEW, stops=model.spec.eos)
+    return model.text.decode(generation.tokens[0]), generation.tokens[0], generation.state
 
 
 def test_text_on_stdout_and_one_line_of_facts_on_stderr(say, tiny_folder):
@@ -70,10 +69,10 @@ def test_text_on_stdout_and_one_line_of_facts_on_stderr(say, tiny_folder):
     text, tokens, _ = generated(tiny_folder, "full", PROMPT)
     assert code == 0
     assert out == text + "\n"
-    found = FACTS.fullmatch(err.strip())
-    assert found
-    assert int(found[1]) == len(tokens) == NEW
-    assert int(found[2]) == len(PROMPT) + 1  # bytes and BOS
+    facts = FACTS.fullmatch(err.strip())
+    assert facts
+    assert int(facts[1]) == len(tokens) == NEW
+    assert int(facts[2]) == len(PROMPT) + 1  # bytes and BOS
 
 
 @pytest.mark.parametrize("policy", ["full", "window(16) + sinks(4)", "knorm + uniform(0.5)"])
@@ -175,12 +174,11 @@ def test_the_models_own_window_is_announced(tiny_folder, tmp_path, capsys):
     config["layer_types"] = ["full_attention", "sliding_attention"]
     (folder / "config.json").write_text(json.dumps(config))
     words = ["--model", str(folder), "--prompt", PROMPT, "--json", "--max-new-tokens", "2"]
-    says = (
-        "note: the policy has no say in layers whose own sliding window rules (1 of 2; layer: tokens = 1: 32)"
-    )
+    note = "note: the policy has no effect in layers with a sliding window of the model's own "
+    note += "(1 of 2; layer: tokens = 1: 32)"
     for _ in range(2):  # each run says it, and once
         assert main([*words, "--policy", "window(16)"]) == 0
-        assert capsys.readouterr().err.splitlines() == [f"{says}."]
+        assert capsys.readouterr().err.splitlines() == [f"{note}."]
     assert main(words) == 0
     assert capsys.readouterr().err == ""
 
@@ -228,7 +226,7 @@ def test_chat_commands(tiny_folder, capsys):
     out, err = capsys.readouterr()
     one, _, _ = generated(tiny_folder, "full", "first")
     assert out == f"{one}\n\n{one}\n"
-    assert "/nonsense is no command. Use /clear or /exit." in err
+    assert "/nonsense is not a command. Use /clear or /exit." in err
 
 
 def test_chat_survives_a_conversation_that_is_too_long(tiny_folder, capsys):
@@ -257,12 +255,12 @@ def test_ctrl_c_stops_an_answer_and_keeps_what_was_said(tiny_folder, capsys, mon
     monkeypatch.setattr(sys, "stdout", screen)
     talk(tiny_folder, ["first", "second", EOFError], "--max-new-tokens", "40")
     monkeypatch.undo()
-    said, _, rest = screen.getvalue().partition(" [stopped]\n")
+    shown, _, rest = screen.getvalue().partition(" [stopped]\n")
     whole = json_answer(tiny_folder, capsys, "first", 40)
-    assert said
-    assert whole.startswith(said)
-    assert len(said) < len(whole)
-    assert rest == json_answer(tiny_folder, capsys, f"first\n{said}\nsecond", 40) + "\n\n"
+    assert shown
+    assert whole.startswith(shown)
+    assert len(shown) < len(whole)
+    assert rest == json_answer(tiny_folder, capsys, f"first\n{shown}\nsecond", 40) + "\n\n"
 
 
 def json_answer(folder: Path, capsys, prompt: str, new: int) -> str:
@@ -285,8 +283,8 @@ def test_compile_time_is_heard_and_is_part_of_the_wall_clock():
 
 def test_speed_leaves_out_the_first_token_and_the_compiler():
     start, first, end = timing.Moment(0, 0), timing.Moment(3, 2.5), timing.Moment(6, 4.5)
-    found = timings(start, first, end, tokens=11)
-    assert found == {"first_token": 3, "total": 6, "compile": 4.5, "tokens_per_second": 10}
+    measured = timings(start, first, end, tokens=11)
+    assert measured == {"first_token": 3, "total": 6, "compile": 4.5, "tokens_per_second": 10}
     assert timings(start, first, end, tokens=1)["tokens_per_second"] is None
 
 
@@ -302,7 +300,7 @@ def test_speed_leaves_out_the_first_token_and_the_compiler():
     ],
 )
 def test_sizes_read_well(count, text):
-    assert facts.size(count) == text
+    assert format_bytes(count) == text
 
 
 # --- the process ---------------------------------------------------------------------------------

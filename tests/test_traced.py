@@ -1,4 +1,4 @@
-"""Dials: numbers of a policy that are no shapes run the program that is there already."""
+"""Hyperparameters are traced: a policy with other values runs the program that is compiled already."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvjax import decode
 from kvjax.algebra import Number, Part, Policy
 from kvjax.decode import _by_layer
 
-# A preset (or a policy that shows its dials on a tiny model), and the same at other numbers of every dial.
+# A preset (or a policy that shows its hyperparameters on a tiny model), and the same with other values.
 NEIGHBOURS = {
     "full": "full",
     "window(16) + sinks(4)": "window(16) + sinks(3)",
@@ -91,7 +91,7 @@ AT_ONCE = (
 
 
 @pytest.mark.parametrize(("spec", "other"), NEIGHBOURS.items())
-def test_another_value_of_any_dial_compiles_nothing(spec, other, monkeypatch):
+def test_another_value_of_any_hyperparameter_compiles_nothing(spec, other, monkeypatch):
     """By one program for all layers, or (as deep models are run, in half the time) by one that they share."""
     if spec not in AT_ONCE:
         monkeypatch.setattr(_by_layer, "DEEP", 1)
@@ -99,7 +99,7 @@ def test_another_value_of_any_dial_compiles_nothing(spec, other, monkeypatch):
     run(first)
     assert compilations(functools.partial(run, second)) == 0
     assert jax.tree.structure(first) == jax.tree.structure(second)
-    assert (first == second) == (spec == other), "equality and repr show every dial"
+    assert (first == second) == (spec == other), "equality and repr show every hyperparameter"
 
 
 def test_a_structure_does_compile():
@@ -114,14 +114,18 @@ def test_every_preset_has_a_neighbour():
     assert {kind for spec in kvjax.PRESETS.values() for kind in map(type, kvjax.policy(spec).parts)} <= shown
 
 
-def test_every_dial_is_turned():
-    """A dial that no pair above changes could be compiled in without a test that sees it."""
-    turned: dict[type[Part], set[str]] = {}
+def test_every_hyperparameter_is_changed():
+    """A hyperparameter that no pair above changes could be compiled in without a test that sees it."""
+    changed_by_part: dict[type[Part], set[str]] = {}
     for spec, other in NEIGHBOURS.items():
         for one, two in zip(kvjax.policy(spec).parts, kvjax.policy(other).parts):
             changed = {name for name in one.traced if getattr(one, name) != getattr(two, name)}
-            turned.setdefault(type(one), set()).update(changed)
-    left = {kind.name: set(kind.traced) - names for kind, names in turned.items() if set(kind.traced) - names}
+            changed_by_part.setdefault(type(one), set()).update(changed)
+    left = {
+        kind.name: set(kind.traced) - names
+        for kind, names in changed_by_part.items()
+        if set(kind.traced) - names
+    }
     assert left == {}
 
 
@@ -146,7 +150,7 @@ def test_many_budgets_leave_memory_maps_flat(count):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Sharp(Part):
-    """A part with a dial, and a field that is structure."""
+    """A part with a hyperparameter and a field that is structure."""
 
     name = "sharp"
     place = "eviction"
@@ -156,7 +160,7 @@ class Sharp(Part):
     wide: int = 3
 
 
-def test_a_part_is_a_pytree_of_its_dials():
+def test_a_part_is_a_pytree_of_its_hyperparameters():
     leaves, structure = jax.tree.flatten(Sharp(0.25))
     assert leaves == [0.25]
     assert structure == jax.tree.structure(Sharp(1))

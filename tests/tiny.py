@@ -23,7 +23,7 @@ from kvjax.cache import pool
 from kvjax.cache.pages import Pages
 from kvjax.cache.state import KVState
 from kvjax.decode import _by_layer
-from kvjax.decode._by_layer import top
+from kvjax.decode._by_layer import outer
 from kvjax.models import decoder
 from kvjax.models.spec import ModelSpec, Rope
 from pallas_kernels.ragged_decode.api import floats
@@ -152,7 +152,7 @@ def read(
     state = dataclasses.replace(state, total=jnp.asarray(lengths))
     tokens = decode.padded(prompts, -(-int(lengths.max()) // chunk) * chunk)
     last = jnp.asarray(np.zeros((len(prompts), tiny.network.spec.model_dim), np.float32))
-    layers = decode.sites(tiny.network, policy, tiny.params, weights(policy))
+    layers = decode.layer_calls(tiny.network, policy, tiny.params, weights(policy))
     for begin in range(0, tokens.shape[1], chunk):
         count = np.clip(lengths - begin, 0, chunk).astype(np.int32)
         piece = tokens[:, begin : begin + chunk]
@@ -174,12 +174,12 @@ def feed(
     """
     tiny = tiny or model()
     active = np.ones(tokens.shape[0], bool) if active is None else np.asarray(active)
-    layers, rest = decode.sites(tiny.network, policy, tiny.params, weights(policy)), top(tiny.params)
+    layers, rest = decode.layer_calls(tiny.network, policy, tiny.params, weights(policy)), outer(tiny.params)
     nothing, found = np.zeros((len(active), tiny.network.spec.model_dim), np.float32), []
     for column in np.asarray(tokens, np.int32).T:
         x, caches = turn(tiny, policy, layers, state, column, active)
-        length, last = _by_layer.fed(x, state.length, active.astype(np.int32), jnp.asarray(nothing))
-        logits, sure = _by_layer.answer(tiny.network, policy, rest, last, state.confidence, active)
+        length, last = _by_layer.after_chunk(x, state.length, active.astype(np.int32), jnp.asarray(nothing))
+        logits, sure = _by_layer.last_logits(tiny.network, policy, rest, last, state.confidence, active)
         state = dataclasses.replace(state, layers=tuple(caches), length=length, confidence=sure)
         found.append(logits)
     return state, np.stack(jax.device_get(found), axis=1)
@@ -188,7 +188,7 @@ def feed(
 def turn(
     tiny: Tiny,
     policy: Policy,
-    layers: Sequence[decode.Site],
+    layers: Sequence[decode.LayerCall],
     state: KVState,
     tokens: np.ndarray,
     active: np.ndarray,
@@ -200,7 +200,7 @@ def turn(
       The last layer's output [B, 1, D], and what ``program`` gives for the cache of each layer.
     """
     network, met = tiny.network.at(state.context), []
-    x = _by_layer.embed(network, top(tiny.params), state.length, tokens)
+    x = _by_layer.embed(network, outer(tiny.params), state.length, tokens)
     for site, cache in zip(layers, state.layers):
         given = (cache, x, state.length, ~active, state.total, state.confidence)
         x, after = program(network, *site, policy, *given, mesh=state.mesh)

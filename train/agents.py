@@ -8,7 +8,8 @@ from typing import Any
 
 import jax
 
-from kvjax.sharding.mesh import TENSOR, laid
+from kvjax.sharding.mesh import shard
+from kvjax.sharding.specs import TENSOR
 from train import mesh
 from train.config import ConfigError
 
@@ -20,7 +21,7 @@ class AgentLayout(mesh.Layout):
     def batch(self, batch: dict[str, Any]) -> dict[str, Any]:
         """A batch on the mesh: arrays with an axis of agents are sharded by it, all others replicated."""
         spec = lambda value: mesh.P(None, TENSOR) if value.ndim > 2 else mesh.P()  # noqa: E731
-        return {name: laid(value, self.of(spec(value))) for name, value in batch.items()}
+        return {name: shard(value, self.of(spec(value))) for name, value in batch.items()}
 
 
 def make_layout(count: int, agents: int, devices: Sequence[Any] | None = None) -> AgentLayout:

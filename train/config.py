@@ -1,23 +1,39 @@
-"""What every trainer's config shares: how it is read, how a value is refused, which model it trains on."""
+"""What every trainer's config shares: how YAML becomes a dataclass, how a value is refused, the backbone.
+
+The fields of a dataclass are the keys of a section. Their types and what ``kvjax.cli.option`` declares say
+how values are read; ``flag`` is the path of a key that has another name. ``__post_init__`` compares fields.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import math
+import types
+import typing
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import jax
 import yaml
 
-from kvjax.cli import InputError
+from kvjax.cli import InputError, Rule, option, whole
 from kvjax.models.spec import ModelSpec
+from train import loop
 
 if TYPE_CHECKING:
     from kvjax.loading import LanguageModel
 
 Read = TypeVar("Read")
+
+REQUIRED = dataclasses.MISSING
+"""The default of a key that a config must have."""
+
+POSITIVE = Rule(float, lambda x: x > 0, "a number above 0")
+NOT_NEGATIVE = Rule(float, lambda x: x >= 0, "a number, 0 or more")
+SHARE = Rule(float, lambda x: 0 <= x < 1, "a share from 0 to below 1")
+OPEN_SHARE = Rule(float, lambda x: 0 < x < 1, "a number above 0 and below 1")
+_FINITE = Rule(float, math.isfinite, "a number")
 
 
 class ConfigError(InputError):
@@ -30,35 +46,33 @@ def require(holds: bool, key: str, value: Any, rule: str) -> None:
         raise ConfigError(f"{key}: {value!r} in the config {rule}")
 
 
-def number(value: Any, key: str) -> float:
-    """A finite number, also where YAML read 1e-3 as text."""
+def number(value: Any, key: str, rule: Rule = _FINITE) -> float:
+    """A finite number, also where YAML reads 1e-3 as text."""
     try:
-        found = float(value)
+        read = math.nan if isinstance(value, bool) else float(value)
     except (TypeError, ValueError):
-        found = math.nan
-    require(math.isfinite(found) and not isinstance(value, bool), key, value, "is no number. Give one.")
-    return found
+        read = math.nan
+    require(math.isfinite(read), key, value, f"is no number. Give {rule.rule}.")
+    require(rule.holds(read), key, value, f"is out of range. Give {rule.rule}.")
+    return read
 
 
-def count(value: Any, key: str, least: int = 1) -> int:
-    """A whole number of at least ``least``."""
-    whole = isinstance(value, int) and not isinstance(value, bool) and value >= least
-    require(whole, key, value, f"counts something. Give a whole number, {least} or more.")
+def count(value: Any, key: str, rule: Rule = whole()) -> int:  # noqa: B008  (a constant)
+    """A whole number."""
+    fits = isinstance(value, int) and not isinstance(value, bool) and rule.holds(value)
+    require(fits, key, value, f"is out of range. Give {rule.rule}.")
     return int(value)
 
 
-def axes(given: Any) -> tuple[int, int]:
+def axes(sizes: Any) -> tuple[int, int]:
     """The sizes of a config's ``mesh``: data and tensor, 1 where they are not named."""
-    require(isinstance(given, dict), "mesh", given, "names no axes. Write {data: 2, tensor: 4}.")
-    rule = "has no such axis. Weights and rows are cut over data (once called fsdp), heads over tensor."
-    require(not given.keys() - {"data", "tensor"}, "mesh", given, rule)
-    return count(given.get("data", 1), "mesh.data"), count(given.get("tensor", 1), "mesh.tensor")
+    require(isinstance(sizes, dict), "mesh", sizes, "names no axes. Write {data: 2, tensor: 4}.")
+    rule = "has no such axis. Weights and rows are cut over data, heads over tensor."
+    require(not sizes.keys() - {"data", "tensor"}, "mesh", sizes, rule)
+    return count(sizes.get("data", 1), "mesh.data"), count(sizes.get("tensor", 1), "mesh.tensor")
 
 
-def one_of(value: Any, key: str, known: tuple[str, ...]) -> str:
-    """One of the known words."""
-    require(value in known, key, value, f"is none of {', '.join(known)}.")
-    return str(value)
+# --- YAML ----------------------------------------------------------------------------------------
 
 
 def read_config(path: Path, parse: Callable[[dict[str, Any]], Read], example: str) -> Read:
@@ -66,11 +80,11 @@ def read_config(path: Path, parse: Callable[[dict[str, Any]], Read], example: st
 
     Args:
       path: the file.
-      parse: makes settings of its keys; a missing one may raise KeyError, an unknown one TypeError.
+      parse: makes settings of its keys; a missing one may raise KeyError.
       example: a config to start from.
 
     Raises:
-      ConfigError: no such file, no keys in it, missing or unknown ones, or what ``parse`` raises.
+      ConfigError: no such file, no keys in it, missing ones, or what ``parse`` raises.
     """
     try:
         tree = yaml.safe_load(path.read_text())
@@ -86,44 +100,119 @@ def read_config(path: Path, parse: Callable[[dict[str, Any]], Read], example: st
         return parse(tree)
     except KeyError as missing:
         raise ConfigError(f"--config {path} lacks {missing.args[0]}. Add it, as in {example}.") from None
-    except TypeError as reason:  # an unknown key of a section is an unexpected argument
-        raise ConfigError(
-            f"--config {path}: {str(reason).partition('__init__() ')[2] or reason}."
-        ) from reason
 
 
-def published(model: dict[str, Any]) -> ModelSpec | None:
-    """The model's sizes where a config's section ``model`` writes them out, or names them."""
+def section(kind: type[Read], tree: Any, at: str = "", others: tuple[str, ...] = ()) -> Read:
+    """A dataclass from a section of a config.
+
+    Args:
+      kind: the dataclass.
+      tree: the section.
+      at: where the section is, as "gate."; "" for the whole config.
+      others: keys that somebody else reads.
+
+    Raises:
+      ConfigError: an unknown key, a value of another kind or out of range.
+      KeyError: a missing key.
+    """
+    require(isinstance(tree, dict), at.rstrip("."), tree, "holds no keys. Give some.")
+    hints, values = typing.get_type_hints(kind), {}
+    legal: dict[str, list[str]] = {"": list(others)}
+    for field in dataclasses.fields(kind):  # type: ignore[arg-type]
+        declared = field.metadata.get("option", {})
+        path = declared.get("flag", field.name)
+        if path.startswith("-"):
+            continue  # of the command line
+        inside, _, key = path.rpartition(".")
+        legal[""].append(inside or key)
+        legal.setdefault(inside, []).append(key)
+        holder = tree.get(inside, {}) if inside else tree
+        require(isinstance(holder, dict), inside, holder, "holds no keys. Give some.")
+        if key in holder:
+            values[field.name] = _value(holder[key], hints[field.name], at + path, declared)
+        elif field.default is field.default_factory is REQUIRED:
+            raise KeyError(at + path)
+    for inside, known in legal.items():
+        unknown = sorted((tree.get(inside, {}) if inside else tree).keys() - set(known))
+        if unknown:
+            key, some = f"{at}{inside}.{unknown[0]}".lstrip("."), ", ".join(dict.fromkeys(known))
+            raise ConfigError(f"{key} in the config is no known key. The keys there are {some}.")
+    return kind(**values)
+
+
+def _value(value: Any, hint: Any, key: str, declared: Any) -> Any:
+    """A value of a config as its field's type and declaration say."""
+    inner, rule = typing.get_args(hint), declared.get("type")
+    if isinstance(hint, types.UnionType):  # X | None
+        return None if value is None else _value(value, inner[0], key, declared)
+    if rule is not None and not isinstance(rule, Rule):
+        return rule(value)
+    if typing.get_origin(hint) is tuple:
+        require(isinstance(value, list) and bool(value), key, value, "is no list. Give one value or more.")
+        return tuple(_value(each, inner[0], key, declared) for each in value)
+    if typing.get_origin(hint) is Literal:
+        require(value in inner, key, value, f"is none of {', '.join(inner)}.")
+    elif typing.get_origin(hint) is dict:
+        require(isinstance(value, dict) and bool(value), key, value, "holds no keys. Give some.")
+        return {name: _value(each, inner[1], f"{key}.{name}", declared) for name, each in value.items()}
+    elif isinstance(hint, type) and dataclasses.is_dataclass(hint):
+        return section(hint, value, f"{key}.")
+    elif hint is bool:
+        require(isinstance(value, bool), key, value, "is neither true nor false.")
+    elif hint is int:
+        return count(value, key, rule or whole(1 if declared else 0))
+    elif hint is float:
+        return number(value, key, rule or _FINITE)
+    elif hint in (str, Path):
+        return hint(str(value))
+    return value
+
+
+# --- what all trainers train on ------------------------------------------------------------------
+
+
+def published(config: str | dict[str, Any]) -> ModelSpec:
+    """The model's sizes that a config names, or writes out as a config.json does."""
     from kvjax.models import published
     from kvjax.models.hf_config import read_config as read
 
-    if "config" not in model:
-        return None
-    config = model["config"]
     return published.spec(config) if isinstance(config, str) else read(config, {}, "model.config")
 
 
-def backbone(source: str, dtype: str, spec: ModelSpec | None) -> LanguageModel:
-    """The frozen model in a config's dtype, in the host's memory.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Training:
+    """The keys that every trainer's config has."""
 
-    Args:
-      source: "embedded", a folder or a hub id.
-      dtype: of its weights.
-      spec: what the config writes out of it, or None.
+    name: str = option(REQUIRED, "of the config")
+    seed: int = option(REQUIRED, "of what is trained and of batches", type=whole(0))
+    folder: Path = option(REQUIRED, "of checkpoints and log")
+    source: str = option(REQUIRED, 'the backbone: "embedded", a folder or a hub id', flag="model.source")
+    dtype: Literal["float32", "bfloat16"] = option("float32", "of the backbone's weights", flag="model.dtype")
+    spec: ModelSpec | None = option(
+        None, "the backbone's sizes; None to ask the source", flag="model.config", type=published
+    )
+    plan: loop.Cadence = option(REQUIRED, "steps, and when things happen")
 
-    Raises:
-      ModelError: no such model.
-      ConfigError: the config writes out another model than its source holds.
-    """
-    from kvjax import loading
+    def __post_init__(self) -> None:
+        """Raises ConfigError: a run of no steps."""
+        count(self.plan.steps, "plan.steps")
 
-    with jax.default_device(jax.local_devices(backend="cpu")[0]):  # one chip may be too small for it
-        model = loading.load(None if source == loading.EMBEDDED else source, dtype=dtype)
-    if spec is not None:
-        written = dataclasses.replace(spec, bos=model.spec.bos, eos=model.spec.eos)
-        if written != model.spec:
-            raise ConfigError(
-                f"model.config in the config describes another model than {source} holds. Correct or "
-                "remove it."
-            )
-    return model
+    def model(self) -> LanguageModel:
+        """The frozen backbone in the config's dtype, in the host's memory.
+
+        Raises:
+          ModelError: no such model.
+          ConfigError: the config writes out another model than its source holds.
+        """
+        from kvjax import loading
+
+        with jax.default_device(jax.local_devices(backend="cpu")[0]):  # one chip may be too small for it
+            model = loading.load(None if self.source == loading.EMBEDDED else self.source, dtype=self.dtype)
+        if self.spec is not None:
+            written = dataclasses.replace(self.spec, bos=model.spec.bos, eos=model.spec.eos)
+            if written != model.spec:
+                raise ConfigError(
+                    f"model.config in the config describes another model than {self.source} holds. Correct "
+                    "or remove it."
+                )
+        return model

@@ -18,10 +18,10 @@ import jax.numpy as jnp
 
 from kvjax.models import decoder
 from kvjax.models.spec import ModelSpec
-from kvjax.sharding.mesh import STREAMS
+from kvjax.sharding.specs import HEADS, RESIDUAL
 from kvjax.types import Heads, Params
 from pallas_kernels.gated.api import gated
-from train.mesh import STREAM, Layout
+from train.mesh import Layout
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int
@@ -69,7 +69,7 @@ def gated_attention(model: GatedModel, x: Heads, log_gates: Float[Array, "B K T"
         return gated(q, k, v, g, window=model.window, softcap=x.softcap, impl=model.impl)[0]
 
     q, k, v = (jnp.swapaxes(part, 1, 2) for part in (x.q, x.k, x.v))
-    out = model.layout.mesh.each(local, (q, k, v, log_gates), (STREAMS,) * 4, STREAMS)
+    out = model.layout.mesh.each(local, (q, k, v, log_gates), (HEADS,) * 4, HEADS)
     return jnp.swapaxes(out, 1, 2).astype(x.v.dtype)
 
 
@@ -103,7 +103,7 @@ def forward(
     """
     spec = model.spec.at(tokens.shape[1])
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    pin = functools.partial(model.layout.mesh.pinned, spec=STREAM)
+    pin = functools.partial(model.layout.mesh.pinned, spec=RESIDUAL)
 
     def block(x: Array, layer: tuple[Params, Any]) -> tuple[Array, Array]:
         weights, leaves = layer

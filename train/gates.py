@@ -28,7 +28,7 @@ from kvjax.errors import UserError
 from kvjax.models import decoder
 from kvjax.models.spec import ModelSpec
 from kvjax.policies.wg_kv import WriteGate, gate_logits, initial
-from kvjax.sharding.mesh import DATA
+from kvjax.sharding.specs import DATA
 from kvjax.types import Params
 from kvjax.weights import save_weights
 from train import aot, distill, gate_rows, loop, mesh, needles

@@ -20,20 +20,15 @@ from jax.sharding import PartitionSpec as P
 
 from kvjax.models.decoder import LETTERS, shapes
 from kvjax.models.spec import ModelSpec
-from kvjax.sharding.mesh import DATA, TENSOR, Mesh, laid
+from kvjax.sharding.mesh import Mesh, shard
 from kvjax.sharding.mesh import mesh as a_mesh
+from kvjax.sharding.specs import ROWS, TENSOR, TRAINED, WHOLE
 from kvjax.types import Params
-
-STREAM = P(DATA, TENSOR, None)
-"""The residual stream [B, T, D] between layers."""
-
-CUT = {"V": (DATA, TENSOR), "D": (DATA,), **dict.fromkeys("KNF", (TENSOR,))}
-"""Axes over which trained weights are cut; a table [V, D] along V alone, which its look-up goes by."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """A mesh and how trees are laid on it; in several processes, each with its own devices' part.
+    """A mesh and how trees are sharded over it; in several processes, each with its own devices' part.
 
     Attributes:
       mesh: of ``layout``.
@@ -47,14 +42,14 @@ class Layout:
 
     def put(self, tree: Any, where: Any) -> Any:
         """Arrays at their shardings; the same values are given in every process."""
-        return jax.tree.map(laid, tree, where)
+        return jax.tree.map(shard, tree, where)
 
     def backbone(self, tree: Any) -> Any:
         """The sharding of every leaf of a model's weights, ``stacked`` or not, or of their training state."""
 
         def one(path: Any, leaf: Any) -> NamedSharding:
             letters = LETTERS.get(getattr(path[-1], "key", ""), "")  # stacked leaves begin with [L]
-            return self.of(self.mesh.spec(letters.rjust(len(leaf.shape)), leaf.shape, CUT))
+            return self.of(self.mesh.spec(letters.rjust(len(leaf.shape)), leaf.shape, TRAINED))
 
         return jax.tree_util.tree_map_with_path(one, tree)
 
@@ -68,14 +63,14 @@ class Layout:
 
         def one(path: Any, leaf: Any) -> NamedSharding:
             shared = leaf.ndim == 0 or getattr(path[-1], "key", None) == "norm"
-            return self.of(P() if shared else P(TENSOR))
+            return self.of(WHOLE if shared else P(TENSOR))
 
         return jax.tree_util.tree_map_with_path(one, tree)
 
     def batch(self, batch: dict[str, Any]) -> dict[str, Any]:
         """A batch on the mesh: ``tokens`` by rows, everything else on every device."""
         return {
-            name: laid(value, self.of(P(DATA) if name == "tokens" else P())) for name, value in batch.items()
+            name: shard(value, self.of(ROWS if name == "tokens" else WHOLE)) for name, value in batch.items()
         }
 
     def settle(self, tree: Any) -> Any:
@@ -84,13 +79,13 @@ class Layout:
         def one(leaf: Any) -> Any:
             there = getattr(leaf, "sharding", None)
             placed = isinstance(there, NamedSharding) and there.mesh == self.mesh.grid
-            return leaf if placed else laid(leaf, self.of(P()))
+            return leaf if placed else shard(leaf, self.of(WHOLE))
 
         return jax.tree.map(one, tree)
 
     def whole(self, tree: Any) -> Any:
         """Every leaf whole, on one device of this process."""
-        everywhere = jax.jit(lambda x: x, out_shardings=self.of(P()))(tree)
+        everywhere = jax.jit(lambda x: x, out_shardings=self.of(WHOLE))(tree)
         return jax.tree.map(lambda leaf: leaf.addressable_data(0), everywhere)
 
 

@@ -1,22 +1,22 @@
 """The algebra: six places, the part that does nothing in each, and the Policy that joins them.
 
-| place      | question                                                     | do nothing   |
-|------------|--------------------------------------------------------------|--------------|
-| admission  | may this token outlive the window? (asked on arrival)        | AdmitAll     |
-| eviction   | when a stream is over target, which token goes? (lowest score) | KeepRecent |
-| selection  | which slots does this read visit? (removes nothing)          | SelectAll    |
-| storage    | how is a slot held?                                          | Native       |
-| budget     | how many live slots may this layer, head, step have?         | Unlimited    |
-| completion | what stands in for what a read leaves out?                   | Nothing      |
+| place      | question                                                                   | does nothing |
+|------------|----------------------------------------------------------------------------|--------------|
+| admission  | may this token outlive the window? (asked on arrival)                      | AdmitAll     |
+| eviction   | a KV head is over its target: which token goes? (the one of lowest score)  | KeepRecent   |
+| selection  | which slots does this read visit? (removes nothing)                        | SelectAll    |
+| storage    | how is a slot stored?                                                      | Native       |
+| budget     | how many live slots may each KV head of a layer have at this step?         | Unlimited    |
+| completion | what stands in for the tokens that a read leaves out?                      | Nothing      |
 
 Parts are frozen values: ``repr`` is the name in results and parses back (``kvjax.policy(repr(p)) == p``).
-Their structure is compiled in, their dials (budgets, thresholds) are given to a program when it runs. A part
-declares in ``needs`` which quantities of a token it reads; the others are absent, so an undeclared read fails
-while tracing and an unused quantity is never computed. Values a part keeps with every token it names in
-``keeps``; they move wherever the token moves.
+A part's structure is compiled in; its hyperparameters (budgets, thresholds) are passed to the program at
+each run. ``needs`` declares which quantities of a token a part reads. Other quantities are absent, so an
+undeclared read fails while tracing, and an unused quantity is never computed. ``keeps`` names the values that
+a part stores with every token; they move wherever the token moves.
 
-A module for each place holds its class and its part that does nothing; ``_policy`` joins them and refuses
-pairs that exclude each other. Everybody else imports from here.
+Each place has a module with its class and the part that does nothing; ``_policy`` joins the parts and refuses
+pairs that exclude each other. Other packages import from here.
 """
 
 from kvjax.algebra._admission import Admission, AdmitAll

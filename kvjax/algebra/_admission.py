@@ -1,4 +1,4 @@
-"""Admission: may this token outlive the window? Asked once, on arrival."""
+"""Admission: may this token outlive the window? Asked once, when the token arrives."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ if TYPE_CHECKING:
 class Admission(Part):
     """May this token outlive the window?
 
-    ``window`` is the semantic W of methods that own it (exact attention to the last W tokens), else None.
-    ``prefill`` says whether the verdict hides a token from the prompt's own queries too; if not, a prompt is
-    read with full attention, layer by layer, and the verdict acts on what it leaves behind.
+    ``window`` is W of a method that defines one (exact attention to the last W tokens), else None. With
+    ``prefill`` a rejected token is hidden from the prompt's own queries, too. Without it a prompt is read
+    with full attention, layer by layer, and the verdict is applied to the cache afterwards.
 
     Class attributes:
-      rejects_all: nothing outlives the window but sinks.
-      alike: a token is admitted to all KV heads of a layer or to none.
+      rejects_all: only sinks outlive the window.
+      shared_verdict: a layer admits a token to all of its KV heads or to none.
     """
 
     place = "admission"
     window: int | None = None
     prefill: bool = True
     rejects_all: ClassVar[bool] = False
-    alike: ClassVar[bool] = False
+    shared_verdict: ClassVar[bool] = False
 
     def admit(self, params: Params | None, observed: Observation) -> Bool[Array, "B K T"]:
-        """One bit per KV head and token, broadcastable; asked on arrival, acts at the door."""
+        """One bit per KV head and token, broadcastable: computed on arrival, applied at the window exit."""
         raise NotImplementedError
 
 
@@ -44,9 +44,7 @@ class AdmitAll(Admission):
 
     name = "admit_all"
     idle = True
-    alike = True
+    shared_verdict = True
 
     def admit(self, params: Params | None, observed: Observation) -> Bool[Array, "B K T"]:
-        """All ones."""
-        del params
         return jnp.ones((observed.pos.shape[0], 1, observed.pos.shape[1]), bool)

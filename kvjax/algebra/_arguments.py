@@ -1,4 +1,4 @@
-"""What values an argument of a part takes; one checker for all parts, so that ``snapkv(True)`` is refused."""
+"""Which values an argument of a part takes, checked in one place: ``snapkv(True)`` is refused."""
 
 from __future__ import annotations
 
@@ -10,44 +10,49 @@ from kvjax.algebra._errors import PolicyError
 
 
 class Argument:
-    """What one argument of a part may be. Subclasses say which values and how to write them.
+    """The values that one argument of a part may have.
 
-    Attributes (fields, where a subclass wants them settable):
-      what: what a good value is, for messages: "number of tokens".
-      optional: None is a value, too.
+    Attributes (fields where a subclass lets users of the class set them):
+      what: the meaning of a good value, for error messages: "number of tokens".
+      optional: None is allowed, too.
     """
 
     what: str = "value"
     optional: bool = False
 
     def accepts(self, value: Any) -> bool:
-        """Is this a good value?"""
+        """Is this a good value? None is checked elsewhere."""
         raise NotImplementedError
 
     @property
-    def way_out(self) -> str:
-        """What to write instead, after "Give"."""
+    def expected(self) -> str:
+        """What to write instead of a bad value, after "Give"."""
         raise NotImplementedError
 
     def leaf(self, value: Any) -> Any:
-        """The value as a program is given it, where the argument is a dial."""
+        """The value as it is passed to a program, where the argument is traced."""
         return value
 
     def check(self, call: object, name: str, value: Any) -> None:
-        """Refuse a bad value of what prints as ``call``.
+        """Refuses a bad value.
+
+        Args:
+          call: what the message names as the call, for example the part.
+          name: of the argument.
+          value: its value.
 
         Raises:
-          PolicyError: naming the call, the argument and what it takes.
+          PolicyError: names the call, the argument and what it takes.
         """
         if self.optional and value is None or self.accepts(value):
             return
-        leave = ", or leave it out" if self.optional else ""
-        raise PolicyError(f"{call}: {name}={value!r} is no {self.what}. Give {self.way_out}{leave}.")
+        omit = ", or leave it out" if self.optional else ""
+        raise PolicyError(f"{call}: {name}={value!r} is not a valid {self.what}. Give {self.expected}{omit}.")
 
 
 @dataclasses.dataclass(frozen=True)
 class Whole(Argument):
-    """A whole number of at least ``least`` and at most ``most``."""
+    """A whole number of at least ``least`` and at most ``most``; not a bool, not a float."""
 
     least: int = 0
     what: str = "number of tokens"
@@ -55,21 +60,19 @@ class Whole(Argument):
     optional: bool = False
 
     def accepts(self, value: Any) -> bool:
-        """Not a bool, not a float."""
         if isinstance(value, bool) or not isinstance(value, int):
             return False
         return value >= self.least and (self.most is None or value <= self.most)
 
     @property
-    def way_out(self) -> str:
-        """The range."""
+    def expected(self) -> str:
         most = " or more" if self.most is None else f" to {self.most}"
         return f"a whole number, {self.least}{most}"
 
 
 @dataclasses.dataclass(frozen=True)
 class Number(Argument):
-    """A finite number between ``low`` and ``high``, an end included unless it is ``open``."""
+    """A finite number between ``low`` and ``high``, both included unless ``open`` names "low" or "high"."""
 
     low: float = 0.0
     high: float = math.inf
@@ -77,19 +80,16 @@ class Number(Argument):
     open: str = ""
 
     def accepts(self, value: Any) -> bool:
-        """Not a bool, not infinite, not NaN."""
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
             return False
         over = value > self.low if "low" in self.open else value >= self.low
         return over and (value < self.high if "high" in self.open else value <= self.high)
 
     def leaf(self, value: Any) -> float:
-        """1 and 1.0 are one number, and run one program."""
-        return float(value)
+        return float(value)  # so that 1 and 1.0 run the same program
 
     @property
-    def way_out(self) -> str:
-        """The range."""
+    def expected(self) -> str:
         low = f"above {self.low:g}" if "low" in self.open else f"{self.low:g} or more"
         if self.high == math.inf:
             return f"a number {low}"
@@ -106,10 +106,8 @@ class Switch(Argument):
     what: str = "switch"
 
     def accepts(self, value: Any) -> bool:
-        """A bool alone."""
         return isinstance(value, bool)
 
     @property
-    def way_out(self) -> str:
-        """Both."""
+    def expected(self) -> str:
         return "True or False"

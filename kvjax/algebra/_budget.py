@@ -1,4 +1,4 @@
-"""Budget: how many live slots may this layer, head and step have, and when is that enforced?"""
+"""Budget: how many live slots may a KV head of this layer have at this step, and when is that enforced?"""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ class Every:
 
     def __post_init__(self) -> None:
         if isinstance(self.k, bool) or not isinstance(self.k, int) or self.k < 1:
-            raise PolicyError(f"every({self.k!r}) is no period. Give a whole number of tokens, at least 1.")
+            raise PolicyError(
+                f"every({self.k!r}) is not a valid period. Give a whole number of tokens, 1 or more."
+            )
 
     def __repr__(self) -> str:
         return f"every({self.k})"
@@ -38,19 +40,19 @@ When = str | Every
 
 @dataclasses.dataclass(frozen=True)
 class Frame:
-    """Where a target is asked for: this layer among ``layers``, and what a slot costs.
+    """What a target depends on: the layer, and the cost of a slot.
 
     Attributes:
       layer: index of the layer (may be traced).
       layers: number of layers.
       kv_heads: KV heads of a layer.
       slot_bytes: bytes of one live slot, K and V.
-      confidence: what the budget said of the logits that produced each row's token; None for given tokens (a
-        prompt, a chunk), and for budgets that do not look.
-      protected: tokens of a stream that stay whatever its target (``Policy.protected``; may be traced).
-      observed: the prompt's tokens, as far as the budget declared in ``needs`` that it looks at them; None
-        while decoding, when only counts are asked for.
-      heads: how targets of a head that depend on the others' scores hear of them.
+      confidence: what the budget computed from the logits that produced each row's token; None for tokens
+        that the user gave (a prompt, a chunk) and for budgets that do not read logits.
+      protected: tokens of a KV head that stay whatever its target (``Policy.protected``; may be traced).
+      observed: the quantities of the prompt's tokens that the budget declares in ``needs``; None while
+        decoding, when only counts are available.
+      heads: all KV heads of the layer, for targets that depend on the scores of other heads.
     """
 
     layer: Any
@@ -64,14 +66,16 @@ class Frame:
 
 
 class Budget(Part):
-    """How many live slots a stream may have, ring included, and when that is enforced.
+    """How many live slots a KV head of a row may have, ring included, and when that is enforced.
 
     Class attributes:
-      sizes: as in ``Part``; () is the first field.
-      from_scores: are targets made of the prompt's scores?
-      needs_logits: is ``confidence`` asked of the logits?
-      voted: does the prompt say how many tokens stay, and no number of the user's? Such a budget stands
-        beside a part that says which, never beside ``KeepRecent``; a row that keeps all of them is told.
+      sizes: as in ``Part``; () stands for the first field.
+      from_scores: targets are computed from the prompt's scores.
+      needs_logits: ``confidence`` is computed from the logits of each step.
+      voted: the prompt decides how many tokens stay, not a number of the user's. Such a budget needs an
+        eviction that decides which tokens stay (not ``KeepRecent``); kvjax warns when a row keeps all of its
+        tokens.
+      limited: it evicts at some time.
     """
 
     place = "budget"
@@ -79,55 +83,48 @@ class Budget(Part):
     from_scores: ClassVar[bool] = False
     needs_logits: ClassVar[bool] = False
     voted: ClassVar[bool] = False
+    limited: ClassVar[bool] = True
     when: When = "after_prompt"
 
-    @property
-    def limited(self) -> bool:
-        """Does it ever evict?"""
-        return True
-
     def confidence(self, logits: Float[Array, "B V"]) -> Float[Array, " B"]:
-        """What the next step's targets depend on (``frame.confidence``); only asked if ``needs_logits``."""
+        """What the next step's targets depend on (``frame.confidence``); called only if ``needs_logits``."""
         raise NotImplementedError
 
     @property
     def least(self) -> int | None:
-        """The smallest target it can give, where that is known beforehand."""
+        """The smallest target it can give, where that is known before a prompt is."""
         return None
 
     def least_beside(self, protected: int) -> int | None:
-        """``least`` where so many tokens of a stream are protected, for budgets that mind."""
-        del protected
+        """``least`` where this many tokens of a KV head are protected, for budgets that depend on that."""
         return self.least
 
     def smallest(self, frame: Frame, length: int) -> int | None:
-        """The smallest target that a row of ``length`` tokens has in any layer; only the host calls this.
+        """The smallest target of a row of ``length`` tokens in any layer, computed on the host.
 
-        None where ``targets`` alone can tell.
+        None where only ``targets`` can tell.
         """
-        del length
         return self.least_beside(frame.protected)
 
     @property
     def most(self) -> int | None:
-        """The largest target it can give, where that is known beforehand."""
+        """The largest target it can give, where that is known before a prompt is."""
         return None
 
     def layer_mean(self, frame: Frame, length: Int[Array, " B"]) -> Int[Array, " B"] | None:
-        """The mean target of a layer's streams where scores only share it out (``from_scores``)."""
-        del frame, length
+        """The mean target of a layer's KV heads, where scores only divide its slots (``from_scores``)."""
         return None
 
     def targets(
         self, frame: Frame, length: Int[Array, " B"], scores: Float[Array, "B K T"] | None
     ) -> Int[Array, "B K"]:
-        """Live slots for each stream of a layer, broadcastable to [B, K].
+        """Live slots for each KV head of a layer, broadcastable to [B, K].
 
         Args:
           frame: which layer, and what a slot costs.
           length: tokens each row has seen.
-          scores: eviction scores over the prompt, -inf where the token may not stay and +inf where it
-            must; only given when ``from_scores``.
+          scores: eviction scores over the prompt, -inf where the token may not stay and +inf where it must;
+            only given when ``from_scores``.
         """
         raise NotImplementedError
 
@@ -138,8 +135,4 @@ class Unlimited(Budget):
 
     name = "unlimited"
     idle = True
-
-    @property
-    def limited(self) -> bool:
-        """Never."""
-        return False
+    limited = False

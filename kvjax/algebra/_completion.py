@@ -1,4 +1,4 @@
-"""Completion: what stands in for what a read leaves out?"""
+"""Completion: what stands in for the tokens that a read leaves out?"""
 
 from __future__ import annotations
 
@@ -13,17 +13,16 @@ if TYPE_CHECKING:
 
 
 class Completion(Part):
-    """What stands in for what a read leaves out. Two modes, never mixed (kvjax/DESIGN.md, 5):
+    """What stands in for the tokens that a read leaves out. Two modes, never mixed (kvjax/DESIGN.md, 5):
 
-    without selection it absorbs a token when it is rejected or evicted and never subtracts; with
-    selection it absorbs every selectable token once, and subtracts exactly what a read visits.
+    without selection it absorbs a token when it is rejected or evicted, and never subtracts; with selection
+    it absorbs every selectable token once, and subtracts exactly what a read visits.
     """
 
     place = "completion"
 
     def empty(self, rows: int, heads: int, head_dim: int, context: int) -> Any:
-        """The summary of nothing: a pytree with leading axis B in every leaf."""
-        del rows, heads, head_dim, context
+        """The empty summary: a pytree with leading axis B in every leaf."""
 
     def absorb(
         self,
@@ -34,25 +33,25 @@ class Completion(Part):
         pos: Int[Array, "B K T"],
         take: Bool[Array, "B K T"],
     ) -> Any:
-        """Fold the tokens where ``take`` into the summary, as they are stored (float32 inside)."""
+        """Adds the tokens where ``take`` to the summary, with the values that are stored (float32 inside)."""
         raise NotImplementedError
 
     def read(
         self, params: Params | None, summary: Any, q: Float[Array, "B N T H"], visited: Visited | None
     ) -> tuple[Float[Array, "B N T H"], Float[Array, "B N T"]]:
-        """The partial (out, lse) of everything absorbed, less what this read visited."""
+        """The partial (out, lse) of everything absorbed, minus what this read visited."""
         raise NotImplementedError
 
 
 @pytree()
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Visited:
-    """The slots a selective read visited, as they are stored.
+    """The slots that a selective read visited, with the values that are stored.
 
     Attributes:
       k, v: dequantised keys and values.
       pos: true positions.
-      live: which of the J * S candidates were really visited.
+      live: which of the C candidates were really visited.
     """
 
     k: Float[Array, "B K C H"]
@@ -63,7 +62,7 @@ class Visited:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Nothing(Completion):
-    """What is not read counts for nothing."""
+    """Tokens that are not read count for nothing."""
 
     name = "nothing"
     idle = True

@@ -1,4 +1,4 @@
-"""How a policy that cannot be is refused."""
+"""The error for policies that cannot be built."""
 
 from __future__ import annotations
 
@@ -6,4 +6,4 @@ from kvjax.errors import UserError
 
 
 class PolicyError(UserError):
-    """A policy that cannot be built: unknown, out of range, or two parts that exclude each other."""
+    """A policy that cannot be built: a part is unknown or out of range, or two parts exclude each other."""

@@ -1,4 +1,4 @@
-"""Eviction: which token goes when a stream is over its target? The lowest score."""
+"""Eviction: which token goes when a KV head is over its target? The one with the lowest score."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 
 class Eviction(Part):
-    """Which token goes when a stream is over its target: the lowest score; ties keep the lowest position.
+    """Which token goes when a KV head is over its target: the lowest score; ties keep the lowest position.
 
     Class attributes:
-      scores_prompt: the score of a token needs the whole prompt (SnapKV ...), so generated tokens have
-        none and the budget can only act after the prompt.
-      on_arrival: where ``scores_prompt``, how to write it so that it ranks generated tokens too, or "".
+      scores_prompt: a token's score needs the whole prompt (SnapKV ...). Generated tokens then have no score,
+        and the budget can only act after the prompt.
+      on_arrival: where ``scores_prompt``, how to write the part so that it ranks generated tokens too, or "".
       shared_ranking: all KV heads of a layer keep the same tokens. While decoding their slots then have one
-        order, and ``accumulate`` is given the mean mass over all heads of the layer: N is 1.
+        order, and ``accumulate`` receives the mean mass over all heads of the layer (N is 1).
     """
 
     place = "eviction"
@@ -34,40 +34,40 @@ class Eviction(Part):
 
     @property
     def needs_mass(self) -> bool:
-        """Does it rank by the attention a token receives (``needs`` has "mass")?
+        """Does it rank by the attention that a token receives ("mass" in ``needs``)?
 
-        Of a whole prompt that is ``observed.mass``; where the budget acts while decoding, the values it keeps
-        follow every read (``query_weights``, ``accumulate``).
+        For a whole prompt that is ``observed.mass``. Where the budget acts while decoding, every read updates
+        the values in ``keeps`` (``query_weights``, ``accumulate``).
         """
         return "mass" in self.needs
 
     @property
     def protects(self) -> int:
-        """Newest tokens this method never evicts."""
+        """Newest tokens that this method never evicts."""
         return 0
 
     def score(self, params: Params | None, slots: Slots) -> Float[Array, "B K C"]:
-        """Rank of the slots that may go (``slots.live``) from what is kept with them; elsewhere anything."""
+        """Rank of the slots that may go (``slots.live``) from the values kept with them; else any number."""
         raise NotImplementedError
 
     def query_weights(self, age: Int[Array, "B T"]) -> Float[Array, "B T"]:
-        """What the attention of a query counts, by how many tokens of the same read came after it."""
+        """How much the attention of a query counts, given how many tokens of the same read came after it."""
         raise NotImplementedError
 
     def accumulate(
         self, slots: Slots, mass: Float[Array, "B N C"], count: Int[Array, "B 1 1"]
     ) -> dict[str, Float[Array, "B K C"]]:
-        """New values after a read.
+        """The kept values after a read.
 
         Args:
           slots: values so far; as on arrival for tokens that were read for the first time.
-          mass: of each slot, weighed attention of all queries of the read, per query head.
+          mass: weighted attention of all queries of the read to each slot, per query head.
           count: queries of the read, at least 1.
         """
         raise NotImplementedError
 
     def score_prompt(self, params: Params | None, observed: Observation) -> Float[Array, "B K T"]:
-        """Rank of every prompt token at once. By default: what ``score`` says of the arriving values."""
+        """Rank of all prompt tokens at once. By default: ``score`` of their values on arrival."""
         meta = self.arrive(params, observed)
         pos = jnp.broadcast_to(observed.pos[:, None, :], (observed.pos.shape[0], 1, observed.pos.shape[1]))
         return self.score(params, Slots(pos=pos, live=pos >= 0, meta=meta))
@@ -75,12 +75,10 @@ class Eviction(Part):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class KeepRecent(Eviction):
-    """The oldest goes."""
+    """The oldest token goes."""
 
     name = "keep_recent"
     idle = True
 
     def score(self, params: Params | None, slots: Slots) -> Float[Array, "B K C"]:
-        """The position itself."""
-        del params
         return slots.pos.astype(jnp.float32)

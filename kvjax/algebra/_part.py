@@ -1,15 +1,16 @@
-"""What all parts are, in whatever place they stand: frozen values that declare what they read and keep."""
+"""What all parts have in common: frozen values that declare what they read and what they keep."""
 
 from __future__ import annotations
 
 import dataclasses
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax
 
 from kvjax.algebra._arguments import Argument
+from kvjax.algebra._errors import PolicyError
 from kvjax.algebra._observation import Observation
 from kvjax.types import Network, Params, Weighted
 
@@ -20,26 +21,27 @@ if TYPE_CHECKING:
 class Part:
     """Anything that can stand in one of the six places. Subclasses are frozen dataclasses.
 
-    A part is a pytree. Its fields are *structure*, static in a compiled program, except those it names in
-    ``traced``: hyperparameters that are passed to the program at every run, so another budget or threshold
-    needs no compilation. Inside a program such a field (``self.tau``) is a traced scalar; methods that only
-    the host calls (``least``, ``most``, checks) see numbers.
+    A part is a pytree. Its fields are *structure*, static in a compiled program, except those named in
+    ``traced``: hyperparameters that are passed to the program at every run, so that another budget or
+    threshold needs no compilation. Inside a program such a field (``self.tau``) is a traced scalar; methods
+    that only the host calls (``least``, ``most``, checks) see numbers.
 
     Class attributes:
-      name: how the part is called in the one-string form.
+      name: the part's word in the one-string form.
       place: the place it stands in.
-      arguments: what values its fields take; checked when the part is built.
-      dials: fields that are no structure: no shape, no branch of the program depends on their values.
-      needs: fields of ``Observation`` it reads.
-      keeps: names of the per-slot values it owns.
-      learns: the method whose learned weights it reads, or "" for a part that learns nothing. They travel as
-        ``weights[place]``, a list with one pytree a layer.
-      trained_by: the command that makes such weights, as an error names it; "" where there is none.
-      sizes: fields that say how much is kept or read; with other numbers there it is the same method.
-      fitted: arguments whose values weights are trained for; files note them, and other values are told.
-      renamed: former names of fields, and their names today; the one-string form refuses the former.
+      arguments: for each field, the values it takes; checked when the part is built.
+      traced: the hyperparameters. No shape and no branch of a program may depend on their values.
+      needs: quantities of ``Observation`` that the part reads.
+      keeps: names of the values that the part stores with every token, a float32 each unless ``arrays`` says
+        otherwise.
+      learns: the method whose learned weights it reads, or "" if it learns nothing. The weights are passed as
+        ``weights[place]``, a list with one pytree per layer.
+      trained_by: the command that makes such weights, for error messages, or "".
+      sizes: fields that say how much is kept or read; the part with other sizes counts as the same method.
+      fitted: fields whose values the weights are trained for. Weight files store them, and kvjax warns when
+        the policy has other values.
       shared: names of learned leaves that all heads share; every other leaf begins with [K] or [N].
-      idle: this is the part that does nothing in its place.
+      idle: the part does nothing in its place.
     """
 
     name: ClassVar[str]
@@ -52,7 +54,6 @@ class Part:
     trained_by: ClassVar[str] = ""
     sizes: ClassVar[tuple[str, ...]] = ()
     fitted: ClassVar[tuple[str, ...]] = ()
-    renamed: ClassVar[Mapping[str, str]] = {}
     shared: ClassVar[tuple[str, ...]] = ()
     idle: ClassVar[bool] = False
 
@@ -65,97 +66,111 @@ class Part:
             argument.check(self, name, getattr(self, name))
 
     def leaves(self) -> dict[str, Any]:
-        """What a program is given of the dials, by attribute; by default the fields themselves.
+        """What a program receives of the hyperparameters, by attribute; by default the fields in ``traced``.
 
-        Override it where a program needs another form, or something derived that only the host's double
-        precision gives exactly: name a ``functools.cached_property``. A dial that is not among the leaves is
-        None in a program.
+        Override it where a program needs another form, or a derived number that must be computed in the
+        host's double precision: name a ``functools.cached_property``. A field in ``traced`` that is not among
+        the leaves is None in a program.
         """
         return {name: self.arguments[name].leaf(getattr(self, name)) for name in self.traced}
 
     def check_weights(self, weights: Sequence[Params], network: Network) -> None:
-        """Refuses learned weights that do not fit the network; the number of layers is checked already.
+        """Refuses learned weights that do not fit the network. The number of layers is already checked.
 
         Raises:
-          PolicyError: names or shapes that do not fit.
+          PolicyError: names or shapes do not fit.
         """
 
+    def check_shapes(
+        self, index: int, layer: Params, expected: Mapping[str, tuple[int, ...]], network: Network
+    ) -> None:
+        """Refuses the learned weights of layer ``index`` if their names or shapes are not the expected ones.
+
+        Raises:
+          PolicyError: names both.
+        """
+        actual = {name: tuple(value.shape) for name, value in layer.items()}
+        if actual != expected:
+            raise PolicyError(
+                f"{self!r}: the weights of layer {index} have shapes {actual}, but a model of "
+                f"{network.num_heads} query and {network.num_kv_heads} KV heads of {network.head_dim} "
+                f"channels needs {expected}. Use weights trained for this model."
+            )
+
     def remark(self, weights: Sequence[Params], lengths: Sequence[int]) -> str | None:
-        """What a user should be told of learned weights that read prompts of these lengths; None: nothing."""
-        del weights, lengths
+        """A warning for learned weights that read prompts of these lengths, or None."""
         return None
 
     def at_layer(self, weights: Sequence[Params], layer: int) -> Any:
-        """What this part reads of its learned weights at one layer; by default that layer's own."""
+        """What the part reads of its learned weights at one layer; by default that layer's own."""
         return weights[layer]
 
     def example_weights(self, key: Array, network: Network) -> list[Params]:
-        """Random weights of the right shapes, for the conformance laws; one pytree a layer."""
+        """Random weights of the right shapes for the conformance laws; one pytree per layer."""
         raise NotImplementedError
 
     def untrained(self, model: Weighted, seed: int) -> list[Params]:
-        """Weights that have learned nothing and cost what trained ones do, for measuring speed and memory."""
+        """Untrained weights that cost what trained ones do, for measuring speed and memory."""
         return self.example_weights(jax.random.PRNGKey(seed), model.network)
 
     def weight_shapes(self, network: Network) -> list[Params]:
-        """Shapes and dtypes of weights as they are trained, where no model is at hand; one pytree a layer."""
+        """Shapes and dtypes of trained weights, without a model; one pytree per layer."""
         model: Any = types.SimpleNamespace(network=network)
         return jax.eval_shape(lambda: self.untrained(model, 0))
 
     def arrive(self, params: Params | None, observed: Observation) -> dict[str, Float[Array, "B K T"]]:
-        """Values for ``keeps``, asked once, when a token arrives."""
-        del params, observed
+        """Values for ``keeps``, computed once, when a token arrives."""
         return {}
 
     @property
     def arrays(self) -> dict[str, tuple[tuple[int, ...], str]]:
-        """Shape and dtype of those among ``keeps`` that are more than a float32 a slot."""
+        """Shape and dtype of those values in ``keeps`` that are not one float32 per slot."""
         return {}
 
     @property
     def structure(self) -> str:
-        """Its name and the fields that are no dials, as one writes them; those at their defaults left out."""
-        fields = dataclasses.fields(self)  # type: ignore[arg-type]
-        given = [
+        """Name and fields as a user writes them, without traced fields and those at their defaults."""
+        return self._written(
             f"{f.name}={_literal(getattr(self, f.name))}"
-            for f in fields
+            for f in dataclasses.fields(self)  # type: ignore[arg-type]
             if f.name not in self.traced and getattr(self, f.name) != f.default
-        ]
-        return f"{self.name}({', '.join(given)})" if given else self.name
+        )
 
     def __repr__(self) -> str:
-        fields = dataclasses.fields(self)  # type: ignore[arg-type]
-        given = [
+        return self._written(
             (f"{f.name}=" if at else "") + _literal(getattr(self, f.name))
-            for at, f in enumerate(fields)
+            for at, f in enumerate(dataclasses.fields(self))  # type: ignore[arg-type]
             if at == 0 or getattr(self, f.name) != f.default
-        ]
-        return f"{self.name}({', '.join(given)})" if given else self.name
+        )
+
+    def _written(self, arguments: Iterable[str]) -> str:
+        text = ", ".join(arguments)
+        return f"{self.name}({text})" if text else self.name
 
 
 def _literal(value: Any) -> str:
     return value if isinstance(value, str) and value.isidentifier() else repr(value)
 
 
-_GIVEN = "_given_leaves"
-"""Where a program's view of a part keeps its leaves."""
+_LEAVES = "_leaves"
+"""The attribute of a program's view of a part that holds its leaves."""
 
 _Structure = tuple[tuple[str, ...], tuple[tuple[str, Any], ...]]
 
 
 def _flatten(part: Part) -> tuple[tuple[Any, ...], _Structure]:
-    """The leaves; and their names beside the fields that are structure, which tell programs apart."""
-    # Inside a program the leaves are what it was given, whatever stands for numbers there.
-    leaves = vars(part).get(_GIVEN) or part.leaves()
+    """The leaves; and their names with the fields that are structure, which distinguish programs."""
+    # A program's view already holds its leaves (tracers, shapes): they are not computed again.
+    leaves = vars(part).get(_LEAVES) or part.leaves()
     fields = [f.name for f in dataclasses.fields(part)]  # type: ignore[arg-type]
     structure = tuple((name, getattr(part, name)) for name in fields if name not in part.traced)
     return tuple(leaves.values()), (tuple(leaves), structure)
 
 
-def _unflatten(kind: type[Part], structure: _Structure, leaves: Sequence[Any]) -> Part:
-    """The part with whatever stands for its leaves, unchecked: a program's view of it."""
+def _unflatten(kind: type[Part], structure: _Structure, values: Sequence[Any]) -> Part:
+    """A program's view of the part, with ``values`` (of any type) as its leaves; nothing is checked."""
     part = object.__new__(kind)
     names, fields = structure
-    given = dict(zip(names, leaves))
-    vars(part).update(dict.fromkeys(kind.traced) | dict(fields) | given | {_GIVEN: given})
+    leaves = dict(zip(names, values))
+    vars(part).update(dict.fromkeys(kind.traced) | dict(fields) | leaves | {_LEAVES: leaves})
     return part

@@ -18,14 +18,15 @@ if TYPE_CHECKING:
 @pytree(static=("unit",))
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Picked:
-    """What one read visits of a list, in units of U consecutive slots: pages, chunks of them, or tokens.
+    """What one read visits of a page list, in units of U consecutive slots: pages, chunks or tokens.
 
     Attributes:
-      entries: which units, counted from the start of the list; EMPTY for none; no index twice.
+      entries: indices of the units, counted from the start of the list; EMPTY for none; no index twice.
       slots: bitmask inside the picked units, or None for all their slots.
-      unit: U, a divisor of the page; None for whole pages.
+      unit: U, a divisor of the page size; None for whole pages.
       bias: added to the scores of each query head before its softmax; an estimator's -log p. Such a read
-        walks the whole list, so ``entries`` are all its pages in order, and what is not visited has -inf.
+        walks the whole list: ``entries`` are all its pages in order, and slots that are not visited have
+        -inf.
     """
 
     entries: Int[Array, "B K J"]
@@ -37,40 +38,34 @@ class Picked:
 class Selection(Part):
     """Which slots a decode read visits; removes nothing. Prefill reads everything.
 
+    ``recent`` is the number of newest tokens that every read sees exactly.
+
     Class attributes:
-      splits: the part reads some tokens always and chooses among the others (two page lists).
-      estimates: what a read visits stands for what it leaves out, too (``Picked.bias``).
+      splits: the part always reads some tokens and chooses among the others (two page lists).
+      estimates: the tokens that a read visits also represent those that it leaves out (``Picked.bias``).
     """
 
     place = "selection"
     splits: ClassVar[bool] = False
     estimates: ClassVar[bool] = False
-
-    @property
-    def recent(self) -> int:
-        """Newest tokens that every read sees exactly."""
-        return 0
+    recent: int = 0
 
     def applies(self, layer: int) -> bool:
         """Is this layer read selectively?"""
-        del layer
         return True
 
     def selectable(self, pos: Int[Array, "B T"], total: Int[Array, " B"]) -> Bool[Array, "B T"]:
-        """Is the token chosen among (list 1) or always read (list 0)? Only asked if ``splits``."""
-        del total
+        """Is the token one to choose from (list 1), or always read (list 0)? Called only if ``splits``."""
         return jnp.ones(pos.shape, bool)
 
     def summary_shapes(self, size: int, head_dim: int) -> dict[str, tuple[int, ...]]:
         """Shapes of the per-page values, for pages of ``size`` slots."""
-        del size, head_dim
         return {}
 
     def summarise(
         self, k: Float[Array, "Q S H"], live: Bool[Array, "Q S"]
     ) -> dict[str, Float[Array, "Q ..."]]:
-        """Per-page values from a page's content; recomputed whenever the page is touched."""
-        del k, live
+        """Per-page values from a page's content; recomputed whenever the page changes."""
         return {}
 
     def select(
@@ -82,23 +77,23 @@ class Selection(Part):
         total: Int[Array, " B"],
         longest: int,
     ) -> Picked:
-        """What of list ``list_id`` these queries visit.
+        """The slots of list ``list_id`` that these queries visit.
 
         Args:
           params: learned weights of the part.
-          q: one query a head.
-          pages, list_id: where it chooses.
-          total: the rows' prompt lengths.
-          longest: tokens beyond which no row of these pages can get, unless a budget evicts.
+          q: one query per head.
+          pages, list_id: the page list to choose from.
+          total: prompt lengths of the rows.
+          longest: upper bound on the tokens of any row of these pages, unless a budget evicts.
         """
         raise NotImplementedError
 
 
 class Anchored(Selection):
-    """A selection among the middle of the prompt: its ends and what is generated are always read.
+    """A selection in the middle of the prompt: the prompt's ends and generated tokens are always read.
 
     Subclasses have the fields ``sinks`` and ``tail``, first and last tokens of the prompt that every read
-    sees exactly, and ``dense``, first layers that are read whole.
+    sees exactly, and ``dense``, the number of first layers that are read whole.
     """
 
     splits = True
@@ -107,16 +102,14 @@ class Anchored(Selection):
     dense: int
 
     def applies(self, layer: int) -> bool:
-        """All layers but the first ``dense``."""
         return layer >= self.dense
 
     @property
-    def recent(self) -> int:
-        """``tail``: no larger ring, so that right after the prompt it holds nothing of the middle."""
+    def recent(self) -> int:  # type: ignore[override]
+        """``tail``, and no more: right after the prompt the ring then holds nothing of the middle."""
         return max(self.tail, 1)
 
     def selectable(self, pos: Int[Array, "B T"], total: Int[Array, " B"]) -> Bool[Array, "B T"]:
-        """sinks <= pos < total - tail."""
         return (pos >= self.sinks) & (pos < (total - self.tail)[:, None])
 
 
@@ -128,6 +121,4 @@ class SelectAll(Selection):
     idle = True
 
     def applies(self, layer: int) -> bool:
-        """Never selective."""
-        del layer
         return False

@@ -1,4 +1,4 @@
-"""Storage: how is a paged slot held?"""
+"""Storage: how is a paged slot stored?"""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ if TYPE_CHECKING:
 
 
 class Storage(Part):
-    """How a paged slot is held."""
+    """How a paged slot is stored; the newest ``recent`` tokens are stored in the model's own dtype.
+
+    Class attributes:
+      exact: a slot holds the key and value in the model's own dtype.
+      scaled: pages carry scales, one per channel.
+    """
 
     place = "storage"
     exact: ClassVar[bool] = True
     scaled: ClassVar[bool] = False
-
-    @property
-    def recent(self) -> int:
-        """Newest tokens held in the model's own dtype."""
-        return 0
+    recent: int = 0
 
     def dtype(self, model: jnp.dtype) -> jnp.dtype:
         """Element type of the pool, for a model that computes in ``model``."""
@@ -35,12 +36,12 @@ class Storage(Part):
         """Elements of a stored key or value.
 
         Raises:
-          PolicyError: keys of ``head_dim`` channels have no place in this layout.
+          PolicyError: this layout cannot store keys of ``head_dim`` channels.
         """
         return head_dim
 
     def write(self, pages: Pages, page: Array, slot: Array, k: Array, v: Array) -> Pages:
-        """Put k, v [..., H] into the slots; pages out of range are dropped."""
+        """Writes k, v [..., H] into the slots; drops those whose page is out of range."""
         return dataclasses.replace(
             pages,
             k=scattered(pages.k, (page, slot), k),
@@ -48,7 +49,7 @@ class Storage(Part):
         )
 
     def read(self, pages: Pages, page: Array, slot: Array) -> tuple[Array, Array]:
-        """The k, v [..., H] a read would see in these slots."""
+        """The k, v [..., H] that a read sees in these slots."""
         return pages.k[page, slot], pages.v[page, slot]
 
 

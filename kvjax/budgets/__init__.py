@@ -1,1 +1,1 @@
-"""Budgets: rules that yield targets, the live slots each stream may keep (numbers only)."""
+"""Budgets: rules for targets, the number of live slots that each KV head may keep."""

@@ -1,14 +1,15 @@
-"""What users write for a budget: tokens, a ratio, or bytes; and what that is for one stream."""
+"""Amounts as users write them for a budget (tokens, a ratio, or bytes), and the slots that they mean."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 
-from kvjax.algebra import Argument, Every, Frame, PolicyError
+from kvjax.algebra import Argument, Budget, Every, Frame, PolicyError
 from kvjax.types import pytree
 
 if TYPE_CHECKING:
@@ -17,8 +18,8 @@ if TYPE_CHECKING:
 UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 Amount = int | float | str
-"""Slots per stream (int), share of the tokens seen that is kept (float in (0, 1]), or bytes of a whole
-row over all layers and heads ("8MiB")."""
+"""Slots per KV head (int), the share of the tokens seen that is kept (float in (0, 1]), or bytes of a row
+over all layers and heads ("8MiB")."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,17 +29,20 @@ class Size(Argument):
     what: str = "amount"
 
     def check(self, call: object, name: str, value: Any) -> None:
-        """Tokens, a ratio or bytes.
+        """Accepts tokens, a ratio or bytes.
 
         Raises:
-          PolicyError: none of these.
+          PolicyError: the value is none of these.
         """
         if isinstance(value, str):
             if not re.fullmatch(r"\d+(B|KiB|MiB|GiB)", value):
-                raise PolicyError(f"{call}: {value!r} is no size. Write bytes as '512KiB', '8MiB' or '1GiB'.")
+                raise PolicyError(
+                    f"{call}: {value!r} is not a valid size. Write bytes as '512KiB', '8MiB' or '1GiB'."
+                )
         elif isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
             raise PolicyError(
-                f"{call}: {value!r} is no amount. Give tokens (512), a ratio (0.25) or bytes ('8MiB')."
+                f"{call}: {value!r} is not a valid amount. Give tokens (512), a ratio (0.25) or bytes "
+                "('8MiB')."
             )
         elif isinstance(value, float) and value > 1:
             raise PolicyError(f"{call}: a ratio is the share kept, in (0, 1]. For tokens write {int(value)}.")
@@ -51,19 +55,17 @@ class Time(Argument):
     what: str = "time"
 
     def accepts(self, value: Any) -> bool:
-        """One of three forms."""
         return isinstance(value, Every) or value in ("after_prompt", "every_step")
 
     @property
-    def way_out(self) -> str:
-        """All three."""
+    def expected(self) -> str:
         return "after_prompt, every_step or every(k)"
 
 
 @pytree(static=("unit",))
 @dataclasses.dataclass(frozen=True)
 class Limit:
-    """An amount as a program is given it: the unit is structure, the number is not.
+    """An amount as a program receives it: the unit is structure, the number is traced.
 
     Attributes:
       number: tokens, share or bytes.
@@ -74,17 +76,25 @@ class Limit:
     unit: str
 
     def slots(self, frame: Frame, length: Int[Array, " B"]) -> Float[Array, " B"]:
-        """(Fractional) slots per stream, for rows that have seen ``length`` tokens."""
+        """(Fractional) slots per KV head, for rows that have seen ``length`` tokens."""
         if self.unit == "tokens":
             return jnp.full(length.shape, self.number, jnp.float32)
         if self.unit == "ratio":
             return self.number * length.astype(jnp.float32)
-        streams = frame.layers * frame.kv_heads
-        return jnp.full(length.shape, self.number / (streams * frame.slot_bytes), jnp.float32)
+        heads = frame.layers * frame.kv_heads
+        return jnp.full(length.shape, self.number / (heads * frame.slot_bytes), jnp.float32)
+
+    def slots_on_host(self, frame: Frame, length: int) -> float:
+        """``slots`` of one row, in the host's double precision."""
+        if self.unit == "tokens":
+            return float(self.number)
+        if self.unit == "ratio":
+            return float(self.number * length)
+        return float(self.number / (frame.layers * frame.kv_heads * frame.slot_bytes))
 
 
 def limit(amount: Amount) -> Limit:
-    """The amount, its unit read."""
+    """An amount as number and unit."""
     if isinstance(amount, int):
         return Limit(amount, "tokens")
     if isinstance(amount, float):
@@ -93,16 +103,18 @@ def limit(amount: Amount) -> Limit:
     return Limit(float(int(number) * UNITS[unit]), "bytes")
 
 
-def slots(amount: Amount, frame: Frame, length: int) -> float:
-    """``Limit.slots`` of one row, in the host's double precision."""
-    found = limit(amount)
-    if found.unit == "tokens":
-        return float(found.number)
-    if found.unit == "ratio":
-        return float(found.number * length)
-    return float(found.number / (frame.layers * frame.kv_heads * frame.slot_bytes))
+class Sized(Budget):
+    """A budget whose field ``amount`` says how much is kept."""
 
+    sizes = ("amount",)
+    amount: Amount
 
-def least(amount: Amount) -> int | None:
-    """The target, where it is known before a prompt is: an amount in tokens."""
-    return amount if isinstance(amount, int) else None
+    @functools.cached_property
+    def limit(self) -> Limit:
+        """The amount as number and unit; a leaf."""
+        return limit(self.amount)
+
+    @property
+    def tokens(self) -> int | None:
+        """The amount if it is in tokens; another one means a number of slots only for a given prompt."""
+        return self.amount if isinstance(self.amount, int) else None

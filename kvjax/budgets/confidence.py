@@ -1,4 +1,4 @@
-"""Confidence: few slots where the model is sure of its next token, many where it is not.
+"""Confidence: few slots where the model is confident of its next token, many where it is not.
 
 Li, Miao: CONF-KV: Confidence-Aware KV Cache Eviction with Mixed-Precision Storage for Long-Horizon LLM
 """
@@ -20,27 +20,28 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Confidence(Budget):
-    """Each step may keep ``tight`` slots a stream if c >= ``threshold``, else ``loose``.
+    """Each step may keep ``tight`` slots per KV head if c >= ``threshold``, else ``loose``.
 
     With p = softmax(logits), p1 >= p2 the two largest, and H(p) the entropy of V tokens,
 
       c = wh (1 - H(p) / log V) + wm sigmoid(log p1 - log p2) + wp p1
 
-    of the logits that produced the step's token. Given tokens (a prompt, its chunks) have none: there
-    ``loose`` holds, and the first step after them looks at the logits they ended in.
+    of the logits that produced the step's token. Tokens that the user gave (a prompt, its chunks) have no
+    such logits: they use ``loose``, and the first step after them uses the logits at their end.
 
-    Over layers both targets fall linearly, from 2 - 1 / slope times the mean at the first to 1 / slope times
-    at the last, rounded to the nearest slot (halves away from the mean), so that the mean is preserved.
+    Both targets fall linearly over layers, from 2 - 1 / slope times the mean at the first layer to 1 / slope
+    times the mean at the last, rounded to the nearest slot (halves away from the mean), so that the mean is
+    preserved.
 
     Attributes:
-      tight, loose: slots per stream, ring included.
+      tight, loose: slots per KV head, ring included.
       threshold: c*, in [0, 1].
-      slope: mean over the last layer's share; 1 is uniform, more is CONF-KV-L.
+      slope: the mean divided by the last layer's target; 1 is uniform, more is CONF-KV-L.
       wh, wm, wp: weights of entropy, margin and the best token's probability; they sum to 1. The paper names
         no values; these are ours.
 
     Raises:
-      PolicyError: a value out of range, tight > loose, weights that do not sum to 1.
+      PolicyError: a value is out of range, tight > loose, or the weights do not sum to 1.
     """
 
     name = "confidence"
@@ -69,7 +70,8 @@ class Confidence(Budget):
         super().__post_init__()
         if self.tight > self.loose:
             raise PolicyError(
-                f"{self!r}: tight={self.tight} exceeds loose={self.loose}; a sure step keeps less. Swap them."
+                f"{self!r}: tight={self.tight} exceeds loose={self.loose}. A confident step keeps less: swap "
+                "them."
             )
         total = self.wh + self.wm + self.wp
         if abs(total - 1) > 1e-6:
@@ -77,25 +79,21 @@ class Confidence(Budget):
 
     @functools.cached_property
     def spread(self) -> float:
-        """1 - 1 / slope: how far the first layer lies above the mean, in shares of it."""
+        """1 - 1 / slope: how far the first layer lies above the mean, relative to it."""
         return 1 - 1 / self.slope
 
     def leaves(self) -> dict[str, Any]:
-        """All numbers, with the spread for the slope."""
         return super().leaves() | {"spread": self.spread}
 
     @property
     def least(self) -> int | None:
-        """``tight`` at the last layer."""
         return self.tight - int(self.spread * self.tight + 0.5)
 
     @property
     def most(self) -> int | None:
-        """``loose`` at the first layer."""
         return self.loose + int(self.spread * self.loose + 0.5)
 
     def confidence(self, logits: Float[Array, "B V"]) -> Float[Array, " B"]:
-        """c, in float32."""
         log_p = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
         p = jnp.exp(log_p)
         entropy = -jnp.where(p > 0, p * log_p, 0.0).sum(axis=-1)
@@ -107,13 +105,13 @@ class Confidence(Budget):
 
     def targets(
         self, frame: Frame, length: Int[Array, " B"], scores: Float[Array, "B K T"] | None
-    ) -> Int[Array, "B K"]:
-        """The same for all heads of a layer."""
-        del scores
+    ) -> Int[Array, "B 1"]:
         mean = jnp.full(length.shape, self.loose)
         if frame.confidence is not None:
             mean = jnp.where(frame.confidence >= self.threshold, self.tight, self.loose)
         steps = frame.layers - 1
-        above = mean * self.spread * (steps - 2 * frame.layer) / max(steps, 1)  # the mirror layer's, negated
+        above = (
+            mean * self.spread * (steps - 2 * frame.layer) / max(steps, 1)
+        )  # minus that of the mirror layer
         above = jnp.sign(above) * jnp.floor(jnp.abs(above) + 0.5)
         return (mean + above.astype(jnp.int32))[:, None]

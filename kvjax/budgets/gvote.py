@@ -1,4 +1,4 @@
-"""GVote: each prompt says how many of its tokens future queries will need.
+"""GVote: counts how many tokens of a prompt future queries will need.
 
 GVote: Adaptive Per-Request KV-Cache Compression without Manually Setting Budget (under review; sections
 3.2, 3.3 and algorithm 1).
@@ -26,17 +26,17 @@ EXACT = jax.lax.Precision.HIGHEST
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Ballot:
-    """How a prompt votes: what the budget and the ranking called ``gvote`` share.
+    """How a prompt votes: shared by the budget and the eviction called ``gvote``.
 
     Attributes:
-      p: share of the last real query's attention whose fewest keys are counted; each voter names as many.
-      samples: voters, hidden states drawn from the prompt's Gaussian (S).
-      ahead: positions after the prompt over which the model's rotation is averaged (n_f). The paper names no
-        number; 64 is ours (``python -m studies.gvote --study ahead``).
-      seed: of the draws, beside the request's own.
+      p: each voter votes for as many keys as the last real query needs to hold this share of its attention.
+      samples: number of voters (S), hidden states drawn from the prompt's Gaussian.
+      ahead: positions after the prompt over which the model's rotation is averaged (n_f). The paper gives no
+        number; 64 is our choice (``python -m studies.gvote --study ahead``).
+      seed: of the draws, combined with the request's own.
 
     Raises:
-      PolicyError: p outside (0, 1], samples < 1, ahead < 1, a seed that is no whole number of 32 bits.
+      PolicyError: p outside (0, 1], samples < 1, ahead < 1, or a seed outside 0 ... 2**32 - 1.
     """
 
     arguments: ClassVar[Mapping[str, Argument]] = {
@@ -55,20 +55,19 @@ class Ballot:
     seed: int = 0
 
     def leaves(self) -> dict[str, Any]:
-        """The share, and the seed in 32 bits."""
         return {"p": float(self.p), "seed": np.uint32(self.seed)}
 
     def votes(self, observed: Observation) -> tuple[Int[Array, "B K T"], Float[Array, "B K T"]]:
-        """``poll``, once for ranking and budget: of the two that one word stands for, both are the same."""
+        """``poll``, computed once for eviction and budget, which have the same arguments."""
         return observed.once(self.name, functools.partial(self.poll, observed))
 
     def poll(self, observed: Observation) -> tuple[Int[Array, "B K T"], Float[Array, "B K T"]]:
-        """How many voters and query heads of a group name each token, and its mean attention by them.
+        """Votes for each token by voters and query heads of a group, and their mean attention to it.
 
-        Only tokens that may stay (``observed.admitted``) are counted, attended to and named.
+        Only tokens that may stay (``observed.admitted``) are counted, attended to and voted for.
         """
         k, admitted = observed.k, observed.admitted
-        assert admitted is not None  # noqa: S101  (the caller's contract: a prompt whose admission is decided)
+        assert admitted is not None
         rows, heads, length, h = k.shape
         k = jnp.where(admitted[..., None], k.astype(jnp.float32), 0.0)
         seen = admitted[:, :, None, :]
@@ -82,17 +81,17 @@ class Ballot:
         count = nucleus(scores(observed.q_last), self.p)
 
         def vote(
-            so: tuple[Array, Array], q: Float[Array, "B N H"]
-        ) -> tuple[tuple[Array, Array], None]:  # one voter at a time: N * T numbers are enough to hold
-            s = scores(q)
-            return (so[0] + best(s, count).sum(axis=2), so[1] + jax.nn.softmax(s, axis=-1).mean(axis=2)), None
+            carry: tuple[Array, Array], q: Float[Array, "B N H"]
+        ) -> tuple[tuple[Array, Array], None]:  # one voter at a time, so that N * T numbers are in memory
+            s, (votes, share) = scores(q), carry
+            return (votes + best(s, count).sum(axis=2), share + jax.nn.softmax(s, axis=-1).mean(axis=2)), None
 
-        nothing = jnp.zeros((rows, heads, length), jnp.int32), jnp.zeros((rows, heads, length), jnp.float32)
-        votes, share = jax.lax.scan(vote, nothing, self.voters(observed))[0]
+        zeros = jnp.zeros((rows, heads, length), jnp.int32), jnp.zeros((rows, heads, length), jnp.float32)
+        votes, share = jax.lax.scan(vote, zeros, self.voters(observed))[0]
         return votes, jnp.where(admitted, share / self.samples, 0.0)
 
     def voters(self, observed: Observation) -> Float[Array, "S B N H"]:
-        """Queries of hidden states drawn from each row's Gaussian, turned by the mean rotation ahead."""
+        """Queries of hidden states drawn from each row's Gaussian, rotated by the mean rotation ahead."""
         real = (observed.pos >= 0)[..., None]
         count = jnp.maximum(real.sum(axis=1), 1)
         hidden = jnp.where(real, observed.hidden.astype(jnp.float32), 0.0)
@@ -105,8 +104,8 @@ class Ballot:
         return jnp.swapaxes(q, 0, 1)
 
     def _noise(self, observed: Observation, width: int) -> Float[Array, "B S D"]:
-        """Draws that depend on (seed, the request's seed, layer, voter) and nothing else."""
-        assert observed.seeds is not None  # noqa: S101  (the caller's contract: a prompt)
+        """Draws that depend only on the seed, the request's seed, the layer and the voter."""
+        assert observed.seeds is not None
 
         def row(request: Array) -> Float[Array, "S D"]:
             key = jax.random.fold_in(jax.random.PRNGKey(self.seed), request)
@@ -119,30 +118,30 @@ class Ballot:
     def _projection(self, observed: Observation) -> Project:
         if observed.project is None:
             raise PolicyError(
-                f"{self!r} projects hidden states to queries, and this model shows no query projection "
-                "(Heads.project). Give the model one, or use a policy without votes, such as snapkv."
+                f"{self!r} projects hidden states to queries, but this model has no query projection "
+                "(Heads.project). Add one to the model, or use a policy without votes, such as snapkv."
             )
         return observed.project
 
 
 def nucleus(s: Float[Array, "*B T"], p: float | Array) -> Int[Array, " *B"]:
-    """How many of the likeliest keys it takes to hold the share ``p`` of the attention; all of them for 1.
+    """How many of the likeliest keys hold the share ``p`` of the attention; all of them for 1.
 
     Args:
       s: attention scores, -inf where there is no key.
       p: in (0, 1].
     """
-    there = (s > -jnp.inf).sum(axis=-1)
+    keys = (s > -jnp.inf).sum(axis=-1)
     share = -jnp.sort(-jax.nn.softmax(s, axis=-1), axis=-1)
     count = (jnp.cumsum(share, axis=-1) < p).sum(axis=-1) + 1
-    return jnp.minimum(jnp.where(p < 1, count, there), there)
+    return jnp.minimum(jnp.where(p < 1, count, keys), keys)
 
 
 def best(s: Float[Array, "*B T"], count: Int[Array, " *B"]) -> Bool[Array, "*B T"]:
-    """The ``count`` highest of the last axis, the lowest positions among equals; never one at -inf.
+    """The ``count`` highest of the last axis, among equals the lowest positions; never one at -inf.
 
-    The last one's value is found bit by bit, in 32 counts: a sort costs more, and a number that is traced is
-    none for ``top_k``.
+    The value of the last one is found bit by bit, in 32 counts: a sort costs more, and ``top_k`` takes no
+    traced number.
     """
     bits = jax.lax.bitcast_convert_type(s + 0.0, jnp.uint32)  # -0 + 0 is 0
     top = jnp.uint32(1 << 31)
@@ -161,10 +160,10 @@ def best(s: Float[Array, "*B T"], count: Int[Array, " *B"]) -> Bool[Array, "*B T
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Voted(Ballot, Budget):
-    """As many slots as there are tokens with a vote, or protected ones: another number in every stream.
+    """As many slots as tokens have a vote or are protected: another number for every row and KV head.
 
-    Which of them stay is the eviction's business; ``gvote`` written alone ranks by the same votes and keeps
-    exactly those tokens.
+    The eviction decides which tokens stay; ``gvote`` written alone ranks by the same votes and keeps exactly
+    those tokens.
     """
 
     name = "gvote"
@@ -174,9 +173,7 @@ class Voted(Ballot, Budget):
     def targets(
         self, frame: Frame, length: Int[Array, " B"], scores: Float[Array, "B K T"] | None
     ) -> Int[Array, "B K"]:
-        """|votes and protected tokens| of each stream."""
-        del length
-        assert scores is not None  # noqa: S101  (the caller's contract: from_scores)
-        assert frame.observed is not None  # noqa: S101  (the caller's contract: needs)
+        assert scores is not None
+        assert frame.observed is not None
         votes, _ = self.votes(frame.observed)
         return ((votes > 0) | (scores == jnp.inf)).sum(axis=-1)

@@ -1,4 +1,4 @@
-"""Pyramid: more slots for lower layers, linearly, the mean over layers preserved.
+"""PyramidKV: slots fall linearly from the first layer to the last; their mean is the budget.
 
 Cai et al., PyramidKV: Dynamic KV Cache Compression based on Pyramidal Information Funneling,
 https://arxiv.org/abs/2406.02069
@@ -7,13 +7,12 @@ https://arxiv.org/abs/2406.02069
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 
-from kvjax.algebra import Budget, Frame, Number, When
+from kvjax.algebra import Frame, Number, When
 from kvjax.budgets import amount as amounts
 
 if TYPE_CHECKING:
@@ -21,73 +20,55 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Pyramid(Budget):
+class Pyramid(amounts.Sized):
     """Layer l of L keeps hi - (hi - lo) l / (L - 1) slots with lo = mean / slope and hi = 2 mean - lo.
 
-    Of a row of T tokens with w protected ones hi is at most T - w, which flattens the line around its mean;
-    where that leaves lo < w or hi < lo, all layers keep the mean. Rounded to the nearest slot (a half to the
-    even one). These are the budgets of kvpress (``PyramidKVPress``), whose slope is 20.
+    For a row of T tokens with w protected ones, hi is at most T - w, which flattens the line around its mean.
+    If that gives lo < w or hi < lo, all layers keep the mean. Targets are rounded to the nearest slot (halves
+    to even). These are the budgets of kvpress (``PyramidKVPress``), whose slope is 20.
 
     Attributes:
-      amount: the mean over layers; slots per stream, share kept, or bytes of a row.
-      slope: mean over the last layer's share; 1 is uniform, the authors' beta 20 is steep.
+      amount: the mean over layers; slots per KV head, share kept, or bytes of a row.
+      slope: the mean divided by the last layer's target; 1 is uniform, 20 is the authors' beta.
       when: as in ``uniform``.
 
     Raises:
-      PolicyError: slope < 1, or an amount or a time that is none.
+      PolicyError: slope < 1, or an invalid amount or time.
     """
 
     name = "pyramid"
-    arguments = {
-        "amount": amounts.Size(),
-        "slope": Number(1, what="slope"),
-        "when": amounts.Time(),
-    }
+    arguments = {"amount": amounts.Size(), "slope": Number(1, what="slope"), "when": amounts.Time()}
     traced = ("amount", "slope")
-    sizes = ("amount",)
     amount: amounts.Amount = 0.25
     slope: float = 2.0
     when: When = "after_prompt"
 
-    @functools.cached_property
-    def limit(self) -> amounts.Limit:
-        """The amount, its unit read."""
-        return amounts.limit(self.amount)
-
     def leaves(self) -> dict[str, Any]:
-        """The limit, and the slope."""
         return {"limit": self.limit, "slope": float(self.slope)}
 
     @property
     def least(self) -> int | None:
-        """The last layer's target, if the amount is in tokens and nothing is protected."""
         return self.least_beside(0)
 
     def least_beside(self, protected: int) -> int | None:
-        """The last layer's target, if the amount is in tokens; or the mean, where that protects more."""
-        mean = amounts.least(self.amount)
-        return None if mean is None else self._last(mean, math.inf, protected)
+        return None if self.tokens is None else self._last(self.tokens, math.inf, protected)
 
     def smallest(self, frame: Frame, length: int) -> int:
-        """The last layer's target."""
-        return self._last(amounts.slots(self.amount, frame, length), length, frame.protected)
+        return self._last(self.limit.slots_on_host(frame, length), length, frame.protected)
 
     def _last(self, mean: float, length: float, protected: int) -> int:
+        """The last layer's target, which is the smallest."""
         high = min(2 * mean - mean / self.slope, length - protected)
         low = 2 * mean - high
         return round(low if high >= low >= protected else mean)
 
     @property
     def most(self) -> int | None:
-        """The first layer's target, if the amount is in tokens."""
-        mean = amounts.least(self.amount)
-        return None if mean is None else round(2 * mean - mean / self.slope)
+        return None if self.tokens is None else round(2 * self.tokens - self.tokens / self.slope)
 
     def targets(
         self, frame: Frame, length: Int[Array, " B"], scores: Float[Array, "B K T"] | None
-    ) -> Int[Array, "B K"]:
-        """The same for all heads of a layer."""
-        del scores
+    ) -> Int[Array, "B 1"]:
         mean = self.limit.slots(frame, length)
         high = jnp.minimum(2 * mean - mean / self.slope, length - frame.protected)
         low = 2 * mean - high

@@ -1,14 +1,13 @@
-"""The same number of slots for every layer and head."""
+"""Uniform: the same number of slots for every layer and KV head."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 
-from kvjax.algebra import Budget, Frame, When
+from kvjax.algebra import Frame, When
 from kvjax.budgets import amount as amounts
 
 if TYPE_CHECKING:
@@ -16,55 +15,42 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Uniform(Budget):
-    """Every stream may keep ``amount``; ratios are rounded to the nearest slot (halves up), bytes down.
+class Uniform(amounts.Sized):
+    """Every KV head may keep ``amount``; ratios are rounded to the nearest slot (halves up), bytes down.
 
     Attributes:
-      amount: slots per stream (int), share kept (float in (0, 1]) or bytes of a row ("8MiB").
+      amount: slots per KV head (int), share kept (float in (0, 1]) or bytes of a row ("8MiB").
       when: ``after_prompt`` (once), ``every_step``, or ``every(k)``.
 
     Raises:
-      PolicyError: an amount or a time that is none.
+      PolicyError: an invalid amount or time.
     """
 
     name = "uniform"
-    arguments = {
-        "amount": amounts.Size(),
-        "when": amounts.Time(),
-    }
+    arguments = {"amount": amounts.Size(), "when": amounts.Time()}
     traced = ("amount",)
-    sizes = ("amount",)
     amount: amounts.Amount = 0.25
     when: When = "after_prompt"
 
-    @functools.cached_property
-    def limit(self) -> amounts.Limit:
-        """The amount, its unit read."""
-        return amounts.limit(self.amount)
-
     def leaves(self) -> dict[str, Any]:
-        """The limit."""
         return {"limit": self.limit}
 
     @property
     def least(self) -> int | None:
-        """The amount, if it is in tokens."""
-        return amounts.least(self.amount)
-
-    def smallest(self, frame: Frame, length: int) -> int:
-        """The target."""
-        rounding = 0.0 if self.limit.unit == "bytes" else 0.5
-        return int(amounts.slots(self.amount, frame, length) + rounding)
+        return self.tokens
 
     @property
     def most(self) -> int | None:
-        """The amount, if it is in tokens."""
-        return amounts.least(self.amount)
+        return self.tokens
+
+    @property
+    def _rounding(self) -> float:
+        return 0.0 if self.limit.unit == "bytes" else 0.5
+
+    def smallest(self, frame: Frame, length: int) -> int:
+        return int(self.limit.slots_on_host(frame, length) + self._rounding)
 
     def targets(
         self, frame: Frame, length: Int[Array, " B"], scores: Float[Array, "B K T"] | None
-    ) -> Int[Array, "B K"]:
-        """The same for all heads."""
-        del scores
-        rounding = 0.0 if self.limit.unit == "bytes" else 0.5
-        return jnp.floor(self.limit.slots(frame, length) + rounding).astype(jnp.int32)[:, None]
+    ) -> Int[Array, "B 1"]:
+        return jnp.floor(self.limit.slots(frame, length) + self._rounding).astype(jnp.int32)[:, None]

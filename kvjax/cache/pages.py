@@ -1,10 +1,10 @@
-"""Pages: what outlived the window, from one pool, with one length per stream.
+"""Pages: what outlived the window, from one pool, with one length per KV head.
 
-A **stream** is one (row, KV head) of a layer; it owns R page lists (one, or two when a selection part
-reads some tokens always and chooses among the rest). Live slots are a prefix of a list: a slot freed in
-the middle is filled at once from the list's last slot, so a read needs lengths and never a mask.
+Each KV head of a row owns R page lists: one, or two when a selection part reads some tokens always and
+chooses among the rest. Live slots are a prefix of a list: a slot freed in the middle is filled at once from
+the list's last slot, so a read needs lengths and never a mask (DESIGN 2).
 
-  list of one stream, S = 4, length 6:   page 7 [a b c d]   page 2 [e f . .]
+  list of one KV head, S = 4, length 6:   page 7 [a b c d]   page 2 [e f . .]
   free slot 1                        :   page 7 [a f c d]   page 2 [e . . .]
   free slot 0                        :   page 7 [e f c d]   page 2 returns to the pool
 
@@ -14,12 +14,13 @@ The order of slots carries no meaning; keys are stored after RoPE and ``pos`` sa
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import jax
 import jax.numpy as jnp
 
 from kvjax.cache.ring import Entry
+from kvjax.sharding.specs import HEADS, POOL
 from kvjax.types import EMPTY, pytree
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 @pytree(static=("shared",))
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Pages:
-    """The paged tokens of one layer: a pool, and which stream owns which page of it.
+    """The paged tokens of one layer: a pool, and which KV head owns which page of it.
 
     Attributes:
       k, v: the pool, X = H; codes when the storage part quantises, and X what holds those of H channels.
@@ -59,6 +60,12 @@ class Pages:
     n_free: Int[Array, ""]
     overflow: Bool[Array, ""]
     shared: bool = False
+
+    per_device = ("n_free", "overflow")
+
+    def specs(self) -> Any:
+        """How it is cut over devices: the pool by device, page lists by row and KV head."""
+        return dataclasses.replace(jax.tree.map(lambda _: POOL, self), table=HEADS, length=HEADS)
 
     @property
     def size(self) -> int:
@@ -117,7 +124,7 @@ def append(
     list_id: Int[Array, "B K T"],
     hole: Int[Array, "B K T"] | None = None,
 ) -> Pages:
-    """Store tokens at the ends of their streams' lists, taking pages from the pool as needed.
+    """Store tokens at the ends of their KV heads' lists, taking pages from the pool as needed.
 
     Args:
       pages: as they are.
@@ -125,7 +132,7 @@ def append(
       chooser: recomputes the summaries of touched pages.
       new: T tokens; ``new.admit`` is not looked at here.
       list_id: the list each token goes to, per KV head, or EMPTY for tokens that are not stored.
-      hole: a live slot of that list whose token goes for this one; EMPTY: none does.
+      hole: a live slot of that list whose token is replaced by this one; EMPTY: none.
     """
     pos = jnp.broadcast_to(new.pos[:, None, :], list_id.shape)
     return store(pages, codec, chooser, list_id, new.k, new.v, pos, new.meta, hole)
@@ -243,7 +250,7 @@ def fills(pages: Pages) -> Int[Array, " P"]:
 @pytree()
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Slots:
-    """The slots of every stream, gathered into one line per stream (its lists one after the other).
+    """The slots of every KV head, gathered into one line per KV head (its lists one after the other).
 
     Attributes:
       pos: true positions; EMPTY in dead slots.
@@ -257,7 +264,7 @@ class Slots:
 
 
 def slots(pages: Pages) -> Slots:
-    """Positions and metadata per stream; C = R * M * S, no keys or values are read."""
+    """Positions and metadata per KV head; C = R * M * S, no keys or values are read."""
     rows, heads, lists, entries = pages.table.shape
     index = jnp.arange(entries * pages.size).reshape(entries, pages.size)
     live = (index < pages.length[..., None, None]).reshape(rows, heads, -1)
@@ -284,7 +291,7 @@ def with_meta(pages: Pages, values: dict[str, Float[Array, "B K C"]]) -> Pages:
 
 
 def remove(pages: Pages, codec: Codec, chooser: Summariser, victim: Int[Array, "B K"]) -> Pages:
-    """Free one slot of each stream: ``victim`` counts along the lines of ``slots``; EMPTY frees nothing.
+    """Free one slot of each KV head: ``victim`` counts along the lines of ``slots``; EMPTY frees nothing.
 
     The list's last token moves into the hole, and a page emptied by that returns to the pool.
     """
@@ -362,8 +369,8 @@ def _fill(pages: Pages, codec: Codec, hole: Int[Array, "B K R J"], source: Int[A
 
     def some(carry: tuple[Array, Pages]) -> tuple[Array, Pages]:
         begin, pages = carry
-        here = (jax.lax.dynamic_slice_in_dim(x, begin, MOVES, axis=3) for x in (hole, source))
-        to, start = (x.reshape(rows, heads, -1) for x in here)
+        pairs = (jax.lax.dynamic_slice_in_dim(x, begin, MOVES, axis=3) for x in (hole, source))
+        to, start = (x.reshape(rows, heads, -1) for x in pairs)
         target, origin = _page_of(pages, list_id, to), _page_of(pages, list_id, start)
         return begin + MOVES, _move(pages, codec, origin, start % pages.size, target, to)
 
@@ -371,7 +378,7 @@ def _fill(pages: Pages, codec: Codec, hole: Int[Array, "B K R J"], source: Int[A
 
 
 def _give_back(pages: Pages, list_id: Array, entry: Array, page: Array) -> Pages:
-    """Return each stream's ``page`` (out of range: none) to the pool and strike it from its list."""
+    """Return each KV head's ``page`` (out of range: none) to the pool and strike it from its list."""
     entries = pages.table.shape[-1]
     flat = page.reshape(-1)
     gone = flat < pages.count

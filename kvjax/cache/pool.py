@@ -65,7 +65,7 @@ def grown_sizes(
       pools: as they are.
       live: slots in use in each of them.
       tokens: tokens a row about to come.
-      most: the most slots a stream can ever own, or None.
+      most: the most slots a KV head can ever own, or None.
       ahead, doubling, uneven: as in ``state.reserve``.
     """
     needs = [_pages_for(pages, n, tokens, most) for pages, n in zip(pools, live)]
@@ -75,12 +75,12 @@ def grown_sizes(
     if doubling:
         wants = [max(want, min(2 * pages.count, 2 * want)) for want, pages in zip(wants, pools)]
     if uneven:
-        found = familiar(tuple((p.table.shape, p.k.shape[1:], p.k.dtype) for p in pools), wants)
-        return [max(size, pages.count) for size, pages in zip(found, pools)]
+        sizes = familiar(tuple((p.table.shape, p.k.shape[1:], p.k.dtype) for p in pools), wants)
+        return [max(size, pages.count) for size, pages in zip(sizes, pools)]
     # Layers within one class of the fullest take its class: which layer is a page fuller than its neighbour
     # depends on the text, and every combination of sizes would be a program of its own.
-    streams = max(math.prod(pages.table.shape[:3]) for pages in pools)
-    coming = streams * -(-max(tokens, ahead) // min(pages.size for pages in pools))
+    lists = max(math.prod(pages.table.shape[:3]) for pages in pools)
+    coming = lists * -(-max(tokens, ahead) // min(pages.size for pages in pools))
     shared = class_for(max(wants), coming)
     own = [class_for(want, coming) for want in wants]
     grown = [shared if 2 * shared <= 3 * size else size for size in own]
@@ -128,11 +128,11 @@ def _pages_for(pages: Pages, live: int, tokens: int, most: int | None) -> int:
 
 
 def _most_pages(pages: Pages, most: int | None) -> int | None:
-    """Pages that suffice when no stream can ever own more than ``most`` slots."""
+    """Pages that suffice when no KV head can ever own more than ``most`` slots."""
     if most is None:
         return None
     rows, heads, lists, _ = pages.table.shape
-    # Two lists split one stream's slots and may each end in a page of their own.
+    # Two lists split one head's slots and may each end in a page of their own.
     return rows * heads * (-(-most // pages.size) + lists - 1)
 
 

@@ -4,20 +4,21 @@ Slot j of a row that has seen n tokens holds the newest position p < n with p mo
 cursor nor positions are stored. W = 4, n = 6 (tokens 0 .. 5 seen):
 
   slot       0  1  2  3
-  position   4  5  2  3      the next token (6) lands in slot 2; token 2 meets the door first
+  position   4  5  2  3      the next token (6) lands in slot 2; token 2 leaves the window first
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 
 from kvjax.cache.write import scattered
 from kvjax.cache.zeros import of_slots, zeros
+from kvjax.sharding.specs import HEADS, ROWS
 from kvjax.types import EMPTY, pytree
 
 if TYPE_CHECKING:
@@ -41,6 +42,14 @@ class Entry:
     pos: Int[Array, "B T"]
     admit: Bool[Array, "B K T"]
     meta: dict[str, Float[Array, "B K T"]]
+
+    def specs(self) -> Any:
+        """How it is cut over devices."""
+        return dataclasses.replace(jax.tree.map(lambda _: HEADS, self), pos=ROWS)
+
+
+ENTRY: Any = Entry(k=HEADS, v=HEADS, pos=ROWS, admit=HEADS, meta=HEADS)  # type: ignore[arg-type]
+"""``Entry.specs`` of an entry that is not made yet."""
 
 
 @pytree()

@@ -1,8 +1,8 @@
 """Rows of a running batch: one comes in from a state of its own, goes, or is copied out.
 
-  insert    a row that was read alone takes an empty place: ring, pages, metadata, φ; pages at the
+  insert    a row that was read alone enters an empty batch row: ring, pages, metadata, φ; pages at the
             beginning of its lists may be lent by a row that holds the same
-  release   rows give their places up; pages that nobody else owns are free when it returns
+  release   rows leave; pages without another owner are free when it returns
   cut       one row as a state of its own, with pages of its own
 
 All are pure and have one program for each pair of pool sizes, whichever row and whatever it holds; jitted
@@ -25,7 +25,8 @@ from kvjax.cache import ring as rings
 from kvjax.cache.pages import Pages
 from kvjax.cache.state import KVState, LayerCache
 from kvjax.cache.write import scattered
-from kvjax.sharding.mesh import ONE, WHOLE, Mesh
+from kvjax.sharding.mesh import ONE, Mesh
+from kvjax.sharding.specs import WHOLE, of_state
 from kvjax.types import EMPTY, pytree
 
 if TYPE_CHECKING:
@@ -38,9 +39,9 @@ class Loan:
     """Pages that a row shares with another, which holds the same tokens in them.
 
     Attributes:
-      row: who lends.
-      pages: how many at the beginning of each list, of each pool in turn; full ones, which nobody writes
-        again.
+      row: the row that lends them.
+      pages: how many at the beginning of each list, of each pool in turn; full pages, which are never
+        written again.
     """
 
     row: Int[Array, ""]
@@ -53,15 +54,15 @@ def on_devices(verb: Callable[..., LayerCache]) -> Callable[..., LayerCache]:
     Takes the mesh, and the sizes of ``cut``, by name; these count a device's pages.
     """
 
-    def there(cache: LayerCache, *given: Any, mesh: Mesh, **static: Any) -> LayerCache:
+    def call(cache: LayerCache, *arguments: Any, mesh: Mesh, **static: Any) -> LayerCache:
         if mesh == ONE:
-            return verb(cache, *given, **static)
-        present = [x for x in given if x is not None]
-        run, specs = functools.partial(verb, **static), mesh.specs(cache)
-        named = [mesh.specs(x) if isinstance(x, LayerCache) else WHOLE for x in present]
+            return verb(cache, *arguments, **static)
+        present = [x for x in arguments if x is not None]
+        run, specs = functools.partial(verb, **static), of_state(cache)
+        named = [of_state(x) if isinstance(x, LayerCache) else WHOLE for x in present]
         return mesh.each(run, (cache, *present), (specs, *named), specs)  # type: ignore[no-any-return]
 
-    return there
+    return call
 
 
 def insert(

@@ -16,7 +16,9 @@ from kvjax.cache import pool
 from kvjax.cache import ring as rings
 from kvjax.cache.pages import Pages
 from kvjax.cache.ring import Ring
-from kvjax.sharding.mesh import ONE, POOL, STREAMS, Mesh
+from kvjax.sharding.mesh import ONE, Mesh
+from kvjax.sharding.reshard import moved
+from kvjax.sharding.specs import CONTEXT, HEADS, POOL, of_state
 from kvjax.types import pytree
 
 if TYPE_CHECKING:
@@ -43,11 +45,11 @@ class LayerCache:
 
     @property
     def pools(self) -> tuple[Pages, ...]:
-        """The pages: none, one or two pools, in the order of a stream's slots (``kvjax.cache.slots``)."""
+        """The pages: none, one or two pools, in the order of a KV head's slots (``kvjax.cache.per_head``)."""
         return tuple(pages for pages in (self.pages, self.demoted) if pages is not None)
 
     def with_pools(self, pools: Sequence[Pages]) -> LayerCache:
-        """The same layer with its pools replaced, in their order; those not given stay."""
+        """The same layer with its pools replaced, in their order; missing ones stay."""
         first, second, *_ = [*pools, *self.pools[len(pools) :], None, None]
         return dataclasses.replace(self, pages=first, demoted=second)
 
@@ -97,7 +99,7 @@ DONATED = (
     "gave back; to use one state twice, copy it before: kvjax.fork(state, row, n) for a row, "
     "jax.tree.map(jnp.copy, state) for all."
 )
-"""What a caller is told of a state that is ``gone``."""
+"""The error for a state that is ``gone``."""
 
 
 class PoolOverflowError(RuntimeError):
@@ -125,28 +127,28 @@ def counts(state: KVState) -> dict[str, np.ndarray]:
     else:  # fetching so many arrays off so many devices would cost more than a step's call
         free, overflow, slots = mesh.read(_by_device(*numbers, mesh)).swapaxes(0, 1)
         free, overflow, slots = free.min(axis=0), overflow.any(axis=0), slots.max(axis=0)
-    found = {
+    totals = {
         "used": np.asarray([p.count // mesh.pools for p in paged]) - free,
         "overflow": np.asarray(overflow, bool),
         "slots": np.asarray(slots),
     }
-    if found["overflow"].any():
+    if totals["overflow"].any():
         where = [index for index, layer in enumerate(state.layers) for _ in layer.pools]
-        short = sorted({where[at] for at in np.flatnonzero(found["overflow"])})
+        short = sorted({where[at] for at in np.flatnonzero(totals["overflow"])})
         raise PoolOverflowError(f"layers {short} ran out of pages. Reserve more before the segment.")
-    return found
+    return totals
 
 
 @functools.partial(jax.jit, static_argnums=3)
 def _by_device(free: list[Any], overflow: list[Any], length: list[Any], mesh: Mesh) -> Int[Array, "D 3 n"]:
     """What ``counts`` needs of each device's pools, in one array."""
 
-    def mine(free: list[Any], overflow: list[Any], length: list[Any]) -> Any:
+    def own(free: list[Any], overflow: list[Any], length: list[Any]) -> Any:
         slots = [x.sum(dtype=jnp.int32) for x in length]
-        found = [jnp.concatenate(free), jnp.concatenate(overflow).astype(jnp.int32), jnp.stack(slots)]
-        return jnp.stack(found)[None]
+        numbers = [jnp.concatenate(free), jnp.concatenate(overflow).astype(jnp.int32), jnp.stack(slots)]
+        return jnp.stack(numbers)[None]
 
-    return mesh.each(mine, [free, overflow, length], [POOL, POOL, STREAMS], POOL)
+    return mesh.each(own, [free, overflow, length], [POOL, POOL, HEADS], POOL)
 
 
 def reserve(
@@ -163,23 +165,29 @@ def reserve(
     Args:
       state: the state; pools that need not grow keep their buffers.
       tokens: tokens a row about to come.
-      most: the most slots a stream can ever own of each of a layer's pools, or None.
+      most: the most slots a KV head can ever own of each of a layer's pools, or None.
       ahead: a pool that must grow makes room for this many tokens, so that not every segment of a long
         answer meets a new size and a compilation.
       doubling: a pool that must grow at least doubles, for the same reason; for prefill, after which
         ``fit`` gives the excess back.
       uneven: each prompt makes layers of other sizes; growth goes by ``pool.familiar``.
     """
-    found = counts(state)
-    if not found:
+    totals = counts(state)
+    if not totals:
         return state
-    pools, live = [state.mesh.local(pages) for pages in _pools(state)], [int(n) for n in found["slots"]]
+    pools, live = [state.mesh.local(pages) for pages in _pools(state)], [int(n) for n in totals["slots"]]
     kinds = len(pools) // sum(layer.pages is not None for layer in state.layers)  # pools of a layer
     sizes = [pages.count for pages in pools]
     for kind in range(kinds):
-        alike = slice(kind, None, kinds)
-        sizes[alike] = pool.grown_sizes(
-            pools[alike], live[alike], tokens, most[kind], ahead=ahead, doubling=doubling, uneven=uneven
+        every = slice(kind, None, kinds)
+        sizes[every] = pool.grown_sizes(
+            pools[every],
+            live[every],
+            tokens,
+            most[kind],
+            ahead=ahead,
+            doubling=doubling,
+            uneven=uneven,
         )
     same = all(pages.count == size for pages, size in zip(pools, sizes))
     return state if same else _resized(state, tuple(sizes))
@@ -187,8 +195,10 @@ def reserve(
 
 def fit(state: KVState) -> KVState:
     """Shrink every pool to the smallest size class that holds its owned pages."""
-    found = counts(state)
-    return _resized(state, tuple(pool.size_class(max(1, int(n))) for n in found["used"])) if found else state
+    totals = counts(state)
+    return (
+        _resized(state, tuple(pool.size_class(max(1, int(n))) for n in totals["used"])) if totals else state
+    )
 
 
 def _pools(state: KVState) -> list[Pages]:
@@ -199,7 +209,7 @@ def _pools(state: KVState) -> list[Pages]:
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def resize(pages: Pages, count: int, mesh: Mesh = ONE) -> Pages:
     """The pages in a pool of so many on each device; see ``pool.resize``."""
-    specs = mesh.specs(pages)
+    specs = of_state(pages)
     return mesh.each(lambda mine: pool.resize(mine, count), [pages], [specs], specs)
 
 
@@ -215,13 +225,32 @@ def _resized(state: KVState, sizes: tuple[int, ...]) -> KVState:
     return dataclasses.replace(state, layers=layers)
 
 
+def reshard(state: KVState, mesh: Mesh) -> KVState:
+    """The state on another mesh, or on one device (``ONE``), in pools that just hold it.
+
+    Args:
+      state: left as it is.
+      mesh: must divide its rows and KV heads.
+    """
+    if state.mesh == mesh:
+        return state
+    numbers = {name: getattr(state, name) for name in ("length", "total", "peak", "confidence")}
+    layers = tuple(moved(cache, state.mesh, mesh, pool.size_class) for cache in state.layers)
+    return dataclasses.replace(state, layers=layers, mesh=mesh, **mesh.put(state.mesh.read(numbers)))
+
+
 def fork(state: KVState, row: int, n: int) -> KVState:
-    """``kvjax.fork`` of a state that lies on one device.
+    """n rows, each a copy of ``row``: several continuations of one compressed context.
+
+    Pages are copied, so every page keeps exactly one owner; on a mesh by way of the host.
 
     Raises:
       IndexError: no such row.
       ValueError: n < 1, or a state that was donated.
+      MeshError: a mesh that does not divide n rows.
     """
+    heads = state.layers[0].ring.k.shape[1]
+    state.mesh.check(f"fork(n={n})", rows=n, heads=heads * state.mesh.size(CONTEXT), kv_heads=heads)
     if state.gone:
         raise ValueError(f"fork(row={row}): {DONATED}")
     if not 0 <= row < state.rows:
@@ -230,8 +259,10 @@ def fork(state: KVState, row: int, n: int) -> KVState:
         )
     if n < 1:
         raise ValueError(f"fork(n={n}) makes no row. Give n of 1 or more.")
-    owned = [int(paging.used(pages)[row].sum()) for pages in _pools(state)]
-    return _pick_rows(state, jnp.full(n, row), tuple(pool.size_class(max(1, count * n)) for count in owned))
+    single = reshard(state, ONE)
+    owned = [int(paging.used(pages)[row].sum()) for pages in _pools(single)]
+    sizes = tuple(pool.size_class(max(1, count * n)) for count in owned)
+    return reshard(_pick_rows(single, jnp.full(n, row), sizes), state.mesh)
 
 
 @functools.partial(jax.jit, static_argnums=2)

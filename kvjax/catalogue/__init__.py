@@ -1,13 +1,13 @@
-"""The catalogue: which parts, methods and presets there are, and policies as one string or described.
+"""The catalogue: all parts, methods and presets, and policies as a string or as JSON.
 
-``policy`` reads the one-string form, ``parts`` and ``methods`` are found by discovery, ``PRESETS`` are names
-for policies; ``describe`` gives a policy as JSON, ``family`` what it shares with itself at other budgets.
-``python -m kvjax.catalogue`` prints README's table of methods.
+``policy`` reads the one-string form. Discovery finds ``parts``, ``methods`` and ``PRESETS``. ``describe``
+returns a policy as JSON, ``family`` what it has in common with itself at other budgets. ``python -m
+kvjax.catalogue`` prints README's table of methods.
 """
 
+from kvjax.catalogue._describe import describe, family, opened
 from kvjax.catalogue._discovery import Method, described, methods, parts
-from kvjax.catalogue._family import describe, family, opened
-from kvjax.catalogue._spec import PRESETS, PROTECTIONS, policy
+from kvjax.catalogue._parse import PRESETS, PROTECTIONS, policy
 
 __all__ = [
     "PRESETS",

@@ -1,5 +1,8 @@
-"""Finding parts, methods and presets: each module of ``policies``, ``budgets`` and ``storage`` is looked at
-once, and so are modules of other packages that entry points of the group ``kvjax.methods`` name."""
+"""Finds parts, methods and presets in modules.
+
+These are the modules of ``policies``, ``budgets`` and ``storage``, and those of other packages that are entry
+points of the group ``kvjax.methods``.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ from kvjax.algebra import Part, Policy, PolicyError
 PACKAGES = (kvjax.policies, kvjax.budgets, kvjax.storage)
 
 GROUP = "kvjax.methods"
-"""Entry points of other packages: each names a module that is a method's file, like ours."""
+"""Group of the entry points of other packages; each is a module with a method, like ours."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,41 +44,41 @@ class Method:
 
 @functools.cache
 def _modules() -> tuple[ModuleType, ...]:
-    """Our own modules, then those of other packages, by name of their entry points.
+    """Our own modules, then those of other packages, sorted by the name of their entry point.
 
     Raises:
-      PolicyError: an entry point that names no module, or one that cannot be imported.
+      PolicyError: an entry point is not a module, or cannot be imported.
     """
-    found = []
+    modules = []
     for package in PACKAGES:
         for info in pkgutil.iter_modules(package.__path__, package.__name__ + "."):
-            found.append(importlib.import_module(info.name))
+            modules.append(importlib.import_module(info.name))
     for point in sorted(entry_points(group=GROUP), key=lambda point: point.name):
         try:
             module = point.load()
         except (ImportError, AttributeError) as error:
             raise PolicyError(
                 f"the entry point {point.name} = {point.value} of {GROUP!r} cannot be imported ({error}). "
-                "Repair or uninstall the package that has it."
+                "Repair or uninstall its package."
             ) from error
         if not isinstance(module, ModuleType):
             raise PolicyError(
-                f"the entry point {point.name} = {point.value} of {GROUP!r} is no module. Name the file of a "
-                "method, as in 'my_package.my_method'."
+                f"the entry point {point.name} = {point.value} of {GROUP!r} is not a module. Name the module "
+                "of a method, as in 'my_package.my_method'."
             )
-        if module not in found:
-            found.append(module)
-    return tuple(found)
+        if module not in modules:
+            modules.append(module)
+    return tuple(modules)
 
 
 @functools.cache
 def parts() -> dict[str, type[Part]]:
-    """Every part by its name in the one-string form; by "name.place" the second of two that share a word.
+    """Every part by its name in the one-string form; the second of two that share a name by "name.place".
 
-    One word may stand for parts of two places, which then share their arguments (``gvote``).
+    One name may stand for parts of two places, which then share their arguments (``gvote``).
 
     Raises:
-      PolicyError: two parts of one place claim one name.
+      PolicyError: two parts of one place have the same name.
     """
     named: dict[str, type[Part]] = {}
     for module in _modules():
@@ -96,24 +99,24 @@ def methods() -> tuple[Method, ...]:
     """Every module that has EXAMPLES.
 
     Raises:
-      PolicyError: a module of ``kvjax.policies`` without them.
+      PolicyError: a module of ``kvjax.policies`` has none.
     """
-    found = []
+    listed = []
     for module in _modules():
         examples = getattr(module, "EXAMPLES", ())
         if not examples and module.__name__.startswith(kvjax.policies.__name__):
-            raise PolicyError(f"{module.__name__} has no EXAMPLES. A method shows at least one policy.")
+            raise PolicyError(f"{module.__name__} has no EXAMPLES. Give at least one policy.")
         if examples:
-            found.append(Method(module.__name__.rpartition(".")[2], *described(module), tuple(examples)))
-    return tuple(sorted(found, key=lambda method: method.name))
+            listed.append(Method(module.__name__.rpartition(".")[2], *described(module), tuple(examples)))
+    return tuple(sorted(listed, key=lambda method: method.name))
 
 
 @functools.cache
 def presets() -> dict[str, str]:
-    """The ``PRESETS`` of all modules: a name to the one-string form it stands for.
+    """The ``PRESETS`` of all modules: name to one-string form.
 
     Raises:
-      PolicyError: two modules claim one name.
+      PolicyError: two modules define the same name.
     """
     named: dict[str, str] = {}
     for module in _modules():

@@ -1,4 +1,4 @@
-"""The table of methods in README, from discovery: ``python -m kvjax.catalogue``."""
+"""README's table of methods, made by discovery: ``python -m kvjax.catalogue``."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from pathlib import Path
 from kvjax import cli
 from kvjax.algebra import PLACES, Part
 from kvjax.catalogue import _discovery as discovery
-from kvjax.catalogue._spec import PRESETS, policy
+from kvjax.catalogue._parse import PRESETS, policy
 
 BEGIN, END = "<!-- methods: python -m kvjax.catalogue --write README.md -->", "<!-- end of methods -->"
 
 
 def table() -> str:
-    """One row per method that is a part of its own, by place, and one for keeping everything; Markdown."""
+    """One row per part, by place, and one for keeping everything; in Markdown."""
     rows = ["| word | method | place | presets |", "|---|---|---|---|"]
     parts = sorted(discovery.parts().values(), key=lambda kind: (list(PLACES).index(kind.place), kind.name))
     full = next(method for method in discovery.methods() if method.name == "full")
@@ -33,28 +33,28 @@ def presets(kind: type[Part]) -> list[str]:
 
 
 def placed(readme: str) -> str:
-    """The text with a fresh table between its markers.
+    """The text with a new table between its markers.
 
     Raises:
-      InputError: there are no markers.
+      InputError: the markers are missing.
     """
     head, begin, rest = readme.partition(BEGIN)
     _, end, tail = rest.partition(END)
     if not begin or not end:
-        raise cli.InputError(
-            f"There is no place for the table. Put the lines {BEGIN} and {END} where it belongs."
-        )
+        raise cli.InputError(f"The file has no place for the table. Add the lines {BEGIN} and {END}.")
     return f"{head}{BEGIN}\n{table()}\n{END}{tail}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prints the table, or puts it between the markers of a file; the exit code."""
+    """Prints the table or writes it between the markers of a file; returns the exit code."""
     return cli.run(_show, argv)
 
 
 def _show(words: Sequence[str]) -> None:
     parser = cli.Parser(prog="python -m kvjax.catalogue", description=__doc__)
-    parser.add_argument("--write", metavar="FILE", type=Path, help="put it between the markers of this file")
+    parser.add_argument(
+        "--write", metavar="FILE", type=Path, help="write the table between the markers of this file"
+    )
     file = parser.parse_args(words).write
     if file is None:
         print(table())
@@ -63,5 +63,5 @@ def _show(words: Sequence[str]) -> None:
         file.write_text(placed(file.read_text(encoding="utf-8")), encoding="utf-8")
     except OSError as error:
         raise cli.InputError(
-            f"--write {file} cannot be read and written ({error.strerror}). Give a file with the markers."
+            f"--write: cannot read and write {file} ({error.strerror}). Give a file with the markers."
         ) from None

@@ -1,25 +1,28 @@
 """Prefill, step, generate: pure functions over a donated state, and the host loops around them.
 
 Nothing here knows a model family or a method: the network and the policy arrive as values. On the host
-there are only loops over chunks, layers (whole-prompt prefill) and segments of up to 64 steps; page
+there are only loops over chunks, layers (whole-prompt prefill) and programs of up to 64 decode steps; page
 counts are read between them, never inside.
 
-  generate, stream    prompts in, new tokens out; ``segment``: up to 64 steps in one program
+  generate, stream    prompts in, new tokens out; ``decode_steps``: up to 64 steps in one program
+  decode_loop         the loop in it, with your own step and your own record of it
   prefill, extend     chunks, or a whole prompt layer by layer
   read_full, cut      one reading of whole prompts for many policies that cut afterwards
   read_layers         ``prefill`` of whole prompts, a layer at a time
-  step, chunk         new tokens through the model, ``run_layers`` with your own visitor at the seam; pure
+  step, chunk         new tokens through the model; ``run_layers`` with your own function at each layer; pure
   empty, reserve      what a state has space for, and the sizes programs are compiled for
+  read_ids            token ids, checked against the model's vocabulary
   read_policy         the policy that a text means on a model
-  RequestError        what a caller is told; ``Remark`` what is served, but otherwise than it reads
+  RequestError        a request that is refused; ``Remark`` warns of one that is served with a difference
 """
 
-from kvjax.decode._by_layer import Site, chunk_layer, chunk_outputs, sites
+from kvjax.decode._activations import PromptActivations, read_full
+from kvjax.decode._by_layer import LayerCall, chunk_layer, chunk_outputs, layer_calls
 from kvjax.decode._capacity import (
     CHUNK,
     HORIZON,
+    MAX_STEPS,
     PAGE,
-    SEGMENT,
     bucket,
     empty,
     empty_layers,
@@ -31,44 +34,38 @@ from kvjax.decode._capacity import (
     roomy,
     slot_bounds,
 )
-from kvjax.decode._checks import Progress, Remark, RequestError, read_policy
-from kvjax.decode._devices import on_mesh
-from kvjax.decode._generate import Generation, Run, generate, segment, stream
-from kvjax.decode._prefill import (
-    answered,
-    cut,
-    cuts_after,
-    extend,
-    prefill,
-    prompt_layer,
-    read_layers,
-)
-from kvjax.decode._reading import Reading, read_full
-from kvjax.decode._step import chunk, run_layers, step, step_program, with_confidence
+from kvjax.decode._checks import Progress, Remark, RequestError, read_ids, read_policy
+from kvjax.decode._generate import Generation, generate, stream
+from kvjax.decode._loop import DecodeRows, decode_loop, decode_steps
+from kvjax.decode._placement import on_mesh
+from kvjax.decode._prefill import cut, cuts_after, extend, prefill, prompt_layer, read_layers, with_logits
+from kvjax.decode._step import chunk, run_layers, step, step_program
 
 __all__ = [
     "CHUNK",
     "HORIZON",
+    "MAX_STEPS",
     "PAGE",
-    "SEGMENT",
+    "DecodeRows",
     "Generation",
+    "LayerCall",
     "Progress",
-    "Reading",
+    "PromptActivations",
     "Remark",
     "RequestError",
-    "Run",
-    "Site",
-    "answered",
     "bucket",
     "chunk",
     "chunk_layer",
     "chunk_outputs",
     "cut",
     "cuts_after",
+    "decode_loop",
+    "decode_steps",
     "empty",
     "empty_layers",
     "extend",
     "generate",
+    "layer_calls",
     "most_slots",
     "on_mesh",
     "padded",
@@ -77,16 +74,15 @@ __all__ = [
     "prompt_layer",
     "prompt_pages",
     "read_full",
+    "read_ids",
     "read_layers",
     "read_policy",
     "reserve",
     "roomy",
     "run_layers",
-    "segment",
-    "sites",
     "slot_bounds",
     "step",
     "step_program",
     "stream",
-    "with_confidence",
+    "with_logits",
 ]

@@ -1,6 +1,6 @@
 """How much a state holds: contexts, pages, pools and chunks, the sizes that programs are compiled for.
 
-What a pool of so many slots allocates is ``kvjax.cache.pool``'s; what a policy lets a stream own is decided
+What a pool of so many slots allocates is ``kvjax.cache.pool``'s; what a policy lets a KV head own is decided
 here.
 """
 
@@ -22,7 +22,8 @@ from kvjax.cache import ring as rings
 from kvjax.cache import state as states
 from kvjax.cache.pages import Pages
 from kvjax.cache.state import KVState, LayerCache
-from kvjax.sharding.mesh import DATA, ONE, TENSOR, Mesh
+from kvjax.sharding.mesh import ONE, Mesh
+from kvjax.sharding.specs import DATA, TENSOR, of_state
 from kvjax.types import Network
 
 if TYPE_CHECKING:
@@ -34,8 +35,8 @@ PAGE, LONG_PAGE = 64, 256
 CHUNK = 256
 """Default tokens of a prefill chunk."""
 
-SEGMENT = 64
-"""Most steps compiled into one program between two looks of the host."""
+MAX_STEPS = 64
+"""Most decode steps of one program, after which the host looks at the result."""
 
 HORIZON = 512
 """Tokens for which a pool makes room when it has to grow while decoding; each growth is a compilation."""
@@ -46,8 +47,8 @@ def bucket(tokens: int, most: int | None = None) -> int:
 
     At most ``most``, the positions of the model, where they are given.
     """
-    found = max(64, pool.coarse_class(tokens))
-    return found if most is None else min(found, most)
+    size = max(64, pool.coarse_class(tokens))
+    return size if most is None else min(size, most)
 
 
 def page_size(longest: int) -> int:
@@ -66,11 +67,11 @@ def padded(prompts: Sequence[Sequence[int] | np.ndarray], width: int) -> np.ndar
     return out
 
 
-# --- what a stream can own -----------------------------------------------------------------------
+# --- what a KV head can own -----------------------------------------------------------------------
 
 
 def most_slots(policy: Policy, context: int, arriving: int) -> int | None:
-    """The most paged slots a stream can own while ``arriving`` tokens at a time come in.
+    """The most paged slots a KV head can own while ``arriving`` tokens at a time come in.
 
     None where only the tokens themselves can tell (learned admission).
     """
@@ -107,13 +108,13 @@ def slot_bounds(
     exact = policy.exact_slots(policy.window(context))
 
     def bound(less: int, page: int) -> int | None:
-        found = []
+        bounds = []
         if by_context is not None:
-            found.append(max(by_context - less, 0))
+            bounds.append(max(by_context - less, 0))
         if by_budget is not None:
             slots = max(by_budget - less, 0)
-            found.append(page * pool.size_class(-(-slots // page)) if slots else 0)
-        return min(found, default=None)
+            bounds.append(page * pool.size_class(-(-slots // page)) if slots else 0)
+        return min(bounds, default=None)
 
     if not exact:
         return (bound(0, pages[0]),)
@@ -129,7 +130,7 @@ def is_bounded(policy: Policy, state: KVState) -> bool:
 
 
 def prompt_pages(policy: Policy, cache: LayerCache, stored: Int[np.ndarray, "B K"]) -> tuple[int, ...]:
-    """Pages that suffice for each pool of a layer, when ``stored`` tokens a stream outlive a prompt.
+    """Pages that suffice for each pool of a layer, when ``stored`` tokens a KV head outlive a prompt.
 
     Every list may end in a page of its own; how heads share a fixed sum does not change the size.
     """
@@ -239,7 +240,7 @@ def empty_layers(
 
     if mesh.grid is None:
         return layers()
-    return mesh.each(layers, [], [], mesh.specs(jax.eval_shape(layers)))
+    return mesh.each(layers, [], [], of_state(jax.eval_shape(layers)))
 
 
 def page_sizes(state: KVState) -> list[int]:
@@ -269,12 +270,12 @@ def roomy(policy: Policy, state: KVState, arriving: int, tokens: int | None = No
     bounds = slot_bounds(policy, state.context, arriving, page_sizes(state))
 
     def full(pages: Pages, most: int | None) -> int:
-        mine = state.mesh.local(pages)
-        rows, heads, lists, entries = mine.table.shape
+        local = state.mesh.local(pages)
+        rows, heads, lists, entries = local.table.shape
         # What ``reserve`` asks for at most: two lists may each end in a page of their own; where nothing
-        # bounds a stream, every list is given a page that is part full and one to come.
+        # bounds a KV head, every list is given a page that is part full and one to come.
         spare = lists * (1 + -(-arriving // pages.size)) if most is None else lists - 1
-        return max(mine.count, rows * heads * (entries + spare))
+        return max(local.count, rows * heads * (entries + spare))
 
     paged = [layer for layer in state.layers if layer.pools]
     sizes = [max(map(full, pages, bounds)) for pages in zip(*(layer.pools for layer in paged))]

@@ -1,4 +1,4 @@
-"""What a caller is told: how much is done, why a request cannot be served, and what is served otherwise."""
+"""Checks of a call's arguments: errors for what is refused, warnings for what is served differently."""
 
 from __future__ import annotations
 
@@ -54,10 +54,10 @@ def read_prompts(
     """
     if not hasattr(prompts, "__len__"):
         raise RequestError(
-            f"{call}(prompts={prompts!r}) is no prompt. Give token ids ([[1, 2, 3]]), or a text."
+            f"{call}(prompts={prompts!r}) is not a prompt. Give token ids ([[1, 2, 3]]), or a text."
         )
     rows: Any = [prompts] if isinstance(prompts, str) or _is_flat(prompts) else prompts
-    return [_ids(call, model, row, given, begins) for row, given in enumerate(rows)]
+    return [_row_ids(call, model, row, prompt, begins) for row, prompt in enumerate(rows)]
 
 
 def _is_flat(prompts: Any) -> bool:
@@ -65,35 +65,48 @@ def _is_flat(prompts: Any) -> bool:
     return len(prompts) > 0 and (getattr(prompts[0], "ndim", None) == 0 or not hasattr(prompts[0], "__len__"))
 
 
-def _ids(call: str, model: Weighted, row: int, given: Any, begins: bool) -> Int[np.ndarray, " T"]:
-    if isinstance(given, str):
+def _row_ids(call: str, model: Weighted, row: int, prompt: Any, begins: bool) -> Int[np.ndarray, " T"]:
+    """Token ids of a row of ids, or of a text."""
+    if isinstance(prompt, str):
         text = getattr(model, "text", None)
         if text is None:
             raise RequestError(
                 f"{call}: row {row} is a text, and this model has no tokenizer beside it. Give token ids "
                 "([[1, 2, 3]]), or a model of kvjax.load(...)."
             )
-        given = text.encode(given, bos=begins)
+        prompt = text.encode(prompt, bos=begins)
+    return read_ids(f"{call}: row {row}", model, prompt)
+
+
+def read_ids(name: str, model: Weighted, ids: Any) -> Int[np.ndarray, " T"]:
+    """Token ids that the model has, as an array; every caller's ids are checked here.
+
+    Args:
+      name: what they are, for messages: ``generate: row 1``, ``Request(prompt=...)``.
+      model: whose vocabulary is meant.
+      ids: whole numbers.
+
+    Raises:
+      RequestError: not a list of whole numbers, or ids that the vocabulary does not have.
+    """
     try:
-        ids = np.asarray(given)
-    except ValueError:  # rows of different lengths inside a row
-        ids = np.empty((0, 0))
-    if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
-        raise RequestError(
-            f"{call}: row {row} is no list of token ids. Give whole numbers ([[1, 2, 3]]), or a text."
-        )
+        array = np.asarray(ids)
+    except ValueError:  # lists of different lengths
+        array = np.empty((0, 0))
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        raise RequestError(f"{name} is not a list of token ids. Give whole numbers ([1, 2, 3]).")
     most = model.params["embed"].shape[0]
-    wrong = np.flatnonzero((ids < 0) | (ids >= most))
+    wrong = np.flatnonzero((array < 0) | (array >= most))
     if wrong.size:
         raise RequestError(
-            f"{call}: row {row} has the token id {ids[wrong[0]]} at {wrong[0]}, the model knows 0 to "
-            f"{most - 1}. Encode the text with the model's own tokenizer (model.text.encode)."
+            f"{name} has the token id {array[wrong[0]]} at {wrong[0]}, the model knows 0 to {most - 1}. "
+            "Encode the text with the model's own tokenizer."
         )
-    return ids.astype(np.int32)
+    return array.astype(np.int32)
 
 
 def check_prompts(call: str, network: Network, lengths: list[int], context: int) -> None:
-    """Refuse prompts that are empty, or longer than the model or the context allows; and such a context."""
+    """Refuses prompts that are empty, or longer than the model or the context allows; and such a context."""
     if not lengths:
         raise RequestError(f"{call}(prompts=[]) has no row to read. Give at least one prompt.")
     for row, n in enumerate(lengths):
@@ -119,27 +132,27 @@ def read_seeds(call: str, seeds: int | Sequence[int], rows: int) -> UInt[np.ndar
     Raises:
       RequestError: no whole numbers, or another number of them.
     """
-    found = np.asarray(seeds)
-    if found.dtype.kind not in "iu" or found.shape not in ((), (rows,)):
+    numbers = np.asarray(seeds)
+    if numbers.dtype.kind not in "iu" or numbers.shape not in ((), (rows,)):
         raise RequestError(
-            f"{call}(seeds={seeds!r}) is no seed of {rows} requests. Give a whole number, or one a row."
+            f"{call}(seeds={seeds!r}) is not a seed for {rows} requests. Give a whole number, or one a row."
         )
-    return np.broadcast_to(found.astype(np.int64) & 0xFFFFFFFF, (rows,)).astype(np.uint32)
+    return np.broadcast_to(numbers.astype(np.int64) & 0xFFFFFFFF, (rows,)).astype(np.uint32)
 
 
 # --- states --------------------------------------------------------------------------------------
 
 
 def check_alive(call: str, state: KVState) -> None:
-    """Refuse a state whose buffers were donated to a call before."""
+    """Refuses a state whose buffers were donated to a call before."""
     if state.gone:
         raise RequestError(f"{call}: {DONATED}")
 
 
 def check_continues(call: str, network: Network, policy: Policy, state: KVState, arriving: int) -> None:
-    """Refuse a state that was donated before, or made under a policy that this one cannot continue.
+    """Refuses a state that was donated before, or made under a policy that this one cannot continue.
 
-    All must be equal but dials, and of these the pages must hold what the policy may keep.
+    Everything but traced hyperparameters must be equal, and the pages must hold what the policy may keep.
 
     Args:
       call: what was called, for messages.
@@ -152,8 +165,8 @@ def check_continues(call: str, network: Network, policy: Policy, state: KVState,
     if state.structure != policy.structure:
         raise RequestError(
             f"{call}: the state was made under '{state.structure}', and what it holds does not serve "
-            f"'{policy!r}'. Continue with a policy that differs from it in dials alone (amounts, thresholds, "
-            f"sinks), or prefill under '{policy!r}'."
+            f"'{policy!r}'. Continue with a policy that differs from it in traced numbers alone (amounts, "
+            f"thresholds, sinks), or prefill under '{policy!r}'."
         )
     if None not in network.windows or not policy.paged(state.context):
         return
@@ -162,13 +175,13 @@ def check_continues(call: str, network: Network, policy: Policy, state: KVState,
         slots = held[at].table.shape[3] * held[at].size if held else 0
         if min(state.context if most is None else most, state.context) > slots:
             raise RequestError(
-                f"{call}: a stream of this state has pages for {slots} slots, '{policy!r}' may keep more. "
+                f"{call}: a KV head of this state has pages for {slots} slots, '{policy!r}' may keep more. "
                 f"Continue with its own budget and sinks or smaller ones, or prefill under '{policy!r}'."
             )
 
 
 def check_space(call: str, network: Network, state: KVState, more: np.ndarray) -> None:
-    """Refuse tokens for which the state has no space (a ring would silently forget, a list overflow)."""
+    """Refuses tokens for which the state has no space (a ring would silently forget, a list overflow)."""
     if len(more) != state.rows or more.max(initial=0) < 1:
         raise RequestError(
             f"{call}: {len(more)} rows of up to {more.max(initial=0)} tokens for a state of {state.rows} "
@@ -191,28 +204,28 @@ def check_space(call: str, network: Network, state: KVState, more: np.ndarray) -
 
 
 def read_policy(spec: Policy | str, model: Weighted) -> Policy:
-    """The policy that is meant on this model; what ``auto(...)`` chose is told (``Remark``)."""
+    """The policy of a spec on this model; warns (``Remark``) which one ``auto(...)`` chose."""
     if not isinstance(spec, str) or not is_auto(spec):
         return catalogue.policy(spec)
-    policy, said = chosen(spec, model)
-    warnings.warn(said, Remark, stacklevel=1)
+    policy, reason = chosen(spec, model)
+    warnings.warn(reason, Remark, stacklevel=1)
     return policy
 
 
-def tell_of_windows(network: Network, policy: Policy) -> None:
-    """Warn where the model's own windows leave the policy no say. Of one place, so Python says it once."""
+def warn_of_windows(network: Network, policy: Policy) -> None:
+    """Warns of layers whose own sliding window rules. From one line, so that Python warns once."""
     sliding = [f"{i}: {window}" for i, window in enumerate(network.windows) if window is not None]
     if sliding and policy != Policy():
         warnings.warn(
-            f"the policy has no say in layers whose own sliding window rules ({len(sliding)} of "
+            f"the policy has no effect in layers with a sliding window of the model's own ({len(sliding)} of "
             f"{network.num_layers}; layer: tokens = {', '.join(sliding)}).",
             Remark,
             stacklevel=1,
         )
 
 
-def tell_of_protected(network: Network, policy: Policy, frame: Frame, lengths: Sequence[int]) -> None:
-    """Warn where a budget leaves prompts of these lengths fewer slots than are protected; those all stay."""
+def warn_of_protected(network: Network, policy: Policy, frame: Frame, lengths: Sequence[int]) -> None:
+    """Warns where a budget leaves prompts of these lengths fewer slots than are protected; those all stay."""
     if not policy.budget.limited:
         return
 
@@ -232,20 +245,20 @@ def tell_of_protected(network: Network, policy: Policy, frame: Frame, lengths: S
     which = "a prompt" if short(enough) else f"a prompt of fewer than {enough} tokens"
     newest = policy.protected - policy.sinks
     warnings.warn(
-        f"{policy!r} leaves a stream of {which} fewer slots than the {policy.protected} protected tokens "
+        f"{policy!r} leaves a KV head of {which} fewer slots than the {policy.protected} protected tokens "
         f"(sinks={policy.sinks}, newest={newest}), which all stay. Raise the budget, or protect fewer.",
         Remark,
         stacklevel=1,
     )
 
 
-def tell_of_votes(policy: Policy, lengths: Sequence[int], kept: Sequence[Int[np.ndarray, "B K"]]) -> None:
-    """Warn of prompts that a voted budget could not judge, or kept whole.
+def warn_of_votes(policy: Policy, lengths: Sequence[int], kept: Sequence[Int[np.ndarray, "B K"]]) -> None:
+    """Warns of prompts that a voted budget could not judge, or kept whole.
 
     Args:
       policy: whose budget is voted.
       lengths: of the prompts.
-      kept: tokens that stay of each stream, of each layer that the policy rules.
+      kept: tokens that stay of each KV head, of each layer that the policy rules.
     """
     stays = np.asarray(kept)  # [L, B, K]
     if not len(stays):  # the model's own windows rule everywhere
@@ -266,8 +279,8 @@ def tell_of_votes(policy: Policy, lengths: Sequence[int], kept: Sequence[Int[np.
             )
 
 
-def tell_of_lengths(policy: Policy, weights: Params, lengths: Sequence[int]) -> None:
-    """Warn where learned weights were made for prompts of very different lengths."""
+def warn_of_lengths(policy: Policy, weights: Params, lengths: Sequence[int]) -> None:
+    """Warns where learned weights were made for prompts of very different lengths."""
     for part in policy.learned:
         remark = part.remark(weights[part.place], lengths)
         if remark is not None:
@@ -298,7 +311,7 @@ def check_weights(model: Weighted, policy: Policy, weights: Params | None) -> Pa
     needless = set(weights) - {part.place for part in policy.learned}
     if needless:
         raise WeightsError(
-            f"weights for {', '.join(sorted(needless))} are given, where the policy {policy!r} learns "
+            f"weights for {', '.join(sorted(needless))} are given, but the policy {policy!r} learns "
             "nothing. Leave them out, or use the policy they were trained for; "
             "kvjax.weights_for(policy, model) gives what it needs."
         )

@@ -1,21 +1,17 @@
-"""New tokens after a prompt: the program that writes up to 64 of each row, streamed or all at once."""
+"""New tokens after a prompt, streamed or all at once."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from kvjax import catalogue, metrics
 from kvjax.algebra import Policy
 from kvjax.cache.state import KVState
-from kvjax.decode._by_layer import embed, sites, step_layer, top, writes_by_layer
-from kvjax.decode._capacity import CHUNK, HORIZON, SEGMENT, bucket, reserve
+from kvjax.decode._capacity import CHUNK, HORIZON, MAX_STEPS, bucket, reserve
 from kvjax.decode._checks import (
     Prompts,
     RequestError,
@@ -25,18 +21,18 @@ from kvjax.decode._checks import (
     check_weights,
     read_policy,
     read_prompts,
-    tell_of_windows,
+    warn_of_windows,
 )
-from kvjax.decode._devices import alike, mesh_for, on_mesh
+from kvjax.decode._loop import DecodeRows, first_token, write
+from kvjax.decode._placement import check_same_call, mesh_for, on_mesh
 from kvjax.decode._prefill import prefill
-from kvjax.decode._step import confident, step
-from kvjax.sampling import Sampling, sample, sampling
-from kvjax.sharding.mesh import ONE, Mesh
-from kvjax.types import EMPTY, Network, Params, Weighted, pytree
+from kvjax.sampling import Sampling, sampling
+from kvjax.sharding.mesh import Mesh
+from kvjax.types import EMPTY, Params, Weighted
 from kvjax.weights import weights_for
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Bool, Float, Int
+    from jaxtyping import Array, Float, Int
 
 
 @dataclasses.dataclass
@@ -99,13 +95,15 @@ def generate(
         )
     context = bucket(longest + max_new_tokens, most)
     where = mesh_for("generate", model, mesh, len(rows))
-    alike("generate", where, policy, weights or {}, {"the sampling": (how, max_new_tokens, [*stops])})
+    check_same_call(
+        "generate", where, policy, weights or {}, {"the sampling": (how, max_new_tokens, [*stops])}
+    )
     model, weights = on_mesh(model, policy, weights or {}, where)
     sizes: dict[str, Any] = {"context": context, "chunk_size": chunk_size, "page": page}
     state, logits = prefill(model, policy, rows, **sizes, weights=weights, seeds=seed)
     out: list[list[int]] = [[] for _ in rows]
     limit = np.full(len(rows), max_new_tokens, np.int32)
-    for piece, after in _pieces(model, policy, state, logits, limit, how, stops, weights, SEGMENT):
+    for piece, after in _pieces(model, policy, state, logits, limit, how, stops, weights, MAX_STEPS):
         state = after
         for row, tokens in enumerate(piece):
             out[row] += [int(token) for token in tokens if token != EMPTY]
@@ -122,14 +120,14 @@ def stream(
     how: Sampling | None = None,
     stops: Sequence[int] = (),
     weights: Params | None = None,
-    every: int = SEGMENT,
+    every: int = MAX_STEPS,
 ) -> Iterator[tuple[np.ndarray, KVState]]:
     """Continue a prefilled state, yielding every few tokens.
 
     Args:
       model, policy, weights: as in ``prefill``.
       state: donated; use the one that comes with each piece. Made under a policy that differs from this one
-        in dials alone.
+        in traced hyperparameters alone.
       logits: of each row's next token.
       max_new_tokens: for all rows, or one number a row.
       how: sampling parameters; greedy by default.
@@ -153,9 +151,9 @@ def stream(
         raise RequestError(f"stream(max_new_tokens={max_new_tokens}) writes nothing. Give 1 or more.")
     if limit.max() > 1:  # the last new token of a row is never fed
         check_space("stream", model.network, state, limit - 1)
-    tell_of_windows(model.network, policy)
+    warn_of_windows(model.network, policy)
     how = sampling(rows) if how is None else how
-    alike("stream", state.mesh, policy, weights, {"the sampling": (how, limit, [*stops], every)})
+    check_same_call("stream", state.mesh, policy, weights, {"the sampling": (how, limit, [*stops], every)})
     model, weights = on_mesh(model, policy, weights, state.mesh)
     return _pieces(model, policy, state, logits, limit, how, stops, weights, every)
 
@@ -172,130 +170,24 @@ def _pieces(
     every: int,
 ) -> Iterator[tuple[np.ndarray, KVState]]:
     """``stream``, of arguments that are checked."""
-    run = Run(
+    decoding = DecodeRows(
         token=np.zeros(state.rows, np.int32),  # type: ignore[arg-type]
         done=np.zeros(state.rows, bool),  # type: ignore[arg-type]
         left=limit,  # type: ignore[arg-type]
         stops=np.asarray([*stops] or [EMPTY], np.int32),  # type: ignore[arg-type]
         how=how,
     )
-    run, fresh = first_token(state.mesh.put(run), logits, state.length, state.mesh)
+    decoding, fresh = first_token(state.mesh.put(decoding), logits, state.length, state.mesh)
     # Where everything is kept the context bounds the pool: one size for all prompts of a size class.
     keeps_all = policy.admission.idle and policy.on_arrival
     written = 1
     yield np.asarray(fresh)[:, None], state
-    while not bool(np.asarray(run.done).all()):
+    while not bool(np.asarray(decoding.done).all()):
         check_alive("stream", state)  # the piece's state may have been fed to another call meanwhile
         left = int(limit.max()) - written
         ahead = state.context if keeps_all else min(HORIZON, left)
         state = reserve(policy, state, min(every, left), 1, ahead=ahead)
-        state, run, out = write(model.network, policy, every, model.params, weights, state, run)
-        found = np.asarray(out)
+        state, decoding, out = write(model.network, policy, every, model.params, weights, state, decoding)
+        tokens = np.asarray(out)
         written += every
-        yield found[:, (found != EMPTY).any(axis=0)], state
-
-
-@pytree()
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Run:
-    """Rows that are being written.
-
-    Attributes:
-      token: the last token of each row, written out but not yet fed.
-      done: rows that met a stop token or their limit.
-      left: tokens each row may still write.
-      stops: ids that end a row, EMPTY-padded.
-      how: sampling parameters.
-    """
-
-    token: Int[Array, " B"]
-    done: Bool[Array, " B"]
-    left: Int[Array, " B"]
-    stops: Int[Array, " Z"]
-    how: Sampling
-
-
-@functools.partial(jax.jit, static_argnames=("network", "steps"), donate_argnames=("state",))
-def segment(
-    network: Network, policy: Policy, steps: int, params: Params, weights: Params, state: KVState, run: Run
-) -> tuple[KVState, Run, Int[Array, "B steps"]]:
-    """Up to ``steps`` tokens for every row that is not done, in one program."""
-    out = jnp.full((state.rows, steps), EMPTY, jnp.int32)
-
-    def go(carry: tuple[Array, KVState, Run, Array]) -> Array:
-        i, _, run, _ = carry
-        return (i < steps) & ~jnp.all(run.done)
-
-    def one(carry: tuple[Array, KVState, Run, Array]) -> tuple[Array, KVState, Run, Array]:
-        i, state, run, out = carry
-        state, logits = step(network, policy, params, weights, state, run.token, ~run.done)
-        run, fresh = _advance(run, logits, state.length)
-        return i + 1, state, run, out.at[:, i].set(fresh)
-
-    _, state, run, out = jax.lax.while_loop(go, one, (jnp.asarray(0), state, run, out))
-    return state, *state.mesh.everywhere((run, out))
-
-
-def write(
-    network: Network, policy: Policy, steps: int, params: Params, weights: Params, state: KVState, run: Run
-) -> tuple[KVState, Run, Int[Array, "B steps"]]:
-    """``segment``; of a deep model on a CPU with a program a layer, not one for all. The state is donated."""
-    if not writes_by_layer(network, params):
-        return segment(network, policy, steps, params, weights, state, run)
-    network, rest = network.at(state.context), top(params)
-    layers, caches, mesh = sites(network, policy, params, weights), list(state.layers), state.mesh
-    out, i = mesh.put((np.full((state.rows, steps), EMPTY, np.int32), np.int32(0)))
-    length, confidence = state.length, state.confidence
-    x = embed(network, rest, length, run.token, mesh)
-    for _ in range(steps):
-        done = run.done
-        for at, site in enumerate(layers):
-            x, caches[at] = step_layer(
-                network, *site, policy, caches[at], x, length, done, state.total, confidence, mesh=mesh
-            )
-        x, length, confidence, run, out, i = _turn(
-            network, policy, rest, x, length, confidence, run, out, i, mesh
-        )
-        if np.asarray(done).all():  # of the step before: the device need not be waited for
-            break
-    state = dataclasses.replace(state, layers=tuple(caches), length=length, confidence=confidence)
-    return state, run, out
-
-
-@functools.partial(jax.jit, static_argnames=("network", "mesh"), donate_argnames=("length", "out"))
-def _turn(
-    network: Network,
-    policy: Policy,
-    rest: Params,
-    x: Float[Array, "B 1 D"],
-    length: Int[Array, " B"],
-    confidence: Float[Array, " B"] | None,
-    run: Run,
-    out: Int[Array, "B steps"],
-    i: Int[Array, ""],
-    mesh: Mesh,
-) -> tuple[Array, Array, Array | None, Run, Array, Array]:
-    """Between two steps: logits of one, its tokens in column ``i`` of ``out``, and the way into the next."""
-    logits, fed = network.logits(rest, x[:, 0]), ~run.done
-    length, confidence = length + fed.astype(jnp.int32), confident(policy, confidence, logits, fed)
-    run, fresh = _advance(run, logits, length)
-    x = network.embed(rest, run.token[:, None], length[:, None])
-    looked_at = (length, confidence, run, out.at[:, i].set(fresh), i + 1)
-    return mesh.by_row(x), *mesh.everywhere(looked_at)
-
-
-def _advance(run: Run, logits: Float[Array, "B V"], length: Int[Array, " B"]) -> tuple[Run, Int[Array, " B"]]:
-    """Draw the token that will stand at position ``length``; EMPTY for rows that were done."""
-    drawn = sample(logits, run.how, length)
-    fresh = jnp.where(run.done, EMPTY, drawn)
-    left = run.left - (~run.done).astype(jnp.int32)
-    done = run.done | (left <= 0) | jnp.any(drawn[:, None] == run.stops[None, :], axis=-1)
-    return dataclasses.replace(run, token=jnp.where(run.done, run.token, drawn), done=done, left=left), fresh
-
-
-@functools.partial(jax.jit, static_argnums=3)
-def first_token(
-    run: Run, logits: Float[Array, "B V"], length: Int[Array, " B"], mesh: Mesh = ONE
-) -> tuple[Run, Int[Array, " B"]]:
-    """Draws the token that follows a prompt, for every row."""
-    return mesh.everywhere(_advance(run, logits, length))
+        yield tokens[:, (tokens != EMPTY).any(axis=0)], state

@@ -15,9 +15,10 @@ from kvjax import catalogue, layer, metrics
 from kvjax.algebra import Frame, Policy
 from kvjax.cache import pool
 from kvjax.cache import state as states
-from kvjax.cache.ring import Entry
+from kvjax.cache.ring import ENTRY, Entry
 from kvjax.cache.state import KVState, LayerCache
-from kvjax.decode._by_layer import answer, fed, read_chunk, sites, top
+from kvjax.decode._activations import PromptActivations, count_kept, embed_prompts, judge_layer
+from kvjax.decode._by_layer import after_chunk, last_logits, layer_calls, outer, read_chunk
 from kvjax.decode._capacity import CHUNK, bucket, empty, is_bounded, padded, prompt_pages, reserve
 from kvjax.decode._checks import (
     Progress,
@@ -30,14 +31,14 @@ from kvjax.decode._checks import (
     read_policy,
     read_prompts,
     read_seeds,
-    tell_of_lengths,
-    tell_of_protected,
-    tell_of_votes,
-    tell_of_windows,
+    warn_of_lengths,
+    warn_of_protected,
+    warn_of_votes,
+    warn_of_windows,
 )
-from kvjax.decode._devices import alike, mesh_for, on_mesh, tell_of_imbalance
-from kvjax.decode._reading import Reading, counted, embedded, judge_layer
-from kvjax.sharding.mesh import ENTRY, ONE, STREAMS, Mesh
+from kvjax.decode._placement import check_same_call, mesh_for, on_mesh, warn_of_imbalance
+from kvjax.sharding.mesh import ONE, Mesh
+from kvjax.sharding.specs import HEADS, of_state
 from kvjax.types import EMPTY, Heads, Network, Params, Weighted
 
 if TYPE_CHECKING:
@@ -74,8 +75,8 @@ def prefill(
       seeds: of the requests, for all rows or one a row; policies that draw (``gvote``) draw by a request's
         own, never by its place in the batch.
       mesh: devices for the state ("data=2,tensor=4", ``kvjax.mesh``); by default those that the model was
-        loaded on. A model that lies elsewhere is laid on it for this call.
-      progress: told how much is done.
+        loaded on. A model that lies elsewhere is moved there for this call.
+      progress: called with (done, all) as the work proceeds.
 
     Raises:
       RequestError: an empty prompt, ids that the model has not, more than it or ``context`` allows, wrong
@@ -83,7 +84,7 @@ def prefill(
       PolicyError: a policy that cannot be read.
       WeightsError: a policy that learns without its weights, or weights that do not fit.
       MeshError: a mesh that does not divide the rows, or the model's heads; too few devices; processes that
-        were given different things.
+        make different calls.
 
     Warns (``Remark``) where the model's own windows rule, where the budget is below what is protected, where
     a budget that is voted keeps all of a prompt or has one token to judge by, and where the devices of a mesh
@@ -91,7 +92,7 @@ def prefill(
     """
     policy = read_policy(policy, model)
     weights, network = check_weights(model, policy, weights), model.network
-    tell_of_windows(network, policy)
+    warn_of_windows(network, policy)
     rows = read_prompts("prefill", model, prompts)
     mesh = mesh_for("prefill", model, mesh, len(rows))
     lengths = [len(row) for row in rows]
@@ -101,10 +102,10 @@ def prefill(
     if chunk_size < 1:
         raise RequestError(f"prefill(chunk_size={chunk_size}) reads nothing. Give 1 token or more.")
     dtype = model.params["embed"].dtype
-    tell_of_protected(network, policy, _frame(network, policy, dtype), lengths)
-    tell_of_lengths(policy, weights, lengths)
+    warn_of_protected(network, policy, _frame(network, policy, dtype), lengths)
+    warn_of_lengths(policy, weights, lengths)
     numbers = (context, chunk_size, page, seeds)
-    alike("prefill", mesh, policy, weights, {"the prompts": rows, "the sizes and seeds": numbers})
+    check_same_call("prefill", mesh, policy, weights, {"the prompts": rows, "the sizes and seeds": numbers})
     model, weights = on_mesh(model, policy, weights, mesh)
     sizes: dict[str, Any] = {"rows": len(rows), "context": context, "page": page, "chunk_size": chunk_size}
     state = empty(network, policy, **sizes, dtype=dtype, mesh=mesh)
@@ -115,19 +116,19 @@ def prefill(
         state, logits = _finished(model, policy, reading, len(rows), progress)
     else:
         state, logits = _read_chunks(model, policy, state, rows, weights, progress)
-    tell_of_imbalance(state)
+    warn_of_imbalance(state)
     return state, logits
 
 
 def cuts_after(policy: Policy) -> bool:
-    """Is a prompt read with full attention and cut afterwards? Then ``cut`` serves it from a ``Reading``."""
+    """Is a prompt read with full attention and cut afterwards? Then ``cut`` serves it."""
     return policy.whole_prompt and (policy.admission.idle or not policy.admission.prefill)
 
 
 def cut(
     model: Weighted,
     policy: Policy | str,
-    reading: Reading,
+    reading: PromptActivations,
     *,
     chunk_size: int = CHUNK,
     page: int | None = None,
@@ -168,7 +169,7 @@ def cut(
 
 
 def _frame(network: Network, policy: Policy, dtype: jnp.dtype) -> Frame:
-    """Where targets of the first layer are asked for, without a cache."""
+    """The frame of the first layer's budget, without a cache."""
     k: Any = jax.ShapeDtypeStruct((1, network.num_kv_heads, 1, network.head_dim), dtype)
     total: Any = None
     return layer.LayerInfo(policy, {}, 0, network.num_layers, None, total).frame(k)
@@ -187,7 +188,8 @@ def extend(
 
     Args:
       model, policy, weights, progress: as in ``prefill``.
-      state: donated; made under a policy that differs from this one in dials alone.
+      state: donated; made under a policy that differs from this one in traced
+        hyperparameters alone.
       prompts: as in ``prefill``, texts without BOS; an empty row is left as it is and its logits are
         meaningless.
 
@@ -200,7 +202,7 @@ def extend(
     check_continues("extend", model.network, policy, state, state.chunk)
     rows = read_prompts("extend", model, prompts, begins=False)
     check_space("extend", model.network, state, np.asarray([len(row) for row in rows]))
-    alike("extend", state.mesh, policy, weights, {"the prompts": rows})
+    check_same_call("extend", state.mesh, policy, weights, {"the prompts": rows})
     model, weights = on_mesh(model, policy, weights, state.mesh)
     return _read_chunks(model, policy, state, rows, weights, progress)
 
@@ -217,7 +219,7 @@ def _read_chunks(
     lengths, chunk_size = np.asarray([len(prompt) for prompt in prompts]), state.chunk
     longest = int(lengths.max())
     tokens = padded(prompts, -(-longest // chunk_size) * chunk_size)
-    last, layers = _nothing(model, state), sites(model.network, policy, model.params, weights)
+    last, calls = _no_output(model, state), layer_calls(model.network, policy, model.params, weights)
     # Where everything is admitted, and all of it stays or a fixed number, the need is known: all of it at
     # once, one size, one program. (A share of the context is more than a shorter prompt can fill.)
     ahead = longest if policy.admission.idle and is_bounded(policy, state) else chunk_size
@@ -225,12 +227,12 @@ def _read_chunks(
         count = np.clip(lengths - start, 0, chunk_size).astype(np.int32)
         state = reserve(policy, state, min(ahead, longest - start), chunk_size)
         piece = tokens[:, start : start + chunk_size]
-        state, last = read_chunk(model.network, policy, model.params, layers, state, piece, count, last)
+        state, last = read_chunk(model.network, policy, model.params, calls, state, piece, count, last)
         if progress:
             jax.block_until_ready(last)  # reported is what is done, not what is asked for
             progress(min(start + chunk_size, longest), longest)
     state = metrics.with_peak(states.fit(metrics.with_peak(state)))
-    return answered(model, policy, state, last, state.mesh.put(lengths > 0))
+    return with_logits(model, policy, state, last, state.mesh.put(lengths > 0))
 
 
 def _finished(
@@ -246,23 +248,23 @@ def _finished(
             done = next(reading)
         except StopIteration as end:
             state, last, _ = end.value
-            return answered(model, policy, state, last, state.mesh.put(np.ones(rows, bool)))
+            return with_logits(model, policy, state, last, state.mesh.put(np.ones(rows, bool)))
         if progress:
             progress(*done)
 
 
-def _nothing(model: Weighted, state: KVState) -> Float[Array, "B D"]:
+def _no_output(model: Weighted, state: KVState) -> Float[Array, "B D"]:
     """The output of rows that were fed no token."""
     embed = model.params["embed"]
     return state.mesh.put(np.zeros((state.rows, embed.shape[1]), embed.dtype))
 
 
-def answered(
+def with_logits(
     model: Weighted, policy: Policy, state: KVState, last: Float[Array, "B D"], fed: Bool[Array, " B"]
 ) -> tuple[KVState, Float[Array, "B V"]]:
     """Logits of the rows' last outputs, and the state that knows what the budget reads off them."""
     known = (last, state.confidence, fed, state.mesh)
-    logits, confidence = answer(model.network, policy, top(model.params), *known)
+    logits, confidence = last_logits(model.network, policy, outer(model.params), *known)
     return dataclasses.replace(state, confidence=confidence), logits
 
 
@@ -274,7 +276,7 @@ def read_layers(
     weights: Params,
     seeds: UInt[np.ndarray, " B"] | None = None,
     *,
-    reading: Reading | None = None,
+    reading: PromptActivations | None = None,
     fitted: bool = True,
 ) -> Generator[tuple[int, int], None, tuple[KVState, Float[Array, "B D"], Float[Array, "B T D"]]]:
     """Read whole prompts into an empty state that knows their lengths (``total``).
@@ -297,15 +299,15 @@ def read_layers(
     """
     network, params, total = model.network.at(state.context), model.params, state.total
     mesh = state.mesh
-    x = reading.inputs[0] if reading else embedded(network, params, prompts, mesh)
+    x = reading.inputs[0] if reading else embed_prompts(network, params, prompts, mesh)
     caches, kept = list(state.layers), []
     draws = mesh.put(np.zeros(len(prompts), np.uint32) if seeds is None else seeds)
-    for index, (_, block, own, at) in enumerate(sites(network, policy, params, weights)):
+    for index, (_, block, own, at) in enumerate(layer_calls(network, policy, params, weights)):
         cache, window = caches[index], network.windows[index]
         where = (network, policy, window, cache.ring.window, block, own, at)
         if reading:
-            given = reading.inputs[index], reading.lse[index]
-            ranked, stored, stays = judge_layer(*where, *given, total, draws, mesh)
+            activations = reading.inputs[index], reading.lse[index]
+            ranked, stored, stays = judge_layer(*where, *activations, total, draws, mesh)
             x = reading.inputs[index + 1]
         else:
             x, ranked, stored, stays = prompt_layer(*where, x, total, draws, mesh)
@@ -318,10 +320,10 @@ def read_layers(
         caches[index] = _store_layer(policy, network.num_layers, need, own, cache, ranked, at, total, mesh)
         state = metrics.raise_peak(state, whole, before + whole + metrics.allocated((caches[index],)))
         yield index + 1, network.num_layers
-    length, last = fed(x, state.length, total, _nothing(model, state), mesh)
+    length, last = after_chunk(x, state.length, total, _no_output(model, state), mesh)
     state = dataclasses.replace(state, layers=tuple(caches), length=length)
     if policy.budget.voted:
-        tell_of_votes(policy, [len(prompt) for prompt in prompts], jax.device_get(kept))
+        warn_of_votes(policy, [len(prompt) for prompt in prompts], jax.device_get(kept))
     state = metrics.with_peak(state)
     if fitted:
         return states.fit(state), last, x
@@ -352,13 +354,11 @@ def prompt_layer(
     pos = jnp.where(at < total[:, None], at, EMPTY)
     info = layer.LayerInfo(policy, weights, index, network.num_layers, window, total, seeds=seeds)
 
-    def visit(info: layer.LayerInfo, heads: Heads, _: None, pos: Array) -> tuple[Array, Any]:
+    def run(info: layer.LayerInfo, heads: Heads, _: None, pos: Array) -> tuple[Array, Any]:
         out, ranked = layer.prompt(info, heads, pos)
-        return out, (ranked, *counted(info, ranked, ring))
+        return out, (ranked, *count_kept(info, ranked, ring))
 
-    def attend(_: int, heads: Heads, nothing: Any) -> tuple[Array, Any]:
-        return layer.at_seam(mesh, visit, info, heads, nothing, (pos,), (ENTRY, STREAMS, STREAMS))
-
+    attend = layer.attention(run, lambda _: info, mesh, (pos,), lambda _: (ENTRY, HEADS, HEADS))
     # Layers of one window share this program: the first of them stands for all.
     x, (ranked, *counts) = network.layer(block, network.windows.index(window), x, at, attend, None)
     stored, stays = mesh.everywhere(counts)
@@ -380,9 +380,9 @@ def _store_layer(
     """Store a ranked layer in pools of so many pages."""
     info = layer.LayerInfo(policy, weights, index, num_layers, None, total)
 
-    def stored(info: layer.LayerInfo, _: None, given: tuple[LayerCache, Entry]) -> LayerCache:
-        cache, ranked = given
+    def store(info: layer.LayerInfo, _: None, carry: tuple[LayerCache, Entry]) -> LayerCache:
+        cache, ranked = carry
         cache = cache.with_pools([pool.resize(old, count) for old, count in zip(cache.pools, pages)])
         return layer.store(info, cache, ranked, info.total)
 
-    return layer.at_seam(mesh, stored, info, None, (cache, ranked), out=mesh.specs(cache))
+    return layer.on_devices(store, info, None, (cache, ranked), mesh, out=of_state(cache))  # type: ignore[no-any-return]

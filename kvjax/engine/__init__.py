@@ -15,7 +15,7 @@ anything is begun:
   a ticket    iterates over ``Event``s: one a token; the last has ``finish_reason``. An end token is one of
               the tokens (its event says "stop"). Raises where the request fails alone, or the engine
               (EngineDead)
-  cancel      from any thread; the row is free within one segment, the last event says "cancelled"
+  cancel      from any thread; its row is free within ``segment`` steps, the last event says "cancelled"
   usage       at any time; ``usage.kv`` is None until the prompt is read
   inspect     what a row holds, position by position, from the device; None while it waits or is done
   metrics     one consistent snapshot; its counters only grow
@@ -26,11 +26,32 @@ anything is begun:
 
 The engine knows tokens and no text: stop strings, chat templates and keys are the interface's. Only tokens
 in ``model.spec.eos`` end a text by themselves.
+
+A request's way from ``submit`` to its tokens; arrows cross threads:
+
+  caller's thread               engine's thread                                     compiler's thread
+
+  engine.py   submit
+  request.py  checks, weights
+  ticket.py   a ticket
+       └─ inbox ──────────────> scheduler.py  queue; one turn after another
+                                memory.py     a running batch for its policy
+                                prefill.py    a row to begin with: empty (pages.py),
+                                              a prefix (prefix.py) or a context
+                                              (contexts.py); programs ────────────> compiler.py
+                                prefill.py    reads the prompt <─────────────────────────┘
+                                              and draws the first token
+                                batch.py      the row enters the batch
+                                decoding.py   some steps of all rows, again and again
+                                batch.py      the tokens on the host
+                                ticket.py     events, counted in metrics.py
+  for event in ticket <──────────────┘
+  async for: the event loop is woken by ``call_soon_threadsafe``
 """
 
-from kvjax.engine._contexts import ContextInfo, Contexts
-from kvjax.engine._engine import Engine, Health
-from kvjax.engine._errors import (
+from kvjax.engine.contexts import ContextInfo, Contexts
+from kvjax.engine.engine import Engine, Health
+from kvjax.engine.errors import (
     ContextExists,
     ContextMismatch,
     ContextNotFound,
@@ -39,25 +60,26 @@ from kvjax.engine._errors import (
     EngineError,
     QueueFull,
 )
-from kvjax.engine._metrics import BUCKETS, LaneMetrics, Metrics, Seconds
-from kvjax.engine._request import (
+from kvjax.engine.memory import batch_bytes
+from kvjax.engine.metrics import BUCKETS, BatchMetrics, Metrics, Seconds
+from kvjax.engine.request import (
     FINISHES,
     MOST_LOGPROBS,
     Event,
-    Held,
+    HeldPositions,
     Inspection,
     KVUsage,
     Request,
     Usage,
 )
-from kvjax.engine._settings import check_mesh
-from kvjax.engine._space import lane_bytes
-from kvjax.engine._ticket import Ticket
+from kvjax.engine.settings import check_mesh
+from kvjax.engine.ticket import Ticket
 
 __all__ = [
     "BUCKETS",
     "FINISHES",
     "MOST_LOGPROBS",
+    "BatchMetrics",
     "ContextExists",
     "ContextInfo",
     "ContextMismatch",
@@ -69,16 +91,15 @@ __all__ = [
     "EngineError",
     "Event",
     "Health",
-    "Held",
+    "HeldPositions",
     "Inspection",
     "KVUsage",
-    "LaneMetrics",
     "Metrics",
     "QueueFull",
     "Request",
     "Seconds",
     "Ticket",
     "Usage",
+    "batch_bytes",
     "check_mesh",
-    "lane_bytes",
 ]

@@ -1,4 +1,4 @@
-"""The command line of ``python -m kvjax.eval``: what can be said, and what is refused before any work."""
+"""The command line of ``python -m kvjax.eval``: its options, and what is refused before any work."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kvjax import cli, weights
+from kvjax.cli import option, shared
 from kvjax.eval.errors import EvalError
 from kvjax.eval.measure.protocol import PROTOCOLS
 from kvjax.loading import EMBEDDED
@@ -16,23 +17,120 @@ from kvjax.weights import Sources
 
 SMOKE = Path("configs/eval/smoke.yaml")
 
-STUDIES = ("premise", "rate", "sweep", "search")
-"""Of CONF-KV; see ``studies.conf_kv.commands``."""
+_PROTOCOL = (
+    "does the policy see the question while it compresses? (default: agnostic, no; the words that begin the "
+    "answer follow in both)"
+)
+
+
+def add_model(parser: argparse._ActionsContainer) -> None:
+    """The options of every command that loads a model."""
+    cli.add(parser, "--model", default=EMBEDDED)
+    weights.add_options(parser)
+    cli.add(parser, "--dtype", "--mesh")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Asked:
+class Model:
+    """The options of ``add_model``."""
+
+    model: str = shared("--model", EMBEDDED)
+    weights: Sources = option(add=weights.add_options)
+    dtype: str | None = shared("--dtype")
+    mesh: str | None = shared("--mesh")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Run(Model):
+    """Measure cells; finished ones are not measured again."""
+
+    config: Path | None = option(None, "a YAML grid of jobs", "FILE")
+    task: tuple[list[str], ...] = option(
+        (), "names or groups, comma-separated; several times", "NAMES", type=cli.words, action="append"
+    )
+    policy: tuple[str, ...] = shared("--policy", (), "one-string form; several times", action="append")
+    lengths: tuple[int, ...] = option((512,), "tokens", "N,N", type=cli.numbers(64))
+    samples: int = option(50, "of a cell")
+    seeds: tuple[int, ...] = option((0,), "of samples", "N,N", type=cli.numbers(0))
+    protocol: str = option("agnostic", _PROTOCOL, choices=(*PROTOCOLS, "both"))
+    out: Path = shared("--out", help="folder of results, resumed if there", required=True)
+    progress: bool | None = shared("--progress")
+
+    def jobs(self) -> tuple[Job, ...]:
+        """The jobs of ``--config``, and that of ``--task``.
+
+        Raises:
+          EvalError: there are none, or a config that cannot be read.
+        """
+        jobs = _configured(self.config) if self.config else ()
+        if self.task:
+            protocols = PROTOCOLS if self.protocol == "both" else (self.protocol,)
+            own = Job(
+                tasks=[name for names in self.task for name in names],
+                lengths=list(self.lengths),
+                policies=list(self.policy),
+                samples=self.samples,
+                seeds=list(self.seeds),
+                protocols=protocols,
+                weights=self.weights,
+            )
+            jobs = (*jobs, own)
+        if not jobs:
+            raise EvalError("run has nothing to do. Give --task and --policy, or --config.")
+        return jobs
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Match(Model):
+    """Find the budget at which a policy holds as many bytes as another."""
+
+    task: tuple[str, ...] = option(None, "one task", "NAME", type=cli.words, required=True)
+    policy: str = shared("--policy", help='with {} for a budget: "snapkv + uniform({})"', required=True)
+    like: str = option(None, "policy whose live bytes are the target", "SPEC", required=True)
+    lengths: tuple[int, ...] = option((512,), "one length", type=cli.numbers(64))
+    samples: int = option(16, "measured")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Frontier(Model):
+    """Measure every method at matched bytes, in stages, and draw the front."""
+
+    config: Path = option(Path("configs/eval/frontier.yaml"), "budgets, policies and stages", "FILE")
+    samples: int | None = option(None, "of a cell (default: as the stages say)")
+    stages: int | None = option(None, "how many (default: all)")
+    out: Path = shared("--out", help="folder of results, resumed if there", required=True)
+    progress: bool | None = shared("--progress")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tasks:
+    """List every task, and from which length on it fits."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Report:
+    """Make tables, figures and one HTML page of results."""
+
+    folder: Path = option(None, "of results", flag="folder")
+    to: Path | None = option(None, "where to write (default: there)", "DIR")
+
+
+COMMANDS = {kind.__name__.lower(): kind for kind in (Run, Match, Frontier, Tasks, Report)}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Command:
     """The command line, checked word by word.
 
     Attributes:
       what: the command.
       jobs: for ``run``: (tasks, lengths) pairs with their own policies and counts, one a grid of cells.
-      values: the other options by name.
+      values: the options by name.
     """
 
     what: str
-    jobs: tuple[Job, ...] = ()
-    values: dict[str, Any] = dataclasses.field(default_factory=dict)
+    jobs: tuple[Job, ...]
+    values: dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,29 +147,31 @@ class Job:
     weights: Sources = None
 
     def __post_init__(self) -> None:
-        """Refuses what a config says wrongly; the command line's own types have done so already.
+        """Refuses wrong values of a config; the command line's own types have done so already.
 
         Raises:
           EvalError: a value of another kind, or out of range.
         """
-        lists: tuple[tuple[str, type, int], ...] = (
-            ("tasks", str, 0), ("lengths", int, 64), ("policies", str, 0), ("seeds", int, 0),
-        )  # fmt: skip
-        for name, kind, least in lists:
+        for name, kind, least in (
+            ("tasks", str, 0),
+            ("lengths", int, 64),
+            ("policies", str, 0),
+            ("seeds", int, 0),
+        ):
             values = getattr(self, name)
             if not isinstance(values, list) or not all(_is(value, kind, least) for value in values):
                 what = "names" if kind is str else f"whole numbers, {least} or more"
-                raise EvalError(f"{name}: {values!r} is no list of {what}. Write it like {SMOKE}.")
+                raise EvalError(f"{name}: {values!r} is not a list of {what}. Write it like {SMOKE}.")
         if not _is(self.samples, int, 1):
             raise EvalError(f"samples: {self.samples!r} is out of range. Give a whole number, 1 or more.")
         if not self.protocols or not set(self.protocols) <= set(PROTOCOLS):
             raise EvalError(f"protocols: {list(self.protocols)!r}. Give one or both of {list(PROTOCOLS)}.")
         if self.gates is not None and self.weights is not None:
-            raise EvalError(f"gates: {self.gates} and weights: {self.weights} are both said. Keep weights.")
+            raise EvalError(f"gates: {self.gates} and weights: {self.weights} are both given. Keep weights.")
 
     @property
     def given(self) -> Sources:
-        """What is said of learned weights; ``gates`` is the short form of a config, too."""
+        """The sources of learned weights; ``gates`` is the short form of a config, too."""
         return self.weights if self.gates is None else {weights.GATES: self.gates}
 
 
@@ -80,34 +180,19 @@ def _is(value: Any, kind: type, least: int) -> bool:
     return fits and (kind is str or bool(value >= least))
 
 
-def parse(words: Sequence[str]) -> Asked:
+def parse(words: Sequence[str]) -> Command:
     """The command and its options.
 
     Raises:
       EvalError: an unknown word, a number out of range, a config that cannot be read.
     """
-    said = vars(_parser().parse_args(words))
-    what = said.pop("what")
-    if what != "run":
-        return Asked(what=what, values=said)
-    jobs = _configured(said["config"]) if said["config"] else ()
-    if said["task"]:
-        jobs = (*jobs, _job(said))
-    if not jobs:
-        raise EvalError("run has nothing to do. Give --task and --policy, or --config.")
-    return Asked(what=what, jobs=jobs, values=said)
-
-
-def _job(said: dict[str, Any]) -> Job:
-    return Job(
-        tasks=[word for words in said["task"] for word in words],
-        lengths=said["lengths"],
-        policies=said["policy"],
-        samples=said["samples"],
-        seeds=said["seeds"],
-        protocols=PROTOCOLS if said["protocol"] == "both" else (said["protocol"],),
-        weights=said["weights"],
+    what, options = cli.parse_command(
+        COMMANDS,
+        words,
+        prog="python -m kvjax.eval",
+        description="Quality against measured bytes, for any policy and model.",
     )
+    return Command(what=what, jobs=options.jobs() if what == "run" else (), values=vars(options))
 
 
 def _configured(file: Path) -> tuple[Job, ...]:
@@ -123,95 +208,3 @@ def _configured(file: Path) -> tuple[Job, ...]:
         raise EvalError(
             f"--config {file} cannot be used ({' '.join(str(error).split())}). Write it like {SMOKE}."
         ) from None
-
-
-def _parser() -> cli.Parser:
-    parser = cli.Parser(
-        prog="python -m kvjax.eval", description="Quality against measured bytes, for any policy and model."
-    )
-    what = parser.add_subparsers(dest="what", required=True)
-    _run(what.add_parser("run", help="measure cells; finished ones are not measured again"))
-    _match(what.add_parser("match", help="find the budget at which a policy holds as many bytes as another"))
-    _roundtrip(what.add_parser("roundtrip", help="the error of keys and values after they were stored"))
-    _frontier(what.add_parser("frontier", help="every method at matched bytes, in stages; the front"))
-    what.add_parser("tasks", help="every task, and from which length on it fits")
-    for name, about in (
-        ("report", "tables, figures and one HTML page of results"),
-        ("claims", "the seed papers' claims against results"),
-    ):
-        each = what.add_parser(name, help=about)
-        each.add_argument("folder", type=Path, nargs="*" if name == "claims" else None, help="of results")
-        if name == "report":
-            each.add_argument("--to", type=Path, metavar="DIR", help="where to write (default: there)")
-        else:
-            cli.add(each, "--json")
-    return parser
-
-
-def _run(run: argparse.ArgumentParser) -> None:
-    run.add_argument("--config", type=Path, metavar="FILE", help="a YAML grid of jobs")
-    run.add_argument(
-        "--task", action="append", type=cli.words, help="names or groups, comma-separated", metavar="NAMES"
-    )
-    cli.add(run, "--policy", action="append", default=[], help="one-string form; several times")
-    add_model(run)
-    run.add_argument("--lengths", type=cli.numbers("--lengths", 64), default=[512], help="default: 512")
-    run.add_argument("--samples", type=cli.whole("--samples", 1), default=50, help="a cell (default: 50)")
-    run.add_argument("--seeds", type=cli.numbers("--seeds", 0), default=[0], help="of samples (default: 0)")
-    run.add_argument(
-        "--protocol",
-        choices=(*PROTOCOLS, "both"),
-        default="agnostic",
-        help="does the policy see the question while it compresses? (default: agnostic, no; the words that "
-        "begin the answer follow in both)",
-    )
-    cli.add(run, "--out", required=True, help="folder of results, resumed if there")
-    cli.add(run, "--progress")
-
-
-def _frontier(front: argparse.ArgumentParser) -> None:
-    front.add_argument(
-        "--config",
-        type=Path,
-        metavar="FILE",
-        default=Path("configs/eval/frontier.yaml"),
-        help="budgets, policies and stages (default: configs/eval/frontier.yaml)",
-    )
-    add_model(front)
-    front.add_argument(
-        "--samples", type=cli.whole("--samples", 1), help="a cell (default: as the stages say)"
-    )
-    front.add_argument("--stages", type=cli.whole("--stages", 1), help="how many (default: all)")
-    cli.add(front, "--out", required=True, help="folder of results, resumed if there")
-    cli.add(front, "--progress")
-
-
-def _match(match: argparse.ArgumentParser) -> None:
-    match.add_argument("--task", type=cli.words, required=True, help="one task", metavar="NAME")
-    cli.add(match, "--policy", required=True, help='with {} for a budget: "snapkv + uniform({})"')
-    match.add_argument("--like", required=True, metavar="SPEC", help="policy whose live bytes are the target")
-    add_model(match)
-    match.add_argument("--lengths", type=cli.numbers("--lengths", 64), default=[512], help="one length")
-    match.add_argument("--samples", type=cli.whole("--samples", 1), default=16, help="measured (default: 16)")
-
-
-def _roundtrip(trip: argparse.ArgumentParser) -> None:
-    trip.add_argument(
-        "--task",
-        type=cli.words,
-        default=["ppl_books"],
-        help="whose texts (default: ppl_books)",
-        metavar="NAME",
-    )
-    cli.add(trip, "--policy", action="append", help="its storage; several times (default: int8, int4)")
-    add_model(trip)
-    trip.add_argument("--lengths", type=cli.numbers("--lengths", 64), default=[512], help="default: 512")
-    trip.add_argument("--samples", type=cli.whole("--samples", 1), default=8, help="texts (default: 8)")
-    cli.add(trip, "--json", help="as JSON, with every layer")
-
-
-def add_model(parser: argparse.ArgumentParser) -> None:
-    """The options of every command that loads a model."""
-    cli.add(parser, "--model", default=EMBEDDED)
-    weights.add_options(parser)
-    cli.add(parser, "--dtype", "--mesh")

@@ -1,4 +1,4 @@
-"""The one error of the evaluation: something asked for that cannot be evaluated."""
+"""The errors of the evaluation."""
 
 from __future__ import annotations
 
@@ -10,4 +10,4 @@ class EvalError(InputError):
 
 
 class TooLongError(EvalError):
-    """A sample that does not fit into its length, however little stands around it."""
+    """A sample that does not fit into its length even without any filling."""

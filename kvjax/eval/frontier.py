@@ -1,9 +1,8 @@
 """The frontier: every method and composition at matched bytes, in stages, from one YAML file.
 
-The first stage looks at all policies on few samples; later ones look again, on fresh and many samples and
-at more lengths, at those within ``near`` points of the best that no more bytes buy, if they answer at all.
-Budgets are shares of a 16-bit cache that keeps everything: a policy whose pages hold codes has more slots for
-the same bytes.
+The first stage measures all policies on few samples. Later stages measure again, on new and more samples and
+at more lengths, the policies that came within ``near`` points of the best of no more bytes. Budgets are
+shares of a 16-bit cache that keeps everything: pages of codes have more slots for the same bytes.
 """
 
 from __future__ import annotations
@@ -29,18 +28,18 @@ from kvjax.weights import Sources, WeightsError, find, sources
 
 EXAMPLE = Path("configs/eval/frontier.yaml")
 NUMBER = re.compile(r"\{(n(?:[*/]\d+)?)\}")
-"""A budget's place in a template: ``{n}`` slots a stream, ``{n*2}``, ``{n/2}``."""
+"""The budget in a template: ``{n}`` slots a KV head, ``{n*2}``, ``{n/2}``."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Stage:
-    """Tasks at lengths, with so many samples.
+    """Tasks at lengths.
 
     Attributes:
       tasks, lengths, samples, seed: of the cells.
-      near: points behind the front up to which a policy of the stage before takes part; None: all of that
-        stage's.
-      least: percent that it must score there: where nothing answers, the front is no choice.
+      near: a policy of the stage before takes part if it was at most so many points behind the front; None:
+        all of them do.
+      least: and if it scored at least so many percent.
     """
 
     tasks: tuple[str, ...]
@@ -52,13 +51,13 @@ class Stage:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Plan:
+class FrontierConfig:
     """What is measured.
 
     Attributes:
       shares: budgets, of the 16-bit bytes of a cache that keeps everything.
       protocols: agnostic, aware, or both.
-      policies: templates, with the weights they are given; those without ``{n}`` have no budget to set.
+      policies: templates with the sources of their weights; one without ``{n}`` has no budget to set.
       stages: in order.
     """
 
@@ -68,45 +67,37 @@ class Plan:
     stages: tuple[Stage, ...]
 
 
-def read(file: Path) -> Plan:
-    """The plan of a YAML file.
+def read(file: Path) -> FrontierConfig:
+    """The config in a YAML file.
 
     Raises:
-      EvalError: a file that is none.
+      EvalError: the file is not such a config.
     """
     import yaml
 
     try:
         tree = yaml.safe_load(file.read_text(encoding="utf-8"))
         stages = tuple(
-            Stage(**one | {"tasks": tuple(one["tasks"]), "lengths": tuple(one["lengths"])})
-            for one in tree["stages"]
+            Stage(**stage | {"tasks": tuple(stage["tasks"]), "lengths": tuple(stage["lengths"])})
+            for stage in tree["stages"]
         )
-        given = [one if isinstance(one, dict) else {"policy": one} for one in tree["policies"]]
-        made = Plan(
+        entries = [entry if isinstance(entry, dict) else {"policy": entry} for entry in tree["policies"]]
+        config = FrontierConfig(
             shares=tuple(float(share) for share in tree["budgets"]),
             protocols=tuple(tree["protocols"]),
-            policies={one["policy"]: one.get("weights") for one in given},
+            policies={entry["policy"]: entry.get("weights") for entry in entries},
             stages=stages,
         )
-    except (
-        OSError,
-        UnicodeDecodeError,
-        yaml.YAMLError,
-        TypeError,
-        KeyError,
-        ValueError,
-        AttributeError,
-    ) as error:
-        said = " ".join(str(error).split())
-        raise EvalError(f"--config {file} cannot be used ({said}). Write it like {EXAMPLE}.") from None
-    if not all(0 < share <= 1 for share in made.shares) or not stages:
-        raise EvalError(f"--config {file}: budgets are shares in (0, 1], and stages at least one.")
-    return made
+    except (OSError, yaml.YAMLError, TypeError, KeyError, ValueError, AttributeError) as error:
+        reason = " ".join(str(error).split())
+        raise EvalError(f"--config {file} cannot be used ({reason}). Write it like {EXAMPLE}.") from None
+    if not all(0 < share <= 1 for share in config.shares) or not stages:
+        raise EvalError(f"--config {file}: budgets must be shares in (0, 1], and there must be a stage.")
+    return config
 
 
 def slots(template: str, share: float, length: int, head_dim: int) -> int:
-    """Slots of a stream whose bytes are ``share`` of ``length`` tokens at 16 bits."""
+    """Slots of a KV head whose bytes are ``share`` of ``length`` tokens at 16 bits."""
     storage = parse_policy(filled(template, length)).storage
     exact, cost = storage.recent if not storage.exact else 0, front.slot_cost(storage, head_dim)
     wanted = share * length
@@ -116,36 +107,35 @@ def slots(template: str, share: float, length: int, head_dim: int) -> int:
 def filled(template: str, number: int) -> str:
     """The template with its budget written in."""
 
-    def one(found: re.Match[str]) -> str:
-        times, over = re.search(r"\*(\d+)", found[1]), re.search(r"/(\d+)", found[1])
+    def budget(match: re.Match[str]) -> str:
+        times, over = re.search(r"\*(\d+)", match[1]), re.search(r"/(\d+)", match[1])
         return str(max(1, number * int(times[1]) if times else number // int(over[1]) if over else number))
 
-    return NUMBER.sub(one, template)
+    return NUMBER.sub(budget, template)
 
 
 def policies(
-    plan: Plan, length: int, model: LanguageModel
+    config: FrontierConfig, length: int, model: LanguageModel
 ) -> tuple[dict[str, tuple[str, Policy]], list[str]]:
-    """At one length: (template, policy) by "template @ share"; and what is left out, with the reason."""
-    found: dict[str, tuple[str, Policy]] = {}
+    """At one length: (template, policy) by "template @ share"; and why other templates are left out."""
+    usable: dict[str, tuple[str, Policy]] = {}
     missing: dict[str, str] = {}
-    for template, given in plan.policies.items():
-        shares = plan.shares if NUMBER.search(template) else (None,)
-        for share in shares:
+    for template, weights in config.policies.items():
+        for share in config.shares if NUMBER.search(template) else (None,):
             try:
                 number = 0 if share is None else slots(template, share, length, model.network.head_dim)
                 policy = parse_policy(filled(template, number))
                 if policy.learned:
-                    find(policy, model, sources(policy, given))
+                    find(policy, model, sources(policy, weights))
             except (PolicyError, WeightsError) as error:
                 missing.setdefault(template, f"{template} is left out at {length} tokens: {error}")
                 continue
-            found[template if share is None else f"{template} @ {share:g}"] = template, policy
-    return found, list(missing.values())
+            usable[template if share is None else f"{template} @ {share:g}"] = template, policy
+    return usable, list(missing.values())
 
 
 def run(
-    plan: Plan,
+    config: FrontierConfig,
     model: LanguageModel,
     data: Data,
     store: Store,
@@ -158,18 +148,20 @@ def run(
     """Measures every stage; finished cells are not measured again.
 
     Args:
-      plan, model, data, store: what, on what, from what, into what.
-      samples: fewer or more a cell than the stages say.
+      config: what to measure.
+      model, data: the model, and where texts come from.
+      store: the folder of results.
+      samples: a cell; None: as the stages say.
       last: stop after so many stages.
-      say: told each cell and the time of each stage.
+      say: called with a line for each cell and stage.
       shown: progress bar.
     """
     chosen: set[str] | None = None
     began = time.perf_counter()
-    for number, stage in enumerate(plan.stages[:last], start=1):
+    for number, stage in enumerate(config.stages[:last], start=1):
         start = time.perf_counter()
         count = samples or stage.samples
-        grids, notes, named = _grids(plan, stage, model, data, count, chosen)
+        grids, notes, named = _grids(config, stage, model, data, count, chosen)
         for note in dict.fromkeys(notes):
             say(f"note: {note}")
         if not grids:
@@ -178,53 +170,57 @@ def run(
         runner.run(whole, model, data, store, say=say, shown=shown)
         took, total = (time.perf_counter() - x for x in (start, began))
         say(f"stage {number}: {len(whole.cells)} cells, {took / 60:.1f} min; {total / 60:.1f} min in all")
-        next_ = plan.stages[number] if number < len(plan.stages) else None
-        if next_ is not None and next_.near is not None:
+        following = config.stages[number] if number < len(config.stages) else None
+        if following is not None and following.near is not None:
             rows = [r for r in store.done().values() if (r.cell.seed, r.cell.samples) == (stage.seed, count)]
-            found = Results(tuple(rows))
-            chosen = near_the_front(found, named, model.network.head_dim, next_.near, next_.least)
-            say(f"within {next_.near:g} points of the front: {', '.join(sorted(chosen))}")
+            chosen = near_the_front(
+                Results(tuple(rows)), named, model.network.head_dim, following.near, following.least
+            )
+            say(f"within {following.near:g} points of the front: {', '.join(sorted(chosen))}")
     return Results(tuple(store.done().values()))
 
 
 def _grids(
-    plan: Plan, stage: Stage, model: LanguageModel, data: Data, count: int, chosen: set[str] | None
+    config: FrontierConfig,
+    stage: Stage,
+    model: LanguageModel,
+    data: Data,
+    count: int,
+    chosen: set[str] | None,
 ) -> tuple[list[Grid], list[str], dict[tuple[int, str], str]]:
     """The cells of a stage; notes; and the name of each policy by length and one-string form."""
     wanted, absent = tasks.named(list(stage.tasks), data)
     grids, notes = [], [f"{task.name} needs {task.needs[0]}; left out." for task in absent]
     named: dict[tuple[int, str], str] = {}
     for length in stage.lengths:
-        found, missing = policies(plan, length, model)
+        usable, missing = policies(config, length, model)
         notes += missing
         groups: dict[str, list[Policy]] = {}
-        for name, (template, policy) in found.items():
+        for name, (template, policy) in usable.items():
             if chosen is None or name in chosen:
                 groups.setdefault(template, []).append(policy)
                 named[length, repr(policy)] = name
-        for template, these in groups.items():
-            one = grid.build(
+        for template, group in groups.items():
+            cells = grid.build(
                 [task for task in wanted if task.fits <= length],
-                these,
+                group,
                 lengths=[length],
                 seeds=[stage.seed],
                 samples=count,
-                asked=plan.protocols,
+                protocol=config.protocols,
             )
-            given = plan.policies[template] if any(policy.learned for policy in these) else None
-            grids.append(grid.with_weights(one, model, given))
+            weights = config.policies[template] if any(policy.learned for policy in group) else None
+            grids.append(grid.with_weights(cells, model, weights))
     return grids, notes, named
 
 
 def near_the_front(
     results: Results, named: Mapping[tuple[int, str], str], head_dim: int, near: float, least: float = 0.0
 ) -> set[str]:
-    """Names of the policies that are, at some length and protocol, within ``near`` points of the front.
-
-    Those that score less than ``least`` are not among them, however few bytes they take.
-    """
-    found = set()
-    for (length, _), there in front.points(results, head_dim).items():
-        close = front.near(there, near, least)
-        found |= {named[length, point.policy] for point in close if (length, point.policy) in named}
-    return found
+    """Names of the policies that, at some length and protocol, are near the front (see ``front.near``)."""
+    return {
+        named[length, point.policy]
+        for (length, _), group in front.points(results, head_dim).items()
+        for point in front.near(group, near, least)
+        if (length, point.policy) in named
+    }

@@ -3,10 +3,10 @@
 python -m kvjax.eval.harness --model kvjax \\
     --model_args "pretrained=embedded,policy=snapkv + ada(0.25)" --tasks niah_single_1 --limit 20
 
-is ``lm_eval`` with one more model. From Python, ``KVJax(policy=...)`` goes to
-``lm_eval.simple_evaluate(model=...)``; that way a policy may contain commas. The harness gives a prompt
-as one text, question included, so policies that score prompts are query-aware here (``compress_at
-prompt``); decoding is greedy.
+is ``lm_eval`` with one more model. From Python, pass ``KVJax(policy=...)`` to
+``lm_eval.simple_evaluate(model=...)``; then a policy may contain commas. The harness gives a prompt as one
+text, question included, so policies that score prompts see the question (``compress_at prompt``). Decoding is
+greedy.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ except ModuleNotFoundError as error:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Ask:
-    """One request: what is read, what is fed after it (one token, or a whole reference), how many steps."""
+class Request:
+    """A prompt and the tokens after it: a reference to feed (``forced``), or zeros to be replaced."""
 
     prompt: list[int]
     target: list[int]
@@ -48,8 +48,7 @@ class KVJax(LM):
 
     Attributes:
       model: in memory, with its tokenizer.
-      policy: what the KV cache keeps.
-      weights: learned ones of the policy; {} where it learns nothing.
+      policy, weights: of the KV cache, and learned weights of the policy; {} where it learns nothing.
       max_length: most tokens of a request, answer included; longer prompts lose their beginning.
       batch: requests a batch.
     """
@@ -74,14 +73,13 @@ class KVJax(LM):
           dtype: of weights and cache; as stored by default.
           max_length: fewer positions than the model has.
           batch_size: requests a batch; "auto" is 8.
-          device, max_batch_size: given by the harness; JAX places arrays itself.
+          device, max_batch_size: the harness passes them; JAX places arrays itself.
         """
         super().__init__()
-        del device, max_batch_size
         self.model = load(None if pretrained == EMBEDDED else pretrained, dtype=dtype)
         self.policy = parse_policy(policy)
-        given = parse_sources(weights) if isinstance(weights, str) else weights
-        self.weights = weights_for(self.policy, self.model, given)
+        sources = parse_sources(weights) if isinstance(weights, str) else weights
+        self.weights = weights_for(self.policy, self.model, sources)
         most = self.model.network.max_positions
         self.max_length = most if max_length is None else min(int(max_length), most)
         self.batch = int(batch_size) if str(batch_size).isdecimal() else 8
@@ -93,31 +91,30 @@ class KVJax(LM):
 
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """(log-probability of the continuation, whether greedy decoding would write it) of each request."""
-        asks = []
+        wanted = []
         for context, continuation in (request.args for request in requests):
             whole = self.model.text.encode(context + continuation)
-            # As the harness has it: the continuation's tokens are what follows the context's, and blanks
-            # between the two are the continuation's.
+            # As in the harness: the continuation's tokens are those behind the context's, and blanks between
+            # the two belong to the continuation.
             context = context.rstrip()
             cut = min(max(1, len(self.model.text.encode(context))), len(whole) - 1)
             prompt, target = self._shortened(whole[:cut], whole[cut:])
-            asks.append(Ask(prompt=prompt, target=target, forced=True))
-        found = self._all(asks, "loglikelihood", disable_tqdm)
-        return [(-float(nll.sum()), best == ask.target) for (nll, best), ask in zip(found, asks)]
+            wanted.append(Request(prompt=prompt, target=target, forced=True))
+        results = self._all(wanted, "loglikelihood", disable_tqdm)
+        return [(-float(nll.sum()), best == one.target) for (nll, best), one in zip(results, wanted)]
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
         """Log-probability of each whole text, in windows of ``max_length``, the cache managed all along."""
-        asks, owner = [], []
+        wanted, owner = [], []
+        step = self.max_length - 1
         for index, (text,) in enumerate(request.args for request in requests):
             ids = self.model.text.encode(text)
-            step = self.max_length - 1
             for start in range(0, len(ids) - 1, step):
-                asks.append(
-                    Ask(prompt=ids[start : start + 1], target=ids[start + 1 : start + 1 + step], forced=True)
-                )
+                target = ids[start + 1 : start + 1 + step]
+                wanted.append(Request(prompt=ids[start : start + 1], target=target, forced=True))
                 owner.append(index)
         totals = np.zeros(len(requests))
-        for (nll, _), index in zip(self._all(asks, "loglikelihood_rolling", disable_tqdm), owner):
+        for (nll, _), index in zip(self._all(wanted, "loglikelihood_rolling", disable_tqdm), owner):
             totals[index] -= float(nll.sum())
         return totals.tolist()
 
@@ -125,21 +122,22 @@ class KVJax(LM):
         """Greedy text of each request, up to its first stop string.
 
         Raises:
-          EvalError: sampling is asked for.
+          EvalError: a request for sampling.
         """
-        asks = []
+        wanted = []
         for context, how in (request.args for request in requests):
             if how.get("do_sample") and float(how.get("temperature", 1.0)) > 0:
                 raise EvalError(
                     "kvjax in the harness decodes greedily. Set do_sample=false in generation_kwargs."
                 )
             most = int(how.get("max_gen_toks", how.get("max_new_tokens", 256)))
-            prompt, _ = self._shortened(
-                self.model.text.encode(context), [0] * min(most, self.max_length // 2)
-            )
-            asks.append(Ask(prompt=prompt, target=[0] * min(most, self.max_length // 2), forced=False))
-        found = self._all(asks, "generate_until", disable_tqdm)
-        return [self._text(best, request.args[1].get("until")) for (_, best), request in zip(found, requests)]
+            target = [0] * min(most, self.max_length // 2)
+            prompt, _ = self._shortened(self.model.text.encode(context), target)
+            wanted.append(Request(prompt=prompt, target=target, forced=False))
+        results = self._all(wanted, "generate_until", disable_tqdm)
+        return [
+            self._text(best, request.args[1].get("until")) for (_, best), request in zip(results, requests)
+        ]
 
     def _text(self, best: list[int], until: str | Sequence[str] | None) -> str:
         end = next((i for i, token in enumerate(best) if token in self.model.spec.eos), len(best))
@@ -155,43 +153,40 @@ class KVJax(LM):
             return prompt[:1], target[: self.max_length - 1]
         return (prompt[:1] + prompt[len(prompt) - space + 1 :] if len(prompt) > space else prompt), target
 
-    def _all(self, asks: list[Ask], what: str, quiet: bool) -> list[tuple[np.ndarray, list[int]]]:
+    def _all(self, requests: list[Request], what: str, quiet: bool) -> list[tuple[np.ndarray, list[int]]]:
         """(nll, best) of every request, in order; batches are of like lengths."""
         from tqdm import tqdm
 
-        order = sorted(range(len(asks)), key=lambda i: (len(asks[i].prompt), len(asks[i].target)))
-        alone = sum(len(ask.prompt) == 1 for ask in asks)  # nothing to read before the first step
+        order = sorted(range(len(requests)), key=lambda i: (len(requests[i].prompt), len(requests[i].target)))
+        alone = sum(len(one.prompt) == 1 for one in requests)  # nothing to read before the first step
         starts = [*range(0, alone, self.batch), *range(alone, len(order), self.batch), len(order)]
-        found: dict[int, tuple[np.ndarray, list[int]]] = {}
-        with tqdm(total=len(asks), desc=what, disable=quiet, file=sys.stderr) as bar:
+        results: dict[int, tuple[np.ndarray, list[int]]] = {}
+        with tqdm(total=len(requests), desc=what, disable=quiet, file=sys.stderr) as bar:
             for first, end in zip(starts, starts[1:]):
-                mine = order[first : min(end, alone) if first < alone else end]
-                found |= dict(zip(mine, self._batch([asks[i] for i in mine])))
-                bar.update(len(mine))
-        return [found[i] for i in range(len(asks))]
+                part = order[first : min(end, alone) if first < alone else end]
+                results |= dict(zip(part, self._batch([requests[i] for i in part])))
+                bar.update(len(part))
+        return [results[i] for i in range(len(requests))]
 
-    def _batch(self, asks: list[Ask]) -> list[tuple[np.ndarray, list[int]]]:
+    def _batch(self, requests: list[Request]) -> list[tuple[np.ndarray, list[int]]]:
         """One batch, filled up with copies of its first request so that all batches share programs."""
-        filled = asks + asks[:1] * (self.batch - len(asks))
-        context = decode.bucket(
-            max(len(ask.prompt) + len(ask.target) for ask in filled), self.model.network.max_positions
-        )
-        # The last prompt token is fed by a step: selection acts on the first answer token, too.
-        if len(asks[0].prompt) == 1:
-            dtype = self.model.params["embed"].dtype
-            rows = len(filled)
-            state = decode.empty(self.model.network, self.policy, rows=rows, context=context, dtype=dtype)
+        model, policy, weights = self.model, self.policy, self.weights
+        filled = requests + requests[:1] * (self.batch - len(requests))
+        longest = max(len(one.prompt) + len(one.target) for one in filled)
+        context = decode.bucket(longest, model.network.max_positions)
+        # A step feeds the last prompt token: selection acts on the first answer token, too.
+        if len(requests[0].prompt) == 1:
+            dtype = model.params["embed"].dtype
+            state = decode.empty(model.network, policy, rows=len(filled), context=context, dtype=dtype)
         else:
-            prompts = [ask.prompt[:-1] for ask in filled]
-            state, _ = decode.prefill(self.model, self.policy, prompts, context=context, weights=self.weights)
-        state = decode.roomy(self.policy, state, 1)
-        feed = [[ask.prompt[-1], *(ask.target[:-1] if ask.forced else [])] for ask in filled]
-        targets = [ask.target for ask in filled]
-        _, found = forced.steps(
-            self.model, self.policy, state, feed, targets, forced=asks[0].forced, weights=self.weights
-        )
-        counts = [len(ask.target) for ask in asks]
-        return [(np.asarray(found.nll[i, :n]), found.best[i, :n].tolist()) for i, n in enumerate(counts)]
+            prompts = [one.prompt[:-1] for one in filled]
+            state, _ = decode.prefill(model, policy, prompts, context=context, weights=weights)
+        state = decode.roomy(policy, state, 1)
+        feed = [[one.prompt[-1], *(one.target[:-1] if one.forced else [])] for one in filled]
+        targets, reference = [one.target for one in filled], requests[0].forced
+        _, steps = forced.steps(model, policy, state, feed, targets, forced=reference, weights=weights)
+        counts = [len(one.target) for one in requests]
+        return [(np.asarray(steps.nll[i, :n]), steps.best[i, :n].tolist()) for i, n in enumerate(counts)]
 
 
 def main() -> None:

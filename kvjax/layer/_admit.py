@@ -1,4 +1,4 @@
-"""The door: each token that steps out of the window meets its one decision."""
+"""Admission: each token that leaves the window meets its one decision."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ def admit(info: LayerInfo, cache: LayerCache, leaving: Entry, final: bool = Fals
 def admit_or_replace(
     info: LayerInfo, cache: LayerCache, new: Entry, length: Int[Array, " B"], count: Int[Array, " B"]
 ) -> LayerCache:
-    """``admit`` for a decode step: the oldest token out, the new one in; untouched pages where none enters.
+    """``admit`` for a decode step: the oldest token out, the new one in; touches no page where none enters.
 
-    Where a stream is full, the token that enters takes the slot of the one that is evicted for it.
+    Where a KV head is full, the token that enters takes the slot of the one that is evicted for it.
 
     Args:
       info: which layer.

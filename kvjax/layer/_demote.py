@@ -1,6 +1,6 @@
 """Pages in two precisions: the newest retained tokens exact, older ones demoted to codes.
 
-With a budget that acts while decoding, tokens between the window W and the newest F of a stream may be
+With a budget that acts while decoding, tokens between the window W and the newest F of a KV head may be
 evicted, so no ring can hold those F: a pool in the model's own dtype does, and what it can no longer hold is
 demoted to a second pool, of codes.
 
@@ -39,7 +39,7 @@ def codecs(policy: Policy, cache: LayerCache) -> tuple[Storage, ...]:
 
 
 def exact_slots(policy: Policy, cache: LayerCache) -> int:
-    """Paged slots of a stream that stay in the model's own dtype."""
+    """Paged slots of a KV head that stay in the model's own dtype."""
     return policy.exact_slots(cache.ring.window)
 
 
@@ -54,12 +54,12 @@ def split_by_age(policy: Policy, cache: LayerCache, list_id: Int[Array, "B K T"]
 
 
 def demote(policy: Policy, cache: LayerCache, arrived: int) -> LayerCache:
-    """Moves what the exact pages hold beyond their share to the codes, oldest first.
+    """Moves what the exact pages hold beyond their limit to the codes, oldest first.
 
     Args:
       policy: whose storage.
       cache: after eviction.
-      arrived: most tokens of a stream that have come since the last time, so most that can be too many.
+      arrived: most tokens of a KV head that have come since the last time, so most that can be too many.
     """
     if cache.demoted is None:
         return cache
@@ -75,7 +75,7 @@ def demote(policy: Policy, cache: LayerCache, arrived: int) -> LayerCache:
 
 
 def _if_any(excess: Int[Array, "B K"], act: Callable[[Pages], Pages], pages: Pages) -> Pages:
-    """``act(pages)`` where some stream has too many: a loop of one turn."""
+    """``act(pages)`` where some KV head has too many: a loop of one turn."""
     some = jnp.any(excess > 0)
     return jax.lax.while_loop(lambda x: x[0], lambda x: (jnp.zeros_like(some), act(x[1])), (some, pages))[1]
 
@@ -102,7 +102,7 @@ def _without(policy: Policy, pages: Pages, excess: Int[Array, "B K"], most: int)
 
 
 def _oldest(pages: Pages, excess: Int[Array, "B K"], most: int) -> Int[Array, "B K T"]:
-    """Indices of the ``excess`` oldest slots of each stream, oldest first; then EMPTY."""
+    """Indices of the ``excess`` oldest slots of each KV head, oldest first; then EMPTY."""
     slots = paging.slots(pages)
     late = jnp.where(slots.live, slots.pos, jnp.iinfo(jnp.int32).max)
     if most == 1:

@@ -1,4 +1,4 @@
-"""Eviction while tokens come: streams over their target lose their lowest-ranked slots."""
+"""Eviction while tokens come: KV heads over their target lose their lowest-ranked slots."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.algebra import Every, Policy
+from kvjax.cache import per_head
 from kvjax.cache import ring as rings
-from kvjax.cache import slots as streams
 from kvjax.cache.pages import Slots
 from kvjax.cache.ring import Entry
 from kvjax.cache.state import LayerCache
@@ -35,7 +35,7 @@ def due(policy: Policy, length: Int[Array, " B"], count: Int[Array, " B"]) -> Bo
 def evict(
     info: LayerInfo, cache: LayerCache, length: Int[Array, " B"], acts: Bool[Array, " B"]
 ) -> LayerCache:
-    """Streams over their target lose their lowest slots, ranked once; mostly none or one each.
+    """KV heads over their target lose their lowest slots, ranked once; mostly at most one each.
 
     Args:
       info: which layer.
@@ -45,7 +45,7 @@ def evict(
     """
     if cache.pages is None or not info.policy.decides_later:
         return cache
-    excess = _excess(info, cache, streams.live(cache.pools), length, acts)
+    excess = _excess(info, cache, per_head.live(cache.pools), length, acts)
     most = excess.max()
     cache = _if(most == 1, lambda cache: _evict_one(info, cache, excess), cache)
     return _if(most > 1, lambda cache: _evict_many(info, cache, excess), cache)
@@ -59,41 +59,41 @@ def slot_to_replace(
     length: Int[Array, " B"],
     count: Int[Array, " B"],
 ) -> Int[Array, "B K 1"] | None:
-    """The slot that each token at the door takes from the one token that is evicted because it enters.
+    """The slot that each token leaving the window takes over from the token that is evicted for it.
 
     What ``evict`` would leave after it entered, without moving anything twice.
 
     Args:
       info: which layer.
       cache: before the token enters.
-      leaving: the token at the door.
+      leaving: the token that leaves the window.
       list_id: its page list; EMPTY where it does not enter.
       length: tokens each row has seen, the newest included.
       count: tokens that came.
 
     Returns:
-      Index among the stream's slots; one beyond the last where the token itself would be evicted; EMPTY
+      Index among the KV head's slots; one beyond the last where the token itself would be evicted; EMPTY
       where nothing is evicted, or more than one. None where the policy never does so: the pages are not a
       single list, or the evicted token has to be read first.
     """
     policy, pages = info.policy, cache.pages
-    assert pages is not None  # noqa: S101
+    assert pages is not None
     single = cache.demoted is None and pages.table.shape[2] == 1
     if not (policy.decides_later and single and policy.completion.idle):
         return None
     enters = list_id[..., 0] >= 0
-    live = streams.live(cache.pools) + enters
+    live = per_head.live(cache.pools) + enters
     full = enters & (_excess(info, cache, live, length, due(policy, length, count)) == 1)
 
     def lowest() -> Int[Array, "B K 1"]:
-        victim = _first(*ranked(info, _with(streams.slots(cache.pools), leaving)))
+        victim = _first(*ranked(info, _with(per_head.slots(cache.pools), leaving)))
         return jnp.where(full, victim, EMPTY)[..., None]
 
     return jax.lax.cond(jnp.any(full), lowest, lambda: jnp.full(list_id.shape, EMPTY))
 
 
 def _with(slots: Slots, leaving: Entry) -> Slots:
-    """The slots of each stream, and the token at the door as one more."""
+    """The slots of each KV head, and the leaving token as one more."""
     shape = (*slots.pos.shape[:2], 1)
     pos = jnp.broadcast_to(leaving.pos[:, None], shape)
     return Slots(
@@ -124,12 +124,12 @@ def _if(so: Bool[Array, ""], do: Callable[[LayerCache], LayerCache], cache: Laye
 def _evict_one(info: LayerInfo, cache: LayerCache, excess: Int[Array, "B K"]) -> LayerCache:
     """``excess`` is 0 or 1: the cheap way."""
     policy = info.policy
-    victim = _first(*ranked(info, streams.slots(cache.pools)))
+    victim = _first(*ranked(info, per_head.slots(cache.pools)))
     victim = jnp.where(excess > 0, victim, EMPTY)
     if not policy.completion.idle:
         at = jnp.maximum(victim, 0)[..., None]
         cache = _absorb_evicted(info, cache, at, (victim >= 0)[..., None])
-    return cache.with_pools(streams.remove(cache.pools, codecs(policy, cache), policy.selection, victim))
+    return cache.with_pools(per_head.remove(cache.pools, codecs(policy, cache), policy.selection, victim))
 
 
 def _first(score: Float[Array, "B K C"], slots: Slots) -> Int[Array, "B K"]:
@@ -142,15 +142,15 @@ def _first(score: Float[Array, "B K C"], slots: Slots) -> Int[Array, "B K"]:
 def _evict_many(info: LayerInfo, cache: LayerCache, excess: Int[Array, "B K"]) -> LayerCache:
     """Any number of victims, at once."""
     policy = info.policy
-    gone = victims(*ranked(info, streams.slots(cache.pools)), excess)
+    gone = victims(*ranked(info, per_head.slots(cache.pools)), excess)
     if not policy.completion.idle:
         at = jnp.broadcast_to(jnp.arange(gone.shape[-1]), gone.shape)
         cache = _absorb_evicted(info, cache, at, gone)
-    return cache.with_pools(streams.retain(cache.pools, codecs(policy, cache), policy.selection, ~gone))
+    return cache.with_pools(per_head.retain(cache.pools, codecs(policy, cache), policy.selection, ~gone))
 
 
 def ranked(info: LayerInfo, slots: Slots) -> tuple[Float[Array, "B K C"], Slots]:
-    """Scores of the slots, inf where none may be evicted; and the slots, ``live`` where one may."""
+    """Scores of the slots, inf where a slot may not be evicted; and the slots, ``live`` where it may."""
     own = {n.removeprefix("eviction."): x for n, x in slots.meta.items() if n.startswith("eviction.")}
     candidate = slots.live & (slots.pos >= by_row(info.policy.sinks, 3))
     slots = dataclasses.replace(slots, live=candidate, meta=own)
@@ -158,7 +158,7 @@ def ranked(info: LayerInfo, slots: Slots) -> tuple[Float[Array, "B K C"], Slots]
 
 
 def victims(score: Float[Array, "B K C"], slots: Slots, excess: Int[Array, "B K"]) -> Bool[Array, "B K C"]:
-    """The ``excess`` live slots of each stream with the lowest scores, the highest positions among equals."""
+    """The ``excess`` live slots of each KV head with the lowest scores; of equals the highest positions."""
     back = -slots.pos
     order = jax.lax.sort((score, back), num_keys=2)
     at = jnp.clip(excess - 1, 0, score.shape[-1] - 1)[..., None]
@@ -168,11 +168,11 @@ def victims(score: Float[Array, "B K C"], slots: Slots, excess: Int[Array, "B K"
 
 
 def _absorb_evicted(info: LayerInfo, cache: LayerCache, at: Int[Array, "B K T"], gone: Array) -> LayerCache:
-    """Fold evicted slots into φ, except those it absorbed at the door already: the selectable ones."""
+    """Fold evicted slots into φ, except those it absorbed at the window exit: the selectable ones."""
     pages = cache.pages
-    assert pages is not None  # noqa: S101
+    assert pages is not None
     if not info.policy.selection.idle:
         always = (pages.table.shape[2] - 1) * pages.table.shape[3] * pages.size  # the last list is selectable
         gone = gone & (at < always)
-    k, v, pos = streams.read(cache.pools, codecs(info.policy, cache), at)
+    k, v, pos = per_head.read(cache.pools, codecs(info.policy, cache), at)
     return absorb(info, cache, k, v, pos, gone)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
+import jax
 import jax.numpy as jnp
 
 from kvjax.algebra import HERE, OBSERVABLE, AllHeads, Frame, Observation, Policy
 from kvjax.cache.ring import Entry
 from kvjax.cache.state import LayerCache
+from kvjax.sharding.specs import HEADS
 from kvjax.types import Heads, Params, pytree
 
 if TYPE_CHECKING:
@@ -19,9 +21,13 @@ if TYPE_CHECKING:
 @pytree()
 @dataclasses.dataclass(frozen=True)
 class OfRows:
-    """What a part reads of its weights at a layer where a row's dials decide it: leaves are [B, K, ...]."""
+    """What a part reads of its weights at a layer where each row's hyperparameters decide: [B, K, ...]."""
 
     tree: Any
+
+    def specs(self) -> Any:
+        """How it is cut over devices."""
+        return jax.tree.map(lambda _: HEADS, self)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +41,7 @@ class LayerInfo:
       window: the model's own sliding window here, or None.
       total: prompt length of each row.
       confidence: see ``kvjax.algebra.Frame``.
-      alike: where ``layer`` is traced, a layer whose program is the same.
+      kind: where ``layer`` is traced, a layer that differs from it in numbers alone; else ``layer``. Static.
       seeds: of each row's request, while its prompt is read whole; else None.
       heads: the layer's KV heads, those on other devices too.
     """
@@ -47,14 +53,13 @@ class LayerInfo:
     window: int | None
     total: Int[Array, " B"]
     confidence: Float[Array, " B"] | None = None
-    alike: int | None = None
+    kind: Any = None
     seeds: Int[Array, " B"] | None = None
     heads: AllHeads = HERE
 
-    @property
-    def kind(self) -> int:
-        """A layer that differs from this one in numbers alone; static."""
-        return self.layer if self.alike is None else self.alike
+    def __post_init__(self) -> None:
+        if self.kind is None:
+            object.__setattr__(self, "kind", self.layer)
 
     def weights(self, place: str) -> Any:
         """Learned weights of the part in ``place``, or None."""
@@ -70,13 +75,13 @@ class LayerInfo:
         return Frame(*place, self.confidence, policy.protected, shown, self.heads)
 
 
-def by_row(dial: Any, axes: int) -> Any:
-    """A number, or one a row, to be compared with so many axes."""
-    return jnp.reshape(dial, (-1, *[1] * (axes - 1)))
+def by_row(number: Any, axes: int) -> Any:
+    """A number, or one per row, in the shape that broadcasts against so many axes."""
+    return jnp.reshape(number, (-1, *[1] * (axes - 1)))
 
 
 def major(x: Float[Array, "B T N H"]) -> Float[Array, "B N T H"]:
-    """From the seam's layout to ours, or back."""
+    """From the model's layout to heads first, or back."""
     return jnp.swapaxes(x, 1, 2)
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 
-from kvjax.cache import slots as streams
+from kvjax.cache import per_head
 from kvjax.cache.pages import Slots
 from kvjax.cache.state import LayerCache
 from kvjax.layer._info import LayerInfo
@@ -52,7 +52,7 @@ def accumulate_paged_mass(
     weights: Float[Array, "B T"],
     count: Int[Array, " B"],
 ) -> LayerCache:
-    """The pages' values after a read: mass of a list is under its own lse, so it is scaled by its share.
+    """The pages' values after a read: mass of a list is under its own lse, so it is scaled to the whole read.
 
     Args:
       info: which layer.
@@ -62,12 +62,12 @@ def accumulate_paged_mass(
       weights: ``query_weights``.
       count: queries of each row.
     """
-    assert paged.mass is not None  # noqa: S101
+    assert paged.mass is not None
     lists = []
     for (_, of_list), mass in zip(paged.lists, paged.mass):
         share = jnp.exp(of_list - lse) * weights[:, None]
-        found = jnp.einsum("bnt,bntms->bnms", share, mass, precision=jax.lax.Precision.HIGHEST)
-        lists.append(found.reshape(*found.shape[:2], -1))
-    slots = streams.slots(cache.pools)
+        received = jnp.einsum("bnt,bntms->bnms", share, mass, precision=jax.lax.Precision.HIGHEST)
+        lists.append(received.reshape(*received.shape[:2], -1))
+    slots = per_head.slots(cache.pools)
     values = accumulate_mass(info, slots.pos, slots.meta, jnp.concatenate(lists, axis=-1), count)
-    return cache.with_pools(streams.with_meta(cache.pools, values))
+    return cache.with_pools(per_head.with_meta(cache.pools, values))

@@ -132,6 +132,6 @@ def store(info: LayerInfo, cache: LayerCache, new: Entry, count: Int[Array, " B"
 
 
 def count_stored(new: Entry, count: Int[Array, " B"], window: int) -> Int[Array, "B K"]:
-    """How many tokens of each stream ``store`` will put into pages."""
+    """How many tokens of each KV head ``store`` will put into pages."""
     leaves = (new.pos >= 0) & (new.pos < (count - window)[:, None])
     return (new.admit & leaves[:, None, :]).sum(axis=-1)

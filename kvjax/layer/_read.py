@@ -51,7 +51,7 @@ class Loaded:
 @pytree()
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Read:
-    """What a decode read found.
+    """Result of a decode read.
 
     Attributes:
       out: attention output, in the model's layout and dtype.
@@ -74,7 +74,7 @@ class PagedRead:
     Attributes:
       lists: one partial for each page list.
       mass: what each query gave each list's slots, under the list's own lse; None where not asked for.
-      completion: φ's partial; none where nothing is left out.
+      completion: φ's partial; empty where nothing is left out.
       picked: what the selection chose of the last list, where it acted.
     """
 
@@ -119,11 +119,13 @@ def read_pages(
             )
         if picked is not None and picked.bias is None:
             visited = _visited(policy, pages, list_id, picked)
-            found = gathered_decode(each, visited.k, visited.v, visited.live, mass=with_mass, softcap=softcap)
+            partial = gathered_decode(
+                each, visited.k, visited.v, visited.live, mass=with_mass, softcap=softcap
+            )
             if with_mass:
-                found = (*found[:2], _in_place(pages, picked, found[2]))
+                partial = (*partial[:2], _in_place(pages, picked, partial[2]))
         else:
-            found = ragged_decode(
+            partial = ragged_decode(
                 each,
                 pages.k,
                 pages.v,
@@ -138,10 +140,10 @@ def read_pages(
                 shared=pages.shared,
             )
         if with_mass:
-            partials.append((found[0].reshape(q.shape), found[1].reshape(q.shape[:3])))
-            masses.append(found[2].reshape(*q.shape[:3], *found[2].shape[2:]))
+            partials.append((partial[0].reshape(q.shape), partial[1].reshape(q.shape[:3])))
+            masses.append(partial[2].reshape(*q.shape[:3], *partial[2].shape[2:]))
         else:
-            partials.append((found[0], found[1]))
+            partials.append((partial[0], partial[1]))
     completion = () if policy.completion.idle else _completion(info, cache, q, visited)
     return PagedRead(
         lists=tuple(partials),
@@ -154,7 +156,7 @@ def read_pages(
 def _completion(info: LayerInfo, cache: LayerCache, q: Array, visited: Visited | None) -> tuple[Partial, ...]:
     """φ of what this read leaves out; nothing where nothing can be left out."""
     policy, pages, weights = info.policy, cache.pages, info.weights("completion")
-    assert pages is not None  # noqa: S101
+    assert pages is not None
     if policy.selection.idle:  # φ holds the rejected and evicted, none of which is read
         return (policy.completion.read(weights, cache.summary, q, None),)
     if visited is None:  # a dense read under a selective policy visits every selectable slot that is left
@@ -207,9 +209,9 @@ def _in_place(pages: Pages, picked: Picked, mass: Float[Array, "B N C"]) -> Floa
     (rows, heads, _, entries), n = pages.table.shape, mass.shape[1]
     at = _slots(pages, picked).reshape(rows, heads, 1, -1)
     b, k, g = jnp.arange(rows)[:, None, None, None], jnp.arange(heads)[:, None, None], jnp.arange(n // heads)
-    found = jnp.zeros((rows, heads, n // heads, pages.span), jnp.float32)
-    found = found.at[b, k, g[:, None], at].add(mass.reshape(rows, heads, n // heads, -1))
-    return found.reshape(rows, n, entries, pages.size)
+    received = jnp.zeros((rows, heads, n // heads, pages.span), jnp.float32)
+    received = received.at[b, k, g[:, None], at].add(mass.reshape(rows, heads, n // heads, -1))
+    return received.reshape(rows, n, entries, pages.size)
 
 
 def loaded(info: LayerInfo, cache: LayerCache, paged: PagedRead, ring: Int[Array, " B"]) -> Loaded:

@@ -1,4 +1,4 @@
-"""Tokens that come one a row (``step``), or in chunks of a prompt (``chunk``)."""
+"""Tokens that come one per row (``step``), or in chunks of a prompt (``chunk``)."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from kvjax.cache import ring as rings
 from kvjax.cache.ring import Entry
 from kvjax.cache.state import LayerCache
 from kvjax.layer._admit import admit, admit_or_replace
-from kvjax.layer._at_once import fits, step_at_once
 from kvjax.layer._demote import demote
 from kvjax.layer._evict import due, evict
 from kvjax.layer._info import LayerInfo, arriving, major, observe
 from kvjax.layer._mass import accumulate_mass, accumulate_paged_mass, query_weights, tracks_mass
+from kvjax.layer._one_kernel import fits, step_in_one_kernel
 from kvjax.layer._read import Partial, Read, attend_among, attend_since, loaded, merged, read_pages
 from kvjax.types import EMPTY, Heads
 from pallas_kernels.blockwise.api import blockwise, column_mass
@@ -27,24 +27,28 @@ if TYPE_CHECKING:
 
 
 def step(
-    info: LayerInfo, cache: LayerCache, x: Heads, length: Int[Array, " B"], active: Bool[Array, " B"]
-) -> tuple[Read, LayerCache]:
-    """One new token for every active row. Order: door, write, evict, demote, read.
+    info: LayerInfo, x: Heads, cache: LayerCache, length: Int[Array, " B"], active: Bool[Array, " B"]
+) -> tuple[Float[Array, "B 1 N H"], tuple[LayerCache, Read]]:
+    """One new token for every active row. Order: window exit, write, evict, demote, read.
 
-    Where a kernel does all of that at once, it does (``_at_once``).
+    Where one kernel does all of that, it is called (``_one_kernel``).
 
     Args:
       info: which layer.
-      cache: after ``length`` tokens.
       x: the new token's heads (T = 1).
+      cache: after ``length`` tokens.
       length: position of the new token.
       active: rows that really have one; the others leave no trace and read garbage.
+
+    Returns:
+      The attention output; the cache after the token, and what was read.
     """
     count = active.astype(jnp.int32)
     pos = jnp.where(active, length, EMPTY)[:, None]
     new = arriving(info, x, pos, observe(info, x, pos))
     if fits(info, cache, x):
-        return step_at_once(info, cache, new, x, length, count)
+        read, cache = step_in_one_kernel(info, cache, new, x, length, count)
+        return read.out, (cache, read)
     cache = admit_or_replace(info, cache, new, length, count)
     cache = evict(info, cache, length + count, due(info.policy, length + count, count))
     cache = demote(info.policy, cache, 1)
@@ -63,13 +67,13 @@ def step(
         ring = dataclasses.replace(cache.ring, meta=meta)
         cache = accumulate_paged_mass(info, cache, paged, lse, weights, count)
         cache = dataclasses.replace(cache, ring=ring)
-    return Read(out=out, lse=lse, mass=paged.mass, loaded=size), cache
+    return out, (cache, Read(out=out, lse=lse, mass=paged.mass, loaded=size))
 
 
 def chunk(
-    info: LayerInfo, cache: LayerCache, x: Heads, length: Int[Array, " B"], count: Int[Array, " B"]
+    info: LayerInfo, x: Heads, cache: LayerCache, length: Int[Array, " B"], count: Int[Array, " B"]
 ) -> tuple[Float[Array, "B T N H"], LayerCache]:
-    """``count`` of T new tokens a row, a prompt in pieces. Order: read, door, write, evict, demote.
+    """``count`` of T new tokens a row, a prompt in pieces. Order: read, window exit, write, evict, demote.
 
     Key j is visible to query i iff j <= i and (i - j < W or j was admitted). The pages hold only admitted
     tokens older than any query's window, so they need no mask. W = 3, keys 0, 1 and 4 admitted, chunk 5 6 7:
@@ -84,8 +88,8 @@ def chunk(
 
     Args:
       info: which layer.
-      cache: after ``length`` tokens.
       x: the chunk's heads.
+      cache: after ``length`` tokens.
       length: position of each row's first new token.
       count: real tokens of each row, 0 .. T; the others leave no trace and read garbage.
     """

@@ -1,9 +1,8 @@
 """One decoder for all families, as plain functions on leaves.
 
-The seam is ``attend``: each layer hands it q and k before and after RoPE, v and the input of the
-attention block, and gets the mixed values back. A token walks in through ``embed``, through
-``layer`` L times, and out through ``logits``; caches live entirely behind the seam. What sets a family
-apart is a static field of ``ModelSpec``.
+Each layer calls ``attend`` with q and k before and after RoPE, v and the input of the attention block, and
+gets the mixed values back; caches live entirely in there. A token goes through ``embed``, L times ``layer``,
+and ``logits``. Each difference between families is a static field of ``ModelSpec``.
 
 Params, a dict (any dtype; shapes in the letters of ``kvjax.types``; in brackets what some have):
 
@@ -81,11 +80,11 @@ LETTERS = {
     **dict.fromkeys(("w_gate", "w_up"), "DF"),
     **{"wq": "DNH", "bq": "NH", "wo": "NHD", "w_down": "FD", "b_up": "F"},
 }
-"""Dimensions of the leaves that are cut where a model lies on several devices."""
+"""Dimensions of the leaves that are sharded where a model lies on several devices."""
 
 
 def letters(params: Params) -> Params:
-    """The dimensions of every leaf in the letters of ``kvjax.types``; "" for what is the same everywhere."""
+    """The dimensions of every leaf in the letters of ``kvjax.types``; "" for leaves that are never cut."""
     return jax.tree_util.tree_map_with_path(lambda path, _: LETTERS.get(path[-1].key, ""), params)
 
 
@@ -115,7 +114,8 @@ def product(
     if x.shape[1] == 1 or x.dtype == jnp.float32:
         return jnp.einsum(axes, x, weight)
     # Asked for a bfloat16 result, XLA on CPU turns x and the weight into float32 before it multiplies. (It
-    # does so once for all steps of a segment, and multiplies single rows faster then: not for T = 1.)
+    # does so once for all steps of a multi-step program, and multiplies single rows faster then: not for T =
+    # 1.)
     return jnp.einsum(axes, x, weight, preferred_element_type=jnp.float32).astype(x.dtype)
 
 
@@ -126,7 +126,7 @@ def queries(spec: ModelSpec, p: Params, hidden: Float[Array, "B T D"]) -> Float[
         q = q + p["bq"]
     if spec.qk_norm:
         q = norm(spec, p, "q_norm", q)
-    if spec.query_gain != 1.0:  # so that everybody behind the seam may divide scores by sqrt(H)
+    if spec.query_gain != 1.0:  # so that every ``attend`` may divide scores by sqrt(H)
         q = q * jnp.asarray(spec.query_gain, q.dtype)
     return q
 
@@ -224,14 +224,14 @@ def forward(
     attend: AttendFn[C],
     carry: C,
 ) -> tuple[Float[Array, "B T D"], C]:
-    """Tokens to the last layer's output (before the final norm), through the seam.
+    """Tokens to the last layer's output, before the final norm.
 
     Args:
       spec: static sizes; ``spec.at(context)`` where the rope depends on the context (LongRoPE).
       p: params as in the module docstring.
       tokens: ids; padding may hold any id, its outputs are garbage to be ignored.
       positions: absolute position of each token.
-      attend: the seam.
+      attend: the attention of every layer.
       carry: threaded through every layer's ``attend``.
     """
     x = embed(spec, p, tokens, positions)
@@ -276,54 +276,43 @@ class Decoder:
 
     @property
     def num_layers(self) -> int:
-        """L."""
         return self.spec.num_layers
 
     @property
     def num_heads(self) -> int:
-        """N."""
         return self.spec.num_heads
 
     @property
     def num_kv_heads(self) -> int:
-        """K."""
         return self.spec.num_kv_heads
 
     @property
     def head_dim(self) -> int:
-        """H."""
         return self.spec.head_dim
 
     @property
     def max_positions(self) -> int:
-        """The longest sequence the model was trained for."""
         return self.spec.max_positions
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """Per layer, the model's own sliding window, or None."""
         return self.spec.windows
 
     def at(self, context: int) -> Decoder:
-        """The decoder inside a context of that many positions."""
         return Decoder(self.spec.at(context))
 
     def letters(self, params: Params) -> Params:
-        """The dimensions of every leaf."""
         return letters(params)
 
     def embed(
         self, params: Params, tokens: Int[Array, "B T"], positions: Int[Array, "B T"]
     ) -> Float[Array, "B T D"]:
-        """Token ids to vectors."""
         return embed(self.spec, params, tokens, positions)
 
     def layer(
         self, params: Params, index: int, x: Array, positions: Array, attend: AttendFn[C], carry: C
     ) -> tuple[Array, C]:
-        """One block."""
         return layer(self.spec, params, index, x, positions, attend, carry)
 
     def logits(self, params: Params, x: Float[Array, "... D"]) -> Float[Array, "... V"]:
-        """Final norm and output projection; float32."""
         return logits(self.spec, params, x)

@@ -1,4 +1,4 @@
-"""The families, a row each: what sets one apart in the mathematics and in its config.json.
+"""The families, a row each: their differences in the mathematics and in config.json.
 
 Everything here is data; ``hf_config`` reads and writes by it, ``hf_table`` holds the names of the tensors.
 Defaults are those of transformers' config classes, for keys that a config.json may leave out.
@@ -23,8 +23,8 @@ class Family:
       architecture: HF's class.
       traits: fields of ``ModelSpec`` that every member shares; others have the spec's defaults.
       varies: further fields of ``ModelSpec`` that a config.json of the family can set.
-      windows: none at all; from ``max_window_layers`` on (or ``layer_types``) if ``use_sliding_window``;
-        one for all layers; or by ``layer_types``, else ``sliding_window_pattern``.
+      windows: which layers slide: none; those from ``max_window_layers`` on (or by ``layer_types``) if
+        ``use_sliding_window``; all, with one window; or by ``layer_types``, else ``sliding_window_pattern``.
       needs: keys that must be there beyond the sizes every family has.
       defaults: values of keys that may be absent.
       agrees: values of keys that would ask for other mathematics; an absent key agrees.

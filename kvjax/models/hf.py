@@ -20,16 +20,16 @@ from pathlib import Path
 from typing import Any
 
 from kvjax.models.decoder import Decoder
-from kvjax.models.hf_config import DTYPES, ModelError, eos_value, read_config, stated_dtype, write_config
+from kvjax.models.hf_config import ModelError, eos_value, read_config, stated_dtype, write_config
 from kvjax.models.hf_weights import read_json, read_weights, stamp, write_weights
 from kvjax.models.spec import ModelSpec
 from kvjax.sharding.consistency import check_consistent
 from kvjax.sharding.mesh import ONE, Mesh
-from kvjax.types import Params
+from kvjax.types import DTYPES, Params
 
 __all__ = ["Model", "ModelError", "load", "read_spec", "save"]
 
-# Only what is read: repositories also hold the same weights in other formats.
+# Only these are fetched: repositories also hold the same weights in other formats.
 _WANTED = ["config.json", "generation_config.json", "model*.safetensors", "model.safetensors.index.json"]
 _TOKENIZER = [
     "tokenizer.json",
@@ -49,7 +49,7 @@ class Model:
     Attributes:
       spec: its static sizes.
       params: its weights, the tree of ``kvjax.models.decoder``.
-      folder: where it was read from (a hub id's local snapshot), where the tokenizer lies; or None.
+      folder: where it was read from (of a hub id the local snapshot), tokenizer included; or None.
     """
 
     spec: ModelSpec
@@ -63,7 +63,7 @@ class Model:
 
 
 def load(source: str | Path, *, dtype: str | None = None, mesh: Mesh = ONE) -> Model:
-    """Reads a model folder, or a model of the hub through huggingface_hub's cache.
+    """Reads a model folder, or a model of the hub through the cache of huggingface_hub.
 
     Tensors are read one at a time. An ``lm_head.weight`` stored with a tied model is accepted if it
     equals the embedding; buffers of old checkpoints and the vision of a gemma3 are ignored; everything
@@ -73,7 +73,7 @@ def load(source: str | Path, *, dtype: str | None = None, mesh: Mesh = ONE) -> M
       source: a folder, or a hub id such as "Qwen/Qwen2.5-0.5B" (offline if cached already).
       dtype: "float32", "bfloat16" or "float16" to cast to; None for the dtype config.json names,
         else the one the file stores.
-      mesh: where the weights are laid, one tensor at a time; each process reads its devices' part.
+      mesh: devices to shard the weights over, one tensor at a time; each process reads its part.
 
     Raises:
       MeshError: a mesh that does not divide the model's heads; other files in other processes.
@@ -86,8 +86,8 @@ def load(source: str | Path, *, dtype: str | None = None, mesh: Mesh = ONE) -> M
     mesh.check(f"load({str(source)!r})", heads=spec.num_heads, kv_heads=spec.num_kv_heads)
     if mesh.across:
         config = read_json(folder / "config.json")
-        given = {"the config": config, "the weights": stamp(folder), "the dtype": str(dtype)}
-        check_consistent("load", mesh, given)
+        compared = {"the config": config, "the weights": stamp(folder), "the dtype": str(dtype)}
+        check_consistent("load", mesh, compared)
     params = read_weights(folder, spec, dtype or stored, mesh)
     return Model(spec=spec, params=params, folder=folder)
 

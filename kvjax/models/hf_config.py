@@ -15,9 +15,7 @@ from kvjax.models.hf_values import ModelError, count, number
 from kvjax.models.hf_windows import SLIDING, read_windows, write_windows
 from kvjax.models.rope import Rope
 from kvjax.models.spec import ModelSpec
-
-DTYPES = ("float32", "bfloat16", "float16")
-"""The dtypes weights may be stored in and cast to."""
+from kvjax.types import DTYPES
 
 _SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 

@@ -30,9 +30,9 @@ def read_ropes(config: dict[str, Any], family: Family, head_dim: int, file: str)
     if new is None or config.get("rope_theta") is not None:
         local = {"rope_theta": config.get("rope_local_base_freq")}
         full = {"rope_theta": config.get("rope_theta"), **_flat(old, file)}
-        found = _rope(full, config, family, 0, file), _rope(local, config, family, 1, file)
+        both = _rope(full, config, family, 0, file), _rope(local, config, family, 1, file)
     if new is None:
-        return found
+        return both
     if not isinstance(new, dict) or not set(new) <= {"full_attention", "sliding_attention"}:
         raise ModelError(
             f"{file} has rope_parameters {new!r}; gemma3 holds one rope for 'full_attention' and one for "
@@ -40,7 +40,7 @@ def read_ropes(config: dict[str, Any], family: Family, head_dim: int, file: str)
         )
     names = ("full_attention", "sliding_attention")
     pair = [_rope(_flat(new.get(name), file), config, family, i, file) for i, name in enumerate(names)]
-    if config.get("rope_theta") is not None and tuple(pair) != found:
+    if config.get("rope_theta") is not None and tuple(pair) != both:
         raise _twice(file)
     return pair[0], pair[1]
 
@@ -137,7 +137,7 @@ def _longrope(rope: dict[str, Any], config: dict[str, Any], fraction: float, fil
     original = _original(rope, config, file)
     pairs = int(config["head_dim"] * fraction) // 2
     longest = count(config, "max_position_embeddings", file)
-    # Whatever transformers computes when nothing is said: the paper's rule over the ratio of the lengths.
+    # The default of transformers: the paper's rule over the ratio of the lengths.
     factor = number(rope, "factor", file, longest / original)
     return LongRope(
         short=numbers(rope, "short_factor", pairs, file),
@@ -174,6 +174,6 @@ def _written(rope: Rope, spec: ModelSpec) -> dict[str, Any]:
     if s is None:
         return {"rope_type": "default"}
     factors = {"short_factor": list(s.short), "long_factor": list(s.long)}
-    said = {"rope_type": "longrope", **factors, _ORIGINAL: s.original_max_position_embeddings}
+    written = {"rope_type": "longrope", **factors, _ORIGINAL: s.original_max_position_embeddings}
     usual = _gain(spec.max_positions / s.original_max_position_embeddings, s.original_max_position_embeddings)
-    return said if s.attention_factor == usual else {**said, "attention_factor": s.attention_factor}
+    return written if s.attention_factor == usual else {**written, "attention_factor": s.attention_factor}

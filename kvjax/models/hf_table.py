@@ -134,19 +134,19 @@ class Entry:
         """A part of one of ours.
 
         Args:
-          stored: the file's tensor; an array, or what reads only the slices it is asked for.
+          stored: the file's tensor; an array, or an object that reads only the slices it is indexed with.
           at: which of ours.
           index: a slice of each of its dimensions; of those that the file flattens only the first is cut.
         """
         shape = self.shapes[at]
         cut = [one.indices(n)[:2] for one, n in zip(index, shape)]
-        there = []
+        file_index = []
         for axis, group in enumerate(self._groups(len(shape))):
             inner = math.prod(shape[d] for d in group[1:])
             before = sum(self._stored(one)[axis] for one in self.shapes[:at]) if axis == self._axis else 0
             begin, end = cut[group[0]]
-            there.append(slice(before + begin * inner, before + end * inner))
-        piece = stored[tuple(there)]
+            file_index.append(slice(before + begin * inner, before + end * inner))
+        piece = stored[tuple(file_index)]
         return (piece.T if self.layout in ("out", "in") else piece).reshape(
             [end - begin for begin, end in cut]
         )
@@ -162,7 +162,7 @@ class Entry:
 
     @property
     def _axis(self) -> int:
-        """Of the outputs, along which fused tensors lie side by side."""
+        """The axis of the outputs, along which fused tensors lie side by side."""
         return 1 if self.layout == "conv_out" else 0
 
     def _stored(self, shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -44,26 +44,30 @@ def read_weights(folder: Path, spec: ModelSpec, dtype: str | None, mesh: Mesh = 
       spec: what the tensors must be; buffers of old checkpoints and the vision of a gemma3 are ignored,
         and an ``lm_head.weight`` of a tied model must equal the embedding.
       dtype: of the result, or None for the embedding's stored one.
-      mesh: the devices they are laid on.
+      mesh: the devices they are sharded over.
 
     Raises:
       ModelError: unreadable files; or missing, unknown, twice stored or wrongly shaped tensors, all named.
     """
     files = {name: _Reader(folder / name, spec) for name in _file_names(folder)}
     entries = table(spec)
-    where = _locate(folder, files, entries, spec)
+    holder = _locate(folder, files, entries, spec)
     embed = entries[0].name
-    dtype = dtype or _STORED[where[embed].header(embed)[1]]
+    dtype = dtype or _STORED[holder[embed].header(embed)[1]]
     params: Params = {"layers": [{} for _ in range(spec.num_layers)]}
     for entry in entries:
-        file = where[entry.name]
+        file = holder[entry.name]
         stored = file.tensor(entry.name) if mesh == ONE else file.slices(entry.name)
         for at, (path, shape) in enumerate(zip(entry.paths, entry.shapes)):
             how = mesh.spec(LETTERS.get(str(path[-1]), ""), shape)
             read = functools.partial(_part, entry, stored, at, dtype)
             _node(params, path)[path[-1]] = mesh.build(shape, how, read)
-    if spec.tied and HEAD in where:
-        _check_tied(folder, where, embed)
+    twice = spec.tied and HEAD in holder
+    if twice and not np.array_equal(holder[HEAD].tensor(HEAD), holder[embed].tensor(embed)):
+        raise ModelError(
+            f"{folder} says tie_word_embeddings but stores an lm_head.weight that is not the embedding. "
+            "Set tie_word_embeddings to false in config.json if the head was trained, else remove the tensor."
+        )
     return params
 
 
@@ -72,11 +76,11 @@ def _part(entry: Entry, stored: Any, at: int, dtype: str, index: tuple[slice, ..
 
 
 def stamp(folder: Path) -> dict[str, bytes]:
-    """What tells the folder's weights from others without reading them all: bytes of each file.
+    """Bytes of each file that identify the folder's weights without reading them all.
 
     Its length, its header and 4 KiB at each of 256 places.
     """
-    found = {}
+    stamps = {}
     for name in _file_names(folder):
         with open(folder / name, "rb") as file:
             size = file.seek(0, os.SEEK_END)
@@ -86,8 +90,8 @@ def stamp(folder: Path) -> dict[str, bytes]:
             for at in range(256):
                 file.seek(size * at // 256)
                 pieces.append(file.read(4096))
-        found[name] = b"".join(pieces)
-    return found
+        stamps[name] = b"".join(pieces)
+    return stamps
 
 
 def write_weights(
@@ -108,7 +112,7 @@ def write_weights(
             arrays = [np.asarray(_node(params, path)[path[-1]]) for path in e.paths]
             tensors[e.name] = e.theirs([cast(array, dtype, e.name) for array in arrays])
             index[e.name] = file
-        # transformers refuses a file whose format is not said.
+        # transformers refuses a file without a format.
         save_file(tensors, folder / file, metadata={"format": "pt", **metadata})
         (folder / file).chmod(0o644)  # safetensors writes for the owner alone
     if len(shards) > 1:
@@ -119,13 +123,13 @@ def write_weights(
 def check_params(spec: ModelSpec, params: Params) -> None:
     """Raises one ModelError that lists every difference between a params tree and its spec."""
     wanted = {path: shape for entry in table(spec) for path, shape in zip(entry.paths, entry.shapes)}
-    given = {path: tuple(np.shape(leaf)) for path, leaf in _leaves(params, ())}
-    faults = [f"{_dotted(p)} is missing" for p in wanted.keys() - given.keys()]
-    faults += [f"{_dotted(p)} is unknown" for p in given.keys() - wanted.keys()]
+    present = {path: tuple(np.shape(leaf)) for path, leaf in _leaves(params, ())}
+    faults = [f"{_dotted(p)} is missing" for p in wanted.keys() - present.keys()]
+    faults += [f"{_dotted(p)} is unknown" for p in present.keys() - wanted.keys()]
     faults += [
-        f"{_dotted(p)} is {list(given[p])} instead of {list(shape)}"
+        f"{_dotted(p)} is {list(present[p])} instead of {list(shape)}"
         for p, shape in wanted.items()
-        if p in given and given[p] != shape
+        if p in present and present[p] != shape
     ]
     if faults:
         raise ModelError(
@@ -167,7 +171,7 @@ class _Reader:
         return tuple(piece.get_shape()), piece.get_dtype()
 
     def slices(self, name: str) -> Any:
-        """The tensor as what reads only the slices it is asked for."""
+        """The tensor as an object that reads only the slices it is indexed with."""
         return self._file.get_slice(self._stored[name])
 
     def tensor(self, name: str) -> np.ndarray:
@@ -225,14 +229,6 @@ def _locate(
             "that came with these weights, or download the folder again."
         )
     return where
-
-
-def _check_tied(folder: Path, where: dict[str, _Reader], embed: str) -> None:
-    if not np.array_equal(where[HEAD].tensor(HEAD), where[embed].tensor(embed)):
-        raise ModelError(
-            f"{folder} says tie_word_embeddings but stores an lm_head.weight that is not the embedding. "
-            "Set tie_word_embeddings to false in config.json if the head was trained, else remove the tensor."
-        )
 
 
 def _shards(entries: list[Entry], size: dict[str, int], limit: int) -> Iterator[list[Entry]]:

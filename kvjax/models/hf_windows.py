@@ -44,7 +44,7 @@ def read_windows(config: dict[str, Any], family: Family, layers: int, file: str)
 
 
 def _usual_types(config: dict[str, Any], family: Family, layers: int, slides: bool) -> list[str] | None:
-    """What the older keys say of the layers' types; None when they say nothing sound."""
+    """The layers' types by the older keys; None if these have no legal values."""
     if family.windows == "all_layers":
         return [SLIDING if slides else FULL] * layers
     if family.windows == "by_type":

@@ -1,4 +1,4 @@
-"""Sizes of well-known models by name, as their config.json has them: to plan for what is not downloaded."""
+"""Sizes of well-known models by name, as in their config.json: to plan without a download."""
 
 from __future__ import annotations
 
@@ -29,21 +29,15 @@ _LLAMA_31: dict[str, Any] = {
     },
 }
 
+
+def _llama_31(*, hidden: int, mlp: int, layers: int, heads: int) -> dict[str, Any]:
+    sizes = {"hidden_size": hidden, "intermediate_size": mlp}
+    return _LLAMA_31 | sizes | {"num_hidden_layers": layers, "num_attention_heads": heads}
+
+
 CONFIGS: dict[str, dict[str, Any]] = {
-    "llama-3.1-8b": _LLAMA_31
-    | {
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-    },
-    "llama-3.1-70b": _LLAMA_31
-    | {
-        "hidden_size": 8192,
-        "intermediate_size": 28672,
-        "num_hidden_layers": 80,
-        "num_attention_heads": 64,
-    },
+    "llama-3.1-8b": _llama_31(hidden=4096, mlp=14336, layers=32, heads=32),
+    "llama-3.1-70b": _llama_31(hidden=8192, mlp=28672, layers=80, heads=64),
     "qwen2.5-7b": {
         "model_type": "qwen2",
         "vocab_size": 152064,
@@ -60,7 +54,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "rope_theta": 1000000.0,
     },
 }
-"""The name of a shape to its config.json; all are stored in bfloat16."""
+"""The config.json of each name; all are stored in bfloat16."""
 
 
 def spec(name: str) -> ModelSpec:
@@ -70,5 +64,5 @@ def spec(name: str) -> ModelSpec:
       ModelError: no such name.
     """
     if name not in CONFIGS:
-        raise ModelError(f"{name!r} is no shape that is known by name. Give one of {', '.join(CONFIGS)}.")
+        raise ModelError(f"{name!r} is no model known by name. Give one of {', '.join(CONFIGS)}.")
     return read_config(CONFIGS[name], {}, name)

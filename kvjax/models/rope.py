@@ -1,6 +1,6 @@
 """Rotary position embedding (Su et al., RoFormer), half-split layout, and the ways it is stretched.
 
-Each rule of stretching is a frozen value; ``Rope.frequencies`` is what they all come to.
+Each rule of stretching is a frozen value, which ``Rope.frequencies`` applies.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 FEW = 8
-"""Below so many tokens it does not pay to compute their angles apart."""
+"""From so many tokens on it pays to compute their angles once for all heads."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -107,7 +107,7 @@ class Rope:
 
     @property
     def amplitude(self) -> float:
-        """What turned channels are multiplied by."""
+        """The factor on turned channels."""
         return self.scaling.attention_factor if isinstance(self.scaling, LongRope) else 1.0
 
 
@@ -132,7 +132,7 @@ def rotate(x: Float[Array, "B T N H"], positions: Int[Array, "B T"], rope: Rope)
         angle = positions[:, :, None, None].astype(jnp.float32) * frequencies
         return rope.amplitude * jnp.cos(angle), rope.amplitude * jnp.sin(angle)
 
-    def apart(positions: Int[Array, "B T"]) -> tuple[Array, Array]:
+    def turns_once(positions: Int[Array, "B T"]) -> tuple[Array, Array]:
         # Fused into the turn, XLA on CPU would compute them again for every head and half of it. (A barrier
         # does not keep it from that, a branch does.)
         nothing = jnp.zeros((*positions.shape, 1, half), jnp.float32)
@@ -141,7 +141,7 @@ def rotate(x: Float[Array, "B T N H"], positions: Int[Array, "B T"], rope: Rope)
     if positions.size < FEW:
         cos, sin = turns(positions)
     else:
-        cos, sin = jax.lax.platform_dependent(positions, cpu=apart, default=turns)
+        cos, sin = jax.lax.platform_dependent(positions, cpu=turns_once, default=turns)
     y = x.astype(jnp.float32)
     a, b = y[..., :half], y[..., half : 2 * half]
     turned = jnp.concatenate([a * cos - b * sin, b * cos + a * sin, y[..., 2 * half :]], axis=-1)

@@ -1,4 +1,4 @@
-"""The static description of a decoder: sizes, positions, and what sets its family apart."""
+"""The static description of a decoder: sizes, positions, and the traits of its family."""
 
 from __future__ import annotations
 
@@ -85,13 +85,12 @@ class ModelSpec:
 
     @property
     def query_gain(self) -> float:
-        """What queries are multiplied by so that scores divided by sqrt(H) come out as the model's."""
-        return (
-            1.0 if self.query_pre_attn_scalar is None else (self.head_dim / self.query_pre_attn_scalar) ** 0.5
-        )
+        """The factor on queries that makes scores divided by sqrt(H) equal the model's."""
+        scalar = self.query_pre_attn_scalar
+        return 1.0 if scalar is None else (self.head_dim / scalar) ** 0.5
 
     def rope_of(self, layer: int) -> Rope | None:
-        """How a layer turns queries and keys; a question of its window alone. None with learned positions."""
+        """How a layer turns queries and keys, which depends on its window; None with learned positions."""
         if self.positions == "learned":
             return None
         return self.rope if self.local_rope is None or self.windows[layer] is None else self.local_rope

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from kvjax.plan import _shapes as shapes
 from kvjax.plan._case import Case
 from kvjax.plan._programs import Program
-from kvjax.sharding.mesh import DATA
+from kvjax.sharding.specs import DATA
 from pallas_kernels.measure.chips import Chip
 
 

@@ -17,7 +17,7 @@ from kvjax.plan._case import Case
 from kvjax.plan._estimate import Bytes, Known, Roofline
 from kvjax.plan._programs import NoRoom, Program
 from kvjax.sharding import mesh as meshes
-from kvjax.sharding.mesh import DATA
+from kvjax.sharding.specs import DATA
 
 if TYPE_CHECKING:
     from pallas_kernels.measure import aot

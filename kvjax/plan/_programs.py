@@ -18,7 +18,7 @@ from kvjax import decode, layer
 from kvjax.plan import _shapes as shapes
 from kvjax.plan._case import Case
 from kvjax.plan._collectives import Collective, collectives
-from kvjax.sharding.mesh import ROWS
+from kvjax.sharding.specs import ROWS
 
 if TYPE_CHECKING:
     from pallas_kernels.measure import aot
@@ -153,7 +153,7 @@ def prefill(case: Case, target: aot.Target) -> Program:
         p.place: jax.eval_shape(lambda w, p=p: p.at_layer(w, 0), learned[p.place])
         for p in case.policy.learned
     }
-    own = shapes.laid(own, layer.of_learned(case.policy, own), mesh)
+    own = mesh.shapes(own, layer.of_learned(case.policy, own))
     index, numbers = shapes.everywhere(mesh, (), "int32"), shapes.everywhere(mesh, (rows,), "int32")
     entering = (rows, case.read_at_once, case.spec.model_dim)
     x = jax.ShapeDtypeStruct(entering, jnp.dtype(case.dtype), sharding=mesh.sharding(ROWS))

@@ -11,7 +11,7 @@ from kvjax.plan._case import uneven
 from kvjax.plan._estimate import Bytes
 from kvjax.plan._plan import Plan
 from kvjax.plan._programs import Program
-from kvjax.sharding.mesh import DATA
+from kvjax.sharding.specs import DATA
 from pallas_kernels.measure.chips import GIB
 
 PARTS = {

@@ -13,7 +13,8 @@ from kvjax.algebra import PolicyError
 from kvjax.plan import _case as cases
 from kvjax.plan._case import Case
 from kvjax.plan._estimate import Known, bytes_like, largest, resident
-from kvjax.sharding.mesh import AXES, DATA, Mesh, MeshError
+from kvjax.sharding.mesh import Mesh, MeshError
+from kvjax.sharding.specs import AXES, DATA
 from pallas_kernels.measure.chips import Chip
 
 STEP = 1024

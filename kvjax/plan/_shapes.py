@@ -19,14 +19,9 @@ from kvjax.cache.state import KVState, LayerCache
 from kvjax.models import decoder
 from kvjax.models.spec import ModelSpec
 from kvjax.plan._case import Case, slots
-from kvjax.sharding.mesh import DATA, TENSOR, WHOLE, Mesh
+from kvjax.sharding.mesh import Mesh
+from kvjax.sharding.specs import DATA, TENSOR, WHOLE, of_state
 from kvjax.types import Params
-
-
-def laid(tree: Any, specs: Any, mesh: Mesh) -> Any:
-    """Shapes where they would lie; ``specs`` has one for each leaf."""
-    place = lambda x, spec: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=mesh.sharding(spec))  # noqa: E731
-    return jax.tree.map(place, tree, specs)
 
 
 def everywhere(mesh: Mesh, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
@@ -44,13 +39,13 @@ def params(case: Case) -> Params:
     dtype, is_shape = jnp.dtype(case.dtype), lambda x: isinstance(x, tuple)
     as_shape = lambda shape: jax.ShapeDtypeStruct(shape, dtype)  # noqa: E731
     tree = jax.tree.map(as_shape, decoder.shapes(case.spec), is_leaf=is_shape)
-    return laid(tree, case.mesh.of_model(case.network, tree), case.mesh)
+    return case.mesh.shapes(tree, case.mesh.of_model(case.network, tree))
 
 
 def weights(case: Case) -> Params:
     """Learned weights of the policy's parts, laid as a call lays them."""
     found = _learned(case.policy, case.spec)
-    return laid(found, layer.of_learned(case.policy, found), case.mesh)
+    return case.mesh.shapes(found, layer.of_learned(case.policy, found))
 
 
 @functools.lru_cache(maxsize=8)  # a search asks a hundred times, and making them up is traced for every layer
@@ -132,7 +127,7 @@ def _held(case: Case, window: int | None, own: int, selective: bool, reading: bo
         pages_each = count(case, pages, at, mine)
         pools.append(jax.eval_shape(lambda p, n=pages_each: states.resize(p, n, mesh), pages))
     cache = cache.with_pools(pools)
-    cache = laid(cache, mesh.specs(cache), mesh)
+    cache = mesh.shapes(cache, of_state(cache))
     ring, pools = _ring_read(case, cache), cache.pools
     read = [_pages_read(case, pages, mine) for pages, mine in zip(pools, parts)]
     if selective:
@@ -238,7 +233,9 @@ def _pages(case: Case, pages: Pages, at: int, mine: int) -> int:
     fitted = _of(case.mesh.local(pages), pool.size_class(max(1, _owned(case, pages, mine))))
     most = decode.slot_bounds(case.policy, case.context, 1, [pages.size] * 2)[at]
     live = _streams(case) * mine
-    (grown,) = pool.grown_sizes([fitted], [live], decode.SEGMENT, most, ahead=decode.HORIZON, doubling=False)
+    (grown,) = pool.grown_sizes(
+        [fitted], [live], decode.MAX_STEPS, most, ahead=decode.HORIZON, doubling=False
+    )
     return grown
 
 

@@ -1,6 +1,6 @@
 """One file per method, found by discovery.
 
-A method is a module with an ``EXAMPLES`` tuple of policies. Discovery gives it its names in the
-one-string form, the conformance laws, its README row and its evaluation entry. Policies never import
-each other: combinations are written where policies are used.
+A method is a module with ``EXAMPLES``, a tuple of policies. Discovery adds it to the one-string form, the
+conformance laws, README's table and the evaluation. Policies never import each other: combinations are
+written where policies are used.
 """

@@ -1,8 +1,7 @@
-"""Answer window: what a prompt's compression kept stays, what is written later leaves with a window.
+"""Answer window: the compressed prompt stays; generated tokens live in a sliding window.
 
-Methods that rank the tokens of a prompt (SnapKV, PyramidKV, Scissorhands) say nothing about generated ones,
-which would all stay. Here those live in a window, so that such a method runs in fixed memory however long the
-answer becomes.
+Methods that rank the tokens of a prompt (SnapKV, PyramidKV, Scissorhands) do not rank generated tokens, which
+would all stay. With a window for these, such a method runs in fixed memory for answers of any length.
 """
 
 from __future__ import annotations
@@ -20,10 +19,10 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class AnswerWindow(Admission):
-    """Prompt tokens may outlive the window, if the budget keeps them; later ones may not.
+    """Prompt tokens may outlive the window if the budget keeps them; generated tokens may not.
 
-    A stream holds at most its budget, ring included, when the answer begins, and ``size`` more slots once
-    chosen tokens of the prompt's end have left the ring.
+    When the answer begins, a KV head holds at most its budget, ring included. It holds ``size`` more slots
+    once kept tokens of the prompt's end have left the ring.
 
     Attributes:
       size: W, in tokens.
@@ -34,18 +33,15 @@ class AnswerWindow(Admission):
 
     name = "answer_window"
     arguments = {"size": Whole(1, "window")}
-    alike = True
+    shared_verdict = True
     prefill = False
     size: int = 64
 
     @property
     def window(self) -> int:  # type: ignore[override]
-        """W."""
         return self.size
 
     def admit(self, params: Params | None, observed: Observation) -> Bool[Array, "B 1 T"]:
-        """Was the token given?"""
-        del params
         return (observed.pos < observed.total[:, None])[:, None, :]
 
 

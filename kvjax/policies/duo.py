@@ -1,10 +1,11 @@
-"""DuoAttention: some heads keep every token, the others sinks and a window.
+"""DuoAttention: some KV heads keep every token, the others only sinks and a window.
 
 Xiao et al., DuoAttention: Efficient Long-Context LLM Inference with Retrieval and Streaming Heads,
 https://arxiv.org/abs/2410.10819
 
-Each KV head of each layer has a learned number alpha, how much it loses by not seeing the middle of a text
-(``train.duo`` learns it). The heads with the largest numbers in the whole model are its retrieval heads.
+Each KV head of each layer has a learned number alpha, which says how much the head loses without the middle
+of a text (``train.duo`` learns it). The heads with the largest numbers in the whole model are its retrieval
+heads.
 """
 
 from __future__ import annotations
@@ -27,22 +28,22 @@ def retrieval_heads(alphas: Sequence[Array], share: float) -> Bool[Array, "L K"]
     """The floor(share L K + 1/2) heads with the largest alpha; among equals the lower layer, then head.
 
     Args:
-      alphas: one [K] a layer.
+      alphas: one [K] per layer.
       share: of the heads, 0 to 1.
     """
     alpha = jnp.stack([jnp.asarray(x, jnp.float32) for x in alphas])
     flat = alpha.reshape(-1)
-    at = jnp.arange(flat.size)
-    # A sort would do too; counting what stands before each is one small comparison in a compiled step.
+    index = jnp.arange(flat.size)
+    # Counting the heads before each one is cheaper in a compiled step than a sort.
     before = (flat[None, :] > flat[:, None]) | (
-        (flat[None, :] == flat[:, None]) & (at[None, :] < at[:, None])
+        (flat[None, :] == flat[:, None]) & (index[None, :] < index[:, None])
     )
     return (before.sum(axis=1) < jnp.floor(share * flat.size + 0.5)).reshape(alpha.shape)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Duo(Admission):
-    """Retrieval heads admit every token, streaming heads none (the policy's sinks aside).
+    """Retrieval heads admit every token, streaming heads only the policy's sinks.
 
     Learned weights: ``alpha`` [K] per layer; only their order matters.
 
@@ -50,10 +51,10 @@ class Duo(Admission):
       share: of all KV heads of the model that are retrieval heads, 0 to 1.
       window: W of the streaming heads, in tokens.
       prefill: streaming heads read the prompt through their window too, as in the paper; False reads the
-        prompt with full attention and lets the pattern act on what it leaves behind.
+        prompt with full attention and applies the pattern to the cache afterwards.
 
     Raises:
-      PolicyError: a share outside 0 ... 1, a window < 1, prefill that is neither True nor False.
+      PolicyError: share outside [0, 1], window < 1, or prefill that is neither True nor False.
     """
 
     name = "duo"
@@ -71,37 +72,24 @@ class Duo(Admission):
     prefill: bool = True
 
     def check_weights(self, weights: Sequence[Params], network: Network) -> None:
-        """One alpha a KV head.
-
-        Raises:
-          PolicyError: other names or shapes.
-        """
-        right = {"alpha": (network.num_kv_heads,)}
         for index, layer in enumerate(weights):
-            found = {name: tuple(value.shape) for name, value in layer.items()}
-            if found != right:
-                raise PolicyError(
-                    f"{self!r}: the pattern of layer {index} has shapes {found}, and a model of "
-                    f"{network.num_kv_heads} KV heads needs {right}. Use a pattern learned for this model."
-                )
+            self.check_shapes(index, layer, {"alpha": (network.num_kv_heads,)}, network)
 
     def at_layer(self, weights: Sequence[Params], layer: int) -> Params:
-        """``retrieves`` [K]: is the KV head a retrieval head? All layers have a say in it."""
-        return {"retrieves": retrieval_heads([mine["alpha"] for mine in weights], self.share)[layer]}
+        """``retrieves`` [K]: is the KV head a retrieval head? This depends on the alphas of all layers."""
+        return {"retrieves": retrieval_heads([of_layer["alpha"] for of_layer in weights], self.share)[layer]}
 
     def example_weights(self, key: Array, network: Network) -> list[Params]:
-        """A random pattern."""
         return [
-            {"alpha": jax.random.uniform(mine, (network.num_kv_heads,))}
-            for mine in jax.random.split(key, network.num_layers)
+            {"alpha": jax.random.uniform(layer_key, (network.num_kv_heads,))}
+            for layer_key in jax.random.split(key, network.num_layers)
         ]
 
     def admit(self, params: Params | None, observed: Observation) -> Bool[Array, "B K T"]:
-        """Whatever arrives at a retrieval head."""
         if params is None:
             raise PolicyError(f"{self!r} has no pattern. Pass weights=kvjax.weights_for(policy, model).")
-        bit, (rows, tokens) = params["retrieves"], observed.pos.shape
-        return jnp.broadcast_to(bit[None, :, None], (rows, len(bit), tokens))
+        retrieves, (rows, tokens) = params["retrieves"], observed.pos.shape
+        return jnp.broadcast_to(retrieves[None, :, None], (rows, len(retrieves), tokens))
 
 
 PRESETS = {"duo-attention": "duo(0.5) + sinks(64)"}

@@ -1,4 +1,4 @@
-"""Expected attention: what queries still to come will look at, if they are like those of the prompt.
+"""Expected attention: keeps the tokens that future queries will attend to if they resemble the prompt's.
 
 Devoto et al., Expected Attention: KV Cache Compression by Estimating Attention from Future Queries
 Distribution, https://arxiv.org/abs/2510.00636
@@ -17,7 +17,7 @@ from kvjax.budgets.uniform import Uniform
 from kvjax.types import Params
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Float
+    from jaxtyping import Array, Bool, Float
 
 EXACT = jax.lax.Precision.HIGHEST
 
@@ -26,27 +26,24 @@ EXACT = jax.lax.Precision.HIGHEST
 class ExpectedAttention(Eviction):
     """Score = expected share of a future query's attention, times the norm of the value.
 
-    Queries before RoPE, of all prompt tokens but the ``sinks``, are taken for a Gaussian (mean m, covariance
-    C divided by their number), turned by the mean of the model's rotations R over the ``ahead`` positions
-    after the prompt. E exp(q k / sqrt(H)) is then exp(R m k / sqrt(H) + k' R C R' k / 2H). Shares are taken
-    over the tokens behind the sinks per query head, and averaged over a group's heads. The sinks of all heads
-    stay before every other token of the layer, whose slots the heads may share; the lowest positions first.
+    Queries before RoPE, of all prompt tokens except the ``sinks``, are modelled as a Gaussian (mean m,
+    covariance C divided by their number), rotated by the mean of the model's rotations R over the ``ahead``
+    positions after the prompt. E exp(q k / sqrt(H)) is then exp(R m k / sqrt(H) + k' R C R' k / 2H). Shares
+    are taken over the tokens after the sinks per query head, and averaged over a group's heads. The sinks of
+    all heads stay before all other tokens of the layer, whose slots the heads may share; among sinks the
+    lowest positions stay first.
 
     Attributes:
       ahead: future positions whose rotations are averaged.
       sinks: first tokens, kept and left out of the statistics.
-      floor: added to a share before the value's norm multiplies it.
+      floor: added to a share before it is multiplied by the value's norm.
 
     Raises:
       PolicyError: ahead < 1, sinks < 0, floor < 0.
     """
 
     name = "expected_attention"
-    arguments = {
-        "ahead": Whole(1),
-        "sinks": Whole(),
-        "floor": Number(),
-    }
+    arguments = {"ahead": Whole(1), "sinks": Whole(), "floor": Number()}
     traced = ("sinks", "floor")
     needs = frozenset({"q_pre", "k", "v"})
     scores_prompt = True
@@ -55,13 +52,12 @@ class ExpectedAttention(Eviction):
     floor: float = 0.0
 
     def score_prompt(self, params: Params | None, observed: Observation) -> Float[Array, "B K T"]:
-        """Expected share times norm; the sinks above all."""
-        del params
         judged = observed.pos >= self.sinks
         k, v = (
-            jnp.where(_line(observed.pos >= 0), x.astype(jnp.float32), 0.0) for x in (observed.k, observed.v)
+            jnp.where(_over_tokens(observed.pos >= 0), x.astype(jnp.float32), 0.0)
+            for x in (observed.k, observed.v)
         )
-        mean, spread = _turned(observed, self.ahead, *_gaussian(observed.q_pre, judged))
+        mean, spread = _rotated(observed, self.ahead, *_gaussian(observed.q_pre, judged))
         logits = _log_expectation(k, mean, spread)
         logits = jnp.where(judged[:, None, None, :], logits, -jnp.inf)
         highest = logits.max(axis=-1, keepdims=True, initial=jnp.finfo(jnp.float32).min)
@@ -72,25 +68,25 @@ class ExpectedAttention(Eviction):
         return jnp.where(judged[:, None, :], score, highest + 1)
 
 
-def _line(x: Array) -> Array:
+def _over_tokens(x: Bool[Array, "B T"]) -> Bool[Array, "B 1 T 1"]:
     return x[:, None, :, None]
 
 
 def _gaussian(
     q: Float[Array, "B N T H"], judged: Array
 ) -> tuple[Float[Array, "B N H"], Float[Array, "B N H H"]]:
-    """Mean and covariance of the judged tokens' queries, per query head; zeros where there are none."""
-    q = jnp.where(_line(judged), q.astype(jnp.float32), 0.0)
+    """Mean and covariance of the queries of ``judged`` tokens, per query head; zeros where there are none."""
+    q = jnp.where(_over_tokens(judged), q.astype(jnp.float32), 0.0)
     count = jnp.maximum(judged.sum(axis=-1), 1)[:, None, None]
     mean = q.sum(axis=2) / count
-    centred = jnp.where(_line(judged), q - mean[:, :, None], 0.0)
+    centred = jnp.where(_over_tokens(judged), q - mean[:, :, None], 0.0)
     return mean, jnp.einsum("bnti,bntj->bnij", centred, centred, precision=EXACT) / count[..., None]
 
 
-def _turned(
+def _rotated(
     observed: Observation, ahead: int, mean: Float[Array, "B N H"], spread: Float[Array, "B N H H"]
 ) -> tuple[Float[Array, "B N H"], Float[Array, "B N H H"]]:
-    """Both under the mean rotation of the positions that follow each row's prompt."""
+    """Both rotated by the mean rotation of the positions that follow each row's prompt."""
     r = observed.rotation_ahead(ahead, mean.shape[-1])
     if r is None:
         return mean, spread

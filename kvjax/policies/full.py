@@ -1,4 +1,4 @@
-"""Full: keep everything; a ring as long as the context, the dense baseline of every claim."""
+"""Full: keeps every token in a ring as long as the context; the dense baseline of all comparisons."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""GVote: queries drawn from the prompt's own statistics vote for the tokens that future ones will need.
+"""GVote: queries sampled from the prompt's statistics vote for the tokens that future queries will need.
 
 GVote: Adaptive Per-Request KV-Cache Compression without Manually Setting Budget (under review; section 3.3
-and algorithm 1). Written alone it ranks and says how many; beside another budget it ranks, beside another
-ranking it says how many (``kvjax.budgets.gvote``).
+and algorithm 1). Written alone it ranks tokens and decides how many stay. Beside another budget it only
+ranks; beside another eviction it only decides how many stay (``kvjax.budgets.gvote``).
 """
 
 from __future__ import annotations
@@ -29,8 +29,6 @@ class Votes(Ballot, Eviction):
     scores_prompt = True
 
     def score_prompt(self, params: Params | None, observed: Observation) -> Float[Array, "B K T"]:
-        """Votes, and less than one for the attention."""
-        del params
         votes, share = self.votes(observed)
         return votes + jnp.minimum(share, 0.999)
 

@@ -1,4 +1,4 @@
-"""H2O: the tokens that gathered most attention stay, beside the newest.
+"""H2O: keeps the newest tokens and those that received the most attention.
 
 Zhang et al., H2O: Heavy-Hitter Oracle for Efficient Generative Inference of Large Language Models,
 https://arxiv.org/abs/2306.14048
@@ -23,27 +23,24 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class H2O(Eviction):
-    """Mass of a token: the attention it received from every prompt query, summed, mean over a group's heads.
+    """Mass of a token: the attention it received from all prompt queries, summed, mean over a group's heads.
 
     The sum is the paper's and favours old tokens, which more queries see; ``average`` divides it by the
     number of those queries. The paper keeps as many newest tokens as heavy hitters, which are chosen among
-    the older ones: with ``recent`` left out that holds at any target, an odd slot going to the newest.
-    Scores are then ranks and the same in all heads; to divide a layer by mass (``ada``) give ``recent``.
-    Where the budget acts while decoding every read adds to the sum, and ``recent`` must be a number.
+    the older ones. Without ``recent`` that holds at any target; an odd slot goes to the newest tokens. Scores
+    are then ranks and the same in all heads; to divide a layer's slots by mass (``ada``), give ``recent``.
+    Where the budget acts while decoding, every read adds to the sum, and ``recent`` must be a number.
 
     Attributes:
-      recent: newest tokens that are protected, or None for half of whatever stays.
-      average: divide a token's mass by the number of queries that see it; of a prompt only.
+      recent: newest tokens that are protected, or None for half of the tokens that stay.
+      average: divide a token's mass by the number of queries that see it; for prompts only.
 
     Raises:
-      PolicyError: recent that is no number of tokens, average that is neither True nor False.
+      PolicyError: recent is not a number of tokens, or average is neither True nor False.
     """
 
     name = "h2o"
-    arguments = {
-        "recent": Whole(optional=True),
-        "average": Switch(),
-    }
+    arguments = {"recent": Whole(optional=True), "average": Switch()}
     needs = frozenset({"k", "mass"})
     keeps = ("mass",)
     recent: int | None = None
@@ -51,42 +48,32 @@ class H2O(Eviction):
 
     @property
     def protects(self) -> int:
-        """``recent``, where it is a number."""
         return self.recent or 0
 
     @property
     def scores_prompt(self) -> bool:  # type: ignore[override]
-        """Half of what stays is known after a prompt only (a ring needs a number), and so is an average."""
+        """Half of what stays, and an average, are only known after a prompt."""
         return self.recent is None or self.average
 
     @property
     def on_arrival(self) -> str:  # type: ignore[override]
-        """With a number of newest tokens, and sums."""
         return f"h2o(recent={self.recent or 8})"
 
     def arrive(self, params: Params | None, observed: Observation) -> dict[str, Float[Array, "B K T"]]:
-        """Nothing received yet."""
-        del params
         return {"mass": jnp.zeros(observed.k.shape[:3], jnp.float32)}
 
     def query_weights(self, age: Int[Array, "B T"]) -> Float[Array, "B T"]:
-        """All queries count the same."""
         return jnp.ones(age.shape, jnp.float32)
 
     def accumulate(self, slots: Slots, mass: Float[Array, "B N C"], count: Array) -> dict[str, Array]:
-        """The sum grows."""
-        del count
-        old = slots.meta["mass"]
-        return {"mass": old + mass.reshape(*old.shape[:2], -1, old.shape[2]).mean(axis=2)}
+        total = slots.meta["mass"]
+        return {"mass": total + mass.reshape(*total.shape[:2], -1, total.shape[2]).mean(axis=2)}
 
     def score(self, params: Params | None, slots: Slots) -> Float[Array, "B K C"]:
-        """The sum so far."""
-        del params
         return slots.meta["mass"]
 
     def score_prompt(self, params: Params | None, observed: Observation) -> Float[Array, "B K T"]:
-        """Mass of every prompt token, or minus its place when newest and heaviest take turns."""
-        del params
+        """Mass of every prompt token; without ``recent``, minus the target from which on the token stays."""
         rows, heads, t, _ = observed.k.shape
         mass = observed.mass.reshape(rows, heads, -1, t).mean(axis=2)
         if self.average:
@@ -101,21 +88,21 @@ class H2O(Eviction):
 
 
 def _turns(age: Int[Array, "B K T"]) -> Int[Array, "B K T"]:
-    """The smallest target at which a token stays, for tokens in order of falling mass; 1, 2, 3 ...
+    """The smallest target at which a token stays (1, 2, 3 ...), for tokens in order of falling mass.
 
     A target b takes the newest r = ceil(b / 2) and the b - r heaviest of age >= r, so a token of age a stays
-    as one of the newest from b = 2a + 1 on. With f(r) heavier tokens of age >= r it stays as a heavy one
-    once f(r) < b - r; f falls in r, so the r before that is the largest with f(r) >= r: an h-index.
+    as one of the newest from b = 2a + 1 on. With f(r) heavier tokens of age >= r it stays as a heavy one once
+    f(r) < b - r. f falls in r, so the r before that is the largest with f(r) >= r: an h-index.
     """
     h, beyond = _h_index(age)  # f(h) >= h, and beyond = f(h + 1) <= h
     return jnp.minimum(2 * age + 1, 2 * h + 1 + (beyond >= h))
 
 
 def _h_index(x: Int[Array, "... T"]) -> tuple[Int[Array, "... T"], Int[Array, "... T"]]:
-    """Of what stands before each item: the largest h with h items >= h, and how many are > h.
+    """For the items before each item: the largest h with h items >= h, and how many items are > h.
 
-    Bits of h are found from the highest on, for all items at once: x is sorted bit by bit (zeros before
-    ones, order kept), and [lo, hi) is where the items that agree with h so far lie among them.
+    The bits of h are found from the highest on, for all items at once: x is sorted bit by bit (zeros before
+    ones, order kept), and [lo, hi) is the range of the items that agree with h so far.
     """
     t = x.shape[-1]
     bits = t.bit_length()

@@ -1,4 +1,4 @@
-"""KeyDiff: keys that point the same way as all the others go, distinctive ones stay.
+"""KeyDiff: evicts keys that point in the same direction as the others and keeps distinctive ones.
 
 Park et al., KeyDiff: Key Similarity-Based KV Cache Eviction for Long-Context LLM Inference in
 Resource-Constrained Environments, https://arxiv.org/abs/2504.15364
@@ -24,8 +24,8 @@ class KeyDiff(Eviction):
     """Score = minus the cosine between a key and the anchor, the mean of all unit keys of its KV head.
 
     Keys are taken after RoPE, as they are cached, and in float32 (in bf16 many scores would tie). The anchor
-    is that of the whole prompt (the paper, which reads a prompt block by block under the budget, renews it
-    with each block). Protects nothing.
+    is that of the whole prompt; the paper reads a prompt in blocks under the budget and renews the anchor
+    with each block. Protects nothing.
     """
 
     name = "keydiff"
@@ -33,15 +33,13 @@ class KeyDiff(Eviction):
     scores_prompt = True
 
     def score_prompt(self, params: Params | None, observed: Observation) -> Float[Array, "B K T"]:
-        """Unlikeness of every prompt key, in [-1, 1]."""
-        del params
         k = jnp.where((observed.pos >= 0)[:, None, :, None], observed.k.astype(jnp.float32), 0.0)
         unit = _unit(k)
         return -(unit * _unit(unit.sum(axis=2, keepdims=True))).sum(axis=-1)
 
 
 def _unit(x: Float[Array, "... H"]) -> Float[Array, "... H"]:
-    """Of length one; 0 stays 0."""
+    """Scaled to length one; 0 stays 0."""
     return x / jnp.maximum(jnp.linalg.norm(x, axis=-1, keepdims=True), jnp.finfo(x.dtype).tiny)
 
 

@@ -1,4 +1,4 @@
-"""K-norm: keys of small norm receive much attention, so the largest norms go.
+"""K-norm: evicts the keys with the largest norms, since keys with small norms receive most attention.
 
 Devoto et al., A Simple and Effective L2 Norm-Based Strategy for KV Cache Compression,
 https://arxiv.org/abs/2406.11430
@@ -29,13 +29,10 @@ class KNorm(Eviction):
     keeps = ("norm",)
 
     def arrive(self, params: Params | None, observed: Observation) -> dict[str, Float[Array, "B K T"]]:
-        """The norm of each key (RoPE does not change it)."""
-        del params
+        """The norm of each key, which RoPE does not change."""
         return {"norm": jnp.linalg.norm(observed.k.astype(jnp.float32), axis=-1)}
 
     def score(self, params: Params | None, slots: Slots) -> Float[Array, "B K C"]:
-        """Small norms stay."""
-        del params
         return -slots.meta["norm"]
 
 

@@ -1,17 +1,16 @@
-"""KVP: a learned ranker per KV head predicts from key, value and position the attention still to come.
+"""KVP: a learned ranker per KV head predicts future attention from key, value and position.
 
 Moschella, Manduchi and Sener, Learning to Evict from Key-Value Cache, https://arxiv.org/abs/2602.10238
 
-An agent is a small network per layer and KV head on what the cache holds of a token,
+An agent is a small network per layer and KV head; its inputs are what the cache holds of a token:
 
   x = key w_key + value w_value + log2(1 + p) / 16 w_log + p / 4096 w_linear + b1
   score = w_out GELU(... GELU(GELU(x) w2 + b2) ...)
 
-with the exact (erf) GELU (chosen; the paper names none). It sees neither the prompt's length nor other
-tokens, so a score is fixed when a token arrives: the same ranker serves once after the prompt, at every step,
-and chunk by chunk. Which inputs an agent has, its width and its depth are those of its weights: a leaf that
-is absent is an input it lacks, and ``w_key_pre`` reads keys before RoPE. There is no output bias, which no
-ranking would notice.
+with the exact (erf) GELU (our choice; the paper names none). It sees neither the prompt's length nor other
+tokens, so a score is fixed when a token arrives: the same ranker works once after the prompt, at every step,
+and chunk by chunk. The weights decide an agent's inputs, width and depth: an absent leaf is an input that the
+agent lacks, and ``w_key_pre`` reads keys before RoPE. There is no output bias, which would change no ranking.
 """
 
 from __future__ import annotations
@@ -34,16 +33,16 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int
 
 INPUTS = ("w_key", "w_key_pre", "w_value", "w_log", "w_linear")
-"""Leaves of the first product, each [K, H or 1, F]: keys after and before RoPE, values, position twice."""
+"""Leaves of the first product, each [K, H or 1, F]: keys after and before RoPE, values, position (twice)."""
 
 USUAL = ("w_key", "w_value", "w_log")
-"""The inputs of agents for which nothing else is asked."""
+"""The default inputs."""
 
 HIDDEN, DEPTH = 256, 2
-"""The paper's width and number of layers, the output layer counted."""
+"""The paper's width and number of layers, including the output layer."""
 
 FIRST = float(jnp.finfo(jnp.float32).max)
-"""Score of the first tokens, which go last."""
+"""Score of the first tokens, which are evicted last."""
 
 
 def scores(
@@ -53,21 +52,21 @@ def scores(
     v: Float[Array, "B K T H"] | None,
     pos: Int[Array, "B T"],
 ) -> Float[Array, "B K T"]:
-    """What one layer's agents say of each token, float32 whatever is stored; higher stays.
+    """Scores of each token by one layer's agents, in float32 for any stored dtype; higher stays.
 
     Args:
-      params: ``INPUTS`` that are there, ``b1`` [K, F], then ``w2`` [K, F, F] and ``b2`` for a second hidden
-        layer and so on, ``w_out`` [K, F].
+      params: those of ``INPUTS`` that the agents read, ``b1`` [K, F], then ``w2`` [K, F, F] and ``b2`` for a
+        second hidden layer and so on, ``w_out`` [K, F].
       k, k_pre, v: may be None where ``params`` does not read them.
       pos: positions; those of padding count as 0.
     """
     exact = jax.lax.Precision.HIGHEST
     at = jnp.maximum(pos, 0).astype(jnp.float32)[:, None, :, None]
-    given = dict(zip(INPUTS, (k, k_pre, v, jnp.log2(1 + at) / 16, at / 4096)))
+    inputs = dict(zip(INPUTS, (k, k_pre, v, jnp.log2(1 + at) / 16, at / 4096)))
     x = params["b1"][:, None, :]
     for name in (name for name in INPUTS if name in params):
-        value = given[name]
-        assert value is not None  # noqa: S101  (the caller's contract)
+        value = inputs[name]
+        assert value is not None
         if value.shape[-1] == 1:
             x = x + value * params[name][:, 0, None, :]
         else:
@@ -80,7 +79,7 @@ def scores(
 
 
 def depth(params: Params) -> int:
-    """Layers of an agent, the output layer counted."""
+    """Layers of an agent, including the output layer."""
     return 2 + sum(name[1:].isdigit() and name.startswith("w") for name in params)
 
 
@@ -88,14 +87,14 @@ def shapes(
     kv_heads: int, head_dim: int, inputs: Sequence[str] = USUAL, hidden: int = HIDDEN, layers: int = DEPTH
 ) -> dict[str, tuple[int, ...]]:
     """Names and shapes of one layer's agents."""
-    wide = {"w_log": 1, "w_linear": 1}
-    found: dict[str, tuple[int, ...]] = {
-        name: (kv_heads, wide.get(name, head_dim), hidden) for name in inputs
+    widths = {"w_log": 1, "w_linear": 1}
+    result: dict[str, tuple[int, ...]] = {
+        name: (kv_heads, widths.get(name, head_dim), hidden) for name in inputs
     }
-    found["b1"] = (kv_heads, hidden)
+    result["b1"] = (kv_heads, hidden)
     for index in range(2, layers):
-        found |= {f"w{index}": (kv_heads, hidden, hidden), f"b{index}": (kv_heads, hidden)}
-    return found | {"w_out": (kv_heads, hidden)}
+        result |= {f"w{index}": (kv_heads, hidden, hidden), f"b{index}": (kv_heads, hidden)}
+    return result | {"w_out": (kv_heads, hidden)}
 
 
 def initial(
@@ -108,7 +107,7 @@ def initial(
     hidden: int = HIDDEN,
     layers: int = DEPTH,
 ) -> list[Params]:
-    """Untrained agents for inputs of unit variance: a list of one layer's params each, float32.
+    """Untrained agents for inputs of unit variance: a list with the params of one layer each, float32.
 
     Args:
       key: a PRNG key.
@@ -117,31 +116,31 @@ def initial(
       num_layers: L, layers of the model.
       inputs: of ``INPUTS``.
       hidden: F.
-      layers: of an agent, the output layer counted.
+      layers: of an agent, including the output layer.
     """
-    wanted = shapes(kv_heads, head_dim, inputs, hidden, layers)
-    wide = sum(wanted[name][1] for name in inputs)
+    leaves = shapes(kv_heads, head_dim, inputs, hidden, layers)
+    width = sum(leaves[name][1] for name in inputs)
 
-    def one(key: Array) -> Params:
-        drawn = dict(zip(wanted, jax.random.split(key, len(wanted))))
-        fan = {name: wide if name in inputs else hidden for name in wanted}
+    def one_layer(key: Array) -> Params:
+        keys = dict(zip(leaves, jax.random.split(key, len(leaves))))
+        fan_in = {name: width if name in inputs else hidden for name in leaves}
         return {
             name: jnp.zeros(shape)
             if name.startswith("b")
-            else jax.random.normal(drawn[name], shape) / fan[name] ** 0.5
-            for name, shape in wanted.items()
+            else jax.random.normal(keys[name], shape) / fan_in[name] ** 0.5
+            for name, shape in leaves.items()
         }
 
-    return [one(mine) for mine in jax.random.split(key, num_layers)]
+    return [one_layer(layer_key) for layer_key in jax.random.split(key, num_layers)]
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class LearnedRanker(Eviction):
-    """The token of the lowest learned score goes; a score is fixed on arrival.
+    """Evicts the token with the lowest learned score; a score is fixed on arrival.
 
-    While decoding it is kept with its slot, four bytes each. Where heads compete for slots (``ada``), scores
-    of a prompt are compared as log-probabilities to be ranked first, that is minus the head's logsumexp over
-    the ranked tokens: scores of two agents have no common zero.
+    While decoding, the score is kept with its slot, four bytes each. Where heads compete for slots (``ada``),
+    the scores of two agents have no common zero. Scores of a prompt are therefore compared as
+    log-probabilities to be ranked first: minus the head's logsumexp over the ranked tokens.
 
     Attributes:
       sinks: first tokens; they go only when no ranked token is left.
@@ -164,26 +163,14 @@ class LearnedRanker(Eviction):
 
     @property
     def protects(self) -> int:
-        """``recent``."""
         return self.recent
 
     def check_weights(self, weights: Sequence[Params], network: Network) -> None:
-        """Names and shapes of ``scores``.
-
-        Raises:
-          PolicyError: others.
-        """
         k, h = network.num_kv_heads, network.head_dim
         for index, layer in enumerate(weights):
             inputs = [name for name in INPUTS if name in layer]
             hidden = layer["b1"].shape[-1] if "b1" in layer else 0
-            right = shapes(k, h, inputs or USUAL, hidden, depth(layer))
-            found = {name: tuple(value.shape) for name, value in layer.items()}
-            if found != right:
-                raise PolicyError(
-                    f"{self!r}: the rankers of layer {index} have shapes {found}, and a model of {k} KV "
-                    f"heads of {h} needs {right}. Use rankers trained for this model."
-                )
+            self.check_shapes(index, layer, shapes(k, h, inputs or USUAL, hidden, depth(layer)), network)
 
     def example_weights(self, key: Array, network: Network) -> list[Params]:
         """Small agents of three layers whose scores spread."""
@@ -196,18 +183,15 @@ class LearnedRanker(Eviction):
         return initial(jax.random.key(seed), k, h, count)
 
     def arrive(self, params: Params | None, observed: Observation) -> dict[str, Float[Array, "B K T"]]:
-        """The score."""
         if params is None:
             raise PolicyError(f"{self!r} has no rankers. Pass weights=kvjax.weights_for(policy, model).")
         return {"score": scores(params, observed.k, observed.k_pre, observed.v, observed.pos)}
 
     def score(self, params: Params | None, slots: Slots) -> Float[Array, "B K C"]:
-        """The score, the first tokens above all."""
-        del params
         return jnp.where(slots.pos < self.sinks, FIRST, slots.meta["score"])
 
     def score_prompt(self, params: Params | None, observed: Observation) -> Float[Array, "B K T"]:
-        """Log-probability to be ranked first among the prompt's ranked tokens; the first tokens above all."""
+        """Log-probability to be ranked first among the prompt's ranked tokens; first tokens are highest."""
         score = self.arrive(params, observed)["score"]
         pos = observed.pos[:, None, :]
         ranked = (pos >= self.sinks) & (pos < (observed.total - self.recent)[:, None, None])

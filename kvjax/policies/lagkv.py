@@ -1,4 +1,4 @@
-"""LagKV: a token is judged by how it stands out from the tokens that follow it.
+"""LagKV: keeps the tokens that differ most from the tokens that follow them.
 
 Liang et al., LagKV: Lag-Relative Information of the KV Cache Tells Which Tokens Are Important,
 https://arxiv.org/abs/2504.04704
@@ -22,18 +22,18 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class LagKV(Eviction):
-    """Partitions of ``lag`` tokens, each measured against the next; a target takes the same share of each.
+    """Partitions of ``lag`` tokens, each compared with the next; a target takes the same share of each.
 
     After the first ``sinks`` tokens the prompt is cut into partitions. Keys and values of partition p are
-    scaled, channel by channel, by the range of partition p + 1 (a channel without range counts as 0); the
+    scaled, channel by channel, by the range of partition p + 1 (a channel without range counts as 0). The
     score of a token is the deviation over channels (H - 1), turned by softmax over the partition into a
-    share, mean of the keys' and the values'. The rank within the partition decides, equal ranks keep the
-    lowest positions, so partitions differ by one token at most, the earlier having more.
+    share, and averaged over keys and values. The rank within the partition decides; equal ranks keep the
+    lowest positions, so partitions differ by one token at most, the earlier ones having more.
 
-    The last full partition and what follows have no successor: like the sinks they go only when every ranked
-    token is gone, then the oldest first, the sinks last. A prompt without two partitions is all sinks
-    and tail. The paper lets sinks and tail come on top of its share of the partitions; here they
-    count towards the target like everything else.
+    The last full partition and the tokens after it have no successor. Like the sinks they go only when every
+    ranked token is gone: first the oldest, the sinks last. A prompt with fewer than two partitions has no
+    ranked tokens. The paper adds sinks and tail to its share of the partitions; here they count towards the
+    target like all other tokens.
 
     Attributes:
       lag: tokens of a partition.
@@ -44,18 +44,14 @@ class LagKV(Eviction):
     """
 
     name = "lagkv"
-    arguments = {
-        "lag": Whole(2),
-        "sinks": Whole(),
-    }
+    arguments = {"lag": Whole(2), "sinks": Whole()}
     needs = frozenset({"k", "v"})
     scores_prompt = True
     lag: int = 128
     sinks: int = 4
 
     def score_prompt(self, params: Params | None, observed: Observation) -> Float[Array, "B K T"]:
-        """Ranks 0 ... lag - 1 in partitions; the tail by position above them, the sinks above all."""
-        del params
+        """Ranks 0 ... lag - 1 in partitions; above them the tail by position, and the sinks above all."""
         rows, heads, t, _ = observed.k.shape
         pos = observed.pos[:, None, :]
         full = jnp.maximum(observed.total - self.sinks, 0) // self.lag
@@ -70,7 +66,7 @@ class LagKV(Eviction):
         return jnp.where(judged, ranks, protected).astype(jnp.float32)
 
     def _ranks(self, observed: Observation, parts: int) -> Float[Array, "B K M S"]:
-        """Of every partition but the last: 0 for the least remarkable token, the later one of equals."""
+        """Ranks in all partitions but the last: 0 for the least remarkable token, of equals the later one."""
         share = (self._shares(observed.k, parts) + self._shares(observed.v, parts)) / 2
         worse = jnp.argsort(jnp.argsort(-share, axis=-1, stable=True), axis=-1)
         return self.lag - 1 - worse

@@ -1,17 +1,17 @@
-"""MagicPIG: sample tokens by hash collisions with the query, and weigh each by how probable that was.
+"""MagicPIG: samples tokens whose hashes collide with the query's and weights them by their probability.
 
 Chen et al., MagicPIG: LSH Sampling for Efficient LLM Generation, https://arxiv.org/abs/2410.16179
 
 Each of ``tables`` hash tables gives a key the signs of its products with ``bits`` random directions. A token
-is sampled for a query head when two or more tables give it the query's code; for an angle θ between them that
-has the probability
+is sampled for a query head when its code equals the query's in two or more tables. At an angle θ between key
+and query this has the probability
 
   u = (1 - θ / π)^bits        p = 1 - (1 - u)^tables - tables u (1 - u)^(tables - 1)
 
-and its score counts with -log p more, so that the sums of the softmax are right in the mean over the random
-directions. The prompt's ends and generated tokens are always read, p = 1. Keys are hashed as they arrive, not
-centred: their mean is known only when the prompt is. For quality, not for speed: codes of all slots are
-compared, and the read walks the whole list.
+and -log p is added to the token's score, so that the expected sums of the softmax over random directions are
+exact. The prompt's ends and generated tokens are always read, p = 1. Keys are hashed as they arrive and are
+not centred: their mean is known only at the end of the prompt. This is built for quality, not for speed:
+codes of all slots are compared, and the read walks the whole list.
 """
 
 from __future__ import annotations
@@ -34,24 +34,24 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int, UInt16
 
 SETTINGS = {0.01: (11, 200), 0.02: (10, 150), 0.03: (10, 200), 0.04: (9, 120), 0.05: (8, 75)}
-"""(bits, tables) for a share of the prompt that is read (https://arxiv.org/abs/2604.05438, E.2)."""
+"""(bits, tables) that read a given share of the prompt (https://arxiv.org/abs/2604.05438, E.2)."""
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class MagicPIG(Anchored):
-    """Each decode read visits the tokens of the middle that two hash tables or more give the query's code.
+    """Each decode read visits the tokens of the middle that share the query's code in two or more tables.
 
-    A slot keeps two bytes a table.
+    A slot keeps two bytes per table.
 
     Attributes:
       bits: of a code, the paper's K.
-      tables: how many, the paper's L.
-      sinks, tail: first and last tokens of the prompt, always read like everything generated.
-      dense: first layers that are read whole.
+      tables: number of hash tables, the paper's L.
+      sinks, tail: first and last tokens of the prompt, always read, as generated tokens are.
+      dense: number of first layers that are read whole.
       seed: of the random directions.
 
     Raises:
-      PolicyError: numbers out of range.
+      PolicyError: a number is out of range.
     """
 
     name = "magicpig"
@@ -76,12 +76,9 @@ class MagicPIG(Anchored):
 
     @property
     def arrays(self) -> dict[str, tuple[tuple[int, ...], str]]:
-        """The codes."""
         return {"code": ((self.tables,), "uint16")}
 
     def arrive(self, params: Params | None, observed: Observation) -> dict[str, Float[Array, "B K T ..."]]:
-        """Codes and length of the key."""
-        del params
         k = observed.k.astype(jnp.float32)
         return {"code": self.codes(k), "norm": jnp.linalg.norm(k, axis=-1)}
 
@@ -100,8 +97,7 @@ class MagicPIG(Anchored):
         total: Int[Array, " B"],
         longest: int,
     ) -> Picked:
-        """The sampled tokens with their -log p, as a bias over the whole list."""
-        del params, total, longest
+        """The sampled tokens with -log p as a bias over the whole list."""
         (rows, heads, _, entries), n = pages.table.shape, q.shape[1]
         q = q.astype(jnp.float32)
         table, length = pages.table[:, :, list_id], pages.length[:, :, list_id]
@@ -110,22 +106,22 @@ class MagicPIG(Anchored):
         norm = pages.meta["selection.norm"][ids][:, :, None]  # [B, K, 1, M, S]
         cosine = score.reshape(rows, heads, -1, entries, pages.size) * q.shape[-1] ** 0.5
         cosine /= jnp.linalg.norm(q, axis=-1).reshape(rows, heads, -1, 1, 1) * norm + 1e-30
-        mine = self.codes(q).reshape(rows, heads, n // heads, 1, 1, self.tables)
-        theirs = pages.meta["selection.code"][ids][:, :, None]
-        hits = (mine == theirs).sum(axis=-1)
+        of_query = self.codes(q).reshape(rows, heads, n // heads, 1, 1, self.tables)
+        of_keys = pages.meta["selection.code"][ids][:, :, None]
+        hits = (of_query == of_keys).sum(axis=-1)
         sampled = (hits >= 2) & (score > -jnp.inf).reshape(hits.shape)
         bias = jnp.where(sampled, -self.log_probability(cosine), -jnp.inf)
         every = jnp.broadcast_to(jnp.arange(entries), table.shape)
         return Picked(entries=every, slots=sampled.any(axis=2), bias=bias.reshape(rows, n, *hits.shape[3:]))
 
     def log_probability(self, cosine: Float[Array, ...]) -> Float[Array, ...]:
-        """log p of a token at that angle; far below any that is ever sampled it is only near it."""
+        """log p of a token at that angle; only approximate far below any value that is ever sampled."""
         t = self.tables
         u = (1 - jnp.arccos(jnp.clip(cosine, -1.0, 1.0)) / jnp.pi) ** self.bits
         u = jnp.clip(u, 1e-15, 1 - 1e-7)
         rest = jnp.log1p(-u)
         p = -jnp.expm1(t * rest) - t * u * jnp.exp((t - 1) * rest)
-        # Where collisions are rare the difference cancels: a few terms of the sum over two, three ...
+        # Where collisions are rare the difference above cancels: sum the probabilities of 2, 3 ... hits.
         few = sum(float(math.comb(t, j)) * u**j * jnp.exp((t - j) * rest) for j in range(2, min(t, 5) + 1))
         return jnp.log(jnp.where(t * u < 0.1, few, p))
 

@@ -1,4 +1,4 @@
-"""Quest: read only the chunks of tokens whose keys could score high for this query.
+"""Quest: reads only the chunks of tokens whose keys could score high for the query.
 
 Tang et al., Quest: Query-Aware Sparsity for Efficient Long-Context LLM Inference,
 https://arxiv.org/abs/2406.10774
@@ -24,24 +24,23 @@ if TYPE_CHECKING:
 class Quest(Anchored):
     """Each decode read visits the ``chunks`` chunks of 16 tokens with the highest bound on q·k.
 
-    The bound of a chunk is sum_h max(q_h min_h, q_h max_h) over its keys' channelwise range; a KV head
-    takes the largest over its group's query heads. Prefill and the first ``dense`` layers read everything.
-    Without anchors (``sinks`` and ``tail`` 0, as in the paper) all that left the ring is chosen among, what
-    is generated too; with anchors, as in Top-K, the prompt's middle alone.
+    The bound of a chunk is sum_h max(q_h min_h, q_h max_h) over its keys' channelwise range; a KV head takes
+    the largest over its group's query heads. Prefill and the first ``dense`` layers read everything. Without
+    anchors (``sinks`` and ``tail`` 0, as in the paper) a read chooses among all tokens that left the ring,
+    generated ones included; with anchors, as in Top-K, only in the prompt's middle.
 
     Attributes:
       chunks: how many a read visits, per KV head.
       chunk: tokens of a chunk; divides the page.
-      dense: first layers that are read whole.
+      dense: number of first layers that are read whole.
       recent: newest tokens, always read (they stay in the ring); with anchors these are ``tail``.
-      sinks, tail: first and last tokens of the prompt, always read like everything generated.
+      sinks, tail: first and last tokens of the prompt, always read, as generated tokens are.
 
     Raises:
       PolicyError: a number below 1 (``dense``, ``sinks``, ``tail``: below 0).
     """
 
     name = "quest"
-    renamed = {"pages": "chunks"}
     arguments = {
         "chunks": Whole(1, "number of chunks"),
         "chunk": Whole(1),
@@ -60,15 +59,13 @@ class Quest(Anchored):
 
     @property
     def splits(self) -> bool:  # type: ignore[override]
-        """With anchors."""
         return self.sinks + self.tail > 0
 
     def selectable(self, pos: Int[Array, "B T"], total: Int[Array, " B"]) -> Bool[Array, "B T"]:
-        """The middle; everything without anchors."""
         return super().selectable(pos, total) if self.splits else jnp.ones(pos.shape, bool)
 
     def summary_shapes(self, size: int, head_dim: int) -> dict[str, tuple[int, ...]]:
-        """Range of the keys of each chunk: [S / chunk, 2 H], lowest and then highest."""
+        """Range of the keys of each chunk: [S / chunk, 2 H], the lowest and then the highest."""
         if size % self.chunk:
             raise PolicyError(f"{self!r}: chunk={self.chunk} does not divide pages of {size} slots.")
         return {"range": (size // self.chunk, 2 * head_dim)}
@@ -80,12 +77,9 @@ class Quest(Anchored):
         parts = (k.shape[0], -1, self.chunk)
         live = live.reshape(parts)[..., None]
         k = k.astype(jnp.float32).reshape(*parts, k.shape[-1])
-        ends = [
-            jnp.min(jnp.where(live, k, jnp.inf), axis=2),
-            jnp.max(jnp.where(live, k, -jnp.inf), axis=2),
-        ]
-        found = jnp.concatenate(ends, axis=2)
-        return {"range": jnp.where(jnp.isfinite(found), found, 0.0)}
+        ends = [jnp.min(jnp.where(live, k, jnp.inf), axis=2), jnp.max(jnp.where(live, k, -jnp.inf), axis=2)]
+        ranges = jnp.concatenate(ends, axis=2)
+        return {"range": jnp.where(jnp.isfinite(ranges), ranges, 0.0)}
 
     def select(
         self,
@@ -97,19 +91,18 @@ class Quest(Anchored):
         longest: int,
     ) -> Picked:
         """The best chunks; all of them while there are no more than ``chunks``."""
-        del params, total, longest
         bound = self._bounds(q, pages, list_id)  # [B, K, M * per]
         best, at = jax.lax.top_k(bound, min(self.chunks, bound.shape[-1]))
         return Picked(entries=jnp.where(best > -jnp.inf, at, EMPTY), unit=self.chunk)
 
     def _bounds(self, q: Float[Array, "B N H"], pages: Pages, list_id: int) -> Float[Array, "B K C"]:
-        """Upper bound of q·k over each chunk of each stream; -inf for empty chunks."""
+        """Upper bound of q·k over each chunk of each KV head; -inf for empty chunks."""
         rows, heads = pages.table.shape[:2]
-        # The ranges of a stream, one after another: a product a page is many times slower than their copy.
+        # The ranges are copied into one array per KV head: one product per page would be many times slower.
         ends = pages.summary["range"][jnp.maximum(pages.table[:, :, list_id], 0)]
         ends = ends.reshape(rows, heads, -1, ends.shape[-1])
         q = q.astype(jnp.float32).reshape(rows, heads, -1, q.shape[-1])
-        # max(q lo, q hi) = q- lo + q+ hi: the range is a key of 2 H channels.
+        # max(q lo, q hi) = q- lo + q+ hi, so the range acts as a key of 2 H channels.
         halves = jnp.concatenate([jnp.minimum(q, 0), jnp.maximum(q, 0)], axis=-1)
         bound = jnp.einsum("bkch,bkgh->bkcg", ends, halves, precision=jax.lax.Precision.HIGHEST).max(axis=-1)
         first = jnp.arange(bound.shape[-1]) * self.chunk

@@ -1,4 +1,4 @@
-"""Random: the baseline that any method must beat."""
+"""Random: evicts random tokens; the baseline that every method must beat."""
 
 from __future__ import annotations
 
@@ -20,28 +20,26 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Random(Eviction):
-    """Score = a uniform draw that depends on (seed, layer, head, position) alone, never on the batch.
+    """Score = a uniform draw that depends only on seed, layer, head and position, never on the batch.
 
     Attributes:
       seed: of the draws.
 
     Raises:
-      PolicyError: a seed that is no whole number of 32 bits.
+      PolicyError: a seed outside 0 ... 2**32 - 1.
     """
 
     name = "random"
     arguments = {"seed": Whole(0, "seed", 2**32 - 1)}
     traced = ("seed",)
+    needs = frozenset({"k"})  # for the number of heads
     keeps = ("draw",)
     seed: int = 0
 
     def leaves(self) -> dict[str, Any]:
-        """The seed in 32 bits."""
         return {"seed": np.uint32(self.seed)}
 
     def arrive(self, params: Params | None, observed: Observation) -> dict[str, Float[Array, "B K T"]]:
-        """One draw per token and head."""
-        del params
         key = jax.random.fold_in(jax.random.PRNGKey(self.seed), observed.layer)
         heads = observed.heads.count(observed.k.shape[1])
 
@@ -49,13 +47,9 @@ class Random(Eviction):
             return jax.random.uniform(jax.random.fold_in(key, pos), (heads,))
 
         drawn = jnp.moveaxis(jax.vmap(jax.vmap(draw))(observed.pos), 2, 1)
-        return {"draw": observed.heads.mine(drawn)}
-
-    needs = frozenset({"k"})  # for the number of heads
+        return {"draw": observed.heads.local(drawn)}
 
     def score(self, params: Params | None, slots: Slots) -> Float[Array, "B K C"]:
-        """The draw."""
-        del params
         return slots.meta["draw"]
 
 

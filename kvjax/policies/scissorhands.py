@@ -1,7 +1,7 @@
-"""Scissorhands: tokens that the last queries attended to often will be attended to again.
+"""Scissorhands: keeps the tokens that the last queries attended to most often.
 
-Liu et al., Scissorhands: Exploiting the Persistence of Importance Hypothesis for LLM KV Cache Compression
-at Test Time, https://arxiv.org/abs/2305.17118
+Liu et al., Scissorhands: Exploiting the Persistence of Importance Hypothesis for LLM KV Cache Compression at
+Test Time, https://arxiv.org/abs/2305.17118
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int
 
 BLOCK = 16
-"""Queries looked at together: attention rows of the whole history are never held at once."""
+"""Queries handled together, so that attention rows of the whole history are never in memory at once."""
 
 SLACK = 1e-5
-"""Attention this much below the mean, relatively, still counts: rounding must not decide among equals."""
+"""Attention below the mean by this relative amount still counts: rounding must not decide among equals."""
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Scissorhands(Eviction):
     """Score = how many of the last ``window`` queries gave the token at least the mean of their attention.
 
-    A query that sees n tokens gives 1 / n in the mean; a token is not counted by queries before it. Counts
-    are added over a group's heads and tie often: equal counts keep the lowest positions.
+    A query that sees n tokens gives 1 / n in the mean; a query does not count tokens after it. Counts are
+    added over a group's heads and tie often: equal counts keep the lowest positions.
 
-    A prompt only: each query has a threshold of its own, where reads tell sums over queries, and a window
-    that slides with every step would want ``window`` bits a slot.
+    For prompts only: each query has a threshold of its own, but reads return sums over queries; and a window
+    that slides with every step would need ``window`` bits per slot.
 
     Attributes:
       window: queries of the history (fewer in shorter rows).
@@ -45,10 +45,7 @@ class Scissorhands(Eviction):
     """
 
     name = "scissorhands"
-    arguments = {
-        "window": Whole(1),
-        "recent": Whole(),
-    }
+    arguments = {"window": Whole(1), "recent": Whole()}
     needs = frozenset({"q", "k"})
     scores_prompt = True
     window: int = 400
@@ -56,17 +53,14 @@ class Scissorhands(Eviction):
 
     @property
     def protects(self) -> int:
-        """``recent``."""
         return self.recent
 
     def score_prompt(self, params: Params | None, observed: Observation) -> Float[Array, "B K T"]:
-        """Counts, block by block of queries."""
-        del params
         steps = -(-min(self.window, observed.k.shape[2]) // BLOCK)
         first = observed.total - self.window
 
         def count(counts: Float[Array, "B K T"], step: Int[Array, ""]) -> tuple[Array, None]:
-            # Blocks are counted back from the last token; what is before the history counts nothing.
+            # Blocks are counted back from the last token; queries before the history do not count.
             at = observed.total[:, None] - 1 - step * BLOCK - jnp.arange(BLOCK)[None, :]
             at = jnp.where(at >= jnp.maximum(first, 0)[:, None], at, -1)
             return counts + _above_mean(observed, at), None
@@ -76,7 +70,7 @@ class Scissorhands(Eviction):
 
 
 def _above_mean(observed: Observation, at: Int[Array, "B I"]) -> Float[Array, "B K T"]:
-    """How many (query, head) pairs, of queries at positions ``at`` (negative: none), look at each token."""
+    """How many (query, head) pairs attend to each token, for queries at positions ``at`` (negative: none)."""
     rows, heads, t, h = observed.k.shape
     q = jnp.take_along_axis(observed.q, jnp.maximum(at, 0)[:, None, :, None], axis=2)
     q = q.reshape(rows, heads, -1, at.shape[1], h)

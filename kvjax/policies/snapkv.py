@@ -1,4 +1,4 @@
-"""SnapKV: the prompt's last queries vote for what they look at.
+"""SnapKV: the prompt's last queries vote for the tokens they attend to.
 
 Li et al., SnapKV: LLM Knows What You are Looking for Before Generation, https://arxiv.org/abs/2404.14469
 """
@@ -29,7 +29,7 @@ class SnapKV(Eviction):
     beyond the ends and inside the window, per query head, before the mean over the group.
 
     Attributes:
-      window: queries that vote (fewer in shorter rows).
+      window: number of queries that vote (fewer in shorter rows).
       kernel: width of the smoothing, odd.
 
     Raises:
@@ -37,10 +37,7 @@ class SnapKV(Eviction):
     """
 
     name = "snapkv"
-    arguments = {
-        "window": Whole(1, "number of queries"),
-        "kernel": Whole(1, "odd width"),
-    }
+    arguments = {"window": Whole(1, "number of queries"), "kernel": Whole(1, "odd width")}
     needs = frozenset({"q", "k", "v"})
     scores_prompt = True
     window: int = 32
@@ -49,16 +46,13 @@ class SnapKV(Eviction):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.kernel % 2 == 0:
-            raise PolicyError(f"{self!r}: kernel={self.kernel!r} has no middle. Give an odd whole number.")
+            raise PolicyError(f"{self!r}: kernel={self.kernel!r} is even. Give an odd whole number.")
 
     @property
     def protects(self) -> int:
-        """The observation window."""
         return self.window
 
     def score_prompt(self, params: Params | None, observed: Observation) -> Float[Array, "B K T"]:
-        """Votes for every prompt token."""
-        del params
         votes = self._votes(observed)
         old = (observed.pos >= 0) & (observed.pos < (observed.total - self.window)[:, None])
         votes = jnp.where(old[:, None, :], votes, 0.0)

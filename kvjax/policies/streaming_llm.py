@@ -1,7 +1,7 @@
 """StreamingLLM: attention sinks and a sliding window.
 
-Xiao et al., Efficient Streaming Language Models with Attention Sinks, https://arxiv.org/abs/2309.17453.
-Keys keep the rotation of their true positions (the paper re-rotates inside the cache).
+Xiao et al., Efficient Streaming Language Models with Attention Sinks, https://arxiv.org/abs/2309.17453. Keys
+keep the rotation of their true positions (the paper rotates them by their positions inside the cache).
 """
 
 from __future__ import annotations
@@ -24,32 +24,26 @@ class Window(Admission):
 
     Attributes:
       size: W, in tokens.
-      prefill: the prompt is read through the window too; False reads it with full attention and lets the
-        window act on what it leaves behind.
+      prefill: the prompt is read through the window, too; False reads it with full attention and applies the
+        window to the cache afterwards.
 
     Raises:
-      PolicyError: size < 1, prefill that is neither True nor False.
+      PolicyError: size < 1, or prefill is neither True nor False.
     """
 
     name = "window"
-    arguments = {
-        "size": Whole(1, "window"),
-        "prefill": Switch(),
-    }
+    arguments = {"size": Whole(1, "window"), "prefill": Switch()}
     sizes = ("size",)
     rejects_all = True
-    alike = True
+    shared_verdict = True
     size: int = 256
     prefill: bool = True
 
     @property
     def window(self) -> int:  # type: ignore[override]
-        """W."""
         return self.size
 
     def admit(self, params: Params | None, observed: Observation) -> Bool[Array, "B K T"]:
-        """No token (sinks are the policy's)."""
-        del params
         return jnp.zeros((observed.pos.shape[0], 1, observed.pos.shape[1]), bool)
 
 

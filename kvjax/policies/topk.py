@@ -1,9 +1,9 @@
-"""Top-K: read only the tokens of the prompt's middle with the highest scores for this query.
+"""Top-K: reads only the tokens of the prompt's middle with the highest scores for the query.
 
 Hoshi, Miyashita and Deguchi, Top-K Retrieval with Fixed-Size Linear-Attention Completion,
 https://arxiv.org/abs/2604.05438
 
-The search is exhaustive: every key of the middle is read in place, no value is. The query heads of a group
+The search is exhaustive: it reads every key of the middle in place, and no value. The query heads of a group
 share one set, chosen by the largest of their scores. The prompt's ends and generated tokens are always read.
 """
 
@@ -25,29 +25,27 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int
 
 FINEST = 10_000
-"""Largest denominator of a share, so that its product with a prompt's length is exact."""
+"""Largest denominator of a share; the product of a share and a prompt's length is then exact."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Retrieved(Argument):
-    """How many tokens a read retrieves: a number of them, or a share of the prompt."""
+    """How many tokens a read retrieves: a number of tokens, or a share of the prompt."""
 
     what: str = "number of tokens or share of the prompt"
 
     def accepts(self, value: Any) -> bool:
-        """A whole number of 1 or more, or a fraction."""
         if isinstance(value, bool) or not isinstance(value, int | float):
             return False
         return value >= 1 if isinstance(value, int) else 1 / FINEST <= value <= 1
 
     @property
-    def way_out(self) -> str:
-        """Both."""
+    def expected(self) -> str:
         return "a whole number of 1 or more, or a share such as 0.01"
 
 
 def retrieved(k: int | float, tokens: Int[Array, ...] | int) -> Any:
-    """Tokens that ``k`` means for prompts of ``tokens``: itself, or a share's ceiling; exact."""
+    """Tokens that ``k`` means for prompts of ``tokens``: itself, or a share rounded up; exact."""
     if isinstance(k, int):
         return k + 0 * tokens
     share = Fraction(repr(k)).limit_denominator(FINEST)
@@ -59,13 +57,14 @@ class TopK(Anchored):
     """Each decode read visits, per KV head, the ``k`` tokens of the middle with the highest scores.
 
     Attributes:
-      k: how many; or a share f of the prompt, which means ceil(f N) of a row of N tokens (where a budget
-        evicts while decoding, at most that share of what it leaves). What is always read is not counted.
-      sinks, tail: first and last tokens of the prompt, always read like everything generated.
-      dense: first layers that are read whole.
+      k: how many; or a share f of the prompt, which means ceil(f N) for a row of N tokens (where a budget
+        evicts while decoding, at most that share of what it leaves). Tokens that are always read do not
+        count.
+      sinks, tail: first and last tokens of the prompt, always read, as generated tokens are.
+      dense: number of first layers that are read whole.
 
     Raises:
-      PolicyError: numbers below 1 (``sinks``, ``tail``, ``dense``: below 0), a share that is none.
+      PolicyError: a number below 1 (``sinks``, ``tail``, ``dense``: below 0), or an invalid share.
     """
 
     name = "topk"
@@ -90,8 +89,6 @@ class TopK(Anchored):
         total: Int[Array, " B"],
         longest: int,
     ) -> Picked:
-        """The best tokens, best first."""
-        del params
         score = _scores(q, pages, list_id)
         return _best(score.reshape(*score.shape[:2], -1), self.k, total, longest, 1)
 
@@ -107,7 +104,7 @@ class TopKPages(Anchored):
       chunk: tokens of a chunk; divides the page.
 
     Raises:
-      PolicyError: as ``topk``; chunk < 1, or one that does not divide the page.
+      PolicyError: as ``topk``; chunk < 1, or a chunk that does not divide the page.
     """
 
     name = "topk_pages"
@@ -120,8 +117,7 @@ class TopKPages(Anchored):
     dense: int = 0
 
     def summary_shapes(self, size: int, head_dim: int) -> dict[str, tuple[int, ...]]:
-        """Nothing is kept; refuses pages that ``chunk`` does not divide."""
-        del head_dim
+        """No values are kept; refuses pages that ``chunk`` does not divide."""
         if size % self.chunk:
             raise PolicyError(f"{self!r}: chunk={self.chunk} does not divide pages of {size} slots.")
         return {}
@@ -135,15 +131,13 @@ class TopKPages(Anchored):
         total: Int[Array, " B"],
         longest: int,
     ) -> Picked:
-        """The best chunks, best first."""
-        del params
         score = _scores(q, pages, list_id)
         score = score.reshape(*score.shape[:2], -1, self.chunk).max(axis=-1)
         return _best(score, self.k, total, longest, self.chunk)
 
 
 def _scores(q: Float[Array, "B N H"], pages: Pages, list_id: int) -> Float[Array, "B K M S"]:
-    """Largest score of each slot of the list over its group's queries; -inf where no token is."""
+    """Largest score of each slot of the list over its group's queries; -inf for empty slots."""
     table, length = pages.table[:, :, list_id], pages.length[:, :, list_id]
     return largest_scores(q, pages.k, table, length, scales=pages.scales)
 
@@ -151,12 +145,12 @@ def _scores(q: Float[Array, "B N H"], pages: Pages, list_id: int) -> Float[Array
 def _best(
     score: Float[Array, "B K C"], k: int | float, total: Int[Array, " B"], longest: int, unit: int
 ) -> Picked:
-    """The units with the highest scores that ``k`` tokens fill."""
+    """The units with the highest scores, as many as ``k`` tokens fill."""
     most = min(max(int(retrieved(k, longest)) // unit, 1), score.shape[-1])
-    value, at = jax.lax.top_k(score, most)
+    value, index = jax.lax.top_k(score, most)
     count = jnp.maximum(retrieved(k, total) // unit, 1)[:, None, None]
-    there = (value > -jnp.inf) & (jnp.arange(most) < count)
-    return Picked(entries=jnp.where(there, at, EMPTY), unit=unit)
+    picked = (value > -jnp.inf) & (jnp.arange(most) < count)
+    return Picked(entries=jnp.where(picked, index, EMPTY), unit=unit)
 
 
 PRESETS = {"topk": "topk(0.01)"}

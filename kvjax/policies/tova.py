@@ -1,4 +1,4 @@
-"""TOVA: the attention of the last query ranks the tokens, averaged over all heads of a layer.
+"""TOVA: ranks tokens by the last query's attention, averaged over all heads of a layer.
 
 Oren et al., Transformers are Multi-State RNNs, https://arxiv.org/abs/2401.06104
 """
@@ -24,7 +24,7 @@ class Tova(Eviction):
     """Score = attention of each row's last query, mean over all query heads of the layer.
 
     All KV heads keep the same tokens. Protects nothing, not even the last token (it gets its own attention
-    like any other); implementations that always keep that one are ``recent(1)``.
+    like any other); for implementations that always keep that one, add ``recent(1)``.
     """
 
     name = "tova"
@@ -33,27 +33,18 @@ class Tova(Eviction):
     shared_ranking = True
 
     def arrive(self, params: Params | None, observed: Observation) -> dict[str, Float[Array, "B K T"]]:
-        """Nothing received yet."""
-        del params
         return {"mass": jnp.zeros(observed.k.shape[:3], jnp.float32)}
 
     def query_weights(self, age: Int[Array, "B T"]) -> Float[Array, "B T"]:
-        """The last query alone counts."""
         return (age == 0).astype(jnp.float32)
 
     def accumulate(self, slots: Slots, mass: Float[Array, "B 1 C"], count: Array) -> dict[str, Array]:
-        """The newest query replaces the one before."""
-        del count
         return {"mass": jnp.broadcast_to(mass, slots.meta["mass"].shape)}
 
     def score(self, params: Params | None, slots: Slots) -> Float[Array, "B K C"]:
-        """The last query's attention."""
-        del params
         return slots.meta["mass"]
 
     def score_prompt(self, params: Params | None, observed: Observation) -> Float[Array, "B 1 T"]:
-        """The last query's attention."""
-        del params
         return observed.heads.mean(observed.mass)
 
 

@@ -1,4 +1,4 @@
-"""WG-KV: a learned gate says on arrival which tokens outlive the window.
+"""WG-KV: a learned gate decides on arrival which tokens outlive the window.
 
 Huang et al., Learning What to Write: Write-Gated KV for Efficient Long-Context Inference,
 https://arxiv.org/abs/2512.17452
@@ -7,9 +7,9 @@ A gate is a small network per layer and KV head on the key before and after RoPE
 
   g = sigmoid(w2 GELU(w1 [k_pre ; k] + b1) + b2),
 
-with the exact (erf) GELU, as the authors' released code has it. That code also divides both keys by their
-root mean square and scales them before the first product; gates converted from it carry the scales as
-``norm`` and are normalised the same way, gates without ``norm`` are not.
+with the exact (erf) GELU, as in the authors' released code. That code also divides both keys by their root
+mean square and scales them before the first product. Gates converted from it have the scales as ``norm`` and
+are normalised in the same way; gates without ``norm`` are not.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float
 
 OPEN = 2.0
-"""Logit at which gates start: sigmoid(2) = 0.88, so that training begins near the untouched model (chosen;
-the authors start near 0.5)."""
+"""Logit at which gates start: sigmoid(2) = 0.88, so that training begins near the unchanged model (our
+choice; the authors start near 0.5)."""
 
 UNTRAINED = 0.25
-"""Share of a text that untrained gates admit where speed is measured."""
+"""Share of a text that untrained gates admit in measurements of speed."""
 
 NORM_EPS = 1e-6
 """Added to the mean square where a gate normalises its keys (the authors' value)."""
@@ -43,7 +43,7 @@ NORM_EPS = 1e-6
 def gate_logits(
     params: Params, k_pre: Float[Array, "B K T H"], k: Float[Array, "B K T H"]
 ) -> Float[Array, "B K T"]:
-    """z, so that the gate is sigmoid(z), in float32 whatever the keys are held in.
+    """z, so that the gate is sigmoid(z); in float32 for any dtype of the keys.
 
     Args:
       params: one layer's gates: ``w1`` [K, 2H, F], ``b1`` [K, F], ``w2`` [K, F], ``b2`` [K], float32, and
@@ -66,7 +66,7 @@ def gate_logits(
 def initial(
     key: Array, kv_heads: int, head_dim: int, hidden: int | None, layers: int, *, norm: bool = False
 ) -> list[Params]:
-    """Untrained gates, nearly open: a list of one layer's params each, float32.
+    """Untrained gates, nearly open: a list with the params of one layer each, float32.
 
     Args:
       key: a PRNG key.
@@ -78,7 +78,7 @@ def initial(
     """
     wide, hidden = 2 * head_dim, 4 * head_dim if hidden is None else hidden
 
-    def one(key: Array) -> Params:
+    def one_layer(key: Array) -> Params:
         first, second = jax.random.split(key)
         params = {
             "w1": jax.random.normal(first, (kv_heads, wide, hidden)) / wide**0.5,
@@ -88,16 +88,16 @@ def initial(
         }
         return params | ({"norm": jnp.ones(wide)} if norm else {})
 
-    return [one(at_layer) for at_layer in jax.random.split(key, layers)]
+    return [one_layer(layer_key) for layer_key in jax.random.split(key, layers)]
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class WriteGate(Admission):
-    """A token outlives the window where its learned gate is at least ``tau``.
+    """A token outlives the window if its learned gate is at least ``tau``.
 
     Attributes:
       tau: the threshold, above 0 and below 1.
-      window: W, tokens that are read exactly whatever their gate.
+      window: W, tokens that are read exactly, whatever their gate.
 
     Raises:
       PolicyError: tau outside (0, 1), or window < 1.
@@ -121,22 +121,12 @@ class WriteGate(Admission):
     window: int = 256  # type: ignore[assignment]
 
     def check_weights(self, weights: Sequence[Params], network: Network) -> None:
-        """Names and shapes of ``gate_logits``.
-
-        Raises:
-          PolicyError: others.
-        """
         k, wide = network.num_kv_heads, 2 * network.head_dim
         for index, layer in enumerate(weights):
             hidden = layer["b1"].shape[-1] if "b1" in layer else 0
-            right = {"w1": (k, wide, hidden), "b1": (k, hidden), "w2": (k, hidden), "b2": (k,)}
-            right |= {"norm": (wide,)} if "norm" in layer else {}
-            found = {name: tuple(value.shape) for name, value in layer.items()}
-            if found != right:
-                raise PolicyError(
-                    f"{self!r}: the gates of layer {index} have shapes {found}, and a model of {k} KV heads "
-                    f"of {network.head_dim} needs {right}. Use gates trained for this model."
-                )
+            expected = {"w1": (k, wide, hidden), "b1": (k, hidden), "w2": (k, hidden), "b2": (k,)}
+            expected |= {"norm": (wide,)} if "norm" in layer else {}
+            self.check_shapes(index, layer, expected, network)
 
     def example_weights(self, key: Array, network: Network) -> list[Params]:
         """Gates that spread over (0, 1)."""
@@ -154,7 +144,6 @@ class WriteGate(Admission):
         return jax.eval_shape(lambda: initial(jax.random.key(0), *sizes, norm=True))
 
     def admit(self, params: Params | None, observed: Observation) -> Bool[Array, "B K T"]:
-        """Gate at least tau."""
         if params is None:
             raise PolicyError(f"{self!r} has no gates. Pass weights=kvjax.weights_for(policy, model).")
         return jax.nn.sigmoid(gate_logits(params, observed.k_pre, observed.k)) >= self.tau
@@ -165,37 +154,38 @@ def random_gates(
 ) -> list[Params]:
     """Untrained gates that admit about ``share`` of any text's tokens, more in some heads than in others.
 
-    They look at keys before RoPE alone, so that the share does not drift along a text. Layer by layer their
-    biases are set so that the asked share of a random text passes, read under the gates of the layers below.
+    They read only keys before RoPE, so that the share does not drift along a text. The biases are set layer
+    by layer so that ``share`` of a random text passes, which each layer reads under the gates of the layers
+    below.
 
     Args:
-      model: whose keys.
-      share: mean over heads, 0 to 1; the heads of a layer spread evenly as far around it as 0 and 1 allow.
-      gate: threshold and window they will be used with.
-      tokens: of the random text.
+      model: the model whose keys they read.
+      share: mean over heads, 0 to 1; the heads of a layer spread evenly around it, as far as 0 and 1 allow.
+      gate: threshold and window that they will be used with.
+      tokens: length of the random text.
       seed: of gates and text.
 
     Raises:
       PolicyError: a share outside 0 ... 1.
     """
     if not 0 <= share <= 1:
-        raise PolicyError(f"random_gates(share={share}) is no part of a text. Give 0 to 1.")
+        raise PolicyError(f"random_gates: share={share} is not a share. Give a number from 0 to 1.")
     network = model.network.at(tokens)
     k, h = network.num_kv_heads, network.head_dim
     drawn = initial(jax.random.key(seed), k, h, None, network.num_layers)
-    # 0.5 / k keeps every head off the ends: none is always open or always closed.
-    wanted = share + min(share, 1 - share) * (1 - 0.5 / k) * np.linspace(-1, 1, k) * (k > 1)
+    # 0.5 / k keeps every head away from the ends: none is always open or always closed.
+    shares = share + min(share, 1 - share) * (1 - 0.5 / k) * np.linspace(-1, 1, k) * (k > 1)
     edge = np.log(gate.tau / (1 - gate.tau))
-    found: list[Params] = []
+    gates: list[Params] = []
     at = jnp.arange(tokens)[None]
 
     def attend(index: int, heads: Heads, carry: None) -> tuple[jax.Array, None]:
         q, keys, k_pre, v = (jnp.swapaxes(x, 1, 2) for x in (heads.q, heads.k, heads.k_pre, heads.v))
-        mine = drawn[index] | {"w2": 30 * drawn[index]["w2"], "b2": jnp.zeros(k)}
-        mine["w1"] = mine["w1"].at[:, h:].set(0)
-        z = np.asarray(gate_logits(mine, k_pre, keys))
-        shift = [edge - np.quantile(z[0, head], 1 - wanted[head]) for head in range(k)]
-        found.append(mine | {"b2": jnp.asarray(shift, jnp.float32)})
+        params = drawn[index] | {"w2": 30 * drawn[index]["w2"], "b2": jnp.zeros(k)}
+        params["w1"] = params["w1"].at[:, h:].set(0)
+        z = np.asarray(gate_logits(params, k_pre, keys))
+        shift = [edge - np.quantile(z[0, head], 1 - shares[head]) for head in range(k)]
+        gates.append(params | {"b2": jnp.asarray(shift, jnp.float32)})
         bits = jnp.asarray(z + np.asarray(shift)[:, None] >= edge)
         out, _ = blockwise(
             q, keys, v, q_pos=at, k_pos=at, window=gate.window, admit=bits, softcap=heads.softcap
@@ -206,7 +196,7 @@ def random_gates(
     x = network.embed(model.params, jnp.asarray(ids, jnp.int32), at)
     for index, block in enumerate(model.params["layers"]):
         x, _ = network.layer(block, index, x, at, attend, None)
-    return found
+    return gates
 
 
 PRESETS = {"wg-kv": "write_gate"}

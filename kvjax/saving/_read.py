@@ -1,4 +1,4 @@
-"""``open``: a state from a file, in pools that just hold it."""
+"""``open``: a state from a file, in pools just large enough for it."""
 
 from __future__ import annotations
 
@@ -18,27 +18,25 @@ from kvjax.algebra import Policy
 from kvjax.cache import pool
 from kvjax.cache.pages import Pages
 from kvjax.cache.ring import Ring
-from kvjax.cache.state import KVState, LayerCache
-from kvjax.saving import _parts
-from kvjax.saving._files import PARTS
-from kvjax.saving._head import FORMAT, VERSION, StateError, check, digest, places
+from kvjax.cache.state import KVState, LayerCache, reshard
+from kvjax.saving import _device_parts as device_parts
+from kvjax.saving._atomic import PARTS
+from kvjax.saving._format import FORMAT, VERSION, StateError, check, digest, places
 from kvjax.sharding.consistency import check_consistent
 from kvjax.sharding.mesh import ONE, Mesh, mesh_of
 from kvjax.sharding.mesh import mesh as a_mesh
-from kvjax.sharding.reshard import reshard
 from kvjax.types import EMPTY, Weighted
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Saved:
-    """What ``open`` gives.
+    """A state that was read.
 
     Attributes:
-      state: as it was saved, in pools that just hold it.
-      policy: it was made under.
+      state: as it was saved, in pools just large enough for it.
+      policy: the policy it was made under.
       label: of the policy's learned weights.
-      extra: arrays that were saved beside it.
-      notes: words that were.
+      extra, notes: arrays and words that were saved with it.
     """
 
     state: KVState
@@ -61,9 +59,9 @@ def open(
     Args:
       path: the file or folder.
       model: whose state it must be.
-      policy: what will continue it, checked; None takes what it was made under.
-      label: of the learned weights that will, checked where given.
-      mesh: devices to lay it on, whatever it was saved from; by default those of the model.
+      policy: the policy that will continue it, checked; None takes the one it was made under.
+      label: of the learned weights that will be used, checked if given.
+      mesh: devices to shard it over, whatever it was saved from; by default those of the model.
 
     Raises:
       StateError: no such file; one that is no state, is cut off, or of a newer format; a folder that lacks
@@ -72,25 +70,25 @@ def open(
         different things.
     """
     policy = None if policy is None else catalogue.policy(policy)
-    where, network = mesh_of(model.params) if mesh is None else a_mesh(mesh), model.network
-    given: dict[str, Any] = {"the policy": repr(policy), "the label": label}
+    target, network = mesh_of(model.params) if mesh is None else a_mesh(mesh), model.network
+    compared: dict[str, Any] = {"the policy": repr(policy), "the label": label}
     try:
         arrays, head = _read(Path(path))
     except StateError as error:
-        check_consistent("open", where, given | {"the file": str(error)})  # others may have read theirs
+        check_consistent("open", target, compared | {"the file": str(error)})  # others may have read theirs
         raise
-    check_consistent("open", where, given | {"the file": head["digest"]})
-    made = check(str(path), head, model, policy, label)
+    check_consistent("open", target, compared | {"the file": head["digest"]})
+    saved_policy = check(str(path), head, model, policy, label)
     rows = len(arrays["length"])
-    where.check(f"open({str(path)!r})", rows=rows, heads=network.num_heads, kv_heads=network.num_kv_heads)
+    target.check(f"open({str(path)!r})", rows=rows, heads=network.num_heads, kv_heads=network.num_kv_heads)
     layers = []
     for index, sizes in enumerate(head["layers"]):
-        mine = _Part(arrays, f"{index}.")
-        ring = _take_ring(mine.part("ring."), sizes["window"])
+        own = _under(arrays, f"{index}.")
+        ring = _take_ring(_under(own, "ring."), sizes["window"])
         kv, dim = ring.k.shape[1], ring.k.shape[3]
-        empty = made.completion.empty(rows, kv, dim, head["context"]) if sizes["summary"] else None
-        leaves = [mine[f"summary.{i}"] for i in range(sizes["summary"])]
-        pools = [_take_pages(mine.part(f"pages.{kind}."), size) for kind, size in enumerate(sizes["pools"])]
+        empty = saved_policy.completion.empty(rows, kv, dim, head["context"]) if sizes["summary"] else None
+        leaves = [own[f"summary.{i}"] for i in range(sizes["summary"])]
+        pools = [_take_pages(_under(own, f"pages.{kind}."), size) for kind, size in enumerate(sizes["pools"])]
         bare = LayerCache(
             ring=ring, pages=None, summary=jax.tree.unflatten(jax.tree.structure(empty), leaves)
         )
@@ -103,35 +101,29 @@ def open(
         chunk=head["chunk"],
         structure=head["structure"],
     )
-    state = jax.device_put(state) if where == ONE else reshard(state, where)
-    extra = {name[6:]: value for name, value in arrays.items() if name.startswith("extra.")}
-    return Saved(state=state, policy=made, label=head["weights"], extra=extra, notes=head["notes"])
+    state = jax.device_put(state) if target == ONE else reshard(state, target)
+    extra = _under(arrays, "extra.")
+    return Saved(state=state, policy=saved_policy, label=head["weights"], extra=extra, notes=head["notes"])
 
 
-class _Part(dict[str, np.ndarray]):
-    """The arrays whose names begin alike, by the rest of their names."""
-
-    def __init__(self, arrays: Mapping[str, np.ndarray], start: str) -> None:
-        super().__init__({name[len(start) :]: x for name, x in arrays.items() if name.startswith(start)})
-
-    def part(self, start: str) -> _Part:
-        """Of these, again."""
-        return _Part(self, start)
+def _under(arrays: Mapping[str, np.ndarray], prefix: str) -> dict[str, np.ndarray]:
+    """The arrays whose names begin with ``prefix``, by the rest of their names."""
+    return {name.removeprefix(prefix): x for name, x in arrays.items() if name.startswith(prefix)}
 
 
-def _take_ring(mine: _Part, window: int) -> Ring:
+def _take_ring(arrays: Mapping[str, np.ndarray], window: int) -> Ring:
     def whole(x: np.ndarray) -> Any:
         wide = np.zeros((*x.shape[:2], window, *x.shape[3:]), x.dtype)
         wide[:, :, : x.shape[2]] = x
         return wide
 
-    meta = {name: whole(x) for name, x in mine.part("meta.").items()}
-    return Ring(k=whole(mine["k"]), v=whole(mine["v"]), admit=whole(mine["admit"]), meta=meta)
+    meta = {name: whole(x) for name, x in _under(arrays, "meta.").items()}
+    return Ring(k=whole(arrays["k"]), v=whole(arrays["v"]), admit=whole(arrays["admit"]), meta=meta)
 
 
-def _take_pages(mine: _Part, sizes: Mapping[str, int]) -> Pages:
-    """A pool that just holds what was saved, on the host: pages in the order of the lists."""
-    length, size, entries = mine["length"], sizes["size"], sizes["entries"]
+def _take_pages(arrays: Mapping[str, np.ndarray], sizes: Mapping[str, int]) -> Pages:
+    """A pool just large enough for what was saved, on the host: pages in the order of the lists."""
+    length, size, entries = arrays["length"], sizes["size"], sizes["entries"]
     used = -(-length // size)
     count = pool.size_class(max(1, int(used.sum())))
     inside = np.arange(entries) < used[..., None]
@@ -141,14 +133,14 @@ def _take_pages(mine: _Part, sizes: Mapping[str, int]) -> Pages:
     owned = np.arange(count) < used.sum()
 
     def slots(x: np.ndarray, empty: int = 0) -> Any:
-        found = np.full((count, size, *x.shape[1:]), empty, x.dtype)
-        found[page, slot] = x
-        return found
+        filled = np.full((count, size, *x.shape[1:]), empty, x.dtype)
+        filled[page, slot] = x
+        return filled
 
     def paged(x: np.ndarray) -> Any:
-        found = np.zeros((count, *x.shape[1:]), x.dtype)
-        found[: int(used.sum())] = x
-        return found
+        filled = np.zeros((count, *x.shape[1:]), x.dtype)
+        filled[: int(used.sum())] = x
+        return filled
 
     n_free = count - int(used.sum())
     free = np.where(np.arange(count) < n_free, count - 1 - np.arange(count), 0)
@@ -161,12 +153,12 @@ def _take_pages(mine: _Part, sizes: Mapping[str, int]) -> Pages:
         "overflow": np.False_,
     }
     return Pages(
-        k=slots(mine["k"]),
-        v=slots(mine["v"]),
-        scales=paged(mine["scales"]) if "scales" in mine else None,
-        pos=slots(mine["pos"], EMPTY),
-        meta={name: slots(x) for name, x in mine.part("meta.").items()},
-        summary={name: paged(x) for name, x in mine.part("summary.").items()},
+        k=slots(arrays["k"]),
+        v=slots(arrays["v"]),
+        scales=paged(arrays["scales"]) if "scales" in arrays else None,
+        pos=slots(arrays["pos"], EMPTY),
+        meta={name: slots(x) for name, x in _under(arrays, "meta.").items()},
+        summary={name: paged(x) for name, x in _under(arrays, "summary.").items()},
         **rest,
     )
 
@@ -184,13 +176,13 @@ def _read(path: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
 
 
 def _read_parts(folder: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    """``_read``, of a folder."""
+    """``_read`` of a folder."""
     call, files = f"open({str(folder)!r})", sorted(folder.glob(PARTS))
-    found = [_read_file(call, file) for file in files]
-    heads = [head for _, head in found]
+    parts = [_read_file(call, file) for file in files]
+    heads = [head for _, head in parts]
     if not heads or any("part" not in head for head in heads):
         raise StateError(f"{call} is a folder that holds no saved state. Give one that save wrote.")
-    blocks = [_parts.Block(**head["part"]) for head in heads]
+    blocks = [device_parts.Block(**head["part"]) for head in heads]
     if [block.at for block in blocks] != list(range(blocks[0].of)):
         raise StateError(
             f"{call} has {len(blocks)} of its {blocks[0].of} parts. Save the state again, into a folder that "
@@ -200,7 +192,9 @@ def _read_parts(folder: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     if any(one != shared[0] for one in shared):
         raise StateError(f"{call} holds parts of different states. Save the state again.")
     whole = hashlib.sha256("".join(head["digest"] for head in heads).encode()).hexdigest()
-    arrays = _parts.join([(block, arrays) for block, (arrays, _) in zip(blocks, found)], heads[0]["layers"])
+    arrays = device_parts.join(
+        [(block, arrays) for block, (arrays, _) in zip(blocks, parts)], heads[0]["layers"]
+    )
     return arrays, shared[0] | {"digest": whole}
 
 
@@ -216,10 +210,10 @@ def _read_file(call: str, path: Path) -> tuple[dict[str, np.ndarray], dict[str, 
         size = int.from_bytes(content[:8], "little")
         metadata = json.loads(content[8 : 8 + size])["__metadata__"]
         head, shapes = json.loads(metadata["head"]), json.loads(metadata["shapes"])
-        mine = head["format"] == FORMAT
+        ours = head["format"] == FORMAT
     except (ValueError, KeyError, TypeError) as error:
         raise StateError(f"{call} holds no saved state. Give a file that save wrote.") from error
-    if not mine:
+    if not ours:
         raise StateError(f"{call} holds no saved state. Give a file that save wrote.")
     if head["version"] > VERSION:
         raise StateError(

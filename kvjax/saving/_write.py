@@ -1,4 +1,4 @@
-"""``save``: the live part of a state into a file; into a folder of parts where it lies across processes."""
+"""``save``: the live part of a state into a file, or into a folder of parts across processes."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from kvjax.algebra import Policy
 from kvjax.cache.pages import Pages
 from kvjax.cache.ring import Ring
 from kvjax.cache.state import DONATED, KVState, LayerCache
-from kvjax.saving import _parts
-from kvjax.saving._files import check_place, replace
-from kvjax.saving._head import FORMAT, VERSION, StateError, digest, places
+from kvjax.saving import _device_parts as device_parts
+from kvjax.saving._atomic import check_place, replace
+from kvjax.saving._format import FORMAT, VERSION, StateError, digest, places
 from kvjax.sharding.consistency import check_consistent
 from kvjax.sharding.mesh import ONE
 from kvjax.sharding.reshard import on_host
@@ -39,20 +39,20 @@ def save(
     extra: dict[str, np.ndarray] | None = None,
     notes: dict[str, str] | None = None,
 ) -> None:
-    """Writes a state; it is there whole or not at all.
+    """Writes a state; the file appears complete or not at all.
 
     Args:
-      state: left as it is.
-      path: a file; a state of that name is replaced. Of a state that lies across processes a folder, in which
-        each of them writes what its devices hold: all must reach it. They all call this.
-      model: that made it.
-      policy: that it was made under.
+      state: not changed.
+      path: a file; a state of that name is replaced. For a state across processes a folder that all of them
+        reach; all call this, and each writes what its devices hold.
+      model: the model that made it.
+      policy: the policy that it was made under.
       label: of the policy's learned weights (``kvjax.weights.find(...).label``).
-      extra, notes: arrays and words to be kept beside it.
+      extra, notes: arrays and words to be saved with it.
 
     Raises:
       StateError: a state that was donated, or of another policy; a folder that holds other things.
-      MeshError: processes that were given different things.
+      MeshError: processes that got different arguments.
       OSError: a path that cannot be written, by any of the processes.
     """
     policy, path, beside = catalogue.policy(policy), Path(path), dict(extra or {})
@@ -79,66 +79,66 @@ def save(
         "notes": notes or {},
     }
     if len(state.mesh.processes) > 1:
-        given = {"the path": str(path), "the policy": head["policy"], "the label": label}
-        given |= {
+        compared = {"the path": str(path), "the policy": head["policy"], "the label": label}
+        compared |= {
             "the model": head["model"],
             "what is beside it": {"arrays": beside, "words": dict(notes or {})},
         }
-        check_consistent("save", state.mesh, given)
+        check_consistent("save", state.mesh, compared)
         arrays |= {f"extra.{name}": np.asarray(value) for name, value in beside.items()}
-        _parts.write_together(path, lambda folder: _write_mine(folder, state, arrays, head))
+        device_parts.write_together(path, lambda folder: _write_mine(folder, state, arrays, head))
         return
     lead = jax.process_index() == (state.mesh.processes or (0,))[0]
     if lead:
         layers = put_layers(arrays, (on_host(cache, state.mesh) for cache in state.layers))
         arrays |= {f"extra.{name}": np.asarray(value) for name, value in beside.items()}
         _write(path, arrays, {"head": json.dumps(head | {"layers": layers})})
-    if jax.process_count() > 1 and state.mesh == ONE:  # each has it; whoever goes on finds the file there
+    if jax.process_count() > 1 and state.mesh == ONE:  # each process has it; after this each finds the file
         from jax.experimental import multihost_utils
 
         multihost_utils.sync_global_devices("saved")
 
 
 def _write_mine(folder: Path, state: KVState, shared: dict[str, np.ndarray], head: dict[str, Any]) -> None:
-    """This process' parts: a file of each device that it has, and that has a pool of its own."""
-    for block in _parts.blocks(state.mesh, state.rows, state.layers[0].ring.k.shape[1]):
-        device = _parts.writer(state.mesh, block)
+    """The parts of this process: a file for each of its devices that has a pool of its own."""
+    for block in device_parts.blocks(state.mesh, state.rows, state.layers[0].ring.k.shape[1]):
+        device = device_parts.writer(state.mesh, block)
         if device.process_index == jax.process_index():
-            caches = (_parts.on_device(cache, state.mesh, device) for cache in state.layers)
+            caches = (device_parts.on_device(cache, state.mesh, device) for cache in state.layers)
             write_part(folder, block, shared, caches, head)
 
 
 def write_part(
     folder: Path,
-    block: _parts.Block,
+    block: device_parts.Block,
     shared: dict[str, np.ndarray],
     caches: Iterable[LayerCache],
     head: dict[str, Any],
 ) -> None:
-    """A file of one device's caches, and of what rows have seen."""
-    arrays = _parts.cut(shared, block)
+    """A file of one device's caches and of the counters of its rows."""
+    arrays = device_parts.cut(shared, block)
     layers = put_layers(arrays, caches, int(shared["length"].max()))
     part = dataclasses.asdict(block)
-    mine = head | {"version": VERSION, "layers": layers, "part": part}
-    _write(folder / _parts.NAME.format(**part), arrays, {"head": json.dumps(mine)})
+    own_head = head | {"version": VERSION, "layers": layers, "part": part}
+    _write(folder / device_parts.NAME.format(**part), arrays, {"head": json.dumps(own_head)})
 
 
 def put_layers(
     arrays: dict[str, np.ndarray], caches: Iterable[LayerCache], written: int | None = None
 ) -> list[dict[str, Any]]:
-    """The layers' arrays, one layer at a time; what their sizes are.
+    """Adds the layers' arrays, one layer at a time; returns their sizes.
 
     Args:
-      arrays: they are put here, beside ``length``.
+      arrays: where they are added; holds ``length``.
       caches: in NumPy, or on one device.
-      written: most tokens that a row of the state has seen; here, by default.
+      written: most tokens that a row of the whole state has seen; by default those of ``length``.
     """
     most = int(arrays["length"].max()) if written is None else written
     return [_put_layer(arrays, f"{index}", cache, most) for index, cache in enumerate(caches)]
 
 
 def _write(path: Path, arrays: dict[str, np.ndarray], metadata: dict[str, str]) -> None:
-    import safetensors.numpy  # by those who save alone: importing kvjax stays cheap
+    import safetensors.numpy  # here, so that importing kvjax stays cheap
 
     raw, shapes = {}, {}
     for name, value in arrays.items():  # as bytes: safetensors has no word for some dtypes
@@ -159,7 +159,7 @@ def _write(path: Path, arrays: dict[str, np.ndarray], metadata: dict[str, str]) 
 
 
 def _put_layer(arrays: dict[str, np.ndarray], at: str, cache: LayerCache, written: int) -> dict[str, Any]:
-    """A layer's arrays; what its sizes are. No row has seen more than ``written`` tokens."""
+    """Adds a layer's arrays; returns its sizes. No row has seen more than ``written`` tokens."""
     _put_ring(arrays, f"{at}.ring", cache.ring, written)
     leaves = jax.tree.leaves(cache.summary)
     for index, leaf in enumerate(leaves):
@@ -174,7 +174,7 @@ def _put_ring(arrays: dict[str, np.ndarray], at: str, ring: Ring, written: int) 
 
 
 def _put_pages(arrays: dict[str, np.ndarray], at: str, pages: Pages) -> dict[str, Any]:
-    """Live slots of all streams one after the other, and their lists' lengths."""
+    """Live slots of all per-head caches one after the other, and the lengths of their lists."""
     page, slot = places(np.asarray(pages.length), np.asarray(pages.table), pages.size)
     owned = _owned(np.asarray(pages.length), np.asarray(pages.table), pages.size)
     arrays[f"{at}.length"] = np.asarray(pages.length)
@@ -190,6 +190,6 @@ def _put_pages(arrays: dict[str, np.ndarray], at: str, pages: Pages) -> dict[str
 
 
 def _owned(length: np.ndarray, table: np.ndarray, size: int) -> np.ndarray:
-    """Every owned page, list after list."""
+    """Ids of the owned pages, list after list."""
     inside = np.arange(table.shape[-1]) < (-(-length // size))[..., None]
     return table[inside]

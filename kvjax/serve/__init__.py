@@ -1,5 +1,5 @@
-"""``python -m kvjax.serve``: prompts in, text and honest bytes out.
+"""``python -m kvjax.serve``: answers prompts in the terminal, and says what each answer cost.
 
-``arguments`` reads the command line, ``answer`` does the work, ``chat`` repeats it with a history,
-``facts`` says what it cost.
+``arguments`` reads the command line, ``command`` finds the prompt and loads the model, ``answer`` answers it,
+``chat`` repeats that with a history. ``http`` is the server.
 """

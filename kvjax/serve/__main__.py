@@ -18,27 +18,23 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _serve(words: Sequence[str]) -> int:
-    if list(words[:1]) == ["http"]:
-        return _http(words[1:])
-    from kvjax.serve.arguments import parse
-    from kvjax.serve.command import run
+    if list(words[:1]) != ["http"]:
+        from kvjax.serve.arguments import parse
+        from kvjax.serve.command import run
 
-    run(parse(words))
-    return 0
+        run(parse(words))
+        return 0
+    from kvjax.serve.http.arguments import parse as parse_http
 
-
-def _http(words: Sequence[str]) -> int:
-    from kvjax.serve.http.arguments import parse
-
-    options = parse(words)
+    options = parse_http(words[1:])
     missing = [name for name in ("fastapi", "uvicorn", "prometheus_client") if find_spec(name) is None]
     if missing:
         raise cli.InputError(
             f"python -m kvjax.serve http needs {', '.join(missing)}. Run: pip install 'kvjax[serve]'"
         )
-    from kvjax.serve.http.command import run
+    from kvjax.serve.http.command import run as serve_http
 
-    return run(options)
+    return serve_http(options)
 
 
 if __name__ == "__main__":

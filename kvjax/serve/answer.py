@@ -1,45 +1,43 @@
-"""One prompt to one answer: prefill, then tokens as they are made, and what it all cost."""
+"""One prompt, one answer: reads the prompt, writes text as it is made, and reports what it cost."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import json
+import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 
 from kvjax import decode, metrics, timing
-from kvjax.cache.state import KVState
 from kvjax.cli import InputError
+from kvjax.decode import Progress
 from kvjax.engine import Engine, Request
 from kvjax.loading import LanguageModel
 from kvjax.sampling import sampling
 from kvjax.serve.arguments import Options
-from kvjax.serve.progress import bar
+from kvjax.text import TextStream
 from kvjax.timing import Moment
 from kvjax.types import Params
 
-if TYPE_CHECKING:
-    from jaxtyping import Array
-
-LONGEST = 128
-"""New tokens, where their number is not given."""
-
-STREAMED = 8
-"""Tokens a piece while somebody is watching."""
+DEFAULT_TOKENS = 128  # new tokens if no number is given
+TOKENS_PER_PIECE = 8  # tokens that a watching user gets at a time
+BAR_DELAY = 0.5  # seconds before a progress bar appears; short prompts show none
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Answer:
-    """What was written, and what it took.
+    """What was written, and what it cost.
 
     Attributes:
       text: the answer.
       tokens: its token ids, the stop token included.
-      prompt_tokens: how many were read.
+      prompt_tokens: how many the prompt has.
       timings: see ``timings``.
       kv_bytes: of the cache at the end: live, allocated, and what a cache that keeps everything holds.
-      read_before: tokens of the prompt that were still held, and not read again.
+      cached_tokens: tokens of the prompt that were still held and not read again.
     """
 
     text: str
@@ -47,7 +45,86 @@ class Answer:
     prompt_tokens: int
     timings: dict[str, float | None]
     kv_bytes: dict[str, int]
-    read_before: int = 0
+    cached_tokens: int = 0
+
+    def summary(self) -> str:
+        """One line: tokens, speed, time to the first token, bytes of the KV cache."""
+        speed, first, compiled = (self.timings[k] for k in ("tokens_per_second", "first_token", "compile"))
+        rate = "" if speed is None else f", {speed:.0f} tokens/s"
+        live, allocated, full = (format_bytes(self.kv_bytes[k]) for k in ("live", "allocated", "full"))
+        cached = f" ({self.cached_tokens} read before)" if self.cached_tokens else ""
+        return (
+            f"[{len(self.tokens)} tokens after {self.prompt_tokens}{cached}{rate}; first token {first:.2f} s "
+            f"(compiling {compiled:.2f} s in all); "
+            f"KV cache {live} live, {allocated} allocated, {full} if full]"
+        )
+
+    def to_json(self, model: LanguageModel, options: Options) -> str:
+        """One JSON object in one line."""
+        content = {
+            "text": self.text,
+            "tokens": self.tokens,
+            "prompt_tokens": self.prompt_tokens,
+            "timings": {k: None if v is None else round(v, 4) for k, v in self.timings.items()},
+            "kv_bytes": self.kv_bytes,
+            "policy": repr(options.policy),
+            "weights": {part: str(source) for part, source in options.weights.items()},
+            "model": model.name,
+        }
+        return json.dumps(content, ensure_ascii=False)
+
+
+def format_bytes(count: int) -> str:
+    """Bytes to three digits: 512 B, 1.5 MiB."""
+    value = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024 or unit == "GiB":
+            break
+        value /= 1024
+    return f"{count} B" if unit == "B" else f"{value:.3g} {unit}" if value < 1000 else f"{value:.0f} {unit}"
+
+
+def timings(start: Moment, first: Moment, end: Moment, tokens: int) -> dict[str, float | None]:
+    """Seconds ``first_token`` and ``total``, of which ``compile``; and ``tokens_per_second``, of the tokens
+    after the first and without compilation, None if there was only one."""
+    elapsed = end - start
+    return {
+        "first_token": (first - start).wall,
+        "total": elapsed.wall,
+        "compile": elapsed.compiling,
+        "tokens_per_second": (tokens - 1) / (end - first).running if tokens > 1 else None,
+    }
+
+
+class _Output:
+    """Writes tokens as text, and remembers them, the text and the times."""
+
+    def __init__(self, model: LanguageModel, stream: TextStream, write: Callable[[str], None]) -> None:
+        self._eos, self._stream, self._write = model.spec.eos, stream, write
+        self._start = timing.now()
+        self._first: Moment | None = None
+        self._texts: list[str] = []
+        self._tokens: list[int] = []
+
+    def add(self, tokens: Sequence[int]) -> None:
+        self._first = self._first or timing.now()
+        self._tokens += tokens
+        self._add_text("".join(self._stream.step(token) for token in tokens if token not in self._eos))
+
+    def _add_text(self, text: str) -> None:
+        if text:
+            self._texts.append(text)
+            self._write(text)
+
+    def finish(self, **costs: Any) -> Answer:
+        self._add_text(self._stream.finish())
+        assert self._first is not None  # every answer has a token
+        return Answer(
+            text="".join(self._texts),
+            tokens=self._tokens,
+            timings=timings(self._start, self._first, timing.now(), len(self._tokens)),
+            **costs,
+        )
 
 
 def answer(
@@ -58,120 +135,93 @@ def answer(
     write: Callable[[str], None],
     *,
     weights: Params | None = None,
-    continues: bool = False,
 ) -> Answer:
-    """Answers one prompt.
+    """Continues one prompt.
 
     Args:
-      model: who answers.
+      model: that continues it.
       options: policy, sampling, sizes.
       ids: the prompt, at least one token.
       source: where the prompt came from, for messages.
-      write: given the text in pieces, whole characters only.
+      write: gets the text in pieces, whole characters only.
       weights: the policy's learned weights, for policies that have some.
-      continues: the answer goes on where the prompt stops, rather than being a text of its own.
 
     Raises:
       InputError: prompt and answer do not fit the model.
     """
-    limit = _limit(model, options, len(ids), source)
-    tokens: list[int] = []
-    texts: list[str] = []
-    show = model.text.stream(after=ids if continues else ())
-    start = timing.now()
-    first = None
-    state = None
-    for piece, after in _pieces(model, options, ids, limit, weights):
+    max_new_tokens = _max_new_tokens(model, options, len(ids), source)
+    output = _Output(model, model.text.stream(after=ids), write)
+    whole = options.policy.whole_prompt
+    total, unit = (model.network.num_layers, "layers") if whole else (len(ids), "tokens")
+    with _progress_bar(total, unit, options.progress) as progress:
+        state, logits = decode.prefill(
+            model,
+            options.policy,
+            [list(ids)],
+            context=decode.bucket(len(ids) + max_new_tokens, model.network.max_positions),
+            # No wider than the prompt's size class: what is beyond it would be computed for nothing.
+            chunk_size=min(options.chunk, decode.bucket(len(ids))),
+            weights=weights,
+            seeds=options.seed,
+            progress=progress,
+        )
+    stream = decode.stream(
+        model,
+        options.policy,
+        state,
+        logits,
+        max_new_tokens=max_new_tokens,
+        how=sampling(
+            1, temperature=options.temperature, top_k=options.top_k, top_p=options.top_p, seed=options.seed
+        ),
+        stops=model.spec.eos,
+        weights=weights,
+        every=decode.MAX_STEPS if options.json else TOKENS_PER_PIECE,
+    )
+    for rows, after in stream:
+        output.add(rows[0].tolist())
         state = after
-        first = first or timing.now()
-        tokens += piece
-        _say("".join(show.step(token) for token in piece if token not in model.spec.eos), texts, write)
-    _say(show.finish(), texts, write)
-    assert first is not None  # noqa: S101  (a stream yields at least one token)
-    assert state is not None  # noqa: S101
     held = metrics.nbytes(state).total
     full = metrics.full_bytes(model.network, int(np.asarray(state.length)[0]), model.params["embed"].dtype)
-    return Answer(
-        text="".join(texts),
-        tokens=tokens,
-        prompt_tokens=len(ids),
-        timings=timings(start, first, timing.now(), len(tokens)),
-        kv_bytes={"live": held["live"], "allocated": held["allocated"], "full": full},
-    )
+    kv_bytes = {"live": held["live"], "allocated": held["allocated"], "full": full}
+    return output.finish(prompt_tokens=len(ids), kv_bytes=kv_bytes)
 
 
-def reply(
-    engine: Engine,
-    model: LanguageModel,
-    options: Options,
-    ids: Sequence[int],
-    source: str,
-    write: Callable[[str], None],
+def answer_with_engine(
+    engine: Engine, model: LanguageModel, options: Options, ids: Sequence[int], write: Callable[[str], None]
 ) -> Answer:
-    """``answer`` by an engine, which need not read again what it still holds.
+    """Answers a conversation with an engine, which does not read again what it still holds.
 
     Args:
-      engine: of this model and the options' policy; its only request is this one.
-      model, options, ids, source, write: as in ``answer``. Where ``write`` raises, the request is cancelled.
+      engine: of this model and the options' policy; this is its only request.
+      model, options, ids, write: as in ``answer``. If ``write`` raises, the request is cancelled.
 
     Raises:
       InputError: prompt and answer do not fit the model.
     """
     request = Request(
         prompt=np.asarray(ids, np.int32),
-        max_new_tokens=_limit(model, options, len(ids), source),
+        max_new_tokens=_max_new_tokens(model, options, len(ids), "the conversation"),
         temperature=options.temperature,
         top_k=options.top_k,
         top_p=options.top_p,
         seed=options.seed,
     )
-    start, first = timing.now(), None
-    ticket, show = engine.submit(request), model.text.stream()
-    tokens: list[int] = []
-    texts: list[str] = []
+    output = _Output(model, model.text.stream(), write)
+    ticket = engine.submit(request)
     try:
         for event in ticket:
-            first = first or timing.now()
-            if event.token is not None:
-                tokens.append(event.token)
-                _say("" if event.token in model.spec.eos else show.step(event.token), texts, write)
-        _say(show.finish(), texts, write)
+            output.add([] if event.token is None else [event.token])
     finally:
-        ticket.cancel()  # nothing, where it has ended
+        ticket.cancel()  # does nothing after the end
     usage = ticket.usage
-    assert first is not None  # noqa: S101  (a text has a token)
-    assert usage.kv is not None  # noqa: S101
-    allocated = sum(lane.allocated for lane in engine.metrics().lanes)
-    return Answer(
-        text="".join(texts),
-        tokens=tokens,
-        prompt_tokens=len(ids),
-        timings=timings(start, first, timing.now(), len(tokens)),
-        kv_bytes={"live": usage.kv.live, "allocated": allocated, "full": usage.kv.full},
-        read_before=usage.cached_tokens,
-    )
+    assert usage.kv is not None
+    allocated = sum(batch.allocated for batch in engine.metrics().batches)
+    kv_bytes = {"live": usage.kv.live, "allocated": allocated, "full": usage.kv.full}
+    return output.finish(prompt_tokens=len(ids), kv_bytes=kv_bytes, cached_tokens=usage.cached_tokens)
 
 
-def timings(start: Moment, first: Moment, end: Moment, tokens: int) -> dict[str, float | None]:
-    """Seconds ``first_token`` and ``total``, of which ``compile``; and ``tokens_per_second``, of the tokens
-    after the first and without compilation, None where there was only one."""
-    whole = end - start
-    return {
-        "first_token": (first - start).wall,
-        "total": whole.wall,
-        "compile": whole.compiling,
-        "tokens_per_second": (tokens - 1) / (end - first).running if tokens > 1 else None,
-    }
-
-
-def _say(piece: str, texts: list[str], write: Callable[[str], None]) -> None:
-    if piece:
-        texts.append(piece)
-        write(piece)
-
-
-def _limit(model: LanguageModel, options: Options, prompt: int, source: str) -> int:
-    """How many tokens may be written after ``prompt`` ones."""
+def _max_new_tokens(model: LanguageModel, options: Options, prompt: int, source: str) -> int:
     most, wanted = model.network.max_positions, options.max_new_tokens
     if prompt >= most:
         raise InputError(
@@ -183,48 +233,27 @@ def _limit(model: LanguageModel, options: Options, prompt: int, source: str) -> 
             f"--max-new-tokens {wanted} after {prompt} prompt tokens exceeds the {most} positions the model "
             f"({model.name}) was trained for. Ask for at most {most - prompt}."
         )
-    return min(LONGEST, most - prompt) if wanted is None else wanted
+    return min(DEFAULT_TOKENS, most - prompt) if wanted is None else wanted
 
 
-def _pieces(
-    model: LanguageModel, options: Options, ids: Sequence[int], limit: int, weights: Params | None
-) -> Iterator[tuple[list[int], KVState]]:
-    """New tokens a few at a time, and the state after them."""
-    state, logits = _read(model, options, ids, limit, weights)
-    how = sampling(
-        1, temperature=options.temperature, top_k=options.top_k, top_p=options.top_p, seed=options.seed
-    )
-    every = decode.SEGMENT if options.json else STREAMED
-    stream = decode.stream(
-        model,
-        options.policy,
-        state,
-        logits,
-        max_new_tokens=limit,
-        how=how,
-        stops=model.spec.eos,
-        weights=weights,
-        every=every,
-    )
-    for piece, after in stream:
-        yield piece[0].tolist(), after
+@contextlib.contextmanager
+def _progress_bar(total: int, unit: str, wanted: bool | None) -> Iterator[Progress]:
+    """A bar on standard error: True shows it at once and leaves it there, False never, None on terminals."""
+    if not (sys.stderr.isatty() if wanted is None else wanted):
+        yield lambda done, total: None
+        return
+    from tqdm import tqdm
 
+    with tqdm(
+        desc="reading",
+        total=total,
+        unit=f" {unit}",
+        delay=0 if wanted else BAR_DELAY,
+        leave=bool(wanted),
+        file=sys.stderr,
+    ) as bar:
 
-def _read(
-    model: LanguageModel, options: Options, ids: Sequence[int], limit: int, weights: Params | None
-) -> tuple[KVState, Array]:
-    """Prefill, with a bar that counts tokens or layers, whichever the policy reads by."""
-    whole = options.policy.whole_prompt
-    total, unit = (model.network.num_layers, "layers") if whole else (len(ids), "tokens")
-    with bar(total, unit, options.progress) as progress:
-        return decode.prefill(
-            model,
-            options.policy,
-            [list(ids)],
-            context=decode.bucket(len(ids) + limit, model.network.max_positions),
-            # No wider than the prompt's size class: what is beyond it would be computed for nothing.
-            chunk_size=min(options.chunk, decode.bucket(len(ids))),
-            weights=weights,
-            seeds=options.seed,
-            progress=progress,
-        )
+        def show(done: int, total: int) -> None:
+            bar.update(done - bar.n)
+
+        yield show

@@ -1,4 +1,4 @@
-"""The job of ``python -m kvjax.serve``: find the prompt, load the model, answer or chat."""
+"""``python -m kvjax.serve``: finds the prompt, loads the model, answers or chats."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from typing import Any
 from kvjax.cli import InputError, check_alone
 from kvjax.decode import Remark
 from kvjax.loading import LanguageModel, load
-from kvjax.serve import facts
 from kvjax.serve.answer import answer
 from kvjax.serve.arguments import Options, settled
 from kvjax.serve.chat import chat
@@ -26,80 +25,65 @@ def run(options: Options) -> None:
       InputError, ModelError, PolicyError, RequestError: input that cannot be used, before anything is
         printed.
     """
-    with notes():
-        _run(options)
+    with remarks_shown():
+        prompt = _find_prompt(options)
+        if prompt is None:
+            _check_chat(options)
+        model = load_model(options.model, options.dtype, options.mesh)
+        if options.auto:
+            options, reason = settled(options, model)
+            _print_note(reason)
+        learned = find(options.policy, model, options.weights)
+        for remark in learned.remarks:
+            _print_note(remark)
+        if hasattr(sys.stdout, "reconfigure"):  # "?" for characters that the terminal cannot show, no error
+            sys.stdout.reconfigure(errors="replace")
+        if prompt is None:
+            chat(model, options)
+            return
+        text, source = prompt
+        try:
+            ids = model.text.encode(text)
+        except ValueError as error:
+            raise InputError(f"{source}: {error}") from None
+        if not ids:
+            raise InputError(f"{source} has no token. Give some text.")
+
+        def write(piece: str) -> None:
+            if not options.json:
+                print(piece, end="", flush=True)
+
+        done = answer(model, options, ids, source, write, weights=learned.weights)
+        if options.json:
+            print(done.to_json(model, options), flush=True)
+        else:
+            print(flush=True)
+            print(done.summary(), file=sys.stderr)
 
 
 @contextlib.contextmanager
-def notes(tell: Callable[[str], None] | None = None) -> Iterator[None]:
-    """Inside, what the library remarks is told once: to ``tell``, or in a line on standard error."""
+def remarks_shown(show: Callable[[str], None] | None = None) -> Iterator[None]:
+    """Inside, each remark of the library goes once to ``show``; by default to a line on standard error."""
     with warnings.catch_warnings():
         warnings.simplefilter("default", Remark)
-        shown = warnings.showwarning
+        show_warning = warnings.showwarning
 
-        def show(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
+        def show_remark(message: Warning | str, category: type[Warning], *args: Any, **kwargs: Any) -> None:
             if issubclass(category, Remark):
-                (tell or note)(str(message))
+                (show or _print_note)(str(message))
             else:
-                shown(message, category, *where, **more)
+                show_warning(message, category, *args, **kwargs)
 
-        warnings.showwarning = show
+        warnings.showwarning = show_remark
         yield
 
 
-def note(text: str) -> None:
-    """A line on standard error."""
+def _print_note(text: str) -> None:
     print(f"note: {text}", file=sys.stderr)
 
 
-def _run(options: Options) -> None:
-    given = _prompt(options)
-    if given is None and options.json:
-        raise InputError(
-            "--json without a prompt has nothing to answer. Give --prompt, --prompt-file or a pipe."
-        )
-    if given is None and options.mesh is not None:
-        raise InputError(
-            "--mesh answers a prompt, and a chat runs on one device. Give --prompt, or no --mesh."
-        )
-    if given is None:
-        check_alone("a chat", "--prompt and --prompt-file")
-    model = loaded(options.model, options.dtype, options.mesh)
-    if options.auto:
-        options, said = settled(options, model)
-        note(said)
-    learned = find(options.policy, model, options.weights)
-    for remark in learned.remarks:
-        note(remark)
-    # A terminal that cannot show a character gets a question mark instead of an error.
-    if hasattr(sys.stdout, "reconfigure"):
-        sys.stdout.reconfigure(errors="replace")
-    if given is None:
-        chat(model, options)
-        return
-    text, source = given
-    try:
-        ids = model.text.encode(text)
-    except ValueError as error:
-        raise InputError(f"{source}: {error}") from None
-    if not ids:
-        raise InputError(f"{source} holds no token. Give some text.")
-    write = (lambda piece: None) if options.json else say
-    done = answer(model, options, ids, source, write, weights=learned.weights, continues=True)
-    if options.json:
-        print(facts.to_json(done, model, options), flush=True)
-        return
-    print(flush=True)
-    print(facts.line(done), file=sys.stderr)
-
-
-def say(piece: str) -> None:
-    """Text to standard output, at once."""
-    print(piece, end="", flush=True)
-
-
-def loaded(source: str | None, dtype: str | None, mesh: str | None = None) -> LanguageModel:
-    """The model with its tokenizer read.
+def load_model(source: str | None, dtype: str | None, mesh: str | None = None) -> LanguageModel:
+    """The model; its tokenizer is read too, so that a bad one is refused here.
 
     Raises:
       InputError: no such model, or one that cannot be read.
@@ -114,34 +98,39 @@ def loaded(source: str | None, dtype: str | None, mesh: str | None = None) -> La
         raise InputError(str(error)) from error
 
 
-def _prompt(options: Options) -> tuple[str, str] | None:
-    """The prompt and where it came from; None when a person sits there to chat."""
+def _check_chat(options: Options) -> None:
+    if options.json:
+        raise InputError(
+            "--json without a prompt has nothing to answer. Give --prompt, --prompt-file or a pipe."
+        )
+    if options.mesh is not None:
+        raise InputError("--mesh needs a prompt; a chat runs on one device. Give --prompt, or no --mesh.")
+    check_alone("a chat", "--prompt and --prompt-file")
+
+
+def _find_prompt(options: Options) -> tuple[str, str] | None:
+    """The prompt and where it came from; None if a user sits at a terminal and may chat."""
     if options.prompt is not None:
         text, source = options.prompt, "--prompt"
-    elif options.prompt_file is not None:
-        text, source = _file(options.prompt_file), f"--prompt-file {options.prompt_file}"
-    elif sys.stdin is None or sys.stdin.isatty():
-        return None
+    elif options.prompt_file is not None or not (sys.stdin is None or sys.stdin.isatty()):
+        text, source = _read_prompt(options.prompt_file)
     else:
-        text, source = _decoded(sys.stdin.buffer.read(), "standard input"), "standard input"
+        return None
     if not text:
         raise InputError(f"{source} is empty. Give at least one character, for example --prompt 'Hello'.")
     return text, source
 
 
-def _file(name: str) -> str:
+def _read_prompt(file: str | None) -> tuple[str, str]:
+    """Text of a file or of standard input, and its source."""
+    source = "standard input" if file is None else f"--prompt-file {file}"
     try:
-        content = Path(name).read_bytes()
+        content = sys.stdin.buffer.read() if file is None else Path(file).read_bytes()
+        return content.decode("utf-8"), source
     except OSError as error:
         raise InputError(
-            f"--prompt-file {name} cannot be read ({error.strerror}). Give a text file, or --prompt."
+            f"{source} cannot be read ({error.strerror}). Give a text file, or --prompt."
         ) from error
-    return _decoded(content, f"--prompt-file {name}")
-
-
-def _decoded(content: bytes, source: str) -> str:
-    try:
-        return content.decode("utf-8")
     except UnicodeDecodeError as error:
         raise InputError(
             f"{source} is not UTF-8 text (byte {error.start}). Convert it first, for example with iconv."

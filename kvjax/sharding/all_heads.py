@@ -1,8 +1,8 @@
-"""All KV heads of a layer, of which some may be on other devices: what one may ask of the others.
+"""What a policy may ask about all KV heads of a layer, of which some may be on other devices.
 
-A part sees the heads that are here and knows of no device. Where a decision is the layer's and not a head's
-(one ranking for all heads, slots that heads share), it asks through this. On one device every answer is what
-is at hand.
+A policy's part sees the heads of its device and knows of no other. Where a decision belongs to the layer and
+not to a head (one ranking for all heads, slots that heads share), it asks through ``AllHeads``. On one device
+the answer is its own value.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ if TYPE_CHECKING:
 class AllHeads:
     """The heads of a layer, equally many on each of ``shards`` devices, in order.
 
-    What asks others is a collective: every device has to come by, so it may not stand in a branch or a loop
-    that depends on what is held.
+    Each question is a collective that every device must join, so it may not stand in a branch or a loop that
+    depends on what is held.
 
     Attributes:
-      axis: the mesh axis along which they lie; None where all are here.
+      axis: the mesh axis along which they lie; None on one device.
       shards: devices along it.
     """
 
     axis: str | None = None
     shards: int = 1
 
-    def count(self, here: int) -> int:
-        """Heads of the layer, ``here`` of them on this device."""
-        return here * self.shards
+    def count(self, local: int) -> int:
+        """Heads of the layer, ``local`` of them on this device."""
+        return local * self.shards
 
     def mean(self, x: Float[Array, "B N ..."]) -> Float[Array, "B 1 ..."]:
         """Over all heads; bit for bit the same on every device."""
@@ -49,12 +49,12 @@ class AllHeads:
         """Every head's, in their order."""
         return x if self.axis is None else jax.lax.all_gather(x, self.axis, axis=1, tiled=True)
 
-    def mine(self, x: Num[Array, "B K ..."]) -> Num[Array, "B K ..."]:
-        """Of values for all heads, those of the heads that are here."""
+    def local(self, x: Num[Array, "B K ..."]) -> Num[Array, "B K ..."]:
+        """Of values for all heads, those of this device's heads."""
         if self.axis is None:
             return x
-        here = x.shape[1] // self.shards
-        return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(self.axis) * here, here, axis=1)
+        heads = x.shape[1] // self.shards
+        return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(self.axis) * heads, heads, axis=1)
 
 
 HERE = AllHeads()

@@ -23,7 +23,7 @@ Order = Sequence[Sequence[int]] | np.ndarray
 """[L, K]: in layer l, the j-th KV head is the one that was ``order[l][j]``."""
 
 
-def read_order(call: str, given: Order, layers: int, kv_heads: int) -> Int[np.ndarray, "L K"]:
+def read_order(call: str, named: Order, layers: int, kv_heads: int) -> Int[np.ndarray, "L K"]:
     """The order as numbers.
 
     Raises:
@@ -31,19 +31,19 @@ def read_order(call: str, given: Order, layers: int, kv_heads: int) -> Int[np.nd
     """
     rule = f"Give each of {layers} layers the numbers 0 to {kv_heads - 1}, in the order of their new places."
     try:
-        order = np.asarray(given)
+        order = np.asarray(named)
     except ValueError:
         order = np.zeros(0)
     if order.shape != (layers, kv_heads) or not np.array_equal(np.sort(order), [range(kv_heads)] * layers):
-        raise ValueError(f"{call} names no order of the KV heads. {rule}")
+        raise ValueError(f"{call} is not an order of the KV heads. {rule}")
     return order.astype(np.int32)
 
 
 def balanced(held: Float[np.ndarray, "L K"], devices: int) -> Int[np.ndarray, "L K"]:
     """An order in which each of ``devices`` neighbouring shares of a layer's heads holds about as much.
 
-    Heads are dealt one after the other, the fullest first, to the share that has least and still has a place.
-    A layer where that is no better than the order it has keeps it.
+    Heads go one after the other, the fullest first, to the device that holds least and still has room.
+    A layer keeps its order where that is no better.
 
     Args:
       held: what each head holds, in any unit.
@@ -72,9 +72,9 @@ def permuted(letters: Callable[[Params], Params], params: Params, order: Order) 
       order: see ``Order``.
     """
     layers = []
-    for mine, named, new in zip(params["layers"], letters(params)["layers"], order, strict=True):
-        axes = {name: at for name in mine for at, letter in enumerate(named[name]) if letter in "KN"}
-        layers.append({n: in_order(x, new, axes[n]) if n in axes else x for n, x in mine.items()})
+    for leaves, named, new in zip(params["layers"], letters(params)["layers"], order, strict=True):
+        axes = {name: at for name in leaves for at, letter in enumerate(named[name]) if letter in "KN"}
+        layers.append({n: in_order(x, new, axes[n]) if n in axes else x for n, x in leaves.items()})
     return params | {"layers": layers}
 
 

@@ -1,13 +1,9 @@
-"""A state over several devices: rows along one axis of a mesh, KV heads along another.
+"""Devices for a model and its state: rows along one axis of a mesh, KV heads along another.
 
-What is behind a layer's seam runs inside ``shard_map``: each device owns the streams of its rows and heads,
-with a pool, a free stack and page tables of its own, and does what one device does. So nothing is allocated,
+Attention to a cache runs inside ``shard_map``: each device owns the caches of its rows and KV heads, with a
+pool, a free stack and page tables of its own, and does what one device does. So nothing is allocated,
 evicted or read across devices. The model stays in ordinary jit and is partitioned by where its weights lie.
-
-  ring, table, length, summary   [B, K, ...]   rows over ``data``, KV heads over ``tensor``
-  pool, refs, free               [D P, ...]    P pages of each of D devices; ids count within a device
-  n_free, overflow               [D]           one a device; a number inside
-  length, total, confidence      [B]           on every device: any process may look at them
+How each kind of array is cut stands in ``kvjax.sharding.specs``.
 
 Along ``context`` the cache is the same on every device; only the model is cut further. It is for more devices
 than there are KV heads.
@@ -27,32 +23,12 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from kvjax.cache.pages import Pages
-from kvjax.cache.ring import Entry
 from kvjax.errors import UserError
+from kvjax.sharding.specs import AXES, DATA, ROWS, SERVED, TENSOR, WHOLE, of_state, of_weight, spread
 from kvjax.types import Params
 
 if TYPE_CHECKING:
     from jaxtyping import Num
-
-DATA, TENSOR, CONTEXT = "data", "tensor", "context"
-AXES = (DATA, TENSOR, CONTEXT)
-
-ROWS, STREAMS, POOL = P(DATA), P(DATA, TENSOR), P((DATA, TENSOR))
-"""How arrays are cut that begin with [B], with [B, K] or [B, N], and pools."""
-
-OUT = P(DATA, None, TENSOR)
-"""How heads of the model's layout [B, T, N, H] are cut."""
-
-ENTRY: Any = Entry(k=STREAMS, v=STREAMS, pos=ROWS, admit=STREAMS, meta=STREAMS)  # type: ignore[arg-type]
-"""How tokens on their way are cut."""
-
-
-WHOLE = P()
-"""How arrays are "cut" that are the same on every device."""
-
-MODEL_CUT = {"K": (TENSOR,), **dict.fromkeys("NFV", (TENSOR, CONTEXT))}
-"""Axes over which a model's dimensions are cut, by the letters of ``kvjax.types``."""
 
 
 class MeshError(UserError):
@@ -61,7 +37,7 @@ class MeshError(UserError):
 
 @dataclasses.dataclass(frozen=True)
 class Mesh:
-    """Devices in a grid of data x tensor x context; or one device, where nothing here does anything.
+    """Devices in a grid of data x tensor x context; or one device, on which all methods do nothing.
 
     Attributes:
       grid: JAX's mesh of these axes; None for one device.
@@ -88,12 +64,12 @@ class Mesh:
 
     @property
     def processes(self) -> tuple[int, ...]:
-        """Those that it lies on; none where it is one device, which every process has."""
+        """Indices of the processes in the mesh; empty for a single device."""
         return tuple(sorted({device.process_index for device in self.grid.devices.flat})) if self.grid else ()
 
     def sharding(self, spec: P) -> NamedSharding:
         """Of an array on this mesh."""
-        assert self.grid is not None  # noqa: S101
+        assert self.grid is not None
         return NamedSharding(self.grid, spec)
 
     # --- from and to the host ---
@@ -102,8 +78,12 @@ class Mesh:
         """Host values, the same in every process, where they belong: everywhere, or as ``specs`` says."""
         if self.grid is None:
             return jax.device_put(x)
-        specs = _spread(specs, x)
-        return jax.tree.map(lambda leaf, spec: laid(leaf, self.sharding(spec)), x, specs)
+        return jax.tree.map(lambda leaf, spec: shard(leaf, self.sharding(spec)), x, spread(specs, x))
+
+    def shapes(self, tree: Any, specs: Any) -> Any:
+        """The shapes of a tree with the sharding that each leaf would have; no array is made."""
+        shape = lambda x, spec: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self.sharding(spec))  # noqa: E731
+        return jax.tree.map(shape, tree, spread(specs, tree))
 
     def build(self, shape: tuple[int, ...], spec: P, part: Callable[[tuple[slice, ...]], np.ndarray]) -> Any:
         """An array of parts, each asked for once by a process that has a device for it.
@@ -137,21 +117,21 @@ class Mesh:
             row, head = divmod(at, self.size(TENSOR))
             yield x[row * rows : (row + 1) * rows, head * heads : (head + 1) * heads]
 
-    def local(self, pages: Pages) -> Pages:
-        """Shapes of what one device has of the pages; the pages themselves where there is but one."""
+    def local(self, tree: Any) -> Any:
+        """Shapes of what one device has of a state's arrays; the arrays themselves on one device."""
         if self.grid is None:
-            return pages
+            return tree
 
         def one(x: Any, spec: P) -> Any:
             return jax.ShapeDtypeStruct(self.sharding(spec).shard_shape(x.shape), x.dtype)
 
-        return jax.tree.map(one, pages, self.specs(pages))
+        return jax.tree.map(one, tree, of_state(tree))
 
     # --- inside a program ---
 
     def everywhere(self, x: Any) -> Any:
         """The same values on every device, so that any process may look at them."""
-        return self.pinned(x, P())
+        return self.pinned(x, WHOLE)
 
     def by_row(self, x: Any) -> Any:
         """Arrays [B, ...], each device with its rows."""
@@ -164,59 +144,40 @@ class Mesh:
         pin = functools.partial(jax.lax.with_sharding_constraint, shardings=self.sharding(spec))
         return jax.tree.map(pin, x)
 
-    def specs(self, tree: Any) -> Any:
-        """How every leaf of caches, pages, entries and summaries is cut."""
-
-        def one(x: Any) -> Any:
-            if isinstance(x, Pages):
-                pool = jax.tree.map(lambda _: POOL, x)
-                return dataclasses.replace(pool, table=STREAMS, length=STREAMS)
-            return _spread(ENTRY, x) if isinstance(x, Entry) else STREAMS
-
-        return jax.tree.map(one, tree, is_leaf=lambda x: isinstance(x, Pages | Entry))
-
-    def each(self, run: Callable[..., Any], given: Sequence[Any], specs: Sequence[Any], out: Any) -> Any:
-        """``run(*given)`` on each device, of its own part of everything.
+    def each(self, run: Callable[..., Any], trees: Sequence[Any], specs: Sequence[Any], out: Any) -> Any:
+        """``run(*trees)`` on each device, with its own part of every array.
 
         Args:
           run: a pure function; it sees no mesh, but may reduce over the axis ``tensor``.
-          given: pytrees of arrays.
+          trees: pytrees of arrays.
           specs: how each of them is cut; may be prefixes of its tree.
           out: how the result is.
         """
         if self.grid is None:
-            return run(*given)
+            return run(*trees)
 
-        def mine(*parts: Any) -> Any:
+        def on_one(*parts: Any) -> Any:
             return _outside(run(*_inside(parts)))
 
         # What devices hold varies, and so do loops over it: shard_map's types of replication know neither.
-        sharded = jax.shard_map(mine, mesh=self.grid, in_specs=tuple(specs), out_specs=out, check_vma=False)
-        return sharded(*given)
+        sharded = jax.shard_map(on_one, mesh=self.grid, in_specs=tuple(specs), out_specs=out, check_vma=False)
+        return sharded(*trees)
 
-    def spec(self, letters: str, shape: tuple[int, ...], cut: Mapping[str, tuple[str, ...]] = MODEL_CUT) -> P:
-        """How a weight of these dimensions is cut.
-
-        By default K over ``tensor``; N, F and V over ``context`` too. A dimension
-        that the mesh does not divide is whole; axes that cut a dimension cut none behind it.
-        """
-        found: list[tuple[str, ...]] = []
-        for letter, n in zip(letters, shape):
-            axes = tuple(axis for axis in cut.get(letter, ()) if not any(axis in other for other in found))
-            found.append(axes if n % math.prod(self.size(axis) for axis in axes) == 0 else ())
-        return P(*[axes or None for axes in found]) if any(found) else P()
+    def spec(self, letters: str, shape: tuple[int, ...], cut: Mapping[str, tuple[str, ...]] = SERVED) -> P:
+        """How a weight of these dimensions is cut; see ``kvjax.sharding.specs.of_weight``."""
+        return of_weight(letters, shape, self.size, cut)
 
     def of_model(self, network: Any, params: Params) -> Params:
         """How a model's weights are cut, by the letters that its network names their dimensions by."""
-        named = getattr(network, "letters", None)
-        if named is None:
-            return jax.tree.map(lambda _: P(), params)
-        return jax.tree.map(lambda leaf, letters: self.spec(letters, leaf.shape), params, named(params))
+        letters = getattr(network, "letters", None)
+        if letters is None:
+            return jax.tree.map(lambda _: WHOLE, params)
+        return jax.tree.map(lambda leaf, named: self.spec(named, leaf.shape), params, letters(params))
 
     # --- what it divides ---
 
     def check(self, call: str, *, rows: int | None = None, heads: int, kv_heads: int) -> None:
-        """Refuse what the mesh does not divide.
+        """Refuses sizes that the mesh does not divide.
 
         Raises:
           MeshError: naming the axis, and what it may be.
@@ -245,77 +206,80 @@ ONE = Mesh()
 """One device."""
 
 
-def mesh(given: str | Mesh | None = None, *, devices: Sequence[Any] | None = None, **sizes: int) -> Mesh:
+def mesh(named: str | Mesh | None = None, *, devices: Sequence[Any] | None = None, **sizes: int) -> Mesh:
     """Devices for ``load``, ``prefill`` and ``generate``: ``mesh("data=2,tensor=4")``, ``mesh(tensor=8)``.
 
     Args:
-      given: axes and their sizes; those that are not named have one device. A mesh is given back.
+      named: axes and their sizes; other axes have one device. A mesh is returned as it is.
       devices: to take, in this order; all there are by default, those of a process side by side.
       sizes: ``data`` (cuts rows), ``tensor`` (KV heads and the model), ``context`` (the model alone).
 
     Raises:
-      MeshError: an axis that is none, sizes that are no whole numbers of 1 or more, or more devices than
-        there are.
+      MeshError: an unknown axis, a size that is not a whole number of 1 or more, or too few devices.
     """
-    if isinstance(given, Mesh):
-        return given
-    shape, call = axis_sizes(given, **sizes)
+    if isinstance(named, Mesh):
+        return named
+    shape, call = axis_sizes(named, **sizes)
     need = math.prod(shape)
     if need == 1 and devices is None:
         return ONE
-    found = sorted(jax.devices(), key=_place) if devices is None else list(devices)
-    if len(found) < need:
+    chosen = sorted(jax.devices(), key=_place) if devices is None else list(devices)
+    if len(chosen) < need:
         raise MeshError(
-            f"{call} needs {need} devices, {len(found)} are here. Make the axes smaller; on a CPU, "
+            f"{call} needs {need} devices, {len(chosen)} are here. Make the axes smaller; on a CPU, "
             f"XLA_FLAGS=--xla_force_host_platform_device_count={need} makes more."
         )
-    grid = np.asarray(found[:need]).reshape(shape)
+    grid = np.asarray(chosen[:need]).reshape(shape)
     return Mesh(jax.sharding.Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES)))
 
 
-def sizes_of(given: str) -> Mesh:
-    """A mesh that knows its sizes alone: what it divides can be asked of it before there are devices.
+def sizes_of(named: str) -> Mesh:
+    """A mesh of sizes alone, without devices, to ask what it divides.
 
     Raises:
       MeshError: as ``mesh``, but for too few devices.
     """
-    shape = axis_sizes(given)[0]
+    shape = axis_sizes(named)[0]
     return ONE if math.prod(shape) == 1 else Mesh(jax.sharding.AbstractMesh(shape, AXES))  # type: ignore[arg-type]
 
 
-def axis_sizes(given: str | None = None, **sizes: int) -> tuple[tuple[int, ...], str]:
+def axis_sizes(named: str | None = None, **sizes: int) -> tuple[tuple[int, ...], str]:
     """Devices along each of ``AXES``, and the call of ``mesh`` as it was written.
 
     Raises:
-      MeshError: an axis that is none, sizes that are no whole numbers of 1 or more.
+      MeshError: an unknown axis, or a size that is not a whole number of 1 or more.
     """
-    asked: dict[str, Any] = dict(sizes)
-    call = f"mesh({given!r})" if given is not None else f"mesh(**{asked})"
-    for word in filter(None, (given or "").replace(" ", "").split(",")):
+    by_axis: dict[str, Any] = dict(sizes)
+    call = f"mesh({named!r})" if named is not None else f"mesh(**{by_axis})"
+    for word in filter(None, (named or "").replace(" ", "").split(",")):
         axis, equals, size = word.partition("=")
         if not equals or not re.fullmatch(r"\d+", size):
-            raise MeshError(f"{call}: {word!r} is no axis and its size. Write it as 'data=2,tensor=4'.")
-        asked[axis] = int(size)
-    if unknown := [axis for axis in asked if axis not in AXES]:
-        raise MeshError(f"{call}: {unknown[0]!r} is no axis. The axes are {', '.join(AXES)}.")
-    if wrong := [axis for axis, n in asked.items() if isinstance(n, bool) or not isinstance(n, int) or n < 1]:
-        raise MeshError(f"{call}: {wrong[0]}={asked[wrong[0]]!r} is no number of devices. Give 1 or more.")
-    return tuple(asked.get(axis, 1) for axis in AXES), call
+            raise MeshError(f"{call}: {word!r} is not an axis and its size. Write it as 'data=2,tensor=4'.")
+        by_axis[axis] = int(size)
+    if unknown := [axis for axis in by_axis if axis not in AXES]:
+        raise MeshError(f"{call}: {unknown[0]!r} is not an axis. The axes are {', '.join(AXES)}.")
+    if wrong := [
+        axis for axis, n in by_axis.items() if isinstance(n, bool) or not isinstance(n, int) or n < 1
+    ]:
+        raise MeshError(
+            f"{call}: {wrong[0]}={by_axis[wrong[0]]!r} is not a number of devices. Give 1 or more."
+        )
+    return tuple(by_axis.get(axis, 1) for axis in AXES), call
 
 
 def mesh_of(params: Params) -> Mesh:
     """The mesh that a model's weights lie on."""
     where = getattr(jax.tree.leaves(params)[0], "sharding", None)
-    here = isinstance(where, NamedSharding) and tuple(where.mesh.axis_names) == AXES
-    return Mesh(where.mesh) if here else ONE  # type: ignore[union-attr, arg-type]
+    sharded = isinstance(where, NamedSharding) and tuple(where.mesh.axis_names) == AXES
+    return Mesh(where.mesh) if sharded else ONE  # type: ignore[union-attr, arg-type]
 
 
 def _place(device: Any) -> tuple[int, int]:
     return device.process_index, device.id
 
 
-def laid(x: Any, where: NamedSharding) -> Any:
-    """An array where it belongs; of a host value each process brings its own devices' part."""
+def shard(x: Any, where: NamedSharding) -> Any:
+    """An array on its devices; each process brings its own devices' part of a host value."""
     if where.is_fully_addressable or getattr(x, "sharding", None) == where:
         return jax.device_put(x, where)
     x = np.asarray(x)
@@ -327,22 +291,15 @@ def _everywhere(x: Any, where: Mesh) -> Any:
     return where.everywhere(x)
 
 
-def _spread(specs: Any, tree: Any) -> Any:
-    """A spec for each leaf of the tree, of specs for its branches."""
-    is_spec = lambda x: isinstance(x, P)  # noqa: E731
-    return jax.tree.map(lambda spec, part: jax.tree.map(lambda _: spec, part), specs, tree, is_leaf=is_spec)
-
-
-def _numbers(tree: Any, turn: Callable[[Any], Any]) -> Any:
-    """The tree with what is a number a device turned."""
+def _per_device(tree: Any, change: Callable[[Any], Any]) -> Any:
+    """The tree with the numbers changed of which every device has one (``Pages.per_device``)."""
 
     def one(x: Any) -> Any:
-        if not isinstance(x, Pages):
-            return x
-        return dataclasses.replace(x, n_free=turn(x.n_free), overflow=turn(x.overflow))
+        names = getattr(x, "per_device", ())
+        return dataclasses.replace(x, **{name: change(getattr(x, name)) for name in names}) if names else x
 
-    return jax.tree.map(one, tree, is_leaf=lambda x: isinstance(x, Pages))
+    return jax.tree.map(one, tree, is_leaf=lambda x: hasattr(x, "per_device"))
 
 
-_inside = functools.partial(_numbers, turn=lambda x: x[0])
-_outside = functools.partial(_numbers, turn=lambda x: x[None])
+_inside = functools.partial(_per_device, change=lambda x: x[0])
+_outside = functools.partial(_per_device, change=lambda x: x[None])

@@ -1,1 +1,1 @@
-"""Storage: how a paged slot is held."""
+"""Storage: how a paged slot is stored."""

@@ -1,7 +1,7 @@
-"""Pages of codes: symmetric, with one scale per channel and page.
+"""Pages of symmetric codes with one scale per channel and page.
 
-A page's scale only grows; growing requantises the page, so that a read needs one multiplication per
-channel and none per slot (the scale folds into q and into the output).
+A page's scale only grows, and growing requantises the page. So a read multiplies once per channel and never
+per slot: the scale folds into q and into the output.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Coded(Storage):
-    """What storages of codes have in common; ``recent`` is explained where it can be written.
+    """What INT8 and INT4 pages have in common.
 
     Class attributes:
       most: the largest code; the smallest is its negative.
@@ -34,20 +34,20 @@ class Coded(Storage):
     scaled = True
     arguments = {"recent": Whole(1)}
     most: ClassVar[int]
-    recent: int = 128  # type: ignore[assignment]
+    recent: int = 128
 
     def encoded(self, codes: Int[Array, "... H"]) -> Num[Array, "... X"]:
-        """Codes as the pool holds them."""
+        """Codes as the pool stores them."""
         raise NotImplementedError
 
     def write(self, pages: Pages, page: Array, slot: Array, k: Array, v: Array) -> Pages:
-        """Grow the scales of the touched pages, requantise these pages, put the new codes in."""
-        assert pages.scales is not None  # noqa: S101  (pools of a scaled storage carry scales)
+        """Grows the scales of the pages written to, requantises these pages and writes the new codes."""
+        assert pages.scales is not None
         kv = jnp.stack([k, v], axis=-2).astype(jnp.float32)  # [..., 2, H]
         grown = pages.scales.at[page].max(jnp.abs(kv) / self.most, mode="drop")
         shrink = jnp.where(grown > 0, pages.scales / jnp.where(grown > 0, grown, 1.0), 1.0)
         pages = dataclasses.replace(pages, scales=grown)
-        if page.shape[-1] == 1:  # one token a stream: touch its page only
+        if page.shape[-1] == 1:  # one token per KV head: requantise its page only
             pages = self._requantise(pages, page.reshape(-1), shrink)
         else:
             old = (self._rounded(floats(c) * shrink[:, None, i]) for i, c in enumerate((pages.k, pages.v)))
@@ -61,8 +61,8 @@ class Coded(Storage):
         )
 
     def read(self, pages: Pages, page: Array, slot: Array) -> tuple[Array, Array]:
-        """Codes times scales, float32."""
-        assert pages.scales is not None  # noqa: S101
+        """Codes times scales, in float32."""
+        assert pages.scales is not None
         scale = pages.scales[page]
         return floats(pages.k[page, slot]) * scale[..., 0, :], floats(pages.v[page, slot]) * scale[..., 1, :]
 
@@ -70,7 +70,7 @@ class Coded(Storage):
         return self.encoded(jnp.clip(jnp.round(x), -self.most, self.most).astype(jnp.int8))
 
     def _requantise(self, pages: Pages, page: Array, shrink: Array) -> Pages:
-        """Bring the codes of these pages (out of range: none) to their new scales."""
+        """Rescales the codes of these pages; ignores pages out of range."""
         near = jnp.minimum(page, pages.count - 1)
         factor = shrink[near]  # [Q, 2, H]
         k, v = (self._rounded(floats(c[near]) * factor[:, None, i]) for i, c in enumerate((pages.k, pages.v)))

@@ -1,7 +1,7 @@
-"""INT4 pages: codes of -7 to 7, two to a byte, with one scale per channel and page; the ablation of INT8.
+"""INT4 pages: two codes per byte, with one scale per channel and page; the ablation of INT8.
 
-Half the bytes of INT8's codes for about eighteen times its error. Reads unpack in plain XLA: no Pallas body
-takes two codes out of a byte.
+Codes range from -7 to 7: half the bytes of INT8's codes for about eighteen times its error. Reads unpack in
+plain XLA: no Pallas kernel reads two codes from a byte.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Int4(Coded):
-    """Pages in 4 bits, but for the newest ``recent`` retained tokens.
+    """Pages in 4 bits, except for the newest ``recent`` retained tokens.
 
     Attributes:
       recent: as in ``int8``.
@@ -34,25 +34,17 @@ class Int4(Coded):
     most = 7
 
     def dtype(self, model: jnp.dtype) -> jnp.dtype:
-        """Bytes of two codes."""
-        del model
         return PAIRED
 
     def width(self, head_dim: int) -> int:
-        """Half of the channels.
-
-        Raises:
-          PolicyError: an odd number of them.
-        """
         if head_dim % 2:
             raise PolicyError(
-                f"{self!r} holds two channels in a byte, and this model's heads have {head_dim}. Use int8, "
-                "or a model with an even head dim."
+                f"{self!r} stores two channels in a byte, but this model's heads have {head_dim} channels. "
+                "Use int8, or a model with an even head dim."
             )
         return head_dim // 2
 
     def encoded(self, codes: Int[Array, "... H"]) -> Int[Array, "... H/2"]:
-        """Two to a byte."""
         return paired(codes)
 
 

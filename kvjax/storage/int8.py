@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Int8(Coded):
-    """Pages in INT8, but for the newest ``recent`` retained tokens.
+    """Pages in INT8, except for the newest ``recent`` retained tokens.
 
     Attributes:
-      recent: tokens held in the model's own dtype: in the ring, or, where a budget that acts while decoding
-        may evict them, in the ring and in pages of their own.
+      recent: tokens stored in the model's own dtype: in the ring and, if a budget that acts while decoding
+        may evict them, in pages of their own.
 
     Raises:
       PolicyError: recent < 1.
@@ -33,12 +33,9 @@ class Int8(Coded):
     most = 127
 
     def dtype(self, model: jnp.dtype) -> jnp.dtype:
-        """Codes."""
-        del model
         return jnp.dtype(jnp.int8)
 
     def encoded(self, codes: Int[Array, "... H"]) -> Int[Array, "... H"]:
-        """One to a byte."""
         return codes
 
 

@@ -1,4 +1,4 @@
-"""Learned weights of a policy's parts: files, whose they are, and where a policy finds them.
+"""Learned weights of a policy's parts: their files, their model, and how a policy finds them.
 
 ``gates`` converts published WG-KV gates and makes random ones (``python -m kvjax.weights``), ``torch_file``
 reads what torch saved. ``chosen`` is what ``auto(0.2)`` stands for on a model.

@@ -16,13 +16,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _make(words: Sequence[str]) -> None:
-    said = _parser().parse_args(words)
-    if said.verb == "convert":
-        gates.convert(said.file, said.model, said.out, said.weight)
+    options = _parser().parse_args(words)
+    if options.verb == "convert":
+        gates.convert(options.file, options.model, options.out, options.weight)
     else:
-        gates.make_random(said.model, said.share, said.out)
+        gates.make_random(options.model, options.share, options.out)
     print(
-        f"{said.out} written. Serve it with --policy wg-kv --weights write_gate={said.out}.", file=sys.stderr
+        f"{options.out} written. Serve it with --policy wg-kv --weights write_gate={options.out}.",
+        file=sys.stderr,
     )
 
 
@@ -33,7 +34,7 @@ def _parser() -> cli.Parser:
     published.add_argument("file", metavar="FILE.pt", type=Path)
     published.add_argument("--lambda", dest="weight", metavar="X", help="for the notes (default: as named)")
     untrained = verbs.add_parser("random", help="untrained gates that admit a share of any text")
-    share = cli.number("--share", float, lambda x: x == x, "a number, 0 to 1")
+    share = cli.Rule(float, lambda x: x == x, "a number, 0 to 1")
     untrained.add_argument("--share", metavar="X", type=share, required=True, help="0 to 1")
     for verb in (published, untrained):
         cli.add(verb, "--model", required=True, help="folder or hub id of the model the gates are for")

@@ -1,20 +1,19 @@
 """``auto(0.2)``, ``auto(64MiB)``: the policy that measured best at so many bytes, once the model is known.
 
-What measured best stands in a model's folder, in ``front.json`` (``python -m kvjax.eval frontier``); a model
-that has none, or one of another fingerprint, takes what was measured on the embedded model, without learned
-parts.
+The measurements are ``front.json`` in a model's folder (``python -m kvjax.eval frontier``). A model without
+one, or with one of another fingerprint, uses those of the embedded model, without learned parts.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import importlib.resources
 import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import kvjax
 from kvjax import catalogue
 from kvjax.algebra import Policy, PolicyError
 from kvjax.types import Weighted
@@ -23,19 +22,19 @@ from kvjax.weights._find import find
 from kvjax.weights._fingerprint import fingerprint
 
 FRONT = "front.json"
-EMBEDDED = Path(kvjax.__file__).parent / "assets" / "embedded"
+EMBEDDED = Path(str(importlib.resources.files("kvjax"))) / "assets" / "embedded"
 _WORD = re.compile(r"\s*auto\((.*)\)\s*")
 _BYTES = re.compile(r"['\"]?(\d+)(B|KiB|MiB|GiB)['\"]?")
 _UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
 def is_auto(spec: object) -> bool:
-    """Is that ``auto(...)``?"""
+    """Whether that is ``auto(...)``."""
     return isinstance(spec, str) and _WORD.fullmatch(spec) is not None
 
 
 def chosen(spec: str, model: Weighted) -> tuple[Policy, str]:
-    """The policy that ``auto(...)`` stands for on this model, and a sentence on what that rests on.
+    """The policy that ``auto(...)`` stands for on this model, and a sentence with the reason.
 
     A share is of the 16-bit bytes of a cache that keeps everything; bytes are of a row, whatever its length.
     Of the measurements at the greatest length, question unseen, the best score within the share counts.
@@ -47,8 +46,8 @@ def chosen(spec: str, model: Weighted) -> tuple[Policy, str]:
     Raises:
       PolicyError: neither a share nor bytes, no measurements or damaged ones, or none that small.
     """
-    found = _WORD.fullmatch(spec)
-    text = found[1].strip() if found else ""
+    match = _WORD.fullmatch(spec)
+    text = match[1].strip() if match else ""
     size = _BYTES.fullmatch(text)
     share = _share_of(int(size[1]) * _UNITS[size[2]], model) if size else _share(text)
     if share is None:
@@ -80,14 +79,14 @@ def _share(text: str) -> float | None:
 
 
 def _share_of(size: int, model: Weighted) -> float:
-    """Of the 16-bit bytes of a full cache of as many tokens as the model can see."""
+    """Bytes as a share of a full 16-bit cache of the model's longest sequence."""
     network = model.network
     full = 4 * network.num_layers * network.num_kv_heads * network.head_dim * network.max_positions
     return min(1.0, size / full) if size else 0.0
 
 
 def _table(model: Weighted) -> tuple[dict[str, Any], bool]:
-    """The measurements, and whether they are of this very model."""
+    """The measurements, and whether they were made with this model."""
     for folder in (getattr(model, "folder", None), EMBEDDED):
         file = None if folder is None else Path(folder) / FRONT
         if file is not None and file.is_file():
@@ -120,14 +119,14 @@ def _read(file: Path) -> dict[str, Any]:
 
 def _longest(front: list[dict[str, Any]]) -> list[dict[str, Any]]:
     most = max((x["length"] for x in front), default=0)
-    here = [x for x in front if x["length"] == most]
-    return [x for x in here if x["protocol"] == "agnostic"] or here
+    of_longest = [x for x in front if x["length"] == most]
+    return [x for x in of_longest if x["protocol"] == "agnostic"] or of_longest
 
 
 def _at(entry: dict[str, Any], amount: float | str, share: float) -> Iterator[Policy]:
     """The measured policy with its budget set to ``amount``; as it stands where it has none to set.
 
-    A budget of slots counts by its share of the prompt: what came after the prompt was held beside it.
+    A budget of slots counts as its share of the prompt; tokens after the prompt were held in addition.
     """
     policy = catalogue.policy(entry["policy"])
     budget: Any = policy.budget

@@ -22,6 +22,7 @@ import numpy as np
 
 from kvjax.algebra import Part, PolicyError
 from kvjax.types import Params, Weighted
+from kvjax.version import __version__
 from kvjax.weights._fingerprint import fingerprint, name_of, sizes
 
 FORMAT = "kvjax learned weights 1"
@@ -61,15 +62,13 @@ def save_weights(
     Args:
       file: to be written, or replaced.
       model: the backbone they were trained for.
-      part: which reads them. Arguments that weights are trained for (``fitted``) are noted.
+      part: that reads them. Arguments that weights are trained for (``fitted``) are noted.
       layers: one dict of arrays a layer.
       notes: for the header, such as lambda, tau and seed; values are written as text.
 
     Raises:
-      WeightsError: a part that learns nothing, not one dict a layer of the model, or others than it reads.
+      WeightsError: a part that learns nothing, or layers that do not fit the model or the part.
     """
-    import kvjax
-
     if not part.learns:
         raise WeightsError(
             f"save_weights({str(file)!r}): {part!r} learns nothing. Give the part that reads them."
@@ -86,13 +85,8 @@ def save_weights(
         raise WeightsError(f"save_weights({str(file)!r}): {error}") from None
     noted = {name: getattr(part, name) for name in part.fitted} | dict(notes or {})
     header = {name: str(value) for name, value in noted.items()} | counts
-    header |= {
-        "format": FORMAT,
-        "method": part.learns,
-        "place": part.place,
-        "fingerprint": fingerprint(model),
-    }
-    header |= {"model": name_of(model), "kvjax": kvjax.__version__}
+    header |= {"format": FORMAT, "method": part.learns, "place": part.place, "kvjax": __version__}
+    header |= {"fingerprint": fingerprint(model), "model": name_of(model)}
     tensors = {
         f"{part.place}.{layer}.{name}": np.ascontiguousarray(value, np.float32)
         for layer, params in enumerate(layers)
@@ -115,7 +109,7 @@ def _write(file: Path, tensors: dict[str, np.ndarray], header: dict[str, str]) -
 
 
 def read_weights(file: str | Path) -> Learned:
-    """Reads a file of learned weights, whomever they are for.
+    """Reads a file of learned weights, of any model.
 
     Raises:
       WeightsError: no such file, or not one that ``save_weights`` wrote.
@@ -134,7 +128,7 @@ def read_weights(file: str | Path) -> Learned:
         hint = (
             "If it holds published WG-KV gates, python -m kvjax.weights convert reads it."
             if file.suffix == ".pt"
-            else "Download or train it anew."
+            else "Download or train it again."
         )
         raise WeightsError(f"{file} is no safetensors file ({error}). {hint}") from error
     if notes.get("format") != FORMAT:
@@ -147,7 +141,7 @@ def read_weights(file: str | Path) -> Learned:
         match = _NAME.fullmatch(name)
         if match is None or match[1] != notes["place"] or int(match[2]) >= len(layers):
             raise WeightsError(
-                f"{file} holds a tensor {name!r} that its header does not announce. Write it anew."
+                f"{file} holds a tensor {name!r} that its header does not name. Write it again."
             )
         layers[int(match[2])][match[3]] = jnp.asarray(value)
     return Learned(file=file, layers=layers, notes=notes)

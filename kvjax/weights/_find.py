@@ -1,4 +1,4 @@
-"""The learned weights a policy needs with a model, wherever they are.
+"""The learned weights that a policy needs with a model.
 
 A model's folder ships them as ``weights/<part>/<name>.safetensors``, as ``weights/duo/default.safetensors``.
 """
@@ -11,9 +11,6 @@ import os
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
-
-import numpy as np
 
 from kvjax import catalogue
 from kvjax.algebra import Part, Policy, PolicyError
@@ -26,18 +23,16 @@ from kvjax.weights._sources import Source, Sources, sources
 FOLDER = "weights"
 """Inside a model's folder; in it a folder for each part."""
 
-_FORMER = "gates"
-"""The folder that held the files of all parts before."""
-
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Found:
     """Learned weights of a policy, read and checked.
 
     Attributes:
-      weights: as the decode loop takes them, ``{place: [a layer's, ...]}``; ``{}`` where nothing is learned.
+      weights: as the decode loop takes them, ``{place: [one dict a layer]}``; ``{}`` where nothing is
+        learned.
       files: where they were read from, by the part's name.
-      remarks: a sentence for each argument that differs from what weights were trained for.
+      remarks: a sentence for each argument that differs from the one that weights were trained for.
     """
 
     weights: Params
@@ -46,21 +41,18 @@ class Found:
 
     @property
     def label(self) -> str:
-        """How results name them: ``name@digest``, the digest sixteen hex digits of the file's SHA-256.
+        """Their name in results: ``name@digest``, with sixteen hex digits of the file's SHA-256.
 
         Where several parts learn: ``part=name@digest``, comma-separated. "" where nothing is learned.
         """
-        said = {part: f"{file.stem}@{_digest(file)}" for part, file in self.files.items()}
-        if len(said) == 1:
-            return next(iter(said.values()))
-        return ",".join(f"{part}={name}" for part, name in said.items())
+        digests = {part: hashlib.sha256(file.read_bytes()).hexdigest() for part, file in self.files.items()}
+        labels = {part: f"{file.stem}@{digests[part][:16]}" for part, file in self.files.items()}
+        if len(labels) == 1:
+            return next(iter(labels.values()))
+        return ",".join(f"{part}={name}" for part, name in labels.items())
 
 
-def _digest(file: Path) -> str:
-    return hashlib.sha256(file.read_bytes()).hexdigest()[:16]
-
-
-def weights_for(policy: Policy | str, model: Weighted, given: Sources = None) -> Params:
+def weights_for(policy: Policy | str, model: Weighted, weights: Sources = None) -> Params:
     """The learned weights a policy needs with a model: ``{}`` where it learns nothing.
 
     Warns where they were trained for other arguments than the policy's, such as another window.
@@ -68,63 +60,60 @@ def weights_for(policy: Policy | str, model: Weighted, given: Sources = None) ->
     Args:
       policy: what to serve, also in the one-string form.
       model: a loaded model; its folder may ship weights.
-      given: a file, or the name of shipped weights, by part: ``{"write_gate": "default", "kvp": "FILE"}``; or
-        one alone where exactly one part learns. What is not given is what the model ships as "default".
+      weights: a file, or the name of shipped weights, by part: ``{"write_gate": "default", "kvp": "FILE"}``;
+        or a single one where exactly one part learns. A part that is not named takes the model's "default".
 
     Raises:
-      WeightsError: needed weights that are nowhere, do not fit model or method, or are given in vain.
+      WeightsError: weights that are missing, do not fit model or method, or belong to no part of the policy.
     """
-    found = find(catalogue.policy(policy), model, given)
+    found = find(catalogue.policy(policy), model, weights)
     for remark in found.remarks:
         warnings.warn(remark, stacklevel=2)
     return found.weights
 
 
-def find(policy: Policy, model: Weighted, given: Sources = None) -> Found:
+def find(policy: Policy, model: Weighted, weights: Sources = None) -> Found:
     """``weights_for`` for commands: with the files, and with remarks instead of warnings."""
-    chosen = sources(policy, given)
-    read = {part: _weights_of(part, model, chosen[part.name]) for part in policy.learned}
+    source_of = sources(policy, weights)
+    read = {part: _weights_of(part, model, source_of[part.name]) for part in policy.learned}
     return Found(
-        weights={part.place: mine.layers for part, mine in read.items()},
-        files={part.name: mine.file for part, mine in read.items()},
-        remarks=tuple(remark for part, mine in read.items() for remark in _trained_otherwise(part, mine)),
+        weights={part.place: learned.layers for part, learned in read.items()},
+        files={part.name: learned.file for part, learned in read.items()},
+        remarks=tuple(
+            remark for part, learned in read.items() for remark in _trained_otherwise(part, learned)
+        ),
     )
 
 
-def _trained_otherwise(part: Part, found: Learned) -> Iterator[str]:
+def _trained_otherwise(part: Part, learned: Learned) -> Iterator[str]:
     """A sentence for each argument in which the part differs from what its weights were trained for."""
     for name in part.fitted:
-        trained, mine = found.notes.get(name), getattr(part, name)
-        if trained is not None and trained != str(mine):
+        trained, value = learned.notes.get(name), getattr(part, name)
+        if trained is not None and trained != str(value):
             yield (
-                f"{part!r}: the weights of {found.file.name} were trained with {name}={trained} and are read "
-                f"with {name}={mine}. Write {name}={trained}, or use weights trained for {mine}."
+                f"{part!r}: the weights of {learned.file.name} were trained with {name}={trained} and are "
+                f"read with {name}={value}. Write {name}={trained}, or use weights trained for {value}."
             )
 
 
 def _weights_of(part: Part, model: Weighted, source: Source) -> Learned:
-    found = load_weights(_file(part, model, source), model)
-    if found.notes["method"] != part.learns or found.notes["place"] != part.place:
+    learned = load_weights(_file(part, model, source), model)
+    if learned.notes["method"] != part.learns or learned.notes["place"] != part.place:
         raise WeightsError(
-            f"weights {part.name}={source}: {found.file} holds weights of {found.notes['method']!r}, "
+            f"weights {part.name}={source}: {learned.file} holds weights of {learned.notes['method']!r}, "
             f"{part!r} reads those of {part.learns!r}. Give a file of that method."
         )
     try:
-        part.check_weights(found.layers, model.network)
+        part.check_weights(learned.layers, model.network)
     except PolicyError as error:
-        raise WeightsError(f"weights {part.name}={source}: {found.file} does not fit. {error}") from None
-    if found.notes["fingerprint"] == getattr(model, "origin", None):
-        found = dataclasses.replace(found, layers=_in_order(part, found.layers, model))
-    return found
-
-
-def _in_order(part: Part, layers: list[Params], model: Any) -> list[Params]:
-    """Learned weights with their heads in the order in which the model's were laid."""
-
-    def one(layer: Params, order: np.ndarray) -> Params:
-        return {name: x if name in part.shared else in_order(x, order) for name, x in layer.items()}
-
-    return [one(layer, order) for layer, order in zip(layers, model.heads, strict=True)]
+        raise WeightsError(f"weights {part.name}={source}: {learned.file} does not fit. {error}") from None
+    if learned.notes["fingerprint"] == getattr(model, "origin", None):
+        layers = [  # their heads in the order of the model's
+            {name: x if name in part.shared else in_order(x, order) for name, x in layer.items()}
+            for layer, order in zip(learned.layers, model.heads, strict=True)  # type: ignore[attr-defined]
+        ]
+        learned = dataclasses.replace(learned, layers=layers)
+    return learned
 
 
 def _file(part: Part, model: Weighted, source: Source) -> Path:
@@ -137,8 +126,8 @@ def _file(part: Part, model: Weighted, source: Source) -> Path:
     if not names:
         raise missing(part, model)
     raise WeightsError(
-        f"weights {part.name}={text}: the model ({name_of(model)}) ships no {text!r} for {part.name}, but "
-        f"{', '.join(names)}. Give one of its names, or a file.{_made(part)}"
+        f"weights {part.name}={text}: the model ({name_of(model)}) ships no {text!r} for {part.name}; it "
+        f"has {', '.join(names)}. Give one of these names, or a file.{_made(part)}"
     )
 
 
@@ -148,20 +137,20 @@ def load_weights(file: Source, model: Weighted) -> Learned:
     Raises:
       WeightsError: no such file, not a file of learned weights, or weights of another model.
     """
-    found = read_weights(file)
-    mine, theirs = sizes(model), {name: found.notes[name] for name in SIZES}
-    if mine != theirs:
+    learned = read_weights(file)
+    needed, stored = sizes(model), {name: learned.notes[name] for name in SIZES}
+    if needed != stored:
         has = "{layers} layers of {kv_heads} KV heads of {head_dim}"
         raise WeightsError(
-            f"{found.file} was made for {found.notes['model']} with {has.format(**theirs)}, the model "
-            f"({name_of(model)}) has {has.format(**mine)}. Give weights trained for this model."
+            f"{learned.file} was made for {learned.notes['model']} with {has.format(**stored)}, the model "
+            f"({name_of(model)}) has {has.format(**needed)}. Give weights trained for this model."
         )
-    if found.notes["fingerprint"] not in (fingerprint(model), getattr(model, "origin", None)):
+    if learned.notes["fingerprint"] not in (fingerprint(model), getattr(model, "origin", None)):
         raise WeightsError(
-            f"{found.file} was made for {found.notes['model']}, whose weights differ from those of this "
+            f"{learned.file} was made for {learned.notes['model']}, whose weights differ from those of this "
             f"model ({name_of(model)}) of the same shape. Give weights trained for this model."
         )
-    return found
+    return learned
 
 
 def _folder(model: Weighted) -> Path:
@@ -177,24 +166,13 @@ def missing(part: Part, model: Weighted) -> WeightsError:
     """The error of a part that has no weights, with the ways out."""
     call = "weights=kvjax.weights_for(policy, model"
     if shipped(model, part):
-        return WeightsError(f"{part!r} reads learned weights, and is given none. Pass {call}).")
+        return WeightsError(f"{part!r} reads learned weights, and got none. Pass {call}).")
     return WeightsError(
         f"{part!r} reads learned weights of {part.learns!r}, and the model ({name_of(model)}) ships none "
         f"for {part.name}. Give a file (--weights {part.name}=FILE, or {call}, "
-        f"{{{part.name!r}: FILE}})).{_made(part)}{_moved(part, model)}"
+        f"{{{part.name!r}: FILE}})).{_made(part)}"
     )
 
 
 def _made(part: Part) -> str:
-    return f" What makes one: {part.trained_by}." if part.trained_by else ""
-
-
-def _moved(part: Part, model: Weighted) -> str:
-    """What to do with a folder of the former layout."""
-    files = sorted((_folder(model) / _FORMER).glob("*.safetensors"))
-    if not files:
-        return ""
-    return (
-        f" Its folder {_FORMER}/ has the former layout: move those of its files that are for {part.name} "
-        f"into {FOLDER}/{part.name}/."
-    )
+    return f" To make one: {part.trained_by}." if part.trained_by else ""

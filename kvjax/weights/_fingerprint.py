@@ -1,4 +1,4 @@
-"""Which model something belongs to: learned weights, results of an evaluation, saved states."""
+"""A fingerprint of a model, for learned weights, results of an evaluation and saved states."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 from kvjax.types import Weighted
 
 SAMPLED = 256
-"""Entries of each weight matrix that the fingerprint looks at."""
+"""Entries of each weight matrix that the fingerprint covers."""
 
 SIZES = ("layers", "kv_heads", "head_dim")
 
 
 def fingerprint(model: Weighted) -> str:
-    """Sixteen hex digits that tell models apart, the same whatever dtype a model was loaded in.
+    """Sixteen hex digits that identify a model, the same for every dtype it is loaded in.
 
     SHA-256 over layers, KV heads and head dim, the name and shape of every parameter, and the signs of 256
     entries spread over each weight matrix: rounding to another float type keeps signs, any training of the
@@ -39,12 +39,12 @@ def _sample(x: Any) -> np.ndarray:
     """Entries at fixed places all over a matrix, as float32."""
     spread = np.arange(SAMPLED, dtype=np.uint64) * np.uint64(2654435761)  # golden ratio: hits every row
     at = np.unravel_index((spread % np.uint64(x.size)).astype(np.int64), x.shape)
-    if isinstance(x, jax.Array) and not x.is_fully_addressable:  # over processes: each gets the sample
+    if isinstance(x, jax.Array) and not x.is_fully_addressable:  # across processes: each gets the sample
         whole = NamedSharding(x.sharding.mesh, PartitionSpec())  # type: ignore[attr-defined]
         return np.asarray(jax.jit(lambda x: x[at], out_shardings=whole)(x)).astype(np.float32)
-    here = isinstance(x, np.ndarray) or all(device.platform == "cpu" for device in x.devices())
-    # Beside the device only the sample is copied.
-    return np.asarray(np.asarray(x)[at] if here else x[at]).astype(np.float32)
+    on_cpu = isinstance(x, np.ndarray) or all(device.platform == "cpu" for device in x.devices())
+    # From a device only the sample is copied.
+    return np.asarray(np.asarray(x)[at] if on_cpu else x[at]).astype(np.float32)
 
 
 def sizes(model: Weighted) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Where each learned part of a policy has its weights from, as said in Python or on a command line.
+"""The sources of a policy's learned weights, as given in Python or on a command line.
 
 A source is a file, or the name of a file that the model's folder ships for the part. Parts go by the names
 with which a policy prints them: ``{"write_gate": "default", "kvp": "rankers.safetensors"}`` in Python,
@@ -17,7 +17,7 @@ from kvjax.algebra import Part, Policy
 from kvjax.weights._file import WeightsError
 
 DEFAULT = "default"
-"""The shipped weights that a part takes where nothing else is said."""
+"""The shipped weights that a part takes unless others are given."""
 
 GATES = "gates"
 """Instead of a part's name: the part that learns what to admit, or else the only part that learns."""
@@ -25,59 +25,55 @@ GATES = "gates"
 Source = str | Path
 
 Sources = Source | Mapping[str, Source] | None
-"""By part; a single one where exactly one part learns; None for the model's own."""
+"""By part; a single one where exactly one part learns; None for those the model ships."""
 
 _SAID = re.compile(r"\s*([a-z][a-z0-9_]*)\s*=(.*)", re.DOTALL)
 _NEXT = re.compile(r",(?=\s*[a-z][a-z0-9_]*\s*=)")
 
 
-def sources(policy: Policy, given: Sources = None, *, others: Iterable[Policy] = ()) -> dict[str, Source]:
-    """A source for every learned part of the policy, by the part's name; ``default`` where none is given.
+def sources(policy: Policy, weights: Sources = None, *, others: Iterable[Policy] = ()) -> dict[str, Source]:
+    """A source for every learned part of the policy, by the part's name; ``default`` if none is given.
 
     Args:
       policy: whose parts.
-      given: what was said.
-      others: more policies of the same run; what is said of their parts is passed over here.
+      weights: the sources that were given.
+      others: more policies of the same run; sources of their parts are ignored here.
 
     Raises:
-      WeightsError: a source for what is no part, or learns nothing, or two sources for one part.
+      WeightsError: a source for an unknown part or one that learns nothing, or two sources for one part.
     """
-    learned = {part.name: part for part in policy.learned}
-    if isinstance(given, str | Path):
+    learned = [part.name for part in policy.learned]
+    if isinstance(weights, str | Path):
         if len(learned) > 1:
             raise WeightsError(
-                f"weights {str(given)!r} are given, and {len(learned)} parts of '{policy!r}' learn. "
-                f"Say whose they are: {' or '.join(f'{name}={given}' for name in learned)}."
+                f"weights {str(weights)!r} are given, and {len(learned)} parts of '{policy!r}' learn. "
+                f"Say whose they are: {' or '.join(f'{name}={weights}' for name in learned)}."
             )
-        given = dict.fromkeys(learned, given) or {"": given}
-    if not isinstance(given, Mapping | None):
+        weights = dict.fromkeys(learned, weights) or {"": weights}
+    if not isinstance(weights, Mapping | None):
         raise WeightsError(
-            f"weights {_short(given)} name no file. Give a file or a name for each part, such as "
+            f"weights {_short(weights)} name no file. Give a file or a name for each part, such as "
             "{'write_gate': 'default'}."
         )
-    found: dict[str, Source] = {}
-    for name, source in (given or {}).items():
-        _check_source(name, source)
+    chosen: dict[str, Source] = {}
+    for name, source in (weights or {}).items():
+        if not isinstance(source, str | Path) or not str(source):
+            raise WeightsError(
+                f"weights {name}={_short(source)} name no file. Give a file, or the name of weights the "
+                f"model ships, such as {DEFAULT!r}."
+            )
         part = _meant(policy, name)
         if part is None and any(_meant(other, name) for other in others):
             continue  # of another policy of the run
         if part is None:
             raise _in_vain(name, source, policy, tuple(others))
-        if part.name in found:
+        if part.name in chosen:
             raise WeightsError(
-                f"weights {part.name}={found[part.name]} and {name}={source} are both given, for the same "
+                f"weights {part.name}={chosen[part.name]} and {name}={source} are both given, for the same "
                 "part. Keep one of them."
             )
-        found[part.name] = source
-    return {name: found.get(name, DEFAULT) for name in learned}
-
-
-def _check_source(name: Any, source: Any) -> None:
-    if not isinstance(source, str | Path) or not str(source):
-        raise WeightsError(
-            f"weights {name}={_short(source)} name no file. Give a file, or the name of weights the model "
-            f"ships, such as {DEFAULT!r}."
-        )
+        chosen[part.name] = source
+    return {name: chosen.get(name, DEFAULT) for name in learned}
 
 
 def _short(value: Any) -> str:
@@ -86,7 +82,7 @@ def _short(value: Any) -> str:
 
 
 def _meant(policy: Policy, name: str) -> Part | None:
-    """The learned part that a name stands for, ``GATES`` and "" included."""
+    """The learned part that a name means, ``GATES`` and "" included."""
     learned = policy.learned
     if name in (GATES, ""):
         first = [part for part in learned if part.place == "admission"]
@@ -95,23 +91,23 @@ def _meant(policy: Policy, name: str) -> Part | None:
 
 
 def _in_vain(name: str, source: Source, policy: Policy, others: tuple[Policy, ...]) -> WeightsError:
-    """Why a source is for no part of the policy."""
-    asked = dict.fromkeys((policy, *others))
-    said = f"weights {name}={source} are given" if name else f"weights {str(source)!r} are given"
-    said = f"--gates {source} is given" if name == GATES else said
-    where = f"the policy '{policy!r}'" if len(asked) == 1 else "any policy of the run"
-    learned = list(dict.fromkeys(part.name for one in asked for part in one.learned))
+    """The error of a source that belongs to no part of the policy."""
+    policies = dict.fromkeys((policy, *others))
+    given = f"weights {name}={source} are given" if name else f"weights {str(source)!r} are given"
+    given = f"--gates {source} is given" if name == GATES else given
+    where = f"the policy '{policy!r}'" if len(policies) == 1 else "any policy of the run"
+    learned = list(dict.fromkeys(part.name for one in policies for part in one.learned))
     if not learned:
         return WeightsError(
-            f"{said}, but nothing in {where} is learned. Leave it out, or use a policy with a learned part."
+            f"{given}, but nothing in {where} is learned. Leave it out, or use a policy with a learned part."
         )
     if name == GATES:
         return WeightsError(
-            f"{said}, but it is not clear for which of {', '.join(learned)}. Use --weights PART={source}."
+            f"{given}, but it is not clear for which of {', '.join(learned)}. Use --weights PART={source}."
         )
-    idle = next((part for one in asked for part in one.parts if part.name == name), None)
+    idle = next((part for one in policies for part in one.parts if part.name == name), None)
     why = f"{idle!r} learns nothing" if idle else f"no part of {where} is called {name}"
-    return WeightsError(f"{said}, but {why}. Parts that learn: {', '.join(learned)}.")
+    return WeightsError(f"{given}, but {why}. Parts that learn: {', '.join(learned)}.")
 
 
 # --- on a command line ---------------------------------------------------------------------------
@@ -123,7 +119,7 @@ def parse_sources(text: str) -> dict[str, str]:
     Raises:
       WeightsError: words of another form, or a part twice.
     """
-    found: dict[str, str] = {}
+    parsed: dict[str, str] = {}
     for word in _NEXT.split(text):
         match = _SAID.fullmatch(word)
         if match is None or not match[2].strip():
@@ -131,10 +127,10 @@ def parse_sources(text: str) -> dict[str, str]:
                 f"--weights {text} is no list of PART=FILE or PART=NAME. Write it like --weights "
                 f"write_gate={DEFAULT}, with parts as the policy prints them."
             )
-        if match[1] in found:
+        if match[1] in parsed:
             raise WeightsError(f"--weights {text} gives {match[1]} twice. Keep one of them.")
-        found[match[1]] = match[2].strip()
-    return found
+        parsed[match[1]] = match[2].strip()
+    return parsed
 
 
 def add_options(parser: argparse._ActionsContainer) -> None:
@@ -156,7 +152,7 @@ def add_options(parser: argparse._ActionsContainer) -> None:
 
 
 class _Collect(argparse.Action):
-    """Joins what several options say about weights into one mapping."""
+    """Joins several options about weights into one mapping."""
 
     def __call__(
         self,

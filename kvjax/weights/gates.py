@@ -47,44 +47,44 @@ def converted(tensors: dict[str, np.ndarray], network: Network, source: str = "t
     Raises:
       WeightsError: names that are missing or unknown, or shapes of another model.
     """
-    found: list[dict[str, np.ndarray]] = [{} for _ in range(network.num_layers)]
+    layers: list[dict[str, np.ndarray]] = [{} for _ in range(network.num_layers)]
     for name, value in tensors.items():
         match = _NAME.fullmatch(name)
         if match is None or match[2] not in _PARTS + _NORMS:
             raise WeightsError(
                 f"{source} holds {name!r}, which no published WG-KV gate has. Give gates only."
             )
-        if int(match[1]) >= len(found):
+        if int(match[1]) >= len(layers):
             raise WeightsError(
-                f"{source} holds gates of layer {match[1]}, the model has {len(found)} layers. Give the "
+                f"{source} holds gates of layer {match[1]}, the model has {len(layers)} layers. Give the "
                 "model they were trained for."
             )
-        found[int(match[1])][match[2]] = np.asarray(value, np.float32)
-    return [_layer(layer, index, network, source) for index, layer in enumerate(found)]
+        layers[int(match[1])][match[2]] = np.asarray(value, np.float32)
+    return [_layer(layer, index, network, source) for index, layer in enumerate(layers)]
 
 
-def _layer(found: dict[str, np.ndarray], index: int, network: Network, source: str) -> Params:
+def _layer(tensors: dict[str, np.ndarray], index: int, network: Network, source: str) -> Params:
     k, h = network.num_kv_heads, network.head_dim
-    norms = [name for name in _NORMS if name in found]
-    missing = [name for name in _PARTS if name not in found] + (list(_NORMS) if len(norms) == 1 else [])
+    norms = [name for name in _NORMS if name in tensors]
+    missing = [name for name in _PARTS if name not in tensors] + (list(_NORMS) if len(norms) == 1 else [])
     if missing:
         raise WeightsError(f"{source} lacks {', '.join(missing)} of layer {index}. Download it again.")
-    hidden = found["conv1.bias"].size // k
+    hidden = tensors["conv1.bias"].size // k
     right = {"conv1.weight": (k * hidden, 2 * h, 1), "conv1.bias": (k * hidden,)}
     right |= {"conv2.weight": (k, hidden, 1), "conv2.bias": (k,)} | dict.fromkeys(norms, (h,))
-    shapes = {name: value.shape for name, value in found.items()}
+    shapes = {name: value.shape for name, value in tensors.items()}
     if shapes != right:
         raise WeightsError(
             f"{source}, layer {index}, has shapes {shapes}; a model of {k} KV heads of {h} needs {right}. "
             "Give the model the gates were trained for."
         )
     ours = {
-        "w1": found["conv1.weight"].reshape(k, hidden, 2 * h).swapaxes(1, 2),
-        "b1": found["conv1.bias"].reshape(k, hidden),
-        "w2": found["conv2.weight"].reshape(k, hidden),
-        "b2": found["conv2.bias"],
+        "w1": tensors["conv1.weight"].reshape(k, hidden, 2 * h).swapaxes(1, 2),
+        "b1": tensors["conv1.bias"].reshape(k, hidden),
+        "w2": tensors["conv2.weight"].reshape(k, hidden),
+        "b2": tensors["conv2.bias"],
     }
-    return ours | ({"norm": np.concatenate([found[name] for name in norms])} if norms else {})
+    return ours | ({"norm": np.concatenate([tensors[name] for name in norms])} if norms else {})
 
 
 def convert(file: Path, model: str, out: Path, weight: str | None) -> None:
@@ -106,8 +106,8 @@ def convert(file: Path, model: str, out: Path, weight: str | None) -> None:
     backbone = load(model)
     layers = converted(tensors, backbone.network, str(file))
     named = re.search(r"-(\d+(\.\d+)?)$", file.stem)
-    said = weight or (named[1] if named else "unknown")
-    notes = PUBLISHED | {"lambda": said, "seed": "unknown", "source": file.name}
+    strength = weight or (named[1] if named else "unknown")
+    notes = PUBLISHED | {"lambda": strength, "seed": "unknown", "source": file.name}
     save_weights(out, backbone, WriteGate(), layers, notes=notes)
 
 

@@ -75,7 +75,7 @@ def read_tensors(file: str | Path) -> dict[str, np.ndarray]:
     file = Path(file)
     try:
         with zipfile.ZipFile(file) as archive:
-            found = _Reader(archive, file).load()
+            tensors = _Reader(archive, file).load()
     except OSError as error:
         raise TorchFileError(f"{file} cannot be read ({error.strerror or error}). Check the path.") from error
     except zipfile.BadZipFile as error:
@@ -83,9 +83,9 @@ def read_tensors(file: str | Path) -> dict[str, np.ndarray]:
             f"{file} is no whole zip archive, which torch.save writes since torch 1.6. Download it again, or "
             "save it with a newer torch."
         ) from error
-    if not isinstance(found, dict) or not all(isinstance(x, np.ndarray) for x in found.values()):
+    if not isinstance(tensors, dict) or not all(isinstance(x, np.ndarray) for x in tensors.values()):
         raise TorchFileError(f"{file} holds no dict of tensors. Save a state_dict, or a dict like it.")
-    return {str(name): value for name, value in found.items()}
+    return {str(name): value for name, value in tensors.items()}
 
 
 class _Reader(pickle.Unpickler):

@@ -9,14 +9,12 @@ import jax.numpy as jnp
 
 from pallas_kernels import dispatch, reverse
 from pallas_kernels.blockwise import grad, ref, xla, xla_grad
-from pallas_kernels.blockwise.sight import Sight, Where
+from pallas_kernels.blockwise.sight import Partial, Sight, Where
+from pallas_kernels.tuning import Tuned
 
 if TYPE_CHECKING:
     from jax.typing import DTypeLike
     from jaxtyping import Array, Bool, Float, Int
-
-    from pallas_kernels.blockwise.sight import Partial
-    from pallas_kernels.tuning import Tuned
 
 
 def _body(module: str, backward: Any = None) -> Any:

@@ -13,12 +13,10 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.blockwise.sight import Above, Sight, Where
+from pallas_kernels.blockwise.sight import Above, Partial, Sight, Where
 
 if TYPE_CHECKING:
     from jaxtyping import Array
-
-    from pallas_kernels.blockwise.sight import Partial
 
 Run = Callable[..., Any]
 
@@ -28,7 +26,6 @@ def differentiable(
     run: Run, backward: Run, sight: Sight, q: Array, k: Array, v: Array, where: Where
 ) -> Partial:
     """``run(q, k, v, where, sight=sight)`` with ``backward`` as its reverse mode."""
-    del backward
     return run(q, k, v, where, sight=sight)
 
 
@@ -38,7 +35,6 @@ def _forward(run: Run, backward: Run, sight: Sight, q: Array, k: Array, v: Array
 
 
 def _backward(run: Run, backward: Run, sight: Sight, saved: Any, up: Partial) -> Any:
-    del run
     return *gradients(backward, sight, saved, up), None
 
 
@@ -53,8 +49,8 @@ def gradients(backward: Run, sight: Sight, saved: Any, up: Partial) -> tuple[Arr
     delta = jnp.where(there, jnp.sum(out * up[0], axis=-1) - up[1], 0.0)
     above = Above(_kept(up[0], there), lse, delta)
     keys = (where.k_pos >= 0)[:, None]
-    found = backward(_kept(q, there), _kept(k, keys), _kept(v, keys), where, above, sight=sight)
-    return tuple(g.astype(x.dtype) for g, x in zip(found, (q, k, v)))
+    grads = backward(_kept(q, there), _kept(k, keys), _kept(v, keys), where, above, sight=sight)
+    return tuple(g.astype(x.dtype) for g, x in zip(grads, (q, k, v)))
 
 
 def _kept(x: Array, there: Array) -> Array:

@@ -1,4 +1,4 @@
-"""blockwise and column_mass on TPU: a grid whose inner axis walks the listed blocks.
+"""blockwise and column_mass on TPU: a grid whose inner axis follows the listed blocks.
 
 Blocks come and go by Pallas' own pipeline. Steps past the end of a list ask for the block that is
 there already, so they move nothing. What is a row in memory (positions, lse) and is needed as a
@@ -17,15 +17,15 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import compat, tiles, tuning
-from pallas_kernels.blockwise import plan
-from pallas_kernels.blockwise import tiles as mine
+from pallas_kernels.blockwise import block_lists
+from pallas_kernels.blockwise import tiles as block_tiles
+from pallas_kernels.blockwise.sight import Partial, Sight, Where
 from pallas_kernels.dispatch import Unsupported
+from pallas_kernels.padding import pad_to_multiple, round_up
+from pallas_kernels.tuning import Tuned
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int
-
-    from pallas_kernels.blockwise.sight import Partial, Sight, Where
-    from pallas_kernels.tuning import Tuned
 
 LANES = 128
 BLOCK = 512
@@ -37,16 +37,16 @@ Spec = tuple["Array | jax.ShapeDtypeStruct", str, int]
 
 def sizes(blocks: Tuned, what: str, rows: int, k: Float[Array, "B K S H"]) -> tuple[int, int]:
     """Lengths of blocks of queries and of keys: whole tiles of 8 and 128."""
-    found = tuning.pick(blocks, what, k.dtype, k.shape[3], tuning.Blocks(q=BLOCK, k=BLOCK))
-    return min(found.q, -(-rows // 8) * 8), min(found.k, -(-k.shape[2] // LANES) * LANES)
+    chosen = tuning.pick(blocks, what, k.dtype, k.shape[3], tuning.Blocks(q=BLOCK, k=BLOCK))
+    return min(chosen.q, round_up(rows, 8)), min(chosen.k, round_up(k.shape[2], LANES))
 
 
 class Grid(NamedTuple):
-    """Rows, heads, outer blocks, and the walk of each over inner blocks."""
+    """Rows, heads, outer blocks, and the list of inner blocks of each."""
 
     b: int
     heads: int
-    walk: plan.Walk
+    lists: block_lists.BlockLists
     interpret: Any
 
     def spec(self, operand: Spec) -> pl.BlockSpec:
@@ -62,19 +62,19 @@ class Grid(NamedTuple):
         return pl.BlockSpec((None, None, 1, length) if flat else (None, None, length, x.shape[3]), at)
 
     def list_of(self, b: Array, a: Array, i: Array) -> Array:
-        """Which list outer block i of head a walks."""
-        outer, shared = self.walk.order.shape[2], self.walk.heads
+        """Number of the list of outer block i of head a."""
+        outer, shared = self.lists.order.shape[2], self.lists.heads
         head = jax.lax.div(a, self.heads // shared) if shared > 1 else 0
         return (b * shared + head) * outer + i
 
     def listed(self, b: Array, a: Array, i: Array, j: Array, order: Any, count: Any) -> Array:
         """The inner block of step j; past the end of the list, its last one."""
-        inner, which = self.walk.order.shape[3], self.list_of(b, a, i)
+        inner, which = self.lists.order.shape[3], self.list_of(b, a, i)
         return order[which * inner + jnp.minimum(j, jnp.maximum(count[which] - 1, 0))]
 
     def cost(self, inputs: list[Spec], outputs: list[Spec], products: int) -> pl.CostEstimate:
         """If every block met every other: outer blocks move once, inner ones at every step."""
-        outer, inner = self.walk.order.shape[2:]
+        outer, inner = self.lists.order.shape[2:]
         steps = self.b * self.heads * outer * inner
         length = {side: size for _, side, size in (*inputs, *outputs)}
         scores, moved = steps * length["outer"] * length["inner"], 0
@@ -85,13 +85,13 @@ class Grid(NamedTuple):
         return pl.CostEstimate(flops=2 * products * scores * h, transcendentals=scores, bytes_accessed=moved)
 
     def run(self, body: Any, name: str, inputs: list[Spec], outputs: list[Spec], scratch: Any, products: int):
-        """The outputs of a body over the grid; it gets the lists of the walk first.
+        """The outputs of a body over the grid; it gets the lists first.
 
         Raises:
           Unsupported: the lists do not fit SMEM.
         """
-        order, lists = self.walk.order, [x.reshape(-1) for x in self.walk if x is not None]
-        if sum(x.size for x in lists) > SMEM_WORDS:
+        order, flat = self.lists.order, [x.reshape(-1) for x in self.lists if x is not None]
+        if sum(x.size for x in flat) > SMEM_WORDS:
             raise Unsupported(
                 f"blockwise(impl='mosaic_tpu'): lists of {order.size} blocks exceed the {SMEM_WORDS} that "
                 "SMEM holds. Take fewer rows of the batch at a time, or impl='xla'."
@@ -99,7 +99,7 @@ class Grid(NamedTuple):
         return pl.pallas_call(
             body,
             grid_spec=pltpu.PrefetchScalarGridSpec(
-                num_scalar_prefetch=len(lists),
+                num_scalar_prefetch=len(flat),
                 grid=(self.b, self.heads, *order.shape[2:]),
                 in_specs=[self.spec(x) for x in inputs],
                 out_specs=[self.spec(x) for x in outputs],
@@ -110,21 +110,21 @@ class Grid(NamedTuple):
             cost_estimate=self.cost(inputs, outputs, products),
             interpret=self.interpret,
             name=name,
-        )(*lists, *(x for x, _, _ in inputs))
+        )(*flat, *(x for x, _, _ in inputs))
 
 
-class Step(NamedTuple):
-    """Where in its walk a body is."""
+class GridStep(NamedTuple):
+    """Where in its list a body is."""
 
     first: Bool[Array, ""]
     last: Bool[Array, ""]
     live: Bool[Array, ""]
 
 
-def step(grid: Grid, count: Any) -> Step:
+def step(grid: Grid, count: Any) -> GridStep:
     """The step of this program."""
     b, a, i, j = (pl.program_id(axis) for axis in range(4))
-    return Step(j == 0, j == pl.num_programs(3) - 1, j < count[grid.list_of(b, a, i)])
+    return GridStep(j == 0, j == pl.num_programs(3) - 1, j < count[grid.list_of(b, a, i)])
 
 
 def column(row: Array) -> Array:
@@ -153,7 +153,6 @@ def _clean(v: Array, k_pos: Int[Array, "1 S"]) -> Array:
 
 def _forward_body(grid: Grid, sight: Sight, narrowed: bool) -> Callable[..., None]:
     def body(order: Any, count: Any, whole: Any, *refs: Any) -> None:
-        del order
         q, k, v, q_pos, k_pos, *refs_ = refs
         admit, (out, lse, m, l, o, at) = (refs_[0], refs_[1:]) if narrowed else (None, refs_)
         now, whole_now = step(grid, count), step(grid, whole).live
@@ -165,9 +164,9 @@ def _forward_body(grid: Grid, sight: Sight, narrowed: bool) -> Callable[..., Non
             o[...] = jnp.zeros_like(o)
             at[...] = column(q_pos[...])
 
-        def grow(values: Array, seen: mine.Seen | None) -> None:
+        def grow(values: Array, seen: block_tiles.Seen | None) -> None:
             stats = (m[...], l[...], o[...])
-            m[...], l[...], o[...] = mine.forward(sight, q[...], k[...], values, seen, stats)
+            m[...], l[...], o[...] = block_tiles.forward(sight, q[...], k[...], values, seen, stats)
 
         @pl.when(whole_now)
         def _() -> None:
@@ -175,14 +174,14 @@ def _forward_body(grid: Grid, sight: Sight, narrowed: bool) -> Callable[..., Non
 
         @pl.when(now.live & ~whole_now)
         def _() -> None:
-            seen = mine.Seen(at[...], k_pos[...], None if admit is None else admit[...])
+            seen = block_tiles.Seen(at[...], k_pos[...], None if admit is None else admit[...])
             grow(_clean(v[...], k_pos[...]), seen)
 
         @pl.when(now.last)
         def _() -> None:
-            result, found = tiles.finish((m[...], l[...], o[...]))
+            result, lanes = tiles.finish((m[...], l[...], o[...]))
             out[...] = result.astype(out.dtype)
-            lse[...] = as_row(found)
+            lse[...] = as_row(lanes)
 
     return body
 
@@ -195,8 +194,8 @@ def blockwise(
     (b, n, t, h), heads = q.shape, k.shape[1]
     count = n // heads * t
     bq, bk = sizes(blocks, "forward", count, k)
-    x = plan.rows(q, k, where, sight.window, bq, bk, folded=True)
-    grid = Grid(b, heads, plan.forward(x, sight.window, bq, bk), interpret)
+    x = block_lists.rows(q, k, where, sight.window, bq, bk, folded=True)
+    grid = Grid(b, heads, block_lists.of_read(x, sight.window, bq, bk), interpret)
     narrow: list[Spec] = [] if x.admit is None else [(row(x.admit), "inner", bk)]
     out, lse = grid.run(
         _forward_body(grid, sight, bool(narrow)),
@@ -204,7 +203,7 @@ def blockwise(
         [
             (x.q, "outer", bq),
             (x.k, "inner", bk),
-            (plan.padded(v, 2, bk), "inner", bk),
+            (pad_to_multiple(v, 2, bk), "inner", bk),
             (row(x.q_pos), "outer", bq),
             (row(x.k_pos), "inner", bk),
             *narrow,
@@ -224,7 +223,6 @@ def blockwise(
 
 def _mass_body(grid: Grid, sight: Sight, narrowed: bool) -> Callable[..., None]:
     def body(order: Any, count: Any, *refs: Any) -> None:
-        del order
         q, k, lse, weights, q_pos, k_pos, *refs_ = refs
         admit, refs_ = (refs_[0], refs_[1:]) if narrowed else (None, refs_)
         out, total, at, let = (*refs_, None)[:4]
@@ -239,9 +237,9 @@ def _mass_body(grid: Grid, sight: Sight, narrowed: bool) -> Callable[..., None]:
 
         @pl.when(now.live)
         def _() -> None:
-            seen = mine.Seen(q_pos[...], at[...], None if admit is None else let[...])
-            found = mine.mass(sight, q[...], k[...], lse[...], weights[...], seen, total[:, :1])
-            total[...] = jnp.broadcast_to(found, total.shape)
+            seen = block_tiles.Seen(q_pos[...], at[...], None if admit is None else let[...])
+            sums = block_tiles.mass(sight, q[...], k[...], lse[...], weights[...], seen, total[:, :1])
+            total[...] = jnp.broadcast_to(sums, total.shape)
 
         @pl.when(now.last)
         def _() -> None:
@@ -265,19 +263,19 @@ def column_mass(
     """See ``api.column_mass``."""
     (b, n, t, _), s = q.shape, k.shape[2]
     bq, bk = sizes(blocks, "mass", t, k)
-    bq = -(-bq // LANES) * LANES
-    x = plan.rows(q, k, plan.weighed(where, weights), sight.window, bq, bk, folded=False)
-    pairs = plan.meetings(x, sight.window, bq, bk).swapaxes(2, 3)
-    grid = Grid(b, n, plan.walk(pairs), interpret)
+    bq = round_up(bq, LANES)
+    x = block_lists.rows(q, k, block_lists.weighed(where, weights), sight.window, bq, bk, folded=False)
+    pairs = block_lists.any_visible(x, sight.window, bq, bk).swapaxes(2, 3)
+    grid = Grid(b, n, block_lists.lists_of(pairs), interpret)
     narrow: list[Spec] = [] if x.admit is None else [(row(x.admit), "outer", bk)]
-    (found,) = grid.run(
+    (mass,) = grid.run(
         _mass_body(grid, sight, bool(narrow)),
         "column_mass",
         [
             (x.q, "inner", bq),
             (x.k, "outer", bk),
-            (row(plan.padded(lse, 2, bq)), "inner", bq),
-            (row(plan.padded(weights.astype(jnp.float32), 1, bq)), "inner", bq),
+            (row(pad_to_multiple(lse, 2, bq)), "inner", bq),
+            (row(pad_to_multiple(weights.astype(jnp.float32), 1, bq)), "inner", bq),
             (row(x.q_pos), "inner", bq),
             (row(x.k_pos), "outer", bk),
             *narrow,
@@ -290,4 +288,4 @@ def column_mass(
         ],
         1,
     )
-    return found[:, :, 0, :s]
+    return mass[:, :, 0, :s]

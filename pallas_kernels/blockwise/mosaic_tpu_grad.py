@@ -11,20 +11,19 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.blockwise import plan
-from pallas_kernels.blockwise import tiles as mine
+from pallas_kernels.blockwise import block_lists
+from pallas_kernels.blockwise import tiles as block_tiles
 from pallas_kernels.blockwise.mosaic_tpu import LANES, Grid, Spec, column, row, sizes, step
+from pallas_kernels.blockwise.sight import Above, Sight, Where
+from pallas_kernels.padding import pad_to_multiple
+from pallas_kernels.tuning import Tuned
 
 if TYPE_CHECKING:
     from jaxtyping import Array
 
-    from pallas_kernels.blockwise.sight import Above, Sight, Where
-    from pallas_kernels.tuning import Tuned
-
 
 def _key_body(grid: Grid, sight: Sight, narrowed: bool) -> Callable[..., None]:
     def body(order: Any, count: Any, *refs: Any) -> None:
-        del order
         q, up, lse, delta, k, v, q_pos, k_pos, *refs_ = refs
         admit, refs_ = (refs_[0], refs_[1:]) if narrowed else (None, refs_)
         to_k, to_v, dk, dv, at, let = (*refs_, None)[:6]
@@ -40,9 +39,9 @@ def _key_body(grid: Grid, sight: Sight, narrowed: bool) -> Callable[..., None]:
 
         @pl.when(now.live)
         def _() -> None:
-            seen = mine.Seen(q_pos[...], at[...], None if admit is None else let[...])
-            side = mine.Side(q[...], up[...], lse[...], delta[...])
-            dk[...], dv[...] = mine.key_gradient(sight, k[...], v[...], side, seen, dk[...], dv[...])
+            seen = block_tiles.Seen(q_pos[...], at[...], None if admit is None else let[...])
+            side = block_tiles.Side(q[...], up[...], lse[...], delta[...])
+            dk[...], dv[...] = block_tiles.key_gradient(sight, k[...], v[...], side, seen, dk[...], dv[...])
 
         @pl.when(now.last)
         def _() -> None:
@@ -54,7 +53,6 @@ def _key_body(grid: Grid, sight: Sight, narrowed: bool) -> Callable[..., None]:
 
 def _query_body(grid: Grid, sight: Sight, narrowed: bool) -> Callable[..., None]:
     def body(order: Any, count: Any, *refs: Any) -> None:
-        del order
         q, up, lse, delta, k, v, q_pos, k_pos, *refs_ = refs
         admit, (to_q, dq, of_lse, of_delta, at) = (refs_[0], refs_[1:]) if narrowed else (None, refs_)
         now = step(grid, count)
@@ -68,9 +66,9 @@ def _query_body(grid: Grid, sight: Sight, narrowed: bool) -> Callable[..., None]
 
         @pl.when(now.live)
         def _() -> None:
-            seen = mine.Seen(at[...], k_pos[...], None if admit is None else admit[...])
-            side = mine.Side(q[...], up[...], of_lse[...], of_delta[...])
-            dq[...] = mine.query_gradient(sight, k[...], v[...], side, seen, dq[...])
+            seen = block_tiles.Seen(at[...], k_pos[...], None if admit is None else admit[...])
+            side = block_tiles.Side(q[...], up[...], of_lse[...], of_delta[...])
+            dq[...] = block_tiles.query_gradient(sight, k[...], v[...], side, seen, dq[...])
 
         @pl.when(now.last)
         def _() -> None:
@@ -87,11 +85,11 @@ def backward(
     (b, n, t, h), heads, s = q.shape, k.shape[1], k.shape[2]
     count = n // heads * t
     bq, bk = sizes(blocks, "backward", count, k)
-    x = plan.rows(q, k, where, sight.window, bq, bk, folded=True)
-    pairs = plan.meetings(x, sight.window, bq, bk)
-    up, lse, delta = plan.folded(above, k, bq)
+    x = block_lists.rows(q, k, where, sight.window, bq, bk, folded=True)
+    pairs = block_lists.any_visible(x, sight.window, bq, bk)
+    up, lse, delta = block_lists.folded(above, k, bq)
     arrays = [x.q, up, row(lse), row(delta)]
-    keys = [x.k, plan.padded(v, 2, bk)]
+    keys = [x.k, pad_to_multiple(v, 2, bk)]
     narrow = [] if x.admit is None else [row(x.admit)]
 
     def inputs(q_side: str, k_side: str) -> list[Spec]:
@@ -104,7 +102,7 @@ def backward(
         ]
 
     columns = [pltpu.VMEM((bk, LANES), jnp.int32)] * (1 + len(narrow))
-    grid = Grid(b, heads, plan.walk(pairs.swapaxes(2, 3)), interpret)
+    grid = Grid(b, heads, block_lists.lists_of(pairs.swapaxes(2, 3)), interpret)
     like = jax.ShapeDtypeStruct(x.k.shape, jnp.float32)
     dk, dv = grid.run(
         _key_body(grid, sight, bool(narrow)),
@@ -114,7 +112,7 @@ def backward(
         [pltpu.VMEM((bk, h), jnp.float32)] * 2 + columns,
         4,
     )
-    grid = Grid(b, heads, plan.walk(pairs), interpret)
+    grid = Grid(b, heads, block_lists.lists_of(pairs), interpret)
     (dq,) = grid.run(
         _query_body(grid, sight, bool(narrow)),
         "blockwise_queries_gradient",

@@ -9,11 +9,10 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import softmax
+from pallas_kernels.blockwise.sight import Partial, Sight, Where
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float
-
-    from pallas_kernels.blockwise.sight import Partial, Sight, Where
 
 
 EXACT = jax.lax.Precision.HIGHEST

@@ -1,4 +1,4 @@
-"""What a call of blockwise or column_mass says besides its queries, keys and values."""
+"""What a call of blockwise or column_mass has besides its queries, keys and values."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from pallas_kernels import softmax
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int
 
-    Partial = tuple[Float[Array, "B N T H"], Float[Array, "B N T"]]
-    """(out, lse)."""
+Partial = tuple["Float[Array, 'B N T H']", "Float[Array, 'B N T']"]
+"""(out, lse)."""
 
 
 class Sight(NamedTuple):

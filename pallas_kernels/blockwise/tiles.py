@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import jax.numpy as jnp
 
 from pallas_kernels import tiles
+from pallas_kernels.blockwise.sight import Sight
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int
-
-    from pallas_kernels.blockwise.sight import Sight
 
 
 class Seen(NamedTuple):

@@ -1,4 +1,4 @@
-"""blockwise and column_mass on GPU: one program an outer block, which walks its list of inner blocks."""
+"""blockwise and column_mass on GPU: one program an outer block, which reads its list of inner blocks."""
 
 from __future__ import annotations
 
@@ -11,15 +11,14 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_kernels import compat, tiles, tuning
-from pallas_kernels.blockwise import plan
-from pallas_kernels.blockwise import tiles as mine
-from pallas_kernels.tuning import Blocks
+from pallas_kernels.blockwise import block_lists
+from pallas_kernels.blockwise import tiles as block_tiles
+from pallas_kernels.blockwise.sight import Partial, Sight, Where
+from pallas_kernels.padding import pad_to_multiple
+from pallas_kernels.tuning import Blocks, Tuned
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float
-
-    from pallas_kernels.blockwise.sight import Partial, Sight, Where
-    from pallas_kernels.tuning import Tuned
 
 Operand = tuple["Array | jax.ShapeDtypeStruct", int | None]
 """An array [B, heads, length, ...] and the length of a program's block of it; None for all of it."""
@@ -33,21 +32,21 @@ def sizes(blocks: Tuned, what: str, rows: int, k: Float[Array, "B K S H"]) -> Bl
     """
     most = 64 if k.shape[3] <= 128 and k.dtype.itemsize == 2 else 32
     most = most // 2 if what == "backward" else most
-    found = tuning.pick(blocks, what, k.dtype, k.shape[3], Blocks(q=most, k=most, warps=4, stages=2))
-    return found._replace(q=max(16, min(found.q, pl.next_power_of_2(rows))))
+    chosen = tuning.pick(blocks, what, k.dtype, k.shape[3], Blocks(q=most, k=most, warps=4, stages=2))
+    return chosen._replace(q=max(16, min(chosen.q, pl.next_power_of_2(rows))))
 
 
 def wide(x: Float[Array, "... H"]) -> Float[Array, "... H"]:
     """Channels padded with zeros to a power of two, which Triton's tiles are."""
-    return plan.padded(x, x.ndim - 1, pl.next_power_of_2(x.shape[-1]))
+    return pad_to_multiple(x, x.ndim - 1, pl.next_power_of_2(x.shape[-1]))
 
 
 class Grid(NamedTuple):
-    """Rows, heads, and the walk of each outer block."""
+    """Rows, heads, and the list of inner blocks of each outer block."""
 
     b: int
     heads: int
-    walk: plan.Walk
+    lists: block_lists.BlockLists
     blocks: Blocks
     interpret: Any
 
@@ -61,7 +60,7 @@ class Grid(NamedTuple):
 
     def cost(self, inputs: list[Operand], outputs: list[Operand], products: int) -> pl.CostEstimate:
         """If every block met every other; what programs share they find in the cache."""
-        outer, inner = self.walk.order.shape[2:]
+        outer, inner = self.lists.order.shape[2:]
         scores = self.b * self.heads * outer * inner * self.blocks.q * self.blocks.k
         moved = sum(x.size * x.dtype.itemsize for x, _ in (*inputs, *outputs))
         h = inputs[0][0].shape[3]
@@ -71,14 +70,14 @@ class Grid(NamedTuple):
         self, body: Any, name: str, inputs: list[Operand], outputs: list[Operand], products: int
     ) -> list[Array]:
         """The outputs of a body; it gets its list, whose last entries are its counts, before the inputs."""
-        order, *counts = (x for x in self.walk if x is not None)
+        order, *counts = (x for x in self.lists if x is not None)
         lists = jnp.concatenate([order, *(x[..., None] for x in counts)], axis=-1)
         per, outer = self.heads // lists.shape[1], lists.shape[2]
-        mine_ = pl.BlockSpec((None, None, None, lists.shape[3]), lambda i, a, b: (b, a // per, i, 0))
+        own = pl.BlockSpec((None, None, None, lists.shape[3]), lambda i, a, b: (b, a // per, i, 0))
         return pl.pallas_call(
             body,
             grid=(outer, self.heads, self.b),
-            in_specs=[mine_, *(self.spec(x) for x in inputs)],
+            in_specs=[own, *(self.spec(x) for x in inputs)],
             out_specs=[self.spec(x) for x in outputs],
             out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x, _ in outputs],
             compiler_params=compat.triton_params(warps=self.blocks.warps, stages=self.blocks.stages),
@@ -86,11 +85,6 @@ class Grid(NamedTuple):
             interpret=self.interpret,
             name=name,
         )(lists, *(x for x, _ in inputs))
-
-
-def heads_first(x: Array) -> Array:
-    """[B, Y] as an operand all heads share."""
-    return x[:, None]
 
 
 def over(
@@ -124,16 +118,16 @@ def _forward_body(sight: Sight, bk: int, narrowed: bool) -> Callable[..., None]:
 
         def visit(cut: Any, stats: tiles.Stats) -> tiles.Stats:
             there = k_pos[cut]
-            seen = mine.Seen(at, there[None, :], None if admit is None else admit[cut][None, :])
+            seen = block_tiles.Seen(at, there[None, :], None if admit is None else admit[cut][None, :])
             # 0 * NaN is NaN: padded values may hold anything.
             values = jnp.where(there[:, None] >= 0, v[cut, :], jnp.zeros((), v.dtype))
-            return mine.forward(sight, rows, k[cut, :], values, seen, stats)
+            return block_tiles.forward(sight, rows, k[cut, :], values, seen, stats)
 
         def whole(cut: Any, stats: tiles.Stats) -> tiles.Stats:
-            return mine.forward(sight, rows, k[cut, :], v[cut, :], None, stats)
+            return block_tiles.forward(sight, rows, k[cut, :], v[cut, :], None, stats)
 
-        found, column = tiles.finish(over(listed, bk, visit, tiles.start(*rows.shape), whole))
-        out[...] = found
+        result, column = tiles.finish(over(listed, bk, visit, tiles.start(*rows.shape), whole))
+        out[...] = result
         lse[...] = column.reshape(rows.shape[0])
 
     return body
@@ -146,9 +140,9 @@ def blockwise(
     """See ``api.blockwise``."""
     (b, n, t, h), heads = q.shape, k.shape[1]
     count = n // heads * t
-    bq, bk, *_ = found = sizes(blocks, "forward", count, k)
-    x = plan.rows(wide(q), wide(k), where, sight.window, bq, bk, folded=True)
-    grid = Grid(b, heads, plan.forward(x, sight.window, bq, bk), found, interpret)
+    bq, bk, *_ = chosen = sizes(blocks, "forward", count, k)
+    x = block_lists.rows(wide(q), wide(k), where, sight.window, bq, bk, folded=True)
+    grid = Grid(b, heads, block_lists.of_read(x, sight.window, bq, bk), chosen, interpret)
     narrow: list[Operand] = [] if x.admit is None else [(x.admit, None)]
     out, lse = grid.run(
         _forward_body(sight, bk, bool(narrow)),
@@ -156,9 +150,9 @@ def blockwise(
         [
             (x.q, bq),
             (x.k, None),
-            (wide(plan.padded(v, 2, bk)), None),
-            (heads_first(x.q_pos), bq),
-            (heads_first(x.k_pos), None),
+            (wide(pad_to_multiple(v, 2, bk)), None),
+            (x.q_pos[:, None], bq),
+            (x.k_pos[:, None], None),
             *narrow,
         ],
         [
@@ -179,11 +173,13 @@ def _mass_body(sight: Sight, bq: int, narrowed: bool) -> Callable[..., None]:
         let = None if admit is None else admit[...][:, None]
 
         def visit(cut: Any, total: Array) -> Array:
-            seen = mine.Seen(q_pos[cut][None, :], at, let)
-            return mine.mass(sight, q[cut, :], keys, lse[cut][None, :], weights[cut][None, :], seen, total)
+            seen = block_tiles.Seen(q_pos[cut][None, :], at, let)
+            return block_tiles.mass(
+                sight, q[cut, :], keys, lse[cut][None, :], weights[cut][None, :], seen, total
+            )
 
-        found = over(listed, bq, visit, jnp.zeros((keys.shape[0], 1), jnp.float32))
-        out[...] = found.reshape(keys.shape[0])
+        total = over(listed, bq, visit, jnp.zeros((keys.shape[0], 1), jnp.float32))
+        out[...] = total.reshape(keys.shape[0])
 
     return body
 
@@ -202,9 +198,11 @@ def column_mass(
 ) -> Float[Array, "B N S"]:
     """See ``api.column_mass``."""
     b, n, t, _ = q.shape
-    bq, bk, *_ = found = sizes(blocks, "mass", t, k)
-    x = plan.rows(wide(q), wide(k), plan.weighed(where, weights), sight.window, bq, bk, folded=False)
-    grid = Grid(b, n, plan.walk(plan.meetings(x, sight.window, bq, bk).swapaxes(2, 3)), found, interpret)
+    bq, bk, *_ = chosen = sizes(blocks, "mass", t, k)
+    q, k = wide(q), wide(k)
+    x = block_lists.rows(q, k, block_lists.weighed(where, weights), sight.window, bq, bk, folded=False)
+    pairs = block_lists.any_visible(x, sight.window, bq, bk).swapaxes(2, 3)
+    grid = Grid(b, n, block_lists.lists_of(pairs), chosen, interpret)
     narrow: list[Operand] = [] if x.admit is None else [(x.admit, bk)]
     (mass,) = grid.run(
         _mass_body(sight, bq, bool(narrow)),
@@ -212,10 +210,10 @@ def column_mass(
         [
             (x.q, None),
             (x.k, bk),
-            (plan.padded(lse, 2, bq), None),
-            (heads_first(plan.padded(weights.astype(jnp.float32), 1, bq)), None),
-            (heads_first(x.q_pos), None),
-            (heads_first(x.k_pos), bk),
+            (pad_to_multiple(lse, 2, bq), None),
+            (pad_to_multiple(weights.astype(jnp.float32), 1, bq)[:, None], None),
+            (x.q_pos[:, None], None),
+            (x.k_pos[:, None], bk),
             *narrow,
         ],
         [(jax.ShapeDtypeStruct((b, n, x.k.shape[2]), jnp.float32), bk)],

@@ -15,15 +15,13 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import products, softmax
-from pallas_kernels.blockwise import cut, grad, plan, xla_grad
+from pallas_kernels.blockwise import block_lists, cut, grad, xla_grad
 from pallas_kernels.blockwise.cut import BLOCK_K, BLOCK_Q
 from pallas_kernels.blockwise.ref import visible
-from pallas_kernels.blockwise.sight import Where
+from pallas_kernels.blockwise.sight import Partial, Sight, Where
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int
-
-    from pallas_kernels.blockwise.sight import Partial, Sight
 
 DENSE_T = 8
 """Up to this many queries one dense block is taken whatever S is: it is as small as K and V."""
@@ -36,11 +34,6 @@ def _scores(
     b, heads, g, t, h = q.shape
     s = products.scores(q.reshape(b, heads, g * t, h), k, sight.scale).reshape(b, heads, g, t, -1)
     return softmax.cap(s, sight.softcap)
-
-
-def _visible_scores(q: Array, k: Array, where: Where, sight: Sight) -> Float[Array, "B K G T S"]:
-    """Scores, -inf where hidden."""
-    return softmax.hide(_scores(q, k, sight), visible(where, sight.window))
 
 
 def _in_one(t: int, s: int) -> bool:
@@ -67,7 +60,7 @@ def _mix_slowly(
 
 
 def _dense(q: Array, k: Array, v: Array, where: Where, *, sight: Sight) -> Partial:
-    s = _visible_scores(cut.grouped(q, k), k, where, sight)
+    s = softmax.hide(_scores(cut.grouped(q, k), k, sight), visible(where, sight.window))
     m = softmax.row_max(s)
     p = softmax.query_weights(s, m)
     # Masking V copies all of V, so it is done only where 0 * NaN of a padded value shows.
@@ -99,13 +92,14 @@ def _blocked(q: Array, k: Array, v: Array, where: Where, *, sight: Sight) -> Par
         cut.blocks(q * jnp.asarray(sight.scale, q.dtype) if early else q, 2, bq, 0),
         cut.blocks(where.q_pos, 1, bq, softmax.EMPTY),
     )
-    met = cut.Met(q_pos, jnp.moveaxis(k_pos, 1, 0), None if admit is None else jnp.moveaxis(admit, 2, 0))
+    let = None if admit is None else jnp.moveaxis(admit, 2, 0)
+    at = cut.BlockPositions(q_pos, jnp.moveaxis(k_pos, 1, 0), let)
     # Blocks that nothing is hidden in come first.
-    kind = jnp.where(met.whole(sight.window), 0, jnp.where(met.pairs(sight.window), 1, 2))
+    kind = jnp.where(at.all_visible(sight.window), 0, jnp.where(at.any_visible(sight.window), 1, 2))
     order = jnp.argsort(kind, axis=1, stable=True).astype(jnp.int32)
     plain, pairs = (jnp.sum(kind <= last, axis=1, dtype=jnp.int32) for last in (0, 1))
 
-    def stream(y: _Stream, keys: _Cut, values: _Cut) -> tuple[Array, Array]:
+    def kv_head(y: _KvHead, keys: _Cut, values: _Cut) -> tuple[Array, Array]:
         def query_block(z: tuple[Array, ...]) -> tuple[Array, Array]:
             q_i, pos_i, order_i, plain_i, pairs_i = z
 
@@ -136,43 +130,43 @@ def _blocked(q: Array, k: Array, v: Array, where: Where, *, sight: Sight) -> Par
 
         return jax.lax.map(query_block, (y.q, y.q_pos, order, plain, pairs))
 
-    def one_by_one(y: _Stream, k: Array, v: Array) -> tuple[Array, Array]:
-        """A stream's scores stay in the cache."""
+    def one_by_one(y: _KvHead, k: Array, v: Array) -> tuple[Array, Array]:
+        """A KV head's scores stay in the cache."""
         k, v = (_as_bits(x) for x in (k, v))
 
-        def block_of(x: Array, stream: Int[Array, ""]) -> _Cut:
+        def block_of(x: Array, kv_head: Int[Array, ""]) -> _Cut:
             def cut_out(start: Int[Array, ""]) -> Array:
-                return _from_bits(jax.lax.dynamic_slice(x, (stream, start, 0), (1, bk, h))[0])
+                return _from_bits(jax.lax.dynamic_slice(x, (kv_head, start, 0), (1, bk, h))[0])
 
             return cut_out
 
-        def one(z: tuple[Int[Array, ""], _Stream]) -> tuple[Array, Array]:
-            return stream(z[1], block_of(k, z[0]), block_of(v, z[0]))
+        def one(z: tuple[Int[Array, ""], _KvHead]) -> tuple[Array, Array]:
+            return kv_head(z[1], block_of(k, z[0]), block_of(v, z[0]))
 
         return jax.lax.map(one, (jnp.arange(len(k)), y))
 
-    def at_once(y: _Stream, k: Array, v: Array) -> tuple[Array, Array]:
+    def at_once(y: _KvHead, k: Array, v: Array) -> tuple[Array, Array]:
         def block_of(x: Array) -> _Cut:
             return lambda start: jax.lax.dynamic_slice_in_dim(x, start, bk)
 
-        return jax.vmap(lambda y, k, v: stream(y, block_of(k), block_of(v)))(y, k, v)
+        return jax.vmap(lambda y, k, v: kv_head(y, block_of(k), block_of(v)))(y, k, v)
 
-    streams = _Stream(
-        # [I, B, N, T, H] to a row of blocks for each stream, the query heads of a block together
+    kv_heads = _KvHead(
+        # [I, B, N, T, H] to a row of blocks for each KV head, the query heads of a block together
         jnp.moveaxis(queries.reshape(-1, b * heads, groups * bq, h), 0, 1),
         jnp.repeat(jnp.moveaxis(q_pos, 1, 0), heads, axis=0),
         jnp.repeat(k_pos, heads, axis=0),
         None if admit is None else admit.reshape(b * heads, -1, bk),
     )
-    given = (streams, *(x.reshape(b * heads, s, h) for x in (k, v)))
-    out, lse = jax.lax.platform_dependent(*given, cpu=one_by_one, default=at_once)
+    operands = (kv_heads, *(x.reshape(b * heads, s, h) for x in (k, v)))
+    out, lse = jax.lax.platform_dependent(*operands, cpu=one_by_one, default=at_once)
     out = jnp.moveaxis(out, 1, 0).reshape(-1, b, n, bq, h)
     lse = jnp.moveaxis(lse, 1, 0).reshape(-1, b, n, bq)
     return cut.joined(out, 2, t), cut.joined(lse, 2, t)
 
 
-class _Stream(NamedTuple):
-    """A row's KV head and its G query heads in blocks; of all streams, X = B * K, with an axis before."""
+class _KvHead(NamedTuple):
+    """A row's KV head and its G query heads in blocks; of all KV heads, X = B * K, with an axis before."""
 
     q: Float[Array, "I GT H"]
     q_pos: Int[Array, "I T"]
@@ -181,7 +175,7 @@ class _Stream(NamedTuple):
 
 
 _Cut = Callable[["Int[Array, '']"], "Float[Array, 'S H']"]
-"""A block of a stream's keys or values, by where it begins."""
+"""A block of a KV head's keys or values, by where it begins."""
 
 
 def _as_bits(x: Array) -> Array:
@@ -201,20 +195,20 @@ def column_mass(
     (b, n, t, _), s = q.shape, k.shape[2]
     grouped = cut.grouped(q, k)
     lse = lse.reshape(grouped.shape[:-1])
-    where = plan.weighed(where, weights).within_reach(sight.window)
+    where = block_lists.weighed(where, weights).within_reach(sight.window)
     if _in_one(t, s):
         return _mass(grouped, k, lse, weights, where, sight).reshape(b, n, s)
     x = cut.both(grouped, k, where)
     bq, bk = x.q.shape[4], x.k.shape[3]
     lses, weightss = cut.blocks(lse, 3, bq, 0.0), cut.blocks(weights, 1, bq, 0.0)
-    order, count = cut.listed(x.pairs(sight.window).T)
+    order, count = cut.listed(x.at.any_visible(sight.window).T)
 
     def key_block(y: tuple[Array, ...]) -> Float[Array, "B K G S"]:
         j, order_j, count_j = y
 
         def query_block(c: Int[Array, ""], total: Float[Array, "B K G S"]) -> Float[Array, "B K G S"]:
             i = order_j[c]
-            return total + _mass(x.q[i], x.k[j], lses[i], weightss[i], x.where(x.q_pos[i], j), sight)
+            return total + _mass(x.q[i], x.k[j], lses[i], weightss[i], x.where(i, j), sight)
 
         return jax.lax.fori_loop(0, count_j, query_block, jnp.zeros((*lse.shape[:3], bk), jnp.float32))
 

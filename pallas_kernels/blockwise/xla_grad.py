@@ -10,11 +10,10 @@ import jax.numpy as jnp
 from pallas_kernels import products, softmax
 from pallas_kernels.blockwise import cut
 from pallas_kernels.blockwise.ref import visible
+from pallas_kernels.blockwise.sight import Above, Sight, Where
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int
-
-    from pallas_kernels.blockwise.sight import Above, Sight, Where
 
 
 def backward(
@@ -28,16 +27,16 @@ def backward(
     stats = [y.reshape(b, heads, -1, t) for y in above[1:]]
     sides = [x.q, *(cut.blocks(y, 3, bq, 0) for y in (up, *stats))]
     vs = cut.blocks(v, 2, bk, 0)
-    order, count = cut.listed(x.pairs(sight.window).T)
+    order, count = cut.listed(x.at.any_visible(sight.window).T)
 
     def key_block(dq: Array, y: tuple[Array, ...]) -> tuple[Array, tuple[Array, Array]]:
         j, order_j, count_j = y
 
         def query_block(c: Int[Array, ""], grads: tuple[Array, ...]) -> tuple[Array, ...]:
             i = order_j[c]
-            see = visible(x.where(x.q_pos[i], j), sight.window)
-            found = _tile(Side(*(z[i] for z in sides)), x.k[j], vs[j], see, sight)
-            return grads[0].at[i].add(found[0]), grads[1] + found[1], grads[2] + found[2]
+            see = visible(x.where(i, j), sight.window)
+            added = _tile(Side(*(z[i] for z in sides)), x.k[j], vs[j], see, sight)
+            return grads[0].at[i].add(added[0]), grads[1] + added[1], grads[2] + added[2]
 
         nothing = jnp.zeros(x.k.shape[1:], jnp.float32)
         dq, dk, dv = jax.lax.fori_loop(0, count_j, query_block, (dq, nothing, nothing))

@@ -1,1 +1,1 @@
-"""A decode step of a layer's cache: ring, door and pages written in place, and read, in one kernel."""
+"""A decode step of a layer's cache: ring and pages written in place, and read, in one kernel."""

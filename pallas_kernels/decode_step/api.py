@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pallas_kernels import dispatch
-from pallas_kernels.decode_step import limits, ref, xla
-from pallas_kernels.decode_step.call import Cache, Lists, Token
+from pallas_kernels.decode_step import ref, xla
+from pallas_kernels.decode_step.call import Cache, Lists, Token, refusal
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int
@@ -29,15 +29,15 @@ def decode_step(
     scale: float | None = None,
     impl: str | None = None,
 ) -> tuple[Float[Array, "B N H"], Float[Array, "B N"], Cache]:
-    """A decode step of a layer whose tokens stay or go by one decision at the door; nothing is evicted.
+    """A decode step of a layer that decides about a token once, as it leaves the window; nothing is evicted.
 
-    A stream is one (row, KV head). Its ring holds the newest W tokens, token p in slot p mod W; its pages
-    hold ``length`` older ones: number i of its list in slot ``i % S`` of page ``table[b, k, i // S]``.
+    Each KV head of a row has a ring with its newest W tokens, token p in slot p mod W; its pages hold
+    ``length`` older ones: number i of its list in slot ``i % S`` of page ``table[b, k, i // S]``.
     The step, in this order:
 
       1. the token in the new one's slot of the ring goes to number ``length`` of the list where ``enters``;
       2. the new one takes its slot;
-      3. every query reads all of its stream's ring and pages, what was written among it.
+      3. every query reads all of its KV head's ring and pages, with what was just written.
 
     Dead slots (of a ring that is not full, of free pages, beyond a list's end) may hold anything and are
     never seen; a body may leave anything in them. Rings and pools are written in place where they are donated
@@ -48,9 +48,9 @@ def decode_step(
       k, v: the new token's, as the cache is to hold them.
       cache: rings and pools.
       table: pool page ids, the page that the leaving token goes to among them.
-      length: live paged slots of each stream before the step.
-      seen: tokens each row has seen, which is the new one's position; below 0 for a row without a new token,
-        of which nothing is written and which reads anything.
+      length: live paged slots of each KV head before the step.
+      seen: tokens each row has seen, which is the new one's position; below 0 for a row without a new token:
+        nothing of it is written, and what it reads is undefined.
       enters: whether the leaving token goes to the pages. It does not where there is none
         (``seen < W``) or the table has no page for it.
       scale: of the scores; H ** -0.5 by default.
@@ -76,7 +76,7 @@ def has_body(q: Float[Array, "B N H"], cache: Cache, table: Int[Array, "B K M"])
     Where it does not, ``xla`` gains nothing over a caller's own sequence of operations.
     """
     impl = dispatch.body("decode_step", OFFERED)
-    return impl is not None and limits.refusal(impl, q, cache, table) is None
+    return impl is not None and refusal(impl, q, cache, table) is None
 
 
 def _check(

@@ -15,7 +15,9 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int
 
 
-def door(cache: Cache, lists: Lists) -> tuple[Int[Array, "B K"], Int[Array, "B K"], Bool[Array, "B K"]]:
+def leaving_slot(
+    cache: Cache, lists: Lists
+) -> tuple[Int[Array, "B K"], Int[Array, "B K"], Bool[Array, "B K"]]:
     """(page, slot) that a leaving token goes to, beyond the pool where none does; and whether it does."""
     (pool, size, _), m = cache.k_pages.shape, lists.table.shape[2]
     entry = lists.length // size
@@ -30,7 +32,7 @@ def written(token: Token, cache: Cache, lists: Lists) -> tuple[Cache, Int[Array,
     (rows, heads, window, _), pools = cache.ring_k.shape, cache[2:]
     row, head = jnp.arange(rows)[:, None], jnp.arange(heads)[None]
     slot = (jnp.maximum(lists.seen, 0) % window)[:, None]
-    page, at, enters = door(cache, lists)
+    page, at, enters = leaving_slot(cache, lists)
     pages = (
         pool.at[page, at].set(ring[row, head, slot], mode="drop") for pool, ring in zip(pools, cache[:2])
     )

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from pallas_kernels.blockwise import xla as blockwise
 from pallas_kernels.blockwise.sight import Sight, Where
 from pallas_kernels.decode_step.call import Cache, Lists, Token
-from pallas_kernels.decode_step.ref import door
+from pallas_kernels.decode_step.ref import leaving_slot
 from pallas_kernels.merge import xla as merge
 from pallas_kernels.ragged_decode import call, xla
 
@@ -43,7 +43,7 @@ def decode_step(token: Token, cache: Cache, lists: Lists, *, scale: float) -> tu
     (rows, heads, window, _), seen = cache.ring_k.shape, lists.seen[:, None]
     row, head, slot = jnp.arange(rows)[:, None], jnp.arange(heads)[None], jnp.maximum(seen, 0) % window
     old = [ring[row, head, slot] for ring in cache[:2]]
-    page, at, enters = door(cache, lists)
+    page, at, enters = leaving_slot(cache, lists)
 
     # XLA on CPU keeps no order but that of data, and would copy the ring to write it beside a read. So what
     # is written comes out of the branch that uses what was read, where it is seemingly changed.

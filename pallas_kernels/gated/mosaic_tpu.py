@@ -8,19 +8,19 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_kernels import tiles as common
-from pallas_kernels.gated import mosaic_tpu_plan as planning
+from pallas_kernels.gated import mosaic_tpu_grid as grids
 from pallas_kernels.gated import tiles
 from pallas_kernels.gated.mosaic_tpu_grad import backward
-from pallas_kernels.gated.mosaic_tpu_plan import LANES
-from pallas_kernels.gated.plan import Plan
-from pallas_kernels.gated.vjp import Inputs, Rule, differentiable
+from pallas_kernels.gated.mosaic_tpu_grid import LANES
+from pallas_kernels.gated.vjp import GatedSizes, Inputs, Rule, differentiable
+from pallas_kernels.padding import pad_to
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float
 
 
-def _body(plan: Plan) -> Any:
-    bq, bk = plan.bq, plan.bk
+def _body(sizes: GatedSizes) -> Any:
+    bq, bk = sizes.bq, sizes.bk
 
     def body(
         ends: Any, q: Any, k: Any, v: Any, gate: Any, out: Any, lse: Any, m: Any, l: Any, o: Any
@@ -33,36 +33,36 @@ def _body(plan: Plan) -> Any:
             l[...] = jnp.zeros_like(l)
             o[...] = jnp.zeros_like(o)
 
-        @pl.when((j <= planning.last(plan, i)) & (i * bq < length))
+        @pl.when((j <= grids.last(sizes, i)) & (i * bq < length))
         def _() -> None:
             place = tiles.by_query(i * bq, j * bk, bq, bk, length, LANES)
             stats = (m[...], l[...], o[...])
-            m[...], l[...], o[...] = tiles.grow(stats, q[...], k[...], v[...], gate[...], place, plan.rule)
+            m[...], l[...], o[...] = tiles.grow(stats, q[...], k[...], v[...], gate[...], place, sizes.rule)
 
-        @pl.when(j == planning.last(plan, i))
+        @pl.when(j == grids.last(sizes, i))
         def _() -> None:
             out[...], column = common.finish((m[:, :1], l[:, :1], o[...]))
-            lse[...] = planning.row(column)
+            lse[...] = grids.row(column)
 
     return body
 
 
 def _forward(x: Inputs, rule: Rule) -> tuple[Float[Array, "B N T H"], Float[Array, "B N T"]]:
-    (q, k, v, log_gate, _), t, plan = x, x.q.shape[2], planning.plan_of(x, rule, "forward")
-    at = planning.query_major(plan)
-    q_all, k_all, v_all = (planning.padded(y, plan.t) for y in (q.astype(k.dtype), k, v))
-    out, lse = planning.call(
-        plan,
-        _body(plan),
+    (q, k, v, log_gate, _), t, sizes = x, x.q.shape[2], grids.sizes_of(x, rule, "forward")
+    at = grids.query_major(sizes)
+    q_all, k_all, v_all = (pad_to(y, sizes.t) for y in (q.astype(k.dtype), k, v))
+    out, lse = grids.call(
+        sizes,
+        _body(sizes),
         "forward",
-        (plan.b, plan.n, plan.nq, plan.nk),
+        (sizes.b, sizes.n, sizes.nq, sizes.nk),
         x.ends(),
-        [(q_all, at.q), (k_all, at.k), (v_all, at.k), (planning.as_rows(log_gate, plan.t), at.k_row)],
+        [(q_all, at.q), (k_all, at.k), (v_all, at.k), (grids.as_rows(log_gate, sizes.t), at.k_row)],
         [
-            (planning.shape(plan.b, plan.n, plan.t, plan.h), at.q),
-            (planning.shape(plan.b, plan.n, 1, plan.t), at.q_row),
+            (grids.shape(sizes.b, sizes.n, sizes.t, sizes.h), at.q),
+            (grids.shape(sizes.b, sizes.n, 1, sizes.t), at.q_row),
         ],
-        [(plan.bq, LANES), (plan.bq, LANES), (plan.bq, plan.h)],
+        [(sizes.bq, LANES), (sizes.bq, LANES), (sizes.bq, sizes.h)],
         2,
     )
     return out[:, :, :t], lse[:, :, 0, :t]

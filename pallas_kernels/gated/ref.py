@@ -9,11 +9,10 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import softmax
+from pallas_kernels.gated.vjp import Rule
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int
-
-    from pallas_kernels.gated.vjp import Rule
 
 
 def seen(

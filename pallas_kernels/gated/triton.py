@@ -6,6 +6,7 @@ two, in HBM; at a head dim of 64, 128 or 256 and whole blocks nothing is copied.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -15,8 +16,8 @@ from jax.experimental import pallas as pl
 from pallas_kernels import compat, tuning
 from pallas_kernels import tiles as common
 from pallas_kernels.gated import tiles
-from pallas_kernels.gated.plan import Plan
-from pallas_kernels.gated.vjp import Above, Inputs, Rule, differentiable
+from pallas_kernels.gated.vjp import Above, GatedSizes, Inputs, Rule, differentiable
+from pallas_kernels.padding import pad_to, round_up
 from pallas_kernels.tuning import Blocks
 
 if TYPE_CHECKING:
@@ -34,33 +35,25 @@ EXACT = {
 """Of each pass: for heads up to 128, for wider ones, for float32. Larger ones spill registers."""
 
 
-def _own(dtype: Any, h: int) -> dict[str, Blocks]:
-    return EXACT if dtype.itemsize == 4 else WIDE if h > 128 else BLOCKS
-
-
-def _plan(x: Inputs, rule: Rule, what: str) -> Plan:
-    (b, n, t, h), heads = x.q.shape, x.k.shape[1]
-    found = {
-        name: tuning.pick(rule.blocks, name, x.k.dtype, h, own) for name, own in _own(x.k.dtype, h).items()
-    }
+def _sizes(x: Inputs, rule: Rule, what: str) -> GatedSizes:
+    (b, n, t, h), heads, dtype = x.q.shape, x.k.shape[1], x.k.dtype
+    own = EXACT if dtype.itemsize == 4 else WIDE if h > 128 else BLOCKS
+    blocks = {name: tuning.pick(rule.blocks, name, dtype, h, default) for name, default in own.items()}
     # One size for both passes: a multiple of every block either takes.
-    size, wide = max(y for sizes in found.values() for y in sizes[:2]), max(16, pl.next_power_of_2(h))
-    mine = found[what]
-    return Plan(b, n, heads, -(-t // size) * size, wide, mine.q, mine.k, mine, rule)
-
-
-def _padded(x: Array, plan: Plan) -> Array:
-    wide = [(0, plan.h - x.shape[3])] if x.ndim == 4 else []
-    return jnp.pad(x, [(0, 0), (0, 0), (0, plan.t - x.shape[2]), *wide])
+    size, wide = max(y for each in blocks.values() for y in each[:2]), max(16, pl.next_power_of_2(h))
+    chosen = blocks[what]
+    return GatedSizes(b, n, heads, round_up(t, size), wide, chosen.q, chosen.k, chosen, rule)
 
 
 def _shape(*size: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(size, jnp.float32)
 
 
-def _call(plan: Plan, body: Any, name: str, grid: Any, inputs: Any, outputs: Any, products: int) -> Any:
+def _call(
+    sizes: GatedSizes, body: Any, name: str, grid: Any, inputs: Any, outputs: Any, products: int
+) -> Any:
     """Run a body over a grid; ``inputs`` and ``outputs`` are (array or shape, block shape, index map)."""
-    pairs = plan.b * plan.n * plan.t * plan.t // 2
+    pairs = sizes.b * sizes.n * sizes.t * sizes.t // 2
     moved = sum(x.size * x.dtype.itemsize for x, *_ in (*inputs, *outputs))
     return pl.pallas_call(
         body,
@@ -68,25 +61,25 @@ def _call(plan: Plan, body: Any, name: str, grid: Any, inputs: Any, outputs: Any
         in_specs=[pl.BlockSpec(block, at) for _, block, at in inputs],
         out_specs=[pl.BlockSpec(block, at) for _, block, at in outputs],
         out_shape=[shape for shape, *_ in outputs],
-        compiler_params=compat.triton_params(warps=plan.sizes.warps, stages=plan.sizes.stages),
+        compiler_params=compat.triton_params(warps=sizes.blocks.warps, stages=sizes.blocks.stages),
         cost_estimate=pl.CostEstimate(
-            flops=2 * products * pairs * plan.h, transcendentals=pairs, bytes_accessed=moved
+            flops=2 * products * pairs * sizes.h, transcendentals=pairs, bytes_accessed=moved
         ),
-        interpret=plan.rule.interpret,
+        interpret=sizes.rule.interpret,
         name=f"gated_{name}",
     )(*(x for x, *_ in inputs))
 
 
-def _count(plan: Plan, i: Array, length: Array) -> Array:
+def _count(sizes: GatedSizes, i: Array, length: Array) -> Array:
     """Blocks of keys that block i of queries sees."""
-    upto = jnp.minimum((i + 1) * plan.bq, length)
-    return jnp.where(i * plan.bq < length, (upto + plan.bk - 1) // plan.bk, 0)
+    upto = jnp.minimum((i + 1) * sizes.bq, length)
+    return jnp.where(i * sizes.bq < length, (upto + sizes.bk - 1) // sizes.bk, 0)
 
 
 def _forward(x: Inputs, rule: Rule) -> tuple[Float[Array, "B N T H"], Float[Array, "B N T"]]:
-    (q, k, v, log_gate, _), plan = x, _plan(x, rule, "forward")
+    (q, k, v, log_gate, _), sizes = x, _sizes(x, rule, "forward")
     t, h = q.shape[2:]
-    bq, bk = plan.bq, plan.bk
+    bq, bk, group = sizes.bq, sizes.bk, sizes.group
 
     def body(ends: Any, q: Any, k: Any, v: Any, gate: Any, out: Any, lse: Any) -> None:
         i, length, q_i = pl.program_id(0), ends[0], q[...]
@@ -96,57 +89,54 @@ def _forward(x: Inputs, rule: Rule) -> tuple[Float[Array, "B N T H"], Float[Arra
             place = tiles.by_query(i * bq, j * bk, bq, bk, length)
             return tiles.grow(stats, q_i, k[at, :], v[at, :], gate[at][None, :], place, rule)
 
-        stats = jax.lax.fori_loop(0, _count(plan, i, length), key_block, common.start(bq, plan.h))
+        stats = jax.lax.fori_loop(0, _count(sizes, i, length), key_block, common.start(bq, sizes.h))
         out[...], column = common.finish(stats)
         lse[...] = column.reshape(bq)
 
-    def q_at(i: Array, n: Array, b: Array) -> tuple[Any, ...]:
-        return b, n, i, 0
-
-    def k_at(i: Array, n: Array, b: Array) -> tuple[Any, ...]:
-        return b, n // plan.group, 0, 0
-
-    keys = (None, None, plan.t, plan.h)
+    keys = (None, None, sizes.t, sizes.h), lambda i, n, b: (b, n // group, 0, 0)
+    queries = (None, None, bq, sizes.h), lambda i, n, b: (b, n, i, 0)
     out, lse = _call(
-        plan,
+        sizes,
         body,
         "forward",
-        (plan.t // bq, plan.n, plan.b),
+        (sizes.t // bq, sizes.n, sizes.b),
         [
             (x.ends()[:, None], (None, 1), lambda i, n, b: (b, 0)),
-            (_padded(q.astype(k.dtype), plan), (None, None, bq, plan.h), q_at),
-            (_padded(k, plan), keys, k_at),
-            (_padded(v, plan), keys, k_at),
-            (_padded(log_gate.astype(jnp.float32), plan), keys[:3], lambda *at: k_at(*at)[:3]),
+            (pad_to(q.astype(k.dtype), sizes.t, sizes.h), *queries),
+            (pad_to(k, sizes.t, sizes.h), *keys),
+            (pad_to(v, sizes.t, sizes.h), *keys),
+            (pad_to(log_gate.astype(jnp.float32), sizes.t), *_without_channels(*keys)),
         ],
         [
-            (_shape(plan.b, plan.n, plan.t, plan.h), (None, None, bq, plan.h), q_at),
-            (_shape(plan.b, plan.n, plan.t), (None, None, bq), lambda *at: q_at(*at)[:3]),
+            (_shape(sizes.b, sizes.n, sizes.t, sizes.h), *queries),
+            (_shape(sizes.b, sizes.n, sizes.t), *_without_channels(*queries)),
         ],
         2,
     )
     return out[:, :, :t, :h], lse[:, :, :t]
 
 
+def _without_channels(block: tuple[Any, ...], at: Callable[..., tuple[Any, ...]]) -> tuple[Any, Any]:
+    """A block and its index map for an array that has a number where others have channels."""
+    return block[:-1], lambda *step: at(*step)[:-1]
+
+
 def _backward(x: Inputs, above: Above, rule: Rule) -> tuple[Array, ...]:
-    (q, k, v, log_gate, _), plan = x, _plan(x, rule, "backward")
+    (q, k, v, log_gate, _), sizes = x, _sizes(x, rule, "backward")
     (t, h), ends = q.shape[2:], x.ends()[:, None]
     arrays = (q.astype(k.dtype), k, v, above.d_out.astype(v.dtype), *above[1:], log_gate.astype(jnp.float32))
-    padded = [_padded(y, plan) for y in arrays]
-    dk, dv, d_gate = _key_gradients(plan, ends, *padded)
-    dq = _query_gradient(plan, ends, *padded)
+    padded = [pad_to(y, sizes.t, sizes.h) for y in arrays]
+    dk, dv, d_gate = _key_gradients(sizes, ends, *padded)
+    dq = _query_gradient(sizes, ends, *padded)
     return dq[:, :, :t, :h], dk[:, :, :t, :h], dv[:, :, :t, :h], d_gate[:, :, :t]
 
 
-def _key_gradients(
-    plan: Plan, ends: Array, q: Array, k: Array, v: Array, d_out: Array, lse: Array, delta: Array, gate: Array
-) -> tuple[Array, Array, Array]:
+def _key_gradients(sizes: GatedSizes, ends: Array, *arrays: Array) -> tuple[Array, Array, Array]:
     """dk, dv, d log_gate: one program a block of keys, over all query heads of its KV head."""
-    bq, bk, group = plan.bq, plan.bk, plan.group
+    bq, bk, group = sizes.bq, sizes.bk, sizes.group
 
-    def body(
-        ends: Any, q: Any, k: Any, v: Any, d_out: Any, lse: Any, delta: Any, gate: Any, *outs: Any
-    ) -> None:
+    def body(*refs: Any) -> None:
+        ends, q, k, v, d_out, lse, delta, gate, *outs = refs
         j, length = pl.program_id(0), ends[0]
         k_j, v_j, column = k[...], v[...], gate[...][:, None]
         first = (j * bk) // bq
@@ -156,101 +146,81 @@ def _key_gradients(
             g, i = jax.lax.div(step, each), first + jax.lax.rem(step, each)
             at = pl.ds(i * bq, bq)
             place = tiles.by_key(i * bq, j * bk, bq, bk, length)
-            more = tiles.key_gradients(
-                q[g, at, :],
-                k_j,
-                v_j,
-                column,
-                d_out[g, at, :],
-                lse[g, at][None],
-                delta[g, at][None],
-                place,
-                plan.rule,
-            )
+            queries = q[g, at, :]
+            rest = d_out[g, at, :], lse[g, at][None], delta[g, at][None]
+            more = tiles.key_gradients(queries, k_j, v_j, column, *rest, place, sizes.rule)
             return tuple(a + b for a, b in zip(sums, more))
 
-        zero = jnp.zeros((bk, plan.h), jnp.float32)
+        zero = jnp.zeros((bk, sizes.h), jnp.float32)
         sums = jax.lax.fori_loop(0, group * each, query_block, (zero, zero, jnp.zeros((bk, 1), jnp.float32)))
         outs[0][...], outs[1][...], outs[2][...] = sums[0], sums[1], sums[2].reshape(bk)
 
     def grouped(x: Array) -> Array:
-        return x.reshape(plan.b, plan.heads, group, *x.shape[2:])
+        return x.reshape(sizes.b, sizes.heads, group, *x.shape[2:])
 
-    def all_at(j: Array, kv: Array, b: Array) -> tuple[Any, ...]:
-        return b, kv, 0, 0, 0
-
-    def k_at(j: Array, kv: Array, b: Array) -> tuple[Any, ...]:
-        return b, kv, j, 0
-
-    wide, keys = (None, None, group, plan.t, plan.h), (None, None, bk, plan.h)
-    rows = wide[:4], lambda *at: all_at(*at)[:4]
-    gates = keys[:3], lambda *at: k_at(*at)[:3]
-    shape = _shape(plan.b, plan.heads, plan.t, plan.h)
+    q, k, v, d_out, lse, delta, gate = arrays
+    queries = (None, None, group, sizes.t, sizes.h), lambda j, kv, b: (b, kv, 0, 0, 0)
+    keys = (None, None, bk, sizes.h), lambda j, kv, b: (b, kv, j, 0)
+    rows, gates = _without_channels(*queries), _without_channels(*keys)
+    shape = _shape(sizes.b, sizes.heads, sizes.t, sizes.h)
     return _call(
-        plan,
+        sizes,
         body,
         "key_gradients",
-        (plan.t // bk, plan.heads, plan.b),
+        (sizes.t // bk, sizes.heads, sizes.b),
         [
             (ends, (None, 1), lambda j, kv, b: (b, 0)),
-            (grouped(q), wide, all_at),
-            (k, keys, k_at),
-            (v, keys, k_at),
-            (grouped(d_out), wide, all_at),
+            (grouped(q), *queries),
+            (k, *keys),
+            (v, *keys),
+            (grouped(d_out), *queries),
             (grouped(lse), *rows),
             (grouped(delta), *rows),
             (gate, *gates),
         ],
-        [(shape, keys, k_at), (shape, keys, k_at), (_shape(*shape.shape[:3]), *gates)],
+        [(shape, *keys), (shape, *keys), (_shape(*shape.shape[:3]), *gates)],
         4,
     )
 
 
-def _query_gradient(
-    plan: Plan, ends: Array, q: Array, k: Array, v: Array, d_out: Array, lse: Array, delta: Array, gate: Array
-) -> Array:
+def _query_gradient(sizes: GatedSizes, ends: Array, *arrays: Array) -> Array:
     """dq: one program a block of queries."""
-    bq, bk = plan.bq, plan.bk
+    bq, bk, group = sizes.bq, sizes.bk, sizes.group
 
-    def body(
-        ends: Any, q: Any, k: Any, v: Any, d_out: Any, lse: Any, delta: Any, gate: Any, out: Any
-    ) -> None:
+    def body(*refs: Any) -> None:
+        ends, q, k, v, d_out, lse, delta, gate, out = refs
         i, length = pl.program_id(0), ends[0]
         q_i, do_i, lse_i, delta_i = q[...], d_out[...], lse[...][:, None], delta[...][:, None]
 
         def key_block(j: Array, dq: Array) -> Array:
             at = pl.ds(j * bk, bk)
             place = tiles.by_query(i * bq, j * bk, bq, bk, length)
-            arrays = (q_i, k[at, :], v[at, :], gate[at][None, :], do_i, lse_i, delta_i)
-            return dq + tiles.query_gradient(*arrays, place, plan.rule)
+            tile = (q_i, k[at, :], v[at, :], gate[at][None, :], do_i, lse_i, delta_i)
+            return dq + tiles.query_gradient(*tile, place, sizes.rule)
 
-        zero = jnp.zeros((bq, plan.h), jnp.float32)
-        out[...] = jax.lax.fori_loop(0, _count(plan, i, length), key_block, zero)
+        zero = jnp.zeros((bq, sizes.h), jnp.float32)
+        out[...] = jax.lax.fori_loop(0, _count(sizes, i, length), key_block, zero)
 
-    def q_at(i: Array, n: Array, b: Array) -> tuple[Any, ...]:
-        return b, n, i, 0
-
-    def k_at(i: Array, n: Array, b: Array) -> tuple[Any, ...]:
-        return b, n // plan.group, 0, 0
-
-    wide, keys = (None, None, bq, plan.h), (None, None, plan.t, plan.h)
-    rows = wide[:3], lambda *at: q_at(*at)[:3]
+    q, k, v, d_out, lse, delta, gate = arrays
+    queries = (None, None, bq, sizes.h), lambda i, n, b: (b, n, i, 0)
+    keys = (None, None, sizes.t, sizes.h), lambda i, n, b: (b, n // group, 0, 0)
+    rows = _without_channels(*queries)
     return _call(
-        plan,
+        sizes,
         body,
         "query_gradient",
-        (plan.t // bq, plan.n, plan.b),
+        (sizes.t // bq, sizes.n, sizes.b),
         [
             (ends, (None, 1), lambda i, n, b: (b, 0)),
-            (q, wide, q_at),
-            (k, keys, k_at),
-            (v, keys, k_at),
-            (d_out, wide, q_at),
+            (q, *queries),
+            (k, *keys),
+            (v, *keys),
+            (d_out, *queries),
             (lse, *rows),
             (delta, *rows),
-            (gate, keys[:3], lambda *at: k_at(*at)[:3]),
+            (gate, *_without_channels(*keys)),
         ],
-        [(_shape(plan.b, plan.n, plan.t, plan.h), wide, q_at)],
+        [(_shape(sizes.b, sizes.n, sizes.t, sizes.h), *queries)],
         3,
     )[0]
 

@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.tuning import Blocks, Tuned
+
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int
-
-    from pallas_kernels.tuning import Tuned
 
 
 class Rule(NamedTuple):
@@ -43,6 +43,32 @@ class Rule(NamedTuple):
     interpret: Any = False
 
 
+class GatedSizes(NamedTuple):
+    """Static sizes of a Pallas body: t is a multiple of both blocks; t and h are padded."""
+
+    b: int
+    n: int
+    heads: int
+    t: int
+    h: int
+    bq: int
+    bk: int
+    blocks: Blocks
+    rule: Rule
+
+    @property
+    def nq(self) -> int:
+        return self.t // self.bq
+
+    @property
+    def nk(self) -> int:
+        return self.t // self.bk
+
+    @property
+    def group(self) -> int:
+        return self.n // self.heads
+
+
 class Inputs(NamedTuple):
     """Arrays of a call, as in ``api.gated``; whatever stood past rows' ends is zero."""
 
@@ -53,7 +79,6 @@ class Inputs(NamedTuple):
     lengths: Int[Array, " B"] | None
 
     def ends(self) -> Int[Array, " B"]:
-        """The length of each row."""
         b, _, t, _ = self.q.shape
         return jnp.full(b, t, jnp.int32) if self.lengths is None else self.lengths.astype(jnp.int32)
 

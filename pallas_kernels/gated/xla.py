@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import products, softmax
+from pallas_kernels.blockwise.cut import blocks, joined
 from pallas_kernels.gated.ref import seen
 from pallas_kernels.gated.vjp import Above, Inputs, Rule, differentiable
 
@@ -23,21 +24,6 @@ Stats = tuple["Array", "Array", "Array"]
 
 BLOCKS = 256, 512
 """Queries and keys of a tile."""
-
-
-def _split(x: Array, axis: int, size: int) -> Array:
-    """x with ``axis`` padded to a multiple of ``size`` and split to [blocks, ..., size, ...]."""
-    pad = [(0, 0)] * x.ndim
-    pad[axis] = (0, -x.shape[axis] % size)
-    x = jnp.pad(x, pad)
-    return jnp.moveaxis(x.reshape(*x.shape[:axis], -1, size, *x.shape[axis + 1 :]), axis, 0)
-
-
-def _join(x: Array, axis: int, length: int) -> Array:
-    """The inverse of ``_split``."""
-    x = jnp.moveaxis(x, 0, axis)
-    x = x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
-    return jax.lax.slice_in_dim(x, 0, length, axis=axis)
 
 
 def _grouped(x: Array, heads: int) -> Array:
@@ -86,8 +72,8 @@ def _forward(x: Inputs, rule: Rule) -> tuple[Float[Array, "B N T H"], Float[Arra
     q, k, v, log_gate, lengths = x
     (b, n, t, h), heads = q.shape, k.shape[1]
     bq, bk = (min(size, t) for size in BLOCKS)
-    qs = _split(_grouped(q, heads), 3, bq)
-    ks, vs, gates = (_split(y, 2, bk) for y in (k, v, log_gate.astype(jnp.float32)))
+    qs = blocks(_grouped(q, heads), 3, bq, 0)
+    ks, vs, gates = (blocks(y, 2, bk, 0) for y in (k, v, log_gate.astype(jnp.float32)))
     live = t if lengths is None else jnp.max(lengths)
 
     def query_block(y: tuple[Array, Array]) -> tuple[Array, Array]:
@@ -104,15 +90,15 @@ def _forward(x: Inputs, rule: Rule) -> tuple[Float[Array, "B N T H"], Float[Arra
         return softmax.finish(*jax.lax.fori_loop(0, jnp.minimum(count, len(ks)), key_block, empty))
 
     out, lse = jax.lax.map(query_block, (qs, jnp.arange(len(qs)) * bq))
-    return _join(out, 3, t).reshape(b, n, t, h), _join(lse, 3, t).reshape(b, n, t)
+    return joined(out, 3, t).reshape(b, n, t, h), joined(lse, 3, t).reshape(b, n, t)
 
 
 def _backward(x: Inputs, above: Above, rule: Rule) -> tuple[Array, ...]:
     q, k, v, log_gate, lengths = x
     t, heads = q.shape[2], k.shape[1]
     bq, bk = (min(size, t) for size in BLOCKS)
-    rows = [_split(_grouped(y, heads), 3, bq) for y in (q, above.d_out.astype(v.dtype), *above[1:])]
-    columns = [_split(y, 2, bk) for y in (k, v, log_gate.astype(jnp.float32))]
+    rows = [blocks(_grouped(y, heads), 3, bq, 0) for y in (q, above.d_out.astype(v.dtype), *above[1:])]
+    columns = [blocks(y, 2, bk, 0) for y in (k, v, log_gate.astype(jnp.float32))]
     live = t if lengths is None else jnp.max(lengths)
     stop = (live + bq - 1) // bq
 
@@ -139,7 +125,7 @@ def _backward(x: Inputs, above: Above, rule: Rule) -> tuple[Array, ...]:
 
     starts = jnp.arange(len(columns[0])) * bk
     dq, sums = jax.lax.scan(key_block, _zeros(rows[0].shape), (*columns, starts))
-    return _join(dq, 3, t).reshape(q.shape), *(_join(y, 2, t) for y in sums)
+    return joined(dq, 3, t).reshape(q.shape), *(joined(y, 2, t) for y in sums)
 
 
 gated = differentiable(_forward, _backward)

@@ -1,18 +1,14 @@
 """Compile for chips that are not here: libtpu holds all of the TPU compiler, the CUDA plug-in that of GPUs.
 
 Needs the wheels of the optional group ``aot`` (both pinned to the jax version) and for GPUs CUDA's
-assembler, no device, no driver. ``compiled`` gives what a device would run, with its memory analysis;
-``copies`` finds in it what a layout costs: copies of an operand as large as a pool. What is not
-installed raises ``Missing``; what is installed and fails, fails.
+assembler, no device, no driver. ``compiled`` gives what a device would run, with its memory analysis. What is
+not installed raises ``Missing``.
 """
 
 from __future__ import annotations
 
 import functools
-import hashlib
-import math
 import os
-import re
 from collections.abc import Callable
 from importlib import metadata
 from typing import Any, NamedTuple
@@ -112,11 +108,11 @@ def target(chip: str, topology: str | None = None) -> Target:
     if chip in TPUS:
         if _installed("libtpu") is None:
             raise _missing(chip, "libtpu is not installed")
-        found: Any = topologies.get_topology_desc(
+        devices: Any = topologies.get_topology_desc(
             platform="tpu", topology_name=topology or TPUS[chip]
         ).devices
-        cores = getattr(found[0], "num_cores", 1) or 1
-        return Target(found, found[0].device_kind, cores, "tpu", ("tpu",))
+        cores = getattr(devices[0], "num_cores", 1) or 1
+        return Target(devices, devices[0].device_kind, cores, "tpu", ("tpu",))
     known = [version for name in _PLUGINS if (version := _installed(name))]
     if metadata.version("jaxlib") not in known:
         what = f"no CUDA plug-in of jaxlib {metadata.version('jaxlib')} is installed, only {known or 'none'}"
@@ -127,8 +123,8 @@ def target(chip: str, topology: str | None = None) -> Target:
         "target_config": _H200.replace("NVIDIA H200", GPUS[chip][0]),
         "topology": f"1x1x{count}",  # slices x hosts x devices of a host
     }
-    found = topologies.get_topology_desc(platform="cuda", topology_name="", **options).devices
-    gpu = Target(found, *GPUS[chip], "gpu", ("cuda",))
+    devices = topologies.get_topology_desc(platform="cuda", topology_name="", **options).devices
+    gpu = Target(devices, *GPUS[chip], "gpu", ("cuda",))
     _assembles(gpu)
     return gpu
 
@@ -142,91 +138,6 @@ def lowered(chip: Target, run: Callable[..., Any], *args: Any, donated: tuple[in
         return traced.lower(lowering_platforms=chip.lowering)
 
 
-def digest(program: Any) -> str:
-    """A lowered program's name: the same for the same program and the same compilers."""
-    text = program.as_text() + repr(sorted(wheels().items()))
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
 def compiled(chip: Target, run: Callable[..., Any], *args: Any, donated: tuple[int, ...] = ()) -> Any:
     """What ``lowered`` gives, compiled."""
     return lowered(chip, run, *args, donated=donated).compile()
-
-
-class SpillsError(ValueError):
-    """A GPU's assembler ran out of registers."""
-
-
-def compiled_without_spills(
-    chip: Target, run: Callable[..., Any], *args: Any, donated: tuple[int, ...] = ()
-) -> Any:
-    """``compiled``, where on a GPU no kernel may spill registers to memory.
-
-    The CUDA assembler itself counts (``ptxas``: "bytes spill stores"); on a TPU nothing is checked.
-
-    Raises:
-      SpillsError: a kernel spills; XLA does not say which one, ``static.registers`` does.
-    """
-    if chip.platform != "gpu":
-        return compiled(chip, run, *args, donated=donated)
-    strict = {"xla_gpu_fail_ptx_compilation_on_register_spilling": True}
-    try:
-        return lowered(chip, run, *args, donated=donated).compile(compiler_options=strict)
-    except jax.errors.JaxRuntimeError as error:
-        if "spill" not in str(error).lower():
-            raise
-        raise SpillsError(" ".join(str(error).split())[:300]) from error
-
-
-NOTHING_MOVES = {
-    *(
-        "parameter",
-        "constant",
-        "bitcast",
-        "tuple",
-        "get-tuple-element",
-        "opt-barrier",
-        "optimization-barrier",
-    ),
-    # Kernels; and what only holds other operations or ends one, which are seen where they begin.
-    *("custom-call", "call", "while", "conditional", "copy-done", "async-done", "after-all"),
-}
-# Of tuples that hold sources too: (destination, source, ...) and ((source), destination, ...).
-_DESTINATION = {"copy-start": slice(0, 1), "slice-start": slice(1, 2)}
-_HEAD = re.compile(r"^(?:ENTRY )?%?([\w.-]+) \(.*{$")
-_OP = re.compile(r"^\s*(?:ROOT )?%?[\w.-]+ = (.+?) ([a-z][\w-]*)\(")
-_SHAPE = re.compile(r"(\w+)\[([\d,]*)\]((?:\{[^}]*\})?)")
-
-
-def launches(program: Any) -> int:
-    """Kernels that one call of a compiled GPU program starts; those of a loop count once."""
-    inside, looping = "", set(re.findall(r"(?:body|condition)=%?([\w.-]+)", program.as_text()))
-    count = 0
-    for line in program.as_text().splitlines():
-        head, op = _HEAD.match(line), _OP.match(line)
-        inside = ("ENTRY" if line.startswith("ENTRY") else head.group(1)) if head else inside
-        if op and (inside == "ENTRY" or inside in looping):
-            count += op.group(2) == "custom-call" or op.group(2) not in NOTHING_MOVES
-    return count
-
-
-def copies(program: Any, at_least: int, *, vmem: bool = False) -> list[str]:
-    """Operations of a compiled program, kernels apart, whose result has ``at_least`` elements in memory.
-
-    What is inside a fusion is not in memory, the fusion's result is. What XLA brings to a TPU's VMEM
-    (memory space 1) for its readers is read once and written nowhere: ``vmem`` asks for that instead, of
-    operands of which a kernel reads parts.
-    """
-    text = program.as_text()
-    fused = set(re.findall(r" fusion\(.*?calls=%?([\w.-]+)", text))
-    found, inside = [], ""
-    for line in text.splitlines():
-        head, op = _HEAD.match(line), _OP.match(line)
-        inside = head.group(1) if head else inside
-        if op is None or inside in fused or op.group(2) in NOTHING_MOVES:
-            continue
-        for dtype, dims, layout in _SHAPE.findall(op.group(1))[_DESTINATION.get(op.group(2), slice(None))]:
-            if ("S(1)" in layout) is vmem and math.prod(int(x) for x in dims.split(",") if x) >= at_least:
-                found.append(f"{op.group(2)} {dtype}[{dims}]")
-                break
-    return found

@@ -1,4 +1,4 @@
-"""Blocks that ``bench --device`` tries beside a body's own, likeliest first.
+"""Blocks that are tried beside a body's own, likeliest first.
 
 Every one of them compiles for its chips without spilling registers (``tests/kernels/test_aot_blocks.py``),
 so that time on a device goes to measuring. Not here because they do: 64 tokens of phi, 64 x 64 of gated's

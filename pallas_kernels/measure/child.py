@@ -1,4 +1,4 @@
-"""A process of its own that is told things and answers in lines of JSON, and that may die or hang."""
+"""A child process that gets requests and answers in lines of JSON, and that may die or hang."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn, Self
 
 MARK = "@ "
-"""Begins a line that is an answer; whatever else is printed is none."""
+"""Begins a line that is an answer; other lines are ignored."""
 
 HOME = pathlib.Path(__file__).parents[2]
-"""Where the package lies: the child imports the same one."""
+"""The folder of the package: the child imports the same one."""
 
 
 class LostError(RuntimeError):
@@ -27,17 +27,17 @@ class LostError(RuntimeError):
 
 
 def answer(value: Any) -> None:
-    """In the child: say something to the parent."""
+    """In the child: send something to the parent."""
     print(MARK + json.dumps(value), flush=True)
 
 
 class Child:
-    """A command whose answers are heard one by one; ``running`` starts a module of ours.
+    """A command whose answers are read one by one; ``running`` starts a Python module.
 
     Use it in a ``with``; leaving ends the process. Its standard error is kept for ``LostError``.
 
     Args:
-      command: its words.
+      command: the command line.
       env: its whole environment.
       errors: a file to keep its standard error in.
     """
@@ -56,7 +56,7 @@ class Child:
             stderr=self._errors,
             text=True,
         )
-        self._said: queue.Queue[str | None] = queue.Queue()
+        self._answers: queue.Queue[str | None] = queue.Queue()
         threading.Thread(target=self._listen, daemon=True).start()
 
     @classmethod
@@ -65,8 +65,8 @@ class Child:
     ) -> Child:
         """``python -m module args`` with this process' environment and ``env``."""
         path = os.pathsep.join([str(HOME), *filter(None, [os.environ.get("PYTHONPATH")])])
-        mine = os.environ | {"PYTHONPATH": path} | dict(env)
-        return cls([sys.executable, "-m", module, *args], env=mine, errors=errors)
+        environment = os.environ | {"PYTHONPATH": path} | dict(env)
+        return cls([sys.executable, "-m", module, *args], env=environment, errors=errors)
 
     def __enter__(self) -> Self:
         return self
@@ -77,8 +77,8 @@ class Child:
     def _listen(self) -> None:
         for line in self._process.stdout or ():
             if line.startswith(MARK):
-                self._said.put(line[len(MARK) :])
-        self._said.put(None)
+                self._answers.put(line[len(MARK) :])
+        self._answers.put(None)
 
     def tell(self, what: Any) -> None:
         """Send it a line.
@@ -97,10 +97,10 @@ class Child:
         """Its next answer.
 
         Raises:
-          LostError: it has ended, with its last words, or says nothing for ``limit`` seconds.
+          LostError: it has ended (with its last lines), or sends nothing for ``limit`` seconds.
         """
         try:
-            line = self._said.get(timeout=None if limit is None else max(0.0, limit))
+            line = self._answers.get(timeout=None if limit is None else max(0.0, limit))
         except queue.Empty:
             raise LostError("no answer in time") from None
         return self._lost() if line is None else json.loads(line)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -26,7 +26,6 @@ class CompileTime(NamedTuple):
         return sum(self)
 
     def since(self, earlier: CompileTime) -> CompileTime:
-        """What was added since ``earlier``."""
         return CompileTime(*(now - then for now, then in zip(self, earlier)))
 
 
@@ -36,7 +35,7 @@ _KINDS = {
     "/jax/core/compile/backend_compile_duration": 2,
 }
 _busy: list[tuple[float, CompileTime]] = []
-"""Starts of stretches of time that were spent so, apart and in order, and what they hold."""
+"""Start and spent time of each stretch, in order."""
 
 
 def _heard(event: str, duration_secs: float, **_: str | int) -> None:
@@ -61,13 +60,6 @@ def compile_time() -> CompileTime:
     return CompileTime(*(sum(spent) for spent in zip(*(x for _, x in _busy)))) if _busy else CompileTime()
 
 
-def compiled(run: Callable[..., Any], *args: Any) -> tuple[Any, CompileTime]:
-    """``jax.jit(run)`` compiled for these arguments, called or shapes, and the time that took."""
-    before = compile_time()
-    program = jax.jit(run).lower(*args).compile()
-    return program, compile_time().since(before)
-
-
 Wait = Callable[[Any], Any]
 """Returns when the work behind the result of a call is done."""
 
@@ -80,12 +72,12 @@ def laps(call: Callable[[], Any], repeats: int, wait: Wait = jax.block_until_rea
       repeats: calls.
       wait: for the work that a call started.
     """
-    found = []
+    seconds = []
     for _ in range(repeats):
         start = time.perf_counter()
         wait(call())
-        found.append(time.perf_counter() - start)
-    return found
+        seconds.append(time.perf_counter() - start)
+    return seconds
 
 
 def median(call: Callable[[], Any], spend: float, wait: Wait = jax.block_until_ready) -> float:
@@ -106,35 +98,3 @@ def median(call: Callable[[], Any], spend: float, wait: Wait = jax.block_until_r
         return call()
 
     return statistics.median(laps(round_, ROUNDS, wait)) / times
-
-
-def in_turns(
-    runs: Mapping[str, tuple[Callable[..., Any], tuple[Any, ...]]], repeats: int
-) -> dict[str, float]:
-    """Median seconds of each (function, arguments), compiled: one call of each in turn, ``repeats`` times.
-
-    In turns, so that a busy machine slows all of them alike.
-    """
-    calls = {name: functools.partial(jax.jit(run), *args) for name, (run, args) in runs.items()}
-    for call in calls.values():
-        jax.block_until_ready(call())
-    rounds = [{name: laps(call, 1)[0] for name, call in calls.items()} for _ in range(repeats)]
-    return {name: statistics.median(x[name] for x in rounds) for name in runs}
-
-
-def report(
-    op: str,
-    shape: str,
-    dtype: str,
-    times: Mapping[str, float],
-    base: str,
-    most: Mapping[str, float] | None = None,
-) -> str:
-    """One line: milliseconds of each, the ratio of each to ``base``, and whether that is at most ``most``."""
-
-    def cell(name: str) -> str:
-        ratio, bound = times[name] / times[base], (most or {}).get(name)
-        target = "" if bound is None else f", at most {bound}: {'met' if ratio <= bound else 'MISSED'}"
-        return f"{name} {times[name] * 1e3:.2f} ms ({ratio:.2f}x{target})"
-
-    return f"{op:14} {shape:12} {dtype:9} " + "  ".join(cell(name) for name in times)

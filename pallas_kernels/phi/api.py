@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from pallas_kernels import dispatch
 from pallas_kernels.phi import ref, xla
-from pallas_kernels.phi.summary import Summary
+from pallas_kernels.phi.ref import Summary
 
 __all__ = ["FLOOR", "Summary", "phi_build", "phi_evaluate", "phi_subtract"]
 
@@ -81,7 +81,7 @@ def phi_subtract(
     floor: float = FLOOR,
     impl: str | None = None,
 ) -> Summary:
-    """The summary without some of the tokens it holds: what this read visits itself.
+    """The summary without some of the tokens it holds: those that this read visits itself.
 
     Args:
       summary: of these tokens and others.
@@ -113,7 +113,7 @@ def phi_evaluate(
     log sum_f exp(log_q[f] + log_k[f]).
 
     Args:
-      summary: of each KV head's stream.
+      summary: of each KV head.
       log_q: log features of the queries, any float dtype.
       impl: see ``dispatch``.
 

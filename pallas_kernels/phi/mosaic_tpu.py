@@ -10,26 +10,18 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_kernels import compat, softmax, tuning
+from pallas_kernels.padding import pad_to, round_up
 from pallas_kernels.phi import ref, tiles
-from pallas_kernels.phi.summary import Summary
+from pallas_kernels.phi.ref import Summary
+from pallas_kernels.tuning import Tuned
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float
-
-    from pallas_kernels.tuning import Tuned
 
 TILE = 512
 """Tokens of a tile, and at most as many queries."""
 
 LANES = 128
-
-
-def _up(x: int, size: int) -> int:
-    return -(-x // size) * size
-
-
-def _padded(x: Array, s: int) -> Array:
-    return jnp.pad(x, [(0, 0), (0, 0), (0, s - x.shape[2]), *[(0, 0)] * (x.ndim - 3)])
 
 
 def sums(
@@ -43,9 +35,8 @@ def sums(
 ) -> tuple[Float[Array, "B K F"], Float[Array, "B K F H"]]:
     """The sums over tokens of exp(log_k - shift) and of the same times v: grid (B, K, tiles)."""
     (b, heads, s, f), h = log_k.shape, v.shape[3]
-    found = tuning.pick(blocks, "sums", v.dtype, h, tuning.Blocks(k=TILE))
-    tile = min(found.k, _up(s, LANES))
-    whole = _up(s, tile)
+    tile = min(tuning.pick(blocks, "sums", v.dtype, h, tuning.Blocks(k=TILE)).k, round_up(s, LANES))
+    whole = round_up(s, tile)
 
     def body(there: Any, shift: Any, log_k: Any, v: Any, weight: Any, values: Any) -> None:
         @pl.when(pl.program_id(2) == 0)
@@ -58,13 +49,7 @@ def sums(
         weight[...] += more[0]
         values[...] += more[1]
 
-    def at_tile(b: Array, k: Array, i: Array) -> tuple[Any, ...]:
-        return b, k, i, 0
-
-    def at_stream(b: Array, k: Array, i: Array) -> tuple[Any, ...]:
-        return b, k, 0, 0
-
-    row = pl.BlockSpec((None, None, 1, f), at_stream)
+    row = pl.BlockSpec((None, None, 1, f), lambda b, k, i: (b, k, 0, 0))
     tokens = b * heads * whole
     weight, values = pl.pallas_call(
         body,
@@ -72,10 +57,10 @@ def sums(
         in_specs=[
             pl.BlockSpec((None, None, 1, tile), lambda b, k, i: (b, k, 0, i)),
             row,
-            pl.BlockSpec((None, None, tile, f), at_tile),
-            pl.BlockSpec((None, None, tile, h), at_tile),
+            pl.BlockSpec((None, None, tile, f), lambda b, k, i: (b, k, i, 0)),
+            pl.BlockSpec((None, None, tile, h), lambda b, k, i: (b, k, i, 0)),
         ],
-        out_specs=[row, pl.BlockSpec((None, None, f, h), at_stream)],
+        out_specs=[row, pl.BlockSpec((None, None, f, h), lambda b, k, i: (b, k, 0, 0))],
         out_shape=[
             jax.ShapeDtypeStruct((b, heads, 1, f), jnp.float32),
             jax.ShapeDtypeStruct((b, heads, f, h), jnp.float32),
@@ -89,10 +74,10 @@ def sums(
         interpret=interpret,
         name="phi_sums",
     )(
-        _padded(there.astype(jnp.float32), whole)[:, :, None],
+        pad_to(there.astype(jnp.float32), whole)[:, :, None],
         softmax.finite(shift)[:, :, None],
-        _padded(log_k, whole),
-        _padded(v, whole),
+        pad_to(log_k, whole),
+        pad_to(v, whole),
     )
     return weight[:, :, 0], values
 
@@ -108,33 +93,27 @@ def evaluate(
     (b, n, t, f), heads, h = log_q.shape, summary.shift.shape[1], summary.values.shape[3]
     total = n // heads * t
     own = tuning.Blocks(q=TILE)
-    rows = min(tuning.pick(blocks, "evaluate", summary.values.dtype, h, own).q, _up(total, 16))
-    whole = _up(total, rows)
-    queries = _padded(log_q.reshape(b, heads, total, f), whole)
+    rows = min(tuning.pick(blocks, "evaluate", summary.values.dtype, h, own).q, round_up(total, 16))
+    whole = round_up(total, rows)
+    queries = pad_to(log_q.reshape(b, heads, total, f), whole)
 
     def body(shift: Any, weight: Any, values: Any, log_q: Any, out: Any, lse: Any) -> None:
         out[...], column = tiles.evaluated(log_q[...], shift[...], weight[...], values[...])
         lse[...] = jnp.broadcast_to(column, lse.shape)
 
-    def at_rows(b: Array, k: Array, i: Array) -> tuple[Any, ...]:
-        return b, k, i, 0
-
-    def at_stream(b: Array, k: Array, i: Array) -> tuple[Any, ...]:
-        return b, k, 0, 0
-
-    row = pl.BlockSpec((None, None, 1, f), at_stream)
+    row = pl.BlockSpec((None, None, 1, f), lambda b, k, i: (b, k, 0, 0))
     out, lse = pl.pallas_call(
         body,
         grid=(b, heads, whole // rows),
         in_specs=[
             row,
             row,
-            pl.BlockSpec((None, None, f, h), at_stream),
-            pl.BlockSpec((None, None, rows, f), at_rows),
+            pl.BlockSpec((None, None, f, h), lambda b, k, i: (b, k, 0, 0)),
+            pl.BlockSpec((None, None, rows, f), lambda b, k, i: (b, k, i, 0)),
         ],
         out_specs=[
-            pl.BlockSpec((None, None, rows, h), at_rows),
-            pl.BlockSpec((None, None, rows, LANES), at_rows),
+            pl.BlockSpec((None, None, rows, h), lambda b, k, i: (b, k, i, 0)),
+            pl.BlockSpec((None, None, rows, LANES), lambda b, k, i: (b, k, i, 0)),
         ],
         out_shape=[
             jax.ShapeDtypeStruct((b, heads, whole, h), jnp.float32),

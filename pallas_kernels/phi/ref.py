@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import softmax
-from pallas_kernels.phi.summary import Summary
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float
@@ -18,12 +17,21 @@ if TYPE_CHECKING:
 EXACT = jax.lax.Precision.HIGHEST
 
 
-def shifted(
-    log_k: Float[Array, "B K S F"], shift: Float[Array, "B K F"], there: Bool[Array, "B K S"]
-) -> Float[Array, "B K S F"]:
-    """exp(log_k - shift) of the tokens that are there, 0 of the others."""
-    a = softmax.hide(log_k.astype(jnp.float32), there[..., None])
-    return jnp.exp(a - softmax.finite(shift)[..., None, :])
+class Summary(NamedTuple):
+    """The tokens of each KV head, seen through F positive features; everything float32.
+
+    The shift makes it stable: no feature's largest token ever leaves the range of float32. Nothing
+    absorbed is ``(-inf, 0, 0)``.
+
+    Attributes:
+      shift: m, the largest log feature of any token absorbed.
+      weight: u, the sum of exp(log feature - m).
+      values: T, the same sum with every term times its token's value.
+    """
+
+    shift: Float[Array, "B K F"]
+    weight: Float[Array, "B K F"]
+    values: Float[Array, "B K F H"]
 
 
 def sums(
@@ -33,20 +41,16 @@ def sums(
     shift: Float[Array, "B K F"],
 ) -> tuple[Float[Array, "B K F"], Float[Array, "B K F H"]]:
     """The sums over tokens of exp(log_k - shift) and of the same times v; float32."""
-    e = shifted(log_k, shift, there)
+    a = softmax.hide(log_k.astype(jnp.float32), there[..., None])
+    e = jnp.exp(a - softmax.finite(shift)[..., None, :])
     v = jnp.where(there[..., None], v.astype(jnp.float32), 0.0)
     return jnp.sum(e, axis=-2), jnp.einsum("bksf,bksh->bkfh", e, v, precision=EXACT)
 
 
-class Summing(NamedTuple):
-    """``api.phi_build`` and ``api.phi_subtract`` with one implementation's sums."""
-
-    build: Callable[..., Summary]
-    subtract: Callable[..., Summary]
-
-
-def summing(sums: Callable[..., tuple[Array, Array]], *options: str) -> Summing:
-    """Both, jitted; they take ``options`` of ``sums`` as keywords."""
+def summing(
+    sums: Callable[..., tuple[Array, Array]], *options: str
+) -> tuple[Callable[..., Summary], Callable[..., Summary]]:
+    """``api.phi_build`` and ``api.phi_subtract`` with these sums; their ``options`` are static keywords."""
 
     @functools.partial(jax.jit, static_argnames=options)
     def build(
@@ -81,7 +85,7 @@ def summing(sums: Callable[..., tuple[Array, Array]], *options: str) -> Summing:
         rest = jnp.maximum(summary.weight - weight, floor * summary.weight)
         return Summary(summary.shift, rest, summary.values - values)
 
-    return Summing(build, subtract)
+    return build, subtract
 
 
 build, subtract = summing(sums)

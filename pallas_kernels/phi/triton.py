@@ -13,14 +13,13 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_kernels import compat, softmax, tuning
+from pallas_kernels.padding import round_up
 from pallas_kernels.phi import ref, tiles
-from pallas_kernels.phi.summary import Summary
-from pallas_kernels.tuning import Blocks
+from pallas_kernels.phi.ref import Summary
+from pallas_kernels.tuning import Blocks, Tuned
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float
-
-    from pallas_kernels.tuning import Tuned
 
 TILE = 32
 """Tokens of a tile: its exponentials and its values are float32, in registers."""
@@ -53,8 +52,8 @@ def sums(
 ) -> tuple[Float[Array, "B K F"], Float[Array, "B K F H"]]:
     """The sums over tokens of exp(log_k - shift) and of the same times v."""
     (b, heads, s, f), h = log_k.shape, v.shape[3]
-    found = tuning.pick(blocks, "sums", v.dtype, h, Blocks(k=TILE, item=CHUNK, warps=8, stages=1))
-    tile_, chunk = found.k, min(found.item, -(-s // found.k) * found.k)
+    chosen = tuning.pick(blocks, "sums", v.dtype, h, Blocks(k=TILE, item=CHUNK, warps=8, stages=1))
+    tile_, chunk = chosen.k, min(chosen.item, round_up(s, chosen.k))
     parts, wf, wh = -(-s // chunk), _wide(f), _wide(h)
 
     def body(there: Any, shift: Any, log_k: Any, v: Any, weight: Any, values: Any) -> None:
@@ -69,9 +68,6 @@ def sums(
         total = jax.lax.fori_loop(0, chunk // tile_, tile, zero)
         weight[...], values[...] = total[0].reshape(wf), total[1]
 
-    def at_chunk(i: Array, k: Array, b: Array) -> tuple[Any, ...]:
-        return b, k, i, 0
-
     tokens = b * heads * parts * chunk
     weight, values = pl.pallas_call(
         body,
@@ -79,18 +75,18 @@ def sums(
         in_specs=[
             pl.BlockSpec((None, None, chunk), lambda i, k, b: (b, k, i)),
             pl.BlockSpec((None, None, wf), lambda i, k, b: (b, k, 0)),
-            pl.BlockSpec((None, None, chunk, wf), at_chunk),
-            pl.BlockSpec((None, None, chunk, wh), at_chunk),
+            pl.BlockSpec((None, None, chunk, wf), lambda i, k, b: (b, k, i, 0)),
+            pl.BlockSpec((None, None, chunk, wh), lambda i, k, b: (b, k, i, 0)),
         ],
         out_specs=[
-            pl.BlockSpec((None, None, None, wf), at_chunk),
+            pl.BlockSpec((None, None, None, wf), lambda i, k, b: (b, k, i, 0)),
             pl.BlockSpec((None, None, None, wf, wh), lambda i, k, b: (b, k, i, 0, 0)),
         ],
         out_shape=[
             jax.ShapeDtypeStruct((b, heads, parts, wf), jnp.float32),
             jax.ShapeDtypeStruct((b, heads, parts, wf, wh), jnp.float32),
         ],
-        compiler_params=compat.triton_params(warps=found.warps, stages=found.stages),
+        compiler_params=compat.triton_params(warps=chosen.warps, stages=chosen.stages),
         cost_estimate=pl.CostEstimate(
             flops=2 * tokens * wf * wh,
             transcendentals=tokens * wf,
@@ -119,32 +115,26 @@ def evaluate(
     total, wf, wh = n // heads * t, _wide(f), _wide(h)
     own = Blocks(q=ROWS, warps=4, stages=1)
     rows, *_, warps, stages = tuning.pick(blocks, "evaluate", summary.values.dtype, h, own)
-    whole = -(-total // rows) * rows
+    whole = round_up(total, rows)
 
     def body(shift: Any, weight: Any, values: Any, log_q: Any, out: Any, lse: Any) -> None:
         row, u = shift[...][None, :], weight[...][None, :]
         out[...], column = tiles.evaluated(log_q[...], row, u, values[...])
         lse[...] = column.reshape(rows)
 
-    def at_rows(i: Array, k: Array, b: Array) -> tuple[Any, ...]:
-        return b, k, i, 0
-
-    def at_stream(i: Array, k: Array, b: Array) -> tuple[Any, ...]:
-        return b, k, 0, 0
-
-    row = pl.BlockSpec((None, None, wf), lambda *at: at_stream(*at)[:3])
+    row = pl.BlockSpec((None, None, wf), lambda i, k, b: (b, k, 0))
     out, lse = pl.pallas_call(
         body,
         grid=(whole // rows, heads, b),
         in_specs=[
             row,
             row,
-            pl.BlockSpec((None, None, wf, wh), at_stream),
-            pl.BlockSpec((None, None, rows, wf), at_rows),
+            pl.BlockSpec((None, None, wf, wh), lambda i, k, b: (b, k, 0, 0)),
+            pl.BlockSpec((None, None, rows, wf), lambda i, k, b: (b, k, i, 0)),
         ],
         out_specs=[
-            pl.BlockSpec((None, None, rows, wh), at_rows),
-            pl.BlockSpec((None, None, rows), lambda *at: at_rows(*at)[:3]),
+            pl.BlockSpec((None, None, rows, wh), lambda i, k, b: (b, k, i, 0)),
+            pl.BlockSpec((None, None, rows), lambda i, k, b: (b, k, i)),
         ],
         out_shape=[
             jax.ShapeDtypeStruct((b, heads, whole, wh), jnp.float32),

@@ -1,1 +1,1 @@
-"""Attention over pages of a pool, one list of pages and one length per stream."""
+"""Attention over pages of a pool, one list of pages and one length per KV head."""

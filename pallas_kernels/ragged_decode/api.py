@@ -1,4 +1,4 @@
-"""ragged_decode: queries over the live slots of each stream's own list of pages."""
+"""ragged_decode: queries over the live slots of each KV head's own list of pages."""
 
 from __future__ import annotations
 
@@ -51,9 +51,9 @@ def ragged_decode(
     softcap: float | None = None,
     impl: str | None = None,
 ) -> tuple[Array, ...]:
-    """Attention of every query to every live slot of its stream; no causal mask.
+    """Attention of every query to every live slot of its KV head; no causal mask.
 
-    A stream is one (row, KV head). Its m-th page is ``table[b, k, m]``; slot s of that page is live iff
+    Each KV head of a row has a list of pages. Its m-th page is ``table[b, k, m]``; slot s of it is live iff
     ``m * S + s < length[b, k]``. Whatever the table holds beyond the live pages, and whatever dead slots
     and free pages hold (NaN too), is never seen. A NaN in a query or a live key makes the row's answer NaN,
     one in a live value its out.
@@ -69,17 +69,17 @@ def ragged_decode(
         a byte (``paired``), X = H / 2.
       v_pages: value pool, of the same shape and dtype.
       table: pool page ids.
-      length: live slots of each stream.
+      length: live slots of each KV head.
       scales: of codes, one a page and channel: ``[:, 0]`` for keys, ``[:, 1]`` for values.
-      pages: read only these entries of each stream's list (indices into M, EMPTY = none, no
+      pages: read only these entries of each KV head's list (indices into M, EMPTY = none, no
         duplicates); cost follows J.
       slots: with ``pages``, read only these slots of them.
       bias: added to each query head's (capped) scores in float32; -inf hides a slot from it. An
         estimator that samples slots with probability p gives -log p. Whole lists only; ``xla`` and ``ref``.
       mass: also return the attention each slot received.
-      shared: whether a page may be listed more than once (a common prefix). ``xla`` has to be told: it walks
-        the pool once, which is fastest, and gives every page to one stream; untold, the answer of each
-        other stream that lists it is NaN. Others do not care.
+      shared: whether a page may be listed more than once (a common prefix). Only ``xla`` needs it,
+        which reads the pool once and gives every page to one KV head; without it the answer of every other KV
+        head that lists the page is NaN.
       scale: of the scores; H ** -0.5 by default.
       softcap: c in c tanh(score / c), taken of the scaled scores; None for plain scores.
       impl: see ``dispatch``.
@@ -118,10 +118,10 @@ def largest_scores(
     scales: Float[Array, "P 2 H"] | None = None,
     each: bool = False,
 ) -> Float[Array, "B X M S"]:
-    """The largest score of every live slot of each stream's list over its group's queries; no value is read.
+    """The largest score of every live slot of each KV head's list over its group's queries; no value is read.
 
     Plain XLA on every platform: one product over the pool as it lies, which copies no key. A page that more
-    than one list names (``shared``) is found for one stream only.
+    than one list names (``shared``) is found for one KV head only.
 
     Args:
       q, k_pages, table, length, scales: as in ``ragged_decode``, one query a head.
@@ -145,7 +145,7 @@ def gathered_decode(
     scale: float | None = None,
     softcap: float | None = None,
 ) -> tuple[Array, ...]:
-    """``ragged_decode`` of slots that are in hand already, C a stream; plain XLA on every platform.
+    """``ragged_decode`` of C gathered slots for each KV head; plain XLA on every platform.
 
     Args:
       q: queries, any float dtype.

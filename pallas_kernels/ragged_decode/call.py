@@ -18,23 +18,21 @@ class Options(NamedTuple):
 
 
 class Pools(NamedTuple):
-    """Pages of all streams; two codes a byte where they are uint8 (``codes``)."""
+    """Pages of all KV heads; two codes a byte where they are uint8 (``codes``)."""
 
     k: Num[Array, "P S X"]
     v: Num[Array, "P S X"]
     scales: Float[Array, "P 2 H"] | None
 
     def all(self) -> list[Array]:
-        """The arrays there are."""
         return [x for x in self if x is not None]
 
     def for_scores(self) -> list[Array]:
-        """Those that scores need."""
         return [x for x in (self.k, self.scales) if x is not None]
 
 
 class Lists(NamedTuple):
-    """Which pages and slots each stream reads."""
+    """Which pages and slots each KV head reads."""
 
     table: Int[Array, "B K M"]
     length: Int[Array, "B K"]

@@ -5,7 +5,7 @@ Channel c and channel c + H / 2 share a byte, so that halves of a page are cut a
   byte c     bits 0-3  channel c           bits 4-7  channel c + H / 2      two's complement, -8 ... 7
 
 A byte of zeros is two codes of zero, as in an int8 pool. A code in the high half of a byte, over zeros, is 16
-times itself as an int8: ``halves`` shifts nothing back, and whoever multiplies by the scale divides it.
+times itself as an int8: ``halves`` shifts nothing back; the scale is divided by 16 instead.
 """
 
 from __future__ import annotations

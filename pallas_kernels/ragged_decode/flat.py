@@ -1,8 +1,8 @@
-"""The flat form of ragged_decode: walk the pool as it lies and bring the queries to the pages.
+"""The flat form of ragged_decode: read the pool in place and bring the queries to the pages.
 
-Gathering a stream's pages costs several times reading them (5 ms against 0.9 ms for 8192 slots of
+Gathering a KV head's pages costs several times reading them (5 ms against 0.9 ms for 8192 slots of
 5 heads, page 64, two CPU cores). So no key or value moves: every page gets its owner's queries,
-answers with a partial of its own, and the partials of a stream's pages are summed at the end.
+answers with a partial of its own, and the partials of a KV head's pages are summed at the end.
 
   pool       page 0   page 1   page 2   page 3 ...
   owner      (0, 1)   (1, 0)   none     (0, 1)       from the table, one small scatter
@@ -10,8 +10,8 @@ answers with a partial of its own, and the partials of a stream's pages are summ
 
 A float pool is one product in place: cutting it into chunks copies it (all pages owned: a tenth slower in
 float32, a third in bfloat16; a gain of a tenth with 90 of 160 owned).
-A pool of codes is walked in chunks of pages, which become float while they are in a core's own cache, and
-chunks that no stream owns are skipped: as a whole the pool is never converted.
+A pool of codes is read in chunks of pages, which become float while they are in a core's own cache, and
+chunks that no KV head owns are skipped: the pool is never converted as a whole.
 """
 
 from __future__ import annotations
@@ -23,11 +23,10 @@ import jax.numpy as jnp
 
 from pallas_kernels import products, softmax
 from pallas_kernels.ragged_decode import codes
+from pallas_kernels.ragged_decode.call import Options, Pools
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int, Num
-
-    from pallas_kernels.ragged_decode.call import Options, Pools
 
 CHUNK = 4096
 """Slots of a chunk: 1 MB of float keys of 64 channels. (INT8, 32,768 slots, one CPU thread: 1.8 ms, with
@@ -35,29 +34,29 @@ CHUNK = 4096
 
 
 class Owners(NamedTuple):
-    """Whose each pool page is: stream b * K + k (B * K for nobody's), and its live slots."""
+    """The owner of each pool page, KV head b * K + k (B * K: no owner), and its live slots."""
 
-    stream: Int[Array, " P"]
+    kv_head: Int[Array, " P"]
     live: Int[Array, " P"]
 
 
 def owners(
     ids: Int[Array, "B K M"], live: Int[Array, "B K M"], pool: int
 ) -> tuple[Owners, Bool[Array, " X"]]:
-    """Turn the lists of pages around: for each page its stream and live slots.
+    """Turn the lists of pages around: for each page its KV head and live slots.
 
-    A page that is listed twice has one owner all the same; which streams lost one so comes second.
+    A page that is listed twice has one owner; the second result says which KV heads lost a page.
     """
-    streams, m = ids.shape[0] * ids.shape[1], ids.shape[2]
-    ids, live = ids.reshape(streams, m), live.reshape(streams, m).astype(jnp.int32)
-    entry = jnp.arange(streams * m, dtype=jnp.int32).reshape(streams, m)
-    nobody = jnp.full(pool, streams * m, jnp.int32)
+    kv_heads, m = ids.shape[0] * ids.shape[1], ids.shape[2]
+    ids, live = ids.reshape(kv_heads, m), live.reshape(kv_heads, m).astype(jnp.int32)
+    entry = jnp.arange(kv_heads * m, dtype=jnp.int32).reshape(kv_heads, m)
+    nobody = jnp.full(pool, kv_heads * m, jnp.int32)
     of = nobody.at[jnp.where(live > 0, ids, pool).reshape(-1)].set(entry.reshape(-1), mode="drop")
     lost = jnp.any((live > 0) & (of[ids] != entry), axis=1)
     return Owners(of // m, jnp.take(live.reshape(-1), of, mode="fill", fill_value=0)), lost
 
 
-class Walk(NamedTuple):
+class Chunks(NamedTuple):
     """Where the chunks of a pool begin, those with live slots first, and how many these are."""
 
     starts: Int[Array, " C"]
@@ -73,14 +72,14 @@ class Walk(NamedTuple):
         return jax.lax.dynamic_update_slice_in_dim(x, part, self.starts[i], 0)
 
 
-def walk(own: Owners, size: int) -> Walk:
+def chunks_of(own: Owners, size: int) -> Chunks:
     """The chunks of a pool of pages of ``size`` slots."""
     pool = own.live.shape[0]
     pages = min(max(1, CHUNK // size), pool)
     # The last chunk starts early enough to fit, and repeats pages the one before it has done.
     starts = jnp.minimum(jnp.arange(-(-pool // pages)) * pages, pool - pages)
     busy = jnp.any(own.live[starts[:, None] + jnp.arange(pages)[None, :]] > 0, axis=1)
-    return Walk(starts[jnp.argsort(~busy, stable=True)], jnp.sum(busy), pages)
+    return Chunks(starts[jnp.argsort(~busy, stable=True)], jnp.sum(busy), pages)
 
 
 class Partials(NamedTuple):
@@ -103,13 +102,13 @@ def _weights(s: Float[Array, "P R S"], own: Owners, softcap: float | None) -> tu
     return m, jnp.sum(p, axis=-1), p
 
 
-def _mine(q: Float[Array, "X R H"], own: Owners) -> Float[Array, "P R H"]:
-    return q[jnp.minimum(own.stream, q.shape[0] - 1)]
+def _owners_queries(q: Float[Array, "X R H"], own: Owners) -> Float[Array, "P R H"]:
+    return q[jnp.minimum(own.kv_head, q.shape[0] - 1)]
 
 
 def of_floats(q: Float[Array, "X R H"], pools: Pools, own: Owners, options: Options) -> Partials:
     """Every page's partial, the pool in place. NaN in a dead value makes its page's o NaN."""
-    m, l, p = _weights(products.scores(_mine(q, own), pools.k, options.scale), own, options.softcap)
+    m, l, p = _weights(products.scores(_owners_queries(q, own), pools.k, options.scale), own, options.softcap)
     return Partials(m, l, products.mix(p, pools.v), p)
 
 
@@ -121,19 +120,19 @@ def without_dead(
 
 
 def of_codes(q: Float[Array, "X R H"], pools: Pools, own: Owners, options: Options) -> Partials:
-    """Every owned page's partial, chunk by chunk; pages of chunks that no stream owns stay empty."""
+    """Every owned page's partial, chunk by chunk; pages of chunks that no KV head owns stay empty."""
     (pool, size, _), (_, rows, h) = pools.k.shape, q.shape
-    assert pools.scales is not None  # noqa: S101  (codes have some)
-    chunks, of_pages = walk(own, size), pools.scales
+    assert pools.scales is not None
+    chunks, of_pages = chunks_of(own, size), pools.scales
 
-    def one(i: Int[Array, ""], found: Partials) -> Partials:
-        part = Owners(chunks.cut(own.stream, i), chunks.cut(own.live, i))
+    def one(i: Int[Array, ""], partials: Partials) -> Partials:
+        part = Owners(chunks.cut(own.kv_head, i), chunks.cut(own.live, i))
         scales = chunks.cut(of_pages, i)
         k, v = codes.floats(chunks.cut(pools.k, i)), codes.floats(chunks.cut(pools.v, i))
-        scaled = _mine(q, part) * scales[:, None, 0]
+        scaled = _owners_queries(q, part) * scales[:, None, 0]
         m, l, p = _weights(products.scores(scaled, k, options.scale), part, options.softcap)
         new = Partials(m, l, products.mix(p, v) * scales[:, None, 1], p if options.mass else None)
-        return jax.tree.map(lambda x, y: chunks.put(x, y, i), found, new)
+        return jax.tree.map(lambda x, y: chunks.put(x, y, i), partials, new)
 
     empty = Partials(
         jnp.full((pool, rows), -jnp.inf, jnp.float32),
@@ -144,17 +143,17 @@ def of_codes(q: Float[Array, "X R H"], pools: Pools, own: Owners, options: Optio
     return jax.lax.fori_loop(0, chunks.busy, one, empty)
 
 
-def combine(parts: Partials, own: Owners, streams: int) -> tuple[Float[Array, "X R H"], Float[Array, "X R"]]:
-    """Partials of pages to partials of streams. (Measured faster than gathering by table.)"""
-    top = jax.ops.segment_max(parts.m, own.stream, streams)
-    w = jnp.exp(parts.m - softmax.finite(top)[jnp.minimum(own.stream, streams - 1)])
-    l = jax.ops.segment_sum(w * parts.l, own.stream, streams)
-    o = jax.ops.segment_sum(w[..., None] * parts.o, own.stream, streams)
+def combine(parts: Partials, own: Owners, kv_heads: int) -> tuple[Float[Array, "X R H"], Float[Array, "X R"]]:
+    """Partials of pages to partials of KV heads. (Measured faster than gathering by table.)"""
+    top = jax.ops.segment_max(parts.m, own.kv_head, kv_heads)
+    w = jnp.exp(parts.m - softmax.finite(top)[jnp.minimum(own.kv_head, kv_heads - 1)])
+    l = jax.ops.segment_sum(w * parts.l, own.kv_head, kv_heads)
+    o = jax.ops.segment_sum(w[..., None] * parts.o, own.kv_head, kv_heads)
     return softmax.finish(top, l, o)
 
 
 def received(parts: Partials, lse: Float[Array, "X R"], own: Owners) -> Float[Array, "P R S"]:
-    """Probability of each slot under its stream's lse."""
-    assert parts.p is not None  # noqa: S101  (it was asked for)
-    share = jnp.exp(parts.m - softmax.finite(lse)[jnp.minimum(own.stream, lse.shape[0] - 1)])
+    """Probability of each slot under its KV head's lse."""
+    assert parts.p is not None
+    share = jnp.exp(parts.m - softmax.finite(lse)[jnp.minimum(own.kv_head, lse.shape[0] - 1)])
     return parts.p * share[..., None]

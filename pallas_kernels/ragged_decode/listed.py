@@ -1,8 +1,8 @@
-"""The listed form of ragged_decode: follow each stream's list of pages, gathering what it names.
+"""The listed form of ragged_decode: follow each KV head's list of pages, gathering what it names.
 
 For selections, whose cost must follow the pages selected, and for many queries, where the two
-products outweigh the gather. ``at_once`` gathers everything listed; ``by_stream`` gathers a block
-of pages of one stream at a time and keeps running softmax statistics, so memory stays bounded.
+products outweigh the gather. ``at_once`` gathers everything listed; ``by_kv_head`` gathers a block
+of pages of one KV head at a time and keeps running softmax statistics, so memory stays bounded.
 """
 
 from __future__ import annotations
@@ -15,14 +15,13 @@ import jax.numpy as jnp
 
 from pallas_kernels import products, softmax
 from pallas_kernels.ragged_decode import codes
+from pallas_kernels.ragged_decode.call import Options, Pools
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int, Num
 
-    from pallas_kernels.ragged_decode.call import Options, Pools
-
 BLOCK = 512
-"""Slots gathered together by ``by_stream``."""
+"""Slots gathered together by ``by_kv_head``."""
 
 
 def _gather(
@@ -52,7 +51,7 @@ def at_once(
     bias: Float[Array, "X R J S"] | None,
     options: Options,
 ) -> tuple[Float[Array, "X R H"], Float[Array, "X R"], Float[Array, "X R JS"] | None]:
-    """(out, lse, probabilities if asked) of X streams in one go."""
+    """(out, lse, probabilities with mass) of X KV heads in one go."""
     scales = pools.scales
     s = products.scores(q, _gather(pools.k, ids, _column(scales, 0), None), options.scale)
     s, see = softmax.cap(s, options.softcap), mask.reshape(mask.shape[0], 1, -1)
@@ -65,7 +64,7 @@ def at_once(
     return out, lse, softmax.probabilities(s, see, lse) if options.mass else None
 
 
-def by_stream(
+def by_kv_head(
     q: Float[Array, "X R H"],
     pools: Pools,
     ids: Int[Array, "X J"],
@@ -74,7 +73,7 @@ def by_stream(
     options: Options,
     groups: int,
 ) -> tuple[Float[Array, "X R H"], Float[Array, "X R"], Float[Array, "X G JS"] | None]:
-    """(out, lse, mass of each of the G query heads if asked), stream after stream, block after block."""
+    """(out, lse, mass of each of the G query heads), one KV head and one block after the other."""
     (j, size), scales = mask.shape[1:], pools.scales
     c = max(1, min(j, BLOCK // size))
     pad = -j % c
@@ -86,7 +85,7 @@ def by_stream(
     busy = jnp.any(mask, axis=(2, 3))
     order = jnp.argsort(~busy, axis=1, stable=True)
 
-    def stream(x: tuple[Array, ...]) -> tuple[Array, ...]:
+    def kv_head(x: tuple[Array, ...]) -> tuple[Array, ...]:
         q_i, ids_i, mask_i, order_i, count_i, *bias_i = x
 
         def read(i: Int[Array, ""]) -> tuple[Float[Array, "R cS"], Bool[Array, "1 cS"], Float[Array, "cS H"]]:
@@ -111,8 +110,8 @@ def by_stream(
         return out, lse, received.swapaxes(0, 1).reshape(groups, -1)[:, : j * size]
 
     more = () if bias is None else (bias,)
-    found = jax.lax.map(stream, (q, ids, mask, order, jnp.sum(busy, axis=1), *more))
-    return found[0], found[1], found[2] if options.mass else None
+    results = jax.lax.map(kv_head, (q, ids, mask, order, jnp.sum(busy, axis=1), *more))
+    return results[0], results[1], results[2] if options.mass else None
 
 
 def _attend(

@@ -1,6 +1,6 @@
 """The second kernel of ragged_decode on Hopper: a program a block of queries, which joins their partials.
 
-In one order always, so that the same call gives the same bits. Partials come by TMA through a ring of their
+The order is fixed, so that the same call gives the same bits. Partials come by TMA through a ring of their
 own, which the one warpgroup fills and reads.
 """
 
@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels import tiles
 from pallas_kernels.hopper import launch, plgpu
-from pallas_kernels.ragged_decode.mosaic_gpu_plan import Plan, held_tiles
+from pallas_kernels.ragged_decode.mosaic_gpu_sizes import HopperSizes, held_tiles
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float
@@ -35,23 +35,23 @@ def _layout() -> Any:
     return plgpu.Layout.TILED(tiling, warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)
 
 
-def _partials(plan: Plan, length: Array) -> Array:
-    """Of a stream: of every reader in each item but the last, and there of those that have a tile."""
-    held = held_tiles(plan, length)
-    full = jnp.maximum(jax.lax.div(held + (plan.tiles - 1), jnp.int32(plan.tiles)) - 1, 0)
-    return full * plan.readers + jnp.minimum(held - full * plan.tiles, plan.readers)
+def _partials(sizes: HopperSizes, length: Array) -> Array:
+    """Number of partials: of every reader in each item but the last, there of readers that have a tile."""
+    held = held_tiles(sizes, length)
+    full = jnp.maximum(jax.lax.div(held + (sizes.tiles - 1), jnp.int32(sizes.tiles)) - 1, 0)
+    return full * sizes.readers + jnp.minimum(held - full * sizes.tiles, sizes.readers)
 
 
-def _body(plan: Plan, ring: int) -> Any:
+def _body(sizes: HopperSizes, ring: int) -> Any:
     def body(
         o: Any, stats: Any, length: Any, out: Any, lse: Any, o_s: Any, stats_s: Any, lse_s: Any, full: Any
     ) -> None:
         z = jax.lax.axis_index("z")
-        count = _partials(plan, length[jax.lax.div(z, jnp.int32(plan.blocks))])
+        count = _partials(sizes, length[jax.lax.div(z, jnp.int32(sizes.blocks))])
         rows, wide = _layout().reduce(1), _layout()
 
         def spread(x: Array) -> Array:
-            return plgpu.layout_cast(jax.lax.broadcast_in_dim(x, (plan.rows, plan.h), [0]), wide)
+            return plgpu.layout_cast(jax.lax.broadcast_in_dim(x, (sizes.rows, sizes.h), [0]), wide)
 
         def fetch(i: Array) -> None:
             at = jax.lax.rem(i, jnp.int32(ring))
@@ -61,7 +61,7 @@ def _body(plan: Plan, ring: int) -> Any:
         def step(i: Array, carry: tiles.Stats) -> tiles.Stats:
             at = jax.lax.rem(i, jnp.int32(ring))
             plgpu.barrier_wait(full.at[at])
-            m, l = (plgpu.layout_cast(stats_s[at, which, pl.ds(0, plan.rows)], rows) for which in range(2))
+            m, l = (plgpu.layout_cast(stats_s[at, which, pl.ds(0, sizes.rows)], rows) for which in range(2))
             x = plgpu.layout_cast(o_s[at], wide)
             before, total, sums = carry
             new = jnp.maximum(before, m)
@@ -85,9 +85,9 @@ def _body(plan: Plan, ring: int) -> Any:
             return plgpu.layout_cast(jnp.full(shape, x, jnp.float32), layout)
 
         nothing = (
-            start(tiles.HIDDEN, (plan.rows,), rows),
-            start(0.0, (plan.rows,), rows),
-            start(0.0, (plan.rows, plan.h), wide),
+            start(tiles.HIDDEN, (sizes.rows,), rows),
+            start(0.0, (sizes.rows,), rows),
+            start(0.0, (sizes.rows, sizes.h), wide),
         )
         m, l, sums = jax.lax.fori_loop(0, count, step, nothing)
         some = l != 0  # NaN is something
@@ -104,22 +104,22 @@ def _body(plan: Plan, ring: int) -> Any:
 
 
 def join(
-    plan: Plan, o: Float[Array, "Z J R H"], stats: Float[Array, "Z J 2 Y"], length: Array
+    sizes: HopperSizes, o: Float[Array, "Z J R H"], stats: Float[Array, "Z J 2 Y"], length: Array
 ) -> tuple[Float[Array, "Z R H"], Float[Array, "Z R"]]:
     """Partials of items to (out, lse) of their queries; rows beyond the queries, if any, hold anything."""
     z, partials = o.shape[:2]
-    ring = max(1, min(RING, partials, BYTES // (4 * plan.rows * plan.h)))
-    rows = plan.total if plan.blocks == 1 else plan.rows
-    shapes = [(z, rows, plan.h), (z, -(-rows // 4) * 4)]  # TMA writes 16 bytes, or more
+    ring = max(1, min(RING, partials, BYTES // (4 * sizes.rows * sizes.h)))
+    rows = sizes.total if sizes.blocks == 1 else sizes.rows
+    shapes = [(z, rows, sizes.h), (z, -(-rows // 4) * 4)]  # TMA writes 16 bytes, or more
     run = launch(
-        plan.interpret,
-        _body(plan, ring),
+        sizes.interpret,
+        _body(sizes, ring),
         "ragged_decode_join",
         out_type=[jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes],
         scratch_types=[
             plgpu.SMEM((ring, *o.shape[2:]), jnp.float32),
             plgpu.SMEM((ring, *stats.shape[2:]), jnp.float32),
-            plgpu.SMEM((plan.rows,), jnp.float32),
+            plgpu.SMEM((sizes.rows,), jnp.float32),
             plgpu.Barrier(num_arrivals=2, num_barriers=ring),
         ],
         grid=(z,),

@@ -27,34 +27,33 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels import compat, tiles, tuning
 from pallas_kernels.dispatch import Unsupported
 from pallas_kernels.ragged_decode import codes, mosaic_tpu_tile, worklist
+from pallas_kernels.ragged_decode.call import Lists, Options, Pools
 from pallas_kernels.ragged_decode.mosaic_tpu_fetch import AHEAD, LANES, Entries, Fetch, advance, listed
 from pallas_kernels.ragged_decode.mosaic_tpu_tile import mix, scores, slots, turned, visible
-from pallas_kernels.ragged_decode.worklist import Plan
+from pallas_kernels.ragged_decode.worklist import ReadSizes
+from pallas_kernels.tuning import Tuned
 
 if TYPE_CHECKING:
     from jaxtyping import Array
 
-    from pallas_kernels.ragged_decode.call import Lists, Options, Pools
-    from pallas_kernels.tuning import Tuned
-
 TILE_SLOTS = 1024
-"""Slots of a tile, when a stream has few queries; half of it when it has more than FEW."""
+"""Slots of a tile, when a KV head has few queries; half of it when it has more than FEW."""
 
 ITEM_TILES = 4
-"""Tiles of an item, when a stream has few queries: an item costs more beside its tiles than one of these."""
+"""Tiles of an item, when a KV head has few queries: an item costs more beside its tiles than one of these."""
 
 ITEM_BYTES = 2 << 20
 """Of keys and values of an item of several tiles; two items are in VMEM."""
 
 FEW = 64
 ROWS = 256
-"""Queries of a stream (G * T) taken together."""
+"""Queries of a KV head (G * T) taken together."""
 
 MOST_PAGES = 32
 SMEM_WORDS = 230_000
 
 
-def _plan(q: Array, pools: Pools, lists: Lists, blocks: Tuned, *rest: Any) -> Plan:
+def _sizes(q: Array, pools: Pools, lists: Lists, blocks: Tuned, *rest: Any) -> ReadSizes:
     (_, n, t, h), size, (b, heads, m) = q.shape, pools.k.shape[1], lists.table.shape
     total, j = n // heads * t, m if lists.pages is None else lists.pages.shape[2]
     rows, many = min(total, ROWS), -(-total // min(total, ROWS))
@@ -72,14 +71,14 @@ def _plan(q: Array, pools: Pools, lists: Lists, blocks: Tuned, *rest: Any) -> Pl
                 f"{SMEM_WORDS} that SMEM holds. Read fewer rows at a time, use larger pages, or impl='xla'."
             )
     parts = codes.parts(pools.k)
-    plan = Plan(n // heads, t, rows, many, per_item, tile, size, h, h, parts, chosen, *rest)
-    plan = plan._replace(streamed=streamed)
-    if parts > 1 and (plan.part if turned(plan) else size) % 4:
+    sizes = ReadSizes(n // heads, t, rows, many, per_item, tile, size, h, h, parts, chosen, *rest)
+    sizes = sizes._replace(streamed=streamed)
+    if parts > 1 and (sizes.part if turned(sizes) else size) % 4:
         raise Unsupported(
-            f"ragged_decode(impl='mosaic_tpu'): two codes a byte in pages of {size} slots of {plan.part} "
+            f"ragged_decode(impl='mosaic_tpu'): two codes a byte in pages of {size} slots of {sizes.part} "
             "bytes; four bytes are unpacked at once. Use pages of a multiple of 4 slots, or impl='xla'."
         )
-    return plan
+    return sizes
 
 
 def pages_of(rows: int, j: int, size: int, page: int, chosen: tuning.Blocks) -> tuple[int, int]:
@@ -93,20 +92,20 @@ def pages_of(rows: int, j: int, size: int, page: int, chosen: tuning.Blocks) -> 
     return tile, tile * max(1, min(tiles, -(-j // tile)))
 
 
-def _clear(plan: Plan, fetch: Fetch, item: Array, side: Array, v: Any, scales: Any) -> None:
+def _clear(sizes: ReadSizes, fetch: Fetch, item: Array, side: Array, v: Any, scales: Any) -> None:
     """Zeros for dead slots and for pages not held, since 0 * NaN is NaN; in the tiles that are read."""
-    live = mosaic_tpu_tile.live(plan, fetch, item)
-    tiled = jax.lax.div(fetch.held[item] + plan.tile - 1, plan.tile)
+    live = mosaic_tpu_tile.live(sizes, fetch, item)
+    tiled = jax.lax.div(fetch.held[item] + sizes.tile - 1, sizes.tile)
 
     def page(p: Array, carry: Array) -> Array:
         if scales is None:
-            slot = jax.lax.broadcasted_iota(jnp.int32, v.shape[2:], int(turned(plan)))
+            slot = jax.lax.broadcasted_iota(jnp.int32, v.shape[2:], int(turned(sizes)))
             v[side, p] = jnp.where(slot < live(p), v[side, p], jnp.zeros((), v.dtype))
         else:
             scales[side, p] = jnp.where(live(p) > 0, scales[side, p], 0.0)
         return carry
 
-    jax.lax.fori_loop(0, tiled * plan.tile, page, jnp.int32(0))
+    jax.lax.fori_loop(0, tiled * sizes.tile, page, jnp.int32(0))
 
 
 def _split(refs: tuple[Any, ...], blocks: int, narrowed: bool, pools: int) -> tuple[Any, ...]:
@@ -115,16 +114,15 @@ def _split(refs: tuple[Any, ...], blocks: int, narrowed: bool, pools: int) -> tu
     return *refs[:blocks], chosen, refs[after : after + pools], refs[after + pools :]
 
 
-def _read_body(plan: Plan, coded: bool, narrowed: bool) -> Any:
+def _read_body(sizes: ReadSizes, coded: bool, narrowed: bool) -> Any:
     """The kernel: (items, entries, count, q, chosen?, pools) -> (out, lse, scores?)."""
 
     def body(row: Any, place: Any, block: Any, held: Any, edge: Any, count: Any, lists: Any, *refs: Any):
-        del row, block
         q, chosen, pools, (out, lse, *rest) = _split(refs, 1, narrowed, 2 + coded)
-        kept, scratch = rest[: plan.keeps_scores], rest[plan.keeps_scores :]
+        kept, scratch = rest[: sizes.keeps_scores], rest[sizes.keeps_scores :]
         buffers, (m, l, o, sem, *ring) = tuple(scratch[: 2 + coded]), scratch[2 + coded :]
         k, v, scales = (*buffers, None)[:3]
-        fetch = Fetch(pools, buffers, sem, Entries(lists, place, *ring), held, worklist.shift(plan.slots))
+        fetch = Fetch(pools, buffers, sem, Entries(lists, place, *ring), held, worklist.shift(sizes.slots))
         item, side = advance(fetch, count[0])
 
         @pl.when((edge[item] & worklist.FIRST) > 0)
@@ -135,19 +133,19 @@ def _read_body(plan: Plan, coded: bool, narrowed: bool) -> Any:
 
         @pl.when((edge[item] & worklist.FULL) == 0)
         def _() -> None:
-            _clear(plan, fetch, item, side, v, scales)
+            _clear(sizes, fetch, item, side, v, scales)
 
-        for first in range(0, plan.per_item, plan.tile):
+        for first in range(0, sizes.per_item, sizes.tile):
 
             @pl.when(held[item] > first)
             def _(first: int = first) -> None:
-                s = scores(plan, q[...], k, scales, side, first)
+                s = scores(sizes, q[...], k, scales, side, first)
                 for ref in kept:
-                    ref[:, slots(plan, first)] = s
-                see = visible(plan, fetch, item, first, chosen)
+                    ref[:, slots(sizes, first)] = s
+                see = visible(sizes, fetch, item, first, chosen)
                 stats = (m[...], l[...], o[...])
                 m[...], l[...], o[...] = tiles.grow(
-                    stats, s, see, lambda p: mix(plan, p, v, scales, side, first, q.dtype)
+                    stats, s, see, lambda p: mix(sizes, p, v, scales, side, first, q.dtype)
                 )
 
         @pl.when((edge[item] & worklist.LAST) > 0)
@@ -158,48 +156,51 @@ def _read_body(plan: Plan, coded: bool, narrowed: bool) -> Any:
     return body
 
 
-def _mass_body(plan: Plan, coded: bool, narrowed: bool) -> Any:
+def _mass_body(sizes: ReadSizes, coded: bool, narrowed: bool) -> Any:
     """The kernel: (items, entries, count, q, lse, chosen?, K pool, scales?) -> mass of an item's slots."""
 
     def body(row: Any, place: Any, block: Any, held: Any, edge: Any, count: Any, lists: Any, *refs: Any):
-        del block, edge
         q, lse, chosen, pools, (mass, *scratch) = _split(refs, 2, narrowed, 1 + coded)
         buffers, (sem, *ring) = tuple(scratch[: 1 + coded]), scratch[1 + coded :]
         k, scales = (*buffers, None)[:2]
-        fetch = Fetch(pools, buffers, sem, Entries(lists, place, *ring), held, worklist.shift(plan.slots))
+        fetch = Fetch(pools, buffers, sem, Entries(lists, place, *ring), held, worklist.shift(sizes.slots))
         item, side = advance(fetch, count[0])
 
-        for first in range(0, plan.per_item, plan.tile):
+        for first in range(0, sizes.per_item, sizes.tile):
 
             @pl.when(held[item] > first)
             def _(first: int = first) -> None:
-                s = scores(plan, q[...], k, scales, side, first)
-                p = tiles.probabilities(s, visible(plan, fetch, item, first, chosen), lse[...])
-                block = jax.lax.rem(row[item], plan.blocks)
-                mass[:, slots(plan, first)] = worklist.by_head(p, block, plan, plan.groups)
+                s = scores(sizes, q[...], k, scales, side, first)
+                p = tiles.probabilities(s, visible(sizes, fetch, item, first, chosen), lse[...])
+                block = jax.lax.rem(row[item], sizes.blocks)
+                mass[:, slots(sizes, first)] = worklist.by_head(p, block, sizes, sizes.groups)
 
     return body
 
 
-def _call(plan: Plan, body: Any, name: str, packed: worklist.Packed, inputs: Any, pools: Any, outputs: Any):
+def _call(
+    sizes: ReadSizes, body: Any, name: str, packed: worklist.Packed, inputs: Any, pools: Any, outputs: Any
+):
     """Run a body over the items; ``inputs`` and ``outputs`` are (array or shape, block spec)."""
-    if turned(plan):  # not so the scales, which have no slots
-        pools = [x.swapaxes(1, 2) if x.shape[1] == plan.slots else x for x in pools]
-    if plan.interpret is False:
+    if turned(sizes):  # not so the scales, which have no slots
+        pools = [x.swapaxes(1, 2) if x.shape[1] == sizes.slots else x for x in pools]
+    if sizes.interpret is False:
         pools = [compat.in_hbm(x) for x in pools]
-    found, count, lists = listed(plan, packed)
-    grid = (count,) if plan.interpret is False else (found.row.shape[0],)
-    buffers = [pltpu.VMEM((2, plan.per_item, *pool.shape[1:]), pool.dtype) for pool in pools]
-    scratch = [pltpu.VMEM((plan.rows, n), jnp.float32) for n in (LANES, LANES, plan.h)]
-    ring = [pltpu.SMEM((AHEAD, 1, LANES), jnp.int32), pltpu.SemaphoreType.DMA((AHEAD,))] * plan.streamed
+    items, count, lists = listed(sizes, packed)
+    grid = (count,) if sizes.interpret is False else (items.row.shape[0],)
+    buffers = [pltpu.VMEM((2, sizes.per_item, *pool.shape[1:]), pool.dtype) for pool in pools]
+    scratch = [pltpu.VMEM((sizes.rows, n), jnp.float32) for n in (LANES, LANES, sizes.h)]
+    ring = [pltpu.SMEM((AHEAD, 1, LANES), jnp.int32), pltpu.SemaphoreType.DMA((AHEAD,))] * sizes.streamed
     others, anywhere = [x for x, _ in (*inputs, *outputs)], pl.BlockSpec(memory_space=pl.ANY)
-    cost = worklist.estimate(plan, packed.entry.size, pools, others, 2 if name == "read" else 1, plan.blocks)
+    cost = worklist.estimate(
+        sizes, packed.entry.size, pools, others, 2 if name == "read" else 1, sizes.blocks
+    )
     return pl.pallas_call(
         body,
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=7 - plan.streamed,
+            num_scalar_prefetch=7 - sizes.streamed,
             grid=grid,
-            in_specs=[anywhere] * plan.streamed + [spec for _, spec in inputs] + [anywhere] * len(pools),
+            in_specs=[anywhere] * sizes.streamed + [spec for _, spec in inputs] + [anywhere] * len(pools),
             out_specs=[spec for _, spec in outputs],
             scratch_shapes=[
                 *buffers,
@@ -211,9 +212,9 @@ def _call(plan: Plan, body: Any, name: str, packed: worklist.Packed, inputs: Any
         out_shape=[shape for shape, _ in outputs],
         compiler_params=compat.tpu_params(("arbitrary",), bounds_checks=False),
         cost_estimate=cost,
-        interpret=plan.interpret,
+        interpret=sizes.interpret,
         name=f"ragged_decode_{name}",
-    )(*found, count[None], lists, *(x for x, _ in inputs), *pools)
+    )(*items, count[None], lists, *(x for x, _ in inputs), *pools)
 
 
 @functools.partial(jax.jit, static_argnames=("options", "interpret", "blocks"))
@@ -221,60 +222,54 @@ def ragged_decode(
     q: Array, pools: Pools, lists: Lists, *, options: Options, interpret: Any = False, blocks: Tuned = ()
 ) -> tuple[Array, ...]:
     """See ``api.ragged_decode``."""
-    (b, n, t, h), plan = q.shape, _plan(q, pools, lists, blocks, options, interpret)
-    ready, count = worklist.prepare(q, pools, lists, plan), plan.groups * t
-    coded, narrow = pools.scales is not None, [_chosen(plan, ready)] if ready.narrow else []
-    inputs = [(ready.q, _by_row(plan, h))]
+    (b, n, t, h), sizes = q.shape, _sizes(q, pools, lists, blocks, options, interpret)
+    ready, count = worklist.prepare(q, pools, lists, sizes), sizes.groups * t
+    coded, narrow = pools.scales is not None, [_chosen(sizes, ready)] if ready.narrow else []
+    inputs = [(ready.q, _by_row(sizes, h))]
     wide = jax.ShapeDtypeStruct((*ready.q.shape[:2], LANES), jnp.float32)
     outputs = [
-        (jax.ShapeDtypeStruct(ready.q.shape, jnp.float32), _by_row(plan, h)),
-        (wide, _by_row(plan, LANES)),
+        (jax.ShapeDtypeStruct(ready.q.shape, jnp.float32), _by_row(sizes, h)),
+        (wide, _by_row(sizes, LANES)),
     ]
-    body = _read_body(plan, coded, bool(narrow))
-    outputs += [_received(plan, ready)] * plan.keeps_scores
-    out, lse, *kept = _call(plan, body, "read", ready.packed, inputs + narrow, pools.all(), outputs)
-    found = out.reshape(len(ready.live), -1, h)[:, :count].reshape(b, n, t, h)
+    body = _read_body(sizes, coded, bool(narrow))
+    outputs += [_received(sizes, ready)] * sizes.keeps_scores
+    out, lse, *kept = _call(sizes, body, "read", ready.packed, inputs + narrow, pools.all(), outputs)
+    outs = out.reshape(len(ready.live), -1, h)[:, :count].reshape(b, n, t, h)
     lses = lse[..., 0].reshape(len(ready.live), -1)[:, :count].reshape(b, n, t)
     if not options.mass:
-        return found, lses
-    if plan.keeps_scores:
+        return outs, lses
+    if sizes.keeps_scores:
         return (
-            found,
+            outs,
             lses,
-            worklist.received_by_scores(kept[0], lses, ready.live, ready.packed.order, plan, lists),
+            worklist.received_by_scores(kept[0], lses, ready.live, ready.packed.order, sizes, lists),
         )
-    inputs.append((lse, _by_row(plan, LANES)))
-    body = _mass_body(plan, coded, bool(narrow))
-    operands = inputs + narrow, pools.for_scores(), [_received(plan, ready)]
-    (mass,) = _call(plan, body, "mass", ready.packed, *operands)
-    return found, lses, worklist.received(mass, ready.live, ready.packed.order, plan, lists)
+    inputs.append((lse, _by_row(sizes, LANES)))
+    body = _mass_body(sizes, coded, bool(narrow))
+    operands = inputs + narrow, pools.for_scores(), [_received(sizes, ready)]
+    (mass,) = _call(sizes, body, "mass", ready.packed, *operands)
+    return outs, lses, worklist.received(mass, ready.live, ready.packed.order, sizes, lists)
 
 
-def _by_row(plan: Plan, width: int) -> pl.BlockSpec:
-    return pl.BlockSpec((None, plan.rows, width), lambda i, row, *_: (row[i], 0, 0))
+def _by_row(sizes: ReadSizes, width: int) -> pl.BlockSpec:
+    return pl.BlockSpec((None, sizes.rows, width), lambda i, row, *_: (row[i], 0, 0))
 
 
-def _longest(plan: Plan, ready: worklist.Prepared) -> int:
-    """Items of the longest list there can be."""
-    return -(-ready.live.shape[1] // plan.per_item)
-
-
-def _chosen(plan: Plan, ready: worklist.Prepared) -> tuple[Array, pl.BlockSpec]:
+def _chosen(sizes: ReadSizes, ready: worklist.Prepared) -> tuple[Array, pl.BlockSpec]:
     """The bits of an item's slots."""
-    blocks, longest = plan.blocks, _longest(plan, ready)
+    blocks, longest = sizes.blocks, -(-ready.live.shape[1] // sizes.per_item)
 
     def at(i: Array, row: Any, place: Any, block: Any, *_: Any) -> tuple[Array, int, int]:
         return jax.lax.div(row[i], blocks) * longest + block[i], 0, 0
 
-    return ready.narrow[0], pl.BlockSpec((None, 1, plan.per_item * plan.slots), at)
+    return ready.narrow[0], pl.BlockSpec((None, 1, sizes.per_item * sizes.slots), at)
 
 
-def _received(plan: Plan, ready: worklist.Prepared) -> tuple[jax.ShapeDtypeStruct, pl.BlockSpec]:
+def _received(sizes: ReadSizes, ready: worklist.Prepared) -> tuple[jax.ShapeDtypeStruct, pl.BlockSpec]:
     """Mass, or scores, of an item's slots; garbage where no item went."""
-    longest = _longest(plan, ready)
-
-    def at(i: Array, row: Any, place: Any, block: Any, *_: Any) -> tuple[Array, int, int]:
-        return row[i] * longest + block[i], 0, 0
-
-    shape = (len(ready.q) * longest, plan.groups, plan.per_item * plan.slots)
-    return jax.ShapeDtypeStruct(shape, jnp.float32), pl.BlockSpec((None, *shape[1:]), at)
+    longest = -(-ready.live.shape[1] // sizes.per_item)
+    shape = (len(ready.q) * longest, sizes.groups, sizes.per_item * sizes.slots)
+    spec = pl.BlockSpec(
+        (None, *shape[1:]), lambda i, row, place, block, *_: (row[i] * longest + block[i], 0, 0)
+    )
+    return jax.ShapeDtypeStruct(shape, jnp.float32), spec

@@ -17,18 +17,17 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import compat
 from pallas_kernels.ragged_decode import worklist
+from pallas_kernels.ragged_decode.worklist import ReadSizes
 
 if TYPE_CHECKING:
     from jaxtyping import Array
-
-    from pallas_kernels.ragged_decode.worklist import Plan
 
 LANES = 128
 TURN = 4
 """Pages whose copies one turn of the loop starts."""
 
 AHEAD = 4
-"""Items whose numbers are in SMEM where they come by DMA: read, fetched, asked for; and a power of 2."""
+"""Items whose numbers are in SMEM where they come by DMA: read, fetched, requested; and a power of 2."""
 
 
 class Entries(NamedTuple):
@@ -43,10 +42,7 @@ class Entries(NamedTuple):
     sem: Any = None
 
     def of(self, item: Array, *, held: bool = False) -> Callable[[Array | int], Array]:
-        """The number of each page of an item, where it has none any; ``held``: none but those are asked for.
-
-        Where they lie is found once.
-        """
+        """The number of each page of an item; ``held``: p is always a page that the item holds."""
         place = self.place[item]
         if self.ring is None:
             last = self.lists.shape[0] - 1
@@ -64,7 +60,6 @@ class Entries(NamedTuple):
             self._copy(item).start()
 
     def end(self, item: Array) -> None:
-        """Wait for them."""
         if self.ring is not None:
             self._copy(item).wait()
 
@@ -121,7 +116,7 @@ class Fetch(NamedTuple):
 
 
 def advance(fetch: Fetch, count: Any) -> tuple[Array, Array]:
-    """Wait for this item's pages, having asked for the next one's: (item, side of the buffers)."""
+    """Fetch the next item's pages and wait for this one's: (item, side of the buffers)."""
     item, entries = pl.program_id(0), fetch.entries
     side = jax.lax.rem(item, 2)
 
@@ -149,11 +144,11 @@ def advance(fetch: Fetch, count: Any) -> tuple[Array, Array]:
     return item, side
 
 
-def listed(plan: Plan, packed: worklist.Packed) -> tuple[worklist.Items, Array, Array]:
+def listed(sizes: ReadSizes, packed: worklist.Packed) -> tuple[worklist.Items, Array, Array]:
     """Items, how many are real, and the numbers of their pages as ``Entries`` has them."""
-    if not plan.streamed:
-        return *worklist.items(packed, plan.blocks, plan.per_item, plan.slots), packed.entry.reshape(-1)
-    entry = jnp.pad(packed.entry, ((0, 0), (0, -packed.entry.shape[1] % plan.per_item)))
-    found, count = worklist.items(packed._replace(entry=entry), plan.blocks, plan.per_item, plan.slots)
+    if not sizes.streamed:
+        return *worklist.items(packed, sizes.blocks, sizes.per_item, sizes.slots), packed.entry.reshape(-1)
+    entry = jnp.pad(packed.entry, ((0, 0), (0, -packed.entry.shape[1] % sizes.per_item)))
+    items, count = worklist.items(packed._replace(entry=entry), sizes.blocks, sizes.per_item, sizes.slots)
     flat = jnp.pad(entry.reshape(-1), (0, -entry.size % LANES)).reshape(-1, 1, LANES)
-    return found, count, flat if plan.interpret is not False else compat.in_hbm(flat)
+    return items, count, flat if sizes.interpret is not False else compat.in_hbm(flat)

@@ -1,6 +1,6 @@
 """What a selection needs of the pages: every slot's score in place, and attention over slots in hand.
 
-Scores are found by walking the pool as it lies (see ``flat``): keys are read once where they are, values
+Scores come from reading the pool in place (see ``flat``): keys are read once where they are, values
 never. The slots that are picked by them are gathered once, and every use of them reads that copy.
 """
 
@@ -30,18 +30,18 @@ def largest_scores(
     scales: Float[Array, "P 2 H"] | None,
     each: bool = False,
 ) -> Float[Array, "B X M S"]:
-    """See ``api.largest_scores``; of ``each`` query head alone where asked."""
+    """See ``api.largest_scores``; with ``each``, of every query head."""
     pool, size = k_pages.shape[:2]
     (b, n, h), heads = q.shape, table.shape[1]
     ids, live = page_lists(Lists(table, length, None, None), pool, size)
     own, _ = flat.owners(ids, live, pool)
     x = q.reshape(b * heads, n // heads, h)
-    x = x[jnp.minimum(own.stream, b * heads - 1)]
+    x = x[jnp.minimum(own.kv_head, b * heads - 1)]
     see = live_slots(live, None, size)
     if not each:
         return softmax.hide(_of_pool(x, k_pages, scales, own)[ids] * h**-0.5, see)
-    found = [_of_pool(x[:, i : i + 1], k_pages, scales, own)[ids] for i in range(x.shape[1])]
-    return softmax.hide(jnp.stack(found, axis=2) * h**-0.5, see[:, :, None]).reshape(b, n, *see.shape[2:])
+    by_query = [_of_pool(x[:, i : i + 1], k_pages, scales, own)[ids] for i in range(x.shape[1])]
+    return softmax.hide(jnp.stack(by_query, axis=2) * h**-0.5, see[:, :, None]).reshape(b, n, *see.shape[2:])
 
 
 def _of_pool(
@@ -53,12 +53,12 @@ def _of_pool(
     """Largest product of each slot with its page's queries; chunks of codes that nobody owns are skipped."""
     if scales is None:
         return products.scores(q, k, 1.0).max(axis=1)
-    chunks = flat.walk(own, k.shape[1])
+    chunks = flat.chunks_of(own, k.shape[1])
 
-    def one(i: Int[Array, ""], found: Float[Array, "P S"]) -> Float[Array, "P S"]:
+    def one(i: Int[Array, ""], largest: Float[Array, "P S"]) -> Float[Array, "P S"]:
         scaled = chunks.cut(q, i) * chunks.cut(scales, i)[:, None, 0]
         part = products.scores(scaled, codes.floats(chunks.cut(k, i)), 1.0).max(axis=1)
-        return chunks.put(found, part, i)
+        return chunks.put(largest, part, i)
 
     return jax.lax.fori_loop(0, chunks.busy, one, jnp.zeros(k.shape[:2], jnp.float32))
 

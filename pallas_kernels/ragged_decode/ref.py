@@ -1,4 +1,4 @@
-"""ragged_decode by definition: gather every stream's pages, mask, softmax, all in float32."""
+"""ragged_decode by definition: gather every KV head's pages, mask, softmax, all in float32."""
 
 from __future__ import annotations
 
@@ -10,15 +10,14 @@ import jax.numpy as jnp
 
 from pallas_kernels import softmax
 from pallas_kernels.ragged_decode import codes
+from pallas_kernels.ragged_decode.call import Lists, Options, Pools
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int
 
-    from pallas_kernels.ragged_decode.call import Lists, Options, Pools
-
 
 def page_lists(lists: Lists, pool: int, slots: int) -> tuple[Int[Array, "B K J"], Int[Array, "B K J"]]:
-    """Which pool pages each stream reads, and how many live slots each of them holds.
+    """Which pool pages each KV head reads, and how many live slots each of them holds.
 
     Pages that are not there (EMPTY, out of range, beyond the length) come back as page 0 with 0
     live slots, so that the ids are always safe to gather with.
@@ -64,7 +63,7 @@ def ragged_decode(q: Array, pools: Pools, lists: Lists, *, options: Options) -> 
         k, v = k * pools.scales[ids, 0][..., None, :], v * pools.scales[ids, 1][..., None, :]
     k, v = jnp.where(mask[..., None], k, 0.0), jnp.where(mask[..., None], v, 0.0)
     grouped = q.astype(jnp.float32).reshape(b, heads, n // heads, t, h)
-    # Of a stream without a live slot: 0 times NaN is NaN, in a gradient too.
+    # Of a KV head without a live slot: 0 times NaN is NaN, in a gradient too.
     grouped = jnp.where(jnp.any(mask, axis=(2, 3))[..., None, None, None], grouped, 0.0)
     s = jnp.einsum("bkgth,bkjsh->bkgtjs", grouped, k, precision=jax.lax.Precision.HIGHEST) * options.scale
     s, see = softmax.cap(s.reshape(*s.shape[:4], -1), options.softcap), mask.reshape(b, heads, 1, 1, -1)

@@ -1,9 +1,9 @@
-"""ragged_decode on GPU: one program an item, then one a query that joins the items of its stream.
+"""ragged_decode on GPU: one program an item, then one a query that joins the items of its KV head.
 
 Two kernels a call and no plan before them: every row has the same number of items, which take even shares of
 its live pages, whatever the table could hold (``triton_pages.shares``). A program finds its share by the
 length, its pages in the table and its queries where they lie; one for which no share is left writes nothing.
-It walks its pages a few at a time, so that a tile has 16 to 128 slots whatever a page has. Dead slots are not
+It reads its pages a few at a time, so that a tile has 16 to 128 slots whatever a page has. Dead slots are not
 loaded at all. Queries are padded to 16 rows and a power of two of channels (Triton's tiles) in registers,
 nothing is in memory.
 """
@@ -20,14 +20,13 @@ from jax.experimental import pallas as pl
 from pallas_kernels import compat, tiles, tuning
 from pallas_kernels.dispatch import Unsupported
 from pallas_kernels.ragged_decode import codes, triton_join, triton_pages, worklist
+from pallas_kernels.ragged_decode.call import Lists, Options, Pools
 from pallas_kernels.ragged_decode.ref import page_lists
-from pallas_kernels.ragged_decode.worklist import Plan
+from pallas_kernels.ragged_decode.worklist import ReadSizes
+from pallas_kernels.tuning import Tuned
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float
-
-    from pallas_kernels.ragged_decode.call import Lists, Options, Pools
-    from pallas_kernels.tuning import Tuned
 
 TILE = 64
 """Slots of a tile, or those of one page if it has more."""
@@ -43,7 +42,7 @@ ITEM_SLOTS = (128, 512)
 """Slots of an item, at least: where rows are so few that PROGRAMS decides, and where they are more."""
 
 
-def _plan(q: Array, pools: Pools, lists: Lists, blocks: Tuned, *rest: Any) -> Plan:
+def _sizes(q: Array, pools: Pools, lists: Lists, blocks: Tuned, *rest: Any) -> ReadSizes:
     (b, n, t, h), size, (_, heads, m) = q.shape, pools.k.shape[1], lists.table.shape
     if size & (size - 1):
         raise Unsupported(
@@ -61,12 +60,12 @@ def _plan(q: Array, pools: Pools, lists: Lists, blocks: Tuned, *rest: Any) -> Pl
     items, least = _items(b * heads * many, one_block=many == 1)
     # Otherwise registers spill: 64 queries' mass at 4 warps, float32 tiles of two stages.
     own = tuning.Blocks(k=TILE, item=least, warps=8 if exact or not few else 4, stages=2 - exact)
-    found = tuning.pick(blocks, "read" if few else "chunk", pools.k.dtype, h, own)
-    parts, tile = codes.parts(pools.k), max(1, found.k // size)
+    chosen = tuning.pick(blocks, "read" if few else "chunk", pools.k.dtype, h, own)
+    parts, tile = codes.parts(pools.k), max(1, chosen.k // size)
     wide, count = max(16, pl.next_power_of_2(h // parts)), -(-j // tile)
-    plan = Plan(n // heads, t, rows, many, count * tile, tile, size, h, wide, parts, found, *rest)
-    least = max(1, found.item // (tile * size))
-    return plan._replace(items=min(items, -(-count // least)), least=least)
+    sizes = ReadSizes(n // heads, t, rows, many, count * tile, tile, size, h, wide, parts, chosen, *rest)
+    least = max(1, chosen.item // (tile * size))
+    return sizes._replace(items=min(items, -(-count // least)), least=least)
 
 
 def _items(rows: int, *, one_block: bool) -> tuple[int, int]:
@@ -94,15 +93,9 @@ def _split(refs: tuple[Any, ...], kinds: Kinds, pools: int) -> Operands:
     table, length, *rest = refs
     pages = rest.pop(0) if kinds.selected else None
     chosen = rest.pop(0) if kinds.narrowed else None
-    q, after = rest[0], rest[1:]
-    scales = after[pools] if kinds.codes else None
-    return Operands(
-        triton_pages.Listed(table, length, pages, chosen),
-        q,
-        tuple(after[:pools]),
-        scales,
-        tuple(after[pools + kinds.codes :]),
-    )
+    q, *after = rest
+    lists, scales = triton_pages.Listed(table, length, pages, chosen), after[pools] if kinds.codes else None
+    return Operands(lists, q, tuple(after[:pools]), scales, tuple(after[pools + kinds.codes :]))
 
 
 class Kinds(NamedTuple):
@@ -114,29 +107,29 @@ class Kinds(NamedTuple):
     dtype: Any
 
 
-def _own(plan: Plan, q: Any, own: triton_pages.Queries, dtype: Any) -> list[Float[Array, "R H"]]:
+def _own(sizes: ReadSizes, q: Any, own: triton_pages.Queries, dtype: Any) -> list[Float[Array, "R H"]]:
     """The queries of this program, each part of their channels."""
-    places = (own.channels(plan, part) for part in range(plan.parts))
+    places = (own.channels(sizes, part) for part in range(sizes.parts))
     return [compat.load(q.at[at], mask=there).astype(dtype) for at, there in places]
 
 
-def _read_body(plan: Plan, kinds: Kinds) -> Any:
+def _read_body(sizes: ReadSizes, kinds: Kinds) -> Any:
     """The kernel: (lists, q, pools) -> (o, m, l, scores?) of each item; nothing of one without pages."""
 
     def body(*refs: Any) -> None:
         lists, q, (k, v), scales, (o, m, l, *kept) = _split(refs, kinds, 2)
-        (begin, count), own = triton_pages.item(plan, lists), triton_pages.queries(plan)
+        (begin, count), own = triton_pages.item(sizes, lists), triton_pages.queries(sizes)
 
         @pl.when(count > 0)
         def _() -> None:
-            mine = _own(plan, q, own, kinds.dtype)
+            own_q = _own(sizes, q, own, kinds.dtype)
 
             def step(it: Array, stats: tiles.Stats) -> tiles.Stats:
-                tile = triton_pages.find_tile(plan, lists, k.shape[0], begin + it)
-                s, see = triton_pages.scores(plan, mine, k, scales, lists, tile)
+                tile = triton_pages.find_tile(sizes, lists, k.shape[0], begin + it)
+                s, see = triton_pages.scores(sizes, own_q, k, scales, lists, tile)
                 for ref in kept:
-                    _keep(plan, ref, s, tile.place)
-                values = triton_pages.side(plan, v, scales, 1, tile, kinds.dtype)
+                    _keep(sizes, ref, s, tile.place)
+                values = triton_pages.side(sizes, v, scales, 1, tile, kinds.dtype)
 
                 def mix(p: Array) -> list[Array]:
                     return [
@@ -146,39 +139,39 @@ def _read_body(plan: Plan, kinds: Kinds) -> Any:
 
                 return tiles.grow(stats, s, see, mix)
 
-            top, total, none = tiles.start(plan.rows, plan.wide)
-            start = top, total, [none] * plan.parts
-            top, total, found = jax.lax.fori_loop(0, count, step, start)
-            for part, x in enumerate(found):
-                at, there = own.channels(plan, part)
+            top, total, none = tiles.start(sizes.rows, sizes.wide)
+            start = top, total, [none] * sizes.parts
+            top, total, sums = jax.lax.fori_loop(0, count, step, start)
+            for part, x in enumerate(sums):
+                at, there = own.channels(sizes, part)
                 compat.store(o.at[at], x, mask=there)
-            compat.store(m.at[own.at], top.reshape(plan.rows), mask=own.there)
-            compat.store(l.at[own.at], total.reshape(plan.rows), mask=own.there)
+            compat.store(m.at[own.at], top.reshape(sizes.rows), mask=own.there)
+            compat.store(l.at[own.at], total.reshape(sizes.rows), mask=own.there)
 
     return body
 
 
-def _keep(plan: Plan, ref: Any, x: Float[Array, "R Y"], place: Array) -> None:
+def _keep(sizes: ReadSizes, ref: Any, x: Float[Array, "R Y"], place: Array) -> None:
     """Write what a tile's slots have, of each query head there is, to their places in the list."""
     head, slot = (jax.lax.broadcasted_iota(jnp.int32, x.shape, axis) for axis in (0, 1))
-    compat.store(ref.at[head, place * x.shape[1] + slot], x, mask=head < plan.groups)
+    compat.store(ref.at[head, place * x.shape[1] + slot], x, mask=head < sizes.groups)
 
 
-def _mass_body(plan: Plan, kinds: Kinds) -> Any:
+def _mass_body(sizes: ReadSizes, kinds: Kinds) -> Any:
     """The kernel: (lists, q, K pool, scales?, lse) -> mass of each slot."""
 
     def body(*refs: Any) -> None:
         lists, q, (k,), scales, (lse, mass) = _split(refs, kinds, 1)
-        block, (begin, count) = jax.lax.rem(pl.program_id(1), plan.blocks), triton_pages.item(plan, lists)
-        own = triton_pages.queries(plan)
-        mine = _own(plan, q, own, kinds.dtype)
+        block, (begin, count) = jax.lax.rem(pl.program_id(1), sizes.blocks), triton_pages.item(sizes, lists)
+        own = triton_pages.queries(sizes)
+        own_q, heads = _own(sizes, q, own, kinds.dtype), max(16, pl.next_power_of_2(sizes.groups))
         column = compat.load(lse.at[own.at], mask=own.there, other=-jnp.inf)[:, None]
 
         def step(it: Array, carry: Array) -> Array:
-            tile = triton_pages.find_tile(plan, lists, k.shape[0], begin + it)
-            s, see = triton_pages.scores(plan, mine, k, scales, lists, tile)
-            p = worklist.by_head(tiles.probabilities(s, see, column), block, plan, _heads(plan))
-            _keep(plan, mass, p, tile.place)
+            tile = triton_pages.find_tile(sizes, lists, k.shape[0], begin + it)
+            s, see = triton_pages.scores(sizes, own_q, k, scales, lists, tile)
+            p = worklist.by_head(tiles.probabilities(s, see, column), block, sizes, heads)
+            _keep(sizes, mass, p, tile.place)
             return carry
 
         jax.lax.fori_loop(0, count, step, jnp.int32(0))
@@ -186,49 +179,44 @@ def _mass_body(plan: Plan, kinds: Kinds) -> Any:
     return body
 
 
-def _heads(plan: Plan) -> int:
-    """Rows of a product for mass: G, padded to a tile."""
-    return max(16, pl.next_power_of_2(plan.groups))
+def _by_kv_head(sizes: ReadSizes, x: Any) -> pl.BlockSpec:
+    return pl.BlockSpec((None, *x.shape[1:]), lambda i, r: (r // sizes.blocks, *(0,) * (len(x.shape) - 1)))
 
 
-def _by_stream(plan: Plan, x: Any) -> pl.BlockSpec:
-    return pl.BlockSpec((None, *x.shape[1:]), lambda i, r: (r // plan.blocks, *(0,) * (len(x.shape) - 1)))
-
-
-def _by_item(plan: Plan, x: Any) -> pl.BlockSpec:
-    """Of a stream's item."""
+def _by_item(sizes: ReadSizes, x: Any) -> pl.BlockSpec:
+    """A KV head's item."""
     more = (0,) * (len(x.shape) - 2)
-    return pl.BlockSpec((None, None, *x.shape[2:]), lambda i, r: (r // plan.blocks, i, *more))
+    return pl.BlockSpec((None, None, *x.shape[2:]), lambda i, r: (r // sizes.blocks, i, *more))
 
 
 def _call(
-    plan: Plan, body: Any, name: str, entries: int, lists: Any, pools: Any, outputs: Any, products: int
+    sizes: ReadSizes, body: Any, name: str, entries: int, lists: Any, pools: Any, outputs: Any, products: int
 ) -> Any:
     """Run a body over the items of all rows, those of one row side by side.
 
     Args:
-      plan: sizes.
+      sizes: static sizes.
       body: the kernel.
       name: of the pass.
       entries: of a list.
-      lists: operands of which a program gets its stream's: before the pools, and after them.
+      lists: operands of which a program gets its KV head's: before the pools, and after them.
       pools: what is read by page.
       outputs: (shape, spec) of each.
       products: of queries with an item.
     """
-    before, after = ([(x, _by_stream(plan, x)) for x in some] for some in lists)
+    before, after = ([(x, _by_kv_head(sizes, x)) for x in some] for some in lists)
     operands = [*before, *((x, pl.BlockSpec(memory_space=pl.ANY)) for x in pools), *after]
-    streams, wanted = len(lists[0][0]), [x for x, _ in outputs]
-    cost = worklist.estimate(plan, streams * entries, pools, [lists[0][-1], *wanted], products)
+    kv_heads, wanted = len(lists[0][0]), [x for x, _ in outputs]
+    cost = worklist.estimate(sizes, kv_heads * entries, pools, [lists[0][-1], *wanted], products)
     return pl.pallas_call(
         body,
-        grid=(plan.items, streams * plan.blocks),
+        grid=(sizes.items, kv_heads * sizes.blocks),
         in_specs=[spec for _, spec in operands],
         out_specs=[spec for _, spec in outputs],
         out_shape=wanted,
-        compiler_params=compat.triton_params(warps=plan.sizes.warps, stages=plan.sizes.stages),
+        compiler_params=compat.triton_params(warps=sizes.tuned.warps, stages=sizes.tuned.stages),
         cost_estimate=cost,
-        interpret=plan.interpret,
+        interpret=sizes.interpret,
         name=f"ragged_decode_{name}",
     )(*(x for x, _ in operands))
 
@@ -238,32 +226,35 @@ def ragged_decode(
     q: Array, pools: Pools, lists: Lists, *, options: Options, interpret: Any = False, blocks: Tuned = ()
 ) -> tuple[Array, ...]:
     """See ``api.ragged_decode``."""
-    (b, n, t, h), plan = q.shape, _plan(q, pools, lists, blocks, options, interpret)
-    streams, coded = b * lists.table.shape[1], pools.scales is not None
-    told = [x.reshape(streams, -1) for x in (lists.table, lists.length)]
-    told += [] if lists.pages is None else [lists.pages.reshape(streams, -1)]
-    told += [] if lists.slots is None else [lists.slots.reshape(streams, -1).astype(jnp.int8)]
+    (b, n, t, h), sizes = q.shape, _sizes(q, pools, lists, blocks, options, interpret)
+    kv_heads, coded = b * lists.table.shape[1], pools.scales is not None
+    list_arrays = [x.reshape(kv_heads, -1) for x in (lists.table, lists.length)]
+    list_arrays += [] if lists.pages is None else [lists.pages.reshape(kv_heads, -1)]
+    list_arrays += [] if lists.slots is None else [lists.slots.reshape(kv_heads, -1).astype(jnp.int8)]
     kinds = Kinds(
         lists.pages is not None, lists.slots is not None, coded, q.dtype if coded else pools.k.dtype
     )
-    entries = told[2 if kinds.selected else 0].shape[1]
-    own, sizes = [*told, q.reshape(streams, plan.total, h)], ((plan.total, h), (plan.total,), (plan.total,))
-    shapes = [jax.ShapeDtypeStruct((streams, plan.items, *size), jnp.float32) for size in sizes]
-    outputs = [(x, _by_item(plan, x)) for x in shapes]
-    listed = (plan.groups, plan.per_item * plan.slots)
-    if plan.keeps_scores:
-        scores = jax.ShapeDtypeStruct((streams, *listed), jnp.float32)
-        outputs.append((scores, _by_stream(plan, scores)))
-    found = _call(plan, _read_body(plan, kinds), "read", entries, (own, ()), pools.all(), outputs, 2)
-    out, lse = triton_join.join(plan, entries, kinds.selected, told[1], *found[:3])
+    entries = list_arrays[2 if kinds.selected else 0].shape[1]
+    own, dims = (
+        [*list_arrays, q.reshape(kv_heads, sizes.total, h)],
+        ((sizes.total, h), (sizes.total,), (sizes.total,)),
+    )
+    shapes = [jax.ShapeDtypeStruct((kv_heads, sizes.items, *size), jnp.float32) for size in dims]
+    outputs = [(x, _by_item(sizes, x)) for x in shapes]
+    listed = (sizes.groups, sizes.per_item * sizes.slots)
+    if sizes.keeps_scores:
+        scores = jax.ShapeDtypeStruct((kv_heads, *listed), jnp.float32)
+        outputs.append((scores, _by_kv_head(sizes, scores)))
+    results = _call(sizes, _read_body(sizes, kinds), "read", entries, (own, ()), pools.all(), outputs, 2)
+    out, lse = triton_join.join(sizes, entries, kinds.selected, list_arrays[1], *results[:3])
     outs, lses = out.reshape(b, n, t, h), lse.reshape(b, n, t)
     if not options.mass:
         return outs, lses
-    live = page_lists(lists, *pools.k.shape[:2])[1].reshape(streams, -1)
-    if plan.keeps_scores:
-        return outs, lses, worklist.received_by_scores(found[3], lses, live, None, plan, lists)
+    live = page_lists(lists, *pools.k.shape[:2])[1].reshape(kv_heads, -1)
+    if sizes.keeps_scores:
+        return outs, lses, worklist.received_by_scores(results[3], lses, live, None, sizes, lists)
     row = pl.BlockSpec((None, *listed), lambda i, r: (r, 0, 0))
-    wanted = [(jax.ShapeDtypeStruct((streams * plan.blocks, *listed), jnp.float32), row)]
-    body = _mass_body(plan, kinds)
-    (mass,) = _call(plan, body, "mass", entries, (own, [lse]), pools.for_scores(), wanted, 1)
-    return outs, lses, worklist.received(mass, live, None, plan, lists)
+    wanted = [(jax.ShapeDtypeStruct((kv_heads * sizes.blocks, *listed), jnp.float32), row)]
+    body = _mass_body(sizes, kinds)
+    (mass,) = _call(sizes, body, "mass", entries, (own, [lse]), pools.for_scores(), wanted, 1)
+    return outs, lses, worklist.received(mass, live, None, sizes, lists)

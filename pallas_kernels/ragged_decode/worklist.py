@@ -1,9 +1,9 @@
-"""What the Pallas bodies of ragged_decode walk: live pages in front, and a list of items.
+"""What the Pallas bodies of ragged_decode follow: live pages in front, and a list of items.
 
-An item is up to ``per_item`` pages of one row. A row is one stream's queries, or a block of them when they
+An item is up to ``per_item`` pages of one row. A row is one KV head's queries, or a block of them when they
 are many.
 
-  stream    pages    per_item = 2            items of row 0 | of row 1 | of row 2
+  KV head   pages    per_item = 2            items of row 0 | of row 1 | of row 2
   0         7 3 9                            (7 3) (9)        (4)        ()
   1         4                                first last       both       both, no pages
   2         -
@@ -25,33 +25,32 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels import softmax, tiles
 from pallas_kernels.dispatch import Unsupported
+from pallas_kernels.ragged_decode.call import Lists, Options, Pools
 from pallas_kernels.ragged_decode.ref import live_slots, page_lists, spread
+from pallas_kernels.tuning import Blocks
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int
-
-    from pallas_kernels.ragged_decode.call import Lists, Options, Pools
-    from pallas_kernels.tuning import Blocks
 
 FIRST, LAST, FULL = 1, 2, 4
 """Bits of ``Items.edge``: opens its row, closes it, and has no dead slot in any of its pages."""
 
 
-class Plan(NamedTuple):
+class ReadSizes(NamedTuple):
     """Static sizes of a call.
 
     Attributes:
       groups: query heads of a KV head.
       queries: queries of a head, T.
-      rows: queries of a stream taken together.
-      blocks: rows of a stream, padded.
+      rows: queries of a KV head taken together.
+      blocks: rows of a KV head, padded.
       per_item: pages of an item; of the longest list where items are shares of it (GPU).
       tile: pages of a tile.
       slots: slots of a page.
       h: head dim of the pools.
       wide: head dim of the queries, padded; of a part of it where there are several.
       parts: of the channels, of which a byte holds a code each (``codes``); else 1.
-      sizes: what the compiler is told.
+      tuned: sizes of blocks, and options of the compiler.
       options: as in ``call``.
       interpret: how Pallas runs the bodies.
       items: of a row at most, where they are shares of it.
@@ -69,7 +68,7 @@ class Plan(NamedTuple):
     h: int
     wide: int
     parts: int
-    sizes: Blocks
+    tuned: Blocks
     options: Options
     interpret: Any
     items: int = 0
@@ -83,7 +82,6 @@ class Plan(NamedTuple):
 
     @property
     def total(self) -> int:
-        """Queries of a stream."""
         return self.groups * self.queries
 
     @property
@@ -97,12 +95,12 @@ class Plan(NamedTuple):
 
 
 class Packed(NamedTuple):
-    """Each stream's live pages in front of its list.
+    """Each KV head's live pages in front of its list.
 
     Attributes:
       entry: id and live slots of a page in one number, ``id << shift | live``; 0 past the live pages.
       order: place in the original list of each entry; None where that is its own.
-      held: pages of each stream up to its last live one.
+      held: pages of each KV head up to its last live one.
     """
 
     entry: Int[Array, "X J"]
@@ -124,9 +122,9 @@ class Prepared(NamedTuple):
     """A call as the bodies see it.
 
     Attributes:
-      live: live slots of each listed page, of X = B K streams.
+      live: live slots of each listed page, of X = B K lists.
       packed: their live pages.
-      q: queries, blocks of rows of each stream; in the dtype of products.
+      q: queries, blocks of rows of each KV head; in the dtype of products.
       narrow: the bits of chosen slots as ``arrange`` puts them, if slots are chosen.
     """
 
@@ -136,15 +134,17 @@ class Prepared(NamedTuple):
     narrow: tuple[Int[Array, "Y 1 L"], ...]
 
 
-def prepare(q: Float[Array, "B N T H"], pools: Pools, lists: Lists, plan: Plan) -> Prepared:
+def prepare(q: Float[Array, "B N T H"], pools: Pools, lists: Lists, sizes: ReadSizes) -> Prepared:
     """Pack lists and queries."""
-    (pool, size), h, (b, heads) = pools.k.shape[:2], plan.h, lists.length.shape
+    (pool, size), h, (b, heads) = pools.k.shape[:2], sizes.h, lists.length.shape
     ids, live = (x.reshape(b * heads, -1) for x in page_lists(lists, pool, size))
     packed, (x, j) = pack(ids, live, pool, size, selected=lists.pages is not None), ids.shape
     rows = q.reshape(x, -1, h).astype(q.dtype if pools.scales is not None else pools.k.dtype)
-    rows = jnp.pad(rows, ((0, 0), (0, plan.blocks * plan.rows - rows.shape[1]), (0, plan.wide - h)))
-    narrow = () if lists.slots is None else (arrange(lists.slots.reshape(x, j, size), packed, plan.per_item),)
-    return Prepared(live, packed, rows.reshape(-1, plan.rows, plan.wide), narrow)
+    rows = jnp.pad(rows, ((0, 0), (0, sizes.blocks * sizes.rows - rows.shape[1]), (0, sizes.wide - h)))
+    narrow = (
+        () if lists.slots is None else (arrange(lists.slots.reshape(x, j, size), packed, sizes.per_item),)
+    )
+    return Prepared(live, packed, rows.reshape(-1, sizes.rows, sizes.wide), narrow)
 
 
 def shift(slots: int) -> int:
@@ -183,15 +183,15 @@ def received(
     mass: Float[Array, "... G L"],
     live: Int[Array, "X J"],
     order: Int[Array, "X J"] | None,
-    plan: Plan,
+    sizes: ReadSizes,
     lists: Lists,
 ) -> Float[Array, "B N M S"]:
     """Mass of each slot of each list from that of all items of all rows, 0 where no item went."""
     (x, j), (b, heads) = live.shape, lists.table.shape[:2]
-    mass = mass.reshape(x, plan.blocks, -1, plan.groups, plan.per_item * plan.slots)
-    found = _listed(jnp.sum(mass, axis=1), live, order, plan)
-    found = jnp.where((live > 0).reshape(x, 1, j, 1), found, 0.0)
-    return spread(found.reshape(b, heads * plan.groups, j, plan.slots), lists)
+    mass = mass.reshape(x, sizes.blocks, -1, sizes.groups, sizes.per_item * sizes.slots)
+    by_slot = _listed(jnp.sum(mass, axis=1), live, order, sizes)
+    by_slot = jnp.where((live > 0).reshape(x, 1, j, 1), by_slot, 0.0)
+    return spread(by_slot.reshape(b, heads * sizes.groups, j, sizes.slots), lists)
 
 
 def received_by_scores(
@@ -199,45 +199,45 @@ def received_by_scores(
     lse: Float[Array, "B N 1"],
     live: Int[Array, "X J"],
     order: Int[Array, "X J"] | None,
-    plan: Plan,
+    sizes: ReadSizes,
     lists: Lists,
 ) -> Float[Array, "B N M S"]:
-    """``received`` of a plan that ``keeps_scores``: these, of all items, whatever lies in slots not read."""
+    """``received`` from the scores of all items; slots that were not read may hold anything."""
     (x, j), (b, heads) = live.shape, lists.table.shape[:2]
-    found = _listed(scores.reshape(x, -1, plan.groups, plan.per_item * plan.slots), live, order, plan)
-    chosen = None if lists.slots is None else lists.slots.reshape(1, x, j, plan.slots)
-    see = live_slots(live[None], chosen, plan.slots)[0][:, None]
-    found = softmax.probabilities(found, see, lse.reshape(x, plan.groups, 1))
-    return spread(found.reshape(b, heads * plan.groups, j, plan.slots), lists)
+    by_slot = _listed(scores.reshape(x, -1, sizes.groups, sizes.per_item * sizes.slots), live, order, sizes)
+    chosen = None if lists.slots is None else lists.slots.reshape(1, x, j, sizes.slots)
+    see = live_slots(live[None], chosen, sizes.slots)[0][:, None]
+    by_slot = softmax.probabilities(by_slot, see, lse.reshape(x, sizes.groups, 1))
+    return spread(by_slot.reshape(b, heads * sizes.groups, j, sizes.slots), lists)
 
 
 def _listed(
-    x: Float[Array, "X I G L"], live: Int[Array, "X J"], order: Int[Array, "X J"] | None, plan: Plan
+    x: Float[Array, "X I G L"], live: Int[Array, "X J"], order: Int[Array, "X J"] | None, sizes: ReadSizes
 ) -> Float[Array, "X G J S"]:
     """What items have of each of their slots, in the order of the lists."""
-    streams, j = live.shape
-    x = x.reshape(streams, -1, plan.groups, plan.per_item, plan.slots).transpose(0, 1, 3, 2, 4)
-    x = x.reshape(streams, -1, plan.groups, plan.slots)[:, :j]
+    kv_heads, j = live.shape
+    x = x.reshape(kv_heads, -1, sizes.groups, sizes.per_item, sizes.slots).transpose(0, 1, 3, 2, 4)
+    x = x.reshape(kv_heads, -1, sizes.groups, sizes.slots)[:, :j]
     return unpack(x, order).swapaxes(1, 2)
 
 
-def by_head(p: Float[Array, "R Y"], block: Array, plan: Plan, heads: int) -> Float[Array, "G Y"]:
+def by_head(p: Float[Array, "R Y"], block: Array, sizes: ReadSizes, heads: int) -> Float[Array, "G Y"]:
     """Sum over the queries of each of ``heads`` >= G; queries lie head by head, ``block`` of them here."""
-    if plan.queries == 1 and plan.blocks == 1 and plan.rows == heads:
+    if sizes.queries == 1 and sizes.blocks == 1 and sizes.rows == heads:
         return p
-    shape = (heads, plan.rows)
+    shape = (heads, sizes.rows)
     head = jax.lax.broadcasted_iota(jnp.int32, shape, 0)
-    begin = head * plan.queries
-    at = block * plan.rows + jax.lax.broadcasted_iota(jnp.int32, shape, 1)
-    mine = (at >= begin) & (at < begin + plan.queries)
-    if heads > plan.groups:
-        mine = mine & (head < plan.groups)
-    return tiles.product_nn(mine.astype(jnp.float32), p)
+    begin = head * sizes.queries
+    at = block * sizes.rows + jax.lax.broadcasted_iota(jnp.int32, shape, 1)
+    own = (at >= begin) & (at < begin + sizes.queries)
+    if heads > sizes.groups:
+        own = own & (head < sizes.groups)
+    return tiles.product_nn(own.astype(jnp.float32), p)
 
 
 def items(packed: Packed, blocks: int, per_item: int, slots: int) -> tuple[Items, Int[Array, ""]]:
-    """The flat list for ``blocks`` rows a stream, and how many of its items are real."""
-    (streams, j), rows = packed.entry.shape, packed.entry.shape[0] * blocks
+    """The flat list for ``blocks`` rows a KV head, and how many of its items are real."""
+    (kv_heads, j), rows = packed.entry.shape, packed.entry.shape[0] * blocks
     longest = -(-j // per_item)
     count = jnp.repeat(packed.held, blocks, axis=0)
     need = jnp.maximum(-(-count // per_item), 1)
@@ -249,34 +249,34 @@ def items(packed: Packed, blocks: int, per_item: int, slots: int) -> tuple[Items
     block = (w - (end - need)[row]).astype(jnp.int32)
     held = jnp.where(real, jnp.clip(count[row] - block * per_item, 0, per_item), 0).astype(jnp.int32)
     full = (packed.entry & ((1 << shift(slots)) - 1)) == slots
-    full = jnp.pad(full, ((0, 0), (0, longest * per_item - j))).reshape(streams, longest, per_item)
+    full = jnp.pad(full, ((0, 0), (0, longest * per_item - j))).reshape(kv_heads, longest, per_item)
     edge = (
         jnp.where(block == 0, FIRST, 0)
         | jnp.where(block == need[row] - 1, LAST, 0)
         | jnp.where(jnp.all(full, axis=2)[row // blocks, block], FULL, 0)
     )
     place = (row // blocks) * j + block * per_item
-    found = Items(row, place, block, held, jnp.where(real, edge, FULL).astype(jnp.int32))
-    return found, end[-1].astype(jnp.int32)
+    listed = Items(row, place, block, held, jnp.where(real, edge, FULL).astype(jnp.int32))
+    return listed, end[-1].astype(jnp.int32)
 
 
 def estimate(
-    plan: Plan, pages: int, pools: Sequence[Any], others: Sequence[Any], products: int, times: int = 1
+    sizes: ReadSizes, pages: int, pools: Sequence[Any], others: Sequence[Any], products: int, times: int = 1
 ) -> pl.CostEstimate:
     """Of a body over full lists.
 
     Args:
-      plan: the call.
+      sizes: the call.
       pages: that are listed.
       pools: those it reads pages of.
       others: arrays that it reads or writes once, whole.
       products: of queries with an item, that it does.
       times: that it reads each listed page.
     """
-    scores = pages * plan.slots * plan.rows * plan.blocks
+    scores = pages * sizes.slots * sizes.rows * sizes.blocks
     page = sum(pool.size // pool.shape[0] * pool.dtype.itemsize for pool in pools)
     return pl.CostEstimate(
-        flops=2 * products * scores * plan.h,
+        flops=2 * products * scores * sizes.h,
         transcendentals=scores,
         bytes_accessed=times * pages * page + sum(x.size * x.dtype.itemsize for x in others),
     )
@@ -284,8 +284,8 @@ def estimate(
 
 def arrange(chosen: Bool[Array, "X J S"], packed: Packed, per_item: int) -> Int[Array, "Z 1 Y"]:
     """The bits of chosen slots as one row a block of ``per_item`` packed pages: Z = X * blocks, Y slots."""
-    streams, j, slots = chosen.shape
+    kv_heads, j, slots = chosen.shape
     assert packed.order is not None  # chosen slots come with selected pages
     bits = jax.vmap(lambda row, at: row[at])(chosen, packed.order).astype(jnp.int32)
     bits = jnp.pad(bits, ((0, 0), (0, -j % per_item), (0, 0)))
-    return bits.reshape(streams * -(-j // per_item), 1, per_item * slots)
+    return bits.reshape(kv_heads * -(-j // per_item), 1, per_item * slots)

@@ -1,1 +1,1 @@
-"""Sparse prefill: a window of latest keys for everybody and, beyond it, the keys each KV head admitted."""
+"""Sparse prefill: a window of latest keys for every query and, beyond it, the keys each KV head admitted."""

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from pallas_kernels import dispatch, reverse
 from pallas_kernels.blockwise import xla as blockwise
 from pallas_kernels.vertical_slash import ref, xla
+from pallas_kernels.vertical_slash.compact import Inputs
 from pallas_kernels.vertical_slash.tiles import Rule
 
 if TYPE_CHECKING:
@@ -61,15 +62,15 @@ def vertical_slash(
       lengths: tokens of each row, queries' and older ones; positions past them may hold anything and get
         (0, -inf). None: all S.
       offset: position of each row's first query, 0 or more; key j is at position j. None: 0.
-      capacity: most keys a stream may admit; None: all of them, which cannot overflow.
+      capacity: most keys a KV head may admit; None: all of them, which cannot overflow.
       scale: of the scores; H ** -0.5 by default.
       softcap: c in c tanh(score / c), before masking; None for plain scores.
       dtype: of ``out``; sums are float32 whatever it is.
       impl: see ``dispatch``; "mosaic_gpu" takes bfloat16 of head dim 64 or 128 on Hopper.
 
     Returns:
-      ``(out, lse, admitted)``: of ``dtype``, float32, and the int32 number of keys that each stream admitted.
-      Where it exceeds ``capacity`` keys are missing, and the whole answer of that stream's query heads is
+      ``(out, lse, admitted)``: of ``dtype``, float32, and int32: how many keys each KV head admitted.
+      Where it exceeds ``capacity`` keys are missing, and the whole answer of that KV head's query heads is
       NaN, as are the gradients through it.
       Gradients of q, k and v are those of ``blockwise`` on this mask whatever ran forward: exact, no [T, T]
       array, computed over all blocks that hold a visible pair. (WG-KV trains with ``gated``.)
@@ -109,6 +110,5 @@ def vertical_slash(
     capacity = k.shape[2] if capacity is None else min(capacity, k.shape[2])
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     rule = Rule(window, capacity, scale, softcap, jnp.dtype(dtype))
-    return dispatch.call(
-        "vertical_slash", impl, OFFERED, lambda f: f(q, k, v, admit, lengths, offset, rule=rule)
-    )
+    x = Inputs(q, k, v, admit, lengths, offset)
+    return dispatch.call("vertical_slash", impl, OFFERED, lambda f: f(x, rule=rule))

@@ -1,4 +1,4 @@
-"""The admitted keys of every stream, packed and in order of position."""
+"""The admitted keys of every KV head, packed and in order of position."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FAR = 2**30
 
 
 class Compact(NamedTuple):
-    """Up to C admitted keys a stream.
+    """Up to C admitted keys a KV head.
 
     Attributes:
       k: keys; what lies past ``admitted`` is meaningless.
@@ -39,21 +39,32 @@ class Rows(NamedTuple):
     end: Int[Array, " B"]
 
 
-def rows_of(k: Float[Array, "B K S H"], lengths: Array | None, offset: Array | None) -> Rows:
+class Inputs(NamedTuple):
+    """Arrays of a call, as in ``api.vertical_slash``."""
+
+    q: Float[Array, "B N T H"]
+    k: Float[Array, "B K S H"]
+    v: Float[Array, "B K S H"]
+    admit: Bool[Array, "B K S"]
+    lengths: Int[Array, " B"] | None
+    offset: Int[Array, " B"] | None = None
+
+
+def rows_of(x: Inputs) -> Rows:
     """All keys are there where ``lengths`` is None; the first query is the row's first token by default."""
-    (b, _, s, _), none = k.shape, jnp.zeros(k.shape[0], jnp.int32)
-    end = jnp.full(b, s, jnp.int32) if lengths is None else lengths.astype(jnp.int32)
-    return Rows(none if offset is None else offset.astype(jnp.int32), end)
+    (b, _, s, _), none = x.k.shape, jnp.zeros(len(x.k), jnp.int32)
+    end = jnp.full(b, s, jnp.int32) if x.lengths is None else x.lengths.astype(jnp.int32)
+    return Rows(none if x.offset is None else x.offset.astype(jnp.int32), end)
 
 
 def admitted_upto(admit: Bool[Array, "B K S"], end: Int[Array, " B"]) -> Int[Array, "B K S"]:
-    """How many keys each stream admits up to each position, that position's own included."""
+    """How many keys each KV head admits up to each position, that position's own included."""
     there = jnp.arange(admit.shape[2], dtype=jnp.int32) < end[:, None]
     return jnp.cumsum(admit & there[:, None], axis=-1, dtype=jnp.int32)
 
 
 def slots(upto: Int[Array, "B K S"]) -> Int[Array, "B K S"]:
-    """The place of each admitted key among those of its stream, -1 of others."""
+    """The place of each admitted key among those of its KV head, -1 of others."""
     before = jnp.pad(upto[..., :-1], ((0, 0), (0, 0), (1, 0)))
     return jnp.where(upto > before, before, -1)
 
@@ -61,12 +72,12 @@ def slots(upto: Int[Array, "B K S"]) -> Int[Array, "B K S"]:
 def compact(
     k: Float[Array, "B K S H"], v: Float[Array, "B K S H"], upto: Int[Array, "B K S"], capacity: int
 ) -> Compact:
-    """Gather the admitted keys of each stream once, so that every later read of them is contiguous.
+    """Gather the admitted keys of each KV head once, so that every later read of them is contiguous.
 
     Args:
       k, v: keys and values of right-padded rows.
       upto: see ``admitted_upto``.
-      capacity: C, static. Of a stream that admits more the latest are missing.
+      capacity: C, static. If a KV head admits more, the latest are missing.
     """
     b, heads, s = upto.shape
     row, head = jnp.arange(b)[:, None, None], jnp.arange(heads)[:, None]
@@ -109,12 +120,12 @@ def older(upto: Int[Array, "B K S"], rows: Rows, blocks: int, size: int, window:
 def seen(upto: Int[Array, "B K S"], last: Int[Array, "B I"], capacity: int) -> Int[Array, "B K I"]:
     """How many packed keys lie at positions up to ``last``, which may be negative or past the end."""
     index = jnp.clip(last, 0, upto.shape[2] - 1)[:, None]
-    found = jnp.take_along_axis(upto, jnp.broadcast_to(index, (*upto.shape[:2], last.shape[1])), axis=2)
-    return jnp.where((last >= 0)[:, None], jnp.minimum(found, capacity), 0)
+    count = jnp.take_along_axis(upto, jnp.broadcast_to(index, (*upto.shape[:2], last.shape[1])), axis=2)
+    return jnp.where((last >= 0)[:, None], jnp.minimum(count, capacity), 0)
 
 
 def lost(upto: Int[Array, "B K S"], capacity: int) -> Bool[Array, "B K"] | None:
-    """Which streams admit more than fits; None where none can."""
+    """Which KV heads admit more than fits; None where none can."""
     return upto[..., -1] > capacity if capacity < upto.shape[2] else None
 
 

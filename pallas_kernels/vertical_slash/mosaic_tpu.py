@@ -1,4 +1,4 @@
-"""vertical_slash on TPU: a program a block of queries of one stream, which fetches just the keys it needs.
+"""vertical_slash on TPU: a program a block of queries of one KV head, which fetches just the keys it needs.
 
 The query heads of a KV head are rows of one tile, so each key is read once. Keys stay in HBM; a program
 goes through the blocks that all its queries see whole, without any mask, and then through those at the edges,
@@ -17,15 +17,23 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import compat, tuning
 from pallas_kernels import tiles as common
+from pallas_kernels.padding import pad_to, round_up
+from pallas_kernels.tuning import Tuned
 from pallas_kernels.vertical_slash import tiles
-from pallas_kernels.vertical_slash.compact import admitted_upto, cleaned, expected, lost, older, rows_of
+from pallas_kernels.vertical_slash.compact import (
+    Inputs,
+    admitted_upto,
+    cleaned,
+    expected,
+    lost,
+    older,
+    rows_of,
+)
 from pallas_kernels.vertical_slash.mosaic_tpu_pack import compact
 from pallas_kernels.vertical_slash.tiles import Rule
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int
-
-    from pallas_kernels.tuning import Tuned
 
 ROWS = 512
 """Queries of a tile, all heads of the group together; at least 128 positions."""
@@ -34,7 +42,7 @@ BLOCK_K = 512
 LANES = 128
 
 
-class Plan(NamedTuple):
+class SlashSizes(NamedTuple):
     """Static sizes of a call: queries t, keys s and cap are multiples of the blocks, bq is a power of two."""
 
     b: int
@@ -50,33 +58,39 @@ class Plan(NamedTuple):
     interpret: Any
 
     loud: bool
-    """Whether a stream may admit more than fits."""
+    """Whether a KV head may admit more than fits."""
 
     @property
     def rows(self) -> int:
-        """Rows of a tile."""
         return self.group * self.bq
 
 
-def _up(x: int, size: int) -> int:
-    return -(-x // size) * size
-
-
-def _plan(q: Array, k: Array, blocks: Tuned | tuple[int, int], rule: Rule, interpret: Any) -> Plan:
+def _sizes(q: Array, k: Array, blocks: Tuned | tuple[int, int], rule: Rule, interpret: Any) -> SlashSizes:
     (b, n, t, h), heads, s = q.shape, k.shape[1], k.shape[2]
-    longest = _up(t, LANES)
+    longest = round_up(t, LANES)
     bq = LANES
     while 2 * bq * n // heads <= ROWS and 2 * bq <= longest:
         bq *= 2
-    found = tuning.pick(blocks, "forward", k.dtype, h, tuning.Blocks(q=bq, k=BLOCK_K))
-    bq, bk = found.q, min(found.k, _up(s, LANES))
-    cap = _up(rule.capacity, bk)
-    return Plan(
-        b, heads, n // heads, _up(t, bq), _up(s, bk), h, cap, bq, bk, rule, interpret, rule.capacity < s
+    chosen = tuning.pick(blocks, "forward", k.dtype, h, tuning.Blocks(q=bq, k=BLOCK_K))
+    bq, bk = chosen.q, min(chosen.k, round_up(s, LANES))
+    cap = round_up(rule.capacity, bk)
+    return SlashSizes(
+        b,
+        heads,
+        n // heads,
+        round_up(t, bq),
+        round_up(s, bk),
+        h,
+        cap,
+        bq,
+        bk,
+        rule,
+        interpret,
+        rule.capacity < s,
     )
 
 
-class Course(NamedTuple):
+class BlockOrder(NamedTuple):
     """The blocks of keys that a program reads, in its order: seen whole, packed and own, then the edges.
 
     Attributes:
@@ -102,7 +116,6 @@ class Course(NamedTuple):
 
     @property
     def steps(self) -> Array:
-        """All blocks."""
         return self.packed + self.own
 
     def block(self, c: Array) -> tuple[Array, Array]:
@@ -113,23 +126,23 @@ class Course(NamedTuple):
         edge_own = edge_own + jnp.where(edge_own >= self.inner, self.whole_own, 0)
         at_edge = edge >= 0
         packed = jnp.where(at_edge, edge < packed_edges, c < self.whole_packed)
-        mine = jnp.where(at_edge, edge_own, self.inner + c - self.whole_packed)
-        return packed, jnp.where(packed, jnp.where(at_edge, self.whole_packed + edge, c), mine)
+        own = jnp.where(at_edge, edge_own, self.inner + c - self.whole_packed)
+        return packed, jnp.where(packed, jnp.where(at_edge, self.whole_packed + edge, c), own)
 
 
-def course(plan: Plan, start: Array, length: Array, some: Array, whole: Array) -> Course:
+def block_order(sizes: SlashSizes, start: Array, length: Array, some: Array, whole: Array) -> BlockOrder:
     """The blocks of the queries from ``start`` on; ``some`` and ``whole`` as in ``compact.Older``."""
-    bq, bk, window = plan.bq, plan.bk, plan.rule.window
+    bq, bk, window = sizes.bq, sizes.bk, sizes.rule.window
     packed, zero = (some + bk - 1) // bk, jnp.int32(0)
     if window == 0:
-        return Course(whole // bk, packed, zero, zero, zero, zero)
+        return BlockOrder(whole // bk, packed, zero, zero, zero, zero)
     first = jnp.maximum(start - window + 1, 0) // bk
     stop = (jnp.minimum(start + bq, length) + bk - 1) // bk
     # In the window of the last query, and not after the first.
     inner = (jnp.maximum(start + bq - window, 0) + bk - 1) // bk
     inside = jnp.where(start + bq <= length, jnp.maximum((start + 1) // bk - inner, 0), 0)
     own = jnp.where(start < length, stop - first, 0)
-    return Course(whole // bk, packed, first, inner, inside, own)
+    return BlockOrder(whole // bk, packed, first, inner, inside, own)
 
 
 class Fetch(NamedTuple):
@@ -139,24 +152,25 @@ class Fetch(NamedTuple):
     packed: tuple[Any, ...]
     buffers: tuple[Any, ...]
     sem: Any
-    stream: tuple[Array, Array]
-    course: Course
+    kv_head: tuple[Array, Array]
+    order: BlockOrder
     size: int
 
     def _copies(self, sources: tuple[Any, ...], block: Array, side: Array) -> list[Any]:
         at = pl.ds(pl.multiple_of(block * self.size, self.size), self.size)
         slices = [
-            (*self.stream, at, slice(None)),
-            (*self.stream, at, slice(None)),
-            (*self.stream, slice(None), at),
+            (*self.kv_head, at, slice(None)),
+            (*self.kv_head, at, slice(None)),
+            (*self.kv_head, slice(None), at),
         ]
         return [
             pltpu.make_async_copy(source.at[where], buffer.at[side], self.sem.at[side])
             for source, where, buffer in zip(sources, slices, self.buffers)
         ]
 
-    def _each(self, c: Array, side: Array, act: str) -> None:
-        packed, block = self.course.block(c)
+    def copies(self, c: Array, side: Array, act: str) -> None:
+        """Start the copies of the c-th block, or wait for them."""
+        packed, block = self.order.block(c)
 
         @pl.when(packed)
         def _() -> None:
@@ -168,65 +182,57 @@ class Fetch(NamedTuple):
             for copy in self._copies(self.own, block, side):
                 getattr(copy, act)()
 
-    def begin(self, c: Array, side: Array) -> None:
-        """Start the copies of block c."""
-        self._each(c, side, "start")
 
-    def end(self, c: Array, side: Array) -> None:
-        """Wait for the copies of block c."""
-        self._each(c, side, "wait")
-
-
-def _body(plan: Plan) -> Any:
-    bq, bk, rule = plan.bq, plan.bk, plan.rule
+def _body(sizes: SlashSizes) -> Any:
+    bq, bk, rule = sizes.bq, sizes.bk, sizes.rule
 
     def body(rows: Any, counts: Any, q: Any, *refs: Any) -> None:
         k, v, packed_k, packed_v, pos, out, lse, k_now, v_now, pos_now, sem, m, l, o = refs
         b, kv, block = (pl.program_id(axis) for axis in range(3))
-        start, length, programs = rows[b] + block * bq, rows[plan.b + b], plan.t // bq
-        stream, streams = b * plan.heads + kv, plan.b * plan.heads
-        at = stream * programs + block
-        way = course(plan, start, length, counts[at], counts[streams * programs + at])
+        start, length, programs = rows[b] + block * bq, rows[sizes.b + b], sizes.t // bq
+        kv_head, kv_heads = b * sizes.heads + kv, sizes.b * sizes.heads
+        at = kv_head * programs + block
+        order = block_order(sizes, start, length, counts[at], counts[kv_heads * programs + at])
         buffers = (k_now, v_now, pos_now)
-        fetch = Fetch((k, v), (packed_k, packed_v, pos), buffers, sem, (b, kv), way, bk)
+        fetch = Fetch((k, v), (packed_k, packed_v, pos), buffers, sem, (b, kv), order, bk)
 
-        @pl.when(way.steps > 0)
+        @pl.when(order.steps > 0)
         def _() -> None:
-            fetch.begin(jnp.int32(0), jnp.int32(0))
+            fetch.copies(jnp.int32(0), jnp.int32(0), "start")
 
         m[...] = jnp.full_like(m, common.HIDDEN)
         l[...] = jnp.zeros_like(l)
         o[...] = jnp.zeros_like(o)
 
-        def visible(c: Array, side: Array, found: tiles.Reach) -> Array:
-            packed, block = way.block(c)
+        def visible(c: Array, side: Array, reach: tiles.Reach) -> Array:
+            packed, block = order.block(c)
             own = block * bk + jax.lax.broadcasted_iota(jnp.int32, (1, bk), 1)
-            return tiles.either(found, packed, jnp.where(packed, pos_now[side], own))
+            return tiles.either(reach, packed, jnp.where(packed, pos_now[side], own))
 
-        def step(c: Array, carry: Array, *, found: tiles.Reach | None) -> Array:
+        def step(c: Array, carry: Array, *, reach: tiles.Reach | None) -> Array:
             side = jax.lax.rem(c, 2)
 
-            @pl.when(c + 1 < way.steps)
+            @pl.when(c + 1 < order.steps)
             def _() -> None:
-                fetch.begin(c + 1, 1 - side)
+                fetch.copies(c + 1, 1 - side, "start")
 
-            fetch.end(c, side)
-            see = None if found is None else visible(c, side, found)
+            fetch.copies(c, side, "wait")
+            see = None if reach is None else visible(c, side, reach)
             stats = (m[...], l[...], o[...])
-            wide = q[...].reshape(plan.rows, plan.h)
+            wide = q[...].reshape(sizes.rows, sizes.h)
             m[...], l[...], o[...] = tiles.grow(stats, wide, k_now[side], v_now[side], see, rule)
             return carry
 
-        jax.lax.fori_loop(0, way.wholes, functools.partial(step, found=None), jnp.int32(0))
-        row = jax.lax.broadcasted_iota(jnp.int32, (plan.rows, LANES), 0) & (bq - 1)
-        edges = functools.partial(step, found=tiles.reach(start + row, length, rule))
-        jax.lax.fori_loop(way.wholes, way.steps, edges, jnp.int32(0))
+        jax.lax.fori_loop(0, order.wholes, functools.partial(step, reach=None), jnp.int32(0))
+        row = jax.lax.broadcasted_iota(jnp.int32, (sizes.rows, LANES), 0) & (bq - 1)
+        edges = functools.partial(step, reach=tiles.reach(start + row, length, rule))
+        jax.lax.fori_loop(order.wholes, order.steps, edges, jnp.int32(0))
         result, lanes = common.finish((m[...], l[...], o[...]))
-        if plan.loud:
-            factor = jnp.where(counts[2 * streams * programs + stream] > 0, jnp.nan, 1.0)
+        if sizes.loud:
+            factor = jnp.where(counts[2 * kv_heads * programs + kv_head] > 0, jnp.nan, 1.0)
             result, lanes = result * factor, lanes * factor
-        out[...] = result.reshape(plan.group, bq, plan.h).astype(out.dtype)
-        for g in range(plan.group):
+        out[...] = result.reshape(sizes.group, bq, sizes.h).astype(out.dtype)
+        for g in range(sizes.group):
             lse[g : g + 1] = jnp.transpose(lanes[g * bq : (g + 1) * bq])[:1]
 
     return body
@@ -234,70 +240,58 @@ def _body(plan: Plan) -> Any:
 
 @functools.partial(jax.jit, static_argnames=("rule", "blocks", "interpret"))
 def vertical_slash(
-    q: Array,
-    k: Array,
-    v: Array,
-    admit: Array,
-    lengths: Array | None,
-    offset: Array | None = None,
-    *,
-    rule: Rule,
-    blocks: Tuned | tuple[int, int] = (),
-    interpret: Any = False,
+    x: Inputs, *, rule: Rule, blocks: Tuned | tuple[int, int] = (), interpret: Any = False
 ) -> tuple[Float[Array, "B N T H"], Float[Array, "B N T"], Int[Array, "B K"]]:
     """See ``api.vertical_slash``."""
-    (b, n, t, _), plan, rows = q.shape, _plan(q, k, blocks, rule, interpret), rows_of(k, lengths, offset)
+    q, k, v, admit, lengths, _ = x
+    (b, n, t, _), sizes, rows = q.shape, _sizes(q, k, blocks, rule, interpret), rows_of(x)
     upto = admitted_upto(admit, rows.end)
     v = v if lengths is None else cleaned(v, rows.end)
-    k, v = (_padded(x, plan.s) for x in (k, v))
-    places = jnp.pad(upto, ((0, 0), (0, 0), (0, plan.s - upto.shape[2])), mode="edge")
-    packed = compact(k, v, places, capacity=plan.cap, block=plan.bk, interpret=interpret)
-    counts = older(upto, rows, plan.t // plan.bq, plan.bq, rule.window, rule.capacity)
+    k, v = (pad_to(x, sizes.s) for x in (k, v))
+    places = jnp.pad(upto, ((0, 0), (0, 0), (0, sizes.s - upto.shape[2])), mode="edge")
+    packed = compact(k, v, places, capacity=sizes.cap, block=sizes.bk, interpret=interpret)
+    counts = older(upto, rows, sizes.t // sizes.bq, sizes.bq, rule.window, rule.capacity)
     full = lost(upto, rule.capacity)
     numbers = [x.reshape(-1) for x in (*counts, *(() if full is None else (full.astype(jnp.int32),)))]
-    wide = _padded(q.astype(k.dtype), plan.t)
-    out, lse = _read(plan, jnp.concatenate(rows), jnp.concatenate(numbers), wide, k, v, *packed)
+    wide = pad_to(q.astype(k.dtype), sizes.t)
+    out, lse = _read(sizes, jnp.concatenate(rows), jnp.concatenate(numbers), wide, k, v, *packed)
     out, lse = (x.reshape(b, n, *x.shape[3:])[:, :, :t] for x in (out, lse))
     return out, lse, upto[..., -1]
 
 
-def _padded(x: Array, t: int) -> Array:
-    return jnp.pad(x, ((0, 0), (0, 0), (0, t - x.shape[2]), (0, 0)))
-
-
-def _read(plan: Plan, rows: Array, counts: Array, q: Array, *keys: Array) -> tuple[Array, Array]:
-    lead = (plan.b, plan.heads, plan.group, plan.t)
-    wide = pl.BlockSpec((None, None, plan.group, plan.bq, plan.h), lambda b, k, i, *_: (b, k, 0, i, 0))
-    row = pl.BlockSpec((None, None, plan.group, plan.bq), lambda b, k, i, *_: (b, k, 0, i))
-    seen = expected(plan.t, plan.s, plan.rule.window, plan.cap)
-    pairs = plan.b * plan.heads * plan.group * plan.t * seen
-    dtype, programs = keys[0].dtype, plan.b * plan.heads * plan.t // plan.bq
-    each = min(plan.s, seen + plan.bq)
-    moved = programs * each * (2 * plan.h * dtype.itemsize + 4)
-    moved += q.size * (q.dtype.itemsize + plan.rule.dtype.itemsize)
+def _read(sizes: SlashSizes, rows: Array, counts: Array, q: Array, *keys: Array) -> tuple[Array, Array]:
+    lead = (sizes.b, sizes.heads, sizes.group, sizes.t)
+    wide = pl.BlockSpec((None, None, sizes.group, sizes.bq, sizes.h), lambda b, k, i, *_: (b, k, 0, i, 0))
+    row = pl.BlockSpec((None, None, sizes.group, sizes.bq), lambda b, k, i, *_: (b, k, 0, i))
+    seen = expected(sizes.t, sizes.s, sizes.rule.window, sizes.cap)
+    pairs = sizes.b * sizes.heads * sizes.group * sizes.t * seen
+    dtype, programs = keys[0].dtype, sizes.b * sizes.heads * sizes.t // sizes.bq
+    each = min(sizes.s, seen + sizes.bq)
+    moved = programs * each * (2 * sizes.h * dtype.itemsize + 4)
+    moved += q.size * (q.dtype.itemsize + sizes.rule.dtype.itemsize)
     return pl.pallas_call(
-        _body(plan),
+        _body(sizes),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
-            grid=(plan.b, plan.heads, plan.t // plan.bq),
+            grid=(sizes.b, sizes.heads, sizes.t // sizes.bq),
             in_specs=[wide] + [pl.BlockSpec(memory_space=pl.ANY)] * len(keys),
             out_specs=[wide, row],
             scratch_shapes=[
-                pltpu.VMEM((2, plan.bk, plan.h), dtype),
-                pltpu.VMEM((2, plan.bk, plan.h), dtype),
-                pltpu.VMEM((2, 1, plan.bk), jnp.int32),
+                pltpu.VMEM((2, sizes.bk, sizes.h), dtype),
+                pltpu.VMEM((2, sizes.bk, sizes.h), dtype),
+                pltpu.VMEM((2, 1, sizes.bk), jnp.int32),
                 pltpu.SemaphoreType.DMA((2,)),
-                pltpu.VMEM((plan.rows, LANES), jnp.float32),
-                pltpu.VMEM((plan.rows, LANES), jnp.float32),
-                pltpu.VMEM((plan.rows, plan.h), jnp.float32),
+                pltpu.VMEM((sizes.rows, LANES), jnp.float32),
+                pltpu.VMEM((sizes.rows, LANES), jnp.float32),
+                pltpu.VMEM((sizes.rows, sizes.h), jnp.float32),
             ],
         ),
         out_shape=[
-            jax.ShapeDtypeStruct((*lead, plan.h), plan.rule.dtype),
+            jax.ShapeDtypeStruct((*lead, sizes.h), sizes.rule.dtype),
             jax.ShapeDtypeStruct(lead, jnp.float32),
         ],
         compiler_params=compat.tpu_params(("parallel", "parallel", "parallel")),
-        cost_estimate=pl.CostEstimate(flops=4 * pairs * plan.h, transcendentals=pairs, bytes_accessed=moved),
-        interpret=plan.interpret,
+        cost_estimate=pl.CostEstimate(flops=4 * pairs * sizes.h, transcendentals=pairs, bytes_accessed=moved),
+        interpret=sizes.interpret,
         name="vertical_slash",
-    )(rows, counts, q.reshape(*lead, plan.h), *keys)
+    )(rows, counts, q.reshape(*lead, sizes.h), *keys)

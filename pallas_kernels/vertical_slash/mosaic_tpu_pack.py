@@ -22,7 +22,7 @@ from pallas_kernels import compat, tiles
 from pallas_kernels.vertical_slash.compact import FAR, Compact, slots
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Float, Int
+    from jaxtyping import Array, Int
 
 LANES = 128
 PLACES = 2 * LANES
@@ -97,9 +97,9 @@ def _stage(staged: Staged, place: Array, arrays: list[Array], token: Array, bloc
     kind = jax.lax.broadcasted_iota(jnp.int32, (8, LANES), 0)
     lane = jax.lax.broadcasted_iota(jnp.int32, (8, LANES), 1)
     marks = jnp.where(kind == 0, lane, 1).astype(jnp.float32).astype(jnp.bfloat16)
-    found = tiles.product_nt(marks, goes)
+    marked = tiles.product_nt(marks, goes)
     staged.pos[:, where] = jnp.where(
-        found[1:2] > 0, token + found[:1].astype(jnp.int32), staged.pos[:, where]
+        marked[1:2] > 0, token + marked[:1].astype(jnp.int32), staged.pos[:, where]
     )
     staged.count[0] = n + jnp.sum((place >= 0).astype(jnp.float32)).astype(jnp.int32)
 
@@ -128,25 +128,12 @@ def _body(block: int, blocks: int) -> Any:
 
 
 def compact(
-    k: Float[Array, "B K S H"],
-    v: Float[Array, "B K S H"],
-    upto: Int[Array, "B K S"],
-    *,
-    capacity: int,
-    block: int,
-    interpret: Any,
+    k: Array, v: Array, upto: Int[Array, "B K S"], *, capacity: int, block: int, interpret: Any
 ) -> Compact:
     """``compact.compact`` in whole blocks, as far as they hold a key; what lies past them was never written.
 
-    Args:
-      k, v: keys and values, S a multiple of ``block``.
-      upto: see ``compact.admitted_upto``, padded alike with its last.
-      capacity: C, a multiple of ``block``, which is one of 128.
-      block: of what leaves at once.
-      interpret: how Pallas runs the kernel.
-
-    Returns:
-      Keys, values and, as [B, K, 1, C], positions.
+    S and the capacity C are multiples of ``block``, which is a multiple of 128; ``upto`` is padded with its
+    last number. Positions are [B, K, 1, C].
     """
     b, heads, s, h = k.shape
     wide = pl.BlockSpec((None, None, block, h), lambda b, k, i: (b, k, i, 0))
@@ -154,7 +141,7 @@ def compact(
     elsewhere = pl.BlockSpec(memory_space=pl.ANY)
     shape = (b, heads, capacity, h)
     moved = 2 * k.dtype.itemsize * h * b * heads * (s + capacity)
-    found = pl.pallas_call(
+    packed = pl.pallas_call(
         _body(block, capacity // block),
         grid=(b, heads, s // block),
         in_specs=[row, wide, wide],
@@ -178,4 +165,4 @@ def compact(
         interpret=interpret,
         name="vertical_pack",
     )(slots(upto)[:, :, None], k, v)
-    return Compact(*found)
+    return Compact(*packed)

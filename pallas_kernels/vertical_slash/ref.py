@@ -12,28 +12,20 @@ import jax.numpy as jnp
 from pallas_kernels import softmax
 from pallas_kernels.blockwise import ref
 from pallas_kernels.blockwise.sight import Sight, Where
-from pallas_kernels.vertical_slash.compact import loudly, rows_of
+from pallas_kernels.vertical_slash.compact import Inputs, loudly, rows_of
+from pallas_kernels.vertical_slash.tiles import Rule
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int
 
-    from pallas_kernels.vertical_slash.tiles import Rule
-
 
 @functools.partial(jax.jit, static_argnames=("rule", "blockwise"))
 def vertical_slash(
-    q: Array,
-    k: Array,
-    v: Array,
-    admit: Array,
-    lengths: Array | None,
-    offset: Array | None = None,
-    *,
-    rule: Rule,
-    blockwise: Callable[..., Any] = ref.blockwise,
+    x: Inputs, *, rule: Rule, blockwise: Callable[..., Any] = ref.blockwise
 ) -> tuple[Float[Array, "B N T H"], Float[Array, "B N T"], Int[Array, "B K"]]:
     """See ``api.vertical_slash``; ``blockwise`` is any implementation of that."""
-    (b, _, t, _), rows = q.shape, rows_of(k, lengths, offset)
+    q, k, v, admit, *_ = x
+    (b, _, t, _), rows = q.shape, rows_of(x)
     end = rows.end[:, None]
     at = rows.start[:, None] + jnp.arange(t, dtype=jnp.int32)
     own = jnp.broadcast_to(jnp.arange(k.shape[2], dtype=jnp.int32), (b, k.shape[2]))

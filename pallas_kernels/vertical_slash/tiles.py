@@ -44,19 +44,19 @@ def reach(i: Int[Array, "R W"], length: Int[Array, ""], rule: Rule) -> Reach:
     return Reach(jnp.where(live, i - rule.window, -1), jnp.where(live, i, -1))
 
 
-def band(found: Reach, j: Int[Array, "1 S"]) -> Bool[Array, "R S"]:
+def band(reach: Reach, j: Int[Array, "1 S"]) -> Bool[Array, "R S"]:
     """Keys j of the row itself."""
-    return (j > found.older) & (j <= found.newest)
+    return (j > reach.older) & (j <= reach.newest)
 
 
-def vertical(found: Reach, pos: Int[Array, "1 S"]) -> Bool[Array, "R S"]:
+def vertical(reach: Reach, pos: Int[Array, "1 S"]) -> Bool[Array, "R S"]:
     """Packed keys at ``pos``."""
-    return pos <= found.older
+    return pos <= reach.older
 
 
-def either(found: Reach, packed: Bool[Array, ""], p: Int[Array, "1 S"]) -> Bool[Array, "R S"]:
+def either(reach: Reach, packed: Bool[Array, ""], p: Int[Array, "1 S"]) -> Bool[Array, "R S"]:
     """``vertical`` where ``packed``, else ``band``."""
-    low, high = jnp.where(packed, -1, found.older), jnp.where(packed, found.older, found.newest)
+    low, high = jnp.where(packed, -1, reach.older), jnp.where(packed, reach.older, reach.newest)
     return (p > tiles.spread(low, p.shape[1])) & (p <= tiles.spread(high, p.shape[1]))
 
 

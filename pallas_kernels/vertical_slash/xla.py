@@ -1,4 +1,4 @@
-"""vertical_slash in plain XLA: stream after stream, each as long as its own admitted keys.
+"""vertical_slash in plain XLA: KV head after KV head, each as long as its own admitted keys.
 
 A block of queries reads the keys of its band, latest first, and the packed keys older than its window.
 """
@@ -12,12 +12,11 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import products, softmax
-from pallas_kernels.vertical_slash.compact import admitted_upto, compact, lost, loudly, rows_of, seen
+from pallas_kernels.vertical_slash.compact import Inputs, admitted_upto, compact, lost, loudly, rows_of, seen
+from pallas_kernels.vertical_slash.tiles import Rule
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int
-
-    from pallas_kernels.vertical_slash.tiles import Rule
 
 BLOCK_Q = 256
 BLOCK_K = 256
@@ -30,30 +29,24 @@ Stats = tuple["Array", "Array", "Array"]
 
 @functools.partial(jax.jit, static_argnames="rule")
 def vertical_slash(
-    q: Array,
-    k: Array,
-    v: Array,
-    admit: Array,
-    lengths: Array | None,
-    offset: Array | None = None,
-    *,
-    rule: Rule,
+    x: Inputs, *, rule: Rule
 ) -> tuple[Float[Array, "B N T H"], Float[Array, "B N T"], Int[Array, "B K"]]:
     """See ``api.vertical_slash``."""
-    (b, n, t, h), heads, rows = q.shape, k.shape[1], rows_of(k, lengths, offset)
+    q, k, v, admit, *_ = x
+    (b, n, t, h), heads, rows = q.shape, k.shape[1], rows_of(x)
     upto = admitted_upto(admit, rows.end)
     packed = compact(k, v, upto, rule.capacity)
-    streams = (
+    kv_heads = (
         q.reshape(b * heads, n // heads, t, h),
         *(x.reshape(b * heads, *x.shape[2:]) for x in (k, v, upto, *packed)),
         *(jnp.repeat(x, heads, axis=0) for x in rows),
     )
-    out, lse = jax.lax.map(lambda x: _stream(*x, rule=rule), streams)
+    out, lse = jax.lax.map(lambda x: _kv_head(*x, rule=rule), kv_heads)
     out, lse = loudly(out.reshape(b, n, t, h), lse.reshape(b, n, t), lost(upto, rule.capacity))
     return out, lse, upto[..., -1]
 
 
-def _stream(
+def _kv_head(
     q: Float[Array, "G T H"],
     k: Float[Array, "S H"],
     v: Float[Array, "S H"],

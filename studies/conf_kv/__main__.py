@@ -45,8 +45,8 @@ def parse(words: Sequence[str]) -> dict[str, Any]:
         help="whose texts (default: ppl_wikitext,ppl_books; search takes WikiText-2's valid split)",
     )  # fmt: skip
     add_model(parser)
-    parser.add_argument("--lengths", type=cli.numbers("--lengths", 256), default=[512], help="default: 512")
-    parser.add_argument("--samples", type=cli.whole("--samples", 2), default=50, help="default: 50 windows")
+    parser.add_argument("--lengths", type=cli.numbers(256), default=[512], help="default: 512")
+    parser.add_argument("--samples", type=cli.whole(2), default=50, help="default: 50 windows")
     parser.add_argument("--threshold", type=float, default=0.7, help="c* (default: 0.7)")
     cli.add(parser, "--out", default=RESULTS, help=f"where JSON and pictures go (default: {RESULTS})")
     return vars(parser.parse_args(words))

@@ -76,15 +76,14 @@ class Scale:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Work:
-    """What a study is given.
+class StudyInput:
+    """The input of a study.
 
     Attributes:
-      model: on what.
-      samples: windows.
+      model, samples: the model, and windows of text.
       scale: of their length.
       threshold: c*.
-      say: told each finished walk.
+      say: called with a line for each finished walk.
     """
 
     model: LanguageModel
@@ -95,7 +94,7 @@ class Work:
 
     @functools.cached_property
     def stage(self) -> Stage:
-        """The windows, ready to be walked with the scale's own numbers."""
+        """The windows with the scale's own numbers."""
         return self.staged()
 
     def staged(self, **numbers: Any) -> Stage:
@@ -115,31 +114,31 @@ class Work:
         return max(tight // 2, self.scale.recent + 2), tight, (tight + loose) // 2, loose
 
 
-def _premise(work: Work) -> dict[str, Any]:
+def _premise(work: StudyInput) -> dict[str, Any]:
     budget, cut = Confidence(), work.scale.tight
-    found = premise.measure(work.model, work.samples, budget, cut=cut)
-    return premise.as_json(found, budget, cut)
+    measured = premise.measure(work.model, work.samples, budget, cut=cut)
+    return premise.as_json(measured, budget, cut)
 
 
-def _rate(work: Work) -> dict[str, Any]:
+def _rate(work: StudyInput) -> dict[str, Any]:
     return schedules.rate(work.stage, work.scale.rule(work.threshold), work.say)
 
 
-def _sweep(work: Work) -> dict[str, Any]:
+def _sweep(work: StudyInput) -> dict[str, Any]:
     constants, rules = work.constants, schedules.sweep(work.scale.rule(work.threshold))
     entries = schedules.grid(work.stage, rules, constants, work.say)
     return {"constant": constants.as_json(), "entries": entries}
 
 
-def _search(work: Work) -> dict[str, Any]:
+def _search(work: StudyInput) -> dict[str, Any]:
     """Alpha with gamma; then, with the best of them, the weights, the window and the loose budget.
 
     It starts from fixed numbers, not from ours, so that it says the same whatever we make of it. Thresholds
     make half of the steps sure, whatever the weights.
     """
-    found = premise.measure(work.model, work.samples, Confidence(), cut=work.scale.tight)
+    measured = premise.measure(work.model, work.samples, Confidence(), cut=work.scale.tight)
     quantiles = {
-        w: float(np.median(sum(x * found[name] for x, name in zip(w, premise.PARTS))))
+        w: float(np.median(sum(x * measured[name] for x, name in zip(w, premise.PARTS))))
         for w in schedules.WEIGHTS
     }
     first = schedules.WEIGHTS[0]
@@ -177,7 +176,7 @@ def _search(work: Work) -> dict[str, Any]:
     }
 
 
-DO: dict[str, Callable[[Work], dict[str, Any]]] = {
+DO: dict[str, Callable[[StudyInput], dict[str, Any]]] = {
     "premise": _premise,
     "rate": _rate,
     "sweep": _sweep,
@@ -193,29 +192,29 @@ def do(values: dict[str, Any], model: LanguageModel, data: Data) -> list[Path]:
     """
     folder = values["out"]
     folder.mkdir(parents=True, exist_ok=True)
-    asked, _ = tasks.named(values["task"], data)
-    wrong = [task.name for task in asked if task.metric != "perplexity"]
+    wanted, _ = tasks.named(values["task"], data)
+    wrong = [task.name for task in wanted if task.metric != "perplexity"]
     if wrong:
         raise EvalError(f"--task {','.join(wrong)} asks questions; the studies read text. Give ppl tasks.")
-    made = []
+    files = []
     for length in values["lengths"]:
         for study in values["study"]:
-            for task in [VALID] if study == "search" else asked:
+            for task in [VALID] if study == "search" else wanted:
                 samples = runner.draw(task, model, data, length=length, seed=0, count=values["samples"])
-                work = Work(
+                work = StudyInput(
                     model=model,
                     samples=samples,
                     scale=Scale(length=length),
                     threshold=values["threshold"],
                     say=functools.partial(print, f"{study} {task.name} {length}:", flush=True),
                 )
-                what = {"study": study, "task": task.name, "length": length, "samples": len(samples)}
-                found = what | about(model, data) | versions() | short(DO[study](work))
+                facts = {"study": study, "task": task.name, "length": length, "samples": len(samples)}
+                tree = facts | about(model, data) | versions() | short(DO[study](work))
                 file = folder / f"{study}_{task.name}_{length}.json"
-                file.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+                file.write_text(json.dumps(tree, indent=1) + "\n", encoding="utf-8")
                 print(file, flush=True)
-                made.append(file)
+                files.append(file)
     drawn = pictures.draw(folder)
     for picture in drawn:
         print(picture, flush=True)
-    return made + drawn
+    return files + drawn

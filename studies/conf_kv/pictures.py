@@ -25,36 +25,36 @@ def read(folder: Path, study: str) -> list[Found]:
 
 def draw(folder: Path) -> list[Path]:
     """Every picture the folder's files allow."""
-    made = []
+    files = []
     for study, picture in (("premise", premise), ("rate", rate), ("rate", sawtooth), ("sweep", sweep)):
-        if found := read(folder, study):
-            made.append(picture(found, folder / f"{picture.__name__}.png"))
-    return made
+        if trees := read(folder, study):
+            files.append(picture(trees, folder / f"{picture.__name__}.png"))
+    return files
 
 
-def _title(found: Found) -> str:
-    return f"{found['task']} {found['length']}, {found['samples']} windows"
+def _title(tree: Found) -> str:
+    return f"{tree['task']} {tree['length']}, {tree['samples']} windows"
 
 
-def premise(all_: list[Found], file: Path) -> Path:
+def premise(trees: list[Found], file: Path) -> Path:
     """Mean shift by confidence, for both cuts, and how often each confidence occurs."""
     plt = pyplot()
-    figure, axes = panels(plt, 3 * len(all_), 3, (4.2, 3.0))
-    for found, (*shifts, histogram) in zip(all_, [axes[i : i + 3] for i in range(0, len(axes), 3)]):
-        for number, (axis, (name, told)) in enumerate(zip(shifts, found["shifts"].items())):
-            bins = told["bins"]
+    figure, axes = panels(plt, 3 * len(trees), 3, (4.2, 3.0))
+    for tree, (*shifts, histogram) in zip(trees, [axes[i : i + 3] for i in range(0, len(axes), 3)]):
+        for number, (axis, (name, shift)) in enumerate(zip(shifts, tree["shifts"].items())):
+            bins = shift["bins"]
             x, y, error = ([b[key] for b in bins] for key in ("confidence", "shift", "error"))
             axis.errorbar(x, y, error, capsize=2, lw=1, ms=4, **style(number))
-            r, low, high = told["r"]["confidence"]
+            r, low, high = shift["r"]["confidence"]
             axis.set_title(
-                f"{SAID[name].format(cut=found['cut'])}\nr = {r:+.2f} ({low:+.2f} … {high:+.2f})", fontsize=8
+                f"{SAID[name].format(cut=tree['cut'])}\nr = {r:+.2f} ({low:+.2f} … {high:+.2f})", fontsize=8
             )
             axis.set_ylim(bottom=0)
             axis.set_ylabel("KL(full || cut), nats", fontsize=8)
-        shifts[0].annotate(_title(found), (0.02, 0.03), xycoords="axes fraction", fontsize=7, color="0.4")
-        edges = found["histogram"]["edges"]
-        histogram.stairs(np.asarray(found["histogram"]["counts"]) / found["steps"], edges, fill=True)
-        histogram.set_title(f"confidence of {found['steps']:,} steps", fontsize=8)
+        shifts[0].annotate(_title(tree), (0.02, 0.03), xycoords="axes fraction", fontsize=7, color="0.4")
+        edges = tree["histogram"]["edges"]
+        histogram.stairs(np.asarray(tree["histogram"]["counts"]) / tree["steps"], edges, fill=True)
+        histogram.set_title(f"confidence of {tree['steps']:,} steps", fontsize=8)
         histogram.set_ylabel("share of steps", fontsize=8)
         for axis in (*shifts, histogram):
             axis.set_xlabel("confidence", fontsize=8)
@@ -62,12 +62,12 @@ def premise(all_: list[Found], file: Path) -> Path:
     return saved(plt, figure, file)
 
 
-def rate(all_: list[Found], file: Path) -> Path:
+def rate(trees: list[Found], file: Path) -> Path:
     """What each ranking and schedule loses against CONF-KV's own, in nats a token."""
     plt = pyplot()
-    figure, axes = panels(plt, len(all_), 2, (4.6, 2.8))
-    for axis, found in zip(axes, all_):
-        own, *others = found["entries"]
+    figure, axes = panels(plt, len(trees), 2, (4.6, 2.8))
+    for axis, tree in zip(axes, trees):
+        own, *others = tree["entries"]
         for at, other in enumerate(others):
             mean, low, high = other["difference"]
             axis.errorbar(mean, at, xerr=[[mean - low], [high - mean]], capsize=3, ms=5, lw=1, **style(at))
@@ -75,18 +75,18 @@ def rate(all_: list[Found], file: Path) -> Path:
         names = [f"{o['name']} ({o['perplexity']:.1f})" for o in others]
         axis.set_yticks(range(len(others)), names, fontsize=8)
         axis.invert_yaxis()
-        axis.set_title(f"{_title(found)}; CONF-KV: {own['perplexity']:.1f}", fontsize=8)
+        axis.set_title(f"{_title(tree)}; CONF-KV: {own['perplexity']:.1f}", fontsize=8)
         axis.set_xlabel("nats a token more than CONF-KV (95 %)", fontsize=8)
         axis.tick_params(axis="x", labelsize=7)
     return saved(plt, figure, file)
 
 
-def sawtooth(all_: list[Found], file: Path) -> Path:
+def sawtooth(trees: list[Found], file: Path) -> Path:
     """Live slots and confidence, step by step, of the first window; confidence over all."""
     plt = pyplot()
-    figure, axes = panels(plt, 2 * len(all_), 2, (5.6, 2.4))
-    for found, (live, histogram) in zip(all_, [axes[i : i + 2] for i in range(0, len(axes), 2)]):
-        trace, threshold = found["trace"], found["rule"]["threshold"]
+    figure, axes = panels(plt, 2 * len(trees), 2, (5.6, 2.4))
+    for tree, (live, histogram) in zip(trees, [axes[i : i + 2] for i in range(0, len(axes), 2)]):
+        trace, threshold = tree["trace"], tree["rule"]["threshold"]
         live.plot(trace["live"], color=COLOURS[0], lw=1.2, label="live slots a stream")
         live.set_ylim(0, 1.1 * max(trace["live"]))
         live.set_ylabel("live slots", fontsize=8)
@@ -96,11 +96,11 @@ def sawtooth(all_: list[Found], file: Path) -> Path:
         beside.axhline(threshold, color=COLOURS[1], lw=0.8, ls=":")
         beside.set_ylim(0, 1)
         beside.set_ylabel("confidence", fontsize=8, color=COLOURS[1])
-        live.set_title(f"{found['task']} {found['length']}: first window", fontsize=8)
-        counts, edges = np.asarray(found["histogram"]["counts"]), found["histogram"]["edges"]
+        live.set_title(f"{tree['task']} {tree['length']}: first window", fontsize=8)
+        counts, edges = np.asarray(tree["histogram"]["counts"]), tree["histogram"]["edges"]
         histogram.stairs(counts / counts.sum(), edges, fill=True, color=COLOURS[1], alpha=0.7)
         histogram.axvline(threshold, color="k", lw=0.8, ls=":")
-        sure = found["entries"][0]["sure_share"]
+        sure = tree["entries"][0]["sure_share"]
         histogram.set_title(f"confidence under CONF-KV; {100 * sure:.0f} % of steps are sure", fontsize=8)
         histogram.set_xlabel("confidence", fontsize=8)
         for axis in (live, beside, histogram):
@@ -108,27 +108,27 @@ def sawtooth(all_: list[Found], file: Path) -> Path:
     return saved(plt, figure, file)
 
 
-def sweep(all_: list[Found], file: Path) -> Path:
+def sweep(trees: list[Found], file: Path) -> Path:
     """Perplexity over mean live slots: constant budgets as a line, thresholds and tight budgets beside it."""
     plt = pyplot()
-    figure, axes = panels(plt, len(all_), 2, (5.0, 3.4))
-    for axis, found in zip(axes, all_):
-        line = found["constant"]
+    figure, axes = panels(plt, len(trees), 2, (5.0, 3.4))
+    for axis, tree in zip(axes, trees):
+        line = tree["constant"]
         axis.plot(
             [c["live"] for c in line], np.exp([c["nll"] for c in line]), color="0.5", marker=".", lw=1,
             label="constant budget",
         )  # fmt: skip
         for number, kind in enumerate(("threshold", "tight")):
-            mine = sorted(
-                (e for e in found["entries"] if e["name"].startswith(kind)), key=lambda e: e["live"]
+            entries = sorted(
+                (e for e in tree["entries"] if e["name"].startswith(kind)), key=lambda e: e["live"]
             )
-            x, y = [e["live"] for e in mine], [e["perplexity"] for e in mine]
+            x, y = [e["live"] for e in entries], [e["perplexity"] for e in entries]
             axis.plot(x, y, lw=0.7, ms=4, label=kind, **style(number))
-            for e in mine:
-                said = e["name"].removeprefix(kind + " ")
-                axis.annotate(said, (e["live"], e["perplexity"]), fontsize=7, xytext=(-4, -11 + 15 * number),
+            for e in entries:
+                label = e["name"].removeprefix(kind + " ")
+                axis.annotate(label, (e["live"], e["perplexity"]), fontsize=7, xytext=(-4, -11 + 15 * number),
                               textcoords="offset points")  # fmt: skip
-        axis.set_title(_title(found), fontsize=8)
+        axis.set_title(_title(tree), fontsize=8)
         axis.set_xlabel("live slots a stream, mean over steps", fontsize=8)
         axis.set_ylabel("perplexity", fontsize=8)
         axis.legend(fontsize=7, frameon=False)

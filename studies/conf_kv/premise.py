@@ -38,7 +38,7 @@ ROWS = 4
 """Windows read together: their logits are held at once."""
 
 THRESHOLDS = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
-"""Of which the share of sure steps is told."""
+"""The share of sure steps is given for each."""
 
 
 def mixed(x: Heads, k: Array, v: Array, seen: Bool[Array, "T S"]) -> Float[Array, "B T N H"]:
@@ -76,7 +76,6 @@ def steps(
         left = (seen & (age > 0) & ((age < cut[0]) | (age > cut[1])))[first:]
 
         def whole(_: int, heads: Heads, carry: Any, seen: Array = seen) -> tuple[Array, tuple[Array, Array]]:
-            del carry
             return mixed(heads, heads.k, heads.v, seen), (heads.k, heads.v)
 
         def part(_: int, heads: Heads, carry: Any, left: Array = left) -> tuple[Array, Any]:
@@ -105,7 +104,7 @@ def measure(
     """Two shifts, confidence and its three parts at every step of the second half of each window.
 
     Args:
-      model: on what.
+      model: the model.
       samples: windows of text, cut to the shortest.
       budget: whose confidence.
       cut: tokens taken out (``recent``), or left in beside the current one (``older``).
@@ -113,7 +112,7 @@ def measure(
     texts = [[*e.context, *e.question, *e.prefix, *e.answer] for _, e in samples]
     t = min(map(len, texts))
     parts = tuple(Confidence(wh=h, wm=m, wp=p) for h, m, p in PARTS.values())
-    found = []
+    batches = []
     for start in range(0, len(texts), ROWS):
         rows = [text[:t] for text in texts[start : start + ROWS]]
         filled = rows + rows[:1] * (ROWS - len(rows))
@@ -123,9 +122,9 @@ def measure(
             full, gone = steps(model.network, model.params, tokens, t // 2, jnp.asarray(ages))
             shift, sure = _told(full, gone, (budget, *parts))
             moved.append(shift)
-        found.append(np.concatenate([np.stack(moved), sure])[:, : len(rows)])
+        batches.append(np.concatenate([np.stack(moved), sure])[:, : len(rows)])
     names = (*SHIFTS, "confidence", *PARTS)
-    return dict(zip(names, np.concatenate(found, axis=1)))
+    return dict(zip(names, np.concatenate(batches, axis=1)))
 
 
 def binned(confidence: np.ndarray, shift: np.ndarray) -> list[dict[str, float]]:
@@ -138,23 +137,23 @@ def binned(confidence: np.ndarray, shift: np.ndarray) -> list[dict[str, float]]:
     ]
 
 
-def as_json(found: dict[str, np.ndarray], budget: Confidence, cut: int) -> dict[str, Any]:
-    """What was found, and what of it is remembered."""
-    counts, edges = np.histogram(found["confidence"], bins=20, range=(0, 1))
+def as_json(series: dict[str, np.ndarray], budget: Confidence, cut: int) -> dict[str, Any]:
+    """Summary of what ``measure`` gives."""
+    counts, edges = np.histogram(series["confidence"], bins=20, range=(0, 1))
     shifts = {
         name: {
-            "mean": float(found[name].mean()),
-            "r": {of: signal.correlation(found[of], found[name]) for of in ("confidence", *PARTS)},
-            "bins": binned(found["confidence"], found[name]),
+            "mean": float(series[name].mean()),
+            "r": {of: signal.correlation(series[of], series[name]) for of in ("confidence", *PARTS)},
+            "bins": binned(series["confidence"], series[name]),
         }
         for name in SHIFTS
     }
     return {
         "budget": repr(budget),
         "cut": cut,
-        "windows": len(found["confidence"]),
-        "steps": found["confidence"].size,
+        "windows": len(series["confidence"]),
+        "steps": series["confidence"].size,
         "shifts": shifts,
         "histogram": {"edges": edges.tolist(), "counts": counts.tolist()},
-        "sure_share": {f"{t:g}": float((found["confidence"] >= t).mean()) for t in THRESHOLDS},
+        "sure_share": {f"{t:g}": float((series["confidence"] >= t).mean()) for t in THRESHOLDS},
     }

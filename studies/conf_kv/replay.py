@@ -151,24 +151,36 @@ def _play(
 ) -> Played:
     parts = [Confidence(wh=h, wm=m, wp=p) for h, m, p in PARTS.values()]
     threshold, tight, loose = rule[3:]
-    blank = jnp.zeros(feed.shape, jnp.float32)
 
-    def one(carry: tuple[Array, KVState, Array, Played]) -> tuple[Array, KVState, Array, Played]:
-        i, state, logits, found = carry
+    def ready(i: Int[Array, ""], logits: Float[Array, "B V"]) -> _Rows:
+        """What step i feeds and decides, by the logits before it."""
         sure = sum(w * part.confidence(logits) for w, part in zip(rule[:3], parts))
-        may = jnp.where(again, schedule[:, i], jnp.where(sure >= threshold, tight, loose))
-        state = dataclasses.replace(state, confidence=may)
-        state, logits = decode.step(network, policy, params, weights, state, feed[:, i], i < count)
-        found = Played(
-            nll=found.nll.at[:, i].set(forced.nats(logits, target[:, i])),
-            sure=found.sure.at[:, i].set(sure),
-            target=found.target.at[:, i].set(may),
-            live=found.live.at[:, i].set(forced.mean_live(state)),
-        )
-        return i + 1, state, logits, found
+        slots = jnp.where(again, schedule[:, i], jnp.where(sure >= threshold, tight, loose))
+        return _Rows(i=i, sure=sure, slots=slots, active=i < count)
 
-    start = (jnp.asarray(0), state, logits, Played(nll=blank, sure=blank, target=blank, live=blank))
-    return jax.lax.while_loop(lambda carry: carry[0] < count.max(), one, start)[3]
+    def step(state: KVState, rows: _Rows) -> tuple[KVState, Array]:
+        state = dataclasses.replace(state, confidence=rows.slots)
+        return decode.step(network, policy, params, weights, state, feed[:, rows.i], rows.active)
+
+    def advance(rows: _Rows, logits: Array, state: KVState) -> tuple[_Rows, Played]:
+        nll, live = forced.nats(logits, target[:, rows.i]), forced.mean_live(state)
+        return ready(rows.i + 1, logits), Played(nll=nll, sure=rows.sure, target=rows.slots, live=live)
+
+    zeros = jnp.zeros(feed.shape, jnp.float32)
+    record = Played(nll=zeros, sure=zeros, target=zeros, live=zeros)
+    rows = ready(jnp.asarray(0), logits)
+    return decode.decode_loop(step, advance, state, rows, record, feed.shape[1])[2]
+
+
+@pytree()
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Rows:
+    """Rows that are fed: the step, its confidence, slots a head may have, rows that have a token left."""
+
+    i: Int[Array, ""]
+    sure: Float[Array, " B"]
+    slots: Float[Array, " B"]
+    active: Bool[Array, " B"]
 
 
 @dataclasses.dataclass(frozen=True)

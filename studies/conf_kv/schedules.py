@@ -64,19 +64,19 @@ def entry(name: str, windows: Windows, like: Windows | None = None, **more: Any)
       more: further facts.
     """
     mean = float(np.average(nll(windows), weights=tokens(windows)))
-    made = {"name": name, "nll": mean, "perplexity": math.exp(mean), "live": live(windows)}
-    made["peak_live"] = float(np.mean([w["live"].max() for w in windows]))
+    facts = {"name": name, "nll": mean, "perplexity": math.exp(mean), "live": live(windows)}
+    facts["peak_live"] = float(np.mean([w["live"].max() for w in windows]))
     if like is not None:
-        made["difference"] = stats.difference(nll(windows).tolist(), nll(like).tolist(), tokens(windows))
-    return made | more
+        facts["difference"] = stats.difference(nll(windows).tolist(), nll(like).tolist(), tokens(windows))
+    return facts | more
 
 
 def padded(rows: Sequence[np.ndarray]) -> np.ndarray:
-    """Schedules of unequal length side by side; what is beyond a row's end is never asked for."""
-    made = np.ones((len(rows), max(map(len, rows))), np.float32)
+    """Schedules of unequal length side by side; what is beyond a row's end is never used."""
+    filled = np.ones((len(rows), max(map(len, rows))), np.float32)
     for i, row in enumerate(rows):
-        made[i, : len(row)] = row
-    return made
+        filled[i, : len(row)] = row
+    return filled
 
 
 def rate(stage: Stage, rule: Rule, say: Say) -> dict[str, Any]:
@@ -89,47 +89,47 @@ def rate(stage: Stage, rule: Rule, say: Say) -> dict[str, Any]:
     """
     own = stage.play(rule)
     sure = float(np.mean(np.concatenate([w["sure"] for w in own]) >= rule.threshold))
-    found = [entry("conf_kv", own, sure_share=sure)]
-    say(_line(found[-1]))
+    entries = [entry("conf_kv", own, sure_share=sure)]
+    say(_line(entries[-1]))
     targets = [w["target"] for w in own]
 
     def again(name: str, how: Rule, schedule: Sequence[np.ndarray], same: bool) -> Windows:
-        made = stage.play(how, padded(schedule))
-        equal = all(np.array_equal(a["live"], b["live"]) for a, b in zip(made, own))
+        windows = stage.play(how, padded(schedule))
+        equal = all(np.array_equal(a["live"], b["live"]) for a, b in zip(windows, own))
         if same and not equal:
             raise ValueError(f"{name}: the walk dropped other numbers of tokens than the one it repeats.")
-        return made
+        return windows
 
     for name, how in (
         ("recency", dataclasses.replace(rule, alpha=0.0)),
         ("attention", dataclasses.replace(rule, alpha=1.0)),
     ):
-        found.append(entry(name, again(name, how, targets, True), own))
-        say(_line(found[-1]))
+        entries.append(entry(name, again(name, how, targets, True), own))
+        say(_line(entries[-1]))
     chance = [
         again("random", dataclasses.replace(rule, random=seed), targets, True) for seed in range(1, SEEDS + 1)
     ]
-    found.append(entry("random", _mean(chance), own, seeds=SEEDS))
-    say(_line(found[-1]))
+    entries.append(entry("random", _mean(chance), own, seeds=SEEDS))
+    say(_line(entries[-1]))
     shuffled = []
     for seed in range(SEEDS):
         draw = np.random.default_rng(seed)
         shuffled.append(again("shuffled", rule, [draw.permutation(t) for t in targets], False))
-    found.append(entry("shuffled schedule", _mean(shuffled), own, seeds=SEEDS))
-    say(_line(found[-1]))
+    entries.append(entry("shuffled schedule", _mean(shuffled), own, seeds=SEEDS))
+    say(_line(entries[-1]))
     order = [signal.inverse(w["target"], w["sure"]) for w in own]
-    found.append(entry("inverse schedule", again("inverse", rule, order, False), own))
-    say(_line(found[-1]))
+    entries.append(entry("inverse schedule", again("inverse", rule, order, False), own))
+    say(_line(entries[-1]))
     mean = round(live(own))
     constant = dataclasses.replace(rule, tight=mean, loose=mean)
-    found.append(entry(f"constant {mean}", stage.play(constant), own))
-    say(_line(found[-1]))
+    entries.append(entry(f"constant {mean}", stage.play(constant), own))
+    say(_line(entries[-1]))
     trace = {name: own[0][name].tolist() for name in ("live", "sure", "target", "nll")}
     counts, edges = np.histogram(np.concatenate([w["sure"] for w in own]), bins=20, range=(0, 1))
     histogram = {"edges": edges.tolist(), "counts": counts.tolist()}
     return {
         "rule": dataclasses.asdict(rule),
-        "entries": found,
+        "entries": entries,
         "signal": _signal(stage, rule, own),
         "trace": trace,
         "histogram": histogram,
@@ -141,7 +141,7 @@ def _signal(stage: Stage, rule: Rule, own: Windows) -> dict[str, Any]:
     few, many = (stage.play(dataclasses.replace(rule, tight=n, loose=n)) for n in (rule.tight, rule.loose))
     steps = min(len(w["nll"]) for w in own)
     columns = ((own, "sure"), (few, "nll"), (many, "nll"))
-    return signal.told(*(np.stack([w[name][:steps] for w in walk]) for walk, name in columns))
+    return signal.foretold(*(np.stack([w[name][:steps] for w in walk]) for walk, name in columns))
 
 
 def _mean(walks: Sequence[Windows]) -> Windows:
@@ -169,11 +169,11 @@ class Constants:
         """Walks them."""
         slots, nats, weight = [], [], []
         for budget in sorted(budgets):
-            found = stage.play(dataclasses.replace(rule, tight=budget, loose=budget))
-            slots.append(live(found))
-            nats.append(nll(found))
-            weight = tokens(found)
-            say(_line(entry(f"constant {budget}", found)))
+            windows = stage.play(dataclasses.replace(rule, tight=budget, loose=budget))
+            slots.append(live(windows))
+            nats.append(nll(windows))
+            weight = tokens(windows)
+            say(_line(entry(f"constant {budget}", windows)))
         return cls(np.asarray(slots), np.asarray(nats), weight)
 
     def gain(self, windows: Windows) -> tuple[float, float, float] | None:
@@ -192,14 +192,14 @@ class Constants:
 
 def grid(stage: Stage, rules: dict[str, Rule], constants: Constants, say: Say) -> list[dict[str, Any]]:
     """One entry a rule, with its gain and the share of sure steps."""
-    found = []
+    entries = []
     for name, rule in rules.items():
         windows = stage.play(rule)
         sure = float(np.mean(np.concatenate([w["sure"] for w in windows]) >= rule.threshold))
         gain = constants.gain(windows)
-        found.append(entry(name, windows, rule=dataclasses.asdict(rule), sure_share=sure, gain=gain))
-        say(_line(found[-1]))
-    return found
+        entries.append(entry(name, windows, rule=dataclasses.asdict(rule), sure_share=sure, gain=gain))
+        say(_line(entries[-1]))
+    return entries
 
 
 def sweep(base: Rule) -> dict[str, Rule]:
@@ -222,12 +222,11 @@ def best(entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return max(telling, key=lambda e: e["gain"][0])
 
 
-def _line(made: dict[str, Any]) -> str:
-    said = (
-        f"{made['name']:<26} ppl {made['perplexity']:8.2f}  nll {made['nll']:.4f}  live {made['live']:6.1f}"
-    )
+def _line(facts: dict[str, Any]) -> str:
+    line = f"{facts['name']:<26} ppl {facts['perplexity']:8.2f}  nll {facts['nll']:.4f}"
+    line += f"  live {facts['live']:6.1f}"
     for name in ("difference", "gain"):
-        if made.get(name):
-            mean, low, high = made[name]
-            said += f"  {name} {mean:+.4f} ({low:+.4f} … {high:+.4f})"
-    return said + (f"  sure {100 * made['sure_share']:.0f} %" if "sure_share" in made else "")
+        if facts.get(name):
+            mean, low, high = facts[name]
+            line += f"  {name} {mean:+.4f} ({low:+.4f} … {high:+.4f})"
+    return line + (f"  sure {100 * facts['sure_share']:.0f} %" if "sure_share" in facts else "")

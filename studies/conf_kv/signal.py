@@ -37,7 +37,7 @@ def correlation(x: np.ndarray, y: np.ndarray) -> tuple[float, float, float]:
     return float(of(np.arange(len(x)))[0]), low, high
 
 
-def told(sure: np.ndarray, tight: np.ndarray, loose: np.ndarray) -> dict[str, Any]:
+def foretold(sure: np.ndarray, tight: np.ndarray, loose: np.ndarray) -> dict[str, Any]:
     """How confidence lasts and what it foretells.
 
     Args:
@@ -62,6 +62,6 @@ def told(sure: np.ndarray, tight: np.ndarray, loose: np.ndarray) -> dict[str, An
 
 def inverse(targets: np.ndarray, sure: np.ndarray) -> np.ndarray:
     """A window's targets [T] dealt out the other way round: the least sure steps get the smallest."""
-    made = np.empty_like(targets)
-    made[np.argsort(sure, kind="stable")] = np.sort(targets)
-    return made
+    dealt = np.empty_like(targets)
+    dealt[np.argsort(sure, kind="stable")] = np.sort(targets)
+    return dealt

@@ -39,8 +39,8 @@ def parse(words: Sequence[str]) -> dict[str, Any]:
         help="whose texts (default: ppl_books); cost takes their tokens alone",
     )  # fmt: skip
     add_model(parser)
-    parser.add_argument("--lengths", type=cli.numbers("--lengths", 256), default=[1024], help="default: 1024")
-    parser.add_argument("--samples", type=cli.whole("--samples", 1), default=20, help="default: 20 texts")
+    parser.add_argument("--lengths", type=cli.numbers(256), default=[1024], help="default: 1024")
+    parser.add_argument("--samples", type=cli.whole(1), default=20, help="default: 20 texts")
     cli.add(parser, "--out", default=RESULTS, help=f"where JSON and pictures go (default: {RESULTS})")
     return vars(parser.parse_args(words))
 

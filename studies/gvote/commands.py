@@ -26,7 +26,7 @@ from kvjax.eval.tasks.data import Data
 from kvjax.loading import LanguageModel
 from studies import processor
 from studies.gvote import proxy
-from studies.gvote.proxy import FUTURE, Look
+from studies.gvote.proxy import FUTURE, Agreement
 
 PS = (0.95, 0.8, 0.85, 0.9, 0.99)
 COUNTS = (1, 2, 4, 8, 16, 32)
@@ -38,50 +38,50 @@ def texts(model: LanguageModel, data: Data, task: str, length: int, count: int) 
     """Token ids of prompts and what follows them."""
     wanted, _ = tasks.named([task], data)
     drawn = runner.draw(wanted[0], model, data, length=length, seed=0, count=count)
-    found = [e.context + e.question + e.prefix + list(e.answer) for _, e in drawn]
-    return [ids[:length] for ids in found if len(ids) > 2 * FUTURE]
+    rows = [e.context + e.question + e.prefix + list(e.answer) for _, e in drawn]
+    return [ids[:length] for ids in rows if len(ids) > 2 * FUTURE]
 
 
-def _looks(
-    model: LanguageModel, found: Sequence[list[int]], ahead: int, say: Callable[[str], None]
-) -> list[Look]:
-    made = []
-    for at, ids in enumerate(found):
-        made.append(proxy.look(model, ids, ps=PS, counts=COUNTS, ahead=ahead, seed=at))
-        say(f"n_f {ahead}: text {at + 1} of {len(found)}")
-    return made
+def _agreements(
+    model: LanguageModel, prompts: Sequence[list[int]], ahead: int, say: Callable[[str], None]
+) -> list[Agreement]:
+    agreements = []
+    for at, ids in enumerate(prompts):
+        agreements.append(proxy.agreement_of(model, ids, ps=PS, counts=COUNTS, ahead=ahead, seed=at))
+        say(f"n_f {ahead}: text {at + 1} of {len(prompts)}")
+    return agreements
 
 
-def _stacked(looks: Sequence[Look]) -> Look:
-    return jax.tree.map(lambda *x: np.stack(x), *looks)
+def _stacked(agreements: Sequence[Agreement]) -> Agreement:
+    return jax.tree.map(lambda *x: np.stack(x), *agreements)
 
 
-def _proxy(model: LanguageModel, found: Sequence[list[int]], say: Callable[[str], None]) -> dict[str, Any]:
-    made = _stacked(_looks(model, found, OURS, say))
-    by_head = {n: getattr(made, n).mean(axis=0).tolist() for n in ("overlap", "usage", "r")}
-    return {**proxy.as_json(made), "by_layer_and_head": by_head}
+def _proxy(model: LanguageModel, prompts: Sequence[list[int]], say: Callable[[str], None]) -> dict[str, Any]:
+    agreement = _stacked(_agreements(model, prompts, OURS, say))
+    by_head = {n: getattr(agreement, n).mean(axis=0).tolist() for n in ("overlap", "usage", "r")}
+    return {**proxy.as_json(agreement), "by_layer_and_head": by_head}
 
 
-def _ahead(model: LanguageModel, found: Sequence[list[int]], say: Callable[[str], None]) -> dict[str, Any]:
+def _ahead(model: LanguageModel, prompts: Sequence[list[int]], say: Callable[[str], None]) -> dict[str, Any]:
     entries = []
     for ahead in AHEAD:
-        made = _stacked(_looks(model, found, ahead, say))
+        agreement = _stacked(_agreements(model, prompts, ahead, say))
         at = (..., PS.index(0.95), COUNTS.index(8))
         entries.append(
-            {"ahead": ahead, **proxy.as_json(made), "kept": float(made.kept[at].mean()),
-             "held": float(made.held[at].mean())}
+            {"ahead": ahead, **proxy.as_json(agreement), "kept": float(agreement.kept[at].mean()),
+             "held": float(agreement.held[at].mean())}
         )  # fmt: skip
     # What a kept token holds: a wider set always holds more.
     winner = max(entries, key=lambda e: e["held"] - e["kept"])
     return {"entries": entries, "winner": winner["ahead"]}
 
 
-def _ablate(model: LanguageModel, found: Sequence[list[int]], say: Callable[[str], None]) -> dict[str, Any]:
-    made = _stacked(_looks(model, found, OURS, say))  # kept: [text, L, K, P, S]
+def _ablate(model: LanguageModel, prompts: Sequence[list[int]], say: Callable[[str], None]) -> dict[str, Any]:
+    agreement = _stacked(_agreements(model, prompts, OURS, say))  # kept: [text, L, K, P, S]
     entries = []
     for i, p in enumerate(PS):
         for j, count in enumerate(COUNTS):
-            kept, held = made.kept[..., i, j], made.held[..., i, j]
+            kept, held = agreement.kept[..., i, j], agreement.held[..., i, j]
             request = kept.mean(axis=(1, 2))
             entries.append(
                 {"p": p, "samples": count, "kept": float(kept.mean()), "held": float(held.mean()),
@@ -91,11 +91,11 @@ def _ablate(model: LanguageModel, found: Sequence[list[int]], say: Callable[[str
     return {"entries": entries}
 
 
-def _cost(model: LanguageModel, found: Sequence[list[int]], say: Callable[[str], None]) -> dict[str, Any]:
+def _cost(model: LanguageModel, prompts: Sequence[list[int]], say: Callable[[str], None]) -> dict[str, Any]:
     """On tokens drawn at random, since only their number counts; CPU seconds of this process."""
-    length = len(found[0])
+    length = len(prompts[0])
     model = processor.wide(model, length)
-    ids = [np.resize(np.asarray(found[0]), length).tolist()]
+    ids = [np.resize(np.asarray(prompts[0]), length).tolist()]
     times = processor.beside(
         lambda: decode.read_full(model, ids, context=length).inputs[-1],
         {
@@ -121,20 +121,20 @@ def do(values: dict[str, Any], model: LanguageModel, data: Data) -> list[Path]:
     """Every study on every task and length; the files."""
     folder = values["out"]
     folder.mkdir(parents=True, exist_ok=True)
-    made = []
+    files = []
     for length in values["lengths"]:
         for task in values["task"]:
-            found = texts(model, data, task, min(length, model.network.max_positions), values["samples"])
+            prompts = texts(model, data, task, min(length, model.network.max_positions), values["samples"])
             for study in values["study"]:
-                here = [np.resize(found[0], length).tolist()] if study == "cost" else found
-                what = {"study": study, "task": task, "length": length, "samples": len(here)}
+                chosen = [np.resize(prompts[0], length).tolist()] if study == "cost" else prompts
+                facts = {"study": study, "task": task, "length": length, "samples": len(chosen)}
                 say = _saying(f"{study} {task} {length}:")
-                got = what | about(model, data) | versions() | short(DO[study](model, here, say))
+                tree = facts | about(model, data) | versions() | short(DO[study](model, chosen, say))
                 file = folder / f"{study}_{task}_{length}.json"
-                file.write_text(json.dumps(got, indent=1) + "\n", encoding="utf-8")
+                file.write_text(json.dumps(tree, indent=1) + "\n", encoding="utf-8")
                 print(file, flush=True)
-                made.append(file)
-    return made + draw(folder)
+                files.append(file)
+    return files + draw(folder)
 
 
 def _saying(head: str) -> Callable[[str], None]:
@@ -143,10 +143,10 @@ def _saying(head: str) -> Callable[[str], None]:
 
 def draw(folder: Path) -> list[Path]:
     """A map of overlap by layer and head, of each proxy file."""
-    made = []
+    files = []
     for file in sorted(folder.glob("proxy_*.json")):
-        found = json.loads(file.read_text(encoding="utf-8"))
-        grids = found["by_layer_and_head"]
+        tree = json.loads(file.read_text(encoding="utf-8"))
+        grids = tree["by_layer_and_head"]
         plt = pyplot()
         figure, axes = panels(plt, len(grids), 3, (3.2, 2.8))
         for axis, (name, grid) in zip(axes, grids.items()):
@@ -154,6 +154,6 @@ def draw(folder: Path) -> list[Path]:
             map_of(axis, cells, (range(cells.shape[0]), range(cells.shape[1])), f"{name}, %")
         figure.supylabel("layer", fontsize=9)
         figure.supxlabel("query head", fontsize=9)
-        made.append(saved(plt, figure, file.with_suffix(".png")))
-        print(made[-1], flush=True)
-    return made
+        files.append(saved(plt, figure, file.with_suffix(".png")))
+        print(files[-1], flush=True)
+    return files

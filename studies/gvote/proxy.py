@@ -1,6 +1,6 @@
 """Drawn queries beside true ones: a text is read whole, its head is the prompt, its tail is the future.
 
-Everything is asked of the model's own attention over the prompt's keys alone, layer by layer.
+Everything is about the model's own attention over the prompt's keys alone, layer by layer.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ FUTURE = 64
 
 @pytree()
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Look:
-    """What one layer says of one text.
+class Agreement:
+    """How drawn queries agree with true ones, in one layer and text.
 
     Attributes:
       overlap: of each query head, the future queries' mass inside the top-p set of one drawn query.
@@ -47,7 +47,7 @@ class Look:
     held: Float[Array, "K P S"]
 
 
-def look(
+def agreement_of(
     model: Weighted,
     ids: Sequence[int],
     *,
@@ -55,11 +55,10 @@ def look(
     counts: Sequence[int],
     ahead: int,
     seed: int = 0,
-) -> Look:
+) -> Agreement:
     """Every layer of one text, a leading axis L.
 
     Args:
-      model: on what.
       ids: the prompt and ``FUTURE`` tokens after it.
       ps: nucleus shares; the first is that of overlap and usage.
       counts: numbers of voters.
@@ -67,16 +66,16 @@ def look(
       seed: of the request.
     """
     reading = decode.read_full(model, [list(ids)])
-    network, found = model.network.at(reading.context), []
+    network, layers = model.network.at(reading.context), []
     length = jnp.asarray([len(ids)], jnp.int32)
     for index, block in enumerate(model.params["layers"]):
-        given = reading.inputs[index], length, jnp.asarray(ps), jnp.asarray([seed], jnp.uint32)
-        found.append(_look(network, tuple(counts), ahead, block, jnp.asarray(index), *given))
-    return jax.tree.map(lambda *x: np.stack([np.asarray(y) for y in x]), *found)
+        inputs = reading.inputs[index], length, jnp.asarray(ps), jnp.asarray([seed], jnp.uint32)
+        layers.append(_agreement(network, tuple(counts), ahead, block, jnp.asarray(index), *inputs))
+    return jax.tree.map(lambda *x: np.stack([np.asarray(y) for y in x]), *layers)
 
 
 @functools.partial(jax.jit, static_argnames=("network", "counts", "ahead"))
-def _look(
+def _agreement(
     network: Network,
     counts: tuple[int, ...],
     ahead: int,
@@ -86,12 +85,11 @@ def _look(
     length: Int[Array, " 1"],
     ps: Float[Array, " P"],
     seeds: Int[Array, " 1"],
-) -> Look:
+) -> Agreement:
     at = jnp.arange(x.shape[1])[None]
     prompt = length - FUTURE
 
-    def attend(_: int, heads: Heads, found: Look | None) -> tuple[Array, Look | None]:
-        del found
+    def attend(_: int, heads: Heads, agreement: Agreement | None) -> tuple[Array, Agreement | None]:
         ballot = Votes(samples=max(counts), ahead=ahead)
         policy = Policy(eviction=ballot, budget=Voted(samples=max(counts), ahead=ahead))
         info = layer.LayerInfo(policy, {}, index, network.num_layers, None, prompt, seeds=seeds)
@@ -99,27 +97,27 @@ def _look(
         future = jnp.take_along_axis(heads.q, (prompt[:, None] + jnp.arange(FUTURE))[..., None, None], axis=1)
         return jnp.zeros_like(heads.q), _compared(ballot, seen, future[0], counts, ps)
 
-    _, found = network.layer(block, 0, x, at, attend, None)
-    assert found is not None  # noqa: S101  (attend has run)
-    return found
+    _, agreement = network.layer(block, 0, x, at, attend, None)
+    assert agreement is not None
+    return agreement
 
 
 def _compared(
     ballot: Ballot, seen: Observation, future: Float[Array, "F N H"], counts: Sequence[int], ps: Array
-) -> Look:
-    k, there = seen.k[0].astype(jnp.float32), seen.pos[0] >= 0
-    total, heads = there.sum(), k.shape[0]
+) -> Agreement:
+    k, present = seen.k[0].astype(jnp.float32), seen.pos[0] >= 0
+    total, heads = present.sum(), k.shape[0]
 
     def scores(q: Float[Array, "Q N H"]) -> Float[Array, "K G Q T"]:
         q = jnp.moveaxis(q.astype(jnp.float32).reshape(len(q), heads, -1, q.shape[-1]), 0, 2)
         s = jnp.einsum("kgqh,kth->kgqt", q, k) * q.shape[-1] ** -0.5
         s = s if seen.softcap is None else seen.softcap * jnp.tanh(s / seen.softcap)
-        return jnp.where(there, s, -jnp.inf)
+        return jnp.where(present, s, -jnp.inf)
 
     drawn, true = scores(ballot.voters(seen)[:, 0]), scores(future)
-    mine, theirs = (jax.nn.softmax(s, axis=-1) for s in (drawn, true))
-    own = best(drawn, nucleus(drawn, ps[0]))
-    mass = theirs.mean(axis=2)  # [K, G, T]
+    attention, future_attention = (jax.nn.softmax(s, axis=-1) for s in (drawn, true))
+    inside = best(drawn, nucleus(drawn, ps[0]))
+    mass = future_attention.mean(axis=2)  # [K, G, T]
     last = scores(seen.q_last)[:, :, 0]
 
     def union(p: Array) -> tuple[Array, Array]:
@@ -131,30 +129,30 @@ def _compared(
 
     kept, held = jax.lax.map(union, ps)
     flat = (-1,)
-    return Look(
-        overlap=jnp.einsum("kgst,kgt->kgs", own.astype(jnp.float32), mass).mean(axis=-1).reshape(flat),
-        usage=(own.sum(axis=-1) / total).mean(axis=-1).reshape(flat),
-        r=_pearson(mine, theirs, there, total).reshape(flat),
+    return Agreement(
+        overlap=jnp.einsum("kgst,kgt->kgs", inside.astype(jnp.float32), mass).mean(axis=-1).reshape(flat),
+        usage=(inside.sum(axis=-1) / total).mean(axis=-1).reshape(flat),
+        r=_pearson(attention, future_attention, present, total).reshape(flat),
         kept=jnp.moveaxis(kept, 0, 1),
         held=jnp.moveaxis(held, 0, 1),
     )
 
 
-def _pearson(a: Array, b: Array, there: Array, total: Array) -> Float[Array, "K G"]:
+def _pearson(a: Array, b: Array, present: Array, total: Array) -> Float[Array, "K G"]:
     """Mean correlation of every drawn with every true row of attention."""
 
     def unit(x: Array) -> Array:
-        x = jnp.where(there, x - 1 / total, 0.0)
+        x = jnp.where(present, x - 1 / total, 0.0)
         return x / jnp.maximum(jnp.linalg.norm(x, axis=-1, keepdims=True), 1e-12)
 
     return jnp.einsum("kgst,kgft->kgsf", unit(a), unit(b)).mean(axis=(2, 3))
 
 
-def as_json(found: Look) -> dict[str, Any]:
+def as_json(agreement: Agreement) -> dict[str, Any]:
     """Means over all axes but those that say something."""
     return {
-        "overlap": float(found.overlap.mean()),
-        "usage": float(found.usage.mean()),
-        "r": float(found.r.mean()),
-        "best_r": float(found.r.max()),
+        "overlap": float(agreement.overlap.mean()),
+        "usage": float(agreement.usage.mean()),
+        "r": float(agreement.r.mean()),
+        "best_r": float(agreement.r.max()),
     }

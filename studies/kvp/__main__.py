@@ -32,7 +32,7 @@ def _run(words: Sequence[str]) -> None:
         help="of ablate (default: all of the config)",
     )
     parser.add_argument(
-        "--lengths", type=cli.numbers("--lengths", 64), default=[1024, 2048, 8192, 16384, 32768],
+        "--lengths", type=cli.numbers(64), default=[1024, 2048, 8192, 16384, 32768],
         help="of time: tokens of a prompt (default: 1024,2048,8192,16384,32768)",
     )  # fmt: skip
     parser.add_argument(

@@ -53,10 +53,10 @@ def measured(config: Path, only: Sequence[str] = ()) -> dict[str, Any]:
     wide = dataclasses.replace(
         base.agent, inputs=tuple(n for n in INPUTS if n != "w_key_pre" or "pre" in traces.manifest.keys)
     )
-    found = costs.measured(traces, dataclasses.replace(base, agent=wide), agents)
-    areas = {name: x.mean(axis=(1, 2)) for name, x in found.areas.items()}  # of each sequence
+    result = costs.measured(traces, dataclasses.replace(base, agent=wide), agents)
+    areas = {name: x.mean(axis=(1, 2)) for name, x in result.areas.items()}  # of each sequence
     apart = {name: (x - areas[BASE]) / areas["oracle"].mean() for name, x in areas.items()}
-    ratios = costs.over_oracle({name: x.mean(axis=0) for name, x in found.areas.items()})
+    ratios = costs.over_oracle({name: x.mean(axis=0) for name, x in result.areas.items()})
     runs = [
         {
             "name": name,
@@ -68,12 +68,12 @@ def measured(config: Path, only: Sequence[str] = ()) -> dict[str, Any]:
             "processor_seconds": seconds[name],
             "area": float(ratios[name].mean()),
             "less_base": float(apart[name].mean()),
-            "less_base_error": float(apart[name].std(ddof=1) / len(found.tasks) ** 0.5),
+            "less_base_error": float(apart[name].std(ddof=1) / len(result.tasks) ** 0.5),
         }
         for name, settings in chosen.items()
     ]
     others = {name: float(x.mean()) for name, x in ratios.items() if name not in (*chosen, "oracle")}
-    return {"sequences": len(found.tasks), "runs": runs, "untrained": others}
+    return {"sequences": len(result.tasks), "runs": runs, "untrained": others}
 
 
 def trained(settings: Settings) -> Any:

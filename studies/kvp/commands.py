@@ -30,9 +30,9 @@ LENGTHS = (1024, 2048, 8192, 16384, 32768)
 def do(study: str, values: dict[str, Any]) -> None:
     """Runs one study; the files it writes on standard output."""
     values["out"].mkdir(parents=True, exist_ok=True)
-    found, page, draw = DO[study](values)
+    result, page, draw = DO[study](values)
     file = values["out"] / f"{study}.json"
-    file.write_text(json.dumps(short({"study": study} | versions() | found), indent=1) + "\n", "utf-8")
+    file.write_text(json.dumps(short({"study": study} | versions() | result), indent=1) + "\n", "utf-8")
     file.with_suffix(".md").write_text(page(json.loads(file.read_text("utf-8"))), "utf-8")
     print(file)
     print(file.with_suffix(".md"))
@@ -40,26 +40,26 @@ def do(study: str, values: dict[str, Any]) -> None:
 
 
 Found = tuple[dict[str, Any], Callable[[Any], str], Callable[[Any, Path], Path]]
-"""What was found, what writes its page, what draws it."""
+"""(the result, a function that writes its page, one that draws it)"""
 
 
 def _costs(values: dict[str, Any]) -> Found:
     config, rankers = values["config"], _rankers(values)
     settings = read(config)
     traces = batches.Traces.open(settings.recording.folder)
-    given = {file.stem: costs.stacked(layers) for file, layers in rankers.items()}
-    found = costs.as_json(costs.measured(traces, settings, given))
-    found |= {
-        "rankers": list(given),
+    learned = {file.stem: costs.stacked(layers) for file, layers in rankers.items()}
+    result = costs.as_json(costs.measured(traces, settings, learned))
+    result |= {
+        "rankers": list(learned),
         "model": traces.manifest.model,
         "fingerprint": traces.manifest.fingerprint,
     }
     variants = yaml.safe_load(config.read_text()).get("variants", {})
     sorts: dict[str, Sequence[str]] = {name: one["only"] for name, one in variants.items() if "only" in one}
     known = {kind for own in sorts.values() for kind in own}
-    sorts |= {kind: [kind] for kind in found["kinds"] if kind not in known} | {"all": list(found["kinds"])}
+    sorts |= {kind: [kind] for kind in result["kinds"] if kind not in known} | {"all": list(result["kinds"])}
     command = f"python -m studies.kvp costs --config {config} --rankers {' '.join(map(str, rankers))}"
-    return found, lambda x: pages.costs_page(x, sorts, command), pages.draw_costs
+    return result, lambda x: pages.costs_page(x, sorts, command), pages.draw_costs
 
 
 def _rankers(values: dict[str, Any]) -> dict[Path, list[Params]]:
@@ -68,37 +68,37 @@ def _rankers(values: dict[str, Any]) -> dict[Path, list[Params]]:
 
 
 def _ablate(values: dict[str, Any]) -> Found:
-    found = ablations.measured(values["config"], values["variants"])
-    found["length"] = " and ".join(map(str, read(values["config"]).recording.lengths))
+    result = ablations.measured(values["config"], values["variants"])
+    result["length"] = " and ".join(map(str, read(values["config"]).recording.lengths))
     chosen = f" --variants {','.join(values['variants'])}" if values["variants"] else ""
     command = f"python -m studies.kvp ablate --config {values['config']}{chosen}"
-    return found, lambda x: pages.ablations_page(x, command), pages.draw_ablations
+    return result, lambda x: pages.ablations_page(x, command), pages.draw_ablations
 
 
 def _time(values: dict[str, Any]) -> Found:
     model = read(values["config"]).model()
     (file, layers), *_ = _rankers(values).items()
-    mine = timing.agent_parameters(layers[0])
-    counted = [{"model": model.name, "rows": _flops(model.spec, mine)}]
+    parameters = timing.agent_parameters(layers[0])
+    counted = [{"model": model.name, "rows": _flops(model.spec, parameters)}]
     for config in values["full_size"]:
         settings = read(config)
-        assert settings.spec is not None  # noqa: S101  (full-size configs write their model out)
+        assert settings.spec is not None  # full-size configs spell their model out
         width, hidden = (
             sum(1 if n in ("w_log", "w_linear") else settings.spec.head_dim for n in settings.agent.inputs),
             settings.agent.hidden,
         )
         one = hidden * (width + 2) + (settings.agent.layers - 2) * hidden * (hidden + 1)
         counted.append({"model": settings.name, "rows": _flops(settings.spec, one)})
-    found = {
+    result = {
         "policy": timing.BUDGET,
         "repeats": processor.REPEATS,
-        "agent_parameters": mine,
+        "agent_parameters": parameters,
         "measured": timing.measured(model, layers, values["lengths"]),
         "flops": counted,
     }
     full = " ".join(map(str, values["full_size"]))
     command = f"python -m studies.kvp time --config {values['config']} --rankers {file} --full-size {full}"
-    return found, lambda x: pages.time_page(x, command), pages.draw_times
+    return result, lambda x: pages.time_page(x, command), pages.draw_times
 
 
 def _flops(spec: Any, parameters: int) -> list[dict[str, Any]]:

@@ -51,9 +51,9 @@ class Costs:
 
     def of(self, kinds: Sequence[str]) -> Costs:
         """The sequences of these kinds."""
-        mine = np.asarray([batches.kind(task) in kinds for task in self.tasks])
-        chosen = lambda found: {name: x[mine] for name, x in found.items()}  # noqa: E731
-        tasks = [task for task, here in zip(self.tasks, mine) if here]
+        chosen_kinds = np.asarray([batches.kind(task) in kinds for task in self.tasks])
+        chosen = lambda found: {name: x[chosen_kinds] for name, x in found.items()}  # noqa: E731
+        tasks = [task for task, wanted in zip(self.tasks, chosen_kinds) if wanted]
         return Costs(tasks=tasks, areas=chosen(self.areas), curves=chosen(self.curves))
 
 
@@ -93,11 +93,11 @@ def _costs(
     task: Task, layers: int, rankers: dict[str, Params], batch: dict[str, Array]
 ) -> tuple[dict[str, Array], dict[str, Array]]:
     pos = jnp.arange(batch["v"].shape[2])[None]
-    given = {
+    scores = {
         name: kvp.scores(agents, batch["k"], batch.get("k_pre"), batch["v"], pos)
         for name, agents in rankers.items()
     }
-    worth, count, orders = objective.orders(task, layers, given, batch)
+    worth, count, orders = objective.orders(task, layers, scores, batch)
     areas = {name: rankings.area(worth, order, count) for name, order in orders.items()}
     curves = {name: curve(worth, order, count) for name, order in orders.items()}
     areas["random"] = jnp.full(count.shape, 0.5)  # expectations
@@ -129,12 +129,12 @@ def as_json(costs: Costs) -> dict[str, Any]:
     kinds = list(dict.fromkeys(batches.kind(task) for task in costs.tasks))
     by_kind = {}
     for kind in kinds:
-        mine = costs.of([kind])
+        own = costs.of([kind])
         by_kind[kind] = {
-            "sequences": len(mine.tasks),
-            "areas": {name: x.mean(axis=0) for name, x in mine.areas.items()},
-            "curves": {name: x.mean(axis=(0, 2)) for name, x in mine.curves.items()},
+            "sequences": len(own.tasks),
+            "areas": {name: x.mean(axis=0) for name, x in own.areas.items()},
+            "curves": {name: x.mean(axis=(0, 2)) for name, x in own.curves.items()},
         }
     each = {name: x.mean(axis=(1, 2)) for name, x in costs.areas.items()}
-    found = {"shares": SHARES, "attention_free": FREE, "kinds": by_kind}
-    return found | {"tasks": list(costs.tasks), "each": each}
+    tree = {"shares": SHARES, "attention_free": FREE, "kinds": by_kind}
+    return tree | {"tasks": list(costs.tasks), "each": each}

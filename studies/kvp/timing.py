@@ -26,13 +26,13 @@ def measured(model: LanguageModel, layers: list[Params], lengths: Sequence[int])
     ``compressed``. Prompts are random tokens: only their number counts. Rotations have no end, so lengths may
     exceed what the model was trained for.
     """
-    found = []
+    entries = []
     for length in lengths:
         seconds = _seconds(model, layers, length)
         share = seconds["ranking"] / seconds["reading"]
         print(f"{length} tokens: ranking {100 * share:.1f} % of reading, {seconds}", flush=True)
-        found.append({"length": length, "cpu_seconds": seconds, "ranking_over_reading": share})
-    return found
+        entries.append({"length": length, "cpu_seconds": seconds, "ranking_over_reading": share})
+    return entries
 
 
 def _seconds(model: LanguageModel, layers: list[Params], length: int) -> dict[str, float]:

@@ -38,66 +38,69 @@ def _run(words: Sequence[str]) -> None:
     table = verbs.add_parser(
         "budgets", help="tokens retrieved within a share of the prompt, with and without φ"
     )
-    table.add_argument(
-        "--length", nargs="+", type=cli.whole("--length", 1), default=[1024, 2048], metavar="N"
-    )
-    share = cli.number("--share", float, lambda x: 0 < x <= 1, "a share, above 0 to 1")
+    table.add_argument("--length", nargs="+", type=cli.whole(1), default=[1024, 2048], metavar="N")
+    share = cli.Rule(float, lambda x: 0 < x <= 1, "a share, above 0 to 1")
     table.add_argument("--share", nargs="+", type=share, default=[0.03, 0.04, 0.06, 0.08, 0.12], metavar="F")
-    table.add_argument("--features", type=cli.whole("--features", 1), default=64, metavar="F")
-    table.add_argument("--head-dim", type=cli.whole("--head-dim", 1), default=64, metavar="D")
+    table.add_argument("--features", type=cli.whole(1), default=64, metavar="F")
+    table.add_argument("--head-dim", type=cli.whole(1), default=64, metavar="D")
     table.add_argument(
         "--generated",
-        type=cli.whole("--generated", 1),
+        type=cli.whole(1),
         default=1,
         metavar="L",
         help="steps that share reading φ",
     )
     timed = verbs.add_parser("speed", help="a layer's decode read on one CPU, part by part")
-    timed.add_argument("--context", type=cli.whole("--context", 1), default=32768, metavar="N")
-    timed.add_argument("--batch", nargs="+", type=cli.whole("--batch", 1), default=[1, 8], metavar="B")
-    timed.add_argument("--rounds", type=cli.whole("--rounds", 1), default=15, metavar="R")
+    timed.add_argument("--context", type=cli.whole(1), default=32768, metavar="N")
+    timed.add_argument("--batch", nargs="+", type=cli.whole(1), default=[1, 8], metavar="B")
+    timed.add_argument("--rounds", type=cli.whole(1), default=15, metavar="R")
     cli.add(timed, "--dtype", default="float32")
     looked = verbs.add_parser("heads", help="errors of attention's output by head, with and without φ")
     looked.add_argument("--config", type=Path, required=True, help="of the maps and their traces")
-    looked.add_argument("--prompt", type=cli.whole("--prompt", 1), metavar="N", help="of the config's")
+    looked.add_argument("--prompt", type=cli.whole(1), metavar="N", help="of the config's")
     looked.add_argument("--maps", type=Path, required=True, metavar="FILE", help="as train.phi exports them")
     paid = verbs.add_parser("even", help="how many reads φ must spare to pay")
-    paid.add_argument("--rounds", type=cli.whole("--rounds", 1), default=15, metavar="R")
+    paid.add_argument("--rounds", type=cli.whole(1), default=15, metavar="R")
     shown = verbs.add_parser("report", help="report.md and pictures")
     for verb in (timed, looked, paid, shown):
         cli.add(verb, "--out", default=RESULTS)
-    said = parser.parse_args(words)
-    if said.verb == "budgets":
-        _budgets(said.length, said.share, said.features, said.head_dim, said.generated)
+    options = parser.parse_args(words)
+    if options.verb == "budgets":
+        _budgets(options.length, options.share, options.features, options.head_dim, options.generated)
         return
-    said.out.mkdir(parents=True, exist_ok=True)
-    if said.verb == "report":
+    options.out.mkdir(parents=True, exist_ok=True)
+    if options.verb == "report":
         from studies.topk_phi import report
 
-        print(*report.write(said.out), sep="\n")
-    elif said.verb == "heads":
-        _heads(said.config, said.prompt, said.maps, said.out)
+        print(*report.write(options.out), sep="\n")
+    elif options.verb == "heads":
+        _heads(options.config, options.prompt, options.maps, options.out)
     else:
         _alone()
-        (_speed if said.verb == "speed" else _even)(said)
+        (_speed if options.verb == "speed" else _even)(options)
 
 
-def _speed(said: argparse.Namespace) -> None:
+def _speed(options: argparse.Namespace) -> None:
     from studies.topk_phi import speed
 
-    rows = speed.measure(said.context, said.batch, said.dtype, said.rounds)
-    about = {"cpu": machine.cpu_name(), "context": said.context, "dtype": said.dtype, "rounds": said.rounds}
-    _put(said.out / f"speed_{said.context}_{said.dtype}.json", about | {"rows": rows})
+    rows = speed.measure(options.context, options.batch, options.dtype, options.rounds)
+    about = {
+        "cpu": machine.cpu_name(),
+        "context": options.context,
+        "dtype": options.dtype,
+        "rounds": options.rounds,
+    }
+    _put(options.out / f"speed_{options.context}_{options.dtype}.json", about | {"rows": rows})
     print(speed.table(rows))
 
 
-def _even(said: argparse.Namespace) -> None:
+def _even(options: argparse.Namespace) -> None:
     from studies.topk_phi import even
 
     rows, network = even.paper_rows(), kvjax.load("kvjax/assets/embedded").network
-    cpu = even.measured(network, said.rounds)
-    about = {"cpu": machine.cpu_name(), "rounds": said.rounds, "read": list(even.READ)}
-    _put(said.out / "even.json", about | {"measured": cpu, "paper": rows})
+    cpu = even.measured(network, options.rounds)
+    about = {"cpu": machine.cpu_name(), "rounds": options.rounds, "read": list(even.READ)}
+    _put(options.out / "even.json", about | {"measured": cpu, "paper": rows})
     print(even.table(rows, cpu))
 
 
@@ -109,15 +112,15 @@ def _heads(config: Path, prompt: int | None, maps: Path, out: Path) -> None:
 
     try:
         settings = read(config, prompt)
-        found = heads.measure(settings, settings.base.model(), maps)
+        result = heads.measure(settings, settings.base.model(), maps)
     except (ConfigError, ModelError) as reason:
         raise cli.InputError(str(reason)) from reason
     name = f"{settings.base.name}_{settings.prompt}"
-    print(_put(out / f"heads_{name}.json", {"name": name} | short(found), None))
+    print(_put(out / f"heads_{name}.json", {"name": name} | short(result), None))
 
 
-def _put(file: Path, found: dict[str, Any], indent: int | None = 1) -> Path:
-    file.write_text(json.dumps(found, indent=indent) + "\n", encoding="utf-8")
+def _put(file: Path, tree: dict[str, Any], indent: int | None = 1) -> Path:
+    file.write_text(json.dumps(tree, indent=indent) + "\n", encoding="utf-8")
     return file
 
 
@@ -136,12 +139,12 @@ def _budgets(
     for length in lengths:
         for share in shares:
             size = {"features": features, "head_dim": head_dim, "generated": generated}
-            found = [
+            counts = [
                 reads.retrieved(share, length),
                 reads.retrieved(share, length, **size),
                 reads.retrieved(share, length, **size, wide=2.0),
             ]
-            cells = " | ".join(map(reads.written, found))
+            cells = " | ".join(map(reads.written, counts))
             print(f"| {length} | {share:g} | {reads.budget(share, length)} | {cells} |")
 
 

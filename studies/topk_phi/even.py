@@ -150,9 +150,9 @@ def table(rows: Sequence[Row], cpu: Row | None) -> str:
     lines = ["| where | model | rows | " + " | ".join(f"K = {k}" for k in READ) + " |"]
     lines += ["|" + "---|" * (3 + len(READ))]
     if cpu is not None:
-        said = ", ".join(f"{n} {what}" for n, what in zip(cpu["heads"], ("KV heads", "query heads", "wide")))
+        sizes = ", ".join(f"{n} {what}" for n, what in zip(cpu["heads"], ("KV heads", "query heads", "wide")))
         cells = " | ".join(f"{x:.0f}" for x in cpu["beside"])
-        lines.append(f"| one CPU, measured | {said} | 1 | {cells} |")
+        lines.append(f"| one CPU, measured | {sizes} | 1 | {cells} |")
     for row in rows:
         cells = " | ".join(f"{x:.0f}" if x - k >= 1 else f"{x:.1f}" for x, k in zip(row["beside"], READ))
         lines.append(f"| {row['chip']} | {row['model']} | {row['rows']} | {cells} |")

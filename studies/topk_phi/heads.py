@@ -54,14 +54,14 @@ def look(task: Task, maps: Params, batch: dict[str, Array]) -> dict[str, Float[A
     left = x.inside & (x.order >= task.visits)
     whole = jnp.where(left, x.guess, jnp.where(x.seen, x.scores, -jnp.inf))
     share = jnp.where(left, jax.nn.softmax(whole, axis=-1), 0.0).sum(axis=-1)
-    found = {
+    values = {
         "entropy": nats / jnp.log(jnp.maximum(x.inside.sum(axis=-1), 2)),
         "share": share,
         "mass": jnp.stack([jnp.where(x.order < c, p, 0.0).sum(axis=-1) for c in COUNTS]),
         "alone": alone,
         "completed": completed,
     }
-    means = {name: value.mean(axis=-1)[..., 0, :, :] for name, value in found.items()}
+    means = {name: value.mean(axis=-1)[..., 0, :, :] for name, value in values.items()}
     dots = {"scores": x.scores, "guess": x.guess}
     return means | {n: jnp.where(x.inside, s, jnp.nan)[0, :, :, 0] for n, s in dots.items()}
 
@@ -116,11 +116,11 @@ def _silent(layers: Sequence[Params]) -> np.ndarray:
 def quartiles(flat: dict[str, np.ndarray]) -> list[Found]:
     """Heads by their entropy, the lowest quarter first: mean errors by count, and what φ gains of them."""
     order = np.argsort(flat["entropy"].mean(axis=0))
-    found = []
+    entries = []
     for heads in np.array_split(order, 4):
         alone, completed = (flat[n][..., heads].mean(axis=-1) for n in ("alone", "completed"))  # [S, C]
         gains = [stats.difference(a, b) for a, b in zip(alone.T.tolist(), completed.T.tolist())]
-        found.append(
+        entries.append(
             {
                 "entropy": [float(flat["entropy"].mean(axis=0)[heads[at]]) for at in (0, -1)],
                 "heads": len(heads),
@@ -130,7 +130,7 @@ def quartiles(flat: dict[str, np.ndarray]) -> list[Found]:
                 "helped": _helped(flat, heads),
             }
         )
-    return found
+    return entries
 
 
 def _helped(flat: dict[str, np.ndarray], heads: np.ndarray) -> list[float]:
@@ -156,7 +156,7 @@ def fewer(flat: dict[str, np.ndarray]) -> list[Found]:
     where it errs more at every count.
     """
     alone, completed = (flat[n].mean(axis=(0, 2)) for n in ("alone", "completed"))
-    found = []
+    entries = []
     for count, error in list(zip(COUNTS, alone))[1:]:
         below = np.flatnonzero(completed <= error)
         if len(below) == 0:
@@ -167,13 +167,13 @@ def fewer(flat: dict[str, np.ndarray]) -> list[Found]:
             high = int(below[0])
             pair, ends = completed[[high, high - 1]], (COUNTS[high], COUNTS[high - 1])
             needed = float(np.interp(error, pair, ends))
-        found.append({"alone": count, "error": float(error), "completed": needed})
-    return found
+        entries.append({"alone": count, "error": float(error), "completed": needed})
+    return entries
 
 
 def _dots(entropy: np.ndarray, seen: list[dict[str, np.ndarray]]) -> list[Found]:
     """Scores and φ's guesses of them for the heads of least, median and greatest entropy, unless silent."""
-    order, found = np.argsort(entropy), []
+    order, entries = np.argsort(entropy), []
     for head in (order[0], order[len(order) // 2], order[-1]):
         pairs = []
         for one in seen:
@@ -181,5 +181,5 @@ def _dots(entropy: np.ndarray, seen: list[dict[str, np.ndarray]]) -> list[Found]
             pairs.append(np.stack([s, guess], axis=-1)[np.isfinite(s) & np.isfinite(guess)])
         every = np.concatenate(pairs)
         some = every[np.random.default_rng(0).permutation(len(every))[:DOTS]]
-        found.append({"head": int(head), "entropy": float(entropy[head]), "pairs": some.tolist()})
-    return found
+        entries.append({"head": int(head), "entropy": float(entropy[head]), "pairs": some.tolist()})
+    return entries

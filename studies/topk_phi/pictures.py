@@ -12,23 +12,23 @@ from kvjax.eval.report.plotting import COLOURS, panels, pyplot, saved, style
 Found = dict[str, Any]
 
 
-def draw(found: Found, file: Path) -> Path:
+def draw(tree: Found, file: Path) -> Path:
     """Errors by quarter of heads, gain over entropy, mass curves, φ's scores over the model's."""
     plt = pyplot()
     figure, axes = panels(plt, 10, 4, (3.1, 2.6))
     quarters, rest = axes[:4], axes[4:]
-    counts = np.asarray(found["counts"])
-    for number, (axis, one) in enumerate(zip(quarters, found["quartiles"])):
-        reads = counts + found["ends"]
+    counts = np.asarray(tree["counts"])
+    for number, (axis, one) in enumerate(zip(quarters, tree["quartiles"])):
+        reads = counts + tree["ends"]
         axis.plot(reads, one["alone"], lw=1, ms=4, label="selection", **style(0))
-        axis.plot(reads + found["summary"], one["completed"], lw=1, ms=4, label="with φ", **style(1))
+        axis.plot(reads + tree["summary"], one["completed"], lw=1, ms=4, label="with φ", **style(1))
         low, high = one["entropy"]
         axis.set_title(f"quarter {number + 1}: entropy {low:.2f} to {high:.2f}", fontsize=8)
         axis.set_xscale("symlog", linthresh=20)
         axis.set_ylim(bottom=0)
         _named(axis, "tokens read, φ's counted once", "relative error")
     quarters[0].legend(fontsize=7, frameon=False)
-    by_head, at = found["by_head"], _near(found)
+    by_head, at = tree["by_head"], _near(tree)
     entropy = np.asarray(by_head["entropy"])
     alone, completed = (np.asarray(by_head[n][at]) for n in ("alone", "completed"))
     for axis, y, name in zip(
@@ -38,7 +38,7 @@ def draw(found: Found, file: Path) -> Path:
         axis.axhline(0, color="0.6", lw=0.8, zorder=0)
         axis.set_title(f"{name}, K = {counts[at]}", fontsize=8)
         _named(axis, "entropy of the middle", name)
-    for dots, number in zip(found["dots"], range(3)):
+    for dots, number in zip(tree["dots"], range(3)):
         rest[3].plot(
             counts,
             [row[dots["head"]] for row in by_head["mass"]],
@@ -62,9 +62,9 @@ def draw(found: Found, file: Path) -> Path:
     return saved(plt, figure, file)
 
 
-def _near(found: Found) -> int:
+def _near(tree: Found) -> int:
     """The count nearest to a hundredth of the prompt."""
-    return int(np.argmin(np.abs(np.asarray(found["counts"]) - 0.01 * found["prompt"])))
+    return int(np.argmin(np.abs(np.asarray(tree["counts"]) - 0.01 * tree["prompt"])))
 
 
 def _named(axis: Any, across: str, up: str) -> None:

@@ -17,72 +17,72 @@ Found = dict[str, Any]
 
 def write(folder: Path) -> list[Path]:
     """Everything the folder's files allow."""
-    made, text = [], ["# Top-K and φ, measured", "", "Made by `python -m studies.topk_phi report`.", ""]
+    files, text = [], ["# Top-K and φ, measured", "", "Made by `python -m studies.topk_phi report`.", ""]
     every = [json.loads(file.read_text(encoding="utf-8")) for file in sorted(folder.glob("heads_*.json"))]
-    for found in sorted(every, key=lambda one: (one["for"] != "the prompt's middle", one["prompt"])):
-        picture = pictures.draw(found, folder / f"heads_{found['name']}.png")
-        made.append(picture)
-        text += [*heads(found), "", f"![Errors and entropies]({picture.name})", ""]
-        if found["for"] == "the prompt's middle":
-            text += [*generated(found), ""]
+    for tree in sorted(every, key=lambda one: (one["for"] != "the prompt's middle", one["prompt"])):
+        picture = pictures.draw(tree, folder / f"heads_{tree['name']}.png")
+        files.append(picture)
+        text += [*heads(tree), "", f"![Errors and entropies]({picture.name})", ""]
+        if tree["for"] == "the prompt's middle":
+            text += [*generated(tree), ""]
     if (file := folder / "even.json").exists():
-        found = json.loads(file.read_text(encoding="utf-8"))
+        tree = json.loads(file.read_text(encoding="utf-8"))
         text += ["## When φ pays", "", "K': tokens that are read in the time of K tokens and φ.", ""]
-        text += [even.table(found["paper"], found["measured"]), ""]
+        text += [even.table(tree["paper"], tree["measured"]), ""]
     text += tables.text([folder / "quality", folder / "books"])
     (folder / "report.md").write_text("\n".join(text), encoding="utf-8")
-    return [folder / "report.md", *made]
+    return [folder / "report.md", *files]
 
 
-def heads(found: Found) -> Iterator[str]:
+def heads(tree: Found) -> Iterator[str]:
     """Tables of one set of maps."""
-    counts = found["counts"]
-    yield f"## Heads: maps `{found['maps']}`, prompts of {found['prompt']}, for {found['for']}"
+    counts = tree["counts"]
+    yield f"## Heads: maps `{tree['maps']}`, prompts of {tree['prompt']}, for {tree['for']}"
     yield ""
-    size = f"{found['layers']} layers x {found['heads']} query heads"
+    size = f"{tree['layers']} layers x {tree['heads']} query heads"
     yield (
-        f"{found['sequences']} held-out sequences, {size}. Mean relative L1 error of attention's output, %: "
+        f"{tree['sequences']} held-out sequences, {size}. Mean relative L1 error of attention's output, %: "
         "selection alone / with φ, by tokens K that both retrieve."
     )
-    if silent := found.get("silent"):
-        names = ", ".join("{}.{}".format(*divmod(head, found["heads"])) for head in silent)
+    if silent := tree.get("silent"):
+        names = ", ".join("{}.{}".format(*divmod(head, tree["heads"])) for head in silent)
         yield ""
         yield f"Without φ are {len(silent)} query heads (layer.head): {names}."
     yield ""
     yield "| heads | entropy | " + " | ".join(f"K = {c}" for c in counts) + " |"
     yield "|" + "---|" * (2 + len(counts))
-    for number, one in enumerate(found["quartiles"], 1):
+    for number, one in enumerate(tree["quartiles"], 1):
         low, high = one["entropy"]
         yield f"| quarter {number} | {low:.2f} – {high:.2f} | {_pairs(one['alone'], one['completed'])} |"
-    means = {n: [float(np.mean(row)) for row in found["by_head"][n]] for n in ("alone", "completed")}
+    means = {n: [float(np.mean(row)) for row in tree["by_head"][n]] for n in ("alone", "completed")}
     yield f"| all | | {_pairs(means['alone'], means['completed'])} |"
     yield ""
     yield "Gain in points (95 % over sequences), and the share of heads that φ helps:"
     yield ""
     yield "| heads | " + " | ".join(f"K = {c}" for c in counts) + " |"
     yield "|" + "---|" * (1 + len(counts))
-    for number, one in enumerate(found["quartiles"], 1):
+    for number, one in enumerate(tree["quartiles"], 1):
         cells = [
             f"{100 * mean:+.1f} ({100 * low:+.1f} … {100 * high:+.1f}), {100 * helped:.0f} %"
             for (mean, low, high), helped in zip(one["gain"], one["helped"])
         ]
         yield f"| quarter {number} | {' | '.join(cells)} |"
     yield ""
-    told = ", ".join(f"{r:+.2f} at K = {c}" for c, r in zip(counts, found["correlation"]))
-    yield f"Rank correlation of a head's entropy with its gain: {told}."
+    listed = ", ".join(f"{r:+.2f} at K = {c}" for c, r in zip(counts, tree["correlation"]))
+    yield f"Rank correlation of a head's entropy with its gain: {listed}."
     yield ""
     yield "Tokens that φ needs for the mean error of selection alone (the paper: 1.8 times fewer):"
     yield ""
     yield "| selection alone | error, % | beside φ | times fewer | with φ's summary | times fewer |"
     yield "|---|---|---|---|---|---|"
-    for one in found["fewer"]:
-        yield f"| {one['alone']} | {100 * one['error']:.1f} | {_needed(one, found['summary'])} |"
+    for one in tree["fewer"]:
+        yield f"| {one['alone']} | {100 * one['error']:.1f} | {_needed(one, tree['summary'])} |"
 
 
-def generated(found: Found) -> Iterator[str]:
+def generated(tree: Found) -> Iterator[str]:
     """The budgets of answers of several lengths."""
-    rows = sweep.rows(found)
-    yield f"### Budgets over the length of the answer, {found['prompt']} tokens"
+    rows = sweep.rows(tree)
+    yield f"### Budgets over the length of the answer, {tree['prompt']} tokens"
     yield ""
     yield "Tokens retrieved, and the mean error in % at so many; φ's reading spread over L steps."
     yield ""

@@ -53,7 +53,7 @@ class Model:
 def measure(context: int, batches: Sequence[int], dtype: str, rounds: int) -> list[Row]:
     """Milliseconds of each part of each policy's read, and of the full read beside it."""
     spec = dataclasses.replace(random_model.BASE, num_layers=3, windows=(), max_positions=2 * context)
-    model, found = Model(Decoder(spec)), []
+    model, entries = Model(Decoder(spec)), []
     for batch in batches:
         sides: dict[str, Callable[[], Any]] = {
             "full": _side(model, kvjax.policy("full"), context, batch, dtype)
@@ -64,7 +64,7 @@ def measure(context: int, batches: Sequence[int], dtype: str, rounds: int) -> li
             sides[f"{words}: choosing"] = _side(model, policy, context, batch, dtype, choosing=True)
         times = in_turns(sides, rounds)
         full = times["full"]
-        found.append({"batch": batch, "policy": "full", "read_ms": full, "of_full": 1.0})
+        entries.append({"batch": batch, "policy": "full", "read_ms": full, "of_full": 1.0})
         for words in POLICIES:
             row: Row = {
                 "batch": batch,
@@ -77,8 +77,8 @@ def measure(context: int, batches: Sequence[int], dtype: str, rounds: int) -> li
             if plain != repr(kvjax.policy(words)):
                 alone = next(times[w] for w in POLICIES if repr(kvjax.policy(w)) == plain)
                 row |= {"phi_ms": times[words] - alone, "phi_of_full": (times[words] - alone) / full}
-            found.append(row)
-    return found
+            entries.append(row)
+    return entries
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -103,14 +103,14 @@ def _side(
     state = filled(network, policy, weights, context - 64, context, jnp.dtype(dtype), 0, 64)
     state = states.fork(state, 0, batch)
     at = network.num_layers - 1
-    mine = {part.place: part.at_layer(weights[part.place], at) for part in policy.learned}
-    site = layer.LayerInfo(policy, mine, at, network.num_layers, None, state.total)
+    learned = {part.place: part.at_layer(weights[part.place], at) for part in policy.learned}
+    site = layer.LayerInfo(policy, learned, at, network.num_layers, None, state.total)
     q = jax.random.normal(jax.random.key(1), (batch, network.num_heads, 1, network.head_dim)).astype(dtype)
     cache, length = state.layers[at], state.length
 
     def choose(cache: LayerCache, q: jax.Array) -> Any:
         pages = cache.pages
-        assert pages is not None  # noqa: S101
+        assert pages is not None
         last = pages.table.shape[2] - 1
         return policy.selection.select(None, q[:, :, 0], pages, last, state.total, pages.span)
 
@@ -130,7 +130,7 @@ def in_turns(sides: dict[str, Callable[[], Any]], rounds: int) -> dict[str, floa
     times: dict[str, list[float]] = {name: [] for name in sides}
     for _ in range(rounds):
         for name, run in sides.items():
-            begun = time.process_time()
+            start = time.process_time()
             jax.block_until_ready(run())
-            times[name].append(1e3 * (time.process_time() - begun))
-    return {name: round(statistics.median(found), 4) for name, found in times.items()}
+            times[name].append(1e3 * (time.process_time() - start))
+    return {name: round(statistics.median(samples), 4) for name, samples in times.items()}

@@ -27,11 +27,11 @@ def rows(heads: Found, shares: Sequence[float] = SHARES, steps: Sequence[int] = 
       shares: of the prompt, read a step.
       steps: over which reading φ is spread.
     """
-    prompt, made = heads["prompt"], []
+    prompt, entries = heads["prompt"], []
     for share in shares:
         alone = reads.retrieved(share, prompt)
         left = [_beside(heads["summary"], share, prompt, count) for count in steps]
-        made.append(
+        entries.append(
             {
                 "prompt": prompt,
                 "share": share,
@@ -42,7 +42,7 @@ def rows(heads: Found, shares: Sequence[float] = SHARES, steps: Sequence[int] = 
                 "completed_error": [error(heads, "completed", count) for count in left],
             }
         )
-    return made
+    return entries
 
 
 def _beside(summary: float, share: float, prompt: int, generated: int) -> int | None:

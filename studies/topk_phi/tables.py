@@ -63,10 +63,10 @@ def _of_kind(rows: list[Row]) -> Iterator[str]:
     known = [t for t in tasks if any(row.informative for row in _of(rows, "full", t))]
     yield f"## Quality, {length} tokens, n = {samples}"
     yield ""
-    said = ", ".join(task for task in known if task != "ppl_books")
+    named = ", ".join(task for task in known if task != "ppl_books")
     books = "; ppl_books: perplexity of 512 tokens after 512" if "ppl_books" in tasks else ""
     yield (
-        f"Scores in %{books}. Mean: over the tasks that the full cache answers (others: *), {said}. Read: "
+        f"Scores in %{books}. Mean: over the tasks that the full cache answers (others: *), {named}. Read: "
         "tokens a KV head and step in those, question and answer with them; φ: charged to one step, the "
         "paper's count; to choose: what the selection looks at besides."
     )
@@ -87,25 +87,27 @@ def _table(
     lines: Sequence[tuple[str, str, str | None]], rows: list[Row], tasks: list[str], known: list[str]
 ) -> Iterator[str]:
     heads = ["share", "method", "policy", "read", "φ", "to choose", "mean", *tasks]
-    made = []
+    shown = []
     for share, name, spec in lines:
-        found = {} if spec is None else {task: _of(rows, spec, task) for task in tasks}
-        if spec is not None and not any(found.values()):
+        by_task = {} if spec is None else {task: _of(rows, spec, task) for task in tasks}
+        if spec is not None and not any(by_task.values()):
             continue
-        cells = [_cell(found.get(task, [])) for task in tasks]
-        mine = [row for task, some in found.items() if task in known for row in some if row.score is not None]
-        whole = {row.cell.task for row in mine} >= {task for task in known if task != "ppl_books"}
-        told = _means(mine, whole)
-        made.append([share, name, f"`{spec}`" if spec else "–", *told, *cells])
-    yield table.markdown(heads, made)
+        cells = [_cell(by_task.get(task, [])) for task in tasks]
+        own = [
+            row for task, some in by_task.items() if task in known for row in some if row.score is not None
+        ]
+        whole = {row.cell.task for row in own} >= {task for task in known if task != "ppl_books"}
+        means = _means(own, whole)
+        shown.append([share, name, f"`{spec}`" if spec else "–", *means, *cells])
+    yield table.markdown(heads, shown)
 
 
 def _of(rows: list[Row], spec: str, task: str) -> list[Row]:
     """The cell with the newest file of its maps, not with one that was trained or silenced anew since."""
     name = repr(catalogue.policy(spec))
-    mine = [row for row in rows if row.cell.policy == name]
-    newest = {row.cell.weights.partition("@")[0]: row.cell.weights for row in mine}
-    return [row for row in mine if row.cell.task == task and row.cell.weights in newest.values()]
+    cells = [row for row in rows if row.cell.policy == name]
+    newest = {row.cell.weights.partition("@")[0]: row.cell.weights for row in cells}
+    return [row for row in cells if row.cell.task == task and row.cell.weights in newest.values()]
 
 
 def _cell(rows: list[Row]) -> str:

@@ -89,7 +89,7 @@ def measured(
     tokens = [jnp.asarray(row)[None] for row in rows]
     goals = [_goal(net, frozen, row) for row in tokens]
     window = min(1.0, net.window / rows.shape[1])
-    found = []
+    points = []
     for lam, file in _files(folder):
         layers = distill.stack_layers(load_weights(file, model).layers)
         for tau in TAUS:
@@ -97,17 +97,17 @@ def measured(
             losses, kept = np.asarray(each, float).T
             point: dict[str, Any] = {"gates": file.stem, "lambda": lam, "tau": tau}
             point |= {"cache": window + (1 - window) * float(kept.mean()), "loss": float(losses.mean())}
-            found.append(point | {"losses": losses.tolist()})
-    return found
+            points.append(point | {"losses": losses.tolist()})
+    return points
 
 
 def _files(folder: Path) -> list[tuple[float, Path]]:
     """(lambda, file) of the write gates in a folder, lambda rising."""
     every = [(file, read_weights(file).notes) for file in sorted(folder.glob("*.safetensors"))]
-    found = [(float(notes["lambda"]), file) for file, notes in every if notes["method"] == WriteGate.learns]
-    if not found:
+    files = [(float(notes["lambda"]), file) for file, notes in every if notes["method"] == WriteGate.learns]
+    if not files:
         raise WeightsError(f"--gates {folder} holds no write gates. Train some: python -m train.gates.")
-    return sorted(found)
+    return sorted(files)
 
 
 def over_front(points: list[dict[str, Any]], point: dict[str, Any]) -> float | None:
@@ -130,15 +130,15 @@ def picture(points: list[dict[str, Any]], marked: float, file: Path) -> Path:
     plt = plotting.pyplot()
     figure, (axis,) = plotting.panels(plt, 1, 1, (7, 4.2))
     for number, name in enumerate(dict.fromkeys(p["gates"] for p in points)):
-        mine = [p for p in points if p["gates"] == name]
-        x, y = np.asarray([(100 * p["cache"], p["loss"]) for p in mine]).T
-        label = f"{name} (λ = {mine[0]['lambda']:g})"
+        own = [p for p in points if p["gates"] == name]
+        x, y = np.asarray([(100 * p["cache"], p["loss"]) for p in own]).T
+        label = f"{name} (λ = {own[0]['lambda']:g})"
         axis.plot(x, y, lw=1, ms=5, label=label, **plotting.style(number))
-        told = [px for p, px in zip(mine, x) if p["tau"] == marked]
+        marked_sizes = [px for p, px in zip(own, x) if p["tau"] == marked]
         at, side = ((7, 5), "left") if number % 2 else ((-7, -11), "right")
         how: dict[str, Any] = {"textcoords": "offset points", "ha": side, "fontsize": 7}
-        for p, px, py in zip(mine, x, y):
-            crowded = p["tau"] != marked and any(abs(px - other) < 1.5 for other in told)
+        for p, px, py in zip(own, x, y):
+            crowded = p["tau"] != marked and any(abs(px - other) < 1.5 for other in marked_sizes)
             axis.annotate("" if crowded else f"{p['tau']:g}", (px, py), at, **how)
     ringed = np.asarray([(100 * p["cache"], p["loss"]) for p in points if p["tau"] == marked])
     if ringed.size:
@@ -183,10 +183,8 @@ def _sweep(words: Sequence[str]) -> None:
     parser.add_argument("--config", type=Path, required=True)
     parser.add_argument("--gates", type=Path, required=True, metavar="DIR", help="one file of gates a lambda")
     parser.add_argument("--out", type=Path, default=RESULTS, metavar="DIR", help=f"default: {RESULTS}")
-    parser.add_argument(
-        "--length", type=cli.whole("--length", 1), default=1024, help="tokens (default: 1024)"
-    )
-    parser.add_argument("--rows", type=cli.whole("--rows", 1), default=12, help="held-out rows (default: 12)")
-    parser.add_argument("--sinks", type=cli.whole("--sinks", 0), default=4, help="tokens (default: 4)")
+    parser.add_argument("--length", type=cli.whole(1), default=1024, help="tokens (default: 1024)")
+    parser.add_argument("--rows", type=cli.whole(1), default=12, help="held-out rows (default: 12)")
+    parser.add_argument("--sinks", type=cli.whole(0), default=4, help="tokens (default: 4)")
     args = parser.parse_args(words)
     run(read(args.config), args.gates, args.out, args.length, args.rows, args.sinks)

@@ -1,4 +1,4 @@
-"""What an admission would need that knew which needle will be asked for.
+"""An admission that knows which needle will be asked for: what it needs.
 
 python -m studies.wg_kv.oracle --samples 100 --out results/wg_kv
 
@@ -52,7 +52,7 @@ class Told(Admission):
 
     def admit(self, params: Params | None, observed: Observation) -> Bool[Array, "B K T"]:
         """What ``keep`` says of each position."""
-        assert params is not None  # noqa: S101
+        assert params is not None
         keep, pos = params["keep"], observed.pos[:, None, :]
         at = jnp.clip(pos, 0, keep.shape[2] - 1)
         return jnp.take_along_axis(keep, at, axis=2) & (pos < keep.shape[2])
@@ -80,7 +80,7 @@ def measured(
     """``found`` (share of the needles), ``live`` and ``slots`` (of the full cache while answering, shares).
 
     Args:
-      model: on what.
+      model: the model.
       samples: needles whose question comes after the compression.
       heads: those that admit the sentence.
       length, window, sinks: tokens.
@@ -89,7 +89,7 @@ def measured(
     context = decode.bucket(length, model.network.max_positions)
     rows, parts = runner.batched(samples, length)
     score = tasks.tasks()[TASK].score
-    assert score is not None  # noqa: S101
+    assert score is not None
     right, share, slots = [], [], []
     for part in parts:
         filled = part + part[:1] * (rows - len(part))
@@ -112,10 +112,10 @@ def main(words: Sequence[str] | None = None) -> int:
 def _run(words: Sequence[str]) -> None:
     parser = cli.Parser(prog="python -m studies.wg_kv.oracle", description=(__doc__ or "").splitlines()[0])
     add_model(parser)
-    parser.add_argument("--length", type=cli.whole("--length", 256), default=1024, help="default: 1024")
-    parser.add_argument("--window", type=cli.whole("--window", 1), default=32, help="default: 32")
-    parser.add_argument("--sinks", type=cli.whole("--sinks", 0), default=4, help="default: 4")
-    parser.add_argument("--samples", type=cli.whole("--samples", 2), default=100, help="default: 100")
+    parser.add_argument("--length", type=cli.whole(256), default=1024, help="default: 1024")
+    parser.add_argument("--window", type=cli.whole(1), default=32, help="default: 32")
+    parser.add_argument("--sinks", type=cli.whole(0), default=4, help="default: 4")
+    parser.add_argument("--samples", type=cli.whole(2), default=100, help="default: 100")
     parser.add_argument("--heads", default=RETRIEVING, help=f"layer.head,... (default: {RETRIEVING})")
     cli.add(parser, "--out", default=RESULTS, help=f"default: {RESULTS}")
     values = vars(parser.parse_args(words))
@@ -128,18 +128,18 @@ def _run(words: Sequence[str]) -> None:
     for head in values["heads"].split(","):
         some[tuple(map(int, head.split(".")))] = True
     sizes = {name: values[name] for name in ("length", "window", "sinks")}
-    found = {
+    results = {
         name: measured(model, samples, heads, **sizes)
         for name, heads in (("every head", every), (values["heads"], some), ("no head", np.zeros_like(every)))
     }
-    for name, told in found.items():
-        print(f"{name:<28} found {100 * told['found']:5.1f} %  live bytes {100 * told['live']:5.2f} %")
+    for name, result in results.items():
+        print(f"{name:<28} found {100 * result['found']:5.1f} %  live bytes {100 * result['live']:5.2f} %")
     facts = (
         {"task": TASK, "samples": len(samples)}
         | sizes
         | about(model, data)
         | versions()
-        | {"admitted": found}
+        | {"admitted": results}
     )
     values["out"].mkdir(parents=True, exist_ok=True)
     file = values["out"] / "oracle.json"

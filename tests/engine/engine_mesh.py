@@ -2,8 +2,8 @@
 
     python tests/engine/engine_mesh.py MESH [N ...]          of POLICIES
 
-A line of JSON: what differs. Rows of several policies come and go in few places, and a context is kept, saved
-and continued.
+Prints what differs as a line of JSON. Rows of several policies come and go in small batches, and a context is
+kept, saved and continued.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ SIZES: dict[str, Any] = {"max_rows": 2, "context": 72, "chunk": 16, "segment": 4
 
 def learned(policy: str, home: Path) -> dict[str, Path]:
     """Files of random weights of its parts, by their names."""
-    model, found = mesh_run.model(), {}
+    model, files = mesh_run.model(), {}
     for part in kvjax.policy(policy).learned:
-        found[part.name] = home / f"{part.name}.safetensors"
-        save_weights(found[part.name], model, part, part.example_weights(jax.random.key(1), model.network))
-    return found
+        files[part.name] = home / f"{part.name}.safetensors"
+        save_weights(files[part.name], model, part, part.example_weights(jax.random.key(1), model.network))
+    return files
 
 
 def served(on: Mesh, policies: list[str], home: Path) -> dict[str, Any]:
     """Texts, what rows held at their end, pages that are left over."""
     model = mesh_run.model()
     sources = {policy: learned(policy, home) or None for policy in policies}
-    laid = model if on == ONE else decode.on_mesh(model, Policy(), {}, on)[0]
+    sharded = model if on == ONE else decode.on_mesh(model, Policy(), {}, on)[0]
     prompts = mesh_run.prompts()
-    asked = [
+    requests = [
         Request(
             prompt=prompts[at],
             max_new_tokens=6 + 2 * at,
@@ -62,11 +62,11 @@ def served(on: Mesh, policies: list[str], home: Path) -> dict[str, Any]:
         for policy in policies
         for at in (0, 1, 3)
     ]
-    with Engine(laid, kv_memory=1 << 24, **SIZES) as engine:
-        tickets = [engine.submit(request) for request in asked]
+    with Engine(sharded, kv_memory=1 << 24, **SIZES) as engine:
+        tickets = [engine.submit(request) for request in requests]
         events = [list(ticket) for ticket in tickets]
         engine.metrics()  # after the segment in which the last of them ended
-        looks = [engine.inspect(ticket) for ticket in tickets]
+        inspections = [engine.inspect(ticket) for ticket in tickets]
         kv = [ticket.usage.kv for ticket in tickets]
         engine.contexts.create("kept", prompts[2], policy="full")
         engine.contexts.save(home / "contexts")
@@ -74,11 +74,11 @@ def served(on: Mesh, policies: list[str], home: Path) -> dict[str, Any]:
         engine.contexts.load(home / "contexts")
         onward = Request(prompt=[3, 4], context="kept", max_new_tokens=5, logprobs=0)
         events.append(list(engine.submit(onward)))
-        left = [(lane.pages, lane.pages_used, lane.rows) for lane in engine.metrics().lanes]
+        left = [(batch.pages, batch.pages_used, batch.rows) for batch in engine.metrics().batches]
     return {
         "tokens": [[event.token for event in row] for row in events],
         "logprobs": [[event.logprob or 0.0 for event in row] for row in events],
-        "held": [[[h.ring, h.pages, h.codes] for layer in look.streams for h in layer] for look in looks],
+        "held": [[[h.ring, h.pages, h.codes] for layer in one.heads for h in layer] for one in inspections],
         "live": [(one.live, one.layers.tolist()) for one in kv],
         "left": left,
     }
@@ -91,18 +91,18 @@ def main() -> None:
         many = served(kvjax.mesh(sys.argv[1]), policies, Path(home))
     apart = [np.abs(np.subtract(a, b)).max() for a, b in zip(one["logprobs"], many["logprobs"])]
     same = [
-        all(np.array_equal(x, y) for a, b in zip(mine, theirs) for x, y in zip(a, b))
-        for mine, theirs in zip(one["held"], many["held"])
+        all(np.array_equal(x, y) for a, b in zip(left, right) for x, y in zip(a, b))
+        for left, right in zip(one["held"], many["held"])
     ]
-    found = {
+    result = {
         "tokens": one["tokens"] == many["tokens"],
         "logprobs": float(max(apart)),
         "held": all(same),
         "live": one["live"] == many["live"],
         "used": [used for _, used, _ in many["left"]],
-        "slots": sum(len(x) for row in many["held"] for stream in row for x in stream),
+        "slots": sum(len(x) for row in many["held"] for head in row for x in head),
     }
-    print(json.dumps(found), flush=True)
+    print(json.dumps(result), flush=True)
 
 
 if __name__ == "__main__":

@@ -38,21 +38,21 @@ def engine(folder, **more):
     return Engine(kvjax.load(folder), **SIZES, **more)
 
 
-def asked(weights=None):
+def make_request(weights=None):
     return Request(prompt=QUESTION, max_new_tokens=9, policy=POLICY, context="book", weights=weights)
 
 
 def test_a_context_goes_on_with_the_weights_it_was_read_with(folder, tmp_path):
     with engine(folder) as first:
         first.contexts.create("book", PROMPT, policy=POLICY, weights={"duo": "other"})
-        want = first.submit(asked()).result()
-        assert first.submit(asked({"duo": "other"})).result() == want
+        want = first.submit(make_request()).result()
+        assert first.submit(make_request({"duo": "other"})).result() == want
         with pytest.raises(ContextMismatch):
-            first.submit(asked({"duo": "default"}))
+            first.submit(make_request({"duo": "default"}))
         first.contexts.save(tmp_path / "kept")
     with engine(folder) as second:  # nobody tells it which weights those were
         assert [x.name for x in second.contexts.load(tmp_path / "kept")] == ["book"]
-        assert second.submit(asked()).result() == want
+        assert second.submit(make_request()).result() == want
 
 
 def test_weights_that_moved_are_taken_from_where_they_are_now(folder, tmp_path):

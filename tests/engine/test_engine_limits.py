@@ -1,4 +1,4 @@
-"""What the engine does when it has no place, no memory, no time, or a fault."""
+"""What the engine does when it has no free row, no memory, no time, or a fault."""
 
 from __future__ import annotations
 
@@ -12,15 +12,14 @@ from tiny import quick_compiles  # noqa: F401
 import kvjax
 from kvjax.decode import RequestError
 from kvjax.engine import Draining, Engine, EngineDead, QueueFull, Request
-from kvjax.engine._lane import Lane
-from kvjax.engine._reader import Reader
-from kvjax.engine._reading import Reading
+from kvjax.engine.batch import RunningBatch
+from kvjax.engine.prefill import Prefill, Prefiller
 
 SIZES = {"max_rows": 3, "context": 96, "chunk": 16, "segment": 4, "page": tiny.PAGE}
 POLICY = "random + uniform(24, every(8))"
 
 
-def asked(seed: int = 1, tokens: int = 12, **more) -> Request:
+def make_request(seed: int = 1, tokens: int = 12, **more) -> Request:
     return Request(prompt=tiny.prompt(20, seed), max_new_tokens=tokens, policy=POLICY, **more)
 
 
@@ -35,45 +34,45 @@ def test_a_full_queue_says_when_to_come_again(engine):
 
     def many() -> None:
         for seed in range(9):
-            running.append(engine.submit(asked(seed, 60)))
+            running.append(engine.submit(make_request(seed, 60)))
 
-    with pytest.raises(QueueFull, match="Ask again in") as told:
+    with pytest.raises(QueueFull, match="Ask again in") as error:
         many()
-    assert told.value.retry_after >= 1
+    assert error.value.retry_after >= 1
     assert [len(ticket.result()) for ticket in running] == [60] * len(running)
 
 
 def test_draining_ends_what_was_begun_and_takes_nothing_new(engine):
-    engine.submit(asked()).result()
-    ticket = engine.submit(asked(2, 40))
+    engine.submit(make_request()).result()
+    ticket = engine.submit(make_request(2, 40))
     assert engine.health == "ready"
     assert engine.drain(deadline=60) is True
     assert (ticket.finish_reason, engine.health) == ("length", "draining")
     with pytest.raises(Draining):
-        engine.submit(asked())
+        engine.submit(make_request())
     engine.close()
     assert engine.health == "dead"
     with pytest.raises(EngineDead):
-        engine.submit(asked())
+        engine.submit(make_request())
 
 
 def test_draining_has_an_end(engine):
-    tickets = [engine.submit(asked(seed, 70)) for seed in range(2)]
+    tickets = [engine.submit(make_request(seed, 70)) for seed in range(2)]
     next(iter(tickets[0]))
     assert engine.drain(deadline=0.01) is False
     assert {ticket.finish_reason or list(ticket)[-1].finish_reason for ticket in tickets} == {"cancelled"}
 
 
 def test_a_fault_in_one_request_ends_it_alone(engine, monkeypatch):
-    unit = Reading.unit
+    unit = Prefill.unit
 
     def breaks(self):
-        if self.tokens[0] == tiny.prompt(20, 7)[0] and len(self.tokens) == 21:
+        if self.request.tokens[0] == tiny.prompt(20, 7)[0] and len(self.request.tokens) == 21:
             raise ArithmeticError("planted")
         unit(self)
 
-    monkeypatch.setattr(Reading, "unit", breaks)
-    good = engine.submit(asked(1))
+    monkeypatch.setattr(Prefill, "unit", breaks)
+    good = engine.submit(make_request(1))
     bad = engine.submit(Request(prompt=tiny.prompt(21, 7), max_new_tokens=4, policy=POLICY))
     with pytest.raises(ArithmeticError, match="planted"):
         bad.result()
@@ -82,43 +81,43 @@ def test_a_fault_in_one_request_ends_it_alone(engine, monkeypatch):
     assert engine.metrics().requests["error"] == 1
 
 
-def test_a_fault_of_the_engine_is_told_to_everybody(engine, monkeypatch):
+def test_a_fault_of_the_engine_is_raised_by_every_ticket(engine, monkeypatch):
     def breaks(self, steps, now):
         raise MemoryError("planted")
 
-    monkeypatch.setattr(Lane, "step", breaks)
-    tickets = [engine.submit(asked(seed)) for seed in range(2)]
+    monkeypatch.setattr(RunningBatch, "step", breaks)
+    tickets = [engine.submit(make_request(seed)) for seed in range(2)]
     for ticket in tickets:
-        with pytest.raises(EngineDead) as told:
+        with pytest.raises(EngineDead) as error:
             ticket.result()
-        assert isinstance(told.value.__cause__, MemoryError)
+        assert isinstance(error.value.__cause__, MemoryError)
     assert engine.health == "dead"
     assert isinstance(engine.fault, MemoryError)
     with pytest.raises(EngineDead):
         engine.metrics()
 
 
-def test_idle_lanes_make_room_for_other_policies():
+def test_idle_batches_make_room_for_other_policies():
     with Engine(tiny.model(), kv_memory=1 << 22, max_lanes=1, **SIZES) as engine:
-        first = engine.submit(asked(1, 30))
+        first = engine.submit(make_request(1, 30))
         other = engine.submit(Request(prompt=tiny.prompt(20, 2), max_new_tokens=5))
-        found = first.result()
-        assert (len(found), len(other.result())) == (30, 5)
-        assert [lane.policy for lane in engine.metrics().lanes] == ["full"]
-        assert first.usage.total < other.usage.total  # it had to wait for the lane
-        assert engine.submit(asked(1, 30)).result() == found
-        assert len(engine.metrics().lanes) == 1
+        tokens = first.result()
+        assert (len(tokens), len(other.result())) == (30, 5)
+        assert [batch.policy for batch in engine.metrics().batches] == ["full"]
+        assert first.usage.total < other.usage.total  # it had to wait for the batch
+        assert engine.submit(make_request(1, 30)).result() == tokens
+        assert len(engine.metrics().batches) == 1
 
 
 def test_an_event_loop_waits_for_tokens_without_blocking(engine):
     async def two() -> list[list[int]]:
         async def one(seed: int) -> list[int]:
-            return [event.token async for event in engine.submit(asked(seed))]
+            return [event.token async for event in engine.submit(make_request(seed))]
 
         return await asyncio.gather(one(1), one(2))
 
-    found = asyncio.run(two())
-    assert found == [engine.submit(asked(seed)).result() for seed in (1, 2)]
+    texts = asyncio.run(two())
+    assert texts == [engine.submit(make_request(seed)).result() for seed in (1, 2)]
 
 
 @pytest.mark.parametrize(
@@ -126,7 +125,7 @@ def test_an_event_loop_waits_for_tokens_without_blocking(engine):
     [
         ({"prompt": []}, "nothing to continue"),
         ({"prompt": [61]}, "token id 61 at 0"),
-        ({"prompt": [[1]]}, "no list of token ids"),
+        ({"prompt": [[1]]}, "not a list of token ids"),
         ({"prompt": tiny.prompt(90), "max_new_tokens": 7}, "Ask for at most 6"),
         ({"max_new_tokens": 0}, "max_new_tokens=0"),
         ({"temperature": -1.0}, "temperature=-1.0"),
@@ -155,23 +154,23 @@ def test_rows_are_preempted_where_memory_runs_short_and_their_text_stays(monkeyp
     with Engine(tiny.model(), kv_memory=1 << 22, **sizes) as roomy:
         expected = [ticket.result() for ticket in [roomy.submit(request) for request in requests]]
         assert roomy.metrics().preempted == 0
-        lane = roomy._scheduler.space.lanes[0]
-        pages = lane.bytes_of([1])
-        held = lane.allocated - lane.bytes_of(lane.counts)
+        batch = roomy._scheduler.memory.batches[0]
+        pages = batch.bytes_of([1])
+        held = batch.allocated - batch.bytes_of(batch.counts)
     with Engine(tiny.model(), kv_memory=held + 40 * pages, share=0.0, **sizes) as small:
         if overtaken:
-            compiled = Reader._compiled
+            compiled = Prefiller._compiled
 
-            def late(reader, begun, seconds):
-                running = small._scheduler.space.running
-                return (begun.job.ticket.id > 1 or running) and compiled(reader, begun, seconds)
+            def late(prefiller, prefill, seconds):
+                running = small._scheduler.memory.running
+                return (prefill.request.ticket.id > 1 or running) and compiled(prefiller, prefill, seconds)
 
-            monkeypatch.setattr(Reader, "_compiled", late)
+            monkeypatch.setattr(Prefiller, "_compiled", late)
         begun = time.monotonic()
         tickets = [small.submit(request) for request in requests]
-        found = [ticket.result() for ticket in tickets]
+        texts = [ticket.result() for ticket in tickets]
         metrics = small.metrics()
-    assert found == expected
+    assert texts == expected
     assert metrics.preempted == sum(ticket.usage.preempted for ticket in tickets) >= 1
     assert tickets[0].usage.preempted == 0  # the oldest stays
     assert metrics.kv_allocated <= metrics.kv_memory

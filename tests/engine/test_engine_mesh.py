@@ -14,8 +14,8 @@ import pytest
 import tiny
 
 from kvjax.decode import RequestError
-from kvjax.engine import _layout as layout
-from kvjax.engine import _settings as settings
+from kvjax.engine import pages as paging
+from kvjax.engine import settings
 from kvjax.sharding.mesh import ONE, sizes_of
 
 HERE = Path(__file__).parent
@@ -33,23 +33,23 @@ def test_an_engine_on_a_mesh_serves_what_one_device_serves(mesh):
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert found["tokens"]
-    assert found["held"]
-    assert found["live"]
-    assert found["logprobs"] < 5e-5
-    assert found["slots"] > 500
-    assert set(found["used"]) == {0}  # every page is back once its row is gone
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert result["tokens"]
+    assert result["held"]
+    assert result["live"]
+    assert result["logprobs"] < 5e-5
+    assert result["slots"] > 500
+    assert set(result["used"]) == {0}  # every page is back once its row is gone
 
 
 def test_pages_are_counted_on_the_device_that_needs_most():
     live = np.asarray([[9], [17], [8], [1]])  # two heads a device, pages of 8
-    assert layout.pages_for(live, 8, 1).tolist() == [2 + 3 + 1 + 1]
-    assert layout.pages_for(live, 8, 2).tolist() == [5, 2]
+    assert paging.pages_for(live, 8, 1).tolist() == [2 + 3 + 1 + 1]
+    assert paging.pages_for(live, 8, 2).tolist() == [5, 2]
 
 
 @pytest.mark.parametrize(
-    ("mesh", "share", "said"),
+    ("mesh", "share", "message"),
     [
         (
             "data=2",
@@ -59,11 +59,11 @@ def test_pages_are_counted_on_the_device_that_needs_most():
         ("tensor=2", True, r"share_pages=True\) is for one device, and the model lies on data=1,tensor=2"),
     ],
 )
-def test_a_mesh_that_an_engine_cannot_use_is_refused(monkeypatch, mesh, share, said):
+def test_a_mesh_that_an_engine_cannot_use_is_refused(monkeypatch, mesh, share, message):
     monkeypatch.setattr(settings, "mesh_of", lambda _: sizes_of(mesh))
     sizes = {"kv_memory": 1, "context": None, "page": None, "share": None, "share_pages": share}
-    with pytest.raises(RequestError, match=said):
-        settings.Settings.checked(tiny.model(), **sizes)
+    with pytest.raises(RequestError, match=message):
+        settings.EngineSettings.checked(tiny.model(), **sizes)
 
 
 def test_a_mesh_over_several_processes_is_refused(monkeypatch):

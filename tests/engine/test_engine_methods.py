@@ -15,8 +15,8 @@ import kvjax
 from kvjax import catalogue
 from kvjax.algebra import Number, Observation, Picked, Policy, Selection
 from kvjax.engine import Engine, Request
-from kvjax.engine._check import Learned, Shelf
-from kvjax.engine._dials import by_rows, stack
+from kvjax.engine.request import LearnedWeights, WeightCache
+from kvjax.engine.row_policies import by_rows, stack
 from kvjax.types import EMPTY
 from pallas_kernels.ragged_decode.api import largest_scores
 
@@ -66,7 +66,8 @@ def test_the_engine_writes_what_generate_writes_under_every_policy(policy, monke
 
 def check_engine_equals_generate(policy, monkeypatch, sizes):
     """Rows (prompt length, new tokens) write the same together, alone, and in ``generate``."""
-    monkeypatch.setattr(Shelf, "get", lambda self, policy, given: Learned(tiny.weights(policy), "random"))
+    random = LearnedWeights(tiny.weights(policy), "random")
+    monkeypatch.setattr(WeightCache, "get", lambda self, policy, named: random)
     requests = [
         Request(prompt=tiny.prompt(length, length), max_new_tokens=count, logprobs=0)
         for length, count in sizes
@@ -76,7 +77,7 @@ def check_engine_equals_generate(policy, monkeypatch, sizes):
     ) as engine:
         together = [ticket.result() for ticket in [engine.submit(request) for request in requests]]
         alone = [engine.submit(request).result() for request in requests]
-        assert engine.metrics().lanes[0].pages_used == 0
+        assert engine.metrics().batches[0].pages_used == 0
     assert together == alone
     if any(name in repr(policy) for name in TIES):
         return
@@ -88,7 +89,7 @@ def check_engine_equals_generate(policy, monkeypatch, sizes):
         assert tokens == want.tokens[0]
 
 
-def test_weights_that_a_dial_decides_about_are_a_rows_own():
+def test_weights_that_a_hyperparameter_decides_about_are_a_rows_own():
     """Of each row, its own share of DuoAttention's heads; what ``admit`` says is that of the row alone."""
     policies = [kvjax.policy(f"duo({share}, window=24)") for share in (0.25, 0.5, 1.0)]
     weights = tiny.weights(policies[0])["admission"]
@@ -109,5 +110,5 @@ def test_the_engine_needs_no_web_library():
 
     web = ("fastapi", "uvicorn", "starlette", "pydantic")
     code = f"import sys, kvjax.engine; print([x for x in {web} if x in sys.modules])"
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert found.stdout.strip() == "[]"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"

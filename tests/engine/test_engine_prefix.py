@@ -10,7 +10,7 @@ from tiny import quick_compiles  # noqa: F401
 
 import kvjax
 from kvjax import catalogue, decode
-from kvjax.engine import _prefix as prefixes
+from kvjax.engine.prefix import generated_too, shareable
 
 CHUNK, CONTEXT = 16, 96
 RULE = {  # policy: (shared at chunk borders, generated tokens too)
@@ -34,20 +34,20 @@ EVERY = [p for method in catalogue.methods() for p in method.examples if repr(p)
 @pytest.mark.parametrize("spec", RULE)
 def test_the_rule(spec):
     policy = kvjax.policy(spec)
-    assert (prefixes.shareable(policy), prefixes.generated_too(policy)) == RULE[spec]
+    assert (shareable(policy), generated_too(policy)) == RULE[spec]
 
 
 def compared(state: kvjax.KVState) -> list[np.ndarray]:
-    """All that decides what comes after: rings where they hold something, streams, counts."""
-    found = [np.asarray(state.length)]
+    """All that decides what comes after: rings where they hold something, lists, counts."""
+    arrays = [np.asarray(state.length)]
     for layer in state.layers:
         window = min(int(state.length[0]), layer.ring.window)
         slots = np.arange(int(state.length[0]) - window, int(state.length[0])) % layer.ring.window
-        found += [np.asarray(x)[:, :, slots] for x in (layer.ring.k, layer.ring.v, layer.ring.admit)]
-        found += [np.asarray(leaf) for leaf in jax.tree.leaves(layer.summary)]
+        arrays += [np.asarray(x)[:, :, slots] for x in (layer.ring.k, layer.ring.v, layer.ring.admit)]
+        arrays += [np.asarray(leaf) for leaf in jax.tree.leaves(layer.summary)]
         for (_, _), slots in sorted(tiny.held(*layer.pools).items()):
-            found += [np.asarray(x) for pos in sorted(slots) for x in (pos, *slots[pos])]
-    return found
+            arrays += [np.asarray(x) for pos in sorted(slots) for x in (pos, *slots[pos])]
+    return arrays
 
 
 def read(policy: kvjax.Policy, tokens: list[int]) -> kvjax.KVState:
@@ -60,24 +60,24 @@ def marked(policies: list, quick: tuple[str, ...]) -> list:
     return [pytest.param(p, marks=[] if repr(p) in quick else slow, id=repr(p)) for p in policies]
 
 
-CHUNKED = [p for p in [*map(kvjax.policy, RULE), *EVERY] if prefixes.shareable(p)]
+CHUNKED = [p for p in [*map(kvjax.policy, RULE), *EVERY] if shareable(p)]
 
 
 @pytest.mark.parametrize("policy", marked(CHUNKED, QUICK))
 def test_at_a_border_the_state_does_not_depend_on_what_follows(policy):
     """What stands after two chunks is what stood there on the way to a longer text.
 
-    The same slots; their values up to the order in which a stream's pages are added up.
+    The same slots; their values up to the order in which the pages of a KV head are added up.
     """
     prompt = tiny.prompt(3 * CHUNK, 5)
     short = read(policy, prompt[: 2 * CHUNK])
     long = read(policy, prompt)
     again, _ = decode.extend(tiny.model(), policy, short, [prompt[2 * CHUNK :]], weights=tiny.weights(policy))
-    for mine, theirs in zip(compared(again), compared(long), strict=True):
-        np.testing.assert_allclose(mine, theirs, atol=2e-5)
+    for left, right in zip(compared(again), compared(long), strict=True):
+        np.testing.assert_allclose(left, right, atol=2e-5)
 
 
-ANSWERS = [p for p in [*map(kvjax.policy, RULE), *EVERY] if prefixes.generated_too(p)]
+ANSWERS = [p for p in [*map(kvjax.policy, RULE), *EVERY] if generated_too(p)]
 
 
 @pytest.mark.parametrize("policy", marked(ANSWERS, ()))
@@ -85,5 +85,5 @@ def test_generated_tokens_leave_what_they_would_as_a_prompt(policy):
     prompt, answer = tiny.prompt(40, 6), tiny.prompt(20, 7)
     state = decode.reserve(policy, read(policy, prompt), len(answer), 1)
     stepped, _ = tiny.feed(policy, state, np.asarray([answer]))
-    for mine, theirs in zip(compared(stepped), compared(read(policy, [*prompt, *answer])), strict=True):
-        np.testing.assert_allclose(mine, theirs, atol=2e-5)
+    for left, right in zip(compared(stepped), compared(read(policy, [*prompt, *answer])), strict=True):
+        np.testing.assert_allclose(left, right, atol=2e-5)

@@ -1,7 +1,7 @@
-"""Rows that come and go, against an oracle that knows no pages: whoever stands where, nobody reads another's.
+"""Rows that come and go, against an oracle that knows no pages: no row ever reads another's slots.
 
-The oracle is a table of what each token holds and, for each place, the tokens of every stream's lists. After
-each operation every live slot of every place is compared, and every page is owned once or free.
+The oracle is a table of what each token holds and, for each row, the tokens of every KV head's lists. After
+each operation every live slot of every row is compared, and every page is owned once or free.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ resize = jax.jit(pool.resize, static_argnums=1)
 
 
 class History:
-    """A running batch of four places and what the oracle knows of it."""
+    """A running batch of four rows and what the oracle knows of it."""
 
     lends = False
 
@@ -115,37 +115,37 @@ class History:
         return k, v, numbers.astype(np.int32), age
 
     def pages(self) -> int:
-        return sum(-(-len(x) // S) for mine in self.lists.values() for x in mine.values())
+        return sum(-(-len(x) // S) for lists in self.lists.values() for x in lists.values())
 
     # --- operations
 
     def come(self) -> None:
-        """A row that was read alone takes a place; its pool is small or large, its lists short or long."""
+        """A row that was read alone enters the batch; its pool is small or large, its lists short or long."""
         free = [row for row in range(B) if row not in self.lists]
         if not free:
             return
         row = int(self.random.choice(free))
         count = int(self.random.choice(SOURCES))
-        source, mine = empty(self.storage, 1, count, M if count == SOURCES[0] else M + 1), {}
+        source, lists = empty(self.storage, 1, count, M if count == SOURCES[0] else M + 1), {}
         for _ in range(int(self.random.integers(0, 4))):
             numbers = self.tokens(6)
             which = self.random.integers(-1, R, (1, K, 6)).astype(np.int32)
             for head, at in np.ndindex(K, 6):
                 if which[0, head, at] >= 0:
-                    mine.setdefault((head, int(which[0, head, at])), set()).add(int(numbers[at]))
+                    lists.setdefault((head, int(which[0, head, at])), set()).add(int(numbers[at]))
             source = append(self.storage, source, *self.entry(numbers[None]), which)
         if (
-            sum(-(-len(x) // S) for x in mine.values()) > count
-            or max(map(len, mine.values()), default=0) > M * S
+            sum(-(-len(x) // S) for x in lists.values()) > count
+            or max(map(len, lists.values()), default=0) > M * S
         ):
             return
-        if self.pages() + sum(-(-len(x) // S) for x in mine.values()) > self.count:
+        if self.pages() + sum(-(-len(x) // S) for x in lists.values()) > self.count:
             return
         self.rings[row] = own = self.tokens(W)
         k, v, _, age = self.entry(own[None])
         source = put(source, k[0], v[0], age[0], 0)
         self.cache = insert(self.cache, source, np.int32(row))
-        self.lists[row] = {at: mine.get(at, set()) for at in np.ndindex(K, R)}
+        self.lists[row] = {at: lists.get(at, set()) for at in np.ndindex(K, R)}
         self.check("insert")
 
     def go(self) -> None:
@@ -155,7 +155,7 @@ class History:
         freed = self.freed(gone)
         self.cache = release(self.cache, gone)
         assert int(self.cache.pages.n_free) == before + freed
-        self.lists = {row: mine for row, mine in self.lists.items() if not gone[row]}
+        self.lists = {row: lists for row, lists in self.lists.items() if not gone[row]}
         self.rings = {row: own for row, own in self.rings.items() if not gone[row]}
         self.check("release")
 
@@ -166,29 +166,29 @@ class History:
     def write(self) -> None:
         """A token for some of the rows that are there."""
         numbers, which = self.tokens(B), np.full((B, K, 1), -1, np.int32)
-        for row, mine in self.lists.items():
+        for row, lists in self.lists.items():
             for head in range(K):
                 kind = int(self.random.integers(-1, R))
-                if kind < 0 or len(mine[head, kind]) >= M * S:
+                if kind < 0 or len(lists[head, kind]) >= M * S:
                     continue
-                mine[head, kind].add(int(numbers[row]))
+                lists[head, kind].add(int(numbers[row]))
                 if self.pages() > self.count:
-                    mine[head, kind].remove(int(numbers[row]))
+                    lists[head, kind].remove(int(numbers[row]))
                 else:
                     which[row, head, 0] = kind
         self.cache = append(self.storage, self.cache, *self.entry(numbers[:, None]), which)
         self.check("write")
 
     def evict(self) -> None:
-        """A slot of some streams."""
+        """A slot of some KV heads."""
         p, victim = jax.device_get(self.cache.pages), np.full((B, K), -1, np.int32)
-        for row, mine in self.lists.items():
+        for row, lists in self.lists.items():
             for head in range(K):
                 live = [r * M * S + i for r in range(R) for i in range(p.length[row, head, r])]
                 if live and self.random.random() < 0.8:
                     victim[row, head] = line = int(self.random.choice(live))
                     r, i = divmod(line, M * S)
-                    mine[head, r].remove(int(p.pos[p.table[row, head, r, i // S], i % S]))
+                    lists[head, r].remove(int(p.pos[p.table[row, head, r, i // S], i % S]))
         self.cache = remove(self.storage, self.cache, victim)
         self.check("evict")
 
@@ -228,16 +228,16 @@ class History:
         if p.scales is not None:
             k, v = k * p.scales[:, None, 0], v * p.scales[:, None, 1]
         for row in range(len(p.length)):
-            assert row in lists or not p.length[row].any(), "an empty place owns slots"
-        for row, mine in lists.items():
-            for (head, r), numbers in mine.items():
+            assert row in lists or not p.length[row].any(), "a free row owns slots"
+        for row, of_row in lists.items():
+            for (head, r), numbers in of_row.items():
                 at = np.arange(p.length[row, head, r])
                 page, slot = p.table[row, head, r, at // S], at % S
-                found = p.pos[page, slot]
-                assert sorted(found.tolist()) == sorted(numbers)
-                np.testing.assert_allclose(k[page, slot], self.k[found, head], atol=self.slack)
-                np.testing.assert_allclose(v[page, slot], self.v[found, head], atol=self.slack)
-                np.testing.assert_array_equal(p.meta["age"][page, slot], self.age[found, head])
+                positions = p.pos[page, slot]
+                assert sorted(positions.tolist()) == sorted(numbers)
+                np.testing.assert_allclose(k[page, slot], self.k[positions, head], atol=self.slack)
+                np.testing.assert_allclose(v[page, slot], self.v[positions, head], atol=self.slack)
+                np.testing.assert_array_equal(p.meta["age"][page, slot], self.age[positions, head])
         for row, numbers in own.items():
             np.testing.assert_array_equal(cache.ring.k[row], np.moveaxis(self.k[numbers], 0, 1))
             np.testing.assert_array_equal(cache.ring.meta["age"][row], self.age[numbers].T)
@@ -285,47 +285,47 @@ class Lending(History):
         self.twice = int(np.maximum(refs - 1, 0).sum())
         self.shared += bool(self.twice)
 
-    def read(self, source: LayerCache, mine: dict) -> tuple[LayerCache, dict]:
+    def read(self, source: LayerCache, lists: dict) -> tuple[LayerCache, dict]:
         """Six tokens more."""
-        numbers, mine = self.tokens(6), {at: set(x) for at, x in mine.items()}
+        numbers, lists = self.tokens(6), {at: set(x) for at, x in lists.items()}
         which = self.random.integers(-1, R, (1, K, 6)).astype(np.int32)
         for head, at in np.ndindex(K, 6):
             if which[0, head, at] >= 0:
-                mine[head, int(which[0, head, at])].add(int(numbers[at]))
+                lists[head, int(which[0, head, at])].add(int(numbers[at]))
         copy = jax.tree.map(jnp.copy, source)
-        return append(self.storage, copy, *self.entry(numbers[None]), which), mine
+        return append(self.storage, copy, *self.entry(numbers[None]), which), lists
 
     def come(self) -> None:
         free = [row for row in range(B) if row not in self.lists]
         if not free:
             return
         row, begins = int(self.random.choice(free)), []
-        source, mine = empty(self.storage, 1, 16), {at: set() for at in np.ndindex(K, R)}
+        source, lists = empty(self.storage, 1, 16), {at: set() for at in np.ndindex(K, R)}
         if self.beginnings and self.random.random() < 0.8:
-            source, mine, full = self.beginnings[self.random.integers(len(self.beginnings))]
+            source, lists, full = self.beginnings[self.random.integers(len(self.beginnings))]
             begins.append(full)
         for _ in range(int(self.random.integers(0, 3))):
-            source, mine = self.read(source, mine)
-        if max(map(len, mine.values())) > M * S:
+            source, lists = self.read(source, lists)
+        if max(map(len, lists.values())) > M * S:
             return
         lenders = [r for r in self.lists if begins and any(begins[0] is one for one in self.of[r])]
         loan, lent = None, 0
         if lenders and self.random.random() < 0.9:
             loan = rowing.Loan(row=np.int32(self.random.choice(lenders)), pages=(begins[0],))
             lent = int(begins[0].sum())
-        need = sum(-(-len(x) // S) for x in mine.values()) - lent
+        need = sum(-(-len(x) // S) for x in lists.values()) - lent
         if self.pages() + need > self.count:
             return
         if self.random.random() < 0.5:  # what it leaves, others may begin with
             begins.append(np.asarray(source.pages.length)[0] // S)
-            self.beginnings = [*self.beginnings, (source, mine, begins[-1])][-3:]
+            self.beginnings = [*self.beginnings, (source, lists, begins[-1])][-3:]
         self.rings[row] = own = self.tokens(W)
         k, v, _, age = self.entry(own[None])
         source = put(source, k[0], v[0], age[0], 0)
         before = int(self.cache.pages.n_free)
         self.cache = insert(self.cache, source, np.int32(row), loan)
         assert int(self.cache.pages.n_free) == before - need
-        self.lists[row], self.of[row] = {at: set(x) for at, x in mine.items()}, begins
+        self.lists[row], self.of[row] = {at: set(x) for at, x in lists.items()}, begins
         self.lent += bool(lent)
         self.check("insert")
 

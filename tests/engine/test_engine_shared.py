@@ -1,4 +1,4 @@
-"""Rows of a lane that begin alike share full pages: fewer pages, the same texts, nothing left behind."""
+"""Rows of a batch that begin alike share full pages: fewer pages, the same texts, nothing left behind."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from tiny import quick_compiles  # noqa: F401
 
 import kvjax
 from kvjax.engine import Engine, Request
-from kvjax.engine._loans import lendable
+from kvjax.engine.pages import can_lend
 
 SIZES = {"max_rows": 4, "context": 128, "chunk": 16, "segment": 4, "page": tiny.PAGE, "kv_memory": 1 << 24}
 BEGINNING, MANY = tiny.prompt(96, 3), 4
 
 
-def asked(seed: int, **more) -> Request:
+def make_request(seed: int, **more) -> Request:
     end = tiny.prompt(5, 50 + seed)
     prompt = end if "context" in more else [*BEGINNING, *end]
     return Request(prompt=prompt, max_new_tokens=20, ignore_eos=True, logprobs=0, **more)
@@ -23,9 +23,9 @@ def asked(seed: int, **more) -> Request:
 
 def shared_pages(engine: Engine) -> np.ndarray:
     """Owners beyond the first, by layer."""
-    (lane,) = engine._scheduler.space.lanes
+    (batch,) = engine._scheduler.memory.batches
     return engine._call(
-        lambda: np.asarray([np.maximum(np.asarray(x.pages.refs) - 1, 0).sum() for x in lane.state.layers])
+        lambda: np.asarray([np.maximum(np.asarray(x.pages.refs) - 1, 0).sum() for x in batch.state.layers])
     )
 
 
@@ -35,22 +35,22 @@ def texts(share: bool, policy: str = "full", **more) -> tuple[list[list[int]], l
         if more:
             engine.contexts.create("book", BEGINNING, policy=policy)
         if share:  # the program that reads such pages is there, or the first would have ended before it is
-            engine.submit(asked(MANY, **more)).result()
-            (lane,), compiler = engine._scheduler.space.lanes, engine._scheduler._compiler
-            assert engine._call(lambda: compiler.ready([lane.program(SIZES["segment"], shared=True)], 600))
-        first = engine.submit(asked(0, **more))
+            engine.submit(make_request(MANY, **more)).result()
+            (batch,), compiler = engine._scheduler.memory.batches, engine._scheduler.compiler
+            assert engine._call(lambda: compiler.ready([batch.program(SIZES["segment"], shared=True)], 600))
+        first = engine.submit(make_request(0, **more))
         events = iter(first)
         head = next(events)
-        tickets = [engine.submit(asked(seed, **more)) for seed in range(1, MANY)]
+        tickets = [engine.submit(make_request(seed, **more)) for seed in range(1, MANY)]
         seen = [shared_pages(engine) for _ in tickets[-1]]
-        found = [[head.token, *(event.token for event in events)]]
-        found += [ticket.result() for ticket in tickets[:-1]]
-        found.append(list(engine.submit(asked(MANY - 1, **more)).result()))
-        assert engine.metrics().lanes[0].pages_used == 0
-        (lane,) = engine._scheduler.space.lanes
-        assert not lane.shared
+        tokens = [[head.token, *(event.token for event in events)]]
+        tokens += [ticket.result() for ticket in tickets[:-1]]
+        tokens.append(list(engine.submit(make_request(MANY - 1, **more)).result()))
+        assert engine.metrics().batches[0].pages_used == 0
+        (batch,) = engine._scheduler.memory.batches
+        assert not batch.shared
         assert engine.fault is None
-    return found, seen
+    return tokens, seen
 
 
 @pytest.mark.parametrize("policy", ["full", pytest.param("int8(16)", marks=pytest.mark.slow)])
@@ -70,7 +70,7 @@ def test_rows_with_one_beginning_hold_it_once(policy):
 @pytest.mark.slow
 def test_rows_that_continue_a_context_share_it():
     policy = "snapkv(8) + uniform(0.5)"
-    assert lendable(kvjax.policy(policy))
+    assert can_lend(kvjax.policy(policy))
     plain, none = texts(False, policy, context="book")
     shared, seen = texts(True, policy, context="book")
     assert shared == plain
@@ -79,5 +79,5 @@ def test_rows_that_continue_a_context_share_it():
 
 
 def test_what_evicts_while_it_writes_lends_nothing():
-    assert not lendable(kvjax.policy("knorm + uniform(24, every_step)"))
-    assert all(lendable(kvjax.policy(x)) for x in ("full", "int8(16)", "write_gate(0.5)", "gvote"))
+    assert not can_lend(kvjax.policy("knorm + uniform(24, every_step)"))
+    assert all(can_lend(kvjax.policy(x)) for x in ("full", "int8(16)", "write_gate(0.5)", "gvote"))

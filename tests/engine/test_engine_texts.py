@@ -1,6 +1,6 @@
 """A row's text is that of the same request alone, whatever runs beside it and whenever it came.
 
-One engine for the whole file: two lanes, whose programs every test shares.
+One engine for the whole file: two batches, whose programs every test shares.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from tiny import quick_compiles  # noqa: F401
 import kvjax
 from kvjax import metrics
 from kvjax.engine import Engine, Event, Request
-from kvjax.engine._lane import Lane
-from kvjax.engine._reading import Reading
-from kvjax.engine._work import Job
+from kvjax.engine.batch import RunningBatch
+from kvjax.engine.prefill import Prefill
+from kvjax.engine.ticket import EngineRequest
 
 FULL, EVICTS = "full", "random({0}) + uniform({1}, every(8)) + sinks({2})"
 CONTEXT = 96
@@ -43,7 +43,7 @@ def engine():
 
 
 def requests() -> list[Request]:
-    """Different lengths, policies, dials, draws, ends."""
+    """Different lengths, policies, hyperparameters, draws, ends."""
     draws = {"temperature": 0.9, "top_p": 0.9, "seed": 3}
     return [
         Request(prompt=tiny.prompt(30, 1), max_new_tokens=21, logprobs=2),
@@ -56,10 +56,10 @@ def requests() -> list[Request]:
     ]
 
 
-def texts(engine: Engine, asked: list[Request], pause: float = 0.0) -> list[list[Event]]:
+def texts(engine: Engine, requests: list[Request], pause: float = 0.0) -> list[list[Event]]:
     """All events, of requests that come together, or one after another."""
     tickets = []
-    for request in asked:
+    for request in requests:
         tickets.append(engine.submit(request))
         time.sleep(pause)
     return [list(ticket) for ticket in tickets]
@@ -68,21 +68,21 @@ def texts(engine: Engine, asked: list[Request], pause: float = 0.0) -> list[list
 @pytest.fixture(scope="module")
 def alone(engine) -> list[list[Event]]:
     """Each request with the engine to itself; nothing is taken from a prefix."""
-    texts(engine, requests())  # lanes as large as they will be
-    found = []
+    texts(engine, requests())  # batches as large as they will be
+    events = []
     for request in requests():
-        engine._scheduler.space.prefixes.__init__(0)  # remembers nothing from here on
-        found.append(list(engine.submit(request)))
-    return found
+        engine._scheduler.memory.prefixes.__init__(0)  # remembers nothing from here on
+        events.append(list(engine.submit(request)))
+    return events
 
 
-def assert_same(found: list[list[Event]], expected: list[list[Event]]) -> None:
-    """Token for token; log-probabilities up to the order in which a stream's pages are added up."""
-    for events, others in zip(found, expected, strict=True):
+def assert_same(texts: list[list[Event]], expected: list[list[Event]]) -> None:
+    """Token for token; log-probabilities up to the order in which the pages of a KV head are added up."""
+    for events, others in zip(texts, expected, strict=True):
         assert [event.token for event in events] == [event.token for event in others]
         assert [event.finish_reason for event in events] == [event.finish_reason for event in others]
-        mine, theirs = ([event.logprob or 0.0 for event in x] for x in (events, others))
-        np.testing.assert_allclose(mine, theirs, atol=2e-5)
+        left, right = ([event.logprob or 0.0 for event in x] for x in (events, others))
+        np.testing.assert_allclose(left, right, atol=2e-5)
 
 
 def test_company_changes_nothing(engine, alone):
@@ -96,7 +96,7 @@ def test_rows_come_and_go_without_compiling(engine, alone):
     assert len(COMPILED) == before
 
 
-def test_each_row_has_its_own_dials(alone):
+def test_each_row_has_its_own_hyperparameters(alone):
     model = tiny.model()
     for request, events in list(zip(requests(), alone))[1:4]:
         want = kvjax.generate(
@@ -114,13 +114,13 @@ def test_each_row_has_its_own_dials(alone):
 
 
 def test_pages_return(engine, alone):
-    found = engine.metrics()
-    assert [lane.rows for lane in found.lanes] == [0, 0]
-    assert [lane.pages_used for lane in found.lanes] == [0, 0]
-    assert [lane.live for lane in found.lanes] == [0, 0]
-    assert found.running == found.queued == 0
-    assert found.between_tokens.count > 0
-    assert found.requests["length"] >= len(alone)
+    snapshot = engine.metrics()
+    assert [batch.rows for batch in snapshot.batches] == [0, 0]
+    assert [batch.pages_used for batch in snapshot.batches] == [0, 0]
+    assert [batch.live for batch in snapshot.batches] == [0, 0]
+    assert snapshot.running == snapshot.queued == 0
+    assert snapshot.between_tokens.count > 0
+    assert snapshot.requests["length"] >= len(alone)
 
 
 def test_log_probabilities_are_the_models(alone):
@@ -138,13 +138,13 @@ def test_log_probabilities_are_the_models(alone):
 def test_a_prompt_is_echoed_with_its_log_probabilities(engine):
     prompt = tiny.prompt(37, 8)
     events = list(engine.submit(Request(prompt=prompt, max_new_tokens=1, echo=True, logprobs=1)))
-    said = [event for event in events if event.prompt]
-    assert [event.token for event in said] == prompt
+    echoed = [event for event in events if event.prompt]
+    assert [event.token for event in echoed] == prompt
     assert [event.prompt for event in events] == [True] * 37 + [False]
     logits = tiny.dense(prompt)
     expected = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
-    assert said[0].logprob is None
-    for at, event in enumerate(said[1:]):
+    assert echoed[0].logprob is None
+    for at, event in enumerate(echoed[1:]):
         assert event.logprob == pytest.approx(expected[at][event.token], abs=1e-4)
         assert event.top_logprobs[0][0] == expected[at].argmax()
     only = list(engine.submit(Request(prompt=prompt, max_new_tokens=0, echo=True)))
@@ -172,21 +172,21 @@ def test_usage_and_inspection_are_the_state(engine):
     state, _ = kvjax.prefill(tiny.model(), policy, [prompt], context=CONTEXT, chunk_size=16, page=tiny.PAGE)
     state, _ = tiny.feed(policy, kvjax.decode.reserve(policy, state, 64, 1), np.asarray([tokens[:-1]]))
     held = np.asarray(metrics.present(state))[:, 0, :, :seen]
-    found = engine.inspect(ticket)
-    assert found.seen == usage.kv.seen == seen
-    assert found.tokens.tolist() == [*prompt, *tokens[:-1]]
-    for layer, heads in enumerate(found.streams):
-        for head, stream in enumerate(heads):
+    inspection = engine.inspect(ticket)
+    assert inspection.seen == usage.kv.seen == seen
+    assert inspection.tokens.tolist() == [*prompt, *tokens[:-1]]
+    for layer, heads in enumerate(inspection.heads):
+        for head, held_positions in enumerate(heads):
             expected = np.flatnonzero(held[layer, head])
-            assert np.concatenate([stream.pages, stream.ring]).tolist() == expected.tolist()
+            assert np.concatenate([held_positions.pages, held_positions.ring]).tolist() == expected.tolist()
             assert usage.kv.layers[layer, head] == len(expected)
-    assert usage.kv.live == found.live == kvjax.nbytes(state).total["live"]
+    assert usage.kv.live == inspection.live == kvjax.nbytes(state).total["live"]
     assert usage.kv.full == metrics.full_bytes(tiny.model().network, seen, "float32")
 
 
 def test_a_prefix_is_read_once(engine, alone):
     request = requests()[0]
-    engine._scheduler.space.prefixes.__init__(1 << 22)
+    engine._scheduler.memory.prefixes.__init__(1 << 22)
     first, again = engine.submit(request), engine.submit(request)
     assert_same([list(first), list(again)], [alone[0], alone[0]])
     assert (first.usage.cached_tokens, again.usage.cached_tokens) == (0, 16)
@@ -211,10 +211,10 @@ def test_a_context_is_continued_as_often_as_one_likes(engine, tmp_path):
     policy = EVICTS.format(3, 20, 1)
     info = engine.contexts.create("book", prompt, policy=policy)
     assert (info.name, info.tokens, info.policy) == ("book", 29, repr(kvjax.policy(policy)))
-    asked = Request(prompt=question, max_new_tokens=9, policy=policy, context="book", logprobs=0)
-    tickets = [engine.submit(asked) for _ in range(3)]
-    found = [list(ticket) for ticket in tickets]
-    assert_same(found[1:], [found[0], found[0]])
+    request = Request(prompt=question, max_new_tokens=9, policy=policy, context="book", logprobs=0)
+    tickets = [engine.submit(request) for _ in range(3)]
+    first = [list(ticket) for ticket in tickets]
+    assert_same(first[1:], [first[0], first[0]])
     assert tickets[0].usage.cached_tokens == 29
     assert tickets[0].usage.prompt_tokens == 35
     alone = list(engine.submit(Request(prompt=[], max_new_tokens=4, policy=policy, context="book")))
@@ -227,11 +227,11 @@ def test_a_context_is_continued_as_often_as_one_likes(engine, tmp_path):
     files = engine.contexts.save(tmp_path / "kept")
     engine.contexts.delete("book")
     with pytest.raises(kvjax.engine.ContextNotFound):
-        engine.submit(asked)
+        engine.submit(request)
     assert engine.contexts.list() == []
     (back,) = engine.contexts.load(tmp_path / "kept")
     assert (back.name, back.tokens, back.live) == (info.name, info.tokens, info.live)
-    assert_same([list(engine.submit(asked))], found[:1])
+    assert_same([list(engine.submit(request))], first[:1])
     assert [file.name for file in files] == ["book.kv"]
     assert engine.contexts.load(tmp_path / "kept") == []  # held already
     engine.contexts.delete("book")
@@ -239,7 +239,7 @@ def test_a_context_is_continued_as_often_as_one_likes(engine, tmp_path):
 
 def test_a_long_prompt_stops_nobody_for_more_than_a_chunk(engine, monkeypatch):
     """Between two segments of a running row there is one chunk of a prompt, whatever its length."""
-    turns, step, unit = [], Lane.step, Reading.unit
+    turns, step, unit = [], RunningBatch.step, Prefill.unit
 
     def stepped(self, *steps):
         turns.append("step")
@@ -250,8 +250,8 @@ def test_a_long_prompt_stops_nobody_for_more_than_a_chunk(engine, monkeypatch):
         unit(self)
 
     engine.submit(Request(prompt=tiny.prompt(80, 42), max_new_tokens=2)).result()  # programs are there
-    monkeypatch.setattr(Lane, "step", stepped)
-    monkeypatch.setattr(Reading, "unit", read)
+    monkeypatch.setattr(RunningBatch, "step", stepped)
+    monkeypatch.setattr(Prefill, "unit", read)
     running = engine.submit(Request(prompt=tiny.prompt(9, 40), max_new_tokens=60))
     next(iter(running))
     before = engine.metrics().pauses.count
@@ -265,45 +265,45 @@ def test_a_long_prompt_stops_nobody_for_more_than_a_chunk(engine, monkeypatch):
 
 
 def test_the_next_segment_is_begun_before_tokens_are_handed_out(engine, alone, monkeypatch):
-    """Where a lane has nothing to wait for; whoever comes, ends or is looked at finds it settled."""
-    flying, put = [], Job.put
+    """Where a batch has nothing to wait for; a row that comes, ends or is inspected finds it settled."""
+    flying, deliver = [], EngineRequest.deliver
 
-    def watched(self, events, kv):
-        going = any(lane.flying for lane in engine._scheduler.space.lanes)
-        flying.append((going, engine._scheduler.queued))
-        put(self, events, kv)
+    def watched(self, events, kv, took=0.0):
+        going = any(batch.flying for batch in engine._scheduler.memory.batches)
+        flying.append((going, len(engine._scheduler.queue)))
+        deliver(self, events, kv, took)
 
-    engine._scheduler.space.prefixes.__init__(0)
-    monkeypatch.setattr(Job, "put", watched)
+    engine._scheduler.memory.prefixes.__init__(0)
+    monkeypatch.setattr(EngineRequest, "deliver", watched)
     events = list(engine.submit(requests()[0]))
     assert_same([events], alone[:1])
     # Of the prompt, then of 20 tokens by segments of four; at the last of them the row ends.
     assert flying == [(False, 0), *[(True, 0)] * 4, (False, 0)]
     many = [Request(prompt=tiny.prompt(9, seed), max_new_tokens=40) for seed in range(5)]
-    found = texts(engine, many)
-    assert (True, 2) in flying  # three rows run, and who waits has no place before one of them ends
-    assert_same(found[-1:], texts(engine, many[-1:]))
+    together = texts(engine, many)
+    assert (True, 2) in flying  # three rows run, and the others wait until one of them ends
+    assert_same(together[-1:], texts(engine, many[-1:]))
 
 
-def test_a_look_at_a_running_row_is_of_what_was_handed_out(engine, monkeypatch):
-    step = Lane.step
+def test_an_inspection_of_a_running_row_is_of_what_was_handed_out(engine, monkeypatch):
+    step = RunningBatch.step
 
     def slow(self, *steps):
         step(self, *steps)
         time.sleep(0.02)
 
-    monkeypatch.setattr(Lane, "step", slow)
+    monkeypatch.setattr(RunningBatch, "step", slow)
     seen, events, ticket = [], 0, engine.submit(Request(prompt=tiny.prompt(9, 50), max_new_tokens=60))
     for _ in ticket:
         events += 1
-        found = engine.inspect(ticket) if events % 7 == 1 else None
-        if found is None:
+        inspection = engine.inspect(ticket) if events % 7 == 1 else None
+        if inspection is None:
             continue
-        seen.append(found.seen)
-        assert len(found.tokens) == found.seen >= 9 + events - 1
-        for heads in found.streams:
-            for stream in heads:
-                assert np.concatenate([stream.pages, stream.ring]).tolist() == list(range(found.seen))
+        seen.append(inspection.seen)
+        assert len(inspection.tokens) == inspection.seen >= 9 + events - 1
+        for heads in inspection.heads:
+            for held in heads:
+                assert np.concatenate([held.pages, held.ring]).tolist() == list(range(inspection.seen))
     assert seen
 
 
@@ -316,4 +316,4 @@ def test_who_leaves_is_gone_within_a_segment(engine):
     late = engine.submit(Request(prompt=tiny.prompt(9, 30), max_new_tokens=80, deadline=0.001))
     assert [event.finish_reason for event in late][-1] == "deadline"
     assert engine.metrics().running == 0
-    assert all(lane.pages_used == 0 for lane in engine.metrics().lanes)
+    assert all(batch.pages_used == 0 for batch in engine.metrics().batches)

@@ -8,55 +8,53 @@ from collections import Counter
 from collections.abc import Callable
 
 
-def _needle(context: str, asked: str) -> str:
-    kind = re.search(r"special magic (\w+?)s? for", asked).group(1)
-    names = re.search(r"for (.*?) mentioned", asked).group(1)
-    found = []
+def _needle(context: str, question: str) -> str:
+    kind = re.search(r"special magic (\w+?)s? for", question).group(1)
+    names = re.search(r"for (.*?) mentioned", question).group(1)
+    values = []
     for name in re.split(r", and |, ", names):
-        found += re.findall(rf"special magic {kind}s for {re.escape(name)} is: ([\w-]+)\.", context)
-    return ", ".join(found)
+        values += re.findall(rf"special magic {kind}s for {re.escape(name)} is: ([\w-]+)\.", context)
+    return ", ".join(values)
 
 
-def _secret(context: str, asked: str) -> str:
-    kind, key = re.search(r"secret (\w+) for (\S+?)\?", asked).groups()
+def _secret(context: str, question: str) -> str:
+    kind, key = re.search(r"secret (\w+) for (\S+?)\?", question).groups()
     return re.search(rf"secret {kind} for {key} is (\w+)\.", context).group(1)
 
 
-def _tracking(context: str, asked: str) -> str:
-    value = re.search(r"the value (\d+)", asked).group(1)
+def _tracking(context: str, question: str) -> str:
+    value = re.search(r"the value (\d+)", question).group(1)
     names: list[str] = []
-    for name, given in re.findall(r"VAR (\w+) = (?:VAR )?(\w+)", context.split("\n\n")[-1]):
-        if given == value or given in names:
+    for name, assigned in re.findall(r"VAR (\w+) = (?:VAR )?(\w+)", context.split("\n\n")[-1]):
+        if assigned == value or assigned in names:
             names.append(name)
     return " ".join(names)
 
 
-def _common(context: str, asked: str) -> str:
-    del asked
+def _common(context: str, _question: str) -> str:
     words = re.findall(r"\d+\. (\w+)", context.split("\n\n")[-1])
     best = {word for word, _ in Counter(words).most_common(10)}
     return " ".join(f"{i}. {word}" for i, word in enumerate(dict.fromkeys(w for w in words if w in best), 1))
 
 
-def _frequent(context: str, asked: str) -> str:
-    del asked
+def _frequent(context: str, _question: str) -> str:
     words = [word for word in context.split("\n")[1].split() if word != "..."]
     return " ".join(word for word, _ in Counter(words).most_common(3))
 
 
-def _employer(context: str, asked: str) -> str:
-    who = re.search(r"employer of (\w+)", asked).group(1)
+def _employer(context: str, question: str) -> str:
+    who = re.search(r"employer of (\w+)", question).group(1)
     firm = re.search(rf"\b{who} works for (\w+)\.", context).group(1)
     return re.search(rf"\b{firm} is based in (\w+)\.", context).group(1)
 
 
-def _object(context: str, asked: str) -> str:
+def _object(context: str, question: str) -> str:
     pairs = json.loads(context[context.index("{") :])
-    return str(pairs[re.search(r'"(\w+)"', asked).group(1)])
+    return str(pairs[re.search(r'"(\w+)"', question).group(1)])
 
 
-def _told(context: str, asked: str) -> str:
-    kind = re.search(r"What is my (.+?)\?", asked).group(1)
+def _told(context: str, question: str) -> str:
+    kind = re.search(r"What is my (.+?)\?", question).group(1)
     return re.search(rf"My {kind} is (\S+)\.", context).group(1)
 
 
@@ -76,29 +74,28 @@ def _label(context: str, asked: str) -> str:
     return labels.pop()
 
 
-def _ranking(context: str, asked: str) -> str:
-    query = set(re.search(r"Query: (.*)\nRanking", asked).group(1).replace(" and ", ", ").split(", "))
+def _ranking(context: str, question: str) -> str:
+    query = set(re.search(r"Query: (.*)\nRanking", question).group(1).replace(" and ", ", ").split(", "))
     graded = []
-    for number, said in re.findall(r"\[ID: (\d+)\] (.*)\.", context):
-        told = set(said.partition(" ")[2].replace(" and ", ", ").split(", "))
-        graded.append((len(told & query), number))
+    for number, passage in re.findall(r"\[ID: (\d+)\] (.*)\.", context):
+        attributes = set(passage.partition(" ")[2].replace(" and ", ", ").split(", "))
+        graded.append((len(attributes & query), number))
     best = sorted((g for g in graded if g[0]), key=lambda g: -g[0])
     return " > ".join(number for _, number in best)
 
 
-def _boxes(context: str, asked: str) -> str:
-    del context
-    number = int(re.search(r"has (\d+) boxes", asked).group(1))
+def _boxes(_context: str, question: str) -> str:
+    number = int(re.search(r"has (\d+) boxes", question).group(1))
     worked = []
-    for said in asked.split("boxes of", 1)[1].split(". ")[1:-1]:
-        n = re.search(r"\d+", said)
-        if "twice" in said or "doubles" in said:
+    for sentence in question.split("boxes of", 1)[1].split(". ")[1:-1]:
+        n = re.search(r"\d+", sentence)
+        if "twice" in sentence or "doubles" in sentence:
             step, value = "* 2", number * 2
-        elif "three times" in said or "triples" in said:
+        elif "three times" in sentence or "triples" in sentence:
             step, value = "* 3", number * 3
-        elif "half" in said:
+        elif "half" in sentence:
             step, value = "/ 2", number // 2
-        elif re.search(r"more|buys|finds", said):
+        elif re.search(r"more|buys|finds", sentence):
             step, value = f"+ {n.group()}", number + int(n.group())
         else:
             step, value = f"- {n.group()}", number - int(n.group())
@@ -131,32 +128,32 @@ def _places(context: str) -> tuple[dict[str, str], dict[str, list[str]]]:
     return at, been
 
 
-def _qa1(context: str, asked: str) -> str:
-    return _places(context)[0][re.search(r"Where is (\w+)\?", asked).group(1)]
+def _qa1(context: str, question: str) -> str:
+    return _places(context)[0][re.search(r"Where is (\w+)\?", question).group(1)]
 
 
-def _qa2(context: str, asked: str) -> str:
-    return _places(context)[1][re.search(r"Where is the (\w+)\?", asked).group(1)][-1]
+def _qa2(context: str, question: str) -> str:
+    return _places(context)[1][re.search(r"Where is the (\w+)\?", question).group(1)][-1]
 
 
-def _qa3(context: str, asked: str) -> str:
-    thing, room = re.search(r"Where was the (\w+) before the (\w+)\?", asked).groups()
+def _qa3(context: str, question: str) -> str:
+    thing, room = re.search(r"Where was the (\w+) before the (\w+)\?", question).groups()
     trail = _places(context)[1][thing]
     return trail[len(trail) - 2 - trail[::-1].index(room)]
 
 
-def _qa4(context: str, asked: str) -> str:
+def _qa4(context: str, question: str) -> str:
     opposite = {"north": "south", "south": "north", "east": "west", "west": "east"}
     known = {}
     for a, way, b in re.findall(rf"The {ROOM} is (\w+) of the {ROOM}\.", context):
         known |= {(way, b): a, (opposite[way], a): b}
-    if found := re.search(r"What is (\w+) of the (\w+)\?", asked):
-        return known[found.groups()]
-    near, way = re.search(r"What is the (\w+) (\w+) of\?", asked).groups()
+    if match := re.search(r"What is (\w+) of the (\w+)\?", question):
+        return known[match.groups()]
+    near, way = re.search(r"What is the (\w+) (\w+) of\?", question).groups()
     return known[opposite[way], near]
 
 
-def _qa5(context: str, asked: str) -> str:
+def _qa5(context: str, question: str) -> str:
     gifts = re.findall(r"\b(\w+) (?:gave|handed|passed) the (\w+) to (\w+)\.", context)[::-1]
     for pattern, key, slot in (
         (r"What did (\w+) give to (\w+)\?", (0, 2), 1),
@@ -165,9 +162,9 @@ def _qa5(context: str, asked: str) -> str:
         (r"Who received the (\w+)\?", (1,), 2),
         (r"Who did (\w+) give the (\w+) to\?", (0, 1), 2),
     ):
-        if found := re.search(pattern, asked):
-            return next(g[slot] for g in gifts if tuple(g[i] for i in key) == found.groups())
-    raise AssertionError(asked)
+        if match := re.search(pattern, question):
+            return next(g[slot] for g in gifts if tuple(g[i] for i in key) == match.groups())
+    raise AssertionError(question)
 
 
 SOLVERS: dict[str, Callable[[str, str], str]] = {

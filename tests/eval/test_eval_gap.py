@@ -40,10 +40,10 @@ def test_a_policy_is_compared_with_the_window_of_its_bytes_and_no_other():
 
 
 def test_nothing_is_said_without_a_window_or_a_full_cache():
-    full, window, mine = text("full", 2.0, 4e6), text("window(128)", 3.0, 1e6), text("snapkv", 2.2, 1e6)
-    assert markdown.closed(Results((full, mine))) == ""
-    assert markdown.closed(Results((window, mine))) == ""
-    assert markdown.closed(Results((full, window, mine))) != ""
+    full, window, policy = text("full", 2.0, 4e6), text("window(128)", 3.0, 1e6), text("snapkv", 2.2, 1e6)
+    assert markdown.closed(Results((full, policy))) == ""
+    assert markdown.closed(Results((window, policy))) == ""
+    assert markdown.closed(Results((full, window, policy))) != ""
 
 
 def test_a_budget_that_moves_is_compared_by_its_mean_too():

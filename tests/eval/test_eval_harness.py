@@ -51,8 +51,8 @@ def dense(harness, ids: list[int]) -> np.ndarray:
 
 def test_log_likelihoods_are_the_dense_model_s(harness):
     pairs = [("The sky is", " blue"), ("", "Once"), ("2 + 2 =", " 4")]
-    found = harness.loglikelihood([asked(*pair) for pair in pairs], disable_tqdm=True)
-    for (context, answer), (total, greedy) in zip(pairs, found):
+    results = harness.loglikelihood([asked(*pair) for pair in pairs], disable_tqdm=True)
+    for (context, answer), (total, greedy) in zip(pairs, results):
         ids = harness.model.text.encode(context + answer)
         logs = dense(harness, ids)
         at = range(len(ids) - len(answer), len(ids))
@@ -73,8 +73,8 @@ def test_a_rolling_likelihood_covers_every_token_once(harness):
     ids = harness.model.text.encode(text)
     logs = dense(harness, ids)
     whole = sum(logs[i - 1, ids[i]] for i in range(1, len(ids)))
-    (found,) = harness.loglikelihood_rolling([asked(text)], disable_tqdm=True)
-    assert found == pytest.approx(whole, abs=1e-3)
+    (total,) = harness.loglikelihood_rolling([asked(text)], disable_tqdm=True)
+    assert total == pytest.approx(whole, abs=1e-3)
 
 
 def test_generation_stops_where_it_is_told_to(harness):
@@ -100,11 +100,11 @@ def test_a_local_task_runs_by_name(harness, tmp_path, monkeypatch):
     rows.write_text("".join(f'{{"question": "{a} + 1 =", "answer": " {a + 1}"}}\n' for a in range(3)))
     (tmp_path / "local_sums.yaml").write_text(TASK.format(file=rows, kind="loglikelihood", metric="acc"))
     tasks = TaskManager(include_path=str(tmp_path))
-    found = lm_eval.simple_evaluate(
+    output = lm_eval.simple_evaluate(
         model=harness, tasks=["local_sums"], task_manager=tasks, bootstrap_iters=0
     )
-    assert found["results"]["local_sums"]["acc,none"] == 0  # a random model knows no sums
-    assert len(found["samples"]["local_sums"]) == 3
+    assert output["results"]["local_sums"]["acc,none"] == 0  # a random model knows no sums
+    assert len(output["samples"]["local_sums"]) == 3
 
 
 @pytest.mark.slow
@@ -130,11 +130,11 @@ def test_ruler_needles_run_without_network(tmp_path, monkeypatch):
     monkeypatch.setattr(socket, "getaddrinfo", refuse)
     monkeypatch.setattr(nltk.data, "path", [str(tmp_path / "nltk")])
     model = KVJax(policy="int8", batch_size=4)
-    found = lm_eval.simple_evaluate(
+    output = lm_eval.simple_evaluate(
         model=model, tasks=["niah_single_1"], limit=4, bootstrap_iters=0,
         metadata={"max_seq_lengths": [1024], "tokenizer": model.tokenizer_name},
     )  # fmt: skip
-    told = found["samples"]["niah_single_1"]
-    assert len(told) == 4
-    assert all("special magic numbers" in sample["arguments"][0][0] for sample in told)
-    assert found["results"]["niah_single_1"]["1024,none"] == 1
+    samples = output["samples"]["niah_single_1"]
+    assert len(samples) == 4
+    assert all("special magic numbers" in sample["arguments"][0][0] for sample in samples)
+    assert output["results"]["niah_single_1"]["1024,none"] == 1

@@ -22,14 +22,14 @@ def test_jobs_are_joined_so_that_programs_are_compiled_once_a_length_and_prompts
 
     def plan(*policies, lengths=(1024, 512)):
         chosen = [parse(policy) for policy in policies]
-        return grid.build(both, chosen, lengths=lengths, seeds=[0], samples=1, asked=("agnostic",))
+        return grid.build(both, chosen, lengths=lengths, seeds=[0], samples=1, protocol=("agnostic",))
 
     one, other = "knorm + uniform(90)", "knorm + uniform(80)"
     joined = grid.joined([plan(one), plan("window(9)"), plan(other), plan("window(8)"), plan(lengths=(512,))])
-    found = [(cell.length, cell.task, cell.policy) for cell in joined.cells]
+    cells = [(cell.length, cell.task, cell.policy) for cell in joined.cells]
     programs = [("full",), (one, other), ("window(9)",), ("window(8)",)]
     names = ("niah", "mqar")
-    assert found == [(n, task, p) for n in (512, 1024) for ps in programs for task in names for p in ps]
+    assert cells == [(n, task, p) for n in (512, 1024) for ps in programs for task in names for p in ps]
 
 
 @pytest.mark.parametrize(
@@ -52,10 +52,10 @@ def test_jobs_are_joined_so_that_programs_are_compiled_once_a_length_and_prompts
     ],
 )
 def test_bad_input_is_one_sentence_and_two(words, says, tiny_folder, tmp_path, capsys):
-    given = ["run", "--task", "niah", "--model", str(tiny_folder), "--out", str(tmp_path / "out")]
-    given = given[:1] + given[3:] if "--task" in words else given
-    given = [*given, *words]
-    assert main(given) == 2
+    command = ["run", "--task", "niah", "--model", str(tiny_folder), "--out", str(tmp_path / "out")]
+    command = command[:1] + command[3:] if "--task" in words else command
+    command = [*command, *words]
+    assert main(command) == 2
     out, err = capsys.readouterr()
     assert out == ""
     assert err.count("error: ") == 1
@@ -87,8 +87,8 @@ def test_a_config_is_checked_word_by_word(job, says, tmp_path, capsys):
 
 
 def test_a_group_leaves_out_what_has_no_data():
-    here, absent = tasks.named(["ppl", "gsm"], Data(None))
-    assert [task.name for task in here] == ["ppl_books", "gsm_synth"]
+    present, absent = tasks.named(["ppl", "gsm"], Data(None))
+    assert [task.name for task in present] == ["ppl_books", "gsm_synth"]
     assert {task.name for task in absent} == {"ppl_wikitext", "gsm8k_nll", "gsm8k_numbers"}
 
 

@@ -26,11 +26,11 @@ pytestmark = pytest.mark.usefixtures("no_pack")
     ],
 )
 def test_a_budget_is_found_within_two_percent(measure, target, first):
-    asked = []
-    tokens, size = match.search(lambda n: asked.append(n) or measure(n), target, first=first)
+    tried = []
+    tokens, size = match.search(lambda n: tried.append(n) or measure(n), target, first=first)
     assert abs(size / target - 1) <= match.TOLERANCE
     assert size == measure(tokens)
-    assert len(asked) == len(set(asked)) <= match.TRIES
+    assert len(tried) == len(set(tried)) <= match.TRIES
 
 
 def test_a_budget_that_cannot_be_matched_is_the_nearest():
@@ -53,9 +53,9 @@ def test_matched_policies_hold_the_same_bytes(tiny_folder, capsys):
         "3",
     ]
     assert main([*words, "--policy", "snapkv(8) + uniform({})", "--like", "window(160)"]) == 0
-    like, found = (json.loads(line) for line in capsys.readouterr().out.splitlines())
+    like, best = (json.loads(line) for line in capsys.readouterr().out.splitlines())
     assert like["policy"] == "window(160)"
-    assert re.fullmatch(r"snapkv\(8\) \+ uniform\(\d+\)", found["policy"])
-    assert abs(found["live"] / like["live"] - 1) <= 0.02
-    assert found["allocated"] >= found["live"]
-    assert found["peak_allocated"] > like["peak_allocated"]  # the whole prompt of a layer, once
+    assert re.fullmatch(r"snapkv\(8\) \+ uniform\(\d+\)", best["policy"])
+    assert abs(best["live"] / like["live"] - 1) <= 0.02
+    assert best["allocated"] >= best["live"]
+    assert best["peak_allocated"] > like["peak_allocated"]  # the whole prompt of a layer, once

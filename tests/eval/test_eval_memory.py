@@ -22,36 +22,36 @@ WINDOWS = (100, 120, 140, 160)
 @pytest.fixture(scope="module")
 def compiled() -> list[str]:
     """One entry a program that was compiled, or read from the disk, since the module began."""
-    found: list[str] = []
+    events: list[str] = []
 
     def hear(event: str, seconds: float, **facts: object) -> None:
         del seconds, facts
         if event == "/jax/core/compile/backend_compile_duration":
-            found.append(event)
+            events.append(event)
 
     jax.monitoring.register_event_duration_secs_listener(hear)
-    return found
+    return events
 
 
 @pytest.fixture
 def cells(monkeypatch, compiled) -> list[tuple[str, str, int, int]]:
     """(policy, task, programs it compiled, memory maps after it) of every cell that is measured."""
-    found = []
+    measured = []
     real = runner._measured
 
     def spy(cell, *rest):
         before = len(compiled)
-        made = real(cell, *rest)
+        batches = real(cell, *rest)
         maps = MAPS.read_text().count("\n") if MAPS.exists() else 0
-        found.append((cell.policy, cell.task, len(compiled) - before, maps))
-        return made
+        measured.append((cell.policy, cell.task, len(compiled) - before, maps))
+        return batches
 
     monkeypatch.setattr(runner, "_measured", spy)
-    return found
+    return measured
 
 
 def words(model: Path, out: Path, policies: list[str]) -> list[str]:
-    given = [
+    command = [
         "run",
         "--task",
         "niah,ppl_books",
@@ -62,7 +62,7 @@ def words(model: Path, out: Path, policies: list[str]) -> list[str]:
         "--samples",
         "2",
     ]
-    return [*given, "--out", str(out), *(word for policy in policies for word in ("--policy", policy))]
+    return [*command, "--out", str(out), *(word for policy in policies for word in ("--policy", policy))]
 
 
 @pytest.mark.slow

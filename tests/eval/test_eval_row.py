@@ -33,25 +33,25 @@ def test_results_are_committed():
 
 
 def test_a_row_survives_the_disk():
-    made = changed(
+    before = changed(
         row("snapkv(8) + uniform(64)", GOOD, weights="a@0"),
         each={"tags": TAGS, "found": [[1, 0]] * len(GOOD)},
     )
-    tree = json.loads(json.dumps(as_json(made)))
+    tree = json.loads(json.dumps(as_json(before)))
     assert tree["each"]["depth_from_end"] == TAGS["depth_from_end"]
     assert not {"tags", "ranked", "output"} & set(tree["each"])
-    assert from_json(tree) == made
+    assert from_json(tree) == before
 
 
 def test_an_older_row_learns_what_its_policy_is():
-    made = row("snapkv(8) + uniform(64)", GOOD)
-    older = {name: value for name, value in as_json(made).items() if name != "policy"}
-    assert from_json(older) == made
+    before = row("snapkv(8) + uniform(64)", GOOD)
+    older = {name: value for name, value in as_json(before).items() if name != "policy"}
+    assert from_json(older) == before
     unknown = older | {"cell": older["cell"] | {"policy": "no_such(8)"}}
     with pytest.raises(PolicyError, match="no_such"):
         from_json(unknown)
     # What is described needs no parser: a method of another package, or one that is gone.
-    assert from_json(unknown | {"policy": made.policy}).parts == {"snapkv", "uniform"}
+    assert from_json(unknown | {"policy": before.policy}).parts == {"snapkv", "uniform"}
 
 
 @pytest.mark.parametrize("damage", [{"heads": None, "more": 1}, {"cell": {"task": "niah"}}])
@@ -63,6 +63,6 @@ def test_what_is_no_row_is_refused(damage, tmp_path):
 
 
 def test_numbers_have_six_digits():
-    made = short(changed(row("full", [1 / 3, 2 / 3], 123456.789), nll=2 / 3))
-    assert (made.nll, made.score, made.each.score) == (0.666667, 0.5, [0.333333, 0.666667])
-    assert (made.bytes.live, made.cell) == (123457.0, row("full", GOOD).cell)
+    rounded = short(changed(row("full", [1 / 3, 2 / 3], 123456.789), nll=2 / 3))
+    assert (rounded.nll, rounded.score, rounded.each.score) == (0.666667, 0.5, [0.333333, 0.666667])
+    assert (rounded.bytes.live, rounded.cell) == (123457.0, row("full", GOOD).cell)

@@ -61,9 +61,9 @@ def test_what_is_kept_is_measured(finished, tiny_folder):
     # token is not in yet when the answer begins.
     model = load(tiny_folder)
     drawn = runner.draw(tasks.tasks()["niah"], model, Data(None), length=LENGTH, seed=0, count=SAMPLES)
-    for (_, encoded), told in zip(drawn, window.each.retention):
+    for (_, encoded), retention in zip(drawn, window.each.retention):
         seen = len(encoded.context) + len(encoded.question) + len(encoded.prefix) - 1
-        assert told == pytest.approx((np.flatnonzero(encoded.needed) >= seen - 160).mean(), abs=1e-5)
+        assert retention == pytest.approx((np.flatnonzero(encoded.needed) >= seen - 160).mean(), abs=1e-5)
     held = dict(zip(window.each.tags["depth_from_end"], window.each.retention))
     assert held[90] == 0 < held[10]
     assert sum(window.example.held) / 4 == 160
@@ -101,8 +101,16 @@ def test_a_killed_run_goes_on_and_ends_in_the_same_file(finished, tiny_folder, t
 
 
 def test_text_is_judged_by_its_likelihood_and_labels_by_rank(tiny_folder, tmp_path, capsys):
-    given = ["run", "--task", "ppl_books,babilong_qa4", "--model", str(tiny_folder), "--lengths", str(LENGTH)]
-    assert main([*given, "--samples", str(SAMPLES), "--out", str(tmp_path)]) == 0
+    command = [
+        "run",
+        "--task",
+        "ppl_books,babilong_qa4",
+        "--model",
+        str(tiny_folder),
+        "--lengths",
+        str(LENGTH),
+    ]
+    assert main([*command, "--samples", str(SAMPLES), "--out", str(tmp_path)]) == 0
     text, rooms = store.read(tmp_path)
     assert text.score is None
     nll, tokens = text.each.nll, text.each.tokens
@@ -121,31 +129,33 @@ def test_learned_weights_go_with_the_policy_and_into_the_row(tiny_folder, tmp_pa
     model, name, out = load(tiny_folder), "write_gate(0.5, window=24)", tmp_path / "out"
     part = parse(name).admission
     layers = part.example_weights(jax.random.key(0), model.network)
-    said = {}
+    labels = {}
     for file, logit in (("shut", -50.0), ("open", 50.0)):
         gates = tmp_path / f"{file}.safetensors"
         moved = [layer | {"w2": 0 * layer["w2"], "b2": 0 * layer["b2"] + logit} for layer in layers]
         save_weights(gates, model, part, moved, notes={"window": 24 if file == "shut" else 32})
-        said[file] = f"{file}@{hashlib.sha256(gates.read_bytes()).hexdigest()[:16]}"
-    given = ["run", "--task", "niah", "--model", str(tiny_folder), "--lengths", str(LENGTH)]
-    given += ["--samples", str(SAMPLES), "--out", str(out)]
-    assert main([*given, "--policy", name, "--gates", str(tmp_path / "shut.safetensors")]) == 0
+        labels[file] = f"{file}@{hashlib.sha256(gates.read_bytes()).hexdigest()[:16]}"
+    command = ["run", "--task", "niah", "--model", str(tiny_folder), "--lengths", str(LENGTH)]
+    command += ["--samples", str(SAMPLES), "--out", str(out)]
+    assert main([*command, "--policy", name, "--gates", str(tmp_path / "shut.safetensors")]) == 0
     assert "note:" not in capsys.readouterr().err  # the window these were trained with
     full, shut = store.read(out)
-    assert (full.cell.weights, shut.cell.weights) == ("", said["shut"])
+    assert (full.cell.weights, shut.cell.weights) == ("", labels["shut"])
     assert shut.kept_fraction == pytest.approx(24 / (full.bytes.full / 256), rel=0.02)
     assert set(shut.example.held[:100]) == {0}
     assert (shut.switches.compress_at, shut.switches.prefill_attention) == ("write", "policy")
     assert table.name(shut) == f"{name} [shut]"
     task = tasks.tasks()["niah"]
-    planned = grid.build([task], [parse(name)], lengths=[LENGTH], seeds=[0], samples=1, asked=("agnostic",))
+    planned = grid.build(
+        [task], [parse(name)], lengths=[LENGTH], seeds=[0], samples=1, protocol=("agnostic",)
+    )
     planned = grid.with_weights(planned, model, str(tmp_path / "open.safetensors"))
-    assert [cell.weights for cell in planned.cells] == ["", said["open"]]
+    assert [cell.weights for cell in planned.cells] == ["", labels["open"]]
     (remark,) = planned.remarks
     assert "open.safetensors were trained with window=32 and are read with window=24" in remark
-    weights = planned.weights[planned.cells[1].policy, said["open"]]
+    weights = planned.weights[planned.cells[1].policy, labels["open"]]
     assert float(weights["admission"][0]["b2"][0]) == 50
-    assert main([*given, "--policy", name]) == 2
+    assert main([*command, "--policy", name]) == 2
     assert "ships none for write_gate" in capsys.readouterr().err
 
 
@@ -161,5 +171,3 @@ def test_results_of_another_version_are_left_alone(finished, tiny_folder, tmp_pa
         assert (out / store.RESULTS).read_bytes() == (finished / store.RESULTS).read_bytes()
     assert main(["report", str(out)]) == 2
     assert "schema 0" in capsys.readouterr().err
-    assert main(["claims", str(tmp_path)]) == 2
-    assert "no results.jsonl" in capsys.readouterr().err

@@ -8,6 +8,11 @@ import pytest
 
 from kvjax.eval.report import stats
 from kvjax.eval.tasks import scorers
+from kvjax.eval.tasks.sample import Sample
+
+
+def of(*refs: str, question: str = "") -> Sample:
+    return Sample(context="", question=question, answer="", refs=refs)
 
 
 def test_ndcg_of_the_worked_example():
@@ -36,11 +41,11 @@ def test_the_longest_chain_is_the_ranking(output, ids):
 
 
 def test_ruler_counts_references_as_lower_case_substrings():
-    assert scorers.all_found("ABCDE fghij", ("abcde", "FGHIJ", "KLMNO")) == pytest.approx(2 / 3)
-    assert scorers.all_found("1234", ("12345",)) == 0
-    assert scorers.all_found("x\x1f12345", ("12345",)) == 1
-    assert scorers.any_found("in Paris, France", ("London", "paris")) == 1
-    assert scorers.any_found("", ("London",)) == 0
+    assert scorers.all_found("ABCDE fghij", of("abcde", "FGHIJ", "KLMNO")) == pytest.approx(2 / 3)
+    assert scorers.all_found("1234", of("12345")) == 0
+    assert scorers.all_found("x\x1f12345", of("12345")) == 1
+    assert scorers.any_found("in Paris, France", of("London", "paris")) == 1
+    assert scorers.any_found("", of("London")) == 0
 
 
 @pytest.mark.parametrize(
@@ -56,7 +61,8 @@ def test_ruler_counts_references_as_lower_case_substrings():
 )
 def test_babilong_wants_exactly_the_target(output, score):
     rooms = ("kitchen", "garden", "hallway")
-    assert scorers.babilong(output, "kitchen", "Where was the apple before the hallway?", rooms) == score
+    sample = of("kitchen", question="Where was the apple before the hallway?")
+    assert scorers.babilong(rooms, output, sample) == score
 
 
 @pytest.mark.parametrize(
@@ -70,12 +76,12 @@ def test_babilong_wants_exactly_the_target(output, score):
     ],
 )
 def test_gsm8k_takes_the_number_behind_the_marks(output, ref, score):
-    assert scorers.gsm8k(output, ref) == score
+    assert scorers.gsm8k(output, of(ref)) == score
 
 
 def test_labels_and_digits():
-    assert scorers.exact(" B.", "B") == 1
-    assert scorers.exact("BC", "B") == 0
+    label = of("B")
+    assert [scorers.first_letter(output, label) for output in (" B.", "b", "CB", "")] == [1, 1, 0, 0]
     assert scorers.digits_right(" 12945", "12345") == 0.8
     assert scorers.digits_right("no", "12345") == 0
 

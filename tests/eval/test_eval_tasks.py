@@ -13,7 +13,6 @@ from kvjax.eval import tasks as registry
 from kvjax.eval.errors import EvalError
 from kvjax.eval.measure import runner
 from kvjax.eval.tasks import data as texts
-from kvjax.eval.tasks import hay
 from kvjax.eval.tasks.data import Data
 from kvjax.eval.tasks.maker import Maker
 from kvjax.eval.tasks.sample import Sample, encode, length
@@ -80,8 +79,8 @@ def test_another_program_finds_the_answer(model, name):
     source = "pack" if registry.tasks()[name].needs else "twin"
     size = max(512, registry.tasks()[name].fits)
     for sample, _ in drawn(model, name, size, 4, source):
-        found = SOLVERS[name](sample.context, sample.question + sample.prefix)
-        assert found == sample.answer.strip(), sample.question
+        answer = SOLVERS[name](sample.context, sample.question + sample.prefix)
+        assert answer == sample.answer.strip(), sample.question
         score = registry.tasks()[name].score
         if score is not None:
             assert score(sample.answer + ".", sample) == 1
@@ -103,8 +102,8 @@ def test_key_words_are_those_training_never_sees(model, name):
     }
     for source in SOURCES if SOURCES["pack"].folder else ["twin"]:
         for sample, _ in drawn(model, name, max(512, registry.tasks()[name].fits), source=source):
-            found = re.findall(patterns[name], sample.context + sample.question)
-            keys = {word for match in found for word in ([match] if isinstance(match, str) else match)}
+            matches = re.findall(patterns[name], sample.context + sample.question)
+            keys = {word for match in matches for word in ([match] if isinstance(match, str) else match)}
             assert keys
             assert all(zlib.crc32(key.lower().encode()) % 5 == 0 for key in keys)
 
@@ -118,12 +117,12 @@ def test_training_splits_words_by_the_same_rule():
 def test_spans_hold_the_needles(model):
     for name, ref in (("niah", 1), ("niah_multivalue", 4), ("niah_multiquery", 4), ("vt", 5)):
         for sample, encoded in drawn(model, name, 1024):
-            told = [sample.context[a:b] for a, b in sample.spans]
-            assert len(told) == len(sample.refs) == ref
+            marked = [sample.context[a:b] for a, b in sample.spans]
+            assert len(marked) == len(sample.refs) == ref
             # Every reference stands in a marked piece, and the marked tokens are those pieces.
-            assert all(any(ref in piece for piece in told) for ref in sample.refs)
+            assert all(any(ref in piece for piece in marked) for ref in sample.refs)
             kept = model.text.decode(np.asarray(encoded.context)[encoded.needed])
-            assert all(re.sub(r"\s", "", piece) in re.sub(r"\s", "", kept) for piece in told)
+            assert all(re.sub(r"\s", "", piece) in re.sub(r"\s", "", kept) for piece in marked)
 
 
 def test_a_word_that_is_asked_for_is_one_token_where_the_vocabulary_has_it(model):
@@ -140,7 +139,7 @@ def test_needles_stand_at_their_depth(model):
         share = 100 * (1 - first / len(encoded.context))
         assert abs(share - sample.tags["depth_from_end"]) < 12
     units = ["a b c."] * 10
-    assert [hay.at_depth(counted, units, d) for d in (0, 0.09, 0.5, 1)] == [0, 0, 5, 10]
+    assert [counted.at_depth(units, d) for d in (0, 0.09, 0.5, 1)] == [0, 0, 5, 10]
 
 
 def test_mqar_gaps_and_scored_words_belong_together(model):

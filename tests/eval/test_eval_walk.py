@@ -34,28 +34,28 @@ def test_forced_likelihoods_are_the_dense_model_s():
     model, prompts, state = read("full")
     answers = [tiny.prompt(ANSWER + 9, 5)[:ANSWER], tiny.prompt(ANSWER - 2, 6)]
     feed = [[p[-1], *a[:-1]] for p, a in zip(prompts, answers)]
-    after, found = forced.steps(model, policy("full"), state, feed, answers, forced=True)
+    after, steps = forced.steps(model, policy("full"), state, feed, answers, forced=True)
     assert np.asarray(after.length).tolist() == [PROMPT + ANSWER - 1, PROMPT - 3 + ANSWER - 3]
     for row, (prompt, answer) in enumerate(zip(prompts, answers)):
         logits = tiny.dense(prompt + answer)[len(prompt) - 1 : -1]
         lse = np.log(np.exp(logits).sum(-1))
         expected = lse - logits[np.arange(len(answer)), answer]
-        np.testing.assert_allclose(found.nll[row, : len(answer)], expected, atol=2e-4)
-        assert found.best[row, : len(answer)].tolist() == logits.argmax(-1).tolist()
+        np.testing.assert_allclose(steps.nll[row, : len(answer)], expected, atol=2e-4)
+        assert steps.best[row, : len(answer)].tolist() == logits.argmax(-1).tolist()
     # The state that was given in is whole: the same walk again.
     _, again = forced.steps(model, policy("full"), state, feed, answers, forced=True)
-    np.testing.assert_array_equal(again.nll, found.nll)
+    np.testing.assert_array_equal(again.nll, steps.nll)
 
 
 def test_an_unforced_walk_is_greedy_decoding():
     model, prompts, state = read("full")
-    _, found = forced.steps(
+    _, steps = forced.steps(
         model, policy("full"), state, [[p[-1]] for p in prompts], [[0] * ANSWER] * 2, forced=False
     )
     whole = decode.generate(
         model, policy("full"), prompts, max_new_tokens=ANSWER, chunk_size=16, page=tiny.PAGE
     )
-    assert found.best[:, :ANSWER].tolist() == whole.tokens
+    assert steps.best[:, :ANSWER].tolist() == whole.tokens
 
 
 @pytest.mark.slow
@@ -64,14 +64,14 @@ def test_a_walk_obeys_confidence_as_decoding_does():
     model, prompts, state = read(spec)
     answers = [tiny.prompt(ANSWER, 5 + row) for row in range(2)]
     feed = [[p[-1], *a[:-1]] for p, a in zip(prompts, answers)]
-    after, found = forced.steps(model, policy(spec), state, feed, answers, forced=True)
+    after, steps = forced.steps(model, policy(spec), state, feed, answers, forced=True)
     live, sure = [], []
     for column in np.asarray(feed).T:
         state, _ = tiny.feed(policy(spec), state, column[:, None])
         live.append(np.asarray(metrics.live_slots(state)).mean(axis=(0, 2)))
         sure.append(np.asarray(state.confidence))
     np.testing.assert_allclose(after.confidence, sure[-1], atol=1e-5)
-    np.testing.assert_array_equal(found.live[:, :ANSWER], np.transpose(live))
+    np.testing.assert_array_equal(steps.live[:, :ANSWER], np.transpose(live))
     assert np.ptp(sure) > 0.1
     assert np.ptp(live) > 5, "the budget never changed"
 
@@ -94,8 +94,8 @@ def test_switches_say_when_the_cache_shrinks(spec, protocols, when, prefill):
     """A policy that needs the whole prompt's mass is cut at its end, and again at every step."""
     assert protocol.protocols(policy(spec), ("agnostic", "aware"), question=True) == protocols
     for name, moment in zip(protocols, when, strict=True):
-        found = protocol.switches(policy(spec), name)
-        assert (found.compress_at, found.prefill_attention) == (moment, prefill)
+        switches = protocol.switches(policy(spec), name)
+        assert (switches.compress_at, switches.prefill_attention) == (moment, prefill)
 
 
 def test_live_slots_presence_and_reads_of_a_one_shot_budget():
@@ -111,13 +111,13 @@ def test_live_slots_presence_and_reads_of_a_one_shot_budget():
         assert mask[:, row, :, :2].all()
         assert mask[:, row, :, n - 4 : n].all()
         assert not mask[:, row, :, n:].any()
-    _, found = forced.steps(
+    _, steps = forced.steps(
         model, policy(spec), state, [[p[-1]] for p in prompts], [[0] * 3] * 2, forced=False
     )
     # Tokens of the answer are kept: one slot more a step, all of them read.
-    np.testing.assert_array_equal(found.live[:, :3], [[13, 14, 15]] * 2)
-    np.testing.assert_array_equal(found.reads[:, :3, 0], found.live[:, :3])
-    assert not np.asarray(found.reads)[:, :3, 1:].any()  # no φ, and nobody who chooses
+    np.testing.assert_array_equal(steps.live[:, :3], [[13, 14, 15]] * 2)
+    np.testing.assert_array_equal(steps.reads[:, :3, 0], steps.live[:, :3])
+    assert not np.asarray(steps.reads)[:, :3, 1:].any()  # no φ, and nobody who chooses
     needed = np.arange(tiny.CONTEXT) < 2
     assert counted.span_retention(mask[:, 0], needed) == 1
     assert counted.span_retention(mask[:, 0], np.zeros(tiny.CONTEXT, bool)) is None
@@ -126,7 +126,7 @@ def test_live_slots_presence_and_reads_of_a_one_shot_budget():
 def test_a_selection_reads_what_it_picks():
     spec = "quest(2, chunk=4, dense=1, recent=8)"
     model, prompts, state = read(spec)
-    _, found = forced.steps(
+    _, steps = forced.steps(
         model, policy(spec), state, [[p[-1]] for p in prompts], [[0] * 2] * 2, forced=False
     )
     for row, prompt in enumerate(prompts):
@@ -135,10 +135,10 @@ def test_a_selection_reads_what_it_picks():
             full = (held - 8) % 4 == 0
             # The first layer reads everything; the second its ring and two chunks, the last one part full.
             least = (held + 8 + 4 + (4 if full else 1)) / 2
-            assert least <= found.reads[row, i, 0] <= (held + 8 + 8) / 2
+            assert least <= steps.reads[row, i, 0] <= (held + 8 + 8) / 2
             # Choosing reads the range of every chunk, worth one token: two a page of 8, in one layer of two.
-            assert found.reads[row, i, 2] == -(-(held - 8) // 8)
-            assert found.live[row, i] == held
+            assert steps.reads[row, i, 2] == -(-(held - 8) // 8)
+            assert steps.live[row, i] == held
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -174,15 +174,15 @@ def test_a_completion_is_read_at_the_price_of_its_summary():
     assert metrics.summary_tokens(room, by_bytes=False) == price
     half = dataclasses.replace(room, ring=dataclasses.replace(room.ring, k=room.ring.k.astype(jnp.bfloat16)))
     assert metrics.summary_tokens(half, by_bytes=True) == 2 * price
-    _, found = forced.steps(model, chosen, state, [[p[-1]] for p in prompts], [[0] * 2] * 2, forced=False)
-    np.testing.assert_array_equal(found.reads[:, :2], np.broadcast_to([8.0, price, 0], (2, 2, 3)))
+    _, steps = forced.steps(model, chosen, state, [[p[-1]] for p in prompts], [[0] * 2] * 2, forced=False)
+    np.testing.assert_array_equal(steps.reads[:, :2], np.broadcast_to([8.0, price, 0], (2, 2, 3)))
 
 
 def test_a_dense_layer_does_not_ask_for_a_completion_that_has_nothing_to_say():
     chosen = Policy(selection=Quest(2, chunk=4, dense=1, recent=8), completion=Linear())
     model, prompts, state = read(chosen)
-    _, found = forced.steps(model, chosen, state, [[p[-1]] for p in prompts], [[0] * 2] * 2, forced=False)
-    np.testing.assert_array_equal(found.reads[:, :2, 1], np.full((2, 2), 2.5 / 2))  # one layer of two
+    _, steps = forced.steps(model, chosen, state, [[p[-1]] for p in prompts], [[0] * 2] * 2, forced=False)
+    np.testing.assert_array_equal(steps.reads[:, :2, 1], np.full((2, 2), 2.5 / 2))  # one layer of two
 
 
 def test_roomy_pools_never_grow_and_hold_the_same():
@@ -204,16 +204,16 @@ def test_pools_for_some_tokens_are_of_few_sizes():
     sizes = set()
     for budget in (10, 11, 12):
         model, prompts, state = read(spec := f"knorm + uniform({budget}) + sinks(2) + recent(4)")
-        mine = decode.roomy(policy(spec), state, 1, ANSWER)
-        assert decode.reserve(policy(spec), mine, ANSWER, 1) is mine  # none has to grow
+        fitting = decode.roomy(policy(spec), state, 1, ANSWER)
+        assert decode.reserve(policy(spec), fitting, ANSWER, 1) is fitting  # none has to grow
         most, held = (decode.roomy(policy(spec), state, 1), decode.reserve(policy(spec), state, ANSWER, 1))
-        count = mine.layers[0].pools[0].count
+        count = fitting.layers[0].pools[0].count
         assert count in [-(-most.layers[0].pools[0].count // 2**k) for k in range(8)]
         assert count // 2 < max(layer.pools[0].count for layer in held.layers)
         sizes.add(count)
         feed, target = [[p[-1]] for p in prompts], [[0] * ANSWER] * 2
         one, again = (
-            forced.steps(model, policy(spec), s, feed, target, forced=False)[1] for s in (most, mine)
+            forced.steps(model, policy(spec), s, feed, target, forced=False)[1] for s in (most, fitting)
         )
         np.testing.assert_array_equal(one.best[:, :ANSWER], again.best[:, :ANSWER])
     assert len(sizes) == 1

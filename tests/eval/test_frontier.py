@@ -14,7 +14,7 @@ from kvjax import decode
 from kvjax.algebra import PolicyError
 from kvjax.eval import frontier
 from kvjax.eval.errors import EvalError
-from kvjax.eval.measure.readings import Readings
+from kvjax.eval.measure.runner import Readings
 from kvjax.eval.report import front
 from kvjax.eval.report.table import Results
 from kvjax.weights import _auto as auto
@@ -47,18 +47,18 @@ def test_numbers_of_a_template_are_written_in():
 
 def rows(*cells: tuple[str, float, list[float]]) -> Results:
     """(policy, kept fraction, scores) of one task; what learns has its default weights, behind "|" others."""
-    made = []
+    every = []
     for spec, kept, scores in cells:
         policy, _, named = spec.partition("|")
-        made.append(
+        every.append(
             dataclasses.replace(
                 eval_rows.row(policy, scores, protocol="agnostic" if policy != "full" else "either"),
                 kept_fraction=kept,
             )
         )
         weights = f"{named or 'default'}@{'0' * 16}" if kvjax.policy(policy).learned else ""
-        made[-1] = dataclasses.replace(made[-1], cell=dataclasses.replace(made[-1].cell, weights=weights))
-    return Results(tuple(made))
+        every[-1] = dataclasses.replace(every[-1], cell=dataclasses.replace(every[-1].cell, weights=weights))
+    return Results(tuple(every))
 
 
 FOUND = rows(
@@ -137,16 +137,16 @@ def test_a_plan_that_is_none_is_refused(text, tmp_path):
 
 
 def test_readings_are_made_once_and_the_oldest_goes():
-    made = []
+    names_read = []
 
     def read(name):
-        made.append(name)
+        names_read.append(name)
         return SimpleNamespace(nbytes=4)
 
     kept = Readings(most=10)
     for name in ("a", "b", "a", "c", "a", "b"):
         kept.of(name, lambda name=name: read(name))
-    assert made == ["a", "b", "c", "b"]
+    assert names_read == ["a", "b", "c", "b"]
     assert kept.made == 4
 
 
@@ -160,11 +160,11 @@ def model(tiny_folder, tmp_path, monkeypatch):
 
     folder = tmp_path / "model"
     shutil.copytree(tiny_folder, folder)
-    found = kvjax.load(folder)
-    whose = {"model": "tiny", "fingerprint": fingerprint(found)}
+    loaded = kvjax.load(folder)
+    whose = {"model": "tiny", "fingerprint": fingerprint(loaded)}
     (folder / "front.json").write_text(front.as_json(FOUND, DIM, whose, "python -m it"))
     monkeypatch.setattr(auto, "EMBEDDED", tmp_path / "nowhere")
-    return found
+    return loaded
 
 
 @pytest.mark.parametrize(
@@ -177,16 +177,16 @@ def model(tiny_folder, tmp_path, monkeypatch):
 )
 def test_auto_is_the_fronts_choice(spec, policy, model):
     assert is_auto(spec)
-    found, said = chosen(spec, model)
-    assert found == kvjax.policy(policy)
-    assert said.startswith(f"{spec} is {policy}")
-    assert "measured on this model (python -m it)" in said
+    best, note = chosen(spec, model)
+    assert best == kvjax.policy(policy)
+    assert note.startswith(f"{spec} is {policy}")
+    assert "measured on this model (python -m it)" in note
 
 
 def test_a_budget_counts_by_its_share_of_the_prompt(model):
     """What came behind the prompt was held beside it: 128 of 512 slots are a quarter."""
-    found = rows(("full", 1.0, [1.0]), ("knorm + uniform(128)", 0.29, [1.0]), ("gvote(0.95)", 0.29, [1.0]))
-    text = front.as_json(found, DIM, {"model": "", "fingerprint": fingerprint(model)}, "it")
+    results = rows(("full", 1.0, [1.0]), ("knorm + uniform(128)", 0.29, [1.0]), ("gvote(0.95)", 0.29, [1.0]))
+    text = front.as_json(results, DIM, {"model": "", "fingerprint": fingerprint(model)}, "it")
     (model.folder / "front.json").write_text(text)
     assert chosen("auto(0.25)", model)[0] == kvjax.policy("knorm + uniform(0.25)")
     with pytest.raises(PolicyError, match="nothing that small"):
@@ -201,19 +201,19 @@ def test_auto_answers_and_says_what_it_is(model):
 
 def test_another_model_takes_no_learned_part(model, monkeypatch):
     learned = "kvp(4) + uniform(128)"
-    found = rows(("full", 1.0, [1.0, 1.0]), (learned, 0.2, [1.0, 1.0]), ("gvote(0.9)", 0.2, [1.0, 0.0]))
+    results = rows(("full", 1.0, [1.0, 1.0]), (learned, 0.2, [1.0, 1.0]), ("gvote(0.9)", 0.2, [1.0, 0.0]))
     whose = {"model": "other", "fingerprint": "0"}
-    (model.folder / "front.json").write_text(front.as_json(found, DIM, whose, "it"))
+    (model.folder / "front.json").write_text(front.as_json(results, DIM, whose, "it"))
     monkeypatch.setattr(auto, "EMBEDDED", model.folder)
-    policy, said = chosen("auto(0.3)", model)
+    policy, note = chosen("auto(0.3)", model)
     assert repr(policy) == "gvote(0.9)"
-    assert "learned parts are left out" in said
+    assert "learned parts are left out" in note
 
 
 def test_weights_that_are_not_the_default_are_never_the_choice():
-    found = rows(("full", 1.0, [1.0, 1.0]), ("write_gate(0.2)|aggressive", 0.2, [1.0, 1.0]),
+    results = rows(("full", 1.0, [1.0, 1.0]), ("write_gate(0.2)|aggressive", 0.2, [1.0, 1.0]),
                  ("write_gate(0.1)", 0.3, [1.0, 0.0]))  # fmt: skip
-    tree = json.loads(front.as_json(found, DIM, {"model": "", "fingerprint": ""}, "it"))
+    tree = json.loads(front.as_json(results, DIM, {"model": "", "fingerprint": ""}, "it"))
     assert [entry["policy"] for entry in tree["front"]] == [repr(kvjax.policy("write_gate(0.1)"))]
 
 

@@ -50,7 +50,7 @@ def codes(pool):
 def ragged(
     q, k_pages, v_pages, *, table, length, scales=None, pages=None, slots=None, scale=None, softcap=None
 ):
-    """(out [B, N, T, H], lse [B, N, T], mass [B, N, M, S]), following each stream's list by hand."""
+    """(out [B, N, T, H], lse [B, N, T], mass [B, N, M, S]), following each KV head's list by hand."""
     (b, n, t, h), size, (heads, m) = q.shape, k_pages.shape[1], table.shape[1:]
     scale = h**-0.5 if scale is None else scale
     k_pages, v_pages = (codes(np.asarray(x)) for x in (k_pages, v_pages))

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from kernel_numerics import assert_as_good_as_plain, assert_close
 from kernel_oracle import blockwise as oracle
 from test_kernel_blockwise import case as ring
 from test_kernel_vertical_slash import case as prompt
@@ -22,14 +23,13 @@ from tiny import quick_compiles  # noqa: F401
 
 from pallas_kernels import blockwise, vertical_slash
 from pallas_kernels.blockwise import mosaic_gpu as full
-from pallas_kernels.blockwise.work import Shape
+from pallas_kernels.blockwise.work import BlockwiseSizes
 from pallas_kernels.dispatch import interpreted
-from pallas_kernels.gated.work import Shape as Prompt
-from pallas_kernels.numerics import assert_as_good_as_plain, assert_close
+from pallas_kernels.gated.work import SelfAttentionSizes
 from pallas_kernels.tuning import Blocks
 from pallas_kernels.vertical_slash import mosaic_gpu as slash
 
-RING = Shape(B=2, N=4, K=2, T=70, S=200, H=64)
+RING = BlockwiseSizes(B=2, N=4, K=2, T=70, S=200, H=64)
 """Two blocks of 128 queries a KV head, one of them nearly all padding; four tiles of keys."""
 
 
@@ -77,7 +77,9 @@ def test_a_ring_in_any_order(sizes, options):
 
 def causal(h=64):
     """Rows of 200 and of no tokens, in order; NaN past their ends."""
-    (q, k, v, _), _ = prompt(Prompt(B=2, N=2, K=1, T=200, H=h, window=0), lengths=np.array([200, 0]))
+    (q, k, v, _), _ = prompt(
+        SelfAttentionSizes(B=2, N=2, K=1, T=200, H=h, window=0), lengths=np.array([200, 0])
+    )
     pos = jnp.asarray(np.stack([np.arange(200), np.full(200, -1)]), jnp.int32)
     return [x.astype(jnp.bfloat16) for x in (q, k, v)], {"q_pos": pos, "k_pos": pos}
 
@@ -122,7 +124,7 @@ def test_gradients_are_those_of_xla():
     ids=["wide", "narrow", "none"],
 )
 def test_packed_keys_and_a_band(sizes, lengths, admitted):
-    shape = Prompt(B=2, N=2, K=2, T=300, H=64, window=0)._replace(**sizes)
+    shape = SelfAttentionSizes(B=2, N=2, K=2, T=300, H=64, window=0)._replace(**sizes)
     arrays, ends = prompt(shape, dtype=jnp.bfloat16, lengths=np.array(lengths), admitted=admitted)
     found = vertical_slash(*arrays, window=shape.window, lengths=ends, softcap=2.0, impl="mosaic_gpu")
     pos = np.where(np.arange(300) < np.asarray(ends)[:, None], np.arange(300), -1)
@@ -132,7 +134,7 @@ def test_packed_keys_and_a_band(sizes, lengths, admitted):
 
 def test_a_piece_of_a_prompt():
     """At the start, inside and over the end of rows; out in the model's dtype."""
-    shape = Prompt(B=3, N=2, K=1, T=300, H=64, window=50)
+    shape = SelfAttentionSizes(B=3, N=2, K=1, T=300, H=64, window=50)
     lengths, start = np.array([300, 250, 250]), np.array([0, 150, 37])
     (q, k, v, admit), ends = prompt(shape, dtype=jnp.bfloat16, lengths=lengths, admitted=(0.6,))
     at = start[:, None] + np.arange(140)
@@ -147,7 +149,7 @@ def test_a_piece_of_a_prompt():
 
 def test_keys_that_do_not_fit_are_said_loudly():
     """Two KV heads, of which the first admits too many."""
-    shape = Prompt(B=1, N=4, K=2, T=100, H=64, window=5)
+    shape = SelfAttentionSizes(B=1, N=4, K=2, T=100, H=64, window=5)
     arrays, _ = prompt(shape, dtype=jnp.bfloat16, lengths=np.array([100]), admitted=(1.0, 0.0))
     out, lse, admitted = vertical_slash(*arrays, window=5, capacity=60, impl="mosaic_gpu")
     np.testing.assert_array_equal(admitted, [[100, 0]])

@@ -1,14 +1,15 @@
-"""What ``bench --device`` will try on a GPU compiles for one, without spills: its time is for measuring."""
+"""What is tried on a GPU compiles for one, without spills: its time is for measuring."""
 
 from __future__ import annotations
 
 import pytest
 from test_aot_ops import target
 
+from benchmarks.kernels import programs
+from benchmarks.kernels.operations import cases
 from pallas_kernels import tuning
 from pallas_kernels.measure import aot
 from pallas_kernels.measure.candidates import CANDIDATES
-from pallas_kernels.measure.work import cases
 from pallas_kernels.tuning import Blocks
 
 pytestmark = pytest.mark.aot
@@ -39,7 +40,7 @@ def built(chip, op, what, blocks, impl=None):
     key, name = TUNED_BY[op, what]
     case = CASES[f"{op}/{name}"]
     with tuning.trying(op, ((tuning.key(what, *key), blocks),)):
-        return aot.compiled_without_spills(
+        return programs.compiled_without_spills(
             chip, case.run(impl or chip.impl), *case.args, donated=case.donated
         )
 
@@ -52,7 +53,7 @@ def test_a_candidate_compiles_without_spills(op, impl, what, blocks):
 
 def test_a_spill_is_seen():
     """The detector itself, and that blocks reach the compiler."""
-    with pytest.raises(aot.SpillsError, match="register spilling"):
+    with pytest.raises(programs.SpillsError, match="register spilling"):
         built(target("h200"), "blockwise", "backward", Blocks(q=64, k=128, warps=4, stages=2))
 
 

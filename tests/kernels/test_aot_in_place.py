@@ -11,6 +11,7 @@ import pytest
 from jax.sharding import SingleDeviceSharding
 
 import kvjax
+from benchmarks.kernels.programs import copies, launches
 from kvjax import layer
 from kvjax.cache import pool
 from kvjax.cache import ring as rings
@@ -61,7 +62,7 @@ def compiled(chip: str, spec: str, steps: int = 1):
     def step(cache, q, k, v, length):
         x = Heads(q=q, k=k, v=v, q_pre=q, k_pre=k, hidden=q[:, :, 0])
         info = layer.LayerInfo(policy, {}, 0, 1, None, length)
-        return layer.step(info, cache, x, length, length >= 0)
+        return layer.step(info, x, cache, length, length >= 0)
 
     def run(cache, q, k, v, length):
         def one(i, carry):
@@ -80,7 +81,7 @@ def compiled(chip: str, spec: str, steps: int = 1):
 
 
 def check_in_place(program) -> None:
-    written = [x for x in aot.copies(program, POOL) if x.startswith("copy ")]
+    written = [x for x in copies(program, POOL) if x.startswith("copy ")]
     assert written == []
     assert program.memory_analysis().alias_size_in_bytes >= 4 * POOL
 
@@ -99,5 +100,5 @@ def test_steps_in_one_kernel_copy_no_pool_and_start_little(chip, monkeypatch):
     program = compiled(chip, "sinks(4) + window(256)", steps=8)
     check_in_place(program)
     assert "decode_step" in program.as_text()
-    assert aot.copies(program, K * W * H) == []
-    assert aot.launches(program) <= LAUNCHES[chip]
+    assert copies(program, K * W * H) == []
+    assert launches(program) <= LAUNCHES[chip]

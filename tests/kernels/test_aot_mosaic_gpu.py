@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 from test_aot_ops import target
 
-from pallas_kernels.measure import static
-from pallas_kernels.measure.work import beside, compiled_for
+from benchmarks.kernels import static
+from benchmarks.kernels.operations import compiled_for, mosaic_gpu_cases
 
 pytestmark = pytest.mark.aot
 
-CASES = beside()
+CASES = mosaic_gpu_cases()
 QUICK = {
     "ragged_decode.mosaic_gpu/bfloat16",
     "blockwise.mosaic_gpu/prompt_bfloat16",

@@ -11,8 +11,11 @@ from __future__ import annotations
 import jax
 import pytest
 
-from pallas_kernels.measure import aot, static
-from pallas_kernels.measure.work import cases, size
+from benchmarks.kernels import static
+from benchmarks.kernels.operations import cases
+from benchmarks.kernels.programs import SpillsError, compiled_without_spills, copies, launches
+from pallas_kernels.measure import aot
+from pallas_kernels.measure.work import size
 
 pytestmark = pytest.mark.aot
 
@@ -66,8 +69,8 @@ def test_the_quick_cases_are_cases():
 def test_it_compiles_in_place_in_little_memory_and_without_spills(chip, name):
     case, place = CASES[name], target(chip)
     try:
-        program = aot.compiled_without_spills(place, case.run(place.impl), *case.args, donated=case.donated)
-    except aot.SpillsError:
+        program = compiled_without_spills(place, case.run(place.impl), *case.args, donated=case.donated)
+    except SpillsError:
         # One of XLA's own kernels may (a scatter of ragged_decode's parts does), ours may not.
         ((_, found),) = static.report(chip, [name], {})
         assert {x: y for x, y in found["kernels"].items() if y["spilled_bytes"]} == {}
@@ -75,20 +78,20 @@ def test_it_compiles_in_place_in_little_memory_and_without_spills(chip, name):
     if case.whole:
         # Triton's bodies of prefill round their output outside, where the model's layout is made too.
         rounds = place.impl == "triton" and name.startswith(("blockwise/prompt", "vertical_slash/"))
-        assert len(aot.copies(program, case.whole)) == rounds
+        assert len(copies(program, case.whole)) == rounds
     if name.startswith("ragged_decode/"):
         # The listed pages are read from a pool: no part of it is brought to VMEM before. (Mass may be.)
         if case.whole and "mass" not in name:
-            assert aot.copies(program, case.whole // 16, vmem=True) == []
-        assert chip != "h200" or aot.launches(program) <= MOST_LAUNCHES["mass" in name]
+            assert copies(program, case.whole // 16, vmem=True) == []
+        assert chip != "h200" or launches(program) <= MOST_LAUNCHES["mass" in name]
     if name.startswith("decode_step/"):
         assert program.memory_analysis().alias_size_in_bytes >= size(case.args[3])
-        assert aot.launches(program) <= MOST_STEP_LAUNCHES[chip == "h200"]
+        assert launches(program) <= MOST_STEP_LAUNCHES[chip == "h200"]
     if name.startswith("vertical_slash/"):
         assert " sort(" not in program.as_text()
-        assert chip != "h200" or aot.launches(program) <= SLASH_LAUNCHES[case.whole > 0]
+        assert chip != "h200" or launches(program) <= SLASH_LAUNCHES[case.whole > 0]
     if (chip, name) == ("h200", "blockwise/ring_bfloat16"):
-        assert aot.launches(program) <= RING_LAUNCHES
+        assert launches(program) <= RING_LAUNCHES
     assert program.memory_analysis().temp_size_in_bytes <= case.temp
 
 
@@ -102,7 +105,7 @@ def test_a_copy_and_too_much_memory_are_seen(chip):
     else:
         shape = jax.ShapeDtypeStruct((64, 16384 * 64), "float32")
         program = aot.compiled(chip, lambda x: (x.T + 0, (x.T @ x)[0, 0]), shape)
-    assert aot.copies(program, 16384 * 64 * 64)
+    assert copies(program, 16384 * 64 * 64)
     assert program.memory_analysis().temp_size_in_bytes > CASES["phi/read_bfloat16"].temp
 
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 import kvjax
+from benchmarks.kernels.programs import copies
 from kvjax import layer
 from kvjax.cache import pool
 from kvjax.cache import ring as rings
@@ -71,6 +72,6 @@ def test_it_compiles_and_copies_no_pool(chip, spec):
     shapes = jax.eval_shape(lambda: made(policy))
     program = aot.compiled(place, read, *shapes)
     pool_size = shapes[0].pages.k.size
-    assert aot.copies(program, pool_size) == []
+    assert copies(program, pool_size) == []
     # All keys' scores, what is picked, and its features; a copy of the keys alone would be twice the pool.
     assert program.memory_analysis().temp_size_in_bytes < pool_size

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from benchmarks.kernels.programs import copies
 from pallas_kernels import ragged_decode
 from pallas_kernels.measure import aot
 
@@ -75,5 +76,5 @@ def test_one_sum_a_layer_and_pools_in_place(topology):
         .compile()
     )
     assert collections.Counter(COLLECTIVE.findall(program.as_text())) == {"all-reduce": 1}
-    moved = aot.copies(program, pages * slots * h // len(devices))
+    moved = copies(program, pages * slots * h // len(devices))
     assert [x for x in moved if x.endswith(f",{slots},{h}]")] == []  # weights may be moved, pools may not

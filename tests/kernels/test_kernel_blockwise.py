@@ -8,14 +8,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kernel_numerics import assert_as_good_as_plain, assert_close
 from kernel_oracle import blockwise as oracle
+from kernel_sizes import BLOCKWISE, BLOCKWISE_BLOCKS
 
 from pallas_kernels import Unsupported, blockwise, column_mass, merge
-from pallas_kernels.blockwise.work import SHAPES
-from pallas_kernels.numerics import assert_as_good_as_plain, assert_close
-
-TEST = SHAPES.tagged("test")
-BLOCKED = SHAPES["blocked"]
 
 IMPLS = ("ref", "xla")
 SIGHTS = {"causal": (None, 0.0), "window": (7, 0.0), "admitted": (7, 0.2)}
@@ -42,30 +39,30 @@ def case(shape, seed=0, dtype=jnp.float32, admitted=0.0, padding=3):
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-@pytest.mark.parametrize("name", TEST)
+@pytest.mark.parametrize("name", BLOCKWISE)
 def test_small_shapes(impl, name):
-    arrays, where = case(TEST[name], admitted=0.3)
+    arrays, where = case(BLOCKWISE[name], admitted=0.3)
     out, lse = blockwise(*arrays, **where, window=5, impl=impl)
     want_out, want_lse, p = oracle(*arrays, **where, window=5)
     assert out.dtype == lse.dtype == jnp.float32
-    assert_close(out, want_out, TEST[name].S)
-    assert_close(lse, want_lse, TEST[name].S)
-    weights = jnp.broadcast_to(jnp.linspace(-1, 2, TEST[name].T), where["q_pos"].shape)
+    assert_close(out, want_out, BLOCKWISE[name].S)
+    assert_close(lse, want_lse, BLOCKWISE[name].S)
+    weights = jnp.broadcast_to(jnp.linspace(-1, 2, BLOCKWISE[name].T), where["q_pos"].shape)
     mass = column_mass(arrays[0], arrays[1], lse, weights, **where, window=5, impl=impl)
-    assert_close(mass, np.einsum("bnts,bt->bns", p, np.asarray(weights)), TEST[name].T)
+    assert_close(mass, np.einsum("bnts,bt->bns", p, np.asarray(weights)), BLOCKWISE[name].T)
 
 
 @pytest.mark.parametrize("sight", SIGHTS)
 def test_blocks_of_both_axes(sight):
     window, admitted = SIGHTS[sight]
-    arrays, where = case(BLOCKED, admitted=admitted)
+    arrays, where = case(BLOCKWISE_BLOCKS, admitted=admitted)
     out, lse = blockwise(*arrays, **where, window=window, impl="xla")
     want_out, want_lse, p = oracle(*arrays, **where, window=window)
-    assert_close(out, want_out, BLOCKED.S)
-    assert_close(lse, want_lse, BLOCKED.S)
-    weights = np.random.default_rng(1).random((BLOCKED.B, BLOCKED.T)).astype(np.float32)
+    assert_close(out, want_out, BLOCKWISE_BLOCKS.S)
+    assert_close(lse, want_lse, BLOCKWISE_BLOCKS.S)
+    weights = np.random.default_rng(1).random((BLOCKWISE_BLOCKS.B, BLOCKWISE_BLOCKS.T)).astype(np.float32)
     mass = column_mass(arrays[0], arrays[1], lse, jnp.asarray(weights), **where, window=window, impl="xla")
-    assert_close(mass, np.einsum("bnts,bt->bns", p, weights), BLOCKED.T)
+    assert_close(mass, np.einsum("bnts,bt->bns", p, weights), BLOCKWISE_BLOCKS.T)
     if sight == "causal":
         again = blockwise(*arrays, **where, window=window, impl="xla")
         np.testing.assert_array_equal(out, again[0])
@@ -75,7 +72,7 @@ def test_blocks_of_both_axes(sight):
 @pytest.mark.parametrize(("impl", "name"), [("ref", "small"), ("xla", "small"), ("xla", "blocked")])
 def test_capped_scores(impl, name):
     """A cap that bends most scores, in every form of the operation and of its column mass."""
-    shape = BLOCKED if name == "blocked" else TEST["g4_h64"]
+    shape = BLOCKWISE_BLOCKS if name == "blocked" else BLOCKWISE["g4_h64"]
     arrays, where = case(shape, admitted=0.2)
     options = {**where, "window": 7, "softcap": 0.8}
     out, lse = blockwise(*arrays, **options, impl=impl)
@@ -94,31 +91,33 @@ def test_capped_scores(impl, name):
 def test_skipped_blocks_are_those_nobody_sees(seed, span, spread):
     """Any positions at all: runs, holes, repeats, whole blocks of padding."""
     rng = np.random.default_rng(seed)
-    arrays, where = case(BLOCKED, seed, padding=0)
-    q_pos = rng.integers(-1, span, size=(BLOCKED.B, BLOCKED.T)) // spread * spread
-    k_pos = np.sort(rng.integers(-span, span, size=(BLOCKED.B, BLOCKED.S)), axis=1)
+    arrays, where = case(BLOCKWISE_BLOCKS, seed, padding=0)
+    q_pos = rng.integers(-1, span, size=(BLOCKWISE_BLOCKS.B, BLOCKWISE_BLOCKS.T)) // spread * spread
+    k_pos = np.sort(rng.integers(-span, span, size=(BLOCKWISE_BLOCKS.B, BLOCKWISE_BLOCKS.S)), axis=1)
     where |= {"q_pos": jnp.asarray(q_pos, jnp.int32), "k_pos": jnp.asarray(k_pos, jnp.int32)}
-    where["admit"] = jnp.asarray(rng.random((BLOCKED.B, BLOCKED.K, BLOCKED.S)) < rng.choice([0.0, 0.01]))
+    where["admit"] = jnp.asarray(
+        rng.random((BLOCKWISE_BLOCKS.B, BLOCKWISE_BLOCKS.K, BLOCKWISE_BLOCKS.S)) < rng.choice([0.0, 0.01])
+    )
     out, lse = blockwise(*arrays, **where, window=7, impl="xla")
     want_out, want_lse, p = oracle(*arrays, **where, window=7)
-    assert_close(out, want_out, BLOCKED.S)
-    assert_close(lse, want_lse, BLOCKED.S)
-    weights = np.zeros((BLOCKED.B, BLOCKED.T), np.float32)
+    assert_close(out, want_out, BLOCKWISE_BLOCKS.S)
+    assert_close(lse, want_lse, BLOCKWISE_BLOCKS.S)
+    weights = np.zeros((BLOCKWISE_BLOCKS.B, BLOCKWISE_BLOCKS.T), np.float32)
     weights[:, -32:] = 1
     mass = column_mass(arrays[0], arrays[1], lse, jnp.asarray(weights), **where, window=7, impl="xla")
-    assert_close(mass, np.einsum("bnts,bt->bns", p, weights), BLOCKED.T)
+    assert_close(mass, np.einsum("bnts,bt->bns", p, weights), BLOCKWISE_BLOCKS.T)
 
 
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("name", ["g1_h128", "g4_h64"])
 def test_bfloat16_is_as_good_as_the_plain_way(impl, name):
-    arrays, where = case(TEST[name], dtype=jnp.bfloat16, padding=0)
+    arrays, where = case(BLOCKWISE[name], dtype=jnp.bfloat16, padding=0)
     exact_out, exact_lse, _ = oracle(*arrays, **where)
     plain_out, plain_lse = plain(*arrays, where["q_pos"], where["k_pos"])
     out, lse = blockwise(*arrays, **where, impl=impl)
     there = np.isfinite(exact_lse)
-    assert_as_good_as_plain(out[there], plain_out[there], exact_out[there], TEST[name].S)
-    assert_as_good_as_plain(lse, plain_lse, exact_lse, TEST[name].S)
+    assert_as_good_as_plain(out[there], plain_out[there], exact_out[there], BLOCKWISE[name].S)
+    assert_as_good_as_plain(lse, plain_lse, exact_lse, BLOCKWISE[name].S)
 
 
 @jax.jit
@@ -134,7 +133,7 @@ def plain(q, k, v, q_pos, k_pos):
 
 @pytest.mark.parametrize("impl", IMPLS)
 def test_halves_merge_to_the_whole(impl):
-    shape = TEST["g4_h64"]
+    shape = BLOCKWISE["g4_h64"]
     (q, k, v), where = case(shape)
     cut = 29
     halves = [
@@ -151,7 +150,7 @@ def test_halves_merge_to_the_whole(impl):
 
 @pytest.mark.parametrize("impl", IMPLS)
 def test_nothing_to_see_is_the_empty_partial(impl):
-    (q, k, v), where = case(TEST["g1_h32"])
+    (q, k, v), where = case(BLOCKWISE["g1_h32"])
     where["k_pos"] = jnp.full_like(where["k_pos"], -1)
     k, v = jnp.full_like(k, jnp.nan), jnp.full_like(v, jnp.inf)
     out, lse = blockwise(q, k, v, **where, impl=impl)
@@ -163,7 +162,7 @@ def test_nothing_to_see_is_the_empty_partial(impl):
 
 @pytest.mark.parametrize("impl", IMPLS)
 def test_gradients_are_those_of_dense_attention(impl):
-    shape = TEST["g4_h64"]
+    shape = BLOCKWISE["g4_h64"]
     (q, k, v), where = case(shape, padding=0)
     where["q_pos"] = jnp.maximum(where["q_pos"], 0)
 
@@ -188,7 +187,7 @@ def test_gradients_are_those_of_dense_attention(impl):
 def test_gradients_of_the_blocked_form(sight):
     """Through out and lse, with padding, queries that see nothing and a cap; the definition is dense."""
     window, admitted = SIGHTS[sight]
-    arrays, where = case(BLOCKED, admitted=admitted)
+    arrays, where = case(BLOCKWISE_BLOCKS, admitted=admitted)
     options = {**where, "window": window, "softcap": 2.0 if sight == "admitted" else None}
     found, back = jax.vjp(lambda *x: blockwise(*x, **options, impl="xla"), *arrays)
     _, back_dense = jax.vjp(lambda *x: blockwise(*x, **options, impl="ref"), *arrays)
@@ -196,18 +195,18 @@ def test_gradients_of_the_blocked_form(sight):
     assert not bool(seen.all())
     up = jnp.cos(found[0]), jnp.where(seen, jnp.sin(found[1]), 0)
     for ours, theirs in zip(back(up), back_dense(up)):
-        assert_close(ours, theirs, BLOCKED.S * BLOCKED.N)
+        assert_close(ours, theirs, BLOCKWISE_BLOCKS.S * BLOCKWISE_BLOCKS.N)
     assert float(jnp.abs(back(up)[1]).max()) > 0.01
 
 
 def test_padding_gives_no_nan_gradient():
-    (q, k, v), where = case(TEST["g4_h64"], padding=3)
+    (q, k, v), where = case(BLOCKWISE["g4_h64"], padding=3)
     grads = jax.grad(lambda *x: blockwise(*x, **where, impl="ref")[0].sum(), argnums=(0, 1, 2))(q, k, v)
     assert all(np.isfinite(g).all() for g in grads)
 
 
 def test_refusals():
-    (q, k, v), where = case(TEST["g1_h32"])
+    (q, k, v), where = case(BLOCKWISE["g1_h32"])
     for impl in ("mosaic_tpu", "triton"):
         with pytest.raises(Unsupported, match="its body is for"):
             blockwise(q, k, v, **where, impl=impl)

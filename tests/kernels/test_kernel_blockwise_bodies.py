@@ -13,24 +13,23 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kernel_bodies import races_found
+from kernel_numerics import assert_as_good_as_plain, assert_close, error
 from kernel_oracle import blockwise as oracle
+from kernel_sizes import BLOCKWISE, BLOCKWISE_BLOCKS
 from test_kernel_blockwise import case, plain
 from tiny import quick_compiles  # noqa: F401
 
-from pallas_kernels import Unsupported, blockwise, column_mass, compat, merge
+from pallas_kernels import Unsupported, blockwise, column_mass, merge
 from pallas_kernels.blockwise import mosaic_tpu, mosaic_tpu_grad
-from pallas_kernels.blockwise.work import SHAPES as NAMED
-from pallas_kernels.blockwise.work import Shape
+from pallas_kernels.blockwise.work import BlockwiseSizes
 from pallas_kernels.dispatch import interpreted
-from pallas_kernels.numerics import assert_as_good_as_plain, assert_close, error
-
-TEST = NAMED.tagged("test")
 
 BODIES = ("mosaic_tpu", "triton")
-SMALL = Shape(B=2, N=4, K=2, T=70, S=200, H=32)
+SMALL = BlockwiseSizes(B=2, N=4, K=2, T=70, S=200, H=32)
 """Several blocks of both sides, whose edges fall inside heads and rows."""
 
-SHAPES = TEST | {"blocks": SMALL, "one_row": SMALL._replace(B=1, N=2, K=1)}
+SHAPES = BLOCKWISE | {"blocks": SMALL, "one_row": SMALL._replace(B=1, N=2, K=1)}
 GRID = [(name, admitted) for name in SHAPES for admitted in (None, 0.0, 0.05)]
 
 
@@ -49,7 +48,7 @@ def small_blocks(monkeypatch, request):
     with interpreted():
         yield
     if "mosaic_tpu" in request.node.name:
-        assert not compat.races_found()
+        assert not races_found()
     for f in jitted:
         f.clear_cache()
 
@@ -61,7 +60,7 @@ def sighted(shape, admitted, seed=0):
 
 
 @pytest.mark.parametrize(
-    ("impl", "shape"), [(impl, SMALL) for impl in ("ref", "xla", *BODIES)] + [("xla", NAMED["blocked"])]
+    ("impl", "shape"), [(impl, SMALL) for impl in ("ref", "xla", *BODIES)] + [("xla", BLOCKWISE_BLOCKS)]
 )
 def test_out_in_the_models_dtype(impl, shape):
     """Rounded once, at the end; gradients come through it."""
@@ -114,7 +113,7 @@ def test_every_length_of_a_row(impl):
     """Rows of 0, 1, block - 1, block, block + 1 and two blocks and more of keys; NaN past their ends."""
     block = 128 if impl == "mosaic_tpu" else 32
     ends = np.array([0, 1, block - 1, block, block + 1, 2 * block + 3])
-    shape = Shape(B=6, N=2, K=1, T=4, S=2 * block + 5, H=32)
+    shape = BlockwiseSizes(B=6, N=2, K=1, T=4, S=2 * block + 5, H=32)
     (q, k, v), _ = case(shape, padding=0)
     at = np.broadcast_to(np.arange(shape.S), (6, shape.S))
     k_pos = np.where(at < ends[:, None], at, -1)
@@ -134,7 +133,7 @@ def test_every_length_of_a_row(impl):
 def apart(impl):
     """Queries that see nothing near; each KV head admits keys of one block of its own."""
     block, t = {"mosaic_tpu": (128, 2), "triton": (32, 2), "xla": (512, 100)}[impl]
-    shape = Shape(B=1, N=4, K=2, T=t, S=3 * block, H=32)
+    shape = BlockwiseSizes(B=1, N=4, K=2, T=t, S=3 * block, H=32)
     arrays, where = case(shape, padding=0)
     at = jnp.arange(shape.S)
     admit = jnp.stack([at // block == head for head in (0, 2)])[None] & (at % 5 == 0)
@@ -199,15 +198,15 @@ def test_the_gradient_of_mass_is_that_of_the_definition(impl):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("impl", BODIES)
-@pytest.mark.parametrize("name", TEST)
+@pytest.mark.parametrize("name", BLOCKWISE)
 def test_bfloat16_is_as_good_as_the_plain_way(impl, name):
-    arrays, where = case(TEST[name], dtype=jnp.bfloat16, padding=0)
+    arrays, where = case(BLOCKWISE[name], dtype=jnp.bfloat16, padding=0)
     exact_out, exact_lse, _ = oracle(*arrays, **where)
     plain_out, plain_lse = plain(*arrays, where["q_pos"], where["k_pos"])
     out, lse = blockwise(*arrays, **where, impl=impl)
     there = np.isfinite(exact_lse)
-    assert_as_good_as_plain(out[there], plain_out[there], exact_out[there], TEST[name].S)
-    assert_as_good_as_plain(lse, plain_lse, exact_lse, TEST[name].S)
+    assert_as_good_as_plain(out[there], plain_out[there], exact_out[there], BLOCKWISE[name].S)
+    assert_as_good_as_plain(lse, plain_lse, exact_lse, BLOCKWISE[name].S)
 
 
 @pytest.mark.slow

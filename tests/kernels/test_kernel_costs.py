@@ -8,9 +8,11 @@ import types
 import jax
 import pytest
 
+from benchmarks.kernels import programs, static, table
+from benchmarks.kernels.operations import cases
 from pallas_kernels import dispatch, lowering
-from pallas_kernels.measure import aot, static, table
-from pallas_kernels.measure.work import cases, operations
+from pallas_kernels.measure import aot
+from pallas_kernels.measure.work import OPERATIONS
 
 
 def test_roofline_is_the_slower_of_memory_and_products():
@@ -78,7 +80,7 @@ def test_spills_are_vector_registers_in_memory(tmp_path):
 
 def test_cases_move_what_their_shapes_say():
     found = cases()
-    assert {name.split("/")[0] for name in found} <= set(operations())
+    assert {name.split("/")[0] for name in found} == set(OPERATIONS)
     case = found["ragged_decode/bfloat16"]
     q, k, _, table_, *_ = case.args
     pages = 2 * table_.size * k.shape[1] * k.shape[2] * 2
@@ -159,11 +161,11 @@ ENTRY %main (a: f32[8,16]) -> f32[8,16] {
 
 def test_copies_are_found_by_size_and_only_where_memory_is_written():
     program = types.SimpleNamespace(as_text=lambda: PROGRAM)
-    assert aot.copies(program, 128) == ["copy f32[8,16]", "copy-start bf16[4,32]"]
-    assert aot.copies(program, 129) == []
-    assert "fusion f32[8]" in aot.copies(program, 8)
-    assert aot.copies(program, 128, vmem=True) == ["copy-start f32[8,16]"]
-    assert aot.copies(program, 64, vmem=True) == ["copy-start f32[8,16]", "slice-start f32[4,16]"]
+    assert programs.copies(program, 128) == ["copy f32[8,16]", "copy-start bf16[4,32]"]
+    assert programs.copies(program, 129) == []
+    assert "fusion f32[8]" in programs.copies(program, 8)
+    assert programs.copies(program, 128, vmem=True) == ["copy-start f32[8,16]"]
+    assert programs.copies(program, 64, vmem=True) == ["copy-start f32[8,16]", "slice-start f32[4,16]"]
 
 
 def test_launches_are_the_kernels_of_a_program_and_of_its_loops():
@@ -175,8 +177,8 @@ def test_launches_are_the_kernels_of_a_program_and_of_its_loops():
     text = PROGRAM.replace("ENTRY", loop + "ENTRY").replace(
         "  %s =", "  %l = f32[8]{0} while(%f), body=%body.1\n  %s ="
     )
-    assert aot.launches(types.SimpleNamespace(as_text=lambda: PROGRAM)) == 6
-    assert aot.launches(types.SimpleNamespace(as_text=lambda: text)) == 7
+    assert programs.launches(types.SimpleNamespace(as_text=lambda: PROGRAM)) == 6
+    assert programs.launches(types.SimpleNamespace(as_text=lambda: text)) == 7
 
 
 REPORT = """ptxas info    : Compiling entry function 'phi_sums' for 'sm_90a'
@@ -239,4 +241,4 @@ def test_what_is_not_installed_is_missing_and_named(monkeypatch):
 
 
 def test_readme_has_the_table_of_what_was_recorded():
-    assert table.current(), "run python -m pallas_kernels.bench --table"
+    assert table.current(), "run python -m benchmarks.kernels --table"

@@ -9,8 +9,8 @@ import pytest
 from kernel_bodies import BODIES, body, check_no_race
 
 from pallas_kernels import Unsupported, decode_step, dispatch, lowering
-from pallas_kernels.decode_step import api, limits
-from pallas_kernels.decode_step.call import Cache, Lists, Token
+from pallas_kernels.decode_step import api
+from pallas_kernels.decode_step.call import Cache, Lists, Token, refusal
 from pallas_kernels.tuning import Blocks
 from pallas_kernels.tuning import key as block_key
 
@@ -18,7 +18,7 @@ B, K, G, H, W, S, M = 4, 2, 2, 128, 32, 16, 6
 SEEN = (100, 7, -1, 64)
 """A full ring, one that fills, a row without a token, and a slot at a ring's beginning."""
 LENGTHS = ((40, 0), (0, 3), (20, 16), (63, 95))
-"""One ends at a page's end, one in a list's last slot; a stream has no pages yet."""
+"""One ends at a page's end, one in a list's last slot; a KV head has no pages yet."""
 SMALL = ((block_key("step", "bfloat16", H), Blocks(item=64, k=16)),)
 """A list is several items."""
 
@@ -195,8 +195,8 @@ REFUSED = [
 @pytest.mark.parametrize(("impl", "odd", "why"), REFUSED)
 def test_what_a_body_does_not_take_is_said_before_anything_is_compiled(impl, odd, why, monkeypatch):
     q, cache, table = shaped(**odd)
-    assert why in limits.refusal(impl, q, cache, table)
-    assert limits.refusal(impl, *shaped()) is None
+    assert why in refusal(impl, q, cache, table)
+    assert refusal(impl, *shaped()) is None
     monkeypatch.setattr(dispatch, "body", lambda op, offered: impl)
     assert not api.has_body(q, cache, table)
     assert api.has_body(*shaped())

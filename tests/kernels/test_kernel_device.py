@@ -1,4 +1,4 @@
-"""``bench --device`` without a device: its whole program on interpreted bodies, its parts by hand."""
+"""Measuring without a device: the whole program on interpreted bodies, its parts by hand."""
 
 from __future__ import annotations
 
@@ -11,10 +11,14 @@ import numpy as np
 import pytest
 from tiny import quick_compiles  # noqa: F401
 
+import benchmarks.kernels.device
+import benchmarks.kernels.on_device
+from benchmarks.kernels import rivals
+from benchmarks.kernels.operations import Rival, Target, module
 from pallas_kernels import dispatch, lowering, records, tuning
-from pallas_kernels.measure import device, on_device, rivals, timing
+from pallas_kernels.measure import device, on_device, timing
 from pallas_kernels.measure.candidates import CANDIDATES, TINY
-from pallas_kernels.measure.work import OPERATIONS, Job, Rival, Target, agreement, work
+from pallas_kernels.measure.work import OPERATIONS, TimedCall, agreement, work
 from pallas_kernels.tuning import Blocks
 
 KINDS = {"ms", "cannot"}
@@ -99,36 +103,36 @@ BODIES = [
 ]
 
 
-def program(job, impl):
+def program(call, impl):
     """What is traced; Mosaic GPU's bodies, which no jax before 0.12 interprets, as for their device."""
     hopper = impl == "mosaic_gpu"
     device = lowering.for_device("NVIDIA H200", 132, "gpu") if hopper else dispatch.interpreted(races=False)
     with device:
-        return str(jax.make_jaxpr(job.run(impl))(*job.args))
+        return str(jax.make_jaxpr(call.run(impl))(*call.args))
 
 
 @pytest.mark.parametrize(("op", "impl", "what"), BODIES)
 def test_blocks_reach_the_body(op, impl, what, monkeypatch):
     """Each pass that can be tuned is another program with other blocks, and the same one with none."""
-    shape = work(op).SHAPES["tiny"]
-    long = {name: 300 for name in ("T", "S") if getattr(shape, name, 0) >= 40}
+    sizes = work(op).TINY
+    long = {name: 300 for name in ("T", "S") if getattr(sizes, name, 0) >= 40}
     if op == "ragged_decode":
         long |= {"M": 64, "P": 258}
     if impl == "mosaic_gpu":
         pytest.importorskip("pallas_kernels.hopper", exc_type=ImportError)
         long["H"] = 64
-    monkeypatch.setitem(work(op).SHAPES, "tiny", shape._replace(**long))
-    (job,) = (x for x in work(op).searches(True) if x.tunes == what)
-    key = tuning.key(what, *job.key)
+    monkeypatch.setattr(work(op), "TINY", sizes._replace(**long))
+    (call,) = (x for x in work(op).searches(True) if x.tunes == what)
+    key = tuning.key(what, *call.key)
     other = CANDIDATES[op, impl][what][-1] if impl == "mosaic_gpu" else TINY[impl][0]
-    plain = program(job, impl)
+    plain = program(call, impl)
     with tuning.trying(op, ((key, other),)):
-        assert program(job, impl) != plain
+        assert program(call, impl) != plain
     with tuning.trying(op, ((f"{key}0", other),)):
-        assert program(job, impl) == plain
+        assert program(call, impl) == plain
 
 
-def said(results):
+def into(results):
     return lambda part, name, value: results.__setitem__((part, name), json.loads(json.dumps(value)))
 
 
@@ -136,68 +140,69 @@ def test_the_fastest_blocks_that_agree_are_chosen(monkeypatch):
     """Of four: slower, wrong though fastest, refused by the compiler, and faster."""
     times = {0: 1.0, 1: 1.5, 2: 0.1, 4: 0.5}
 
-    def measured(job, impl, spend):
+    def measured(call, impl, spend):
         which = dict(tuning._trying.get()["gated"]).get("forward/bfloat16/32", Blocks()).q
         if which == 3:
             raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: too much")
         return times[which], jnp.ones(3) * (2 if which == 2 else 1)
 
-    monkeypatch.setattr(on_device, "_measured", measured)
-    job, results = Job("x", None, (), tunes="forward", key=("bfloat16", 32)), {}
+    monkeypatch.setattr(on_device, "measured", measured)
+    call, results = TimedCall("x", None, (), tunes="forward", key=("bfloat16", 32)), {}
     tried = tuple(Blocks(q=i) for i in (1, 2, 3, 4))
-    found = on_device.tune("gated", job, tried, (), "triton", on_device.Box(60), said(results))
+    found = on_device.tune("gated", call, tried, (), "triton", on_device.Deadline(60), into(results))
     assert found == (("forward/bfloat16/32", Blocks(q=4)),)
     entry = results["blocks", "forward/bfloat16/32"]
     assert entry["chosen"] == {"q": 4}
     assert "RESOURCE_EXHAUSTED" in entry["tried"][2]["cannot"]
     assert [x.get("ms") for x in entry["tried"]] == [1500, 100, None, 500]
-    late = on_device.tune("gated", job, tried, (), "triton", on_device.Box(-1), said(results))
+    late = on_device.tune("gated", call, tried, (), "triton", on_device.Deadline(-1), into(results))
     assert late == ()
     assert results["blocks", "forward/bfloat16/32"]["cut_short"]
 
 
 def test_a_rival_is_the_same_function_or_says_why_it_cannot_run():
     q, k, v = (jnp.asarray(DRAWN[:, :n], jnp.bfloat16) for n in (4, 2, 2))
-    job = next(x for x in work("blockwise").jobs(True) if x.name.startswith("forward"))
-    out = job.run("ref")(*job.args)
+    compare = benchmarks.kernels.on_device.compare
+    call, others = next(x for x in module("blockwise").timings(True) if x.call.name.startswith("forward"))
+    out = call.run("ref")(*call.args)
     with dispatch.interpreted(races=False):
-        found = {x.name: on_device.beside(job, x, out, "ref", 0.0) for x in job.rivals}
+        found = {x.name: compare(call, x, out, "ref", 0.0) for x in others}
     assert found["xla"]["differs"] < 0.02
     assert found["jax_pallas_gpu"]["differs"] < 0.02
     assert all(len(KINDS & set(x)) == 1 for x in found.values())
     assert "cannot" in found["cudnn"]
     wrong = Rival("wrong", lambda impl: lambda: out + 1, like=lambda x: x)
-    assert on_device.beside(job, wrong, out, "ref", 0.0)["differs"] > 0.1
+    assert compare(call, wrong, out, "ref", 0.0)["differs"] > 0.1
     for x in rivals.prompt(q, k, v):
         if x.name.startswith("jax_"):
-            assert "this is cpu" in on_device.beside(job, x, out, "ref", 0.0)["cannot"]
+            assert "this is cpu" in compare(call, x, out, "ref", 0.0)["cannot"]
 
 
 @pytest.mark.parametrize(
     ("case", "met"), [(Target("x", 0.9, 0.8, True), True), (Target("x", 0.9, 0.8, False), False)]
 )
 def test_a_target_is_met_or_not(case, met):
-    assert case.said()["met"] is met
+    assert case.row()["met"] is met
 
 
 def test_targets_are_ratios_of_what_was_measured():
     limits = {"copy_gb_s": 4000.0}
     reads = {"32k_bfloat16": {"ms": 1.0, "gb_s": 3000.0}, "32k_bfloat16_ragged": {"ms": 1.0, "gb_s": 2000.0}}
-    found = work("ragged_decode").targets({"cases": reads, "compared": {}}, limits)
+    found = module("ragged_decode").targets({"cases": reads, "compared": {}}, limits)
     assert [(x.ratio, x.bound) for x in found] == [(0.75, 0.8), (0.5, 0.8), (1.5, 1.1)]
     beside = {"forward_8192/cudnn": {"ms": 2.0}, "forward_2048/cudnn": {"cannot": "absent"}}
     prompts = {"cases": {"forward_8192": {"ms": 4.0}, "forward_2048": {"ms": 4.0}}, "compared": beside}
-    assert [x.ratio for x in work("blockwise").targets(prompts, limits)] == [0.5]
+    assert [x.ratio for x in module("blockwise").targets(prompts, limits)] == [0.5]
     beside = {"quarter_131072/cudnn": {"ms": 9.0}, "quarter_131072/torch_sdpa": {"ms": 8.0}}
     found = {"cases": {"quarter_131072": {"ms": 2.0}}, "compared": beside}
-    assert [x.ratio for x in work("vertical_slash").targets(found, limits)] == [4.0]
+    assert [x.ratio for x in module("vertical_slash").targets(found, limits)] == [4.0]
     beside = {"forward_8192/cudnn": {"ms": 1.0}, "gradient_8192/cudnn": {"ms": 3.0}}
     found = {"cases": {"forward_8192": {"ms": 2.0}, "gradient_8192": {"ms": 8.0}}, "compared": beside}
-    assert [x.ratio for x in work("gated").targets(found, limits)] == [3.0]
+    assert [x.ratio for x in module("gated").targets(found, limits)] == [3.0]
 
 
 def test_time_is_shared_by_what_is_left_to_do():
-    tasks = device._tasks("triton", False, ())
+    tasks = device._tasks("triton", False, (), benchmarks.kernels.device.EXTRA)
     speeds = [x for x in tasks if x["what"] == "speed"]
     assert [x["op"] for x in speeds] == list(OPERATIONS)
     assert tasks.index(speeds[0]) == 1 + len(OPERATIONS)
@@ -226,7 +231,7 @@ def test_a_task_that_dies_or_hangs_is_lost_alone(tmp_path, monkeypatch):
     monkeypatch.setattr(device, "_box", lambda task, *_: -device.GRACE if "box" in task else 60.0)
     printed = []
     monkeypatch.setattr(device, "print", lambda line, flush: printed.append(line), raising=False)
-    found = device.measure(5, folder=tmp_path, tiny="triton")
+    found = benchmarks.kernels.device.measure(5, folder=tmp_path, tiny="triton")
     assert "No module named 'pallas_kernels.no_such'" in found["no_such"]["problems"]["numerics"]["lost"]
     assert not found["no_such"]["agrees"]
     assert json.loads((tmp_path / "no_such.json").read_text()) == found["no_such"]
@@ -255,7 +260,7 @@ def test_an_operation_agrees_when_all_its_checks_were_made(tmp_path):
 
 
 def test_nothing_starts_when_time_is_over(tmp_path):
-    found = device.measure(0, folder=tmp_path, tiny="triton", only=("phi",))
+    found = benchmarks.kernels.device.measure(0, folder=tmp_path, tiny="triton", only=("phi",))
     assert found["phi"]["problems"] == {x: {"lost": "the time was over"} for x in ("numerics", "speed")}
     assert not found["phi"]["agrees"]
 
@@ -270,18 +275,18 @@ def test_nothing_starts_when_time_is_over(tmp_path):
 )
 def test_the_whole_program(op, impl, tmp_path, monkeypatch):
     monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
-    found = device.measure(8, folder=tmp_path, tiny=impl, only=(op,))[op]
+    found = benchmarks.kernels.device.measure(8, folder=tmp_path, tiny=impl, only=(op,))[op]
     assert found["agrees"]
     assert found["interpreted"]
     assert found["problems"] == {}
     assert json.loads((tmp_path / f"{op}.json").read_text()) == found
     for entry in found["blocks"].values():
-        assert [x["blocks"] for x in entry["tried"]] == [x.said() for x in TINY[impl]]
+        assert [x["blocks"] for x in entry["tried"]] == [x.set_sizes() for x in TINY[impl]]
         assert all("ms" in x and x["differs"] < 0.05 for x in entry["tried"])
     assert set(found["blocks"]) == {tuning.key(x.tunes, *x.key) for x in work(op).searches(True)}
-    jobs = list(work(op).jobs(True))
-    assert {x.name for x in jobs if x.name in found["cases"]} == {x.name for x in jobs}
+    timings = list(module(op).timings(True))
+    assert set(found["cases"]) == {x.call.name for x in timings}
     assert all("ms" in x for x in found["cases"].values())
-    assert set(found["compared"]) == {f"{x.name}/{rival.name}" for x in jobs for rival in x.rivals}
+    assert set(found["compared"]) == {f"{x.call.name}/{rival.name}" for x in timings for rival in x.rivals}
     assert all(len(KINDS & set(x)) == 1 for x in found["compared"].values())
     assert all(x.get("differs", 0) < 0.05 for x in found["compared"].values())

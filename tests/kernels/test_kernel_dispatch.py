@@ -40,7 +40,7 @@ def on_tpu(monkeypatch, tmp_path):
         (place / "op.json").write_text(json.dumps(what))
         dispatch.record.cache_clear()
 
-    for known in (dispatch._announce, dispatch._say_once, dispatch.record):
+    for known in (dispatch._log_choice, dispatch._warn_unchecked, dispatch.record):
         known.cache_clear()
     yield record
     dispatch.record.cache_clear()

@@ -12,14 +12,11 @@ from compiler import compiled_in_full
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_bodies import check_refusals
+from kernel_numerics import assert_as_good_as_plain, assert_close
+from kernel_sizes import GATED_BLOCKS, SELF_ATTENTION
 
 from pallas_kernels import blockwise
 from pallas_kernels.gated.api import gated
-from pallas_kernels.gated.work import SHAPES
-from pallas_kernels.numerics import assert_as_good_as_plain, assert_close
-
-TEST = SHAPES.tagged("test")
-BLOCKED = SHAPES["blocked"]
 
 IMPLS = ("ref", "xla")
 
@@ -66,10 +63,11 @@ def oracle(q, k, v, log_gate, lengths, window, softcap=None, scale=None):
 
 
 @pytest.mark.parametrize(
-    ("impl", "name"), [("ref", "g1_h32"), ("xla", "g8_h96"), *extra((i, n) for i in IMPLS for n in TEST)]
+    ("impl", "name"),
+    [("ref", "g1_h32"), ("xla", "g8_h96"), *extra((i, n) for i in IMPLS for n in SELF_ATTENTION)],
 )
 def test_small_shapes(impl, name):
-    shape = TEST[name]
+    shape = SELF_ATTENTION[name]
     arrays, lengths = case(shape)
     found = gated(*arrays, window=shape.window, lengths=lengths, impl=impl)
     for ours, wanted in zip(found, oracle(*arrays, lengths, shape.window)):
@@ -82,7 +80,7 @@ def test_small_shapes(impl, name):
     st.integers(0, 2**31), st.lists(st.integers(0, 600), min_size=2, max_size=2), st.sampled_from([1, 290])
 )
 def test_any_lengths(seed, lengths, window):
-    shape = BLOCKED._replace(T=600, N=2, K=1, window=window)
+    shape = GATED_BLOCKS._replace(T=600, N=2, K=1, window=window)
     arrays, _ = case(shape, seed, ragged=False)
     found = gated(*arrays, window=window, lengths=jnp.asarray(lengths), impl="xla")
     for ours, wanted in zip(found, oracle(*arrays, lengths, window)):
@@ -91,11 +89,11 @@ def test_any_lengths(seed, lengths, window):
 
 @pytest.mark.parametrize("softcap", [None, pytest.param(0.8, marks=pytest.mark.slow)])
 def test_blocks_of_both_axes(softcap):
-    arrays, lengths = case(BLOCKED)
-    call = functools.partial(gated, *arrays, window=BLOCKED.window, lengths=lengths, softcap=softcap)
+    arrays, lengths = case(GATED_BLOCKS)
+    call = functools.partial(gated, *arrays, window=GATED_BLOCKS.window, lengths=lengths, softcap=softcap)
     found = call(impl="xla")
-    for ours, wanted in zip(found, oracle(*arrays, lengths, BLOCKED.window, softcap)):
-        assert_close(ours, wanted, BLOCKED.T)
+    for ours, wanted in zip(found, oracle(*arrays, lengths, GATED_BLOCKS.window, softcap)):
+        assert_close(ours, wanted, GATED_BLOCKS.T)
     for first, second in zip(found, call(impl="xla")):
         np.testing.assert_array_equal(first, second)
 
@@ -130,10 +128,14 @@ def weights(shape, seed=5):
 
 @pytest.mark.parametrize(
     ("impl", "name"),
-    [("xla", "g4_h64"), ("xla", "blocked"), *extra([("ref", "g4_h64"), *(("xla", n) for n in TEST)])],
+    [
+        ("xla", "g4_h64"),
+        ("xla", "blocked"),
+        *extra([("ref", "g4_h64"), *(("xla", n) for n in SELF_ATTENTION)]),
+    ],
 )
 def test_gradients_are_those_of_dense_attention(impl, name):
-    shape = BLOCKED if name == "blocked" else TEST[name]
+    shape = GATED_BLOCKS if name == "blocked" else SELF_ATTENTION[name]
     arrays, _ = case(shape, ragged=False)
     up = weights(shape)
     softcap = 3.0 if name in ("blocked", "g4_h64") else None
@@ -149,7 +151,7 @@ def test_gradients_are_those_of_dense_attention(impl, name):
 
 def test_the_gate_gradient_is_a_difference_quotient():
     """Of the oracle itself: one gate moved, the outputs weighed."""
-    shape = TEST["g1_h32"]
+    shape = SELF_ATTENTION["g1_h32"]
     (q, k, v, gate), lengths = case(shape)
     gate = jnp.where(gate < -5, -1.0, gate)
     up = [np.asarray(x, np.float64) for x in weights(shape)]
@@ -172,7 +174,7 @@ def test_the_gate_gradient_is_a_difference_quotient():
 @pytest.mark.parametrize("impl", ["xla", pytest.param("ref", marks=pytest.mark.slow)])
 def test_padding_takes_no_part_in_gradients(impl):
     """NaN past a row's end, in arrays and cotangents alike, and the rows within as if it were not there."""
-    shape = TEST["g1_h32"]
+    shape = SELF_ATTENTION["g1_h32"]
     arrays, lengths = case(shape)
     up = weights(shape)
     past = np.arange(shape.T) >= np.asarray(lengths)[:, None, None]
@@ -192,7 +194,7 @@ def test_padding_takes_no_part_in_gradients(impl):
 
 @pytest.mark.parametrize("impl", ["xla", pytest.param("ref", marks=pytest.mark.slow)])
 def test_a_window_over_everything_is_blockwise(impl):
-    shape = TEST["g4_h64"]
+    shape = SELF_ATTENTION["g4_h64"]
     (q, k, v, gate), _ = case(shape, ragged=False)
     at = jnp.broadcast_to(jnp.arange(shape.T), (shape.B, shape.T))
     found = gated(q, k, v, gate, window=shape.T, impl=impl)
@@ -202,7 +204,7 @@ def test_a_window_over_everything_is_blockwise(impl):
 
 @pytest.mark.parametrize("impl", ["xla", pytest.param("ref", marks=pytest.mark.slow)])
 def test_closed_gates_and_no_window_are_the_empty_partial(impl):
-    shape = TEST["g8_h96"]
+    shape = SELF_ATTENTION["g8_h96"]
     (q, k, v, gate), _ = case(shape, ragged=False)
     call = functools.partial(gated, window=0, impl=impl)
     shut = jnp.full_like(gate, -jnp.inf).at[:, :, 4].set(0)
@@ -217,7 +219,7 @@ def test_closed_gates_and_no_window_are_the_empty_partial(impl):
 
 @pytest.mark.parametrize("impl", ["xla", pytest.param("ref", marks=pytest.mark.slow)])
 def test_bfloat16_is_as_good_as_the_plain_way(impl):
-    shape = TEST["g1_h128"]._replace(window=20)
+    shape = SELF_ATTENTION["g1_h128"]._replace(window=20)
     arrays, _ = case(shape, dtype=jnp.bfloat16, ragged=False)
     arrays[3] = arrays[3].astype(jnp.bfloat16)
     plainly = functools.partial(dense, window=shape.window, softcap=None)
@@ -245,5 +247,5 @@ def test_memory_follows_the_prompt_not_its_square():
 
 
 def test_refusals():
-    (q, k, v, gate), lengths = case(TEST["g1_h32"])
+    (q, k, v, gate), lengths = case(SELF_ATTENTION["g1_h32"])
     check_refusals(gated, q, k, v, gate, lengths, each="one log gate a key")

@@ -9,14 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from kernel_bodies import BODIES, body, check_no_race, small_blocks
+from kernel_numerics import assert_as_good_as_plain, assert_close
+from kernel_sizes import SELF_ATTENTION
 from test_kernel_gated import both, case, dense, gradients, oracle, weights
 
 from pallas_kernels.gated import ref, xla
 from pallas_kernels.gated.vjp import Rule
-from pallas_kernels.gated.work import SHAPES
-from pallas_kernels.numerics import assert_as_good_as_plain, assert_close
-
-TEST = SHAPES.tagged("test")
 
 
 @pytest.mark.parametrize("impl", ["xla", *BODIES])
@@ -24,7 +22,7 @@ def test_every_length_of_a_row(impl):
     """0, 1, block - 1, block, block + 1 and all; NaN past the ends; the same to the bit when asked again."""
     block = 512 if impl == "xla" else small_blocks(impl)[1]
     t, run = block + 3, xla.gated if impl == "xla" else body("gated", impl, "gated")
-    shape = TEST["g1_h32"]._replace(B=6, N=2, K=1, T=t, window=block // 3)
+    shape = SELF_ATTENTION["g1_h32"]._replace(B=6, N=2, K=1, T=t, window=block // 3)
     arrays, _ = case(shape, ragged=False)
     lengths = jnp.asarray([0, 1, block - 1, block, block + 1, t], jnp.int32)
     past = (jnp.arange(t) >= lengths[:, None])[:, None]
@@ -42,7 +40,7 @@ def test_every_length_of_a_row(impl):
 @pytest.mark.parametrize("impl", BODIES)
 def test_blocks_change_nothing(impl):
     """Split another way, the sums are the same up to rounding."""
-    shape = TEST["g1_h32"]._replace(T=300, window=70)
+    shape = SELF_ATTENTION["g1_h32"]._replace(T=300, window=70)
     arrays, _ = case(shape, ragged=False)
     run = body("gated", impl, "gated")
     sizes = ((128, 128), (128, 384), (256, 128)) if impl == "mosaic_tpu" else ((16, 32), (64, 16), (32, 32))
@@ -57,7 +55,7 @@ def test_blocks_change_nothing(impl):
 def test_bodies_and_their_gradients(impl, softcap):
     """Two tiles and a bit of each axis, rows of differing length, NaN past their ends; against ``ref``."""
     t = 140 if impl == "mosaic_tpu" else 40
-    shape = TEST["g1_h32"]._replace(N=2, K=1, T=t, window=t // 3)
+    shape = SELF_ATTENTION["g1_h32"]._replace(N=2, K=1, T=t, window=t // 3)
     arrays, _ = case(shape)
     lengths = jnp.asarray([t - 2, 3 * t // 5], jnp.int32)
     arrays = [jnp.nan_to_num(x) for x in arrays]
@@ -81,7 +79,7 @@ def test_bodies_and_their_gradients(impl, softcap):
 @pytest.mark.slow
 @pytest.mark.parametrize("impl", BODIES)
 def test_bfloat16_gradients_of_bodies_are_as_good_as_the_plain_way(impl):
-    shape = TEST["g1_h128"]._replace(N=4, window=20)
+    shape = SELF_ATTENTION["g1_h128"]._replace(N=4, window=20)
     arrays, _ = case(shape, dtype=jnp.bfloat16, ragged=False)
     arrays[3] = arrays[3].astype(jnp.bfloat16)
     plainly = functools.partial(dense, window=shape.window, softcap=None)
@@ -97,9 +95,9 @@ def test_bfloat16_gradients_of_bodies_are_as_good_as_the_plain_way(impl):
 @pytest.mark.slow
 @pytest.mark.parametrize("impl", BODIES)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("name", TEST)
+@pytest.mark.parametrize("name", SELF_ATTENTION)
 def test_bodies_on_all_small_shapes(impl, name, dtype):
-    shape = TEST[name]
+    shape = SELF_ATTENTION[name]
     arrays, lengths = case(shape, dtype=dtype)
     rule = Rule(shape.window, shape.H**-0.5, None, small_blocks(impl))
     found, plain = (f(*arrays, lengths, rule=rule) for f in (body("gated", impl, "gated"), xla.gated))

@@ -6,12 +6,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from kernel_numerics import assert_close
 
+from benchmarks.kernels.merge import MergeSizes
 from pallas_kernels import Unsupported, merge
-from pallas_kernels.merge.work import SHAPES
-from pallas_kernels.numerics import assert_close
 
-TEST = SHAPES.tagged("test")
+TEST = {
+    "decode_small": MergeSizes(B=2, N=8, T=1, H=64, parts=3),
+    "odd": MergeSizes(B=1, N=3, T=5, H=80, parts=2),
+}
 
 IMPLS = ("ref", "xla")
 

@@ -10,16 +10,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kernel_numerics import assert_as_good_as_plain, assert_close
+from kernel_sizes import PHI, PHI_BLOCKS
 
 from pallas_kernels import Unsupported, merge
-from pallas_kernels.numerics import assert_as_good_as_plain, assert_close
 from pallas_kernels.phi import xla
 from pallas_kernels.phi.api import FLOOR, phi_build, phi_evaluate, phi_subtract
-from pallas_kernels.phi.summary import Summary
-from pallas_kernels.phi.work import SHAPES
-
-TEST = SHAPES.tagged("test")
-BLOCKED = SHAPES["blocked"]
+from pallas_kernels.phi.ref import Summary
 
 IMPLS = ("ref", "xla")
 
@@ -70,11 +67,11 @@ def summary_oracle(log_k, v, there):
     ("impl", "name"),
     [
         *(("xla", name) for name in ("g1_h32", "g4_h64")),
-        *(pytest.param(i, n, marks=pytest.mark.slow) for i in IMPLS for n in TEST),
+        *(pytest.param(i, n, marks=pytest.mark.slow) for i in IMPLS for n in PHI),
     ],
 )
 def test_small_shapes(impl, name):
-    shape = TEST[name]
+    shape = PHI[name]
     (log_q, log_k, v), there, read = case(shape)
     whole = phi_build(log_k, v, there=there, impl=impl)
     for ours, wanted in zip(whole, summary_oracle(log_k, v, there)):
@@ -102,11 +99,11 @@ def check_rest(rest, whole, log_k, v, there):
 
 
 def test_many_tokens_go_in_blocks():
-    assert BLOCKED.S > 2 * xla.BLOCK
-    (log_q, log_k, v), there, read = case(BLOCKED)
+    assert PHI_BLOCKS.S > 2 * xla.BLOCK
+    (log_q, log_k, v), there, read = case(PHI_BLOCKS)
     whole = phi_build(log_k, v, there=there, impl="xla")
     for actual, wanted in zip(phi_evaluate(whole, log_q, impl="xla"), oracle(log_q, log_k, v, there)):
-        assert_close(actual, wanted, BLOCKED.S)
+        assert_close(actual, wanted, PHI_BLOCKS.S)
     rest = phi_subtract(whole, log_k, v, there=read, impl="xla")
     check_rest(rest, whole, log_k, v, there & ~read)
     again = phi_subtract(phi_build(log_k, v, there=there, impl="xla"), log_k, v, there=read, impl="xla")
@@ -117,7 +114,7 @@ def test_many_tokens_go_in_blocks():
 @pytest.mark.parametrize("impl", ["xla", pytest.param("ref", marks=pytest.mark.slow)])
 def test_all_minus_a_part_is_the_rest(impl):
     """With enough left of every feature, and merged with the part it is the attention over everything."""
-    shape = TEST["g4_h64"]
+    shape = PHI["g4_h64"]
     (log_q, log_k, v), there, read = case(shape)
     log_k = log_k / 3
     whole = phi_build(log_k, v, there=there, impl=impl)
@@ -135,7 +132,7 @@ def test_all_minus_a_part_is_the_rest(impl):
 @pytest.mark.parametrize("impl", ["xla", pytest.param("ref", marks=pytest.mark.slow)])
 def test_absorbing_piece_by_piece_is_absorbing_at_once(impl):
     """Pieces whose largest features differ widely, so that every join changes the shift of some."""
-    shape = TEST["g1_h32"]
+    shape = PHI["g1_h32"]
     (log_q, log_k, v), there, _ = case(shape)
     log_k = log_k * 20
     summary = None
@@ -152,7 +149,7 @@ def test_absorbing_piece_by_piece_is_absorbing_at_once(impl):
 
 @pytest.mark.parametrize("impl", IMPLS)
 def test_nothing_absorbed_is_the_empty_partial(impl):
-    shape = TEST["g1_h32"]
+    shape = PHI["g1_h32"]
     (log_q, log_k, v), _, _ = case(shape, live=0.0)
     nobody = jnp.zeros(v.shape[:3], bool)
     empty = phi_build(log_k, v, there=nobody, impl=impl)
@@ -169,7 +166,7 @@ def test_nothing_absorbed_is_the_empty_partial(impl):
 
 @pytest.mark.parametrize("impl", ["xla", pytest.param("ref", marks=pytest.mark.slow)])
 def test_subtracting_everything_leaves_next_to_nothing(impl):
-    shape = TEST["g1_h128"]
+    shape = PHI["g1_h128"]
     (log_q, log_k, v), there, _ = case(shape)
     whole = phi_build(log_k, v, there=there, impl=impl)
     out, lse = phi_evaluate(phi_subtract(whole, log_k, v, there=there, impl=impl), log_q, impl=impl)
@@ -187,7 +184,7 @@ def plain_way(log_q, log_k, v):
 
 @pytest.mark.parametrize("impl", ["xla", pytest.param("ref", marks=pytest.mark.slow)])
 def test_bfloat16_is_as_good_as_the_plain_way(impl):
-    shape = TEST["g1_h128"]
+    shape = PHI["g1_h128"]
     (log_q, log_k, v), there, _ = case(shape, dtype=jnp.bfloat16, live=1.0)
     plain = plain_way(log_q, log_k, v)
     ours = phi_evaluate(phi_build(log_k, v, there=there, impl=impl), log_q, impl=impl)
@@ -203,7 +200,7 @@ def gradients(f, *arrays):
 
 @pytest.mark.parametrize("name", ["blocked", pytest.param("g4_h64", marks=pytest.mark.slow)])
 def test_gradients_are_those_of_dense_attention(name):
-    shape = BLOCKED if name == "blocked" else TEST[name]
+    shape = PHI_BLOCKS if name == "blocked" else PHI[name]
     arrays, there, _ = case(shape, live=1.0)
     group = shape.N // shape.K
 
@@ -222,7 +219,7 @@ def test_gradients_are_those_of_dense_attention(name):
 @settings(max_examples=8, deadline=None)
 @given(st.integers(0, 2**31), st.sampled_from([0.0, 0.1, 0.9, 1.0]))
 def test_any_tokens_in_any_two_parts(seed, live):
-    shape = TEST["g4_h64"]
+    shape = PHI["g4_h64"]
     (log_q, log_k, v), there, _ = case(shape, seed, live=live)
     some = there & jnp.asarray(np.random.default_rng(seed + 1).random(there.shape) < 0.5)
     first = phi_build(log_k, v, there=some, impl="xla")
@@ -232,7 +229,7 @@ def test_any_tokens_in_any_two_parts(seed, live):
 
 
 def test_refusals():
-    (log_q, log_k, v), there, _ = case(TEST["g1_h32"])
+    (log_q, log_k, v), there, _ = case(PHI["g1_h32"])
     whole = phi_build(log_k, v, there=there)
     assert isinstance(whole, Summary)
     with pytest.raises(ValueError, match="needs log_k"):

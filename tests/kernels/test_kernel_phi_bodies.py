@@ -9,15 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from kernel_bodies import BODIES, body, check_no_race
+from kernel_numerics import assert_close
+from kernel_sizes import PHI
 from test_kernel_phi import case, gradients, oracle, summary_oracle
 
 from pallas_kernels.dispatch import interpreted
-from pallas_kernels.numerics import assert_close
 from pallas_kernels.phi import ref, xla
 from pallas_kernels.phi.api import FLOOR, phi_build, phi_evaluate, phi_subtract
-from pallas_kernels.phi.work import SHAPES
-
-TEST = SHAPES.tagged("test")
 
 
 def bodies(impl):
@@ -32,12 +30,12 @@ def bodies(impl):
     ("name", "dtype"),
     [
         ("g1_h32", jnp.float32),
-        *(pytest.param(n, d, marks=pytest.mark.slow) for n in TEST for d in (jnp.float32, jnp.bfloat16)),
+        *(pytest.param(n, d, marks=pytest.mark.slow) for n in PHI for d in (jnp.float32, jnp.bfloat16)),
     ],
 )
 def test_bodies(impl, name, dtype):
-    """Several tiles of tokens, a feature that is 0, a stream with nothing; against ``ref``."""
-    shape = TEST[name]
+    """Several tiles of tokens, a feature that is 0, a KV head with nothing; against ``ref``."""
+    shape = PHI[name]
     shape = shape._replace(S=140 if impl == "mosaic_tpu" else 100)
     (log_q, log_k, v), there, read = case(shape, dtype=dtype)
     log_q, log_k = log_q.at[..., 0].set(-jnp.inf), log_k.at[..., 1].set(-jnp.inf)
@@ -60,7 +58,7 @@ def test_bodies(impl, name, dtype):
 def test_every_number_of_tokens(impl):
     """Rows of 0, 1, tile - 1, tile, tile + 1 and all tokens, built and evaluated; the rest is NaN."""
     tile = {"xla": xla.BLOCK, "mosaic_tpu": 128, "triton": 32}[impl]
-    shape = TEST["g1_h32"]._replace(B=6, N=2, K=1, T=2, S=2 * tile + 2)
+    shape = PHI["g1_h32"]._replace(B=6, N=2, K=1, T=2, S=2 * tile + 2)
     (log_q, log_k, v), _, _ = case(shape, live=1.0)
     there = jnp.arange(shape.S) < jnp.asarray([0, 1, tile - 1, tile, tile + 1, shape.S])[:, None, None]
     log_k, v = (jnp.where(there[..., None], x, jnp.nan) for x in (log_k, v))
@@ -78,7 +76,7 @@ def test_every_number_of_tokens(impl):
 @pytest.mark.parametrize("impl", ["triton", pytest.param("mosaic_tpu", marks=pytest.mark.slow)])
 def test_bodies_have_the_gradient_of_xla(impl):
     """Of building onto a summary, subtracting and evaluating, in every float array."""
-    shape = TEST["g1_h32"]
+    shape = PHI["g1_h32"]
     (log_q, log_k, v), there, read = case(shape, live=0.8)
     log_k, v = jnp.nan_to_num(log_k) / 3, jnp.nan_to_num(v)
     half = there & (jnp.arange(shape.S) < shape.S // 2)

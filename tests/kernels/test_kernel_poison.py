@@ -13,17 +13,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from kernel_sizes import RAGGED_DECODE, SELF_ATTENTION
 from test_kernel_gated import case as gated_case
 from test_kernel_ragged_decode import case as ragged_case
 from test_kernel_ragged_decode import edges
 from test_kernel_vertical_slash import case as slash_case
 
 from pallas_kernels import blockwise, column_mass, gated, merge, ragged_decode, vertical_slash
-from pallas_kernels.blockwise.work import Shape
+from pallas_kernels.blockwise.work import BlockwiseSizes
 from pallas_kernels.dispatch import interpreted
-from pallas_kernels.gated.work import SHAPES as GATED
 from pallas_kernels.phi.api import phi_build, phi_evaluate
-from pallas_kernels.ragged_decode.work import SHAPES as RAGGED
 
 POISON = [np.nan, np.inf, -np.inf, 3e38]
 PLAIN = ("ref", "xla")
@@ -98,8 +97,8 @@ def blockwise_call(shape, blind, window=7):
     return arrays, options, jnp.asarray(blank)[None, None, :, None], jnp.asarray(unseen)[None, None, :, None]
 
 
-SMALL = Shape(B=1, N=4, K=2, T=6, S=40, H=32)
-BLOCKED = Shape(B=1, N=2, K=1, T=300, S=600, H=32)
+SMALL = BlockwiseSizes(B=1, N=4, K=2, T=6, S=40, H=32)
+BLOCKED = BlockwiseSizes(B=1, N=2, K=1, T=300, S=600, H=32)
 BLOCKWISE = [
     *((impl, SMALL) for impl in ("ref", "xla", "triton")),
     ("xla", BLOCKED),
@@ -128,7 +127,7 @@ def test_column_mass(impl):
 
 @pytest.mark.parametrize("impl", IMPLS)
 def test_gated(impl):
-    shape = GATED["g1_h32"]
+    shape = SELF_ATTENTION["g1_h32"]
     arrays, lengths = gated_case(shape)
     past = (jnp.arange(shape.T) >= lengths[:, None])[:, None]
     dead = (*[past[..., None]] * 3, past)
@@ -139,7 +138,7 @@ def test_gated(impl):
 @pytest.mark.parametrize("impl", IMPLS)
 def test_vertical_slash(impl, window):
     """Past the ends; and without a window, in what is not admitted."""
-    shape = GATED["g1_h32"]
+    shape = SELF_ATTENTION["g1_h32"]
     (q, k, v, admit), lengths = slash_case(shape, admitted=(0.3,))
     past = (jnp.arange(shape.T) >= lengths[:, None])[:, None, :, None]
     unseen = past if window else past | ~jnp.any(admit, axis=1)[:, None, :, None]
@@ -149,8 +148,8 @@ def test_vertical_slash(impl, window):
 
 @pytest.mark.parametrize("impl", IMPLS)
 def test_ragged_decode(impl):
-    """Dead slots, pages of no list, and the queries of streams without a slot."""
-    shape = RAGGED["g1_h32"]
+    """Dead slots, pages of no list, and the queries of KV heads without a slot."""
+    shape = RAGGED_DECODE["g1_h32"]
     lengths = edges(shape)
     clean, lists = ragged_case(shape, lengths, poison=0)
     marked, _ = ragged_case(shape, lengths, poison=np.nan)
@@ -234,8 +233,8 @@ def test_the_mass_of_a_broken_row_is_nan_where_it_looks(impl):
 
 @pytest.mark.parametrize("selected", [False, True])
 @pytest.mark.parametrize("impl", IMPLS)
-def test_pages_show_a_nan_to_their_stream_alone(impl, selected):
-    shape = RAGGED["g4_h64"]
+def test_pages_show_a_nan_to_their_kv_head_alone(impl, selected):
+    shape = RAGGED_DECODE["g4_h64"]
     lengths = np.maximum(edges(shape), 1)
     (q, k, v), lists = ragged_case(shape, lengths, poison=np.nan)
     if selected:

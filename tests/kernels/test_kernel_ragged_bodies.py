@@ -14,18 +14,18 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kernel_bodies import races_found
+from kernel_numerics import assert_as_good_as_plain, assert_close
 from kernel_oracle import ragged as oracle
+from kernel_sizes import RAGGED_DECODE
 from test_kernel_ragged_decode import KINDS, case, check, edges, plain, selection
 from tiny import quick_compiles  # noqa: F401
 
-from pallas_kernels import EMPTY, Unsupported, compat, merge, ragged_decode, tuning
+from pallas_kernels import EMPTY, Unsupported, merge, ragged_decode, tuning
 from pallas_kernels.dispatch import interpreted
-from pallas_kernels.numerics import assert_as_good_as_plain, assert_close
 from pallas_kernels.ragged_decode import mosaic_tpu, triton, triton_join, triton_pages, worklist
 from pallas_kernels.ragged_decode.call import Lists, Options, Pools
-from pallas_kernels.ragged_decode.work import SHAPES, Shape
-
-TEST = SHAPES.tagged("test")
+from pallas_kernels.ragged_decode.work import RaggedDecodeSizes
 
 BODIES = ("mosaic_tpu", "triton")
 QUICK = [
@@ -34,7 +34,7 @@ QUICK = [
 ]
 """Of two queries a head, whose mass takes a second read, and of one."""
 
-GRID = [(name, kind, some) for name in TEST for kind in KINDS for some in (False, True)]
+GRID = [(name, kind, some) for name in RAGGED_DECODE for kind in KINDS for some in (False, True)]
 CASES = [pytest.param(*x, marks=() if x in QUICK else pytest.mark.slow) for x in GRID]
 
 
@@ -44,7 +44,7 @@ def no_race(request):
     with interpreted():
         yield
     if "mosaic_tpu" in request.node.name:
-        assert not compat.races_found()
+        assert not races_found()
 
 
 @pytest.fixture
@@ -68,7 +68,7 @@ def short_items(monkeypatch):
 @pytest.mark.parametrize("impl", BODIES)
 @pytest.mark.parametrize(("name", "kind", "some"), CASES)
 def test_every_length_of_every_list(impl, name, kind, some, short_items):
-    shape = TEST[name]
+    shape = RAGGED_DECODE[name]
     arrays, lists = case(shape, edges(shape), kind=kind)
     lists |= selection(shape, j=3) if some else {}
     found = ragged_decode(*arrays, **lists, mass=True, softcap=2.0, impl=impl)
@@ -80,16 +80,16 @@ def test_every_length_of_every_list(impl, name, kind, some, short_items):
 @pytest.mark.parametrize("kind", ["int8", "uint8", "float32"])
 def test_pages_of_an_item_go_through_one_product_on_tpu(kind):
     """Of codes several pages, each with scales of its own; of short heads with slots in the lanes."""
-    shape = TEST["page128"]
+    shape = RAGGED_DECODE["page128"]
     arrays, lists = case(shape, edges(shape), kind=kind)
     found = ragged_decode(*arrays, **lists, mass=True, impl="mosaic_tpu")
     check(found, oracle(*arrays, **lists), shape.M * shape.S)
 
 
 @pytest.mark.parametrize("impl", BODIES)
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) for n in TEST])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) for n in RAGGED_DECODE])
 def test_bfloat16_is_as_good_as_the_plain_way(impl, name):
-    shape = TEST[name]
+    shape = RAGGED_DECODE[name]
     (q, k, v), lists = case(shape, np.maximum(edges(shape), 3), kind="bfloat16", poison=0)
     q = q.astype(jnp.bfloat16)
     exact_out, exact_lse, _ = oracle(q, k, v, **lists)
@@ -102,7 +102,7 @@ def test_bfloat16_is_as_good_as_the_plain_way(impl, name):
 @pytest.mark.slow
 @pytest.mark.parametrize("impl", BODIES)
 def test_a_shared_page_is_read_by_both_and_the_same_twice(impl):
-    shape = TEST["g4_h64"]
+    shape = RAGGED_DECODE["g4_h64"]
     arrays, lists = case(shape, np.full((3, 2), 2 * shape.S), poison=0)
     lists["table"] = lists["table"].at[1].set(lists["table"][0])
     found = ragged_decode(*arrays, **lists, mass=True, impl=impl)
@@ -114,7 +114,7 @@ def test_a_shared_page_is_read_by_both_and_the_same_twice(impl):
 @pytest.mark.slow
 @pytest.mark.parametrize("impl", BODIES)
 def test_halves_merge_to_the_whole(impl):
-    shape = TEST["g4_h64"]
+    shape = RAGGED_DECODE["g4_h64"]
     arrays, lists = case(shape, edges(shape))
     half = jnp.broadcast_to(jnp.arange(shape.M, dtype=jnp.int32), lists["table"].shape)
     parts = [ragged_decode(*arrays, **lists, pages=half[..., x::2], impl=impl) for x in (0, 1)]
@@ -126,7 +126,7 @@ def test_halves_merge_to_the_whole(impl):
 @pytest.mark.parametrize("impl", BODIES)
 @given(st.integers(0, 2**31), st.booleans())
 def test_any_lengths_and_tables(impl, seed, select):
-    shape = TEST["g4_h64"]
+    shape = RAGGED_DECODE["g4_h64"]
     rng = np.random.default_rng(seed)
     length = rng.integers(0, shape.M * shape.S + 1, size=(shape.B, shape.K))
     arrays, lists = case(shape, length * rng.integers(0, 2, size=(1, shape.K)), seed, "int8")
@@ -140,7 +140,7 @@ def test_any_lengths_and_tables(impl, seed, select):
 )
 def test_gradients_are_those_of_the_definition(impl, kind):
     """Of out, lse and mass, with a selection, which no form of ``xla`` differentiates by itself."""
-    shape = Shape(B=1, N=4, K=2, T=2, H=32, P=6, S=4, M=3)
+    shape = RaggedDecodeSizes(B=1, N=4, K=2, T=2, H=32, P=6, S=4, M=3)
     (q, k, v), lists = case(shape, np.array([[5, 12]]), kind=kind, poison=0)
     lists |= {"pages": jnp.array([[[1, 0], [2, 1]]])}
     names = {"float32": (q, k, v), "int8": (q, lists.get("scales"))}[kind]
@@ -160,7 +160,7 @@ def test_gradients_are_those_of_the_definition(impl, kind):
 
 def test_the_gradient_is_borrowed_whatever_blocks_the_body_takes():
     """What ``dispatch`` tells a body about blocks reaches the body alone."""
-    shape = TEST["g1_h32"]
+    shape = RAGGED_DECODE["g1_h32"]
     (q, k, v), lists = case(shape, edges(shape), poison=0)
     tuned = ((tuning.key("read", k.dtype, shape.H), tuning.Blocks(k=8, item=16)),)
 
@@ -183,11 +183,11 @@ STREAMED = [
 @pytest.mark.parametrize(("name", "kind", "some"), STREAMED)
 def test_lists_that_do_not_fit_are_read_two_items_ahead(name, kind, some, short_items, monkeypatch):
     """To the bit what lists in SMEM give, with mass of a second read and of one."""
-    shape = TEST[name]
+    shape = RAGGED_DECODE[name]
     arrays, lists = case(shape, edges(shape), kind=kind)
     lists |= selection(shape, j=3) if some else {}
     wanted = ragged_decode(*arrays, **lists, mass=True, impl="mosaic_tpu")
-    monkeypatch.setattr(mosaic_tpu, "SMEM_WORDS", 60)  # five of each of two items of six streams
+    monkeypatch.setattr(mosaic_tpu, "SMEM_WORDS", 60)  # five of each of two items of six KV heads
     mosaic_tpu.ragged_decode.clear_cache()
     found = ragged_decode(*arrays, **lists, mass=True, impl="mosaic_tpu")
     monkeypatch.setattr(mosaic_tpu, "SMEM_WORDS", 59)
@@ -197,11 +197,11 @@ def test_lists_that_do_not_fit_are_read_two_items_ahead(name, kind, some, short_
     for ours, theirs in zip(found, wanted):
         np.testing.assert_array_equal(ours, theirs)
     check(found, oracle(*arrays, **lists), shape.M * shape.S)
-    assert not compat.races_found()
+    assert not races_found()
 
 
 def test_items_cover_live_pages_once_and_no_others():
-    shape, per_item = TEST["g4_h64"], 2
+    shape, per_item = RAGGED_DECODE["g4_h64"], 2
     live = jnp.asarray([[0, 3, 16, 0, 1], [0, 0, 0, 0, 0], [16, 16, 16, 16, 0]])
     ids = jnp.arange(15).reshape(3, 5)
     packed = worklist.pack(ids, live, 20, shape.S, selected=True)
@@ -219,28 +219,28 @@ def test_items_cover_live_pages_once_and_no_others():
     np.testing.assert_array_equal(worklist.unpack(packed.order, packed.order), np.arange(5) + 0 * ids)
 
 
-def plan_of(rows, live, pages, size=64, heads=8, dtype="bfloat16", tokens=1):
-    """How the GPU body divides lists: its plan, and the shares of lists of these lengths."""
+def sizes_of(rows, live, pages, size=64, heads=8, dtype="bfloat16", tokens=1):
+    """How the GPU body divides lists: its sizes, and the shares of lists of these lengths."""
     shape = jax.ShapeDtypeStruct
     q, pool = shape((rows, 4 * heads, tokens, 128), jnp.bfloat16), shape((999, size, 128), dtype)
     lists = Lists(shape((rows, heads, pages), jnp.int32), shape((rows, heads), jnp.int32), None, None)
-    plan = triton._plan(q, Pools(pool, pool, None), lists, (), Options(False, 1.0, None), True)
-    return plan, jax.vmap(lambda x: triton_pages.shares(plan, pages, False, x))(jnp.asarray(live))
+    sizes = triton._sizes(q, Pools(pool, pool, None), lists, (), Options(False, 1.0, None), True)
+    return sizes, jax.vmap(lambda x: triton_pages.shares(sizes, pages, False, x))(jnp.asarray(live))
 
 
 def test_a_gpus_work_is_divided_by_what_is_live_not_by_what_could_be():
     """Of tables of 500k slots; four programs a multiprocessor of 132 where there are that many shares."""
-    plan, found = plan_of(1, [8192, 500_000], pages=7813)
-    assert plan.items * 8 == 528
+    sizes, found = sizes_of(1, [8192, 500_000], pages=7813)
+    assert sizes.items * 8 == 528
     np.testing.assert_array_equal(found.items * 8, [512, 528])
-    np.testing.assert_array_equal(found.each * plan.tile * 64, [128, 119 * 64])
-    np.testing.assert_array_equal(plan_of(1, [8192, 500_000], pages=1 << 20)[1].items, found.items)
+    np.testing.assert_array_equal(found.each * sizes.tile * 64, [128, 119 * 64])
+    np.testing.assert_array_equal(sizes_of(1, [8192, 500_000], pages=1 << 20)[1].items, found.items)
     # Many rows: few programs of each, but one long row is not left to a few.
-    plan, found = plan_of(32, [0, 1, 8192, 500_000], pages=7813)
-    assert plan.items == 32
+    sizes, found = sizes_of(32, [0, 1, 8192, 500_000], pages=7813)
+    assert sizes.items == 32
     np.testing.assert_array_equal(found.items, [0, 1, 16, 32])
     # A chunk of a prompt has blocks of queries enough, and partials as large as they are.
-    assert plan_of(1, [8192], pages=7813, tokens=512)[0].items == 3
+    assert sizes_of(1, [8192], pages=7813, tokens=512)[0].items == 3
 
 
 @pytest.mark.parametrize("size", [16, 64, 256])
@@ -248,18 +248,18 @@ def test_a_gpus_work_is_divided_by_what_is_live_not_by_what_could_be():
 def test_shares_are_even_and_cover_every_live_page_once(rows, size):
     pages = 700
     live = np.unique([0, 1, size - 1, size, size + 1, *range(0, pages * size, 997), pages * size])
-    plan, found = plan_of(rows, live, pages, size)
+    sizes, found = sizes_of(rows, live, pages, size)
     tiles, each, items = (np.asarray(x) for x in found)
-    np.testing.assert_array_equal(tiles, -(-live // (size * plan.tile)))
-    assert (items <= plan.items).all()
+    np.testing.assert_array_equal(tiles, -(-live // (size * sizes.tile)))
+    assert (items <= sizes.items).all()
     assert ((items - 1) * each < np.maximum(tiles, 1)).all()  # no item without a tile,
     assert (items * each >= tiles).all()  # and no tile without an item
     # None is longer than with all items working, but for the least that an item is.
-    np.testing.assert_array_equal(each, np.maximum(-(-tiles // plan.items), plan.least))
+    np.testing.assert_array_equal(each, np.maximum(-(-tiles // sizes.items), sizes.least))
 
 
 def test_a_row_is_the_same_to_the_bit_whatever_is_beside_it():
-    shape = TEST["g1_h32"]
+    shape = RAGGED_DECODE["g1_h32"]
     arrays, lists = case(shape, np.full((3, 2), shape.M * shape.S), poison=0)
     read = jax.jit(lambda length: ragged_decode(*arrays, **(lists | {"length": length}), impl="triton"))
     alone = jnp.zeros((3, 2), jnp.int32).at[1, 0].set(shape.M * shape.S - 3)
@@ -270,7 +270,7 @@ def test_a_row_is_the_same_to_the_bit_whatever_is_beside_it():
 
 def test_whole_lists_are_walked_as_they_lie():
     """No sort and no search: up to the last live page, with a hole where a page is missing."""
-    shape = TEST["g4_h64"]
+    shape = RAGGED_DECODE["g4_h64"]
     live = jnp.asarray([[16, 0, 3, 0, 0], [0, 0, 0, 0, 0], [16, 16, 16, 16, 16]])
     packed = worklist.pack(jnp.arange(15).reshape(3, 5), live, 20, shape.S, selected=False)
     np.testing.assert_array_equal(packed.held, [3, 0, 5])
@@ -280,7 +280,7 @@ def test_whole_lists_are_walked_as_they_lie():
 
 @pytest.mark.parametrize("impl", BODIES)
 def test_a_missing_page_in_a_list_is_passed_over(impl):
-    shape = TEST["g4_h64"]
+    shape = RAGGED_DECODE["g4_h64"]
     arrays, lists = case(shape, np.full((3, 2), shape.M * shape.S - 1))
     lists["table"] = lists["table"].at[2, 0, :2].set(jnp.array([EMPTY, shape.P])).at[0, 1, 2].set(EMPTY)
     found = ragged_decode(*arrays, **lists, mass=True, impl=impl)
@@ -289,7 +289,7 @@ def test_a_missing_page_in_a_list_is_passed_over(impl):
 
 
 def test_refusals():
-    shape = TEST["g1_h32"]
+    shape = RAGGED_DECODE["g1_h32"]
     (q, k, v), lists = case(shape, edges(shape))
     with pytest.raises(Unsupported, match="powers of two"):
         ragged_decode(q, k[:, :6], v[:, :6], **lists, impl="triton")

@@ -12,15 +12,14 @@ import pytest
 from compiler import compiled_in_full
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kernel_numerics import assert_as_good_as_plain, assert_close
 from kernel_oracle import ragged as oracle
+from kernel_sizes import RAGGED_DECODE
 
 from pallas_kernels import EMPTY, Unsupported, merge, ragged_decode
-from pallas_kernels.numerics import assert_as_good_as_plain, assert_close
 from pallas_kernels.ragged_decode import api, flat, xla
 from pallas_kernels.ragged_decode.call import Lists, Options, Pools
-from pallas_kernels.ragged_decode.work import SHAPES, Shape
-
-TEST = SHAPES.tagged("test")
+from pallas_kernels.ragged_decode.work import RaggedDecodeSizes
 
 IMPLS = ("ref", "xla")
 KINDS = ("float32", "int8", "uint8")
@@ -34,7 +33,7 @@ CODES = [
 
 
 def edges(shape):
-    """Lengths 0, 1, S - 1, S, S + 1 and the whole list, one for each of the six streams."""
+    """Lengths 0, 1, S - 1, S, S + 1 and the whole list, one for each of the six KV heads."""
     s = shape.S
     return np.array([0, 1, s - 1, s, s + 1, shape.M * s]).reshape(3, 2)
 
@@ -76,7 +75,7 @@ def paired(codes):
 
 
 def selection(shape, j, seed=1):
-    """j distinct pages a stream, some of them EMPTY, and half of their slots."""
+    """j distinct pages a KV head, some of them EMPTY, and half of their slots."""
     rng = np.random.default_rng(seed)
     pages = rng.permuted(np.broadcast_to(np.arange(shape.M), (shape.B, shape.K, shape.M)), axis=2)[..., :j]
     pages = np.where(rng.random(pages.shape) < 0.2, EMPTY, pages)
@@ -92,9 +91,9 @@ def check(found, wanted, terms):
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-@pytest.mark.parametrize(("name", "kind"), [*((name, "float32") for name in TEST), *CODES])
+@pytest.mark.parametrize(("name", "kind"), [*((name, "float32") for name in RAGGED_DECODE), *CODES])
 def test_every_length_of_every_list(impl, name, kind):
-    shape = TEST[name]
+    shape = RAGGED_DECODE[name]
     arrays, lists = case(shape, edges(shape), kind=kind)
     found = ragged_decode(*arrays, **lists, mass=True, impl=impl)
     check(found, oracle(*arrays, **lists), shape.M * shape.S)
@@ -108,7 +107,7 @@ def test_every_length_of_every_list(impl, name, kind):
 )
 @pytest.mark.parametrize("narrowed", [False, True])
 def test_selections(impl, name, kind, narrowed):
-    shape = TEST[name]
+    shape = RAGGED_DECODE[name]
     arrays, lists = case(shape, edges(shape), kind=kind)
     lists |= selection(shape, j=3)
     if not narrowed:
@@ -117,16 +116,16 @@ def test_selections(impl, name, kind, narrowed):
 
 
 @pytest.mark.parametrize(
-    ("impl", "form"), [("ref", "flat"), ("xla", "flat"), ("xla", "once"), ("xla", "stream")]
+    ("impl", "form"), [("ref", "flat"), ("xla", "flat"), ("xla", "once"), ("xla", "by_head")]
 )
 @pytest.mark.parametrize("kind", KINDS)
 def test_capped_scores(impl, form, kind, monkeypatch):
     """A cap that bends most scores, in every form of the operation."""
-    shape = TEST["g4_h64"]
+    shape = RAGGED_DECODE["g4_h64"]
     arrays, lists = case(shape, edges(shape), kind=kind)
     if form != "flat":
         lists |= selection(shape, j=3)
-    if form == "stream":
+    if form == "by_head":
         monkeypatch.setattr(xla, "AT_ONCE", 0)
         xla.ragged_decode.clear_cache()
     capped = oracle(*arrays, **lists, softcap=0.8)
@@ -137,8 +136,8 @@ def test_capped_scores(impl, form, kind, monkeypatch):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("chosen", [False, True])
-def test_stream_by_stream_when_all_at_once_is_too_much(kind, chosen, monkeypatch):
-    shape = TEST["many_queries"]
+def test_one_kv_head_at_a_time_when_all_at_once_is_too_much(kind, chosen, monkeypatch):
+    shape = RAGGED_DECODE["many_queries"]
     arrays, lists = case(shape, edges(shape), kind=kind)
     lists = {"scales": None, "pages": None, "slots": None} | lists | (selection(shape, j=3) if chosen else {})
     monkeypatch.setattr(xla, "AT_ONCE", 0)
@@ -153,7 +152,7 @@ def test_stream_by_stream_when_all_at_once_is_too_much(kind, chosen, monkeypatch
 @settings(max_examples=15, deadline=None)
 @given(st.integers(0, 2**31), st.sampled_from(KINDS), st.booleans())
 def test_any_lengths_and_tables(seed, kind, select):
-    shape = TEST["g4_h64"]
+    shape = RAGGED_DECODE["g4_h64"]
     rng = np.random.default_rng(seed)
     length = rng.integers(0, shape.M * shape.S + 1, size=(shape.B, shape.K)) * rng.integers(
         0, 2, size=(1, shape.K)
@@ -166,7 +165,7 @@ def test_any_lengths_and_tables(seed, kind, select):
 @pytest.mark.parametrize("name", ["g1_h32", "many_queries"])
 @pytest.mark.parametrize("impl", IMPLS)
 def test_bfloat16_is_as_good_as_the_plain_way(impl, name):
-    shape = TEST[name]
+    shape = RAGGED_DECODE[name]
     length = np.maximum(edges(shape), 3)
     (q, k, v), lists = case(shape, length, kind="bfloat16", poison=0)
     q = q.astype(jnp.bfloat16)
@@ -196,7 +195,7 @@ def plain(shape, q, k, v, table, length):
 @pytest.mark.parametrize("impl", IMPLS)
 def test_poison_changes_nothing(impl, poison, kind):
     """The same as from a pool with zeros in its unused slots; NaN makes ``xla`` take its slow way."""
-    shape = TEST["g4_h64"]
+    shape = RAGGED_DECODE["g4_h64"]
     clean, lists = case(shape, edges(shape), kind=kind, poison=0)
     dirty, _ = case(shape, edges(shape), kind=kind, poison=poison)
     assert not jnp.isfinite(dirty[1]).all()
@@ -206,7 +205,7 @@ def test_poison_changes_nothing(impl, poison, kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_same_twice_and_the_same_wherever_pages_lie(kind):
-    shape = TEST["g4_h64"]
+    shape = RAGGED_DECODE["g4_h64"]
     (q, k, v), lists = case(shape, edges(shape), kind=kind, poison=0)
     first = ragged_decode(q, k, v, **lists, mass=True, impl="xla")
     for ours, theirs in zip(ragged_decode(q, k, v, **lists, mass=True, impl="xla"), first):
@@ -221,7 +220,7 @@ def test_the_same_twice_and_the_same_wherever_pages_lie(kind):
 
 def far_away(kind):
     """Every live page in the last pages of a pool of several chunks."""
-    shape = TEST["g1_h128"]
+    shape = RAGGED_DECODE["g1_h128"]
     (q, k, v), lists = case(shape, edges(shape), kind=kind, poison=0)
     far = 3 * (flat.CHUNK // shape.S) + 5
     k, v = (jnp.concatenate([jnp.full((far, *x.shape[1:]), 99, x.dtype), x]) for x in (k, v))
@@ -255,7 +254,7 @@ def test_the_largest_scores_of_codes_are_those_of_the_definition(kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_may_share_a_prefix(impl, kind):
     """The first two pages of a row are those of another, whose own pages follow; one page is listed twice."""
-    shape = TEST["g4_h64"]
+    shape = RAGGED_DECODE["g4_h64"]
     arrays, lists = case(shape, np.full((3, 2), 3 * shape.S + 1), kind=kind)
     table = lists["table"].at[1, :, :2].set(lists["table"][0, :, :2])
     lists["table"] = table.at[2, 0, 1].set(table[2, 0, 0])
@@ -267,7 +266,7 @@ def test_rows_may_share_a_prefix(impl, kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_page_of_two_lists_is_never_silently_lost(impl, kind):
     """Untold that pages are shared, an answer is right or NaN."""
-    shape = TEST["g4_h64"]
+    shape = RAGGED_DECODE["g4_h64"]
     arrays, lists = case(shape, np.full((3, 2), 3 * shape.S + 1), kind=kind)
     table = lists["table"].at[1, 1, :2].set(lists["table"][0, 0, :2])
     lists["table"] = table.at[2, 0, 1].set(table[2, 0, 0])
@@ -285,7 +284,7 @@ def test_a_page_of_two_lists_is_never_silently_lost(impl, kind):
 
 @pytest.mark.parametrize("impl", IMPLS)
 def test_a_page_that_is_not_there_is_not_read(impl):
-    shape = TEST["g1_h32"]
+    shape = RAGGED_DECODE["g1_h32"]
     arrays, lists = case(shape, edges(shape))
     wanted = oracle(*arrays, **lists)
     lists["table"] = lists["table"].at[2, 0, :2].set(jnp.array([EMPTY, shape.P]))
@@ -297,7 +296,7 @@ def test_a_page_that_is_not_there_is_not_read(impl):
 
 @pytest.mark.parametrize("impl", IMPLS)
 def test_halves_merge_to_the_whole(impl):
-    shape = TEST["g4_h64"]
+    shape = RAGGED_DECODE["g4_h64"]
     arrays, lists = case(shape, edges(shape))
     half = jnp.broadcast_to(jnp.arange(shape.M, dtype=jnp.int32), lists["table"].shape)
     parts = [
@@ -310,7 +309,7 @@ def test_halves_merge_to_the_whole(impl):
 
 @pytest.mark.parametrize("impl", IMPLS)
 def test_gradients_are_those_of_dense_attention(impl):
-    shape = Shape(B=1, N=4, K=2, T=2, H=32, P=6, S=4, M=3)
+    shape = RaggedDecodeSizes(B=1, N=4, K=2, T=2, H=32, P=6, S=4, M=3)
     arrays, lists = case(shape, np.array([[5, 12]]), poison=0)
 
     @jax.jit
@@ -337,7 +336,7 @@ def test_the_pool_is_read_in_place(kind):
         pytest.skip("the flat form is laid out for XLA on CPU")
     if kind == "bfloat16" and jax.__version_info__ < (0, 10):
         pytest.skip("XLA of jax 0.7.2 converts a bfloat16 operand to float32 before any product on CPU")
-    shape = Shape(B=2, N=8, K=2, T=1, H=64, P=512, S=64, M=128)
+    shape = RaggedDecodeSizes(B=2, N=8, K=2, T=1, H=64, P=512, S=64, M=128)
     length = np.full((2, 2), shape.M * shape.S)
     arrays, lists = case(shape, length, kind=kind, poison=0)
     assert arrays[1].dtype == kind
@@ -359,7 +358,7 @@ def test_two_codes_of_a_byte_are_those_put_in():
 
 
 def test_refusals():
-    shape = TEST["g1_h32"]
+    shape = RAGGED_DECODE["g1_h32"]
     (q, k, v), lists = case(shape, edges(shape))
     for impl in ("mosaic_tpu", "triton"):
         with pytest.raises(Unsupported, match="its body is for"):

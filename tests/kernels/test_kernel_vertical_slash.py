@@ -12,21 +12,18 @@ from compiler import compiled_in_full
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_bodies import BODIES, body, check_no_race, check_refusals, small_blocks
+from kernel_numerics import assert_as_good_as_plain, assert_close
 from kernel_oracle import blockwise as oracle
+from kernel_sizes import SELF_ATTENTION, SLASH_BLOCKS
 
 from pallas_kernels import blockwise, compat
 from pallas_kernels.dispatch import interpreted
 from pallas_kernels.gated.api import gated
-from pallas_kernels.numerics import assert_as_good_as_plain, assert_close
 from pallas_kernels.vertical_slash import ref, xla
 from pallas_kernels.vertical_slash.api import vertical_slash
-from pallas_kernels.vertical_slash.compact import FAR, admitted_upto, compact
+from pallas_kernels.vertical_slash.compact import FAR, Inputs, admitted_upto, compact
 from pallas_kernels.vertical_slash.mosaic_tpu_pack import compact as packed_on_tpu
 from pallas_kernels.vertical_slash.tiles import Rule
-from pallas_kernels.vertical_slash.work import SHAPES
-
-TEST = SHAPES.tagged("test")
-BLOCKED = SHAPES["blocked"]
 
 IMPLS = ("ref", "xla")
 
@@ -64,11 +61,11 @@ def check(found, wanted, terms):
     [
         ("ref", "g1_h32"),
         ("xla", "g8_h96"),
-        *(pytest.param(i, n, marks=pytest.mark.slow) for i in IMPLS for n in TEST),
+        *(pytest.param(i, n, marks=pytest.mark.slow) for i in IMPLS for n in SELF_ATTENTION),
     ],
 )
 def test_small_shapes(impl, name):
-    shape = TEST[name]
+    shape = SELF_ATTENTION[name]
     arrays, lengths = case(shape)
     found = vertical_slash(*arrays, window=shape.window, lengths=lengths, impl=impl)
     check(found, exact(*arrays, lengths, shape.window), shape.T)
@@ -78,10 +75,12 @@ def test_small_shapes(impl, name):
     ("softcap", "admitted"), [(None, (0.3, 0.02)), pytest.param(0.8, (0.0, 1.0), marks=pytest.mark.slow)]
 )
 def test_blocks_of_queries_and_keys(softcap, admitted):
-    arrays, lengths = case(BLOCKED, admitted=admitted, lengths=np.array([BLOCKED.T, 700]))
-    call = functools.partial(vertical_slash, *arrays, window=BLOCKED.window, lengths=lengths, softcap=softcap)
+    arrays, lengths = case(SLASH_BLOCKS, admitted=admitted, lengths=np.array([SLASH_BLOCKS.T, 700]))
+    call = functools.partial(
+        vertical_slash, *arrays, window=SLASH_BLOCKS.window, lengths=lengths, softcap=softcap
+    )
     found = call(impl="xla")
-    check(found, exact(*arrays, lengths, BLOCKED.window, softcap), BLOCKED.T)
+    check(found, exact(*arrays, lengths, SLASH_BLOCKS.window, softcap), SLASH_BLOCKS.T)
     for first, second in zip(found, call(impl="xla")):
         np.testing.assert_array_equal(first, second)
 
@@ -91,13 +90,13 @@ def test_every_length_of_a_row(impl):
     """0, 1, block - 1, block, block + 1 and all; NaN past the ends; the same to the bit when asked again."""
     block = 256 if impl == "xla" else small_blocks(impl)[1]
     t, run = block + 3, xla.vertical_slash if impl == "xla" else tiled(impl)
-    shape = TEST["g1_h32"]._replace(B=6, N=2, K=1, T=t, window=block // 3)
+    shape = SELF_ATTENTION["g1_h32"]._replace(B=6, N=2, K=1, T=t, window=block // 3)
     ends = np.array([0, 1, block - 1, block, block + 1, t])
     arrays, lengths = case(shape, lengths=ends, admitted=(0.3,))
     rule = Rule(shape.window, t, shape.H**-0.5, None)
-    found = run(*arrays, lengths, rule=rule)
+    found = run(Inputs(*arrays, lengths), rule=rule)
     check(found, exact(*arrays, lengths, shape.window), t)
-    for first, second in zip(found, run(*arrays, lengths, rule=rule)):
+    for first, second in zip(found, run(Inputs(*arrays, lengths), rule=rule)):
         np.testing.assert_array_equal(first, second)
     check_no_race(impl)
 
@@ -107,14 +106,14 @@ def test_a_piece_of_a_prompt_is_those_rows_of_the_whole(impl):
     """Queries of some tokens over all keys so far: at the start, inside, past the end; bfloat16 out."""
     bq, bk = (256, 256) if impl in IMPLS else small_blocks(impl)
     t, s, end = bq + 5, 2 * bk + 9, 2 * bk - 3
-    shape = TEST["g4_h64"]._replace(B=3, N=2, K=1, T=s, window=bk // 2)
+    shape = SELF_ATTENTION["g4_h64"]._replace(B=3, N=2, K=1, T=s, window=bk // 2)
     (q, k, v, admit), lengths = case(shape, lengths=np.array([s, end, end]), admitted=(0.3,))
     start = np.array([0, end - bq // 2, bk // 3])
     at = start[:, None] + np.arange(t)
     piece = jnp.take_along_axis(q, jnp.minimum(at, s - 1)[:, None, :, None], axis=2)
     run = {"ref": ref.vertical_slash, "xla": xla.vertical_slash}[impl] if impl in IMPLS else tiled(impl)
     rule = Rule(shape.window, s, shape.H**-0.5, None, jnp.dtype("bfloat16"))
-    out, lse, admitted = run(piece, k, v, admit, lengths, jnp.asarray(start, jnp.int32), rule=rule)
+    out, lse, admitted = run(Inputs(piece, k, v, admit, lengths, jnp.asarray(start, jnp.int32)), rule=rule)
     whole = exact(q, k, v, admit, lengths, shape.window)
     np.testing.assert_array_equal(admitted, whole[2])
     assert out.dtype == jnp.bfloat16
@@ -134,7 +133,7 @@ def test_a_piece_of_a_prompt_is_those_rows_of_the_whole(impl):
 @pytest.mark.parametrize("impl", ["xla", pytest.param("triton", marks=pytest.mark.slow)])
 def test_gradients_are_those_of_dense_attention(impl):
     """Through out and lse, of full rows."""
-    shape = TEST["g4_h64"]._replace(window=6)
+    shape = SELF_ATTENTION["g4_h64"]._replace(window=6)
     (q, k, v, admit), _ = case(shape, lengths=np.array([shape.T]))
     read = functools.partial(vertical_slash, window=6, impl=impl)
     dense = functools.partial(plain, window=6)
@@ -163,7 +162,7 @@ def test_long_gradients_hold_no_square():
 @given(st.integers(0, 2**31), st.integers(0, 600), st.sampled_from([0.0, 0.01, 0.5]))
 def test_any_lengths_any_share(seed, first_length, share):
     """One compiled program, any lengths, any admission: 700 queries, a window of 300."""
-    shape = BLOCKED._replace(T=700)
+    shape = SLASH_BLOCKS._replace(T=700)
     lengths = np.array([first_length, 700])
     arrays, lengths = case(shape, seed, lengths=lengths, admitted=(share, 0.1))
     found = vertical_slash(*arrays, window=shape.window, lengths=lengths, capacity=650, impl="xla")
@@ -171,7 +170,7 @@ def test_any_lengths_any_share(seed, first_length, share):
 
 
 def test_keys_are_packed_in_order():
-    (_, k, v, admit), lengths = case(TEST["g1_h32"])
+    (_, k, v, admit), lengths = case(SELF_ATTENTION["g1_h32"])
     t = k.shape[2]
     upto = admitted_upto(admit, lengths)
     packed = compact(k, v, upto, t)
@@ -213,7 +212,7 @@ def test_packing_by_products_copies_bits(dtype):
 @pytest.mark.parametrize("impl", ["xla", pytest.param("ref", marks=pytest.mark.slow)])
 def test_overflow_is_told_and_nobody_gets_a_wrong_answer(impl):
     """Streams at and over the capacity: the first are exact, the others all NaN and counted."""
-    shape = TEST["g4_h64"]
+    shape = SELF_ATTENTION["g4_h64"]
     arrays, _ = case(shape, lengths=np.array([shape.T]))
     admit = np.zeros(arrays[3].shape, bool)
     admit[0, 0, [2, 5, 6, 30]] = True
@@ -232,7 +231,7 @@ def test_overflow_is_told_and_nobody_gets_a_wrong_answer(impl):
 
 @pytest.mark.parametrize("name", ["blocked", pytest.param("g1_h32", marks=pytest.mark.slow)])
 def test_gates_of_0_and_1_are_this_mask(name):
-    shape = BLOCKED if name == "blocked" else TEST[name]
+    shape = SLASH_BLOCKS if name == "blocked" else SELF_ATTENTION[name]
     (q, k, v, admit), lengths = case(shape)
     gate = jnp.where(admit, 0.0, -jnp.inf)
     ours = vertical_slash(q, k, v, admit, window=shape.window, lengths=lengths, impl="xla")
@@ -243,7 +242,7 @@ def test_gates_of_0_and_1_are_this_mask(name):
 
 @pytest.mark.parametrize(("window", "admitted"), [(5, 1.0), pytest.param(63, 0.0, marks=pytest.mark.slow)])
 def test_a_window_or_an_admission_of_everything_is_blockwise(window, admitted):
-    shape = TEST["g1_h128"]
+    shape = SELF_ATTENTION["g1_h128"]
     arrays, lengths = case(shape, admitted=(admitted,))
     at = jnp.where(jnp.arange(shape.T) < lengths[:, None], jnp.arange(shape.T), -1)
     ours = vertical_slash(*arrays, window=window, lengths=lengths, impl="xla")
@@ -254,7 +253,7 @@ def test_a_window_or_an_admission_of_everything_is_blockwise(window, admitted):
 
 @pytest.mark.parametrize("impl", ["xla", pytest.param("ref", marks=pytest.mark.slow)])
 def test_bfloat16_is_as_good_as_the_plain_way(impl):
-    shape = TEST["g4_h64"]
+    shape = SELF_ATTENTION["g4_h64"]
     arrays, lengths = case(shape, dtype=jnp.bfloat16, lengths=np.array([shape.T]))
     wanted = exact(*arrays, lengths, 1)
     found = vertical_slash(*arrays, window=1, impl=impl)
@@ -277,8 +276,8 @@ def test_memory_follows_the_prompt_not_its_square():
     t = 16384
     arrays = [jax.ShapeDtypeStruct((1, n, t, 32), jnp.bfloat16) for n in (2, 1, 1)]
     admit = jax.ShapeDtypeStruct((1, 1, t), jnp.bool_)
-    run = functools.partial(xla.vertical_slash, lengths=None, rule=Rule(256, t // 4, 1.0, None))
-    program = compiled_in_full(jax.jit(run).lower(*arrays, admit))
+    run = functools.partial(xla.vertical_slash, rule=Rule(256, t // 4, 1.0, None))
+    program = compiled_in_full(jax.jit(run).lower(Inputs(*arrays, admit, None)))
     held = program.memory_analysis().temp_size_in_bytes
     assert held < t * t / 16
 
@@ -291,14 +290,14 @@ def tiled(impl):
 @pytest.mark.parametrize("impl", BODIES)
 @pytest.mark.parametrize("softcap", [None, pytest.param(0.8, marks=pytest.mark.slow)])
 def test_bodies(impl, softcap):
-    """Several tiles of queries, of packed keys and of the band; one stream overflows."""
+    """Several tiles of queries, of packed keys and of the band; one KV head overflows."""
     t = 300 if impl == "mosaic_tpu" else 75
-    shape = TEST["g1_h32"]._replace(N=4, T=t, window=t // 3)
+    shape = SELF_ATTENTION["g1_h32"]._replace(N=4, T=t, window=t // 3)
     (q, k, v, admit), lengths = case(shape, lengths=np.array([t, 2 * t // 3]), admitted=(0.6, 0.4))
     counts = exact(q[..., :1], k[..., :1], v[..., :1], admit, lengths, 1)[2]
     capacity = int(np.sort(counts, axis=None)[-2])
     rule = Rule(shape.window, capacity, 0.2, softcap)
-    found, wanted = (f(q, k, v, admit, lengths, rule=rule) for f in (tiled(impl), ref.vertical_slash))
+    found, wanted = (f(Inputs(q, k, v, admit, lengths), rule=rule) for f in (tiled(impl), ref.vertical_slash))
     lost = np.isnan(wanted[0]).any(axis=(0, 2, 3))
     assert 0 < lost.sum() < len(lost)
     for ours, truth in zip(found, wanted):
@@ -311,18 +310,18 @@ def test_bodies(impl, softcap):
 @pytest.mark.slow
 @pytest.mark.parametrize("impl", BODIES)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("name", TEST)
+@pytest.mark.parametrize("name", SELF_ATTENTION)
 def test_bodies_on_all_small_shapes(impl, name, dtype):
-    shape = TEST[name]
+    shape = SELF_ATTENTION[name]
     arrays, lengths = case(shape, dtype=dtype)
     rule = Rule(shape.window, shape.T, shape.H**-0.5, None)
-    found, plainly = (f(*arrays, lengths, rule=rule) for f in (tiled(impl), xla.vertical_slash))
+    found, plainly = (f(Inputs(*arrays, lengths), rule=rule) for f in (tiled(impl), xla.vertical_slash))
     for ours, theirs, truth in zip(found, plainly, exact(*arrays, lengths, shape.window)):
         assert_as_good_as_plain(ours, theirs, truth, shape.T)
 
 
 def test_refusals():
-    (q, k, v, admit), lengths = case(TEST["g1_h32"])
+    (q, k, v, admit), lengths = case(SELF_ATTENTION["g1_h32"])
     check_refusals(vertical_slash, q, k, v, admit, lengths, each="one bit a key")
     with pytest.raises(ValueError, match="pass `offset`"):
         vertical_slash(q[:, :, 1:], k, v, admit, window=3)

@@ -7,14 +7,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from kernel_bodies import BODIES, body, check_no_race
+from kernel_numerics import assert_close
 from kernel_oracle import blockwise as dense
-from test_kernel_vertical_slash import TEST, case, exact, tiled
+from kernel_sizes import SELF_ATTENTION
+from test_kernel_vertical_slash import case, exact, tiled
 
-from pallas_kernels.blockwise import plan
+from pallas_kernels.blockwise import block_lists
 from pallas_kernels.blockwise.sight import Sight, Where
-from pallas_kernels.numerics import assert_close
 from pallas_kernels.vertical_slash import mosaic_tpu as slash
-from pallas_kernels.vertical_slash.compact import Rows, admitted_upto, compact, older
+from pallas_kernels.vertical_slash.compact import Inputs, Rows, admitted_upto, compact, older
 from pallas_kernels.vertical_slash.tiles import Rule
 
 
@@ -42,17 +43,17 @@ def test_a_program_reads_every_visible_pair_once_and_hides_nothing_of_whole_bloc
     upto = admitted_upto(jnp.asarray(admit), ends)
     pos = compact(nothing, nothing, upto, t).pos
     counts = older(upto, rows, t // bq, bq, window, t)
-    sizes = slash.Plan(4, 1, 1, t, t, 1, t, bq, bk, Rule(window, t, 1.0, None), False, False)
+    sizes = slash.SlashSizes(4, 1, 1, t, t, 1, t, bq, bk, Rule(window, t, 1.0, None), False, False)
 
     @jax.jit
-    def course(start, length, some, whole):
-        way = slash.course(sizes, start, length, some, whole)
-        return way.wholes, way.steps, way.block(jnp.arange(2 * t // bk))
+    def order(start, length, some, whole):
+        blocks = slash.block_order(sizes, start, length, some, whole)
+        return blocks.wholes, blocks.steps, blocks.block(jnp.arange(2 * t // bk))
 
     j, inside, outside = np.arange(t), 0, 0
     for row, block in np.ndindex(4, t // bq):
         i, length = first + block * bq + np.arange(bq)[:, None], int(ends[row])
-        wholes, steps, (packed, at) = course(
+        wholes, steps, (packed, at) = order(
             first + block * bq, ends[row], *(x[row, 0, block] for x in (counts.some, counts.whole))
         )
         times = np.zeros((bq, t), int)
@@ -73,7 +74,7 @@ def test_a_program_reads_every_visible_pair_once_and_hides_nothing_of_whole_bloc
 def test_vertical_slash_of_whole_blocks(impl):
     """Packed and (TPU) own ones; a NaN in a key that is seen there reaches who sees it, and nobody else."""
     t, window, bq, bk = (650, 300, 128, 128) if impl == "mosaic_tpu" else (150, 30, 16, 32)
-    shape = TEST["g1_h32"]._replace(B=1, N=2, K=1, T=t, window=window)
+    shape = SELF_ATTENTION["g1_h32"]._replace(B=1, N=2, K=1, T=t, window=window)
     (q, k, v, admit), lengths = case(shape, lengths=np.array([t - 3]), admitted=(0.8,))
     admit = admit.at[:, :, 5].set(True)
     rows = Rows(jnp.zeros_like(lengths), lengths)
@@ -81,11 +82,11 @@ def test_vertical_slash_of_whole_blocks(impl):
     assert int(jnp.max(counts.whole)) >= bk
     rule = Rule(window, t, shape.H**-0.5, None)
     wanted = exact(q, k, v, admit, lengths, window)
-    out, lse, _ = tiled(impl)(q, k, v, admit, lengths, rule=rule)
+    out, lse, _ = tiled(impl)(Inputs(q, k, v, admit, lengths), rule=rule)
     assert_close(out, wanted[0], t)
     assert_close(lse, wanted[1], t)
     check_no_race(impl)
-    out, lse, _ = tiled(impl)(q, k.at[:, :, 5].set(jnp.nan), v, admit, lengths, rule=rule)
+    out, lse, _ = tiled(impl)(Inputs(q, k.at[:, :, 5].set(jnp.nan), v, admit, lengths), rule=rule)
     sees = (np.arange(t) >= 5) & (np.arange(t) < t - 3)
     np.testing.assert_array_equal(np.isnan(out).all(axis=3), np.broadcast_to(sees, lse.shape))
     np.testing.assert_array_equal(np.isnan(lse), np.broadcast_to(sees, lse.shape))
@@ -107,8 +108,8 @@ def test_pairs_of_blocks_that_are_seen_whole_are_those_without_a_hidden_pair(kin
     q_pos, k_pos, admit, window = places(kind)
     q, k = jnp.zeros((3, 2, 40, 8)), jnp.zeros((3, 2, 128, 8))
     where = Where(*(None if x is None else jnp.asarray(x) for x in (q_pos, k_pos, admit)))
-    rows = plan.rows(q, k, where, window, 8, 16, folded=True)
-    whole = np.asarray(plan.seen_whole(rows, window, 8, 16))
+    rows = block_lists.rows(q, k, where, window, 8, 16, folded=True)
+    whole = np.asarray(block_lists.all_visible(rows, window, 8, 16))
     i, j = q_pos[:, None, :, None], k_pos[:, None, None, :]
     see = (i >= 0) & (j >= 0) & (j <= i)
     if window is not None:
@@ -117,28 +118,30 @@ def test_pairs_of_blocks_that_are_seen_whole_are_those_without_a_hidden_pair(kin
     assert not np.any(whole & ~truth)
     # A block that is near in part and admitted in part counts as an edge.
     assert whole.sum() == truth.sum() if admit is None else 0 < whole.sum() <= truth.sum()
-    walk = plan.walk(plan.meetings(rows, window, 8, 16), jnp.asarray(whole))
-    met = np.asarray(plan.meetings(rows, window, 8, 16))
-    for at in np.ndindex(walk.length.shape):
-        order, first, count = walk.order[at], int(walk.whole[at]), int(walk.length[at])
+    lists = block_lists.lists_of(block_lists.any_visible(rows, window, 8, 16), jnp.asarray(whole))
+    met = np.asarray(block_lists.any_visible(rows, window, 8, 16))
+    for at in np.ndindex(lists.length.shape):
+        order, first, count = lists.order[at], int(lists.whole[at]), int(lists.length[at])
         np.testing.assert_array_equal(order[:first], np.flatnonzero(whole[at]))
         np.testing.assert_array_equal(np.sort(order[:count]), np.flatnonzero(met[at]))
 
 
-def test_one_block_of_queries_visits_a_few_keys_without_a_plan(monkeypatch):
-    """Whatever positions are; with more keys, or more queries, it has the plan of them."""
+def test_one_block_of_queries_reads_a_few_keys_without_lists(monkeypatch):
+    """Whatever positions are; with more keys, or more queries, it has their lists."""
     q_pos, k_pos, admit, window = places("admitted")
     where = Where(*(jnp.asarray(x) for x in (q_pos[:, :4], k_pos, admit)))
     keys, queries = jnp.zeros((3, 2, 128, 8)), [jnp.zeros((3, 4, n, 8)) for n in (4, 5)]
-    one, two = (plan.rows(q, keys, where, window, 8, 16, folded=True) for q in queries)
-    walk = plan.forward(one, window, 8, 16)
-    np.testing.assert_array_equal(walk.order, np.broadcast_to(np.arange(8), (3, 1, 1, 8)))
-    assert np.all(walk.length == 8)
-    assert not np.any(walk.whole)
-    planned = plan.walk(plan.meetings(two, window, 8, 16), plan.seen_whole(two, window, 8, 16))
-    jax.tree.map(np.testing.assert_array_equal, plan.forward(two, window, 8, 16), planned)
-    monkeypatch.setattr(plan, "FEW", 127)
-    assert not np.all(plan.forward(one, window, 8, 16).length == 8)
+    one, two = (block_lists.rows(q, keys, where, window, 8, 16, folded=True) for q in queries)
+    lists = block_lists.of_read(one, window, 8, 16)
+    np.testing.assert_array_equal(lists.order, np.broadcast_to(np.arange(8), (3, 1, 1, 8)))
+    assert np.all(lists.length == 8)
+    assert not np.any(lists.whole)
+    listed = block_lists.lists_of(
+        block_lists.any_visible(two, window, 8, 16), block_lists.all_visible(two, window, 8, 16)
+    )
+    jax.tree.map(np.testing.assert_array_equal, block_lists.of_read(two, window, 8, 16), listed)
+    monkeypatch.setattr(block_lists, "FEW", 127)
+    assert not np.all(block_lists.of_read(one, window, 8, 16).length == 8)
 
 
 @pytest.mark.parametrize("impl", BODIES)

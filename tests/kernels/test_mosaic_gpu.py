@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from kernel_numerics import assert_as_good_as_plain
 from kernel_oracle import ragged as oracle
 from test_kernel_ragged_decode import case, check, plain
 from tiny import quick_compiles  # noqa: F401
@@ -21,11 +22,10 @@ from pallas_kernels import Unsupported, compat, dispatch, lowering, ragged_decod
 from pallas_kernels.dispatch import interpreted
 from pallas_kernels.measure import device, on_device
 from pallas_kernels.measure.work import Check
-from pallas_kernels.numerics import assert_as_good_as_plain
-from pallas_kernels.ragged_decode.work import Shape
+from pallas_kernels.ragged_decode.work import RaggedDecodeSizes
 
 HOPPER = ("NVIDIA H200", 132, "gpu")
-SMALL = Shape(B=2, N=8, K=2, T=1, H=64, P=12, S=64, M=4)
+SMALL = RaggedDecodeSizes(B=2, N=8, K=2, T=1, H=64, P=12, S=64, M=4)
 
 mosaic_gpu_join = pytest.importorskip("pallas_kernels.ragged_decode.mosaic_gpu_join", exc_type=ImportError)
 mosaic_gpu = pytest.importorskip("pallas_kernels.ragged_decode.mosaic_gpu", exc_type=ImportError)
@@ -90,7 +90,7 @@ def test_bfloat16_is_as_good_as_the_plain_way(short_items):
 @needs_interpreter
 @pytest.mark.slow
 def test_a_hole_hides_its_slots_and_a_nan_shows(short_items):
-    """A page in the middle of a list is not there; a live key is NaN in one stream, a value in another."""
+    """A page in the middle of a list is not there; a live key is NaN in one KV head, a value in another."""
     arrays, lists = case(SMALL, np.full((2, 2), 3 * SMALL.S - 5))
     q, k, v = arrays
     table = lists["table"]
@@ -156,8 +156,8 @@ def test_refusals(sizes, more, why):
 )
 def test_which_devices_are_hoppers(kind, there):
     assert lowering.is_hopper(kind) is there
-    assert len(device._beside("gpu", kind, (), True)) == 6 * there
-    assert device._beside("gpu", kind, ("phi",), True) == []
+    assert len(device._mosaic_gpu_tasks("gpu", kind, (), device.Extra())) == 6 * there
+    assert device._mosaic_gpu_tasks("gpu", kind, ("phi",), device.Extra()) == []
 
 
 def test_it_has_a_record_of_its_own_and_needs_one(monkeypatch):
@@ -206,4 +206,4 @@ def test_what_it_leaves_to_others_is_no_disagreement(tmp_path, monkeypatch):
     assert "not this one" in record["checks"]["b"]["left_to_others"]
     checks.pop(0)
     assert not on_device.numerics("ragged_decode", "mosaic_gpu", True, say)
-    assert on_device.check(checks[0], "triton")["agrees"] is False
+    assert on_device.run_check(checks[0], "triton")["agrees"] is False

@@ -1,4 +1,4 @@
-"""The Mosaic GPU bodies of prefill: which tiles they visit, what they refuse, and what they compute.
+"""The Mosaic GPU bodies of prefill: which tiles they read, what they refuse, and what they compute.
 
 What they compute is in ``prefill_on_hopper``: on jax 0.12's interpreter, in a process of its own.
 """
@@ -18,12 +18,12 @@ import pytest
 from pallas_kernels import Unsupported, blockwise, compat, dispatch, lowering, vertical_slash
 from pallas_kernels.blockwise import api as full_api
 from pallas_kernels.measure import on_device
-from pallas_kernels.measure.work import Job
+from pallas_kernels.measure.work import TimedCall
 from pallas_kernels.vertical_slash import api as slash_api
 from pallas_kernels.vertical_slash.compact import Rows, admitted_upto, compact
 from pallas_kernels.vertical_slash.tiles import Rule
 
-hopper_plan = pytest.importorskip("pallas_kernels.hopper_plan", exc_type=ImportError)
+hopper_operands = pytest.importorskip("pallas_kernels.hopper_operands", exc_type=ImportError)
 slash = pytest.importorskip("pallas_kernels.vertical_slash.mosaic_gpu", exc_type=ImportError)
 
 HOPPER = ("NVIDIA H200", 132, "gpu")
@@ -45,7 +45,7 @@ def test_interpreted_they_agree_with_the_oracle(which):
 
 @pytest.mark.parametrize("first", [0, 37])
 @pytest.mark.parametrize("window", [0, 1, 100, 320])
-def test_a_block_visits_every_visible_pair_once_and_hides_nothing_of_whole_tiles(window, first):
+def test_a_block_reads_every_visible_pair_once_and_hides_nothing_of_whole_tiles(window, first):
     """By counting pairs; rows that end at, inside and before blocks of 64 queries and 32 keys; a piece."""
     t, size, block, ends = 320, 64, 32, jnp.asarray([320, 301, 64, 0], jnp.int32)
     admit = np.random.default_rng(0).random((4, 1, t)) < np.array([0.9, 0.5, 0.9, 0.9])[:, None, None]
@@ -53,28 +53,28 @@ def test_a_block_visits_every_visible_pair_once_and_hides_nothing_of_whole_tiles
     pos = compact(nothing, nothing, upto, t).pos
     rows, rule = Rows(jnp.full(4, first), ends), Rule(window, t, 1.0, None)
     refs = [slash.ranges(upto, rows, t // size, size, block, rule)]
-    course = slash.Ranged()
+    order = slash.Ranged()
 
     @jax.jit
     def everything(row, at):
-        place = hopper_plan.Place(row, jnp.int32(0), at)
-        return course.counts(refs, place), course.visit(refs, place, jnp.arange(2 * t // block))
+        program = hopper_operands.Program(row, jnp.int32(0), at)
+        return order.counts(refs, program), order.tile(refs, program, jnp.arange(2 * t // block))
 
     j, inside, outside = np.arange(t), 0, 0
     for row, at in np.ndindex(4, t // size):
         i, length = first + at * size + np.arange(size)[:, None], int(ends[row])
         # A program of the second query head of the group reads what that of the first does.
-        (whole, count), visit = everything(jnp.int32(row), jnp.int32(at + t // size))
+        (whole, count), key_tile = everything(jnp.int32(row), jnp.int32(at + t // size))
         times = np.zeros((size, t), int)
         for c in range(int(count)):
-            tile, packed = int(visit.tile[c]), int(visit.part[c]) == slash.PACKED
+            tile, packed = int(key_tile.tile[c]), int(key_tile.part[c]) == slash.PACKED
             part = slice(tile * block, (tile + 1) * block)
             keys = np.asarray(pos)[row, 0, part] if packed else j[part]
             see = (keys <= i - window) if packed else (keys > i - window) & (keys <= i)
             see = see & (i < length)
             assert see.all() or c >= whole
-            assert bool(visit.dirty[c]) == (not packed and keys[-1] >= length)
-            assert not (visit.dirty[c] and c < whole)
+            assert bool(key_tile.dirty[c]) == (not packed and keys[-1] >= length)
+            assert not (key_tile.dirty[c] and c < whole)
             times[:, keys[keys < t]] += see[:, keys < t]
         inside, outside = inside + int(whole), outside + int(count) - int(whole)
         wanted = (j <= i) & ((i - j < window) | admit[row]) & (i < length)
@@ -125,7 +125,7 @@ def test_they_are_taken_where_tritons_is_not_and_their_own_record_says_so(op, ap
 
 def test_a_borrowed_pass_is_not_tuned(monkeypatch):
     """Of blockwise's two passes the body has the forward one."""
-    jobs = [Job(what, lambda impl: lambda: 0, (), tunes=what) for what in ("forward", "backward")]
+    jobs = [TimedCall(what, lambda impl: lambda: 0, (), tunes=what) for what in ("forward", "backward")]
     tuned = []
 
     def tune(op, job, tried, *rest):

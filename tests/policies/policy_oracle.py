@@ -68,7 +68,7 @@ def _verdict(policy: Policy, seen: Observation, k: jax.Array, admit: jax.Array) 
 
 
 def best(score: np.ndarray, length: int, target: int, *, sinks: int = 0, newest: int = 0) -> list[int]:
-    """Positions of one stream that stay: the protected first, then high scores, then low positions."""
+    """Positions of one KV head that stay: the protected first, then high scores, then low positions."""
     safe = {p for p in range(length) if p < sinks or p >= length - newest}
     order = sorted(range(length), key=lambda p: (p not in safe, -float(score[p]), p))
     return sorted(order[: max(target, len(safe))])
@@ -98,7 +98,7 @@ def room(
     chooser=ALL,
     meta=(),
 ) -> Pages:
-    """Empty pages, one list a stream, and one page more than all lists can own."""
+    """Empty pages, one list per KV head, and one page more than all lists can own."""
     return pool.empty(
         pages=rows * heads * entries + 1,
         size=size,
@@ -118,18 +118,18 @@ def room(
 def entry(k: np.ndarray, v: np.ndarray | None = None, *, first: int = 0, meta=None) -> Entry:
     """T tokens [B, K, T, H] at positions first, first + 1 ... of every row."""
     rows, _, t, _ = k.shape
-    given: dict[str, Any] = dict(
+    fields: dict[str, Any] = dict(
         k=np.asarray(k, np.float32),
         v=np.asarray(k if v is None else v, np.float32),
         pos=np.broadcast_to(first + np.arange(t, dtype=np.int32), (rows, t)),
         admit=np.ones(k.shape[:3], bool),
         meta={name: np.asarray(x, np.float32) for name, x in (meta or {}).items()},
     )
-    return Entry(**given)
+    return Entry(**fields)
 
 
 def contents(pages: Pages, row: int, head: int, codec=NATIVE) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(pos [C], k [C, H], v [C, H]) of one stream's live slots in list order, as a read would see them."""
+    """(pos [C], k [C, H], v [C, H]) of one KV head's live slots in list order, as a read would see them."""
     held: Any = jax.device_get(pages)
     at = np.arange(held.length[row, head, 0])
     page = held.table[row, head, 0][at // held.size]

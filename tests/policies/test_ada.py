@@ -39,22 +39,22 @@ def counts(scores: np.ndarray, mean: int, sure: int) -> list[int]:
 
 
 def targets(budget: Ada, scores: np.ndarray = SCORES, seen: np.ndarray = SEEN) -> np.ndarray:
-    found = budget.targets(frame(kv_heads=HEADS), jnp.asarray(seen), jnp.asarray(scores, jnp.float32))
-    return np.asarray(found)
+    slots = budget.targets(frame(kv_heads=HEADS), jnp.asarray(seen), jnp.asarray(scores, jnp.float32))
+    return np.asarray(slots)
 
 
 @pytest.mark.parametrize("floor", [0.0, 0.2, 0.5, 1.0])
 @pytest.mark.parametrize("amount", [5, 12, 0.25, 0.5, 1.0])
 def test_counts_are_those_of_the_layers_best(amount, floor):
-    found = targets(Ada(amount, floor=floor))
+    slots = targets(Ada(amount, floor=floor))
     for b, seen in enumerate(SEEN):
         mean = (
             amount if isinstance(amount, int) else math.floor(Fraction(amount) * int(seen) + Fraction(1, 2))
         )
         sure = math.floor(mean * Fraction(str(floor)))
-        assert found[b].tolist() == counts(SCORES[b], mean, sure)
-        assert found[b].sum() == HEADS * min(mean, seen)
-        assert (found[b] >= min(sure, seen)).all()
+        assert slots[b].tolist() == counts(SCORES[b], mean, sure)
+        assert slots[b].sum() == HEADS * min(mean, seen)
+        assert (slots[b] >= min(sure, seen)).all()
 
 
 def test_the_floor_of_every_mean_and_share_is_exact():
@@ -62,18 +62,18 @@ def test_the_floor_of_every_mean_and_share_is_exact():
         for mean in range(1, T):
             # One head outshines the other, which is left with its floor.
             scores = np.stack([np.full(T, 1.0), np.zeros(T)])[None]
-            found = targets(Ada(mean, floor=floor), scores, np.array([T]))[0]
+            slots = targets(Ada(mean, floor=floor), scores, np.array([T]))[0]
             sure = max(math.floor(mean * Fraction(str(floor))), 2 * mean - T)
-            assert found.tolist() == [2 * mean - sure, sure]
+            assert slots.tolist() == [2 * mean - sure, sure]
 
 
 def test_a_head_with_few_admitted_tokens_leaves_its_slots_to_the_others():
     scores = random.standard_normal((1, HEADS, T))
     scores[0, 1, 1:] = -np.inf  # one token was admitted
-    found = targets(Ada(10, floor=0.6), scores, np.array([T]))[0]
-    assert found.tolist() == counts(scores[0], 10, 6)
-    assert found.sum() == 10 * HEADS
-    assert found[1] == 1
+    slots = targets(Ada(10, floor=0.6), scores, np.array([T]))[0]
+    assert slots.tolist() == counts(scores[0], 10, 6)
+    assert slots.sum() == 10 * HEADS
+    assert slots[1] == 1
 
 
 def test_what_stays_is_each_heads_best_with_the_protected():

@@ -105,7 +105,7 @@ def again(cache):
 
 
 class Machine(RuleBasedStateMachine):
-    """Of every stream: the positions in the ring, in exact pages and in codes; of every row, its tokens."""
+    """Of every KV head: the positions in the ring, in exact pages and in codes; of every row, its tokens."""
 
     storage = Int8(recent=F)
     slack = 4 / 127  # a few times half a step
@@ -213,11 +213,11 @@ class Machine(RuleBasedStateMachine):
 
     def check(self, name):
         done[name] += 1
-        for pages, mine, slack in zip(self.cache.pools, (self.exact, self.codes), (0, self.slack)):
+        for pages, expected, slack in zip(self.cache.pools, (self.exact, self.codes), (0, self.slack)):
             tiny.owned_once(pages)
-            found = tiny.held(pages)
-            for at, slots in found.items():
-                assert sorted(slots) == sorted(mine[at]), f"{name}: stream {at}"
+            held = tiny.held(pages)
+            for at, slots in held.items():
+                assert sorted(slots) == sorted(expected[at]), f"{name}: row, head {at}"
                 for pos, (k, v, meta) in slots.items():
                     np.testing.assert_allclose(k, self.k[*at, pos], atol=slack)
                     np.testing.assert_allclose(v, self.v[*at, pos], atol=slack)
@@ -244,7 +244,7 @@ def test_random_tokens_are_where_the_oracle_says(machine, examples):
             suppress_health_check=list(HealthCheck),
         ),
     )
-    assert min(done[name] for name in ("one", "many", "clear", "resize", "prompt")) > examples
+    assert min(done[name] for name in ("one", "many", "clear", "resize", "prompt")) > examples // 2
     assert done["aged"] > 50 * examples
 
 
@@ -262,19 +262,19 @@ def attended(q, k, v):
 @functools.partial(jax.jit, static_argnums=0)
 def step(policy, cache, q, k, v, length, active):
     x = Heads(q=q, k=k, v=v, q_pre=q, k_pre=k, hidden=q[:, :, 0])
-    read, cache = layer.step(site(policy), cache, x, length, active)
+    _, (cache, read) = layer.step(site(policy), x, cache, length, active)
     return read.out, cache
 
 
 def contents(cache, length):
-    """Per stream: position -> (k, v, mass), of the ring and of both rooms."""
-    found, ring = tiny.held(*cache.pools), jax.device_get(cache.ring)
+    """Per KV head: position -> (k, v, mass), of the ring and of both rooms."""
+    held, ring = tiny.held(*cache.pools), jax.device_get(cache.ring)
     at = np.asarray(rings.positions(jnp.asarray(length), W))
-    for (b, h), mine in found.items():
+    for (b, h), of_head in held.items():
         for j in np.flatnonzero(at[b] >= 0):
-            assert at[b, j] not in mine
-            mine[at[b, j]] = ring.k[b, h, j], ring.v[b, h, j], ring.meta["eviction.mass"][b, h, j : j + 1]
-    return found
+            assert at[b, j] not in of_head
+            of_head[at[b, j]] = ring.k[b, h, j], ring.v[b, h, j], ring.meta["eviction.mass"][b, h, j : j + 1]
+    return held
 
 
 def test_a_step_reads_all_rooms_once_and_tells_each_slot_what_it_received():
@@ -291,11 +291,11 @@ def test_a_step_reads_all_rooms_once_and_tells_each_slot_what_it_received():
     assert all(int(pages.length.min()) > 0 for pages in cache.pools), "a room is empty: nothing is shown"
     for (b, h), slots in contents(cache, length).items():
         assert len(slots) == TARGET
-        pair = (2 * h, 2 * h + 1)
+        group = (2 * h, 2 * h + 1)
         read = [
-            attended(q[b, 0, n], *(np.stack([x[i] for x in slots.values()]) for i in (0, 1))) for n in pair
+            attended(q[b, 0, n], *(np.stack([x[i] for x in slots.values()]) for i in (0, 1))) for n in group
         ]
-        for n, (right, _) in zip(pair, read):
+        for n, (right, _) in zip(group, read):
             np.testing.assert_allclose(out[b, 0, n], right, atol=1e-5)
         for at, (pos, (_, _, mass)) in enumerate(slots.items()):
             was = before[b, h][pos][2] if pos in before[b, h] else 0
@@ -343,15 +343,15 @@ def test_a_whole_life_keeps_the_newest_exact():
 
 def test_bytes_of_both_rooms_by_hand():
     state = lived()[0]
-    found = kvjax.nbytes(state)
+    nbytes = kvjax.nbytes(state)
     slot, page, meta = 2 * 8 * 4 + 4, 2 * 8 * 4, 4  # keys and values of 8 float32 channels; scales; mass
     codes = 2 * 8 + 4
     slots = [20 - 8, 20 - 8, 17 - 4 - 8]
     assert metrics.STORES == ("ring", "pages", "demoted", "summary")
-    assert (found.live[..., 1] == 3 * 8 * (slot + meta)).all()
-    assert (found.live[..., 2] == sum(slots) * (codes + meta) + sum(-(-n // 8) for n in slots) * page).all()
-    assert found.allocated.sum() == sum(x.nbytes for x in jax.tree.leaves(state.layers))
-    for rooms, allocated in zip(state.layers, found.allocated):
+    assert (nbytes.live[..., 1] == 3 * 8 * (slot + meta)).all()
+    assert (nbytes.live[..., 2] == sum(slots) * (codes + meta) + sum(-(-n // 8) for n in slots) * page).all()
+    assert nbytes.allocated.sum() == sum(x.nbytes for x in jax.tree.leaves(state.layers))
+    for rooms, allocated in zip(state.layers, nbytes.allocated):
         assert (rooms.pages.k.dtype, rooms.demoted.k.dtype) == (jnp.float32, jnp.int8)
         assert allocated[2] == sum(x.nbytes for x in jax.tree.leaves(rooms.demoted))
     slots = np.asarray(metrics.live_slots(state))
@@ -364,7 +364,7 @@ def test_pools_of_both_rooms_are_reserved_shrunk_and_forked():
     assert [tuple(pages.count for pages in x.pools) for x in state.layers] == [(6, 8)] * 2  # as many as owned
     fork = states.fork(state, 0, 3)
     fork, state = (decode.reserve(chosen, x, 12, 1) for x in (fork, state))
-    # Of 9 exact slots, one just come, and 13 codes (24 less 12, one to come) in pages of 8: 2 each a stream.
+    # Of 9 exact slots, one just come, and 13 codes (24 less 12, one to come) in pages of 8: 2 per KV head.
     for grown in (*fork.layers, *state.layers):
         assert [pages.count for pages in grown.pools] == [12, 12]
     thrice = tiny.feed(chosen, fork, np.stack([NEXT[0]] * 3))[1]

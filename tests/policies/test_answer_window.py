@@ -19,7 +19,7 @@ POLICY = kvjax.policy(f"answer_window({W}) + snapkv(4) + uniform({SLOTS})")
 
 
 def positions(state) -> np.ndarray:
-    """[L, B, K, C]: which positions each stream holds."""
+    """[L, B, K, C]: which positions each KV head holds."""
     return np.asarray(metrics.present(state))
 
 
@@ -55,5 +55,5 @@ def test_only_given_tokens_are_admitted():
 
 @pytest.mark.parametrize("size", [0, -1, 2.5, True])
 def test_a_window_must_see_something(size):
-    with pytest.raises(PolicyError, match="is no window"):
+    with pytest.raises(PolicyError, match="is not a valid window"):
         AnswerWindow(size)

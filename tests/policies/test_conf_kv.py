@@ -44,9 +44,9 @@ def test_confidence_is_the_formula():
     z[5, 7] = 60.0
     for weights in ((0.4, 0.3, 0.3), (1.0, 0.0, 0.0), (0.0, 1.0, 0.0), (0.0, 0.0, 1.0)):
         budget = Confidence(wh=weights[0], wm=weights[1], wp=weights[2])
-        found = jax.jit(budget.confidence)(jnp.asarray(z, jnp.float32))
+        actual = jax.jit(budget.confidence)(jnp.asarray(z, jnp.float32))
         right = [sure(row, *weights) for row in z]
-        np.testing.assert_allclose(found, right, atol=2e-6)
+        np.testing.assert_allclose(actual, right, atol=2e-6)
     np.testing.assert_allclose(sure(z[4], 0.4, 0.3, 0.3), 0.15 + 0.3 / 97)  # the oracle, by hand
 
 
@@ -67,13 +67,13 @@ def test_the_pyramid_falls_linearly_around_its_mean(layers, slope):
     def at(index):
         return budget.targets(Frame(index, layers, 2, 64.0, sure), seen, None)[:, 0]
 
-    found = np.asarray([at(index) for index in range(layers)])
-    assert found.mean(axis=0).tolist() == [211, 97]
+    targets = np.asarray([at(index) for index in range(layers)])
+    assert targets.mean(axis=0).tolist() == [211, 97]
     line = np.linspace(2 - 1 / slope, 1 / slope, layers) if layers > 1 else np.ones(1)
-    assert np.abs(found - line[:, None] * [211, 97]).max() <= 0.5 + 1e-4
-    assert (np.diff(found, axis=0) < 0).all() == (slope > 1 or layers == 1)
+    assert np.abs(targets - line[:, None] * [211, 97]).max() <= 0.5 + 1e-4
+    assert (np.diff(targets, axis=0) < 0).all() == (slope > 1 or layers == 1)
     if layers > 1:
-        assert (budget.least, budget.most) == (found.min(), found.max())
+        assert (budget.least, budget.most) == (targets.min(), targets.max())
 
 
 # --- who goes ------------------------------------------------------------------------------------
@@ -90,8 +90,8 @@ def mixed(mass: list[float], pos: list[int], live: list[bool], alpha: float) -> 
 
 def test_candidates_alone_set_the_scale():
     every = [0.25 * 1.0 + 0, 0.25 * 0.5 + 0.75 * 0.25, 0.75]
-    found = mixed([3, 2, 1, 99], [10, 11, 14, 90], [True, True, True, False], 0.25)
-    np.testing.assert_allclose(found[:3], every)
+    actual = mixed([3, 2, 1, 99], [10, 11, 14, 90], [True, True, True, False], 0.25)
+    np.testing.assert_allclose(actual[:3], every)
 
 
 @pytest.mark.parametrize(
@@ -169,14 +169,14 @@ def heads(at: np.ndarray) -> dict:
 
 
 def held(cache: LayerCache, b: int, h: int, seen: int) -> dict[int, float]:
-    """Position -> mass of what a stream holds in either room."""
-    pages, found = cache.pages, {}
+    """Position -> mass of what a KV head holds in either room."""
+    pages, masses = cache.pages, {}
     for i in range(int(pages.length[b, h, 0])):
         where = int(pages.table[b, h, 0, i // 4]), i % 4
-        found[int(pages.pos[where])] = float(pages.meta["eviction.mass"][where])
+        masses[int(pages.pos[where])] = float(pages.meta["eviction.mass"][where])
     for p in range(seen - P, seen):
-        found[p] = float(cache.ring.meta["eviction.mass"][b, h, p % P])
-    return found
+        masses[p] = float(cache.ring.meta["eviction.mass"][b, h, p % P])
+    return masses
 
 
 def test_a_prompt_a_chunk_and_steps_are_the_papers_loop():
@@ -192,12 +192,12 @@ def test_a_prompt_a_chunk_and_steps_are_the_papers_loop():
         site = layer.LayerInfo(policy, {}, 0, 1, None, total)
         _, new = layer.prompt(site, Heads(**x), pos)
         cache = layer.store(site, cache, new, total)
-        return layer.chunk(site, cache, Heads(**more), total, jnp.asarray(MORE))[1]
+        return layer.chunk(site, Heads(**more), cache, total, jnp.asarray(MORE))[1]
 
     @jax.jit
     def step(cache, x, length, sure):
         site = layer.LayerInfo(policy, {}, 0, 1, None, total, sure)
-        read, cache = layer.step(site, cache, Heads(**x), length, jnp.asarray([True, True]))
+        _, (cache, read) = layer.step(site, Heads(**x), cache, length, jnp.asarray([True, True]))
         return read.out, cache
 
     at = np.where(np.arange(T) < PROMPTS[:, None], np.arange(T), EMPTY)
@@ -215,9 +215,9 @@ def test_a_prompt_a_chunk_and_steps_are_the_papers_loop():
             row.cut(n + 1, TIGHT if SURE[i, b] >= 0.5 else LOOSE)
             np.testing.assert_allclose(mixed[b, 0], row.read(n, row.kept), atol=1e-5)
             for h in range(K):
-                found = held(cache, b, h, n + 1)
-                assert found.keys() == set(row.kept)
-                np.testing.assert_allclose([found[p] for p in row.kept], row.mass[row.kept], atol=1e-6)
+                masses = held(cache, b, h, n + 1)
+                assert masses.keys() == set(row.kept)
+                np.testing.assert_allclose([masses[p] for p in row.kept], row.mass[row.kept], atol=1e-6)
             sizes.append(len(row.kept))
         # What shared_ranking promises: heads hold the same tokens in the same slots.
         tables, length_ = np.asarray(cache.pages.table), np.asarray(cache.pages.length)
@@ -246,9 +246,17 @@ def test_a_step_obeys_the_logits_that_produced_its_token():
         right = [sure(row, 0.4, 0.3, 0.3) for row in np.asarray(logits)]
         np.testing.assert_allclose(state.confidence, right, atol=1e-5)
         active = np.asarray([True, i != 4])
-        given = tiny.model().network, POLICY, tiny.model().params, {}, state, column.astype(np.int32), active
-        state, found = decode.step_program(*given)
-        logits = np.where(active[:, None], found, logits)
+        arguments = (
+            tiny.model().network,
+            POLICY,
+            tiny.model().params,
+            {},
+            state,
+            column.astype(np.int32),
+            active,
+        )
+        state, new_logits = decode.step_program(*arguments)
+        logits = np.where(active[:, None], new_logits, logits)
         live = np.where(active, np.minimum(live + 1, np.where(np.asarray(right) >= 0.5, 14, 24)), live)
         assert (np.asarray(metrics.live_slots(state)) == live[None, :, None]).all()
         met |= set(live.tolist())
@@ -286,7 +294,7 @@ def test_chunks_after_the_prompt_read_what_was_kept():
 
 @pytest.mark.parametrize("more", ["", pytest.param(" + int8(12)", marks=pytest.mark.slow)])
 def test_the_embedded_model_writes_and_nothing_is_compiled_for_another_prompt(more, monkeypatch):
-    """A program a layer, as deeper models write; ``test_dials`` has that for all layers, on a tiny model."""
+    """A program a layer, as deeper models write; ``test_traced`` has that for all layers, on a tiny model."""
     monkeypatch.setattr(_by_layer, "DEEP", 1)
     model = kvjax.load()
     policy = kvjax.policy("conf_kv(recent=8) + confidence(24, loose=48)" + more)

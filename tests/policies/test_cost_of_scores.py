@@ -75,8 +75,8 @@ def prompt_program(eviction: Eviction, t: int) -> Any:
         site = layer.LayerInfo(Policy(eviction=eviction, budget=Uniform(0.25)), {}, 0, 2, None, total)
         return layer.prompt(site, Heads(**x), pos)
 
-    given = {name: x for name, x in vars(heads(t)).items() if name not in ("softcap", "rotate")}
-    return jax.make_jaxpr(run)(given, array(ROWS, t, dtype=jnp.int32), array(ROWS, dtype=jnp.int32))
+    arrays = {name: x for name, x in vars(heads(t)).items() if name not in ("softcap", "rotate")}
+    return jax.make_jaxpr(run)(arrays, array(ROWS, t, dtype=jnp.int32), array(ROWS, dtype=jnp.int32))
 
 
 def test_scores_without_attention_add_no_product_to_a_prompt():
@@ -125,30 +125,30 @@ def every_step(eviction: Eviction) -> Policy:
 )
 def test_a_decode_step_asks_for_mass_only_where_somebody_ranks_by_it(policy, asks, monkeypatch):
     """Seen from inside, while a whole step and a whole chunk are traced."""
-    asked = []
+    requests = []
     read, query_weights = _read.ragged_decode, _step.column_mass
 
-    def reads(*given: Any, mass: bool, **more: Any) -> Any:
-        asked.append(mass)
-        return read(*given, mass=mass, **more)
+    def reads(*arguments: Any, mass: bool, **more: Any) -> Any:
+        requests.append(mass)
+        return read(*arguments, mass=mass, **more)
 
-    def weighs(*given: Any, **more: Any) -> Any:
-        asked.append(True)
-        return query_weights(*given, **more)
+    def weighs(*arguments: Any, **more: Any) -> Any:
+        requests.append(True)
+        return query_weights(*arguments, **more)
 
     monkeypatch.setattr(_read, "ragged_decode", reads)
     monkeypatch.setattr(_step, "column_mass", weighs)
     state = tiny.start(policy, ROWS)
     tokens, rows = array(ROWS, dtype=jnp.int32), array(ROWS, dtype=jnp.bool)
-    given = tiny.model().network, policy, tiny.model().params, {}
+    arguments = tiny.model().network, policy, tiny.model().params, {}
     for run, fed, count in (
         (decode.step, tokens, rows),
         (decode.chunk, array(ROWS, 5, dtype=jnp.int32), tokens),
     ):
-        asked.clear()
-        jax.eval_shape(functools.partial(run, *given), state, fed, count)
-        assert asked
-        assert any(asked) == all(asked) == asks
+        requests.clear()
+        jax.eval_shape(functools.partial(run, *arguments), state, fed, count)
+        assert requests
+        assert any(requests) == all(requests) == asks
     assert any(name.startswith("eviction.mass") for name in policy.keeps) == asks
 
 
@@ -181,11 +181,11 @@ def test_one_shot_methods_share_one_decode_step():
 
         def run(cache: LayerCache, x: dict[str, Any], length: jax.Array, active: jax.Array) -> Any:
             site = layer.LayerInfo(policy, {}, 0, 2, None, length)
-            return layer.step(site, cache, Heads(**x), length, active)
+            return layer.step(site, Heads(**x), cache, length, active)
 
-        given = {name: x for name, x in vars(heads(1)).items() if name not in ("softcap", "rotate")}
+        arrays = {name: x for name, x in vars(heads(1)).items() if name not in ("softcap", "rotate")}
         rows = array(ROWS, dtype=jnp.int32), array(ROWS, dtype=jnp.bool)
-        return jax.jit(run).lower(cache, given, *rows).as_text()
+        return jax.jit(run).lower(cache, arrays, *rows).as_text()
 
     shared = program(KeepRecent())
     assert program(KNorm(), "every_step") != program(KeepRecent(), "every_step"), "kept values do not show"

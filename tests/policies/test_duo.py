@@ -35,14 +35,14 @@ def right(share: float, from_query: int = 0) -> np.ndarray:
 
     def see(layer: int, head: int) -> np.ndarray:
         whole = tiny.causal(len(TEXT))
-        streams = tiny.causal(len(TEXT), W) | (whole & (np.arange(len(TEXT)) < SINKS))
+        windowed = tiny.causal(len(TEXT), W) | (whole & (np.arange(len(TEXT)) < SINKS))
         early = (np.arange(len(TEXT)) < from_query)[:, None]
-        return whole if retrieves(share)[layer, head] else np.where(early, whole, streams)
+        return whole if retrieves(share)[layer, head] else np.where(early, whole, windowed)
 
     return tiny.oracle(TEXT, see)
 
 
-def found(policy: Policy, chunk: int) -> tuple[np.ndarray, kvjax.KVState]:
+def logits_and_state(policy: Policy, chunk: int) -> tuple[np.ndarray, kvjax.KVState]:
     """Logits after the prompt and after each further token, by the real prefill and step."""
     sizes = {"context": tiny.CONTEXT, "page": tiny.PAGE, "chunk_size": chunk}
     state, first = kvjax.prefill(tiny.model(), policy, [TEXT[:N]], **sizes, weights=tiny.weights(policy))
@@ -60,14 +60,14 @@ def check_held(state: kvjax.KVState, share: float) -> None:
 
 
 def test_the_pattern_is_a_dense_mask():
-    logits, state = found(duo(0.25), 20)
+    logits, state = logits_and_state(duo(0.25), 20)
     np.testing.assert_allclose(logits, right(0.25)[N - 1 :], atol=2e-4)
     check_held(state, 0.25)
     assert np.abs(right(0.25) - right(0.0)).max() > 0.5
 
 
 def test_a_pattern_may_spare_the_prompt():
-    logits, state = found(duo(0.25, prefill=False), 1)
+    logits, state = logits_and_state(duo(0.25, prefill=False), 1)
     np.testing.assert_allclose(logits, right(0.25, from_query=N)[N - 1 :], atol=2e-4)
     check_held(state, 0.25)
     assert np.abs(right(0.25, from_query=N) - right(0.25))[N - 1 :].max() > 0.1
@@ -75,7 +75,7 @@ def test_a_pattern_may_spare_the_prompt():
 
 def test_a_window_may_spare_the_prompt_too():
     policy = Policy(admission=Window(W, prefill=False), sinks=SINKS)
-    logits, state = found(policy, 1)
+    logits, state = logits_and_state(policy, 1)
     np.testing.assert_allclose(logits, right(0.0, from_query=N)[N - 1 :], atol=2e-4)
     check_held(state, 0.0)
 
@@ -99,9 +99,9 @@ def test_equal_numbers_go_to_the_lower_layer_then_head():
 @pytest.mark.parametrize(
     ("call", "says"),
     [
-        ({"share": -0.1}, "no share of the heads"),
-        ({"share": 1.1}, "no share of the heads"),
-        ({"share": "half"}, "no share of the heads"),
+        ({"share": -0.1}, "not a valid share of the heads"),
+        ({"share": 1.1}, "not a valid share of the heads"),
+        ({"share": "half"}, "not a valid share of the heads"),
         ({"window": 0}, "1 or more"),
         ({"prefill": 1}, "True or False"),
     ],
@@ -118,5 +118,5 @@ def test_windows_switch_is_a_switch():
 
 @pytest.mark.parametrize("pattern", [{"alpha": jnp.zeros(3)}, {"beta": jnp.zeros(2)}])
 def test_patterns_that_do_not_fit_are_refused(pattern):
-    with pytest.raises(PolicyError, match=r"layer 0 .* 2 KV heads needs \{'alpha': \(2,\)\}"):
+    with pytest.raises(PolicyError, match=r"layer 0 .* 2 KV heads of 8 channels needs \{'alpha': \(2,\)\}"):
         kvjax.prefill(tiny.model(), duo(0.5), [TEXT], weights={"admission": [pattern] * 2})

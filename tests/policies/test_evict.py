@@ -41,7 +41,7 @@ def test_the_lowest_go_at_once(storage, most):
     keys = random.standard_normal((ROWS, HEADS, tokens, 3))
     norms = np.round(random.random((ROWS, HEADS, tokens)) * 6)  # many ties
     which = np.zeros((ROWS, HEADS, tokens), np.int32)
-    which[0, 1, 20:] = -1  # a shorter stream beside a long one
+    which[0, 1, 20:] = -1  # a shorter list beside a long one
     which[2] = -1
     which[2, :, :3] = 0
     pages = append(pages, storage, ALL, entry(keys, meta={"eviction.norm": norms}), jnp.asarray(which))
@@ -65,15 +65,15 @@ def test_the_lowest_go_at_once(storage, most):
     assert most == 0 or held[0, 0].keys() != before[0, 0].keys(), "nobody went"
 
 
-def test_a_stream_of_protected_tokens_loses_none():
+def test_a_kv_head_of_protected_tokens_loses_none():
     policy = Policy(eviction=KNorm(), budget=Uniform(9, "every_step"), sinks=8)
     pages = room(1, HEADS, 3, entries=2, size=8, meta=policy.keeps)
     new = entry(random.standard_normal((1, HEADS, 8, 3)), meta={"eviction.norm": np.ones((1, HEADS, 8))})
     pages = append(pages, NATIVE, ALL, new, jnp.zeros((1, HEADS, 8), jnp.int32))
     site = layer.LayerInfo(policy, {}, 0, 1, None, jnp.asarray([8]))
     for over in (1, 5):
-        found = layer.victims(*layer.ranked(site, paging.slots(pages)), jnp.full((1, HEADS), over))
-        assert not np.asarray(found).any()
+        victims = layer.victims(*layer.ranked(site, paging.slots(pages)), jnp.full((1, HEADS), over))
+        assert not np.asarray(victims).any()
     ring = rings.empty(1, HEADS, 4, 3, jnp.dtype(jnp.float32), policy.keeps)
     cache = LayerCache(ring=ring, pages=pages, summary=None)
     after = layer.evict(site, cache, jnp.asarray([12]), jnp.asarray([True]))

@@ -42,9 +42,9 @@ def rotation(position: int) -> np.ndarray:
 def scores(row: int, ahead: int, sinks: int, floor: float = 0.0, turned: bool = True) -> np.ndarray:
     """[K, length]; infinite for the sinks."""
     length = rows.LENGTHS[row]
-    found = np.full((rows.K, length), np.inf)
+    result = np.full((rows.K, length), np.inf)
     if length <= sinks:
-        return found
+        return result
     r = np.mean([rotation(length + i) for i in range(ahead)], axis=0) if turned else np.eye(rows.H)
     for h in range(rows.K):
         keys = rows.KEYS[row, h, sinks:length]
@@ -55,19 +55,19 @@ def scores(row: int, ahead: int, sinks: int, floor: float = 0.0, turned: bool = 
             s = keys @ mean / np.sqrt(rows.H) + np.array([k @ spread @ k for k in keys]) / (2 * rows.H)
             shares.append(np.exp(s - s.max()) / np.exp(s - s.max()).sum())
         norm = np.sqrt((rows.VALUES[row, h, sinks:length] ** 2).sum(-1))
-        found[h, sinks:] = (np.mean(shares, axis=0) + floor) * norm
-    return found
+        result[h, sinks:] = (np.mean(shares, axis=0) + floor) * norm
+    return result
 
 
 @pytest.mark.parametrize(("ahead", "sinks", "floor", "turn"), [(64, 4, 0.0, TURN), (5, 0, 0.02, None)])
 def test_score_is_expected_share_times_value_norm(ahead, sinks, floor, turn):
     eviction = ExpectedAttention(ahead, sinks=sinks, floor=floor)
-    found = np.asarray(jax.jit(functools.partial(eviction.score_prompt, None))(prompts(turn=turn)))
+    actual = np.asarray(jax.jit(functools.partial(eviction.score_prompt, None))(prompts(turn=turn)))
     for row, length in enumerate(rows.LENGTHS):
         right = scores(row, ahead, sinks, floor, turned=turn is not None)
         first = min(sinks, length)
-        np.testing.assert_allclose(found[row, :, first:length], right[:, first:], rtol=3e-4, atol=1e-7)
-        assert (found[row, :, :first] > found[row, :, first:length].max(initial=0)).all()
+        np.testing.assert_allclose(actual[row, :, first:length], right[:, first:], rtol=3e-4, atol=1e-7)
+        assert (actual[row, :, :first] > actual[row, :, first:length].max(initial=0)).all()
 
 
 @pytest.mark.parametrize(("amount", "sinks"), [(2, 4), (11, 4), (0.5, 0)])

@@ -61,7 +61,7 @@ def votes(row: int, ballot: Votes | Voted, *, turned=True, cap=None, allowed=Non
     """[K, length] votes of one row; the decisions must not be rounding's."""
     n = rows.LENGTHS[row]
     turn = np.mean([rotation(n + i) for i in range(ballot.ahead)], axis=0) if turned else np.eye(rows.H)
-    found, _, margin = oracle.ballots(
+    counts, _, margin = oracle.ballots(
         rows.KEYS[row, :, :n],
         rows.Q[row, :, n - 1],
         HIDDEN[row, :n],
@@ -73,7 +73,7 @@ def votes(row: int, ballot: Votes | Voted, *, turned=True, cap=None, allowed=Non
         None if allowed is None else allowed[row, :, :n],
     )
     assert margin > 1e-5
-    return found
+    return counts
 
 
 @pytest.mark.parametrize(
@@ -99,13 +99,13 @@ def test_every_group_head_and_voter_counts_in_the_score():
     eviction = Votes(0.6, samples=4, ahead=7)
     seen = prompts()
     seen = dataclasses.replace(seen, admitted=jnp.broadcast_to(seen.pos[:, None] >= 0, rows.KEYS.shape[:3]))
-    found = np.asarray(jax.jit(functools.partial(eviction.score_prompt, None))(seen))
+    actual = np.asarray(jax.jit(functools.partial(eviction.score_prompt, None))(seen))
     for row, length in enumerate(rows.LENGTHS):
         right = votes(row, eviction)
-        np.testing.assert_array_equal(np.floor(found[row, :, :length]), right)
+        np.testing.assert_array_equal(np.floor(actual[row, :, :length]), right)
         assert right.max() <= eviction.samples * rows.G
         assert ((right > 1) & (right < eviction.samples * rows.G)).any() or length < 10
-        assert (found[row, :, length:] == 0).all(), "padding was voted for"
+        assert (actual[row, :, length:] == 0).all(), "padding was voted for"
 
 
 def test_as_an_eviction_the_most_votes_stay_then_the_most_attention():
@@ -215,11 +215,11 @@ def test_equal_prompts_of_one_request_seed_are_one_verdict_in_every_layer_its_ow
 def test_live_and_owned_bytes_of_each_request_follow_its_votes():
     texts = [tiny.prompt(n, seed) for seed, n in enumerate(LENGTHS)]
     state, _ = kvjax.prefill(tiny.model(), POLICY, texts, **SIZES)
-    live, own = metrics.by_row(state)
+    live, owned = metrics.by_row(state)
     total = metrics.nbytes(state).total
     assert live.sum() == pytest.approx(total["live"])
-    assert (live < own).all()
-    assert own.sum() <= total["allocated"]
+    assert (live < owned).all()
+    assert owned.sum() <= total["allocated"]
     slots = np.asarray(metrics.live_slots(state)).sum(axis=(0, 2))
     slot = 2 * 8 * 4
     assert (np.abs(live / slots - slot) < 8).all()  # beside K and V a position, or an admission bit
@@ -231,12 +231,12 @@ def test_prompts_of_another_text_share_their_programs():
     from kvjax.cache import pool
 
     pool._FAMILIAR.clear()
-    before = decode.segment._cache_size()
+    before = decode.decode_steps._cache_size()
     news = []
     for at in range(50):
         prompt = tiny.prompt(40 + at % 12, 100 + at)
         kvjax.generate(tiny.model(), POLICY, [prompt], max_new_tokens=2, page=tiny.PAGE)
-        news.append(decode.segment._cache_size() - before)
+        news.append(decode.decode_steps._cache_size() - before)
     assert news[-1] <= 4
     assert news[-1] == news[20], "a late prompt was a new program"
 
@@ -264,7 +264,7 @@ def test_one_token_and_a_prompt_that_is_kept_whole_are_told():
 
 
 def test_a_model_without_a_query_projection_is_refused():
-    with pytest.raises(PolicyError, match="shows no query projection"):
+    with pytest.raises(PolicyError, match="this model has no query projection"):
         judge(Policy(eviction=Votes(), budget=Uniform(4)), dataclasses.replace(prompts(), project=None))
 
 
@@ -310,7 +310,7 @@ def test_refusals_name_the_word(spec, words):
 
 
 def test_a_vote_that_counts_needs_somebody_who_ranks():
-    with pytest.raises(PolicyError, match="no part says which"):
+    with pytest.raises(PolicyError, match="no part decides which"):
         Policy(budget=Voted())
     with pytest.raises(PolicyError, match="one set of arguments"):
         Policy(eviction=Votes(0.9), budget=Voted(0.8))

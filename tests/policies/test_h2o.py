@@ -20,8 +20,8 @@ turns = jax.jit(_turns)
 def mass(row: int, *, average: bool = False, softcap: float = np.inf) -> np.ndarray:
     """[K, length]"""
     heads = [rows.attention(row, n, softcap).sum(axis=0) for n in range(rows.N)]
-    found = np.reshape(heads, (rows.K, rows.G, -1)).mean(axis=1)
-    return found / (rows.LENGTHS[row] - np.arange(rows.LENGTHS[row])) if average else found
+    total = np.reshape(heads, (rows.K, rows.G, -1)).mean(axis=1)
+    return total / (rows.LENGTHS[row] - np.arange(rows.LENGTHS[row])) if average else total
 
 
 def halves(score: np.ndarray, target: int) -> set[int]:
@@ -35,24 +35,24 @@ def halves(score: np.ndarray, target: int) -> set[int]:
 @pytest.mark.parametrize("average", [False, True])
 def test_mass_is_summed_over_all_queries_and_averaged_only_when_asked(average):
     eviction = H2O(0, average=average)
-    found = jax.jit(eviction.score_prompt)(None, with_mass(eviction, rows.prompts()))
+    actual = jax.jit(eviction.score_prompt)(None, with_mass(eviction, rows.prompts()))
     for row, length in enumerate(rows.LENGTHS):
-        np.testing.assert_allclose(found[row, :, :length], mass(row, average=average), rtol=2e-5)
+        np.testing.assert_allclose(actual[row, :, :length], mass(row, average=average), rtol=2e-5)
 
 
 def test_bounded_scores_are_bounded_here_too():
     seen = dataclasses.replace(rows.prompts(), softcap=1.5)
-    found = jax.jit(H2O(0).score_prompt)(None, with_mass(H2O(0), seen))
+    actual = jax.jit(H2O(0).score_prompt)(None, with_mass(H2O(0), seen))
     for row, length in enumerate(rows.LENGTHS):
-        np.testing.assert_allclose(found[row, :, :length], mass(row, softcap=1.5), rtol=2e-5)
+        np.testing.assert_allclose(actual[row, :, :length], mass(row, softcap=1.5), rtol=2e-5)
 
 
 def test_mass_of_equal_keys_by_hand():
     # Query i gives each of its i + 1 keys 1 / (i + 1): old tokens gather the most.
     ones = np.ones((1, 2, 4, 3))
     seen = observe((4,), 4, q=ones, k=ones[:, :1], v=ones[:, :1])
-    found = jax.jit(H2O(0).score_prompt)(None, with_mass(H2O(0), seen))[0, 0]
-    np.testing.assert_allclose(found, [1 + 1 / 2 + 1 / 3 + 1 / 4, 13 / 12, 7 / 12, 1 / 4], rtol=1e-6)
+    actual = jax.jit(H2O(0).score_prompt)(None, with_mass(H2O(0), seen))[0, 0]
+    np.testing.assert_allclose(actual, [1 + 1 / 2 + 1 / 3 + 1 / 4, 13 / 12, 7 / 12, 1 / 4], rtol=1e-6)
 
 
 @pytest.mark.parametrize(("amount", "sinks", "recent"), [(1, 0, 0), (12, 2, 6), (0.05, 2, 5)])

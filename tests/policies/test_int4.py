@@ -33,11 +33,11 @@ def nibbles(bytes_: np.ndarray) -> np.ndarray:
 
 
 def off(pages: Pages) -> list[float]:
-    """Relative error of K and of V over all streams."""
-    found = [contents(pages, 0, h, INT4)[1:] for h in range(2)]
+    """Relative error of K and of V over all KV heads."""
+    kv = [contents(pages, 0, h, INT4)[1:] for h in range(2)]
     exact = GAUSS[:, 0]
     return [
-        float(np.linalg.norm(np.stack([f[i] for f in found]) - exact[i]) / np.linalg.norm(exact[i]))
+        float(np.linalg.norm(np.stack([f[i] for f in kv]) - exact[i]) / np.linalg.norm(exact[i]))
         for i in range(2)
     ]
 
@@ -91,20 +91,20 @@ def test_a_page_that_grows_and_a_slot_that_moves_by_hand():
     assert nibbles(np.asarray(pages.v[page, :2])).tolist() == [[-4, 7, 0, -7], [-7, -3, 7, 7]]
     pages = remove(pages, INT4, ALL, jnp.asarray([[0]]))
     assert nibbles(np.asarray(pages.k[page, 0])).tolist() == [7, 3, -7, -7]
-    pos, found, _ = contents(pages, 0, 0, INT4)
+    pos, keys, _ = contents(pages, 0, 0, INT4)
     assert pos.tolist() == [1]
-    assert found.tolist() == [[14, 3, -3.5, -14]]
+    assert keys.tolist() == [[14, 3, -3.5, -14]]
 
 
 def test_codes_take_half_the_bytes_of_int8():
     def codes(spec: str) -> tuple[int, int]:
         """Allocated and live bytes of the pages, less those of positions, scales and page tables."""
         state = tiny.read(kvjax.policy(spec), [tiny.prompt(40)], 16, pages=48)[0]
-        found, pages = kvjax.nbytes(state), [room.pages for room in state.layers]
+        nbytes, pages = kvjax.nbytes(state), [room.pages for room in state.layers]
         slots, owned = 2 * 2 * (40 - 8), 2 * 2 * (40 - 8) // tiny.PAGE  # layers, heads, what the ring left
         rest = sum(x.nbytes for x in jax.tree.leaves([dataclasses.replace(p, k=None, v=None) for p in pages]))
-        live = found.live[..., 1].sum() - slots * 4 - owned * 2 * 8 * 4
-        return int(found.allocated[:, 1].sum()) - rest, int(live)
+        live = nbytes.live[..., 1].sum() - slots * 4 - owned * 2 * 8 * 4
+        return int(nbytes.allocated[:, 1].sum()) - rest, int(live)
 
     assert codes("int8(8)") == (2 * 48 * tiny.PAGE * 2 * 8, 2 * 2 * 32 * 2 * 8)
     assert codes("int4(8)") == (2 * 48 * tiny.PAGE * 8, 2 * 2 * 32 * 8)
@@ -116,32 +116,32 @@ def test_a_byte_budget_buys_more_slots_in_fewer_bits():
         state, _ = kvjax.prefill(tiny.model(), policy, [tiny.prompt(70)], context=72, page=tiny.PAGE)
         return int(kvjax.metrics.live_slots(state)[0, 0, 0])
 
-    # Two layers of two heads: 640 bytes a stream; keys and values of 8 channels in 16 or in 8 bytes.
+    # Two layers of two heads: 640 bytes per KV head; keys and values of 8 channels in 16 or in 8 bytes.
     assert (slots("int8(1)"), slots("int4(1)")) == (40, 70)
 
 
 def test_an_odd_head_dim_is_refused_before_anything_is_computed():
     whole = tiny.model()
     odd = tiny.Tiny(decoder.Decoder(dataclasses.replace(whole.network.spec, head_dim=7)), whole.params)
-    with pytest.raises(PolicyError, match=r"int4\(8\) holds two channels in a byte.*have 7.*Use int8"):
+    with pytest.raises(PolicyError, match=r"int4\(8\) stores two channels in a byte.*have 7.*Use int8"):
         kvjax.prefill(odd, kvjax.policy("int4(8)"), [tiny.prompt(20)], context=64)
     assert [Int4(8).width(80), kvjax.policy("int8").storage.width(7)] == [40, 7]
 
 
 def test_the_recent_tokens_are_a_whole_number():
     for recent in (0, -1, 2.0):
-        with pytest.raises(PolicyError, match="int4.*no number of tokens"):
+        with pytest.raises(PolicyError, match="int4.*not a valid number of tokens"):
             Int4(recent=recent)
 
 
 def test_a_read_after_int4_is_near_the_exact_one():
     """The same prompt and tokens through exact pages and codes: logits differ, and by little."""
     tokens = np.asarray([tiny.prompt(6, 9)])
-    found = {}
+    logits = {}
     for spec in ("full", "int8(8)", "int4(8)"):
         policy = kvjax.policy(spec)
         state, _ = tiny.read(policy, [tiny.prompt(40)], 16, pages=48)
-        found[spec] = tiny.feed(policy, state, tokens)[1]
-    gap = {spec: np.abs(x - found["full"]).max() for spec, x in found.items()}
+        logits[spec] = tiny.feed(policy, state, tokens)[1]
+    gap = {spec: np.abs(x - logits["full"]).max() for spec, x in logits.items()}
     assert 0 < gap["int8(8)"] < 0.15
     assert gap["int8(8)"] < gap["int4(8)"] < 2.5

@@ -40,11 +40,11 @@ def one_by_one() -> Pages:
 
 
 def errors(pages: Pages) -> list[float]:
-    """Relative error of K and of V over all streams."""
-    found = [contents(pages, 0, h, INT8)[1:] for h in range(2)]
+    """Relative error of K and of V over all KV heads."""
+    kv = [contents(pages, 0, h, INT8)[1:] for h in range(2)]
     assert [contents(pages, 0, h, INT8)[0].tolist() for h in range(2)] == [list(range(T))] * 2
     return [
-        float(np.linalg.norm(np.stack([f[i] for f in found]) - GAUSS[i, 0]) / np.linalg.norm(GAUSS[i, 0]))
+        float(np.linalg.norm(np.stack([f[i] for f in kv]) - GAUSS[i, 0]) / np.linalg.norm(GAUSS[i, 0]))
         for i in range(2)
     ]
 
@@ -79,11 +79,11 @@ def test_grown_scales_are_those_of_the_page_at_once():
     a, b = at_once(), one_by_one()
     for h in range(2):
         for entry_ in range(2):
-            mine, other = int(a.table[0, h, 0, entry_]), int(b.table[0, h, 0, entry_])
-            np.testing.assert_allclose(b.scales[other], a.scales[mine], rtol=1e-6)
+            page, other = int(a.table[0, h, 0, entry_]), int(b.table[0, h, 0, entry_])
+            np.testing.assert_allclose(b.scales[other], a.scales[page], rtol=1e-6)
 
 
-# --- small pages: two streams of up to three pages of four slots, four channels ------------------
+# --- small pages: two KV heads of up to three pages of four slots, four channels ------------------
 
 
 def small() -> Pages:
@@ -115,8 +115,8 @@ def test_codes_of_a_page_that_grows_by_hand():
         ([1, 1, 0.5, 2], [[127, -127, 0, 127], [10, 3, 127, 64]]),
         ([2, 1, 1, 2], [[64, -127, 0, 127], [5, 3, 64, 64], [127, -1, 127, -127]]),
     ]
-    _, found, _ = contents(pages, 0, 0, INT8)
-    assert found.tolist() == [[128, -127, 0, 254], [10, 3, 64, 128], [254, -1, 127, -254]]
+    _, keys, _ = contents(pages, 0, 0, INT8)
+    assert keys.tolist() == [[128, -127, 0, 254], [10, 3, 64, 128], [254, -1, 127, -254]]
 
 
 @pytest.mark.parametrize("at_a_time", [1, 3])
@@ -161,32 +161,32 @@ def test_scales_only_grow_while_owned_and_start_anew_when_taken_again():
         assert sorted(pos.tolist()) == sorted(truth)
         np.testing.assert_array_equal(v, -k)
         largest = np.maximum(largest, now[:, 0].max(axis=0))
-        for found, p in zip(k, pos.tolist()):
-            assert (np.abs(found - truth[p]) <= 2 * largest).all()  # each move or growth: half a step
+        for key, p in zip(k, pos.tolist()):
+            assert (np.abs(key - truth[p]) <= 2 * largest).all()  # each move or growth: half a step
     assert anew >= 2
     assert not pages.length[0, 1].any()
 
 
 @pytest.mark.parametrize("tokens", [1, 3])
 def test_growing_one_page_leaves_all_others_alone(tokens):
-    # One token a stream touches its page alone; several go over the whole pool.
+    # One token per KV head touches its page alone; several go over the whole pool.
     x = GAUSS[0, :, :, :9, :4]
     pages = small()
     for i in range(0, 9, 3):
         pages = put(pages, x[:, :, i : i + 3], x[:, :, i : i + 3], first=i)
-    mine = owned(pages, 1)[2]
+    grown = owned(pages, 1)[2]
     stored = np.broadcast_to(np.array([[[False], [True]]]), (1, 2, tokens))
     big = np.full((1, 2, tokens, 4), 99.0)
     after = put(pages, big, big, first=9, stored=stored)
-    others = [p for p in range(pages.count) if p != mine]
+    others = [p for p in range(pages.count) if p != grown]
     for name in ("k", "v", "scales"):
         was, now = np.asarray(getattr(pages, name)), np.asarray(getattr(after, name))
         np.testing.assert_array_equal(was[others], now[others])
-    np.testing.assert_allclose(after.scales[mine], np.full((2, 4), 99 / 127), rtol=1e-6)
+    np.testing.assert_allclose(after.scales[grown], np.full((2, 4), 99 / 127), rtol=1e-6)
 
 
 def test_the_recent_tokens_are_a_whole_number():
     for recent in (0, -1, 2.0):
-        with pytest.raises(PolicyError, match="no number of tokens"):
+        with pytest.raises(PolicyError, match="not a valid number of tokens"):
             Int8(recent=recent)
     assert Int8().dtype(jnp.dtype(jnp.bfloat16)) == jnp.int8

@@ -25,9 +25,9 @@ RIGHT = [scores(row) for row in range(len(rows.LENGTHS))]
 
 
 def test_score_is_minus_the_cosine_to_the_anchor_of_real_keys():
-    found = jax.jit(KeyDiff().score_prompt)(None, rows.prompts())
+    actual = jax.jit(KeyDiff().score_prompt)(None, rows.prompts())
     for row, length in enumerate(rows.LENGTHS):
-        np.testing.assert_allclose(found[row, :, :length], RIGHT[row], atol=1e-6)
+        np.testing.assert_allclose(actual[row, :, :length], RIGHT[row], atol=1e-6)
 
 
 @pytest.mark.parametrize(("amount", "sinks", "recent"), [(1, 0, 0), (0.5, 2, 3), (0.1, 3, 4)])
@@ -48,5 +48,5 @@ def test_length_of_a_key_does_not_matter_and_equals_keep_the_lowest_positions():
 def test_a_key_of_zeros_is_neither_alike_nor_unlike():
     keys = np.zeros((1, 1, 3, 2))
     keys[0, 0, :2] = [[2, 0], [4, 0]]
-    found = jax.jit(KeyDiff().score_prompt)(None, observe((3,), 3, k=keys))
-    np.testing.assert_allclose(found[0, 0], [-1, -1, 0])
+    actual = jax.jit(KeyDiff().score_prompt)(None, observe((3,), 3, k=keys))
+    np.testing.assert_allclose(actual[0, 0], [-1, -1, 0])

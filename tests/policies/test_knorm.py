@@ -70,8 +70,8 @@ def test_a_share_that_rounds_to_nothing_leaves_a_row_its_new_tokens():
         at = np.arange(len(text))
         return tiny.causal(len(text)) & ((at[:, None] < 4) | (at >= 4))
 
-    found = np.concatenate([first, rest[0]])
-    np.testing.assert_allclose(found, tiny.oracle(text, see)[3:], atol=2e-4)
+    logits = np.concatenate([first, rest[0]])
+    np.testing.assert_allclose(logits, tiny.oracle(text, see)[3:], atol=2e-4)
     for pages in (cache.pages for cache in state.layers):
         assert [sorted(slots) for slots in tiny.held(pages).values()] == [list(range(4, 9))] * HEADS
 
@@ -102,9 +102,9 @@ def test_while_decoding_the_largest_unprotected_norm_goes_the_newest_of_equals()
     pages = room(2, HEADS, 1, entries=2, meta=("eviction.norm",))
     pages = append(pages, NATIVE, ALL, new, jnp.zeros((2, HEADS, 11), jnp.int32))
     site = layer.LayerInfo(policy, {}, 0, 1, None, jnp.asarray([11, 11]))
-    found = layer.victims(*layer.ranked(site, paging.slots(pages)), jnp.ones((2, HEADS), jnp.int32))
-    assert (found.sum(axis=-1) == 1).all()
-    victim = np.asarray(found).argmax(axis=-1)
+    victims = layer.victims(*layer.ranked(site, paging.slots(pages)), jnp.ones((2, HEADS), jnp.int32))
+    assert (victims.sum(axis=-1) == 1).all()
+    victim = np.asarray(victims).argmax(axis=-1)
     for b in range(2):
         for h in range(HEADS):
             pos, k, _ = contents(pages, b, h)

@@ -35,22 +35,22 @@ def numpy_scores(
 ) -> np.ndarray:
     """One head at a time, one token at a time: [K, T] for [K, T, H]."""
     p = {name: np.asarray(x, np.float64) for name, x in params.items()}
-    found = np.zeros(k.shape[:2])
-    for head, t in np.ndindex(found.shape):
+    result = np.zeros(k.shape[:2])
+    for head, t in np.ndindex(result.shape):
         at = float(pos[t])
-        given = {
+        inputs = {
             "w_key": k[head, t],
             "w_key_pre": k_pre[head, t],
             "w_value": v[head, t],
             "w_log": np.asarray([math.log2(1 + at) / 16]),
             "w_linear": np.asarray([at / 4096]),
         }
-        x = p["b1"][head] + sum(given[name] @ p[name][head] for name in p if name in given)
+        x = p["b1"][head] + sum(inputs[name] @ p[name][head] for name in p if name in inputs)
         for name in ("w2", "w3"):
             if name in p:
                 x = erf_gelu(x) @ p[name][head] + p[name.replace("w", "b")][head]
-        found[head, t] = erf_gelu(x) @ p["w_out"][head]
-    return found
+        result[head, t] = erf_gelu(x) @ p["w_out"][head]
+    return result
 
 
 def agents(inputs=USUAL, layers=3, seed=0) -> dict:
@@ -68,10 +68,10 @@ def test_scores_are_numpys(inputs, layers):
     params, pos = agents(inputs, layers), positions(LENGTHS, T)
     assert depth(params) == layers
     k, k_pre, v = (jnp.asarray(x, jnp.float32) for x in SEEN)
-    found = scores(params, k, k_pre, v, jnp.asarray(pos))
+    actual = scores(params, k, k_pre, v, jnp.asarray(pos))
     for row, length in enumerate(LENGTHS):
         right = numpy_scores(params, *SEEN[:, row], np.maximum(pos[row], 0))
-        np.testing.assert_allclose(found[row, :, :length], right[:, :length], rtol=2e-5, atol=2e-5)
+        np.testing.assert_allclose(actual[row, :, :length], right[:, :length], rtol=2e-5, atol=2e-5)
     assert (
         scores(params, *(x.astype(jnp.bfloat16) for x in (k, k_pre, v)), jnp.asarray(pos)).dtype
         == jnp.float32
@@ -80,8 +80,8 @@ def test_scores_are_numpys(inputs, layers):
 
 def test_agents_need_no_more_than_they_read():
     params = agents(("w_value",), 2)
-    found = scores(params, None, None, jnp.asarray(SEEN[2], jnp.float32), jnp.zeros((3, T), int))
-    assert found.shape == (3, K, T)
+    actual = scores(params, None, None, jnp.asarray(SEEN[2], jnp.float32), jnp.zeros((3, T), int))
+    assert actual.shape == (3, K, T)
 
 
 def verdict(policy: Policy, params: dict, seen) -> np.ndarray:
@@ -97,8 +97,8 @@ def test_after_a_prompt_the_best_scores_stay_beside_the_first_and_the_newest(sin
     params, real = agents(), positions(LENGTHS, T)[:, None, :, None] >= 0
     policy = Policy(eviction=LearnedRanker(sinks, recent), budget=Uniform(amount))
     for padding in (9.0, np.nan):
-        given = dict(zip(("k", "k_pre", "v"), np.where(real, SEEN, padding)))
-        bits = verdict(policy, params, observe(LENGTHS, T, **given))
+        values = dict(zip(("k", "k_pre", "v"), np.where(real, SEEN, padding)))
+        bits = verdict(policy, params, observe(LENGTHS, T, **values))
         for row, length in enumerate(LENGTHS):
             right = numpy_scores(params, *SEEN[:, row], np.arange(T))
             target = amount if isinstance(amount, int) else int(np.floor(amount * length + 0.5))
@@ -115,14 +115,14 @@ def test_heads_compete_by_log_probabilities_so_that_shifted_agents_change_nothin
     seen = observe(LENGTHS, T, **dict(zip(("k", "k_pre", "v"), SEEN)))
     policy = Policy(eviction=LearnedRanker(2, 4), budget=Ada(18, floor=0.1))
     part = policy.eviction
-    found = np.asarray(part.score_prompt(params, seen))
+    actual = np.asarray(part.score_prompt(params, seen))
     for row, length in enumerate(LENGTHS):
         ranked = slice(2, length - 4)
         right = numpy_scores(params, *SEEN[:, row], np.arange(T))
         for head in range(K):
-            mine = right[head, ranked]
-            want = mine - np.log(np.exp(mine).sum())
-            np.testing.assert_allclose(found[row, head, ranked], want, atol=1e-4)
+            of_head = right[head, ranked]
+            want = of_head - np.log(np.exp(of_head).sum())
+            np.testing.assert_allclose(actual[row, head, ranked], want, atol=1e-4)
     bits = verdict(policy, params, seen)
     shared = bits.sum(axis=-1)
     assert (shared[0] != shared[0, 0]).any(), "no head was given more than another"
@@ -151,17 +151,17 @@ def ranking() -> np.ndarray:
     ring = state.layers[0].ring
     k, v = (np.asarray(x[0], np.float64)[:, : len(TEXT)] for x in (ring.k, ring.v))
     params = tiny.weights(EVERY)["eviction"][0]
-    found = numpy_scores(params, k, k, v, np.arange(len(TEXT)))
-    for mine in found:
-        assert np.diff(np.sort(mine)).min() > 1e-5, "two scores so near that rounding would decide"
-    return found
+    result = numpy_scores(params, k, k, v, np.arange(len(TEXT)))
+    for of_head in result:
+        assert np.diff(np.sort(of_head)).min() > 1e-5, "two scores so near that rounding would decide"
+    return result
 
 
 def stay(length: int) -> list[list[int]]:
     """Positions in pages after so many tokens: sinks, then the best of what is older than the newest 6."""
     return [
-        sorted([0, 1, *(2 + np.argsort(-mine[2 : length - 6], kind="stable")[: 20 - 6 - 2])])
-        for mine in ranking()
+        sorted([0, 1, *(2 + np.argsort(-of_head[2 : length - 6], kind="stable")[: 20 - 6 - 2])])
+        for of_head in ranking()
     ]
 
 
@@ -213,7 +213,10 @@ def changed(**leaves) -> dict:
 @pytest.mark.parametrize(
     ("weights", "says"),
     [
-        (changed(w_key=jnp.zeros((2, 4, 8))), r"layer 0 .*'w_key': \(2, 4, 8\).*2 KV heads of 8 needs"),
+        (
+            changed(w_key=jnp.zeros((2, 4, 8))),
+            r"layer 0 .*'w_key': \(2, 4, 8\).*2 KV heads of 8 channels needs",
+        ),
         (changed(w_out=jnp.zeros((3, 8))), r"'w_out': \(3, 8\)"),
         (changed(w3=jnp.zeros((2, 8, 8))), "'b3'"),
         (changed(w_future=jnp.zeros((2, 8, 8))), "'w_future'"),

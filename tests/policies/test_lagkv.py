@@ -22,7 +22,7 @@ def share(x: np.ndarray, after: np.ndarray) -> np.ndarray:
 
 
 def order(row: int, head: int, lag: int, sinks: int) -> list[int]:
-    """Positions of a stream, the last to go first: sinks, tail from its newest on, then rank by rank."""
+    """Positions of a KV head, the last to go first: sinks, tail from its newest on, then rank by rank."""
     length = rows.LENGTHS[row]
     parts = max(length - sinks, 0) // lag
     ranked: list[tuple[int, int]] = []
@@ -75,10 +75,10 @@ def test_a_channel_without_range_counts_as_zero():
     random = np.random.default_rng(1)
     k = random.standard_normal((1, 1, 8, 3))
     k[0, 0, 4:, 1] = 5
-    found = jax.jit(LagKV(4, sinks=0).score_prompt)(None, observe((8,), 8, k=k, v=k))[0, 0, :4]
+    actual = jax.jit(LagKV(4, sinks=0).score_prompt)(None, observe((8,), 8, k=k, v=k))[0, 0, :4]
     low, high = k[0, 0, 4:].min(axis=0), k[0, 0, 4:].max(axis=0)
     scaled = (k[0, 0, :4] - low) / np.where(high > low, high - low, np.inf)
-    np.testing.assert_array_equal(np.argsort(-found), np.argsort(-np.std(scaled, axis=1, ddof=1)))
+    np.testing.assert_array_equal(np.argsort(-actual), np.argsort(-np.std(scaled, axis=1, ddof=1)))
 
 
 def test_equal_tokens_of_a_partition_keep_the_lowest_positions():

@@ -60,17 +60,17 @@ def probability(q: np.ndarray, k: np.ndarray, bits: int, tables: int) -> np.ndar
 def test_codes_are_signs_of_products_with_the_directions():
     from kvjax.policies.magicpig import _directions
 
-    found = np.asarray(PIG.codes(jnp.asarray(QUERIES)))
+    actual = np.asarray(PIG.codes(jnp.asarray(QUERIES)))
     planes = _directions(5, H, 9, 3).astype(np.float64)
     sign = np.einsum("...h,hlb->...lb", QUERIES.astype(np.float64), planes) > 0
-    np.testing.assert_array_equal(found, (sign * [1, 2, 4]).sum(-1))
-    assert found.dtype == np.uint16
+    np.testing.assert_array_equal(actual, (sign * [1, 2, 4]).sum(-1))
+    assert actual.dtype == np.uint16
 
 
 def test_who_is_sampled_and_with_what_bias():
     pages = filled(PIG)
-    found = select(PIG, pages)
-    bias = np.asarray(found.bias).reshape(ROWS, N, -1)
+    picked = select(PIG, pages)
+    bias = np.asarray(picked.bias).reshape(ROWS, N, -1)
     codes_q = np.asarray(PIG.codes(jnp.asarray(QUERIES)))
     for b in range(ROWS):
         for n in range(N):
@@ -79,7 +79,7 @@ def test_who_is_sampled_and_with_what_bias():
             right = np.where(hits >= 2, -np.log(probability(QUERIES[b, n], keys, 3, 9)), -np.inf)
             np.testing.assert_allclose(bias[b, n, : len(keys)], right, rtol=2e-4, atol=2e-4)
             assert (bias[b, n, len(keys) :] == -np.inf).all()
-        shared = np.asarray(found.slots)[b].reshape(K, -1)
+        shared = np.asarray(picked.slots)[b].reshape(K, -1)
         np.testing.assert_array_equal(shared, (bias[b].reshape(K, G, -1) > -np.inf).any(1))
 
 
@@ -87,10 +87,10 @@ def test_who_is_sampled_and_with_what_bias():
 def test_log_probabilities_are_right_wherever_anything_is_sampled(bits, tables):
     cosine = np.linspace(-0.999, 0.999, 101)
     right = probability(np.array([1.0, 0]), np.stack([cosine, np.sqrt(1 - cosine**2)], 1), bits, tables)
-    found = np.asarray(MagicPIG(bits, tables).log_probability(jnp.asarray(cosine, jnp.float32)))
+    actual = np.asarray(MagicPIG(bits, tables).log_probability(jnp.asarray(cosine, jnp.float32)))
     some = right > 1e-9
-    np.testing.assert_allclose(found[some], np.log(right[some]), rtol=1e-3, atol=2e-3)
-    assert np.isfinite(found).all()
+    np.testing.assert_allclose(actual[some], np.log(right[some]), rtol=1e-3, atol=2e-3)
+    assert np.isfinite(actual).all()
 
 
 def test_the_mean_over_seeds_is_full_attention():
@@ -100,12 +100,12 @@ def test_the_mean_over_seeds_is_full_attention():
         part = MagicPIG(3, 9, seed=seed)
         pages = filled(part)
         bias = np.asarray(select(part, pages).bias, np.float64).reshape(ROWS, N, -1)
-        mine = []
+        of_seed = []
         for b, n in ((0, 0), (0, 1), (0, 2), (1, 1)):
             _, keys, values = contents(pages, b, n // G)
             weight = np.exp(keys @ QUERIES[b, n] / np.sqrt(H) + bias[b, n, : len(keys)])
-            mine.append([weight.sum(), *(weight @ values)])
-        sums.append(mine)
+            of_seed.append([weight.sum(), *(weight @ values)])
+        sums.append(of_seed)
     drawn = np.asarray(sums)
     error = drawn.std(axis=0) / np.sqrt(len(drawn))
     for i, (b, n) in enumerate(((0, 0), (0, 1), (0, 2), (1, 1))):
@@ -123,8 +123,8 @@ def test_a_read_is_the_estimator():
 
     @functools.partial(jax.jit, static_argnums=2)
     def read(cache, q, mass):
-        found = layer.read_pages(site, cache, q, decoding=True, with_mass=mass)
-        return found.partials, found.mass
+        result = layer.read_pages(site, cache, q, decoding=True, with_mass=mass)
+        return result.partials, result.mass
 
     ((out, lse),), _ = read(cache, QUERIES[:, :, None], False)
     (again,), (mass,) = read(cache, QUERIES[:, :, None], True)
@@ -150,21 +150,21 @@ def test_a_biased_read_is_its_definition(monkeypatch, at_once):
     bias = np.where(
         random.random((ROWS, N, ENTRIES, SIZE)) < 0.3, -np.inf, 5 * random.random((ENTRIES, SIZE))
     )
-    given = q, pages.k, pages.v, pages.table[:, :, 0], pages.length[:, :, 0]
+    arguments = q, pages.k, pages.v, pages.table[:, :, 0], pages.length[:, :, 0]
     more = {"bias": jnp.asarray(bias, jnp.float32), "softcap": 3.0, "mass": True}
-    found, right = (ragged_decode(*given, **more, impl=impl) for impl in ("xla", "ref"))
-    for mine, theirs in zip(found, right):
-        np.testing.assert_allclose(mine, theirs, atol=1e-5)
+    actual, right = (ragged_decode(*arguments, **more, impl=impl) for impl in ("xla", "ref"))
+    for left, expected in zip(actual, right):
+        np.testing.assert_allclose(left, expected, atol=1e-5)
     keys = contents(pages, 0, 0)[1]
     s = 3 * np.tanh(keys @ q[0, 0, 0] / np.sqrt(H) / 3) + bias[0, 0].reshape(-1)[: len(keys)]
-    np.testing.assert_allclose(found[1][0, 0, 0], np.logaddexp.reduce(s), rtol=1e-5)
+    np.testing.assert_allclose(actual[1][0, 0, 0], np.logaddexp.reduce(s), rtol=1e-5)
     with pytest.raises(ValueError, match="whole lists"):
-        ragged_decode(*given, bias=more["bias"][:, :, :1])
+        ragged_decode(*arguments, bias=more["bias"][:, :, :1])
 
 
 @pytest.mark.parametrize("call", [{"bits": 0}, {"bits": 17}, {"tables": 1}, {"seed": -1}, {"tail": -1}])
 def test_numbers_out_of_range_are_refused(call):
-    with pytest.raises(PolicyError, match=r"is no (number of|seed)"):
+    with pytest.raises(PolicyError, match=r"is not a valid (number of|seed)"):
         MagicPIG(**call)
 
 

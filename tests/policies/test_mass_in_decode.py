@@ -42,7 +42,7 @@ def simulate(eviction: Eviction, recent: int) -> tuple[list, np.ndarray, np.ndar
     mass = np.zeros((2, K, T + STEPS))
     out = np.zeros((2, STEPS, N, H))
 
-    def look(b: int, i: int, kept: list[list[int]]) -> None:
+    def count_attention(b: int, i: int, kept: list[list[int]]) -> None:
         rows = np.zeros((N, T + STEPS))
         for n in range(N):
             rows[n, kept[n // (N // K)]] = attend(b, n, i, kept[n // (N // K)])
@@ -61,16 +61,16 @@ def simulate(eviction: Eviction, recent: int) -> tuple[list, np.ndarray, np.ndar
 
     for b, n in enumerate(PROMPTS):
         for i in range(n):
-            look(b, i, [list(range(i + 1))] * K)
-    found = []
+            count_attention(b, i, [list(range(i + 1))] * K)
+    sets = []
     now = [[cut(b, h, list(range(n)), n) for h in range(K)] for b, n in enumerate(PROMPTS)]
     for step in range(STEPS):
         for b, n in enumerate(PROMPTS):
             i = int(n) + step
             now[b] = [cut(b, h, [*now[b][h], i], i + 1) for h in range(K)]
-            look(b, i, now[b])
-        found.append([[list(x) for x in row] for row in now])
-    return found, out, mass
+            count_attention(b, i, now[b])
+        sets.append([[list(x) for x in row] for row in now])
+    return sets, out, mass
 
 
 def in_chunk(eviction: Eviction, recent: int, count: np.ndarray) -> list[list[dict[int, float]]]:
@@ -79,7 +79,7 @@ def in_chunk(eviction: Eviction, recent: int, count: np.ndarray) -> list[list[di
     for b, n in enumerate(PROMPTS):
         mass = np.zeros((K, T + STEPS))
 
-        def look(i: int, kept: list[list[int]], mass: np.ndarray = mass, b: int = b) -> None:
+        def count_attention(i: int, kept: list[list[int]], mass: np.ndarray = mass, b: int = b) -> None:
             rows = np.zeros((N, T + STEPS))
             for h in range(N):
                 rows[h, kept[h // (N // K)]] = attend(b, h, i, kept[h // (N // K)])
@@ -95,24 +95,24 @@ def in_chunk(eviction: Eviction, recent: int, count: np.ndarray) -> list[list[di
             return kept
 
         for i in range(n):
-            look(i, [list(range(i + 1))] * K)
+            count_attention(i, [list(range(i + 1))] * K)
         kept = [cut(h, list(range(n)), n) for h in range(K)]
         for i in range(n, n + count[b]):
-            look(i, [[*x, *range(n, i + 1)] for x in kept])
+            count_attention(i, [[*x, *range(n, i + 1)] for x in kept])
         kept = [cut(h, [*x, *range(n, n + count[b])], n + count[b]) for h, x in enumerate(kept)]
         last.append([{p: mass[h, p] for p in x} for h, x in enumerate(kept)])
     return last
 
 
 def received(cache: LayerCache, b: int, h: int, seen: int, w: int) -> dict[int, float]:
-    """Position -> mass of everything a stream holds, in either room."""
-    found = {}
+    """Position -> mass of everything a KV head holds, in either room."""
+    masses = {}
     for i in range(int(cache.pages.length[b, h, 0])):
         where = int(cache.pages.table[b, h, 0, i // 4]), i % 4
-        found[int(cache.pages.pos[where])] = float(cache.pages.meta["eviction.mass"][where])
+        masses[int(cache.pages.pos[where])] = float(cache.pages.meta["eviction.mass"][where])
     for p in range(seen - w, seen):
-        found[p] = float(cache.ring.meta["eviction.mass"][b, h, p % w])
-    return found
+        masses[p] = float(cache.ring.meta["eviction.mass"][b, h, p % w])
+    return masses
 
 
 @pytest.mark.parametrize(("eviction", "recent"), [(H2O(recent=3), 3), (H2O(recent=0), 1), (Tova(), 1)])
@@ -133,7 +133,7 @@ def test_steps_are_the_papers_loop(eviction, recent):
     @jax.jit
     def step(cache, x, length, active):
         info = layer.LayerInfo(policy, {}, 0, 1, None, total)
-        read, cache = layer.step(info, cache, Heads(**x), length, active)
+        _, (cache, read) = layer.step(info, Heads(**x), cache, length, active)
         return read.out, cache
 
     at = np.where(np.arange(T) < PROMPTS[:, None], np.arange(T), EMPTY)
@@ -150,10 +150,10 @@ def test_steps_are_the_papers_loop(eviction, recent):
         np.testing.assert_allclose(mixed[:, 0], out[:, i], atol=1e-5)
         for b in range(2):
             for h in range(K):
-                found = received(cache, b, h, PROMPTS[b] + i + 1, w)
-                assert found.keys() == set(sets[i][b][h])
+                masses = received(cache, b, h, PROMPTS[b] + i + 1, w)
+                assert masses.keys() == set(sets[i][b][h])
                 if i == STEPS - 1:
-                    for p, x in found.items():
+                    for p, x in masses.items():
                         assert abs(x - mass[b, h, p]) < 1e-5
 
 
@@ -169,14 +169,14 @@ def test_tokens_that_come_together_give_what_they_give_one_by_one(eviction, rece
         site = layer.LayerInfo(policy, {}, 0, 1, None, total)
         _, new = layer.prompt(site, Heads(**x), pos)
         cache = layer.store(site, cache, new, total)
-        return layer.chunk(site, cache, Heads(**more), total, jnp.asarray(count))[1]
+        return layer.chunk(site, Heads(**more), cache, total, jnp.asarray(count))[1]
 
     at = np.where(np.arange(T) < PROMPTS[:, None], np.arange(T), EMPTY)
     cache = run(cache, vars(heads(at)), jnp.asarray(at), vars(heads(PROMPTS[:, None] + np.arange(9))))
     right = in_chunk(eviction, recent, count)
     for b in range(2):
         for h in range(K):
-            found = received(cache, b, h, PROMPTS[b] + count[b], recent)
-            assert found.keys() == right[b][h].keys()
+            masses = received(cache, b, h, PROMPTS[b] + count[b], recent)
+            assert masses.keys() == right[b][h].keys()
             for p, x in right[b][h].items():
-                assert abs(found[p] - x) < 1e-5
+                assert abs(masses[p] - x) < 1e-5

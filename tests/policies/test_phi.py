@@ -42,8 +42,8 @@ def features(params: dict, side: str, head: int, x: np.ndarray) -> np.ndarray:
 
 def estimate(params: dict, q: np.ndarray, k: np.ndarray, v: np.ndarray, n: int) -> tuple[np.ndarray, float]:
     """(out, lse) of query head n over these tokens, each with the score log φ_q · φ_k."""
-    own = "line_q" in params
-    log_q = features(params, "q" if own else "k", n if own else n // G, q[None])[0]
+    asymmetric = "line_q" in params
+    log_q = features(params, "q" if asymmetric else "k", n if asymmetric else n // G, q[None])[0]
     score = np.logaddexp.reduce(log_q + features(params, "k", n // G, k), axis=-1)
     lse = np.logaddexp.reduce(score)
     return np.exp(score - lse) @ v, lse
@@ -157,18 +157,18 @@ def test_a_silent_head_reads_what_it_would_without_φ_and_the_others_what_they_d
     exact = np.zeros((3, N, 1, H)), np.zeros((3, N, 1))
     right = np.zeros((3, N, 1, H))
     for b, n in np.ndindex(3, N):
-        mine = [x[b, n // G][live[b, n // G]].astype(np.float64) for x in (k, v)]
-        s = mine[0] @ q[b, n, 0] * H**-0.5
+        kv = [x[b, n // G][live[b, n // G]].astype(np.float64) for x in (k, v)]
+        s = kv[0] @ q[b, n, 0] * H**-0.5
         exact[1][b, n, 0] = np.logaddexp.reduce(s)
-        exact[0][b, n, 0] = right[b, n, 0] = np.exp(s - exact[1][b, n, 0]) @ mine[1]
+        exact[0][b, n, 0] = right[b, n, 0] = np.exp(s - exact[1][b, n, 0]) @ kv[1]
         if not silent[n]:
             rest = [x[b, n // G][~live[b, n // G]] for x in (k, v)]
             more, mass = estimate(params, q[b, n, 0], *rest, n)
             w = np.exp([exact[1][b, n, 0], mass] - np.logaddexp(exact[1][b, n, 0], mass))
             right[b, n, 0] = w[0] * right[b, n, 0] + w[1] * more
-    given = tuple(jnp.asarray(x, jnp.float32) for x in exact)
-    mixed, _ = merge([given, (out, lse)])
-    np.testing.assert_array_equal(np.asarray(mixed)[:, silent], np.asarray(given[0])[:, silent])
+    partial = tuple(jnp.asarray(x, jnp.float32) for x in exact)
+    mixed, _ = merge([partial, (out, lse)])
+    np.testing.assert_array_equal(np.asarray(mixed)[:, silent], np.asarray(partial[0])[:, silent])
     np.testing.assert_allclose(mixed[:, silent], right[:, silent], atol=1e-6)
     if wide == 1.0:  # estimates of scores of 1e4 differ by more than 1 in float32
         np.testing.assert_allclose(mixed, right, atol=2e-4)
@@ -199,11 +199,11 @@ def test_a_read_of_the_whole_middle_is_full_attention():
 def test_where_all_heads_are_silent_logits_are_those_of_the_policy_without_φ(monkeypatch):
     quiet = [layer | {"last_q": jnp.full((N, F), -jnp.inf)} for layer in MAPS]
     monkeypatch.setattr(tiny, "weights", lambda policy: {"completion": quiet} if policy.learned else {})
-    found = []
+    logits = []
     for spec in ("topk(4, sinks=2, tail=6)", "topk(4, sinks=2, tail=6) + phi(5)"):
         policy = kvjax.policy(spec)
-        found.append(steps(policy, tiny.read(policy, prompts(), 16)[0]))
-    np.testing.assert_allclose(*found, atol=1e-5)  # two programs
+        logits.append(steps(policy, tiny.read(policy, prompts(), 16)[0]))
+    np.testing.assert_allclose(*logits, atol=1e-5)  # two programs
 
 
 @functools.cache
@@ -213,24 +213,24 @@ def after(spec: str, chunk: int):
     return jax.device_get([layer.summary for layer in state.layers])
 
 
-def apart(spec: str) -> float:
+def chunk_difference(spec: str) -> float:
     """Largest relative difference of the weights that φ holds after chunks of 5 and after the whole."""
-    found = 0.0
+    largest = 0.0
     for one, other in zip(after(spec, 5), after(spec, 44)):
         np.testing.assert_array_equal(one.count, other.count)
         a, b = (np.exp(x.sums.shift - one.sums.shift) * x.sums.weight for x in (one, other))
-        found = max(found, float(np.abs(a / b - 1).max()))
-    return found
+        largest = max(largest, float(np.abs(a / b - 1).max()))
+    return largest
 
 
 def test_with_a_selection_chunks_and_the_whole_take_in_the_same():
-    assert apart("topk(4, sinks=2, tail=6) + phi(5)") < 1e-4
+    assert chunk_difference("topk(4, sinks=2, tail=6) + phi(5)") < 1e-4
 
 
 def test_without_one_what_φ_holds_depends_on_the_chunk_as_its_estimates_do():
     """In later layers alone: their inputs went through estimates, of fewer tokens with larger chunks."""
     spec = "window(8) + sinks(2) + phi(5)"
-    assert apart(spec) > 1e-3
+    assert chunk_difference(spec) > 1e-3
     first = [after(spec, chunk)[0].sums.weight for chunk in (5, 44)]
     np.testing.assert_allclose(*first, rtol=1e-4)
 
@@ -266,7 +266,7 @@ def test_without_a_selection_whatever_is_gone_was_taken_in(spec):
 
 
 def test_a_number_of_features_that_is_none_is_refused():
-    with pytest.raises(PolicyError, match=r"features=0 is no number of features"):
+    with pytest.raises(PolicyError, match=r"features=0 is not a valid number of features"):
         Phi(0)
 
 
@@ -274,9 +274,9 @@ def test_maps_of_another_size_are_refused():
     with pytest.raises(PolicyError, match=r"have 5 features\. Write phi\(5\)"):
         Phi(64).check_weights(MAPS, NETWORK)
     wrong = [layer | {"line_q": layer["line_q"][:3]} for layer in MAPS]
-    with pytest.raises(PolicyError, match="Use maps trained for this model"):
+    with pytest.raises(PolicyError, match="Use weights trained for this model"):
         PART.check_weights(wrong, NETWORK)
-    with pytest.raises(PolicyError, match="Use maps trained for this model"):
+    with pytest.raises(PolicyError, match="Use weights trained for this model"):
         PART.check_weights(
             [{name: x for name, x in layer.items() if name != "inner_k"} for layer in MAPS], NETWORK
         )
@@ -296,15 +296,15 @@ def test_maps_of_another_model_are_refused(tmp_path):
 def test_a_length_far_from_the_training_is_told_once_and_served():
     policy = kvjax.policy("topk(4, sinks=2, tail=6) + phi(5)")
     sizes = {"context": tiny.CONTEXT, "page": tiny.PAGE, "chunk_size": 16, "weights": None}
-    for trained, told in ((100, 1), (44, 0), (0, 0)):
+    for trained, count in ((100, 1), (44, 0), (0, 0)):
         maps = [layer | {"length": jnp.asarray([float(trained)])} for layer in MAPS]
-        with warnings.catch_warnings(record=True) as found:
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("default")
             for _ in range(2):
                 kvjax.prefill(tiny.model(), policy, prompts(), **sizes | {"weights": {"completion": maps}})
-        assert len(found) == told
+        assert len(caught) == count
         assert all(
-            "trained for prompts of 100 tokens and read prompts of 27 to 44" in str(x.message) for x in found
+            "trained for prompts of 100 tokens and read prompts of 27 to 44" in str(x.message) for x in caught
         )
 
 
@@ -323,6 +323,6 @@ def test_what_cannot_work_together_is_refused(spec, words):
 
 def test_symmetric_maps_serve_both_sides():
     x = random.standard_normal((1, N, 3, H)).astype(np.float32)
-    found = np.asarray(log_features(ALIKE[0], "q", jnp.asarray(x)))
+    actual = np.asarray(log_features(ALIKE[0], "q", jnp.asarray(x)))
     for n in range(N):
-        np.testing.assert_allclose(found[0, n], features(ALIKE[0], "k", n // G, x[0, n]), atol=1e-4)
+        np.testing.assert_allclose(actual[0, n], features(ALIKE[0], "k", n // G, x[0, n]), atol=1e-4)

@@ -20,7 +20,7 @@ from kvjax.policies.snapkv import SnapKV
 HALF = Fraction(1, 2)
 
 
-def found(budget: Pyramid, seen: list[int], layers: int, protected: int = 0) -> np.ndarray:
+def targets_of(budget: Pyramid, seen: list[int], layers: int, protected: int = 0) -> np.ndarray:
     """[layers, B]"""
     at = [dataclasses.replace(frame(l, layers), protected=protected) for l in range(layers)]
     rows = [budget.targets(where, jnp.asarray(seen), None) for where in at]
@@ -38,10 +38,10 @@ def line(mean: Fraction, slope: Fraction, seen: int, layers: int) -> list[Fracti
 
 
 def test_the_papers_shape_by_hand():
-    assert found(Pyramid(256, slope=4.0), [1024], 4)[:, 0].tolist() == [448, 320, 192, 64]
-    assert found(Pyramid(0.5), [64], 5)[:, 0].tolist() == [48, 40, 32, 24, 16]
-    assert found(Pyramid(100, slope=1.0), [400], 3)[:, 0].tolist() == [100, 100, 100]
-    assert found(Pyramid(100), [400], 1)[:, 0].tolist() == [100]
+    assert targets_of(Pyramid(256, slope=4.0), [1024], 4)[:, 0].tolist() == [448, 320, 192, 64]
+    assert targets_of(Pyramid(0.5), [64], 5)[:, 0].tolist() == [48, 40, 32, 24, 16]
+    assert targets_of(Pyramid(100, slope=1.0), [400], 3)[:, 0].tolist() == [100, 100, 100]
+    assert targets_of(Pyramid(100), [400], 1)[:, 0].tolist() == [100]
 
 
 @pytest.mark.parametrize("layers", [1, 2, 5, 28])
@@ -49,7 +49,7 @@ def test_the_papers_shape_by_hand():
 @pytest.mark.parametrize("amount", [32, 64, 0.25, 0.5, 1.0])
 def test_targets_are_the_rounded_line(amount, slope, layers):
     seen = [5, 31, 33, 40, 100, 1000, 4097]
-    targets = found(Pyramid(amount, slope=slope), seen, layers)
+    targets = targets_of(Pyramid(amount, slope=slope), seen, layers)
     assert targets.dtype == np.int32
     for b, n in enumerate(seen):
         mean = Fraction(amount) if isinstance(amount, int) else Fraction(amount) * n
@@ -83,7 +83,7 @@ def test_targets_are_the_authors_budgets(layers, beta, window):
     seen, fell = [65, 100, 512, 1000, 4096, 10001], 0
     for kept_share in (Fraction(1, 10), Fraction(1, 4), Fraction(1, 2), Fraction(3, 4)):
         budget = Pyramid(float(kept_share), slope=beta)
-        targets = found(budget, seen, layers, window)
+        targets = targets_of(budget, seen, layers, window)
         for row, t in enumerate(seen):
             right = authors(kept_share * t, t, layers, beta, window)
             fell += len(set(right)) > 1
@@ -95,8 +95,8 @@ def test_targets_are_the_authors_budgets(layers, beta, window):
 
 def test_the_case_on_record():
     """512 tokens, 4 layers, a window of 64, slope 20, half kept; a quarter falls back to the mean."""
-    assert found(Pyramid(0.5, slope=20.0), [512], 4, 64)[:, 0].tolist() == [448, 320, 192, 64]
-    assert found(Pyramid(0.25, slope=20.0), [512], 4, 64)[:, 0].tolist() == [128] * 4
+    assert targets_of(Pyramid(0.5, slope=20.0), [512], 4, 64)[:, 0].tolist() == [448, 320, 192, 64]
+    assert targets_of(Pyramid(0.25, slope=20.0), [512], 4, 64)[:, 0].tolist() == [128] * 4
 
 
 @pytest.mark.parametrize(
@@ -113,32 +113,32 @@ def test_the_authors_slope_is_served_beside_a_window(slope, layer, most):
 def test_a_mean_below_what_is_protected_is_still_refused():
     assert repr(kvjax.policy("snapkv(20) + pyramid(39, slope=20)")) == "snapkv(20) + pyramid(39, slope=20)"
     with pytest.raises(
-        PolicyError, match=r"pyramid\(39, slope=20\) leaves a stream 39 slots, fewer than the 40"
+        PolicyError, match=r"pyramid\(39, slope=20\) leaves a KV head 39 slots, fewer than the 40"
     ):
         kvjax.policy("snapkv(40) + pyramid(39, slope=20)")
 
 
 def test_halves_go_to_the_even():
     # Mean 2.5 in every layer; 10 and 5 around 7.5.
-    assert found(Pyramid(0.5, slope=1.0), [5], 2)[:, 0].tolist() == [2, 2]
-    assert found(Pyramid(0.25, slope=1.5), [30], 3)[:, 0].tolist() == [10, 8, 5]
+    assert targets_of(Pyramid(0.5, slope=1.0), [5], 2)[:, 0].tolist() == [2, 2]
+    assert targets_of(Pyramid(0.25, slope=1.5), [30], 3)[:, 0].tolist() == [10, 8, 5]
 
 
 def test_short_prompts_flatten_the_line_around_its_mean():
-    targets = found(Pyramid(40, slope=4.0), [200, 60, 44, 40, 12], 3)
+    targets = targets_of(Pyramid(40, slope=4.0), [200, 60, 44, 40, 12], 3)
     assert targets.T.tolist() == [[70, 40, 10], [60, 40, 20], [44, 40, 36], [40, 40, 40], [40, 40, 40]]
 
 
 def test_a_traced_layer_gives_the_same():
     budget = Pyramid(0.3, slope=3.0)
     traced = jax.jit(lambda l: budget.targets(frame(l, 6), jnp.asarray([77]), None))
-    assert [int(traced(l)[0, 0]) for l in range(6)] == found(budget, [77], 6)[:, 0].tolist()
+    assert [int(traced(l)[0, 0]) for l in range(6)] == targets_of(budget, [77], 6)[:, 0].tolist()
 
 
 def test_least_and_most_bound_the_targets():
     for amount, slope in ((32, 2.0), (33, 3.0), (7, 20.0)):
         budget = Pyramid(amount, slope=slope)
-        targets = found(budget, [1000], 9)[:, 0]
+        targets = targets_of(budget, [1000], 9)[:, 0]
         assert (budget.least, budget.most) == (targets.min(), targets.max())
     assert Pyramid(0.5).least is None
     assert Pyramid(0.5).most is None

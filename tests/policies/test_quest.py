@@ -37,11 +37,11 @@ def filled(codec=NATIVE) -> Pages:
 
 
 PAGES = jax.device_get(filled())
-STREAMS = [(b, h) for b in range(ROWS) for h in range(K)]
+ROW_HEADS = [(b, h) for b in range(ROWS) for h in range(K)]
 
 
 def chunks(pages: Pages, b: int, h: int, codec=NATIVE) -> list[np.ndarray]:
-    """Keys of the stream's chunks, in list order, in float64."""
+    """Keys of the KV head's chunks, in list order, in float64."""
     keys = contents(pages, b, h, codec)[1].astype(np.float64)
     return [keys[i : i + CHUNK] for i in range(0, len(keys), CHUNK)]
 
@@ -49,11 +49,11 @@ def chunks(pages: Pages, b: int, h: int, codec=NATIVE) -> list[np.ndarray]:
 def bounds(q: np.ndarray, pages: Pages, b: int, h: int) -> np.ndarray:
     """For each chunk the largest over the group of sum_h max(q_h lo_h, q_h hi_h)."""
     group = q[b, h * G : (h + 1) * G].astype(np.float64)
-    found = [
+    result = [
         max(np.maximum(g * x.min(axis=0), g * x.max(axis=0)).sum() for g in group)
         for x in chunks(pages, b, h)
     ]
-    return np.array(found)
+    return np.array(result)
 
 
 @jax.jit
@@ -67,11 +67,11 @@ def select(quest: Quest, q: jax.Array, pages: Pages) -> Picked:
 
 
 def picked(quest: Quest, q: np.ndarray, pages: Pages) -> list[set[int]]:
-    """Chunk indices per stream, after checking that they are well formed."""
-    found = select(quest, q, pages)
-    assert found.unit == CHUNK
-    index, sets = np.asarray(found.entries), []
-    for b, h in STREAMS:
+    """Chunk indices per KV head, after checking that they are well formed."""
+    picks = select(quest, q, pages)
+    assert picks.unit == CHUNK
+    index, sets = np.asarray(picks.entries), []
+    for b, h in ROW_HEADS:
         real = [int(c) for c in index[b, h] if c != EMPTY]
         assert len(set(real)) == len(real)
         assert all(c * CHUNK < pages.length[b, h, 0] for c in real)
@@ -81,12 +81,14 @@ def picked(quest: Quest, q: np.ndarray, pages: Pages) -> list[set[int]]:
 
 def test_bounds_are_numpys_and_no_key_exceeds_them():
     for q in QUERIES:
-        found = np.asarray(found_bounds(q, PAGES))
-        for b, h in STREAMS:
+        actual = np.asarray(found_bounds(q, PAGES))
+        for b, h in ROW_HEADS:
             live = chunks(PAGES, b, h)
-            np.testing.assert_allclose(found[b, h, : len(live)], bounds(q, PAGES, b, h), rtol=1e-5, atol=1e-5)
-            assert (found[b, h, len(live) :] == -np.inf).all()
-            for bound, keys in zip(found[b, h], live):
+            np.testing.assert_allclose(
+                actual[b, h, : len(live)], bounds(q, PAGES, b, h), rtol=1e-5, atol=1e-5
+            )
+            assert (actual[b, h, len(live) :] == -np.inf).all()
+            for bound, keys in zip(actual[b, h], live):
                 assert bound >= (q[b, h * G : (h + 1) * G] @ keys.T).max() - 1e-5
 
 
@@ -94,9 +96,9 @@ def test_bounds_are_numpys_and_no_key_exceeds_them():
 def test_the_chunks_with_the_best_bounds_are_picked(most):
     quest = Quest(chunks=most, chunk=CHUNK, recent=2)
     for q in QUERIES[:3]:
-        for (b, h), mine in zip(STREAMS, picked(quest, q, PAGES)):
+        for (b, h), chunks in zip(ROW_HEADS, picked(quest, q, PAGES)):
             order = np.argsort(-bounds(q, PAGES, b, h), kind="stable")
-            assert mine == set(order[:most].tolist())
+            assert chunks == set(order[:most].tolist())
 
 
 def test_all_chunks_while_there_are_no_more_than_asked():
@@ -113,7 +115,7 @@ def test_a_read_visits_the_picked_chunks_alone(index, decoding):
     cache = LayerCache(ring=ring, pages=PAGES, summary=None)
     read = jax.jit(lambda cache, q: layer.read_pages(site, cache, q, decoding=decoding).partials)
     ((out, lse),) = read(cache, q[:, :, None])
-    for b, h in STREAMS:
+    for b, h in ROW_HEADS:
         _, keys, values = contents(PAGES, b, h)
         best = np.argsort(-bounds(q, PAGES, b, h), kind="stable")[: QUEST.chunks]
         chosen = np.isin(np.arange(len(keys)) // CHUNK, best) | (index == 0) | (not decoding)
@@ -131,13 +133,13 @@ def check_ranges(pages: Pages, codec) -> None:
     """Each page's range is the lowest and highest of its live keys as stored; zeros for empty chunks."""
     owned_once(pages)
     pages = jax.device_get(pages)
-    found = np.asarray(pages.summary["range"])
-    for b, h in STREAMS:
+    ranges = np.asarray(pages.summary["range"])
+    for b, h in ROW_HEADS:
         live = chunks(pages, b, h, codec)
         for c in range(-(-len(live) // PER) * PER):
             page = int(pages.table[b, h, 0, c // PER])
             right = [live[c].min(0), live[c].max(0)] if c < len(live) else np.zeros((2, H))
-            np.testing.assert_array_equal(found[page, c % PER], np.float32(np.concatenate(right)))
+            np.testing.assert_array_equal(ranges[page, c % PER], np.float32(np.concatenate(right)))
 
 
 @pytest.mark.parametrize("codec", [NATIVE, Int8(recent=2)])
@@ -174,7 +176,9 @@ def test_the_first_layers_are_read_whole():
 
 @pytest.mark.parametrize("call", [{"chunks": 0}, {"chunk": 0}, {"dense": -1}, {"recent": 0}, {"chunks": 1.5}])
 def test_numbers_out_of_range_are_refused(call):
-    with pytest.raises(PolicyError, match=r"is no number of (chunks|tokens|layers)\. Give a whole number"):
+    with pytest.raises(
+        PolicyError, match=r"is not a valid number of (chunks|tokens|layers)\. Give a whole number"
+    ):
         Quest(**call)
 
 

@@ -31,16 +31,16 @@ WHOLE = draws(np.arange(1500)[None])
 
 def test_a_draw_depends_on_position_alone_not_on_row_chunk_or_length():
     shuffled = np.random.default_rng(0).permutation(1500).reshape(3, 500)
-    found = draws(shuffled, total=7)
+    actual = draws(shuffled, total=7)
     for b in range(3):
-        np.testing.assert_array_equal(found[b], WHOLE[0][:, shuffled[b]])
+        np.testing.assert_array_equal(actual[b], WHOLE[0][:, shuffled[b]])
 
 
 def test_seed_layer_and_head_each_change_the_draws():
     pos = np.arange(1500)[None]
-    streams = [WHOLE[0, 0], WHOLE[0, 1], draws(pos, seed=1)[0, 0], draws(pos, index=1)[0, 0]]
-    streams += [draws(pos, seed=1, index=1)[0, 0], draws(pos, seed=2**32 - 1)[0, 0]]
-    near = np.corrcoef(streams) - np.eye(len(streams))
+    sequences = [WHOLE[0, 0], WHOLE[0, 1], draws(pos, seed=1)[0, 0], draws(pos, index=1)[0, 0]]
+    sequences += [draws(pos, seed=1, index=1)[0, 0], draws(pos, seed=2**32 - 1)[0, 0]]
+    near = np.corrcoef(sequences) - np.eye(len(sequences))
     assert np.abs(near).max() < 0.1  # 1500 draws: independent ones stay below 4 / sqrt(1500)
 
 
@@ -77,5 +77,5 @@ def test_survivors_are_the_largest_draws_of_each_row():
 
 @pytest.mark.parametrize("seed", [-1, 2**32, 0.5])
 def test_a_seed_that_is_none_is_refused(seed):
-    with pytest.raises(PolicyError, match="is no seed"):
+    with pytest.raises(PolicyError, match="is not a valid seed"):
         Random(seed)

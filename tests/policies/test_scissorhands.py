@@ -18,23 +18,23 @@ from kvjax.policies.scissorhands import Scissorhands
 def counts(row: int, window: int, softcap: float = np.inf) -> np.ndarray:
     """[K, length]; no attention is so near the mean that rounding could matter."""
     length = rows.LENGTHS[row]
-    found = np.zeros((rows.K, length))
+    result = np.zeros((rows.K, length))
     for n in range(rows.N):
         weights = rows.attention(row, n, softcap)
         for i in range(max(length - window, 0), length):
             seen = weights[i, : i + 1]
             if i:
                 assert np.abs(seen * (i + 1) - 1).min() > 1e-4
-            found[n // rows.G, : i + 1] += seen >= (1 - 1e-9) / (i + 1)
-    return found
+            result[n // rows.G, : i + 1] += seen >= (1 - 1e-9) / (i + 1)
+    return result
 
 
 @pytest.mark.parametrize(("window", "softcap"), [(1, None), (17, None), (400, None), (400, 1.5)])
 def test_counts_over_the_history_window(window, softcap):
     seen = dataclasses.replace(rows.prompts(), softcap=softcap)
-    found = jax.jit(Scissorhands(window).score_prompt)(None, seen)
+    actual = jax.jit(Scissorhands(window).score_prompt)(None, seen)
     for row, length in enumerate(rows.LENGTHS):
-        np.testing.assert_array_equal(found[row, :, :length], counts(row, window, softcap or np.inf))
+        np.testing.assert_array_equal(actual[row, :, :length], counts(row, window, softcap or np.inf))
 
 
 @pytest.mark.parametrize(
@@ -52,8 +52,8 @@ def test_attention_of_exactly_the_mean_counts():
     # Equal keys, 33 queries: whatever 1 / n is in float32, it is no less than the mean.
     ones = np.ones((1, 2, 33, 3))
     seen = observe((33,), 33, q=0.7 * ones, k=ones[:, :1], v=ones[:, :1])
-    found = np.asarray(jax.jit(Scissorhands(8).score_prompt)(None, seen))[0, 0]
-    assert found.tolist() == [16.0] * 26 + [14.0, 12.0, 10.0, 8.0, 6.0, 4.0, 2.0]
+    actual = np.asarray(jax.jit(Scissorhands(8).score_prompt)(None, seen))[0, 0]
+    assert actual.tolist() == [16.0] * 26 + [14.0, 12.0, 10.0, 8.0, 6.0, 4.0, 2.0]
     bits = judge(Policy(eviction=Scissorhands(8, 2), budget=Uniform(5)), seen)
     assert kept(bits[0, 0]) == [0, 1, 2, 31, 32]
 

@@ -68,21 +68,21 @@ def scores(row: int, window: int, kernel: int, cap: float = np.inf) -> np.ndarra
 @pytest.mark.parametrize(("window", "kernel", "cap"), [(WINDOW, 5, None), (1, 3, None), (11, 7, 1.5)])
 def test_votes_smoothing_and_group_mean(window, kernel, cap):
     seen = dataclasses.replace(SEEN, softcap=cap)
-    found = np.asarray(jax.jit(SnapKV(window, kernel=kernel).score_prompt)(None, seen))
+    actual = np.asarray(jax.jit(SnapKV(window, kernel=kernel).score_prompt)(None, seen))
     for row, length in enumerate(LENGTHS):
         right = scores(row, window, kernel, cap or np.inf)
         # Beyond the old tokens a score is never compared (the window is protected).
         old = max(length - window, 0)
-        np.testing.assert_allclose(found[row, :, :old], right[:, :old], rtol=2e-5, atol=1e-7)
+        np.testing.assert_allclose(actual[row, :, :old], right[:, :old], rtol=2e-5, atol=1e-7)
 
 
 def test_smoothing_divides_by_the_kernel_at_both_ends():
     # Equal keys: query i gives each of its i + 1 keys 1 / (i + 1).
     same = observe((12,), 12, q=np.ones((1, 1, 12, 2)), k=np.ones((1, 1, 12, 2)), v=np.ones((1, 1, 12, 2)))
-    found = np.asarray(SnapKV(2, kernel=5).score_prompt(None, same))[0, 0]
+    actual = np.asarray(SnapKV(2, kernel=5).score_prompt(None, same))[0, 0]
     each = (1 / 11 + 1 / 12) / 2
     neighbours = np.array([3, 4, 5, 5, 5, 5, 5, 5, 4, 3])
-    np.testing.assert_allclose(found[:10], each * neighbours / 5, rtol=1e-6)
+    np.testing.assert_allclose(actual[:10], each * neighbours / 5, rtol=1e-6)
 
 
 def gap(score: np.ndarray, target: int) -> float:

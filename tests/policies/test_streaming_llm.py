@@ -41,13 +41,13 @@ def empty() -> LayerCache:
 
 
 def held(cache: LayerCache, b: int, h: int, length: int) -> dict[int, np.ndarray]:
-    """Position -> key of everything the stream still has, in either room."""
+    """Position -> key of everything that the KV head still has, in either room."""
     pos, k, v = contents(cache.pages, b, h)
-    found = {int(p): np.concatenate([x, y]) for p, x, y in zip(pos, k, v)}
+    keys = {int(p): np.concatenate([x, y]) for p, x, y in zip(pos, k, v)}
     for p in range(max(length - W, 0), length):  # the ring: position p lies in slot p mod W
-        assert p not in found
-        found[p] = np.concatenate([cache.ring.k[b, h, p % W], cache.ring.v[b, h, p % W]])
-    return found
+        assert p not in keys
+        keys[p] = np.concatenate([cache.ring.k[b, h, p % W], cache.ring.v[b, h, p % W]])
+    return keys
 
 
 def check(cache: LayerCache, lengths: np.ndarray) -> None:
@@ -56,9 +56,9 @@ def check(cache: LayerCache, lengths: np.ndarray) -> None:
     for b, length in enumerate(lengths):
         right = {p for p in range(length) if p < SINKS or p >= length - W}
         for h in range(K):
-            found = held(cache, b, h, int(length))
-            assert set(found) == right
-            for p, x in found.items():
+            keys = held(cache, b, h, int(length))
+            assert set(keys) == right
+            for p, x in keys.items():
                 np.testing.assert_array_equal(x, np.float32([*KEYS[b, p, h], *VALUES[b, p, h]]))
 
 
@@ -75,12 +75,12 @@ def reads(b: int, i: int) -> np.ndarray:
 
 @jax.jit
 def chunk(cache: LayerCache, qkv: tuple, before: jax.Array, count: jax.Array) -> tuple:
-    return layer.chunk(SITE, cache, as_heads(*qkv), before, count)
+    return layer.chunk(SITE, as_heads(*qkv), cache, before, count)
 
 
 @jax.jit
 def step(cache: LayerCache, qkv: tuple, before: jax.Array, active: jax.Array) -> tuple:
-    read, cache = layer.step(SITE, cache, as_heads(*qkv), before, active)
+    _, (cache, read) = layer.step(SITE, as_heads(*qkv), cache, before, active)
     return read.out, cache
 
 
@@ -117,5 +117,5 @@ def test_nobody_but_the_sinks_is_admitted():
 def test_without_sinks_no_pages_are_needed():
     assert not Policy(admission=Window(W)).paged(100)
     assert POLICY.paged(100)
-    with pytest.raises(PolicyError, match="is no window"):
+    with pytest.raises(PolicyError, match="is not a valid window"):
         Window(0)

@@ -1,4 +1,4 @@
-"""A token at the door takes the slot of the one that goes for it: as if it had entered first."""
+"""A token at the window exit takes the slot of the one that it evicts, as if it had been stored first."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def steps(policy: Policy, drawn, active, sure, taking: bool) -> tuple[LayerCache
     return jax.lax.scan(one, (empty(policy), TOTAL), (drawn, active, sure))
 
 
-def walk(policy: Policy, taking: bool, seed: int = 0):
+def run_steps(policy: Policy, taking: bool, seed: int = 0):
     draw = np.random.default_rng(seed)
     shape = (STEPS, B, K, 1)
     norms = np.round(draw.random(shape) * 4).astype(np.float32)  # many ties
@@ -79,18 +79,18 @@ def walk(policy: Policy, taking: bool, seed: int = 0):
     "policy", [UNIFORM, SURE, OFTEN, CODES, GATED], ids=["uniform", "sure", "often", "codes", "gated"]
 )
 def test_it_is_as_if_it_had_entered_first(policy):
-    (mine, dropped), (slowly, all_dropped) = (walk(policy, taking) for taking in (True, False))
-    tiny.owned_once(mine.pages)
-    fast, slow = tiny.held(mine.pages), tiny.held(slowly.pages)
+    (taken, dropped), (entered, all_dropped) = (run_steps(policy, taking) for taking in (True, False))
+    tiny.owned_once(taken.pages)
+    fast, slow = tiny.held(taken.pages), tiny.held(entered.pages)
     for b, h in np.ndindex(B, K):
         assert fast[b, h].keys() == slow[b, h].keys()
         for pos, (k, v, meta) in slow[b, h].items():
             np.testing.assert_allclose(fast[b, h][pos][0], k, atol=0.1 if policy is CODES else 0)
             np.testing.assert_allclose(fast[b, h][pos][1], v, atol=0.1 if policy is CODES else 0)
             np.testing.assert_array_equal(fast[b, h][pos][2], meta)
-    np.testing.assert_array_equal(mine.pages.length, slowly.pages.length)
-    assert int(mine.pages.n_free) == int(slowly.pages.n_free)
-    assert not bool(mine.pages.overflow)
+    np.testing.assert_array_equal(taken.pages.length, entered.pages.length)
+    assert int(taken.pages.n_free) == int(entered.pages.n_free)
+    assert not bool(taken.pages.overflow)
     if policy is OFTEN:  # two go at a time
         np.testing.assert_array_equal(dropped, all_dropped)
     else:

@@ -30,7 +30,7 @@ KEYS, VALUES = random.standard_normal((2, ROWS, K, T, H))
 QUERIES = random.standard_normal((3, ROWS, N, H)).astype(np.float32)
 # Streams of 27, 14, 5 and 0 tokens.
 WHICH = np.where(np.arange(T) < np.array([[27, 14], [5, 0]])[..., None], 0, EMPTY)
-STREAMS = [(b, h) for b in range(ROWS) for h in range(K)]
+ROW_HEADS = [(b, h) for b in range(ROWS) for h in range(K)]
 TOTAL = jnp.asarray([100, 41])
 CODECS = {"native": NATIVE, "int8": Int8(recent=2), "int4": Int4(recent=2)}
 
@@ -57,26 +57,26 @@ def select(part, q, pages):
 def test_the_tokens_with_the_highest_scores_are_picked(name, k):
     pages, part = filled(name), TopK(k)
     for q in QUERIES:
-        found = select(part, q, pages)
-        assert found.unit == 1
-        for b, h in STREAMS:
-            mine = [int(i) for i in np.asarray(found.entries)[b, h] if i != EMPTY]
+        picked = select(part, q, pages)
+        assert picked.unit == 1
+        for b, h in ROW_HEADS:
+            tokens = [int(i) for i in np.asarray(picked.entries)[b, h] if i != EMPTY]
             score = scores(q, contents(pages, b, h, CODECS[name])[1], h, b)
             count = k if isinstance(k, int) else math.ceil(k * int(TOTAL[b]))
-            assert mine == np.argsort(-score, kind="stable")[:count].tolist()
+            assert tokens == np.argsort(-score, kind="stable")[:count].tolist()
 
 
 @pytest.mark.parametrize("k", [1, 8, 11, 60])
 def test_the_chunks_with_the_highest_scores_are_picked(k):
     pages, part = filled("native"), TopKPages(k, chunk=CHUNK)
     for q in QUERIES:
-        found = select(part, q, pages)
-        assert found.unit == CHUNK
-        for b, h in STREAMS:
-            mine = [int(i) for i in np.asarray(found.entries)[b, h] if i != EMPTY]
+        picked = select(part, q, pages)
+        assert picked.unit == CHUNK
+        for b, h in ROW_HEADS:
+            chunks = [int(i) for i in np.asarray(picked.entries)[b, h] if i != EMPTY]
             score = scores(q, contents(pages, b, h)[1], h, b)
             best = np.array([score[i : i + CHUNK].max() for i in range(0, len(score), CHUNK)])
-            assert mine == np.argsort(-best, kind="stable")[: max(k // CHUNK, 1)].tolist()
+            assert chunks == np.argsort(-best, kind="stable")[: max(k // CHUNK, 1)].tolist()
 
 
 @pytest.mark.parametrize("name", CODECS)
@@ -89,13 +89,13 @@ def test_a_read_visits_the_picked_alone(part, name):
 
     @functools.partial(jax.jit, static_argnums=2)
     def read(cache, q, mass):
-        found = layer.read_pages(site, cache, q, decoding=True, with_mass=mass)
-        return found.partials, found.mass
+        result = layer.read_pages(site, cache, q, decoding=True, with_mass=mass)
+        return result.partials, result.mass
 
     ((out, lse),), _ = read(cache, q[:, :, None], False)
     (again,), (mass,) = read(cache, q[:, :, None], True)
     np.testing.assert_allclose(again[0], out, atol=1e-6)
-    for b, h in STREAMS:
+    for b, h in ROW_HEADS:
         _, keys, values = contents(pages, b, h, codec)
         score = scores(q, keys, h, b)
         if isinstance(part, TopK):
@@ -135,8 +135,8 @@ def test_a_share_is_a_ceiling_without_rounding(share, tokens, count):
 
 def test_the_middle_lies_between_the_anchors():
     part = TopK(3, sinks=2, tail=4)
-    found = part.selectable(jnp.arange(16)[None], jnp.asarray([12]))[0]
-    assert np.flatnonzero(found).tolist() == list(range(2, 8))
+    positions = part.selectable(jnp.arange(16)[None], jnp.asarray([12]))[0]
+    assert np.flatnonzero(positions).tolist() == list(range(2, 8))
     assert (TopK().recent, TopK(tail=0).recent) == (16, 1)
     plain, anchored = kvjax.policy("quest").selection, kvjax.policy("quest(sinks=4, tail=16)").selection
     assert (plain.splits, anchored.splits) == (False, True)
@@ -145,13 +145,13 @@ def test_the_middle_lies_between_the_anchors():
 
 @pytest.mark.parametrize("k", [0, -1, 1.5, 0.0, True, "8", float("nan")])
 def test_numbers_that_say_no_amount_are_refused(k):
-    with pytest.raises(PolicyError, match=r"k=.* is no number of tokens or share"):
+    with pytest.raises(PolicyError, match=r"k=.* is not a valid number of tokens or share"):
         TopK(k)
 
 
 @pytest.mark.parametrize("call", [{"sinks": -1}, {"tail": -1}, {"dense": -1}])
 def test_numbers_out_of_range_are_refused(call):
-    with pytest.raises(PolicyError, match=r"is no number of (tokens|layers)"):
+    with pytest.raises(PolicyError, match=r"is not a valid number of (tokens|layers)"):
         TopK(**call)
 
 

@@ -25,18 +25,18 @@ RIGHT = [scores(row) for row in range(len(rows.LENGTHS))]
 
 
 def test_score_is_the_last_real_querys_attention():
-    found = jax.jit(Tova().score_prompt)(None, with_mass(Tova(), rows.prompts()))
-    assert found.shape == (len(rows.LENGTHS), 1, rows.T)
+    actual = jax.jit(Tova().score_prompt)(None, with_mass(Tova(), rows.prompts()))
+    assert actual.shape == (len(rows.LENGTHS), 1, rows.T)
     for row, length in enumerate(rows.LENGTHS):
-        np.testing.assert_allclose(found[row, 0, :length], RIGHT[row][0], rtol=2e-5)
-        np.testing.assert_allclose(found[row, 0, :length].sum(), 1, rtol=1e-5)
+        np.testing.assert_allclose(actual[row, 0, :length], RIGHT[row][0], rtol=2e-5)
+        np.testing.assert_allclose(actual[row, 0, :length].sum(), 1, rtol=1e-5)
 
 
 def test_bounded_scores_are_bounded_here_too():
     seen = dataclasses.replace(rows.prompts(), softcap=1.5)
-    found = jax.jit(Tova().score_prompt)(None, with_mass(Tova(), seen))
+    actual = jax.jit(Tova().score_prompt)(None, with_mass(Tova(), seen))
     for row, length in enumerate(rows.LENGTHS):
-        np.testing.assert_allclose(found[row, 0, :length], scores(row, 1.5)[0], rtol=2e-5)
+        np.testing.assert_allclose(actual[row, 0, :length], scores(row, 1.5)[0], rtol=2e-5)
 
 
 @pytest.mark.parametrize(("amount", "sinks", "recent"), [(1, 0, 0), (9, 0, 1), (0.5, 2, 3)])

@@ -31,12 +31,12 @@ def numpy_logits(params: dict, k_pre: np.ndarray, k: np.ndarray) -> np.ndarray:
     if "norm" in p:
         k_pre, k = (x / np.sqrt((x * x).mean(-1, keepdims=True) + 1e-6) for x in (k_pre, k))
     x = np.concatenate([k_pre, k], axis=-1) * p.get("norm", 1.0)
-    found = np.zeros(k.shape[:2])
+    result = np.zeros(k.shape[:2])
     for head in range(k.shape[1]):
         y = x[:, head] @ p["w1"][head] + p["b1"][head]
         y = 0.5 * y * (1 + np.vectorize(math.erf)(y / math.sqrt(2)))
-        found[:, head] = y @ p["w2"][head] + p["b2"][head]
-    return found
+        result[:, head] = y @ p["w2"][head] + p["b2"][head]
+    return result
 
 
 @functools.cache
@@ -75,7 +75,7 @@ def check(policy: Policy, chunk: int, atol: float) -> kvjax.KVState:
 
 
 def held(state: kvjax.KVState) -> list[dict[tuple[int, int], set[int]]]:
-    """Positions in GLOBAL, per layer and stream."""
+    """Positions in GLOBAL, per layer and KV head."""
     return [{s: set(slots) for s, slots in tiny.held(room.pages).items()} for room in state.layers]
 
 
@@ -162,10 +162,10 @@ def test_gate_logits_are_numpys(norm):
     params = initial(jax.random.key(0), 3, 8, 7, 1, norm=norm)[0]
     spread = jax.random.split(jax.random.key(1), len(params))
     params = {n: x + jax.random.normal(at, x.shape) for at, (n, x) in zip(spread, sorted(params.items()))}
-    found = gate_logits(params, jnp.asarray(k_pre, jnp.float32), jnp.asarray(k, jnp.float32))
+    actual = gate_logits(params, jnp.asarray(k_pre, jnp.float32), jnp.asarray(k, jnp.float32))
     for row in range(2):
         right = numpy_logits(params, np.moveaxis(k_pre[row], 0, 1), np.moveaxis(k[row], 0, 1))
-        np.testing.assert_allclose(found[row].T, right, rtol=1e-5, atol=1e-4)
+        np.testing.assert_allclose(actual[row].T, right, rtol=1e-5, atol=1e-4)
     assert gate_logits(params, jnp.bfloat16(k_pre), jnp.bfloat16(k)).dtype == jnp.float32
 
 
@@ -217,7 +217,7 @@ def gates(**changes) -> dict:
 @pytest.mark.parametrize(
     ("weights", "says"),
     [
-        (gates(b2=jnp.zeros(3)), r"layer 0 .*'b2': \(3,\).* 2 KV heads of 8 needs"),
+        (gates(b2=jnp.zeros(3)), r"layer 0 .*'b2': \(3,\).* 2 KV heads of 8 channels needs"),
         (gates(w1=jnp.zeros((2, 32, 8))), r"'w1': \(2, 32, 8\)"),
         (gates(norm=jnp.zeros(8)), r"'norm': \(8,\)"),
         (gates(extra=jnp.zeros(8)), "'extra'"),

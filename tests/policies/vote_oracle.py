@@ -68,8 +68,8 @@ def ballots(
     voters = project(hidden.mean(axis=0) + hidden.std(axis=0) * draws) @ turn.T
     votes, counts, margin = np.zeros((heads, length), int), np.zeros(len(q_last), int), np.inf
     for n in range(len(q_last)):
-        mine = np.arange(length) if allowed is None else np.flatnonzero(allowed[n // group])
-        keys = k[n // group][mine]
+        positions = np.arange(length) if allowed is None else np.flatnonzero(allowed[n // group])
+        keys = k[n // group][positions]
         share = softmax(capped(keys @ q_last[n] / np.sqrt(h), cap))
         counts[n] = b = nucleus(share, p)
         sums = np.cumsum(np.sort(share)[::-1])
@@ -77,8 +77,8 @@ def ballots(
             margin = min(margin, np.abs(sums - p).min())
         for voter in voters:
             s = keys @ voter[n] / np.sqrt(h)
-            order = sorted(range(len(mine)), key=lambda t: (-s[t], t))
-            votes[n // group, mine[order[:b]]] += 1
-            if b < len(mine):
+            order = sorted(range(len(positions)), key=lambda t: (-s[t], t))
+            votes[n // group, positions[order[:b]]] += 1
+            if b < len(positions):
                 margin = min(margin, s[order[b - 1]] - s[order[b]])
     return votes, counts, margin

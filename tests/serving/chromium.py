@@ -29,7 +29,7 @@ exec nothing of ours may run, since JAX has threads."""
 FLAGS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage")
 
 
-def found() -> str | None:
+def find_browser() -> str | None:
     """The browser of this machine; KVJAX_CHROMIUM names another."""
     return os.environ.get("KVJAX_CHROMIUM") or next((x for n in NAMES if (x := shutil.which(n))), None)
 
@@ -39,14 +39,14 @@ class Tab:
 
     Attributes:
       errors: what went wrong in it, with its policy about what it may load.
-      asked: addresses it asked for.
+      requested: addresses of its requests.
     """
 
     def __init__(self, write: Any, read: Any) -> None:
         self._write, self._read = write, read
         self._id, self._session = 0, ""
         self.errors: list[str] = []
-        self.asked: list[str] = []
+        self.requested: list[str] = []
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         for domain in ("Page", "Runtime", "Log", "Network"):
@@ -74,28 +74,30 @@ class Tab:
         return json.loads(bytes(data))
 
     def _hear(self, message: Any) -> None:
-        what, said = message.get("method"), message.get("params", {})
+        what, params = message.get("method"), message.get("params", {})
         if what == "Network.requestWillBeSent":
-            self.asked.append(said["request"]["url"])
+            self.requested.append(params["request"]["url"])
         if what == "Runtime.exceptionThrown":
-            self.errors.append(said["exceptionDetails"].get("exception", {}).get("description", "exception"))
-        if what == "Log.entryAdded" and said["entry"]["level"] == "error":
-            self.errors.append(f"{said['entry']['text']} ({said['entry'].get('url')})")
+            self.errors.append(
+                params["exceptionDetails"].get("exception", {}).get("description", "exception")
+            )
+        if what == "Log.entryAdded" and params["entry"]["level"] == "error":
+            self.errors.append(f"{params['entry']['text']} ({params['entry'].get('url')})")
 
     def run(self, script: str) -> Any:
         """The value of an expression in the page; promises are waited for."""
-        done = self.call("Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True)
-        if "exceptionDetails" in done:
-            raise RuntimeError(done["exceptionDetails"]["exception"].get("description"))
-        return done["result"].get("value")
+        evaluated = self.call("Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True)
+        if "exceptionDetails" in evaluated:
+            raise RuntimeError(evaluated["exceptionDetails"]["exception"].get("description"))
+        return evaluated["result"].get("value")
 
     def until(self, script: str, seconds: float = 60) -> Any:
         """Waits for an expression to be true."""
         end = time.monotonic() + seconds
         while not (value := self.run(script)):
             if time.monotonic() > end:
-                said = self.run("document.body.innerText")
-                raise TimeoutError(f"{script} in {seconds} s; the page says: {said}")
+                page_text = self.run("document.body.innerText")
+                raise TimeoutError(f"{script} in {seconds} s; the page says: {page_text}")
             time.sleep(0.05)
         return value
 

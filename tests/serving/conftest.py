@@ -12,5 +12,5 @@ from serving_client import Running, running
 @pytest.fixture(scope="module")
 def server(tiny_folder: Path) -> Iterator[Running]:
     """One that allows everything."""
-    with running(tiny_folder, "--max-choices", "8", "--max-body", "64KiB") as found:
-        yield found
+    with running(tiny_folder, "--max-choices", "8", "--max-body", "64KiB") as server_running:
+        yield server_running

@@ -50,10 +50,10 @@ def tasks(folder: Path, count: int, tokenizer: str) -> Any:
     from lm_eval.tasks import TaskManager
 
     numbers = random.Random(0).sample(range(10_000, 100_000), count)
-    said = "The secret number for apple-river is {}. The old man walked slowly to the harbour. "
-    asked = "What is the secret number for apple-river? The secret number for apple-river is"
-    needles = [{"question": said.format(n) + asked, "answer": f" {n}"} for n in numbers]
-    nexts = [{"question": said.format(n), "answer": f"What is the secret number {n}"} for n in numbers]
+    needle = "The secret number for apple-river is {}. The old man walked slowly to the harbour. "
+    question = "What is the secret number for apple-river? The secret number for apple-river is"
+    needles = [{"question": needle.format(n) + question, "answer": f" {n}"} for n in numbers]
+    nexts = [{"question": needle.format(n), "answer": f"What is the secret number {n}"} for n in numbers]
     for name, rows, kind, metric, more in (
         ("local_next", nexts, "loglikelihood", "perplexity", ""),
         ("local_number", needles, "generate_until", "exact_match", GENERATE),
@@ -87,15 +87,15 @@ def numbers(model: Any, task: str, manager: Any, count: int) -> dict[str, Any]:
     """What lm-eval finds, and what every sample was answered."""
     import lm_eval
 
-    found = lm_eval.simple_evaluate(
+    evaluated = lm_eval.simple_evaluate(
         model=model,
         tasks=[task],
         task_manager=manager,
         limit=count,
         bootstrap_iters=0,
     )
-    metrics = {k: v for k, v in found["results"][task].items() if "," in k and "stderr" not in k}
-    answers = [sample["resps"][0][0] for sample in found["samples"][task]]
+    metrics = {k: v for k, v in evaluated["results"][task].items() if "," in k and "stderr" not in k}
+    answers = [sample["resps"][0][0] for sample in evaluated["samples"][task]]
     return {"metrics": metrics, "answers": answers}
 
 
@@ -106,7 +106,7 @@ def same(ours: Any, theirs: Any) -> bool:
     return abs(float(ours[0]) - float(theirs[0])) < 1e-3 and bool(ours[1]) == bool(theirs[1])
 
 
-def compare(home: Path, count: int, asked: Sequence[str]) -> Iterator[dict[str, Any]]:
+def compare(home: Path, count: int, names: Sequence[str]) -> Iterator[dict[str, Any]]:
     """Of each pair in turn."""
     from lm_eval.models.openai_completions import LocalCompletionsAPI
     from serving_client import running
@@ -119,7 +119,7 @@ def compare(home: Path, count: int, asked: Sequence[str]) -> Iterator[dict[str, 
     tokenizer = str(with_bos(home / "tokenizer", source))
     manager = tasks(home, count, tokenizer)
     with running(source, "--context", "1536", "--dtype", "float32") as server:
-        for task, policy in itertools.product(asked, POLICIES):
+        for task, policy in itertools.product(names, POLICIES):
 
             class Asked(LocalCompletionsAPI):
                 """lm-eval's own client, which says which policy it wants."""
@@ -151,7 +151,7 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=20, help="samples of a task")
     parser.add_argument("--task", nargs="+", choices=TASKS, default=TASKS)
     parser.add_argument("--out", type=Path)
-    said = parser.parse_args()
+    arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         home = Path(folder)
         # RULER looks for NLTK's sentence model and would download it; an empty one cuts at full stops, too.
@@ -162,12 +162,12 @@ def main() -> int:
         os.environ |= {"NLTK_DATA": str(home / "nltk"), "HF_HOME": str(home / "hf"), "HF_HUB_OFFLINE": "1"}
         sys.path.insert(0, str(Path(__file__).parent))
         run: dict[str, Any] = {"command": shlex.join(["python", *sys.argv]), "rows": []}
-        for row in compare(home, said.count, said.task):
+        for row in compare(home, arguments.count, arguments.task):
             run["rows"].append(row)
             print(json.dumps(row), flush=True)
-            if said.out:
-                said.out.parent.mkdir(parents=True, exist_ok=True)
-                said.out.write_text(json.dumps(run, indent=1) + "\n")
+            if arguments.out:
+                arguments.out.parent.mkdir(parents=True, exist_ok=True)
+                arguments.out.write_text(json.dumps(run, indent=1) + "\n")
     return 0 if all(row["same"] == row["samples"] for row in run["rows"]) else 1
 
 

@@ -50,7 +50,7 @@ def start(words: list[str]) -> tuple[subprocess.Popen, str]:
     raise RuntimeError("the server ended before it was ready")
 
 
-async def client(url: str, number: int, end: float, found: collections.Counter) -> None:
+async def client(url: str, number: int, end: float, ends: collections.Counter) -> None:
     """One of them, until the end."""
     draw = random.Random(number)
     async with httpx.AsyncClient(base_url=url, timeout=900) as http:  # on a machine that is busy, too
@@ -66,10 +66,10 @@ async def client(url: str, number: int, end: float, found: collections.Counter) 
                 "kv_policy": policy,
             }
             try:
-                found[await one(http, body, leaves)] += 1
+                ends[await one(http, body, leaves)] += 1
             except httpx.HTTPError as error:
-                found[f"broken: {type(error).__name__}"] += 1
-            if found["429"] and draw.random() < 0.5:
+                ends[f"broken: {type(error).__name__}"] += 1
+            if ends["429"] and draw.random() < 0.5:
                 await asyncio.sleep(0.5)
 
 
@@ -100,9 +100,9 @@ def gauge(text: str, name: str) -> float:
 
 def resident(pid: int) -> int:
     """Bytes of the process in memory (Linux)."""
-    found = re.search(r"VmRSS:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
-    assert found
-    return int(found[1]) * 1024
+    match = re.search(r"VmRSS:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
+    assert match
+    return int(match[1]) * 1024
 
 
 async def watch(url: str, pid: int, end: float, seen: list[dict[str, float]]) -> None:
@@ -124,7 +124,7 @@ async def watch(url: str, pid: int, end: float, seen: list[dict[str, float]]) ->
 
 async def load(url: str, pid: int, clients: int, seconds: float) -> dict[str, Any]:
     """The whole run."""
-    found: collections.Counter[str] = collections.Counter()
+    ends: collections.Counter[str] = collections.Counter()
     seen: list[dict[str, float]] = []
     async with httpx.AsyncClient(base_url=url, timeout=600) as http:
         for policy in POLICIES:  # every lane is compiled once, and has its memory
@@ -132,7 +132,7 @@ async def load(url: str, pid: int, clients: int, seconds: float) -> dict[str, An
             (await http.post("/v1/completions", json=body)).raise_for_status()
         end = time.monotonic() + seconds
         await asyncio.gather(
-            watch(url, pid, end, seen), *(client(url, number, end, found) for number in range(clients))
+            watch(url, pid, end, seen), *(client(url, number, end, ends) for number in range(clients))
         )
         for _ in range(100):
             text = (await http.get("/metrics")).text
@@ -143,7 +143,7 @@ async def load(url: str, pid: int, clients: int, seconds: float) -> dict[str, An
         "clients": clients,
         "seconds": seconds,
         "policies": POLICIES,
-        "ends": dict(found),
+        "ends": dict(ends),
         "generated_tokens": gauge(text, "kvjax_generation_tokens_total"),
         "pages_used_at_the_end": gauge(text, "kvjax_lane_pages_used"),
         "resident_at_the_end": resident(pid),
@@ -172,21 +172,21 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=300)
     parser.add_argument("--out", type=Path)
     parser.add_argument("words", nargs="*", help="more words for the server's command line")
-    said = parser.parse_args()
-    child, url = start(["--context", "1024", "--log", "json", *said.words])
+    arguments = parser.parse_args()
+    child, url = start(["--context", "1024", "--log", "json", *arguments.words])
     # The log goes on; a full pipe would stop the server.
     drain = subprocess.Popen(["cat"], stdin=child.stderr, stdout=subprocess.DEVNULL)
     try:
-        run = asyncio.run(load(url, child.pid, said.clients, said.seconds))
+        run = asyncio.run(load(url, child.pid, arguments.clients, arguments.seconds))
         child.terminate()
         code = child.wait(90)
     finally:
         child.kill()
         drain.wait()
     run["exit_code"], run["wrong"] = code, judged(run)
-    if said.out:
-        said.out.parent.mkdir(parents=True, exist_ok=True)
-        said.out.write_text(json.dumps(run, indent=1) + "\n")
+    if arguments.out:
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
+        arguments.out.write_text(json.dumps(run, indent=1) + "\n")
     print(json.dumps({k: v for k, v in run.items() if k != "seen"}, indent=1))
     return 1 if run["wrong"] or code else 0
 

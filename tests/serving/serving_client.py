@@ -20,8 +20,8 @@ httpx = pytest.importorskip("httpx", reason="pip install 'kvjax[test]'")
 import kvjax  # noqa: E402
 from kvjax.serve.http import app, command  # noqa: E402
 from kvjax.serve.http.arguments import parse  # noqa: E402
-from kvjax.serve.http.keys import Keys  # noqa: E402
 from kvjax.serve.http.log import Log  # noqa: E402
+from kvjax.serve.http.middleware import Keys  # noqa: E402
 from kvjax.serve.http.service import Service  # noqa: E402
 
 FULL = ("full", "window(16) + sinks(4)", "snapkv(8) + uniform(0.5)")
@@ -31,10 +31,10 @@ def generated(folder: Path, policy: str, prompt: str, new: int) -> tuple[str, li
     """Text, tokens and state that ``kvjax.generate`` gives, greedily."""
     model = kvjax.load(folder)
     ids = model.text.encode(prompt)
-    done = kvjax.generate(model, policy, [ids], max_new_tokens=new, stops=model.spec.eos)
+    generation = kvjax.generate(model, policy, [ids], max_new_tokens=new, stops=model.spec.eos)
     show = model.text.stream(after=ids)
-    text = "".join(show.step(t) for t in done.tokens[0] if t not in model.spec.eos) + show.finish()
-    return text, done.tokens[0], done.state
+    text = "".join(show.step(t) for t in generation.tokens[0] if t not in model.spec.eos) + show.finish()
+    return text, generation.tokens[0], generation.state
 
 
 class Running:
@@ -59,9 +59,9 @@ class Running:
         assert self.service.log.flush(10)
         return [json.loads(line) for line in self._log.getvalue().splitlines()]
 
-    def complete(self, prompt: Any = "Hello", **said: Any) -> Any:
+    def complete(self, prompt: Any = "Hello", **fields: Any) -> Any:
         """``POST /v1/completions``, greedy, as JSON."""
-        body = {"prompt": prompt, "max_tokens": 6, "temperature": 0} | said
+        body = {"prompt": prompt, "max_tokens": 6, "temperature": 0} | fields
         answer = self.ask.post("/v1/completions", json=body)
         assert answer.status_code == 200, answer.text
         return answer.json()
@@ -69,10 +69,10 @@ class Running:
     def refusal(self, path: str, body: Any = None, method: str = "POST", **more: Any) -> tuple[int, dict]:
         """Status and error of a request that is refused; its shape is OpenAI's."""
         answer = self.ask.request(method, path, json=body, **more)
-        found = answer.json()
-        assert set(found) == {"error"}
-        assert set(found["error"]) == {"message", "type", "param", "code"}
-        return answer.status_code, found["error"]
+        content = answer.json()
+        assert set(content) == {"error"}
+        assert set(content["error"]) == {"message", "type", "param", "code"}
+        return answer.status_code, content["error"]
 
     def stream(self, path: str, body: Any) -> Iterator[Any]:
         """The events of a stream; it must end with [DONE]."""
@@ -106,19 +106,19 @@ def until(true: Any, seconds: float = 10.0) -> bool:
 def running(folder: Path, *words: str, keys: tuple[str, ...] = ()) -> Iterator[Running]:
     """A server with these words on its command line."""
     options, log = parse(["--model", str(folder), "--name", "tiny", *words]), io.BytesIO()
-    with command.listening(options.host, 0) as sock:
-        service = command.opened(options, Log(log.write))
+    with command.listening_socket(options.host, 0) as sock:
+        service = command.open_service(options, Log(log.write))
         application = app.make(service, Keys(keys), local_only=not keys and not options.without_key)
-        found = Running(f"http://127.0.0.1:{sock.getsockname()[1]}", service, log)
+        server = Running(f"http://127.0.0.1:{sock.getsockname()[1]}", service, log)
 
         def serve() -> None:
-            found.code = asyncio.run(command.serve(service, application, sock))
+            server.code = asyncio.run(command.serve(service, application, sock))
 
-        found.thread = threading.Thread(target=serve)
-        found.thread.start()
+        server.thread = threading.Thread(target=serve)
+        server.thread.start()
         try:
-            assert until(lambda: any(x["event"] in ("ready", "not_warm") for x in found.lines()), 300)
-            yield found
+            assert until(lambda: any(x["event"] in ("ready", "not_warm") for x in server.lines()), 300)
+            yield server
         finally:
             service.engine.close()
-            found.thread.join()
+            server.thread.join()

@@ -41,8 +41,8 @@ def test_all_forms_of_a_prompt_read_the_same(server, tiny_folder):
         [choice["text"] for choice in server.complete(prompt)["choices"]]
         for prompt in ("Hello", ["Hello"], ids, [ids], ["Hello", "Hello"], [ids, ids])
     ]
-    assert len({text for found in texts for text in found}) == 1
-    assert [len(found) for found in texts] == [1, 1, 1, 1, 2, 2]
+    assert len({text for choices in texts for text in choices}) == 1
+    assert [len(choices) for choices in texts] == [1, 1, 1, 1, 2, 2]
 
 
 def test_prompts_times_n_choices_in_order(server):
@@ -50,7 +50,7 @@ def test_prompts_times_n_choices_in_order(server):
     assert [choice["index"] for choice in got["choices"]] == [0, 1, 2, 3]
     texts = [choice["text"] for choice in got["choices"]]
     alone = [server.complete(p, n=2, temperature=1.5, seed=7)["choices"] for p in ("Hello", "World")]
-    assert texts == [choice["text"] for found in alone for choice in found]
+    assert texts == [choice["text"] for choices in alone for choice in choices]
     assert len(set(texts)) > 2, "draws of one seed are all alike"
     assert got["usage"]["prompt_tokens"] == 2 * 6
 
@@ -68,12 +68,12 @@ def test_a_stream_says_what_an_answer_says(server):
     whole = server.ask.post("/v1/completions", json=body).json()
     chunks = list(server.stream("/v1/completions", body))
     for index, choice in enumerate(whole["choices"]):
-        mine = [c["choices"][0] for c in chunks if c["choices"][0]["index"] == index]
-        assert "".join(c["text"] for c in mine) == choice["text"]
-        assert [t for c in mine for t in c["logprobs"]["tokens"]] == choice["logprobs"]["tokens"]
-        assert [t for c in mine for t in c["logprobs"]["text_offset"]] == choice["logprobs"]["text_offset"]
-        assert [c["finish_reason"] for c in mine][-1] == choice["finish_reason"]
-        assert not any(c["finish_reason"] for c in mine[:-1])
+        choices = [c["choices"][0] for c in chunks if c["choices"][0]["index"] == index]
+        assert "".join(c["text"] for c in choices) == choice["text"]
+        assert [t for c in choices for t in c["logprobs"]["tokens"]] == choice["logprobs"]["tokens"]
+        assert [t for c in choices for t in c["logprobs"]["text_offset"]] == choice["logprobs"]["text_offset"]
+        assert [c["finish_reason"] for c in choices][-1] == choice["finish_reason"]
+        assert not any(c["finish_reason"] for c in choices[:-1])
     assert len({c["id"] for c in chunks}) == 1
     assert all("usage" not in c for c in chunks)
 
@@ -122,14 +122,17 @@ def test_echo_with_logprobs_is_what_lm_eval_reads(server, tiny_folder):
     written = server.complete("Hello", max_tokens=5, logprobs=2)["choices"][0]
     text = [*ids, *generated(tiny_folder, "full", "Hello", 5)[1]]
     got = server.complete(text, max_tokens=1, echo=True, logprobs=2)["choices"][0]
-    said, mine = got["logprobs"], written["logprobs"]
+    echoed, generated_logprobs = got["logprobs"], written["logprobs"]
     assert got["text"].startswith(model.text.decode(text).rstrip("\ufffd"))
-    assert said["token_logprobs"][0] is None
-    assert said["top_logprobs"][0] is None
-    assert said["token_logprobs"][6:-1] == pytest.approx(mine["token_logprobs"], abs=1e-4)
-    assert said["tokens"][6:-1] == mine["tokens"]
-    assert len(said["tokens"]) == 6 + 5 + 1
-    assert all(max(top.values()) == top[token] for top, token in zip(mine["top_logprobs"], mine["tokens"]))
+    assert echoed["token_logprobs"][0] is None
+    assert echoed["top_logprobs"][0] is None
+    assert echoed["token_logprobs"][6:-1] == pytest.approx(generated_logprobs["token_logprobs"], abs=1e-4)
+    assert echoed["tokens"][6:-1] == generated_logprobs["tokens"]
+    assert len(echoed["tokens"]) == 6 + 5 + 1
+    assert all(
+        max(top.values()) == top[token]
+        for top, token in zip(generated_logprobs["top_logprobs"], generated_logprobs["tokens"])
+    )
 
 
 def test_echo_may_write_nothing_more(server):
@@ -197,10 +200,10 @@ def test_a_chat_without_a_number_may_fill_the_context(server):
 
 
 def test_the_model_is_named(server):
-    found = server.ask.get("/v1/models").json()
-    assert [Model.model_validate(m).id for m in found["data"]] == ["tiny"]
-    assert found["data"][0]["max_model_len"] == 512
-    assert server.ask.get("/v1/models/tiny").json() == found["data"][0]
+    models = server.ask.get("/v1/models").json()
+    assert [Model.model_validate(m).id for m in models["data"]] == ["tiny"]
+    assert models["data"][0]["max_model_len"] == 512
+    assert server.ask.get("/v1/models/tiny").json() == models["data"][0]
     status, error = server.refusal("/v1/completions", {"prompt": "x", "model": "gpt-4"})
     assert (status, error["code"], error["param"]) == (404, "model_not_found", "model")
     assert server.refusal("/v1/models/gpt-4", method="GET")[0] == 404
@@ -228,9 +231,9 @@ def test_health_and_version(server):
 def test_metrics_count_what_was_done(server):
     def counted(name: str) -> float:
         text = server.ask.get("/metrics").text
-        found = re.search(rf"^{name} (\S+)$", text, re.MULTILINE)
-        assert found, f"{name} is not in:\n{text}"
-        return float(found[1])
+        match = re.search(rf"^{name} (\S+)$", text, re.MULTILINE)
+        assert match, f"{name} is not in:\n{text}"
+        return float(match[1])
 
     before = counted("kvjax_generation_tokens_total")
     server.complete(max_tokens=9, ignore_eos=True)
@@ -245,16 +248,16 @@ def test_metrics_count_what_was_done(server):
 
 def test_requests_have_ids_and_the_log_no_prompts(server):
     secret = "a very private prompt"
-    mine = server.ask.post(
+    answer = server.ask.post(
         "/v1/completions", json={"prompt": secret, "max_tokens": 3}, headers={"X-Request-Id": "abc-1"}
     )
-    assert mine.headers["x-request-id"] == "abc-1"
+    assert answer.headers["x-request-id"] == "abc-1"
     other = server.ask.get("/health", headers={"X-Request-Id": 'x" y'})
     assert re.fullmatch(r"req-[0-9a-f]{32}", other.headers["x-request-id"])
     line = next(x for x in server.lines() if x.get("id") == "abc-1")
     assert (line["status"], line["path"], line["completion_tokens"]) == (200, "/v1/completions", 3)
     assert line["prompt_tokens"] == len(secret) + 1
-    assert not any(secret in str(x) or mine.json()["choices"][0]["text"] in str(x.values()) for x in [line])
+    assert not any(secret in str(x) or answer.json()["choices"][0]["text"] in str(x.values()) for x in [line])
 
 
 # --- policies ------------------------------------------------------------------------------------
@@ -270,7 +273,7 @@ def test_layers_are_said_on_demand(server):
 
 
 @pytest.mark.parametrize(
-    ("said", "status", "code", "says"),
+    ("fields", "status", "code", "words"),
     [
         ({"kv_policy": "snapkw"}, 400, "invalid_policy", "Did you mean 'snapkv'?"),
         ({"kv_policy": "snapkv + uniform(2)"}, 400, "invalid_policy", "2 slots"),
@@ -287,17 +290,17 @@ def test_layers_are_said_on_demand(server):
         ({"kv_policy": "wg-kv", "kv_weights": {"gates": "default"}}, 400, "invalid_weights", "ships none"),
     ],
 )
-def test_policies_that_cannot_be_served_are_refused(server, said, status, code, says):
-    found, error = server.refusal("/v1/completions", {"prompt": "x"} | said)
-    assert (found, error["code"]) == (status, code)
-    assert says in error["message"]
+def test_policies_that_cannot_be_served_are_refused(server, fields, status, code, words):
+    answered, error = server.refusal("/v1/completions", {"prompt": "x"} | fields)
+    assert (answered, error["code"]) == (status, code)
+    assert words in error["message"]
 
 
 def test_presets_are_listed(server):
-    found = server.ask.get("/v1/policies").json()
-    assert found["default"] == "full"
-    assert found["allowed"] is None
-    assert found["presets"] == dict(catalogue.PRESETS)
+    policies = server.ask.get("/v1/policies").json()
+    assert policies["default"] == "full"
+    assert policies["allowed"] is None
+    assert policies["presets"] == dict(catalogue.PRESETS)
 
 
 # --- refusals ------------------------------------------------------------------------------------
@@ -347,8 +350,8 @@ HI = {"messages": [{"role": "user", "content": "x"}]}
 )
 def test_a_request_that_cannot_be_served_is_refused_before_it_starts(server, path, body, status, param):
     before = server.service.engine.metrics().prompt_tokens
-    found, error = server.refusal(path, body)
-    assert (found, error["param"], error["type"]) == (status, param, "invalid_request_error")
+    answered, error = server.refusal(path, body)
+    assert (answered, error["param"], error["type"]) == (status, param, "invalid_request_error")
     assert error["message"].endswith(".")
     assert server.service.engine.metrics().prompt_tokens == before
 
@@ -373,8 +376,8 @@ def test_a_text_that_is_too_long_is_refused_with_the_numbers(server):
     ],
 )
 def test_the_router_refuses_in_the_same_shape(server, method, path, status, code):
-    found, error = server.refusal(path, method=method)
-    assert (found, error["code"]) == (status, code)
+    answered, error = server.refusal(path, method=method)
+    assert (answered, error["code"]) == (status, code)
 
 
 def test_a_method_that_is_not_taken_is_told_those_that_are(server):

@@ -28,9 +28,9 @@ LONG = {"prompt": "Hello", "max_tokens": 500, "temperature": 0, "ignore_eos": Tr
 def guarded(tiny_folder) -> Iterator[Any]:
     """A server with a key, a short queue and few policies."""
     words = ["--allow-policies", "window(16); snapkv(8) + uniform(0.5)", "--queue", "2", "--max-rows", "1"]
-    with running(tiny_folder, *words, "--max-lanes", "1", keys=("sesame",)) as found:
-        found.ask.headers["Authorization"] = "Bearer sesame"
-        yield found
+    with running(tiny_folder, *words, "--max-lanes", "1", keys=("sesame",)) as server:
+        server.ask.headers["Authorization"] = "Bearer sesame"
+        yield server
 
 
 @pytest.mark.parametrize("header", [None, "Bearer sesam", "Basic sesame"])
@@ -139,23 +139,23 @@ def test_a_fault_in_one_request_ends_that_request_alone(server, monkeypatch):
 
 
 def test_a_fault_of_the_engine_turns_health_and_ends_the_server(tiny_folder):
-    with running(tiny_folder) as found:
-        stream = found.stream(TEXT, LONG)
+    with running(tiny_folder) as server:
+        stream = server.stream(TEXT, LONG)
         next(stream)
 
         def fault() -> None:
             raise MemoryError("the device is gone")
 
-        found.service.engine._inbox.post(fault)  # what the engine's thread does next
+        server.service.engine._inbox.put(fault)  # what the engine's thread does next
         *_, last = stream
         assert last["error"]["code"] == "engine_dead"
-        status, error = found.refusal("/health", method="GET")
+        status, error = server.refusal("/health", method="GET")
         assert (status, error["code"]) == (503, "engine_dead")
-        assert found.refusal(TEXT, {"prompt": "x"})[0] == 503
-        assert "kvjax_engine_up 0.0" in found.ask.get("/metrics").text
-        found.thread.join(10)
-        assert found.code == 1
-        line = next(line for line in found.lines() if line["event"] == "engine_fault")
+        assert server.refusal(TEXT, {"prompt": "x"})[0] == 503
+        assert "kvjax_engine_up 0.0" in server.ask.get("/metrics").text
+        server.thread.join(10)
+        assert server.code == 1
+        line = next(line for line in server.lines() if line["event"] == "engine_fault")
         assert (line["error"], line["message"]) == ("MemoryError", "the device is gone")
 
 
@@ -220,9 +220,9 @@ def process(folder: Path, *words: str, **environment: str) -> Iterator[tuple[sub
         child.stderr.close()
 
 
-def streamed(url: str, **said: Any) -> Any:
+def streamed(url: str, **fields: Any) -> Any:
     """A long stream, begun."""
-    return httpx.stream("POST", url + TEXT, json=LONG | {"stream": True} | said, timeout=60)
+    return httpx.stream("POST", url + TEXT, json=LONG | {"stream": True} | fields, timeout=60)
 
 
 def test_sigterm_lets_what_runs_end_and_takes_nothing_new(tiny_folder):
@@ -268,7 +268,7 @@ def test_a_second_ctrl_c_ends_at_once(tiny_folder):
 def test_contexts_outlive_a_process_that_is_killed(tiny_folder, tmp_path):
     words = ["--save-contexts", str(tmp_path / "kept")]
 
-    def told(url: str) -> str:
+    def answer(url: str) -> str:
         body = {"prompt": "First?", "context": "doc", "max_tokens": 8, "temperature": 0}
         return httpx.post(url + TEXT, json=body, timeout=300).json()["choices"][0]["text"]
 
@@ -277,12 +277,12 @@ def test_contexts_outlive_a_process_that_is_killed(tiny_folder, tmp_path):
             made = httpx.post(url + "/v1/contexts", json={"name": name, "prompt": DOCUMENT}, timeout=300)
             assert made.status_code == 201
         httpx.delete(url + "/v1/contexts/other", timeout=300)
-        before = told(url)
+        before = answer(url)
         child.send_signal(signal.SIGKILL)
         child.wait()
     with process(tiny_folder, *words) as (child, url):
         assert [x["id"] for x in httpx.get(url + "/v1/contexts").json()["data"]] == ["doc"]
-        assert told(url) == before
+        assert answer(url) == before
     kept = next((tmp_path / "kept").iterdir())
     kept.write_bytes(kept.read_bytes()[:-100])
     from kvjax.serve.__main__ import main

@@ -14,7 +14,7 @@ from tiny import quick_compiles  # noqa: F401
 
 from kvjax import metrics
 
-BROWSER = chromium.found()
+BROWSER = chromium.find_browser()
 
 pytestmark = pytest.mark.skipif(
     BROWSER is None, reason="no Chromium here: apt-get install chromium, or KVJAX_CHROMIUM=FILE"
@@ -30,8 +30,8 @@ CONTROL = 2
 def tab(tmp_path_factory) -> Iterator[chromium.Tab]:
     """One browser for all tests."""
     assert BROWSER is not None
-    with chromium.tab(BROWSER, tmp_path_factory.mktemp("browser")) as found:
-        yield found
+    with chromium.tab(BROWSER, tmp_path_factory.mktemp("browser")) as browser_tab:
+        yield browser_tab
 
 
 @pytest.fixture(scope="module")
@@ -178,7 +178,7 @@ def test_it_reads_well_on_a_phone_and_in_the_dark(written, tmp_path, dark, width
 
 def test_nothing_is_loaded_from_elsewhere_and_nothing_fails(written, server):
     assert written.errors == []
-    strange = [u for u in written.asked if not u.startswith((server.url, "data:", "about:"))]
+    strange = [u for u in written.requested if not u.startswith((server.url, "data:", "about:"))]
     assert strange == []
 
 
@@ -186,8 +186,8 @@ def test_codes_and_phi_are_told_apart(written):
     cache = """{seen: 4, completed: [true, false], tokens: [], streams: [
         [{ring: [3, 1], pages: [0, 1], codes: []}, {ring: [3, 1], pages: [], codes: [1, 2]}],
         [{ring: [3, 1], pages: [], codes: []}, {ring: [], pages: [], codes: [0, 4]}]]}"""
-    found = written.run(f"import('/page/cache.js').then(m => m.holders({cache}))")
-    assert found == {"exact": [1, 0, 0, 3], "codes": [1, 2, 2, 1], "phi": [1, 1, 1, 0], "streams": 4}
+    holders = written.run(f"import('/page/cache.js').then(m => m.holders({cache}))")
+    assert holders == {"exact": [1, 0, 0, 3], "codes": [1, 2, 2, 1], "phi": [1, 1, 1, 0], "streams": 4}
 
 
 def test_a_refusal_is_shown(written):
@@ -212,8 +212,8 @@ def test_stop_frees_the_row(written, server):
 
 
 def test_the_page_asks_for_a_key(tab, tiny_folder):
-    with running(tiny_folder, keys=("sesame",)) as found:
-        tab.open(found.url + "/")
+    with running(tiny_folder, keys=("sesame",)) as server:
+        tab.open(server.url + "/")
         tab.until("!document.getElementById('key-field').hidden")
         assert "no key" in tab.run("document.getElementById('server').textContent")
         assert tab.run("document.activeElement.id") == "key"

@@ -16,15 +16,13 @@ from hypothesis import strategies as st
 import kvjax
 from kvjax.cli import InputError
 from kvjax.engine import Event, QueueFull
-from kvjax.serve.http import command, errors
+from kvjax.serve.http import command
 from kvjax.serve.http.arguments import parse
-from kvjax.serve.http.command import check_who
-from kvjax.serve.http.keys import Keys, read_keys
-from kvjax.serve.http.middleware import is_local, without_port
-from kvjax.serve.http.spelling import Spelling
-from kvjax.serve.http.stops import Stops
-from kvjax.serve.http.watch import runs
-from kvjax.serve.http.writer import Writer
+from kvjax.serve.http.command import check_access
+from kvjax.serve.http.detokenizer import Detokenizer, StopStrings, TokenText
+from kvjax.serve.http.errors import as_api_error
+from kvjax.serve.http.metrics import runs
+from kvjax.serve.http.middleware import Keys, is_local, read_keys, without_port
 
 # --- stop strings --------------------------------------------------------------------------------
 
@@ -35,16 +33,16 @@ words = st.lists(st.text("abc", min_size=1, max_size=4), max_size=4)
 def cut(text: str, stops: list[str]) -> tuple[str, str | None]:
     """Letter by letter: the text before the stop string that is complete first, the longest of several."""
     for end in range(1, len(text) + 1):
-        found = [stop for stop in stops if text[:end].endswith(stop)]
-        if found:
-            longest = max(found, key=len)
+        complete = [stop for stop in stops if text[:end].endswith(stop)]
+        if complete:
+            longest = max(complete, key=len)
             return text[: end - len(longest)], longest
     return text, None
 
 
 @given(letters, words, st.lists(st.integers(1, 5), min_size=30, max_size=30))
 def test_stop_strings_cut_as_if_the_text_came_letter_by_letter(text, stops, sizes):
-    reader, out, at = Stops(stops), "", 0
+    reader, out, at = StopStrings(stops), "", 0
     for size in sizes:
         out += reader.feed(text[at : at + size])
         at += size
@@ -55,7 +53,7 @@ def test_stop_strings_cut_as_if_the_text_came_letter_by_letter(text, stops, size
 
 @given(letters, words)
 def test_no_more_is_held_back_than_must_be(text, stops):
-    reader, out = Stops(stops), ""
+    reader, out = StopStrings(stops), ""
     for letter in text:
         out += reader.feed(letter)
         if reader.hit:
@@ -64,19 +62,19 @@ def test_no_more_is_held_back_than_must_be(text, stops):
     assert held == "" or any(stop.startswith(held) and stop != held for stop in stops)
 
 
-# --- a writer ------------------------------------------------------------------------------------
+# --- the detokenizer ------------------------------------------------------------------------------
 
 
 def written(folder, ids: list[int], stops: list[str] = (), **more) -> list:
     text = kvjax.load(folder).text
-    settings = {"after": (), "echo": "", "stops": stops, "ends": text.eos, "logprobs": True} | more
-    writer, found = Writer(text, **settings), []
+    settings = {"after": (), "echo": "", "stops": stops, "end_tokens": text.eos, "logprobs": True} | more
+    detokenizer, deltas = Detokenizer(text, **settings), []
     for at, token in enumerate(ids):
         finish = None if at < len(ids) - 1 else "stop" if token in text.eos else "length"
-        found.append(writer.step(Event(token, -1.0, ((token, -1.0),), finish)))
-        if writer.done:
+        deltas.append(detokenizer.step(Event(token, -1.0, ((token, -1.0),), finish)))
+        if detokenizer.done:
             break
-    return found
+    return deltas
 
 
 def test_a_character_of_several_tokens_comes_whole(tiny_folder):
@@ -114,34 +112,36 @@ def test_an_end_token_is_counted_and_not_shown(tiny_folder):
     assert pieces[-1].tokens[0].token == eos
 
 
-# --- how tokens are spelt ------------------------------------------------------------------------
+# --- single tokens as text -----------------------------------------------------------------------
 
 
-def test_every_byte_is_spelt_differently(tiny_folder):
-    spell = Spelling(kvjax.load(tiny_folder).text)
-    assert sorted(spell.bytes(token) for token in range(256)) == sorted(bytes([byte]) for byte in range(256))
-    assert len({spell(token) for token in range(258)}) == 258
-    assert spell(256) == "<bos>"
-    assert spell(kvjax.load(tiny_folder).text.encode("é", bos=False)[0]) == "bytes:\\xc3"
+def test_every_byte_is_written_differently(tiny_folder):
+    token_text = TokenText(kvjax.load(tiny_folder).text)
+    assert sorted(token_text.bytes(token) for token in range(256)) == sorted(
+        bytes([byte]) for byte in range(256)
+    )
+    assert len({token_text(token) for token in range(258)}) == 258
+    assert token_text(256) == "<bos>"
+    assert token_text(kvjax.load(tiny_folder).text.encode("é", bos=False)[0]) == "bytes:\\xc3"
 
 
 def test_bytes_of_tokens_joined_are_the_text():
     model = kvjax.load()
-    spell = Spelling(model.text)
+    token_text = TokenText(model.text)
 
     @settings(deadline=None)
     @given(st.text(max_size=40))
     def law(text):
         ids = model.text.encode(text, bos=False)
-        assert b"".join(spell.bytes(i) for i in ids).decode() == text
+        assert b"".join(token_text.bytes(i) for i in ids).decode() == text
 
     law()
 
 
 @given(st.sets(st.integers(0, 60)))
 def test_runs_give_positions_back(positions):
-    found = runs(np.asarray(sorted(positions)))
-    pairs = list(zip(found[::2], found[1::2]))
+    flat = runs(np.asarray(sorted(positions)))
+    pairs = list(zip(flat[::2], flat[1::2]))
     assert [p for first, count in pairs for p in range(first, first + count)] == sorted(positions)
     assert all(a + n < b for (a, n), (b, _) in zip(pairs, pairs[1:])), "neighbours are one run"
 
@@ -149,10 +149,10 @@ def test_runs_give_positions_back(positions):
 # --- errors --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("seconds", "said"), [(0.2, "1"), (2.4, "2"), (60.0, "60")])
-def test_a_full_queue_is_a_429_that_says_when_to_ask_again(seconds, said):
-    answer = errors.of(QueueFull(3, seconds)).response()
-    assert (answer.status_code, answer.headers["retry-after"]) == (429, said)
+@pytest.mark.parametrize(("seconds", "retry_after"), [(0.2, "1"), (2.4, "2"), (60.0, "60")])
+def test_a_full_queue_is_a_429_that_says_when_to_ask_again(seconds, retry_after):
+    answer = as_api_error(QueueFull(3, seconds)).response()
+    assert (answer.status_code, answer.headers["retry-after"]) == (429, retry_after)
 
 
 # --- who is let in -------------------------------------------------------------------------------
@@ -198,31 +198,33 @@ def test_keys_come_from_file_and_environment(tmp_path):
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.3.2.1", "localhost", "::1", "[::1]"])
 def test_this_machine_needs_no_key(host):
     assert is_local(host)
-    check_who(parse(["--host", host]), Keys())
+    check_access(parse(["--host", host]), Keys())
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.5", "example.org", "127.0.0.1.example.org", ""])
 def test_other_addresses_need_a_key_or_a_word(host):
     assert not is_local(host)
     with pytest.raises(InputError, match="KVJAX_API_KEY"):
-        check_who(parse(["--host", host]), Keys())
-    check_who(parse(["--host", host]), Keys(["secret"]))
-    check_who(parse(["--host", host, "--without-key"]), Keys())
+        check_access(parse(["--host", host]), Keys())
+    check_access(parse(["--host", host]), Keys(["secret"]))
+    check_access(parse(["--host", host, "--without-key"]), Keys())
 
 
 @pytest.mark.parametrize(
-    ("mesh", "processes", "said"),
+    ("mesh", "processes", "message"),
     [
         ([], 2, "serve http runs in one process, and these are 2. Start it without"),
         (["--mesh", "data=2,tensor=2"], 1, "--mesh data=2,tensor=2: a server takes rows one by one"),
-        (["--mesh", "rows=2"], 1, "'rows' is no axis"),
+        (["--mesh", "rows=2"], 1, "'rows' is not an axis"),
     ],
 )
-def test_a_server_that_cannot_be_there_is_refused_before_anything_loads(monkeypatch, mesh, processes, said):
-    monkeypatch.setattr(command, "loaded", None)
+def test_a_server_that_cannot_be_there_is_refused_before_anything_loads(
+    monkeypatch, mesh, processes, message
+):
+    monkeypatch.setattr(command, "load_model", None)
     monkeypatch.setattr(jax.distributed, "is_initialized", lambda: processes > 1)
     monkeypatch.setattr(jax, "process_count", lambda: processes)
-    with pytest.raises(ValueError, match=re.escape(said)):
+    with pytest.raises(ValueError, match=re.escape(message)):
         command.run(parse([*mesh, "--port", "0", "--log", "off"]))
 
 
@@ -239,7 +241,7 @@ def test_a_host_is_told_from_its_port(host, name):
 
 
 @pytest.mark.parametrize(
-    ("said", "says"),
+    ("arguments", "message"),
     [
         (["--port", "70000"], "--port 70000 is out of range"),
         (["--kv-memory", "8GB"], "--kv-memory 8GB is no size. Write it as 512KiB"),
@@ -250,14 +252,14 @@ def test_a_host_is_told_from_its_port(host, name):
         (["--prompt", "x"], "See python -m kvjax.serve http --help"),
     ],
 )
-def test_words_are_refused_before_a_model_is_read(said, says, capsys):
+def test_words_are_refused_before_a_model_is_read(arguments, message, capsys):
     from kvjax.serve.__main__ import main
 
-    assert main(["http", "--model", "/nowhere", *said]) == 2
+    assert main(["http", "--model", "/nowhere", *arguments]) == 2
     out, err = capsys.readouterr()
     assert out == ""
     assert re.fullmatch(r"error: .*\n", err)
-    assert says in err
+    assert message in err
 
 
 def test_a_port_that_is_taken_is_told(tiny_folder, capsys):

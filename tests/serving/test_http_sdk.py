@@ -16,8 +16,8 @@ CHAT = [{"role": "user", "content": "Hello"}]
 @pytest.fixture
 def client(server):
     """Without a key, as the server is without one; nothing is asked twice."""
-    with openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as found:
-        yield found
+    with openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as openai_client:
+        yield openai_client
 
 
 def test_texts_and_what_the_cache_held(client, tiny_folder):
@@ -55,7 +55,7 @@ def test_the_model_can_be_asked_for(client):
 
 
 @pytest.mark.parametrize(
-    ("said", "kind", "code"),
+    ("fields", "kind", "code"),
     [
         ({"model": "gpt-4"}, "NotFoundError", "model_not_found"),
         ({"extra_body": {"kv_policy": "snapkw"}}, "BadRequestError", "invalid_policy"),
@@ -63,39 +63,39 @@ def test_the_model_can_be_asked_for(client):
         ({"top_p": 2}, "UnprocessableEntityError", "less_than_equal"),
     ],
 )
-def test_errors_are_the_clients_own(client, said, kind, code):
+def test_errors_are_the_clients_own(client, fields, kind, code):
     with pytest.raises(getattr(openai, kind)) as error:
-        client.completions.create(**{"model": "tiny", "prompt": "x"} | said)
+        client.completions.create(**{"model": "tiny", "prompt": "x"} | fields)
     assert error.value.code == code
     assert error.value.body["message"] in str(error.value)
 
 
 @pytest.mark.slow
 def test_an_error_in_the_middle_of_a_stream_is_raised(tiny_folder):
-    with running(tiny_folder) as found:
-        client = openai.OpenAI(base_url=found.url + "/v1", api_key="none", max_retries=0)
+    with running(tiny_folder) as server:
+        client = openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0)
         stream = client.completions.create(
             model="tiny", prompt="Hello", max_tokens=400, stream=True, extra_body={"ignore_eos": True}
         )
         next(stream)
-        found.service.engine.close()
+        server.service.engine.close()
         with pytest.raises(openai.APIError, match="engine"):
             list(stream)
 
 
 @pytest.mark.slow
 def test_keys_and_a_full_queue(tiny_folder):
-    with running(tiny_folder, "--queue", "1", "--max-rows", "1", keys=("sesame",)) as found:
+    with running(tiny_folder, "--queue", "1", "--max-rows", "1", keys=("sesame",)) as server:
 
         def client(key: str, retries: int) -> openai.OpenAI:
-            return openai.OpenAI(base_url=found.url + "/v1", api_key=key, max_retries=retries)
+            return openai.OpenAI(base_url=server.url + "/v1", api_key=key, max_retries=retries)
 
         with pytest.raises(openai.AuthenticationError) as error:
             client("wrong", 0).models.list()
         assert error.value.code == "invalid_api_key"
         long = {"model": "tiny", "prompt": "Hello", "max_tokens": 400, "extra_body": {"ignore_eos": True}}
         streams = [client("sesame", 0).completions.create(**long, stream=True)]
-        assert until(lambda: found.service.engine.metrics().running == 1, 300)
+        assert until(lambda: server.service.engine.metrics().running == 1, 300)
         streams.append(client("sesame", 0).completions.create(**long, stream=True))
         with pytest.raises(openai.RateLimitError) as full:
             client("sesame", 0).completions.create(**long)

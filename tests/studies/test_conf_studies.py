@@ -142,7 +142,7 @@ def without(tokens: np.ndarray, t: int, low: int, high: int) -> np.ndarray:
     model, policy = tiny.model(), Policy()
     state, _ = decode.prefill(model, policy, [tokens[:t].tolist()], context=64)
 
-    def visit(site: layers.LayerInfo, heads: Heads, room):
+    def attend(site: layers.LayerInfo, heads: Heads, room):
         age = t - jnp.arange(t)
         left = (age < low) | (age > high)
         k, v = (jnp.swapaxes(x[:, :, :t], 1, 2)[:, left] for x in (room.ring.k, room.ring.v))
@@ -153,7 +153,7 @@ def without(tokens: np.ndarray, t: int, low: int, high: int) -> np.ndarray:
         return out.reshape(1, 1, 4, -1), room
 
     x, _ = decode.run_layers(
-        model.network, policy, model.params, {}, state, jnp.asarray([[tokens[t]]]), visit
+        model.network, policy, model.params, {}, state, jnp.asarray([[tokens[t]]]), attend
     )
     return np.asarray(jax.nn.log_softmax(model.network.logits(model.params, x[:, 0])))[0]
 

@@ -20,7 +20,7 @@ def test_calls_come_in_turn_and_are_told_over_the_first(monkeypatch):
         return run
 
     monkeypatch.setattr(processor.time, "process_time", lambda: clock[0])
-    found = processor.beside(of("a", 9, 2, 4, 8), {"b": of("b", 9, 3, 5, 16)})
+    times = processor.beside(of("a", 9, 2, 4, 8), {"b": of("b", 9, 3, 5, 16)})
     assert called == ["a", "b"] * (processor.REPEATS + 1)  # the first of each warms up
-    assert (found["first"], found["b"]) == (2, 3)
-    assert found["over"] == {"b": pytest.approx(0.5)}  # of 1.5, 1.25 and 2 the middle one
+    assert (times["first"], times["b"]) == (2, 3)
+    assert times["over"] == {"b": pytest.approx(0.5)}  # of 1.5, 1.25 and 2 the middle one

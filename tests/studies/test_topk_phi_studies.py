@@ -19,27 +19,27 @@ ROOT = Path(__file__).resolve().parents[2]
 def flat(alone, completed, entropy):
     """Two sequences of four heads with these errors by count, the same in both sequences."""
     both = {"alone": alone, "completed": completed}
-    found = {n: np.tile(np.asarray(x, float)[None], (2, 1, 1)) for n, x in both.items()}
-    return found | {"entropy": np.tile(np.asarray(entropy, float), (2, 1))}
+    values = {n: np.tile(np.asarray(x, float)[None], (2, 1, 1)) for n, x in both.items()}
+    return values | {"entropy": np.tile(np.asarray(entropy, float), (2, 1))}
 
 
 def test_quarters_are_by_entropy_and_gain_is_what_phi_takes_off_the_error():
     alone = [[0.1, 0.2, 0.3, 0.4]] * len(heads.COUNTS)
     completed = [[0.1, 0.25, 0.1, 0.3]] * len(heads.COUNTS)
-    found = heads.quartiles(flat(alone, completed, [0.9, 0.1, 0.5, 0.3]))
-    assert [one["entropy"][0] for one in found] == [0.1, 0.3, 0.5, 0.9]
-    assert [one["gain"][0][0] for one in found] == pytest.approx([-0.05, 0.1, 0.2, 0.0])
-    assert [one["helped"][0] for one in found] == [0, 1, 1, 0]
+    quarters = heads.quartiles(flat(alone, completed, [0.9, 0.1, 0.5, 0.3]))
+    assert [one["entropy"][0] for one in quarters] == [0.1, 0.3, 0.5, 0.9]
+    assert [one["gain"][0][0] for one in quarters] == pytest.approx([-0.05, 0.1, 0.2, 0.0])
+    assert [one["helped"][0] for one in quarters] == [0, 1, 1, 0]
 
 
 def test_fewer_tokens_for_the_same_error_are_read_off_between_the_counts():
     steps = np.arange(len(heads.COUNTS))
     alone, completed = 0.9 - 0.1 * steps, 0.775 - 0.1 * steps
-    found = heads.fewer(flat(*(np.tile(x[:, None], (1, 4)) for x in (alone, completed)), [0, 1, 2, 3]))
+    entries = heads.fewer(flat(*(np.tile(x[:, None], (1, 4)) for x in (alone, completed)), [0, 1, 2, 3]))
     # Selection alone errs 0.8 at the second count; φ errs 0.775 with no token at all.
-    assert (found[0]["alone"], found[0]["completed"]) == (heads.COUNTS[1], 0.0)
+    assert (entries[0]["alone"], entries[0]["completed"]) == (heads.COUNTS[1], 0.0)
     # 0.6 lies three quarters of the way from φ's 0.675 to 0.575, those of its second and third count.
-    assert found[2]["completed"] == pytest.approx(0.25 * heads.COUNTS[1] + 0.75 * heads.COUNTS[2])
+    assert entries[2]["completed"] == pytest.approx(0.25 * heads.COUNTS[1] + 0.75 * heads.COUNTS[2])
     worse = heads.fewer(flat(*(np.tile(x[:, None], (1, 4)) for x in (alone - 1, completed)), [0, 1, 2, 3]))
     assert worse[0]["completed"] is None
 
@@ -72,13 +72,13 @@ def test_heads_without_phi_are_named_and_leave_no_scores():
 
 
 def test_budgets_over_the_answers_length_are_the_papers():
-    found = {"prompt": 16384, "summary": reads.summary(128, 128), "counts": [0, 1000]}
-    found["by_head"] = {"alone": [[1.0], [0.0]], "completed": [[0.5], [0.0]]}
-    row = sweep.rows(found, shares=(0.01,), steps=(1, 65, 10**6))[0]
+    rows = {"prompt": 16384, "summary": reads.summary(128, 128), "counts": [0, 1000]}
+    rows["by_head"] = {"alone": [[1.0], [0.0]], "completed": [[0.5], [0.0]]}
+    row = sweep.rows(rows, shares=(0.01,), steps=(1, 65, 10**6))[0]
     assert (row["alone"], row["completed"]) == (144, [79, 143, 143])
     assert row["alone_error"] == pytest.approx(1 - 0.144)
     assert row["completed_error"][0] == pytest.approx(0.5 * (1 - 0.079))
-    small = sweep.rows(found | {"prompt": 1024}, shares=(0.04,), steps=(1,))[0]
+    small = sweep.rows(rows | {"prompt": 1024}, shares=(0.04,), steps=(1,))[0]
     assert (small["alone"], small["completed"], small["completed_error"]) == (21, [None], [None])
 
 

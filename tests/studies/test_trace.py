@@ -17,9 +17,9 @@ POLICY = Policy(eviction=ConfKV(recent=6), budget=Confidence(14, 24, threshold=0
 
 @pytest.mark.slow
 def test_a_trace_shows_the_sawtooth():
-    found = trace(tiny.model(), POLICY, [tiny.prompt(30, 0), tiny.prompt(33, 1)], max_new_tokens=12)
-    assert found.tokens.shape == found.confidence.shape == (2, 12)
-    assert found.live.shape == (2, 12, 2)
-    most = np.where(found.confidence[:, :-1] >= 0.5, 14, 24)[..., None]
-    np.testing.assert_array_equal(found.live[:, 1:], np.minimum(found.live[:, :-1] + 1, most))
+    shown = trace(tiny.model(), POLICY, [tiny.prompt(30, 0), tiny.prompt(33, 1)], max_new_tokens=12)
+    assert shown.tokens.shape == shown.confidence.shape == (2, 12)
+    assert shown.live.shape == (2, 12, 2)
+    most = np.where(shown.confidence[:, :-1] >= 0.5, 14, 24)[..., None]
+    np.testing.assert_array_equal(shown.live[:, 1:], np.minimum(shown.live[:, :-1] + 1, most))
     assert trace(tiny.model(), Policy(), [[1, 2]], max_new_tokens=2).confidence is None

@@ -26,6 +26,7 @@ import numpy as np  # noqa: E402
 import yaml  # noqa: E402
 
 from kvjax.models import decoder  # noqa: E402
+from kvjax.sharding import specs  # noqa: E402
 from train import aot, gate_settings, gates, loop, mesh  # noqa: E402
 from train.embedded import pretrain  # noqa: E402
 from train.embedded.setup import model_spec  # noqa: E402
@@ -39,7 +40,7 @@ def gate_step(path: Path, layout: mesh.Layout) -> None:
     loss, params = gates.abstract_loss(settings, spec, layout, "xla")
     length = max(settings.data["lengths"])
     rows = max(settings.data["tokens"] // length, layout.mesh.size(mesh.DATA))
-    tokens = jax.ShapeDtypeStruct((rows, length), "int32", sharding=layout.of(mesh.P(mesh.DATA)))
+    tokens = jax.ShapeDtypeStruct((rows, length), "int32", sharding=layout.of(specs.ROWS))
     chosen = gate_settings.optimizer(settings.rate, settings.plan.steps)
     aot.compiled_step("v5e:2x4", HERE, layout, loss, params, chosen, {"tokens": tokens})
 
@@ -68,12 +69,12 @@ def pretrain_step(path: Path, data: int, tensor: int) -> None:
 def control(layout: mesh.Layout) -> None:
     """A table cut along the dimension that is looked up whole, as no config does."""
     table = jax.ShapeDtypeStruct(
-        (512, 64), "float32", sharding=layout.of(mesh.P(None, (mesh.DATA, mesh.TENSOR)))
+        (512, 64), "float32", sharding=layout.of(jax.sharding.PartitionSpec(None, (specs.DATA, specs.TENSOR)))
     )
-    tokens = jax.ShapeDtypeStruct((8, 32), "int32", sharding=layout.of(mesh.P(mesh.DATA)))
+    tokens = jax.ShapeDtypeStruct((8, 32), "int32", sharding=layout.of(specs.ROWS))
 
     def loss(table: jax.Array, tokens: jax.Array) -> jax.Array:
-        return jnp.sum(layout.mesh.pinned(jnp.sin(table[tokens]), mesh.STREAM) ** 2)
+        return jnp.sum(layout.mesh.pinned(jnp.sin(table[tokens]), specs.RESIDUAL) ** 2)
 
     jax.jit(jax.grad(loss)).lower(table, tokens).compile()
 

@@ -10,45 +10,45 @@ from collections.abc import Callable
 from train.tasks import labels
 
 
-def found_in(pattern: str, said: str) -> str:
+def found_in(pattern: str, text: str) -> str:
     """The group of the first match."""
-    match = re.search(pattern, said)
+    match = re.search(pattern, text)
     assert match is not None, pattern
     return match[1]
 
 
-def solve_needles(said: str) -> list[str]:
+def solve_needles(text: str) -> list[str]:
     hidden = collections.defaultdict(list)
-    for key, value in re.findall(r"One of the special magic \w+ for (\S+) is: (\w+)\.", said):
+    for key, value in re.findall(r"One of the special magic \w+ for (\S+) is: (\w+)\.", text):
         hidden[key].append(value)
-    asked = re.findall(r"What (?:is|are all) the special magic \w+ for (.+?) mentioned", said)
-    return [value for keys in asked for key in re.split(r", and |, ", keys) for value in hidden[key]]
+    wanted = re.findall(r"What (?:is|are all) the special magic \w+ for (.+?) mentioned", text)
+    return [value for keys in wanted for key in re.split(r", and |, ", keys) for value in hidden[key]]
 
 
-def solve_chains(said: str) -> list[str]:
-    found = []
-    for number in re.findall(r"Question: .* value (\d+)", said):
+def solve_chains(text: str) -> list[str]:
+    answers = []
+    for number in re.findall(r"Question: .* value (\d+)", text):
         names = []
-        for name, value in re.findall(r"VAR ([A-Z]+) = (?:VAR )?(\w+)", said):
+        for name, value in re.findall(r"VAR ([A-Z]+) = (?:VAR )?(\w+)", text):
             if value == number or value in names:
                 names.append(name)
-        found.append(" ".join(names))
-    return found
+        answers.append(" ".join(names))
+    return answers
 
 
-def solve_common(said: str) -> list[str]:
-    found = []
-    for listed, count in re.findall(r"than the others\.\n(.*)\nQuestion: What are the (\d+)", said):
+def solve_common(text: str) -> list[str]:
+    answers = []
+    for listed, count in re.findall(r"than the others\.\n(.*)\nQuestion: What are the (\d+)", text):
         items = [item.split()[1] for item in re.split(r" (?=\d+\. )", listed)]
         ranked = collections.Counter(items).most_common()
         k = int(count)
         assert ranked[k - 1][1] > ranked[k][1]
-        found += sorted((word for word, _ in ranked[:k]), key=items.index)
-    return found
+        answers += sorted((word for word, _ in ranked[:k]), key=items.index)
+    return answers
 
 
-def solve_frequent(said: str) -> list[str]:
-    coded = found_in(r"Ignore the dots\.\n(.*)\nQuestion", said).split()
+def solve_frequent(text: str) -> list[str]:
+    coded = found_in(r"Ignore the dots\.\n(.*)\nQuestion", text).split()
     ranked = [pair for pair in collections.Counter(coded).most_common() if pair[0] != "..."]
     assert ranked[0][1] > ranked[1][1] > ranked[2][1] > ranked[3][1]
     assert coded.count("...") > ranked[0][1]
@@ -66,14 +66,14 @@ FACT = re.compile(
 BACK = {"north": "south", "south": "north", "east": "west", "west": "east"}
 
 
-def solve_story(said: str, questions: list[str] | None = None) -> list[str]:
+def solve_story(text: str, questions: list[str] | None = None) -> list[str]:
     """Replays the facts, each of which must be possible; rooms of a thing are its holder's."""
     at: dict[str, str] = {}
     held: dict[str, str | None] = {}
     been: dict[str, list[str]] = collections.defaultdict(list)
-    given: list[tuple[str, str, str]] = []
+    gifts: list[tuple[str, str, str]] = []
     way: dict[tuple[str, str], str] = {}
-    for fact in FACT.findall(said):
+    for fact in FACT.findall(text):
         walker, _, room, taker, verb, taken, giver, gift, receiver, a, side, b = fact
         if walker:
             at[walker] = room
@@ -85,7 +85,7 @@ def solve_story(said: str, questions: list[str] | None = None) -> list[str]:
         elif giver:
             assert held.get(gift, giver) == giver
             held[gift] = receiver
-            given.insert(0, (giver, gift, receiver))
+            gifts.insert(0, (giver, gift, receiver))
         else:
             way[side, b], way[BACK[side], a] = a, b
         for thing, who in held.items():
@@ -105,50 +105,50 @@ def solve_story(said: str, questions: list[str] | None = None) -> list[str]:
         if m := re.fullmatch(r"What is the (\w+) (\w+) of\?", question):
             return way[BACK[m[2]], m[1]]
         if m := re.fullmatch(rf"What did {WHO} give to {WHO}\?", question):
-            return next(g[1] for g in given if (g[0], g[2]) == m.groups())
+            return next(g[1] for g in gifts if (g[0], g[2]) == m.groups())
         if m := re.fullmatch(rf"Who gave {THING} to {WHO}\?", question):
-            return next(g[0] for g in given if g[1:] == m.groups())
+            return next(g[0] for g in gifts if g[1:] == m.groups())
         if m := re.fullmatch(rf"Who did {WHO} give {THING} to\?", question):
-            return next(g[2] for g in given if g[:2] == m.groups())
+            return next(g[2] for g in gifts if g[:2] == m.groups())
         if m := re.fullmatch(rf"Who (gave|received) {THING}\?", question):
-            return next(g[0 if m[1] == "gave" else 2] for g in given if g[1] == m[2])
+            return next(g[0 if m[1] == "gave" else 2] for g in gifts if g[1] == m[2])
         raise AssertionError(question)
 
-    asked = re.findall(r"Question: (.*)\nAnswer:", said) if questions is None else questions
-    return [answer(question) for question in asked]
+    wanted = re.findall(r"Question: (.*)\nAnswer:", text) if questions is None else questions
+    return [answer(question) for question in wanted]
 
 
-def solve_labels(said: str) -> list[str]:
+def solve_labels(text: str) -> list[str]:
     """A word that stands in an earlier text, too, tells the label."""
     seen: dict[str, str] = {}
-    found: list[str] = []
-    for shown, label in re.findall(r"text: (.*)\nlabel: (\w)", said):
+    answers: list[str] = []
+    for shown, label in re.findall(r"text: (.*)\nlabel: (\w)", text):
         key_words = set(re.findall(r"\w+", shown.lower())) - labels.TEMPLATE_WORDS
         known = [seen[word] for word in key_words if word in seen]
-        found += known
+        answers += known
         seen |= dict.fromkeys(key_words, label)
-    return found
+    return answers
 
 
-def solve_ranking(said: str) -> list[str]:
-    query = found_in(r"Query: (.*)", said)
+def solve_ranking(text: str) -> list[str]:
+    query = found_in(r"Query: (.*)", text)
     wanted = set(re.findall(r"\w+", query))
     grades = []
-    for name, told in re.findall(r"\[ID: (\d+)\] \w+ (.*)\.", said):
-        assert re.sub(r"\w+", "", told) == re.sub(r"\w+", "", query)
-        parts = zip(re.split(r", | and ", told), re.split(r", | and ", query))
+    for name, passage in re.findall(r"\[ID: (\d+)\] \w+ (.*)\.", text):
+        assert re.sub(r"\w+", "", passage) == re.sub(r"\w+", "", query)
+        parts = zip(re.split(r", | and ", passage), re.split(r", | and ", query))
         grades.append((-sum(a == b for a, b in parts), name))
     assert wanted
     return [name for grade, name in sorted(grades, key=lambda pair: pair[0]) if grade]
 
 
-def solve_sum(said: str) -> list[str]:
-    told, thing = re.findall(r"Question: (.*) How many boxes of (\w+) are there\?", said)[-1]
-    number = int(found_in(rf"has (\d+) boxes of {thing}\.", told))
+def solve_sum(text: str) -> list[str]:
+    puzzle, thing = re.findall(r"Question: (.*) How many boxes of (\w+) are there\?", text)[-1]
+    number = int(found_in(rf"has (\d+) boxes of {thing}\.", puzzle))
     worked = []
-    for step in re.split(r"(?<=\.) ", told)[1:]:
+    for step in re.split(r"(?<=\.) ", puzzle)[1:]:
         n = int("".join(re.findall(r"\d+", step)) or 0)
-        for pattern, sign, made in (
+        for pattern, sign, result in (
             (r"gets|buys|finds", f"+ {n}", number + n),
             (r"gives|loses|sells", f"- {n}", number - n),
             (r"doubles|twice", "* 2", number * 2),
@@ -156,35 +156,35 @@ def solve_sum(said: str) -> list[str]:
             (r"half", "/ 2", number / 2),
         ):
             if re.search(pattern, step):
-                worked.append(f"{number} {sign} = {int(made)}.")
-                assert 0 <= made < 100
-                assert made == int(made)
-                number = int(made)
+                worked.append(f"{number} {sign} = {int(result)}.")
+                assert 0 <= result < 100
+                assert result == int(result)
+                number = int(result)
                 break
         else:
             raise AssertionError(step)
     return [" ".join(worked) + f"\n#### {number}"]
 
 
-def solve_dialogue(said: str) -> list[str]:
-    told = dict(re.findall(r"[Mm]y ([a-z ]+) is (\w+)\.", said))
-    asked = re.findall(r"my ([a-z ]+?)(?: again)?\?", said)
-    return [told[kind] for kind in asked]
+def solve_dialogue(text: str) -> list[str]:
+    facts = dict(re.findall(r"[Mm]y ([a-z ]+) is (\w+)\.", text))
+    wanted = re.findall(r"my ([a-z ]+?)(?: again)?\?", text)
+    return [facts[kind] for kind in wanted]
 
 
-def solve_pairs(said: str) -> list[str]:
+def solve_pairs(text: str) -> list[str]:
     seen: dict[str, str] = {}
-    found: list[str] = []
-    for key, value in re.findall(r"(\w+) -> (\w+)", said):
+    answers: list[str] = []
+    for key, value in re.findall(r"(\w+) -> (\w+)", text):
         if key in seen:
-            found.append(seen[key])
+            answers.append(seen[key])
         seen[key] = seen.get(key, value)
-    return found
+    return answers
 
 
-def solve_json(said: str) -> list[str]:
-    values = json.loads(found_in(r"(\{.*\})", said))
-    return [str(values[key]) for key in re.findall(r'The value of "(\w+)"', said)]
+def solve_json(text: str) -> list[str]:
+    values = json.loads(found_in(r"(\{.*\})", text))
+    return [str(values[key]) for key in re.findall(r'The value of "(\w+)"', text)]
 
 
 SOLVE: dict[str, Callable[[str], list[str]]] = {

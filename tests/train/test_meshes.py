@@ -119,8 +119,8 @@ def pretraining(**changes) -> dict:
 @pytest.mark.parametrize(
     ("mesh", "said"),
     [
-        ({"fsdp": 2}, r"mesh: \{'fsdp': 2\} in the config has no such axis. .* data \(once called fsdp\)"),
-        ({"data": 0}, "mesh.data: 0 in the config counts something"),
+        ({"fsdp": 2}, r"mesh: \{'fsdp': 2\} in the config has no such axis. .* over data, heads over tensor"),
+        ({"data": 0}, "mesh.data: 0 in the config is out of range. Give a whole number, 1 or more"),
         ("data=2", "mesh: 'data=2' in the config names no axes. Write {data: 2, tensor: 4}"),
     ],
 )

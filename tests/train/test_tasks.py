@@ -12,10 +12,14 @@ import numpy as np
 import pytest
 from task_solvers import SOLVE, solve_chains, solve_labels, solve_needles, solve_pairs, solve_story
 
+from kvjax.eval.tasks.pairs import gaps
 from train import rows, tasks, text
 from train.tasks import dialogue, labels, niah, pairs, stories, tracking, words
 
 ROOT = Path(__file__).resolve().parents[2]
+FOLDERS = ("train/tasks", "kvjax/eval/tasks")
+CODE = [file for folder in FOLDERS for file in sorted((ROOT / folder).glob("*.py"))]
+"""Modules that hold the templates."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -30,8 +34,7 @@ def _no_data():
 def sources(_no_data):
     """(training, held-out) sources whose tokenizer knows the words of the templates."""
     corpus = text.corpus(None)
-    spoken = [path.read_text() for path in sorted((ROOT / "train" / "tasks").glob("*.py"))] * 4
-    tokenizer = text.train_tokenizer([*corpus.train, *spoken], 3072)
+    tokenizer = text.train_tokenizer([*corpus.train, *[path.read_text() for path in CODE] * 4], 3072)
     ids = text.token_array(tokenizer, corpus.train)
     return tuple(rows.make_source(tokenizer, ids, corpus.words, held_out=held) for held in (False, True))
 
@@ -77,9 +80,9 @@ def test_every_needle_task_hides_and_asks_what_it_says(sources, form):
     for seed in range(4):
         row = made(partial(niah.row, form=form, full=True), seed, sources[0], 768)
         check(sources[0], row, 768, solve_needles)
-        said = sources[0].tokenizer.decode(row[0].tolist())
+        shown = sources[0].tokenizer.decode(row[0].tolist())
         assert len(answers(sources[0], row)) == task.asked * task.values
-        needles = len(re.findall("One of the special", said))
+        needles = len(re.findall("One of the special", shown))
         assert needles > 8 if task.hay == "needles" else needles == task.keys * task.values
 
 
@@ -88,16 +91,16 @@ def test_rows_of_many_questions_ask_for_more_than_the_evaluations(sources):
         (niah.many, niah.row, solve_needles),
         (tracking.many, tracking.row, solve_chains),
     ):
-        asked = []
+        counts = []
         for row_of in (make, one):
             rows_of = [made(row_of, seed, sources[0], 1024) for seed in range(16)]
-            asked.append(sum(len(answers(sources[0], row)) for row in rows_of))
+            counts.append(sum(len(answers(sources[0], row)) for row in rows_of))
             for row in rows_of:
                 check(sources[0], row, 1024, solve)
-        assert asked[0] > 1.25 * asked[1]
+        assert counts[0] > 1.25 * counts[1]
     for seed in range(16):
-        said = sources[0].tokenizer.decode(made(tracking.many, seed, sources[0], 1024)[0].tolist())
-        numbers = re.findall(r"Question: .* value (\d+)", said)
+        shown = sources[0].tokenizer.decode(made(tracking.many, seed, sources[0], 1024)[0].tolist())
+        numbers = re.findall(r"Question: .* value (\d+)", shown)
         assert len(set(numbers)) == len(numbers), "every chain is asked for once"
 
 
@@ -116,7 +119,7 @@ def test_the_worked_examples_fit_where_they_must(sources):
         assert len(answers(sources[0], row)) == 20
         row = made(partial(tracking.row, example=True, hops=4), seed, sources[0], 1024)
         check(sources[0], row, 1024, solve_chains)
-        assert [len(found.split()) for found in answers(sources[0], row)] == [5, 5]
+        assert [len(answer.split()) for answer in answers(sources[0], row)] == [5, 5]
 
 
 def test_pairs_of_tokens_come_back_at_power_law_gaps(sources):
@@ -131,7 +134,7 @@ def test_pairs_of_tokens_come_back_at_power_law_gaps(sources):
         assert set(np.flatnonzero(weight[1:]) + 1) == {places[1] + 1 for places in again}
         assert set(weight[1:]) == {0.0, rows.ANSWER}
         assert not any(text.held_out_word(str(key)) for key in keys)
-    drawn = np.concatenate([pairs.gaps(np.random.default_rng(seed), 4, 100) for seed in range(400)])
+    drawn = np.concatenate([gaps(np.random.default_rng(seed), 4, 100) for seed in range(400)])
     # Without replacement 4 of 100 by 1/g^0.99: the first draw alone has 0.56 of its mass below 10.
     assert 0.45 < (drawn < 10).mean() < 0.56
     assert (drawn >= 50).mean() > 0.08
@@ -175,7 +178,7 @@ def test_tokens_are_those_of_the_whole_text(sources, name):
 @pytest.mark.parametrize("name", tasks.TASKS)
 def test_held_out_rows_show_no_key_of_training(sources, name):
     train, held = sources
-    code = " ".join(path.read_text() for path in (ROOT / "train" / "tasks").glob("*.py"))
+    code = " ".join(path.read_text() for path in CODE)
     template = set(re.findall(r"\w+", code.lower()))
     make = partial(pairs.row, form="text") if name == "pairs" else tasks.TASKS[name]
     keys = set(train.short + train.long) - template
@@ -185,8 +188,8 @@ def test_held_out_rows_show_no_key_of_training(sources, name):
     shown = []
     for source in mute:
         drawn = [made(make, seed, source, 1024)[0] for seed in range(8)]
-        said = " ".join(source.tokenizer.decode(ids.tolist()) for ids in drawn)
-        shown.append(set(re.findall(r"[a-z]{4,}", said.lower())))
+        joined = " ".join(source.tokenizer.decode(ids.tolist()) for ids in drawn)
+        shown.append(set(re.findall(r"[a-z]{4,}", joined.lower())))
     assert not keys & shown[1]
     if name not in ("tracking", "chains", "fwe", "stories"):  # these have no key words of the list
         assert keys & shown[0]
@@ -223,17 +226,17 @@ def test_draw_mixes_by_share_and_falls_back_to_text(sources):
 
 def test_a_dialogue_asks_for_one_of_the_facts_told(sources):
     row = made(partial(dialogue.row, told=5), 0, sources[0], 1024)
-    said = sources[0].tokenizer.decode(row[0].tolist())
-    assert len(re.findall(r"[Mm]y [a-z ]+ is \w+\.", said)) == 5
+    shown = sources[0].tokenizer.decode(row[0].tolist())
+    assert len(re.findall(r"[Mm]y [a-z ]+ is \w+\.", shown)) == 5
 
 
 @pytest.fixture
 def folder(monkeypatch):
     monkeypatch.delenv("KVJAX_DATA")
-    found = text.data_folder()
-    if found is None or not (found / "babi").is_dir():
+    pack = text.data_folder()
+    if pack is None or not (pack / "babi").is_dir():
         pytest.skip("no data pack beside the checkout")
-    return found
+    return pack
 
 
 @pytest.mark.parametrize("kind", [1, 2, 3, 4, 5])
@@ -252,14 +255,14 @@ def test_the_solver_agrees_with_the_real_stories(folder, kind, split):
 
 def test_real_intents_of_training_leave_a_fifth_to_evaluation(folder, sources):
     sets = labels.intents(folder)
-    assert [len(found) for found in sets] == [64, 129]
-    assert not any(text.held_out_word(name) for found in sets for name in found)
-    texts = {said: (i, name) for i, found in enumerate(sets) for name, all_ in found.items() for said in all_}
+    assert [len(own) for own in sets] == [64, 129]
+    assert not any(text.held_out_word(name) for own in sets for name in own)
+    texts = {line: (i, name) for i, own in enumerate(sets) for name, all_ in own.items() for line in all_}
     row = made(partial(labels.row, real=True), 0, sources[0], 2048)
     named: dict[str, tuple[int, str]] = {}
     shots = re.findall(r"text: (.*)\nlabel: (\w)", sources[0].tokenizer.decode(row[0].tolist()))
-    for said, label in shots:
-        assert named.setdefault(label, texts[said]) == texts[said]
+    for line, label in shots:
+        assert named.setdefault(label, texts[line]) == texts[line]
     assert len(set(named.values())) == len(named) >= 3
     assert [label for _, label in shots[len(named) :]] == answers(sources[0], row)
     held = made(partial(labels.row, real=True), 0, sources[1], 2048)

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from kvjax.sharding.mesh import DATA, laid
+from kvjax.sharding.mesh import shard
+from kvjax.sharding.specs import DATA
 from kvjax.types import Params
 from train import loop
 from train.mesh import Layout, P, layout
@@ -30,7 +31,7 @@ class DataParallel(Layout):
 
     def batch(self, batch: dict[str, Any]) -> dict[str, Any]:
         """Leaves [parts, ...], each part on its device."""
-        return {name: laid(value, self.of(P(DATA))) for name, value in batch.items()}
+        return {name: shard(value, self.of(P(DATA))) for name, value in batch.items()}
 
 
 def make_layout(count: int) -> DataParallel:

@@ -11,7 +11,8 @@ import numpy as np
 
 from kvjax.models import decoder
 from kvjax.models.spec import ModelSpec
-from kvjax.sharding.mesh import ONE, OUT, Mesh
+from kvjax.sharding.mesh import ONE, Mesh
+from kvjax.sharding.specs import MODEL_HEADS
 from kvjax.types import AttendFn, Heads, Params
 from train.embedded import forward
 from train.needles import Score
@@ -41,7 +42,7 @@ def blocked_attend(
 
     def attend(index: int, x: Heads, carry: None) -> tuple[Array, None]:
         b, t, n, h = x.q.shape
-        q, k, v = on.pinned((x.q, x.k, x.v), OUT)
+        q, k, v = on.pinned((x.q, x.k, x.v), MODEL_HEADS)
         q = q.reshape(b, t, spec.num_kv_heads, spec.groups, h) * jnp.asarray(h**-0.5, x.q.dtype)
 
         def mix(q: Array, k: Array, v: Array, first: int) -> Array:
@@ -53,7 +54,7 @@ def blocked_attend(
         run = jax.checkpoint(mix, static_argnums=3) if remat else mix
         starts = range(0, t, block)
         parts = [run(q[:, a : a + block], k[:, : a + block], v[:, : a + block], a) for a in starts]
-        out = on.pinned(jnp.concatenate(parts, axis=1).reshape(b, t, n, h), OUT)
+        out = on.pinned(jnp.concatenate(parts, axis=1).reshape(b, t, n, h), MODEL_HEADS)
         return out if speak is None else jnp.where(speak[:, None, index, :, None], out, 0), carry
 
     return attend

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from kvjax.sharding.mesh import TENSOR
+from kvjax.sharding.specs import TENSOR
 from train import aot, mesh
 from train.agents import make_layout
 from train.phi.maps import initial

@@ -4,137 +4,101 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Literal
 
-from kvjax.models.spec import ModelSpec
+from kvjax.cli import option, whole
 from kvjax.policies.kvp import INPUTS
-from train import config, loop
-from train.config import ConfigError, count, number, one_of, published, read_config, require
-
-if TYPE_CHECKING:
-    from kvjax.loading import LanguageModel
+from train import config
+from train.config import NOT_NEGATIVE, OPEN_SHARE, POSITIVE, REQUIRED, ConfigError, require
 
 EXAMPLE = "configs/ranker/embedded.yaml"
+
+SHORT = tuple(name.removeprefix("w_") for name in INPUTS)
+"""The inputs as configs name them."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Recording:
-    """What ``train.traces`` stores.
+    """What ``train.traces`` stores."""
 
-    Attributes:
-      folder: of the traces, unless --out says another.
-      sequences, held: how many to train on, and how many to check on.
-      lengths, shares: tokens of a sequence, and how often each length is drawn.
-      shard: sequences of a file.
-      queries: of each sequence, evenly spread; None stores all.
-      keys: "post", "pre" RoPE, or both.
-      dtype: as stored.
-      data: where the text comes from, as written.
-    """
-
-    folder: Path
-    sequences: int
-    held: int
-    lengths: tuple[int, ...]
-    shares: tuple[float, ...]
-    shard: int = 8
-    queries: int | None = None
-    keys: tuple[str, ...] = ("post",)
-    dtype: str = "float16"
+    folder: Path = option(REQUIRED, "of the traces, unless --out names another")
+    sequences: int = option(REQUIRED, "to train on")
+    held: int = option(REQUIRED, "to check on")
+    lengths: tuple[int, ...] = option(REQUIRED, "tokens of a sequence", type=whole(2))
+    shares: tuple[float, ...] = option(REQUIRED, "how often each length is drawn", type=POSITIVE)
+    shard: int = option(8, "sequences of a file")
+    queries: int | None = option(None, "of each sequence, evenly spread; None stores all")
+    keys: tuple[Literal["post", "pre"], ...] = option(("post",), "after RoPE, before it, or both")
+    dtype: Literal["float16", "float32"] = option("float16", "as stored")
     data: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError: values that do not go together."""
+        lengths, keys, kind = self.lengths, list(self.keys), self.data.get("kind", "rows")
+        each = len(lengths) == len(self.shares)
+        require(each, "traces.lengths", list(lengths), "needs one of traces.shares each.")
+        require("post" in keys, "traces.keys", keys, "lacks post, by which attention is computed.")
+        require(kind in ("rows", "documents"), "traces.data.kind", kind, "is none of rows, documents.")
+
+
+def _inputs(names: Any) -> tuple[str, ...]:
+    """The leaves of ``kvjax.policies.kvp.INPUTS`` that a config names, in their order there."""
+    require(bool(names), "agent.inputs", names, f"sees nothing. Give some of {', '.join(SHORT)}.")
+    for name in names:
+        require(name in SHORT, "agent.inputs", name, f"is none of {', '.join(SHORT)}.")
+    return tuple(f"w_{name}" for name in SHORT if name in names)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Agent:
-    """The agents.
+    """The agents."""
 
-    Attributes:
-      inputs: leaves of ``kvjax.policies.kvp.INPUTS``.
-      hidden, layers: width, and layers with the output layer counted.
-      sinks, recent: tokens that are always kept and therefore not ranked.
-      standardise: give inputs zero mean and unit variance; folded into the weights that are exported.
-    """
-
-    inputs: tuple[str, ...] = ("w_key", "w_value", "w_log")
-    hidden: int = 256
-    layers: int = 2
-    sinks: int = 4
-    recent: int = 16
-    standardise: bool = True
+    inputs: tuple[str, ...] = option(("w_key", "w_value", "w_log"), "that an agent sees", type=_inputs)
+    hidden: int = option(256, "width")
+    layers: int = option(2, "with the output layer counted", type=whole(2))
+    sinks: int = option(4, "first tokens that are always kept and therefore not ranked", type=whole(0))
+    recent: int = option(16, "last ones, likewise", type=whole(0))
+    standardise: bool = option(True, "give inputs zero mean and unit variance; folded into exported weights")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Method:
-    """How they learn.
+    """How they learn."""
 
-    Attributes:
-      kind: "rloo", or "soft_rank", the supervised surrogate.
-      permutations: rankings drawn for each trace.
-      rows: traces of a batch.
-      queries: future queries drawn for each trace.
-      least_future: tokens that must follow what is ranked.
-      budget: None for all, or one, as a share of the ranked tokens.
-      normalise: divide advantages by their standard deviation.
-      temperature: of the surrogate's sigmoids.
-    """
-
-    kind: str = "rloo"
-    permutations: int = 8
-    rows: int = 1
-    queries: int = 128
-    least_future: int = 16
-    budget: float | None = None
-    normalise: bool = True
-    temperature: float = 1.0
+    kind: Literal["rloo", "soft_rank"] = option("rloo", "the latter is the supervised surrogate")
+    permutations: int = option(8, "rankings drawn for each trace", type=whole(2))
+    rows: int = option(1, "traces of a batch")
+    queries: int = option(128, "future queries drawn for each trace")
+    least_future: int = option(16, "tokens that must follow what is ranked")
+    budget: float | None = option(
+        None, "None for all, or one, as a share of the ranked tokens", type=OPEN_SHARE
+    )
+    normalise: bool = option(True, "divide advantages by their standard deviation")
+    temperature: float = option(1.0, "of the surrogate's sigmoids", type=POSITIVE)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rate:
-    """AdamW's settings.
+    """AdamW's settings."""
 
-    Attributes:
-      peak, final: learning rate after the warm-up and at the end of its cosine.
-      warmup: updates of the linear rise.
-      start: where it begins, as a share of the peak.
-      clip: of each agent's gradient.
-      weight_decay: of matrices.
-    """
-
-    peak: float = 5e-5
-    final: float = 1e-6
-    warmup: int = 100
-    start: float = 0.01
-    clip: float = 5.0
-    weight_decay: float = 0.01
+    peak: float = option(5e-5, "learning rate after the warm-up", type=POSITIVE)
+    final: float = option(1e-6, "and at the end of its cosine", type=NOT_NEGATIVE)
+    warmup: int = option(100, "updates of the linear rise", type=whole(0))
+    start: float = option(0.01, "where it begins, as a share of the peak", type=NOT_NEGATIVE)
+    clip: float = option(5.0, "of each agent's gradient", type=POSITIVE)
+    weight_decay: float = option(0.01, "of matrices", type=NOT_NEGATIVE)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Settings:
-    """A config as read.
+class Settings(config.Training):
+    """A config as read."""
 
-    Attributes:
-      name: of the config.
-      seed: of agents, sequences and batches.
-      folder: of checkpoints and log.
-      source, spec, dtype: the backbone, as in ``train.config.backbone``.
-      recording, agent, method, rate, plan: see there.
-      only: kinds of sequences that are trained and checked on, as ``traces.data.mix`` names them; () is all.
-      devices: over which agents are spread.
-    """
-
-    name: str
-    seed: int
-    folder: Path
-    source: str
-    spec: ModelSpec | None
-    dtype: str
-    recording: Recording
-    agent: Agent
-    method: Method
-    rate: Rate
-    plan: loop.Cadence
-    only: tuple[str, ...] = ()
-    devices: int = 1
+    recording: Recording = option(REQUIRED, "see there", flag="traces")
+    agent: Agent = option(Agent(), "see there")
+    method: Method = option(Method(), "see there")
+    rate: Rate = option(Rate(), "see there", flag="optimizer")
+    only: tuple[str, ...] = option((), "kinds of sequences, as traces.data.mix names them; () is all")
+    devices: int = option(1, "over which agents are spread")
 
     def check_length(self, tokens: int) -> None:
         """Refuses a sequence in which nothing can be ranked.
@@ -150,10 +114,6 @@ class Settings:
                 f"recent, 2 to rank and method.least_future {future}. Give longer ones, or protect fewer."
             )
 
-    def model(self) -> LanguageModel:
-        """The backbone; raises as ``train.config.backbone``."""
-        return config.backbone(self.source, self.dtype, self.spec)
-
 
 def read(path: Path, source: str | None = None, variant: str | None = None) -> Settings:
     """The config at ``path``.
@@ -161,14 +121,14 @@ def read(path: Path, source: str | None = None, variant: str | None = None) -> S
     Args:
       path: the file.
       source: another model than it names.
-      variant: of its ``variants``; what that says replaces what the config says, key by key, and its run lies
-        in a folder of its own beside the others'.
+      variant: of its ``variants``; its keys replace those of the config, and its run lies in a folder of its
+        own beside the others'.
 
     Raises:
       ConfigError: no such file or variant, missing or unknown keys, numbers out of range.
-      ModelError: a written-out model config kvjax does not read.
+      ModelError: a written-out model config that kvjax does not read.
     """
-    return read_config(path, lambda tree: parse(varied(tree, variant), source), EXAMPLE)
+    return config.read_config(path, lambda tree: parse(varied(tree, variant), source), EXAMPLE)
 
 
 def varied(tree: dict[str, Any], variant: str | None) -> dict[str, Any]:
@@ -182,107 +142,17 @@ def varied(tree: dict[str, Any], variant: str | None) -> dict[str, Any]:
         return tree
     if variant not in variants:
         raise ConfigError(f"--variant {variant}: the config has {', '.join(variants) or 'none'}.")
-    changes = variants[variant]
     merged = {
         name: tree[name] | value if isinstance(value, dict) and name in tree else value
-        for name, value in changes.items()
+        for name, value in variants[variant].items()
     }
-    own = {
-        "name": f"{tree['name']}-{variant}",
-        "folder": str(Path(tree["folder"]).with_name(f"{tree['name']}-{variant}")),
-    }
-    return tree | own | merged
+    name = f"{tree['name']}-{variant}"
+    return tree | {"name": name, "folder": str(Path(tree["folder"]).with_name(name))} | merged
 
 
 def parse(tree: dict[str, Any], source: str | None = None) -> Settings:
-    """``read`` on a parsed config."""
-    model = tree["model"]
-    named = str(model["source"]) if source is None else source
-    return Settings(
-        name=tree["name"],
-        seed=count(tree["seed"], "seed", 0),
-        folder=Path(tree["folder"]),
-        source=named,
-        spec=published(model) if named == str(model["source"]) else None,
-        dtype=one_of(model.get("dtype", "float32"), "model.dtype", ("float32", "bfloat16")),
-        recording=_recording(tree["traces"]),
-        agent=_agent(tree.get("agent", {})),
-        method=_method(tree.get("method", {})),
-        rate=_rate(tree.get("optimizer", {})),
-        plan=_plan(tree["plan"]),
-        only=tuple(tree.get("only", ())),
-        devices=count(tree.get("devices", 1), "devices"),
-    )
-
-
-def _recording(given: dict[str, Any]) -> Recording:
-    lists: dict[str, Any] = {
-        name: tuple(given[name]) for name in ("lengths", "shares", "keys") if name in given
-    }
-    found = Recording(**given | lists | {"folder": Path(given["folder"])})
-    for name in ("sequences", "held", "shard"):
-        count(getattr(found, name), f"traces.{name}")
-    if found.queries is not None:
-        count(found.queries, "traces.queries")
-    alike = bool(found.lengths) and len(found.lengths) == len(found.shares)
-    require(alike, "traces.lengths", list(found.lengths), "needs one of traces.shares each.")
-    for length in found.lengths:
-        count(length, "traces.lengths", 2)
-    for share in found.shares:
-        require(number(share, "traces.shares") > 0, "traces.shares", share, "is no share. Give one above 0.")
-    require(bool(found.keys), "traces.keys", [], "stores no keys. Give post, pre, or both.")
-    for key in found.keys:
-        one_of(key, "traces.keys", ("post", "pre"))
-    require(
-        "post" in found.keys, "traces.keys", list(found.keys), "lacks post, by which attention is computed."
-    )
-    one_of(found.dtype, "traces.dtype", ("float16", "float32"))
-    one_of(found.data.get("kind", "rows"), "traces.data.kind", ("rows", "documents"))
-    return found
-
-
-def _agent(given: dict[str, Any]) -> Agent:
-    names = {name: tuple(f"w_{word}" for word in given[name]) for name in ("inputs",) if name in given}
-    found = Agent(**given | names)
-    short = tuple(name.removeprefix("w_") for name in INPUTS)
-    require(bool(found.inputs), "agent.inputs", [], f"sees nothing. Give some of {', '.join(short)}.")
-    for name in found.inputs:
-        one_of(name.removeprefix("w_"), "agent.inputs", short)
-    inputs = tuple(name for name in INPUTS if name in found.inputs)
-    count(found.hidden, "agent.hidden")
-    count(found.layers, "agent.layers", 2)
-    for name in ("sinks", "recent"):
-        count(getattr(found, name), f"agent.{name}", 0)
-    return dataclasses.replace(found, inputs=inputs)
-
-
-def _method(given: dict[str, Any]) -> Method:
-    found = Method(**given)
-    one_of(found.kind, "method.kind", ("rloo", "soft_rank"))
-    count(found.permutations, "method.permutations", 2)
-    for name in ("rows", "queries", "least_future"):
-        count(getattr(found, name), f"method.{name}")
-    if found.budget is not None:
-        share = number(found.budget, "method.budget")
-        require(0 < share < 1, "method.budget", share, "is no share. Give one above 0 and below 1, or null.")
-    hot = number(found.temperature, "method.temperature")
-    require(hot > 0, "method.temperature", hot, "is no temperature. Give a number above 0.")
-    return dataclasses.replace(found, temperature=hot)
-
-
-def _rate(given: dict[str, Any]) -> Rate:
-    found = Rate(**given)
-    names = ("peak", "final", "start", "clip", "weight_decay")
-    numbers: dict[str, Any] = {name: number(getattr(found, name), f"optimizer.{name}") for name in names}
-    for name in ("peak", "clip"):
-        require(numbers[name] > 0, f"optimizer.{name}", numbers[name], "learns nothing. Give one above 0.")
-    for name in ("final", "start", "weight_decay"):
-        require(numbers[name] >= 0, f"optimizer.{name}", numbers[name], "is below 0. Give 0 or more.")
-    count(found.warmup, "optimizer.warmup", 0)
-    return dataclasses.replace(found, **numbers)
-
-
-def _plan(given: dict[str, Any]) -> loop.Cadence:
-    plan = loop.Cadence(**given)
-    count(plan.steps, "plan.steps")
-    return plan
+    """``read`` on a parsed config; the keys of configs/phi are passed over."""
+    settings = config.section(Settings, tree, others=("variants", "maps", "loss", "target", "silence"))
+    if source in (None, settings.source):
+        return settings
+    return dataclasses.replace(settings, source=source, spec=None)

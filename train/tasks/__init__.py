@@ -1,8 +1,12 @@
 """Training rows for every kind of task that the embedded model is asked: one module a task.
 
-Each module says in ``FITS`` from how many tokens on its rows fit. A row's key words come from its
-source alone, and random names are split by the same checksum as key words are, so rows of a held-out
-source never show a key that training has shown.
+A module's functions take (rng, source, length, further choices) and give a row of exactly ``length`` tokens,
+(ids int32 [N], loss weight float32 [N]), or None when this draw does not fit. A choice that is None is drawn.
+Each module says in ``FITS`` from how many tokens on its rows fit.
+
+A row's key words come from its source alone, and random names are split by the same checksum as key words, so
+rows of a held-out source never show a key of training. Texts, words and puzzles are those of the evaluation
+(``kvjax.eval.tasks``) where both worlds have the task; each world draws and fills its samples in its own way.
 """
 
 from __future__ import annotations
@@ -28,55 +32,26 @@ from train.tasks.pieces import Row, RowFn
 
 __all__ = ["FITS", "SHARES", "TASKS", "Row", "RowFn", "draw"]
 
-TASKS: dict[str, RowFn] = {
-    "niah": niah.row,
-    "needles": niah.many,
-    "tracking": tracking.row,
-    "chains": tracking.many,
-    "cwe": words.cwe,
-    "fwe": words.fwe,
-    "stories": stories.row,
-    "labels": labels.row,
-    "rerank": rerank.row,
-    "arithmetic": arithmetic.row,
-    "dialogue": dialogue.row,
-    "pairs": pairs.row,
-    "associations": associations.row,
+_TABLE: dict[str, tuple[RowFn, int, float]] = {
+    "niah": (niah.row, niah.FITS, 0.22),
+    "needles": (niah.many, niah.FITS, 0.0),
+    "tracking": (tracking.row, tracking.FITS, 0.12),
+    "chains": (tracking.many, tracking.MANY_FITS, 0.0),
+    "cwe": (words.cwe, words.CWE_FITS, 0.06),
+    "fwe": (words.fwe, words.FWE_FITS, 0.06),
+    "stories": (stories.row, stories.FITS, 0.16),
+    "labels": (labels.row, labels.FITS, 0.10),
+    "rerank": (rerank.row, rerank.FITS, 0.05),
+    "arithmetic": (arithmetic.row, arithmetic.FITS, 0.08),
+    "dialogue": (dialogue.row, dialogue.FITS, 0.06),
+    "pairs": (pairs.row, pairs.FITS, 0.05),
+    "associations": (associations.row, associations.FITS, 0.04),
 }
-
-FITS: dict[str, int] = {
-    "niah": niah.FITS,
-    "needles": niah.FITS,
-    "tracking": tracking.FITS,
-    "chains": tracking.MANY_FITS,
-    "cwe": words.CWE_FITS,
-    "fwe": words.FWE_FITS,
-    "stories": stories.FITS,
-    "labels": labels.FITS,
-    "rerank": rerank.FITS,
-    "arithmetic": arithmetic.FITS,
-    "dialogue": dialogue.FITS,
-    "pairs": pairs.FITS,
-    "associations": associations.FITS,
-}
+TASKS: dict[str, RowFn] = {name: row for name, (row, _, _) in _TABLE.items()}
+FITS: dict[str, int] = {name: fits for name, (_, fits, _) in _TABLE.items()}
 """Tokens from which on at least 95 rows of 100 draws are not None."""
-
-SHARES: dict[str, float] = {
-    "niah": 0.22,
-    "needles": 0.0,
-    "tracking": 0.12,
-    "chains": 0.0,
-    "cwe": 0.06,
-    "fwe": 0.06,
-    "stories": 0.16,
-    "labels": 0.10,
-    "rerank": 0.05,
-    "arithmetic": 0.08,
-    "dialogue": 0.06,
-    "pairs": 0.05,
-    "associations": 0.04,
-}
-"""A mixture to begin with; what a task is drawn for among those that fit."""
+SHARES: dict[str, float] = {name: share for name, (_, _, share) in _TABLE.items()}
+"""The default mixture: how often each task that fits is drawn."""
 
 
 def draw(
@@ -94,7 +69,7 @@ def draw(
       (task, ids int32 [N], loss weight float32 [N]); plain text, named "text", where no task fits.
 
     Raises:
-      ValueError: when ``shares`` names no task.
+      ValueError: ``shares`` names an unknown task.
     """
     if unknown := set(shares) - set(TASKS):
         raise ValueError(

@@ -10,64 +10,51 @@ from __future__ import annotations
 
 import numpy as np
 
+from kvjax.eval.tasks.dialogue import CODE, NOTED
+from kvjax.eval.tasks.words import DECIMAL, pick
 from train.rows import ANSWER, HAYSTACK, TAIL, Source
-from train.tasks.pieces import Row, chain, distinct, join, pick, plain, stack, strings, window
+from train.tasks.pieces import Row, chain, distinct, join, plain, stack, strings, window
 
 FITS = 256
 
 ROLES = (("User", "Assistant"), ("Customer", "Agent"))
 TELL = ("My {kind} is {value}.", "Please note: my {kind} is {value}.", "By the way, my {kind} is {value}.")
-NOTED = ("Thank you, I have noted it.", "Good, I will remember it.", "All right.")
 ASK = ("What is my {kind}?", "Can you tell me my {kind} again?", "Do you remember my {kind}?")
 READ = ("Tell me something about {word}.", "Read me a page about {word}, please.", "What about {word}?")
-CODE, DECIMAL = "ABCDEFGHJKLMNPQRSTUVWXYZ23456789", "0123456789"
 
 
 def row(rng: np.random.Generator, source: Source, length: int, *, told: int | None = None) -> Row | None:
-    """One row.
-
-    Args:
-      rng: consumed.
-      source: key words, and the text that is read out.
-      length: N, tokens of the row.
-      told: facts told, 1 to 5; None draws.
-
-    Returns:
-      (ids int32 [N], loss weight float32 [N]); None when it does not fit.
-    """
+    """One row with ``told`` facts, 1 to 5."""
     told = int(rng.integers(1, 5 if length >= 512 else 3)) if told is None else told
     user, agent = pick(rng, ROLES)
     facts = _facts(rng, source)
     kinds = [sorted(facts)[i] for i in rng.permutation(len(facts))[:told]]
-    spoken = int(rng.integers(1, 2 + length // 192))
-    turns = rng.permutation(np.arange(told + spoken))  # below told: a fact, else a reading
+    readings = int(rng.integers(1, 2 + length // 192))
+    turns = rng.permutation(np.arange(told + readings))  # below told: a fact, else a reading
     heads: list[Row] = []
     for i, turn in enumerate(turns):
         if turn < told:
-            said = pick(rng, TELL).format(kind=kinds[turn], value=facts[kinds[turn]])
+            line = pick(rng, TELL).format(kind=kinds[turn], value=facts[kinds[turn]])
             reply = f" {pick(rng, NOTED)}"
         else:
-            said, reply = pick(rng, READ).format(word=source.word(rng)), ""
+            line, reply = pick(rng, READ).format(word=source.word(rng)), ""
         gap = "\n" if i else ""
-        heads.append(join(source, [(f"{gap}{user}: {said}\n{agent}:{reply}", HAYSTACK)]))
-    asked = [kinds[i] for i in rng.permutation(told)[: int(rng.integers(1, 3))]]
-    tail = chain(*(_asked(rng, source, user, agent, kind, facts[kind]) for kind in asked))
+        heads.append(join(source, [(f"{gap}{user}: {line}\n{agent}:{reply}", HAYSTACK)]))
+    questions = []
+    for kind in [kinds[i] for i in rng.permutation(told)[: int(rng.integers(1, 3))]]:
+        question = pick(rng, ASK).format(kind=kind)
+        lead = f"\n{user}: {question}\n{agent}: Your {kind} is"
+        questions.append(join(source, [(lead, TAIL), (f" {facts[kind]}", ANSWER), (".", TAIL)]))
+    tail = chain(*questions)
     room = length - 1 - sum(len(head[0]) for head in heads) - len(tail[0])
-    if room < 8 * spoken:
+    if room < 8 * readings:
         return None
-    shares = 4 + rng.multinomial(room - 4 * spoken, [1 / spoken] * spoken)
+    shares = 4 + rng.multinomial(room - 4 * readings, [1 / readings] * readings)
     texts = iter([plain(window(rng, source, int(share))) for share in shares])
     spans = [
         span for turn, head in zip(turns, heads) for span in ((head,) if turn < told else (head, next(texts)))
     ]
     return stack(*spans, tail)
-
-
-def _asked(rng: np.random.Generator, source: Source, user: str, agent: str, kind: str, value: str) -> Row:
-    question = pick(rng, ASK).format(kind=kind)
-    return join(
-        source, [(f"\n{user}: {question}\n{agent}: Your {kind} is", TAIL), (f" {value}", ANSWER), (".", TAIL)]
-    )
 
 
 def _facts(rng: np.random.Generator, source: Source) -> dict[str, str]:

@@ -11,17 +11,18 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from kvjax.eval.tasks.words import pick
 from train.rows import ANSWER, HAYSTACK, TAIL, Source
-from train.tasks.pieces import Part, Row, book, held_out, join, pick, plain, scatter, stack
+from train.tasks.pieces import Part, Row, book, held_out, join, plain, scatter, stack
 from train.tasks.values import VALUES, Draw, keys
 from train.tasks.wordings import Wording, grammar, written
 
 FITS = 128
 MIXED = 0.3
 MOST_ASKED = (8, 16)
-"""Questions of a row at most: of a short one, and from 1024 tokens on."""
+"""Most questions of a row: of a short one, and from 1024 tokens on."""
 LEAST = 8
-"""Tokens of text at least."""
+"""Fewest tokens of text."""
 ECHO = 0.4
 """Share of questions that repeat the statement, where a wording has one."""
 
@@ -40,24 +41,18 @@ def row(
     """One row.
 
     Args:
-      rng: consumed.
-      source: text and key words; a held-out one draws names, codes and wordings held out, too.
-      length: N, tokens of the row.
+      rng, source, length: as in ``RowFn``; a held-out source draws names, codes and wordings held out, too.
       wording: of every fact; None draws from the grammar.
       hidden: facts in the text; None draws one to eight.
-      paraphrase: whether questions differ from the statement; None draws.
+      paraphrase: whether questions differ from the statement.
       asked: questions; None draws up to two for each fact, in different words, as many as fit.
-      values: of the facts; None draws of the wording's type.
-
-    Returns:
-      (ids int32 [N], loss weight float32 [N]); None when it does not fit.
+      values: of the facts; None draws values of the wording's type.
     """
     held = held_out(source)
     draw = Draw(rng, lambda: source.word(rng), held)
     if hidden is None:
-        hidden = int(
-            rng.choice((1, 2, 3, 4, 6, 8) if length >= 512 else (1, 2, 3, 4) if length >= 256 else (1, 2))
-        )
+        counts = (1, 2, 3, 4, 6, 8) if length >= 512 else (1, 2, 3, 4) if length >= 256 else (1, 2)
+        hidden = int(rng.choice(counts))
     names = keys(draw, hidden)
     if len(names) < hidden:
         return None
@@ -66,11 +61,11 @@ def row(
     each = [pick(rng, grammar(held)) if mixed else first for _ in names]
     if values is None:
         values = [VALUES[one.kind](draw) for one in each]
-    facts = [_sentence(one.hide, name, said) for one, name, said in zip(each, names, values)]
+    facts = [_sentence(one.hide, name, value) for one, name, value in zip(each, names, values)]
     gap = pick(rng, (" ", " ", "\n", "\n\n"))
     spaced = " " if gap == " " else pick(rng, (" ", "\n"))
     needles = [source.encode(spaced + fact) for fact in facts]
-    # Few tokens of a row are answers: what is not told to ask for less asks for as much as fits.
+    # Few tokens of a row are answers: unless ``asked`` says less, a row asks for as much as fits.
     most = MOST_ASKED[length >= 1024]
     order = np.concatenate([rng.permutation(hidden) for _ in range(most)])
     count = int(rng.integers(1, min(2 * hidden, most) + 1)) if asked is None else asked
@@ -90,7 +85,7 @@ def row(
 
 
 def sentence(rng: np.random.Generator, source: Source, length: int) -> Row | None:
-    """``row`` in one of the sentences that stand for themselves, which the grammar's many wordings drown."""
+    """``row`` in one of the sentences with verbs of their own, which ``row`` rarely draws by itself."""
     held = held_out(source)
     return row(rng, source, length, wording=pick(rng, grammar(True) if held else written("trained")))
 
@@ -110,12 +105,12 @@ def _sentence(text: str, key: str, value: str) -> str:
 
 
 def samples(rng: np.random.Generator, words: tuple[str, ...], count: int) -> list[str]:
-    """Facts with a question and its answer each, as text: what a tokenizer is trained on besides books."""
+    """Facts, each with a question and its answer, as text to train a tokenizer on."""
     draw = Draw(rng, lambda: pick(rng, words), False)
-    found = []
+    texts = []
     for _ in range(count):
         wording, key = pick(rng, grammar(False)), keys(draw, 1)[0]
         value = VALUES[wording.kind](draw)
         fact = _sentence(wording.hide, key, value)
-        found.append(f" {fact} {_sentence(_question(rng, wording, None), key, '')} {value}.\n")
-    return found
+        texts.append(f" {fact} {_sentence(_question(rng, wording, None), key, '')} {value}.\n")
+    return texts

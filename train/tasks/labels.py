@@ -15,31 +15,22 @@ Fits from 256 tokens on.
 
 from __future__ import annotations
 
-import csv
 import functools
 import gzip
-import io
 import json
 from pathlib import Path
 
 import numpy as np
 
+from kvjax.eval.tasks.labels import TEMPLATES, banking, by_intent
+from kvjax.eval.tasks.words import CAPITALS, DECIMAL, pick, shuffled
 from train import text
 from train.rows import ANSWER, HAYSTACK, TAIL, Source
-from train.tasks.pieces import Part, Row, distinct, framed, held_out, pick
-from train.text import held_out_word
+from train.tasks.pieces import Part, Row, distinct, framed, held_out
 
 FITS = 256
 
-TEMPLATES = (
-    "The {} stands beside the {}.",
-    "They found a {} and one {}.",
-    "Nobody saw the {} near that {}.",
-    "She bought some {} for her {}.",
-    "A {} is more than a {}.",
-)
 TEMPLATE_WORDS = frozenset(" ".join(TEMPLATES).lower().replace(".", "").split()) | {"text", "label"}
-LETTERS, DIGITS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ", "0123456789"
 REAL_SHARE = 0.5
 
 Shot = tuple[str, int, bool]
@@ -54,46 +45,33 @@ def row(
     classes: int | None = None,
     real: bool | None = None,
 ) -> Row | None:
-    """One row.
-
-    Args:
-      rng: consumed.
-      source: key words, and the text that fills the row.
-      length: N, tokens of the row.
-      classes: how many; None draws as many as can have two rounds.
-      real: intents of real data sets; None draws where they may be read.
-
-    Returns:
-      (ids int32 [N], loss weight float32 [N]); None when it does not fit.
-    """
-    if classes is None:
-        classes = (
-            int(rng.integers(4, max(5, min(16, length // 80) + 1)))
-            if length >= 384
-            else int(rng.integers(3, 5))
-        )
+    """One row of as many classes as can have two rounds; ``real`` asks for intents of real data sets."""
+    if classes is None and length >= 384:
+        classes = int(rng.integers(4, max(5, min(16, length // 80) + 1)))
+    elif classes is None:
+        classes = int(rng.integers(3, 5))
     folder = None if held_out(source) else text.data_folder()
     drawn = rng.random() < REAL_SHARE
     sets = intents(folder) if folder is not None and (drawn if real is None else real) else ()
-    alphabet = DIGITS if classes <= 10 and rng.random() < 0.5 else LETTERS
-    names = [alphabet[i] for i in rng.permutation(len(alphabet))[:classes]]
+    alphabet = DECIMAL if classes <= 10 and rng.random() < 0.5 else CAPITALS
+    names = shuffled(rng, alphabet)[:classes]
     rounds = max(2, length // (20 * classes))
-    shots = _real(rng, pick(rng, sets), classes, rounds) if sets else _made(rng, source, classes, rounds)
-    encoded = [len(source.encode(f"\ntext: {said}\nlabel: {names[label]}")) + 1 for said, label, _ in shots]
+    shots = _real(rng, pick(rng, sets), classes, rounds) if sets else _generated(rng, source, classes, rounds)
+    encoded = [len(source.encode(f"\ntext: {shot}\nlabel: {names[label]}")) + 1 for shot, label, _ in shots]
     fitting = int(np.searchsorted(np.cumsum(encoded), length - 8, side="right"))
     ends = [i for i, (_, _, known) in enumerate(shots[:fitting], 1) if known]
     if not ends:
         return None
     last = ends[-1] if rng.random() < 0.6 else pick(rng, ends)
     parts: list[Part] = []
-    for i, (said, label, known) in enumerate(shots[:last]):
+    for i, (shot, label, known) in enumerate(shots[:last]):
         gap = "\n\n" if i else ""
-        asked = ANSWER if known else HAYSTACK
-        parts += [(f"{gap}text: {said}\nlabel:", TAIL if known else HAYSTACK), (f" {names[label]}", asked)]
+        parts += [(f"{gap}text: {shot}\nlabel:", TAIL if known else HAYSTACK)]
+        parts += [(f" {names[label]}", ANSWER if known else HAYSTACK)]
     return framed(rng, source, length, parts)
 
 
-def _made(rng: np.random.Generator, source: Source, classes: int, rounds: int) -> list[Shot]:
+def _generated(rng: np.random.Generator, source: Source, classes: int, rounds: int) -> list[Shot]:
     """Demonstrations from templates; ends early when key words run out."""
     each = int(rng.integers(1, 4)) if rounds > 3 else 1
     words = distinct(rng, source, classes * (each + rounds), without=TEMPLATE_WORDS)
@@ -116,9 +94,8 @@ def _real(
     rng: np.random.Generator, texts: dict[str, tuple[str, ...]], classes: int, rounds: int
 ) -> list[Shot]:
     """Demonstrations of random intents."""
-    order = rng.permutation(len(texts))[:classes]
-    chosen = [texts[name] for name in (sorted(texts)[i] for i in order)]
-    drawn = [[said[i] for i in rng.permutation(len(said))[:rounds]] for said in chosen]
+    chosen = [texts[name] for name in shuffled(rng, sorted(texts))[:classes]]
+    drawn = [shuffled(rng, own)[:rounds] for own in chosen]
     rounds = min(map(len, drawn))
     return [(drawn[label][i], int(label), i > 0) for i in range(rounds) for label in rng.permutation(classes)]
 
@@ -126,21 +103,12 @@ def _real(
 @functools.cache
 def intents(folder: Path) -> tuple[dict[str, tuple[str, ...]], ...]:
     """Texts by intent of each training file that is there, without the intents left to evaluation."""
-    pairs: list[list[tuple[str, str]]] = []
-    banking, clinc = folder / "icl" / "banking77_train.csv.gz", folder / "icl" / "clinc150_full.json.gz"
-    if banking.exists():
-        rows = csv.reader(io.StringIO(gzip.decompress(banking.read_bytes()).decode()))
-        pairs.append([(said, name) for said, name in list(rows)[1:]])
-    if clinc.exists():
-        pairs.append(
-            [(said, name) for said, name in json.loads(gzip.decompress(clinc.read_bytes()))["train"]]
-        )
-    return tuple(_by_intent(found) for found in pairs)
 
+    def raw(name: str) -> bytes | None:
+        file = folder / "icl" / name
+        return gzip.decompress(file.read_bytes()) if file.exists() else None
 
-def _by_intent(pairs: list[tuple[str, str]]) -> dict[str, tuple[str, ...]]:
-    found: dict[str, list[str]] = {}
-    for said, name in pairs:
-        if not held_out_word(name):
-            found.setdefault(name, []).append(" ".join(said.split()))
-    return {name: tuple(said) for name, said in found.items()}
+    first, second = raw("banking77_train.csv.gz"), raw("clinc150_full.json.gz")
+    sets = [banking(first)] if first is not None else []
+    sets += [json.loads(second)["train"]] if second is not None else []
+    return tuple(by_intent(pairs, held_out=False) for pairs in sets)

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from kvjax.eval.tasks.words import DECIMAL, pick
 from train.rows import TEXT, Source
-from train.tasks.pieces import Part, Row, held_out, join, pick, stack
-from train.tasks.values import CAPITALS, DECIMAL, Draw
+from train.tasks.pieces import Part, Row, held_out, join, stack
+from train.tasks.values import CAPITALS, Draw
 
 FITS = 128
 KNOWN = 2.0
@@ -62,7 +63,7 @@ TURNS = (
 
 
 def row(rng: np.random.Generator, source: Source, length: int) -> Row | None:
-    """One row, a log or a dialogue: (ids int32 [N], loss weight float32 [N])."""
+    """One row, a log or a dialogue."""
     draw = Draw(rng, lambda: source.word(rng), held_out(source))
     parts = (_log if rng.random() < 0.6 else _dialogue)(draw, length)
     ids, weight = join(source, parts)
@@ -72,7 +73,7 @@ def row(rng: np.random.Generator, source: Source, length: int) -> Row | None:
 
 
 def _filled(form: str, values: dict[str, str], known: set[tuple[str, str]]) -> list[Part]:
-    """The form's pieces; a value met before weighs more."""
+    """The form's pieces; a value that stood before weighs more."""
     parts: list[Part] = []
     for i, piece in enumerate(form.replace("}", "{").split("{")):
         if i % 2 == 0:
@@ -86,29 +87,24 @@ def _filled(form: str, values: dict[str, str], known: set[tuple[str, str]]) -> l
 
 def _log(d: Draw, length: int) -> list[Part]:
     rng = d.rng
-    opened, later = (
-        [d.one(OPEN) for _ in range(1)],
-        tuple(d.one(LATER) for _ in range(int(rng.integers(2, 5)))),
-    )
+    opened = d.one(OPEN)
+    later = tuple(d.one(LATER) for _ in range(int(rng.integers(2, 5))))
     done, beat = d.one(DONE), d.one(BEAT)
-    hosts = tuple(d.mine(lambda: f"{d.words()}-{d.digits(1)}") for _ in range(int(rng.integers(2, 5))))
+    hosts = tuple(d.in_split(lambda: f"{d.words()}-{d.digits(1)}") for _ in range(int(rng.integers(2, 5))))
     users = tuple(d.name().lower() for _ in range(int(rng.integers(2, 6))))
     step, clock = d.one(("minute", "line", "none")), int(rng.integers(0, 1200))
     jobs: list[dict[str, str]] = []
     known: set[tuple[str, str]] = set()
     parts: list[Part] = []
     for number in range(length // 8 + 4):
-        stamp = {"minute": f"{clock // 60 % 24:02}:{clock % 60:02} ", "line": f"{number + 1}. ", "none": ""}[
-            step
-        ]
+        stamps = {"minute": f"{clock // 60 % 24:02}:{clock % 60:02} INFO ", "line": f"{number + 1}. "}
         clock += 1
-        level = "INFO " if step == "minute" else ""
-        parts.append(("\n" + stamp + level, TEXT))
+        parts.append(("\n" + stamps.get(step, ""), TEXT))
         turn = rng.random()
         if not jobs or turn < 0.15:
             job = {"job": _job(d), "user": d.one(users), "host": d.one(hosts), "percent": d.digits(2)}
             jobs.append(job)
-            parts += _filled(opened[0], job, known)
+            parts += _filled(opened, job, known)
         elif turn < 0.7:
             job = jobs[int(rng.integers(len(jobs)))]
             parts += _filled(d.one(later), job | {"percent": d.digits(2)}, known)
@@ -120,7 +116,7 @@ def _log(d: Draw, length: int) -> list[Part]:
 
 
 def _job(d: Draw) -> str:
-    return d.mine(lambda: d.one(CAPITALS) + "".join(d.one(DECIMAL) for _ in range(3)))
+    return d.in_split(lambda: d.one(CAPITALS) + "".join(d.one(DECIMAL) for _ in range(3)))
 
 
 def _dialogue(d: Draw, length: int) -> list[Part]:
@@ -141,7 +137,7 @@ def _dialogue(d: Draw, length: int) -> list[Part]:
 
 
 def samples(rng: np.random.Generator, words: tuple[str, ...], count: int) -> list[str]:
-    """Logs and dialogues as text, for a tokenizer."""
+    """Logs and dialogues as text to train a tokenizer on."""
     draw = Draw(rng, lambda: pick(rng, words), False)
     make = (_log, _dialogue)
     return ["".join(text for text, _ in make[i % 2](draw, 128)) for i in range(count)]

@@ -11,30 +11,19 @@ Both fit from 256 tokens on.
 
 from __future__ import annotations
 
-import dataclasses
-
 import numpy as np
 
+from kvjax.eval.tasks.ruler_niah import FORMS, NeedleForm
+from kvjax.eval.tasks.words import DECIMAL, HEX, pick
 from train.rows import ANSWER, HAYSTACK, MAGIC, TAIL, Source
-from train.tasks.pieces import (
-    Part,
-    Row,
-    book,
-    distinct,
-    join,
-    lines,
-    noise,
-    pick,
-    plain,
-    scatter,
-    stack,
-    strings,
-)
+from train.tasks.pieces import Part, Row, book, distinct, join, lines, noise, plain, scatter, stack, strings
+
+__all__ = ["FITS", "FORMS", "many", "row"]
 
 FITS = 256
 
 QUESTIONS = (6, 12)
-"""Of a row of ``many`` at most: a short one, and from 1024 tokens on."""
+"""Most questions of a row of ``many``: of a short one, and from 1024 tokens on."""
 DRAWN = {
     "single_1": 1,
     "single_2": 1,
@@ -47,56 +36,11 @@ DRAWN = {
 }
 """How often ``many`` takes each form."""
 
-HEX, DECIMAL = "0123456789abcdef", "0123456789"
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Form:
-    """One of the tasks.
-
-    Attributes:
-      hay: book, noise or needles.
-      keys: needles' keys, at most; rows of the training mixture draw fewer, too.
-      values: of each key, at most.
-      asked: keys asked for, at most.
-      key, value: words, number or uuid.
-    """
-
-    hay: str
-    keys: int = 1
-    values: int = 1
-    asked: int = 1
-    key: str = "words"
-    value: str = "number"
-
-
-FORMS = {
-    "single_1": Form(hay="noise"),
-    "single_2": Form(hay="book"),
-    "single_3": Form(hay="book", value="uuid"),
-    "multikey_1": Form(hay="book", keys=4),
-    "multikey_2": Form(hay="needles"),
-    "multikey_3": Form(hay="needles", key="uuid", value="uuid"),
-    "multivalue": Form(hay="book", values=4),
-    "multiquery": Form(hay="book", keys=4, asked=4),
-}
-
 
 def row(
     rng: np.random.Generator, source: Source, length: int, *, form: str | None = None, full: bool = False
 ) -> Row | None:
-    """One row.
-
-    Args:
-      rng: consumed.
-      source: text and key words.
-      length: N, tokens of the row.
-      form: a name of ``FORMS``; None draws one.
-      full: as many keys and values as the form allows; else a number up to that is drawn.
-
-    Returns:
-      (ids int32 [N], loss weight float32 [N]); None when it does not fit.
-    """
+    """One row of a form; ``full``: as many keys and values as it allows, else their numbers are drawn."""
     task = FORMS[form or pick(rng, tuple(FORMS))]
     keys, values, asked = (
         most if full or most == 1 else int(rng.integers(2, (most if length >= 384 else 2) + 1))
@@ -108,16 +52,11 @@ def row(
         return None
     digits = 5 if length <= 1024 else pick(rng, (5, 7))
     hidden = {name: [_value(rng, task, digits) for _ in range(values)] for name in names}
-    lead = " " if task.hay == "book" else "\n"
-    needles = [source.encode(lead + sentence(task, k, v)) for k, vs in hidden.items() for v in vs]
-    intro = _intro(task) if rng.random() < 0.5 else ""
+    needles = [(name, value) for name, own in hidden.items() for value in own]
+    intro = task.intro() if rng.random() < 0.5 else ""
     order = [names[i] for i in rng.permutation(keys)[: min(asked, keys)]]
-    head, tail = join(source, [(intro, HAYSTACK)]), join(source, _question(rng, task, hidden, order))
-    room = length - 1 - len(head[0]) - len(tail[0]) - sum(map(len, needles))
-    if room < 8:
-        return None
-    hay = _hay(rng, source, task, room, digits, set(names))
-    return stack(head, plain(scatter(rng, hay, needles)), tail)
+    tail = join(source, _question(rng, task, hidden, order))
+    return _row(rng, source, length, task, needles, intro, tail, digits)
 
 
 def many(rng: np.random.Generator, source: Source, length: int) -> Row | None:
@@ -125,14 +64,6 @@ def many(rng: np.random.Generator, source: Source, length: int) -> Row | None:
 
     Keys are as many as the length allows, up to twelve, each asked for once; among lines of needles they
     stand anywhere. A question of several keys asks for any two to four, in any order.
-
-    Args:
-      rng: consumed.
-      source: text and key words.
-      length: N, tokens of the row.
-
-    Returns:
-      (ids int32 [N], loss weight float32 [N]); None when it does not fit.
     """
     chances = np.asarray(list(DRAWN.values()), float)
     task = FORMS[list(DRAWN)[int(rng.choice(len(chances), p=chances / chances.sum()))]]
@@ -143,15 +74,12 @@ def many(rng: np.random.Generator, source: Source, length: int) -> Row | None:
     if len(names) < count:
         return None
     digits = 5 if length <= 1024 else pick(rng, (5, 7))
-    hidden = {name: [_value(rng, task, digits) for _ in range(values)] for name in names}
-    lead = " " if task.hay == "book" else "\n"
-    flat = [(name, value) for name, found in hidden.items() for value in found]
+    needles = [(name, _value(rng, task, digits)) for name in names for _ in range(values)]
     # Shuffled as a whole, so that one key's values are not neighbours; its answer is in their new order.
-    flat = [flat[i] for i in rng.permutation(len(flat))]
-    hidden = {name: [value for other, value in flat if other == name] for name in names}
-    needles = [source.encode(lead + sentence(task, name, value)) for name, value in flat]
-    head = join(source, [(_intro(task) if rng.random() < 0.5 else "", HAYSTACK)])
-    room = length - 1 - len(head[0]) - sum(map(len, needles))
+    needles = [needles[i] for i in rng.permutation(len(needles))]
+    hidden = {name: [value for other, value in needles if other == name] for name in names}
+    intro = task.intro() if rng.random() < 0.5 else ""
+    room = _room(source, length, task, needles, intro)
     parts: list[Part] = []
     tail: Row | None = None
     for i in range(min(count, QUESTIONS[length >= 1024])):
@@ -160,13 +88,48 @@ def many(rng: np.random.Generator, source: Source, length: int) -> Row | None:
         if len(longer[0]) > room - 8 or (tail is not None and len(longer[0]) > length // 2):
             break
         tail = longer
-    if tail is None:
+    return None if tail is None else _row(rng, source, length, task, needles, intro, tail, digits)
+
+
+def _encoded(source: Source, task: NeedleForm, needles: list[tuple[str, str]]) -> list[list[int]]:
+    lead = " " if task.hay == "book" else "\n"
+    return [source.encode(lead + _sentence(task, key, value)) for key, value in needles]
+
+
+def _room(source: Source, length: int, task: NeedleForm, needles: list[tuple[str, str]], intro: str) -> int:
+    """Tokens for the haystack and the questions."""
+    head = join(source, [(intro, HAYSTACK)])
+    return length - 1 - len(head[0]) - sum(map(len, _encoded(source, task, needles)))
+
+
+def _row(
+    rng: np.random.Generator,
+    source: Source,
+    length: int,
+    task: NeedleForm,
+    needles: list[tuple[str, str]],
+    intro: str,
+    tail: Row,
+    digits: int,
+) -> Row | None:
+    """The intro, needles in a haystack that fills the length, and the questions."""
+    room = _room(source, length, task, needles, intro) - len(tail[0])
+    if room < 8:
         return None
-    hay = _hay(rng, source, task, room - len(tail[0]), digits, set(names))
-    return stack(head, plain(scatter(rng, hay, needles)), tail)
+    if task.hay == "book":
+        hay = book(rng, source, room)
+    elif task.hay == "noise":
+        hay = noise(source, room)
+    else:
+        shortest = len(source.encode("\n" + _sentence(task, "", "")))
+        taken = {key for key, _ in needles}
+        names = [name for name in _names(rng, source, task, room // shortest + 2, 2) if name not in taken]
+        hay = lines(source, [_sentence(task, name, _value(rng, task, digits)) for name in names], room)
+    body = plain(scatter(rng, hay, _encoded(source, task, needles)))
+    return stack(join(source, [(intro, HAYSTACK)]), body, tail)
 
 
-def _asked(rng: np.random.Generator, task: Form, names: list[str], turn: int) -> list[str]:
+def _asked(rng: np.random.Generator, task: NeedleForm, names: list[str], turn: int) -> list[str]:
     """The keys of one question: the next one, or any two to four where the form asks for several."""
     if task.asked == 1:
         return [names[turn]]
@@ -174,52 +137,30 @@ def _asked(rng: np.random.Generator, task: Form, names: list[str], turn: int) ->
     return [names[i] for i in rng.permutation(len(names))[:count]]
 
 
-def sentence(task: Form, key: str, value: str) -> str:
-    """A needle."""
+def _sentence(task: NeedleForm, key: str, value: str) -> str:
     return MAGIC.hide.format(key=key, value=value).strip().replace("numbers", task.value + "s")
 
 
-def _names(rng: np.random.Generator, source: Source, task: Form, count: int, words: int) -> list[str]:
+def _names(rng: np.random.Generator, source: Source, task: NeedleForm, count: int, words: int) -> list[str]:
     if task.key == "uuid":
         return strings(rng, source, count, 8, HEX)
     return distinct(rng, source, count, words=words)
 
 
-def _value(rng: np.random.Generator, task: Form, digits: int) -> str:
+def _value(rng: np.random.Generator, task: NeedleForm, digits: int) -> str:
     letters, size = (HEX, 8) if task.value == "uuid" else (DECIMAL, digits)
     return "".join(letters[i] for i in rng.integers(0, len(letters), size))
 
 
-def _intro(task: Form) -> str:
-    return (
-        f"Some special magic {task.value}s are hidden in the following text. "
-        f"Remember them: the question at its end is about these {task.value}s.\n"
-    )
-
-
 def _question(
-    rng: np.random.Generator, task: Form, hidden: dict[str, list[str]], order: list[str]
+    rng: np.random.Generator, task: NeedleForm, hidden: dict[str, list[str]], order: list[str]
 ) -> list[Part]:
     """The question, in the singular for one value; every value asked for is an answer of its own."""
     gap = pick(rng, (" ", "\n"))
-    found = [value for name in order for value in hidden[name]]
-    names = ", ".join(order[:-1]) + ", and " + order[-1] if len(order) > 1 else order[0]
-    kind = task.value + ("s" if len(found) > 1 else "")
-    what = f"the special magic {kind} for {names} mentioned in the provided text"
-    verb, wanted = ("are", f"What are all {what}?") if len(found) > 1 else ("is", f"What is {what}?")
-    parts: list[Part] = [(f"{gap}{wanted} {what[0].upper()}{what[1:]} {verb}", TAIL)]
-    for i, value in enumerate(found):
+    values = [value for name in order for value in hidden[name]]
+    what, verb = task.question(order, len(values))
+    every = "all " if len(values) > 1 else ""
+    parts: list[Part] = [(f"{gap}What {verb} {every}{what}? {what[0].upper()}{what[1:]} {verb}", TAIL)]
+    for i, value in enumerate(values):
         parts += [("," if i else "", TAIL), (f" {value}", ANSWER)]
     return [*parts, (".", TAIL)]
-
-
-def _hay(
-    rng: np.random.Generator, source: Source, task: Form, room: int, digits: int, taken: set[str]
-) -> tuple[np.ndarray, np.ndarray]:
-    if task.hay == "book":
-        return book(rng, source, room)
-    if task.hay == "noise":
-        return noise(source, room)
-    shortest = len(source.encode("\n" + sentence(task, "", "")))
-    names = [name for name in _names(rng, source, task, room // shortest + 2, 2) if name not in taken]
-    return lines(source, [sentence(task, name, _value(rng, task, digits)) for name in names], room)

@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import numpy as np
 
+from kvjax.eval.tasks.pairs import gaps, pair_lines
+from kvjax.eval.tasks.words import pick
 from train.rows import ANSWER, HAYSTACK, TAIL, Source
-from train.tasks.pieces import Row, book, distinct, held_out, join, pick, plain, stack
+from train.tasks.pieces import Row, book, distinct, held_out, join, plain, stack
 from train.text import SPECIAL, held_out_word
 
 FITS = 128
-EXPONENT = 0.01
 
 
 def row(
@@ -28,18 +29,7 @@ def row(
     form: str | None = None,
     pairs: int | None = None,
 ) -> Row | None:
-    """One row.
-
-    Args:
-      rng: consumed.
-      source: key words or, in token form, which ids may be keys.
-      length: N, tokens of the row.
-      form: "text" or "token"; None draws.
-      pairs: how many; None draws up to N / 16 as token, N / 40 as text, at least 2.
-
-    Returns:
-      (ids int32 [N], loss weight float32 [N]); None when it does not fit.
-    """
+    """One row, in "text" or "token" form; at most N / 16 pairs as token, N / 40 as text."""
     form = pick(rng, ("text", "token")) if form is None else form
     if pairs is None:
         most = max(2, length // (16 if form == "token" else 40))
@@ -47,16 +37,10 @@ def row(
     return _token(rng, source, length, pairs) if form == "token" else _text(rng, source, length, pairs)
 
 
-def gaps(rng: np.random.Generator, count: int, room: int) -> np.ndarray:
-    """``count`` different gaps in [0, room), by the power law."""
-    chance = np.arange(1, room + 1) ** (EXPONENT - 1)
-    return rng.choice(room, count, replace=False, p=chance / chance.sum())
-
-
 def _token(rng: np.random.Generator, source: Source, length: int, pairs: int) -> Row | None:
     vocab, first = source.tokenizer.get_vocab_size(), len(SPECIAL)
-    half, mine = (first + vocab) // 2, held_out(source)
-    lower = np.asarray([i for i in range(first, half) if held_out_word(str(i)) == mine])
+    half, split = (first + vocab) // 2, held_out(source)
+    lower = np.asarray([i for i in range(first, half) if held_out_word(str(i)) == split])
     room = (length - 1 - 2 * pairs) // 2
     if room < pairs or len(lower) < pairs:
         return None
@@ -76,11 +60,11 @@ def _text(rng: np.random.Generator, source: Source, length: int, pairs: int) -> 
     if len(words) < 2 * pairs:
         return None
     keys, values = words[:pairs], words[pairs:]
-    front = join(source, [("\n".join(f"{k} -> {v}" for k, v in zip(keys, values)), HAYSTACK)])
-    asked = [
+    front = join(source, [(pair_lines(keys, values), HAYSTACK)])
+    questions = [
         join(source, [(f"\n{k} ->", TAIL), (f" {v}", ANSWER), ("\n", TAIL)]) for k, v in zip(keys, values)
     ]
-    room = length - 1 - len(front[0]) - sum(len(span[0]) for span in asked)
+    room = length - 1 - len(front[0]) - sum(len(span[0]) for span in questions)
     if room < 2 * pairs:
         return None
     text, ends = book(rng, source, room)
@@ -90,6 +74,6 @@ def _text(rng: np.random.Generator, source: Source, length: int, pairs: int) -> 
         # The sentence end at or before the place, if there is one behind the last cut.
         near = int(ends[max(0, int(np.searchsorted(ends, place, side="right")) - 1)])
         cut = near if done <= near <= place else int(place)
-        spans += [plain(text[done:cut]), asked[i]]
+        spans += [plain(text[done:cut]), questions[i]]
         done = cut
     return stack(*spans, plain(text[done:]))

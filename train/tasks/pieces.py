@@ -1,4 +1,4 @@
-"""What every task's row is built of: weighted text, haystacks and how needles go into them, fresh names.
+"""Parts of every task's row: weighted text, haystacks with needles, new names.
 
 A row of N tokens begins with BOS and is a pure function of its generator. Pieces of one text are
 encoded together, so that the tokens are those an evaluator gets from the whole prompt.
@@ -7,10 +7,12 @@ encoded together, so that the tokens are those an evaluator gets from the whole 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from typing import TypeVar
 
 import numpy as np
 
+from kvjax.eval.tasks import words as shared
+from kvjax.eval.tasks.words import NOISE as NOISE
+from kvjax.eval.tasks.words import pick as pick
 from train.rows import HAYSTACK, Source
 from train.text import BOS, held_out_word
 
@@ -21,19 +23,9 @@ Part = tuple[str, float]
 RowFn = Callable[[np.random.Generator, Source, int], Row | None]
 """(rng, source, N) to a row of exactly N tokens; None when this draw does not fit."""
 
-NOISE = "The road is long. The hill is steep. The wind is cold. Up we climb. Down we come again."
-"""Five sentences that say nothing, one haystack line."""
-
-Item = TypeVar("Item")
-
-
-def pick(rng: np.random.Generator, items: Sequence[Item]) -> Item:
-    """One of them."""
-    return items[int(rng.integers(len(items)))]
-
 
 def join(source: Source, parts: Sequence[Part]) -> Row:
-    """Encodes the parts as one text; a token has the weight of the part that its last character is in."""
+    """Encodes the parts as one text; a token has the weight of the part that holds its last character."""
     encoding = source.tokenizer.encode("".join(text for text, _ in parts))
     ends = np.cumsum([len(text) for text, _ in parts])
     part = np.searchsorted(ends, [stop for _, stop in encoding.offsets])
@@ -42,7 +34,7 @@ def join(source: Source, parts: Sequence[Part]) -> Row:
 
 
 def plain(ids: Sequence[int] | np.ndarray, weight: float = HAYSTACK) -> Row:
-    """Ids of one weight."""
+    """Ids with one weight."""
     return np.asarray(ids, np.int32), np.full(len(ids), weight, np.float32)
 
 
@@ -134,29 +126,16 @@ def distinct(
     rng: np.random.Generator, source: Source, count: int, *, words: int = 1, without: Collection[str] = ()
 ) -> list[str]:
     """``count`` different keys of ``words`` key words, none of ``without``; fewer if they run out."""
-    found: dict[str, None] = {}
+    keys: dict[str, None] = {}
     for _ in range(8 + 4 * count):
-        if len(found) == count:
+        if len(keys) == count:
             break
         key = "-".join(source.word(rng) for _ in range(words))
         if key not in without:
-            found[key] = None
-    return list(found)
+            keys[key] = None
+    return list(keys)
 
 
-def strings(
-    rng: np.random.Generator,
-    source: Source,
-    count: int,
-    size: int,
-    letters: str,
-    without: Collection[str] = (),
-) -> list[str]:
+def strings(rng: np.random.Generator, source: Source, count: int, size: int, letters: str) -> list[str]:
     """``count`` different random strings of ``size`` letters, of the split that the source belongs to."""
-    mine = held_out(source)
-    found: dict[str, None] = {}
-    while len(found) < count:
-        made = "".join(letters[i] for i in rng.integers(0, len(letters), size))
-        if held_out_word(made) == mine and made not in without:
-            found[made] = None
-    return list(found)
+    return shared.strings(rng, count, size, letters, held_out=held_out(source))

@@ -1,9 +1,8 @@
-"""Prose in which copying pays: sentences, clauses and passages that come again, word for word, at any
-distance.
+"""Prose with repeats: sentences, clauses and passages come again, word for word, at any distance.
 
 Three kinds: spans of a text stand in it a second (or third) time behind a later sentence; a refrain returns
-after every few sentences; paragraphs of one book follow in random order, some of them twice. Repeated tokens
-behind a repeat's first three have the weight of a copy: nothing says at its first token that it is one.
+after every few sentences; paragraphs of one book follow in random order, some of them twice. Tokens of a
+repeat behind its first three have the weight of a copy: the first ones cannot be foretold.
 Fits from 128 tokens on.
 """
 
@@ -11,17 +10,18 @@ from __future__ import annotations
 
 import numpy as np
 
-from train.rows import TEXT, Source
-from train.tasks.pieces import Row, pick, stack, window
+from kvjax.eval.tasks.words import pick
+from train.rows import ANSWER, TEXT, Source
+from train.tasks.pieces import Row, plain, stack, window
 
 FITS = 128
 COPY = 2.0
 FREE = 3
-"""Tokens of a repeat that nothing foretells."""
+"""Tokens of a repeat that cannot be foretold."""
 
 
 def row(rng: np.random.Generator, source: Source, length: int) -> Row | None:
-    """One row of a random kind: (ids int32 [N], loss weight float32 [N])."""
+    """One row of a random kind."""
     return (_spans, _spans, _refrain, _paragraphs)[int(rng.integers(4))](rng, source, length - 1)
 
 
@@ -29,10 +29,6 @@ def _again(ids: np.ndarray) -> Row:
     weight = np.full(len(ids), COPY, np.float32)
     weight[:FREE] = TEXT
     return ids, weight
-
-
-def _once(ids: np.ndarray) -> Row:
-    return ids, np.full(len(ids), TEXT, np.float32)
 
 
 def _sentences(source: Source, text: np.ndarray) -> list[np.ndarray]:
@@ -60,7 +56,7 @@ def _spans(rng: np.random.Generator, source: Source, length: int) -> Row | None:
     share = rng.uniform(0.1, 0.5)
     spans, met = [], []
     for part in parts:
-        spans.append(_once(part))
+        spans.append(plain(part, TEXT))
         met.append(part)
         if rng.random() < share:
             known = pick(rng, met)
@@ -75,9 +71,9 @@ def _refrain(rng: np.random.Generator, source: Source, length: int) -> Row | Non
     """A line of prose that returns."""
     parts = _sentences(source, window(rng, source, length))
     line = pick(rng, parts)[:60]
-    spans, wait = [_once(line)], int(rng.integers(1, 5))
+    spans, wait = [plain(line, TEXT)], int(rng.integers(1, 5))
     for i, part in enumerate(parts, 1):
-        spans.append(_once(part))
+        spans.append(plain(part, TEXT))
         if i % wait == 0:
             spans.append(_again(line))
             wait = int(rng.integers(1, 5))
@@ -92,7 +88,7 @@ def _paragraphs(rng: np.random.Generator, source: Source, length: int) -> Row | 
     met: set[int] = set()
     spans = []
     for i in rng.permutation(order).tolist():
-        spans.append(_again(parts[i]) if i in met else _once(parts[i]))
+        spans.append(_again(parts[i]) if i in met else plain(parts[i], TEXT))
         met.add(i)
     return _whole(length, spans)
 
@@ -102,12 +98,8 @@ def asked(
 ) -> Row | None:
     """For measuring: prose with one of its sentences again at the end.
 
-    Returns:
-      (ids int32 [N], weight float32 [N]): ``ANSWER`` on the repeat's tokens behind its first three, TEXT
-      else.
+    The weight is ``ANSWER`` on the repeat's tokens behind its first three, else TEXT.
     """
-    from train.rows import ANSWER
-
     text = window(rng, source, length - 1)
     parts = _sentences(source, text)
     fit = [i for i, part in enumerate(parts[:-1]) if least <= len(part) <= most]
@@ -123,9 +115,9 @@ def asked(
     # Kept to the end of a sentence; what is cut off goes in front, so that the row has its length.
     lead = room - int(behind[-1])
     ids, weight = stack(
-        _once(window(rng, source, lead)) if lead else _once(text[:0]),
-        _once(text[: behind[-1]]),
-        _once(chosen),
+        plain(window(rng, source, lead) if lead else text[:0], TEXT),
+        plain(text[: behind[-1]], TEXT),
+        plain(chosen, TEXT),
     )
     weight[len(ids) - len(chosen) + FREE :] = ANSWER
     return ids, weight

@@ -17,14 +17,15 @@ from pathlib import Path
 
 import numpy as np
 
+from kvjax.eval.tasks.babilong import TASK, parsed
+from kvjax.eval.tasks.words import pick
 from train import text
 from train.rows import ANSWER, HAYSTACK, TAIL, Source
-from train.tasks.pieces import Part, Row, book, framed, held_out, join, pick, plain, scatter, stack
+from train.tasks.pieces import Part, Row, book, framed, held_out, join, plain, scatter, stack
 from train.tasks.stories_world import STORIES, Story
 
 FITS = 256
 
-TASK = "Read the text and remember where people and things are. Answer each question with one word."
 REAL_SHARE = 0.3
 TOKENS_A_FACT = 15
 MOST_FACTS = {1: 10, 2: 32, 3: 96, 4: 2, 5: 48}
@@ -38,18 +39,7 @@ def row(
     kind: int | None = None,
     hidden: bool | None = None,
 ) -> Row | None:
-    """One row.
-
-    Args:
-      rng: consumed.
-      source: the text around the facts.
-      length: N, tokens of the row.
-      kind: which of bAbI's questions, 1 to 5; None draws.
-      hidden: facts among sentences of a book; None draws, three in five.
-
-    Returns:
-      (ids int32 [N], loss weight float32 [N]); None when it does not fit.
-    """
+    """One row with a question of a ``kind``, 1 to 5; ``hidden``: its facts among sentences of a book."""
     kind = int(rng.integers(1, 6)) if kind is None else kind
     hidden = rng.random() < 0.6 if hidden is None else hidden
     most = min(MOST_FACTS[kind], (length - 80) // TOKENS_A_FACT)
@@ -61,8 +51,8 @@ def row(
         tail += [(f"\nQuestion: {question}\nAnswer:", TAIL), (f" {answer}", ANSWER), (".", TAIL)]
     if not hidden:
         facts = pick(rng, ("\n", " ")).join(story.facts)
-        return framed(rng, source, length, [(f"{TASK}\n{facts}", HAYSTACK), *tail])
-    head, end = join(source, [(TASK + "\n", HAYSTACK)]), join(source, tail)
+        return framed(rng, source, length, [(TASK + facts, HAYSTACK), *tail])
+    head, end = join(source, [(TASK, HAYSTACK)]), join(source, tail)
     pieces = [source.encode(" " + fact) for fact in story.facts]
     room = length - 1 - len(head[0]) - len(end[0]) - sum(map(len, pieces))
     if room < 8:
@@ -79,9 +69,9 @@ def _story(rng: np.random.Generator, source: Source, kind: int, most: int) -> St
             if len((story := pick(rng, read)).facts) <= most:
                 return story
     for _ in range(20):
-        made = STORIES[kind](rng, most)
-        if made is not None:
-            return made
+        generated = STORIES[kind](rng, most)
+        if generated is not None:
+            return generated
     return None
 
 
@@ -89,15 +79,5 @@ def _story(rng: np.random.Generator, source: Source, kind: int, most: int) -> St
 def real_stories(folder: Path, kind: int, split: str = "train") -> tuple[Story, ...]:
     """Every question of a bAbI file as one story of the facts before it; none where there is no file."""
     files = sorted((folder / "babi" / "en-10k").glob(f"qa{kind}_*_{split}.txt.gz"))
-    found: list[Story] = []
-    facts: list[str] = []
-    for line in gzip.decompress(files[0].read_bytes()).decode().splitlines() if files else []:
-        number, _, said = line.partition(" ")
-        if number == "1":
-            facts = []
-        if "\t" in said:
-            question, answer, _ = said.split("\t")
-            found.append(Story(facts=tuple(facts), asked=((question.strip(), answer),)))
-        else:
-            facts.append(said)
-    return tuple(found)
+    stories = parsed(gzip.decompress(files[0].read_bytes()).decode()) if files else []
+    return tuple(Story(facts=tuple(facts), asked=((q, a),)) for facts, q, a in stories)

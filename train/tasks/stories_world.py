@@ -1,7 +1,7 @@
 """The little worlds behind ``train.tasks.stories``: people walk, carry things and hand them on.
 
-Rules (observed in bAbI's data): whoever knows where he is may take a thing that nobody holds and that
-is there or was never seen; a thing goes where its holder goes. Question 3 asks for the room a thing
+Rules (observed in bAbI's data): a person whose room is known may take a thing that nobody holds and that is
+in that room or was never seen; a thing goes where its holder goes. Question 3 asks for the room a thing
 was in just before its last stay in another one; question 5 for the latest gift that matches.
 """
 
@@ -12,17 +12,11 @@ from collections.abc import Callable
 
 import numpy as np
 
-from train.tasks.pieces import pick
+from kvjax.eval.tasks.words import pick
+from kvjax.eval.tasks.world import GIVERS, ROOMS, THINGS, WAYS, WORDS
 
 WALKERS = ("John", "Mary", "Daniel", "Sandra")
-GIVERS = ("Bill", "Fred", "Jeff", "Mary")
-ROOMS = ("bathroom", "bedroom", "garden", "hallway", "kitchen", "office")
-THINGS = ("apple", "football", "milk")
 WALK = ("moved", "went", "went back", "travelled", "journeyed")
-TAKE = ("got", "took", "grabbed", "picked up")
-DROP = ("dropped", "put down", "left", "discarded")
-GIVE = ("gave", "handed", "passed")
-OPPOSITE = {"north": "south", "south": "north", "east": "west", "west": "east"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,14 +56,14 @@ class World:
         who, thing = pick(rng, can)
         self.holder[thing] = who
         self.trail.setdefault(thing, [self.at[who]])
-        return f"{who} {pick(rng, TAKE)} the {thing}{_there(rng)}."
+        return f"{who} {pick(rng, WORDS['take'])} the {thing}{_there(rng)}."
 
     def drop(self, rng: np.random.Generator) -> str | None:
         """Somebody lets go of a thing; None when nobody holds one."""
         if not self.holder:
             return None
         thing = pick(rng, sorted(self.holder))
-        return f"{self.holder.pop(thing)} {pick(rng, DROP)} the {thing}{_there(rng)}."
+        return f"{self.holder.pop(thing)} {pick(rng, WORDS['drop'])} the {thing}{_there(rng)}."
 
     def give(self, rng: np.random.Generator) -> str | None:
         """A thing goes to somebody who is there or whose place is not known; None when it cannot."""
@@ -85,7 +79,7 @@ class World:
         self.holder[thing] = taker
         self.at[taker] = self.at[giver]
         self.gifts.append((giver, thing, taker))
-        return f"{giver} {pick(rng, GIVE)} the {thing} to {taker}."
+        return f"{giver} {pick(rng, WORDS['give'])} the {thing} to {taker}."
 
 
 def _there(rng: np.random.Generator) -> str:
@@ -141,25 +135,21 @@ def before(rng: np.random.Generator, most: int) -> Story | None:
     return _story(rng, facts, can)
 
 
-def directions(rng: np.random.Generator, most: int) -> Story | None:
+def directions(rng: np.random.Generator, _: int) -> Story | None:
     """Question 4: three rooms in a line, two neighbours' positions told, one asked for."""
-    del most
     rooms = [ROOMS[i] for i in rng.permutation(len(ROOMS))[:3]]
-    way = pick(rng, sorted(OPPOSITE))
+    way = pick(rng, sorted(WAYS))
     pairs = [(rooms[1], rooms[0]), (rooms[2], rooms[1])]  # (a, b): a is `way` of b
-    told = []
+    facts = []
     for i in rng.permutation(2):
         a, b = pairs[i]
-        told.append(f"The {a} is {way} of the {b}." if rng.random() < 0.5 else _turned(way, a, b))
+        forward = rng.random() < 0.5
+        facts.append(f"The {a} is {way} of the {b}." if forward else f"The {b} is {WAYS[way]} of the {a}.")
     can = []
     for a, b in pairs:
-        for side, near, far in ((way, a, b), (OPPOSITE[way], b, a)):
+        for side, near, far in ((way, a, b), (WAYS[way], b, a)):
             can += [(f"What is {side} of the {far}?", near), (f"What is the {near} {side} of?", far)]
-    return _story(rng, told, can)
-
-
-def _turned(way: str, a: str, b: str) -> str:
-    return f"The {b} is {OPPOSITE[way]} of the {a}."
+    return _story(rng, facts, can)
 
 
 def gifts(rng: np.random.Generator, most: int) -> Story | None:

@@ -11,40 +11,19 @@ Fits from 256 tokens on; 1024 with the example; ``many`` from 384 on.
 
 from __future__ import annotations
 
-import dataclasses
-
 import numpy as np
 
+from kvjax.eval.tasks.tracking import HOPS, TASK, assignments, question
+from kvjax.eval.tasks.words import CAPITALS, DECIMAL, pick
 from train.rows import ANSWER, HAYSTACK, TAIL, Source
-from train.tasks.pieces import Part, Row, book, join, noise, pick, plain, scatter, stack, strings
+from train.tasks.pieces import Part, Row, book, join, noise, plain, scatter, stack, strings
 
 FITS = 256
 MANY_FITS = 384
-HOPS = 4
 EXAMPLE_FITS = 1024
 
-TASK = "Follow the chains of variable assignments that are hidden in the following text."
-CAPITALS, DECIMAL = "ABCDEFGHIJKLMNOPQRSTUVWXYZ", "0123456789"
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Chain:
-    """A number and the names that hold it, in order."""
-
-    number: str
-    names: tuple[str, ...]
-
-    def lines(self) -> list[str]:
-        """The assignments."""
-        values = [self.number, *(f"VAR {name}" for name in self.names)]
-        return [f"VAR {name} = {value}" for name, value in zip(self.names, values)]
-
-    def asked(self) -> list[Part]:
-        """Question and answer."""
-        count = len(self.names)
-        question = f"Question: Which variables are assigned the value {self.number} in the text above?"
-        prefix = f"Answer: {count} variables are assigned the value {self.number}, they are:"
-        return [(f"\n{question}\n{prefix}", TAIL), (" " + " ".join(self.names), ANSWER), (".", TAIL)]
+Chain = tuple[str, list[str]]
+"""A number and the names that hold it, in order."""
 
 
 def row(
@@ -60,16 +39,11 @@ def row(
     """One row.
 
     Args:
-      rng: consumed.
-      source: its split decides which random names may occur.
-      length: N, tokens of the row.
+      rng, source, length: as in ``RowFn``.
       hops: assignments from name to name; None draws 1 to 4, mostly 4.
-      example: whether a worked example stands in front; None draws.
-      second: whether another chain stands between; None draws.
+      example: whether a worked example stands in front.
+      second: whether another chain stands between.
       both: whether that one is asked for behind the first.
-
-    Returns:
-      (ids int32 [N], loss weight float32 [N]); None when it does not fit.
     """
     hops = pick(rng, (1, 2, 3, HOPS, HOPS, HOPS)) if hops is None else hops
     if example is None:
@@ -78,15 +52,14 @@ def row(
         second = length >= EXAMPLE_FITS and rng.random() < 0.25
     numbers = strings(rng, source, 3, 5, DECIMAL)
     names = strings(rng, source, 2 * (hops + 1), 5, CAPITALS)
-    asked = Chain(number=numbers[0], names=tuple(names[: hops + 1]))
-    hidden = [asked, Chain(number=numbers[1], names=tuple(names[hops + 1 :]))][: 1 + second]
+    hidden = [(numbers[0], names[: hops + 1]), (numbers[1], names[hops + 1 :])][: 1 + second]
     shown: list[Row] = [join(source, [(TASK + "\n", HAYSTACK)])]
     if example:
-        short = Chain(number=numbers[2], names=tuple(strings(rng, source, hops + 1, 3, CAPITALS)))
+        short = numbers[2], strings(rng, source, hops + 1, 3, CAPITALS)
         hay = noise(source, int(rng.integers(length // 16, length // 8)))
-        shown += [plain(scatter(rng, hay, [source.encode("\n" + line) for line in short.lines()]))]
-        shown += [join(source, short.asked()), join(source, [(f"\n\n{TASK}\n", HAYSTACK)])]
-    tail = join(source, [part for one in hidden[: 1 + both] for part in one.asked()])
+        shown += [plain(scatter(rng, hay, [source.encode("\n" + line) for line in assignments(*short)]))]
+        shown += [join(source, _solved(*short)), join(source, [(f"\n\n{TASK}\n", HAYSTACK)])]
+    tail = join(source, [part for chain in hidden[: 1 + both] for part in _solved(*chain)])
     in_book = rng.random() < 0.25
     pieces = [source.encode(f" {x}." if in_book else f"\n{x}") for x in _interleaved(rng, hidden)]
     room = length - 1 - sum(len(span[0]) for span in (*shown, tail)) - sum(map(len, pieces))
@@ -104,8 +77,13 @@ def many(rng: np.random.Generator, source: Source, length: int) -> Row | None:
     )
 
 
+def _solved(number: str, names: list[str]) -> list[Part]:
+    """Question and answer."""
+    return [("".join(question(number, len(names))), TAIL), (" " + " ".join(names), ANSWER), (".", TAIL)]
+
+
 def _interleaved(rng: np.random.Generator, chains: list[Chain]) -> list[str]:
     """All lines of the chains, each chain in its order."""
-    queues = [iter(chain.lines()) for chain in chains]
-    turns = rng.permutation(np.repeat(np.arange(len(chains)), [len(c.names) for c in chains]))
+    queues = [iter(assignments(*chain)) for chain in chains]
+    turns = rng.permutation(np.repeat(np.arange(len(chains)), [len(names) for _, names in chains]))
     return [next(queues[turn]) for turn in turns]

@@ -1,5 +1,4 @@
-"""What facts are made of: values of nine types and keys of five, none shown to both training and
-evaluation."""
+"""Values of nine types and keys of five, of which facts are made; training and evaluation share none."""
 
 from __future__ import annotations
 
@@ -8,9 +7,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from train.text import held_out_word
+from kvjax.eval.tasks.words import DECIMAL, held_out_word
 
-DECIMAL = "0123456789"
 CAPITALS = "ABCDEFGHJKLMNPQRSTUVWXYZ"
 MONTHS = (
     "January", "February", "March", "April", "May", "June", "July", "August", "September", "October",
@@ -25,23 +23,9 @@ STARTS = (
 )  # fmt: skip
 MIDDLES = ("a", "e", "i", "o", "u", "ai", "ea", "ou", "ar", "el", "en", "il", "on", "or", "un")
 ENDS = (
-    "ra",
-    "la",
-    "na",
-    "do",
-    "ko",
-    "my",
-    "lin",
-    "ton",
-    "ber",
-    "den",
-    "mas",
-    "ric",
-    "vin",
-    "sel",
-    "nard",
+    "ra", "la", "na", "do", "ko", "my", "lin", "ton", "ber", "den", "mas", "ric", "vin", "sel", "nard",
     "wick",
-)
+)  # fmt: skip
 TOWNS = ("ham", "ford", "burg", "field", "port", "mouth", "stead", "wood", "bridge", "ville")
 
 
@@ -60,22 +44,21 @@ class Draw:
     held: bool
 
     def one(self, items: tuple[str, ...] | str) -> str:
-        """One of them."""
         return items[int(self.rng.integers(len(items)))]
 
     def digits(self, count: int) -> str:
         """A string of digits, the first not nought."""
         return self.one(DECIMAL[1:]) + "".join(self.one(DECIMAL) for _ in range(count - 1))
 
-    def mine(self, make: Callable[[], str]) -> str:
-        """What ``make`` gives, of this split (by the checksum that splits key words)."""
-        while held_out_word(made := make()) != self.held:
+    def in_split(self, make: Callable[[], str]) -> str:
+        """The first string from ``make`` that is in this split (by the checksum that splits key words)."""
+        while held_out_word(string := make()) != self.held:
             pass
-        return made
+        return string
 
     def name(self) -> str:
         """A made-up name."""
-        return self.mine(lambda: self.one(STARTS) + self.one(MIDDLES) + self.one(ENDS))
+        return self.in_split(lambda: self.one(STARTS) + self.one(MIDDLES) + self.one(ENDS))
 
 
 def _code(d: Draw) -> str:
@@ -83,7 +66,7 @@ def _code(d: Draw) -> str:
         letters = "".join(d.one(CAPITALS) for _ in range(int(d.rng.integers(1, 4))))
         return f"{letters}{d.one(('-', '', '/'))}{d.digits(int(d.rng.integers(2, 5)))}"
 
-    return d.mine(make)
+    return d.in_split(make)
 
 
 def _price(d: Draw) -> str:
@@ -136,7 +119,6 @@ def keys(d: Draw, count: int) -> list[str]:
     make = KEYS[list(KEYS)[int(d.rng.choice(len(KEYS), p=KEY_SHARES))]]
     found: dict[str, None] = {}
     for _ in range(4 * count + 8):
-        if len(found) == count:
-            break
-        found[make(d)] = None
+        if len(found) < count:
+            found[make(d)] = None
     return list(found)

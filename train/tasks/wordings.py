@@ -1,9 +1,8 @@
-"""How facts are worded: a grammar of frames and relations, sentences with verbs of their own, and ten kept
-apart.
+"""How facts are worded: a grammar of frames and relations, sentences with verbs of their own, ten held out.
 
-A wording hides a fact ({k} key, {v} value) and asks for it. What training may draw and what only evaluation
-may is decided by the wording, not by its words: frames and relations whose checksum falls into the held-out
-fifth, and all of the file's untrained ones, are never trained.
+A wording hides a fact ({k} key, {v} value) and asks for it. The wording, not its words, decides whether
+training may draw it: frames and relations whose checksum falls into the held-out fifth, and the file's
+untrained ones, are never trained.
 """
 
 from __future__ import annotations
@@ -45,10 +44,6 @@ def written(group: str) -> tuple[Wording, ...]:
     return tuple(Wording(row["kind"], row["hide"], tuple(row["ask"])) for row in _file()[group])
 
 
-def _allowed(text: str, held: bool) -> bool:
-    return held_out_word(text) == held
-
-
 @functools.cache
 def grammar(held: bool) -> tuple[Wording, ...]:
     """Wordings of training, or those whose frame or relation is held out (the file's untrained ones are in
@@ -56,14 +51,16 @@ def grammar(held: bool) -> tuple[Wording, ...]:
 
     A trained wording has a trained statement, relation and questions; a held-out one a statement that is not.
     """
-    found = []
+    wordings = []
     for kind, relations in _file()["relations"].items():
-        for relation in (r for r in relations if not _allowed(r, True)):
-            asks = tuple(_filled(q, relation) for q in _file()["questions"] if not _allowed(q, True))
-            for frame in _file()["statements"]:
-                if _allowed(frame, held):
-                    found.append(Wording(kind, _filled(frame, relation), _asks(frame, relation, asks)))
-    return tuple(found) if held else (*found, *written("trained"))
+        for relation in (r for r in relations if not held_out_word(r)):
+            asks = tuple(_filled(q, relation) for q in _file()["questions"] if not held_out_word(q))
+            wordings += [
+                Wording(kind, _filled(frame, relation), _asks(frame, relation, asks))
+                for frame in _file()["statements"]
+                if held_out_word(frame) == held
+            ]
+    return tuple(wordings) if held else (*wordings, *written("trained"))
 
 
 def _filled(frame: str, relation: str) -> str:

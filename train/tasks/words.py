@@ -13,48 +13,39 @@ cwe fits from 256 tokens on, in full, with its example, from 1024; fwe from 512.
 
 from __future__ import annotations
 
-import math
+import collections
 
 import numpy as np
 
+from kvjax.eval.tasks import counting
+from kvjax.eval.tasks.counting import ZETA, numbered
+from kvjax.eval.tasks.words import pick, shuffled
 from train.rows import ANSWER, HAYSTACK, TAIL, Source
-from train.tasks.pieces import Part, Row, distinct, framed, join, pick, strings
+from train.tasks.pieces import Part, Row, distinct, framed, join, strings
 
 CWE_FITS = 256
 FWE_FITS = 512
 CWE_FULL = 1024
-LETTERS = "abcdefghijklmnopqrstuvwxyz"
-ZETA = math.pi**2 / 6
-
-CWE_TASK = "Below is a numbered list of words. Some of them stand in it more often than the others."
-FWE_TASK = "Read the following coded text and count how often each coded word occurs. Ignore the dots."
 
 
 def cwe(rng: np.random.Generator, source: Source, length: int, *, full: bool | None = None) -> Row | None:
-    """One row of common words.
-
-    Args:
-      rng: consumed.
-      source: key words, and the text that fills the row.
-      length: N, tokens of the row.
-      full: ten words with a worked example; None draws, from 1024 tokens on.
-
-    Returns:
-      (ids int32 [N], loss weight float32 [N]); None when it does not fit.
-    """
+    """One row of common words; ``full``: ten words with a worked example."""
     if full is None:
         full = length >= CWE_FULL and rng.random() < 0.6
-    most = 5 if length < 512 else 7
-    common, often, once = (
-        (10, 6, 1) if full else (int(rng.integers(3, most)), int(rng.integers(3, most - 1)), 1)
-    )
-    if full and length >= 4096:
+    common, often, once = 10, 6, 1
+    if not full:
+        most = 5 if length < 512 else 7
+        common, often = int(rng.integers(3, most)), int(rng.integers(3, most - 1))
+    elif length >= 4096:
         often, once = 30, 3
-    example = _list(rng, distinct(rng, source, 20), 10, 3, 1) if full else None
-    shown: list[Part] = [] if example is None else [*_asked(example, 10), ("\n\n", HAYSTACK)]
-    used = set() if example is None else set(example)
+    shown: list[Part] = []
+    example: list[str] = []
+    if full:
+        words = distinct(rng, source, 20)
+        example = shuffled(rng, words[:10] * 3 + words[10:])
+        shown = [*_solved(example, 10), ("\n\n", HAYSTACK)]
     front = len(join(source, shown)[0]) if shown else 0
-    words = distinct(rng, source, common + length // (6 * once), without=used)
+    words = distinct(rng, source, common + length // (6 * once), without=set(example))
     # " 12. word" costs its digits, a blank, a dot and the word.
     cost = 4.5 + np.mean([len(e.ids) for e in source.tokenizer.encode_batch([" " + word for word in words])])
     room = length - front - 60 - int(common * 8)
@@ -62,65 +53,41 @@ def cwe(rng: np.random.Generator, source: Source, length: int, *, full: bool | N
     if not full:
         count = min(count, int(rng.integers(common + 2, max(common + 3, count + 1))))
     while count >= common + 2:
-        items = _list(rng, words[:count], common, often, once)
-        made = framed(rng, source, length, [*shown, *_asked(items, common)])
-        if made is not None:
-            return made
+        items = shuffled(rng, words[:common] * often + words[common:count] * once)
+        filled = framed(rng, source, length, [*shown, *_solved(items, common)])
+        if filled is not None:
+            return filled
         count -= max(1, count // 16)
     return None
 
 
-def _list(rng: np.random.Generator, words: list[str], common: int, often: int, once: int) -> list[str]:
-    """The first ``common`` words ``often`` times and the others ``once`` each, shuffled."""
-    items = words[:common] * often + words[common:] * once
-    return [items[i] for i in rng.permutation(len(items))]
-
-
-def _asked(items: list[str], common: int) -> list[Part]:
+def _solved(items: list[str], common: int) -> list[Part]:
     """List, question and numbered answer."""
-    counts: dict[str, int] = {}
-    for item in items:
-        counts[item] = counts.get(item, 0) + 1
+    counts = collections.Counter(items)
     most = sorted(counts.values())[-common]
     best = [word for word, count in counts.items() if count >= most]
-    listed = " ".join(f"{i}. {item}" for i, item in enumerate(items, 1))
-    question = f"Question: What are the {common} most common words in the above list?"
-    parts: list[Part] = [
-        (f"{CWE_TASK}\n{listed}\n", HAYSTACK),
-        (f"{question}\nAnswer: The {common} words that stand most often in the list are:", TAIL),
-    ]
+    question = "".join(counting.cwe_question(common))
+    # The line break before the question belongs to the list.
+    parts: list[Part] = [(f"{counting.CWE_TASK}\n{numbered(items)}\n", HAYSTACK), (question[1:], TAIL)]
     for i, word in enumerate(best, 1):
         parts += [(f" {i}.", TAIL), (f" {word}", ANSWER)]
     return [*parts, (".", TAIL)]
 
 
 def fwe(rng: np.random.Generator, source: Source, length: int) -> Row | None:
-    """One row of frequent coded words, as :func:`cwe` returns it."""
+    """One row of frequent coded words."""
     size = pick(rng, (4, 6, 6)) if length < 512 else 6
-    words = strings(rng, source, max(12, length // 50), size, LETTERS)
+    words = strings(rng, source, max(12, length // 50), size, counting.LETTERS)
     cost = np.mean([len(source.encode(" " + word)) for word in words])
     dots = len(source.encode(" ..."))
     # Six tokens in ten are dots: 1 / zeta(2).
     count = int((length - 80) / (dots / ZETA + cost * (1 - 1 / ZETA)) * rng.uniform(0.75, 1.05))
-    while count >= 53:  # below, ranks 4 and 5 are as frequent
-        made = framed(rng, source, length, _coded(rng, words, count))
-        if made is not None:
-            return made
+    while count >= counting.LEAST:
+        text = " ".join(shuffled(rng, counting.coded(words, count)))
+        question = counting.FWE_QUESTION + counting.FWE_PREFIX
+        parts = [(f"{counting.FWE_TASK}\n{text}\n", HAYSTACK), (question[1:], TAIL)]
+        filled = framed(rng, source, length, [*parts, (" " + " ".join(words[1:4]), ANSWER), (".", TAIL)])
+        if filled is not None:
+            return filled
         count -= max(2, count // 24)
     return None
-
-
-def _coded(rng: np.random.Generator, words: list[str], count: int) -> list[Part]:
-    """Text, question and answer."""
-    counts = [int(count / ((rank + 1) ** 2 * ZETA)) for rank in range(len(words))]
-    printed = ["...", *words[1:]]
-    items = [word for word, many in zip(printed, counts) for _ in range(many)]
-    text = " ".join(items[i] for i in rng.permutation(len(items)))
-    question = "Question: What are the three most frequent coded words in the above text?"
-    prefix = "Answer: The three coded words that occur most often are:"
-    return [
-        (f"{FWE_TASK}\n{text}\n", HAYSTACK),
-        (f"{question}\n{prefix}", TAIL),
-        (" " + " ".join(words[1:4]), ANSWER),
-        (".", TAIL),
-    ]

@@ -1,8 +1,9 @@
-"""One batch of samples through one policy: read, compress, ask, and all that is measured on the way."""
+"""One batch of samples through one policy: read, compress, ask, and measure on the way."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,7 +15,7 @@ from kvjax.eval.measure import counted, forced
 from kvjax.eval.measure.counted import Contents
 from kvjax.eval.measure.forced import Steps
 from kvjax.eval.measure.protocol import cut
-from kvjax.eval.tasks.sample import Encoded, Sample
+from kvjax.eval.tasks.sample import Encoded, Samples
 from kvjax.loading import LanguageModel
 from kvjax.types import Params
 
@@ -27,18 +28,18 @@ TAIL = 64
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What one sample gave.
+    """Measurements of one sample.
 
     Attributes:
-      output: what was written; "" where nothing was.
+      output: the text that was written; "" where nothing was.
       nll: mean negative log-likelihood of the scored reference tokens, nats.
       tokens: how many they are.
-      found: per scored span, were all its tokens the likeliest?
+      recalled: per scored span, were all its tokens the likeliest?
       label: the label with the highest length-normalised log-probability; None without labels.
       kept: live slots over tokens seen when the answer begins, mean over layers and KV heads.
       heads: the same per layer and KV head.
       peak, mean: of the kept fraction over the steps of the answer.
-      reads: read per KV head and step, by ``reads.KINDS``.
+      reads: read per KV head and step, by ``forced.READ_KINDS``.
       retention: share of (layer, head, needed token) held when the answer begins; None if none is needed.
       live, peak_live: bytes when the answer begins, and at their highest.
       held: per position, how many (layer, KV head) hold the token when the answer begins.
@@ -47,7 +48,7 @@ class Outcome:
     output: str
     nll: float
     tokens: int
-    found: Bool[np.ndarray, " Q"]
+    recalled: Bool[np.ndarray, " Q"]
     label: int | None
     kept: float
     heads: Float[np.ndarray, "L K"]
@@ -81,50 +82,58 @@ class Batch:
 def run(
     model: LanguageModel,
     policy: Policy,
-    samples: list[tuple[Sample, Encoded]],
+    samples: Samples,
     *,
     protocol: str,
     context: int,
     rows: int,
     weights: Params | None = None,
-    reading: decode.Reading | None = None,
+    reading: decode.PromptActivations | None = None,
 ) -> Batch:
     """Measures a batch.
 
     Args:
       model, policy, weights: as in ``decode.prefill``.
-      samples: at most ``rows`` of them; fewer are filled up with copies of the first.
+      samples: at most ``rows`` of them; copies of the first fill the batch.
       protocol: see ``protocol``.
       context: size class of the samples' length.
       rows: B; one number for all batches of a cell, so that they share programs.
-      reading: of the same prompts (``prompts``), for a policy that cuts them afterwards; else they are read.
+      reading: full prefill of the same ``prompts``, for a policy that cuts it afterwards; None reads them.
     """
     filled = _filled(samples, rows)
-    joined = _parted(filled, protocol)
+    heads, tails = zip(*_split(filled, protocol))
     if reading is not None:
-        fitted, _ = decode.cut(model, policy, reading, weights=weights)
+        compressed, _ = decode.cut(model, policy, reading, weights=weights)
     else:
-        fitted, _ = decode.prefill(model, policy, [h for h, _ in joined], context=context, weights=weights)
-    fitted = dataclasses.replace(fitted, chunk=TAIL)
-    peak = np.asarray(fitted.peak)
-    if any(len(tail) > 1 for _, tail in joined):
-        state = decode.roomy(policy, fitted, TAIL, max(len(tail) - 1 for _, tail in joined))
-        fitted, _ = decode.extend(model, policy, state, [t[:-1] for _, t in joined], weights=weights)
-    last = [tail[-1] for _, tail in joined]
+        compressed, _ = decode.prefill(model, policy, list(heads), context=context, weights=weights)
+    compressed = dataclasses.replace(compressed, chunk=TAIL)
+    peak = np.asarray(compressed.peak)
+    if any(len(tail) > 1 for tail in tails):
+        state = decode.roomy(policy, compressed, TAIL, max(len(tail) - 1 for tail in tails))
+        compressed, _ = decode.extend(model, policy, state, [tail[:-1] for tail in tails], weights=weights)
+    last = [tail[-1] for tail in tails]
     steps = max(max(len(e.answer), s.max_new, *map(len, e.labels or [[]])) for s, e in filled)
-    # What the device really gives, now and for the steps to come; they run on a copy with pools of few sizes.
-    reserved = decode.reserve(policy, fitted, steps, 1)
-    allocated = [metrics.allocated(state.layers) for state in (fitted, reserved)]
+    # Allocated bytes are those of the device, now and for the steps to come. The steps themselves run on a
+    # copy whose pools have one of few sizes, so that programs are shared.
+    reserved = decode.reserve(policy, compressed, steps, 1)
+    allocated = [metrics.allocated(state.layers) for state in (compressed, reserved)]
     state = decode.roomy(policy, reserved, 1, steps)
     before = counted.contents(state)
 
-    answers = [e.answer for _, e in filled]
-    feed = [[first, *answer[:-1]] for first, answer in zip(last, answers)]
-    after, given = forced.steps(model, policy, state, feed, answers, forced=True, weights=weights)
-    outputs = _written(model, policy, state, filled, last, weights)
-    labels = _labels(model, policy, state, filled, last, weights)
+    def walk(answers: list[list[int]]) -> tuple[KVState, Steps]:
+        feed = [[first, *answer[:-1]] for first, answer in zip(last, answers)]
+        return forced.steps(model, policy, state, feed, answers, forced=True, weights=weights)
+
+    def write(counts: list[int]) -> Steps:
+        feed, targets = [[token] for token in last], [[0] * n for n in counts]
+        return forced.steps(model, policy, state, feed, targets, forced=False, weights=weights)[1]
+
+    after, measured = walk([e.answer for _, e in filled])
+    outputs = _written(model, filled, write)
+    labels = _labels(filled, walk)
     outcomes = [
-        _outcome(i, encoded, before, given, outputs[i], labels[i]) for i, (_, encoded) in enumerate(samples)
+        _outcome(i, encoded, before, measured, outputs[i], labels[i])
+        for i, (_, encoded) in enumerate(samples)
     ]
     live = max(metrics.nbytes(s).total["live"] for s in (state, after))
     return Batch(
@@ -136,67 +145,49 @@ def run(
     )
 
 
-def prompts(samples: list[tuple[Sample, Encoded]], protocol: str, rows: int) -> list[list[int]]:
-    """What a batch is prefilled with."""
-    return [head for head, _ in _parted(_filled(samples, rows), protocol)]
+def prompts(samples: Samples, protocol: str, rows: int) -> list[list[int]]:
+    """The prompts that a batch prefills."""
+    return [head for head, _ in _split(_filled(samples, rows), protocol)]
 
 
-def _filled(samples: list[tuple[Sample, Encoded]], rows: int) -> list[tuple[Sample, Encoded]]:
+def _filled(samples: Samples, rows: int) -> Samples:
     return samples + samples[:1] * (rows - len(samples))
 
 
-def _parted(samples: list[tuple[Sample, Encoded]], protocol: str) -> list[tuple[list[int], list[int]]]:
-    """What is compressed and what follows it, of each sample.
+def _split(samples: Samples, protocol: str) -> list[tuple[list[int], list[int]]]:
+    """Of each sample the tokens that are compressed and those that follow.
 
-    The last token before the answer is fed by a decode step: selection acts on the first answer token, too.
+    A decode step feeds the last token before the answer: selection acts on the first answer token, too.
     """
     parts = [cut(encoded, protocol) for _, encoded in samples]
     return [(head, tail) if tail else (head[:-1], head[-1:]) for head, tail in parts]
 
 
-def _written(
-    model: LanguageModel,
-    policy: Policy,
-    state: KVState,
-    filled: list[tuple[Sample, Encoded]],
-    last: list[int],
-    weights: Params | None,
-) -> list[str]:
+def _written(model: LanguageModel, filled: Samples, write: Callable[[list[int]], Steps]) -> list[str]:
     """Greedy text of every row, up to its end token."""
-    steps = [sample.max_new for sample, _ in filled]
-    if not any(steps):
+    counts = [sample.max_new for sample, _ in filled]
+    if not any(counts):
         return [""] * len(filled)
-    _, found = forced.steps(
-        model, policy, state, [[t] for t in last], [[0] * n for n in steps], forced=False, weights=weights
-    )
     outputs = []
-    for n, row in zip(steps, found.best):
+    for n, row in zip(counts, write(counts).best):
         ids = row[:n].tolist()
         end = next((i for i, token in enumerate(ids) if token in model.spec.eos), n)
         outputs.append(model.text.decode(ids[:end]))
     return outputs
 
 
-def _labels(
-    model: LanguageModel,
-    policy: Policy,
-    state: KVState,
-    filled: list[tuple[Sample, Encoded]],
-    last: list[int],
-    weights: Params | None,
-) -> list[int | None]:
+def _labels(filled: Samples, walk: Callable[[list[list[int]]], tuple[KVState, Steps]]) -> list[int | None]:
     """The likeliest label of every row, by mean log-probability of its tokens."""
     most = max(len(encoded.labels) for _, encoded in filled)
     if not most:
         return [None] * len(filled)
     scores = np.full((len(filled), most), -np.inf)
     for j in range(most):
-        mine = [e.labels[j] if j < len(e.labels) else e.answer for _, e in filled]
-        feed = [[first, *label[:-1]] for first, label in zip(last, mine)]
-        _, found = forced.steps(model, policy, state, feed, mine, forced=True, weights=weights)
+        labels = [e.labels[j] if j < len(e.labels) else e.answer for _, e in filled]
+        nll = walk(labels)[1].nll
         for row, (_, encoded) in enumerate(filled):
             if j < len(encoded.labels):
-                scores[row, j] = -found.nll[row, : len(mine[row])].mean()
+                scores[row, j] = -nll[row, : len(labels[row])].mean()
     return [int(j) for j in scores.argmax(axis=1)]
 
 
@@ -217,7 +208,7 @@ def _outcome(
         output=output,
         nll=float(steps.nll[row, at].mean()),
         tokens=len(at),
-        found=np.bincount(encoded.scored[at], weights=missed) == 0,
+        recalled=np.bincount(encoded.scored[at], weights=missed) == 0,
         label=label,
         kept=float(slots.mean() / seen),
         heads=slots / seen,

@@ -19,8 +19,8 @@ class Contents:
     """What a batch holds when the answer begins.
 
     Attributes:
-      slots: live slots of each stream.
-      mask: which positions each stream holds.
+      slots: live slots of each KV head.
+      mask: which positions each KV head holds.
       length: tokens each row has seen.
       slot: bytes of a live slot, with its share of scales and metadata, mean over the batch.
       fixed: bytes of a row that do not grow with its slots: the completion's summary.
@@ -33,7 +33,7 @@ class Contents:
     fixed: float
 
     def bytes(self, slots: float) -> float:
-        """Live bytes of a row whose streams hold so many slots together."""
+        """Live bytes of a row whose KV heads hold so many slots together."""
         return slots * self.slot + self.fixed
 
 

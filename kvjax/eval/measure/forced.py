@@ -1,8 +1,8 @@
-"""Forced decoding: tokens one by one through a compressed cache, given ones or the model's own (greedy).
+"""Forced decoding: tokens one by one through a compressed cache, a reference's or the model's own (greedy).
 
-One program for both, so that a length and policy compile once; besides log-likelihoods it counts what
-the cache holds and what each read visits. It runs the decode step, not the prefill chunk: budgets that
-act every step act, and selection reads as little as it would while decoding.
+One program for both, so that a length and policy compile once. Besides log-likelihoods it counts what the
+cache holds and what each read loads. It runs the decode step, not the prefill chunk: budgets that act every
+step act, and selection reads as little as it would while decoding.
 """
 
 from __future__ import annotations
@@ -15,10 +15,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax import decode, metrics
+from kvjax import decode, layer, metrics
 from kvjax.algebra import Policy
-from kvjax.cache.state import KVState
-from kvjax.eval.measure import reads
+from kvjax.cache.state import KVState, LayerCache
 from kvjax.types import Network, Params, Weighted, pytree
 
 if TYPE_CHECKING:
@@ -27,17 +26,21 @@ if TYPE_CHECKING:
 CLASSES = (512, 4096)
 """Most steps a program can take; fewer cost no time, only output."""
 
+READ_KINDS = ("slots", "summary", "selector")
+"""What a decode step loads, in tokens (K and V of one position): live slots; the completion's φ, by its
+bytes; and what the selection looks at to choose (page summaries, or all keys)."""
+
 
 @pytree()
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Steps:
-    """What was found, step by step; beyond a row's count, anything.
+    """Measurements step by step; undefined beyond a row's count.
 
     Attributes:
       nll: negative log-likelihood of each target, nats.
       best: the likeliest token after each step.
       live: slots that hold a token after each step, mean over layers and KV heads.
-      reads: what a decode step loads per KV head, by ``reads.KINDS``, mean over layers and KV heads.
+      reads: what a decode step loads per KV head, by ``READ_KINDS``, mean over layers and KV heads.
     """
 
     nll: Float[Array, "B T"]
@@ -58,27 +61,49 @@ def _steps(
     count: Int[Array, " B"],
     forced: Bool[Array, ""],
 ) -> tuple[KVState, Steps]:
-    rows, most = feed.shape
-    blank = jnp.zeros((rows, most), jnp.float32)
-    loads = jnp.zeros((rows, most, len(reads.KINDS)), jnp.float32)
-    found = Steps(nll=blank, best=jnp.zeros((rows, most), jnp.int32), live=blank, reads=loads)
+    batch, most = feed.shape
+    zeros = jnp.zeros((batch, most), jnp.float32)
+    loads = jnp.zeros((batch, most, len(READ_KINDS)), jnp.float32)
+    record = Steps(nll=zeros, best=jnp.zeros((batch, most), jnp.int32), live=zeros, reads=loads)
 
-    def one(carry: tuple[Array, KVState, Array, Steps]) -> tuple[Array, KVState, Array, Steps]:
-        i, state, best, found = carry
-        token = jnp.where(forced | (i == 0), feed[:, i], best)
-        state, logits, loaded = reads.step(network, policy, params, weights, state, token, i < count)
-        best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-        found = Steps(
-            nll=found.nll.at[:, i].set(nats(logits, target[:, i])),
-            best=found.best.at[:, i].set(best),
-            live=found.live.at[:, i].set(mean_live(state)),
-            reads=found.reads.at[:, i].set(loaded),
+    def step(state: KVState, rows: _Rows) -> tuple[KVState, tuple[Array, Array]]:
+        token = jnp.where(forced | (rows.i == 0), feed[:, rows.i], rows.best)
+        loads: list[Array] = []
+
+        def count_loads(_: int, cache: LayerCache, read: layer.Read) -> None:
+            loads.append(_loads(cache, read.loaded))
+
+        state, logits = decode.step(
+            network, policy, params, weights, state, token, rows.active, on_read=count_loads
         )
-        return i + 1, state, best, found
+        return state, (logits, jnp.stack(loads).mean(axis=0))
 
-    start = (jnp.asarray(0), state, jnp.zeros(rows, jnp.int32), found)
-    _, state, _, found = jax.lax.while_loop(lambda carry: carry[0] < count.max(), one, start)
-    return state, found
+    def advance(rows: _Rows, result: tuple[Array, Array], state: KVState) -> tuple[_Rows, Steps]:
+        logits, loaded = result
+        best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        fresh = Steps(nll=nats(logits, target[:, rows.i]), best=best, live=mean_live(state), reads=loaded)
+        return _Rows(i=rows.i + 1, best=best, active=rows.i + 1 < count), fresh
+
+    rows = _Rows(i=jnp.asarray(0), best=jnp.zeros(batch, jnp.int32), active=count > 0)
+    state, _, record = decode.decode_loop(step, advance, state, rows, record, most)
+    return state, record
+
+
+@pytree()
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Rows:
+    """Rows that are fed: the step, the likeliest token after the last one, rows that have a token left."""
+
+    i: Int[Array, ""]
+    best: Int[Array, " B"]
+    active: Bool[Array, " B"]
+
+
+def _loads(cache: LayerCache, loaded: layer.Loaded) -> Float[Array, "B R"]:
+    """What a layer's decode read loads, by ``READ_KINDS``, mean over KV heads."""
+    slots = loaded.ring.astype(jnp.float32) + loaded.pages.astype(jnp.float32).mean(axis=-1)
+    phi = jnp.full_like(slots, metrics.summary_tokens(cache, by_bytes=True)) * loaded.summary
+    return jnp.stack([slots, phi, loaded.selector.mean(axis=-1)], axis=-1)
 
 
 def nats(logits: Float[Array, "B V"], target: Int[Array, " B"]) -> Float[Array, " B"]:
@@ -88,7 +113,7 @@ def nats(logits: Float[Array, "B V"], target: Int[Array, " B"]) -> Float[Array, 
 
 
 def mean_live(state: KVState) -> Float[Array, " B"]:
-    """Live slots of a stream, mean over layers and KV heads."""
+    """Live slots of a KV head, mean over layers and KV heads."""
     return metrics.live_slots(state).astype(jnp.float32).mean(axis=(0, 2))
 
 
@@ -107,21 +132,21 @@ def steps(
     forced: bool,
     weights: Params | None = None,
 ) -> tuple[KVState, Steps]:
-    """Feeds tokens to a state that is left as it was.
+    """Feeds tokens to a state, which is not changed.
 
     Args:
       model, policy, weights: as in ``decode.prefill``.
       state: with pages reserved; not donated.
       feed: per row, tokens to feed; only the first one where ``forced`` is False.
       target: per row, the token after each fed one; its length is the number of steps.
-      forced: feed what is given, or the likeliest token of the step before.
+      forced: feed the tokens of ``feed``, or the likeliest token of the step before.
 
     Returns:
-      (the state after the steps, what was found, as NumPy arrays).
+      (the state after the steps, measurements as NumPy arrays).
     """
     width = size_class(max(map(len, target)))
     count = np.asarray([len(row) for row in target], np.int32)
-    state, found = _steps(
+    state, measured = _steps(
         model.network,
         policy,
         model.params,
@@ -132,4 +157,4 @@ def steps(
         count,
         np.asarray(forced),
     )
-    return state, jax.device_get(found)
+    return state, jax.device_get(measured)

@@ -1,12 +1,13 @@
-"""Matched memory: the budget at which a policy holds as many live bytes as another one does.
+"""Matched memory: the budget at which a policy holds as many live bytes as another one.
 
-Bytes are the mean over samples of a sequence's peak from the moment the answer begins; INT8 slots count
-with their scales, so that policies of different storage are compared by what they really hold.
+Bytes are the mean over samples of a sequence's peak from the moment the answer begins. INT8 slots count with
+their scales, so that policies of different storage are compared by the bytes they really hold.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 
 import numpy as np
@@ -37,14 +38,7 @@ class Measured:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Match:
-    """A budget in tokens a KV head, and what it holds.
-
-    Attributes:
-      tokens: the budget.
-      policy: the one-string form.
-      held: its bytes.
-      off: live bytes over the target, less 1.
-    """
+    """A budget in tokens a KV head: its policy, its bytes, and live bytes over the target, less 1."""
 
     tokens: int
     policy: str
@@ -55,32 +49,32 @@ class Match:
 def search(
     measure: Callable[[int], float], target: float, *, first: int, least: int = 1
 ) -> tuple[int, float]:
-    """The whole number whose measure is nearest to ``target``: each asked once.
+    """The whole number whose measure is nearest to ``target``; each number is measured once.
 
     Args:
       measure: grows with its argument.
-      target: what to come near.
+      target: of the measure.
       first: a guess.
-      least: the smallest number that may be asked.
+      least: the smallest number to try.
 
     Returns:
       (number, its measure); within ``TOLERANCE`` where any whole number is.
     """
     known: dict[int, float] = {}
-    ask = max(least, first)
+    number = max(least, first)
     for _ in range(TRIES):
-        known[ask] = measure(ask)
-        if abs(known[ask] / target - 1) <= TOLERANCE:
+        known[number] = measure(number)
+        if abs(known[number] / target - 1) <= TOLERANCE:
             break
-        ask = _next(known, target, least)
-        if ask in known:
+        number = _next(known, target, least)
+        if number in known:
             break
     best = min(known, key=lambda tokens: abs(known[tokens] - target))
     return best, known[best]
 
 
 def _next(known: dict[int, float], target: float, least: int) -> int:
-    """Inside a bracket by its chord, kept off its ends; without one by proportion."""
+    """The next number to try: inside a bracket by its chord, kept off its ends; else by proportion."""
     under = [tokens for tokens, size in known.items() if size <= target]
     over = [tokens for tokens, size in known.items() if size > target]
     if not under or not over:
@@ -102,19 +96,19 @@ def measured(
     protocol: str = "agnostic",
     weights: Sources = None,
 ) -> Measured:
-    """What a policy holds on these samples; ``weights`` are for its learned parts."""
+    """Bytes that a policy holds on these samples; ``weights`` are for its learned parts."""
     rows, parts = runner.batched(samples, length)
     most = model.network.max_positions
     context, learned = decode.bucket(length, most), find(policy, model, weights).weights
-    found: list[Batch] = [
+    batches: list[Batch] = [
         batch.run(model, policy, part, protocol=protocol, context=context, rows=rows, weights=learned)
         for part in parts
     ]
-    share = [len(b.outcomes) / len(samples) for b in found]
+    share = [len(b.outcomes) / len(samples) for b in batches]
     return Measured(
-        live=float(np.mean([o.peak_live for b in found for o in b.outcomes])),
-        allocated=float(np.dot(share, [b.allocated for b in found])),
-        peak_allocated=float(np.dot(share, [b.peak_allocated for b in found])),
+        live=float(np.mean([o.peak_live for b in batches for o in b.outcomes])),
+        allocated=float(np.dot(share, [b.allocated for b in batches])),
+        peak_allocated=float(np.dot(share, [b.peak_allocated for b in batches])),
     )
 
 
@@ -131,10 +125,9 @@ def matched(
     """The budget of a policy that holds ``target`` live bytes a row.
 
     Args:
-      model: on what.
-      template: a policy with {} where the tokens stand, such as "snapkv + uniform({})".
+      model, samples, length, protocol, weights: as in ``measured``.
+      template: a policy with {} in place of its tokens, such as "snapkv + uniform({})".
       target: bytes.
-      samples, length, protocol, weights: as in ``measured``.
 
     Raises:
       EvalError: no {} in the template, or no budget within 2 %.
@@ -143,24 +136,18 @@ def matched(
         raise EvalError(
             f"--policy {template!r} has no budget to find. Write {{}} in its place: 'snapkv + uniform({{}})'."
         )
-    seen: dict[int, Measured] = {}
+    held: dict[int, Measured] = {}
+    of = functools.partial(
+        measured, model, samples=samples, length=length, protocol=protocol, weights=weights
+    )
 
     def measure(tokens: int) -> float:
-        seen[tokens] = measured(
-            model,
-            parse_policy(template.format(tokens)),
-            samples,
-            length=length,
-            protocol=protocol,
-            weights=weights,
-        )
-        return seen[tokens].live
+        held[tokens] = of(parse_policy(template.format(tokens)))
+        return held[tokens].live
 
-    streams = model.network.num_layers * model.network.num_kv_heads
+    heads = model.network.num_layers * model.network.num_kv_heads
     slot = 2 * model.network.head_dim * model.params["embed"].dtype.itemsize
-    tokens, live = search(
-        measure, target, first=round(target / streams / slot), least=least(template, length)
-    )
+    tokens, live = search(measure, target, first=round(target / heads / slot), least=least(template, length))
     off = live / target - 1
     if abs(off) > TOLERANCE:
         raise EvalError(
@@ -168,7 +155,7 @@ def matched(
             f"{live:.0f} ({100 * off:+.1f} %). Choose another target, or protect fewer tokens."
         )
     return Match(
-        tokens=tokens, policy=repr(parse_policy(template.format(tokens))), held=seen[tokens], off=off
+        tokens=tokens, policy=repr(parse_policy(template.format(tokens))), held=held[tokens], off=off
     )
 
 

@@ -1,8 +1,8 @@
-"""The switches that name a protocol, and where a prompt is cut in two.
+"""Protocols: where a prompt is cut in two, and the switches that describe it in a row.
 
 agnostic  the context is compressed before the question is seen; question and prefix follow
 aware     context and question are compressed together; only the prefix follows
-either    policies that decide on arrival or not at all: the cut makes no difference, so one cell does
+either    the cut makes no difference, so one cell is enough: the policy decides on arrival or not at all
 
 (https://github.com/NVIDIA/kvpress evaluates agnostic by default.)
 """
@@ -16,22 +16,22 @@ from kvjax.eval.tasks.sample import Encoded
 PROTOCOLS = ("agnostic", "aware")
 
 
-def protocols(policy: Policy, asked: tuple[str, ...], question: bool) -> tuple[str, ...]:
-    """The protocols to run: as asked, or "either" where they could not differ."""
+def protocols(policy: Policy, wanted: tuple[str, ...], question: bool) -> tuple[str, ...]:
+    """The protocols to run: those wanted, or "either" where they could not differ."""
     if not policy.whole_prompt:
         return ("either",)
-    return asked if question else ("agnostic",)
+    return wanted if question else ("agnostic",)
 
 
 def cut(sample: Encoded, protocol: str) -> tuple[list[int], list[int]]:
-    """(what is prefilled and compressed, what follows with the compressed cache)."""
+    """(tokens that are prefilled and compressed, tokens that follow with the compressed cache)."""
     if protocol == "aware":
         return sample.context + sample.question, sample.prefix
     return sample.context, sample.question + sample.prefix
 
 
 def switches(policy: Policy, protocol: str) -> Switches:
-    """Those of every result row."""
+    """The switches of a result row."""
     if policy.whole_prompt:
         when = "prompt" if protocol == "aware" else "context"
         when += " and step" if policy.decides_later else ""

@@ -16,12 +16,10 @@ class Cell:
     """What is measured: one task at one length under one policy.
 
     Attributes:
-      task: its name.
-      length: L, tokens.
+      task, length: name of the task; L, tokens.
       policy: the one-string form that parses back to it.
       protocol: agnostic, aware or either.
-      seed: of the samples.
-      samples: how many.
+      seed, samples: of the samples, and how many.
       weights: learned ones of the policy, as ``kvjax.weights.Found.label`` names them.
     """
 
@@ -35,17 +33,17 @@ class Cell:
 
     @property
     def drawn(self) -> tuple[str, int, int, int]:
-        """(task, length, seed, number): what two cells must share to be about the same samples."""
+        """(task, length, seed, number): equal for cells about the same samples."""
         return self.task, self.length, self.seed, self.samples
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Switches:
-    """What names a protocol, as ``protocol.switches`` reads it off a policy.
+    """How a policy was applied; ``protocol.switches`` reads it off the policy.
 
     Attributes:
       compress_at: when the cache shrinks.
-      prefill_attention: "full", or "policy" where the prompt is already read through it.
+      prefill_attention: "policy" where the prompt is already read through the policy, else "full".
       budget: the parts that limit what is kept or read.
       sinks, recent: tokens that always stay.
     """
@@ -63,9 +61,8 @@ class Reads:
 
     Attributes:
       slots: live slots.
-      summary: φ, by its bytes.
+      summary, summary_paper: φ, by its bytes and by the paper's count.
       selector: what the selection looks at to choose.
-      summary_paper: φ by the paper's count.
     """
 
     slots: float
@@ -74,7 +71,7 @@ class Reads:
     summary_paper: float = 0.0
 
     def equivalent(self, generated: int = 1, *, by_bytes: bool = False) -> float:
-        """Token-equivalents a step with φ read once for ``generated`` tokens; what chooses stands apart."""
+        """Token-equivalents a step with φ read once for ``generated`` tokens; the selector is not counted."""
         return self.slots + (self.summary if by_bytes else self.summary_paper) / generated
 
 
@@ -99,17 +96,17 @@ class Bytes:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Each:
-    """Per sample, in order: what pairs and intervals are made of.
+    """Values per sample, in order; pairs and intervals are made of them.
 
     Attributes:
       score: in [0, 1]; None where only likelihood is judged.
       nll, tokens: mean nats of the scored reference tokens, and how many they are.
       kept, live, peak_live, retention: as in ``batch.Outcome``.
       ranked: is the likeliest label the right one? None without labels.
-      output: what was written; None where nothing is.
+      output: the text that was written; None where nothing is.
       digits: share of the reference's digits that are right; None unless all references are numbers.
-      found: of each scored span, are all its tokens the likeliest? None but for recall.
-      tags: facts that results are grouped by, such as depth; on disk each stands beside the other fields.
+      found: of each scored span, are all its tokens the likeliest? None for all tasks but recall.
+      tags: facts that results are grouped by, such as depth; on disk they are fields like the others.
     """
 
     score: list[Any]
@@ -156,23 +153,22 @@ class Row:
 
     Attributes:
       cell: what was measured.
-      policy: its policy, as ``catalogue.describe`` has it.
+      policy: its policy, as ``catalogue.describe`` gives it.
       group, metric: of the task.
       model, data: names of the model, and of where texts came from.
       switches: how the policy was applied.
       score, nll, ranked, digits: means over samples; None where the task has none.
-      perplexity, bits_per_byte: of the scored tokens; None but for perplexity tasks.
+      perplexity, bits_per_byte: of the scored tokens; perplexity tasks only.
       kept_fraction: live slots over tokens seen when the answer begins, mean over samples, layers and heads.
       peak_fraction, mean_fraction: the same over the steps of the answer: the highest, the mean.
       reads_per_step: slots and φ together.
       reads, bytes: what a step loads, and what was held.
       span_retention: share of (layer, head, needed token) held when the answer begins; None if none is.
       heads: kept fraction by layer and KV head, [L][K].
-      each: per sample.
-      example: the first sample.
+      each, example: per sample; the first sample.
       full: the full cache on the same samples.
       informative: does the full cache reach 80 % there? Else the cell says nothing about a policy.
-      versions: of what computed.
+      versions: of the software.
     """
 
     cell: Cell
@@ -224,28 +220,28 @@ NESTED: dict[str, Any] = {
 
 
 def as_json(row: Row) -> dict[str, Any]:
-    """The row as it stands on disk: fields of ``each`` and ``example`` that are None are left out."""
+    """The row as a JSON object; fields of ``each`` and ``example`` that are None are left out."""
     tree = dataclasses.asdict(row)
     for name in ("each", "example"):
         tree[name] = {key: value for key, value in tree[name].items() if value is not None}
     each = tree["each"]
-    found = {name: each.pop(name) for name in ("found",) if name in each}
-    tree["each"] = each | each.pop("tags") | found
+    last = {name: each.pop(name) for name in ("found",) if name in each}
+    tree["each"] = each | each.pop("tags") | last
     return tree
 
 
 def from_json(tree: dict[str, Any]) -> Row:
-    """The row of an object from disk; one without a description of its policy gets it from the policy's name.
+    """The row of a JSON object; an object that does not describe its policy gets that from the policy's name.
 
     Raises:
-      PolicyError: no description, and a policy that cannot be read.
-      TypeError, KeyError: the object is no row.
+      PolicyError: no description, and a policy that cannot be parsed.
+      TypeError, KeyError: the object is not a row.
     """
     policy = tree.get("policy") or describe(parse_policy(tree["cell"]["policy"]))
     known = {field.name for field in dataclasses.fields(Each)}
     each = {name: value for name, value in tree["each"].items() if name in known}
     tags = {name: value for name, value in tree["each"].items() if name not in known}
-    # Rows of before call the weights of a cell gates.
+    # Older rows call the weights of a cell gates.
     cell = {"weights" if name == "gates" else name: value for name, value in tree["cell"].items()}
     nested = {name: kind(**(tree | {"cell": cell})[name]) for name, kind in NESTED.items()}
     return Row(**(tree | nested | {"policy": policy, "each": Each(**each, tags=tags)}))

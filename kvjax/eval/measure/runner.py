@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import sys
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 
 import jax
 import numpy as np
 
 from kvjax import decode
 from kvjax.algebra import Policy
+from kvjax.decode import PromptActivations
 from kvjax.eval import tasks
 from kvjax.eval.errors import EvalError
 from kvjax.eval.measure import batch
 from kvjax.eval.measure.grid import FULL, Grid
-from kvjax.eval.measure.readings import Readings
 from kvjax.eval.measure.row import Cell, Row
 from kvjax.eval.measure.store import Store
 from kvjax.eval.measure.tally import row
@@ -29,11 +30,36 @@ from kvjax.programs import maps_taken
 from kvjax.types import Params
 
 TOKENS = 32_768
-"""Tokens of a batch; what a batch holds at most is this many in whole-prompt prefill."""
-
+"""Most tokens of a batch; a whole-prompt prefill holds them at once."""
 
 CROWDED = 0.5
-"""Share of a process's memory maps from which on programs are dropped; a policy's take hundredths."""
+"""Programs are dropped when this share of a process's memory maps is taken; one policy takes hundredths."""
+
+
+@dataclasses.dataclass
+class Readings:
+    """Full prefills, kept for all policies that cut the same prompts afterwards.
+
+    Attributes:
+      most: bytes to keep; by default 200 prompts of 2,048 tokens of the embedded model.
+      kept: by what was read, the latest used at the end.
+      made: how many were made.
+    """
+
+    most: int = 3 * 2**30
+    kept: dict[Hashable, PromptActivations] = dataclasses.field(default_factory=dict)
+    made: int = 0
+
+    def of(self, key: Hashable, read: Callable[[], PromptActivations]) -> PromptActivations:
+        """The reading under this key; ``read`` makes it if it is not there."""
+        reading = self.kept.pop(key, None)
+        if reading is None:
+            reading = read()
+            self.made += 1
+        while self.kept and sum(one.nbytes for one in self.kept.values()) + reading.nbytes > self.most:
+            self.kept.pop(next(iter(self.kept)))
+        self.kept[key] = reading
+        return reading
 
 
 def draw(task: Task, model: LanguageModel, data: Data, *, length: int, seed: int, count: int) -> Samples:
@@ -44,12 +70,12 @@ def draw(task: Task, model: LanguageModel, data: Data, *, length: int, seed: int
     """
     for name in task.needs:
         data.raw(name)
-    found: Samples = []
+    drawn: Samples = []
     for i in range(count):
         rng = np.random.default_rng((zlib.crc32(task.name.encode()), length, seed, i))
         sample = task.make(rng, Maker(text=model.text, data=data, length=length, index=i))
-        found.append((sample, encode(model.text, sample)))
-    return found
+        drawn.append((sample, encode(model.text, sample)))
+    return drawn
 
 
 def batched(samples: Samples, length: int) -> tuple[int, list[Samples]]:
@@ -72,10 +98,10 @@ def run(
     """Measures every cell that is not finished yet.
 
     Args:
-      grid: what.
-      model, data: on what.
+      grid: the cells.
+      model, data: what is measured, and where texts come from.
       store: finished cells, and where new ones go.
-      say: told one line a finished cell.
+      say: called with one line a finished cell.
       shown: a bar on standard error; None shows it to terminals.
 
     Raises:
@@ -90,7 +116,7 @@ def run(
             "trained for. Give shorter lengths or another --model."
         )
     done = store.done()
-    full = {cell.drawn: made for cell, made in done.items() if cell.policy == repr(FULL)}
+    full = {cell.drawn: finished for cell, finished in done.items() if cell.policy == repr(FULL)}
     work = [cell for cell in grid.cells if cell not in done]
     hidden = not (sys.stderr.isatty() if shown is None else shown)
     total = sum(cell.length * cell.samples for cell in work)
@@ -112,11 +138,11 @@ def run(
             weights = grid.weights.get((cell.policy, cell.weights))
             samples = drawn[cell.drawn]
             batches = _measured(cell, policy, model, samples, weights, bar.update, readings)
-            made = row(cell, task, policy, model, samples, batches, full.get(cell.drawn), data.source)
-            store.append(made)
+            finished = row(cell, task, policy, model, samples, batches, full.get(cell.drawn), data.source)
+            store.append(finished)
             if policy == FULL:
-                full[cell.drawn] = made
-            say(line(made))
+                full[cell.drawn] = finished
+            say(_line(finished))
 
 
 def forget() -> None:
@@ -135,36 +161,30 @@ def _measured(
 ) -> list[batch.Batch]:
     rows, parts = batched(samples, cell.length)
     context = decode.bucket(cell.length, model.network.max_positions)
-    found = []
+    measure = functools.partial(
+        batch.run, model, policy, protocol=cell.protocol, context=context, rows=rows, weights=weights
+    )
+    batches = []
     for at, part in enumerate(parts):
         reading = None
         if readings is not None and decode.cuts_after(policy):
             prompts = batch.prompts(part, cell.protocol, rows)
             read = functools.partial(decode.read_full, model, prompts, context=context)
             reading = readings.of((cell.drawn, cell.protocol, at), read)
-        found.append(
-            batch.run(
-                model,
-                policy,
-                part,
-                protocol=cell.protocol,
-                context=context,
-                rows=rows,
-                weights=weights,
-                reading=reading,
-            )
-        )
+        batches.append(measure(part, reading=reading))
         tick(len(part) * cell.length)
-    return found
+    return batches
 
 
-def line(made: Row) -> str:
+def _line(finished: Row) -> str:
     """A finished cell for people."""
-    cell = made.cell
-    value = f"ppl {made.perplexity:8.2f}" if made.score is None else f"score {100 * made.score:6.1f}"
-    mark = "" if made.informative else "  (not informative: full cache below 80 %)"
-    held = "" if made.span_retention is None else f"  spans {100 * made.span_retention:5.1f} %"
+    cell = finished.cell
+    value = (
+        f"ppl {finished.perplexity:8.2f}" if finished.score is None else f"score {100 * finished.score:6.1f}"
+    )
+    mark = "" if finished.informative else "  (not informative: full cache below 80 %)"
+    held = "" if finished.span_retention is None else f"  spans {100 * finished.span_retention:5.1f} %"
     return (
         f"{cell.task:<18} {cell.length:>5} {cell.policy:<44} {cell.protocol:<8} {value}  "
-        f"nll {made.nll:6.3f}  kept {100 * made.kept_fraction:5.1f} %{held}{mark}"
+        f"nll {finished.nll:6.3f}  kept {100 * finished.kept_fraction:5.1f} %{held}{mark}"
     )

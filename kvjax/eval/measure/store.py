@@ -1,7 +1,7 @@
-"""Results on disk: one JSON line a cell in ``results.jsonl``, and ``about.json``, which says whose they are.
+"""Results on disk: one JSON line a cell in ``results.jsonl``; ``about.json`` names model, version and data.
 
-A line is written in one go and flushed; a line that a killed run left half written is cut off when the
-folder is opened again, so that a run loses at most its current cell.
+A line is written in one go and flushed. Opening a folder cuts off a line that a killed run left half written:
+a run loses at most its current cell.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from kvjax.loading import LanguageModel
 from kvjax.weights import fingerprint
 
 SCHEMA = 2
-"""Of rows and of samples; raised whenever older results can no longer stand beside new ones."""
+"""Of rows and of samples; raised when older results can no longer be compared with new ones."""
 
 RESULTS, ABOUT = "results.jsonl", "about.json"
 
 
 def about(model: LanguageModel, data: Data) -> dict[str, Any]:
-    """What must be equal for results to stand in one folder.
+    """Facts that must be equal for results to share a folder.
 
-    Older results have ``weights``: sixteen hex digits of the SHA-256 of the weight files, which told apart
-    files of one model in two dtypes.
+    Older results have ``weights``: sixteen hex digits of the SHA-256 of the weight files, which differed
+    between files of one model in two dtypes.
     """
     return {
         "schema": SCHEMA,
@@ -49,7 +49,7 @@ def named(model: LanguageModel) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Of what computes."""
+    """Versions of the software that computes."""
     import jax
 
     return {"kvjax": kvjax.__version__, "jax": jax.__version__, "python": platform.python_version()}
@@ -62,8 +62,12 @@ class Store:
     folder: Path
 
     @classmethod
-    def open(cls, folder: Path, whose: dict[str, Any]) -> Store:
+    def open(cls, folder: Path, facts: dict[str, Any]) -> Store:
         """The folder, made if need be; a torn last line is cut off.
+
+        Args:
+          folder: of the results.
+          facts: what ``about`` gives for this run.
 
         Raises:
           EvalError: it holds results of another version, model or kind of data.
@@ -71,14 +75,14 @@ class Store:
         folder.mkdir(parents=True, exist_ok=True)
         file = folder / ABOUT
         if file.exists():
-            _same(folder, _object(file), whose)
+            _check_same(folder, _object(file), facts)
         elif (folder / RESULTS).exists():
             raise EvalError(
-                f"{folder} has results but no {ABOUT}: they are none of this program's. Give another --out."
+                f"{folder} has results but no {ABOUT}: this program did not write them. Give another --out."
             )
         else:
             part = file.with_suffix(f".part-{os.getpid()}")
-            part.write_text(json.dumps(whose, indent=1) + "\n", encoding="utf-8")
+            part.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
             os.replace(part, file)
         _mend(folder / RESULTS)
         return cls(folder)
@@ -123,17 +127,16 @@ def read(folder: Path) -> list[Row]:
 
 def _object(file: Path) -> dict[str, Any]:
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        return dict(json.loads(file.read_text(encoding="utf-8")))
     except (OSError, ValueError):
         raise EvalError(f"{file} cannot be read. Name a folder that this program wrote.") from None
-    return dict(found)
 
 
-def _same(folder: Path, there: dict[str, Any], whose: dict[str, Any]) -> None:
-    for name, value in whose.items():
-        if there.get(name) != value:
+def _check_same(folder: Path, known: dict[str, Any], facts: dict[str, Any]) -> None:
+    for name, value in facts.items():
+        if known.get(name) != value:
             raise EvalError(
-                f"{folder} holds results of another version ({name} {there.get(name)!r}, now {value!r}). "
+                f"{folder} holds results of another version ({name} {known.get(name)!r}, now {value!r}). "
                 "Give another --out, or move the old results away."
             )
 

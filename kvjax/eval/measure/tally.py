@@ -11,8 +11,8 @@ import numpy as np
 from kvjax import metrics
 from kvjax.algebra import Policy
 from kvjax.catalogue import describe
-from kvjax.eval.measure import reads
 from kvjax.eval.measure.batch import Batch, Outcome
+from kvjax.eval.measure.forced import READ_KINDS
 from kvjax.eval.measure.grid import FULL
 from kvjax.eval.measure.protocol import switches
 from kvjax.eval.measure.row import Bytes, Cell, Each, Example, Reads, Reference, Row, short
@@ -23,7 +23,7 @@ from kvjax.eval.tasks.task import Task
 from kvjax.loading import LanguageModel
 
 INFORMATIVE = 0.8
-"""Share of the ceiling that the full cache must reach for a cell to say anything about a policy."""
+"""The full cache must reach this score for a cell to say anything about a policy."""
 
 
 def row(
@@ -42,105 +42,105 @@ def row(
       cell, task, policy, model: what was measured.
       samples: in order.
       batches: their outcomes, in order.
-      full: the row of the full cache on the same samples; None where this is it.
+      full: the row of the full cache on the same samples; None if this row is the full cache's.
       data: where texts came from.
     """
-    found = [outcome for batch in batches for outcome in batch.outcomes]
-    each = _each(task, samples, found)
-    made = Row(
-        cell=cell,
-        policy=describe(policy),
-        group=task.group,
-        metric=task.metric,
-        model=named(model),
-        data=data,
-        switches=switches(policy, cell.protocol),
-        **_totals(task, samples, found, each),
-        kept_fraction=float(np.mean([o.kept for o in found])),
-        peak_fraction=float(np.max([o.peak for o in found])),
-        mean_fraction=float(np.mean([o.mean for o in found])),
-        **_reads(batches, found),
-        span_retention=_mean(each.retention),
-        bytes=_bytes(model, samples, batches, found),
-        heads=np.mean([o.heads for o in found], axis=0).tolist(),
-        each=each,
-        example=_example(policy, model, samples, found),
-        full=Reference(score=None, nll=0.0, perplexity=None),
-        informative=False,
-        versions=versions(),
+    outcomes = [outcome for batch in batches for outcome in batch.outcomes]
+    each = _each(task, samples, outcomes)
+    # Live slots and φ are what a step reads; what the selection looks at to choose is counted apart.
+    reads = Reads(
+        **dict(zip(READ_KINDS, np.mean([o.reads for o in outcomes], axis=0))),
+        summary_paper=batches[0].summary,
     )
-    made = short(made)
-    reference = made if full is None else full
+    measured = short(
+        Row(
+            cell=cell,
+            policy=describe(policy),
+            group=task.group,
+            metric=task.metric,
+            model=named(model),
+            data=data,
+            switches=switches(policy, cell.protocol),
+            **_totals(task, samples, outcomes, each),
+            kept_fraction=float(np.mean([o.kept for o in outcomes])),
+            peak_fraction=float(np.max([o.peak for o in outcomes])),
+            mean_fraction=float(np.mean([o.mean for o in outcomes])),
+            reads_per_step=reads.slots + reads.summary,
+            reads=reads,
+            span_retention=_mean(each.retention),
+            bytes=_bytes(model, samples, batches, outcomes),
+            heads=np.mean([o.heads for o in outcomes], axis=0).tolist(),
+            each=each,
+            example=_example(policy, model, samples, outcomes),
+            full=Reference(score=None, nll=0.0, perplexity=None),
+            informative=False,
+            versions=versions(),
+        )
+    )
+    reference = measured if full is None else full
     return dataclasses.replace(
-        made,
+        measured,
         full=Reference(score=reference.score, nll=reference.nll, perplexity=reference.perplexity),
         informative=reference.score is None or reference.score >= INFORMATIVE,
     )
 
 
-def _reads(batches: list[Batch], found: list[Outcome]) -> dict[str, Any]:
-    """What a decode step loads per KV head, in tokens: live slots and φ; what chooses them stands apart."""
-    mean = dict(zip(reads.KINDS, np.mean([o.reads for o in found], axis=0)))
-    apart = Reads(**mean, summary_paper=batches[0].summary)
-    return {"reads_per_step": apart.slots + apart.summary, "reads": apart}
-
-
 def _mean(values: list[float | None]) -> float | None:
-    there = [value for value in values if value is not None]
-    return float(np.mean(there)) if there else None
+    known = [value for value in values if value is not None]
+    return float(np.mean(known)) if known else None
 
 
-def _each(task: Task, samples: Samples, found: list[Outcome]) -> Each:
-    texts = [o.output.lstrip("\n").split("\n")[0] if task.newline else o.output for o in found]
+def _each(task: Task, samples: Samples, outcomes: list[Outcome]) -> Each:
+    texts = [o.output.lstrip("\n").split("\n")[0] if task.newline else o.output for o in outcomes]
     if task.score is not None:
         scores: list[Any] = [task.score(text, sample) for text, (sample, _) in zip(texts, samples)]
     else:
-        scores = [float(o.found.mean()) if task.metric == "recall" else None for o in found]
+        scores = [float(o.recalled.mean()) if task.metric == "recall" else None for o in outcomes]
     ranked = digits = None
-    if any(o.label is not None for o in found):
+    if any(o.label is not None for o in outcomes):
         ranked = [
             None if o.label is None else float(sample.labels[o.label] == sample.answer)
-            for o, (sample, _) in zip(found, samples)
+            for o, (sample, _) in zip(outcomes, samples)
         ]
     if all(len(sample.refs) == 1 and sample.refs[0].isdecimal() for sample, _ in samples):
         digits = [scorers.digits_right(t, sample.refs[0]) for t, (sample, _) in zip(texts, samples)]
     tags = sorted({tag for sample, _ in samples for tag in sample.tags})
     return Each(
         score=scores,
-        nll=[o.nll for o in found],
-        tokens=[o.tokens for o in found],
-        kept=[o.kept for o in found],
-        live=[o.live for o in found],
-        peak_live=[o.peak_live for o in found],
-        retention=[o.retention for o in found],
+        nll=[o.nll for o in outcomes],
+        tokens=[o.tokens for o in outcomes],
+        kept=[o.kept for o in outcomes],
+        live=[o.live for o in outcomes],
+        peak_live=[o.peak_live for o in outcomes],
+        retention=[o.retention for o in outcomes],
         ranked=ranked,
         output=None if task.score is None else texts,
         digits=digits,
         tags={tag: [sample.tags.get(tag) for sample, _ in samples] for tag in tags},
-        found=[o.found.astype(int).tolist() for o in found] if task.metric == "recall" else None,
+        found=[o.recalled.astype(int).tolist() for o in outcomes] if task.metric == "recall" else None,
     )
 
 
-def _totals(task: Task, samples: Samples, found: list[Outcome], each: Each) -> dict[str, Any]:
-    nats = sum(o.nll * o.tokens for o in found)
+def _totals(task: Task, samples: Samples, outcomes: list[Outcome], each: Each) -> dict[str, Any]:
+    nats = sum(o.nll * o.tokens for o in outcomes)
     text = task.metric == "perplexity"
     return {
         "score": _mean(each.score),
         "nll": float(np.mean(each.nll)),
         "ranked": _mean(each.ranked or []),
         "digits": _mean(list(each.digits or [])),
-        "perplexity": math.exp(nats / sum(o.tokens for o in found)) if text else None,
+        "perplexity": math.exp(nats / sum(o.tokens for o in outcomes)) if text else None,
         "bits_per_byte": nats / math.log(2) / sum(e.bytes for _, e in samples) if text else None,
     }
 
 
-def _bytes(model: LanguageModel, samples: Samples, batches: list[Batch], found: list[Outcome]) -> Bytes:
+def _bytes(model: LanguageModel, samples: Samples, batches: list[Batch], outcomes: list[Outcome]) -> Bytes:
     sizes = [len(e.context) + len(e.question) + len(e.prefix) for _, e in samples]
-    share = [len(batch.outcomes) / len(found) for batch in batches]
+    share = [len(batch.outcomes) / len(outcomes) for batch in batches]
     full = [metrics.full_bytes(model.network, n, model.params["embed"].dtype) for n in sizes]
     return Bytes(
-        live=float(np.mean([o.live for o in found])),
-        peak_live=float(np.mean([o.peak_live for o in found])),
+        live=float(np.mean([o.live for o in outcomes])),
+        peak_live=float(np.mean([o.peak_live for o in outcomes])),
         allocated=float(np.dot(share, [batch.allocated for batch in batches])),
         peak_allocated=float(np.dot(share, [batch.peak_allocated for batch in batches])),
         prefill_live=float(np.dot(share, [batch.peak_bytes for batch in batches])),
@@ -148,8 +148,8 @@ def _bytes(model: LanguageModel, samples: Samples, batches: list[Batch], found: 
     )
 
 
-def _example(policy: Policy, model: LanguageModel, samples: Samples, found: list[Outcome]) -> Example:
-    held = found[0].held.tolist()
+def _example(policy: Policy, model: LanguageModel, samples: Samples, outcomes: list[Outcome]) -> Example:
+    held = outcomes[0].held.tolist()
     if policy != FULL:
         return Example(held=held)
     sample, encoded = samples[0]

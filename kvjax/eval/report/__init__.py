@@ -1,1 +1,1 @@
-"""What rows say: tables, figures, one HTML page, and the papers' claims."""
+"""Reports made of rows: tables, figures, one HTML page, the front."""

@@ -1,4 +1,4 @@
-"""The Pareto front: quality over live bytes at 16 bits, as points, picture, table and a sentence a need."""
+"""The Pareto front: quality over live bytes at 16 bits, as points, picture, tables and sentences."""
 
 from __future__ import annotations
 
@@ -19,6 +19,13 @@ from kvjax.eval.report.plotting import panels, pyplot, saved, style
 from kvjax.eval.report.table import Results
 from kvjax.weights import DEFAULT
 
+PROTOCOLS = {"agnostic": "question unseen", "aware": "question seen"}
+OTHERS = "all others (front.md has every cell)"
+NEAR, LEAST = 5, 50
+"""Pictures name a family that is within so many points of the front and above so many percent."""
+SLACK = 1.02
+"""Bytes up to 2 % over a budget count as equal to it."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Point:
@@ -26,9 +33,9 @@ class Point:
 
     Attributes:
       policy: the one-string form.
-      name: the same with weights that are not the default, as tables show it.
-      family: it with its budget left open, and such weights.
-      weights: what it was run with, as results name them; "" where nothing is learned.
+      name, family: the policy, and the policy with its budget left open, as tables show them: with weights
+        that are not the default.
+      weights: as results name them; "" where nothing is learned.
       kept: share of the tokens that are held.
       share: live bytes when the answer begins, at 16 bits an exact element, over those of the full cache.
       score: mean over tasks, percent.
@@ -64,39 +71,46 @@ def share(row: Row, head_dim: int) -> float:
     return float((exact + (slots - exact) * cost + row.reads.summary_paper) / length)
 
 
+def _informative(results: Results) -> list[Row]:
+    return [row for row in results.rows if row.informative and row.score is not None]
+
+
+def _protocols(rows: Sequence[Row]) -> list[str]:
+    return sorted({row.cell.protocol for row in rows} - {"either"}) or ["either"]
+
+
 def points(results: Results, head_dim: int) -> dict[tuple[int, str], list[Point]]:
-    """Points by (length, protocol); policies that decide on arrival stand in every protocol.
+    """Points by (length, protocol); policies that decide on arrival count for every protocol.
 
-    Of cells of one policy the one with most samples counts.
+    Of a policy's cells of one task, the one with most samples counts. A policy that was not measured on every
+    task is left out: its mean would be over other tasks.
     """
-    protocols = sorted({r.cell.protocol for r in results.rows} - {"either"}) or ["either"]
-    rows = [r for r in results.rows if r.informative and r.score is not None]
-    found: dict[tuple[int, str], list[Point]] = {}
-    for length in sorted({r.cell.length for r in rows}):
-        for protocol in protocols:
-            here = [r for r in rows if r.cell.length == length and r.cell.protocol in (protocol, "either")]
-            every = len({r.cell.task for r in here})
-            made = []
-            for name in dict.fromkeys(table.name(r) for r in here):
-                mine = _most([r for r in here if table.name(r) == name])
-                if len(mine) == every:  # on fewer tasks it would be another mean
-                    made.append(_point(mine, head_dim))
-            found[length, protocol] = made
-    return found
+    rows = _informative(results)
+    by_key: dict[tuple[int, str], list[Point]] = {}
+    for length in sorted({row.cell.length for row in rows}):
+        for protocol in _protocols(results.rows):
+            cells = [r for r in rows if r.cell.length == length and r.cell.protocol in (protocol, "either")]
+            count = len({r.cell.task for r in cells})
+            by_name: dict[str, dict[str, Row]] = {}
+            for row in cells:
+                best = by_name.setdefault(table.name(row), {})
+                task = row.cell.task
+                if task not in best or row.cell.samples > best[task].cell.samples:
+                    best[task] = row
+            by_key[length, protocol] = [
+                _point(list(best.values()), head_dim) for best in by_name.values() if len(best) == count
+            ]
+    return by_key
 
 
-def _most(rows: list[Row]) -> list[Row]:
-    """One row a task: that of most samples."""
-    best: dict[str, Row] = {}
-    for row in rows:
-        if row.cell.task not in best or row.cell.samples > best[row.cell.task].cell.samples:
-            best[row.cell.task] = row
-    return list(best.values())
+def _default(label: str) -> bool:
+    """Whether these are the weights that a part takes when none are named."""
+    return label.split("=")[-1].split("@")[0] == DEFAULT
 
 
 def _name(policy: str, row: Row) -> str:
-    given = [one for one in row.cell.weights.split(",") if one and not _by_itself(one)]
-    return f"{policy} [{', '.join(one.split('@')[0] for one in given)}]" if given else policy
+    others = [label for label in row.cell.weights.split(",") if label and not _default(label)]
+    return f"{policy} [{', '.join(label.split('@')[0] for label in others)}]" if others else policy
 
 
 def _point(rows: list[Row], head_dim: int) -> Point:
@@ -117,52 +131,47 @@ def _point(rows: list[Row], head_dim: int) -> Point:
     )
 
 
-def best_below(there: Sequence[Point], most: float) -> float:
-    """The best score that no more bytes buy (2 % more are no more)."""
-    return max((p.score for p in there if p.share <= most * 1.02), default=0.0)
+def best_below(points: Sequence[Point], most: float) -> float:
+    """The best score within so many bytes (a share)."""
+    return max((p.score for p in points if p.share <= most * SLACK), default=0.0)
 
 
-def front(there: Sequence[Point]) -> list[Point]:
-    """The points that none beats at no more bytes, by bytes."""
-    found: list[Point] = []
-    for point in sorted(there, key=lambda p: (p.share, -p.score)):
-        if not found or point.score > found[-1].score:
-            found.append(point)
-    return found
+def front(points: Sequence[Point]) -> list[Point]:
+    """The points that no other beats at no more bytes, by bytes."""
+    best: list[Point] = []
+    for point in sorted(points, key=lambda p: (p.share, -p.score)):
+        if not best or point.score > best[-1].score:
+            best.append(point)
+    return best
 
 
-def near(there: Sequence[Point], points: float, least: float) -> list[Point]:
-    """Those within so many points of the best that no more bytes buy, and of at least ``least`` percent."""
-    return [p for p in there if p.score >= max(least, best_below(there, p.share) - points)]
-
-
-OTHERS = "all others (front.md has every cell)"
-NEAR, LEAST = 5, 50
-"""Points behind the front, and percent, up from which a picture names a family; the others are grey."""
+def near(points: Sequence[Point], behind: float, least: float) -> list[Point]:
+    """Those at most ``behind`` points behind the best of no more bytes, and of at least ``least`` percent."""
+    return [p for p in points if p.score >= max(least, best_below(points, p.share) - behind)]
 
 
 def draw(results: Results, head_dim: int, file: Path) -> Path:
     """One panel a length and protocol: every point, the front as a line; families near it by name."""
     plt = pyplot()
-    found = points(results, head_dim)
-    named = sorted({p.family for there in found.values() for p in near(there, NEAR, LEAST)})
+    by_key = points(results, head_dim)
+    named = sorted({p.family for group in by_key.values() for p in near(group, NEAR, LEAST)})
     styles = {family: style(number) for number, family in enumerate(named)}
-    figure, axes = panels(plt, len(found), 2, (5.2, 3.2), top=0.3 + 0.08 * len(named))
+    figure, axes = panels(plt, len(by_key), 2, (5.2, 3.2), top=0.3 + 0.08 * len(named))
     handles: dict[str, Any] = {}
-    for axis, ((length, protocol), there) in zip(axes, found.items()):
-        line = front(there)
+    for axis, ((length, protocol), group) in zip(axes, by_key.items()):
+        line = front(group)
         axis.step(
             [100 * p.share for p in line], [p.score for p in line], where="post", c="0.4", lw=2.5, alpha=0.5
         )
-        for family in dict.fromkeys(p.family for p in there):
-            mine = sorted((p for p in there if p.family == family), key=lambda p: p.share)
-            error = [[max(0, p.score - p.low) for p in mine], [max(0, p.high - p.score) for p in mine]]
-            x, y = [100 * p.share for p in mine], [p.score for p in mine]
+        for family in dict.fromkeys(p.family for p in group):
+            own = sorted((p for p in group if p.family == family), key=lambda p: p.share)
+            error = [[max(0, p.score - p.low) for p in own], [max(0, p.high - p.score) for p in own]]
+            x, y = [100 * p.share for p in own], [p.score for p in own]
             if family in styles:
                 handles[family] = axis.errorbar(x, y, error, ms=5, lw=1, capsize=1.5, **styles[family])
             else:
                 handles[OTHERS] = axis.plot(x, y, ".-", ms=4, lw=0.6, c="0.8", zorder=0)[0]
-        axis.set_title(f"{length} tokens, {_said(protocol)}", fontsize=9)
+        axis.set_title(f"{length} tokens, {_question(protocol)}", fontsize=9)
         axis.set_xlim(0, 105)
         axis.set_ylim(-4, 104)
         axis.tick_params(labelsize=8)
@@ -177,33 +186,32 @@ def draw(results: Results, head_dim: int, file: Path) -> Path:
     return saved(plt, figure, file)
 
 
-def _said(protocol: str) -> str:
-    return {"agnostic": "question unseen", "aware": "question seen"}.get(protocol, "either way")
+def _question(protocol: str) -> str:
+    return PROTOCOLS.get(protocol, "either way")
 
 
 def best_table(results: Results, head_dim: int, shares: Sequence[float]) -> str:
     """The best policy at each budget, for each task, length and protocol, with its interval.
 
-    Of the cells with most samples: the best of many with few is often a lucky one.
+    Only cells with most samples count: the best of many cells with few samples is often a lucky one.
     """
     lines = []
-    rows = [r for r in results.rows if r.informative and r.score is not None and r.cell.policy != table.FULL]
-    protocols = sorted({r.cell.protocol for r in rows} - {"either"}) or ["either"]
+    rows = [row for row in _informative(results) if row.cell.policy != table.FULL]
     for length, task in sorted({(r.cell.length, r.cell.task) for r in rows}):
-        for protocol in protocols:
-            here = [
+        for protocol in _protocols(rows):
+            cells = [
                 r for r in rows if (r.cell.task, r.cell.length) == (task, length)
                 and r.cell.protocol in (protocol, "either")
             ]  # fmt: skip
-            here = [r for r in here if r.cell.samples == max(r.cell.samples for r in here)]
+            cells = [r for r in cells if r.cell.samples == max(r.cell.samples for r in cells)]
             for most in shares:
-                fits = [r for r in here if share(r, head_dim) <= 1.02 * most]
+                fits = [r for r in cells if share(r, head_dim) <= SLACK * most]
                 if fits:
                     best = max(fits, key=lambda r: (r.score or 0.0, -share(r, head_dim)))
                     mean, low, high = (100 * x for x in stats.interval(table.quality(best)))
                     name = _name(best.cell.policy, best)
                     lines.append(
-                        [length, task, _said(protocol), f"{100 * most:.0f} %", f"`{name}`",
+                        [length, task, _question(protocol), f"{100 * most:.0f} %", f"`{name}`",
                          f"{100 * share(best, head_dim):.0f} %", f"{mean:.1f} ({low:.1f} … {high:.1f})",
                          best.cell.samples]
                     )  # fmt: skip
@@ -214,17 +222,19 @@ def best_table(results: Results, head_dim: int, shares: Sequence[float]) -> str:
 def every_point(results: Results, head_dim: int) -> str:
     """All points, by length and protocol, then bytes; those of the front in bold."""
     lines = []
-    for (length, protocol), there in points(results, head_dim).items():
-        best = front(there)
-        for p in sorted(there, key=lambda p: (p.share, -p.score)):
+    for (length, protocol), group in points(results, head_dim).items():
+        best = front(group)
+        for p in sorted(group, key=lambda p: (p.share, -p.score)):
             mark = "**" if p in best else ""
             score = f"{mark}{p.score:.1f}{mark} ({p.low:.1f} … {p.high:.1f})"
-            lines.append([length, _said(protocol), f"`{p.name}`", f"{100 * p.share:.1f} %", score, p.tasks])
+            lines.append(
+                [length, _question(protocol), f"`{p.name}`", f"{100 * p.share:.1f} %", score, p.tasks]
+            )
     return table.markdown(["length", "question", "policy", "bytes", "score, %", "tasks"], lines)
 
 
 def page(results: Results, head_dim: int, shares: Sequence[float], command: str) -> str:
-    """What a person choosing a policy reads."""
+    """The page for people who choose a policy."""
     parts = [
         "# The front",
         f"Generated by `{command}`; do not edit.",
@@ -239,45 +249,40 @@ def page(results: Results, head_dim: int, shares: Sequence[float], command: str)
 
 
 def needs(results: Results, head_dim: int, shares: Sequence[float]) -> str:
-    """Which policy for which need: a sentence a protocol, over the longest length that was measured."""
-    said = []
-    found = points(results, head_dim)
-    longest = max((length for length, _ in found), default=0)
-    for (length, protocol), there in found.items():
+    """Which policy for which need: a sentence a budget and protocol, at the longest length measured."""
+    sentences = []
+    by_key = points(results, head_dim)
+    longest = max((length for length, _ in by_key), default=0)
+    for (length, protocol), group in by_key.items():
         if length != longest:
             continue
-        full = next((p for p in there if p.policy == table.FULL), None)
+        full = next((p for p in group if p.policy == table.FULL), None)
         for most in shares:
-            fits = [p for p in there if p.share <= 1.02 * most and p.policy != table.FULL]
+            fits = [p for p in group if p.share <= SLACK * most and p.policy != table.FULL]
             if fits:
                 best = max(fits, key=lambda p: p.score)
                 loss = "" if full is None else f", {best.score - full.score:+.1f} points from the full cache"
-                said.append(
-                    f"For at most {100 * most:.0f} % of the bytes, with the {_said(protocol)}, take "
+                sentences.append(
+                    f"For at most {100 * most:.0f} % of the bytes, with the {_question(protocol)}, take "
                     f"`{best.name}` ({best.score:.1f} %{loss})."
                 )
-    return " ".join(said) or "No cell was informative: nothing can be said."
+    return " ".join(sentences) or "No cell was informative: nothing can be said."
 
 
-def _by_itself(label: str) -> bool:
-    """Are those the weights of a part that are taken where none are named?"""
-    return label.split("=")[-1].split("@")[0] == DEFAULT
+def as_json(results: Results, head_dim: int, about: dict[str, Any], command: str) -> str:
+    """The front as ``auto`` reads it, by length and protocol, with its model and command.
 
-
-def as_json(results: Results, head_dim: int, whose: dict[str, Any], command: str) -> str:
-    """The front as ``auto`` reads it, by length and protocol, and whose it is.
-
-    Points of weights that a policy is not given by itself are left out. Where the front is of learned parts,
-    that of the others stands beside it: it is what another model can have.
+    Points whose weights are not the default are left out. The front of policies that learn nothing is there
+    too: another model can have those.
     """
-    found = []
-    for (length, protocol), every in points(results, head_dim).items():
-        there = [p for p in every if all(_by_itself(one) for one in p.weights.split(",") if one)]
-        both = front(there) + front([p for p in there if not p.weights])
-        found += [
+    entries = []
+    for (length, protocol), group in points(results, head_dim).items():
+        usable = [p for p in group if all(_default(label) for label in p.weights.split(",") if label)]
+        both = front(usable) + front([p for p in usable if not p.weights])
+        entries += [
             {"length": length, "protocol": protocol, **dataclasses.asdict(point)}
             for point in dict.fromkeys(both)
             if point.policy != table.FULL
         ]
-    about = {"command": command, "model": whose["model"], "fingerprint": whose["fingerprint"]}
-    return json.dumps(about | {"front": found}, indent=1, ensure_ascii=False) + "\n"
+    facts = {"command": command, "model": about["model"], "fingerprint": about["fingerprint"]}
+    return json.dumps(facts | {"front": entries}, indent=1, ensure_ascii=False) + "\n"

@@ -1,4 +1,4 @@
-"""One self-contained HTML page: tables, pictures, and which words each policy kept of a text."""
+"""One self-contained HTML page: tables, pictures, and the words of a text that each policy kept."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def page(results: Results, figures: list[Path]) -> str:
 
 
 def _rendered(text: str) -> str:
-    """The little Markdown that our tables are written in."""
+    """HTML of the few forms of Markdown that our tables use."""
     out = []
     for block in text.strip().split("\n\n"):
         if block.startswith("#"):
@@ -64,29 +64,28 @@ def _inline(text: str) -> str:
 
 
 def _texts(results: Results) -> list[str]:
-    shown = [row for row in results.rows if row.example.pieces][:TEXTS]
     out = []
-    for full in shown:
+    for full in [row for row in results.rows if row.example.pieces][:TEXTS]:
         cell = full.cell
-        mine = [r for r in results.rows if table.samples(r) == table.samples(full) and r is not full]
-        if not mine:
+        others = [r for r in results.rows if r.cell.drawn == cell.drawn and r is not full]
+        if not others:
             continue
-        out.append(f"<h3>{cell.task}, {cell.length} tokens, first sample; answer: "
-                   f"<code>{html.escape((full.example.answer or '')[:80])}</code></h3>")  # fmt: skip
-        out += [_highlighted(row, full.example) for row in mine]
+        answer = html.escape((full.example.answer or "")[:80])
+        out.append(f"<h3>{cell.task}, {cell.length} tokens, first sample; answer: <code>{answer}</code></h3>")
+        out += [_highlighted(row, full.example) for row in others]
     return out
 
 
 def _highlighted(row: Row, example: Example) -> str:
-    """The text, each token as strong as the share of (layer, KV head) that still hold it."""
-    streams = sum(len(layer) for layer in row.heads)
+    """The text; each token as strong as the share of (layer, KV head) that still hold it."""
+    heads = sum(len(layer) for layer in row.heads)
     words, pieces = [], example.pieces or []
     needed = [*(example.needed or ()), *[0] * len(pieces)]
     for piece, held, answer in zip(pieces, row.example.held, needed):
-        share = held / streams
+        share = held / heads
         tone = f"background:rgba(0,158,115,{0.6 * share:.2f})" if held else "color:#999"
         tone += ";border-bottom:2px solid #d55e00" if answer else ""
-        words.append(f'<span style="{tone}" title="{held} of {streams}">{html.escape(piece)}</span>')
+        words.append(f'<span style="{tone}" title="{held} of {heads}">{html.escape(piece)}</span>')
     title = f"{table.name(row)}: kept {100 * row.kept_fraction:.0f} %"
     return (
         f'<details><summary>{html.escape(title)}</summary><div class="text">{"".join(words)}</div></details>'

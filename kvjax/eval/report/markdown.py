@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from kvjax.eval.measure.match import TOLERANCE
 from kvjax.eval.measure.row import Row
-from kvjax.eval.report import judges, table
+from kvjax.eval.report import table
 from kvjax.eval.report.table import Results
 
-WINDOW = judges.only("streaming-llm")
-"""What a gap is measured from."""
+WINDOW = frozenset({"window"})
+"""Parts of the policy that a gap is measured from."""
 
 
 def text(results: Results) -> str:
@@ -16,14 +16,12 @@ def text(results: Results) -> str:
     parts = ["# Results", _facts(results)]
     for group in dict.fromkeys(column[0] for column in results.columns()):
         parts += [f"## {group}", table.scores(results, group)]
-    parts += [
-        "## Difference from the full cache",
-        table.losses(results),
-        *(["## Learned policies at matched memory", pairs] if (pairs := table.matched(results)) else []),
-        *(["## Gap between window and full that is closed", shares] if (shares := closed(results)) else []),
-        "## What was held and read",
-        table.costs(results),
-    ]
+    parts += ["## Difference from the full cache", table.losses(results)]
+    if pairs := table.matched(results):
+        parts += ["## Learned policies at matched memory", pairs]
+    if shares := closed(results):
+        parts += ["## Gap between window and full that is closed", shares]
+    parts += ["## What was held and read", table.costs(results)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -44,53 +42,37 @@ def _facts(results: Results) -> str:
 def closed(results: Results) -> str:
     """Perplexity policies beside a window as large: (PPL_window - PPL) / (PPL_window - PPL_full).
 
-    As many bytes at the highest, or, and then it says so, as many slots in the mean over the steps.
+    As large means as many bytes at the highest, or as many slots in the mean over the steps.
     """
     rows = results.where(lambda row: row.metric == "perplexity")
     lines = []
-    for window in filter(WINDOW, rows):
+    for window in rows:
         full = results.full(window)
-        if full is None:
+        if full is None or window.parts != WINDOW:
             continue
-        for mine in rows:
-            matched = _matched(mine, window)
-            if mine is not window and matched and (found := table.gap(mine, window, full)):
-                lines.append(_closing(mine, window, full, found, matched))
-    heads = [
-        "policy",
-        "window",
-        "task",
-        "length",
-        "matched",
-        "peak KiB",
-        "ppl",
-        "window's",
-        "full's",
-        "gap closed, %",
-    ]
-    return table.markdown(heads, lines) if lines else ""
+        for row in rows:
+            matched = _matched(row, window)
+            if row is not window and matched and (gap := table.gap(row, window, full)):
+                share, low, high = (100 * x for x in gap)
+                lines.append(
+                    [
+                        *(f"`{table.name(each)}`" for each in (row, window)),
+                        row.cell.task,
+                        row.cell.length,
+                        matched,
+                        " / ".join(f"{each.bytes.peak_live / 1024:.0f}" for each in (row, window)),
+                        *(f"{table.value(each):.1f}" for each in (row, window, full)),
+                        f"{share:.0f} ({low:.0f} … {high:.0f})",
+                    ]
+                )
+    heads = ["policy", "window", "task", "length", "matched", "peak KiB", "ppl", "window's", "full's"]
+    return table.markdown([*heads, "gap closed, %"], lines) if lines else ""
 
 
-def _matched(mine: Row, window: Row) -> str:
-    """Where their slots or bytes are within 2 %; nothing where they are not."""
-    if table.samples(mine) != table.samples(window):
+def _matched(row: Row, window: Row) -> str:
+    """Whether their bytes or slots are within 2 %; "" where neither is."""
+    if row.cell.drawn != window.cell.drawn:
         return ""
-    if table.same_bytes(mine, window):
+    if table.same_bytes(row, window):
         return "peak bytes"
-    return "mean slots" if abs(mine.mean_fraction / window.mean_fraction - 1) <= TOLERANCE else ""
-
-
-def _closing(mine: Row, window: Row, full: Row, found: tuple[float, float, float], matched: str) -> list[str]:
-    share, low, high = (100 * x for x in found)
-    cell, named = mine.cell, (f"`{table.name(row)}`" for row in (mine, window))
-    held = " / ".join(f"{row.bytes.peak_live / 1024:.0f}" for row in (mine, window))
-    values = (f"{table.value(row):.1f}" for row in (mine, window, full))
-    return [
-        *named,
-        cell.task,
-        str(cell.length),
-        matched,
-        held,
-        *values,
-        f"{share:.0f} ({low:.0f} … {high:.0f})",
-    ]
+    return "mean slots" if abs(row.mean_fraction / window.mean_fraction - 1) <= TOLERANCE else ""

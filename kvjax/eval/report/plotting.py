@@ -1,4 +1,4 @@
-"""What all pictures share: matplotlib without a display, colours that everybody can tell apart, panels."""
+"""What all pictures share: matplotlib without a display, colours that everybody can distinguish, panels."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from kvjax.eval.errors import EvalError
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#882255")
-"""After Okabe and Ito, https://jfly.uni-koeln.de/color/, and one more; markers tell apart what repeats."""
+"""After Okabe and Ito, https://jfly.uni-koeln.de/color/, and one more; markers differ where those repeat."""
 
 MARKERS = "osD^vPX*<>"
 
@@ -36,23 +36,21 @@ def pyplot() -> Any:
 
 
 def style(number: int) -> dict[str, Any]:
-    """Colour and marker of the curve of that number: eighty differ."""
+    """Colour and marker of the curve of that number; eighty are different."""
     return {"color": COLOURS[number % len(COLOURS)], "marker": MARKERS[number % len(MARKERS)]}
 
 
 def wrapped(policy: str, width: int) -> str:
-    """The name over several lines."""
+    """The name in lines of this width."""
     return "\n".join(textwrap.wrap(policy, width, break_on_hyphens=False))
 
 
 def panels(
     plt: Any, count: int, across: int, size: tuple[float, float], *, top: float = 0
 ) -> tuple[Any, list[Any]]:
-    """A figure and its first ``count`` panels, at most ``across`` in a row; the others are blank.
+    """A figure and its first ``count`` panels, at most ``across`` in a row; the others are empty.
 
-    Args:
-      size: inches of a panel.
-      top: inches above them.
+    ``size`` is in inches of a panel, ``top`` the inches above them.
     """
     across = max(1, min(across, count))
     down = -(-count // across)
@@ -66,7 +64,7 @@ def panels(
 
 
 def map_of(axis: Any, grid: Any, names: Sequence[Sequence[Any]], title: str) -> Any:
-    """A grid of percents, 0 to 100, with its numbers written in where there is room for them."""
+    """A grid of percents, 0 to 100; its numbers are written into small grids."""
     import numpy as np
 
     image = axis.imshow(grid, vmin=0, vmax=100, cmap="viridis", aspect="auto")
@@ -82,14 +80,14 @@ def map_of(axis: Any, grid: Any, names: Sequence[Sequence[Any]], title: str) -> 
 
 
 def bar(figure: Any, image: Any, axes: Sequence[Any], label: str) -> None:
-    """What the colours of all maps mean."""
-    made = figure.colorbar(image, ax=axes, shrink=0.8, aspect=15)
-    made.set_label(label, fontsize=8)
-    made.ax.tick_params(labelsize=8)
+    """A colour bar for all maps."""
+    scale = figure.colorbar(image, ax=axes, shrink=0.8, aspect=15)
+    scale.set_label(label, fontsize=8)
+    scale.ax.tick_params(labelsize=8)
 
 
 def saved(plt: Any, figure: Any, file: Path) -> Path:
-    """The file, written."""
+    """Writes the figure; the file."""
     figure.savefig(file, dpi=DPI)
     plt.close(figure)
     return file

@@ -20,7 +20,7 @@ def interval(
 ) -> tuple[float, float, float]:
     """(mean, lower, upper) of the 95 % bootstrap interval of a (weighted) mean.
 
-    Differences of two policies on the same samples, sample by sample, make it a paired interval.
+    Of differences between two policies on the same samples it is a paired interval.
     """
     x = np.asarray(values, float)
     w = np.ones(len(x)) if weights is None else np.asarray(weights, float)
@@ -34,21 +34,23 @@ def spread(of: Callable[[np.ndarray], np.ndarray], count: int, *, seed: int = 0)
     """(lower, upper) of the 95 % bootstrap interval of any statistic of ``count`` samples.
 
     Args:
-      of: sample numbers [resamples, count] to the statistic of each resample; NaN where it has none.
-      count: how many samples there are.
+      of: sample numbers [resamples, count] to the statistic of each resample; NaN where it is undefined.
+      count: number of samples.
     """
     low, high = np.nanpercentile(of(_draws(count, seed)), [2.5, 97.5])
     return float(low), float(high)
 
 
 def difference(
-    mine: Sequence[float], other: Sequence[float], weights: Sequence[float] | None = None
+    values: Sequence[float], other: Sequence[float], weights: Sequence[float] | None = None
 ) -> tuple[float, float, float]:
-    """``interval`` of mine minus other, pair by pair.
+    """``interval`` of values minus other, pair by pair.
 
     Raises:
       ValueError: different numbers of samples.
     """
-    if len(mine) != len(other):
-        raise ValueError(f"difference() pairs {len(mine)} samples with {len(other)}. Give the same samples.")
-    return interval(np.subtract(mine, other).tolist(), weights)
+    if len(values) != len(other):
+        raise ValueError(
+            f"difference() pairs {len(values)} samples with {len(other)}. Give the same samples."
+        )
+    return interval(np.subtract(values, other).tolist(), weights)

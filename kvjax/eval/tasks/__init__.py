@@ -1,4 +1,4 @@
-"""Every task by name, and the words that ask for several of them."""
+"""Every task by name or group."""
 
 from __future__ import annotations
 
@@ -18,32 +18,30 @@ ORDER = ("niah", "ruler", "babilong", "ppl", "dialogue", "icl", "rerank", "mqar"
 @functools.cache
 def tasks() -> dict[str, Task]:
     """Every task of every module of this package, group by group."""
-    found: list[Task] = []
-    for info in pkgutil.iter_modules(__path__, __name__ + "."):
-        found += getattr(importlib.import_module(info.name), "TASKS", ())
-    found.sort(key=lambda task: ORDER.index(task.group))
-    return {task.name: task for task in found}
+    modules = [importlib.import_module(info.name) for info in pkgutil.iter_modules(__path__, __name__ + ".")]
+    every: list[Task] = [task for module in modules for task in getattr(module, "TASKS", ())]
+    return {task.name: task for task in sorted(every, key=lambda task: ORDER.index(task.group))}
 
 
 def named(words: Sequence[str], data: Data) -> tuple[list[Task], list[Task]]:
     """The tasks of a list of names and groups, each once; a word that is both is the name.
 
     Returns:
-      (tasks, tasks of a group that were left out because their data is not there).
+      (tasks, tasks of a group that are left out because their data is missing).
 
     Raises:
-      EvalError: a word that is neither; a task named by itself whose data is not there.
+      EvalError: a word that is neither; a task named by itself whose data is missing.
     """
     known = tasks()
     chosen: dict[str, Task] = {}
     absent: dict[str, Task] = {}
     for word in words:
-        mine = [known[word]] if word in known else [task for task in known.values() if task.group == word]
-        if not mine:
+        group = [known[word]] if word in known else [task for task in known.values() if task.group == word]
+        if not group:
             raise EvalError(
                 f"there is no task {word!r}. Groups: {', '.join(ORDER)}; tasks: {', '.join(known)}."
             )
-        for task in mine:
+        for task in group:
             missing = [file for file in task.needs if not data.has(file)]
             if missing and word == task.name:
                 raise EvalError(

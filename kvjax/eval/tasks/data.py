@@ -1,8 +1,8 @@
 """Texts and words to evaluate on: held-out parts of the data pack, or a generated twin of them.
 
-The pack is not in the repository. It is looked for in ``KVJAX_DATA``, else in ``../shared/data``
-beside the checkout. Where it is absent a small grammar writes books and words, and every result row
-says so. Key words are the fifth of the list that training never sees (``words``).
+The pack is not in the repository: it lies in ``KVJAX_DATA``, or in ``../shared/data`` beside the checkout.
+Where it is absent a small grammar writes books and words, and every result row says so. Key words are the
+fifth of the list that training never sees (``words``).
 """
 
 from __future__ import annotations
@@ -30,33 +30,28 @@ PACK = "the data pack (set KVJAX_DATA to its folder)"
 
 
 def unwrap(text: str) -> str:
-    """Line breaks inside paragraphs to blanks; paragraphs stay apart by one blank, too."""
+    """All white space to single blanks."""
     return " ".join(text.split())
 
 
 def sentences(text: str) -> tuple[str, ...]:
     """The sentences of a running text, 20 to 400 characters long."""
-    found = re.split(r"(?<=[a-z][.!?])\s+(?=[A-Z\"'])", unwrap(text))
-    return tuple(s for s in found if 20 <= len(s) <= 400 and s[-1] in ".!?")
+    parts = re.split(r"(?<=[a-z][.!?])\s+(?=[A-Z\"'])", unwrap(text))
+    return tuple(s for s in parts if 20 <= len(s) <= 400 and s[-1] in ".!?")
 
 
 @dataclasses.dataclass(frozen=True)
 class Data:
-    """What can be read, and its twin where it cannot.
-
-    Attributes:
-      folder: the data pack, or None.
-    """
+    """The data pack in ``folder``, or its generated twin where that is None."""
 
     folder: Path | None
 
     @property
     def source(self) -> str:
-        """What result rows say: "pack" or "generated"."""
+        """As in result rows: "pack" or "generated"."""
         return "generated" if self.folder is None else "pack"
 
     def has(self, name: str) -> bool:
-        """Is this file of the pack there?"""
         return self.folder is not None and (self.folder / name).is_file()
 
     def raw(self, name: str) -> bytes:
@@ -65,9 +60,8 @@ class Data:
         Raises:
           EvalError: no such file.
         """
-        if not self.has(name):
+        if self.folder is None or not self.has(name):
             raise EvalError(f"{name} is not there and has no generated twin. It comes with {PACK}.")
-        assert self.folder is not None  # noqa: S101  (has says so)
         return _unpacked(self.folder / name)
 
     def lines(self, name: str) -> list[Any]:
@@ -117,10 +111,10 @@ def _novel(data: Data) -> tuple[str, ...]:
 @functools.cache
 def _words(data: Data) -> tuple[str, ...]:
     if data.folder is None:
-        found = _syllables(np.random.default_rng(3), 4000)
+        words = _syllables(np.random.default_rng(3), 4000)
     else:
-        found = data.raw("wordlists/common_words.txt.gz").decode().split()
-    fitting = {word for word in found if word.isalpha() and 4 <= len(word) <= 9}
+        words = data.raw("wordlists/common_words.txt.gz").decode().split()
+    fitting = {word for word in words if word.isalpha() and 4 <= len(word) <= 9}
     return tuple(sorted(word for word in fitting if held_out_word(word)))
 
 
@@ -137,7 +131,7 @@ def _grammar(data: Data, seed: int) -> tuple[str, ...]:
     words = _syllables(rng, 400)
     verbs = ("finds", "sees", "carries", "asks", "follows", "paints")
     nouns = rng.integers(0, len(words), (3000, 3))
-    did = rng.integers(0, len(verbs), 3000)
+    actions = rng.integers(0, len(verbs), 3000)
     return tuple(
-        f"The {words[a]} {verbs[v]} the {words[b]} by the {words[c]}." for (a, b, c), v in zip(nouns, did)
+        f"The {words[a]} {verbs[v]} the {words[b]} by the {words[c]}." for (a, b, c), v in zip(nouns, actions)
     )

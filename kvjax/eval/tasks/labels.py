@@ -11,13 +11,14 @@ import csv
 import functools
 import io
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from kvjax.eval.tasks import scorers
-from kvjax.eval.tasks.data import Data, held_out_word
-from kvjax.eval.tasks.maker import Maker, Piece, Rng, join, pick, shuffled
+from kvjax.eval.tasks.data import Data
+from kvjax.eval.tasks.maker import Maker, Piece, join
 from kvjax.eval.tasks.sample import Sample
 from kvjax.eval.tasks.task import Task
+from kvjax.eval.tasks.words import CAPITALS, DECIMAL, Rng, held_out_word, pick, shuffled
 
 BANKING, CLINC = "icl/banking77_test.csv.gz", "icl/clinc150_full.json.gz"
 TEMPLATES = (
@@ -27,7 +28,6 @@ TEMPLATES = (
     "She bought some {} for her {}.",
     "A {} is more than a {}.",
 )
-LETTERS, DIGITS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ", "0123456789"
 SHOT = 24
 """Tokens of a demonstration, about; for how many to draw."""
 
@@ -35,36 +35,30 @@ Texts = Callable[[Rng, Maker, int, int], list[list[str]]]
 """(rng, maker, classes, rounds) to the texts of each class, one a round and the question's at the end."""
 
 
-def make(texts: Texts, rng: Rng, maker: Maker) -> Sample:
-    """One sample: 4 classes at 512 tokens, 8 at 1024, 16 from 2048 on."""
+def make(texts_of: Texts, rng: Rng, maker: Maker) -> Sample:
+    """One sample: 4 classes at 512 tokens, 8 at 1024, 16 from 2048 on, or all that there are."""
     classes = min(16, max(4, maker.length // 128))
     rounds = max(2, maker.length // (SHOT * classes) + 2)
-    said = texts(rng, maker, classes, rounds)
-    rounds = min(rounds, *(len(mine) - 1 for mine in said))
-    alphabet = DIGITS if classes <= 10 and rng.random() < 0.5 else LETTERS
-    names = shuffled(rng, alphabet)[:classes]
+    texts = texts_of(rng, maker, classes, rounds)
+    classes = len(texts)  # a data set may have fewer
+    rounds = min(rounds, *(len(own) - 1 for own in texts))
+    names = shuffled(rng, DECIMAL if classes <= 10 and rng.random() < 0.5 else CAPITALS)[:classes]
     order = [shuffled(rng, range(classes)) for _ in range(rounds)]
-    asked = int(rng.integers(classes))
+    wanted = int(rng.integers(classes))
 
     def build(count: int) -> Sample:
-        pieces: list[Piece] = []
         # Rounds are cut at the front, so that the last ones are whole.
-        shots = (
-            [(label, said[label][r]) for r in range(rounds) for label in order[r]][-count:] if count else []
-        )
-        for label, text in shots:
-            pieces += [
-                ("\n\n" if pieces else "", False),
-                (f"text: {text}\nlabel: {names[label]}", label == asked),
-            ]
-        context, spans = join(pieces)
-        return Sample(
-            context=context or "\n",
-            question=f"\n\ntext: {said[asked][-1]}",
-            prefix="\nlabel:",
-            answer=f" {names[asked]}",
-            refs=(names[asked],),
-            spans=spans,
+        shots = [(label, texts[label][r]) for r in range(rounds) for label in order[r]]
+        pieces: list[Piece] = []
+        for label, text in shots[len(shots) - count :]:
+            pieces += [("\n\n" if pieces else "", False)]
+            pieces += [(f"text: {text}\nlabel: {names[label]}", label == wanted)]
+        return maker.sample(
+            join(pieces),
+            f"\n\ntext: {texts[wanted][-1]}",
+            "\nlabel:",
+            f" {names[wanted]}",
+            (names[wanted],),
             labels=tuple(f" {name}" for name in names),
             max_new=3,
         )
@@ -72,7 +66,7 @@ def make(texts: Texts, rng: Rng, maker: Maker) -> Sample:
     return maker.fit(build, classes * rounds, least=classes)
 
 
-def made(rng: Rng, maker: Maker, classes: int, rounds: int) -> list[list[str]]:
+def generated(rng: Rng, maker: Maker, classes: int, rounds: int) -> list[list[str]]:
     """Texts from templates: the class's word and one that stands nowhere else."""
     pool = len(maker.key_words())
     rounds = min(rounds, (pool - classes) // classes - 1)
@@ -86,42 +80,45 @@ def made(rng: Rng, maker: Maker, classes: int, rounds: int) -> list[list[str]]:
     return [[text(mark) for _ in range(rounds + 1)] for mark in marks]
 
 
+def banking(raw: bytes) -> list[tuple[str, str]]:
+    """(text, intent) pairs of a file of Banking77."""
+    return [(text, intent) for text, intent in list(csv.reader(io.StringIO(raw.decode())))[1:]]
+
+
+def by_intent(pairs: Iterable[tuple[str, str]], *, held_out: bool) -> dict[str, tuple[str, ...]]:
+    """Texts by intent, of evaluation's fifth of the intents or of the others."""
+    texts: dict[str, list[str]] = {}
+    for text, intent in pairs:
+        if held_out_word(intent) == held_out:
+            texts.setdefault(intent, []).append(" ".join(text.split()))
+    return {intent: tuple(own) for intent, own in texts.items()}
+
+
 @functools.cache
 def _intents(data: Data, name: str) -> dict[str, tuple[str, ...]]:
-    """Test texts by intent, of the evaluation's fifth of the intents."""
-    if name == BANKING:
-        pairs = [
-            (said, intent) for said, intent in list(csv.reader(io.StringIO(data.raw(name).decode())))[1:]
-        ]
-    else:
-        pairs = [(said, intent) for said, intent in json.loads(data.raw(name))["test"]]
-    found: dict[str, list[str]] = {}
-    for said, intent in pairs:
-        if held_out_word(intent):
-            found.setdefault(intent, []).append(" ".join(said.split()))
-    return {intent: tuple(said) for intent, said in found.items()}
+    raw = data.raw(name)
+    return by_intent(banking(raw) if name == BANKING else json.loads(raw)["test"], held_out=True)
 
 
 def real(name: str, rng: Rng, maker: Maker, classes: int, rounds: int) -> list[list[str]]:
-    """Texts of random intents."""
+    """Test texts of random intents."""
     intents = _intents(maker.data, name)
     chosen = shuffled(rng, sorted(intents))[:classes]
     return [shuffled(rng, intents[intent])[: rounds + 1] for intent in chosen]
 
 
-def score(output: str, sample: Sample) -> float:
-    """1 if the label, and nothing else, was written first."""
-    return scorers.exact(output.strip()[:1], sample.refs[0])
-
-
-def _task(name: str, texts: Texts, needs: tuple[str, ...] = ()) -> Task:
-    fits = 512 if needs else 256
-    make_ = functools.partial(make, texts)
-    return Task(name=name, group="icl", fits=fits, make=make_, score=score, needs=needs)
-
-
-TASKS = (
-    _task("icl_synth", made),
-    _task("icl_banking77", functools.partial(real, BANKING), (BANKING,)),
-    _task("icl_clinc", functools.partial(real, CLINC), (CLINC,)),
+TASKS = tuple(
+    Task(
+        name=name,
+        group="icl",
+        fits=512 if needs else 256,
+        make=functools.partial(make, texts_of),
+        score=scorers.first_letter,
+        needs=needs,
+    )
+    for name, texts_of, needs in (
+        ("icl_synth", generated, ()),
+        ("icl_banking77", functools.partial(real, BANKING), (BANKING,)),
+        ("icl_clinc", functools.partial(real, CLINC), (CLINC,)),
+    )
 )

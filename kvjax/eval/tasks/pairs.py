@@ -8,17 +8,31 @@ late). A value counts when all its tokens are the likeliest; ``gap`` is its dist
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 
 import numpy as np
 
 from kvjax.eval.tasks import scorers
-from kvjax.eval.tasks.maker import Maker, Piece, Rng, join
+from kvjax.eval.tasks.maker import Maker, Piece, join
 from kvjax.eval.tasks.sample import Sample
 from kvjax.eval.tasks.task import Task
+from kvjax.eval.tasks.words import Rng
 
 EXPONENT = 0.01
 PAIRS = 64
 """Tokens of length a pair."""
+JSON_TASK = "Remember the pairs of this JSON object."
+
+
+def gaps(rng: Rng, count: int, room: int) -> np.ndarray:
+    """``count`` different gaps in [0, room), by the power law."""
+    chance = np.arange(1, room + 1) ** (EXPONENT - 1)
+    return rng.choice(room, count, replace=False, p=chance / chance.sum())
+
+
+def pair_lines(keys: Sequence[str], values: Sequence[str]) -> str:
+    """A pair a line."""
+    return "\n".join(f"{k} -> {v}" for k, v in zip(keys, values))
 
 
 def mqar(rng: Rng, maker: Maker) -> Sample:
@@ -26,9 +40,8 @@ def mqar(rng: Rng, maker: Maker) -> Sample:
     count = max(2, maker.length // PAIRS)
     words = maker.words(rng, 2 * count)
     keys, values = words[:count], words[count:]
-    front, _ = join([("\n".join(f"{k} -> {v}" for k, v in zip(keys, values)), True)])
-    chances = np.arange(1, maker.length + 1) ** (EXPONENT - 1)
-    gaps = np.sort(rng.choice(maker.length, count, replace=False, p=chances / chances.sum())) / maker.length
+    front = pair_lines(keys, values)
+    places = np.sort(gaps(rng, count, maker.length)) / maker.length
     order = rng.permutation(count).tolist()
     text = maker.window(rng, maker.data.essays())
 
@@ -37,7 +50,7 @@ def mqar(rng: Rng, maker: Maker) -> Sample:
         context = f"{front}\n{' '.join(text[:half])}"
         behind = text[half:units]
         pieces: list[Piece] = []
-        cuts = [int(gap * (len(behind) + 1)) for gap in gaps]
+        cuts = [int(place * (len(behind) + 1)) for place in places]
         for i in range(len(behind) + 1):
             for cut, pair in zip(cuts, order):
                 if cut == i:
@@ -66,18 +79,16 @@ def json_kv(rng: Rng, maker: Maker) -> Sample:
     where = rng.random()
 
     def build(count: int) -> Sample:
-        asked = int(where * count)
-        pieces: list[Piece] = [("Remember the pairs of this JSON object.\n{", False)]
+        wanted = int(where * count)
+        pieces: list[Piece] = [(JSON_TASK + "\n{", False)]
         for i in range(count):
-            pieces += [(", " if i else "", False), (f"{json.dumps(keys[i])}: {values[i]}", i == asked)]
-        context, spans = join([*pieces, ("}", False)])
-        return Sample(
-            context=context,
-            question=f'\nThe value of "{keys[asked]}"',
-            prefix=" is",
-            answer=f" {values[asked]}",
-            refs=(str(values[asked]),),
-            spans=spans,
+            pieces += [(", " if i else "", False), (f"{json.dumps(keys[i])}: {values[i]}", i == wanted)]
+        return maker.sample(
+            join([*pieces, ("}", False)]),
+            f'\nThe value of "{keys[wanted]}"',
+            " is",
+            f" {values[wanted]}",
+            (str(values[wanted]),),
             max_new=10,
             tags={"depth_from_end": round(100 * (1 - where))},
         )
@@ -85,12 +96,7 @@ def json_kv(rng: Rng, maker: Maker) -> Sample:
     return maker.fit(build, most, least=2)
 
 
-def score(output: str, sample: Sample) -> float:
-    """1 if the number occurs."""
-    return scorers.all_found(output, sample.refs)
-
-
 TASKS = (
     Task(name="mqar", group="mqar", fits=256, make=mqar, metric="recall", asks=False),
-    Task(name="json_kv", group="mqar", fits=128, make=json_kv, score=score),
+    Task(name="json_kv", group="mqar", fits=128, make=json_kv, score=scorers.all_found),
 )

@@ -11,9 +11,10 @@ import functools
 import re
 
 from kvjax.eval.tasks.data import Data, unwrap
-from kvjax.eval.tasks.maker import Maker, Rng
+from kvjax.eval.tasks.maker import Maker
 from kvjax.eval.tasks.sample import Sample
 from kvjax.eval.tasks.task import Task
+from kvjax.eval.tasks.words import Rng
 
 WIKITEXT = "wikitext2/test.txt.gz"
 BOOKS = ("books/heldout/nltk_carroll_alice.txt.gz", "books/heldout/nltk_chesterton_thursday.txt.gz")
@@ -28,9 +29,8 @@ def _words(data: Data, names: tuple[str, ...], wrapped: bool) -> tuple[str, ...]
     return tuple(re.findall(r"\s*\S+", text if wrapped else unwrap(text)))
 
 
-def make(names: tuple[str, ...], wrapped: bool, rng: Rng, maker: Maker) -> Sample:
+def make(names: tuple[str, ...], wrapped: bool, _: Rng, maker: Maker) -> Sample:
     """The window of this index."""
-    del rng
     words = _words(maker.data, names, wrapped)
     start = maker.index * maker.length % (len(words) - maker.length)
 
@@ -41,22 +41,12 @@ def make(names: tuple[str, ...], wrapped: bool, rng: Rng, maker: Maker) -> Sampl
     return maker.fit(build, maker.length // 2, least=1)
 
 
+def _task(name: str, files: tuple[str, ...], wrapped: bool, needs: tuple[str, ...]) -> Task:
+    window = functools.partial(make, files, wrapped)
+    return Task(name=name, group="ppl", fits=128, make=window, metric="perplexity", asks=False, needs=needs)
+
+
 TASKS = (
-    Task(
-        name="ppl_wikitext",
-        group="ppl",
-        fits=128,
-        make=functools.partial(make, (WIKITEXT,), True),
-        metric="perplexity",
-        asks=False,
-        needs=(WIKITEXT,),
-    ),
-    Task(
-        name="ppl_books",
-        group="ppl",
-        fits=128,
-        make=functools.partial(make, BOOKS, False),
-        metric="perplexity",
-        asks=False,
-    ),
+    _task("ppl_wikitext", (WIKITEXT,), True, (WIKITEXT,)),
+    _task("ppl_books", BOOKS, False, ()),
 )

@@ -14,56 +14,52 @@ from typing import Any
 from kvjax.eval.errors import EvalError, TooLongError
 from kvjax.eval.tasks import scorers
 from kvjax.eval.tasks.data import Data
-from kvjax.eval.tasks.maker import Maker, Piece, Rng, join, shuffled
+from kvjax.eval.tasks.maker import Maker, Piece, join
 from kvjax.eval.tasks.sample import Sample
 from kvjax.eval.tasks.task import Task
+from kvjax.eval.tasks.words import Rng, shuffled
 
 XQUAD, HOTPOT = "qa/xquad.en.json.gz", "qa/hotpot_distractor_100.jsonl.gz"
 HEAD = "Answer the question based on the given documents. Give only the answer.\n"
 MOST = 200
 """Documents."""
 
-Asked = tuple[str, tuple[str, ...], list[str], list[str]]
-"""(question, answers, paragraphs needed, distractors, nearest first)"""
 
-
-def _sample(maker: Maker, rng: Rng, asked: Asked) -> Sample:
-    """Documents in random order; distractors from the front of their list, as many as fit."""
-    question, answers, gold, distractors = asked
-    place = rng.random(len(gold) + len(distractors))
+def _sample(
+    maker: Maker, rng: Rng, question: str, answers: tuple[str, ...], needed: list[str], others: list[str]
+) -> Sample:
+    """Documents in random order: those needed, and as many others as fit, from the front of their list."""
+    place = rng.random(len(needed) + len(others))
 
     def build(count: int) -> Sample:
-        shown = [(text, True) for text in gold] + [(text, False) for text in distractors[:count]]
-        order = sorted(range(len(shown)), key=lambda i: place[i])
+        shown = [(text, True) for text in needed] + [(text, False) for text in others[:count]]
         pieces: list[Piece] = [(HEAD, False)]
-        for number, i in enumerate(order, 1):
+        for number, i in enumerate(sorted(range(len(shown)), key=lambda i: place[i]), 1):
             pieces += [(f"\nDocument {number}:\n", False), shown[i]]
-        context, spans = join(pieces)
-        return Sample(
-            context=context,
-            question=f"\n\n{HEAD}\nQuestion: {question}",
-            prefix="\nAnswer:",
-            answer=f" {answers[0]}",
-            refs=answers,
-            spans=spans,
+        return maker.sample(
+            join(pieces),
+            f"\n\n{HEAD}\nQuestion: {question}",
+            "\nAnswer:",
+            f" {answers[0]}",
+            answers,
             max_new=16,
         )
 
-    return maker.fit(build, len(distractors))
+    return maker.fit(build, len(others))
 
 
 @functools.cache
 def _xquad(data: Data) -> list[tuple[str, tuple[str, ...], str, list[str]]]:
     """(question, answers, its paragraph, the article's others)."""
-    found = []
+    rows = []
     for article in json.loads(data.raw(XQUAD))["data"]:
         texts = [paragraph["context"] for paragraph in article["paragraphs"]]
         for paragraph in article["paragraphs"]:
             others = [text for text in texts if text != paragraph["context"]]
             for qa in paragraph["qas"]:
                 answers = tuple(dict.fromkeys(answer["text"] for answer in qa["answers"]))
-                found.append((qa["question"], answers, paragraph["context"], others))
-    return found
+                rows.append((qa["question"], answers, paragraph["context"], others))
+    return rows
 
 
 def squad(rng: Rng, maker: Maker) -> Sample:
@@ -71,11 +67,11 @@ def squad(rng: Rng, maker: Maker) -> Sample:
     rows = _xquad(maker.data)
     everyone = list(dict.fromkeys(text for _, _, text, _ in rows))
     for _ in range(100):
-        question, answers, gold, others = rows[int(rng.integers(len(rows)))]
-        further = [text for text in shuffled(rng, everyone) if text != gold and text not in others]
+        question, answers, needed, others = rows[int(rng.integers(len(rows)))]
+        further = [text for text in shuffled(rng, everyone) if text != needed and text not in others]
         near = [*shuffled(rng, others), *further][: maker.length // 60]
         try:
-            return _sample(maker, rng, (question, answers, [gold], near))
+            return _sample(maker, rng, question, answers, [needed], near)
         except TooLongError:
             continue  # this paragraph alone is too long; another question
     raise EvalError(
@@ -93,47 +89,34 @@ def hotpot(rng: Rng, maker: Maker) -> Sample:
     rows = _hotpot(maker.data)
     row = rows[int(rng.integers(len(rows)))]
     own = {title: text for title, text in row["paragraphs"]}
-    gold = [text for title, text in own.items() if title in row["support"]]
+    needed = [text for title, text in own.items() if title in row["support"]]
     near = shuffled(rng, [text for title, text in own.items() if title not in row["support"]])
     further = shuffled(rng, [text for other in rows if other is not row for _, text in other["paragraphs"]])
-    return _sample(maker, rng, (row["question"], (row["answer"],), gold, [*near, *further][:MOST]))
+    return _sample(maker, rng, row["question"], (row["answer"],), needed, [*near, *further][:MOST])
 
 
 def twin(rng: Rng, maker: Maker) -> Sample:
     """One generated question of two hops; each document holds four sentences."""
     count = max(4, min(maker.length // 12, len(maker.key_words()) // 4))
-    names = maker.words(rng, 3 * count)
-    people, firms, towns = ([w.capitalize() for w in names[i * count : (i + 1) * count]] for i in range(3))
+    names = [word.capitalize() for word in maker.words(rng, 3 * count)]
+    people, firms, towns = (names[i * count : (i + 1) * count] for i in range(3))
     facts = [(f"{p} works for {f}.", f"{f} is based in {t}.") for p, f, t in zip(people, firms, towns)]
     place = rng.random(2 * count)
 
     def build(units: int) -> Sample:
-        said = [(sentence, i == 0) for i in range(units) for sentence in facts[i]]
-        order = sorted(range(len(said)), key=lambda i: place[i])
+        sentences = [(sentence, i == 0) for i in range(units) for sentence in facts[i]]
         pieces: list[Piece] = [(HEAD, False)]
-        for number, i in enumerate(order):
-            pieces += [(f"\nDocument {number // 4 + 1}:\n" if number % 4 == 0 else " ", False), said[i]]
-        context, spans = join(pieces)
-        return Sample(
-            context=context,
-            question=f"\n\nQuestion: Where is the employer of {people[0]} based?",
-            prefix="\nAnswer:",
-            answer=f" {towns[0]}",
-            refs=(towns[0],),
-            spans=spans,
-            max_new=maker.count(f" {towns[0]}") + 4,
-        )
+        for number, i in enumerate(sorted(range(len(sentences)), key=lambda i: place[i])):
+            gap = f"\nDocument {number // 4 + 1}:\n" if number % 4 == 0 else " "
+            pieces += [(gap, False), sentences[i]]
+        question = f"\n\nQuestion: Where is the employer of {people[0]} based?"
+        return maker.sample(join(pieces), question, "\nAnswer:", f" {towns[0]}", (towns[0],))
 
     return maker.fit(build, count, least=2)
 
 
-def score(output: str, sample: Sample) -> float:
-    """1 if any of the answers is found."""
-    return scorers.any_found(output, sample.refs)
-
-
 TASKS = (
-    Task(name="qa_1", group="ruler", fits=512, make=squad, score=score, needs=(XQUAD,)),
-    Task(name="qa_2", group="ruler", fits=2048, make=hotpot, score=score, needs=(HOTPOT,)),
-    Task(name="qa_twin", group="ruler", fits=256, make=twin, score=score),
+    Task(name="qa_1", group="ruler", fits=512, make=squad, score=scorers.any_found, needs=(XQUAD,)),
+    Task(name="qa_2", group="ruler", fits=2048, make=hotpot, score=scorers.any_found, needs=(HOTPOT,)),
+    Task(name="qa_twin", group="ruler", fits=256, make=twin, score=scorers.any_found),
 )

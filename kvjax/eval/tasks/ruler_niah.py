@@ -10,126 +10,120 @@ from __future__ import annotations
 import dataclasses
 import functools
 import uuid
+from collections.abc import Sequence
 
-from kvjax.eval.tasks import hay, scorers
-from kvjax.eval.tasks.maker import Maker, Piece, Rng, join, listed, shuffled, strings
+import numpy as np
+
+from kvjax.eval.tasks import scorers
+from kvjax.eval.tasks.maker import Maker, Piece, join, woven
 from kvjax.eval.tasks.sample import Sample
 from kvjax.eval.tasks.task import Task
-
-HEX, DECIMAL = "0123456789abcdef", "0123456789"
+from kvjax.eval.tasks.words import DECIMAL, HEX, NOISE, Rng, listed, shuffled, strings
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Form:
-    """One of the tasks: haystack, how many keys, values of a key and keys asked for, and of what kind."""
+class NeedleForm:
+    """One of the tasks.
+
+    Attributes:
+      hay: book, noise or needles.
+      keys, values, asked: needles' keys, values of each key, and keys asked for; in training at most so many.
+      key, value: words, number or uuid.
+    """
 
     hay: str
     keys: int = 1
     values: int = 1
     asked: int = 1
-    key: str = "word"
+    key: str = "words"
     value: str = "number"
+
+    def intro(self) -> str:
+        return (
+            f"Some special magic {self.value}s are hidden in the following text. "
+            f"Remember them: the question at its end is about these {self.value}s.\n"
+        )
+
+    def question(self, keys: Sequence[str], answers: int) -> tuple[str, str]:
+        """(the subject of a question about these keys, "is" or "are")."""
+        kind, verb = (self.value + "s", "are") if answers > 1 else (self.value, "is")
+        return f"the special magic {kind} for {listed(keys)} mentioned in the provided text", verb
 
 
 FORMS = {
-    "niah_single_1": Form(hay="noise"),
-    "niah_single_2": Form(hay="essay"),
-    "niah_single_3": Form(hay="essay", value="uuid"),
-    "niah_multikey_1": Form(hay="essay", keys=4),
-    "niah_multikey_2": Form(hay="needles"),
-    "niah_multikey_3": Form(hay="needles", key="uuid", value="uuid"),
-    "niah_multivalue": Form(hay="essay", values=4),
-    "niah_multiquery": Form(hay="essay", keys=4, asked=4),
+    "single_1": NeedleForm(hay="noise"),
+    "single_2": NeedleForm(hay="book"),
+    "single_3": NeedleForm(hay="book", value="uuid"),
+    "multikey_1": NeedleForm(hay="book", keys=4),
+    "multikey_2": NeedleForm(hay="needles"),
+    "multikey_3": NeedleForm(hay="needles", key="uuid", value="uuid"),
+    "multivalue": NeedleForm(hay="book", values=4),
+    "multiquery": NeedleForm(hay="book", keys=4, asked=4),
 }
 
 
-def make(form: Form, rng: Rng, maker: Maker) -> Sample:
+def make(form: NeedleForm, rng: Rng, maker: Maker) -> Sample:
     """One sample."""
-    keys = _keys(form, rng, maker, form.keys)
-    hidden = {key: [_value(form, rng, maker) for _ in range(form.values)] for key in keys}
+
+    def hex_string() -> str:
+        if maker.length < 2048:
+            return strings(rng, 1, 8, HEX)[0]
+        return str(uuid.UUID(bytes=rng.bytes(16), version=4))
+
+    def draw_keys(count: int, without: Sequence[str] = ()) -> list[str]:
+        if form.key == "uuid":
+            return [hex_string() for _ in range(count)]
+        return maker.words(rng, count, parts=2, without=without)
+
+    def draw_value() -> str:
+        if form.value == "uuid":
+            return hex_string()
+        return "".join(DECIMAL[i] for i in rng.integers(0, 10, 5 if maker.length <= 1024 else 7))
+
+    def sentence(key: str, value: str) -> str:
+        return f"One of the special magic {form.value}s for {key} is: {value}."
+
+    keys = draw_keys(form.keys)
+    hidden = {key: [draw_value() for _ in range(form.values)] for key in keys}
     asked = shuffled(rng, keys)[: form.asked]
-    found = [value for key in asked for value in hidden[key]]
-    needles: list[Piece] = [
-        (_sentence(form, key, value), key in asked) for key in keys for value in hidden[key]
-    ]
-    units = _units(form, rng, maker, set(keys))
-    marks = hay.depths(rng, len(needles)) if form.hay == "essay" else rng.random(len(needles))
-    marks.sort()
-    kind, verb = (form.value + "s", "are") if len(found) > 1 else (form.value, "is")
-    what = f"the special magic {kind} for {listed(asked)} mentioned in the provided text"
-    intro = (
-        f"Some special magic {form.value}s are hidden in the following text. "
-        f"Remember them: the question at its end is about these {form.value}s.\n"
-    )
-    gap = " " if form.hay == "essay" else "\n"
-    answer = " " + ", ".join(found)
+    answers = [value for key in asked for value in hidden[key]]
+    needles: list[Piece] = [(sentence(key, value), key in asked) for key in keys for value in hidden[key]]
+    essay = form.hay == "book"
+    if essay:
+        units = maker.window(rng, maker.data.essays())
+        # Different ones of 40 evenly spaced depths, as in RULER.
+        marks = np.sort(rng.permutation(40)[: len(needles)]) / 39
+    else:
+        units = [NOISE] * (maker.length // 15)
+        if form.hay == "needles":
+            units = [sentence(key, draw_value()) for key in draw_keys(len(units), keys)]
+        marks = np.sort(rng.random(len(needles)))
+    what, verb = form.question(asked, len(answers))
+    from_end = round(100 * (1 - float(marks[[marked for _, marked in needles].index(True)])))
 
     def build(count: int) -> Sample:
         shown = units[:count]
-        if form.hay == "essay":
-            at = [hay.at_depth(maker, shown, depth) for depth in marks]
-        else:
-            at = [int(mark * (count + 1)) for mark in marks]
-        context, spans = join([(intro, False), *hay.woven(shown, list(zip(at, needles)), gap)])
-        return Sample(
-            context=context,
-            question=f"\nWhat {verb} {what}?",
-            prefix=f" T{what[1:]} {verb}",
-            answer=answer,
-            refs=tuple(found),
-            spans=spans,
-            max_new=maker.count(answer) + 4,
-            tags={"depth_from_end": round(100 * (1 - float(marks[[n[1] for n in needles].index(True)])))},
+        at = [maker.at_depth(shown, mark) if essay else int(mark * (count + 1)) for mark in marks]
+        hay = woven(shown, list(zip(at, needles)), " " if essay else "\n")
+        return maker.sample(
+            join([(form.intro(), False), *hay]),
+            f"\nWhat {verb} {what}?",
+            f" T{what[1:]} {verb}",
+            " " + ", ".join(answers),
+            answers,
+            tags={"depth_from_end": from_end},
         )
 
     return maker.fit(build, len(units), least=1)
 
 
-def _sentence(form: Form, key: str, value: str) -> str:
-    return f"One of the special magic {form.value}s for {key} is: {value}."
-
-
-def _keys(form: Form, rng: Rng, maker: Maker, count: int, without: set[str] = frozenset()) -> list[str]:  # type: ignore[assignment]
-    if form.key == "uuid":
-        return [_uuid(rng, maker) for _ in range(count)]
-    return maker.words(rng, count, parts=2, without=without)
-
-
-def _value(form: Form, rng: Rng, maker: Maker) -> str:
-    if form.value == "uuid":
-        return _uuid(rng, maker)
-    return "".join(DECIMAL[i] for i in rng.integers(0, 10, 5 if maker.length <= 1024 else 7))
-
-
-def _uuid(rng: Rng, maker: Maker) -> str:
-    if maker.length < 2048:
-        return strings(rng, 1, 8, HEX)[0]
-    return str(uuid.UUID(bytes=rng.bytes(16), version=4))
-
-
-def _units(form: Form, rng: Rng, maker: Maker, taken: set[str]) -> list[str]:
-    """More haystack than fits."""
-    if form.hay == "essay":
-        return maker.window(rng, maker.data.essays())
-    if form.hay == "noise":
-        return hay.noise(maker.length // 15)
-    count = maker.length // 15
-    keys = _keys(form, rng, maker, count, taken)
-    return [_sentence(form, key, _value(form, rng, maker)) for key in keys]
-
-
-def score(output: str, sample: Sample) -> float:
-    """Share of the values found."""
-    return scorers.all_found(output, sample.refs)
-
-
 TASKS = tuple(
     Task(
-        name=name,
+        name=f"niah_{name}",
         group="ruler",
         fits=384 if form.keys * form.values > 1 or form.key == "uuid" else 256,
         make=functools.partial(make, form),
-        score=score,
+        score=scorers.all_found,
     )
     for name, form in FORMS.items()
 )

@@ -1,4 +1,4 @@
-"""A sample: what is read, what is asked, what is right, and where in the text the answer stood.
+"""A sample: the text to read, the question, the right answer, and where in the text the answer stood.
 
   <bos> CONTEXT | QUESTION | PREFIX | ANSWER
         spans                        scored
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from kvjax.text import Text
 
 Span = tuple[int, int]
-"""First character and the one behind the last."""
+"""The first character, and the one behind the last."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,14 +30,14 @@ class Sample:
     """One text sample.
 
     Attributes:
-      context: what is read first and may be compressed before the question is seen.
-      question: what is asked; begins with its own separator; "" where nothing is asked.
+      context: read first; may be compressed before the question is seen.
+      question: begins with its own separator; "" where nothing is asked.
       prefix: the beginning of the answer sentence.
       answer: the reference as it continues the prefix, its leading blank included; teacher-forced.
-      refs: what a scorer looks for in the output.
+      refs: answers that a scorer looks for in the output.
       spans: characters of the context that hold the answer.
-      scored: characters of the answer whose tokens count; all when None.
-      labels: possible answers as they would continue the prefix; () where there is no such set.
+      scored: characters of the answer whose tokens count; None: all.
+      labels: all possible answers as they would continue the prefix; () where there is no such set.
       max_new: tokens to write; 0 where only the reference is judged.
       tags: facts that results are grouped by, such as depth; a list has one entry a scored span.
     """
@@ -78,11 +78,11 @@ class Encoded:
 
 
 Samples = list[tuple[Sample, Encoded]]
-"""Those of a cell, in order."""
+"""The samples of a cell, in order."""
 
 
 def encode(text: Text, sample: Sample) -> Encoded:
-    """Token ids of a sample, with what its tokens are for."""
+    """Token ids of a sample."""
     parts = (sample.context, sample.question, sample.prefix, sample.answer)
     encoding = text.tokenizer.encode("".join(parts), add_special_tokens=False)
     ids = np.asarray(encoding.ids, np.int64)
@@ -116,5 +116,5 @@ def encode(text: Text, sample: Sample) -> Encoded:
 
 def length(encoded: Encoded, max_new: int) -> int:
     """L: everything a row holds."""
-    asked = len(encoded.context) + len(encoded.question) + len(encoded.prefix)
-    return asked + max(len(encoded.answer), max_new, *map(len, encoded.labels), 0)
+    prompt = len(encoded.context) + len(encoded.question) + len(encoded.prefix)
+    return prompt + max(len(encoded.answer), max_new, *map(len, encoded.labels), 0)

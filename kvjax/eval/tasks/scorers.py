@@ -1,4 +1,4 @@
-"""From an output and its references to a number in [0, 1]: the benchmarks' own rules."""
+"""From an output and its sample to a score in [0, 1]: the benchmarks' own rules."""
 
 from __future__ import annotations
 
@@ -6,43 +6,44 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 
-
-def plain(output: str) -> str:
-    """RULER's post-processing: stripped, control characters to line breaks."""
-    return re.sub(r"[\x00-\x1f]", "\n", output.strip()).strip()
+from kvjax.eval.tasks.sample import Sample
 
 
-def all_found(output: str, refs: Sequence[str]) -> float:
+def _lower(output: str) -> str:
+    """RULER's post-processing: stripped, control characters to line breaks; here in lower case, too."""
+    return re.sub(r"[\x00-\x1f]", "\n", output.strip()).strip().lower()
+
+
+def all_found(output: str, sample: Sample) -> float:
     """RULER's string_match_all: share of references found as lower-case substrings."""
-    text = plain(output).lower()
-    return sum(ref.lower() in text for ref in refs) / len(refs)
+    text = _lower(output)
+    return sum(ref.lower() in text for ref in sample.refs) / len(sample.refs)
 
 
-def any_found(output: str, refs: Sequence[str]) -> float:
+def any_found(output: str, sample: Sample) -> float:
     """RULER's string_match_part: 1 if any reference is found."""
-    text = plain(output).lower()
-    return float(any(ref.lower() in text for ref in refs))
+    text = _lower(output)
+    return float(any(ref.lower() in text for ref in sample.refs))
+
+
+def first_letter(output: str, sample: Sample) -> float:
+    """1 if the output begins with the reference, a label of one letter."""
+    return float(_lower(output.strip()[:1]) == sample.refs[0].lower())
 
 
 def digits_right(output: str, ref: str) -> float:
     """Share of the reference's digits that stand at their place in the output's first number."""
-    found = re.search(r"\d+", output)
-    written = found.group() if found else ""
-    return sum(a == b for a, b in zip(written, ref)) / len(ref)
+    number = re.search(r"\d+", output)
+    return sum(a == b for a, b in zip(number.group() if number else "", ref)) / len(ref)
 
 
-def exact(output: str, ref: str) -> float:
-    """1 if the stripped output is the reference, a closing full stop aside."""
-    return float(plain(output).removesuffix(".").strip().lower() == ref.strip().lower())
-
-
-def babilong(output: str, ref: str, question: str, labels: Sequence[str]) -> float:
+def babilong(labels: Sequence[str], output: str, sample: Sample) -> float:
     """BABILong: labels found in the first sentence, less those of the question, are exactly the target."""
     text = output.lower().split(".")[0]
     text = re.split(r"<context>|<example>|question", text)[0]
     found = {label for label in labels if label.lower() in text}
-    found -= {label for label in labels if label.lower() in question.lower()}
-    return float(found == {ref})
+    found -= {label for label in labels if label.lower() in sample.question.lower()}
+    return float(found == {sample.refs[0]})
 
 
 def ranking(output: str) -> list[int]:
@@ -53,7 +54,7 @@ def ranking(output: str) -> list[int]:
 
 
 def ndcg(ranked: Sequence[int], grades: Mapping[int, int], k: int = 10) -> float:
-    """trec_eval's NDCG@k: gain = grade, discount log2(rank + 1); what is not listed is not retrieved."""
+    """trec_eval's NDCG@k: gain = grade, discount log2(rank + 1); a passage not listed is not retrieved."""
 
     def dcg(gains: Sequence[int]) -> float:
         return sum(gain / math.log2(rank + 2) for rank, gain in enumerate(gains[:k]))
@@ -62,12 +63,14 @@ def ndcg(ranked: Sequence[int], grades: Mapping[int, int], k: int = 10) -> float
     return dcg([grades.get(item, 0) for item in ranked]) / ideal if ideal else 0.0
 
 
-def final_number(output: str) -> str | None:
-    """GSM8K: the number after "####", commas and currency signs removed; None where there is none."""
-    found = re.search(r"####\s*([-$€£]*[\d,]*\.?\d+)", output)
-    return re.sub(r"[,$€£]", "", found.group(1)) if found else None
+def reranked(output: str, sample: Sample) -> float:
+    """NDCG@10 of references "identifier:grade"; @5 where there are only eight passages."""
+    grades = {int(number): int(grade) for number, grade in (ref.split(":") for ref in sample.refs)}
+    return ndcg(ranking(output), grades, 5 if len(grades) <= 8 else 10)
 
 
-def gsm8k(output: str, ref: str) -> float:
-    """1 if the final numbers are equal."""
-    return float(final_number(output) == re.sub(r"[,$€£]", "", ref))
+def gsm8k(output: str, sample: Sample) -> float:
+    """GSM8K: 1 if the number after "####" is the reference, commas and currency signs removed."""
+    number = re.search(r"####\s*([-$€£]*[\d,]*\.?\d+)", output)
+    found, ref = (re.sub(r"[,$€£]", "", text) for text in (number[1] if number else "", sample.refs[0]))
+    return float(number is not None and found == ref)

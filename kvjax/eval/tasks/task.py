@@ -6,8 +6,9 @@ import dataclasses
 from collections.abc import Callable
 
 from kvjax.algebra import Policy
-from kvjax.eval.tasks.maker import Maker, Rng
+from kvjax.eval.tasks.maker import Maker
 from kvjax.eval.tasks.sample import Sample
+from kvjax.eval.tasks.words import Rng
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -15,14 +16,14 @@ class Task:
     """One task.
 
     Attributes:
-      name, group: what it is called, and the word that asks for it and its relatives.
+      name, group: its name, and the name for it and its relatives.
       fits: tokens from which on its samples fit.
       make: draws a sample for a maker's length; pure in its generator.
       score: (output, sample) to [0, 1]; None where only the reference's tokens are judged.
       metric: accuracy, ndcg, perplexity or recall (share of scored tokens that are the likeliest).
       asks: whether there is a question that a policy could see or not see.
       newline: whether an output ends at its first line break.
-      needs: data that has no generated twin, by name; () where anything missing is generated.
+      needs: files of the data pack that have no generated twin.
     """
 
     name: str
@@ -36,9 +37,8 @@ class Task:
     needs: tuple[str, ...] = ()
 
     def refuse(self, policy: Policy, length: int) -> str | None:
-        """Why this policy says nothing on this task at this length; None when it may run."""
-        asked = [policy.budget.least if policy.budget.limited else None, policy.admission.window]
-        for slots in asked:
+        """Why this policy would change nothing at this length; None when it may run."""
+        for slots in (policy.budget.least if policy.budget.limited else None, policy.admission.window):
             if slots is not None and slots >= length:
                 return f"it keeps {slots} tokens a head, and rows have {length}: nothing would ever go"
         return None

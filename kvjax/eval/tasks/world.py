@@ -1,14 +1,14 @@
 """A little world for bAbI's questions 1 to 5 (https://arxiv.org/abs/1502.05698), where its files are absent.
 
-Independent of the one that training uses: events are drawn first, as (who, did, what), and a question is
-answered by looking back along them.
+Independent of the world that training uses, except for its words. Events are drawn first, as (who, did,
+what), and a question is answered by looking back along them.
 """
 
 from __future__ import annotations
 
 import dataclasses
 
-from kvjax.eval.tasks.maker import Rng, pick, shuffled
+from kvjax.eval.tasks.words import Rng, pick, shuffled
 
 ROOMS = ("bathroom", "bedroom", "garden", "hallway", "kitchen", "office")
 THINGS = ("apple", "football", "milk")
@@ -31,8 +31,7 @@ class Event:
     what: str
     whom: str = ""
 
-    def told(self, rng: Rng) -> str:
-        """As a sentence."""
+    def sentence(self, rng: Rng) -> str:
         verb = pick(rng, WORDS[self.did])
         there = " there" if self.did in ("take", "drop") and rng.random() < 0.2 else ""
         return f"{self.who} {verb} the {self.what}{f' to {self.whom}' if self.whom else there}."
@@ -85,8 +84,8 @@ def _carry(rng: Rng, events: list[Event]) -> Event:
     return _walk(rng, events)
 
 
-def _told(rng: Rng, events: list[Event]) -> list[str]:
-    return [event.told(rng) for event in events]
+def _sentences(rng: Rng, events: list[Event]) -> list[str]:
+    return [event.sentence(rng) for event in events]
 
 
 def whereabouts(rng: Rng, facts: int) -> Story:
@@ -95,7 +94,7 @@ def whereabouts(rng: Rng, facts: int) -> Story:
     while len(events) < facts:
         events.append(_walk(rng, events))
     who = pick(rng, sorted({e.who for e in events}))
-    return _told(rng, events), f"Where is {who}?", str(room_of(events, who))
+    return _sentences(rng, events), f"Where is {who}?", str(room_of(events, who))
 
 
 def things(rng: Rng, facts: int) -> Story:
@@ -104,7 +103,7 @@ def things(rng: Rng, facts: int) -> Story:
     while len(events) < facts or not any(trail_of(events, thing) for thing in THINGS):
         events.append(_carry(rng, events))
     thing = pick(rng, [thing for thing in THINGS if trail_of(events, thing)])
-    return _told(rng, events), f"Where is the {thing}?", trail_of(events, thing)[-1]
+    return _sentences(rng, events), f"Where is the {thing}?", trail_of(events, thing)[-1]
 
 
 def before(rng: Rng, facts: int) -> Story:
@@ -118,24 +117,23 @@ def before(rng: Rng, facts: int) -> Story:
     last = len(trail) - 1 - trail[::-1].index(room)
     if last == 0:
         return before(rng, facts)
-    return _told(rng, events), f"Where was the {thing} before the {room}?", trail[last - 1]
+    return _sentences(rng, events), f"Where was the {thing} before the {room}?", trail[last - 1]
 
 
-def directions(rng: Rng, facts: int) -> Story:
+def directions(rng: Rng, _: int) -> Story:
     """Question 4: which room lies in a direction of another?"""
-    del facts
     a, b, c = shuffled(rng, ROOMS)[:3]
     way = pick(rng, sorted(WAYS))
-    told = [f"The {a} is {way} of the {b}.", f"The {b} is {way} of the {c}."]
+    facts = [f"The {a} is {way} of the {b}.", f"The {b} is {way} of the {c}."]
     near, far = pick(rng, ((a, b), (b, c)))
-    asked = [
+    questions = [
         (f"What is {way} of the {far}?", near),
         (f"What is the {near} {way} of?", far),
         (f"What is {WAYS[way]} of the {near}?", far),
         (f"What is the {far} {WAYS[way]} of?", near),
     ]
-    question, answer = pick(rng, asked)
-    return shuffled(rng, told), question, answer
+    question, answer = pick(rng, questions)
+    return shuffled(rng, facts), question, answer
 
 
 def gifts(rng: Rng, facts: int) -> Story:
@@ -150,25 +148,21 @@ def gifts(rng: Rng, facts: int) -> Story:
             events.append(Event(pick(rng, GIVERS), "take", thing))
         else:
             events.append(Event(pick(rng, GIVERS), "go", pick(rng, ROOMS)))
-    gift = pick(rng, [e for e in events if e.did == "give"])
     gave = [e for e in reversed(events) if e.did == "give"]
-    ways = [
-        (
-            f"What did {gift.who} give to {gift.whom}?",
-            next(e.what for e in gave if (e.who, e.whom) == (gift.who, gift.whom)),
-        ),
-        (
-            f"Who gave the {gift.what} to {gift.whom}?",
-            next(e.who for e in gave if (e.what, e.whom) == (gift.what, gift.whom)),
-        ),
-        (f"Who gave the {gift.what}?", next(e.who for e in gave if e.what == gift.what)),
-        (f"Who received the {gift.what}?", next(e.whom for e in gave if e.what == gift.what)),
-        (
-            f"Who did {gift.who} give the {gift.what} to?",
-            next(e.whom for e in gave if (e.who, e.what) == (gift.who, gift.what)),
-        ),
+    gift = pick(rng, gave[::-1])
+    giver, thing, taker = gift.who, gift.what, gift.whom
+
+    def latest(**known: str) -> Event:
+        return next(e for e in gave if all(getattr(e, name) == value for name, value in known.items()))
+
+    questions = [
+        (f"What did {giver} give to {taker}?", latest(who=giver, whom=taker).what),
+        (f"Who gave the {thing} to {taker}?", latest(what=thing, whom=taker).who),
+        (f"Who gave the {thing}?", latest(what=thing).who),
+        (f"Who received the {thing}?", latest(what=thing).whom),
+        (f"Who did {giver} give the {thing} to?", latest(who=giver, what=thing).whom),
     ]
-    return _told(rng, events), *pick(rng, ways)
+    return _sentences(rng, events), *pick(rng, questions)
 
 
 STORIES = {1: whereabouts, 2: things, 3: before, 4: directions, 5: gifts}

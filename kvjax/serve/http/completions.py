@@ -1,69 +1,134 @@
-"""``POST /v1/completions``: texts that go on where their prompts stop."""
+"""``POST /v1/completions`` and ``POST /v1/chat/completions``, and the JSON of their answers."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from kvjax.serve.http import logprobs, plan
-from kvjax.serve.http.answering import respond
-from kvjax.serve.http.bodies import CompletionBody
-from kvjax.serve.http.job import Job, Whole
-from kvjax.serve.http.replies import STREAM, CompletionReply
-from kvjax.serve.http.service import Service, of
-from kvjax.serve.http.writer import Piece
+from kvjax.serve.http import generation
+from kvjax.serve.http.detokenizer import TextDelta, TokenLogprobs, TokenText
+from kvjax.serve.http.schemas import EVENT_STREAM, ChatBody, ChatReply, CompletionBody, CompletionReply
+from kvjax.serve.http.service import service_of
+from kvjax.serve.http.streaming import respond
 
 router = APIRouter()
 
+LOWEST_LOGPROB = -9999.0  # stands for minus infinity, which JSON does not have
 
-@router.post("/v1/completions", response_model=CompletionReply, responses={200: {"content": STREAM}})
+
+@router.post("/v1/completions", response_model=CompletionReply, responses={200: {"content": EVENT_STREAM}})
 async def completions(request: Request, body: CompletionBody) -> Response:
     """Continues prompts."""
-    service = of(request)
-    return await respond(request, service, body, Completion(service), lambda: plan.completion(service, body))
+    service = service_of(request)
+    form = CompletionFormat(service.token_text, body.logprobs)
+    return await respond(request, service, body, form, lambda: generation.of_completion(service, body))
 
 
-class Completion:
-    """The shape ``text_completion``."""
+@router.post("/v1/chat/completions", response_model=ChatReply, responses={200: {"content": EVENT_STREAM}})
+async def chat_completions(request: Request, body: ChatBody) -> Response:
+    """Answers a conversation."""
+    service = service_of(request)
+    form = ChatFormat(service.token_text, bool(body.logprobs))
+    return await respond(request, service, body, form, lambda: generation.of_chat(service, body))
 
-    kind = "cmpl"
 
-    def __init__(self, service: Service) -> None:
-        self._service = service
+class CompletionFormat:
+    """``text_completion``; a chunk looks like an answer."""
 
-    def head(self, job: Job) -> dict[str, Any]:
-        """Of an answer and of its chunks."""
-        name = self._service.name
-        return {"id": job.id, "object": "text_completion", "created": job.created, "model": name}
+    id_prefix = "cmpl"
+    object = chunk_object = "text_completion"
 
-    def opening(self, job: Job) -> list[dict[str, Any]]:
-        """A completion begins with its text."""
-        del job
-        return []
+    def __init__(self, token_text: TokenText, logprobs: int | None) -> None:
+        self._token_text, self._alternatives = token_text, logprobs
 
-    def delta(self, job: Job, index: int, piece: Piece) -> dict[str, Any]:
-        """A chunk's choice looks like an answer's."""
-        return self._choice(job, index, piece.text, piece.tokens, piece.finish, piece.stop_reason)
+    def opening(self, index: int) -> None:
+        return None
 
-    def complete(self, job: Job, texts: list[Whole]) -> dict[str, Any]:
-        """The answer."""
-        choices = [
-            self._choice(job, i, "".join(x.text), x.tokens, x.finish, x.stop_reason)
-            for i, x in enumerate(texts)
-        ]
-        return self.head(job) | {"choices": choices}
+    def delta(self, index: int, delta: TextDelta) -> dict[str, Any]:
+        return self.choice(index, delta)
 
-    def _choice(
-        self, job: Job, index: int, text: str, tokens: Any, finish: str | None, reason: int | str | None
-    ) -> dict[str, Any]:
-        n = job.plan.logprobs
-        said = None if n is None else logprobs.of_completion(self._service.spell, tokens, n)
+    def choice(self, index: int, text: TextDelta) -> dict[str, Any]:
         return {
             "index": index,
-            "text": text,
-            "logprobs": said,
-            "finish_reason": finish,
-            "stop_reason": reason,
+            "text": text.text,
+            "logprobs": None if self._alternatives is None else self._logprobs(text.tokens),
+            "finish_reason": text.finish,
+            "stop_reason": text.stop_reason,
         }
+
+    def _logprobs(self, tokens: Sequence[TokenLogprobs]) -> dict[str, Any]:
+        """Lists with one entry a token."""
+        return {
+            "tokens": [self._token_text(x.token) for x in tokens],
+            "token_logprobs": [None if x.logprob is None else _finite(x.logprob) for x in tokens],
+            "top_logprobs": [self._top(x) for x in tokens] if self._alternatives else None,
+            "text_offset": [x.offset for x in tokens],
+        }
+
+    def _top(self, token: TokenLogprobs) -> dict[str, float] | None:
+        """The likeliest tokens, and the token itself wherever it ranks."""
+        if token.logprob is None:
+            return None
+        # If two tokens have the same text, the likelier one counts, at the other's place in the order.
+        top = {self._token_text(id): _finite(value) for id, value in reversed(token.top)}
+        return dict(reversed(top.items())) | {self._token_text(token.token): _finite(token.logprob)}
+
+
+class ChatFormat:
+    """``chat.completion``, and ``chat.completion.chunk`` in streams."""
+
+    id_prefix = "chatcmpl"
+    object = "chat.completion"
+    chunk_object = "chat.completion.chunk"
+
+    def __init__(self, token_text: TokenText, logprobs: bool) -> None:
+        self._token_text, self._wants_logprobs = token_text, logprobs
+
+    def opening(self, index: int) -> dict[str, Any]:
+        return self._choice(index, TextDelta(""), "delta", {"role": "assistant", "content": ""}, None)
+
+    def delta(self, index: int, delta: TextDelta) -> dict[str, Any]:
+        content = {"content": delta.text} if delta.text or not delta.finish else {}
+        logprobs = self._logprobs(delta.tokens) if delta.tokens else None
+        return self._choice(index, delta, "delta", content, logprobs)
+
+    def choice(self, index: int, text: TextDelta) -> dict[str, Any]:
+        message = {"role": "assistant", "content": text.text, "refusal": None}
+        return self._choice(index, text, "message", message, self._logprobs(text.tokens))
+
+    @staticmethod
+    def _choice(
+        index: int, text: TextDelta, key: str, message: dict[str, Any], logprobs: dict[str, Any] | None
+    ) -> dict[str, Any]:
+        return {
+            "index": index,
+            key: message,
+            "logprobs": logprobs,
+            "finish_reason": text.finish,
+            "stop_reason": text.stop_reason,
+        }
+
+    def _logprobs(self, tokens: Sequence[TokenLogprobs]) -> dict[str, Any] | None:
+        """One object a token."""
+        if not self._wants_logprobs:
+            return None
+        content = [
+            self._token(x.token, x.logprob) | {"top_logprobs": [self._token(*top) for top in x.top]}
+            for x in tokens
+        ]
+        return {"content": content, "refusal": None}
+
+    def _token(self, token: int, logprob: float | None) -> dict[str, Any]:
+        value = LOWEST_LOGPROB if logprob is None else _finite(logprob)
+        return {
+            "token": self._token_text(token),
+            "logprob": value,
+            "bytes": list(self._token_text.bytes(token)),
+        }
+
+
+def _finite(value: float) -> float:
+    return max(value, LOWEST_LOGPROB)

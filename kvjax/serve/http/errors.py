@@ -11,28 +11,21 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
+from kvjax import engine
 from kvjax.algebra import PolicyError
 from kvjax.decode import RequestError
-from kvjax.engine import (
-    ContextExists,
-    ContextMismatch,
-    ContextNotFound,
-    Draining,
-    EngineDead,
-    EngineError,
-    QueueFull,
-)
-from kvjax.serve.http.bodies import ErrorBody
+from kvjax.serve.http.schemas import ErrorBody
 from kvjax.weights import WeightsError
 
-KINDS = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
-"""OpenAI's ``type`` by status; else it is the caller's fault below 500, and ours from there."""
+TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+"""OpenAI's ``type`` by status; any other is the caller's mistake below 500 and the server's from there."""
 
 
 class ApiError(HTTPException):
-    """A request that is answered with an error.
+    """An error response.
 
-    A kind of Starlette's own, since FastAPI takes any other that reading a body raises for a broken body.
+    An ``HTTPException``, because FastAPI reports any other exception raised while it reads a body as a broken
+    body.
 
     Attributes:
       message: the call, the rule, the way out.
@@ -56,91 +49,84 @@ class ApiError(HTTPException):
 
     @property
     def body(self) -> dict[str, Any]:
-        """As it is sent."""
-        kind = KINDS.get(
-            self.status_code, "server_error" if self.status_code >= 500 else "invalid_request_error"
-        )
+        """The JSON object that is sent."""
+        default = "server_error" if self.status_code >= 500 else "invalid_request_error"
+        kind = TYPES.get(self.status_code, default)
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
     def response(self) -> JSONResponse:
-        """The whole answer."""
+        """The whole response."""
         return JSONResponse(self.body, self.status_code, headers=dict(self.headers or {}))
 
 
-def of(error: BaseException) -> ApiError:
-    """What a caller is told of an error of ours; of any other, that it was one."""
+def bad_request(param: str, message: str, code: str = "invalid_request") -> ApiError:
+    """A 400 for a field of the body."""
+    return ApiError(400, message, code=code, param=param)
+
+
+def as_api_error(error: BaseException) -> ApiError:
+    """The HTTP error for one of our exceptions; 500 for any other."""
     if isinstance(error, ApiError):
         return error
-    if isinstance(error, QueueFull):
+    if isinstance(error, engine.QueueFull):
         wait = {"Retry-After": str(max(1, round(error.retry_after)))}
         return ApiError(429, str(error), code="queue_full", headers=wait)
-    if isinstance(error, Draining | EngineDead):
-        code = "draining" if isinstance(error, Draining) else "engine_dead"
+    if isinstance(error, engine.Draining | engine.EngineDead):
+        code = "draining" if isinstance(error, engine.Draining) else "engine_dead"
         return ApiError(503, str(error), code=code, headers={"Retry-After": "5"})
-    for family, status, code, param in (
-        (ContextNotFound, 404, "context_not_found", "context"),
-        (ContextExists, 409, "context_exists", "name"),
-        (ContextMismatch, 400, "context_mismatch", "context"),
+    for kind, status, code, param in (
+        (engine.ContextNotFound, 404, "context_not_found", "context"),
+        (engine.ContextExists, 409, "context_exists", "name"),
+        (engine.ContextMismatch, 400, "context_mismatch", "context"),
         (WeightsError, 400, "invalid_weights", "kv_weights"),
         (PolicyError, 400, "invalid_policy", "kv_policy"),
         (RequestError, 400, "invalid_request", None),
     ):
-        if isinstance(error, family):
+        if isinstance(error, kind):
             return ApiError(status, str(error), code=code, param=param)
-    # What a fault says may quote a prompt or a path; its trace is in the log.
-    return ApiError(500, "The request failed by a fault of the server, which has logged it.", code="fault")
+    # The message of another exception may quote a prompt or a path; the log has it.
+    return ApiError(500, "The server failed to answer this request and logged the fault.", code="fault")
 
 
 def install(app: FastAPI) -> None:
-    """Answers every error of the app in OpenAI's shape."""
-    for ours in (ApiError, EngineError, RequestError, PolicyError, WeightsError):
-        app.add_exception_handler(ours, _of_ours)
-    app.add_exception_handler(RequestValidationError, _of_body)
-    app.add_exception_handler(HTTPException, _of_route)
+    """Answers every error of the app in OpenAI's form."""
+    for ours in (ApiError, engine.EngineError, RequestError, PolicyError, WeightsError):
+        app.add_exception_handler(ours, _answer_ours)
+    app.add_exception_handler(RequestValidationError, _answer_invalid_body)
+    app.add_exception_handler(HTTPException, _answer_router)
 
 
-async def _of_ours(request: Request, error: Exception) -> JSONResponse:
-    del request
-    return of(error).response()
+async def _answer_ours(request: Request, error: Exception) -> JSONResponse:
+    return as_api_error(error).response()
 
 
-async def _of_route(request: Request, error: Exception) -> JSONResponse:
-    """404 and 405 of the router."""
-    assert isinstance(error, HTTPException)  # noqa: S101  (registered for these alone)
-    words = {
-        404: f"There is no {request.url.path} here. GET /openapi.json lists what there is.",
-        405: f"{request.url.path} does not take {request.method}. GET /openapi.json lists what it takes.",
-    }
-    codes = {404: "not_found", 405: "method_not_allowed"}
-    message = words.get(error.status_code, str(error.detail))
-    code, headers = codes.get(error.status_code, "http_error"), dict(error.headers or {})
-    if error.status_code == 405:
-        headers["Allow"] = _methods(request) or headers.get("allow", "")
-        headers.pop("allow", None)
+async def _answer_router(request: Request, error: Exception) -> JSONResponse:
+    """Answers the router's 404 and 405."""
+    assert isinstance(error, HTTPException)
+    path, headers = request.url.path, dict(error.headers or {})
+    code, message = {
+        404: ("not_found", f"There is no {path} here. GET /openapi.json lists all paths."),
+        405: ("method_not_allowed", f"{path} does not take {request.method}. See GET /openapi.json."),
+    }.get(error.status_code, ("http_error", str(error.detail)))
+    if error.status_code == 405:  # Starlette names the methods of the first route with this path alone
+        methods = {
+            method.upper()
+            for template, operations in request.app.openapi()["paths"].items()
+            if re.fullmatch(re.sub(r"\\\{\w+\\\}", "[^/]+", re.escape(template)), path)
+            for method in operations
+        }
+        headers = {"Allow": ", ".join(sorted(methods)) or headers.get("allow", "")}
     return ApiError(error.status_code, message, code=code, headers=headers).response()
 
 
-def _methods(request: Request) -> str:
-    """All methods of a path; the router names those of the first route alone."""
-    paths = request.app.openapi()["paths"]
-    match = [methods for path, methods in paths.items() if _fits(path, request.url.path)]
-    return ", ".join(sorted({method.upper() for methods in match for method in methods}))
-
-
-def _fits(template: str, path: str) -> bool:
-    return bool(re.fullmatch(re.sub(r"\\\{\w+\\\}", "[^/]+", re.escape(template)), path))
-
-
-async def _of_body(request: Request, error: Exception) -> JSONResponse:
-    """400 for a body that is no JSON, 422 for one of another form; the first thing wrong is named."""
-    del request
-    assert isinstance(error, RequestValidationError)  # noqa: S101
+async def _answer_invalid_body(request: Request, error: Exception) -> JSONResponse:
+    """400 for a body that is not JSON, 422 for one of another form; names the first mistake."""
+    assert isinstance(error, RequestValidationError)
     first, *_ = error.errors()
-    where = [str(word) for word in first["loc"][1:]]
     if first["type"] == "json_invalid":
-        return ApiError(400, "The body is no JSON. Send one JSON object.", code="invalid_json").response()
-    param = where[0] if where else None
-    name = ".".join(where) or "the body"
+        return ApiError(400, "The body is not JSON. Send one JSON object.", code="invalid_json").response()
+    path = [str(word) for word in first["loc"][1:]]
+    param, name = path[0] if path else None, ".".join(path) or "the body"
     return ApiError(422, f"{name}: {first['msg']}.", code=first["type"], param=param).response()
 
 
@@ -155,7 +141,7 @@ DOCUMENTED: dict[int | str, dict[str, Any]] = {
         413: "A body that is too large",
         422: "A body of another form",
         429: "The queue is full; Retry-After says when to ask again",
-        500: "A fault",
+        500: "A fault of the server",
         503: "Loading, draining, or the engine is dead",
     }.items()
 }

@@ -1,8 +1,8 @@
-"""The log: a JSON object a line on standard error, of counts and names, never of prompts or answers.
+"""The log: one JSON object a line on standard error, with counts and names, never prompts or answers.
 
-Lines are written by a thread of their own. Whoever reads them may stop reading: a full pipe then blocks that
-thread and nobody else. Lines that find no room are left out and counted, and the next one that does is
-preceded by their number.
+A thread of its own writes the lines. If nobody reads them, a full pipe blocks that thread and no other.
+Lines for which the queue has no room are dropped and counted; the next line that fits comes after one that
+says how many were lost.
 """
 
 from __future__ import annotations
@@ -12,81 +12,105 @@ import datetime
 import io
 import json
 import logging
-import queue
 import sys
-import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from logging.handlers import QueueHandler, QueueListener
+from queue import Full, Queue
 from typing import Any
 
-MOST = 4096
-"""Lines that wait to be written."""
+QUEUE_SIZE = 4096  # lines that may wait to be written
 
 
 class Log:
     """Writes events; never blocks. Any thread."""
 
-    def __init__(self, write: Callable[[bytes], Any] | None = None, most: int = MOST) -> None:
+    def __init__(self, write: Callable[[bytes], Any] | None = None, size: int = QUEUE_SIZE) -> None:
         """Starts the thread that writes.
 
         Args:
-          write: puts a whole line where it belongs; may block. None writes nothing.
-          most: lines that wait.
+          write: takes a whole line; may block. None: nothing is logged.
+          size: lines that may wait.
         """
-        self._write = write
-        self._waiting: queue.Queue[bytes | threading.Event] = queue.Queue(most)
-        self._lock = threading.Lock()
-        self._lost = 0
+        self._queue: Queue[bytes] = Queue(size)
+        self._handler = logging.NullHandler() if write is None else _LineQueue(self._queue)
+        self._logger = logging.Logger("kvjax.serve.http")
+        self._logger.addHandler(self._handler)
         if write is not None:
-            threading.Thread(target=self._work, name="kvjax-log", daemon=True).start()
+            _LineWriter(self._queue, write).start()
 
     def __call__(self, event: str, **facts: Any) -> None:
-        """One event with its facts."""
-        if self._write is None:
-            return
-        with self._lock:  # order is that of the calls
-            told = not self._lost or self._put(_line("log", {"lost": self._lost}))
-            self._lost = 0 if told else self._lost
-            if not told or not self._put(_line(event, facts)):
-                self._lost += 1
+        self._logger.info(event, extra={"facts": facts})
 
     def fault(self, event: str, error: BaseException, **facts: Any) -> None:
-        """An error that nobody expected, and where it came from: frames, not the values in them."""
-        frames = [f"{f.filename}:{f.lineno} {f.name}" for f in traceback.extract_tb(error.__traceback__)]
-        self(event, error=type(error).__name__, message=str(error), frames=frames, **facts)
+        """Logs an unexpected error and the frames it came through, without the values in them."""
+        self._logger.error(event, exc_info=error, extra={"facts": facts})
 
     def flush(self, seconds: float) -> bool:
-        """Waits until all lines so far are written, at most so long; False where they are not."""
-        written = threading.Event()
-        return self._write is None or (self._put(written) and written.wait(seconds))
+        """Waits until all lines so far are written; False if that takes longer than ``seconds``."""
+        written = self._queue.all_tasks_done
+        with written:
+            return written.wait_for(lambda: not self._queue.unfinished_tasks, seconds)
 
-    def _put(self, item: bytes | threading.Event) -> bool:
+    @contextlib.contextmanager
+    def library_warnings(self) -> Iterator[None]:
+        """Inside, this log takes the warnings of libraries: a full stderr pipe would block them."""
+        root = logging.getLogger()
+        root.addHandler(self._handler)
         try:
-            self._waiting.put_nowait(item)
-        except queue.Full:
-            return False
-        return True
+            yield
+        finally:
+            root.removeHandler(self._handler)
 
-    def _work(self) -> None:
-        assert self._write is not None  # noqa: S101
-        while True:
-            item = self._waiting.get()
-            if isinstance(item, threading.Event):
-                item.set()
-                continue
-            with contextlib.suppress(OSError):  # a closed pipe, a full disk: the server goes on
-                self._write(item)
+
+class _LineQueue(QueueHandler):
+    """Formats records as JSON lines and queues them; counts those that found no room."""
+
+    _lost = 0
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return hasattr(record, "facts") or record.levelno >= logging.WARNING
+
+    def prepare(self, record: logging.LogRecord) -> bytes:
+        event, facts = str(record.msg), getattr(record, "facts", None)
+        if facts is None:  # of a library: its arguments may quote a prompt, so only its template is kept
+            facts = {"logger": record.name, "level": record.levelname.lower(), "text": event}
+            event = "warning"
+        if record.exc_info and (error := record.exc_info[1]):
+            frames = [f"{f.filename}:{f.lineno} {f.name}" for f in traceback.extract_tb(error.__traceback__)]
+            facts = {"error": type(error).__name__, "message": str(error), "frames": frames} | facts
+        return _line(event, facts)
+
+    def enqueue(self, line: Any) -> None:  # under the handler's lock, so lines stay in the order of the calls
+        try:
+            if self._lost:
+                self.queue.put_nowait(_line("log", {"lost": self._lost}))
+                self._lost = 0
+            self.queue.put_nowait(line)
+        except Full:
+            self._lost += 1
+
+
+class _LineWriter(QueueListener):
+    """Writes lines in a thread of its own."""
+
+    def __init__(self, queue: Queue[bytes], write: Callable[[bytes], Any]) -> None:
+        super().__init__(queue)
+        self._write = write
+
+    def handle(self, line: Any) -> None:
+        with contextlib.suppress(OSError):  # a closed pipe, a full disk: the server goes on
+            self._write(line)
 
 
 def _line(event: str, facts: dict[str, Any]) -> bytes:
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
-    return f"{json.dumps({'time': now, 'event': event} | facts, ensure_ascii=False, default=str)}\n".encode(
-        errors="backslashreplace"
-    )
+    line = json.dumps({"time": now, "event": event} | facts, ensure_ascii=False, default=str)
+    return f"{line}\n".encode(errors="backslashreplace")
 
 
-def to_stderr() -> Log:
-    """The process's log."""
+def stderr_log() -> Log:
+    """A log that writes to standard error."""
     try:
         file = sys.stderr.fileno()
     except OSError:  # no file: a notebook, a test
@@ -99,31 +123,3 @@ def to_stderr() -> Log:
             line = line[raw.write(line) or 0 :]
 
     return Log(write)
-
-
-class Others(logging.Handler):
-    """Takes warnings of libraries into the log, without the values in them, which may quote a prompt."""
-
-    def __init__(self, log: Log) -> None:
-        super().__init__(logging.WARNING)
-        self._log = log
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """One record: who said it, and its words before values were put in."""
-        facts: dict[str, Any] = {"logger": record.name, "level": record.levelname.lower()}
-        text, error = str(record.msg), record.exc_info and record.exc_info[1]
-        if error:
-            self._log.fault("warning", error, **facts, text=text)
-        else:
-            self._log("warning", **facts, text=text)
-
-
-@contextlib.contextmanager
-def others(log: Log) -> Any:
-    """Inside, nobody writes to standard error by himself, where a full pipe would block him."""
-    handler, root = Others(log), logging.getLogger()
-    root.addHandler(handler)
-    try:
-        yield
-    finally:
-        root.removeHandler(handler)

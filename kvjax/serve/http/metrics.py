@@ -1,121 +1,138 @@
-"""``GET /metrics``: what the engine counts, as Prometheus reads it."""
+"""``GET /metrics``, for Prometheus, and ``GET /v1/kv/{id}``: what the cache of one request holds."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from typing import Any
 
+import numpy as np
 from fastapi import APIRouter, Request
-from fastapi.responses import Response
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
-from prometheus_client.core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    HistogramMetricFamily,
-    InfoMetricFamily,
-    Metric,
-)
+from fastapi.responses import JSONResponse, Response
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, core, generate_latest
 
 import kvjax
-from kvjax.engine import BUCKETS, EngineDead, LaneMetrics, Metrics, Seconds
-from kvjax.serve.http.service import Service, of
+from kvjax.engine import BUCKETS, EngineDead, Inspection
+from kvjax.serve.http.errors import ApiError
+from kvjax.serve.http.service import Service, service_of
 
 router = APIRouter()
 
 
 @router.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
 async def metrics(request: Request) -> Response:
-    """In Prometheus' text format."""
-    text = await asyncio.to_thread(exposition, of(request))
-    return Response(text, headers={"Content-Type": CONTENT_TYPE_LATEST})
-
-
-def exposition(service: Service) -> bytes:
-    """All of it; of a dead engine only that it is dead."""
+    """Counts and gauges in Prometheus' text format; of a dead engine only that it is dead."""
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Collector(service))
-    return generate_latest(registry)
+    registry.register(_Collector(service_of(request)))
+    text = await asyncio.to_thread(generate_latest, registry)
+    return Response(text, headers={"Content-Type": CONTENT_TYPE_LATEST})
 
 
 class _Collector:
     def __init__(self, service: Service) -> None:
         self._service = service
 
-    def collect(self) -> Iterator[Metric]:
-        """One snapshot."""
+    def collect(self) -> Iterator[core.Metric]:
+        """Converts one snapshot of the engine."""
         service = self._service
-        about = {
-            "version": kvjax.__version__,
-            "model": service.name,
-            "policy": repr(service.policies.default),
-        }
-        yield InfoMetricFamily("kvjax", "What is served", value=about)
+        policy = repr(service.policies.default)
+        about = {"version": kvjax.__version__, "model": service.name, "policy": policy}
+        yield core.InfoMetricFamily("kvjax", "What is served", value=about)
+        up = "1 while the engine lives"
         try:
             now = service.engine.metrics()
         except EngineDead:
-            yield GaugeMetricFamily("kvjax_engine_up", "1 while the engine lives", value=0)
+            yield core.GaugeMetricFamily("kvjax_engine_up", up, value=0)
             return
-        yield GaugeMetricFamily("kvjax_engine_up", "1 while the engine lives", value=1)
-        yield from _gauges(now)
-        yield from _counters(now)
-        yield from _lanes(now.lanes)
+        yield core.GaugeMetricFamily("kvjax_engine_up", up, value=1)
+        for name, what, value in (
+            ("num_requests_waiting", "Requests that wait", now.queued),
+            ("num_requests_reading", "Requests whose prompt is being read", now.reading),
+            ("num_requests_running", "Texts that are being written", now.running),
+            ("kv_memory_bytes", "Most bytes of all caches", now.kv_memory),
+            ("kv_allocated_bytes", "Bytes of all caches on the device", now.kv_allocated),
+            ("kv_kept_ratio", "Kept of what ended texts were fed, over layers and heads", now.admitted_ratio),
+        ):
+            yield core.GaugeMetricFamily(f"kvjax_{name}", what, value=value)
+        for name, what, value in (
+            ("prompt_tokens", "Tokens read from prompts", now.prompt_tokens),
+            ("cached_prompt_tokens", "Prompt tokens that did not have to be read", now.cached_tokens),
+            ("generation_tokens", "New tokens", now.completion_tokens),
+            ("preemptions", "Texts put back to wait", now.preempted),
+            ("kv_tokens_seen", "(token, layer, KV head) triples fed to texts that ended", now.tokens_seen),
+            ("kv_tokens_kept", "Of these, those still held at the end", now.tokens_kept),
+            ("kv_tokens_evicted", "Of these, those rejected or evicted", now.tokens_evicted),
+        ):
+            yield core.CounterMetricFamily(f"kvjax_{name}", what, value=value)
+        ended = core.CounterMetricFamily("kvjax_requests", "Texts that ended", labels=["reason"])
+        for reason, count in sorted(now.requests.items()):
+            ended.add_metric([reason], count)
+        yield ended
+        for field, name, what in (
+            ("rows", "rows", "texts that are being written"),
+            ("max_rows", "places", "rows of the batch, used or not"),
+            ("live", "live_bytes", "bytes of live slots"),
+            ("allocated", "allocated_bytes", "bytes on the device"),
+            ("pages", "pages", "pages of its pools"),
+            ("pages_used", "pages_used", "pages in use"),
+            ("slots", "slots", "live slots"),
+        ):
+            family = core.GaugeMetricFamily(
+                f"kvjax_lane_{name}", f"Of a running batch: {what}", labels=["lane"]
+            )
+            for batch in now.batches:
+                family.add_metric([batch.policy], getattr(batch, field))
+            yield family
         for name, what, seconds in (
             ("time_to_first_token", "From a request to its first token", now.time_to_first_token),
             ("inter_token_latency", "Between two tokens of a text", now.between_tokens),
-            ("pause", "A running text waited for a prompt or a new lane", now.pauses),
+            ("pause", "A running text waited for a prompt or a new batch", now.pauses),
         ):
-            yield _histogram(f"kvjax_{name}_seconds", what, seconds)
+            histogram = core.HistogramMetricFamily(f"kvjax_{name}_seconds", what)
+            buckets = [(str(bound), float(count)) for bound, count in zip(BUCKETS, seconds.buckets)]
+            histogram.add_metric([], [*buckets, ("+Inf", float(seconds.count))], seconds.sum)
+            yield histogram
 
 
-def _gauges(now: Metrics) -> Iterator[Metric]:
-    for name, what, value in (
-        ("num_requests_waiting", "Requests that wait", now.queued),
-        ("num_requests_reading", "Requests whose prompt is being read", now.reading),
-        ("num_requests_running", "Texts that are being written", now.running),
-        ("kv_memory_bytes", "Most bytes of all caches", now.kv_memory),
-        ("kv_allocated_bytes", "Bytes of all caches on the device", now.kv_allocated),
-        ("kv_kept_ratio", "Kept of what ended texts were fed, over layers and heads", now.admitted_ratio),
-    ):
-        yield GaugeMetricFamily(f"kvjax_{name}", what, value=value)
+# --- the cache of one request --------------------------------------------------------------------
 
 
-def _counters(now: Metrics) -> Iterator[Metric]:
-    for name, what, value in (
-        ("prompt_tokens", "Tokens read from prompts", now.prompt_tokens),
-        ("cached_prompt_tokens", "Prompt tokens that did not have to be read", now.cached_tokens),
-        ("generation_tokens", "New tokens", now.completion_tokens),
-        ("preemptions", "Rows put back to wait", now.preempted),
-        ("kv_tokens_seen", "(token, layer, KV head) triples fed to texts that ended", now.tokens_seen),
-        ("kv_tokens_kept", "Of these, those still held at the end", now.tokens_kept),
-        ("kv_tokens_evicted", "Of these, those rejected or evicted", now.tokens_evicted),
-    ):
-        yield CounterMetricFamily(f"kvjax_{name}", what, value=value)
-    ended = CounterMetricFamily("kvjax_requests", "Texts that ended", labels=["reason"])
-    for reason, count in sorted(now.requests.items()):
-        ended.add_metric([reason], count)
-    yield ended
+@router.get("/v1/kv/{id}")
+async def kv(request: Request, id: str, choice: int = 0) -> JSONResponse:
+    """What the cache of a request with ``kv_watch`` holds now; after its end, what it held then."""
+    service = service_of(request)
+    tickets = service.watched.get(id)
+    if tickets is None or not 0 <= choice < len(tickets):
+        raise ApiError(
+            404,
+            f"There is no request {id!r} with choice {choice} to show. Send kv_watch=true with the request; "
+            "only the newest of those are remembered.",
+            code="not_watched",
+        )
+    done = tickets[choice].done  # before the cache is read: a client may take what it then gets as the last
+    inspection = await asyncio.to_thread(service.engine.inspect, tickets[choice])
+    cache = None if inspection is None else _describe(service, inspection)
+    return JSONResponse({"id": id, "choice": choice, "done": done, "cache": cache})
 
 
-def _lanes(lanes: tuple[LaneMetrics, ...]) -> Iterator[Metric]:
-    fields = {
-        "rows": "Texts that are being written",
-        "places": "Rows there is a place for",
-        "live": "Bytes of live slots",
-        "allocated": "Bytes on the device",
-        "pages": "Pages of its pools",
-        "pages_used": "Pages that streams own",
-        "slots": "Live slots of all streams",
+def _describe(service: Service, inspection: Inspection) -> dict[str, Any]:
+    return {
+        "seen": inspection.seen,
+        "tokens": [service.token_text(int(token)) for token in inspection.tokens],
+        "streams": [
+            [{"ring": runs(h.ring), "pages": runs(h.pages), "codes": runs(h.codes)} for h in layer]
+            for layer in inspection.heads
+        ],
+        "completed": list(inspection.completed),
+        "bytes": {"live": inspection.live, "allocated": inspection.allocated, "full": inspection.full},
     }
-    for field, what in fields.items():
-        unit = "_bytes" if field in ("live", "allocated") else ""
-        family = GaugeMetricFamily(f"kvjax_lane_{field}{unit}", f"Of a lane: {what.lower()}", labels=["lane"])
-        for lane in lanes:
-            family.add_metric([lane.policy], getattr(lane, field))
-        yield family
 
 
-def _histogram(name: str, what: str, seconds: Seconds) -> Metric:
-    family = HistogramMetricFamily(name, what)
-    buckets = [(str(bound), float(count)) for bound, count in zip(BUCKETS, seconds.buckets)]
-    family.add_metric([], [*buckets, ("+Inf", float(seconds.count))], seconds.sum)
-    return family
+def runs(positions: np.ndarray) -> list[int]:
+    """Ascending positions as runs of neighbours: ``[first, count, first, count, …]``."""
+    positions = np.asarray(positions, np.int64)
+    if not len(positions):
+        return []
+    starts = np.flatnonzero(np.diff(positions, prepend=positions[0] - 2) != 1)
+    counts = np.diff([*starts, len(positions)])
+    return np.stack([positions[starts], counts], axis=1).ravel().tolist()

@@ -1,0 +1,114 @@
+"""Shared prefixes: states at chunk borders of texts that were read before, by what they were read under.
+
+**The rule.** A state may stand for the beginning of another prompt where nothing in it depends on what came
+after (``shareable``): the policy reads in chunks, deciding from each chunk and what came before it, and no
+part asks how long the prompt is, as a selection that splits does. It was read in the same chunks, so at a
+border it is the state that the other prompt would reach. Generated tokens count as a prompt's
+(``generated_too``) where a step leaves what a chunk would: what reads see must not differ between the two,
+so nothing is selected, approximated or held in codes.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import time
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvjax.algebra import Policy
+from kvjax.engine.pages import StoredState
+
+if TYPE_CHECKING:
+    from jaxtyping import Int
+
+MOST = 64
+"""Most states that are kept."""
+
+SEEN = 64
+"""Prompts that are remembered, to see where the next ones leave them."""
+
+
+def shareable(policy: Policy) -> bool:
+    """Is a state at a chunk border the same whatever follows?"""
+    return not policy.whole_prompt and not policy.selection.splits
+
+
+def generated_too(policy: Policy) -> bool:
+    """Is the state after generated tokens the one they would leave when read as a prompt?"""
+    exact = policy.selection.idle and policy.completion.idle and policy.storage.exact
+    return shareable(policy) and policy.on_arrival and exact
+
+
+@dataclasses.dataclass(eq=False, kw_only=True)
+class Prefix(StoredState):
+    """The state at a border of a text."""
+
+    key: tuple[str, str]  # of the policy, its hyperparameters included, and of its weights
+    used: float = dataclasses.field(default_factory=time.monotonic)  # when it was last asked for
+
+
+class Prefixes:
+    """The states that are kept, up to ``memory`` bytes; the longest unused goes first."""
+
+    def __init__(self, memory: int) -> None:
+        self._memory = memory
+        self._held: list[Prefix] = []
+        self._seen: collections.deque[tuple[tuple[str, str], np.ndarray]] = collections.deque(maxlen=SEEN)
+
+    @property
+    def allocated(self) -> int:
+        """Device bytes of all of them."""
+        return sum(prefix.bytes for prefix in self._held)
+
+    def find(self, key: tuple[str, str], tokens: Int[np.ndarray, " T"]) -> Prefix | None:
+        """The longest one that the prompt begins with, at least a token shorter than it."""
+        begins = [
+            prefix
+            for prefix in self._held
+            if prefix.key == key
+            and len(prefix.tokens) < len(tokens)
+            and np.array_equal(prefix.tokens, tokens[: len(prefix.tokens)])
+        ]
+        longest = max(begins, key=lambda prefix: len(prefix.tokens), default=None)
+        if longest is not None:
+            longest.used = time.monotonic()
+        return longest
+
+    def borders(self, key: tuple[str, str], tokens: Int[np.ndarray, " T"], chunk: int) -> list[int]:
+        """Borders of the prompt after which its state is worth keeping.
+
+        The last one, and the last one before each token at which it leaves an earlier prompt.
+        """
+        borders = {(len(tokens) - 1) // chunk * chunk}
+        borders |= {_common(seen, tokens) // chunk * chunk for other, seen in self._seen if other == key}
+        self._seen.append((key, tokens))
+        have = {
+            len(p.tokens) for p in self._held if p.key == key and _common(p.tokens, tokens) == len(p.tokens)
+        }
+        return sorted(borders - {0} - have)
+
+    def keep(self, new: Prefix) -> None:
+        """Keeps one; drops others where there is no room."""
+        self._held = [
+            p for p in self._held if not (p.key == new.key and np.array_equal(p.tokens, new.tokens))
+        ]
+        while self._held and (self.allocated + new.bytes > self._memory or len(self._held) >= MOST):
+            self.drop()
+        if new.bytes <= self._memory:
+            self._held.append(new)
+
+    def drop(self) -> bool:
+        """Forgets the one that was not used for longest; False where there is none."""
+        if not self._held:
+            return False
+        self._held.remove(min(self._held, key=lambda prefix: prefix.used))
+        return True
+
+
+def _common(a: np.ndarray, b: np.ndarray) -> int:
+    """Tokens at the beginning that two texts have in common."""
+    many = min(len(a), len(b))
+    other = np.flatnonzero(a[:many] != b[:many])
+    return int(other[0]) if len(other) else many

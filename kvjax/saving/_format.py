@@ -1,0 +1,73 @@
+"""The head of a saved state: its format, and the checks that it fits the model and the policy."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from kvjax import catalogue
+from kvjax.algebra import Policy, PolicyError
+from kvjax.errors import UserError
+from kvjax.types import Weighted
+from kvjax.weights import fingerprint
+
+FORMAT = "kvjax-state"
+VERSION = 2
+"""The newest version that can be read. A whole state is written as 1, which never changed; a part as 2, so
+that no older reader takes it for a whole state."""
+
+
+class StateError(UserError):
+    """A file that holds no state, or one of another model, policy or format."""
+
+
+def digest(raw: Mapping[str, np.ndarray]) -> str:
+    sha = hashlib.sha256()
+    for name in sorted(raw):
+        sha.update(name.encode())
+        sha.update(raw[name].data)
+    return sha.hexdigest()
+
+
+def check(
+    path: str, head: dict[str, Any], model: Weighted, policy: Policy | None, label: str | None
+) -> Policy:
+    """The policy a state was made under; raises StateError where model, policy or weights do not fit."""
+    call, dtype = f"open({path!r})", str(model.params["embed"].dtype)
+    if head["model"] != fingerprint(model):
+        raise StateError(
+            f"{call} is a state of another model (fingerprint {head['model']}, this one has "
+            f"{fingerprint(model)}). Load the model that made it."
+        )
+    if head["dtype"] != dtype:
+        raise StateError(
+            f"{call} holds {head['dtype']}, the model was loaded as {dtype}. Load it as {head['dtype']}."
+        )
+    try:
+        made = catalogue.policy(head["policy"])
+    except PolicyError as error:
+        raise StateError(
+            f"{call} was made under '{head['policy']}', which is unknown here: {error}"
+        ) from None
+    if policy is not None and policy.structure != head["structure"]:
+        raise StateError(
+            f"{call} was made under '{head['policy']}', and '{policy!r}' cannot continue it. Continue with a "
+            "policy that differs from it in traced hyperparameters alone."
+        )
+    if label is not None and label != head["weights"]:
+        raise StateError(
+            f"{call} was made with weights {head['weights'] or 'of nothing'}, not with {label or 'none'}. "
+            "Give the weights that made it."
+        )
+    return made
+
+
+def places(length: np.ndarray, table: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Page and slot of every live slot, one per-head cache after the other."""
+    lists = [(table[at][np.arange(n) // size], np.arange(n) % size) for at, n in np.ndenumerate(length) if n]
+    if not lists:
+        return np.zeros(0, np.int64), np.zeros(0, np.int64)
+    return np.concatenate([page for page, _ in lists]), np.concatenate([slot for _, slot in lists])

@@ -1,0 +1,191 @@
+"""From the body of a request to requests for the engine; what cannot be served is refused here."""
+
+from __future__ import annotations
+
+import dataclasses
+import secrets
+from collections.abc import Sequence
+
+from kvjax import decode
+from kvjax.engine import Request
+from kvjax.serve.http.errors import bad_request
+from kvjax.serve.http.schemas import ChatBody, CompletionBody, Message, TextOptions
+from kvjax.serve.http.service import Service
+
+DEFAULT_TOKENS = 16  # new tokens of a completion that names no number, as in OpenAI's protocol
+LONGEST_STOP = 1024  # characters of a stop string
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Generation:
+    """The texts that one HTTP request asks for.
+
+    Attributes:
+      requests: for the engine, one a text: those of the first prompt, then those of the second, …
+      echoes: for each text what it begins with: its prompt if the prompt is echoed, else "".
+      continues: texts continue their prompts, instead of answering them.
+      stops: strings that end a text.
+      layers: ``usage.kv`` lists slots by layer and head.
+    """
+
+    requests: list[Request]
+    echoes: list[str]
+    continues: bool
+    stops: tuple[str, ...]
+    layers: bool
+
+
+def of_completion(service: Service, body: CompletionBody) -> Generation:
+    """What ``POST /v1/completions`` asks for.
+
+    Raises:
+      ApiError, PolicyError, WeightsError, ContextNotFound: what cannot be served.
+    """
+    if body.best_of not in (None, body.n or 1):
+        message = f"best_of={body.best_of} is not supported with n={body.n or 1}. Leave it out."
+        raise bad_request("best_of", message)
+    if body.max_tokens == 0 and not body.echo:
+        raise bad_request("max_tokens", "max_tokens=0 writes nothing. Give 1 or more, or echo=true.")
+    single = isinstance(body.prompt, str) or (bool(body.prompt) and isinstance(body.prompt[0], int))
+    prompts: list[list[int]] = []
+    echoes: list[str] = []
+    for prompt in [body.prompt] if single else body.prompt:
+        if isinstance(prompt, str):
+            prompts.append(encode_text(service, prompt, bos=body.context is None))
+            echoes.append(prompt)
+        else:
+            prompts.append(check_token_ids(service, prompt))  # type: ignore[arg-type]
+            echoes.append(service.model.text.decode(prompts[-1]) if body.echo else "")
+    if not prompts:
+        raise bad_request("prompt", "prompt=[] has no text to continue. Give a text, or token ids.")
+    max_tokens = DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens
+    shown = echoes if body.echo else None
+    return _generation(service, body, prompts, shown, max_tokens, logprobs=body.logprobs, continues=True)
+
+
+def of_chat(service: Service, body: ChatBody) -> Generation:
+    """What ``POST /v1/chat/completions`` asks for; without a number an answer may fill the context.
+
+    Raises:
+      ApiError, PolicyError, WeightsError, ContextNotFound: what cannot be served.
+    """
+    if body.top_logprobs is not None and not body.logprobs:
+        raise bad_request("top_logprobs", "top_logprobs needs logprobs=true. Set it, or drop top_logprobs.")
+    ids, bos = encode_chat(service, body.messages), service.model.text.bos
+    if body.context is not None and bos is not None and ids[:1] == [bos]:
+        ids = ids[1:]  # BOS stands at the beginning of the context
+    max_tokens = body.max_completion_tokens or body.max_tokens
+    if max_tokens is None:
+        held = 0 if body.context is None else service.engine.contexts.get(body.context).tokens
+        max_tokens = max(1, service.engine.context - len(ids) - held)
+    logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    return _generation(service, body, [ids], None, max_tokens, logprobs=logprobs, continues=False)
+
+
+def _generation(
+    service: Service,
+    body: TextOptions,
+    prompts: list[list[int]],
+    echoes: list[str] | None,
+    max_tokens: int,
+    *,
+    logprobs: int | None,
+    continues: bool,
+) -> Generation:
+    service.check_model(body.model)
+    options, n = service.options, body.n or 1
+    if len(prompts) * n > options.max_choices:
+        message = f"{len(prompts)} prompts with n={n} are more than the {options.max_choices} texts allowed."
+        raise bad_request("n", f"{message} Ask for fewer.")
+    context = None if body.context is None else service.engine.contexts.get(body.context)
+    for prompt in prompts:
+        _check_length(service, len(prompt) + (context.tokens if context else 0), max_tokens)
+    stops = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
+    if len(stops) > options.max_stops:
+        message = f"{len(stops)} stop strings are more than the {options.max_stops} allowed. Give fewer."
+        raise bad_request("stop", message)
+    if any(len(stop) > LONGEST_STOP for stop in stops):
+        message = f"A stop string has more than {LONGEST_STOP} characters. Give a shorter one."
+        raise bad_request("stop", message)
+    policy = service.policies.policy(context.policy if context and body.kv_policy is None else body.kv_policy)
+    weights = service.policies.weights(policy, body.kv_weights)
+    seed = secrets.randbits(32) if body.seed is None else body.seed % 2**32
+    stop_tokens = tuple(check_token_ids(service, body.stop_token_ids or (), "stop_token_ids"))
+    deadlines = [seconds for seconds in (body.max_time, options.request_timeout) if seconds is not None]
+    requests = [
+        Request(
+            prompt=prompt,
+            max_new_tokens=max_tokens,
+            temperature=1.0 if body.temperature is None else body.temperature,
+            top_k=max(body.top_k or 0, 0),
+            top_p=1.0 if body.top_p is None else body.top_p,
+            seed=seed,
+            draw=draw,
+            logprobs=logprobs,
+            echo=echoes is not None,
+            ignore_eos=bool(body.ignore_eos),
+            stop_tokens=stop_tokens,
+            policy=policy,
+            weights=weights,
+            deadline=min(deadlines, default=None),
+            context=body.context,
+            inspect=bool(body.kv_watch),
+        )
+        for prompt in prompts
+        for draw in range(n)
+    ]
+    return Generation(
+        requests=requests,
+        echoes=[echo for echo in echoes or [""] * len(prompts) for _ in range(n)],
+        continues=continues,
+        stops=stops,
+        layers=bool(body.kv_layers),
+    )
+
+
+def _check_length(service: Service, prompt: int, max_tokens: int) -> None:
+    check_prompt_length(service, prompt)
+    context = service.engine.context
+    if prompt + max_tokens > context:
+        message = (
+            f"The prompt has {prompt} tokens and max_tokens is {max_tokens}, {prompt + max_tokens} together, "
+            f"more than the context of {context}. Shorten the prompt, or ask for at most {context - prompt}."
+        )
+        raise bad_request("max_tokens", message, "context_length_exceeded")
+
+
+# --- prompts -------------------------------------------------------------------------------------
+
+
+def encode_chat(service: Service, messages: Sequence[Message]) -> list[int]:
+    """Token ids of a conversation, ready for the answer. Raises ApiError if the chat template refuses it."""
+    try:
+        return service.model.text.chat([message.for_template for message in messages])
+    except (ImportError, ValueError) as error:
+        raise bad_request("messages", f"{str(error).rstrip('.')}.") from error
+
+
+def encode_text(service: Service, text: str, *, bos: bool = True) -> list[int]:
+    """Token ids of a text. Raises ApiError if it is not Unicode."""
+    try:
+        return service.model.text.encode(text, bos=bos)
+    except ValueError as error:
+        raise bad_request("prompt", f"{str(error).rstrip('.')}.") from error
+
+
+def check_token_ids(service: Service, ids: Sequence[int], param: str = "prompt") -> list[int]:
+    """The ids. Raises ApiError if the model does not have one of them."""
+    try:
+        return decode.read_ids(param, service.model, ids).tolist()
+    except decode.RequestError as error:
+        raise bad_request(param, str(error)) from error
+
+
+def check_prompt_length(service: Service, length: int) -> None:
+    """Raises ApiError if a prompt is empty or too long."""
+    if length < 1:
+        raise bad_request("prompt", "The prompt has no token. Give some text.")
+    most = min(service.engine.context - 1, service.options.max_prompt or service.engine.context)
+    if length > most:
+        message = f"The prompt has {length} tokens, more than the {most} allowed. Shorten it."
+        raise bad_request("prompt", message, "context_length_exceeded")

@@ -1,0 +1,99 @@
+"""``/v1/models``, ``/v1/policies``, ``/health``, ``/version``, ``/tokenize`` and ``/detokenize``."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import jax
+from fastapi import APIRouter, Request
+
+import kvjax
+from kvjax import catalogue
+from kvjax.serve.http import generation, schemas
+from kvjax.serve.http.errors import ApiError, bad_request
+from kvjax.serve.http.service import Service, service_of
+
+router = APIRouter()
+
+NOT_READY = {
+    "loading": "The server is compiling its first programs. Ask again soon.",
+    "draining": "The server is shutting down. Ask another one.",
+    "dead": "The engine failed; the server is about to end.",
+}
+"""Message of ``/health`` by state."""
+
+
+@router.get("/v1/models")
+async def models(request: Request) -> schemas.ModelsReply:
+    """Lists the served model."""
+    return schemas.ModelsReply(object="list", data=[_model(service_of(request))])
+
+
+@router.get("/v1/models/{name:path}")
+async def model(request: Request, name: str) -> schemas.ModelReply:
+    """The served model, if that is its name."""
+    service_of(request).check_model(name)
+    return _model(service_of(request))
+
+
+def _model(service: Service) -> schemas.ModelReply:
+    return schemas.ModelReply(
+        id=service.name,
+        object="model",
+        created=service.started,
+        owned_by="kvjax",
+        max_model_len=service.engine.context,
+        kv_policy=repr(service.policies.default),
+    )
+
+
+@router.get("/v1/policies")
+async def policies(request: Request) -> dict[str, Any]:
+    """What ``kv_policy`` may say: the default, the allowed structures (null: all), and names for policies."""
+    policies = service_of(request).policies
+    return {
+        "default": repr(policies.default),
+        "allowed": policies.allowed,
+        "presets": dict(catalogue.PRESETS) if policies.allowed is None else {},
+    }
+
+
+@router.get("/health")
+async def health(request: Request) -> schemas.HealthReply:
+    """200 if requests are answered; 503 while loading or draining, and if the engine is dead."""
+    service = service_of(request)
+    state = "draining" if service.draining else service.engine.health
+    if state == "ready":
+        return schemas.HealthReply(status="ok")
+    raise ApiError(503, NOT_READY[state], code="engine_dead" if state == "dead" else state)
+
+
+@router.get("/version")
+async def version() -> schemas.VersionReply:
+    """Versions of kvjax and of jax."""
+    return schemas.VersionReply(version=kvjax.__version__, jax=jax.__version__)
+
+
+@router.post("/tokenize")
+async def tokenize(request: Request, body: schemas.TokenizeBody) -> schemas.TokenizeReply:
+    """Token ids of a text or of a conversation, as the model would read them."""
+    service = service_of(request)
+    service.check_model(body.model)
+    if (body.prompt is None) == (body.messages is None):
+        raise bad_request("prompt", "Give either prompt or messages.")
+    if body.messages is not None:
+        ids = await asyncio.to_thread(generation.encode_chat, service, body.messages)
+    else:
+        bos = body.add_special_tokens is not False
+        ids = await asyncio.to_thread(generation.encode_text, service, body.prompt or "", bos=bos)
+    return schemas.TokenizeReply(count=len(ids), max_model_len=service.engine.context, tokens=ids)
+
+
+@router.post("/detokenize")
+async def detokenize(request: Request, body: schemas.DetokenizeBody) -> schemas.DetokenizeReply:
+    """The text of token ids, without special tokens."""
+    service = service_of(request)
+    service.check_model(body.model)
+    ids = generation.check_token_ids(service, body.tokens, "tokens")
+    return schemas.DetokenizeReply(prompt=await asyncio.to_thread(service.model.text.decode, ids))
