@@ -42,6 +42,9 @@ class Part:
         the policy has other values.
       shared: names of learned leaves that all heads share; every other leaf begins with [K] or [N].
       idle: the part does nothing in its place.
+
+    Raises:
+      PolicyError: a field has a value that ``arguments`` does not accept.
     """
 
     name: ClassVar[str]

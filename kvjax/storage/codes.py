@@ -25,9 +25,6 @@ class Coded(Storage):
 
     Class attributes:
       most: the largest code; the smallest is its negative.
-
-    Raises:
-      PolicyError: recent < 1.
     """
 
     exact = False
