@@ -93,9 +93,10 @@ def _blocked(q: Array, k: Array, v: Array, where: Where, *, sight: Sight) -> Par
         cut.blocks(where.q_pos, 1, bq, softmax.EMPTY),
     )
     let = None if admit is None else jnp.moveaxis(admit, 2, 0)
-    at = cut.BlockPositions(q_pos, jnp.moveaxis(k_pos, 1, 0), let)
+    positions = cut.BlockPositions(q_pos, jnp.moveaxis(k_pos, 1, 0), let)
     # Blocks that nothing is hidden in come first.
-    kind = jnp.where(at.all_visible(sight.window), 0, jnp.where(at.any_visible(sight.window), 1, 2))
+    whole, part = positions.all_visible(sight.window), positions.any_visible(sight.window)
+    kind = jnp.where(whole, 0, jnp.where(part, 1, 2))
     order = jnp.argsort(kind, axis=1, stable=True).astype(jnp.int32)
     plain, pairs = (jnp.sum(kind <= last, axis=1, dtype=jnp.int32) for last in (0, 1))
 
