@@ -71,7 +71,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(argv)
     environments = dict(options.env)
     if options.only and environments.keys() - set(options.only):
-        return _refuse(f"--env names {', '.join(environments)}, --only leaves out one of them. Keep one of the two.")
+        names = ", ".join(environments)
+        return _refuse(f"--env names {names}, --only leaves out one of them. Keep one of the two.")
     if missing := [str(path) for path in environments.values() if not os.access(path, os.X_OK)]:
         return _refuse(f"--env: {missing[0]} is not a program. Name an environment's bin/python.")
     table: dict[str, dict[str, str]] = {}

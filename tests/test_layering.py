@@ -98,7 +98,7 @@ TABLE = {
     "kvjax.engine": r"kvjax\.(?!serve|eval|models|policies).+",
     "kvjax.engine.errors": r"kvjax\.errors",
     "kvjax.engine.compiler": r"kvjax\.programs",
-    "kvjax.engine.settings": r"kvjax\.(types|decode|sharding\.mesh)",
+    "kvjax.engine.settings": r"kvjax\.(types|decode|sharding\.(mesh|specs))",
     "kvjax.engine.request": r"kvjax\.(types|algebra|decode|weights|sharding\.mesh)",
     "kvjax.engine.metrics": rf"{STATE}|kvjax\.(metrics|engine\.(decoding|request))",
     "kvjax.engine.ticket": rf"{STATE}|kvjax\.(algebra|sampling|engine\.(decoding|request|metrics))",
