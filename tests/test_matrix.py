@@ -19,7 +19,7 @@ def test_an_absent_interpreter_is_named_and_fails_the_table(tmp_path, monkeypatc
     monkeypatch.setenv("PYENV_ROOT", str(tmp_path))
     assert matrix.main(["--only", "S12", "--home", str(tmp_path / "made")]) == 1
     said = capsys.readouterr()
-    assert "there is no Python 3.13: not on the search path, nor among pyenv's" in said.err
+    assert "there is no Python 3.12: not on the search path, nor among pyenv's" in said.err
     assert said.out.splitlines()[1].split()[:2] == ["S12", "FAILED"]
 
 
