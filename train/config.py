@@ -19,7 +19,6 @@ import yaml
 
 from kvjax.cli import InputError, Rule, option, whole
 from kvjax.models.spec import ModelSpec
-from train import loop
 
 if TYPE_CHECKING:
     from kvjax.loading import LanguageModel
@@ -180,6 +179,27 @@ def published(config: str | dict[str, Any]) -> ModelSpec:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Cadence:
+    """The length of a run and how often it logs, checks and saves, in steps.
+
+    Attributes:
+      steps: the run's length.
+      log_every, check_every, save_every: each also happens at the last step.
+      keep: checkpoints kept.
+      seconds: wall-clock limit of this process, after which it saves and returns without a check; or None.
+      workers: processes that prepare batches; with 0 a thread of this process does. The batches are the same.
+    """
+
+    steps: int
+    log_every: int = 20
+    check_every: int = 250
+    save_every: int = 250
+    keep: int = 2
+    seconds: float | None = None
+    workers: int = 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Training:
     """The keys that every trainer's config has."""
 
@@ -191,7 +211,7 @@ class Training:
     spec: ModelSpec | None = option(
         None, "the backbone's sizes; None to ask the source", flag="model.config", type=published
     )
-    plan: loop.Cadence = option(REQUIRED, "steps, and when things happen")
+    plan: Cadence = option(REQUIRED, "steps, and when things happen")
 
     def __post_init__(self) -> None:
         """Raises ConfigError: a run of no steps."""
