@@ -12,14 +12,11 @@ import types
 import typing
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import yaml
 
 from kvjax.cli import InputError, Rule, whole
-
-if TYPE_CHECKING:
-    pass
 
 Read = TypeVar("Read")
 
