@@ -1,4 +1,4 @@
-"""Who may import whom: the table of the design, enforced over the syntax trees."""
+"""Who may import whom: the table below, enforced over the syntax trees."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What all parts have in common: frozen values that declare what they read and what they keep."""
+"""What all parts have in common: frozen values that declare what they read and what they keep.
+
+Why: kvjax/DESIGN.md, 5.
+"""
 
 from __future__ import annotations
 
