@@ -50,9 +50,9 @@ def test_a_step_for_several_chips_of_each_generation(chip, tmp_path, capsys):
     words = f"--policy snapkv+uniform(1024) --context 4096 --rows 4 --mesh {mesh}"
     out = tmp_path / "plan.json"
     code = command.main(["--model", str(tmp_path), *words.split(), *CHIPS[chip].split(), "--out", str(out)])
-    said, plan = capsys.readouterr().out, json.loads(out.read_text())
-    assert code == 0, said
-    assert "fits" in said
+    message, plan = capsys.readouterr().out, json.loads(out.read_text())
+    assert code == 0, message
+    assert "fits" in message
     assert plan["compiled_layers"] == [2]
     assert plan["kernels"] == "xla"
     # Two products a layer and the embedding are summed, a few numbers beside them; no cache is moved.

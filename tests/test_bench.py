@@ -39,7 +39,7 @@ from kvjax.models import decoder
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["decode", "--policy", "fulll"], "Did you mean 'full'?"),
         (["decode", "--batch", "0"], "--batch 0 is out of range. Give a whole number, 1 or more."),
@@ -49,7 +49,7 @@ from kvjax.models import decoder
         (["decode", "--peers", "/nowhere"], "Make it with: python -m benchmarks peers --make /nowhere"),
         (["serve", "--peers", "/nowhere"], "Make it with: python -m benchmarks peers --make /nowhere"),
         (["decode", "--dtype", "int4"], "--dtype"),
-        (["decode", "--mesh", "rows=2"], "'rows' is no axis. The axes are data, tensor, context."),
+        (["decode", "--mesh", "rows=2"], "'rows' is not an axis. The axes are data, tensor, context."),
         (["decode", "--mesh", "data=2"], "--mesh data=2 --batch 1: data=2 does not divide 1 rows."),
         (["prefill", "--mesh", "tensor=4"], "tensor=4 does not divide the model's 2 KV heads."),
         (["host", "--layers", "-1"], "--layers -1 is out of range"),
@@ -58,11 +58,11 @@ from kvjax.models import decoder
         ([], "required"),
     ],
 )
-def test_what_cannot_be_measured_is_one_sentence_and_exit_code_2(words, said, capsys):
+def test_what_cannot_be_measured_is_one_sentence_and_exit_code_2(words, message, capsys):
     assert main(words) == 2
     error = capsys.readouterr().err.strip()
     assert error.startswith("error: ")
-    assert said in error
+    assert message in error
     assert "\n" not in error
 
 
@@ -358,7 +358,7 @@ def test_a_start_is_measured_by_depth_and_layers_share_their_programs():
     programs = [row["first"]["prefill"]["programs"] + row["first"]["decode"]["programs"] for row in found]
     assert programs[0] == programs[1] > 0
     assert all(compiling.seconds(row["second"]) < compiling.seconds(row["first"]) for row in found)
-    said = compiling.page(
+    message = compiling.page(
         [
             {
                 "command": "c",
@@ -368,8 +368,8 @@ def test_a_start_is_measured_by_depth_and_layers_share_their_programs():
             }
         ]
     )
-    assert "| `full` | 10 |" in said
-    assert "over 9 layers" in said
+    assert "| `full` | 10 |" in message
+    assert "over 9 layers" in message
 
 
 def test_serve_takes_what_it_measures_from_the_command_line():

@@ -24,7 +24,7 @@ from kvjax.plan._programs import Compiled, Program
 from kvjax.sharding.mesh import MeshError
 from pallas_kernels.measure import aot
 from pallas_kernels.measure.chips import CHIPS, Chip
-from train import config
+from train.settings import published_spec
 
 LLAMA = published.spec("llama-3.1-8b")
 LONG = 131072
@@ -62,10 +62,10 @@ def test_a_named_shape_has_as_many_parameters_as_the_model(name, parameters):
 
 
 def test_a_training_config_may_name_one():
-    assert config.published("llama-3.1-8b") == LLAMA
-    assert config.published(published.CONFIGS["qwen2.5-7b"]) == published.spec("qwen2.5-7b")
+    assert published_spec("llama-3.1-8b") == LLAMA
+    assert published_spec(published.CONFIGS["qwen2.5-7b"]) == published.spec("qwen2.5-7b")
     with pytest.raises(ModelError, match="Give one of llama-3.1-8b"):
-        config.published("llama-9")
+        published_spec("llama-9")
 
 
 # --- slots ----------------------------------------------------------------------------------------
@@ -268,11 +268,11 @@ def test_what_would_fit_does():
     known = Compiled(case=one, program=program())
     ways = _search.remedies(one, known, CHIPS["v5e"])
     assert [way.split()[0] for way in ways] == ["--rows", "--context", "--share", "64", "--policy"]
-    said = {way.split()[0]: way.split()[1] for way in ways[:3]}
+    message = {way.split()[0]: way.split()[1] for way in ways[:3]}
     changed = [
-        {"rows": int(said["--rows"])},
-        {"context": int(said["--context"])},
-        {"share": float(said["--share"])},
+        {"rows": int(message["--rows"])},
+        {"context": int(message["--context"])},
+        {"share": float(message["--share"])},
     ]
     for change in changed:
         other = dataclasses.replace(one, **change)
@@ -293,7 +293,7 @@ GOOD = "--model llama-3.1-8b --policy full --context 4096 --rows 4 --tpu v5e:2x2
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         ("--tpu v9:2x2", "'v9' is none of v5e, v6e, v5p, tpu7x"),
         ("--tpu v5e", "--tpu v5e has no topology"),
@@ -301,12 +301,12 @@ GOOD = "--model llama-3.1-8b --policy full --context 4096 --rows 4 --tpu v5e:2x2
         ("--gpu h100:8 --tpu", "--gpu h100:8 is not known"),
         ("--gpu h200:9 --tpu", "--gpu h200:9 is not known"),
         ("--mesh data=2,tensor=4", "has 8 devices, v5e:2x2 has 4. Make them agree"),
-        ("--mesh rows=4", "'rows' is no axis"),
+        ("--mesh rows=4", "'rows' is not an axis"),
         ("--rows 3 --mesh data=4", "data=4 does not divide 3 rows"),
         ("--tpu v5e:4x4 --mesh tensor=16", "tensor=16 does not divide the model's 8 KV heads"),
         ("--model qwen2.5-7b --rows 1 --tpu v5e:4x4", "Give a multiple of 4 rows"),
         ("--policy wg-kv", "--share 0.25 plans for a quarter"),
-        ("--share 0.25", "'full' says itself how much stays. Leave --share out"),
+        ("--share 0.25", "'full' decides itself how much stays. Leave --share out"),
         ("--policy wg-kv --share 1.5", "--share 1.5 is out of range"),
         ("--imbalance 0.5", "--imbalance 0.5 is out of range"),
         ("--context 200000", "more than the model's 131072 positions"),
@@ -315,7 +315,7 @@ GOOD = "--model llama-3.1-8b --policy full --context 4096 --rows 4 --tpu v5e:2x2
         ("--out nowhere/at/all.json", "there is no folder nowhere/at"),
     ],
 )
-def test_questions_that_make_no_sense_are_refused_before_any_compiling(capsys, monkeypatch, words, said):
+def test_questions_that_make_no_sense_are_refused_before_any_compiling(capsys, monkeypatch, words, message):
     monkeypatch.setattr(_plan, "answer", None)
     asked = dict(zip(*[iter(GOOD.split())] * 2))
     if words.endswith("--tpu"):
@@ -325,7 +325,7 @@ def test_questions_that_make_no_sense_are_refused_before_any_compiling(capsys, m
     assert command.main([word for pair in asked.items() for word in pair]) == 2
     err = capsys.readouterr().err
     assert err.startswith("error:")
-    assert said in err
+    assert message in err
 
 
 def test_without_the_compiler_it_is_said_how_to_get_it(capsys, monkeypatch):

@@ -15,7 +15,7 @@ from test_kernel_vertical_slash import case, exact, tiled
 from pallas_kernels.blockwise import block_lists
 from pallas_kernels.blockwise.sight import Sight, Where
 from pallas_kernels.vertical_slash import mosaic_tpu as slash
-from pallas_kernels.vertical_slash.compact import Rows, admitted_upto, compact, older
+from pallas_kernels.vertical_slash.compact import Inputs, Rows, admitted_upto, compact, older
 from pallas_kernels.vertical_slash.tiles import Rule
 
 
@@ -82,11 +82,11 @@ def test_vertical_slash_of_whole_blocks(impl):
     assert int(jnp.max(counts.whole)) >= bk
     rule = Rule(window, t, shape.H**-0.5, None)
     wanted = exact(q, k, v, admit, lengths, window)
-    out, lse, _ = tiled(impl)(q, k, v, admit, lengths, rule=rule)
+    out, lse, _ = tiled(impl)(Inputs(q, k, v, admit, lengths), rule=rule)
     assert_close(out, wanted[0], t)
     assert_close(lse, wanted[1], t)
     check_no_race(impl)
-    out, lse, _ = tiled(impl)(q, k.at[:, :, 5].set(jnp.nan), v, admit, lengths, rule=rule)
+    out, lse, _ = tiled(impl)(Inputs(q, k.at[:, :, 5].set(jnp.nan), v, admit, lengths), rule=rule)
     sees = (np.arange(t) >= 5) & (np.arange(t) < t - 3)
     np.testing.assert_array_equal(np.isnan(out).all(axis=3), np.broadcast_to(sees, lse.shape))
     np.testing.assert_array_equal(np.isnan(lse), np.broadcast_to(sees, lse.shape))

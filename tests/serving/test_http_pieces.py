@@ -215,7 +215,7 @@ def test_other_addresses_need_a_key_or_a_word(host):
     [
         ([], 2, "serve http runs in one process, and these are 2. Start it without"),
         (["--mesh", "data=2,tensor=2"], 1, "--mesh data=2,tensor=2: a server takes rows one by one"),
-        (["--mesh", "rows=2"], 1, "'rows' is no axis"),
+        (["--mesh", "rows=2"], 1, "'rows' is not an axis"),
     ],
 )
 def test_a_server_that_cannot_be_there_is_refused_before_anything_loads(

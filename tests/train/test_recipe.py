@@ -17,7 +17,7 @@ import yaml
 from train import loop, rows, text
 from train.embedded import checks, curve, data, pretrain, recall
 from train.embedded.setup import initial, read, setup
-from train.tasks import facts, logs, repeats, values, wordings
+from train.embedded.tasks import facts, logs, repeats, values, wordings
 
 ROOT = Path(__file__).resolve().parents[2]
 EMBEDDED = yaml.safe_load((ROOT / "configs" / "pretrain" / "embedded.yaml").read_text())
@@ -28,7 +28,7 @@ def tiny(folder: Path) -> dict:
     config = copy.deepcopy(EMBEDDED)
     config["folder"], config["tokenizer"] = str(folder / "run"), str(folder / "tokenizer.json")
     config["model"] |= {"vocab_size": 512, "num_layers": 4, "mlp_dim": 32, "max_positions": 256}
-    config["text"] = {"digits": 3, "tasks": 200}
+    config["text"], config["devices"] = {"digits": 3, "tasks": 200}, 1
     config["optimizer"]["cycles"] = [{"until": 6, "peak": 1e-3, "final": 1e-5, "warmup": 1, "decay": 2}]
     level = config["mix"]["levels"][0] | {"lengths": [128, 192], "scored": 128, "ahead": 8}
     level["hush"] = {"rows": 0.5, "heads": [0.2, 0.4, 0.4, 0.4], "layer": 0.3}

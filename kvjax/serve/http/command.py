@@ -158,8 +158,14 @@ async def serve(
     At SIGTERM or Ctrl-C health turns 503, no new request is taken, running ones may end within ``--drain``
     seconds, and contexts are saved if asked for. A second signal ends the process at once.
     """
-    quiet: dict[str, Any] = {"log_config": None, "access_log": False, "server_header": False}
-    config = uvicorn.Config(application, lifespan="off", timeout_graceful_shutdown=5, **quiet)
+    config = uvicorn.Config(
+        application,
+        lifespan="off",
+        timeout_graceful_shutdown=5,
+        log_config=None,
+        access_log=False,
+        server_header=False,
+    )
     server, stop = _Server(config), asyncio.Event()
     loop = asyncio.get_running_loop()
     # Calls that wait for the engine's thread run in these; asyncio's default of a few would soon be used up.

@@ -54,7 +54,7 @@ class Log:
 
     @contextlib.contextmanager
     def library_warnings(self) -> Iterator[None]:
-        """Inside, this log takes the warnings of libraries, so a full stderr pipe cannot block them."""
+        """Inside, this log takes the warnings of libraries: a full stderr pipe would block them."""
         root = logging.getLogger()
         root.addHandler(self._handler)
         try:
@@ -73,9 +73,7 @@ class _LineQueue(QueueHandler):
 
     def prepare(self, record: logging.LogRecord) -> bytes:
         event, facts = str(record.msg), getattr(record, "facts", None)
-        if (
-            facts is None
-        ):  # a library's record: its arguments may quote a prompt, so only the template is kept
+        if facts is None:  # of a library: its arguments may quote a prompt, so only its template is kept
             facts = {"logger": record.name, "level": record.levelname.lower(), "text": event}
             event = "warning"
         if record.exc_info and (error := record.exc_info[1]):

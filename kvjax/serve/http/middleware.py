@@ -103,11 +103,9 @@ class BodyLimit:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
-        message = f"The body has more than {self._max_bytes} bytes. Send less, or start the server with a "
-        error = ApiError(413, message + "larger --max-body.", code="body_too_large")
         length = Headers(scope=scope).get("content-length", "0")
         if length.isdigit() and int(length) > self._max_bytes:
-            return await error.response()(scope, receive, send)
+            return await self._error().response()(scope, receive, send)
         received = 0
 
         async def receive_limited() -> Message:
@@ -115,10 +113,14 @@ class BodyLimit:
             message = await receive()
             received += len(message.get("body", b""))
             if received > self._max_bytes:
-                raise error
+                raise self._error()
             return message
 
         return await self._app(scope, receive_limited, send)
+
+    def _error(self) -> ApiError:
+        message = f"The body has more than {self._max_bytes} bytes. Send less, or start the server with a "
+        return ApiError(413, message + "larger --max-body.", code="body_too_large")
 
 
 # --- keys and hosts ------------------------------------------------------------------------------
