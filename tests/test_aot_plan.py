@@ -66,7 +66,7 @@ def test_a_step_for_several_chips_of_each_generation(chip, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("policy", ["full", "snapkv + uniform(1024)"])
-def test_what_is_carried_on_is_what_the_whole_depth_has(policy):
+def test_what_is_extrapolated_is_what_the_whole_depth_has(policy):
     """Arguments, results and collectives to the byte; what lies between within a tenth, and little of all."""
     target = devices("v5e", "v5e:2x2")
     spec = read_config(SIZES | {"num_hidden_layers": 8}, {}, "config")

@@ -190,8 +190,8 @@ def _rows(**changed: float) -> list[dict]:
 
 
 def test_ratios_of_known_rows_meet_or_miss_their_aims():
-    found = {ratio["what"]: ratio for ratio in ratios.answer(ratios.DECODE, _rows())}
-    verdicts = {what: (ratio["ratio"], ratio.get("met")) for what, ratio in found.items()}
+    by_name = {ratio["what"]: ratio for ratio in ratios.answer(ratios.DECODE, _rows())}
+    verdicts = {what: (ratio["ratio"], ratio.get("met")) for what, ratio in by_name.items()}
     assert verdicts == {
         "full cache, speed over transformers": (2.0, True),
         "per-head 75 %, speed over our dense quarter": (0.8, True),
@@ -270,27 +270,27 @@ def test_measured_cells_are_not_measured_again():
 def test_a_profile_adds_up_and_its_page_names_who_is_above_the_limit(tmp_path):
     """One policy of a tiny model through the whole ladder, in this process."""
     random_model.write(tmp_path / "model", random_model.TINY, 0)
-    bench = ablate.Ladder()
-    bench.load(str(tmp_path / "model"), "float32")
-    found = bench.profile("knorm + uniform(32, every_step)", 128, tokens=2, warm=1, rounds=2, seed=0)
-    assert set(found["seconds"]) == {"weights", "ring", "read", "all", "alone"}
-    assert all(seconds > 0 for seconds in found["seconds"].values())
-    row = profile.parts(found)
+    ladder = ablate.Ladder()
+    ladder.load(str(tmp_path / "model"), "float32")
+    measured = ladder.profile("knorm + uniform(32, every_step)", 128, tokens=2, warm=1, rounds=2, seed=0)
+    assert set(measured["seconds"]) == {"weights", "ring", "read", "all", "alone"}
+    assert all(seconds > 0 for seconds in measured["seconds"].values())
+    row = profile.parts(measured)
     assert sum(row["parts_us"].values()) == pytest.approx(row["step_us"], abs=0.5)
     assert set(row["parts_us"]) == set(profile.PARTS.values())
     assert row["policy_share"] == pytest.approx(row["parts_us"]["policy"] / row["step_us"], abs=1e-3)
 
-    named = {"config": found["policy"], "context": 128, "dtype": "float32", "segment": 2}
+    named = {"config": measured["policy"], "context": 128, "dtype": "float32", "segment": 2}
     lost = {"config": "learned", "context": 128, "dtype": "float32", "segment": 2, "skipped": "no weights"}
     run = {"command": "python -m benchmarks profile", "date": "2026-01-01"}
     run |= {"machine": {"cpu": "C", "threads": 1, "jax": "1", "commit": "a"}}
     run |= {"model": {"parameters": 1, "seed": 0}, "rows": [row | named | {"policy_share": 0.11}, lost]}
     page = profile.page([run])
     assert "| `learned` | skipped: no weights |" in page
-    assert f"Above it: `{found['policy']}` at 128 tokens, float32 (11%)." in page
+    assert f"Above it: `{measured['policy']}` at 128 tokens, float32 (11%)." in page
     later = run | {"rows": [run["rows"][0] | {"policy_share": 0.1}]}
     assert "No policy is above it." in profile.page([run, later]), "the newest row of a cell counts"
-    assert f"`{found['policy']}`" in profile.page([later, run]).split("Above it:")[1]
+    assert f"`{measured['policy']}`" in profile.page([later, run]).split("Above it:")[1]
 
 
 @pytest.mark.parametrize("spec", ["h2o + uniform(48)", "conf_kv(recent=8) + confidence(24, 48)"])
@@ -299,16 +299,16 @@ def test_a_filled_state_ranks_by_attention_that_is_drawn(spec):
     state = fill.filled(network, chosen, {}, 100, 128, jnp.float32, 0, 8)
     assert int(state.length[0]) == 100
     assert metrics.live_slots(state).max() == 48
-    for room in state.layers if chosen.tracks_mass else ():
-        assert float(room.ring.meta["eviction.mass"].min()) > 0
+    for cache in state.layers if chosen.tracks_mass else ():
+        assert float(cache.ring.meta["eviction.mass"].min()) > 0
 
 
 def test_every_shipped_policy_is_profiled_at_every_context():
     _, settings = arguments.parse(["profile"])
     cells = profile.cells(settings)
     for context in (2048, 32768):
-        here = {catalogue.policy(spec) for _, at, spec in cells if at == context}
-        assert {catalogue.policy(spec) for spec in catalogue.PRESETS} <= here
+        profiled = {catalogue.policy(spec) for _, at, spec in cells if at == context}
+        assert {catalogue.policy(spec) for spec in catalogue.PRESETS} <= profiled
     assert profile.work(settings, set(cells[:3])) == len(cells) - 3
 
 
@@ -339,9 +339,9 @@ def test_parts_bring_their_own_untrained_weights():
 
 
 def test_the_host_pays_for_a_multi_step_decode_at_least_what_a_call_costs():
-    found = host.host(2, "window(16) + sinks(4)", 3)
-    assert 0 < found["host_us_per_call"] <= found["host_us_per_token"] * 64 * 1.01
-    assert found["leaves"] > 2 * 8
+    cost = host.host(2, "window(16) + sinks(4)", 3)
+    assert 0 < cost["host_us_per_call"] <= cost["host_us_per_token"] * 64 * 1.01
+    assert cost["leaves"] > 2 * 8
 
 
 def test_the_peers_script_needs_nothing_of_ours():
@@ -354,17 +354,17 @@ def test_the_peers_script_needs_nothing_of_ours():
 
 def test_a_start_is_measured_by_depth_and_layers_share_their_programs():
     """Depth beyond ``DEEP`` adds no program; a second start compiles nothing new and takes less time."""
-    found = list(compiling.rows([9, 10], ["full"], threads=1, prompt=20, new=3))
-    programs = [row["first"]["prefill"]["programs"] + row["first"]["decode"]["programs"] for row in found]
+    rows = list(compiling.rows([9, 10], ["full"], threads=1, prompt=20, new=3))
+    programs = [row["first"]["prefill"]["programs"] + row["first"]["decode"]["programs"] for row in rows]
     assert programs[0] == programs[1] > 0
-    assert all(compiling.seconds(row["second"]) < compiling.seconds(row["first"]) for row in found)
+    assert all(compiling.seconds(row["second"]) < compiling.seconds(row["first"]) for row in rows)
     message = compiling.page(
         [
             {
                 "command": "c",
                 "date": "d",
                 "machine": {"cpu": "x", "threads": 1, "jax": "0", "commit": "c"},
-                "rows": found,
+                "rows": rows,
             }
         ]
     )

@@ -91,24 +91,24 @@ def test_slots_of_a_stream(policy, share, slots):
 
 
 def test_slots_fall_with_the_layers_of_a_pyramid():
-    found = _shapes.slots(case("snapkv(32) + pyramid(1024, slope=2)"))
-    assert found[0] == 1536 - 32
-    assert found[-1] == 512 - 32
-    assert list(found) == sorted(found, reverse=True)
-    assert _shapes.slots(case("snapkv(32) + pyramid(1024, slope=2)").shallow(3)) == found[:3]
+    slots = _shapes.slots(case("snapkv(32) + pyramid(1024, slope=2)"))
+    assert slots[0] == 1536 - 32
+    assert slots[-1] == 512 - 32
+    assert list(slots) == sorted(slots, reverse=True)
+    assert _shapes.slots(case("snapkv(32) + pyramid(1024, slope=2)").shallow(3)) == slots[:3]
 
 
 # --- bytes ----------------------------------------------------------------------------------------
 
 
 def test_bytes_of_a_full_cache_by_hand():
-    found = _estimate.resident(case("full"))
+    held = _estimate.resident(case("full"))
     slots = 6 * 1 * LONG * 32  # rows, heads, tokens, layers of a device
-    assert found.allocated == slots * (2 * 128 * 2 + 1)  # a key and a value of bfloat16, an admission bit
-    assert found.live == found.allocated
+    assert held.allocated == slots * (2 * 128 * 2 + 1)  # a key and a value of bfloat16, an admission bit
+    assert held.live == held.allocated
     of_layer = 2 * 4096 * 4096 // 8 + 2 * 4096 * 1024 // 8 + 3 * 4096 * 14336 // 8 + 2 * 4096
-    assert found.weights == 2 * (2 * 128256 * 4096 // 8 + 32 * of_layer + 4096)
-    assert found.learned == 0
+    assert held.weights == 2 * (2 * 128256 * 4096 // 8 + 32 * of_layer + 4096)
+    assert held.learned == 0
 
 
 def test_pools_by_hand():
@@ -142,12 +142,12 @@ def test_a_real_state_is_as_large_as_planned(policy):
 
 def test_learned_weights_have_the_shapes_of_trained_ones():
     one = case("write_gate(0.1) + phi(64) + kvp + uniform(0.25)", share=0.25)
-    found = _shapes.weights(one)
+    learned = _shapes.weights(one)
     for part in one.policy.learned:
-        part.check_weights(found[part.place], one.network)
-    assert found["admission"][0]["w1"].shape == (8, 256, 512)
-    assert {len(layers) for layers in found.values()} == {32}
-    assert len(found) == 3
+        part.check_weights(learned[part.place], one.network)
+    assert learned["admission"][0]["w1"].shape == (8, 256, 512)
+    assert {len(layers) for layers in learned.values()} == {32}
+    assert len(learned) == 3
 
 
 # --- time -----------------------------------------------------------------------------------------
@@ -158,15 +158,15 @@ def test_the_roofline_by_hand():
     half = Compiled(
         case=case("full", rows=6), program=program(collectives={Collective("all-reduce", 8, 24576): 65})
     )
-    found = _estimate.roofline(case("full"), half, chip)
+    least = _estimate.roofline(case("full"), half, chip)
     cache = 6 * LONG * 32 * 2 * 128 * 2
     table = 2 * 128256 * 4096 // 8  # one row a token is read of it
-    assert found.cache == found.walked == cache
-    assert found.weights == _estimate.resident(case("full")).weights - table
-    assert found.sent == 65 * 2 * 49152 * 7 / 8
-    assert found.seconds == pytest.approx((found.weights + cache) / 1e12 + found.sent / 1e11)
+    assert least.cache == least.walked == cache
+    assert least.weights == _estimate.resident(case("full")).weights - table
+    assert least.sent == 65 * 2 * 49152 * 7 / 8
+    assert least.seconds == pytest.approx((least.weights + cache) / 1e12 + least.sent / 1e11)
     slow = dataclasses.replace(chip, flops=1e9)
-    flops = 2 * 6 * found.weights / 2 + 2 * 4 * cache / 2
+    flops = 2 * 6 * least.weights / 2 + 2 * 4 * cache / 2
     assert _estimate.roofline(case("full"), half, slow).seconds == pytest.approx(flops / 1e9, rel=1e-3)
 
 
@@ -193,8 +193,8 @@ replica_groups={{0,1,2,3,4,5,6,7},{8,9,10,11,12,13,14,15}}, to_apply=%a
 
 
 def test_collectives_are_read_off_a_program():
-    found = collectives(TEXT, 16)
-    assert found == {
+    counts = collectives(TEXT, 16)
+    assert counts == {
         Collective("all-reduce", 8, 6 * 4096 * 2): 2,
         Collective("all-reduce", 8, 6 * 4 + 6 * 128 * 4): 1,
         Collective("all-gather", 8, 6 * 128 * 2): 1,
@@ -214,30 +214,30 @@ def test_bytes_sent_by_a_ring(kind, sent):
 
 
 @pytest.mark.parametrize(
-    ("kinds", "found"),
+    ("kinds", "expected"),
     [("a" * 32, (1, 2)), ("aa" + "b" * 30, (3, 4)), ("aaaaab" * 4 + "aa", (8, 14)), ("ab" * 13, (2, 4))],
 )
-def test_depths_differ_by_one_period(kinds, found):
-    assert _programs.depths(kinds) == found
+def test_depths_differ_by_one_period(kinds, expected):
+    assert _programs.depths(kinds) == expected
 
 
-def test_what_is_between_is_carried_on_along_a_line():
+def test_a_deep_program_is_extrapolated_from_two_shallow_ones():
     one, two = Collective("all-reduce", 8, 64), Collective("all-gather", 8, 64)
     few = program(outputs=7, padding=40, temporary=100, code=10, collectives={one: 5, two: 1})
     more = program(outputs=7, padding=60, temporary=104, code=14, collectives={one: 7, two: 1}, depths=(3,))
-    found = _programs.extrapolated(few, more, 30, 12345)
-    assert (found.arguments, found.padding) == (12345 + 640, 640)
-    assert (found.outputs, found.temporary, found.code) == (7, 220, 130)
-    assert found.collectives == {one: 65, two: 1}
-    assert found.depths == (2, 3)
+    deep = _programs.extrapolated(few, more, 30, 12345)
+    assert (deep.arguments, deep.padding) == (12345 + 640, 640)
+    assert (deep.outputs, deep.temporary, deep.code) == (7, 220, 130)
+    assert deep.collectives == {one: 65, two: 1}
+    assert deep.depths == (2, 3)
 
 
 @pytest.mark.parametrize("limit", [0, 1, 2, 3, 7, 8, 9, 99, 100])
 def test_the_largest_that_fits(limit):
-    asked = []
-    assert _search.largest(lambda n: asked.append(n) or n <= limit, 100) == limit
-    assert len(asked) <= 14
-    assert max(asked) <= 100
+    tried = []
+    assert _search.largest(lambda n: tried.append(n) or n <= limit, 100) == limit
+    assert len(tried) <= 14
+    assert max(tried) <= 100
 
 
 def test_searches_agree_with_the_sum():
@@ -255,10 +255,10 @@ def test_searches_agree_with_the_sum():
 def test_what_is_between_grows_with_rows_and_context():
     one = case("full", rows=4, context=65536)
     known = Compiled(case=one, program=program(temporary=90, outputs=10, code=7), padding=0.5)
-    found = _estimate.bytes_like(case("full"), known)
-    assert (found.temporary, found.code) == (100 * 3 * 2, 7)
-    assert found.padding == found.allocated // 2
-    assert found.total == found.weights + found.allocated + found.padding + 607
+    larger = _estimate.bytes_like(case("full"), known)
+    assert (larger.temporary, larger.code) == (100 * 3 * 2, 7)
+    assert larger.padding == larger.allocated // 2
+    assert larger.total == larger.weights + larger.allocated + larger.padding + 607
     chunks = _estimate.bytes_like(one, dataclasses.replace(known, reading=True))
     assert chunks.temporary == 100 + 2 * 256 * 4096 * 2  # two rows of a device, a chunk each
 
@@ -279,7 +279,7 @@ def test_what_would_fit_does():
         assert _search.fits(other, known, CHIPS["v5e"].memory)
 
 
-def test_the_grid_with_the_fewest_bytes():
+def test_the_mesh_with_the_fewest_bytes():
     alone = case("full", mesh=_search.abstract(1, 1, 1))
     assert _search.best_mesh(alone, 16) == _search.abstract(2, 8, 1)
     one_row = dataclasses.replace(alone, rows=1)
@@ -317,12 +317,12 @@ GOOD = "--model llama-3.1-8b --policy full --context 4096 --rows 4 --tpu v5e:2x2
 )
 def test_questions_that_make_no_sense_are_refused_before_any_compiling(capsys, monkeypatch, words, message):
     monkeypatch.setattr(_plan, "answer", None)
-    asked = dict(zip(*[iter(GOOD.split())] * 2))
+    options = dict(zip(*[iter(GOOD.split())] * 2))
     if words.endswith("--tpu"):
-        del asked["--tpu"]
+        del options["--tpu"]
         words = words.removesuffix(" --tpu")
-    asked |= dict(zip(*[iter(words.split())] * 2))
-    assert command.main([word for pair in asked.items() for word in pair]) == 2
+    options |= dict(zip(*[iter(words.split())] * 2))
+    assert command.main([word for pair in options.items() for word in pair]) == 2
     err = capsys.readouterr().err
     assert err.startswith("error:")
     assert message in err
@@ -361,11 +361,11 @@ def test_a_step_without_room_is_tried_with_fewer_rows():
 
 def test_a_question_is_read(tmp_path):
     words = "--model llama-3.1-8b --policy wg-kv --share 0.25 --context 4096 --rows 16 --tpu 7x:2x2x1 --exact"
-    asked = _arguments.parse([*words.split(), "--out", str(tmp_path / "plan.json")])
-    assert asked.topology == "tpu7x:2x2x1"
-    assert asked.chosen
-    assert asked.exact
-    assert asked.case.mesh == _search.abstract(1, 8, 1)  # two devices a chip
+    question = _arguments.parse([*words.split(), "--out", str(tmp_path / "plan.json")])
+    assert question.topology == "tpu7x:2x2x1"
+    assert question.chosen
+    assert question.exact
+    assert question.case.mesh == _search.abstract(1, 8, 1)  # two devices a chip
     (tmp_path / "config.json").write_text(json.dumps(published.CONFIGS["qwen2.5-7b"]))
     folder = _arguments.parse(["--model", str(tmp_path), *GOOD.split()[2:]])
     assert folder.case.spec == published.spec("qwen2.5-7b")

@@ -61,8 +61,8 @@ def test_an_operation_is_on_or_says_why_it_is_off(record, line):
 def test_it_ends_with_1_where_a_kernel_stays_off(home, capsys, monkeypatch):
     from pallas_kernels.measure import device
 
-    found = device.measure(0, folder=home, tiny="triton", only=("phi",))
-    monkeypatch.setattr(device, "measure", lambda *_, **__: found)
+    records = device.measure(0, folder=home, tiny="triton", only=("phi",))
+    monkeypatch.setattr(device, "measure", lambda *_, **__: records)
     assert tune.main([]) == 1
     assert "off: no time was left" in capsys.readouterr().out
 
