@@ -89,6 +89,7 @@ def table(tmp_path_factory):
     return folder, results.read(folder / "decode.json")
 
 
+@pytest.mark.slow
 def test_rows_of_ours_are_measured_and_peers_skipped_with_the_reason(table):
     folder, (run,) = table
     rows = {(row["system"], row["config"]): row for row in run["rows"]}
@@ -267,6 +268,7 @@ def test_measured_cells_are_not_measured_again():
 # --- profile -------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_profile_adds_up_and_its_page_names_who_is_above_the_limit(tmp_path):
     """One policy of a tiny model through the whole ladder, in this process."""
     random_model.write(tmp_path / "model", random_model.TINY, 0)
@@ -352,6 +354,7 @@ def test_the_peers_script_needs_nothing_of_ours():
     assert sys.executable
 
 
+@pytest.mark.slow
 def test_a_start_is_measured_by_depth_and_layers_share_their_programs():
     """Depth beyond ``DEEP`` adds no program; a second start compiles nothing new and takes less time."""
     rows = list(compiling.rows([9, 10], ["full"], threads=1, prompt=20, new=3))

@@ -285,6 +285,7 @@ def remarks(run) -> list[str]:
     return [str(one.message) for one in told if issubclass(one.category, Remark)]
 
 
+@pytest.mark.slow
 def test_every_call_says_that_the_models_own_window_rules_and_says_it_once():
     slides, spec = tiny.model(windows=(6, None)), "knorm + uniform(12) + recent(4)"
     says = "the policy has no effect in layers with a sliding window of the model's own "

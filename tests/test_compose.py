@@ -173,6 +173,7 @@ def test_nothing_is_lost_after_a_whole_prompt(name):
     is_full_attention(policy, decode.reserve(policy, state, MORE, 1), first)
 
 
+@pytest.mark.slow
 def test_sliding_layers_of_the_model_keep_their_window_under_a_completion():
     slides, policy = tiny.model(windows=(6, None)), ON_ARRIVAL["rejects and evicts"]
     state, first = tiny.read(policy, [t[:n] for t, n in zip(TEXTS, LENGTHS)], 16, tiny=slides)

@@ -40,23 +40,48 @@ COMBINED = (
 
 EXAMPLES = [policy for method in kvjax.methods() for policy in method.examples]
 EXAMPLES += [kvjax.policy(spec) for spec in COMBINED]
-AGAIN = (
-    "window(24)",  # window(24) + sinks(4)
-    "tova + uniform(22, when=every_step)",  # h2o and every_step
-    "kvp(2, recent=6) + uniform(28, when=every_step)",  # the same behind a gate, above
-    "kvp(0, recent=4) + ada(20)",  # snapkv and ada
-    "kvp(4, recent=6) + pyramid(24)",  # snapkv and pyramid
-    "gvote(0.5, samples=2, ahead=8) + uniform(24) + sinks(2)",  # gvote alone; snapkv and uniform
-    "quest(2, chunk=4, dense=1, recent=6, sinks=2, tail=6)",  # quest alone; anchors are topk's, too
-    "conf_kv(0.8, gamma=0.7, recent=4) + confidence(18, loose=26, threshold=0.5, slope=2.0)",  # less slope
-    "conf_kv(0.5, recent=6) + int8(10) + confidence(14, loose=24, threshold=0.5) + phi(4)",  # less φ
+SLOW = (
+    # Places and modes that other examples show, too; methods' own tests hold them to an oracle.
+    "answer_window(8) + uniform(24) + sinks(2)",
+    "conf_kv(0.5, recent=6) + confidence(14, loose=24, threshold=0.5)",
+    "conf_kv(0.8, gamma=0.7, recent=4) + confidence(18, loose=26, threshold=0.5, slope=2.0)",
+    "conf_kv(0.5, recent=6) + int8(10) + confidence(14, loose=24, threshold=0.5) + phi(4)",
+    "duo(0.25, window=8, prefill=False) + sinks(2)",
+    "expected_attention(16, sinks=2) + uniform(24)",
+    "full",
+    "gvote(0.5, samples=2, ahead=8)",
+    "gvote(0.5, samples=2, ahead=8) + uniform(24) + sinks(2)",
+    "h2o(None) + uniform(24)",
+    "h2o(8) + uniform(21, when=every_step) + sinks(2)",
+    "int8(16)",
+    "keydiff + uniform(24)",
+    "knorm + uniform(32)",
+    "knorm + uniform(40, when=every_step) + sinks(4) + recent(8)",
+    "kvp(2, recent=6) + uniform(24)",
+    "kvp(2, recent=6) + uniform(28, when=every_step)",
+    "kvp(0, recent=4) + ada(20)",
+    "kvp(4, recent=6) + pyramid(24)",
+    "lagkv(8, sinks=2) + uniform(24)",
+    "magicpig(3, tables=12, sinks=2, tail=6)",
+    "quest(3, chunk=4, dense=1, recent=8)",
+    "quest(2, chunk=4, dense=1, recent=6, sinks=2, tail=6)",
+    "random(0) + uniform(0.5) + sinks(2)",
+    "scissorhands(20, recent=4) + uniform(24)",
+    "snapkv(8) + uniform(24)",
+    "snapkv(8) + pyramid(24) + sinks(2)",
+    "window(24)",
+    "topk(5, sinks=2, tail=6)",
+    "topk_pages(8, chunk=4, sinks=2, tail=6)",
+    "tova + uniform(24)",
+    "tova + uniform(22, when=every_step)",
+    "write_gate(0.5, window=24) + sinks(2)",
 )
-"""Examples whose parts and modes other examples show, too (beside each): they live in the slow tests."""
+"""Examples that live in the slow tests. The others cover every place and mode; a new method's run by default."""
 
 
 def each(policies: list[Policy]) -> pytest.MarkDecorator:
     """Parametrised over policies."""
-    slow = {kvjax.policy(spec) for spec in AGAIN}
+    slow = {kvjax.policy(spec) for spec in SLOW}
     cases = [pytest.param(p, id=repr(p), marks=[pytest.mark.slow] * (p in slow)) for p in policies]
     return pytest.mark.parametrize("policy", cases)
 

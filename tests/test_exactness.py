@@ -162,6 +162,7 @@ def test_sliding_layers_under_a_whole_prompt_policy():
     close("full", logits, np.stack([tiny.dense(p, slides)[-1] for p in prompts()]))
 
 
+@pytest.mark.slow
 def test_prefill_with_growing_pools_is_the_same():
     """The public prefill starts with one page a layer, grows under a learned-like admission, and fits."""
     policy, right = POLICIES["hash"], expected("hash")
@@ -231,6 +232,7 @@ def test_every_k_acts_when_it_says():
     assert fell == 3
 
 
+@pytest.mark.slow
 def test_every_k_with_chunks_that_straddle_its_multiples():
     """Chunks of 5 and a period of 8: up to 8 + 5 - 1 tokens arrive between two looks, and none is lost."""
     policy = Policy(eviction=KNorm(), budget=Uniform(16, Every(8)), recent=1)

@@ -46,6 +46,7 @@ def test_the_model_is_the_same_function(name):
     np.testing.assert_allclose(logits(spec, other, tokens), logits(spec, params, tokens), atol=2e-4)
 
 
+@pytest.mark.slow
 def test_learned_weights_follow_and_streams_hold_the_same():
     model = kvjax.load()
     network = model.network

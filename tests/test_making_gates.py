@@ -55,6 +55,7 @@ def test_convert_writes_gates_that_serve_reads(tiny_folder, tmp_path, capsys):
     }
 
 
+@pytest.mark.slow
 def test_random_gates_admit_the_share_that_was_asked_for(tiny_folder):
     model = kvjax.load(tiny_folder)
     policy = kvjax.policy("write_gate(window=16)")

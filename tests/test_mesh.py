@@ -153,6 +153,7 @@ def states(folder: Path) -> None:
         kvjax.save(state, folder / name, model=tiny.model(), policy=KEPT)
 
 
+@pytest.mark.slow
 def test_processes_that_were_given_different_things_are_refused(tmp_path):
     golden = HERE / "golden" / "llama_tied"
     model = hf.load(golden)
@@ -209,7 +210,7 @@ def test_one_device_is_no_mesh():
         ("data", r"'data' is not an axis and its size. Write it as 'data=2,tensor=4'"),
         ("data=2.5", "'data=2.5' is not an axis"),
         ("rows=2", r"'rows' is not an axis. The axes are data, tensor, context"),
-        ("data=0", "data=0 is no number of devices"),
+        ("data=0", "data=0 is not a number of devices"),
         ("tensor=4096", r"mesh\('tensor=4096'\) needs 4096 devices, .* are here. Make the axes smaller"),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax
 import numpy as np
+import pytest
 import tiny
 from tiny import quick_compiles  # noqa: F401
 
@@ -46,6 +47,7 @@ def test_live_bytes_of_int8_pages():
     assert (found.live[..., 0] == 2 * 8 * (2 * H * 4 + 1)).all()
 
 
+@pytest.mark.slow
 def test_live_bytes_of_metadata_and_summaries():
     found = kvjax.nbytes(read("quest(3, chunk=4, dense=1, recent=8)"))
     slots = [n - 8 for n in LENGTHS]

@@ -41,6 +41,7 @@ def printed(notebook: dict[str, Any]) -> list[str]:
     return ["".join(o.get("text") or o["data"]["text/plain"]) for o in outputs]
 
 
+@pytest.mark.slow
 @every_source
 def test_the_source_runs(path: Path) -> None:
     _, names = run(path)

@@ -154,6 +154,7 @@ def test_it_obeys_the_conformance_laws(dropped):
     assert passed >= 8, "the laws that hold of every policy"
 
 
+@pytest.mark.slow
 def test_it_is_evaluated_and_its_points_are_one_curve(dropped, tiny_folder, tmp_path, monkeypatch):
     monkeypatch.setenv("KVJAX_DATA", str(tmp_path / "none"))
     words = ["run", "--task", "niah", "--model", str(tiny_folder), "--lengths", "256", "--samples", "2"]

@@ -263,6 +263,7 @@ def test_what_is_between_grows_with_rows_and_context():
     assert chunks.temporary == 100 + 2 * 256 * 4096 * 2  # two rows of a device, a chunk each
 
 
+@pytest.mark.slow
 def test_what_would_fit_does():
     one = case("write_gate(0.1)", rows=96, share=0.5)
     known = Compiled(case=one, program=program())

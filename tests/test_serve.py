@@ -221,6 +221,7 @@ def test_chat_goes_on_where_the_answer_ended(tiny_folder, capsys):
     assert int(turns[1][2]) >= int(turns[0][1]) // 64 * 64 == 128
 
 
+@pytest.mark.slow
 def test_chat_commands(tiny_folder, capsys):
     talk(tiny_folder, ["first", "/clear", "", "/nonsense", KeyboardInterrupt, "first", "/exit"])
     out, err = capsys.readouterr()

@@ -124,6 +124,7 @@ def test_each_part_has_a_source_of_its_own(home, model, policy, given, gate, ran
         assert jax.tree.all(jax.tree.map(np.array_equal, again, found))
 
 
+@pytest.mark.slow
 def test_both_are_used_by_generation_and_by_the_command(home, model, policy, capsys):
     prompt = [model.text.encode(TEXT)]
 

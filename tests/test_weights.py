@@ -275,6 +275,7 @@ def test_save_refuses_what_would_not_be_read(model, tmp_path):
 # --- on the command line -------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_serve_takes_gates_by_default_by_name_and_by_file(home, capsys):
     prompt = "The quick brown fox jumps over the lazy dog. " * 3
 

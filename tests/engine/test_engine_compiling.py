@@ -76,6 +76,7 @@ def test_a_prompt_that_fails_beside_the_others_fails_alone(monkeypatch):
         assert len(engine.submit(make_request(8)).result()) == 8
 
 
+@pytest.mark.slow
 def test_programs_are_dropped_before_a_process_has_too_many_maps(monkeypatch):
     """The compiler crashes beyond them. Who is being written goes on, and the new policy is served."""
     notes, taken = [], [0.1]
@@ -165,6 +166,7 @@ def test_standing_still_is_told(monkeypatch):
         assert max(engine.metrics().pauses.recent) >= 0.7
 
 
+@pytest.mark.slow
 def test_a_batch_begins_with_as_many_rows_as_memory_has_room_for():
     """Five of eight, and not the next power of two below."""
     sizes = {"context": 96, "chunk": 16}

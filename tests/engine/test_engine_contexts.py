@@ -42,6 +42,7 @@ def make_request(weights=None):
     return Request(prompt=QUESTION, max_new_tokens=9, policy=POLICY, context="book", weights=weights)
 
 
+@pytest.mark.slow
 def test_a_context_goes_on_with_the_weights_it_was_read_with(folder, tmp_path):
     with engine(folder) as first:
         first.contexts.create("book", PROMPT, policy=POLICY, weights={"duo": "other"})

@@ -29,6 +29,7 @@ def engine():
         yield engine
 
 
+@pytest.mark.slow
 def test_a_full_queue_says_when_to_come_again(engine):
     running = []
 

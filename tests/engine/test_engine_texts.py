@@ -85,6 +85,7 @@ def assert_same(texts: list[list[Event]], expected: list[list[Event]]) -> None:
         np.testing.assert_allclose(left, right, atol=2e-5)
 
 
+@pytest.mark.slow
 def test_company_changes_nothing(engine, alone):
     assert_same(texts(engine, requests()), alone)
     assert_same(texts(engine, requests()[::-1], pause=0.05)[::-1], alone)

@@ -79,6 +79,7 @@ def test_memory_maps_stay_bounded_over_policies(tiny_folder, tmp_path, cells, mo
     assert max(maps for *_, maps in cells) < (limit + 0.04) * most  # what one policy takes goes beyond it
 
 
+@pytest.mark.slow
 def test_policies_that_cut_come_prompt_by_prompt_and_budgets_compile_once(tiny_folder, tmp_path, cells):
     policies = ["knorm + uniform(64)", "window(100)", "knorm + uniform(62)", "keydiff + uniform(64)"]
     assert main(words(tiny_folder, tmp_path, policies)) == 0

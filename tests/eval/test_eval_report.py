@@ -20,6 +20,7 @@ from kvjax.eval.report.table import Results
 pytestmark = pytest.mark.usefixtures("no_pack")
 
 
+@pytest.mark.slow
 def test_a_report_shows_every_policy(finished, tmp_path, capsys):
     pytest.importorskip("matplotlib")
     assert main(["report", str(finished), "--to", str(tmp_path)]) == 0

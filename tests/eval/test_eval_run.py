@@ -124,6 +124,7 @@ def test_text_is_judged_by_its_likelihood_and_labels_by_rank(tiny_folder, tmp_pa
     assert "ppl " in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_learned_weights_go_with_the_policy_and_into_the_row(tiny_folder, tmp_path, capsys):
     """Shut gates keep the window alone; the same policy with other gates is another cell."""
     model, name, out = load(tiny_folder), "write_gate(0.5, window=24)", tmp_path / "out"

@@ -178,6 +178,7 @@ def test_a_completion_is_read_at_the_price_of_its_summary():
     np.testing.assert_array_equal(steps.reads[:, :2], np.broadcast_to([8.0, price, 0], (2, 2, 3)))
 
 
+@pytest.mark.slow
 def test_a_dense_layer_does_not_ask_for_a_completion_that_has_nothing_to_say():
     chosen = Policy(selection=Quest(2, chunk=4, dense=1, recent=8), completion=Linear())
     model, prompts, state = read(chosen)

@@ -193,6 +193,7 @@ def test_a_budget_counts_by_its_share_of_the_prompt(model):
         chosen("auto(0.24)", model)
 
 
+@pytest.mark.slow
 def test_auto_answers_and_says_what_it_is(model):
     with pytest.warns(decode.Remark, match=r"auto\(0.25\) is snapkv"):
         out = kvjax.generate(model, "auto(0.25)", [list(range(5, 75))], max_new_tokens=2)

@@ -222,6 +222,7 @@ def test_a_cpu_is_not_measured():
         device.measure(1)
 
 
+@pytest.mark.slow
 def test_a_task_that_dies_or_hangs_is_lost_alone(tmp_path, monkeypatch):
     """One process dies of the first task, another is stopped in the second, the third does its own."""
     first = {"what": "numerics", "op": "no_such", "impl": "triton", "tiny": True}

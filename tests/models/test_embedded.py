@@ -42,6 +42,7 @@ def test_the_tokenizer_is_that_of_transformers(model, gold):
     assert model.text.encode(text)[:2048] == gold["tokens"].tolist()
 
 
+@pytest.mark.slow
 def test_logits_are_those_of_transformers(model, gold):
     run = jax.jit(lambda params, tokens: decoder.dense_logits(model.spec, params, tokens))
     found = np.asarray(run(model.params, gold["tokens"][None])[0])
@@ -79,6 +80,7 @@ FACTS = (
 """(statement, question, answer): most of these wordings were never trained."""
 
 
+@pytest.mark.slow
 def test_facts_are_found_in_any_wording(model):
     """Some hundred tokens back, in text of another kind."""
     text = (Path(__file__).parents[2] / "LICENSE").read_text(encoding="utf-8")

@@ -89,6 +89,7 @@ def test_what_stays_is_each_heads_best_with_the_protected():
         assert kept(bits[h]) == sorted(np.argsort(-score[h], kind="stable")[: right[h]].tolist())
 
 
+@pytest.mark.slow
 def test_more_protected_than_the_mean_keeps_the_protected_alone():
     keys = random.standard_normal((1, 2, 20, 3))
     policy = Policy(eviction=KNorm(), budget=Ada(0.1), sinks=4, recent=4)

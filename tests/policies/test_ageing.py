@@ -341,6 +341,7 @@ def test_a_whole_life_keeps_the_newest_exact():
                 np.testing.assert_allclose(v, full.v[b, h, pos], atol=slack)
 
 
+@pytest.mark.slow
 def test_bytes_of_both_rooms_by_hand():
     state = lived()[0]
     nbytes = kvjax.nbytes(state)
@@ -371,6 +372,7 @@ def test_pools_of_both_rooms_are_reserved_shrunk_and_forked():
     np.testing.assert_allclose(thrice, np.stack([lived()[1][0]] * 3), atol=2e-4)
 
 
+@pytest.mark.slow
 def test_more_text_goes_through_exact_pages_first():
     """``extend``: a chunk of 16 leaves 16 tokens at once, more than exact pages hold afterwards."""
     chosen, state = kvjax.policy(SPEC), tiny.copy(read())

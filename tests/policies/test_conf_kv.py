@@ -234,6 +234,7 @@ def test_a_prompt_a_chunk_and_steps_are_the_papers_loop():
 POLICY = Policy(eviction=ConfKV(recent=6), budget=Confidence(14, 24, threshold=0.5))
 
 
+@pytest.mark.slow
 def test_a_step_obeys_the_logits_that_produced_its_token():
     lengths, text = (40, 30), np.asarray([tiny.prompt(10, 100), tiny.prompt(10, 101)])
     prompts = [tiny.prompt(n, seed) for seed, n in enumerate(lengths)]

@@ -173,6 +173,7 @@ def test_ranking_costs_nothing_where_nobody_goes_and_no_sort_where_one_goes():
     assert many["sort"]
 
 
+@pytest.mark.slow
 def test_one_shot_methods_share_one_decode_step():
     def program(eviction: Eviction, when: When = "after_prompt") -> str:
         policy = Policy(eviction=eviction, budget=Uniform(64, when), recent=32)

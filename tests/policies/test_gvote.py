@@ -185,6 +185,7 @@ def held(policy, prompts, **more) -> np.ndarray:
     return np.asarray(metrics.present(state))
 
 
+@pytest.mark.slow
 def test_the_same_request_gives_the_same_cache_whatever_its_neighbours():
     texts = [tiny.prompt(n, seed) for seed, n in enumerate(LENGTHS)]
     together = held(POLICY, texts, seeds=[7, 8, 9])
@@ -227,6 +228,7 @@ def test_live_and_owned_bytes_of_each_request_follow_its_votes():
     assert total["allocated"] < metrics.nbytes(full).total["allocated"]
 
 
+@pytest.mark.slow
 def test_prompts_of_another_text_share_their_programs():
     from kvjax.cache import pool
 
@@ -251,6 +253,7 @@ def test_numbers_out_of_range_are_refused(kind, call):
         kind(**call)
 
 
+@pytest.mark.slow
 def test_one_token_and_a_prompt_that_is_kept_whole_are_told():
     with pytest.warns(decode.Remark, match="one token in row 1"):
         held(POLICY, [tiny.prompt(20), tiny.prompt(1)])

@@ -96,6 +96,7 @@ def test_a_page_that_grows_and_a_slot_that_moves_by_hand():
     assert keys.tolist() == [[14, 3, -3.5, -14]]
 
 
+@pytest.mark.slow
 def test_codes_take_half_the_bytes_of_int8():
     def codes(spec: str) -> tuple[int, int]:
         """Allocated and live bytes of the pages, less those of positions, scales and page tables."""

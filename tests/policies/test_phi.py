@@ -196,6 +196,7 @@ def test_a_read_of_the_whole_middle_is_full_attention():
         np.testing.assert_allclose(logits[row], tiny.dense(text)[n:], atol=5e-4)
 
 
+@pytest.mark.slow
 def test_where_all_heads_are_silent_logits_are_those_of_the_policy_without_φ(monkeypatch):
     quiet = [layer | {"last_q": jnp.full((N, F), -jnp.inf)} for layer in MAPS]
     monkeypatch.setattr(tiny, "weights", lambda policy: {"completion": quiet} if policy.learned else {})
@@ -223,10 +224,12 @@ def chunk_difference(spec: str) -> float:
     return largest
 
 
+@pytest.mark.slow
 def test_with_a_selection_chunks_and_the_whole_take_in_the_same():
     assert chunk_difference("topk(4, sinks=2, tail=6) + phi(5)") < 1e-4
 
 
+@pytest.mark.slow
 def test_without_one_what_φ_holds_depends_on_the_chunk_as_its_estimates_do():
     """In later layers alone: their inputs went through estimates, of fewer tokens with larger chunks."""
     spec = "window(8) + sinks(2) + phi(5)"

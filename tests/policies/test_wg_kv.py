@@ -131,6 +131,7 @@ def test_composed_with_selection_and_storage(words, atol):
     assert held(check(policy, 20, atol)) == promoted(MORE)
 
 
+@pytest.mark.slow
 def test_chunked_prefill_allocates_for_what_was_admitted_whatever_the_prompts_length():
     policy, chunk, context, size = dataclasses.replace(POLICY, sinks=20), 16, 128, 32
     # Gates that look at nothing and are all closed: the sinks alone are admitted.

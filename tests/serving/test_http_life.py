@@ -48,6 +48,7 @@ def test_with_a_key_any_host_is_answered_and_health_needs_none(guarded):
     assert httpx.get(guarded.url + "/").status_code == 200
 
 
+@pytest.mark.slow
 def test_strangers_ask_for_allowed_policies_at_any_budget(guarded):
     for policy in ("full", "window(16) + sinks(2)", "snapkv(8) + uniform(0.25)"):
         assert guarded.complete(kv_policy=policy, max_tokens=1)
@@ -225,6 +226,7 @@ def streamed(url: str, **fields: Any) -> Any:
     return httpx.stream("POST", url + TEXT, json=LONG | {"stream": True} | fields, timeout=60)
 
 
+@pytest.mark.slow
 def test_sigterm_lets_what_runs_end_and_takes_nothing_new(tiny_folder):
     with process(tiny_folder, "--drain", "600") as (child, url):
         with streamed(url, n=8) as answer:

@@ -71,6 +71,7 @@ def test_schedules_give_few_slots_to_equally_many_steps():
     assert found == {"tight_when_sure": 10.0, "tight_when_least_sure": 15.0, "tight_at_random": 12.5}
 
 
+@pytest.mark.slow
 def test_a_window_that_holds_everything_changes_nothing(have, params):
     row = jnp.asarray(rows.text_row(np.random.default_rng(0), have.held, 96)[0])
     whole, wide, narrow = (confidence.read(have.spec, params, row, w) for w in (None, 101, 32))

@@ -85,6 +85,7 @@ def test_rows_that_tiles_do_not_divide_are_refused():
         attention.attention(jnp.zeros((1, 1000, 1, 4 * 64)), 2, tuple([1.0] * 32))
 
 
+@pytest.mark.slow
 def test_states_are_the_decoders(tiny):
     spec, params, tokens = tiny
     got = forward.states(spec, params, tokens).reshape(2, 128, -1)

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 import optax
+import pytest
 from flax import nnx
 
 from kvjax.models import module
@@ -90,6 +91,7 @@ def read(folder: Path) -> list[np.ndarray]:
     return jax.tree.leaves(state.params)
 
 
+@pytest.mark.slow
 def test_two_devices_add_the_gradients_of_their_parts_and_one_goes_on_from_there(tmp_path):
     found = stepped(tmp_path)
     np.testing.assert_allclose(found["loss"], found["mean"], rtol=1e-5)

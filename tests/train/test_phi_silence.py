@@ -74,6 +74,7 @@ def test_a_head_is_helped_whose_error_is_lower_at_every_count():
     assert silence.not_helped(seen).tolist() == [[False, True, True]]
 
 
+@pytest.mark.slow
 def test_silent_heads_leave_what_is_not_read_out_and_the_others_stay(config):
     """In the functions of training's checks and studies, scores of the size of 1e4 and no NaN."""
     chosen, random = settings.read(config), np.random.default_rng(0)

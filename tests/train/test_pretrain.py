@@ -182,6 +182,7 @@ def test_a_needle_stands_where_it_is_told(have, depth):
     assert tokens[-len(tail) :].tolist() == tail
 
 
+@pytest.mark.slow
 def test_the_constructed_start_looks_one_back_and_copies(have):
     spec = have.spec
     params = start.construct(spec, module.leaves(module.Decoder(spec, rngs=nnx.Rngs(params=0))), 0)
@@ -217,6 +218,7 @@ def test_the_start_refuses_a_model_it_does_not_fit(have):
         start.construct(spec, module.leaves(module.Decoder(spec, rngs=nnx.Rngs(params=0))), 0)
 
 
+@pytest.mark.slow
 def test_the_module_has_the_decoders_tree(have):
     model = module.Decoder(have.spec, rngs=nnx.Rngs(params=3))
     got = jax.tree.map(jnp.shape, module.leaves(model), is_leaf=lambda x: hasattr(x, "shape"))
@@ -263,6 +265,7 @@ def test_rates_rise_stay_and_fall_in_every_cycle():
     np.testing.assert_allclose(rate, want, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_worker_processes_make_the_same_batches(have):
     ahead = loop._prefetched(data.batches(have.train, mix(), 1, 50), 3, 2)
     here = data.batches(have.train, mix(), 1, 50)
@@ -286,6 +289,7 @@ def test_an_answer_counts_only_whole():
     assert recall._share_right(answer, right, np.zeros(7, bool)) == pytest.approx(1 / 2)
 
 
+@pytest.mark.slow
 def test_recall_of_a_task_is_that_of_greedy_decoding(have):
     params = initial(have.spec, 0)
 
@@ -321,6 +325,7 @@ def test_recomputed_blocks_give_the_same_gradients(have):
     assert not np.allclose(query[:, 0], query[:, 1])  # the constructed heads of a group may part
 
 
+@pytest.mark.slow
 def test_a_silenced_head_writes_nothing_in_its_row_only(have):
     params = initial(have.spec, 0, 0.05)
     tokens = np.stack([rows.text_row(np.random.default_rng(i), have.train, 128)[0] for i in range(2)])
@@ -356,6 +361,7 @@ def test_bridges_shorten_the_question_and_nothing_else():
     assert rows.shortened(rng).hide == rows.MAGIC.hide
 
 
+@pytest.mark.slow
 def test_measured_heads_against_numpy(have, monkeypatch):
     monkeypatch.setattr(heads, "LENGTH", 256)
     params = initial(have.spec, 0, 0.05)

@@ -207,6 +207,7 @@ assert max(np.abs(x).max() for x in jax.tree.leaves(found[0][1])) > 0.1, "no gra
 """
 
 
+@pytest.mark.slow
 def test_agents_on_four_devices_learn_the_same_and_exchange_only_sums(made):
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4"
     words = [sys.executable, "-c", SPREAD, str(made / "config.yaml"), str(made / "traces")]

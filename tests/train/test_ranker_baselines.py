@@ -30,6 +30,7 @@ def weights(batch) -> np.ndarray:
     return p / p.sum(-1, keepdims=True)
 
 
+@pytest.mark.slow
 def test_tova_is_the_last_querys_attention_averaged_over_a_layer(drawn):
     found = np.asarray(baselines.scores(drawn, LAYERS, None)["tova"])[0, :, :SIZE]
     last = weights(drawn)[:, :, -1].reshape(LAYERS, KV * GROUPS, SIZE).mean(1)

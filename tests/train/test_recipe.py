@@ -234,6 +234,7 @@ def test_sentences_are_the_written_wordings_and_no_held_out_row_shows_one(have):
         assert sum(shown) == (0 if held else len(said))
 
 
+@pytest.mark.slow
 def test_gates_ask_for_wordings(have):
     config = copy.deepcopy(have.config)
     config["check"]["gates"][0]["asked"] = {"trained": 1.1}
@@ -296,6 +297,7 @@ def test_parts_share_the_rows_and_the_scored_tokens(have):
         assert (tokens.ravel()[at + 1] == target).all()
 
 
+@pytest.mark.slow
 def test_every_number_of_up_to_three_digits_is_a_token(tmp_path, monkeypatch):
     monkeypatch.setenv("KVJAX_DATA", "/nowhere")
     config = tiny(tmp_path)

@@ -38,6 +38,7 @@ def test_they_are_this_models_and_found_by_name(model):
     np.testing.assert_array_equal(usual[0]["w_out"], load_weights(files["default"], model).layers[0]["w_out"])
 
 
+@pytest.mark.slow
 def test_they_rank_better_than_what_learns_nothing(model, tmp_path, monkeypatch):
     """On three held-out rows over text that they were not trained on: that of the generator."""
     monkeypatch.setenv("KVJAX_DATA", "/nowhere")

@@ -35,6 +35,7 @@ def built():
     return spec, start_many.construct(spec, drawn, 0, spread=0.05)
 
 
+@pytest.mark.slow
 def test_without_a_match_tokens_are_foretold_by_their_frequency():
     """What is not repeated costs little more than frequencies do, so text need not undo this."""
     spec = model_spec(SIZES)

@@ -215,6 +215,7 @@ jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-6)
 """
 
 
+@pytest.mark.slow
 def test_four_devices_give_the_loss_and_gradients_of_one(tmp_path, tiny_folder):
     words = [sys.executable, "-c", MESHES, str(written(tmp_path, config_at(tmp_path, tiny_folder)))]
     subprocess.run(words, cwd=ROOT, env=ENVIRONMENT | {"XLA_FLAGS": FOUR}, check=True)

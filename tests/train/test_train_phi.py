@@ -134,6 +134,7 @@ def one_batch(made: Path, **sections: Any) -> tuple[objective.Task, dict[str, np
     )
 
 
+@pytest.mark.slow
 def test_a_batch_asks_behind_the_prompt_for_its_middle(made):
     task, batch = one_batch(made)
     assert batch["k"].shape == (2, 4, 48, 8)
@@ -144,6 +145,7 @@ def test_a_batch_asks_behind_the_prompt_for_its_middle(made):
     assert all((batch[name] == again[name]).all() for name in batch)
 
 
+@pytest.mark.slow
 def test_students_scores_are_those_of_the_served_maps(made):
     _, batch = one_batch(made)
     raw = command.initial_maps(settings.read(made / "config.yaml"), Traces.open(made / "traces").manifest)
@@ -237,6 +239,7 @@ def test_where_the_config_says_so_what_is_exported_is_silenced(made, tmp_path, t
         jax.tree.map(np.testing.assert_array_equal, a, b)
 
 
+@pytest.mark.slow
 def test_what_a_policy_drops_has_maps_of_its_own(made, tmp_path, tiny_folder, capsys):
     few = {"steps": 4, "log_every": 1, "check_every": 4, "save_every": 4}
     path = config_at(tmp_path, tiny_folder, target={"policy": DROPS}, plan=few)
