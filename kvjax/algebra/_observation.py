@@ -66,7 +66,9 @@ class Observation:
         rotate = self.rotate
         if rotate is None:
             return None
-        basis = jnp.broadcast_to(jnp.eye(head_dim), (1, count, head_dim, head_dim))  # one "head" per position
+        basis = jnp.broadcast_to(
+            jnp.eye(head_dim), (1, count, head_dim, head_dim)
+        )  # each basis vector as a "head"
 
         def images(total: Int[Array, ""]) -> Float[Array, "H H"]:
             return rotate(basis, (total + jnp.arange(count))[None]).mean(axis=(0, 1))

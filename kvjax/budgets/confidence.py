@@ -110,8 +110,7 @@ class Confidence(Budget):
         if frame.confidence is not None:
             mean = jnp.where(frame.confidence >= self.threshold, self.tight, self.loose)
         steps = frame.layers - 1
-        above = (
-            mean * self.spread * (steps - 2 * frame.layer) / max(steps, 1)
-        )  # minus that of the mirror layer
+        # Of two layers equally far from the ends, one lies as far above the mean as the other below it.
+        above = mean * self.spread * (steps - 2 * frame.layer) / max(steps, 1)
         above = jnp.sign(above) * jnp.floor(jnp.abs(above) + 0.5)
         return (mean + above.astype(jnp.int32))[:, None]
