@@ -113,6 +113,21 @@ def _byte_tokenizer():
     return tokenizer
 
 
+IN_FULL = ("test_aot_plan", "test_bench", "test_in_place", "test_mesh", "test_planning")
+"""Files that look at compiled programs or time them."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_compiles(request: pytest.FixtureRequest) -> Iterator[None]:
+    """LLVM in a hurry whatever the marks; a default run has it everywhere (``compiler``)."""
+    if request.module.__name__.rpartition(".")[2] in IN_FULL:
+        yield
+        return
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", compiler.in_a_hurry())
+
+
 @pytest.fixture(scope="module", autouse=True)
 def forget_programs() -> Iterator[None]:
     """Drops compiled programs after a module that left many.

@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from tiny import quick_compiles  # noqa: F401
 
 import kvjax
 from kvjax.decode import RequestError

@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 import tiny
 from disturbed import dead, order, paged, poisoned, shuffled, spoil, with_pages
-from tiny import quick_compiles  # noqa: F401
 
 import kvjax
 from kvjax import decode
@@ -76,7 +75,7 @@ SLOW = (
     "tova + uniform(22, when=every_step)",
     "write_gate(0.5, window=24) + sinks(2)",
 )
-"""Examples that live in the slow tests. The others cover every place and mode; a new method's run by default."""
+"""Examples that live in the slow tests. The others cover every place and mode; new methods run by default."""
 
 
 def each(policies: list[Policy]) -> pytest.MarkDecorator:

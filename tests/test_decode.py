@@ -6,7 +6,6 @@ import jax
 import numpy as np
 import pytest
 import tiny
-from tiny import quick_compiles  # noqa: F401
 
 import kvjax
 from kvjax import decode

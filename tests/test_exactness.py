@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
-from tiny import HashAdmit, W, hashed, quick_compiles  # noqa: F401
+from tiny import HashAdmit, W, hashed  # noqa: F401
 
 import kvjax
 from kvjax import decode

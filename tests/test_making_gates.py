@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
-from tiny import quick_compiles  # noqa: F401
 from torch_writer import published, write_torch
 
 import kvjax

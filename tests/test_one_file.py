@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tiny import quick_compiles  # noqa: F401
 
 import kvjax
 from benchmarks import profile

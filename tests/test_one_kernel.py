@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny import quick_compiles  # noqa: F401
 
 import kvjax
 from kvjax import layer

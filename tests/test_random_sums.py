@@ -20,7 +20,6 @@ import pytest
 import tiny
 from hypothesis import HealthCheck, Phase, assume, event, given, note, settings
 from hypothesis import strategies as st
-from tiny import quick_compiles  # noqa: F401
 
 import kvjax
 from kvjax import catalogue, decode, layer, metrics

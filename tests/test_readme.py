@@ -12,7 +12,6 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from tiny import quick_compiles  # noqa: F401
 
 import kvjax
 import kvjax.policies

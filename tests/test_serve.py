@@ -15,7 +15,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
-from tiny import by_layer, quick_compiles  # noqa: F401
+from tiny import by_layer  # noqa: F401
 
 import kvjax
 from kvjax import catalogue, metrics, timing

@@ -17,7 +17,6 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
-from tiny import quick_compiles  # noqa: F401
 
 from kvjax.algebra import Native, Selection, Storage
 from kvjax.cache import pages as paging

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
-from tiny import quick_compiles  # noqa: F401
 
 import kvjax
 from kvjax import decode

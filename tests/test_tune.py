@@ -6,7 +6,6 @@ import json
 
 import jax
 import pytest
-from tiny import quick_compiles  # noqa: F401
 
 from kvjax import tune
 from pallas_kernels import dispatch, records

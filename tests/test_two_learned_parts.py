@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny import by_layer, quick_compiles  # noqa: F401
+from tiny import by_layer  # noqa: F401
 
 import kvjax
 from kvjax.algebra import Eviction, PolicyError

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import tiny
 from safetensors.numpy import load_file, save_file
-from tiny import by_layer, quick_compiles  # noqa: F401
+from tiny import by_layer  # noqa: F401
 
 import kvjax
 from kvjax.algebra import Policy

@@ -11,7 +11,6 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import compiler
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -32,14 +31,6 @@ PAGE = 8
 CONTEXT = 72
 VOCAB = 61
 W = 8
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_compiles() -> Iterator[None]:
-    """LLVM in a hurry here whatever the marks; a default run has it everywhere (``compiler``)."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", compiler.in_a_hurry())
 
 
 @pytest.fixture(scope="module", autouse=True)

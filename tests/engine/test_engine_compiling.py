@@ -9,7 +9,6 @@ import time
 import jax
 import pytest
 import tiny
-from tiny import quick_compiles  # noqa: F401
 
 import kvjax
 from kvjax.engine import Engine, Request, batch_bytes, compiler

@@ -7,7 +7,6 @@ import time
 
 import pytest
 import tiny
-from tiny import quick_compiles  # noqa: F401
 
 import kvjax
 from kvjax.decode import RequestError

@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny import quick_compiles  # noqa: F401
 
 from kvjax.algebra import Native, Selection, Storage
 from kvjax.cache import pages as paging

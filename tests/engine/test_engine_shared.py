@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import tiny
-from tiny import quick_compiles  # noqa: F401
 
 import kvjax
 from kvjax.engine import Engine, Request

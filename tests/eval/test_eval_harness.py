@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tiny import quick_compiles  # noqa: F401
 
 from kvjax import decode
 from kvjax.models import decoder

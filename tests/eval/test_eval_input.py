@@ -6,7 +6,6 @@ import json
 import re
 
 import pytest
-from tiny import quick_compiles  # noqa: F401
 
 from kvjax.catalogue import policy as parse
 from kvjax.eval import tasks

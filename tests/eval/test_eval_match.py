@@ -7,7 +7,6 @@ import re
 
 import pytest
 from eval_rows import LENGTH
-from tiny import quick_compiles  # noqa: F401
 
 from kvjax.eval.__main__ import main
 from kvjax.eval.measure import match

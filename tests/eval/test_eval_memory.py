@@ -7,7 +7,6 @@ from pathlib import Path
 import jax
 import pytest
 from eval_rows import LENGTH
-from tiny import quick_compiles  # noqa: F401
 
 from kvjax.eval.__main__ import main
 from kvjax.eval.measure import runner

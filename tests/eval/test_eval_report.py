@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from eval_rows import BAD, GOOD, LENGTH, SAMPLES, changed, row
-from tiny import quick_compiles  # noqa: F401
 
 from kvjax.catalogue import describe
 from kvjax.catalogue import policy as parse

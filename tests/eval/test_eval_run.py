@@ -11,7 +11,6 @@ import jax
 import numpy as np
 import pytest
 from eval_rows import LENGTH, POLICIES, SAMPLES, words
-from tiny import quick_compiles  # noqa: F401
 
 from kvjax.catalogue import describe
 from kvjax.catalogue import policy as parse

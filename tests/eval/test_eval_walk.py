@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
-from tiny import quick_compiles  # noqa: F401
 
 from kvjax import decode, metrics, policy
 from kvjax.algebra import Completion, Policy

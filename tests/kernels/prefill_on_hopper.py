@@ -19,7 +19,6 @@ from kernel_numerics import assert_as_good_as_plain, assert_close
 from kernel_oracle import blockwise as oracle
 from test_kernel_blockwise import case as ring
 from test_kernel_vertical_slash import case as prompt
-from tiny import quick_compiles  # noqa: F401
 
 from pallas_kernels import blockwise, vertical_slash
 from pallas_kernels.blockwise import mosaic_gpu as full

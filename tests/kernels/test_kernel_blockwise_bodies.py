@@ -18,7 +18,6 @@ from kernel_numerics import assert_as_good_as_plain, assert_close, error
 from kernel_oracle import blockwise as oracle
 from kernel_sizes import BLOCKWISE, BLOCKWISE_BLOCKS
 from test_kernel_blockwise import case, plain
-from tiny import quick_compiles  # noqa: F401
 
 from pallas_kernels import Unsupported, blockwise, column_mass, merge
 from pallas_kernels.blockwise import mosaic_tpu, mosaic_tpu_grad

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny import quick_compiles  # noqa: F401
 
 import benchmarks.kernels.device
 import benchmarks.kernels.on_device

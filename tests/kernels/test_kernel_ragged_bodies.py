@@ -19,7 +19,6 @@ from kernel_numerics import assert_as_good_as_plain, assert_close
 from kernel_oracle import ragged as oracle
 from kernel_sizes import RAGGED_DECODE
 from test_kernel_ragged_decode import KINDS, case, check, edges, plain, selection
-from tiny import quick_compiles  # noqa: F401
 
 from pallas_kernels import EMPTY, Unsupported, merge, ragged_decode, tuning
 from pallas_kernels.dispatch import interpreted

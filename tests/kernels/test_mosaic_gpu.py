@@ -16,7 +16,6 @@ import pytest
 from kernel_numerics import assert_as_good_as_plain
 from kernel_oracle import ragged as oracle
 from test_kernel_ragged_decode import case, check, plain
-from tiny import quick_compiles  # noqa: F401
 
 from pallas_kernels import Unsupported, compat, dispatch, lowering, ragged_decode
 from pallas_kernels.dispatch import interpreted

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import tiny
 from policy_oracle import frame, judge, kept, observe, room
-from tiny import quick_compiles  # noqa: F401
 
 import kvjax
 from kvjax import decode, layer, metrics

@@ -12,7 +12,6 @@ from openai.types import CompletionUsage, Model
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.completion import Completion
 from serving_client import FULL, generated
-from tiny import quick_compiles  # noqa: F401
 
 import kvjax
 from kvjax import catalogue

@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 from serving_client import httpx, running, until
-from tiny import quick_compiles  # noqa: F401
 
 TEXT = "/v1/completions"
 LONG = {"prompt": "Hello", "max_tokens": 500, "temperature": 0, "ignore_eos": True}

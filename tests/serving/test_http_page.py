@@ -10,7 +10,6 @@ import chromium
 import numpy as np
 import pytest
 from serving_client import generated, running
-from tiny import quick_compiles  # noqa: F401
 
 from kvjax import metrics
 

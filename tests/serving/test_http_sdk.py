@@ -6,7 +6,6 @@ import asyncio
 
 import pytest
 from serving_client import generated, running, until
-from tiny import quick_compiles  # noqa: F401
 
 openai = pytest.importorskip("openai", reason="pip install 'kvjax[test]'")
 

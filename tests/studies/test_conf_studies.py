@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
-from tiny import quick_compiles  # noqa: F401
 
 from kvjax import decode
 from kvjax import layer as layers

@@ -7,7 +7,6 @@ import json
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny import quick_compiles  # noqa: F401
 
 from kvjax.algebra import Native
 from kvjax.storage.int4 import Int4

@@ -1,1 +1,0 @@
-from tiny import quick_compiles  # noqa: F401
