@@ -40,6 +40,10 @@ COMBINED = (
 EXAMPLES = [policy for method in kvjax.methods() for policy in method.examples]
 EXAMPLES += [kvjax.policy(spec) for spec in COMBINED]
 SLOW = (
+    "kvp(2, recent=6) + gvote(0.5, samples=2, ahead=8)",
+    "random(1) + uniform(40, when=every(8)) + recent(8)",
+    "int4(16)",
+    "window(24) + sinks(4)",
     # Places and modes that other examples show, too; methods' own tests hold them to an oracle.
     "answer_window(8) + uniform(24) + sinks(2)",
     "conf_kv(0.5, recent=6) + confidence(14, loose=24, threshold=0.5)",

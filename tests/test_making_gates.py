@@ -69,6 +69,7 @@ def test_random_gates_admit_the_share_that_was_asked_for(tiny_folder):
     assert (shares[:, 1] > shares[:, 0] + 0.1).all(), "the heads are not ragged"
 
 
+@pytest.mark.slow
 def test_random_gates_on_the_command_line(tiny_folder, tmp_path, capsys):
     words, out = ["random", "--model", str(tiny_folder)], tmp_path / "random.safetensors"
     assert main([*words, "--out", str(out), "--share", "1.5"]) == 2

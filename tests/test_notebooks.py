@@ -54,6 +54,7 @@ def test_the_executed_file_has_the_cells_of_its_source(path: Path) -> None:
     assert cells == _execute.cells(path), "run: python notebooks/_execute.py"
 
 
+@pytest.mark.slow
 @every_source
 def test_the_executed_file_shows_what_the_source_prints(path: Path) -> None:
     # What a cache that lost the number makes up may differ between releases of JAX.

@@ -137,6 +137,7 @@ def test_it_has_a_row_in_the_table(dropped):
     assert row in _table.table()
 
 
+@pytest.mark.slow
 def test_it_obeys_the_conformance_laws(dropped):
     words = ["-q", "-p", "no:cacheprovider", "-o", "addopts=", "-k", "striped", "tests/test_conformance.py"]
     path = os.pathsep.join([str(dropped), str(ROOT), os.environ.get("PYTHONPATH", "")])

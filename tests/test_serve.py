@@ -206,6 +206,7 @@ def talk(folder: Path, lines: list[str | type], *words: str) -> None:
     assert list(left) == [], "the chat ended early"
 
 
+@pytest.mark.slow
 def test_chat_goes_on_where_the_answer_ended(tiny_folder, capsys):
     first = "x y z " * 30
     talk(tiny_folder, [first, "second", EOFError], "--chunk", "64")

@@ -101,6 +101,7 @@ def test_another_value_of_any_hyperparameter_compiles_nothing(spec, other, monke
     assert (first == second) == (spec == other), "equality and repr show every hyperparameter"
 
 
+@pytest.mark.slow
 def test_a_structure_does_compile():
     """The counter can count."""
     run(kvjax.policy("snapkv(8) + uniform(0.5)"))

@@ -42,8 +42,7 @@ class NearestPages(Selection):
 
 
 ONE_PER_PLACE = (
-    kvjax.policy("write_gate(0.5, window=16)"),
-    kvjax.policy("h2o(recent=8) + uniform(24, every_step)"),
+    kvjax.policy("write_gate(0.5, window=16) + h2o(recent=8) + uniform(24, every_step)"),
     kvjax.policy("topk(5, sinks=2, tail=6) + phi(4)"),
     kvjax.policy("snapkv(8) + ada(0.5) + int8(16)"),
     Policy(selection=NearestPages(0.5)),
@@ -103,6 +102,7 @@ def test_weights_that_a_hyperparameter_decides_about_are_a_rows_own():
     assert len({row.tobytes() for row in got}) > 1
 
 
+@pytest.mark.slow
 def test_the_engine_needs_no_web_library():
     import subprocess
     import sys

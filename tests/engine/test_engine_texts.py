@@ -90,6 +90,7 @@ def test_company_changes_nothing(engine, alone):
     assert_same(texts(engine, requests()[::-1], pause=0.05)[::-1], alone)
 
 
+@pytest.mark.slow
 def test_rows_come_and_go_without_compiling(engine, alone):
     before = len(COMPILED)
     assert_same(texts(engine, requests()[::2]), alone[::2])

@@ -90,6 +90,7 @@ def test_policies_that_cut_come_prompt_by_prompt_and_budgets_compile_once(tiny_f
     assert counts[6] == 0, "another budget was compiled"
 
 
+@pytest.mark.slow
 def test_programs_are_dropped_where_there_are_too_many(tiny_folder, tmp_path, cells, monkeypatch):
     dropped = []
     monkeypatch.setattr(runner, "forget", lambda: dropped.append(len(cells)))

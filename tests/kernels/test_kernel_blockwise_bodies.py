@@ -226,6 +226,7 @@ def test_blocks_left_out_are_those_nobody_sees(impl, seed, span, spread):
     assert_close(lse, want_lse, SMALL.S)
 
 
+@pytest.mark.slow
 def test_lists_that_do_not_fit_smem_are_refused():
     b, s = 16, 1 << 14
     shapes = [jax.ShapeDtypeStruct((b, heads, s, 32), jnp.float32) for heads in (2, 2, 2)]

@@ -360,6 +360,7 @@ def test_bytes_of_both_rooms_by_hand():
     assert (np.asarray(metrics.present(state)).sum(axis=-1) == slots).all()
 
 
+@pytest.mark.slow
 def test_pools_of_both_rooms_are_reserved_shrunk_and_forked():
     chosen, state = kvjax.policy(SPEC), tiny.copy(read())
     assert [tuple(pages.count for pages in x.pools) for x in state.layers] == [(6, 8)] * 2  # as many as owned

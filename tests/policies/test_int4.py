@@ -135,6 +135,7 @@ def test_the_recent_tokens_are_a_whole_number():
             Int4(recent=recent)
 
 
+@pytest.mark.slow
 def test_a_read_after_int4_is_near_the_exact_one():
     """The same prompt and tokens through exact pages and codes: logits differ, and by little."""
     tokens = np.asarray([tiny.prompt(6, 9)])

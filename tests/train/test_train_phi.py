@@ -88,6 +88,7 @@ def test_the_fold_is_the_papers_map():
             np.testing.assert_allclose(found[head], g1 @ p["wo"] + p["bo"], atol=2e-4)
 
 
+@pytest.mark.slow
 def test_untrained_maps_are_right_in_the_mean():
     """Random features of exp(q k / sqrt(H)): many of them estimate it up to exp of half the squared norms."""
     drawn = maps.initial(jax.random.key(1), 1, 1, 4, settings.Maps(features=20_000, spread=1.0))
@@ -157,6 +158,7 @@ def test_students_scores_are_those_of_the_served_maps(made):
     np.testing.assert_allclose(found, right, atol=1e-3)
 
 
+@pytest.mark.slow
 def test_errors_are_those_of_a_softmax_over_what_is_read_and_what_is_guessed(made):
     task, batch = one_batch(made)
     raw = command.initial_maps(settings.read(made / "config.yaml"), Traces.open(made / "traces").manifest)
@@ -193,6 +195,7 @@ def test_maps_learn(made):
     assert held[-1]["held_both"] < held[-1]["held_selected"]
 
 
+@pytest.mark.slow
 def test_a_stopped_run_goes_on_with_the_losses_it_would_have_had(made, tmp_path, tiny_folder):
     short = config_at(tmp_path, tiny_folder, plan={"seconds": 0.0})
     for _ in range(24):
