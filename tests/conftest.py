@@ -46,13 +46,16 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 LONGEST = (
-    *("test_conformance", "test_random_sums", "test_compose", "test_traced", "test_pretrain", "test_ageing"),
-    *("test_exactness", "test_decode", "test_notebooks", "test_state_machine", "test_conf_kv", "test_ranker"),
-    *("test_readme", "test_train_gates", "test_eval_run", "test_eval_memory", "test_family_policies"),
-    *("test_serve", "test_one_file", "test_bench", "test_in_place", "test_wg_kv"),
-    *("test_two_learned_parts", "test_weights", "test_eval_walk", "test_train_duo", "test_kvp"),
-    *("test_phi", "test_gvote", "test_engine_limits", "test_engine_texts", "test_parts", "test_recipe"),
-    *("test_train_phi", "test_mesh", "test_eval_report", "test_traces"),
+    *("test_conformance", "test_exactness", "test_engine_methods", "test_decode"),
+    *("test_kernel_vertical_slash", "test_readme", "test_traced", "test_conf_kv"),
+    *("test_train_gates", "test_engine_texts", "test_ageing", "test_ranker"),
+    *("test_serve", "test_train_phi", "test_kernel_whole_blocks", "test_random_sums"),
+    *("test_kernel_ragged_decode", "test_http_api", "test_kernel_poison", "test_kernel_ragged_bodies"),
+    *("test_calls", "test_eval_walk", "test_compose", "test_http_life"),
+    *("test_phi", "test_engine_limits", "test_bench", "test_mesh"),
+    *("test_wheel", "test_ranker_rankings", "test_import", "test_eval_run"),
+    *("test_start_many", "test_step_path", "test_kernel_device", "test_gvote"),
+    *("test_kernel_blockwise", "test_forward", "test_wg_kv"),
 )
 """Files that take longest, longest first: one that begins last leaves a core with nothing to do."""
 

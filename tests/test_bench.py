@@ -148,6 +148,7 @@ def test_a_run_says_command_machine_and_model_but_not_where(table):
     assert by_name["per-head 75 %, speed over our dense quarter"]["aim"] == 0.8
 
 
+@pytest.mark.slow
 def test_seconds_of_compiling_are_the_compilers_own(table):
     folder, _ = table
     assert not (folder / "kept").exists(), "a measured process keeps programs, and may fetch them"

@@ -86,6 +86,7 @@ def test_the_first_cell_asks_for_the_jax_that_is_there(monkeypatch: pytest.Monke
     assert len(calls) == len(SOURCES)
 
 
+@pytest.mark.slow
 def test_quickstart_recalls_the_needle() -> None:
     path = next(path for path in SOURCES if path.stem == "quickstart")
     rows = {spec: (answer, live) for spec, answer, live, _ in run(path)[1]["rows"]}

@@ -136,7 +136,8 @@ def maps() -> int:
 @pytest.mark.skipif(
     not Path("/proc/self/maps").exists(), reason="memory maps are listed in /proc on Linux only"
 )
-@pytest.mark.parametrize("count", [60, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [60, 200])
 def test_many_budgets_leave_memory_maps_flat(count):
     """Once the size classes between the smallest and the largest budget are there."""
     budgets = np.linspace(0.3, 0.9, count)

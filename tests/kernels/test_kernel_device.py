@@ -265,14 +265,9 @@ def test_nothing_starts_when_time_is_over(tmp_path):
     assert not found["phi"]["agrees"]
 
 
-@pytest.mark.parametrize(
-    ("op", "impl"),
-    [
-        pytest.param(op, impl, marks=() if (op, impl) == ("ragged_decode", "triton") else pytest.mark.slow)
-        for op in OPERATIONS
-        for impl in ("triton", "mosaic_tpu")
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("impl", ["triton", "mosaic_tpu"])
+@pytest.mark.parametrize("op", OPERATIONS)
 def test_the_whole_program(op, impl, tmp_path, monkeypatch):
     monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
     found = benchmarks.kernels.device.measure(8, folder=tmp_path, tiny=impl, only=(op,))[op]

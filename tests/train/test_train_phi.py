@@ -187,6 +187,7 @@ def test_errors_are_those_of_a_softmax_over_what_is_read_and_what_is_guessed(mad
 # --- runs ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_maps_learn(made):
     log = records(made)
     held = [line for line in log if "held_both" in line]
