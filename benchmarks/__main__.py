@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import arguments, machine, results
-from benchmarks.arguments import Asked
+from benchmarks.arguments import Compile, Decode, Host, Peers, Plot, Serve
 from benchmarks.journal import Journal
 from kvjax import cli
 from kvjax.cli import InputError
@@ -31,11 +31,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _bench(words: Sequence[str]) -> None:
     asked = arguments.parse(words)
-    others = {"compile": _compile, "host": _host, "peers": _peers, "plot": _plot, "serve": _serve}
+    others: dict[str, Any] = {
+        "compile": _compile,
+        "host": _host,
+        "peers": _peers,
+        "plot": _plot,
+        "serve": _serve,
+    }
     others.get(asked.what, _table)(asked, words)
 
 
-def _host(asked: Asked, words: Sequence[str]) -> None:
+def _host(asked: Host, words: Sequence[str]) -> None:
     from benchmarks.host import host
     from kvjax.sharding.mesh import mesh
 
@@ -45,7 +51,7 @@ def _host(asked: Asked, words: Sequence[str]) -> None:
         print(json.dumps(host(asked.layers, spec, asked.repeats, on)), flush=True)
 
 
-def _compile(asked: Asked, words: Sequence[str]) -> None:
+def _compile(asked: Compile, words: Sequence[str]) -> None:
     from benchmarks import compile as compiling
 
     found = []
@@ -65,7 +71,7 @@ def _compile(asked: Asked, words: Sequence[str]) -> None:
         print(file, page, sep="\n")
 
 
-def _serve(asked: Asked, words: Sequence[str]) -> None:
+def _serve(asked: Serve, words: Sequence[str]) -> None:
     from benchmarks.serve import serve
 
     rows: list[Row] = []
@@ -86,7 +92,7 @@ def _serve(asked: Asked, words: Sequence[str]) -> None:
         print(results.save(asked.out, "serve", run))
 
 
-def _peers(asked: Asked, words: Sequence[str]) -> None:
+def _peers(asked: Peers, words: Sequence[str]) -> None:
     from benchmarks import peers
 
     del words
@@ -94,7 +100,7 @@ def _peers(asked: Asked, words: Sequence[str]) -> None:
     print(f"made; use it with --peers {asked.make}", file=sys.stderr)
 
 
-def _plot(asked: Asked, words: Sequence[str]) -> None:
+def _plot(asked: Plot, words: Sequence[str]) -> None:
     from benchmarks import plot, summary
 
     del words
@@ -103,7 +109,7 @@ def _plot(asked: Asked, words: Sequence[str]) -> None:
         print(file)
 
 
-def _table(asked: Asked, words: Sequence[str]) -> None:
+def _table(asked: Decode, words: Sequence[str]) -> None:
     """decode, prefill, profile: measure, print rows as they come, keep them, save them at the end."""
     from benchmarks import random_model
 
@@ -149,7 +155,7 @@ def _job(what: str) -> Any:
     return {"decode": decode, "prefill": prefill, "profile": profile}[what]
 
 
-def _conclude(asked: Asked, run: Row) -> None:
+def _conclude(asked: Decode, run: Row) -> None:
     """Ratios, files, and a word where a side of ours failed.
 
     Raises:

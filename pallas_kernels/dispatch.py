@@ -6,6 +6,8 @@
 ``impl=None`` takes a Pallas body only on a kind of device where it has run and agreed with ``ref``;
 ``python -m kvjax.tune`` records that (``records``). Elsewhere it must be named. On a CPU a body runs
 interpreted, inside ``interpreted()``.
+
+Why: kvjax/DESIGN.md, 19.
 """
 
 from __future__ import annotations

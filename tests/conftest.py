@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-# Compiling is most of the suite: processes share what they compiled, and so do runs. Before jax is imported.
+# Compilation is most of the suite: processes share compiled programs, and so do runs. Before jax is imported.
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1] / ".pytest_cache" / "jax"))
-os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
 import compiler
@@ -19,6 +20,7 @@ import pytest
 from kvjax.models import hf
 from kvjax.models.decoder import shapes
 from kvjax.models.spec import ModelSpec
+from kvjax.programs import maps_taken
 
 TINY = ModelSpec(
     family="qwen2",
@@ -60,6 +62,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: place.get(item.path.stem, len(LONGEST)))
 
 
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """The run ends with its ten slowest files."""
+    seconds: dict[str, float] = {}
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if hasattr(report, "duration"):
+                file = report.nodeid.split("::")[0]
+                seconds[file] = seconds.get(file, 0.0) + report.duration
+    slowest = sorted(seconds.items(), key=lambda item: -item[1])[:10]
+    if len(seconds) > 1:
+        terminalreporter.write_line("slowest files: " + ", ".join(f"{file} {s:.0f} s" for file, s in slowest))
+
+
 @pytest.fixture(scope="session")
 def tiny_folder(tmp_path_factory) -> Path:
     """A random two-layer model in HF format whose tokens are bytes; 512 positions."""
@@ -96,9 +111,10 @@ def _byte_tokenizer():
 
 @pytest.fixture(scope="module", autouse=True)
 def forget_programs() -> Iterator[None]:
-    """Drops compiled programs after each module.
+    """Drops compiled programs after a module that left many.
 
     Each holds several memory maps, a process may have 65530, and the compiler crashes beyond that.
     """
     yield
-    jax.clear_caches()
+    if maps_taken() > 0.5:
+        jax.clear_caches()

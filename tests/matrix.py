@@ -56,7 +56,7 @@ def _stack(python: str, jax: str, flax: str, orbax: str, **more: str) -> Stack:
 
 
 STACKS = {
-    "S07": _stack("3.12", "0.7.2", "0.11.2", "0.12.4", numpy="2.1.3"),  # what Colab ships
+    "S07": _stack("3.13", "0.7.2", "0.11.2", "0.12.4", numpy="2.1.3"),  # Colab as it is
     "S10": _stack("3.11", "0.10.2", "0.12.8", "0.12.8"),
     "S12": _stack("3.12", "0.12.0.1", "0.12.12", "0.12.8"),
 }
@@ -68,15 +68,16 @@ class StackError(RuntimeError):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line; the exit code."""
-    asked = _parser().parse_args(argv)
-    given = dict(asked.env)
-    if asked.only and given.keys() - set(asked.only):
-        return _refuse(f"--env names {', '.join(given)}, --only leaves out one of them. Keep one of the two.")
-    if missing := [str(path) for path in given.values() if not os.access(path, os.X_OK)]:
-        return _refuse(f"--env: {missing[0]} is no program. Name an environment's bin/python.")
+    options = _parser().parse_args(argv)
+    environments = dict(options.env)
+    if options.only and environments.keys() - set(options.only):
+        names = ", ".join(environments)
+        return _refuse(f"--env names {names}, --only leaves out one of them. Keep one of the two.")
+    if missing := [str(path) for path in environments.values() if not os.access(path, os.X_OK)]:
+        return _refuse(f"--env: {missing[0]} is not a program. Name an environment's bin/python.")
     table: dict[str, dict[str, str]] = {}
-    for name in asked.only or STACKS:
-        table[name] = _run(name, STACKS[name], given.get(name), asked.home)
+    for name in options.only or STACKS:
+        table[name] = _run(name, STACKS[name], environments.get(name), options.home)
     print(_drawn(table))
     return int(any(not cell.startswith("ok") for row in table.values() for cell in row.values()))
 

@@ -48,7 +48,7 @@ from kvjax.models import decoder
         (["decode", "--peers", "/nowhere"], "Make it with: python -m benchmarks peers --make /nowhere"),
         (["serve", "--peers", "/nowhere"], "Make it with: python -m benchmarks peers --make /nowhere"),
         (["decode", "--dtype", "int4"], "--dtype"),
-        (["decode", "--mesh", "rows=2"], "'rows' is no axis. The axes are data, tensor, context."),
+        (["decode", "--mesh", "rows=2"], "'rows' is not an axis. The axes are data, tensor, context."),
         (["decode", "--mesh", "data=2"], "--mesh data=2 --batch 1: data=2 does not divide 1 rows."),
         (["prefill", "--mesh", "tensor=4"], "tensor=4 does not divide the model's 2 KV heads."),
         (["host", "--layers", "-1"], "--layers -1 is out of range"),

@@ -1,4 +1,4 @@
-"""Who may import whom: the table of the design, enforced over the syntax trees."""
+"""Who may import whom: the table below, enforced over the syntax trees."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ TABLE = {
     "kvjax.engine": r"kvjax\.(?!serve|eval|models|policies).+",
     "kvjax.engine.errors": r"kvjax\.errors",
     "kvjax.engine.compiler": r"kvjax\.programs",
-    "kvjax.engine.settings": r"kvjax\.(types|decode|sharding\.mesh)",
+    "kvjax.engine.settings": r"kvjax\.(types|decode|sharding\.(mesh|specs))",
     "kvjax.engine.request": r"kvjax\.(types|algebra|decode|weights|sharding\.mesh)",
     "kvjax.engine.metrics": rf"{STATE}|kvjax\.(metrics|engine\.(decoding|request))",
     "kvjax.engine.ticket": rf"{STATE}|kvjax\.(algebra|sampling|engine\.(decoding|request|metrics))",
@@ -113,10 +113,10 @@ TABLE = {
     "kvjax.serve": r"kvjax(\.(?!eval).+)?",
     "kvjax.eval": r"kvjax(\.(?!serve).+)?",
     "kvjax": r"kvjax\.(?!serve|eval|models|policies|text).+",
-    "train": rf"train(\.(?!embedded|tasks).+)?|{TRAINED}",
-    "train.gate_rows": rf"train(\.(?!embedded|tasks).+)?|train\.embedded\.data|{TRAINED}",
-    "train.trace_rows": rf"train(\.(?!embedded|tasks).+)?|train\.(tasks|embedded\.data)|{TRAINED}",
-    "train.tasks": r"train(\.(rows|text|tasks(\..+)?))?|kvjax(\.(?!serve).+)?",
+    "train": rf"train(\.(?!embedded).+)?|{TRAINED}",
+    "train.gate_rows": rf"train(\.(?!embedded).+)?|train\.embedded\.data|{TRAINED}",
+    "train.trace_rows": rf"train(\.(?!embedded).+)?|train\.embedded\.(tasks|data)|{TRAINED}",
+    "train.embedded.tasks": r"train(\.(rows|text|embedded\.tasks(\..+)?))?|kvjax(\.(?!serve).+)?",
     "train.embedded": rf"train(\..+)?|{TRAINED}",
     "studies": r"kvjax(\.(?!serve).+)?",
     "studies.claims": r"studies\.judges|kvjax\.(cli|eval\..+)",

@@ -207,9 +207,9 @@ def test_one_device_is_no_mesh():
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ("data", r"'data' is no axis and its size. Write it as 'data=2,tensor=4'"),
-        ("data=2.5", "'data=2.5' is no axis"),
-        ("rows=2", r"'rows' is no axis. The axes are data, tensor, context"),
+        ("data", r"'data' is not an axis and its size. Write it as 'data=2,tensor=4'"),
+        ("data=2.5", "'data=2.5' is not an axis"),
+        ("rows=2", r"'rows' is not an axis. The axes are data, tensor, context"),
         ("data=0", "data=0 is no number of devices"),
         ("tensor=4096", r"mesh\('tensor=4096'\) needs 4096 devices, .* are here. Make the axes smaller"),
     ],

@@ -26,7 +26,7 @@ from kvjax.plan._programs import Program
 from kvjax.sharding.mesh import MeshError
 from pallas_kernels.measure import aot
 from pallas_kernels.measure.chips import CHIPS, Chip
-from train import config
+from train.settings import published_spec
 
 LLAMA = published.spec("llama-3.1-8b")
 LONG = 131072
@@ -64,10 +64,10 @@ def test_a_named_shape_has_as_many_parameters_as_the_model(name, parameters):
 
 
 def test_a_training_config_may_name_one():
-    assert config.published("llama-3.1-8b") == LLAMA
-    assert config.published(published.CONFIGS["qwen2.5-7b"]) == published.spec("qwen2.5-7b")
+    assert published_spec("llama-3.1-8b") == LLAMA
+    assert published_spec(published.CONFIGS["qwen2.5-7b"]) == published.spec("qwen2.5-7b")
     with pytest.raises(ModelError, match="Give one of llama-3.1-8b"):
-        config.published("llama-9")
+        published_spec("llama-9")
 
 
 # --- slots ----------------------------------------------------------------------------------------
@@ -303,7 +303,7 @@ GOOD = "--model llama-3.1-8b --policy full --context 4096 --rows 4 --tpu v5e:2x2
         ("--gpu h100:8 --tpu", "--gpu h100:8 is not known"),
         ("--gpu h200:9 --tpu", "--gpu h200:9 is not known"),
         ("--mesh data=2,tensor=4", "has 8 devices, v5e:2x2 has 4. Make them agree"),
-        ("--mesh rows=4", "'rows' is no axis"),
+        ("--mesh rows=4", "'rows' is not an axis"),
         ("--rows 3 --mesh data=4", "data=4 does not divide 3 rows"),
         ("--tpu v5e:4x4 --mesh tensor=16", "tensor=16 does not divide the model's 8 KV heads"),
         ("--model qwen2.5-7b --rows 1 --tpu v5e:4x4", "Give a multiple of 4 rows"),

@@ -12,16 +12,11 @@ import types
 import typing
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
-import jax
 import yaml
 
-from kvjax.cli import InputError, Rule, option, whole
-from kvjax.models.spec import ModelSpec
-
-if TYPE_CHECKING:
-    from kvjax.loading import LanguageModel
+from kvjax.cli import InputError, Rule, whole
 
 Read = TypeVar("Read")
 
@@ -165,74 +160,3 @@ def _value(value: Any, hint: Any, key: str, declared: Any) -> Any:
     elif hint in (str, Path):
         return hint(str(value))
     return value
-
-
-# --- what all trainers train on ------------------------------------------------------------------
-
-
-def published(config: str | dict[str, Any]) -> ModelSpec:
-    """The model's sizes that a config names, or writes out as a config.json does."""
-    from kvjax.models import published
-    from kvjax.models.hf_config import read_config as read
-
-    return published.spec(config) if isinstance(config, str) else read(config, {}, "model.config")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Cadence:
-    """The length of a run and how often it logs, checks and saves, in steps.
-
-    Attributes:
-      steps: the run's length.
-      log_every, check_every, save_every: each also happens at the last step.
-      keep: checkpoints kept.
-      seconds: wall-clock limit of this process, after which it saves and returns without a check; or None.
-      workers: processes that prepare batches; with 0 a thread of this process does. The batches are the same.
-    """
-
-    steps: int
-    log_every: int = 20
-    check_every: int = 250
-    save_every: int = 250
-    keep: int = 2
-    seconds: float | None = None
-    workers: int = 0
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Training:
-    """The keys that every trainer's config has."""
-
-    name: str = option(REQUIRED, "of the config")
-    seed: int = option(REQUIRED, "of what is trained and of batches", type=whole(0))
-    folder: Path = option(REQUIRED, "of checkpoints and log")
-    source: str = option(REQUIRED, 'the backbone: "embedded", a folder or a hub id', flag="model.source")
-    dtype: Literal["float32", "bfloat16"] = option("float32", "of the backbone's weights", flag="model.dtype")
-    spec: ModelSpec | None = option(
-        None, "the backbone's sizes; None to ask the source", flag="model.config", type=published
-    )
-    plan: Cadence = option(REQUIRED, "steps, and when things happen")
-
-    def __post_init__(self) -> None:
-        """Raises ConfigError: a run of no steps."""
-        count(self.plan.steps, "plan.steps")
-
-    def model(self) -> LanguageModel:
-        """The frozen backbone in the config's dtype, in the host's memory.
-
-        Raises:
-          ModelError: no such model.
-          ConfigError: the config writes out another model than its source holds.
-        """
-        from kvjax import loading
-
-        with jax.default_device(jax.local_devices(backend="cpu")[0]):  # one chip may be too small for it
-            model = loading.load(None if self.source == loading.EMBEDDED else self.source, dtype=self.dtype)
-        if self.spec is not None:
-            written = dataclasses.replace(self.spec, bos=model.spec.bos, eos=model.spec.eos)
-            if written != model.spec:
-                raise ConfigError(
-                    f"model.config in the config describes another model than {self.source} holds. Correct "
-                    "or remove it."
-                )
-        return model

@@ -12,6 +12,7 @@ import optax
 from kvjax.cli import option, whole
 from train import config
 from train.config import NOT_NEGATIVE, OPEN_SHARE, POSITIVE, REQUIRED, SHARE, ConfigError, count, require
+from train.settings import TrainingSettings
 
 if TYPE_CHECKING:
     from kvjax.loading import LanguageModel
@@ -39,7 +40,7 @@ class Rate:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Settings(config.Training):
+class Settings(TrainingSettings):
     """A config as read, for one of its lambdas; ``folder`` is that of the lambda."""
 
     strength: str = option("default", "which of the lambdas is trained", flag="--strength")
@@ -96,7 +97,7 @@ def parse(tree: dict[str, Any], strength: str = "default") -> Settings:
 
 
 def backbone(settings: Settings) -> LanguageModel:
-    """The frozen model; raises as ``train.config.Training.model``."""
+    """The frozen model; raises as ``train.settings.TrainingSettings.model``."""
     return settings.model()
 
 

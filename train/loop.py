@@ -22,7 +22,7 @@ import orbax.checkpoint as ocp
 from tqdm import tqdm
 
 from kvjax.types import Params, pytree
-from train.config import Cadence, ConfigError
+from train.config import ConfigError
 from train.mesh import Layout
 
 if TYPE_CHECKING:
@@ -58,6 +58,27 @@ class Verdict:
     metrics: dict[str, float]
     level: int
     stop: bool = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Cadence:
+    """The length of a run and how often it logs, checks and saves, in steps.
+
+    Attributes:
+      steps: the run's length.
+      log_every, check_every, save_every: each also happens at the last step.
+      keep: checkpoints kept.
+      seconds: wall-clock limit of this process, after which it saves and returns without a check; or None.
+      workers: processes that prepare batches; with 0 a thread of this process does. The batches are the same.
+    """
+
+    steps: int
+    log_every: int = 20
+    check_every: int = 250
+    save_every: int = 250
+    keep: int = 2
+    seconds: float | None = None
+    workers: int = 0
 
 
 class Checkpoints:

@@ -81,7 +81,7 @@ def sequences(settings: Settings, model_text: Text) -> Sequences:
 
 
 def _rows(settings: Settings, model_text: Text) -> tuple[Draw, Draw]:
-    from train import tasks  # traces of documents go without them
+    from train.embedded import tasks  # traces of documents go without them
     from train.embedded.data import KINDS as TRAINED_KINDS
     from train.embedded.data import row_of_kind
 

@@ -1,4 +1,7 @@
-"""Completion: what stands in for the tokens that a read leaves out?"""
+"""Completion: what stands in for the tokens that a read leaves out?
+
+Why: kvjax/DESIGN.md, 12.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Completion(Part):
-    """What stands in for the tokens that a read leaves out. Two modes, never mixed (kvjax/DESIGN.md, 5):
+    """What stands in for the tokens that a read leaves out. Two modes, never mixed:
 
     without selection it absorbs a token when it is rejected or evicted, and never subtracts; with selection
     it absorbs every selectable token once, and subtracts exactly what a read visits.

@@ -1,4 +1,7 @@
-"""What all parts have in common: frozen values that declare what they read and what they keep."""
+"""What all parts have in common: frozen values that declare what they read and what they keep.
+
+Why: kvjax/DESIGN.md, 5.
+"""
 
 from __future__ import annotations
 
@@ -42,6 +45,9 @@ class Part:
         the policy has other values.
       shared: names of learned leaves that all heads share; every other leaf begins with [K] or [N].
       idle: the part does nothing in its place.
+
+    Raises:
+      PolicyError: a field has a value that ``arguments`` does not accept.
     """
 
     name: ClassVar[str]

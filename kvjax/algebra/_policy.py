@@ -1,4 +1,7 @@
-"""The policy: one part for each of the six places, what follows from the six, and which pairs are refused."""
+"""The policy: one part for each of the six places, what follows from the six, and which pairs are refused.
+
+Why: kvjax/DESIGN.md, 2.
+"""
 
 from __future__ import annotations
 

@@ -26,9 +26,6 @@ class Ada(amounts.Sized):
       amount: the mean over the KV heads of a layer; slots per head, share kept, or bytes of a row.
       floor: share of the mean that every head keeps whatever its scores (the paper's alpha).
       when: only ``after_prompt``, since it compares the scores of the whole prompt.
-
-    Raises:
-      PolicyError: floor outside [0, 1], or an invalid amount or time.
     """
 
     name = "ada"

@@ -34,9 +34,6 @@ class Ballot:
       ahead: positions after the prompt over which the model's rotation is averaged (n_f). The paper gives no
         number; 64 is our choice (``python -m studies.gvote --study ahead``).
       seed: of the draws, combined with the request's own.
-
-    Raises:
-      PolicyError: p outside (0, 1], samples < 1, ahead < 1, or a seed outside 0 ... 2**32 - 1.
     """
 
     arguments: ClassVar[Mapping[str, Argument]] = {

@@ -31,9 +31,6 @@ class Pyramid(amounts.Sized):
       amount: the mean over layers; slots per KV head, share kept, or bytes of a row.
       slope: the mean divided by the last layer's target; 1 is uniform, 20 is the authors' beta.
       when: as in ``uniform``.
-
-    Raises:
-      PolicyError: slope < 1, or an invalid amount or time.
     """
 
     name = "pyramid"

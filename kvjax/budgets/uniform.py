@@ -21,9 +21,6 @@ class Uniform(amounts.Sized):
     Attributes:
       amount: slots per KV head (int), share kept (float in (0, 1]) or bytes of a row ("8MiB").
       when: ``after_prompt`` (once), ``every_step``, or ``every(k)``.
-
-    Raises:
-      PolicyError: an invalid amount or time.
     """
 
     name = "uniform"

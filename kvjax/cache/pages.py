@@ -2,13 +2,15 @@
 
 Each KV head of a row owns R page lists: one, or two when a selection part reads some tokens always and
 chooses among the rest. Live slots are a prefix of a list: a slot freed in the middle is filled at once from
-the list's last slot, so a read needs lengths and never a mask (DESIGN 2).
+the list's last slot, so a read needs lengths and never a mask.
 
   list of one KV head, S = 4, length 6:   page 7 [a b c d]   page 2 [e f . .]
   free slot 1                        :   page 7 [a f c d]   page 2 [e . . .]
   free slot 0                        :   page 7 [e f c d]   page 2 returns to the pool
 
 The order of slots carries no meaning; keys are stored after RoPE and ``pos`` says which token is where.
+
+Why: kvjax/DESIGN.md, 3.
 """
 
 from __future__ import annotations

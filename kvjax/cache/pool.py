@@ -3,6 +3,8 @@
 Static shapes and real memory meet here. What a prompt leaves behind is held in size classes of a quarter
 octave (1, 1.25, 1.5 and 1.75 times powers of two), so that at most a quarter is wasted; a pool that must
 grow takes a class by the tokens still to come, because each size is a compiled program.
+
+Why: kvjax/DESIGN.md, 4.
 """
 
 from __future__ import annotations

@@ -5,6 +5,8 @@ cursor nor positions are stored. W = 4, n = 6 (tokens 0 .. 5 seen):
 
   slot       0  1  2  3
   position   4  5  2  3      the next token (6) lands in slot 2; token 2 leaves the window first
+
+Why: kvjax/DESIGN.md, 1.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Writing entries into rings and pools in place."""
+"""Writing entries into rings and pools in place.
+
+Why: kvjax/DESIGN.md, 6.
+"""
 
 from __future__ import annotations
 

@@ -3,6 +3,8 @@
 XLA has no functions: a body that is called twice is compiled twice, and compile time grows with a model's
 depth. Here it does not. Layers are alike when the model's window and the selection treat them alike; pools of
 other sizes are other programs, as everywhere.
+
+Why: kvjax/DESIGN.md, 7.
 """
 
 from __future__ import annotations

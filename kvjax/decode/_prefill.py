@@ -1,4 +1,7 @@
-"""Prompts into a state: in chunks where the policy decides on arrival, else whole, layer by layer."""
+"""Prompts into a state: in chunks where the policy decides on arrival, else whole, layer by layer.
+
+Why: kvjax/DESIGN.md, 8.
+"""
 
 from __future__ import annotations
 

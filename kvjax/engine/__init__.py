@@ -47,6 +47,8 @@ A request's way from ``submit`` to its tokens; arrows cross threads:
                                 ticket.py     events, counted in metrics.py
   for event in ticket <──────────────┘
   async for: the event loop is woken by ``call_soon_threadsafe``
+
+Why: kvjax/DESIGN.md, 16.
 """
 
 from kvjax.engine.contexts import ContextInfo, Contexts

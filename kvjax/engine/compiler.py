@@ -1,4 +1,7 @@
-"""Programs are compiled beside the running ones: a new batch or a larger pool does not stop the others."""
+"""Programs are compiled beside the running ones: a new batch or a larger pool does not stop the others.
+
+Why: kvjax/DESIGN.md, 18.
+"""
 
 from __future__ import annotations
 

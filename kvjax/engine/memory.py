@@ -1,4 +1,7 @@
-"""KV memory: running batches, prefixes and contexts under one budget, and which of them make room."""
+"""KV memory: running batches, prefixes and contexts under one budget, and which of them make room.
+
+Why: kvjax/DESIGN.md, 17.
+"""
 
 from __future__ import annotations
 

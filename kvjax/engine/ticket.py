@@ -115,7 +115,7 @@ class Ticket:
         return [event.token for event in self if event.token is not None and not event.prompt]
 
     def cancel(self) -> None:
-        """Ends it: its row is free after the running program. From any thread, at any time, any number of times."""
+        """Ends it; its row is free after the running program. From any thread, at any time, repeatedly."""
         self._cancel()
 
     @property

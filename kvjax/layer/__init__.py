@@ -7,6 +7,8 @@ Three functions share the same verbs, a file each; ``attention`` makes one of th
   prompt  the whole prompt: attend, rank, and only then ``store`` what the budget retains
 
 Arrays are heads first inside ([B, K, T, H]); the model's layout is turned once on the way in and out.
+
+Why: kvjax/DESIGN.md, 1.
 """
 
 from kvjax.layer._admit import admit, admit_or_replace

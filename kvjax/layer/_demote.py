@@ -10,6 +10,8 @@ demoted to a second pool, of codes.
 
 A token is quantised once, when F newer ones are retained, and stays so: an eviction among the newest leaves
 fewer than F exact ones until others arrive.
+
+Why: kvjax/DESIGN.md, 6.
 """
 
 from __future__ import annotations

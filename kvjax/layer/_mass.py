@@ -1,4 +1,7 @@
-"""Attention mass: what each held token received from a read, for evictions that rank by it."""
+"""Attention mass: what each held token received from a read, for evictions that rank by it.
+
+Why: kvjax/DESIGN.md, 9.
+"""
 
 from __future__ import annotations
 

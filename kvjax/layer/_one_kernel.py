@@ -1,4 +1,7 @@
-"""A decode step in one kernel: window exit, write and read, for policies of admission alone (DESIGN 18)."""
+"""A decode step in one kernel: window exit, write and read, for policies of admission alone.
+
+Why: kvjax/DESIGN.md, 20.
+"""
 
 from __future__ import annotations
 

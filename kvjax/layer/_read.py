@@ -1,4 +1,7 @@
-"""Reads: a partial of the ring, of every page list and of φ, merged once; and a record of what was loaded."""
+"""Reads: a partial of the ring, of every page list and of φ, merged once; and a record of what was loaded.
+
+Why: kvjax/DESIGN.md, 10.
+"""
 
 from __future__ import annotations
 

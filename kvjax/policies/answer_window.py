@@ -26,9 +26,6 @@ class AnswerWindow(Admission):
 
     Attributes:
       size: W, in tokens.
-
-    Raises:
-      PolicyError: size < 1.
     """
 
     name = "answer_window"

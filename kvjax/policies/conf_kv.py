@@ -36,9 +36,6 @@ class ConfKV(Eviction):
       alpha: weight of the mass, in [0, 1]; 0 ranks by recency alone, 1 by attention alone.
       gamma: the share of the mass that a step keeps, in [0, 1).
       recent: P, newest tokens that are protected.
-
-    Raises:
-      PolicyError: a value is out of range.
     """
 
     name = "conf_kv"

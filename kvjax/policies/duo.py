@@ -52,9 +52,6 @@ class Duo(Admission):
       window: W of the streaming heads, in tokens.
       prefill: streaming heads read the prompt through their window too, as in the paper; False reads the
         prompt with full attention and applies the pattern to the cache afterwards.
-
-    Raises:
-      PolicyError: share outside [0, 1], window < 1, or prefill that is neither True nor False.
     """
 
     name = "duo"

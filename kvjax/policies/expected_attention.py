@@ -37,9 +37,6 @@ class ExpectedAttention(Eviction):
       ahead: future positions whose rotations are averaged.
       sinks: first tokens, kept and left out of the statistics.
       floor: added to a share before it is multiplied by the value's norm.
-
-    Raises:
-      PolicyError: ahead < 1, sinks < 0, floor < 0.
     """
 
     name = "expected_attention"

@@ -34,9 +34,6 @@ class H2O(Eviction):
     Attributes:
       recent: newest tokens that are protected, or None for half of the tokens that stay.
       average: divide a token's mass by the number of queries that see it; for prompts only.
-
-    Raises:
-      PolicyError: recent is not a number of tokens, or average is neither True nor False.
     """
 
     name = "h2o"

@@ -145,9 +145,6 @@ class LearnedRanker(Eviction):
     Attributes:
       sinks: first tokens; they go only when no ranked token is left.
       recent: newest tokens, never evicted.
-
-    Raises:
-      PolicyError: sinks < 0, recent < 0.
     """
 
     name = "kvp"

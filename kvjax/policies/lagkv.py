@@ -38,9 +38,6 @@ class LagKV(Eviction):
     Attributes:
       lag: tokens of a partition.
       sinks: first tokens, outside the partitions.
-
-    Raises:
-      PolicyError: lag < 2, sinks < 0.
     """
 
     name = "lagkv"

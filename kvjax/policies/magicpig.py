@@ -49,9 +49,6 @@ class MagicPIG(Anchored):
       sinks, tail: first and last tokens of the prompt, always read, as generated tokens are.
       dense: number of first layers that are read whole.
       seed: of the random directions.
-
-    Raises:
-      PolicyError: a number is out of range.
     """
 
     name = "magicpig"

@@ -135,9 +135,6 @@ class Phi(Completion):
 
     Attributes:
       features: d_φ, the same as in the weights.
-
-    Raises:
-      PolicyError: features < 1.
     """
 
     name = "phi"

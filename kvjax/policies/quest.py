@@ -35,9 +35,6 @@ class Quest(Anchored):
       dense: number of first layers that are read whole.
       recent: newest tokens, always read (they stay in the ring); with anchors these are ``tail``.
       sinks, tail: first and last tokens of the prompt, always read, as generated tokens are.
-
-    Raises:
-      PolicyError: a number below 1 (``dense``, ``sinks``, ``tail``: below 0).
     """
 
     name = "quest"

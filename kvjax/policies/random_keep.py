@@ -24,9 +24,6 @@ class Random(Eviction):
 
     Attributes:
       seed: of the draws.
-
-    Raises:
-      PolicyError: a seed outside 0 ... 2**32 - 1.
     """
 
     name = "random"

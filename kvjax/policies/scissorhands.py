@@ -39,9 +39,6 @@ class Scissorhands(Eviction):
     Attributes:
       window: queries of the history (fewer in shorter rows).
       recent: newest tokens that are protected.
-
-    Raises:
-      PolicyError: window < 1, recent < 0.
     """
 
     name = "scissorhands"

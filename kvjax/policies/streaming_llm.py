@@ -26,9 +26,6 @@ class Window(Admission):
       size: W, in tokens.
       prefill: the prompt is read through the window, too; False reads it with full attention and applies the
         window to the cache afterwards.
-
-    Raises:
-      PolicyError: size < 1, or prefill is neither True nor False.
     """
 
     name = "window"

@@ -62,18 +62,10 @@ class TopK(Anchored):
         count.
       sinks, tail: first and last tokens of the prompt, always read, as generated tokens are.
       dense: number of first layers that are read whole.
-
-    Raises:
-      PolicyError: a number below 1 (``sinks``, ``tail``, ``dense``: below 0), or an invalid share.
     """
 
     name = "topk"
-    arguments = {
-        "k": Retrieved(),
-        "sinks": Whole(),
-        "tail": Whole(),
-        "dense": Whole(0, "number of layers"),
-    }
+    arguments = {"k": Retrieved(), "sinks": Whole(), "tail": Whole(), "dense": Whole(0, "number of layers")}
     sizes = ("k",)
     k: int | float = 0.01
     sinks: int = 4
@@ -104,7 +96,7 @@ class TopKPages(Anchored):
       chunk: tokens of a chunk; divides the page.
 
     Raises:
-      PolicyError: as ``topk``; chunk < 1, or a chunk that does not divide the page.
+      PolicyError: a value out of range; later, ``chunk`` does not divide the page.
     """
 
     name = "topk_pages"

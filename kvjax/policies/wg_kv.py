@@ -98,16 +98,10 @@ class WriteGate(Admission):
     Attributes:
       tau: the threshold, above 0 and below 1.
       window: W, tokens that are read exactly, whatever their gate.
-
-    Raises:
-      PolicyError: tau outside (0, 1), or window < 1.
     """
 
     name = "write_gate"
-    arguments = {
-        "tau": Number(0, 1, "threshold of a gate", open="low high"),
-        "window": Whole(1, "window"),
-    }
+    arguments = {"tau": Number(0, 1, "threshold of a gate", open="low high"), "window": Whole(1, "window")}
     traced = ("tau",)
     needs = frozenset({"k_pre", "k"})
     learns = "wg-kv"

@@ -8,6 +8,8 @@ safetensors. It is written under another name and renamed when it is complete; a
 is recognised.
 
 A state across processes is a folder of such files, one for each device (``kvjax.saving._device_parts``).
+
+Why: kvjax/DESIGN.md, 15.
 """
 
 from kvjax.saving._format import FORMAT, VERSION, StateError

@@ -2,6 +2,8 @@
 
 A page's scale only grows, and growing requantises the page. So a read multiplies once per channel and never
 per slot: the scale folds into q and into the output.
+
+Why: kvjax/DESIGN.md, 11.
 """
 
 from __future__ import annotations
@@ -25,9 +27,6 @@ class Coded(Storage):
 
     Class attributes:
       most: the largest code; the smallest is its negative.
-
-    Raises:
-      PolicyError: recent < 1.
     """
 
     exact = False

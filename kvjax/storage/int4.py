@@ -25,9 +25,6 @@ class Int4(Coded):
 
     Attributes:
       recent: as in ``int8``.
-
-    Raises:
-      PolicyError: recent < 1.
     """
 
     name = "int4"

@@ -24,9 +24,6 @@ class Int8(Coded):
     Attributes:
       recent: tokens stored in the model's own dtype: in the ring and, if a budget that acts while decoding
         may evict them, in pages of their own.
-
-    Raises:
-      PolicyError: recent < 1.
     """
 
     name = "int8"

@@ -2,6 +2,8 @@
 
 ``gates`` converts published WG-KV gates and makes random ones (``python -m kvjax.weights``), ``torch_file``
 reads what torch saved. ``chosen`` is what ``auto(0.2)`` stands for on a model.
+
+Why: kvjax/DESIGN.md, 13.
 """
 
 from kvjax.weights._auto import chosen, is_auto

@@ -66,9 +66,10 @@ def blockwise(
     if x.admit is not None and sight.window is not None:
         near = jnp.where(x.admit > 0, FAR, at[:, None])
     sees = jnp.stack([x.q_pos, x.q_pos - (sight.window or 0)], axis=1)[:, None]
-    order, *counts = block_lists.of_read(x, sight.window, sizes.queries, sizes.block)
+    lists = block_lists.of_read(x, sight.window, sizes.queries, sizes.block)
+    order, *counts = (y for y in lists if y is not None)
     dirty = jnp.any(dead.reshape(len(dead), -1, sizes.block), axis=-1)
-    arrays = [order, jnp.stack(counts, axis=-1), dirty.astype(jnp.int32)]
+    arrays = [order, jnp.stack(counts, axis=-1), dirty.astype(jnp.int32)]  # type: ignore[arg-type]
     keys = Keys(x.k, pad_to_multiple(v, 2, sizes.block), at[:, None], near)
     out, lse = hopper_prefill.read(sizes, Listed(), Queries(x.q, sees), [keys], arrays)
     return out[:, :, :count].reshape(b, n, t, h), lse[:, :, :count].reshape(b, n, t)

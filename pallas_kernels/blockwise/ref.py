@@ -19,7 +19,7 @@ EXACT = jax.lax.Precision.HIGHEST
 
 
 def visible(where: Where, window: int | None) -> Bool[Array, "... T S"]:
-    """Which key each query of each KV head may see (rule 4 of the design; negative is padding)."""
+    """Which key each query of each KV head may see; negative positions are padding."""
     i, j = where.q_pos[:, None, None, :, None], where.k_pos[:, None, None, None, :]
     see = (i >= 0) & (j >= 0) & (j <= i)
     if window is None:

@@ -88,14 +88,12 @@ def _blocked(q: Array, k: Array, v: Array, where: Where, *, sight: Sight) -> Par
     # A power of two is as well taken of the queries, which are fewer than the scores.
     early = math.frexp(sight.scale)[0] == 0.5  # noqa: PLR2004
     scale = 1.0 if early else sight.scale
-    queries, q_pos = (
-        cut.blocks(q * jnp.asarray(sight.scale, q.dtype) if early else q, 2, bq, 0),
-        cut.blocks(where.q_pos, 1, bq, softmax.EMPTY),
-    )
+    queries = cut.blocks(q * jnp.asarray(sight.scale, q.dtype) if early else q, 2, bq, 0)
+    q_pos = cut.blocks(where.q_pos, 1, bq, softmax.EMPTY)
     let = None if admit is None else jnp.moveaxis(admit, 2, 0)
-    at = cut.BlockPositions(q_pos, jnp.moveaxis(k_pos, 1, 0), let)
+    spans = cut.BlockPositions(q_pos, jnp.moveaxis(k_pos, 1, 0), let)
     # Blocks that nothing is hidden in come first.
-    kind = jnp.where(at.all_visible(sight.window), 0, jnp.where(at.any_visible(sight.window), 1, 2))
+    kind = jnp.where(spans.all_visible(sight.window), 0, jnp.where(spans.any_visible(sight.window), 1, 2))
     order = jnp.argsort(kind, axis=1, stable=True).astype(jnp.int32)
     plain, pairs = (jnp.sum(kind <= last, axis=1, dtype=jnp.int32) for last in (0, 1))
 

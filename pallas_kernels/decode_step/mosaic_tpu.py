@@ -332,8 +332,5 @@ def decode_step(
         name="decode_step",
     )(*(a for a, _ in operands))
     ring_k, ring_v = (ring.reshape(cache.ring_k.shape) for ring in after[:2])
-    return (
-        out.reshape(token.q.shape),
-        lse[..., 0].reshape(token.q.shape[:2]),
-        Cache(ring_k, ring_v, after[2], after[3]),
-    )
+    out, lse = out.reshape(token.q.shape), lse[..., 0].reshape(token.q.shape[:2])
+    return out, lse, Cache(ring_k, ring_v, after[2], after[3])

@@ -40,13 +40,12 @@ HEAD_DIMS = (64, 128)
 def _refuse(q: Array, pools: Pools, lists: Lists, options: Options, interpret: Any) -> None:
     size, h, dtype = pools.k.shape[1], q.shape[-1], pools.k.dtype
     many = q.shape[2] > 1 or q.shape[1] // lists.table.shape[1] > ROWS
+    odd, large = size < 8 or size & (size - 1) != 0, pools.k.size >= 1 << 31
     reasons = {
         f"pools of {dtype}; the body reads {', '.join(DTYPES)}": dtype.name not in DTYPES,
         f"head dim {h}; the body's tiles have 64 or 128 channels": h not in HEAD_DIMS,
-        f"pages of {size} slots; the body's tiles are made of powers of two from 8 on": size < 8
-        or size & (size - 1) != 0,
-        f"a pool of {pools.k.size} elements; more than 31 bits of them were never compiled": pools.k.size
-        >= 1 << 31,
+        f"pages of {size} slots; the body's tiles are made of powers of two from 8 on": odd,
+        f"a pool of {pools.k.size} elements; more than 31 bits of them were never compiled": large,
         "selected pages; the body reads whole lists": lists.pages is not None,
         f"mass of {q.shape[2]} queries a head; the body keeps the scores of one": options.mass and many,
     }

@@ -192,9 +192,8 @@ def _call(
     scratch = [pltpu.VMEM((sizes.rows, n), jnp.float32) for n in (LANES, LANES, sizes.h)]
     ring = [pltpu.SMEM((AHEAD, 1, LANES), jnp.int32), pltpu.SemaphoreType.DMA((AHEAD,))] * sizes.streamed
     others, anywhere = [x for x, _ in (*inputs, *outputs)], pl.BlockSpec(memory_space=pl.ANY)
-    cost = worklist.estimate(
-        sizes, packed.entry.size, pools, others, 2 if name == "read" else 1, sizes.blocks
-    )
+    products = 2 if name == "read" else 1
+    cost = worklist.estimate(sizes, packed.entry.size, pools, others, products, sizes.blocks)
     return pl.pallas_call(
         body,
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -239,11 +238,8 @@ def ragged_decode(
     if not options.mass:
         return outs, lses
     if sizes.keeps_scores:
-        return (
-            outs,
-            lses,
-            worklist.received_by_scores(kept[0], lses, ready.live, ready.packed.order, sizes, lists),
-        )
+        order = ready.packed.order
+        return outs, lses, worklist.received_by_scores(kept[0], lses, ready.live, order, sizes, lists)
     inputs.append((lse, _by_row(sizes, LANES)))
     body = _mass_body(sizes, coded, bool(narrow))
     operands = inputs + narrow, pools.for_scores(), [_received(sizes, ready)]

@@ -235,10 +235,8 @@ def ragged_decode(
         lists.pages is not None, lists.slots is not None, coded, q.dtype if coded else pools.k.dtype
     )
     entries = list_arrays[2 if kinds.selected else 0].shape[1]
-    own, dims = (
-        [*list_arrays, q.reshape(kv_heads, sizes.total, h)],
-        ((sizes.total, h), (sizes.total,), (sizes.total,)),
-    )
+    own, total = [*list_arrays, q.reshape(kv_heads, sizes.total, h)], sizes.total
+    dims = (total, h), (total,), (total,)
     shapes = [jax.ShapeDtypeStruct((kv_heads, sizes.items, *size), jnp.float32) for size in dims]
     outputs = [(x, _by_item(sizes, x)) for x in shapes]
     listed = (sizes.groups, sizes.per_item * sizes.slots)

@@ -120,10 +120,8 @@ def load_pages(sizes: ReadSizes, pool: Any, tile: Tile) -> Num[Array, "C S X"]:
 def page_scale(sizes: ReadSizes, scales: Any, which: int, part: int, tile: Tile) -> Float[Array, "C H"]:
     """What codes of keys (0) or values (1) are multiplied by, a page and channel; zeros for dead pages."""
     flat = (sizes.tile, sizes.wide)
-    page, channel = (
-        jnp.broadcast_to(tile.ids[:, None], flat),
-        jax.lax.broadcasted_iota(jnp.int32, flat, 1),
-    )
+    page = jnp.broadcast_to(tile.ids[:, None], flat)
+    channel = jax.lax.broadcasted_iota(jnp.int32, flat, 1)
     there = (tile.live[:, None] > 0) & (channel < sizes.part)
     at = scales.at[page, jnp.full(flat, which, jnp.int32), part * sizes.part + channel]
     scale = compat.load(at, mask=there)

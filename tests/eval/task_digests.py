@@ -27,8 +27,19 @@ from kvjax.eval.measure import runner
 from kvjax.eval.tasks import data
 from kvjax.loading import LanguageModel, load
 from train import rows, text
-from train import tasks as training
-from train.tasks import associations, facts, labels, logs, niah, pairs, repeats, stories, tracking, words
+from train.embedded import tasks as training
+from train.embedded.tasks import (
+    associations,
+    facts,
+    labels,
+    logs,
+    niah,
+    pairs,
+    repeats,
+    stories,
+    tracking,
+    words,
+)
 
 FILE = Path(__file__).parents[1] / "golden" / "tasks.json"
 LENGTHS = (512, 1024, 2048)
@@ -50,7 +61,7 @@ FORMS = {
     "repeats": repeats.row,
     "repeated": repeats.asked,
 }
-"""What other programs draw besides ``train.tasks.TASKS``."""
+"""What other programs draw besides ``train.embedded.tasks.TASKS``."""
 ROWS = {**training.TASKS, **FORMS}
 
 

@@ -68,9 +68,9 @@ def test_bad_input_is_one_sentence_and_two(words, says, tiny_folder, tmp_path, c
 @pytest.mark.parametrize(
     ("job", "says"),
     [
-        ({"lengths": 512}, "lengths: 512 is no list of whole numbers, 64 or more"),
-        ({"lengths": [5]}, "lengths: [5] is no list"),
-        ({"policies": "full"}, "policies: 'full' is no list of names"),
+        ({"lengths": 512}, "lengths: 512 is not a list of whole numbers, 64 or more"),
+        ({"lengths": [5]}, "lengths: [5] is not a list"),
+        ({"policies": "full"}, "policies: 'full' is not a list of names"),
         ({"samples": 0}, "samples: 0 is out of range"),
         ({"protocols": ["seen"]}, "protocols: ['seen']"),
         ({"gates": "default", "weights": {"duo": "default"}}, "gates: default and weights: "),

@@ -56,8 +56,8 @@ def stage() -> Stage:
 @pytest.fixture(scope="module")
 def threshold(stage) -> float:
     """So that about half of the steps are sure."""
-    found = stage.play(Rule(tight=LOOSE, loose=LOOSE, weights=WEIGHTS))
-    return float(np.median(np.concatenate([w["sure"] for w in found])))
+    walks = stage.play(Rule(tight=LOOSE, loose=LOOSE, weights=WEIGHTS))
+    return float(np.median(np.concatenate([w["sure"] for w in walks])))
 
 
 @pytest.fixture(scope="module")
@@ -78,20 +78,20 @@ def test_a_rule_walks_as_the_policy_of_its_numbers(stage, rule):
     played = stage.play(rule)
     sure = np.concatenate([w["sure"] for w in played]) >= rule.threshold
     assert 0.3 < sure.mean() < 0.7
-    for row, mine in enumerate(played):
+    for row, walk in enumerate(played):
         steps = len(answers[row])
-        assert {len(x) for x in mine.values()} == {steps}
-        np.testing.assert_allclose(mine["nll"], found.nll[row, :steps], rtol=1e-5, atol=1e-5)
-        np.testing.assert_array_equal(mine["live"], found.live[row, :steps])
-        assert set(mine["target"]) == {TIGHT, LOOSE}
+        assert {len(x) for x in walk.values()} == {steps}
+        np.testing.assert_allclose(walk["nll"], found.nll[row, :steps], rtol=1e-5, atol=1e-5)
+        np.testing.assert_array_equal(walk["live"], found.live[row, :steps])
+        assert set(walk["target"]) == {TIGHT, LOOSE}
         # The target is an upper bound; the cache grows by one token a step.
-        assert (mine["live"] <= mine["target"]).all()
-        assert np.diff(mine["live"]).max() == 1
+        assert (walk["live"] <= walk["target"]).all()
+        assert np.diff(walk["live"]).max() == 1
 
 
 def test_a_schedule_is_played_again_whatever_ranks(stage, rule):
-    found = schedules.rate(stage, rule, lambda line: None)
-    entries = {e["name"].split()[0]: e for e in found["entries"]}
+    facts = schedules.rate(stage, rule, lambda line: None)
+    entries = {e["name"].split()[0]: e for e in facts["entries"]}
     assert list(entries) == ["conf_kv", "recency", "attention", "random", "shuffled", "inverse", "constant"]
     own = entries["conf_kv"]
     for name in ("recency", "attention", "random"):
@@ -100,9 +100,9 @@ def test_a_schedule_is_played_again_whatever_ranks(stage, rule):
         mean, low, high = entries[name]["difference"]
         assert low <= mean <= high
         assert mean == pytest.approx(entries[name]["nll"] - own["nll"], abs=1e-6)
-    assert set(found["signal"]) == {"autocorrelation", "gain", "gain_correlation"}
-    assert len(found["trace"]["live"]) == ANSWER
-    assert sum(found["histogram"]["counts"]) == 2 * ANSWER - 3
+    assert set(facts["signal"]) == {"autocorrelation", "gain", "gain_correlation"}
+    assert len(facts["trace"]["live"]) == ANSWER
+    assert sum(facts["histogram"]["counts"]) == 2 * ANSWER - 3
 
 
 def test_a_repeat_that_drops_other_numbers_is_refused(stage, rule, monkeypatch):
@@ -174,17 +174,17 @@ def test_premise_tells_a_planted_relation():
     random = np.random.default_rng(0)
     sure = random.uniform(0, 1, (20, 50))
     noise = random.normal(0, 0.1, (3, 20, 50))
-    found = {"confidence": sure, "recent": 1 - sure + noise[0], "older": sure + noise[1]}
-    found |= dict.fromkeys(premise.PARTS, sure + noise[2])
-    said = premise.as_json(found, Confidence(), 8)
+    series = {"confidence": sure, "recent": 1 - sure + noise[0], "older": sure + noise[1]}
+    series |= dict.fromkeys(premise.PARTS, sure + noise[2])
+    tree = premise.as_json(series, Confidence(), 8)
     for name, sign in (("recent", -1), ("older", 1)):
-        r, low, high = said["shifts"][name]["r"]["confidence"]
+        r, low, high = tree["shifts"][name]["r"]["confidence"]
         assert 0.9 < sign * r < 1
         assert low <= r <= high
-        means = [sign * b["shift"] for b in said["shifts"][name]["bins"]]
+        means = [sign * b["shift"] for b in tree["shifts"][name]["bins"]]
         assert means == sorted(means)
-    assert said["steps"] == sum(said["histogram"]["counts"]) == 1000
-    assert said["sure_share"]["0.5"] == pytest.approx((sure >= 0.5).mean())
+    assert tree["steps"] == sum(tree["histogram"]["counts"]) == 1000
+    assert tree["sure_share"]["0.5"] == pytest.approx((sure >= 0.5).mean())
 
 
 def test_the_command(tiny_folder, monkeypatch, tmp_path, capsys):
@@ -193,9 +193,9 @@ def test_the_command(tiny_folder, monkeypatch, tmp_path, capsys):
     out = tmp_path / "out"
     words = ["--model", str(tiny_folder), "--lengths", "256", "--samples", "2", "--out", str(out)]
     assert main([*words, "--study", "premise", "--task", "ppl_books"]) == 0
-    told = json.loads((out / "premise_ppl_books_256.json").read_text())
-    assert (told["cut"], told["windows"], told["data"]) == (32, 2, "generated")
-    assert told["steps"] >= 2 * 110
+    trees = json.loads((out / "premise_ppl_books_256.json").read_text())
+    assert (trees["cut"], trees["windows"], trees["data"]) == (32, 2, "generated")
+    assert trees["steps"] >= 2 * 110
     assert capsys.readouterr().out.split() == [
         str(out / "premise_ppl_books_256.json"), str(out / "premise.png")
     ]  # fmt: skip

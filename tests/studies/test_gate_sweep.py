@@ -43,9 +43,9 @@ def test_a_point_is_what_the_check_of_training_measures(shipped, tmp_path, capsy
     config, model, folder = shipped
     words = ["--config", str(config), "--gates", str(folder), "--out", str(tmp_path / "out")]
     assert gate_sweep.main([*words, "--length", "48", "--rows", "3", "--sinks", "0"]) == 0
-    told = json.loads((tmp_path / "out/tau.json").read_text())
+    checked = json.loads((tmp_path / "out/tau.json").read_text())
     assert (tmp_path / "out/tau.png").stat().st_size > 5000
-    points = told["points"]
+    points = checked["points"]
     assert [(p["gates"], p["tau"]) for p in points] == [
         (name, tau) for name in ("weak", "strong") for tau in gate_sweep.TAUS
     ]

@@ -19,7 +19,7 @@ PS, COUNTS = (0.6, 0.9), (1, 3)
 
 
 @pytest.fixture(scope="module")
-def found():
+def agreement():
     return proxy.agreement_of(tiny.model(), TEXT, ps=PS, counts=COUNTS, ahead=8, seed=5)
 
 
@@ -30,8 +30,8 @@ def test_what_is_kept_is_what_a_prefill_keeps(agreement):
         policy = kvjax.policy(f"gvote({p}, samples=3, ahead=8)")
         state, _ = decode.cut(tiny.model(), policy, reading, page=8, seeds=5)
         kept = np.asarray(metrics.present(state))[:, 0, :, : len(PROMPT)].sum(axis=-1)
-        mine = agreement.kept[:, :, i, COUNTS.index(3)] * len(PROMPT)
-        assert (np.abs(kept - mine) <= 1.01).all()  # the ring holds the newest, named or not
+        voted = agreement.kept[:, :, i, COUNTS.index(3)] * len(PROMPT)
+        assert (np.abs(kept - voted) <= 1.01).all()  # the ring holds the newest, named or not
         assert kept.max() > 5
 
 
@@ -44,9 +44,9 @@ def test_more_voters_and_a_wider_nucleus_hold_more(agreement):
     assert (np.abs(agreement.r) <= 1 + 1e-5).all()
 
 
-def test_the_picture_is_drawn_from_the_file(tree, tmp_path):
+def test_the_picture_is_drawn_from_the_file(agreement, tmp_path):
     pytest.importorskip("matplotlib")
-    heads = {n: getattr(tree, n).tolist() for n in ("overlap", "usage", "r")}
+    heads = {n: getattr(agreement, n).tolist() for n in ("overlap", "usage", "r")}
     (tmp_path / "proxy_x_1.json").write_text(json.dumps({"by_layer_and_head": heads}))
     (file,) = commands.draw(tmp_path)
     assert file.stat().st_size > 5_000

@@ -11,7 +11,7 @@ from studies import judges
 
 
 def test_methods_are_known_by_the_parts_of_their_presets():
-    def told(wanted, *policies):
+    def passed(wanted, *policies):
         return [wanted(row(policy, GOOD, 1)) for policy in policies]
 
     snap = (
@@ -19,18 +19,18 @@ def test_methods_are_known_by_the_parts_of_their_presets():
         "snapkv(32) + ada(0.5)",
         "snapkv(32) + uniform(64) + int8(9)",
     )
-    assert told(judges.only("snapkv"), *snap) == [True, False, False]
-    assert told(judges.only("snapkv", "adakv"), *snap) == [True, True, False]
-    assert told(judges.like("snapkv"), *snap) == [True, False, True]
-    assert told(judges.like("snapkv", "int8"), *snap) == [False, False, True]
-    assert told(judges.only("streaming-llm"), "window(9) + sinks(2)", "window(9)") == [True, True]
-    assert told(judges.swapped("snapkv", "random"), "random + uniform(64)", "random + ada(64)") == [
+    assert passed(judges.only("snapkv"), *snap) == [True, False, False]
+    assert passed(judges.only("snapkv", "adakv"), *snap) == [True, True, False]
+    assert passed(judges.like("snapkv"), *snap) == [True, False, True]
+    assert passed(judges.like("snapkv", "int8"), *snap) == [False, False, True]
+    assert passed(judges.only("streaming-llm"), "window(9) + sinks(2)", "window(9)") == [True, True]
+    assert passed(judges.swapped("snapkv", "random"), "random + uniform(64)", "random + ada(64)") == [
         True,
         False,
     ]
     # A method nobody has written matches nothing, not even the full cache.
     for wanted in (judges.only("no-such"), judges.like("no-such"), judges.swapped("no-such", "random")):
-        assert told(wanted, "full", *snap) == [False] * 4
+        assert passed(wanted, "full", *snap) == [False] * 4
 
 
 def test_judges_follow_the_rows():

@@ -56,10 +56,10 @@ def made(tmp_path_factory, tiny_folder):
 def test_costs_are_the_attention_that_each_budget_evicts(made):
     home, config = made
     chosen = settings.read(config)
-    found = batches.Traces.open(home / "traces")
+    result = batches.Traces.open(home / "traces")
     agents = costs.stacked(kvjax.weights.read_weights(home / "one.safetensors").layers)
-    got = costs.measured(found, chosen, {"one": agents})
-    held = [batch for batch in batches.held(found, chosen) if "seen" in batch]
+    got = costs.measured(result, chosen, {"one": agents})
+    held = [batch for batch in batches.held(result, chosen) if "seen" in batch]
     assert len(got.tasks) == len(held) > 2
     task = objective.Task(agent=chosen.agent, method=chosen.method)
     for row, batch in enumerate(held):
@@ -72,7 +72,7 @@ def test_costs_are_the_attention_that_each_budget_evicts(made):
                 # What every budget from one token on evicts, one after the other.
                 left = [values[ranked][order[budget:]].sum() for budget in range(len(ranked) + 1)]
                 evicted[name] = np.asarray(left)
-            layer, head = divmod(at, found.manifest.kv_heads)
+            layer, head = divmod(at, result.manifest.kv_heads)
             for name, left in evicted.items():
                 # Budgets from one token to all but one.
                 area = left[1:-1].sum() / left[0] / (len(ranked) - 1)
@@ -91,21 +91,21 @@ def test_the_page_of_costs_names_layers_that_are_not_won(made, tmp_path, capsys)
     files = [str(home / f"{name}.safetensors") for name in ("one", "two")]
     words = ["costs", "--config", str(config), "--rankers", *files, "--out", str(tmp_path)]
     assert study.main(words) == 0, capsys.readouterr().err
-    found = json.loads((tmp_path / "costs.json").read_text())
-    assert found["rankers"] == ["one", "two"]
-    assert sum(kind["sequences"] for kind in found["kinds"].values()) == len(found["tasks"])
-    every = pages.pooled(found, list(found["kinds"]), "areas")
-    np.testing.assert_allclose(every["one"].mean(), np.mean(found["each"]["one"]), rtol=1e-4)
+    tree = json.loads((tmp_path / "costs.json").read_text())
+    assert tree["rankers"] == ["one", "two"]
+    assert sum(kind["sequences"] for kind in tree["kinds"].values()) == len(tree["tasks"])
+    every = pages.pooled(tree, list(tree["kinds"]), "areas")
+    np.testing.assert_allclose(every["one"].mean(), np.mean(tree["each"]["one"]), rtol=1e-4)
     every = {name: x / every["oracle"] for name, x in every.items()}
     page = (tmp_path / "costs.md").read_text()
     assert f"| all | {every['one'].mean():.2f} | {every['two'].mean():.2f} |" in page
     # Untrained rankers lose somewhere; a ranking of the oracle's would not.
     assert "Not the lowest attention-free area" in page
-    found["kinds"] = {
+    tree["kinds"] = {
         k: kind | {"areas": kind["areas"] | {"one": kind["areas"]["oracle"]}}
-        for k, kind in found["kinds"].items()
+        for k, kind in tree["kinds"].items()
     }
-    assert "On the mean of every layer" in pages.costs_page(found, {"all": list(found["kinds"])}, "")
+    assert "On the mean of every layer" in pages.costs_page(tree, {"all": list(tree["kinds"])}, "")
     assert (tmp_path / "costs.png").stat().st_size > 5000
 
 
@@ -113,13 +113,13 @@ def test_ablations_train_each_variant_once_and_compare_with_the_base(made, tmp_p
     pytest.importorskip("matplotlib")
     words = ["ablate", "--config", str(made[1]), "--out", str(tmp_path)]
     assert study.main(words) == 0, capsys.readouterr().err
-    found = json.loads((tmp_path / "ablate.json").read_text())
-    runs = {run["name"]: run for run in found["runs"]}
+    tree = json.loads((tmp_path / "ablate.json").read_text())
+    runs = {run["name"]: run for run in tree["runs"]}
     assert list(runs) == ["base", "books", "surrogate"]
     assert runs["surrogate"]["method"]["kind"] == "soft_rank"
     assert runs["base"]["less_base"] == 0
     assert len({run["area"] for run in runs.values()}) == 3
-    assert {"random", "knorm"} <= set(found["untrained"])
+    assert {"random", "knorm"} <= set(tree["untrained"])
     page = (tmp_path / "ablate.md").read_text()
     assert all(f"| {name} |" in page for name in runs)
     first = (tmp_path / "ablate.json").read_text()

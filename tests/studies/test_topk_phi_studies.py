@@ -94,19 +94,19 @@ def test_a_break_even_is_the_time_of_what_is_moved_and_computed():
 def test_the_tables_policies_read_no_more_than_their_share_and_are_evaluated():
     configs = ROOT / "configs" / "eval"
     jobs = yaml.safe_load((configs / "topk_phi.yaml").read_text())["jobs"]
-    asked = {repr(catalogue.policy(spec)) for job in jobs for spec in job["policies"]}
+    specs = {repr(catalogue.policy(spec)) for job in jobs for spec in job["policies"]}
     for share in tables.SHARES[1024]:
-        found = tables.specs(share, 1024)
+        read = tables.specs(share, 1024)
         budget = math.ceil(share * 1024)
-        chosen = {n: catalogue.policy(s).selection for n, s in found.items() if s and "Top" in n}
+        chosen = {n: catalogue.policy(s).selection for n, s in read.items() if s and "Top" in n}
         assert chosen["Top-K"].k + 20 == budget
         if share == 0.04:
-            assert found["Top-K + φ"] is None
-            assert found["Quest + φ"] is None
+            assert read["Top-K + φ"] is None
+            assert read["Quest + φ"] is None
         else:
             assert chosen["Top-K + φ"].k + 20 + 33 == budget
-        assert {repr(catalogue.policy(s)) for s in (found["Top-K"], found["Top-K + φ"]) if s} <= asked
-    assert {repr(catalogue.policy(s)) for s in tables.specs(0.08, 1024).values() if s} <= asked
+        assert {repr(catalogue.policy(s)) for s in (read["Top-K"], read["Top-K + φ"]) if s} <= specs
+    assert {repr(catalogue.policy(s)) for s in tables.specs(0.08, 1024).values() if s} <= specs
     for share in tables.SHARES[2048]:  # the same tokens a step
         half = tables.specs(share, 2048)
         assert half == tables.specs(2 * share, 1024)

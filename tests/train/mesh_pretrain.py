@@ -17,7 +17,6 @@ import numpy as np
 import optax
 
 from train import loop
-from train.config import Cadence
 from train.embedded import data, pretrain
 from train.embedded.setup import initial_of
 from train.rows import ANSWER
@@ -63,7 +62,7 @@ def main() -> None:
         layout=layout,
         batches=lambda level: grain.MapDataset.source(Rows()),
         folder=folder,
-        plan=Cadence(steps=sizes[2], log_every=1, seconds=seconds),
+        plan=loop.Cadence(steps=sizes[2], log_every=1, seconds=seconds),
     )
 
 

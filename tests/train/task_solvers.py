@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Callable
 
-from train.tasks import labels
+from train.embedded.tasks import labels
 
 
 def found_in(pattern: str, text: str) -> str:

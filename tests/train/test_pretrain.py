@@ -22,7 +22,6 @@ from flax import nnx
 
 from kvjax.models import decoder, module
 from train import loop, needles, rows, text
-from train.config import Cadence
 from train.embedded import data, heads, pretrain, recall, start
 from train.embedded.setup import initial, model_spec, setup
 
@@ -407,7 +406,7 @@ def test_every_config_can_be_read(path):
     spec = model_spec(config["model"])
     pretrain.make_optimizer(config["optimizer"])
     levels = [pretrain.make_level(level) for level in config["mix"]["levels"]]
-    plan = Cadence(**config["plan"])
+    plan = loop.Cadence(**config["plan"])
     assert plan.steps == config["optimizer"]["cycles"][-1]["until"]
     assert len(config["check"]["gates"]) == len(levels) - 1
     assert max(max(level.lengths) for level in levels) <= spec.max_positions

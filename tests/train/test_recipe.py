@@ -17,7 +17,7 @@ import yaml
 from train import loop, rows, text
 from train.embedded import checks, curve, data, pretrain, recall
 from train.embedded.setup import initial, read, setup
-from train.tasks import facts, logs, repeats, values, wordings
+from train.embedded.tasks import facts, logs, repeats, values, wordings
 
 ROOT = Path(__file__).resolve().parents[2]
 EMBEDDED = yaml.safe_load((ROOT / "configs" / "pretrain" / "embedded.yaml").read_text())

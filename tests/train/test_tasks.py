@@ -14,10 +14,10 @@ from task_solvers import SOLVE, solve_chains, solve_labels, solve_needles, solve
 
 from kvjax.eval.tasks.pairs import gaps
 from train import rows, tasks, text
-from train.tasks import dialogue, labels, niah, pairs, stories, tracking, words
+from train.embedded.tasks import dialogue, labels, niah, pairs, stories, tracking, words
 
 ROOT = Path(__file__).resolve().parents[2]
-FOLDERS = ("train/tasks", "kvjax/eval/tasks")
+FOLDERS = ("train/embedded/tasks", "kvjax/eval/tasks")
 CODE = [file for folder in FOLDERS for file in sorted((ROOT / folder).glob("*.py"))]
 """Modules that hold the templates."""
 

@@ -28,8 +28,8 @@ from train.embedded import checks, confidence, heads, recall, retrieval
 from train.embedded.pretrain import latest
 from train.embedded.questions import OTHERS, RULER, Question, vocabulary_source
 from train.embedded.setup import Setup, options, read, round_to, setup
+from train.embedded.tasks.pieces import RowFn
 from train.needles import Score, needle_recall
-from train.tasks.pieces import RowFn
 
 COUNT = 200
 LENGTHS = (512, 1024, 2048)

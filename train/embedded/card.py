@@ -63,10 +63,10 @@ SAYS = {
 DATA = """## Data and licences
 
 Text: 27 files of novels, stories, poems and plays from Project Gutenberg (public domain in the US) and
-speeches of US presidents (public domain). Everything else is generated (`train/rows.py`, `train/tasks/`). Key
-words: a list from those books, 4 to 9 letters; words and random names whose CRC-32 is divisible by five
-belong to evaluation and never occur as keys in training. No CC BY-SA text was used. The weights carry the
-repository's licence.
+speeches of US presidents (public domain). Everything else is generated (`train/rows.py`,
+`train/embedded/tasks/`). Key words: a list from those books, 4 to 9 letters; words and random names whose
+CRC-32 is divisible by five belong to evaluation and never occur as keys in training. No CC BY-SA text was
+used. The weights carry the repository's licence.
 
 Without the books (`KVJAX_DATA` names their folder) training and evaluation use text written by a small
 grammar. RULER's rows without books come from generated text and the tokenizer's vocabulary alone.

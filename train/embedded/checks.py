@@ -10,10 +10,10 @@ import dataclasses
 
 import numpy as np
 
+from train.embedded.tasks import facts, repeats
+from train.embedded.tasks.pieces import Row, RowFn, pick
+from train.embedded.tasks.wordings import Wording, written
 from train.rows import Source
-from train.tasks import facts, repeats
-from train.tasks.pieces import Row, RowFn, pick
-from train.tasks.wordings import Wording, written
 
 GROUPS = {"trained": written("trained")[:10], "untrained": written("untrained")}
 """Ten wordings each."""

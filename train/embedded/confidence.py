@@ -19,8 +19,8 @@ from kvjax.budgets.confidence import Confidence
 from kvjax.models import decoder
 from kvjax.models.spec import ModelSpec
 from kvjax.types import AttendFn, Heads, Params
+from train.embedded.tasks import logs
 from train.rows import Source, text_row
-from train.tasks import logs
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int

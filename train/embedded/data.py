@@ -12,10 +12,10 @@ from collections.abc import Mapping
 import grain.python as grain
 import numpy as np
 
-from train import tasks
+from train.embedded import tasks
+from train.embedded.tasks import SHARES, facts, logs, repeats
+from train.embedded.tasks.pieces import RowFn
 from train.rows import ANSWER, MAGIC, SECRET, Source, Wording, copy_row, needle_row, shortened, text_row
-from train.tasks import SHARES, facts, logs, repeats
-from train.tasks.pieces import RowFn
 
 
 def training_row(
@@ -123,7 +123,7 @@ class Level:
       magic: share of needle rows in RULER's wording.
       bridge: share of those whose question keeps only some of the words between key and number.
       clash: share of needle rows whose numbers are made of two to four different digits.
-      families: how often each of ``train.tasks.TASKS`` is drawn for a task row, among those that fit.
+      families: how often each of ``tasks.TASKS`` is drawn for a task row, among those that fit.
       silent: chance that a query head is silenced in a row, [L][N], so that others learn what it does
         (DropHead, arXiv 2004.13342); empty silences none.
       kinds: shares of "facts", "sentences", "repeats", "logs", "copies", "tasks" and "books"; replaces

@@ -24,7 +24,7 @@ from kvjax.models.spec import ModelSpec
 from kvjax.sharding.mesh import ONE, Mesh
 from kvjax.types import Params
 from train import loop, tasks
-from train.config import Cadence, ConfigError, axes, require
+from train.config import ConfigError, axes, require
 from train.embedded import checks, data, data_parallel, forward, recall
 from train.embedded.setup import Setup, initial_of, model_spec, options, read, round_to, setup
 from train.mesh import Layout, layout
@@ -256,7 +256,7 @@ def run(have: Setup) -> loop.State:
         kv_heads=have.spec.num_kv_heads,
         parts=config.get("devices", 1),
     )
-    plan, params = Cadence(**config["plan"]), initial_of(have.config, have.train.text)
+    plan, params = loop.Cadence(**config["plan"]), initial_of(have.config, have.train.text)
     return loop.train(
         params=params if where is None else where.put(params, where.backbone(params)),
         optimizer=make_optimizer(config["optimizer"]),

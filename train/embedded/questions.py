@@ -13,8 +13,8 @@ import numpy as np
 
 from train import rows, tasks
 from train.embedded.setup import Setup
-from train.tasks import niah, tracking, words
-from train.tasks.pieces import NOISE, RowFn
+from train.embedded.tasks import niah, tracking, words
+from train.embedded.tasks.pieces import NOISE, RowFn
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

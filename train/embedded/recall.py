@@ -15,9 +15,9 @@ from kvjax.sharding.mesh import ONE, Mesh
 from kvjax.sharding.specs import MODEL_HEADS
 from kvjax.types import AttendFn, Heads, Params
 from train.embedded import forward
+from train.embedded.tasks.pieces import RowFn
 from train.needles import Score
 from train.rows import ANSWER, Source
-from train.tasks.pieces import RowFn
 from train.text import BOS
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ def task_recall(
 
     Args:
       score: the model.
-      row: the task, one of ``train.tasks.TASKS`` or a form of it.
+      row: the task, one of ``train.embedded.tasks.TASKS`` or a form of it.
       source: text and key words; held-out ones for a claim.
       length: tokens of a row.
       count: rows.

@@ -20,7 +20,7 @@ from kvjax.models.spec import ModelSpec, Rope
 from kvjax.types import Params
 from train import rows, text
 from train.embedded import start, start_many
-from train.tasks import facts, logs
+from train.embedded.tasks import facts, logs
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -10,6 +10,7 @@ from kvjax.cli import option, whole
 from kvjax.policies.kvp import INPUTS
 from train import config
 from train.config import NOT_NEGATIVE, OPEN_SHARE, POSITIVE, REQUIRED, ConfigError, require
+from train.settings import TrainingSettings
 
 EXAMPLE = "configs/ranker/embedded.yaml"
 
@@ -90,7 +91,7 @@ class Rate:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Settings(config.Training):
+class Settings(TrainingSettings):
     """A config as read."""
 
     recording: Recording = option(REQUIRED, "see there", flag="traces")

@@ -12,8 +12,8 @@ import json
 import numpy as np
 
 from kvjax.eval.tasks.pairs import JSON_TASK
+from train.embedded.tasks.pieces import Part, Row, distinct, framed
 from train.rows import ANSWER, HAYSTACK, TAIL, Source
-from train.tasks.pieces import Part, Row, distinct, framed
 
 FITS = 256
 

@@ -14,8 +14,8 @@ import numpy as np
 
 from kvjax.eval.tasks.rerank import TASK, passages, words_needed
 from kvjax.eval.tasks.words import pick
+from train.embedded.tasks.pieces import Part, Row, distinct, framed
 from train.rows import ANSWER, HAYSTACK, TAIL, Source
-from train.tasks.pieces import Part, Row, distinct, framed
 
 FITS = 256
 

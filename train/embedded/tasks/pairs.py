@@ -14,8 +14,8 @@ import numpy as np
 
 from kvjax.eval.tasks.pairs import gaps, pair_lines
 from kvjax.eval.tasks.words import pick
+from train.embedded.tasks.pieces import Row, book, distinct, held_out, join, plain, stack
 from train.rows import ANSWER, HAYSTACK, TAIL, Source
-from train.tasks.pieces import Row, book, distinct, held_out, join, plain, stack
 from train.text import SPECIAL, held_out_word
 
 FITS = 128

@@ -15,8 +15,8 @@ import numpy as np
 
 from kvjax.eval.tasks.tracking import HOPS, TASK, assignments, question
 from kvjax.eval.tasks.words import CAPITALS, DECIMAL, pick
+from train.embedded.tasks.pieces import Part, Row, book, join, noise, plain, scatter, stack, strings
 from train.rows import ANSWER, HAYSTACK, TAIL, Source
-from train.tasks.pieces import Part, Row, book, join, noise, plain, scatter, stack, strings
 
 FITS = 256
 MANY_FITS = 384

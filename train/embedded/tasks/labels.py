@@ -25,8 +25,8 @@ import numpy as np
 from kvjax.eval.tasks.labels import TEMPLATES, banking, by_intent
 from kvjax.eval.tasks.words import CAPITALS, DECIMAL, pick, shuffled
 from train import text
+from train.embedded.tasks.pieces import Part, Row, distinct, framed, held_out
 from train.rows import ANSWER, HAYSTACK, TAIL, Source
-from train.tasks.pieces import Part, Row, distinct, framed, held_out
 
 FITS = 256
 

@@ -1,4 +1,4 @@
-"""The little worlds behind ``train.tasks.stories``: people walk, carry things and hand them on.
+"""The little worlds behind ``train.embedded.tasks.stories``: people walk, carry things and hand them on.
 
 Rules (observed in bAbI's data): a person whose room is known may take a thing that nobody holds and that is
 in that room or was never seen; a thing goes where its holder goes. Question 3 asks for the room a thing

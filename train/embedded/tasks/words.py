@@ -20,8 +20,8 @@ import numpy as np
 from kvjax.eval.tasks import counting
 from kvjax.eval.tasks.counting import ZETA, numbered
 from kvjax.eval.tasks.words import pick, shuffled
+from train.embedded.tasks.pieces import Part, Row, distinct, framed, join, strings
 from train.rows import ANSWER, HAYSTACK, TAIL, Source
-from train.tasks.pieces import Part, Row, distinct, framed, join, strings
 
 CWE_FITS = 256
 FWE_FITS = 512

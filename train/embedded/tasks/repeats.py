@@ -11,8 +11,8 @@ from __future__ import annotations
 import numpy as np
 
 from kvjax.eval.tasks.words import pick
+from train.embedded.tasks.pieces import Row, plain, stack, window
 from train.rows import ANSWER, TEXT, Source
-from train.tasks.pieces import Row, plain, stack, window
 
 FITS = 128
 COPY = 2.0

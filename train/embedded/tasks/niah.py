@@ -15,8 +15,20 @@ import numpy as np
 
 from kvjax.eval.tasks.ruler_niah import FORMS, NeedleForm
 from kvjax.eval.tasks.words import DECIMAL, HEX, pick
+from train.embedded.tasks.pieces import (
+    Part,
+    Row,
+    book,
+    distinct,
+    join,
+    lines,
+    noise,
+    plain,
+    scatter,
+    stack,
+    strings,
+)
 from train.rows import ANSWER, HAYSTACK, MAGIC, TAIL, Source
-from train.tasks.pieces import Part, Row, book, distinct, join, lines, noise, plain, scatter, stack, strings
 
 __all__ = ["FITS", "FORMS", "many", "row"]
 

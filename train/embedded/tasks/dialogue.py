@@ -12,8 +12,8 @@ import numpy as np
 
 from kvjax.eval.tasks.dialogue import CODE, NOTED
 from kvjax.eval.tasks.words import DECIMAL, pick
+from train.embedded.tasks.pieces import Row, chain, distinct, join, plain, stack, strings, window
 from train.rows import ANSWER, HAYSTACK, TAIL, Source
-from train.tasks.pieces import Row, chain, distinct, join, plain, stack, strings, window
 
 FITS = 256
 

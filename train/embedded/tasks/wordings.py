@@ -22,7 +22,7 @@ class Wording:
     """One way to say a fact and ask for it; each text has {k}, ``hide`` has {v} as well.
 
     Attributes:
-      kind: of the value, one of ``train.tasks.values.VALUES``.
+      kind: of the value, one of ``train.embedded.tasks.values.VALUES``.
       hide: the statement.
       ask: questions up to where the value follows; the first repeats the statement where it ends in the
       value.

@@ -15,8 +15,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from train.rows import Source, text_row
-from train.tasks import (
+from train.embedded.tasks import (
     arithmetic,
     associations,
     dialogue,
@@ -28,7 +27,8 @@ from train.tasks import (
     tracking,
     words,
 )
-from train.tasks.pieces import Row, RowFn
+from train.embedded.tasks.pieces import Row, RowFn
+from train.rows import Source, text_row
 
 __all__ = ["FITS", "SHARES", "TASKS", "Row", "RowFn", "draw"]
 

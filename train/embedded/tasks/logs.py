@@ -11,9 +11,9 @@ from __future__ import annotations
 import numpy as np
 
 from kvjax.eval.tasks.words import DECIMAL, pick
+from train.embedded.tasks.pieces import Part, Row, held_out, join, stack
+from train.embedded.tasks.values import CAPITALS, Draw
 from train.rows import TEXT, Source
-from train.tasks.pieces import Part, Row, held_out, join, stack
-from train.tasks.values import CAPITALS, Draw
 
 FITS = 128
 KNOWN = 2.0

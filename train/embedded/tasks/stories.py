@@ -20,9 +20,9 @@ import numpy as np
 from kvjax.eval.tasks.babilong import TASK, parsed
 from kvjax.eval.tasks.words import pick
 from train import text
+from train.embedded.tasks.pieces import Part, Row, book, framed, held_out, join, plain, scatter, stack
+from train.embedded.tasks.stories_world import STORIES, Story
 from train.rows import ANSWER, HAYSTACK, TAIL, Source
-from train.tasks.pieces import Part, Row, book, framed, held_out, join, plain, scatter, stack
-from train.tasks.stories_world import STORIES, Story
 
 FITS = 256
 

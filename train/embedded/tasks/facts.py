@@ -12,10 +12,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from kvjax.eval.tasks.words import pick
+from train.embedded.tasks.pieces import Part, Row, book, held_out, join, plain, scatter, stack
+from train.embedded.tasks.values import VALUES, Draw, keys
+from train.embedded.tasks.wordings import Wording, grammar, written
 from train.rows import ANSWER, HAYSTACK, TAIL, Source
-from train.tasks.pieces import Part, Row, book, held_out, join, plain, scatter, stack
-from train.tasks.values import VALUES, Draw, keys
-from train.tasks.wordings import Wording, grammar, written
 
 FITS = 128
 MIXED = 0.3

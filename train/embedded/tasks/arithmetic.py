@@ -12,8 +12,8 @@ from __future__ import annotations
 import numpy as np
 
 from kvjax.eval.tasks.arithmetic import problem
+from train.embedded.tasks.pieces import Part, Row, distinct, framed, join
 from train.rows import ANSWER, TAIL, TEXT, Source
-from train.tasks.pieces import Part, Row, distinct, framed, join
 
 FITS = 256
 

@@ -1,0 +1,64 @@
+"""The keys that every trainer's config has: what is trained, on which frozen model, for how long."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import jax
+
+from kvjax.cli import option, whole
+from kvjax.models.spec import ModelSpec
+from train import loop
+from train.config import REQUIRED, ConfigError, count
+
+if TYPE_CHECKING:
+    from kvjax.loading import LanguageModel
+
+
+def published_spec(config: str | dict[str, Any]) -> ModelSpec:
+    """The model's sizes that a config names, or writes out as a config.json does."""
+    from kvjax.models import published
+    from kvjax.models.hf_config import read_config as read
+
+    return published.spec(config) if isinstance(config, str) else read(config, {}, "model.config")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainingSettings:
+    """The keys that every trainer's config has."""
+
+    name: str = option(REQUIRED, "of the config")
+    seed: int = option(REQUIRED, "of what is trained and of batches", type=whole(0))
+    folder: Path = option(REQUIRED, "of checkpoints and log")
+    source: str = option(REQUIRED, 'the backbone: "embedded", a folder or a hub id', flag="model.source")
+    dtype: Literal["float32", "bfloat16"] = option("float32", "of the backbone's weights", flag="model.dtype")
+    spec: ModelSpec | None = option(
+        None, "the backbone's sizes; None to ask the source", flag="model.config", type=published_spec
+    )
+    plan: loop.Cadence = option(REQUIRED, "steps, and when things happen")
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError: a run of no steps."""
+        count(self.plan.steps, "plan.steps")
+
+    def model(self) -> LanguageModel:
+        """The frozen backbone in the config's dtype, in the host's memory.
+
+        Raises:
+          ModelError: no such model.
+          ConfigError: the config writes out another model than its source holds.
+        """
+        from kvjax import loading
+
+        with jax.default_device(jax.local_devices(backend="cpu")[0]):  # one chip may be too small for it
+            model = loading.load(None if self.source == loading.EMBEDDED else self.source, dtype=self.dtype)
+        if self.spec is not None:
+            written = dataclasses.replace(self.spec, bos=model.spec.bos, eos=model.spec.eos)
+            if written != model.spec:
+                raise ConfigError(
+                    f"model.config in the config describes another model than {self.source} holds. Correct "
+                    "or remove it."
+                )
+        return model
