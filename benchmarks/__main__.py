@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import importlib
 import json
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks import arguments, machine, results
-from benchmarks.arguments import Compile, Decode, Host, Peers, Plot, Serve
 from benchmarks.journal import Journal
+from benchmarks.results import Row
 from kvjax import cli
 from kvjax.cli import InputError
-
-Row = dict[str, Any]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -26,52 +26,48 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
       argv: the words after ``python -m benchmarks``; None reads them from the process.
     """
-    return cli.run(_bench, argv)
+    return cli.run(_run, argv)
 
 
-def _bench(words: Sequence[str]) -> None:
-    asked = arguments.parse(words)
-    others: dict[str, Any] = {
+def _run(words: Sequence[str]) -> int:
+    if list(words[:1]) == ["kernels"]:
+        from benchmarks.kernels import __main__ as kernels
+
+        return kernels.main(words[1:])
+    name, options = arguments.parse(words)
+    commands: dict[str, Callable[[Any, Sequence[str]], None]] = {
         "compile": _compile,
         "host": _host,
         "peers": _peers,
         "plot": _plot,
         "serve": _serve,
     }
-    others.get(asked.what, _table)(asked, words)
+    commands.get(name, _table)(options, words)
+    return 0
 
 
-def _host(asked: Host, words: Sequence[str]) -> None:
+def _host(options: arguments.Host, words: Sequence[str]) -> None:
     from benchmarks.host import host
     from kvjax.sharding.mesh import mesh
 
-    del words
-    on = mesh(asked.mesh)
-    for spec in asked.policies:
-        print(json.dumps(host(asked.layers, spec, asked.repeats, on)), flush=True)
+    devices = mesh(options.mesh)
+    for spec in options.policies:
+        print(json.dumps(host(options.layers, spec, options.repeats, devices)), flush=True)
 
 
-def _compile(asked: Compile, words: Sequence[str]) -> None:
+def _compile(options: arguments.Compile, words: Sequence[str]) -> None:
     from benchmarks import compile as compiling
 
-    found = []
-    for row in compiling.rows(asked.depths, asked.policies, asked.threads):
-        found.append(row)
-        print(json.dumps(row) if asked.json else compiling.line(row), flush=True)
-    if asked.out:
-        run = {
-            "command": results.written_command(words),
-            "machine": machine.facts(asked.threads),
-            "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
-            "rows": found,
-        }
-        file = results.save(asked.out, "compile", run)
-        page = file.with_suffix(".md")
-        page.write_text(compiling.page(results.read(file)), encoding="utf-8")
-        print(file, page, sep="\n")
+    rows = []
+    for row in compiling.rows(options.depths, options.policies, options.threads):
+        rows.append(row)
+        print(json.dumps(row) if options.json else compiling.line(row), flush=True)
+    if options.out:
+        run = _header(words, options.threads) | {"date": _today(), "rows": rows}
+        _save_with_page(options.out, "compile", run, compiling.page)
 
 
-def _serve(asked: Serve, words: Sequence[str]) -> None:
+def _serve(options: arguments.Serve, words: Sequence[str]) -> None:
     from benchmarks.serve import serve
 
     rows: list[Row] = []
@@ -81,127 +77,115 @@ def _serve(asked: Serve, words: Sequence[str]) -> None:
         rows.append(row)
         print(json.dumps(row), flush=True)
 
-    run: Row = {
-        "command": results.written_command(words),
-        "machine": machine.facts(asked.threads),
-        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
-    }
-    serve(asked, done)
-    if asked.out:
+    run = _header(words, options.threads) | {"date": _today()}
+    serve(options, done)
+    if options.out:
         run |= {"seconds": round(time.monotonic() - begun), "rows": rows}
-        print(results.save(asked.out, "serve", run))
+        print(results.save(options.out, "serve", run))
 
 
-def _peers(asked: Peers, words: Sequence[str]) -> None:
+def _peers(options: arguments.Peers, words: Sequence[str]) -> None:
     from benchmarks import peers
 
-    del words
-    peers.make(asked.make, asked.pip)
-    print(f"made; use it with --peers {asked.make}", file=sys.stderr)
+    peers.make(options.make, options.pip)
+    print(f"made; use it with --peers {options.make}", file=sys.stderr)
 
 
-def _plot(asked: Plot, words: Sequence[str]) -> None:
+def _plot(options: arguments.Plot, words: Sequence[str]) -> None:
     from benchmarks import plot, summary
 
-    del words
-    folder = asked.out or Path("results/bench")
+    folder = options.out or Path("results/bench")
     for file in (*plot.draw(folder), summary.write(folder)):
         print(file)
 
 
-def _table(asked: Decode, words: Sequence[str]) -> None:
+def _table(options: arguments.Table, words: Sequence[str]) -> None:
     """decode, prefill, profile: measure, print rows as they come, keep them, save them at the end."""
     from benchmarks import random_model
 
-    settings, job = asked, _job(asked.what)
-    run: Row = {
-        "command": results.written_command(words),
-        "machine": machine.facts(settings.threads),
-        "model": {
-            "size": settings.size,
-            "seed": settings.seed,
-            "parameters": random_model.count(settings.spec),
-        },
-    }
-    if asked.out and (asked.out / f"{asked.what}.json").exists():
-        results.read(asked.out / f"{asked.what}.json")  # raises before an hour of work, not after it
-    journal = Journal(asked.out / f"{asked.what}.part.jsonl" if asked.out else None, dict(run))
+    bench = importlib.import_module(f"benchmarks.{options.table}")
+    model = {"size": options.size, "seed": options.seed, "parameters": random_model.count(options.spec)}
+    run = _header(words, options.threads) | {"model": model}
+    if options.out and (options.out / f"{options.table}.json").exists():
+        results.read(options.out / f"{options.table}.json")  # raises before an hour of work, not after it
+    journal = Journal(options.out / f"{options.table}.part.jsonl" if options.out else None, dict(run))
     rows = [row for group in journal.groups for row in group]
     if rows:
         print(f"going on after {len(rows)} rows of an interrupted run", file=sys.stderr)
-    have = {job.cell(row) for row in rows}
-    date, begun = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"), time.monotonic()
+    have = {bench.cell(row) for row in rows}
+    date, begun = _today(), time.monotonic()
 
-    with tempfile.TemporaryDirectory() as home, _bar(asked.what, job.work(settings, have)) as (tick, say):
+    with (
+        tempfile.TemporaryDirectory() as home,
+        _progress(options.table, bench.work(options, have)) as (advance, show),
+    ):
         folder = Path(home) / "model"
-        random_model.write(folder, settings.spec, settings.seed)
+        random_model.write(folder, options.spec, options.seed)
 
         def done(group: list[Row]) -> None:
             rows.extend(group)
             journal.add(group, time.monotonic() - begun)
             for row in group:
-                say(json.dumps(row) if asked.json else results.cell(row))
+                show(json.dumps(row) if options.json else results.cell(row))
 
-        job.measure(settings, folder, done, tick, have)
+        bench.measure(options, folder, done, advance, have)
     run |= {"date": date, "seconds": round(journal.seconds + time.monotonic() - begun), "rows": rows}
-    _conclude(asked, run)
+    _conclude(options, run)
     journal.finish()
 
 
-def _job(what: str) -> Any:
-    """The module that measures: ``cell``, ``work``, ``measure``."""
-    from benchmarks import decode, prefill, profile
-
-    return {"decode": decode, "prefill": prefill, "profile": profile}[what]
-
-
-def _conclude(asked: Decode, run: Row) -> None:
-    """Ratios, files, and a word where a side of ours failed.
+def _conclude(options: arguments.Table, run: Row) -> None:
+    """Ratios, files, and an error if a row of ours was not measured.
 
     Raises:
-      InputError: a row of ours was not measured.
+      InputError: that row.
     """
-    from benchmarks import profile, ratios
+    if options.table == "profile":  # a policy may need weights that were not given: no error
+        from benchmarks import profile
 
-    if asked.what != "profile":
-        run["ratios"] = ratios.answer(ratios.questions(asked.what, run["rows"]), run["rows"])
-        for ratio in run["ratios"]:
-            print(json.dumps(ratio) if asked.json else results.line(ratio), flush=True)
-    if asked.out:
-        file = results.save(asked.out, asked.what, run)
-        print(file)
-        if asked.what == "profile":
-            page = file.with_suffix(".md")
-            page.write_text(profile.page(results.read(file)), encoding="utf-8")
-            print(page)
+        if options.out:
+            _save_with_page(options.out, "profile", run, profile.page)
+        return
+    from benchmarks import ratios
+
+    run["ratios"] = ratios.answer(ratios.questions(options.table, run["rows"]), run["rows"])
+    for ratio in run["ratios"]:
+        print(json.dumps(ratio) if options.json else results.line(ratio), flush=True)
+    if options.out:
+        print(results.save(options.out, options.table, run))
     failed = [row for row in run["rows"] if row["system"] == "kvjax" and "skipped" in row]
-    if failed and asked.what != "profile":  # there a policy may want weights that were not given
+    if failed:
         raise InputError(f"{failed[0]['config']} was not measured: {failed[0]['skipped']}.")
 
 
-class _bar:  # noqa: N801  (used as a verb: ``with _bar(...)``)
-    """A bar on standard error; gives (tick, say), where say prints a line above it."""
+def _header(words: Sequence[str], threads: int) -> Row:
+    return {"command": results.written_command(words), "machine": machine.facts(threads)}
 
-    def __init__(self, what: str, work: float) -> None:
-        from tqdm import tqdm
 
-        form = "{desc}: {percentage:3.0f}% |{bar}| {elapsed}, {remaining} left"
-        self._line = tqdm(
-            desc=what, total=work, bar_format=form, file=sys.stderr, disable=not sys.stderr.isatty()
-        )
+def _today() -> str:
+    return datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d")
 
-    def __enter__(self) -> tuple[Callable[[float], None], Callable[[str], None]]:
-        return self._tick, self._say
 
-    def _tick(self, work: float) -> None:
-        self._line.update(work)
+def _save_with_page(folder: Path, name: str, run: Row, page: Callable[[Sequence[Row]], str]) -> None:
+    file = results.save(folder, name, run)
+    file.with_suffix(".md").write_text(page(results.read(file)), encoding="utf-8")
+    print(file, file.with_suffix(".md"), sep="\n")
 
-    def _say(self, text: str) -> None:
-        self._line.write(text, file=sys.stdout)
-        sys.stdout.flush()
 
-    def __exit__(self, *_: object) -> None:
-        self._line.close()
+@contextlib.contextmanager
+def _progress(name: str, work: float) -> Iterator[tuple[Callable[[float], object], Callable[[str], None]]]:
+    """A bar on standard error: one function advances it, the other prints a line above it."""
+    from tqdm import tqdm
+
+    form = "{desc}: {percentage:3.0f}% |{bar}| {elapsed}, {remaining} left"
+    hidden = not sys.stderr.isatty()
+    with tqdm(desc=name, total=work, bar_format=form, file=sys.stderr, disable=hidden) as bar:
+
+        def show(text: str) -> None:
+            bar.write(text, file=sys.stdout)
+            sys.stdout.flush()
+
+        yield bar.update, show
 
 
 if __name__ == "__main__":

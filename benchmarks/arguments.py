@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from benchmarks import compile as compiling
 from benchmarks import machine
 from benchmarks.serving import Serving
-from benchmarks.sides import Settings
+from benchmarks.sides import Comparison
 from kvjax import cli
 from kvjax.catalogue import policy
 from kvjax.cli import option, shared
@@ -23,7 +23,7 @@ QUICK = {
     "tokens": 4,
     "rounds": 2,
 }
-"""Defaults of ``--quick``: it proves that everything runs, and measures nothing worth knowing."""
+"""Defaults of ``--quick``, which only shows that everything runs."""
 
 SERVE_QUICK = {"batches": (2,), "prompt": 96, "long": 96, "prefix": 300, "new": 12, "fit": 2}
 
@@ -33,25 +33,9 @@ def _specs(default: tuple[str, ...]) -> Any:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Asked:
-    """Options of a command; ``what`` is its name."""
-
-    what: ClassVar[str]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Rows(Asked):
-    """Options of the commands that measure rows."""
-
-    out: Path | None = shared("--out", help="save rows there, such as results/bench")
-    json: bool = shared("--json", False, "rows as JSON lines")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Host(Asked):
+class Host:
     """Measure the host's cost of a decode step."""
 
-    what = "host"
     layers: int = option(36, "of the model")
     policies: tuple[str, ...] = _specs(("full", "snapkv + ada(0.25)", "quest", "int8"))
     repeats: int = option(300, "steps that are timed")
@@ -59,10 +43,17 @@ class Host(Asked):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Compile(Rows):
+class _Rows:
+    """Options of the commands that measure rows."""
+
+    out: Path | None = shared("--out", help="save rows there, such as results/bench")
+    json: bool = shared("--json", False, "rows as JSON lines")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Compile(_Rows):
     """Measure seconds and programs of a first and a second start, by depth."""
 
-    what = "compile"
     depths: tuple[int, ...] = option(compiling.LAYERS, "of the model", flag="--layers")
     policies: tuple[str, ...] = _specs(compiling.POLICIES)
     threads: int = option(compiling.THREADS, "CPUs")
@@ -75,35 +66,39 @@ class Compile(Rows):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Decode(Settings, Rows):
-    """Measure tokens a second, beside transformers and kvpress; an interrupted run goes on with --out."""
+class Table(Comparison, _Rows):
+    """A table of rows; ``table`` is its name, and that of the module that measures it."""
 
-    what = "decode"
+    table: ClassVar[str]
     quick: bool = option(False, "seconds instead of minutes: only that it runs")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Prefill(Decode):
+class Decode(Table):
+    """Measure tokens a second, beside transformers and kvpress; an interrupted run goes on with --out."""
+
+    table = "decode"
+
+
+class Prefill(Table):
     """Measure time to first token and peak memory, beside them; an interrupted run goes on with --out."""
 
-    what = "prefill"
+    table = "prefill"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Profile(Decode):
+class Profile(Table):
     """Measure where a decode step's time goes; an interrupted run goes on with --out."""
 
-    what = "profile"
-    batches: tuple[int, ...] = Settings.batches  # one row of ours alone: no options for others
+    table = "profile"
+    batches: tuple[int, ...] = Comparison.batches  # one row of ours alone: no options for others
     mesh: str | None = None
     peers: Path | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Serve(Serving, Rows):
+class Serve(Serving, _Rows):
     """Measure the engine beside generate, and policies at equal KV memory."""
 
-    what = "serve"
     quick: bool = option(False, "only that it runs")
 
     def __post_init__(self) -> None:
@@ -114,27 +109,34 @@ class Serve(Serving, Rows):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Plot(Asked):
+class Plot:
     """Draw pictures and a page of saved results."""
 
-    what = "plot"
     out: Path | None = shared("--out", help="folder of results (default: results/bench)")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Peers(Asked):
+class Peers:
     """Make the environment with transformers and kvpress."""
 
-    what = "peers"
     make: Path = option(None, "a new virtual environment", "DIR", required=True)
     pip: tuple[str, ...] = option((), "an argument of pip install torch, as --pip=…", "WORD", action="append")
 
 
-COMMANDS = {kind.what: kind for kind in (Host, Compile, Decode, Prefill, Profile, Serve, Plot, Peers)}
+COMMANDS: dict[str, type] = {
+    "host": Host,
+    "compile": Compile,
+    "decode": Decode,
+    "prefill": Prefill,
+    "profile": Profile,
+    "serve": Serve,
+    "plot": Plot,
+    "peers": Peers,
+}
 
 
-def parse(words: Sequence[str]) -> Any:
-    """The command's options.
+def parse(words: Sequence[str]) -> tuple[str, Any]:
+    """The command's name and its options, an instance of its class in ``COMMANDS``.
 
     Raises:
       InputError: an unknown word, a number out of range, a folder without peers.
@@ -149,5 +151,9 @@ def parse(words: Sequence[str]) -> Any:
         "profile": {name: value for name, value in profile.items() if name != "batches"},
         "serve": SERVE_QUICK if quick else {},
     }
-    about = "Benchmarks of the KV cache, beside our peers."
-    return cli.parse_command(COMMANDS, words, defaults, prog="python -m benchmarks", description=about)[1]
+    about = {
+        "prog": "python -m benchmarks",
+        "description": "Benchmarks of the KV cache, beside our peers.",
+        "examples": "The kernels have a command line of their own: python -m benchmarks kernels --help",
+    }
+    return cli.parse_command(COMMANDS, words, defaults, **about)

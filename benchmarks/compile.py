@@ -1,8 +1,8 @@
 """``compile``: what a start costs before anything runs fast, by depth and policy.
 
-Each start is a process of its own that reads a prompt and writes a few tokens with a model so thin that only
-the compiler works. The first start finds no compiled programs and keeps its own, as the commands of kvjax do;
-the second finds them.
+Each start is a process of its own that reads a prompt and writes a few tokens with a model so narrow that
+only the compiler works. The first start finds no compiled programs and keeps its own, like the commands of
+kvjax; the second finds them.
 """
 
 from __future__ import annotations
@@ -11,19 +11,16 @@ import itertools
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from benchmarks.child import Child
-
-Row = dict[str, Any]
+from benchmarks.results import Row
 
 POLICIES = ("full", "snapkv + ada(0.25)", "wg-kv", "conf-kv + int8(320)")
-"""One of each kind: dense, ranked after the prompt, judged on arrival, evicted while decoding."""
+"""One of each kind: dense, ranked after the prompt, admitted on arrival, evicted while decoding."""
 
 LAYERS, THREADS = (4, 32), 1
 PROMPT, NEW = 700, 130
-"""Tokens read, more than any budget of a preset leaves alone; and written: two full segments."""
-
+"""Tokens read, more than any preset's budget keeps; and written: two full multi-step decodes."""
 
 _INTRODUCTION = """\
 A model of 16 channels a layer, so that nearly all of the time is the compiler's; {prompt} tokens are read,
@@ -36,7 +33,7 @@ little; stages are seconds of the clock. Programs: compiled while reading + whil
 def rows(
     layers: Sequence[int], policies: Sequence[str], threads: int, prompt: int = PROMPT, new: int = NEW
 ) -> Iterator[Row]:
-    """One row a cell, as they come: ``prompt`` tokens read and ``new`` written."""
+    """One row for each policy and depth: ``prompt`` tokens read and ``new`` written."""
     for spec, depth in itertools.product(policies, layers):
         with tempfile.TemporaryDirectory() as keep:
             first, second = (_start(spec, depth, keep, threads, prompt, new) for _ in range(2))
@@ -48,14 +45,14 @@ def _start(spec: str, layers: int, keep: str, threads: int, prompt: int, new: in
         return child.ask("start", spec=spec, layers=layers, prompt=prompt, new=new, keep=keep)
 
 
-def table(found: Sequence[Row]) -> list[str]:
-    """The rows as Markdown: seconds of all CPUs, which a busy machine changes little; growth by depth."""
-    least = min(row["layers"] for row in found)
-    base = {row["policy"]: seconds(row["first"]) for row in found if row["layers"] == least}
+def table(rows: Sequence[Row]) -> list[str]:
+    """The rows as Markdown: seconds of all CPUs, growth by depth."""
+    least = min(row["layers"] for row in rows)
+    base = {row["policy"]: seconds(row["first"]) for row in rows if row["layers"] == least}
     names = ["policy", "layers", "prefill", "decode", "together", f"over {least} layers", "programs"]
     names += ["tracing", "lowering", "compiling", "second start", "its clock"]
     lines = ["| " + " | ".join(names) + " |", "|---" * len(names) + "|"]
-    for row in found:
+    for row in rows:
         first, second = row["first"], row["second"]
         cells = [f"`{row['policy']}`", str(row["layers"])]
         cells += [f"{first[half]['cpu_s']:.1f} s" for half in ("prefill", "decode")]
@@ -82,7 +79,7 @@ def page(runs: Sequence[Row]) -> str:
 
 
 def line(row: Row) -> str:
-    """A row for people."""
+    """A row in one line."""
     first, second = row["first"], row["second"]
     clock = [start["prefill"]["seconds"] + start["decode"]["seconds"] for start in (first, second)]
     programs = first["prefill"]["programs"] + first["decode"]["programs"]
@@ -94,5 +91,5 @@ def line(row: Row) -> str:
 
 
 def seconds(start: Row) -> float:
-    """Of all CPUs, reading and writing."""
+    """Seconds of all CPUs, reading and writing."""
     return float(start["prefill"]["cpu_s"] + start["decode"]["cpu_s"])

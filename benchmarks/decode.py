@@ -1,8 +1,8 @@
 """``decode``: tokens a second of every side, a few tokens each in turns.
 
-A prompt of random ids is read once in one row (and compressed at its end), then decoded from copies of that
-row, as many as the batch has: speed asks how much is read, not what it says. Time to first token and peak
-memory of whole batches: ``prefill``.
+A prompt of random ids is read once in one row (and compressed at its end); each row of the batch decodes from
+a copy of it, because speed does not depend on what the tokens are. ``prefill`` measures the time to first
+token and the peak memory of whole batches.
 """
 
 from __future__ import annotations
@@ -13,48 +13,50 @@ import itertools
 import statistics
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from benchmarks.child import Child, ChildError
-from benchmarks.sides import NO_PEERS, WARM, Config, Settings
+from benchmarks.results import Row
+from benchmarks.sides import NO_PEERS, WARM, Comparison, Config
 from kvjax.sharding.specs import DATA
 
-Row = dict[str, Any]
 Cell = tuple[str, int, int]
+Advance = Callable[[float], None]
 
 
 @dataclasses.dataclass
-class Lane:
-    """One side at one context and dtype: its process, or why there is none."""
+class Side:
+    """One side at one context and dtype: its process, or the reason why it has none."""
 
     config: Config
     row: Row
     child: Child | None = None
     reason: str = ""
 
-    def ask(self, do: str, **what: Any) -> Row:
-        """The answer; empty once the side has failed or is absent."""
+    def ask(self, do: str, **values: object) -> Row:
+        """The answer; empty if the side has failed or is absent."""
         if self.child is None:
             return {}
         try:
-            return self.child.ask(do, **what)
+            return self.child.ask(do, **values)
         except ChildError as error:
             self.close(str(error))
             return {}
 
     def close(self, reason: str) -> None:
-        """End the process; a reason says that it failed."""
+        """Ends the process; a reason that is not empty means that it failed."""
         if self.child is not None:
             self.child.end()
         self.child, self.reason = None, reason
 
 
 @contextlib.contextmanager
-def lanes(settings: Settings, context: int, dtype: str, folder: Path, quarter: bool) -> Iterator[list[Lane]]:
+def open_sides(
+    settings: Comparison, context: int, dtype: str, folder: Path, quarter: bool
+) -> Iterator[list[Side]]:
     """Processes of all sides with the model loaded; peers without an environment have a reason instead."""
-    found = []
+    sides = []
     with contextlib.ExitStack() as stack:
         for config in settings.configs(quarter):
             row = {
@@ -65,20 +67,20 @@ def lanes(settings: Settings, context: int, dtype: str, folder: Path, quarter: b
                 "dtype": dtype,
                 "threads": settings.threads,
             }
-            lane = Lane(config, row)
+            side = Side(config, row)
             if config.system != "kvjax" and settings.peers is None:
-                lane.reason = NO_PEERS
+                side.reason = NO_PEERS
             else:
-                lane.child = stack.enter_context(settings.open(config))
-                given = {"mesh": settings.mesh} if config.system == "kvjax" and settings.mesh else {}
-                loaded = lane.ask("load", folder=str(folder), dtype=dtype, **given)
-                lane.row |= given
-                lane.row |= {"versions": loaded.get("versions"), "rss_loaded": loaded.get("rss")}
-            found.append(lane)
-        yield found
+                side.child = stack.enter_context(settings.open(config))
+                mesh = {"mesh": settings.mesh} if config.system == "kvjax" and settings.mesh else {}
+                loaded = side.ask("load", folder=str(folder), dtype=dtype, **mesh)
+                side.row |= mesh
+                side.row |= {"versions": loaded.get("versions"), "rss_loaded": loaded.get("rss")}
+            sides.append(side)
+        yield sides
 
 
-def prompts(settings: Settings, rows: int, tokens: int) -> list[list[int]]:
+def prompts(settings: Comparison, rows: int, tokens: int) -> list[list[int]]:
     """Random ids, the same for every side."""
     draw = np.random.default_rng(settings.seed)
     return draw.integers(0, settings.spec.vocab_size, (rows, tokens)).tolist()
@@ -89,46 +91,46 @@ def cell(row: Row) -> Cell:
     return row["dtype"], row["context"], row["batch"]
 
 
-def todo(settings: Settings, have: Collection[Cell]) -> list[tuple[str, int, list[int]]]:
+def todo(settings: Comparison, have: Collection[Cell]) -> list[tuple[str, int, list[int]]]:
     """(dtype, context, batches) of what is not yet measured."""
-    found = []
+    cells = []
     for dtype, context in itertools.product(settings.dtypes, settings.contexts):
         batches = [batch for batch in settings.batches if (dtype, context, batch) not in have]
-        found += [(dtype, context, batches)] if batches else []
-    return found
+        cells += [(dtype, context, batches)] if batches else []
+    return cells
 
 
 def measure(
-    settings: Settings,
+    settings: Comparison,
     folder: Path,
     done: Callable[[list[Row]], None],
-    tick: Callable[[float], None],
+    advance: Advance,
     have: Collection[Cell],
 ) -> None:
-    """The table.
+    """Measures the table.
 
     Args:
       settings: what to measure.
       folder: the weights.
-      done: given the rows of a cell, in the order of ``Settings.configs``.
-      tick: told the work of each prefill and each piece (``work`` in all).
+      done: called with the rows of a cell, in the order of ``Comparison.configs``.
+      advance: called with the work of each prefill and each piece; the sum is ``work``.
       have: cells that are measured already.
     """
     for dtype, context, batches in todo(settings, have):
-        with lanes(settings, context, dtype, folder, quarter=True) as sides:
-            for lane in sides:
+        with open_sides(settings, context, dtype, folder, quarter=True) as sides:
+            for side in sides:
                 # A row for each device along data: a mesh takes no fewer.
-                ids = prompts(settings, 1, lane.row["prompt"]) * settings.grid.size(DATA)
-                lane.ask(
-                    "prefill", spec=lane.config.spec, tokens=ids, new=settings.new, every=settings.tokens
+                ids = prompts(settings, 1, side.row["prompt"]) * settings.grid.size(DATA)
+                side.ask(
+                    "prefill", spec=side.config.spec, tokens=ids, new=settings.new, every=settings.tokens
                 )
-                tick(settings.reading(1, lane.row["prompt"]))
+                advance(settings.reading(1, side.row["prompt"]))
             for batch in batches:
-                done(_in_turns(settings, sides, batch, tick))
+                done(_in_turns(settings, sides, batch, advance))
 
 
-def work(settings: Settings, have: Collection[Cell]) -> float:
-    """The sum of what ``measure`` will tell ``tick``."""
+def work(settings: Comparison, have: Collection[Cell]) -> float:
+    """All work of ``measure``."""
     total = 0.0
     for _, context, batches in todo(settings, have):
         for config in settings.configs(quarter=True):
@@ -138,38 +140,35 @@ def work(settings: Settings, have: Collection[Cell]) -> float:
     return total
 
 
-def _in_turns(settings: Settings, sides: list[Lane], batch: int, tick: Callable[[float], None]) -> list[Row]:
-    started = [lane.ask("start", rows=batch) for lane in sides]
+def _in_turns(settings: Comparison, sides: list[Side], batch: int, advance: Advance) -> list[Row]:
+    started = [side.ask("start", rows=batch) for side in sides]
     pieces: list[list[Row]] = [[] for _ in sides]
     for _ in range(WARM + settings.rounds):
-        for lane, found in zip(sides, pieces):
-            found.append(lane.ask("decode"))
-            tick(settings.writing(batch, lane.row["prompt"]))
-    ended = [lane.ask("bytes") for lane in sides]
-    return [_row(lane, batch, *facts) for lane, facts in zip(sides, zip(started, pieces, ended))]
+        for side, answers in zip(sides, pieces):
+            answers.append(side.ask("decode"))
+            advance(settings.writing(batch, side.row["prompt"]))
+    ended = [side.ask("bytes") for side in sides]
+    return [_row(side, batch, *facts) for side, facts in zip(sides, zip(started, pieces, ended))]
 
 
-def _latency(steps: list[float]) -> Row:
-    """Of a step, in ms. A piece of several tokens counts with its mean: for true steps time pieces of one."""
-    p50, p95 = np.percentile(steps, [50, 95])
-    return {"step_ms_p50": round(1e3 * float(p50), 4), "step_ms_p95": round(1e3 * float(p95), 4)}
-
-
-def _row(lane: Lane, batch: int, start: Row, pieces: list[Row], end: Row) -> Row:
-    row = lane.row | {"batch": batch}
+def _row(side: Side, batch: int, start: Row, pieces: list[Row], end: Row) -> Row:
+    row = side.row | {"batch": batch}
     row.pop("rss_loaded", None)
     if not end:
-        return row | {"skipped": lane.reason}
-    # A piece in which something was compiled says nothing of speed.
+        return row | {"skipped": side.reason}
+    # A piece in which something was compiled says nothing about speed.
     timed = [piece for piece in pieces[WARM:] if not piece["compile_seconds"]]
     if not timed:
         return row | {"skipped": "something was compiled in every timed piece"}
     seconds = [piece["seconds"] for piece in timed]
+    # A piece of several tokens counts with its mean; pieces of one token give the latency of single steps.
+    p50, p95 = np.percentile([s * batch / piece["tokens"] for s, piece in zip(seconds, timed)], [50, 95])
     return row | {
         "tokens_per_s": round(timed[0]["tokens"] / statistics.median(seconds), 2),
         "tokens_timed": sum(piece["tokens"] for piece in timed),
         "piece_s": [round(s, 5) for s in seconds],
-        **_latency([s * batch / piece["tokens"] for s, piece in zip(seconds, timed)]),
+        "step_ms_p50": round(1e3 * float(p50), 4),
+        "step_ms_p95": round(1e3 * float(p95), 4),
         "compile_s": round(sum(piece["compile_seconds"] for piece in pieces), 2),
         "live_bytes": start["live"],
         "allocated_bytes": start["allocated"],

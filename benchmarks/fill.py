@@ -1,9 +1,9 @@
-"""A state as a long prompt leaves it, without reading one: drawn tokens, judged and packed by the policy.
+"""A state as a long prompt leaves it, made without reading a prompt.
 
-Reading 32 thousand random tokens takes minutes, of which only attention is of no use here. So keys, values
+Reading 32 thousand random tokens takes minutes, and their attention is of no use here. So keys, values
 and queries are drawn, and the same functions as in prefill (``kvjax.layer``) admit, score, choose and store.
-Queries of later heads are larger, so that heads differ and per-head budgets come out ragged. Attention that a
-policy ranks by is drawn, too: what it really is costs minutes.
+Queries of later heads are larger, so that heads differ and per-head budgets become ragged. Attention that a
+policy ranks by is drawn, too, because the real one would cost minutes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 def untrained(model: Weighted, policy: Policy, seed: int) -> Params:
-    """Learned weights that have learned nothing, and cost what trained ones do."""
+    """Learned weights without training, which cost as much as trained ones."""
     return {part.place: part.untrained(model, seed) for part in policy.learned}
 
 
@@ -46,26 +46,25 @@ def filled(
     seed: int,
     new: int,
 ) -> KVState:
-    """One row that has seen ``tokens`` tokens, with room for ``new`` more as ``stream`` would make it."""
+    """One row that has seen ``tokens`` tokens, with the room that ``stream`` makes for ``new`` more."""
     state = decode.empty(network, policy, rows=1, context=context, dtype=dtype)
     keys = jax.random.split(jax.random.PRNGKey(seed), network.num_layers)
-    rooms = []
-    for index, (room, key) in enumerate(zip(state.layers, keys)):
-        mine = {part.place: part.at_layer(weights[part.place], index) for part in policy.learned}
-        judged, kept = _judged(
-            network.spec, policy, tokens, dtype, room.ring.window, mine, jnp.asarray(index), key
-        )
-        pages = decode.prompt_pages(policy, room, np.asarray(kept))
-        rooms.append(_packed(policy, network.num_layers, pages, mine, room, judged, jnp.asarray(index)))
+    caches = []
+    for index, (cache, key) in enumerate(zip(state.layers, keys)):
+        learned = {part.place: part.at_layer(weights[part.place], index) for part in policy.learned}
+        at = jnp.asarray(index)
+        new_tokens, kept = _admitted(network.spec, policy, tokens, dtype, cache.ring.window, learned, at, key)
+        pages = decode.prompt_pages(policy, cache, np.asarray(kept))
+        caches.append(_stored(policy, network.num_layers, pages, learned, cache, new_tokens, at))
     seen = jnp.full(1, tokens, jnp.int32)
-    state = dataclasses.replace(state, layers=tuple(rooms), length=seen, total=jnp.copy(seen))
+    state = dataclasses.replace(state, layers=tuple(caches), length=seen, total=jnp.copy(seen))
     # As after a prefill (pools at their smallest class), then as ``stream`` grows them.
     state = states.fit(state)
     return decode.reserve(policy, state, new, 1, ahead=max(new, decode.HORIZON))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
-def _judged(
+def _admitted(
     spec: ModelSpec,
     policy: Policy,
     tokens: int,
@@ -75,22 +74,21 @@ def _judged(
     index: Int[Array, ""],
     key: Array,
 ) -> tuple[Entry, Int[Array, "1 K"]]:
-    """A layer's tokens with their verdicts, and how many of each stream GLOBAL will hold."""
+    """A layer's tokens with their admission, and how many of each KV head GLOBAL will hold."""
     total = jnp.full(1, tokens, jnp.int32)
     pos = jnp.arange(tokens, dtype=jnp.int32)[None]
     heads = _drawn(spec, tokens, dtype, key)
-    site = layers.LayerInfo(policy, weights, index, spec.num_layers, None, total)
-    seen = layers.observe(site, heads, pos)
-    new = layers.arriving(site, heads, pos, seen)
-    if policy.budget.limited and policy.eviction.needs_mass:  # drawn, too: attention itself costs minutes
+    info = layers.LayerInfo(policy, weights, index, spec.num_layers, None, total)
+    seen = layers.observe(info, heads, pos)
+    new = layers.arriving(info, heads, pos, seen)
+    if policy.budget.limited and policy.eviction.needs_mass:
         mass = jax.random.exponential(jax.random.fold_in(key, 1), (1, spec.num_heads, tokens)) / tokens
         seen = dataclasses.replace(seen, values=seen.values | {"mass": mass})
         if policy.tracks_mass:
-            new = dataclasses.replace(
-                new, meta=layers.accumulate_mass(site, pos[:, None], new.meta, mass, total)
-            )
+            meta = layers.accumulate_mass(info, pos[:, None], new.meta, mass, total)
+            new = dataclasses.replace(new, meta=meta)
     if policy.budget.limited:
-        new = dataclasses.replace(new, admit=new.admit & layers.retained(site, new, seen))
+        new = dataclasses.replace(new, admit=new.admit & layers.retained(info, new, seen))
     return new, layers.count_stored(new, total, window)
 
 
@@ -107,15 +105,15 @@ def _drawn(spec: ModelSpec, tokens: int, dtype: jnp.dtype, key: Array) -> Heads:
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _packed(
+def _stored(
     policy: Policy,
     count: int,
     pages: tuple[int, ...],
     weights: Params,
-    room: LayerCache,
-    judged: Entry,
+    cache: LayerCache,
+    tokens: Entry,
     index: Int[Array, ""],
 ) -> LayerCache:
-    total = jnp.full(1, judged.pos.shape[1], jnp.int32)
-    room = room.with_pools([pool.resize(held, count) for held, count in zip(room.pools, pages)])
-    return layers.store(layers.LayerInfo(policy, weights, index, count, None, total), room, judged, total)
+    total = jnp.full(1, tokens.pos.shape[1], jnp.int32)
+    cache = cache.with_pools([pool.resize(held, count) for held, count in zip(cache.pools, pages)])
+    return layers.store(layers.LayerInfo(policy, weights, index, count, None, total), cache, tokens, total)

@@ -1,7 +1,7 @@
-"""What an unfinished run has measured so far, so that an interrupted one goes on where it stopped.
+"""The rows of an unfinished run, so that an interrupted one goes on where it stopped.
 
-One JSON line a group of rows that were measured in turns, beside the results; the first line says of which
-command, code and machine. Another command, commit or machine begins anew.
+A file beside the results: the first line is the command, code and machine, each further one a group of rows
+that were measured in turns. Another command, commit or machine starts from the beginning.
 """
 
 from __future__ import annotations
@@ -9,16 +9,15 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-Row = dict[str, Any]
+from benchmarks.results import Row
 
 
 class Journal:
     """Groups of rows, kept on disk while a run lasts.
 
     Attributes:
-      groups: what was measured before this process began.
+      groups: measured before this process began.
       seconds: how long that took.
     """
 
@@ -43,7 +42,7 @@ class Journal:
             file.unlink()
 
     def add(self, rows: Sequence[Row], seconds: float) -> None:
-        """Keep a group; ``seconds`` since this process began."""
+        """Keeps a group; ``seconds`` since this process began."""
         if self._file is None:
             return
         fresh = not self._file.exists()
@@ -54,6 +53,6 @@ class Journal:
             print(json.dumps({"seconds": self.seconds + seconds, "rows": list(rows)}), file=file)
 
     def finish(self) -> None:
-        """The run is saved as a result: forget it."""
+        """Removes the file: the run is saved as a result."""
         if self._file is not None:
             self._file.unlink(missing_ok=True)

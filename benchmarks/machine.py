@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import re
@@ -17,53 +18,53 @@ def cpus(threads: int) -> list[int]:
     Raises:
       InputError: more threads than CPUs.
     """
-    mine = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
-    if threads > len(mine):
-        raise InputError(f"--threads {threads} exceeds the {len(mine)} CPUs of this process. Ask for fewer.")
-    return list(mine)[-threads:]
+    known = hasattr(os, "sched_getaffinity")
+    usable = sorted(os.sched_getaffinity(0)) if known else list(range(os.cpu_count() or 1))
+    if threads > len(usable):
+        raise InputError(
+            f"--threads {threads} exceeds the {len(usable)} CPUs of this process. Ask for fewer."
+        )
+    return usable[-threads:]
 
 
 def pin(to: list[int]) -> None:
-    """Keep this process, and every thread it starts from now on, on these CPUs (where the system can)."""
+    """Keeps this process, and every thread it starts from now on, on these CPUs (if the system can)."""
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, to)
 
 
 def environment(threads: int, devices: int = 1) -> dict[str, str]:
-    """What a measured process must find in its environment before it imports anything.
+    """The environment of a measured process, which must be there before it imports anything.
 
-    ``devices`` are virtual ones, which share the threads. Programs are compiled, never fetched: seconds of
-    compiling are the compiler's own.
+    ``devices`` are virtual and share the threads. Programs are compiled, never fetched from a cache.
     """
     flags = os.environ.get("XLA_FLAGS", "")
     if threads == 1:
         flags += " --xla_cpu_multi_thread_eigen=false"
     if devices > 1:
         flags += f" --xla_force_host_platform_device_count={devices}"
-    known = {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads), "JAX_PLATFORMS": "cpu"}
-    return (
-        dict(os.environ)
-        | known
-        | {
-            "XLA_FLAGS": flags.strip(),
-            "HF_HUB_OFFLINE": "1",
-            "JAX_ENABLE_COMPILATION_CACHE": "false",
-        }
-    )
+    return dict(os.environ) | {
+        "OMP_NUM_THREADS": str(threads),
+        "MKL_NUM_THREADS": str(threads),
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": flags.strip(),
+        "HF_HUB_OFFLINE": "1",
+        "JAX_ENABLE_COMPILATION_CACHE": "false",
+    }
 
 
 def cpu_name() -> str:
-    """The CPU's own name for itself."""
+    """The model name of the CPU."""
     try:
-        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+        name = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     except OSError:
-        found = None
-    return found[1].strip() if found else platform.processor() or platform.machine()
+        name = None
+    return name[1].strip() if name else platform.processor() or platform.machine()
 
 
 def commit() -> str | None:
-    """The commit of this checkout, "+" behind it when files differ; None outside of one."""
-    root = Path(__file__).parents[2]
+    """The commit of this checkout, with "+" if the code differs from it; None outside of a checkout."""
+    root = Path(__file__).parents[1]
     if not (root / ".git").exists():
         return None
     try:
@@ -72,7 +73,9 @@ def commit() -> str | None:
             [*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True
         )
         state = subprocess.run(
-            [*git, "status", "--porcelain", "-uno", "kvjax", "pallas_kernels"], capture_output=True, text=True
+            [*git, "status", "--porcelain", "-uno", "kvjax", "pallas_kernels", "benchmarks"],
+            capture_output=True,
+            text=True,
         )
     except (OSError, subprocess.CalledProcessError):
         return None
@@ -80,7 +83,7 @@ def commit() -> str | None:
 
 
 def facts(threads: int) -> dict[str, str | int | None]:
-    """What a result must say about where it was taken."""
+    """What a result says about the machine."""
     import jax
 
     return {
@@ -94,19 +97,17 @@ def facts(threads: int) -> dict[str, str | int | None]:
 
 
 def resident() -> dict[str, int]:
-    """Bytes of memory this process holds, and the most it held since ``forget_peak``; empty elsewhere."""
+    """Bytes of memory of this process, and the most since ``forget_peak``; empty without /proc."""
     try:
         status = Path("/proc/self/status").read_text()
     except OSError:
         return {}
     names = {"rss": "VmRSS", "peak_rss": "VmHWM"}
-    found = {name: re.search(rf"^{key}:\s*(\d+) kB", status, re.MULTILINE) for name, key in names.items()}
-    return {name: int(match[1]) * 1024 for name, match in found.items() if match}
+    matches = {name: re.search(rf"^{key}:\s*(\d+) kB", status, re.MULTILINE) for name, key in names.items()}
+    return {name: int(match[1]) * 1024 for name, match in matches.items() if match}
 
 
 def forget_peak() -> None:
-    """Let the peak start again from what is held now, where the system can."""
-    try:
+    """Lets the peak start again from what is held now, if the system can."""
+    with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
-    except OSError:
-        return

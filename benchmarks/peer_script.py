@@ -32,14 +32,13 @@ def press_of(name: str) -> Any:
     return {"snapkv": snap, "adakv": AdaKVPress(snap, alpha_safeguard=0.2)}[name]
 
 
-class Side:
-    """A model and what it is in the middle of."""
+class Worker:
+    """A model, its prefilled cache, and the cache that is being decoded."""
 
     cache: Any = None
     prefilled: Any = None
 
     def load(self, folder: str, dtype: str) -> dict[str, Any]:
-        """Read the model; also says the versions in use."""
         kind = getattr(torch, dtype)
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=kind, attn_implementation="sdpa")
         self.model.eval()
@@ -55,8 +54,7 @@ class Side:
 
     @torch.inference_mode()
     def prefill(self, spec: str, tokens: list[list[int]], new: int, every: int) -> dict[str, Any]:
-        """Prompt to first token."""
-        del new
+        """Prompt to first token; a cache of transformers needs no room for ``new`` tokens."""
         self.every = every
         self.cache, self.prefilled = None, None  # a second call must not hold two caches
         ids = torch.tensor(tokens)
@@ -78,7 +76,7 @@ class Side:
 
     @torch.inference_mode()
     def start(self, rows: int) -> dict[str, Any]:
-        """Decode from copies of the first prefilled row."""
+        """Decodes from copies of the first prefilled row."""
         self.cache = DynamicCache()
         for index, (keys, values) in enumerate(self.prefilled):
             self.cache.update(keys[:1].repeat(rows, 1, 1, 1), values[:1].repeat(rows, 1, 1, 1), index)
@@ -95,7 +93,7 @@ class Side:
         """A few more tokens of every row, timed."""
         begun = time.perf_counter()
         for _ in range(self.every):
-            # After a press the cache is shorter than the sequence, so the position is said.
+            # After a press the cache is shorter than the sequence, so the position must be given.
             at = torch.full_like(self.token, self.position)
             logits = self.model(input_ids=self.token, past_key_values=self.cache, position_ids=at).logits
             self.token = logits[:, -1].argmax(dim=-1, keepdim=True)
@@ -115,29 +113,29 @@ class Side:
         try:
             self.answers(manager, warm, new)
             begun, spent = time.perf_counter(), time.process_time()
-            found = self.answers(manager, tokens, new)
+            results = self.answers(manager, tokens, new)
             seconds, spent = time.perf_counter() - begun, time.process_time() - spent
         finally:
             manager.stop(block=True, timeout=5)
-        stamps = [[at - begun for at in result.timestamps] for result in found]
+        stamps = [[at - begun for at in result.timestamps] for result in results]
         return {"seconds": seconds, "cpu_seconds": spent, "stamps": stamps}
 
     def answers(self, manager: Any, tokens: list[list[int]], new: int) -> list[Any]:
-        """What a running manager makes of requests that come together."""
+        """The results of requests that come together."""
         manager.add_requests(inputs=tokens, max_new_tokens=new, record_timestamps=True)
-        found: list[Any] = []
-        while len(found) < len(tokens):
+        results: list[Any] = []
+        while len(results) < len(tokens):
             result = manager.get_result(timeout=1)
             if result is None and not manager.is_running():
                 raise RuntimeError("the manager ended before its requests did")
             if result is not None and result.is_finished():
                 if result.error or len(result.generated_tokens) != new:
                     raise RuntimeError(f"{len(result.generated_tokens)} of {new} tokens: {result.error}")
-                found.append(result)
-        return found
+                results.append(result)
+        return results
 
     def bytes(self) -> dict[str, Any]:
-        """Of the cache in hand; what it holds it has allocated."""
+        """Of the current cache; all that is allocated is live."""
         pairs = self.prefilled if self.cache is None else [(x.keys, x.values) for x in self.cache.layers]
         held = sum(x.nbytes for pair in pairs for x in pair)
         return {"live": held, "allocated": held}
@@ -147,12 +145,12 @@ class Side:
         try:
             status = Path("/proc/self/status").read_text()
             names = {"rss": "VmRSS", "peak_rss": "VmHWM"}
-            found = {n: re.search(rf"^{key}:\s*(\d+) kB", status, re.MULTILINE) for n, key in names.items()}
+            matches = {n: re.search(rf"^{key}:\s*(\d+) kB", status, re.MULTILINE) for n, key in names.items()}
             if forget:
                 Path("/proc/self/clear_refs").write_text("5")
         except OSError:
             return {}
-        return {name: int(match[1]) * 1024 for name, match in found.items() if match}
+        return {name: int(match[1]) * 1024 for name, match in matches.items() if match}
 
 
 def main() -> None:
@@ -162,10 +160,10 @@ def main() -> None:
         os.sched_setaffinity(0, cpus)
     torch.set_num_threads(len(cpus))
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever a library prints is no answer
-    side = Side()
+    os.dup2(2, 1)  # output of libraries must not mix with answers
+    worker = Worker()
     names = ("load", "prefill", "start", "decode", "serve", "bytes", "memory")
-    verbs = {name: getattr(side, name) for name in names}
+    verbs = {name: getattr(worker, name) for name in names}
     for line in sys.stdin:
         request = json.loads(line)
         try:

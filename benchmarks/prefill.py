@@ -1,6 +1,6 @@
 """``prefill``: time to first token and peak memory of every side, whole batches, one call each in turns.
 
-A call that takes longer than ``SLOW`` seconds is not repeated: its own seconds count, less what JAX spent
+A call that takes longer than ``SLOW`` seconds is not repeated: its own seconds count, without those of
 compiling, and its process ends before the next begins.
 """
 
@@ -10,8 +10,9 @@ import statistics
 from collections.abc import Callable, Collection
 from pathlib import Path
 
-from benchmarks.decode import Cell, Lane, Row, cell, lanes, prompts, todo
-from benchmarks.sides import Settings
+from benchmarks.decode import Advance, Cell, Side, cell, open_sides, prompts, todo
+from benchmarks.results import Row
+from benchmarks.sides import Comparison
 
 __all__ = ["cell", "measure", "work"]
 
@@ -19,21 +20,21 @@ SLOW = 20.0
 
 
 def measure(
-    settings: Settings,
+    settings: Comparison,
     folder: Path,
     done: Callable[[list[Row]], None],
-    tick: Callable[[float], None],
+    advance: Advance,
     have: Collection[Cell],
 ) -> None:
-    """The table; arguments as in ``decode.measure``."""
+    """Measures the table; arguments as in ``decode.measure``."""
     for dtype, context, batches in todo(settings, have):
         for batch in batches:
-            with lanes(settings, context, dtype, folder, quarter=False) as sides:
-                done(_in_turns(settings, sides, batch, tick))
+            with open_sides(settings, context, dtype, folder, quarter=False) as sides:
+                done(_in_turns(settings, sides, batch, advance))
 
 
-def work(settings: Settings, have: Collection[Cell]) -> float:
-    """The sum of what ``measure`` will tell ``tick``."""
+def work(settings: Comparison, have: Collection[Cell]) -> float:
+    """All work of ``measure``."""
     return sum(
         (1 + settings.rounds) * settings.reading(batch, settings.prompt(context, config))
         for _, context, batches in todo(settings, have)
@@ -42,36 +43,36 @@ def work(settings: Settings, have: Collection[Cell]) -> float:
     )
 
 
-def _in_turns(settings: Settings, sides: list[Lane], batch: int, tick: Callable[[float], None]) -> list[Row]:
+def _in_turns(settings: Comparison, sides: list[Side], batch: int, advance: Advance) -> list[Row]:
     firsts: list[Row] = []
     calls: list[list[Row]] = [[] for _ in sides]
     ends: list[Row] = [{} for _ in sides]
-    for at, lane in enumerate(sides):
-        firsts.append(_call(settings, lane, batch))
+    for at, side in enumerate(sides):
+        firsts.append(_call(settings, side, batch))
         if firsts[-1].get("seconds", 0.0) > SLOW:
-            ends[at] = lane.ask("memory", forget=False)
-            lane.close("")
+            ends[at] = side.ask("memory", forget=False)
+            side.close("")
         else:
-            lane.ask("memory", forget=True)  # the peak of compiling is not the peak of reading
-        tick(settings.reading(batch, lane.row["prompt"]))
+            side.ask("memory", forget=True)  # the peak of compiling is not the peak of reading
+        advance(settings.reading(batch, side.row["prompt"]))
     for _ in range(settings.rounds):
-        for lane, found in zip(sides, calls):
-            found += [call] if (call := _call(settings, lane, batch)) else []
-            tick(settings.reading(batch, lane.row["prompt"]))
-    ends = [end or lane.ask("memory", forget=False) for lane, end in zip(sides, ends)]
-    return [_row(lane, batch, *facts) for lane, facts in zip(sides, zip(firsts, calls, ends))]
+        for side, answers in zip(sides, calls):
+            answers += [call] if (call := _call(settings, side, batch)) else []
+            advance(settings.reading(batch, side.row["prompt"]))
+    ends = [end or side.ask("memory", forget=False) for side, end in zip(sides, ends)]
+    return [_row(side, batch, *facts) for side, facts in zip(sides, zip(firsts, calls, ends))]
 
 
-def _call(settings: Settings, lane: Lane, batch: int) -> Row:
-    ids = prompts(settings, batch, lane.row["prompt"])
-    return lane.ask("prefill", spec=lane.config.spec, tokens=ids, new=settings.new, every=settings.tokens)
+def _call(settings: Comparison, side: Side, batch: int) -> Row:
+    ids = prompts(settings, batch, side.row["prompt"])
+    return side.ask("prefill", spec=side.config.spec, tokens=ids, new=settings.new, every=settings.tokens)
 
 
-def _row(lane: Lane, batch: int, first: Row, calls: list[Row], end: Row) -> Row:
-    row = lane.row | {"batch": batch}
+def _row(side: Side, batch: int, first: Row, calls: list[Row], end: Row) -> Row:
+    row = side.row | {"batch": batch}
     base = row.pop("rss_loaded", None)
-    if lane.reason:
-        return row | {"skipped": lane.reason}
+    if side.reason:
+        return row | {"skipped": side.reason}
     seconds = [call["seconds"] for call in calls] or [first["seconds"] - first["compile_seconds"]]
     last, ttft = (calls or [first])[-1], statistics.median(seconds)
     peak = end.get("peak_rss")

@@ -1,7 +1,7 @@
 """``profile``: where a decode step's time goes, for every shipped policy, as a page.
 
 Batch 1. The parts come from a ladder of programs that leave out more and more (``ladder.py``), on a state
-that is filled without reading a prompt (``fill.py``), all in one process pinned to the CPUs asked for.
+that is filled without reading a prompt (``fill.py``), all in one process (``ablate.py``).
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ import itertools
 import sys
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from typing import Any
 
 from benchmarks.child import Child, ChildError
-from benchmarks.sides import OURS, WARM, Settings
+from benchmarks.decode import Advance
+from benchmarks.results import Row
+from benchmarks.sides import OURS, WARM, Comparison
 from kvjax import catalogue
 
-Row = dict[str, Any]
 Cell = tuple[str, int, str]
 
 EVERY_STEP = "knorm + uniform(512, every_step)"
@@ -29,36 +29,36 @@ PARTS = {"host": "host", "weights": "weights", "ring": "ring", "GLOBAL": "global
 """Columns of the page and the parts they show, in ms."""
 
 _INTRODUCTION = """\
-How it was measured. Every figure is a median over compiled segments of the real decode loop
+How it was measured. Every figure is a median over multi-step decodes of the real decode loop
 (`kvjax.decode.decode_steps`), taken in turns in one process. The parts are differences between programs of a
-ladder: *weights* (embedding, projections, MLP, logits and sampling; attention hands back q + k + v),
-*ring* (and the new token is written to the ring, and the ring is read), *GLOBAL* (and the pages are read,
-at as many pages as the policy selects, but nothing enters or leaves them), *policy work* (the real step:
-admission, door, moves, eviction, selection, metadata). *Host* is the look at page counts and an empty
-program with the same arguments. By construction the parts add up to the step; *check* does not: it is
-(weights + a program of the seam alone, without weights) / step, two programs that share nothing, and
-should be about 1. Parts of a few per cent are within the noise, and may come out below zero. The host's part
-is per token of a segment of {tokens}; `generate` takes segments of 64.
+ladder: *weights* (embedding, projections, MLP, logits and sampling; attention returns q + k + v),
+*ring* (the new token is also written to the ring, and the ring is read), *GLOBAL* (as many pages as the
+policy selects are also read, but nothing enters or leaves them), *policy work* (the real step:
+admission, window exits, moves, eviction, selection, metadata). *Host* is reading the page counts and an empty
+program with the same arguments. By construction the parts add up to the step. *Check* is an independent sum:
+(weights + a program of attention alone, without weights) / step, from two programs that share nothing; it
+should be about 1. Parts of a few per cent are within the noise and may be negative. The host's part
+is per token of a multi-step decode of {tokens} steps; `generate` takes 64 steps at a time.
 
-The state is synthetic: keys, values and queries are drawn at random, then judged and packed by the policy
-itself; no prompt was read. Pools have the size that `stream` gives them, for up to 512 tokens to come.
+The state is synthetic: keys, values and queries are drawn at random, then admitted, ranked and stored by the
+policy itself; no prompt was read. Pools have the size that `stream` gives them, for up to 512 further tokens.
 Learned parts have untrained weights (`wg-kv`: gates that admit about a quarter of what the model writes).
 """
 
 
 def cell(row: Row) -> Cell:
-    """What is kept or measured again as a whole."""
+    """What is measured as a whole."""
     return row["dtype"], row["context"], row["config"]
 
 
-def cells(settings: Settings, have: Collection[Cell] = ()) -> list[Cell]:
-    """What was asked, and where nothing was, every shipped policy; less what is measured already."""
+def cells(settings: Comparison, have: Collection[Cell] = ()) -> list[Cell]:
+    """The policies asked for, by default all that are shipped, without the cells in ``have``."""
     specs = list(settings.policies)
     if settings.policies == OURS:
         known = {catalogue.policy(spec) for spec in specs}
         specs += [spec for spec in (*shipped(), EVERY_STEP) if catalogue.policy(spec) not in known]
-    found = itertools.product(settings.dtypes, settings.contexts, specs)
-    return [one for one in found if one not in have]
+    every = itertools.product(settings.dtypes, settings.contexts, specs)
+    return [one for one in every if one not in have]
 
 
 def shipped() -> list[str]:
@@ -74,43 +74,36 @@ def shipped() -> list[str]:
 
 
 def measure(
-    settings: Settings,
+    settings: Comparison,
     folder: Path,
     done: Callable[[list[Row]], None],
-    tick: Callable[[float], None],
+    advance: Advance,
     have: Collection[Cell],
 ) -> None:
     """Rows as in ``decode.measure``; a policy that cannot be measured is skipped with the reason."""
-    for dtype, mine in itertools.groupby(cells(settings, have), lambda one: one[0]):
-        with _process(settings) as child:
+    how = {"tokens": settings.tokens, "warm": WARM, "rounds": settings.rounds, "seed": settings.seed}
+    for dtype, same_dtype in itertools.groupby(cells(settings, have), lambda one: one[0]):
+        with Child([sys.executable, "-m", "benchmarks.ablate"], settings.threads) as child:
             child.ask("load", folder=str(folder), dtype=dtype)
-            for _, context, spec in mine:
+            for _, context, spec in same_dtype:
                 row: Row = {"system": "kvjax", "config": spec, "context": context, "batch": 1, "dtype": dtype}
                 row["segment"] = settings.tokens
-                done([row | _measured(settings, child, context, spec)])
-                tick(1.0)
+                try:
+                    row |= parts(child.ask("profile", spec=spec, context=context, **how))
+                except ChildError as error:
+                    row["skipped"] = str(error)
+                done([row])
+                advance(1.0)
 
 
-def work(settings: Settings, have: Collection[Cell]) -> float:
-    """The sum of what ``measure`` will tell ``tick``."""
+def work(settings: Comparison, have: Collection[Cell]) -> float:
+    """All work of ``measure``."""
     return float(len(cells(settings, have)))
 
 
-def _measured(settings: Settings, child: Child, context: int, spec: str) -> Row:
-    how = {"tokens": settings.tokens, "warm": WARM, "rounds": settings.rounds, "seed": settings.seed}
-    try:
-        return parts(child.ask("profile", spec=spec, context=context, **how))
-    except ChildError as error:
-        return {"skipped": str(error)}
-
-
-def _process(settings: Settings) -> Child:
-    return Child([sys.executable, "-m", "benchmarks.ablate"], settings.threads)
-
-
-def parts(found: Row) -> Row:
-    """Microseconds a token of each part from the rungs of the ladder."""
-    rung, host = found["seconds"], found["host"]
+def parts(measured: Row) -> Row:
+    """Microseconds a token of each part, from the ladder's programs."""
+    rung, host = measured["seconds"], measured["host"]
     read = rung.get("read", rung["ring"])
     seconds = {
         "host": host,
@@ -120,16 +113,16 @@ def parts(found: Row) -> Row:
         "policy": rung["all"] - read,
     }
     return {
-        "policy": found["policy"],
+        "policy": measured["policy"],
         "step_us": round(rung["all"] * 1e6, 1),
         "tokens_per_s": round(1 / rung["all"], 2),
         "parts_us": {name: round(value * 1e6, 1) for name, value in seconds.items()},
         "policy_share": round(seconds["policy"] / rung["all"], 4),
         "check": round((rung["weights"] + rung["alone"] - host) / rung["all"], 3),
-        "live_bytes": found["live_bytes"],
-        "allocated_bytes": found["allocated_bytes"],
-        "weight_bytes": found["weight_bytes"],
-        "rungs_s": found["rounds"],
+        "live_bytes": measured["live_bytes"],
+        "allocated_bytes": measured["allocated_bytes"],
+        "weight_bytes": measured["weight_bytes"],
+        "rungs_s": measured["rounds"],
     }
 
 
@@ -154,8 +147,8 @@ def page(runs: Sequence[Row]) -> str:
         for row in everything
         if row.get("policy_share", 0) > LIMIT
     ]
-    verdict = f"Above it: {', '.join(over)}." if over else "None is above it."
-    lines += [f"Policy work, aim at most {LIMIT:.0%} of the step. {verdict}", ""]
+    verdict = f"Above it: {', '.join(over)}." if over else "No policy is above it."
+    lines += [f"Aim: policy work takes at most {LIMIT:.0%} of the step. {verdict}", ""]
     return "\n".join(lines)
 
 

@@ -1,14 +1,16 @@
 """Seeded random weights of known sizes, as a folder in HF format that every side of a comparison loads.
 
-Speed does not depend on what a model has learned, but raggedness does on how attention is spread: keys and
+Speed does not depend on what a model has learned, but raggedness depends on how attention is spread: keys and
 queries are drawn large enough that attention is peaked and heads differ.
 """
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 from kvjax.models.decoder import shapes
@@ -47,7 +49,7 @@ TINY = ModelSpec(
 SIZES = {"base": BASE, "tiny": TINY}
 
 _GAIN = {"wq": 1.6, "wk": 1.6}
-"""Standard deviations of outputs for inputs of 1; 1 where nothing is said."""
+"""Standard deviations of outputs for inputs of 1, if it is not 1."""
 
 
 def draw(spec: ModelSpec, seed: int) -> dict[str, Any]:
@@ -72,14 +74,12 @@ def draw(spec: ModelSpec, seed: int) -> dict[str, Any]:
 
 def count(spec: ModelSpec) -> int:
     """Parameters of a model, tied ones once."""
-    tree = shapes(spec)
-    layers = [shape for one in tree["layers"] for shape in one.values()]
-    rest = [shape for name, shape in tree.items() if name != "layers"]
-    return sum(int(np.prod(shape)) for shape in layers + rest)
+    leaves = jax.tree.leaves(shapes(spec), is_leaf=lambda x: isinstance(x, tuple))
+    return sum(math.prod(shape) for shape in leaves)
 
 
 def write(folder: Path, spec: ModelSpec, seed: int) -> None:
-    """Draw the weights and save them, float32, as transformers and kvjax load them.
+    """Draws the weights and saves them, float32, as transformers and kvjax load them.
 
     Raises:
       ModelError: the folder is in use.

@@ -1,14 +1,13 @@
-"""What the tables are asked: our speed over the peers', bytes over the full cache's, and the aims."""
+"""The ratios of each table: our speed over the peers', bytes over the full cache's, and their aims."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
+from benchmarks.results import Row
 from benchmarks.sides import FULL, PER_HEAD, UNIFORM
-
-Row = dict[str, Any]
 
 OURS_FULL, OURS_UNIFORM, OURS_PER_HEAD = ("kvjax", FULL), ("kvjax", UNIFORM), ("kvjax", PER_HEAD)
 QUARTER = ("kvjax", "quarter")
@@ -18,12 +17,12 @@ TRANSFORMERS, SNAPKV, ADAKV = ("transformers", "full"), ("kvpress", "snapkv 75 %
 
 @dataclasses.dataclass(frozen=True)
 class Question:
-    """One figure of two rows divided.
+    """A ratio of one field of two rows.
 
     Attributes:
       what: in words.
       field: of both rows.
-      above, below: (system, config) of the two rows.
+      above, below: (system, config) of numerator and denominator.
       aim: the ratio wanted, or None.
       most: the aim is an upper limit.
     """
@@ -67,52 +66,46 @@ OVER_FULL = {
         ("most bytes allocated over full", "peak_allocated_bytes"),
     ),
 }
-"""What every further policy of ours is asked: in words, and the field."""
+"""The ratios of every further policy of ours: in words, and the field."""
 
 
 def questions(table: str, rows: Sequence[Row]) -> list[Question]:
-    """Everything a table is asked: fixed questions, and every further policy of ours over our full cache."""
+    """All ratios of a table: the fixed ones, and every further policy of ours over our full cache."""
     known = {name for question in QUESTIONS[table] for name in (question.above, question.below)}
     more = dict.fromkeys((row["system"], row["config"]) for row in rows if row["system"] == "kvjax")
-    found = list(QUESTIONS[table])
-    for side in more:
-        if side not in known:
-            found += [
-                Question(f"`{side[1]}`, {what}", field, side, OURS_FULL) for what, field in OVER_FULL[table]
-            ]
-    return found
-
-
-def answer(questions: Sequence[Question], rows: Sequence[Row]) -> list[Row]:
-    """Every question at every context, batch and dtype where both rows were measured.
-
-    Returns:
-      what, context, batch, dtype, ratio, and where there is one: aim, at_most, met.
-    """
-
-    def where(row: Row) -> tuple[Any, ...]:
-        return row["context"], row["batch"], row["dtype"]
-
-    found: dict[tuple[Any, ...], dict[tuple[str, str], Row]] = {}
-    for row in rows:
-        found.setdefault(where(row), {})[(row["system"], row["config"])] = row
     return [
-        _answered(question, place, sides)
-        for place, sides in found.items()
-        for question in questions
-        if _has(sides, question.above, question.field) and _has(sides, question.below, question.field)
+        *QUESTIONS[table],
+        *(
+            Question(f"`{side[1]}`, {what}", field, side, OURS_FULL)
+            for side in more
+            if side not in known
+            for what, field in OVER_FULL[table]
+        ),
     ]
 
 
-def _has(sides: dict[tuple[str, str], Row], name: tuple[str, str], field: str) -> bool:
-    return bool(sides.get(name, {}).get(field))
+def answer(questions: Sequence[Question], rows: Sequence[Row]) -> list[Row]:
+    """Every ratio at every context, batch and dtype at which both rows were measured.
 
+    Returns:
+      Rows of what, context, batch, dtype, ratio; with an aim also aim, at_most, met.
+    """
 
-def _answered(question: Question, place: tuple[Any, ...], sides: dict[tuple[str, str], Row]) -> Row:
-    ratio = sides[question.above][question.field] / sides[question.below][question.field]
-    found: Row = {"what": question.what} | dict(zip(("context", "batch", "dtype"), place))
-    found |= {"ratio": round(ratio, 3)}
-    if question.aim is not None:
-        reached: Callable[[float, float], bool] = float.__le__ if question.most else float.__ge__
-        found |= {"aim": question.aim, "at_most": question.most, "met": reached(ratio, question.aim)}
-    return found
+    cells: dict[tuple[Any, ...], dict[tuple[str, str], Row]] = {}
+    for row in rows:
+        cell = cells.setdefault((row["context"], row["batch"], row["dtype"]), {})
+        cell[(row["system"], row["config"])] = row
+    answers = []
+    for cell_name, sides in cells.items():
+        for question in questions:
+            above, below = (sides.get(x, {}).get(question.field) for x in (question.above, question.below))
+            if not above or not below:
+                continue
+            ratio = above / below
+            row = {"what": question.what} | dict(zip(("context", "batch", "dtype"), cell_name))
+            row["ratio"] = round(ratio, 3)
+            if question.aim is not None:
+                met = ratio <= question.aim if question.most else ratio >= question.aim
+                row |= {"aim": question.aim, "at_most": question.most, "met": met}
+            answers.append(row)
+    return answers

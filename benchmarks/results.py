@@ -1,4 +1,4 @@
-"""Results as data: one JSON file a command, a list of runs in it, the newest of the same command kept."""
+"""Results as data: one JSON file a command holds a list of runs, of each command line the newest."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Row = dict[str, Any]
 
 
 def written_command(words: Sequence[str]) -> str:
-    """The command line without what is a matter of this machine: where the peers live, where results go."""
+    """The command line without folders of this machine: of the peers and of results."""
     shown: list[str] = []
     skip = False
     for word in words:
@@ -32,7 +32,7 @@ def save(folder: Path, name: str, run: Row) -> Path:
     """Add a run to ``folder/name.json``; a run of the same command is replaced.
 
     Raises:
-      InputError: the file is there and is none of ours.
+      InputError: the file exists and is not ours.
     """
     file = folder / f"{name}.json"
     runs = [old for old in read(file) if old["command"] != run["command"]] if file.exists() else []
@@ -62,7 +62,7 @@ def read(file: Path) -> list[Row]:
 
 
 def cell(row: Row) -> str:
-    """One line for people."""
+    """A row in one line."""
     head = f"{row['system']:<12} {row['config']:<24} {row['context']:>6} x{row['batch']} {row['dtype']:<9}"
     if "skipped" in row:
         return f"{head} skipped: {row['skipped']}"
@@ -77,7 +77,7 @@ def cell(row: Row) -> str:
 
 
 def line(ratio: Row) -> str:
-    """A ratio for people."""
+    """A ratio in one line."""
     place = f"{ratio['context']:>6} x{ratio['batch']} {ratio['dtype']:<9}"
     head = f"{ratio['what']:<46} {place} {ratio['ratio']:7.3f}"
     if "aim" not in ratio:

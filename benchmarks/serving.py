@@ -1,4 +1,4 @@
-"""What ``serve`` measures, and how requests are asked and timed."""
+"""Options of ``serve``; how requests are sent to an engine and timed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PARTS = ("price", "memory", "prefix", "pages")
 class Serving:
     """What ``serve`` measures, as options of its command line.
 
-    What a policy drops of the ``long`` prompts is what it saves where memory is equal.
+    At equal memory a policy saves what it drops of the ``long`` prompts.
     """
 
     model: str | None = shared("--model")
@@ -31,14 +31,14 @@ class Serving:
     threads: int = option(1, "CPUs it is pinned to")
     batches: tuple[int, ...] = option((1, 4, 16), "rows of the engine and of generate", flag="--batch")
     prompt: int = option(512, "prompt tokens of a request")
-    long: int = option(2048, "prompt tokens of a request where memory is equal")
-    prefix: int = option(1500, "prompt tokens that requests share where some were held before")
+    long: int = option(2048, "prompt tokens of a request at equal memory")
+    prefix: int = option(1500, "prompt tokens that requests share, some of them held before")
     new: int = option(128, "new tokens of a request", type=whole(2))
     policies: tuple[str, ...] = option(
         ("full", "snapkv + uniform(0.25)"), "full comes first", "SPEC", flag="--policy"
     )
     fit: int = option(4, "rows of full that the memory holds")
-    segment: int = option(16, "decode steps between two looks of the host")
+    segment: int = option(16, "decode steps between two turns of the host")
     seed: int = option(0, "of the prompts", type=whole(0))
     peers: Path | None = option(None, "environment that `peers --make` made", "DIR")
 
@@ -48,12 +48,11 @@ class Serving:
 
     @property
     def context(self) -> int:
-        """Tokens of a row."""
         return decode.bucket(self.prompt + self.new)
 
     @property
     def quarter(self) -> str:
-        """A policy that never holds more than a quarter of what ``full`` holds in the end."""
+        """A policy that never holds more than a quarter of what ``full`` holds at the end."""
         return f"knorm + uniform({(self.prompt + self.new) // 4}, every_step)"
 
 
@@ -63,15 +62,15 @@ def prompts(model: LanguageModel, settings: Serving, rows: int) -> list[list[int
     return draw.integers(3, model.spec.vocab_size, (rows, settings.prompt)).tolist()
 
 
-def other(asked: list[list[int]]) -> list[list[int]]:
-    """Prompts as long as these that begin otherwise: for a first run, which leaves nothing to begin with."""
-    return [[(token + 1) % 1000 + 3 for token in row] for row in asked]
+def other(requests: list[list[int]]) -> list[list[int]]:
+    """Prompts of the same lengths that begin differently, for a first run that leaves no common prefix."""
+    return [[(token + 1) % 1000 + 3 for token in row] for row in requests]
 
 
 def engine_of(
     model: LanguageModel, settings: Serving, spec: str, rows: int, memory: int | None, share: bool = False
 ) -> Engine:
-    """An engine of so many places."""
+    """An engine with so many batch rows."""
     return Engine(
         model,
         policy=spec,
@@ -97,18 +96,18 @@ class Stamps:
     spent: list[float] = dataclasses.field(default_factory=list)
 
 
-def ask(engine: Engine, settings: Serving, asked: list[list[int]]) -> list[Stamps]:
-    """All requests at once; when each of their tokens came."""
+def ask(engine: Engine, settings: Serving, requests: list[list[int]]) -> list[Stamps]:
+    """Sends all requests at once; when each of their tokens came."""
     tickets = [
         engine.submit(Request(prompt=prompt, max_new_tokens=settings.new, ignore_eos=True))
-        for prompt in asked
+        for prompt in requests
     ]
     stamps = [Stamps() for _ in tickets]
 
-    def listen(ticket: Ticket, mine: Stamps) -> None:
+    def listen(ticket: Ticket, times: Stamps) -> None:
         for _ in ticket:
-            mine.seconds.append(time.perf_counter())
-            mine.spent.append(time.process_time())
+            times.seconds.append(time.perf_counter())
+            times.spent.append(time.process_time())
 
     threads = [threading.Thread(target=listen, args=pair) for pair in zip(tickets, stamps)]
     for thread in threads:
@@ -119,11 +118,11 @@ def ask(engine: Engine, settings: Serving, asked: list[list[int]]) -> list[Stamp
 
 
 def rate(stamps: list[list[float]], segment: int) -> float:
-    """Tokens a second, of either clock, while all rows ran; of all, where they did not."""
+    """Tokens a second, by either clock, while all rows ran; of the whole time if they never all did."""
     start, end = max(times[0] for times in stamps), min(times[-1] for times in stamps)
     if end <= start:
         start, end = min(times[0] for times in stamps), max(times[-1] for times in stamps)
-    else:  # what other rows were given in the same segment came a little later, and is part of it
+    else:  # tokens of other rows from the same multi-step decode came a little later, and count
         segments = max(1.0, max(sum(start < at <= end for at in times) for times in stamps) / segment)
         late = end + (end - start) / segments / 2
         end = max(at for times in stamps for at in times if at <= late)

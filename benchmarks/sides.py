@@ -29,8 +29,8 @@ class Config:
     Attributes:
       system: "kvjax", "transformers" or "kvpress".
       name: a policy of ours in the one-string form, "quarter", or the peer's own name.
-      spec: what the side's process is asked for.
-      share: the prompt is this much of the context's.
+      spec: the policy or press that its process uses.
+      share: of the context's prompt that this prompt has.
     """
 
     system: str
@@ -40,7 +40,7 @@ class Config:
 
 
 QUARTER = Config("kvjax", "quarter", FULL, 0.25)
-"""Our dense cache with as many tokens as a policy that drops 75 % keeps."""
+"""Our dense cache of the tokens that a policy which drops 75 % keeps."""
 
 PEERS = (
     Config("transformers", "full", "full"),
@@ -50,8 +50,8 @@ PEERS = (
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Settings:
-    """What one command measures, as options of its command line."""
+class Comparison:
+    """What a table compares, as options of its command line."""
 
     size: str = option("base", "of the random model", choices=sorted(SIZES))
     seed: int = option(0, "of weights and prompts", type=whole(0))
@@ -90,7 +90,6 @@ class Settings:
 
     @property
     def spec(self) -> ModelSpec:
-        """Sizes of the model."""
         return SIZES[self.size]
 
     @property
@@ -100,11 +99,10 @@ class Settings:
 
     @property
     def new(self) -> int:
-        """New tokens of a row: the first, the pieces that warm up, the timed ones."""
+        """New tokens of a row: the first, those of pieces that warm up, the timed ones."""
         return 1 + self.tokens * (WARM + self.rounds)
 
     def prompt(self, context: int, config: Config) -> int:
-        """Prompt tokens of a row."""
         return int((context - self.new) * config.share)
 
     def configs(self, quarter: bool) -> list[Config]:
@@ -113,11 +111,11 @@ class Settings:
         return [*ours, *([QUARTER] if quarter else []), *PEERS]
 
     def reading(self, rows: int, prompt: int) -> float:
-        """Rough seconds to read prompts, for the bar alone: 40 G operations a second."""
+        """Rough seconds to read prompts, only for the bar: 40 G operations a second."""
         return rows * prompt * (2 * count(self.spec) + 2 * self._width * prompt) / 4e10
 
     def writing(self, rows: int, held: int) -> float:
-        """Rough seconds of one timed piece with that many tokens held, for the bar alone."""
+        """Rough seconds of one timed piece with that many tokens held, only for the bar."""
         weights, tokens = 4 * count(self.spec), rows * held * 4 * self._width
         return self.tokens * (weights + 3 * tokens) / 5e9
 
@@ -127,13 +125,12 @@ class Settings:
         return self.spec.num_layers * self.spec.num_heads * self.spec.head_dim
 
     def open(self, config: Config) -> Child:
-        """Start the process of one side."""
         if config.system == "kvjax":
             command = [sys.executable, "-m", "benchmarks.ours"]
             return Child(command, self.threads, math.prod(self.grid.size(axis) for axis in AXES))
-        assert self.peers is not None  # noqa: S101  (the caller skips peers that are absent)
+        assert self.peers is not None  # the caller skips peers that are absent
         return Child(peers.command(self.peers), self.threads)
 
 
 WARM = 2
-"""Pieces before the timed ones: the first compiles the steps, the second the look at a grown pool."""
+"""Pieces before the timed ones: the first compiles the steps, the second the check of a grown pool."""

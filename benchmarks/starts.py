@@ -1,6 +1,6 @@
-"""The process behind ``compile``: one start, from the first call to the last token, with an empty head.
+"""The process behind ``compile``: one start, from the first call to the last token.
 
-The model is ``host.narrow``: so thin that nearly all of the time is tracing, lowering and compiling.
+The model is ``host.narrow``: so narrow that nearly all of the time is tracing, lowering and compiling.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import time
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -17,6 +16,7 @@ from benchmarks import random_model
 from benchmarks.child import answer
 from benchmarks.fill import untrained
 from benchmarks.host import narrow
+from benchmarks.results import Row
 from kvjax import decode
 from kvjax.catalogue import policy
 from kvjax.loading import LanguageModel
@@ -24,23 +24,22 @@ from pallas_kernels.measure import timing
 
 
 class Meter:
-    """What has been spent and compiled since it was last read."""
+    """Time spent and programs compiled since it was last read."""
 
     def __init__(self) -> None:
         self.programs = 0
-        jax.monitoring.register_event_duration_secs_listener(self._heard)
+        jax.monitoring.register_event_duration_secs_listener(self._count)
         self._last = self._now()
 
-    def _heard(self, event: str, duration_secs: float, **_: str | int) -> None:
-        del duration_secs
+    def _count(self, event: str, _seconds: float, **_: str | int) -> None:
         self.programs += event == "/jax/core/compile/backend_compile_duration"
 
     def _now(self) -> tuple[float, float, int, timing.CompileTime]:
         spent = os.times()
         return time.perf_counter(), spent.user + spent.system, self.programs, timing.compile_time()
 
-    def read(self) -> dict[str, Any]:
-        """Seconds of the clock and of all CPUs, how many of the clock's the three stages took, programs."""
+    def read(self) -> Row:
+        """Seconds of the clock, of all CPUs and (by the clock) of the three stages; programs."""
         (wall, cpu, programs, stages), self._last = self._last, self._now()
         took = self._last[3].since(stages)
         return {
@@ -53,8 +52,8 @@ class Meter:
         }
 
 
-def start(spec: str, layers: int, prompt: int, new: int, keep: str) -> dict[str, Any]:
-    """Read a random prompt and write ``new`` tokens, programs kept in the folder ``keep``."""
+def start(spec: str, layers: int, prompt: int, new: int, keep: str) -> Row:
+    """Reads a random prompt and writes ``new`` tokens; compiled programs are kept in the folder ``keep``."""
     jax.config.update("jax_enable_compilation_cache", True)
     jax.config.update("jax_compilation_cache_dir", keep)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)

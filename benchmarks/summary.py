@@ -1,15 +1,13 @@
-"""The saved tables as one page of Markdown: what was measured, the ratios, which aims were met."""
+"""The saved tables as one page of Markdown: the rows, the ratios, which aims were met."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from benchmarks import ratios, results
 from benchmarks.plot import newest
-
-Row = dict[str, Any]
+from benchmarks.results import Row
 
 Column = tuple[str, Callable[[Row], str]]
 
@@ -35,10 +33,10 @@ _FIELDS: dict[str, tuple[Column, ...]] = {
 
 
 def write(folder: Path) -> Path:
-    """``folder/README.md`` from decode.json and prefill.json, whichever are there.
+    """``folder/README.md`` from decode.json and prefill.json, if they exist.
 
     Raises:
-      InputError: a file that is none of ours.
+      InputError: a file that is not ours.
     """
     lines = [
         "# Speed and memory beside the peers",
@@ -68,30 +66,30 @@ def _section(name: str, fields: Sequence[Column], runs: Sequence[Row]) -> list[s
     lines += ["", f"![{name}]({name}.png)", "", *_ratios(ratios.answer(ratios.questions(name, rows), rows))]
     heads = ["system", "configuration", *(title for title, _ in fields)]
     for context, batch, dtype in dict.fromkeys((r["context"], r["batch"], r["dtype"]) for r in rows):
-        here = [r for r in rows if (r["context"], r["batch"], r["dtype"]) == (context, batch, dtype)]
+        cell = [r for r in rows if (r["context"], r["batch"], r["dtype"]) == (context, batch, dtype)]
         lines += ["", f"### {context} tokens, batch {batch}, {dtype}", ""]
         lines += [_line(heads), "|---" * len(heads) + "|"]
-        lines += [_line([r["system"], f"`{r['config']}`", *(show(r) for _, show in fields)]) for r in here]
+        lines += [_line([r["system"], f"`{r['config']}`", *(show(r) for _, show in fields)]) for r in cell]
     return lines
 
 
-def _ratios(found: Sequence[Row]) -> list[str]:
+def _ratios(ratios: Sequence[Row]) -> list[str]:
     """One line a question, one column a context, batch and dtype; a missed aim in bold."""
-    places = list(dict.fromkeys((r["context"], r["batch"], r["dtype"]) for r in found))
-    titles = [f"{context} × {batch}, {dtype}" for context, batch, dtype in places]
-    lines = [_line(["ratio", "aim", *titles]), "|---" * (2 + len(places)) + "|"]
-    for what in dict.fromkeys(r["what"] for r in found):
-        of = {(r["context"], r["batch"], r["dtype"]): r for r in found if r["what"] == what}
-        one = next(iter(of.values()))
+    cells = list(dict.fromkeys((r["context"], r["batch"], r["dtype"]) for r in ratios))
+    titles = [f"{context} × {batch}, {dtype}" for context, batch, dtype in cells]
+    lines = [_line(["ratio", "aim", *titles]), "|---" * (2 + len(cells)) + "|"]
+    for what in dict.fromkeys(r["what"] for r in ratios):
+        by_cell = {(r["context"], r["batch"], r["dtype"]): r for r in ratios if r["what"] == what}
+        one = next(iter(by_cell.values()))
         aim = f"{'≤' if one['at_most'] else '≥'} {one['aim']}" if "aim" in one else ""
-        lines.append(_line([what, aim, *(_ratio(of.get(place)) for place in places)]))
+        lines.append(_line([what, aim, *(_ratio(by_cell.get(cell)) for cell in cells)]))
     return lines
 
 
-def _ratio(found: Row | None) -> str:
-    if found is None:
+def _ratio(row: Row | None) -> str:
+    if row is None:
         return "–"
-    return f"{found['ratio']:.2f}" if found.get("met", True) else f"**{found['ratio']:.2f}**"
+    return f"{row['ratio']:.2f}" if row.get("met", True) else f"**{row['ratio']:.2f}**"
 
 
 def _line(cells: Sequence[str]) -> str:

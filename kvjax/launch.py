@@ -6,7 +6,7 @@
 
 Each process joins JAX's runtime before the program begins; the program is the same in all of them and sees
 the devices of all. ``--local`` starts them on this machine, shows what the first one prints, and ends all
-when one ends badly: JAX itself would abort the others only after ``HEARTBEAT`` seconds, and not say why.
+when one fails: JAX itself would abort the others only after ``HEARTBEAT`` seconds, without a reason.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from kvjax import cli
 from kvjax.version import __version__
 
 HEARTBEAT, PATIENCE = 10, 100
-"""Seconds of silence after which JAX gives a process up and aborts the others; and the same for --local,
-where the launcher sees at once that a process has ended, and a busy machine may be silent for long."""
+"""Seconds of silence after which JAX gives up a process and aborts the others. --local waits longer: there
+the launcher notices at once that a process has ended, and a busy machine may be silent for long."""
 
 LIBRARIES = ("jax", "jaxlib", "numpy", "ml_dtypes", "tokenizers", "safetensors")
 """Libraries whose versions must be equal in all processes."""
@@ -95,7 +95,7 @@ def join(
     heartbeat: int = HEARTBEAT,
     command: str = "",
 ) -> None:
-    """Joins the others, before any device is touched; with no arguments JAX asks the cluster.
+    """Joins the other processes before any device is used; without arguments JAX asks the cluster.
 
     Args:
       coordinator: HOST:PORT of process 0.
@@ -125,7 +125,7 @@ def join(
 
 
 def _compare(facts: dict[str, str]) -> None:
-    """Raises MeshError unless all processes got the same ``facts``."""
+    """Raises MeshError unless all processes have the same ``facts``."""
     import jax
 
     from kvjax.sharding.consistency import compare
@@ -134,7 +134,7 @@ def _compare(facts: dict[str, str]) -> None:
 
 
 def versions() -> dict[str, str]:
-    """Versions of everything that decides a number or a token: libraries and Python."""
+    """Versions of everything that numbers and tokens depend on: libraries and Python."""
     libraries = {f"the version of {name}": importlib.metadata.version(name) for name in LIBRARIES}
     return {
         "the version of kvjax": __version__,
@@ -144,7 +144,7 @@ def versions() -> dict[str, str]:
 
 
 def run_here(program: Sequence[str]) -> int:
-    """Makes this process the program, as ``python PROGRAM`` would; the exit code."""
+    """Runs the program in this process, as ``python PROGRAM`` would; the exit code."""
     if program[0] == "-m":
         sys.argv = list(program[1:])
         runpy.run_module(program[1], run_name="__main__", alter_sys=True)
@@ -155,7 +155,7 @@ def run_here(program: Sequence[str]) -> int:
 
 
 def stop(*_: Any) -> None:
-    """Ends the launcher on a signal, and with it its processes; a second signal must not interrupt that."""
+    """Ends the launcher and its processes on a signal; a second signal must not interrupt that."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     sys.exit(143)
 
@@ -164,7 +164,7 @@ def stop(*_: Any) -> None:
 
 
 def local(processes: int, devices: int | None, program: Sequence[str]) -> int:
-    """Runs the program in so many processes on this machine; the exit code, 0 if all ended well."""
+    """Runs the program in so many processes on this machine; the exit code, 0 if all succeed."""
     with socket.socket() as free_port:
         free_port.bind(("localhost", 0))
         port = free_port.getsockname()[1]
@@ -172,30 +172,30 @@ def local(processes: int, devices: int | None, program: Sequence[str]) -> int:
     if devices is not None:
         flag = f"--xla_force_host_platform_device_count={devices}"
         environment |= {"XLA_FLAGS": f"{environment.get('XLA_FLAGS', '')} {flag}", "JAX_PLATFORMS": "cpu"}
-    begin = [sys.executable, "-m", "kvjax.launch", "--coordinator", f"localhost:{port}"]
-    begin += ["--num-processes", str(processes), "--heartbeat", str(PATIENCE)]
+    start = [sys.executable, "-m", "kvjax.launch", "--coordinator", f"localhost:{port}"]
+    start += ["--num-processes", str(processes), "--heartbeat", str(PATIENCE)]
     with contextlib.ExitStack() as stack:
         outputs = [stack.enter_context(tempfile.TemporaryFile()) for _ in range(1, processes)]
         running = []
         try:
-            for at in range(processes):
-                where: dict[str, Any] = {"stdout": subprocess.PIPE}
-                if at:
-                    where = {"stdout": outputs[at - 1], "stderr": subprocess.STDOUT}
-                words = [*begin, "--process-id", str(at), "--", *program]
-                running.append(subprocess.Popen(words, env=environment, **where))
+            for index in range(processes):
+                to: dict[str, Any] = {"stdout": subprocess.PIPE}
+                if index:
+                    to = {"stdout": outputs[index - 1], "stderr": subprocess.STDOUT}
+                words = [*start, "--process-id", str(index), "--", *program]
+                running.append(subprocess.Popen(words, env=environment, **to))
             shown = threading.Thread(target=pass_on, args=(running[0].stdout, sys.stdout), daemon=True)
             shown.start()
-            bad = first_to_fail(running)
+            failed = first_to_fail(running)
         finally:
             end(running)
         shown.join(GRACE)
-        if bad is None:
+        if failed is None:
             return 0
-        if bad:
-            outputs[bad - 1].seek(0)
-            sys.stderr.write(outputs[bad - 1].read().decode(errors="replace")[-2000:])
-        print(f"error: process {bad} {outcome(running[bad])}; the others were ended.", file=sys.stderr)
+        if failed:
+            outputs[failed - 1].seek(0)
+            sys.stderr.write(outputs[failed - 1].read().decode(errors="replace")[-2000:])
+        print(f"error: process {failed} {outcome(running[failed])}; the others were ended.", file=sys.stderr)
         return 1
 
 
@@ -212,20 +212,20 @@ def pass_on(source: Any, to: TextIO) -> None:
 
 
 def first_to_fail(running: Sequence[subprocess.Popen[bytes]]) -> int | None:
-    """Waits until all have ended well (None), or one has failed: its index."""
+    """Waits until all have succeeded (None) or one has failed (its index)."""
     while True:
         codes = [process.poll() for process in running]
-        bad = [at for at, code in enumerate(codes) if code]
-        if bad:
+        failed = [index for index, code in enumerate(codes) if code]
+        if failed:
             # A process that was killed by a signal is the cause of those that then miss it.
-            return min(bad, key=lambda at: (codes[at] == -signal.SIGABRT, at))
+            return min(failed, key=lambda index: (codes[index] == -signal.SIGABRT, index))
         if None not in codes:
             return None
         time.sleep(0.05)
 
 
 def outcome(process: subprocess.Popen[bytes]) -> str:
-    """How a process ended, in words."""
+    """How a process ended."""
     code = process.returncode
     return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 

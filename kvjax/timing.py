@@ -1,7 +1,7 @@
-"""Time, and how much of it the compiler took, so that speed can be told apart from a first call's cost.
+"""Time, and how much of it the compiler took, to separate speed from the cost of a first call.
 
-Compile time is what ``pallas_kernels.measure.timing`` says it is: tracing, lowering, and compiling or
-fetching what was compiled before.
+Compile time is that of ``pallas_kernels.measure.timing``: tracing, lowering, and compiling or fetching a
+compiled program.
 """
 
 from __future__ import annotations
@@ -34,5 +34,5 @@ class Moment:
 
 
 def now() -> Moment:
-    """This moment."""
+    """The current moment."""
     return Moment(time.perf_counter(), compile_time().total)

@@ -3,8 +3,8 @@
   python -m kvjax.tune                 under three minutes; kept in the user's cache folder
   python -m kvjax.tune --minutes 8     more time for blocks
 
-Until then, and wherever a kernel fails or disagrees with its definition, attention runs on XLA. All that was
-found is also one file, which can be sent to the project: with it the next release knows the device.
+Before that, and wherever a kernel fails or disagrees with its definition, attention runs on XLA. All results
+are also written to one file, which can be sent to the project, so that the next release knows the device.
 """
 
 from __future__ import annotations
@@ -28,51 +28,42 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(argv: Sequence[str]) -> int:
-    asked = _parser().parse_args(argv)
-    home = asked.out or _own()
-    if asked.tiny and not asked.out:
-        raise cli.InputError("--tiny says nothing of a device. Name a folder of its own with --out.")
-    found = measured(home, asked.minutes, asked.tiny, tuple(asked.only))
-    if not found:
-        raise cli.InputError("tune measured nothing. Leave --only out, or name operations of --help.")
-    file = bundle(home, found)
-    for line in said(found):
-        print(line)
-    print(f"Everything found, in one file: {file}")
-    return int(any(not record["agrees"] for record in found.values()))
-
-
-def _parser() -> cli.Parser:
-    from pallas_kernels import dispatch
+    from pallas_kernels import dispatch, records
     from pallas_kernels.measure.work import OPERATIONS
 
     parser = cli.Parser(prog="python -m kvjax.tune", description=(__doc__ or "").splitlines()[0])
     limit = cli.Rule(float, lambda x: 0 < x < math.inf, "a number above 0")
-    parser.add_argument("--minutes", type=limit, default=MINUTES, help="over after this (default: 3)")
+    parser.add_argument("--minutes", type=limit, default=MINUTES, help="limit of the whole run (default: 3)")
     parser.add_argument(
-        "--only", nargs="+", choices=list(OPERATIONS), default=[], metavar="OPERATION", help="not all of them"
+        "--only", nargs="+", choices=list(OPERATIONS), default=[], metavar="OPERATION", help="only these"
     )
-    parser.add_argument("--out", type=Path, metavar="DIR", help="another folder than the user's")
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR", help="folder of the records (default: the user's cache folder)"
+    )
     parser.add_argument(
         "--tiny", choices=list(dispatch.MAIN), help="bodies to run interpreted on a CPU, to see it work"
     )
-    return parser
-
-
-def _own() -> Path:
-    from pallas_kernels import records
-
-    folder = records.own()
-    if folder is None:
+    options = parser.parse_args(argv)
+    if options.tiny and not options.out:
+        raise cli.InputError("--tiny says nothing about a device. Name a folder of its own with --out.")
+    home = options.out or records.own()
+    if home is None:
         raise cli.InputError(
-            "tune has no folder to keep its record in: KVJAX_CACHE is off, or there is no home folder. Set "
+            "tune has no folder for its records: KVJAX_CACHE is off, or there is no home folder. Set "
             "KVJAX_CACHE=DIR."
         )
-    return folder
+    by_operation = measured(home, options.minutes, options.tiny, tuple(options.only))
+    if not by_operation:
+        raise cli.InputError("tune measured nothing. Leave --only out, or name operations of --help.")
+    file = bundle(home, by_operation)
+    for operation, record in by_operation.items():
+        print(f"{operation:15} {state(record)}")
+    print(f"All results in one file: {file}")
+    return int(any(not record["agrees"] for record in by_operation.values()))
 
 
 def measured(home: Path, minutes: float, tiny: str | None, only: tuple[str, ...]) -> dict[str, Any]:
-    """The records, by operation; a bar shows how far it is.
+    """The records, by operation, with a progress bar.
 
     Raises:
       InputError: no GPU or TPU here, one that cannot be used, or a folder that cannot be written.
@@ -100,26 +91,22 @@ def measured(home: Path, minutes: float, tiny: str | None, only: tuple[str, ...]
             raise cli.InputError(f"tune: {error}") from error
 
 
-def bundle(home: Path, found: dict[str, Any]) -> Path:
-    """Writes all records of a device as one file beside their folder."""
+def bundle(home: Path, by_operation: dict[str, Any]) -> Path:
+    """Writes all records of a device to one file beside their folder."""
     import kvjax
     from pallas_kernels import records
 
-    device = next(iter(found.values()))["device"]
+    device = next(iter(by_operation.values()))["device"]
     about = {"device": device, "kvjax": kvjax.__version__, "python": platform.python_version()}
     file = home / f"{records.slug(device)}.json"
     part = file.with_suffix(".part")
-    part.write_text(json.dumps(about | {"operations": found}, indent=1) + "\n", encoding="utf-8")
+    part.write_text(json.dumps(about | {"operations": by_operation}, indent=1) + "\n", encoding="utf-8")
     part.replace(file)
     return file
 
 
-def said(found: dict[str, Any]) -> list[str]:
-    """One line an operation: whether its kernel is on, and if not, why."""
-    return [f"{op:15} {_state(record)}" for op, record in found.items()]
-
-
-def _state(record: dict[str, Any]) -> str:
+def state(record: dict[str, Any]) -> str:
+    """Whether a kernel is on, and if not, why."""
     if record["agrees"]:
         chosen = [x["chosen"] for x in record["blocks"].values() if x.get("chosen")]
         blocks = f"{len(chosen)} of {len(record['blocks'])} passes with other blocks than its own"

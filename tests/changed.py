@@ -11,6 +11,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from covering import COVERING
+
 ROOT = Path(__file__).parents[1]
 TOPS = ("kvjax", "pallas_kernels", "train", "studies", "benchmarks")
 
@@ -41,7 +43,10 @@ def slow_files(changed: list[str], tests: dict[str, str]) -> list[str]:
             f"{name}.".startswith(f"{one}.") for name in imports(source) for one in packages
         )
 
-    return sorted(path for path, source in tests.items() if "mark.slow" in source and touched(path, source))
+    def has_slow(path: str, source: str) -> bool:
+        return "mark.slow" in source or any(test.startswith(f"{path[6:]}::") for test in COVERING)
+
+    return sorted(path for path, source in tests.items() if has_slow(path, source) and touched(path, source))
 
 
 def main(base: str) -> None:

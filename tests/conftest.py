@@ -13,6 +13,7 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
 import compiler
+import covering
 import jax
 import numpy as np
 import pytest
@@ -56,8 +57,11 @@ LONGEST = (
 """Files that take longest, longest first: one that begins last leaves a core with nothing to do."""
 
 
+@pytest.hookimpl(tryfirst=True)  # before cases are deselected by their marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Hand out the longest files first; the others stay in their order."""
+    """Cases beyond the covering set are slow; the longest files are handed out first."""
+    for index in covering.left_out([covering.identity(item) for item in items]):
+        items[index].add_marker(pytest.mark.slow)
     place = {name: at for at, name in enumerate(LONGEST)}
     items.sort(key=lambda item: place.get(item.path.stem, len(LONGEST)))
 

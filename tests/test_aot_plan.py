@@ -10,7 +10,7 @@ import kvjax
 from kvjax.models.hf_config import read_config
 from kvjax.plan import __main__ as command
 from kvjax.plan import _programs
-from kvjax.plan._case import Case
+from kvjax.plan._deployment import Deployment
 from kvjax.sharding.mesh import mesh
 from pallas_kernels.measure import aot
 
@@ -50,9 +50,9 @@ def test_a_step_for_several_chips_of_each_generation(chip, tmp_path, capsys):
     words = f"--policy snapkv+uniform(1024) --context 4096 --rows 4 --mesh {mesh}"
     out = tmp_path / "plan.json"
     code = command.main(["--model", str(tmp_path), *words.split(), *CHIPS[chip].split(), "--out", str(out)])
-    said, plan = capsys.readouterr().out, json.loads(out.read_text())
-    assert code == 0, said
-    assert "fits" in said
+    message, plan = capsys.readouterr().out, json.loads(out.read_text())
+    assert code == 0, message
+    assert "fits" in message
     assert plan["compiled_layers"] == [2]
     assert plan["kernels"] == "xla"
     # Two products a layer and the embedding are summed, a few numbers beside them; no cache is moved.
@@ -66,11 +66,11 @@ def test_a_step_for_several_chips_of_each_generation(chip, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("policy", ["full", "snapkv + uniform(1024)"])
-def test_what_is_carried_on_is_what_the_whole_depth_has(policy):
+def test_what_is_extrapolated_is_what_the_whole_depth_has(policy):
     """Arguments, results and collectives to the byte; what lies between within a tenth, and little of all."""
     target = devices("v5e", "v5e:2x2")
     spec = read_config(SIZES | {"num_hidden_layers": 8}, {}, "config")
-    case = Case(spec, kvjax.policy(policy), mesh("data=2,tensor=2", devices=target.devices), 4, 8192)
+    case = Deployment(spec, kvjax.policy(policy), mesh("data=2,tensor=2", devices=target.devices), 4, 8192)
     line, whole = (_programs.step(case, target, exact=exact) for exact in (False, True))
     assert line.depths == (1, 2)
     assert whole.depths == (8,)

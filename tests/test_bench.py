@@ -16,15 +16,16 @@ import kvjax
 from benchmarks import (
     ablate,
     arguments,
-    beginnings,
     decode,
     fill,
     host,
+    machine,
     plot,
     profile,
     random_model,
     ratios,
     results,
+    serve,
     summary,
 )
 from benchmarks import compile as compiling
@@ -38,7 +39,7 @@ from kvjax.models import decoder
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["decode", "--policy", "fulll"], "Did you mean 'full'?"),
         (["decode", "--batch", "0"], "--batch 0 is out of range. Give a whole number, 1 or more."),
@@ -57,11 +58,11 @@ from kvjax.models import decoder
         ([], "required"),
     ],
 )
-def test_what_cannot_be_measured_is_one_sentence_and_exit_code_2(words, said, capsys):
+def test_what_cannot_be_measured_is_one_sentence_and_exit_code_2(words, message, capsys):
     assert main(words) == 2
     error = capsys.readouterr().err.strip()
     assert error.startswith("error: ")
-    assert said in error
+    assert message in error
     assert "\n" not in error
 
 
@@ -121,6 +122,19 @@ def test_our_side_is_measured_on_a_mesh(tmp_path):
     assert all("mesh" not in row for row in run["rows"] if row["system"] != "kvjax")
 
 
+def test_a_run_in_a_checkout_names_its_commit():
+    if not (Path(__file__).parents[1] / ".git").exists():
+        pytest.skip("this is no checkout")
+    assert machine.commit()
+
+
+@pytest.mark.parametrize("word", ["--shape", "--static"])
+def test_the_kernels_have_a_command_line_of_their_own(word, capsys):
+    with pytest.raises(SystemExit):
+        main(["kernels", word, "nonsense"])
+    assert "python -m benchmarks kernels" in capsys.readouterr().err
+
+
 def test_a_run_says_command_machine_and_model_but_not_where(table):
     folder, (run,) = table
     assert run["command"] == f"python -m benchmarks decode --quick --policy '{PER_HEAD}' --batch 2"
@@ -128,8 +142,8 @@ def test_a_run_says_command_machine_and_model_but_not_where(table):
     assert run["machine"]["jax"] == jax.__version__
     assert str(folder) not in json.dumps(run)
     assert not list(folder.glob("*.jsonl")), "the journal of a finished run is removed"
-    asked = {ratio["what"]: ratio for ratio in run["ratios"]}
-    assert asked["per-head 75 %, speed over our dense quarter"]["aim"] == 0.8
+    by_name = {ratio["what"]: ratio for ratio in run["ratios"]}
+    assert by_name["per-head 75 %, speed over our dense quarter"]["aim"] == 0.8
 
 
 def test_seconds_of_compiling_are_the_compilers_own(table):
@@ -176,8 +190,8 @@ def _rows(**changed: float) -> list[dict]:
 
 
 def test_ratios_of_known_rows_meet_or_miss_their_aims():
-    found = {ratio["what"]: ratio for ratio in ratios.answer(ratios.DECODE, _rows())}
-    verdicts = {what: (ratio["ratio"], ratio.get("met")) for what, ratio in found.items()}
+    by_name = {ratio["what"]: ratio for ratio in ratios.answer(ratios.DECODE, _rows())}
+    verdicts = {what: (ratio["ratio"], ratio.get("met")) for what, ratio in by_name.items()}
     assert verdicts == {
         "full cache, speed over transformers": (2.0, True),
         "per-head 75 %, speed over our dense quarter": (0.8, True),
@@ -193,10 +207,10 @@ def test_ratios_of_known_rows_meet_or_miss_their_aims():
 def test_a_further_policy_of_ours_is_asked_about_our_full_cache():
     rows = _rows()
     rows.append(rows[1] | {"config": "wg-kv", "tokens_per_s": 300.0, "live_bytes": 27})
-    asked = ratios.answer(ratios.questions("decode", rows), rows)
-    mine = {r["what"].split(", ", 1)[1]: r["ratio"] for r in asked if r["what"].startswith("`wg-kv`")}
-    assert mine["speed over our full cache"] == 2.0
-    assert mine["live bytes over full, after the prompt"] == 0.27
+    answers = ratios.answer(ratios.questions("decode", rows), rows)
+    ratio_of = {r["what"].split(", ", 1)[1]: r["ratio"] for r in answers if r["what"].startswith("`wg-kv`")}
+    assert ratio_of["speed over our full cache"] == 2.0
+    assert ratio_of["live bytes over full, after the prompt"] == 0.27
     assert len(ratios.questions("decode", _rows())) == len(ratios.DECODE)
 
 
@@ -216,13 +230,13 @@ def test_the_newest_row_of_a_kind_is_drawn_and_other_models_are_not():
 
 def test_a_piece_that_compiled_is_not_timed():
     pieces = [{"seconds": s, "compile_seconds": c, "tokens": 16} for s, c in ((9, 8), (1, 0), (5, 4), (2, 0))]
-    lane = decode.Lane(config=None, row={})  # type: ignore[arg-type]
+    side = decode.Side(config=None, row={})  # type: ignore[arg-type]
     size = {"live": 1, "allocated": 2}
-    row = decode._row(lane, 1, size, [pieces[0], pieces[0], *pieces[1:]], size)
+    row = decode._row(side, 1, size, [pieces[0], pieces[0], *pieces[1:]], size)
     assert row["piece_s"] == [1, 2]
     assert row["tokens_per_s"] == round(16 / 1.5, 2)
     assert (row["step_ms_p50"], row["step_ms_p95"]) == (93.75, 121.875)  # of 1/16 and 2/16 s
-    row = decode._row(lane, 1, size, pieces[:1] * 4, size)
+    row = decode._row(side, 1, size, pieces[:1] * 4, size)
     assert "compiled" in row["skipped"]
 
 
@@ -242,7 +256,7 @@ def test_an_interrupted_run_goes_on_and_another_command_begins_anew(tmp_path):
 
 
 def test_measured_cells_are_not_measured_again():
-    settings = arguments.parse(["decode", "--batch", "1", "8", "--dtype", "float32"])
+    _, settings = arguments.parse(["decode", "--batch", "1", "8", "--dtype", "float32"])
     assert decode.todo(settings, {("float32", 2048, 1), ("float32", 8192, 1), ("float32", 8192, 8)}) == [
         ("float32", 2048, [8])
     ]
@@ -256,27 +270,27 @@ def test_measured_cells_are_not_measured_again():
 def test_a_profile_adds_up_and_its_page_names_who_is_above_the_limit(tmp_path):
     """One policy of a tiny model through the whole ladder, in this process."""
     random_model.write(tmp_path / "model", random_model.TINY, 0)
-    bench = ablate.Bench()
-    bench.load(str(tmp_path / "model"), "float32")
-    found = bench.profile("knorm + uniform(32, every_step)", 128, tokens=2, warm=1, rounds=2, seed=0)
-    assert set(found["seconds"]) == {"weights", "ring", "read", "all", "alone"}
-    assert all(seconds > 0 for seconds in found["seconds"].values())
-    row = profile.parts(found)
+    ladder = ablate.Ladder()
+    ladder.load(str(tmp_path / "model"), "float32")
+    measured = ladder.profile("knorm + uniform(32, every_step)", 128, tokens=2, warm=1, rounds=2, seed=0)
+    assert set(measured["seconds"]) == {"weights", "ring", "read", "all", "alone"}
+    assert all(seconds > 0 for seconds in measured["seconds"].values())
+    row = profile.parts(measured)
     assert sum(row["parts_us"].values()) == pytest.approx(row["step_us"], abs=0.5)
     assert set(row["parts_us"]) == set(profile.PARTS.values())
     assert row["policy_share"] == pytest.approx(row["parts_us"]["policy"] / row["step_us"], abs=1e-3)
 
-    named = {"config": found["policy"], "context": 128, "dtype": "float32", "segment": 2}
+    named = {"config": measured["policy"], "context": 128, "dtype": "float32", "segment": 2}
     lost = {"config": "learned", "context": 128, "dtype": "float32", "segment": 2, "skipped": "no weights"}
     run = {"command": "python -m benchmarks profile", "date": "2026-01-01"}
     run |= {"machine": {"cpu": "C", "threads": 1, "jax": "1", "commit": "a"}}
     run |= {"model": {"parameters": 1, "seed": 0}, "rows": [row | named | {"policy_share": 0.11}, lost]}
     page = profile.page([run])
     assert "| `learned` | skipped: no weights |" in page
-    assert f"Above it: `{found['policy']}` at 128 tokens, float32 (11%)." in page
+    assert f"Above it: `{measured['policy']}` at 128 tokens, float32 (11%)." in page
     later = run | {"rows": [run["rows"][0] | {"policy_share": 0.1}]}
-    assert "None is above it." in profile.page([run, later]), "the newest row of a cell counts"
-    assert f"`{found['policy']}`" in profile.page([later, run]).split("Above it:")[1]
+    assert "No policy is above it." in profile.page([run, later]), "the newest row of a cell counts"
+    assert f"`{measured['policy']}`" in profile.page([later, run]).split("Above it:")[1]
 
 
 @pytest.mark.parametrize("spec", ["h2o + uniform(48)", "conf_kv(recent=8) + confidence(24, 48)"])
@@ -285,16 +299,16 @@ def test_a_filled_state_ranks_by_attention_that_is_drawn(spec):
     state = fill.filled(network, chosen, {}, 100, 128, jnp.float32, 0, 8)
     assert int(state.length[0]) == 100
     assert metrics.live_slots(state).max() == 48
-    for room in state.layers if chosen.tracks_mass else ():
-        assert float(room.ring.meta["eviction.mass"].min()) > 0
+    for cache in state.layers if chosen.tracks_mass else ():
+        assert float(cache.ring.meta["eviction.mass"].min()) > 0
 
 
 def test_every_shipped_policy_is_profiled_at_every_context():
-    settings = arguments.parse(["profile"])
+    _, settings = arguments.parse(["profile"])
     cells = profile.cells(settings)
     for context in (2048, 32768):
-        here = {catalogue.policy(spec) for _, at, spec in cells if at == context}
-        assert {catalogue.policy(spec) for spec in catalogue.PRESETS} <= here
+        profiled = {catalogue.policy(spec) for _, at, spec in cells if at == context}
+        assert {catalogue.policy(spec) for spec in catalogue.PRESETS} <= profiled
     assert profile.work(settings, set(cells[:3])) == len(cells) - 3
 
 
@@ -324,10 +338,10 @@ def test_parts_bring_their_own_untrained_weights():
     assert fill.untrained(tiny.model(), Policy(admission=Learner()), 7) == {"admission": [{"seed": 7}] * 2}
 
 
-def test_the_host_pays_for_a_segment_at_least_what_a_call_costs():
-    found = host.host(2, "window(16) + sinks(4)", 3)
-    assert 0 < found["host_us_per_call"] <= found["host_us_per_token"] * 64 * 1.01
-    assert found["leaves"] > 2 * 8
+def test_the_host_pays_for_a_multi_step_decode_at_least_what_a_call_costs():
+    cost = host.host(2, "window(16) + sinks(4)", 3)
+    assert 0 < cost["host_us_per_call"] <= cost["host_us_per_token"] * 64 * 1.01
+    assert cost["leaves"] > 2 * 8
 
 
 def test_the_peers_script_needs_nothing_of_ours():
@@ -340,40 +354,40 @@ def test_the_peers_script_needs_nothing_of_ours():
 
 def test_a_start_is_measured_by_depth_and_layers_share_their_programs():
     """Depth beyond ``DEEP`` adds no program; a second start compiles nothing new and takes less time."""
-    found = list(compiling.rows([9, 10], ["full"], threads=1, prompt=20, new=3))
-    programs = [row["first"]["prefill"]["programs"] + row["first"]["decode"]["programs"] for row in found]
+    rows = list(compiling.rows([9, 10], ["full"], threads=1, prompt=20, new=3))
+    programs = [row["first"]["prefill"]["programs"] + row["first"]["decode"]["programs"] for row in rows]
     assert programs[0] == programs[1] > 0
-    assert all(compiling.seconds(row["second"]) < compiling.seconds(row["first"]) for row in found)
-    said = compiling.page(
+    assert all(compiling.seconds(row["second"]) < compiling.seconds(row["first"]) for row in rows)
+    message = compiling.page(
         [
             {
                 "command": "c",
                 "date": "d",
                 "machine": {"cpu": "x", "threads": 1, "jax": "0", "commit": "c"},
-                "rows": found,
+                "rows": rows,
             }
         ]
     )
-    assert "| `full` | 10 |" in said
-    assert "over 9 layers" in said
+    assert "| `full` | 10 |" in message
+    assert "over 9 layers" in message
 
 
 def test_serve_takes_what_it_measures_from_the_command_line():
-    asked = arguments.parse(
+    _, options = arguments.parse(
         ["serve", "--batch", "2", "4", "--long", "640", "--policy", "full", "knorm + uniform(0.25)"]
         + ["--part", "price", "memory"]
     )
-    assert (asked.batches, asked.long) == ((2, 4), 640)
-    assert asked.policies == ("full", "knorm + uniform(0.25)")
-    assert asked.parts == ("price", "memory")
-    assert arguments.parse(["serve", "--quick"]).prompt == 96
+    assert (options.batches, options.long) == ((2, 4), 640)
+    assert options.policies == ("full", "knorm + uniform(0.25)")
+    assert options.parts == ("price", "memory")
+    assert arguments.parse(["serve", "--quick"])[1].prompt == 96
     with pytest.raises(PolicyError):
         arguments.parse(["serve", "--policy", "snapkw"])
 
 
 def test_a_request_that_begins_like_one_that_is_held_reads_the_rest(tiny_folder):
     settings = Serving(prefix=300, segment=4)
-    rows = beginnings.prefix(kvjax.load(tiny_folder), settings, "full")
+    rows = serve.prefix(kvjax.load(tiny_folder), settings, "full")
     assert [row["asked"] for row in rows] == [1, 2, 3]
     assert [row["cached_tokens"] for row in rows] == [0, 256, 256]  # of 300, up to a border of chunks
     assert {row["prompt"] for row in rows} == {336}

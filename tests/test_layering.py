@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import re
 from pathlib import Path
@@ -93,7 +94,8 @@ TABLE = {
     "kvjax.catalogue.__main__": r"kvjax\.(cli|catalogue\._table)",
     "kvjax.saving": rf"{STATE}|kvjax\.(algebra|catalogue|weights|saving\._.+)",
     "kvjax.plan": r"kvjax(\.(?!serve|eval|engine).+)?|pallas_kernels\.measure\.(aot|chips)",
-    "benchmarks": rf"benchmarks(\.(?!kernels).+)?|kvjax(\.(?!serve).+)?|{KERNELS}",
+    "benchmarks": r"benchmarks(\.(?!kernels).+)?|benchmarks\.kernels\.__main__"
+    rf"|kvjax(\.(?!serve).+)?|{KERNELS}",
     "benchmarks.kernels": r"benchmarks\.kernels(\..+)?|pallas_kernels(\..+)?",
     "kvjax.engine": r"kvjax\.(?!serve|eval|models|policies).+",
     "kvjax.engine.errors": r"kvjax\.errors",
@@ -129,6 +131,7 @@ TABLE = {
 }
 
 
+@functools.cache
 def sources() -> dict[str, str]:
     """Module name to source of everything that is ours."""
     files = [file for top in OURS for file in sorted((ROOT / top).rglob("*.py"))]
@@ -140,18 +143,23 @@ def _name(file: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
+@functools.cache
+def import_nodes(source: str) -> list[ast.Import | ast.ImportFrom]:
+    return [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Import | ast.ImportFrom)]
+
+
 def imported(module: str, source: str, known: set[str]) -> set[str]:
     """Modules of ours that a source names anywhere, inside functions and type-checking blocks too."""
-    found: set[str] = set()
-    for node in ast.walk(ast.parse(source)):
+    names: set[str] = set()
+    for node in import_nodes(source):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
+            names |= {alias.name for alias in node.names}
+        else:
             assert node.level == 0, f"{module}: imports are absolute here"
             for alias in node.names:
                 whole = f"{node.module}.{alias.name}"
-                found.add(whole if whole in known else str(node.module))
-    return {name for name in found if name.split(".")[0] in OURS}
+                names.add(whole if whole in known else str(node.module))
+    return {name for name in names if name.split(".")[0] in OURS}
 
 
 def violations(given: dict[str, str]) -> list[str]:

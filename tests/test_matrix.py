@@ -40,7 +40,7 @@ def test_an_interpreter_that_answers_is_found(tmp_path, monkeypatch):
     ("words", "said"),
     [
         (["--env", "S99=python"], "'S99=python' names no stack. Write one of S07, S10, S12"),
-        (["--env", "S07=/nowhere/python"], "/nowhere/python is no program"),
+        (["--env", "S07=/nowhere/python"], "/nowhere/python is not a program"),
         (["--only", "S10", "--env", f"S07={sys.executable}"], "--only leaves out one of them"),
     ],
 )

@@ -22,12 +22,11 @@ import kvjax
 from kvjax import launch, layer
 from kvjax.cli import InputError
 from kvjax.eval import commands
-from kvjax.layer import _seam
 from kvjax.models import hf
 from kvjax.serve import command as serving
 from kvjax.serve.arguments import parse
 from kvjax.sharding.mesh import ONE, Mesh, MeshError
-from kvjax.sharding.specs import AXES
+from kvjax.sharding.specs import AXES, of_learned
 
 HERE = Path(__file__).parent
 CLOSE = 5e-5
@@ -278,8 +277,8 @@ def test_learned_weights_lie_by_head():
     duo, alpha = kvjax.policy("duo(0.5)"), [{"alpha": np.zeros(2)}] * 2
     assert {*jax.tree.leaves(layer.of_learned(duo, {"admission": alpha}))} == {jax.P()}
     mine = duo.admission.at_layer(alpha, 0)
-    assert _seam._learned(duo, {"admission": mine}) == {"admission": {"retrieves": jax.P("tensor")}}
-    rows = _seam._learned(duo, {"admission": layer.OfRows(mine)})["admission"]
+    assert of_learned(duo.parts, {"admission": mine}) == {"admission": {"retrieves": jax.P("tensor")}}
+    rows = of_learned(duo.parts, {"admission": layer.OfRows(mine)})["admission"]
     assert rows.tree == {"retrieves": jax.P("data", "tensor")}
 
 

@@ -18,11 +18,9 @@ from kvjax.models.decoder import shapes
 from kvjax.models.hf_config import ModelError
 from kvjax.plan import __main__ as command
 from kvjax.plan import _arguments, _estimate, _plan, _programs, _search, _shapes
-from kvjax.plan import _case as cases
-from kvjax.plan._case import Case
 from kvjax.plan._collectives import Collective, collectives
-from kvjax.plan._estimate import Known
-from kvjax.plan._programs import Program
+from kvjax.plan._deployment import Deployment, check
+from kvjax.plan._programs import Compiled, Program
 from kvjax.sharding.mesh import MeshError
 from pallas_kernels.measure import aot
 from pallas_kernels.measure.chips import CHIPS, Chip
@@ -32,10 +30,10 @@ LLAMA = published.spec("llama-3.1-8b")
 LONG = 131072
 
 
-def case(policy: str, rows: int = 12, context: int = LONG, **more) -> Case:
+def case(policy: str, rows: int = 12, context: int = LONG, **more) -> Deployment:
     """On sixteen devices, six rows and one KV head each."""
     mesh = more.pop("mesh", _search.abstract(2, 8, 1))
-    return Case(LLAMA, kvjax.policy(policy), mesh, rows, context, **more)
+    return Deployment(LLAMA, kvjax.policy(policy), mesh, rows, context, **more)
 
 
 def program(**more) -> Program:
@@ -89,40 +87,40 @@ def test_slots_of_a_stream(policy, share, slots):
     one = case(policy, share=share)
     window = one.policy.window(LONG)
     expected = {"gvote": LONG // 8 - window, "quest": LONG - window}.get(policy, slots)
-    assert cases.slots(one) == (expected,) * 32
+    assert _shapes.slots(one) == (expected,) * 32
 
 
 def test_slots_fall_with_the_layers_of_a_pyramid():
-    found = cases.slots(case("snapkv(32) + pyramid(1024, slope=2)"))
-    assert found[0] == 1536 - 32
-    assert found[-1] == 512 - 32
-    assert list(found) == sorted(found, reverse=True)
-    assert cases.slots(case("snapkv(32) + pyramid(1024, slope=2)").shallow(3)) == found[:3]
+    slots = _shapes.slots(case("snapkv(32) + pyramid(1024, slope=2)"))
+    assert slots[0] == 1536 - 32
+    assert slots[-1] == 512 - 32
+    assert list(slots) == sorted(slots, reverse=True)
+    assert _shapes.slots(case("snapkv(32) + pyramid(1024, slope=2)").shallow(3)) == slots[:3]
 
 
 # --- bytes ----------------------------------------------------------------------------------------
 
 
 def test_bytes_of_a_full_cache_by_hand():
-    found = _estimate.resident(case("full"))
+    held = _estimate.resident(case("full"))
     slots = 6 * 1 * LONG * 32  # rows, heads, tokens, layers of a device
-    assert found.allocated == slots * (2 * 128 * 2 + 1)  # a key and a value of bfloat16, an admission bit
-    assert found.live == found.allocated
+    assert held.allocated == slots * (2 * 128 * 2 + 1)  # a key and a value of bfloat16, an admission bit
+    assert held.live == held.allocated
     of_layer = 2 * 4096 * 4096 // 8 + 2 * 4096 * 1024 // 8 + 3 * 4096 * 14336 // 8 + 2 * 4096
-    assert found.weights == 2 * (2 * 128256 * 4096 // 8 + 32 * of_layer + 4096)
-    assert found.learned == 0
+    assert held.weights == 2 * (2 * 128256 * 4096 // 8 + 32 * of_layer + 4096)
+    assert held.learned == 0
 
 
 def test_pools_by_hand():
     """32,704 slots a stream are 128 pages of 256; beside them room for what is written next."""
     gated = case("write_gate(0.1)", share=0.25)
-    (one,) = _shapes.held(gated.shallow(1))
+    (one,) = _shapes.layer_sizes(gated.shallow(1))
     (pages,) = one.cache.pools
     assert pages.size == 256
     # Six streams: 766 pages of live slots, two further pages each and 512 tokens more: 784, of a class of 64.
     assert pages.count == 16 * 832
     fullest = dataclasses.replace(gated, imbalance=1.5)
-    (more,) = _shapes.held(fullest.shallow(1))[0].cache.pools
+    (more,) = _shapes.layer_sizes(fullest.shallow(1))[0].cache.pools
     assert 1.4 * 832 <= more.count / 16 <= 1.6 * 832
     alike = case("snapkv + uniform(1024)", imbalance=1.5)
     assert alike.fullest == 1.0
@@ -137,19 +135,19 @@ def test_a_real_state_is_as_large_as_planned(policy):
     state = decode.reserve(policy, state, decode.MAX_STEPS, 1, ahead=decode.HORIZON)
     real = sum(leaf.nbytes for leaf in jax.tree.leaves(state.layers))
     mesh = _search.abstract(1, 1, 1)
-    planned = Case(one.network.spec, policy, mesh, 2, context, dtype="float32", chunk=64)
+    planned = Deployment(one.network.spec, policy, mesh, 2, context, dtype="float32", chunk=64)
     assert _estimate.resident(planned).allocated == real
     assert _estimate.resident(planned).weights == sum(x.nbytes for x in jax.tree.leaves(one.params))
 
 
 def test_learned_weights_have_the_shapes_of_trained_ones():
     one = case("write_gate(0.1) + phi(64) + kvp + uniform(0.25)", share=0.25)
-    found = _shapes.weights(one)
+    learned = _shapes.weights(one)
     for part in one.policy.learned:
-        part.check_weights(found[part.place], one.network)
-    assert found["admission"][0]["w1"].shape == (8, 256, 512)
-    assert {len(layers) for layers in found.values()} == {32}
-    assert len(found) == 3
+        part.check_weights(learned[part.place], one.network)
+    assert learned["admission"][0]["w1"].shape == (8, 256, 512)
+    assert {len(layers) for layers in learned.values()} == {32}
+    assert len(learned) == 3
 
 
 # --- time -----------------------------------------------------------------------------------------
@@ -157,23 +155,23 @@ def test_learned_weights_have_the_shapes_of_trained_ones():
 
 def test_the_roofline_by_hand():
     chip = Chip(name="toy", memory=2**34, bandwidth=1e12, links=1e11, flops=1e15)
-    half = Known(
+    half = Compiled(
         case=case("full", rows=6), program=program(collectives={Collective("all-reduce", 8, 24576): 65})
     )
-    found = _estimate.roofline(case("full"), half, chip)
+    least = _estimate.roofline(case("full"), half, chip)
     cache = 6 * LONG * 32 * 2 * 128 * 2
     table = 2 * 128256 * 4096 // 8  # one row a token is read of it
-    assert found.cache == found.walked == cache
-    assert found.weights == _estimate.resident(case("full")).weights - table
-    assert found.sent == 65 * 2 * 49152 * 7 / 8
-    assert found.seconds == pytest.approx((found.weights + cache) / 1e12 + found.sent / 1e11)
+    assert least.cache == least.walked == cache
+    assert least.weights == _estimate.resident(case("full")).weights - table
+    assert least.sent == 65 * 2 * 49152 * 7 / 8
+    assert least.seconds == pytest.approx((least.weights + cache) / 1e12 + least.sent / 1e11)
     slow = dataclasses.replace(chip, flops=1e9)
-    flops = 2 * 6 * found.weights / 2 + 2 * 4 * cache / 2
+    flops = 2 * 6 * least.weights / 2 + 2 * 4 * cache / 2
     assert _estimate.roofline(case("full"), half, slow).seconds == pytest.approx(flops / 1e9, rel=1e-3)
 
 
 def test_a_selection_loads_what_it_visits():
-    full, quest = (_shapes.held(case(name).shallow(3))[2] for name in ("full", "quest(chunks=32)"))
+    full, quest = (_shapes.layer_sizes(case(name).shallow(3))[2] for name in ("full", "quest(chunks=32)"))
     assert 6 * quest.read < full.read
     assert quest.live > full.live
 
@@ -195,8 +193,8 @@ replica_groups={{0,1,2,3,4,5,6,7},{8,9,10,11,12,13,14,15}}, to_apply=%a
 
 
 def test_collectives_are_read_off_a_program():
-    found = collectives(TEXT, 16)
-    assert found == {
+    counts = collectives(TEXT, 16)
+    assert counts == {
         Collective("all-reduce", 8, 6 * 4096 * 2): 2,
         Collective("all-reduce", 8, 6 * 4 + 6 * 128 * 4): 1,
         Collective("all-gather", 8, 6 * 128 * 2): 1,
@@ -216,35 +214,35 @@ def test_bytes_sent_by_a_ring(kind, sent):
 
 
 @pytest.mark.parametrize(
-    ("kinds", "found"),
+    ("kinds", "expected"),
     [("a" * 32, (1, 2)), ("aa" + "b" * 30, (3, 4)), ("aaaaab" * 4 + "aa", (8, 14)), ("ab" * 13, (2, 4))],
 )
-def test_depths_differ_by_one_period(kinds, found):
-    assert _programs.depths(kinds) == found
+def test_depths_differ_by_one_period(kinds, expected):
+    assert _programs.depths(kinds) == expected
 
 
-def test_what_is_between_is_carried_on_along_a_line():
+def test_a_deep_program_is_extrapolated_from_two_shallow_ones():
     one, two = Collective("all-reduce", 8, 64), Collective("all-gather", 8, 64)
     few = program(outputs=7, padding=40, temporary=100, code=10, collectives={one: 5, two: 1})
     more = program(outputs=7, padding=60, temporary=104, code=14, collectives={one: 7, two: 1}, depths=(3,))
-    found = _programs.carried_on(few, more, 30, 12345)
-    assert (found.arguments, found.padding) == (12345 + 640, 640)
-    assert (found.outputs, found.temporary, found.code) == (7, 220, 130)
-    assert found.collectives == {one: 65, two: 1}
-    assert found.depths == (2, 3)
+    deep = _programs.extrapolated(few, more, 30, 12345)
+    assert (deep.arguments, deep.padding) == (12345 + 640, 640)
+    assert (deep.outputs, deep.temporary, deep.code) == (7, 220, 130)
+    assert deep.collectives == {one: 65, two: 1}
+    assert deep.depths == (2, 3)
 
 
 @pytest.mark.parametrize("limit", [0, 1, 2, 3, 7, 8, 9, 99, 100])
 def test_the_largest_that_fits(limit):
-    asked = []
-    assert _estimate.largest(lambda n: asked.append(n) or n <= limit, 100) == limit
-    assert len(asked) <= 14
-    assert max(asked) <= 100
+    tried = []
+    assert _search.largest(lambda n: tried.append(n) or n <= limit, 100) == limit
+    assert len(tried) <= 14
+    assert max(tried) <= 100
 
 
 def test_searches_agree_with_the_sum():
     one, memory = case("full"), CHIPS["v5e"].memory
-    known = Known(case=one, program=program())
+    known = Compiled(case=one, program=program())
     total = lambda x: _estimate.bytes_like(x, known).total  # noqa: E731
     rows = _search.most_rows(one, known, memory)
     assert rows == 12
@@ -256,32 +254,32 @@ def test_searches_agree_with_the_sum():
 
 def test_what_is_between_grows_with_rows_and_context():
     one = case("full", rows=4, context=65536)
-    known = Known(case=one, program=program(temporary=90, outputs=10, code=7), padding=0.5)
-    found = _estimate.bytes_like(case("full"), known)
-    assert (found.temporary, found.code) == (100 * 3 * 2, 7)
-    assert found.padding == found.allocated // 2
-    assert found.total == found.weights + found.allocated + found.padding + 607
+    known = Compiled(case=one, program=program(temporary=90, outputs=10, code=7), padding=0.5)
+    larger = _estimate.bytes_like(case("full"), known)
+    assert (larger.temporary, larger.code) == (100 * 3 * 2, 7)
+    assert larger.padding == larger.allocated // 2
+    assert larger.total == larger.weights + larger.allocated + larger.padding + 607
     chunks = _estimate.bytes_like(one, dataclasses.replace(known, reading=True))
     assert chunks.temporary == 100 + 2 * 256 * 4096 * 2  # two rows of a device, a chunk each
 
 
 def test_what_would_fit_does():
     one = case("write_gate(0.1)", rows=96, share=0.5)
-    known = Known(case=one, program=program())
+    known = Compiled(case=one, program=program())
     ways = _search.remedies(one, known, CHIPS["v5e"])
     assert [way.split()[0] for way in ways] == ["--rows", "--context", "--share", "64", "--policy"]
-    said = {way.split()[0]: way.split()[1] for way in ways[:3]}
+    message = {way.split()[0]: way.split()[1] for way in ways[:3]}
     changed = [
-        {"rows": int(said["--rows"])},
-        {"context": int(said["--context"])},
-        {"share": float(said["--share"])},
+        {"rows": int(message["--rows"])},
+        {"context": int(message["--context"])},
+        {"share": float(message["--share"])},
     ]
     for change in changed:
         other = dataclasses.replace(one, **change)
         assert _search.fits(other, known, CHIPS["v5e"].memory)
 
 
-def test_the_grid_with_the_fewest_bytes():
+def test_the_mesh_with_the_fewest_bytes():
     alone = case("full", mesh=_search.abstract(1, 1, 1))
     assert _search.best_mesh(alone, 16) == _search.abstract(2, 8, 1)
     one_row = dataclasses.replace(alone, rows=1)
@@ -295,7 +293,7 @@ GOOD = "--model llama-3.1-8b --policy full --context 4096 --rows 4 --tpu v5e:2x2
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         ("--tpu v9:2x2", "'v9' is none of v5e, v6e, v5p, tpu7x"),
         ("--tpu v5e", "--tpu v5e has no topology"),
@@ -308,7 +306,7 @@ GOOD = "--model llama-3.1-8b --policy full --context 4096 --rows 4 --tpu v5e:2x2
         ("--tpu v5e:4x4 --mesh tensor=16", "tensor=16 does not divide the model's 8 KV heads"),
         ("--model qwen2.5-7b --rows 1 --tpu v5e:4x4", "Give a multiple of 4 rows"),
         ("--policy wg-kv", "--share 0.25 plans for a quarter"),
-        ("--share 0.25", "'full' says itself how much stays. Leave --share out"),
+        ("--share 0.25", "'full' decides itself how much stays. Leave --share out"),
         ("--policy wg-kv --share 1.5", "--share 1.5 is out of range"),
         ("--imbalance 0.5", "--imbalance 0.5 is out of range"),
         ("--context 200000", "more than the model's 131072 positions"),
@@ -317,17 +315,17 @@ GOOD = "--model llama-3.1-8b --policy full --context 4096 --rows 4 --tpu v5e:2x2
         ("--out nowhere/at/all.json", "there is no folder nowhere/at"),
     ],
 )
-def test_questions_that_make_no_sense_are_refused_before_any_compiling(capsys, monkeypatch, words, said):
+def test_questions_that_make_no_sense_are_refused_before_any_compiling(capsys, monkeypatch, words, message):
     monkeypatch.setattr(_plan, "answer", None)
-    asked = dict(zip(*[iter(GOOD.split())] * 2))
+    options = dict(zip(*[iter(GOOD.split())] * 2))
     if words.endswith("--tpu"):
-        del asked["--tpu"]
+        del options["--tpu"]
         words = words.removesuffix(" --tpu")
-    asked |= dict(zip(*[iter(words.split())] * 2))
-    assert command.main([word for pair in asked.items() for word in pair]) == 2
+    options |= dict(zip(*[iter(words.split())] * 2))
+    assert command.main([word for pair in options.items() for word in pair]) == 2
     err = capsys.readouterr().err
     assert err.startswith("error:")
-    assert said in err
+    assert message in err
 
 
 def test_without_the_compiler_it_is_said_how_to_get_it(capsys, monkeypatch):
@@ -349,10 +347,10 @@ def test_a_topology_that_the_compiler_does_not_know(monkeypatch):
 def test_a_step_without_room_is_tried_with_fewer_rows():
     tried = []
 
-    def compile_(one: Case) -> Program:
+    def compile_(one: Deployment) -> Program:
         tried.append(one.rows)
         if one.rows > 4:
-            raise _programs.NoRoom("no room")
+            raise _programs.NoRoomError("no room")
         return program()
 
     known = _plan.compiled(compile_, case("full", rows=12))
@@ -363,11 +361,11 @@ def test_a_step_without_room_is_tried_with_fewer_rows():
 
 def test_a_question_is_read(tmp_path):
     words = "--model llama-3.1-8b --policy wg-kv --share 0.25 --context 4096 --rows 16 --tpu 7x:2x2x1 --exact"
-    asked = _arguments.parse([*words.split(), "--out", str(tmp_path / "plan.json")])
-    assert asked.topology == "tpu7x:2x2x1"
-    assert asked.chosen
-    assert asked.exact
-    assert asked.case.mesh == _search.abstract(1, 8, 1)  # two devices a chip
+    question = _arguments.parse([*words.split(), "--out", str(tmp_path / "plan.json")])
+    assert question.topology == "tpu7x:2x2x1"
+    assert question.chosen
+    assert question.exact
+    assert question.case.mesh == _search.abstract(1, 8, 1)  # two devices a chip
     (tmp_path / "config.json").write_text(json.dumps(published.CONFIGS["qwen2.5-7b"]))
     folder = _arguments.parse(["--model", str(tmp_path), *GOOD.split()[2:]])
     assert folder.case.spec == published.spec("qwen2.5-7b")
@@ -375,4 +373,4 @@ def test_a_question_is_read(tmp_path):
 
 def test_a_mesh_refuses_rows_it_does_not_divide():
     with pytest.raises(MeshError, match="data=2 does not divide 13 rows"):
-        cases.check(case("full", rows=13))
+        check(case("full", rows=13))

@@ -55,21 +55,20 @@ def test_a_short_run_checks_chooses_blocks_and_is_one_file(home, tmp_path, monke
 )
 def test_an_operation_is_on_or_says_why_it_is_off(record, line):
     empty = {"impl": "triton", "agrees": False, "checks": {}, "blocks": {}, "problems": {}}
-    (found,) = tune.said({"gated": empty | record})
-    assert found.startswith(f"gated           {line}")
+    assert tune.state(empty | record).startswith(line)
 
 
 def test_it_ends_with_1_where_a_kernel_stays_off(home, capsys, monkeypatch):
     from pallas_kernels.measure import device
 
-    found = device.measure(0, folder=home, tiny="triton", only=("phi",))
-    monkeypatch.setattr(device, "measure", lambda *_, **__: found)
+    records = device.measure(0, folder=home, tiny="triton", only=("phi",))
+    monkeypatch.setattr(device, "measure", lambda *_, **__: records)
     assert tune.main([]) == 1
     assert "off: no time was left" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
-    ("words", "environment", "said"),
+    ("words", "environment", "message"),
     [
         ([], {}, "tune needs a GPU or TPU, and JAX finds none"),
         ([], {"KVJAX_CACHE": "off"}, "Set KVJAX_CACHE=DIR"),
@@ -78,11 +77,11 @@ def test_it_ends_with_1_where_a_kernel_stays_off(home, capsys, monkeypatch):
         (["--only", "merge"], {}, f"choose from {', '.join(map(repr, OPERATIONS))}"),
     ],
 )
-def test_refusals(home, capsys, monkeypatch, words, environment, said):
+def test_refusals(home, capsys, monkeypatch, words, environment, message):
     if jax.default_backend() != "cpu":
         pytest.skip("this is not a CPU")
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     assert tune.main(words) == 2
-    assert said.replace("'", "") in capsys.readouterr().err.replace("'", "")
+    assert message.replace("'", "") in capsys.readouterr().err.replace("'", "")
     assert not home.exists()

@@ -162,7 +162,7 @@ def test_both_are_used_by_generation_and_by_the_command(home, model, policy, cap
             {"uniform": "default"},
             r"uniform\(24, when=every_step\) learns nothing. Parts that learn: write_gate, toy_rank",
         ),
-        ({"toy_rank": "bold"}, "toy_rank=bold: .* ships no 'bold' for toy_rank, but default, other"),
+        ({"toy_rank": "bold"}, "toy_rank=bold: .* ships no 'bold' for toy_rank; it has default, other"),
         ({"toy_rank": "no.safetensors"}, "no.safetensors cannot be read"),
     ],
 )
@@ -185,7 +185,7 @@ def test_a_part_that_is_not_shipped_says_what_trains_it(home, policy, tmp_path, 
     folder = tmp_path / "model"
     shutil.copytree(home, folder)
     shutil.rmtree(folder / "weights/toy_rank")
-    with pytest.raises(WeightsError, match=r"none for toy_rank.*What makes one: python -m train\.toy\."):
+    with pytest.raises(WeightsError, match=r"none for toy_rank.*To make one: python -m train\.toy\."):
         kvjax.generate(kvjax.load(folder), policy, [[1, 2]])
     assert serve(["--model", str(folder), "--prompt", "x", "--policy", SPEC]) == 2
     assert "--weights toy_rank=FILE" in capsys.readouterr().err

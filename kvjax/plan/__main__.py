@@ -1,4 +1,4 @@
-"""``python -m kvjax.plan``: prints a plan; exit code 0 where a step fits, 2 where it does not."""
+"""``python -m kvjax.plan``: prints a plan; exit code 0 if a step fits, 2 if it does not."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ def _run(argv: Sequence[str]) -> int:
         raise cli.InputError(
             f"--out {question.out}: there is no folder {question.out.parent}. Make it first."
         )
-    found = _plan.answer(question)
-    answer = _report.as_json(question, found)
+    plan = _plan.answer(question)
+    answer = _report.as_json(question, plan)
     if question.out is not None:
         question.out.write_text(json.dumps(answer, indent=2) + "\n", encoding="utf-8")
     if question.json:
         print(json.dumps(answer))
     else:
-        print("\n".join(_report.lines(question, found)))
+        print("\n".join(_report.lines(question, plan)))
     return 0 if answer["fits"]["step"] else 2
 
 

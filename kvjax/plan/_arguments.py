@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import re
@@ -12,22 +13,18 @@ from kvjax import catalogue, cli, loading
 from kvjax.cli import InputError, option, shared, whole
 from kvjax.models import hf, published
 from kvjax.models.spec import ModelSpec
-from kvjax.plan import _case as cases
 from kvjax.plan import _search as search
-from kvjax.plan._case import Case
-from kvjax.sharding.mesh import Mesh, axis_sizes
+from kvjax.plan._deployment import Deployment, check
+from kvjax.sharding.mesh import Mesh, MeshError, axis_sizes
 from kvjax.sharding.specs import AXES, DATA
 from pallas_kernels.measure.chips import CHIPS, Chip
 
 TPUS = ("v5e", "v6e", "v5p", "tpu7x")
-ALSO = {"7x": "tpu7x"}
-"""Other names of a chip."""
-
+OTHER_NAMES = {"7x": "tpu7x"}
 DEVICES = {"tpu7x": 2}
-"""Devices of a chip as JAX counts them, where it has several."""
+"""Devices that JAX counts on one chip, if there are several."""
 
-_UNEVEN = "slots of the fullest device over the mean, where a policy fills heads unevenly (default: 1)"
-
+_UNEVEN = "slots of the fullest device over the mean, if the policy fills heads unevenly (default: 1)"
 _SHARE = cli.Rule(float, lambda x: 0 < x <= 1, "a number above 0, at most 1")
 _IMBALANCE = cli.Rule(float, lambda x: 1 <= x <= 100, "a number from 1 to 100")
 
@@ -49,7 +46,7 @@ class Options:
         "--model",
         metavar="NAME|DIR|HUB_ID",
         required=True,
-        help=f"{', '.join(published.CONFIGS)}, or a model of which config.json is read",
+        help=f"{', '.join(published.CONFIGS)}, or a model whose config.json is read",
     )
     policy: str = shared("--policy", "full", "what the KV cache keeps")
     context: int = option(None, "tokens that a row has seen", type=whole(64), required=True)
@@ -65,7 +62,7 @@ class Options:
         "--dtype", help="of weights and cache (default: as config.json says; shapes by name bfloat16)"
     )
     share: float | None = option(
-        None, "of the tokens that stay, where a policy learns or votes that", type=_SHARE
+        None, "of the tokens that stays, if the policy learns or votes that", type=_SHARE
     )
     imbalance: float = option(1.0, _UNEVEN, type=_IMBALANCE)
     chunk: int = option(256, "prompt tokens read at a time")
@@ -79,13 +76,13 @@ class Question(Options):
     """The command line, checked.
 
     Attributes:
-      case: what is planned, on a mesh of devices that are not here.
+      case: the deployment, on a mesh of devices that are not here.
       chip: what one device has.
       topology: of the devices, "v5e:4x4" or "h200:8".
-      chosen: whether the mesh was chosen here.
+      chosen: whether ``parse`` chose the mesh.
     """
 
-    case: Case
+    case: Deployment
     chip: Chip
     topology: str
     chosen: bool
@@ -95,8 +92,8 @@ def parse(argv: Sequence[str]) -> Question:
     """The question in ``argv``.
 
     Raises:
-      InputError: an unknown word, a number out of range, no such chip or topology, devices that do not agree
-        with the mesh, a share that is missing.
+      InputError: an unknown word, a number out of range, no such chip or topology, another number of devices
+        than the mesh has, a missing share.
       MeshError: a mesh that does not divide the rows or the model's heads.
       ModelError: no such model.
       PolicyError: a policy that cannot be built.
@@ -111,7 +108,7 @@ def parse(argv: Sequence[str]) -> Question:
     )
     spec, dtype = _model(options.model)
     chip, topology, devices = _devices(options.tpu, options.gpu)
-    case = Case(
+    case = Deployment(
         spec=spec,
         policy=catalogue.policy(options.policy),
         mesh=search.abstract(1, 1, 1),
@@ -122,11 +119,10 @@ def parse(argv: Sequence[str]) -> Question:
         imbalance=options.imbalance,
         chunk=options.chunk,
     )
-    cases.check(case)
+    check(case)
     case = dataclasses.replace(case, mesh=_mesh(case, options.mesh, topology, devices))
-    cases.check(case)
-    chosen = options.mesh is None
-    return Question(**vars(options), case=case, chip=chip, topology=topology, chosen=chosen)
+    check(case)
+    return Question(**vars(options), case=case, chip=chip, topology=topology, chosen=options.mesh is None)
 
 
 def _model(name: str) -> tuple[ModelSpec, str]:
@@ -137,7 +133,7 @@ def _model(name: str) -> tuple[ModelSpec, str]:
     if "/" not in name and not Path(name).exists():
         raise InputError(
             f"--model {name} is no model known by name, and no folder. Give one of "
-            f"{', '.join(published.CONFIGS)}, a folder, or a hub id such as owner/name."
+            f"{', '.join(published.CONFIGS)}, a folder, or a hub id like owner/name."
         )
     spec, dtype = hf.read_spec(name)
     return spec, dtype or "float32"
@@ -152,7 +148,7 @@ def _devices(tpu: str | None, gpu: str | None) -> tuple[Chip, str, int]:
         count = int(match[1] or 1)
         return CHIPS["h200"], f"h200:{count}", count
     name, _, dims = str(tpu).partition(":")
-    name = ALSO.get(name, name)
+    name = OTHER_NAMES.get(name, name)
     if name not in TPUS:
         raise InputError(f"--tpu {tpu}: {name!r} is none of {', '.join(TPUS)}. Write v5e:4x4, for example.")
     if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*){1,2}", dims):
@@ -163,7 +159,7 @@ def _devices(tpu: str | None, gpu: str | None) -> tuple[Chip, str, int]:
     return CHIPS[name], f"{name}:{dims}", count
 
 
-def _mesh(case: Case, text: str | None, topology: str, devices: int) -> Mesh:
+def _mesh(case: Deployment, text: str | None, topology: str, devices: int) -> Mesh:
     if text is not None:
         shape, _ = axis_sizes(text)
         if math.prod(shape) != devices:
@@ -173,16 +169,15 @@ def _mesh(case: Case, text: str | None, topology: str, devices: int) -> Mesh:
         return search.abstract(*shape)
     mesh = search.best_mesh(case, devices)
     if mesh is None:
-        rows = sorted({m.size(DATA) for m in search.meshes(devices) if _divides(case, m)})
-        way = f"Give a multiple of {rows[0]} rows" if rows else "Take other devices"
+        # The numbers of rows that some mesh of these devices divides, if it divides the model's heads.
+        rows = []
+        for other in search.meshes(devices):
+            with contextlib.suppress(MeshError):
+                dataclasses.replace(case, mesh=other, rows=other.size(DATA)).check_mesh()
+                rows.append(other.size(DATA))
+        way = f"Give a multiple of {min(rows)} rows" if rows else "Take other devices"
         raise InputError(
-            f"{topology} has {devices} devices, and no grid of {' x '.join(AXES)} divides {case.rows} rows, "
+            f"{topology} has {devices} devices, and no mesh of {' x '.join(AXES)} divides {case.rows} rows, "
             f"{case.spec.num_kv_heads} KV heads and {case.spec.num_heads} query heads. {way}."
         )
     return mesh
-
-
-def _divides(case: Case, mesh: Mesh) -> bool:
-    """Whether the mesh divides the model's heads."""
-    tensor, all_cut = mesh.size(AXES[1]), mesh.size(AXES[1]) * mesh.size(AXES[2])
-    return case.spec.num_kv_heads % tensor == 0 and case.spec.num_heads % all_cut == 0

@@ -1,7 +1,8 @@
-"""What a compiled program brings from device to device, read off its text."""
+"""The collective operations of a compiled program, read off its text."""
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import math
 import re
@@ -23,11 +24,11 @@ _DTYPES = {
 
 @dataclasses.dataclass(frozen=True, order=True)
 class Collective:
-    """One kind of operation among several devices.
+    """A collective operation.
 
     Attributes:
       kind: of ``KINDS``.
-      devices: that take part together.
+      devices: how many take part together.
       nbytes: of its result on one device.
     """
 
@@ -37,7 +38,7 @@ class Collective:
 
     @property
     def sent(self) -> float:
-        """Bytes that one device must send at least, by a ring: every byte of a sum goes around twice."""
+        """The least bytes that one device sends, in a ring: every byte of a sum goes around twice."""
         others = (self.devices - 1) / self.devices
         return {
             "all-reduce": 2 * self.nbytes * others,
@@ -49,13 +50,11 @@ class Collective:
 
 
 def collectives(text: str, devices: int) -> dict[Collective, int]:
-    """How often each occurs in a compiled program; those in the body of a loop count once.
+    """How often each occurs in a compiled program's text; those in the body of a loop count once.
 
-    Args:
-      text: of the program (``as_text``).
-      devices: of the program; what an operation that names no groups is among.
+    An operation that names no groups is among all ``devices`` of the program.
     """
-    found: dict[Collective, int] = {}
+    counts: collections.Counter[Collective] = collections.Counter()
     for line in text.splitlines():
         op = _OP.match(line)
         if op is None:
@@ -66,8 +65,8 @@ def collectives(text: str, devices: int) -> dict[Collective, int]:
             sizes = [max(sizes)]  # a tuple of operand, result and flags
         one = Collective(kind, _group(rest, devices), sum(sizes))
         if one.devices > 1:
-            found[one] = found.get(one, 0) + 1
-    return found
+            counts[one] += 1
+    return dict(counts)
 
 
 def _nbytes(dtype: str, dims: str) -> int:

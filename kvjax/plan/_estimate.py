@@ -1,16 +1,14 @@
-"""What one device holds and moves, from shapes and a compiled program; what a search asks many times."""
+"""What one device holds, loads and sends, from shapes and a compiled program."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 
 import jax.numpy as jnp
 
 from kvjax.plan import _shapes as shapes
-from kvjax.plan._case import Case
-from kvjax.plan._programs import Program
-from kvjax.sharding.specs import DATA
+from kvjax.plan._deployment import Deployment
+from kvjax.plan._programs import Compiled
 from pallas_kernels.measure.chips import Chip
 
 
@@ -42,59 +40,38 @@ class Bytes:
         return self.weights + self.learned + self.allocated + self.padding + self.temporary + self.code
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Known:
-    """A program that was compiled.
-
-    Attributes:
-      case: for what.
-      program: what came out.
-      padding: of a state, over its shapes.
-      reading: it reads prompts.
-    """
-
-    case: Case
-    program: Program
-    padding: float = 0.0
-    reading: bool = False
-
-
-def resident(case: Case, *, reading: bool = False) -> Bytes:
+def resident(case: Deployment, *, reading: bool = False) -> Bytes:
     """What stays between two steps; ``reading``: while prompts are read."""
-    held = shapes.held(case, reading=reading)
+    layers = shapes.layer_sizes(case, reading=reading)
     return Bytes(
-        weights=shapes.bytes_each(shapes.params(case)),
-        learned=shapes.bytes_each(shapes.weights(case)),
-        allocated=sum(layer.allocated for layer in held),
-        live=sum(layer.live for layer in held),
+        weights=shapes.device_bytes(shapes.params(case)),
+        learned=shapes.device_bytes(shapes.weights(case)),
+        allocated=sum(layer.allocated for layer in layers),
+        live=sum(layer.live for layer in layers),
     )
 
 
-def bytes_like(case: Case, known: Known) -> Bytes:
-    """What a device holds during a program that was compiled for a case like this one.
+def bytes_like(case: Deployment, compiled: Compiled) -> Bytes:
+    """What a device holds while a program runs that was compiled for a similar deployment.
 
-    What lies between operations is taken to grow with rows and context, and padding with the state.
+    What lies between operations is assumed to grow with rows and context, padding with the state.
     """
-    each, before = (x.rows / x.mesh.size(DATA) for x in (case, known.case))
-    times = each / before * max(case.context / known.case.context, 1.0)
-    between = (known.program.temporary + known.program.outputs) * times
-    if known.reading:  # what goes into a layer is there beside what comes out
-        between += each * case.read_at_once * case.spec.model_dim * case.itemsize
-    found = resident(case, reading=known.reading)
+    times = case.device_rows / compiled.case.device_rows * max(case.context / compiled.case.context, 1.0)
+    between = (compiled.program.temporary + compiled.program.outputs) * times
+    if compiled.reading:  # the input of a layer exists beside its output
+        between += case.device_rows * case.read_at_once * case.spec.model_dim * case.itemsize
+    held = resident(case, reading=compiled.reading)
     return dataclasses.replace(
-        found,
-        padding=round(known.padding * found.allocated),
+        held,
+        padding=round(compiled.padding * held.allocated),
         temporary=round(between),
-        code=known.program.code,
+        code=compiled.program.code,
     )
-
-
-# --- how long it takes at least ------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Roofline:
-    """A decode step on one device, by what is published of it; nothing that waits is counted.
+    """The least time of a decode step on one device, from its published limits; waiting is not counted.
 
     Attributes:
       weights, cache: bytes it must load.
@@ -114,43 +91,27 @@ class Roofline:
     compiled_seconds: float
 
 
-def roofline(case: Case, known: Known, chip: Chip) -> Roofline:
-    """The least time of a step like one that was compiled; what is sent grows with the rows."""
-    held = shapes.held(case)
-    loaded = shapes.read_every_step(case)
-    weights = shapes.bytes_each(loaded) + shapes.bytes_each(shapes.weights(case))
-    cache = sum(layer.read for layer in held)
-    walked = sum(layer.walked for layer in held) if known.program.kernels == "xla" else cache
-    rows = case.rows // case.mesh.size(DATA)
-    numbers = shapes.bytes_each(loaded) / case.itemsize
+def roofline(case: Deployment, compiled: Compiled, chip: Chip) -> Roofline:
+    """The least time of a step similar to one that was compiled; what is sent grows with the rows."""
+    layers = shapes.layer_sizes(case)
+    model = shapes.device_bytes(shapes.read_every_step(case))
+    weights = model + shapes.device_bytes(shapes.weights(case))
+    cache = sum(layer.read for layer in layers)
+    walked = sum(layer.walked for layer in layers) if compiled.program.kernels == "xla" else cache
     storage, dim = case.policy.storage, case.spec.head_dim
     key = storage.width(dim) * jnp.dtype(storage.dtype(jnp.dtype(case.dtype))).itemsize
-    flops = 2.0 * rows * numbers + 2.0 * case.spec.groups * cache / key * dim
-    sent = known.program.sent * case.rows / known.case.rows
-    loads = (weights + cache, weights + walked)
-    times = [max(load / chip.bandwidth, flops / chip.flops) + sent / chip.links for load in loads]
+    flops = 2.0 * case.device_rows * (model / case.itemsize) + 2.0 * case.spec.groups * cache / key * dim
+    sent = compiled.program.sent * case.rows / compiled.case.rows
+    seconds, compiled_seconds = (
+        max((weights + read) / chip.bandwidth, flops / chip.flops) + sent / chip.links
+        for read in (cache, walked)
+    )
     return Roofline(
         weights=weights,
         cache=cache,
         walked=walked,
         sent=sent,
         flops=flops,
-        seconds=times[0],
-        compiled_seconds=times[1],
+        seconds=seconds,
+        compiled_seconds=compiled_seconds,
     )
-
-
-# --- searching -----------------------------------------------------------------------------------
-
-
-def largest(fits: Callable[[int], bool], most: int) -> int:
-    """The largest number up to ``most`` that fits, where smaller ones fit too; 0 where none does."""
-    low, high = 0, 1
-    while high < most and fits(high):
-        low, high = high, min(2 * high, most)
-    if high == most and fits(most):
-        return most
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low

@@ -9,13 +9,12 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from kvjax.cli import InputError
-from kvjax.plan import _estimate as estimate
 from kvjax.plan import _programs as programs
 from kvjax.plan import _search as search
 from kvjax.plan._arguments import Question
-from kvjax.plan._case import Case
-from kvjax.plan._estimate import Bytes, Known, Roofline
-from kvjax.plan._programs import NoRoom, Program
+from kvjax.plan._deployment import Deployment
+from kvjax.plan._estimate import Bytes, Roofline, bytes_like, resident, roofline
+from kvjax.plan._programs import Compiled, NoRoomError, Program
 from kvjax.sharding import mesh as meshes
 from kvjax.sharding.specs import DATA
 
@@ -24,26 +23,26 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Plan:
+class DevicePlan:
     """What a model under a policy needs on devices that are not here.
 
     Attributes:
       kind: of the devices, as JAX says it.
-      step, prefill: the programs, of a prefill one layer's; for fewer rows than were asked for where the
-        compiler finds no room for all; no prefill where it finds none for one row a device.
+      step, prefill: the programs (prefill: of one layer), with fewer rows if the compiler finds no room for
+        all; prefill is None if it finds none for one row a device.
       decoding, reading: bytes of a device during a step, and while prompts are read.
       roofline: the least time of a step.
-      most_rows: at this context, while decoding; 0 where not one fits.
+      most_rows: at this context, while decoding; 0 if not one fits.
       most_read: rows of which all prompts can be read at once.
-      longest: context of so many rows.
-      remedies: what would fit where a step does not.
-      wheels: versions of what compiled.
+      longest: context of these rows.
+      remedies: what would fit if a step does not.
+      wheels: versions of the compilers.
       seconds: it took.
     """
 
     kind: str
-    step: Known
-    prefill: Known | None
+    step: Compiled
+    prefill: Compiled | None
     decoding: Bytes
     reading: Bytes | None
     roofline: Roofline
@@ -69,7 +68,7 @@ def target(topology: str) -> aot.Target:
         raise InputError(f"{topology}: {str(reason).splitlines()[0]}") from reason
 
 
-def answer(question: Question) -> Plan:
+def answer(question: Question) -> DevicePlan:
     """Compiles, and adds up.
 
     Raises:
@@ -79,22 +78,27 @@ def answer(question: Question) -> Plan:
 
     began = time.monotonic()
     devices = target(question.topology)
-    case = question.case
-    where = meshes.mesh(repr(case.mesh), devices=devices.devices)
-    case = dataclasses.replace(case, mesh=where)
-    chip = question.chip
-    step = _step(functools.partial(programs.step, target=devices, exact=question.exact), case)
+    mesh = meshes.mesh(repr(question.case.mesh), devices=devices.devices)
+    case, chip = dataclasses.replace(question.case, mesh=mesh), question.chip
+    step = compiled(functools.partial(programs.step, target=devices, exact=question.exact), case)
+    if step is None:
+        raise InputError(
+            f"--rows {case.rows} --context {case.context}: the compiler finds no room for one row a device. "
+            "Give a shorter context, or more devices."
+        )
+    padding = step.program.padding / max(resident(step.case).allocated, 1)
+    step = dataclasses.replace(step, padding=padding)
     prefill = compiled(functools.partial(programs.prefill, target=devices), case)
     if prefill is not None:
-        prefill = dataclasses.replace(prefill, padding=step.padding, reading=True)
-    decoding = estimate.bytes_like(case, step)
-    return Plan(
+        prefill = dataclasses.replace(prefill, padding=padding, reading=True)
+    decoding = bytes_like(case, step)
+    return DevicePlan(
         kind=devices.kind,
         step=step,
         prefill=prefill,
         decoding=decoding,
-        reading=estimate.bytes_like(case, prefill) if prefill else None,
-        roofline=estimate.roofline(case, step, chip),
+        reading=bytes_like(case, prefill) if prefill else None,
+        roofline=roofline(case, step, chip),
         most_rows=search.most_rows(case, step, chip.memory),
         most_read=search.most_rows(case, prefill, chip.memory) if prefill else 0,
         longest=search.longest_context(case, step, chip.memory),
@@ -104,25 +108,13 @@ def answer(question: Question) -> Plan:
     )
 
 
-def _step(compile_: Callable[[Case], Program], case: Case) -> Known:
-    """A step, and how much its layouts add to the state."""
-    found = compiled(compile_, case)
-    if found is None:
-        raise InputError(
-            f"--rows {case.rows} --context {case.context}: the compiler finds no room for one row a device. "
-            "Give a shorter context, or more devices."
-        )
-    state = estimate.resident(found.case).allocated
-    return dataclasses.replace(found, padding=found.program.padding / max(state, 1))
-
-
-def compiled(compile_: Callable[[Case], Program], case: Case) -> Known | None:
+def compiled(compile_: Callable[[Deployment], Program], case: Deployment) -> Compiled | None:
     """A program of as many rows as the compiler finds room for, halving them; None: not one a device."""
-    data, each = case.mesh.size(DATA), case.rows // case.mesh.size(DATA)
+    each = case.device_rows
     while each:
-        now = dataclasses.replace(case, rows=each * data)
+        smaller = dataclasses.replace(case, rows=each * case.mesh.size(DATA))
         try:
-            return Known(case=now, program=compile_(now))
-        except NoRoom:
+            return Compiled(case=smaller, program=compile_(smaller))
+        except NoRoomError:
             each //= 2
     return None

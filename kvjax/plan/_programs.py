@@ -1,12 +1,13 @@
 """The programs that would run, compiled for devices that are not here.
 
-A step of a deep model is compiled at two small depths, and what it holds in between and sends is carried on
-along the line through them; what it is given is known exactly. ``exact`` compiles the whole depth instead.
+A step of a deep model is compiled at two small depths; its temporaries and what it sends are extrapolated
+linearly from them. The sizes of its arguments are known exactly. ``exact`` compiles the whole depth instead.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -16,15 +17,15 @@ import jax.numpy as jnp
 
 from kvjax import decode, layer
 from kvjax.plan import _shapes as shapes
-from kvjax.plan._case import Case
 from kvjax.plan._collectives import Collective, collectives
+from kvjax.plan._deployment import Deployment
 from kvjax.sharding.specs import ROWS
 
 if TYPE_CHECKING:
     from pallas_kernels.measure import aot
 
 
-class NoRoom(Exception):  # noqa: N818, an absence, not an error
+class NoRoomError(Exception):
     """The compiler finds no room for a program on a device."""
 
 
@@ -41,7 +42,7 @@ class Program:
       collectives: operations among devices, and how many of each.
       kernels: "pallas" where it calls kernels of ours, else "xla".
       seconds: it took to compile.
-      depths: layers that were compiled; two where the rest is carried on.
+      depths: layers that were compiled; two if the rest is extrapolated.
     """
 
     arguments: int
@@ -60,42 +61,61 @@ class Program:
         return sum(one.sent * n for one, n in self.collectives.items())
 
 
-def step(case: Case, target: aot.Target, *, exact: bool = False) -> Program:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Compiled:
+    """A program, and what it was compiled for.
+
+    Attributes:
+      case: the deployment.
+      program: the result.
+      padding: of a state, over its shapes.
+      reading: it reads prompts.
+    """
+
+    case: Deployment
+    program: Program
+    padding: float = 0.0
+    reading: bool = False
+
+
+def step(case: Deployment, target: aot.Target, *, exact: bool = False) -> Program:
     """One decode step of all rows (``decode.step_program``).
 
     Raises:
-      NoRoom: the compiler says that it does not fit a device.
+      NoRoomError: the compiler says that it does not fit a device.
     """
-    layers = case.spec.num_layers
-    first, second = depths(_kinds(case))
+    layers, selection = case.spec.num_layers, case.policy.selection
+    # What tells layers apart beside the size of their pools.
+    first, second = depths([(window, selection.applies(i)) for i, window in enumerate(case.spec.windows)])
     if exact or second >= layers:
         return _step(case, target)
     few, more = (_step(case.shallow(n), target) for n in (first, second))
-    return carried_on(few, more, (layers - first) / (second - first), shapes.bytes_each(_given(case)))
+    times = (layers - first) / (second - first)
+    return extrapolated(few, more, times, shapes.device_bytes(_arguments(case)))
 
 
-def carried_on(few: Program, more: Program, times: float, given: int) -> Program:
-    """The program of as many more layers as lie between two, times over.
+def extrapolated(few: Program, more: Program, times: float, argument_bytes: int) -> Program:
+    """The program of a deeper model, from two shallow ones.
 
     Args:
       few, more: the two.
-      times: how often.
-      given: bytes of the shapes it is given.
+      times: how often the layers between the two are added to the first.
+      argument_bytes: of the shapes of the deeper model's arguments.
     """
 
     def on(a: float, b: float) -> int:
         return round(a + (b - a) * times)
 
     padding = on(few.padding, more.padding)
-    counts = [few.collectives, more.collectives]
-    each = {one: on(*(x.get(one, 0) for x in counts)) for one in sorted({*counts[0], *counts[1]})}
+    kinds = sorted({*few.collectives, *more.collectives})
+    counts = {one: on(few.collectives.get(one, 0), more.collectives.get(one, 0)) for one in kinds}
     return Program(
-        arguments=given + padding,
+        arguments=argument_bytes + padding,
         padding=padding,
         outputs=on(few.outputs, more.outputs),
         temporary=max(on(few.temporary, more.temporary), few.temporary, more.temporary),
         code=max(on(few.code, more.code), more.code),
-        collectives={one: n for one, n in each.items() if n > 0},
+        collectives={one: n for one, n in counts.items() if n > 0},
         kernels=more.kernels,
         seconds=few.seconds + more.seconds,
         depths=(*few.depths, *more.depths),
@@ -120,81 +140,64 @@ def depths(kinds: Sequence[Any]) -> tuple[int, int]:
     return first, first + period
 
 
-def _kinds(case: Case) -> list[Any]:
-    """What tells layers apart beside the size of their pools."""
-    windows, selection = case.spec.windows, case.policy.selection
-    return [(window, selection.applies(i)) for i, window in enumerate(windows)]
-
-
-def _given(case: Case) -> tuple[Any, ...]:
-    """What a step is given, after the network and the policy."""
-    state = shapes.state(case, shapes.held(case))
+def _arguments(case: Deployment) -> tuple[Any, ...]:
+    """Shapes of a step's arguments after the network and the policy."""
     mesh, rows = case.mesh, (case.rows,)
-    fed = shapes.everywhere(mesh, rows, "int32"), shapes.everywhere(mesh, rows, "bool")
-    return shapes.params(case), shapes.weights(case), state, *fed
+    fed = shapes.replicated(mesh, rows, "int32"), shapes.replicated(mesh, rows, "bool")
+    return shapes.params(case), shapes.weights(case), shapes.state(case, shapes.layer_sizes(case)), *fed
 
 
-def _step(case: Case, target: aot.Target) -> Program:
+def _step(case: Deployment, target: aot.Target) -> Program:
     # What is compiled is what runs: the policy's numbers are arguments, as always.
-    given = _given(case)
-    return _compiled(case, target, decode.step_program.trace(case.network, case.policy, *given), given)
+    arguments = _arguments(case)
+    traced = decode.step_program.trace(case.network, case.policy, *arguments)
+    return _compiled(case, target, traced, arguments)
 
 
-def prefill(case: Case, target: aot.Target) -> Program:
+def prefill(case: Deployment, target: aot.Target) -> Program:
     """One layer's part in reading prompts: a chunk of them, or all where the policy ranks afterwards.
 
     Raises:
-      NoRoom: the compiler says that it does not fit a device.
+      NoRoomError: the compiler says that it does not fit a device.
     """
-    one, mesh, rows = case.shallow(1), case.mesh, case.rows
+    one, mesh, rows, policy = case.shallow(1), case.mesh, case.rows, case.policy
     block, learned = shapes.params(one)["layers"][0], shapes.weights(case)
-    cache = shapes.held(one, reading=True)[0].cache
+    cache = shapes.layer_sizes(one, reading=True)[0].cache
     own = {
-        p.place: jax.eval_shape(lambda w, p=p: p.at_layer(w, 0), learned[p.place])
-        for p in case.policy.learned
+        part.place: jax.eval_shape(functools.partial(part.at_layer, layer=0), learned[part.place])
+        for part in policy.learned
     }
-    own = mesh.shapes(own, layer.of_learned(case.policy, own))
-    index, numbers = shapes.everywhere(mesh, (), "int32"), shapes.everywhere(mesh, (rows,), "int32")
+    own = mesh.shapes(own, layer.of_learned(policy, own))
+    index, numbers = shapes.replicated(mesh, (), "int32"), shapes.replicated(mesh, (rows,), "int32")
     entering = (rows, case.read_at_once, case.spec.model_dim)
     x = jax.ShapeDtypeStruct(entering, jnp.dtype(case.dtype), sharding=mesh.sharding(ROWS))
     network = one.network.at(case.context)
-    if case.policy.whole_prompt:
-        seeds = shapes.everywhere(mesh, (rows,), "uint32")
-        window, ring = case.spec.windows[0], cache.ring.window
-        known: tuple[Any, ...] = (
-            network,
-            case.policy,
-            window,
-            ring,
-            block,
-            own,
-            index,
-            x,
-            numbers,
-            seeds,
-            mesh,
-        )
-        traced = decode.prompt_layer.trace(*known)
+    arguments: tuple[Any, ...]
+    if policy.whole_prompt:
+        seeds = shapes.replicated(mesh, (rows,), "uint32")
+        sizes = case.spec.windows[0], cache.ring.window
+        arguments = network, policy, *sizes, block, own, index, x, numbers, seeds, mesh
+        traced = decode.prompt_layer.trace(*arguments)
     else:
-        known = (network, 0, block, own, index, case.policy, cache, x, numbers, numbers, numbers)
-        traced = decode.chunk_layer.trace(*known, mesh=mesh)
-    return _compiled(one, target, traced, known)
+        arguments = network, 0, block, own, index, policy, cache, x, numbers, numbers, numbers
+        traced = decode.chunk_layer.trace(*arguments, mesh=mesh)
+    return _compiled(one, target, traced, arguments)
 
 
-def _compiled(case: Case, target: aot.Target, traced: Any, given: Any) -> Program:
+def _compiled(case: Deployment, target: aot.Target, traced: Any, arguments: Any) -> Program:
     began = time.monotonic()
     try:
         program = traced.lower(lowering_platforms=target.lowering).compile()
     except jax.errors.JaxRuntimeError as reason:
         if "RESOURCE_EXHAUSTED" not in str(reason):
             raise
-        raise NoRoom(str(reason).splitlines()[0]) from reason
+        raise NoRoomError(str(reason).splitlines()[0]) from reason
     memory, text = program.memory_analysis(), program.as_text()
     ours = any(name in text for name in ("tpu_custom_call", "__gpu$xla.gpu.triton", "mosaic_gpu"))
-    laid = [x for x in jax.tree.leaves(given) if isinstance(x, jax.ShapeDtypeStruct)]
+    sharded = [x for x in jax.tree.leaves(arguments) if isinstance(x, jax.ShapeDtypeStruct)]
     return Program(
         arguments=memory.argument_size_in_bytes,
-        padding=max(memory.argument_size_in_bytes - shapes.bytes_each(laid), 0),
+        padding=max(memory.argument_size_in_bytes - shapes.device_bytes(sharded), 0),
         outputs=memory.output_size_in_bytes - memory.alias_size_in_bytes,
         temporary=memory.temp_size_in_bytes,
         code=memory.generated_code_size_in_bytes,

@@ -7,11 +7,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from kvjax.plan._arguments import Question
-from kvjax.plan._case import uneven
+from kvjax.plan._deployment import Deployment, uneven
 from kvjax.plan._estimate import Bytes
-from kvjax.plan._plan import Plan
+from kvjax.plan._plan import DevicePlan
 from kvjax.plan._programs import Program
-from kvjax.sharding.specs import DATA
 from pallas_kernels.measure.chips import GIB
 
 PARTS = {
@@ -26,64 +25,52 @@ PARTS = {
 }
 
 
-def lines(question: Question, plan: Plan) -> Iterator[str]:
+def lines(question: Question, plan: DevicePlan) -> Iterator[str]:
     """What is printed."""
-    case, chip = question.case, question.chip
-    chosen = ", the grid with the fewest bytes a device" if question.chosen else ""
-    where = f"{question.topology} ({plan.kind}), {case.mesh!r}{chosen}"
-    yield f"{question.model} under {case.policy!r} on {where}"
-    yield f"{case.rows} rows of {case.context} tokens{_shares(question)}, {case.dtype}"
+    case, chip, program = question.case, question.chip, plan.step.program
+    mesh = f"{case.mesh!r}{', the mesh with the fewest bytes a device' if question.chosen else ''}"
+    yield f"{question.model} under {case.policy!r} on {question.topology} ({plan.kind}), {mesh}"
+    yield f"{case.rows} rows of {case.context} tokens{_shares(case)}, {case.dtype}"
     wheels = ", ".join(f"{name} {version}" for name, version in plan.wheels.items())
-    yield f"compiled for, not run: {wheels}; kernels: {plan.step.program.kernels}; {_depths(question, plan)}"
+    depths = f"{case.spec.num_layers} layers extrapolated from {' and '.join(map(str, program.depths))}"
+    if len(program.depths) == 1:
+        depths = f"all {case.spec.num_layers} layers"
+    yield f"compiled for, not run: {wheels}; kernels: {program.kernels}; {depths}"
     yield ""
     yield f"{'GiB a device':18} {'a step':>9} {'prefill':>9}"
+    both = (plan.decoding, plan.reading)
     for field, name in PARTS.items():
-        both = [
-            f"{getattr(x, field) / GIB:9.3f}" if x else f"{'-':>9}" for x in (plan.decoding, plan.reading)
-        ]
-        yield f"{name:18} {' '.join(both)}"
+        cells = [f"{getattr(x, field) / GIB:9.3f}" if x else f"{'-':>9}" for x in both]
+        yield f"{name:18} {' '.join(cells)}"
     yield f"{'of':18} {chip.memory / GIB:9.3f} {chip.memory / GIB:9.3f}  {chip.remark}".rstrip()
-    yield f"{'':18} {_verdict(plan.decoding, chip.memory):>9} {_verdict(plan.reading, chip.memory):>9}"
-    for name, known in (("step", plan.step), ("prefill", plan.prefill)):
-        if known is None or known.case.rows < case.rows:
-            rows = f"it was compiled for {known.case.rows}" if known else "nor one row a device"
-            yield f"The {name} of all rows finds no room in the compiler; {rows}."
+    verdicts = ["fits" if x and x.total <= chip.memory else "too much" for x in both]
+    yield f"{'':18} {verdicts[0]:>9} {verdicts[1]:>9}"
+    for name, compiled in (("step", plan.step), ("prefill", plan.prefill)):
+        if compiled is None or compiled.case.rows < case.rows:
+            rows = f"it was compiled for {compiled.case.rows}" if compiled else "nor for one row a device"
+            yield f"The compiler finds no room for the {name} of all rows; {rows}."
     yield ""
     yield "collectives of a step, a device:"
-    yield from _collectives(plan.step.program)
+    yield from _collectives(program)
     how = "the whole prompts" if case.policy.whole_prompt else f"{case.chunk} tokens a row"
     yield f"of one layer of prefill, {how}:"
     yield from _collectives(plan.prefill.program if plan.prefill else None)
     yield ""
     yield from _roofline(question, plan)
     yield ""
-    read = f"{plan.most_read} where all prompts are read at once"
+    read = f"{plan.most_read} if all prompts are read at once"
     yield f"most rows at this context: {plan.most_rows}; {read}"
     whole = ", all its positions" if plan.longest == case.spec.max_positions else ""
     yield f"longest context of {case.rows} rows: {plan.longest}{whole}"
     if plan.decoding.total > chip.memory:
-        ways = "; ".join(plan.remedies) or "nothing that was tried"
-        yield f"does not fit. What would: {ways}"
+        yield f"does not fit. What would: {'; '.join(plan.remedies) or 'nothing that was tried'}"
 
 
-def _shares(question: Question) -> str:
-    case = question.case
-    said = "" if case.share is None else f", share {case.share:g}"
+def _shares(case: Deployment) -> str:
+    share = "" if case.share is None else f", share {case.share:g}"
     if case.imbalance > 1 and not uneven(case.policy):
-        return f"{said} (no imbalance: this policy fills all heads alike)"
-    return said + (f", fullest device {case.imbalance:g} x the mean" if case.imbalance > 1 else "")
-
-
-def _depths(question: Question, plan: Plan) -> str:
-    layers = question.case.spec.num_layers
-    if len(plan.step.program.depths) == 1:
-        return f"all {layers} layers"
-    few, more = plan.step.program.depths
-    return f"{layers} layers carried on from {few} and {more}"
-
-
-def _verdict(found: Bytes | None, memory: int) -> str:
-    return "fits" if found and found.total <= memory else "too much"
+        return f"{share} (no imbalance: this policy fills all heads equally)"
+    return share + (f", fullest device {case.imbalance:g} x the mean" if case.imbalance > 1 else "")
 
 
 def _collectives(program: Program | None) -> Iterator[str]:
@@ -97,20 +84,20 @@ def _collectives(program: Program | None) -> Iterator[str]:
         )
 
 
-def _roofline(question: Question, plan: Plan) -> Iterator[str]:
-    found, chip = plan.roofline, question.chip
+def _roofline(question: Question, plan: DevicePlan) -> Iterator[str]:
+    least, chip = plan.roofline, question.chip
     yield (
-        f"a step at least {1e3 * found.seconds:.2f} ms: {found.weights / 1e9:.2f} GB of weights and "
-        f"{found.cache / 1e9:.2f} GB of keys and values at {chip.bandwidth / 1e9:.0f} GB/s, "
-        f"{found.sent / 1e6:.2f} MB sent at {chip.links / 1e9:.0f} GB/s; latencies are not counted"
+        f"a step takes at least {1e3 * least.seconds:.2f} ms: {least.weights / 1e9:.2f} GB of weights and "
+        f"{least.cache / 1e9:.2f} GB of keys and values at {chip.bandwidth / 1e9:.0f} GB/s, "
+        f"{least.sent / 1e6:.2f} MB sent at {chip.links / 1e9:.0f} GB/s; latencies are not counted"
     )
-    if found.walked > found.cache:
-        walk = f"reads of {plan.step.program.kernels} walk whole pools, {found.walked / 1e9:.2f} GB"
-        yield f"  {1e3 * found.compiled_seconds:.2f} ms as compiled: {walk}"
-    yield f"  {question.case.rows / found.seconds:.0f} tokens a second at most, all rows together"
+    if least.walked > least.cache:
+        walk = f"reads of {plan.step.program.kernels} walk whole pools, {least.walked / 1e9:.2f} GB"
+        yield f"  {1e3 * least.compiled_seconds:.2f} ms as compiled: {walk}"
+    yield f"  {question.case.rows / least.seconds:.0f} tokens a second at most, all rows together"
 
 
-def as_json(question: Question, plan: Plan) -> dict[str, Any]:
+def as_json(question: Question, plan: DevicePlan) -> dict[str, Any]:
     """The same as a JSON object; bytes are of one device."""
     case, chip = question.case, question.chip
     return {
@@ -120,7 +107,7 @@ def as_json(question: Question, plan: Plan) -> dict[str, Any]:
         "kind": plan.kind,
         "mesh": repr(case.mesh),
         "rows": case.rows,
-        "rows_each": case.rows // case.mesh.size(DATA),
+        "rows_each": case.device_rows,
         "context": case.context,
         "share": case.share,
         "imbalance": case.fullest,
@@ -148,8 +135,8 @@ def as_json(question: Question, plan: Plan) -> dict[str, Any]:
     }
 
 
-def _bytes(found: Bytes) -> dict[str, int]:
-    return dataclasses.asdict(found) | {"total": found.total}
+def _bytes(held: Bytes) -> dict[str, int]:
+    return dataclasses.asdict(held) | {"total": held.total}
 
 
 def _counted(program: Program) -> list[dict[str, Any]]:

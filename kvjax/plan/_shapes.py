@@ -1,4 +1,4 @@
-"""Shapes with a place for each: weights, learned weights, and the state with pools as they would be sized."""
+"""Sharded shapes of weights, learned weights and the state; slots of heads, sizes of pools, bytes."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from kvjax import decode, layer, metrics
 from kvjax.algebra import Policy
@@ -18,23 +19,23 @@ from kvjax.cache.pages import Pages
 from kvjax.cache.state import KVState, LayerCache
 from kvjax.models import decoder
 from kvjax.models.spec import ModelSpec
-from kvjax.plan._case import Case, slots
+from kvjax.plan._deployment import Deployment, learned_admission
 from kvjax.sharding.mesh import Mesh
-from kvjax.sharding.specs import DATA, TENSOR, WHOLE, of_state
+from kvjax.sharding.specs import WHOLE, of_state
 from kvjax.types import Params
 
 
-def everywhere(mesh: Mesh, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+def replicated(mesh: Mesh, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
     """An array that every device has whole."""
     return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=mesh.sharding(WHOLE))
 
 
-def bytes_each(tree: Any) -> int:
-    """Bytes that one device has of laid shapes."""
+def device_bytes(tree: Any) -> int:
+    """Bytes that one device has of sharded shapes."""
     return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
-def params(case: Case) -> Params:
+def params(case: Deployment) -> Params:
     """The model's weights."""
     dtype, is_shape = jnp.dtype(case.dtype), lambda x: isinstance(x, tuple)
     as_shape = lambda shape: jax.ShapeDtypeStruct(shape, dtype)  # noqa: E731
@@ -42,10 +43,10 @@ def params(case: Case) -> Params:
     return case.mesh.shapes(tree, case.mesh.of_model(case.network, tree))
 
 
-def weights(case: Case) -> Params:
-    """Learned weights of the policy's parts, laid as a call lays them."""
-    found = _learned(case.policy, case.spec)
-    return case.mesh.shapes(found, layer.of_learned(case.policy, found))
+def weights(case: Deployment) -> Params:
+    """Learned weights of the policy's parts, sharded as in a call."""
+    tree = _learned(case.policy, case.spec)
+    return case.mesh.shapes(tree, layer.of_learned(case.policy, tree))
 
 
 @functools.lru_cache(maxsize=8)  # a search asks a hundred times, and making them up is traced for every layer
@@ -53,28 +54,67 @@ def _learned(policy: Policy, spec: ModelSpec) -> Params:
     return {part.place: part.weight_shapes(decoder.Decoder(spec)) for part in policy.learned}
 
 
-def read_every_step(case: Case) -> Params:
-    """The weights that a step reads whole: all but a table from which it takes a row a token."""
-    tree = params(case)
-    return {
-        name: x for name, x in tree.items() if name != "positions" and (name != "embed" or case.spec.tied)
-    }
+def read_every_step(case: Deployment) -> Params:
+    """The weights that a step reads whole: not the tables from which it takes one row a token."""
+    tables = ("positions",) if case.spec.tied else ("positions", "embed")
+    return {name: x for name, x in params(case).items() if name not in tables}
+
+
+# --- slots ---------------------------------------------------------------------------------------
+
+
+def slots(case: Deployment) -> tuple[int, ...]:
+    """Paged slots of a KV head of each layer once a row has seen the whole context, mean over the heads.
+
+    The prompt is taken as long as the context, so that what is generated later is not counted twice.
+    """
+    return tuple(_slots(case, index) for index in range(case.spec.num_layers))
+
+
+def _slots(case: Deployment, index: int) -> int:
+    policy, context = case.policy, case.context
+    window = policy.window(context)
+    if case.spec.windows[index] is not None or not policy.paged(context):
+        return 0
+    bounds = [context - window]
+    if policy.admission.rejects_all:
+        bounds.append(policy.sinks)
+    elif learned_admission(policy):
+        bounds.append(math.ceil((case.share or 0) * (context - window)))
+    if policy.budget.limited:
+        target = max(_target(case, index), policy.protected)
+        bounds.append(math.ceil(target) - window)  # a target counts the ring
+    return max(min(bounds), 0)
+
+
+def _target(case: Deployment, index: int) -> float:
+    """The most slots of a KV head that the budget leaves, mean over the heads."""
+    spec, budget = case.spec, case.policy.budget
+    if budget.voted:
+        return (case.share or 0) * case.context
+    total: Any = None
+    k: Any = jax.ShapeDtypeStruct((1, spec.num_kv_heads, 1, spec.head_dim), jnp.dtype(case.dtype))
+    info = layer.LayerInfo(case.policy, {}, index, case.depth or spec.num_layers, None, total)
+    length = jnp.full((1,), case.context, jnp.int32)
+    if budget.from_scores:
+        return float(np.asarray(budget.layer_mean(info.frame(k), length))[0])
+    return float(np.asarray(budget.targets(info.frame(k), length, None)).max())
 
 
 # --- the state -----------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
-class Held:
+class LayerSize:
     """A layer's cache.
 
     Attributes:
-      cache: shapes, laid.
-      allocated: bytes that each device has of it.
+      cache: sharded shapes.
+      allocated: its bytes on each device.
       live: of those, bytes of slots that hold a token, on the fullest device.
       read: bytes of keys and values that a step must load, on the fullest device; selections load less than
         is live.
-      walked: those a read loads that goes through whole pools, free pages too, as ``xla`` does.
+      walked: bytes that a step loads if it reads whole pools, free pages included, as ``xla`` does.
     """
 
     cache: LayerCache
@@ -84,27 +124,22 @@ class Held:
     walked: int
 
 
-def held(case: Case, *, reading: bool = False) -> tuple[Held, ...]:
+def layer_sizes(case: Deployment, *, reading: bool = False) -> tuple[LayerSize, ...]:
     """All layers of a state that is full; ``reading``: with pools as they are while the prompt is read."""
-    known: dict[tuple[int | None, int, bool], Held] = {}
-    found = []
-    for index, kind in enumerate(zip(case.spec.windows, slots(case))):
-        one = (*kind, case.policy.selection.applies(index))
-        if one not in known:
-            known[one] = _held(case, *one, reading)
-        found.append(known[one])
-    return tuple(found)
+    size_of = functools.cache(functools.partial(_layer_size, case, reading))
+    applies = map(case.policy.selection.applies, range(case.spec.num_layers))
+    return tuple(size_of(*kind) for kind in zip(case.spec.windows, slots(case), applies))
 
 
-def state(case: Case, layers: tuple[Held, ...]) -> KVState:
+def state(case: Deployment, layers: tuple[LayerSize, ...]) -> KVState:
     """The state of these layers."""
     mesh, rows = case.mesh, case.rows
     return KVState(
         layers=tuple(one.cache for one in layers),
-        length=everywhere(mesh, (rows,), "int32"),  # type: ignore[arg-type]
-        total=everywhere(mesh, (rows,), "int32"),  # type: ignore[arg-type]
-        peak=everywhere(mesh, (2,), "float32"),  # type: ignore[arg-type]
-        confidence=everywhere(mesh, (rows,), "float32") if case.policy.budget.needs_logits else None,  # type: ignore[arg-type]
+        length=replicated(mesh, (rows,), "int32"),  # type: ignore[arg-type]
+        total=replicated(mesh, (rows,), "int32"),  # type: ignore[arg-type]
+        peak=replicated(mesh, (2,), "float32"),  # type: ignore[arg-type]
+        confidence=replicated(mesh, (rows,), "float32") if case.policy.budget.needs_logits else None,  # type: ignore[arg-type]
         context=case.context,
         chunk=case.chunk,
         structure=case.policy.structure,
@@ -112,144 +147,133 @@ def state(case: Case, layers: tuple[Held, ...]) -> KVState:
     )
 
 
-def _held(case: Case, window: int | None, own: int, selective: bool, reading: bool) -> Held:
-    mesh, policy = case.mesh, case.policy
+def _layer_size(
+    case: Deployment, reading: bool, window: int | None, head_slots: int, selective: bool
+) -> LayerSize:
+    mesh, heads = case.mesh, case.device_heads
     spec = dataclasses.replace(case.spec, num_layers=1, windows=(window,))
     sizes: dict[str, Any] = {"rows": case.rows, "context": case.context, "chunk_size": case.chunk}
     make = functools.partial(
-        decode.empty_layers, decoder.Decoder(spec), policy, **sizes, dtype=jnp.dtype(case.dtype), mesh=mesh
+        decode.empty_layers,
+        decoder.Decoder(spec),
+        case.policy,
+        **sizes,
+        dtype=jnp.dtype(case.dtype),
+        mesh=mesh,
     )
     (cache,) = jax.eval_shape(make)
-    parts = _parts(case, cache, own)
-    count = _read_pages if reading else _pages
+    used = _used_slots(case, cache, head_slots)
+    count = _pages_while_reading if reading else _pages
     pools = []
-    for at, (pages, mine) in enumerate(zip(cache.pools, parts)):
-        pages_each = count(case, pages, at, mine)
-        pools.append(jax.eval_shape(lambda p, n=pages_each: states.resize(p, n, mesh), pages))
+    for index, (pages, slots) in enumerate(zip(cache.pools, used)):
+        resize = functools.partial(states.resize, count=count(case, pages, index, slots), mesh=mesh)
+        pools.append(jax.eval_shape(resize, pages))
     cache = cache.with_pools(pools)
     cache = mesh.shapes(cache, of_state(cache))
-    ring, pools = _ring_read(case, cache), cache.pools
-    read = [_pages_read(case, pages, mine) for pages, mine in zip(pools, parts)]
-    if selective:
-        read[-1:] = [_selected(case, cache, mine) for mine in parts[-1:]]
-    walked = read if selective else [_all_read(mesh.local(pages)) for pages in pools]
-    return Held(
-        cache,
-        allocated=bytes_each(cache),
-        live=_live(case, cache, parts),
-        read=ring + sum(read),
-        walked=ring + sum(walked),
-    )
-
-
-def _live(case: Case, cache: LayerCache, parts: tuple[int, ...]) -> int:
-    """Bytes of the slots that hold a token, with all that is kept with them."""
-    ring = cache.ring
-    tokens = min(case.context, ring.window) * _streams(case)
-    live = tokens * metrics.ring_slot(ring) + bytes_each(cache.summary)
-    for pages, mine in zip(cache.pools, parts):
+    ring, summary = cache.ring, device_bytes(cache.summary)
+    ring_slots = heads * min(case.context, ring.window)
+    live = ring_slots * metrics.ring_slot(ring) + summary
+    for pages, slots in zip(cache.pools, used):
         slot, page = metrics.page_costs(pages)
-        live += _streams(case) * (mine * slot + -(-mine // pages.size) * page)
-    return live
+        live += heads * (slots * slot + -(-slots // pages.size) * page)
+    read = [_pages_read(case, pages, slots) for pages, slots in zip(cache.pools, used)]
+    walked = [_pool_read(mesh.local(pages)) for pages in cache.pools]
+    if selective:
+        read[-1:] = [_selected(case, cache, slots) for slots in used[-1:]]
+        walked = read
+    ring_read = ring_slots * 2 * ring.k.shape[-1] * ring.k.dtype.itemsize + summary
+    return LayerSize(
+        cache,
+        allocated=device_bytes(cache),
+        live=live,
+        read=ring_read + sum(read),
+        walked=ring_read + sum(walked),
+    )
 
 
 # --- what a step loads ---------------------------------------------------------------------------
 
 
-def _ring_read(case: Case, cache: LayerCache) -> int:
-    """Keys and values of the ring, and φ."""
-    k = cache.ring.k
-    slots = min(case.context, cache.ring.window) * _streams(case)
-    return slots * 2 * k.shape[-1] * k.dtype.itemsize + bytes_each(cache.summary)
-
-
-def _pages_read(case: Case, pages: Pages, mine: int) -> int:
-    """Keys, values and scales of so many slots of each stream."""
+def _pages_read(case: Deployment, pages: Pages, slots: int) -> int:
+    """Keys, values and scales of so many slots of each KV head."""
     slot = 2 * pages.k.shape[-1] * pages.k.dtype.itemsize
-    of_page = 0 if pages.scales is None else 2 * pages.head_dim * pages.scales.dtype.itemsize
-    return _streams(case) * (mine * slot + -(-mine // pages.size) * of_page)
+    page = 0 if pages.scales is None else 2 * pages.head_dim * pages.scales.dtype.itemsize
+    return case.device_heads * (slots * slot + -(-slots // pages.size) * page)
 
 
-def _selected(case: Case, cache: LayerCache, mine: int) -> int:
-    """What a selection visits of the last pool, and what it looks at: values of pages, or every key."""
-    pages = cache.pools[-1]
-    visited = min(_visited(case, pages, cache.ring.window), mine)
-    summaries = case.policy.selection.summary_shapes(pages.size, pages.head_dim).values()
-    numbers = sum(math.prod(shape) for shape in summaries)
-    looked_at = _streams(case) * -(-mine // pages.size) * 4 * numbers
-    if not summaries:
-        looked_at = _pages_read(case, pages, mine) // 2
-    return _pages_read(case, pages, visited) + looked_at
+def _pool_read(pages: Pages) -> int:
+    """Keys, values and scales of a whole pool of one device."""
+    arrays = (pages.k, pages.v, pages.scales)
+    return sum(x.size * x.dtype.itemsize for x in arrays if x is not None)
 
 
-def _visited(case: Case, pages: Pages, window: int) -> int:
-    """Slots of a stream that a selection visits at most, whatever the text."""
-    mine = case.mesh.local(pages)
-    rows, heads, lists, _ = mine.table.shape
+def _selected(case: Deployment, cache: LayerCache, slots: int) -> int:
+    """What a selection visits of the last pool, and what it ranks by: values of pages, or every key."""
+    pages, selection = cache.pools[-1], case.policy.selection
+    visited = min(_visited(case, pages, cache.ring.window), slots)
+    summaries = selection.summary_shapes(pages.size, pages.head_dim).values()
+    if summaries:
+        numbers = sum(math.prod(shape) for shape in summaries)
+        ranked = case.device_heads * -(-slots // pages.size) * 4 * numbers
+    else:
+        ranked = _pages_read(case, pages, slots) // 2
+    return _pages_read(case, pages, visited) + ranked
+
+
+def _visited(case: Deployment, pages: Pages, window: int) -> int:
+    """Slots of a KV head that a selection visits at most, whatever the text."""
+    local = case.mesh.local(pages)
+    rows, heads, lists, _ = local.table.shape
     q = jax.ShapeDtypeStruct((rows, heads * case.spec.groups, pages.head_dim), jnp.dtype(case.dtype))
     total = jax.ShapeDtypeStruct((rows,), jnp.int32)
     select = functools.partial(case.policy.selection.select, None)
     longest = pages.span + window
-    picked = jax.eval_shape(lambda q, p, n: select(q, p, lists - 1, n, longest), q, mine, total)
-    unit = picked.unit or pages.size
-    return picked.entries.shape[-1] * unit
-
-
-def _all_read(pages: Pages) -> int:
-    """Keys, values and scales of a whole pool of one device."""
-    found = (pages.k, pages.v, pages.scales)
-    return sum(x.size * x.dtype.itemsize for x in found if x is not None)
+    picked = jax.eval_shape(lambda q, p, n: select(q, p, lists - 1, n, longest), q, local, total)
+    return picked.entries.shape[-1] * (picked.unit or pages.size)
 
 
 # --- how large pools are -------------------------------------------------------------------------
 
 
-def _streams(case: Case) -> int:
-    """Rows x KV heads of a device."""
-    return (case.rows // case.mesh.size(DATA)) * (case.spec.num_kv_heads // case.mesh.size(TENSOR))
-
-
-def _parts(case: Case, cache: LayerCache, own: int) -> tuple[int, ...]:
-    """Slots of a stream of the fullest device in each pool of a layer."""
-    most = min(math.ceil(own * case.fullest), case.context - cache.ring.window)
+def _used_slots(case: Deployment, cache: LayerCache, head_slots: int) -> tuple[int, ...]:
+    """Slots that a KV head of the fullest device uses in each pool of a layer."""
+    most = min(math.ceil(head_slots * case.fullest), case.context - cache.ring.window)
     if len(cache.pools) < 2:
         return (most,)[: len(cache.pools)]
     exact = min(most, case.policy.exact_slots(cache.ring.window))
     return exact, most - exact
 
 
-def _owned(case: Case, pages: Pages, mine: int) -> int:
-    """Pages that a device's streams of so many slots own; each further list ends in a page of its own."""
-    return _streams(case) * (-(-mine // pages.size) + pages.table.shape[2] - 1)
-
-
-def _of(pages: Pages, count: int) -> Pages:
-    """What sizes are computed from: pages of a pool of so many."""
+def _resized(pages: Pages, count: int) -> Pages:
+    """A pool of so many pages, with the shape from which sizes are computed."""
     return dataclasses.replace(pages, pos=jax.ShapeDtypeStruct((count, pages.size), jnp.int32))  # type: ignore[arg-type]
 
 
-def _pages(case: Case, pages: Pages, at: int, mine: int) -> int:
+def _pages(case: Deployment, pages: Pages, index: int, slots: int) -> int:
     """Pages of a pool on each device: as prefill leaves it, and grown for what is written next."""
-    fitted = _of(case.mesh.local(pages), pool.size_class(max(1, _owned(case, pages, mine))))
-    most = decode.slot_bounds(case.policy, case.context, 1, [pages.size] * 2)[at]
-    live = _streams(case) * mine
+    heads = case.device_heads
+    owned = heads * (
+        -(-slots // pages.size) + pages.table.shape[2] - 1
+    )  # each further list ends in its own page
+    fitted = _resized(case.mesh.local(pages), pool.size_class(max(1, owned)))
+    most = decode.slot_bounds(case.policy, case.context, 1, [pages.size] * 2)[index]
     (grown,) = pool.grown_sizes(
-        [fitted], [live], decode.MAX_STEPS, most, ahead=decode.HORIZON, doubling=False
+        [fitted], [heads * slots], decode.MAX_STEPS, most, ahead=decode.HORIZON, doubling=False
     )
     return grown
 
 
-def _read_pages(case: Case, pages: Pages, at: int, mine: int) -> int:
-    """Pages of a pool on each device right after its prompt was read, before it is fitted."""
-    policy, chunk, window = case.policy, case.chunk, case.policy.window(case.context)
-    if policy.whole_prompt:  # as ``decode.prompt_pages`` has it, of slots and not of owned pages
-        lists = _streams(case) * pages.table.shape[2]
-        return pool.coarse_class(_streams(case) * mine // pages.size + lists)
-    most = decode.slot_bounds(policy, case.context, chunk, [pages.size] * 2)[at]
+def _pages_while_reading(case: Deployment, pages: Pages, index: int, slots: int) -> int:
+    """Pages of a pool on each device right after its prompt was read, before the pool is fitted."""
+    policy, chunk, heads = case.policy, case.chunk, case.device_heads
+    if policy.whole_prompt:  # like ``decode.prompt_pages``: of slots, not of owned pages
+        return pool.coarse_class(heads * slots // pages.size + heads * pages.table.shape[2])
+    window = policy.window(case.context)
+    most = decode.slot_bounds(policy, case.context, chunk, [pages.size] * 2)[index]
     local, left, count = case.mesh.local(pages), max(case.context - window, 1), 1
     ahead = case.context if policy.admission.idle else chunk
     for tokens in range(0, case.context, chunk):
-        live = math.ceil(_streams(case) * mine * max(tokens - window, 0) / left)
+        live = math.ceil(heads * slots * max(tokens - window, 0) / left)
         step = min(ahead, case.context - tokens)
-        (count,) = pool.grown_sizes([_of(local, count)], [live], step, most, ahead=0, doubling=True)
+        (count,) = pool.grown_sizes([_resized(local, count)], [live], step, most, ahead=0, doubling=True)
     return count

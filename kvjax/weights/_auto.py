@@ -7,7 +7,6 @@ one, or with one of another fingerprint, uses those of the embedded model, witho
 from __future__ import annotations
 
 import dataclasses
-import importlib.resources
 import json
 import re
 from collections.abc import Iterator
@@ -18,11 +17,10 @@ from kvjax import catalogue
 from kvjax.algebra import Policy, PolicyError
 from kvjax.types import Weighted
 from kvjax.weights._file import WeightsError
-from kvjax.weights._find import find
+from kvjax.weights._find import EMBEDDED, find
 from kvjax.weights._fingerprint import fingerprint
 
 FRONT = "front.json"
-EMBEDDED = Path(str(importlib.resources.files("kvjax"))) / "assets" / "embedded"
 _WORD = re.compile(r"\s*auto\((.*)\)\s*")
 _BYTES = re.compile(r"['\"]?(\d+)(B|KiB|MiB|GiB)['\"]?")
 _UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}

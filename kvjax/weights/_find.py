@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import importlib.resources
 import os
 import warnings
 from collections.abc import Iterator
@@ -22,6 +23,16 @@ from kvjax.weights._sources import Source, Sources, sources
 
 FOLDER = "weights"
 """Inside a model's folder; in it a folder for each part."""
+
+EMBEDDED = Path(str(importlib.resources.files("kvjax"))) / "assets" / "embedded"
+"""The folder of the model in the package."""
+
+ONLY_IN_A_CHECKOUT = {
+    "write_gate": ("conservative",),
+    "kvp": ("ruler", "text"),
+    "phi": ("dropped", "prompt-512", "prompt-2048"),
+}
+"""Weights of that model which the wheel leaves out (``pyproject.toml``)."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -125,6 +136,12 @@ def _file(part: Part, model: Weighted, source: Source) -> Path:
         return Path(source)
     if not names:
         raise missing(part, model)
+    if text in ONLY_IN_A_CHECKOUT.get(part.name, ()) and _folder(model) == EMBEDDED:
+        file = f"kvjax/assets/embedded/{FOLDER}/{part.name}/{text}.safetensors"
+        raise WeightsError(
+            f"weights {part.name}={text} are in a checkout of kvjax, not in the installed package. Give the "
+            f"checkout's file ({file}), or one of {', '.join(names)}."
+        )
     raise WeightsError(
         f"weights {part.name}={text}: the model ({name_of(model)}) ships no {text!r} for {part.name}; it "
         f"has {', '.join(names)}. Give one of these names, or a file.{_made(part)}"

@@ -46,7 +46,7 @@ def test_sliding_layers_are_rings_and_take_no_policy(name, golden_folder, golden
 
 def test_the_user_is_told(golden_folder):
     model = hf.load(golden_folder("gemma3"))
-    layers = r"own sliding window rules \(3 of 4; layer: tokens = 0: 6, 1: 6, 3: 6"
+    layers = r"sliding window of the model's own \(3 of 4; layer: tokens = 0: 6, 1: 6, 3: 6"
     with pytest.warns(UserWarning, match=layers), pytest.raises(decode.RequestError, match="row 0 is empty"):
         decode.generate(model, kvjax.policy("window(4) + sinks(2)"), [[]], max_new_tokens=1)
 

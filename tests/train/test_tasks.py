@@ -13,7 +13,8 @@ import pytest
 from task_solvers import SOLVE, solve_chains, solve_labels, solve_needles, solve_pairs, solve_story
 
 from kvjax.eval.tasks.pairs import gaps
-from train import rows, tasks, text
+from train import rows, text
+from train.embedded import tasks
 from train.embedded.tasks import dialogue, labels, niah, pairs, stories, tracking, words
 
 ROOT = Path(__file__).resolve().parents[2]

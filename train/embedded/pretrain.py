@@ -23,9 +23,9 @@ from kvjax.models import decoder
 from kvjax.models.spec import ModelSpec
 from kvjax.sharding.mesh import ONE, Mesh
 from kvjax.types import Params
-from train import loop, tasks
+from train import loop
 from train.config import ConfigError, axes, require
-from train.embedded import checks, data, data_parallel, forward, recall
+from train.embedded import checks, data, data_parallel, forward, recall, tasks
 from train.embedded.setup import Setup, initial_of, model_spec, options, read, round_to, setup
 from train.mesh import Layout, layout
 from train.needles import needle_recall

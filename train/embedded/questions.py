@@ -11,7 +11,8 @@ import functools
 
 import numpy as np
 
-from train import rows, tasks
+from train import rows
+from train.embedded import tasks
 from train.embedded.setup import Setup
 from train.embedded.tasks import niah, tracking, words
 from train.embedded.tasks.pieces import NOISE, RowFn
