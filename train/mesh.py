@@ -109,7 +109,7 @@ def layout(data: int, tensor: int, devices: Sequence[Any] | None = None) -> Layo
 
 
 def stacked(params: Params, dtype: str) -> Params:
-    """Backbone weights as the walk takes them: layers [L, ...], no output projection; on the host."""
+    """Backbone weights as ``distill.forward`` takes them: layers [L, ...], no output head; on the host."""
     kept = {name: leaf for name, leaf in params.items() if name not in ("layers", "head")}
     layers = jax.tree.map(lambda *leaves: np.stack([np.asarray(x) for x in leaves]), *params["layers"])
     return jax.tree.map(lambda leaf: np.asarray(leaf).astype(jnp.dtype(dtype)), kept | {"layers": layers})

@@ -55,12 +55,12 @@ shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
 step = loop.make_step(optax.sgd(1.0), shardings)
 before = jax.device_get(state.params)
 after, seen = step(jax.tree_util.Partial(data_parallel.mean_loss(loss, where)), state, where.batch(whole))
-apart = 0.0
+difference = 0.0
 means = jax.tree.map(lambda a, b: (a + b) / 2, alone[0][1], alone[1][1])
 for was, now, mean in zip(*map(jax.tree.leaves, (before, jax.device_get(after.params), means))):
-    apart = max(apart, float(np.abs((was - now) - mean).max()))
+    difference = max(difference, float(np.abs((was - now) - mean).max()))
 print(json.dumps({"loss": float(seen["loss"]), "mean": (float(alone[0][0][0]) + float(alone[1][0][0])) / 2,
-                  "apart": apart, "norm": float(seen["grad_norm"]),
+                  "difference": difference, "norm": float(seen["grad_norm"]),
                   "after": [float(np.abs(leaf).sum()) for leaf in jax.tree.leaves(after.params)]}))
 loop.Checkpoints(Path(sys.argv[1]), keep=1).save(1, after, 0)
 """
@@ -95,5 +95,5 @@ def read(folder: Path) -> list[np.ndarray]:
 def test_two_devices_add_the_gradients_of_their_parts_and_one_goes_on_from_there(tmp_path):
     found = stepped(tmp_path)
     np.testing.assert_allclose(found["loss"], found["mean"], rtol=1e-5)
-    assert found["apart"] < 1e-5 * max(1.0, found["norm"])
+    assert found["difference"] < 1e-5 * max(1.0, found["norm"])
     np.testing.assert_allclose([np.abs(x).sum() for x in read(tmp_path)], found["after"], rtol=1e-5)

@@ -1,4 +1,4 @@
-"""The embedded model's recipe, tiny: rows, splits, silenced streams, the look-ahead loss, exact resume."""
+"""The embedded model's recipe, tiny: rows, splits, silenced heads, the look-ahead loss, exact resume."""
 
 from __future__ import annotations
 
@@ -110,20 +110,20 @@ def test_the_answer_of_a_fact_stands_in_the_text_behind_its_key(have):
 
 def test_no_wording_of_evaluation_is_trained():
     trained, held = wordings.grammar(False), wordings.grammar(True)
-    apart = checks.GROUPS["untrained"]
+    untrained = checks.GROUPS["untrained"]
     assert len(trained) > 1000
-    assert len(apart) == len(checks.GROUPS["trained"]) == 10
+    assert len(untrained) == len(checks.GROUPS["trained"]) == 10
     assert set(checks.GROUPS["trained"]) <= set(trained)
-    assert not {w.hide for w in trained} & ({w.hide for w in held} | {w.hide for w in apart})
+    assert not {w.hide for w in trained} & ({w.hide for w in held} | {w.hide for w in untrained})
     asks = {ask for w in trained for ask in w.ask}
-    assert not asks & {ask for w in apart for ask in w.ask}
+    assert not asks & {ask for w in untrained for ask in w.ask}
     # Not even a frame: with key and value taken out, no held-out statement is a trained one.
     bare = lambda w: tuple(w.hide.replace("{k}", "").replace("{v}", "").split())  # noqa: E731
-    assert not {bare(w) for w in trained} & {bare(w) for w in apart}
+    assert not {bare(w) for w in trained} & {bare(w) for w in untrained}
     assert (
         {w.kind for w in trained}
         == set(values.VALUES)
-        == {w.kind for w in (*apart, *checks.GROUPS["trained"])}
+        == {w.kind for w in (*untrained, *checks.GROUPS["trained"])}
     )
 
 

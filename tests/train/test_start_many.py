@@ -82,7 +82,7 @@ def on_copied(weights: np.ndarray, ahead: int = 1) -> np.ndarray:
     return weights[:, :, queries, queries + ahead - BLOCK].mean(-1)
 
 
-def copying_streams(spec, params) -> set[tuple[int, int]]:
+def copying_heads(spec, params) -> set[tuple[int, int]]:
     """(layer, KV head) with a tenth of a query head's weight on the token to be copied."""
     share = on_copied(attention(spec, params)).reshape(spec.num_layers, spec.num_kv_heads, spec.groups)
     return {(int(i), int(k)) for i, k in np.argwhere(share.max(-1) >= 0.1)}
@@ -135,8 +135,8 @@ def test_no_head_of_layer_0_is_alone_in_looking_one_back_or_at_itself(built, hea
 
 
 def test_six_kv_heads_in_three_layers_put_weight_on_the_token_to_be_copied(built):
-    streams = copying_streams(*built)
-    assert streams == {(layer, head) for layer in (1, 2, 3) for head in (0, 1)}
+    copying = copying_heads(*built)
+    assert copying == {(layer, head) for layer in (1, 2, 3) for head in (0, 1)}
 
 
 def test_second_query_heads_look_at_the_whole_value(built):
@@ -151,11 +151,11 @@ def test_second_query_heads_look_at_the_whole_value(built):
 @pytest.mark.slow
 def test_without_any_one_head_others_still_look_at_the_token_to_be_copied(built):
     spec, params = built
-    whole = copying_streams(spec, params)
+    whole = copying_heads(spec, params)
     for layer in range(spec.num_layers):
         for head in range(spec.num_kv_heads):
             mine = tuple((layer, head * spec.groups + i) for i in range(spec.groups))
-            left = copying_streams(spec, heads.without_heads(spec, params, mine)) - {(layer, head)}
+            left = copying_heads(spec, heads.without_heads(spec, params, mine)) - {(layer, head)}
             # Of layer 0 the second alone looks two tokens back, which three copying heads read.
             assert len(left) >= (3 if (layer, head) == (0, 1) else 4), (layer, head, left)
     assert len(whole) == 6

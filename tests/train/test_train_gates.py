@@ -79,7 +79,7 @@ def test_the_student_is_dense_attention_with_the_bias_and_the_teacher_the_model(
     logits = np.asarray(whole) @ np.asarray(model.params["embed"]).T
     np.testing.assert_allclose(logits, decoder.dense_logits(model.spec, model.params, tokens), atol=2e-3)
     assert float(jnp.abs(whole - distill.final_states(net, frozen, got)).max()) > 1e-3
-    # The metrics are those of the two walks.
+    # The metrics are those of the two forward passes.
     loss, found = gates.objective(net, 0.5, "paper", frozen, params, batch)
     g = np.asarray(jax.nn.sigmoid(z))
     np.testing.assert_allclose(found["distill"], ((want - np.asarray(whole)) ** 2).mean(), rtol=1e-3)
