@@ -45,7 +45,7 @@ def program(**more) -> Program:
         "collectives": {},
         "kernels": "xla",
     }
-    return Program(**known | {"seconds": 1.0, "depths": (2,)} | more)
+    return Program(**known | {"depths": (2,)} | more)
 
 
 # --- named shapes ---------------------------------------------------------------------------------

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -37,7 +36,6 @@ class DevicePlan:
       longest: context of these rows.
       remedies: what would fit if a step does not.
       wheels: versions of the compilers.
-      seconds: it took.
     """
 
     kind: str
@@ -51,7 +49,6 @@ class DevicePlan:
     longest: int
     remedies: list[str]
     wheels: dict[str, str]
-    seconds: float
 
 
 def target(topology: str) -> aot.Target:
@@ -76,7 +73,6 @@ def answer(question: Question) -> DevicePlan:
     """
     from pallas_kernels.measure import aot
 
-    began = time.monotonic()
     devices = target(question.topology)
     mesh = meshes.mesh(repr(question.case.mesh), devices=devices.devices)
     case, chip = dataclasses.replace(question.case, mesh=mesh), question.chip
@@ -104,7 +100,6 @@ def answer(question: Question) -> DevicePlan:
         longest=estimate.longest_context(case, step, chip.memory),
         remedies=estimate.remedies(case, step, chip) if decoding.total > chip.memory else [],
         wheels=aot.wheels(),
-        seconds=time.monotonic() - began,
     )
 
 

@@ -11,7 +11,6 @@ import dataclasses
 import functools
 import math
 import re
-import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -43,7 +42,6 @@ class Program:
       code: the program itself.
       collectives: operations among devices, and how many of each.
       kernels: "pallas" where it calls kernels of ours, else "xla".
-      seconds: it took to compile.
       depths: layers that were compiled; two if the rest is extrapolated.
     """
 
@@ -54,7 +52,6 @@ class Program:
     code: int
     collectives: dict[Collective, int]
     kernels: str
-    seconds: float
     depths: tuple[int, ...]
 
     @property
@@ -119,7 +116,6 @@ def extrapolated(few: Program, more: Program, times: float, argument_bytes: int)
         code=max(on(few.code, more.code), more.code),
         collectives={one: n for one, n in counts.items() if n > 0},
         kernels=more.kernels,
-        seconds=few.seconds + more.seconds,
         depths=(*few.depths, *more.depths),
     )
 
@@ -187,7 +183,6 @@ def prefill(case: Deployment, target: aot.Target) -> Program:
 
 
 def _compiled(case: Deployment, target: aot.Target, traced: Any, arguments: Any) -> Program:
-    began = time.monotonic()
     try:
         program = traced.lower(lowering_platforms=target.lowering).compile()
     except jax.errors.JaxRuntimeError as reason:
@@ -205,7 +200,6 @@ def _compiled(case: Deployment, target: aot.Target, traced: Any, arguments: Any)
         code=memory.generated_code_size_in_bytes,
         collectives=collectives(text, len(target.devices)),
         kernels="pallas" if ours else "xla",
-        seconds=time.monotonic() - began,
         depths=(case.spec.num_layers,),
     )
 
