@@ -1,6 +1,6 @@
 """Records of the bodies that run on a kind of device: the package's, and the user's in a cache folder.
 
-``python -m benchmarks.kernels --device`` in a checkout writes the package's records (``tuned/<device>``),
+``python -m benchmarks kernels --device`` in a checkout writes the package's records (``tuned/<device>``),
 ``python -m kvjax.tune`` the user's. Both are one JSON file an operation. A record of the user's counts only
 for the bodies and the version of jax it was made with: later ones have to be checked again.
 """

@@ -1,7 +1,7 @@
 """Sizes of blocks: a body's own, what was measured to be faster on a device, and what is just being tried.
 
 A body calls ``pick`` for the blocks of each of its passes, with its own as the default. ``dispatch`` gives it
-the "blocks" of ``tuned/<device>/<op>.json`` (``python -m benchmarks.kernels --device`` writes them with the
+the "blocks" of ``tuned/<device>/<op>.json`` (``python -m benchmarks kernels --device`` writes them with the
 measurements that chose them), or those of ``trying`` while that runs.
 """
 

@@ -20,7 +20,6 @@ from kvjax.plan import _arguments as arguments
 from kvjax.plan import _estimate as estimate
 from kvjax.plan import _plan as plans
 from kvjax.plan import _report as report
-from kvjax.plan import _search as search
 
 _MODEL = "--model llama-3.1-8b --context 131072"
 _GATES = "--policy wg-kv --share 0.25"
@@ -90,7 +89,7 @@ def answered(words: str) -> dict[str, Any]:
     columns = {}
     for imbalance in IMBALANCES:
         case = dataclasses.replace(step.case, imbalance=imbalance)
-        rows = search.most_rows(case, step, memory)
+        rows = estimate.most_rows(case, step, memory)
         full = dataclasses.replace(case, rows=rows)
         columns[f"{imbalance:g}"] = {
             "most_rows": rows,

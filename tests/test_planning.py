@@ -17,10 +17,9 @@ from kvjax.models import published
 from kvjax.models.decoder import shapes
 from kvjax.models.hf_config import ModelError
 from kvjax.plan import __main__ as command
-from kvjax.plan import _arguments, _estimate, _plan, _programs, _search, _shapes
-from kvjax.plan._collectives import Collective, collectives
+from kvjax.plan import _arguments, _estimate, _plan, _programs, _shapes
 from kvjax.plan._deployment import Deployment, check
-from kvjax.plan._programs import Compiled, Program
+from kvjax.plan._programs import Collective, Compiled, Program, collectives
 from kvjax.sharding.mesh import MeshError
 from pallas_kernels.measure import aot
 from pallas_kernels.measure.chips import CHIPS, Chip
@@ -32,7 +31,7 @@ LONG = 131072
 
 def case(policy: str, rows: int = 12, context: int = LONG, **more) -> Deployment:
     """On sixteen devices, six rows and one KV head each."""
-    mesh = more.pop("mesh", _search.abstract(2, 8, 1))
+    mesh = more.pop("mesh", _estimate.abstract(2, 8, 1))
     return Deployment(LLAMA, kvjax.policy(policy), mesh, rows, context, **more)
 
 
@@ -46,7 +45,7 @@ def program(**more) -> Program:
         "collectives": {},
         "kernels": "xla",
     }
-    return Program(**known | {"seconds": 1.0, "depths": (2,)} | more)
+    return Program(**known | {"depths": (2,)} | more)
 
 
 # --- named shapes ---------------------------------------------------------------------------------
@@ -134,7 +133,7 @@ def test_a_real_state_is_as_large_as_planned(policy):
     state, _ = kvjax.prefill(one, policy, prompts, context=context, chunk_size=64)
     state = decode.reserve(policy, state, decode.MAX_STEPS, 1, ahead=decode.HORIZON)
     real = sum(leaf.nbytes for leaf in jax.tree.leaves(state.layers))
-    mesh = _search.abstract(1, 1, 1)
+    mesh = _estimate.abstract(1, 1, 1)
     planned = Deployment(one.network.spec, policy, mesh, 2, context, dtype="float32", chunk=64)
     assert _estimate.resident(planned).allocated == real
     assert _estimate.resident(planned).weights == sum(x.nbytes for x in jax.tree.leaves(one.params))
@@ -235,7 +234,7 @@ def test_a_deep_program_is_extrapolated_from_two_shallow_ones():
 @pytest.mark.parametrize("limit", [0, 1, 2, 3, 7, 8, 9, 99, 100])
 def test_the_largest_that_fits(limit):
     tried = []
-    assert _search.largest(lambda n: tried.append(n) or n <= limit, 100) == limit
+    assert _estimate.largest(lambda n: tried.append(n) or n <= limit, 100) == limit
     assert len(tried) <= 14
     assert max(tried) <= 100
 
@@ -244,10 +243,10 @@ def test_searches_agree_with_the_sum():
     one, memory = case("full"), CHIPS["v5e"].memory
     known = Compiled(case=one, program=program())
     total = lambda x: _estimate.bytes_like(x, known).total  # noqa: E731
-    rows = _search.most_rows(one, known, memory)
+    rows = _estimate.most_rows(one, known, memory)
     assert rows == 12
     assert total(dataclasses.replace(one, rows=rows + 2)) > memory >= total(one)
-    context = _search.longest_context(dataclasses.replace(one, rows=32), known, memory)
+    context = _estimate.longest_context(dataclasses.replace(one, rows=32), known, memory)
     at = dataclasses.replace(one, rows=32, context=context)
     assert total(dataclasses.replace(at, context=context + 1024)) > memory >= total(at)
 
@@ -267,7 +266,7 @@ def test_what_is_between_grows_with_rows_and_context():
 def test_what_would_fit_does():
     one = case("write_gate(0.1)", rows=96, share=0.5)
     known = Compiled(case=one, program=program())
-    ways = _search.remedies(one, known, CHIPS["v5e"])
+    ways = _estimate.remedies(one, known, CHIPS["v5e"])
     assert [way.split()[0] for way in ways] == ["--rows", "--context", "--share", "64", "--policy"]
     message = {way.split()[0]: way.split()[1] for way in ways[:3]}
     changed = [
@@ -277,15 +276,15 @@ def test_what_would_fit_does():
     ]
     for change in changed:
         other = dataclasses.replace(one, **change)
-        assert _search.fits(other, known, CHIPS["v5e"].memory)
+        assert _estimate.fits(other, known, CHIPS["v5e"].memory)
 
 
 def test_the_mesh_with_the_fewest_bytes():
-    alone = case("full", mesh=_search.abstract(1, 1, 1))
-    assert _search.best_mesh(alone, 16) == _search.abstract(2, 8, 1)
+    alone = case("full", mesh=_estimate.abstract(1, 1, 1))
+    assert _estimate.best_mesh(alone, 16) == _estimate.abstract(2, 8, 1)
     one_row = dataclasses.replace(alone, rows=1)
-    assert _search.best_mesh(one_row, 16) == _search.abstract(1, 8, 2)
-    assert _search.best_mesh(dataclasses.replace(alone, rows=3), 3) == _search.abstract(3, 1, 1)
+    assert _estimate.best_mesh(one_row, 16) == _estimate.abstract(1, 8, 2)
+    assert _estimate.best_mesh(dataclasses.replace(alone, rows=3), 3) == _estimate.abstract(3, 1, 1)
 
 
 # --- refused --------------------------------------------------------------------------------------
@@ -366,7 +365,7 @@ def test_a_question_is_read(tmp_path):
     assert question.topology == "tpu7x:2x2x1"
     assert question.chosen
     assert question.exact
-    assert question.case.mesh == _search.abstract(1, 8, 1)  # two devices a chip
+    assert question.case.mesh == _estimate.abstract(1, 8, 1)  # two devices a chip
     (tmp_path / "config.json").write_text(json.dumps(published.CONFIGS["qwen2.5-7b"]))
     folder = _arguments.parse(["--model", str(tmp_path), *GOOD.split()[2:]])
     assert folder.case.spec == published.spec("qwen2.5-7b")

@@ -1,10 +1,10 @@
 """What the kernels cost.
 
-python -m benchmarks.kernels [--only gated] [--shape small_2k]  on this CPU, beside dense forms
-python -m benchmarks.kernels --static [v5e h200 ...]            compiled for chips that are not here
-python -m benchmarks.kernels --device [--minutes 8]             on the GPU or TPU at hand: agreement, times
-python -m benchmarks.kernels --device --tiny triton --out X     the same program on a CPU, interpreted
-python -m benchmarks.kernels --table                            the tables of pallas_kernels/README.md
+python -m benchmarks kernels [--only gated] [--shape small_2k]  on this CPU, beside dense forms
+python -m benchmarks kernels --static [v5e h200 ...]            compiled for chips that are not here
+python -m benchmarks kernels --device [--minutes 8]             on the GPU or TPU at hand: agreement, times
+python -m benchmarks kernels --device --tiny triton --out X     the same program on a CPU, interpreted
+python -m benchmarks kernels --table                            the tables of pallas_kernels/README.md
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def _device(args: argparse.Namespace) -> int:
 
 def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.kernels",
+        prog="python -m benchmarks kernels",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -60,7 +60,7 @@ def _dense(q: jax.Array, k: jax.Array, v: jax.Array, cache: Any, at: jax.Array) 
 
 
 def on_cpu(sizes: DecodeStepSizes, dtype: str) -> CpuBench:
-    """Beside a cache without pages, as anyone would write it; ``STEPS`` steps a line."""
+    """Beside a plain cache without pages; ``STEPS`` steps a line."""
     args = full_lists(sizes, dtype)
     keys, values = (
         jnp.zeros((sizes.B, sizes.K, sizes.M * sizes.S + sizes.W, sizes.H), dtype) + x[0, 0, 0]

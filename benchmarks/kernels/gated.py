@@ -134,7 +134,7 @@ def timings(tiny: bool) -> Iterator[Timing]:
 
 
 def targets(record: dict[str, Any], limits: dict[str, float]) -> list[Target]:
-    """A backward pass (gradient less forward) of at most twice the plain one's time, whosever is fastest."""
+    """A backward pass (gradient less forward) of at most twice the time of the fastest plain one."""
     cases, compared, reached = record["cases"], record["compared"], []
     for name in [x for x in cases if x.startswith("gradient")]:
         ahead = name.replace("gradient", "forward")

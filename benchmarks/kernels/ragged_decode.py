@@ -78,7 +78,7 @@ def _tuned(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
 def on_cpu(sizes: RaggedDecodeSizes, dtype: str) -> CpuBench:
     """Against the same keys and values contiguously, which no ragged cache can have.
 
-    "dense" reads them as anyone would write it (einsum, softmax, einsum), "dense, tuned" by the products of
+    "dense" reads them in the plain way (einsum, softmax, einsum), "dense, tuned" by the products of
     ``products.py``. int8 is compared with dense float32: four times its bytes.
     """
     rng = np.random.default_rng(0)
@@ -149,7 +149,7 @@ def _case(sizes: RaggedDecodeSizes, dtype: str, *, mass: bool = False, pages: in
 
 
 def cases() -> dict[str, CompiledCase]:
-    """By dtype, by what is asked for, by head dim."""
+    """By dtype, by output, by head dim."""
     base = CHIP["h128"]
     return {
         "bfloat16": _case(base, "bfloat16"),

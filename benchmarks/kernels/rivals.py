@@ -1,6 +1,6 @@
 """Others' attention, to time beside ours: cuDNN's, JAX's own Pallas operations, PyTorch's, FlashAttention.
 
-A rival gets the arrays of a timed call, laid out as it wants them before the clock starts. It raises if it
+A rival gets the arrays of a timed call in the layout that it needs, before the clock starts. It raises if it
 is not installed, is for another platform or refuses the call; ``on_device`` records why.
 """
 

@@ -95,27 +95,29 @@ MEASURED = ("compile_s", "temp_bytes", "copies", "launches", "bundles", "steps",
 KERNEL = r"ragged_decode_\w+?|decode_step\w*?|blockwise\w*?|column_mass|gated\w*?|vertical\w*?|phi\w*?"
 
 
+def _by_kernel(folder: pathlib.Path, ending: str) -> dict[str, str]:
+    """The texts of the dumps whose names end so, by kernel."""
+    texts = {}
+    for file in sorted(folder.glob(f"*{ending}")):
+        if kernel := re.search(rf"({KERNEL})[.-]", file.name):
+            texts[kernel.group(1)] = file.read_text()
+    return texts
+
+
 def bundles(folder: pathlib.Path) -> dict[str, int]:
     """Bundles of each kernel whose dump lies in a folder."""
-    counts = {}
-    for file in sorted(folder.glob("*schedule-analysis_final_bundles.txt")):
-        kernel = re.search(rf"({KERNEL})[.-]", file.name)
-        count = re.search(r"total scheduled bundles:\s+(\d+)", file.read_text())
-        if kernel and count:
-            counts[kernel.group(1)] = int(count.group(1))
-    return counts
+    texts = _by_kernel(folder, "schedule-analysis_final_bundles.txt")
+    counts = {x: re.search(r"total scheduled bundles:\s+(\d+)", text) for x, text in texts.items()}
+    return {kernel: int(count[1]) for kernel, count in counts.items() if count}
 
 
 _SPILLED = re.compile(r"v(?:st|ld) \[vmem:\[#allocation\d+_spill")
 
 
 def spills(folder: pathlib.Path) -> dict[str, int]:
-    """How often each kernel's text stores a vector register for want of room, or loads one back."""
-    counts = {}
-    for file in sorted(folder.glob("*-01-final_bundles.txt")):
-        if kernel := re.search(rf"({KERNEL})[.-]", file.name):
-            counts[kernel.group(1)] = len(_SPILLED.findall(file.read_text()))
-    return counts
+    """How often each kernel's text stores a vector register for lack of room, or loads one back."""
+    texts = _by_kernel(folder, "-01-final_bundles.txt")
+    return {kernel: len(_SPILLED.findall(text)) for kernel, text in texts.items()}
 
 
 _BUNDLE = re.compile(r"\s*(?:0x[0-9a-f]+|0)\s+(\w\w)?\s*:?\s*(>*)[^{]*{")
@@ -126,15 +128,16 @@ def steps(folder: pathlib.Path) -> dict[str, list[int]]:
 
     A piece is what runs from one label, or depth of loops, to the next: a loop's body, a branch.
     """
-    pieces_of = {}
-    for file in sorted(folder.glob("*-01-final_bundles.txt")):
-        if kernel := re.search(rf"({KERNEL})[.-]", file.name):
-            pieces_of[kernel.group(1)] = _multiplying(file.read_text())
+    texts = _by_kernel(folder, "-01-final_bundles.txt")
+    pieces_of = {
+        kernel: [count for _, count, products in _pieces(text, "vmatmul") if products]
+        for kernel, text in texts.items()
+    }
     return {kernel: pieces for kernel, pieces in pieces_of.items() if len(pieces) > 1}
 
 
 def item(folder: pathlib.Path, kernel: str, pages: int) -> int:
-    """Bundles of a kernel's item of so many pages, whatever runs at the ends of a list too.
+    """Bundles of a kernel's item of so many pages, with what runs only at the ends of a list.
 
     Copies start in inner loops, of several pages a turn and, for those that are left over, of one; both stand
     twice, before the first item and in every one.
@@ -148,10 +151,6 @@ def item(folder: pathlib.Path, kernel: str, pages: int) -> int:
     most, one = max(asking)[0], min(asking)[0]
     turn = next(count for starts, count in reversed(asking) if starts == most)
     return straight + pages // (most // one) * turn
-
-
-def _multiplying(text: str) -> list[int]:
-    return [bundles for _, bundles, products in _pieces(text, "vmatmul") if products]
 
 
 def _pieces(text: str, what: str) -> list[tuple[str, int, int]]:
@@ -176,10 +175,10 @@ _ENTRY = re.compile(
 
 def registers(report: str) -> dict[str, dict[str, int]]:
     """Registers of a thread and bytes spilled of each kernel in the assembler's report."""
-    used_by = {}
-    for kernel, _, stores, loads, used in _ENTRY.findall(report):
-        used_by[kernel] = {"registers": int(used), "spilled_bytes": int(stores) + int(loads)}
-    return used_by
+    return {
+        kernel: {"registers": int(used), "spilled_bytes": int(stores) + int(loads)}
+        for kernel, _, stores, loads, used in _ENTRY.findall(report)
+    }
 
 
 def _report_of(chip: str, name: str, folder: pathlib.Path, programs: dict[str, Any]) -> dict[str, Any]:
@@ -237,12 +236,12 @@ def _compiled(program: Any, platform: str, folder: pathlib.Path, case: Any) -> d
 def main() -> None:
     """``chip folder`` and, on standard input, names of cases and known programs: a line of output a case.
 
-    A case that the compiler refuses is reported as an "error"; whatever else fails ends the process.
+    A case that the compiler refuses is reported as an "error"; any other failure ends the process.
     """
     from pallas_kernels.dispatch import Unsupported
     from pallas_kernels.measure import aot
 
-    # A program is the same one wherever its source lies and on whatever line.
+    # A program is the same at every place and line of its source.
     aot.jax.config.update("jax_traceback_in_locations_limit", 0)
     chip, folder = sys.argv[1:]
     names, programs = json.loads(sys.stdin.readline())

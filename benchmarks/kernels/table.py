@@ -19,8 +19,8 @@ from benchmarks.kernels.operations import ALL, cases, mosaic_gpu_cases
 from pallas_kernels import dispatch
 
 MARKS = {
-    "checked": ("<!-- table: python -m benchmarks.kernels --table -->", "<!-- end of table -->"),
-    "costs": ("<!-- costs: python -m benchmarks.kernels --table -->", "<!-- end of costs -->"),
+    "checked": ("<!-- table: python -m benchmarks kernels --table -->", "<!-- end of table -->"),
+    "costs": ("<!-- costs: python -m benchmarks kernels --table -->", "<!-- end of costs -->"),
 }
 PACKAGE = pathlib.Path(dispatch.__file__).parent
 README = PACKAGE / "README.md"

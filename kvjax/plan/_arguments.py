@@ -13,7 +13,7 @@ from kvjax import catalogue, cli, loading
 from kvjax.cli import InputError, option, shared, whole
 from kvjax.models import hf, published
 from kvjax.models.spec import ModelSpec
-from kvjax.plan import _search as search
+from kvjax.plan import _estimate as estimate
 from kvjax.plan._deployment import Deployment, check
 from kvjax.sharding.mesh import Mesh, MeshError, axis_sizes
 from kvjax.sharding.specs import AXES, DATA
@@ -111,7 +111,7 @@ def parse(argv: Sequence[str]) -> Question:
     case = Deployment(
         spec=spec,
         policy=catalogue.policy(options.policy),
-        mesh=search.abstract(1, 1, 1),
+        mesh=estimate.abstract(1, 1, 1),
         rows=options.rows,
         context=options.context,
         dtype=options.dtype or dtype,
@@ -166,12 +166,12 @@ def _mesh(case: Deployment, text: str | None, topology: str, devices: int) -> Me
             raise InputError(
                 f"--mesh {text} has {math.prod(shape)} devices, {topology} has {devices}. Make them agree."
             )
-        return search.abstract(*shape)
-    mesh = search.best_mesh(case, devices)
+        return estimate.abstract(*shape)
+    mesh = estimate.best_mesh(case, devices)
     if mesh is None:
         # The numbers of rows that some mesh of these devices divides, if it divides the model's heads.
         rows = []
-        for other in search.meshes(devices):
+        for other in estimate.meshes(devices):
             with contextlib.suppress(MeshError):
                 dataclasses.replace(case, mesh=other, rows=other.size(DATA)).check_mesh()
                 rows.append(other.size(DATA))

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from kvjax.cli import InputError
+from kvjax.plan import _estimate as estimate
 from kvjax.plan import _programs as programs
-from kvjax.plan import _search as search
 from kvjax.plan._arguments import Question
 from kvjax.plan._deployment import Deployment
-from kvjax.plan._estimate import Bytes, Roofline, bytes_like, resident, roofline
+from kvjax.plan._estimate import Bytes, Roofline
 from kvjax.plan._programs import Compiled, NoRoomError, Program
 from kvjax.sharding import mesh as meshes
 from kvjax.sharding.specs import DATA
@@ -37,7 +36,6 @@ class DevicePlan:
       longest: context of these rows.
       remedies: what would fit if a step does not.
       wheels: versions of the compilers.
-      seconds: it took.
     """
 
     kind: str
@@ -51,7 +49,6 @@ class DevicePlan:
     longest: int
     remedies: list[str]
     wheels: dict[str, str]
-    seconds: float
 
 
 def target(topology: str) -> aot.Target:
@@ -76,7 +73,6 @@ def answer(question: Question) -> DevicePlan:
     """
     from pallas_kernels.measure import aot
 
-    began = time.monotonic()
     devices = target(question.topology)
     mesh = meshes.mesh(repr(question.case.mesh), devices=devices.devices)
     case, chip = dataclasses.replace(question.case, mesh=mesh), question.chip
@@ -86,25 +82,24 @@ def answer(question: Question) -> DevicePlan:
             f"--rows {case.rows} --context {case.context}: the compiler finds no room for one row a device. "
             "Give a shorter context, or more devices."
         )
-    padding = step.program.padding / max(resident(step.case).allocated, 1)
+    padding = step.program.padding / max(estimate.resident(step.case).allocated, 1)
     step = dataclasses.replace(step, padding=padding)
     prefill = compiled(functools.partial(programs.prefill, target=devices), case)
     if prefill is not None:
         prefill = dataclasses.replace(prefill, padding=padding, reading=True)
-    decoding = bytes_like(case, step)
+    decoding = estimate.bytes_like(case, step)
     return DevicePlan(
         kind=devices.kind,
         step=step,
         prefill=prefill,
         decoding=decoding,
-        reading=bytes_like(case, prefill) if prefill else None,
-        roofline=roofline(case, step, chip),
-        most_rows=search.most_rows(case, step, chip.memory),
-        most_read=search.most_rows(case, prefill, chip.memory) if prefill else 0,
-        longest=search.longest_context(case, step, chip.memory),
-        remedies=search.remedies(case, step, chip) if decoding.total > chip.memory else [],
+        reading=estimate.bytes_like(case, prefill) if prefill else None,
+        roofline=estimate.roofline(case, step, chip),
+        most_rows=estimate.most_rows(case, step, chip.memory),
+        most_read=estimate.most_rows(case, prefill, chip.memory) if prefill else 0,
+        longest=estimate.longest_context(case, step, chip.memory),
+        remedies=estimate.remedies(case, step, chip) if decoding.total > chip.memory else [],
         wheels=aot.wheels(),
-        seconds=time.monotonic() - began,
     )
 
 

@@ -241,4 +241,4 @@ def test_what_is_not_installed_is_missing_and_named(monkeypatch):
 
 
 def test_readme_has_the_table_of_what_was_recorded():
-    assert table.current(), "run python -m benchmarks.kernels --table"
+    assert table.current(), "run python -m benchmarks kernels --table"
