@@ -31,7 +31,7 @@ class Meter:
         jax.monitoring.register_event_duration_secs_listener(self._count)
         self._last = self._now()
 
-    def _count(self, event: str, _seconds: float, **_: str | int) -> None:
+    def _count(self, event: str, duration_secs: float, **_: str | int) -> None:
         self.programs += event == "/jax/core/compile/backend_compile_duration"
 
     def _now(self) -> tuple[float, float, int, timing.CompileTime]:
