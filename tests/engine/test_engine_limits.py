@@ -143,7 +143,6 @@ def test_what_cannot_be_served_is_refused_before_anything_begins(fields, words):
         engine.submit(Request(**{"prompt": [1, 2]} | fields))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("overtaken", [False, True])
 def test_rows_are_preempted_where_memory_runs_short_and_their_text_stays(monkeypatch, overtaken):
     """Counting none of the tokens to come (a share of 0) admits all; two of three rows fit to their ends.

@@ -75,6 +75,7 @@ def check_engine_equals_generate(policy, monkeypatch, sizes):
     ) as engine:
         together = [ticket.result() for ticket in [engine.submit(request) for request in requests]]
         alone = [engine.submit(request).result() for request in requests]
+        assert all(event.logprob < 0 for event in engine.submit(requests[0]) if event.token is not None)
         assert engine.metrics().batches[0].pages_used == 0
     assert together == alone
     if any(name in repr(policy) for name in TIES):
