@@ -22,7 +22,6 @@ def generated_text(monkeypatch):
     monkeypatch.setenv("KVJAX_DATA", "/nowhere")
 
 
-@pytest.mark.slow
 def test_a_mixed_head_is_alpha_of_full_attention_and_the_rest_of_streaming(tmp_path, tiny_folder):
     settings = gate_settings.parse(config_at(tmp_path, tiny_folder))
     model = load(tiny_folder)
