@@ -62,7 +62,8 @@ def compiled(chip: str, spec: str, steps: int = 1):
     def step(cache, q, k, v, length):
         x = Heads(q=q, k=k, v=v, q_pre=q, k_pre=k, hidden=q[:, :, 0])
         info = layer.LayerInfo(policy, {}, 0, 1, None, length)
-        return layer.step(info, x, cache, length, length >= 0)
+        _, (cache, read) = layer.step(info, x, cache, length, length >= 0)
+        return read, cache
 
     def run(cache, q, k, v, length):
         def one(i, carry):
