@@ -315,7 +315,7 @@ def start(main: Callable[[], int]) -> NoReturn:
 def programs_folder(environment: Mapping[str, str], system: str = sys.platform) -> Path | None:
     """Where commands keep compiled programs: ``KVJAX_CACHE``, else the user's cache folder of the platform.
 
-    None where nothing is to be kept (``KVJAX_CACHE=off``), or where JAX has been told a folder of its own.
+    None where nothing is to be kept (``KVJAX_CACHE=off``), or where JAX has a cache folder already.
     """
     from pallas_kernels.records import cache_folder
 
@@ -328,7 +328,7 @@ def programs_folder(environment: Mapping[str, str], system: str = sys.platform) 
 def keep_programs() -> None:
     """Switches JAX's persistent compilation cache on for this process, and for every program however small.
 
-    A folder that cannot be written is told once on standard error; the command works without.
+    If the folder cannot be written, one line on standard error says so and the command works without.
     """
     import jax
 

@@ -13,7 +13,7 @@ from kvjax.sharding.specs import DATA
 from kvjax.types import Weighted
 
 NOTE_AFTER = 0.5
-"""Seconds of compiling, or of standing still, that the operator is told of."""
+"""Seconds of compilation or of a pause from which on the operator gets a line."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

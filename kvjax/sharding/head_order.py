@@ -64,7 +64,7 @@ def _dealt(held: np.ndarray, devices: int) -> np.ndarray:
 
 
 def permuted(letters: Callable[[Params], Params], params: Params, order: Order) -> Params:
-    """A model's weights with the KV heads of each layer in another order; each lies where it lay.
+    """A model's weights with the KV heads of each layer in another order, on the devices they were on.
 
     Args:
       letters: names the dimensions of every leaf (``Network.letters``); K and N count heads.
