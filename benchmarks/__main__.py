@@ -104,7 +104,8 @@ def _table(options: arguments.Table, words: Sequence[str]) -> None:
     from benchmarks import random_model
 
     bench = importlib.import_module(f"benchmarks.{options.table}")
-    model = {"size": options.size, "seed": options.seed, "parameters": random_model.count(options.spec)}
+    model: Row = {"size": options.size} if options.model is None else {"name": options.model.resolve().name}
+    model |= {"seed": options.seed, "parameters": random_model.count(options.spec)}
     run = _header(words, options.threads) | {"model": model}
     if options.out and (options.out / f"{options.table}.json").exists():
         results.read(options.out / f"{options.table}.json")  # raises before an hour of work, not after it
@@ -119,8 +120,9 @@ def _table(options: arguments.Table, words: Sequence[str]) -> None:
         tempfile.TemporaryDirectory() as home,
         _progress(options.table, bench.work(options, have)) as (advance, show),
     ):
-        folder = Path(home) / "model"
-        random_model.write(folder, options.spec, options.seed)
+        folder = options.model or Path(home) / "model"
+        if options.model is None:
+            random_model.write(folder, options.spec, options.seed)
 
         def done(group: list[Row]) -> None:
             rows.extend(group)

@@ -121,9 +121,8 @@ def measure(
             for side in sides:
                 # A row for each device along data: a mesh takes no fewer.
                 ids = prompts(settings, 1, side.row["prompt"]) * settings.grid.size(DATA)
-                side.ask(
-                    "prefill", spec=side.config.spec, tokens=ids, new=settings.new, every=settings.tokens
-                )
+                how = {"spec": side.config.spec, "tokens": ids, "new": settings.new, "every": settings.tokens}
+                side.ask("fill" if settings.fill else "prefill", **how)
                 advance(settings.reading(1, side.row["prompt"]))
             for batch in batches:
                 done(_in_turns(settings, sides, batch, advance))

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, DynamicCache, GenerationConfig
+from transformers import AttentionInterface, AutoModelForCausalLM, DynamicCache, GenerationConfig
 
 
 def press_of(name: str) -> Any:
@@ -30,6 +30,14 @@ def press_of(name: str) -> Any:
     # Ada's ratio is that of the press inside.
     snap = SnapKVPress(compression_ratio=0.75, window_size=32, kernel_size=5)
     return {"snapkv": snap, "adakv": AdaKVPress(snap, alpha_safeguard=0.2)}[name]
+
+
+def without_attention(module: Any, q: Any, k: Any, v: Any, mask: Any, **_: Any) -> tuple[Any, None]:
+    """q + k + v instead of attention: what a layer costs around it."""
+    return (q + (k + v).repeat_interleave(q.shape[1] // k.shape[1], dim=1)).transpose(1, 2), None
+
+
+AttentionInterface.register("without", without_attention)
 
 
 class Worker:
@@ -53,8 +61,11 @@ class Worker:
         return self.memory(forget=True) | {"versions": versions}
 
     @torch.inference_mode()
-    def prefill(self, spec: str, tokens: list[list[int]], new: int, every: int) -> dict[str, Any]:
+    def prefill(
+        self, spec: str, tokens: list[list[int]], new: int, every: int, attention: bool = True
+    ) -> dict[str, Any]:
         """Prompt to first token; a cache of transformers needs no room for ``new`` tokens."""
+        self.model.set_attn_implementation("sdpa" if attention else "without")
         self.every = every
         self.cache, self.prefilled = None, None  # a second call must not hold two caches
         ids = torch.tensor(tokens)
@@ -69,6 +80,20 @@ class Worker:
         self.first, self.prompt = first, ids.shape[1]
         self.masked = [getattr(m, "masked_key_indices", None) for m in self.attention()]
         return {"seconds": seconds, "compile_seconds": 0.0, "cpu_seconds": spent} | self.bytes()
+
+    def fill(self, spec: str, tokens: list[list[int]], new: int, every: int) -> dict[str, Any]:
+        """The full cache that ``prefill`` leaves, with random keys and values."""
+        if spec != "full":
+            raise ValueError("only the full cache is filled")
+        config, kind = self.model.config, self.model.dtype
+        shape = (1, config.num_key_value_heads, len(tokens[0]), config.head_dim)
+        self.every, self.cache, self.prompt = every, None, len(tokens[0])
+        self.prefilled = [
+            (torch.randn(shape, dtype=kind), torch.randn(shape, dtype=kind))
+            for _ in range(config.num_hidden_layers)
+        ]
+        self.first, self.masked = torch.zeros(1, dtype=torch.long), [None] * config.num_hidden_layers
+        return self.bytes()
 
     def attention(self) -> list[Any]:
         """The attention modules, where head-wise presses leave what they masked."""
@@ -162,7 +187,7 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # output of libraries must not mix with answers
     worker = Worker()
-    names = ("load", "prefill", "start", "decode", "serve", "bytes", "memory")
+    names = ("load", "prefill", "fill", "start", "decode", "serve", "bytes", "memory")
     verbs = {name: getattr(worker, name) for name in names}
     for line in sys.stdin:
         request = json.loads(line)

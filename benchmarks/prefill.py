@@ -12,7 +12,7 @@ from pathlib import Path
 
 from benchmarks.decode import Advance, Cell, Side, cell, open_sides, prompts, todo
 from benchmarks.results import Row
-from benchmarks.sides import Comparison
+from benchmarks.sides import FULL, Comparison
 
 __all__ = ["cell", "measure", "work"]
 
@@ -46,6 +46,7 @@ def work(settings: Comparison, have: Collection[Cell]) -> float:
 def _in_turns(settings: Comparison, sides: list[Side], batch: int, advance: Advance) -> list[Row]:
     firsts: list[Row] = []
     calls: list[list[Row]] = [[] for _ in sides]
+    without: list[list[Row]] = [[] for _ in sides]
     ends: list[Row] = [{} for _ in sides]
     for at, side in enumerate(sides):
         firsts.append(_call(settings, side, batch))
@@ -59,13 +60,22 @@ def _in_turns(settings: Comparison, sides: list[Side], batch: int, advance: Adva
         for side, answers in zip(sides, calls):
             answers += [call] if (call := _call(settings, side, batch)) else []
             advance(settings.reading(batch, side.row["prompt"]))
+    for _ in range(settings.rounds + 1 if settings.products else 0):
+        for side, answers in zip(sides, without):
+            if side.config.spec == FULL and (call := _call(settings, side, batch, attention=False)):
+                answers.append(call)
     ends = [end or side.ask("memory", forget=False) for side, end in zip(sides, ends)]
-    return [_row(side, batch, *facts) for side, facts in zip(sides, zip(firsts, calls, ends))]
+    rows = [_row(side, batch, *facts) for side, facts in zip(sides, zip(firsts, calls, ends))]
+    for row, answers in zip(rows, without):
+        if answers:  # the first of them compiles
+            row["products_s"] = round(statistics.median(call["seconds"] for call in answers[1:]), 4)
+    return rows
 
 
-def _call(settings: Comparison, side: Side, batch: int) -> Row:
+def _call(settings: Comparison, side: Side, batch: int, **more: bool) -> Row:
     ids = prompts(settings, batch, side.row["prompt"])
-    return side.ask("prefill", spec=side.config.spec, tokens=ids, new=settings.new, every=settings.tokens)
+    how = {"spec": side.config.spec, "tokens": ids, "new": settings.new, "every": settings.tokens}
+    return side.ask("prefill", **how, **more)
 
 
 def _row(side: Side, batch: int, first: Row, calls: list[Row], end: Row) -> Row:

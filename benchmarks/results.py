@@ -15,16 +15,16 @@ Row = dict[str, Any]
 
 
 def written_command(words: Sequence[str]) -> str:
-    """The command line without folders of this machine: of the peers and of results."""
+    """The command line without folders of this machine: of the peers, of results and of the model."""
     shown: list[str] = []
     skip = False
     for word in words:
         name = word.partition("=")[0]
-        if not skip and name == "--peers":
-            shown += ["--peers", "DIR"]
+        if not skip and name in ("--peers", "--model"):
+            shown += [name, "DIR"]
         elif not skip and name != "--out":
             shown.append(word)
-        skip = word in ("--peers", "--out")
+        skip = word in ("--peers", "--model", "--out")
     return "python -m benchmarks " + shlex.join(shown)
 
 

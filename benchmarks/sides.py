@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import sys
 from pathlib import Path
@@ -54,6 +55,7 @@ class Comparison:
     """What a table compares, as options of its command line."""
 
     size: str = option("base", "of the random model", choices=sorted(SIZES))
+    model: Path | None = option(None, "a model's folder, instead of a random model", "DIR")
     seed: int = option(0, "of weights and prompts", type=whole(0))
     threads: int = option(1, "CPUs each side is pinned to")
     contexts: tuple[int, ...] = option(
@@ -66,6 +68,8 @@ class Comparison:
     rounds: int = option(5, "timed pieces (prefill: calls) of each side, in turns")
     mesh: str | None = shared("--mesh", help="virtual devices for our side (default: one)")
     peers: Path | None = option(None, "environment that `peers --make` made", "DIR")
+    fill: bool = option(False, "decode from a full cache of random values, without reading")
+    products: bool = option(False, "prefill also times the prompt without attention (full caches)")
 
     def __post_init__(self) -> None:
         for name in self.policies:
@@ -79,8 +83,8 @@ class Comparison:
         for context in self.contexts:
             if context > self.spec.max_positions:
                 raise InputError(
-                    f"--context {context} exceeds the {self.spec.max_positions} positions of {self.size}. "
-                    "Ask for less."
+                    f"--context {context} exceeds the {self.spec.max_positions} positions of "
+                    f"{self.model or self.size}. Ask for less."
                 )
             if (context - self.new) * QUARTER.share < 1:
                 raise InputError(
@@ -88,9 +92,17 @@ class Comparison:
                     f"{self.tokens}, --rounds {self.rounds}). Raise it, or time fewer tokens."
                 )
 
-    @property
+    @functools.cached_property
     def spec(self) -> ModelSpec:
-        return SIZES[self.size]
+        """Raises InputError: a folder that holds no model."""
+        if self.model is None:
+            return SIZES[self.size]
+        from kvjax.models import hf
+
+        try:
+            return hf.read_spec(self.model)[0]
+        except hf.ModelError as error:
+            raise InputError(f"--model {self.model}: {error}") from error
 
     @property
     def grid(self) -> Mesh:
