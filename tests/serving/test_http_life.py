@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -16,6 +17,8 @@ from typing import Any
 
 import pytest
 from serving_client import httpx, running, until
+
+from kvjax.serve.http import command
 
 TEXT = "/v1/completions"
 LONG = {"prompt": "Hello", "max_tokens": 500, "temperature": 0, "ignore_eos": True}
@@ -289,3 +292,9 @@ def test_contexts_outlive_a_process_that_is_killed(tiny_folder, tmp_path):
     from kvjax.serve.__main__ import main
 
     assert main(["http", "--model", str(tiny_folder), "--port", "0", *words]) == 2
+
+
+def test_answers_are_not_delayed():
+    """Asyncio sets TCP_NODELAY on connections of a socket that is declared as TCP, and on no other."""
+    with command.listening_socket("127.0.0.1", 0) as sock:
+        assert sock.proto == socket.IPPROTO_TCP
