@@ -77,6 +77,7 @@ class Worker:
             self.state,
             repeated,
             max_new_tokens=self.new,
+            stops=(),
             weights=self.weights,
             every=self.every,
         )

@@ -26,8 +26,11 @@ from kvjax.errors import UserError
 MOST_CHARACTERS = 2**24
 """The longest text of a template; more than the contexts of today hold."""
 
-MOST_TURNS = 10**6
+MOST_TURNS = 200_000
 """Turns of all loops of one rendering."""
+
+MOST_BITS = 10**5
+"""Of a whole number that a template makes by powers and products."""
 
 _MARK = "KVJAX_ENDS_HERE "  # ends with a blank, so that a template that trims the message shows itself
 
@@ -56,13 +59,13 @@ class ChatTemplate:
             return _ENVIRONMENT.from_string(self.source)
         except TemplateSyntaxError as error:
             raise ChatTemplateError(
-                f"{self.place} is malformed (line {error.lineno}: {_one_line(error)}). Repair it, or give the "
-                "prompt without a template."
+                f"{self.place} is malformed (line {error.lineno}: {_one_line(error)}). Repair it, or give "
+                "the prompt without a template."
             ) from None
         except Exception as error:  # such as deeper nesting than Python compiles
             raise ChatTemplateError(
-                f"{self.place} cannot be compiled ({_one_line(error)}). Repair it, or give the prompt without "
-                "a template."
+                f"{self.place} cannot be compiled ({_one_line(error)}). Repair it, or give the prompt "
+                "without a template."
             ) from None
 
     def render(
@@ -97,8 +100,8 @@ class ChatTemplate:
             raise
         except SecurityError as error:
             raise ChatTemplateError(
-                f"{self.place} does what a template may not: {_one_line(error)}. Take the template of a model "
-                "that you trust."
+                f"{self.place} does what a template may not: {_one_line(error)}. Take the template of a "
+                "model that you trust."
             ) from None
         except TemplateError as error:
             raise ChatTemplateError(
@@ -106,8 +109,8 @@ class ChatTemplate:
             ) from None
         except Exception as error:
             raise ChatTemplateError(
-                f"{self.place} fails on these messages ({type(error).__name__}: {_one_line(error)}). Change the "
-                "messages, or repair the template."
+                f"{self.place} fails on these messages ({type(error).__name__}: {_one_line(error)}). Change "
+                "the messages, or repair the template."
             ) from None
         finally:
             _turns.reset(turns)
@@ -118,8 +121,8 @@ class ChatTemplate:
         at = text.rfind(_MARK.strip())
         if at < 0 or end.strip() not in text:
             raise ChatTemplateError(
-                f"continue_final_message=True needs the last message's text as it is, and {self.place} does not "
-                "show it. Leave it out, or change that message."
+                f"continue_final_message=True needs the last message's text as it is, and {self.place} does "
+                "not show it. Leave it out, or change that message."
             )
         return text[:at] if text.startswith(_MARK, at) else text[:at].rstrip()
 
@@ -185,13 +188,16 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         """Refuses results that would be too large, before they are made."""
-        sizes = [len(side) if isinstance(side, (str, list, tuple)) else None for side in (left, right)]
-        if operator == "**" and isinstance(right, int) and abs(right) > 1000:
-            raise SecurityError(f"it raises a number to the power of {right}")
-        if operator == "*" and sizes != [None, None]:
-            _check_size((sizes[0] or int(left)) * (sizes[1] or int(right)))
-        if operator == "+" and None not in sizes:
-            _check_size(sum(size or 0 for size in sizes))
+        sized = [side for side in (left, right) if isinstance(side, (str, list, tuple))]
+        whole = [side for side in (left, right) if isinstance(side, int)]
+        if len(sized) == 2:
+            _check_size(len(left) + len(right))
+        elif sized and whole:
+            _check_size(len(sized[0]) * whole[0])
+        elif len(whole) == 2:
+            bits = left.bit_length() * (abs(right) if operator == "**" else 1) + right.bit_length()
+            if bits > MOST_BITS:
+                raise SecurityError(f"it makes a number of more than {MOST_BITS:,} bits")
         return super().call_binop(context, operator, left, right)
 
 

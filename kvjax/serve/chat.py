@@ -19,6 +19,11 @@ from kvjax.serve.answer import TOKENS_PER_PIECE, answer_with_engine
 from kvjax.serve.arguments import Options
 
 
+def opening(options: Options) -> list[dict[str, Any]]:
+    """The messages before the user's first: the system's, if there is one."""
+    return [] if options.system is None else [{"role": "system", "content": options.system}]
+
+
 def chat(model: LanguageModel, options: Options, ask: Callable[[str], str] | None = None) -> None:
     """Talks until the user leaves. Ctrl-C stops an answer; what was written of it stays in the history.
 
@@ -31,7 +36,7 @@ def chat(model: LanguageModel, options: Options, ask: Callable[[str], str] | Non
         with contextlib.suppress(ImportError):  # gives ``input`` line editing, if the platform has it
             import readline  # noqa: F401
         ask = input
-    history: list[dict[str, Any]] = []
+    history = opening(options)
     with Engine(
         model,
         policy=options.policy,
@@ -57,7 +62,7 @@ def chat(model: LanguageModel, options: Options, ask: Callable[[str], str] | Non
             if line == "/exit":
                 return
             if line == "/clear":
-                history.clear()
+                history = opening(options)
             elif line.startswith("/"):
                 print(f"{line} is not a command. Use /clear or /exit.", file=sys.stderr)
             elif line:
@@ -78,7 +83,7 @@ def _turn(
     try:
         try:
             ids = model.text.chat(messages)
-        except (ImportError, ValueError) as error:
+        except ValueError as error:
             raise InputError(str(error)) from error
         answer = answer_with_engine(engine, model, options, ids, write)
     except InputError as error:
