@@ -343,6 +343,25 @@ def test_ctrl_c_stops_an_answer_and_keeps_what_was_said(tiny_folder, capsys, mon
     assert rest == json_answer(tiny_folder, capsys, f"first\n{shown}\nsecond", 40) + "\n\n"
 
 
+def test_ctrl_c_behind_an_answer_ends_neither_the_chat_nor_the_history(tiny_folder, capsys, monkeypatch):
+    """It comes while the line of facts is printed."""
+
+    class Interrupted(io.StringIO):
+        late = True
+
+        def write(self, text: str) -> int:
+            if "tokens after" in text and self.late:
+                self.late = False
+                raise KeyboardInterrupt
+            return len(text)
+
+    monkeypatch.setattr(sys, "stderr", Interrupted())
+    talk(tiny_folder, ["first", "second", EOFError])
+    one, _, _ = generated(tiny_folder, "full", "first")
+    two, _, _ = generated(tiny_folder, "full", f"first\n{one}\nsecond")
+    assert capsys.readouterr().out == f"{one}\n\n{two}\n\n"
+
+
 def json_answer(folder: Path, capsys, prompt: str, new: int) -> str:
     run(parse(["--model", str(folder), "--prompt", prompt, "--max-new-tokens", str(new), "--json"]))
     return json.loads(capsys.readouterr().out)["text"]
