@@ -57,15 +57,11 @@ class ChatTemplate:
     def _compiled(self) -> Any:
         try:
             return _ENVIRONMENT.from_string(self.source)
-        except TemplateSyntaxError as error:
+        except Exception as error:  # also such as deeper nesting than Python compiles
+            line = f"line {error.lineno}: " if isinstance(error, TemplateSyntaxError) else ""
             raise ChatTemplateError(
-                f"{self.place} is malformed (line {error.lineno}: {_one_line(error)}). Repair it, or give "
-                "the prompt without a template."
-            ) from None
-        except Exception as error:  # such as deeper nesting than Python compiles
-            raise ChatTemplateError(
-                f"{self.place} cannot be compiled ({_one_line(error)}). Repair it, or give the prompt "
-                "without a template."
+                f"chat(...) cannot read {self.place} ({line}{_one_line(error)}). Repair it, or give the "
+                "prompt without a template."
             ) from None
 
     def render(
@@ -82,13 +78,12 @@ class ChatTemplate:
         Raises:
           ChatTemplateError: see the class.
         """
-        end = ""
+        template, last = self._compiled, ""
         if continue_final_message:
             messages = copy.deepcopy(messages)
-            end = _mark_end(messages[-1])
+            last = _mark_end(messages[-1])
         turns = _turns.set(0)
         try:
-            template = self._compiled
             text = _joined(
                 template.generate(
                     {"documents": None}
@@ -96,33 +91,31 @@ class ChatTemplate:
                     | {"messages": messages, "tools": tools, "add_generation_prompt": add_generation_prompt}
                 )
             )
-        except ChatTemplateError:
-            raise
         except SecurityError as error:
             raise ChatTemplateError(
-                f"{self.place} does what a template may not: {_one_line(error)}. Take the template of a "
-                "model that you trust."
+                f"chat(...) has stopped {self.place}, which does what a template may not: "
+                f"{_one_line(error)}. Take the template of a model that you trust."
             ) from None
         except TemplateError as error:
             raise ChatTemplateError(
-                f"The messages are refused by {self.place}: {_one_line(error)}. Change the messages."
+                f"chat(...) is refused by {self.place}: {_one_line(error)}. Change the messages."
             ) from None
         except Exception as error:
             raise ChatTemplateError(
-                f"{self.place} fails on these messages ({type(error).__name__}: {_one_line(error)}). Change "
-                "the messages, or repair the template."
+                f"chat(...) fails in {self.place} ({type(error).__name__}: {_one_line(error)}). Change the "
+                "messages, or repair the template."
             ) from None
         finally:
             _turns.reset(turns)
-        return self._cut(text, end) if continue_final_message else text
+        return self._cut(text, last) if continue_final_message else text
 
-    def _cut(self, text: str, end: str) -> str:
+    def _cut(self, text: str, last: str) -> str:
         """The text up to the mark behind the last message; blanks go where the template trimmed it."""
         at = text.rfind(_MARK.strip())
-        if at < 0 or end.strip() not in text:
+        if at < 0 or last.strip() not in text:
             raise ChatTemplateError(
-                f"continue_final_message=True needs the last message's text as it is, and {self.place} does "
-                "not show it. Leave it out, or change that message."
+                f"chat(continue_final_message=True) needs the last message's text as it is, and {self.place} "
+                "does not show it. Leave the argument out, or change that message."
             )
         return text[:at] if text.startswith(_MARK, at) else text[:at].rstrip()
 
@@ -139,7 +132,8 @@ def _mark_end(message: dict[str, Any]) -> str:
             part["text"] = text + _MARK
             return text
     raise ChatTemplateError(
-        "continue_final_message=True needs text in the last message. Give it some, or leave the argument out."
+        "chat(continue_final_message=True) needs text in the last message. Give it some, or leave the "
+        "argument out."
     )
 
 

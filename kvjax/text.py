@@ -6,6 +6,8 @@ show = text.stream(after=ids)
 for token in generated:
     print(show.step(token), end="")            # whole characters only
 print(show.finish())
+
+ids = text.chat([{"role": "user", "content": "Name three large cities."}])  # in the model's chat template
 """
 
 from __future__ import annotations

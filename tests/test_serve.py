@@ -254,7 +254,9 @@ def test_a_template_that_is_refused_is_one_sentence(talks, capsys):
     (talks / "chat_template.jinja").write_text("{% if %}")
     assert main(["--model", str(talks), "--prompt", "x"]) == 2
     err = capsys.readouterr().err
-    assert re.fullmatch(r"error: --prompt: the chat template in .*chat_template.jinja is malformed .*\n", err)
+    assert re.fullmatch(
+        r"error: --prompt: chat\(\.\.\.\) cannot read the chat template in .*chat_template.jinja .*\n", err
+    )
 
 
 def test_a_chat_begins_with_the_systems_text(talks, tiny_folder, capsys):
