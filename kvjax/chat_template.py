@@ -71,7 +71,7 @@ class ChatTemplate:
         tools: list[dict[str, Any]] | None,
         add_generation_prompt: bool,
         continue_final_message: bool,
-        **variables: Any,
+        variables: dict[str, Any],
     ) -> str:
         """The text of a conversation. Arguments are those of ``Text.render``.
 

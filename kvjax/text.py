@@ -220,7 +220,7 @@ class Text:
             tools=tools,
             add_generation_prompt=add_generation_prompt and not continue_final_message,
             continue_final_message=continue_final_message,
-            **self._special_tokens | variables,
+            variables=self._special_tokens | variables,
         )
 
     def _check(self, messages: list[dict[str, Any]]) -> None:
