@@ -97,6 +97,7 @@ class Worker:
             self.state,
             repeated,
             max_new_tokens=self.new,
+            stops=(),
             weights=self.weights,
             every=self.every,
         )

@@ -120,7 +120,9 @@ def _generated(model: LanguageModel, settings: Serving, spec: str, requests: lis
     for _ in range(2):
         begun = time.perf_counter()
         state, logits = decode.prefill(model, policy, requests, context=settings.context, weights=weights)
-        pieces = decode.stream(model, policy, state, logits, max_new_tokens=settings.new, weights=weights)
+        pieces = decode.stream(
+            model, policy, state, logits, max_new_tokens=settings.new, stops=(), weights=weights
+        )
         next(pieces)
         first, spent = time.perf_counter(), time.process_time()
         new = sum(tokens.size for tokens, _ in pieces)

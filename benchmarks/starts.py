@@ -68,7 +68,8 @@ def start(spec: str, layers: int, prompt: int, new: int, keep: str) -> Row:
     state, logits = decode.prefill(model, chosen, [ids], context=context, weights=weights)
     jax.block_until_ready(logits)
     read = meter.read()
-    for _, after in decode.stream(model, chosen, state, logits, max_new_tokens=new, weights=weights):
+    pieces = decode.stream(model, chosen, state, logits, max_new_tokens=new, stops=(), weights=weights)
+    for _, after in pieces:
         state = after
     jax.block_until_ready(state.length)
     return {"prefill": read, "decode": meter.read(), "jax": jax.__version__}

@@ -60,7 +60,7 @@ def generate(folder: Path) -> None:
     model = kvjax.load()
     ids = model.text.encode(PROMPT)
     whole, part = (
-        kvjax.generate(model, kvjax.policy(spec), [ids], max_new_tokens=6)
+        kvjax.generate(model, kvjax.policy(spec), [ids], max_new_tokens=6, stops=())
         for spec in ("full", "snapkv(8) + ada(24) + int8(8)")
     )
     answer = model.text.decode(whole.tokens[0])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ import kvjax
 from kvjax import decode
 from kvjax.cache.state import PoolOverflowError, counts
 from kvjax.decode import RequestError, _by_layer, _prefill
+from kvjax.models.decoder import Decoder
 from kvjax.sampling import sampling
 from kvjax.types import EMPTY
 
@@ -48,6 +51,23 @@ def test_stop_tokens_and_limits_end_single_rows():
     assert tokens[0].tolist() == [free[0][0]] + [EMPTY] * 13
     assert tokens[1].tolist() == free[1]
     assert pieces[-1][1].length.tolist() == [20, 33 + 13]
+
+
+def test_texts_end_where_the_model_says_unless_they_are_to_run_on():
+    """The model's own end tokens are the default; a network without a spec has none."""
+    free = kvjax.generate(tiny.model(), FULL, PROMPTS, max_new_tokens=14, **SHAPE).tokens
+    ends = (free[0][6], free[1][4])
+    network = Decoder(dataclasses.replace(tiny.model().network.spec, eos=ends))
+    model = tiny.Tiny(network=network, params=tiny.model().params)
+    cut = [row[: 1 + min(row.index(end) for end in ends if end in row)] for row in free]
+    assert max(map(len, cut)) < 14
+    assert kvjax.generate(model, FULL, PROMPTS, max_new_tokens=14, **SHAPE).tokens == cut
+    assert kvjax.generate(model, FULL, PROMPTS, max_new_tokens=14, stops=(), **SHAPE).tokens == free
+    state, logits = kvjax.prefill(model, FULL, PROMPTS, context=64, **SHAPE)
+    pieces = np.concatenate(
+        [p for p, _ in kvjax.stream(model, FULL, state, logits, max_new_tokens=14)], axis=1
+    )
+    assert [[int(token) for token in row if token != EMPTY] for row in pieces] == cut
 
 
 def test_a_segment_is_its_pieces():

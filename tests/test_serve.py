@@ -188,6 +188,86 @@ def test_a_budget_below_the_window_is_a_note(say):
     assert re.fullmatch(r"note: snapkv\(64\) \+ uniform\(0\.1\) leaves .* 64 protected tokens .*\n", err)
 
 
+# --- a model with a chat template ------------------------------------------------------------------
+
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
+    "<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+NOTE = "note: {} is a user's turn in the model's chat template; --raw sends the bare words."
+
+
+@pytest.fixture
+def talks(tiny_folder, tmp_path):
+    """The folder, with a chat template."""
+    folder = tmp_path / "talks"
+    shutil.copytree(tiny_folder, folder)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return folder
+
+
+def test_a_prompt_is_a_users_turn_where_the_model_has_a_template(talks, tiny_folder, stdin, tmp_path, capsys):
+    (tmp_path / "prompt.txt").write_text(PROMPT)
+    turn, bare = f"<user>{PROMPT}<assistant>", PROMPT
+    ways = [
+        (["--prompt", PROMPT], turn, "--prompt"),
+        (["--prompt-file", str(tmp_path / "prompt.txt")], turn, f"--prompt-file {tmp_path / 'prompt.txt'}"),
+        ([], turn, "standard input"),
+        (["--prompt", PROMPT, "--system", "Be terse."], f"<system>Be terse.{turn}", "--prompt"),
+        (["--prompt", PROMPT, "--raw"], bare, None),
+    ]
+    model = kvjax.load(tiny_folder)
+    for words, rendered, source in ways:
+        stdin(PROMPT.encode())
+        assert main(["--model", str(talks), "--max-new-tokens", str(NEW), *words]) == 0
+        out, err = capsys.readouterr()
+        ids = model.text.encode(rendered, bos=rendered == bare)
+        run = kvjax.generate(model, "full", [ids], max_new_tokens=NEW)
+        assert out == model.text.decode(run.tokens[0]) + "\n"
+        notes = err.splitlines()[:-1]
+        assert notes == ([] if source is None else [NOTE.format(source)])
+
+
+@pytest.mark.parametrize(
+    ("templated", "words", "message"),
+    [
+        (
+            True,
+            ["--prompt", "x", "--system", "y", "--raw"],
+            "--system needs the chat template, and --raw goes",
+        ),
+        (
+            False,
+            ["--prompt", "x", "--system", "y"],
+            "--system needs a chat template, and the model .* has none",
+        ),
+    ],
+)
+def test_a_system_text_without_a_template_is_refused(templated, words, message, talks, tiny_folder, capsys):
+    assert main(["--model", str(talks if templated else tiny_folder), *words]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert re.fullmatch(f"error: {message}.*\n", err)
+
+
+def test_a_template_that_is_refused_is_one_sentence(talks, capsys):
+    (talks / "chat_template.jinja").write_text("{% if %}")
+    assert main(["--model", str(talks), "--prompt", "x"]) == 2
+    err = capsys.readouterr().err
+    assert re.fullmatch(
+        r"error: --prompt: chat\(\.\.\.\) cannot read the chat template in .*chat_template.jinja .*\n", err
+    )
+
+
+def test_a_chat_begins_with_the_systems_text(talks, tiny_folder, capsys):
+    talk(talks, ["first", "/clear", "first", EOFError], "--system", "Be terse.")
+    model = kvjax.load(tiny_folder)
+    ids = model.text.encode("<system>Be terse.<user>first<assistant>", bos=False)
+    run = kvjax.generate(model, "full", [ids], max_new_tokens=NEW)
+    said = model.text.decode(run.tokens[0])
+    assert capsys.readouterr().out == f"{said}\n{said}\n\n"
+
+
 # --- chat ----------------------------------------------------------------------------------------
 
 
@@ -263,6 +343,25 @@ def test_ctrl_c_stops_an_answer_and_keeps_what_was_said(tiny_folder, capsys, mon
     assert whole.startswith(shown)
     assert len(shown) < len(whole)
     assert rest == json_answer(tiny_folder, capsys, f"first\n{shown}\nsecond", 40) + "\n\n"
+
+
+def test_ctrl_c_behind_an_answer_ends_neither_the_chat_nor_the_history(tiny_folder, capsys, monkeypatch):
+    """It comes while the line of facts is printed."""
+
+    class Interrupted(io.StringIO):
+        late = True
+
+        def write(self, text: str) -> int:
+            if "tokens after" in text and self.late:
+                self.late = False
+                raise KeyboardInterrupt
+            return len(text)
+
+    monkeypatch.setattr(sys, "stderr", Interrupted())
+    talk(tiny_folder, ["first", "second", EOFError])
+    one, _, _ = generated(tiny_folder, "full", "first")
+    two, _, _ = generated(tiny_folder, "full", f"first\n{one}\nsecond")
+    assert capsys.readouterr().out == f"{one}\n\n{two}\n\n"
 
 
 def json_answer(folder: Path, capsys, prompt: str, new: int) -> str:

@@ -58,7 +58,7 @@ def generate(
     top_k: int | Sequence[int] = 0,
     top_p: float | Sequence[float] = 1.0,
     seed: int = 0,
-    stops: Sequence[int] = (),
+    stops: Sequence[int] | None = None,
     chunk_size: int = CHUNK,
     page: int | None = None,
     weights: Params | None = None,
@@ -72,7 +72,7 @@ def generate(
       prompts: as in ``prefill``.
       max_new_tokens: most new tokens a row.
       temperature, top_k, top_p, seed: see ``kvjax.sampling``.
-      stops: token ids that end a row.
+      stops: token ids that end a row; None for the model's own (``spec.eos``), () for none.
       chunk_size, page: as in ``prefill``.
       weights: the policy's learned weights; by default those that the model ships.
       mesh: as in ``prefill``.
@@ -86,6 +86,7 @@ def generate(
     if max_new_tokens < 1:
         raise RequestError(f"generate(max_new_tokens={max_new_tokens}) writes nothing. Give 1 or more.")
     rows, most = read_prompts("generate", model, prompts), model.network.max_positions
+    stops = _end_tokens(model) if stops is None else stops
     how = sampling(len(rows), temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
     longest = max((len(row) for row in rows), default=0)
     if longest + max_new_tokens > most:
@@ -118,7 +119,7 @@ def stream(
     *,
     max_new_tokens: int | Sequence[int],
     how: Sampling | None = None,
-    stops: Sequence[int] = (),
+    stops: Sequence[int] | None = None,
     weights: Params | None = None,
     every: int = MAX_STEPS,
 ) -> Iterator[tuple[np.ndarray, KVState]]:
@@ -131,7 +132,7 @@ def stream(
       logits: of each row's next token.
       max_new_tokens: for all rows, or one number a row.
       how: sampling parameters; greedy by default.
-      stops: token ids that end a row.
+      stops: as in ``generate``.
       every: most tokens a piece; the host looks at the device once a piece.
 
     Yields:
@@ -153,9 +154,16 @@ def stream(
         check_space("stream", model.network, state, limit - 1)
     warn_of_windows(model.network, policy)
     how = sampling(rows) if how is None else how
+    stops = _end_tokens(model) if stops is None else stops
     check_same_call("stream", state.mesh, policy, weights, {"the sampling": (how, limit, [*stops], every)})
     model, weights = on_mesh(model, policy, weights, state.mesh)
     return _pieces(model, policy, state, logits, limit, how, stops, weights, every)
+
+
+def _end_tokens(model: Weighted) -> tuple[int, ...]:
+    """The ids that end the model's texts, of config.json or generation_config.json; of a network without a
+    spec none."""
+    return tuple(getattr(getattr(model.network, "spec", None), "eos", ()))
 
 
 def _pieces(

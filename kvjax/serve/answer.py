@@ -134,9 +134,10 @@ def answer(
     source: str,
     write: Callable[[str], None],
     *,
+    turn: bool = False,
     weights: Params | None = None,
 ) -> Answer:
-    """Continues one prompt.
+    """Continues one prompt, or answers one turn.
 
     Args:
       model: that continues it.
@@ -144,13 +145,14 @@ def answer(
       ids: the prompt, at least one token.
       source: where the prompt came from, for messages.
       write: gets the text in pieces, whole characters only.
+      turn: the prompt ends where the model's turn begins, and the text begins there.
       weights: the policy's learned weights, for policies that have some.
 
     Raises:
       InputError: prompt and answer do not fit the model.
     """
     max_new_tokens = _max_new_tokens(model, options, len(ids), source)
-    output = _Output(model, model.text.stream(after=ids), write)
+    output = _Output(model, model.text.stream(after=() if turn else ids), write)
     whole = options.policy.whole_prompt
     total, unit = (model.network.num_layers, "layers") if whole else (len(ids), "tokens")
     with _progress_bar(total, unit, options.progress) as progress:
@@ -174,7 +176,6 @@ def answer(
         how=sampling(
             1, temperature=options.temperature, top_k=options.top_k, top_p=options.top_p, seed=options.seed
         ),
-        stops=model.spec.eos,
         weights=weights,
         every=decode.MAX_STEPS if options.json else TOKENS_PER_PIECE,
     )

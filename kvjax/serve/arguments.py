@@ -20,6 +20,7 @@ examples:
   cat notes.txt | python -m kvjax.serve --policy "window(256) + sinks(4) + int8" --json
   python -m kvjax.serve --prompt-file book.txt --policy wg-kv --weights write_gate=aggressive
   python -m kvjax.serve --model Qwen/Qwen2.5-0.5B-Instruct       (a chat; Ctrl-D leaves)
+  python -m kvjax.serve --model DIR --prompt "Three large cities in France?" --system "Be terse."
   python -m kvjax.serve http                                     (OpenAI's protocol; see http --help)
 """
 
@@ -38,6 +39,10 @@ class Options:
 
     prompt: str | None = option(None, "the prompt itself", "TEXT", group="what to read", alone="prompt")
     prompt_file: str | None = option(None, "a UTF-8 file that holds the prompt", "FILE", alone="prompt")
+    system: str | None = option(
+        None, "the system's message before the prompt or the chat; needs a chat template", "TEXT"
+    )
+    raw: bool = option(False, "send the bare words of the prompt to a model that has a chat template")
     model: str | None = shared("--model", group="model and cache")
     policy: Policy = shared("--policy", "full", "what the KV cache keeps (default: full; see below)")
     auto: str = ""
@@ -78,9 +83,15 @@ def parse(argv: Sequence[str]) -> Options:
         argv,
         prog="python -m kvjax.serve",
         description="Answer a prompt with a language model whose KV cache follows a policy. Without a "
-        "prompt: reads standard input if it is a pipe or a file, else starts a chat.",
+        "prompt: reads standard input if it is a pipe or a file, else starts a chat. Where the model has a "
+        "chat template, the prompt is a user's turn and the model answers it; without one, or with --raw, "
+        "the model continues the prompt.",
         examples=lambda: _EXAMPLES + "\n" + _policies(),
     )
+    if options.raw and options.system is not None:
+        raise cli.InputError(
+            "--system needs the chat template, and --raw goes without it. Leave one of the two out."
+        )
     text = str(options.policy)
     if weights.is_auto(text):  # known when the model is (``settled``)
         return dataclasses.replace(options, policy=Policy(), auto=text)

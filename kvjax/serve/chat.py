@@ -15,8 +15,13 @@ from typing import Any
 from kvjax.cli import InputError
 from kvjax.engine import Engine
 from kvjax.loading import LanguageModel
-from kvjax.serve.answer import TOKENS_PER_PIECE, answer_with_engine
+from kvjax.serve.answer import TOKENS_PER_PIECE, Answer, answer_with_engine
 from kvjax.serve.arguments import Options
+
+
+def opening(options: Options) -> list[dict[str, Any]]:
+    """The messages before the user's first: the system's, if there is one."""
+    return [] if options.system is None else [{"role": "system", "content": options.system}]
 
 
 def chat(model: LanguageModel, options: Options, ask: Callable[[str], str] | None = None) -> None:
@@ -31,7 +36,7 @@ def chat(model: LanguageModel, options: Options, ask: Callable[[str], str] | Non
         with contextlib.suppress(ImportError):  # gives ``input`` line editing, if the platform has it
             import readline  # noqa: F401
         ask = input
-    history: list[dict[str, Any]] = []
+    history = opening(options)
     with Engine(
         model,
         policy=options.policy,
@@ -48,20 +53,19 @@ def chat(model: LanguageModel, options: Options, ask: Callable[[str], str] | Non
         while True:
             try:
                 line = ask("> ").strip()
+                if line == "/exit":
+                    return
+                if line == "/clear":
+                    history = opening(options)
+                elif line.startswith("/"):
+                    print(f"{line} is not a command. Use /clear or /exit.", file=sys.stderr)
+                elif line:
+                    _turn(engine, model, options, history, line)
             except EOFError:
                 print()
                 return
-            except KeyboardInterrupt:  # clears the line, as in a shell
+            except KeyboardInterrupt:  # clears the line, as in a shell; or came when the answer was complete
                 print()
-                continue
-            if line == "/exit":
-                return
-            if line == "/clear":
-                history.clear()
-            elif line.startswith("/"):
-                print(f"{line} is not a command. Use /clear or /exit.", file=sys.stderr)
-            elif line:
-                _turn(engine, model, options, history, line)
 
 
 def _turn(
@@ -75,18 +79,19 @@ def _turn(
         written.append(piece)
         print(piece, end="", flush=True)
 
+    answer: Answer | None
     try:
         try:
             ids = model.text.chat(messages)
-        except (ImportError, ValueError) as error:
+        except ValueError as error:
             raise InputError(str(error)) from error
         answer = answer_with_engine(engine, model, options, ids, write)
     except InputError as error:
         print(f"error: {error} Or forget the conversation with /clear.", file=sys.stderr)
         return
     except KeyboardInterrupt:
-        print(" [stopped]", flush=True)
-    else:
-        print(flush=True)
-        print(answer.summary(), file=sys.stderr)
+        answer = None
     history[:] = [*messages, {"role": "assistant", "content": "".join(written)}]
+    print(" [stopped]" if answer is None else "", flush=True)
+    if answer is not None:
+        print(answer.summary(), file=sys.stderr)

@@ -14,7 +14,7 @@ from kvjax.decode import Remark
 from kvjax.loading import LanguageModel, load
 from kvjax.serve.answer import answer
 from kvjax.serve.arguments import Options, settled
-from kvjax.serve.chat import chat
+from kvjax.serve.chat import chat, opening
 from kvjax.weights import find
 
 
@@ -30,6 +30,12 @@ def run(options: Options) -> None:
         if prompt is None:
             _check_chat(options)
         model = load_model(options.model, options.dtype, options.mesh)
+        template = model.text.template is not None
+        if options.system is not None and not template:
+            raise InputError(
+                f"--system needs a chat template, and the model ({model.name}) has none. Put the text into "
+                "the prompt, or choose another --model."
+            )
         if options.auto:
             options, reason = settled(options, model)
             _print_note(reason)
@@ -42,18 +48,26 @@ def run(options: Options) -> None:
             chat(model, options)
             return
         text, source = prompt
+        turn = template and not options.raw
         try:
-            ids = model.text.encode(text)
+            if turn:
+                ids = model.text.chat([*opening(options), {"role": "user", "content": text}])
+            else:
+                ids = model.text.encode(text)
         except ValueError as error:
             raise InputError(f"{source}: {error}") from None
         if not ids:
             raise InputError(f"{source} has no token. Give some text.")
+        if turn:
+            _print_note(
+                f"{source} is a user's turn in the model's chat template; --raw sends the bare words."
+            )
 
         def write(piece: str) -> None:
             if not options.json:
                 print(piece, end="", flush=True)
 
-        done = answer(model, options, ids, source, write, weights=learned.weights)
+        done = answer(model, options, ids, source, write, turn=turn, weights=learned.weights)
         if options.json:
             print(done.to_json(model, options), flush=True)
         else:
@@ -103,6 +117,8 @@ def _check_chat(options: Options) -> None:
         raise InputError(
             "--json without a prompt has nothing to answer. Give --prompt, --prompt-file or a pipe."
         )
+    if options.raw:
+        raise InputError("--raw needs a prompt, and a chat is none. Give --prompt, or no --raw.")
     if options.mesh is not None:
         raise InputError("--mesh needs a prompt; a chat runs on one device. Give --prompt, or no --mesh.")
     check_alone("a chat", "--prompt and --prompt-file")

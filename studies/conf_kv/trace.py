@@ -45,7 +45,8 @@ def trace(
     """Greedy answers, looked at after every step; the device is asked each time, so nothing here is fast.
 
     Args:
-      model, policy, prompts, max_new_tokens, stops, weights: as in ``decode.generate``.
+      model, policy, prompts, max_new_tokens, weights: as in ``decode.generate``.
+      stops: token ids that end a row.
 
     Raises:
       RequestError: as in ``decode.prefill``.

@@ -76,7 +76,7 @@ def test_policies_act_on_full_layers_alone(name, golden_folder, golden_data):
     model, policy = hf.load(golden_folder(name)), kvjax.policy("window(4) + sinks(2)")
     prompt = golden_data(name)["tokens"][0][:30]
     state, logits = decode.prefill(model, policy, [prompt.tolist()], context=64, chunk_size=8)
-    pieces = decode.stream(model, policy, state, logits, max_new_tokens=16)
+    pieces = decode.stream(model, policy, state, logits, max_new_tokens=16, stops=())
     made = np.concatenate([piece for piece, _ in pieces], 1)[0]
     tokens = np.concatenate([prompt, made])
     n = len(tokens)
@@ -102,7 +102,9 @@ def test_policies_act_on_full_layers_alone(name, golden_folder, golden_data):
 def test_a_policy_that_drops_nothing_changes_no_text(name, policy, golden_folder, golden_data):
     """Whole prompts layer by layer and pages read the way the family attends: caps, gains, two ropes."""
     model, data = hf.load(golden_folder(name)), golden_data(name)
-    made = decode.generate(model, kvjax.policy(policy), [data["prompt"].tolist()], max_new_tokens=32, page=16)
+    made = decode.generate(
+        model, kvjax.policy(policy), [data["prompt"].tolist()], max_new_tokens=32, stops=(), page=16
+    )
     assert made.tokens == [data["greedy"].tolist()]
 
 

@@ -58,7 +58,7 @@ def test_tokens_through_the_cache_are_those_of_transformers(name, golden_folder,
     state, last = decode.prefill(model, Policy(), prompts, context=64, chunk_size=4)
     for row, n in enumerate(LENGTHS):
         np.testing.assert_allclose(last[1 + row], data["batch_logits"][row, n - 1], atol=TOLERANCE)
-    pieces = decode.stream(model, Policy(), state, last, max_new_tokens=32)
+    pieces = decode.stream(model, Policy(), state, last, max_new_tokens=32, stops=())
     wanted = np.concatenate([data["greedy"][None], data["batch_greedy"]])
     np.testing.assert_array_equal(np.concatenate([piece for piece, _ in pieces], 1), wanted)
 
@@ -109,7 +109,7 @@ def test_longrope_takes_the_factors_of_the_context(name, golden_folder, golden_d
     assert rope.scaling.original_max_position_embeddings == 64
     assert rope.at(64) == rope
     assert rope.at(65).scaling.stretched
-    made = decode.generate(model, Policy(), [data["long_prompt"].tolist()], max_new_tokens=32)
+    made = decode.generate(model, Policy(), [data["long_prompt"].tolist()], max_new_tokens=32, stops=())
     assert made.tokens == [data["long_greedy"].tolist()]
     prompts = [data["batch"][row, :n].tolist() for row, n in enumerate(LENGTHS)]
     _, last = decode.prefill(model, Policy(), prompts, context=96)

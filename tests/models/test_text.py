@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import random
 
@@ -149,8 +148,6 @@ def test_chat_without_a_template_joins_the_turns(folder, spec):
 
 @pytest.mark.parametrize("as_file", [True, False])
 def test_chat_renders_the_folder_s_template(as_file, folder, spec):
-    pytest.importorskip("transformers")
-    pytest.importorskip("jinja2")
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
     home = folder(**config, **({} if as_file else {"chat_template": TEMPLATE}))
     if as_file:
@@ -161,13 +158,6 @@ def test_chat_renders_the_folder_s_template(as_file, folder, spec):
     assert ids.count(2) == 1
     with pytest.raises(ValueError, match="no clowns"):
         text.chat([{"role": "clown", "content": "boo"}])
-
-
-@pytest.mark.skipif(importlib.util.find_spec("transformers") is not None, reason="transformers is here")
-def test_chat_without_transformers_says_what_to_install(folder, spec):
-    text = Text.load(folder(chat_template=TEMPLATE), spec)
-    with pytest.raises(ImportError, match=r"pip install 'kvjax\[hf\]'"):
-        text.chat([{"role": "user", "content": "the cat"}])
 
 
 def test_what_is_no_text_is_refused(folder, spec, tmp_path):

@@ -301,7 +301,7 @@ def test_the_embedded_model_writes_and_nothing_is_compiled_for_another_prompt(mo
     counts = []
     for text in ("The pass key is 48213. " * 4, "Once upon a time there was a river; nobody knew its name. "):
         ids = (model.text.encode(text) * 4)[: 66 + len(counts)]
-        out = kvjax.generate(model, policy, [ids], max_new_tokens=20)
+        out = kvjax.generate(model, policy, [ids], max_new_tokens=20, stops=())
         assert 1 <= len(out.tokens[0]) <= 20
         assert (np.asarray(metrics.live_slots(out.state)) <= 48).all()
         counts.append((_by_layer.step_layer._cache_size(), _prefill.prompt_layer._cache_size()))

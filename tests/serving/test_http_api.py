@@ -202,6 +202,7 @@ def test_the_model_is_named(server):
     models = server.ask.get("/v1/models").json()
     assert [Model.model_validate(m).id for m in models["data"]] == ["tiny"]
     assert models["data"][0]["max_model_len"] == 512
+    assert models["data"][0]["chat_template"] is False
     assert server.ask.get("/v1/models/tiny").json() == models["data"][0]
     status, error = server.refusal("/v1/completions", {"prompt": "x", "model": "gpt-4"})
     assert (status, error["code"], error["param"]) == (404, "model_not_found", "model")

@@ -163,7 +163,7 @@ def test_training_learns_goes_on_exactly_and_serves(tmp_path, made, tiny_folder,
     policy = kvjax.policy("kvp(2, recent=6) + uniform(24)")
     weights = kvjax.weights_for(policy, model, {"kvp": file})
     prompt = Traces.open(made / "traces").read(0, ("tokens",))["tokens"].tolist()
-    done = kvjax.generate(model, policy, [prompt], max_new_tokens=3, weights=weights)
+    done = kvjax.generate(model, policy, [prompt], max_new_tokens=3, stops=(), weights=weights)
     assert len(done.tokens[0]) == 3
 
     # What serves is what was trained: the scores of a trace are those of the exported file.

@@ -161,7 +161,7 @@ def encode_chat(service: Service, messages: Sequence[Message]) -> list[int]:
     """Token ids of a conversation, ready for the answer. Raises ApiError if the chat template refuses it."""
     try:
         return service.model.text.chat([message.for_template for message in messages])
-    except (ImportError, ValueError) as error:
+    except ValueError as error:
         raise bad_request("messages", f"{str(error).rstrip('.')}.") from error
 
 

@@ -45,6 +45,7 @@ def _model(service: Service) -> schemas.ModelReply:
         owned_by="kvjax",
         max_model_len=service.engine.context,
         kv_policy=repr(service.policies.default),
+        chat_template=service.model.text.template is not None,
     )
 
 

@@ -298,6 +298,7 @@ class ModelReply(BaseModel):
     owned_by: str
     max_model_len: int
     kv_policy: str
+    chat_template: bool
 
 
 class ModelsReply(BaseModel):

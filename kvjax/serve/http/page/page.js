@@ -11,7 +11,8 @@ let sides = [], leave = null, follow = true;
 async function greet() {
   try {
     const models = await (await ask("/v1/models", $("key").value)).json();
-    const {id, max_model_len, kv_policy} = models.data[0];
+    const {id, max_model_len, kv_policy, chat_template} = models.data[0];
+    if (chat_template) $("mode").value = "chat";
     $("server").textContent = `${id}, ${max_model_len} positions, policy ${kv_policy}`;
     $("policy-a").placeholder = kv_policy;
     const {allowed, presets} = await (await ask("/v1/policies", $("key").value)).json();
