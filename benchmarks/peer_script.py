@@ -32,7 +32,7 @@ def press_of(name: str) -> Any:
     return {"snapkv": snap, "adakv": AdaKVPress(snap, alpha_safeguard=0.2)}[name]
 
 
-def without_attention(module: Any, q: Any, k: Any, v: Any, mask: Any, **_: Any) -> tuple[Any, None]:
+def without_attention(module: Any, q: Any, k: Any, v: Any, *_: Any, **__: Any) -> tuple[Any, None]:
     """q + k + v instead of attention: what a layer costs around it."""
     return (q + (k + v).repeat_interleave(q.shape[1] // k.shape[1], dim=1)).transpose(1, 2), None
 

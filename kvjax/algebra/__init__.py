@@ -20,7 +20,7 @@ pairs that exclude each other. Other packages import from here.
 """
 
 from kvjax.algebra._admission import Admission, AdmitAll
-from kvjax.algebra._arguments import Argument, Number, Switch, Whole
+from kvjax.algebra._arguments import MOST, Argument, Number, Switch, Whole
 from kvjax.algebra._budget import Budget, Every, Frame, Unlimited, When
 from kvjax.algebra._completion import Completion, Nothing, Visited
 from kvjax.algebra._errors import PolicyError
@@ -34,6 +34,7 @@ from kvjax.sharding.all_heads import HERE, AllHeads
 
 __all__ = [
     "HERE",
+    "MOST",
     "OBSERVABLE",
     "PLACES",
     "Admission",

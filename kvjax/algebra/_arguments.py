@@ -8,6 +8,12 @@ from typing import Any
 
 from kvjax.algebra._errors import PolicyError
 
+MOST = 2**30
+"""The largest number of tokens that a part takes: sums of two fit into int32."""
+
+LARGEST = 1e6
+"""The largest number that is not a share: its products with scores stay finite in float32."""
+
 
 class Argument:
     """The values that one argument of a part may have.
@@ -52,22 +58,25 @@ class Argument:
 
 @dataclasses.dataclass(frozen=True)
 class Whole(Argument):
-    """A whole number of at least ``least`` and at most ``most``; not a bool, not a float."""
+    """A whole number of at least ``least`` and at most ``most``; not a bool, not a float.
+
+    ``most`` is small where a program's size or memory grows with the number: anybody may send a policy to a
+    server.
+    """
 
     least: int = 0
     what: str = "number of tokens"
-    most: int | None = None
+    most: int = MOST
     optional: bool = False
 
     def accepts(self, value: Any) -> bool:
         if isinstance(value, bool) or not isinstance(value, int):
             return False
-        return value >= self.least and (self.most is None or value <= self.most)
+        return self.least <= value <= self.most
 
     @property
     def expected(self) -> str:
-        most = " or more" if self.most is None else f" to {self.most}"
-        return f"a whole number, {self.least}{most}"
+        return f"a whole number from {self.least} to {self.most}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +84,7 @@ class Number(Argument):
     """A finite number between ``low`` and ``high``, both included unless ``open`` names "low" or "high"."""
 
     low: float = 0.0
-    high: float = math.inf
+    high: float = LARGEST
     what: str = "share"
     open: str = ""
 
@@ -91,8 +100,6 @@ class Number(Argument):
     @property
     def expected(self) -> str:
         low = f"above {self.low:g}" if "low" in self.open else f"{self.low:g} or more"
-        if self.high == math.inf:
-            return f"a number {low}"
         if not self.open:
             return f"a number from {self.low:g} to {self.high:g}"
         high = f"below {self.high:g}" if "high" in self.open else f"at most {self.high:g}"

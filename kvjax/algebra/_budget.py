@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from kvjax.algebra._errors import PolicyError
+from kvjax.algebra._arguments import Whole
 from kvjax.algebra._observation import Observation
 from kvjax.algebra._part import Part
 from kvjax.sharding.all_heads import HERE, AllHeads
@@ -25,10 +25,7 @@ class Every:
     k: int
 
     def __post_init__(self) -> None:
-        if isinstance(self.k, bool) or not isinstance(self.k, int) or self.k < 1:
-            raise PolicyError(
-                f"every({self.k!r}) is not a valid period. Give a whole number of tokens, 1 or more."
-            )
+        Whole(1, "period").check(f"every({self.k!r})", "k", self.k)
 
     def __repr__(self) -> str:
         return f"every({self.k})"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 
-from kvjax.algebra import Argument, Budget, Every, Frame, PolicyError
+from kvjax.algebra import MOST, Argument, Budget, Every, Frame, PolicyError
 from kvjax.types import pytree
 
 if TYPE_CHECKING:
@@ -35,14 +35,14 @@ class Size(Argument):
           PolicyError: the value is none of these.
         """
         if isinstance(value, str):
-            if not re.fullmatch(r"\d+(B|KiB|MiB|GiB)", value):
+            if not re.fullmatch(r"\d{1,15}(B|KiB|MiB|GiB)", value):
                 raise PolicyError(
                     f"{call}: {value!r} is not a valid size. Write bytes as '512KiB', '8MiB' or '1GiB'."
                 )
-        elif isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        elif isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= MOST:
             raise PolicyError(
-                f"{call}: {value!r} is not a valid amount. Give tokens (512), a ratio (0.25) or bytes "
-                "('8MiB')."
+                f"{call}: {value!r} is not a valid amount. Give tokens (512, at most {MOST}), a ratio (0.25) "
+                "or bytes ('8MiB')."
             )
         elif isinstance(value, float) and value > 1:
             raise PolicyError(f"{call}: a ratio is the share kept, in (0, 1]. For tokens write {int(value)}.")

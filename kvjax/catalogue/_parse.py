@@ -45,6 +45,9 @@ always shows the budget of an eviction, then parses back to it."""
 
 PROTECTIONS = ("sinks", "recent")
 
+LONGEST = 1000
+"""Characters of a policy; Python's parser recurses over the text."""
+
 
 def policy(spec: str | Policy) -> Policy:
     """A policy from its one-string form; a policy is returned unchanged.
@@ -57,6 +60,10 @@ def policy(spec: str | Policy) -> Policy:
     if not isinstance(spec, str):
         raise PolicyError(
             f"policy({spec!r}) is not a policy. Write one, for example 'snapkv + uniform(512)'."
+        )
+    if len(spec) > LONGEST:
+        raise PolicyError(
+            f"policy({spec[:40]!r}...) has {len(spec)} characters. Write a policy in at most {LONGEST}."
         )
     written: dict[str, Any] = {}
     preset: dict[str, Any] = {}
@@ -171,7 +178,7 @@ def _arguments(name: str, text: str, spec: str) -> tuple[list[Any], dict[str, An
             raise ValueError("not a call")
         named = {str(k.arg): _value(k.value) for k in call.keywords}
         return [_value(x) for x in call.args], named
-    except (SyntaxError, TypeError, ValueError) as error:
+    except (SyntaxError, TypeError, ValueError, RecursionError, MemoryError) as error:
         if isinstance(error, PolicyError):
             raise
         raise PolicyError(

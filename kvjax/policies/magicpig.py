@@ -54,7 +54,7 @@ class MagicPIG(Anchored):
     name = "magicpig"
     arguments = {
         "bits": Whole(1, "number of bits", 16),
-        "tables": Whole(2, "number of tables"),
+        "tables": Whole(2, "number of tables", 1024),
         "sinks": Whole(),
         "tail": Whole(),
         "dense": Whole(0, "number of layers"),

@@ -138,7 +138,7 @@ class Phi(Completion):
     """
 
     name = "phi"
-    arguments = {"features": Whole(1, "number of features")}
+    arguments = {"features": Whole(1, "number of features", 4096)}
     learns = "phi"
     shared = ("length",)
     trained_by = "python -m train.phi --config FILE, as in configs/phi/embedded.yaml"

@@ -37,7 +37,7 @@ class SnapKV(Eviction):
     """
 
     name = "snapkv"
-    arguments = {"window": Whole(1, "number of queries"), "kernel": Whole(1, "odd width")}
+    arguments = {"window": Whole(1, "number of queries"), "kernel": Whole(1, "odd width", 255)}
     needs = frozenset({"q", "k", "v"})
     scores_prompt = True
     window: int = 32

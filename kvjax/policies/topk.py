@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from kvjax.algebra import Anchored, Argument, Picked, Policy, PolicyError, Whole
+from kvjax.algebra import MOST, Anchored, Argument, Picked, Policy, PolicyError, Whole
 from kvjax.cache.pages import Pages
 from kvjax.types import EMPTY, Params
 from pallas_kernels.ragged_decode.api import largest_scores
@@ -37,11 +37,11 @@ class Retrieved(Argument):
     def accepts(self, value: Any) -> bool:
         if isinstance(value, bool) or not isinstance(value, int | float):
             return False
-        return value >= 1 if isinstance(value, int) else 1 / FINEST <= value <= 1
+        return 1 <= value <= MOST if isinstance(value, int) else 1 / FINEST <= value <= 1
 
     @property
     def expected(self) -> str:
-        return "a whole number of 1 or more, or a share such as 0.01"
+        return f"a whole number from 1 to {MOST}, or a share such as 0.01"
 
 
 def retrieved(k: int | float, tokens: Int[Array, ...] | int) -> Any:
