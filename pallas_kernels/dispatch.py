@@ -217,7 +217,7 @@ def choose(op: str, impl: str | None, offered: Offered) -> Callable[..., Any]:
 
     Raises:
       Unsupported: the operation does not offer ``impl``, or its body is for another platform.
-      ValueError: ``impl`` is no implementation's name.
+      ValueError: ``impl`` is not the name of an implementation.
     """
     if impl is None:
         platform = lowering.platform()

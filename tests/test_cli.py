@@ -46,7 +46,7 @@ def test_a_refusal_is_one_line_and_exit_code_2(kind, capsys):
         raise kind(f"{words[0]} is\n  no word.")
 
     assert cli.run(command, ["x"]) == 2
-    assert capsys.readouterr().err == "error: x is no word.\n"
+    assert capsys.readouterr().err == "error: x is not a word.\n"
 
 
 def test_a_fault_of_ours_is_no_refusal():

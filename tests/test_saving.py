@@ -109,13 +109,13 @@ def head(content: bytes, **changes) -> bytes:
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
-        (lambda x: b"", "holds no saved state"),
-        (lambda x: b"PK\3\4 something else entirely", "holds no saved state"),
-        (lambda x: x[:60], "holds no saved state"),
+        (lambda x: b"", "is not a saved state"),
+        (lambda x: b"PK\3\4 something else entirely", "is not a saved state"),
+        (lambda x: x[:60], "is not a saved state"),
         (lambda x: x[:-9], "cut off or damaged"),
         (lambda x: x[:-9] + bytes(9), "is not what was written"),
         (lambda x: head(x, version=3), "format 3"),
-        (lambda x: head(x, format="other"), "holds no saved state"),
+        (lambda x: head(x, format="other"), "is not a saved state"),
         (lambda x: head(x, model="0" * 16), "another model"),
         (lambda x: head(x, dtype="bfloat16"), "Load it as bfloat16"),
         (lambda x: head(x, policy="telepathy(3)"), "unknown here"),
@@ -206,7 +206,7 @@ def parts(tmp_path_factory):
     ("harm", "words"),
     [
         (lambda files: files[1].unlink(), "has 3 of its 4 parts"),
-        (lambda files: [file.unlink() for file in files], "is a folder that holds no saved state"),
+        (lambda files: [file.unlink() for file in files], "is a folder without a saved state"),
         (lambda files: files[2].write_bytes(files[2].read_bytes()[:-9]), "cut off or damaged"),
         (lambda files: files[0].write_bytes(head(files[0].read_bytes(), context=80)), "of different states"),
         (lambda files: files[3].write_bytes(head(files[3].read_bytes(), version=3)), "format 3"),

@@ -30,7 +30,7 @@ def test_nothing_in_a_torch_file_is_run(tmp_path):
     worse = Call(stand_in("os", "system"), f"touch {marker}")
     for call in (bad, worse):
         file = write_torch(tmp_path / "a.pt", {}, x=call)
-        with pytest.raises(TorchFileError, match="is no part of a plain tensor, and is not run"):
+        with pytest.raises(TorchFileError, match="is not part of a plain tensor, and is not run"):
             read_tensors(file)
     assert not marker.exists()
 

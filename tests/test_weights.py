@@ -187,10 +187,10 @@ def test_files_that_cannot_be_used(home, model, tmp_path):
     lacking = rewritten(default(home), tmp_path / "b.safetensors", drop="1.b2")
     for file, says in [
         (tmp_path / "none.safetensors", "cannot be read"),
-        (tmp_path, "cannot be read|is no safetensors file"),
-        (bare, "holds no learned weights"),
-        (text, "is no safetensors file"),
-        (home / "model.safetensors", "holds no learned weights"),
+        (tmp_path, "cannot be read|is not a safetensors file"),
+        (bare, "not one of a policy's learned weights"),
+        (text, "is not a safetensors file"),
+        (home / "model.safetensors", "not one of a policy's learned weights"),
         (strange, "'other.0.w1' that its header does not name"),
         (lacking, "the weights of layer 1 have shapes"),
     ]:
@@ -247,7 +247,7 @@ def test_a_file_of_the_name_does_not_hide_what_is_shipped(model, tmp_path, monke
     (tmp_path / "default").write_text("no weights at all")
     monkeypatch.chdir(tmp_path)
     assert kvjax.weights_for(GATED, model).keys() == {"admission"}
-    with pytest.raises(WeightsError, match="default is no safetensors file"):
+    with pytest.raises(WeightsError, match="default is not a safetensors file"):
         kvjax.weights_for(GATED, model, Path("default"))
 
 
@@ -307,9 +307,12 @@ def test_serve_takes_gates_by_default_by_name_and_by_file(home, capsys):
         (["--policy", "wg-kv", "--weights", "gate=x"], "is called gate. Parts that learn: write_gate."),
         (
             ["--policy", "wg-kv", "--weights", "default"],
-            "--weights default is no list of PART=FILE or PART=NAME",
+            "--weights default is not a list of PART=FILE or PART=NAME",
         ),
-        (["--policy", "wg-kv", "--weights", "write_gate="], "--weights write_gate= is no list of PART=FILE"),
+        (
+            ["--policy", "wg-kv", "--weights", "write_gate="],
+            "--weights write_gate= is not a list of PART=FILE",
+        ),
         (["--policy", "wg-kv", "--weights", "write_gate=a,write_gate=b"], "gives write_gate twice. Keep one"),
         (
             ["--policy", "wg-kv", "--weights", "write_gate=a", "--gates", "b"],

@@ -1,8 +1,8 @@
-"""New tokens through one program per layer, called by the host: layers that are alike share it.
+"""New tokens through one program per layer, called by the host: layers of one kind share it.
 
 XLA has no functions: a body that is called twice is compiled twice, and compile time grows with a model's
-depth. Here it does not. Layers are alike when the model's window and the selection treat them alike; pools of
-other sizes are other programs, as everywhere.
+depth. Here it does not. Two layers are of one kind when they have the same window and the selection applies
+to both or to neither; pools of other sizes are other programs, as everywhere.
 
 Why: kvjax/DESIGN.md, 7.
 """

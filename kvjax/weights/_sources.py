@@ -124,7 +124,7 @@ def parse_sources(text: str) -> dict[str, str]:
         match = _SAID.fullmatch(word)
         if match is None or not match[2].strip():
             raise WeightsError(
-                f"--weights {text} is no list of PART=FILE or PART=NAME. Write it like --weights "
+                f"--weights {text} is not a list of PART=FILE or PART=NAME. Write it like --weights "
                 f"write_gate={DEFAULT}, with parts as the policy prints them."
             )
         if match[1] in parsed:

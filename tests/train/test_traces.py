@@ -113,7 +113,7 @@ def refused(call, words: list[str], capsys) -> str:
         ({"traces": {"sequences": 10**9, "held": 1, "shard": 10**9}}, "GB to write"),
         ({"traces": {"data": {"kind": "rows", "mix": {"web": 1}}}}, "traces.data.mix"),
         ({"traces": {"data": {"kind": "rows", "families": {"nihilism": 1}}}}, "names no task"),
-        ({"traces": {"data": {"kind": "documents", "folder": "/nowhere"}}}, "'/nowhere' is no folder"),
+        ({"traces": {"data": {"kind": "documents", "folder": "/nowhere"}}}, "'/nowhere' is not a folder"),
         ({"agent": {"inputs": ["query"]}}, "'query' in the config is none of key, key_pre, value"),
         ({"agent": {"hiden": 4}}, "hiden"),
         ({"method": {"permutations": 1}}, "method.permutations"),
@@ -150,7 +150,7 @@ def test_traces_that_cannot_be_learned_from(tmp_path, made, tiny_folder, capsys)
         assert not (tmp_path / name / "run").exists()
         return found
 
-    assert "holds no traces" in says("none")
+    assert "has no traces" in says("none")
     long = says("long", agent={"sinks": 30, "recent": 20}, traces={"folder": str(made / "traces")})
     assert "a sequence of 48 tokens is shorter than 58" in long
     folder = copied(made, tmp_path / "cut")

@@ -136,7 +136,7 @@ def before(rng: np.random.Generator, most: int) -> Story | None:
 
 
 def directions(rng: np.random.Generator, _: int) -> Story | None:
-    """Question 4: three rooms in a line, two neighbours' positions told, one asked for."""
+    """Question 4: three rooms in a line; the text gives two neighbours' positions, one is asked for."""
     rooms = [ROOMS[i] for i in rng.permutation(len(ROOMS))[:3]]
     way = pick(rng, sorted(WAYS))
     pairs = [(rooms[1], rooms[0]), (rooms[2], rooms[1])]  # (a, b): a is `way` of b
