@@ -164,7 +164,7 @@ def _unproven(op: str, impl: str) -> str:
     if known.get("impl") == impl:
         return "" if known.get("agrees") is True else f"{impl!r} did not agree on this device"
     old = known.get("old")
-    if lowering.here():
+    if lowering.is_local():
         _warn_unchecked(kind, bool(old))
     return f"the record of {impl!r} on this device {old}" if old else f"no record of {impl!r} on this device"
 

@@ -51,14 +51,14 @@ def test_torch_files_that_cannot_be_read(tmp_path):
         archive.writestr("readme.txt", "hello")
     for path, says in [
         (tmp_path / "none.pt", "cannot be read"),
-        (cut, "no whole zip archive"),
-        (text, "no whole zip archive"),
+        (cut, "not a whole zip archive"),
+        (text, "not a whole zip archive"),
         (other, "without one data.pkl"),
         (file(y=tensor(1, (4,), (1,))), "reaches beyond its storage"),
         (file(y=tensor(0, (2, 3), (2, 1))), "reaches beyond its storage"),
         (file(y=tensor(3, (2,), (-1,))), "reaches beyond its storage"),
         (file(y=Call(TENSOR, 5)), "pickle is damaged"),
-        (file(y=3), "no dict of tensors"),
+        (file(y=3), "not a dict of tensors"),
         (file(y=Call(TENSOR, Storage("7", FLOAT, 4), 0, (4,), (1,))), "pickle is damaged"),
         (file(lost=1), "storage 0 is cut short"),
     ]:

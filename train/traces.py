@@ -71,8 +71,8 @@ def trace(model: LanguageModel, manifest: Manifest, tokens: Int[np.ndarray, " T"
                 layers.append(np.asarray(layer[name].astype(jnp.float32)).astype(dtype))
             if not np.isfinite(layers[-1]).all():
                 raise TraceError(
-                    f"layer {index}: {name} is not finite in {dtype}. Store traces.dtype: float32, or repair the "
-                    "model."
+                    f"layer {index}: {name} is not finite in {dtype}. Store traces.dtype: float32, or repair "
+                    "the model."
                 )
     arrays = {name: np.stack(layers) for name, layers in stored.items()}
     return arrays | {"tokens": np.asarray(tokens, np.int32), "at": queries}

@@ -150,7 +150,7 @@ def test_repeated_tokens_follow_what_they_repeat(have):
 
 
 def test_a_sentence_asked_for_is_the_whole_tail(have):
-    found = drawn(repeats.asked, have, source=have.held)
+    found = drawn(repeats.repeated, have, source=have.held)
     assert len(found) > 20
     for ids, weight in found:
         asks = np.flatnonzero(weight == rows.ANSWER)

@@ -249,7 +249,7 @@ def test_the_solver_agrees_with_the_real_stories(folder, kind, split):
         return
     wrong = 0
     for story in read:
-        ((question, answer),) = story.asked
+        ((question, answer),) = story.questions
         wrong += solve_story(" ".join(story.facts), [question]) != [answer]
     assert wrong <= (0.01 * len(read) if kind == 5 else 0)  # the files' own: not always the latest gift
 

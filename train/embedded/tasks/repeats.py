@@ -93,7 +93,7 @@ def _paragraphs(rng: np.random.Generator, source: Source, length: int) -> Row | 
     return _whole(length, spans)
 
 
-def asked(
+def repeated(
     rng: np.random.Generator, source: Source, length: int, *, least: int = 8, most: int = 40
 ) -> Row | None:
     """For measuring: prose with one of its sentences again at the end.
