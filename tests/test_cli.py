@@ -93,8 +93,8 @@ def test_numbers_name_the_option_the_rule_and_the_way_out(text):
     ],
 )
 def test_where_programs_are_kept(environment, system, folder):
-    found = cli.programs_folder(environment, system)
-    assert found == (None if folder is None else Path(folder).expanduser())
+    folder_used = cli.programs_folder(environment, system)
+    assert folder_used == (None if folder is None else Path(folder).expanduser())
 
 
 PROGRAM = """

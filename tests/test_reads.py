@@ -34,15 +34,15 @@ def test_selection_alone(share, prompt, n, topk):
 )
 def test_beside_a_summary_that_is_charged_at_once(share, prompt, size, left):
     features, head_dim = size
-    found = reads.retrieved(share, prompt, features=features, head_dim=head_dim)
-    assert found == left
-    assert reads.written(found) == ("–" if left is None else str(left))
+    count = reads.retrieved(share, prompt, features=features, head_dim=head_dim)
+    assert count == left
+    assert reads.written(count) == ("–" if left is None else str(left))
 
 
 def test_amortised_it_costs_less_and_less():
     size = {"features": 128, "head_dim": 128}
-    found = [reads.retrieved(0.01, 16384, **size, generated=n) for n in (1, 2, 10, 65, 10**6)]
-    assert found == [79, 111, 137, 143, 143]  # floor(144 - 65 / n)
+    counts = [reads.retrieved(0.01, 16384, **size, generated=n) for n in (1, 2, 10, 65, 10**6)]
+    assert counts == [79, 111, 137, 143, 143]  # floor(144 - 65 / n)
     assert reads.per_step(164 - 65, **size) == 164
     assert reads.per_step(100, **size, generated=65) == 101
     assert reads.retrieved(0.01, 16384, **size, wide=2) == 144 - 130

@@ -17,11 +17,11 @@ from kvjax.weights.torch_file import TorchFileError, read_tensors
 
 def test_tensors_of_a_torch_file(tmp_path):
     right = published() | {"half": np.arange(4).astype(ml_dtypes.bfloat16)}
-    found = read_tensors(write_torch(tmp_path / "a.pt", right))
-    assert found.keys() == right.keys()
+    tensors = read_tensors(write_torch(tmp_path / "a.pt", right))
+    assert tensors.keys() == right.keys()
     for name, x in right.items():
-        assert found[name].dtype == x.dtype
-        np.testing.assert_array_equal(found[name], x)
+        assert tensors[name].dtype == x.dtype
+        np.testing.assert_array_equal(tensors[name], x)
 
 
 def test_nothing_in_a_torch_file_is_run(tmp_path):
