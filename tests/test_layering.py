@@ -70,6 +70,7 @@ TABLE = {
     "kvjax.layer._attend": rf"{STATE}|kvjax\.(algebra|layer\._(info|read))",
     "kvjax.layer._mass": rf"{STATE}|kvjax\.(algebra|layer\._(info|read))",
     "kvjax.layer._prompt": rf"{STATE}|kvjax\.(algebra|layer\._(info|read|mass|admit))|{KERNELS}",
+    "kvjax.layer._rows": r"kvjax\.(algebra|layer\._info)",
     "kvjax.layer._step": rf"{STATE}|kvjax\.layer\._(?!prompt).+|{KERNELS}",
     "kvjax.weights": rf"{WEIGHTS}|kvjax\.(algebra|catalogue|sharding\.head_order)",
     "kvjax.weights.gates": r"kvjax\.(types|weights|loading|weights\.torch_file|policies\.wg_kv)",
@@ -108,8 +109,8 @@ TABLE = {
     "kvjax.engine.prefix": r"kvjax\.(algebra|engine\.pages)",
     "kvjax.engine.contexts": r"kvjax\.(types|algebra|metrics|saving|weights)"
     r"|kvjax\.engine\.(errors|pages|request|settings|ticket)",
-    "kvjax.engine.batch": rf"{STATE}|kvjax\.(algebra|decode|metrics|sampling)"
-    r"|kvjax\.engine\.(row_policies|decoding|compiler|metrics|pages|request|ticket)",
+    "kvjax.engine.batch": rf"{STATE}|kvjax\.(algebra|decode|layer|metrics|sampling)"
+    r"|kvjax\.engine\.(decoding|compiler|metrics|pages|request|ticket)",
     "kvjax.engine.memory": rf"{STATE}|kvjax\.(algebra|decode)"
     r"|kvjax\.engine\.(decoding|batch|contexts|pages|prefix|settings|ticket)",
     "kvjax.serve": r"kvjax(\.(?!eval).+)?",

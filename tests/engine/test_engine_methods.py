@@ -15,7 +15,7 @@ from kvjax import catalogue
 from kvjax.algebra import Number, Observation, Picked, Policy, Selection
 from kvjax.engine import Engine, Request
 from kvjax.engine.request import LearnedWeights, WeightCache
-from kvjax.engine.row_policies import by_rows, stack
+from kvjax.layer import by_rows, stack_policies
 from kvjax.types import EMPTY
 from pallas_kernels.ragged_decode.api import largest_scores
 
@@ -94,7 +94,7 @@ def test_weights_that_a_hyperparameter_decides_about_are_a_rows_own():
     weights = tiny.weights(policies[0])["admission"]
     pos = np.arange(6, dtype=np.int32).reshape(3, 2)
     seen = Observation(pos=pos, total=np.full(3, 2, np.int32), layer=1, layers=len(weights), values={})
-    together = by_rows(stack(policies)).admission
+    together = by_rows(stack_policies(policies)).admission
     got = np.asarray(together.admit(together.at_layer(weights, 1), seen))
     for row, policy in enumerate(policies):
         one = dataclasses.replace(seen, pos=pos[row : row + 1], total=seen.total[:1])
