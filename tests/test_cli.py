@@ -43,7 +43,7 @@ def test_every_command_refuses_what_it_does_not_know(command, word, capsys):
 @pytest.mark.parametrize("kind", [InputError, PolicyError, ModelError, RequestError, TorchFileError])
 def test_a_refusal_is_one_line_and_exit_code_2(kind, capsys):
     def command(words):
-        raise kind(f"{words[0]} is\n  no word.")
+        raise kind(f"{words[0]} is\n  not a word.")
 
     assert cli.run(command, ["x"]) == 2
     assert capsys.readouterr().err == "error: x is not a word.\n"

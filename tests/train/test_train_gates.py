@@ -316,7 +316,7 @@ def test_documents_come_long_enough_behind_the_instruction(tmp_path, tiny_folder
     ("sections", "says"),
     [
         ({"loss": {"lambdas": {"default": -0.1}}}, ["loss.lambdas.default", "-0.1", "0 or more"]),
-        ({"loss": {"lambdas": {"default": "much"}}}, ["loss.lambdas.default", "'much'", "no number"]),
+        ({"loss": {"lambdas": {"default": "much"}}}, ["loss.lambdas.default", "'much'", "not a number"]),
         ({"loss": {"cost": "free"}}, ["loss.cost", "'free'", "paper, window"]),
         ({"gate": {"tau": 1.0}}, ["gate.tau", "1.0", "below 1"]),
         ({"gate": {"tau": 0}}, ["gate.tau", "above 0"]),
