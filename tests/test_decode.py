@@ -204,6 +204,15 @@ def test_a_bound_that_is_known_is_reserved_at_once(spec, known, monkeypatch):
     assert not any(bool(layer.pages.overflow) for layer in state.layers)
 
 
+@pytest.mark.parametrize(
+    ("spec", "kinds"), [("quest(3, chunk=4, dense=1)", [0, 1]), ("quest(3, chunk=4, dense=0)", [0, 0])]
+)
+def test_layers_with_and_without_a_selection_are_different_programs(spec, kinds):
+    model = tiny.model()
+    calls = decode.layer_calls(model.network, kvjax.policy(spec), model.params, {})
+    assert [call.kind for call in calls] == kinds
+
+
 @pytest.mark.parametrize("policy", [FULL, "write_gate(window=12)"], ids=repr)
 def test_a_deep_model_writes_the_same_with_one_program_for_all_its_layers(policy, monkeypatch):
     model, policy = tiny.model(), kvjax.policy(policy) if isinstance(policy, str) else policy

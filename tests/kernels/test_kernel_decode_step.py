@@ -109,6 +109,14 @@ def test_it_is_the_step_by_definition(impl, dtype):
     check(called(impl, *arguments), *arguments)
 
 
+@pytest.mark.parametrize("impl", ["ref", "xla"])
+def test_a_rows_first_token_is_written(impl):
+    token, cache, lists = made("float32", 1e3)
+    none = jnp.zeros_like
+    lists = Lists(lists.table, none(lists.length), none(lists.seen), none(lists.enters))
+    check(called(impl, token, cache, lists), token, cache, lists)
+
+
 @pytest.mark.parametrize("impl", BODIES)
 def test_a_body_is_the_step(impl):
     arguments = made()
