@@ -148,7 +148,7 @@ def read(
         count = np.clip(lengths - begin, 0, chunk).astype(np.int32)
         piece = tokens[:, begin : begin + chunk]
         arguments = (tiny.network, policy, tiny.params, layers, state, piece, count, last)
-        state, last = _by_layer.read_chunk(*arguments)
+        state, last, _ = _by_layer.read_chunk(*arguments)
     return state, np.asarray(LOGITS(tiny.network, tiny.params, last))
 
 

@@ -17,7 +17,7 @@ counts are read between them, never inside.
 """
 
 from kvjax.decode._activations import PromptActivations, read_full
-from kvjax.decode._by_layer import LayerCall, chunk_layer, chunk_outputs, layer_calls
+from kvjax.decode._by_layer import LayerCall, chunk_layer, layer_calls, read_chunk
 from kvjax.decode._capacity import (
     CHUNK,
     HORIZON,
@@ -56,7 +56,6 @@ __all__ = [
     "bucket",
     "chunk",
     "chunk_layer",
-    "chunk_outputs",
     "cut",
     "cuts_after",
     "decode_loop",
@@ -73,6 +72,7 @@ __all__ = [
     "prefill",
     "prompt_layer",
     "prompt_pages",
+    "read_chunk",
     "read_full",
     "read_ids",
     "read_layers",

@@ -85,23 +85,11 @@ def read_chunk(
     tokens: Int[np.ndarray, "B T"],
     count: Int[np.ndarray, " B"],
     last: Float[Array, "B D"],
-) -> tuple[KVState, Float[Array, "B D"]]:
-    """As ``decode.chunk`` of a state that is donated; ``last`` of rows without a token stays."""
-    state, last, _ = chunk_outputs(network, policy, params, calls, state, tokens, count, last)
-    return state, last
-
-
-def chunk_outputs(
-    network: Network,
-    policy: Policy,
-    params: Params,
-    calls: Sequence[LayerCall],
-    state: KVState,
-    tokens: Int[np.ndarray, "B T"],
-    count: Int[np.ndarray, " B"],
-    last: Float[Array, "B D"],
 ) -> tuple[KVState, Float[Array, "B D"], Float[Array, "B T D"]]:
-    """``read_chunk``, and the last layer's output of all tokens."""
+    """As ``decode.chunk`` of a state that is donated, and the last layer's output of all tokens.
+
+    ``last`` of rows without a token stays.
+    """
     network, mesh = network.at(state.context), state.mesh
     counts, caches = mesh.put(count), []
     x = embed(network, outer(params), state.length, tokens, mesh)

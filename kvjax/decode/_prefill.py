@@ -230,7 +230,7 @@ def _read_chunks(
         count = np.clip(lengths - start, 0, chunk_size).astype(np.int32)
         state = reserve(policy, state, min(ahead, longest - start), chunk_size)
         piece = tokens[:, start : start + chunk_size]
-        state, last = read_chunk(model.network, policy, model.params, calls, state, piece, count, last)
+        state, last, _ = read_chunk(model.network, policy, model.params, calls, state, piece, count, last)
         if progress:
             jax.block_until_ready(last)  # reported is what is done, not what is asked for
             progress(min(start + chunk_size, longest), longest)
