@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
@@ -111,15 +109,14 @@ def test_decoding_all_along_is_prefill_and_decode(name):
 
 
 def test_one_program_for_all_layers_is_the_dense_mask():
-    """``decode.chunk`` and ``decode.step_program``; everywhere else a layer is a program, as in prefill."""
-    policy, model, lengths = POLICIES["hash"], tiny.model(), np.asarray(LENGTHS, np.int32)
-    fixed = model.network, policy, model.params, {}
-    state = dataclasses.replace(tiny.start(policy, 2), total=jnp.asarray(lengths))
-    chunk = jax.jit(decode.chunk, static_argnums=0, donate_argnums=4)
-    state, last = chunk(*fixed, state, decode.padded(prompts(), 44), lengths)
-    logits_read = [tiny.LOGITS(model.network, model.params, last)]
+    """``decode.step_program``; everywhere else a layer is a program, as in prefill."""
+    policy, model = POLICIES["hash"], tiny.model()
+    state, logits = tiny.read(policy, prompts(), CHUNKS["hash"][-1])
+    logits_read = [logits]
     for column in more().astype(np.int32).T:
-        state, logits = decode.step_program(*fixed, state, column, np.ones(2, bool))
+        state, logits = decode.step_program(
+            model.network, policy, model.params, {}, state, column, np.ones(2, bool)
+        )
         logits_read.append(logits)
     for row, right in enumerate(expected("hash")):
         close("hash", np.stack(logits_read, axis=1)[row], right[LENGTHS[row] - 1 :])

@@ -86,9 +86,10 @@ def read_chunk(
     count: Int[np.ndarray, " B"],
     last: Float[Array, "B D"],
 ) -> tuple[KVState, Float[Array, "B D"], Float[Array, "B T D"]]:
-    """As ``decode.chunk`` of a state that is donated, and the last layer's output of all tokens.
+    """Feed ``count`` of T tokens to every row of a state, which is donated.
 
-    ``last`` of rows without a token stays.
+    Returns:
+      The state, the output of each row's last token (``last`` of rows without one), and that of all tokens.
     """
     network, mesh = network.at(state.context), state.mesh
     counts, caches = mesh.put(count), []
