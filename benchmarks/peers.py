@@ -63,7 +63,7 @@ def command(folder: Path) -> list[str]:
     python = _python(folder)
     if not python.is_file() or not os.access(python, os.X_OK):
         raise InputError(
-            f"--peers {folder} holds no Python interpreter. Make it with: python -m benchmarks peers "
+            f"--peers {folder} has no Python interpreter. Make it with: python -m benchmarks peers "
             f"--make {folder}"
         )
     # -I: our modules in the script's folder must not shadow those of libraries.

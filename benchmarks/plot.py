@@ -53,7 +53,7 @@ def _figure(folder: Path, name: str, fields: list[tuple[str, str, float]]) -> Pa
 
     rows = newest(results.read(folder / f"{name}.json"))
     if not rows:
-        raise InputError(f"plot --out {folder}: {name}.json holds no measured row. Run {name} again.")
+        raise InputError(f"plot --out {folder}: {name}.json has no measured row. Run {name} again.")
     cells = sorted({(row["context"], row["batch"]) for row in rows})
     size = (3.6 * len(cells), 3.4 * len(fields))
     figure, axes = pyplot.subplots(len(fields), len(cells), figsize=size, squeeze=False, layout="constrained")

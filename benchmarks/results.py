@@ -57,7 +57,7 @@ def read(file: Path) -> list[Row]:
             f"{file} cannot be read ({error.strerror}). Run the benchmark with --out first."
         ) from None
     except (ValueError, KeyError, TypeError):
-        raise InputError(f"{file} is no result of benchmarks. Name another folder with --out.") from None
+        raise InputError(f"{file} is not a result of benchmarks. Name another folder with --out.") from None
     return runs
 
 

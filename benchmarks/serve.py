@@ -45,7 +45,7 @@ PREFIX_END = 36
 TEXTS, ASKED = 3, 3
 """Beginnings of ``prefix``, and requests with each."""
 
-ALIKE = 16
+SHARING = 16
 """Requests of ``pages``."""
 
 
@@ -296,10 +296,10 @@ def _first_token(engine: Engine, prompt: list[int]) -> tuple[float, float, int]:
 
 def pages(model: LanguageModel, settings: Serving, share: bool) -> Row:
     """One row of ``pages``."""
-    begin, *ends = prompts(model, dataclasses.replace(settings, prompt=settings.prefix), ALIKE + 1)
+    begin, *ends = prompts(model, dataclasses.replace(settings, prompt=settings.prefix), SHARING + 1)
     requests = [[*begin, *end[:16]] for end in ends]
     longer = dataclasses.replace(settings, prompt=settings.prefix + 16)
-    with engine_of(model, longer, "full", ALIKE, None, share) as engine:
+    with engine_of(model, longer, "full", SHARING, None, share) as engine:
         ask(engine, longer, requests)  # the second time all begin with what the first left
         used = [0.0]
 
@@ -312,7 +312,7 @@ def pages(model: LanguageModel, settings: Serving, share: bool) -> Row:
     return {
         "part": "pages",
         "shared": share,
-        "requests": ALIKE,
+        "requests": SHARING,
         "prompt": longer.prompt,
         "prefix": settings.prefix,
         "new": settings.new,

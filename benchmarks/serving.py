@@ -57,7 +57,7 @@ class Serving:
 
 
 def prompts(model: LanguageModel, settings: Serving, rows: int) -> list[list[int]]:
-    """Random ids; no two rows begin alike."""
+    """Random ids; no two rows begin with the same ids."""
     draw = np.random.default_rng(settings.seed)
     return draw.integers(3, model.spec.vocab_size, (rows, settings.prompt)).tolist()
 

@@ -57,13 +57,6 @@ def retrieved(
     return None if left < 0 else math.floor(left)
 
 
-def per_step(
-    visited: float, *, features: int = 0, head_dim: int = 1, generated: int = 1, wide: float = 1.0
-) -> float:
-    """Tokens a step reads that visits so many exactly, its share of φ included."""
-    return visited + summary(features, head_dim, wide=wide) / generated
-
-
 def written(count: int | None) -> str:
     """A number for a table; "–" where the budget is infeasible."""
     return "–" if count is None else str(count)

@@ -164,7 +164,7 @@ def _unproven(op: str, impl: str) -> str:
     if known.get("impl") == impl:
         return "" if known.get("agrees") is True else f"{impl!r} did not agree on this device"
     old = known.get("old")
-    if lowering.here():
+    if lowering.is_local():
         _warn_unchecked(kind, bool(old))
     return f"the record of {impl!r} on this device {old}" if old else f"no record of {impl!r} on this device"
 
@@ -217,7 +217,7 @@ def choose(op: str, impl: str | None, offered: Offered) -> Callable[..., Any]:
 
     Raises:
       Unsupported: the operation does not offer ``impl``, or its body is for another platform.
-      ValueError: ``impl`` is no implementation's name.
+      ValueError: ``impl`` is not the name of an implementation.
     """
     if impl is None:
         platform = lowering.platform()

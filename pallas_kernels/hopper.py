@@ -28,9 +28,9 @@ WIDE = 32
 
 
 def refuse(op: str, interpret: Any, reasons: Mapping[str, bool]) -> None:
-    """Raises ``Unsupported`` if this is no Hopper, or with the first of the reasons that holds."""
+    """Raises ``Unsupported`` if this is not a Hopper, or with the first of the reasons that holds."""
     kind = lowering.kind()
-    device = f"a device that is no Hopper ({kind}), whose wgmma and TMA the body is made of"
+    device = f"a device that is not a Hopper ({kind}), whose wgmma and TMA the body is made of"
     for reason, holds in {device: not interpret and not lowering.is_hopper(kind), **reasons}.items():
         if holds:
             raise Unsupported(f"{op}(impl='mosaic_gpu'): {reason}. Use impl='triton', 'xla' or None.")

@@ -36,7 +36,7 @@ def _absent_device() -> Any:
     return getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
 
 
-def here() -> bool:
+def is_local() -> bool:
     """Whether the device traced for is one of this process."""
     return _absent_device() is None
 

@@ -26,7 +26,7 @@ def finite(m: Float[Array, " ..."]) -> Float[Array, " ..."]:
 
 
 def cap(scores: Float[Array, "... S"], limit: float | None) -> Float[Array, "... S"]:
-    """limit * tanh(scores / limit): a soft bound, before anything is hidden; None is no bound."""
+    """limit * tanh(scores / limit): a soft bound, before anything is hidden; None: no bound."""
     return scores if limit is None else limit * jnp.tanh(scores / limit)
 
 

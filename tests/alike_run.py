@@ -56,10 +56,10 @@ def main() -> None:
         return lambda: kvjax.open(Path(states) / name, model=laid, **changes)
 
     def saved(name: str = "state", **changes: Any) -> Any:
-        given = {"model": laid, "policy": KEPT, **changes}
-        return lambda: kvjax.save(state(), Path(states) / name, **given)
+        options = {"model": laid, "policy": KEPT, **changes}
+        return lambda: kvjax.save(state(), Path(states) / name, **options)
 
-    found = {
+    refusals = {
         "versions": refused(lambda: launch._compare(launch.versions() if first else OLDER)),
         "files": refused(lambda: hf.load(Path(folder if first else other), mesh=mesh)),
         "dtype": refused(lambda: hf.load(Path(folder), dtype="float32" if first else "bfloat16", mesh=mesh)),
@@ -90,10 +90,10 @@ def main() -> None:
     alike = hf.load(Path(folder), mesh=mesh)
     whole = [mesh.read(x) for x in jax.tree.leaves(alike.params)]
     there = jax.tree.leaves(hf.load(Path(folder)).params)
-    found["read"] = str(all(np.array_equal(x, y) for x, y in zip(whole, there, strict=True)))
+    refusals["read"] = str(all(np.array_equal(x, y) for x, y in zip(whole, there, strict=True)))
     texts = [kvjax.generate(one, **row, max_new_tokens=6).tokens for one in (model, laid)]
-    found["text"] = str(texts[0] == texts[1])
-    print(json.dumps(found), flush=True)
+    refusals["text"] = str(texts[0] == texts[1])
+    print(json.dumps(refusals), flush=True)
 
 
 KEPT = "window(8) + sinks(2)"

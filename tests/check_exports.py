@@ -46,8 +46,8 @@ def difference(model: Any, name: str) -> float:
     from make_golden import logits
 
     gold = np.load(GOLDEN / f"{name}.npz")
-    found = logits(model.eval(), *(torch.from_numpy(gold[key]).long() for key in ("tokens", "positions")))
-    return float(np.abs(found.numpy() - gold["logits"]).max())
+    ours = logits(model.eval(), *(torch.from_numpy(gold[key]).long() for key in ("tokens", "positions")))
+    return float(np.abs(ours.numpy() - gold["logits"]).max())
 
 
 def opened(folder: Path, config: Any = None) -> tuple[Any, list[str]]:
@@ -65,8 +65,8 @@ def same_ids(model: Any, name: str) -> list[str]:
     """Complaints if generation would begin or end texts by other ids than the golden's."""
     wanted = json.loads((GOLDEN / name / "generation_config.json").read_text())
     keys = ("bos_token_id", "eos_token_id")
-    found = {key: getattr(model.generation_config, key) for key in keys}
-    return [f"{key} {found[key]}" for key in keys if found[key] != wanted.get(key)]
+    read = {key: getattr(model.generation_config, key) for key in keys}
+    return [f"{key} {read[key]}" for key in keys if read[key] != wanted.get(key)]
 
 
 def older(folder: Path) -> Any:
@@ -106,8 +106,8 @@ if __name__ == "__main__":
     parser.add_argument("job", choices=("write", "open"))
     parser.add_argument("out", type=Path, help="folder of the exports")
     parser.add_argument("--spell", type=Path, metavar="FILE", help="write the configs of transformers 4")
-    given = parser.parse_args()
-    if given.job == "write":
-        write(given.out)
+    arguments = parser.parse_args()
+    if arguments.job == "write":
+        write(arguments.out)
     else:
-        sys.exit(not open_all(given.out, given.spell))
+        sys.exit(not open_all(arguments.out, arguments.spell))

@@ -41,9 +41,11 @@ def take_the_short_way() -> None:
 
 def short_way() -> dict[str, str]:
     """What a process that is started finds in its environment to take it."""
-    given = os.environ.get("XLA_FLAGS", "")
-    flags = [f"--{name}={str(short).lower()}" for name, (short, _) in _taken().items() if name not in given]
-    return {"XLA_FLAGS": " ".join([given, *flags]).strip(), _HURRY: os.environ.get(_HURRY, "1")}
+    flags_set = os.environ.get("XLA_FLAGS", "")
+    flags = [
+        f"--{name}={str(short).lower()}" for name, (short, _) in _taken().items() if name not in flags_set
+    ]
+    return {"XLA_FLAGS": " ".join([flags_set, *flags]).strip(), _HURRY: os.environ.get(_HURRY, "1")}
 
 
 def in_a_hurry() -> bool:

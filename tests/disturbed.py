@@ -37,12 +37,12 @@ def shuffled(pages: Pages, random: np.random.Generator, group: int, together: bo
     table = np.where(p.table >= 0, ids[np.maximum(p.table, 0)], -1).astype(np.int32)
     slot = np.tile(np.arange(p.size), (p.count, 1))
     for at, length in np.ndenumerate(p.length):
-        full, mine = length // p.size, np.random.default_rng(seeds[at])
-        table[at][:full] = mine.permutation(table[at][:full])
+        full, generator = length // p.size, np.random.default_rng(seeds[at])
+        table[at][:full] = generator.permutation(table[at][:full])
         for i, page in enumerate(table[at]):
             for begin in range(0, min(p.size, length - i * p.size), group):
                 end = min(begin + group, length - i * p.size)
-                slot[page, begin:end] = mine.permutation(np.arange(begin, end))
+                slot[page, begin:end] = generator.permutation(np.arange(begin, end))
     back = np.argsort(ids)
 
     def move(x: np.ndarray) -> np.ndarray:
@@ -82,11 +82,11 @@ def slots(p: Pages, stream: tuple[int, ...], length: int) -> list[tuple[int, int
 def dead(pages: Pages) -> np.ndarray:
     """Slots of the pool that hold no token, [P, S]."""
     p: Pages = jax.device_get(pages)
-    found = np.ones((p.count, p.size), bool)
+    free = np.ones((p.count, p.size), bool)
     for stream, n in np.ndenumerate(p.length):
         for at in slots(p, stream, n):
-            found[at] = False
-    return found
+            free[at] = False
+    return free
 
 
 def spoil(x: jax.Array, where: np.ndarray, value: float = POISON) -> jax.Array:

@@ -218,9 +218,9 @@ def batch(model: torch.nn.Module, tokens: torch.Tensor) -> tuple[dict[str, np.nd
         output_logits=True,
     )
     best = torch.stack(made.logits).topk(2, dim=-1).values
-    found = {"batch": right.numpy().astype(np.int32), "batch_logits": aligned}
-    found["batch_greedy"] = made.sequences[:, width:].numpy().astype(np.int32)
-    return found, float((best[..., 0] - best[..., 1]).min())
+    arrays = {"batch": right.numpy().astype(np.int32), "batch_logits": aligned}
+    arrays["batch_greedy"] = made.sequences[:, width:].numpy().astype(np.int32)
+    return arrays, float((best[..., 0] - best[..., 1]).min())
 
 
 def make(name: str, config: PreTrainedConfig) -> None:

@@ -115,9 +115,9 @@ def interpreter(version: str) -> Path:
     Raises:
       StackError: there is none.
     """
-    found = shutil.which(f"python{version}")
+    on_path = shutil.which(f"python{version}")
     pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
-    tried = [Path(found)] if found else []
+    tried = [Path(on_path)] if on_path else []
     tried += sorted(pyenv.glob(f"{version}.*/bin/python"), reverse=True)
     for candidate in tried:
         # A shim of pyenv's is on the path even where it leads nowhere: only an answer counts.
@@ -156,14 +156,14 @@ def would_move(python: Path) -> list[str]:
     Raises:
       StackError: pip failed.
     """
-    here = _frozen(python)
+    installed = _frozen(python)
     report = said([python, "-m", "pip", "install", "--dry-run", "-q", "--report", "-", ROOT])
     wanted = {
         _plain(item["metadata"]["name"]): item["metadata"]["version"]
         for item in json.loads(report)["install"]
     }
     wanted.pop("kvjax", None)
-    return [f"{n} {here[n]} to {v}" for n, v in wanted.items() if n in here and here[n] != v]
+    return [f"{n} {installed[n]} to {v}" for n, v in wanted.items() if n in installed and installed[n] != v]
 
 
 def _frozen(python: Path) -> dict[str, str]:
@@ -199,12 +199,12 @@ def said(command: Sequence[str | Path], limit: int = 1800, **environment: str) -
 # --- one stack -----------------------------------------------------------------------------------
 
 
-def _run(name: str, stack: Stack, given: Path | None, home: Path) -> dict[str, str]:
+def _run(name: str, stack: Stack, environment: Path | None, home: Path) -> dict[str, str]:
     """Part to "ok 3 s", "FAILED" or "-"; messages go to standard error as they come."""
     row = dict.fromkeys(PARTS, "-")
     print(f"\n== {name}: Python {stack.python}, {', '.join(stack.requirements)}", file=sys.stderr, flush=True)
     try:
-        python, moved = (given, would_move(given)) if given else made(name, stack, home)
+        python, moved = (environment, would_move(environment)) if environment else made(name, stack, home)
     except StackError as error:
         print(f"{name}: {error}", file=sys.stderr)
         return row | {"pins": "FAILED"}
@@ -236,8 +236,12 @@ def _timed(name: str, part: str, step: Callable[[], None]) -> str:
 
 
 def _check_pins(python: Path, stack: Stack) -> None:
-    here = _frozen(python)
-    wrong = [f"{n} is {here.get(n, 'absent')}, not {v}" for n, v in stack.pins.items() if here.get(n) != v]
+    installed = _frozen(python)
+    wrong = [
+        f"{n} is {installed.get(n, 'absent')}, not {v}"
+        for n, v in stack.pins.items()
+        if installed.get(n) != v
+    ]
     version = said([python, "-c", "import sys; print('%d.%d' % sys.version_info[:2])"]).strip()
     wrong += [f"Python is {version}, not {stack.python}"] if version != stack.python else []
     if wrong:

@@ -95,10 +95,10 @@ def model(kv_heads: int = 8) -> tiny.Tiny:
 
 def learned(policy: Policy, network: Any) -> dict[str, Any]:
     """Random learned weights; φ is silent in every other query head, as it is in some of shipped maps."""
-    found = {p.place: p.example_weights(jax.random.key(1), network) for p in policy.learned}
-    for maps in found.get("completion", ()):
+    weights = {p.place: p.example_weights(jax.random.key(1), network) for p in policy.learned}
+    for maps in weights.get("completion", ()):
         maps["last_q"] = maps["last_q"].at[1::2].set(-np.inf)
-    return found
+    return weights
 
 
 def prompts() -> list[list[int]]:
@@ -127,24 +127,24 @@ def live(policy: Policy, on: Mesh, kv_heads: int = 8) -> Life:
     """On a mesh, or one device."""
     it = model(kv_heads)
     weights = learned(policy, it.network)
-    given = {"context": 72, "page": 8, "chunk_size": 16, "weights": weights}
-    state, logits = kvjax.prefill(it, policy, prompts(), **given, mesh=on)
-    kept, found, text = [on.read(metrics.present(state))], [on.read(logits)], []
+    options = {"context": 72, "page": 8, "chunk_size": 16, "weights": weights}
+    state, logits = kvjax.prefill(it, policy, prompts(), **options, mesh=on)
+    kept, logits_read, text = [on.read(metrics.present(state))], [on.read(logits)], []
     laid, weights = decode.on_mesh(it, policy, weights, on)
     for at in range(STEPS):
         if at % 5 == 0:
             state = decode.reserve(policy, state, 5, 1)
-        fed = found[-1].argmax(axis=-1).astype(np.int32)
+        fed = logits_read[-1].argmax(axis=-1).astype(np.int32)
         text.append(fed)
         active = np.ones(len(fed), bool)
         state, logits = decode.step_program(
             laid.network, policy, laid.params, weights, state, on.put(fed), on.put(active)
         )
-        found.append(on.read(logits))
+        logits_read.append(on.read(logits))
     kept.append(on.read(metrics.present(state)))
     metrics.nbytes(state)
     decode.reserve(policy, state, 1, 1)  # raises if a pool was too small
-    return Life(np.stack(found), np.stack(text), kept, state)
+    return Life(np.stack(logits_read), np.stack(text), kept, state)
 
 
 def difference(one: Life, many: Life) -> dict[str, Any]:
@@ -165,8 +165,8 @@ def measured(policy: Policy, on: Mesh, kv_heads: int = 8) -> dict[str, np.ndarra
     state, _ = decode.cut(laid, policy, reading, page=8, chunk_size=16, weights=weights)
     state = decode.roomy(policy, decode.reserve(policy, state, 6, 1), 1)
     before = counted.contents(state)
-    given = [prompt[:6] for prompt in prompts()]
-    _, after = forced.steps(laid, policy, state, given, given, forced=True, weights=weights)
+    following = [prompt[:6] for prompt in prompts()]
+    _, after = forced.steps(laid, policy, state, following, following, forced=True, weights=weights)
     held = {"slots": before.slots, "mask": before.mask, "bytes": np.asarray([before.slot, before.fixed])}
     return held | {name: getattr(after, name)[:, :6] for name in ("nll", "live", "reads")}
 
@@ -182,7 +182,7 @@ def moved(policy: Policy, on: Mesh, kv_heads: int = 8) -> dict[str, Any]:
     fed = on.put((np.zeros(rows, np.int32), np.ones(rows, bool)))
     program = decode.step_program.lower(laid.network, policy, laid.params, weights, state, *fed)
     text = compiler.compiled_in_full(program).as_text()
-    met = [found for line in text.splitlines() if (found := COLLECTIVE.search(line))]
+    met = [match for line in text.splitlines() if (match := COLLECTIVE.search(line))]
     return {"moved": [f"{one[2]} [{shape}]" for one in met for shape in SHAPE.findall(one[1])]}
 
 
@@ -194,30 +194,30 @@ COLLECTIVE = re.compile(
 
 def differing(rows: list[int], one: KVState, other: KVState) -> int:
     """Streams of ``other``, whose rows are these of ``one``, that do not hold the same to the bit."""
-    found = 0
-    for mine, theirs in zip(reshard(one, ONE).layers, reshard(other, ONE).layers):
-        held = tiny.held(*mine.pools)
+    count = 0
+    for ours, theirs in zip(reshard(one, ONE).layers, reshard(other, ONE).layers):
+        held = tiny.held(*ours.pools)
         for (row, head), slots in tiny.held(*theirs.pools).items():
             wanted = held[rows[row], head]
             alike = [np.array_equal(x, y) for at in slots for x, y in zip(slots[at], wanted.get(at, ()))]
-            found += slots.keys() != wanted.keys() or not all(alike)
+            count += slots.keys() != wanted.keys() or not all(alike)
         for pages in theirs.pools:
             tiny.owned_once(pages)
-        for x, y in zip(jax.tree.leaves(mine.ring), jax.tree.leaves(theirs.ring)):
-            found += not np.array_equal(np.asarray(x)[rows], y)
-    return found
+        for x, y in zip(jax.tree.leaves(ours.ring), jax.tree.leaves(theirs.ring)):
+            count += not np.array_equal(np.asarray(x)[rows], y)
+    return count
 
 
 def onward(policy: Policy, state: KVState) -> np.ndarray:
     """Logits of three steps; the state is used up."""
-    it, on, found = model(), state.mesh, []
+    it, on, logits_read = model(), state.mesh, []
     laid, _ = decode.on_mesh(it, policy, {}, on)
     state = decode.reserve(policy, state, 3, 1)
     for token in range(3):
         fed = on.put((np.full(state.rows, token, np.int32), np.ones(state.rows, bool)))
         state, logits = decode.step_program(laid.network, policy, laid.params, {}, state, *fed)
-        found.append(on.read(logits))
-    return np.stack(found)
+        logits_read.append(on.read(logits))
+    return np.stack(logits_read)
 
 
 def returned(policy: Policy, names: list[str], folder: Path) -> Iterator[dict[str, Any]]:
@@ -243,33 +243,33 @@ def main() -> None:
     parser.add_argument("--moved", action="store_true", help="what a step brings from device to device")
     parser.add_argument("--saved", action="store_true", help="save on the first mesh, open on each")
     parser.add_argument("--measured", action="store_true", help="what evaluations look at")
-    asked = parser.parse_args()
-    for policy in asked.only or policies():
-        if asked.saved:
+    arguments = parser.parse_args()
+    for policy in arguments.only or policies():
+        if arguments.saved:
             folder = Path(tempfile.gettempdir()) / f"kvjax-{os.getppid()}"  # of both processes
             folder.mkdir(exist_ok=True)
-            for found in returned(policy, asked.mesh, folder):
-                print(json.dumps({"policy": repr(policy)} | found), flush=True)
+            for line in returned(policy, arguments.mesh, folder):
+                print(json.dumps({"policy": repr(policy)} | line), flush=True)
             shutil.rmtree(folder, ignore_errors=True)
             continue
-        if asked.moved:
-            found = moved(policy, kvjax.mesh(asked.mesh[0]), asked.heads)
-            print(json.dumps({"policy": repr(policy)} | found), flush=True)
+        if arguments.moved:
+            line = moved(policy, kvjax.mesh(arguments.mesh[0]), arguments.heads)
+            print(json.dumps({"policy": repr(policy)} | line), flush=True)
             continue
-        if asked.measured:
-            one, many = (measured(policy, on, asked.heads) for on in (ONE, kvjax.mesh(asked.mesh[0])))
+        if arguments.measured:
+            one, many = (measured(policy, on, arguments.heads) for on in (ONE, kvjax.mesh(arguments.mesh[0])))
             off = {
                 name: float(np.abs(np.subtract(x, many[name], dtype=float)).max()) for name, x in one.items()
             }
             print(json.dumps({"policy": repr(policy), "held": int(one["slots"].sum())} | off), flush=True)
             continue
-        one = live(policy, ONE, asked.heads)
-        for name in asked.mesh:
+        one = live(policy, ONE, arguments.heads)
+        for name in arguments.mesh:
             try:
-                found = difference(one, live(policy, kvjax.mesh(name), asked.heads))
+                line = difference(one, live(policy, kvjax.mesh(name), arguments.heads))
             except Exception as error:  # told beside its policy, so that the others are still seen
-                found = {"error": f"{type(error).__name__}: {error}"[:2000]}
-            print(json.dumps({"policy": repr(policy), "mesh": name} | found), flush=True)
+                line = {"error": f"{type(error).__name__}: {error}"[:2000]}
+            print(json.dumps({"policy": repr(policy), "mesh": name} | line), flush=True)
         jax.clear_caches()
 
 

@@ -28,23 +28,23 @@ from kvjax.sharding.mesh import ONE
 
 def held(state: KVState) -> list[str]:
     """A digest of every stream's slots by position, layer after layer, and of every ring and summary."""
-    found = []
+    digests = []
     for cache in reshard(state, ONE).layers:
         for stream, slots in sorted(tiny.held(*cache.pools).items()):
             whole = hashlib.sha256(repr(stream).encode())
             for at in sorted(slots):
                 whole.update(b"".join([str(at).encode(), *(np.asarray(x).tobytes() for x in slots[at])]))
-            found.append(whole.hexdigest())
+            digests.append(whole.hexdigest())
         rest = [np.asarray(x).tobytes() for x in jax.tree.leaves((cache.ring, cache.summary))]
-        found.append(hashlib.sha256(b"".join(rest)).hexdigest())
-    return found
+        digests.append(hashlib.sha256(b"".join(rest)).hexdigest())
+    return digests
 
 
 def say(state: KVState, policy: kvjax.Policy, at: str) -> None:
-    found = {"at": at, "to": repr(state.mesh), "rows": np.asarray(state.mesh.read(state.length)).tolist()}
-    found["held"] = held(state)
-    found["logits"] = onward(policy, state).tolist()  # the state is used up
-    print(json.dumps(found), flush=True)
+    line = {"at": at, "to": repr(state.mesh), "rows": np.asarray(state.mesh.read(state.length)).tolist()}
+    line["held"] = held(state)
+    line["logits"] = onward(policy, state).tolist()  # the state is used up
+    print(json.dumps(line), flush=True)
 
 
 def refused(policy: kvjax.Policy, on: kvjax.Mesh, path: Path) -> str:
@@ -69,8 +69,8 @@ def main() -> None:
     if what == "write":
         on, policies = kvjax.mesh(words[0]), [kvjax.policy(word) for word in words[1:]]
         for at, policy in enumerate(policies):
-            given = {"context": 72, "page": 8, "chunk_size": 16, "mesh": on}
-            state, _ = kvjax.prefill(model(), policy, prompts(), **given)
+            options = {"context": 72, "page": 8, "chunk_size": 16, "mesh": on}
+            state, _ = kvjax.prefill(model(), policy, prompts(), **options)
             extra = {"tokens": np.arange(5)}
             kvjax.save(state, Path(folder) / str(at), model=model(), policy=policy, extra=extra)
             say(state, policy, str(at))

@@ -69,7 +69,7 @@ def test_what_cannot_be_measured_is_one_sentence_and_exit_code_2(words, message,
 def test_a_result_that_is_not_ours_is_refused_before_anything_is_measured(tmp_path, capsys):
     (tmp_path / "decode.json").write_text("[]")
     assert main(["decode", "--quick", "--out", str(tmp_path)]) == 2
-    assert "is no result of benchmarks" in capsys.readouterr().err
+    assert "is not a result of benchmarks" in capsys.readouterr().err
 
 
 # --- one table, measured -------------------------------------------------------------------------

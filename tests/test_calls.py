@@ -164,8 +164,10 @@ def short() -> tiny.Tiny:
 def test_contexts_end_with_the_models_positions():
     state, _ = kvjax.prefill(short(), "full", [tiny.prompt(66)])
     assert state.context == 70
-    found = kvjax.generate(short(), "full", [tiny.prompt(66)], max_new_tokens=4)
-    assert found.tokens == kvjax.generate(tiny.model(), "full", [tiny.prompt(66)], max_new_tokens=4).tokens
+    generated = kvjax.generate(short(), "full", [tiny.prompt(66)], max_new_tokens=4)
+    assert (
+        generated.tokens == kvjax.generate(tiny.model(), "full", [tiny.prompt(66)], max_new_tokens=4).tokens
+    )
     assert (decode.bucket(66), decode.bucket(66, 70), decode.bucket(66, 4096)) == (96, 70, 96)
 
 

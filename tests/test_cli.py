@@ -43,10 +43,10 @@ def test_every_command_refuses_what_it_does_not_know(command, word, capsys):
 @pytest.mark.parametrize("kind", [InputError, PolicyError, ModelError, RequestError, TorchFileError])
 def test_a_refusal_is_one_line_and_exit_code_2(kind, capsys):
     def command(words):
-        raise kind(f"{words[0]} is\n  no word.")
+        raise kind(f"{words[0]} is\n  not a word.")
 
     assert cli.run(command, ["x"]) == 2
-    assert capsys.readouterr().err == "error: x is no word.\n"
+    assert capsys.readouterr().err == "error: x is not a word.\n"
 
 
 def test_a_fault_of_ours_is_no_refusal():
@@ -93,8 +93,8 @@ def test_numbers_name_the_option_the_rule_and_the_way_out(text):
     ],
 )
 def test_where_programs_are_kept(environment, system, folder):
-    found = cli.programs_folder(environment, system)
-    assert found == (None if folder is None else Path(folder).expanduser())
+    folder_used = cli.programs_folder(environment, system)
+    assert folder_used == (None if folder is None else Path(folder).expanduser())
 
 
 PROGRAM = """

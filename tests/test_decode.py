@@ -24,14 +24,14 @@ SHAPE = {"page": tiny.PAGE, "chunk_size": 16}
 
 
 def test_generate_is_the_argmax_of_dense_attention_on_the_growing_text():
-    found = kvjax.generate(tiny.model(), FULL, PROMPTS, max_new_tokens=14, **SHAPE)
-    for prompt, tokens in zip(PROMPTS, found.tokens):
+    generated = kvjax.generate(tiny.model(), FULL, PROMPTS, max_new_tokens=14, **SHAPE)
+    for prompt, tokens in zip(PROMPTS, generated.tokens):
         assert len(tokens) == 14
         assert len(set(tokens)) > 3, "the text does not vary: the test says little"
         # Teacher forcing: position by position, each token is the best one after the text before it.
         logits = tiny.dense([*prompt, *tokens])
         assert logits[len(prompt) - 1 : -1].argmax(-1).tolist() == tokens
-    assert found.state.length.tolist() == [len(p) + 13 for p in PROMPTS]
+    assert generated.state.length.tolist() == [len(p) + 13 for p in PROMPTS]
 
 
 def test_stop_tokens_and_limits_end_single_rows():
@@ -39,8 +39,8 @@ def test_stop_tokens_and_limits_end_single_rows():
     stop = free[0][6]
     first = free[0].index(stop)
     other = free[1].index(stop) if stop in free[1] else 13
-    found = kvjax.generate(tiny.model(), FULL, PROMPTS, max_new_tokens=14, stops=[stop, 60], **SHAPE).tokens
-    assert found == [free[0][: first + 1], free[1][: other + 1]]
+    stopped = kvjax.generate(tiny.model(), FULL, PROMPTS, max_new_tokens=14, stops=[stop, 60], **SHAPE).tokens
+    assert stopped == [free[0][: first + 1], free[1][: other + 1]]
     assert first != other
 
     state, logits = kvjax.prefill(tiny.model(), FULL, PROMPTS, context=64, **SHAPE)
@@ -102,8 +102,8 @@ def test_forks_continue_like_their_row(policy):
     state, _ = kvjax.prefill(tiny.model(), policy, PROMPTS, context=tiny.CONTEXT, **SHAPE)
     twins = decode.reserve(policy, kvjax.fork(state, 1, 2), 10, 1)
     state, right = tiny.feed(policy, decode.reserve(policy, state, 10, 1), more)
-    twins, found = tiny.feed(policy, twins, more)
-    np.testing.assert_allclose(found, np.stack([right[1]] * 2), atol=2e-4)
+    twins, logits_of_twins = tiny.feed(policy, twins, more)
+    np.testing.assert_allclose(logits_of_twins, np.stack([right[1]] * 2), atol=2e-4)
     assert twins.length.tolist() == [43, 43]
     for room in twins.layers:
         tiny.owned_once(room.pages)  # copies: no page is shared
@@ -213,9 +213,9 @@ def test_a_bound_that_is_known_is_reserved_at_once(spec, known, monkeypatch):
     """One size of pools, one program; a share of the prompt is not known before it was read."""
     seen = []
 
-    def recorded(*given):
-        seen.append(given[4].layers[0].pages.count)
-        return _by_layer.read_chunk(*given)
+    def recorded(*arguments):
+        seen.append(arguments[4].layers[0].pages.count)
+        return _by_layer.read_chunk(*arguments)
 
     monkeypatch.setattr(_prefill, "read_chunk", recorded)
     state, _ = decode.prefill(tiny.model(), kvjax.policy(spec), [tiny.prompt(120)], chunk_size=16, page=4)
@@ -224,14 +224,23 @@ def test_a_bound_that_is_known_is_reserved_at_once(spec, known, monkeypatch):
     assert not any(bool(layer.pages.overflow) for layer in state.layers)
 
 
+@pytest.mark.parametrize(
+    ("spec", "kinds"), [("quest(3, chunk=4, dense=1)", [0, 1]), ("quest(3, chunk=4, dense=0)", [0, 0])]
+)
+def test_layers_with_and_without_a_selection_are_different_programs(spec, kinds):
+    model = tiny.model()
+    calls = decode.layer_calls(model.network, kvjax.policy(spec), model.params, {})
+    assert [call.kind for call in calls] == kinds
+
+
 @pytest.mark.parametrize("policy", [FULL, "write_gate(window=12)"], ids=repr)
 def test_a_deep_model_writes_the_same_with_one_program_for_all_its_layers(policy, monkeypatch):
     model, policy = tiny.model(), kvjax.policy(policy) if isinstance(policy, str) else policy
     weights = {part.place: part.example_weights(jax.random.key(1), model.network) for part in policy.learned}
 
     def written():
-        given = {"context": tiny.CONTEXT, "weights": weights} | SHAPE
-        state, logits = kvjax.prefill(model, policy, PROMPTS, **given)
+        options = {"context": tiny.CONTEXT, "weights": weights} | SHAPE
+        state, logits = kvjax.prefill(model, policy, PROMPTS, **options)
         pieces = kvjax.stream(model, policy, state, logits, max_new_tokens=[9, 6], weights=weights, every=4)
         return [piece.tolist() for piece, _ in pieces]
 

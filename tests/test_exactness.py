@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
@@ -59,8 +57,8 @@ def expected(name: str) -> list[np.ndarray]:
     return [tiny.oracle(text, mask(name, len(text))) for text in TEXTS]
 
 
-def close(name: str, found: np.ndarray, right: np.ndarray) -> None:
-    np.testing.assert_allclose(found, right, atol=TOLERANCE.get(name, 2e-4))
+def close(name: str, actual: np.ndarray, right: np.ndarray) -> None:
+    np.testing.assert_allclose(actual, right, atol=TOLERANCE.get(name, 2e-4))
 
 
 def prompts() -> list[list[int]]:
@@ -104,25 +102,24 @@ def test_decoding_all_along_is_prefill_and_decode(name):
     by_chunks, _ = tiny.feed(
         POLICIES[name], tiny.read(POLICIES[name], prompts(), CHUNKS[name][-1])[0], more()
     )
-    for mine, theirs in zip(state.layers, by_chunks.layers):
-        if mine.pages is not None:
-            left, other = tiny.held(mine.pages), tiny.held(theirs.pages)
+    for ours, theirs in zip(state.layers, by_chunks.layers):
+        if ours.pages is not None:
+            left, other = tiny.held(ours.pages), tiny.held(theirs.pages)
             assert {s: set(x) for s, x in left.items()} == {s: set(x) for s, x in other.items()}
 
 
 def test_one_program_for_all_layers_is_the_dense_mask():
-    """``decode.chunk`` and ``decode.step_program``; everywhere else a layer is a program, as in prefill."""
-    policy, model, lengths = POLICIES["hash"], tiny.model(), np.asarray(LENGTHS, np.int32)
-    given = model.network, policy, model.params, {}
-    state = dataclasses.replace(tiny.start(policy, 2), total=jnp.asarray(lengths))
-    chunk = jax.jit(decode.chunk, static_argnums=0, donate_argnums=4)
-    state, last = chunk(*given, state, decode.padded(prompts(), 44), lengths)
-    found = [tiny.LOGITS(model.network, model.params, last)]
+    """``decode.step_program``; everywhere else a layer is a program, as in prefill."""
+    policy, model = POLICIES["hash"], tiny.model()
+    state, logits = tiny.read(policy, prompts(), CHUNKS["hash"][-1])
+    logits_read = [logits]
     for column in more().astype(np.int32).T:
-        state, logits = decode.step_program(*given, state, column, np.ones(2, bool))
-        found.append(logits)
+        state, logits = decode.step_program(
+            model.network, policy, model.params, {}, state, column, np.ones(2, bool)
+        )
+        logits_read.append(logits)
     for row, right in enumerate(expected("hash")):
-        close("hash", np.stack(found, axis=1)[row], right[LENGTHS[row] - 1 :])
+        close("hash", np.stack(logits_read, axis=1)[row], right[LENGTHS[row] - 1 :])
 
 
 def test_full_is_the_models_own_attention():
@@ -211,9 +208,9 @@ def test_a_ragged_batch_is_its_single_rows(policy):
     both, together = run(TEXTS, LENGTHS)
     alone, single = run(TEXTS[1:], LENGTHS[1:])
     np.testing.assert_allclose(both[1], alone[0], atol=2e-4)
-    for mine, theirs in zip(together.layers, single.layers):
+    for ours, theirs in zip(together.layers, single.layers):
         for head in range(2):
-            assert tiny.held(mine.pages)[1, head].keys() == tiny.held(theirs.pages)[0, head].keys()
+            assert tiny.held(ours.pages)[1, head].keys() == tiny.held(theirs.pages)[0, head].keys()
 
 
 def test_every_k_acts_when_it_says():

@@ -58,10 +58,10 @@ def test_every_size_of_every_part_is_one_of_its_fields():
 @pytest.mark.parametrize("spec", ["full", "quest(4, dense=0)", "conf_kv + confidence(128, 256) + int8(32)"])
 def test_a_description_is_json_and_its_policy_parses_back(spec):
     chosen = policy(spec)
-    found = json.loads(json.dumps(describe(chosen)))
-    assert found == describe(chosen)
-    assert policy(found["policy"]) == chosen
-    parts = {part["place"]: part["name"] for part in found["parts"]}
+    described = json.loads(json.dumps(describe(chosen)))
+    assert described == describe(chosen)
+    assert policy(described["policy"]) == chosen
+    parts = {part["place"]: part["name"] for part in described["parts"]}
     assert parts == {p.place: p.name for p, idle in zip(chosen.parts, Policy().parts) if p != idle}
 
 
@@ -74,9 +74,9 @@ def test_a_description_is_json_and_its_policy_parses_back(spec):
     ],
 )
 def test_a_size_is_a_number_and_its_unit(budget, size):
-    found = describe(policy(f"snapkv + {budget}"))
-    assert found["size"] == size
-    assert found["parts"][-1]["args"]["when"] == "after_prompt"
+    described = describe(policy(f"snapkv + {budget}"))
+    assert described["size"] == size
+    assert described["parts"][-1]["args"]["when"] == "after_prompt"
 
 
 def test_any_field_can_be_left_open():

@@ -53,12 +53,12 @@ def test_learned_weights_follow_and_streams_hold_the_same():
     other = kvjax.load(heads=order)
     policy = kvjax.policy("write_gate(0.1, window=32)")
     prompt = np.random.default_rng(1).integers(5, 500, 300).tolist()
-    found = []
+    runs = []
     for one in (model, other):
         weights = kvjax.weights_for(policy, one)
         state, logits = kvjax.prefill(one, policy, [prompt], weights=weights, chunk_size=64)
-        found.append((np.asarray(metrics.present(state)), np.asarray(logits)))
-    (kept, logits), (moved, others) = found
+        runs.append((np.asarray(metrics.present(state)), np.asarray(logits)))
+    (kept, logits), (moved, others) = runs
     # Gates sit on a threshold: rounding in another order may turn one.
     back = np.stack([layer[:, new] for layer, new in zip(kept, order)])
     assert (moved != back).mean() < 1e-3 < (moved != kept).mean()

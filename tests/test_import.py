@@ -71,11 +71,11 @@ def beyond_jax() -> tuple[float, float]:
     """Seconds spent in the modules that ``import kvjax`` adds to ``import jax``, and in jax's own."""
     lines = run("import jax; import kvjax", "-X", "importtime").stderr.splitlines()
     rows = [re.match(r"import time:\s+(\d+) \|\s+\d+ \|( +)(\S+)", line) for line in lines]
-    found = [(int(row[1]), len(row[2]), row[3]) for row in rows if row]
-    end_of_jax = max(at for at, (_, depth, name) in enumerate(found) if name == "jax" and depth == 1)
-    after = found[end_of_jax + 1 :]
+    modules = [(int(row[1]), len(row[2]), row[3]) for row in rows if row]
+    end_of_jax = max(at for at, (_, depth, name) in enumerate(modules) if name == "jax" and depth == 1)
+    after = modules[end_of_jax + 1 :]
     assert any(name == "kvjax" for _, _, name in after), "kvjax was not imported after jax"
-    return tuple(sum(cost for cost, _, _ in rows) / 1e6 for rows in (after, found[: end_of_jax + 1]))
+    return tuple(sum(cost for cost, _, _ in rows) / 1e6 for rows in (after, modules[: end_of_jax + 1]))
 
 
 def test_every_public_name_is_there():

@@ -71,6 +71,7 @@ TABLE = {
     "kvjax.layer._attend": rf"{STATE}|kvjax\.(algebra|layer\._(info|read))",
     "kvjax.layer._mass": rf"{STATE}|kvjax\.(algebra|layer\._(info|read))",
     "kvjax.layer._prompt": rf"{STATE}|kvjax\.(algebra|layer\._(info|read|mass|admit))|{KERNELS}",
+    "kvjax.layer._rows": r"kvjax\.(algebra|layer\._info)",
     "kvjax.layer._step": rf"{STATE}|kvjax\.layer\._(?!prompt).+|{KERNELS}",
     "kvjax.weights": rf"{WEIGHTS}|kvjax\.(algebra|catalogue|sharding\.head_order)",
     "kvjax.weights.gates": r"kvjax\.(types|weights|loading|weights\.torch_file|policies\.wg_kv)",
@@ -109,8 +110,8 @@ TABLE = {
     "kvjax.engine.prefix": r"kvjax\.(algebra|engine\.pages)",
     "kvjax.engine.contexts": r"kvjax\.(types|algebra|metrics|saving|weights)"
     r"|kvjax\.engine\.(errors|pages|request|settings|ticket)",
-    "kvjax.engine.batch": rf"{STATE}|kvjax\.(algebra|decode|metrics|sampling)"
-    r"|kvjax\.engine\.(row_policies|decoding|compiler|metrics|pages|request|ticket)",
+    "kvjax.engine.batch": rf"{STATE}|kvjax\.(algebra|decode|layer|metrics|sampling)"
+    r"|kvjax\.engine\.(decoding|compiler|metrics|pages|request|ticket)",
     "kvjax.engine.memory": rf"{STATE}|kvjax\.(algebra|decode)"
     r"|kvjax\.engine\.(decoding|batch|contexts|pages|prefix|settings|ticket)",
     "kvjax.serve": r"kvjax(\.(?!eval).+)?",
@@ -163,11 +164,11 @@ def imported(module: str, source: str, known: set[str]) -> set[str]:
     return {name for name in names if name.split(".")[0] in OURS}
 
 
-def violations(given: dict[str, str]) -> list[str]:
+def violations(code: dict[str, str]) -> list[str]:
     """``"importer -> imported"`` for everything the table does not allow."""
-    known = set(sources()) | set(given)
+    known = set(sources()) | set(code)
     broken = []
-    for module, source in given.items():
+    for module, source in code.items():
         rules = [name for name in TABLE if module == name or module.startswith(name + ".")]
         rule = max(rules, key=len)
         if rule == "kvjax" and module != "kvjax":
@@ -179,9 +180,9 @@ def violations(given: dict[str, str]) -> list[str]:
 
 
 def test_everyone_imports_only_what_the_table_allows():
-    given = sources()
-    assert len(given) > 40, "the sources were not found"
-    assert violations(given) == []
+    code = sources()
+    assert len(code) > 40, "the sources were not found"
+    assert violations(code) == []
 
 
 @pytest.mark.parametrize(
@@ -214,10 +215,10 @@ def test_a_planted_violation_is_seen(module, source):
     "package", ["kvjax", "kvjax.algebra", "kvjax.layer", "kvjax.decode", "kvjax.catalogue", "kvjax.weights"]
 )
 def test_no_module_is_hidden_by_a_name_that_its_package_gives(package):
-    given = set(importlib.import_module(package).__all__)
+    names = set(importlib.import_module(package).__all__)
     modules = {name.rpartition(".")[2] for name in sources() if name.rpartition(".")[0] == package}
     assert len(modules) > 3
-    assert not given & modules
+    assert not names & modules
 
 
 def circles(graph: dict[str, set[str]]) -> list[list[str]]:
@@ -225,7 +226,7 @@ def circles(graph: dict[str, set[str]]) -> list[list[str]]:
     order: dict[str, int] = {}
     low: dict[str, int] = {}
     stack: list[str] = []
-    found: list[list[str]] = []
+    groups: list[list[str]] = []
 
     def visit(name: str) -> None:
         order[name] = low[name] = len(order)
@@ -241,18 +242,18 @@ def circles(graph: dict[str, set[str]]) -> list[list[str]]:
             while group[-1] != name:
                 group.append(stack.pop())
             if len(group) > 1:
-                found.append(sorted(group))
+                groups.append(sorted(group))
 
     for name in graph:
         if name not in order:
             visit(name)
-    return found
+    return groups
 
 
-def import_graph(given: dict[str, str]) -> dict[str, set[str]]:
+def import_graph(code: dict[str, str]) -> dict[str, set[str]]:
     """Who imports whom, imports inside functions and for types alone included."""
-    known = set(given)
-    graph = {name: imported(name, source, known) & known for name, source in given.items()}
+    known = set(code)
+    graph = {name: imported(name, source, known) & known for name, source in code.items()}
     fronts = {name for name in known if any(other.startswith(name + ".") for other in known)}
     # A module that imports its own package's front, or a front its modules, is no circle of ideas.
     return {
@@ -271,9 +272,9 @@ def test_a_planted_circle_is_seen():
 
 
 def test_flax_is_imported_by_training_and_its_module_alone():
-    given, module = sources(), "kvjax.models.module"
-    of_flax = {name for name, text in given.items() if re.search(r"^\s*(from|import) flax\b", text, re.M)}
-    users = {name for name, text in given.items() if module in imported(name, text, set(given))}
+    code, module = sources(), "kvjax.models.module"
+    of_flax = {name for name, text in code.items() if re.search(r"^\s*(from|import) flax\b", text, re.M)}
+    users = {name for name, text in code.items() if module in imported(name, text, set(code))}
     assert module in of_flax
     assert {name for name in of_flax | users if not name.startswith("train.")} == {module}
 

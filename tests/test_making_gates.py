@@ -25,7 +25,7 @@ def test_converted_gates_compute_what_grouped_convolutions_do(norms):
     k_pre, k = np.random.default_rng(1).standard_normal((2, 1, heads, 5, dim)).astype(np.float32)
     for layer in range(2):
         p = {name.rpartition("g_predictors.")[2]: x for name, x in theirs.items() if f".{layer}." in name}
-        found = gate_logits(ours[layer], jnp.asarray(k_pre), jnp.asarray(k))
+        logits = gate_logits(ours[layer], jnp.asarray(k_pre), jnp.asarray(k))
         for head in range(heads):
             keys = [k_pre[0, head].astype(np.float64), k[0, head].astype(np.float64)]
             if norms:
@@ -34,7 +34,7 @@ def test_converted_gates_compute_what_grouped_convolutions_do(norms):
             block = slice(head * hidden, (head + 1) * hidden)
             y = np.concatenate(keys, -1) @ p["conv1.weight"][block, :, 0].T + p["conv1.bias"][block]
             y = np.asarray(jax.nn.gelu(y, approximate=False)) @ p["conv2.weight"][head, :, 0]
-            np.testing.assert_allclose(found[0, head], y + p["conv2.bias"][head], atol=1e-4)
+            np.testing.assert_allclose(logits[0, head], y + p["conv2.bias"][head], atol=1e-4)
 
 
 def test_convert_writes_gates_that_serve_reads(tiny_folder, tmp_path, capsys):

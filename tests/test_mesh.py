@@ -47,9 +47,9 @@ def lived(*words: str, processes: int = 1, program: str = "mesh_run.py", devices
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
-def check(found: list[dict]) -> None:
-    assert found
-    for one in found:
+def check(lines: list[dict]) -> None:
+    assert lines
+    for one in lines:
         assert "error" not in one, one
         # Kept sets first: where they differ logits tell nothing.
         assert one["kept"] == [0, 0], one
@@ -87,10 +87,10 @@ def test_two_processes_give_what_one_gives():
 
 @pytest.mark.slow
 def test_no_step_moves_a_pool_between_devices():
-    asked = ("full", CONF, "topk(5, sinks=2, tail=6)", SHARED, GATES)
-    found = lived("data=2,tensor=4", "--moved", "--only", *asked)
-    assert len(found) == len(asked)
-    for one in found:
+    policies = ("full", CONF, "topk(5, sinks=2, tail=6)", SHARED, GATES)
+    lines = lived("data=2,tensor=4", "--moved", "--only", *policies)
+    assert len(lines) == len(policies)
+    for one in lines:
         # Two products a layer and the embedding; what policies reduce over heads: never an axis of heads, of
         # pages or of channels.
         assert one["moved"].count("all-reduce [2,1,32]") == 5, one
@@ -111,18 +111,18 @@ def test_evaluations_measure_on_a_mesh_what_they_measure_on_one_device():
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_state_saved_on_one_mesh_opens_on_another(processes):
     others = ["data=4,tensor=2"] if processes > 1 else ["data=1", "tensor=2", "data=4,tensor=2"]
-    found = lived("data=2,tensor=4", *others, "--saved", "--only", SHARED, "int8(16)", processes=processes)
-    assert len(found) == 2 * (2 + len(others))  # on its own mesh, on the others, forked
-    for one in found:
+    lines = lived("data=2,tensor=4", *others, "--saved", "--only", SHARED, "int8(16)", processes=processes)
+    assert len(lines) == 2 * (2 + len(others))  # on its own mesh, on the others, forked
+    for one in lines:
         assert one["streams"] == 0, one
-        assert one["logits"] <= (0 if one["to"] == found[0]["to"] and not one["forked"] else CLOSE), one
+        assert one["logits"] <= (0 if one["to"] == lines[0]["to"] and not one["forked"] else CLOSE), one
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("writers", "readers"), [(2, 1), (1, 2)])
 def test_what_processes_save_others_open(writers, readers, tmp_path):
-    asked = ("data=2,tensor=4", SHARED, "int8(16)", CONF)
-    wrote = lived("write", str(tmp_path), *asked, processes=writers, program="saved_run.py")
+    words = ("data=2,tensor=4", SHARED, "int8(16)", CONF)
+    wrote = lived("write", str(tmp_path), *words, processes=writers, program="saved_run.py")
     said = "disk full" if writers == 1 else f"save('{tmp_path}/0'): process 1 could not write its part"
     assert said in wrote.pop()["refused"]
     assert [one.name for one in sorted(tmp_path.iterdir())] == ["0", "1", "2"]
@@ -148,8 +148,8 @@ def states(folder: Path) -> None:
     """Two states of the tiny model, that differ in a token."""
     folder.mkdir()
     for name, last in (("first", 1), ("other", 2)):
-        given = {"context": 64, "page": 8, "chunk_size": 16}
-        state, _ = kvjax.prefill(tiny.model(), KEPT, [[*tiny.prompt(15), last]], **given)
+        options = {"context": 64, "page": 8, "chunk_size": 16}
+        state, _ = kvjax.prefill(tiny.model(), KEPT, [[*tiny.prompt(15), last]], **options)
         kvjax.save(state, folder / name, model=tiny.model(), policy=KEPT)
 
 
@@ -163,14 +163,14 @@ def test_processes_that_were_given_different_things_are_refused(tmp_path):
     hf.save(tmp_path / "first", model.spec, model.params, dtype=str(params["embed"].dtype))
     states(tmp_path / "states")
     folders = [str(tmp_path / name) for name in ("first", "trained", "states")]
-    [found] = lived(*folders, processes=2, program="alike_run.py", devices=1)
-    assert found.pop("read") == found.pop("text") == "True"
-    assert "is in another call than process 0" in found.pop("call")
-    assert {name: said.partition(GIVEN_OTHERS)[2].partition(".")[0] for name, said in found.items()} == {
+    [refusals] = lived(*folders, processes=2, program="alike_run.py", devices=1)
+    assert refusals.pop("read") == refusals.pop("text") == "True"
+    assert "is in another call than process 0" in refusals.pop("call")
+    assert {name: said.partition(GIVEN_OTHERS)[2].partition(".")[0] for name, said in refusals.items()} == {
         "versions": f"the version of numpy (here '{np.__version__.partition('.')[0]}",
         "files": "the weights",
         "dtype": "the dtype (here 'float32')",
-        "model": "the model (here " + found["model"].partition("(here ")[2].partition(".")[0],
+        "model": "the model (here " + refusals["model"].partition("(here ")[2].partition(".")[0],
         "policy": "the policy (here 'snapkv(8) + uniform(24)')",
         "prompts": "the prompts",
         "context": "the sizes and seeds (here (64, 256, None, 0))",
@@ -205,7 +205,7 @@ def test_one_device_is_no_mesh():
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("name", "said"),
     [
         ("data", r"'data' is not an axis and its size. Write it as 'data=2,tensor=4'"),
         ("data=2.5", "'data=2.5' is not an axis"),
@@ -214,9 +214,9 @@ def test_one_device_is_no_mesh():
         ("tensor=4096", r"mesh\('tensor=4096'\) needs 4096 devices, .* are here. Make the axes smaller"),
     ],
 )
-def test_a_mesh_that_cannot_be_made_is_refused(given, said):
+def test_a_mesh_that_cannot_be_made_is_refused(name, said):
     with pytest.raises(MeshError, match=said):
-        kvjax.mesh(given)
+        kvjax.mesh(name)
 
 
 @pytest.mark.parametrize(
@@ -277,9 +277,9 @@ def test_learned_weights_lie_by_head():
     # Which of all heads retrieve is decided by all layers together; what comes of it is each head's own.
     duo, alpha = kvjax.policy("duo(0.5)"), [{"alpha": np.zeros(2)}] * 2
     assert {*jax.tree.leaves(layer.of_learned(duo, {"admission": alpha}))} == {jax.P()}
-    mine = duo.admission.at_layer(alpha, 0)
-    assert of_learned(duo.parts, {"admission": mine}) == {"admission": {"retrieves": jax.P("tensor")}}
-    rows = of_learned(duo.parts, {"admission": layer.OfRows(mine)})["admission"]
+    of_layer = duo.admission.at_layer(alpha, 0)
+    assert of_learned(duo.parts, {"admission": of_layer}) == {"admission": {"retrieves": jax.P("tensor")}}
+    rows = of_learned(duo.parts, {"admission": layer.OfRows(of_layer)})["admission"]
     assert rows.tree == {"retrieves": jax.P("data", "tensor")}
 
 
@@ -287,7 +287,7 @@ def test_learned_weights_lie_by_head():
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("words", "said"),
     [
         (["--local", "2"], "launch has no program to run"),
         (["--local", "2", "--process-id", "0", "--", "x.py"], "--local starts all processes itself"),
@@ -296,8 +296,8 @@ def test_learned_weights_lie_by_head():
         (["--local", "0", "--", "x.py"], "--local 0 is out of range"),
     ],
 )
-def test_a_launch_that_makes_no_sense_is_refused(capsys, given, said):
-    assert launch.main(given) == 2
+def test_a_launch_that_makes_no_sense_is_refused(capsys, words, said):
+    assert launch.main(words) == 2
     assert said in capsys.readouterr().err
 
 

@@ -22,36 +22,36 @@ def read(spec):
 
 def test_allocated_is_every_leaf_once():
     state = read("int8(8)")
-    found = kvjax.nbytes(state)
+    size = kvjax.nbytes(state)
     leaves = sum(x.nbytes for x in jax.tree.leaves(state.layers))
-    assert found.allocated.sum() == leaves == metrics.allocated(state.layers)
+    assert size.allocated.sum() == leaves == metrics.allocated(state.layers)
     ring = 2 * 2 * 8 * (2 * H * 4 + 1)  # rows, heads, slots, (k and v in float32, an admission bit)
-    assert found.allocated[0, 0] == ring
-    assert found.total["allocated"] == leaves
+    assert size.allocated[0, 0] == ring
+    assert size.total["allocated"] == leaves
 
 
 def test_live_bytes_of_a_full_ring():
-    found = kvjax.nbytes(read("full"))
-    assert found.live.shape == (2, 2, 4)
-    assert (found.live[..., 0] == sum(LENGTHS) * (2 * H * 4 + 1)).all()
-    assert (found.live[..., 1:] == 0).all()
+    size = kvjax.nbytes(read("full"))
+    assert size.live.shape == (2, 2, 4)
+    assert (size.live[..., 0] == sum(LENGTHS) * (2 * H * 4 + 1)).all()
+    assert (size.live[..., 1:] == 0).all()
 
 
 def test_live_bytes_of_int8_pages():
-    found = kvjax.nbytes(read("int8(8)"))
+    size = kvjax.nbytes(read("int8(8)"))
     slots = [n - 8 for n in LENGTHS]
     pages = sum(-(-n // tiny.PAGE) for n in slots)
     by_hand = sum(slots) * (2 * H * 1 + 4) + pages * (2 * H * 4)  # codes and position; scales of a page
-    assert (found.live[..., 1] == by_hand).all()
-    assert (found.live[..., 0] == 2 * 8 * (2 * H * 4 + 1)).all()
+    assert (size.live[..., 1] == by_hand).all()
+    assert (size.live[..., 0] == 2 * 8 * (2 * H * 4 + 1)).all()
 
 
 @pytest.mark.slow
 def test_live_bytes_of_metadata_and_summaries():
-    found = kvjax.nbytes(read("quest(3, chunk=4, dense=1, recent=8)"))
+    size = kvjax.nbytes(read("quest(3, chunk=4, dense=1, recent=8)"))
     slots = [n - 8 for n in LENGTHS]
     pages = sum(-(-n // tiny.PAGE) for n in slots)
-    assert (found.live[..., 1] == sum(slots) * (2 * H * 4 + 4) + pages * 2 * 2 * H * 4).all()
+    assert (size.live[..., 1] == sum(slots) * (2 * H * 4 + 4) + pages * 2 * 2 * H * 4).all()
     kept = kvjax.nbytes(read("knorm + uniform(20, when=every_step) + recent(4)"))
     assert (kept.live[..., 0] == 2 * 4 * (2 * H * 4 + 1 + 4)).all()
     assert (kept.live[..., 1] == 2 * 16 * (2 * H * 4 + 4 + 4)).all()

@@ -86,11 +86,11 @@ def stepper(info: layer.LayerInfo):
 def live(cache: LayerCache, length: np.ndarray) -> list[np.ndarray]:
     """Keys and values that a read may see, exactly; the others may be anything."""
     held = np.arange(W) < length[:, None]
-    found = [
+    arrays = [
         np.where(held[:, None, :, None], np.asarray(x, np.float32), 0) for x in (cache.ring.k, cache.ring.v)
     ]
     fill = np.arange(S) < np.asarray(paging.fills(cache.pages))[:, None]
-    return found + [
+    return arrays + [
         np.where(fill[..., None], np.asarray(x, np.float32), 0) for x in (cache.pages.k, cache.pages.v)
     ]
 
@@ -121,22 +121,22 @@ def test_steps_in_one_kernel_are_the_steps(spec, impl, monkeypatch):
     entered = np.asarray(theirs.pages.length)
     for i in range(STEPS):
         active = np.array([True, i != 1, i != 0])
-        given = drawn(i), jnp.asarray(length), jnp.asarray(active)
-        wanted, theirs = usual(theirs, *given)
+        inputs = drawn(i), jnp.asarray(length), jnp.asarray(active)
+        wanted, theirs = usual(theirs, *inputs)
         with monkeypatch.context() as patch, dispatch.interpreted(races=False):
             preferring(patch, impl)
-            assert i or "pallas_call" in str(jax.make_jaxpr(at_once)(ours, *given))
-            found, ours = at_once(ours, *given)
+            assert i or "pallas_call" in str(jax.make_jaxpr(at_once)(ours, *inputs))
+            step, ours = at_once(ours, *inputs)
         length += active
-        assert found.out.dtype == wanted.out.dtype
-        for a, b in ((found.out, wanted.out), (found.lse, wanted.lse)):
+        assert step.out.dtype == wanted.out.dtype
+        for a, b in ((step.out, wanted.out), (step.lse, wanted.lse)):
             a, b = (np.asarray(x, np.float32)[active] for x in (a, b))
             np.testing.assert_allclose(a, b, atol=0.02)
         for a, b in zip(live(ours, length), live(theirs, length)):
             np.testing.assert_array_equal(a, b)
         jax.tree.map(np.testing.assert_array_equal, without_kv(ours), without_kv(theirs))
-        jax.tree.map(np.testing.assert_array_equal, found.loaded, wanted.loaded)
-    assert found.mass is None
+        jax.tree.map(np.testing.assert_array_equal, step.loaded, wanted.loaded)
+    assert step.mass is None
     entered = np.asarray(theirs.pages.length)[..., 0] - entered[..., 0]
     np.testing.assert_array_equal(entered, [[STEPS, 0], [1, 0], [0, 0]])
 
@@ -145,14 +145,14 @@ def test_steps_in_one_kernel_are_the_steps(spec, impl, monkeypatch):
 def test_it_is_taken_where_admission_alone_decides(impl, monkeypatch):
     def taken(spec: str, dtype: str = "bfloat16", softcap: float | None = None, **other) -> bool:
         info = site(spec)
-        found = []
+        answers = []
 
         def ask() -> None:
             cache = dataclasses.replace(made(info, dtype=dtype), **other)
-            found.append(_one_kernel.fits(info, cache, heads(*drawn(0, dtype), softcap)))
+            answers.append(_one_kernel.fits(info, cache, heads(*drawn(0, dtype), softcap)))
 
         jax.eval_shape(ask)  # shapes say it
-        return found[0]
+        return answers[0]
 
     policies = ("write_gate(0.88, window=32)", "window(32) + sinks(4)", "snapkv + uniform(40)")
     assert not any(map(taken, policies)), "on a CPU nothing changes"

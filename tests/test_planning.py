@@ -310,7 +310,7 @@ GOOD = "--model llama-3.1-8b --policy full --context 4096 --rows 4 --tpu v5e:2x2
         ("--policy wg-kv --share 1.5", "--share 1.5 is out of range"),
         ("--imbalance 0.5", "--imbalance 0.5 is out of range"),
         ("--context 200000", "more than the model's 131072 positions"),
-        ("--model llama-9", "no model known by name"),
+        ("--model llama-9", "is neither the name of a model nor a folder"),
         ("--policy nothing", "nothing"),
         ("--out nowhere/at/all.json", "there is no folder nowhere/at"),
     ],

@@ -28,13 +28,13 @@ def reading():
 def test_a_cut_is_the_prefill(spec, reading):
     policy = kvjax.policy(spec)
     assert decode.cuts_after(policy)
-    mine, logits = decode.cut(tiny.model(), policy, reading, page=tiny.PAGE, seeds=[1, 2, 3])
+    state, logits = decode.cut(tiny.model(), policy, reading, page=tiny.PAGE, seeds=[1, 2, 3])
     prompts = [tiny.prompt(n, n) for n in LENGTHS]
     right, also = kvjax.prefill(tiny.model(), policy, prompts, **SIZES, seeds=[1, 2, 3])
     np.testing.assert_allclose(logits, also, atol=1e-4)
-    np.testing.assert_array_equal(metrics.present(mine), metrics.present(right))
-    assert jax.tree.structure(mine) == jax.tree.structure(right)
-    for a, b in zip(jax.tree.leaves(mine), jax.tree.leaves(right)):
+    np.testing.assert_array_equal(metrics.present(state), metrics.present(right))
+    assert jax.tree.structure(state) == jax.tree.structure(right)
+    for a, b in zip(jax.tree.leaves(state), jax.tree.leaves(right)):
         assert a.shape == b.shape
         if a.dtype == np.float32:
             np.testing.assert_allclose(a, b, atol=2e-3)

@@ -52,9 +52,9 @@ def test_the_example_prints_what_readme_shows(capsys):
 
 def forget() -> None:
     """Discovery looks again."""
-    for found in vars(discovery).values():
-        if isinstance(found, functools._lru_cache_wrapper):
-            found.cache_clear()
+    for function in vars(discovery).values():
+        if isinstance(function, functools._lru_cache_wrapper):
+            function.cache_clear()
 
 
 @pytest.fixture

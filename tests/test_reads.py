@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 import tiny
 
 import kvjax
 from kvjax import decode, reads
 from kvjax.eval.measure.row import Reads
+from kvjax.layer._read import _selector_tokens
 
 
 @pytest.mark.parametrize(
@@ -34,17 +36,15 @@ def test_selection_alone(share, prompt, n, topk):
 )
 def test_beside_a_summary_that_is_charged_at_once(share, prompt, size, left):
     features, head_dim = size
-    found = reads.retrieved(share, prompt, features=features, head_dim=head_dim)
-    assert found == left
-    assert reads.written(found) == ("–" if left is None else str(left))
+    count = reads.retrieved(share, prompt, features=features, head_dim=head_dim)
+    assert count == left
+    assert reads.written(count) == ("–" if left is None else str(left))
 
 
 def test_amortised_it_costs_less_and_less():
     size = {"features": 128, "head_dim": 128}
-    found = [reads.retrieved(0.01, 16384, **size, generated=n) for n in (1, 2, 10, 65, 10**6)]
-    assert found == [79, 111, 137, 143, 143]  # floor(144 - 65 / n)
-    assert reads.per_step(164 - 65, **size) == 164
-    assert reads.per_step(100, **size, generated=65) == 101
+    counts = [reads.retrieved(0.01, 16384, **size, generated=n) for n in (1, 2, 10, 65, 10**6)]
+    assert counts == [79, 111, 137, 143, 143]  # floor(144 - 65 / n)
     assert reads.retrieved(0.01, 16384, **size, wide=2) == 144 - 130
 
 
@@ -56,6 +56,19 @@ def test_a_state_says_what_reading_its_summary_costs():
     assert by_bytes == reads.summary(16, 8, wide=2) + 2 / 16  # the count of its tokens: one int32 a stream
     none = decode.empty(model.network, "full", rows=1, context=64, dtype=jnp.bfloat16)
     assert kvjax.nbytes(none).summary_reads == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("spec", "tokens"),
+    # Of 12 tokens every key, half a token each; of two pages two chunks, a low and a high key each.
+    [("topk(4, sinks=2, tail=6)", 6), ("quest(3, chunk=4, recent=8)", 4)],
+)
+def test_what_a_selection_looks_at_is_charged_in_tokens(spec, tokens):
+    policy = kvjax.policy(spec)
+    state = decode.empty(tiny.model().network, policy, rows=2, context=64, page=8, dtype=jnp.float32)
+    pages = state.layers[1].pools[-1]
+    pages = dataclasses.replace(pages, length=jnp.full_like(pages.length, 12))
+    np.testing.assert_array_equal(_selector_tokens(policy, pages, 0), np.full((2, 2), tokens))
 
 
 def test_a_row_of_results_charges_the_summary_as_one_likes():

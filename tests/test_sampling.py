@@ -31,28 +31,28 @@ def test_truncation_is_the_oracles(top_k, top_p):
     rows = 2000
     logits = np.random.default_rng(0).normal(0, 1.5, V).astype(np.float32)
     how = sampling(rows, temperature=0.8, top_k=top_k, top_p=top_p)
-    found = np.asarray(draw(np.tile(logits, (rows, 1)), how, np.zeros(rows, np.int32)))
+    tokens = np.asarray(draw(np.tile(logits, (rows, 1)), how, np.zeros(rows, np.int32)))
     right = allowed(logits.astype(np.float64), 0.8, top_k, top_p)
-    assert set(found.tolist()) <= right
+    assert set(tokens.tolist()) <= right
     p = np.exp(logits / 0.8) * np.isin(np.arange(V), list(right))
     p /= p.sum()
-    share = np.bincount(found, minlength=V) / rows
+    share = np.bincount(tokens, minlength=V) / rows
     assert np.abs(share - p).max() < 5 * np.sqrt(0.25 / rows)
 
 
 def test_greedy_rows_stay_greedy_beside_warm_ones():
     logits = np.random.default_rng(1).normal(size=(64, V)).astype(np.float32)
     how = sampling(64, temperature=[0.0, 2.0] * 32)
-    found = np.asarray(draw(logits, how, np.arange(64, dtype=np.int32)))
-    assert (found[::2] == logits.argmax(-1)[::2]).all()
-    assert (found[1::2] != logits.argmax(-1)[1::2]).any()
+    tokens = np.asarray(draw(logits, how, np.arange(64, dtype=np.int32)))
+    assert (tokens[::2] == logits.argmax(-1)[::2]).all()
+    assert (tokens[1::2] != logits.argmax(-1)[1::2]).any()
 
 
 def test_a_draw_belongs_to_its_request_and_position():
     logits = np.zeros((4, V), np.float32)
     position = np.asarray([7, 7, 8, 7], np.int32)
-    found = np.asarray(draw(logits, sampling(4, temperature=1.0, requests=[3, 5, 3, 3]), position))
-    assert found[0] == found[3]
+    tokens = np.asarray(draw(logits, sampling(4, temperature=1.0, requests=[3, 5, 3, 3]), position))
+    assert tokens[0] == tokens[3]
     many = np.zeros((200, V), np.float32)
     at = np.arange(200, dtype=np.int32)
     one = sampling(200, temperature=1.0, requests=[3] * 200)
@@ -74,5 +74,5 @@ def test_parameters_out_of_range_are_refused(bad):
 
 def test_ties_at_the_cut_stay_in():
     logits = jnp.asarray([[1.0, 1.0, 0.0]] * 300)
-    found = np.asarray(draw(logits, sampling(300, temperature=1.0, top_k=1), np.zeros(300, np.int32)))
-    assert set(found.tolist()) == {0, 1}
+    tokens = np.asarray(draw(logits, sampling(300, temperature=1.0, top_k=1), np.zeros(300, np.int32)))
+    assert set(tokens.tolist()) == {0, 1}

@@ -48,11 +48,11 @@ def test_a_state_comes_back_and_goes_on(spec, tmp_path):
     state, policy, file = read(spec), kvjax.policy(spec), tmp_path / "state"
     extra = {"tokens": np.arange(5)}
     kvjax.save(state, file, model=tiny.model(), policy=policy, extra=extra, notes={"name": "book"})
-    found = kvjax.open(file, model=tiny.model(), policy=policy, label="")
-    assert found.policy == policy
-    assert found.notes == {"name": "book"}
-    np.testing.assert_array_equal(found.extra["tokens"], extra["tokens"])
-    for layer, other in zip(state.layers, found.state.layers, strict=True):
+    opened = kvjax.open(file, model=tiny.model(), policy=policy, label="")
+    assert opened.policy == policy
+    assert opened.notes == {"name": "book"}
+    np.testing.assert_array_equal(opened.extra["tokens"], extra["tokens"])
+    for layer, other in zip(state.layers, opened.state.layers, strict=True):
         assert jax.tree.structure(layer.ring) == jax.tree.structure(other.ring)
         jax.tree.map(np.testing.assert_array_equal, layer.ring, other.ring)
         for pages, others in zip(layer.pools, other.pools, strict=True):
@@ -65,9 +65,9 @@ def test_a_state_comes_back_and_goes_on(spec, tmp_path):
             for pos, values in slots.items():
                 for value, theirs in zip(values, again[stream][pos]):
                     np.testing.assert_array_equal(value, theirs)
-    assert kvjax.nbytes(found.state).total["live"] == kvjax.nbytes(state).total["live"]
+    assert kvjax.nbytes(opened.state).total["live"] == kvjax.nbytes(state).total["live"]
     tokens = np.asarray([tiny.prompt(6, 3), tiny.prompt(6, 4)])
-    states = [decode.reserve(policy, one, 8, 1) for one in (state, found.state)]
+    states = [decode.reserve(policy, one, 8, 1) for one in (state, opened.state)]
     (_, one), (_, two) = (tiny.feed(policy, each, tokens) for each in states)
     np.testing.assert_allclose(one, two, atol=2e-5)
 
@@ -99,8 +99,8 @@ def head(content: bytes, **changes) -> bytes:
     """The file with another word in its head."""
     size = int.from_bytes(content[:8], "little")
     header = json.loads(content[8 : 8 + size])
-    found = json.loads(header["__metadata__"]["head"]) | changes
-    header["__metadata__"]["head"] = json.dumps(found)
+    fields = json.loads(header["__metadata__"]["head"]) | changes
+    header["__metadata__"]["head"] = json.dumps(fields)
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text + content[8 + size :]
@@ -109,13 +109,13 @@ def head(content: bytes, **changes) -> bytes:
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
-        (lambda x: b"", "holds no saved state"),
-        (lambda x: b"PK\3\4 something else entirely", "holds no saved state"),
-        (lambda x: x[:60], "holds no saved state"),
+        (lambda x: b"", "is not a saved state"),
+        (lambda x: b"PK\3\4 something else entirely", "is not a saved state"),
+        (lambda x: x[:60], "is not a saved state"),
         (lambda x: x[:-9], "cut off or damaged"),
         (lambda x: x[:-9] + bytes(9), "is not what was written"),
         (lambda x: head(x, version=3), "format 3"),
-        (lambda x: head(x, format="other"), "holds no saved state"),
+        (lambda x: head(x, format="other"), "is not a saved state"),
         (lambda x: head(x, model="0" * 16), "another model"),
         (lambda x: head(x, dtype="bfloat16"), "Load it as bfloat16"),
         (lambda x: head(x, policy="telepathy(3)"), "unknown here"),
@@ -150,20 +150,22 @@ def test_other_policies_weights_and_states_are_refused(content, tmp_path):
 
 def parted(state: kvjax.KVState, file, folder, sizes: str) -> None:
     """The state of a file as the devices of a mesh would write it, each its block."""
-    (arrays, found), mesh = _read._read(file), sizes_of(sizes)
+    (arrays, fields), mesh = _read._read(file), sizes_of(sizes)
     layers = [on_host(cache, state.mesh) for cache in state.layers]
     layers = [
         cache.with_pools([_divided(pages, mesh, size_class) for pages in cache.pools]) for cache in layers
     ]
     shared = {name: x for name, x in arrays.items() if not name[0].isdigit()}
 
-    def mine(x: np.ndarray, spec: jax.P, block: device_parts.Block) -> np.ndarray:
+    def block_of(x: np.ndarray, spec: jax.P, block: device_parts.Block) -> np.ndarray:
         return np.split(x, block.of)[block.at] if spec == jax.P(("data", "tensor")) else x[block.index]
 
     folder.mkdir()
     for block in device_parts.blocks(mesh, state.rows, state.layers[0].ring.k.shape[1]):
-        own = [jax.tree.map(lambda x, s, b=block: mine(x, s, b), one, of_state(one)) for one in layers]
-        write_part(folder, block, shared, own, {n: found[n] for n in found if n not in ("layers", "digest")})
+        own = [jax.tree.map(lambda x, s, b=block: block_of(x, s, b), one, of_state(one)) for one in layers]
+        write_part(
+            folder, block, shared, own, {n: fields[n] for n in fields if n not in ("layers", "digest")}
+        )
 
 
 @pytest.mark.parametrize(
@@ -171,8 +173,8 @@ def parted(state: kvjax.KVState, file, folder, sizes: str) -> None:
 )
 def test_parts_are_together_what_one_file_holds(spec, tmp_path):
     state, file, folder = read(spec), tmp_path / "state", tmp_path / "parts"
-    given = {"model": tiny.model(), "policy": spec, "extra": {"tokens": np.arange(5)}, "notes": {"a": "b"}}
-    kvjax.save(state, file, **given)
+    options = {"model": tiny.model(), "policy": spec, "extra": {"tokens": np.arange(5)}, "notes": {"a": "b"}}
+    kvjax.save(state, file, **options)
     one, head_of_one = _read._read(file)
     # Devices of one stream, and of two that stand apart in the file.
     for sizes in ("data=2,tensor=2", "tensor=2"):
@@ -185,10 +187,10 @@ def test_parts_are_together_what_one_file_holds(spec, tmp_path):
             assert value.dtype == many[name].dtype
         own = {name: head_of_one[name] for name in ("version", "digest")}
         assert head_of_many | own == head_of_one
-    found = kvjax.open(folder, model=tiny.model())
-    assert found.notes == {"a": "b"}
-    np.testing.assert_array_equal(found.extra["tokens"], np.arange(5))
-    kvjax.save(found.state, folder, **given)  # a file in place of the folder
+    opened = kvjax.open(folder, model=tiny.model())
+    assert opened.notes == {"a": "b"}
+    np.testing.assert_array_equal(opened.extra["tokens"], np.arange(5))
+    kvjax.save(opened.state, folder, **options)  # a file in place of the folder
     assert _read._read(folder)[1] == head_of_one
     assert {one.name for one in tmp_path.iterdir()} == {"state", "parts"}
 
@@ -206,7 +208,7 @@ def parts(tmp_path_factory):
     ("harm", "words"),
     [
         (lambda files: files[1].unlink(), "has 3 of its 4 parts"),
-        (lambda files: [file.unlink() for file in files], "is a folder that holds no saved state"),
+        (lambda files: [file.unlink() for file in files], "is a folder without a saved state"),
         (lambda files: files[2].write_bytes(files[2].read_bytes()[:-9]), "cut off or damaged"),
         (lambda files: files[0].write_bytes(head(files[0].read_bytes(), context=80)), "of different states"),
         (lambda files: files[3].write_bytes(head(files[3].read_bytes(), version=3)), "format 3"),
@@ -269,7 +271,7 @@ def test_rows_that_a_mesh_does_not_divide_are_refused(content, tmp_path):
 def test_dtypes_of_all_kinds_are_kept(tmp_path):
     arrays = {"b": np.asarray(jnp.ones((2, 3), jnp.bfloat16)), "u": np.zeros((0, 4), np.uint8)}
     _write(tmp_path / "x", arrays, {"head": json.dumps({"format": "kvjax-state", "version": 1})})
-    found, _ = _read._read(tmp_path / "x")
+    read, _ = _read._read(tmp_path / "x")
     for name, value in arrays.items():
-        assert found[name].dtype == value.dtype
-        np.testing.assert_array_equal(found[name], value)
+        assert read[name].dtype == value.dtype
+        np.testing.assert_array_equal(read[name], value)

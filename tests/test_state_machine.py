@@ -126,10 +126,10 @@ class PagesMachine(RuleBasedStateMachine):
         for at in np.ndindex(B, K, t):
             if which[at] < 0:
                 continue
-            mine = self.lists[(*at[:2], which[at])]
-            mine.add(int(numbers[at[0], at[2]]))
-            if self.needed() > self.count or len(mine) > M * S:
-                mine.remove(int(numbers[at[0], at[2]]))
+            held = self.lists[(*at[:2], which[at])]
+            held.add(int(numbers[at[0], at[2]]))
+            if self.needed() > self.count or len(held) > M * S:
+                held.remove(int(numbers[at[0], at[2]]))
                 which[at] = -1
         before = self.seen
         self.check("append", append(self.storage, self.pages, *self.tokens.entry(numbers), which))
@@ -207,10 +207,10 @@ class PagesMachine(RuleBasedStateMachine):
         live = at < p.length[..., None]
         page = p.table[..., at // S]
         pos = p.pos[page, at % S]
-        for stream, mine in self.lists.items():
-            found = pos[stream][live[stream]].tolist()
-            assert len(found) == len(mine)
-            assert set(found) == mine
+        for stream, wanted in self.lists.items():
+            positions = pos[stream][live[stream]].tolist()
+            assert len(positions) == len(wanted)
+            assert set(positions) == wanted
         head = np.broadcast_to(np.arange(K)[:, None, None], live.shape)[live]
         page, slot, number = page[live], np.broadcast_to(at % S, live.shape)[live], pos[live]
         k, v = self.stored(p)
@@ -296,8 +296,8 @@ class RingMachine(RuleBasedStateMachine):
     def equal(self, held, b, tokens):
         """Do these slots of row b hold these tokens?"""
         slot, number = np.asarray([*tokens.keys()], int), np.asarray([*tokens.values()], int)
-        for found, true in ((held.k, self.tokens.k), (held.v, self.tokens.v)):
-            np.testing.assert_array_equal(found[b][:, slot], np.moveaxis(true[number], 0, 1))
+        for actual, true in ((held.k, self.tokens.k), (held.v, self.tokens.v)):
+            np.testing.assert_array_equal(actual[b][:, slot], np.moveaxis(true[number], 0, 1))
         age = self.tokens.age[number].T
         np.testing.assert_array_equal(held.meta["age"][b][:, slot], age)
         np.testing.assert_array_equal(held.admit[b][:, slot], age < 0.5)

@@ -51,10 +51,10 @@ def paths(model, policy: str, prompt: list[int]) -> tuple[dict[str, list[str]], 
                 at = at.f_back
             stacks.setdefault(name, stack[::-1])
 
-    given = (model.network, chosen, 1, model.params, {}, state, rows)
+    arguments = (model.network, chosen, 1, model.params, {}, state, rows)
     sys.setprofile(called)
     try:
-        _loop.decode_steps.trace(*given)
+        _loop.decode_steps.trace(*arguments)
     finally:
         sys.setprofile(None)
     return stacks, list(dict.fromkeys(entered))

@@ -17,11 +17,11 @@ from kvjax.weights.torch_file import TorchFileError, read_tensors
 
 def test_tensors_of_a_torch_file(tmp_path):
     right = published() | {"half": np.arange(4).astype(ml_dtypes.bfloat16)}
-    found = read_tensors(write_torch(tmp_path / "a.pt", right))
-    assert found.keys() == right.keys()
+    tensors = read_tensors(write_torch(tmp_path / "a.pt", right))
+    assert tensors.keys() == right.keys()
     for name, x in right.items():
-        assert found[name].dtype == x.dtype
-        np.testing.assert_array_equal(found[name], x)
+        assert tensors[name].dtype == x.dtype
+        np.testing.assert_array_equal(tensors[name], x)
 
 
 def test_nothing_in_a_torch_file_is_run(tmp_path):
@@ -30,7 +30,7 @@ def test_nothing_in_a_torch_file_is_run(tmp_path):
     worse = Call(stand_in("os", "system"), f"touch {marker}")
     for call in (bad, worse):
         file = write_torch(tmp_path / "a.pt", {}, x=call)
-        with pytest.raises(TorchFileError, match="is no part of a plain tensor, and is not run"):
+        with pytest.raises(TorchFileError, match="is not part of a plain tensor, and is not run"):
             read_tensors(file)
     assert not marker.exists()
 
@@ -51,14 +51,14 @@ def test_torch_files_that_cannot_be_read(tmp_path):
         archive.writestr("readme.txt", "hello")
     for path, says in [
         (tmp_path / "none.pt", "cannot be read"),
-        (cut, "no whole zip archive"),
-        (text, "no whole zip archive"),
+        (cut, "not a whole zip archive"),
+        (text, "not a whole zip archive"),
         (other, "without one data.pkl"),
         (file(y=tensor(1, (4,), (1,))), "reaches beyond its storage"),
         (file(y=tensor(0, (2, 3), (2, 1))), "reaches beyond its storage"),
         (file(y=tensor(3, (2,), (-1,))), "reaches beyond its storage"),
         (file(y=Call(TENSOR, 5)), "pickle is damaged"),
-        (file(y=3), "no dict of tensors"),
+        (file(y=3), "not a dict of tensors"),
         (file(y=Call(TENSOR, Storage("7", FLOAT, 4), 0, (4,), (1,))), "pickle is damaged"),
         (file(lost=1), "storage 0 is cut short"),
     ]:

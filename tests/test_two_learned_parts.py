@@ -43,7 +43,10 @@ class ToyRank(Eviction):
 
     def example_weights(self, key, network):
         shape = (network.num_kv_heads, network.head_dim)
-        return [{"w": jax.random.normal(mine, shape)} for mine in jax.random.split(key, network.num_layers)]
+        return [
+            {"w": jax.random.normal(of_layer, shape)}
+            for of_layer in jax.random.split(key, network.num_layers)
+        ]
 
     def arrive(self, params, observed):
         return {"score": self.scale * jnp.einsum("bkth,kh->bkt", observed.k_pre, params["w"])}
@@ -104,7 +107,7 @@ def file(home: Path, part: str, name: str) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("given", "gate", "rank"),
+    ("choice", "gate", "rank"),
     [
         (None, 0, 0),
         ({}, 0, 0),
@@ -115,13 +118,13 @@ def file(home: Path, part: str, name: str) -> Path:
         ({"gates": "other", "toy_rank": "other"}, 1, 1),
     ],
 )
-def test_each_part_has_a_source_of_its_own(home, model, policy, given, gate, rank):
-    found = kvjax.weights_for(policy, model, given)
-    assert jax.tree.all(jax.tree.map(np.array_equal, found, drawn(policy, model, gate, rank)))
-    if given:
-        files = {name: file(home, "write_gate" if name == "gates" else name, x) for name, x in given.items()}
+def test_each_part_has_a_source_of_its_own(home, model, policy, choice, gate, rank):
+    weights = kvjax.weights_for(policy, model, choice)
+    assert jax.tree.all(jax.tree.map(np.array_equal, weights, drawn(policy, model, gate, rank)))
+    if choice:
+        files = {name: file(home, "write_gate" if name == "gates" else name, x) for name, x in choice.items()}
         again = kvjax.weights_for(policy, model, files)
-        assert jax.tree.all(jax.tree.map(np.array_equal, again, found))
+        assert jax.tree.all(jax.tree.map(np.array_equal, again, weights))
 
 
 @pytest.mark.slow
@@ -152,7 +155,7 @@ def test_both_are_used_by_generation_and_by_the_command(home, model, policy, cap
 
 
 @pytest.mark.parametrize(
-    ("given", "says"),
+    ("choice", "says"),
     [
         (
             "default",
@@ -167,9 +170,9 @@ def test_both_are_used_by_generation_and_by_the_command(home, model, policy, cap
         ({"toy_rank": "no.safetensors"}, "no.safetensors cannot be read"),
     ],
 )
-def test_combinations_that_are_refused(model, policy, given, says):
+def test_combinations_that_are_refused(model, policy, choice, says):
     with pytest.raises(WeightsError, match=says):
-        kvjax.weights_for(policy, model, given)
+        kvjax.weights_for(policy, model, choice)
 
 
 def test_the_files_of_two_parts_cannot_be_swapped(home, model, policy):
@@ -207,8 +210,8 @@ def test_remarks_name_the_part_and_labels_name_both(home, model, policy):
 
 def test_a_run_of_several_policies_takes_what_is_for_any_of_them(policy):
     full, gated = kvjax.policy("full"), kvjax.policy("wg-kv")
-    given, everyone = {"toy_rank": "other"}, (full, gated, policy)
-    assert [sources(one, given, others=everyone) for one in everyone] == [
+    choice, everyone = {"toy_rank": "other"}, (full, gated, policy)
+    assert [sources(one, choice, others=everyone) for one in everyone] == [
         {},
         {"write_gate": "default"},
         {"write_gate": "default", "toy_rank": "other"},

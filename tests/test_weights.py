@@ -59,16 +59,16 @@ def default(home: Path) -> Path:
 def test_saved_weights_come_back_with_their_notes(home, model):
     right = GATED.admission.example_weights(jax.random.key(0), model.network)
     assert jax.tree.all(jax.tree.map(np.array_equal, load_weights(default(home), model).layers, right))
-    for given in (
+    for choice in (
         None,
         "default",
         default(home),
         {"write_gate": "default"},
         {"write_gate": str(default(home))},
     ):
-        found = kvjax.weights_for(GATED, model, given)
-        assert found.keys() == {"admission"}
-        assert jax.tree.all(jax.tree.map(np.array_equal, found["admission"], right))
+        weights = kvjax.weights_for(GATED, model, choice)
+        assert weights.keys() == {"admission"}
+        assert jax.tree.all(jax.tree.map(np.array_equal, weights["admission"], right))
     notes = read_weights(default(home)).notes
     assert notes == {name: str(value) for name, value in NOTES.items()} | {
         "window": "16",  # what the part's weights are trained for is noted by itself
@@ -92,10 +92,10 @@ def test_weights_are_found_for_what_learns(home, model):
         (GATED, "aggressive", "write_gate/aggressive"),
         (DUO, None, "duo/default"),
     ]
-    for policy, given, name in trios:
-        mine = kvjax.weights_for(policy, model, given)
+    for policy, choice, name in trios:
+        weights = kvjax.weights_for(policy, model, choice)
         theirs = load_weights(home / f"weights/{name}.safetensors", model).layers
-        assert jax.tree.all(jax.tree.map(np.array_equal, mine, {"admission": theirs}))
+        assert jax.tree.all(jax.tree.map(np.array_equal, weights, {"admission": theirs}))
 
 
 def test_generate_takes_what_the_model_ships(model):
@@ -136,10 +136,10 @@ def test_a_window_the_gates_were_not_trained_with_is_told_once(home, model, caps
 
 
 def test_the_fingerprint_knows_the_model_whatever_its_dtype(tiny_folder, model):
-    mine = fingerprint(model)
+    of_model = fingerprint(model)
     for dtype in ("float32", "bfloat16", "float16"):
-        assert fingerprint(kvjax.load(tiny_folder, dtype=dtype)) == mine
-    assert fingerprint(tiny.model()) != mine
+        assert fingerprint(kvjax.load(tiny_folder, dtype=dtype)) == of_model
+    assert fingerprint(tiny.model()) != of_model
 
 
 @dataclasses.dataclass(frozen=True)
@@ -187,10 +187,10 @@ def test_files_that_cannot_be_used(home, model, tmp_path):
     lacking = rewritten(default(home), tmp_path / "b.safetensors", drop="1.b2")
     for file, says in [
         (tmp_path / "none.safetensors", "cannot be read"),
-        (tmp_path, "cannot be read|is no safetensors file"),
-        (bare, "holds no learned weights"),
-        (text, "is no safetensors file"),
-        (home / "model.safetensors", "holds no learned weights"),
+        (tmp_path, "cannot be read|is not a safetensors file"),
+        (bare, "not one of a policy's learned weights"),
+        (text, "is not a safetensors file"),
+        (home / "model.safetensors", "not one of a policy's learned weights"),
         (strange, "'other.0.w1' that its header does not name"),
         (lacking, "the weights of layer 1 have shapes"),
     ]:
@@ -199,7 +199,7 @@ def test_files_that_cannot_be_used(home, model, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("policy", "given", "says"),
+    ("policy", "choice", "says"),
     [
         (GATED, "bold", "write_gate=bold: .*no 'bold' for write_gate; it has aggressive, default. Give"),
         (GATED, {"write_gate": "bold"}, "ships no 'bold' for write_gate; it has aggressive, default. Give"),
@@ -224,9 +224,9 @@ def test_files_that_cannot_be_used(home, model, tmp_path):
         ),
     ],
 )
-def test_sources_that_cannot_be_meant(model, policy, given, says):
+def test_sources_that_cannot_be_meant(model, policy, choice, says):
     with pytest.raises(WeightsError, match=says):
-        kvjax.weights_for(policy, model, given)
+        kvjax.weights_for(policy, model, choice)
 
 
 def test_a_file_of_another_method_is_refused_by_name(home, model):
@@ -247,7 +247,7 @@ def test_a_file_of_the_name_does_not_hide_what_is_shipped(model, tmp_path, monke
     (tmp_path / "default").write_text("no weights at all")
     monkeypatch.chdir(tmp_path)
     assert kvjax.weights_for(GATED, model).keys() == {"admission"}
-    with pytest.raises(WeightsError, match="default is no safetensors file"):
+    with pytest.raises(WeightsError, match="default is not a safetensors file"):
         kvjax.weights_for(GATED, model, Path("default"))
 
 
@@ -307,9 +307,12 @@ def test_serve_takes_gates_by_default_by_name_and_by_file(home, capsys):
         (["--policy", "wg-kv", "--weights", "gate=x"], "is called gate. Parts that learn: write_gate."),
         (
             ["--policy", "wg-kv", "--weights", "default"],
-            "--weights default is no list of PART=FILE or PART=NAME",
+            "--weights default is not a list of PART=FILE or PART=NAME",
         ),
-        (["--policy", "wg-kv", "--weights", "write_gate="], "--weights write_gate= is no list of PART=FILE"),
+        (
+            ["--policy", "wg-kv", "--weights", "write_gate="],
+            "--weights write_gate= is not a list of PART=FILE",
+        ),
         (["--policy", "wg-kv", "--weights", "write_gate=a,write_gate=b"], "gives write_gate twice. Keep one"),
         (
             ["--policy", "wg-kv", "--weights", "write_gate=a", "--gates", "b"],

@@ -147,8 +147,8 @@ def read(
     for begin in range(0, tokens.shape[1], chunk):
         count = np.clip(lengths - begin, 0, chunk).astype(np.int32)
         piece = tokens[:, begin : begin + chunk]
-        given = (tiny.network, policy, tiny.params, layers, state, piece, count, last)
-        state, last = _by_layer.read_chunk(*given)
+        arguments = (tiny.network, policy, tiny.params, layers, state, piece, count, last)
+        state, last, _ = _by_layer.read_chunk(*arguments)
     return state, np.asarray(LOGITS(tiny.network, tiny.params, last))
 
 
@@ -166,14 +166,14 @@ def feed(
     tiny = tiny or model()
     active = np.ones(tokens.shape[0], bool) if active is None else np.asarray(active)
     layers, rest = decode.layer_calls(tiny.network, policy, tiny.params, weights(policy)), outer(tiny.params)
-    nothing, found = np.zeros((len(active), tiny.network.spec.model_dim), np.float32), []
+    nothing, steps = np.zeros((len(active), tiny.network.spec.model_dim), np.float32), []
     for column in np.asarray(tokens, np.int32).T:
         x, caches = turn(tiny, policy, layers, state, column, active)
         length, last = _by_layer.after_chunk(x, state.length, active.astype(np.int32), jnp.asarray(nothing))
         logits, sure = _by_layer.last_logits(tiny.network, policy, rest, last, state.confidence, active)
         state = dataclasses.replace(state, layers=tuple(caches), length=length, confidence=sure)
-        found.append(logits)
-    return state, np.stack(jax.device_get(found), axis=1)
+        steps.append(logits)
+    return state, np.stack(jax.device_get(steps), axis=1)
 
 
 def turn(
@@ -193,8 +193,8 @@ def turn(
     network, met = tiny.network.at(state.context), []
     x = _by_layer.embed(network, outer(tiny.params), state.length, tokens)
     for site, cache in zip(layers, state.layers):
-        given = (cache, x, state.length, ~active, state.total, state.confidence)
-        x, after = program(network, *site, policy, *given, mesh=state.mesh)
+        inputs = (cache, x, state.length, ~active, state.total, state.confidence)
+        x, after = program(network, *site, policy, *inputs, mesh=state.mesh)
         met.append(after)
     return x, met
 
@@ -218,25 +218,25 @@ def held(*rooms: Pages) -> Held:
 
     Raises AssertionError where one position is held twice.
     """
-    found: Held = {}
+    lists: Held = {}
     for pages in rooms:
-        _hold(jax.device_get(pages), found)
-    return found
+        _hold(jax.device_get(pages), lists)
+    return lists
 
 
-def _hold(p: Pages, found: Held) -> None:
+def _hold(p: Pages, lists: Held) -> None:
     k, v = np.asarray(floats(p.k)), np.asarray(floats(p.v))
     if p.scales is not None:
         k, v = k * p.scales[:, None, 0], v * p.scales[:, None, 1]
     kept = [np.asarray(p.meta[n], np.float32).reshape(*p.pos.shape, -1) for n in sorted(p.meta)]
     meta = np.concatenate(kept, axis=-1) if kept else np.zeros((*p.pos.shape, 0))
     for (b, head, r), length in np.ndenumerate(p.length):
-        mine = found.setdefault((b, head), {})
+        tokens = lists.setdefault((b, head), {})
         for i in range(length):
             at = p.table[b, head, r, i // p.size], i % p.size
             pos = int(p.pos[at])
-            assert pos not in mine, f"position {pos} is held twice in stream {(b, head)}"
-            mine[pos] = (k[at], v[at], meta[at])
+            assert pos not in tokens, f"position {pos} is held twice in stream {(b, head)}"
+            tokens[pos] = (k[at], v[at], meta[at])
 
 
 def owned_once(pages: Pages) -> None:

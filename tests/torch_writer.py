@@ -78,7 +78,7 @@ def write_torch(file: Path, arrays: dict[str, np.ndarray], lost: int = 0, **chan
 
 def published(layers: int = 2, heads: int = 2, dim: int = 8, hidden: int = 12, norms: bool = True) -> dict:
     """Random gates under the authors' names."""
-    random, found = np.random.default_rng(0), {}
+    random, tensors = np.random.default_rng(0), {}
     shapes = {
         "conv1.weight": (heads * hidden, 2 * dim, 1),
         "conv1.bias": (heads * hidden,),
@@ -89,5 +89,5 @@ def published(layers: int = 2, heads: int = 2, dim: int = 8, hidden: int = 12, n
     for layer in range(layers):
         for name, shape in shapes.items():
             x = random.standard_normal(shape).astype(np.float32)
-            found[f"model.layers.{layer}.self_attn.g_predictors.{name}"] = x
-    return found
+            tensors[f"model.layers.{layer}.self_attn.g_predictors.{name}"] = x
+    return tensors

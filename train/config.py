@@ -46,7 +46,7 @@ def number(value: Any, key: str, rule: Rule = _FINITE) -> float:
         read = math.nan if isinstance(value, bool) else float(value)
     except (TypeError, ValueError):
         read = math.nan
-    require(math.isfinite(read), key, value, f"is no number. Give {rule.rule}.")
+    require(math.isfinite(read), key, value, f"is not a number. Give {rule.rule}.")
     require(rule.holds(read), key, value, f"is out of range. Give {rule.rule}.")
     return read
 
@@ -87,9 +87,9 @@ def read_config(path: Path, parse: Callable[[dict[str, Any]], Read], example: st
             f"--config {path} cannot be read: {reason.strerror}. Give a file of {Path(example).parent}."
         ) from reason
     except yaml.YAMLError as reason:
-        raise ConfigError(f"--config {path} is no YAML: {str(reason).splitlines()[0]}.") from reason
+        raise ConfigError(f"--config {path} is not YAML: {str(reason).splitlines()[0]}.") from reason
     if not isinstance(tree, dict):
-        raise ConfigError(f"--config {path} holds no keys. Start from a file of {Path(example).parent}.")
+        raise ConfigError(f"--config {path} has no keys. Start from a file of {Path(example).parent}.")
     try:
         return parse(tree)
     except KeyError as missing:
@@ -109,7 +109,7 @@ def section(kind: type[Read], tree: Any, at: str = "", others: tuple[str, ...] =
       ConfigError: an unknown key, a value of another kind or out of range.
       KeyError: a missing key.
     """
-    require(isinstance(tree, dict), at.rstrip("."), tree, "holds no keys. Give some.")
+    require(isinstance(tree, dict), at.rstrip("."), tree, "has no keys. Give some.")
     hints, values = typing.get_type_hints(kind), {}
     legal: dict[str, list[str]] = {"": list(others)}
     for field in dataclasses.fields(kind):  # type: ignore[arg-type]
@@ -121,7 +121,7 @@ def section(kind: type[Read], tree: Any, at: str = "", others: tuple[str, ...] =
         legal[""].append(inside or key)
         legal.setdefault(inside, []).append(key)
         holder = tree.get(inside, {}) if inside else tree
-        require(isinstance(holder, dict), inside, holder, "holds no keys. Give some.")
+        require(isinstance(holder, dict), inside, holder, "has no keys. Give some.")
         if key in holder:
             values[field.name] = _value(holder[key], hints[field.name], at + path, declared)
         elif field.default is field.default_factory is REQUIRED:
@@ -130,7 +130,7 @@ def section(kind: type[Read], tree: Any, at: str = "", others: tuple[str, ...] =
         unknown = sorted((tree.get(inside, {}) if inside else tree).keys() - set(known))
         if unknown:
             key, some = f"{at}{inside}.{unknown[0]}".lstrip("."), ", ".join(dict.fromkeys(known))
-            raise ConfigError(f"{key} in the config is no known key. The keys there are {some}.")
+            raise ConfigError(f"{key} in the config is not a known key. The keys there are {some}.")
     return kind(**values)
 
 
@@ -142,12 +142,12 @@ def _value(value: Any, hint: Any, key: str, declared: Any) -> Any:
     if rule is not None and not isinstance(rule, Rule):
         return rule(value)
     if typing.get_origin(hint) is tuple:
-        require(isinstance(value, list) and bool(value), key, value, "is no list. Give one value or more.")
+        require(isinstance(value, list) and bool(value), key, value, "is not a list. Give one value or more.")
         return tuple(_value(each, inner[0], key, declared) for each in value)
     if typing.get_origin(hint) is Literal:
         require(value in inner, key, value, f"is none of {', '.join(inner)}.")
     elif typing.get_origin(hint) is dict:
-        require(isinstance(value, dict) and bool(value), key, value, "holds no keys. Give some.")
+        require(isinstance(value, dict) and bool(value), key, value, "has no keys. Give some.")
         return {name: _value(each, inner[1], f"{key}.{name}", declared) for name, each in value.items()}
     elif isinstance(hint, type) and dataclasses.is_dataclass(hint):
         return section(hint, value, f"{key}.")

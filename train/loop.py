@@ -144,7 +144,7 @@ def latest(
         restored = checkpoints.latest(layout.settle(State(params=params, opt=optimizer.init(params))))
         checkpoints.close()
     if restored is None:
-        raise ConfigError(f"{folder} holds no checkpoint. Train first: the same command without --export.")
+        raise ConfigError(f"{folder} has no checkpoint. Train first: the same command without --export.")
     return restored[0], restored[1].params
 
 

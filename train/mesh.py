@@ -99,13 +99,14 @@ def layout(data: int, tensor: int, devices: Sequence[Any] | None = None) -> Layo
     Raises:
       ValueError: fewer devices than the mesh needs.
     """
-    found = list(jax.devices() if devices is None else devices)
-    if len(found) < data * tensor:
+    devices = list(jax.devices() if devices is None else devices)
+    if len(devices) < data * tensor:
         raise ValueError(
-            f"mesh: {{data: {data}, tensor: {tensor}}} needs {data * tensor} devices, {len(found)} are here. "
-            "Make the axes smaller; on a CPU, XLA_FLAGS=--xla_force_host_platform_device_count=N makes more."
+            f"mesh: {{data: {data}, tensor: {tensor}}} needs {data * tensor} devices, {len(devices)} are "
+            "here. Make the axes smaller; on a CPU, XLA_FLAGS=--xla_force_host_platform_device_count=N makes "
+            "more."
         )
-    return Layout(a_mesh(data=data, tensor=tensor, devices=found))
+    return Layout(a_mesh(data=data, tensor=tensor, devices=devices))
 
 
 def stacked(params: Params, dtype: str) -> Params:

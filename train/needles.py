@@ -52,7 +52,7 @@ def needle_recall(
             )
         rows.append(row)
     answer = int((rows[0][1] >= ANSWER).sum())
-    found: list[bool] = []
+    recalled: list[bool] = []
     step = max(1, min(count, 8192 // length))
     for first in range(0, count, step):
         tokens = np.stack([row for row, _ in rows[first : first + step]])
@@ -60,5 +60,5 @@ def needle_recall(
         tokens = np.pad(tokens, ((0, step - real), (0, 0)))
         at = (np.arange(step)[:, None] * length + np.arange(length - answer - 1, length - 1)).ravel()
         right = np.asarray(score(tokens, at)[1]).reshape(step, answer)
-        found += np.all(right[:real], axis=-1).tolist()
-    return np.asarray(found).reshape(-1, len(DEPTHS)).T
+        recalled += np.all(right[:real], axis=-1).tolist()
+    return np.asarray(recalled).reshape(-1, len(DEPTHS)).T

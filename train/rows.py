@@ -151,7 +151,7 @@ def needle_row(
       gap: what stands in front of a question.
       wording: of needles and questions.
       figures: how many different digits the row's numbers are made of; few of them make numbers that can
-        only be told apart by more than one digit's predecessor.
+        only be distinguished by more than one digit's predecessor.
 
     Returns:
       (ids int32 [N], loss weight of each id float32 [N]); None when the row is too short.

@@ -169,13 +169,12 @@ class Traces:
             tree = json.loads((folder / MANIFEST).read_text())
         except OSError as reason:
             raise TraceError(
-                f"{folder} holds no traces ({MANIFEST}: {reason.strerror}). Make them: python -m "
-                "train.traces."
+                f"{folder} has no traces ({MANIFEST}: {reason.strerror}). Make them: python -m train.traces."
             ) from reason
         except ValueError as reason:
             raise TraceError(f"{folder / MANIFEST} is damaged: {reason}. Make the traces again.") from reason
         if not isinstance(tree, dict) or tree.pop("format", None) != FORMAT:
-            raise TraceError(f"{folder / MANIFEST} is no manifest of '{FORMAT}'. Make the traces again.")
+            raise TraceError(f"{folder / MANIFEST} is not a manifest of '{FORMAT}'. Make the traces again.")
         manifest = Manifest(**tree | {name: tuple(tree[name]) for name in ("keys", "lengths")})
         files = [shard_path(folder, shard) for shard in range(manifest.shards)]
         exist = [file.exists() for file in files]
@@ -212,7 +211,7 @@ class Traces:
         """Arrays of one sequence.
 
         Raises:
-          TraceError: a damaged file, or values that are no numbers.
+          TraceError: a damaged file, or values that are not finite.
         """
         path = shard_path(self.folder, index // self.manifest.shard)
         arrays = {}

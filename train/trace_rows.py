@@ -139,7 +139,7 @@ def _documents(settings: Settings, model_text: Text) -> tuple[Draw, Draw]:
     folder = Path(config.get("folder", ""))
     if not folder.is_dir() or "folder" not in config:
         raise ConfigError(
-            f"traces.data.folder: {config.get('folder')!r} is no folder. Put .jsonl or .txt files of "
+            f"traces.data.folder: {config.get('folder')!r} is not a folder. Put .jsonl or .txt files of "
             "documents into one and name it."
         )
     least = min(settings.recording.lengths) // 8  # characters: a shorter text cannot have that many tokens

@@ -71,7 +71,7 @@ def trace(model: LanguageModel, manifest: Manifest, tokens: Int[np.ndarray, " T"
                 layers.append(np.asarray(layer[name].astype(jnp.float32)).astype(dtype))
             if not np.isfinite(layers[-1]).all():
                 raise TraceError(
-                    f"layer {index}: {name} is no number in {dtype}. Store traces.dtype: float32, or repair "
+                    f"layer {index}: {name} is not finite in {dtype}. Store traces.dtype: float32, or repair "
                     "the model."
                 )
     arrays = {name: np.stack(layers) for name, layers in stored.items()}

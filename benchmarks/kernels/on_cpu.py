@@ -39,7 +39,7 @@ def in_turns(
 ) -> dict[str, float]:
     """Median seconds of each (function, arguments), compiled: one call of each in turn, ``repeats`` times.
 
-    In turns, so that a busy machine slows all of them alike.
+    In turns, so that a busy machine slows all of them equally.
     """
     calls = {name: functools.partial(jax.jit(run), *args) for name, (run, args) in runs.items()}
     for call in calls.values():

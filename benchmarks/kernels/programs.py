@@ -77,7 +77,7 @@ def launches(program: Any) -> int:
 
 
 def copies(program: Any, at_least: int, *, vmem: bool = False) -> list[str]:
-    """Operations of a compiled program, kernels apart, whose result has ``at_least`` elements in memory.
+    """Operations of a compiled program, kernels excluded, whose result has ``at_least`` elements in memory.
 
     What is inside a fusion is not in memory, the fusion's result is. What XLA brings to a TPU's VMEM
     (memory space 1) for its readers is read once and written nowhere: ``vmem`` asks for that instead, of

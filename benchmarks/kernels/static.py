@@ -2,7 +2,7 @@
 
 TPU: libtpu writes the final VLIW bundles of every kernel, about one a cycle while nothing waits for
 memory. The count is of the program text: a loop inside the kernel counts once, and so do steps that run
-only at the ends of a row; ``steps`` tells them apart, ``item`` counts the loop that asks for the pages of
+only at the ends of a row; ``steps`` distinguishes them, ``item`` counts the loop that asks for the pages of
 ragged_decode's next item as often as it runs, ``spills`` vector registers that went to memory and back. GPU:
 registers of a thread and bytes spilled, as CUDA's assembler says.
 """

@@ -364,7 +364,7 @@ def _places(there: Bool[Array, "B K R Z"]) -> Int[Array, "B K R J"]:
 
 
 def _fill(pages: Pages, codec: Codec, hole: Int[Array, "B K R J"], source: Int[Array, "B K R J"]) -> Pages:
-    """Move the j-th source of every list into its j-th hole; an index beyond the list is no slot."""
+    """Move the j-th source of every list into its j-th hole; an index beyond the list moves nothing."""
     rows, heads, lists, entries = pages.table.shape
     list_id = jnp.repeat(jnp.arange(lists), MOVES)
     holes = (hole < entries * pages.size).sum(axis=-1).max()

@@ -163,7 +163,7 @@ def empty(
       width, dtype, scaled: elements that hold them; ``scaled`` pools carry a scale for each channel.
       meta: names of per-slot values.
       summary: shape of each per-page value.
-      arrays: those of ``meta`` that are no float32 a slot: shape and dtype.
+      arrays: those of ``meta`` that are not one float32 a slot: shape and dtype.
     """
     slot, put = (pages, size), jax.device_put  # what is small and no zero is made by NumPy
     scales = {"scales": ((pages, 2, head_dim), jnp.float32)} if scaled else {}

@@ -85,7 +85,7 @@ def empty(
     meta: tuple[str, ...] = (),
     arrays: Mapping[str, tuple[tuple[int, ...], str]] = {},
 ) -> Ring:
-    """A ring that has seen nothing; ``arrays`` are those of ``meta`` that are no float32 a slot."""
+    """A ring that has seen nothing; ``arrays`` are those of ``meta`` that are not one float32 a slot."""
     shape = (rows, heads, window)
     of_parts = of_slots(shape, meta, arrays)
     made = zeros(

@@ -82,8 +82,8 @@ def insert(
         return jax.lax.dynamic_update_slice_in_dim(old, new.astype(old.dtype), row, axis=0)
 
     pools = [
-        _insert_pages(mine, theirs, row, None if loan is None else (loan.row, loan.pages[at]))
-        for at, (mine, theirs) in enumerate(zip(cache.pools, source.pools))
+        _insert_pages(pages, theirs, row, None if loan is None else (loan.row, loan.pages[at]))
+        for at, (pages, theirs) in enumerate(zip(cache.pools, source.pools))
     ]
     return dataclasses.replace(
         cache,
@@ -103,9 +103,9 @@ def _insert_pages(
         lent = owned & (jnp.arange(theirs) < loan[1][..., None])
         copied = owned & ~lent
     names = jnp.where(copied, source.table[0], source.count)
-    mine = jnp.zeros(source.count, bool).at[names.reshape(-1)].set(True, mode="drop")
-    at = pages.n_free - jnp.cumsum(mine)  # the i-th owned page takes the i-th from the top of the stack
-    fresh = jnp.where(mine & (at >= 0), pages.free[jnp.maximum(at, 0)], pages.count)
+    taken = jnp.zeros(source.count, bool).at[names.reshape(-1)].set(True, mode="drop")
+    at = pages.n_free - jnp.cumsum(taken)  # the i-th owned page takes the i-th from the top of the stack
+    fresh = jnp.where(taken & (at >= 0), pages.free[jnp.maximum(at, 0)], pages.count)
     table = jnp.where(copied, fresh[jnp.minimum(names, source.count - 1)], EMPTY)[..., :entries]
     table = jnp.pad(table, ((0, 0), (0, 0), (0, max(0, entries - theirs))), constant_values=EMPTY)
     refs = pages.refs.at[fresh].add(1, mode="drop")
@@ -113,7 +113,7 @@ def _insert_pages(
         lent = jnp.pad(lent[..., :entries], ((0, 0), (0, 0), (0, max(0, entries - theirs))))
         table = jnp.where(lent, pages.table[loan[0]], table)
         refs = refs.at[jnp.where(lent, table, pages.count)].add(1, mode="drop")
-    total = mine.sum()
+    total = taken.sum()
     lost = (total > pages.n_free) | owned[..., entries:].any() | source.overflow
 
     def carry(old: Any, new: Any) -> Array:

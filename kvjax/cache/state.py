@@ -210,7 +210,7 @@ def _pools(state: KVState) -> list[Pages]:
 def resize(pages: Pages, count: int, mesh: Mesh = ONE) -> Pages:
     """The pages in a pool of so many on each device; see ``pool.resize``."""
     specs = of_state(pages)
-    return mesh.each(lambda mine: pool.resize(mine, count), [pages], [specs], specs)
+    return mesh.each(lambda shard: pool.resize(shard, count), [pages], [specs], specs)
 
 
 def _resized(state: KVState, sizes: tuple[int, ...]) -> KVState:

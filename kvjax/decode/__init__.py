@@ -9,7 +9,8 @@ counts are read between them, never inside.
   prefill, extend     chunks, or a whole prompt layer by layer
   read_full, cut      one reading of whole prompts for many policies that cut afterwards
   read_layers         ``prefill`` of whole prompts, a layer at a time
-  step, chunk         new tokens through the model; ``run_layers`` with your own function at each layer; pure
+  step                one token a row through the model; pure; ``run_layers``: your own function at each layer
+  read_chunk          many tokens a row, through one program per layer
   empty, reserve      what a state has space for, and the sizes programs are compiled for
   read_ids            token ids, checked against the model's vocabulary
   read_policy         the policy that a text means on a model
@@ -17,7 +18,7 @@ counts are read between them, never inside.
 """
 
 from kvjax.decode._activations import PromptActivations, read_full
-from kvjax.decode._by_layer import LayerCall, chunk_layer, chunk_outputs, layer_calls
+from kvjax.decode._by_layer import LayerCall, chunk_layer, layer_calls, read_chunk
 from kvjax.decode._capacity import (
     CHUNK,
     HORIZON,
@@ -39,7 +40,7 @@ from kvjax.decode._generate import Generation, generate, stream
 from kvjax.decode._loop import DecodeRows, decode_loop, decode_steps
 from kvjax.decode._placement import on_mesh
 from kvjax.decode._prefill import cut, cuts_after, extend, prefill, prompt_layer, read_layers, with_logits
-from kvjax.decode._step import chunk, run_layers, step, step_program
+from kvjax.decode._step import run_layers, step, step_program
 
 __all__ = [
     "CHUNK",
@@ -54,9 +55,7 @@ __all__ = [
     "Remark",
     "RequestError",
     "bucket",
-    "chunk",
     "chunk_layer",
-    "chunk_outputs",
     "cut",
     "cuts_after",
     "decode_loop",
@@ -73,6 +72,7 @@ __all__ = [
     "prefill",
     "prompt_layer",
     "prompt_pages",
+    "read_chunk",
     "read_full",
     "read_ids",
     "read_layers",

@@ -5,24 +5,21 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from kvjax import layer
-from kvjax.algebra import Policy
-from kvjax.cache.ring import ENTRY, Entry
 from kvjax.decode._by_layer import embed, outer
 from kvjax.decode._capacity import bucket, padded
 from kvjax.decode._checks import Prompts, check_prompts, read_prompts
 from kvjax.sharding.mesh import ONE, Mesh, mesh_of
-from kvjax.sharding.specs import HEADS
 from kvjax.types import EMPTY, Heads, Network, Params, Weighted
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Float, Int, UInt
+    from jaxtyping import Array, Float, Int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -78,42 +75,6 @@ def embed_prompts(
     """What goes into the first layer: prompts padded to their size class."""
     width = bucket(max(len(prompt) for prompt in prompts))
     return embed(network, outer(params), np.zeros(len(prompts), np.int32), padded(prompts, width), mesh)
-
-
-def count_kept(
-    info: layer.LayerInfo, ranked: Entry, ring: int
-) -> tuple[Int[Array, "B K"], Int[Array, "B K"]]:
-    """How many tokens of a ranked prompt each KV head will hold in pages, and in all."""
-    return layer.count_stored(ranked, info.total, ring), ranked.admit.sum(axis=-1)
-
-
-@functools.partial(jax.jit, static_argnames=("network", "window", "ring", "mesh"))
-def judge_layer(
-    network: Network,
-    policy: Policy,
-    window: int | None,
-    ring: int,
-    block: Params,
-    weights: Params,
-    index: Int[Array, ""],
-    x: Float[Array, "B T D"],
-    lse: Float[Array, "B N T"],
-    total: Int[Array, " B"],
-    seeds: UInt[Array, " B"],
-    mesh: Mesh = ONE,
-) -> tuple[Entry, Int[Array, "B K"], Int[Array, "B K"]]:
-    """What ``prompt_layer`` makes of a layer whose attention is done; only its projections run again."""
-    at = jnp.broadcast_to(jnp.arange(x.shape[1]), x.shape[:2])
-    pos = jnp.where(at < total[:, None], at, EMPTY)
-    info = layer.LayerInfo(policy, weights, index, network.num_layers, window, total, seeds=seeds)
-
-    def run(info: layer.LayerInfo, heads: Heads, lse: Array, pos: Array) -> tuple[Array, Any]:
-        ranked = layer.judge(info, heads, pos, lse)
-        return jnp.zeros_like(heads.q), (ranked, *count_kept(info, ranked, ring))  # what follows is dead code
-
-    attend = layer.attention(run, lambda _: info, mesh, (pos,), lambda _: (ENTRY, HEADS, HEADS))
-    _, (ranked, *counts) = network.layer(block, network.windows.index(window), x, at, attend, lse)
-    return ranked, *mesh.everywhere(counts)
 
 
 @functools.partial(jax.jit, static_argnames=("network", "window"))

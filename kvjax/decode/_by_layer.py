@@ -1,8 +1,8 @@
-"""New tokens through one program per layer, called by the host: layers that are alike share it.
+"""New tokens through one program per layer, called by the host: layers of one kind share it.
 
 XLA has no functions: a body that is called twice is compiled twice, and compile time grows with a model's
-depth. Here it does not. Layers are alike when the model's window and the selection treat them alike; pools of
-other sizes are other programs, as everywhere.
+depth. Here it does not. Two layers are of one kind when they have the same window and the selection applies
+to both or to neither; pools of other sizes are other programs, as everywhere.
 
 Why: kvjax/DESIGN.md, 7.
 """
@@ -85,23 +85,12 @@ def read_chunk(
     tokens: Int[np.ndarray, "B T"],
     count: Int[np.ndarray, " B"],
     last: Float[Array, "B D"],
-) -> tuple[KVState, Float[Array, "B D"]]:
-    """As ``decode.chunk`` of a state that is donated; ``last`` of rows without a token stays."""
-    state, last, _ = chunk_outputs(network, policy, params, calls, state, tokens, count, last)
-    return state, last
-
-
-def chunk_outputs(
-    network: Network,
-    policy: Policy,
-    params: Params,
-    calls: Sequence[LayerCall],
-    state: KVState,
-    tokens: Int[np.ndarray, "B T"],
-    count: Int[np.ndarray, " B"],
-    last: Float[Array, "B D"],
 ) -> tuple[KVState, Float[Array, "B D"], Float[Array, "B T D"]]:
-    """``read_chunk``, and the last layer's output of all tokens."""
+    """Feed ``count`` of T tokens to every row of a state, which is donated.
+
+    Returns:
+      The state, the output of each row's last token (``last`` of rows without one), and that of all tokens.
+    """
     network, mesh = network.at(state.context), state.mesh
     counts, caches = mesh.put(count), []
     x = embed(network, outer(params), state.length, tokens, mesh)

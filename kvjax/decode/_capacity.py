@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from jaxtyping import Int
 
 PAGE, LONG_PAGE = 64, 256
-"""Fewest and most slots of a page, unless told otherwise."""
+"""Fewest and most slots of a page, unless the caller gives others."""
 
 CHUNK = 256
 """Default tokens of a prefill chunk."""

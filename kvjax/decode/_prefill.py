@@ -20,7 +20,7 @@ from kvjax.cache import pool
 from kvjax.cache import state as states
 from kvjax.cache.ring import ENTRY, Entry
 from kvjax.cache.state import KVState, LayerCache
-from kvjax.decode._activations import PromptActivations, count_kept, embed_prompts, judge_layer
+from kvjax.decode._activations import PromptActivations, embed_prompts
 from kvjax.decode._by_layer import after_chunk, last_logits, layer_calls, outer, read_chunk
 from kvjax.decode._capacity import CHUNK, bucket, empty, is_bounded, padded, prompt_pages, reserve
 from kvjax.decode._checks import (
@@ -230,7 +230,7 @@ def _read_chunks(
         count = np.clip(lengths - start, 0, chunk_size).astype(np.int32)
         state = reserve(policy, state, min(ahead, longest - start), chunk_size)
         piece = tokens[:, start : start + chunk_size]
-        state, last = read_chunk(model.network, policy, model.params, calls, state, piece, count, last)
+        state, last, _ = read_chunk(model.network, policy, model.params, calls, state, piece, count, last)
         if progress:
             jax.block_until_ready(last)  # reported is what is done, not what is asked for
             progress(min(start + chunk_size, longest), longest)
@@ -308,12 +308,9 @@ def read_layers(
     for index, (_, block, own, at) in enumerate(layer_calls(network, policy, params, weights)):
         cache, window = caches[index], network.windows[index]
         where = (network, policy, window, cache.ring.window, block, own, at)
-        if reading:
-            activations = reading.inputs[index], reading.lse[index]
-            ranked, stored, stays = judge_layer(*where, *activations, total, draws, mesh)
-            x = reading.inputs[index + 1]
-        else:
-            x, ranked, stored, stays = prompt_layer(*where, x, total, draws, mesh)
+        lse = reading.lse[index] if reading else None
+        out, ranked, stored, stays = prompt_layer(*where, x, total, draws, mesh, lse)
+        x = reading.inputs[index + 1] if reading else out
         kept += [stays] if window is None else []
         # The one look of the host between two layers.
         fullest = [prompt_pages(policy, cache, own) for own in mesh.blocks(np.asarray(stored))]
@@ -347,8 +344,11 @@ def prompt_layer(
     total: Int[Array, " B"],
     seeds: UInt[Array, " B"],
     mesh: Mesh = ONE,
-) -> tuple[Float[Array, "B T D"], Entry, Int[Array, "B K"], Int[Array, "B K"]]:
+    lse: Float[Array, "B N T"] | None = None,
+) -> tuple[Float[Array, "B T D"] | None, Entry, Int[Array, "B K"], Int[Array, "B K"]]:
     """One layer over the whole prompt; ``index`` is traced, so that all layers share one program.
+
+    With ``lse`` its attention is done: only the projections run again, and there is no output.
 
     Returns:
       The layer's output, the ranked tokens, how many of them pages will hold, and how many stay in all.
@@ -357,15 +357,20 @@ def prompt_layer(
     pos = jnp.where(at < total[:, None], at, EMPTY)
     info = layer.LayerInfo(policy, weights, index, network.num_layers, window, total, seeds=seeds)
 
-    def run(info: layer.LayerInfo, heads: Heads, _: None, pos: Array) -> tuple[Array, Any]:
-        out, ranked = layer.prompt(info, heads, pos)
-        return out, (ranked, *count_kept(info, ranked, ring))
+    def run(info: layer.LayerInfo, heads: Heads, lse: Array | None, pos: Array) -> tuple[Array, Any]:
+        if lse is None:
+            out, ranked = layer.prompt(info, heads, pos)
+        else:
+            # What the model computes from this is dead code.
+            out, ranked = jnp.zeros_like(heads.q), layer.judge(info, heads, pos, lse)
+        return out, (ranked, layer.count_stored(ranked, info.total, ring), ranked.admit.sum(axis=-1))
 
     attend = layer.attention(run, lambda _: info, mesh, (pos,), lambda _: (ENTRY, HEADS, HEADS))
     # Layers of one window share this program: the first of them stands for all.
-    x, (ranked, *counts) = network.layer(block, network.windows.index(window), x, at, attend, None)
+    carry: Any = lse
+    x, (ranked, *counts) = network.layer(block, network.windows.index(window), x, at, attend, carry)
     stored, stays = mesh.everywhere(counts)
-    return mesh.by_row(x), ranked, stored, stays
+    return None if lse is not None else mesh.by_row(x), ranked, stored, stays
 
 
 @functools.partial(jax.jit, static_argnames=("num_layers", "pages", "mesh"))

@@ -1,4 +1,4 @@
-"""New tokens on their way through the model, one per row (``step``) or many (``chunk``); pure.
+"""New tokens on their way through the model; pure.
 
 One decode step, from here to the kernels, in the order in which it runs (each line is a file):
 
@@ -80,24 +80,6 @@ def step(
     return state, logits
 
 
-def chunk(
-    network: Network,
-    policy: Policy,
-    params: Params,
-    weights: Params,
-    state: KVState,
-    tokens: Int[Array, "B T"],
-    count: Int[Array, " B"],
-) -> tuple[KVState, Float[Array, "B D"]]:
-    """Feed ``count`` of T tokens to every row; the last real token's output. Pure."""
-    before = dataclasses.replace(state, confidence=None)  # no logits produced these tokens
-    rows = (state.length, count)
-    x, caches = run_layers(network, policy, params, weights, before, tokens, layer.chunk, rows)
-    after = dataclasses.replace(state, layers=caches, length=state.mesh.everywhere(state.length + count))
-    last = jnp.maximum(count - 1, 0)[:, None, None]
-    return after, jnp.take_along_axis(x, last, axis=1)[:, 0]
-
-
 def run_layers(
     network: Network,
     policy: Policy,
@@ -111,8 +93,8 @@ def run_layers(
 ) -> tuple[Float[Array, "B T D"], tuple[Any, ...]]:
     """Take T new tokens per row through the model; ``run`` is what happens at every layer's attention. Pure.
 
-    ``step`` and ``chunk`` are this with ``layer.step`` and ``layer.chunk``; give your own function to look at
-    what happens at a layer while it happens.
+    ``step`` is this with ``layer.step``; give your own function to look at what happens at a layer while it
+    happens.
 
     Args:
       network, policy, params, weights, state: as in ``step``.

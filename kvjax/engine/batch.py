@@ -22,8 +22,8 @@ from kvjax.engine.decoding import BatchInputs, SampledTokens, Snapshot, decode_s
 from kvjax.engine.metrics import BatchMetrics, live, usages
 from kvjax.engine.pages import StoredState
 from kvjax.engine.request import MOST_STOPS, KVUsage
-from kvjax.engine.row_policies import stack
 from kvjax.engine.ticket import EngineRequest
+from kvjax.layer import stack_policies
 from kvjax.sampling import Sampling
 from kvjax.types import EMPTY, Params, Weighted
 
@@ -333,7 +333,7 @@ class RunningBatch:
         key = [0 if row is None else row.order for row in self.rows]
         if self._stacked is None or self._stacked[0] != key:
             policies = [self.policy if row is None else row.request.policy for row in self.rows]
-            self._stacked = key, stack(policies)
+            self._stacked = key, stack_policies(policies)
         return self._stacked[1]
 
     def _inputs(self, steps: int) -> BatchInputs:

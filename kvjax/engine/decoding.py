@@ -14,7 +14,7 @@ from kvjax import decode
 from kvjax.algebra import Policy
 from kvjax.cache.state import KVState
 from kvjax.engine.request import MOST_LOGPROBS
-from kvjax.engine.row_policies import by_rows
+from kvjax.layer import by_rows
 from kvjax.sampling import Sampling, sample
 from kvjax.types import EMPTY, Network, Params, pytree
 
@@ -119,7 +119,7 @@ def decode_steps(
 
     Args:
       network, params, weights: as in ``kvjax.decode.step``.
-      policies: those of all rows, stacked (``row_policies.stack``).
+      policies: those of all rows, stacked (``layer.stack_policies``).
       steps: static.
       state: donated; with free pages for whatever comes.
       rows: what each row feeds next, and how it samples.

@@ -171,7 +171,7 @@ class Counters:
         return min(60.0, max(1.0, waiting / rate / 2))
 
     def snapshot(self, **now: Any) -> Metrics:
-        """All counters, with the fields of ``Metrics`` that are no counters."""
+        """All counters, with the fields of ``Metrics`` that are not counters."""
         return Metrics(
             requests=dict(self._requests),
             preempted=self.preempted,

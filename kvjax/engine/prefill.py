@@ -117,7 +117,7 @@ class Prefill:
         for begin, width in self._pieces():
             count = min(width, len(tokens) - begin)
             piece = decode.padded([tokens[begin : begin + count]], width)
-            self.state, last, x = decode.chunk_outputs(
+            self.state, last, x = decode.read_chunk(
                 network, policy, params, layers, self.state, piece, np.asarray([count], np.int32), last
             )
             if self.ranked:

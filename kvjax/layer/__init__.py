@@ -18,6 +18,7 @@ from kvjax.layer._info import LayerInfo, OfRows, arriving, observe
 from kvjax.layer._mass import accumulate_mass
 from kvjax.layer._prompt import attend_prompt, count_stored, judge, prompt, retained, store
 from kvjax.layer._read import Loaded, Partial, Read, read_pages
+from kvjax.layer._rows import by_rows, stack_policies
 from kvjax.layer._step import chunk, step
 
 __all__ = [
@@ -33,6 +34,7 @@ __all__ = [
     "arriving",
     "attend_prompt",
     "attention",
+    "by_rows",
     "chunk",
     "count_stored",
     "evict",
@@ -45,6 +47,7 @@ __all__ = [
     "read_pages",
     "accumulate_mass",
     "retained",
+    "stack_policies",
     "step",
     "store",
     "victims",

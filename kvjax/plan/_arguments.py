@@ -132,7 +132,7 @@ def _model(name: str) -> tuple[ModelSpec, str]:
         return hf.read_spec(loading.embedded_folder())[0], "float32"
     if "/" not in name and not Path(name).exists():
         raise InputError(
-            f"--model {name} is no model known by name, and no folder. Give one of "
+            f"--model {name} is neither the name of a model nor a folder. Give one of "
             f"{', '.join(published.CONFIGS)}, a folder, or a hub id like owner/name."
         )
     spec, dtype = hf.read_spec(name)

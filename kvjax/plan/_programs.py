@@ -84,7 +84,7 @@ def step(case: Deployment, target: aot.Target, *, exact: bool = False) -> Progra
       NoRoomError: the compiler says that it does not fit a device.
     """
     layers, selection = case.spec.num_layers, case.policy.selection
-    # What tells layers apart beside the size of their pools.
+    # What makes two layers' programs differ, beside the size of their pools.
     first, second = depths([(window, selection.applies(i)) for i, window in enumerate(case.spec.windows)])
     if exact or second >= layers:
         return _step(case, target)
@@ -124,7 +124,7 @@ def depths(kinds: Sequence[Any]) -> tuple[int, int]:
     """Two depths, the second of which has one more period of a model's layers than the first.
 
     Args:
-      kinds: what tells layers apart.
+      kinds: one value for each kind of layer.
     """
     layers = len(kinds)
     starts = [

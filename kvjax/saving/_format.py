@@ -21,7 +21,7 @@ that no older reader takes it for a whole state."""
 
 
 class StateError(UserError):
-    """A file that holds no state, or one of another model, policy or format."""
+    """A file that is not a state, or a state of another model, policy or format."""
 
 
 def digest(raw: Mapping[str, np.ndarray]) -> str:

@@ -64,7 +64,7 @@ def open(
       mesh: devices to shard it over, whatever it was saved from; by default those of the model.
 
     Raises:
-      StateError: no such file; one that is no state, is cut off, or of a newer format; a folder that lacks
+      StateError: no such file; one that is not a state, is cut off, or of a newer format; a folder that lacks
         a part; a state of another model, dtype, policy structure, or of other learned weights.
       MeshError: a mesh that does not divide its rows, or the model's heads; processes that were given
         different things.
@@ -181,7 +181,7 @@ def _read_parts(folder: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     parts = [_read_file(call, file) for file in files]
     heads = [head for _, head in parts]
     if not heads or any("part" not in head for head in heads):
-        raise StateError(f"{call} is a folder that holds no saved state. Give one that save wrote.")
+        raise StateError(f"{call} is a folder without a saved state. Give one that save wrote.")
     blocks = [device_parts.Block(**head["part"]) for head in heads]
     if [block.at for block in blocks] != list(range(blocks[0].of)):
         raise StateError(
@@ -212,9 +212,9 @@ def _read_file(call: str, path: Path) -> tuple[dict[str, np.ndarray], dict[str, 
         head, shapes = json.loads(metadata["head"]), json.loads(metadata["shapes"])
         ours = head["format"] == FORMAT
     except (ValueError, KeyError, TypeError) as error:
-        raise StateError(f"{call} holds no saved state. Give a file that save wrote.") from error
+        raise StateError(f"{call} is not a saved state. Give a file that save wrote.") from error
     if not ours:
-        raise StateError(f"{call} holds no saved state. Give a file that save wrote.")
+        raise StateError(f"{call} is not a saved state. Give a file that save wrote.")
     if head["version"] > VERSION:
         raise StateError(
             f"{call} has format {head['version']}, this kvjax reads up to {VERSION}. Use a newer kvjax."

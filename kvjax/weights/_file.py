@@ -130,10 +130,10 @@ def read_weights(file: str | Path) -> Learned:
             if file.suffix == ".pt"
             else "Download or train it again."
         )
-        raise WeightsError(f"{file} is no safetensors file ({error}). {hint}") from error
+        raise WeightsError(f"{file} is not a safetensors file ({error}). {hint}") from error
     if notes.get("format") != FORMAT:
         raise WeightsError(
-            f"{file} is a safetensors file, but holds no learned weights of a policy (its header lacks "
+            f"{file} is a safetensors file, but not one of a policy's learned weights (its header lacks "
             f"format '{FORMAT}'). Give one that kvjax.save_weights wrote."
         )
     layers: list[Params] = [{} for _ in range(int(notes["layers"]))]

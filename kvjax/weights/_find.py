@@ -77,10 +77,10 @@ def weights_for(policy: Policy | str, model: Weighted, weights: Sources = None) 
     Raises:
       WeightsError: weights that are missing, do not fit model or method, or belong to no part of the policy.
     """
-    found = find(catalogue.policy(policy), model, weights)
-    for remark in found.remarks:
+    learned = find(catalogue.policy(policy), model, weights)
+    for remark in learned.remarks:
         warnings.warn(remark, stacklevel=2)
-    return found.weights
+    return learned.weights
 
 
 def find(policy: Policy, model: Weighted, weights: Sources = None) -> Found:

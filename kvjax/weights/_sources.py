@@ -93,21 +93,21 @@ def _meant(policy: Policy, name: str) -> Part | None:
 def _in_vain(name: str, source: Source, policy: Policy, others: tuple[Policy, ...]) -> WeightsError:
     """The error of a source that belongs to no part of the policy."""
     policies = dict.fromkeys((policy, *others))
-    given = f"weights {name}={source} are given" if name else f"weights {str(source)!r} are given"
-    given = f"--gates {source} is given" if name == GATES else given
+    call = f"weights {name}={source} are given" if name else f"weights {str(source)!r} are given"
+    call = f"--gates {source} is given" if name == GATES else call
     where = f"the policy '{policy!r}'" if len(policies) == 1 else "any policy of the run"
     learned = list(dict.fromkeys(part.name for one in policies for part in one.learned))
     if not learned:
         return WeightsError(
-            f"{given}, but nothing in {where} is learned. Leave it out, or use a policy with a learned part."
+            f"{call}, but nothing in {where} is learned. Leave it out, or use a policy with a learned part."
         )
     if name == GATES:
         return WeightsError(
-            f"{given}, but it is not clear for which of {', '.join(learned)}. Use --weights PART={source}."
+            f"{call}, but it is not clear for which of {', '.join(learned)}. Use --weights PART={source}."
         )
     idle = next((part for one in policies for part in one.parts if part.name == name), None)
     why = f"{idle!r} learns nothing" if idle else f"no part of {where} is called {name}"
-    return WeightsError(f"{given}, but {why}. Parts that learn: {', '.join(learned)}.")
+    return WeightsError(f"{call}, but {why}. Parts that learn: {', '.join(learned)}.")
 
 
 # --- on a command line ---------------------------------------------------------------------------
@@ -124,7 +124,7 @@ def parse_sources(text: str) -> dict[str, str]:
         match = _SAID.fullmatch(word)
         if match is None or not match[2].strip():
             raise WeightsError(
-                f"--weights {text} is no list of PART=FILE or PART=NAME. Write it like --weights "
+                f"--weights {text} is not a list of PART=FILE or PART=NAME. Write it like --weights "
                 f"write_gate={DEFAULT}, with parts as the policy prints them."
             )
         if match[1] in parsed:

@@ -53,7 +53,7 @@ _TRIPS = (
 
 
 class TorchFileError(UserError):
-    """A file that holds no tensors this module can read."""
+    """A file without tensors that this module can read."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +70,7 @@ def read_tensors(file: str | Path) -> dict[str, np.ndarray]:
       file: written by ``torch.save`` in its zip form (the default since torch 1.6).
 
     Raises:
-      TorchFileError: no such file, another format, something in it that is no tensor.
+      TorchFileError: no such file, another format, something in it that is not a tensor.
     """
     file = Path(file)
     try:
@@ -80,11 +80,11 @@ def read_tensors(file: str | Path) -> dict[str, np.ndarray]:
         raise TorchFileError(f"{file} cannot be read ({error.strerror or error}). Check the path.") from error
     except zipfile.BadZipFile as error:
         raise TorchFileError(
-            f"{file} is no whole zip archive, which torch.save writes since torch 1.6. Download it again, or "
-            "save it with a newer torch."
+            f"{file} is not a whole zip archive, which torch.save writes since torch 1.6. Download it again, "
+            "or save it with a newer torch."
         ) from error
     if not isinstance(tensors, dict) or not all(isinstance(x, np.ndarray) for x in tensors.values()):
-        raise TorchFileError(f"{file} holds no dict of tensors. Save a state_dict, or a dict like it.")
+        raise TorchFileError(f"{file} is not a dict of tensors. Save a state_dict, or a dict like it.")
     return {str(name): value for name, value in tensors.items()}
 
 
@@ -131,7 +131,7 @@ class _Reader(pickle.Unpickler):
         }
         if (module, name) not in known:
             raise TorchFileError(
-                f"{self._file} names {module}.{name}, which is no part of a plain tensor, and is not run. "
+                f"{self._file} names {module}.{name}, which is not part of a plain tensor, and is not run. "
                 "Save a dict of tensors."
             )
         return known[module, name]

@@ -96,7 +96,7 @@ def over(
 ) -> Any:
     """Fold ``visit`` (slice of the inner side, carry) over the listed blocks.
 
-    With ``whole`` the list tells blocks apart: it visits those that are seen whole, which come first.
+    With ``whole`` the list sorts the blocks: it visits those that are seen whole, which come first.
     """
 
     def fold(visit: Callable[[Any, Any], Any], first: Any, end: Any, start: Any) -> Any:

@@ -188,7 +188,7 @@ def do(values: dict[str, Any], model: LanguageModel, data: Data) -> list[Path]:
     """Every study on every task and length; the files.
 
     Raises:
-      EvalError: a task that is no text.
+      EvalError: a task that is not a text.
     """
     folder = values["out"]
     folder.mkdir(parents=True, exist_ok=True)

@@ -106,7 +106,7 @@ def _files(folder: Path) -> list[tuple[float, Path]]:
     every = [(file, read_weights(file).notes) for file in sorted(folder.glob("*.safetensors"))]
     files = [(float(notes["lambda"]), file) for file, notes in every if notes["method"] == WriteGate.learns]
     if not files:
-        raise WeightsError(f"--gates {folder} holds no write gates. Train some: python -m train.gates.")
+        raise WeightsError(f"--gates {folder} has no write gates. Train some: python -m train.gates.")
     return sorted(files)
 
 

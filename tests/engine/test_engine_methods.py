@@ -12,10 +12,10 @@ import tiny
 
 import kvjax
 from kvjax import catalogue
-from kvjax.algebra import Number, Observation, Picked, Policy, Selection
+from kvjax.algebra import Frame, Number, Observation, Picked, Policy, Selection
 from kvjax.engine import Engine, Request
 from kvjax.engine.request import LearnedWeights, WeightCache
-from kvjax.engine.row_policies import by_rows, stack
+from kvjax.layer import by_rows, stack_policies
 from kvjax.types import EMPTY
 from pallas_kernels.ragged_decode.api import largest_scores
 
@@ -94,13 +94,22 @@ def test_weights_that_a_hyperparameter_decides_about_are_a_rows_own():
     weights = tiny.weights(policies[0])["admission"]
     pos = np.arange(6, dtype=np.int32).reshape(3, 2)
     seen = Observation(pos=pos, total=np.full(3, 2, np.int32), layer=1, layers=len(weights), values={})
-    together = by_rows(stack(policies)).admission
+    together = by_rows(stack_policies(policies)).admission
     got = np.asarray(together.admit(together.at_layer(weights, 1), seen))
     for row, policy in enumerate(policies):
         one = dataclasses.replace(seen, pos=pos[row : row + 1], total=seen.total[:1])
         alone = policy.admission.admit(policy.admission.at_layer(weights, 1), one)
         np.testing.assert_array_equal(got[row : row + 1], alone)
     assert len({row.tobytes() for row in got}) > 1
+
+
+def test_a_budget_reads_the_confidence_of_its_own_row():
+    sure = np.asarray([0.9, 0.1, 0.5], np.float32)
+    spec = "conf_kv(recent=8) + confidence(20, loose=31, threshold={})"
+    policies = [kvjax.policy(spec.format(threshold)) for threshold in (0.7, 0.7, 0.4)]
+    frame = Frame(layer=0, layers=2, kv_heads=2, slot_bytes=64.0, confidence=sure)
+    targets = by_rows(stack_policies(policies)).budget.targets(frame, np.full(3, 50, np.int32), None)
+    np.testing.assert_array_equal(targets, [[20], [31], [20]])
 
 
 @pytest.mark.slow

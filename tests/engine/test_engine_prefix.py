@@ -9,7 +9,7 @@ import tiny
 
 import kvjax
 from kvjax import catalogue, decode
-from kvjax.engine.prefix import generated_too, shareable
+from kvjax.engine.prefix import Prefix, Prefixes, generated_too, shareable
 
 CHUNK, CONTEXT = 16, 96
 RULE = {  # policy: (shared at chunk borders, generated tokens too)
@@ -34,6 +34,19 @@ EVERY = [p for method in catalogue.methods() for p in method.examples if repr(p)
 def test_the_rule(spec):
     policy = kvjax.policy(spec)
     assert (shareable(policy), generated_too(policy)) == RULE[spec]
+
+
+def test_a_prefix_leaves_a_token_to_be_read():
+    """A prefix has no logits, so the prompt's last token is read whatever is kept."""
+    policy, key, tokens = kvjax.policy("full"), ("full", ""), np.arange(40, dtype=np.int32)
+    state = decode.empty(tiny.model().network, policy, rows=1, context=CONTEXT, dtype=np.float32)
+    prefixes = Prefixes(1 << 30)
+    assert prefixes.borders(key, tokens[:32], CHUNK) == [16]
+    assert prefixes.borders(key, tokens[:33], CHUNK) == [32]
+    kept = Prefix(key=key, tokens=tokens[:32], state=state)
+    prefixes.keep(kept)
+    assert prefixes.find(key, tokens[:33]) is kept
+    assert prefixes.find(key, tokens[:32]) is None
 
 
 def compared(state: kvjax.KVState) -> list[np.ndarray]:

@@ -54,12 +54,12 @@ FORMS = {
     "labels 5": functools.partial(labels.row, classes=5),
     "pairs text": functools.partial(pairs.row, form="text"),
     "pairs token": functools.partial(pairs.row, form="token"),
-    "associations 9": functools.partial(associations.row, pairs=9, asked=3),
+    "associations 9": functools.partial(associations.row, pairs=9, questions=3),
     "facts": facts.row,
     "sentence": facts.sentence,
     "logs": logs.row,
     "repeats": repeats.row,
-    "repeated": repeats.asked,
+    "repeated": repeats.repeated,
 }
 """What other programs draw besides ``train.embedded.tasks.TASKS``."""
 ROWS = {**training.TASKS, **FORMS}

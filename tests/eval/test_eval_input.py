@@ -47,7 +47,7 @@ def test_jobs_are_joined_so_that_programs_are_compiled_once_a_length_and_prompts
         (["--model", "/no/such/folder"], ["/no/such/folder"]),
         (["--config", "/no/such.yaml"], ["/no/such.yaml", "Write it like"]),
         (["--gates", "nowhere"], ["--gates nowhere is given", "nothing in", "is learned"]),
-        (["--weights", "nowhere"], ["--weights nowhere is no list of PART=FILE"]),
+        (["--weights", "nowhere"], ["--weights nowhere is not a list of PART=FILE"]),
     ],
 )
 def test_bad_input_is_one_sentence_and_two(words, says, tiny_folder, tmp_path, capsys):

@@ -44,15 +44,15 @@ def small_tiles(monkeypatch):
         yield
 
 
-def check(found, wanted, v, dtype=jnp.float32):
+def check(actual, wanted, v, dtype=jnp.float32):
     """(out, lse) against the oracle's (out, lse, p): weights are rounded to 16 bits, nothing else is."""
     out, lse, p = wanted
     v = np.repeat(np.nan_to_num(np.asarray(v, np.float64)), p.shape[1] // v.shape[1], axis=1)
     plain = np.asarray(jnp.asarray(p, jnp.bfloat16), np.float64) @ v
     plain = np.asarray(jnp.asarray(plain, dtype), np.float64)
-    assert_as_good_as_plain(found[0], plain, out, p.shape[3])
-    assert_close(found[1], lse, p.shape[3])
-    assert (found[0].dtype, found[1].dtype) == (dtype, jnp.float32)
+    assert_as_good_as_plain(actual[0], plain, out, p.shape[3])
+    assert_close(actual[1], lse, p.shape[3])
+    assert (actual[0].dtype, actual[1].dtype) == (dtype, jnp.float32)
 
 
 @pytest.mark.parametrize(
@@ -68,10 +68,10 @@ def test_a_ring_in_any_order(sizes, options):
     """NaN in padded keys and values; a query that is padding."""
     options = dict(options)
     arrays, where = ring(RING._replace(**sizes), dtype=jnp.bfloat16, admitted=options.pop("admitted", 0.0))
-    found = blockwise(*arrays, **where, **options, impl="mosaic_gpu")
-    check(found, oracle(*arrays, **where, **options), arrays[2])
-    np.testing.assert_array_equal(found[0][0, :, 0], 0)
-    np.testing.assert_array_equal(found[1][0, :, 0], -np.inf)
+    actual = blockwise(*arrays, **where, **options, impl="mosaic_gpu")
+    check(actual, oracle(*arrays, **where, **options), arrays[2])
+    np.testing.assert_array_equal(actual[0][0, :, 0], 0)
+    np.testing.assert_array_equal(actual[1][0, :, 0], -np.inf)
 
 
 def causal(h=64):
@@ -85,10 +85,10 @@ def causal(h=64):
 
 def test_a_prompt_and_an_empty_row():
     arrays, where = causal()
-    found = blockwise(*arrays, **where, impl="mosaic_gpu")
-    check(found, oracle(*arrays, **where), arrays[2])
-    np.testing.assert_array_equal(found[0][1], 0)
-    np.testing.assert_array_equal(found[1][1], -np.inf)
+    actual = blockwise(*arrays, **where, impl="mosaic_gpu")
+    check(actual, oracle(*arrays, **where), arrays[2])
+    np.testing.assert_array_equal(actual[0][1], 0)
+    np.testing.assert_array_equal(actual[1][1], -np.inf)
 
 
 def test_a_nan_that_is_seen_reaches_who_sees_it_and_nobody_else():
@@ -125,10 +125,10 @@ def test_gradients_are_those_of_xla():
 def test_packed_keys_and_a_band(sizes, lengths, admitted):
     shape = SelfAttentionSizes(B=2, N=2, K=2, T=300, H=64, window=0)._replace(**sizes)
     arrays, ends = prompt(shape, dtype=jnp.bfloat16, lengths=np.array(lengths), admitted=admitted)
-    found = vertical_slash(*arrays, window=shape.window, lengths=ends, softcap=2.0, impl="mosaic_gpu")
+    actual = vertical_slash(*arrays, window=shape.window, lengths=ends, softcap=2.0, impl="mosaic_gpu")
     pos = np.where(np.arange(300) < np.asarray(ends)[:, None], np.arange(300), -1)
     wanted = oracle(*arrays[:3], q_pos=pos, k_pos=pos, window=shape.window, admit=arrays[3], softcap=2.0)
-    check(found, wanted, arrays[2])
+    check(actual, wanted, arrays[2])
 
 
 def test_a_piece_of_a_prompt():
@@ -139,11 +139,11 @@ def test_a_piece_of_a_prompt():
     at = start[:, None] + np.arange(140)
     piece = jnp.take_along_axis(q, jnp.asarray(at)[:, None, :, None], axis=2)
     options = {"window": 50, "lengths": ends, "offset": jnp.asarray(start), "dtype": jnp.bfloat16}
-    found = vertical_slash(piece, k, v, admit, **options, impl="mosaic_gpu")
+    actual = vertical_slash(piece, k, v, admit, **options, impl="mosaic_gpu")
     near, own = np.where(at < lengths[:, None], at, -1), np.arange(300)
     own = np.where(own < lengths[:, None], own, -1)
     wanted = oracle(piece, k, v, q_pos=near, k_pos=own, window=50, admit=admit)
-    check(found, wanted, v, jnp.bfloat16)
+    check(actual, wanted, v, jnp.bfloat16)
 
 
 def test_keys_that_do_not_fit_are_said_loudly():

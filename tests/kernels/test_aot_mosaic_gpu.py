@@ -34,16 +34,16 @@ MORE_LAUNCHES = {"mass": 2, "admitted": 2}
 )
 def test_it_compiles_in_place_in_few_launches_and_without_spills(name):
     target("h200")
-    ((_, found),) = static.report("h200", [name], {})
-    assert "error" not in found
-    assert found["impl"] == "mosaic_gpu"
+    ((_, report),) = static.report("h200", [name], {})
+    assert "error" not in report
+    assert report["impl"] == "mosaic_gpu"
     op = name.partition(".")[0]
-    assert set(found["kernels"]) == KERNELS[op]
-    assert all(0 < x["registers"] <= 255 and x["spilled_bytes"] == 0 for x in found["kernels"].values())
-    assert found["copies"] == []
+    assert set(report["kernels"]) == KERNELS[op]
+    assert all(0 < x["registers"] <= 255 and x["spilled_bytes"] == 0 for x in report["kernels"].values())
+    assert report["copies"] == []
     more = sum(count for said, count in MORE_LAUNCHES.items() if said in name)
-    assert found["launches"] <= MOST_LAUNCHES[op] + more
-    assert found["temp_bytes"] <= CASES[name].temp
+    assert report["launches"] <= MOST_LAUNCHES[op] + more
+    assert report["temp_bytes"] <= CASES[name].temp
 
 
 def test_they_are_compiled_for_hoppers_alone():

@@ -72,8 +72,8 @@ def test_it_compiles_in_place_in_little_memory_and_without_spills(chip, name):
         program = compiled_without_spills(place, case.run(place.impl), *case.args, donated=case.donated)
     except SpillsError:
         # One of XLA's own kernels may (a scatter of ragged_decode's parts does), ours may not.
-        ((_, found),) = static.report(chip, [name], {})
-        assert {x: y for x, y in found["kernels"].items() if y["spilled_bytes"]} == {}
+        ((_, report),) = static.report(chip, [name], {})
+        assert {x: y for x, y in report["kernels"].items() if y["spilled_bytes"]} == {}
         program = aot.compiled(place, case.run(place.impl), *case.args)
     if case.whole:
         # Triton's bodies of prefill round their output outside, where the model's layout is made too.

@@ -174,10 +174,10 @@ def test_gradients_are_those_of_dense_attention(impl):
         s = jnp.where((age >= 0) & (age < 40), s, -1e30)
         return jnp.einsum("bnts,bnsh->bnth", jax.nn.softmax(s, axis=-1), v), jax.nn.logsumexp(s, axis=-1)
 
-    found, back = jax.vjp(lambda *x: blockwise(*x, **where, window=40, impl=impl), q, k, v)
+    actual, back = jax.vjp(lambda *x: blockwise(*x, **where, window=40, impl=impl), q, k, v)
     wanted, back_dense = jax.vjp(dense, q, k, v)
-    seen = jnp.isfinite(found[1])
-    up = jnp.where(seen[..., None], jnp.cos(found[0]), 0), jnp.where(seen, jnp.sin(found[1]), 0)
+    seen = jnp.isfinite(actual[1])
+    up = jnp.where(seen[..., None], jnp.cos(actual[0]), 0), jnp.where(seen, jnp.sin(actual[1]), 0)
     for ours, theirs in zip(back(up), back_dense(up)):
         assert_close(ours, theirs, shape.S * shape.N)
     assert float(jnp.abs(back(up)[1]).max()) > 0.01
@@ -189,11 +189,11 @@ def test_gradients_of_the_blocked_form(sight):
     window, admitted = SIGHTS[sight]
     arrays, where = case(BLOCKWISE_BLOCKS, admitted=admitted)
     options = {**where, "window": window, "softcap": 2.0 if sight == "admitted" else None}
-    found, back = jax.vjp(lambda *x: blockwise(*x, **options, impl="xla"), *arrays)
+    actual, back = jax.vjp(lambda *x: blockwise(*x, **options, impl="xla"), *arrays)
     _, back_dense = jax.vjp(lambda *x: blockwise(*x, **options, impl="ref"), *arrays)
-    seen = jnp.isfinite(found[1])
+    seen = jnp.isfinite(actual[1])
     assert not bool(seen.all())
-    up = jnp.cos(found[0]), jnp.where(seen, jnp.sin(found[1]), 0)
+    up = jnp.cos(actual[0]), jnp.where(seen, jnp.sin(actual[1]), 0)
     for ours, theirs in zip(back(up), back_dense(up)):
         assert_close(ours, theirs, BLOCKWISE_BLOCKS.S * BLOCKWISE_BLOCKS.N)
     assert float(jnp.abs(back(up)[1]).max()) > 0.01

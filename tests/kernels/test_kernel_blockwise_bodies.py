@@ -97,10 +97,10 @@ def test_out_lse_and_mass(impl, name, admitted):
 def test_gradients_are_those_of_the_definition(impl, name, admitted):
     shape = SHAPES[name]
     arrays, options = sighted(shape, admitted)
-    found, back = jax.vjp(lambda *x: blockwise(*x, **options, impl=impl), *arrays)
+    actual, back = jax.vjp(lambda *x: blockwise(*x, **options, impl=impl), *arrays)
     _, back_dense = jax.vjp(lambda *x: blockwise(*x, **options, impl="ref"), *arrays)
-    seen = jnp.isfinite(found[1])
-    up = jnp.cos(found[0]), jnp.where(seen, jnp.sin(found[1]), 0)
+    seen = jnp.isfinite(actual[1])
+    up = jnp.cos(actual[0]), jnp.where(seen, jnp.sin(actual[1]), 0)
     grads = back(up)
     for ours, theirs in zip(grads, back_dense(up)):
         assert_close(ours, theirs, shape.S * shape.N)
@@ -125,8 +125,8 @@ def test_every_length_of_a_row(impl):
     assert_close(lse, want_lse, shape.S)
     mass = column_mass(q, k, lse, jnp.ones(q_pos.shape), **where, impl=impl)
     assert_close(mass, p.sum(axis=2), shape.T)
-    for found, again in zip((out, lse), blockwise(q, k, v, **where, impl=impl)):
-        np.testing.assert_array_equal(found, again)
+    for actual, again in zip((out, lse), blockwise(q, k, v, **where, impl=impl)):
+        np.testing.assert_array_equal(actual, again)
 
 
 def apart(impl):
@@ -155,9 +155,9 @@ def test_every_head_walks_blocks_of_its_own(impl):
 @pytest.mark.parametrize("impl", BODIES)
 def test_gradients_of_every_head_walk_blocks_of_its_own(impl):
     shape, arrays, options = apart(impl)
-    found, back = jax.vjp(lambda *x: blockwise(*x, **options, impl=impl), *arrays)
+    actual, back = jax.vjp(lambda *x: blockwise(*x, **options, impl=impl), *arrays)
     _, back_dense = jax.vjp(lambda *x: blockwise(*x, **options, impl="ref"), *arrays)
-    for ours, theirs in zip(back(found), back_dense(found)):
+    for ours, theirs in zip(back(actual), back_dense(actual)):
         assert_close(ours, theirs, shape.S * shape.N)
 
 
@@ -190,8 +190,8 @@ def test_the_gradient_of_mass_is_that_of_the_definition(impl):
         jax.grad(functools.partial(total, which), argnums=(0, 1, 2, 3))(q, k, lse, weights)
         for which in (impl, "ref")
     )
-    for found, exact in zip(ours, wanted):
-        assert_close(found, exact, shape.S * shape.N)
+    for actual, exact in zip(ours, wanted):
+        assert_close(actual, exact, shape.S * shape.N)
         assert float(jnp.abs(exact).max()) > 1e-3
 
 

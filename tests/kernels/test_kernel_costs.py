@@ -79,14 +79,14 @@ def test_spills_are_vector_registers_in_memory(tmp_path):
 
 
 def test_cases_move_what_their_shapes_say():
-    found = cases()
-    assert {name.split("/")[0] for name in found} == set(OPERATIONS)
-    case = found["ragged_decode/bfloat16"]
+    by_name = cases()
+    assert {name.split("/")[0] for name in by_name} == set(OPERATIONS)
+    case = by_name["ragged_decode/bfloat16"]
     q, k, _, table_, *_ = case.args
     pages = 2 * table_.size * k.shape[1] * k.shape[2] * 2
     assert case.moves == pages + q.size * (2 + 4)
     scales = table_.size * 2 * k.shape[2] * 4
-    assert found["ragged_decode/int8"].moves == pages // 2 + scales + q.size * (2 + 4)
+    assert by_name["ragged_decode/int8"].moves == pages // 2 + scales + q.size * (2 + 4)
 
 
 def kernels(jaxpr):
@@ -132,13 +132,13 @@ def operations_of(jaxpr):
 )
 def test_kernels_of_a_read_of_pages(name, of_gpu, of_tpu):
     """Mass of one query takes no second read; a GPU's plain read has nothing but its kernels and views."""
-    case, found = cases()[f"ragged_decode/{name}"], {}
+    case, by_impl = cases()[f"ragged_decode/{name}"], {}
     for impl, place in PLACES.items():
         with lowering.for_device(*place):
-            found[impl] = list(operations_of(jax.make_jaxpr(case.run(impl))(*case.args).jaxpr))
-    assert found["triton"].count("pallas_call") == of_gpu
-    assert found["mosaic_tpu"].count("pallas_call") == of_tpu
-    assert "mass" in name or set(found["triton"]) == {"pallas_call", "reshape"}
+            by_impl[impl] = list(operations_of(jax.make_jaxpr(case.run(impl))(*case.args).jaxpr))
+    assert by_impl["triton"].count("pallas_call") == of_gpu
+    assert by_impl["mosaic_tpu"].count("pallas_call") == of_tpu
+    assert "mass" in name or set(by_impl["triton"]) == {"pallas_call", "reshape"}
 
 
 PROGRAM = """HloModule x
@@ -217,18 +217,18 @@ TPUS = [chip for chip in static.CHIPS if chip not in static.GPUS]
 @pytest.mark.parametrize("chip", TPUS)
 def test_what_was_reached_on_paper_stays_reached(chip):
     """Of the records: half the bytes take less time but on 7x; pages' reads keep their registers."""
-    found = json.loads((dispatch.TUNED / chip / "static.json").read_text())["cases"]
+    recorded = json.loads((dispatch.TUNED / chip / "static.json").read_text())["cases"]
 
     def seconds(name: str) -> float:
-        case, made = cases()[f"ragged_decode/{name}"], found[f"ragged_decode/{name}"]
+        case, made = cases()[f"ragged_decode/{name}"], recorded[f"ragged_decode/{name}"]
         return max(made["item"] / static.CHIPS[chip].clock * 1e-9, static.roofline(chip, *case.step))
 
     most = {"tpu7x": 1.2}.get(chip, 0.8)
     assert seconds("int8_page128") <= most * seconds("bfloat16_page128")
     for name in ("bfloat16", "int8", "bfloat16_page128", "int8_page128", "int4"):
-        assert found[f"ragged_decode/{name}"]["spills"] == {"ragged_decode_read": 0}
+        assert recorded[f"ragged_decode/{name}"]["spills"] == {"ragged_decode_read": 0}
     for name in ("blockwise/prompt_bfloat16", "vertical_slash/bfloat16_quarter"):
-        steps = found[name].get("steps", {}).get(name.split("/")[0], [0])
+        steps = recorded[name].get("steps", {}).get(name.split("/")[0], [0])
         # On v5p both ways of asking for a block lie in vertical_slash's step, not before it: 80 bundles.
         assert min(steps) <= (1300 if chip == "v5p" else 1200)
 

@@ -58,25 +58,25 @@ def oracle(token: Token, cache: Cache, lists: Lists):
     for row, head in np.ndindex(B, K):
         n, count = int(lists.seen[row]), int(lists.length[row, head])
         place = [(int(lists.table[row, head, i // S]), i % S) for i in range(min(count + 1, M * S))]
-        mine = [(k_pages[at], v_pages[at]) for at in place[:count]]
+        pairs = [(k_pages[at], v_pages[at]) for at in place[:count]]
         old = ring_k[row, head, n % W].copy(), ring_v[row, head, n % W].copy()
         if lists.enters[row, head]:
-            mine.append(old)
+            pairs.append(old)
             stored[place[count]] = old
         if n >= 0:
             ring_k[row, head, n % W], ring_v[row, head, n % W] = k[row, head], v[row, head]
-        mine += [(ring_k[row, head, i], ring_v[row, head, i]) for i in range(min(n + 1, W))]
-        terms = np.array([x for _, x in mine]).reshape(-1, H)
-        scores = np.array([x for x, _ in mine]).reshape(-1, H) @ q[row, head * G : head * G + G].T * H**-0.5
+        pairs += [(ring_k[row, head, i], ring_v[row, head, i]) for i in range(min(n + 1, W))]
+        terms = np.array([x for _, x in pairs]).reshape(-1, H)
+        scores = np.array([x for x, _ in pairs]).reshape(-1, H) @ q[row, head * G : head * G + G].T * H**-0.5
         for i in range(G if len(terms) else 0):
             lse[row, head * G + i] = np.logaddexp.reduce(scores[:, i])
             out[row, head * G + i] = np.exp(scores[:, i] - lse[row, head * G + i]) @ terms
     return out, lse, ring_k, ring_v, stored
 
 
-def check(found, token: Token, cache: Cache, lists: Lists) -> None:
-    """``found`` is what a step gave for them."""
-    out, lse, after = found
+def check(actual, token: Token, cache: Cache, lists: Lists) -> None:
+    """``actual`` is what a step gave for them."""
+    out, lse, after = actual
     want, want_lse, *rings, stored = oracle(token, cache, lists)
     live, exact = np.asarray(lists.seen) >= 0, token.q.dtype == jnp.float32
     assert (out.dtype, lse.dtype) == (token.q.dtype, jnp.float32)
@@ -105,15 +105,23 @@ def called(impl, token: Token, cache: Cache, lists: Lists):
 @pytest.mark.parametrize("impl", ["ref", "xla"])
 def test_it_is_the_step_by_definition(impl, dtype):
     # ``xla`` pays a second pass for a NaN in a dead value of a live page: another program.
-    given = made(dtype, np.nan if impl == "ref" else 1e3)
-    check(called(impl, *given), *given)
+    arguments = made(dtype, np.nan if impl == "ref" else 1e3)
+    check(called(impl, *arguments), *arguments)
+
+
+@pytest.mark.parametrize("impl", ["ref", "xla"])
+def test_a_rows_first_token_is_written(impl):
+    token, cache, lists = made("float32", 1e3)
+    none = jnp.zeros_like
+    lists = Lists(lists.table, none(lists.length), none(lists.seen), none(lists.enters))
+    check(called(impl, token, cache, lists), token, cache, lists)
 
 
 @pytest.mark.parametrize("impl", BODIES)
 def test_a_body_is_the_step(impl):
-    given = made()
+    arguments = made()
     run = body("decode_step", impl, "decode_step", blocks=SMALL)
-    check(run(*given, scale=H**-0.5), *given)
+    check(run(*arguments, scale=H**-0.5), *arguments)
     check_no_race(impl)
 
 
@@ -121,18 +129,18 @@ def test_a_body_is_the_step(impl):
 def test_a_ring_may_be_shorter_than_a_page(impl, monkeypatch):
     for name, value in (("W", 16), ("S", 32), ("SEEN", (100, 7, -1, 48))):
         monkeypatch.setitem(globals(), name, value)
-    given = made()
+    arguments = made()
     run = body("decode_step", impl, "decode_step", blocks=SMALL)
-    check(run(*given, scale=H**-0.5), *given)
+    check(run(*arguments, scale=H**-0.5), *arguments)
     check_no_race(impl)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("impl", BODIES)
 def test_a_body_is_the_step_with_its_own_blocks_through_dispatch(impl):
-    given = made(seed=1)
+    arguments = made(seed=1)
     with dispatch.interpreted():
-        check(called(impl, *given), *given)
+        check(called(impl, *arguments), *arguments)
 
 
 @pytest.mark.parametrize("impl", ["ref", "xla", *(pytest.param(x, marks=pytest.mark.slow) for x in BODIES)])
@@ -150,8 +158,8 @@ def test_a_token_for_which_there_is_no_page_is_not_stored(impl):
     bold = lists._replace(enters=jnp.ones((B, K), bool))
     timid = lists._replace(enters=jnp.zeros((B, K), bool))
     with dispatch.interpreted():
-        found, wanted = called(impl, token, cache, bold), called("ref", token, cache, timid)
-    for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(wanted)):
+        actual, wanted = called(impl, token, cache, bold), called("ref", token, cache, timid)
+    for ours, theirs in zip(jax.tree.leaves(actual), jax.tree.leaves(wanted)):
         ours, theirs = wide(ours), wide(theirs)
         live = [0, 1, 3] if len(ours) == B else slice(None)
         if ours.shape == cache.k_pages.shape:  # dead slots may hold anything
@@ -237,8 +245,8 @@ def test_a_body_is_there_where_dispatch_would_run_one(monkeypatch):
 )
 def test_shapes_that_do_not_fit_are_refused(place, shape, why):
     token, cache, lists = made()
-    given = {**token._asdict(), **cache._asdict(), **lists._asdict()}
-    given[place] = jnp.zeros(shape, given[place].dtype)
-    cache = Cache(*(given.pop(name) for name in Cache._fields))
+    arrays = {**token._asdict(), **cache._asdict(), **lists._asdict()}
+    arrays[place] = jnp.zeros(shape, arrays[place].dtype)
+    cache = Cache(*(arrays.pop(name) for name in Cache._fields))
     with pytest.raises(ValueError, match=why):
-        decode_step(cache=cache, **given)
+        decode_step(cache=cache, **arrays)

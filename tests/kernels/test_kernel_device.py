@@ -62,13 +62,13 @@ def test_blocks_are_said_and_read_back():
     default = Blocks(q=64, k=64, warps=4, stages=2)
     key = tuning.key("forward", jnp.dtype("bfloat16"), 96)
     assert key == "forward/bfloat16/128"
-    found = tuning.recorded(
+    blocks_read = tuning.recorded(
         {"blocks": {key: {"chosen": {"q": 128, "warps": 8}}, "backward/x/1": {"chosen": {}}}}
     )
-    assert found == ((key, Blocks(q=128, warps=8)),)
-    assert tuning.pick(found, "forward", "bfloat16", 128, default) == Blocks(128, 64, 0, 8, 2)
-    assert tuning.pick(found, "forward", "bfloat16", 64, default) == default
-    assert tuning.pick(found, "backward", "bfloat16", 128, default) == default
+    assert blocks_read == ((key, Blocks(q=128, warps=8)),)
+    assert tuning.pick(blocks_read, "forward", "bfloat16", 128, default) == Blocks(128, 64, 0, 8, 2)
+    assert tuning.pick(blocks_read, "forward", "bfloat16", 64, default) == default
+    assert tuning.pick(blocks_read, "backward", "bfloat16", 128, default) == default
     assert tuning.pick((16, 32), "forward", "bfloat16", 128, default) == Blocks(16, 32, 0, 4, 2)
     assert tuning.pick(None, "forward", "bfloat16", 128, default) == default
 
@@ -77,8 +77,8 @@ def test_a_body_gets_the_blocks_of_its_own_record_and_of_what_is_tried(monkeypat
     monkeypatch.setattr(dispatch, "TUNED", tmp_path)
     folder = tmp_path / records.slug(jax.devices()[0].device_kind)
     folder.mkdir()
-    found = {"impl": "triton", "blocks": {"sums/float32/32": {"chosen": {"k": 16}}}}
-    (folder / "phi.json").write_text(json.dumps(found))
+    record = {"impl": "triton", "blocks": {"sums/float32/32": {"chosen": {"k": 16}}}}
+    (folder / "phi.json").write_text(json.dumps(record))
     dispatch.record.cache_clear()
 
     def blocks_of(op, impl):
@@ -148,8 +148,8 @@ def test_the_fastest_blocks_that_agree_are_chosen(monkeypatch):
     monkeypatch.setattr(on_device, "measured", measured)
     call, results = TimedCall("x", None, (), tunes="forward", key=("bfloat16", 32)), {}
     tried = tuple(Blocks(q=i) for i in (1, 2, 3, 4))
-    found = on_device.tune("gated", call, tried, (), "triton", on_device.Deadline(60), into(results))
-    assert found == (("forward/bfloat16/32", Blocks(q=4)),)
+    chosen = on_device.tune("gated", call, tried, (), "triton", on_device.Deadline(60), into(results))
+    assert chosen == (("forward/bfloat16/32", Blocks(q=4)),)
     entry = results["blocks", "forward/bfloat16/32"]
     assert entry["chosen"] == {"q": 4}
     assert "RESOURCE_EXHAUSTED" in entry["tried"][2]["cannot"]
@@ -165,11 +165,11 @@ def test_a_rival_is_the_same_function_or_says_why_it_cannot_run():
     call, others = next(x for x in module("blockwise").timings(True) if x.call.name.startswith("forward"))
     out = call.run("ref")(*call.args)
     with dispatch.interpreted(races=False):
-        found = {x.name: compare(call, x, out, "ref", 0.0) for x in others}
-    assert found["xla"]["differs"] < 0.02
-    assert found["jax_pallas_gpu"]["differs"] < 0.02
-    assert all(len(KINDS & set(x)) == 1 for x in found.values())
-    assert "cannot" in found["cudnn"]
+        compared = {x.name: compare(call, x, out, "ref", 0.0) for x in others}
+    assert compared["xla"]["differs"] < 0.02
+    assert compared["jax_pallas_gpu"]["differs"] < 0.02
+    assert all(len(KINDS & set(x)) == 1 for x in compared.values())
+    assert "cannot" in compared["cudnn"]
     wrong = Rival("wrong", lambda impl: lambda: out + 1, like=lambda x: x)
     assert compare(call, wrong, out, "ref", 0.0)["differs"] > 0.1
     for x in rivals.prompt(q, k, v):
@@ -187,17 +187,17 @@ def test_a_target_is_met_or_not(case, met):
 def test_targets_are_ratios_of_what_was_measured():
     limits = {"copy_gb_s": 4000.0}
     reads = {"32k_bfloat16": {"ms": 1.0, "gb_s": 3000.0}, "32k_bfloat16_ragged": {"ms": 1.0, "gb_s": 2000.0}}
-    found = module("ragged_decode").targets({"cases": reads, "compared": {}}, limits)
-    assert [(x.ratio, x.bound) for x in found] == [(0.75, 0.8), (0.5, 0.8), (1.5, 1.1)]
+    aims = module("ragged_decode").targets({"cases": reads, "compared": {}}, limits)
+    assert [(x.ratio, x.bound) for x in aims] == [(0.75, 0.8), (0.5, 0.8), (1.5, 1.1)]
     beside = {"forward_8192/cudnn": {"ms": 2.0}, "forward_2048/cudnn": {"cannot": "absent"}}
     prompts = {"cases": {"forward_8192": {"ms": 4.0}, "forward_2048": {"ms": 4.0}}, "compared": beside}
     assert [x.ratio for x in module("blockwise").targets(prompts, limits)] == [0.5]
     beside = {"quarter_131072/cudnn": {"ms": 9.0}, "quarter_131072/torch_sdpa": {"ms": 8.0}}
-    found = {"cases": {"quarter_131072": {"ms": 2.0}}, "compared": beside}
-    assert [x.ratio for x in module("vertical_slash").targets(found, limits)] == [4.0]
+    aims = {"cases": {"quarter_131072": {"ms": 2.0}}, "compared": beside}
+    assert [x.ratio for x in module("vertical_slash").targets(aims, limits)] == [4.0]
     beside = {"forward_8192/cudnn": {"ms": 1.0}, "gradient_8192/cudnn": {"ms": 3.0}}
-    found = {"cases": {"forward_8192": {"ms": 2.0}, "gradient_8192": {"ms": 8.0}}, "compared": beside}
-    assert [x.ratio for x in module("gated").targets(found, limits)] == [3.0]
+    aims = {"cases": {"forward_8192": {"ms": 2.0}, "gradient_8192": {"ms": 8.0}}, "compared": beside}
+    assert [x.ratio for x in module("gated").targets(aims, limits)] == [3.0]
 
 
 def test_time_is_shared_by_what_is_left_to_do():
@@ -231,10 +231,10 @@ def test_a_task_that_dies_or_hangs_is_lost_alone(tmp_path, monkeypatch):
     monkeypatch.setattr(device, "_box", lambda task, *_: -device.GRACE if "box" in task else 60.0)
     printed = []
     monkeypatch.setattr(device, "print", lambda line, flush: printed.append(line), raising=False)
-    found = benchmarks.kernels.device.measure(5, folder=tmp_path, tiny="triton")
-    assert "No module named 'pallas_kernels.no_such'" in found["no_such"]["problems"]["numerics"]["lost"]
-    assert not found["no_such"]["agrees"]
-    assert json.loads((tmp_path / "no_such.json").read_text()) == found["no_such"]
+    results = benchmarks.kernels.device.measure(5, folder=tmp_path, tiny="triton")
+    assert "No module named 'pallas_kernels.no_such'" in results["no_such"]["problems"]["numerics"]["lost"]
+    assert not results["no_such"]["agrees"]
+    assert json.loads((tmp_path / "no_such.json").read_text()) == results["no_such"]
     assert "ceilings: lost: no end after 0 s" in printed
     assert "copy_gb_s" in printed[-1]
 
@@ -260,9 +260,9 @@ def test_an_operation_agrees_when_all_its_checks_were_made(tmp_path):
 
 
 def test_nothing_starts_when_time_is_over(tmp_path):
-    found = benchmarks.kernels.device.measure(0, folder=tmp_path, tiny="triton", only=("phi",))
-    assert found["phi"]["problems"] == {x: {"lost": "the time was over"} for x in ("numerics", "speed")}
-    assert not found["phi"]["agrees"]
+    results = benchmarks.kernels.device.measure(0, folder=tmp_path, tiny="triton", only=("phi",))
+    assert results["phi"]["problems"] == {x: {"lost": "the time was over"} for x in ("numerics", "speed")}
+    assert not results["phi"]["agrees"]
 
 
 @pytest.mark.slow
@@ -270,18 +270,18 @@ def test_nothing_starts_when_time_is_over(tmp_path):
 @pytest.mark.parametrize("op", OPERATIONS)
 def test_the_whole_program(op, impl, tmp_path, monkeypatch):
     monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
-    found = benchmarks.kernels.device.measure(8, folder=tmp_path, tiny=impl, only=(op,))[op]
-    assert found["agrees"]
-    assert found["interpreted"]
-    assert found["problems"] == {}
-    assert json.loads((tmp_path / f"{op}.json").read_text()) == found
-    for entry in found["blocks"].values():
+    result = benchmarks.kernels.device.measure(8, folder=tmp_path, tiny=impl, only=(op,))[op]
+    assert result["agrees"]
+    assert result["interpreted"]
+    assert result["problems"] == {}
+    assert json.loads((tmp_path / f"{op}.json").read_text()) == result
+    for entry in result["blocks"].values():
         assert [x["blocks"] for x in entry["tried"]] == [x.set_sizes() for x in TINY[impl]]
         assert all("ms" in x and x["differs"] < 0.05 for x in entry["tried"])
-    assert set(found["blocks"]) == {tuning.key(x.tunes, *x.key) for x in work(op).searches(True)}
+    assert set(result["blocks"]) == {tuning.key(x.tunes, *x.key) for x in work(op).searches(True)}
     timings = list(module(op).timings(True))
-    assert set(found["cases"]) == {x.call.name for x in timings}
-    assert all("ms" in x for x in found["cases"].values())
-    assert set(found["compared"]) == {f"{x.call.name}/{rival.name}" for x in timings for rival in x.rivals}
-    assert all(len(KINDS & set(x)) == 1 for x in found["compared"].values())
-    assert all(x.get("differs", 0) < 0.05 for x in found["compared"].values())
+    assert set(result["cases"]) == {x.call.name for x in timings}
+    assert all("ms" in x for x in result["cases"].values())
+    assert set(result["compared"]) == {f"{x.call.name}/{rival.name}" for x in timings for rival in x.rivals}
+    assert all(len(KINDS & set(x)) == 1 for x in result["compared"].values())
+    assert all(x.get("differs", 0) < 0.05 for x in result["compared"].values())

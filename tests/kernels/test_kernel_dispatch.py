@@ -55,8 +55,8 @@ def test_none_picks_by_platform_and_says_so_once(caplog, on_tpu):
         assert choose("op", None, {"xla": xla, "ref": print}) is xla
         assert choose("op", None, {"xla": xla, "ref": print}) is xla
         on_tpu(impl="mosaic_tpu", agrees=True)
-        found = choose("op", None, {"xla": xla, "mosaic_tpu": kernel})
-        assert found() == "kernel, interpret=False"
+        chosen = choose("op", None, {"xla": xla, "mosaic_tpu": kernel})
+        assert chosen() == "kernel, interpret=False"
     assert said(caplog) == ["op: impl=None runs 'xla' on tpu", "op: impl=None runs 'mosaic_tpu' on tpu"]
 
 

@@ -69,8 +69,8 @@ def oracle(q, k, v, log_gate, lengths, window, softcap=None, scale=None):
 def test_small_shapes(impl, name):
     shape = SELF_ATTENTION[name]
     arrays, lengths = case(shape)
-    found = gated(*arrays, window=shape.window, lengths=lengths, impl=impl)
-    for ours, wanted in zip(found, oracle(*arrays, lengths, shape.window)):
+    actual = gated(*arrays, window=shape.window, lengths=lengths, impl=impl)
+    for ours, wanted in zip(actual, oracle(*arrays, lengths, shape.window)):
         assert ours.dtype == jnp.float32
         assert_close(ours, wanted, shape.T)
 
@@ -82,8 +82,8 @@ def test_small_shapes(impl, name):
 def test_any_lengths(seed, lengths, window):
     shape = GATED_BLOCKS._replace(T=600, N=2, K=1, window=window)
     arrays, _ = case(shape, seed, ragged=False)
-    found = gated(*arrays, window=window, lengths=jnp.asarray(lengths), impl="xla")
-    for ours, wanted in zip(found, oracle(*arrays, lengths, window)):
+    actual = gated(*arrays, window=window, lengths=jnp.asarray(lengths), impl="xla")
+    for ours, wanted in zip(actual, oracle(*arrays, lengths, window)):
         assert_close(ours, wanted, shape.T)
 
 
@@ -91,10 +91,10 @@ def test_any_lengths(seed, lengths, window):
 def test_blocks_of_both_axes(softcap):
     arrays, lengths = case(GATED_BLOCKS)
     call = functools.partial(gated, *arrays, window=GATED_BLOCKS.window, lengths=lengths, softcap=softcap)
-    found = call(impl="xla")
-    for ours, wanted in zip(found, oracle(*arrays, lengths, GATED_BLOCKS.window, softcap)):
+    actual = call(impl="xla")
+    for ours, wanted in zip(actual, oracle(*arrays, lengths, GATED_BLOCKS.window, softcap)):
         assert_close(ours, wanted, GATED_BLOCKS.T)
-    for first, second in zip(found, call(impl="xla")):
+    for first, second in zip(actual, call(impl="xla")):
         np.testing.assert_array_equal(first, second)
 
 
@@ -112,8 +112,8 @@ def dense(q, k, v, log_gate, window, softcap):
 @functools.partial(jax.jit, static_argnums=0)
 def both(f, arrays, up):
     """(outputs, gradients), of a scalar that weighs every output and every lse differently."""
-    found, back = jax.vjp(f, *arrays)
-    return found, back(tuple(x.astype(y.dtype) for x, y in zip(up, found)))
+    actual, back = jax.vjp(f, *arrays)
+    return actual, back(tuple(x.astype(y.dtype) for x, y in zip(up, actual)))
 
 
 def gradients(f, arrays, up):
@@ -141,9 +141,9 @@ def test_gradients_are_those_of_dense_attention(impl, name):
     softcap = 3.0 if name in ("blocked", "g4_h64") else None
     ours = gradients(lambda *x: gated(*x, window=shape.window, softcap=softcap, impl=impl), tuple(arrays), up)
     wanted = gradients(lambda *x: dense(*x, shape.window, softcap), tuple(arrays), up)
-    for found, exact, array in zip(ours, wanted, arrays):
-        assert found.shape == array.shape
-        assert_close(found, exact, shape.T * shape.N, 4)
+    for actual, exact, array in zip(ours, wanted, arrays):
+        assert actual.shape == array.shape
+        assert_close(actual, exact, shape.T * shape.N, 4)
     closed = np.asarray(arrays[3]) == -30
     assert np.abs(np.asarray(wanted[3])).max() > 0.1 or shape.window >= shape.T - 1
     assert np.abs(np.asarray(ours[3])[closed]).max(initial=0) < 1e-6
@@ -197,8 +197,8 @@ def test_a_window_over_everything_is_blockwise(impl):
     shape = SELF_ATTENTION["g4_h64"]
     (q, k, v, gate), _ = case(shape, ragged=False)
     at = jnp.broadcast_to(jnp.arange(shape.T), (shape.B, shape.T))
-    found = gated(q, k, v, gate, window=shape.T, impl=impl)
-    for ours, wanted in zip(found, blockwise(q, k, v, q_pos=at, k_pos=at)):
+    actual = gated(q, k, v, gate, window=shape.T, impl=impl)
+    for ours, wanted in zip(actual, blockwise(q, k, v, q_pos=at, k_pos=at)):
         assert_close(ours, wanted, shape.T)
 
 
@@ -226,11 +226,11 @@ def test_bfloat16_is_as_good_as_the_plain_way(impl):
     up, wide = weights(shape), tuple(x.astype(jnp.float32) for x in arrays)
     ours = both(functools.partial(gated, window=shape.window, impl=impl), tuple(arrays), up)
     theirs, (_, truth) = both(plainly, tuple(arrays), up), both(plainly, wide, up)
-    for found, other, exact in zip(ours[0], theirs[0], oracle(*arrays, None, shape.window)):
-        assert_as_good_as_plain(found, other, exact, shape.T)
-    for found, other, exact in zip(ours[1], theirs[1], truth):
-        assert found.dtype == jnp.bfloat16
-        assert_as_good_as_plain(found, other, exact, shape.T)
+    for actual, other, exact in zip(ours[0], theirs[0], oracle(*arrays, None, shape.window)):
+        assert_as_good_as_plain(actual, other, exact, shape.T)
+    for actual, other, exact in zip(ours[1], theirs[1], truth):
+        assert actual.dtype == jnp.bfloat16
+        assert_as_good_as_plain(actual, other, exact, shape.T)
 
 
 @pytest.mark.slow

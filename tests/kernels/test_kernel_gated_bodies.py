@@ -28,10 +28,10 @@ def test_every_length_of_a_row(impl):
     past = (jnp.arange(t) >= lengths[:, None])[:, None]
     arrays = [jnp.where(past[..., None] if x.ndim == 4 else past, jnp.nan, x) for x in arrays]
     rule = Rule(shape.window, 0.2, None, () if impl == "xla" else small_blocks(impl))
-    found = run(*arrays, lengths, rule=rule)
-    for ours, wanted in zip(found, oracle(*arrays, lengths, shape.window, scale=0.2)):
+    actual = run(*arrays, lengths, rule=rule)
+    for ours, wanted in zip(actual, oracle(*arrays, lengths, shape.window, scale=0.2)):
         assert_close(ours, wanted, t)
-    for first, second in zip(found, run(*arrays, lengths, rule=rule)):
+    for first, second in zip(actual, run(*arrays, lengths, rule=rule)):
         np.testing.assert_array_equal(first, second)
     check_no_race(impl)
 
@@ -44,9 +44,9 @@ def test_blocks_change_nothing(impl):
     arrays, _ = case(shape, ragged=False)
     run = body("gated", impl, "gated")
     sizes = ((128, 128), (128, 384), (256, 128)) if impl == "mosaic_tpu" else ((16, 32), (64, 16), (32, 32))
-    found = [run(*arrays, None, rule=Rule(shape.window, 0.2, None, size)) for size in sizes]
-    for other in found[1:]:
-        for ours, wanted in zip(other, found[0]):
+    results = [run(*arrays, None, rule=Rule(shape.window, 0.2, None, size)) for size in sizes]
+    for other in results[1:]:
+        for ours, wanted in zip(other, results[0]):
             assert_close(ours, wanted, shape.T)
 
 
@@ -67,8 +67,8 @@ def test_bodies_and_their_gradients(impl, softcap):
     up = jnp.where(past[..., None], 0, up[0]), jnp.where(past, 0, up[1])
 
     def results(f):
-        found = both(lambda *x: f(*x, lengths, rule=rule), tuple(poisoned), up)
-        return jax.tree.leaves(found)
+        actual = both(lambda *x: f(*x, lengths, rule=rule), tuple(poisoned), up)
+        return jax.tree.leaves(actual)
 
     for ours, wanted in zip(results(body("gated", impl, "gated")), results(ref.gated)):
         assert ours.dtype == wanted.dtype
@@ -87,9 +87,9 @@ def test_bfloat16_gradients_of_bodies_are_as_good_as_the_plain_way(impl):
     up, wide = weights(shape), tuple(x.astype(jnp.float32) for x in arrays)
     ours = gradients(lambda *x: run(*x, None, rule=rule), tuple(arrays), up)
     theirs, truth = gradients(plainly, tuple(arrays), up), gradients(plainly, wide, up)
-    for found, other, exact in zip(ours, theirs, truth):
-        assert found.dtype == jnp.bfloat16
-        assert_as_good_as_plain(found, other, exact, shape.T)
+    for actual, other, exact in zip(ours, theirs, truth):
+        assert actual.dtype == jnp.bfloat16
+        assert_as_good_as_plain(actual, other, exact, shape.T)
 
 
 @pytest.mark.slow
@@ -100,6 +100,6 @@ def test_bodies_on_all_small_shapes(impl, name, dtype):
     shape = SELF_ATTENTION[name]
     arrays, lengths = case(shape, dtype=dtype)
     rule = Rule(shape.window, shape.H**-0.5, None, small_blocks(impl))
-    found, plain = (f(*arrays, lengths, rule=rule) for f in (body("gated", impl, "gated"), xla.gated))
-    for ours, plainly, exact in zip(found, plain, oracle(*arrays, lengths, shape.window)):
+    actual, plain = (f(*arrays, lengths, rule=rule) for f in (body("gated", impl, "gated"), xla.gated))
+    for ours, plainly, exact in zip(actual, plain, oracle(*arrays, lengths, shape.window)):
         assert_as_good_as_plain(ours, plainly, exact, shape.T)

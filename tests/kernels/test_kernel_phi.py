@@ -194,8 +194,8 @@ def test_bfloat16_is_as_good_as_the_plain_way(impl):
 
 def gradients(f, *arrays):
     """Of a scalar that weighs every output differently."""
-    found, back = jax.vjp(f, *arrays)
-    return back((jnp.cos(found[0]), jnp.sin(found[1])))
+    actual, back = jax.vjp(f, *arrays)
+    return back((jnp.cos(actual[0]), jnp.sin(actual[1])))
 
 
 @pytest.mark.parametrize("name", ["blocked", pytest.param("g4_h64", marks=pytest.mark.slow)])
@@ -210,8 +210,8 @@ def test_gradients_are_those_of_dense_attention(name):
     def ours(log_q, log_k, v):
         return phi_evaluate(phi_build(log_k, v, there=there, impl="xla"), log_q, impl="xla")
 
-    found, wanted = (jax.jit(functools.partial(gradients, f))(*arrays) for f in (ours, dense))
-    for a, b in zip(found, wanted):
+    actual, wanted = (jax.jit(functools.partial(gradients, f))(*arrays) for f in (ours, dense))
+    for a, b in zip(actual, wanted):
         assert_close(a, b, shape.S * shape.N)
     assert float(jnp.abs(wanted[1]).max()) > 1e-3
 

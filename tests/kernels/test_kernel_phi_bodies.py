@@ -90,6 +90,6 @@ def test_bodies_have_the_gradient_of_xla(impl):
         ours, wanted = (
             gradients(functools.partial(all_of_it, which), log_q, log_k, v) for which in (impl, "xla")
         )
-    for found, exact in zip(ours, wanted):
-        assert_close(found, exact, shape.S * shape.N)
+    for actual, exact in zip(ours, wanted):
+        assert_close(actual, exact, shape.S * shape.N)
         assert float(jnp.abs(exact).max()) > 1e-3

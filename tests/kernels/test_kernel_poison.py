@@ -35,9 +35,9 @@ def bodies():
         yield
 
 
-def same(found, wanted):
-    assert jax.tree.structure(found) == jax.tree.structure(wanted)
-    for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(wanted)):
+def same(actual, wanted):
+    assert jax.tree.structure(actual) == jax.tree.structure(wanted)
+    for ours, theirs in zip(jax.tree.leaves(actual), jax.tree.leaves(wanted)):
         np.testing.assert_array_equal(ours, theirs)
 
 
@@ -46,9 +46,9 @@ def everything(run):
 
     @jax.jit
     def both(*arrays):
-        found, back = jax.vjp(run, *arrays)
-        up = [jnp.where(jnp.isfinite(x), jnp.cos(x), 1.0).astype(x.dtype) for x in jax.tree.leaves(found)]
-        return found, back(jax.tree.unflatten(jax.tree.structure(found), up))
+        actual, back = jax.vjp(run, *arrays)
+        up = [jnp.where(jnp.isfinite(x), jnp.cos(x), 1.0).astype(x.dtype) for x in jax.tree.leaves(actual)]
+        return actual, back(jax.tree.unflatten(jax.tree.structure(actual), up))
 
     return both
 
@@ -121,8 +121,8 @@ def test_column_mass(impl):
     lse = blockwise(q, k, v, **options, impl="ref")[1]
     weights = jnp.linspace(1, 2, SMALL.T)[None]
     run = lambda q, k: column_mass(q, k, lse, weights, **options, softcap=3.0, impl=impl)  # noqa: E731
-    found, _ = unharmed(run, (q, k), (blank, unseen))
-    assert float(found.max()) > 0.1
+    mass, _ = unharmed(run, (q, k), (blank, unseen))
+    assert float(mass.max()) > 0.1
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -209,16 +209,16 @@ def test_a_nan_is_seen_by_those_who_read_it(op, impl):
         ((q, k.at[bad].set(jnp.nan), v), after, (clean, None)),
         ((opposed, k.at[0, 1, 5, :2].set(jnp.inf), v), after, both(opposed, k, v)),
     ]:
-        found, grads = both(*broken)
-        for ours, theirs in zip(found, wanted):
+        actual, grads = both(*broken)
+        for ours, theirs in zip(actual, wanted):
             assert np.isnan(ours[0, 1, rows]).all()
             same((ours[0, 0], ours[0, 1, ~rows]), (theirs[0, 0], theirs[0, 1, ~rows]))
         for grad in grads:
             assert np.isnan(grad[0, 1, 5]).any()
             assert np.isfinite(grad[0, 0]).all()
-    found, _ = both(q, k, v.at[bad].set(jnp.nan))
-    assert np.isnan(found[0][0, 1, 5:, 3]).all()
-    same((found[0][0, 0], found[1]), (clean[0][0, 0], clean[1]))
+    actual, _ = both(q, k, v.at[bad].set(jnp.nan))
+    assert np.isnan(actual[0][0, 1, 5:, 3]).all()
+    same((actual[0][0, 0], actual[1]), (clean[0][0, 0], clean[1]))
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -241,19 +241,21 @@ def test_pages_show_a_nan_to_their_kv_head_alone(impl, selected):
         lists["pages"] = jnp.zeros((*lengths.shape, 1), jnp.int32)
     run = jax.jit(functools.partial(ragged_decode, **lists, mass=True, impl=impl))
     clean = run(q, k, v)
-    mine = np.zeros((shape.B, shape.N), bool)
-    mine[1, shape.N // shape.K :] = True
-    found = run(q, k.at[lists["table"][1, 1, 0], 0, 3].set(jnp.nan), v)
-    for ours, theirs in zip(found, clean):
-        same(ours[~mine], theirs[~mine])
-    assert np.isnan(found[0][mine]).all()
-    assert np.isnan(found[1][mine]).all()
+    readers = np.zeros((shape.B, shape.N), bool)
+    readers[1, shape.N // shape.K :] = True
+    actual = run(q, k.at[lists["table"][1, 1, 0], 0, 3].set(jnp.nan), v)
+    for ours, theirs in zip(actual, clean):
+        same(ours[~readers], theirs[~readers])
+    assert np.isnan(actual[0][readers]).all()
+    assert np.isnan(actual[1][readers]).all()
     live = np.arange(shape.M * shape.S).reshape(shape.M, shape.S) < lengths[1, 1]
     live[1:] &= not selected
-    np.testing.assert_array_equal(np.isnan(found[2][mine]), np.broadcast_to(live, found[2][mine].shape))
+    np.testing.assert_array_equal(
+        np.isnan(actual[2][readers]), np.broadcast_to(live, actual[2][readers].shape)
+    )
     value = run(q, k, v.at[lists["table"][1, 1, 0], 0, 3].set(jnp.nan))
-    assert np.isnan(value[0][mine][..., 3]).all()
-    same((value[0][~mine], value[1]), (clean[0][~mine], clean[1]))
+    assert np.isnan(value[0][readers][..., 3]).all()
+    same((value[0][~readers], value[1]), (clean[0][~readers], clean[1]))
 
 
 @pytest.mark.parametrize("impl", PLAIN)
@@ -281,9 +283,9 @@ def test_an_overflow_stays_loud(impl):
     q, k, v = (jnp.asarray(rng.normal(size=(1, n, 12, 32)), jnp.float32) for n in (4, 2, 2))
     admit = jnp.zeros((1, 2, 12), bool).at[0, 1, :6].set(True)
     run = lambda *x: vertical_slash(*x, admit, window=2, capacity=4, impl=impl)[:2]  # noqa: E731
-    found, grads = everything(run)(*(q, k, v))
-    joined = merge([found, (q, jnp.zeros(q.shape[:3]))])
-    for x in (*found, *joined, grads[0]):
+    actual, grads = everything(run)(*(q, k, v))
+    joined = merge([actual, (q, jnp.zeros(q.shape[:3]))])
+    for x in (*actual, *joined, grads[0]):
         np.testing.assert_array_equal(np.isnan(x[0]).reshape(4, -1).all(axis=1), [False, False, True, True])
         assert np.isfinite(x[0, :2]).all()
     for x in grads[1:]:

@@ -70,10 +70,10 @@ def test_every_length_of_every_list(impl, name, kind, some, short_items):
     shape = RAGGED_DECODE[name]
     arrays, lists = case(shape, edges(shape), kind=kind)
     lists |= selection(shape, j=3) if some else {}
-    found = ragged_decode(*arrays, **lists, mass=True, softcap=2.0, impl=impl)
-    check(found, oracle(*arrays, **lists, softcap=2.0), shape.M * shape.S)
-    np.testing.assert_array_equal(found[0][0, 0], 0)
-    np.testing.assert_array_equal(found[1][0, 0], -np.inf)
+    actual = ragged_decode(*arrays, **lists, mass=True, softcap=2.0, impl=impl)
+    check(actual, oracle(*arrays, **lists, softcap=2.0), shape.M * shape.S)
+    np.testing.assert_array_equal(actual[0][0, 0], 0)
+    np.testing.assert_array_equal(actual[1][0, 0], -np.inf)
 
 
 @pytest.mark.parametrize("kind", ["int8", "uint8", "float32"])
@@ -81,8 +81,8 @@ def test_pages_of_an_item_go_through_one_product_on_tpu(kind):
     """Of codes several pages, each with scales of its own; of short heads with slots in the lanes."""
     shape = RAGGED_DECODE["page128"]
     arrays, lists = case(shape, edges(shape), kind=kind)
-    found = ragged_decode(*arrays, **lists, mass=True, impl="mosaic_tpu")
-    check(found, oracle(*arrays, **lists), shape.M * shape.S)
+    actual = ragged_decode(*arrays, **lists, mass=True, impl="mosaic_tpu")
+    check(actual, oracle(*arrays, **lists), shape.M * shape.S)
 
 
 @pytest.mark.parametrize("impl", BODIES)
@@ -104,9 +104,9 @@ def test_a_shared_page_is_read_by_both_and_the_same_twice(impl):
     shape = RAGGED_DECODE["g4_h64"]
     arrays, lists = case(shape, np.full((3, 2), 2 * shape.S), poison=0)
     lists["table"] = lists["table"].at[1].set(lists["table"][0])
-    found = ragged_decode(*arrays, **lists, mass=True, impl=impl)
-    check(found, oracle(*arrays, **lists), shape.M * shape.S)
-    for ours, again in zip(found, ragged_decode(*arrays, **lists, mass=True, impl=impl)):
+    actual = ragged_decode(*arrays, **lists, mass=True, impl=impl)
+    check(actual, oracle(*arrays, **lists), shape.M * shape.S)
+    for ours, again in zip(actual, ragged_decode(*arrays, **lists, mass=True, impl=impl)):
         np.testing.assert_array_equal(ours, again)
 
 
@@ -149,9 +149,9 @@ def test_gradients_are_those_of_the_definition(impl, kind):
         pools = (k, v) if kind == "int8" else x[1:]
         return ragged_decode(x[0], *pools, **(lists | more), mass=True, impl=impl)
 
-    found, back = jax.vjp(functools.partial(read, impl), *names)
+    actual, back = jax.vjp(functools.partial(read, impl), *names)
     _, back_plain = jax.vjp(functools.partial(read, "ref"), *names)
-    up = tuple(jnp.cos(x) for x in found)
+    up = tuple(jnp.cos(x) for x in actual)
     for ours, theirs in zip(back(up), back_plain(up)):
         assert_close(ours, theirs, shape.M * shape.S * shape.N)
     assert float(jnp.abs(back(up)[1]).max()) > 0.01
@@ -167,10 +167,10 @@ def test_the_gradient_is_borrowed_whatever_blocks_the_body_takes():
         return ragged_decode(q, k, v, **lists, impl="triton")[0]
 
     with tuning.trying("ragged_decode", tuned):
-        found, back = jax.vjp(read, q)
+        actual, back = jax.vjp(read, q)
     wanted, back_plain = jax.vjp(lambda q: ragged_decode(q, k, v, **lists, impl="ref")[0], q)
-    assert_close(found, wanted, shape.M * shape.S)
-    assert_close(back(found)[0], back_plain(wanted)[0], shape.M * shape.S)
+    assert_close(actual, wanted, shape.M * shape.S)
+    assert_close(back(actual)[0], back_plain(wanted)[0], shape.M * shape.S)
 
 
 STREAMED = [
@@ -188,14 +188,14 @@ def test_lists_that_do_not_fit_are_read_two_items_ahead(name, kind, some, short_
     wanted = ragged_decode(*arrays, **lists, mass=True, impl="mosaic_tpu")
     monkeypatch.setattr(mosaic_tpu, "SMEM_WORDS", 60)  # five of each of two items of six KV heads
     mosaic_tpu.ragged_decode.clear_cache()
-    found = ragged_decode(*arrays, **lists, mass=True, impl="mosaic_tpu")
+    actual = ragged_decode(*arrays, **lists, mass=True, impl="mosaic_tpu")
     monkeypatch.setattr(mosaic_tpu, "SMEM_WORDS", 59)
     mosaic_tpu.ragged_decode.clear_cache()
     with pytest.raises(Unsupported, match="60 numbers for their items"):
         ragged_decode(*arrays, **lists, impl="mosaic_tpu")
-    for ours, theirs in zip(found, wanted):
+    for ours, theirs in zip(actual, wanted):
         np.testing.assert_array_equal(ours, theirs)
-    check(found, oracle(*arrays, **lists), shape.M * shape.S)
+    check(actual, oracle(*arrays, **lists), shape.M * shape.S)
     assert not races_found()
 
 
@@ -204,15 +204,15 @@ def test_items_cover_live_pages_once_and_no_others():
     live = jnp.asarray([[0, 3, 16, 0, 1], [0, 0, 0, 0, 0], [16, 16, 16, 16, 0]])
     ids = jnp.arange(15).reshape(3, 5)
     packed = worklist.pack(ids, live, 20, shape.S, selected=True)
-    found, count = worklist.items(packed, 2, per_item, shape.S)
-    found = worklist.Items(*(np.asarray(x)[: int(count)] for x in found))
-    assert list(found.row) == [0, 0, 1, 1, 2, 3, 4, 4, 5, 5]
-    assert list(found.held) == [2, 1, 2, 1, 0, 0, 2, 2, 2, 2]
-    bits = [(bool(e & worklist.FIRST), bool(e & worklist.LAST), bool(e & worklist.FULL)) for e in found.edge]
+    items, count = worklist.items(packed, 2, per_item, shape.S)
+    items = worklist.Items(*(np.asarray(x)[: int(count)] for x in items))
+    assert list(items.row) == [0, 0, 1, 1, 2, 3, 4, 4, 5, 5]
+    assert list(items.held) == [2, 1, 2, 1, 0, 0, 2, 2, 2, 2]
+    bits = [(bool(e & worklist.FIRST), bool(e & worklist.LAST), bool(e & worklist.FULL)) for e in items.edge]
     assert bits[:2] == [(True, False, False), (False, True, False)]
     assert bits[4] == (True, True, False)
     assert bits[6:8] == [(True, False, True), (False, True, True)]
-    entries = [np.asarray(packed.entry).reshape(-1)[p : p + n] for p, n in zip(found.place, found.held)]
+    entries = [np.asarray(packed.entry).reshape(-1)[p : p + n] for p, n in zip(items.place, items.held)]
     read = [(int(e) >> worklist.shift(shape.S), int(e) % 32) for e in np.concatenate(entries)]
     assert read == [(1, 3), (2, 16), (4, 1)] * 2 + [(10, 16), (11, 16), (12, 16), (13, 16)] * 2
     np.testing.assert_array_equal(worklist.unpack(packed.order, packed.order), np.arange(5) + 0 * ids)
@@ -229,15 +229,15 @@ def sizes_of(rows, live, pages, size=64, heads=8, dtype="bfloat16", tokens=1):
 
 def test_a_gpus_work_is_divided_by_what_is_live_not_by_what_could_be():
     """Of tables of 500k slots; four programs a multiprocessor of 132 where there are that many shares."""
-    sizes, found = sizes_of(1, [8192, 500_000], pages=7813)
+    sizes, split = sizes_of(1, [8192, 500_000], pages=7813)
     assert sizes.items * 8 == 528
-    np.testing.assert_array_equal(found.items * 8, [512, 528])
-    np.testing.assert_array_equal(found.each * sizes.tile * 64, [128, 119 * 64])
-    np.testing.assert_array_equal(sizes_of(1, [8192, 500_000], pages=1 << 20)[1].items, found.items)
+    np.testing.assert_array_equal(split.items * 8, [512, 528])
+    np.testing.assert_array_equal(split.each * sizes.tile * 64, [128, 119 * 64])
+    np.testing.assert_array_equal(sizes_of(1, [8192, 500_000], pages=1 << 20)[1].items, split.items)
     # Many rows: few programs of each, but one long row is not left to a few.
-    sizes, found = sizes_of(32, [0, 1, 8192, 500_000], pages=7813)
+    sizes, split = sizes_of(32, [0, 1, 8192, 500_000], pages=7813)
     assert sizes.items == 32
-    np.testing.assert_array_equal(found.items, [0, 1, 16, 32])
+    np.testing.assert_array_equal(split.items, [0, 1, 16, 32])
     # A chunk of a prompt has blocks of queries enough, and partials as large as they are.
     assert sizes_of(1, [8192], pages=7813, tokens=512)[0].items == 3
 
@@ -247,8 +247,8 @@ def test_a_gpus_work_is_divided_by_what_is_live_not_by_what_could_be():
 def test_shares_are_even_and_cover_every_live_page_once(rows, size):
     pages = 700
     live = np.unique([0, 1, size - 1, size, size + 1, *range(0, pages * size, 997), pages * size])
-    sizes, found = sizes_of(rows, live, pages, size)
-    tiles, each, items = (np.asarray(x) for x in found)
+    sizes, split = sizes_of(rows, live, pages, size)
+    tiles, each, items = (np.asarray(x) for x in split)
     np.testing.assert_array_equal(tiles, -(-live // (size * sizes.tile)))
     assert (items <= sizes.items).all()
     assert ((items - 1) * each < np.maximum(tiles, 1)).all()  # no item without a tile,
@@ -282,8 +282,8 @@ def test_a_missing_page_in_a_list_is_passed_over(impl):
     shape = RAGGED_DECODE["g4_h64"]
     arrays, lists = case(shape, np.full((3, 2), shape.M * shape.S - 1))
     lists["table"] = lists["table"].at[2, 0, :2].set(jnp.array([EMPTY, shape.P])).at[0, 1, 2].set(EMPTY)
-    found = ragged_decode(*arrays, **lists, mass=True, impl=impl)
-    for ours, wanted in zip(found, ragged_decode(*arrays, **lists, mass=True, impl="ref")):
+    actual = ragged_decode(*arrays, **lists, mass=True, impl=impl)
+    for ours, wanted in zip(actual, ragged_decode(*arrays, **lists, mass=True, impl="ref")):
         assert_close(ours, wanted, shape.M * shape.S)
 
 

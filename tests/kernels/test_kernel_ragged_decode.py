@@ -84,9 +84,9 @@ def selection(shape, j, seed=1):
     return {"pages": jnp.asarray(pages, jnp.int32), "slots": jnp.asarray(slots)}
 
 
-def check(found, wanted, terms):
-    assert all(x.dtype == jnp.float32 for x in found)
-    for ours, theirs in zip(found, wanted):
+def check(actual, wanted, terms):
+    assert all(x.dtype == jnp.float32 for x in actual)
+    for ours, theirs in zip(actual, wanted):
         assert_close(ours, theirs, terms)
 
 
@@ -95,10 +95,10 @@ def check(found, wanted, terms):
 def test_every_length_of_every_list(impl, name, kind):
     shape = RAGGED_DECODE[name]
     arrays, lists = case(shape, edges(shape), kind=kind)
-    found = ragged_decode(*arrays, **lists, mass=True, impl=impl)
-    check(found, oracle(*arrays, **lists), shape.M * shape.S)
-    np.testing.assert_array_equal(found[0][0, 0], 0)
-    np.testing.assert_array_equal(found[1][0, 0], -np.inf)
+    actual = ragged_decode(*arrays, **lists, mass=True, impl=impl)
+    check(actual, oracle(*arrays, **lists), shape.M * shape.S)
+    np.testing.assert_array_equal(actual[0][0, 0], 0)
+    np.testing.assert_array_equal(actual[1][0, 0], -np.inf)
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -145,8 +145,8 @@ def test_one_kv_head_at_a_time_when_all_at_once_is_too_much(kind, chosen, monkey
     q, k, v = arrays
     untraced = inspect.unwrap(xla.ragged_decode)
     run = jax.jit(functools.partial(untraced, options=Options(mass=True, scale=0.1, softcap=None)))
-    found = run(q, Pools(k, v, lists["scales"]), Lists(*map(lists.get, Lists._fields)))
-    check(found, oracle(*arrays, **lists, scale=0.1), shape.M * shape.S)
+    actual = run(q, Pools(k, v, lists["scales"]), Lists(*map(lists.get, Lists._fields)))
+    check(actual, oracle(*arrays, **lists, scale=0.1), shape.M * shape.S)
 
 
 @settings(max_examples=15, deadline=None)
@@ -199,8 +199,8 @@ def test_poison_changes_nothing(impl, poison, kind):
     clean, lists = case(shape, edges(shape), kind=kind, poison=0)
     dirty, _ = case(shape, edges(shape), kind=kind, poison=poison)
     assert not jnp.isfinite(dirty[1]).all()
-    found = ragged_decode(*dirty, **lists, mass=True, impl=impl)
-    check(found, ragged_decode(*clean, **lists, mass=True, impl=impl), shape.S)
+    actual = ragged_decode(*dirty, **lists, mass=True, impl=impl)
+    check(actual, ragged_decode(*clean, **lists, mass=True, impl=impl), shape.S)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -238,16 +238,16 @@ def test_chunks_of_codes_nobody_owns_are_skipped_and_no_others(kind):
 @pytest.mark.parametrize("kind", ["int8", "uint8"])
 def test_the_largest_scores_of_codes_are_those_of_the_definition(kind):
     shape, (q, k, _), lists = far_away(kind)
-    found = np.asarray(api.largest_scores(q[:, :, 0], k, **lists))
+    scores = np.asarray(api.largest_scores(q[:, :, 0], k, **lists))
     keys = np.asarray(api.floats(k) * lists["scales"][:, :1], np.float64)
     for row, head in np.ndindex(lists["length"].shape):
-        length, mine = int(lists["length"][row, head]), shape.N // shape.K
+        length, group = int(lists["length"][row, head]), shape.N // shape.K
         pages = np.asarray(lists["table"])[row, head, : -(-length // shape.S)]
         held = keys[pages].reshape(-1, shape.H)[:length]
-        query = np.asarray(q, np.float64)[row, head * mine : (head + 1) * mine, 0]
+        query = np.asarray(q, np.float64)[row, head * group : (head + 1) * group, 0]
         right = (query @ held.T).max(axis=0, initial=-np.inf) / np.sqrt(shape.H)
-        np.testing.assert_allclose(found[row, head].reshape(-1)[:length], right, rtol=1e-5, atol=1e-5)
-        assert (found[row, head].reshape(-1)[length:] == -np.inf).all()
+        np.testing.assert_allclose(scores[row, head].reshape(-1)[:length], right, rtol=1e-5, atol=1e-5)
+        assert (scores[row, head].reshape(-1)[length:] == -np.inf).all()
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -258,8 +258,8 @@ def test_rows_may_share_a_prefix(impl, kind):
     arrays, lists = case(shape, np.full((3, 2), 3 * shape.S + 1), kind=kind)
     table = lists["table"].at[1, :, :2].set(lists["table"][0, :, :2])
     lists["table"] = table.at[2, 0, 1].set(table[2, 0, 0])
-    found = ragged_decode(*arrays, **lists, mass=True, shared=True, impl=impl)
-    check(found, oracle(*arrays, **lists), shape.M * shape.S)
+    actual = ragged_decode(*arrays, **lists, mass=True, shared=True, impl=impl)
+    check(actual, oracle(*arrays, **lists), shape.M * shape.S)
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -270,14 +270,14 @@ def test_a_page_of_two_lists_is_never_silently_lost(impl, kind):
     arrays, lists = case(shape, np.full((3, 2), 3 * shape.S + 1), kind=kind)
     table = lists["table"].at[1, 1, :2].set(lists["table"][0, 0, :2])
     lists["table"] = table.at[2, 0, 1].set(table[2, 0, 0])
-    found, wanted = ragged_decode(*arrays, **lists, mass=True, impl=impl), oracle(*arrays, **lists)
-    lost = np.isnan(found[1]).reshape(3, 2, -1).all(axis=-1)
+    actual, wanted = ragged_decode(*arrays, **lists, mass=True, impl=impl), oracle(*arrays, **lists)
+    lost = np.isnan(actual[1]).reshape(3, 2, -1).all(axis=-1)
     if impl == "xla":
         assert lost[2, 0]
         assert lost[0, 0] != lost[1, 1]
         assert lost.sum() == 2
     right = np.repeat(~lost, shape.N // shape.K, axis=1)
-    for ours, theirs in zip(found, wanted):
+    for ours, theirs in zip(actual, wanted):
         assert_close(ours[right], theirs[right], shape.M * shape.S)
         assert all(np.isnan(x).any() for x in np.asarray(ours)[~right])
 
@@ -321,9 +321,9 @@ def test_gradients_are_those_of_dense_attention(impl):
         s = jnp.where(see[:, :, None], s, -1e30)
         return jnp.einsum("bnts,bnsh->bnth", jax.nn.softmax(s, axis=-1), v), jax.nn.logsumexp(s, axis=-1)
 
-    found, back = jax.vjp(lambda *x: ragged_decode(*x, **lists, impl=impl), *arrays)
+    actual, back = jax.vjp(lambda *x: ragged_decode(*x, **lists, impl=impl), *arrays)
     _, back_dense = jax.vjp(dense, *arrays)
-    up = jnp.cos(found[0]), jnp.sin(found[1])
+    up = jnp.cos(actual[0]), jnp.sin(actual[1])
     for ours, theirs in zip(back(up), back_dense(up)):
         assert_close(ours, theirs, shape.M * shape.S * shape.N)
     assert float(jnp.abs(back(up)[1]).max()) > 0.01
@@ -349,11 +349,11 @@ def test_the_pool_is_read_in_place(kind):
 def test_two_codes_of_a_byte_are_those_put_in():
     """Every pair of codes of 4 bits, and the bytes of the oracle."""
     pairs = np.stack(np.meshgrid(np.arange(-8, 8), np.arange(-8, 8)), axis=-1).reshape(-1, 2).astype(np.int8)
-    found = api.paired(jnp.asarray(pairs))
-    assert found.dtype == api.PAIRED == jnp.uint8
-    assert found.shape == (256, 1)
-    np.testing.assert_array_equal(found, paired(pairs))
-    np.testing.assert_array_equal(api.floats(found), pairs)
+    codes = api.paired(jnp.asarray(pairs))
+    assert codes.dtype == api.PAIRED == jnp.uint8
+    assert codes.shape == (256, 1)
+    np.testing.assert_array_equal(codes, paired(pairs))
+    np.testing.assert_array_equal(api.floats(codes), pairs)
     np.testing.assert_array_equal(api.floats(jnp.zeros((3, 4), jnp.uint8)), np.zeros((3, 8)))
 
 

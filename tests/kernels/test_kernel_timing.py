@@ -41,10 +41,10 @@ def test_compile_time_is_tracing_lowering_and_compiling_each_second_once(heard):
     heard(LOWER, 5, 6)
     heard("/jax/compilation_cache/compile_time_saved_sec", 0, 6)
     heard(COMPILE, 7, 11)
-    found = timing.compile_time()
-    assert found == CompileTime(4.5, 1.0, 4.5)
-    assert found.total == 10
-    assert found.since(CompileTime(4.0, 1.0, 0.5)) == CompileTime(0.5, 0.0, 4.0)
+    spent = timing.compile_time()
+    assert spent == CompileTime(4.5, 1.0, 4.5)
+    assert spent.total == 10
+    assert spent.since(CompileTime(4.0, 1.0, 0.5)) == CompileTime(0.5, 0.0, 4.0)
 
 
 def test_compiling_is_timed():

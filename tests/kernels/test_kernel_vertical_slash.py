@@ -49,11 +49,11 @@ def exact(q, k, v, admit, lengths, window, softcap=None):
     return out, lse, (np.asarray(admit) & (pos >= 0)[:, None]).sum(-1)
 
 
-def check(found, wanted, terms):
-    assert_close(found[0], wanted[0], terms)
-    assert_close(found[1], wanted[1], terms)
-    np.testing.assert_array_equal(found[2], wanted[2])
-    assert found[0].dtype == found[1].dtype == jnp.float32
+def check(actual, wanted, terms):
+    assert_close(actual[0], wanted[0], terms)
+    assert_close(actual[1], wanted[1], terms)
+    np.testing.assert_array_equal(actual[2], wanted[2])
+    assert actual[0].dtype == actual[1].dtype == jnp.float32
 
 
 @pytest.mark.parametrize(
@@ -67,8 +67,8 @@ def check(found, wanted, terms):
 def test_small_shapes(impl, name):
     shape = SELF_ATTENTION[name]
     arrays, lengths = case(shape)
-    found = vertical_slash(*arrays, window=shape.window, lengths=lengths, impl=impl)
-    check(found, exact(*arrays, lengths, shape.window), shape.T)
+    actual = vertical_slash(*arrays, window=shape.window, lengths=lengths, impl=impl)
+    check(actual, exact(*arrays, lengths, shape.window), shape.T)
 
 
 @pytest.mark.parametrize(
@@ -79,9 +79,9 @@ def test_blocks_of_queries_and_keys(softcap, admitted):
     call = functools.partial(
         vertical_slash, *arrays, window=SLASH_BLOCKS.window, lengths=lengths, softcap=softcap
     )
-    found = call(impl="xla")
-    check(found, exact(*arrays, lengths, SLASH_BLOCKS.window, softcap), SLASH_BLOCKS.T)
-    for first, second in zip(found, call(impl="xla")):
+    actual = call(impl="xla")
+    check(actual, exact(*arrays, lengths, SLASH_BLOCKS.window, softcap), SLASH_BLOCKS.T)
+    for first, second in zip(actual, call(impl="xla")):
         np.testing.assert_array_equal(first, second)
 
 
@@ -94,9 +94,9 @@ def test_every_length_of_a_row(impl):
     ends = np.array([0, 1, block - 1, block, block + 1, t])
     arrays, lengths = case(shape, lengths=ends, admitted=(0.3,))
     rule = Rule(shape.window, t, shape.H**-0.5, None)
-    found = run(Inputs(*arrays, lengths), rule=rule)
-    check(found, exact(*arrays, lengths, shape.window), t)
-    for first, second in zip(found, run(Inputs(*arrays, lengths), rule=rule)):
+    actual = run(Inputs(*arrays, lengths), rule=rule)
+    check(actual, exact(*arrays, lengths, shape.window), t)
+    for first, second in zip(actual, run(Inputs(*arrays, lengths), rule=rule)):
         np.testing.assert_array_equal(first, second)
     check_no_race(impl)
 
@@ -138,7 +138,7 @@ def test_gradients_are_those_of_dense_attention(impl):
     read = functools.partial(vertical_slash, window=6, impl=impl)
     dense = functools.partial(plain, window=6)
     with interpreted():
-        found, back = jax.vjp(lambda *x: read(*x, admit)[:2], q, k, v)
+        actual, back = jax.vjp(lambda *x: read(*x, admit)[:2], q, k, v)
         wanted, back_dense = jax.vjp(lambda *x: dense(*x, admit), q, k, v)
         up = tuple(jnp.cos(x) for x in wanted)
         for ours, theirs in zip(back(up), back_dense(up)):
@@ -165,8 +165,8 @@ def test_any_lengths_any_share(seed, first_length, share):
     shape = SLASH_BLOCKS._replace(T=700)
     lengths = np.array([first_length, 700])
     arrays, lengths = case(shape, seed, lengths=lengths, admitted=(share, 0.1))
-    found = vertical_slash(*arrays, window=shape.window, lengths=lengths, capacity=650, impl="xla")
-    check(found, exact(*arrays, lengths, shape.window), shape.T)
+    actual = vertical_slash(*arrays, window=shape.window, lengths=lengths, capacity=650, impl="xla")
+    check(actual, exact(*arrays, lengths, shape.window), shape.T)
 
 
 def test_keys_are_packed_in_order():
@@ -193,16 +193,16 @@ def test_packing_by_products_copies_bits(dtype):
     admit = jnp.asarray(rng.random((2, 2, 512)) < share[..., None])
     upto = admitted_upto(admit, jnp.array([512, 500]))
     interpret = compat.tpu_interpreter(detect_races=True)
-    found = packed_on_tpu(k, v, upto, capacity=capacity, block=block, interpret=interpret)
+    packed = packed_on_tpu(k, v, upto, capacity=capacity, block=block, interpret=interpret)
     check_no_race("mosaic_tpu")
     wanted, word = compact(k, v, upto, capacity), {2: np.uint16, 4: np.uint32}[k.dtype.itemsize]
     assert int(upto[1, 0, -1]) > capacity
     for row, head in np.ndindex(2, 2):
         n = min(int(upto[row, head, -1]), capacity)
         written = -(-n // block) * block
-        np.testing.assert_array_equal(found.pos[row, head, 0, :written], wanted.pos[row, head, :written])
-        np.testing.assert_array_equal(found.v[row, head, n:written], 0)
-        for ours, theirs in ((found.k, wanted.k), (found.v, wanted.v)):
+        np.testing.assert_array_equal(packed.pos[row, head, 0, :written], wanted.pos[row, head, :written])
+        np.testing.assert_array_equal(packed.v[row, head, n:written], 0)
+        for ours, theirs in ((packed.k, wanted.k), (packed.v, wanted.v)):
             ours, theirs = (np.asarray(x[row, head, :n]).view(word) for x in (ours, theirs))
             nan = np.isnan(theirs.view(k.dtype))  # of which the payload may change
             np.testing.assert_array_equal(np.isnan(ours.view(k.dtype)), nan)
@@ -256,8 +256,8 @@ def test_bfloat16_is_as_good_as_the_plain_way(impl):
     shape = SELF_ATTENTION["g4_h64"]
     arrays, lengths = case(shape, dtype=jnp.bfloat16, lengths=np.array([shape.T]))
     wanted = exact(*arrays, lengths, 1)
-    found = vertical_slash(*arrays, window=1, impl=impl)
-    for ours, theirs, truth in zip(found, plain(*arrays, window=1), wanted):
+    actual = vertical_slash(*arrays, window=1, impl=impl)
+    for ours, theirs, truth in zip(actual, plain(*arrays, window=1), wanted):
         assert_as_good_as_plain(ours, theirs, truth, shape.T)
 
 
@@ -297,10 +297,12 @@ def test_bodies(impl, softcap):
     counts = exact(q[..., :1], k[..., :1], v[..., :1], admit, lengths, 1)[2]
     capacity = int(np.sort(counts, axis=None)[-2])
     rule = Rule(shape.window, capacity, 0.2, softcap)
-    found, wanted = (f(Inputs(q, k, v, admit, lengths), rule=rule) for f in (tiled(impl), ref.vertical_slash))
+    actual, wanted = (
+        f(Inputs(q, k, v, admit, lengths), rule=rule) for f in (tiled(impl), ref.vertical_slash)
+    )
     lost = np.isnan(wanted[0]).any(axis=(0, 2, 3))
     assert 0 < lost.sum() < len(lost)
-    for ours, truth in zip(found, wanted):
+    for ours, truth in zip(actual, wanted):
         assert ours.dtype == truth.dtype
         np.testing.assert_array_equal(np.isnan(ours), np.isnan(truth))
         assert_close(np.nan_to_num(ours, neginf=-1), np.nan_to_num(truth, neginf=-1), t)
@@ -315,8 +317,8 @@ def test_bodies_on_all_small_shapes(impl, name, dtype):
     shape = SELF_ATTENTION[name]
     arrays, lengths = case(shape, dtype=dtype)
     rule = Rule(shape.window, shape.T, shape.H**-0.5, None)
-    found, plainly = (f(Inputs(*arrays, lengths), rule=rule) for f in (tiled(impl), xla.vertical_slash))
-    for ours, theirs, truth in zip(found, plainly, exact(*arrays, lengths, shape.window)):
+    actual, plainly = (f(Inputs(*arrays, lengths), rule=rule) for f in (tiled(impl), xla.vertical_slash))
+    for ours, theirs, truth in zip(actual, plainly, exact(*arrays, lengths, shape.window)):
         assert_as_good_as_plain(ours, theirs, truth, shape.T)
 
 

@@ -25,12 +25,12 @@ def test_packed_keys_that_some_and_all_of_a_block_see(window):
     t, size, ends, starts = 60, 8, np.array([60, 41]), np.array([3, 20])
     admit = np.random.default_rng(0).random((2, 1, t)) < 0.6
     upto = admitted_upto(jnp.asarray(admit), jnp.asarray(ends))
-    found = older(upto, Rows(jnp.asarray(starts), jnp.asarray(ends)), 5, size, window, 25)
+    counts = older(upto, Rows(jnp.asarray(starts), jnp.asarray(ends)), 5, size, window, 25)
     for row, block in np.ndindex(2, 5):
         i, at = starts[row] + block * size + np.arange(size), np.flatnonzero(admit[row, 0, : ends[row]])
         count = [min(25, int((at <= x - window).sum())) for x in i if x < ends[row]]
-        assert int(found.some[row, 0, block]) == max(count, default=0)
-        assert int(found.whole[row, 0, block]) == (count[0] if len(count) == size else 0)
+        assert int(counts.some[row, 0, block]) == max(count, default=0)
+        assert int(counts.whole[row, 0, block]) == (count[0] if len(count) == size else 0)
 
 
 @pytest.mark.parametrize("first", [0, 37])

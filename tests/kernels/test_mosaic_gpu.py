@@ -66,11 +66,11 @@ def test_every_length_of_every_list(kind, sizes, short_items):
     arrays, lists = case(shape, lengths(shape), kind=kind)
     mass = shape.T == 1
     with interpreted():
-        found = ragged_decode(*arrays, **lists, mass=mass, softcap=cap, impl="mosaic_gpu")
-    assert len(found) == 2 + mass
-    check(found, oracle(*arrays, **lists, softcap=cap)[: len(found)], shape.M * shape.S)
-    np.testing.assert_array_equal(found[0][0, 0], 0)
-    np.testing.assert_array_equal(found[1][0, 0], -np.inf)
+        actual = ragged_decode(*arrays, **lists, mass=mass, softcap=cap, impl="mosaic_gpu")
+    assert len(actual) == 2 + mass
+    check(actual, oracle(*arrays, **lists, softcap=cap)[: len(actual)], shape.M * shape.S)
+    np.testing.assert_array_equal(actual[0][0, 0], 0)
+    np.testing.assert_array_equal(actual[1][0, 0], -np.inf)
 
 
 @needs_interpreter
@@ -166,9 +166,9 @@ def test_it_has_a_record_of_its_own_and_needs_one(monkeypatch):
 
     def first(where=HOPPER):
         with lowering.for_device(*where):
-            found, why = next(dispatch._candidates("ragged_decode", offered, "gpu"))
-        assert ("no record of 'triton'" in why) is (found != "triton")
-        return found
+            impl, why = next(dispatch._candidates("ragged_decode", offered, "gpu"))
+        assert ("no record of 'triton'" in why) is (impl != "triton")
+        return impl
 
     monkeypatch.setattr(dispatch, "record", lambda op, kind: {})
     assert first() == "xla"

@@ -31,10 +31,10 @@ def model():
 
 @pytest.fixture(scope="module")
 def gold(model):
-    found = dict(np.load(Path(__file__).parents[1] / "golden" / f"{model.folder.name}.npz"))
+    golden = dict(np.load(Path(__file__).parents[1] / "golden" / f"{model.folder.name}.npz"))
     weights = hashlib.sha256((model.folder / "model.safetensors").read_bytes()).hexdigest()
-    assert weights == str(found["weights"]), f"{model.folder.name}.npz is of other weights. Run: {REMAKE}"
-    return found
+    assert weights == str(golden["weights"]), f"{model.folder.name}.npz is of other weights. Run: {REMAKE}"
+    return golden
 
 
 def test_the_tokenizer_is_that_of_transformers(model, gold):
@@ -45,12 +45,12 @@ def test_the_tokenizer_is_that_of_transformers(model, gold):
 @pytest.mark.slow
 def test_logits_are_those_of_transformers(model, gold):
     run = jax.jit(lambda params, tokens: decoder.dense_logits(model.spec, params, tokens))
-    found = np.asarray(run(model.params, gold["tokens"][None])[0])
-    apart = np.abs(found[gold["positions"]] - gold["logits"]).max()
+    logits = np.asarray(run(model.params, gold["tokens"][None])[0])
+    apart = np.abs(logits[gold["positions"]] - gold["logits"]).max()
     print(f"{model.folder.name}: largest difference {apart:.1e}")
-    np.testing.assert_allclose(found[gold["positions"]], gold["logits"], atol=TOLERANCE)
-    chosen = found[np.arange(2047), gold["tokens"][1:]]
-    surprise = jax.nn.logsumexp(found[:-1], axis=-1) - chosen
+    np.testing.assert_allclose(logits[gold["positions"]], gold["logits"], atol=TOLERANCE)
+    chosen = logits[np.arange(2047), gold["tokens"][1:]]
+    surprise = jax.nn.logsumexp(logits[:-1], axis=-1) - chosen
     np.testing.assert_allclose(surprise, gold["surprise"], atol=TOLERANCE)
 
 
@@ -86,7 +86,7 @@ def test_facts_are_found_in_any_wording(model):
     text = (Path(__file__).parents[2] / "LICENSE").read_text(encoding="utf-8")
     before, behind = text[600:1400], text[1400:2600]
     prompts = [f"{before} {fact} {answer}. {behind} {question} {fact}" for fact, question, answer in FACTS]
-    found = kvjax.generate(model, "full", [model.text.encode(p) for p in prompts], max_new_tokens=6)
-    said = [model.text.decode(ids) for ids in found.tokens]
+    generated = kvjax.generate(model, "full", [model.text.encode(p) for p in prompts], max_new_tokens=6)
+    said = [model.text.decode(ids) for ids in generated.tokens]
     right = [answer in text for text, (_, _, answer) in zip(said, FACTS)]
     assert sum(right) >= 7, list(zip(said, right))

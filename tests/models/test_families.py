@@ -76,9 +76,9 @@ def test_gemma3_with_vision_gives_its_text_model(golden_folder, spoil):
         inside = {k.replace("model.", prefix, 1): v for k, v in tensors.items()}
         seen = {"vision_tower.x": np.ones(3, np.float32), "multi_modal_projector.y": np.ones(3, np.float32)}
         save_file({**inside, **seen}, folder / "model.safetensors")
-        found, want = hf.load(folder), hf.load(golden_folder("gemma3"))
-        assert found.spec == want.spec
-        jax.tree.map(np.testing.assert_array_equal, found.params, want.params)
+        loaded, want = hf.load(folder), hf.load(golden_folder("gemma3"))
+        assert loaded.spec == want.spec
+        jax.tree.map(np.testing.assert_array_equal, loaded.params, want.params)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "phi3"])
@@ -142,19 +142,19 @@ def test_gemma_s_embedding_scale_is_rounded_to_the_weights_dtype(golden_folder):
     spec = dataclasses.replace(hf.load(golden_folder("gemma3")).spec, model_dim=1152)
     values = jnp.linspace(1, 2, 129).astype(jnp.bfloat16)
     table = {"embed": jnp.broadcast_to(values[:, None], (129, 1152))}
-    found = decoder.embed(spec, table, jnp.arange(129)[None], jnp.arange(129)[None])[0, :, 0]
-    assert found.dtype == jnp.bfloat16
+    embedded = decoder.embed(spec, table, jnp.arange(129)[None], jnp.arange(129)[None])[0, :, 0]
+    assert embedded.dtype == jnp.bfloat16
     exact = values.astype(jnp.float32)
-    np.testing.assert_array_equal(found, (exact * 34).astype(jnp.bfloat16))
-    assert (found != (exact * 1152**0.5).astype(jnp.bfloat16)).any()
+    np.testing.assert_array_equal(embedded, (exact * 34).astype(jnp.bfloat16))
+    assert (embedded != (exact * 1152**0.5).astype(jnp.bfloat16)).any()
 
 
 def test_norm_weights_of_gemma_are_added_to_one_in_float32(golden_folder):
     """1 + 0.001 is 1 in bfloat16."""
     spec = hf.load(golden_folder("gemma2")).spec
     weight = {"final_norm": jnp.full(32, 0.001, jnp.bfloat16)}
-    found = decoder.norm(spec, weight, "final_norm", jnp.ones((1, 32), jnp.float32))
-    np.testing.assert_allclose(found, 1 + float(weight["final_norm"][0]), rtol=2e-6)
+    normed = decoder.norm(spec, weight, "final_norm", jnp.ones((1, 32), jnp.float32))
+    np.testing.assert_allclose(normed, 1 + float(weight["final_norm"][0]), rtol=2e-6)
 
 
 # --- what is refused -----------------------------------------------------------------------------

@@ -82,13 +82,13 @@ def test_policies_act_on_full_layers_alone(name, golden_folder, golden_data):
     n = len(tokens)
     kept = (np.arange(n) < 2) | (np.arange(n)[:, None] - np.arange(n) < 4)
     run = jax.jit(lambda masks: dense_logits(model.spec, model.params, tokens, masks))
-    found = run(visible(model.spec.windows, n, kept))
-    np.testing.assert_allclose(logits[0], found[len(prompt) - 1], atol=2e-4)
-    np.testing.assert_array_equal(made, found[len(prompt) - 1 : -1].argmax(-1))
+    dense = run(visible(model.spec.windows, n, kept))
+    np.testing.assert_allclose(logits[0], dense[len(prompt) - 1], atol=2e-4)
+    np.testing.assert_array_equal(made, dense[len(prompt) - 1 : -1].argmax(-1))
     everywhere = run(visible((None,) * len(model.spec.windows), n, kept))
     nowhere = run(visible(model.spec.windows, n, True))
-    assert np.abs(everywhere - found).max() > 0.02
-    assert (np.abs(nowhere - found).max() > 0.02) == (None in model.spec.windows)
+    assert np.abs(everywhere - dense).max() > 0.02
+    assert (np.abs(nowhere - dense).max() > 0.02) == (None in model.spec.windows)
 
 
 @pytest.mark.parametrize(

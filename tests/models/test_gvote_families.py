@@ -24,16 +24,16 @@ QUICK = ("gpt2", "gemma2", "phi4_mini", "qwen3")
 
 def heads_of(model, tokens, context):
     """What each layer shows at the seam, under the model's own attention."""
-    spec, found = model.spec.at(context), []
+    spec, layers = model.spec.at(context), []
     dense = decoder.dense_attend(spec)
 
     def attend(index, heads, carry):
-        found.append(heads)
+        layers.append(heads)
         return dense(index, heads, carry)
 
     at = jnp.arange(len(tokens))[None]
     decoder.forward(spec, model.params, jnp.asarray(tokens)[None], at, attend, None)
-    return spec, found
+    return spec, layers
 
 
 def projected(spec, p, hidden):

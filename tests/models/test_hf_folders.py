@@ -213,9 +213,9 @@ def test_a_part_of_a_tensor_is_read_alone(name, golden_folder):
             ]:
                 half = slice(leaf.shape[axis] // 2, leaf.shape[axis])
                 index = tuple(half if d == axis else slice(None) for d in range(leaf.ndim))
-                asked = Asked(*where[entry.name])
-                part = entry.part(asked, at, index).astype(leaf.dtype)
+                recorded = Asked(*where[entry.name])
+                part = entry.part(recorded, at, index).astype(leaf.dtype)
                 np.testing.assert_array_equal(part, leaf[index])
-                assert asked.read == leaf.size // 2, entry.name
+                assert recorded.read == leaf.size // 2, entry.name
                 cuts += 1
     assert cuts > model.spec.num_layers

@@ -33,9 +33,9 @@ def logits_of(spec, params, data):
 
 def test_logits_are_those_of_transformers(name, golden_folder, golden_data):
     model, data = hf.load(golden_folder(name), dtype="float32"), golden_data(name)
-    found = logits_of(model.spec, model.params, data)
-    print(f"{name}: largest difference {np.abs(found - data['logits']).max():.1e}")
-    np.testing.assert_allclose(found, data["logits"], atol=TOLERANCE)
+    logits = logits_of(model.spec, model.params, data)
+    print(f"{name}: largest difference {np.abs(logits - data['logits']).max():.1e}")
+    np.testing.assert_allclose(logits, data["logits"], atol=TOLERANCE)
 
 
 def test_rounding_in_bfloat16_is_no_worse_than_transformers(name, golden_folder, golden_data):
@@ -67,9 +67,9 @@ def test_padding_changes_no_logits(name, golden_folder, golden_data):
     """Right-padded here, left-padded there: the same logits at every real token."""
     model, data = hf.load(golden_folder(name), dtype="float32"), golden_data(name)
     positions = np.broadcast_to(np.arange(data["batch"].shape[1]), data["batch"].shape)
-    found = logits_at(model.spec, model.params, data["batch"], positions)
+    logits = logits_at(model.spec, model.params, data["batch"], positions)
     for row, n in enumerate(LENGTHS):
-        np.testing.assert_allclose(found[row, :n], data["batch_logits"][row, :n], atol=TOLERANCE)
+        np.testing.assert_allclose(logits[row, :n], data["batch_logits"][row, :n], atol=TOLERANCE)
 
 
 def test_llama3_golden_exercises_all_three_bands(golden_folder, golden_data):

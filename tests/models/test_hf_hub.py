@@ -55,9 +55,9 @@ def test_a_user_s_cache_is_enough(home, tiny_folder):
 def test_what_the_cache_lacks_is_refused_without_a_network(home, tiny_folder, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(home / "hub"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    found, wanted = hf.load("owner/tiny"), hf.load(tiny_folder)
-    assert found.spec == wanted.spec
-    jax.tree.map(np.testing.assert_array_equal, found.params, wanted.params)
+    loaded, wanted = hf.load("owner/tiny"), hf.load(tiny_folder)
+    assert loaded.spec == wanted.spec
+    jax.tree.map(np.testing.assert_array_equal, loaded.params, wanted.params)
     with pytest.raises(hf.ModelError, match="could not fetch it from the hub") as caught:
         kvjax.load("owner/other")
     assert "\n" not in str(caught.value)

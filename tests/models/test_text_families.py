@@ -114,7 +114,7 @@ def test_drawn_tokens_stream_as_they_decode(text):
 
 
 @pytest.mark.parametrize(
-    ("config", "bos", "eos", "found"),
+    ("config", "bos", "eos", "read"),
     [
         ({}, 1, (2,), 1),  # Llama 3: config.json names it, nothing denies it
         ({"add_bos_token": True, "bos_token": "<s>"}, 1, (2,), 1),  # Llama 2, Mistral, Gemma
@@ -125,12 +125,12 @@ def test_drawn_tokens_stream_as_they_decode(text):
         ({}, None, (2,), None),
     ],
 )
-def test_bos_of_each_family(config, bos, eos, found, golden_folder, tmp_path):
+def test_bos_of_each_family(config, bos, eos, read, golden_folder, tmp_path):
     sentencepiece("prepend").save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     spec = dataclasses.replace(hf.load(golden_folder("gpt2")).spec, bos=bos, eos=eos)
     text = Text.load(tmp_path, spec)
-    assert text.bos == found
+    assert text.bos == read
     ids = text.encode("the")
-    assert (ids[0] == found) == (found is not None)
-    assert len(ids) == 1 + (found is not None)
+    assert (ids[0] == read) == (read is not None)
+    assert len(ids) == 1 + (read is not None)

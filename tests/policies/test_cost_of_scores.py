@@ -138,12 +138,17 @@ def test_a_decode_step_asks_for_mass_only_where_somebody_ranks_by_it(policy, ask
 
     monkeypatch.setattr(_read, "ragged_decode", reads)
     monkeypatch.setattr(_step, "column_mass", weighs)
+
+    def chunk(network, policy, params, weights, state, fed, count):
+        run = (layer.chunk, (state.length, count))
+        return decode.run_layers(network, policy, params, weights, state, fed, *run)
+
     state = tiny.start(policy, ROWS)
     tokens, rows = array(ROWS, dtype=jnp.int32), array(ROWS, dtype=jnp.bool)
     arguments = tiny.model().network, policy, tiny.model().params, {}
     for run, fed, count in (
         (decode.step, tokens, rows),
-        (decode.chunk, array(ROWS, 5, dtype=jnp.int32), tokens),
+        (chunk, array(ROWS, 5, dtype=jnp.int32), tokens),
     ):
         requests.clear()
         jax.eval_shape(functools.partial(run, *arguments), state, fed, count)

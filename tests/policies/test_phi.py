@@ -88,6 +88,11 @@ def test_the_rest_is_what_was_taken_in_less_what_was_visited(params):
     np.testing.assert_array_equal(summary.count, take.sum(-1))
 
 
+def test_random_maps_of_a_query_head_have_the_directions_of_its_kv_head():
+    for layer in MAPS:  # else their product is no estimate of exp(q k)
+        np.testing.assert_array_equal(layer["line_q"], layer["line_k"][np.arange(N) // G])
+
+
 def test_pieces_are_the_whole():
     _, k, v = drawn(1, 24)
     take = np.ones((1, K, 24), bool)

@@ -84,6 +84,15 @@ def test_a_character_of_several_tokens_comes_whole(tiny_folder):
     assert [piece.tokens[0].offset for piece in pieces] == [0, 0, 1, 1, 1, 2]
 
 
+def test_tokens_of_an_echoed_prompt_have_their_place_in_it(tiny_folder):
+    text = kvjax.load(tiny_folder).text
+    settings = {"after": (), "stops": (), "end_tokens": text.eos, "logprobs": True}
+    detokenizer = Detokenizer(text, echo="aéx", **settings)
+    events = [Event(token, -1.0, prompt=True) for token in text.encode("aéx", bos=False)]
+    events += [Event(token, -1.0) for token in text.encode("yz", bos=False)]
+    assert [detokenizer.step(event).tokens[0].offset for event in events] == [0, 1, 1, 2, 3, 4]
+
+
 def test_a_stop_string_ends_a_text_within_a_token_and_across_tokens(tiny_folder):
     ids = kvjax.load(tiny_folder).text.encode("one, two, three", bos=False)
     pieces = written(tiny_folder, ids, [", t", "zzz"])

@@ -99,7 +99,7 @@ def test_the_front_is_the_best_of_the_other_lambdas():
 def test_what_cannot_be_swept(shipped, tmp_path, capsys):
     config, model, folder = shipped
     (tmp_path / "none").mkdir()
-    with pytest.raises(WeightsError, match="holds no write gates"):
+    with pytest.raises(WeightsError, match="has no write gates"):
         gate_sweep.measured(
             gate_settings.read(config), model, tmp_path / "none", np.zeros((1, 48), np.int32), 4
         )

@@ -40,9 +40,9 @@ def test_copies_and_continued_words():
     #                  0  1  2  3  4  5  6  7  8  9
     row = np.array([1, 5, 6, 7, 8, 9, 5, 6, 7, 8])
     begins = np.isin(np.arange(10), [5, 7])
-    found = confidence.kinds(row, begins)
+    kinds = confidence.kinds(row, begins)
     #  8 after 5 6 7 was met at 4; 7 at 8 follows 9 5 6, which is new
-    assert found.tolist() == ["other", "word", "other", "word", "word", "other", "word", "other", "copy"]
+    assert kinds.tolist() == ["other", "word", "other", "word", "word", "other", "word", "other", "copy"]
 
 
 def test_calibration_error_of_known_cells():
@@ -67,8 +67,8 @@ def test_what_lies_ahead_leaves_the_step_itself_out():
 def test_schedules_give_few_slots_to_equally_many_steps():
     c = np.array([[0.9, 0.1, 0.8, 0.2, 0.5]])
     tight, loose = np.array([[0, 10.0, 20, 30, 40]]), np.zeros((1, 5))
-    found = confidence.schedules(c, tight, loose, 0.7)  # each step decides for the next one
-    assert found == {"tight_when_sure": 10.0, "tight_when_least_sure": 15.0, "tight_at_random": 12.5}
+    slots = confidence.schedules(c, tight, loose, 0.7)  # each step decides for the next one
+    assert slots == {"tight_when_sure": 10.0, "tight_when_least_sure": 15.0, "tight_at_random": 12.5}
 
 
 @pytest.mark.slow
@@ -85,21 +85,21 @@ def test_a_window_that_holds_everything_changes_nothing(have, params):
 
 
 def test_where_an_answer_is_copied_from(have):
-    found = 0
+    count = 0
     for seed in range(6):
         drawn = checks.CHECKS["four_keys"](np.random.default_rng(seed), have.held, 320)
         if drawn is None:
             continue
         wanted = retrieval.copied_from(*drawn)
         queries = np.flatnonzero(wanted >= 0)
-        found += len(queries)
+        count += len(queries)
         assert (drawn[0][wanted[queries]] == drawn[0][queries + 1]).all()
         assert (wanted[queries] < queries - 3).all()
         second = retrieval._offset(wanted, 1)
         if len(queries) > 1:
             assert np.flatnonzero(second >= 0).tolist() == [queries[0]]
             assert drawn[0][second[queries[0]]] == drawn[0][queries[0] + 2]
-    assert found
+    assert count
 
 
 @pytest.mark.slow

@@ -27,8 +27,8 @@ def ran(*words: str, devices: int = 0) -> str:
     """Standard error of a program in this process' way, or in two processes of so many devices."""
     command = [sys.executable, *([*TOGETHER, str(devices), "--"] if devices else []), *words]
     path = os.pathsep.join(map(str, (ROOT, ROOT / "tests")))
-    mine = {"KVJAX_DATA": "/nowhere", "JAX_PLATFORMS": "cpu", "PYTHONPATH": path}
-    environment = os.environ | compiler.short_way() | mine
+    settings = {"KVJAX_DATA": "/nowhere", "JAX_PLATFORMS": "cpu", "PYTHONPATH": path}
+    environment = os.environ | compiler.short_way() | settings
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stderr
@@ -36,10 +36,10 @@ def ran(*words: str, devices: int = 0) -> str:
 
 def close(many: list[dict], one: list[dict], rtol: float = 2e-4) -> None:
     assert [record["step"] for record in many] == [record["step"] for record in one]
-    for found, wanted in zip(many, one, strict=True):
-        assert found.keys() == wanted.keys()
+    for actual, wanted in zip(many, one, strict=True):
+        assert actual.keys() == wanted.keys()
         for name in wanted:
-            np.testing.assert_allclose(found[name], wanted[name], rtol=rtol, atol=1e-6, err_msg=name)
+            np.testing.assert_allclose(actual[name], wanted[name], rtol=rtol, atol=1e-6, err_msg=name)
 
 
 def log(folder: Path) -> list[dict]:
@@ -78,7 +78,7 @@ def test_agents_of_two_processes_have_the_losses_of_one(tmp_path, tiny_folder, m
 
     monkeypatch.setenv("KVJAX_DATA", "/nowhere")
     made = {"ranker": ranker_tiny, "phi": test_train_phi}[learner].config_at
-    found = {}
+    losses = {}
     for devices in (1, 4):
         folder = tmp_path / str(devices)
         path = made(folder, tiny_folder, devices=devices, plan={"steps": 4, "check_every": 2})
@@ -89,8 +89,8 @@ def test_agents_of_two_processes_have_the_losses_of_one(tmp_path, tiny_folder, m
             traces.symlink_to(tmp_path / "1" / "traces")
         ran("-m", f"train.{learner}", "--config", str(path), devices=2 if devices > 1 else 0)
         [written_log] = folder.rglob("log.jsonl")
-        found[devices] = log(written_log.parent)
-    close(found[4], found[1], rtol=1e-3)
+        losses[devices] = log(written_log.parent)
+    close(losses[4], losses[1], rtol=1e-3)
 
 
 WARNING = "Involuntary full rematerialization"

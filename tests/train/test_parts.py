@@ -93,7 +93,7 @@ def read(folder: Path) -> list[np.ndarray]:
 
 @pytest.mark.slow
 def test_two_devices_add_the_gradients_of_their_parts_and_one_goes_on_from_there(tmp_path):
-    found = stepped(tmp_path)
-    np.testing.assert_allclose(found["loss"], found["mean"], rtol=1e-5)
-    assert found["difference"] < 1e-5 * max(1.0, found["norm"])
-    np.testing.assert_allclose([np.abs(x).sum() for x in read(tmp_path)], found["after"], rtol=1e-5)
+    numbers = stepped(tmp_path)
+    np.testing.assert_allclose(numbers["loss"], numbers["mean"], rtol=1e-5)
+    assert numbers["difference"] < 1e-5 * max(1.0, numbers["norm"])
+    np.testing.assert_allclose([np.abs(x).sum() for x in read(tmp_path)], numbers["after"], rtol=1e-5)

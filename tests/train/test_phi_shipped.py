@@ -41,9 +41,9 @@ def batch(model):
         kv_heads=spec.num_kv_heads, head_dim=spec.head_dim, softcap=None, dtype="float32", keys=("post",),
         queries=None, shard=1, lengths=(len(tokens),), train=1, seed=0, data={},
     )  # fmt: skip
-    found, heads = trace(model, about, tokens), spec.num_layers * spec.num_kv_heads
-    rows = {n: found[n].reshape(1, heads, -1, spec.head_dim) for n in ("k", "v")}
-    q = found["q"][:, :, PROMPT:].reshape(1, heads, spec.groups, -1, spec.head_dim)
+    arrays, heads = trace(model, about, tokens), spec.num_layers * spec.num_kv_heads
+    rows = {n: arrays[n].reshape(1, heads, -1, spec.head_dim) for n in ("k", "v")}
+    q = arrays["q"][:, :, PROMPT:].reshape(1, heads, spec.groups, -1, spec.head_dim)
     return rows | {"q": q, "at": np.arange(PROMPT, len(tokens), dtype=np.int32)[None]}
 
 
@@ -53,10 +53,10 @@ def test_there_is_a_set_for_each_length_and_one_for_what_is_dropped():
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_shipped_maps_bring_attention_nearer(file, model, batch):
-    found = load_weights(file, model)
-    assert found.notes["fingerprint"] == fingerprint(model)
+    loaded = load_weights(file, model)
+    assert loaded.notes["fingerprint"] == fingerprint(model)
     assert kvjax.weights_for("topk(4) + phi(64)", model, file.stem).keys() == {"completion"}
-    maps = {n: jnp.concatenate([layer[n] for layer in found.layers]) for n in found.layers[0]}
+    maps = {n: jnp.concatenate([layer[n] for layer in loaded.layers]) for n in loaded.layers[0]}
     task = Task(loss=Loss(), target=Target(prompts=(PROMPT,)), prompt=PROMPT)
     alone, completed = errors(scored(task, maps, batch), batch["v"], (0,))
     # Nothing of the middle is read: what stands for it must be better than leaving it out, by more where the
@@ -67,11 +67,11 @@ def test_shipped_maps_bring_attention_nearer(file, model, batch):
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_card_and_header_name_the_heads_without_φ(file):
-    found = read_weights(file)
-    silent = [np.isneginf(np.asarray(layer["last_q"])).all(axis=-1) for layer in found.layers]
+    loaded = read_weights(file)
+    silent = [np.isneginf(np.asarray(layer["last_q"])).all(axis=-1) for layer in loaded.layers]
     names = " ".join(f"{layer}.{head}" for layer, head in np.argwhere(silent))
-    assert found.notes.get("silent", "") == names
-    assert all(np.isfinite(x).all() for layer in found.layers for n, x in layer.items() if n != "last_q")
+    assert loaded.notes.get("silent", "") == names
+    assert all(np.isfinite(x).all() for layer in loaded.layers for n, x in layer.items() if n != "last_q")
     rows = [
         line for line in (file.parent / "README.md").read_text().splitlines() if f"| `{file.stem}` |" in line
     ]

@@ -117,7 +117,7 @@ def by_numpy(layer: dict, head: int, batch: dict, counts: tuple[int, ...]) -> np
     def output(w: np.ndarray) -> np.ndarray:
         return w @ v / w.sum()
 
-    found = np.zeros((2, len(counts)))
+    shares = np.zeros((2, len(counts)))
     for number, at in enumerate(batch["at"]):
         w = np.exp(scores[head % 2, number]) * (np.arange(48) <= at)
         best = np.argsort(-np.where(middle, scores[:, number].max(axis=0), -np.inf))
@@ -125,8 +125,8 @@ def by_numpy(layer: dict, head: int, batch: dict, counts: tuple[int, ...]) -> np
             left = middle & ~np.isin(np.arange(48), best[:count])
             for one, unread in enumerate((0.0, np.exp(guess[number]))):
                 off = output(np.where(left, unread, w)) - output(w)
-                found[one, i] += np.abs(off).sum() / np.abs(output(w)).sum() / len(batch["at"])
-    return found
+                shares[one, i] += np.abs(off).sum() / np.abs(output(w)).sum() / len(batch["at"])
+    return shares
 
 
 def test_the_command_silences_whom_numpy_finds_and_changes_nothing_else(config, file, tiny_folder, capsys):

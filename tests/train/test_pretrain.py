@@ -173,8 +173,8 @@ def test_the_loss_marks_exactly_the_answers(have):
 def test_a_needle_stands_where_it_is_told(have, depth):
     rng = np.random.default_rng(1)
     tokens, _ = rows.needle_row(rng, have.train, 256, keys=1, depth=depth, snap=False)
-    found = re.search(r"number for (\S+) is (\d+)\.", have.tokenizer.decode(tokens.tolist()))
-    key, value = found.groups()
+    match = re.search(r"number for (\S+) is (\d+)\.", have.tokenizer.decode(tokens.tolist()))
+    key, value = match.groups()
     needle = have.train.encode(f" The secret number for {key} is {value}.")
     tail = have.train.encode(f" What is the secret number for {key}? The secret number for {key} is {value}")
     at = 1 + int(depth * (256 - 1 - len(needle) - len(tail)))
@@ -268,9 +268,9 @@ def test_rates_rise_stay_and_fall_in_every_cycle():
 @pytest.mark.slow
 def test_worker_processes_make_the_same_batches(have):
     ahead = loop._prefetched(data.batches(have.train, mix(), 1, 50), 3, 2)
-    here = data.batches(have.train, mix(), 1, 50)
+    in_process = data.batches(have.train, mix(), 1, 50)
     for step in range(3, 6):
-        jax.tree.map(np.testing.assert_array_equal, next(ahead), here[step])
+        jax.tree.map(np.testing.assert_array_equal, next(ahead), in_process[step])
 
 
 def test_numbers_of_few_figures(have):
@@ -366,7 +366,7 @@ def test_measured_heads_against_numpy(have, monkeypatch):
     monkeypatch.setattr(heads, "LENGTH", 256)
     params = initial(have.spec, 0, 0.05)
     got = heads.measure(have.spec, params, have.held, count=2)
-    rng, found = np.random.default_rng(7), {"text": [], "answers": []}
+    rng, by_sort = np.random.default_rng(7), {"text": [], "answers": []}
     sorts = {"text": heads._text, "answers": heads._answers}
     for sort, draw in sorts.items():
         for row, asks, wanted in (draw(rng, have.held) for _ in range(2)):
@@ -378,8 +378,8 @@ def test_measured_heads_against_numpy(have, monkeypatch):
                 if wanted[i] >= 0:
                     assert row[wanted[i]] == row[i + 1]
                     assert wanted[i] < i - 5
-                found[sort].append((entropy, p[:, :, :4].sum(-1), copied, p[:, :, -16:].sum(-1)))
-    for sort, queries in found.items():
+                by_sort[sort].append((entropy, p[:, :, :4].sum(-1), copied, p[:, :, -16:].sum(-1)))
+    for sort, queries in by_sort.items():
         entropy, sink, copied, near = np.mean(queries, axis=0)
         np.testing.assert_allclose(got[sort]["effective"], np.exp(entropy), rtol=0.01, atol=0.02)
         np.testing.assert_allclose(got[sort]["sink"], sink, atol=2e-4)
@@ -391,7 +391,7 @@ def test_measured_heads_against_numpy(have, monkeypatch):
 
 def _weights(spec, params, row) -> np.ndarray:
     """[L, N, T, T] attention of one row."""
-    attend, found = decoder.dense_attend(spec), []
+    attend, probabilities = decoder.dense_attend(spec), []
 
     def look(index, x, carry):
         t = x.q.shape[1]
@@ -399,11 +399,11 @@ def _weights(spec, params, row) -> np.ndarray:
         s = np.einsum("tnh,snh->nts", np.asarray(x.q[0]), k) / np.sqrt(spec.head_dim)
         s = np.where(np.tri(t, dtype=bool), s, -np.inf)
         e = np.exp(s - s.max(-1, keepdims=True))
-        found.append(e / e.sum(-1, keepdims=True))
+        probabilities.append(e / e.sum(-1, keepdims=True))
         return attend(index, x, carry)
 
     decoder.forward(spec, params, row[None], np.arange(len(row))[None], look, None)
-    return np.stack(found)
+    return np.stack(probabilities)
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs" / "pretrain").glob("*.yaml")), ids=lambda p: p.stem)

@@ -32,22 +32,22 @@ def made(tmp_path_factory, tiny_folder) -> Path:
 
 def one_batch(made: Path) -> tuple[settings.Settings, Traces, dict[str, np.ndarray]]:
     chosen = settings.read(made / "config.yaml")
-    found = Traces.open(made / "traces")
-    return chosen, found, batches.batches(found, chosen)[3]
+    traces = Traces.open(made / "traces")
+    return chosen, traces, batches.batches(traces, chosen)[3]
 
 
 def test_importance_is_the_groups_largest_attention_of_what_comes_later(made):
-    chosen, found, batch = one_batch(made)
+    chosen, traces, batch = one_batch(made)
     worth = np.asarray(objective.importance(batch, None))
     k, q, at = (np.asarray(batch[name], np.float64) for name in ("k", "q", "at"))
     for row in range(len(at)):
         size = int(batch["size"][row])
-        mine = at[row][at[row] >= 0].astype(int)
-        assert (mine >= size).all()
-        assert len(mine) == min(chosen.method.queries, k.shape[2] - size)
+        queries = at[row][at[row] >= 0].astype(int)
+        assert (queries >= size).all()
+        assert len(queries) == min(chosen.method.queries, k.shape[2] - size)
         for agent in range(4):
             want = np.zeros(k.shape[2])
-            for f, j in enumerate(mine):
+            for f, j in enumerate(queries):
                 each = []
                 for g in range(2):
                     s = k[row, agent, : j + 1] @ q[row, agent, g, f] / np.sqrt(8)
@@ -62,9 +62,9 @@ def test_importance_is_the_groups_largest_attention_of_what_comes_later(made):
 
 
 def test_standardised_inputs_are_folded_into_the_weights(made):
-    chosen, found, batch = one_batch(made)
-    params = ranker.initial_agents(chosen, 4, found.manifest.head_dim)
-    of = batches.statistics(found, chosen)
+    chosen, traces, batch = one_batch(made)
+    params = ranker.initial_agents(chosen, 4, traces.manifest.head_dim)
+    of = batches.statistics(traces, chosen)
     assert {name: value["mean"].shape for name, value in of.items()} == {
         "w_key": (4, 8),
         "w_value": (4, 8),
@@ -87,9 +87,12 @@ def test_standardised_inputs_are_folded_into_the_weights(made):
 
 @pytest.mark.slow
 def test_one_agents_loss_has_no_part_in_anothers_gradient(made):
-    chosen, found, batch = one_batch(made)
+    chosen, traces, batch = one_batch(made)
     task = objective.Task(agent=chosen.agent, method=chosen.method)
-    params, of = ranker.initial_agents(chosen, 4, found.manifest.head_dim), batches.statistics(found, chosen)
+    params, of = (
+        ranker.initial_agents(chosen, 4, traces.manifest.head_dim),
+        batches.statistics(traces, chosen),
+    )
     grad = jax.grad(lambda p, b: objective.objective(task, of, p, b)[0])
     other = batch | {name: batch[name].copy() for name in ("k", "v", "q")}
     for name in ("k", "v", "q"):
@@ -106,11 +109,14 @@ def test_one_agents_loss_has_no_part_in_anothers_gradient(made):
 )
 def test_what_is_trained_falls(made, method, metric):
     """A gradient step at a time on one batch, without the loop."""
-    chosen, found, batch = one_batch(made)
+    chosen, traces, batch = one_batch(made)
     task = objective.Task(
         agent=chosen.agent, method=settings.dataclasses.replace(chosen.method, permutations=16, **method)
     )
-    params, of = ranker.initial_agents(chosen, 4, found.manifest.head_dim), batches.statistics(found, chosen)
+    params, of = (
+        ranker.initial_agents(chosen, 4, traces.manifest.head_dim),
+        batches.statistics(traces, chosen),
+    )
     run = jax.jit(jax.value_and_grad(lambda p, b: objective.objective(task, of, p, b), has_aux=True))
     optimiser, seen = optax.adam(0.01), []
     state = optimiser.init(params)
@@ -129,9 +135,9 @@ def losses(lines: list[dict]) -> list[dict]:
 
 
 def test_training_learns_goes_on_exactly_and_serves(tmp_path, made, tiny_folder, capsys):
-    given = ["--traces", str(made / "traces")]
+    source = ["--traces", str(made / "traces")]
     path = config_at(tmp_path / "whole", tiny_folder)
-    assert ranker.main(["--config", str(path), *given]) == 0
+    assert ranker.main(["--config", str(path), *source]) == 0
     told = capsys.readouterr().err
     assert "4 agents of 304 parameters: 1,216 in all" in told
     log = records(tmp_path / "whole")
@@ -149,13 +155,13 @@ def test_training_learns_goes_on_exactly_and_serves(tmp_path, made, tiny_folder,
     # Stopped by its clock after the first step, and started again: the same log to the last bit.
     parts = tmp_path / "parts"
     stopped = config_at(parts, tiny_folder, plan={"seconds": 0})
-    assert ranker.main(["--config", str(stopped), *given]) == 0
+    assert ranker.main(["--config", str(stopped), *source]) == 0
     assert records(parts)[-1]["step"] == 1
-    assert ranker.main(["--config", str(config_at(parts, tiny_folder)), *given]) == 0
+    assert ranker.main(["--config", str(config_at(parts, tiny_folder)), *source]) == 0
     assert losses(records(parts)) == losses(log)
 
     file = tmp_path / "out" / "default.safetensors"
-    assert ranker.main(["--config", str(path), *given, "--export", str(file)]) == 0
+    assert ranker.main(["--config", str(path), *source, "--export", str(file)]) == 0
     notes = read_weights(file).notes
     assert (notes["method"], notes["place"], notes["step"], notes["sinks"]) == ("kvp", "eviction", "24", "2")
     assert file.with_suffix(".jsonl").exists()
@@ -167,18 +173,18 @@ def test_training_learns_goes_on_exactly_and_serves(tmp_path, made, tiny_folder,
     assert len(done.tokens[0]) == 3
 
     # What serves is what was trained: the scores of a trace are those of the exported file.
-    chosen, found, batch = one_batch(made)
+    chosen, traces, batch = one_batch(made)
     sides = [
         kvp.scores(layer, batch["k"][:, at], None, batch["v"][:, at], jnp.arange(batch["v"].shape[2])[None])
         for layer, at in zip(read_weights(file).layers, (slice(0, 2), slice(2, 4)))
     ]
     params = ranker.loop.latest(
         tmp_path / "whole" / "run",
-        ranker.initial_agents(chosen, 4, found.manifest.head_dim),
+        ranker.initial_agents(chosen, 4, traces.manifest.head_dim),
         ranker.optimizer(chosen.rate, chosen.plan.steps),
         ranker.make_layout(chosen.devices, 4),
     )[1]
-    want = objective.scores(params, batches.statistics(found, chosen), batch)
+    want = objective.scores(params, batches.statistics(traces, chosen), batch)
     np.testing.assert_allclose(jnp.concatenate(sides, axis=1), want, atol=1e-4)
 
 

@@ -32,29 +32,29 @@ def weights(batch) -> np.ndarray:
 
 @pytest.mark.slow
 def test_tova_is_the_last_querys_attention_averaged_over_a_layer(drawn):
-    found = np.asarray(baselines.scores(drawn, LAYERS, None)["tova"])[0, :, :SIZE]
+    scores = np.asarray(baselines.scores(drawn, LAYERS, None)["tova"])[0, :, :SIZE]
     last = weights(drawn)[:, :, -1].reshape(LAYERS, KV * GROUPS, SIZE).mean(1)
-    np.testing.assert_allclose(found, np.repeat(last, KV, axis=0), atol=1e-6)
+    np.testing.assert_allclose(scores, np.repeat(last, KV, axis=0), atol=1e-6)
 
 
 def test_snapkv_smooths_the_windows_votes_and_keeps_the_window(drawn):
-    found = np.asarray(baselines.scores(drawn, LAYERS, None)["snapkv"])[0]
+    scores = np.asarray(baselines.scores(drawn, LAYERS, None)["snapkv"])[0]
     old = SIZE - baselines.WINDOW
     votes = np.pad(weights(drawn).mean(2)[:, :, :old], ((0, 0), (0, 0), (2, 2)))
     smooth = np.stack([votes[..., i : i + old] for i in range(5)]).mean(0).mean(1)
-    np.testing.assert_allclose(found[:, :old], smooth, atol=1e-6)
-    assert np.isinf(found[:, old:SIZE]).all()
+    np.testing.assert_allclose(scores[:, :old], smooth, atol=1e-6)
+    assert np.isinf(scores[:, old:SIZE]).all()
 
 
 def test_keydiff_sees_the_cache_alone(drawn):
-    found = np.asarray(baselines.scores(drawn, LAYERS, None)["keydiff"])[0, :, :SIZE]
+    scores = np.asarray(baselines.scores(drawn, LAYERS, None)["keydiff"])[0, :, :SIZE]
     k = drawn["k"][0, :, :SIZE].astype(float)
     unit = k / np.linalg.norm(k, axis=-1, keepdims=True)
     anchor = unit.sum(1, keepdims=True)
     want = -(unit * anchor / np.linalg.norm(anchor, axis=-1, keepdims=True)).sum(-1)
-    np.testing.assert_allclose(found, want, atol=1e-5)
+    np.testing.assert_allclose(scores, want, atol=1e-5)
 
 
 def test_without_the_last_queries_the_privileged_are_left_out(drawn):
-    found = baselines.scores({name: drawn[name] for name in ("k", "v", "size")}, LAYERS, None)
-    assert set(found) == {"recency", "knorm", "keydiff", "lagkv"}
+    scores = baselines.scores({name: drawn[name] for name in ("k", "v", "size")}, LAYERS, None)
+    assert set(scores) == {"recency", "knorm", "keydiff", "lagkv"}

@@ -42,9 +42,9 @@ def test_the_optimal_ranking_costs_least_and_what_is_no_candidate_nothing():
     worth = np.asarray([0.2, 9.0, 0.5, 0.1, 9.0], np.float32)
     may = np.asarray([True, False, True, True, False])
     shown = np.where(may, worth, 0)
-    found = rankings.cost(shown, rankings.best(worth, may))
+    cost = rankings.cost(shown, rankings.best(worth, may))
     costs = [sum(r * shown[i] for r, i in enumerate((*p, 1, 4))) for p in itertools.permutations((0, 2, 3))]
-    np.testing.assert_allclose(found, min(costs), rtol=1e-6)
+    np.testing.assert_allclose(cost, min(costs), rtol=1e-6)
     np.testing.assert_array_equal(rankings.best(worth, may), [2, 0, 3, 1, 4])
     np.testing.assert_array_equal(rankings.true_rank(worth, may), [1, 3, 0, 2, 4])
 
@@ -58,8 +58,8 @@ def test_log_pi_is_that_of_drawing_without_replacement(n):
         for i in ranking:
             want += math.log(weight[i] / weight[left].sum())
             left.remove(i)
-        found = rankings.log_probability(jnp.asarray(score, jnp.float32), np.ones(n, bool), ranking)
-        np.testing.assert_allclose(found, want, rtol=1e-5, atol=1e-5)
+        log_pi = rankings.log_probability(jnp.asarray(score, jnp.float32), np.ones(n, bool), ranking)
+        np.testing.assert_allclose(log_pi, want, rtol=1e-5, atol=1e-5)
         total += math.exp(want)
     np.testing.assert_allclose(total, 1)
 
@@ -69,8 +69,8 @@ def test_what_is_no_candidate_has_no_part_in_log_pi_and_no_gradient():
     may = np.asarray([True, False, True, True, False])
     ranking = np.asarray([3, 0, 2, 1, 4])
     few = rankings.log_probability(score[may], np.ones(3, bool), np.asarray([2, 0, 1]))
-    found, slope = jax.value_and_grad(rankings.log_probability)(score, may, ranking)
-    np.testing.assert_allclose(found, few, rtol=1e-6)
+    log_pi, slope = jax.value_and_grad(rankings.log_probability)(score, may, ranking)
+    np.testing.assert_allclose(log_pi, few, rtol=1e-6)
     assert np.isfinite(slope).all()
     np.testing.assert_array_equal(np.asarray(slope)[~may], 0)
 
@@ -78,9 +78,9 @@ def test_what_is_no_candidate_has_no_part_in_log_pi_and_no_gradient():
 def test_drawn_rankings_come_as_often_as_log_pi_says():
     count, may = 20_000, np.ones(3, bool)
     score = jnp.asarray([0.9, 0.0, -0.4])
-    found = np.asarray(rankings.drawn(jax.random.key(0), score, may, count))
+    drawn = np.asarray(rankings.drawn(jax.random.key(0), score, may, count))
     for ranking in orders(3):
-        share = (found == ranking).all(axis=1).mean()
+        share = (drawn == ranking).all(axis=1).mean()
         want = math.exp(rankings.log_probability(score, may, ranking))
         assert abs(share - want) < 4 * math.sqrt(want * (1 - want) / count)
 
@@ -98,9 +98,9 @@ def test_the_rloo_gradients_mean_is_the_exact_gradient():
     least = rankings.cost(WORTH, rankings.best(WORTH, ALL))
 
     def one(key: jax.Array) -> jax.Array:
-        found = rankings.drawn(key, SCORE, ALL, 8)
-        gain = rankings.advantage(-rankings.cost(WORTH, found) / least, normalise=False)
-        loss = lambda score: (gain * rankings.log_probability(score, ALL, found)).mean()  # noqa: E731
+        drawn = rankings.drawn(key, SCORE, ALL, 8)
+        gain = rankings.advantage(-rankings.cost(WORTH, drawn) / least, normalise=False)
+        loss = lambda score: (gain * rankings.log_probability(score, ALL, drawn)).mean()  # noqa: E731
         return jax.grad(loss)(jnp.asarray(SCORE))
 
     draws = np.asarray(jax.jit(jax.vmap(one))(jax.random.split(jax.random.key(1), 6000)))
@@ -113,9 +113,9 @@ def test_advantages_leave_one_out_and_are_normalised():
     reward = np.asarray([[-1.0, -2.0], [-3.0, -2.0], [-2.5, -2.0]])
     want = [[r[i] - np.delete(r, i).mean() for r in reward.T] for i in range(3)]
     np.testing.assert_allclose(rankings.advantage(jnp.asarray(reward), False), want, atol=1e-6)
-    found = np.asarray(rankings.advantage(jnp.asarray(reward)))
-    np.testing.assert_allclose(found[:, 0].std(), 1, rtol=1e-5)
-    np.testing.assert_array_equal(found[:, 1], 0)  # equal rewards teach nothing, and are no NaN
+    gains = np.asarray(rankings.advantage(jnp.asarray(reward)))
+    np.testing.assert_allclose(gains[:, 0].std(), 1, rtol=1e-5)
+    np.testing.assert_array_equal(gains[:, 1], 0)  # equal rewards teach nothing, and are no NaN
 
 
 def test_where_the_optimal_ranking_costs_nothing_all_rankings_count_as_one():
@@ -137,10 +137,10 @@ def test_soft_ranks_become_places_as_they_cool():
 
 def test_each_agent_is_clipped_by_its_own_norm():
     grad = {"w1": jnp.asarray([[[3.0, 4.0]], [[0.3, 0.0]]]), "b1": jnp.asarray([[12.0], [0.4]])}
-    found, _ = clip_each(5.0).update(grad, None)
-    np.testing.assert_allclose(found["w1"][0, 0], np.asarray([3, 4]) * 5 / 13, rtol=1e-6)
-    np.testing.assert_allclose(found["b1"], [[12 * 5 / 13], [0.4]], rtol=1e-6)
-    np.testing.assert_array_equal(found["w1"][1], grad["w1"][1])
+    clipped, _ = clip_each(5.0).update(grad, None)
+    np.testing.assert_allclose(clipped["w1"][0, 0], np.asarray([3, 4]) * 5 / 13, rtol=1e-6)
+    np.testing.assert_allclose(clipped["b1"], [[12 * 5 / 13], [0.4]], rtol=1e-6)
+    np.testing.assert_array_equal(clipped["w1"][1], grad["w1"][1])
 
 
 def test_the_schedule_is_the_papers():

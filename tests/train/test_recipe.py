@@ -60,8 +60,8 @@ def records(config: dict) -> list[dict]:
 def drawn(row, have, count=40, length=256, source=None):
     """Rows that fit, and how many of ``count`` did."""
     source = source or have.train
-    found = [row(np.random.default_rng(i), source, length) for i in range(count)]
-    return [r for r in found if r is not None]
+    rows = [row(np.random.default_rng(i), source, length) for i in range(count)]
+    return [r for r in rows if r is not None]
 
 
 @pytest.mark.slow
@@ -76,7 +76,7 @@ def test_a_stopped_run_goes_on_to_the_bit(tmp_path, have):
     straight = tiny(tmp_path / "straight")
     whole = pretrain.run(dataclasses.replace(have, config=straight))
     jax.tree.map(np.testing.assert_array_equal, again, whole)
-    of = lambda found: [r for r in found if "loss" in r]  # noqa: E731
+    of = lambda lines: [r for r in lines if "loss" in r]  # noqa: E731
     assert of(records(config)) == of(records(straight))
     assert {r["level"] for r in records(straight)} == {0, 1}
     step, params = pretrain.latest(dataclasses.replace(have, config=config))
@@ -86,9 +86,9 @@ def test_a_stopped_run_goes_on_to_the_bit(tmp_path, have):
 
 @pytest.mark.parametrize("row", [facts.row, repeats.row, logs.row], ids=["facts", "repeats", "logs"])
 def test_rows_have_their_length_and_depend_on_their_generator_only(have, row):
-    found = drawn(row, have)
-    assert len(found) >= 36
-    for ids, weight in found:
+    rows = drawn(row, have)
+    assert len(rows) >= 36
+    for ids, weight in rows:
         assert ids.shape == weight.shape == (256,)
         assert ids[0] == text.BOS
     first, second = (row(np.random.default_rng(5), have.train, 256) for _ in range(2))
@@ -135,7 +135,7 @@ def test_names_and_codes_of_training_and_evaluation_are_disjoint(have):
     places = [{draw.removesuffix(t) for draw in some(held) for t in values.TOWNS} for held in (True, False)]
     assert not some(True) & some(False)
     assert all(
-        any(text.held_out_word(p) == held for p in found) for held, found in zip((True, False), places)
+        any(text.held_out_word(p) == held for p in parts) for held, parts in zip((True, False), places)
     )
 
 
@@ -150,9 +150,9 @@ def test_repeated_tokens_follow_what_they_repeat(have):
 
 
 def test_a_sentence_asked_for_is_the_whole_tail(have):
-    found = drawn(repeats.asked, have, source=have.held)
-    assert len(found) > 20
-    for ids, weight in found:
+    sentences = drawn(repeats.repeated, have, source=have.held)
+    assert len(sentences) > 20
+    for ids, weight in sentences:
         asks = np.flatnonzero(weight == rows.ANSWER)
         sentence = ids[asks[0] - repeats.FREE :]
         assert asks[-1] == len(ids) - 1
@@ -277,12 +277,12 @@ def test_a_curve_counts_the_tokens_that_were_drawn(have):
         {"step": 3, "level": 1, "time": 12.0, "user": 3.0, "loss": 1.0},
         {"step": 4, "level": 1, "time": 16.0, "user": 5.0, "loss": 1.0},
     ]
-    found = curve.curve(have.config, records)
-    assert found["tokens"] == sum(drawn)
-    assert found["levels"] == {"0": 1, "1": 3}
-    assert found["checks"] == [{"step": 2, "tokens": sum(drawn[:2]), "level": 0, "trained": 0.5}]
+    report = curve.curve(have.config, records)
+    assert report["tokens"] == sum(drawn)
+    assert report["levels"] == {"0": 1, "1": 3}
+    assert report["checks"] == [{"step": 2, "tokens": sum(drawn[:2]), "level": 0, "trained": 0.5}]
     # only the last two lines follow each other without a check between
-    assert found["speed"] == {"1": {"tokens_a_second": drawn[3] / 4, "tokens_a_user_second": drawn[3] / 2}}
+    assert report["speed"] == {"1": {"tokens_a_second": drawn[3] / 4, "tokens_a_user_second": drawn[3] / 2}}
 
 
 def test_parts_share_the_rows_and_the_scored_tokens(have):

@@ -31,9 +31,9 @@ def test_they_are_this_models_and_found_by_name(model):
         assert load_weights(file, model).notes["fingerprint"] == fingerprint(model)
         assert file.with_suffix(".jsonl").exists()
         assert file.with_suffix(".png").exists()
-        found = kvjax.weights_for("kvp", model, name)["eviction"]
-        assert len(found) == model.spec.num_layers
-        np.testing.assert_array_equal(found[0]["w_out"], load_weights(file, model).layers[0]["w_out"])
+        layers = kvjax.weights_for("kvp", model, name)["eviction"]
+        assert len(layers) == model.spec.num_layers
+        np.testing.assert_array_equal(layers[0]["w_out"], load_weights(file, model).layers[0]["w_out"])
     usual = kvjax.weights_for("kvp", model)["eviction"]
     np.testing.assert_array_equal(usual[0]["w_out"], load_weights(files["default"], model).layers[0]["w_out"])
 
@@ -61,9 +61,9 @@ def test_they_rank_better_than_what_learns_nothing(model, tmp_path, monkeypatch)
     config.write_text(yaml.safe_dump(tree))
     assert traces.main(["--config", str(config)]) == 0
     read = kvjax.weights_for("kvp", model)["eviction"]
-    found = costs.measured(
+    report = costs.measured(
         Traces.open(tmp_path / "traces"), settings.read(config), {"default": costs.stacked(read)}
     )
-    area = {name: float(x.mean()) for name, x in found.areas.items()}
+    area = {name: float(x.mean()) for name, x in report.areas.items()}
     assert area["default"] < min(area[name] for name in costs.FREE), area
     assert area["default"] > area["oracle"]

@@ -63,17 +63,17 @@ def attention(spec, params) -> np.ndarray:
 def attention_to(spec, params, row: np.ndarray) -> np.ndarray:
     """[L, N, T, T] over ``row``."""
     tokens = jnp.asarray(row)[None]
-    inner, found = decoder.dense_attend(spec), []
+    inner, weights = decoder.dense_attend(spec), []
 
     def look(index, x, carry):
         q = x.q[0].reshape(x.q.shape[1], spec.num_kv_heads, spec.groups, spec.head_dim)
         s = jnp.einsum("tkgh,skh->kgts", q, x.k[0]) * spec.head_dim**-0.5
         s = jnp.where(jnp.tril(jnp.ones(s.shape[-2:], bool)), s, -jnp.inf)
-        found.append(jax.nn.softmax(s, axis=-1).reshape(spec.num_heads, *s.shape[-2:]))
+        weights.append(jax.nn.softmax(s, axis=-1).reshape(spec.num_heads, *s.shape[-2:]))
         return inner(index, x, carry)
 
     decoder.forward(spec, params, tokens, jnp.arange(tokens.shape[1])[None], look, None)
-    return np.asarray(jnp.stack(found))
+    return np.asarray(jnp.stack(weights))
 
 
 def on_copied(weights: np.ndarray, ahead: int = 1) -> np.ndarray:
@@ -154,8 +154,8 @@ def test_without_any_one_head_others_still_look_at_the_token_to_be_copied(built)
     whole = copying_heads(spec, params)
     for layer in range(spec.num_layers):
         for head in range(spec.num_kv_heads):
-            mine = tuple((layer, head * spec.groups + i) for i in range(spec.groups))
-            left = copying_heads(spec, heads.without_heads(spec, params, mine)) - {(layer, head)}
+            removed = tuple((layer, head * spec.groups + i) for i in range(spec.groups))
+            left = copying_heads(spec, heads.without_heads(spec, params, removed)) - {(layer, head)}
             # Of layer 0 the second alone looks two tokens back, which three copying heads read.
             assert len(left) >= (3 if (layer, head) == (0, 1) else 4), (layer, head, left)
     assert len(whole) == 6

@@ -226,7 +226,7 @@ def test_draw_mixes_by_share_and_falls_back_to_text(sources):
 
 
 def test_a_dialogue_asks_for_one_of_the_facts_told(sources):
-    row = made(partial(dialogue.row, told=5), 0, sources[0], 1024)
+    row = made(partial(dialogue.row, count=5), 0, sources[0], 1024)
     shown = sources[0].tokenizer.decode(row[0].tolist())
     assert len(re.findall(r"[Mm]y [a-z ]+ is \w+\.", shown)) == 5
 
@@ -249,7 +249,7 @@ def test_the_solver_agrees_with_the_real_stories(folder, kind, split):
         return
     wrong = 0
     for story in read:
-        ((question, answer),) = story.asked
+        ((question, answer),) = story.questions
         wrong += solve_story(" ".join(story.facts), [question]) != [answer]
     assert wrong <= (0.01 * len(read) if kind == 5 else 0)  # the files' own: not always the latest gift
 

@@ -46,13 +46,13 @@ def heads_of(model, tokens: jax.Array) -> list[tuple[jax.Array, ...]]:
 
 
 def test_traces_are_what_the_models_heads_see(made, tiny_folder):
-    found, model = Traces.open(made / "traces"), kvjax.load(tiny_folder)
-    about = found.manifest
+    traces, model = Traces.open(made / "traces"), kvjax.load(tiny_folder)
+    about = traces.manifest
     assert (about.layers, about.heads, about.kv_heads, about.head_dim) == (2, 4, 2, 8)
-    assert len(found.tasks()) == len(about.lengths) == 13
-    assert {task.partition("/")[0] for task in found.tasks()} == {"ruler", "books"}
+    assert len(traces.tasks()) == len(about.lengths) == 13
+    assert {task.partition("/")[0] for task in traces.tasks()} == {"ruler", "books"}
     for index in (0, 12):
-        one = found.read(index, ("tokens", "at", "q", "k", "k_pre", "v"))
+        one = traces.read(index, ("tokens", "at", "q", "k", "k_pre", "v"))
         seen = heads_of(model, jnp.asarray(one["tokens"])[None])
         for layer, parts in enumerate(seen):
             for name, part in zip(("q", "k", "k_pre", "v"), parts):
@@ -113,7 +113,7 @@ def refused(call, words: list[str], capsys) -> str:
         ({"traces": {"sequences": 10**9, "held": 1, "shard": 10**9}}, "GB to write"),
         ({"traces": {"data": {"kind": "rows", "mix": {"web": 1}}}}, "traces.data.mix"),
         ({"traces": {"data": {"kind": "rows", "families": {"nihilism": 1}}}}, "names no task"),
-        ({"traces": {"data": {"kind": "documents", "folder": "/nowhere"}}}, "'/nowhere' is no folder"),
+        ({"traces": {"data": {"kind": "documents", "folder": "/nowhere"}}}, "'/nowhere' is not a folder"),
         ({"agent": {"inputs": ["query"]}}, "'query' in the config is none of key, key_pre, value"),
         ({"agent": {"hiden": 4}}, "hiden"),
         ({"method": {"permutations": 1}}, "method.permutations"),
@@ -146,11 +146,11 @@ def copied(made: Path, home: Path) -> Path:
 def test_traces_that_cannot_be_learned_from(tmp_path, made, tiny_folder, capsys):
     def says(name: str, **sections: Any) -> str:
         path = config_at(tmp_path / name, tiny_folder, **sections)
-        found = refused(ranker.main, ["--config", str(path)], capsys)
+        message = refused(ranker.main, ["--config", str(path)], capsys)
         assert not (tmp_path / name / "run").exists()
-        return found
+        return message
 
-    assert "holds no traces" in says("none")
+    assert "has no traces" in says("none")
     long = says("long", agent={"sinks": 30, "recent": 20}, traces={"folder": str(made / "traces")})
     assert "a sequence of 48 tokens is shorter than 58" in long
     folder = copied(made, tmp_path / "cut")
@@ -186,16 +186,16 @@ def test_traces_and_rankers_of_another_model_are_refused(tmp_path, made, tiny_fo
 
 
 def test_exporting_nothing_and_devices_that_are_not_here(tmp_path, made, tiny_folder, capsys):
-    here = {"folder": str(made / "traces")}
-    path = config_at(tmp_path, tiny_folder, traces=here)
+    source = {"folder": str(made / "traces")}
+    path = config_at(tmp_path, tiny_folder, traces=source)
     words = ["--config", str(path), "--export", str(tmp_path / "x.safetensors")]
     assert "Train first" in refused(ranker.main, words, capsys)
     assert not (tmp_path / "x.safetensors").exists()
-    path = config_at(tmp_path, tiny_folder, traces=here, devices=3)
+    path = config_at(tmp_path, tiny_folder, traces=source, devices=3)
     assert "3 does not divide 4 agents" in refused(ranker.main, ["--config", str(path)], capsys)
     assert "cannot be read" in refused(ranker.main, ["--config", "no.yaml"], capsys)
     several = {"verses": {"only": ["verses"]}, "books": {"only": ["books"]}}
-    path = config_at(tmp_path, tiny_folder, traces=here, variants=several)
+    path = config_at(tmp_path, tiny_folder, traces=source, variants=several)
     words = ["--config", str(path), "--variant"]
     assert "the config has books, verses" in refused(ranker.main, [*words, "prose"], capsys)
     assert "no sequences of verses to train on" in refused(ranker.main, [*words, "verses"], capsys)

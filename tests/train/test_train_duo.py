@@ -62,15 +62,15 @@ def test_only_where_answers_are_read_off_counts(tmp_path, tiny_folder):
     # Row-major positions: scored are these five, answers are the first three.
     at = np.array([21, 22, 40, 15, 30])
     answer = np.array([True, True, True, False, False])
-    loss, found = duo.objective(net, 0.5, 2, frozen, params, {"tokens": tokens, "at": at, "answer": answer})
+    loss, parts = duo.objective(net, 0.5, 2, frozen, params, {"tokens": tokens, "at": at, "answer": answer})
     goal = np.asarray(distill.teacher_states(net, frozen, tokens))
     pattern = {"alpha": jnp.stack([layer["alpha"] for layer in params["admission"]])}
     x, _ = distill.forward(net, frozen, pattern, tokens, duo.mixed_attention(net, sinks=2))
     error = ((np.asarray(distill.final_states(net, frozen, x)) - goal) ** 2).mean(-1).reshape(-1)
-    np.testing.assert_allclose(found["distill"], error[at[answer]].mean(), rtol=1e-4)
-    np.testing.assert_allclose(loss, found["distill"] + 0.5 * 0.325, rtol=1e-5)
+    np.testing.assert_allclose(parts["distill"], error[at[answer]].mean(), rtol=1e-4)
+    np.testing.assert_allclose(loss, parts["distill"] + 0.5 * 0.325, rtol=1e-5)
     for others in (error.mean(), error[at].mean()):
-        assert abs(float(found["distill"]) / others - 1) > 0.02  # neither all tokens nor all scored ones
+        assert abs(float(parts["distill"]) / others - 1) > 0.02  # neither all tokens nor all scored ones
 
 
 def test_updates_stay_between_nought_and_one():

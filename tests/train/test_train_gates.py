@@ -80,11 +80,11 @@ def test_the_student_is_dense_attention_with_the_bias_and_the_teacher_the_model(
     np.testing.assert_allclose(logits, decoder.dense_logits(model.spec, model.params, tokens), atol=2e-3)
     assert float(jnp.abs(whole - distill.final_states(net, frozen, got)).max()) > 1e-3
     # The metrics are those of the two forward passes.
-    loss, found = gates.objective(net, 0.5, "paper", frozen, params, batch)
+    loss, parts = gates.objective(net, 0.5, "paper", frozen, params, batch)
     g = np.asarray(jax.nn.sigmoid(z))
-    np.testing.assert_allclose(found["distill"], ((want - np.asarray(whole)) ** 2).mean(), rtol=1e-3)
-    np.testing.assert_allclose(found["cost"], (g + g * (1 - g)).mean(), rtol=1e-5)
-    np.testing.assert_allclose(loss, found["distill"] + 0.5 * found["cost"], rtol=1e-6)
+    np.testing.assert_allclose(parts["distill"], ((want - np.asarray(whole)) ** 2).mean(), rtol=1e-3)
+    np.testing.assert_allclose(parts["cost"], (g + g * (1 - g)).mean(), rtol=1e-5)
+    np.testing.assert_allclose(loss, parts["distill"] + 0.5 * parts["cost"], rtol=1e-6)
 
 
 def test_a_closed_gate_leaves_eps(tiny, tiny_folder):
@@ -123,10 +123,10 @@ def test_open_gates_cost_nothing_and_thresholded_ones_are_a_mask(tiny):
     _, net, frozen, params, batch = tiny
     for layer in params["admission"]:
         layer["w2"], layer["b2"] = 0 * layer["w2"], 0 * layer["b2"] + 30.0
-    found = gates._measure(net, 0.1, frozen, params, batch["tokens"])
-    assert float(found["hard"]) == 0.0
-    assert float(found["soft"]) < 1e-8
-    assert float(found["kept"]) == 1.0
+    shares = gates._measure(net, 0.1, frozen, params, batch["tokens"])
+    assert float(shares["hard"]) == 0.0
+    assert float(shares["soft"]) < 1e-8
+    assert float(shares["kept"]) == 1.0
     for layer in params["admission"]:
         layer["b2"] = layer["b2"] * 0 - 3.0  # sigmoid(-3) = 0.047
     closed = gates._measure(net, 0.1, frozen, params, batch["tokens"])
@@ -316,7 +316,7 @@ def test_documents_come_long_enough_behind_the_instruction(tmp_path, tiny_folder
     ("sections", "says"),
     [
         ({"loss": {"lambdas": {"default": -0.1}}}, ["loss.lambdas.default", "-0.1", "0 or more"]),
-        ({"loss": {"lambdas": {"default": "much"}}}, ["loss.lambdas.default", "'much'", "no number"]),
+        ({"loss": {"lambdas": {"default": "much"}}}, ["loss.lambdas.default", "'much'", "not a number"]),
         ({"loss": {"cost": "free"}}, ["loss.cost", "'free'", "paper, window"]),
         ({"gate": {"tau": 1.0}}, ["gate.tau", "1.0", "below 1"]),
         ({"gate": {"tau": 0}}, ["gate.tau", "above 0"]),

@@ -77,7 +77,7 @@ def test_the_fold_is_the_papers_map():
     layer = maps.folded(raw)
     for side, x in (("k", (2, 4, 5)), ("q", (6, 4, 5))):
         x = random.standard_normal(x).astype(np.float32)
-        found = phi.log_features(layer, side, jnp.asarray(x)[None])[0]
+        features = phi.log_features(layer, side, jnp.asarray(x)[None])[0]
         for head in range(len(x)):
             at = head if side == "k" else divmod(head, 3)
             p = {n[:-2]: np.asarray(v, np.float64)[at] for n, v in raw.items() if n.endswith(side)}
@@ -85,7 +85,7 @@ def test_the_fold_is_the_papers_map():
             z = g0 @ p["w1"] + p["b1"]
             gelu = z * 0.5 * (1 + np.vectorize(math.erf)(z / math.sqrt(2)))
             g1 = g0 + p["a"] * (gelu @ p["w2"] + p["b2"])
-            np.testing.assert_allclose(found[head], g1 @ p["wo"] + p["bo"], atol=2e-4)
+            np.testing.assert_allclose(features[head], g1 @ p["wo"] + p["bo"], atol=2e-4)
 
 
 @pytest.mark.slow
@@ -97,9 +97,9 @@ def test_untrained_maps_are_right_in_the_mean():
     log_q, log_k = (
         np.asarray(phi.log_features(layer, s, x), np.float64)[0, 0] for s, x in (("q", q), ("k", k))
     )
-    found = np.logaddexp.reduce(log_q[:, None] + log_k[None], axis=-1)
+    scores = np.logaddexp.reduce(log_q[:, None] + log_k[None], axis=-1)
     norms = (q[0, 0] ** 2).sum(-1)[:, None] + (k[0, 0] ** 2).sum(-1)[None]
-    np.testing.assert_allclose(found, q[0, 0] @ k[0, 0].T / 2 + norms / 4, atol=0.15)
+    np.testing.assert_allclose(scores, q[0, 0] @ k[0, 0].T / 2 + norms / 4, atol=0.15)
 
 
 def test_the_terms_are_the_papers():
@@ -107,7 +107,7 @@ def test_the_terms_are_the_papers():
     s, guess = 2 * random.standard_normal((2, 4, 30))
     there = random.random((4, 30)) < 0.7
     there[3] = False
-    found = objective.distance(loss, jnp.asarray(s), jnp.asarray(guess), jnp.asarray(there))
+    terms = objective.distance(loss, jnp.asarray(s), jnp.asarray(guess), jnp.asarray(there))
 
     def huber(x: float) -> float:
         return x * x / 2 if abs(x) <= 0.5 else 0.5 * (abs(x) - 0.25)
@@ -122,16 +122,16 @@ def test_the_terms_are_the_papers():
         right = {"kl": kl, "top": top, "far": far, "mass": mass}
         right["all"] = 0.99 * kl + 0.01 * (top + 2 * far + 4 * mass)
         for name, value in right.items():
-            np.testing.assert_allclose(found[name][i], value, rtol=2e-4, atol=1e-6)
-    assert all(float(value[3]) == 0 for value in found.values())
+            np.testing.assert_allclose(terms[name][i], value, rtol=2e-4, atol=1e-6)
+    assert all(float(value[3]) == 0 for value in terms.values())
 
 
 def one_batch(made: Path, **sections: Any) -> tuple[objective.Task, dict[str, np.ndarray]]:
     chosen = settings.read(made / "config.yaml")
-    found = Traces.open(made / "traces")
+    traces = Traces.open(made / "traces")
     return (
         objective.Task(loss=chosen.loss, target=chosen.target, prompt=chosen.prompt),
-        batches.batches(found, chosen, made)[3],
+        batches.batches(traces, chosen, made)[3],
     )
 
 
@@ -150,12 +150,12 @@ def test_a_batch_asks_behind_the_prompt_for_its_middle(made):
 def test_students_scores_are_those_of_the_served_maps(made):
     _, batch = one_batch(made)
     raw = command.initial_maps(settings.read(made / "config.yaml"), Traces.open(made / "traces").manifest)
-    found = np.asarray(objective.student(maps.folded(raw), batch))
+    scores = np.asarray(objective.student(maps.folded(raw), batch))
     layer = maps.folded(raw)
     log_k = np.asarray(phi.log_features(layer, "k", batch["k"]), np.float64)
     log_q = np.asarray(phi.log_features(layer, "q", batch["q"].reshape(2, 8, 6, 8)), np.float64)
     right = np.logaddexp.reduce(log_q.reshape(2, 4, 2, 6, 1, 6) + log_k[:, :, None, None], axis=-1)
-    np.testing.assert_allclose(found, right, atol=1e-3)
+    np.testing.assert_allclose(scores, right, atol=1e-3)
 
 
 @pytest.mark.slow
@@ -179,9 +179,9 @@ def test_errors_are_those_of_a_softmax_over_what_is_read_and_what_is_guessed(mad
         left = inside[group] > 0
         left[visited] = False
         kept = np.exp(s[group]) * seen[group] * ~left
-        for found, weights in ((alone, kept), (completed, kept + np.exp(guess[group]) * left)):
+        for errors, weights in ((alone, kept), (completed, kept + np.exp(guess[group]) * left)):
             right = np.abs(output(weights) - full).sum() / np.abs(full).sum()
-            assert float(found[at, row, head, group, query]) == pytest.approx(right, rel=1e-4)
+            assert float(errors[at, row, head, group, query]) == pytest.approx(right, rel=1e-4)
 
 
 # --- runs ----------------------------------------------------------------------------------------
@@ -205,9 +205,9 @@ def test_a_stopped_run_goes_on_with_the_losses_it_would_have_had(made, tmp_path,
             break
     whole = config_at(tmp_path, tiny_folder)
     assert command.main(["--config", str(whole), "--traces", str(made / "traces")]) == 0
-    mine = {(line["step"], "held_both" in line): line for line in records(tmp_path)}
+    ours = {(line["step"], "held_both" in line): line for line in records(tmp_path)}
     theirs = {(line["step"], "held_both" in line): line for line in records(made)}
-    assert mine == theirs
+    assert ours == theirs
 
 
 def test_what_is_exported_serves(made, tmp_path, tiny_folder):
@@ -248,15 +248,15 @@ def test_what_a_policy_drops_has_maps_of_its_own(made, tmp_path, tiny_folder, ca
     few = {"steps": 4, "log_every": 1, "check_every": 4, "save_every": 4}
     path = config_at(tmp_path, tiny_folder, target={"policy": DROPS}, plan=few)
     assert command.main(["--config", str(path), "--traces", str(made / "traces")]) == 0
-    chosen, found = settings.read(path), Traces.open(made / "traces")
+    chosen, traces = settings.read(path), Traces.open(made / "traces")
     folder = tmp_path / "run" / "40" / "dropped"
-    batch = batches.batches(found, chosen, folder)[1]
+    batch = batches.batches(traces, chosen, folder)[1]
     gone = batch["dropped"]
     assert (gone[..., :40].sum(-1) == 28).all()  # a budget of 12
     assert not gone[..., 36:].any()
-    index = batches.usable(found, chosen)[0][0]
+    index = batches.usable(traces, chosen)[0][0]
     model = kvjax.load(tiny_folder)
-    state, _ = kvjax.prefill(model, DROPS, [found.read(index, ("tokens",))["tokens"][:40]])
+    state, _ = kvjax.prefill(model, DROPS, [traces.read(index, ("tokens",))["tokens"][:40]])
     there = np.asarray(kvjax.metrics.present(state))[:, 0, :, :40]
     np.testing.assert_array_equal(dropped.read(folder, index)[..., :40], ~there)
     other = config_at(tmp_path, tiny_folder, target={"policy": "knorm + uniform(8)"}, plan=few)
@@ -311,6 +311,6 @@ def test_nothing_is_exported_before_anything_is_trained(made, tmp_path, tiny_fol
 )
 def test_the_configs_that_are_shipped_are_read(file):
     for prompt in yaml.safe_load(file.read_text())["target"]["prompts"]:
-        found = settings.read(file, prompt)
-        assert found.base.folder.name == str(prompt)
-        assert found.tokens <= max(found.base.recording.lengths)
+        read = settings.read(file, prompt)
+        assert read.base.folder.name == str(prompt)
+        assert read.tokens <= max(read.base.recording.lengths)

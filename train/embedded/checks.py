@@ -47,12 +47,12 @@ class Facts:
             group = GROUPS[self.group]
             wording = pick(rng, group) if self.only is None else group[self.only]
         return facts.row(
-            rng, source, length, wording=wording, hidden=self.keys, paraphrase=self.paraphrase, asked=1
+            rng, source, length, wording=wording, hidden=self.keys, paraphrase=self.paraphrase, questions=1
         )
 
 
 CHECKS: dict[str, RowFn] = {
-    "sentence": repeats.asked,
+    "sentence": repeats.repeated,
     "trained": Facts("trained"),
     "untrained": Facts("untrained"),
     "paraphrased": Facts("trained", paraphrase=True),
@@ -94,7 +94,14 @@ class Value:
         if len(values) < self.facts:
             return None
         return facts.row(
-            rng, source, length, wording=wording, hidden=self.facts, paraphrase=False, asked=1, values=values
+            rng,
+            source,
+            length,
+            wording=wording,
+            hidden=self.facts,
+            paraphrase=False,
+            questions=1,
+            values=values,
         )
 
     def _value(self, rng: np.random.Generator, source: Source) -> str | None:

@@ -24,21 +24,21 @@ def row(
     length: int,
     *,
     pairs: int | None = None,
-    asked: int | None = None,
+    questions: int | None = None,
 ) -> Row | None:
-    """One row of so many pairs, of which ``asked`` are asked for."""
-    asked = int(rng.integers(1, 5 if length >= 512 else 3)) if asked is None else asked
+    """One row of so many pairs, of which some are asked for."""
+    questions = int(rng.integers(1, 5 if length >= 512 else 3)) if questions is None else questions
     count = pairs
     if count is None:
-        count = max(2, asked, int(rng.uniform(0.4, 1.0) * (length - 24 * asked - 24) / 14))
+        count = max(2, questions, int(rng.uniform(0.4, 1.0) * (length - 24 * questions - 24) / 14))
     words = distinct(rng, source, count)
     if len(words) < min(count, 16):
         return None
     numbers = rng.integers(10_000, 100_000, len(words)).tolist()
-    while len(words) >= max(2, asked):
+    while len(words) >= max(2, questions):
         values = dict(zip(words, numbers))
         parts: list[Part] = [(f"{JSON_TASK}\n{json.dumps(values)}", HAYSTACK)]
-        for i in rng.permutation(len(values))[:asked]:
+        for i in rng.permutation(len(values))[:questions]:
             key = words[i]
             parts += [(f'\nThe value of "{key}" is', TAIL), (f" {values[key]}", ANSWER), (".", TAIL)]
         filled = framed(rng, source, length, parts)

@@ -23,17 +23,17 @@ ASK = ("What is my {kind}?", "Can you tell me my {kind} again?", "Do you remembe
 READ = ("Tell me something about {word}.", "Read me a page about {word}, please.", "What about {word}?")
 
 
-def row(rng: np.random.Generator, source: Source, length: int, *, told: int | None = None) -> Row | None:
-    """One row with ``told`` facts, 1 to 5."""
-    told = int(rng.integers(1, 5 if length >= 512 else 3)) if told is None else told
+def row(rng: np.random.Generator, source: Source, length: int, *, count: int | None = None) -> Row | None:
+    """One row with ``count`` facts, 1 to 5."""
+    count = int(rng.integers(1, 5 if length >= 512 else 3)) if count is None else count
     user, agent = pick(rng, ROLES)
     facts = _facts(rng, source)
-    kinds = [sorted(facts)[i] for i in rng.permutation(len(facts))[:told]]
+    kinds = [sorted(facts)[i] for i in rng.permutation(len(facts))[:count]]
     readings = int(rng.integers(1, 2 + length // 192))
-    turns = rng.permutation(np.arange(told + readings))  # below told: a fact, else a reading
+    turns = rng.permutation(np.arange(count + readings))  # below count: a fact, else a reading
     heads: list[Row] = []
     for i, turn in enumerate(turns):
-        if turn < told:
+        if turn < count:
             line = pick(rng, TELL).format(kind=kinds[turn], value=facts[kinds[turn]])
             reply = f" {pick(rng, NOTED)}"
         else:
@@ -41,7 +41,7 @@ def row(rng: np.random.Generator, source: Source, length: int, *, told: int | No
         gap = "\n" if i else ""
         heads.append(join(source, [(f"{gap}{user}: {line}\n{agent}:{reply}", HAYSTACK)]))
     questions = []
-    for kind in [kinds[i] for i in rng.permutation(told)[: int(rng.integers(1, 3))]]:
+    for kind in [kinds[i] for i in rng.permutation(count)[: int(rng.integers(1, 3))]]:
         question = pick(rng, ASK).format(kind=kind)
         lead = f"\n{user}: {question}\n{agent}: Your {kind} is"
         questions.append(join(source, [(lead, TAIL), (f" {facts[kind]}", ANSWER), (".", TAIL)]))
@@ -52,7 +52,9 @@ def row(rng: np.random.Generator, source: Source, length: int, *, told: int | No
     shares = 4 + rng.multinomial(room - 4 * readings, [1 / readings] * readings)
     texts = iter([plain(window(rng, source, int(share))) for share in shares])
     spans = [
-        span for turn, head in zip(turns, heads) for span in ((head,) if turn < told else (head, next(texts)))
+        span
+        for turn, head in zip(turns, heads)
+        for span in ((head,) if turn < count else (head, next(texts)))
     ]
     return stack(*spans, tail)
 

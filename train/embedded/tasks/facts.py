@@ -35,7 +35,7 @@ def row(
     wording: Wording | None = None,
     hidden: int | None = None,
     paraphrase: bool | None = None,
-    asked: int | None = None,
+    questions: int | None = None,
     values: Sequence[str] | None = None,
 ) -> Row | None:
     """One row.
@@ -45,7 +45,7 @@ def row(
       wording: of every fact; None draws from the grammar.
       hidden: facts in the text; None draws one to eight.
       paraphrase: whether questions differ from the statement.
-      asked: questions; None draws up to two for each fact, in different words, as many as fit.
+      questions: how many; None draws up to two for each fact, in different words, as many as fit.
       values: of the facts; None draws values of the wording's type.
     """
     held = held_out(source)
@@ -65,10 +65,10 @@ def row(
     gap = pick(rng, (" ", " ", "\n", "\n\n"))
     spaced = " " if gap == " " else pick(rng, (" ", "\n"))
     needles = [source.encode(spaced + fact) for fact in facts]
-    # Few tokens of a row are answers: unless ``asked`` says less, a row asks for as much as fits.
+    # Few tokens of a row are answers: unless ``questions`` says less, a row asks for as much as fits.
     most = MOST_ASKED[length >= 1024]
     order = np.concatenate([rng.permutation(hidden) for _ in range(most)])
-    count = int(rng.integers(1, min(2 * hidden, most) + 1)) if asked is None else asked
+    count = int(rng.integers(1, min(2 * hidden, most) + 1)) if questions is None else questions
     while True:
         parts: list[Part] = []
         for n, i in enumerate(order[:count]):
@@ -76,7 +76,7 @@ def row(
             parts += [(("." if n else "") + gap + ask, TAIL), (f" {values[i]}", ANSWER)]
         tail = join(source, parts)
         room = length - 1 - len(tail[0]) - sum(map(len, needles))
-        if room >= LEAST or count == 1 or asked is not None:
+        if room >= LEAST or count == 1 or questions is not None:
             break
         count -= 1
     if room < LEAST:

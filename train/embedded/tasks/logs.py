@@ -2,7 +2,7 @@
 
 A row's log has its own few line forms, hosts, users and jobs; a job's user, host and size are drawn when it
 first appears and come back word for word in every later line of that job. A dialogue goes through the same
-few turns for every customer and repeats what that customer said. Looked-up values have the weight of an
+few turns for every customer and repeats that customer's words. Looked-up values have the weight of an
 answer's tail. Fits from 128 tokens on.
 """
 

@@ -54,7 +54,7 @@ def row(
 ) -> Row | None:
     """One row of a form; ``full``: as many keys and values as it allows, else their numbers are drawn."""
     task = FORMS[form or pick(rng, tuple(FORMS))]
-    keys, values, asked = (
+    keys, values, count = (
         most if full or most == 1 else int(rng.integers(2, (most if length >= 384 else 2) + 1))
         for most in (task.keys, task.values, task.asked)
     )
@@ -66,7 +66,7 @@ def row(
     hidden = {name: [_value(rng, task, digits) for _ in range(values)] for name in names}
     needles = [(name, value) for name, own in hidden.items() for value in own]
     intro = task.intro() if rng.random() < 0.5 else ""
-    order = [names[i] for i in rng.permutation(keys)[: min(asked, keys)]]
+    order = [names[i] for i in rng.permutation(keys)[: min(count, keys)]]
     tail = join(source, _question(rng, task, hidden, order))
     return _row(rng, source, length, task, needles, intro, tail, digits)
 
@@ -95,7 +95,7 @@ def many(rng: np.random.Generator, source: Source, length: int) -> Row | None:
     parts: list[Part] = []
     tail: Row | None = None
     for i in range(min(count, QUESTIONS[length >= 1024])):
-        parts = parts + _question(rng, task, hidden, _asked(rng, task, names, i))
+        parts = parts + _question(rng, task, hidden, _drawn_names(rng, task, names, i))
         longer = join(source, parts)
         if len(longer[0]) > room - 8 or (tail is not None and len(longer[0]) > length // 2):
             break
@@ -141,7 +141,7 @@ def _row(
     return stack(join(source, [(intro, HAYSTACK)]), body, tail)
 
 
-def _asked(rng: np.random.Generator, task: NeedleForm, names: list[str], turn: int) -> list[str]:
+def _drawn_names(rng: np.random.Generator, task: NeedleForm, names: list[str], turn: int) -> list[str]:
     """The keys of one question: the next one, or any two to four where the form asks for several."""
     if task.asked == 1:
         return [names[turn]]

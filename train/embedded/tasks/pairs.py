@@ -2,7 +2,7 @@
 
 Each key comes again at a gap behind the pairs drawn from p(g) ~ g^(a-1), a = 0.01: most soon, some very late.
 In token form pairs are two random ids, keys of the lower and values of the upper half of the
-vocabulary, other positions random ids that are no key of the row; loss on the values asked for alone,
+vocabulary, other positions random ids that are not a key of the row; loss on the values asked for alone,
 since nothing else can be known. In text form a pair is "<word> -> <word>" on a line of its own and
 the keys come again between sentences of a book.
 Fits from 128 tokens on.

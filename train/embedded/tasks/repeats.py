@@ -2,7 +2,7 @@
 
 Three kinds: spans of a text stand in it a second (or third) time behind a later sentence; a refrain returns
 after every few sentences; paragraphs of one book follow in random order, some of them twice. Tokens of a
-repeat behind its first three have the weight of a copy: the first ones cannot be foretold.
+repeat behind its first three have the weight of a copy: the first ones cannot be predicted.
 Fits from 128 tokens on.
 """
 
@@ -17,7 +17,7 @@ from train.rows import ANSWER, TEXT, Source
 FITS = 128
 COPY = 2.0
 FREE = 3
-"""Tokens of a repeat that cannot be foretold."""
+"""Tokens of a repeat that cannot be predicted."""
 
 
 def row(rng: np.random.Generator, source: Source, length: int) -> Row | None:
@@ -93,7 +93,7 @@ def _paragraphs(rng: np.random.Generator, source: Source, length: int) -> Row | 
     return _whole(length, spans)
 
 
-def asked(
+def repeated(
     rng: np.random.Generator, source: Source, length: int, *, least: int = 8, most: int = 40
 ) -> Row | None:
     """For measuring: prose with one of its sentences again at the end.

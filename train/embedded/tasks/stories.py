@@ -47,7 +47,7 @@ def row(
     if story is None:
         return None
     tail: list[Part] = []
-    for question, answer in story.asked:
+    for question, answer in story.questions:
         tail += [(f"\nQuestion: {question}\nAnswer:", TAIL), (f" {answer}", ANSWER), (".", TAIL)]
     if not hidden:
         facts = pick(rng, ("\n", " ")).join(story.facts)
@@ -80,4 +80,4 @@ def real_stories(folder: Path, kind: int, split: str = "train") -> tuple[Story, 
     """Every question of a bAbI file as one story of the facts before it; none where there is no file."""
     files = sorted((folder / "babi" / "en-10k").glob(f"qa{kind}_*_{split}.txt.gz"))
     stories = parsed(gzip.decompress(files[0].read_bytes()).decode()) if files else []
-    return tuple(Story(facts=tuple(facts), asked=((q, a),)) for facts, q, a in stories)
+    return tuple(Story(facts=tuple(facts), questions=((q, a),)) for facts, q, a in stories)

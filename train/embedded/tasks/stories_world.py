@@ -24,7 +24,7 @@ class Story:
     """Sentences in order, and (question, answer) pairs about all of them."""
 
     facts: tuple[str, ...]
-    asked: tuple[tuple[str, str], ...]
+    questions: tuple[tuple[str, str], ...]
 
 
 class World:
@@ -96,7 +96,7 @@ def _story(rng: np.random.Generator, facts: list[str], can: list[tuple[str, str]
     if not can:
         return None
     order = rng.permutation(len(can))[: int(rng.integers(1, 4))]
-    return Story(facts=tuple(facts), asked=tuple(can[i] for i in order))
+    return Story(facts=tuple(facts), questions=tuple(can[i] for i in order))
 
 
 def whereabouts(rng: np.random.Generator, most: int) -> Story | None:
@@ -136,7 +136,7 @@ def before(rng: np.random.Generator, most: int) -> Story | None:
 
 
 def directions(rng: np.random.Generator, _: int) -> Story | None:
-    """Question 4: three rooms in a line, two neighbours' positions told, one asked for."""
+    """Question 4: three rooms in a line; the text gives two neighbours' positions, one is asked for."""
     rooms = [ROOMS[i] for i in rng.permutation(len(ROOMS))[:3]]
     way = pick(rng, sorted(WAYS))
     pairs = [(rooms[1], rooms[0]), (rooms[2], rooms[1])]  # (a, b): a is `way` of b

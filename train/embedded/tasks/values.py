@@ -117,8 +117,8 @@ KEY_SHARES = (0.35, 0.25, 0.15, 0.15, 0.1)
 def keys(d: Draw, count: int) -> list[str]:
     """``count`` different keys of one kind; fewer if they run out."""
     make = KEYS[list(KEYS)[int(d.rng.choice(len(KEYS), p=KEY_SHARES))]]
-    found: dict[str, None] = {}
+    distinct: dict[str, None] = {}
     for _ in range(4 * count + 8):
-        if len(found) < count:
-            found[make(d)] = None
-    return list(found)
+        if len(distinct) < count:
+            distinct[make(d)] = None
+    return list(distinct)

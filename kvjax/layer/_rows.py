@@ -1,9 +1,9 @@
 """Policies of one structure in one batch: each row has its own hyperparameters.
 
 A policy's traced hyperparameters are leaves (``kvjax.algebra.Part``), so the policies of all rows can be
-stacked, one number per row. What a part computes from tokens and slots runs row by row, under ``vmap``: there
-the part sees its own numbers, and its code knows nothing of rows. Structure is shared; parts without traced
-fields stay as they are.
+stacked, one number per row (``stack_policies``). What a part computes from tokens and slots runs row by row,
+under ``vmap``: there the part sees its own numbers, and its code knows nothing of rows. Structure is shared;
+parts without traced fields stay as they are.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import jax
 import numpy as np
 
 from kvjax.algebra import Frame, Part, Policy
-from kvjax.layer import OfRows
+from kvjax.layer._info import OfRows
 
 if TYPE_CHECKING:
     from jaxtyping import Array
 
 
-def stack(policies: Sequence[Policy]) -> Policy:
+def stack_policies(policies: Sequence[Policy]) -> Policy:
     """One policy whose leaves have a leading axis of rows; all must be of one structure."""
     return jax.tree.map(lambda *leaves: np.stack(leaves), *policies)
 
