@@ -131,6 +131,9 @@ class Worker:
 class _Products(Decoder):
     """A decoder whose attention returns q + k + v."""
 
+    def at(self, context: int) -> _Products:
+        return _Products(self.spec.at(context))
+
     def layer(
         self, params: Params, index: int, x: jax.Array, positions: jax.Array, attend: AttendFn[C], carry: C
     ) -> tuple[jax.Array, C]:
