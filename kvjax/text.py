@@ -11,7 +11,7 @@ print(show.finish())
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,15 +34,26 @@ class Text:
       bos: id put before every text, or None.
       eos: ids that end a text.
       folder: where a chat template may lie, or None.
+      template: the chat template, where it does not lie in a folder.
+      special_tokens: what the template knows by a name, such as "bos_token".
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, *, bos: int | None, eos: tuple[int, ...] = (), folder: Path | None = None
+        self,
+        tokenizer: Tokenizer,
+        *,
+        bos: int | None,
+        eos: tuple[int, ...] = (),
+        folder: Path | None = None,
+        template: str | None = None,
+        special_tokens: Mapping[str, str] | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.bos = bos
         self.eos = eos
         self.folder = folder
+        self.template = template
+        self.special_tokens = special_tokens or {}
         self._templated: Any = None
         # A tokenizer.json may carry the lengths its training used; prompts must not be cut silently.
         tokenizer.no_truncation()
