@@ -1,6 +1,7 @@
 """GGUF files for tests: tiny quantised models of every architecture, and any folder as llama.cpp converts it.
 
-What differs between the two formats is written here from llama.cpp's convert_hf_to_gguf.py, not with our reader.
+What differs between the two formats is written here after llama.cpp's convert_hf_to_gguf.py, not with our
+reader.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ SHORT = tuple(1 + 0.1 * i for i in range(HEAD_DIM // 2))
 LONG = tuple(1 + 0.5 * i for i in range(HEAD_DIM // 2))
 ORIGINAL, LONGEST = 64, 4096
 
-# The quantisation of the matrices, one after the other, and of each layer's last one, whose rows have 256 entries.
+# The quantisations of the matrices in turn, and of each layer's last one, whose rows have 256 entries.
 _KINDS = ("Q8_0", "Q4_0", "Q5_1", "F16", "Q4_1", "Q5_0", "BF16", "F32")
 _K_KINDS = ("Q4_K", "Q6_K", "Q2_K", "Q5_K", "Q3_K", "Q4_0")
 # Where the blocks of these hold their float16 factors, and what makes entries of about 0.1.

@@ -1,16 +1,17 @@
 """Makes tests/golden/gguf.npz and tests/golden/sentencepiece.json, in an environment of its own:
 
-    python -m venv gold && gold/bin/pip install torch==2.13.0 transformers==5.2.0 gguf==0.19.0 sentencepiece==0.2.3
+    python -m venv gold
+    gold/bin/pip install torch==2.13.0 transformers==5.2.0 gguf==0.19.0 sentencepiece==0.2.3
     gold/bin/python tests/make_gguf_golden.py
 
-gguf.npz holds the logits that transformers computes in float32 from the tiny files of ``gguf_files.tiny``, which
-tests write again: of each architecture NAME/tokens [2, 24], NAME/positions [2, 24] (row 1 jumps far ahead
-half-way) and NAME/logits [2, 24, V]. transformers reads the weights; what its reading of metadata leaves out (head
-sizes of Qwen3, windows, softcaps, rope factors) comes from the config that is written out here.
+gguf.npz holds the logits that transformers computes in float32 from the tiny files of ``gguf_files.tiny``,
+which tests write again: of each architecture NAME/tokens [2, 24], NAME/positions [2, 24] (row 1 jumps far
+ahead half-way) and NAME/logits [2, 24, V]. transformers reads the weights; what its reading of metadata
+leaves out (head sizes of Qwen3, windows, softcaps, rope factors) is in the config that is written out here.
 
-sentencepiece.json holds two tiny vocabularies that the sentencepiece package trained on this repository's LICENSE,
-with the pieces that it makes of some lines: "prefix" with a space before every text, "plain" without one and with
-blanks and line breaks as tokens of their own, as Gemma has them.
+sentencepiece.json holds two tiny vocabularies that the sentencepiece package trained on this repository's
+LICENSE, with the pieces that it makes of some lines: "prefix" with a space before every text, "plain" without
+one and with blanks and line breaks as tokens of their own, as Gemma has them.
 """
 
 from __future__ import annotations

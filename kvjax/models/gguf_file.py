@@ -92,8 +92,8 @@ def read_header(path: Path) -> Header:
     """
     if not is_gguf(path):
         raise ModelError(
-            f"{path} is a file and not GGUF; kvjax reads GGUF files, and folders in Hugging Face's format. Give "
-            "a GGUF file, or the folder that holds config.json."
+            f"{path} is a file and not GGUF; kvjax reads GGUF files, and folders in Hugging Face's format. "
+            "Give a GGUF file, or the folder that holds config.json."
         )
     try:
         from gguf import GGML_QUANT_SIZES, GGMLQuantizationType

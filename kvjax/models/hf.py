@@ -4,8 +4,8 @@
     logits = decoder.dense_logits(model.spec, model.params, tokens)
     save("export", model.spec, model.params, tokenizer=model.folder)
 
-Folders are read and written, GGUF files read. Families: ``kvjax.models.families``. Whatever in a folder or file would change the mathematics is read or
-refused, never skipped.
+Folders are read and written, GGUF files read. Families: ``kvjax.models.families``. Whatever in a folder or
+file would change the mathematics is read or refused, never skipped.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 from gguf import GGUFReader, dequantize
-from models.test_hf_golden import logits_at
+from test_hf_golden import logits_at
 
 import kvjax
 from kvjax.models import gguf_file, hf
