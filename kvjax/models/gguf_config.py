@@ -71,14 +71,15 @@ def read_config(header: Header) -> dict[str, Any]:
     """
     meta, file = header.metadata, str(header.path)
     arch = meta.get("general.architecture")
-    if arch not in ARCHITECTURES:
+    if not isinstance(arch, str) or arch not in ARCHITECTURES:
         raise ModelError(
             f"{file} has the architecture {arch!r}; of GGUF files kvjax reads {', '.join(ARCHITECTURES)}. "
             "Choose a model of one of these."
         )
     own = {key.removeprefix(f"{arch}."): value for key, value in meta.items() if key.startswith(f"{arch}.")}
     missing = [f"{arch}.{key}" for key in _NEEDED if key not in own]
-    missing += [name for name in ("token_embd.weight",) if name not in header.tensors]
+    if "token_embd.weight" not in header.tensors:
+        missing.append("token_embd.weight")
     if missing:
         raise ModelError(f"{file} lacks {', '.join(missing)}. Download it again.")
     read = {*_KEYS.values(), *_AGREES, *_NUMBERS}
@@ -87,18 +88,20 @@ def read_config(header: Header) -> dict[str, Any]:
             f"{file} does not have one number as {', '.join(lists)}; all layers of kvjax's models are "
             "of the same sizes. Choose a plain model of this architecture."
         )
+    config = {key: own[name] for key, name in _KEYS.items() if name in own}
+    for key in ("hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings"):
+        count(config, key, file)
+    width = config["hidden_size"] // config["num_attention_heads"]
+    config["head_dim"] = head_dim = count(config, "head_dim", file, width)
     agrees = _AGREES if arch.startswith("gemma") else {**_AGREES, **dict.fromkeys(_SOFTCAPS, 0)}
     asks = [f"{key}={own[key]!r}" for key, value in agrees.items() if own.get(key, value) != value]
-    if own.get("attention.value_length") != own.get("attention.key_length"):
+    if own.get("attention.value_length", width) != head_dim:
         asks.append("values of another length than keys")
     if asks:
         raise ModelError(
             f"{file} asks for {', '.join(asks)}, which kvjax's {arch} decoder does not compute; ignoring it "
             "would change the model's outputs. Choose a plain model of this architecture."
         )
-    config = {key: own[name] for key, name in _KEYS.items() if name in own}
-    for key in ("hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings"):
-        count(config, key, file)
     layers = {m[1] for name in header.tensors if (m := re.match(r"blk\.(\d+)\.", name))}
     if config["num_hidden_layers"] != len(layers):
         raise ModelError(
@@ -111,8 +114,6 @@ def read_config(header: Header) -> dict[str, Any]:
     config["dtype"] = "bfloat16"
     config["bos_token_id"] = meta.get("tokenizer.ggml.bos_token_id")
     config["eos_token_id"] = _ends(meta)
-    width = config["hidden_size"] // config["num_attention_heads"]
-    config["head_dim"] = head_dim = count(config, "head_dim", file, width)
     if arch in _OTHER_SCALE:
         wide = config["num_hidden_layers"] == _OTHER_SCALE[arch]
         config["query_pre_attn_scalar"] = width if wide else head_dim
@@ -124,7 +125,7 @@ def _ends(meta: dict[str, Any]) -> list[int]:
     named = [meta.get(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot", "eom")]
     tokens = meta.get("tokenizer.ggml.tokens")
     ends = [i for i, token in enumerate(tokens) if token in _ENDS] if isinstance(tokens, list) else []
-    return list(dict.fromkeys([*(i for i in named if i is not None), *ends]))
+    return list(dict.fromkeys([*(i for i in named if isinstance(i, int)), *ends]))
 
 
 def _rope(header: Header, own: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
@@ -159,11 +160,13 @@ def _rope(header: Header, own: dict[str, Any], config: dict[str, Any]) -> dict[s
 def _llama3(given: list[float], config: dict[str, Any]) -> dict[str, Any] | None:
     """The rule of Llama 3.1 to 3.3 if it gives these factors."""
     theta, head_dim = config.get("rope_theta", 10_000.0), config["head_dim"]
+    if len(given) != head_dim // 2 or min(given) <= 0:
+        return None
     rule = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
     scaling = Llama3Scaling(factor=max(given), **rule)  # type: ignore[arg-type]
     plain = Rope(theta=theta).frequencies(head_dim)
     ours = plain / Rope(theta=theta, scaling=scaling).frequencies(head_dim)
-    alike = len(given) == len(ours) and np.allclose(given, ours, rtol=1e-4)
+    alike = np.allclose(given, ours, rtol=1e-4)
     return {"rope_type": "llama3", "factor": max(given), **rule} if alike else None
 
 

@@ -92,10 +92,11 @@ def load(source: str | Path, *, dtype: str | None = None, mesh: Mesh = ONE) -> M
     spec, stored, config, header = _read_spec(place)
     dtype = dtype or stored
     mesh.check(f"load({str(source)!r})", heads=spec.num_heads, kv_heads=spec.num_kv_heads)
+    files: Sequence[TensorFile]
     if header is None:
         files = open_folder(place, spec)
     else:
-        files: list[TensorFile] = [GgufWeights(header, spec, str(dtype))]
+        files = [GgufWeights(header, spec, str(dtype))]
     if mesh.across:
         compared = {"the config": config, "the weights": stamp(files), "the dtype": str(dtype)}
         check_consistent("load", mesh, compared)
