@@ -16,13 +16,15 @@ import numpy as np
 from gguf import GGMLQuantizationType, GGUFWriter, quants
 
 VOCAB = 96
-HIDDEN, MLP, HEADS, KV_HEADS, HEAD_DIM = 64, 256, 4, 2, 32
+HIDDEN, MLP, HEADS, KV_HEADS = 64, 256, 4, 2
 LAYERS = {"gemma3": 6}
 """Others have 2; of a Gemma 3 every sixth layer sees everything."""
 
 WINDOW = 5
-SHORT = tuple(1 + 0.1 * i for i in range(HEAD_DIM // 2))
-LONG = tuple(1 + 0.5 * i for i in range(HEAD_DIM // 2))
+SHORT = tuple(1 + 0.1 * i for i in range(8))
+LONG = tuple(1 + 0.5 * i for i in range(8))
+"""Factors of a Phi-3."""
+
 ORIGINAL, LONGEST = 64, 4096
 
 # The quantisations of the matrices in turn, and of each layer's last one, whose rows have 256 entries.
@@ -85,7 +87,8 @@ def tiny(
       replaced: tensors by name.
     """
     rng, layers = np.random.default_rng(abs(hash_of(arch))), LAYERS.get(arch, 2)
-    q, kv = HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM
+    size = head_dim(arch)
+    q, kv = HEADS * size, KV_HEADS * size
     shapes = {"attn_q": (q, HIDDEN), "attn_k": (kv, HIDDEN), "attn_v": (kv, HIDDEN)}
     shapes |= {"attn_output": (HIDDEN, q), "ffn_gate": (MLP, HIDDEN), "ffn_up": (MLP, HIDDEN)}
     norms = {"attn_norm": HIDDEN, "ffn_norm": HIDDEN}
@@ -94,7 +97,7 @@ def tiny(
     if arch.startswith("gemma"):
         norms |= {"post_attention_norm": HIDDEN, "post_ffw_norm": HIDDEN}
     if arch in ("qwen3", "gemma3"):
-        norms |= {"attn_q_norm": HEAD_DIM, "attn_k_norm": HEAD_DIM}
+        norms |= {"attn_q_norm": size, "attn_k_norm": size}
     tensors: dict[str, Any] = {
         "token_embd.weight": (rng.normal(size=(vocab, HIDDEN)).astype(np.float32), "Q8_0"),
         "output_norm.weight": _scale(rng, HIDDEN),
@@ -102,7 +105,7 @@ def tiny(
     if arch in ("llama", "phi3"):
         tensors["output.weight"] = (_matrix(rng, (vocab, HIDDEN)), "Q8_0")
     if arch == "llama":
-        tensors["rope_freqs.weight"] = llama3_factors(10_000.0, HEAD_DIM, 8.0, 8192)
+        tensors["rope_freqs.weight"] = llama3_factors(10_000.0, size, 8.0, 8192)
     if arch == "phi3":
         tensors["rope_factors_short.weight"] = np.asarray(SHORT, np.float32)
         tensors["rope_factors_long.weight"] = np.asarray(LONG, np.float32)
@@ -120,6 +123,11 @@ def tiny(
     return write(path, arch, every, {**tensors, **replaced})
 
 
+def head_dim(arch: str) -> int:
+    """Of a Phi-3 transformers takes D / N only."""
+    return HIDDEN // HEADS if arch == "phi3" else 32
+
+
 def sizes(arch: str, layers: int) -> dict[str, Any]:
     """The keys of ``tiny``."""
     keys = {
@@ -129,10 +137,10 @@ def sizes(arch: str, layers: int) -> dict[str, Any]:
         ".feed_forward_length": MLP,
         ".attention.head_count": HEADS,
         ".attention.head_count_kv": KV_HEADS,
-        ".attention.key_length": HEAD_DIM,
-        ".attention.value_length": HEAD_DIM,
+        ".attention.key_length": head_dim(arch),
+        ".attention.value_length": head_dim(arch),
         ".attention.layer_norm_rms_epsilon": 1e-6,
-        ".rope.dimension_count": HEAD_DIM,
+        ".rope.dimension_count": head_dim(arch),
         ".rope.freq_base": 1_000_000.0 if arch == "gemma3" else 10_000.0,
     }
     if arch in ("gemma2", "gemma3", "phi3"):

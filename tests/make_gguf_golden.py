@@ -29,6 +29,9 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
+transformers.utils.logging.set_verbosity_error()
+transformers.utils.logging.disable_progress_bar()
+
 GOLDEN = Path(__file__).parent / "golden"
 LICENSE = Path(__file__).parents[1] / "LICENSE"
 
@@ -53,7 +56,7 @@ def config(arch: str) -> Any:
         "num_hidden_layers": layers,
         "num_attention_heads": files.HEADS,
         "num_key_value_heads": files.KV_HEADS,
-        "head_dim": files.HEAD_DIM,
+        "head_dim": files.head_dim(arch),
         "max_position_embeddings": files.LONGEST,
         "rms_norm_eps": 1e-6,
         "tie_word_embeddings": arch not in ("llama", "phi3"),
@@ -81,7 +84,7 @@ def config(arch: str) -> Any:
         rope["original_max_position_embeddings"] = files.ORIGINAL
         more = {"sliding_window": files.WINDOW, "original_max_position_embeddings": files.ORIGINAL}
         return transformers.Phi3Config(**one | more | {"rope_parameters": rope})
-    gemma = {"query_pre_attn_scalar": files.HEAD_DIM, "sliding_window": files.WINDOW}
+    gemma = {"query_pre_attn_scalar": files.head_dim(arch), "sliding_window": files.WINDOW}
     if arch == "gemma2":
         return transformers.Gemma2Config(**one | gemma)
     ropes = {"full_attention": 1_000_000.0, "sliding_attention": 10_000.0}
