@@ -55,6 +55,7 @@ def test_logits_are_those_of_transformers(arch, golden, tmp_path):
     for row in range(2):
         spec = model.spec.at(int(positions[row].max()) + 1)
         found = logits_at(spec, model.params, tokens[[row]], positions[[row]])
+        print(f"{arch}: largest difference {np.abs(found[0] - wanted[row]).max():.1e}")
         np.testing.assert_allclose(found[0], wanted[row], atol=2e-4)
 
 
@@ -162,6 +163,7 @@ def test_a_file_is_saved_as_a_folder_with_its_tokenizer(tmp_path):
     hf.save(tmp_path / "out", model.spec, model.params, tokenizer=model.folder)
     saved = kvjax.load(tmp_path / "out")
     assert saved.spec == model.spec
+    assert model.text.template == "{{ bos_token }}"
     jax.tree.map(np.testing.assert_array_equal, saved.params, model.params)
     line = "the Ⅷ cafe\u0301s, isn't it?\n\n  <s> 12"
     assert saved.text.encode(line) == model.text.encode(line)
