@@ -35,8 +35,9 @@ Command = TypeVar("Command")
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "--model": {
-        "metavar": "DIR|HUB_ID",
-        "help": "a folder in Hugging Face's format or a hub id (default: the small model in the package)",
+        "metavar": "DIR|FILE|HUB_ID",
+        "help": "a folder in Hugging Face's format, a GGUF file, package:NAME for the GGUF file in an "
+        "installed package, or a hub id (default: the small model in kvjax)",
     },
     "--policy": {"metavar": "SPEC", "help": "what the KV cache keeps, in the one-string form"},
     "--mesh": {

@@ -1,4 +1,4 @@
-"""Loads a model: the one in the package, a folder, or one of the hub."""
+"""Loads a model: the one in the package, a folder, a GGUF file, or one of the hub."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ class LanguageModel:
     """A model in memory, as the decode loop takes it, with the tokenizer beside it.
 
     Attributes:
-      name: the folder or hub id it was loaded by, or "embedded".
+      name: the folder, file, package or hub id it was loaded by, or "embedded".
       spec: its static sizes.
       params: its weights, the tree of ``kvjax.models.decoder``.
-      folder: where it was read from.
+      folder: the folder or the GGUF file it was read from.
       heads: the order of its KV heads if ``load`` changed it, else None.
       origin: its fingerprint before that, or None.
     """
@@ -58,10 +58,22 @@ class LanguageModel:
         """The tokenizer; read when first asked for.
 
         Raises:
-          ValueError: the folder holds none, or a damaged one.
+          ValueError: the folder or file holds none, a damaged one, or one of an unknown kind.
         """
         from kvjax.text import Text
 
+        if self.folder.is_file():
+            from kvjax.models.gguf_file import read_header
+            from kvjax.models.gguf_text import read_text
+
+            found = read_text(read_header(self.folder))
+            return Text(
+                found.tokenizer,
+                bos=self.spec.bos if found.add_bos else None,
+                eos=self.spec.eos,
+                template=found.template,
+                special_tokens=found.special_tokens,
+            )
         return Text.load(self.folder, self.spec)
 
 
@@ -75,10 +87,11 @@ def load(
     """Reads a model.
 
     Args:
-      source: a folder in Hugging Face's format, a hub id such as "Qwen/Qwen2.5-0.5B", or None for the
-        small trained model inside the package (no network).
-      dtype: "float32", "bfloat16" or "float16"; None leaves the weights as they are stored, the
-        embedded ones as float32.
+      source: a folder in Hugging Face's format; a GGUF file; "package:NAME" for the GGUF file in an installed
+        Python package; a hub id such as "Qwen/Qwen2.5-0.5B"; or None for the small trained model inside kvjax
+        (no network).
+      dtype: "float32", "bfloat16" or "float16"; None leaves the weights as they are stored, those of a GGUF
+        file as bfloat16, the embedded ones as float32.
       mesh: devices to shard the weights over ("data=2,tensor=4", ``kvjax.mesh``); caches of the model live
         there too. One device by default.
       heads: [L, K], an order of each layer's KV heads, for a mesh whose devices would otherwise hold unequal
@@ -87,7 +100,7 @@ def load(
 
     Raises:
       MeshError: a mesh that needs other devices, or does not divide the model's heads.
-      ModelError: no such folder or hub model, or files that are damaged or of another kind.
+      ModelError: no such folder, file, package or hub model, or files that are damaged or of another kind.
       ValueError: an order that does not have every KV head once in each layer.
     """
     from kvjax.models import hf
@@ -121,6 +134,6 @@ def embedded_folder() -> Path:
     if not folder.is_dir():
         raise ModelError(
             "load() finds no embedded model: this copy of kvjax has no assets/embedded. Install the whole "
-            "package, or give load() a model folder or hub id."
+            "package, or give load() a model folder, GGUF file or hub id."
         )
     return folder

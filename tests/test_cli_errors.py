@@ -184,7 +184,7 @@ def test_models_that_are_nowhere(refused, name):
 def test_a_file_is_no_model(refused, tmp_path):
     file = tmp_path / "weights.bin"
     file.write_bytes(b"x")
-    assert "is given a file; give the folder" in refused("--model", str(file), "--prompt", "x")
+    assert "the folder that holds config.json" in refused("--model", str(file), "--prompt", "x")
 
 
 # --- the process, and the library behind it ------------------------------------------------------

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 import grain.python as grain
 import numpy as np
 
+from kvjax.models.gguf_file import read_header
+from kvjax.models.gguf_text import read_text
 from train import rows, text
 from train.gate_settings import ConfigError, Settings
 
@@ -70,14 +72,17 @@ def recorded_text(settings: Settings) -> str:
 
 
 def read_data(settings: Settings, folder: Path) -> GateData:
-    """The data of a config, encoded by the tokenizer of the model in ``folder``.
+    """The data of a config, encoded by the tokenizer of the model in ``folder``, or in that GGUF file.
 
     Raises:
       ConfigError: no documents, or none long enough.
     """
     from tokenizers import Tokenizer
 
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    if folder.is_file():  # a GGUF file
+        tokenizer = read_text(read_header(folder)).tokenizer
+    else:
+        tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     read = _read_documents if settings.data["kind"] == "documents" else _read_mixture
     return read(settings, tokenizer)
 

@@ -86,7 +86,16 @@ class KVJax(LM):
 
     @property
     def tokenizer_name(self) -> str:
-        """The model's folder, for tasks that count tokens."""
+        """The model's folder, for tasks that count tokens.
+
+        Raises:
+          EvalError: a model from a GGUF file, whose tokenizer these tasks cannot open.
+        """
+        if Path(self.model.folder).is_file():
+            raise EvalError(
+                f"{self.model.folder} is a GGUF file, and this task opens the tokenizer of a folder itself. "
+                "Write one with kvjax.models.hf.save(..., tokenizer=model.folder) and name it as the model."
+            )
         return str(Path(self.model.folder).resolve())
 
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:

@@ -1,11 +1,11 @@
-"""Models in Hugging Face's folder format, read and written without torch or transformers.
+"""Models in Hugging Face's folder format and in GGUF files, without torch or transformers.
 
     model = load("path/or/hub-id", dtype="bfloat16")
     logits = decoder.dense_logits(model.spec, model.params, tokens)
     save("export", model.spec, model.params, tokenizer=model.folder)
 
-Families: ``kvjax.models.families``. Whatever in a folder would change the mathematics is read or refused,
-never skipped.
+Folders are read and written, GGUF files read. Families: ``kvjax.models.families``. Whatever in a folder or
+file would change the mathematics is read or refused, never skipped.
 """
 
 from __future__ import annotations
@@ -17,15 +17,20 @@ import re
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from kvjax.models import gguf_config, gguf_text, packages
 from kvjax.models.decoder import Decoder
+from kvjax.models.gguf_file import GgufWeights, Header, is_gguf, read_header
 from kvjax.models.hf_config import ModelError, eos_value, read_config, stated_dtype, write_config
-from kvjax.models.hf_weights import read_json, read_weights, stamp, write_weights
+from kvjax.models.hf_weights import TensorFile, open_folder, read_json, read_weights, stamp, write_weights
 from kvjax.models.spec import ModelSpec
 from kvjax.sharding.consistency import check_consistent
 from kvjax.sharding.mesh import ONE, Mesh
 from kvjax.types import DTYPES, Params
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 __all__ = ["Model", "ModelError", "load", "read_spec", "save"]
 
@@ -49,7 +54,8 @@ class Model:
     Attributes:
       spec: its static sizes.
       params: its weights, the tree of ``kvjax.models.decoder``.
-      folder: where it was read from (of a hub id the local snapshot), tokenizer included; or None.
+      folder: the folder or GGUF file it was read from (of a hub id the local snapshot), tokenizer included;
+        or None.
     """
 
     spec: ModelSpec
@@ -63,16 +69,17 @@ class Model:
 
 
 def load(source: str | Path, *, dtype: str | None = None, mesh: Mesh = ONE) -> Model:
-    """Reads a model folder, or a model of the hub through the cache of huggingface_hub.
+    """Reads a model folder, a GGUF file, or a model of the hub through the cache of huggingface_hub.
 
     Tensors are read one at a time. An ``lm_head.weight`` stored with a tied model is accepted if it
     equals the embedding; buffers of old checkpoints and the vision of a gemma3 are ignored; everything
     else must fit.
 
     Args:
-      source: a folder, or a hub id such as "Qwen/Qwen2.5-0.5B" (offline if cached already).
+      source: a folder; a GGUF file; "package:NAME" for the GGUF file in an installed package; or a hub id
+        such as "Qwen/Qwen2.5-0.5B" (offline if cached already).
       dtype: "float32", "bfloat16" or "float16" to cast to; None for the dtype config.json names,
-        else the one the file stores.
+        else the one the file stores; of a GGUF file bfloat16.
       mesh: devices to shard the weights over, one tensor at a time; each process reads its part.
 
     Raises:
@@ -81,15 +88,19 @@ def load(source: str | Path, *, dtype: str | None = None, mesh: Mesh = ONE) -> M
         missing or damaged, tensors that do not fit the config.
     """
     _check_dtype(f"load({str(source)!r}, dtype={dtype!r})", dtype, (None, *DTYPES))
-    folder = _folder_of(source)
-    spec, stored = _read_spec(folder)
+    place = _place_of(source)
+    spec, stored, config, header = _read_spec(place)
+    dtype = dtype or stored
     mesh.check(f"load({str(source)!r})", heads=spec.num_heads, kv_heads=spec.num_kv_heads)
+    files: Sequence[TensorFile]
+    if header is None:
+        files = open_folder(place, spec)
+    else:
+        files = [GgufWeights(header, spec, str(dtype))]
     if mesh.across:
-        config = read_json(folder / "config.json")
-        compared = {"the config": config, "the weights": stamp(folder), "the dtype": str(dtype)}
+        compared = {"the config": config, "the weights": stamp(files), "the dtype": str(dtype)}
         check_consistent("load", mesh, compared)
-    params = read_weights(folder, spec, dtype or stored, mesh)
-    return Model(spec=spec, params=params, folder=folder)
+    return Model(spec=spec, params=read_weights(place, files, spec, dtype, mesh), folder=place)
 
 
 def read_spec(source: str | Path) -> tuple[ModelSpec, str | None]:
@@ -101,10 +112,15 @@ def read_spec(source: str | Path) -> tuple[ModelSpec, str | None]:
     Raises:
       ModelError: as ``load``, but for the weights.
     """
-    return _read_spec(_folder_of(source, _WANTED[:2]))
+    return _read_spec(_place_of(source, _WANTED[:2]))[:2]
 
 
-def _read_spec(folder: Path) -> tuple[ModelSpec, str | None]:
+def _read_spec(folder: Path) -> tuple[ModelSpec, str | None, dict[str, Any], Header | None]:
+    """Sizes, the dtype that is named, the config they are from, and the header of a GGUF file."""
+    if folder.is_file():
+        header = read_header(folder)
+        config = gguf_config.read_config(header)
+        return read_config(config, {}, str(folder)), config["dtype"], config, header
     file = folder / "config.json"
     if not file.is_file():
         raise ModelError(
@@ -114,7 +130,7 @@ def _read_spec(folder: Path) -> tuple[ModelSpec, str | None]:
     config = read_json(file)
     generation = folder / "generation_config.json"
     spec = read_config(config, read_json(generation) if generation.is_file() else {}, str(file))
-    return spec, stated_dtype(config, str(file))
+    return spec, stated_dtype(config, str(file)), config, None
 
 
 def save(
@@ -138,7 +154,7 @@ def save(
       spec: the model's sizes.
       params: its weights; must fit the spec.
       tokenizer: a tokenizer.json or a folder with one; its companions (config, chat template) are
-        copied too, and a tokenizer_config.json is written if there is none.
+        copied too, and a tokenizer_config.json is written if there is none. Or a GGUF file.
       dtype: of the stored weights: "float32", "bfloat16" or "float16".
       max_shard_bytes: a file of weights grows no larger, unless one tensor does.
       metadata: notes for the header of every safetensors file.
@@ -174,16 +190,17 @@ def save(
         raise
 
 
-def _folder_of(source: str | Path, wanted: Sequence[str] = (*_WANTED, *_TOKENIZER)) -> Path:
+def _place_of(source: str | Path, wanted: Sequence[str] = (*_WANTED, *_TOKENIZER)) -> Path:
+    """The folder or the file."""
+    if isinstance(source, str) and source.startswith(packages.PREFIX):
+        return packages.model_file(source)
     path = Path(source)
-    if path.is_dir():
-        return path
     if path.exists():
-        raise ModelError(f"load({str(source)!r}) is given a file; give the folder that holds config.json.")
+        return path
     if isinstance(source, Path) or not _HUB_ID.fullmatch(source):
         raise ModelError(
-            f"load({str(source)!r}) finds no such folder, and it is no hub id of the form 'owner/name'. "
-            "Check the path."
+            f"load({str(source)!r}) finds no such folder or file, and it is no hub id of the form "
+            "'owner/name'. Check the path."
         )
     from huggingface_hub import snapshot_download
 
@@ -207,6 +224,15 @@ def _check_dtype(call: str, dtype: str | None, allowed: tuple[str | None, ...]) 
 def _copy_tokenizer(part: Path, spec: ModelSpec, source: Path) -> None:
     from tokenizers import Tokenizer
 
+    if is_gguf(source):
+        text = gguf_text.read_text(read_header(source))
+        _check_ids(text.tokenizer, spec, source)
+        text.tokenizer.save(str(part / "tokenizer.json"))
+        template = {} if text.template is None else {"chat_template": text.template}
+        _write_tokenizer_config(
+            part, spec, {**text.special_tokens, "add_bos_token": text.add_bos, **template}
+        )
+        return
     home = source if source.is_dir() else source.parent
     file = source / "tokenizer.json" if source.is_dir() else source
     if not file.is_file():
@@ -220,12 +246,7 @@ def _copy_tokenizer(part: Path, spec: ModelSpec, source: Path) -> None:
             f"save(tokenizer={str(source)!r}) reads {file.name}, which is damaged or no tokenizer ({error}). "
             "Give a tokenizer.json as the tokenizers package saves it."
         ) from error
-    highest = max(tok.get_vocab(with_added_tokens=True).values(), default=-1)
-    if highest >= spec.vocab_size:
-        raise ModelError(
-            f"save(tokenizer={str(source)!r}) has ids up to {highest}, the model embeds {spec.vocab_size}. "
-            "Give the tokenizer the model was trained with."
-        )
+    _check_ids(tok, spec, source)
     for name in _TOKENIZER[1:]:
         if (home / name).is_file():
             shutil.copyfile(home / name, part / name)
@@ -235,9 +256,22 @@ def _copy_tokenizer(part: Path, spec: ModelSpec, source: Path) -> None:
             "bos_token": None if spec.bos is None else tok.id_to_token(spec.bos),
             "eos_token": tok.id_to_token(spec.eos[0]) if spec.eos else None,
         }
-        # This class takes tokenizer.json as it is; the family's own would rebuild it by other rules.
-        fixed = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": spec.max_positions}
-        _write_json(part / "tokenizer_config.json", {**fixed, "clean_up_tokenization_spaces": False, **named})
+        _write_tokenizer_config(part, spec, named)
+
+
+def _check_ids(tok: Tokenizer, spec: ModelSpec, source: Path) -> None:
+    highest = max(tok.get_vocab(with_added_tokens=True).values(), default=-1)
+    if highest >= spec.vocab_size:
+        raise ModelError(
+            f"save(tokenizer={str(source)!r}) has ids up to {highest}, the model embeds {spec.vocab_size}. "
+            "Give the tokenizer the model was trained with."
+        )
+
+
+def _write_tokenizer_config(part: Path, spec: ModelSpec, named: dict[str, Any]) -> None:
+    # This class takes tokenizer.json as it is; the family's own would rebuild it by other rules.
+    fixed = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": spec.max_positions}
+    _write_json(part / "tokenizer_config.json", {**fixed, "clean_up_tokenization_spaces": False, **named})
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
+
 from kvjax.errors import UserError
 
 
@@ -34,3 +36,14 @@ def numbers(config: dict[str, Any], key: str, length: int, file: str) -> tuple[f
     if not isinstance(value, list) or len(value) != length:
         raise ModelError(f"{file} has {key} {value!r}; it must be a list of {length} numbers.")
     return tuple(number({key: item}, key, file) for item in value)
+
+
+def cast(array: np.ndarray, dtype: str, name: str) -> np.ndarray:
+    """The array in another dtype; refuses a float16 that overflows."""
+    if str(array.dtype) == dtype:
+        return array
+    with np.errstate(over="ignore"):
+        new = array.astype(dtype)
+    if dtype == "float16" and not np.isfinite(new).all() and np.isfinite(array.astype(np.float32)).all():
+        raise ModelError(f"{name} has values beyond float16's 65504; use dtype='bfloat16' or 'float32'.")
+    return new

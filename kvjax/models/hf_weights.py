@@ -1,4 +1,4 @@
-"""Safetensors files to the params tree and back, through the names of ``hf_table``."""
+"""Files of weights to the params tree and back, through the names of ``hf_table``."""
 
 from __future__ import annotations
 
@@ -7,25 +7,22 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import ml_dtypes  # noqa: F401  teaches NumPy the name "bfloat16"
 import numpy as np
 
 from kvjax.models.decoder import LETTERS
 from kvjax.models.hf_table import HEAD, Entry, stored_as, table
-from kvjax.models.hf_values import ModelError
+from kvjax.models.hf_values import ModelError, cast
 from kvjax.models.spec import ModelSpec
 from kvjax.sharding.mesh import ONE, Mesh
 from kvjax.types import Params
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-
-_LONGEST = 100_000_000
-"""Bytes of a header, at most: what the safetensors package itself allows."""
 
 _STORED = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 # Old checkpoints carry the rope's frequencies and GPT-2's causal mask as buffers, which are computed from
@@ -36,22 +33,52 @@ _IGNORED = re.compile(
 _VISION = re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\..+")
 
 
-def read_weights(folder: Path, spec: ModelSpec, dtype: str | None, mesh: Mesh = ONE) -> Params:
-    """The params tree of a folder, read one tensor at a time; on a mesh each process reads its part of it.
+class TensorFile(Protocol):
+    """One file of weights, its header read; tensors go by the names of ``hf_table``.
+
+    Attributes:
+      path: of the file.
+      header_size: bytes before the tensors.
+      names: of its tensors.
+      types: of stored tensors, as ``header`` names them, that can be read.
+      fits, mend: what the tensors must fit, and the way out where they do not, for messages.
+    """
+
+    path: Path
+    header_size: int
+    names: list[str]
+    types: Collection[str]
+    fits: str
+    mend: str
+
+    def header(self, name: str) -> tuple[tuple[int, ...], str]:
+        """Shape and stored type, without reading the data."""
+
+    def slices(self, name: str) -> Any:
+        """The tensor as an object that reads only the slices it is indexed with."""
+
+    def tensor(self, name: str) -> Any:
+        """The tensor."""
+
+
+def read_weights(
+    place: Path, files: Sequence[TensorFile], spec: ModelSpec, dtype: str | None, mesh: Mesh = ONE
+) -> Params:
+    """The params tree of a model, read one tensor at a time; on a mesh each process reads its part of it.
 
     Args:
-      folder: holds model.safetensors, or shards and their index.
-      spec: what the tensors must be; buffers of old checkpoints and the vision of a gemma3 are ignored,
-        and an ``lm_head.weight`` of a tied model must equal the embedding.
+      place: the folder or file that ``files`` are of, for messages.
+      files: hold its tensors; buffers of old checkpoints and the vision of a gemma3 are ignored, and an
+        ``lm_head.weight`` of a tied model must equal the embedding.
+      spec: what the tensors must be.
       dtype: of the result, or None for the embedding's stored one.
       mesh: the devices they are sharded over.
 
     Raises:
-      ModelError: unreadable files; or missing, unknown, twice stored or wrongly shaped tensors, all named.
+      ModelError: missing, unknown, twice stored or wrongly shaped tensors, all named.
     """
-    files = {name: _Reader(folder / name, spec) for name in _file_names(folder)}
     entries = table(spec)
-    holder = _locate(folder, files, entries, spec)
+    holder = _locate(place, files, entries, spec)
     embed = entries[0].name
     dtype = dtype or _STORED[holder[embed].header(embed)[1]]
     params: Params = {"layers": [{} for _ in range(spec.num_layers)]}
@@ -65,7 +92,7 @@ def read_weights(folder: Path, spec: ModelSpec, dtype: str | None, mesh: Mesh = 
     twice = spec.tied and HEAD in holder
     if twice and not np.array_equal(holder[HEAD].tensor(HEAD), holder[embed].tensor(embed)):
         raise ModelError(
-            f"{folder} says tie_word_embeddings but stores an lm_head.weight that is not the embedding. "
+            f"{place} says tie_word_embeddings but stores an lm_head.weight that is not the embedding. "
             "Set tie_word_embeddings to false in config.json if the head was trained, else remove the tensor."
         )
     return params
@@ -75,22 +102,21 @@ def _part(entry: Entry, stored: Any, at: int, dtype: str, index: tuple[slice, ..
     return cast(entry.part(stored, at, index), dtype, entry.name)
 
 
-def stamp(folder: Path) -> dict[str, bytes]:
-    """Bytes of each file that identify the folder's weights without reading them all.
+def stamp(files: Sequence[TensorFile]) -> dict[str, bytes]:
+    """Bytes of each file that identify the weights without reading them all.
 
     Its length, its header and 4 KiB at each of 256 places.
     """
     stamps = {}
-    for name in _file_names(folder):
-        with open(folder / name, "rb") as file:
+    for one in files:
+        with open(one.path, "rb") as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(0)
-            pieces = [size.to_bytes(8, "little"), file.read(8)]
-            pieces.append(file.read(min(int.from_bytes(pieces[1], "little"), _LONGEST)))
+            pieces = [size.to_bytes(8, "little"), file.read(one.header_size)]
             for at in range(256):
                 file.seek(size * at // 256)
                 pieces.append(file.read(4096))
-        stamps[name] = b"".join(pieces)
+        stamps[one.path.name] = b"".join(pieces)
     return stamps
 
 
@@ -137,19 +163,21 @@ def check_params(spec: ModelSpec, params: Params) -> None:
         )
 
 
-def cast(array: np.ndarray, dtype: str, name: str) -> np.ndarray:
-    """The array in another dtype; refuses a float16 that overflows."""
-    if str(array.dtype) == dtype:
-        return array
-    with np.errstate(over="ignore"):
-        new = array.astype(dtype)
-    if dtype == "float16" and not np.isfinite(new).all() and np.isfinite(array.astype(np.float32)).all():
-        raise ModelError(f"{name} has values beyond float16's 65504; use dtype='bfloat16' or 'float32'.")
-    return new
+def open_folder(folder: Path, spec: ModelSpec) -> list[TensorFile]:
+    """The safetensors files of a folder: model.safetensors, or shards and their index.
+
+    Raises:
+      ModelError: no such files, or damaged ones.
+    """
+    return [_Safetensors(folder / name, spec) for name in _file_names(folder)]
 
 
-class _Reader:
-    """One safetensors file, opened and its header checked once; tensors go by the names of the table."""
+class _Safetensors:
+    """One safetensors file, opened and its header checked once."""
+
+    fits = "its config.json"
+    mend = "Use the config.json that came with these weights, or download the folder again."
+    types: Collection[str] = _STORED
 
     def __init__(self, path: Path, spec: ModelSpec) -> None:
         from safetensors import SafetensorError, safe_open
@@ -162,16 +190,16 @@ class _Reader:
                 f"{path} is not a whole safetensors file ({error}). Copy or download it again; a file of a "
                 "few hundred bytes may be a git-lfs pointer, then run `git lfs pull`."
             ) from error
+        with open(path, "rb") as file:
+            self.header_size = 8 + int.from_bytes(file.read(8), "little")
         self._stored = {stored_as(spec, name): name for name in self._file.keys()}  # noqa: SIM118
         self.names: list[str] = list(self._stored)
 
     def header(self, name: str) -> tuple[tuple[int, ...], str]:
-        """Shape and stored dtype, without reading the data."""
         piece = self._file.get_slice(self._stored[name])
         return tuple(piece.get_shape()), piece.get_dtype()
 
     def slices(self, name: str) -> Any:
-        """The tensor as an object that reads only the slices it is indexed with."""
         return self._file.get_slice(self._stored[name])
 
     def tensor(self, name: str) -> np.ndarray:
@@ -198,15 +226,15 @@ def _file_names(folder: Path) -> list[str]:
 
 
 def _locate(
-    folder: Path, files: dict[str, _Reader], entries: list[Entry], spec: ModelSpec
-) -> dict[str, _Reader]:
+    place: Path, files: Sequence[TensorFile], entries: list[Entry], spec: ModelSpec
+) -> dict[str, TensorFile]:
     """Tensor name to the file that holds it, every fault of names, shapes and dtypes in one error."""
     wanted = {entry.name: entry.stored_shape for entry in entries}
     if spec.tied:
         wanted[HEAD] = wanted[entries[0].name]
-    where: dict[str, _Reader] = {}
+    where: dict[str, TensorFile] = {}
     faults: list[str] = []
-    for file in files.values():
+    for file in files:
         for name in file.names:
             if name in where:
                 faults.append(f"{name} is stored twice")
@@ -220,13 +248,12 @@ def _locate(
             shape, dtype = file.header(name)
             if shape != wanted[name]:
                 faults.append(f"{name} is {list(shape)} instead of {list(wanted[name])}")
-            if dtype not in _STORED:
-                faults.append(f"{name} is stored as {dtype}, not as one of {', '.join(_STORED)}")
+            if dtype not in file.types:
+                faults.append(f"{name} is stored as {dtype}, not as one of {', '.join(file.types)}")
     faults += [f"{entry.name} is missing" for entry in entries if entry.name not in where]
     if faults:
         raise ModelError(
-            f"the tensors in {folder} do not fit its config.json: {'; '.join(faults)}. Use the config.json "
-            "that came with these weights, or download the folder again."
+            f"the tensors in {place} do not fit {files[0].fits}: {'; '.join(faults)}. {files[0].mend}"
         )
     return where
 

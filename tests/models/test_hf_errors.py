@@ -108,7 +108,7 @@ def test_missing_files_are_named(spoil, tmp_path):
     refused(folder, "no config.json")
     refused(tmp_path / "nowhere", "no such folder")
     refused(str(tmp_path / "nowhere"), "no such folder")
-    refused(str(index.parent / "generation_config.json"), "give the folder")
+    refused(str(index.parent / "generation_config.json"), "the folder that holds config.json")
 
 
 def test_unknown_dtypes_are_refused_as_called(golden_folder, tmp_path):
