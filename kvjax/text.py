@@ -11,53 +11,83 @@ print(show.finish())
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
+    from kvjax.chat_template import ChatTemplate
     from kvjax.models.spec import ModelSpec
 
 _CONTEXT = 16
 """Tokens before a continuation that may change its text; a character has at most 4 bytes."""
 
-_TEMPLATES = ("chat_template.jinja", "chat_template.json")
-
 
 class Text:
-    """A tokenizer with the ids its model begins and ends texts with.
+    """A tokenizer with the ids its model begins and ends texts with, and the form of its conversations.
 
     Attributes:
       tokenizer: of the ``tokenizers`` package.
       bos: id put before every text, or None.
       eos: ids that end a text.
-      folder: where a chat template may lie, or None.
+      folder: where it was read from, or None.
+      template: the chat template's text, or None.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, *, bos: int | None, eos: tuple[int, ...] = (), folder: Path | None = None
+        self,
+        tokenizer: Tokenizer,
+        *,
+        bos: int | None,
+        eos: tuple[int, ...] = (),
+        folder: Path | None = None,
+        template: str | Mapping[str, str] | None = None,
+        special_tokens: Mapping[str, str] | None = None,
+        place: str = "the chat template",
     ) -> None:
+        """
+        Args:
+          tokenizer, bos, eos, folder: see the attributes.
+          template: a chat template, or several by name: "default", and "tool_use" where tools are given.
+          special_tokens: what the template knows by a name, such as "bos_token"; by default the tokens of
+            ``bos`` and ``eos``.
+          place: what messages call the template.
+        """
         self.tokenizer = tokenizer
         self.bos = bos
         self.eos = eos
         self.folder = folder
-        self._templated: Any = None
+        self._sources = {"default": template} if isinstance(template, str) else dict(template or {})
+        self._place = place
+        self._templates: dict[str, ChatTemplate] = {}
+        if special_tokens is None:
+            ids = {"bos_token": bos, "eos_token": eos[0] if eos else None}
+            names = {name: tokenizer.id_to_token(id) for name, id in ids.items() if id is not None}
+            special_tokens = {name: token for name, token in names.items() if token is not None}
+        self._special_tokens = dict(special_tokens)
         # A tokenizer.json may carry the lengths its training used; prompts must not be cut silently.
         tokenizer.no_truncation()
         tokenizer.no_padding()
 
+    @property
+    def template(self) -> str | None:
+        """The chat template's text, or None."""
+        return self._sources.get("default")
+
     @classmethod
     def load(cls, folder: str | Path, spec: ModelSpec) -> Text:
-        """Reads a folder's tokenizer.json.
+        """Reads a folder's tokenizer.json, and the chat template beside it.
+
+        That is chat_template.jinja, else chat_template.json, else what tokenizer_config.json has.
 
         BOS is ``spec.bos``, unless tokenizer_config.json says that texts get none (``add_bos_token``
         false or ``bos_token`` null, as Qwen2's does although its config.json names an id), or unless it
         is an id that ends texts and nothing asks for it (GPT-2's <|endoftext|>).
 
         Raises:
-          ValueError: no tokenizer.json, or one that is damaged.
+          ValueError: no tokenizer.json, or one of these files is damaged.
         """
         from tokenizers import Tokenizer
 
@@ -72,14 +102,24 @@ class Text:
             tokenizer = Tokenizer.from_str(file.read_text(encoding="utf-8"))
         except Exception as error:  # the tokenizers package raises Exception itself
             raise ValueError(f"{file} is no readable tokenizer ({error}). Download it again.") from error
-        config = _tokenizer_config(folder)
+        config = _read_object(folder / "tokenizer_config.json")
         wants_bos = config.get("add_bos_token")
         denied = (
             wants_bos is False
             or config.get("bos_token", "") is None
             or (spec.bos in spec.eos and not wants_bos)
         )
-        return cls(tokenizer, bos=None if denied else spec.bos, eos=spec.eos, folder=folder)
+        template, file = _read_template(folder, config)
+        names = _read_object(folder / "special_tokens_map.json") | config
+        return cls(
+            tokenizer,
+            bos=None if denied else spec.bos,
+            eos=spec.eos,
+            folder=folder,
+            template=template,
+            special_tokens=_special_tokens(names) if names else None,
+            place=f"the chat template in {file}",
+        )
 
     def encode(self, text: str, *, bos: bool = True) -> list[int]:
         """Token ids of a text, with BOS before them exactly once (if the model has one and ``bos``).
@@ -116,51 +156,84 @@ class Text:
         """
         return TextStream(self.tokenizer, after)
 
-    def chat(self, messages: list[dict[str, Any]]) -> list[int]:
+    def chat(
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        tools: list[dict[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        **variables: Any,
+    ) -> list[int]:
         """Token ids of a conversation, ready for the model's next turn.
 
-        With a chat template in the folder: rendered by transformers, which then must be installed;
-        the template alone decides about BOS. Without one (base models): the contents joined by
-        newlines, BOS first; roles are not shown to the model.
+        A chat template alone decides about BOS; without one it comes first. Arguments and errors are those
+        of ``render``.
+        """
+        text = self.render(
+            messages,
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            **variables,
+        )
+        return self.encode(text, bos=self.template is None)
+
+    def render(
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        tools: list[dict[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        **variables: Any,
+    ) -> str:
+        """A conversation as the chat template writes it: the text of transformers' ``apply_chat_template``.
+
+        Without a template (base models): the contents joined by newlines; roles and tools are not shown to
+        the model.
 
         Args:
-          messages: each with "role" and "content", both strings.
+          messages: each with "role" and "content"; a content is text, or what else the template takes.
+          tools: JSON schemas of functions that the model may call.
+          add_generation_prompt: ends with the beginning of the model's next turn.
+          continue_final_message: ends inside the last message, which the model goes on with;
+            ``add_generation_prompt`` has no effect then.
+          variables: more of the template's own, such as ``documents`` or ``enable_thinking=False``.
 
         Raises:
-          ValueError: messages of another form, or that the template refuses.
-          ImportError: a template, but no transformers.
+          ValueError: messages of another form, or that the template refuses; a template that is malformed,
+            fails, leaves the sandbox or does not end.
         """
+        self._check(messages)
+        if self.template is None:
+            return "\n".join(message["content"] for message in messages)
+        name = "tool_use" if tools is not None and "tool_use" in self._sources else "default"
+        if name not in self._templates:
+            from kvjax.chat_template import ChatTemplate
+
+            self._templates[name] = ChatTemplate(self._sources[name], self._place)
+        return self._templates[name].render(
+            messages,
+            tools=tools,
+            add_generation_prompt=add_generation_prompt and not continue_final_message,
+            continue_final_message=continue_final_message,
+            **self._special_tokens | variables,
+        )
+
+    def _check(self, messages: list[dict[str, Any]]) -> None:
+        """Templates take more than text, as lists of parts, and calls of tools in its place."""
         sound = isinstance(messages, list) and messages and all(isinstance(m, dict) for m in messages)
-        if not sound or not all(isinstance(m.get(key), str) for m in messages for key in ("role", "content")):
+        kinds = (str,) if self.template is None else (str, list)
+        if not sound or not all(
+            isinstance(m.get("role"), str)
+            and (isinstance(m.get("content"), kinds) or (self.template is not None and m.get("tool_calls")))
+            for m in messages
+        ):
             raise ValueError(
                 "chat(messages) needs a list of one or more dicts, each with 'role' and 'content' as text. "
                 "Give, for example, [{'role': 'user', 'content': 'Hello'}]."
             )
-        folder = self.folder
-        if folder is not None and (
-            any((folder / name).is_file() for name in _TEMPLATES)
-            or _tokenizer_config(folder).get("chat_template")
-        ):
-            return self.encode(self._render(messages), bos=False)
-        return self.encode("\n".join(message["content"] for message in messages))
-
-    def _render(self, messages: list[dict[str, Any]]) -> str:
-        try:
-            import jinja2
-            from transformers import AutoTokenizer
-        except ImportError as error:
-            raise ImportError(
-                f"chat(...) needs transformers and jinja2 for the chat template in {self.folder}. "
-                "Run: pip install 'kvjax[hf]'"
-            ) from error
-        if self._templated is None:
-            self._templated = AutoTokenizer.from_pretrained(str(self.folder), local_files_only=True)
-        try:
-            return self._templated.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        except jinja2.TemplateError as error:
-            raise ValueError(
-                f"chat(...) is refused by the chat template in {self.folder}: {error}. Change the messages."
-            ) from error
 
 
 class TextStream:
@@ -201,11 +274,48 @@ class TextStream:
         return self._tokenizer.decode(held, skip_special_tokens=True)
 
 
-def _tokenizer_config(folder: Path) -> dict[str, Any]:
-    file = folder / "tokenizer_config.json"
+def _read_object(file: Path) -> dict[str, Any]:
+    """A JSON object; {} where there is no such file."""
     if not file.is_file():
         return {}
     try:
         return dict(json.loads(file.read_text(encoding="utf-8")))
     except (TypeError, ValueError) as error:
         raise ValueError(f"{file} is no readable JSON object ({error}). Download it again.") from error
+
+
+def _read_template(folder: Path, config: dict[str, Any]) -> tuple[str | dict[str, str] | None, Path]:
+    """The chat template of a folder, or several by name, or None; and its file."""
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        try:
+            return file.read_text(encoding="utf-8") or None, file
+        except ValueError as error:
+            raise ValueError(f"{file} is not UTF-8 text ({error}). Download it again.") from error
+    file = folder / "chat_template.json"
+    if not file.is_file():
+        file = folder / "tokenizer_config.json"
+    else:
+        config = _read_object(file)
+    stated = config.get("chat_template")
+    if stated is None or isinstance(stated, str):
+        return stated or None, file
+    try:
+        templates = {entry["name"]: entry["template"] for entry in stated}
+        if "default" in templates and all(isinstance(template, str) for template in templates.values()):
+            return templates, file
+    except (KeyError, TypeError):
+        pass
+    raise ValueError(
+        f"chat_template in {file} must be text, or a list of 'name' and 'template' with one of the name "
+        "'default'. Download it again."
+    )
+
+
+def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
+    """The tokens that a tokenizer_config.json names, as text."""
+    extra = config.get("extra_special_tokens")
+    named = {name: token for name, token in config.items() if name.endswith("_token")}
+    named |= extra if isinstance(extra, dict) else {}
+    texts = {name: token.get("content") if isinstance(token, dict) else token for name, token in named.items()}
+    return {name: token for name, token in texts.items() if isinstance(token, str)}
