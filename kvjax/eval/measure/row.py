@@ -225,7 +225,7 @@ NESTED: dict[str, Any] = {
 
 
 def as_json(row: Row) -> dict[str, Any]:
-    """The row as a JSON object, without fields of ``each`` and ``example`` that are None and without "raw"."""
+    """The row as a JSON object, without what is None in ``each`` and ``example``, and without "raw"."""
     tree = dataclasses.asdict(row)
     if row.cell.prompt == RAW:
         del tree["cell"]["prompt"]
