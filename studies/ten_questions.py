@@ -9,7 +9,6 @@ ends the turn, and the model answers greedily: no seed matters.
 from __future__ import annotations
 
 import functools
-import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -27,29 +26,31 @@ from kvjax.loading import LanguageModel
 from kvjax.types import EMPTY
 
 PASSAGE = Path(__file__).parents[1] / "tests" / "real" / "dracula.txt"
+PARAGRAPHS = 3
 """The beginning of Bram Stoker's Dracula."""
 
 QUESTIONS = {
+    "Which city did the traveller leave on 1st May?": "Munich",
+    "How late was the train?": "an hour",
+    "Which river do the splendid bridges cross?": "the Danube",
     "At which hotel did the traveller stop for the night?": "Hotel Royale",
-    "What is the name of the chicken dish with red pepper?": "paprika hendl",
+    "What is the chicken dish with red pepper called?": "paprika hendl",
     "For whom does the traveller want to get the recipe?": "Mina",
-    "Which museum in London had the traveller visited?": "the British Museum",
+    "Which language was very useful to the traveller?": "German",
+    "Which museum did the traveller visit in London?": "the British Museum",
     "On the borders of which three states is the district?": "Transylvania, Moldavia and Bukovina",
     "Which post town did Count Dracula name?": "Bistritz",
-    "From whom do the Szekelys claim to be descended?": "Attila and the Huns",
-    "Which animal was howling all night under the window?": "a dog",
-    "Over which river do the splendid bridges lead?": "the Danube",
-    "Which people were the strangest figures?": "the Slovaks",
 }
-NEW = 40
+ASK = "\n\nAnswer in a few words: "
+NEW = 24
 
 
 def answers(model: LanguageModel, policy: str, asked: Sequence[Encoded]) -> tuple[list[str], float]:
     """What the model writes under a policy, and the share of the passage's tokens that its cache held."""
     context = 64 + max(len(one.context) + len(one.question) + len(one.prefix) for one in asked) + NEW
-    contexts = [one.context for one in asked]
-    state, _ = kvjax.prefill(model, policy, contexts, context=context)
-    kept = float(np.mean(np.asarray(metrics.live_slots(state)))) / len(contexts[0])
+    read, _ = kvjax.prefill(model, policy, [asked[0].context], context=context)
+    kept = float(np.mean(np.asarray(metrics.live_slots(read)))) / len(asked[0].context)
+    state = kvjax.fork(read, 0, len(asked))
     state, logits = kvjax.extend(model, policy, state, [one.question + one.prefix for one in asked])
     write = functools.partial(kvjax.stream, max_new_tokens=NEW, stops=model.spec.eos)
     written = np.concatenate([piece for piece, _ in write(model, policy, state, logits)], axis=1)
@@ -58,10 +59,10 @@ def answers(model: LanguageModel, policy: str, asked: Sequence[Encoded]) -> tupl
     return [" ".join(model.text.decode(row).split()) for row in rows], kept
 
 
-def page(model: LanguageModel, policy: str, words: Sequence[str]) -> str:
+def page(model: LanguageModel, policy: str) -> str:
     """The answers as Markdown."""
-    passage = PASSAGE.read_text(encoding="utf-8").strip()
-    samples = [Sample(context=passage, question=f"\n\n{question}", answer="") for question in QUESTIONS]
+    passage = "\n\n".join(PASSAGE.read_text(encoding="utf-8").split("\n\n")[:PARAGRAPHS])
+    samples = [Sample(context=passage, question=ASK + question, answer="") for question in QUESTIONS]
     asked = [encode(model.text, sample, chat=True) for sample in samples]
     whole, _ = answers(model, "full", asked)
     some, kept = answers(model, policy, asked)
@@ -71,13 +72,15 @@ def page(model: LanguageModel, policy: str, words: Sequence[str]) -> str:
         zip(QUESTIONS, QUESTIONS.values(), whole, some),
     )
     facts = ", ".join(f"{name} {version}" for name, version in versions().items())
+    dtype = model.params["embed"].dtype
+    options = f'--model {named(model)} --dtype {dtype} --policy "{policy}" --out results/smollm2'
     return (
         f"# Ten questions to {named(model)}\n\n"
-        f"The passage is the beginning of *Dracula*, {len(asked[0].context)} tokens with the chat template. Its "
-        f"cache is cut to {100 * kept:.0f} % before a question is seen. Answers are greedy, at most {NEW} tokens: "
-        f"no seed matters. Of ten, {right[0]} hold the passage's words with the full cache and {right[1]} with "
-        f"the cut one. ({str(model.params['embed'].dtype)}; {facts})\n\n"
-        f"```bash\npython -m studies.ten_questions {shlex.join(words)}\n```\n\n{table}\n"
+        f"The passage is the beginning of *Dracula*, {len(asked[0].context)} tokens with the chat template. "
+        f"Its cache is cut to {100 * kept:.0f} % before a question is seen. Answers are greedy (no seed "
+        f"matters), at most {NEW} tokens. Of ten, {right[0]} hold the passage's words with the full cache "
+        f"and {right[1]} with the cut one. {dtype}; {facts}.\n\n"
+        f"```bash\npython -m studies.ten_questions {options}\n```\n\n{table}\n"
     )
 
 
@@ -99,7 +102,7 @@ def _run(words: Sequence[str]) -> None:
     model = model_of(values)
     if model.text.template is None:
         raise EvalError(f"--model {model.name} has no chat template. Name a model that answers questions.")
-    text = page(model, values["policy"], words)
+    text = page(model, values["policy"])
     values["out"].mkdir(parents=True, exist_ok=True)
     (values["out"] / "README.md").write_text(text, encoding="utf-8")
     print(text)
