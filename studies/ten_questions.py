@@ -26,8 +26,8 @@ from kvjax.loading import LanguageModel
 from kvjax.types import EMPTY
 
 PASSAGE = Path(__file__).parents[1] / "tests" / "real" / "dracula.txt"
+"""The beginning of Bram Stoker's Dracula, of which the first paragraphs are read."""
 PARAGRAPHS = 3
-"""The beginning of Bram Stoker's Dracula."""
 
 QUESTIONS = {
     "Which city did the traveller leave on 1st May?": "Munich",
