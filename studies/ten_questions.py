@@ -85,7 +85,9 @@ def page(model: LanguageModel, policy: str) -> str:
 
 
 def _holds(written: str, wanted: str) -> bool:
-    return wanted.lower().removeprefix("the ").removeprefix("a ") in written.lower()
+    """Without regard to capitals, commas and an article."""
+    written, wanted = (text.lower().replace(",", "") for text in (written, wanted))
+    return wanted.removeprefix("the ") in written
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -38,11 +38,12 @@ def held_and_nats(model: kvjax.LanguageModel, name: str, ratio: float) -> tuple[
         state, _ = decode.cut(model, policy, reading)
     else:
         state, _ = decode.prefill(model, policy, [ids[:CONTEXT]], context=1024)
-    held = np.asarray(metrics.present(state))[:, 0, :, :CONTEXT]
-    assert (held.sum(axis=-1) == kept).all()
     feed, target = ids[CONTEXT : CONTEXT + FED], ids[CONTEXT + 1 :]
     room = decode.roomy(policy, state, 1, FED)
-    _, steps = forced.steps(model, policy, room, [feed], [target], forced=True)
+    # Before a token is fed, the context's last one is still there, whether it is kept or not.
+    after, steps = forced.steps(model, policy, room, [feed], [target], forced=True)
+    held = np.asarray(metrics.present(after))[:, 0, :, :CONTEXT]
+    assert (held.sum(axis=-1) == kept).all()
     return held, steps.nll[0, :FED]
 
 

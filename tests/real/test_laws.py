@@ -32,7 +32,7 @@ CASES = [
     for law in LAWS
     if law.pytestmark != [conformance.paged_policy.mark] or kvjax.policy(spec).paged(tiny.CONTEXT)
 ]
-in_each_place = pytest.mark.parametrize("policy", map(kvjax.policy, POLICIES.values()), ids=[*POLICIES])
+in_each_place = pytest.mark.parametrize("policy", [*map(kvjax.policy, POLICIES.values())], ids=[*POLICIES])
 
 
 @pytest.fixture(scope="module")
