@@ -5,13 +5,14 @@ from __future__ import annotations
 import functools
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
+import tiny
 from real_prompts import BOOK, CONTEXT, FED, PRESSES, RATIOS
 
 import kvjax
 from kvjax import decode, metrics
-from kvjax.eval.measure import forced
 
 pytestmark = pytest.mark.real
 
@@ -39,12 +40,13 @@ def held_and_nats(model: kvjax.LanguageModel, name: str, ratio: float) -> tuple[
     else:
         state, _ = decode.prefill(model, policy, [ids[:CONTEXT]], context=1024)
     feed, target = ids[CONTEXT : CONTEXT + FED], ids[CONTEXT + 1 :]
-    room = decode.roomy(policy, state, 1, FED)
+    room = decode.reserve(policy, state, FED, 1)
     # Before a token is fed, the context's last one is still there, whether it is kept or not.
-    after, steps = forced.steps(model, policy, room, [feed], [target], forced=True)
+    after, logits = tiny.feed(policy, room, np.asarray([feed]), tiny=model)
     held = np.asarray(metrics.present(after))[:, 0, :, :CONTEXT]
     assert (held.sum(axis=-1) == kept).all()
-    return held, steps.nll[0, :FED]
+    logprobs = jax.nn.log_softmax(logits[0].astype(np.float32))
+    return held, -np.asarray(logprobs)[np.arange(FED), target]
 
 
 def difference(model: kvjax.LanguageModel, name: str, ratio: float) -> tuple[int, float]:
