@@ -49,28 +49,47 @@ def held_and_nats(model: kvjax.LanguageModel, name: str, ratio: float) -> tuple[
     return held, -np.asarray(logprobs)[np.arange(FED), target]
 
 
-def difference(model: kvjax.LanguageModel, name: str, ratio: float) -> tuple[int, float]:
-    """How many slots of kvpress are not ours, and ours less its mean nats."""
-    case = CASES.index((name, ratio))
-    held, nats = held_and_nats(model, name, ratio)
-    bits = np.unpackbits(GOLDEN[f"kept_{case}"])[: held.size].reshape(held.shape).astype(bool)
+def press_kept(held: np.ndarray, name: str, ratio: float) -> np.ndarray:
+    """Which tokens kvpress's cache holds [L, K, T]; as many as ours."""
+    bits = np.unpackbits(GOLDEN[f"kept_{CASES.index((name, ratio))}"])[: held.size].reshape(held.shape)
     assert (bits.sum(axis=-1) == held.sum(axis=-1)).all()
-    return int((bits & ~held).sum()), float(nats.mean() + GOLDEN[f"logprobs_{case}"].mean())
+    return bits.astype(bool)
+
+
+def nats_off(nats: np.ndarray, name: str, ratio: float) -> float:
+    """Mean nats of ours, less those of kvpress."""
+    return float(nats.mean() + GOLDEN[f"logprobs_{CASES.index((name, ratio))}"].mean())
 
 
 @pytest.mark.parametrize(("name", "ratio"), QUICK)
 def test_a_press_keeps_the_same_slots_and_costs_the_same_nats(smollm2, name, ratio):
-    missing, nats = difference(smollm2, name, ratio)
-    assert missing == 0
-    assert abs(nats) <= NATS
+    held, nats = held_and_nats(smollm2, name, ratio)
+    assert (held == press_kept(held, name, ratio)).all()
+    assert abs(nats_off(nats, name, ratio)) <= NATS
 
 
 @pytest.mark.slow
 def test_six_presses_at_three_ratios(smollm2):
-    """Prints the table."""
-    found = {case: difference(smollm2, *case) for case in CASES}
-    for (name, ratio), (missing, nats) in found.items():
-        slots = int(CONTEXT * (1 - ratio)) * smollm2.spec.num_layers * smollm2.spec.num_kv_heads
-        print(f"| {name} | {ratio} | {missing} of {slots} | {nats:+.1e} |")
-    assert all(abs(nats) <= NATS for _, nats in found.values())
-    assert sum(missing == 0 for missing, _ in found.values()) >= 15
+    """Prints the table; where slots differ, the reason is looked at."""
+    ids, same = read(smollm2)[0], 0
+    for name, ratio in CASES:
+        held, nats = held_and_nats(smollm2, name, ratio)
+        press, off = press_kept(held, name, ratio), nats_off(nats, name, ratio)
+        missing = int((press & ~held).sum())
+        print(f"| {name} | {ratio} | {missing} of {held.sum()} | {off:+.1e} |")
+        if name == "lagkv" and ratio > 0.5:
+            # Sinks and tail are more than it may keep; kvpress's tie drops the sinks, ours stay.
+            assert not press[..., :4].any()
+            assert held[..., :4].all()
+            assert off < -1
+            continue
+        assert abs(off) <= NATS
+        for layer, head in zip(*np.nonzero((press != held).any(axis=-1))):
+            theirs = sorted(ids[at] for at in np.flatnonzero(press[layer, head] & ~held[layer, head]))
+            ours = sorted(ids[at] for at in np.flatnonzero(held[layer, head] & ~press[layer, head]))
+            if name == "knorm":  # equal tokens have equal norms in the first layer: any of them may stay
+                assert (layer, theirs) == (0, ours)
+            else:
+                assert len(theirs) <= 1
+        same += missing == 0 or name == "knorm"
+    assert same >= 15

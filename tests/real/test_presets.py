@@ -7,14 +7,15 @@ import pytest
 from real_prompts import BOOK
 
 import kvjax
-from kvjax import catalogue, metrics
+from kvjax import metrics
+from kvjax.catalogue import PRESETS
 
 pytestmark = [pytest.mark.real, pytest.mark.slow]
 
 PROMPT, NEW = 600, 8
 
 
-@pytest.mark.parametrize("name", catalogue.presets())
+@pytest.mark.parametrize("name", [*PRESETS])
 def test_a_preset_runs(smollm2, name):
     policy = kvjax.policy(name)
     weights = {part.place: part.untrained(smollm2, 0) for part in policy.learned}
