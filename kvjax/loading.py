@@ -66,13 +66,14 @@ class LanguageModel:
             from kvjax.models.gguf_file import read_header
             from kvjax.models.gguf_text import read_text
 
-            found = read_text(read_header(self.folder))
+            read = read_text(read_header(self.folder))
             return Text(
-                found.tokenizer,
-                bos=self.spec.bos if found.add_bos else None,
+                read.tokenizer,
+                bos=self.spec.bos if read.add_bos else None,
                 eos=self.spec.eos,
-                template=found.template,
-                special_tokens=found.special_tokens,
+                template=read.template,
+                special_tokens=read.special_tokens,
+                place=f"the chat template in {self.folder}",
             )
         return Text.load(self.folder, self.spec)
 

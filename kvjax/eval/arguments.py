@@ -23,6 +23,13 @@ _PROTOCOL = (
 )
 
 
+_RAW = (
+    "ask a model that has a chat template in bare words (default: context and question are a user's turn, "
+    "the beginning of the answer is the assistant's; rows say which)"
+)
+_LENGTHS = "tokens; BOS, what the chat template writes, question and answer are counted"
+
+
 def add_model(parser: argparse._ActionsContainer) -> None:
     """The options of every command that loads a model."""
     cli.add(parser, "--model", default=EMBEDDED)
@@ -41,7 +48,14 @@ class Model:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Run(Model):
+class Asked(Model):
+    """Of commands that put tasks to the model."""
+
+    raw: bool = option(False, _RAW, action="store_true")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Run(Asked):
     """Measure cells; finished ones are not measured again."""
 
     config: Path | None = option(None, "a YAML grid of jobs", "FILE")
@@ -49,7 +63,7 @@ class Run(Model):
         (), "names or groups, comma-separated; several times", "NAMES", type=cli.words, action="append"
     )
     policy: tuple[str, ...] = shared("--policy", (), "one-string form; several times", action="append")
-    lengths: tuple[int, ...] = option((512,), "tokens", "N,N", type=cli.numbers(64))
+    lengths: tuple[int, ...] = option((512,), _LENGTHS, "N,N", type=cli.numbers(64))
     samples: int = option(50, "of a cell")
     seeds: tuple[int, ...] = option((0,), "of samples", "N,N", type=cli.numbers(0))
     protocol: str = option("agnostic", _PROTOCOL, choices=(*PROTOCOLS, "both"))
@@ -81,7 +95,7 @@ class Run(Model):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Match(Model):
+class Match(Asked):
     """Find the budget at which a policy holds as many bytes as another."""
 
     task: tuple[str, ...] = option(None, "one task", "NAME", type=cli.words, required=True)
@@ -92,7 +106,7 @@ class Match(Model):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Frontier(Model):
+class Frontier(Asked):
     """Measure every method at matched bytes, in stages, and draw the front."""
 
     config: Path = option(Path("configs/eval/frontier.yaml"), "budgets, policies and stages", "FILE")

@@ -57,6 +57,11 @@ def model_of(values: dict[str, Any]) -> LanguageModel:
     return model
 
 
+def takes_turns(model: LanguageModel, values: dict[str, Any]) -> bool:
+    """Are questions put through the model's chat template?"""
+    return model.text.template is not None and not values["raw"]
+
+
 def single(values: list[Item], flag: str) -> Item:
     """The only value of an option.
 
@@ -88,6 +93,8 @@ def _run(command: Command) -> None:
             )
         )
     model = model or model_of(values)
+    if takes_turns(model, values):
+        grids = [grid.as_turns(cells) for cells in grids]
     weights = [job.given or values["weights"] for job in command.jobs]
     grids = [grid.with_weights(cells, model, part) for cells, part in zip(grids, weights)]
     store = Store.open(values["out"], about(model, data))
@@ -123,6 +130,7 @@ def _frontier(command: Command) -> None:
         Store.open(out, facts),
         samples=values["samples"],
         last=values["stages"],
+        chat=takes_turns(model, values),
         say=lambda text: print(text, flush=True),
         shown=values["progress"],
     )
@@ -160,7 +168,15 @@ def _match(command: Command) -> None:
         single(values["lengths"], "--lengths"),
     )
     model = model_of(values)
-    samples = runner.draw(task, model, data, length=length, seed=0, count=values["samples"])
+    samples = runner.draw(
+        task,
+        model,
+        data,
+        length=length,
+        seed=0,
+        count=values["samples"],
+        chat=task.asks and takes_turns(model, values),
+    )
     both = like, parse_policy(values["policy"].replace("{}", str(length)))
     weights = [sources(policy, values["weights"], others=both) for policy in both]
     target = match.measured(model, like, samples, length=length, weights=weights[0])

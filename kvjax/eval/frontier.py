@@ -142,6 +142,7 @@ def run(
     *,
     samples: int | None = None,
     last: int | None = None,
+    chat: bool = False,
     say: Callable[[str], None] = print,
     shown: bool | None = None,
 ) -> Results:
@@ -153,6 +154,7 @@ def run(
       store: the folder of results.
       samples: a cell; None: as the stages say.
       last: stop after so many stages.
+      chat: put questions through the chat template.
       say: called with a line for each cell and stage.
       shown: progress bar.
     """
@@ -166,7 +168,7 @@ def run(
             say(f"note: {note}")
         if not grids:
             raise EvalError(f"stage {number} has no policy left to measure. Raise near, or name others.")
-        whole = grid.joined(grids)
+        whole = grid.joined([grid.as_turns(cells) for cells in grids] if chat else grids)
         runner.run(whole, model, data, store, say=say, shown=shown)
         took, total = (time.perf_counter() - x for x in (start, began))
         say(f"stage {number}: {len(whole.cells)} cells, {took / 60:.1f} min; {total / 60:.1f} min in all")

@@ -12,7 +12,8 @@ from kvjax import decode
 from kvjax.algebra import Policy
 from kvjax.eval.errors import EvalError
 from kvjax.eval.measure.protocol import protocols
-from kvjax.eval.measure.row import Cell
+from kvjax.eval.measure.row import CHAT, Cell
+from kvjax.eval.tasks import tasks as all_tasks
 from kvjax.eval.tasks.task import Task
 from kvjax.loading import LanguageModel
 from kvjax.types import Params
@@ -84,6 +85,16 @@ def build(
     return Grid(cells=tuple(cells), policies=named, skipped=tuple(skipped))
 
 
+def as_turns(grid: Grid) -> Grid:
+    """The grid with its questions put through the chat template.
+
+    A text that only goes on stays as it is: there are no turns to take.
+    """
+    asks = {name: task.asks for name, task in all_tasks().items()}
+    cells = (dataclasses.replace(cell, prompt=CHAT) if asks[cell.task] else cell for cell in grid.cells)
+    return dataclasses.replace(grid, cells=tuple(cells))
+
+
 def with_weights(grid: Grid, model: LanguageModel, chosen: Sources) -> Grid:
     """The grid with the learned weights of its policies.
 
@@ -117,7 +128,7 @@ def joined(grids: Sequence[Grid]) -> Grid:
     """
     cells = dict.fromkeys(cell for grid in grids for cell in grid.cells)
     policies = {name: policy for grid in grids for name, policy in grid.policies.items()}
-    samples: dict[tuple[str, int, int, int], int] = {}
+    samples: dict[Hashable, int] = {}
     for cell in cells:
         samples.setdefault(cell.drawn, len(samples))
     # Policies of one structure share compiled programs: only their traced numbers differ.

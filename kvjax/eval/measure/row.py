@@ -10,6 +10,9 @@ import numpy as np
 from kvjax.catalogue import describe
 from kvjax.catalogue import policy as parse_policy
 
+CHAT, RAW = "chat", "raw"
+"""How a sample is put to the model: through its chat template, or as bare words."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cell:
@@ -21,6 +24,7 @@ class Cell:
       protocol: agnostic, aware or either.
       seed, samples: of the samples, and how many.
       weights: learned ones of the policy, as ``kvjax.weights.Found.label`` names them.
+      prompt: chat or raw; on disk a row says it only if it is chat.
     """
 
     task: str
@@ -30,11 +34,12 @@ class Cell:
     seed: int
     samples: int
     weights: str = ""
+    prompt: str = RAW
 
     @property
-    def drawn(self) -> tuple[str, int, int, int]:
-        """(task, length, seed, number): equal for cells about the same samples."""
-        return self.task, self.length, self.seed, self.samples
+    def drawn(self) -> tuple[str, int, int, int, str]:
+        """(task, length, seed, number, prompt): equal for cells about the same samples."""
+        return self.task, self.length, self.seed, self.samples, self.prompt
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -220,8 +225,10 @@ NESTED: dict[str, Any] = {
 
 
 def as_json(row: Row) -> dict[str, Any]:
-    """The row as a JSON object; fields of ``each`` and ``example`` that are None are left out."""
+    """The row as a JSON object, without what is None in ``each`` and ``example``, and without "raw"."""
     tree = dataclasses.asdict(row)
+    if row.cell.prompt == RAW:
+        del tree["cell"]["prompt"]
     for name in ("each", "example"):
         tree[name] = {key: value for key, value in tree[name].items() if value is not None}
     each = tree["each"]

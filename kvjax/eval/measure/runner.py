@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import sys
 import zlib
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 
 import jax
 import numpy as np
@@ -18,7 +18,7 @@ from kvjax.eval import tasks
 from kvjax.eval.errors import EvalError
 from kvjax.eval.measure import batch
 from kvjax.eval.measure.grid import FULL, Grid
-from kvjax.eval.measure.row import Cell, Row
+from kvjax.eval.measure.row import CHAT, RAW, Cell, Row
 from kvjax.eval.measure.store import Store
 from kvjax.eval.measure.tally import row
 from kvjax.eval.tasks.data import Data
@@ -62,8 +62,19 @@ class Readings:
         return reading
 
 
-def draw(task: Task, model: LanguageModel, data: Data, *, length: int, seed: int, count: int) -> Samples:
+def draw(
+    task: Task,
+    model: LanguageModel,
+    data: Data,
+    *,
+    length: int,
+    seed: int,
+    count: int,
+    chat: bool = False,
+) -> Samples:
     """The samples of a cell: the same for every policy, each from a generator of its own.
+
+    With ``chat`` they are put through the model's chat template, whose tokens count towards ``length``.
 
     Raises:
       EvalError: data that has no generated twin is missing, or nothing fits.
@@ -73,8 +84,8 @@ def draw(task: Task, model: LanguageModel, data: Data, *, length: int, seed: int
     drawn: Samples = []
     for i in range(count):
         rng = np.random.default_rng((zlib.crc32(task.name.encode()), length, seed, i))
-        sample = task.make(rng, Maker(text=model.text, data=data, length=length, index=i))
-        drawn.append((sample, encode(model.text, sample)))
+        sample = task.make(rng, Maker(text=model.text, data=data, length=length, index=i, chat=chat))
+        drawn.append((sample, encode(model.text, sample, chat=chat)))
     return drawn
 
 
@@ -105,7 +116,7 @@ def run(
       shown: a bar on standard error; None shows it to terminals.
 
     Raises:
-      EvalError: a length the model was not made for.
+      EvalError: a length the model was not made for, or a store that has the task asked the other way.
     """
     from tqdm import tqdm
 
@@ -116,11 +127,12 @@ def run(
             "trained for. Give shorter lengths or another --model."
         )
     done = store.done()
+    _check_prompts(grid, done, store)
     full = {cell.drawn: finished for cell, finished in done.items() if cell.policy == repr(FULL)}
     work = [cell for cell in grid.cells if cell not in done]
     hidden = not (sys.stderr.isatty() if shown is None else shown)
     total = sum(cell.length * cell.samples for cell in work)
-    drawn: dict[tuple[str, int, int, int], Samples] = {}
+    drawn: dict[Hashable, Samples] = {}
     many = sum(decode.cuts_after(policy) for policy in grid.policies.values()) > 1
     readings = Readings() if many else None
     with tqdm(total=total, unit="token", unit_scale=True, file=sys.stderr, disable=hidden) as bar:
@@ -133,7 +145,13 @@ def run(
             bar.set_description(f"{cell.task} {cell.length}")
             if cell.drawn not in drawn:
                 drawn[cell.drawn] = draw(
-                    task, model, data, length=cell.length, seed=cell.seed, count=cell.samples
+                    task,
+                    model,
+                    data,
+                    length=cell.length,
+                    seed=cell.seed,
+                    count=cell.samples,
+                    chat=cell.prompt == CHAT,
                 )
             weights = grid.weights.get((cell.policy, cell.weights))
             samples = drawn[cell.drawn]
@@ -143,6 +161,18 @@ def run(
             if policy == FULL:
                 full[cell.drawn] = finished
             say(_line(finished))
+
+
+def _check_prompts(grid: Grid, done: Iterable[Cell], store: Store) -> None:
+    """One folder asks a task in one way, or its tables would mix both."""
+    wanted = {cell.task: cell.prompt for cell in grid.cells}
+    for cell in done:
+        if wanted.get(cell.task, cell.prompt) != cell.prompt:
+            ways = {CHAT: "through the chat template", RAW: "in bare words (--raw)"}
+            raise EvalError(
+                f"{store.folder} holds results of {cell.task} asked {ways[cell.prompt]}, and this run asks "
+                f"{ways[wanted[cell.task]]}. Give another --out."
+            )
 
 
 def forget() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvjax.eval.measure.match import TOLERANCE
-from kvjax.eval.measure.row import Row
+from kvjax.eval.measure.row import CHAT, Row
 from kvjax.eval.report import table
 from kvjax.eval.report.table import Results
 
@@ -29,13 +29,15 @@ def _facts(results: Results) -> str:
     row = results.rows[0]
     counts = sorted({r.cell.samples for r in results.rows})
     versions = ", ".join(f"{k} {v}" for k, v in row.versions.items())
+    chat = any(r.cell.prompt == CHAT for r in results.rows)
+    turns = "questions through the chat template; " if chat else ""
     return (
         f"Model {row.model}; texts: {row.data}; n = {', '.join(map(str, counts))} a cell, the same "
-        f"samples for every policy; {versions}. Intervals are 95 % bootstrap (2,000 resamples). \\* marks "
-        "cells in which the full cache reaches less than 80 %: they say nothing about a policy. Bytes are of "
-        "one row when the answer begins. Reads are in tokens (K and V of one position in the model's dtype) "
-        "per KV head and decode step: live slots and the completion's summary φ; what a selection looks at "
-        "to choose its slots stands apart."
+        f"samples for every policy; {turns}{versions}. Intervals are 95 % bootstrap (2,000 resamples). "
+        "\\* marks cells in which the full cache reaches less than 80 %: they say nothing about a policy. "
+        "Bytes are of one row when the answer begins. Reads are in tokens (K and V of one position in the "
+        "model's dtype) per KV head and decode step: live slots and the completion's summary φ; what a "
+        "selection looks at to choose its slots stands apart."
     )
 
 

@@ -55,12 +55,14 @@ class Maker:
       data: texts and words.
       length: L, the most tokens of a sample, everything counted.
       index: number of the sample; some tasks take turns by it.
+      chat: is the sample put through the chat template?
     """
 
     text: Text
     data: Data
     length: int
     index: int = 0
+    chat: bool = False
 
     def count(self, text: str) -> int:
         """Tokens of a piece of text."""
@@ -103,7 +105,7 @@ class Maker:
         """
 
         def size(sample: Sample) -> int:
-            return length(encode(self.text, sample), sample.max_new)
+            return length(encode(self.text, sample, chat=self.chat), sample.max_new)
 
         best = build(least)
         if size(best) > self.length:
