@@ -319,5 +319,7 @@ def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
     extra = config.get("extra_special_tokens")
     named = {name: token for name, token in config.items() if name.endswith("_token")}
     named |= extra if isinstance(extra, dict) else {}
-    texts = {name: token.get("content") if isinstance(token, dict) else token for name, token in named.items()}
+    texts = {
+        name: token.get("content") if isinstance(token, dict) else token for name, token in named.items()
+    }
     return {name: token for name, token in texts.items() if isinstance(token, str)}
