@@ -2,6 +2,8 @@
 
 The text is that of transformers' ``apply_chat_template``. A template is a program that came with a model, so
 the size of its text and the turns of its loops are bounded.
+
+Why: kvjax/DESIGN.md, 22.
 """
 
 from __future__ import annotations
