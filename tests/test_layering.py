@@ -48,7 +48,7 @@ TABLE = {
     "kvjax.algebra._eviction": rf"{PLACE}|kvjax\.cache\.pages",
     "kvjax.algebra._selection": rf"{PLACE}|kvjax\.cache\.pages",
     "kvjax.algebra._storage": rf"{PLACE}|kvjax\.cache\.(pages|write)",
-    "kvjax.algebra._budget": PLACE,
+    "kvjax.algebra._budget": rf"{PLACE}|kvjax\.algebra\._arguments",
     "kvjax.algebra._completion": PLACE,
     "kvjax.algebra._policy": r"kvjax\.algebra\._.+",
     "kvjax.budgets": rf"{STATE}|kvjax\.algebra|kvjax\.budgets(\..+)?",

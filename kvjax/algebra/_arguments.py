@@ -76,7 +76,8 @@ class Whole(Argument):
 
     @property
     def expected(self) -> str:
-        return f"a whole number from {self.least} to {self.most}"
+        most = f" or more, at most {MOST}" if self.most == MOST else f" to {self.most}"
+        return f"a whole number, {self.least}{most}"
 
 
 @dataclasses.dataclass(frozen=True)

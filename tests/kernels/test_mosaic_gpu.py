@@ -135,7 +135,7 @@ def refused(shape, kind="bfloat16", where=HOPPER, **more):
         ({}, {"kind": "uint8"}, "pools of uint8"),
         ({}, {"pages": jnp.zeros((2, 2, 1), jnp.int32)}, "selected pages"),
         ({"T": 2}, {"mass": True}, "mass of 2 queries a head"),
-        ({}, {"where": ("NVIDIA A100-SXM4-40GB", 108, "gpu")}, r"no Hopper \(NVIDIA A100"),
+        ({}, {"where": ("NVIDIA A100-SXM4-40GB", 108, "gpu")}, r"not a Hopper \(NVIDIA A100"),
     ],
 )
 def test_refusals(sizes, more, why):

@@ -98,7 +98,7 @@ def call(op, h=64, dtype="bfloat16", t=64, heads=1):
         ({"h": 80}, HOPPER, "head dim 80"),
         ({"dtype": "float32"}, HOPPER, "keys of float32"),
         ({"t": 1 << 20, "heads": 32}, HOPPER, "keys of 2147483648 elements"),
-        ({}, ("NVIDIA A100-SXM4-40GB", 108, "gpu"), r"no Hopper \(NVIDIA A100"),
+        ({}, ("NVIDIA A100-SXM4-40GB", 108, "gpu"), r"not a Hopper \(NVIDIA A100"),
     ],
 )
 def test_refusals(op, sizes, where, why):

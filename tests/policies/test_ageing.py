@@ -230,7 +230,13 @@ class Machine4(Machine):
     slack = 2 / 7
 
 
-@pytest.mark.parametrize(("machine", "examples"), [(Machine, 16), (Machine4, 5)], ids=["int8", "int4"])
+@pytest.mark.parametrize(
+    ("machine", "examples"),
+    [
+        pytest.param(Machine, 16, id="int8"),
+        pytest.param(Machine4, 5, id="int4", marks=pytest.mark.slow),
+    ],
+)
 def test_random_tokens_are_where_the_oracle_says(machine, examples):
     done.clear()
     run_state_machine_as_test(
