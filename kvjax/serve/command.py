@@ -12,7 +12,7 @@ from typing import Any
 from kvjax.cli import InputError, check_alone
 from kvjax.decode import Remark
 from kvjax.loading import LanguageModel, load
-from kvjax.serve.answer import answer
+from kvjax.serve.answer import DEFAULT_TOKENS, answer
 from kvjax.serve.arguments import Options, settled
 from kvjax.serve.chat import chat
 from kvjax.weights import find
@@ -30,8 +30,11 @@ def run(options: Options) -> None:
         if prompt is None:
             _check_chat(options)
         model = load_model(options.model, options.dtype, options.mesh)
+        text, source = prompt or ("", "")
+        ids = _encoded(model, text, source) if prompt else []
         if options.auto:
-            options, reason = settled(options, model)
+            new = options.max_new_tokens or DEFAULT_TOKENS
+            options, reason = settled(options, model, prompt=len(ids) if prompt else None, answer=new)
             _print_note(reason)
         learned = find(options.policy, model, options.weights)
         for remark in learned.remarks:
@@ -41,13 +44,6 @@ def run(options: Options) -> None:
         if prompt is None:
             chat(model, options)
             return
-        text, source = prompt
-        try:
-            ids = model.text.encode(text)
-        except ValueError as error:
-            raise InputError(f"{source}: {error}") from None
-        if not ids:
-            raise InputError(f"{source} has no token. Give some text.")
 
         def write(piece: str) -> None:
             if not options.json:
@@ -59,6 +55,17 @@ def run(options: Options) -> None:
         else:
             print(flush=True)
             print(done.summary(), file=sys.stderr)
+
+
+def _encoded(model: LanguageModel, text: str, source: str) -> list[int]:
+    """Token ids of a prompt, of which ``source`` says where it is from."""
+    try:
+        ids = model.text.encode(text)
+    except ValueError as error:
+        raise InputError(f"{source}: {error}") from None
+    if not ids:
+        raise InputError(f"{source} has no token. Give some text.")
+    return ids
 
 
 @contextlib.contextmanager

@@ -27,8 +27,8 @@ from kvjax.eval.tasks.data import Data
 from kvjax.loading import LanguageModel
 from studies import processor
 from studies.gvote import proxy
-from studies.gvote.shares import shares
 from studies.gvote.proxy import FUTURE, Agreement
+from studies.gvote.shares import shares
 
 PS = (0.95, 0.8, 0.85, 0.9, 0.99)
 COUNTS = (1, 2, 4, 8, 16, 32)
