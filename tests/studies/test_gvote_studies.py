@@ -9,12 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
+from eval_rows import changed, row
 
 import kvjax
 from kvjax import decode, metrics
 from kvjax.algebra import Observation
 from kvjax.policies.gvote import Votes
-from studies.gvote import commands, proxy, shares
+from studies.gvote import commands, proxy, shares, tables
 
 TEXT = tiny.prompt(120, 4)
 PROMPT = TEXT[: 120 - proxy.FUTURE]
@@ -119,3 +120,21 @@ def test_the_p_of_a_share_is_where_a_growing_function_reaches_it():
     assert abs(p - 0.3**0.5) < 2e-3
     assert reached == p**2
     assert shares.solve(lambda p: 0.5 + p / 100, 0.2)[0] < 0.01, "the nearest, where none is that small"
+
+
+def test_tables_tell_ranking_from_counting_and_count_tasks_alike():
+    def at(policy, task, scores, heads):
+        shown = row(policy, scores, told=True, protocol="aware")
+        return changed(shown, cell={"task": task}, heads=heads, kept_fraction=float(np.mean(heads)))
+
+    rows = [
+        at("gvote(0.95, samples=64) + uniform(0.3)", "niah", [1.0] * 4, [[0.3, 0.3]]),
+        at("gvote(0.95, samples=64) + uniform(0.3)", "vt", [0.0] * 8, [[0.3, 0.3]]),
+        at("gvote(0.95)", "niah", [1.0, 0.0], [[0.2, 0.6]]),
+        at("gvote(0.95)", "vt", [1.0, 1.0], [[0.4, 0.8]]),
+    ]
+    lines = list(tables.text(rows))
+    who, counted = (lines.index(f"### {title}") for title in (tables.WHO, tables.COUNTED))
+    assert "`gvote(0.95, samples=64) + uniform(0.3)` | 30.0 | 50.0 (" in "\n".join(lines[who:counted])
+    assert "| `gvote(0.95)` | 50.0 | 75.0 (" in lines[counted + 2]
+    assert lines[-1].endswith("| `gvote(0.95)` | 30 70 |")

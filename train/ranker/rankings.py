@@ -105,9 +105,9 @@ def projected_rank(
     """Differentiable ranks from 0: -score / temperature projected onto the permutations' convex hull (L2).
 
     Blondel et al., Fast Differentiable Sorting and Ranking, https://arxiv.org/abs/2002.08871. With z in falling
-    order s and the ranks in falling order w, the projection is z less the decreasing regression of s - w, in
-    z's order. The regression's derivative is a mean over each of its blocks. Tokens that are no candidates get
-    any number.
+    order s, and the ranks in falling order w, the projection is z less the decreasing regression of s - w in
+    the order of z. The regression's derivative is a mean over each of its blocks. Tokens that are no candidates
+    get any number.
     """
     *lead, t = score.shape
     z = jnp.where(candidates, -score / temperature, 0.0)
