@@ -97,7 +97,7 @@ def make_loss(model: distill.GatedModel, settings: Settings, frozen: Params) -> 
 def _measure(
     model: distill.GatedModel, tau: float, frozen: Params, params: Params, tokens: Array
 ) -> dict[str, Array]:
-    """Distillation loss under soft gates and under thresholded ones with sinks; mean gate; share of open ones."""
+    """Distillation loss under soft gates, and thresholded ones with sinks; mean gate, share of open ones."""
     teacher = distill.teacher_states(model, frozen, tokens)
     soft, z = _student(model, frozen, params, tokens)
     hard, _ = _student(model, frozen, params, tokens, tau)

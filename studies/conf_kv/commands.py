@@ -178,7 +178,7 @@ def _search(work: StudyInput) -> dict[str, Any]:
 
 
 def _alpha(work: StudyInput) -> dict[str, Any]:
-    """The first token has the highest mass and no recency: without sinks it stays where alpha is large enough."""
+    """Without sinks the first token, of the highest mass and no recency, stays where alpha is large."""
     rule = work.scale.rule(work.threshold)
     rules = {f"alpha {a:g}": dataclasses.replace(rule, alpha=a) for a in schedules.CURVE}
     entries = schedules.grid(work.stage, rules, work.constants, work.say)

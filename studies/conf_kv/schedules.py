@@ -215,8 +215,8 @@ def sweep(base: Rule) -> dict[str, Rule]:
 def cliff(share: float) -> float:
     """The alpha below which the first token goes when a prompt is cut to that share of its tokens.
 
-    It has the highest mass and no recency: its score is alpha. The last token that would stay by recency alone
-    scores (1 - alpha) (1 - share).
+    It has the highest mass and no recency: its score is alpha. The last token that would stay by recency
+    alone scores (1 - alpha) (1 - share).
     """
     return (1 - share) / (2 - share)
 

@@ -68,8 +68,8 @@ def _of_kind(rows: list[Row]) -> Iterator[str]:
     yield (
         f"Scores in %{books}. Mean: over the tasks that the full cache answers (others: *), {named}. Read: "
         "tokens a KV head and step in those, question and answer with them; φ: charged to one step, the "
-        "paper's count; to choose: what the selection looks at besides. Nats: a token of the reference answers "
-        "of the same tasks, more than the full cache's, paired. RULER's cwe and fwe, whose answers depend on "
+        "paper's count; to choose: what the selection looks at besides. Nats: a token of the reference "
+        "answers, more than the full cache's, paired. RULER's cwe and fwe, whose answers depend on "
         "diffuse attention, are missing: this model does not answer them."
     )
     yield ""

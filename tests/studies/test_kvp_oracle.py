@@ -16,11 +16,19 @@ LENGTHS, ANSWER = (52, 45), 9
 SAMPLES = [
     (
         Sample(context="", answer=""),
-        Encoded(context=tiny.prompt(n, seed), question=[3, 4], prefix=[5],
-                answer=tiny.prompt(ANSWER, 9 + seed), needed=np.zeros(n, bool), scored=np.zeros(ANSWER, int), labels=(), bytes=1),
+        Encoded(
+            context=tiny.prompt(n, seed),
+            question=[3, 4],
+            prefix=[5],
+            answer=tiny.prompt(ANSWER, 9 + seed),
+            needed=np.zeros(n, bool),
+            scored=np.zeros(ANSWER, int),
+            labels=(),
+            bytes=1,
+        ),
     )
     for seed, n in enumerate(LENGTHS)
-]  # fmt: skip
+]
 
 
 def attention(ids: list[int]) -> list[np.ndarray]:

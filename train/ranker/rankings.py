@@ -104,10 +104,10 @@ def projected_rank(
 ) -> Float[Array, "... T"]:
     """Differentiable ranks from 0: -score / temperature projected onto the permutations' convex hull (L2).
 
-    Blondel et al., Fast Differentiable Sorting and Ranking, https://arxiv.org/abs/2002.08871. With z in falling
-    order s, and the ranks in falling order w, the projection is z less the decreasing regression of s - w in
-    the order of z. The regression's derivative is a mean over each of its blocks. Tokens that are no candidates
-    get any number.
+    Blondel et al., Fast Differentiable Sorting and Ranking, https://arxiv.org/abs/2002.08871. With z in
+    falling order s, and the ranks in falling order w, the projection is z less the decreasing regression of
+    s - w in the order of z. The regression's derivative is a mean over each of its blocks. Tokens that are no
+    candidates get any number.
     """
     *lead, t = score.shape
     z = jnp.where(candidates, -score / temperature, 0.0)

@@ -195,23 +195,21 @@ MOST = 25
 
 
 def table_of(results: Results, head_dim: int) -> str:
-    """The front at the two greatest lengths, question unseen, by length and bytes; the best ``MOST`` of it.
+    """The front, question unseen, by length and bytes.
 
-    Left out first are policies whose interval reaches down to the score of one of fewer bytes.
+    Of more than ``MOST`` points, those that gain most over the one before stay.
     """
     by_key = {key: group for key, group in points(results, head_dim).items() if key[1] != "aware"}
-    lengths = sorted({length for length, _ in by_key})[-2:]
-    lines: list[tuple[bool, list[Any]]] = []
-    for (length, _), group in by_key.items():
-        reached = -1.0
-        for p in front([p for p in group if beats_window(p, group)]) if length in lengths else []:
-            lines.append(
-                (p.low <= reached, [length, f"`{p.name}`", f"{100 * p.share:.1f} %", p.tasks,
-                                    f"{p.score:.1f} ({p.low:.1f} … {p.high:.1f})"])
-            )  # fmt: skip
-            reached = max(reached, p.score)
-    clear = [line for doubtful, line in lines if not doubtful]
-    shown = [line for _, line in lines] if len(lines) <= MOST else clear[:MOST]
+    lines: list[tuple[float, list[Any]]] = []
+    for length, protocol in sorted(by_key):
+        group, before = by_key[length, protocol], 0.0
+        for p in front([p for p in group if beats_window(p, group)]):
+            score = f"{p.score:.1f} ({p.low:.1f} … {p.high:.1f})"
+            line = [length, f"`{p.name}`", f"{100 * p.share:.1f} %", p.tasks, score]
+            lines.append((p.score - before, line))
+            before = p.score
+    least = sorted((gain for gain, _ in lines), reverse=True)[:MOST][-1:]
+    shown = [line for gain, line in lines if least and gain >= least[0]][:MOST]
     return table.markdown(["length", "policy", "bytes", "tasks", "score, % (95 %)"], shown)
 
 
