@@ -3,8 +3,8 @@
 python -m studies.kvp.dialogues --out runs/ranker/sgd/documents
 python -m train.traces --config configs/ranker/sgd.yaml
 
-The data pack's training split: other dialogues than those of ``dialogue_ppl``, joined and written as there until
-a document is long enough. A study: the data's licence (CC BY-SA 4.0) bars shipping the ranker.
+Other dialogues than those of ``dialogue_ppl`` (the data pack's training split), joined and written as there
+until a document is long enough. A study: the data's licence (CC BY-SA 4.0) bars shipping the ranker.
 """
 
 from __future__ import annotations
