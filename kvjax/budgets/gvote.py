@@ -65,8 +65,10 @@ class Ballot:
     With ``samples=inf`` nobody draws. Queries are a Gaussian, the image of the hidden states' Gaussian (taken
     at its mean where the model's projection is not linear); a key's weight is E exp(q k / sqrt(H)) in closed
     form. That is the limit of the voters' mean exponentials, and not of their votes: infinitely many voters
-    would name every token. Each query head names its b heaviest keys; the eviction ranks by the shares of the
-    weights, mean over a group's heads. The closed form leaves out the model's bound on scores (``softcap``).
+    would name every token. Each query head names its b heaviest keys. The eviction keeps the ``sinks`` before
+    all others and ranks those by their shares of the weight behind the sinks, mean over a group's heads: with
+    the sinks in the shares a head that mostly looks at them would have no say. The closed form leaves out the
+    model's bound on scores (``softcap``).
 
     Attributes:
       p: each voter votes for as many keys as the last real query needs to hold this share of its attention.
@@ -77,7 +79,8 @@ class Ballot:
       queries: real queries at the prompt's end; their numbers of keys are averaged, and rounded up. The paper
         takes the last one.
       nucleus: whose attention ``p`` is a share of: the ``last`` real queries', or with ``samples=inf`` the
-        ``expected`` one.
+        ``expected`` one behind the sinks.
+      sinks: first tokens, with ``samples=inf`` only; see above.
 
     Raises:
       PolicyError: ``nucleus=expected`` with drawn voters, or with several queries.
@@ -90,8 +93,9 @@ class Ballot:
         "seed": Whole(0, "seed", 2**32 - 1),
         "queries": Whole(1, "number of queries"),
         "nucleus": Whose(),
+        "sinks": Whole(),
     }
-    traced: ClassVar[tuple[str, ...]] = ("p", "seed")
+    traced: ClassVar[tuple[str, ...]] = ("p", "seed", "sinks")
     sizes: ClassVar[tuple[str, ...]] = ("p", "samples")
     needs: ClassVar[frozenset[str]] = frozenset({"k", "q", "q_last", "hidden"})
     name: ClassVar[str] = "gvote"
@@ -101,6 +105,7 @@ class Ballot:
     seed: int = 0
     queries: int = 1
     nucleus: str = "last"
+    sinks: int = 4
 
     def __post_init__(self) -> None:
         super().__post_init__()  # type: ignore[misc]  # that of Part
@@ -116,7 +121,7 @@ class Ballot:
             )
 
     def leaves(self) -> dict[str, Any]:
-        return {"p": float(self.p), "seed": np.uint32(self.seed)}
+        return {"p": float(self.p), "seed": np.uint32(self.seed), "sinks": self.sinks}
 
     def votes(self, observed: Observation) -> tuple[Int[Array, "B K T"], Float[Array, "B K T"]]:
         """``poll``, computed once for eviction and budget, which have the same arguments."""
@@ -141,11 +146,16 @@ class Ballot:
 
         if self.samples == ENDLESS:
             weight = jnp.where(seen, log_expectation(k, *self.expected_queries(observed)), -jnp.inf)
-            count = nucleus(weight, self.p) if self.nucleus == "expected" else self._count(observed, scores)
+            first = (observed.pos < self.sinks)[:, None, :]
+            behind = jnp.where(first[:, :, None], -jnp.inf, weight)
+            if self.nucleus == "expected":
+                named = best(behind, nucleus(behind, self.p))
+            else:
+                named = best(weight, self._count(observed, scores))
             # Logarithms: shares far below the best key's would all be 0 in float32.
-            share = weight - jax.nn.logsumexp(weight, axis=-1, keepdims=True)
-            score = jax.nn.logsumexp(share, axis=2) - math.log(share.shape[2])
-            return best(weight, count).sum(axis=2), jnp.where(admitted, score, -jnp.inf)
+            share = behind - jax.nn.logsumexp(behind, axis=-1, keepdims=True)
+            score = jnp.where(first, FIRST, jax.nn.logsumexp(share, axis=2) - math.log(share.shape[2]))
+            return named.sum(axis=2), jnp.where(admitted, score, -jnp.inf)
         count = self._count(observed, scores)
 
         def vote(

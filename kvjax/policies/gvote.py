@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 class Votes(Ballot, Eviction):
     """Score = votes of the sampled queries and the heads of a group; among equals, their mean attention.
 
-    With ``samples=inf``: the logarithm of the expected attention, mean over the heads of a group.
+    With ``samples=inf``: the logarithm of the expected attention behind the sinks, mean over a group's heads.
     """
 
     name = "gvote"

@@ -179,14 +179,14 @@ def endless(row: int, ballot: Voted | Votes, *, turned=True) -> tuple[np.ndarray
     counts, near = None, np.inf
     if ballot.nucleus == "last":
         counts, near = oracle.mean_count(keys, rows.Q[row, :, :n], ballot.p, ballot.queries)
-    named, attention, margin = oracle.expected(weight, counts, ballot.p, rows.K)
+    named, attention, margin = oracle.expected(weight, counts, ballot.p, rows.K, ballot.sinks)
     assert min(margin, near) > 1e-5
     return named, attention
 
 
 @pytest.mark.parametrize("turn", [TURN, None])
 def test_the_expected_attention_is_the_closed_form_of_the_draws(turn):
-    eviction = Votes(samples="inf", ahead=7)
+    eviction = Votes(samples="inf", ahead=7, sinks=3)
     for padding in (9.0, np.nan):
         seen = prompts(padding, turn=turn)
         admitted = jnp.broadcast_to(seen.pos[:, None] >= 0, rows.KEYS.shape[:3])
@@ -194,7 +194,8 @@ def test_the_expected_attention_is_the_closed_form_of_the_draws(turn):
         actual = np.asarray(jax.jit(functools.partial(eviction.score_prompt, None))(seen))
         for row, length in enumerate(rows.LENGTHS):
             _, right = endless(row, eviction, turned=turn is not None)
-            np.testing.assert_allclose(actual[row, :, :length], np.log(right), rtol=2e-4, atol=2e-4)
+            assert (actual[row, :, : min(3, length)] == FIRST).all()
+            np.testing.assert_allclose(actual[row, :, 3:length], np.log(right[:, 3:]), rtol=2e-4, atol=2e-4)
             assert (actual[row, :, length:] == -np.inf).all()
 
 
@@ -217,6 +218,7 @@ def test_the_closed_form_is_where_the_draws_exponentials_tend():
         {"p": 0.6, "samples": "inf", "ahead": 7},
         {"p": 0.9, "samples": "inf", "ahead": 1, "queries": 5},
         {"p": 0.7, "samples": "inf", "ahead": 7, "nucleus": "expected"},
+        {"p": 0.7, "samples": "inf", "ahead": 7, "nucleus": "expected", "sinks": 0},
         {"p": 1.0, "samples": "inf", "ahead": 7, "nucleus": "expected"},
     ],
 )
@@ -226,7 +228,9 @@ def test_infinitely_many_voters_keep_as_many_as_they_name_of_the_most_expected(b
     for row in range(len(rows.LENGTHS)):
         named, attention = endless(row, policy.budget)
         for h, bit in enumerate(bits[row]):
-            order = np.argsort(-attention[h], kind="stable")[: (named[h] > 0).sum()]
+            first = np.arange(len(named[h])) < policy.budget.sinks
+            stay = np.where(first, np.inf, attention[h])
+            order = np.argsort(-stay, kind="stable")[: ((named[h] > 0) | first).sum()]
             assert kept(bit) == sorted(order.tolist())
 
 

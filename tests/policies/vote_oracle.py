@@ -105,31 +105,36 @@ def log_expectations(
 
 
 def expected(
-    weight: np.ndarray, counts: np.ndarray | None, p: float, heads: int
+    weight: np.ndarray, counts: np.ndarray | None, p: float, heads: int, sinks: int
 ) -> tuple[np.ndarray, np.ndarray, float]:
     """What infinitely many voters name.
 
     Args:
       weight: [N, T] logarithms.
-      counts: [N] keys that a head names; None: the fewest that hold ``p`` of its weight.
+      counts: [N] keys that a head names; None: the fewest that hold ``p`` of its weight behind the sinks.
       p: nucleus.
       heads: K.
+      sinks: first tokens, which have no share.
 
     Returns:
       votes [K, T], expected attention [K, T], margin as in ``ballots``.
     """
-    share = np.stack([softmax(w) for w in weight])
+    share = np.zeros(weight.shape)
+    if weight.shape[1] > sinks:
+        share[:, sinks:] = np.stack([softmax(w[sinks:]) for w in weight])
     group, margin = len(weight) // heads, np.inf
     votes = np.zeros((heads, weight.shape[1]), int)
     for n, w in enumerate(weight):
+        first = 0
         if counts is None:
-            b = nucleus(share[n], p)
+            first = min(sinks, len(w))
+            b = nucleus(share[n, first:], p) if first < len(w) else 0
             margin = min(margin, np.abs(np.cumsum(np.sort(share[n])[::-1]) - p).min()) if p < 1 else margin
         else:
             b = counts[n]
-        order = sorted(range(len(w)), key=lambda t: (-w[t], t))
+        order = sorted(range(first, len(w)), key=lambda t: (-w[t], t))
         votes[n // group, order[:b]] += 1
-        if b < len(w):
+        if 0 < b < len(order):
             margin = min(margin, w[order[b - 1]] - w[order[b]])
     return votes, share.reshape(heads, group, -1).mean(axis=1), margin
 
