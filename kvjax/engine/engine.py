@@ -190,8 +190,9 @@ class Engine:
         """The request as the engine's thread takes it; everything about it is checked here, once."""
         check_numbers(request)
         tokens = {"prompt": len(request.prompt), "answer": request.max_new_tokens}
-        asks = request.policy is not None
-        policy = decode.read_policy(request.policy, self._model, **tokens) if asks else self._policy
+        policy = self._policy
+        if request.policy is not None:
+            policy = decode.read_policy(request.policy, self._model, **tokens)
         learned = self._learned(request, policy)
         ids = decode.read_ids("Request(prompt=...)", self._model, request.prompt)
         if request.context is not None:

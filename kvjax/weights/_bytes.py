@@ -37,7 +37,7 @@ def _head(policy: Policy, network: Network, dtype: Any, tokens: int, slots: floa
     """Of one KV head."""
     h, own, storage = network.head_dim, jnp.dtype(dtype), policy.storage
     window = min(policy.window(tokens), tokens)
-    total = window * (_slot(policy, h, own) + 1)
+    total: float = window * (_slot(policy, h, own) + 1)
     if not policy.paged(tokens):
         return total
     paged = max(min(slots, tokens) - window, 0)

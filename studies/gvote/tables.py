@@ -53,9 +53,12 @@ def scores(rows: Sequence[Row]) -> Iterator[str]:
     Every task counts alike. A cell has the score in % (text: perplexity), then the tokens kept in %.
     """
     tasks = list(dict.fromkeys(row.cell.task for row in rows))
+    by_samples = sorted(
+        rows, key=lambda row: row.cell.samples
+    )  # of a policy's cells the one with most counts
     lines = []
     for policy in dict.fromkeys(row.cell.policy for row in rows):
-        own = {row.cell.task: row for row in rows if row.cell.policy == policy}
+        own = {row.cell.task: row for row in by_samples if row.cell.policy == policy}
         cells = [
             f"{table.value(own[task]):.1f} / {100 * own[task].kept_fraction:.0f}" if task in own else "–"
             for task in tasks

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -186,9 +187,24 @@ def test_heads_are_judged_on_no_sequence_of_the_traces(config, tiny_folder, monk
     assert len(stored | {tuple(one) for one in seen}) == len(stored) + 3
 
 
+def test_samples_of_tasks_end_in_their_answer(config, tiny_folder):
+    tree = yaml.safe_load(config.read_text())
+    tree["silence"] |= {"sequences": 8, "tasks": ["vt"]}
+    tree["traces"] |= {"lengths": [408], "shares": [1]}
+    tree["target"] |= {"prompts": [400]}
+    chosen, model = settings.parse(tree), kvjax.load(tiny_folder)
+    drawn = list(silence.samples(chosen, model))
+    assert 0 < len(drawn) <= 2
+    for tokens in drawn:
+        assert len(tokens) == 408
+        assert tokens[0] == model.text.encode("")[0]
+        assert re.search(r"VAR|variables", model.text.decode(tokens[-200:].tolist()))
+
+
 @pytest.mark.parametrize(
     ("name", "change", "words"),
     [
+        ("silence", {"tasks": ["no-such"]}, "silence.tasks"),
         ("silence", {"sequences": 0}, "silence.sequences"),
         ("silence", {"retrieved": []}, "silence.retrieved"),
         ("silence", {"retrieved": [1.0]}, "silence.retrieved"),

@@ -79,6 +79,14 @@ class Target:
         require(policy.completion.idle, "target.policy", self.policy, "has a φ already. Leave it out.")
 
 
+def _task(name: str) -> str:
+    """The name of an evaluation's task."""
+    from kvjax.eval import tasks
+
+    require(name in tasks.tasks(), "silence.tasks", name, "is no task of kvjax.eval.")
+    return name
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Silence:
     """Leaves φ out of the query heads whose output it does not improve, after the training."""
@@ -86,6 +94,9 @@ class Silence:
     sequences: int = option(16, "that decide; held out, and none of those that traces hold")
     retrieved: tuple[float, ...] = option(
         (0.02,), "shares of the prompt that are read beside the maps; φ must help a head at each", type=SHARE
+    )
+    tasks: tuple[str, ...] = option(
+        (), "of ``kvjax.eval``, whose samples decide, too: a quarter as many of each", type=_task
     )
 
 

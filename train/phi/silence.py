@@ -6,7 +6,8 @@ read without φ. The maps of keys stay, for the other heads of the group.
 
 A head is judged by its error after the output projection W_o: the relative error of a head with a large
 output may be small and still harm. It is judged on rows that end in a question and its answer, apart in the
-haystack and at the answer, by the mean and by the worst row: what harms few rows harms those.
+haystack and at the answer, by the mean and by the worst row: what harms few rows harms those. Other text may
+silence other heads: samples of evaluation tasks can decide, too, of a seed that nothing is reported on.
 
 The heads are chosen on held-out sequences that come after those of the traces, so that neither checks nor
 studies read the same ones.
@@ -15,6 +16,7 @@ studies read the same ones.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -23,6 +25,9 @@ import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
+from kvjax.eval import tasks
+from kvjax.eval.measure import runner
+from kvjax.eval.tasks.data import find as find_data
 from kvjax.types import Params
 from kvjax.weights import find
 from train import trace_rows
@@ -33,7 +38,7 @@ from train.phi.settings import Settings
 from train.traces import describe, trace
 
 if TYPE_CHECKING:
-    from jaxtyping import Bool, Float
+    from jaxtyping import Bool, Float, Int
 
     from kvjax.loading import LanguageModel
 
@@ -41,6 +46,10 @@ if TYPE_CHECKING:
 PLACES = ("haystack", "answer")
 ANSWER = 24
 """Tokens at the end of a row that are its answer and the end of its question."""
+
+
+SEED, MARGIN = 9, 64
+"""Seed of samples, and how much longer they are drawn: room for what may be written behind the answer."""
 
 
 class HeadErrors(NamedTuple):
@@ -58,7 +67,7 @@ class HeadErrors(NamedTuple):
 
 
 def sequences(settings: Settings, model: LanguageModel) -> Iterator[dict[str, np.ndarray]]:
-    """``silence.sequences`` newly traced batches of one whole row (``batches.assembled``).
+    """Newly traced batches of one row (``batches.assembled``): ``silence.sequences`` of them, then samples.
 
     Every token behind the prompt is a query.
 
@@ -78,16 +87,29 @@ def sequences(settings: Settings, model: LanguageModel) -> Iterator[dict[str, np
     every = dataclasses.replace(settings.target, queries=settings.target.reach)
     settings = dataclasses.replace(settings, target=every)
     learned = None if policy is None else find(policy, model, settings.target.weights or None)
-    index = len(manifest.lengths)
-    for _ in tqdm(range(silence.sequences), unit="sequence", mininterval=5):
-        tokens = drawn.draw(index)[1]
+    first = len(manifest.lengths)
+    rows = (drawn.draw(first + i)[1] for i in range(silence.sequences))
+    every_row = itertools.chain(rows, samples(settings, model))
+    for index, tokens in enumerate(tqdm(every_row, unit="sequence", mininterval=5), start=first):
         lost = None
         if policy is not None and learned is not None:
             lost = dropped.of_prompt(policy, model, learned.weights, tokens[: settings.prompt])
         rng = np.random.default_rng((base.seed, 7, index))
         row = batches.of_sequence(manifest, settings, trace(model, manifest, tokens), lost, rng)
         yield {name: value[None] for name, value in row.items()}
-        index += 1
+
+
+def samples(settings: Settings, model: LanguageModel) -> Iterator[Int[np.ndarray, " T"]]:
+    """The last tokens of samples of ``silence.tasks``, behind the first one; too short ones are left out."""
+    silence = settings.silence
+    assert silence is not None  # the caller has checked
+    count, length = max(1, silence.sequences // 4), settings.tokens + MARGIN
+    for name in silence.tasks:
+        task = tasks.tasks()[name]
+        for _, e in runner.draw(task, model, find_data(), length=length, seed=SEED, count=count):
+            ids = [*e.context, *e.question, *e.prefix, *e.answer]
+            if len(ids) >= settings.tokens:
+                yield np.asarray([ids[0], *ids[len(ids) - settings.tokens + 1 :]], np.int32)
 
 
 def head_errors(settings: Settings, model: LanguageModel, layers: Sequence[Params]) -> HeadErrors:

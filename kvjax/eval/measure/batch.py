@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import zlib
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -104,7 +104,7 @@ def run(
     filled = _filled(samples, rows)
     heads, tails = zip(*_split(filled, protocol))
     # Policies that draw (``gvote``) draw anew for each sample, and alike in every cell about it.
-    draws = {"weights": weights, "seeds": [seed_of(encoded) for _, encoded in filled]}
+    draws: dict[str, Any] = {"weights": weights, "seeds": [seed_of(encoded) for _, encoded in filled]}
     if reading is not None:
         compressed, _ = decode.cut(model, policy, reading, **draws)
     else:
