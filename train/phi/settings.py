@@ -79,12 +79,14 @@ class Target:
         require(policy.completion.idle, "target.policy", self.policy, "has a φ already. Leave it out.")
 
 
-def _task(name: str) -> str:
-    """The name of an evaluation's task."""
+def _tasks(names: Any) -> tuple[str, ...]:
+    """The names of an evaluation's tasks."""
     from kvjax.eval import tasks
 
-    require(name in tasks.tasks(), "silence.tasks", name, "is no task of kvjax.eval.")
-    return name
+    require(isinstance(names, list), "silence.tasks", names, "is not a list of names.")
+    for name in names:
+        require(name in tasks.tasks(), "silence.tasks", name, "is not a task of kvjax.eval.")
+    return tuple(names)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -96,7 +98,7 @@ class Silence:
         (0.02,), "shares of the prompt that are read beside the maps; φ must help a head at each", type=SHARE
     )
     tasks: tuple[str, ...] = option(
-        (), "of ``kvjax.eval``, whose samples decide, too: a quarter as many of each", type=_task
+        (), "of ``kvjax.eval``, whose samples decide, too: a quarter as many of each", type=_tasks
     )
 
 
