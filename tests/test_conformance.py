@@ -54,6 +54,7 @@ SLOW = (
     "full",
     "gvote(0.5, samples=2, ahead=8)",
     "gvote(0.5, samples=2, ahead=8) + uniform(24) + sinks(2)",
+    "gvote(0.5, samples=inf, ahead=8)",
     "h2o(None) + uniform(24)",
     "h2o(8) + uniform(21, when=every_step) + sinks(2)",
     "int8(16)",

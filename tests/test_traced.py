@@ -38,6 +38,7 @@ NEIGHBOURS = {
     "snapkv(8) + ada(0.5)": "snapkv(8) + ada(0.49, floor=0.25)",
     "snapkv(8) + pyramid(0.5)": "snapkv(8) + pyramid(0.495, slope=1.98)",
     "gvote(0.6, samples=2, ahead=8)": "gvote(0.61, samples=2, ahead=8, seed=5)",
+    "gvote(0.6, samples=inf, ahead=8)": "gvote(0.61, samples=inf, ahead=8, sinks=3)",
     "kvp(2, recent=8) + uniform(0.5)": "kvp(3, recent=8) + uniform(0.48)",
     "kvp(2, recent=8) + uniform(23, every_step)": "kvp(1, recent=8) + uniform(22, every_step)",
     "conf_kv(recent=8) + confidence(20, loose=31)": "conf_kv(0.4, gamma=0.9, recent=8)"

@@ -35,6 +35,7 @@ class GatedModel:
       spec: the backbone; all its layers attend fully.
       layout: the mesh of all arrays.
       window: W, the latest keys, which no gate touches.
+      sinks: first keys, which thresholded gates leave open, as ``sinks(n)`` does when served.
       eps: what a closed gate leaves.
       remat: keep only the residual stream of each layer for the backward pass and recompute the rest.
       impl: of the attention kernel.
@@ -43,6 +44,7 @@ class GatedModel:
     spec: ModelSpec
     layout: Layout
     window: int
+    sinks: int = 0
     eps: float = 1e-6
     remat: bool = False
     impl: str | None = None
@@ -80,7 +82,10 @@ def gated_layer(
 
     def attend(leaves: Params, x: Heads) -> tuple[Array, Array]:
         z = logits(leaves, jnp.swapaxes(x.k_pre, 1, 2), jnp.swapaxes(x.k, 1, 2))
-        log_gates = log_gate(z, model.eps) if threshold is None else hard_gate(z, threshold)
+        if threshold is None:
+            log_gates = log_gate(z, model.eps)
+        else:
+            log_gates = hard_gate(z, threshold).at[..., : model.sinks].set(0.0)
         return gated_attention(model, x, log_gates), z
 
     return attend

@@ -49,7 +49,7 @@ class Settings(TrainingSettings):
     )
     cost: Literal["paper", "window"] = option(REQUIRED, "of a token that is kept", flag="loss.cost")
     remat: bool = option(False, "as in ``distill``", flag="model.remat")
-    sinks: int = option(4, "first tokens that the streaming heads of ``train.duo`` keep", type=whole(0))
+    sinks: int = option(4, "first tokens that stay when served; checks keep them, too", type=whole(0))
     gate: Gate = option(Gate(), "see there")
     rate: Rate = option(Rate(), "see there", flag="optimizer")
     mesh: tuple[int, int] = option((1, 1), "sizes of the axes data and tensor", type=config.axes)

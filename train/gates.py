@@ -52,7 +52,13 @@ def gated_model(
         raise ConfigError(str(reason)) from reason
     gate = settings.gate
     return distill.GatedModel(
-        spec=spec, layout=layout, window=gate.window, eps=gate.eps, remat=settings.remat, impl=impl
+        spec=spec,
+        layout=layout,
+        window=gate.window,
+        sinks=settings.sinks,
+        eps=gate.eps,
+        remat=settings.remat,
+        impl=impl,
     )
 
 
@@ -91,7 +97,7 @@ def make_loss(model: distill.GatedModel, settings: Settings, frozen: Params) -> 
 def _measure(
     model: distill.GatedModel, tau: float, frozen: Params, params: Params, tokens: Array
 ) -> dict[str, Array]:
-    """Distillation loss under soft and under thresholded gates, the mean gate and the share that is kept."""
+    """Distillation loss under soft gates, and thresholded ones with sinks; mean gate, share of open ones."""
     teacher = distill.teacher_states(model, frozen, tokens)
     soft, z = _student(model, frozen, params, tokens)
     hard, _ = _student(model, frozen, params, tokens, tau)

@@ -24,7 +24,7 @@ from kvjax.algebra._arguments import MOST, Argument, Number, Switch, Whole
 from kvjax.algebra._budget import Budget, Every, Frame, Unlimited, When
 from kvjax.algebra._completion import Completion, Nothing, Visited
 from kvjax.algebra._errors import PolicyError
-from kvjax.algebra._eviction import Eviction, KeepRecent
+from kvjax.algebra._eviction import FIRST, Eviction, KeepRecent
 from kvjax.algebra._observation import OBSERVABLE, Observation
 from kvjax.algebra._part import Part
 from kvjax.algebra._policy import PLACES, Policy
@@ -33,6 +33,7 @@ from kvjax.algebra._storage import Native, Storage
 from kvjax.sharding.all_heads import HERE, AllHeads
 
 __all__ = [
+    "FIRST",
     "HERE",
     "MOST",
     "OBSERVABLE",

@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int
 
 
+FIRST = float(jnp.finfo(jnp.float32).max)
+"""Score of a token that an eviction keeps before all that it ranks; a budget that counts tokens counts it."""
+
+
 class Eviction(Part):
     """Which token goes when a KV head is over its target: the lowest score; ties keep the lowest position.
 

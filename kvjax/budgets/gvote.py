@@ -8,58 +8,127 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.algebra import Argument, Budget, Frame, Number, Observation, PolicyError, Whole
+from kvjax.algebra import FIRST, Argument, Budget, Frame, Number, Observation, PolicyError, Whole
 from kvjax.types import Project
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int
 
 EXACT = jax.lax.Precision.HIGHEST
+ENDLESS = "inf"
+"""``samples`` for the closed form in place of draws."""
+
+Scores = Callable[["Float[Array, 'B N H']"], "Float[Array, 'B K G T']"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Voters(Whole):
+    """A number of voters, or ``inf``."""
+
+    least: int = 1
+    what: str = "number of voters"
+
+    def accepts(self, value: Any) -> bool:
+        return value == ENDLESS or super().accepts(value)
+
+    @property
+    def expected(self) -> str:
+        return f"{super().expected}, or {ENDLESS}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Whose(Argument):
+    """Whose attention ``p`` is a share of."""
+
+    what: str = "attention"
+
+    def accepts(self, value: Any) -> bool:
+        return value in ("last", "expected")
+
+    @property
+    def expected(self) -> str:
+        return "last or expected"
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Ballot:
     """How a prompt votes: shared by the budget and the eviction called ``gvote``.
 
+    With ``samples=inf`` nobody draws. Queries are a Gaussian, the image of the hidden states' Gaussian (taken
+    at its mean where the model's projection is not linear); a key's weight is E exp(q k / sqrt(H)) in closed
+    form. That is the limit of the voters' mean exponentials, and not of their votes: infinitely many voters
+    would name every token. Each query head names its b heaviest keys. The eviction keeps the ``sinks`` before
+    all others and ranks those by their shares of the weight behind the sinks, mean over a group's heads: with
+    the sinks in the shares a head that mostly looks at them would have no say. The closed form leaves out the
+    model's bound on scores (``softcap``).
+
     Attributes:
       p: each voter votes for as many keys as the last real query needs to hold this share of its attention.
-      samples: number of voters (S), hidden states drawn from the prompt's Gaussian.
+      samples: number of voters (S), hidden states drawn from the prompt's Gaussian; or ``inf``.
       ahead: positions after the prompt over which the model's rotation is averaged (n_f). The paper gives no
         number; 64 is our choice (``python -m studies.gvote --study ahead``).
       seed: of the draws, combined with the request's own.
+      queries: real queries at the prompt's end; their numbers of keys are averaged, and rounded up. The paper
+        takes the last one.
+      nucleus: whose attention ``p`` is a share of: the ``last`` real queries', or with ``samples=inf`` the
+        ``expected`` one behind the sinks.
+      sinks: first tokens, with ``samples=inf`` only; see above.
+
+    Raises:
+      PolicyError: ``nucleus=expected`` with drawn voters, or with several queries.
     """
 
     arguments: ClassVar[Mapping[str, Argument]] = {
         "p": Number(0, 1, "share of attention", open="low"),
-        "samples": Whole(1, "number of voters"),
+        "samples": Voters(),
         "ahead": Whole(1, "number of positions"),
         "seed": Whole(0, "seed", 2**32 - 1),
+        "queries": Whole(1, "number of queries"),
+        "nucleus": Whose(),
+        "sinks": Whole(),
     }
-    traced: ClassVar[tuple[str, ...]] = ("p", "seed")
+    traced: ClassVar[tuple[str, ...]] = ("p", "seed", "sinks")
     sizes: ClassVar[tuple[str, ...]] = ("p", "samples")
-    needs: ClassVar[frozenset[str]] = frozenset({"k", "q_last", "hidden"})
+    needs: ClassVar[frozenset[str]] = frozenset({"k", "q", "q_last", "hidden"})
     name: ClassVar[str] = "gvote"
     p: float = 0.95
-    samples: int = 8
+    samples: int | str = 8
     ahead: int = 64
     seed: int = 0
+    queries: int = 1
+    nucleus: str = "last"
+    sinks: int = 4
+
+    def __post_init__(self) -> None:
+        super().__post_init__()  # type: ignore[misc]  # that of Part
+        if self.nucleus == "expected" and self.samples != ENDLESS:
+            raise PolicyError(
+                f"{self!r}: nucleus=expected takes the expected attention, and drawn voters have none. Write "
+                "samples=inf, or leave nucleus out."
+            )
+        if self.nucleus == "expected" and self.queries > 1:
+            raise PolicyError(
+                f"{self!r}: nucleus=expected looks at no real query, so queries={self.queries} says nothing. "
+                "Leave one of them out."
+            )
 
     def leaves(self) -> dict[str, Any]:
-        return {"p": float(self.p), "seed": np.uint32(self.seed)}
+        return {"p": float(self.p), "seed": np.uint32(self.seed), "sinks": self.sinks}
 
     def votes(self, observed: Observation) -> tuple[Int[Array, "B K T"], Float[Array, "B K T"]]:
         """``poll``, computed once for eviction and budget, which have the same arguments."""
         return observed.once(self.name, functools.partial(self.poll, observed))
 
     def poll(self, observed: Observation) -> tuple[Int[Array, "B K T"], Float[Array, "B K T"]]:
-        """Votes for each token by voters and query heads of a group, and their mean attention to it.
+        """Votes for each token by voters and query heads of a group, and the score that ranks it.
 
         Only tokens that may stay (``observed.admitted``) are counted, attended to and voted for.
         """
@@ -75,7 +144,19 @@ class Ballot:
             s = s if observed.softcap is None else observed.softcap * jnp.tanh(s / observed.softcap)
             return jnp.where(seen, s, -jnp.inf)
 
-        count = nucleus(scores(observed.q_last), self.p)
+        if self.samples == ENDLESS:
+            weight = jnp.where(seen, log_expectation(k, *self.expected_queries(observed)), -jnp.inf)
+            first = (observed.pos < self.sinks)[:, None, :]
+            behind = jnp.where(first[:, :, None], -jnp.inf, weight)
+            if self.nucleus == "expected":
+                named = best(behind, nucleus(behind, self.p))
+            else:
+                named = best(weight, self._count(observed, scores))
+            # Logarithms: shares far below the best key's would all be 0 in float32.
+            share = behind - jax.nn.logsumexp(behind, axis=-1, keepdims=True)
+            score = jnp.where(first, FIRST, jax.nn.logsumexp(share, axis=2) - math.log(share.shape[2]))
+            return named.sum(axis=2), jnp.where(admitted, score, -jnp.inf)
+        count = self._count(observed, scores)
 
         def vote(
             carry: tuple[Array, Array], q: Float[Array, "B N H"]
@@ -85,20 +166,60 @@ class Ballot:
 
         zeros = jnp.zeros((rows, heads, length), jnp.int32), jnp.zeros((rows, heads, length), jnp.float32)
         votes, share = jax.lax.scan(vote, zeros, self.voters(observed))[0]
-        return votes, jnp.where(admitted, share / self.samples, 0.0)
+        share = jnp.where(admitted, share / int(self.samples), 0.0)
+        return votes, votes + jnp.minimum(share, 0.999)
+
+    def _count(self, observed: Observation, scores: Scores) -> Int[Array, "B K G"]:
+        """b: keys that hold ``p`` of a real query's attention, mean over the last ``queries``."""
+        if self.queries == 1:
+            return nucleus(scores(observed.q_last), self.p)
+        at = jnp.arange(observed.k.shape[2])
+
+        def of_query(back: Int[Array, ""]) -> Int[Array, "B K G"]:
+            own = (observed.total - 1 - back)[:, None, None, None]
+            q = jnp.take_along_axis(observed.q, jnp.maximum(own, 0), axis=2)[:, :, 0]
+            s = jnp.where(at <= own, scores(q), -jnp.inf)
+            return jnp.where(own[..., 0] >= 0, nucleus(s, self.p), 0)
+
+        total = jax.lax.map(of_query, jnp.arange(self.queries)).sum(axis=0)
+        return -(-total // jnp.minimum(observed.total, self.queries)[:, None, None])
 
     def voters(self, observed: Observation) -> Float[Array, "S B N H"]:
         """Queries of hidden states drawn from each row's Gaussian, rotated by the mean rotation ahead."""
-        real = (observed.pos >= 0)[..., None]
-        count = jnp.maximum(real.sum(axis=1), 1)
-        hidden = jnp.where(real, observed.hidden.astype(jnp.float32), 0.0)
-        mean = hidden.sum(axis=1) / count
-        spread = jnp.sqrt((jnp.where(real, hidden - mean[:, None], 0.0) ** 2).sum(axis=1) / count)
+        mean, spread = self._gaussian(observed)
         drawn = mean[:, None] + spread[:, None] * self._noise(observed, mean.shape[-1])
         q = self._projection(observed)(drawn).astype(jnp.float32)
         turn = observed.rotation_ahead(self.ahead, q.shape[-1])
         q = q if turn is None else jnp.einsum("bsnh,bhi->bsni", q, turn, precision=EXACT)
         return jnp.swapaxes(q, 0, 1)
+
+    def expected_queries(
+        self, observed: Observation
+    ) -> tuple[Float[Array, "B N H"], Float[Array, "B N H H"]]:
+        """Mean and covariance of the queries that ``voters`` draws; its projection is taken at the mean."""
+        project = self._projection(observed)
+
+        def of_row(gaussian: tuple[Array, Array]) -> tuple[Array, Array]:
+            mean, spread = gaussian
+            q, along = jax.linearize(lambda x: project(x[None, None])[0, 0].astype(jnp.float32), mean)
+            moved = jax.vmap(along)(jnp.diag(spread))  # [D, N, H]
+            return q, jnp.einsum("dnh,dni->nhi", moved, moved, precision=EXACT)
+
+        mean, spread = jax.lax.map(of_row, self._gaussian(observed))
+        turn = observed.rotation_ahead(self.ahead, mean.shape[-1])
+        if turn is None:
+            return mean, spread
+        mean = jnp.einsum("bnh,bhi->bni", mean, turn, precision=EXACT)
+        return mean, jnp.einsum("bnhg,bhi,bgj->bnij", spread, turn, turn, precision=EXACT)
+
+    def _gaussian(self, observed: Observation) -> tuple[Float[Array, "B D"], Float[Array, "B D"]]:
+        """Mean and standard deviation of each channel of a row's hidden states."""
+        real = (observed.pos >= 0)[..., None]
+        count = jnp.maximum(real.sum(axis=1), 1)
+        hidden = jnp.where(real, observed.hidden.astype(jnp.float32), 0.0)
+        mean = hidden.sum(axis=1) / count
+        spread = jnp.sqrt((jnp.where(real, hidden - mean[:, None], 0.0) ** 2).sum(axis=1) / count)
+        return mean, spread
 
     def _noise(self, observed: Observation, width: int) -> Float[Array, "B S D"]:
         """Draws that depend only on the seed, the request's seed, the layer and the voter."""
@@ -108,7 +229,7 @@ class Ballot:
             key = jax.random.fold_in(jax.random.PRNGKey(self.seed), request)
             key = jax.random.fold_in(key, observed.layer)
             voter = jax.vmap(lambda s: jax.random.normal(jax.random.fold_in(key, s), (width,)))
-            return voter(jnp.arange(self.samples))
+            return voter(jnp.arange(int(self.samples)))
 
         return jax.vmap(row)(observed.seeds)
 
@@ -119,6 +240,24 @@ class Ballot:
                 "(Heads.project). Add one to the model, or use a policy without votes, such as snapkv."
             )
         return observed.project
+
+
+def log_expectation(
+    k: Float[Array, "B K T H"], mean: Float[Array, "B N H"], spread: Float[Array, "B N H H"]
+) -> Float[Array, "B K G T"]:
+    """log E exp(q k / sqrt(H)) of every key under its group's Gaussians."""
+    rows, heads, _, h = k.shape
+
+    def of_head(
+        gaussian: tuple[Array, Array],
+    ) -> Float[Array, "B K T"]:  # T * H numbers in memory, not G * T * H
+        mean, spread = gaussian
+        linear = jnp.einsum("bkh,bkth->bkt", mean, k, precision=EXACT)
+        half = jnp.einsum("bkhi,bkti->bkth", spread, k, precision=EXACT)
+        return linear * h**-0.5 + (half * k).sum(axis=-1) / (2 * h)
+
+    of_group = [jnp.moveaxis(x.reshape(rows, heads, -1, *x.shape[2:]), 2, 0) for x in (mean, spread)]
+    return jnp.moveaxis(jax.lax.map(of_head, (of_group[0], of_group[1])), 0, 2)
 
 
 def nucleus(s: Float[Array, "*B T"], p: float | Array) -> Int[Array, " *B"]:
@@ -157,10 +296,11 @@ def best(s: Float[Array, "*B T"], count: Int[Array, " *B"]) -> Bool[Array, "*B T
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Voted(Ballot, Budget):
-    """As many slots as tokens have a vote or are protected: another number for every row and KV head.
+    """As many slots as tokens have a vote or stay anyway: another number for every row and KV head.
 
-    The eviction decides which tokens stay; ``gvote`` written alone ranks by the same votes and keeps exactly
-    those tokens.
+    Those that stay anyway are the policy's protected tokens and the eviction's first ones (``FIRST``). The
+    eviction decides which tokens stay; ``gvote`` written alone ranks by the same votes and, where voters are
+    drawn, keeps exactly those tokens.
     """
 
     name = "gvote"
@@ -173,4 +313,4 @@ class Voted(Ballot, Budget):
         assert scores is not None
         assert frame.observed is not None
         votes, _ = self.votes(frame.observed)
-        return ((votes > 0) | (scores == jnp.inf)).sum(axis=-1)
+        return ((votes > 0) | (scores >= FIRST)).sum(axis=-1)

@@ -203,11 +203,16 @@ def check_space(call: str, network: Network, state: KVState, more: np.ndarray) -
 # --- policies ------------------------------------------------------------------------------------
 
 
-def read_policy(spec: Policy | str, model: Weighted) -> Policy:
-    """The policy of a spec on this model; warns (``Remark``) which one ``auto(...)`` chose."""
+def read_policy(spec: Policy | str, model: Weighted, *, prompt: int | None = None, answer: int = 0) -> Policy:
+    """The policy of a spec on this model; warns (``Remark``) which one ``auto(...)`` chose.
+
+    Args:
+      spec, model: as in ``prefill``.
+      prompt, answer: tokens of the longest row, for ``auto(64MiB)``; None: as long as the model allows.
+    """
     if not isinstance(spec, str) or not is_auto(spec):
         return catalogue.policy(spec)
-    policy, reason = chosen(spec, model)
+    policy, reason = chosen(spec, model, prompt=prompt, answer=answer)
     warnings.warn(reason, Remark, stacklevel=1)
     return policy
 

@@ -81,14 +81,14 @@ def generate(
       RequestError, MeshError: as in ``prefill``, and when prompt and new tokens exceed the model's context.
       WeightsError: a policy that learns, and no weights that fit.
     """
-    policy = read_policy(policy, model)
-    weights = weights_for(policy, model) if weights is None else weights
     if max_new_tokens < 1:
         raise RequestError(f"generate(max_new_tokens={max_new_tokens}) writes nothing. Give 1 or more.")
     rows, most = read_prompts("generate", model, prompts), model.network.max_positions
     stops = _end_tokens(model) if stops is None else stops
-    how = sampling(len(rows), temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
     longest = max((len(row) for row in rows), default=0)
+    policy = read_policy(policy, model, prompt=longest, answer=max_new_tokens)
+    weights = weights_for(policy, model) if weights is None else weights
+    how = sampling(len(rows), temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
     if longest + max_new_tokens > most:
         raise RequestError(
             f"generate(max_new_tokens={max_new_tokens}) after {longest} prompt tokens exceeds the model's "

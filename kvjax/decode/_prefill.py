@@ -93,10 +93,10 @@ def prefill(
     a budget that is voted keeps all of a prompt or has one token to judge by, and where the devices of a mesh
     hold unequally much.
     """
-    policy = read_policy(policy, model)
+    rows = read_prompts("prefill", model, prompts)
+    policy = read_policy(policy, model, prompt=max(map(len, rows), default=0))
     weights, network = check_weights(model, policy, weights), model.network
     warn_of_windows(network, policy)
-    rows = read_prompts("prefill", model, prompts)
     mesh = mesh_for("prefill", model, mesh, len(rows))
     lengths = [len(row) for row in rows]
     if context is None:

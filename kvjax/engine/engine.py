@@ -189,7 +189,10 @@ class Engine:
     def _checked(self, request: Request, keep_as: str) -> EngineRequest:
         """The request as the engine's thread takes it; everything about it is checked here, once."""
         check_numbers(request)
-        policy = self._policy if request.policy is None else decode.read_policy(request.policy, self._model)
+        tokens = {"prompt": len(request.prompt), "answer": request.max_new_tokens}
+        policy = self._policy
+        if request.policy is not None:
+            policy = decode.read_policy(request.policy, self._model, **tokens)
         learned = self._learned(request, policy)
         ids = decode.read_ids("Request(prompt=...)", self._model, request.prompt)
         if request.context is not None:

@@ -10,8 +10,6 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
-import jax.numpy as jnp
-
 from kvjax.algebra import Eviction, Observation, Policy
 from kvjax.budgets.gvote import Ballot, Voted
 from kvjax.budgets.uniform import Uniform
@@ -23,14 +21,16 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Votes(Ballot, Eviction):
-    """Score = votes of the sampled queries and the heads of a group; among equals, their mean attention."""
+    """Score = votes of the sampled queries and the heads of a group; among equals, their mean attention.
+
+    With ``samples=inf``: the logarithm of the expected attention behind the sinks, mean over a group's heads.
+    """
 
     name = "gvote"
     scores_prompt = True
 
     def score_prompt(self, params: Params | None, observed: Observation) -> Float[Array, "B K T"]:
-        votes, share = self.votes(observed)
-        return votes + jnp.minimum(share, 0.999)
+        return self.votes(observed)[1]
 
 
 PRESETS = {"gvote": "gvote"}
@@ -38,4 +38,5 @@ PRESETS = {"gvote": "gvote"}
 EXAMPLES = (
     Policy(eviction=Votes(0.5, samples=2, ahead=8), budget=Voted(0.5, samples=2, ahead=8)),
     Policy(eviction=Votes(0.5, samples=2, ahead=8), budget=Uniform(24), sinks=2),
+    Policy(eviction=Votes(0.5, samples="inf", ahead=8), budget=Voted(0.5, samples="inf", ahead=8)),
 )

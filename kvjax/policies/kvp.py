@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 
-from kvjax.algebra import Eviction, Observation, Policy, PolicyError, Whole
+from kvjax.algebra import FIRST, Eviction, Observation, Policy, PolicyError, Whole
 from kvjax.budgets.ada import Ada
 from kvjax.budgets.pyramid import Pyramid
 from kvjax.budgets.uniform import Uniform
@@ -40,9 +40,6 @@ USUAL = ("w_key", "w_value", "w_log")
 
 HIDDEN, DEPTH = 256, 2
 """The paper's width and number of layers, including the output layer."""
-
-FIRST = float(jnp.finfo(jnp.float32).max)
-"""Score of the first tokens, which are evicted last."""
 
 
 def scores(

@@ -6,6 +6,7 @@ import dataclasses
 import math
 import textwrap
 from collections.abc import Sequence
+from typing import Any
 
 from kvjax import catalogue, cli, weights
 from kvjax.algebra import Policy
@@ -98,13 +99,18 @@ def parse(argv: Sequence[str]) -> Options:
     return _with_policy(options, catalogue.policy(text))
 
 
-def settled(options: Options, model: LanguageModel) -> tuple[Options, str]:
+def settled(options: Options, model: LanguageModel, **tokens: Any) -> tuple[Options, str]:
     """The options with the policy that ``auto(...)`` stands for on this model, and the reason for it.
+
+    Args:
+      options: whose policy is ``auto``.
+      model: that answers.
+      tokens: as in ``kvjax.weights.chosen``.
 
     Raises:
       PolicyError: nothing to choose by, or weights for a part that was not chosen.
     """
-    policy, reason = weights.chosen(options.auto, model)
+    policy, reason = weights.chosen(options.auto, model, **tokens)
     return _with_policy(options, policy), reason
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from kvjax.cli import InputError, check_alone
 from kvjax.decode import Remark
 from kvjax.loading import LanguageModel, load
-from kvjax.serve.answer import answer
+from kvjax.serve.answer import DEFAULT_TOKENS, answer
 from kvjax.serve.arguments import Options, settled
 from kvjax.serve.chat import chat, opening
 from kvjax.weights import find
@@ -30,14 +30,17 @@ def run(options: Options) -> None:
         if prompt is None:
             _check_chat(options)
         model = load_model(options.model, options.dtype, options.mesh)
-        template = model.text.template is not None
-        if options.system is not None and not template:
+        turn = model.text.template is not None and not options.raw
+        if options.system is not None and model.text.template is None:
             raise InputError(
                 f"--system needs a chat template, and the model ({model.name}) has none. Put the text into "
                 "the prompt, or choose another --model."
             )
+        text, source = prompt or ("", "")
+        ids = _encoded(model, options, text, source, turn) if prompt else []
         if options.auto:
-            options, reason = settled(options, model)
+            new = options.max_new_tokens or DEFAULT_TOKENS
+            options, reason = settled(options, model, prompt=len(ids) if prompt else None, answer=new)
             _print_note(reason)
         learned = find(options.policy, model, options.weights)
         for remark in learned.remarks:
@@ -47,17 +50,6 @@ def run(options: Options) -> None:
         if prompt is None:
             chat(model, options)
             return
-        text, source = prompt
-        turn = template and not options.raw
-        try:
-            if turn:
-                ids = model.text.chat([*opening(options), {"role": "user", "content": text}])
-            else:
-                ids = model.text.encode(text)
-        except ValueError as error:
-            raise InputError(f"{source}: {error}") from None
-        if not ids:
-            raise InputError(f"{source} has no token. Give some text.")
         if turn:
             _print_note(
                 f"{source} is a user's turn in the model's chat template; --raw sends the bare words."
@@ -73,6 +65,20 @@ def run(options: Options) -> None:
         else:
             print(flush=True)
             print(done.summary(), file=sys.stderr)
+
+
+def _encoded(model: LanguageModel, options: Options, text: str, source: str, turn: bool) -> list[int]:
+    """Token ids of a prompt, as a user's turn or bare; ``source`` says where it is from."""
+    try:
+        if turn:
+            ids = model.text.chat([*opening(options), {"role": "user", "content": text}])
+        else:
+            ids = model.text.encode(text)
+    except ValueError as error:
+        raise InputError(f"{source}: {error}") from None
+    if not ids:
+        raise InputError(f"{source} has no token. Give some text.")
+    return ids
 
 
 @contextlib.contextmanager

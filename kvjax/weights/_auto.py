@@ -1,5 +1,7 @@
 """``auto(0.2)``, ``auto(64MiB)``: the policy that measured best at so many bytes, once the model is known.
 
+A share is of the 16-bit bytes of a cache that keeps everything. Bytes are a row's own, of prompt and answer.
+
 The measurements are ``front.json`` in a model's folder (``python -m kvjax.eval frontier``). A model without
 one, or with one of another fingerprint, uses those of the embedded model, without learned parts.
 """
@@ -8,14 +10,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from kvjax import catalogue
 from kvjax.algebra import Policy, PolicyError
 from kvjax.types import Weighted
+from kvjax.weights._bytes import live_bytes
 from kvjax.weights._file import WeightsError
 from kvjax.weights._find import EMBEDDED, find
 from kvjax.weights._fingerprint import fingerprint
@@ -31,41 +34,80 @@ def is_auto(spec: object) -> bool:
     return isinstance(spec, str) and _WORD.fullmatch(spec) is not None
 
 
-def chosen(spec: str, model: Weighted) -> tuple[Policy, str]:
+def chosen(spec: str, model: Weighted, *, prompt: int | None = None, answer: int = 0) -> tuple[Policy, str]:
     """The policy that ``auto(...)`` stands for on this model, and a sentence with the reason.
 
-    A share is of the 16-bit bytes of a cache that keeps everything; bytes are of a row, whatever its length.
-    Of the measurements at the greatest length, question unseen, the best score within the share counts.
+    A share takes the measurements at the greatest length, bytes those at the length nearest to the request's;
+    question unseen. The best score that fits counts. Where bytes hold the whole cache, that is ``full``.
 
     Args:
       spec: ``auto(share)`` or ``auto(64MiB)``.
       model: that it is for.
+      prompt, answer: tokens of the longest row, for bytes; without them the model's greatest context.
 
     Raises:
       PolicyError: neither a share nor bytes, no measurements or damaged ones, or none that small.
     """
     match = _WORD.fullmatch(spec)
     text = match[1].strip() if match else ""
-    size = _BYTES.fullmatch(text)
-    share = _share_of(int(size[1]) * _UNITS[size[2]], model) if size else _share(text)
+    size, share = _BYTES.fullmatch(text), _share(text)
+    if size:
+        most = model.network.max_positions
+        tokens = (most, 0) if prompt is None else (min(prompt, most), min(answer, max(most - prompt, 0)))
+        return _for_bytes(spec, int(size[1]) * _UNITS[size[2]], model, *tokens)
     if share is None:
         raise PolicyError(
             f"policy({spec!r}): auto takes a share of the cache in (0, 1] or bytes of a row. Write auto(0.2) "
             "or auto(64MiB)."
         )
     measured, own = _table(model)
-    amount = f"{size[1]}{size[2]}" if size else share
-    ranked = sorted(_longest(measured["front"]), key=lambda x: -x["score"])
-    for entry in ranked:
-        for policy in _at(entry, amount, share):
-            if not policy.learned or (own and _has_weights(policy, model)):
-                where = "this model" if own else "the embedded model; learned parts are left out here"
-                return policy, (
-                    f"{spec} is {policy!r}: {entry['score']:.0f} % at {100 * entry['share']:.0f} % of the "
-                    f"bytes over {entry['tasks']} tasks of {entry['length']} tokens, measured on {where} "
-                    f"({measured['command']})."
-                )
+    for entry in sorted(_longest(measured["front"]), key=lambda x: (-x["score"], x["share"])):
+        policy = _at(entry, share)
+        if policy is not None and _usable(policy, model, own):
+            return policy, f"{spec} is {policy!r}: {_measured(entry, measured, own)}"
     raise PolicyError(f"policy({spec!r}): nothing that small was measured. Give more, or name a policy.")
+
+
+def _measured(entry: dict[str, Any], measured: dict[str, Any], own: bool) -> str:
+    where = "this model" if own else "the embedded model; learned parts are left out here"
+    return (
+        f"{entry['score']:.0f} % at {100 * entry['share']:.0f} % of the bytes over {entry['tasks']} tasks of "
+        f"{entry['length']} tokens, measured on {where} ({measured['command']})."
+    )
+
+
+def _for_bytes(spec: str, size: int, model: Weighted, prompt: int, answer: int) -> tuple[Policy, str]:
+    """The best entry whose live bytes at this context fit; its budget as a share of the prompt."""
+    dtype, tokens = model.params["embed"].dtype, prompt + answer
+    whole = live_bytes(Policy(), model.network, dtype, tokens, tokens)
+    if whole <= size:
+        return Policy(), f"{spec} is full: a cache of {tokens} tokens takes {_written(whole)} whole."
+    measured, own = _table(model)
+    least: tuple[float, Policy] | None = None
+    best: tuple[tuple[float, float], Policy, dict[str, Any]] | None = None
+    for entry in _nearest(measured["front"], tokens):
+        policy = _as_measured(entry)
+        if not _usable(policy, model, own):
+            continue
+        held = live_bytes(policy, model.network, dtype, tokens, _slots(policy, entry, prompt, answer))
+        least = min(least or (held, policy), (held, policy), key=lambda x: x[0])
+        if held <= size and (best is None or (entry["score"], -held) > best[0]):
+            best = (entry["score"], -held), policy, entry
+    if best is None:
+        small = "" if least is None else f", the smallest measured policy {least[1]!r} {_written(least[0])}"
+        raise PolicyError(
+            f"policy({spec!r}): a cache of {tokens} tokens takes {_written(whole)} whole{small}. "
+            "Give at least that, or name a policy."
+        )
+    (_, held), policy, entry = best
+    reason = f"{_written(-held)} for {tokens} tokens; {_measured(entry, measured, own)}"
+    return policy, f"{spec} is {policy!r}: {reason}"
+
+
+def _written(size: float) -> str:
+    """Bytes for people."""
+    unit = max((u for u in _UNITS if _UNITS[u] <= max(size, 1)), key=lambda u: _UNITS[u])
+    return f"{size / _UNITS[unit]:.4g} {unit}"
 
 
 def _share(text: str) -> float | None:
@@ -74,13 +116,6 @@ def _share(text: str) -> float | None:
     except ValueError:
         return None
     return number if 0 < number <= 1 else None
-
-
-def _share_of(size: int, model: Weighted) -> float:
-    """Bytes as a share of a full 16-bit cache of the model's longest sequence."""
-    network = model.network
-    full = 4 * network.num_layers * network.num_kv_heads * network.head_dim * network.max_positions
-    return min(1.0, size / full) if size else 0.0
 
 
 def _table(model: Weighted) -> tuple[dict[str, Any], bool]:
@@ -116,28 +151,71 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def _longest(front: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    most = max((x["length"] for x in front), default=0)
-    of_longest = [x for x in front if x["length"] == most]
-    return [x for x in of_longest if x["protocol"] == "agnostic"] or of_longest
+    return _of_length(front, max((x["length"] for x in front), default=0))
 
 
-def _at(entry: dict[str, Any], amount: float | str, share: float) -> Iterator[Policy]:
-    """The measured policy with its budget set to ``amount``; as it stands where it has none to set.
+def _nearest(front: list[dict[str, Any]], tokens: int) -> list[dict[str, Any]]:
+    lengths = sorted({x["length"] for x in front})
+    return _of_length(front, min(lengths, key=lambda n: abs(math.log(n / max(tokens, 1))), default=0))
+
+
+def _of_length(front: list[dict[str, Any]], length: int) -> list[dict[str, Any]]:
+    there = [x for x in front if x["length"] == length]
+    return [x for x in there if x["protocol"] == "agnostic"] or there
+
+
+def _amount(entry: dict[str, Any]) -> float | None:
+    """The share of a prompt that the measured budget keeps; None where no such budget is set."""
+    amount = getattr(catalogue.policy(entry["policy"]).budget, "amount", None)
+    if isinstance(amount, str):
+        return float(entry["kept"])
+    return min(1.0, amount / entry["length"]) if isinstance(amount, int) else amount
+
+
+def _with_amount(policy: Policy, amount: float | None) -> Policy:
+    if amount is None:
+        return policy
+    budget: Any = policy.budget
+    return dataclasses.replace(policy, budget=dataclasses.replace(budget, amount=amount))
+
+
+def _at(entry: dict[str, Any], share: float) -> Policy | None:
+    """The measured policy with its budget set to ``share``, or as it stands without one; None if too large.
 
     A budget of slots counts as its share of the prompt; tokens after the prompt were held in addition.
     """
-    policy = catalogue.policy(entry["policy"])
-    budget: Any = policy.budget
-    slots = getattr(budget, "amount", None)
-    each = entry["share"] / entry["kept"]  # bytes of a slot, over those of one at 16 bits
-    if (slots / entry["length"] * each if isinstance(slots, int) else entry["share"]) > 1.02 * share:
-        return
-    if slots is not None:
-        # Codes are smaller than what they stand for: as many more slots.
-        slots = amount if isinstance(amount, str) else min(1.0, amount / each)
-        yield dataclasses.replace(policy, budget=dataclasses.replace(budget, amount=slots))
-    elif not isinstance(amount, str):
-        yield policy
+    amount, each = _amount(entry), entry["share"] / entry["kept"]  # bytes of a slot, over those at 16 bits
+    if (entry["share"] if amount is None else amount * each) > 1.02 * share:
+        return None
+    # Codes are smaller than what they stand for: as many more slots.
+    return _with_amount(catalogue.policy(entry["policy"]), None if amount is None else min(1.0, share / each))
+
+
+def _as_measured(entry: dict[str, Any]) -> Policy:
+    """The measured policy, with its budget as a share of the prompt."""
+    amount = _amount(entry)
+    return _with_amount(catalogue.policy(entry["policy"]), amount and float(f"{amount:.4g}"))
+
+
+def _slots(policy: Policy, entry: dict[str, Any], prompt: int, answer: int) -> float:
+    """Slots of a KV head once the answer is written, where this entry kept its share when measured."""
+    tokens, length, amount = prompt + answer, entry["length"], _amount(entry)
+    measured = entry["kept"] * length
+    if policy.decides_later and amount is None:  # a number of slots, whatever the length
+        return float(min(measured, tokens))
+    if policy.decides_later:
+        return float(entry["kept"] * tokens)
+    if amount is not None:  # what came after the prompt was held in addition
+        return float(min(tokens, amount * prompt + max(measured - amount * length, 0) + answer))
+    if policy.whole_prompt:
+        return float(entry["kept"] * prompt + answer)
+    window = policy.window(tokens)
+    rate = max(measured - window, 0) / max(length - window, 1)
+    return float(min(tokens, window + rate * max(tokens - window, 0)))
+
+
+def _usable(policy: Policy, model: Weighted, own: bool) -> bool:
+    return not policy.learned or (own and _has_weights(policy, model))
 
 
 def _has_weights(policy: Policy, model: Weighted) -> bool:

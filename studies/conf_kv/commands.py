@@ -3,6 +3,7 @@
 premise  does confidence fall where the recent past matters more?
 rate     the same schedule under other rankings, the same ranking under other schedules
 sweep    threshold and tight budget, beside constant budgets
+alpha    the ranking's mix of attention and recency, and where the first token falls out of it
 search   the numbers the paper does not give, on text that nothing is reported on (WikiText-2's valid split)
 
 Budgets follow the length L: tight L/8, loose L/4, window L/32 but at least 16.
@@ -176,10 +177,20 @@ def _search(work: StudyInput) -> dict[str, Any]:
     }
 
 
+def _alpha(work: StudyInput) -> dict[str, Any]:
+    """Without sinks the first token, of the highest mass and no recency, stays where alpha is large."""
+    rule = work.scale.rule(work.threshold)
+    rules = {f"alpha {a:g}": dataclasses.replace(rule, alpha=a) for a in schedules.CURVE}
+    entries = schedules.grid(work.stage, rules, work.constants, work.say)
+    share = work.scale.tight / work.scale.length
+    return {"entries": entries, "default": rule.alpha, "cliff": schedules.cliff(share)}
+
+
 DO: dict[str, Callable[[StudyInput], dict[str, Any]]] = {
     "premise": _premise,
     "rate": _rate,
     "sweep": _sweep,
+    "alpha": _alpha,
     "search": _search,
 }
 

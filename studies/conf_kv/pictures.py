@@ -26,7 +26,8 @@ def read(folder: Path, study: str) -> list[Found]:
 def draw(folder: Path) -> list[Path]:
     """Every picture the folder's files allow."""
     files = []
-    for study, picture in (("premise", premise), ("rate", rate), ("rate", sawtooth), ("sweep", sweep)):
+    pictures = (("premise", premise), ("rate", rate), ("rate", sawtooth), ("sweep", sweep), ("alpha", alpha))
+    for study, picture in pictures:
         if trees := read(folder, study):
             files.append(picture(trees, folder / f"{picture.__name__}.png"))
     return files
@@ -130,6 +131,24 @@ def sweep(trees: list[Found], file: Path) -> Path:
                               textcoords="offset points")  # fmt: skip
         axis.set_title(_title(tree), fontsize=8)
         axis.set_xlabel("live slots a stream, mean over steps", fontsize=8)
+        axis.set_ylabel("perplexity", fontsize=8)
+        axis.legend(fontsize=7, frameon=False)
+        axis.tick_params(labelsize=7)
+    return saved(plt, figure, file)
+
+
+def alpha(trees: list[Found], file: Path) -> Path:
+    """Perplexity over alpha, with the default and the alpha below which the first token goes."""
+    plt = pyplot()
+    figure, axes = panels(plt, len(trees), 2, (5.0, 3.0))
+    for axis, tree in zip(axes, trees):
+        alphas = [e["rule"]["alpha"] for e in tree["entries"]]
+        axis.plot(alphas, [e["perplexity"] for e in tree["entries"]], lw=1, ms=4, **style(0))
+        axis.axvline(tree["default"], color="0.3", lw=1, label="default")
+        axis.axvline(tree["cliff"], color="0.6", lw=1, ls="--", label="the first token goes below")
+        axis.set_yscale("log")
+        axis.set_title(_title(tree), fontsize=8)
+        axis.set_xlabel("alpha: weight of attention, the rest is recency", fontsize=8)
         axis.set_ylabel("perplexity", fontsize=8)
         axis.legend(fontsize=7, frameon=False)
         axis.tick_params(labelsize=7)

@@ -36,6 +36,8 @@ WEIGHTS = (
 )
 """(wh, wm, wp): where the search starts, then each part alone, then mixes that lean on the margin."""
 ALPHAS = (0.0, 0.25, 0.4, 0.5, 0.6, 0.75, 1.0)
+CURVE = (0.0, 0.2, 0.3, 0.4, 0.45, 0.5, 0.55, 0.6, 0.75, 0.9, 1.0)
+"""Alphas of the curve, close together where the first token falls out."""
 GAMMAS = (0.5, 0.9, 0.98, 0.995, 0.998, 0.999)
 
 
@@ -208,6 +210,15 @@ def sweep(base: Rule) -> dict[str, Rule]:
     tights = sorted({loose // 4, 3 * loose // 8, loose // 2, 3 * loose // 4})
     rules = {f"threshold {t}": dataclasses.replace(base, threshold=t) for t in THRESHOLDS}
     return rules | {f"tight {t}": dataclasses.replace(base, tight=t) for t in tights}
+
+
+def cliff(share: float) -> float:
+    """The alpha below which the first token goes when a prompt is cut to that share of its tokens.
+
+    It has the highest mass and no recency: its score is alpha. The last token that would stay by recency
+    alone scores (1 - alpha) (1 - share).
+    """
+    return (1 - share) / (2 - share)
 
 
 def best(entries: Sequence[dict[str, Any]]) -> dict[str, Any]:

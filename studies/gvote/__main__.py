@@ -32,8 +32,10 @@ def parse(words: Sequence[str]) -> dict[str, Any]:
       InputError: an unknown word, or a number out of range.
     """
     parser = cli.Parser(prog="python -m studies.gvote", description=commands.__doc__.split("\n")[0])
-    names = list(commands.DO)
-    parser.add_argument("--study", nargs="*", choices=names, default=names, help="default: all")
+    names = [*commands.DO, commands.SHARES]
+    parser.add_argument(
+        "--study", nargs="*", choices=names, default=list(commands.DO), help="default: all but shares"
+    )
     parser.add_argument(
         "--task", type=cli.words, default=["ppl_books"], metavar="NAMES",
         help="whose texts (default: ppl_books); cost takes their tokens alone",

@@ -4,6 +4,7 @@ proxy   overlap of drawn with true future attention, usage and correlation, by l
 ahead   the same by n_f, the number of positions that rotations are averaged over: how ours was chosen
 ablate  what is kept, and how much future attention it holds, by voters S and nucleus p; spread over requests
 cost    CPU seconds of a prompt with and without compression, by length
+shares  the p that keeps 20, 30 and 40 % of the tokens, mean over all tasks named, by way to count
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from kvjax.loading import LanguageModel
 from studies import processor
 from studies.gvote import proxy
 from studies.gvote.proxy import FUTURE, Agreement
+from studies.gvote.shares import shares
 
 PS = (0.95, 0.8, 0.85, 0.9, 0.99)
 COUNTS = (1, 2, 4, 8, 16, 32)
@@ -100,6 +102,8 @@ def _cost(model: LanguageModel, prompts: Sequence[list[int]], say: Callable[[str
         lambda: decode.read_full(model, ids, context=length).inputs[-1],
         {
             "gvote": lambda: decode.prefill(model, "gvote", ids, context=length)[1],
+            "gvote(samples=256)": lambda: decode.prefill(model, "gvote(samples=256)", ids, context=length)[1],
+            "gvote(samples=inf)": lambda: decode.prefill(model, "gvote(samples=inf)", ids, context=length)[1],
             "snapkv": lambda: decode.prefill(model, "snapkv + ada(0.25)", ids, context=length)[1],
         },
     )
@@ -108,6 +112,9 @@ def _cost(model: LanguageModel, prompts: Sequence[list[int]], say: Callable[[str
     say(f"{length} tokens: {seconds}, over reading {over}")
     return {"cpu_seconds": seconds, "over_reading": over}
 
+
+SHARES = "shares"
+"""The study that takes all tasks together."""
 
 DO: dict[str, Callable[[LanguageModel, Sequence[list[int]], Callable[[str], None]], dict[str, Any]]] = {
     "proxy": _proxy,
@@ -126,6 +133,8 @@ def do(values: dict[str, Any], model: LanguageModel, data: Data) -> list[Path]:
         for task in values["task"]:
             prompts = texts(model, data, task, min(length, model.network.max_positions), values["samples"])
             for study in values["study"]:
+                if study not in DO:
+                    continue
                 chosen = [np.resize(prompts[0], length).tolist()] if study == "cost" else prompts
                 facts = {"study": study, "task": task, "length": length, "samples": len(chosen)}
                 say = _saying(f"{study} {task} {length}:")
@@ -134,6 +143,12 @@ def do(values: dict[str, Any], model: LanguageModel, data: Data) -> list[Path]:
                 file.write_text(json.dumps(tree, indent=1) + "\n", encoding="utf-8")
                 print(file, flush=True)
                 files.append(file)
+        if SHARES in values["study"]:
+            say, count = _saying(f"{SHARES} {length}:"), values["samples"]
+            found = shares(model, data, values["task"], length, count, say)
+            tree = {"study": SHARES, "length": length, "samples": count, **about(model, data), **versions()}
+            files.append(folder / f"{SHARES}_{length}.json")
+            files[-1].write_text(json.dumps(tree | short(found), indent=1) + "\n", encoding="utf-8")
     return files + draw(folder)
 
 

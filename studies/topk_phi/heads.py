@@ -2,7 +2,8 @@
 
 Of each query head, means over queries behind the prompt: the entropy of its attention inside the prompt's
 middle (over that of the uniform one), the share of that attention which the best tokens hold, and the
-relative L1 error of its output where so many of them are read and the rest is left out, or φ stands for it.
+relative L1 error of its output where so many of them are read and the rest is left out, or φ stands for it;
+besides the L2 error after the head's part of the output projection W_o, which is what the model is given.
 
 Hoshi, Miyashita and Deguchi, Top-K Retrieval with Fixed-Size Linear-Attention Completion, appendix M,
 https://arxiv.org/abs/2604.05438
@@ -25,7 +26,7 @@ from kvjax.policies.phi import Phi
 from kvjax.types import Params
 from kvjax.weights import load_weights
 from train.phi import batches, dropped
-from train.phi.objective import Task, errors, scored
+from train.phi.objective import Task, errors, outputs, projected, projection, scored
 from train.phi.settings import Settings
 from train.trace_file import Traces
 
@@ -45,12 +46,13 @@ Found = dict[str, Any]
 
 def look(task: Task, maps: Params, batch: dict[str, Array]) -> dict[str, Float[Array, "... A G"]]:
     """Of one sequence: ``entropy``, ``share`` (of φ in the whole mass) and, by count, ``mass``, ``alone`` and
-    ``completed``; besides ``scores`` and ``guess`` of the middle of a head's first query [A, G, T], NaN
-    elsewhere."""
+    ``completed``, these two also after W_o (``batch["wo"]`` [A, G, H, D]): ``alone_wo``, ``completed_wo``;
+    besides ``scores`` and ``guess`` of the middle of a head's first query [A, G, T], NaN elsewhere."""
     x = scored(task, maps, batch)
     p = jax.nn.softmax(jnp.where(x.inside, x.scores, -1e30), axis=-1)
     nats = -jnp.where(x.inside, p * jnp.log(jnp.maximum(p, 1e-30)), 0.0).sum(axis=-1)
     alone, completed = errors(x, batch["v"], COUNTS)
+    out = outputs(x, batch["v"], COUNTS)
     left = x.inside & (x.order >= task.visits)
     whole = jnp.where(left, x.guess, jnp.where(x.seen, x.scores, -jnp.inf))
     share = jnp.where(left, jax.nn.softmax(whole, axis=-1), 0.0).sum(axis=-1)
@@ -60,6 +62,8 @@ def look(task: Task, maps: Params, batch: dict[str, Array]) -> dict[str, Float[A
         "mass": jnp.stack([jnp.where(x.order < c, p, 0.0).sum(axis=-1) for c in COUNTS]),
         "alone": alone,
         "completed": completed,
+        "alone_wo": projected(out.alone, batch["wo"]),
+        "completed_wo": projected(out.completed, batch["wo"]),
     }
     means = {name: value.mean(axis=-1)[..., 0, :, :] for name, value in values.items()}
     dots = {"scores": x.scores, "guess": x.guess}
@@ -82,8 +86,11 @@ def measure(settings: Settings, model: LanguageModel, file: Path) -> Found:
         dropped.prepare(settings, traces, model, verdicts, batches.usable(traces, settings)[1])
     task = Task(loss=settings.loss, target=settings.target, prompt=settings.prompt, softcap=about.softcap)
     measured = jax.jit(functools.partial(look, task))
-    seen = [jax.device_get(measured(maps, one)) for one in batches.held(traces, settings, verdicts)]
-    each = {n: np.stack([one[n] for one in seen]) for n in ("entropy", "share", "mass", "alone", "completed")}
+    wo = projection(model.params["layers"], model.spec.num_kv_heads)
+    held = batches.held(traces, settings, verdicts)
+    seen = [jax.device_get(measured(maps, {**one, "wo": wo})) for one in held]
+    names = ("entropy", "share", "mass", "alone", "completed", "alone_wo", "completed_wo")
+    each = {n: np.stack([one[n] for one in seen]) for n in names}
     flat = {n: x.reshape(*x.shape[:-2], -1) for n, x in each.items()}  # heads last: [sequence, (count,) head]
     features = Phi(layers[0]["last_k"].shape[-1]).features
     ends = 0 if settings.policy is not None else settings.target.sinks + settings.target.tail
@@ -100,11 +107,17 @@ def measure(settings: Settings, model: LanguageModel, file: Path) -> Found:
         "summary": reads.summary(features, about.head_dim),
         "silent": [int(head) for head in np.flatnonzero(_silent(layers))],
         "by_head": {n: x.mean(axis=0).tolist() for n, x in flat.items()},
+        "after_wo": {n: together(flat[f"{n}_wo"]) for n in ("alone", "completed")},
         "quartiles": quartiles(flat),
         "correlation": _correlation(flat),
         "fewer": fewer(flat),
         "dots": _dots(flat["entropy"].mean(axis=0), seen),
     }
+
+
+def together(errors: Float[np.ndarray, "S C N"]) -> list[float]:
+    """By count: the root of the summed squares of all heads' mean errors."""
+    return [float(x) for x in np.sqrt((errors.mean(axis=0) ** 2).sum(axis=-1))]
 
 
 def _silent(layers: Sequence[Params]) -> np.ndarray:

@@ -56,6 +56,9 @@ def heads(tree: Found) -> Iterator[str]:
         yield f"| quarter {number} | {low:.2f} – {high:.2f} | {_pairs(one['alone'], one['completed'])} |"
     means = {n: [float(np.mean(row)) for row in tree["by_head"][n]] for n in ("alone", "completed")}
     yield f"| all | | {_pairs(means['alone'], means['completed'])} |"
+    if after := tree.get("after_wo"):
+        pairs = " | ".join(f"{a:.2f} / {b:.2f}" for a, b in zip(after["alone"], after["completed"]))
+        yield f"| all, L2 after W_o, root of the heads' summed squares | | {pairs} |"
     yield ""
     yield "Gain in points (95 % over sequences), and the share of heads that φ helps:"
     yield ""

@@ -14,7 +14,7 @@ import numpy as np
 from kvjax import catalogue, reads
 from kvjax.eval.measure.row import Row
 from kvjax.eval.measure.store import RESULTS, read
-from kvjax.eval.report import table
+from kvjax.eval.report import stats, table
 
 CHUNK = 16
 """Quest's."""
@@ -68,7 +68,9 @@ def _of_kind(rows: list[Row]) -> Iterator[str]:
     yield (
         f"Scores in %{books}. Mean: over the tasks that the full cache answers (others: *), {named}. Read: "
         "tokens a KV head and step in those, question and answer with them; φ: charged to one step, the "
-        "paper's count; to choose: what the selection looks at besides."
+        "paper's count; to choose: what the selection looks at besides. Nats: a token of the reference "
+        "answers, more than the full cache's, paired. RULER's cwe and fwe, whose answers depend on "
+        "diffuse attention, are missing: this model does not answer them."
     )
     yield ""
     yield "Same number of retrieved tokens:"
@@ -86,7 +88,7 @@ def _of_kind(rows: list[Row]) -> Iterator[str]:
 def _table(
     lines: Sequence[tuple[str, str, str | None]], rows: list[Row], tasks: list[str], known: list[str]
 ) -> Iterator[str]:
-    heads = ["share", "method", "policy", "read", "φ", "to choose", "mean", *tasks]
+    heads = ["share", "method", "policy", "read", "φ", "to choose", "mean", "nats (95 %)", *tasks]
     shown = []
     for share, name, spec in lines:
         by_task = {} if spec is None else {task: _of(rows, spec, task) for task in tasks}
@@ -97,7 +99,7 @@ def _table(
             row for task, some in by_task.items() if task in known for row in some if row.score is not None
         ]
         whole = {row.cell.task for row in own} >= {task for task in known if task != "ppl_books"}
-        means = _means(own, whole)
+        means = [*_means(own, whole), _nats(own, rows) if whole else "–"]
         shown.append([share, name, f"`{spec}`" if spec else "–", *means, *cells])
     yield table.markdown(heads, shown)
 
@@ -108,6 +110,17 @@ def _of(rows: list[Row], spec: str, task: str) -> list[Row]:
     cells = [row for row in rows if row.cell.policy == name]
     newest = {row.cell.weights.partition("@")[0]: row.cell.weights for row in cells}
     return [row for row in cells if row.cell.task == task and row.cell.weights in newest.values()]
+
+
+def _nats(own: list[Row], rows: list[Row]) -> str:
+    """Nats a token of the reference more than the full cache's on the same samples, tokens counting alike."""
+    full = {row.cell.drawn: row for row in rows if row.cell.policy == table.FULL}
+    pairs = [(row, full[row.cell.drawn]) for row in own if row.cell.drawn in full]
+    if not pairs or own[0].cell.policy == table.FULL:
+        return "–"
+    nats, base = ([x for pair in pairs for x in pair[i].each.nll] for i in (0, 1))
+    counts = [float(n) for row, _ in pairs for n in row.each.tokens]
+    return "{:+.4f} ({:+.4f} … {:+.4f})".format(*stats.difference(nats, base, counts))
 
 
 def _cell(rows: list[Row]) -> str:

@@ -13,7 +13,8 @@ import tiny
 from kvjax import decode, metrics, policy
 from kvjax.algebra import Completion, Policy
 from kvjax.cache import ring as rings
-from kvjax.eval.measure import counted, forced, protocol
+from kvjax.eval.measure import batch, counted, forced, protocol
+from kvjax.eval.tasks.sample import Encoded, Sample
 from kvjax.policies.quest import Quest
 from kvjax.policies.streaming_llm import Window
 
@@ -233,3 +234,25 @@ def test_presence_of_a_ring_that_has_turned():
 @pytest.mark.parametrize(("steps", "size"), [(1, 512), (512, 512), (513, 4096), (4096, 4096), (4097, 8192)])
 def test_walks_come_in_few_sizes(steps, size):
     assert forced.size_class(steps) == size
+
+
+def test_every_sample_has_draws_of_its_own_whatever_its_batch():
+    """Votes of a sample are those of its request's seed, which no other sample has."""
+    texts = [tiny.prompt(PROMPT, row) for row in range(3)]
+    none = {"needed": np.zeros(PROMPT, bool), "scored": np.zeros(2, int), "labels": (), "bytes": 1}
+    samples = [
+        (Sample(context="", answer=""), Encoded(context=t, question=[], prefix=[3], answer=[1, 2], **none))
+        for t in texts
+    ]
+    voted, model = policy("gvote(0.5, samples=2, ahead=8)"), tiny.model()
+    seeds = [batch.seed_of(encoded) for _, encoded in samples]
+    assert len(set(seeds)) == 3
+    for some in ([0, 1, 2], [2, 0, 1]):
+        part = [samples[i] for i in some]
+        result = batch.run(model, voted, part, protocol="agnostic", context=tiny.CONTEXT, rows=3)
+        state, _ = decode.prefill(
+            model, voted, [texts[i] for i in some], context=tiny.CONTEXT, seeds=[seeds[i] for i in some]
+        )
+        live = np.asarray(metrics.live_slots(state))
+        for at, outcome in enumerate(result.outcomes):
+            np.testing.assert_allclose(outcome.heads, live[:, at] / PROMPT)

@@ -17,7 +17,7 @@ from policy_oracle import frame, judge, kept
 
 import kvjax
 from kvjax import decode, layer, metrics
-from kvjax.algebra import Observation, Policy, PolicyError
+from kvjax.algebra import FIRST, Observation, Policy, PolicyError
 from kvjax.budgets.gvote import Voted, best
 from kvjax.budgets.uniform import Uniform
 from kvjax.models.rope import Rope, rotate
@@ -166,6 +166,120 @@ def test_more_voters_and_a_wider_nucleus_never_name_fewer():
         assert wider.sum() > base.sum()
 
 
+# --- infinitely many voters, and other counts ----------------------------------------------------
+
+
+def endless(row: int, ballot: Voted | Votes, *, turned=True) -> tuple[np.ndarray, np.ndarray]:
+    """Votes and expected attention [K, length] of one row; the decisions must not be rounding's."""
+    n = rows.LENGTHS[row]
+    keys = rows.KEYS[row, :, :n]
+    turn = np.mean([rotation(n + i) for i in range(ballot.ahead)], axis=0) if turned else np.eye(rows.H)
+    affine = lambda x: np.einsum("sd,dnh->snh", x, WQ) + BQ  # noqa: E731
+    weight = oracle.log_expectations(keys, HIDDEN[row, :n], affine, turn, rows.G)
+    counts, near = None, np.inf
+    if ballot.nucleus == "last":
+        counts, near = oracle.mean_count(keys, rows.Q[row, :, :n], ballot.p, ballot.queries)
+    named, attention, margin = oracle.expected(weight, counts, ballot.p, rows.K, ballot.sinks)
+    assert min(margin, near) > 1e-5
+    return named, attention
+
+
+@pytest.mark.parametrize("turn", [TURN, None])
+def test_the_expected_attention_is_the_closed_form_of_the_draws(turn):
+    eviction = Votes(samples="inf", ahead=7, sinks=3)
+    for padding in (9.0, np.nan):
+        seen = prompts(padding, turn=turn)
+        admitted = jnp.broadcast_to(seen.pos[:, None] >= 0, rows.KEYS.shape[:3])
+        seen = dataclasses.replace(seen, admitted=admitted, seeds=None)
+        actual = np.asarray(jax.jit(functools.partial(eviction.score_prompt, None))(seen))
+        for row, length in enumerate(rows.LENGTHS):
+            _, right = endless(row, eviction, turned=turn is not None)
+            assert (actual[row, :, : min(3, length)] == FIRST).all()
+            np.testing.assert_allclose(actual[row, :, 3:length], np.log(right[:, 3:]), rtol=2e-4, atol=2e-4)
+            assert (actual[row, :, length:] == -np.inf).all()
+
+
+def test_the_closed_form_is_where_the_draws_exponentials_tend():
+    """Of one prompt with a narrow Gaussian, whose exponentials have a mean that draws can estimate."""
+    narrow = 0.15 * HIDDEN[0]
+    exact = oracle.log_expectations(
+        rows.KEYS[0], narrow, lambda x: np.einsum("sd,dnh->snh", x, WQ), np.eye(rows.H), rows.G
+    )
+    draws = np.random.default_rng(0).standard_normal((20_000, D))
+    q = np.einsum("sd,dnh->nsh", narrow.mean(axis=0) + narrow.std(axis=0) * draws, WQ)
+    keys = np.repeat(rows.KEYS[0], rows.G, axis=0)
+    mean = np.exp(np.einsum("nsh,nth->nst", q, keys) / np.sqrt(rows.H)).mean(axis=1)
+    assert np.median(np.abs(np.log(mean) - exact)) < 0.01
+
+
+@pytest.mark.parametrize(
+    "ballot",
+    [
+        {"p": 0.6, "samples": "inf", "ahead": 7},
+        {"p": 0.9, "samples": "inf", "ahead": 1, "queries": 5},
+        {"p": 0.7, "samples": "inf", "ahead": 7, "nucleus": "expected"},
+        {"p": 0.7, "samples": "inf", "ahead": 7, "nucleus": "expected", "sinks": 0},
+        {"p": 1.0, "samples": "inf", "ahead": 7, "nucleus": "expected"},
+    ],
+)
+def test_infinitely_many_voters_keep_as_many_as_they_name_of_the_most_expected(ballot):
+    policy = Policy(eviction=Votes(**ballot), budget=Voted(**ballot))
+    bits = judge(policy, prompts())
+    for row in range(len(rows.LENGTHS)):
+        named, attention = endless(row, policy.budget)
+        for h, bit in enumerate(bits[row]):
+            first = np.arange(len(named[h])) < policy.budget.sinks
+            stay = np.where(first, np.inf, attention[h])
+            order = np.argsort(-stay, kind="stable")[: ((named[h] > 0) | first).sum()]
+            assert kept(bit) == sorted(order.tolist())
+
+
+@pytest.mark.parametrize(("queries", "cap"), [(3, None), (16, 1.5)])
+def test_several_queries_name_their_mean_number(queries, cap):
+    ballot = {"p": 0.7, "samples": 2, "ahead": 7, "queries": queries}
+    bits = judge(Policy(eviction=Votes(**ballot), budget=Voted(**ballot)), prompts(softcap=cap))
+    for row, n in enumerate(rows.LENGTHS):
+        keys = rows.KEYS[row, :, :n]
+        counts, margin = oracle.mean_count(keys, rows.Q[row, :, :n], 0.7, queries, cap)
+        assert margin > 1e-5
+        turn = np.mean([rotation(n + i) for i in range(7)], axis=0)
+        mean, spread = HIDDEN[row, :n].mean(axis=0), HIDDEN[row, :n].std(axis=0)
+        draws = oracle.noise(0, SEEDS[row], LAYER, 2, D)
+        voters = (np.einsum("sd,dnh->snh", mean + spread * draws, WQ) + BQ) @ turn.T
+        named = np.zeros(keys.shape[:2], bool)
+        for head in range(rows.N):
+            for voter in voters:
+                order = np.argsort(-(keys[head // rows.G] @ voter[head]), kind="stable")
+                named[head // rows.G, order[: counts[head]]] = True
+        assert [kept(x) for x in bits[row]] == [kept(x) for x in named]
+
+
+def test_the_count_includes_the_rankings_own_first_tokens():
+    """KVP's sinks are no votes' and no policy's; ``kvp + gvote`` keeps them and as many as have votes."""
+
+    @dataclasses.dataclass(frozen=True, repr=False)
+    class Ranked(KNorm):
+        name = "ranked"
+
+        def score_prompt(self, params, observed):
+            return jnp.where(observed.pos[:, None] < 4, FIRST, super().score_prompt(params, observed))
+
+    budget = Voted(0.5, samples=2, ahead=7)
+    bits = judge(Policy(eviction=Ranked(), budget=budget), prompts())
+    for row, length in enumerate(rows.LENGTHS):
+        for h, right in enumerate(votes(row, budget)):
+            first = np.arange(length) < 4
+            assert bits[row, h, :length].sum() == (first | (right > 0)).sum()
+            assert bits[row, h, : min(4, length)].all()
+
+
+def test_an_expected_nucleus_needs_the_closed_form():
+    with pytest.raises(PolicyError, match="Write samples=inf, or leave nucleus out"):
+        Voted(nucleus="expected")
+    with pytest.raises(PolicyError, match="Leave one of them out"):
+        kvjax.policy("gvote(0.9, samples=inf, nucleus=expected, queries=2)")
+
+
 @pytest.mark.parametrize("count", [0, 1, 3, 6, 7])
 def test_the_best_are_the_highest_then_the_lowest_positions(count):
     s = np.array([2.0, -np.inf, 0.0, -0.0, 2.0, -3.0, 0.0, 1.0, -np.inf], np.float32)
@@ -246,7 +360,8 @@ def test_prompts_of_another_text_share_their_programs():
 # --- bad input -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("call", [{"p": 0}, {"p": 1.01}, {"samples": 0}, {"ahead": 0}, {"seed": -1}])
+@pytest.mark.parametrize("call", [{"p": 0}, {"p": 1.01}, {"samples": 0}, {"samples": "many"}, {"ahead": 0},
+                                  {"seed": -1}, {"queries": 0}, {"nucleus": "first"}])  # fmt: skip
 @pytest.mark.parametrize("kind", [Votes, Voted])
 def test_numbers_out_of_range_are_refused(kind, call):
     with pytest.raises(PolicyError, match=r"gvote\(.*Give "):
@@ -290,6 +405,12 @@ def test_seeds_that_are_none_are_refused(seeds):
         ("gvote + uniform(0.25)", "gvote(0.95)", "uniform(0.25)"),
         ("adakv + gvote(0.5)", "snapkv(32)", "gvote(0.5)"),
         ("gvote + ada(0.25)", "gvote(0.95)", "ada(0.25)"),
+        ("gvote(samples=inf) + uniform(0.3)", "gvote(0.95, samples=inf)", "uniform(0.3)"),
+        ("snapkv + gvote(0.9, queries=16)", "snapkv(32)", "gvote(0.9, queries=16)"),
+        *[
+            ("gvote(0.8, samples=inf, nucleus=expected)",)
+            + ("gvote(0.8, samples=inf, nucleus=expected)",) * 2
+        ],
     ],
 )
 def test_the_word_fills_the_places_that_nothing_else_does(spec, ranks, counts):

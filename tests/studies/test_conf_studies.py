@@ -214,3 +214,11 @@ def test_pictures_of_every_study(tmp_path, stage, rule):
     sweep = {"constant": constants.as_json(), "entries": entries}
     (tmp_path / "sweep_a_64.json").write_text(json.dumps(what | sweep))
     assert [file.name for file in pictures.draw(tmp_path)] == ["rate.png", "sawtooth.png", "sweep.png"]
+
+
+def test_the_first_token_goes_below_the_cliff():
+    """Score of the first token: alpha. Of the last that would stay: its recency 1 - share, and no mass."""
+    for share in (0.125, 0.25, 0.5):
+        alpha = schedules.cliff(share)
+        assert alpha == pytest.approx((1 - alpha) * (1 - share))
+    assert schedules.cliff(0.25) == pytest.approx(3 / 7)

@@ -61,6 +61,7 @@ def test_a_point_is_what_the_check_of_training_measures(shipped, tmp_path, capsy
     layout = gates.make_layout(settings)
     net, frozen = gates.gated_model(settings, model.spec, layout), layout.frozen(model.params, "float32")
     layers = {"admission": gate_sweep.load_weights(folder / "weak.safetensors", model).layers}
+    net = dataclasses.replace(net, sinks=0)
     want = gates._measure(net, 0.3, frozen, layers, jnp.asarray(rows))
     mine = next(p for p in points if p["gates"] == "weak" and p["tau"] == 0.3)
     assert mine["loss"] == pytest.approx(float(want["hard"]), rel=1e-4)

@@ -108,3 +108,43 @@ def test_perplexity_gaps_come_with_intervals_and_the_worst_cell_counts():
     assert closed(Results(rows)).ours == f"{share} % ({share} … {share}; worst of 1 cells)"
     rows = (rows[0], rows[1], text("snapkv(4) + pyramid(9)", 2.7, wave=0.2))
     assert closed(Results(rows)).verdict == judges.FAILS
+
+
+def test_a_method_is_compared_with_the_best_baseline_of_each_cell():
+    """Weak rivals do not carry a strong one; the best of all is named even where the claim names another."""
+    half, third = [0.0, 1.0] * 20, [1.0, 0.0, 0.0, 1.0] * 10
+    rows = (
+        row("full", GOOD, 100),
+        row("kvp(4) + uniform(64)", half, 25),
+        row("knorm + uniform(64)", [0.0] * 40, 25),
+        row("random + uniform(64)", [0.0] * 40, 25),
+        row("keydiff + uniform(64)", third, 25),
+        row("snapkv(32) + uniform(64)", GOOD, 25),
+        row("gvote(0.9)", GOOD, 25),  # no baseline: another paper's own
+    )
+    free = judges.better(judges.only("kvp"), judges.attention_free)
+    verdict = free(Results(rows))
+    difference = "+0.0 points"
+    assert verdict.ours.startswith(difference), "keydiff alone counts, not the mean of three"
+    assert "1 cells, not behind in 1, n = 40; one task, niah" in verdict.ours
+    assert "against the best baseline -50.0 points (" in verdict.ours
+    assert verdict.verdict == judges.FAILS
+    weak = judges.better(judges.only("kvp"), judges.only("knorm"))(Results(rows))
+    assert weak.ours.startswith("+50.0 points")
+    assert weak.verdict == "holds, against the best baseline it does not"
+    alone = judges.better(judges.only("kvp"), judges.only("knorm"))(Results(rows[:3]))
+    assert alone.verdict == judges.HOLDS
+    assert "best baseline" not in alone.ours
+
+
+def test_every_cell_has_its_own_best():
+    def at(length, policy, scores):
+        shown = row(policy, scores, 25, length=length)
+        return changed(shown, cell={"length": length, "task": f"task{length}"})
+
+    rows = [at(n, "kvp(4) + uniform(64)", BAD) for n in (512, 1024)]
+    rows += [at(512, "knorm + uniform(64)", GOOD), at(512, "keydiff + uniform(64)", BAD)]
+    rows += [at(1024, "knorm + uniform(64)", [0.0] * 40), at(1024, "keydiff + uniform(64)", BAD)]
+    verdict = judges.better(judges.only("kvp"), judges.attention_free)(Results(tuple(rows)))
+    assert verdict.ours.startswith("-25.0 points")
+    assert "2 cells, not behind in 1, n = 80)" in verdict.ours

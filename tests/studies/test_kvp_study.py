@@ -155,3 +155,21 @@ def test_flops_are_those_of_the_matrices_and_of_causal_attention():
 def test_a_study_without_rankers_says_what_to_give(made, capsys):
     assert study.main(["costs", "--config", str(made[1])]) == 2
     assert "costs needs trained rankers. Give --rankers FILE." in capsys.readouterr().err
+
+
+def test_documents_are_whole_dialogues_of_the_training_split_and_none_twice():
+    from studies.kvp import dialogues
+
+    class Talks:
+        def lines(self, name):
+            assert name == "dialogue/sgd_train.jsonl.gz"
+            return [[["U", f"a{i} b c"], ["S", f"d{i} e"]] for i in range(10)]
+
+    texts = list(dialogues.documents(Talks(), 5, words=12))
+    assert len(texts) == 5, "two dialogues of seven words each, with the speakers"
+    lines = "\n".join(texts).split("\n")
+    assert sorted(lines[::2]) == sorted(f"User: a{i} b c" for i in range(10))
+    assert [line.replace("User: a", "Assistant: d")[: len("Assistant: d0")] for line in lines[::2]] == [
+        line[: len("Assistant: d0")] for line in lines[1::2]
+    ]
+    assert len(list(dialogues.documents(Talks(), 9, words=12))) == 5, "the data ends"

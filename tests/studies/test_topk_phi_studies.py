@@ -6,12 +6,14 @@ import math
 from pathlib import Path
 from types import SimpleNamespace
 
+import jax
 import numpy as np
 import pytest
 import yaml
 
 from kvjax import catalogue, reads
 from studies.topk_phi import even, heads, sweep, tables
+from train.phi import maps, objective, settings
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -125,3 +127,52 @@ def test_lengths_and_numbers_of_samples_are_told_apart():
         read = [int(line.split("|")[4]) for line in text.splitlines() if "| `full` |" in line]
         assert len(read) == 2
         assert all(0.9 * length < x <= length for x in read)
+
+
+def test_what_a_head_looks_at_is_numpys():
+    """Entropy over the log of the middle, the mass of the best tokens, errors before and after W_o."""
+    random, (agents, groups, length, prompt, h) = np.random.default_rng(5), (2, 2, 26, 20, 8)
+    target = settings.Target(prompts=(prompt,), sinks=2, tail=4, queries=3, reach=6, retrieved=0.1)
+    task = objective.Task(loss=settings.Loss(), target=target, prompt=prompt)
+    shape = (1, agents, length, h)
+    k, v = (random.standard_normal(shape).astype(np.float32) for _ in range(2))
+    q = 2 * random.standard_normal((1, agents, groups, 3, h)).astype(np.float32)
+    wo = random.standard_normal((agents, groups, h, 5)).astype(np.float32)
+    batch = {"k": k, "v": v, "q": q, "at": np.asarray([[20, 22, 25]], np.int32), "wo": wo}
+    maps_ = maps.folded(maps.initial(jax.random.key(0), agents, groups, h, settings.Maps(features=4)))
+    seen = heads.look(task, maps_, batch)
+    middle = (np.arange(length) >= 2) & (np.arange(length) < prompt - 4)
+    for a, g in np.ndindex(agents, groups):
+        entropy, mass, error, after = [], [], [], []
+        for i, at in enumerate((20, 22, 25)):
+            s = np.einsum("gh,th->gt", q[0, a, :, i].astype(float), k[0, a]) / np.sqrt(h)
+            p = np.exp(s[g, middle]) / np.exp(s[g, middle]).sum()
+            entropy.append(-(p * np.log(p)).sum() / np.log(middle.sum()))
+            order = np.argsort(-s[:, middle].max(axis=0))
+            mass.append([p[order[:c]].sum() for c in heads.COUNTS])
+            w, row = np.exp(s[g]) * (np.arange(length) <= at), []
+            for c in heads.COUNTS:
+                left = np.isin(np.arange(length), np.flatnonzero(middle)[order[c:]])
+                row.append(
+                    np.where(left, 0, w) @ v[0, a] / np.where(left, 0, w).sum() - w @ v[0, a] / w.sum()
+                )
+            error.append([np.abs(x).sum() / np.abs(w @ v[0, a] / w.sum()).sum() for x in row])
+            after.append([np.linalg.norm(x @ wo[a, g]) for x in row])
+        np.testing.assert_allclose(seen["entropy"][a, g], np.mean(entropy), rtol=1e-4)
+        np.testing.assert_allclose(seen["mass"][:, a, g], np.mean(mass, axis=0), rtol=1e-4)
+        np.testing.assert_allclose(seen["alone"][:, a, g], np.mean(error, axis=0), rtol=1e-3, atol=1e-5)
+        np.testing.assert_allclose(seen["alone_wo"][:, a, g], np.mean(after, axis=0), rtol=1e-3, atol=1e-5)
+
+
+def test_errors_of_all_heads_together_are_the_root_of_summed_squares():
+    errors = np.asarray([[[3.0, 0.0], [1.0, 1.0]], [[3.0, 8.0], [1.0, 1.0]]])  # [sequence, count, head]
+    assert heads.together(errors) == pytest.approx([5.0, 2**0.5])
+
+
+def test_correlation_is_of_ranks():
+    errors = np.asarray([[0.5, 0.5, 0.5, 0.5]] * len(heads.COUNTS))
+    gains = np.asarray([[0.4, 0.1, 0.2, 0.3]] * len(heads.COUNTS))
+    rising = heads._correlation(flat(errors, errors - gains, [9.0, 0.1, 0.2, 0.3]))
+    assert rising == pytest.approx([1.0] * len(heads.COUNTS)), "by rank, not by value"
+    falling = heads._correlation(flat(errors, errors - gains, [0.1, 0.4, 0.3, 0.2]))
+    assert falling == pytest.approx([-1.0] * len(heads.COUNTS))

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -105,7 +106,13 @@ def test_one_agents_loss_has_no_part_in_anothers_gradient(made):
 
 
 @pytest.mark.parametrize(
-    ("method", "metric"), [({}, "cost"), ({"kind": "soft_rank"}, "error"), ({"budget": 0.3}, "cost")]
+    ("method", "metric"),
+    [
+        ({}, "cost"),
+        ({"kind": "soft_rank"}, "error"),
+        ({"kind": "projected_rank"}, "error"),
+        ({"budget": 0.3}, "cost"),
+    ],
 )
 def test_what_is_trained_falls(made, method, metric):
     """A gradient step at a time on one batch, without the loop."""
@@ -219,3 +226,13 @@ def test_agents_on_four_devices_learn_the_same_and_exchange_only_sums(made):
     words = [sys.executable, "-c", SPREAD, str(made / "config.yaml"), str(made / "traces")]
     environment = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
     subprocess.run(words, cwd=ROOT, env=environment, check=True)
+
+
+def test_cache_sizes_are_spread_over_all_that_leave_a_future():
+    """From sinks, recent and two to rank up to the longest, every size is drawn about as often."""
+    chosen = SimpleNamespace(agent=SimpleNamespace(sinks=2, recent=6), method=SimpleNamespace(least_future=8))
+    rng = np.random.default_rng(0)
+    sizes = np.asarray([batches.cache_size(rng, chosen, 60) for _ in range(4300)])
+    drawn, counts = np.unique(sizes, return_counts=True)
+    assert drawn.tolist() == list(range(10, 53))
+    assert 60 < counts.min() <= counts.max() < 150, "4,300 draws of 43 sizes"

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import scipy.optimize
 
 from train.ranker import rankings
 from train.ranker.optimizer import clip_each, optimizer
@@ -133,6 +134,46 @@ def test_soft_ranks_become_places_as_they_cool():
     lead = lambda a, b: 1 / (1 + math.exp(a - b))  # noqa: E731
     np.testing.assert_allclose(warm[0], lead(0.5, 2.0) + lead(0.5, -1.0), rtol=1e-5)
     assert np.abs(jax.grad(lambda s: rankings.soft_rank(s, may, 1.0)[0])(score))[1] > 0.01
+
+
+def onto_the_permutahedron(z: np.ndarray) -> np.ndarray:
+    """The nearest point of the hull of all permutations of 0 ... n - 1, by weights of its corners."""
+    corners = np.asarray(list(itertools.permutations(range(len(z)))), float)
+    heavy = 1e4  # on the weights' sum, which is 1
+    weights, _ = scipy.optimize.nnls(
+        np.vstack([corners.T, np.full(len(corners), heavy)]), np.append(z, heavy), maxiter=10_000
+    )
+    return corners.T @ weights
+
+
+@pytest.mark.parametrize("temperature", [0.05, 0.5, 2.0])
+def test_projected_ranks_are_the_nearest_point_of_the_permutahedron(temperature):
+    random = np.random.default_rng(int(10 * temperature))
+    for n in (1, 2, 4, 5):
+        score = random.standard_normal(n)
+        found = rankings.projected_rank(jnp.asarray(score, jnp.float32), np.ones(n, bool), temperature)
+        np.testing.assert_allclose(found, onto_the_permutahedron(-score / temperature), atol=2e-3)
+    cold = rankings.projected_rank(
+        jnp.asarray([0.5, 2.0, 9.0, -1.0]), np.asarray([True, True, False, True]), 0.01
+    )
+    np.testing.assert_allclose(np.asarray(cold)[[0, 1, 3]], [1, 0, 2], atol=1e-4)
+
+
+def test_projected_ranks_have_the_slope_of_their_blocks():
+    random = np.random.default_rng(2)
+    score, may = random.standard_normal((2, 30)), random.random((2, 30)) < 0.8
+    aim = random.standard_normal((2, 30))
+
+    def loss(score):
+        return (jnp.where(may, rankings.projected_rank(score, may, 0.3), 0.0) * aim).sum()
+
+    slope = np.asarray(jax.grad(loss)(jnp.asarray(score, jnp.float32)))
+    assert (slope[~may] == 0).all()
+    for at in [(0, 3), (0, 17), (1, 8), (1, 22)]:
+        step = np.zeros_like(score)
+        step[at] = 1e-3
+        ends = [float(loss(jnp.asarray(score + sign * step, jnp.float32))) for sign in (1, -1)]
+        np.testing.assert_allclose(slope[at], (ends[0] - ends[1]) / 2e-3, atol=0.1)
 
 
 def test_each_agent_is_clipped_by_its_own_norm():

@@ -119,6 +119,23 @@ def test_a_closed_gate_leaves_eps(tiny, tiny_folder):
     assert float(jnp.abs(other - want).max()) > 1e-2  # eps can be told in the states
 
 
+def test_the_hard_check_keeps_the_sinks_that_are_served(tiny):
+    """With every gate shut, thresholded attention is that to the window and the first ``sinks`` tokens."""
+    settings, net, frozen, params, batch = tiny
+    assert net.sinks == settings.sinks == 4
+    first = lambda _, k_pre, k: jnp.where(jnp.arange(k.shape[2]) < 4, 9.0, jnp.full(k.shape[:3], -9.0))  # noqa: E731
+    shut = lambda _, k_pre, k: jnp.full(k.shape[:3], -9.0)  # noqa: E731
+    leaves, tokens = distill.stack_layers(params["admission"]), batch["tokens"]
+    none = distill.dataclasses.replace(net, sinks=0)
+    want, _ = distill.forward(none, frozen, leaves, tokens, distill.gated_layer(none, first, 0.5))
+    got, _ = distill.forward(net, frozen, leaves, tokens, distill.gated_layer(net, shut, 0.5))
+    without, _ = distill.forward(none, frozen, leaves, tokens, distill.gated_layer(none, shut, 0.5))
+    np.testing.assert_array_equal(got, want)
+    assert float(jnp.abs(without - want).max()) > 1e-3
+    soft = [distill.forward(n, frozen, leaves, tokens, distill.gated_layer(n, shut))[0] for n in (net, none)]
+    np.testing.assert_array_equal(*soft)  # training is as it was
+
+
 def test_open_gates_cost_nothing_and_thresholded_ones_are_a_mask(tiny):
     _, net, frozen, params, batch = tiny
     for layer in params["admission"]:

@@ -163,10 +163,21 @@ def scored(task: Task, maps: Params, batch: dict[str, Array]) -> Scores:
     return Scores(s, student(maps, batch), jnp.broadcast_to(seen, s.shape), inside, order)
 
 
-def errors(
-    x: Scores, v: Float[Array, "B A T H"], counts: Sequence[int]
-) -> tuple[Float[Array, "C B A G Q"], Float[Array, "C B A G Q"]]:
-    """Relative L1 errors of attention's output: without the summary's tokens, and with φ in their place.
+class Outputs(NamedTuple):
+    """Attention's output for the queries behind the prompt.
+
+    Attributes:
+      full: [B, A, G, Q, H].
+      alone, completed: less ``full`` [C, B, A, G, Q, H]: without the summary's tokens; with φ in their place.
+    """
+
+    full: Array
+    alone: Array
+    completed: Array
+
+
+def outputs(x: Scores, v: Float[Array, "B A T H"], counts: Sequence[int]) -> Outputs:
+    """What is read, and how far off it is.
 
     Args:
       x: of the batch.
@@ -180,14 +191,36 @@ def errors(
         return jnp.einsum("bagqt,bath->bagqh", p, v)
 
     full = output(x.scores, x.seen)
-    size = jnp.abs(full).sum(axis=-1) + 1e-9
-    pairs = []
+    alone, completed = [], []
     for count in counts:
         rest = x.inside & (x.order >= count)
-        outputs = output(x.scores, x.seen & ~rest), output(jnp.where(rest, x.guess, x.scores), x.seen)
-        pairs.append([jnp.abs(out - full).sum(axis=-1) / size for out in outputs])
-    alone, completed = (jnp.stack(errors) for errors in zip(*pairs))
-    return alone, completed
+        alone.append(output(x.scores, x.seen & ~rest) - full)
+        completed.append(output(jnp.where(rest, x.guess, x.scores), x.seen) - full)
+    return Outputs(full, jnp.stack(alone), jnp.stack(completed))
+
+
+def errors(
+    x: Scores, v: Float[Array, "B A T H"], counts: Sequence[int]
+) -> tuple[Float[Array, "C B A G Q"], Float[Array, "C B A G Q"]]:
+    """Relative L1 errors of ``outputs``: without the summary's tokens, and with φ in their place."""
+    out = outputs(x, v, counts)
+    size = jnp.abs(out.full).sum(axis=-1) + 1e-9
+    return jnp.abs(out.alone).sum(axis=-1) / size, jnp.abs(out.completed).sum(axis=-1) / size
+
+
+def projected(error: Float[Array, "... A G Q H"], wo: Float[Array, "A G H D"]) -> Float[Array, "... A G Q"]:
+    """L2 norm of an output's error after the head's part of the output projection: what the model is given.
+
+    A relative error counts a head that says nothing as much as one on which the answer depends.
+    """
+    moved = jnp.einsum("...agqh,aghd->...agqd", error, wo, precision=jax.lax.Precision.HIGHEST)
+    return jnp.linalg.norm(moved, axis=-1)
+
+
+def projection(layers: Sequence[Params], kv_heads: int) -> Float[Array, "A G H D"]:
+    """The output projection of each head, of a model's layers."""
+    every = jnp.stack([jnp.asarray(layer["wo"], jnp.float32) for layer in layers])  # [L, N, H, D]
+    return every.reshape(len(layers) * kv_heads, -1, *every.shape[2:])
 
 
 def quality(task: Task, params: Params, batch: dict[str, Array]) -> dict[str, Float[Array, "B A"]]:

@@ -79,6 +79,16 @@ class Target:
         require(policy.completion.idle, "target.policy", self.policy, "has a φ already. Leave it out.")
 
 
+def _tasks(names: Any) -> tuple[str, ...]:
+    """The names of an evaluation's tasks."""
+    from kvjax.eval import tasks
+
+    require(isinstance(names, list), "silence.tasks", names, "is not a list of names.")
+    for name in names:
+        require(name in tasks.tasks(), "silence.tasks", name, "is not a task of kvjax.eval.")
+    return tuple(names)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Silence:
     """Leaves φ out of the query heads whose output it does not improve, after the training."""
@@ -86,6 +96,9 @@ class Silence:
     sequences: int = option(16, "that decide; held out, and none of those that traces hold")
     retrieved: tuple[float, ...] = option(
         (0.02,), "shares of the prompt that are read beside the maps; φ must help a head at each", type=SHARE
+    )
+    tasks: tuple[str, ...] = option(
+        (), "of ``kvjax.eval``, whose samples decide, too: a quarter as many of each", type=_tasks
     )
 
 

@@ -1,8 +1,13 @@
-"""Silences φ, after training, in the heads whose attention output it does not improve.
+"""Silences φ, after training, in the heads whose contribution to the model it does not improve.
 
 φ gives mass to every token that is not read, also in a sharp head, which ignores them all. A query head is
 silenced by setting its last bias, ``last_q``, to -inf: its features become 0, and its output is that of a
 read without φ. The maps of keys stay, for the other heads of the group.
+
+A head is judged by its error after the output projection W_o: the relative error of a head with a large
+output may be small and still harm. It is judged on rows that end in a question and its answer, apart in the
+haystack and at the answer, by the mean and by the worst row: what harms few rows harms those. Other text may
+silence other heads: samples of evaluation tasks can decide, too, of a seed that nothing is reported on.
 
 The heads are chosen on held-out sequences that come after those of the traces, so that neither checks nor
 studies read the same ones.
@@ -10,6 +15,8 @@ studies read the same ones.
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -18,37 +25,51 @@ import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
+from kvjax.eval import tasks
+from kvjax.eval.measure import runner
+from kvjax.eval.tasks.data import find as find_data
 from kvjax.types import Params
 from kvjax.weights import find
 from train import trace_rows
 from train.config import ConfigError
 from train.phi import batches, dropped
-from train.phi.objective import Task, errors, scored
+from train.phi.objective import Task, outputs, projected, projection, scored
 from train.phi.settings import Settings
 from train.traces import describe, trace
 
 if TYPE_CHECKING:
-    from jaxtyping import Bool, Float
+    from jaxtyping import Bool, Float, Int
 
     from kvjax.loading import LanguageModel
 
 
+PLACES = ("haystack", "answer")
+ANSWER = 24
+"""Tokens at the end of a row that are its answer and the end of its question."""
+
+
+SEED, MARGIN = 9, 64
+"""Seed of samples, and how much longer they are drawn: room for what may be written behind the answer."""
+
+
 class HeadErrors(NamedTuple):
-    """Mean relative L1 errors of each head's output where ``counts`` tokens of the summary are read exactly.
+    """L2 errors of each head after W_o, mean of queries; ``counts`` tokens of the summary are read exactly.
 
     Attributes:
       counts: C numbers of tokens.
-      alone: without the rest of the summary.
+      alone: without the rest of the summary, by place (``PLACES``) and row.
       completed: with φ in its place.
     """
 
     counts: tuple[int, ...]
-    alone: Float[np.ndarray, "C L N"]
-    completed: Float[np.ndarray, "C L N"]
+    alone: Float[np.ndarray, "C P R L N"]
+    completed: Float[np.ndarray, "C P R L N"]
 
 
 def sequences(settings: Settings, model: LanguageModel) -> Iterator[dict[str, np.ndarray]]:
-    """``silence.sequences`` newly traced batches of one sequence (``batches.assembled``).
+    """Newly traced batches of one row (``batches.assembled``): ``silence.sequences`` of them, then samples.
+
+    Every token behind the prompt is a query.
 
     Raises:
       ConfigError: no sequence of the config is long enough; see ``train.traces.describe``.
@@ -60,20 +81,35 @@ def sequences(settings: Settings, model: LanguageModel) -> Iterator[dict[str, np
             f"silence: traces.lengths {list(base.recording.lengths)} do not reach {settings.target.reach} "
             f"tokens behind a prompt of {settings.prompt}. Give one of {settings.tokens} or more."
         )
-    manifest, drawn = describe(base, model), trace_rows.sequences(base, model.text)
+    manifest = describe(base, model)
+    whole = dataclasses.replace(base.recording, lengths=(settings.tokens,), shares=(1.0,))
+    drawn = trace_rows.sequences(dataclasses.replace(base, recording=whole), model.text)
+    every = dataclasses.replace(settings.target, queries=settings.target.reach)
+    settings = dataclasses.replace(settings, target=every)
     learned = None if policy is None else find(policy, model, settings.target.weights or None)
-    index = len(manifest.lengths)
-    for _ in tqdm(range(silence.sequences), unit="sequence", mininterval=5):
-        while drawn.length(index) < settings.tokens:
-            index += 1
-        tokens = drawn.draw(index)[1][: settings.tokens]
+    first = len(manifest.lengths)
+    rows = (drawn.draw(first + i)[1] for i in range(silence.sequences))
+    every_row = itertools.chain(rows, samples(settings, model))
+    for index, tokens in enumerate(tqdm(every_row, unit="sequence", mininterval=5), start=first):
         lost = None
         if policy is not None and learned is not None:
             lost = dropped.of_prompt(policy, model, learned.weights, tokens[: settings.prompt])
         rng = np.random.default_rng((base.seed, 7, index))
         row = batches.of_sequence(manifest, settings, trace(model, manifest, tokens), lost, rng)
         yield {name: value[None] for name, value in row.items()}
-        index += 1
+
+
+def samples(settings: Settings, model: LanguageModel) -> Iterator[Int[np.ndarray, " T"]]:
+    """The last tokens of samples of ``silence.tasks``, behind the first one; too short ones are left out."""
+    silence = settings.silence
+    assert silence is not None  # the caller has checked
+    count, length = max(1, silence.sequences // 4), settings.tokens + MARGIN
+    for name in silence.tasks:
+        task = tasks.tasks()[name]
+        for _, e in runner.draw(task, model, find_data(), length=length, seed=SEED, count=count):
+            ids = [*e.context, *e.question, *e.prefix, *e.answer]
+            if len(ids) >= settings.tokens:
+                yield np.asarray([ids[0], *ids[len(ids) - settings.tokens + 1 :]], np.int32)
 
 
 def head_errors(settings: Settings, model: LanguageModel, layers: Sequence[Params]) -> HeadErrors:
@@ -85,19 +121,28 @@ def head_errors(settings: Settings, model: LanguageModel, layers: Sequence[Param
     maps = {
         name: jnp.concatenate([layer[name] for layer in layers]) for name in layers[0] if name != "length"
     }
+    wo = projection(model.params["layers"], spec.num_kv_heads)
 
     @jax.jit
-    def both(batch: dict[str, Any]) -> jax.Array:
-        return jnp.stack(errors(scored(task, maps, batch), batch["v"], counts)).mean(axis=(2, 5))
+    def both(batch: dict[str, Any], wo: jax.Array) -> jax.Array:
+        out = outputs(scored(task, maps, batch), batch["v"], counts)
+        error = jnp.stack([projected(out.alone, wo), projected(out.completed, wo)])[
+            :, :, 0
+        ]  # [2, C, A, G, Q]
+        late = batch["at"][0] >= settings.tokens - min(ANSWER, settings.target.reach // 2)
+        return jnp.stack([error.mean(axis=-1, where=place) for place in (~late, late)], axis=2)
 
-    means = np.mean([np.asarray(both(batch), np.float64) for batch in sequences(settings, model)], axis=0)
-    alone, completed = means.reshape(2, len(counts), spec.num_layers, spec.num_heads)
+    rows = [np.asarray(both(batch, wo), np.float64) for batch in sequences(settings, model)]
+    every = np.stack(rows, axis=3)  # [2, C, P, R, A, G]
+    alone, completed = every.reshape(*every.shape[:4], spec.num_layers, spec.num_heads)
     return HeadErrors(counts, alone, completed)
 
 
 def not_helped(measured: HeadErrors) -> Bool[np.ndarray, "L N"]:
-    """The heads whose error φ does not lower at every count."""
-    return np.asarray(~(measured.completed < measured.alone).all(axis=0))
+    """The heads whose mean error φ does not lower, or whose worst row it harms, at any count or place."""
+    lower = measured.completed.mean(axis=2) < measured.alone.mean(axis=2)
+    worst = measured.completed.max(axis=2) <= measured.alone.max(axis=2)
+    return np.asarray(~(lower & worst).all(axis=(0, 1)))
 
 
 def silenced(layers: Sequence[Params], silent: Bool[np.ndarray, "L N"]) -> list[Params]:
@@ -117,16 +162,22 @@ def applied(
 
 
 def record(settings: Settings, measured: HeadErrors) -> dict[str, Any]:
-    """The silent heads as [layer, head], mean errors over heads by count, and all errors."""
+    """The silent heads as [layer, head]; errors of all heads (root of summed squares), and by head."""
     silence, silent = settings.silence, not_helped(measured)
     assert silence is not None  # the caller has checked
-    by_head = {"alone": measured.alone, "completed": measured.completed}
-    means = by_head | {"silenced": np.where(silent, measured.alone, measured.completed)}
+    every = {"alone": measured.alone, "completed": measured.completed}
+    means = every | {"silenced": np.where(silent, measured.alone, measured.completed)}
+    by_head = {name: x.mean(axis=2) for name, x in every.items()}
+    by_head |= {f"{name}_worst": x.max(axis=2) for name, x in every.items()}
     return {
         "silent": np.argwhere(silent).tolist(),
         "sequences": silence.sequences,
         "counts": list(measured.counts),
-        "mean": {name: x.mean(axis=(1, 2)).round(5).tolist() for name, x in means.items()},
+        "places": list(PLACES),
+        "after_wo": {
+            name: np.sqrt((x.mean(axis=2) ** 2).sum(axis=(2, 3))).round(5).tolist()
+            for name, x in means.items()
+        },
         "by_head": {name: x.round(5).tolist() for name, x in by_head.items()},
     }
 

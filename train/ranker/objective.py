@@ -24,6 +24,10 @@ Statistics = dict[str, dict[str, Any]]
 """By input leaf: ``mean`` and ``scale`` [A, H or 1] of the training traces."""
 
 
+SURROGATES = {"soft_rank": rankings.soft_rank, "projected_rank": rankings.projected_rank}
+"""Supervised learning of ranks: pairwise sigmoids, or Blondel's projection."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Task:
     """The static arguments of the objective; ``softcap`` is that of the model's scores."""
@@ -104,9 +108,9 @@ def objective(
     least = rankings.cost(weight, rankings.best(weight, is_ranked))
     greedy = rankings.ratio(rankings.cost(weight, rankings.best(fixed, is_ranked)), least)
     metrics = {"greedy": greedy.mean()}
-    if method.kind == "soft_rank":
+    if method.kind in SURROGATES:
         number = jnp.maximum(is_ranked.sum(axis=-1, keepdims=True), 1)
-        rank = rankings.soft_rank(score, is_ranked, method.temperature)
+        rank = SURROGATES[method.kind](score, is_ranked, method.temperature)
         off = jnp.where(is_ranked, (rank - rankings.true_rank(weight, is_ranked)) / number, 0.0)
         error = (off**2).sum(axis=-1) / number[..., 0]
         return error.mean(axis=0).sum(), metrics | {"error": error.mean()}

@@ -99,6 +99,58 @@ def soft_rank(
     return before.sum(axis=-1) - 0.5  # its own half
 
 
+def projected_rank(
+    score: Float[Array, "... T"], candidates: Bool[Array, "... T"], temperature: float
+) -> Float[Array, "... T"]:
+    """Differentiable ranks from 0: -score / temperature projected onto the permutations' convex hull (L2).
+
+    Blondel et al., Fast Differentiable Sorting and Ranking, https://arxiv.org/abs/2002.08871. With z in
+    falling order s, and the ranks in falling order w, the projection is z less the decreasing regression of
+    s - w in the order of z. The regression's derivative is a mean over each of its blocks. Tokens that are no
+    candidates get any number.
+    """
+    *lead, t = score.shape
+    z = jnp.where(candidates, -score / temperature, 0.0)
+    order = jnp.argsort(jnp.where(candidates, -z, jnp.inf), axis=-1, stable=True)
+    place, count = jnp.arange(t), candidates.sum(axis=-1, keepdims=True)
+    y = jnp.where(place < count, jnp.take_along_axis(z, order, axis=-1) - (count - 1 - place), BEHIND)
+    flat = y.reshape(-1, t)
+    blocks = jax.vmap(_blocks)(jax.lax.stop_gradient(flat))
+    mean = jax.vmap(lambda y, block: _means(y, block)[block])(flat, blocks).reshape(*lead, t)
+    return z - jnp.take_along_axis(mean, jnp.argsort(order, axis=-1), axis=-1)
+
+
+def _means(y: Float[Array, " T"], block: Int[Array, " T"]) -> Float[Array, " T"]:
+    """Mean of each block, by its number."""
+    add = lambda x: jax.ops.segment_sum(x, block, num_segments=len(y))  # noqa: E731
+    return add(y) / jnp.maximum(add(jnp.ones_like(y)), 1)
+
+
+def _blocks(y: Float[Array, " T"]) -> Int[Array, " T"]:
+    """The block of each number in the decreasing regression of ``y``: pool adjacent violators."""
+
+    def push(i: Array, stack: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        means, counts, top = stack
+        stack = means.at[top].set(y[i]), counts.at[top].set(1), top + 1
+
+        def rises(stack: tuple[Array, Array, Array]) -> Array:
+            means, _, top = stack
+            return (top > 1) & (means[top - 2] < means[top - 1])
+
+        def merged(stack: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+            means, counts, top = stack
+            total = counts[top - 2] + counts[top - 1]
+            mean = means[top - 2] + (means[top - 1] - means[top - 2]) * (counts[top - 1] / total)
+            return means.at[top - 2].set(mean), counts.at[top - 2].set(total), top - 1
+
+        return jax.lax.while_loop(rises, merged, stack)
+
+    start = jnp.zeros_like(y), jnp.zeros(y.shape, jnp.int32), jnp.asarray(0)
+    _, counts, top = jax.lax.fori_loop(0, len(y), push, start)
+    ends = jnp.where(jnp.arange(len(y)) < top, jnp.cumsum(counts), len(y) + 1)
+    return jnp.searchsorted(ends, jnp.arange(len(y)), side="right")
+
+
 def true_rank(importance: Float[Array, "... T"], candidates: Bool[Array, "... T"]) -> Int[Array, "... T"]:
     """The rank of each token in the optimal ranking."""
     return jnp.argsort(best(importance, candidates), axis=-1, stable=True)

@@ -66,7 +66,9 @@ class Agent:
 class Method:
     """How they learn."""
 
-    kind: Literal["rloo", "soft_rank"] = option("rloo", "the latter is the supervised surrogate")
+    kind: Literal["rloo", "soft_rank", "projected_rank"] = option(
+        "rloo", "the others are supervised surrogates: pairwise sigmoids, Blondel's projection"
+    )
     permutations: int = option(8, "rankings drawn for each trace", type=whole(2))
     rows: int = option(1, "traces of a batch")
     queries: int = option(128, "future queries drawn for each trace")
@@ -75,7 +77,7 @@ class Method:
         None, "None for all, or one, as a share of the ranked tokens", type=OPEN_SHARE
     )
     normalise: bool = option(True, "divide advantages by their standard deviation")
-    temperature: float = option(1.0, "of the surrogate's sigmoids", type=POSITIVE)
+    temperature: float = option(1.0, "of the surrogate's ranks", type=POSITIVE)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

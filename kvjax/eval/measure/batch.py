@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import zlib
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -102,10 +103,12 @@ def run(
     """
     filled = _filled(samples, rows)
     heads, tails = zip(*_split(filled, protocol))
+    # Policies that draw (``gvote``) draw anew for each sample, and alike in every cell about it.
+    draws: dict[str, Any] = {"weights": weights, "seeds": [seed_of(encoded) for _, encoded in filled]}
     if reading is not None:
-        compressed, _ = decode.cut(model, policy, reading, weights=weights)
+        compressed, _ = decode.cut(model, policy, reading, **draws)
     else:
-        compressed, _ = decode.prefill(model, policy, list(heads), context=context, weights=weights)
+        compressed, _ = decode.prefill(model, policy, list(heads), context=context, **draws)
     compressed = dataclasses.replace(compressed, chunk=TAIL)
     peak = np.asarray(compressed.peak)
     if any(len(tail) > 1 for tail in tails):
@@ -143,6 +146,11 @@ def run(
         peak_bytes=max(float(peak[0]), live) / rows,
         summary=max(metrics.summary_tokens(layer, by_bytes=False) for layer in state.layers),
     )
+
+
+def seed_of(sample: Encoded) -> int:
+    """The seed of a sample's request: a digest of its tokens, whatever the batch or the protocol."""
+    return zlib.crc32(np.asarray(sample.context + sample.question, np.int64).tobytes())
 
 
 def prompts(samples: Samples, protocol: str, rows: int) -> list[list[int]]:

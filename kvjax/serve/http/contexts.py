@@ -36,7 +36,7 @@ def _create(service: Service, body: ContextBody) -> ContextInfo:
     else:
         ids = generation.check_token_ids(service, body.prompt or [])
     generation.check_prompt_length(service, len(ids))
-    policy = service.policies.policy(body.kv_policy)
+    policy = service.policies.policy(body.kv_policy, len(ids))
     weights = service.policies.weights(policy, body.kv_weights)
     return service.engine.contexts.create(body.name, ids, policy=policy, weights=weights)
 

@@ -107,7 +107,12 @@ def _generation(
     if any(len(stop) > LONGEST_STOP for stop in stops):
         message = f"A stop string has more than {LONGEST_STOP} characters. Give a shorter one."
         raise bad_request("stop", message)
-    policy = service.policies.policy(context.policy if context and body.kv_policy is None else body.kv_policy)
+    held = context.tokens if context else 0
+    policy = service.policies.policy(
+        context.policy if context and body.kv_policy is None else body.kv_policy,
+        held + max(map(len, prompts), default=0),
+        max_tokens,
+    )
     weights = service.policies.weights(policy, body.kv_weights)
     seed = secrets.randbits(32) if body.seed is None else body.seed % 2**32
     stop_tokens = tuple(check_token_ids(service, body.stop_token_ids or (), "stop_token_ids"))

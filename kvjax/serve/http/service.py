@@ -105,8 +105,12 @@ class AllowedPolicies:
         self.allowed = None if allowed is None else list(dict.fromkeys(map(repr, policies)))
         self._structures = None if allowed is None else {policy.structure for policy in policies}
 
-    def policy(self, spec: str | None) -> Policy:
+    def policy(self, spec: str | None, prompt: int | None = None, answer: int = 0) -> Policy:
         """The policy of a request.
+
+        Args:
+          spec: what it asks for.
+          prompt, answer: its tokens, for ``auto(64MiB)``.
 
         Raises:
           PolicyError: one that cannot be built.
@@ -114,18 +118,19 @@ class AllowedPolicies:
         """
         if spec is None:
             return self.default
-        policy = self._read(spec)
+        policy = self._read(spec, prompt, answer)
         if self._structures is not None and policy.structure not in self._structures:
             message = f"kv_policy {spec!r} is not among the policies that this server allows, at any budget: "
             message += f"{'; '.join(self.allowed or [])}. Ask for one of them."
             raise ApiError(403, message, code="policy_not_allowed", param="kv_policy")
         return policy
 
-    def _read(self, spec: str | Policy) -> Policy:
-        return self._choose(spec) if isinstance(spec, str) and is_auto(spec) else catalogue.policy(spec)
+    def _read(self, spec: str | Policy, prompt: int | None = None, answer: int = 0) -> Policy:
+        auto = isinstance(spec, str) and is_auto(spec)
+        return self._choose(spec, prompt, answer) if auto else catalogue.policy(spec)
 
-    def _choose_and_log(self, spec: str) -> Policy:
-        policy, reason = chosen(spec, self._model)
+    def _choose_and_log(self, spec: str, prompt: int | None, answer: int) -> Policy:
+        policy, reason = chosen(spec, self._model, prompt=prompt, answer=answer)
         self._log("note", text=reason)
         return policy
 
