@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from kvjax.weights import read_weights, save_weights
 from train import trace_rows
 from train.phi import __main__ as command
 from train.phi import maps, objective, settings, silence
-from train.traces import describe
+from train.traces import describe, trace
 
 CONFIG: dict[str, Any] = {
     "name": "tiny",
@@ -148,7 +147,7 @@ def test_the_command_silences_whom_numpy_finds_and_changes_nothing_else(config, 
         assert batch["at"].tolist() == [list(range(40, 48))]
         for layer, head in np.ndindex(2, 4):
             wo = np.asarray(model.params["layers"][layer]["wo"], np.float64)[head]
-            one = {n: x[0, 2 * layer + head // 2] for n, x in batch.items() if n != "at"}
+            one = {n: batch[n][0, 2 * layer + head // 2] for n in ("q", "k", "v")}
             one |= {"at": batch["at"][0]}
             right[:, :, :, row, layer, head] = by_numpy(before.layers[layer], head, one, wo, counts)
     means, worst = right.mean(axis=3), right.max(axis=3)
@@ -186,18 +185,24 @@ def test_heads_are_judged_on_no_sequence_of_the_traces(config, tiny_folder, monk
     assert len(stored | {tuple(one) for one in seen}) == len(stored) + 3
 
 
-def test_samples_of_tasks_end_in_their_answer(config):
+def test_samples_are_summarised_and_asked_as_they_are_served(config):
+    """The context without its ends is in the summary; the queries are those that write the answer."""
     tree = yaml.safe_load(config.read_text())
-    tree["silence"] |= {"sequences": 8, "tasks": ["vt"]}
+    tree["silence"] |= {"sequences": 4, "tasks": ["vt"]}
     tree["traces"] |= {"lengths": [708], "shares": [1]}
-    tree["target"] |= {"prompts": [700]}
+    tree["target"] |= {"prompts": [700], "queries": 8}
     chosen, model = settings.parse(tree), kvjax.load()  # the tiny model spells words in too many tokens
-    drawn = list(silence.samples(chosen, model))
-    assert 0 < len(drawn) <= 2
-    for tokens in drawn:
-        assert len(tokens) == 708
-        assert tokens[0] == model.text.encode("")[0]
-        assert re.search(r"VAR|variables", model.text.decode(tokens[-200:].tolist()))
+    (sample,) = silence.samples(chosen, model)
+    row = silence._served(chosen, model, describe(chosen.base, model), sample)
+    context, asked = len(sample.context), len(sample.context + sample.question + sample.prefix)
+    assert row["dropped"].shape == (24, 708)
+    np.testing.assert_array_equal(np.flatnonzero(row["dropped"][5]), np.arange(2, context - 4))
+    right = np.arange(asked - 1, asked - 1 + len(sample.answer))
+    np.testing.assert_array_equal(row["at"], np.resize(right, 8))
+    assert row["places"].all()
+    ids = np.asarray([*sample.context, *sample.question])
+    alone = trace(model, describe(chosen.base, model), ids)["k"].reshape(24, len(ids), 64)
+    np.testing.assert_allclose(row["k"][:, : len(ids)], alone, atol=1e-3)
 
 
 @pytest.mark.parametrize(

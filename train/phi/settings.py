@@ -157,6 +157,9 @@ def parse(tree: dict[str, Any], prompt: int | None = None) -> Settings:
     maps, silence = section(Maps, tree.get("maps", {}), "maps."), tree.get("silence")
     rule = "needs a map of queries for each head, and maps.symmetric leaves them none. Set it to false, or "
     require(silence is None or not maps.symmetric, "silence", silence, rule + "leave silence out.")
+    sampled = silence is not None and bool(silence.get("tasks"))
+    rule = "needs the prompt's middle in the summary, and target.policy drops other tokens. Leave it out."
+    require(not sampled or target.policy is None, "silence.tasks", (silence or {}).get("tasks"), rule)
     return Settings(
         base=dataclasses.replace(base, folder=base.folder / str(prompt)),
         maps=maps,

@@ -6,8 +6,9 @@ read without φ. The maps of keys stay, for the other heads of the group.
 
 A head is judged by its error after the output projection W_o: the relative error of a head with a large
 output may be small and still harm. It is judged on rows that end in a question and its answer, apart in the
-haystack and at the answer, by the mean and by the worst row: what harms few rows harms those. Other text may
-silence other heads: samples of evaluation tasks can decide, too, of a seed that nothing is reported on.
+haystack and at the answer, by the mean and by the worst row: what harms few rows harms those. Samples of
+evaluation tasks can decide, too, of a seed that nothing is reported on, summarised and asked as they are when
+served: φ harms the embedded model's head 1.5 on the chains of vt, and on none of the rows.
 
 The heads are chosen on held-out sequences that come after those of the traces, so that neither checks nor
 studies read the same ones.
@@ -16,7 +17,6 @@ studies read the same ones.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -28,6 +28,7 @@ from tqdm import tqdm
 from kvjax.eval import tasks
 from kvjax.eval.measure import runner
 from kvjax.eval.tasks.data import find as find_data
+from kvjax.eval.tasks.sample import Encoded, Samples
 from kvjax.types import Params
 from kvjax.weights import find
 from train import trace_rows
@@ -35,10 +36,11 @@ from train.config import ConfigError
 from train.phi import batches, dropped
 from train.phi.objective import Task, outputs, projected, projection, scored
 from train.phi.settings import Settings
+from train.trace_file import Manifest
 from train.traces import describe, trace
 
 if TYPE_CHECKING:
-    from jaxtyping import Bool, Float, Int
+    from jaxtyping import Bool, Float
 
     from kvjax.loading import LanguageModel
 
@@ -48,8 +50,8 @@ ANSWER = 24
 """Tokens at the end of a row that are its answer and the end of its question."""
 
 
-SEED, MARGIN = 9, 64
-"""Seed of samples, and how much longer they are drawn: room for what may be written behind the answer."""
+SEED = 9
+"""Of samples."""
 
 
 class HeadErrors(NamedTuple):
@@ -69,7 +71,8 @@ class HeadErrors(NamedTuple):
 def sequences(settings: Settings, model: LanguageModel) -> Iterator[dict[str, np.ndarray]]:
     """Newly traced batches of one row (``batches.assembled``): ``silence.sequences`` of them, then samples.
 
-    Every token behind the prompt is a query.
+    Every token behind the prompt of a row is a query. ``places`` [1, P, Q] says which queries are at which
+    place; those of a sample are at both.
 
     Raises:
       ConfigError: no sequence of the config is long enough; see ``train.traces.describe``.
@@ -88,28 +91,49 @@ def sequences(settings: Settings, model: LanguageModel) -> Iterator[dict[str, np
     settings = dataclasses.replace(settings, target=every)
     learned = None if policy is None else find(policy, model, settings.target.weights or None)
     first = len(manifest.lengths)
-    rows = (drawn.draw(first + i)[1] for i in range(silence.sequences))
-    every_row = itertools.chain(rows, samples(settings, model))
-    for index, tokens in enumerate(tqdm(every_row, unit="sequence", mininterval=5), start=first):
-        lost = None
+    for index in tqdm(range(first, first + silence.sequences), unit="sequence", mininterval=5):
+        tokens, lost = drawn.draw(index)[1], None
         if policy is not None and learned is not None:
             lost = dropped.of_prompt(policy, model, learned.weights, tokens[: settings.prompt])
         rng = np.random.default_rng((base.seed, 7, index))
         row = batches.of_sequence(manifest, settings, trace(model, manifest, tokens), lost, rng)
-        yield {name: value[None] for name, value in row.items()}
+        late = row["at"] >= settings.tokens - min(ANSWER, settings.target.reach // 2)
+        yield {name: value[None] for name, value in (row | {"places": np.stack([~late, late])}).items()}
+    for sample in samples(settings, model):
+        yield {name: value[None] for name, value in _served(settings, model, manifest, sample).items()}
 
 
-def samples(settings: Settings, model: LanguageModel) -> Iterator[Int[np.ndarray, " T"]]:
-    """The last tokens of samples of ``silence.tasks``, behind the first one; too short ones are left out."""
+def samples(settings: Settings, model: LanguageModel) -> list[Encoded]:
+    """The samples of ``silence.tasks``, as long as the prompt, as evaluations have them."""
     silence = settings.silence
     assert silence is not None  # the caller has checked
-    count, length = max(1, silence.sequences // 4), settings.tokens + MARGIN
+    drawn: Samples = []
     for name in silence.tasks:
-        task = tasks.tasks()[name]
-        for _, e in runner.draw(task, model, find_data(), length=length, seed=SEED, count=count):
-            ids = [*e.context, *e.question, *e.prefix, *e.answer]
-            if len(ids) >= settings.tokens:
-                yield np.asarray([ids[0], *ids[len(ids) - settings.tokens + 1 :]], np.int32)
+        sizes = {"length": settings.prompt, "seed": SEED, "count": max(1, silence.sequences // 4)}
+        drawn += runner.draw(tasks.tasks()[name], model, find_data(), **sizes)
+    return [encoded for _, encoded in drawn]
+
+
+def _served(
+    settings: Settings, model: LanguageModel, manifest: Manifest, sample: Encoded
+) -> dict[str, np.ndarray]:
+    """The batch's part of a sample: its context's middle is summarised, and what writes the answer asks."""
+    asked = [*sample.context, *sample.question, *sample.prefix]
+    tokens = np.zeros(settings.tokens, np.int32)
+    ids = [*asked, *sample.answer][: settings.tokens]
+    tokens[: len(ids)] = ids
+    seen = trace(model, manifest, tokens)
+    at = np.resize(np.arange(len(asked) - 1, len(ids) - 1), settings.target.queries)
+    heads, groups = manifest.layers * manifest.kv_heads, manifest.heads // manifest.kv_heads
+    place = np.arange(settings.tokens)
+    middle = (place >= settings.target.sinks) & (place < len(sample.context) - settings.target.tail)
+    chosen = seen["q"][:, :, np.searchsorted(seen["at"], at)]
+    row: dict[str, np.ndarray] = {
+        name: seen[name].reshape(heads, -1, manifest.head_dim) for name in ("k", "v")
+    }
+    row |= {"q": chosen.reshape(heads, groups, len(at), -1), "at": at.astype(np.int32)}
+    row |= {"dropped": np.broadcast_to(middle, (heads, settings.tokens))}
+    return row | {"places": np.ones((len(PLACES), len(at)), bool)}
 
 
 def head_errors(settings: Settings, model: LanguageModel, layers: Sequence[Params]) -> HeadErrors:
@@ -126,11 +150,8 @@ def head_errors(settings: Settings, model: LanguageModel, layers: Sequence[Param
     @jax.jit
     def both(batch: dict[str, Any], wo: jax.Array) -> jax.Array:
         out = outputs(scored(task, maps, batch), batch["v"], counts)
-        error = jnp.stack([projected(out.alone, wo), projected(out.completed, wo)])[
-            :, :, 0
-        ]  # [2, C, A, G, Q]
-        late = batch["at"][0] >= settings.tokens - min(ANSWER, settings.target.reach // 2)
-        return jnp.stack([error.mean(axis=-1, where=place) for place in (~late, late)], axis=2)
+        error = jnp.stack([projected(x, wo)[:, 0] for x in (out.alone, out.completed)])  # [2, C, A, G, Q]
+        return jnp.stack([error.mean(axis=-1, where=place) for place in batch["places"][0]], axis=2)
 
     rows = [np.asarray(both(batch, wo), np.float64) for batch in sequences(settings, model)]
     every = np.stack(rows, axis=3)  # [2, C, P, R, A, G]
