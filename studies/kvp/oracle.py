@@ -127,8 +127,8 @@ def measure(model: LanguageModel, store: Store, cells: Sequence[tuple[Cell, Poli
             continue
         task = tasks.tasks()[cell.task]
         if cell.drawn not in drawn:
-            sizes = {"length": cell.length, "seed": cell.seed, "count": cell.samples}
-            drawn = {cell.drawn: runner.draw(task, model, data, **sizes)}
+            samples = runner.draw(task, model, data, length=cell.length, seed=cell.seed, count=cell.samples)
+            drawn = {cell.drawn: samples}
         rows, parts = runner.batched(drawn[cell.drawn], cell.length)
         context = decode.bucket(cell.length, model.network.max_positions)
         key = (cell.drawn, cell.protocol)
