@@ -17,6 +17,7 @@ studies read the same ones.
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -26,6 +27,7 @@ import numpy as np
 from tqdm import tqdm
 
 from kvjax.eval import tasks
+from kvjax.eval.errors import EvalError
 from kvjax.eval.measure import runner
 from kvjax.eval.tasks.data import find as find_data
 from kvjax.eval.tasks.sample import Encoded, Samples
@@ -104,13 +106,16 @@ def sequences(settings: Settings, model: LanguageModel) -> Iterator[dict[str, np
 
 
 def samples(settings: Settings, model: LanguageModel) -> list[Encoded]:
-    """The samples of ``silence.tasks``, as long as the prompt, as evaluations have them."""
+    """The samples of ``silence.tasks`` that fit into the prompt, as long as it, as evaluations have them."""
     silence = settings.silence
     assert silence is not None  # the caller has checked
     drawn: Samples = []
     for name in silence.tasks:
         sizes = {"length": settings.prompt, "seed": SEED, "count": max(1, silence.sequences // 4)}
-        drawn += runner.draw(tasks.tasks()[name], model, find_data(), **sizes)
+        try:
+            drawn += runner.draw(tasks.tasks()[name], model, find_data(), **sizes)
+        except EvalError as error:  # maps for short prompts
+            print(f"note: samples of {name} do not decide: {error}", file=sys.stderr)
     return [encoded for _, encoded in drawn]
 
 
