@@ -111,9 +111,9 @@ def samples(settings: Settings, model: LanguageModel) -> list[Encoded]:
     assert silence is not None  # the caller has checked
     drawn: Samples = []
     for name in silence.tasks:
-        sizes = {"length": settings.prompt, "seed": SEED, "count": max(1, silence.sequences // 4)}
+        task, count = tasks.tasks()[name], max(1, silence.sequences // 4)
         try:
-            drawn += runner.draw(tasks.tasks()[name], model, find_data(), **sizes)
+            drawn += runner.draw(task, model, find_data(), length=settings.prompt, seed=SEED, count=count)
         except EvalError as error:  # maps for short prompts
             print(f"note: samples of {name} do not decide: {error}", file=sys.stderr)
     return [encoded for _, encoded in drawn]
