@@ -52,6 +52,7 @@ from kvjax.models import decoder
         (["decode", "--mesh", "rows=2"], "'rows' is not an axis. The axes are data, tensor, context."),
         (["decode", "--mesh", "data=2"], "--mesh data=2 --batch 1: data=2 does not divide 1 rows."),
         (["prefill", "--mesh", "tensor=4"], "tensor=4 does not divide the model's 2 KV heads."),
+        (["decode", "--model", "/nowhere"], "--model /nowhere: "),
         (["host", "--layers", "-1"], "--layers -1 is out of range"),
         (["plot", "--out", "/nowhere"], "Run those first."),
         (["nonsense"], "nonsense"),
@@ -121,6 +122,23 @@ def test_our_side_is_measured_on_a_mesh(tmp_path):
     assert {row["mesh"] for row in ours} == {"data=2,tensor=2"}
     assert all(row["tokens_per_s"] > 0 and 0 < row["live_bytes"] <= row["allocated_bytes"] for row in ours)
     assert all("mesh" not in row for row in run["rows"] if row["system"] != "kvjax")
+
+
+def test_a_command_hides_where_a_model_lies():
+    shown = results.written_command(["decode", "--model", "/somewhere/mine", "--fill", "--out", "x"])
+    assert shown == "python -m benchmarks decode --model DIR --fill"
+
+
+@pytest.mark.slow
+def test_a_folders_model_is_read_without_attention_and_decodes_from_a_filled_cache(tiny_folder, capsys):
+    words = ["--quick", "--model", str(tiny_folder), "--policy", "full", "--batch", "1", "--json"]
+    assert main(["prefill", *words, "--products"]) == 0
+    row = json.loads(capsys.readouterr().out.splitlines()[0])
+    assert row["products_s"] > 0
+    assert main(["decode", *words, "--fill"]) == 0
+    row = json.loads(capsys.readouterr().out.splitlines()[0])
+    assert row["tokens_per_s"] > 0
+    assert row["live_bytes"] > row["prompt"]
 
 
 def test_a_run_in_a_checkout_names_its_commit():

@@ -88,10 +88,10 @@ class Ballot:
 
     arguments: ClassVar[Mapping[str, Argument]] = {
         "p": Number(0, 1, "share of attention", open="low"),
-        "samples": Voters(),
-        "ahead": Whole(1, "number of positions"),
+        "samples": Voters(most=4096),
+        "ahead": Whole(1, "number of positions", 4096),
         "seed": Whole(0, "seed", 2**32 - 1),
-        "queries": Whole(1, "number of queries"),
+        "queries": Whole(1, "number of queries", 4096),
         "nucleus": Whose(),
         "sinks": Whole(),
     }
