@@ -58,10 +58,11 @@ def _section(name: str, fields: Sequence[Column], runs: Sequence[Row]) -> list[s
     lines = ["", f"## {name}", ""]
     for run in runs:
         at, model = run["machine"], run["model"]
+        kind = f"of {model['name']}" if "name" in model else f"random (seed {model['seed']})"
         lines.append(
             f"* `{run['command']}`, {run['date']}, {run['seconds'] / 60:.0f} minutes: {at['cpu']}, "
             f"{at['threads']} thread(s), jax {at['jax']}, commit {at['commit']}; {model['parameters']:,} "
-            f"random parameters (seed {model['seed']})."
+            f"parameters, {kind}."
         )
     lines += ["", f"![{name}]({name}.png)", "", *_ratios(ratios.answer(ratios.questions(name, rows), rows))]
     heads = ["system", "configuration", *(title for title, _ in fields)]
