@@ -25,6 +25,9 @@ SAME = ("topk(1)", *(f"topk({k}){phi}" for k in (11, 21, 29, 62) for phi in ("",
 SHARES = {1024: (0.04, 0.08), 2048: (0.02, 0.04)}
 """Of the second table, 41 and 82 tokens a step, by length of the prompt."""
 
+MANY = 100
+"""Samples from which on nats are shown by task."""
+
 
 def specs(share: float, prompt: int, features: int = 64, head_dim: int = 64) -> dict[str, str | None]:
     """Policies that read a share of a prompt a step, by method; None where that is infeasible."""
@@ -83,6 +86,21 @@ def _of_kind(rows: list[Row]) -> Iterator[str]:
     for share in SHARES[length]:
         lines += [(f"{share:g}", name, spec) for name, spec in specs(share, length).items()]
     yield from _table(lines, rows, tasks, known)
+    if samples >= MANY:
+        yield ""
+        yield "Nats by task, for every file of maps that was measured:"
+        yield ""
+        yield from _nats_by_task(rows, tasks)
+
+
+def _nats_by_task(rows: list[Row], tasks: list[str]) -> Iterator[str]:
+    sides = sorted({(row.cell.policy, row.cell.weights) for row in rows if row.cell.policy != table.FULL})
+    shown = []
+    for policy, weights in sides:
+        own = [row for row in rows if (row.cell.policy, row.cell.weights) == (policy, weights)]
+        by_task = {row.cell.task: _nats([row], rows) for row in own}
+        shown.append([f"`{policy}`", weights or "–", *(by_task.get(task, "–") for task in tasks)])
+    yield table.markdown(["policy", "maps", *tasks], shown)
 
 
 def _table(
