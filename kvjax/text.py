@@ -103,7 +103,7 @@ class Text:
         try:
             tokenizer = Tokenizer.from_str(file.read_text(encoding="utf-8"))
         except Exception as error:  # the tokenizers package raises Exception itself
-            raise ValueError(f"{file} is no readable tokenizer ({error}). Download it again.") from error
+            raise ValueError(f"{file} is not a readable tokenizer ({error}). Download it again.") from error
         config = _read_object(folder / "tokenizer_config.json")
         wants_bos = config.get("add_bos_token")
         denied = (
@@ -158,28 +158,13 @@ class Text:
         """
         return TextStream(self.tokenizer, after)
 
-    def chat(
-        self,
-        messages: list[dict[str, Any]],
-        *,
-        tools: list[dict[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        **variables: Any,
-    ) -> list[int]:
+    def chat(self, messages: list[dict[str, Any]], **options: Any) -> list[int]:
         """Token ids of a conversation, ready for the model's next turn.
 
         A chat template alone decides about BOS; without one it comes first. Arguments and errors are those
         of ``render``.
         """
-        text = self.render(
-            messages,
-            tools=tools,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            **variables,
-        )
-        return self.encode(text, bos=self.template is None)
+        return self.encode(self.render(messages, **options), bos=self.template is None)
 
     def render(
         self,
@@ -277,13 +262,13 @@ class TextStream:
 
 
 def _read_object(file: Path) -> dict[str, Any]:
-    """A JSON object; {} where there is no such file."""
+    """The JSON object in a file; {} if the file does not exist."""
     if not file.is_file():
         return {}
     try:
         return dict(json.loads(file.read_text(encoding="utf-8")))
     except (TypeError, ValueError) as error:
-        raise ValueError(f"{file} is no readable JSON object ({error}). Download it again.") from error
+        raise ValueError(f"{file} is not a readable JSON object ({error}). Download it again.") from error
 
 
 def _read_template(folder: Path, config: dict[str, Any]) -> tuple[str | dict[str, str] | None, Path]:

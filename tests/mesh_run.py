@@ -130,7 +130,7 @@ def live(policy: Policy, on: Mesh, kv_heads: int = 8) -> Life:
     options = {"context": 72, "page": 8, "chunk_size": 16, "weights": weights}
     state, logits = kvjax.prefill(it, policy, prompts(), **options, mesh=on)
     kept, logits_read, text = [on.read(metrics.present(state))], [on.read(logits)], []
-    laid, weights = decode.on_mesh(it, policy, weights, on)
+    sharded, weights = decode.on_mesh(it, policy, weights, on)
     for at in range(STEPS):
         if at % 5 == 0:
             state = decode.reserve(policy, state, 5, 1)
@@ -138,7 +138,7 @@ def live(policy: Policy, on: Mesh, kv_heads: int = 8) -> Life:
         text.append(fed)
         active = np.ones(len(fed), bool)
         state, logits = decode.step_program(
-            laid.network, policy, laid.params, weights, state, on.put(fed), on.put(active)
+            sharded.network, policy, sharded.params, weights, state, on.put(fed), on.put(active)
         )
         logits_read.append(on.read(logits))
     kept.append(on.read(metrics.present(state)))
@@ -160,13 +160,13 @@ def difference(one: Life, many: Life) -> dict[str, Any]:
 def measured(policy: Policy, on: Mesh, kv_heads: int = 8) -> dict[str, np.ndarray]:
     """What evaluations look at, of prompts that are read once and cut, and of given tokens after them."""
     it, weights = model(kv_heads), learned(policy, model(kv_heads).network)
-    laid, _ = decode.on_mesh(it, policy, weights, on)
-    reading = decode.read_full(laid, prompts(), context=72)
-    state, _ = decode.cut(laid, policy, reading, page=8, chunk_size=16, weights=weights)
+    sharded, _ = decode.on_mesh(it, policy, weights, on)
+    reading = decode.read_full(sharded, prompts(), context=72)
+    state, _ = decode.cut(sharded, policy, reading, page=8, chunk_size=16, weights=weights)
     state = decode.roomy(policy, decode.reserve(policy, state, 6, 1), 1)
     before = counted.contents(state)
     following = [prompt[:6] for prompt in prompts()]
-    _, after = forced.steps(laid, policy, state, following, following, forced=True, weights=weights)
+    _, after = forced.steps(sharded, policy, state, following, following, forced=True, weights=weights)
     held = {"slots": before.slots, "mask": before.mask, "bytes": np.asarray([before.slot, before.fixed])}
     return held | {name: getattr(after, name)[:, :6] for name in ("nll", "live", "reads")}
 
@@ -174,13 +174,13 @@ def measured(policy: Policy, on: Mesh, kv_heads: int = 8) -> dict[str, np.ndarra
 def moved(policy: Policy, on: Mesh, kv_heads: int = 8) -> dict[str, Any]:
     """What a compiled step brings from device to device: each collective and the shape of its result."""
     it = model(kv_heads)
-    laid, weights = decode.on_mesh(it, policy, learned(policy, it.network), on)
+    sharded, weights = decode.on_mesh(it, policy, learned(policy, it.network), on)
     rows = len(LENGTHS)
     space = {"rows": rows, "context": 256, "page": 32, "chunk_size": 16}
     state = decode.empty(it.network, policy, **space, dtype=np.float32, mesh=on)
     state = decode.roomy(policy, state, 1)
     fed = on.put((np.zeros(rows, np.int32), np.ones(rows, bool)))
-    program = decode.step_program.lower(laid.network, policy, laid.params, weights, state, *fed)
+    program = decode.step_program.lower(sharded.network, policy, sharded.params, weights, state, *fed)
     text = compiler.compiled_in_full(program).as_text()
     met = [match for line in text.splitlines() if (match := COLLECTIVE.search(line))]
     return {"moved": [f"{one[2]} [{shape}]" for one in met for shape in SHAPE.findall(one[1])]}
@@ -211,11 +211,11 @@ def differing(rows: list[int], one: KVState, other: KVState) -> int:
 def onward(policy: Policy, state: KVState) -> np.ndarray:
     """Logits of three steps; the state is used up."""
     it, on, logits_read = model(), state.mesh, []
-    laid, _ = decode.on_mesh(it, policy, {}, on)
+    sharded, _ = decode.on_mesh(it, policy, {}, on)
     state = decode.reserve(policy, state, 3, 1)
     for token in range(3):
         fed = on.put((np.full(state.rows, token, np.int32), np.ones(state.rows, bool)))
-        state, logits = decode.step_program(laid.network, policy, laid.params, {}, state, *fed)
+        state, logits = decode.step_program(sharded.network, policy, sharded.params, {}, state, *fed)
         logits_read.append(on.read(logits))
     return np.stack(logits_read)
 

@@ -162,7 +162,7 @@ def break_tokenizer(folder: Path) -> None:
         (break_config, ["config.json is not readable JSON"]),
         (other_family, ["'mamba'", "llama, qwen2"]),
         (more_layers, ["model.layers.2.self_attn.q_proj.weight is missing"]),
-        (break_tokenizer, ["tokenizer.json is no readable tokenizer"]),
+        (break_tokenizer, ["tokenizer.json is not a readable tokenizer"]),
     ],
 )
 def test_spoilt_model_folders(refused, tiny_folder, tmp_path, spoil, says):

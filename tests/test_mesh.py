@@ -163,7 +163,7 @@ def test_processes_that_were_given_different_things_are_refused(tmp_path):
     hf.save(tmp_path / "first", model.spec, model.params, dtype=str(params["embed"].dtype))
     states(tmp_path / "states")
     folders = [str(tmp_path / name) for name in ("first", "trained", "states")]
-    [refusals] = lived(*folders, processes=2, program="alike_run.py", devices=1)
+    [refusals] = lived(*folders, processes=2, program="consistency_run.py", devices=1)
     assert refusals.pop("read") == refusals.pop("text") == "True"
     assert "is in another call than process 0" in refusals.pop("call")
     assert {name: said.partition(GIVEN_OTHERS)[2].partition(".")[0] for name, said in refusals.items()} == {

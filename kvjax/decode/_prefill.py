@@ -348,7 +348,7 @@ def prompt_layer(
 ) -> tuple[Float[Array, "B T D"] | None, Entry, Int[Array, "B K"], Int[Array, "B K"]]:
     """One layer over the whole prompt; ``index`` is traced, so that all layers share one program.
 
-    With ``lse`` its attention is done: only the projections run again, and there is no output.
+    If ``lse`` is given, attention was computed before: only the projections run, and the output is None.
 
     Returns:
       The layer's output, the ranked tokens, how many of them pages will hold, and how many stay in all.

@@ -48,14 +48,14 @@ class Model:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Asked(Model):
+class TaskOptions(Model):
     """Of commands that put tasks to the model."""
 
     raw: bool = option(False, _RAW, action="store_true")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Run(Asked):
+class Run(TaskOptions):
     """Measure cells; finished ones are not measured again."""
 
     config: Path | None = option(None, "a YAML grid of jobs", "FILE")
@@ -95,7 +95,7 @@ class Run(Asked):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Match(Asked):
+class Match(TaskOptions):
     """Find the budget at which a policy holds as many bytes as another."""
 
     task: tuple[str, ...] = option(None, "one task", "NAME", type=cli.words, required=True)
@@ -106,7 +106,7 @@ class Match(Asked):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Frontier(Asked):
+class Frontier(TaskOptions):
     """Measure every method at matched bytes, in stages, and draw the front."""
 
     config: Path = option(Path("configs/eval/frontier.yaml"), "budgets, policies and stages", "FILE")

@@ -157,17 +157,17 @@ def _rope(header: Header, own: dict[str, Any], config: dict[str, Any]) -> dict[s
     return {**keys, "rope_scaling": scaling}
 
 
-def _llama3(given: list[float], config: dict[str, Any]) -> dict[str, Any] | None:
+def _llama3(factors_read: list[float], config: dict[str, Any]) -> dict[str, Any] | None:
     """The rule of Llama 3.1 to 3.3 if it gives these factors."""
     theta, head_dim = config.get("rope_theta", 10_000.0), config["head_dim"]
-    if len(given) != head_dim // 2 or min(given) <= 0:
+    if len(factors_read) != head_dim // 2 or min(factors_read) <= 0:
         return None
     rule = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-    scaling = Llama3Scaling(factor=max(given), **rule)  # type: ignore[arg-type]
+    scaling = Llama3Scaling(factor=max(factors_read), **rule)  # type: ignore[arg-type]
     plain = Rope(theta=theta).frequencies(head_dim)
     ours = plain / Rope(theta=theta, scaling=scaling).frequencies(head_dim)
-    alike = np.allclose(given, ours, rtol=1e-4)
-    return {"rope_type": "llama3", "factor": max(given), **rule} if alike else None
+    is_llama3 = np.allclose(factors_read, ours, rtol=1e-4)
+    return {"rope_type": "llama3", "factor": max(factors_read), **rule} if is_llama3 else None
 
 
 def _windows(arch: str, own: dict[str, Any], config: dict[str, Any], file: str) -> dict[str, Any]:

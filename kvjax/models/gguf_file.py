@@ -26,7 +26,7 @@ from kvjax.models.spec import ModelSpec
 KINDS = (
     *("F32", "F16", "BF16"),
     *("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"),
-    "IQ4_NL",  # of tensors in Q2_K and Q3_K files whose rows are no multiple of 256
+    "IQ4_NL",  # of tensors in Q2_K and Q3_K files whose rows are not a multiple of 256
 )
 """The quantisations that are read."""
 
@@ -308,7 +308,7 @@ def _parsed(path: Path, data: mmap.mmap, blocks: dict[int, tuple[str, int, int]]
             f"{path} is GGUF of version {version}; kvjax reads little-endian files of version 2 and 3. "
             "Convert it again with a newer llama.cpp."
         )
-    infos = cursor.count(24, "tensors")
+    count = cursor.count(24, "tensors")
     metadata: dict[str, Any] = {}
     for _ in range(cursor.count(13, "metadata")):
         key = cursor.string("a key")
@@ -324,10 +324,10 @@ def _parsed(path: Path, data: mmap.mmap, blocks: dict[int, tuple[str, int, int]]
     alignment = metadata.get("general.alignment", 32)
     if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
         raise ModelError(f"{path} has general.alignment {alignment!r}; it must be a power of two.")
-    found = [_tensor_info(cursor) for _ in range(infos)]
+    infos = [_tensor_info(cursor) for _ in range(count)]
     size = -(-cursor.at // alignment) * alignment
     tensors: dict[str, Tensor] = {}
-    for name, shape, number, offset in found:
+    for name, shape, number, offset in infos:
         if name in tensors:
             raise ModelError(f"{path} has the tensor {name} twice. Download it again.")
         kind, block, block_bytes = blocks.get(number, (f"type {number}", 1, 1))
@@ -338,7 +338,7 @@ def _parsed(path: Path, data: mmap.mmap, blocks: dict[int, tuple[str, int, int]]
             )
         if shape[-1] % block:
             raise ModelError(
-                f"{path} has {name} {list(shape)}, whose rows are no multiple of {kind}'s {block}."
+                f"{path} has {name} {list(shape)}, whose rows are not a multiple of {kind}'s {block}."
             )
         tensor = Tensor(
             shape=shape, kind=kind, offset=size + offset, row_bytes=shape[-1] // block * block_bytes

@@ -199,7 +199,7 @@ def _place_of(source: str | Path, wanted: Sequence[str] = (*_WANTED, *_TOKENIZER
         return path
     if isinstance(source, Path) or not _HUB_ID.fullmatch(source):
         raise ModelError(
-            f"load({str(source)!r}) finds no such folder or file, and it is no hub id of the form "
+            f"load({str(source)!r}) is not a folder, a file, or a hub id of the form "
             "'owner/name'. Check the path."
         )
     from huggingface_hub import snapshot_download

@@ -193,7 +193,7 @@ def _check_exportable(spec: ModelSpec, family: Family) -> None:
 def _heads(config: dict[str, Any], model_dim: int, heads: int, file: str) -> tuple[int, int]:
     if config.get("head_dim") is None and model_dim % heads:
         raise ModelError(
-            f"{file} has no head_dim and hidden_size {model_dim} is no multiple of {heads} heads."
+            f"{file} has no head_dim and hidden_size {model_dim} is not a multiple of {heads} heads."
         )
     head_dim = count(config, "head_dim", file, model_dim // heads)
     kv_heads = count(config, "num_key_value_heads", file, heads)

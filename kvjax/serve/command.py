@@ -124,7 +124,7 @@ def _check_chat(options: Options) -> None:
             "--json without a prompt has nothing to answer. Give --prompt, --prompt-file or a pipe."
         )
     if options.raw:
-        raise InputError("--raw needs a prompt, and a chat is none. Give --prompt, or no --raw.")
+        raise InputError("--raw is for a prompt, not for a chat. Give --prompt, or leave --raw out.")
     if options.mesh is not None:
         raise InputError("--mesh needs a prompt; a chat runs on one device. Give --prompt, or no --mesh.")
     check_alone("a chat", "--prompt and --prompt-file")

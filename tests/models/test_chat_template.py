@@ -181,7 +181,7 @@ def test_bad_templates_are_one_sentence_that_names_their_place(template, message
         ({"json": '{"chat_template": 5}'}, r"chat_template in .*chat_template\.json must be text, or a list"),
         ({"json": '{"chat_template": [{"name": "rag", "template": "x"}]}'}, "must be text, or a list"),
         ({"json": '{"chat_template": ["x"]}'}, "must be text, or a list"),
-        ({"json": "{"}, r"chat_template\.json is no readable JSON object"),
+        ({"json": "{"}, r"chat_template\.json is not a readable JSON object"),
         ({"jinja": "\udcff"}, r"chat_template\.jinja is not UTF-8 text"),
     ],
 )

@@ -106,8 +106,8 @@ def test_missing_files_are_named(spoil, tmp_path):
     refused(folder, "neither model.safetensors nor", "save_pretrained")
     (folder / "config.json").unlink()
     refused(folder, "no config.json")
-    refused(tmp_path / "nowhere", "no such folder")
-    refused(str(tmp_path / "nowhere"), "no such folder")
+    refused(tmp_path / "nowhere", "is not a folder")
+    refused(str(tmp_path / "nowhere"), "is not a folder")
     refused(str(index.parent / "generation_config.json"), "the folder that holds config.json")
 
 

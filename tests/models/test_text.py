@@ -170,7 +170,7 @@ def test_what_is_no_text_is_refused(folder, spec, tmp_path):
     with pytest.raises(ValueError, match=r"finds no tokenizer.json"):
         Text.load(tmp_path / "nowhere", spec)
     (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(ValueError, match="no readable tokenizer"):
+    with pytest.raises(ValueError, match="not a readable tokenizer"):
         Text.load(tmp_path, spec)
 
 

@@ -93,6 +93,26 @@ def test_a_break_even_is_the_time_of_what_is_moved_and_computed():
     assert even.on_paper(chip, 7, 5, head_dim=2, groups=1, features=3, hidden=1) == pytest.approx(right)
 
 
+def test_nats_by_task_are_paired_and_every_file_of_maps_has_its_row():
+    def row(policy: str, weights: str, nll: list[float], task: str = "vt") -> SimpleNamespace:
+        cell = SimpleNamespace(policy=policy, weights=weights, task=task, drawn=task)
+        return SimpleNamespace(cell=cell, each=SimpleNamespace(nll=nll, tokens=[2, 1]))
+
+    rows = [
+        row("full", "", [1.0, 4.0]),
+        row("topk(1)", "", [1.5, 6.0]),
+        row("topk(1) + phi(64)", "default@1", [1.0, 4.0]),
+        row("topk(1) + phi(64)", "default@2", [0.7, 3.7]),
+    ]
+    lines = list(tables._nats_by_task(rows, ["vt", "niah"]))[0].splitlines()[2:]
+    assert [line.split(" | ")[1] for line in lines] == ["–", "default@1", "default@2"]
+    # A token more on the first sample: (2 * 0.5 + 1 * 2.0) / 3.
+    assert "+1.0000 (" in lines[0]
+    assert "+0.0000 (" in lines[1]
+    assert "-0.3000 (" in lines[2]
+    assert all(line.endswith("| – |") for line in lines)
+
+
 def test_the_tables_policies_read_no_more_than_their_share_and_are_evaluated():
     configs = ROOT / "configs" / "eval"
     jobs = yaml.safe_load((configs / "topk_phi.yaml").read_text())["jobs"]

@@ -36,8 +36,8 @@ def _facts(results: Results) -> str:
         f"samples for every policy; {turns}{versions}. Intervals are 95 % bootstrap (2,000 resamples). "
         "\\* marks cells in which the full cache reaches less than 80 %: they say nothing about a policy. "
         "Bytes are of one row when the answer begins. Reads are in tokens (K and V of one position in the "
-        "model's dtype) per KV head and decode step: live slots and the completion's summary φ; what a "
-        "selection looks at to choose its slots stands apart."
+        "model's dtype) per KV head and decode step: live slots and the completion's summary φ. What a "
+        "selection reads to choose its slots has a column of its own."
     )
 
 

@@ -1,6 +1,6 @@
 """One process of several, given other things than process 0: a program for ``kvjax.launch``.
 
-    python -m kvjax.launch --local 2 --devices 1 -- tests/alike_run.py FOLDER OTHER STATES
+    python -m kvjax.launch --local 2 --devices 1 -- tests/consistency_run.py FOLDER OTHER STATES
 
 Prints what each call is refused with, and whether both write what one device does, as one line of JSON.
 OTHER holds a model like FOLDER's, trained on; STATES two states of the tiny model, "first" and "other".
@@ -39,24 +39,24 @@ def main() -> None:
     model, prompts = tiny.model(), [tiny.prompt(9)]
     more = jax.tree.map(lambda x: -x, model.params)
     trained = model if first else tiny.Tiny(model.network, more)
-    laid = decode.on_mesh(model, Policy(), {}, mesh)[0]
+    sharded = decode.on_mesh(model, Policy(), {}, mesh)[0]
     gates = {"admission": [{"w1": np.full(4, 0.0 if first else 1.0)}]}
     row = {"policy": "snapkv(8) + uniform(24)", "prompts": prompts}
 
     def prefill(**changes: Any) -> Any:
-        return lambda: kvjax.prefill(laid, **row | changes)
+        return lambda: kvjax.prefill(sharded, **row | changes)
 
     def extend(policy: str = KEPT, tokens: int = 5) -> Any:
-        return lambda: kvjax.extend(laid, policy, state(), [tiny.prompt(tokens)])
+        return lambda: kvjax.extend(sharded, policy, state(), [tiny.prompt(tokens)])
 
     def state() -> Any:
-        return kvjax.open(Path(states) / "first", model=laid).state
+        return kvjax.open(Path(states) / "first", model=sharded).state
 
     def opened(name: str = "first", **changes: Any) -> Any:
-        return lambda: kvjax.open(Path(states) / name, model=laid, **changes)
+        return lambda: kvjax.open(Path(states) / name, model=sharded, **changes)
 
     def saved(name: str = "state", **changes: Any) -> Any:
-        options = {"model": laid, "policy": KEPT, **changes}
+        options = {"model": sharded, "policy": KEPT, **changes}
         return lambda: kvjax.save(state(), Path(states) / name, **options)
 
     refusals = {
@@ -79,7 +79,7 @@ def main() -> None:
         "open_mesh": refused(opened(mesh="tensor=2" if first else "context=2")),
         "save": refused(saved(extra={"tokens": np.arange(5 if first else 6)})),
         "save_path": refused(saved("here" if first else "there")),
-        "sampling": refused(lambda: kvjax.generate(laid, **row, seed=0 if first else 1)),
+        "sampling": refused(lambda: kvjax.generate(sharded, **row, seed=0 if first else 1)),
         "two": refused(
             prefill(policy="full" if first else "snapkv(8) + uniform(24)", seeds=0 if first else 1)
         ),
@@ -91,7 +91,7 @@ def main() -> None:
     whole = [mesh.read(x) for x in jax.tree.leaves(alike.params)]
     there = jax.tree.leaves(hf.load(Path(folder)).params)
     refusals["read"] = str(all(np.array_equal(x, y) for x, y in zip(whole, there, strict=True)))
-    texts = [kvjax.generate(one, **row, max_new_tokens=6).tokens for one in (model, laid)]
+    texts = [kvjax.generate(one, **row, max_new_tokens=6).tokens for one in (model, sharded)]
     refusals["text"] = str(texts[0] == texts[1])
     print(json.dumps(refusals), flush=True)
 
