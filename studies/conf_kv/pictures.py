@@ -129,12 +129,17 @@ def sweep(trees: list[Found], file: Path) -> Path:
                 label = e["name"].removeprefix(kind + " ")
                 axis.annotate(label, (e["live"], e["perplexity"]), fontsize=7, xytext=(-4, -11 + 15 * number),
                               textcoords="offset points")  # fmt: skip
-        axis.set_title(_title(tree), fontsize=8)
-        axis.set_xlabel("live slots a stream, mean over steps", fontsize=8)
-        axis.set_ylabel("perplexity", fontsize=8)
-        axis.legend(fontsize=7, frameon=False)
-        axis.tick_params(labelsize=7)
+        _label(axis, tree, "live slots a KV head, mean over steps")
     return saved(plt, figure, file)
+
+
+def _label(axis: Any, tree: Found, across: str) -> None:
+    """Words of a panel that shows perplexity."""
+    axis.set_title(_title(tree), fontsize=8)
+    axis.set_xlabel(across, fontsize=8)
+    axis.set_ylabel("perplexity", fontsize=8)
+    axis.legend(fontsize=7, frameon=False)
+    axis.tick_params(labelsize=7)
 
 
 def alpha(trees: list[Found], file: Path) -> Path:
@@ -147,9 +152,5 @@ def alpha(trees: list[Found], file: Path) -> Path:
         axis.axvline(tree["default"], color="0.3", lw=1, label="default")
         axis.axvline(tree["cliff"], color="0.6", lw=1, ls="--", label="the first token goes below")
         axis.set_yscale("log")
-        axis.set_title(_title(tree), fontsize=8)
-        axis.set_xlabel("alpha: weight of attention, the rest is recency", fontsize=8)
-        axis.set_ylabel("perplexity", fontsize=8)
-        axis.legend(fontsize=7, frameon=False)
-        axis.tick_params(labelsize=7)
+        _label(axis, tree, "alpha: weight of attention, the rest is recency")
     return saved(plt, figure, file)
