@@ -37,6 +37,7 @@ class GatedModel:
       window: W, the latest keys, which no gate touches.
       sinks: first keys, which thresholded gates leave open, as ``sinks(n)`` does when served.
       eps: what a closed gate leaves.
+      concrete: gates are drawn from the hard-concrete distribution while training.
       remat: keep only the residual stream of each layer for the backward pass and recompute the rest.
       impl: of the attention kernel.
     """
@@ -46,6 +47,7 @@ class GatedModel:
     window: int
     sinks: int = 0
     eps: float = 1e-6
+    concrete: bool = False
     remat: bool = False
     impl: str | None = None
 
@@ -57,6 +59,30 @@ LayerAttention = Callable[[Params, Heads], "tuple[Array, Array]"]
 def log_gate(z: Float[Array, ...], eps: float) -> Float[Array, ...]:
     """log(sigmoid(z) + eps), with a gradient that does not vanish in rounding."""
     return jnp.logaddexp(jax.nn.log_sigmoid(z), math.log(eps))
+
+
+TEMPERATURE, LOW, HIGH = 2 / 3, -0.1, 1.1
+"""Of the hard-concrete distribution, as its paper has them."""
+
+
+def concrete_gate(z: Float[Array, ...], key: Array) -> Float[Array, ...]:
+    """Gates drawn from the hard-concrete distribution with location z (Louizos et al., 2018, section 2.2).
+
+    Source: https://arxiv.org/abs/1712.01312. Many are exactly 0 or 1.
+    """
+    noise = jax.random.logistic(key, z.shape)
+    return jnp.clip(jax.nn.sigmoid((z + noise) / TEMPERATURE) * (HIGH - LOW) + LOW, 0.0, 1.0)
+
+
+def open_probability(z: Float[Array, ...]) -> Float[Array, ...]:
+    """How likely ``concrete_gate`` is not 0 (section 2.2 there)."""
+    return jax.nn.sigmoid(z - TEMPERATURE * math.log(-LOW / HIGH))
+
+
+def soft_slots(z: Float[Array, ...]) -> Float[Array, ...]:
+    """What a soft gate g counts for: ``g + g (1 - g)``, which also draws it to 0 or 1 (WG-KV, section 3)."""
+    g = jax.nn.sigmoid(z)
+    return g + g * (1 - g)
 
 
 def hard_gate(z: Float[Array, ...], tau: float | Array) -> Float[Array, ...]:
@@ -78,11 +104,16 @@ def gated_attention(model: GatedModel, x: Heads, log_gates: Float[Array, "B K T"
 def gated_layer(
     model: GatedModel, logits: Callable[..., Array], threshold: float | Array | None = None
 ) -> LayerAttention:
-    """Attention under gates of ``logits(leaves, k_pre, k)``, soft or thresholded; also returns their z."""
+    """Attention under gates of ``logits(leaves, k_pre, k)``, soft or thresholded; also returns their z.
+
+    Leaves with a key called ``draw`` have their gates drawn.
+    """
 
     def attend(leaves: Params, x: Heads) -> tuple[Array, Array]:
         z = logits(leaves, jnp.swapaxes(x.k_pre, 1, 2), jnp.swapaxes(x.k, 1, 2))
-        if threshold is None:
+        if "draw" in leaves:
+            log_gates = jnp.log(concrete_gate(z, leaves["draw"]) + model.eps)
+        elif threshold is None:
             log_gates = log_gate(z, model.eps)
         else:
             log_gates = hard_gate(z, threshold).at[..., : model.sinks].set(0.0)
@@ -148,16 +179,14 @@ def distillation_loss(
     return jnp.mean((final_states(model, backbone, x) - teacher) ** 2)
 
 
-def gate_cost(z: Float[Array, "L B K T"], window: int, kind: str) -> Float[Array, ""]:
+def gate_cost(slots: Float[Array, "L B K T"], window: int, kind: str) -> Float[Array, ""]:
     """What gates cost, in shares of the cache.
 
-    ``paper`` is the mean of ``g + g (1 - g)``. ``window`` counts a slot that the window of the row's last
-    queries holds anyway: ``c_t = o_t + (1 - o_t) (g + g (1 - g))`` with ``o_t = min(1, W / (N - t))``.
+    ``paper`` is the mean of ``slots``, what each token counts for. ``window`` counts a slot that the window of
+    the row's last queries holds anyway: ``c_t = o_t + (1 - o_t) slots_t`` with ``o_t = min(1, W / (N - t))``.
     """
-    g = jax.nn.sigmoid(z)
-    slots = g + g * (1 - g)
     if kind == "window":
-        n = z.shape[-1]
+        n = slots.shape[-1]
         held = jnp.minimum(1.0, window / (n - jnp.arange(n)))
         slots = held + (1 - held) * slots
     return jnp.mean(slots)

@@ -27,6 +27,7 @@ class Gate:
     window: int = option(256, "W, latest tokens that no gate touches")
     eps: float = option(1e-6, "what a closed gate leaves while training", type=OPEN_SHARE)
     tau: float = option(0.1, "threshold of inference, used in checks", type=OPEN_SHARE)
+    concrete: bool = option(False, "train by gates drawn from the hard-concrete distribution")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

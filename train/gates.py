@@ -57,6 +57,7 @@ def gated_model(
         window=gate.window,
         sinks=settings.sinks,
         eps=gate.eps,
+        concrete=gate.concrete,
         remat=settings.remat,
         impl=impl,
     )
@@ -74,17 +75,27 @@ def objective(
 ) -> tuple[Float[Array, ""], dict[str, Array]]:
     """Distillation plus lambda times the cost; metrics ``distill``, ``cost`` and ``gate`` (their mean)."""
     teacher = distill.teacher_states(model, frozen, batch["tokens"])
-    student, z = _student(model, frozen, params, batch["tokens"])
+    student, z = _student(model, frozen, params, batch["tokens"], draw=model.concrete)
     loss = distill.distillation_loss(model, frozen, student, teacher)
-    kept = distill.gate_cost(z, model.window, cost)
+    slots = distill.open_probability(z) if model.concrete else distill.soft_slots(z)
+    kept = distill.gate_cost(slots, model.window, cost)
     return loss + lam * kept, {"distill": loss, "cost": kept, "gate": jnp.mean(jax.nn.sigmoid(z))}
 
 
 def _student(
-    model: distill.GatedModel, frozen: Params, params: Params, tokens: Array, tau: float | None = None
+    model: distill.GatedModel,
+    frozen: Params,
+    params: Params,
+    tokens: Array,
+    tau: float | None = None,
+    draw: bool = False,
 ) -> tuple[Array, Array]:
-    """The forward pass under soft gates, or thresholded at tau; its output and z [L, B, K, T]."""
+    """The forward pass under soft gates, thresholded at tau, or drawn; its output and z [L, B, K, T]."""
     gates = distill.stack_layers(params["admission"])
+    if draw:
+        # The draw follows from the batch, so that a resumed run has the losses of one that was not stopped.
+        key = jax.random.key(jnp.sum(tokens))
+        gates |= {"draw": jax.random.split(key, len(params["admission"]))}
     return distill.forward(model, frozen, gates, tokens, distill.gated_layer(model, gate_logits, tau))
 
 

@@ -155,13 +155,38 @@ def test_open_gates_cost_nothing_and_thresholded_ones_are_a_mask(tiny):
     np.testing.assert_allclose(closed["gate"], 1 / (1 + np.exp(3.0)), rtol=1e-5)
 
 
+def test_drawn_gates_are_hard_concrete_and_the_loss_knows_their_probability(tiny):
+    """Section 2.2 of arXiv 1712.01312 in NumPy, with the noise that the key gives."""
+    _, net, frozen, params, batch = tiny
+    z, key = jnp.linspace(-6.0, 6.0, 4001), jax.random.key(3)
+    noise = np.asarray(jax.random.logistic(key, z.shape), np.float64)
+    s = 1 / (1 + np.exp(-(np.asarray(z, np.float64) + noise) / (2 / 3)))
+    drawn = np.asarray(distill.concrete_gate(z, key))
+    np.testing.assert_allclose(drawn, np.clip(s * 1.2 - 0.1, 0, 1), atol=2e-6)
+    for at in (-1.0, 0.0, 2.0):
+        sample = distill.concrete_gate(jnp.full(20000, at), key)
+        np.testing.assert_allclose(np.mean(sample > 0), distill.open_probability(at), atol=0.01)
+
+    net = distill.dataclasses.replace(net, concrete=True)
+    loss, parts = gates.objective(net, 0.5, "paper", frozen, params, batch)
+    _, z = gates._student(net, frozen, params, batch["tokens"], draw=True)
+    np.testing.assert_allclose(parts["cost"], np.mean(distill.open_probability(z)), rtol=1e-5)
+    again, _ = gates.objective(net, 0.5, "paper", frozen, params, batch)
+    assert float(loss) == float(again)  # the draw follows from the batch alone
+    soft, _ = gates._student(net, frozen, params, batch["tokens"])
+    other = distill.final_states(net, frozen, soft) - distill.teacher_states(net, frozen, batch["tokens"])
+    assert abs(float(parts["distill"]) - float(jnp.mean(other**2))) > 1e-6  # gates are really drawn
+
+
 def test_a_slot_of_the_window_is_paid_for_anyway():
     z = jnp.asarray([[[[-30.0, 0.0, 30.0, -30.0]]]])
     #   t     0     1     2     3      window 2, N = 4: o = 1/2, 2/3, 1, 1
     #   c     0    .75    1     0
     want = np.mean([0.5 + 0.5 * 0, 2 / 3 + 1 / 3 * 0.75, 1, 1])
-    np.testing.assert_allclose(distill.gate_cost(z, 2, "window"), want, rtol=1e-6)
-    np.testing.assert_allclose(distill.gate_cost(z, 2, "paper"), np.mean([0, 0.75, 1, 0]), atol=1e-6)
+    np.testing.assert_allclose(distill.gate_cost(distill.soft_slots(z), 2, "window"), want, rtol=1e-6)
+    np.testing.assert_allclose(
+        distill.gate_cost(distill.soft_slots(z), 2, "paper"), np.mean([0, 0.75, 1, 0]), atol=1e-6
+    )
     mean, over = distill.kept_shares(z, 2, 0.1)
     np.testing.assert_allclose([mean, over], [0.25, 0.5], atol=1e-6)
 
