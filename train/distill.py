@@ -183,7 +183,7 @@ def gate_cost(slots: Float[Array, "L B K T"], window: int, kind: str) -> Float[A
     """What gates cost, in shares of the cache.
 
     ``paper`` is the mean of ``slots``, what each token counts for. ``window`` counts a slot that the window
-    of the row's last queries holds anyway: ``c_t = o_t + (1 - o_t) slots_t`` with ``o_t = min(1, W / (N - t))``.
+    of the row's last queries holds anyway: ``c_t = o_t + (1 - o_t) slots_t``, ``o_t = min(1, W / (N - t))``.
     """
     if kind == "window":
         n = slots.shape[-1]
