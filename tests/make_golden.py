@@ -7,7 +7,8 @@ The library and its tests never need torch; this script does, in an environment 
     gold/bin/python tests/make_golden.py gemma2 gpt2     # these alone
     gold/bin/python tests/make_golden.py embedded  # after every change of kvjax/assets
 
-Made with Python 3.11.7, torch 2.13.0+cpu, transformers 5.23.0, safetensors 0.8.0. Each NAME/ is a
+Made with Python 3.11.7, torch 2.13.0+cpu, transformers 5.23.0 (qwen2_yarn, smollm3 and granite: 5.2.0), safetensors
+0.8.0. Each NAME/ is a
 tiny random model as ``save_pretrained`` writes it, each NAME.npz holds:
 
   tokens [2, 48]     positions [2, 48]: row 0 counts up, row 1 jumps far ahead half-way
@@ -42,12 +43,14 @@ from transformers import (
     Gemma2Config,
     Gemma3TextConfig,
     GPT2Config,
+    GraniteConfig,
     LlamaConfig,
     MistralConfig,
     Phi3Config,
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen3Config,
+    SmolLM3Config,
 )
 from transformers.utils import logging
 
@@ -75,6 +78,15 @@ STRETCH = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
+}
+# With 4 frequencies from 1 down by tens, a fast pair is kept, slow ones are stretched, those between blended.
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "original_max_position_embeddings": 256,
+    "beta_fast": 16.0,
+    "truncate": False,
 }
 PLAIN = {"rope_type": "default", "rope_theta": 1e6}
 LENGTHS = (11, 5)
@@ -113,6 +125,15 @@ def later_families() -> dict[str, PreTrainedConfig]:
         "gemma2": Gemma2Config(**gemma, attn_logit_softcapping=2.0, final_logit_softcapping=5.0),
         "gemma3": Gemma3TextConfig(
             **{**gemma, "num_hidden_layers": 4}, layer_types=types, rope_parameters=both
+        ),
+        "qwen2_yarn": Qwen2Config(**sizes, tie_word_embeddings=True, rope_parameters=YARN),
+        "smollm3": SmolLM3Config(**{**sizes, "num_hidden_layers": 4}, rope_parameters=PLAIN),
+        "granite": GraniteConfig(
+            **sizes,
+            attention_multiplier=0.2,
+            embedding_multiplier=3.0,
+            residual_multiplier=0.4,
+            logits_scaling=0.25,
         ),
         "gpt2": GPT2Config(
             vocab_size=96,

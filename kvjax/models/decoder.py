@@ -193,9 +193,19 @@ def layer(
     y = product("btm,md->btd", flat, p["wo"].reshape(flat.shape[-1], -1))
     if spec.linear_bias:
         y = y + p["bo"]
-    x = x + (norm(spec, p, "attn_post_norm", y) if spec.post_norms else y)
-    y = mlp(spec, p, norm(spec, p, "mlp_norm", x))
-    return x + (norm(spec, p, "mlp_post_norm", y) if spec.post_norms else y), carry
+    x = add(spec, p, x, y, "attn_post_norm")
+    return add(spec, p, x, mlp(spec, p, norm(spec, p, "mlp_norm", x)), "mlp_post_norm"), carry
+
+
+def add(
+    spec: ModelSpec, p: Params, x: Float[Array, "B T D"], y: Float[Array, "B T D"], post_norm: str
+) -> Float[Array, "B T D"]:
+    """The residual stream with what a block gives: normalised or scaled where the family does so."""
+    if spec.post_norms:
+        y = norm(spec, p, post_norm, y)
+    if spec.residual_multiplier != 1.0:
+        y = y * jnp.asarray(spec.residual_multiplier, y.dtype)
+    return x + y
 
 
 def embed(
@@ -203,8 +213,8 @@ def embed(
 ) -> Float[Array, "B T D"]:
     """Token ids to vectors; positions count where they are learned (padding beyond the table is garbage)."""
     x = p["embed"][tokens]
-    if spec.scaled_embedding:
-        x = x * jnp.asarray(spec.model_dim**0.5, x.dtype)
+    if spec.embedding_gain != 1.0:
+        x = x * jnp.asarray(spec.embedding_gain, x.dtype)
     return x + p["positions"][positions] if spec.positions == "learned" else x
 
 
@@ -213,7 +223,7 @@ def logits(spec: ModelSpec, p: Params, x: Float[Array, "... D"]) -> Float[Array,
     y = norm(spec, p, "final_norm", x)
     head = p["embed"].T if spec.tied else p["head"]
     z = jnp.einsum("...d,dv->...v", y, head, preferred_element_type=jnp.float32)
-    return softcap(z, spec.final_softcap)
+    return softcap(z / spec.logits_divisor, spec.final_softcap)
 
 
 def forward(

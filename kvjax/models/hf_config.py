@@ -73,6 +73,7 @@ def read_config(config: dict[str, Any], generation: dict[str, Any], file: str) -
         eos=tuple(i for i in _ids(generation, config, "eos_token_id", file) if i is not None),
         **family.traits,
         **_read_scores(config, family, file),
+        **_read_unturned(config, family, layers, file),
     )
 
 
@@ -107,6 +108,7 @@ def write_config(spec: ModelSpec, dtype: str) -> dict[str, Any]:
         **write_ropes(spec),
         **write_windows(spec, family),
         **_write_scores(spec, family),
+        **_write_unturned(spec, family),
         **family.writes,
         "bos_token_id": spec.bos,
         "eos_token_id": eos_value(spec.eos),
@@ -209,6 +211,10 @@ _SCORES = {
     "query_pre_attn_scalar": "query_pre_attn_scalar",
     "attn_softcap": "attn_logit_softcapping",
     "final_softcap": "final_logit_softcapping",
+    "attention_multiplier": "attention_multiplier",
+    "embedding_multiplier": "embedding_multiplier",
+    "residual_multiplier": "residual_multiplier",
+    "logits_divisor": "logits_scaling",
 }
 
 
@@ -223,6 +229,27 @@ def _write_scores(spec: ModelSpec, family: Family) -> dict[str, float | None]:
     if scalar is None or (scalar and scalar == int(scalar)):  # a whole number to transformers, mostly
         written["query_pre_attn_scalar"] = int(spec.head_dim if scalar is None else scalar)
     return written
+
+
+def _read_unturned(
+    config: dict[str, Any], family: Family, layers: int, file: str
+) -> dict[str, tuple[int, ...]]:
+    """Layers without RoPE: a list that has 0 for each, or every so many."""
+    if "unturned" not in family.varies:
+        return {}
+    turns = config.get("no_rope_layers")
+    if turns is None:
+        interval = count(config, "no_rope_layer_interval", file)
+        turns = [int((layer + 1) % interval != 0) for layer in range(layers)]
+    if not isinstance(turns, list) or len(turns) != layers or not set(turns) <= {0, 1}:
+        raise ModelError(f"{file} has no_rope_layers {turns!r}; it holds 1 or 0 for each of {layers} layers.")
+    return {"unturned": tuple(layer for layer, turn in enumerate(turns) if not turn)}
+
+
+def _write_unturned(spec: ModelSpec, family: Family) -> dict[str, Any]:
+    if "unturned" not in family.varies:
+        return {}
+    return {"no_rope_layers": [int(layer not in spec.unturned) for layer in range(spec.num_layers)]}
 
 
 def _ids(generation: dict[str, Any], config: dict[str, Any], key: str, file: str) -> list[int | None]:

@@ -38,7 +38,17 @@ def refused(source, *parts, **options):
         ("qwen2_window", {"layer_types": ["full_attention"]}, ["2 layers"]),
         ("qwen2_window", {"layer_types": ["full_attention", "chunked_attention"]}, ["chunked_attention"]),
         ("qwen2_window", {"layer_types": ..., "max_window_layers": "all"}, ["layer_types None"]),
-        ("llama3", {"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, ["type 'yarn'"]),
+        (
+            "llama3",
+            {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}},
+            ["type 'dynamic'", "'yarn'"],
+        ),
+        (
+            "qwen2_yarn",
+            {"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "beta_slow": 32.0}},
+            ["beta_slow 32.0 >= beta_fast"],
+        ),
+        ("smollm3", {"no_rope_layers": [1, 0]}, ["no_rope_layers [1, 0]", "each of 4 layers"]),
         ("llama3", {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, ["0.5"]),
         ("llama3", {"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, ["no flat dict"]),
         ("llama3", {"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, ["low_freq_factor None"]),
