@@ -122,7 +122,7 @@ def _table(options: arguments.Table, words: Sequence[str]) -> None:
     ):
         folder = options.model or Path(home) / "model"
         if options.model is None:
-            random_model.write(folder, options.spec, options.seed)
+            random_model.write(folder, options.spec, options.seed, random_model.STORED[options.size])
 
         def done(group: list[Row]) -> None:
             rows.extend(group)
