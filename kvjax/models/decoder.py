@@ -111,12 +111,25 @@ def product(
     axes: str, x: Float[Array, "B T X ..."], weight: Float[Array, "X ..."]
 ) -> Float[Array, "B T ..."]:
     """x times a weight, in x's dtype; sums in float32."""
-    if x.shape[1] == 1 or x.dtype == jnp.float32:
+    if x.dtype == jnp.float32:
         return jnp.einsum(axes, x, weight)
-    # Asked for a bfloat16 result, XLA on CPU turns x and the weight into float32 before it multiplies. (It
-    # does so once for all steps of a multi-step program, and multiplies single rows faster then: not for T =
-    # 1.)
-    return jnp.einsum(axes, x, weight, preferred_element_type=jnp.float32).astype(x.dtype)
+    return in_float32(axes, x, weight).astype(x.dtype)
+
+
+def in_float32(axes: str, x: Float[Array, "B ..."], weight: Float[Array, "..."]) -> Float[Array, "B ..."]:
+    """x [B, ..., X] times a weight with an axis X, in float32.
+
+    From two rows on, XLA on a CPU reads a bfloat16 weight as it lies. For one row, or for a bfloat16 result,
+    it writes the whole weight out in float32 first; so one row goes there twice.
+    """
+    multiply = functools.partial(jnp.einsum, axes, preferred_element_type=jnp.float32)
+    if x.dtype == jnp.float32 or x.size > x.shape[-1]:
+        return multiply(x, weight)
+
+    def twice(x: Array, weight: Array) -> Array:
+        return multiply(jnp.broadcast_to(x, (2, *x.shape[1:])), weight)[:1]
+
+    return jax.lax.platform_dependent(x, weight, cpu=twice, default=multiply)
 
 
 def queries(spec: ModelSpec, p: Params, hidden: Float[Array, "B T D"]) -> Float[Array, "B T N H"]:
@@ -211,9 +224,9 @@ def embed(
 def logits(spec: ModelSpec, p: Params, x: Float[Array, "... D"]) -> Float[Array, "... V"]:
     """Final norm and output projection; float32."""
     y = norm(spec, p, "final_norm", x)
-    head = p["embed"].T if spec.tied else p["head"]
-    z = jnp.einsum("...d,dv->...v", y, head, preferred_element_type=jnp.float32)
-    return softcap(z, spec.final_softcap)
+    axes, head = ("rd,vd->rv", p["embed"]) if spec.tied else ("rd,dv->rv", p["head"])
+    z = in_float32(axes, y.reshape(-1, y.shape[-1]), head)
+    return softcap(z.reshape(*y.shape[:-1], -1), spec.final_softcap)
 
 
 def forward(
