@@ -15,6 +15,7 @@ import numpy as np
 
 from kvjax.models import published
 from kvjax.models.decoder import shapes
+from kvjax.models.layout import drawn
 from kvjax.models.spec import ModelSpec, Rope
 
 BASE = ModelSpec(
@@ -66,9 +67,9 @@ def draw(spec: ModelSpec, seed: int, dtype: str = "float32") -> dict[str, Any]:
     random = np.random.default_rng(seed)
 
     def leaf(name: str, shape: tuple[int, ...]) -> np.ndarray:
-        return drawn(name, shape).astype(dtype)
+        return np.ascontiguousarray(drawn(one, name, shape).astype(dtype))
 
-    def drawn(name: str, shape: tuple[int, ...]) -> np.ndarray:
+    def one(name: str, shape: tuple[int, ...]) -> np.ndarray:
         if name.endswith("norm"):
             return np.ones(shape, np.float32)
         if name.startswith("b"):
