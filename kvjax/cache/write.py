@@ -46,8 +46,7 @@ def _at_slot(old: Array, slot: Array, value: Array) -> Array:
 def _selected(old: Array, slot: Array, value: Array) -> Array:
     """In place, in one pass: a fifth of the time of ``_as_bits``."""
     chosen = (jnp.arange(old.shape[2]) == slot[:, None]).reshape(-1, 1, old.shape[2], *[1] * (old.ndim - 3))
-    # Else the pass is made again for whatever reads the ring.
-    return jax.lax.optimization_barrier(jnp.where(chosen, value, old))
+    return jnp.where(chosen, value, old)
 
 
 def _plainly(old: Array, index: tuple[Array, ...], value: Array) -> Array:

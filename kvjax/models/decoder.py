@@ -108,29 +108,32 @@ def softcap(x: Float[Array, "... X"], limit: float | None) -> Float[Array, "... 
     return x if limit is None else limit * jnp.tanh(x / limit)
 
 
-def product(
-    axes: str, x: Float[Array, "B T X"], weight: Float[Array, "... X"]
-) -> Float[Array, "B T ..."]:
+def product(axes: str, x: Float[Array, "B T X"], weight: Float[Array, "... X"]) -> Float[Array, "B T ..."]:
     """x times a weight, in x's dtype; sums in float32."""
+    plain, in_float32 = functools.partial(jnp.einsum, axes), functools.partial(_in_float32, axes)
     if x.dtype == jnp.float32:
-        return jnp.einsum(axes, x, weight)
-    return in_float32(axes, x, weight).astype(x.dtype)
+        return plain(x, weight)
+    if x.shape[1] > 1:
+        return in_float32(x, weight).astype(x.dtype)
+    return jax.lax.platform_dependent(
+        x, weight, cpu=lambda x, weight: in_float32(x, weight).astype(x.dtype), default=plain
+    )
 
 
-def in_float32(axes: str, x: Float[Array, "B ..."], weight: Float[Array, "..."]) -> Float[Array, "B ..."]:
-    """x [B, ..., X] times a weight with an axis X, in float32.
+def _in_float32(axes: str, x: Float[Array, "B ..."], weight: Float[Array, "..."]) -> Float[Array, "B ..."]:
+    """x [B, ..., X] times a weight with an axis X, with a float32 result.
 
     From two rows on, XLA on a CPU reads a bfloat16 weight as it lies. For one row, or for a bfloat16 result,
     it writes the whole weight out in float32 first; so one row goes there twice.
     """
-    multiply = functools.partial(jnp.einsum, axes, preferred_element_type=jnp.float32)
+    plain = functools.partial(jnp.einsum, axes, preferred_element_type=jnp.float32)
     if x.dtype == jnp.float32 or x.size > x.shape[-1]:
-        return multiply(x, weight)
+        return plain(x, weight)
 
     def twice(x: Array, weight: Array) -> Array:
-        return multiply(jnp.broadcast_to(x, (2, *x.shape[1:])), weight)[:1]
+        return plain(jnp.broadcast_to(x, (2, *x.shape[1:])), weight)[:1]
 
-    return jax.lax.platform_dependent(x, weight, cpu=twice, default=multiply)
+    return jax.lax.platform_dependent(x, weight, cpu=twice, default=plain)
 
 
 def queries(spec: ModelSpec, p: Params, hidden: Float[Array, "B T D"]) -> Float[Array, "B T N H"]:
@@ -225,7 +228,7 @@ def embed(
 def logits(spec: ModelSpec, p: Params, x: Float[Array, "... D"]) -> Float[Array, "... V"]:
     """Final norm and output projection; float32."""
     y = norm(spec, p, "final_norm", x)
-    z = in_float32("rd,vd->rv", y.reshape(-1, y.shape[-1]), p["embed" if spec.tied else "head"])
+    z = _in_float32("rd,vd->rv", y.reshape(-1, y.shape[-1]), p["embed" if spec.tied else "head"])
     return softcap(z.reshape(*y.shape[:-1], -1), spec.final_softcap)
 
 
