@@ -56,7 +56,10 @@ SIZES = {
 }
 
 STORED = {"base": "float32", "tiny": "float32", "0.5b": "bfloat16", "1b": "bfloat16"}
-"""Of the folder that is written; the published models are stored so, too."""
+"""Dtype of the folder that is written; the published models are stored so, too."""
+
+BYTES = {"float32": 4, "bfloat16": 2}
+"""Of a value."""
 
 _GAIN = {"wq": 1.6, "wk": 1.6}
 """Standard deviations of outputs for inputs of 1, if it is not 1."""
@@ -91,12 +94,12 @@ def count(spec: ModelSpec) -> int:
     return sum(math.prod(shape) for shape in leaves)
 
 
-def write(folder: Path, spec: ModelSpec, seed: int, dtype: str = "float32") -> None:
-    """Draws the weights and saves them, as transformers and kvjax load them.
+def write(folder: Path, spec: ModelSpec, seed: int, dtype: str = "float32", **how: Any) -> None:
+    """Draws the weights and saves them, as transformers and kvjax load them; ``how`` is for ``hf.save``.
 
     Raises:
       ModelError: the folder is in use.
     """
     from kvjax.models import hf
 
-    hf.save(folder, spec, draw(spec, seed, dtype), dtype=dtype, metadata={"seed": str(seed)})
+    hf.save(folder, spec, draw(spec, seed, dtype), dtype=dtype, metadata={"seed": str(seed)}, **how)
