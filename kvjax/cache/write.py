@@ -30,7 +30,7 @@ def scattered(old: Array, index: tuple[Array, ...], value: Array) -> Array:
 def one_slot(
     old: Num[Array, "B K W *X"], slot: Int[Array, " B"], value: Num[Array, "B K 1 *X"]
 ) -> Num[Array, "B K W *X"]:
-    """``old`` with ``value``, cast to its dtype, at one slot of each row; slots out of range write nothing."""
+    """``old`` with ``value``, cast to its dtype, at a slot of each row; slots out of range write nothing."""
     value = value.astype(old.dtype)
     if old.dtype == jnp.bfloat16 and WIDENS:
         return jax.lax.platform_dependent(old, slot, value, cpu=_selected, default=_at_slot)

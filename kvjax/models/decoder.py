@@ -120,7 +120,7 @@ def product(axes: str, x: Float[Array, "B T X"], weight: Float[Array, "... X"]) 
     )
 
 
-def _in_float32(axes: str, x: Float[Array, "B ..."], weight: Float[Array, "..."]) -> Float[Array, "B ..."]:
+def _in_float32(axes: str, x: Float[Array, "B ... X"], weight: Float[Array, "... X"]) -> Array:
     """x [B, ..., X] times a weight with an axis X, with a float32 result.
 
     From two rows on, XLA on a CPU reads a bfloat16 weight as it lies. For one row, or for a bfloat16 result,

@@ -204,7 +204,7 @@ class _Safetensors:
         return self._file.get_slice(self._stored[name])
 
     def tensor(self, name: str) -> np.ndarray:
-        """Read into memory of its own: pages of a mapped file would count as the process' until it is closed."""
+        """In memory of its own: the pages of a mapped file would count as the process' until it is closed."""
         about = self._header[self._stored[name]]
         tensor = aligned(tuple(about["shape"]), _STORED[about["dtype"]])
         memory = memoryview(tensor.reshape(-1).view(np.uint8))
