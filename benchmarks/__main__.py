@@ -78,7 +78,7 @@ def _load(options: arguments.Load, words: Sequence[str]) -> None:
     if options.out:
         model = {"size": options.size, "seed": options.seed}
         run = _header(words, options.threads) | {"date": _today(), "model": model, "rows": rows}
-        print(results.save(options.out, "load", run))
+        _save_with_page(options.out, "load", run, load.page)
 
 
 def _serve(options: arguments.Serve, words: Sequence[str]) -> None:
