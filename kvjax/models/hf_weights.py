@@ -16,7 +16,7 @@ import numpy as np
 
 from kvjax.models.decoder import LETTERS
 from kvjax.models.hf_table import HEAD, Entry, stored_as, table
-from kvjax.models.hf_values import ModelError, cast
+from kvjax.models.hf_values import ModelError, aligned, cast
 from kvjax.models.spec import ModelSpec
 from kvjax.sharding.mesh import ONE, Mesh
 from kvjax.types import Params
@@ -191,7 +191,8 @@ class _Safetensors:
                 "few hundred bytes may be a git-lfs pointer, then run `git lfs pull`."
             ) from error
         with open(path, "rb") as file:
-            self.header_size = 8 + int.from_bytes(file.read(8), "little")
+            length = int.from_bytes(file.read(8), "little")
+            self.header_size, self._header = 8 + length, json.loads(file.read(length))
         self._stored = {stored_as(spec, name): name for name in self._file.keys()}  # noqa: SIM118
         self.names: list[str] = list(self._stored)
 
@@ -203,7 +204,17 @@ class _Safetensors:
         return self._file.get_slice(self._stored[name])
 
     def tensor(self, name: str) -> np.ndarray:
-        return self._file.get_tensor(self._stored[name])
+        """In memory of its own: the pages of a mapped file would count as the process' until it is closed."""
+        about = self._header[self._stored[name]]
+        tensor = aligned(tuple(about["shape"]), _STORED[about["dtype"]])
+        memory = memoryview(tensor.reshape(-1).view(np.uint8))
+        with open(self.path, "rb", buffering=0) as file:
+            file.seek(self.header_size + about["data_offsets"][0])
+            while memory and (count := file.readinto(memory)):  # a call reads 2 GiB at most
+                memory = memory[count:]
+        if memory:
+            raise ModelError(f"{self.path} has become shorter while it was read. Load it again.")
+        return tensor
 
 
 def _file_names(folder: Path) -> list[str]:

@@ -146,7 +146,7 @@ def test_a_failing_save_leaves_nothing(golden_folder, tmp_path):
     out = tmp_path / "new" / "out"
     with pytest.raises(hf.ModelError) as caught:
         hf.save(out, model.spec, spoilt_params(model))
-    assert "layers.0.bq is unknown; layers.0.wk is missing; layers.1.wq is [16, 4, 32]" in str(caught.value)
+    assert "layers.0.bq is unknown; layers.0.wk is missing; layers.1.wq is [32, 16, 4]" in str(caught.value)
     huge = {**model.params, "final_norm": model.params["final_norm"] * 1e6}
     with pytest.raises(hf.ModelError, match=r"model.norm.weight .* float16"):
         hf.save(out, model.spec, huge, dtype="float16", max_shard_bytes=10_000)
