@@ -7,9 +7,9 @@ The library and its tests never need torch; this script does, in an environment 
     gold/bin/python tests/make_golden.py gemma2 gpt2     # these alone
     gold/bin/python tests/make_golden.py embedded  # after every change of kvjax/assets
 
-Made with Python 3.11.7, torch 2.13.0+cpu, transformers 5.23.0 (qwen2_yarn, smollm3 and granite: 5.2.0), safetensors
-0.8.0. Each NAME/ is a
-tiny random model as ``save_pretrained`` writes it, each NAME.npz holds:
+Made with Python 3.11.7, torch 2.13.0+cpu, transformers 5.23.0 (qwen2_yarn, smollm3, granite and gpt2_odd:
+5.2.0), safetensors 0.8.0. Each NAME/ is a tiny random model as ``save_pretrained`` writes it, each NAME.npz
+holds:
 
   tokens [2, 48]     positions [2, 48]: row 0 counts up, row 1 jumps far ahead half-way
   logits [2, 48, V]  float32, from the stored weights computed in float32
@@ -144,6 +144,9 @@ def later_families() -> dict[str, PreTrainedConfig]:
             n_positions=512,
             bos_token_id=1,
             eos_token_id=2,
+        ),
+        "gpt2_odd": GPT2Config(
+            vocab_size=96, n_embd=28, n_layer=2, n_head=4, n_positions=512, bos_token_id=1, eos_token_id=2
         ),
     }
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from kvjax.models.families import FAMILIES, Family
+from kvjax.models.families import FAMILIES, OTHERS, Family
 from kvjax.models.hf_rope import read_ropes, write_ropes
 from kvjax.models.hf_values import ModelError, count, number
 from kvjax.models.hf_windows import SLIDING, read_windows, write_windows
@@ -39,6 +39,11 @@ def read_config(config: dict[str, Any], generation: dict[str, Any], file: str) -
     """
     config = _text_part(config)
     name = next((name for name in FAMILIES if name == config.get("model_type")), None)
+    reason = OTHERS.get(str(config.get("model_type")))
+    if reason is not None:
+        raise ModelError(
+            f"{file} has model_type {config['model_type']!r}: {reason}. Choose one of {', '.join(FAMILIES)}."
+        )
     if name is None:
         raise ModelError(
             f"{file} has model_type {config.get('model_type')!r}; kvjax reads {', '.join(FAMILIES)}. "
@@ -52,7 +57,8 @@ def read_config(config: dict[str, Any], generation: dict[str, Any], file: str) -
     if missing:
         raise ModelError(f"{file} lacks {', '.join(missing)}; add what the model was trained with.")
     vocab, model_dim, mlp_dim, layers, heads = (count(config, key, file) for key in _SIZES)
-    kv_heads, head_dim = _heads(config, model_dim, heads, file)
+    learned = family.traits.get("positions") == "learned"
+    kv_heads, head_dim = _heads(config, model_dim, heads, learned, file)
     rope, local_rope = read_ropes(config, family, head_dim, file)
     return ModelSpec(
         family=name,
@@ -192,17 +198,17 @@ def _check_exportable(spec: ModelSpec, family: Family) -> None:
         )
 
 
-def _heads(config: dict[str, Any], model_dim: int, heads: int, file: str) -> tuple[int, int]:
+def _heads(config: dict[str, Any], model_dim: int, heads: int, learned: bool, file: str) -> tuple[int, int]:
     if config.get("head_dim") is None and model_dim % heads:
         raise ModelError(
             f"{file} has no head_dim and hidden_size {model_dim} is not a multiple of {heads} heads."
         )
     head_dim = count(config, "head_dim", file, model_dim // heads)
     kv_heads = count(config, "num_key_value_heads", file, heads)
-    if heads % kv_heads or head_dim % 2:
+    if heads % kv_heads or (head_dim % 2 and not learned):
         raise ModelError(
             f"{file} has {heads} query heads, {kv_heads} KV heads and head_dim {head_dim}; query heads must "
-            "be a multiple of KV heads and head_dim even. Correct the sizes."
+            "be a multiple of KV heads, and head_dim even where a rope turns it. Correct the sizes."
         )
     return kv_heads, head_dim
 

@@ -167,9 +167,16 @@ def open_folder(folder: Path, spec: ModelSpec) -> list[TensorFile]:
     """The safetensors files of a folder: model.safetensors, or shards and their index.
 
     Raises:
-      ModelError: no such files, or damaged ones.
+      ModelError: no such files, some of them missing, or damaged ones.
     """
-    return [_Safetensors(folder / name, spec) for name in _file_names(folder)]
+    names = _file_names(folder)
+    missing = [name for name in names if not (folder / name).exists()]
+    if missing:
+        raise ModelError(
+            f"{folder} lacks {len(missing)} of the {len(names)} files that {INDEX} names: "
+            f"{', '.join(missing)}. Download them into the folder."
+        )
+    return [_Safetensors(folder / name, spec) for name in names]
 
 
 class _Safetensors:
@@ -259,6 +266,11 @@ def _locate(
             shape, dtype = file.header(name)
             if shape != wanted[name]:
                 faults.append(f"{name} is {list(shape)} instead of {list(wanted[name])}")
+            if dtype.startswith("F8_"):
+                raise ModelError(
+                    f"{place} stores {name} as {dtype}, and nothing in its config.json says how FP8 numbers "
+                    "are scaled. Use the config.json that came with these weights, or their bfloat16 version."
+                )
             if dtype not in file.types:
                 faults.append(f"{name} is stored as {dtype}, not as one of {', '.join(file.types)}")
     faults += [f"{entry.name} is missing" for entry in entries if entry.name not in where]

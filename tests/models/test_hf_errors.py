@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 
+import ml_dtypes
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
@@ -26,6 +27,8 @@ def refused(source, *parts, **options):
     [
         ("llama3", {"model_type": "mixtral"}, ["model_type 'mixtral'", "llama, qwen2, qwen3"]),
         ("llama3", {"model_type": ...}, ["model_type None"]),
+        ("llama3", {"model_type": "gemma4_text"}, ["later layers read the keys and values of earlier ones"]),
+        ("llama3", {"model_type": "qwen3_next"}, ["linear-attention layers hold a state"]),
         (
             "llama3",
             {"attention_bias": True, "hidden_act": "gelu"},
@@ -91,6 +94,15 @@ def test_every_tensor_that_does_not_fit_is_named_at_once(spoil):
     )
 
 
+def test_fp8_tensors_need_a_config_that_scales_them(spoil):
+    folder = spoil("llama3")
+    tensors = load_file(folder / "model.safetensors")
+    name = "model.layers.0.mlp.up_proj.weight"
+    tensors[name] = tensors[name].astype(ml_dtypes.float8_e4m3fn)
+    save_file(tensors, folder / "model.safetensors")
+    refused(folder, name, "F8_E4M3", "says how FP8 numbers are scaled")
+
+
 def test_damaged_files_are_named(spoil):
     folder = spoil("llama3")
     file = folder / "model.safetensors"
@@ -107,7 +119,7 @@ def test_damaged_files_are_named(spoil):
 def test_missing_files_are_named(spoil, tmp_path):
     folder = spoil("llama_bf16_sharded")
     (folder / "model-00002-of-00002.safetensors").unlink()
-    refused(folder, "model-00002-of-00002.safetensors")
+    refused(folder, "lacks 1 of the 2 files", "model-00002-of-00002.safetensors. Download")
     index = folder / "model.safetensors.index.json"
     for value in ({}, {"weight_map": {"x": "../llama3/model.safetensors"}}, {"weight_map": []}):
         index.write_text(json.dumps(value))
