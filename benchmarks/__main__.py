@@ -38,6 +38,7 @@ def _run(words: Sequence[str]) -> int:
     commands: dict[str, Callable[[Any, Sequence[str]], None]] = {
         "compile": _compile,
         "host": _host,
+        "load": _load,
         "peers": _peers,
         "plot": _plot,
         "serve": _serve,
@@ -59,12 +60,25 @@ def _compile(options: arguments.Compile, words: Sequence[str]) -> None:
     from benchmarks import compile as compiling
 
     rows = []
-    for row in compiling.rows(options.depths, options.policies, options.threads):
+    for row in compiling.rows(options.depths, options.policies, options.threads, size=options.size):
         rows.append(row)
         print(json.dumps(row) if options.json else compiling.line(row), flush=True)
     if options.out:
         run = _header(words, options.threads) | {"date": _today(), "rows": rows}
         _save_with_page(options.out, "compile", run, compiling.page)
+
+
+def _load(options: arguments.Load, words: Sequence[str]) -> None:
+    from benchmarks import load
+
+    rows = []
+    for row in load.rows(options):
+        rows.append(row)
+        print(json.dumps(row) if options.json else load.line(row), flush=True)
+    if options.out:
+        model = {"size": options.size, "seed": options.seed}
+        run = _header(words, options.threads) | {"date": _today(), "model": model, "rows": rows}
+        _save_with_page(options.out, "load", run, load.page)
 
 
 def _serve(options: arguments.Serve, words: Sequence[str]) -> None:
@@ -122,7 +136,7 @@ def _table(options: arguments.Table, words: Sequence[str]) -> None:
     ):
         folder = options.model or Path(home) / "model"
         if options.model is None:
-            random_model.write(folder, options.spec, options.seed)
+            random_model.write(folder, options.spec, options.seed, random_model.STORED[options.size])
 
         def done(group: list[Row]) -> None:
             rows.extend(group)

@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from benchmarks import compile as compiling
-from benchmarks import machine
+from benchmarks import machine, peers
+from benchmarks.random_model import SIZES
 from benchmarks.serving import Serving
-from benchmarks.sides import Comparison
+from benchmarks.sides import DTYPES, Comparison
 from kvjax import cli
 from kvjax.catalogue import policy
-from kvjax.cli import option, shared
+from kvjax.cli import option, shared, whole
 
 QUICK = {
     "size": "tiny",
@@ -54,7 +55,8 @@ class _Rows:
 class Compile(_Rows):
     """Measure seconds and programs of a first and a second start, by depth."""
 
-    depths: tuple[int, ...] = option(compiling.LAYERS, "of the model", flag="--layers")
+    depths: tuple[int, ...] = option(compiling.LAYERS, "of a narrow model", flag="--layers")
+    size: str | None = option(None, "of a random model, in place of --layers", choices=sorted(SIZES))
     policies: tuple[str, ...] = _specs(compiling.POLICIES)
     threads: int = option(compiling.THREADS, "CPUs")
 
@@ -62,6 +64,24 @@ class Compile(_Rows):
         """Raises PolicyError or InputError: a policy that cannot be built, more threads than CPUs."""
         for spec in self.policies:
             policy(spec)
+        machine.cpus(self.threads)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Load(_Rows):
+    """Measure seconds and peak memory of reading a model, beside transformers."""
+
+    size: str = option("0.5b", "of the random model", choices=sorted(SIZES))
+    seed: int = option(0, "of the weights", type=whole(0))
+    dtypes: tuple[str, ...] = option(DTYPES, "of weights in memory", choices=DTYPES, flag="--dtype")
+    rounds: int = option(2, "processes of each row")
+    threads: int = option(1, "CPUs")
+    peers: Path | None = option(None, "environment that `peers --make` made", "DIR")
+
+    def __post_init__(self) -> None:
+        """Raises InputError: a folder without peers, more threads than CPUs."""
+        if self.peers is not None:
+            peers.command(self.peers)
         machine.cpus(self.threads)
 
 
@@ -126,6 +146,7 @@ class Peers:
 COMMANDS: dict[str, type] = {
     "host": Host,
     "compile": Compile,
+    "load": Load,
     "decode": Decode,
     "prefill": Prefill,
     "profile": Profile,

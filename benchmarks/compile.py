@@ -11,7 +11,9 @@ import itertools
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
+from benchmarks import random_model
 from benchmarks.child import Child
 from benchmarks.results import Row
 
@@ -23,24 +25,35 @@ PROMPT, NEW = 700, 130
 """Tokens read, more than any preset's budget keeps; and written: two full multi-step decodes."""
 
 _INTRODUCTION = """\
-A model of 16 channels a layer, so that nearly all of the time is the compiler's; {prompt} tokens are read,
-{new} written.
+A model of 16 channels a layer, so that nearly all of the time is the compiler's (with --size a random model
+of that size in bfloat16); {prompt} tokens are read, {new} written.
 Prefill, decode and the second start are seconds of all CPUs (user and system), which a busy machine changes
 little; stages are seconds of the clock. Programs: compiled while reading + while writing.
 """
 
 
 def rows(
-    layers: Sequence[int], policies: Sequence[str], threads: int, prompt: int = PROMPT, new: int = NEW
+    layers: Sequence[int],
+    policies: Sequence[str],
+    threads: int,
+    prompt: int = PROMPT,
+    new: int = NEW,
+    size: str | None = None,
 ) -> Iterator[Row]:
-    """One row for each policy and depth: ``prompt`` tokens read and ``new`` written."""
-    for spec, depth in itertools.product(policies, layers):
-        with tempfile.TemporaryDirectory() as keep:
-            first, second = (_start(spec, depth, keep, threads, prompt, new) for _ in range(2))
-        yield {"policy": spec, "layers": depth, "first": first, "second": second}
+    """One row for each policy and depth, or of a ``size``: ``prompt`` tokens read and ``new`` written."""
+    with tempfile.TemporaryDirectory() as home:
+        models: dict[int, int | str] = {depth: depth for depth in layers}
+        if size is not None:
+            model = random_model.SIZES[size]
+            models = {model.num_layers: str(Path(home) / "model")}
+            random_model.write(Path(home) / "model", model, 0, random_model.STORED[size])
+        for spec, (depth, which) in itertools.product(policies, models.items()):
+            with tempfile.TemporaryDirectory() as keep:
+                first, second = (_start(spec, which, keep, threads, prompt, new) for _ in range(2))
+            yield {"policy": spec, "layers": depth, "first": first, "second": second}
 
 
-def _start(spec: str, layers: int, keep: str, threads: int, prompt: int, new: int) -> Row:
+def _start(spec: str, layers: int | str, keep: str, threads: int, prompt: int, new: int) -> Row:
     with Child([sys.executable, "-m", "benchmarks.starts"], threads) as child:
         return child.ask("start", spec=spec, layers=layers, prompt=prompt, new=new, keep=keep)
 
@@ -86,10 +99,16 @@ def line(row: Row) -> str:
     return (
         f"{row['policy']:<24} {row['layers']:>3} layers: first start {clock[0]:6.1f} s "
         f"({seconds(first):6.1f} s of CPU), {programs:>3} programs; second {clock[1]:5.1f} s "
-        f"({seconds(second):5.1f} s of CPU)"
+        f"({seconds(second):5.1f} s of CPU); of the compiler {stages(first):.1f} s, then {stages(second):.1f}"
     )
 
 
 def seconds(start: Row) -> float:
     """Seconds of all CPUs, reading and writing."""
     return float(start["prefill"]["cpu_s"] + start["decode"]["cpu_s"])
+
+
+def stages(start: Row) -> float:
+    """Seconds of the clock spent tracing, lowering, and compiling or fetching."""
+    names = ("tracing_s", "lowering_s", "compiling_s")
+    return float(sum(start[half][name] for half in ("prefill", "decode") for name in names))

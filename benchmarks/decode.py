@@ -70,6 +70,8 @@ def open_sides(
             side = Side(config, row)
             if config.system != "kvjax" and settings.peers is None:
                 side.reason = NO_PEERS
+            elif config.system == "kvpress" and settings.fill:
+                side.reason = "presses compress a prompt, and only the full cache is filled"
             else:
                 side.child = stack.enter_context(settings.open(config))
                 mesh = {"mesh": settings.mesh} if config.system == "kvjax" and settings.mesh else {}

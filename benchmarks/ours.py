@@ -47,9 +47,11 @@ class Worker:
     new = every = 0
 
     def load(self, folder: str, dtype: str, mesh: str | None = None) -> Row:
+        begun = time.perf_counter()
         self.model = load(folder, dtype=dtype, mesh=mesh)
         jax.block_until_ready(self.model.params)
-        return self.memory(forget=True) | {"versions": {"jax": jax.__version__}}
+        seconds = {"seconds": time.perf_counter() - begun}
+        return self.memory(forget=True) | seconds | {"versions": {"jax": jax.__version__}}
 
     def prefill(
         self, spec: str, tokens: list[list[int]], new: int, every: int, attention: bool = True

@@ -48,8 +48,11 @@ class Worker:
 
     def load(self, folder: str, dtype: str) -> dict[str, Any]:
         kind = getattr(torch, dtype)
+        begun = time.perf_counter()
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=kind, attn_implementation="sdpa")
         self.model.eval()
+        loading = {"seconds": time.perf_counter() - begun}
+        loading |= {name: value for name, value in self.memory(forget=False).items() if name == "peak_rss"}
         versions = {"torch": torch.__version__, "transformers": transformers.__version__}
         with contextlib.suppress(ImportError):
             from importlib.metadata import version
@@ -58,7 +61,7 @@ class Worker:
 
             versions["kvpress"] = version("kvpress")
         self.model(input_ids=torch.zeros(1, 64, dtype=torch.long))  # pages in the libraries' kernels
-        return self.memory(forget=True) | {"versions": versions}
+        return self.memory(forget=True) | loading | {"versions": versions}
 
     @torch.inference_mode()
     def prefill(

@@ -13,7 +13,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from kvjax.models import published
 from kvjax.models.decoder import shapes
+from kvjax.models.layout import drawn
 from kvjax.models.spec import ModelSpec, Rope
 
 BASE = ModelSpec(
@@ -46,29 +48,43 @@ TINY = ModelSpec(
 )
 """Small enough for tests."""
 
-SIZES = {"base": BASE, "tiny": TINY}
+SIZES = {
+    "base": BASE,
+    "tiny": TINY,
+    "0.5b": published.spec("qwen2.5-0.5b"),
+    "1b": published.spec("llama-3.2-1b"),
+}
+
+STORED = {"base": "float32", "tiny": "float32", "0.5b": "bfloat16", "1b": "bfloat16"}
+"""Dtype of the folder that is written; the published models are stored so, too."""
+
+BYTES = {"float32": 4, "bfloat16": 2}
+"""Of a value."""
 
 _GAIN = {"wq": 1.6, "wk": 1.6}
 """Standard deviations of outputs for inputs of 1, if it is not 1."""
 
 
-def draw(spec: ModelSpec, seed: int) -> dict[str, Any]:
-    """The params tree of ``kvjax.models.decoder``, float32 NumPy arrays, the same for the same seed."""
+def draw(spec: ModelSpec, seed: int, dtype: str = "float32") -> dict[str, Any]:
+    """The params tree of ``kvjax.models.decoder``, NumPy arrays, the same for the same seed."""
     random = np.random.default_rng(seed)
 
     def leaf(name: str, shape: tuple[int, ...]) -> np.ndarray:
+        return np.ascontiguousarray(drawn(one, name, shape).astype(dtype))
+
+    def one(name: str, shape: tuple[int, ...]) -> np.ndarray:
         if name.endswith("norm"):
             return np.ones(shape, np.float32)
         if name.startswith("b"):
             return random.standard_normal(shape, np.float32) * np.float32(0.5)
-        inputs = {"wo": shape[0] * shape[1], "embed": 1}.get(name, shape[0]) if len(shape) > 1 else 1
+        # Tied: an embedding of size 1 would multiply the logits by sqrt(D).
+        embed = spec.model_dim if spec.tied else 1
+        inputs = {"wo": shape[0] * shape[1], "embed": embed}.get(name, shape[0]) if len(shape) > 1 else 1
         return random.standard_normal(shape, np.float32) * np.float32(_GAIN.get(name, 1.0) * inputs**-0.5)
 
     tree = shapes(spec)
     params: dict[str, Any] = {name: leaf(name, shape) for name, shape in tree.items() if name != "layers"}
     params["layers"] = [{name: leaf(name, shape) for name, shape in one.items()} for one in tree["layers"]]
-    # Tied: an embedding of size 1 would multiply the logits by sqrt(D).
-    params["embed"] *= np.float32(spec.model_dim**-0.5 if spec.tied else 1.0)
     return params
 
 
@@ -78,12 +94,12 @@ def count(spec: ModelSpec) -> int:
     return sum(math.prod(shape) for shape in leaves)
 
 
-def write(folder: Path, spec: ModelSpec, seed: int) -> None:
-    """Draws the weights and saves them, float32, as transformers and kvjax load them.
+def write(folder: Path, spec: ModelSpec, seed: int, dtype: str = "float32", **how: Any) -> None:
+    """Draws the weights and saves them, as transformers and kvjax load them; ``how`` is for ``hf.save``.
 
     Raises:
       ModelError: the folder is in use.
     """
     from kvjax.models import hf
 
-    hf.save(folder, spec, draw(spec, seed), dtype="float32", metadata={"seed": str(seed)})
+    hf.save(folder, spec, draw(spec, seed, dtype), dtype=dtype, metadata={"seed": str(seed)}, **how)

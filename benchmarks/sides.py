@@ -120,6 +120,7 @@ class Comparison:
     def configs(self, quarter: bool) -> list[Config]:
         """Lines of the table, peers last."""
         ours = [Config("kvjax", name, name) for name in self.policies]
+        quarter = quarter and self.policies != (FULL,)  # what those that drop are compared with
         return [*ours, *([QUARTER] if quarter else []), *PEERS]
 
     def reading(self, rows: int, prompt: int) -> float:

@@ -1,6 +1,7 @@
 """The process behind ``compile``: one start, from the first call to the last token.
 
-The model is ``host.narrow``: so narrow that nearly all of the time is tracing, lowering and compiling.
+The model is ``host.narrow``, so narrow that nearly all of the time is tracing, lowering and compiling, or one
+of ``random_model.SIZES`` in bfloat16.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from benchmarks.host import narrow
 from benchmarks.results import Row
 from kvjax import decode
 from kvjax.catalogue import policy
-from kvjax.loading import LanguageModel
+from kvjax.loading import LanguageModel, load
 from pallas_kernels.measure import timing
 
 
@@ -52,15 +53,25 @@ class Meter:
         }
 
 
-def start(spec: str, layers: int, prompt: int, new: int, keep: str) -> Row:
-    """Reads a random prompt and writes ``new`` tokens; compiled programs are kept in the folder ``keep``."""
+def start(spec: str, layers: int | str, prompt: int, new: int, keep: str) -> Row:
+    """Reads a random prompt and writes ``new`` tokens; compiled programs are kept in the folder ``keep``.
+
+    ``layers`` is the depth of a narrow model, or the folder of another.
+    """
     jax.config.update("jax_enable_compilation_cache", True)
     jax.config.update("jax_compilation_cache_dir", keep)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-    sizes = narrow(layers)
-    params = jax.device_put(random_model.draw(sizes, seed=0))
-    model, chosen = LanguageModel(name="narrow", spec=sizes, params=params, folder=Path()), policy(spec)
+    chosen, begun = policy(spec), time.perf_counter()
+    if isinstance(layers, int):
+        sizes = narrow(layers)
+        params = jax.device_put(random_model.draw(sizes, seed=0))
+        model = LanguageModel(name="narrow", spec=sizes, params=params, folder=Path())
+    else:
+        model = load(layers, dtype="bfloat16")
+        sizes = model.spec
+    jax.block_until_ready(model.params)
+    loading = round(time.perf_counter() - begun, 2)
     weights = jax.block_until_ready(untrained(model, chosen, seed=0))
     ids = np.random.default_rng(0).integers(1, sizes.vocab_size, prompt)
     context = decode.bucket(prompt + new, sizes.max_positions)
@@ -72,7 +83,7 @@ def start(spec: str, layers: int, prompt: int, new: int, keep: str) -> Row:
     for _, after in pieces:
         state = after
     jax.block_until_ready(state.length)
-    return {"prefill": read, "decode": meter.read(), "jax": jax.__version__}
+    return {"load_s": loading, "prefill": read, "decode": meter.read(), "jax": jax.__version__}
 
 
 def main() -> None:

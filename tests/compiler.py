@@ -10,7 +10,10 @@ take it.
 
 from __future__ import annotations
 
+import math
 import os
+import re
+from collections.abc import Iterator
 from importlib.metadata import version
 from typing import Any
 
@@ -62,3 +65,19 @@ def compiled_in_full(lowered: Lowered) -> Compiled:
     return lowered.compile(
         options | {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
     )
+
+
+_HEAD = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) .*\{$")
+_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?[\w.\-]+ = (\w+)\[([\d,]*)\]\S* ([\w\-]+)\(")
+_NOT_WRITTEN = ("parameter", "get-tuple-element", "bitcast", "constant")
+
+
+def written(text: str) -> Iterator[tuple[str, int, str]]:
+    """(dtype, entries, line) of each array that a program writes; what is inside a fusion never exists."""
+    fused = set(re.findall(r" fusion\(.*calls=%?([\w.\-]+)", text))
+    computation = ""
+    for line in text.splitlines():
+        if head := _HEAD.match(line):
+            computation = head[1]
+        elif computation not in fused and (made := _INSTRUCTION.match(line)) and made[3] not in _NOT_WRITTEN:
+            yield made[1], math.prod(int(size) for size in made[2].split(",") if size), line.strip()

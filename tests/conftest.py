@@ -20,6 +20,7 @@ import pytest
 
 from kvjax.models import hf
 from kvjax.models.decoder import shapes
+from kvjax.models.layout import drawn
 from kvjax.models.spec import ModelSpec
 from kvjax.programs import maps_taken
 
@@ -87,22 +88,21 @@ def tiny_folder(tmp_path_factory) -> Path:
     """A random two-layer model in HF format whose tokens are bytes; 512 positions."""
     home = tmp_path_factory.mktemp("tiny")
     draw = np.random.default_rng(0)
+
+    def leaf(name: str, shape: tuple[int, ...]) -> np.ndarray:
+        ones = name.endswith("norm")
+        return np.ones(shape, np.float32) if ones else draw.normal(0, 0.3, shape).astype(np.float32)
+
     params = {
-        name: [{k: _leaf(draw, k, s) for k, s in layer.items()} for layer in value]
+        name: [{k: drawn(leaf, k, s) for k, s in layer.items()} for layer in value]
         if name == "layers"
-        else _leaf(draw, name, value)
+        else drawn(leaf, name, value)
         for name, value in shapes(TINY).items()
     }
     _byte_tokenizer().save(str(home / "tokenizer.json"))
     folder = home / "model"
     hf.save(folder, TINY, params, tokenizer=home / "tokenizer.json", dtype="float32")
     return folder
-
-
-def _leaf(draw: np.random.Generator, name: str, shape: tuple[int, ...]) -> np.ndarray:
-    if name.endswith("norm"):
-        return np.ones(shape, np.float32)
-    return draw.normal(0, 0.3, shape).astype(np.float32)
 
 
 def _byte_tokenizer():

@@ -7,8 +7,9 @@ The library and its tests never need torch; this script does, in an environment 
     gold/bin/python tests/make_golden.py gemma2 gpt2     # these alone
     gold/bin/python tests/make_golden.py embedded  # after every change of kvjax/assets
 
-Made with Python 3.11.7, torch 2.13.0+cpu, transformers 5.23.0, safetensors 0.8.0. Each NAME/ is a
-tiny random model as ``save_pretrained`` writes it, each NAME.npz holds:
+Made with Python 3.11.7, torch 2.13.0+cpu, transformers 5.23.0 (qwen2_yarn, smollm3, granite and gpt2_odd:
+5.2.0), safetensors 0.8.0. Each NAME/ is a tiny random model as ``save_pretrained`` writes it, each NAME.npz
+holds:
 
   tokens [2, 48]     positions [2, 48]: row 0 counts up, row 1 jumps far ahead half-way
   logits [2, 48, V]  float32, from the stored weights computed in float32
@@ -42,12 +43,14 @@ from transformers import (
     Gemma2Config,
     Gemma3TextConfig,
     GPT2Config,
+    GraniteConfig,
     LlamaConfig,
     MistralConfig,
     Phi3Config,
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen3Config,
+    SmolLM3Config,
 )
 from transformers.utils import logging
 
@@ -75,6 +78,15 @@ STRETCH = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
+}
+# With 4 frequencies from 1 down by tens, a fast pair is kept, slow ones are stretched, those between blended.
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "original_max_position_embeddings": 256,
+    "beta_fast": 16.0,
+    "truncate": False,
 }
 PLAIN = {"rope_type": "default", "rope_theta": 1e6}
 LENGTHS = (11, 5)
@@ -114,6 +126,15 @@ def later_families() -> dict[str, PreTrainedConfig]:
         "gemma3": Gemma3TextConfig(
             **{**gemma, "num_hidden_layers": 4}, layer_types=types, rope_parameters=both
         ),
+        "qwen2_yarn": Qwen2Config(**sizes, tie_word_embeddings=True, rope_parameters=YARN),
+        "smollm3": SmolLM3Config(**{**sizes, "num_hidden_layers": 4}, rope_parameters=PLAIN),
+        "granite": GraniteConfig(
+            **sizes,
+            attention_multiplier=0.2,
+            embedding_multiplier=3.0,
+            residual_multiplier=0.4,
+            logits_scaling=0.25,
+        ),
         "gpt2": GPT2Config(
             vocab_size=96,
             n_embd=32,
@@ -123,6 +144,9 @@ def later_families() -> dict[str, PreTrainedConfig]:
             n_positions=512,
             bos_token_id=1,
             eos_token_id=2,
+        ),
+        "gpt2_odd": GPT2Config(
+            vocab_size=96, n_embd=28, n_layer=2, n_head=4, n_positions=512, bos_token_id=1, eos_token_id=2
         ),
     }
 

@@ -36,6 +36,7 @@ from kvjax.algebra import Policy  # noqa: E402
 from kvjax.cache.state import KVState, reshard  # noqa: E402
 from kvjax.eval.measure import counted, forced  # noqa: E402
 from kvjax.models import decoder  # noqa: E402
+from kvjax.models.layout import drawn  # noqa: E402
 from kvjax.models.spec import ModelSpec, Rope  # noqa: E402
 from kvjax.sharding.mesh import ONE, Mesh  # noqa: E402
 
@@ -88,8 +89,8 @@ def model(kv_heads: int = 8) -> tiny.Tiny:
         return jax.device_put((1.5 * width**-0.5 * draw.standard_normal(shape)).astype(np.float32))
 
     tree = decoder.shapes(spec)
-    params = {name: one(name, shape) for name, shape in tree.items() if name != "layers"}
-    params["layers"] = [{n: one(n, s) for n, s in names.items()} for names in tree["layers"]]
+    params = {name: drawn(one, name, shape) for name, shape in tree.items() if name != "layers"}
+    params["layers"] = [{n: drawn(one, n, s) for n, s in names.items()} for names in tree["layers"]]
     return tiny.Tiny(decoder.Decoder(spec), params)
 
 

@@ -35,7 +35,7 @@ from benchmarks.serving import Serving
 from benchmarks.sides import NO_PEERS, PER_HEAD
 from kvjax import catalogue, metrics
 from kvjax.algebra import Admission, Policy, PolicyError
-from kvjax.models import decoder
+from kvjax.models import decoder, published
 
 
 @pytest.mark.parametrize(
@@ -393,6 +393,26 @@ def test_a_start_is_measured_by_depth_and_layers_share_their_programs():
     )
     assert "| `full` | 10 |" in message
     assert "over 9 layers" in message
+
+
+@pytest.mark.slow
+def test_loading_is_measured_from_one_file_and_from_shards(tmp_path):
+    assert (
+        main(["load", "--size", "tiny", "--dtype", "float32", "--rounds", "1", "--out", str(tmp_path)]) == 0
+    )
+    (run,) = results.read(tmp_path / "load.json")
+    ours = [row for row in run["rows"] if row["system"] == "kvjax"]
+    assert ours[0]["files"] == 1 < ours[1]["files"]
+    assert all(row["peak_bytes"] > 0 and row["seconds"][0] > 0 for row in ours)
+    assert {row["skipped"] for row in run["rows"] if row["system"] != "kvjax"} == {NO_PEERS}
+    assert f"{ours[0]['over_weights']:.2f} ×" in (tmp_path / "load.md").read_text()
+
+
+def test_a_filled_decode_opens_what_it_can_fill():
+    words = ["decode", "--size", "0.5b", "--context", "2048", "--policy", "full", "--fill"]
+    _, options = arguments.parse(words)
+    assert [config.name for config in options.configs(quarter=True)][:2] == ["full", "full"]
+    assert options.spec == published.spec("qwen2.5-0.5b")
 
 
 def test_serve_takes_what_it_measures_from_the_command_line():

@@ -260,8 +260,8 @@ def test_what_is_cut_and_what_is_whole():
     mesh, network = grid(tensor=2, context=2), tiny.model().network
     specs = mesh.of_model(network, tiny.model().params)
     layer = specs["layers"][0]
-    assert layer["wk"] == jax.P(None, ("tensor",), None)
-    assert layer["wq"] == jax.P(None, ("tensor", "context"), None)
+    assert layer["wk"] == jax.P(("tensor",), None, None)
+    assert layer["wq"] == jax.P(("tensor", "context"), None, None)
     assert layer["attn_norm"] == jax.P()
     assert specs["embed"] == jax.P()  # 61 tokens divide by nothing
 

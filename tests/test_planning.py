@@ -53,7 +53,13 @@ def program(**more) -> Program:
 
 @pytest.mark.parametrize(
     ("name", "parameters"),  # as published with the models
-    [("llama-3.1-8b", 8_030_261_248), ("llama-3.1-70b", 70_553_706_496), ("qwen2.5-7b", 7_615_616_512)],
+    [
+        ("llama-3.1-8b", 8_030_261_248),
+        ("llama-3.1-70b", 70_553_706_496),
+        ("qwen2.5-7b", 7_615_616_512),
+        ("qwen2.5-0.5b", 494_032_768),
+        ("llama-3.2-1b", 1_235_814_400),
+    ],
 )
 def test_a_named_shape_has_as_many_parameters_as_the_model(name, parameters):
     leaves = jax.tree.leaves(shapes(published.spec(name)), is_leaf=lambda x: isinstance(x, tuple))

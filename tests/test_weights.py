@@ -142,6 +142,19 @@ def test_the_fingerprint_knows_the_model_whatever_its_dtype(tiny_folder, model):
     assert fingerprint(tiny.model()) != of_model
 
 
+@pytest.mark.parametrize(
+    ("name", "digits"),
+    [("llama3", "2fff2792a0359ade"), ("gpt2", "6adcb83e98b04fdc"), ("phi3", "3843e7c83b40db69")],
+)
+def test_a_fingerprint_does_not_depend_on_how_weights_lie(name, digits):
+    """Taken when weights lay [inputs, outputs]; files bound to them must stay valid."""
+    assert fingerprint(kvjax.load(Path(__file__).parent / "golden" / name)) == digits
+
+
+def test_random_weights_are_those_of_when_they_lay_otherwise():
+    assert fingerprint(tiny.model()) == "911d7bfdab0f3d9e"
+
+
 @dataclasses.dataclass(frozen=True)
 class Trained:
     """A model whose weights have moved on."""

@@ -24,6 +24,7 @@ from kvjax.cache.state import KVState
 from kvjax.decode import _by_layer
 from kvjax.decode._by_layer import outer
 from kvjax.models import decoder
+from kvjax.models.layout import drawn
 from kvjax.models.spec import ModelSpec, Rope
 from pallas_kernels.ragged_decode.api import floats
 
@@ -79,8 +80,8 @@ def model(windows: tuple[int | None, ...] = (), vocab: int = VOCAB) -> Tiny:
         return jnp.asarray(gain * inputs**-0.5 * random.standard_normal(shape), jnp.float32)
 
     tree = decoder.shapes(spec)
-    params = {name: draw(name, shape) for name, shape in tree.items() if name != "layers"}
-    params["layers"] = [{n: draw(n, s) for n, s in names.items()} for names in tree["layers"]]
+    params = {name: drawn(draw, name, shape) for name, shape in tree.items() if name != "layers"}
+    params["layers"] = [{n: drawn(draw, n, s) for n, s in names.items()} for names in tree["layers"]]
     return Tiny(decoder.Decoder(spec), params)
 
 
@@ -292,10 +293,10 @@ def oracle(
     x = p["embed"][np.asarray(tokens)]
     for index, w in enumerate(p["layers"]):
         y = norm(x, w["attn_norm"])
-        k_pre = np.einsum("td,dkh->tkh", y, w["wk"])
-        q, k = rotate(np.einsum("td,dnh->tnh", y, w["wq"])), rotate(k_pre)
+        k_pre = np.einsum("td,khd->tkh", y, w["wk"])
+        q, k = rotate(np.einsum("td,nhd->tnh", y, w["wq"])), rotate(k_pre)
         bits = np.zeros(k.shape[:2], bool) if judge is None else judge(index, k_pre, k)
-        v = np.einsum("td,dkh->tkh", y, w["wv"])
+        v = np.einsum("td,khd->tkh", y, w["wv"])
         out = np.zeros(q.shape)
         for n in range(spec.num_heads):
             head = n // spec.groups
@@ -303,11 +304,11 @@ def oracle(
             s = np.where(see, q[:, n] @ k[:, head].T / np.sqrt(spec.head_dim), -np.inf)
             e = np.exp(s - s.max(-1, keepdims=True))
             out[:, n] = e / e.sum(-1, keepdims=True) @ v[:, head]
-        x = x + np.einsum("tnh,nhd->td", out, w["wo"])
+        x = x + np.einsum("tnh,dnh->td", out, w["wo"])
         y = norm(x, w["mlp_norm"])
-        gate = y @ w["w_gate"]
-        x = x + (gate / (1 + np.exp(-gate)) * (y @ w["w_up"])) @ w["w_down"]
-    return norm(x, p["final_norm"]) @ p["head"]
+        gate = y @ w["w_gate"].T
+        x = x + (gate / (1 + np.exp(-gate)) * (y @ w["w_up"].T)) @ w["w_down"].T
+    return norm(x, p["final_norm"]) @ p["head"].T
 
 
 def dense(tokens: Sequence[int], tiny: Tiny | None = None) -> np.ndarray:

@@ -207,8 +207,13 @@ def check_model(spec: ModelSpec, tensor: int) -> None:
     """Refuses a model that ``forward`` cannot run.
 
     Raises:
-      ValueError: sliding layers, or KV heads that do not divide over the mesh.
+      ValueError: layers that differ (sliding, without RoPE), or KV heads that do not divide over the mesh.
     """
+    if spec.unturned:
+        raise ValueError(
+            f"gates for a {spec.family}, some of whose layers have no RoPE: training runs one program for "
+            "all layers. Choose a model whose layers are all alike."
+        )
     if any(window is not None for window in spec.windows):
         raise ValueError(
             f"gates for a {spec.family} with sliding-window layers: such a layer is a ring already and takes "

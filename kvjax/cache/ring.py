@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from kvjax.cache.write import scattered
+from kvjax.cache.write import one_slot, scattered
 from kvjax.cache.zeros import of_slots, zeros
 from kvjax.sharding.specs import HEADS, ROWS
 from kvjax.types import EMPTY, pytree
@@ -118,6 +118,8 @@ def put(ring: Ring, new: Entry, length: Int[Array, " B"], count: Int[Array, " B"
     row, head = jnp.arange(rows)[:, None, None], jnp.arange(heads)[None, :, None]
 
     def write(old: Array, value: Array) -> Array:
+        if t == 1:
+            return one_slot(old, slot[:, 0], value)
         # Every index is given: a scatter over a sliced axis makes XLA on CPU copy the ring twice a step.
         return scattered(old, (row, head, slot[:, None, :]), value)
 

@@ -6,10 +6,10 @@ and ``logits``. Each difference between families is a static field of ``ModelSpe
 
 Params, a dict (any dtype; shapes in the letters of ``kvjax.types``; in brackets what some have):
 
-  embed [V, D]   final_norm [D]   (positions [max, D]   final_norm_bias [D]   head [D, V])
+  embed [V, D]   final_norm [D]   (positions [max, D]   final_norm_bias [D]   head [V, D])
   layers: a list of L dicts
-    attn_norm [D]   wq [D, N, H]   wk, wv [D, K, H]   wo [N, H, D]
-    mlp_norm [D]    w_up [D, F]    w_down [F, D]      (w_gate [D, F])
+    attn_norm [D]   wq [N, H, D]   wk, wv [K, H, D]   wo [D, N, H]
+    mlp_norm [D]    w_up [F, D]    w_down [D, F]      (w_gate [F, D])
     (bq [N, H]   bk, bv [K, H]   bo, b_down [D]   b_up [F]   q_norm, k_norm [H]
      attn_post_norm, mlp_post_norm [D]   attn_norm_bias, mlp_norm_bias [D])
 """
@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
+from kvjax.models.layout import INPUTS_FIRST
 from kvjax.models.rope import rotate
 from kvjax.models.spec import ModelSpec
 from kvjax.types import AttendFn, C, Heads, Params
@@ -41,7 +42,7 @@ def shapes(spec: ModelSpec) -> dict[str, Any]:
         tree["positions"] = (spec.max_positions, d)
     tree["layers"] = [_layer_shapes(spec) for _ in range(spec.num_layers)]
     if not spec.tied:
-        tree["head"] = (d, spec.vocab_size)
+        tree["head"] = (spec.vocab_size, d)
     return tree
 
 
@@ -49,14 +50,14 @@ def _layer_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     d, n, k, h, f = spec.model_dim, spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.mlp_dim
     layer: dict[str, tuple[int, ...]] = {
         "attn_norm": (d,),
-        "wq": (d, n, h),
-        "wk": (d, k, h),
-        "wv": (d, k, h),
-        "wo": (n, h, d),
+        "wq": (n, h, d),
+        "wk": (k, h, d),
+        "wv": (k, h, d),
+        "wo": (d, n, h),
         "mlp_norm": (d,),
-        "w_gate": (d, f),
-        "w_up": (d, f),
-        "w_down": (f, d),
+        "w_gate": (f, d),
+        "w_up": (f, d),
+        "w_down": (d, f),
     }
     if spec.mlp == "gelu":
         del layer["w_gate"]
@@ -74,11 +75,11 @@ def _layer_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
 
 
 LETTERS = {
-    **{"embed": "VD", "head": "DV"},
-    **dict.fromkeys(("wk", "wv"), "DKH"),
+    **dict.fromkeys(("embed", "head"), "VD"),
+    **dict.fromkeys(("wk", "wv"), "KHD"),
     **dict.fromkeys(("bk", "bv"), "KH"),
-    **dict.fromkeys(("w_gate", "w_up"), "DF"),
-    **{"wq": "DNH", "bq": "NH", "wo": "NHD", "w_down": "FD", "b_up": "F"},
+    **dict.fromkeys(("w_gate", "w_up"), "FD"),
+    **{"wq": "NHD", "bq": "NH", "wo": "DNH", "w_down": "DF", "b_up": "F"},
 }
 """Dimensions of the leaves that are sharded where a model lies on several devices."""
 
@@ -107,21 +108,37 @@ def softcap(x: Float[Array, "... X"], limit: float | None) -> Float[Array, "... 
     return x if limit is None else limit * jnp.tanh(x / limit)
 
 
-def product(
-    axes: str, x: Float[Array, "B T X ..."], weight: Float[Array, "X ..."]
-) -> Float[Array, "B T ..."]:
+def product(axes: str, x: Float[Array, "B T X"], weight: Float[Array, "... X"]) -> Float[Array, "B T ..."]:
     """x times a weight, in x's dtype; sums in float32."""
-    if x.shape[1] == 1 or x.dtype == jnp.float32:
-        return jnp.einsum(axes, x, weight)
-    # Asked for a bfloat16 result, XLA on CPU turns x and the weight into float32 before it multiplies. (It
-    # does so once for all steps of a multi-step program, and multiplies single rows faster then: not for T =
-    # 1.)
-    return jnp.einsum(axes, x, weight, preferred_element_type=jnp.float32).astype(x.dtype)
+    plain, in_float32 = functools.partial(jnp.einsum, axes), functools.partial(_in_float32, axes)
+    if x.dtype == jnp.float32:
+        return plain(x, weight)
+    if x.shape[1] > 1:
+        return in_float32(x, weight).astype(x.dtype)
+    return jax.lax.platform_dependent(
+        x, weight, cpu=lambda x, weight: in_float32(x, weight).astype(x.dtype), default=plain
+    )
+
+
+def _in_float32(axes: str, x: Float[Array, "B ... X"], weight: Float[Array, "... X"]) -> Array:
+    """x [B, ..., X] times a weight with an axis X, with a float32 result.
+
+    From two rows on, XLA on a CPU reads a bfloat16 weight as it lies. For one row, or for a bfloat16 result,
+    it writes the whole weight out in float32 first; so one row goes there twice.
+    """
+    plain = functools.partial(jnp.einsum, axes, preferred_element_type=jnp.float32)
+    if x.dtype == jnp.float32 or x.size > x.shape[-1]:
+        return plain(x, weight)
+
+    def twice(x: Array, weight: Array) -> Array:
+        return plain(jnp.broadcast_to(x, (2, *x.shape[1:])), weight)[:1]
+
+    return jax.lax.platform_dependent(x, weight, cpu=twice, default=plain)
 
 
 def queries(spec: ModelSpec, p: Params, hidden: Float[Array, "B T D"]) -> Float[Array, "B T N H"]:
     """The attention input to queries before RoPE: bias, q-norm and gain where the family has them."""
-    q = product("btd,dnh->btnh", hidden, p["wq"])
+    q = product("btd,nhd->btnh", hidden, p["wq"])
     if spec.qkv_bias:
         q = q + p["bq"]
     if spec.qk_norm:
@@ -136,8 +153,8 @@ def project(
 ) -> Heads:
     """The attention input to queries, keys and values, before and after RoPE."""
     q = queries(spec, p, hidden)
-    k = product("btd,dkh->btkh", hidden, p["wk"])
-    v = product("btd,dkh->btkh", hidden, p["wv"])
+    k = product("btd,khd->btkh", hidden, p["wk"])
+    v = product("btd,khd->btkh", hidden, p["wv"])
     if spec.qkv_bias:
         k, v = k + p["bk"], v + p["bv"]
     if spec.qk_norm:
@@ -161,18 +178,18 @@ def project(
 
 def mlp(spec: ModelSpec, p: Params, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
     """D to F and back, gated or not."""
-    up = product("btd,df->btf", x, p["w_up"])
+    up = product("btd,fd->btf", x, p["w_up"])
     if spec.linear_bias:
         up = up + p["b_up"]
     if spec.mlp == "gelu":
         inner = jax.nn.gelu(up, approximate=True)
     else:
-        gate = product("btd,df->btf", x, p["w_gate"])
+        gate = product("btd,fd->btf", x, p["w_gate"])
         # In float32, rounded once: XLA on CPU turns bfloat16 into float32 and back around every operation.
         gate, up = gate.astype(jnp.float32), up.astype(jnp.float32)
         inner = (jax.nn.silu(gate) if spec.mlp == "swiglu" else jax.nn.gelu(gate, approximate=True)) * up
         inner = inner.astype(x.dtype)
-    down = product("btf,fd->btd", inner, p["w_down"])
+    down = product("btf,df->btd", inner, p["w_down"])
     return down + p["b_down"] if spec.linear_bias else down
 
 
@@ -190,12 +207,22 @@ def layer(
     mixed, carry = attend(index, heads, carry)
     # Flat: contracted over two axes, XLA on CPU transposes all of wo in every decode step.
     flat = mixed.astype(x.dtype).reshape(*mixed.shape[:2], -1)
-    y = product("btm,md->btd", flat, p["wo"].reshape(flat.shape[-1], -1))
+    y = product("btm,dm->btd", flat, p["wo"].reshape(-1, flat.shape[-1]))
     if spec.linear_bias:
         y = y + p["bo"]
-    x = x + (norm(spec, p, "attn_post_norm", y) if spec.post_norms else y)
-    y = mlp(spec, p, norm(spec, p, "mlp_norm", x))
-    return x + (norm(spec, p, "mlp_post_norm", y) if spec.post_norms else y), carry
+    x = add(spec, p, x, y, "attn_post_norm")
+    return add(spec, p, x, mlp(spec, p, norm(spec, p, "mlp_norm", x)), "mlp_post_norm"), carry
+
+
+def add(
+    spec: ModelSpec, p: Params, x: Float[Array, "B T D"], y: Float[Array, "B T D"], post_norm: str
+) -> Float[Array, "B T D"]:
+    """The residual stream with what a block gives: normalised or scaled where the family does so."""
+    if spec.post_norms:
+        y = norm(spec, p, post_norm, y)
+    if spec.residual_multiplier != 1.0:
+        y = y * jnp.asarray(spec.residual_multiplier, y.dtype)
+    return x + y
 
 
 def embed(
@@ -203,17 +230,16 @@ def embed(
 ) -> Float[Array, "B T D"]:
     """Token ids to vectors; positions count where they are learned (padding beyond the table is garbage)."""
     x = p["embed"][tokens]
-    if spec.scaled_embedding:
-        x = x * jnp.asarray(spec.model_dim**0.5, x.dtype)
+    if spec.embedding_gain != 1.0:
+        x = x * jnp.asarray(spec.embedding_gain, x.dtype)
     return x + p["positions"][positions] if spec.positions == "learned" else x
 
 
 def logits(spec: ModelSpec, p: Params, x: Float[Array, "... D"]) -> Float[Array, "... V"]:
     """Final norm and output projection; float32."""
     y = norm(spec, p, "final_norm", x)
-    head = p["embed"].T if spec.tied else p["head"]
-    z = jnp.einsum("...d,dv->...v", y, head, preferred_element_type=jnp.float32)
-    return softcap(z, spec.final_softcap)
+    z = _in_float32("rd,vd->rv", y.reshape(-1, y.shape[-1]), p["embed" if spec.tied else "head"])
+    return softcap(z.reshape(*y.shape[:-1], -1) / spec.logits_divisor, spec.final_softcap)
 
 
 def forward(
@@ -300,6 +326,10 @@ class Decoder:
 
     def at(self, context: int) -> Decoder:
         return Decoder(self.spec.at(context))
+
+    @property
+    def fingerprint_axes(self) -> dict[str, tuple[int, ...]]:
+        return INPUTS_FIRST
 
     def letters(self, params: Params) -> Params:
         return letters(params)

@@ -136,6 +136,33 @@ FAMILIES: Mapping[FamilyName, Family] = {
         agrees={**_GEMMA.agrees, "attn_logit_softcapping": (None,)},
         thetas=(1_000_000.0, 10_000.0),
     ),
+    "smollm3": Family(
+        architecture="SmolLM3ForCausalLM",
+        varies=("unturned",),
+        defaults={
+            "vocab_size": 128_256,
+            "hidden_size": 2048,
+            "intermediate_size": 11_008,
+            "num_hidden_layers": 36,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 32_768,
+            "tie_word_embeddings": True,
+            "no_rope_layer_interval": 4,
+        },
+        agrees={**_SILU, "attention_bias": _NO, "mlp_bias": _NO, "use_sliding_window": _NO},
+        writes={"attention_bias": False, "mlp_bias": False, "pad_token_id": None},  # as of phi3
+    ),
+    "granite": Family(
+        architecture="GraniteForCausalLM",
+        varies=("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_divisor"),
+        defaults={
+            **dict.fromkeys(("attention_multiplier", "embedding_multiplier"), 1.0),
+            **dict.fromkeys(("residual_multiplier", "logits_scaling"), 1.0),
+        },
+        agrees={**_SILU, "attention_bias": _NO, "mlp_bias": _NO},
+        writes={"attention_bias": False, "mlp_bias": False},
+    ),
     "gpt2": Family(
         architecture="GPT2LMHeadModel",
         traits={
@@ -163,3 +190,15 @@ FAMILIES: Mapping[FamilyName, Family] = {
         },
     ),
 }
+
+_SHARED = "its later layers read the keys and values of earlier ones, and kvjax holds a cache for each layer"
+_LINEAR = (
+    "its linear-attention layers hold a state, not keys and values, which no policy here compresses"
+)
+OTHERS: Mapping[str, str] = {
+    **dict.fromkeys(("gemma3n", "gemma3n_text", "gemma4", "gemma4_text"), _SHARED),
+    **dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_text", "minimax", "kimi_linear"), _LINEAR),
+    **dict.fromkeys(("mamba", "mamba2", "jamba", "bamba", "zamba2", "falcon_h1", "nemotron_h"), _LINEAR),
+    **dict.fromkeys(("granitemoehybrid", "lfm2", "recurrent_gemma", "olmo_hybrid"), _LINEAR),
+}
+"""Why families are refused whose name alone says so."""

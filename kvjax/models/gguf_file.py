@@ -20,7 +20,7 @@ from typing import Any
 import ml_dtypes  # noqa: F401  teaches NumPy the name "bfloat16"
 import numpy as np
 
-from kvjax.models.hf_values import ModelError, cast
+from kvjax.models.hf_values import ModelError, aligned, cast
 from kvjax.models.spec import ModelSpec
 
 KINDS = (
@@ -182,7 +182,7 @@ class _Rows:
         begin, end = (0, 1) if flat else index[0].indices(shape[0])[:2]
         unit = self.turned or 1
         step = max(_PIECE // shape[-1] // unit, 1) * unit
-        whole = np.empty((end - begin, len(range(shape[-1])[index[-1]])), self.dtype)
+        whole = aligned((end - begin, len(range(shape[-1])[index[-1]])), self.dtype)
         with open(self.path, "rb") as file:
             for first in range(begin, end, step):
                 rows = self._rows(file, first, min(step, end - first))[:, index[-1]]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from kvjax.models.families import FAMILIES, Family
+from kvjax.models.families import FAMILIES, OTHERS, Family
 from kvjax.models.hf_rope import read_ropes, write_ropes
 from kvjax.models.hf_values import ModelError, count, number
 from kvjax.models.hf_windows import SLIDING, read_windows, write_windows
@@ -39,6 +39,11 @@ def read_config(config: dict[str, Any], generation: dict[str, Any], file: str) -
     """
     config = _text_part(config)
     name = next((name for name in FAMILIES if name == config.get("model_type")), None)
+    reason = OTHERS.get(str(config.get("model_type")))
+    if reason is not None:
+        raise ModelError(
+            f"{file} has model_type {config['model_type']!r}: {reason}. Choose one of {', '.join(FAMILIES)}."
+        )
     if name is None:
         raise ModelError(
             f"{file} has model_type {config.get('model_type')!r}; kvjax reads {', '.join(FAMILIES)}. "
@@ -52,7 +57,8 @@ def read_config(config: dict[str, Any], generation: dict[str, Any], file: str) -
     if missing:
         raise ModelError(f"{file} lacks {', '.join(missing)}; add what the model was trained with.")
     vocab, model_dim, mlp_dim, layers, heads = (count(config, key, file) for key in _SIZES)
-    kv_heads, head_dim = _heads(config, model_dim, heads, file)
+    learned = family.traits.get("positions") == "learned"
+    kv_heads, head_dim = _heads(config, model_dim, heads, learned, file)
     rope, local_rope = read_ropes(config, family, head_dim, file)
     return ModelSpec(
         family=name,
@@ -73,6 +79,7 @@ def read_config(config: dict[str, Any], generation: dict[str, Any], file: str) -
         eos=tuple(i for i in _ids(generation, config, "eos_token_id", file) if i is not None),
         **family.traits,
         **_read_scores(config, family, file),
+        **_read_unturned(config, family, layers, file),
     )
 
 
@@ -107,6 +114,7 @@ def write_config(spec: ModelSpec, dtype: str) -> dict[str, Any]:
         **write_ropes(spec),
         **write_windows(spec, family),
         **_write_scores(spec, family),
+        **_write_unturned(spec, family),
         **family.writes,
         "bos_token_id": spec.bos,
         "eos_token_id": eos_value(spec.eos),
@@ -190,17 +198,17 @@ def _check_exportable(spec: ModelSpec, family: Family) -> None:
         )
 
 
-def _heads(config: dict[str, Any], model_dim: int, heads: int, file: str) -> tuple[int, int]:
+def _heads(config: dict[str, Any], model_dim: int, heads: int, learned: bool, file: str) -> tuple[int, int]:
     if config.get("head_dim") is None and model_dim % heads:
         raise ModelError(
             f"{file} has no head_dim and hidden_size {model_dim} is not a multiple of {heads} heads."
         )
     head_dim = count(config, "head_dim", file, model_dim // heads)
     kv_heads = count(config, "num_key_value_heads", file, heads)
-    if heads % kv_heads or head_dim % 2:
+    if heads % kv_heads or (head_dim % 2 and not learned):
         raise ModelError(
             f"{file} has {heads} query heads, {kv_heads} KV heads and head_dim {head_dim}; query heads must "
-            "be a multiple of KV heads and head_dim even. Correct the sizes."
+            "be a multiple of KV heads, and head_dim even where a rope turns it. Correct the sizes."
         )
     return kv_heads, head_dim
 
@@ -209,6 +217,10 @@ _SCORES = {
     "query_pre_attn_scalar": "query_pre_attn_scalar",
     "attn_softcap": "attn_logit_softcapping",
     "final_softcap": "final_logit_softcapping",
+    "attention_multiplier": "attention_multiplier",
+    "embedding_multiplier": "embedding_multiplier",
+    "residual_multiplier": "residual_multiplier",
+    "logits_divisor": "logits_scaling",
 }
 
 
@@ -223,6 +235,27 @@ def _write_scores(spec: ModelSpec, family: Family) -> dict[str, float | None]:
     if scalar is None or (scalar and scalar == int(scalar)):  # a whole number to transformers, mostly
         written["query_pre_attn_scalar"] = int(spec.head_dim if scalar is None else scalar)
     return written
+
+
+def _read_unturned(
+    config: dict[str, Any], family: Family, layers: int, file: str
+) -> dict[str, tuple[int, ...]]:
+    """Layers without RoPE: a list that has 0 for each, or every so many."""
+    if "unturned" not in family.varies:
+        return {}
+    turns = config.get("no_rope_layers")
+    if turns is None:
+        interval = count(config, "no_rope_layer_interval", file)
+        turns = [int((layer + 1) % interval != 0) for layer in range(layers)]
+    if not isinstance(turns, list) or len(turns) != layers or not set(turns) <= {0, 1}:
+        raise ModelError(f"{file} has no_rope_layers {turns!r}; it holds 1 or 0 for each of {layers} layers.")
+    return {"unturned": tuple(layer for layer, turn in enumerate(turns) if not turn)}
+
+
+def _write_unturned(spec: ModelSpec, family: Family) -> dict[str, Any]:
+    if "unturned" not in family.varies:
+        return {}
+    return {"no_rope_layers": [int(layer not in spec.unturned) for layer in range(spec.num_layers)]}
 
 
 def _ids(generation: dict[str, Any], config: dict[str, Any], key: str, file: str) -> list[int | None]:

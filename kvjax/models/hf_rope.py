@@ -8,12 +8,13 @@ that says two different things is refused, and both are written.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
 from kvjax.models.families import Family
 from kvjax.models.hf_values import ModelError, count, number, numbers
-from kvjax.models.rope import LinearScaling, Llama3Scaling, LongRope, Rope
+from kvjax.models.rope import LinearScaling, Llama3Scaling, LongRope, Rope, Yarn
 from kvjax.models.spec import ModelSpec
 
 _ORIGINAL = "original_max_position_embeddings"
@@ -151,11 +152,39 @@ def _gain(factor: float, original: int) -> float:
     return 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
 
 
+def _yarn(rope: dict[str, Any], config: dict[str, Any], fraction: float, file: str) -> Yarn:
+    original = _original(rope, config, file)
+    factor = number(rope, "factor", file, count(config, "max_position_embeddings", file) / original)
+    fast, slow = number(rope, "beta_fast", file, 32.0), number(rope, "beta_slow", file, 1.0)
+    if slow >= fast:
+        raise ModelError(f"{file} has beta_slow {slow} >= beta_fast {fast}; it must be below.")
+    return Yarn(
+        factor=factor,
+        original_max_position_embeddings=original,
+        beta_fast=fast,
+        beta_slow=slow,
+        truncate=bool(rope.get("truncate", True)),
+        attention_factor=number(rope, "attention_factor", file, _yarn_gain(rope, factor, file)),
+    )
+
+
+def _yarn_gain(rope: dict[str, Any], factor: float, file: str) -> float:
+    """The paper's temperature as a factor; a ratio of two where a file names both (DeepSeek)."""
+
+    def gain(scale: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
+
+    if rope.get("mscale") and rope.get("mscale_all_dim"):
+        return gain(number(rope, "mscale", file)) / gain(number(rope, "mscale_all_dim", file))
+    return gain(1.0)
+
+
 _KINDS: dict[str, Any] = {
     "default": lambda *_: None,
     "linear": _linear,
     "llama3": _llama3,
     "longrope": _longrope,
+    "yarn": _yarn,
 }
 
 
@@ -171,6 +200,8 @@ def _written(rope: Rope, spec: ModelSpec) -> dict[str, Any]:
             "high_freq_factor": s.high_freq_factor,
             _ORIGINAL: s.original_max_position_embeddings,
         }
+    if isinstance(s, Yarn):
+        return {"rope_type": "yarn", **dataclasses.asdict(s)}
     if s is None:
         return {"rope_type": "default"}
     factors = {"short_factor": list(s.short), "long_factor": list(s.long)}

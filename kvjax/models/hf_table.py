@@ -1,7 +1,7 @@
 """Tables of names: every tensor of a model in HF format and where it lives in our params tree.
 
 A torch Linear is [out, in] with heads flattened into out (or in, for o_proj), a GPT-2 Conv1D [in, out];
-ours is [in, out] with heads as axes. A fused tensor is several of ours side by side along its outputs.
+ours is [out, in] with heads as axes. A fused tensor is several of ours side by side along its outputs.
 Reading and writing both go through ``table``.
 """
 
@@ -16,8 +16,8 @@ import numpy as np
 from kvjax.models.decoder import shapes
 from kvjax.models.spec import ModelSpec
 
-# same: as it is.  flat: [N, H] -> [N*H].  Linear: out [D, ...] -> [..., D], in [..., D] -> [D, ...].
-# Conv1D: conv_out [D, ...] -> [D, flat], conv_in [..., D] -> [flat, D].
+# same: as it is.  flat: [N, H] -> [N*H].  Linear: out [..., D] -> [flat, D], in [D, ...] -> [D, flat].
+# Conv1D: conv_out [..., D] -> [D, flat], conv_in [D, ...] -> [flat, D].
 Layout = Literal["same", "flat", "out", "in", "conv_out", "conv_in"]
 Path = tuple[str | int, ...]
 Row = tuple[str, str, Layout]
@@ -147,13 +147,13 @@ class Entry:
             begin, end = cut[group[0]]
             file_index.append(slice(before + begin * inner, before + end * inner))
         piece = stored[tuple(file_index)]
-        return (piece.T if self.layout in ("out", "in") else piece).reshape(
+        return (piece.T if self.layout in ("conv_out", "conv_in") else piece).reshape(
             [end - begin for begin, end in cut]
         )
 
     def theirs(self, arrays: list[np.ndarray]) -> np.ndarray:
         """Our arrays as the file's; contiguous, which safetensors takes for granted unchecked."""
-        turned = self.layout in ("out", "in")
+        turned = self.layout in ("conv_out", "conv_in")
         stored = [
             array.reshape(self._stored(shape)[::-1]).T if turned else array.reshape(self._stored(shape))
             for array, shape in zip(arrays, self.shapes)
@@ -174,10 +174,10 @@ class Entry:
         forms: dict[str, tuple[tuple[int, ...], ...]] = {
             "same": tuple((d,) for d in every),
             "flat": (every,),
-            "out": (every[1:], every[:1]),
-            "in": (every[-1:], every[:-1]),
-            "conv_out": (every[:1], every[1:]),
-            "conv_in": (every[:-1], every[-1:]),
+            "out": (every[:-1], every[-1:]),
+            "in": (every[:1], every[1:]),
+            "conv_out": (every[-1:], every[:-1]),
+            "conv_in": (every[1:], every[:1]),
         }
         return forms[self.layout]
 

@@ -39,11 +39,24 @@ def numbers(config: dict[str, Any], key: str, length: int, file: str) -> tuple[f
 
 
 def cast(array: np.ndarray, dtype: str, name: str) -> np.ndarray:
-    """The array in another dtype; refuses a float16 that overflows."""
+    """The array in another dtype, ``aligned``; refuses a float16 that overflows."""
     if str(array.dtype) == dtype:
         return array
+    new = aligned(array.shape, dtype)
     with np.errstate(over="ignore"):
-        new = array.astype(dtype)
+        np.copyto(new, array, casting="unsafe")
     if dtype == "float16" and not np.isfinite(new).all() and np.isfinite(array.astype(np.float32)).all():
         raise ModelError(f"{name} has values beyond float16's 65504; use dtype='bfloat16' or 'float32'.")
     return new
+
+
+def aligned(shape: tuple[int, ...], dtype: str) -> np.ndarray:
+    """An array that is not filled yet, placed so that jax on a CPU takes it over without a copy."""
+    size = math.prod(shape) * np.dtype(dtype).itemsize
+    memory = np.empty(size + _ALIGNMENT, np.uint8)
+    begin = -memory.ctypes.data % _ALIGNMENT
+    return memory[begin : begin + size].view(dtype).reshape(shape)
+
+
+_ALIGNMENT = 64
+"""Bytes, XLA's."""

@@ -16,7 +16,7 @@ import numpy as np
 
 from kvjax.models.decoder import LETTERS
 from kvjax.models.hf_table import HEAD, Entry, stored_as, table
-from kvjax.models.hf_values import ModelError, cast
+from kvjax.models.hf_values import ModelError, aligned, cast
 from kvjax.models.spec import ModelSpec
 from kvjax.sharding.mesh import ONE, Mesh
 from kvjax.types import Params
@@ -167,9 +167,16 @@ def open_folder(folder: Path, spec: ModelSpec) -> list[TensorFile]:
     """The safetensors files of a folder: model.safetensors, or shards and their index.
 
     Raises:
-      ModelError: no such files, or damaged ones.
+      ModelError: no such files, some of them missing, or damaged ones.
     """
-    return [_Safetensors(folder / name, spec) for name in _file_names(folder)]
+    names = _file_names(folder)
+    missing = [name for name in names if not (folder / name).exists()]
+    if missing:
+        raise ModelError(
+            f"{folder} lacks {len(missing)} of the {len(names)} files that {INDEX} names: "
+            f"{', '.join(missing)}. Download them into the folder."
+        )
+    return [_Safetensors(folder / name, spec) for name in names]
 
 
 class _Safetensors:
@@ -191,7 +198,8 @@ class _Safetensors:
                 "few hundred bytes may be a git-lfs pointer, then run `git lfs pull`."
             ) from error
         with open(path, "rb") as file:
-            self.header_size = 8 + int.from_bytes(file.read(8), "little")
+            length = int.from_bytes(file.read(8), "little")
+            self.header_size, self._header = 8 + length, json.loads(file.read(length))
         self._stored = {stored_as(spec, name): name for name in self._file.keys()}  # noqa: SIM118
         self.names: list[str] = list(self._stored)
 
@@ -203,7 +211,17 @@ class _Safetensors:
         return self._file.get_slice(self._stored[name])
 
     def tensor(self, name: str) -> np.ndarray:
-        return self._file.get_tensor(self._stored[name])
+        """In memory of its own: the pages of a mapped file would count as the process' until it is closed."""
+        about = self._header[self._stored[name]]
+        tensor = aligned(tuple(about["shape"]), _STORED[about["dtype"]])
+        memory = memoryview(tensor.reshape(-1).view(np.uint8))
+        with open(self.path, "rb", buffering=0) as file:
+            file.seek(self.header_size + about["data_offsets"][0])
+            while memory and (count := file.readinto(memory)):  # a call reads 2 GiB at most
+                memory = memory[count:]
+        if memory:
+            raise ModelError(f"{self.path} has become shorter while it was read. Load it again.")
+        return tensor
 
 
 def _file_names(folder: Path) -> list[str]:
@@ -248,6 +266,11 @@ def _locate(
             shape, dtype = file.header(name)
             if shape != wanted[name]:
                 faults.append(f"{name} is {list(shape)} instead of {list(wanted[name])}")
+            if dtype.startswith("F8_"):
+                raise ModelError(
+                    f"{place} stores {name} as {dtype}, and nothing in its config.json says how FP8 numbers "
+                    "are scaled. Use the config.json that came with these weights, or their bfloat16 version."
+                )
             if dtype not in file.types:
                 faults.append(f"{name} is stored as {dtype}, not as one of {', '.join(file.types)}")
     faults += [f"{entry.name} is missing" for entry in entries if entry.name not in where]

@@ -7,6 +7,7 @@ This file imports flax, so nothing that ``import kvjax`` touches imports this fi
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from kvjax.models import decoder
+from kvjax.models.layout import drawn
 from kvjax.models.spec import ModelSpec
 from kvjax.types import Params
 
@@ -30,6 +32,10 @@ RESIDUAL_WRITERS = ("wo", "w_down")
 
 def draw(spec: ModelSpec, name: str, shape: tuple[int, ...], rngs: nnx.Rngs) -> Array:
     """The initial value of one leaf, float32: norms do nothing yet, biases zero, the rest normal."""
+    return drawn(functools.partial(_draw, spec, rngs), name, shape)  # type: ignore[no-any-return]
+
+
+def _draw(spec: ModelSpec, rngs: nnx.Rngs, name: str, shape: tuple[int, ...]) -> Array:
     if name.endswith("norm"):
         return jnp.full(shape, 0.0 if spec.norm == "rms_plus_one" else 1.0, jnp.float32)
     if name.endswith("bias") or name.startswith("b"):

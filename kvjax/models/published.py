@@ -29,6 +29,14 @@ _LLAMA_31: dict[str, Any] = {
     },
 }
 
+_QWEN_25: dict[str, Any] = {
+    "model_type": "qwen2",
+    "rms_norm_eps": 1e-6,
+    "hidden_act": "silu",
+    "use_sliding_window": False,
+    "rope_theta": 1000000.0,
+}
+
 
 def _llama_31(*, hidden: int, mlp: int, layers: int, heads: int) -> dict[str, Any]:
     sizes = {"hidden_size": hidden, "intermediate_size": mlp}
@@ -38,8 +46,8 @@ def _llama_31(*, hidden: int, mlp: int, layers: int, heads: int) -> dict[str, An
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama-3.1-8b": _llama_31(hidden=4096, mlp=14336, layers=32, heads=32),
     "llama-3.1-70b": _llama_31(hidden=8192, mlp=28672, layers=80, heads=64),
-    "qwen2.5-7b": {
-        "model_type": "qwen2",
+    "qwen2.5-7b": _QWEN_25
+    | {
         "vocab_size": 152064,
         "hidden_size": 3584,
         "intermediate_size": 18944,
@@ -47,11 +55,24 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "num_attention_heads": 28,
         "num_key_value_heads": 4,
         "max_position_embeddings": 131072,
-        "rms_norm_eps": 1e-6,
-        "hidden_act": "silu",
         "tie_word_embeddings": False,
-        "use_sliding_window": False,
-        "rope_theta": 1000000.0,
+    },
+    "qwen2.5-0.5b": _QWEN_25
+    | {
+        "vocab_size": 151936,
+        "hidden_size": 896,
+        "intermediate_size": 4864,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 14,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 32768,
+        "tie_word_embeddings": True,
+    },
+    "llama-3.2-1b": _llama_31(hidden=2048, mlp=8192, layers=16, heads=32)
+    | {
+        "head_dim": 64,
+        "rope_scaling": _LLAMA_31["rope_scaling"] | {"factor": 32.0},
+        "tie_word_embeddings": True,
     },
 }
 """The config.json of each name; all are stored in bfloat16."""

@@ -62,7 +62,28 @@ class LongRope:
     stretched: bool = False
 
 
-Scaling = LinearScaling | Llama3Scaling | LongRope
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Yarn:
+    """YaRN (Peng et al., arXiv 2309.00071, section 3.2): slow pairs are stretched, fast ones kept.
+
+    Attributes:
+      factor: of the stretch.
+      original_max_position_embeddings: the length before it.
+      beta_fast, beta_slow: turns within that length from which a pair is kept, and up to which it is fully
+        stretched; between them the two are blended by the pair's index.
+      truncate: the blend begins and ends at whole indices.
+      attention_factor: turned queries and keys are multiplied by it.
+    """
+
+    factor: float
+    original_max_position_embeddings: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    attention_factor: float
+
+
+Scaling = LinearScaling | Llama3Scaling | LongRope | Yarn
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -103,12 +124,14 @@ class Rope:
             freq = freq / np.asarray(s.long if s.stretched else s.short, np.float64)
         elif isinstance(s, Llama3Scaling):
             freq = _llama3(freq, s)
+        elif isinstance(s, Yarn):
+            freq = _yarn(freq, s, self.theta)
         return freq.astype(np.float32)
 
     @property
     def amplitude(self) -> float:
         """The factor on turned channels."""
-        return self.scaling.attention_factor if isinstance(self.scaling, LongRope) else 1.0
+        return self.scaling.attention_factor if isinstance(self.scaling, LongRope | Yarn) else 1.0
 
 
 def _llama3(freq: np.ndarray, s: Llama3Scaling) -> np.ndarray:
@@ -121,6 +144,21 @@ def _llama3(freq: np.ndarray, s: Llama3Scaling) -> np.ndarray:
     )
     blend = (1 - keep) * freq / s.factor + keep * freq
     return np.where(wavelength > longest, freq / s.factor, np.where(wavelength < shortest, freq, blend))
+
+
+def _yarn(freq: np.ndarray, s: Yarn, theta: float) -> np.ndarray:
+    pairs, original = len(freq), s.original_max_position_embeddings
+
+    def index_of(turns: float) -> float:
+        """The pair, as a fraction, that turns so often within the original length."""
+        return pairs * math.log(original / (2 * math.pi * turns)) / math.log(theta)
+
+    first, last = index_of(s.beta_fast), index_of(s.beta_slow)
+    if s.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, 2 * pairs - 1)
+    stretched = np.clip((np.arange(pairs) - first) / (last - first or 0.001), 0, 1)
+    return freq * (1 - stretched) + freq / s.factor * stretched
 
 
 def rotate(x: Float[Array, "B T N H"], positions: Int[Array, "B T"], rope: Rope) -> Float[Array, "B T N H"]:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
-from kvjax.models.rope import LinearScaling, Llama3Scaling, LongRope, Rope
+from kvjax.models.rope import LinearScaling, Llama3Scaling, LongRope, Rope, Yarn
 
-__all__ = ["LinearScaling", "Llama3Scaling", "LongRope", "ModelSpec", "Rope"]
+__all__ = ["LinearScaling", "Llama3Scaling", "LongRope", "ModelSpec", "Rope", "Yarn"]
 
-FamilyName = Literal["llama", "qwen2", "qwen3", "mistral", "phi3", "gemma2", "gemma3_text", "gpt2"]
+FamilyName = Literal[
+    "llama", "qwen2", "qwen3", "mistral", "phi3", "gemma2", "gemma3_text", "gpt2", "smollm3", "granite"
+]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -22,11 +24,15 @@ class ModelSpec:
       positions: "rope" turns queries and keys; "learned" adds a table to the embeddings.
       rope: of every layer, or of the layers with full attention where ``local_rope`` is given.
       local_rope: of the sliding layers.
+      unturned: layers that turn neither queries nor keys (SmolLM3).
       norm: "rms"; "rms_plus_one", whose stored weight is the scale minus one; "layer" with mean and bias.
       qk_norm: queries and keys are normalised per head, before they turn.
       post_norms: what attention and MLP give is normalised before it is added.
       scaled_embedding: embeddings are multiplied by sqrt(D) on the way in.
       query_pre_attn_scalar: scores are divided by its square root; None for head_dim.
+      attention_multiplier: scores are multiplied by it instead; or None.
+      embedding_multiplier, residual_multiplier, logits_divisor: factors on embeddings, on what attention and
+        MLP add, and the divisor of logits (Granite).
       attn_softcap, final_softcap: c in c tanh(x / c), for scores before the mask, for logits; or None.
       mlp: "swiglu" and "geglu" gate, "gelu" does not (both GELUs in the tanh form).
       qkv_bias: biases of the query, key and value maps.
@@ -48,12 +54,17 @@ class ModelSpec:
     positions: Literal["rope", "learned"] = "rope"
     rope: Rope = Rope()
     local_rope: Rope | None = None
+    unturned: tuple[int, ...] = ()
     norm: Literal["rms", "rms_plus_one", "layer"] = "rms"
     norm_eps: float = 1e-6
     qk_norm: bool = False
     post_norms: bool = False
     scaled_embedding: bool = False
     query_pre_attn_scalar: float | None = None
+    attention_multiplier: float | None = None
+    embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0
+    logits_divisor: float = 1.0
     attn_softcap: float | None = None
     final_softcap: float | None = None
     mlp: Literal["swiglu", "geglu", "gelu"] = "swiglu"
@@ -86,12 +97,19 @@ class ModelSpec:
     @property
     def query_gain(self) -> float:
         """The factor on queries that makes scores divided by sqrt(H) equal the model's."""
+        if self.attention_multiplier is not None:
+            return self.attention_multiplier * self.head_dim**0.5
         scalar = self.query_pre_attn_scalar
         return 1.0 if scalar is None else (self.head_dim / scalar) ** 0.5
 
+    @property
+    def embedding_gain(self) -> float:
+        """The factor on embeddings on the way in."""
+        return self.model_dim**0.5 if self.scaled_embedding else self.embedding_multiplier
+
     def rope_of(self, layer: int) -> Rope | None:
-        """How a layer turns queries and keys, which depends on its window; None with learned positions."""
-        if self.positions == "learned":
+        """How a layer turns queries and keys, which may depend on its window; None where it does not."""
+        if self.positions == "learned" or layer in self.unturned:
             return None
         return self.rope if self.local_rope is None or self.windows[layer] is None else self.local_rope
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,18 +28,22 @@ def fingerprint(model: Weighted) -> str:
     """
     network, digest = model.network, hashlib.sha256()
     digest.update(f"{network.num_layers} {network.num_kv_heads} {network.head_dim}".encode())
+    # The order of a leaf's axes that is hashed, where the leaf lies otherwise today.
+    hashed = getattr(network, "fingerprint_axes", {})
     leaves = jax.tree_util.tree_leaves_with_path(model.params)
     for path, leaf in sorted(leaves, key=lambda pair: jax.tree_util.keystr(pair[0])):
-        digest.update(f"{jax.tree_util.keystr(path)} {tuple(leaf.shape)}".encode())
+        axes = hashed.get(getattr(path[-1], "key", None), range(leaf.ndim))
+        digest.update(f"{jax.tree_util.keystr(path)} {tuple(leaf.shape[axis] for axis in axes)}".encode())
         if leaf.ndim >= 2:
-            digest.update(np.packbits(np.signbit(_sample(leaf))).tobytes())
+            digest.update(np.packbits(np.signbit(_sample(leaf, axes))).tobytes())
     return digest.hexdigest()[:16]
 
 
-def _sample(x: Any) -> np.ndarray:
-    """Entries at fixed places all over a matrix, as float32."""
+def _sample(x: Any, axes: Sequence[int]) -> np.ndarray:
+    """Entries at fixed places all over a matrix whose axes are counted in that order, as float32."""
     spread = np.arange(SAMPLED, dtype=np.uint64) * np.uint64(2654435761)  # golden ratio: hits every row
-    at = np.unravel_index((spread % np.uint64(x.size)).astype(np.int64), x.shape)
+    places = np.unravel_index((spread % np.uint64(x.size)).astype(np.int64), [x.shape[axis] for axis in axes])
+    at = tuple(place for _, place in sorted(zip(axes, places)))
     if isinstance(x, jax.Array) and not x.is_fully_addressable:  # across processes: each gets the sample
         whole = NamedSharding(x.sharding.mesh, PartitionSpec())  # type: ignore[attr-defined]
         return np.asarray(jax.jit(lambda x: x[at], out_shardings=whole)(x)).astype(np.float32)

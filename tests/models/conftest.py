@@ -13,6 +13,7 @@ GOLDEN = Path(__file__).parents[1] / "golden"
 NAMES = (
     *("llama3", "llama_tied", "qwen2", "qwen2_window", "llama_bf16_sharded", "qwen3", "mistral"),
     *("phi3", "phi3_long", "phi4_mini", "gemma2", "gemma3", "gpt2"),
+    *("qwen2_yarn", "smollm3", "granite", "gpt2_odd"),
 )
 
 

@@ -96,7 +96,7 @@ def test_every_quantisation_is_read_as_the_package_reads_it(kind, tmp_path):
     assert stored.tensor_type.name == kind
     wanted = dequantize(stored.data, stored.tensor_type).reshape(files.HIDDEN, files.MLP)
     model = kvjax.load(whole, dtype="float32")
-    np.testing.assert_array_equal(model.params["layers"][1]["w_down"], wanted.T)
+    np.testing.assert_array_equal(model.params["layers"][1]["w_down"], wanted)
     header = gguf_file.read_header(whole)
     tensors = gguf_file.GgufWeights(header, model.spec, "bfloat16")
     part = tensors.slices("model.layers.1.mlp.down_proj.weight")[10:50, 32:96]

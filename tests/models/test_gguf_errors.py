@@ -60,7 +60,7 @@ def tiny(tmp_path):
         ),
         ("qwen2", {".attention.sliding_window": 16}, ["sliding window of 16"]),
         ("qwen2", {".rope.dimension_count": 16}, ["partial_rotary_factor=0.5"]),
-        ("qwen2", {".rope.scaling.type": "yarn", ".rope.scaling.factor": 4.0}, ["type 'yarn'"]),
+        ("qwen2", {".rope.scaling.type": "dynamic", ".rope.scaling.factor": 4.0}, ["type 'dynamic'"]),
         ("gemma3", {".attn_logit_softcapping": 50.0}, ["attn_logit_softcapping=50.0"]),
         ("gemma2", {".attention.sliding_window_pattern": [True]}, ["layer_types"]),
         ("qwen2", {"split.count": 3}, ["one of 3 parts", "llama-gguf-split --merge"]),

@@ -39,7 +39,7 @@ def heads_of(model, tokens, context):
 def projected(spec, p, hidden):
     """[S, D] to [S, N, H], in float64."""
     p = {name: np.asarray(p[name], np.float64) for name in ("wq", "bq", "q_norm") if name in p}
-    q = np.einsum("sd,dnh->snh", hidden, p["wq"]) + p.get("bq", 0.0)
+    q = np.einsum("sd,nhd->snh", hidden, p["wq"]) + p.get("bq", 0.0)
     if "q_norm" in p:
         weight = p["q_norm"] + (1.0 if spec.norm == "rms_plus_one" else 0.0)
         q = q / np.sqrt((q * q).mean(axis=-1, keepdims=True) + spec.norm_eps) * weight

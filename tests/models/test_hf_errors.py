@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 
+import ml_dtypes
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
@@ -26,6 +27,8 @@ def refused(source, *parts, **options):
     [
         ("llama3", {"model_type": "mixtral"}, ["model_type 'mixtral'", "llama, qwen2, qwen3"]),
         ("llama3", {"model_type": ...}, ["model_type None"]),
+        ("llama3", {"model_type": "gemma4_text"}, ["later layers read the keys and values of earlier ones"]),
+        ("llama3", {"model_type": "qwen3_next"}, ["linear-attention layers hold a state"]),
         (
             "llama3",
             {"attention_bias": True, "hidden_act": "gelu"},
@@ -38,7 +41,17 @@ def refused(source, *parts, **options):
         ("qwen2_window", {"layer_types": ["full_attention"]}, ["2 layers"]),
         ("qwen2_window", {"layer_types": ["full_attention", "chunked_attention"]}, ["chunked_attention"]),
         ("qwen2_window", {"layer_types": ..., "max_window_layers": "all"}, ["layer_types None"]),
-        ("llama3", {"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, ["type 'yarn'"]),
+        (
+            "llama3",
+            {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}},
+            ["type 'dynamic'", "'yarn'"],
+        ),
+        (
+            "qwen2_yarn",
+            {"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "beta_slow": 32.0}},
+            ["beta_slow 32.0 >= beta_fast"],
+        ),
+        ("smollm3", {"no_rope_layers": [1, 0]}, ["no_rope_layers [1, 0]", "each of 4 layers"]),
         ("llama3", {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, ["0.5"]),
         ("llama3", {"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, ["no flat dict"]),
         ("llama3", {"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, ["low_freq_factor None"]),
@@ -81,6 +94,15 @@ def test_every_tensor_that_does_not_fit_is_named_at_once(spoil):
     )
 
 
+def test_fp8_tensors_need_a_config_that_scales_them(spoil):
+    folder = spoil("llama3")
+    tensors = load_file(folder / "model.safetensors")
+    name = "model.layers.0.mlp.up_proj.weight"
+    tensors[name] = tensors[name].astype(ml_dtypes.float8_e4m3fn)
+    save_file(tensors, folder / "model.safetensors")
+    refused(folder, name, "F8_E4M3", "says how FP8 numbers are scaled")
+
+
 def test_damaged_files_are_named(spoil):
     folder = spoil("llama3")
     file = folder / "model.safetensors"
@@ -97,7 +119,7 @@ def test_damaged_files_are_named(spoil):
 def test_missing_files_are_named(spoil, tmp_path):
     folder = spoil("llama_bf16_sharded")
     (folder / "model-00002-of-00002.safetensors").unlink()
-    refused(folder, "model-00002-of-00002.safetensors")
+    refused(folder, "lacks 1 of the 2 files", "model-00002-of-00002.safetensors. Download")
     index = folder / "model.safetensors.index.json"
     for value in ({}, {"weight_map": {"x": "../llama3/model.safetensors"}}, {"weight_map": []}):
         index.write_text(json.dumps(value))
@@ -136,7 +158,7 @@ def test_a_failing_save_leaves_nothing(golden_folder, tmp_path):
     out = tmp_path / "new" / "out"
     with pytest.raises(hf.ModelError) as caught:
         hf.save(out, model.spec, spoilt_params(model))
-    assert "layers.0.bq is unknown; layers.0.wk is missing; layers.1.wq is [16, 4, 32]" in str(caught.value)
+    assert "layers.0.bq is unknown; layers.0.wk is missing; layers.1.wq is [32, 16, 4]" in str(caught.value)
     huge = {**model.params, "final_norm": model.params["final_norm"] * 1e6}
     with pytest.raises(hf.ModelError, match=r"model.norm.weight .* float16"):
         hf.save(out, model.spec, huge, dtype="float16", max_shard_bytes=10_000)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import os
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +15,7 @@ import pytest
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
-from kvjax.models import decoder, hf, hf_table
+from kvjax.models import decoder, hf, hf_table, hf_values, hf_weights
 from kvjax.models.spec import Llama3Scaling, Rope
 
 
@@ -196,6 +198,29 @@ class Asked:
         piece = self.slices[index]
         self.read += piece.size
         return piece
+
+
+def test_tensors_are_read_as_they_are_and_taken_over_without_a_copy(golden_folder):
+    """The sharded golden in bfloat16; jax on a CPU takes over what is placed well."""
+    folder = golden_folder("llama_bf16_sharded")
+    for file in hf_weights.open_folder(folder, hf.read_spec(folder)[0]):
+        with safe_open(file.path, framework="np") as theirs:
+            for name in file.names:
+                tensor = file.tensor(name)
+                assert tensor.dtype == "bfloat16"
+                np.testing.assert_array_equal(tensor, theirs.get_tensor(name))
+                assert jax.device_put(tensor).unsafe_buffer_pointer() == tensor.ctypes.data
+    cast = hf_values.cast(tensor, "float32", name)
+    np.testing.assert_array_equal(cast, tensor.astype(np.float32))
+    assert jax.device_put(cast).unsafe_buffer_pointer() == cast.ctypes.data
+
+
+def test_a_file_that_is_cut_off_while_it_is_read_is_refused(golden_folder, tmp_path):
+    shutil.copyfile(golden_folder("llama_tied") / "model.safetensors", tmp_path / "model.safetensors")
+    (file,) = hf_weights.open_folder(tmp_path, hf.read_spec(golden_folder("llama_tied"))[0])
+    os.truncate(file.path, file.header_size + 8)
+    with pytest.raises(hf.ModelError, match="has become shorter"):
+        file.tensor(file.names[-1])
 
 
 def test_a_part_of_a_tensor_is_read_alone(name, golden_folder):

@@ -85,6 +85,19 @@ def test_llama3_golden_exercises_all_three_bands(golden_folder, golden_data):
     assert np.abs(logits_of(plain, model.params, data) - data["logits"]).max() > 100 * TOLERANCE
 
 
+def test_yarn_golden_keeps_blends_and_stretches(golden_folder, golden_data):
+    model, data = hf.load(golden_folder("qwen2_yarn")), golden_data("qwen2_yarn")
+    rope = model.spec.rope
+    share = rope.frequencies(8) / dataclasses.replace(rope, scaling=None).frequencies(8)
+    assert share[0] == 1
+    assert 0.25 < share[1] < 1
+    np.testing.assert_allclose(share[2:], 0.25)
+    for changes in ({"attention_factor": 1.0}, {"truncate": True}, {"beta_fast": 32.0}, {"factor": 2.0}):
+        other = dataclasses.replace(rope, scaling=dataclasses.replace(rope.scaling, **changes))
+        moved = logits_of(dataclasses.replace(model.spec, rope=other), model.params, data) - data["logits"]
+        assert np.abs(moved).max() > 100 * TOLERANCE, changes
+
+
 def test_every_tensor_shows_in_the_logits(name, golden_folder, golden_data):
     """A golden that some tensor does not touch could not see it loaded wrongly."""
     model, data = hf.load(golden_folder(name), dtype="float32"), golden_data(name)
@@ -137,6 +150,12 @@ def test_longrope_takes_the_factors_of_the_context(name, golden_folder, golden_d
         ("gemma3", {"local_rope": None}),
         ("gemma3", {"post_norms": False}),
         ("gemma3", {"qk_norm": False}),
+        ("smollm3", {"unturned": ()}),
+        ("smollm3", {"unturned": (2,)}),
+        ("granite", {"attention_multiplier": None}),
+        ("granite", {"embedding_multiplier": 1.0}),
+        ("granite", {"residual_multiplier": 1.0}),
+        ("granite", {"logits_divisor": 1.0}),
         ("gpt2", {"positions": "rope"}),
         ("gpt2", {"norm": "rms"}),
     ],

@@ -182,7 +182,7 @@ def test_the_values_of_gemma_are_those_of_the_package(gemma):
             ("w_up", "ffn_up"),
         ):
             tensor = stored[f"blk.{layer}.{part}.weight"]
-            wanted = dequantize(tensor.data, tensor.tensor_type).T
+            wanted = dequantize(tensor.data, tensor.tensor_type)
             np.testing.assert_array_equal(np.asarray(ours[name]).reshape(wanted.shape), wanted)
         norm = stored[f"blk.{layer}.attn_q_norm.weight"].data
         np.testing.assert_array_equal(ours["q_norm"], norm - np.float32(1))

@@ -126,7 +126,7 @@ def test_silencing_asks_a_model_without_those_heads(have, params):
 
     def ask(lame):
         asked_of.append(
-            [(i, k) for i in range(4) for k in range(4) if not np.any(lame["layers"][i]["wo"][2 * k])]
+            [(i, k) for i in range(4) for k in range(4) if not np.any(lame["layers"][i]["wo"][:, 2 * k])]
         )
         return {"needles": float(len(asked_of[-1]))}
 

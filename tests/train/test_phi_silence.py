@@ -146,7 +146,7 @@ def test_the_command_silences_whom_numpy_finds_and_changes_nothing_else(config, 
     for row, batch in enumerate(silence.sequences(chosen, model)):
         assert batch["at"].tolist() == [list(range(40, 48))]
         for layer, head in np.ndindex(2, 4):
-            wo = np.asarray(model.params["layers"][layer]["wo"], np.float64)[head]
+            wo = np.asarray(model.params["layers"][layer]["wo"], np.float64)[:, head].T
             one = {n: batch[n][0, 2 * layer + head // 2] for n in ("q", "k", "v")}
             one |= {"at": batch["at"][0]}
             right[:, :, :, row, layer, head] = by_numpy(before.layers[layer], head, one, wo, counts)

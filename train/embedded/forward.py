@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.models import decoder
+from kvjax.models.layout import inputs_first
 from kvjax.models.spec import ModelSpec
 from kvjax.types import Params
 from train.embedded.attention import attention
@@ -42,7 +43,7 @@ def states(
     """
     rows, length = tokens.shape
     x = params["embed"][tokens.reshape(-1)]
-    for index, p in enumerate(params["layers"]):
+    for index, p in enumerate(map(inputs_first, params["layers"])):
         y = product(decoder.norm(spec, p, "attn_norm", x), _joined(spec, p)) + _bias(spec, p)
         y = y.reshape(rows, length, spec.num_kv_heads, -1)
         mixed = attention(y, spec.groups, tuple(map(float, spec.rope.frequencies(spec.head_dim))))

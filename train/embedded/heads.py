@@ -143,5 +143,5 @@ def without_heads(spec: ModelSpec, params: Params, heads: tuple[tuple[int, int],
     """Params in which these (layer, query head) output nothing."""
     layers = [dict(p) for p in params["layers"]]
     for index, head in heads:
-        layers[index]["wo"] = jnp.asarray(layers[index]["wo"]).at[head].set(0.0)
+        layers[index]["wo"] = jnp.asarray(layers[index]["wo"]).at[:, head].set(0.0)
     return params | {"layers": layers}

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from kvjax.models.layout import inputs_first, inputs_last
 from kvjax.models.spec import ModelSpec
 from kvjax.types import Params
 
@@ -66,7 +67,9 @@ def construct(
     frame = np.linalg.qr(rng.normal(size=(dim, dim)))[0][:, : len(slots)]  # where predecessors are written
     copy = rng.normal(size=(dim, head_dim)) / np.sqrt(head_dim)
 
-    layers = [{name: np.array(leaf, np.float32) for name, leaf in p.items()} for p in params["layers"]]
+    layers = [
+        inputs_first({name: np.array(leaf, np.float32) for name, leaf in p.items()}) for p in params["layers"]
+    ]
     previous, induction = layers[0], layers[1]
     queries = slice(0, groups)  # the query heads that share KV head 0
     fast = freq > FAST
@@ -86,4 +89,5 @@ def construct(
         induction["wq"][:, queries] += spread * noise
     induction["wv"][:, 0] = copy
     induction["wo"][queries] = 0.01 * copy.T
+    layers = list(map(inputs_last, layers))
     return params | {"layers": layers, "final_norm": np.full((dim,), logit_scale, np.float32)}

@@ -33,6 +33,7 @@ from typing import Any
 
 import numpy as np
 
+from kvjax.models.layout import inputs_first, inputs_last
 from kvjax.models.spec import ModelSpec
 from kvjax.types import Params
 from train.embedded.start import FAST, SLOW
@@ -130,7 +131,9 @@ def construct(
         )
     rng = np.random.default_rng(seed)
     layout = channels(width, spec.model_dim)
-    layers = [{name: np.array(leaf, np.float32) for name, leaf in p.items()} for p in params["layers"]]
+    layers = [
+        inputs_first({name: np.array(leaf, np.float32) for name, leaf in p.items()}) for p in params["layers"]
+    ]
     for layer in layers:  # the random parts are made quiet
         layer["wo"] *= QUIET
         layer["w_down"] *= QUIET
@@ -167,6 +170,7 @@ def construct(
     for name, place in (*places.items(), *(("mark", place) for place in layout.marks)):
         final[place] = GAINS[name]
     final[layout.sink] = GAINS["free"]
+    layers = list(map(inputs_last, layers))
     return params | {"layers": layers, "embed": embed.astype(np.float32), "final_norm": final}
 
 

@@ -219,7 +219,7 @@ def projected(error: Float[Array, "... A G Q H"], wo: Float[Array, "A G H D"]) -
 
 def projection(layers: Sequence[Params], kv_heads: int) -> Float[Array, "A G H D"]:
     """The output projection of each head, of a model's layers."""
-    every = jnp.stack([jnp.asarray(layer["wo"], jnp.float32) for layer in layers])  # [L, N, H, D]
+    every = jnp.stack([jnp.moveaxis(jnp.asarray(layer["wo"], jnp.float32), 0, -1) for layer in layers])
     return every.reshape(len(layers) * kv_heads, -1, *every.shape[2:])
 
 

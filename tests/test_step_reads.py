@@ -1,0 +1,93 @@
+"""A decode step in bfloat16 on a CPU reads weights and rings as they lie.
+
+XLA on a CPU turns bfloat16 into float32 before many operations. Done to a whole weight, that costs five times
+what the product does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from compiler import compiled_in_full, written
+
+import kvjax
+from kvjax import decode
+from kvjax.models import decoder
+from kvjax.models.spec import ModelSpec, Rope
+
+LLAMA = ModelSpec(
+    family="llama",
+    vocab_size=331,
+    num_layers=1,
+    num_heads=6,
+    num_kv_heads=2,
+    head_dim=16,
+    model_dim=80,
+    mlp_dim=176,
+    max_positions=96,
+    rope=Rope(theta=1e4),
+    tied=False,
+)
+FAMILIES = {
+    "llama": LLAMA,
+    "qwen": dataclasses.replace(LLAMA, family="qwen3", tied=True, qkv_bias=True, qk_norm=True),
+    "gemma": dataclasses.replace(
+        LLAMA,
+        family="gemma2",
+        tied=True,
+        mlp="geglu",
+        norm="rms_plus_one",
+        post_norms=True,
+        scaled_embedding=True,
+        attn_softcap=50.0,
+        final_softcap=30.0,
+    ),
+    "gpt2": dataclasses.replace(
+        LLAMA,
+        family="gpt2",
+        tied=True,
+        num_kv_heads=6,
+        positions="learned",
+        norm="layer",
+        mlp="gelu",
+        qkv_bias=True,
+        linear_bias=True,
+    ),
+}
+CONTEXT = 96
+
+
+def compiled(spec: ModelSpec, rows: int, policy: str = "full") -> tuple[list[tuple[str, int, str]], int, int]:
+    """What a step in bfloat16 writes, the entries of the smallest weight, and those of a ring."""
+    network, chosen = decoder.Decoder(spec), kvjax.policy(policy)
+    params = jax.tree.map(
+        lambda shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16),
+        decoder.shapes(spec),
+        is_leaf=lambda x: isinstance(x, tuple),
+    )
+    state = decode.empty(network, chosen, rows=rows, context=CONTEXT, dtype=jnp.bfloat16)
+    token, active = np.zeros(rows, np.int32), np.ones(rows, bool)
+    lowered = decode.step_program.lower(network, chosen, params, {}, state, token, active)
+    smallest = params["layers"][0]["wk"].size
+    return list(written(compiled_in_full(lowered).as_text())), smallest, state.layers[0].ring.k.size
+
+
+@pytest.mark.parametrize("rows", [1, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_weight_is_written_out_in_float32(family, rows):
+    arrays, smallest, _ = compiled(FAMILIES[family], rows)
+    assert arrays
+    assert not [line for dtype, size, line in arrays if dtype == "f32" and size >= smallest]
+
+
+@pytest.mark.parametrize("rows", [1, pytest.param(3, marks=pytest.mark.slow)])
+def test_a_ring_is_written_once(rows):
+    """Keys and values by one pass each; no copy, no other dtype."""
+    arrays, _, ring = compiled(LLAMA, rows)
+    lines = [line for _, size, line in arrays if size == ring]
+    assert len(lines) == 2, lines
+    assert all(" = bf16[" in line for line in lines)
