@@ -408,10 +408,10 @@ def test_loading_is_measured_from_one_file_and_from_shards(tmp_path):
     assert f"{ours[0]['over_weights']:.2f} ×" in (tmp_path / "load.md").read_text()
 
 
-def test_a_filled_decode_opens_what_it_can_fill():
+def test_the_full_cache_alone_is_compared_with_that_of_transformers_alone():
     words = ["decode", "--size", "0.5b", "--context", "2048", "--policy", "full", "--fill"]
     _, options = arguments.parse(words)
-    assert [config.name for config in options.configs(quarter=True)][:2] == ["full", "full"]
+    assert [config.system for config in options.configs(quarter=True)] == ["kvjax", "transformers"]
     assert options.spec == published.spec("qwen2.5-0.5b")
 
 
