@@ -225,6 +225,12 @@ def test_ratios_of_known_rows_meet_or_miss_their_aims():
     assert [r["met"] for r in slower if "dense quarter" in r["what"]] == [False]
 
 
+def test_aims_of_a_published_size_are_higher_at_a_long_context():
+    rows = [row | {"context": context} for context in (2048, 8192) for row in _rows()]
+    decode = ratios.answer(ratios.questions("decode", rows, "0.5b"), rows)
+    assert [row["aim"] for row in decode if row["what"].endswith("transformers")] == [1.0, 1.3]
+
+
 def test_a_further_policy_of_ours_is_asked_about_our_full_cache():
     rows = _rows()
     rows.append(rows[1] | {"config": "wg-kv", "tokens_per_s": 300.0, "live_bytes": 27})
