@@ -164,7 +164,8 @@ def _conclude(options: arguments.Table, run: Row) -> None:
         return
     from benchmarks import ratios
 
-    run["ratios"] = ratios.answer(ratios.questions(options.table, run["rows"]), run["rows"])
+    questions = ratios.questions(options.table, run["rows"], run["model"].get("size"))
+    run["ratios"] = ratios.answer(questions, run["rows"])
     for ratio in run["ratios"]:
         print(json.dumps(ratio) if options.json else results.line(ratio), flush=True)
     if options.out:

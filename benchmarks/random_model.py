@@ -48,15 +48,12 @@ TINY = ModelSpec(
 )
 """Small enough for tests."""
 
-SIZES = {
-    "base": BASE,
-    "tiny": TINY,
-    "0.5b": published.spec("qwen2.5-0.5b"),
-    "1b": published.spec("llama-3.2-1b"),
-}
+PUBLISHED = {"0.5b": published.spec("qwen2.5-0.5b"), "1b": published.spec("llama-3.2-1b")}
 
-STORED = {"base": "float32", "tiny": "float32", "0.5b": "bfloat16", "1b": "bfloat16"}
-"""Dtype of the folder that is written; the published models are stored so, too."""
+SIZES = {"base": BASE, "tiny": TINY, **PUBLISHED}
+
+STORED = {"base": "float32", "tiny": "float32"} | dict.fromkeys(PUBLISHED, "bfloat16")
+"""Dtype of the folder that is written, for published models that of their files."""
 
 BYTES = {"float32": 4, "bfloat16": 2}
 """Of a value."""

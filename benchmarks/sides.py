@@ -120,7 +120,8 @@ class Comparison:
     def configs(self, quarter: bool) -> list[Config]:
         """Lines of the table, peers last."""
         ours = [Config("kvjax", name, name) for name in self.policies]
-        quarter = quarter and self.policies != (FULL,)  # what those that drop are compared with
+        if self.policies == (FULL,):  # the other lines are what policies that drop are compared with
+            return [*ours, PEERS[0]]
         return [*ours, *([QUARTER] if quarter else []), *PEERS]
 
     def reading(self, rows: int, prompt: int) -> float:

@@ -64,7 +64,12 @@ def _section(name: str, fields: Sequence[Column], runs: Sequence[Row]) -> list[s
             f"{at['threads']} thread(s), jax {at['jax']}, commit {at['commit']}; {model['parameters']:,} "
             f"parameters, {kind}."
         )
-    lines += ["", f"![{name}]({name}.png)", "", *_ratios(ratios.answer(ratios.questions(name, rows), rows))]
+    lines += [
+        "",
+        f"![{name}]({name}.png)",
+        "",
+        *_ratios(ratios.answer(ratios.questions(name, rows, runs[-1]["model"].get("size")), rows)),
+    ]
     heads = ["system", "configuration", *(title for title, _ in fields)]
     for context, batch, dtype in dict.fromkeys((r["context"], r["batch"], r["dtype"]) for r in rows):
         cell = [r for r in rows if (r["context"], r["batch"], r["dtype"]) == (context, batch, dtype)]

@@ -225,6 +225,12 @@ def test_ratios_of_known_rows_meet_or_miss_their_aims():
     assert [r["met"] for r in slower if "dense quarter" in r["what"]] == [False]
 
 
+def test_aims_of_a_published_size_are_higher_at_a_long_context():
+    rows = [row | {"context": context} for context in (2048, 8192) for row in _rows()]
+    decode = ratios.answer(ratios.questions("decode", rows, "0.5b"), rows)
+    assert [row["aim"] for row in decode if row["what"].endswith("transformers")] == [1.0, 1.3]
+
+
 def test_a_further_policy_of_ours_is_asked_about_our_full_cache():
     rows = _rows()
     rows.append(rows[1] | {"config": "wg-kv", "tokens_per_s": 300.0, "live_bytes": 27})
@@ -408,10 +414,10 @@ def test_loading_is_measured_from_one_file_and_from_shards(tmp_path):
     assert f"{ours[0]['over_weights']:.2f} ×" in (tmp_path / "load.md").read_text()
 
 
-def test_a_filled_decode_opens_what_it_can_fill():
+def test_the_full_cache_alone_is_compared_with_that_of_transformers_alone():
     words = ["decode", "--size", "0.5b", "--context", "2048", "--policy", "full", "--fill"]
     _, options = arguments.parse(words)
-    assert [config.name for config in options.configs(quarter=True)][:2] == ["full", "full"]
+    assert [config.system for config in options.configs(quarter=True)] == ["kvjax", "transformers"]
     assert options.spec == published.spec("qwen2.5-0.5b")
 
 
