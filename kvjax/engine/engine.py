@@ -76,8 +76,8 @@ class Engine:
           model: a network and its weights (``kvjax.load``); its devices hold the caches too.
           policy: for requests that name none.
           weights: sources of its learned weights, by part name.
-          kv_memory: bytes that caches may have on the device, all batches and contexts together; by default
-            nine tenths of what the device has left.
+          kv_memory: bytes that caches may have on the device, all batches, contexts, prompts that are read and
+            learned weights together; by default nine tenths of what the device has left.
           max_rows: most rows of a running batch.
           max_lanes: most running batches (policy structures) at a time.
           context: most tokens of a row, prompt and answer; by default the model's positions.
@@ -112,7 +112,7 @@ class Engine:
         )
         self._most_waiting = queue
         self._weights = WeightCache(model)
-        self._weights.get(self._policy, weights)
+        self._own_weights = self._weights.get(self._policy, weights)  # stay, whoever uses them
         self._ids = itertools.count(1)
         self._inbox: SimpleQueue[Callable[[], Any]] = SimpleQueue()  # calls for the engine's thread
         self._lock = threading.Lock()
@@ -124,7 +124,7 @@ class Engine:
         self._counters = Counters()
         self.contexts = Contexts(model, self._settings, self._weights, self._submit)
         note, calls_wait = on_note or (lambda line: None), lambda: not self._inbox.empty()
-        memory = Memory(model, self._settings, self.contexts)
+        memory = Memory(model, self._settings, self.contexts, self._weights)
         self._scheduler = Scheduler(memory, self._counters, note, calls_wait)
         self._thread = threading.Thread(target=self._run, name="kvjax-engine", daemon=True)
         self._thread.start()

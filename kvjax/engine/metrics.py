@@ -208,7 +208,7 @@ def live(state: KVState, known: Snapshot) -> tuple[Int[np.ndarray, "L B K"], Flo
             layers[-1] = layers[-1] + held.sum(axis=-1)
             slot, page = metrics.page_costs(pages)
             size += held.sum(axis=(1, 2)) * slot + (-(-held // pages.size)).sum(axis=(1, 2)) * page
-        summary = sum(leaf.nbytes for leaf in jax.tree.leaves(layer.summary))
+        summary = metrics.size(layer.summary)
         size += summary / rows * (known.seen > 0)
     return np.stack(layers), size
 
