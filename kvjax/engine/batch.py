@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import operator
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from kvjax import decode
+from kvjax import decode, metrics
 from kvjax.algebra import Policy
 from kvjax.cache import pool
 from kvjax.cache import rows as row_ops
@@ -22,14 +23,17 @@ from kvjax.engine.compiler import Owned, Program
 from kvjax.engine.decoding import (
     BatchInputs,
     SampledTokens,
+    Snapshot,
     decode_steps,
     first_token,
     nothing_held,
     piece,
     prompt_log_probabilities,
+    snapshot,
 )
+from kvjax.engine.metrics import BatchMetrics, live, usages
 from kvjax.engine.pages import StoredState
-from kvjax.engine.request import MOST_STOPS, LearnedWeights
+from kvjax.engine.request import MOST_STOPS, KVUsage, LearnedWeights
 from kvjax.engine.ticket import EngineRequest
 from kvjax.layer import stack_policies
 from kvjax.sampling import Sampling
@@ -65,6 +69,17 @@ class CommonPrograms:
         self.piece = own(piece, static=("width",))
 
 
+class SizedPrograms:
+    """What a batch runs while its pools have one size, compiled."""
+
+    def __init__(self, ahead: bool) -> None:
+        own = functools.partial(Owned, ahead=ahead)
+        self.steps = own(decode_steps, static=("network", "steps"), donate=("state",))
+        self.insert = own(row_ops.on_devices(row_ops.insert), static=("mesh",), donate=("cache",))
+        self.release = own(row_ops.on_devices(row_ops.release), static=("mesh",), donate=("cache",))
+        self.cut = own(row_ops.on_devices(row_ops.cut), static=("mesh", "sizes"))
+
+
 class Structure:
     """A policy structure with its learned weights: the shapes of its rows, and what is compiled for them.
 
@@ -95,15 +110,11 @@ class Structure:
         self.prompt = own(decode.prompt_layer, static=("network", "window", "ring", "mesh"))
         self.store = own(decode.store_layer, static=("num_layers", "pages", "mesh"))
         self.logits = own(decode.last_logits, static=("network", "mesh"))
-        self.steps = own(decode_steps, static=("network", "steps"), donate=("state",), most=4)
-        self.insert = own(row_ops.on_devices(row_ops.insert), static=("mesh",), donate=("cache",))
-        self.release = own(row_ops.on_devices(row_ops.release), static=("mesh",), donate=("cache",))
-        self.cut = own(row_ops.on_devices(row_ops.cut), static=("mesh", "sizes"))
         self.with_row = own(row_ops.with_row, donate=("state",))
         self.without_rows = own(row_ops.without_rows, donate=("state",))
 
     def serves(self, policy: Policy, label: str, row: KVState) -> bool:
-        """Can rows of this policy and these weights join? ``row`` are the shapes of an empty one of its own."""
+        """Can rows of this policy and these weights join? ``row``: the shapes of an empty one of its own."""
         shapes = paging.list_shapes(row)
         return (
             label == self.learned.label
@@ -115,6 +126,199 @@ class Structure:
                 for (size, entries), (own, most) in zip(shapes, self.list_shapes)
             )
         )
+
+    def bytes_of(self, counts: Sequence[float]) -> int:
+        """Device bytes of pools of so many pages a device."""
+        return int(sum(n * size for n, size in zip(counts, self.page_bytes)) * self.paged_layers)
+
+    def forget(self) -> None:
+        """Drops what was compiled; it is compiled again when it is needed."""
+        for owned in vars(self).values():
+            if isinstance(owned, Owned):
+                owned.made.clear()
+
+
+class RunningBatch:
+    """Rows of one policy structure, on one state."""
+
+    def __init__(self, structure: Structure, rows: int) -> None:
+        """So many free rows, and a page in each pool; shapes alone, until ``make``."""
+        self.structure = structure
+        self.model, self.policy = structure.model, structure.policy
+        self.list_shapes, self.mesh = structure.list_shapes, structure.row.mesh
+        self.paged_layers = structure.paged_layers
+        self.page_sizes = [size for size, _ in self.list_shapes]
+        # Donated to every program.
+        self.state: KVState = structure.make.shapes(rows, (1,) * len(self.page_sizes))
+        self.state = paging.sharded_shapes(self.state)
+        self.made = False
+        self.rows: list[BatchRow | None] = [None] * rows  # None where one is free
+        self.known = nothing_held(self.state)  # what the state held after the last change, on the host
+        self.used = time.monotonic()  # when it last had a row; the batch to drop is chosen by it
+        self.sized = False  # have its pools the size that rows need? Before, there is a page in each
+        self._order = 0
+        self._stacked: tuple[list[int], Policy] | None = None
+        self._sized: dict[tuple[int, ...], SizedPrograms] = {}  # by pages of each pool
+        self._steps: Callable[..., Any] | None = None  # the program of the next steps, once it was found
+        self._flight: tuple[float, SampledTokens, Snapshot] | None = None
+
+    # --- what there is -----------------------------------------------------------------------------
+
+    @property
+    def taken(self) -> dict[int, BatchRow]:
+        """Rows that are being written, by number."""
+        return {number: row for number, row in enumerate(self.rows) if row is not None}
+
+    @property
+    def counts(self) -> list[int]:
+        """Pages that a device has of each pool of a layer."""
+        return paging.page_counts(self.state)
+
+    def sized_programs(self, counts: Sequence[int]) -> SizedPrograms:
+        """For pools of so many pages."""
+        ahead = self.mesh == ONE
+        return self._sized.setdefault(tuple(counts), SizedPrograms(ahead))
+
+    def forget(self) -> None:
+        """Drops what was compiled; it is compiled again when it is needed."""
+        self._sized, self._steps = {}, None
+
+    @property
+    def allocated(self) -> int:
+        """Device bytes of its state."""
+        return metrics.allocated(self.state.layers)
+
+    @property
+    def shared(self) -> bool:
+        """Is its program the one that reads pages of several owners?"""
+        return any(pages.shared for layer in self.state.layers for pages in layer.pools)
+
+    def spare(self) -> list[int]:
+        """Pages of each pool that are free in every layer and not reserved, on the device that has fewest.
+
+        Rows share no page that they still have to take, so sharing can be ignored here.
+        """
+        kinds, spare = len(self.page_sizes), list(self.counts)
+        for index, (lists, free) in enumerate(zip(self.known.lists, self.known.free)):
+            kind, left = index % kinds, np.atleast_1d(free).astype(int)
+            for number, row in self.taken.items():
+                left = left - np.maximum(0, row.reserved[kind] - self._pages_for(lists[number], kind))
+            spare[kind] = min(spare[kind], int(left.min()))
+        return spare
+
+    def lender(self, policy: Policy, start: StoredState) -> int | None:
+        """A row that holds the full pages of this stored state; None where there is none, or no such page."""
+        if not paging.can_lend(policy) or not any(x.any() for x in start.pages):
+            return None
+        lenders = (number for number, row in self.taken.items() if any(x is start for x in row.begins))
+        return next(lenders, None)
+
+    def usages(self) -> list[KVUsage]:
+        """What each row holds."""
+        return usages(self.model.network, self.state, self.known)
+
+    def metrics(self) -> BatchMetrics:
+        free = sum(int(np.sum(n)) for n in self.known.free)
+        pages = sum(self.counts) * self.paged_layers * self.mesh.pools
+        taken, (slots, size) = list(self.taken), live(self.state, self.known)
+        return BatchMetrics(
+            policy=repr(self.policy),
+            rows=len(taken),
+            max_rows=len(self.rows),
+            live=int(size[taken].sum()),
+            allocated=self.allocated,
+            pages=pages,
+            pages_used=pages - free,
+            slots=int(slots[:, taken].sum()),
+        )
+
+    # --- rows come and go ----------------------------------------------------------------------------
+
+    def insert(
+        self,
+        request: EngineRequest,
+        source: KVState,
+        reserved: list[int],
+        begins: Sequence[StoredState],
+        lender: int | None = None,
+    ) -> None:
+        """A row that was read takes a free row; the source is left as it is.
+
+        Where there is a ``lender`` the row borrows the full pages of the first state in ``begins`` from it.
+        """
+        number = self.rows.index(None)
+        row, family = np.int32(number), self._order + 1
+        borrowed: Iterator[np.ndarray] = iter(())
+        if lender is not None:
+            family, borrowed = self.taken[lender].family, iter(begins[0].pages)
+            if not self.shared:
+                self.state, self._steps = paging.marked_shared(self.state, True), None
+        layers, insert = [], self.sized_programs(self.counts).insert
+        for own, new in zip(self.state.layers, source.layers):
+            loan = None
+            if lender is not None and own.pools:
+                pages = tuple(np.asarray(next(borrowed), np.int32) for _ in own.pools)
+                loan = row_ops.Loan(row=np.int32(lender), pages=pages)  # type: ignore[arg-type]
+            layers.append(insert(own, new, row, loan, mesh=self.mesh))
+        counts = self.structure.with_row(_bare(self.state), (), _bare(source), row)
+        self.state = dataclasses.replace(counts, layers=tuple(layers))
+        self._order += 1
+        self.rows[number] = BatchRow(request, self._order, reserved, begins, family)
+        self._refresh()
+
+    def release(self, gone: Sequence[int]) -> None:
+        """Frees rows; their pages are free at once."""
+        if not gone:
+            return
+        mask = np.zeros(len(self.rows), bool)
+        mask[list(gone)] = True
+        free, mesh = self.sized_programs(self.counts).release, self.mesh
+        layers = tuple(free(cache, mask, mesh=mesh) for cache in self.state.layers)
+        bare = self.structure.without_rows(_bare(self.state), (), mask)
+        self.state = dataclasses.replace(bare, layers=layers)
+        for number in gone:
+            self.rows[number] = None
+        families = [row.family for row in self.taken.values()]
+        if self.shared and len(set(families)) == len(families):
+            self.state, self._steps = paging.marked_shared(self.state, False), None
+        self.used = time.monotonic()
+        self._refresh()
+
+    def cut(self, number: int) -> KVState:
+        """A row as a state of its own, copied."""
+        assert not self.flying
+        sizes, cut = self._cut_sizes(number), self.sized_programs(self.counts).cut
+        layers = tuple(
+            cut(cache, np.int32(number), sizes=sizes if cache.pools else (), mesh=self.mesh)
+            for cache in self.state.layers
+        )
+        state, row = self.state, slice(number, number + 1)
+        total, confidence, peak = jax.device_get((state.total, state.confidence, state.peak))
+        own = {"length": self.known.seen[row], "total": total[row], "peak": peak}
+        own |= {"confidence": None if confidence is None else confidence[row]}
+        return dataclasses.replace(state, layers=layers, **self.mesh.put(own))
+
+    def cut_programs(self, number: int) -> list[Program]:
+        """What ``cut`` runs."""
+        sizes, cut = self._cut_sizes(number), self.sized_programs(self.counts).cut.program
+        return [
+            cut(cache, np.int32(number), sizes=sizes if cache.pools else (), mesh=self.mesh)
+            for cache in paging.shapes_with(self.state).layers
+        ]
+
+    def _cut_sizes(self, number: int) -> tuple[int, ...]:
+        lists, kinds = [lists[number] for lists in self.known.lists], len(self.page_sizes)
+        return tuple(
+            pool.coarse_class(max([1, *(int(self._pages_for(x, kind).max()) for x in lists[kind::kinds])]))
+            for kind in range(kinds)
+        )
+
+    def _refresh(self) -> None:
+        """Page counts after a change."""
+        assert not self.flying
+        self.known = snapshot(self.state)
+
+    # --- pages ---------------------------------------------------------------------------------------
 
     def bytes_of(self, counts: Sequence[float]) -> int:
         """Device bytes of pools of so many pages a device."""
@@ -147,6 +351,8 @@ class Structure:
     def resize(self, counts: Sequence[int]) -> None:
         """Pools of so many pages a device."""
         self.sized, self._steps = True, None
+        # Pools never shrink: programs for smaller ones are not called again.
+        self._sized = {n: x for n, x in self._sized.items() if all(map(operator.ge, n, counts))}
         if self.made:
             self.state = paging.resized(self.state, counts, self.structure.resize)
             self._refresh()
@@ -189,7 +395,7 @@ class Structure:
         inputs = (self._policies(), steps, self.model.params, self.structure.learned.weights, self.state)
         inputs = (self.model.network, *inputs, self._inputs(now))
         if self._steps is None:
-            self._steps = self.structure.steps.find(*inputs)
+            self._steps = self.sized_programs(self.counts).steps.find(*inputs)
         self.state, drawn, known = self._steps(*inputs)
         self._flight = time.monotonic(), drawn, known
 
@@ -232,11 +438,11 @@ class Structure:
         grows = counts is not None and list(counts) != self.counts
         counts = list(self.counts if counts is None else counts)
         shared = self.shared if shared is None else shared
-        own, mesh, policies = self.structure, self.mesh, self._policies()
+        own, sized, mesh = self.structure, self.sized_programs(counts), self.mesh
         state = paging.marked_shared(paging.shapes_with(self.state, counts), shared)
         numbers, mask = _bare(state), np.zeros(len(self.rows), bool)
-        inputs = (self.model.network, policies, steps, self.model.params, own.learned.weights)
-        programs = [own.steps.program(*inputs, state, self._inputs(steps))]
+        inputs = (self.model.network, self._policies(), steps, self.model.params, own.learned.weights)
+        programs = [sized.steps.program(*inputs, state, self._inputs(steps))]
         programs.append(own.without_rows.program(numbers, (), mask))
         if not self.made:
             programs.append(own.make.program(len(self.rows), tuple(counts)))
@@ -244,16 +450,16 @@ class Structure:
             old = [layer.pools for layer in paging.shapes_with(self.state).layers]
             programs += [own.resize.program(x, n, mesh) for pools in old for x, n in zip(pools, counts)]
         for cache in state.layers:
-            programs.append(own.release.program(cache, mask, mesh=mesh))
+            programs.append(sized.release.program(cache, mask, mesh=mesh))
         if source is not None:
             source = paging.shapes_with(source)
             programs.append(own.with_row.program(numbers, (), _bare(source), np.int32(0)))
             for cache, new in zip(state.layers, source.layers):
-                programs.append(own.insert.program(cache, new, np.int32(0), None, mesh=mesh))
+                programs.append(sized.insert.program(cache, new, np.int32(0), None, mesh=mesh))
                 if shared and cache.pools:
                     lists = tuple(np.zeros(x.length.shape[1:], np.int32) for x in cache.pools)
                     loan = row_ops.Loan(row=np.int32(0), pages=lists)  # type: ignore[arg-type]
-                    programs.append(own.insert.program(cache, new, np.int32(0), loan, mesh=mesh))
+                    programs.append(sized.insert.program(cache, new, np.int32(0), loan, mesh=mesh))
         return list({(id(program.made), program.key): program for program in programs}.values())
 
     def _policies(self) -> Policy:

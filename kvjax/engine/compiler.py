@@ -153,7 +153,8 @@ class Compiler:
     """A few threads that compile. Nobody waits for more than what stands before it in its own line.
 
     Each client has a line. A thread that is free takes the oldest program of the client that was served least
-    so far, and of which nothing is being compiled. What running rows wait for goes before all others.
+    so far, and of which nothing is being compiled; a second one of a client only while another thread stays
+    free. What running rows wait for goes before all others.
 
     On a CPU a program holds hundreds of memory maps, of which Linux lets a process have only so many; beyond
     them the compiler crashes, and the server with it. So before that the least recently used are dropped.
@@ -172,7 +173,7 @@ class Compiler:
           shed: drops the programs that were not used for longest, or all of them; were there any?
           workers: compilations at a time.
         """
-        self._note, self._shed = note, shed
+        self._note, self._shed, self._workers = note, shed, workers
         self._pool = concurrent.futures.ThreadPoolExecutor(workers, thread_name_prefix="kvjax-compile")
         self._lock = threading.Lock()
         self._jobs: dict[tuple[int, Hashable], _Job] = {}  # not compiled yet, or failed; the oldest first
@@ -260,11 +261,13 @@ class Compiler:
     def _next(self) -> tuple[tuple[int, Hashable], _Job] | None:
         """The next one, which is begun; None while there is none that may be."""
         with self._lock:
-            running = {job.client for job in self._jobs.values() if job.begun and not job.future.done()}
+            running = [job.client for job in self._jobs.values() if job.begun and not job.future.done()]
             waiting = [(name, job) for name, job in self._jobs.items() if not job.begun]
             clients = {job.client for job in self._jobs.values()}
             self._served = collections.Counter({c: s for c, s in self._served.items() if c in clients})
             free = [(name, job) for name, job in waiting if job.client is None or job.client not in running]
+            if not free and len(running) < self._workers - 1:
+                free = waiting
             if not free:
                 return None
             found = min(free, key=lambda one: (one[1].client is not None, self._served[one[1].client]))

@@ -82,8 +82,8 @@ class Memory:
     def shed(self, everything: bool) -> bool:
         """Drops the structure that was not used for longest, or the programs of all; was there any?"""
         if everything:
-            for structure in self.structures:
-                structure.forget()
+            for owner in (*self.structures, *self.batches):
+                owner.forget()
             return True
         idle = self._idle_structures()
         if not idle:
@@ -158,10 +158,8 @@ class Memory:
             return False
         batch = min(idle, key=lambda batch: batch.used)
         self.batches.remove(batch)
-        if (
-            not any(x.structure is batch.structure for x in self.batches)
-            and batch.structure not in self.wanted
-        ):
+        used = [x.structure for x in self.batches] + self.wanted
+        if batch.structure not in used and batch.structure is not self.structures[-1]:
             self.structures.remove(batch.structure)  # its programs leave with it
         return True
 
@@ -233,9 +231,8 @@ def batch_bytes(
     policy = paging.paged(policy, context)
     sizes = {"context": context, "chunk": chunk, "page": None}
     row = jax.eval_shape(functools.partial(paging.empty, model, policy, rows=1, **sizes))
-    batch = RunningBatch(
-        Structure(model, policy, LearnedWeights({}, ""), paging.sharded_shapes(row), None), max_rows
-    )
+    row, learned = paging.sharded_shapes(row), LearnedWeights({}, "")
+    batch = RunningBatch(Structure(model, policy, learned, row, None), max_rows)
     need = paging.most_pages(policy, row, tokens, 1)
     read = [pool.coarse_class(max(1, pages)) for pages in need]
     row = paging.shapes_with(row, read)
