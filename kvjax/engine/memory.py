@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 
 import jax
 import numpy as np
@@ -78,6 +78,13 @@ class Memory:
         for old in idle[: max(0, len(idle) - self.settings.max_lanes)]:
             self.structures.remove(old)
         return structure
+
+    def new_structure(self, request: EngineRequest) -> Hashable | None:
+        """What names the structure of a request; None where one serves it. Any thread."""
+        policy, label, row = request.policy, request.learned.label, self.row(request.policy)
+        if any(structure.serves(policy, label, row) for structure in list(self.structures)):
+            return None
+        return label, str(jax.tree.structure(policy)), paging.list_shapes(row)
 
     def shed(self, everything: bool) -> bool:
         """Drops the structure that was not used for longest, or the programs of all; was there any?"""

@@ -65,7 +65,7 @@ def empty(
     page: int | None,
     counts: Sequence[int] = (),
 ) -> KVState:
-    """A state that has seen nothing, with pools of so many pages a device, or of one. Pure, to be compiled."""
+    """A state that has seen nothing; ``counts`` are pages of its pools on a device, one by default. Pure."""
     dtype, mesh = model.params["embed"].dtype, mesh_of(model.params)
     sizes: dict[str, Any] = {"rows": rows, "context": context, "page": page, "chunk_size": chunk}
     layers = decode.empty_layers(model.network, policy, **sizes, dtype=dtype, mesh=mesh)

@@ -355,7 +355,7 @@ class Prefiller:
                 prefill.request.finish(reason)
 
     def put_back(self, older_than: int) -> bool:
-        """Has the newest row that is read wait again, if a row that is written came before it; was there one?"""
+        """Has the newest row that was read wait again, if it came after request ``older_than``; was there one?"""
         held = [x for x in self.pending if x.begun and x.request.ticket.id > older_than]
         if not held:
             return False

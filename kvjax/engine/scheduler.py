@@ -206,7 +206,7 @@ class Scheduler:
                 self.memory.remember(request.prefix_key, tokens, batch.cut(number))
 
     def _can_cut(self, batch: RunningBatch, number: int) -> bool:
-        """Are the programs there? They are waited for where that stops nobody; else the next row finds them."""
+        """Are the programs there? They are waited for where nobody else waits; else the next row finds them."""
         programs, running = batch.cut_programs(number), sum(len(x.taken) for x in self.memory.batches)
         alone = running == 1 and not self.queue and not self.prefiller.pending
         return self.compiler.ready(programs, 60.0 if alone else 0.0, urgent=True)
