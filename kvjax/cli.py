@@ -346,7 +346,8 @@ def programs_size(environment: Mapping[str, str]) -> int:
 def keep_programs() -> None:
     """Switches JAX's persistent compilation cache on for this process, and for every program however small.
 
-    Its size is bounded (``kvjax.programs.Folder``). If the folder cannot be written, one line on standard error says so and the command works without.
+    Its size is bounded (``kvjax.programs.Folder``). If the folder cannot be written, one line on standard
+    error says so and the command works without.
     """
     import jax
 

@@ -354,9 +354,9 @@ class Prefiller:
                 self._leave(prefill)
                 prefill.request.finish(reason)
 
-    def put_back(self, older_than: int) -> bool:
-        """Has the newest row that was read wait again, if it came after request ``older_than``; was there one?"""
-        held = [x for x in self.pending if x.begun and x.request.ticket.id > older_than]
+    def put_back(self, request: int) -> bool:
+        """Has the newest row that was read wait again, if it is newer than that request; was there one?"""
+        held = [x for x in self.pending if x.begun and x.request.ticket.id > request]
         if not held:
             return False
         newest = max(held, key=lambda prefill: prefill.request.ticket.id)
@@ -413,6 +413,8 @@ class Prefiller:
     def _next(self, seconds: float = 0.0) -> None:
         """Takes the oldest request whose programs are there, and memory, where none is being read."""
         for prefill in list(self.compiling):
+            if prefill not in self.compiling:  # was put back for one before it
+                continue
             if self.current is None and self._compiled(prefill, seconds) and self._begun(prefill):
                 self.compiling.remove(prefill)
                 self.current = prefill

@@ -79,12 +79,12 @@ class Scheduler:
         return done
 
     def _piece(self) -> bool:
+        self._return()
         self._expire()
         prefiller = self.prefiller
         if prefiller.current is None:
             for request in prefiller.begin(self.queue):
                 self.queue.remove(request)
-            self._return()
             self._stuck = len(self.queue) if prefiller.current is None else None
         if prefiller.current is not None:
             self._settle()
@@ -206,7 +206,7 @@ class Scheduler:
                 self.memory.remember(request.prefix_key, tokens, batch.cut(number))
 
     def _can_cut(self, batch: RunningBatch, number: int) -> bool:
-        """Are the programs there? They are waited for where nobody else waits; else the next row finds them."""
+        """Are the programs there? They are waited for where that stops nobody; else the next row has them."""
         programs, running = batch.cut_programs(number), sum(len(x.taken) for x in self.memory.batches)
         alone = running == 1 and not self.queue and not self.prefiller.pending
         return self.compiler.ready(programs, 60.0 if alone else 0.0, urgent=True)

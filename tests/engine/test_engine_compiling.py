@@ -135,7 +135,7 @@ class Listener:
 
 
 def test_the_engines_thread_compiles_nothing():
-    """Not for a new structure, a longer prompt, a larger pool, a context, log-probabilities, a row that ends."""
+    """Not for a new structure, a longer prompt, a larger pool, a context, log-probabilities or a last row."""
     with Listener() as compiled, Engine(tiny.model(), **SIZES) as engine:
         for policy in ("full", WHOLE):
             echo = make_request(policy=policy, logprobs=2, echo=True, inspect=True)
