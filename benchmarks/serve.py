@@ -15,6 +15,9 @@ prefix    requests one after another that begin with the same 1,500 tokens: how 
 pages     16 requests under ``full`` that begin with the same tokens, their pages shared or not: the most
           bytes of pages that were owned at once, and tokens a second while all rows ran.
 
+structures, mixed
+          what many structures cost, and whether memory is kept: ``benchmarks.structures``.
+
 Everything runs once before it is timed, so nothing is compiled meanwhile.
 """
 
@@ -31,7 +34,8 @@ import numpy as np
 from benchmarks import machine, peers
 from benchmarks.child import Child
 from benchmarks.results import Row
-from benchmarks.serving import Serving, ask, engine_of, other, prompts, rate
+from benchmarks.serving import PARTS, Serving, ask, engine_of, other, prompts, rate
+from benchmarks.structures import mixed, structures
 from kvjax import decode
 from kvjax.algebra import Policy
 from kvjax.catalogue import policy as read_policy
@@ -52,6 +56,12 @@ SHARING = 16
 def serve(settings: Serving, done: Callable[[Row], None]) -> None:
     """Measures, and calls ``done`` with each row."""
     machine.pin(machine.cpus(settings.threads))
+    if "structures" in settings.parts:
+        structures(settings, done)
+    if "mixed" in settings.parts:
+        done(mixed(settings))
+    if not set(settings.parts) & set(PARTS):
+        return
     model = load(settings.model)
     if "price" in settings.parts:
         full = []

@@ -18,6 +18,9 @@ from kvjax.loading import LanguageModel
 PARTS = ("price", "memory", "prefix", "pages")
 """What can be measured; ``beside`` belongs to ``price``."""
 
+MORE = ("structures", "mixed")
+"""What is measured only where it is named (``benchmarks.structures``)."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Serving:
@@ -27,7 +30,12 @@ class Serving:
     """
 
     model: str | None = shared("--model")
-    parts: tuple[str, ...] = option(PARTS, "what is measured (default: all)", choices=PARTS, flag="--part")
+    parts: tuple[str, ...] = option(
+        PARTS,
+        f"what is measured (default: {' '.join(PARTS)})",
+        choices=(*PARTS, *MORE),
+        flag="--part",
+    )
     threads: int = option(1, "CPUs it is pinned to")
     batches: tuple[int, ...] = option((1, 4, 16), "rows of the engine and of generate", flag="--batch")
     prompt: int = option(512, "prompt tokens of a request")
@@ -39,6 +47,9 @@ class Serving:
     )
     fit: int = option(4, "rows of full that the memory holds")
     segment: int = option(16, "decode steps between two turns of the host")
+    count: int = option(40, "structures, or requests of mixed policies")
+    narrow: int | None = option(None, "layers of a random model instead, for structures and mixed")
+    kv_memory: int | None = option(None, "bytes, for structures and mixed (default: what is left)")
     seed: int = option(0, "of the prompts", type=whole(0))
     peers: Path | None = option(None, "environment that `peers --make` made", "DIR")
 

@@ -29,7 +29,11 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from kvjax.errors import UserError
+from kvjax.programs import Folder
 from kvjax.types import DTYPES
+
+PROGRAMS = 2**30
+"""Most bytes of compiled programs that commands keep, unless ``KVJAX_CACHE_SIZE`` says otherwise."""
 
 Command = TypeVar("Command")
 
@@ -326,10 +330,24 @@ def programs_folder(environment: Mapping[str, str], system: str = sys.platform) 
     return None if folder is None else folder / "programs"
 
 
+def programs_size(environment: Mapping[str, str]) -> int:
+    """Most bytes of that folder: ``KVJAX_CACHE_SIZE``, as 512MiB, else ``PROGRAMS``.
+
+    Raises:
+      InputError: a size that cannot be read.
+    """
+    text = environment.get("KVJAX_CACHE_SIZE", "")
+    match = re.fullmatch(r"(\d+)\s*(KiB|MiB|GiB)", text.strip())
+    if text and match is None:
+        raise InputError(f"KVJAX_CACHE_SIZE={text} is not a size. Write it as 512MiB or 2GiB.")
+    return PROGRAMS if match is None else int(match[1]) * 2 ** {"K": 10, "M": 20, "G": 30}[match[2][0]]
+
+
 def keep_programs() -> None:
     """Switches JAX's persistent compilation cache on for this process, and for every program however small.
 
-    If the folder cannot be written, one line on standard error says so and the command works without.
+    Its size is bounded (``kvjax.programs.Folder``). If the folder cannot be written, one line on standard
+    error says so and the command works without.
     """
     import jax
 
@@ -340,13 +358,16 @@ def keep_programs() -> None:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass
-    except (OSError, RuntimeError) as error:  # RuntimeError: there is no home folder
+        bounded = Folder(folder, programs_size(os.environ))
+        bounded.bound()
+    except (OSError, RuntimeError, InputError) as error:  # RuntimeError: no home folder
         print(
             f"note: compiled programs are not kept ({error}). KVJAX_CACHE=DIR names another folder, "
             "KVJAX_CACHE=off keeps none.",
             file=sys.stderr,
         )
         return
+    jax.monitoring.register_event_listener(bounded.on_event)
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

@@ -59,20 +59,20 @@ class Bytes:
         }
 
 
-def _size(tree: Any) -> int:
+def size(tree: Any) -> int:
     """Bytes of every leaf, which may be a shape alone."""
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 def ring_slot(ring: Ring) -> int:
     """Bytes of one slot of one head: key, value, admission bit, metadata."""
-    return 2 * ring.k.shape[-1] * ring.k.dtype.itemsize + 1 + _size(ring.meta) // ring.admit.size
+    return 2 * ring.k.shape[-1] * ring.k.dtype.itemsize + 1 + size(ring.meta) // ring.admit.size
 
 
 def page_costs(pages: Pages) -> tuple[int, int]:
     """Bytes of one live slot (key, value, position, metadata) and of one owned page (scales, summary)."""
-    slot = 2 * pages.k.shape[-1] * pages.k.dtype.itemsize + 4 + _size(pages.meta) // pages.pos.size
-    page = _size((pages.scales, pages.summary)) // pages.count
+    slot = 2 * pages.k.shape[-1] * pages.k.dtype.itemsize + 4 + size(pages.meta) // pages.pos.size
+    page = size((pages.scales, pages.summary)) // pages.count
     return slot, page
 
 
@@ -100,8 +100,8 @@ def nbytes(state: KVState) -> Bytes:
         for at, (pages, (slots, owned)) in enumerate(zip(layer.pools, lengths)):
             slot, page = page_costs(pages)
             live[index, :, 1 + at] = slots.sum(axis=0) * slot + owned.sum(axis=0) * page
-        live[index, :, 3] = _size(layer.summary) / heads
-    sizes = [[_size(getattr(layer, store)) for store in STORES] for layer in state.layers]
+        live[index, :, 3] = size(layer.summary) / heads
+    sizes = [[size(getattr(layer, store)) for store in STORES] for layer in state.layers]
     return Bytes(
         live=live,
         allocated=np.asarray(sizes, float),
@@ -137,20 +137,20 @@ def by_row(state: KVState) -> tuple[np.ndarray, np.ndarray]:
     live, own = np.zeros((2, state.rows))
     for layer, lengths in zip(state.layers, held):
         heads = layer.ring.k.shape[1]
-        alone = _size(layer.summary) / state.rows
+        alone = size(layer.summary) / state.rows
         live += np.minimum(length, layer.ring.window) * heads * ring_slot(layer.ring) + alone
-        own += _size(layer.ring) / state.rows + alone
+        own += size(layer.ring) / state.rows + alone
         for pages, (slots, owned) in zip(layer.pools, lengths):
             slot, page = page_costs(pages)
             live += slots.sum(axis=1) * slot + owned.sum(axis=1) * page
             own += owned.sum(axis=1) * (pages.size * slot + page)
-            own += _size((pages.table, pages.length)) / state.rows
+            own += size((pages.table, pages.length)) / state.rows
     return live, own
 
 
 def allocated(layers: tuple[LayerCache, ...]) -> int:
     """Device bytes of some layers; reads nothing from a device."""
-    return _size(layers)
+    return size(layers)
 
 
 def raise_peak(state: KVState, live: float, total: float) -> KVState:

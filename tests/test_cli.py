@@ -15,6 +15,7 @@ from kvjax.algebra import PolicyError
 from kvjax.cli import InputError
 from kvjax.decode import RequestError
 from kvjax.models.hf_config import ModelError
+from kvjax.programs import EVERY, Folder
 from kvjax.weights.torch_file import TorchFileError
 
 COMMANDS = {
@@ -124,6 +125,48 @@ def test_the_second_start_fetches_what_the_first_compiled(tmp_path):
     again = started(tmp_path, "-c", watched)
     assert "Persistent compilation cache hit for 'jit__lambda'" in again.stderr
     assert kept == {file.name: file.stat().st_mtime_ns for file in (tmp_path / "programs").iterdir()}
+
+
+def test_the_folder_of_programs_stays_below_its_limit(tmp_path):
+    """The least recently used go, until three quarters of the limit are left; a read counts as a use."""
+    for age, name in enumerate("abcdefgh"):
+        (tmp_path / name).write_bytes(bytes(100))
+        os.utime(tmp_path / name, (1000 - age, 1000 - age))
+    os.utime(tmp_path / "h", (2000, 993))  # written first, read last
+    assert Folder(tmp_path, 800).bound() == 800
+    assert Folder(tmp_path, 799).bound() == 500
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["a", "b", "c", "d", "h"]
+    folder = Folder(tmp_path, 300)
+    for _ in range(EVERY - 1):
+        folder.on_event("/jax/compilation_cache/cache_misses")
+    assert len(list(tmp_path.iterdir())) == 5
+    folder.on_event("/jax/compilation_cache/cache_misses")
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["a", "h"]
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("", cli.PROGRAMS), ("64KiB", 2**16), ("3 GiB", 3 * 2**30), ("64", None), ("x", None)]
+)
+def test_the_limit_is_the_users(text, size):
+    if size is None:
+        with pytest.raises(cli.InputError, match=f"KVJAX_CACHE_SIZE={text} is not a size"):
+            cli.programs_size({"KVJAX_CACHE_SIZE": text})
+    else:
+        assert cli.programs_size({"KVJAX_CACHE_SIZE": text}) == size
+
+
+def test_a_command_bounds_what_it_keeps(tmp_path):
+    """Files of earlier runs are more than the limit; what this run compiles comes after them and stays."""
+    (tmp_path / "programs").mkdir()
+    for name in ("old-cache", "older-cache"):
+        (tmp_path / "programs" / name).write_bytes(bytes(80_000))
+    os.utime(tmp_path / "programs" / "older-cache", (1000, 1000))
+    done = started(tmp_path, "-c", PROGRAM, KVJAX_CACHE_SIZE="128KiB")
+    assert (done.returncode, done.stderr) == (0, "")
+    names = {file.name for file in (tmp_path / "programs").iterdir()}
+    assert "old-cache" in names
+    assert "older-cache" not in names
+    assert any(name.startswith("jit_") for name in names)
 
 
 def test_off_keeps_nothing_and_a_folder_of_jax_is_the_users(tmp_path):

@@ -79,7 +79,7 @@ TABLE = {
     "kvjax.weights.__main__": r"kvjax\.(cli|weights(\..+)?)",
     "kvjax.timing": r"pallas_kernels\.measure\.timing",
     "kvjax.launch": r"kvjax\.(cli|version|sharding\.consistency)",
-    "kvjax.cli": r"kvjax\.(errors|types)|pallas_kernels\.records",
+    "kvjax.cli": r"kvjax\.(errors|programs|types)|pallas_kernels\.records",
     "kvjax.tune": r"kvjax(\.cli)?|pallas_kernels(\.(dispatch|records|measure\.(device|work)))?",
     "kvjax.decode": r"kvjax\.decode\._.+",
     "kvjax.decode._capacity": rf"{STATE}|kvjax\.(algebra|catalogue)",

@@ -18,7 +18,18 @@ counts are read between them, never inside.
 """
 
 from kvjax.decode._activations import PromptActivations, read_full
-from kvjax.decode._by_layer import LayerCall, chunk_layer, layer_calls, read_chunk
+from kvjax.decode._by_layer import (
+    ChunkPrograms,
+    LayerCall,
+    after_chunk,
+    chunk_layer,
+    embed,
+    last_logits,
+    layer_calls,
+    outer,
+    read_chunk,
+    weights_by_layer,
+)
 from kvjax.decode._capacity import (
     CHUNK,
     HORIZON,
@@ -39,7 +50,17 @@ from kvjax.decode._checks import Progress, Remark, RequestError, read_ids, read_
 from kvjax.decode._generate import Generation, generate, stream
 from kvjax.decode._loop import DecodeRows, decode_loop, decode_steps
 from kvjax.decode._placement import on_mesh
-from kvjax.decode._prefill import cut, cuts_after, extend, prefill, prompt_layer, read_layers, with_logits
+from kvjax.decode._prefill import (
+    PromptPrograms,
+    cut,
+    cuts_after,
+    extend,
+    prefill,
+    prompt_layer,
+    read_layers,
+    store_layer,
+    with_logits,
+)
 from kvjax.decode._step import run_layers, step, step_program
 
 __all__ = [
@@ -47,26 +68,32 @@ __all__ = [
     "HORIZON",
     "MAX_STEPS",
     "PAGE",
+    "ChunkPrograms",
     "DecodeRows",
     "Generation",
     "LayerCall",
     "Progress",
     "PromptActivations",
+    "PromptPrograms",
     "Remark",
     "RequestError",
+    "after_chunk",
     "bucket",
     "chunk_layer",
     "cut",
     "cuts_after",
     "decode_loop",
     "decode_steps",
+    "embed",
     "empty",
     "empty_layers",
     "extend",
     "generate",
+    "last_logits",
     "layer_calls",
     "most_slots",
     "on_mesh",
+    "outer",
     "padded",
     "page_size",
     "prefill",
@@ -83,6 +110,8 @@ __all__ = [
     "slot_bounds",
     "step",
     "step_program",
+    "store_layer",
     "stream",
+    "weights_by_layer",
     "with_logits",
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -70,11 +70,13 @@ def read_full(model: Weighted, prompts: Prompts, *, context: int | None = None) 
 
 
 def embed_prompts(
-    network: Network, params: Params, prompts: Sequence[np.ndarray], mesh: Mesh = ONE
+    network: Network, params: Params, prompts: Sequence[np.ndarray], mesh: Mesh = ONE, run: Any = embed
 ) -> Float[Array, "B T D"]:
-    """What goes into the first layer: prompts padded to their size class."""
+    """What goes into the first layer: prompts padded to their size class; ``run`` is ``embed``, compiled."""
     width = bucket(max(len(prompt) for prompt in prompts))
-    return embed(network, outer(params), np.zeros(len(prompts), np.int32), padded(prompts, width), mesh)
+    return run(  # type: ignore[no-any-return]
+        network, outer(params), np.zeros(len(prompts), np.int32), padded(prompts, width), mesh
+    )
 
 
 @functools.partial(jax.jit, static_argnames=("network", "window"))

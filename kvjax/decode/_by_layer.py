@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -56,24 +56,37 @@ class LayerCall(NamedTuple):
     number: Int[Array, ""]
 
 
-def layer_calls(network: Network, policy: Policy, params: Params, weights: Params) -> list[LayerCall]:
-    """All layers of a model."""
+def layer_calls(
+    network: Network, policy: Policy, params: Params, weights: Params, by_layer: Any = None
+) -> list[LayerCall]:
+    """All layers of a model; ``by_layer`` is ``weights_by_layer``, as the caller compiled it."""
     kinds = [(window, policy.selection.applies(i)) for i, window in enumerate(network.windows)]
-    by_layer = _weights_by_layer(policy, weights, len(kinds)) if weights else [{}] * len(kinds)
+    own_weights = (
+        (by_layer or weights_by_layer)(policy, weights, len(kinds)) if weights else [{}] * len(kinds)
+    )
     return [
         LayerCall(kinds.index(kind), block, own, jax.device_put(np.int32(i)))
-        for i, (kind, block, own) in enumerate(zip(kinds, params["layers"], by_layer))
+        for i, (kind, block, own) in enumerate(zip(kinds, params["layers"], own_weights))
     ]
 
 
 @functools.partial(jax.jit, static_argnums=2)
-def _weights_by_layer(policy: Policy, weights: Params, layers: int) -> list[Params]:
+def weights_by_layer(policy: Policy, weights: Params, layers: int) -> list[Params]:
+    """What each layer reads of a policy's learned weights, by place."""
     return [at_layer(policy, weights, index) for index in range(layers)]
 
 
 def outer(params: Params) -> Params:
     """The model's weights outside its layers."""
     return {name: x for name, x in params.items() if name != "layers"}
+
+
+class ChunkPrograms(NamedTuple):
+    """What ``read_chunk`` runs: ``embed``, ``chunk_layer`` and ``after_chunk``."""
+
+    embed: Callable[..., Any]
+    layer: Callable[..., Any]
+    after: Callable[..., Any]
 
 
 def read_chunk(
@@ -85,19 +98,23 @@ def read_chunk(
     tokens: Int[np.ndarray, "B T"],
     count: Int[np.ndarray, " B"],
     last: Float[Array, "B D"],
+    programs: ChunkPrograms | None = None,
 ) -> tuple[KVState, Float[Array, "B D"], Float[Array, "B T D"]]:
     """Feed ``count`` of T tokens to every row of a state, which is donated.
+
+    ``programs`` are the functions that run, as the caller compiled them.
 
     Returns:
       The state, the output of each row's last token (``last`` of rows without one), and that of all tokens.
     """
     network, mesh = network.at(state.context), state.mesh
     counts, caches = mesh.put(count), []
-    x = embed(network, outer(params), state.length, tokens, mesh)
+    run = programs or ChunkPrograms(embed, chunk_layer, after_chunk)
+    x = run.embed(network, outer(params), state.length, tokens, mesh)
     for call, cache in zip(calls, state.layers):  # no logits produced these tokens, so no confidence
-        x, cache = chunk_layer(network, *call, policy, cache, x, state.length, counts, state.total, mesh=mesh)
+        x, cache = run.layer(network, *call, policy, cache, x, state.length, counts, state.total, mesh=mesh)
         caches.append(cache)
-    length, last = after_chunk(x, state.length, counts, last, mesh)
+    length, last = run.after(x, state.length, counts, last, mesh)
     return dataclasses.replace(state, layers=tuple(caches), length=length), last, x
 
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Generator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Generator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,15 @@ from kvjax.cache import state as states
 from kvjax.cache.ring import ENTRY, Entry
 from kvjax.cache.state import KVState, LayerCache
 from kvjax.decode._activations import PromptActivations, embed_prompts
-from kvjax.decode._by_layer import after_chunk, last_logits, layer_calls, outer, read_chunk
+from kvjax.decode._by_layer import (
+    after_chunk,
+    embed,
+    last_logits,
+    layer_calls,
+    outer,
+    read_chunk,
+    weights_by_layer,
+)
 from kvjax.decode._capacity import CHUNK, bucket, empty, is_bounded, padded, prompt_pages, reserve
 from kvjax.decode._checks import (
     Progress,
@@ -263,12 +271,30 @@ def _no_output(model: Weighted, state: KVState) -> Float[Array, "B D"]:
 
 
 def with_logits(
-    model: Weighted, policy: Policy, state: KVState, last: Float[Array, "B D"], fed: Bool[Array, " B"]
+    model: Weighted,
+    policy: Policy,
+    state: KVState,
+    last: Float[Array, "B D"],
+    fed: Bool[Array, " B"],
+    run: Any = last_logits,
 ) -> tuple[KVState, Float[Array, "B V"]]:
-    """Logits of the rows' last outputs, and the state that knows what the budget reads off them."""
+    """Logits of the rows' last outputs, and the state that knows what the budget reads off them.
+
+    ``run`` is ``last_logits``, as the caller compiled it.
+    """
     known = (last, state.confidence, fed, state.mesh)
-    logits, confidence = last_logits(model.network, policy, outer(model.params), *known)
+    logits, confidence = run(model.network, policy, outer(model.params), *known)
     return dataclasses.replace(state, confidence=confidence), logits
+
+
+class PromptPrograms(NamedTuple):
+    """What ``read_layers`` runs: functions of these names, and the weights of each layer."""
+
+    embed: Callable[..., Any]
+    layer: Callable[..., Any]
+    store: Callable[..., Any]
+    after: Callable[..., Any]
+    by_layer: Callable[..., Any]
 
 
 def read_layers(
@@ -281,7 +307,9 @@ def read_layers(
     *,
     reading: PromptActivations | None = None,
     fitted: bool = True,
-) -> Generator[tuple[int, int], None, tuple[KVState, Float[Array, "B D"], Float[Array, "B T D"]]]:
+    programs: PromptPrograms | None = None,
+    missing: Callable[[Any, tuple[Any, ...]], Any] = lambda program, arguments: None,
+) -> Generator[Any, None, tuple[KVState, Float[Array, "B D"], Float[Array, "B T D"]]]:
     """Read whole prompts into an empty state that knows their lengths (``total``).
 
     Each layer is compressed before the next one runs.
@@ -293,6 +321,9 @@ def read_layers(
       seeds: of the rows' requests; 0 without them.
       reading: of these prompts; nothing is attended to again.
       fitted: pools end at the smallest size class; else at a coarser one, which fewer programs meet.
+      programs: the functions that run, as the caller compiled them.
+      missing: called with the next of them and its arguments; what it returns, if anything, is yielded before
+        the call, so that the caller may have the program made.
 
     Yields:
       (layers done, all layers), after each.
@@ -302,25 +333,30 @@ def read_layers(
     """
     network, params, total = model.network.at(state.context), model.params, state.total
     mesh = state.mesh
-    x = reading.inputs[0] if reading else embed_prompts(network, params, prompts, mesh)
+    run = programs or PromptPrograms(embed, prompt_layer, store_layer, after_chunk, weights_by_layer)
+    x = reading.inputs[0] if reading else embed_prompts(network, params, prompts, mesh, run.embed)
     caches, kept = list(state.layers), []
     draws = mesh.put(np.zeros(len(prompts), np.uint32) if seeds is None else seeds)
-    for index, (_, block, own, at) in enumerate(layer_calls(network, policy, params, weights)):
+    for index, (_, block, own, at) in enumerate(layer_calls(network, policy, params, weights, run.by_layer)):
         cache, window = caches[index], network.windows[index]
         where = (network, policy, window, cache.ring.window, block, own, at)
         lse = reading.lse[index] if reading else None
-        out, ranked, stored, stays = prompt_layer(*where, x, total, draws, mesh, lse)
+        out, ranked, stored, stays = run.layer(*where, x, total, draws, mesh, lse)
         x = reading.inputs[index + 1] if reading else out
         kept += [stays] if window is None else []
         # The one look of the host between two layers.
         fullest = [prompt_pages(policy, cache, own) for own in mesh.blocks(np.asarray(stored))]
         need = tuple(pool.coarse_class(max(pages)) for pages in zip(*fullest))
-        whole = sum(leaf.nbytes for leaf in jax.tree.leaves(ranked))
+        whole = metrics.size(ranked)
         before = metrics.allocated(tuple(caches))
-        caches[index] = _store_layer(policy, network.num_layers, need, own, cache, ranked, at, total, mesh)
+        arguments = (policy, network.num_layers, need, own, cache, ranked, at, total, mesh)
+        if (program := missing(run.store, arguments)) is not None:
+            yield program
+        caches[index] = run.store(*arguments)
+        del arguments, ranked
         state = metrics.raise_peak(state, whole, before + whole + metrics.allocated((caches[index],)))
         yield index + 1, network.num_layers
-    length, last = after_chunk(x, state.length, total, _no_output(model, state), mesh)
+    length, last = run.after(x, state.length, total, _no_output(model, state), mesh)
     state = dataclasses.replace(state, layers=tuple(caches), length=length)
     if policy.budget.voted:
         warn_of_votes(policy, [len(prompt) for prompt in prompts], jax.device_get(kept))
@@ -374,7 +410,7 @@ def prompt_layer(
 
 
 @functools.partial(jax.jit, static_argnames=("num_layers", "pages", "mesh"))
-def _store_layer(
+def store_layer(
     policy: Policy,
     num_layers: int,
     pages: tuple[int, ...],

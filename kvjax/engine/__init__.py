@@ -11,7 +11,7 @@ One thread owns the device; every method may be called from any other. What a ca
 anything is begun:
 
   submit      RequestError (ids, numbers, space), PolicyError, WeightsError, ContextNotFound,
-              ContextMismatch, QueueFull (``retry_after`` seconds), Draining, EngineDead
+              ContextMismatch, QueueFull and TooManyStructures (``retry_after`` seconds), Draining, EngineDead
   a ticket    iterates over ``Event``s: one a token; the last has ``finish_reason``. An end token is one of
               the tokens (its event says "stop"). Raises where the request fails alone, or the engine
               (EngineDead)
@@ -61,6 +61,7 @@ from kvjax.engine.errors import (
     EngineDead,
     EngineError,
     QueueFull,
+    TooManyStructures,
 )
 from kvjax.engine.memory import batch_bytes
 from kvjax.engine.metrics import BUCKETS, BatchMetrics, Metrics, Seconds
@@ -101,6 +102,7 @@ __all__ = [
     "Request",
     "Seconds",
     "Ticket",
+    "TooManyStructures",
     "Usage",
     "batch_bytes",
     "check_mesh",

@@ -3,35 +3,42 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import operator
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from kvjax import decode, metrics
 from kvjax.algebra import Policy
 from kvjax.cache import pool
 from kvjax.cache import rows as row_ops
+from kvjax.cache import state as states
 from kvjax.cache.state import KVState, PoolOverflowError
 from kvjax.engine import pages as paging
-from kvjax.engine.compiler import Program
-from kvjax.engine.decoding import BatchInputs, SampledTokens, Snapshot, decode_steps, snapshot
+from kvjax.engine.compiler import Owned, Program
+from kvjax.engine.decoding import (
+    BatchInputs,
+    SampledTokens,
+    Snapshot,
+    decode_steps,
+    first_token,
+    nothing_held,
+    piece,
+    prompt_log_probabilities,
+    snapshot,
+)
 from kvjax.engine.metrics import BatchMetrics, live, usages
 from kvjax.engine.pages import StoredState
-from kvjax.engine.request import MOST_STOPS, KVUsage
+from kvjax.engine.request import MOST_STOPS, KVUsage, LearnedWeights
 from kvjax.engine.ticket import EngineRequest
 from kvjax.layer import stack_policies
 from kvjax.sampling import Sampling
-from kvjax.types import EMPTY, Params, Weighted
-
-_insert = jax.jit(row_ops.on_devices(row_ops.insert), static_argnames="mesh", donate_argnums=0)
-_release = jax.jit(row_ops.on_devices(row_ops.release), static_argnames="mesh", donate_argnums=0)
-_cut = jax.jit(row_ops.on_devices(row_ops.cut), static_argnames=("mesh", "sizes"))
-_with_row = jax.jit(row_ops.with_row, donate_argnums=0)
-_without_rows = jax.jit(row_ops.without_rows, donate_argnums=0)
+from kvjax.sharding.mesh import ONE
+from kvjax.types import EMPTY, Weighted
 
 _greedy: dict[str, Any] = {"temperature": np.zeros(1, np.float32), "top_k": np.zeros(1, np.int32)}
 _greedy |= {"top_p": np.ones(1, np.float32), "key": np.zeros((1, 2), np.uint32)}
@@ -50,35 +57,67 @@ class BatchRow:
     family: int  # rows that share pages have the same
 
 
-class RunningBatch:
-    """Rows of one policy structure, on one state."""
+class CommonPrograms:
+    """What rows of every structure run, compiled; a few sizes for the whole engine."""
+
+    def __init__(self, ahead: bool) -> None:
+        own = functools.partial(Owned, ahead=ahead)
+        self.embed = own(decode.embed, static=("network", "mesh"), most=32)
+        self.after = own(decode.after_chunk, static=("mesh",), donate=("length", "last"), most=32)
+        self.first = own(first_token)
+        self.ranks = own(prompt_log_probabilities, static=("network",))
+        self.piece = own(piece, static=("width",))
+
+
+class SizedPrograms:
+    """What a batch runs while its pools have one size, compiled."""
+
+    def __init__(self, ahead: bool) -> None:
+        own = functools.partial(Owned, ahead=ahead)
+        self.steps = own(decode_steps, static=("network", "steps"), donate=("state",))
+        self.insert = own(row_ops.on_devices(row_ops.insert), static=("mesh",), donate=("cache",))
+        self.release = own(row_ops.on_devices(row_ops.release), static=("mesh",), donate=("cache",))
+        self.cut = own(row_ops.on_devices(row_ops.cut), static=("mesh", "sizes"))
+
+
+class Structure:
+    """A policy structure with its learned weights: the shapes of its rows, and what is compiled for them.
+
+    Its batch and the prompts that are read for it share it; the programs leave with it.
+
+    Attributes:
+      row: shapes of an empty row, with a page in each pool.
+    """
 
     def __init__(
-        self, model: Weighted, policy: Policy, label: str, weights: Params, row: KVState, rows: int
+        self, model: Weighted, policy: Policy, learned: LearnedWeights, row: KVState, page: int | None
     ) -> None:
-        """Makes a state with ``rows`` free rows and a page in each pool; ``row`` is empty, for its sizes."""
+        """Makes no array and compiles nothing."""
         self.model, self.policy = model, policy  # in the layout of batches
-        self.weights, self.label = weights, label  # which weights these are
-        self.list_shapes = paging.list_shapes(row)
-        self.state = paging.widened(row, rows)  # donated to every program
-        self.mesh, self.page_bytes = row.mesh, paging.page_bytes(row)
+        self.learned, self.row = learned, row
+        self.list_shapes, self.page_bytes = paging.list_shapes(row), paging.page_bytes(row)
         self.paged_layers = sum(bool(x.pools) for x in row.layers)
-        self.page_sizes = [size for size, _ in self.list_shapes]
-        self.rows: list[BatchRow | None] = [None] * rows  # None where one is free
-        self.known = snapshot(self.state)  # what the state held after the last change, on the host
-        self.used = time.monotonic()  # when it last had a row; the batch to drop is chosen by it
-        self.sized = False  # have its pools the size that rows need? Before, there is a page in each
-        self._order = 0
-        self._stacked: tuple[list[int], Policy] | None = None
-        self._flight: tuple[float, SampledTokens, Snapshot] | None = None
+        sizes: dict[str, Any] = {"context": row.context, "chunk": row.chunk, "page": page}
+        own = functools.partial(Owned, ahead=row.mesh == ONE)
 
-    # --- what there is -----------------------------------------------------------------------------
+        def make(rows: int, counts: tuple[int, ...]) -> KVState:
+            return paging.empty(model, policy, rows=rows, counts=counts, **sizes)
+
+        self.make = own(make, static=("rows", "counts"))
+        self.copied, self.resize = own(paging.copied), own(states.resize, static=("count", "mesh"))
+        self.by_layer = own(decode.weights_by_layer, static=("layers",))
+        self.chunk = own(decode.chunk_layer, static=("network", "kind", "mesh"), donate=("cache",))
+        self.prompt = own(decode.prompt_layer, static=("network", "window", "ring", "mesh"))
+        self.store = own(decode.store_layer, static=("num_layers", "pages", "mesh"))
+        self.logits = own(decode.last_logits, static=("network", "mesh"))
+        self.with_row = own(row_ops.with_row, donate=("state",))
+        self.without_rows = own(row_ops.without_rows, donate=("state",))
 
     def serves(self, policy: Policy, label: str, row: KVState) -> bool:
-        """Can rows of this policy and these weights join? ``row`` is an empty one of its own."""
+        """Can rows of this policy and these weights join? ``row``: the shapes of an empty one of its own."""
         shapes = paging.list_shapes(row)
         return (
-            label == self.label
+            label == self.learned.label
             and policy.structure == self.policy.structure
             and str(jax.tree.structure(policy)) == str(jax.tree.structure(self.policy))
             and len(self.list_shapes) == len(shapes)
@@ -87,6 +126,43 @@ class RunningBatch:
                 for (size, entries), (own, most) in zip(shapes, self.list_shapes)
             )
         )
+
+    def bytes_of(self, counts: Sequence[float]) -> int:
+        """Device bytes of pools of so many pages a device."""
+        return int(sum(n * size for n, size in zip(counts, self.page_bytes)) * self.paged_layers)
+
+    def forget(self) -> None:
+        """Drops what was compiled; it is compiled again when it is needed."""
+        for owned in vars(self).values():
+            if isinstance(owned, Owned):
+                owned.made.clear()
+
+
+class RunningBatch:
+    """Rows of one policy structure, on one state."""
+
+    def __init__(self, structure: Structure, rows: int) -> None:
+        """So many free rows, and a page in each pool; shapes alone, until ``make``."""
+        self.structure = structure
+        self.model, self.policy = structure.model, structure.policy
+        self.list_shapes, self.mesh = structure.list_shapes, structure.row.mesh
+        self.paged_layers = structure.paged_layers
+        self.page_sizes = [size for size, _ in self.list_shapes]
+        # Donated to every program.
+        self.state: KVState = structure.make.shapes(rows, (1,) * len(self.page_sizes))
+        self.state = paging.sharded_shapes(self.state)
+        self.made = False
+        self.rows: list[BatchRow | None] = [None] * rows  # None where one is free
+        self.known = nothing_held(self.state)  # what the state held after the last change, on the host
+        self.used = time.monotonic()  # when it last had a row; the batch to drop is chosen by it
+        self.sized = False  # have its pools the size that rows need? Before, there is a page in each
+        self._order = 0
+        self._stacked: tuple[list[int], Policy] | None = None
+        self._sized: dict[tuple[int, ...], SizedPrograms] = {}  # by pages of each pool
+        self._steps: Callable[..., Any] | None = None  # the program of the next steps, once it was found
+        self._flight: tuple[float, SampledTokens, Snapshot] | None = None
+
+    # --- what there is -----------------------------------------------------------------------------
 
     @property
     def taken(self) -> dict[int, BatchRow]:
@@ -97,6 +173,15 @@ class RunningBatch:
     def counts(self) -> list[int]:
         """Pages that a device has of each pool of a layer."""
         return paging.page_counts(self.state)
+
+    def sized_programs(self, counts: Sequence[int]) -> SizedPrograms:
+        """For pools of so many pages."""
+        ahead = self.mesh == ONE
+        return self._sized.setdefault(tuple(counts), SizedPrograms(ahead))
+
+    def forget(self) -> None:
+        """Drops what was compiled; it is compiled again when it is needed."""
+        self._sized, self._steps = {}, None
 
     @property
     def allocated(self) -> int:
@@ -167,16 +252,15 @@ class RunningBatch:
         if lender is not None:
             family, borrowed = self.taken[lender].family, iter(begins[0].pages)
             if not self.shared:
-                self.state = paging.marked_shared(self.state, True)
-        layers = []
+                self.state, self._steps = paging.marked_shared(self.state, True), None
+        layers, insert = [], self.sized_programs(self.counts).insert
         for own, new in zip(self.state.layers, source.layers):
             loan = None
             if lender is not None and own.pools:
                 pages = tuple(np.asarray(next(borrowed), np.int32) for _ in own.pools)
                 loan = row_ops.Loan(row=np.int32(lender), pages=pages)  # type: ignore[arg-type]
-            layers.append(_insert(own, new, row, loan, mesh=self.mesh))
-        bare = dataclasses.replace(self.state, layers=())
-        counts = _with_row(bare, (), dataclasses.replace(source, layers=()), row)
+            layers.append(insert(own, new, row, loan, mesh=self.mesh))
+        counts = self.structure.with_row(_bare(self.state), (), _bare(source), row)
         self.state = dataclasses.replace(counts, layers=tuple(layers))
         self._order += 1
         self.rows[number] = BatchRow(request, self._order, reserved, begins, family)
@@ -188,37 +272,45 @@ class RunningBatch:
             return
         mask = np.zeros(len(self.rows), bool)
         mask[list(gone)] = True
-        layers = tuple(_release(cache, mask, mesh=self.mesh) for cache in self.state.layers)
-        bare = _without_rows(dataclasses.replace(self.state, layers=()), (), mask)
+        free, mesh = self.sized_programs(self.counts).release, self.mesh
+        layers = tuple(free(cache, mask, mesh=mesh) for cache in self.state.layers)
+        bare = self.structure.without_rows(_bare(self.state), (), mask)
         self.state = dataclasses.replace(bare, layers=layers)
         for number in gone:
             self.rows[number] = None
         families = [row.family for row in self.taken.values()]
         if self.shared and len(set(families)) == len(families):
-            self.state = paging.marked_shared(self.state, False)
+            self.state, self._steps = paging.marked_shared(self.state, False), None
         self.used = time.monotonic()
         self._refresh()
 
     def cut(self, number: int) -> KVState:
         """A row as a state of its own, copied."""
         assert not self.flying
-        lists, kinds = [lists[number] for lists in self.known.lists], len(self.page_sizes)
-        sizes = tuple(
-            pool.coarse_class(max([1, *(int(self._pages_for(x, kind).max()) for x in lists[kind::kinds])]))
-            for kind in range(kinds)
-        )
+        sizes, cut = self._cut_sizes(number), self.sized_programs(self.counts).cut
         layers = tuple(
-            _cut(cache, np.int32(number), sizes=sizes if cache.pools else (), mesh=self.mesh)
+            cut(cache, np.int32(number), sizes=sizes if cache.pools else (), mesh=self.mesh)
             for cache in self.state.layers
         )
-        state = self.state
-        return dataclasses.replace(
-            state,
-            layers=layers,
-            length=self.mesh.put(self.known.seen[number : number + 1]),
-            total=state.total[jnp.asarray([number])],
-            peak=jnp.copy(state.peak),
-            confidence=None if state.confidence is None else state.confidence[jnp.asarray([number])],
+        state, row = self.state, slice(number, number + 1)
+        total, confidence, peak = jax.device_get((state.total, state.confidence, state.peak))
+        own = {"length": self.known.seen[row], "total": total[row], "peak": peak}
+        own |= {"confidence": None if confidence is None else confidence[row]}
+        return dataclasses.replace(state, layers=layers, **self.mesh.put(own))
+
+    def cut_programs(self, number: int) -> list[Program]:
+        """What ``cut`` runs."""
+        sizes, cut = self._cut_sizes(number), self.sized_programs(self.counts).cut.program
+        return [
+            cut(cache, np.int32(number), sizes=sizes if cache.pools else (), mesh=self.mesh)
+            for cache in paging.shapes_with(self.state).layers
+        ]
+
+    def _cut_sizes(self, number: int) -> tuple[int, ...]:
+        lists, kinds = [lists[number] for lists in self.known.lists], len(self.page_sizes)
+        return tuple(
+            pool.coarse_class(max([1, *(int(self._pages_for(x, kind).max()) for x in lists[kind::kinds])]))
+            for kind in range(kinds)
         )
 
     def _refresh(self) -> None:
@@ -228,9 +320,15 @@ class RunningBatch:
 
     # --- pages ---------------------------------------------------------------------------------------
 
-    def bytes_of(self, counts: Sequence[int]) -> int:
+    def bytes_of(self, counts: Sequence[float]) -> int:
         """Device bytes of pools of so many pages a device."""
-        return int(sum(n * size for n, size in zip(counts, self.page_bytes)) * self.paged_layers)
+        return self.structure.bytes_of(counts)
+
+    def growing(self, counts: Sequence[int]) -> int:
+        """Bytes that growing to so many pages takes: those that are new, and the old ones of one layer."""
+        more = self.bytes_of([new - old for new, old in zip(counts, self.counts)])
+        held = self.bytes_of(self.counts) // max(1, self.paged_layers) if self.made else 0
+        return more + held if more > 0 else more
 
     def larger(self, counts: Sequence[int]) -> list[list[int]]:
         """Page counts of at least these, the best first.
@@ -252,8 +350,20 @@ class RunningBatch:
 
     def resize(self, counts: Sequence[int]) -> None:
         """Pools of so many pages a device."""
-        self.state, self.sized = paging.resized(self.state, counts), True
-        self._refresh()
+        self.sized, self._steps = True, None
+        # Pools never shrink: programs for smaller ones are not called again.
+        self._sized = {n: x for n, x in self._sized.items() if all(map(operator.ge, n, counts))}
+        if self.made:
+            self.state = paging.resized(self.state, counts, self.structure.resize)
+            self._refresh()
+        else:
+            self.state = paging.shapes_with(self.state, counts)
+            self.known = nothing_held(self.state)
+
+    def make(self) -> None:
+        """Allocates it."""
+        if not self.made:
+            self.state, self.made = self.structure.make(len(self.rows), tuple(self.counts)), True
 
     def short_by(self, steps: int) -> list[int]:
         """Pages that each kind of pool lacks, if so many steps stored every token; [] without pools."""
@@ -282,15 +392,11 @@ class RunningBatch:
 
     def step(self, steps: int, now: int) -> None:
         """Begins up to ``now`` tokens of every row, by the program of ``steps``; ``land`` waits for them."""
-        self.state, drawn, known = decode_steps(
-            self.model.network,
-            self._policies(),
-            steps,
-            self.model.params,
-            self.weights,
-            self.state,
-            self._inputs(now),
-        )
+        inputs = (self._policies(), steps, self.model.params, self.structure.learned.weights, self.state)
+        inputs = (self.model.network, *inputs, self._inputs(now))
+        if self._steps is None:
+            self._steps = self.sized_programs(self.counts).steps.find(*inputs)
+        self.state, drawn, known = self._steps(*inputs)
         self._flight = time.monotonic(), drawn, known
 
     @property
@@ -314,26 +420,54 @@ class RunningBatch:
         self._flight, self.used = None, time.monotonic()
         return drawn, self.used - begun
 
-    def program(self, steps: int, counts: Sequence[int] | None = None, shared: bool | None = None) -> Program:
-        """The batch's program, with pools of so many pages, which rows may share or may not."""
+    def programs(
+        self,
+        steps: int,
+        source: KVState | None = None,
+        counts: Sequence[int] | None = None,
+        shared: bool | None = None,
+    ) -> list[Program]:
+        """All that it runs with pools of so many pages, which rows may share or may not.
+
+        Args:
+          steps: of its program.
+          source: a row that is to enter, or its shapes.
+          counts: pages of each pool; those it has by default.
+          shared: may rows share pages? By default as now.
+        """
+        grows = counts is not None and list(counts) != self.counts
         counts = list(self.counts if counts is None else counts)
         shared = self.shared if shared is None else shared
+        own, sized, mesh = self.structure, self.sized_programs(counts), self.mesh
         state = paging.marked_shared(paging.shapes_with(self.state, counts), shared)
-        policies, run = self._policies(), self._inputs(steps)  # as they are now: another thread compiles
-
-        def compile_program() -> None:
-            decode_steps.lower(
-                self.model.network, policies, steps, self.model.params, self.weights, state, run
-            ).compile()
-
-        return ("segment", id(self), steps, tuple(counts), shared), compile_program
+        numbers, mask = _bare(state), np.zeros(len(self.rows), bool)
+        inputs = (self.model.network, self._policies(), steps, self.model.params, own.learned.weights)
+        programs = [sized.steps.program(*inputs, state, self._inputs(steps))]
+        programs.append(own.without_rows.program(numbers, (), mask))
+        if not self.made:
+            programs.append(own.make.program(len(self.rows), tuple(counts)))
+        elif grows:
+            old = [layer.pools for layer in paging.shapes_with(self.state).layers]
+            programs += [own.resize.program(x, n, mesh) for pools in old for x, n in zip(pools, counts)]
+        for cache in state.layers:
+            programs.append(sized.release.program(cache, mask, mesh=mesh))
+        if source is not None:
+            source = paging.shapes_with(source)
+            programs.append(own.with_row.program(numbers, (), _bare(source), np.int32(0)))
+            for cache, new in zip(state.layers, source.layers):
+                programs.append(sized.insert.program(cache, new, np.int32(0), None, mesh=mesh))
+                if shared and cache.pools:
+                    lists = tuple(np.zeros(x.length.shape[1:], np.int32) for x in cache.pools)
+                    loan = row_ops.Loan(row=np.int32(0), pages=lists)  # type: ignore[arg-type]
+                    programs.append(sized.insert.program(cache, new, np.int32(0), loan, mesh=mesh))
+        return list({(id(program.made), program.key): program for program in programs}.values())
 
     def _policies(self) -> Policy:
         """Of all rows, stacked; free rows have the batch's own."""
         key = [0 if row is None else row.order for row in self.rows]
         if self._stacked is None or self._stacked[0] != key:
             policies = [self.policy if row is None else row.request.policy for row in self.rows]
-            self._stacked = key, stack_policies(policies)
+            self._stacked, self._steps = (key, stack_policies(policies)), None
         return self._stacked[1]
 
     def _inputs(self, steps: int) -> BatchInputs:
@@ -357,3 +491,8 @@ class RunningBatch:
             how=jax.tree.map(lambda *of_rows: np.concatenate(of_rows), *samplings),
             steps=np.int32(steps),
         )
+
+
+def _bare(state: KVState) -> KVState:
+    """The state without its layers."""
+    return dataclasses.replace(state, layers=())

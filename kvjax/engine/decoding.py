@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -105,7 +104,18 @@ def snapshot(state: KVState) -> Snapshot:
     )
 
 
-@functools.partial(jax.jit, static_argnames=("network", "steps"), donate_argnames="state")
+def nothing_held(state: KVState) -> Snapshot:
+    """``snapshot`` of a state that holds nothing, by its shapes."""
+    pools = [pages for layer in state.layers for pages in layer.pools]
+    free = [np.full(p.n_free.shape, p.count // state.mesh.pools, np.int32) for p in pools]
+    return Snapshot(
+        seen=np.zeros(state.length.shape, np.int32),
+        lists=tuple(np.zeros(p.length.shape, np.int32) for p in pools),
+        free=tuple(free),
+        overflow=np.asarray(False),
+    )
+
+
 def decode_steps(
     network: Network,
     policies: Policy,
@@ -115,7 +125,7 @@ def decode_steps(
     state: KVState,
     rows: BatchInputs,
 ) -> tuple[KVState, SampledTokens, Snapshot]:
-    """Up to ``steps`` tokens of every active row.
+    """Up to ``steps`` tokens of every active row. Pure; to be compiled.
 
     Args:
       network, params, weights: as in ``kvjax.decode.step``.
@@ -179,17 +189,20 @@ def log_probabilities(
     return jax.lax.cond(jnp.any(ranked), rank, nothing)
 
 
-@jax.jit
 def first_token(
     logits: Float[Array, "B V"], how: Sampling, ranked: Bool[Array, " B"], position: Int[Array, " B"]
 ) -> SampledTokens:
-    """The token that follows a prompt; arrays are [B, 1, ...]."""
+    """The token that follows a prompt; arrays are [B, 1, ...]. Pure."""
     return jax.tree.map(lambda x: x[:, None], draw(logits, how, ranked, position))
 
 
-@functools.partial(jax.jit, static_argnames="network")
+def piece(x: Float[Array, "1 T D"], begin: Any, width: int) -> Float[Array, "W D"]:
+    """Some of a prompt's outputs. Pure."""
+    return jax.lax.dynamic_slice_in_dim(jnp.pad(x[0], ((0, width), (0, 0))), begin, width)
+
+
 def prompt_log_probabilities(
     network: Network, params: Params, x: Float[Array, "T D"], following: Int[Array, " T"]
 ) -> tuple[Float[Array, " T"], Int[Array, "T X"], Float[Array, "T X"]]:
-    """Of the token that follows each output, and of the likeliest ones there."""
+    """Of the token that follows each output, and of the likeliest ones there. Pure."""
     return log_probabilities(network.logits(params, x), following, jnp.ones(len(following), bool))

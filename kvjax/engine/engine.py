@@ -7,7 +7,7 @@ import contextlib
 import itertools
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from queue import Empty, SimpleQueue
 from typing import Any, Literal, TypeVar
 
@@ -18,7 +18,7 @@ from kvjax import decode
 from kvjax.algebra import Policy
 from kvjax.decode import CHUNK
 from kvjax.engine.contexts import Contexts
-from kvjax.engine.errors import Draining, EngineDead, QueueFull
+from kvjax.engine.errors import Draining, EngineDead, QueueFull, TooManyStructures
 from kvjax.engine.memory import Memory
 from kvjax.engine.metrics import Counters, Metrics
 from kvjax.engine.pages import paged
@@ -39,6 +39,9 @@ from kvjax.types import Weighted
 from kvjax.weights import Source
 
 Health = Literal["loading", "ready", "draining", "dead"]
+
+MINUTE = 60.0
+"""Seconds in which a client's new structures are counted."""
 
 T = TypeVar("T")
 
@@ -68,6 +71,7 @@ class Engine:
         page: int | None = None,
         share: float | None = None,
         share_pages: bool | None = None,
+        new_structures: int = 0,
         on_note: Callable[[str], None] | None = None,
     ) -> None:
         """Checks everything and starts the engine's thread; nothing is compiled before the first request.
@@ -76,8 +80,8 @@ class Engine:
           model: a network and its weights (``kvjax.load``); its devices hold the caches too.
           policy: for requests that name none.
           weights: sources of its learned weights, by part name.
-          kv_memory: bytes that caches may have on the device, all batches and contexts together; by default
-            nine tenths of what the device has left.
+          kv_memory: bytes that caches may have on the device: all batches, rows that are read, contexts and
+            learned weights together; by default nine tenths of what the device has left.
           max_rows: most rows of a running batch.
           max_lanes: most running batches (policy structures) at a time.
           context: most tokens of a row, prompt and answer; by default the model's positions.
@@ -92,6 +96,8 @@ class Engine:
             Less admits more rows at the risk that the youngest has to be read again.
           share_pages: rows that begin with the same tokens share the pages that hold them. By default not on
             a CPU, where a read that may meet a page twice follows every list and does not walk the pool once.
+          new_structures: most policy structures without compiled programs that a client (``Request.client``)
+            may bring a minute; 0 for any number.
           on_note: called with one line for the operator (a compilation took long, a row was put back).
 
         Raises:
@@ -110,9 +116,10 @@ class Engine:
             share=share,
             share_pages=share_pages,
         )
-        self._most_waiting = queue
+        self._most_waiting, self._new_structures = queue, new_structures
+        self._brought: dict[str, dict[Hashable, float]] = {}  # new structures and when, by client
         self._weights = WeightCache(model)
-        self._weights.get(self._policy, weights)
+        self._own_weights = self._weights.get(self._policy, weights)  # stay, whoever uses them
         self._ids = itertools.count(1)
         self._inbox: SimpleQueue[Callable[[], Any]] = SimpleQueue()  # calls for the engine's thread
         self._lock = threading.Lock()
@@ -124,7 +131,7 @@ class Engine:
         self._counters = Counters()
         self.contexts = Contexts(model, self._settings, self._weights, self._submit)
         note, calls_wait = on_note or (lambda line: None), lambda: not self._inbox.empty()
-        memory = Memory(model, self._settings, self.contexts)
+        memory = Memory(model, self._settings, self.contexts, self._weights)
         self._scheduler = Scheduler(memory, self._counters, note, calls_wait)
         self._thread = threading.Thread(target=self._run, name="kvjax-engine", daemon=True)
         self._thread.start()
@@ -166,6 +173,7 @@ class Engine:
           RequestError, PolicyError, WeightsError: what cannot be served; nothing was begun.
           ContextNotFound, ContextMismatch: of ``request.context``.
           QueueFull: no more requests may wait.
+          TooManyStructures: ``new_structures`` of the request's client were compiled within a minute.
           Draining, EngineDead: the engine takes nothing any more.
         """
         return self._submit(request)
@@ -181,6 +189,7 @@ class Engine:
             waiting = len(self._scheduler.queue) + self._entering
             if waiting >= self._most_waiting:
                 raise QueueFull(waiting, self._counters.retry_after(waiting))
+            self._count_structure(checked)
             self._entering += 1
             self._tickets[checked.ticket.id] = checked.ticket
         self._inbox.put(lambda: self._enter(checked))
@@ -218,6 +227,26 @@ class Engine:
             context=request.context or "",
             keep_as=keep_as,
         )
+
+    def _count_structure(self, request: EngineRequest) -> None:
+        """Raises TooManyStructures if the client brought too many. Under the lock."""
+        name, now, client = (
+            self._scheduler.memory.new_structure(request),
+            time.monotonic(),
+            request.options.client,
+        )
+        if not self._new_structures or name is None:
+            return
+        self._brought = {
+            one: recent
+            for one, names in self._brought.items()
+            if (recent := {key: when for key, when in names.items() if now - when < MINUTE})
+        }
+        brought = self._brought.setdefault(client, {})
+        if name not in brought and len(brought) >= self._new_structures:
+            wait = MINUTE - (now - sorted(brought.values())[-self._new_structures])
+            raise TooManyStructures(self._new_structures, max(1.0, wait))
+        brought.setdefault(name, now)
 
     def _learned(self, request: Request, policy: Policy) -> LearnedWeights:
         """The policy's weights: those the request names, its context's, or the engine's own."""

@@ -25,6 +25,21 @@ class QueueFull(EngineError):  # noqa: N818  (what happened, not what broke)
         self.retry_after = retry_after
 
 
+class TooManyStructures(EngineError):  # noqa: N818
+    """A client brings more policy structures that have to be compiled than it may.
+
+    Attributes:
+      retry_after: seconds to wait before the next one, at least 1.
+    """
+
+    def __init__(self, most: int, retry_after: float) -> None:
+        super().__init__(
+            f"{most} policies of other structures were compiled for this client within a minute, as many as "
+            f"may be. Ask again in {retry_after:.0f} s, or ask for a policy that runs already."
+        )
+        self.retry_after = retry_after
+
+
 class Draining(EngineError):  # noqa: N818
     """The engine finishes what it has begun and takes nothing new."""
 

@@ -5,105 +5,156 @@ Why: kvjax/DESIGN.md, 17.
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable, Hashable
 
+import jax
 import numpy as np
 
-from kvjax import decode
+from kvjax import decode, metrics
 from kvjax.algebra import Policy
 from kvjax.cache import pool
 from kvjax.cache.state import KVState
 from kvjax.decode import RequestError
 from kvjax.engine import pages as paging
-from kvjax.engine.batch import RunningBatch
+from kvjax.engine.batch import CommonPrograms, RunningBatch, Structure
 from kvjax.engine.contexts import Contexts
 from kvjax.engine.decoding import Snapshot
 from kvjax.engine.prefix import Prefix, Prefixes
+from kvjax.engine.request import LearnedWeights, WeightCache
 from kvjax.engine.settings import EngineSettings
 from kvjax.engine.ticket import EngineRequest
+from kvjax.sharding.mesh import ONE, mesh_of
 from kvjax.types import Weighted
 
-ROWS = 64
-"""Most policies whose empty rows are kept."""
+SHAPES = 256
+"""Most policies whose rows' shapes are remembered."""
 
 
 class Memory:
-    """Everything that takes KV memory; the engine's thread only."""
+    """Everything that takes KV memory, and the structures it is for; the engine's thread only."""
 
-    def __init__(self, model: Weighted, settings: EngineSettings, contexts: Contexts) -> None:
-        self.model, self.settings, self.contexts = model, settings, contexts
+    def __init__(
+        self, model: Weighted, settings: EngineSettings, contexts: Contexts, weights: WeightCache
+    ) -> None:
+        self.model, self.settings, self.contexts, self._learned = model, settings, contexts, weights
         self.batches: list[RunningBatch] = []
+        self.structures: list[Structure] = []  # the least recently used first
+        self.common = CommonPrograms(ahead=mesh_of(model.params) == ONE)
         self.prefixes = Prefixes(settings.kv_memory // 4)  # the first to make room
-        # Batches of requests that are being read, or wait for programs; they are not dropped.
+        # Of requests that are being read, or wait for programs; they are not dropped.
         self.promised: list[RunningBatch] = []
-        self._rows: dict[str, KVState] = {}
+        self.wanted: list[Structure] = []
+        self.reading: Callable[[], int] = lambda: 0  # bytes of rows that are read
+        self.coming: Callable[[], int] = lambda: 0  # bytes that reading the largest of the next ones takes
+        self._shapes = functools.lru_cache(SHAPES)(self._row)
 
     @property
     def running(self) -> bool:
         """Is any row being written?"""
         return any(batch.taken for batch in self.batches)
 
-    def empty_row(self, policy: Policy) -> KVState:
-        """An empty row of the policy."""
-        key = repr(policy)
-        if key not in self._rows:
-            while len(self._rows) >= ROWS:
-                del self._rows[next(iter(self._rows))]
-            sizes = self.settings
-            self._rows[key] = paging.empty_row(
-                self.model, policy, context=sizes.context, chunk=sizes.chunk, page=sizes.page
-            )
-        return self._rows[key]
+    def row(self, policy: Policy) -> KVState:
+        """Shapes of an empty row of the policy, with a page in each pool."""
+        return self._shapes(repr(policy), policy.structure, policy)
+
+    def _row(self, name: str, structure: str, policy: Policy) -> KVState:
+        sizes = {"context": self.settings.context, "chunk": self.settings.chunk, "page": self.settings.page}
+        make = functools.partial(paging.empty, self.model, policy, rows=1, **sizes)
+        return paging.sharded_shapes(jax.eval_shape(make))
+
+    def structure(self, request: EngineRequest) -> Structure:
+        """The structure of a request, a new one where there is none; nothing is compiled."""
+        policy, label, row = request.policy, request.learned.label, self.row(request.policy)
+        serving = (x for x in self.structures if x.serves(policy, label, row))
+        structure = next(serving, None)
+        if structure is None:
+            structure = Structure(self.model, policy, request.learned, row, self.settings.page)
+        else:
+            self.structures.remove(structure)
+        self.structures.append(structure)
+        idle = self._idle_structures()
+        for old in idle[: max(0, len(idle) - self.settings.max_lanes)]:
+            self.structures.remove(old)
+        return structure
+
+    def new_structure(self, request: EngineRequest) -> Hashable | None:
+        """What names the structure of a request; None where one serves it. Any thread."""
+        policy, label, row = request.policy, request.learned.label, self.row(request.policy)
+        if any(structure.serves(policy, label, row) for structure in list(self.structures)):
+            return None
+        return label, str(jax.tree.structure(policy)), paging.list_shapes(row)
+
+    def shed(self, everything: bool) -> bool:
+        """Drops the structure that was not used for longest, or the programs of all; was there any?"""
+        if everything:
+            for owner in (*self.structures, *self.batches):
+                owner.forget()
+            return True
+        idle = self._idle_structures()
+        if not idle:
+            return self._drop_batch()
+        self.structures.remove(idle[0])
+        return True
+
+    def _idle_structures(self) -> list[Structure]:
+        """Of no batch and no request; the newest, which a request is just coming for, is not one."""
+        used = [batch.structure for batch in self.batches] + self.wanted + self.structures[-1:]
+        return [structure for structure in self.structures if structure not in used]
 
     # --- batches -------------------------------------------------------------------------------------
 
-    def batch(self, request: EngineRequest, row: KVState) -> RunningBatch | None:
-        """The batch of a request, made where there is none; None while too many others run."""
-        label, policy = request.learned.label, request.policy
-        serving = [batch for batch in self.batches if batch.serves(policy, label, row)]
+    def batch(self, request: EngineRequest, structure: Structure, reading: int) -> RunningBatch | None:
+        """The batch of a request, made where there is none; None while too many others run.
+
+        ``reading`` bytes must be left beside it, for the row that is read.
+        """
+        policy = request.policy
+        serving = [batch for batch in self.batches if batch.structure is structure]
         if serving:
             return next((batch for batch in serving if None in batch.rows), serving[0])
         while len(self.batches) >= self.settings.max_lanes:
             if not self._drop_batch():
                 return None
-        batch = RunningBatch(self.model, policy, label, request.learned.weights, row, self.settings.max_rows)
-        if not self.room(batch.allocated):
-            if self.running:
+        batch, reading = RunningBatch(structure, self.settings.max_rows), max(reading, self.coming())
+        if not self.room(batch.allocated + reading):
+            if self.running or self.promised:
                 return None
             raise RequestError(
                 f"a running batch of '{policy!r}' with {self.settings.max_rows} rows needs {batch.allocated} "
-                f"bytes before it holds a token, and kv_memory is {self.settings.kv_memory}. Raise it, or "
-                "lower max_rows."
+                f"bytes before it holds a token and {reading} to read a prompt, and kv_memory is "
+                f"{self.settings.kv_memory}, {self.allocated()} of it taken. Raise it, or lower max_rows."
             )
         self.batches.append(batch)
         # Where a prompt decides what is kept, the first one that is read says how much that is.
         if not policy.whole_prompt and decode.most_slots(policy, self.settings.context, 1) is not None:
-            counts = self.first_counts(batch, self._first_need(batch, request, row))
+            counts = self.first_counts(batch, self._first_need(batch, request, reading), reading)
             if counts is not None:
                 batch.resize(counts)
         return batch
 
-    def _first_need(self, batch: RunningBatch, request: EngineRequest, row: KVState) -> list[int]:
+    def _first_need(self, batch: RunningBatch, request: EngineRequest, reading: int) -> list[int]:
         """Pages of a row: what its budget bounds, if all rows may have that; else all of the first one."""
-        policy = request.policy
+        policy, row = request.policy, batch.structure.row
         if policy.admission.rejects_all or policy.budget.limited:
             most = paging.most_pages(policy, row, self.settings.context, 1)
             every = [max(1, pages * len(batch.rows)) for pages in most]
-            if self.room(batch.bytes_of(every), besides=batch):
+            if self.room(batch.bytes_of(every) + reading, besides=batch):
                 return most
         return paging.most_pages(policy, row, len(request.tokens) + max(request.left, 0), 1)
 
-    def first_counts(self, batch: RunningBatch, need: list[int]) -> list[int] | None:
+    def first_counts(self, batch: RunningBatch, need: list[int], beside: int = 0) -> list[int] | None:
         """Pages of a new batch: for as many rows, each of which needs so many, as there is memory for.
 
-        No more than that: a read on a CPU walks the whole pool.
+        ``beside`` it so many bytes are left. No more than that: a read on a CPU walks the whole pool.
         """
         most = paging.most_pages(batch.policy, batch.state, self.settings.context, 1)
         for rows in range(len(batch.rows), 0, -1):
             limits = [max(1, rows * pages) for pages in most]
             for ladder in (pool.size_class, int):  # of the sizes that are often met, else as few as possible
                 counts = [min(max(1, ladder(rows * pages)), all) for pages, all in zip(need, limits)]
-                if self.affordable(batch, counts, exactly=True) is not None:
+                if self.room(batch.growing(counts) + beside, besides=batch):
                     return counts
         return None
 
@@ -112,12 +163,16 @@ class Memory:
         idle = [x for x in self.batches if not x.taken and x is not besides and x not in self.promised]
         if not idle:
             return False
-        self.batches.remove(min(idle, key=lambda batch: batch.used))
+        batch = min(idle, key=lambda batch: batch.used)
+        self.batches.remove(batch)
+        used = [x.structure for x in self.batches] + self.wanted
+        if batch.structure not in used and batch.structure is not self.structures[-1]:
+            self.structures.remove(batch.structure)  # its programs leave with it
         return True
 
     # --- reservations --------------------------------------------------------------------------------
 
-    def coming(self, request: EngineRequest, state: KVState, known: Snapshot) -> int:
+    def to_store(self, request: EngineRequest, state: KVState, known: Snapshot) -> int:
         """Tokens that the row is expected to store from here on."""
         left, share = max(request.left - 1, 0), self.settings.share
         if request.ticket.usage.preempted:
@@ -133,15 +188,15 @@ class Memory:
     def affordable(self, batch: RunningBatch, counts: list[int], exactly: bool = False) -> list[int] | None:
         """Page counts of at least these that memory has room for: a coarse class, else as few as possible."""
         for wanted in [counts] if exactly else batch.larger(counts):
-            extra = batch.bytes_of([new - old for new, old in zip(wanted, batch.counts)])
-            if self.room(extra, besides=batch):
+            if self.room(batch.growing(wanted), besides=batch):
                 return wanted
         return None
 
     def allocated(self) -> int:
-        """Device bytes of batches, prefixes and contexts."""
+        """Device bytes of batches, rows that are read, prefixes, contexts and learned weights."""
         batches = sum(batch.allocated for batch in self.batches)
-        return batches + self.prefixes.allocated + self.contexts.allocated
+        others = self.reading() + self._learned.allocated
+        return batches + self.prefixes.allocated + self.contexts.allocated + others
 
     def room(self, extra: int, besides: RunningBatch | None = None) -> bool:
         """Is there memory for so many bytes more? Prefixes and idle batches make room."""
@@ -170,7 +225,7 @@ def batch_bytes(
     max_rows: int,
     chunk: int = decode.CHUNK,
 ) -> int:
-    """Device bytes of a running batch that holds so many rows of so many tokens.
+    """Device bytes of a running batch that holds so many rows of so many tokens, the last of them just read.
 
     Args:
       model, policy: as ``Engine`` takes them.
@@ -181,7 +236,11 @@ def batch_bytes(
       chunk: prompt tokens read at a time.
     """
     policy = paging.paged(policy, context)
-    row = paging.empty_row(model, policy, context=context, chunk=chunk, page=None)
-    batch = RunningBatch(model, policy, "", {}, row, max_rows)
+    sizes = {"context": context, "chunk": chunk, "page": None}
+    row = jax.eval_shape(functools.partial(paging.empty, model, policy, rows=1, **sizes))
+    row, learned = paging.sharded_shapes(row), LearnedWeights({}, "")
+    batch = RunningBatch(Structure(model, policy, learned, row, None), max_rows)
     need = paging.most_pages(policy, row, tokens, 1)
-    return batch.allocated + batch.bytes_of([rows * pages - 1 for pages in need])
+    read = [pool.coarse_class(max(1, pages)) for pages in need]
+    row = paging.shapes_with(row, read)
+    return batch.allocated + batch.bytes_of([rows * pages - 1 for pages in need]) + metrics.size(row.layers)

@@ -13,12 +13,9 @@ import jax
 import numpy as np
 
 from kvjax import metrics
-from kvjax.cache import ring as rings
-from kvjax.cache.pages import slots
 from kvjax.cache.state import KVState
 from kvjax.engine.decoding import Snapshot
 from kvjax.engine.request import HeldPositions, KVUsage
-from kvjax.sharding.specs import HEADS, of_state
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -208,7 +205,7 @@ def live(state: KVState, known: Snapshot) -> tuple[Int[np.ndarray, "L B K"], Flo
             layers[-1] = layers[-1] + held.sum(axis=-1)
             slot, page = metrics.page_costs(pages)
             size += held.sum(axis=(1, 2)) * slot + (-(-held // pages.size)).sum(axis=(1, 2)) * page
-        summary = sum(leaf.nbytes for leaf in jax.tree.leaves(layer.summary))
+        summary = metrics.size(layer.summary)
         size += summary / rows * (known.seen > 0)
     return np.stack(layers), size
 
@@ -229,30 +226,23 @@ def usages(network: metrics.Network, state: KVState, known: Snapshot) -> list[KV
     ]
 
 
-@jax.jit
-def _positions(state: KVState, row: jax.Array) -> list[tuple[jax.Array, list[jax.Array]]]:
-    """Of a row: positions in the ring [W], and in each pool [K, C], EMPTY where there is none; by layer."""
-    layers = []
-    for layer in state.layers:
-        ring = rings.positions(state.length, layer.ring.window)[row]
-        # Ids of pages count within a device.
-        pools = [
-            state.mesh.each(lambda own: slots(own).pos, [pages], [of_state(pages)], HEADS)
-            for pages in layer.pools
-        ]
-        layers.append((ring, [pos[row] for pos in pools]))
-    return layers
-
-
 def held_positions(state: KVState, row: int) -> tuple[tuple[HeldPositions, ...], ...]:
-    """What each KV head of a row holds, by layer, from the device."""
-    layers = []
-    for layer, (ring, pools) in zip(state.layers, jax.device_get(_positions(state, np.int32(row)))):
-        recent, heads = np.sort(ring[ring >= 0]), []
+    """What each KV head of a row holds, by layer; on the host, where nothing has to be compiled."""
+    pools = [[(x.pos, x.table, x.length) for x in layer.pools] for layer in state.layers]
+    length, pools = jax.device_get((state.length, pools))
+    layers, seen = [], int(length[row])
+    for layer, arrays in zip(state.layers, pools):
+        recent, heads = np.arange(max(0, seen - layer.ring.window), seen, dtype=np.int32), []
         for head in range(layer.ring.k.shape[1]):
             exact, codes = [np.zeros(0, np.int32)], [np.zeros(0, np.int32)]
-            for pages, pos in zip(layer.pools, pools):
-                (exact if pages.scales is None else codes).append(pos[head][pos[head] >= 0])
+            for pages, (pos, table, live) in zip(layer.pools, arrays):
+                # Ids of pages count within a device, whose KV heads are neighbours.
+                own = pos.reshape(state.mesh.pools, -1, pages.size)[
+                    head * state.mesh.pools // len(table[row])
+                ]
+                for ids, many in zip(table[row, head], live[row, head]):
+                    slots = own[ids[: -(-many // pages.size)]].reshape(-1)[:many]
+                    (exact if pages.scales is None else codes).append(slots)
             in_pages, in_codes = (np.sort(np.concatenate(x)) for x in (exact, codes))
             heads.append(HeldPositions(ring=recent, pages=in_pages, codes=in_codes))
         layers.append(tuple(heads))

@@ -9,8 +9,7 @@ with the copy made on entry. A page returns to the pool when the last of its own
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -22,10 +21,10 @@ from kvjax import decode, metrics
 from kvjax.algebra import AdmitAll, Policy
 from kvjax.cache import state as states
 from kvjax.cache.pages import Pages
-from kvjax.cache.state import KVState, LayerCache
+from kvjax.cache.state import KVState
 from kvjax.sharding.mesh import ONE, mesh_of
 from kvjax.sharding.specs import WHOLE, of_state
-from kvjax.types import EMPTY, Weighted
+from kvjax.types import Weighted
 
 if TYPE_CHECKING:
     from jaxtyping import Int
@@ -56,34 +55,38 @@ def paged(policy: Policy, context: int) -> Policy:
     return dataclasses.replace(policy, admission=AdmitAllPaged(window))
 
 
-def empty_row(model: Weighted, policy: Policy, *, context: int, chunk: int, page: int | None) -> KVState:
-    """One row that has seen nothing; its pools have a page each."""
+def empty(
+    model: Weighted,
+    policy: Policy,
+    *,
+    rows: int,
+    context: int,
+    chunk: int,
+    page: int | None,
+    counts: Sequence[int] = (),
+) -> KVState:
+    """A state that has seen nothing; ``counts`` are pages of its pools on a device, one by default. Pure."""
     dtype, mesh = model.params["embed"].dtype, mesh_of(model.params)
-    sizes: dict[str, Any] = {"rows": 1, "context": context, "page": page, "chunk_size": chunk}
-    return decode.empty(model.network, policy, **sizes, dtype=dtype, mesh=mesh)
-
-
-def widened(row: KVState, rows: int) -> KVState:
-    """An empty state of so many rows, from one of a single row."""
-    mesh = row.mesh
-
-    def wide(x: Any, value: int = 0) -> Any:
-        return np.full((rows, *x.shape[1:]), value, x.dtype)
-
-    def layer(cache: LayerCache) -> LayerCache:
-        pools = [
-            dataclasses.replace(copied(pages), table=wide(pages.table, EMPTY), length=wide(pages.length))
-            for pages in cache.pools
-        ]
-        ring, summary = jax.tree.map(wide, (cache.ring, cache.summary))
-        bare = dataclasses.replace(cache, ring=ring, summary=summary).with_pools(pools)
-        return mesh.put(bare, of_state(bare))  # type: ignore[no-any-return]
-
-    numbers: dict[str, Any] = {"length": wide(row.length), "total": wide(row.total)}
-    numbers |= {"peak": np.zeros(2, np.float32)}
-    numbers |= {"confidence": None if row.confidence is None else wide(row.confidence)}
-    layers = tuple(layer(cache) for cache in row.layers)
-    return dataclasses.replace(row, layers=layers, **mesh.put(numbers))
+    sizes: dict[str, Any] = {"rows": rows, "context": context, "page": page, "chunk_size": chunk}
+    layers = decode.empty_layers(model.network, policy, **sizes, dtype=dtype, mesh=mesh)
+    layers = tuple(
+        layer.with_pools([states.resize(pages, n, mesh) for pages, n in zip(layer.pools, counts)])
+        for layer in layers
+    )
+    numbers = {
+        "length": jnp.zeros(rows, jnp.int32),
+        "total": jnp.zeros(rows, jnp.int32),
+        "peak": jnp.zeros(2, jnp.float32),
+        "confidence": jnp.zeros(rows, jnp.float32) if policy.budget.needs_logits else None,
+    }
+    return KVState(
+        layers=layers,
+        **mesh.everywhere(numbers),
+        context=context,
+        chunk=chunk,
+        structure=policy.structure,
+        mesh=mesh,
+    )
 
 
 @jax.jit
@@ -92,12 +95,15 @@ def copied(tree: Any) -> Any:
     return jax.tree.map(jnp.copy, tree)
 
 
-def resized(state: KVState, counts: Sequence[int]) -> KVState:
-    """The state with pools of so many pages a device, one number for each pool of a layer; layer by layer."""
+def resized(state: KVState, counts: Sequence[int], resize: Callable[..., Pages]) -> KVState:
+    """The state with pools of so many pages a device, one number for each pool of a layer; layer by layer.
+
+    ``resize`` is ``kvjax.cache.state.resize``, compiled.
+    """
     layers, mesh = list(state.layers), state.mesh
     state = dataclasses.replace(state, layers=())
     for index, layer in enumerate(layers):
-        pools = [states.resize(pages, n, mesh) for pages, n in zip(layer.pools, counts)]
+        pools = [resize(pages, n, mesh) for pages, n in zip(layer.pools, counts)]
         layers[index] = layer.with_pools(pools)
         del layer, pools  # frees the old pools before the next layer's are made
     return dataclasses.replace(state, layers=tuple(layers))
@@ -106,16 +112,19 @@ def resized(state: KVState, counts: Sequence[int]) -> KVState:
 # --- shapes, for programs that are compiled before they run --------------------------------------
 
 
-def shapes_with(state: KVState, counts: Sequence[int]) -> KVState:
-    """Shapes of a state with pools of so many pages a device."""
+def shapes_with(state: KVState, counts: Sequence[int] = ()) -> KVState:
+    """Shapes of a state, with pools of so many pages a device; nothing is traced."""
     state = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state)
-    layers = []
-    for cache in state.layers:
-        pools = [
-            jax.eval_shape(functools.partial(states.resize, count=count, mesh=state.mesh), pages)
-            for pages, count in zip(cache.pools, counts)
-        ]
-        layers.append(cache.with_pools(pools))
+    fixed = ("table", "length", "n_free", "overflow")  # are not a page's
+
+    def sized(pages: Pages, count: int) -> Pages:
+        own = {name: getattr(pages, name) for name in fixed}
+        bare = dataclasses.replace(pages, **dict.fromkeys(fixed))
+        shape = (count * state.mesh.pools,)
+        grown = jax.tree.map(lambda x: jax.ShapeDtypeStruct((*shape, *x.shape[1:]), x.dtype), bare)
+        return dataclasses.replace(grown, **own)
+
+    layers = [layer.with_pools([*map(sized, layer.pools, counts)]) for layer in state.layers]
     return sharded_shapes(dataclasses.replace(state, layers=tuple(layers)))
 
 
@@ -155,8 +164,7 @@ def page_bytes(state: KVState) -> list[float]:
 
     def of(pages: Pages) -> float:
         tables = (pages.table, pages.length, pages.n_free, pages.overflow)
-        whole = sum(leaf.nbytes for leaf in jax.tree.leaves(pages))
-        return (whole - sum(leaf.nbytes for leaf in tables)) / pages.count
+        return (metrics.size(pages) - metrics.size(tables)) / pages.count
 
     return [of(pages) * state.mesh.pools for pages in layer_pools(state)]
 
@@ -218,15 +226,16 @@ class StoredState:
 
     Attributes:
       tokens: it has seen.
-      state: one row, copied before it is continued.
+      state: one row, copied before it is continued; None once it was dropped.
       bytes: on the device.
       pages: full pages of each list, int [K, R], of each pool of each layer in turn.
     """
 
     tokens: Int[np.ndarray, " T"]
-    state: KVState
+    state: KVState | None
 
     def __post_init__(self) -> None:
+        assert self.state is not None
         self.bytes = metrics.allocated(self.state.layers)
         pools = [pages for layer in self.state.layers for pages in layer.pools]
         self.pages = [np.asarray(pages.length)[0] // pages.size for pages in pools]

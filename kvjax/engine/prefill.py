@@ -7,24 +7,22 @@ its row; ``Prefill`` is the request meanwhile.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from kvjax import decode, metrics
 from kvjax.cache import pool
-from kvjax.cache.state import KVState, LayerCache, PoolOverflowError
+from kvjax.cache.state import KVState, PoolOverflowError
 from kvjax.decode import RequestError
 from kvjax.engine import pages as paging
-from kvjax.engine.batch import RunningBatch
-from kvjax.engine.compiler import PATIENCE, Compiler, Program
+from kvjax.engine.batch import CommonPrograms, RunningBatch, Structure
+from kvjax.engine.compiler import PATIENCE, Compiler, Owned, Program
 from kvjax.engine.contexts import HeldContext
-from kvjax.engine.decoding import first_token, prompt_log_probabilities, snapshot
+from kvjax.engine.decoding import snapshot
 from kvjax.engine.errors import ContextMismatch, ContextNotFound
 from kvjax.engine.memory import Memory
 from kvjax.engine.metrics import Counters, usages
@@ -35,7 +33,6 @@ from kvjax.engine.settings import NOTE_AFTER
 from kvjax.engine.ticket import EngineRequest, likeliest
 from kvjax.sharding.mesh import ONE
 from kvjax.sharding.specs import ROWS
-from kvjax.types import Weighted
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float
@@ -49,28 +46,30 @@ class Prefill:
 
     def __init__(
         self,
-        model: Weighted,
+        structure: Structure,
+        common: CommonPrograms,
         request: EngineRequest,
         batch: RunningBatch | None,
-        state: KVState,
         start: StoredState | None,
         *,
         ranked: bool,
         borders: Sequence[int],
         width: int,
     ) -> None:
-        """Reads nothing yet.
+        """Reads nothing yet, and allocates nothing.
 
         Args:
-          model, request: what reads, and what is read.
+          structure: what reads.
+          common: programs of all structures.
+          request: what is read.
           batch: where the row will stand; None where the prompt alone is kept.
-          state: a row that has seen what ``start`` has; used up.
           start: the prefix or the context that the prompt begins with; None for an empty row.
           ranked: find the log-probabilities of the prompt's tokens.
           borders: numbers of tokens after which the state is to be kept (chunk borders).
           width: tokens a chunk.
         """
-        self.model, self.request, self.batch, self.state, self.start = model, request, batch, state, start
+        self.structure, self.common, self.model = structure, common, structure.model
+        self.request, self.batch, self.start = request, batch, start
         self.seen = 0 if start is None else len(start.tokens)  # tokens that are not read again
         self.ranked, self.width, self._borders = ranked, width, frozenset(borders)
         self.whole = request.policy.whole_prompt and not self.seen  # read layer by layer?
@@ -82,26 +81,95 @@ class Prefill:
         self._ranks: list[tuple[Any, ...]] = []  # the same by pieces
         self.snapshots: dict[int, KVState] = {}  # states at the borders, by tokens read
         self.begins = [] if start is None else [start]  # what others may begin with, or lend pages of
-        self.programs: list[Program] = []  # that it waits for
         self.since = time.monotonic()  # when it began to wait
         self.growth: list[int] | None = None  # page counts that its batch is to have for it
+        self._counts = self._first_counts()
+        self.shapes = paging.shapes_with(structure.row if start is None else _state(start), self._counts)
+        self._reserved = self._whole_bytes() if self.whole else 0
+        self.need = metrics.size(self.shapes.layers) + self._reserved  # bytes that reading takes
+        self.programs: list[Program] = self._programs()  # that it waits for
+        self._state: KVState | None = None
         self._units = self._layers() if self.whole else self._chunks()
 
-    def unit(self) -> None:
-        """Reads one chunk, or takes the prompt through one layer; waits for it."""
+    # --- its state ---------------------------------------------------------------------------------
+
+    def _first_counts(self) -> list[int]:
+        """Pages of the state that it begins with, and of what a prompt that is read in chunks adds.
+
+        Few sizes for all prompts. A prompt that is read as a whole makes its own pools, layer by layer.
+        """
+        request, start = self.request, self.start
+        policy, tokens = request.policy, len(request.tokens)
+        state, lists = self.structure.row, None
+        if start is None and policy.whole_prompt:
+            return paging.page_counts(state)
+        if start is not None:
+            state, tokens = _state(start), tokens - len(start.tokens)
+            lists = [np.asarray(pages.length)[0] for layer in state.layers for pages in layer.pools]
+        need, have = paging.most_pages(policy, state, tokens, state.chunk, lists), paging.page_counts(state)
+        return [max(pool.coarse_class(max(1, pages)), held) for pages, held in zip(need, have)]
+
+    def _whole_bytes(self) -> int:
+        """Bytes of a whole layer that is not compressed yet."""
+        cache, tokens = self.structure.row.layers[0], decode.bucket(len(self.request.tokens))
+        _, heads, _, dim = cache.ring.k.shape
+        return int(tokens * heads * (2 * dim * cache.ring.k.dtype.itemsize + 16))
+
+    @property
+    def begun(self) -> bool:
+        """Is there a state?"""
+        return self._state is not None
+
+    @property
+    def state(self) -> KVState:
+        assert self._state is not None
+        return self._state
+
+    @property
+    def bytes(self) -> int:
+        """Device bytes that it takes now, or is to take while a prompt is read as a whole."""
+        states = [] if self._state is None else [self._state, *self.snapshots.values()]
+        held = sum(metrics.size(state.layers) for state in states)
+        return held + (self._reserved if self.begun and not self.done else 0)
+
+    def begin(self) -> None:
+        """Makes the state: an empty one, or a copy of what the prompt begins with."""
+        structure, counts = self.structure, self._counts
+        if self.start is None:
+            state = structure.make(1, tuple(counts))
+        else:
+            state = structure.copied(_state(self.start))
+            if counts != paging.page_counts(state):
+                state = paging.resized(state, counts, structure.resize)
+        if not self.request.context:
+            tokens = len(self.request.tokens)
+            state = dataclasses.replace(state, total=state.mesh.put(np.asarray([tokens], np.int32)))
+        self._state = state
+
+    # --- reading -----------------------------------------------------------------------------------
+
+    def unit(self, afford: Callable[[int], bool]) -> None:
+        """Reads one chunk, or takes the prompt through one layer, and waits for it.
+
+        Where a program is missing, it stands in ``programs`` and nothing is read.
+
+        Args:
+          afford: is there memory for a snapshot of so many bytes?
+        """
+        self._afford = afford
         try:
-            next(self._units)
+            missing = next(self._units)
         except StopIteration:
             self.done = True
             if self.ranked:
                 logprob, best, theirs = (np.concatenate(x) for x in zip(*jax.device_get(self._ranks)))
                 many = len(self.request.tokens) - 1  # nothing follows the last token; beyond it are pads
                 self.ranks = logprob[:many], best[:many], theirs[:many]
+        else:
+            if isinstance(missing, Program):
+                self.compile([missing])
+                return
         jax.block_until_ready(self.state.length)
-
-    def read_all(self) -> None:
-        while not self.done:
-            self.unit()
 
     def _pieces(self) -> list[tuple[int, int]]:
         """(begin, width) of the chunks that are read; a short one at the end where that suffices."""
@@ -109,88 +177,140 @@ class Prefill:
         starts = range(self.seen, end, width)
         return [(at, width if end - at > SHORT else min(SHORT, width)) for at in starts]
 
-    def _chunks(self) -> Iterator[None]:
-        network, params = self.model.network, self.model.params
+    def _chunks(self) -> Iterator[Program | None]:
+        network, params, own, common = self.model.network, self.model.params, self.structure, self.common
         policy, tokens = self.request.policy, self.request.tokens
-        layers = decode.layer_calls(network, policy, params, self.request.learned.weights)
+        layers = decode.layer_calls(network, policy, params, self.request.learned.weights, own.by_layer)
+        programs = decode.ChunkPrograms(common.embed, own.chunk, common.after)
         last = self.state.mesh.put(np.zeros((1, params["embed"].shape[1]), params["embed"].dtype))
         for begin, width in self._pieces():
             count = min(width, len(tokens) - begin)
             piece = decode.padded([tokens[begin : begin + count]], width)
-            self.state, last, x = decode.read_chunk(
-                network, policy, params, layers, self.state, piece, np.asarray([count], np.int32), last
+            counts = np.asarray([count], np.int32)
+            self._state, last, x = decode.read_chunk(
+                network, policy, params, layers, self.state, piece, counts, last, programs
             )
             if self.ranked:
-                self._rank(x[0], begin, width)
-            if begin + count in self._borders:
-                self.snapshots[begin + count] = paging.copied(self.state)
+                self._rank(common.piece(x, np.int32(0), width), begin, width)
+            if begin + count in self._borders and self._afford(metrics.size(self.state.layers)):
+                self.snapshots[begin + count] = own.copied(self.state)
             if begin + count < len(tokens):
-                yield
+                yield None
         self._end(last)
 
-    def _layers(self) -> Iterator[None]:
-        request, seed = self.request, self.request.options.seed
+    def _layers(self) -> Iterator[Program | None]:
+        request, seed, own, common = self.request, self.request.options.seed, self.structure, self.common
         weights, seeds = request.learned.weights, np.asarray([seed & 0xFFFFFFFF], np.uint32)
+
+        def missing(program: Owned, arguments: tuple[Any, ...]) -> Program | None:
+            wanted = program.program(*arguments)
+            return None if wanted.ready else wanted
+
         reading = decode.read_layers(
-            self.model, request.policy, self.state, [request.tokens], weights, seeds, fitted=False
+            self.model,
+            request.policy,
+            self.state,
+            [request.tokens],
+            weights,
+            seeds,
+            fitted=False,
+            programs=decode.PromptPrograms(common.embed, own.prompt, own.store, common.after, own.by_layer),
+            missing=missing,
         )
         while True:
             try:
-                next(reading)
+                step = next(reading)
             except StopIteration as end:
-                self.state, last, x = end.value
+                self._state, last, x = end.value
                 break
-            yield
+            if isinstance(step, Program):
+                yield step
+                continue
+            yield None
         if self.ranked:
             for begin in range(0, len(request.tokens), self.width):
-                self._rank(_piece(x, begin, self.width), begin, self.width)
+                self._rank(common.piece(x, np.int32(begin), self.width), begin, self.width)
         self._end(last)
 
     def _rank(self, x: Float[Array, "W D"], begin: int, width: int) -> None:
         following = decode.padded([self.request.tokens[begin + 1 : begin + 1 + width]], width)[0]
-        self._ranks.append(prompt_log_probabilities(self.model.network, self.model.params, x, following))
+        self._ranks.append(self.common.ranks(self.model.network, self.model.params, x, following))
 
     def _end(self, last: Array) -> None:
-        fed = self.state.mesh.put(np.ones(1, bool))
-        self.state, self.logits = decode.with_logits(self.model, self.request.policy, self.state, last, fed)
-
-    def prompt_programs(self) -> list[Program]:
-        """The programs that reading will run, to be compiled beforehand.
-
-        What reads a whole prompt depends on what is found in it. So the first prompt of a size is read to its
-        end where it would be compiled. Two threads must not run programs of several devices: there it is not.
-        """
-        policy, weights = self.request.policy, self.request.learned.weights
-        if self.whole:
-            if self.state.mesh != ONE:
-                return []
-            most = pool.coarse_class(len(self.request.tokens))  # of such prompts pages are of few sizes
-            sizes = tuple(leaf.shape for leaf in jax.tree.leaves((self.state, weights)))
-            kind = str(jax.tree.structure((policy, self.state)))
-            return [(("prompt", kind, sizes, most, self.ranked), self.read_all)]
-        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self.state)
-        shapes = paging.sharded_shapes(shapes)
-        layers = decode.layer_calls(self.model.network, policy, self.model.params, weights)
-        programs = {}
-        for width in sorted({width for _, width in self._pieces()}):
-            for site, cache in zip(layers, shapes.layers):
-                sizes = tuple(leaf.shape for leaf in jax.tree.leaves(cache))
-                key = ("chunk", str(jax.tree.structure((policy, cache))), sizes, width, site.kind)
-                programs[key] = functools.partial(self._compile_chunk, shapes, site, cache, width)
-        return list(programs.items())
-
-    def _compile_chunk(self, state: KVState, site: decode.LayerCall, cache: LayerCache, width: int) -> None:
-        network, embed, mesh = self.model.network.at(state.context), self.model.params["embed"], state.mesh
-        sharding = None if mesh == ONE else mesh.sharding(ROWS)
-        x = jax.ShapeDtypeStruct((1, width, embed.shape[1]), embed.dtype, sharding=sharding)
-        numbers = state.length, state.length, state.total  # a count is as a length
+        fed, run = self.state.mesh.put(np.ones(1, bool)), self.structure.logits
         policy = self.request.policy
-        decode.chunk_layer.lower(network, *site, policy, cache, x, *numbers, mesh=mesh).compile()
+        self._state, self.logits = decode.with_logits(self.model, policy, self.state, last, fed, run)
+
+    # --- programs ----------------------------------------------------------------------------------
+
+    def _programs(self) -> list[Program]:
+        """What reading will run, to be compiled beforehand; of a whole prompt all that can be known."""
+        own, common, request, shapes = self.structure, self.common, self.request, self.shapes
+        policy, weights, mesh = request.policy, request.learned.weights, shapes.mesh
+        network, params = self.model.network, self.model.params
+        programs, within, rest = self._beginning(), network.at(shapes.context), decode.outer(params)
+        dtype, dim, placed = params["embed"].dtype, params["embed"].shape[1], shapes.length.sharding
+        last = jax.ShapeDtypeStruct((1, dim), dtype, sharding=placed)
+        fed = jax.ShapeDtypeStruct((1,), bool, sharding=placed)
+        ending = (network, policy, rest, last, shapes.confidence, fed, mesh)
+        logits = own.logits.shapes(*ending)[0] if self.logits is None else self.logits
+        programs.append(
+            common.first.program(logits, request.sampling, np.zeros(1, bool), np.zeros(1, np.int32))
+        )
+        if self.done:
+            return programs
+        programs.append(own.logits.program(*ending))
+        if self._borders:
+            programs.append(own.copied.program(shapes))
+        if weights:
+            programs.append(own.by_layer.program(policy, weights, network.num_layers))
+        by_layer = own.by_layer.shapes if mesh == ONE else own.by_layer
+        layers = decode.layer_calls(network, policy, params, weights, by_layer)
+        widths = (
+            {decode.bucket(len(request.tokens))} if self.whole else {width for _, width in self._pieces()}
+        )
+        for width in sorted(widths):
+            by_row = None if mesh == ONE else mesh.sharding(ROWS)
+            x = jax.ShapeDtypeStruct((1, width, dim), dtype, sharding=by_row)
+            tokens, length, total = np.zeros((1, width), np.int32), shapes.length, shapes.total
+            programs.append(common.embed.program(within, rest, length, tokens, mesh))
+            programs.append(common.after.program(x, length, total, last, mesh))  # a count is as a total
+            for index, (call, cache) in enumerate(zip(layers, shapes.layers)):
+                if self.whole:
+                    where = (within, policy, network.windows[index], cache.ring.window, *call[1:])
+                    seeds = jax.ShapeDtypeStruct((1,), np.uint32, sharding=placed)
+                    programs.append(own.prompt.program(*where, x, total, seeds, mesh, None))
+                else:
+                    numbers = (length, length, total)
+                    programs.append(own.chunk.program(within, *call, policy, cache, x, *numbers, mesh=mesh))
+            if self.ranked:
+                part = min(width, self.width)
+                programs.append(common.piece.program(x, np.int32(0), part))
+                outputs = jax.ShapeDtypeStruct((part, dim), dtype)
+                programs.append(common.ranks.program(network, params, outputs, np.zeros(part, np.int32)))
+        return programs
+
+    def _beginning(self) -> list[Program]:
+        """What ``begin`` runs."""
+        own, start, counts = self.structure, self.start, self._counts
+        if start is None:
+            return [own.make.program(1, tuple(counts))]
+        state = _state(start)
+        programs = [own.copied.program(state)]
+        if counts != paging.page_counts(state):
+            pools = [pages for layer in state.layers for pages in layer.pools]
+            sizes = counts * (len(pools) // max(1, len(counts)))
+            programs += [own.resize.program(x, n, state.mesh) for x, n in zip(pools, sizes)]
+        return programs
+
+    def compile(self, programs: list[Program]) -> None:
+        """Has it wait for these."""
+        self.programs, self.since = programs, time.monotonic()
 
 
-@functools.partial(jax.jit, static_argnums=2)
-def _piece(x: Float[Array, "1 T D"], begin: Any, width: int) -> Float[Array, "W D"]:
-    return jax.lax.dynamic_slice_in_dim(jnp.pad(x[0], ((0, width), (0, 0))), begin, width)
+def _state(start: StoredState) -> KVState:
+    assert start.state is not None
+    return start.state
 
 
 class Prefiller:
@@ -199,13 +319,16 @@ class Prefiller:
     def __init__(
         self, memory: Memory, compiler: Compiler, counters: Counters, note: Callable[[str], None]
     ) -> None:
-        self._model, self._settings, self._contexts = memory.model, memory.settings, memory.contexts
+        self._settings, self._contexts = memory.settings, memory.contexts
         self._memory, self._compiler, self._counters, self._note = memory, compiler, counters, note
         self.current: Prefill | None = None  # is read, or waits for pages
-        # Wait for programs, the oldest first. Others pass them; rows in their batches stay free for them.
+        # Wait for programs or memory, the oldest first. Others pass them; rows in their batches stay free.
         self.compiling: list[Prefill] = []
+        self.returned: list[EngineRequest] = []  # are to wait again, the oldest first
         self.units = 0  # chunks and layers that were read
         self.warm = False  # has any row entered a batch?
+        memory.reading = lambda: sum(prefill.bytes for prefill in self.pending)
+        memory.coming = lambda: max((x.need for x in self.pending if not x.begun), default=0)
 
     @property
     def reads(self) -> bool:
@@ -228,10 +351,32 @@ class Prefiller:
         """Ends the request of that number, if it is one of these."""
         for prefill in self.pending:
             if prefill.request.ticket.id == number:
-                self.compiling = [other for other in self.compiling if other is not prefill]
-                if self.current is prefill:
-                    self.current = None
+                self._leave(prefill)
                 prefill.request.finish(reason)
+
+    def put_back(self, request: int) -> bool:
+        """Has the newest row that was read wait again, if it is newer than that request; was there one?"""
+        held = [x for x in self.pending if x.begun and x.request.ticket.id > request]
+        if not held:
+            return False
+        newest = max(held, key=lambda prefill: prefill.request.ticket.id)
+        self._leave(newest)
+        newest.request.restart()
+        self.returned.insert(0, newest.request)
+        return True
+
+    def _leave(self, prefill: Prefill) -> None:
+        """It is none of these any more; what only it waited for is not compiled."""
+        self.compiling = [other for other in self.compiling if other is not prefill]
+        if self.current is prefill:
+            self.current = None
+        self._promise()
+        self._compiler.keep(program for other in self.pending for program in other.programs)
+
+    def _promise(self) -> None:
+        """Batches and structures of these are not dropped."""
+        self._memory.promised = [prefill.batch for prefill in self.pending if prefill.batch is not None]
+        self._memory.wanted = [prefill.structure for prefill in self.pending]
 
     # --- a beginning -------------------------------------------------------------------------------
 
@@ -245,7 +390,7 @@ class Prefiller:
         passed: list[EngineRequest] = []  # have no batch yet
         self._next()
         for request in queue:
-            if self.current is not None:
+            if self.current is not None or self.returned:
                 break
             try:
                 prefill = self._start(request)
@@ -266,45 +411,89 @@ class Prefiller:
         return taken
 
     def _next(self, seconds: float = 0.0) -> None:
-        """Takes the oldest request whose programs are there, where none is being read."""
+        """Takes the oldest request whose programs are there, and memory, where none is being read."""
         for prefill in list(self.compiling):
-            if self.current is None and self._compiled(prefill, seconds):
+            if prefill not in self.compiling:  # was put back for one before it
+                continue
+            if self.current is None and self._compiled(prefill, seconds) and self._begun(prefill):
                 self.compiling.remove(prefill)
                 self.current = prefill
-        self._memory.promised = [prefill.batch for prefill in self.pending if prefill.batch is not None]
+        self._promise()
+
+    def _begun(self, prefill: Prefill) -> bool:
+        """Has it a state? Made now, if there is memory for it; False where there is none yet."""
+        if prefill.begun:
+            return True
+        request, memory = prefill.request, self._memory
+        if prefill.start is not None and prefill.start.state is None:  # the prefix was dropped meanwhile
+            self._leave(prefill)
+            self.returned.append(request)
+            return False
+        try:
+            if memory.room(prefill.need, besides=prefill.batch):
+                prefill.begin()
+                return True
+            if memory.running or memory.reading():
+                return False
+            if request.alone:
+                raise RequestError(
+                    f"reading the prompt takes {prefill.need} bytes beside {memory.allocated()} that are "
+                    f"held, and kv_memory is {self._settings.kv_memory}. Raise it, or ask for fewer tokens."
+                )
+        except Exception as error:  # of this request alone
+            self._leave(prefill)
+            request.fail(error)
+            return False
+        # Batches without rows are in the way, its own perhaps: they are made again, smaller.
+        request.alone, others = True, [x.request for x in self.pending if x is not prefill]
+        self.compiling = []
+        self._promise()
+        memory.batches.clear()
+        self.returned += [request, *others]
+        return False
 
     def _start(self, request: EngineRequest) -> Prefill | None:
         """The request with the batch it is for; None while there is no free row."""
         memory, options, policy = self._memory, request.options, request.policy
-        empty = memory.empty_row(policy)
-        batch = None if request.keep_as else memory.batch(request, empty)
+        structure = memory.structure(request)
+        ranked = options.echo and options.logprobs is not None and not request.echoed
+        start = self._stored_state(request, memory.row(policy), ranked)
+        batch = (
+            None if request.keep_as else memory.batch(request, structure, self._reading(request, structure))
+        )
         request.without_batch = batch is None and not request.keep_as
         waiting = sum(prefill.batch is batch for prefill in self.compiling)
         # The first row of a batch decides its size alone.
         full = waiting > 0 if batch is None or not batch.sized else batch.rows.count(None) <= waiting
         if request.without_batch or full:
             return None
-        ranked = options.echo and options.logprobs is not None and not request.echoed
-        start = self._stored_state(request, empty, ranked)
         request.cached = 0 if start is None else len(start.tokens)
         borders: list[int] = []
         if shareable(policy) and not request.context:
             borders = memory.prefixes.borders(request.prefix_key, request.tokens, self._settings.chunk)
         prefill = Prefill(
-            self._model,
+            structure,
+            memory.common,
             request,
             batch,
-            self._first_state(request, empty, start),
             start,
             ranked=ranked,
             borders=borders,
             width=self._settings.chunk,
         )
-        if not prefill.done:
-            prefill.programs = prefill.prompt_programs()
-            if batch is not None and batch.sized:
-                prefill.programs.append(batch.program(self._settings.segment))
+        if batch is not None and batch.sized:
+            source = None if prefill.whole else prefill.shapes
+            prefill.programs += batch.programs(self._settings.segment, source)
         return prefill
+
+    def _reading(self, request: EngineRequest, structure: Structure) -> int:
+        """Device bytes of the row that is read."""
+        row = structure.row
+        if request.policy.whole_prompt:
+            return metrics.size(row.layers)
+        need = paging.most_pages(request.policy, row, len(request.tokens), row.chunk)
+        counts = [pool.coarse_class(max(1, pages)) for pages in need]
+        return metrics.size(row.layers) + structure.bytes_of(counts)
 
     def _stored_state(self, request: EngineRequest, empty: KVState, ranked: bool) -> StoredState | None:
         """What the prompt begins with: its context or a prefix; None where all of it is read.
@@ -317,7 +506,7 @@ class Prefiller:
         context = self._contexts.held(request.context)
         if context is None:
             raise ContextNotFound(f"context {request.context!r} was deleted before the request began.")
-        shapes = zip(paging.list_shapes(empty), paging.list_shapes(context.state))
+        shapes = zip(paging.list_shapes(empty), paging.list_shapes(_state(context)))
         if any(entries > held for (_, entries), (_, held) in shapes):
             raise ContextMismatch(
                 f"context {request.context!r} was read with page lists too short for '{request.policy!r}'. "
@@ -325,37 +514,21 @@ class Prefiller:
             )
         return context
 
-    def _first_state(self, request: EngineRequest, empty: KVState, start: StoredState | None) -> KVState:
-        """A copy of what the row begins with, with pages for what a prompt that is read in chunks adds.
-
-        Few sizes for all prompts. A prompt that is read as a whole makes its own pools, layer by layer.
-        """
-        policy, tokens = request.policy, len(request.tokens)
-        state = paging.copied(empty if start is None else start.state)
-        if not request.context:
-            state = dataclasses.replace(state, total=state.mesh.put(np.asarray([tokens], np.int32)))
-        if start is None and policy.whole_prompt:
-            return state
-        lists = None
-        if start is not None:
-            tokens -= len(start.tokens)
-            lists = [np.asarray(pages.length)[0] for layer in state.layers for pages in layer.pools]
-        need, have = paging.most_pages(policy, state, tokens, state.chunk, lists), paging.page_counts(state)
-        counts = [max(pool.coarse_class(max(1, pages)), held) for pages, held in zip(need, have)]
-        return state if counts == have else paging.resized(state, counts)
-
     def _compiled(self, prefill: Prefill, seconds: float) -> bool:
         """Are the programs compiled that a request waits for? If they cannot be, it fails alone."""
+        client = prefill.request.options.client or id(prefill.structure)
         try:
-            ready = self._compiler.ready(prefill.programs, seconds)
+            ready = self._compiler.ready(prefill.programs, seconds, client=client)
         except Exception as error:  # of this request alone: another policy compiles
-            self.compiling.remove(prefill)
+            self._leave(prefill)
             prefill.request.fail(error)
             return False
         waited = time.monotonic() - prefill.since
-        if ready and prefill.programs and waited > NOTE_AFTER:
-            policy = prefill.request.policy
-            self._note(f"programs of '{policy!r}' took {waited:.1f} s to compile, beside the others")
+        if ready and prefill.programs:
+            if waited > NOTE_AFTER:
+                policy = prefill.request.policy
+                self._note(f"programs of '{policy!r}' took {waited:.1f} s to compile, beside the others")
+            prefill.programs = []
         return ready
 
     # --- a prompt ----------------------------------------------------------------------------------
@@ -371,20 +544,24 @@ class Prefiller:
                     return True
             return self._insert(prefill)
         except Exception as error:  # of this request alone
-            self.current = None
+            self._leave(prefill)
             prefill.request.fail(error)
             return True
 
     def _unit(self, prefill: Prefill) -> None:
         request = prefill.request
-        if not prefill.done:  # the first of its kind was read where its programs were made
-            prefill.unit()
+        if not prefill.done:
+            prefill.unit(self._affordable)
+            if prefill.programs:
+                self._wait(prefill)
+                return
             self.units += 1
         if not prefill.done:
             return
         for border, state in prefill.snapshots.items():
             prefix = self._memory.remember(request.prefix_key, request.tokens[:border], state)
             prefill.begins.append(prefix)
+        prefill.snapshots = {}
         prefill.ready = True
         self._counters.prompt_tokens += len(request.tokens) - prefill.seen
         self._counters.cached_tokens += prefill.seen
@@ -395,13 +572,22 @@ class Prefiller:
             self._echo(prefill)
         self._first_token(prefill)
 
+    def _affordable(self, size: int) -> bool:
+        return self._memory.allocated() + size <= self._settings.kv_memory
+
+    def _wait(self, prefill: Prefill) -> None:
+        """Others may be read while programs are compiled for it."""
+        self.compiling.insert(0, prefill)
+        self.current = None
+
     def _keep(self, prefill: Prefill) -> None:
         """Keeps the row as a context."""
         request, memory = prefill.request, self._memory
-        size = metrics.allocated(prefill.state.layers)
-        if not memory.room(size):
+        if not memory.room(0):  # it is counted already
+            size = metrics.allocated(prefill.state.layers)
+            held = memory.allocated() - size
             raise RequestError(
-                f"context {request.keep_as!r} takes {size} bytes beside {memory.allocated()} held, and "
+                f"context {request.keep_as!r} takes {size} bytes beside {held} held, and "
                 f"kv_memory is {self._settings.kv_memory}. Raise it, or delete other contexts."
             )
         context = HeldContext(
@@ -412,7 +598,7 @@ class Prefiller:
             logits=prefill.logits,
         )
         self._contexts.keep(request.keep_as, context)
-        self.current = None
+        self._leave(prefill)
         request.finish("length")
 
     def _echo(self, prefill: Prefill) -> None:
@@ -435,19 +621,21 @@ class Prefiller:
         known = snapshot(state)
         if known.overflow:
             raise PoolOverflowError("a prompt ran out of pages: it was given too few.")
-        kv = usages(self._model.network, state, known)[0]
+        kv = usages(prefill.model.network, state, known)[0]
         if options.max_new_tokens == 0:
             request.deliver([Event(None, finish_reason="length")], kv)
-            self.current = None
+            self._leave(prefill)
             self._counters.ended("length")
             return
         assert prefill.logits is not None
         ranked, position = [options.logprobs is not None], np.asarray([len(request.tokens)], np.int32)
-        drawn = jax.device_get(first_token(prefill.logits, request.sampling, np.asarray(ranked), position))
+        drawn = jax.device_get(
+            prefill.common.first(prefill.logits, request.sampling, np.asarray(ranked), position)
+        )
         request.deliver(request.record(drawn, 0), kv)
         if request.ticket.done:
             request.keep_inspection(state, 0, kv, metrics.allocated(state.layers))
-            self.current = None
+            self._leave(prefill)
             self._counters.ended(request.ticket.finish_reason or "error", kv)
 
     # --- a row -------------------------------------------------------------------------------------
@@ -460,7 +648,7 @@ class Prefiller:
             self._first_token(prefill)
             return True
         known = snapshot(state)
-        coming = self._memory.coming(request, state, known)
+        coming = self._memory.to_store(request, state, known)
         start, lender = prefill.start, None
         if self._settings.share_pages and start is not None:
             lender = batch.lender(request.policy, start)
@@ -470,12 +658,15 @@ class Prefiller:
             need = paging.most_pages(request.policy, batch.state, coming, 1, lists, start.pages)
         if not batch.sized or not all(n <= have for n, have in zip(need, batch.spare())):
             return self._grow(prefill, batch, need)
-        if lender is not None and not batch.shared:
-            sharing = batch.program(self._settings.segment, shared=True)
-            if not self._compiler.ready([sharing]):  # the lender runs, so the others go on meanwhile
-                return False
+        shared = batch.shared or lender is not None
+        programs = batch.programs(self._settings.segment, state, shared=shared)
+        if not all(program.ready for program in programs):
+            prefill.compile(programs)
+            self._wait(prefill)
+            return True
+        batch.make()
         batch.insert(request, state, reserved, prefill.begins, lender)
-        self.current = None
+        self._leave(prefill)
         self.warm = True
         return True
 
@@ -486,19 +677,20 @@ class Prefiller:
             spare = zip(batch.counts, need, batch.spare())
             prefill.growth = memory.affordable(batch, [have + max(0, n - free) for have, n, free in spare])
         elif prefill.growth is None:
-            prefill.growth = memory.first_counts(batch, need)
+            prefill.growth = memory.first_counts(batch, need, memory.coming())
         if prefill.growth is None:
-            if not memory.running:
-                raise RequestError(
-                    f"the row needs {batch.bytes_of(need)} bytes of pages beside {memory.allocated()} that "
-                    f"are held, and kv_memory is {settings.kv_memory}. Raise it, or ask for fewer tokens."
-                )
-            return False
-        programs = [batch.program(settings.segment, prefill.growth)]
-        if not self._compiler.ready(programs):
-            prefill.programs, prefill.since = programs, time.monotonic()
-            self.compiling.insert(0, prefill)
-            self.current = None
+            if memory.running:
+                return False
+            if memory.reading() > prefill.bytes:  # rows that came later hold what it needs
+                return self.put_back(prefill.request.ticket.id)
+            raise RequestError(
+                f"the row needs {batch.bytes_of(need)} bytes of pages beside {memory.allocated()} that "
+                f"are held, and kv_memory is {settings.kv_memory}. Raise it, or ask for fewer tokens."
+            )
+        programs = batch.programs(settings.segment, prefill.state, prefill.growth)
+        if not all(program.ready for program in programs):
+            prefill.compile(programs)
+            self._wait(prefill)
             return True
         growth, prefill.growth = prefill.growth, None
         larger = all(have <= n for have, n in zip(batch.counts, growth))  # rows may have grown it meanwhile

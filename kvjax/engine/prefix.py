@@ -91,9 +91,8 @@ class Prefixes:
 
     def keep(self, new: Prefix) -> None:
         """Keeps one; drops others where there is no room."""
-        self._held = [
-            p for p in self._held if not (p.key == new.key and np.array_equal(p.tokens, new.tokens))
-        ]
+        for old in [p for p in self._held if p.key == new.key and np.array_equal(p.tokens, new.tokens)]:
+            self._drop(old)
         while self._held and (self.allocated + new.bytes > self._memory or len(self._held) >= MOST):
             self.drop()
         if new.bytes <= self._memory:
@@ -103,8 +102,12 @@ class Prefixes:
         """Forgets the one that was not used for longest; False where there is none."""
         if not self._held:
             return False
-        self._held.remove(min(self._held, key=lambda prefix: prefix.used))
+        self._drop(min(self._held, key=lambda prefix: prefix.used))
         return True
+
+    def _drop(self, prefix: Prefix) -> None:
+        self._held.remove(prefix)
+        prefix.state = None  # rows that began with it only compare it with what others begin with
 
 
 def _common(a: np.ndarray, b: np.ndarray) -> int:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from kvjax import decode
@@ -48,6 +50,7 @@ class Request:
       deadline: seconds after ``submit`` at which the request ends wherever it is.
       context: name of a held context that the prompt continues (a fork of it; the context stays).
       inspect: ``Engine.inspect`` still answers once the text has ended, with what the row held then.
+      client: who asks, for what clients share fairly: compilations.
     """
 
     prompt: Sequence[int] | np.ndarray
@@ -66,6 +69,7 @@ class Request:
     deadline: float | None = None
     context: str | None = None
     inspect: bool = False
+    client: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -263,11 +267,19 @@ class LearnedWeights:
 
 
 class WeightCache:
-    """Learned weights, each read once; any thread."""
+    """Learned weights, each read once while anybody uses them; any thread."""
 
     def __init__(self, model: Weighted) -> None:
         self._model = model
-        self._read: dict[str, LearnedWeights] = {}
+        self._read: weakref.WeakValueDictionary[str, LearnedWeights] = weakref.WeakValueDictionary()
+
+    @property
+    def allocated(self) -> int:
+        """Device bytes of all that are in use."""
+        arrays = {
+            id(x): x.nbytes for read in list(self._read.values()) for x in jax.tree.leaves(read.weights)
+        }
+        return sum(arrays.values())
 
     def get(self, policy: Policy, named: Mapping[str, Source] | None) -> LearnedWeights:
         """The weights that a policy needs, of these sources or those that the model ships.
@@ -280,7 +292,8 @@ class WeightCache:
         names = {name: str(source) for name, source in (named or {}).items()}
         # Parts of one structure read the same files, whatever their hyperparameters.
         key = json.dumps([policy.structure, names], sort_keys=True)
-        if key not in self._read:
+        learned = self._read.get(key)
+        if learned is None:
             read = find(policy, self._model, named)
             weights = decode.on_mesh(self._model, policy, read.weights, mesh_of(self._model.params))[1]
             chosen = sources(policy, named)
@@ -290,5 +303,5 @@ class WeightCache:
                 else str(read.files[part.name].resolve())
                 for part in policy.learned
             }
-            self._read[key] = LearnedWeights(weights, read.label, again)
-        return self._read[key]
+            self._read[key] = learned = LearnedWeights(weights, read.label, again)
+        return learned

@@ -45,7 +45,7 @@ class Scheduler:
         """An empty queue; ``note`` takes lines for the operator, ``calls_wait``: does another thread wait?"""
         self.memory, self.counters, self._settings = memory, counters, memory.settings
         self._note, self._calls_wait = note, calls_wait
-        self.compiler = Compiler(note)
+        self.compiler = Compiler(note, memory.shed)
         self.queue: collections.deque[EngineRequest] = collections.deque()
         self.prefiller = Prefiller(memory, self.compiler, counters, note)
         self._turn = 0
@@ -79,6 +79,7 @@ class Scheduler:
         return done
 
     def _piece(self) -> bool:
+        self._return()
         self._expire()
         prefiller = self.prefiller
         if prefiller.current is None:
@@ -163,12 +164,15 @@ class Scheduler:
             short = batch.short_by(steps)
             wanted = memory.affordable(batch, [have + max(0, n) for have, n in zip(batch.counts, short)])
             if wanted is not None:
-                larger = [batch.program(settings.segment, wanted)]
+                larger = batch.programs(settings.segment, counts=wanted)
                 if not self.compiler.ready(larger, PATIENCE, urgent=True):
                     return False
                 batch.resize(wanted)
                 continue
             number, row = max(batch.taken.items(), key=lambda item: item[1].request.ticket.id)
+            if self.prefiller.put_back(row.request.ticket.id):
+                self._return()
+                continue
             batch.release([number])
             if not memory.running:
                 error = RequestError(
@@ -182,6 +186,11 @@ class Scheduler:
             self._note(f"request {row.request.ticket.id} made room for older ones and will be read again")
         return bool(batch.taken)
 
+    def _return(self) -> None:
+        """Requests that were put back wait again, before all others."""
+        self.queue.extendleft(reversed(self.prefiller.returned))
+        self.prefiller.returned = []
+
     def _end_row(self, batch: RunningBatch, number: int, reason: str | None, kv: KVUsage) -> None:
         """What is left to do for a row before it is released; without a reason its last event is out."""
         request = batch.taken[number].request
@@ -193,8 +202,14 @@ class Scheduler:
         # Where there is memory, what it wrote may begin another prompt.
         if generated_too(request.policy) and not request.context:
             tokens = np.concatenate([request.tokens, np.asarray(request.written, np.int32)])[: kv.seen]
-            if self.memory.allocated() < 0.9 * self._settings.kv_memory:
+            if self.memory.allocated() < 0.9 * self._settings.kv_memory and self._can_cut(batch, number):
                 self.memory.remember(request.prefix_key, tokens, batch.cut(number))
+
+    def _can_cut(self, batch: RunningBatch, number: int) -> bool:
+        """Are the programs there? They are waited for where that stops nobody; else the next row has them."""
+        programs, running = batch.cut_programs(number), sum(len(x.taken) for x in self.memory.batches)
+        alone = running == 1 and not self.queue and not self.prefiller.pending
+        return self.compiler.ready(programs, 60.0 if alone else 0.0, urgent=True)
 
     # --- snapshots ---------------------------------------------------------------------------------------
 

@@ -195,6 +195,7 @@ class EngineRequest:
     echoed: bool = False  # was the prompt handed out?
     cached: int = 0  # tokens of the prompt that did not have to be read
     without_batch: bool = False  # is there no batch for it, and no memory for one?
+    alone: bool = False  # had all idle batches to go for it?
     overtaken: int = 0  # requests that came later and were begun before it, while it had no batch
     last: float | None = None  # when its last tokens were handed out
 

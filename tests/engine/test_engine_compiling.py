@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import threading
 import time
+import weakref
+from pathlib import Path
 
 import jax
 import pytest
@@ -14,7 +16,7 @@ import kvjax
 from kvjax.engine import Engine, Request, batch_bytes, compiler
 from kvjax.engine import pages as paging
 from kvjax.engine.batch import RunningBatch
-from kvjax.engine.compiler import Compiler
+from kvjax.engine.compiler import WORKERS, Compiler, Program
 from kvjax.engine.prefill import Prefill
 from kvjax.programs import maps_taken
 
@@ -26,11 +28,18 @@ def make_request(seed: int = 1, tokens: int = 8, **more) -> Request:
     return Request(prompt=tiny.prompt(20, seed), max_new_tokens=tokens, **more)
 
 
-def test_others_pass_a_request_that_waits_for_programs():
+def held(engine: Engine) -> threading.Event:
+    """Nothing is compiled until it is set."""
     free = threading.Event()
+    for _ in range(WORKERS):
+        engine._scheduler.compiler._pool.submit(free.wait, 300)
+    return free
+
+
+def test_others_pass_a_request_that_waits_for_programs():
     with Engine(tiny.model(), **SIZES) as engine:
         expected = engine.submit(make_request()).result()
-        engine._scheduler.compiler._pool.submit(free.wait, 300)
+        free = held(engine)
         others = [
             engine.submit(make_request(2, policy=WHOLE)),
             engine.submit(make_request(3, policy="window(16)")),
@@ -44,29 +53,139 @@ def test_others_pass_a_request_that_waits_for_programs():
         assert len(others[0].result()) == 8
 
 
-def test_the_first_whole_prompt_of_a_size_is_read_where_programs_are_compiled(monkeypatch):
-    readers, unit = [], Prefill.unit
+def test_a_client_waits_for_its_own_structure_only(monkeypatch):
+    """One structure's first program never ends: another new one is served, and one that runs already."""
+    free, empty = threading.Event(), paging.empty
 
-    def read(self):
-        readers.append(threading.current_thread().name.split("_")[0])
-        unit(self)
+    def slow(model, policy, **sizes):
+        if policy.admission.window == 17 and threading.current_thread().name.startswith("kvjax-compile"):
+            free.wait(300)
+        return empty(model, policy, **sizes)
 
-    monkeypatch.setattr(Prefill, "unit", read)
-    with Engine(tiny.model(), policy=WHOLE, **SIZES) as engine:
-        texts = [engine.submit(make_request()).result() for _ in range(2)]
-        assert texts[0] == texts[1]
-        half = len(readers) // 2
-        assert half >= 2  # a unit a layer
-        assert readers == ["kvjax-compile"] * half + ["kvjax-engine"] * half
+    monkeypatch.setattr(paging, "empty", slow)
+    with Engine(tiny.model(), **SIZES) as engine:
+        expected = engine.submit(make_request()).result()
+        blocked = [engine.submit(make_request(seed, policy="window(17)")) for seed in range(2)]
+        assert len(engine.submit(make_request(policy="window(16)")).result()) == 8
+        assert engine.submit(make_request()).result() == expected
+        assert [ticket.done for ticket in blocked] == [False, False]
+        free.set()
+        assert [len(ticket.result()) for ticket in blocked] == [8, 8]
+
+
+def test_lines_are_fair():
+    """A client with many programs never has all threads, and the one that was served less comes first."""
+    compiler, free, made = Compiler(workers=2), threading.Event(), {}
+    slow = [Program(made, f"slow {at}", lambda: free.wait(300)) for at in range(3)]
+    assert not compiler.ready(slow, client="a")
+    assert compiler.ready([Program(made, "b", lambda: True)], 60, client="b")
+    order: list[str] = []
+
+    def note(name: str) -> Program:
+        return Program(made, name, lambda: order.append(name) or True)
+
+    (blocked,) = [Program(made, "blocked", lambda: free.wait(300))]
+    assert not compiler.ready([blocked], client="b")  # both threads are at work
+    assert not compiler.ready([note("a1"), note("a2")], client="a")
+    assert not compiler.ready([note("c1")], client="c")
+    free.set()
+    assert compiler.ready([*slow, blocked, note("a1"), note("a2"), note("c1")], 60)
+    assert order[0] == "c1"
+    compiler.close()
+
+
+@pytest.mark.parametrize("reason", ["cancelled", "deadline"])
+def test_what_nobody_waits_for_leaves_the_line(reason):
+    with Engine(tiny.model(), **SIZES) as engine:
+        engine.submit(make_request()).result()
+        free, compiler = held(engine), engine._scheduler.compiler
+        stays = engine.submit(make_request(2, policy="window(16)"))
+        more = {"deadline": 0.5} if reason == "deadline" else {}
+        leaves = engine.submit(make_request(3, policy=WHOLE, **more))
+        while engine.metrics().reading < 2:
+            time.sleep(0.01)
+        both = compiler.waiting
+        if reason == "cancelled":
+            leaves.cancel()
+        assert list(leaves)[-1].finish_reason == reason
+        assert 0 < compiler.waiting < both
+        free.set()
+        assert len(stays.result()) == 8
+        made = {
+            repr(x.policy): bool(x.chunk.made or x.prompt.made) for x in engine._scheduler.memory.structures
+        }
+        assert made["window(16)"]
+        assert not made[repr(kvjax.policy(WHOLE))]
+
+
+class Listener:
+    """Programs that the engine's thread compiled meanwhile, by name."""
+
+    def __enter__(self) -> list[str]:
+        self.on, self.names = True, []
+        jax.monitoring.register_event_duration_secs_listener(self)
+        return self.names
+
+    def __call__(self, event: str, seconds: float, **facts) -> None:
+        if self.on and "backend_compile" in event and threading.current_thread().name == "kvjax-engine":
+            self.names.append(str(facts.get("fun_name")))
+
+    def __exit__(self, *error) -> None:
+        self.on = False
+
+
+def test_the_engines_thread_compiles_nothing():
+    """Not for a new structure, a longer prompt, a larger pool, a context, log-probabilities or a last row."""
+    with Listener() as compiled, Engine(tiny.model(), **SIZES) as engine:
+        for policy in ("full", WHOLE):
+            echo = make_request(policy=policy, logprobs=2, echo=True, inspect=True)
+            ticket = engine.submit(echo)
+            assert len(ticket.result()) == 8
+            assert engine.inspect(ticket).seen == 27
+            longer = [Request(prompt=tiny.prompt(40, 4), max_new_tokens=50, policy=policy) for _ in range(2)]
+            assert [len(engine.submit(x).result()) for x in longer] == [50, 50]
+            engine.contexts.create(policy, tiny.prompt(30, 6), policy=policy)
+            more = Request(prompt=[1, 2], max_new_tokens=4, policy=policy, context=policy)
+            assert len(engine.submit(more).result()) == 4
+    assert compiled == []
+
+
+@pytest.mark.skipif(not maps_taken(), reason="the system does not count memory maps")
+def test_programs_leave_with_their_batch():
+    """One batch at a time: however often structures come back, there are the maps of one of them."""
+
+    def maps() -> int:
+        gc.collect()
+        return len(Path("/proc/self/maps").read_text().splitlines())
+
+    with Engine(tiny.model(), max_lanes=1, **SIZES) as engine:
+        texts, counts, structures = [], [], []
+        for policy in ("window(16)", "window(16) + sinks(4)") * 3:
+            texts.append(engine.submit(make_request(policy=policy)).result())
+            structures.append(weakref.ref(engine._scheduler.memory.batches[0].structure))
+            counts.append(maps())
+        assert texts[:2] * 3 == texts
+        assert sum(structure() is not None for structure in structures) == 1
+    assert max(counts[2:]) < counts[1] + 0.3 * (counts[1] - counts[0]) + 50
+
+
+def test_programs_of_smaller_pools_leave():
+    with Engine(tiny.model(), **SIZES) as engine:
+        engine.submit(make_request()).result()
+        (batch,) = engine._scheduler.memory.batches
+        before = tuple(batch.counts)
+        assert list(batch._sized) == [before]
+        engine._call(lambda: batch.resize([2 * n for n in before]))
+        assert list(batch._sized) == []
 
 
 def test_a_prompt_that_fails_beside_the_others_fails_alone(monkeypatch):
     unit = Prefill.unit
 
-    def breaks(self):
+    def breaks(self, afford):
         if self.request.tokens[0] == tiny.prompt(20, 7)[0]:
             raise ArithmeticError("planted")
-        unit(self)
+        unit(self, afford)
 
     monkeypatch.setattr(Prefill, "unit", breaks)
     with Engine(tiny.model(), policy=WHOLE, **SIZES) as engine:
@@ -96,26 +215,23 @@ def test_programs_are_dropped_before_a_process_has_too_many_maps(monkeypatch):
     assert any("90% of the memory maps" in line for line in notes)
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not maps_taken(), reason="the system does not count memory maps")
-def test_many_policies_do_not_exhaust_the_maps(monkeypatch):
-    """With a low limit, real programs and real maps: however many policies come, few maps are taken."""
-    jax.clear_caches()
-    gc.collect()  # else what other tests left is freed while this one runs
-    notes, limit = [], maps_taken() + 0.04
-    monkeypatch.setattr(compiler, "CROWDED", limit)
-    policies = [
-        "window(8)",
-        "int8(8)",
-        "snapkv(4) + uniform(12)",
-        "knorm + uniform(12, every(4))",
-        "tova + uniform(12)",
-    ]
-    with Engine(tiny.model(), on_note=notes.append, max_lanes=2, **SIZES) as engine:
-        for policy in policies + policies:
-            assert len(engine.submit(make_request(policy=policy)).result()) == 8
-            assert maps_taken() < limit + 0.05
-    assert sum("memory maps" in line for line in notes) >= 2
+def test_idle_batches_go_before_a_process_has_too_many_maps(monkeypatch):
+    """Only as many as must: the least recently used one."""
+    taken = [0.1]
+    monkeypatch.setattr(compiler, "maps_taken", lambda: taken[0])
+    with Engine(tiny.model(), **SIZES) as engine:
+        for policy in ("full", "window(16)"):
+            engine.submit(make_request(policy=policy)).result()
+        drop = engine._scheduler.memory._drop_batch
+
+        def dropped(*words):
+            taken[0] = 0.7
+            return drop(*words)
+
+        monkeypatch.setattr(engine._scheduler.memory, "_drop_batch", dropped)
+        taken[0] = 0.8
+        assert len(engine.submit(make_request(policy="window(16) + sinks(4)")).result()) == 8
+        assert [batch.policy for batch in engine.metrics().batches] == ["window(16)", "window(16) + sinks(4)"]
 
 
 def test_memory_maps_are_counted_where_the_system_has_them(tmp_path):
@@ -178,21 +294,21 @@ def test_a_batch_begins_with_as_many_rows_as_memory_has_room_for():
 
 
 def test_what_running_rows_wait_for_is_compiled_first():
-    begun, free, made = Compiler(), threading.Event(), []
-    assert not begun.ready([("first", free.wait)])
-    assert not begun.ready([("later", lambda: made.append("later"))])
-    assert not begun.ready([("now", lambda: made.append("now"))], urgent=True)
+    begun, free, made, order = Compiler(workers=1), threading.Event(), {}, []
+    later = Program(made, "later", lambda: order.append("later"))
+    assert not begun.ready([Program(made, "first", lambda: free.wait(300))])
+    assert not begun.ready([later])
+    assert not begun.ready([Program(made, "now", lambda: order.append("now"))], urgent=True)
     free.set()
-    assert begun.ready([("later", free.wait)], 60)
-    assert made == ["now", "later"]
+    assert begun.ready([later], 60)
+    assert order == ["now", "later"]
     begun.close()
 
 
 def test_a_request_with_programs_passes_one_of_its_batch_without():
-    free = threading.Event()
     with Engine(tiny.model(), **SIZES) as engine:
         expected = engine.submit(make_request()).result()
-        engine._scheduler.compiler._pool.submit(free.wait, 300)
+        free = held(engine)
         long = engine.submit(
             Request(prompt=tiny.prompt(80, 2), max_new_tokens=8)
         )  # a larger pool is read into

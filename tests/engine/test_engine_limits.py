@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import time
 
+import jax
 import pytest
 import tiny
 
 import kvjax
 from kvjax.decode import RequestError
-from kvjax.engine import Draining, Engine, EngineDead, QueueFull, Request
+from kvjax.engine import Draining, Engine, EngineDead, QueueFull, Request, TooManyStructures
 from kvjax.engine.batch import RunningBatch
 from kvjax.engine.prefill import Prefill, Prefiller
+from kvjax.engine.scheduler import Scheduler
 
 SIZES = {"max_rows": 3, "context": 96, "chunk": 16, "segment": 4, "page": tiny.PAGE}
 POLICY = "random + uniform(24, every(8))"
@@ -66,10 +69,10 @@ def test_draining_has_an_end(engine):
 def test_a_fault_in_one_request_ends_it_alone(engine, monkeypatch):
     unit = Prefill.unit
 
-    def breaks(self):
+    def breaks(self, afford):
         if self.request.tokens[0] == tiny.prompt(20, 7)[0] and len(self.request.tokens) == 21:
             raise ArithmeticError("planted")
-        unit(self)
+        unit(self, afford)
 
     monkeypatch.setattr(Prefill, "unit", breaks)
     good = engine.submit(make_request(1))
@@ -157,6 +160,7 @@ def test_rows_are_preempted_where_memory_runs_short_and_their_text_stays(monkeyp
         batch = roomy._scheduler.memory.batches[0]
         pages = batch.bytes_of([1])
         held = batch.allocated - batch.bytes_of(batch.counts)
+        held += 20 * pages  # of a row that is read
     with Engine(tiny.model(), kv_memory=held + 40 * pages, share=0.0, **sizes) as small:
         if overtaken:
             compiled = Prefiller._compiled
@@ -190,3 +194,59 @@ def test_a_row_that_can_never_fit_is_told_so():
         with pytest.raises(RequestError, match="kv_memory"):
             ticket.result()
         assert engine.health != "dead"
+
+
+# --- structures ------------------------------------------------------------------------------------
+
+
+def test_a_client_brings_so_many_new_structures_a_minute(monkeypatch):
+    def ask(policy: str, client: str = "a") -> int:
+        request = Request(prompt=tiny.prompt(20), max_new_tokens=2, policy=policy, client=client)
+        return len(engine.submit(request).result())
+
+    with Engine(tiny.model(), new_structures=2, max_lanes=8, **SIZES) as engine:
+        assert [ask("full"), ask("window(16)"), ask("window(16)")] == [2, 2, 2]
+        with pytest.raises(TooManyStructures, match="Ask again in") as error:
+            ask("window(24)")
+        assert 1 <= error.value.retry_after <= 60
+        assert ask("full") == 2  # it runs already
+        assert ask("window(24)", "b") == 2
+        assert ask("window(24)") == 2
+        monkeypatch.setattr("kvjax.engine.engine.MINUTE", 0.0)
+        assert ask("window(32)") == 2
+
+
+# --- memory ----------------------------------------------------------------------------------------
+
+MIXED = ("full", "snapkv(8) + uniform(0.5)", "knorm + uniform(24, every_step)", "int8(8)", "window(64)")
+
+
+def test_memory_stays_within_its_bound(monkeypatch):
+    """Mixed policies that fill it: what the device has, looked at after every turn, is at most 5 % more."""
+    sizes = SIZES | {"max_rows": 4, "context": 160}
+    counted, turn = [], Scheduler.turn
+
+    def device_bytes() -> int:
+        return sum(x.nbytes for x in jax.live_arrays())
+
+    def counting(scheduler):
+        done = turn(scheduler)
+        counted.append((device_bytes() - before, scheduler.memory.allocated()))
+        return done
+
+    tiny.model()
+    gc.collect()
+    before, memory = device_bytes(), 700_000
+    monkeypatch.setattr(Scheduler, "turn", counting)
+    with Engine(tiny.model(), kv_memory=memory, **sizes) as engine:
+        requests = [
+            Request(prompt=tiny.prompt(40 + 17 * at, at), max_new_tokens=30, policy=policy, ignore_eos=True)
+            for at in range(4)
+            for policy in MIXED
+        ]
+        assert [len(ticket.result()) for ticket in [engine.submit(x) for x in requests]] == [30] * len(
+            requests
+        )
+    most, most_allocated = (max(x) for x in zip(*counted))
+    assert 0.8 * memory < most_allocated <= memory
+    assert most <= 1.05 * memory

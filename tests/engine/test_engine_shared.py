@@ -8,7 +8,8 @@ import tiny
 
 import kvjax
 from kvjax.engine import Engine, Request
-from kvjax.engine.pages import can_lend
+from kvjax.engine.batch import RunningBatch
+from kvjax.engine.pages import can_lend, shapes_with
 
 SIZES = {"max_rows": 4, "context": 128, "chunk": 16, "segment": 4, "page": tiny.PAGE, "kv_memory": 1 << 24}
 BEGINNING, MANY = tiny.prompt(96, 3), 4
@@ -33,10 +34,19 @@ def texts(share: bool, policy: str = "full", **more) -> tuple[list[list[int]], l
     with Engine(tiny.model(), policy=policy, share_pages=share, **SIZES) as engine:
         if more:
             engine.contexts.create("book", BEGINNING, policy=policy)
-        if share:  # the program that reads such pages is there, or the first would have ended before it is
-            engine.submit(make_request(MANY, **more)).result()
+        if (
+            share
+        ):  # the programs that read such pages are there, or the first would have ended before they are
+            sources, insert = [], RunningBatch.insert
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(
+                    RunningBatch, "insert", lambda *x: (sources.append(shapes_with(x[2])), insert(*x))[1]
+                )
+                for _ in range(2):  # from its beginning, and from the prefix that the first one leaves
+                    engine.submit(make_request(MANY, **more)).result()
             (batch,), compiler = engine._scheduler.memory.batches, engine._scheduler.compiler
-            assert engine._call(lambda: compiler.ready([batch.program(SIZES["segment"], shared=True)], 600))
+            programs = [x for y in sources for x in batch.programs(SIZES["segment"], y, shared=True)]
+            assert engine._call(lambda: compiler.ready(programs, 600))
         first = engine.submit(make_request(0, **more))
         events = iter(first)
         head = next(events)

@@ -105,6 +105,13 @@ class Options:
         None, "an answer ends then, wherever it is (default: never)", "SECONDS", type=_SECONDS
     )
 
+    client_structures: int | None = option(
+        None,
+        "policies of other structures that a key, or an address, may have compiled a minute; more are "
+        "answered 429 (default: 6; on this machine alone any number, as with 0)",
+        type=whole(0),
+    )
+
     drain: float = option(30.0, _DRAIN, "SECONDS", type=_SECONDS, group="the process")
     save_contexts: Path | None = option(
         None, "keep held contexts there too; a later server goes on with them", "DIR"

@@ -30,6 +30,7 @@ from kvjax.sharding.mesh import sizes_of
 
 HEALTH_INTERVAL = 0.1  # seconds between two checks of the engine's health
 EXIT_MARGIN = 10.0  # seconds after the deadline of --drain at which the process ends, whatever it is doing
+NEW_STRUCTURES = 6  # policy structures that a client may have compiled a minute, where others can ask
 WORKER_THREADS = 64  # requests that may wait for the engine's thread at a time
 LAST_SECONDS = 1.0  # in which a server whose engine is dead still answers 503, and its log may be read
 
@@ -116,6 +117,7 @@ def open_service(options: Options, log: Log) -> Service:
         segment=options.segment,
         share=options.share,
         share_pages=options.share_pages,
+        new_structures=new_structures(options),
         on_note=lambda line: log("engine", text=line),
     )
     try:
@@ -136,6 +138,12 @@ def open_service(options: Options, log: Log) -> Service:
         token_text=TokenText(model.text),
         saved_contexts=saved_contexts,
     )
+
+
+def new_structures(options: Options) -> int:
+    """Policy structures that a client may have compiled a minute; 0: any number."""
+    default = 0 if is_local(options.host) else NEW_STRUCTURES
+    return default if options.client_structures is None else options.client_structures
 
 
 # --- while it runs -------------------------------------------------------------------------------

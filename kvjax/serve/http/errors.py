@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -68,9 +69,10 @@ def as_api_error(error: BaseException) -> ApiError:
     """The HTTP error for one of our exceptions; 500 for any other."""
     if isinstance(error, ApiError):
         return error
-    if isinstance(error, engine.QueueFull):
-        wait = {"Retry-After": str(max(1, round(error.retry_after)))}
-        return ApiError(429, str(error), code="queue_full", headers=wait)
+    if isinstance(error, engine.QueueFull | engine.TooManyStructures):
+        wait = {"Retry-After": str(max(1, math.ceil(error.retry_after)))}
+        code = "queue_full" if isinstance(error, engine.QueueFull) else "too_many_structures"
+        return ApiError(429, str(error), code=code, headers=wait)
     if isinstance(error, engine.Draining | engine.EngineDead):
         code = "draining" if isinstance(error, engine.Draining) else "engine_dead"
         return ApiError(503, str(error), code=code, headers={"Retry-After": "5"})

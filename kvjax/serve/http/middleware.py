@@ -79,6 +79,11 @@ class AccessControl:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         error = self._refusal(scope) if scope["type"] == "http" else None
+        if scope["type"] == "http":  # who asks: the key, or where there is none the address
+            authorization = Headers(scope=scope).get("authorization", "")
+            address = (scope.get("client") or ("",))[0]
+            client = _digest(authorization).hex() if len(self._keys) else address
+            scope.setdefault("state", {}).update(client=client)
         await (error.response() if error else self._app)(scope, receive, send)
 
     def _refusal(self, scope: Scope) -> ApiError | None:

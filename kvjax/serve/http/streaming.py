@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import time
 import uuid
@@ -59,7 +60,10 @@ async def respond(
       What ``prepare`` and ``Engine.submit`` raise, before anything is sent.
     """
     service.check_open()
-    completion = await asyncio.to_thread(lambda: RunningCompletion(service, prepare(), form.id_prefix))
+    client = request.state.client
+    completion = await asyncio.to_thread(
+        lambda: RunningCompletion(service, prepare(), client, form.id_prefix)
+    )
     if body.kv_watch:
         service.watch(completion.id, completion.tickets)
 
@@ -157,14 +161,14 @@ class RunningCompletion:
       tickets: the engine's, one a text.
     """
 
-    def __init__(self, service: Service, generation: Generation, id_prefix: str) -> None:
+    def __init__(self, service: Service, generation: Generation, client: str, id_prefix: str) -> None:
         """Submits all texts; if ``Engine.submit`` raises for one, cancels the others."""
         self.id, self.created = f"{id_prefix}-{uuid.uuid4().hex}", int(time.time())
         self.tickets: list[Ticket] = []
         self._generation, self._log = generation, service.log
         try:
             for request in generation.requests:
-                self.tickets.append(service.engine.submit(request))
+                self.tickets.append(service.engine.submit(dataclasses.replace(request, client=client)))
         except BaseException:
             self.cancel()
             raise
