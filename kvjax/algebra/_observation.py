@@ -83,6 +83,17 @@ class Observation:
             results[name] = make()
         return cast(V, results[name])
 
+    def draws(self, seed: int | Int[Array, ""]) -> Float[Array, "B K T"]:
+        """Uniform draws in [0, 1) that depend only on seed, layer, head and position, never on the batch."""
+        key = jax.random.fold_in(jax.random.PRNGKey(seed), self.layer)
+        heads = self.heads.count(self.k.shape[1])
+
+        def draw(pos: Array) -> Array:
+            return jax.random.uniform(jax.random.fold_in(key, pos), (heads,))
+
+        drawn = jnp.moveaxis(jax.vmap(jax.vmap(draw))(self.pos), 2, 1)
+        return cast("Array", self.heads.local(drawn))
+
     def _declared(self, name: str) -> Array:
         if name not in self.values:
             raise PolicyError(f"a part reads {name!r} of the arriving tokens. Declare it in `needs`.")

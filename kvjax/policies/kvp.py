@@ -11,16 +11,21 @@ with the exact (erf) GELU (our choice; the paper names none). It sees neither th
 tokens, so a score is fixed when a token arrives: the same ranker works once after the prompt, at every step,
 and chunk by chunk. The weights decide an agent's inputs, width and depth: an absent leaf is an input that the
 agent lacks, and ``w_key_pre`` reads keys before RoPE. There is no output bias, which would change no ranking.
+
+Ours: where a head attends to nearly all tokens, those ranked best are a biased sample of what it averages,
+and a random choice disturbs its output less. A leaf ``gate`` [K] says which heads are ranked, 1, or left to
+chance, 0 (``train.ranker.gate`` finds them); without it all are ranked.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from kvjax.algebra import FIRST, Eviction, Observation, Policy, PolicyError, Whole
 from kvjax.budgets.ada import Ada
@@ -37,6 +42,9 @@ INPUTS = ("w_key", "w_key_pre", "w_value", "w_log", "w_linear")
 
 USUAL = ("w_key", "w_value", "w_log")
 """The default inputs."""
+
+GATE = "gate"
+"""The leaf, [K]: is a head ranked?"""
 
 HIDDEN, DEPTH = 256, 2
 """The paper's width and number of layers, including the output layer."""
@@ -137,16 +145,18 @@ class LearnedRanker(Eviction):
 
     While decoding, the score is kept with its slot, four bytes each. Where heads compete for slots (``ada``),
     the scores of two agents have no common zero. Scores of a prompt are therefore compared as
-    log-probabilities to be ranked first: minus the head's logsumexp over the ranked tokens.
+    log-probabilities to be ranked first: minus the head's logsumexp over the ranked tokens. In a head left
+    to chance all ranked tokens are then about equally probable.
 
     Attributes:
       sinks: first tokens; they go only when no ranked token is left.
       recent: newest tokens, never evicted.
+      seed: of the draws in heads left to chance.
     """
 
     name = "kvp"
-    arguments = {"sinks": Whole(), "recent": Whole()}
-    traced = ("sinks",)
+    arguments = {"sinks": Whole(), "recent": Whole(), "seed": Whole(0, "seed", 2**32 - 1)}
+    traced = ("sinks", "seed")
     needs = frozenset({"k", "k_pre", "v"})
     keeps = ("score",)
     learns = "kvp"
@@ -154,6 +164,10 @@ class LearnedRanker(Eviction):
     fitted = ("sinks",)
     sinks: int = 4
     recent: int = 16
+    seed: int = 0
+
+    def leaves(self) -> dict[str, Any]:
+        return super().leaves() | {"seed": np.uint32(self.seed)}
 
     @property
     def protects(self) -> int:
@@ -164,12 +178,17 @@ class LearnedRanker(Eviction):
         for index, layer in enumerate(weights):
             inputs = [name for name in INPUTS if name in layer]
             hidden = layer["b1"].shape[-1] if "b1" in layer else 0
-            self.check_shapes(index, layer, shapes(k, h, inputs or USUAL, hidden, depth(layer)), network)
+            gate = {GATE: (k,)} if GATE in layer else {}
+            agents = shapes(k, h, inputs or USUAL, hidden, depth(layer))
+            self.check_shapes(index, layer, agents | gate, network)
 
     def example_weights(self, key: Array, network: Network) -> list[Params]:
-        """Small agents of three layers whose scores spread."""
+        """Small agents of three layers whose scores spread; behind the first layer head 0 has no gate."""
         k, h, count = network.num_kv_heads, network.head_dim, network.num_layers
-        return initial(key, k, h, count, hidden=8, layers=3)
+        layers = initial(key, k, h, count, hidden=8, layers=3)
+        return [
+            layer | {GATE: jnp.ones(k).at[0].set(float(index == 0))} for index, layer in enumerate(layers)
+        ]
 
     def untrained(self, model: Weighted, seed: int) -> list[Params]:
         """Agents of the paper's size."""
@@ -179,7 +198,10 @@ class LearnedRanker(Eviction):
     def arrive(self, params: Params | None, observed: Observation) -> dict[str, Float[Array, "B K T"]]:
         if params is None:
             raise PolicyError(f"{self!r} has no rankers. Pass weights=kvjax.weights_for(policy, model).")
-        return {"score": scores(params, observed.k, observed.k_pre, observed.v, observed.pos)}
+        score = scores(params, observed.k, observed.k_pre, observed.v, observed.pos)
+        if GATE in params:
+            score = jnp.where(params[GATE][:, None] > 0, score, observed.draws(self.seed))
+        return {"score": score}
 
     def score(self, params: Params | None, slots: Slots) -> Float[Array, "B K C"]:
         return jnp.where(slots.pos < self.sinks, FIRST, slots.meta["score"])

@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from kvjax.algebra import Every, Eviction, Observation, Policy, Whole
@@ -37,14 +35,7 @@ class Random(Eviction):
         return {"seed": np.uint32(self.seed)}
 
     def arrive(self, params: Params | None, observed: Observation) -> dict[str, Float[Array, "B K T"]]:
-        key = jax.random.fold_in(jax.random.PRNGKey(self.seed), observed.layer)
-        heads = observed.heads.count(observed.k.shape[1])
-
-        def draw(pos: Array) -> Array:
-            return jax.random.uniform(jax.random.fold_in(key, pos), (heads,))
-
-        drawn = jnp.moveaxis(jax.vmap(jax.vmap(draw))(observed.pos), 2, 1)
-        return {"draw": observed.heads.local(drawn)}
+        return {"draw": observed.draws(self.seed)}
 
     def score(self, params: Params | None, slots: Slots) -> Float[Array, "B K C"]:
         return slots.meta["draw"]

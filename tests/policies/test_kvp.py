@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 
@@ -19,6 +20,7 @@ from kvjax.budgets.ada import Ada
 from kvjax.budgets.uniform import Uniform
 from kvjax.cache.ring import Entry
 from kvjax.policies.kvp import INPUTS, USUAL, LearnedRanker, depth, initial, scores, shapes
+from kvjax.policies.random_keep import Random
 from kvjax.weights import WeightsError
 
 LENGTHS, T, K, H = (40, 25, 9), 40, 2, 8
@@ -138,6 +140,24 @@ def test_heads_compete_by_log_probabilities_so_that_shifted_agents_change_nothin
     np.testing.assert_array_equal(verdict(again, params, seen), bits)
 
 
+def test_a_head_without_its_gate_is_left_to_the_draws_of_a_random_choice():
+    """The file decides by head; the draws are those of ``random`` with the policy's seed."""
+    params, closed = agents(), jnp.asarray([1.0, 0.0])
+    values = dict(zip(("k", "k_pre", "v"), SEEN))
+    seen = dataclasses.replace(observe(LENGTHS, T, **values), layer=3)
+    ranked = LearnedRanker().arrive(params, seen)["score"]
+    opened = LearnedRanker().arrive(params | {"gate": jnp.ones(K)}, seen)["score"]
+    np.testing.assert_array_equal(opened, ranked)
+    for seed in (0, 5):
+        score = LearnedRanker(seed=seed).arrive(params | {"gate": closed}, seen)["score"]
+        np.testing.assert_array_equal(score[:, 0], ranked[:, 0])
+        np.testing.assert_array_equal(score[:, 1], Random(seed).arrive(None, seen)["draw"][:, 1])
+    # Where heads compete, the tokens of a head left to chance are equal to within a factor of e.
+    prompt = LearnedRanker(2, 4).score_prompt(params | {"gate": closed}, seen)
+    for row, length in enumerate(LENGTHS):
+        assert np.abs(np.asarray(prompt[row, 1, 2 : length - 4]) + np.log(length - 6)).max() < 1
+
+
 # --- while tokens come ---------------------------------------------------------------------------
 
 EVERY = Policy(eviction=LearnedRanker(sinks=2, recent=6), budget=Uniform(20, "every_step"))
@@ -220,6 +240,7 @@ def changed(**leaves) -> dict:
         (changed(w_out=jnp.zeros((3, 8))), r"'w_out': \(3, 8\)"),
         (changed(w3=jnp.zeros((2, 8, 8))), "'b3'"),
         (changed(w_future=jnp.zeros((2, 8, 8))), "'w_future'"),
+        (changed(gate=jnp.ones(3)), r"'gate': \(3,\)"),
         ({"eviction": changed()["eviction"][:1]}, "has 1 layers, the model has 2"),
     ],
 )
