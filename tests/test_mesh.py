@@ -51,6 +51,7 @@ def check(lines: list[dict]) -> None:
     assert lines
     for one in lines:
         assert "error" not in one, one
+        assert len({*one["models"]}) == 1, one  # fingerprints
         # Kept sets first: where they differ logits tell nothing.
         assert one["kept"] == [0, 0], one
         assert one["text"] == 0, one
