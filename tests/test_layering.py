@@ -103,6 +103,7 @@ TABLE = {
     "kvjax.engine.errors": r"kvjax\.errors",
     "kvjax.engine.compiler": r"kvjax\.programs",
     "kvjax.engine.settings": r"kvjax\.(types|decode|sharding\.(mesh|specs))",
+    "kvjax.engine.fitting": r"kvjax\.(types|algebra|decode|sharding\.mesh|engine\.settings)",
     "kvjax.engine.request": r"kvjax\.(types|algebra|decode|weights|sharding\.mesh)",
     "kvjax.engine.metrics": rf"{STATE}|kvjax\.(metrics|engine\.(decoding|request))",
     "kvjax.engine.ticket": rf"{STATE}|kvjax\.(algebra|sampling|engine\.(decoding|request|metrics))",

@@ -22,6 +22,7 @@ from kvjax.decode._by_layer import LayerCall, chunk_layer, layer_calls, read_chu
 from kvjax.decode._capacity import (
     CHUNK,
     HORIZON,
+    LONG_PAGE,
     MAX_STEPS,
     PAGE,
     bucket,
@@ -45,6 +46,7 @@ from kvjax.decode._step import run_layers, step, step_program
 __all__ = [
     "CHUNK",
     "HORIZON",
+    "LONG_PAGE",
     "MAX_STEPS",
     "PAGE",
     "DecodeRows",

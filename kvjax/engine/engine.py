@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import functools
 import itertools
 import threading
 import time
@@ -19,6 +20,7 @@ from kvjax.algebra import Policy
 from kvjax.decode import CHUNK
 from kvjax.engine.contexts import Contexts
 from kvjax.engine.errors import Draining, EngineDead, QueueFull
+from kvjax.engine.fitting import check_fits
 from kvjax.engine.memory import Memory
 from kvjax.engine.metrics import Counters, Metrics
 from kvjax.engine.pages import paged
@@ -110,6 +112,8 @@ class Engine:
             share=share,
             share_pages=share_pages,
         )
+        fits = functools.partial(check_fits, model, self._settings)
+        self._check_fits = functools.lru_cache(maxsize=256)(fits)  # of policies that do
         self._most_waiting = queue
         self._weights = WeightCache(model)
         self._weights.get(self._policy, weights)
@@ -193,6 +197,8 @@ class Engine:
         policy = self._policy
         if request.policy is not None:
             policy = decode.read_policy(request.policy, self._model, **tokens)
+        batched = paged(policy, self._settings.context)
+        self._check_fits(batched)
         learned = self._learned(request, policy)
         ids = decode.read_ids("Request(prompt=...)", self._model, request.prompt)
         if request.context is not None:
@@ -211,7 +217,7 @@ class Engine:
             ticket=Ticket(number, request, len(ids), lambda: self._cancel(number)),
             counters=self._counters,
             tokens=ids,
-            policy=paged(policy, self._settings.context),
+            policy=batched,
             learned=learned,
             stops=read_stops(request, self._model),
             sampling=jax.device_get(how),

@@ -131,7 +131,7 @@ def open_file(call: str, path: Path) -> StateFile:
     if covered and words["digest"] != digest({"content": "", **words}):
         raise DamagedError(call, "its head is not what was written")
     begins = _begins(call, stored, shapes, 8 + size, length)
-    content = words["content"]
+    content = words["content" if covered else "digest"]
     both = hashlib.sha256(json.dumps([words["head"], words["shapes"], content]).encode()).hexdigest()
     named = {name: (jnp.dtype(dtype), tuple(shape)) for name, (dtype, shape) in shapes.items()}
     return StateFile(

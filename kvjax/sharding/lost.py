@@ -129,6 +129,8 @@ def _end(lost: int) -> NoReturn:
     flush = threading.Thread(target=sys.stdout.flush, daemon=True)  # another thread may hold it
     flush.start()
     flush.join(SETTLE)
-    sentence = f"error: process {lost} of this program was lost, and the others end. Start all of them again.\n"
+    sentence = (
+        f"error: process {lost} of this program was lost, and the others end. Start all of them again.\n"
+    )
     os.write(2, sentence.encode())
     os._exit(1)
