@@ -5,12 +5,13 @@
   python -m kvjax.launch -- script.py                 (SLURM, GKE, Cloud TPU: JAX finds the others itself)
 
 Each process joins JAX's runtime before the program begins; the program is the same in all of them and sees
-the devices of all. ``--local`` starts them on this machine, shows what the first one prints, and ends all
-when one fails: JAX itself would abort the others only after ``HEARTBEAT`` seconds, without a reason.
+the devices of all. When one is lost the others end (``kvjax.sharding.lost``). ``--local`` starts them on this
+machine, shows what the first one prints, and ends all when one fails.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import dataclasses
 import importlib.metadata
@@ -29,11 +30,12 @@ from collections.abc import Sequence
 from typing import Any, TextIO
 
 from kvjax import cli
+from kvjax.sharding import lost
 from kvjax.version import __version__
 
 HEARTBEAT, PATIENCE = 10, 100
-"""Seconds of silence after which JAX gives up a process and aborts the others. --local waits longer: there
-the launcher notices at once that a process has ended, and a busy machine may be silent for long."""
+"""Seconds of silence after which JAX gives up a process and aborts the others, where a loss was not noticed
+before. --local waits longer: a busy machine may be silent for long."""
 
 LIBRARIES = ("jax", "jaxlib", "numpy", "ml_dtypes", "tokenizers", "safetensors")
 """Libraries whose versions must be equal in all processes."""
@@ -51,7 +53,8 @@ class Options:
     coordinator: str | None = cli.option(None, "where process 0 is", "HOST:PORT")
     num_processes: int | None = cli.option(None, "of all")
     process_id: int | None = cli.option(None, "which this is", "I", type=cli.whole(0))
-    heartbeat: int = cli.option(HEARTBEAT, "seconds of silence after which a process is lost", "S")
+    heartbeat: int = cli.option(HEARTBEAT, "seconds of silence after which JAX aborts", "S")
+    launched: bool = cli.option(False, argparse.SUPPRESS)
     program: tuple[str, ...] = cli.option(
         (), "-m MODULE or FILE, and its words", "-- PROGRAM", flag="program", nargs="..."
     )
@@ -80,7 +83,7 @@ def _run(argv: Sequence[str]) -> int:
         raise cli.InputError("--devices makes virtual devices for processes of this machine. Give --local.")
     if any(word is not None for word in cluster) and None in cluster:
         raise cli.InputError("--coordinator, --num-processes and --process-id go together. Give all three.")
-    join(*cluster, heartbeat=options.heartbeat, command=" ".join(program))
+    join(*cluster, heartbeat=options.heartbeat, command=" ".join(program), watched=options.launched)
     return run_here(program)
 
 
@@ -94,6 +97,7 @@ def join(
     *,
     heartbeat: int = HEARTBEAT,
     command: str = "",
+    watched: bool = False,
 ) -> None:
     """Joins the other processes before any device is used; without arguments JAX asks the cluster.
 
@@ -101,8 +105,9 @@ def join(
       coordinator: HOST:PORT of process 0.
       processes: how many there are.
       process: which this is.
-      heartbeat: seconds of silence after which a process counts as lost.
+      heartbeat: seconds of silence after which JAX gives up a process and aborts the others.
       command: the program and its words, which must be the same in all.
+      watched: a launcher ends the others when one fails; else they watch each other.
 
     Raises:
       InputError: no cluster that JAX knows.
@@ -122,6 +127,17 @@ def join(
             "--process-id, or --local."
         ) from error
     _compare({"the command": command, **versions()})
+    if not watched and jax.process_count() > 1:
+        lost.watch(_host(coordinator))
+
+
+def _host(coordinator: str | None) -> str:
+    """Where process 0 is; JAX knows the one that the cluster named."""
+    if coordinator is None:
+        from jax._src import distributed
+
+        coordinator = distributed.global_state.coordinator_address
+    return str(coordinator).rpartition(":")[0].strip("[]")
 
 
 def _compare(facts: dict[str, str]) -> None:
@@ -145,12 +161,18 @@ def versions() -> dict[str, str]:
 
 def run_here(program: Sequence[str]) -> int:
     """Runs the program in this process, as ``python PROGRAM`` would; the exit code."""
-    if program[0] == "-m":
-        sys.argv = list(program[1:])
-        runpy.run_module(program[1], run_name="__main__", alter_sys=True)
-    else:
-        sys.argv = list(program)
-        runpy.run_path(program[0], run_name="__main__")
+    import jax
+
+    try:
+        if program[0] == "-m":
+            sys.argv = list(program[1:])
+            runpy.run_module(program[1], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv = list(program)
+            runpy.run_path(program[0], run_name="__main__")
+    except jax.errors.JaxRuntimeError:
+        lost.settle()
+        raise
     return 0
 
 
@@ -173,7 +195,7 @@ def local(processes: int, devices: int | None, program: Sequence[str]) -> int:
         flag = f"--xla_force_host_platform_device_count={devices}"
         environment |= {"XLA_FLAGS": f"{environment.get('XLA_FLAGS', '')} {flag}", "JAX_PLATFORMS": "cpu"}
     start = [sys.executable, "-m", "kvjax.launch", "--coordinator", f"localhost:{port}"]
-    start += ["--num-processes", str(processes), "--heartbeat", str(PATIENCE)]
+    start += ["--num-processes", str(processes), "--heartbeat", str(PATIENCE), "--launched"]
     with contextlib.ExitStack() as stack:
         outputs = [stack.enter_context(tempfile.TemporaryFile()) for _ in range(1, processes)]
         running = []

@@ -39,8 +39,10 @@ from kvjax.models import decoder  # noqa: E402
 from kvjax.models.layout import drawn  # noqa: E402
 from kvjax.models.spec import ModelSpec, Rope  # noqa: E402
 from kvjax.sharding.mesh import ONE, Mesh  # noqa: E402
+from kvjax.weights import fingerprint  # noqa: E402
 
 LENGTHS, STEPS = (45, 30, 38, 25), 10
+FULL = kvjax.policy("full")
 
 COMBINED = (
     "conf_kv(alpha=0.8, gamma=0.9, recent=4) + confidence(18, 26, threshold=0.5) + int8(8)",
@@ -86,7 +88,10 @@ def model(kv_heads: int = 8) -> tiny.Tiny:
         if name.endswith("norm"):
             return jax.device_put(np.ones(shape, np.float32))
         width = {"wo": shape[0] * shape[1], "embed": 1}.get(name, shape[0]) if len(shape) > 1 else 1
-        return jax.device_put((1.5 * width**-0.5 * draw.standard_normal(shape)).astype(np.float32))
+        values = (1.5 * width**-0.5 * draw.standard_normal(shape)).astype(np.float32)
+        if name in ("wq", "wo"):
+            values[draw.random(shape) < 1 / 8] = -0.0  # as in biases of trained models; its sign counts
+        return jax.device_put(values)
 
     tree = decoder.shapes(spec)
     params = {name: drawn(one, name, shape) for name, shape in tree.items() if name != "layers"}
@@ -155,6 +160,7 @@ def difference(one: Life, many: Life) -> dict[str, Any]:
         "kept": [int((a != b).sum()) for a, b in zip(one.kept, many.kept)],
         "text": int((one.text != many.text).sum()),
         "held": [int(x.sum()) for x in one.kept],
+        "models": [fingerprint(model()), fingerprint(decode.on_mesh(model(), FULL, {}, many.state.mesh)[0])],
     }
 
 

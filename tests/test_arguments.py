@@ -4,12 +4,35 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import types
+from pathlib import Path
+from typing import Any
 
+import jax
 import pytest
+import tiny
 
+import kvjax
 from kvjax import catalogue, policy
-from kvjax.algebra import Admission, Eviction, Number, Policy, PolicyError, Switch, Whole
+from kvjax.algebra import (
+    MOST,
+    Admission,
+    Argument,
+    Every,
+    Eviction,
+    Number,
+    Policy,
+    PolicyError,
+    Switch,
+    Whole,
+)
+from kvjax.budgets.amount import Size, Time
+from kvjax.budgets.gvote import Whose
 from kvjax.budgets.uniform import Uniform
+from kvjax.cache import pool
+from kvjax.decode import RequestError, _prefill
+from kvjax.policies import magicpig
+from kvjax.policies.topk import FINEST, Retrieved
 
 PARTS = sorted(catalogue.parts().values(), key=lambda kind: kind.name)
 FIELDS = [(kind, field.name) for kind in PARTS for field in dataclasses.fields(kind)]
@@ -32,20 +55,151 @@ def test_a_bool_is_no_number_and_a_number_no_switch(kind, name):
     assert "Give " in message
 
 
-@pytest.mark.parametrize(("kind", "name"), FIELDS, ids=IDS)
-def test_every_number_has_a_bound(kind, name):
-    argument = kind.arguments[name]
+def bounds(argument: Argument) -> tuple[list[Any], list[Any]]:
+    """The outermost values that an argument takes, and those right beyond them."""
     if isinstance(argument, Switch):
+        return [False, True], [2]
+    if isinstance(argument, Whole):
+        return [argument.least, argument.most], [argument.least - 1, argument.most + 1]
+    if isinstance(argument, Number):
+        ends = {"low": (argument.low, -math.inf), "high": (argument.high, math.inf)}
+        good = [math.nextafter(at, -out) if end in argument.open else at for end, (at, out) in ends.items()]
+        return good, [
+            at if end in argument.open else math.nextafter(at, out) for end, (at, out) in ends.items()
+        ]
+    return {
+        Size: (
+            [1, MOST, 5e-324, 1.0, f"{'9' * 15}GiB"],
+            [0, MOST + 1, 0.0, 1.0000001, f"{'9' * 16}GiB", "-1B"],
+        ),
+        Time: ([Every(1), Every(MOST)], ["every", every_more]),
+        Retrieved: ([1, MOST, 1 / FINEST, 1.0], [0, MOST + 1, 0.5 / FINEST, 1.0000001]),
+        Whose: (["last", "expected"], ["first", 1]),
+    }[type(argument)]
+
+
+def every_more() -> Every:
+    return Every(MOST + 1)
+
+
+def nested(depth: int) -> list[Any]:
+    return [nested(depth - 1)] if depth else [1]
+
+
+HUGE = (10**400, -(10**400), 10**30, -(10**30), -1e300, math.nan, math.inf, -math.inf, "9" * 400, nested(150))
+
+
+@pytest.mark.parametrize(("kind", "name"), FIELDS, ids=IDS)
+def test_every_argument_takes_its_bounds_and_nothing_beyond(kind, name):
+    good, bad = bounds(kind.arguments[name])
+    for value in good:
+        kind.arguments[name].check("call", name, value)
+    for value in (*bad, *HUGE):
+        with pytest.raises(PolicyError, match="Give|Write|For tokens"):
+            kind(**{name: value() if callable(value) else value})
+
+
+DEEP = ("-" * 400 + "1", "a." * 200 + "b", "[" * 150 + "1" + "]" * 150, "(" * 400 + "1" + ")" * 400)
+
+
+@pytest.mark.parametrize(("kind", "name"), FIELDS, ids=IDS)
+def test_no_argument_takes_a_deep_or_huge_text(kind, name):
+    if kind.idle:
         return
-    largest = {Whole: "most", Number: "high"}.get(type(argument))
-    if largest:
-        bound = getattr(argument, largest)
-        assert argument.accepts(bound) or "high" in getattr(argument, "open", "")
-        with pytest.raises(PolicyError):
-            argument.check("call", name, bound + 1)
-    for wrong in (10**30, -(10**30), math.nan, -math.inf, 1e999):
-        with pytest.raises(PolicyError, match="Give|Write"):
-            kind(**{name: wrong})
+    for text in (*DEEP, "every(" * 99 + "1" + ")" * 99, "9" * 800, "1e999", "-1e999", "1" + "*9" * 300):
+        with pytest.raises(PolicyError) as refused:
+            policy(f"{kind.name}({name}={text})")
+        assert len(str(refused.value)) < 6000
+
+
+POSITIONS = {
+    ("expected_attention", "ahead"),
+    ("gvote", "ahead"),
+    ("gvote", "queries"),
+    ("lagkv", "lag"),
+    ("scissorhands", "window"),
+    ("snapkv", "kernel"),
+    ("snapkv", "window"),
+}
+"""Arguments with which memory or time grow, and which mean nothing beyond a model's positions."""
+
+
+def test_numbers_beyond_the_positions_of_a_model_are_refused_when_they_meet_it():
+    tried, network = set(), types.SimpleNamespace(max_positions=64)
+    for kind, name in FIELDS:
+        if not getattr(kind.arguments[name], "by_positions", False):
+            continue
+        tried.add((kind.name, name))
+        most = max(64, getattr(kind(), name))
+        kind(**{name: most - (name == "kernel")}).check_positions(network)
+        beyond = kind(**{name: most + 1})
+        with pytest.raises(
+            PolicyError, match=rf"{name}={most + 1} is more than the 64 positions of the model"
+        ):
+            beyond.check_positions(network)
+    assert tried == POSITIONS
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "snapkv(257) + uniform(8)",
+        "snapkv(window=1000000) + ada(8)",
+        "expected_attention(ahead=4096) + uniform(8)",
+        "lagkv(1000000) + uniform(8)",
+        "gvote(0.5, ahead=4096)",
+    ],
+)
+def test_a_policy_beyond_the_positions_is_refused_before_anything_runs(spec, monkeypatch):
+    monkeypatch.setattr(jax, "jit", None)
+    monkeypatch.setattr(_prefill, "read_layers", None)
+    for call in (kvjax.prefill, kvjax.generate):
+        with pytest.raises(PolicyError, match="is more than the 256 positions of the model. Give at most"):
+            call(tiny.model(), spec, [tiny.prompt(20)])
+
+
+@pytest.mark.parametrize("size", [{"chunk_size": 257}, {"chunk_size": 0}, {"page": 257}, {"page": 0}])
+def test_chunks_and_pages_beyond_the_positions_are_refused(size):
+    with pytest.raises(RequestError, match=r"prefill\(.*\) is out of range: .* 256 positions. Give 1 to 256"):
+        kvjax.prefill(tiny.model(), "full", [tiny.prompt(20)], **size)
+
+
+def test_what_is_kept_by_a_value_of_somebody_else_is_bounded():
+    for seed in range(9):
+        magicpig._directions(seed, 4, 2, 2)
+    assert magicpig._directions.cache_info().currsize == magicpig._directions.cache_info().maxsize == 4
+    before = dict(pool._FAMILIAR)
+    try:
+        for number in range(2 * pool.MOST_FAMILIAR):
+            pool.familiar(("test", number), [3, 5])
+            pool.familiar("one", [3 + number * 100, 5])
+        assert len(pool._FAMILIAR) == pool.MOST_FAMILIAR
+        assert max(map(len, pool._FAMILIAR.values())) <= pool.MOST_FAMILIAR
+    finally:
+        pool._FAMILIAR.clear()
+        pool._FAMILIAR.update(before)
+
+
+ENDLESS = {"kvjax/layer/_rows.py", "kvjax/catalogue/_discovery.py", "kvjax/saving/_device_parts.py"}
+"""Caches by kinds of parts, by nothing, and of one call."""
+
+
+def test_no_cache_of_the_library_grows_without_end():
+    root = Path(kvjax.__file__).parent
+    for folder in (
+        "algebra",
+        "budgets",
+        "cache",
+        "decode",
+        "engine",
+        "layer",
+        "policies",
+        "saving",
+        "storage",
+    ):
+        for file in sorted((root / folder).glob("*.py")):
+            if "@functools.cache\n" in file.read_text():
+                assert str(file.relative_to(root.parent)) in ENDLESS
 
 
 @pytest.mark.parametrize("kind", PARTS, ids=lambda kind: kind.name)

@@ -78,8 +78,13 @@ TABLE = {
     "kvjax.weights.torch_file": r"kvjax\.errors",
     "kvjax.weights.__main__": r"kvjax\.(cli|weights(\..+)?)",
     "kvjax.timing": r"pallas_kernels\.measure\.timing",
+<<<<<<< HEAD
     "kvjax.launch": r"kvjax\.(cli|version|sharding\.consistency)",
     "kvjax.cli": r"kvjax\.(errors|programs|types)|pallas_kernels\.records",
+=======
+    "kvjax.launch": r"kvjax\.(cli|version|sharding(\.(consistency|lost))?)",
+    "kvjax.cli": r"kvjax\.(errors|types)|pallas_kernels\.records",
+>>>>>>> srv-state
     "kvjax.tune": r"kvjax(\.cli)?|pallas_kernels(\.(dispatch|records|measure\.(device|work)))?",
     "kvjax.decode": r"kvjax\.decode\._.+",
     "kvjax.decode._capacity": rf"{STATE}|kvjax\.(algebra|catalogue)",
@@ -103,6 +108,7 @@ TABLE = {
     "kvjax.engine.errors": r"kvjax\.errors",
     "kvjax.engine.compiler": r"kvjax\.programs",
     "kvjax.engine.settings": r"kvjax\.(types|decode|sharding\.(mesh|specs))",
+    "kvjax.engine.fitting": r"kvjax\.(types|algebra|decode|sharding\.mesh|engine\.settings)",
     "kvjax.engine.request": r"kvjax\.(types|algebra|decode|weights|sharding\.mesh)",
     "kvjax.engine.metrics": rf"{STATE}|kvjax\.(metrics|engine\.(decoding|request))",
     "kvjax.engine.ticket": rf"{STATE}|kvjax\.(algebra|sampling|engine\.(decoding|request|metrics))",

@@ -7,6 +7,8 @@ import json
 import os
 import re
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import time
@@ -25,6 +27,7 @@ from kvjax.eval import commands
 from kvjax.models import hf
 from kvjax.serve import command as serving
 from kvjax.serve.arguments import parse
+from kvjax.sharding import lost
 from kvjax.sharding.mesh import ONE, Mesh, MeshError
 from kvjax.sharding.specs import AXES, of_learned
 
@@ -51,6 +54,7 @@ def check(lines: list[dict]) -> None:
     assert lines
     for one in lines:
         assert "error" not in one, one
+        assert len({*one["models"]}) == 1, one  # fingerprints
         # Kept sets first: where they differ logits tell nothing.
         assert one["kept"] == [0, 0], one
         assert one["text"] == 0, one
@@ -334,6 +338,126 @@ def test_a_killed_process_of_a_running_program_is_named(tmp_path):
     done = subprocess.run(command, cwd=HERE.parent, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 1
     assert "error: process 1 was killed by SIGKILL; the others were ended." in done.stderr
+
+
+@pytest.mark.parametrize("said", [b"", struct.pack("!I", 7)], ids=["closed", "told"])
+def test_a_lost_process_is_told_to_all_others(said, monkeypatch):
+    """Sockets of two others: one closes without a word, or says who was lost."""
+    mine, theirs = zip(*(socket.socketpair() for _ in range(2)))
+    ended = []
+
+    def end(number: int) -> None:
+        ended.append(number)
+        sys.exit()
+
+    monkeypatch.setattr(lost, "_links", {mine[0]: 3, mine[1]: 5})
+    monkeypatch.setattr(lost, "_end", end)
+    theirs[0].sendall(said)
+    theirs[0].close()
+    with pytest.raises(SystemExit):
+        lost._listen()
+    assert ended == [7 if said else 3]
+    assert theirs[1].recv(4) == struct.pack("!I", ended[0])
+
+
+def test_processes_that_end_by_themselves_are_not_lost(monkeypatch):
+    mine, theirs = zip(*(socket.socketpair() for _ in range(2)))
+    monkeypatch.setattr(lost, "_links", dict(zip(mine, (1, 2))))
+    monkeypatch.setattr(lost, "_end", None)
+    for one in theirs:
+        one.sendall(struct.pack("!I", lost.BYE))
+        one.close()
+    lost._listen()
+
+
+def test_only_processes_that_know_the_key_are_connected(monkeypatch):
+    monkeypatch.setattr(lost, "CONNECT", 5.0)
+    with lost._listener("localhost") as listener:
+        address = listener.getsockname()
+        words = [b"GET / HTTP/1.1", struct.pack("!3I", 1, 3, 1), struct.pack("!3I", 1, 2, 4)]
+        callers = [socket.create_connection(address) for _ in words]
+        for caller, word in zip(callers, words):
+            caller.sendall(word)
+        assert list(lost._accepted(listener, [1, 2], 1).values()) == [4]
+
+
+DECODES = """
+import jax, kvjax
+model = kvjax.load(mesh="tensor=2")
+for turn in range(1000):
+    kvjax.generate(model, "full", [[5, 6, 7, 8]], max_new_tokens=32, stops=())
+    if jax.process_index() == 0:
+        print("decoding", flush=True)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
+def test_without_the_launcher_a_killed_process_ends_the_others_with_a_sentence(victim, tmp_path):
+    (tmp_path / "program.py").write_text(DECODES)
+    with socket.create_server(("localhost", 0)) as free_port:
+        port = free_port.getsockname()[1]
+    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=1", "JAX_PLATFORMS": "cpu"}
+    start = [
+        sys.executable,
+        "-m",
+        "kvjax.launch",
+        "--coordinator",
+        f"localhost:{port}",
+        "--num-processes",
+        "2",
+    ]
+    running = []
+    for index in range(2):
+        command = [*start, "--process-id", str(index), "--", str(tmp_path / "program.py")]
+        to = {"stdout": subprocess.PIPE, "stderr": (tmp_path / f"{index}").open("w"), "text": True}
+        running.append(subprocess.Popen(command, cwd=HERE.parent, env=os.environ | flags, **to))
+    try:
+        said = (line for line in running[0].stdout if line.startswith("decoding"))
+        assert [next(said) for _ in range(2)]
+        running[victim].kill()
+        assert running[1 - victim].wait(timeout=15) == 1
+    finally:
+        launch.end(running)
+    sentence = (
+        f"error: process {victim} of this program was lost, and the others end. Start all of them again."
+    )
+    assert (tmp_path / f"{1 - victim}").read_text().splitlines() == [sentence]
+
+
+# --- the example of docs/devices.md, with the gates that the embedded model ships ----------------
+
+
+EXAMPLE = (
+    "python -m kvjax.launch --local 2 --devices 4 -- -m kvjax.serve --mesh tensor=2,context=4 --prompt Hello"
+)
+
+
+def run(command: str) -> str:
+    program = [sys.executable, *command.split()[1:]]
+    done = subprocess.run(program, cwd=HERE.parent, capture_output=True, text=True, check=False, timeout=600)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_the_example_of_the_document_serves_with_shipped_gates():
+    assert f"    {EXAMPLE}\n" in (HERE.parent / "docs" / "devices.md").read_text()
+    options = "--prompt Hello --policy wg-kv --max-new-tokens 12"
+    text = run(f"{EXAMPLE} {options.partition('Hello ')[2]}")
+    assert text == run(f"python -m kvjax.serve {options}")
+    assert text.strip()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("writers", "readers"), [(2, 1), (1, 2)])
+def test_a_state_of_shipped_gates_is_opened_by_other_processes(writers, readers, tmp_path):
+    mesh, file = {1: "data=1", 2: "tensor=2,context=4"}, tmp_path / "state"
+    [wrote] = lived(str(file), "write", mesh[writers], processes=writers, program="gates_run.py")
+    assert file.is_dir() == (writers > 1)
+    [read] = lived(str(file), "read", mesh[readers], processes=readers, program="gates_run.py")
+    assert read == wrote
+    assert wrote["model"] == "be1f086e2ec6727b"
 
 
 def test_a_killed_process_ends_the_others_and_is_named():

@@ -61,13 +61,14 @@ class Whole(Argument):
     """A whole number of at least ``least`` and at most ``most``; not a bool, not a float.
 
     ``most`` is small where a program's size or memory grows with the number: anybody may send a policy to a
-    server.
+    server. ``by_positions``: it grows so, and only numbers up to a model's positions mean something.
     """
 
     least: int = 0
     what: str = "number of tokens"
     most: int = MOST
     optional: bool = False
+    by_positions: bool = False
 
     def accepts(self, value: Any) -> bool:
         if isinstance(value, bool) or not isinstance(value, int):
@@ -90,7 +91,9 @@ class Number(Argument):
     open: str = ""
 
     def accepts(self, value: Any) -> bool:
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            return False
+        if isinstance(value, float) and not math.isfinite(value):  # of a large int that raises
             return False
         over = value > self.low if "low" in self.open else value >= self.low
         return over and (value < self.high if "high" in self.open else value <= self.high)

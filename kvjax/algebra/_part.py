@@ -80,6 +80,23 @@ class Part:
         """
         return {name: self.arguments[name].leaf(getattr(self, name)) for name in self.traced}
 
+    def check_positions(self, network: Network) -> None:
+        """Refuses arguments beyond a model's positions (``Whole.by_positions``); defaults serve every model.
+
+        Raises:
+          PolicyError: names the argument and the positions.
+        """
+        for field in dataclasses.fields(self):  # type: ignore[arg-type]
+            rule, value = self.arguments.get(field.name), getattr(self, field.name)
+            if not getattr(rule, "by_positions", False) or not isinstance(value, int):
+                continue
+            most = max(network.max_positions, field.default)
+            if value > most:
+                raise PolicyError(
+                    f"{self!r}: {field.name}={value} is more than the {network.max_positions} positions of "
+                    f"the model. Give at most {most}."
+                )
+
     def check_weights(self, weights: Sequence[Params], network: Network) -> None:
         """Refuses learned weights that do not fit the network. The number of layers is already checked.
 

@@ -89,9 +89,9 @@ class Ballot:
     arguments: ClassVar[Mapping[str, Argument]] = {
         "p": Number(0, 1, "share of attention", open="low"),
         "samples": Voters(most=4096),
-        "ahead": Whole(1, "number of positions", 4096),
+        "ahead": Whole(1, "number of positions", 4096, by_positions=True),
         "seed": Whole(0, "seed", 2**32 - 1),
-        "queries": Whole(1, "number of queries", 4096),
+        "queries": Whole(1, "number of queries", 4096, by_positions=True),
         "nucleus": Whose(),
         "sinks": Whole(),
     }
@@ -181,7 +181,8 @@ class Ballot:
             s = jnp.where(at <= own, scores(q), -jnp.inf)
             return jnp.where(own[..., 0] >= 0, nucleus(s, self.p), 0)
 
-        total = jax.lax.map(of_query, jnp.arange(self.queries)).sum(axis=0)
+        queries = jnp.arange(min(self.queries, observed.k.shape[2]))  # no row has more
+        total = jax.lax.map(of_query, queries).sum(axis=0)
         return -(-total // jnp.minimum(observed.total, self.queries)[:, None, None])
 
     def voters(self, observed: Observation) -> Float[Array, "S B N H"]:

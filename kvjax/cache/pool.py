@@ -93,7 +93,11 @@ def grown_sizes(
 
 
 _FAMILIAR: dict[Hashable, list[tuple[int, ...]]] = {}
-"""Combinations of sizes that programs were compiled for, by the shapes of a page and its tables."""
+"""Combinations of sizes that programs were compiled for, by the shapes of a page and its tables; the key that
+was used last comes last."""
+
+MOST_FAMILIAR = 256
+"""Most keys of these, and most combinations of a key."""
 
 
 def familiar(key: Hashable, wants: Sequence[int]) -> tuple[int, ...]:
@@ -104,7 +108,10 @@ def familiar(key: Hashable, wants: Sequence[int]) -> tuple[int, ...]:
     met before is taken again while it has at most a quarter more pages than these need, a tenth more for
     each that is known: the more programs there are, the more a further one has to save.
     """
-    known, need = _FAMILIAR.setdefault(key, []), sum(wants)
+    known, need = _FAMILIAR.pop(key, []), sum(wants)
+    _FAMILIAR[key] = known
+    while len(_FAMILIAR) > MOST_FAMILIAR:
+        del _FAMILIAR[next(iter(_FAMILIAR))]
     most = (1.25 + 0.1 * len(known)) * need
     fitting = [one for one in known if sum(one) <= most and all(a >= b for a, b in zip(one, wants))]
     if fitting:
@@ -114,6 +121,7 @@ def familiar(key: Hashable, wants: Sequence[int]) -> tuple[int, ...]:
     sizes = tuple(min(x for x in ladder if x >= want) for ladder, want in zip(halved, wants))
     if sizes not in known:
         known.append(sizes)
+        del known[:-MOST_FAMILIAR]
     return sizes
 
 

@@ -33,6 +33,7 @@ from kvjax.decode._by_layer import (
 from kvjax.decode._capacity import (
     CHUNK,
     HORIZON,
+    LONG_PAGE,
     MAX_STEPS,
     PAGE,
     bucket,
@@ -66,6 +67,7 @@ from kvjax.decode._step import run_layers, step, step_program
 __all__ = [
     "CHUNK",
     "HORIZON",
+    "LONG_PAGE",
     "MAX_STEPS",
     "PAGE",
     "ChunkPrograms",

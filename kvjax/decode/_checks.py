@@ -12,7 +12,7 @@ import numpy as np
 from kvjax import catalogue
 from kvjax.algebra import Frame, Policy
 from kvjax.cache.state import DONATED, KVState
-from kvjax.decode._capacity import page_sizes, slot_bounds
+from kvjax.decode._capacity import CHUNK, LONG_PAGE, page_sizes, slot_bounds
 from kvjax.errors import UserError
 from kvjax.types import Network, Params, Weighted
 from kvjax.weights import WeightsError, chosen, is_auto, missing
@@ -211,10 +211,32 @@ def read_policy(spec: Policy | str, model: Weighted, *, prompt: int | None = Non
       prompt, answer: tokens of the longest row, for ``auto(64MiB)``; None: as long as the model allows.
     """
     if not isinstance(spec, str) or not is_auto(spec):
-        return catalogue.policy(spec)
+        return check_policy(catalogue.policy(spec), model.network)
     policy, reason = chosen(spec, model, prompt=prompt, answer=answer)
     warnings.warn(reason, Remark, stacklevel=1)
     return policy
+
+
+def check_policy(policy: Policy, network: Network) -> Policy:
+    """Refuses numbers beyond the positions of the model, where memory or time grow with them.
+
+    Raises:
+      PolicyError: names the part, the number and the positions.
+    """
+    for part in policy.parts:
+        part.check_positions(network)
+    return policy
+
+
+def check_sizes(call: str, network: Network, chunk_size: int, page: int | None) -> None:
+    """Refuses chunks and pages that are longer than the model's positions and than the defaults."""
+    for name, value, default in (("chunk_size", chunk_size, CHUNK), ("page", page, LONG_PAGE)):
+        most = max(network.max_positions, default)
+        if value is not None and not 1 <= value <= most:
+            raise RequestError(
+                f"{call}({name}={value}) is out of range: the model was trained for {network.max_positions} "
+                f"positions. Give 1 to {most}."
+            )
 
 
 def warn_of_windows(network: Network, policy: Policy) -> None:

@@ -36,7 +36,9 @@ from kvjax.decode._checks import (
     Prompts,
     RequestError,
     check_continues,
+    check_policy,
     check_prompts,
+    check_sizes,
     check_space,
     check_weights,
     read_policy,
@@ -91,8 +93,8 @@ def prefill(
 
     Raises:
       RequestError: an empty prompt, ids that the model has not, more than it or ``context`` allows, wrong
-        seeds.
-      PolicyError: a policy that cannot be read.
+        seeds, a chunk or a page longer than its positions.
+      PolicyError: a policy that cannot be read, or has numbers beyond the model's positions.
       WeightsError: a policy that learns without its weights, or weights that do not fit.
       MeshError: a mesh that does not divide the rows, or the model's heads; too few devices; processes that
         make different calls.
@@ -110,8 +112,7 @@ def prefill(
     if context is None:
         context = bucket(max(lengths, default=0), network.max_positions)
     check_prompts("prefill", network, lengths, context)
-    if chunk_size < 1:
-        raise RequestError(f"prefill(chunk_size={chunk_size}) reads nothing. Give 1 token or more.")
+    check_sizes("prefill", network, chunk_size, page)
     dtype = model.params["embed"].dtype
     warn_of_protected(network, policy, _frame(network, policy, dtype), lengths)
     warn_of_lengths(policy, weights, lengths)
@@ -156,7 +157,8 @@ def cut(
       RequestError: a policy that decides while it reads; wrong seeds.
       PolicyError, WeightsError: as ``prefill``.
     """
-    policy = catalogue.policy(policy)
+    policy = check_policy(catalogue.policy(policy), model.network)
+    check_sizes("cut", model.network, chunk_size, page)
     if not cuts_after(policy):
         raise RequestError(f"cut({policy!r}) decides while a prompt is read. Prefill under it.")
     weights, rows = check_weights(model, policy, weights), len(reading.prompts)

@@ -160,7 +160,7 @@ class Contexts:
         """
         loaded = []
         for file in sorted(Path(folder).glob(f"*{SUFFIX}")):
-            saved = saving.open(file, model=self._model)
+            saved = saving.open(file, model=self._model, most_bytes=self._settings.kv_memory)
             name = saved.notes.get("name")
             if name is None:
                 raise saving.StateError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import functools
 import itertools
 import threading
 import time
@@ -18,7 +19,12 @@ from kvjax import decode
 from kvjax.algebra import Policy
 from kvjax.decode import CHUNK
 from kvjax.engine.contexts import Contexts
+<<<<<<< HEAD
 from kvjax.engine.errors import Draining, EngineDead, QueueFull, TooManyStructures
+=======
+from kvjax.engine.errors import Draining, EngineDead, QueueFull
+from kvjax.engine.fitting import check_fits
+>>>>>>> srv-state
 from kvjax.engine.memory import Memory
 from kvjax.engine.metrics import Counters, Metrics
 from kvjax.engine.pages import paged
@@ -116,8 +122,14 @@ class Engine:
             share=share,
             share_pages=share_pages,
         )
+<<<<<<< HEAD
         self._most_waiting, self._new_structures = queue, new_structures
         self._brought: dict[str, dict[Hashable, float]] = {}  # new structures and when, by client
+=======
+        fits = functools.partial(check_fits, model, self._settings)
+        self._check_fits = functools.lru_cache(maxsize=256)(fits)  # of policies that do
+        self._most_waiting = queue
+>>>>>>> srv-state
         self._weights = WeightCache(model)
         self._own_weights = self._weights.get(self._policy, weights)  # stay, whoever uses them
         self._ids = itertools.count(1)
@@ -202,6 +214,8 @@ class Engine:
         policy = self._policy
         if request.policy is not None:
             policy = decode.read_policy(request.policy, self._model, **tokens)
+        batched = paged(policy, self._settings.context)
+        self._check_fits(batched)
         learned = self._learned(request, policy)
         ids = decode.read_ids("Request(prompt=...)", self._model, request.prompt)
         if request.context is not None:
@@ -220,7 +234,7 @@ class Engine:
             ticket=Ticket(number, request, len(ids), lambda: self._cancel(number)),
             counters=self._counters,
             tokens=ids,
-            policy=paged(policy, self._settings.context),
+            policy=batched,
             learned=learned,
             stops=read_stops(request, self._model),
             sampling=jax.device_get(how),

@@ -7,7 +7,7 @@ import os
 
 import jax
 
-from kvjax.decode import RequestError
+from kvjax.decode import CHUNK, LONG_PAGE, RequestError
 from kvjax.sharding.mesh import ONE, Mesh, mesh_of
 from kvjax.sharding.specs import DATA
 from kvjax.types import Weighted
@@ -66,6 +66,12 @@ class EngineSettings:
                 f"Engine(context={context}) is out of range: the model was trained for {most} positions. "
                 f"Give a number from 2 to {most}."
             )
+        for name, value, default in (("chunk", sizes["chunk"], CHUNK), ("page", page, LONG_PAGE)):
+            if value is not None and value > max(most, default):
+                raise RequestError(
+                    f"Engine({name}={value}) is out of range: the model was trained for {most} positions. "
+                    f"Give at most {max(most, default)}."
+                )
         if share_pages is None:
             share_pages = jax.default_backend() != "cpu" and mesh == ONE
         return EngineSettings(

@@ -40,7 +40,11 @@ class ExpectedAttention(Eviction):
     """
 
     name = "expected_attention"
-    arguments = {"ahead": Whole(1, "number of positions", 4096), "sinks": Whole(), "floor": Number()}
+    arguments = {
+        "ahead": Whole(1, "number of positions", 4096, by_positions=True),
+        "sinks": Whole(),
+        "floor": Number(),
+    }
     traced = ("sinks", "floor")
     needs = frozenset({"q_pre", "k", "v"})
     scores_prompt = True

@@ -41,7 +41,7 @@ class LagKV(Eviction):
     """
 
     name = "lagkv"
-    arguments = {"lag": Whole(2), "sinks": Whole()}
+    arguments = {"lag": Whole(2, by_positions=True), "sinks": Whole()}
     needs = frozenset({"k", "v"})
     scores_prompt = True
     lag: int = 128

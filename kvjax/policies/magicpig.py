@@ -123,7 +123,7 @@ class MagicPIG(Anchored):
         return jnp.log(jnp.where(t * u < 0.1, few, p))
 
 
-@functools.cache
+@functools.lru_cache(maxsize=4)  # anybody may ask for another seed
 def _directions(seed: int, head_dim: int, tables: int, bits: int) -> np.ndarray:
     """Standard normal [H, L, K], the same in all layers and heads."""
     drawn = np.random.default_rng(seed).standard_normal((head_dim, tables, bits))

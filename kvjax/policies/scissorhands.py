@@ -42,7 +42,7 @@ class Scissorhands(Eviction):
     """
 
     name = "scissorhands"
-    arguments = {"window": Whole(1), "recent": Whole()}
+    arguments = {"window": Whole(1, by_positions=True), "recent": Whole()}
     needs = frozenset({"q", "k"})
     scores_prompt = True
     window: int = 400

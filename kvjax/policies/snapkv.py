@@ -37,7 +37,10 @@ class SnapKV(Eviction):
     """
 
     name = "snapkv"
-    arguments = {"window": Whole(1, "number of queries"), "kernel": Whole(1, "odd width", 255)}
+    arguments = {
+        "window": Whole(1, "number of queries", by_positions=True),
+        "kernel": Whole(1, "odd width", 255, by_positions=True),
+    }
     needs = frozenset({"q", "k", "v"})
     scores_prompt = True
     window: int = 32
@@ -65,7 +68,8 @@ class SnapKV(Eviction):
 
     def _votes(self, observed: Observation) -> Float[Array, "B N T"]:
         """Mean attention of each row's last queries to every key, per query head."""
-        at = observed.total[:, None] - self.window + jnp.arange(self.window)[None, :]
+        window = min(self.window, observed.q.shape[2])  # no row has more queries
+        at = observed.total[:, None] - window + jnp.arange(window)[None, :]
         q = jnp.take_along_axis(observed.q, jnp.maximum(at, 0)[:, None, :, None], axis=2)
         at = jnp.where(at >= 0, at, EMPTY)
         _, lse = blockwise(q, observed.k, observed.v, q_pos=at, k_pos=observed.pos, softcap=observed.softcap)

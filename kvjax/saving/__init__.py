@@ -4,8 +4,9 @@ A file holds what is live and nothing that depends on pools or page tables: the 
 one after the other, in the order (row, KV head, list), the scales of the pages of codes, and the written
 slots of rings. Its head names what it belongs to: the format's version, the fingerprint of the model, the
 policy and its structure, the names of its learned weights, the dtype, and the sizes of slots. The file is
-safetensors. It is written under another name and renamed when it is complete; a file that was cut off later
-is recognised.
+safetensors. It is written under another name and renamed when it is complete; a file that was cut off or
+damaged later is recognised by a digest of head, shapes and arrays. Every size in it is checked against the
+model before anything is made of that size (``kvjax.saving._sizes``).
 
 A state across processes is a folder of such files, one for each device (``kvjax.saving._device_parts``).
 

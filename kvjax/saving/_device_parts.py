@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -20,6 +21,7 @@ import jax
 import numpy as np
 
 from kvjax.saving._atomic import clear, replace
+from kvjax.saving._format import StateError
 from kvjax.sharding.mesh import Mesh
 from kvjax.sharding.specs import DATA, TENSOR, of_state
 
@@ -61,6 +63,35 @@ class Block:
 
 Part = tuple[Block, dict[str, np.ndarray]]
 """A block, and its arrays by name."""
+
+
+def block_of(call: str, part: Any) -> Block:
+    """The block that a head names; its numbers are whole.
+
+    Raises:
+      StateError: it names none.
+    """
+    try:
+        block = Block(part["at"], part["of"], *(tuple(part[name]) for name in ("rows", "heads", "whole")))
+        numbers = [block.at, block.of, *block.rows, *block.heads, *block.whole]
+    except (KeyError, TypeError) as error:
+        raise StateError(f"{call} has a part of no place. Save the state again.") from error
+    if len(numbers) != 8 or not all(type(number) is int and number >= 0 for number in numbers):
+        raise StateError(f"{call} has a part at {numbers}. Save the state again.")
+    return block
+
+
+def complete(parts: Sequence[Block]) -> bool:
+    """Are these all blocks of one grid, in order?"""
+    rows, heads = parts[0].whole
+    high, wide = (end - begin for begin, end in (parts[0].rows, parts[0].heads))
+    if high < 1 or wide < 1 or rows % high or heads % wide or rows // high * (heads // wide) != len(parts):
+        return False
+    grid = itertools.product(range(0, rows, high), range(0, heads, wide))
+    return list(parts) == [
+        Block(at, len(parts), (row, row + high), (head, head + wide), (rows, heads))
+        for at, (row, head) in enumerate(grid)
+    ]
 
 
 def blocks(mesh: Mesh, rows: int, heads: int) -> Iterator[Block]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -15,21 +13,20 @@ from kvjax.types import Weighted
 from kvjax.weights import fingerprint
 
 FORMAT = "kvjax-state"
-VERSION = 2
-"""The newest version that can be read. A whole state is written as 1, which never changed; a part as 2, so
-that no older reader takes it for a whole state."""
+VERSION = 3
+"""The version that is written, and the newest that can be read. 1 was a whole state, 2 a part of one; their
+digest leaves out the head."""
 
 
 class StateError(UserError):
     """A file that is not a state, or a state of another model, policy or format."""
 
 
-def digest(raw: Mapping[str, np.ndarray]) -> str:
-    sha = hashlib.sha256()
-    for name in sorted(raw):
-        sha.update(name.encode())
-        sha.update(raw[name].data)
-    return sha.hexdigest()
+class DamagedError(StateError):
+    """A file that is not what was written."""
+
+    def __init__(self, call: str, what: str) -> None:
+        super().__init__(f"{call} was cut off or damaged: {what}. Save the state again.")
 
 
 def check(
@@ -52,6 +49,11 @@ def check(
         raise StateError(
             f"{call} was made under '{head['policy']}', which is unknown here: {error}"
         ) from None
+    if made.structure != head["structure"]:
+        raise StateError(
+            f"{call} was made under '{head['policy']}', and its structure, '{head['structure']}', is that of "
+            "another policy. Give a file that save wrote."
+        )
     if policy is not None and policy.structure != head["structure"]:
         raise StateError(
             f"{call} was made under '{head['policy']}', and '{policy!r}' cannot continue it. Continue with a "

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
-from collections.abc import Mapping
+import functools
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from kvjax import catalogue
@@ -21,7 +19,9 @@ from kvjax.cache.ring import Ring
 from kvjax.cache.state import KVState, LayerCache, reshard
 from kvjax.saving import _device_parts as device_parts
 from kvjax.saving._atomic import PARTS
-from kvjax.saving._format import FORMAT, VERSION, StateError, check, digest, places
+from kvjax.saving._file import StateFile, open_file
+from kvjax.saving._format import StateError, check, places
+from kvjax.saving._sizes import GIVE, Expected, check_content, check_head, check_shapes, expected
 from kvjax.sharding.consistency import check_consistent
 from kvjax.sharding.mesh import ONE, Mesh, mesh_of
 from kvjax.sharding.mesh import mesh as a_mesh
@@ -53,6 +53,7 @@ def open(
     policy: Policy | str | None = None,
     label: str | None = None,
     mesh: Mesh | str | None = None,
+    most_bytes: int | None = None,
 ) -> Saved:
     """Reads a state that ``save`` wrote, for the model that made it.
 
@@ -62,31 +63,42 @@ def open(
       policy: the policy that will continue it, checked; None takes the one it was made under.
       label: of the learned weights that will be used, checked if given.
       mesh: devices to shard it over, whatever it was saved from; by default those of the model.
+      most_bytes: that its caches may take, checked before they are made.
 
     Raises:
-      StateError: no such file; one that is not a state, is cut off, or of a newer format; a folder that lacks
-        a part; a state of another model, dtype, policy structure, or of other learned weights.
+      StateError: no such file; one that is not a state, is cut off, damaged, or of a newer format; a folder
+        that lacks a part; a state of another model, dtype, policy structure, or of other learned weights;
+        sizes that no state of this model has, or that need more than ``most_bytes``.
       MeshError: a mesh that does not divide its rows, or the model's heads; processes that were given
         different things.
     """
     policy = None if policy is None else catalogue.policy(policy)
     target, network = mesh_of(model.params) if mesh is None else a_mesh(mesh), model.network
-    compared: dict[str, Any] = {"the policy": repr(policy), "the label": label}
+    call, compared = f"open({str(path)!r})", {"the policy": repr(policy), "the label": label}
     try:
-        arrays, head = _read(Path(path))
+        files = _files(call, Path(path))
     except StateError as error:
         check_consistent("open", target, compared | {"the file": str(error)})  # others may have read theirs
         raise
-    check_consistent("open", target, compared | {"the file": head["digest"]})
+    digests = [file.digest for file in files]
+    check_consistent("open", target, compared | {"the file": digests})
+    head = files[0].head
     saved_policy = check(str(path), head, model, policy, label)
-    rows = len(arrays["length"])
-    target.check(f"open({str(path)!r})", rows=rows, heads=network.num_heads, kv_heads=network.num_kv_heads)
+    parts, rows = _parts(files, saved_policy, model)
+    target.check(call, rows=rows, heads=network.num_heads, kv_heads=network.num_kv_heads)
+    try:
+        arrays = _arrays(parts, most_bytes)
+    except StateError as error:
+        check_consistent("open", target, {"the content": str(error)})
+        raise
+    check_consistent("open", target, {"the content": digests})
     layers = []
     for index, sizes in enumerate(head["layers"]):
         own = _under(arrays, f"{index}.")
         ring = _take_ring(_under(own, "ring."), sizes["window"])
         kv, dim = ring.k.shape[1], ring.k.shape[3]
-        empty = saved_policy.completion.empty(rows, kv, dim, head["context"]) if sizes["summary"] else None
+        shapes = functools.partial(saved_policy.completion.empty, rows, kv, dim, head["context"])
+        empty = jax.eval_shape(shapes) if sizes["summary"] else None
         leaves = [own[f"summary.{i}"] for i in range(sizes["summary"])]
         pools = [_take_pages(_under(own, f"pages.{kind}."), size) for kind, size in enumerate(sizes["pools"])]
         bare = LayerCache(
@@ -163,70 +175,84 @@ def _take_pages(arrays: Mapping[str, np.ndarray], sizes: Mapping[str, int]) -> P
     )
 
 
-def _read(path: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    """The arrays and the head of a state that is whole, in a file or in parts."""
-    if path.is_dir():
-        return _read_parts(path)
-    arrays, head = _read_file(f"open({str(path)!r})", path)
-    if "part" in head:
-        raise StateError(
-            f"open({str(path)!r}) is one part of a state, of {head['part']['of']}. Open its folder."
-        )
-    return arrays, head
+@dataclasses.dataclass(frozen=True)
+class _Part:
+    """A file, and what its arrays must be; a whole state has no block."""
+
+    file: StateFile
+    block: device_parts.Block | None
+    wanted: Expected
 
 
-def _read_parts(folder: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    """``_read`` of a folder."""
-    call, files = f"open({str(folder)!r})", sorted(folder.glob(PARTS))
-    parts = [_read_file(call, file) for file in files]
-    heads = [head for _, head in parts]
-    if not heads or any("part" not in head for head in heads):
+def _files(call: str, path: Path) -> list[StateFile]:
+    """The file of a state, or the files of its parts in order; their heads are sound and of one state."""
+    if not path.is_dir():
+        file = open_file(call, path)
+        check_head(call, file.head)
+        if "part" in file.head:
+            parts = device_parts.block_of(call, file.head["part"]).of
+            raise StateError(f"{call} is one part of a state, of {parts}. Open its folder.")
+        return [file]
+    files = [open_file(call, file) for file in sorted(path.glob(PARTS))]
+    if not files or any("part" not in file.head for file in files):
         raise StateError(f"{call} is a folder without a saved state. Give one that save wrote.")
-    blocks = [device_parts.Block(**head["part"]) for head in heads]
-    if [block.at for block in blocks] != list(range(blocks[0].of)):
+    for file in files:
+        check_head(call, file.head)
+    blocks = [device_parts.block_of(call, file.head["part"]) for file in files]
+    if len(blocks) != blocks[0].of or [block.at for block in blocks] != list(range(len(blocks))):
         raise StateError(
             f"{call} has {len(blocks)} of its {blocks[0].of} parts. Save the state again, into a folder that "
             "all processes reach."
         )
-    shared = [{name: head[name] for name in head if name not in ("part", "digest")} for head in heads]
-    if any(one != shared[0] for one in shared):
+    shared = [{name: file.head[name] for name in file.head if name != "part"} for file in files]
+    if any(one != shared[0] for one in shared) or not device_parts.complete(blocks):
         raise StateError(f"{call} holds parts of different states. Save the state again.")
-    whole = hashlib.sha256("".join(head["digest"] for head in heads).encode()).hexdigest()
-    arrays = device_parts.join(
-        [(block, arrays) for block, (arrays, _) in zip(blocks, parts)], heads[0]["layers"]
-    )
-    return arrays, shared[0] | {"digest": whole}
+    return files
 
 
-def _read_file(call: str, path: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    """The arrays and the head of one file that is whole."""
-    import safetensors.numpy
-
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise StateError(f"{call} cannot be read ({error.strerror}). Give a file that save wrote.") from error
-    try:
-        size = int.from_bytes(content[:8], "little")
-        metadata = json.loads(content[8 : 8 + size])["__metadata__"]
-        head, shapes = json.loads(metadata["head"]), json.loads(metadata["shapes"])
-        ours = head["format"] == FORMAT
-    except (ValueError, KeyError, TypeError) as error:
-        raise StateError(f"{call} is not a saved state. Give a file that save wrote.") from error
-    if not ours:
-        raise StateError(f"{call} is not a saved state. Give a file that save wrote.")
-    if head["version"] > VERSION:
-        raise StateError(
-            f"{call} has format {head['version']}, this kvjax reads up to {VERSION}. Use a newer kvjax."
+def _parts(files: Sequence[StateFile], policy: Policy, model: Weighted) -> tuple[list[_Part], int]:
+    """The files with the shapes that the head and the model name, and the rows of the state."""
+    network, dtype, parts = model.network, model.params["embed"].dtype, []
+    for file in files:
+        block = device_parts.block_of(file.call, file.head["part"]) if "part" in file.head else None
+        if block is None:
+            [rows, *more] = file.shapes.get("length", (None, ()))[1] or (0,)
+            whole = rows, network.num_kv_heads
+            if more or rows < 1:
+                raise StateError(f"{file.call} holds no rows. {GIVE}")
+        else:
+            whole = block.whole
+            if whole[1] != network.num_kv_heads:
+                raise StateError(f"{file.call} has parts of {whole[1]} KV heads, not of this model. {GIVE}")
+        size = whole if block is None else (block.rows[1] - block.rows[0], block.heads[1] - block.heads[0])
+        wanted = expected(
+            file.call,
+            file.head,
+            policy,
+            network,
+            dtype,
+            rows=size[0],
+            heads=size[1],
+            first=block is None or block.at == 0,
         )
-    try:
-        raw = safetensors.numpy.load(content)
-    except safetensors.SafetensorError as error:
-        raise StateError(f"{call} was cut off or damaged ({error}). Save the state again.") from None
-    if digest(raw) != metadata["digest"]:
-        raise StateError(f"{call} was damaged: its content is not what was written. Save the state again.")
-    return {name: _array(raw[name], *shapes[name]) for name in shapes}, head | {"digest": metadata["digest"]}
+        check_shapes(file.call, file.shapes, wanted)
+        parts.append(_Part(file, block, wanted))
+    return parts, whole[0]
 
 
-def _array(raw: np.ndarray, dtype: str, shape: list[int]) -> np.ndarray:
-    return np.frombuffer(raw.tobytes(), jnp.dtype(dtype)).reshape(shape)
+def _arrays(parts: Sequence[_Part], most_bytes: int | None) -> dict[str, np.ndarray]:
+    """The arrays of the whole state, which are what the head says."""
+    call, head = parts[0].file.call, parts[0].file.head
+    stored = sum(part.file.nbytes for part in parts)
+    _check_room(call, stored, most_bytes)
+    read = [part.file.arrays() for part in parts]
+    written = max(int(arrays["length"].max()) for arrays in read)
+    sizes = [check_content(call, arrays, part.wanted, head, written) for part, arrays in zip(parts, read)]
+    _check_room(call, sum(sizes), most_bytes)
+    blocks = [(part.block, arrays) for part, arrays in zip(parts, read) if part.block is not None]
+    return device_parts.join(blocks, head["layers"]) if blocks else read[0]
+
+
+def _check_room(call: str, size: int, most_bytes: int | None) -> None:
+    if most_bytes is not None and size > most_bytes:
+        raise StateError(f"{call} needs {size} bytes, and may take {most_bytes}. Give it more memory.")

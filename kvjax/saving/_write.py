@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import os
 import tempfile
 from collections.abc import Iterable
@@ -21,7 +20,8 @@ from kvjax.cache.ring import Ring
 from kvjax.cache.state import DONATED, KVState, LayerCache
 from kvjax.saving import _device_parts as device_parts
 from kvjax.saving._atomic import check_place, replace
-from kvjax.saving._format import FORMAT, VERSION, StateError, digest, places
+from kvjax.saving._file import encoded
+from kvjax.saving._format import FORMAT, VERSION, StateError, places
 from kvjax.sharding.consistency import check_consistent
 from kvjax.sharding.mesh import ONE
 from kvjax.sharding.reshard import on_host
@@ -68,7 +68,7 @@ def save(
     arrays = {name: np.asarray(x) for name, x in state.mesh.read(named).items() if x is not None}
     head = {
         "format": FORMAT,
-        "version": 1,
+        "version": VERSION,
         "model": fingerprint(model),
         "policy": repr(policy),
         "structure": state.structure,
@@ -92,7 +92,7 @@ def save(
     if lead:
         layers = put_layers(arrays, (on_host(cache, state.mesh) for cache in state.layers))
         arrays |= {f"extra.{name}": np.asarray(value) for name, value in beside.items()}
-        _write(path, arrays, {"head": json.dumps(head | {"layers": layers})})
+        _write(path, arrays, head | {"layers": layers})
     if jax.process_count() > 1 and state.mesh == ONE:  # each process has it; after this each finds the file
         from jax.experimental import multihost_utils
 
@@ -119,8 +119,7 @@ def write_part(
     arrays = device_parts.cut(shared, block)
     layers = put_layers(arrays, caches, int(shared["length"].max()))
     part = dataclasses.asdict(block)
-    own_head = head | {"version": VERSION, "layers": layers, "part": part}
-    _write(folder / device_parts.NAME.format(**part), arrays, {"head": json.dumps(own_head)})
+    _write(folder / device_parts.NAME.format(**part), arrays, head | {"layers": layers, "part": part})
 
 
 def put_layers(
@@ -137,18 +136,11 @@ def put_layers(
     return [_put_layer(arrays, f"{index}", cache, most) for index, cache in enumerate(caches)]
 
 
-def _write(path: Path, arrays: dict[str, np.ndarray], metadata: dict[str, str]) -> None:
-    import safetensors.numpy  # here, so that importing kvjax stays cheap
-
-    raw, shapes = {}, {}
-    for name, value in arrays.items():  # as bytes: safetensors has no word for some dtypes
-        shapes[name] = [str(value.dtype), list(value.shape)]
-        raw[name] = np.frombuffer(np.ascontiguousarray(value).tobytes(), np.uint8)
+def _write(path: Path, arrays: dict[str, np.ndarray], head: dict[str, Any]) -> None:
     handle, beside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
     try:
         with os.fdopen(handle, "wb") as file:
-            metadata = metadata | {"shapes": json.dumps(shapes), "digest": digest(raw)}
-            file.write(safetensors.numpy.save(raw, metadata))
+            file.write(encoded(head, arrays))
             file.flush()
             os.fsync(file.fileno())
         replace(Path(beside), path)

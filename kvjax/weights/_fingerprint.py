@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -35,21 +37,30 @@ def fingerprint(model: Weighted) -> str:
         axes = hashed.get(getattr(path[-1], "key", None), range(leaf.ndim))
         digest.update(f"{jax.tree_util.keystr(path)} {tuple(leaf.shape[axis] for axis in axes)}".encode())
         if leaf.ndim >= 2:
-            digest.update(np.packbits(np.signbit(_sample(leaf, axes))).tobytes())
+            digest.update(np.packbits(_signs(leaf, axes)).tobytes())
     return digest.hexdigest()[:16]
 
 
-def _sample(x: Any, axes: Sequence[int]) -> np.ndarray:
-    """Entries at fixed places all over a matrix whose axes are counted in that order, as float32."""
+def _signs(x: Any, axes: Sequence[int]) -> np.ndarray:
+    """Sign bits of entries at fixed places all over a matrix whose axes are counted in that order."""
     spread = np.arange(SAMPLED, dtype=np.uint64) * np.uint64(2654435761)  # golden ratio: hits every row
     places = np.unravel_index((spread % np.uint64(x.size)).astype(np.int64), [x.shape[axis] for axis in axes])
     at = tuple(place for _, place in sorted(zip(axes, places)))
-    if isinstance(x, jax.Array) and not x.is_fully_addressable:  # across processes: each gets the sample
-        whole = NamedSharding(x.sharding.mesh, PartitionSpec())  # type: ignore[attr-defined]
-        return np.asarray(jax.jit(lambda x: x[at], out_shardings=whole)(x)).astype(np.float32)
+    if isinstance(x, jax.Array) and isinstance(x.sharding, NamedSharding) and x.sharding.num_devices > 1:
+        whole = NamedSharding(x.sharding.mesh, PartitionSpec())  # so that each process gets the sample
+        return np.asarray(_gather(whole)(x, at)).astype(bool)
     on_cpu = isinstance(x, np.ndarray) or all(device.platform == "cpu" for device in x.devices())
     # From a device only the sample is copied.
-    return np.asarray(np.asarray(x)[at] if on_cpu else x[at]).astype(np.float32)
+    return np.signbit(np.asarray(np.asarray(x)[at] if on_cpu else x[at]).astype(np.float32))
+
+
+@functools.lru_cache(maxsize=8)
+def _gather(whole: NamedSharding) -> Callable[..., jax.Array]:
+    """Sign bits of entries of a matrix that is cut over devices.
+
+    Gathered are integers: each device adds zeros for the entries of the others, and 0 + (-0.0) is 0.
+    """
+    return jax.jit(lambda x, at: jnp.signbit(x).astype(jnp.int8)[at], out_shardings=whole)
 
 
 def sizes(model: Weighted) -> dict[str, str]:
