@@ -60,6 +60,10 @@ FAMILIES = {
 }
 CONTEXT = 96
 
+pytestmark = pytest.mark.skipif(
+    jax.__version_info__ < (0, 8), reason="XLA of jax 0.7 has no kernel for rows of bfloat16"
+)
+
 
 def compiled(spec: ModelSpec, rows: int, policy: str = "full") -> tuple[list[tuple[str, int, str]], int, int]:
     """What a step in bfloat16 writes, the entries of the smallest weight, and those of a ring."""

@@ -124,10 +124,11 @@ def _in_float32(axes: str, x: Float[Array, "B ... X"], weight: Float[Array, "...
     """x [B, ..., X] times a weight with an axis X, with a float32 result.
 
     From two rows on, XLA on a CPU reads a bfloat16 weight as it lies. For one row, or for a bfloat16 result,
-    it writes the whole weight out in float32 first; so one row goes there twice.
+    it writes the whole weight out in float32 first; so one row goes there twice. XLA of jax 0.7 has no such
+    kernel: it reads a weight as it lies for one row of less than 4,096 inputs, and for no other.
     """
     plain = functools.partial(jnp.einsum, axes, preferred_element_type=jnp.float32)
-    if x.dtype == jnp.float32 or x.size > x.shape[-1]:
+    if x.dtype == jnp.float32 or x.size > x.shape[-1] or jax.__version_info__ < (0, 8):
         return plain(x, weight)
 
     def twice(x: Array, weight: Array) -> Array:

@@ -214,7 +214,7 @@ class _Safetensors:
         """In memory of its own: the pages of a mapped file would count as the process' until it is closed."""
         about = self._header[self._stored[name]]
         tensor = aligned(tuple(about["shape"]), _STORED[about["dtype"]])
-        memory = memoryview(tensor.reshape(-1).view(np.uint8))
+        memory = tensor.reshape(-1).view(np.uint8).data
         with open(self.path, "rb", buffering=0) as file:
             file.seek(self.header_size + about["data_offsets"][0])
             while memory and (count := file.readinto(memory)):  # a call reads 2 GiB at most
