@@ -83,7 +83,7 @@ def _run(argv: Sequence[str]) -> int:
         raise cli.InputError("--devices makes virtual devices for processes of this machine. Give --local.")
     if any(word is not None for word in cluster) and None in cluster:
         raise cli.InputError("--coordinator, --num-processes and --process-id go together. Give all three.")
-    join(*cluster, heartbeat=options.heartbeat, command=" ".join(program), watched=options.launched)
+    join(*cluster, heartbeat=options.heartbeat, command=" ".join(program), launched=options.launched)
     return run_here(program)
 
 
@@ -97,7 +97,7 @@ def join(
     *,
     heartbeat: int = HEARTBEAT,
     command: str = "",
-    watched: bool = False,
+    launched: bool = False,
 ) -> None:
     """Joins the other processes before any device is used; without arguments JAX asks the cluster.
 
@@ -107,7 +107,7 @@ def join(
       process: which this is.
       heartbeat: seconds of silence after which JAX gives up a process and aborts the others.
       command: the program and its words, which must be the same in all.
-      watched: a launcher ends the others when one fails; else they watch each other.
+      launched: a launcher ends the others when one fails; else they watch each other.
 
     Raises:
       InputError: no cluster that JAX knows.
@@ -127,7 +127,7 @@ def join(
             "--process-id, or --local."
         ) from error
     _compare({"the command": command, **versions()})
-    if not watched and jax.process_count() > 1:
+    if not launched and jax.process_count() > 1:
         lost.watch(_host(coordinator))
 
 

@@ -143,8 +143,8 @@ def test_numbers_beyond_the_positions_of_a_model_are_refused_when_they_meet_it()
 @pytest.mark.parametrize(
     "spec",
     [
-        "snapkv(257) + uniform(8)",
-        "snapkv(window=1000000) + ada(8)",
+        "snapkv(257) + uniform(0.25)",
+        "snapkv(window=1000000) + ada(0.25)",
         "expected_attention(ahead=4096) + uniform(8)",
         "lagkv(1000000) + uniform(8)",
         "gvote(0.5, ahead=4096)",

@@ -279,17 +279,18 @@ def fingerprint_of(saved: kvjax.Saved) -> str:
     return sha.hexdigest()
 
 
-def outcomes(content: bytes, bits: list[int], file) -> collections.Counter:
-    """What comes out of a file of which one bit is another, for each of these bits."""
+def outcomes(content: bytes, bits: list[int], file: Path, state: Path | None = None) -> collections.Counter:
+    """What comes out of a state in whose file (or part) one bit is another, for each of these bits."""
     file.write_bytes(content)
-    right = fingerprint_of(kvjax.open(file, model=tiny.model()))
+    right = fingerprint_of(kvjax.open(state or file, model=tiny.model()))
     table: collections.Counter = collections.Counter()
     for bit in bits:
         flipped = bytearray(content)
         flipped[bit // 8] ^= 1 << bit % 8
         file.write_bytes(flipped)
         try:
-            table["equal" if fingerprint_of(kvjax.open(file, model=tiny.model())) == right else "other"] += 1
+            opened = fingerprint_of(kvjax.open(state or file, model=tiny.model()))
+            table["equal" if opened == right else "other"] += 1
         except StateError as error:
             table[re.sub(r"^open\(.*?\) |[:(=].*|\d+ .*|, .*", "", str(error), flags=re.DOTALL)] += 1
     return table
@@ -460,6 +461,15 @@ def test_a_folder_that_is_not_whole_is_refused(parts, harm, words, tmp_path):
     harm(sorted((tmp_path / "state").iterdir()))
     with pytest.raises(StateError, match=words):
         kvjax.open(tmp_path / "state", model=tiny.model())
+
+
+@pytest.mark.parametrize("count", [60, pytest.param(2000, marks=pytest.mark.slow)])
+def test_a_flipped_bit_of_the_header_of_a_part_is_a_state_error_or_changes_nothing(parts, count, tmp_path):
+    shutil.copytree(parts, tmp_path / "state")
+    part = sorted((tmp_path / "state").iterdir())[2]
+    table = outcomes(part.read_bytes(), header_bits(part.read_bytes(), count), part, tmp_path / "state")
+    print(dict(table.most_common()))
+    assert table["other"] == 0
 
 
 def test_a_part_is_no_state_and_a_folder_of_other_things_is_left_alone(parts, tmp_path):

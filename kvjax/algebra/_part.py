@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax
 
-from kvjax.algebra._arguments import Argument
+from kvjax.algebra._arguments import Argument, Whole
 from kvjax.algebra._errors import PolicyError
 from kvjax.algebra._observation import Observation
 from kvjax.types import Network, Params, Weighted
@@ -86,14 +86,14 @@ class Part:
         Raises:
           PolicyError: names the argument and the positions.
         """
-        for field in dataclasses.fields(self):  # type: ignore[arg-type]
-            rule, value = self.arguments.get(field.name), getattr(self, field.name)
-            if not getattr(rule, "by_positions", False) or not isinstance(value, int):
+        for name, argument in self.arguments.items():
+            value = getattr(self, name)
+            if not (isinstance(argument, Whole) and argument.by_positions and isinstance(value, int)):
                 continue
-            most = max(network.max_positions, field.default)
+            most = max(network.max_positions, getattr(type(self), name, 0))  # the default
             if value > most:
                 raise PolicyError(
-                    f"{self!r}: {field.name}={value} is more than the {network.max_positions} positions of "
+                    f"{self!r}: {name}={value} is more than the {network.max_positions} positions of "
                     f"the model. Give at most {most}."
                 )
 

@@ -72,7 +72,7 @@ class StateFile:
                     if file.readinto(raw) != raw.nbytes:  # type: ignore[arg-type]
                         raise DamagedError(self.call, "it ended early")
                     sha.update(name.encode())
-                    sha.update(raw)
+                    sha.update(raw.data)
                     arrays[name] = raw.view(dtype).reshape(shape)
         except OSError as error:
             raise unreadable(self.call, error) from error
@@ -89,7 +89,7 @@ def encoded(head: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> bytes:
     sha = hashlib.sha256()
     for name in sorted(raw):
         sha.update(name.encode())
-        sha.update(raw[name])
+        sha.update(raw[name].data)
     shapes = {name: [str(value.dtype), list(value.shape)] for name, value in arrays.items()}
     words = {"head": json.dumps(head), "shapes": json.dumps(shapes), "content": sha.hexdigest()}
     return safetensors.numpy.save(raw, words | {"digest": digest(words)})  # type: ignore[no-any-return]

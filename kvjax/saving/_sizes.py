@@ -203,10 +203,10 @@ def check_content(
             tables += 4 * length.size * pool["entries"]
     size = tables
     for name, (dtype, shape) in wanted.items():
-        right = tuple(numbers.get(n, n) for n in shape)  # type: ignore[call-overload]
+        right = tuple(numbers[n] if isinstance(n, str) else n for n in shape)
         if arrays[name].shape != right:
             raise StateError(f"{call} holds {list(arrays[name].shape)} as {name}, not {list(right)}. {GIVE}")
-        size += dtype.itemsize * math.prod(whole.get(n, n) for n in shape)  # type: ignore[call-overload]
+        size += dtype.itemsize * math.prod(whole[n] if isinstance(n, str) else n for n in shape)
     return size
 
 

@@ -102,8 +102,8 @@ def _accepted(listener: socket.socket, key: list[int], count: int) -> dict[socke
 def _listen() -> None:
     """Waits until all have ended by themselves, or one is lost."""
     with selectors.DefaultSelector() as ready:
-        for link in _links:
-            ready.register(link, selectors.EVENT_READ)
+        for one in _links:
+            ready.register(one, selectors.EVENT_READ)
         while ready.get_map():
             for entry, _ in ready.select():
                 link: socket.socket = entry.fileobj  # type: ignore[assignment]

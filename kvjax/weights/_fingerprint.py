@@ -46,7 +46,7 @@ def _signs(x: Any, axes: Sequence[int]) -> np.ndarray:
     spread = np.arange(SAMPLED, dtype=np.uint64) * np.uint64(2654435761)  # golden ratio: hits every row
     places = np.unravel_index((spread % np.uint64(x.size)).astype(np.int64), [x.shape[axis] for axis in axes])
     at = tuple(place for _, place in sorted(zip(axes, places)))
-    if isinstance(x, jax.Array) and isinstance(x.sharding, NamedSharding) and x.sharding.num_devices > 1:
+    if isinstance(x, jax.Array) and isinstance(x.sharding, NamedSharding) and len(x.sharding.device_set) > 1:
         whole = NamedSharding(x.sharding.mesh, PartitionSpec())  # so that each process gets the sample
         return np.asarray(_gather(whole)(x, at)).astype(bool)
     on_cpu = isinstance(x, np.ndarray) or all(device.platform == "cpu" for device in x.devices())
