@@ -149,8 +149,7 @@ class RunningBatch:
         self.paged_layers = structure.paged_layers
         self.page_sizes = [size for size, _ in self.list_shapes]
         # Donated to every program.
-        self.state: KVState = structure.make.shapes(rows, (1,) * len(self.page_sizes))
-        self.state = paging.sharded_shapes(self.state)
+        self.state: KVState = paging.widened(structure.row, rows)
         self.made = False
         self.rows: list[BatchRow | None] = [None] * rows  # None where one is free
         self.known = nothing_held(self.state)  # what the state held after the last change, on the host

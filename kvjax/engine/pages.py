@@ -128,6 +128,21 @@ def shapes_with(state: KVState, counts: Sequence[int] = ()) -> KVState:
     return sharded_shapes(dataclasses.replace(state, layers=tuple(layers)))
 
 
+def widened(row: KVState, rows: int) -> KVState:
+    """Shapes of a state of so many rows, from those of one row; nothing is traced."""
+
+    def wide(tree: Any) -> Any:
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype), tree)
+
+    layers = []
+    for cache in row.layers:
+        pools = [dataclasses.replace(p, table=wide(p.table), length=wide(p.length)) for p in cache.pools]
+        bare = dataclasses.replace(cache, ring=wide(cache.ring), summary=wide(cache.summary))
+        layers.append(bare.with_pools(pools))
+    numbers = {name: wide(getattr(row, name)) for name in ("length", "total", "confidence")}
+    return sharded_shapes(dataclasses.replace(row, layers=tuple(layers), **numbers))
+
+
 def sharded_shapes(state: KVState) -> KVState:
     """Shapes of a state with their shardings; on one device as they are."""
     mesh = state.mesh
