@@ -69,7 +69,9 @@ def test_a_key_has_so_many_structures_compiled_a_minute(tiny_folder):
 
         def ask(key: str, policy: str) -> Any:
             headers = {"Authorization": f"Bearer {key}"}
-            return server.ask.post(TEXT, json={"prompt": "x", "max_tokens": 1, "kv_policy": policy}, headers=headers)
+            return server.ask.post(
+                TEXT, json={"prompt": "x", "max_tokens": 1, "kv_policy": policy}, headers=headers
+            )
 
         assert ask("one", "window(16)").status_code == 200
         refused = ask("one", "window(24)")
