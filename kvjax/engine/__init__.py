@@ -29,7 +29,7 @@ in ``model.spec.eos`` end a text by themselves.
 
 A request's way from ``submit`` to its tokens; arrows cross threads:
 
-  caller's thread               engine's thread                                     compiler's thread
+  caller's thread               engine's thread                                     compiler's threads
 
   engine.py   submit
   request.py  checks, weights

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import operator
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -86,15 +86,22 @@ class Structure:
     Its batch and the prompts that are read for it share it; the programs leave with it.
 
     Attributes:
+      name: of the structure and the weights; sizes of lists come beside it.
       row: shapes of an empty row, with a page in each pool.
     """
 
     def __init__(
-        self, model: Weighted, policy: Policy, learned: LearnedWeights, row: KVState, page: int | None
+        self,
+        model: Weighted,
+        policy: Policy,
+        learned: LearnedWeights,
+        row: KVState,
+        page: int | None,
+        name: Hashable = (),
     ) -> None:
         """Makes no array and compiles nothing."""
         self.model, self.policy = model, policy  # in the layout of batches
-        self.learned, self.row = learned, row
+        self.name, self.learned, self.row = name, learned, row
         self.list_shapes, self.page_bytes = paging.list_shapes(row), paging.page_bytes(row)
         self.paged_layers = sum(bool(x.pools) for x in row.layers)
         sizes: dict[str, Any] = {"context": row.context, "chunk": row.chunk, "page": page}
@@ -113,13 +120,11 @@ class Structure:
         self.with_row = own(row_ops.with_row, donate=("state",))
         self.without_rows = own(row_ops.without_rows, donate=("state",))
 
-    def serves(self, policy: Policy, label: str, row: KVState) -> bool:
-        """Can rows of this policy and these weights join? ``row``: the shapes of an empty one of its own."""
+    def serves(self, name: Hashable, row: KVState) -> bool:
+        """Can rows of this name join? ``row``: the shapes of an empty one of its own."""
         shapes = paging.list_shapes(row)
         return (
-            label == self.learned.label
-            and policy.structure == self.policy.structure
-            and str(jax.tree.structure(policy)) == str(jax.tree.structure(self.policy))
+            name == self.name
             and len(self.list_shapes) == len(shapes)
             and all(
                 size == own and entries <= most
@@ -149,8 +154,7 @@ class RunningBatch:
         self.paged_layers = structure.paged_layers
         self.page_sizes = [size for size, _ in self.list_shapes]
         # Donated to every program.
-        self.state: KVState = structure.make.shapes(rows, (1,) * len(self.page_sizes))
-        self.state = paging.sharded_shapes(self.state)
+        self.state: KVState = paging.widened(structure.row, rows)
         self.made = False
         self.rows: list[BatchRow | None] = [None] * rows  # None where one is free
         self.known = nothing_held(self.state)  # what the state held after the last change, on the host

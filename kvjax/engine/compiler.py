@@ -10,6 +10,7 @@ import concurrent.futures
 import dataclasses
 import functools
 import inspect
+import os
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -173,7 +174,9 @@ class Compiler:
           shed: drops the programs that were not used for longest, or all of them; were there any?
           workers: compilations at a time.
         """
-        self._note, self._shed, self._workers = note, shed, workers
+        self._note, self._shed = note, shed
+        # Threads for second programs of a client: one stays free for others, two CPUs for what runs.
+        self._beside = min(workers - 1, (os.cpu_count() or 1) - 2)
         self._pool = concurrent.futures.ThreadPoolExecutor(workers, thread_name_prefix="kvjax-compile")
         self._lock = threading.Lock()
         self._jobs: dict[tuple[int, Hashable], _Job] = {}  # not compiled yet, or failed; the oldest first
@@ -266,7 +269,7 @@ class Compiler:
             clients = {job.client for job in self._jobs.values()}
             self._served = collections.Counter({c: s for c, s in self._served.items() if c in clients})
             free = [(name, job) for name, job in waiting if job.client is None or job.client not in running]
-            if not free and len(running) < self._workers - 1:
+            if not free and len(running) < self._beside:
                 free = waiting
             if not free:
                 return None

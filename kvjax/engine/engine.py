@@ -193,6 +193,7 @@ class Engine:
     def _submit(self, request: Request, keep_as: str = "") -> Ticket:
         """``submit``; with a name the prompt is kept under it and nothing is written."""
         checked = self._checked(request, keep_as)
+        self._scheduler.memory.row(checked.policy)  # found in this thread: that takes a while
         with self._lock:
             if self._fault is not None or self._stopping:
                 raise self._dead() from self._fault

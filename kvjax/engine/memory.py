@@ -66,11 +66,10 @@ class Memory:
 
     def structure(self, request: EngineRequest) -> Structure:
         """The structure of a request, a new one where there is none; nothing is compiled."""
-        policy, label, row = request.policy, request.learned.label, self.row(request.policy)
-        serving = (x for x in self.structures if x.serves(policy, label, row))
-        structure = next(serving, None)
+        policy, name, row = request.policy, request.structure, self.row(request.policy)
+        structure = next((x for x in self.structures if x.serves(name, row)), None)
         if structure is None:
-            structure = Structure(self.model, policy, request.learned, row, self.settings.page)
+            structure = Structure(self.model, policy, request.learned, row, self.settings.page, name)
         else:
             self.structures.remove(structure)
         self.structures.append(structure)
@@ -81,10 +80,10 @@ class Memory:
 
     def new_structure(self, request: EngineRequest) -> Hashable | None:
         """What names the structure of a request; None where one serves it. Any thread."""
-        policy, label, row = request.policy, request.learned.label, self.row(request.policy)
-        if any(structure.serves(policy, label, row) for structure in list(self.structures)):
+        name, row = request.structure, self.row(request.policy)
+        if any(structure.serves(name, row) for structure in list(self.structures)):
             return None
-        return label, str(jax.tree.structure(policy)), paging.list_shapes(row)
+        return name, paging.list_shapes(row)
 
     def shed(self, everything: bool) -> bool:
         """Drops the structure that was not used for longest, or the programs of all; was there any?"""
@@ -119,7 +118,7 @@ class Memory:
                 return None
         batch, reading = RunningBatch(structure, self.settings.max_rows), max(reading, self.coming())
         if not self.room(batch.allocated + reading):
-            if self.running or self.promised:
+            if self.running or self.promised or self.reading():
                 return None
             raise RequestError(
                 f"a running batch of '{policy!r}' with {self.settings.max_rows} rows needs {batch.allocated} "

@@ -21,7 +21,7 @@ from kvjax import decode, metrics
 from kvjax.algebra import AdmitAll, Policy
 from kvjax.cache import state as states
 from kvjax.cache.pages import Pages
-from kvjax.cache.state import KVState
+from kvjax.cache.state import KVState, LayerCache
 from kvjax.sharding.mesh import ONE, mesh_of
 from kvjax.sharding.specs import WHOLE, of_state
 from kvjax.types import Weighted
@@ -115,17 +115,36 @@ def resized(state: KVState, counts: Sequence[int], resize: Callable[..., Pages])
 def shapes_with(state: KVState, counts: Sequence[int] = ()) -> KVState:
     """Shapes of a state, with pools of so many pages a device; nothing is traced."""
     state = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state)
+    layers = tuple(sized(layer, [n * state.mesh.pools for n in counts]) for layer in state.layers)
+    return sharded_shapes(dataclasses.replace(state, layers=layers))
+
+
+def sized(layer: LayerCache, counts: Sequence[int]) -> LayerCache:
+    """Shapes of a layer with pools of so many pages, all devices together."""
     fixed = ("table", "length", "n_free", "overflow")  # are not a page's
 
-    def sized(pages: Pages, count: int) -> Pages:
+    def pages_with(pages: Pages, count: int) -> Pages:
         own = {name: getattr(pages, name) for name in fixed}
         bare = dataclasses.replace(pages, **dict.fromkeys(fixed))
-        shape = (count * state.mesh.pools,)
-        grown = jax.tree.map(lambda x: jax.ShapeDtypeStruct((*shape, *x.shape[1:]), x.dtype), bare)
+        grown = jax.tree.map(lambda x: jax.ShapeDtypeStruct((count, *x.shape[1:]), x.dtype), bare)
         return dataclasses.replace(grown, **own)
 
-    layers = [layer.with_pools([*map(sized, layer.pools, counts)]) for layer in state.layers]
-    return sharded_shapes(dataclasses.replace(state, layers=tuple(layers)))
+    return layer.with_pools([*map(pages_with, layer.pools, counts)])
+
+
+def widened(row: KVState, rows: int) -> KVState:
+    """Shapes of a state of so many rows, from those of one row; nothing is traced."""
+
+    def wide(tree: Any) -> Any:
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype), tree)
+
+    layers = []
+    for cache in row.layers:
+        pools = [dataclasses.replace(p, table=wide(p.table), length=wide(p.length)) for p in cache.pools]
+        bare = dataclasses.replace(cache, ring=wide(cache.ring), summary=wide(cache.summary))
+        layers.append(bare.with_pools(pools))
+    numbers = {name: wide(getattr(row, name)) for name in ("length", "total", "confidence")}
+    return sharded_shapes(dataclasses.replace(row, layers=tuple(layers), **numbers))
 
 
 def sharded_shapes(state: KVState) -> KVState:

@@ -41,6 +41,14 @@ SHORT = 64
 """Width of the last chunk where no more tokens than these are left."""
 
 
+@dataclasses.dataclass(frozen=True)
+class _Next:
+    """A layer of a whole prompt that is to be stored: by which program, and its bytes."""
+
+    program: Program
+    size: int
+
+
 class Prefill:
     """A request whose prompt is read, a chunk or a layer at a time, and which then waits for pages."""
 
@@ -85,7 +93,7 @@ class Prefill:
         self.growth: list[int] | None = None  # page counts that its batch is to have for it
         self._counts = self._first_counts()
         self.shapes = paging.shapes_with(structure.row if start is None else _state(start), self._counts)
-        self._reserved = self._whole_bytes() if self.whole else 0
+        self._reserved, self._stored = self._whole_bytes() if self.whole else 0, 0  # bytes of layers
         self.need = metrics.size(self.shapes.layers) + self._reserved  # bytes that reading takes
         self.programs: list[Program] = self._programs()  # that it waits for
         self._state: KVState | None = None
@@ -130,7 +138,7 @@ class Prefill:
         """Device bytes that it takes now, or is to take while a prompt is read as a whole."""
         states = [] if self._state is None else [self._state, *self.snapshots.values()]
         held = sum(metrics.size(state.layers) for state in states)
-        return held + (self._reserved if self.begun and not self.done else 0)
+        return held + (self._reserved + self._stored if self.begun and not self.done else 0)
 
     def begin(self) -> None:
         """Makes the state: an empty one, or a copy of what the prompt begins with."""
@@ -148,17 +156,21 @@ class Prefill:
 
     # --- reading -----------------------------------------------------------------------------------
 
-    def unit(self, afford: Callable[[int], bool]) -> None:
+    def unit(self, afford: Callable[[int], bool], room: Callable[[int], bool]) -> bool:
         """Reads one chunk, or takes the prompt through one layer, and waits for it.
 
         Where a program is missing, it stands in ``programs`` and nothing is read.
 
         Args:
           afford: is there memory for a snapshot of so many bytes?
+          room: makes room for a layer of so many bytes; False while there is none.
+
+        Returns:
+          False where it waits for room.
         """
-        self._afford = afford
+        self._afford, self._room = afford, room
         try:
-            missing = next(self._units)
+            step = next(self._units)
         except StopIteration:
             self.done = True
             if self.ranked:
@@ -166,10 +178,12 @@ class Prefill:
                 many = len(self.request.tokens) - 1  # nothing follows the last token; beyond it are pads
                 self.ranks = logprob[:many], best[:many], theirs[:many]
         else:
-            if isinstance(missing, Program):
-                self.compile([missing])
-                return
+            if isinstance(step, Program):
+                self.compile([step])
+            if step is not None:
+                return isinstance(step, Program)
         jax.block_until_ready(self.state.length)
+        return True
 
     def _pieces(self) -> list[tuple[int, int]]:
         """(begin, width) of the chunks that are read; a short one at the end where that suffices."""
@@ -177,7 +191,7 @@ class Prefill:
         starts = range(self.seen, end, width)
         return [(at, width if end - at > SHORT else min(SHORT, width)) for at in starts]
 
-    def _chunks(self) -> Iterator[Program | None]:
+    def _chunks(self) -> Iterator[None]:
         network, params, own, common = self.model.network, self.model.params, self.structure, self.common
         policy, tokens = self.request.policy, self.request.tokens
         layers = decode.layer_calls(network, policy, params, self.request.learned.weights, own.by_layer)
@@ -198,13 +212,15 @@ class Prefill:
                 yield None
         self._end(last)
 
-    def _layers(self) -> Iterator[Program | None]:
+    def _layers(self) -> Iterator[Program | int | None]:
+        """Yields a program that is missing, bytes that are, and None after each layer."""
         request, seed, own, common = self.request, self.request.options.seed, self.structure, self.common
         weights, seeds = request.learned.weights, np.asarray([seed & 0xFFFFFFFF], np.uint32)
 
-        def missing(program: Owned, arguments: tuple[Any, ...]) -> Program | None:
-            wanted = program.program(*arguments)
-            return None if wanted.ready else wanted
+        def missing(store: Owned, arguments: tuple[Any, ...]) -> _Next:
+            pages, cache = arguments[2], arguments[4]
+            stored = paging.sized(cache, [n * own.row.mesh.pools for n in pages])
+            return _Next(store.program(*arguments), metrics.size(stored))
 
         reading = decode.read_layers(
             self.model,
@@ -223,10 +239,15 @@ class Prefill:
             except StopIteration as end:
                 self._state, last, x = end.value
                 break
-            if isinstance(step, Program):
-                yield step
+            if isinstance(step, tuple):  # a layer is done
+                yield None
                 continue
-            yield None
+            size, program = step.size, step.program
+            while not self._room(size):
+                yield size
+            self._stored += size
+            if not program.ready:
+                yield program
         if self.ranked:
             for begin in range(0, len(request.tokens), self.width):
                 self._rank(common.piece(x, np.int32(begin), self.width), begin, self.width)
@@ -436,10 +457,7 @@ class Prefiller:
             if memory.running or memory.reading():
                 return False
             if request.alone:
-                raise RequestError(
-                    f"reading the prompt takes {prefill.need} bytes beside {memory.allocated()} that are "
-                    f"held, and kv_memory is {self._settings.kv_memory}. Raise it, or ask for fewer tokens."
-                )
+                raise self._too_large(prefill)
         except Exception as error:  # of this request alone
             self._leave(prefill)
             request.fail(error)
@@ -451,6 +469,12 @@ class Prefiller:
         memory.batches.clear()
         self.returned += [request, *others]
         return False
+
+    def _too_large(self, prefill: Prefill) -> RequestError:
+        return RequestError(
+            f"reading the prompt takes {prefill.need} bytes beside {self._memory.allocated()} that are held, "
+            f"and kv_memory is {self._settings.kv_memory}. Raise it, or ask for fewer tokens."
+        )
 
     def _start(self, request: EngineRequest) -> Prefill | None:
         """The request with the batch it is for; None while there is no free row."""
@@ -481,6 +505,8 @@ class Prefiller:
             borders=borders,
             width=self._settings.chunk,
         )
+        if prefill.need > self._settings.kv_memory:
+            raise self._too_large(prefill)
         if batch is not None and batch.sized:
             source = None if prefill.whole else prefill.shapes
             prefill.programs += batch.programs(self._settings.segment, source)
@@ -539,7 +565,8 @@ class Prefiller:
         assert prefill is not None
         try:
             if not prefill.ready:
-                self._unit(prefill)
+                if not self._unit(prefill):
+                    return False
                 if self.current is None or not prefill.ready:
                     return True
             return self._insert(prefill)
@@ -548,16 +575,18 @@ class Prefiller:
             prefill.request.fail(error)
             return True
 
-    def _unit(self, prefill: Prefill) -> None:
+    def _unit(self, prefill: Prefill) -> bool:
+        """Reads one; False where that waits for memory."""
         request = prefill.request
         if not prefill.done:
-            prefill.unit(self._affordable)
+            if not prefill.unit(self._affordable, self._has_room):
+                return False
             if prefill.programs:
                 self._wait(prefill)
-                return
+                return True
             self.units += 1
         if not prefill.done:
-            return
+            return True
         for border, state in prefill.snapshots.items():
             prefix = self._memory.remember(request.prefix_key, request.tokens[:border], state)
             prefill.begins.append(prefix)
@@ -567,10 +596,15 @@ class Prefiller:
         self._counters.cached_tokens += prefill.seen
         if request.keep_as:
             self._keep(prefill)
-            return
+            return True
         if request.options.echo and not request.echoed:
             self._echo(prefill)
         self._first_token(prefill)
+        return True
+
+    def _has_room(self, size: int) -> bool:
+        """For a layer; where nobody writes there is nothing to wait for."""
+        return self._memory.room(size) or not self._memory.running
 
     def _affordable(self, size: int) -> bool:
         return self._memory.allocated() + size <= self._settings.kv_memory

@@ -6,11 +6,13 @@ import asyncio
 import collections
 import contextlib
 import dataclasses
+import functools
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import TYPE_CHECKING
 
+import jax
 import numpy as np
 
 from kvjax.algebra import Policy
@@ -208,6 +210,11 @@ class EngineRequest:
     def left(self) -> int:
         """Tokens it may still write."""
         return self.options.max_new_tokens - len(self.written)
+
+    @functools.cached_property
+    def structure(self) -> tuple[str, str, str]:
+        """What rows of one batch have in common, besides the sizes of their lists."""
+        return self.learned.label, self.policy.structure, str(jax.tree.structure(self.policy))
 
     @property
     def prefix_key(self) -> tuple[str, str]:

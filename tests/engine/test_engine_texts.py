@@ -246,9 +246,9 @@ def test_a_long_prompt_stops_nobody_for_more_than_a_chunk(engine, monkeypatch):
         turns.append("step")
         return step(self, *steps)
 
-    def read(self):
+    def read(self, *words):
         turns.append("chunk")
-        unit(self)
+        return unit(self, *words)
 
     engine.submit(Request(prompt=tiny.prompt(80, 42), max_new_tokens=2)).result()  # programs are there
     monkeypatch.setattr(RunningBatch, "step", stepped)

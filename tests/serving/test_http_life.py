@@ -64,6 +64,23 @@ def test_strangers_ask_for_allowed_policies_at_any_budget(guarded):
     ]
 
 
+def test_a_key_has_so_many_structures_compiled_a_minute(tiny_folder):
+    with running(tiny_folder, "--client-structures", "1", keys=("one", "two")) as server:
+
+        def ask(key: str, policy: str) -> Any:
+            headers = {"Authorization": f"Bearer {key}"}
+            return server.ask.post(
+                TEXT, json={"prompt": "x", "max_tokens": 1, "kv_policy": policy}, headers=headers
+            )
+
+        assert ask("one", "window(16)").status_code == 200
+        refused = ask("one", "window(24)")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "too_many_structures")
+        assert 1 <= int(refused.headers["retry-after"]) <= 60
+        assert ask("one", "full").status_code == 200  # it runs already
+        assert ask("two", "window(24)").status_code == 200
+
+
 # --- who leaves, what is full --------------------------------------------------------------------
 
 

@@ -220,6 +220,19 @@ def test_other_addresses_need_a_key_or_a_word(host):
 
 
 @pytest.mark.parametrize(
+    ("words", "most"),
+    [
+        ([], 0),
+        (["--client-structures", "3"], 3),
+        (["--host", "0.0.0.0"], command.NEW_STRUCTURES),
+        (["--host", "0.0.0.0", "--client-structures", "0"], 0),
+    ],
+)
+def test_new_structures_are_bounded_where_others_can_ask(words, most):
+    assert command.new_structures(parse(words)) == most
+
+
+@pytest.mark.parametrize(
     ("mesh", "processes", "message"),
     [
         ([], 2, "serve http runs in one process, and these are 2. Start it without"),
