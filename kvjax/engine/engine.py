@@ -19,12 +19,8 @@ from kvjax import decode
 from kvjax.algebra import Policy
 from kvjax.decode import CHUNK
 from kvjax.engine.contexts import Contexts
-<<<<<<< HEAD
 from kvjax.engine.errors import Draining, EngineDead, QueueFull, TooManyStructures
-=======
-from kvjax.engine.errors import Draining, EngineDead, QueueFull
 from kvjax.engine.fitting import check_fits
->>>>>>> srv-state
 from kvjax.engine.memory import Memory
 from kvjax.engine.metrics import Counters, Metrics
 from kvjax.engine.pages import paged
@@ -122,14 +118,10 @@ class Engine:
             share=share,
             share_pages=share_pages,
         )
-<<<<<<< HEAD
         self._most_waiting, self._new_structures = queue, new_structures
         self._brought: dict[str, dict[Hashable, float]] = {}  # new structures and when, by client
-=======
         fits = functools.partial(check_fits, model, self._settings)
         self._check_fits = functools.lru_cache(maxsize=256)(fits)  # of policies that do
-        self._most_waiting = queue
->>>>>>> srv-state
         self._weights = WeightCache(model)
         self._own_weights = self._weights.get(self._policy, weights)  # stay, whoever uses them
         self._ids = itertools.count(1)

@@ -6,11 +6,8 @@ import asyncio
 import gc
 import time
 
-<<<<<<< HEAD
 import jax
-=======
 import jax.numpy as jnp
->>>>>>> srv-state
 import pytest
 import tiny
 
