@@ -18,6 +18,7 @@ from kvjax.engine import pages as paging
 from kvjax.engine.batch import RunningBatch
 from kvjax.engine.contexts import Contexts
 from kvjax.engine.decoding import Snapshot
+from kvjax.engine.errors import MemoryFull
 from kvjax.engine.prefix import Prefix, Prefixes
 from kvjax.engine.settings import EngineSettings
 from kvjax.engine.ticket import EngineRequest
@@ -70,10 +71,11 @@ class Memory:
         if not self.room(batch.allocated):
             if self.running:
                 return None
-            raise RequestError(
+            raise self.refusal(
+                batch.allocated,
                 f"a running batch of '{policy!r}' with {self.settings.max_rows} rows needs {batch.allocated} "
                 f"bytes before it holds a token, and kv_memory is {self.settings.kv_memory}. Raise it, or "
-                "lower max_rows."
+                "lower max_rows.",
             )
         self.batches.append(batch)
         # Where a prompt decides what is kept, the first one that is read says how much that is.
@@ -149,6 +151,18 @@ class Memory:
             if not self.prefixes.drop() and not self._drop_batch(besides):
                 return False
         return True
+
+    def refusal(self, size: int, message: str) -> MemoryFull | RequestError:
+        """The error of a request for which there is no room for so many bytes, although no row is written.
+
+        Alone it might fit: then it is the server that is full, and not the request that is wrong.
+        """
+        if size > self.settings.kv_memory:
+            return RequestError(message)
+        return MemoryFull(
+            f"contexts and other texts hold {self.allocated()} of the {self.settings.kv_memory} bytes of "
+            "kv_memory, which leaves too little for this request. Ask again later, or delete contexts."
+        )
 
     def remember(self, key: tuple[str, str], tokens: np.ndarray, state: KVState) -> Prefix:
         """Keeps the state of a text, for later ones that begin so, where older prefixes make room."""

@@ -19,13 +19,12 @@ import numpy as np
 from kvjax import decode, metrics
 from kvjax.cache import pool
 from kvjax.cache.state import KVState, LayerCache, PoolOverflowError
-from kvjax.decode import RequestError
 from kvjax.engine import pages as paging
 from kvjax.engine.batch import RunningBatch
 from kvjax.engine.compiler import PATIENCE, Compiler, Program
 from kvjax.engine.contexts import HeldContext
 from kvjax.engine.decoding import first_token, prompt_log_probabilities, snapshot
-from kvjax.engine.errors import ContextMismatch, ContextNotFound
+from kvjax.engine.errors import ContextMismatch, ContextNotFound, MemoryFull
 from kvjax.engine.memory import Memory
 from kvjax.engine.metrics import Counters, usages
 from kvjax.engine.pages import StoredState
@@ -314,9 +313,9 @@ class Prefiller:
         """
         if not request.context:
             return None if ranked else self._memory.prefixes.find(request.prefix_key, request.tokens)
-        context = self._contexts.held(request.context)
+        context = self._contexts.held(request.context, request.options.owner)
         if context is None:
-            raise ContextNotFound(f"context {request.context!r} was deleted before the request began.")
+            raise ContextNotFound(f"context {request.context!r} was gone before the request began.")
         shapes = zip(paging.list_shapes(empty), paging.list_shapes(context.state))
         if any(entries > held for (_, entries), (_, held) in shapes):
             raise ContextMismatch(
@@ -398,20 +397,22 @@ class Prefiller:
     def _keep(self, prefill: Prefill) -> None:
         """Keeps the row as a context."""
         request, memory = prefill.request, self._memory
-        size = metrics.allocated(prefill.state.layers)
-        if not memory.room(size):
-            raise RequestError(
-                f"context {request.keep_as!r} takes {size} bytes beside {memory.allocated()} held, and "
-                f"kv_memory is {self._settings.kv_memory}. Raise it, or delete other contexts."
-            )
         context = HeldContext(
+            name=request.keep_as,
+            owner=request.options.owner,
             tokens=request.tokens,
             policy=request.policy,
             learned=request.learned,
             state=prefill.state,
             logits=prefill.logits,
         )
-        self._contexts.keep(request.keep_as, context)
+        going = sum(other.bytes for other in self._contexts.leaving(context))
+        if not memory.room(context.bytes - going):
+            raise MemoryFull(
+                f"context {context.name!r} takes {context.bytes} bytes beside {memory.allocated()} that are "
+                f"held, and kv_memory is {self._settings.kv_memory}. Ask again later."
+            )
+        self._contexts.keep(context)
         self.current = None
         request.finish("length")
 
@@ -489,9 +490,10 @@ class Prefiller:
             prefill.growth = memory.first_counts(batch, need)
         if prefill.growth is None:
             if not memory.running:
-                raise RequestError(
+                raise memory.refusal(
+                    batch.allocated + batch.bytes_of(need),
                     f"the row needs {batch.bytes_of(need)} bytes of pages beside {memory.allocated()} that "
-                    f"are held, and kv_memory is {settings.kv_memory}. Raise it, or ask for fewer tokens."
+                    f"are held, and kv_memory is {settings.kv_memory}. Raise it, or ask for fewer tokens.",
                 )
             return False
         programs = [batch.program(settings.segment, prefill.growth)]
