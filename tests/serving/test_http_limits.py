@@ -93,6 +93,7 @@ def test_a_list_ends_at_its_first_fault(body, kind):
     [
         (b'{"metadata": {"a": [' + b"1," * 100 + b"1]}}", "context_length_exceeded"),
         (b"{" + b",".join(b'"%d": 1' % number for number in range(65)) + b"}", "too_many_fields"),
+        (b'{"prompt": [' + (b"[" + b"[[[]]]," * 99 + b"{}],") * 99 + b"{}]}", "too_many_objects"),
         (b'{"temperature": NaN}', "invalid_json"),
         (b"[" * 1000 + b"]" * 1000, "invalid_json"),
     ],

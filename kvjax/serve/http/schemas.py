@@ -20,7 +20,6 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Discriminator,
-    FailFast,
     Field,
     Tag,
     model_validator,
@@ -75,9 +74,9 @@ def _by(kind: Callable[[Any], str | None], rule: str) -> Discriminator:
 Int = Annotated[int, BeforeValidator(_integral)]
 Count = Annotated[Int, Field(ge=1)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
-TokenIds = Annotated[list[TokenId], FailFast(), BeforeValidator(_integral)]
-Ids = Annotated[list[TokenId], Field(min_length=1), FailFast(), BeforeValidator(_integral)]
-Texts = Annotated[list[str], FailFast()]
+TokenIds = Annotated[list[TokenId], Field(fail_fast=True), BeforeValidator(_integral)]
+Ids = Annotated[list[TokenId], Field(min_length=1, fail_fast=True), BeforeValidator(_integral)]
+Texts = Annotated[list[str], Field(fail_fast=True)]
 Zero = Annotated[float, _only(0, 0.0), Field(description="not supported: only 0 is taken")]
 Empty = Annotated[dict[str, Any], _only({}), Field(description="not supported")]
 NoList = Annotated[list[Any], _only([]), Field(description="not supported")]
@@ -162,7 +161,7 @@ Prompt = Annotated[
     Annotated[str, Tag(TEXT)]
     | Annotated[Texts, Tag(TEXTS)]
     | Annotated[Ids, Tag(IDS)]
-    | Annotated[list[Ids], FailFast(), Tag(IDS_LISTS)],
+    | Annotated[list[Ids], Field(fail_fast=True), Tag(IDS_LISTS)],
     _by(_kind, "Give a text, token ids, or a list of either"),
 ]
 
@@ -184,7 +183,7 @@ class TextPart(Body):
 
 
 Content = Annotated[
-    Annotated[str, Tag(TEXT)] | Annotated[list[TextPart], FailFast(), Tag(PARTS)],
+    Annotated[str, Tag(TEXT)] | Annotated[list[TextPart], Field(fail_fast=True), Tag(PARTS)],
     _by(_content_kind, "Give a text or a list of parts"),
 ]
 
@@ -217,7 +216,7 @@ class Message(Body):
         return {"role": role, "content": content}
 
 
-Messages = Annotated[list[Message], Field(min_length=1), FailFast()]
+Messages = Annotated[list[Message], Field(min_length=1, fail_fast=True)]
 
 
 class ResponseFormat(Body):

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 BYTES_PER_TOKEN = 64  # of a body, where --max-body does not say how large one may be
 LEAST_BODY = 2**18  # bytes that are always allowed then
 MOST_FIELDS = 64  # of an object in a body
+MOST_OBJECTS = 2**14  # and lists in a body: messages, their parts
 SMALL_BODY = 2**16  # bytes that are parsed at once; a larger body is parsed in a thread
 
 MOST_WATCHED = 64  # requests whose cache can be shown; a newer one replaces the oldest
@@ -131,16 +132,15 @@ def read_json(body: bytes, most: int) -> Any:
       most: elements that a list may have.
 
     Raises:
-      ApiError: the body is not JSON, or a list or an object in it is too long.
+      ApiError: the body is not JSON, has too many lists and objects, or one is too long.
     """
     try:
         content = from_json(body, allow_inf_nan=False)
     except ValueError:
         message = "The body is not JSON. Send one JSON object."
         raise ApiError(400, message, code="invalid_json") from None
-    waiting = [content]
-    while waiting:
-        value = waiting.pop()
+    inside = [content]
+    for value in inside:  # which grows
         if isinstance(value, list) and len(value) > most:
             message = (
                 f"A list in the body has {len(value)} elements, more than the {most} allowed. Shorten it."
@@ -150,7 +150,10 @@ def read_json(body: bytes, most: int) -> Any:
             message = f"An object in the body has {len(value)} fields, more than {MOST_FIELDS}. Send fewer."
             raise ApiError(400, message, code="too_many_fields")
         inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-        waiting.extend(element for element in inner if isinstance(element, list | dict))
+        inside += [element for element in inner if isinstance(element, list | dict)]
+        if len(inside) > MOST_OBJECTS:
+            message = f"The body has more than {MOST_OBJECTS} lists and objects. Join parts and messages."
+            raise ApiError(400, message, code="too_many_objects")
     return content
 
 
