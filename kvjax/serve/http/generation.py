@@ -48,11 +48,11 @@ def of_completion(service: Service, body: CompletionBody, owner: str = "") -> Ge
     if body.max_tokens == 0 and not body.echo:
         raise bad_request("max_tokens", "max_tokens=0 writes nothing. Give 1 or more, or echo=true.")
     single = isinstance(body.prompt, str) or (bool(body.prompt) and isinstance(body.prompt[0], int))
-    given: Sequence[Any] = [body.prompt] if single else body.prompt
-    _check_choices(service, len(given), body.n or 1)
+    texts_or_ids: Sequence[Any] = [body.prompt] if single else body.prompt
+    _check_choices(service, len(texts_or_ids), body.n or 1)
     prompts: list[list[int]] = []
     echoes: list[str] = []
-    for prompt in given:
+    for prompt in texts_or_ids:
         if isinstance(prompt, str):
             prompts.append(encode_text(service, prompt, bos=body.context is None))
             echoes.append(prompt)
