@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from serving_client import Running, httpx, running, stopped, until
 
-from kvjax.engine import Request, Ticket
+from kvjax.engine import Engine, Request, Ticket
 from kvjax.serve.http import command, service
 from kvjax.serve.http.arguments import parse
 from kvjax.serve.http.errors import ApiError
@@ -170,18 +170,25 @@ def is_gone(connection: socket.socket) -> bool:
 # --- time ----------------------------------------------------------------------------------------
 
 
-def later(event: threading.Event, seconds: float = 0.2) -> None:
-    threading.Timer(seconds, event.set).start()
+def too_late(engine: Engine, goes_on: threading.Event) -> None:
+    """Lets the engine go on once a request with 0.05 seconds waits for it, and they are over."""
+
+    def wait() -> None:
+        until(lambda: engine.metrics(wait=False).queued > 0)
+        time.sleep(0.1)
+        goes_on.set()
+
+    threading.Thread(target=wait).start()
 
 
 def test_time_that_is_over_before_the_first_token_is_no_answer(small):
     body = {"prompt": "Hello", "max_time": 0.05}
     with stopped(small.service.engine) as goes_on:
-        later(goes_on)
+        too_late(small.service.engine, goes_on)
         status, error = small.refusal(TEXT, body)
     assert (status, error["code"], error["type"]) == (504, "deadline_exceeded", "server_error")
     with stopped(small.service.engine) as goes_on:
-        later(goes_on)
+        too_late(small.service.engine, goes_on)
         (event,) = small.stream(TEXT, body)
     assert event["error"]["code"] == "deadline_exceeded"
 
@@ -295,8 +302,8 @@ def test_many_contexts_stop_no_text(small):
         answers = [pool.submit(create, number) for number in range(12)]
         assert until(lambda: sum(answer.done() for answer in answers) == 8)
         text = pool.submit(small.complete, max_tokens=1)
-        assert "kvjax_engine_up 1.0" in small.ask.get("/metrics").text, "metrics wait for the engine"
-        assert until(lambda: small.service.engine.metrics(wait=False).queued == 5 or not goes_on.is_set(), 1)
+        assert "kvjax_engine_up 1.0" in small.ask.get("/metrics", timeout=10).text
+        assert until(lambda: small.service.engine.metrics(wait=False).queued == 5)
         goes_on.set()
         assert text.result()["choices"]
         codes = collections.Counter(answer.result() for answer in answers)
@@ -316,7 +323,7 @@ def test_a_client_that_leaves_has_no_context_and_one_that_is_late_is_told(small)
     assert small.idle()
     assert small.refusal(f"{CONTEXTS}/gone", method="GET")[0] == 404
     with stopped(small.service.engine) as goes_on:
-        later(goes_on)
+        too_late(small.service.engine, goes_on)
         status, error = small.refusal(CONTEXTS, body | {"max_time": 0.05})
     assert (status, error["code"]) == (504, "deadline_exceeded")
     assert small.ask.get(CONTEXTS).json()["data"] == []
