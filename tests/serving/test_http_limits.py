@@ -16,7 +16,7 @@ import pytest
 from serving_client import Running, httpx, running, stopped, until
 
 from kvjax.engine import Engine, Request, Ticket
-from kvjax.serve.http import command, service
+from kvjax.serve.http import command, middleware, service
 from kvjax.serve.http.arguments import parse
 from kvjax.serve.http.errors import ApiError
 from kvjax.serve.http.schemas import ChatBody, CompletionBody
@@ -113,6 +113,13 @@ def test_a_body_may_be_as_large_as_the_context_needs(tiny_folder, monkeypatch):
         assert server.max_body == 1024 * 512
     finally:
         server.engine.close()
+
+
+def test_parts_of_large_bodies_are_bounded_together_and_small_ones_pass(small, monkeypatch):
+    monkeypatch.setattr(middleware, "MOST_BODIES", 0)
+    status, error = small.refusal(TEXT, content=b" " * (2**16 + 1), headers=KIND)
+    assert (status, error["code"]) == (503, "too_many_bodies")
+    assert small.complete(max_tokens=1)
 
 
 # --- connections ---------------------------------------------------------------------------------

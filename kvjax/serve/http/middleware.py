@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 
 KEY_VARIABLE = "KVJAX_API_KEY"  # of the environment: API keys, separated by commas
 
+MOST_BODIES = 32  # of --max-body whose parts are held until they are complete
+SMALL_BODY = 2**16  # bytes of a body that is taken also beside them
+
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
@@ -105,10 +108,8 @@ class AccessControl:
             raise ApiError(403, message, code="host_not_allowed")
         origin = headers.get("origin")
         if self._local_only and origin is not None and not is_local(without_port(origin.partition("://")[2])):
-            message = (
-                "This server answers only this machine, and a page of another site asks. Ask from a page "
-            )
-            message += "on this machine, or start the server with a key."
+            message = "This server answers only this machine, and a page of another site asks. Ask from this "
+            message += "machine, or start the server with a key."
             raise ApiError(403, message, code="origin_not_allowed")
         owner = self._keys.owner(headers.get("authorization", ""))
         if owner is None and scope["path"] not in self._open_paths:
@@ -126,6 +127,7 @@ class BodyReader:
 
     def __init__(self, app: ASGIApp, max_bytes: int, seconds: float) -> None:
         self._app, self._max_bytes, self._seconds = app, max_bytes, seconds
+        self._coming = 0  # bytes of all bodies that are not complete
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -149,19 +151,24 @@ class BodyReader:
     async def _read(self, receive: Receive) -> bytes | None:
         """The body; None if the client leaves first."""
         body = bytearray()
-        while (message := await receive())["type"] == "http.request":
-            body += message.get("body", b"")
-            self._check(str(len(body)))
-            if not message.get("more_body", False):
-                return bytes(body)
-        return None
+        try:
+            while (message := await receive())["type"] == "http.request":
+                body += (piece := message.get("body", b""))
+                self._coming += len(piece)
+                self._check(str(len(body)))
+                if len(body) > SMALL_BODY and self._coming > MOST_BODIES * self._max_bytes:
+                    text = "Too many large bodies are on their way. Send this one again soon."
+                    raise ApiError(503, text, code="too_many_bodies", headers={"Retry-After": "2"})
+                if not message.get("more_body", False):
+                    return bytes(body)
+            return None
+        finally:
+            self._coming -= len(body)
 
     def _check(self, length: str) -> None:
         if length.isdigit() and (len(length) > 18 or int(length) > self._max_bytes):
-            message = (
-                f"The body has more than {self._max_bytes} bytes. Send less, or start the server with a "
-            )
-            raise ApiError(413, message + "larger --max-body.", code="body_too_large")
+            message = f"The body has more than {self._max_bytes} bytes. Send less, or start the server with "
+            raise ApiError(413, message + "a larger --max-body.", code="body_too_large")
 
 
 async def _next(messages: list[Message], receive: Receive) -> Message:

@@ -23,6 +23,7 @@ from kvjax.loading import LanguageModel
 from kvjax.serve.http.detokenizer import TokenText
 from kvjax.serve.http.errors import ApiError, bad_request, too_many
 from kvjax.serve.http.log import Log
+from kvjax.serve.http.middleware import SMALL_BODY
 from kvjax.weights import chosen, is_auto, shipped, sources
 
 if TYPE_CHECKING:
@@ -33,7 +34,6 @@ BYTES_PER_TOKEN = 64  # of a body, where --max-body does not say how large one m
 LEAST_BODY = 2**18  # bytes that are always allowed then
 MOST_FIELDS = 64  # of an object in a body
 MOST_OBJECTS = 2**14  # and lists in a body: messages, their parts
-SMALL_BODY = 2**16  # bytes that are parsed at once; a larger body is parsed in a thread
 
 MOST_WATCHED = 64  # requests whose cache can be shown; a newer one replaces the oldest
 MOST_AUTO = 64  # auto(...) specifications whose policy is remembered
