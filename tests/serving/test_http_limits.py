@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import json
 import re
 import socket
 import threading
@@ -18,7 +19,9 @@ from serving_client import Running, httpx, running, stopped, until
 from kvjax.engine import Engine, Request, Ticket
 from kvjax.serve.http import command, middleware, service
 from kvjax.serve.http.arguments import parse
+from kvjax.serve.http.contexts import SavedContexts
 from kvjax.serve.http.errors import ApiError
+from kvjax.serve.http.log import Log
 from kvjax.serve.http.schemas import ChatBody, CompletionBody
 from kvjax.serve.http.service import Clients, read_json
 
@@ -356,6 +359,18 @@ def test_a_context_is_there_for_its_key_alone(small):
     assert small.ask.delete(f"{CONTEXTS}/secret", headers=bob).status_code == 200
     assert small.complete("?", context="secret", max_tokens=1)["usage"]["prompt_tokens"] == 8 + 1
     assert small.ask.delete(f"{CONTEXTS}/secret").status_code == 200
+
+
+def test_a_file_that_cannot_be_loaded_is_reported_and_left(small, tmp_path):
+    (tmp_path / "doc.kv").write_bytes(b"not a state")
+    lines: list[bytes] = []
+    log = Log(lines.append)
+    assert SavedContexts(small.service.engine.contexts, tmp_path, log).load({}) == 0
+    assert log.flush(10)
+    (line,) = map(json.loads, lines)
+    assert (line["event"], line["error"]) == ("context_skipped", "StateError")
+    assert line["file"] == str(tmp_path / "doc.kv")
+    assert (tmp_path / "doc.kv").exists()
 
 
 # --- metrics -------------------------------------------------------------------------------------
