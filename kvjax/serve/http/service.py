@@ -113,7 +113,11 @@ class JsonRoute(APIRoute):
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
-        return lambda request: handle(_JsonRequest(request.scope, request.receive))
+
+        async def handle_json(request: Request) -> Response:
+            return await handle(_JsonRequest(request.scope, request.receive))
+
+        return handle_json
 
 
 class _JsonRequest(Request):
