@@ -139,7 +139,8 @@ class Text:
                 f"encode(...) is given a lone surrogate at character {error.start}, which is no text. "
                 "Decode the input with errors='replace' first."
             ) from error
-        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False).ids
+        # As a batch of one, because only batches let other threads run meanwhile.
+        ids: list[int] = self.tokenizer.encode_batch([text], add_special_tokens=False)[0].ids
         if not bos or self.bos is None or ids[:1] == [self.bos]:
             return ids
         return [self.bos, *ids]

@@ -11,17 +11,19 @@ One thread owns the device; every method may be called from any other. What a ca
 anything is begun:
 
   submit      RequestError (ids, numbers, space), PolicyError, WeightsError, ContextNotFound,
-              ContextMismatch, QueueFull and TooManyStructures (``retry_after`` seconds), Draining, EngineDead
+              ContextMismatch, QueueFull and TooManyStructures (``retry_after`` seconds), Draining,
+              EngineDead; ``submit_all`` takes all of several or none
   a ticket    iterates over ``Event``s: one a token; the last has ``finish_reason``. An end token is one of
-              the tokens (its event says "stop"). Raises where the request fails alone, or the engine
-              (EngineDead)
+              the tokens (its event says "stop"). Raises where the request fails alone (MemoryFull: others
+              hold the memory it needs), or the engine (EngineDead)
   cancel      from any thread; its row is free within ``segment`` steps, the last event says "cancelled"
   usage       at any time; ``usage.kv`` is None until the prompt is read
   inspect     what a row holds, position by position, from the device; None while it waits or is done
-  metrics     one consistent snapshot; its counters only grow
+  metrics     one consistent snapshot, or at once without waiting for the engine; its counters only grow
   health      "loading" (nothing compiled yet: ``warm_up``), "ready", "draining", "dead"
-  contexts    ``create`` a prompt under a name, ``Request(context=name)`` continues a fork of it; ``list``,
-              ``get``, ``delete``, ``save`` to and ``load`` from a folder
+  contexts    ``create`` a prompt under a name (``begin`` gives a ticket), ``Request(context=name)`` continues
+              a fork of it; ``list``, ``get``, ``delete``, ``save`` to and ``load`` from a folder. A number, a
+              share of the memory and a time to live bound them; the longest unused makes room
   drain       nothing new; True where all ended before the deadline, else the rest is cancelled
 
 The engine knows tokens and no text: stop strings, chat templates and keys are the interface's. Only tokens
@@ -60,6 +62,7 @@ from kvjax.engine.errors import (
     Draining,
     EngineDead,
     EngineError,
+    MemoryFull,
     QueueFull,
     TooManyStructures,
 )
@@ -97,6 +100,7 @@ __all__ = [
     "HeldPositions",
     "Inspection",
     "KVUsage",
+    "MemoryFull",
     "Metrics",
     "QueueFull",
     "Request",

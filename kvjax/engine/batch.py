@@ -227,6 +227,7 @@ class RunningBatch:
         taken, (slots, size) = list(self.taken), live(self.state, self.known)
         return BatchMetrics(
             policy=repr(self.policy),
+            weights=self.label,
             rows=len(taken),
             max_rows=len(self.rows),
             live=int(size[taken].sum()),

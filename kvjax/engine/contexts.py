@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import json
 import threading
+import time
 import urllib.parse
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -16,7 +18,8 @@ import numpy as np
 
 from kvjax import metrics, saving
 from kvjax.algebra import Policy
-from kvjax.engine.errors import ContextExists, ContextMismatch, ContextNotFound
+from kvjax.decode import RequestError
+from kvjax.engine.errors import ContextExists, ContextMismatch, ContextNotFound, QueueFull
 from kvjax.engine.pages import StoredState, paged
 from kvjax.engine.request import LearnedWeights, Request, WeightCache
 from kvjax.engine.settings import EngineSettings
@@ -29,6 +32,12 @@ if TYPE_CHECKING:
 
 SUFFIX = ".kv"
 """Of the files of contexts."""
+
+MOST_COMING = 4
+"""Contexts whose prompts may be read at a time: every text that comes later waits for them."""
+
+RETRY_AFTER = 2.0
+"""Seconds after which one of them may be done."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,27 +60,105 @@ class ContextInfo:
 
 @dataclasses.dataclass(eq=False, kw_only=True)
 class HeldContext(StoredState):
-    """A row that was read, and what it was read under."""
+    """A row that was read, and what it was read under.
 
+    Attributes:
+      used: when it was last continued, by ``time.monotonic``.
+      file: where it is saved; None while it is nowhere.
+    """
+
+    name: str
+    owner: str
     policy: Policy  # in the layout of batches
     learned: LearnedWeights
     logits: Array | None  # of the next token, float32 [1, V]
+    used: float = dataclasses.field(default_factory=time.monotonic)
+    file: Path | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        size = metrics.nbytes(self.state).total
+        self.info = ContextInfo(
+            name=self.name,
+            tokens=len(self.tokens),
+            policy=repr(self.policy),
+            live=size["live"],
+            allocated=size["allocated"],
+        )
 
 
 class Contexts:
-    """Contexts by name: ``create``, ``list``, ``get``, ``delete``, ``save``, ``load``. Any thread."""
+    """Contexts by owner and name: ``create``, ``list``, ``get``, ``delete``, ``save``, ``load``. Any thread.
+
+    An owner does not see contexts of others; by default it is "". Their number, their bytes and the time
+    for which they stay unused are bounded (``Engine``): a new one takes the place of the longest unused of
+    the owner that holds the most.
+    """
 
     def __init__(
         self,
         model: Weighted,
         settings: EngineSettings,
         weights: WeightCache,
-        submit: Callable[[Request, str], Ticket],
+        submit: Callable[[Sequence[Request], str], Sequence[Ticket]],
     ) -> None:
         self._model, self._settings, self._weights, self._submit = model, settings, weights, submit
-        self._lock = threading.Lock()
-        self._held: dict[str, HeldContext] = {}
-        self._coming: set[str] = set()
+        self._lock, self._saving = threading.Lock(), threading.Lock()
+        self._held: dict[tuple[str, str], HeldContext] = {}
+        self._coming: dict[tuple[str, str], Ticket | None] = {}  # None until it is submitted
+        self._dropped: list[Path] = []  # files of those that were dropped
+
+    def begin(
+        self,
+        name: str,
+        prompt: Sequence[int] | np.ndarray,
+        *,
+        policy: str | Policy | None = None,
+        weights: Mapping[str, Source] | None = None,
+        owner: str = "",
+        client: str = "",
+        deadline: float | None = None,
+    ) -> Ticket:
+        """Has a prompt read, to be kept; the ticket ends with "length" when it is held.
+
+        Args:
+          name: of the context, among those of its owner.
+          prompt, policy, weights, client, deadline: as of a ``Request``.
+          owner: who may see it and continue it.
+
+        Raises:
+          ContextExists: of that name.
+          QueueFull: ``MOST_COMING`` are being read, or the engine's queue is full.
+          RequestError, PolicyError, WeightsError, Draining, EngineDead: as ``Engine.submit``.
+        """
+        key = owner, name
+        with self._lock:
+            self._coming = {k: x for k, x in self._coming.items() if x is None or not x.done}
+            if key in self._coming or key in self._held:
+                raise ContextExists(
+                    f"a context {name!r} is held already. Delete it first, or choose another name."
+                )
+            if len(self._coming) >= MOST_COMING:
+                raise QueueFull(len(self._coming), RETRY_AFTER, "contexts are being read")
+            self._coming[key] = None
+        request = Request(
+            prompt=prompt,
+            max_new_tokens=1,
+            policy=policy,
+            weights=weights,
+            owner=owner,
+            client=client,
+            deadline=deadline,
+        )
+        try:
+            (ticket,) = self._submit([request], name)
+        except BaseException:
+            with self._lock:
+                del self._coming[key]
+            raise
+        with self._lock:
+            self._coming[key] = ticket
+        return ticket
 
     def create(
         self,
@@ -80,116 +167,164 @@ class Contexts:
         *,
         policy: str | Policy | None = None,
         weights: Mapping[str, Source] | None = None,
+        owner: str = "",
+        deadline: float | None = None,
     ) -> ContextInfo:
-        """Reads a prompt and keeps it; blocks until it is read.
+        """``begin``, and blocks until the prompt is read.
 
         Raises:
-          ContextExists: of that name.
-          RequestError, PolicyError, WeightsError, QueueFull, Draining, EngineDead: as ``Engine.submit``.
+          ContextNotFound: it was not read in time.
+          MemoryFull: others hold the memory that it takes.
+          EngineError, RequestError, PolicyError, WeightsError: as ``begin``.
         """
-        with self._lock:
-            if name in self._coming or name in self._held:
-                raise ContextExists(
-                    f"a context {name!r} is held already. Delete it first, or choose another name."
-                )
-            self._coming.add(name)
-        try:
-            request = Request(prompt=prompt, max_new_tokens=1, policy=policy, weights=weights)
-            self._submit(request, name).result()
-        finally:
-            with self._lock:
-                self._coming.discard(name)
-        return self.get(name)
+        ticket = self.begin(name, prompt, policy=policy, weights=weights, owner=owner, deadline=deadline)
+        ticket.result()
+        return self.get(name, owner)
 
-    def list(self) -> list[ContextInfo]:
-        """All of them, by name."""
-        return [_info(name, context) for name, context in self._all()]
+    def list(self, owner: str = "") -> list[ContextInfo]:
+        """All of an owner, by name."""
+        return [context.info for context in self._all() if context.owner == owner]
 
-    def get(self, name: str) -> ContextInfo:
+    def get(self, name: str, owner: str = "") -> ContextInfo:
         """One of them.
 
         Raises:
           ContextNotFound: none of that name.
         """
-        return _info(name, self._get(name))
+        return self._get(name, owner).info
 
-    def delete(self, name: str) -> None:
+    def delete(self, name: str, owner: str = "") -> None:
         """Forgets it; requests that continue it already are not disturbed.
 
         Raises:
           ContextNotFound: none of that name.
         """
+        context = self._get(name, owner)
         with self._lock:
-            context = self._held.pop(name, None)
-        if context is None:
-            raise self._missing(name)
+            self._drop(context)
+
+    def expire(self, now: float) -> None:
+        """Drops those that nobody used for ``contexts_ttl`` seconds."""
+        ttl = self._settings.contexts_ttl
+        if ttl is not None and self._held:
+            with self._lock:
+                for context in [context for context in self._held.values() if now - context.used > ttl]:
+                    self._drop(context)
 
     def save(self, folder: str | Path) -> list[Path]:
-        """Writes all of them into a folder, a file each (``kvjax.save``); the files.
+        """Writes those that are not in the folder yet, a file each (``kvjax.save``), and removes the files of
+        those that were dropped; the files of all.
 
         Raises:
           OSError: a folder that cannot be written.
         """
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        files = []
-        for name, context in self._all():
-            file = folder / f"{urllib.parse.quote(name, safe='')}{SUFFIX}"
-            saving.save(
-                context.state,
-                file,
-                model=self._model,
-                policy=context.policy,
-                label=context.learned.label,
-                extra={"tokens": np.asarray(context.tokens), "logits": np.asarray(context.logits)},
-                notes={"name": name, "sources": json.dumps(dict(context.learned.sources))},
-            )
-            files.append(file)
+        with self._saving:
+            with self._lock:
+                dropped, self._dropped = self._dropped, []
+                held = sorted(self._held.items())
+            for file in dropped:
+                file.unlink(missing_ok=True)
+            files = []
+            for (owner, name), context in held:
+                file = folder / f"{urllib.parse.quote(f'{owner}/{name}' if owner else name, safe='')}{SUFFIX}"
+                if context.file != file:
+                    self._write(context, file)
+                    with self._lock:
+                        if self._held.get((owner, name)) is not context:  # dropped meanwhile
+                            self._dropped.append(file)
+                files.append(file)
         return files
 
-    def load(self, folder: str | Path, *, weights: Mapping[str, Source] | None = None) -> list[ContextInfo]:
+    def _write(self, context: HeldContext, file: Path) -> None:
+        saving.save(
+            context.state,
+            file,
+            model=self._model,
+            policy=context.policy,
+            label=context.learned.label,
+            extra={"tokens": np.asarray(context.tokens), "logits": np.asarray(context.logits)},
+            notes={
+                "name": context.name,
+                "owner": context.owner,
+                "sources": json.dumps(dict(context.learned.sources)),
+            },
+        )
+        context.file = file
+
+    def load(
+        self,
+        folder: str | Path,
+        *,
+        weights: Mapping[str, Source] | None = None,
+        on_skipped: Callable[[Path, Exception], None] | None = None,
+    ) -> list[ContextInfo]:
         """Reads all that ``save`` wrote into a folder; those of names that are held already are left out.
+
+        Files that a killed process left unfinished are removed.
 
         Args:
           folder: where they are; nothing is read where there is none.
           weights: sources of learned weights, by part name, for contexts whose own are gone.
+          on_skipped: called with a file that cannot be loaded and the reason; the file stays, and the others
+            are loaded. None raises the error of the first.
 
         Raises:
           StateError: a file that is damaged, newer, or of another model or context, or whose learned weights
             are nowhere.
         """
+        for unfinished in Path(folder).glob(f".*{SUFFIX}.*.part"):
+            unfinished.unlink(missing_ok=True)
         loaded = []
         for file in sorted(Path(folder).glob(f"*{SUFFIX}")):
-            saved = saving.open(file, model=self._model, most_bytes=self._settings.kv_memory)
-            name = saved.notes.get("name")
-            if name is None:
-                raise saving.StateError(
-                    f"{file} holds a state, and no context that an engine saved. Put it elsewhere."
-                )
-            if saved.state.context != self._settings.context:
-                raise saving.StateError(
-                    f"context {name!r} ({file}) was read in rows of {saved.state.context} tokens, here they "
-                    f"have {self._settings.context}. Start the engine with that context, or delete the file."
-                )
-            learned = self._saved_weights(saved, weights or {})
-            if learned is None:
-                raise saving.StateError(
-                    f"context {name!r} ({file}) was read with the learned weights {saved.label}, which are "
-                    "neither where they were nor among those given. Start the engine with them, or delete "
-                    "the file."
-                )
-            if self.held(name) is not None:
+            try:
+                context = self._read(file, weights or {})
+                if self.held(context.name, context.owner) is not None:
+                    continue
+                if self.leaving(context):
+                    raise saving.StateError(
+                        f"context {context.name!r} ({file}) has no place beside those loaded before it. "
+                        "Start the engine with more max_contexts or contexts_share."
+                    )
+            except Exception as error:  # of this file alone
+                if on_skipped is None:
+                    raise
+                on_skipped(file, error)
                 continue
-            context = HeldContext(
-                tokens=saved.extra["tokens"],
-                policy=paged(saved.policy, self._settings.context),
-                learned=learned,
-                state=dataclasses.replace(saved.state, chunk=self._settings.chunk),
-                logits=jax.device_put(saved.extra["logits"]),
-            )
-            self.keep(name, context)
-            loaded.append(self.get(name))
+            self.keep(context)
+            loaded.append(context.info)
         return loaded
+
+    def _read(self, file: Path, weights: Mapping[str, Source]) -> HeldContext:
+        saved = saving.open(file, model=self._model, most_bytes=self._settings.kv_memory)
+        name = saved.notes.get("name")
+        if name is None:
+            raise saving.StateError(
+                f"{file} holds a state, and no context that an engine saved. Put it elsewhere."
+            )
+        if saved.state.context != self._settings.context:
+            raise saving.StateError(
+                f"context {name!r} ({file}) was read in rows of {saved.state.context} tokens, here they "
+                f"have {self._settings.context}. Start the engine with that context, or delete the file."
+            )
+        learned = self._saved_weights(saved, weights)
+        if learned is None:
+            raise saving.StateError(
+                f"context {name!r} ({file}) was read with the learned weights {saved.label}, which are "
+                "neither where they were nor among those given. Start the engine with them, or delete "
+                "the file."
+            )
+        return HeldContext(
+            name=name,
+            owner=saved.notes.get("owner", ""),
+            tokens=saved.extra["tokens"],
+            policy=paged(saved.policy, self._settings.context),
+            learned=learned,
+            state=dataclasses.replace(saved.state, chunk=self._settings.chunk),
+            logits=jax.device_put(saved.extra["logits"]),
+            file=file,
+        )
 
     def _saved_weights(self, saved: saving.Saved, weights: Mapping[str, Source]) -> LearnedWeights | None:
         """The weights that a saved context was read with; None where they are nowhere."""
@@ -204,59 +339,81 @@ class Contexts:
 
     # --- the engine's side -----------------------------------------------------------------------
 
-    def held(self, name: str) -> HeldContext | None:
+    def held(self, name: str, owner: str = "") -> HeldContext | None:
         """The context of that name."""
         with self._lock:
-            return self._held.get(name)
+            return self._held.get((owner, name))
 
-    def keep(self, name: str, context: HeldContext) -> None:
-        """Keeps a row that was read."""
+    def leaving(self, new: HeldContext) -> list[HeldContext]:
+        """Those that make room for a new one.
+
+        Raises:
+          RequestError: it takes more than all of them together may.
+        """
+        most = int(self._settings.contexts_share * self._settings.kv_memory)
+        if new.bytes > most:
+            raise RequestError(
+                f"context {new.name!r} takes {new.bytes} bytes, and all together may take {most}: "
+                f"kv_memory is {self._settings.kv_memory} and contexts_share "
+                f"{self._settings.contexts_share}. Raise one of them, or name a policy that keeps less."
+            )
+        stay, gone = list(self._all()), []
+        while True:
+            full = sum(context.bytes for context in stay) + new.bytes > most
+            if not full and len(stay) < self._settings.max_contexts:
+                return gone
+            share = collections.Counter[str]()
+            for context in stay:
+                share[context.owner] += context.bytes if full else 1
+            owner = max(share, key=share.__getitem__)
+            gone.append(min((x for x in stay if x.owner == owner), key=lambda x: x.used))
+            stay.remove(gone[-1])
+
+    def keep(self, context: HeldContext) -> None:
+        """Keeps a row that was read, in place of those that make room.
+
+        Raises:
+          RequestError: as ``leaving``.
+        """
+        gone = self.leaving(context)
         with self._lock:
-            self._held[name] = context
+            for other in gone:
+                self._drop(other)
+            self._held[context.owner, context.name] = context
 
-    def tokens(self, name: str, policy: Policy, learned: LearnedWeights) -> np.ndarray:
+    def _drop(self, context: HeldContext) -> None:
+        """Under the lock."""
+        if self._held.pop((context.owner, context.name), None) is not None and context.file is not None:
+            self._dropped.append(context.file)
+
+    def tokens(self, name: str, owner: str, policy: Policy, learned: LearnedWeights) -> np.ndarray:
         """Of a context that a request under this policy continues.
 
         Raises:
           ContextNotFound: none of that name.
           ContextMismatch: it was read under another structure, or with other weights.
         """
-        context = self._get(name)
+        context = self._get(name, owner)
         if context.policy.structure != policy.structure or context.learned.label != learned.label:
             raise ContextMismatch(
                 f"context {name!r} was read under '{context.policy!r}', and is asked to go on under "
                 f"'{policy!r}'. Name a policy that differs from it in hyperparameters alone, and its "
                 "weights, or create another context."
             )
+        context.used = time.monotonic()
         return context.tokens
 
     @property
     def allocated(self) -> int:
         """Device bytes of all of them."""
-        return sum(context.bytes for _, context in self._all())
+        return sum(context.bytes for context in self._all())
 
-    def _all(self) -> Sequence[tuple[str, HeldContext]]:
+    def _all(self) -> Sequence[HeldContext]:
         with self._lock:
-            return sorted(self._held.items(), key=lambda item: item[0])
+            return [context for _, context in sorted(self._held.items())]
 
-    def _get(self, name: str) -> HeldContext:
-        context = self.held(name)
+    def _get(self, name: str, owner: str) -> HeldContext:
+        context = self.held(name, owner)
         if context is None:
-            raise self._missing(name)
+            raise ContextNotFound(f"no context {name!r} is held. Create it, or list those that are.")
         return context
-
-    def _missing(self, name: str) -> ContextNotFound:
-        names = ", ".join(name for name, _ in self._all())
-        there = f"There are {names}." if names else "There are none; create one."
-        return ContextNotFound(f"no context {name!r} is held. {there}")
-
-
-def _info(name: str, context: HeldContext) -> ContextInfo:
-    size = metrics.nbytes(context.state).total
-    return ContextInfo(
-        name=name,
-        tokens=len(context.tokens),
-        policy=repr(context.policy),
-        live=size["live"],
-        allocated=size["allocated"],
-    )

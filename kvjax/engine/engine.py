@@ -8,7 +8,7 @@ import functools
 import itertools
 import threading
 import time
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from queue import Empty, SimpleQueue
 from typing import Any, Literal, TypeVar
 
@@ -17,10 +17,9 @@ import numpy as np
 
 from kvjax import decode
 from kvjax.algebra import Policy
-from kvjax.decode import CHUNK
+from kvjax.decode import CHUNK, RequestError
 from kvjax.engine.contexts import Contexts
 from kvjax.engine.errors import Draining, EngineDead, QueueFull, TooManyStructures
-from kvjax.engine.fitting import check_fits
 from kvjax.engine.memory import Memory
 from kvjax.engine.metrics import Counters, Metrics
 from kvjax.engine.pages import paged
@@ -74,6 +73,9 @@ class Engine:
         share: float | None = None,
         share_pages: bool | None = None,
         new_structures: int = 0,
+        max_contexts: int = 64,
+        contexts_share: float = 0.5,
+        contexts_ttl: float | None = None,
         on_note: Callable[[str], None] | None = None,
     ) -> None:
         """Checks everything and starts the engine's thread; nothing is compiled before the first request.
@@ -100,6 +102,9 @@ class Engine:
             a CPU, where a read that may meet a page twice follows every list and does not walk the pool once.
           new_structures: most policy structures without compiled programs that a client (``Request.client``)
             may bring a minute; 0 for any number.
+          max_contexts: most contexts that are held; the longest unused makes room for a new one.
+          contexts_share: of ``kv_memory``, how much contexts may take; the rest is left for texts.
+          contexts_ttl: seconds after its last use at which a context goes; None keeps it.
           on_note: called with one line for the operator (a compilation took long, a row was put back).
 
         Raises:
@@ -117,11 +122,12 @@ class Engine:
             page=page,
             share=share,
             share_pages=share_pages,
+            max_contexts=max_contexts,
+            contexts_share=contexts_share,
+            contexts_ttl=contexts_ttl,
         )
         self._most_waiting, self._new_structures = queue, new_structures
         self._brought: dict[str, dict[Hashable, float]] = {}  # new structures and when, by client
-        fits = functools.partial(check_fits, model, self._settings)
-        self._check_fits = functools.lru_cache(maxsize=256)(fits)  # of policies that do
         self._weights = WeightCache(model)
         self._own_weights = self._weights.get(self._policy, weights)  # stay, whoever uses them
         self._ids = itertools.count(1)
@@ -180,25 +186,40 @@ class Engine:
           TooManyStructures: ``new_structures`` of the request's client were compiled within a minute.
           Draining, EngineDead: the engine takes nothing any more.
         """
-        return self._submit(request)
+        return self._submit([request])[0]
 
-    def _submit(self, request: Request, keep_as: str = "") -> Ticket:
-        """``submit``; with a name the prompt is kept under it and nothing is written."""
-        checked = self._checked(request, keep_as)
-        self._scheduler.memory.row(checked.policy)  # found in this thread: that takes a while
+    def submit_all(self, requests: Sequence[Request]) -> list[Ticket]:
+        """Takes all of these requests, or none.
+
+        Raises:
+          RequestError: more than may ever wait.
+          EngineError, PolicyError, WeightsError: as ``submit``, of the first that is refused.
+        """
+        return self._submit(requests)
+
+    def _submit(self, requests: Sequence[Request], keep_as: str = "") -> list[Ticket]:
+        """``submit_all``; with a name the prompt is kept under it and nothing is written."""
+        if len(requests) > self._most_waiting:
+            raise RequestError(
+                f"{len(requests)} texts at once are more than the {self._most_waiting} that may wait. Ask "
+                "for fewer, or start the engine with a longer queue."
+            )
+        checked = [self._checked(request, keep_as) for request in requests]
         with self._lock:
             if self._fault is not None or self._stopping:
                 raise self._dead() from self._fault
             if self._draining:
                 raise Draining("the engine is being shut down and takes no new request. Ask another one.")
             waiting = len(self._scheduler.queue) + self._entering
-            if waiting >= self._most_waiting:
+            if waiting + len(checked) > self._most_waiting:
                 raise QueueFull(waiting, self._counters.retry_after(waiting))
-            self._count_structure(checked)
-            self._entering += 1
-            self._tickets[checked.ticket.id] = checked.ticket
-        self._inbox.put(lambda: self._enter(checked))
-        return checked.ticket
+            for request in checked:
+                self._count_structure(request)
+            self._entering += len(checked)
+            self._tickets |= {request.ticket.id: request.ticket for request in checked}
+        for request in checked:
+            self._inbox.put(functools.partial(self._enter, request))
+        return [request.ticket for request in checked]
 
     def _checked(self, request: Request, keep_as: str) -> EngineRequest:
         """The request as the engine's thread takes it; everything about it is checked here, once."""
@@ -208,11 +229,11 @@ class Engine:
         if request.policy is not None:
             policy = decode.read_policy(request.policy, self._model, **tokens)
         batched = paged(policy, self._settings.context)
-        self._check_fits(batched)
+        self._scheduler.memory.check_fits(batched)  # computes its shapes in this thread: that takes a while
         learned = self._learned(request, policy)
         ids = decode.read_ids("Request(prompt=...)", self._model, request.prompt)
         if request.context is not None:
-            ids = np.concatenate([self.contexts.tokens(request.context, policy, learned), ids])
+            ids = np.concatenate([self.contexts.tokens(request.context, request.owner, policy, learned), ids])
         check_space(request, len(ids), self._settings.context)
         how = sampling(
             1,
@@ -259,7 +280,7 @@ class Engine:
         """The policy's weights: those the request names, its context's, or the engine's own."""
         if request.weights is not None:
             return self._weights.get(policy, request.weights)
-        context = None if request.context is None else self.contexts.held(request.context)
+        context = None if request.context is None else self.contexts.held(request.context, request.owner)
         if context is not None and context.policy.structure == policy.structure:
             return context.learned
         names = {part.name for part in policy.learned}
@@ -278,13 +299,20 @@ class Engine:
             return ticket._inspection
         return self._call(lambda: self._scheduler.inspect(ticket.id)) or ticket._inspection
 
-    def metrics(self) -> Metrics:
-        """One consistent snapshot.
+    def metrics(self, *, wait: bool = True) -> Metrics:
+        """One consistent snapshot, taken between two programs.
+
+        Args:
+          wait: for the engine's thread. False answers at once; what ends meanwhile may be counted in part.
 
         Raises:
           EngineDead: the engine has ended.
         """
-        return self._call(lambda: self._scheduler.metrics(self._entering))
+        if wait:
+            return self._call(lambda: self._scheduler.metrics(self._entering))
+        if self._fault is not None or self._stopping:
+            raise self._dead() from self._fault
+        return self._scheduler.metrics(self._entering)
 
     def warm_up(
         self, policy: str | Policy | None = None, weights: Mapping[str, Source] | None = None

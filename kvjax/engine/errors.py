@@ -17,10 +17,9 @@ class QueueFull(EngineError):  # noqa: N818  (what happened, not what broke)
       retry_after: seconds to wait before the next attempt, at least 1.
     """
 
-    def __init__(self, waiting: int, retry_after: float) -> None:
+    def __init__(self, waiting: int, retry_after: float, what: str = "requests wait") -> None:
         super().__init__(
-            f"{waiting} requests wait already, as many as may. Ask again in {retry_after:.0f} s, or start "
-            "the engine with a longer queue."
+            f"{waiting} {what} already, and the queue takes no more. Ask again in {retry_after:.0f} s."
         )
         self.retry_after = retry_after
 
@@ -38,6 +37,10 @@ class TooManyStructures(EngineError):  # noqa: N818
             f"may be. Ask again in {retry_after:.0f} s, or ask for a policy that runs already."
         )
         self.retry_after = retry_after
+
+
+class MemoryFull(EngineError):  # noqa: N818
+    """What others hold leaves no KV memory for this request, which would fit alone."""
 
 
 class Draining(EngineError):  # noqa: N818

@@ -21,6 +21,7 @@ from kvjax.engine import pages as paging
 from kvjax.engine.batch import CommonPrograms, RunningBatch, Structure
 from kvjax.engine.contexts import Contexts
 from kvjax.engine.decoding import Snapshot
+from kvjax.engine.errors import MemoryFull
 from kvjax.engine.prefix import Prefix, Prefixes
 from kvjax.engine.request import LearnedWeights, WeightCache
 from kvjax.engine.settings import EngineSettings
@@ -63,6 +64,23 @@ class Memory:
         sizes = {"context": self.settings.context, "chunk": self.settings.chunk, "page": self.settings.page}
         make = functools.partial(paging.empty, self.model, policy, rows=1, **sizes)
         return paging.sharded_shapes(jax.eval_shape(make))
+
+    def check_fits(self, policy: Policy) -> None:
+        """Refuses a policy whose batch never fits, whatever makes room. Any thread.
+
+        Raises:
+          RequestError: with the bytes.
+        """
+        size = self.empty_bytes(policy)
+        if size > self.settings.kv_memory:
+            raise RequestError(
+                f"a running batch of '{policy!r}' with {self.settings.max_rows} rows needs {size} bytes before "
+                f"it holds a token, and kv_memory is {self.settings.kv_memory}. Raise it, or lower max_rows."
+            )
+
+    def empty_bytes(self, policy: Policy) -> int:
+        """Device bytes of the policy's batch before it holds a token."""
+        return metrics.allocated(paging.widened(self.row(policy), self.settings.max_rows).layers)
 
     def structure(self, request: EngineRequest) -> Structure:
         """The structure of a request, a new one where there is none; nothing is compiled."""
@@ -120,10 +138,11 @@ class Memory:
         if not self.room(batch.allocated + reading):
             if self.running or self.promised or self.reading():
                 return None
-            raise RequestError(
+            raise self.refusal(
+                batch.allocated,
                 f"a running batch of '{policy!r}' with {self.settings.max_rows} rows needs {batch.allocated} "
                 f"bytes before it holds a token and {reading} to read a prompt, and kv_memory is "
-                f"{self.settings.kv_memory}, {self.allocated()} of it taken. Raise it, or lower max_rows."
+                f"{self.settings.kv_memory}, {self.allocated()} of it taken. Raise it, or lower max_rows.",
             )
         self.batches.append(batch)
         # Where a prompt decides what is kept, the first one that is read says how much that is.
@@ -203,6 +222,18 @@ class Memory:
             if not self.prefixes.drop() and not self._drop_batch(besides):
                 return False
         return True
+
+    def refusal(self, size: int, message: str) -> MemoryFull | RequestError:
+        """The error of a request for which there is no room for so many bytes, although no row is written.
+
+        Alone it might fit: then it is the server that is full, and not the request that is wrong.
+        """
+        if size > self.settings.kv_memory:
+            return RequestError(message)
+        return MemoryFull(
+            f"contexts and other texts hold {self.allocated()} of the {self.settings.kv_memory} bytes of "
+            "kv_memory, which leaves too little for this request. Ask again later, or delete contexts."
+        )
 
     def remember(self, key: tuple[str, str], tokens: np.ndarray, state: KVState) -> Prefix:
         """Keeps the state of a text, for later ones that begin so, where older prefixes make room."""

@@ -46,6 +46,7 @@ class BatchMetrics:
 
     Attributes:
       policy: the policy that made it; other rows may differ from it in hyperparameters.
+      weights: which learned weights its rows have (``kvjax.weights.find(...).label``); "" where none.
       rows, max_rows: rows that are being written, and that there is space for.
       live: bytes of live slots.
       allocated: bytes on the device, weights and programs not included.
@@ -54,6 +55,7 @@ class BatchMetrics:
     """
 
     policy: str
+    weights: str
     rows: int
     max_rows: int
     live: int
@@ -124,7 +126,7 @@ class Histogram:
 
     def snapshot(self) -> Seconds:
         *buckets, total = np.cumsum(self._counts).tolist()
-        return Seconds(buckets=tuple(buckets), count=total, sum=self._sum, recent=tuple(self._recent))
+        return Seconds(buckets=tuple(buckets), count=total, sum=self._sum, recent=tuple(self._recent.copy()))
 
 
 class Counters:

@@ -23,7 +23,7 @@ from kvjax.engine.batch import CommonPrograms, RunningBatch, Structure
 from kvjax.engine.compiler import PATIENCE, Compiler, Owned, Program
 from kvjax.engine.contexts import HeldContext
 from kvjax.engine.decoding import snapshot
-from kvjax.engine.errors import ContextMismatch, ContextNotFound
+from kvjax.engine.errors import ContextMismatch, ContextNotFound, MemoryFull
 from kvjax.engine.memory import Memory
 from kvjax.engine.metrics import Counters, usages
 from kvjax.engine.pages import StoredState
@@ -470,10 +470,11 @@ class Prefiller:
         self.returned += [request, *others]
         return False
 
-    def _too_large(self, prefill: Prefill) -> RequestError:
-        return RequestError(
+    def _too_large(self, prefill: Prefill) -> MemoryFull | RequestError:
+        return self._memory.refusal(
+            prefill.need,
             f"reading the prompt takes {prefill.need} bytes beside {self._memory.allocated()} that are held, "
-            f"and kv_memory is {self._settings.kv_memory}. Raise it, or ask for fewer tokens."
+            f"and kv_memory is {self._settings.kv_memory}. Raise it, or ask for fewer tokens.",
         )
 
     def _start(self, request: EngineRequest) -> Prefill | None:
@@ -529,9 +530,9 @@ class Prefiller:
         """
         if not request.context:
             return None if ranked else self._memory.prefixes.find(request.prefix_key, request.tokens)
-        context = self._contexts.held(request.context)
+        context = self._contexts.held(request.context, request.options.owner)
         if context is None:
-            raise ContextNotFound(f"context {request.context!r} was deleted before the request began.")
+            raise ContextNotFound(f"context {request.context!r} was gone before the request began.")
         shapes = zip(paging.list_shapes(empty), paging.list_shapes(_state(context)))
         if any(entries > held for (_, entries), (_, held) in shapes):
             raise ContextMismatch(
@@ -617,21 +618,23 @@ class Prefiller:
     def _keep(self, prefill: Prefill) -> None:
         """Keeps the row as a context."""
         request, memory = prefill.request, self._memory
-        if not memory.room(0):  # it is counted already
-            size = metrics.allocated(prefill.state.layers)
-            held = memory.allocated() - size
-            raise RequestError(
-                f"context {request.keep_as!r} takes {size} bytes beside {held} held, and "
-                f"kv_memory is {self._settings.kv_memory}. Raise it, or delete other contexts."
-            )
         context = HeldContext(
+            name=request.keep_as,
+            owner=request.options.owner,
             tokens=request.tokens,
             policy=request.policy,
             learned=request.learned,
             state=prefill.state,
             logits=prefill.logits,
         )
-        self._contexts.keep(request.keep_as, context)
+        going = sum(other.bytes for other in self._contexts.leaving(context))
+        if not memory.room(-going):  # the row that was read is counted already
+            raise MemoryFull(
+                f"context {context.name!r} takes {context.bytes} bytes beside "
+                f"{memory.allocated() - context.bytes} that are held, and kv_memory is "
+                f"{self._settings.kv_memory}. Ask again later."
+            )
+        self._contexts.keep(context)
         self._leave(prefill)
         request.finish("length")
 
@@ -717,9 +720,10 @@ class Prefiller:
                 return False
             if memory.reading() > prefill.bytes:  # rows that came later hold what it needs
                 return self.put_back(prefill.request.ticket.id)
-            raise RequestError(
+            raise memory.refusal(
+                batch.allocated + batch.bytes_of(need),
                 f"the row needs {batch.bytes_of(need)} bytes of pages beside {memory.allocated()} that "
-                f"are held, and kv_memory is {settings.kv_memory}. Raise it, or ask for fewer tokens."
+                f"are held, and kv_memory is {settings.kv_memory}. Raise it, or ask for fewer tokens.",
             )
         programs = batch.programs(settings.segment, prefill.state, prefill.growth)
         if not all(program.ready for program in programs):

@@ -49,6 +49,7 @@ class Request:
         ``context`` was read with, else those the engine was given, else what the model ships.
       deadline: seconds after ``submit`` at which the request ends wherever it is.
       context: name of a held context that the prompt continues (a fork of it; the context stays).
+      owner: whose contexts it may continue, as ``Contexts.create`` was told; those of others are not there.
       inspect: ``Engine.inspect`` still answers once the text has ended, with what the row held then.
       client: who asks, for what clients share fairly: compilations.
     """
@@ -68,6 +69,7 @@ class Request:
     weights: Mapping[str, Source] | None = None
     deadline: float | None = None
     context: str | None = None
+    owner: str = ""
     inspect: bool = False
     client: str = ""
 

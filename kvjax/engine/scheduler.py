@@ -20,7 +20,6 @@ from collections.abc import Callable
 
 import numpy as np
 
-from kvjax.decode import RequestError
 from kvjax.engine.batch import RunningBatch
 from kvjax.engine.compiler import PATIENCE, Compiler
 from kvjax.engine.memory import Memory
@@ -100,8 +99,9 @@ class Scheduler:
         return prefiller.wait() or bool(work)
 
     def _expire(self) -> None:
-        """Ends requests whose deadline has come."""
+        """Ends requests whose deadline has come, and drops contexts that nobody used for long."""
         now = time.monotonic()
+        self.memory.contexts.expire(now)
         requests = [*self.queue, *(prefill.request for prefill in self.prefiller.pending)]
         requests += [row.request for batch in self.memory.batches for row in batch.taken.values()]
         for request in requests:
@@ -175,9 +175,10 @@ class Scheduler:
                 continue
             batch.release([number])
             if not memory.running:
-                error = RequestError(
+                error = memory.refusal(
+                    batch.allocated + batch.bytes_of([max(0, n) for n in short]),
                     f"the text outgrew kv_memory ({settings.kv_memory} bytes) after "
-                    f"{len(row.request.written)} new tokens. Raise it, or ask for fewer tokens."
+                    f"{len(row.request.written)} new tokens. Raise it, or ask for fewer tokens.",
                 )
                 row.request.fail(error)
                 return False

@@ -29,6 +29,9 @@ class EngineSettings:
     page: int | None
     share: float | None = None
     share_pages: bool = False
+    max_contexts: int = 64
+    contexts_share: float = 0.5
+    contexts_ttl: float | None = None
 
     @staticmethod
     def checked(
@@ -39,6 +42,8 @@ class EngineSettings:
         page: int | None,
         share: float | None,
         share_pages: bool | None,
+        contexts_share: float,
+        contexts_ttl: float | None,
         **sizes: int,
     ) -> EngineSettings:
         """The arguments of ``Engine``, checked, with defaults filled in.
@@ -59,6 +64,14 @@ class EngineSettings:
                 raise RequestError(f"Engine({name}={value!r}) is not a size. Give a whole number, 1 or more.")
         if share is not None and not 0 <= share <= 1:
             raise RequestError(f"Engine(share={share}) is out of range. Give a number from 0 to 1, or None.")
+        if not 0 <= contexts_share <= 1:
+            raise RequestError(
+                f"Engine(contexts_share={contexts_share}) is out of range. Give a number from 0 to 1."
+            )
+        if contexts_ttl is not None and not contexts_ttl > 0:
+            raise RequestError(
+                f"Engine(contexts_ttl={contexts_ttl}) is out of range. Give seconds above 0, or None."
+            )
         most = model.network.max_positions
         context = most if context is None else context
         if not 2 <= context <= most:
@@ -80,6 +93,8 @@ class EngineSettings:
             page=page,
             share=share,
             share_pages=share_pages,
+            contexts_share=contexts_share,
+            contexts_ttl=contexts_ttl,
             **sizes,
         )
 

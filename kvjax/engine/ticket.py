@@ -190,7 +190,7 @@ class EngineRequest:
     learned: LearnedWeights
     stops: tuple[int, ...]  # token ids that end it
     sampling: Sampling  # of one row, on the host
-    context: str = ""  # the name of the held context that its prompt begins with
+    context: str = ""  # the name of the held context that its prompt begins with, one of its owner's
     keep_as: str = ""  # the name under which its prompt is to be held, once read; then nothing is written
     written: list[int] = dataclasses.field(default_factory=list)  # new tokens so far
     skip: int = 0  # new tokens that were handed out before its row had to make room

@@ -1,8 +1,10 @@
-"""Contexts that were read with learned weights come back with those, wherever they are by then."""
+"""Contexts: their bounds and owners, their files; learned weights come back, wherever they are by then."""
 
 from __future__ import annotations
 
 import shutil
+import time
+from typing import Any
 
 import jax
 import numpy as np
@@ -10,7 +12,17 @@ import pytest
 import tiny
 
 import kvjax
-from kvjax.engine import ContextMismatch, Engine, Request
+from kvjax import saving
+from kvjax.decode import RequestError
+from kvjax.engine import (
+    ContextExists,
+    ContextMismatch,
+    ContextNotFound,
+    Engine,
+    MemoryFull,
+    QueueFull,
+    Request,
+)
 from kvjax.saving import StateError
 from kvjax.weights import save_weights
 
@@ -76,3 +88,160 @@ def test_a_state_that_is_no_context_is_refused(folder, tmp_path):
     kvjax.save(state, tmp_path / "stray.kv", model=model, policy="full")
     with engine(folder) as other, pytest.raises(StateError, match="no context that an engine saved"):
         other.contexts.load(tmp_path)
+
+
+# --- bounds and owners ---------------------------------------------------------------------------
+
+
+def small_engine(**more: Any) -> Engine:
+    return Engine(tiny.model(), policy="window(16)", **SIZES | more)
+
+
+def names(engine: Engine, owner: str = "") -> list[str]:
+    return [info.name for info in engine.contexts.list(owner)]
+
+
+def test_the_longest_unused_of_the_largest_owner_makes_room():
+    with small_engine(max_contexts=3) as engine:
+        for name, owner in (("a", "ann"), ("b", "ann"), ("a", "bob")):
+            engine.contexts.create(name, PROMPT, owner=owner)
+        question = Request(prompt=QUESTION, max_new_tokens=1, context="a", owner="ann")
+        engine.submit(question).result()
+        engine.contexts.create(
+            "b", PROMPT, owner="bob"
+        )  # in the place of Ann's, although Bob's was used later
+        assert (names(engine, "ann"), names(engine, "bob")) == (["a"], ["a", "b"])
+        engine.contexts.create("c", PROMPT, owner="ann")
+        assert (names(engine, "ann"), names(engine, "bob")) == (["a", "c"], ["b"])
+
+
+def test_contexts_take_their_share_of_the_memory_alone():
+    with small_engine() as engine:
+        engine.contexts.create("a", PROMPT)
+        size = engine.contexts.allocated
+    with small_engine(kv_memory=10 * size, contexts_share=0.25) as engine:
+        for name in ("a", "b", "c"):
+            engine.contexts.create(name, PROMPT)
+        assert names(engine) == ["b", "c"]
+        assert engine.contexts.allocated == 2 * size
+    with (
+        small_engine(kv_memory=10 * size, contexts_share=0.05) as engine,
+        pytest.raises(RequestError, match=r"contexts_share 0.05. Raise one of them"),
+    ):
+        engine.contexts.create("a", PROMPT)
+
+
+def test_a_context_that_nobody_uses_goes():
+    with small_engine(contexts_ttl=60) as engine:
+        for name in ("a", "b"):
+            engine.contexts.create(name, PROMPT)
+        now = time.monotonic()
+        engine.contexts.held("a").used = now + 30
+        engine.contexts.expire(now + 61)
+        assert names(engine) == ["a"]
+        engine.contexts.held("a").used = now - 61
+        deadline = time.monotonic() + 10
+        while names(engine) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert names(engine) == [], "the engine does not look"
+
+
+def test_an_owner_sees_no_context_of_others():
+    with small_engine() as engine:
+        engine.contexts.create("secret", PROMPT, owner="ann")
+        engine.contexts.create("secret", PROMPT[:5], owner="bob")
+        assert [engine.contexts.get("secret", owner).tokens for owner in ("ann", "bob")] == [29, 5]
+        with pytest.raises(ContextExists):
+            engine.contexts.create("secret", PROMPT, owner="bob")
+        for call in (
+            lambda: engine.contexts.get("secret"),
+            lambda: engine.contexts.delete("secret"),
+            lambda: engine.submit(Request(prompt=QUESTION, context="secret")),
+            lambda: engine.submit(Request(prompt=QUESTION, context="other", owner="ann")),
+        ):
+            with pytest.raises(ContextNotFound) as error:
+                call()
+            assert "secret" not in str(error.value) or "'secret'" in str(error.value)
+        engine.contexts.delete("secret", "bob")
+        assert (names(engine, "ann"), names(engine, "bob"), names(engine)) == (["secret"], [], [])
+
+
+def test_few_contexts_are_read_at_a_time_and_one_of_a_name():
+    with small_engine() as engine:
+        engine._inbox.put(lambda: time.sleep(0.3))
+        tickets = [engine.contexts.begin(name, PROMPT) for name in "abcd"]
+        with pytest.raises(ContextExists):
+            engine.contexts.begin("a", PROMPT)
+        with pytest.raises(QueueFull, match="4 contexts are being read already"):
+            engine.contexts.begin("e", PROMPT)
+        tickets[0].cancel()
+        for ticket in tickets:
+            ticket.result()
+        assert names(engine) == ["b", "c", "d"]
+        assert engine.contexts.create("a", PROMPT).name == "a"
+
+
+def test_a_server_that_is_full_is_not_the_requests_fault():
+    with small_engine() as engine:
+        engine.contexts.create("a", PROMPT)
+        engine.submit(Request(prompt=QUESTION, max_new_tokens=1)).result()
+        size = engine.contexts.allocated
+        lane = sum(batch.allocated for batch in engine.metrics().batches)
+    with small_engine(kv_memory=lane + size // 2, contexts_share=1.0) as engine:
+        engine.contexts.create("a", PROMPT)
+        with pytest.raises(MemoryFull, match=r"contexts and other texts hold \d+ of the \d+ bytes"):
+            engine.submit(Request(prompt=QUESTION, max_new_tokens=1)).result()
+        engine.contexts.delete("a")
+        assert len(engine.submit(Request(prompt=QUESTION, max_new_tokens=1)).result()) == 1
+
+
+# --- files ---------------------------------------------------------------------------------------
+
+
+def test_only_what_changed_is_written(tmp_path, monkeypatch):
+    written, save = [], saving.save
+    monkeypatch.setattr(
+        saving, "save", lambda state, file, **more: written.append(file.name) or save(state, file, **more)
+    )
+    with small_engine(max_contexts=2) as engine:
+        for name, owner in (("a", ""), ("b", "ann")):
+            engine.contexts.create(name, PROMPT, owner=owner)
+            engine.contexts.save(tmp_path)
+        assert written == ["a.kv", "ann%2Fb.kv"]
+        with pytest.raises(ContextNotFound):
+            engine.contexts.delete("b")
+        engine.contexts.delete("a")
+        assert engine.contexts.save(tmp_path) == [tmp_path / "ann%2Fb.kv"]
+        assert [file.name for file in tmp_path.iterdir()] == ["ann%2Fb.kv"]
+        assert len(written) == 2
+        engine.contexts.create("a", PROMPT[:7])
+        engine.contexts.save(tmp_path)
+        assert written[2:] == ["a.kv"]
+    with small_engine() as engine:
+        assert [info.tokens for info in engine.contexts.load(tmp_path)] == [7, 29]
+        assert (names(engine), names(engine, "ann")) == (["a"], ["b"])
+        engine.contexts.save(tmp_path)
+        assert len(written) == 3
+
+
+def test_a_damaged_file_is_skipped_and_the_others_load(tmp_path):
+    with small_engine() as engine:
+        for name in "abc":
+            engine.contexts.create(name, PROMPT)
+        engine.contexts.save(tmp_path)
+    file = tmp_path / "b.kv"
+    file.write_bytes(file.read_bytes()[:-100])
+    left = tmp_path / ".b.kv.abc123.part"  # of a process that was killed
+    left.write_bytes(b"half")
+    skipped = []
+    with small_engine(max_contexts=1) as engine:
+        loaded = engine.contexts.load(tmp_path, on_skipped=lambda *what: skipped.append(what))
+        assert [info.name for info in loaded] == ["a"]
+    assert [(path.name, type(error)) for path, error in skipped] == [
+        ("b.kv", StateError),
+        ("c.kv", StateError),
+    ]
+    assert "no place beside those loaded before it" in str(skipped[1][1])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.kv", "b.kv", "c.kv"]
+    with small_engine() as engine, pytest.raises(StateError):
+        engine.contexts.load(tmp_path)

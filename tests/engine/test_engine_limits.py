@@ -16,7 +16,6 @@ from kvjax import decode, metrics
 from kvjax.decode import RequestError
 from kvjax.engine import Draining, Engine, EngineDead, QueueFull, Request, TooManyStructures
 from kvjax.engine.batch import RunningBatch
-from kvjax.engine.fitting import empty_bytes
 from kvjax.engine.pages import paged
 from kvjax.engine.prefill import Prefill, Prefiller
 from kvjax.engine.scheduler import Scheduler
@@ -108,10 +107,10 @@ def test_a_fault_of_the_engine_is_raised_by_every_ticket(engine, monkeypatch):
     "spec", ["full", POLICY, "quest(3, chunk=4)", "magicpig(3, 12) + recent(40)", "int8(8)"]
 )
 def test_the_bytes_of_a_batch_are_known_before_it_is_made(engine, spec):
-    settings, policy = engine._settings, paged(kvjax.policy(spec), SIZES["context"])
+    policy = paged(kvjax.policy(spec), SIZES["context"])
     sizes = {"rows": SIZES["max_rows"], "context": SIZES["context"], "page": tiny.PAGE, "chunk_size": 16}
     made = decode.empty(tiny.model().network, policy, **sizes, dtype=jnp.float32)
-    assert empty_bytes(tiny.model(), settings, policy) == metrics.allocated(made.layers)
+    assert engine._scheduler.memory.empty_bytes(policy) == metrics.allocated(made.layers)
 
 
 def test_a_batch_that_never_fits_is_refused_before_anything_is_made():

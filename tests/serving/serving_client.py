@@ -18,6 +18,7 @@ pytest.importorskip("fastapi", reason="pip install 'kvjax[serve]'")
 httpx = pytest.importorskip("httpx", reason="pip install 'kvjax[test]'")
 
 import kvjax  # noqa: E402
+import kvjax.engine  # noqa: E402
 from kvjax.serve.http import app, command  # noqa: E402
 from kvjax.serve.http.arguments import parse  # noqa: E402
 from kvjax.serve.http.log import Log  # noqa: E402
@@ -90,6 +91,17 @@ class Running:
     def idle(self) -> bool:
         """Does the engine come to rest within ten seconds?"""
         return until(lambda: (now := self.service.engine.metrics()).running + now.queued + now.reading == 0)
+
+
+@contextlib.contextmanager
+def stopped(engine: kvjax.engine.Engine) -> Iterator[threading.Event]:
+    """Inside, the engine's thread does nothing, until the event is set."""
+    goes_on = threading.Event()
+    engine._inbox.put(lambda: goes_on.wait(60))
+    try:
+        yield goes_on
+    finally:
+        goes_on.set()
 
 
 def until(true: Any, seconds: float = 10.0) -> bool:

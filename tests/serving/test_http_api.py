@@ -143,8 +143,12 @@ def test_echo_may_write_nothing_more(server):
 
 
 def test_the_time_given_ends_an_answer(server):
-    choice = server.complete("Hello", max_tokens=400, max_time=0.05)["choices"][0]
+    body = {"prompt": "Hello", "max_tokens": 500, "temperature": 0, "ignore_eos": True}
+    answers = (server.ask.post(TEXT, json=body | {"max_time": 0.02 * 2**at}) for at in range(6))
+    answer = next(answer for answer in answers if answer.status_code == 200)  # it had time for a token
+    choice = answer.json()["choices"][0]
     assert (choice["finish_reason"], choice["stop_reason"]) == ("length", "deadline")
+    assert 0 < answer.json()["usage"]["completion_tokens"] < 500
     assert server.idle()
 
 
@@ -237,6 +241,7 @@ def test_metrics_count_what_was_done(server):
 
     before = counted("kvjax_generation_tokens_total")
     server.complete(max_tokens=9, ignore_eos=True)
+    assert server.idle()
     assert counted("kvjax_generation_tokens_total") == before + 9
     assert counted("kvjax_engine_up") == 1
     assert counted("kvjax_num_requests_running") == 0
@@ -400,6 +405,70 @@ def test_a_body_that_is_too_large_is_refused_said_or_sent(server):
     assert (status, error["code"]) == (413, "body_too_large")
     pieces = (big[at : at + 10000] for at in range(0, len(big), 10000))  # sent without saying how much
     assert server.refusal(TEXT, content=pieces, headers=kind)[0] == 413
+
+
+@pytest.mark.parametrize(
+    ("origin", "status"),
+    [
+        ("https://evil.example", 403),
+        ("null", 403),
+        ("http://127.0.0.1.evil.example:80", 403),
+        ("http://localhost:3000", 200),
+        ("http://[::1]", 200),
+    ],
+)
+def test_a_page_elsewhere_is_refused_where_there_is_no_key(server, origin, status):
+    """It can post here without reading the answer, in the types of content that browsers let pass."""
+    body = {"prompt": "x", "max_tokens": 1}
+    answer = server.ask.post(TEXT, json=body, headers={"Origin": origin})
+    assert answer.status_code == status
+    assert status == 200 or answer.json()["error"]["code"] == "origin_not_allowed"
+
+
+IMAGE = {"type": "image_url", "image_url": {"url": "data:"}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"tools": [{"type": "function"}]}, "tools: not supported; leave it out."),
+        ({"functions": [{}]}, "functions: not supported; leave it out."),
+        ({"tool_choice": "required"}, "tool_choice: 'required' is not supported; send 'none'."),
+        ({"frequency_penalty": 0.5}, "frequency_penalty: not supported; leave it out."),
+        ({"logit_bias": {"5": 1}}, "logit_bias: not supported; leave it out."),
+        ({"repetition_penalty": 1.2}, "repetition_penalty: not supported; leave it out."),
+        ({"store": True}, "store: not supported; leave it out."),
+        (
+            {"response_format": {"type": "json_object"}},
+            "response_format.type: 'json_object' is not supported; send 'text'.",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [IMAGE]}]},
+            "messages.0.content.0.type: 'image_url' is not supported; send 'text'.",
+        ),
+        (
+            {"messages": [{"role": "assistant", "content": None, "tool_calls": [{}]}]},
+            "messages.0.tool_calls: not supported; leave it out.",
+        ),
+        (
+            {"messages": [{"role": "user", "content": None}]},
+            "messages.0: content is missing; only an assistant's may be null.",
+        ),
+        (
+            {"messages": [{"role": "user", "content": 5}]},
+            "messages.0.content: Give a text or a list of parts.",
+        ),
+    ],
+)
+def test_what_is_not_supported_is_named(server, fields, words):
+    status, error = server.refusal(CHAT, HI | fields)
+    assert (status, error["message"]) == (422, words)
+
+
+def test_an_assistant_may_have_said_nothing(server):
+    messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": None}, *HI["messages"]]
+    answer = server.ask.post(CHAT, json={"messages": messages, "max_tokens": 1})
+    assert answer.status_code == 200
 
 
 def test_another_host_is_refused_where_there_is_no_key(server):

@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from serving_client import httpx, running, until
+from serving_client import httpx, running, stopped, until
 
+from kvjax.engine import Request
 from kvjax.serve.http import command
 
 TEXT = "/v1/completions"
@@ -105,8 +106,18 @@ def test_a_full_queue_says_when_to_come_back(guarded):
 
 
 def test_of_many_texts_all_are_taken_or_none(guarded):
-    assert guarded.refusal(TEXT, LONG | {"n": 5})[0] == 429
-    assert guarded.idle(), "some of the refused texts are being written"
+    with stopped(guarded.service.engine):
+        ticket = guarded.service.engine.submit(Request(prompt=[1], max_new_tokens=1))
+        assert guarded.refusal(TEXT, LONG | {"n": 2})[1]["code"] == "queue_full"
+        assert guarded.service.engine.metrics(wait=False).queued == 1, "a refused text waits"
+    assert len(ticket.result()) == 1
+
+
+def test_more_texts_than_may_ever_wait_are_the_requests_fault(guarded):
+    """A 429 would have the client ask again for ever."""
+    status, error = guarded.refusal(TEXT, LONG | {"n": 3})
+    assert (status, error["param"]) == (400, "n")
+    assert "more than the 2 texts allowed (--queue)" in error["message"]
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -141,14 +152,14 @@ def test_a_client_that_leaves_the_queue_is_forgotten(guarded):
 
 
 def test_a_fault_in_one_request_ends_that_request_alone(server, monkeypatch):
-    service, real = server.service, server.service.engine.submit
+    service, real = server.service, server.service.engine.submit_all
 
-    def broken(request: Any) -> Any:
-        if request.seed == 13:
+    def broken(requests: Any) -> Any:
+        if requests[0].seed == 13:
             raise ZeroDivisionError("secret of the inside")
-        return real(request)
+        return real(requests)
 
-    monkeypatch.setattr(service.engine, "submit", broken)
+    monkeypatch.setattr(service.engine, "submit_all", broken)
     status, error = server.refusal(TEXT, {"prompt": "x", "seed": 13})
     assert (status, error["type"], error["code"]) == (500, "server_error", "fault")
     assert "secret" not in error["message"]
@@ -304,11 +315,7 @@ def test_contexts_outlive_a_process_that_is_killed(tiny_folder, tmp_path):
     with process(tiny_folder, *words) as (child, url):
         assert [x["id"] for x in httpx.get(url + "/v1/contexts").json()["data"]] == ["doc"]
         assert answer(url) == before
-    kept = next((tmp_path / "kept").iterdir())
-    kept.write_bytes(kept.read_bytes()[:-100])
-    from kvjax.serve.__main__ import main
-
-    assert main(["http", "--model", str(tiny_folder), "--port", "0", *words]) == 2
+    assert [file.name for file in (tmp_path / "kept").iterdir()] == ["doc.kv"]
 
 
 def test_answers_are_not_delayed():

@@ -2,13 +2,14 @@
 
 A request's way through these files and across threads:
 
-    event loop      middleware     id and log line, API key, size of the body
+    event loop      middleware     id and log line, API key, requests of a client, the whole body
+        |           service        ``JsonRoute`` bounds what is in the body
         |           completions    the route; ``schemas`` has checked the body
         |           streaming      ``respond``
         |
     worker thread   generation     tokenizes, checks, makes one engine request a text; ``service`` says which
         |                          policies and weights are allowed
-        |           streaming      ``RunningCompletion`` submits them: ``Engine.submit`` returns tickets
+        |           streaming      ``RunningCompletion`` submits them: ``Engine.submit_all`` returns tickets
         |
     engine thread   kvjax.engine   reads prompts, decodes all running texts, puts events into the tickets
         |

@@ -9,7 +9,7 @@ from fastapi.responses import Response
 
 import kvjax
 from kvjax.serve.http import completions, contexts, errors, info, metrics
-from kvjax.serve.http.middleware import AccessControl, BodyLimit, Keys, RequestLog
+from kvjax.serve.http.middleware import AccessControl, BodyReader, Keys, RequestLog
 from kvjax.serve.http.service import Service
 
 DESCRIPTION = """OpenAI's protocol for a model whose KV cache follows a policy: `kv_policy` in a request says
@@ -63,8 +63,9 @@ def make(service: Service, keys: Keys, *, local_only: bool) -> FastAPI:
         _add_page_file(app, path, name, media_type)
     errors.install(app)
     # The middleware added last sees a request first.
-    app.add_middleware(BodyLimit, max_bytes=service.options.max_body)
-    app.add_middleware(AccessControl, keys=keys, local_only=local_only, open_paths=OPEN_PATHS)
+    app.add_middleware(BodyReader, max_bytes=service.max_body, seconds=service.options.body_timeout)
+    access = {"keys": keys, "clients": service.clients, "local_only": local_only, "open_paths": OPEN_PATHS}
+    app.add_middleware(AccessControl, **access)
     app.add_middleware(RequestLog, log=service.log)
     return app
 

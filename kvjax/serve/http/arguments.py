@@ -79,7 +79,7 @@ class Options:
     )
     max_rows: int = option(16, "texts of one policy structure that run at once")
     max_lanes: int = option(8, "running batches, one for each policy structure")
-    queue: int = option(64, "texts that wait; more are answered 429")
+    queue: int = option(64, "texts that wait, each of the n of a request; more are answered 429")
     chunk: int = option(256, "prompt tokens read at a time: the longest pause of running texts")
     segment: int = option(
         8, "decode steps between two looks of the host: a text that is left ends within so many"
@@ -99,20 +99,49 @@ class Options:
         None, "tokens of a text, prompt and answer (default: the model's)", type=whole(2)
     )
 
-    max_body: int = option(8 * 2**20, "(default: 8MiB)", "SIZE", type=size, group="limits of a request")
+    max_contexts: int = option(64, "held contexts; the longest unused makes room")
+    contexts_share: float = option(0.5, "of --kv-memory, how much held contexts may take", type=_SHARE)
+    contexts_ttl: float = option(
+        86400.0, "an unused context goes after so long (default: a day)", "SECONDS", type=_SECONDS
+    )
+
+    max_body: int | None = option(
+        None,
+        "(default: 64 bytes a token of --context, at least 256KiB)",
+        "SIZE",
+        type=size,
+        group="limits of a request",
+    )
+    body_timeout: float = option(30.0, "in which a body has to come (default: 30)", "SECONDS", type=_SECONDS)
     max_prompt: int | None = option(None, "tokens of a prompt (default: as many as fit)")
     request_timeout: float | None = option(
-        None, "an answer ends then, wherever it is (default: never)", "SECONDS", type=_SECONDS
-    )
-
-    client_structures: int | None = option(
         None,
-        "policies of other structures that a key, or an address, may have compiled a minute; more are "
-        "answered 429 (default: 6; on this machine alone any number, as with 0)",
-        type=whole(0),
+        "an answer ends then, wherever it is; 504 before its first token (default: never)",
+        "SECONDS",
+        type=_SECONDS,
     )
 
-    drain: float = option(30.0, _DRAIN, "SECONDS", type=_SECONDS, group="the process")
+    client_requests: int | None = option(
+        None,
+        "a minute (default: 600)",
+        type=whole(0),
+        group="limits of a client, which is a key, or an address (0: none, as on this machine alone)",
+    )
+    client_waiting: int | None = option(
+        None, "texts of it that wait (default: half of --queue)", type=whole(0)
+    )
+    client_tokens: int | None = option(None, "read and written, a minute (default: 1000000)", type=whole(0))
+    client_structures: int | None = option(
+        None, "policies of other structures that are compiled for it, a minute (default: 6)", type=whole(0)
+    )
+
+    max_connections: int | None = option(
+        None,
+        "open at a time; those that wait for a request make room for others (default: half of the files that "
+        "the process may open, at most 1024)",
+        group="the process",
+    )
+    drain: float = option(30.0, _DRAIN, "SECONDS", type=_SECONDS)
     save_contexts: Path | None = option(
         None, "keep held contexts there too; a later server goes on with them", "DIR"
     )

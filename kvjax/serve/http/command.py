@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import resource
 import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -22,10 +24,11 @@ from kvjax.loading import EMBEDDED
 from kvjax.serve.command import load_model, remarks_shown
 from kvjax.serve.http import app
 from kvjax.serve.http.arguments import Options, settled
+from kvjax.serve.http.contexts import SavedContexts
 from kvjax.serve.http.detokenizer import TokenText
 from kvjax.serve.http.log import Log, stderr_log
 from kvjax.serve.http.middleware import KEY_VARIABLE, Keys, is_local, read_keys
-from kvjax.serve.http.service import AllowedPolicies, SavedContexts, Service
+from kvjax.serve.http.service import AllowedPolicies, Clients, Service
 from kvjax.sharding.mesh import sizes_of
 
 HEALTH_INTERVAL = 0.1  # seconds between two checks of the engine's health
@@ -117,11 +120,14 @@ def open_service(options: Options, log: Log) -> Service:
         segment=options.segment,
         share=options.share,
         share_pages=options.share_pages,
-        new_structures=new_structures(options),
+        new_structures=client_limit(options, "structures", NEW_STRUCTURES),
+        max_contexts=options.max_contexts,
+        contexts_share=options.contexts_share,
+        contexts_ttl=options.contexts_ttl,
         on_note=lambda line: log("engine", text=line),
     )
     try:
-        saved_contexts = SavedContexts(engine.contexts, options.save_contexts)
+        saved_contexts = SavedContexts(engine.contexts, options.save_contexts, log)
         if loaded := saved_contexts.load(options.weights):
             log("contexts", loaded=loaded)
     except BaseException:
@@ -136,14 +142,26 @@ def open_service(options: Options, log: Log) -> Service:
         log=log,
         name=options.name or (Path(model.name).resolve().name if is_folder else model.name),
         token_text=TokenText(model.text),
+        clients=clients_of(options),
         saved_contexts=saved_contexts,
     )
 
 
-def new_structures(options: Options) -> int:
-    """Policy structures that a client may have compiled a minute; 0: any number."""
-    default = 0 if is_local(options.host) else NEW_STRUCTURES
-    return default if options.client_structures is None else options.client_structures
+def clients_of(options: Options) -> Clients:
+    """What a client may take of everything but compilations, which the engine counts."""
+    return Clients(
+        requests=client_limit(options, "requests", 600),
+        waiting=client_limit(options, "waiting", max(1, options.queue // 2)),
+        tokens=client_limit(options, "tokens", 1_000_000),
+    )
+
+
+def client_limit(options: Options, what: str, usual: int) -> int:
+    """The option ``client_...``; 0 is any number, the default on an address that is this machine's alone."""
+    chosen: int | None = getattr(options, f"client_{what}")
+    if chosen is not None:
+        return chosen
+    return 0 if is_local(options.host) else usual
 
 
 # --- while it runs -------------------------------------------------------------------------------
@@ -155,6 +173,43 @@ class _Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+
+class Connections:
+    """Closes connections that wait for a request, or for the rest of its body.
+
+    Any of them after ``seconds``. While more than ``most`` are open, the oldest of the address that has most.
+    """
+
+    def __init__(self, most: int, seconds: float) -> None:
+        self._most, self._seconds = most, seconds
+        self._waiting: dict[Any, tuple[Any, float]] = {}  # the request (uvicorn's cycle), since when
+
+    def sweep(self, connections: Collection[Any]) -> None:
+        """Looks at all of uvicorn's connections; to be called often."""
+        now, waiting = time.monotonic(), {}
+        for connection in connections:
+            cycle = connection.cycle
+            if cycle is None or cycle.response_complete or cycle.more_body:
+                before, since = self._waiting.get(connection, (cycle, now))
+                waiting[connection] = (cycle, since if before is cycle else now)
+        self._waiting = waiting
+        closed = [connection for connection, (_, since) in waiting.items() if now - since > self._seconds]
+        addresses: dict[Any, list[Any]] = {}
+        for connection in sorted(waiting.keys() - closed, key=lambda one: waiting[one][1]):
+            addresses.setdefault((connection.client or ("",))[0], []).append(connection)
+        for _ in range(len(connections) - len(closed) - self._most):
+            most = max(addresses.values(), key=len, default=[])
+            if not most:
+                break
+            closed.append(most.pop(0))
+        for connection in closed:
+            connection.transport.abort()
+
+
+def max_connections(options: Options) -> int:
+    """Connections that may be open; the other half of a process's files is for everything else."""
+    return options.max_connections or min(1024, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
 
 
 async def serve(
@@ -177,6 +232,8 @@ async def serve(
         server_header=False,
     )
     server, stop = _Server(config), asyncio.Event()
+    # A body that comes too slowly is answered first.
+    connections = Connections(max_connections(service.options), service.options.body_timeout + 2)
     loop = asyncio.get_running_loop()
     # Calls that wait for the engine's thread run in these; asyncio's default of a few would soon be used up.
     loop.set_default_executor(ThreadPoolExecutor(WORKER_THREADS, thread_name_prefix="kvjax-http"))
@@ -187,6 +244,7 @@ async def serve(
         while not stop.is_set() and service.engine.health != "dead":
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(stop.wait(), HEALTH_INTERVAL)
+            connections.sweep(server.server_state.connections)
         on_exit(0 if stop.is_set() else 1)
         if stop.is_set():
             code = await asyncio.to_thread(_drain, service)

@@ -11,10 +11,10 @@ from fastapi.responses import Response
 from kvjax.serve.http import generation
 from kvjax.serve.http.detokenizer import TextDelta, TokenLogprobs, TokenText
 from kvjax.serve.http.schemas import EVENT_STREAM, ChatBody, ChatReply, CompletionBody, CompletionReply
-from kvjax.serve.http.service import service_of
+from kvjax.serve.http.service import JsonRoute, service_of
 from kvjax.serve.http.streaming import respond
 
-router = APIRouter()
+router = APIRouter(route_class=JsonRoute)
 
 LOWEST_LOGPROB = -9999.0  # stands for minus infinity, which JSON does not have
 
@@ -24,7 +24,7 @@ async def completions(request: Request, body: CompletionBody) -> Response:
     """Continues prompts."""
     service = service_of(request)
     form = CompletionFormat(service.token_text, body.logprobs)
-    return await respond(request, service, body, form, lambda: generation.of_completion(service, body))
+    return await respond(request, service, body, form, generation.of_completion)
 
 
 @router.post("/v1/chat/completions", response_model=ChatReply, responses={200: {"content": EVENT_STREAM}})
@@ -32,7 +32,7 @@ async def chat_completions(request: Request, body: ChatBody) -> Response:
     """Answers a conversation."""
     service = service_of(request)
     form = ChatFormat(service.token_text, bool(body.logprobs))
-    return await respond(request, service, body, form, lambda: generation.of_chat(service, body))
+    return await respond(request, service, body, form, generation.of_chat)
 
 
 class CompletionFormat:

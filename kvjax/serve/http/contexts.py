@@ -1,32 +1,56 @@
-"""``/v1/contexts``: prompts that are read once, kept under a name and continued by any number of requests."""
+"""``/v1/contexts``: prompts that are read once, kept under a name and continued by any number of requests.
+
+A context belongs to the key that created it; others neither see it nor continue it.
+"""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
+from pathlib import Path
 
 from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response
 
-from kvjax.engine import ContextInfo
+from kvjax.engine import ContextInfo, Contexts, Ticket
 from kvjax.serve.http import generation
-from kvjax.serve.http.errors import bad_request
+from kvjax.serve.http.errors import CLIENT_LEFT, ApiError, bad_request, too_late
+from kvjax.serve.http.log import Log
 from kvjax.serve.http.schemas import ContextBody, ContextReply, ContextsReply, DeletedReply
-from kvjax.serve.http.service import Service, service_of
+from kvjax.serve.http.service import JsonRoute, Service, service_of
+from kvjax.serve.http.streaming import unless_client_leaves
+from kvjax.weights import Source
 
-router = APIRouter()
+router = APIRouter(route_class=JsonRoute)
 
 
-@router.post("/v1/contexts", status_code=201)
-async def create(request: Request, body: ContextBody) -> ContextReply:
+@router.post("/v1/contexts", status_code=201, response_model=ContextReply)
+async def create(request: Request, body: ContextBody) -> Response:
     """Reads a prompt and holds what its policy keeps of it."""
-    service = service_of(request)
+    service, owner, client = service_of(request), request.state.owner, request.state.client
     service.check_open()
     service.check_model(body.model)
-    info = await asyncio.to_thread(_create, service, body)
+    (ticket,) = await asyncio.to_thread(
+        service.clients.submit, client, 1, lambda: [_begin(service, body, owner, client)]
+    )
+    try:
+        reason = await unless_client_leaves(request, _end(ticket))
+    finally:
+        if not ticket.done:
+            ticket.cancel()
+    service.clients.count_tokens(client, ticket.prompt_tokens)
+    if reason is None:
+        return Response(status_code=CLIENT_LEFT)
+    if reason == "deadline":
+        raise too_late()
+    if reason == "cancelled":
+        raise ApiError(503, "The server shut down before the prompt was read.", code="cancelled")
     await asyncio.to_thread(service.saved_contexts.save)
-    return _reply(info)
+    info = service.engine.contexts.get(body.name, owner)
+    return JSONResponse(_reply(info).model_dump(), 201)
 
 
-def _create(service: Service, body: ContextBody) -> ContextInfo:
+def _begin(service: Service, body: ContextBody, owner: str, client: str) -> Ticket:
     if (body.prompt is None) == (body.messages is None):
         raise bad_request("prompt", "Give either prompt or messages.")
     if body.messages is not None:
@@ -38,26 +62,38 @@ def _create(service: Service, body: ContextBody) -> ContextInfo:
     generation.check_prompt_length(service, len(ids))
     policy = service.policies.policy(body.kv_policy, len(ids))
     weights = service.policies.weights(policy, body.kv_weights)
-    return service.engine.contexts.create(body.name, ids, policy=policy, weights=weights)
+    deadline = generation.deadline(service, body.max_time)
+    return service.engine.contexts.begin(
+        body.name, ids, policy=policy, weights=weights, owner=owner, client=client, deadline=deadline
+    )
+
+
+async def _end(ticket: Ticket) -> str | None:
+    """Why it ended."""
+    async for _ in ticket:
+        pass
+    return ticket.finish_reason
 
 
 @router.get("/v1/contexts")
 async def contexts(request: Request) -> ContextsReply:
-    """All held contexts."""
-    infos = await asyncio.to_thread(service_of(request).engine.contexts.list)
+    """The contexts held for this key."""
+    infos = service_of(request).engine.contexts.list(request.state.owner)
     return ContextsReply(object="list", data=[_reply(info) for info in infos])
 
 
 @router.get("/v1/contexts/{name}")
 async def context(request: Request, name: str) -> ContextReply:
     """One held context."""
-    return _reply(await asyncio.to_thread(service_of(request).engine.contexts.get, name))
+    return _reply(service_of(request).engine.contexts.get(name, request.state.owner))
 
 
 @router.delete("/v1/contexts/{name}")
 async def delete(request: Request, name: str) -> DeletedReply:
     """Deletes a context; requests that already continue it are not disturbed."""
-    await asyncio.to_thread(service_of(request).saved_contexts.delete, name)
+    service = service_of(request)
+    service.engine.contexts.delete(name, request.state.owner)
+    await asyncio.to_thread(service.saved_contexts.save)
     return DeletedReply(id=name, object="context", deleted=True)
 
 
@@ -70,3 +106,29 @@ def _reply(info: ContextInfo) -> ContextReply:
         bytes_live=info.live,
         bytes_allocated=info.allocated,
     )
+
+
+class SavedContexts:
+    """The copy of the held contexts in a folder, if there is one; they outlive the process. Any thread."""
+
+    def __init__(self, contexts: Contexts, folder: Path | None, log: Log) -> None:
+        self._contexts, self._folder, self._log = contexts, folder, log
+
+    def load(self, weights: Mapping[str, Source]) -> int:
+        """Loads what an earlier server saved, and logs which files it cannot; the number of contexts.
+
+        Args:
+          weights: this server's, for contexts whose own weight files are gone.
+        """
+        if self._folder is None:
+            return 0
+
+        def skipped(file: Path, error: Exception) -> None:
+            self._log.fault("context_skipped", error, file=str(file))
+
+        return len(self._contexts.load(self._folder, weights=weights, on_skipped=skipped))
+
+    def save(self) -> None:
+        """Writes what is new, and removes what was dropped."""
+        if self._folder is not None:
+            self._contexts.save(self._folder)

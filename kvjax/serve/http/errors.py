@@ -15,11 +15,13 @@ from starlette.exceptions import HTTPException
 from kvjax import engine
 from kvjax.algebra import PolicyError
 from kvjax.decode import RequestError
-from kvjax.serve.http.schemas import ErrorBody
+from kvjax.serve.http.schemas import KINDS, ErrorBody
 from kvjax.weights import WeightsError
 
 TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 """OpenAI's ``type`` by status; any other is the caller's mistake below 500 and the server's from there."""
+
+CLIENT_LEFT = 499  # status in the log of a request whose client went away; nobody receives it
 
 
 class ApiError(HTTPException):
@@ -65,17 +67,33 @@ def bad_request(param: str, message: str, code: str = "invalid_request") -> ApiE
     return ApiError(400, message, code=code, param=param)
 
 
+def too_many(message: str, seconds: float, code: str) -> ApiError:
+    """A 429 that says in how many seconds to ask again."""
+    return ApiError(429, message, code=code, headers={"Retry-After": str(max(1, math.ceil(seconds)))})
+
+
+def too_late() -> ApiError:
+    """A 504 for a request whose time was over before anything was written."""
+    message = (
+        "The time of the request (max_time, --request-timeout) was over before its first token. Give it "
+    )
+    return ApiError(504, message + "more, or ask again later.", code="deadline_exceeded")
+
+
 def as_api_error(error: BaseException) -> ApiError:
     """The HTTP error for one of our exceptions; 500 for any other."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, engine.QueueFull | engine.TooManyStructures):
-        wait = {"Retry-After": str(max(1, math.ceil(error.retry_after)))}
         code = "queue_full" if isinstance(error, engine.QueueFull) else "too_many_structures"
-        return ApiError(429, str(error), code=code, headers=wait)
-    if isinstance(error, engine.Draining | engine.EngineDead):
-        code = "draining" if isinstance(error, engine.Draining) else "engine_dead"
-        return ApiError(503, str(error), code=code, headers={"Retry-After": "5"})
+        return too_many(str(error), error.retry_after, code)
+    for kind, code in (
+        (engine.Draining, "draining"),
+        (engine.EngineDead, "engine_dead"),
+        (engine.MemoryFull, "memory_full"),
+    ):
+        if isinstance(error, kind):
+            return ApiError(503, str(error), code=code, headers={"Retry-After": "5"})
     for kind, status, code, param in (
         (engine.ContextNotFound, 404, "context_not_found", "context"),
         (engine.ContextExists, 409, "context_exists", "name"),
@@ -122,14 +140,13 @@ async def _answer_router(request: Request, error: Exception) -> JSONResponse:
 
 
 async def _answer_invalid_body(request: Request, error: Exception) -> JSONResponse:
-    """400 for a body that is not JSON, 422 for one of another form; names the first mistake."""
+    """422 for a body of another form; names the first mistake."""
     assert isinstance(error, RequestValidationError)
     first, *_ = error.errors()
-    if first["type"] == "json_invalid":
-        return ApiError(400, "The body is not JSON. Send one JSON object.", code="invalid_json").response()
-    path = [str(word) for word in first["loc"][1:]]
+    path = [str(word) for word in first["loc"][1:] if word not in KINDS]
     param, name = path[0] if path else None, ".".join(path) or "the body"
-    return ApiError(422, f"{name}: {first['msg']}.", code=first["type"], param=param).response()
+    what = "not supported; leave it out" if first["type"] == "extra_forbidden" else first["msg"]
+    return ApiError(422, f"{name}: {what}.", code=first["type"], param=param).response()
 
 
 DOCUMENTED: dict[int | str, dict[str, Any]] = {
@@ -139,12 +156,14 @@ DOCUMENTED: dict[int | str, dict[str, Any]] = {
         401: "No key, or a wrong one",
         403: "A policy or a host that is not allowed",
         404: "No such model, context or request",
+        408: "A body that came too slowly",
         409: "A context of that name is held already",
         413: "A body that is too large",
         422: "A body of another form",
-        429: "The queue is full; Retry-After says when to ask again",
+        429: "The queue is full, or the client's share is taken; Retry-After says when to ask again",
         500: "A fault of the server",
-        503: "Loading, draining, or the engine is dead",
+        503: "Loading, draining, out of KV memory, or the engine is dead",
+        504: "The time of the request was over before the first token",
     }.items()
 }
 """For the schema: every route may answer with these."""

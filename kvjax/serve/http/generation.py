@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import secrets
 from collections.abc import Sequence
+from typing import Any
 
 from kvjax import decode
 from kvjax.engine import Request
@@ -35,7 +36,7 @@ class Generation:
     layers: bool
 
 
-def of_completion(service: Service, body: CompletionBody) -> Generation:
+def of_completion(service: Service, body: CompletionBody, owner: str = "") -> Generation:
     """What ``POST /v1/completions`` asks for.
 
     Raises:
@@ -47,23 +48,27 @@ def of_completion(service: Service, body: CompletionBody) -> Generation:
     if body.max_tokens == 0 and not body.echo:
         raise bad_request("max_tokens", "max_tokens=0 writes nothing. Give 1 or more, or echo=true.")
     single = isinstance(body.prompt, str) or (bool(body.prompt) and isinstance(body.prompt[0], int))
+    texts_or_ids: Sequence[Any] = [body.prompt] if single else body.prompt
+    _check_choices(service, len(texts_or_ids), body.n or 1)
     prompts: list[list[int]] = []
     echoes: list[str] = []
-    for prompt in [body.prompt] if single else body.prompt:
+    for prompt in texts_or_ids:
         if isinstance(prompt, str):
             prompts.append(encode_text(service, prompt, bos=body.context is None))
             echoes.append(prompt)
         else:
-            prompts.append(check_token_ids(service, prompt))  # type: ignore[arg-type]
+            prompts.append(check_token_ids(service, prompt))
             echoes.append(service.model.text.decode(prompts[-1]) if body.echo else "")
     if not prompts:
         raise bad_request("prompt", "prompt=[] has no text to continue. Give a text, or token ids.")
     max_tokens = DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens
     shown = echoes if body.echo else None
-    return _generation(service, body, prompts, shown, max_tokens, logprobs=body.logprobs, continues=True)
+    return _generation(
+        service, body, owner, prompts, shown, max_tokens, logprobs=body.logprobs, continues=True
+    )
 
 
-def of_chat(service: Service, body: ChatBody) -> Generation:
+def of_chat(service: Service, body: ChatBody, owner: str = "") -> Generation:
     """What ``POST /v1/chat/completions`` asks for; without a number an answer may fill the context.
 
     Raises:
@@ -71,20 +76,22 @@ def of_chat(service: Service, body: ChatBody) -> Generation:
     """
     if body.top_logprobs is not None and not body.logprobs:
         raise bad_request("top_logprobs", "top_logprobs needs logprobs=true. Set it, or drop top_logprobs.")
+    _check_choices(service, 1, body.n or 1)
     ids, bos = encode_chat(service, body.messages), service.model.text.bos
     if body.context is not None and bos is not None and ids[:1] == [bos]:
         ids = ids[1:]  # BOS stands at the beginning of the context
     max_tokens = body.max_completion_tokens or body.max_tokens
     if max_tokens is None:
-        held = 0 if body.context is None else service.engine.contexts.get(body.context).tokens
+        held = 0 if body.context is None else service.engine.contexts.get(body.context, owner).tokens
         max_tokens = max(1, service.engine.context - len(ids) - held)
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    return _generation(service, body, [ids], None, max_tokens, logprobs=logprobs, continues=False)
+    return _generation(service, body, owner, [ids], None, max_tokens, logprobs=logprobs, continues=False)
 
 
 def _generation(
     service: Service,
     body: TextOptions,
+    owner: str,
     prompts: list[list[int]],
     echoes: list[str] | None,
     max_tokens: int,
@@ -94,10 +101,7 @@ def _generation(
 ) -> Generation:
     service.check_model(body.model)
     options, n = service.options, body.n or 1
-    if len(prompts) * n > options.max_choices:
-        message = f"{len(prompts)} prompts with n={n} are more than the {options.max_choices} texts allowed."
-        raise bad_request("n", f"{message} Ask for fewer.")
-    context = None if body.context is None else service.engine.contexts.get(body.context)
+    context = None if body.context is None else service.engine.contexts.get(body.context, owner)
     for prompt in prompts:
         _check_length(service, len(prompt) + (context.tokens if context else 0), max_tokens)
     stops = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
@@ -116,7 +120,6 @@ def _generation(
     weights = service.policies.weights(policy, body.kv_weights)
     seed = secrets.randbits(32) if body.seed is None else body.seed % 2**32
     stop_tokens = tuple(check_token_ids(service, body.stop_token_ids or (), "stop_token_ids"))
-    deadlines = [seconds for seconds in (body.max_time, options.request_timeout) if seconds is not None]
     requests = [
         Request(
             prompt=prompt,
@@ -132,8 +135,9 @@ def _generation(
             stop_tokens=stop_tokens,
             policy=policy,
             weights=weights,
-            deadline=min(deadlines, default=None),
+            deadline=deadline(service, body.max_time),
             context=body.context,
+            owner=owner,
             inspect=bool(body.kv_watch),
         )
         for prompt in prompts
@@ -146,6 +150,25 @@ def _generation(
         stops=stops,
         layers=bool(body.kv_layers),
     )
+
+
+def _check_choices(service: Service, prompts: int, n: int) -> None:
+    """Raises ApiError for more texts than one request may ever have: each takes a place in the queue."""
+    limits = {
+        "--max-choices": service.options.max_choices,
+        "--queue": service.options.queue,
+        "--client-waiting": service.clients.most_waiting,
+    }
+    option, most = min((x for x in limits.items() if x[1]), key=lambda limit: limit[1])
+    if prompts * n > most:
+        message = f"{prompts} prompts with n={n} are more than the {most} texts allowed ({option}). Ask for "
+        raise bad_request("n", message + "fewer.")
+
+
+def deadline(service: Service, max_time: float | None) -> float | None:
+    """Seconds that a request has; None for any number."""
+    limits = [seconds for seconds in (max_time, service.options.request_timeout) if seconds is not None]
+    return min(limits, default=None)
 
 
 def _check_length(service: Service, prompt: int, max_tokens: int) -> None:
@@ -163,7 +186,12 @@ def _check_length(service: Service, prompt: int, max_tokens: int) -> None:
 
 
 def encode_chat(service: Service, messages: Sequence[Message]) -> list[int]:
-    """Token ids of a conversation, ready for the answer. Raises ApiError if the chat template refuses it."""
+    """Token ids of a conversation, ready for the answer.
+
+    Raises:
+      ApiError: it is far too long, or the chat template refuses it.
+    """
+    _check_characters(service, "messages", sum(len(x.for_template["content"]) for x in messages))
     try:
         return service.model.text.chat([message.for_template for message in messages])
     except ValueError as error:
@@ -171,11 +199,20 @@ def encode_chat(service: Service, messages: Sequence[Message]) -> list[int]:
 
 
 def encode_text(service: Service, text: str, *, bos: bool = True) -> list[int]:
-    """Token ids of a text. Raises ApiError if it is not Unicode."""
+    """Token ids of a text. Raises ApiError if it is far too long, or not Unicode."""
+    _check_characters(service, "prompt", len(text))
     try:
         return service.model.text.encode(text, bos=bos)
     except ValueError as error:
         raise bad_request("prompt", f"{str(error).rstrip('.')}.") from error
+
+
+def _check_characters(service: Service, param: str, characters: int) -> None:
+    """Raises ApiError for a text that need not be tokenized to see that it is too long."""
+    if characters > service.most_characters:
+        message = f"The text has {characters} characters, and {service.engine.context} tokens have at most "
+        message += f"{service.most_characters}. Shorten it."
+        raise bad_request(param, message, "context_length_exceeded")
 
 
 def check_token_ids(service: Service, ids: Sequence[int], param: str = "prompt") -> list[int]:

@@ -12,9 +12,9 @@ import kvjax
 from kvjax import catalogue
 from kvjax.serve.http import generation, schemas
 from kvjax.serve.http.errors import ApiError, bad_request
-from kvjax.serve.http.service import Service, service_of
+from kvjax.serve.http.service import JsonRoute, Service, service_of
 
-router = APIRouter()
+router = APIRouter(route_class=JsonRoute)
 
 NOT_READY = {
     "loading": "The server is compiling its first programs. Ask again soon.",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import collections
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,11 +22,13 @@ router = APIRouter()
 
 @router.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
 async def metrics(request: Request) -> Response:
-    """Counts and gauges in Prometheus' text format; of a dead engine only that it is dead."""
+    """Counts and gauges in Prometheus' text format; of a dead engine only that it is dead.
+
+    Does not wait for the engine: what a long program does must not hide the numbers.
+    """
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Collector(service_of(request)))
-    text = await asyncio.to_thread(generate_latest, registry)
-    return Response(text, headers={"Content-Type": CONTENT_TYPE_LATEST})
+    return Response(generate_latest(registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
 
 class _Collector:
@@ -40,7 +43,7 @@ class _Collector:
         yield core.InfoMetricFamily("kvjax", "What is served", value=about)
         up = "1 while the engine lives"
         try:
-            now = service.engine.metrics()
+            now = service.engine.metrics(wait=False)
         except EngineDead:
             yield core.GaugeMetricFamily("kvjax_engine_up", up, value=0)
             return
@@ -78,10 +81,13 @@ class _Collector:
             ("slots", "slots", "live slots"),
         ):
             family = core.GaugeMetricFamily(
-                f"kvjax_lane_{name}", f"Of a running batch: {what}", labels=["lane"]
+                f"kvjax_lane_{name}", f"Of a running batch: {what}", labels=["lane", "weights"]
             )
+            lanes = collections.Counter[tuple[str, str]]()
             for batch in now.batches:
-                family.add_metric([batch.policy], getattr(batch, field))
+                lanes[batch.policy, batch.weights] += getattr(batch, field)
+            for lane, value in lanes.items():
+                family.add_metric(lane, value)
             yield family
         for name, what, seconds in (
             ("time_to_first_token", "From a request to its first token", now.time_to_first_token),

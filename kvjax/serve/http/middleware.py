@@ -1,10 +1,11 @@
-"""What every request passes before its route: an id and a line in the log, the API key, the size of its body.
+"""What every request passes before its route: an id and a line in the log, the API key, the body, all of it.
 
 Plain ASGI instead of ``BaseHTTPMiddleware``, which would put a queue between a stream and its client.
 """
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
 import re
@@ -12,16 +13,23 @@ import time
 import uuid
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvjax.cli import InputError
-from kvjax.serve.http.errors import ApiError, as_api_error
+from kvjax.serve.http.errors import CLIENT_LEFT, ApiError, as_api_error
 from kvjax.serve.http.log import Log
 
+if TYPE_CHECKING:
+    from kvjax.serve.http.service import Clients
+
 KEY_VARIABLE = "KVJAX_API_KEY"  # of the environment: API keys, separated by commas
+
+MOST_BODIES = 32  # of --max-body whose parts are held until they are complete
+SMALL_BODY = 2**16  # bytes of a body that is taken also beside them
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
@@ -68,64 +76,103 @@ class RequestLog:
 
 
 class AccessControl:
-    """Asks for the API key; if there is none, optionally for a ``Host`` header that names this machine.
+    """Asks for the API key; without keys, optionally for a ``Host`` and an ``Origin`` on this machine.
 
     The latter stops pages of other sites from using the server through a visitor's browser: they can make
-    their own host name resolve to 127.0.0.1, but cannot change the header.
+    their own host name resolve to 127.0.0.1, or post there without reading the answer, but cannot change the
+    two headers.
+
+    Routes find in ``request.state`` the ``owner`` of held contexts (which key; "" without keys) and the
+    ``client``, whose share of the server is limited: the owner, or the address.
     """
 
-    def __init__(self, app: ASGIApp, keys: Keys, local_only: bool, open_paths: frozenset[str]) -> None:
-        self._app, self._keys, self._local_only, self._open_paths = app, keys, local_only, open_paths
+    def __init__(
+        self, app: ASGIApp, keys: Keys, clients: Clients, local_only: bool, open_paths: frozenset[str]
+    ) -> None:
+        self._app, self._keys, self._clients = app, keys, clients
+        self._local_only, self._open_paths = local_only, open_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        error = self._refusal(scope) if scope["type"] == "http" else None
-        if scope["type"] == "http":  # who asks: the key, or where there is none the address
-            authorization = Headers(scope=scope).get("authorization", "")
-            address = (scope.get("client") or ("",))[0]
-            client = _digest(authorization).hex() if len(self._keys) else address
-            scope.setdefault("state", {}).update(client=client)
-        await (error.response() if error else self._app)(scope, receive, send)
+        try:
+            if scope["type"] == "http":
+                self._admit(scope)
+        except ApiError as error:
+            return await error.response()(scope, receive, send)
+        return await self._app(scope, receive, send)
 
-    def _refusal(self, scope: Scope) -> ApiError | None:
+    def _admit(self, scope: Scope) -> None:
         headers = Headers(scope=scope)
         if self._local_only and not is_local(without_port(headers.get("host", ""))):
             message = "This server answers only this machine, and the request names another host. Ask "
             message += "http://127.0.0.1, or start the server with a key."
-            return ApiError(403, message, code="host_not_allowed")
-        if scope["path"] in self._open_paths or self._keys.admit(headers.get("authorization", "")):
-            return None
-        message = "The request has no key that this server knows. Send 'Authorization: Bearer KEY' "
-        message += "(OpenAI(api_key=KEY))."
-        return ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+            raise ApiError(403, message, code="host_not_allowed")
+        origin = headers.get("origin")
+        if self._local_only and origin is not None and not is_local(without_port(origin.partition("://")[2])):
+            message = "This server answers only this machine, and a page of another site asks. Ask from this "
+            message += "machine, or start the server with a key."
+            raise ApiError(403, message, code="origin_not_allowed")
+        owner = self._keys.owner(headers.get("authorization", ""))
+        if owner is None and scope["path"] not in self._open_paths:
+            message = "The request has no key that this server knows. Send 'Authorization: Bearer KEY' "
+            message += "(OpenAI(api_key=KEY))."
+            raise ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+        client = owner or (scope.get("client") or ("",))[0]
+        scope.setdefault("state", {}).update(owner=owner or "", client=client)
+        if scope["method"] == "POST":
+            self._clients.count_request(client)
 
 
-class BodyLimit:
-    """Refuses bodies of more than ``max_bytes``, by their Content-Length or while they arrive."""
+class BodyReader:
+    """Takes a whole body before its route begins: of at most ``max_bytes``, within ``seconds``."""
 
-    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
-        self._app, self._max_bytes = app, max_bytes
+    def __init__(self, app: ASGIApp, max_bytes: int, seconds: float) -> None:
+        self._app, self._max_bytes, self._seconds = app, max_bytes, seconds
+        self._coming = 0  # bytes of all bodies that are not complete
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
-        length = Headers(scope=scope).get("content-length", "0")
-        if length.isdigit() and int(length) > self._max_bytes:
-            return await self._error().response()(scope, receive, send)
-        received = 0
+        try:
+            self._check(Headers(scope=scope).get("content-length", "0"))
+            async with asyncio.timeout(self._seconds):
+                body = await self._read(receive)
+        except TimeoutError:
+            message = f"The body did not come within {self._seconds:g} seconds. Send it faster, or start the "
+            message += "server with a larger --body-timeout."
+            error = ApiError(408, message, code="body_too_slow", headers={"Connection": "close"})
+            return await error.response()(scope, receive, send)
+        except ApiError as error:
+            return await error.response()(scope, receive, send)
+        if body is None:
+            return await Response(status_code=CLIENT_LEFT)(scope, receive, send)
+        messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+        return await self._app(scope, lambda: _next(messages, receive), send)
 
-        async def receive_limited() -> Message:
-            nonlocal received
-            message = await receive()
-            received += len(message.get("body", b""))
-            if received > self._max_bytes:
-                raise self._error()
-            return message
+    async def _read(self, receive: Receive) -> bytes | None:
+        """The body; None if the client leaves first."""
+        body = bytearray()
+        try:
+            while (message := await receive())["type"] == "http.request":
+                body += (piece := message.get("body", b""))
+                self._coming += len(piece)
+                self._check(str(len(body)))
+                if len(body) > SMALL_BODY and self._coming > MOST_BODIES * self._max_bytes:
+                    text = "Too many large bodies are on their way. Send this one again soon."
+                    raise ApiError(503, text, code="too_many_bodies", headers={"Retry-After": "2"})
+                if not message.get("more_body", False):
+                    return bytes(body)
+            return None
+        finally:
+            self._coming -= len(body)
 
-        return await self._app(scope, receive_limited, send)
+    def _check(self, length: str) -> None:
+        if length.isdigit() and (len(length) > 18 or int(length) > self._max_bytes):
+            message = f"The body has more than {self._max_bytes} bytes. Send less, or start the server with "
+            raise ApiError(413, message + "a larger --max-body.", code="body_too_large")
 
-    def _error(self) -> ApiError:
-        message = f"The body has more than {self._max_bytes} bytes. Send less, or start the server with a "
-        return ApiError(413, message + "larger --max-body.", code="body_too_large")
+
+async def _next(messages: list[Message], receive: Receive) -> Message:
+    return messages.pop() if messages else await receive()
 
 
 # --- keys and hosts ------------------------------------------------------------------------------
@@ -141,13 +188,20 @@ class Keys:
         return len(self._digests)
 
     def admit(self, authorization: str) -> bool:
-        """The header is ``Bearer KEY`` with one of the keys. A wrong key takes as long as a right one."""
+        """The header is ``Bearer KEY`` with one of the keys, or there are none."""
+        return self.owner(authorization) is not None
+
+    def owner(self, authorization: str) -> str | None:
+        """A name for the key in the header; "" where there are no keys, None for a key that is not known.
+
+        A wrong key takes as long as a right one.
+        """
         if not self._digests:
-            return True
+            return ""
         scheme, _, key = authorization.partition(" ")
         digest = _digest(key.strip())
         matches = [hmac.compare_digest(digest, known) for known in self._digests]  # always all of them
-        return scheme.lower() == "bearer" and any(matches)
+        return digest.hex()[:16] if scheme.lower() == "bearer" and any(matches) else None
 
 
 def _digest(key: str) -> bytes:

@@ -3,32 +3,86 @@
 An unknown field is refused: a misspelt ``kv_policy`` that is silently ignored would be worse than an error.
 Fields of OpenAI that are not supported may hold the value that means nothing. Replies are described here for
 /openapi.json; the routes make them.
+
+A value of several kinds has the kind of its first element, and a list ends at its first fault: a long list of
+anything else costs no more than reading it.
 """
 
 # ruff: noqa: D101  (most fields and classes have the protocol's names)
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Callable
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
 
 from kvjax.engine import MOST_LOGPROBS
 
 
 def _integral(value: Any) -> Any:
-    """JSON knows one kind of number: 5.0 is 5."""
+    """JSON knows one kind of number: 5.0 is 5. Also of the numbers in a list."""
+    if isinstance(value, list):
+        return [_integral(number) for number in value] if float in set(map(type, value)) else value
     return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _only(*values: Any) -> BeforeValidator:
+    """Of a field that is not supported: takes the values that mean nothing."""
+
+    def check(value: Any) -> Any:
+        if any(value == nothing and type(value) is type(nothing) for nothing in values):
+            return value
+        named = f"{value!r} is " if isinstance(value, str) and len(value) < 40 else ""
+        instead = f"send {values[0]!r}" if values[0] else "leave it out"
+        raise PydanticCustomError("not_supported", "{text}", {"text": f"{named}not supported; {instead}"})
+
+    return BeforeValidator(check)
+
+
+TEXT, TEXTS, IDS, IDS_LISTS, PARTS = KINDS = ("[text]", "[texts]", "[ids]", "[lists of ids]", "[parts]")
+"""Of values of several kinds; pydantic puts them into the places of faults."""
+
+
+def _kind(value: Any) -> str | None:
+    """Of a prompt or of stop strings, by the first element."""
+    if isinstance(value, str):
+        return TEXT
+    if not isinstance(value, list):
+        return None
+    first = value[0] if value else ""
+    return TEXTS if isinstance(first, str) else IDS_LISTS if isinstance(first, list) else IDS
+
+
+def _content_kind(value: Any) -> str | None:
+    return TEXT if isinstance(value, str) else PARTS if isinstance(value, list) else None
+
+
+def _by(kind: Callable[[Any], str | None], rule: str) -> Discriminator:
+    return Discriminator(kind, custom_error_type="wrong_kind", custom_error_message=rule)
 
 
 Int = Annotated[int, BeforeValidator(_integral)]
 Count = Annotated[Int, Field(ge=1)]
-TokenId = Annotated[Int, Field(ge=0, lt=2**31)]
-Ids = Annotated[list[TokenId], Field(min_length=1)]
-Zero = Annotated[float, Field(ge=0, le=0, description="not supported: only 0 is taken")]
-Empty = Annotated[dict[str, Any], Field(max_length=0, description="not supported")]
-NoList = Annotated[list[Any], Field(max_length=0, description="not supported")]
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+TokenIds = Annotated[list[TokenId], Field(fail_fast=True), BeforeValidator(_integral)]
+Ids = Annotated[list[TokenId], Field(min_length=1, fail_fast=True), BeforeValidator(_integral)]
+Texts = Annotated[list[str], Field(fail_fast=True)]
+Zero = Annotated[float, _only(0, 0.0), Field(description="not supported: only 0 is taken")]
+Empty = Annotated[dict[str, Any], _only({}), Field(description="not supported")]
+NoList = Annotated[list[Any], _only([]), Field(description="not supported")]
+Nothing = Annotated[None, _only(None), Field(description="not supported")]
 ContextName = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+Seconds = Annotated[float, Field(gt=0, le=86400)]
 Sources = dict[str, Annotated[str, Field(min_length=1)]]
 
 
@@ -62,6 +116,11 @@ class KVOptions(Body):
     )
 
 
+Stop = Annotated[
+    Annotated[str, Tag(TEXT)] | Annotated[Texts, Tag(TEXTS)], _by(_kind, "Give a text or a list of texts")
+]
+
+
 class TextOptions(KVOptions):
     """What completions and chats share."""
 
@@ -71,14 +130,15 @@ class TextOptions(KVOptions):
     top_k: Annotated[Int, Field(ge=-1, lt=2**31)] | None = Field(default=None, description="0 and -1: all")
     seed: Annotated[Int, Field(ge=-(2**63), lt=2**63)] | None = None
     n: Count | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[TokenId] | None = None
+    stop: Stop | None = None
+    stop_token_ids: TokenIds | None = None
     ignore_eos: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     context: ContextName | None = Field(default=None, description="a held context that the prompt continues")
-    max_time: Annotated[float, Field(gt=0, le=86400)] | None = Field(
-        default=None, description="seconds after which the answer ends wherever it is"
+    max_time: Seconds | None = Field(
+        default=None,
+        description="seconds after which the answer ends wherever it is; 504 where it did not begin",
     )
     kv_layers: bool | None = Field(default=None, description="usage.kv has slots by layer and KV head")
     kv_watch: bool | None = Field(
@@ -88,7 +148,7 @@ class TextOptions(KVOptions):
     # Fields of OpenAI that have no meaning here, or that are not supported.
     user: str | None = None
     metadata: dict[str, Any] | None = None
-    store: Literal[False] | None = None
+    store: Annotated[bool, _only(False)] | None = None
     service_tier: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
@@ -97,7 +157,13 @@ class TextOptions(KVOptions):
     logit_bias: Empty | None = None
 
 
-Prompt = str | list[str] | Ids | list[Ids]
+Prompt = Annotated[
+    Annotated[str, Tag(TEXT)]
+    | Annotated[Texts, Tag(TEXTS)]
+    | Annotated[Ids, Tag(IDS)]
+    | Annotated[list[Ids], Field(fail_fast=True), Tag(IDS_LISTS)],
+    _by(_kind, "Give a text, token ids, or a list of either"),
+]
 
 
 class CompletionBody(TextOptions):
@@ -108,40 +174,53 @@ class CompletionBody(TextOptions):
     logprobs: Annotated[Int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
     echo: bool | None = None
     best_of: Count | None = Field(default=None, description="only the value of n")
-    suffix: Literal[""] | None = None
+    suffix: Annotated[str, _only("")] | None = None
 
 
 class TextPart(Body):
-    type: Literal["text"]
+    type: Annotated[str, _only("text")]
     text: str
+
+
+Content = Annotated[
+    Annotated[str, Tag(TEXT)] | Annotated[list[TextPart], Field(fail_fast=True), Tag(PARTS)],
+    _by(_content_kind, "Give a text or a list of parts"),
+]
 
 
 class Message(Body):
     """One message of a conversation; an answer of this server can be sent back as it came."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart]
+    content: Content | None = None
     name: str | None = None
-    refusal: None = None
-    audio: None = None
-    function_call: None = None
+    refusal: Nothing = None
+    audio: Nothing = None
+    function_call: Nothing = None
     tool_calls: NoList | None = None
     tool_call_id: str | None = None
     annotations: NoList | None = None
+
+    @model_validator(mode="after")
+    def _has_content(self) -> Self:
+        if self.content is None and self.role != "assistant":
+            raise PydanticCustomError("missing", "content is missing; only an assistant's may be null")
+        return self
 
     @property
     def for_template(self) -> dict[str, str]:
         """Role and content as chat templates take them."""
         role = "system" if self.role == "developer" else self.role
-        content = self.content if isinstance(self.content, str) else "".join(x.text for x in self.content)
+        parts = self.content or ""
+        content = parts if isinstance(parts, str) else "".join(part.text for part in parts)
         return {"role": role, "content": content}
 
 
-Messages = Annotated[list[Message], Field(min_length=1)]
+Messages = Annotated[list[Message], Field(min_length=1, fail_fast=True)]
 
 
 class ResponseFormat(Body):
-    type: Literal["text"]
+    type: Annotated[str, _only("text")]
 
 
 class ChatBody(TextOptions):
@@ -152,10 +231,10 @@ class ChatBody(TextOptions):
     top_logprobs: Annotated[Int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
     tools: NoList | None = None
     functions: NoList | None = None
-    tool_choice: Literal["none", "auto"] | None = None
+    tool_choice: Annotated[str, _only("none", "auto")] | None = None
     parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None
-    modalities: list[Literal["text"]] | None = None
+    modalities: Annotated[list[str], _only(["text"])] | None = None
 
 
 # --- requests about tokens and contexts ----------------------------------------------------------
@@ -174,7 +253,12 @@ class TokenizeBody(Body):
 
 class DetokenizeBody(Body):
     model: str | None = None
-    tokens: list[TokenId]
+    tokens: TokenIds
+
+
+ContextPrompt = Annotated[
+    Annotated[str, Tag(TEXT)] | Annotated[Ids, Tag(IDS)], _by(_kind, "Give a text or token ids")
+]
 
 
 class ContextBody(KVOptions):
@@ -182,8 +266,9 @@ class ContextBody(KVOptions):
 
     name: ContextName
     model: str | None = None
-    prompt: str | Ids | None = None
+    prompt: ContextPrompt | None = None
     messages: Messages | None = None
+    max_time: Seconds | None = Field(default=None, description="seconds after which reading ends with 504")
 
 
 # --- replies -------------------------------------------------------------------------------------

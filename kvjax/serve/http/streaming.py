@@ -7,8 +7,8 @@ import dataclasses
 import json
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable
-from typing import Any, Protocol
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 from fastapi import Request
@@ -17,12 +17,13 @@ from starlette.types import Receive, Scope, Send
 
 from kvjax.engine import Event, Ticket
 from kvjax.serve.http.detokenizer import Detokenizer, TextDelta
-from kvjax.serve.http.errors import ApiError, as_api_error
+from kvjax.serve.http.errors import CLIENT_LEFT, ApiError, as_api_error, too_late
 from kvjax.serve.http.generation import Generation
 from kvjax.serve.http.schemas import StreamOptions, TextOptions
 from kvjax.serve.http.service import Service
 
-CLIENT_LEFT = 499  # status in the log of a request whose client went away; nobody receives it
+T = TypeVar("T")
+Options = TypeVar("Options", bound=TextOptions)
 
 
 class ReplyFormat(Protocol):
@@ -45,36 +46,38 @@ class ReplyFormat(Protocol):
 async def respond(
     request: Request,
     service: Service,
-    body: TextOptions,
+    body: Options,
     form: ReplyFormat,
-    prepare: Callable[[], Generation],
+    prepare: Callable[[Service, Options, str], Generation],
 ) -> Response:
     """Answers a request, whole or as a stream as its body says.
 
     Args:
       request, service, body: the request.
       form: of the answer.
-      prepare: makes the engine's requests; uses the tokenizer, so it runs in a worker thread.
+      prepare: makes the engine's requests from the body, for an owner of contexts; uses the tokenizer, so it
+        runs in a worker thread.
 
     Raises:
       What ``prepare`` and ``Engine.submit`` raise, before anything is sent.
     """
     service.check_open()
-    client = request.state.client
+    owner, client = request.state.owner, request.state.client
     completion = await asyncio.to_thread(
-        lambda: RunningCompletion(service, prepare(), client, form.id_prefix)
+        lambda: RunningCompletion(service, prepare(service, body, owner), client, form.id_prefix)
     )
     if body.kv_watch:
         service.watch(completion.id, completion.tickets)
 
     def end() -> None:
         completion.cancel()  # always: no sequence may run on without a client
+        service.clients.count_tokens(client, completion.usage()["completion_tokens"])
         request.state.log_facts.update(completion.log_facts())
 
     if body.stream:
         return EventStream(_events(service, form, completion, body.stream_options or StreamOptions()), end)
     try:
-        texts = await _unless_client_leaves(request, completion)
+        texts = await unless_client_leaves(request, completion.texts())
         if texts is None:
             return Response(status_code=CLIENT_LEFT)
         choices = [form.choice(index, text) for index, text in enumerate(texts)]
@@ -84,19 +87,19 @@ async def respond(
         end()
 
 
-async def _unless_client_leaves(request: Request, completion: RunningCompletion) -> list[TextDelta] | None:
-    """The texts; None if the client leaves first."""
+async def unless_client_leaves(request: Request, answer: Coroutine[Any, Any, T]) -> T | None:
+    """What an answer gives; None if the client leaves first."""
 
     async def client_leaves() -> None:
         while (await request.receive())["type"] != "http.disconnect":
             pass
 
-    texts, left = asyncio.create_task(completion.texts()), asyncio.create_task(client_leaves())
+    answering, left = asyncio.create_task(answer), asyncio.create_task(client_leaves())
     try:
-        await asyncio.wait({texts, left}, return_when=asyncio.FIRST_COMPLETED)
-        return await texts if texts.done() else None
+        await asyncio.wait({answering, left}, return_when=asyncio.FIRST_COMPLETED)
+        return await answering if answering.done() else None
     finally:
-        texts.cancel()
+        answering.cancel()
         left.cancel()
 
 
@@ -162,16 +165,13 @@ class RunningCompletion:
     """
 
     def __init__(self, service: Service, generation: Generation, client: str, id_prefix: str) -> None:
-        """Submits all texts; if ``Engine.submit`` raises for one, cancels the others."""
+        """Submits all texts, or none."""
         self.id, self.created = f"{id_prefix}-{uuid.uuid4().hex}", int(time.time())
-        self.tickets: list[Ticket] = []
-        self._generation, self._log = generation, service.log
-        try:
-            for request in generation.requests:
-                self.tickets.append(service.engine.submit(dataclasses.replace(request, client=client)))
-        except BaseException:
-            self.cancel()
-            raise
+        self._generation, self._log, self._begun = generation, service.log, False
+        requests = [dataclasses.replace(request, client=client) for request in generation.requests]
+        self.tickets = service.clients.submit(
+            client, len(requests), lambda: service.engine.submit_all(requests)
+        )
         text = service.model.text
         self._detokenizers = [
             Detokenizer(
@@ -182,8 +182,9 @@ class RunningCompletion:
                 end_tokens=(*(() if request.ignore_eos else text.eos), *request.stop_tokens),
                 logprobs=request.logprobs is not None,
             )
-            for request, echo in zip(generation.requests, generation.echoes)
+            for request, echo in zip(requests, generation.echoes)
         ]
+        service.clients.count_tokens(client, self.usage()["prompt_tokens"])
 
     def cancel(self) -> None:
         """Ends texts that are not complete; their batch rows are free after the engine's next decode."""
@@ -211,6 +212,9 @@ class RunningCompletion:
                     if error.status_code == 500:
                         self._log.fault("fault", event, request=self.id)
                     raise error
+                self._begun = self._begun or event.token is not None
+                if event.finish_reason == "deadline" and not self._begun:
+                    raise too_late()
                 detokenizer = self._detokenizers[index]
                 if detokenizer.done:
                     continue  # the engine was still writing after a stop string
