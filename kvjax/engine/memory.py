@@ -74,8 +74,9 @@ class Memory:
         size = self.empty_bytes(policy)
         if size > self.settings.kv_memory:
             raise RequestError(
-                f"a running batch of '{policy!r}' with {self.settings.max_rows} rows needs {size} bytes before "
-                f"it holds a token, and kv_memory is {self.settings.kv_memory}. Raise it, or lower max_rows."
+                f"a running batch of '{policy!r}' with {self.settings.max_rows} rows needs {size} bytes "
+                f"before it holds a token, and kv_memory is {self.settings.kv_memory}. Raise it, or lower "
+                "max_rows."
             )
 
     def empty_bytes(self, policy: Policy) -> int:
