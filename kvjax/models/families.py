@@ -192,9 +192,7 @@ FAMILIES: Mapping[FamilyName, Family] = {
 }
 
 _SHARED = "its later layers read the keys and values of earlier ones, and kvjax holds a cache for each layer"
-_LINEAR = (
-    "its linear-attention layers hold a state, not keys and values, which no policy here compresses"
-)
+_LINEAR = "its linear-attention layers hold a state, not keys and values, which no policy here compresses"
 OTHERS: Mapping[str, str] = {
     **dict.fromkeys(("gemma3n", "gemma3n_text", "gemma4", "gemma4_text"), _SHARED),
     **dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_text", "minimax", "kimi_linear"), _LINEAR),
