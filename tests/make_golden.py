@@ -146,7 +146,14 @@ def later_families() -> dict[str, PreTrainedConfig]:
             eos_token_id=2,
         ),
         "gpt2_odd": GPT2Config(
-            vocab_size=96, n_embd=28, n_layer=2, n_head=4, n_positions=512, bos_token_id=1, eos_token_id=2
+            vocab_size=96,
+            n_embd=28,
+            n_layer=2,
+            n_head=4,
+            n_inner=40,
+            n_positions=512,
+            bos_token_id=1,
+            eos_token_id=2,
         ),
     }
 

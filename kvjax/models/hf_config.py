@@ -255,7 +255,13 @@ def _read_unturned(
 def _write_unturned(spec: ModelSpec, family: Family) -> dict[str, Any]:
     if "unturned" not in family.varies:
         return {}
-    return {"no_rope_layers": [int(layer not in spec.unturned) for layer in range(spec.num_layers)]}
+    turns = [int(layer not in spec.unturned) for layer in range(spec.num_layers)]
+    full = {
+        "use_sliding_window": False,
+        "sliding_window": None,
+        "layer_types": ["full_attention"] * spec.num_layers,
+    }
+    return {"no_rope_layers": turns, "no_rope_layer_interval": 4, **full}
 
 
 def _ids(generation: dict[str, Any], config: dict[str, Any], key: str, file: str) -> list[int | None]:
