@@ -85,7 +85,7 @@ def as_api_error(error: BaseException) -> ApiError:
     if isinstance(error, ApiError):
         return error
     if isinstance(error, engine.QueueFull):
-        return too_many(str(error), error.retry_after, "queue_full")
+        return too_many(str(error), round(error.retry_after), "queue_full")
     for kind, code in (
         (engine.Draining, "draining"),
         (engine.EngineDead, "engine_dead"),

@@ -246,13 +246,17 @@ class _Meter:
 
     def wait(self) -> float:
         """Seconds until one may be taken; 0 if now."""
-        now = time.monotonic()
-        self._left = min(self.most, self._left + (now - self._counted) * self.most / 60)
-        self._counted = now
+        self._refill()
         return max(0.0, (1 - self._left) * 60 / self.most)
 
     def take(self, many: int) -> None:
+        self._refill()
         self._left -= many
+
+    def _refill(self) -> None:
+        now = time.monotonic()
+        self._left = min(self.most, self._left + (now - self._counted) * self.most / 60)
+        self._counted = now
 
 
 # --- policies ------------------------------------------------------------------------------------
