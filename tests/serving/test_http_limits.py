@@ -19,11 +19,10 @@ from serving_client import Running, httpx, running, stopped, until
 from kvjax.engine import Engine, Request, Ticket
 from kvjax.serve.http import command, middleware, service
 from kvjax.serve.http.arguments import parse
-from kvjax.serve.http.contexts import SavedContexts
 from kvjax.serve.http.errors import ApiError
 from kvjax.serve.http.log import Log
 from kvjax.serve.http.schemas import ChatBody, CompletionBody
-from kvjax.serve.http.service import Clients, read_json
+from kvjax.serve.http.service import Clients, SavedContexts, read_json
 
 TEXT, CONTEXTS = "/v1/completions", "/v1/contexts"
 KIND = {"Content-Type": "application/json"}
