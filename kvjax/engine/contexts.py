@@ -276,7 +276,7 @@ class Contexts:
         """
         for unfinished in Path(folder).glob(f".*{SUFFIX}.*.part"):
             unfinished.unlink(missing_ok=True)
-        loaded = []
+        loaded: list[ContextInfo] = []
         for file in sorted(Path(folder).glob(f"*{SUFFIX}")):
             try:
                 context = self._read(file, weights or {})
@@ -344,7 +344,7 @@ class Contexts:
         with self._lock:
             return self._held.get((owner, name))
 
-    def leaving(self, new: HeldContext) -> list[HeldContext]:
+    def leaving(self, new: HeldContext) -> Sequence[HeldContext]:
         """Those that make room for a new one.
 
         Raises:
@@ -357,7 +357,8 @@ class Contexts:
                 f"kv_memory is {self._settings.kv_memory} and contexts_share "
                 f"{self._settings.contexts_share}. Raise one of them, or name a policy that keeps less."
             )
-        stay, gone = list(self._all()), []
+        stay = list(self._all())
+        gone: list[HeldContext] = []
         while True:
             full = sum(context.bytes for context in stay) + new.bytes > most
             if not full and len(stay) < self._settings.max_contexts:

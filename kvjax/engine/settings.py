@@ -42,8 +42,8 @@ class EngineSettings:
         page: int | None,
         share: float | None,
         share_pages: bool | None,
-        contexts_share: float,
-        contexts_ttl: float | None,
+        contexts_share: float = 0.5,
+        contexts_ttl: float | None = None,
         **sizes: int,
     ) -> EngineSettings:
         """The arguments of ``Engine``, checked, with defaults filled in.

@@ -19,11 +19,10 @@ from serving_client import Running, httpx, running, stopped, until
 from kvjax.engine import Engine, Request, Ticket
 from kvjax.serve.http import command, middleware, service
 from kvjax.serve.http.arguments import parse
-from kvjax.serve.http.contexts import SavedContexts
 from kvjax.serve.http.errors import ApiError
 from kvjax.serve.http.log import Log
 from kvjax.serve.http.schemas import ChatBody, CompletionBody
-from kvjax.serve.http.service import Clients, read_json
+from kvjax.serve.http.service import Clients, SavedContexts, read_json
 
 TEXT, CONTEXTS = "/v1/completions", "/v1/contexts"
 KIND = {"Content-Type": "application/json"}
@@ -53,14 +52,15 @@ def slowest_health(url: str, until_done: threading.Event) -> float:
 
 
 @pytest.mark.parametrize(
-    ("head", "element", "tail", "code"),
+    ("head", "element", "tail", "words"),
     [
-        (b'{"prompt":[', b"null,", b"null]}", "context_length_exceeded"),
-        (b'{"prompt":[', b"1,", b"1]}", "context_length_exceeded"),
-        (b'{"prompt":"', b"Once upon a time. ", b'"}', "context_length_exceeded"),
+        (b'{"prompt":[', b"null,", b"null]}", "A list in the body has 1677"),
+        (b'{"prompt":[', b"1,", b"1]}", "A list in the body has 4194"),
+        (b'{"prompt":"', b"Once upon a time. ", b'"}', "The text has 8388"),
     ],
+    ids=["nulls", "ids", "text"],
 )
-def test_a_hostile_body_stops_nobody(small, head, element, tail, code):
+def test_a_hostile_body_stops_nobody(small, head, element, tail, words):
     body = head + element * (8 * MIB // len(element) - 20) + tail
     done = threading.Event()
     with ThreadPoolExecutor() as pool:
@@ -69,7 +69,8 @@ def test_a_hostile_body_stops_nobody(small, head, element, tail, code):
             status, error = small.refusal(TEXT, content=body, headers=KIND)
         finally:
             done.set()
-        assert (status, error["code"]) == (400, code)
+        assert (status, error["code"]) == (400, "context_length_exceeded")
+        assert error["message"].startswith(words)
         assert slowest.result() < 2.5  # 5 to 100 s where it is validated as a whole, or tokenized
 
 
@@ -324,12 +325,16 @@ def test_many_contexts_stop_no_text(small):
         assert small.ask.delete(f"{CONTEXTS}/{name}").status_code == 200
 
 
+def left(line: dict[str, Any]) -> bool:
+    return (line.get("path"), line.get("status")) == (CONTEXTS, 499)
+
+
 def test_a_client_that_leaves_has_no_context_and_one_that_is_late_is_told(small):
     body = {"name": "gone", "prompt": "x" * 50}
     with stopped(small.service.engine):
         with pytest.raises(httpx.ReadTimeout):
             small.ask.post(CONTEXTS, json=body, timeout=0.1)
-        assert until(lambda: any(x.get("status") == 499 for x in small.lines()))
+        assert until(lambda: any(map(left, small.lines())))
     assert small.idle()
     assert small.refusal(f"{CONTEXTS}/gone", method="GET")[0] == 404
     with stopped(small.service.engine) as goes_on:

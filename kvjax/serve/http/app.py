@@ -64,8 +64,9 @@ def make(service: Service, keys: Keys, *, local_only: bool) -> FastAPI:
     errors.install(app)
     # The middleware added last sees a request first.
     app.add_middleware(BodyReader, max_bytes=service.max_body, seconds=service.options.body_timeout)
-    access = {"keys": keys, "clients": service.clients, "local_only": local_only, "open_paths": OPEN_PATHS}
-    app.add_middleware(AccessControl, **access)
+    app.add_middleware(
+        AccessControl, keys=keys, clients=service.clients, local_only=local_only, open_paths=OPEN_PATHS
+    )
     app.add_middleware(RequestLog, log=service.log)
     return app
 

@@ -24,11 +24,10 @@ from kvjax.loading import EMBEDDED
 from kvjax.serve.command import load_model, remarks_shown
 from kvjax.serve.http import app
 from kvjax.serve.http.arguments import Options, settled
-from kvjax.serve.http.contexts import SavedContexts
 from kvjax.serve.http.detokenizer import TokenText
 from kvjax.serve.http.log import Log, stderr_log
 from kvjax.serve.http.middleware import KEY_VARIABLE, Keys, is_local, read_keys
-from kvjax.serve.http.service import AllowedPolicies, Clients, Service
+from kvjax.serve.http.service import AllowedPolicies, Clients, SavedContexts, Service
 from kvjax.sharding.mesh import sizes_of
 
 HEALTH_INTERVAL = 0.1  # seconds between two checks of the engine's health

@@ -6,20 +6,16 @@ A context belongs to the key that created it; others neither see it nor continue
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
-from pathlib import Path
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
-from kvjax.engine import ContextInfo, Contexts, Ticket
+from kvjax.engine import ContextInfo, Ticket
 from kvjax.serve.http import generation
 from kvjax.serve.http.errors import CLIENT_LEFT, ApiError, bad_request, too_late
-from kvjax.serve.http.log import Log
 from kvjax.serve.http.schemas import ContextBody, ContextReply, ContextsReply, DeletedReply
 from kvjax.serve.http.service import JsonRoute, Service, service_of
 from kvjax.serve.http.streaming import unless_client_leaves
-from kvjax.weights import Source
 
 router = APIRouter(route_class=JsonRoute)
 
@@ -106,29 +102,3 @@ def _reply(info: ContextInfo) -> ContextReply:
         bytes_live=info.live,
         bytes_allocated=info.allocated,
     )
-
-
-class SavedContexts:
-    """The copy of the held contexts in a folder, if there is one; they outlive the process. Any thread."""
-
-    def __init__(self, contexts: Contexts, folder: Path | None, log: Log) -> None:
-        self._contexts, self._folder, self._log = contexts, folder, log
-
-    def load(self, weights: Mapping[str, Source]) -> int:
-        """Loads what an earlier server saved, and logs which files it cannot; the number of contexts.
-
-        Args:
-          weights: this server's, for contexts whose own weight files are gone.
-        """
-        if self._folder is None:
-            return 0
-
-        def skipped(file: Path, error: Exception) -> None:
-            self._log.fault("context_skipped", error, file=str(file))
-
-        return len(self._contexts.load(self._folder, weights=weights, on_skipped=skipped))
-
-    def save(self) -> None:
-        """Writes what is new, and removes what was dropped."""
-        if self._folder is not None:
-            self._contexts.save(self._folder)

@@ -86,13 +86,13 @@ def as_api_error(error: BaseException) -> ApiError:
         return error
     if isinstance(error, engine.QueueFull | engine.TooManyStructures):
         code = "queue_full" if isinstance(error, engine.QueueFull) else "too_many_structures"
-        return too_many(str(error), error.retry_after, code)
-    for kind, code in (
+        return too_many(str(error), round(error.retry_after), code)
+    for unable, code in (
         (engine.Draining, "draining"),
         (engine.EngineDead, "engine_dead"),
         (engine.MemoryFull, "memory_full"),
     ):
-        if isinstance(error, kind):
+        if isinstance(error, unable):
             return ApiError(503, str(error), code=code, headers={"Retry-After": "5"})
     for kind, status, code, param in (
         (engine.ContextNotFound, 404, "context_not_found", "context"),

@@ -13,7 +13,7 @@ import time
 import uuid
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import Response
@@ -22,14 +22,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from kvjax.cli import InputError
 from kvjax.serve.http.errors import CLIENT_LEFT, ApiError, as_api_error
 from kvjax.serve.http.log import Log
-
-if TYPE_CHECKING:
-    from kvjax.serve.http.service import Clients
+from kvjax.serve.http.service import SMALL_BODY, Clients
 
 KEY_VARIABLE = "KVJAX_API_KEY"  # of the environment: API keys, separated by commas
 
 MOST_BODIES = 32  # of --max-body whose parts are held until they are complete
-SMALL_BODY = 2**16  # bytes of a body that is taken also beside them
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 

@@ -9,6 +9,7 @@ import functools
 import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastapi import Request
@@ -18,20 +19,19 @@ from pydantic_core import from_json
 
 from kvjax import catalogue
 from kvjax.algebra import Policy
-from kvjax.engine import Engine, Ticket
+from kvjax.engine import Contexts, Engine, Ticket
 from kvjax.loading import LanguageModel
 from kvjax.serve.http.detokenizer import TokenText
 from kvjax.serve.http.errors import ApiError, bad_request, too_many
 from kvjax.serve.http.log import Log
-from kvjax.serve.http.middleware import SMALL_BODY
-from kvjax.weights import chosen, is_auto, shipped, sources
+from kvjax.weights import Source, chosen, is_auto, shipped, sources
 
 if TYPE_CHECKING:
     from kvjax.serve.http.arguments import Options
-    from kvjax.serve.http.contexts import SavedContexts
 
 BYTES_PER_TOKEN = 64  # of a body, where --max-body does not say how large one may be
 LEAST_BODY = 2**18  # bytes that are always allowed then
+SMALL_BODY = 2**16  # bytes that are parsed at once, and taken beside any number of large bodies
 MOST_FIELDS = 64  # of an object in a body
 MOST_OBJECTS = 2**14  # and lists in a body: messages, their parts
 
@@ -246,13 +246,17 @@ class _Meter:
 
     def wait(self) -> float:
         """Seconds until one may be taken; 0 if now."""
-        now = time.monotonic()
-        self._left = min(self.most, self._left + (now - self._counted) * self.most / 60)
-        self._counted = now
+        self._refill()
         return max(0.0, (1 - self._left) * 60 / self.most)
 
     def take(self, many: int) -> None:
+        self._refill()
         self._left -= many
+
+    def _refill(self) -> None:
+        now = time.monotonic()
+        self._left = min(self.most, self._left + (now - self._counted) * self.most / 60)
+        self._counted = now
 
 
 # --- policies ------------------------------------------------------------------------------------
@@ -326,3 +330,32 @@ class AllowedPolicies:
                 message += f"Name one of: {', '.join(known) or '(it ships none)'}."
                 raise bad_request("kv_weights", message, "invalid_weights")
         return {part.name: names[part.name] for part in policy.learned if part.name in names} or None
+
+
+# --- contexts on disk ----------------------------------------------------------------------------
+
+
+class SavedContexts:
+    """The copy of the held contexts in a folder, if there is one; they outlive the process. Any thread."""
+
+    def __init__(self, contexts: Contexts, folder: Path | None, log: Log) -> None:
+        self._contexts, self._folder, self._log = contexts, folder, log
+
+    def load(self, weights: Mapping[str, Source]) -> int:
+        """Loads what an earlier server saved, and logs which files it cannot; the number of contexts.
+
+        Args:
+          weights: this server's, for contexts whose own weight files are gone.
+        """
+        if self._folder is None:
+            return 0
+
+        def skipped(file: Path, error: Exception) -> None:
+            self._log.fault("context_skipped", error, file=str(file))
+
+        return len(self._contexts.load(self._folder, weights=weights, on_skipped=skipped))
+
+    def save(self) -> None:
+        """Writes what is new, and removes what was dropped."""
+        if self._folder is not None:
+            self._contexts.save(self._folder)
