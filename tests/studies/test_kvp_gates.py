@@ -16,7 +16,7 @@ from studies.kvp import gates
 def test_what_each_criterion_leaves_to_chance():
     heads = {
         "error": np.asarray([[0.5, 1.2], [1.0, 0.9]]),
-        "entropy": np.asarray([[5.0, 1.0], [1.3, 1.2]]),
+        "entropy": np.asarray([[5.0, 1.0], [1.2, 1.0]]),
         "cost": np.asarray([[0.1, 0.2], [0.4, 0.3]]),
     }
     chosen = {name: on.tolist() for name, on in gates.choices(heads).items()}
