@@ -67,4 +67,6 @@ def test_the_page_shows_the_difference_from_all_heads_ranked():
     shown = gates.page(json.loads(json.dumps(tree)), "COMMAND")
     assert "| books | 64 | 2 | 4.000 | -0.500 (-1.000 … +0.100) |" in shown
     assert "| 0.0 | 1.00 | 0.50 | 2.00 |" in shown
-    assert "* by error: 0.0" in shown
+    assert "* by error: 0.0. Mean change -0.500; worse by more than its interval: none." in shown
+    tree["lost"][1]["less_all_ranked"] = [0.5, 0.1, 1]
+    assert "+0.500; worse by more than its interval: books 64." in gates.page(tree, "COMMAND")
