@@ -152,7 +152,7 @@ def page(tree: Mapping[str, Any], command: str) -> str:
         [f"{layer}.{head}", f"{entropy[layer, head]:.2f}", f"{2 * cost[layer, head]:.2f}", f"{ratio:.2f}"]
         for (layer, head), ratio in np.ndenumerate(error)
     ]
-    off = "\n".join(f"* {name}: {', '.join(heads) or 'none'}" for name, heads in tree["by_chance"].items())
+    off = "\n".join(_summary(name, heads, tree["lost"]) for name, heads in tree["by_chance"].items())
     losses = table.markdown(["set", "slots", "n", base, *others], lines)
     by_head = table.markdown(["head", "entropy", "cost / random", "output error / random"], heads)
     return f"""# Heads that are left to chance
@@ -177,6 +177,14 @@ error of the output after W_o, over those of a random choice.
 """
 
 
+def _summary(name: str, heads: Sequence[str], lost: Sequence[Mapping[str, Any]]) -> str:
+    changes = [(f"{x['set']} {x['slots']}", x["less_all_ranked"]) for x in lost if x["criterion"] == name]
+    mean = float(np.mean([change[0] for _, change in changes]))
+    worse = ", ".join(cell for cell, (_, low, _) in changes if low > 0) or "none"
+    chance = ", ".join(heads) or "none"
+    return f"* {name}: {chance}. Mean change {mean:+.3f}; worse by more than its interval: {worse}."
+
+
 def _change(lost: Mapping[str, Any]) -> str:
     mean, low, high = lost["less_all_ranked"]
     return f"{mean:+.3f} ({low:+.3f} … {high:+.3f})"
@@ -191,10 +199,10 @@ def _run(words: Sequence[str]) -> None:
     parser = cli.Parser(prog="python -m studies.kvp.gates", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--config", type=Path, required=True, help="of the rankers")
     parser.add_argument("--file", type=Path, required=True, help="of rankers; their gates are passed over")
-    parser.add_argument("--slots", type=cli.numbers(24), default=[64, 128, 256], help="default: 64,128,256")
+    parser.add_argument("--slots", type=cli.numbers(24), default=[64, 256], help="default: 64,256")
     parser.add_argument("--sequences", type=cli.whole(1), default=gate.SEQUENCES, help="default: 64")
-    parser.add_argument("--rows", type=cli.whole(2), default=12, help="of each kind (default: 12)")
-    parser.add_argument("--samples", type=cli.whole(2), default=24, help="of each task (default: 24)")
+    parser.add_argument("--rows", type=cli.whole(2), default=10, help="of each kind (default: 10)")
+    parser.add_argument("--samples", type=cli.whole(2), default=20, help="of each task (default: 20)")
     cli.add(parser, "--out", default=Path("results/kvp"), help="default: results/kvp")
     values = vars(parser.parse_args(words))
     settings = read(values["config"])

@@ -69,4 +69,5 @@ def flops(spec: ModelSpec, parameters: int, length: int) -> dict[str, float]:
 
 def agent_parameters(layer: Params) -> int:
     """Of one agent of a layer's."""
-    return sum(int(leaf.size) for leaf in layer.values()) // int(layer["b1"].shape[0])
+    sizes = [int(leaf.size) for name, leaf in layer.items() if name != kvp.GATE]
+    return sum(sizes) // int(layer["b1"].shape[0])

@@ -16,7 +16,7 @@ from studies.kvp import gates
 def test_what_each_criterion_leaves_to_chance():
     heads = {
         "error": np.asarray([[0.5, 1.2], [1.0, 0.9]]),
-        "entropy": np.asarray([[5.0, 1.0], [1.3, 1.2]]),
+        "entropy": np.asarray([[5.0, 1.0], [1.2, 1.0]]),
         "cost": np.asarray([[0.1, 0.2], [0.4, 0.3]]),
     }
     chosen = {name: on.tolist() for name, on in gates.choices(heads).items()}
@@ -67,4 +67,6 @@ def test_the_page_shows_the_difference_from_all_heads_ranked():
     shown = gates.page(json.loads(json.dumps(tree)), "COMMAND")
     assert "| books | 64 | 2 | 4.000 | -0.500 (-1.000 … +0.100) |" in shown
     assert "| 0.0 | 1.00 | 0.50 | 2.00 |" in shown
-    assert "* by error: 0.0" in shown
+    assert "* by error: 0.0. Mean change -0.500; worse by more than its interval: none." in shown
+    tree["lost"][1]["less_all_ranked"] = [0.5, 0.1, 1]
+    assert "+0.500; worse by more than its interval: books 64." in gates.page(tree, "COMMAND")

@@ -42,8 +42,8 @@ if TYPE_CHECKING:
 
     from kvjax.loading import LanguageModel
 
-ENTROPY = 1.25
-"""Nats: a head that attends to more than three or four tokens is left to chance."""
+ENTROPY = 1.1
+"""Nats: a head that attends to more than about three tokens is left to chance."""
 
 SHARES = (1 / 16, 1 / 8, 1 / 4, 1 / 2)
 """Budgets of output errors, as shares of the ranked tokens."""
