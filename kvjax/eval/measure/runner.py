@@ -1,12 +1,17 @@
-"""Measuring a grid: cell after cell, each finished one on disk before the next begins."""
+"""Measuring a grid batch by batch: policies that cut after the prompt share one reading of each batch.
+
+What is measured is on disk at once: a finished cell as its row, a batch of an unfinished one beside it.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import sys
 import zlib
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -37,29 +42,26 @@ CROWDED = 0.5
 
 
 @dataclasses.dataclass
-class Readings:
-    """Full prefills, kept for all policies that cut the same prompts afterwards.
+class References:
+    """Logits of the full cache, kept for the policies that are compared with it; the oldest go.
 
     Attributes:
-      most: bytes to keep; by default 200 prompts of 2,048 tokens of the embedded model.
-      kept: by what was read, the latest used at the end.
-      made: how many were made.
+      most: bytes to keep.
+      kept: by what was fed, the latest used at the end.
     """
 
-    most: int = 3 * 2**30
-    kept: dict[Hashable, PromptActivations] = dataclasses.field(default_factory=dict)
-    made: int = 0
+    most: int = 2**30
+    kept: dict[Hashable, jax.Array] = dataclasses.field(default_factory=dict)
 
-    def of(self, key: Hashable, read: Callable[[], PromptActivations]) -> PromptActivations:
-        """The reading under this key; ``read`` makes it if it is not there."""
-        reading = self.kept.pop(key, None)
-        if reading is None:
-            reading = read()
-            self.made += 1
-        while self.kept and sum(one.nbytes for one in self.kept.values()) + reading.nbytes > self.most:
+    def of(self, key: Hashable, make: Callable[[], jax.Array]) -> jax.Array:
+        """The logits under this key; ``make`` makes them if they are not there."""
+        logits = self.kept.pop(key, None)
+        if logits is None:
+            logits = make()
+        while self.kept and sum(one.nbytes for one in self.kept.values()) + logits.nbytes > self.most:
             self.kept.pop(next(iter(self.kept)))
-        self.kept[key] = reading
-        return reading
+        self.kept[key] = logits
+        return logits
 
 
 def draw(
@@ -133,34 +135,66 @@ def run(
     hidden = not (sys.stderr.isatty() if shown is None else shown)
     total = sum(cell.length * cell.samples for cell in work)
     drawn: dict[Hashable, Samples] = {}
-    many = sum(decode.cuts_after(policy) for policy in grid.policies.values()) > 1
-    readings = Readings() if many else None
+    shared = sum(decode.cuts_after(policy) for policy in grid.policies.values()) > 1
+    references = References()
     with tqdm(total=total, unit="token", unit_scale=True, file=sys.stderr, disable=hidden) as bar:
-        for before, cell in zip([None, *work], work):
-            task, policy = tasks.tasks()[cell.task], grid.policies[cell.policy]
-            if before is not None and before.length != cell.length:
+        for block in blocks(work, grid.policies):
+            first = block[0]
+            task = tasks.tasks()[first.task]
+            if any(length != first.length for _, length, *_ in drawn):
                 drawn.clear()
-            if maps_taken() > CROWDED:
-                forget()
-            bar.set_description(f"{cell.task} {cell.length}")
-            if cell.drawn not in drawn:
-                drawn[cell.drawn] = draw(
+            if first.drawn not in drawn:
+                drawn[first.drawn] = draw(
                     task,
                     model,
                     data,
-                    length=cell.length,
-                    seed=cell.seed,
-                    count=cell.samples,
-                    chat=cell.prompt == CHAT,
+                    length=first.length,
+                    seed=first.seed,
+                    count=first.samples,
+                    chat=first.prompt == CHAT,
                 )
-            weights = grid.weights.get((cell.policy, cell.weights))
-            samples = drawn[cell.drawn]
-            batches = _measured(cell, policy, model, samples, weights, bar.update, readings)
-            finished = row(cell, task, policy, model, samples, batches, full.get(cell.drawn), data.source)
-            store.append(finished)
-            if policy == FULL:
-                full[cell.drawn] = finished
-            say(_line(finished))
+            samples = drawn[first.drawn]
+            rows, parts = batched(samples, first.length)
+            bar.set_description(f"{first.task} {first.length}")
+            context = decode.bucket(first.length, model.network.max_positions)
+            for at, part in enumerate(parts):
+                make = {"model": model, "samples": part, "protocol": first.protocol}
+                make |= {"context": context, "rows": rows}
+                reading = None
+                for cell in block:
+                    outcome = store.unfinished(cell, rows, at)
+                    policy = grid.policies[cell.policy]
+                    if outcome is None:
+                        if maps_taken() > CROWDED:
+                            forget()
+                        if shared and reading is None and decode.cuts_after(policy):
+                            reading = batch.read(**make)
+                        reference = None
+                        if task.compares:
+                            logits = functools.partial(batch.reference, **make)
+                            reference = references.of((cell.drawn, at), logits)
+                        weights = grid.weights.get((cell.policy, cell.weights))
+                        outcome = _measured(cell, policy, make, weights, reading, reference)
+                    bar.update(len(part) * cell.length)
+                    if at + 1 < len(parts):
+                        store.keep(cell, rows, at, outcome)
+                        continue
+                    batches = [*(store.unfinished(cell, rows, i) for i in range(at)), outcome]
+                    whole = full.get(cell.drawn)
+                    finished = row(cell, task, policy, model, samples, batches, whole, data.source)
+                    store.append(finished)
+                    if policy == FULL:
+                        full[cell.drawn] = finished
+                    say(_line(finished))
+
+
+def blocks(cells: Sequence[Cell], policies: Mapping[str, Policy]) -> list[list[Cell]]:
+    """Neighbours whose policies cut the same prompts after one reading; other cells by themselves."""
+
+    def key(cell: Cell) -> Hashable:
+        return (cell.drawn, cell.protocol) if decode.cuts_after(policies[cell.policy]) else cell
+
+    return [list(block) for _, block in itertools.groupby(cells, key)]
 
 
 def _check_prompts(grid: Grid, done: Iterable[Cell], store: Store) -> None:
@@ -183,27 +217,14 @@ def forget() -> None:
 def _measured(
     cell: Cell,
     policy: Policy,
-    model: LanguageModel,
-    samples: Samples,
+    make: dict[str, Any],
     weights: Params | None,
-    tick: Callable[[int], object],
-    readings: Readings | None = None,
-) -> list[batch.Batch]:
-    rows, parts = batched(samples, cell.length)
-    context = decode.bucket(cell.length, model.network.max_positions)
-    measure = functools.partial(
-        batch.run, model, policy, protocol=cell.protocol, context=context, rows=rows, weights=weights
-    )
-    batches = []
-    for at, part in enumerate(parts):
-        reading = None
-        if readings is not None and decode.cuts_after(policy):
-            prompts = batch.prompts(part, cell.protocol, rows)
-            read = functools.partial(decode.read_full, model, prompts, context=context)
-            reading = readings.of((cell.drawn, cell.protocol, at), read)
-        batches.append(measure(part, reading=reading))
-        tick(len(part) * cell.length)
-    return batches
+    reading: PromptActivations | None,
+    reference: jax.Array | None,
+) -> batch.Batch:
+    """One batch of a cell."""
+    own = reading if decode.cuts_after(policy) else None
+    return batch.run(policy=policy, weights=weights, reading=own, reference=reference, **make)
 
 
 def _line(finished: Row) -> str:
