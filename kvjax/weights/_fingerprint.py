@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from kvjax.types import Weighted
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool
 
 SAMPLED = 256
 """Entries of each weight matrix that the fingerprint covers."""
@@ -27,12 +30,28 @@ def fingerprint(model: Weighted) -> str:
     """
     network, digest = model.network, hashlib.sha256()
     digest.update(f"{network.num_layers} {network.num_kv_heads} {network.head_dim}".encode())
-    leaves = jax.tree_util.tree_leaves_with_path(model.params)
-    for path, leaf in sorted(leaves, key=lambda pair: jax.tree_util.keystr(pair[0])):
-        digest.update(f"{jax.tree_util.keystr(path)} {tuple(leaf.shape)}".encode())
+    for name, leaf in _by_name(model):
+        digest.update(f"{name} {tuple(leaf.shape)}".encode())
         if leaf.ndim >= 2:
             digest.update(np.packbits(np.signbit(_sample(leaf))).tobytes())
     return digest.hexdigest()[:16]
+
+
+def architecture(model: Weighted) -> str:
+    """Sixteen hex digits of the name and shape of every parameter, whatever the values."""
+    shapes = "".join(f"{name} {tuple(leaf.shape)}\n" for name, leaf in _by_name(model))
+    return hashlib.sha256("".join(sizes(model).values()).encode() + shapes.encode()).hexdigest()[:16]
+
+
+def signs(model: Weighted) -> Bool[np.ndarray, " S"]:
+    """The signs that ``fingerprint`` covers, matrix after matrix: is the sampled entry negative?"""
+    return np.concatenate([np.signbit(_sample(leaf)) for _, leaf in _by_name(model) if leaf.ndim >= 2])
+
+
+def _by_name(model: Weighted) -> list[tuple[str, Any]]:
+    """The parameters, in the order of their names."""
+    leaves = jax.tree_util.tree_leaves_with_path(model.params)
+    return sorted(((jax.tree_util.keystr(path), leaf) for path, leaf in leaves), key=lambda pair: pair[0])
 
 
 def _sample(x: Any) -> np.ndarray:
