@@ -70,6 +70,7 @@ class Cadence:
       keep: checkpoints kept.
       seconds: wall-clock limit of this process, after which it saves and returns without a check; or None.
       workers: processes that prepare batches; with 0 a thread of this process does. The batches are the same.
+      check_first: also check what is untrained, as step 0.
     """
 
     steps: int
@@ -79,6 +80,7 @@ class Cadence:
     keep: int = 2
     seconds: float | None = None
     workers: int = 0
+    check_first: bool = False
 
 
 class Checkpoints:
@@ -236,6 +238,8 @@ def train(
     upcoming = _prefetched(batches(level), step, plan.workers)
     first_process = jax.process_index() == 0
     bar = tqdm(total=plan.steps, initial=step, unit="step", mininterval=5, disable=not first_process)
+    if check is not None and plan.check_first and restored is None:
+        log.write({"step": 0, "level": level, **_clock(), **check(state.params, 0, level).metrics})
     stop = step >= plan.steps
     while not stop:
         batch = next(upcoming)

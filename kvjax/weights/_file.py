@@ -118,23 +118,22 @@ def save_weights(
     header |= {"architecture": architecture(model)}
     header |= {"signs": base64.b64encode(np.packbits(signs(model)).tobytes()).decode()}
     tensors = {
-        f"{part.place}.{layer}.{name}": _rounded(value, dtype)
+        f"{part.place}.{layer}.{name}": _rounded(file, f"{part.place}.{layer}.{name}", value, dtype)
         for layer, params in enumerate(layers)
         for name, value in params.items()
     }
-    large = [name for name, value in tensors.items() if not np.isfinite(value).all()]
-    if large:
-        raise WeightsError(
-            f"save_weights({str(file)!r}): {large[0]} has numbers that are not finite in {dtype}. Write "
-            "float32, or train again."
-        )
     _write(Path(file), tensors, header)
 
 
-def _rounded(value: Any, dtype: str) -> np.ndarray:
+def _rounded(file: str | Path, name: str, value: Any, dtype: str) -> np.ndarray:
     value = np.ascontiguousarray(value, np.float32)
     with np.errstate(over="ignore"):
-        return value if value.size < EXACT else value.astype(dtype)
+        rounded = value if value.size < EXACT else value.astype(dtype)
+    if np.any(np.isfinite(value) & ~np.isfinite(rounded)):
+        raise WeightsError(
+            f"save_weights({str(file)!r}): {name} has numbers that are too large for {dtype}. Write float32."
+        )
+    return rounded
 
 
 def _write(file: Path, tensors: dict[str, np.ndarray], header: dict[str, str]) -> None:

@@ -157,8 +157,7 @@ def read(
     model: LanguageModel, samples: Samples, *, protocol: str, context: int, rows: int
 ) -> decode.PromptActivations:
     """The reading of a batch, for every policy that cuts it afterwards; arguments as in ``run``."""
-    heads = [head for head, _ in _split(_filled(samples, rows), protocol)]
-    return decode.read_full(model, heads, context=context)
+    return decode.read_full(model, prompts(samples, protocol, rows), context=context)
 
 
 def reference(
@@ -194,6 +193,11 @@ def _asked(
 def seed_of(sample: Encoded) -> int:
     """The seed of a sample's request: a digest of its tokens, whatever the batch or the protocol."""
     return zlib.crc32(np.asarray(sample.context + sample.question, np.int64).tobytes())
+
+
+def prompts(samples: Samples, protocol: str, rows: int) -> list[list[int]]:
+    """The prompts that a batch prefills."""
+    return [head for head, _ in _split(_filled(samples, rows), protocol)]
 
 
 def _filled(samples: Samples, rows: int) -> Samples:
