@@ -24,6 +24,9 @@ from kvjax.types import Params
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
 
+ROOM = 2 * 2**30
+"""Most bytes of pools that would hold everything."""
+
 TAIL = 64
 """Tokens a chunk when question and prefix follow a compressed cache."""
 
@@ -120,10 +123,10 @@ def run(
     compressed, last = _asked(model, policy, compressed, tails, weights)
     steps = max(max(len(e.answer), s.max_new, *map(len, e.labels or [[]])) for s, e in filled)
     # Allocated bytes are those of the device, now and for the steps to come. The steps themselves run on a
-    # copy whose pools have one of few sizes, so that programs are shared.
+    # copy with larger pools, so that programs are shared.
     reserved = decode.reserve(policy, compressed, steps, 1)
     allocated = [metrics.allocated(state.layers) for state in (compressed, reserved)]
-    state = decode.roomy(policy, reserved, 1, steps)
+    state = _roomy(model, policy, reserved, 1, steps)
     before = counted.contents(state)
 
     def walk(answers: list[list[int]]) -> tuple[KVState, Steps]:
@@ -170,7 +173,7 @@ def reference(
     state, last = _asked(model, full, state, tails, None)
     answers = [e.answer for _, e in filled]
     most = max(map(len, answers))
-    state = decode.roomy(full, decode.reserve(full, state, most, 1), 1, most)
+    state = _roomy(model, full, decode.reserve(full, state, most, 1), 1, most)
     feed = [[first, *answer[:-1]] for first, answer in zip(last, answers)]
     return forced.logits(model, full, state, feed)
 
@@ -185,9 +188,16 @@ def _asked(
     """The state with all but the last token of what follows the compressed prompts; these last tokens."""
     state = dataclasses.replace(state, chunk=TAIL)
     if any(len(tail) > 1 for tail in tails):
-        state = decode.roomy(policy, state, TAIL, max(len(tail) - 1 for tail in tails))
+        state = _roomy(model, policy, state, TAIL, max(len(tail) - 1 for tail in tails))
         state, _ = decode.extend(model, policy, state, [tail[:-1] for tail in tails], weights=weights)
     return state, [tail[-1] for tail in tails]
+
+
+def _roomy(model: LanguageModel, policy: Policy, state: KVState, arriving: int, tokens: int) -> KVState:
+    """The state with pools of one size for all budgets, which then share programs; else of few sizes."""
+    dtype = model.params["embed"].dtype
+    whole = state.rows * metrics.full_bytes(model.network, state.context, dtype)
+    return decode.roomy(policy, state, arriving, None if whole <= ROOM else tokens)
 
 
 def seed_of(sample: Encoded) -> int:
