@@ -10,7 +10,7 @@ import functools
 import itertools
 import sys
 import zlib
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -32,7 +32,6 @@ from kvjax.eval.tasks.sample import Samples, encode
 from kvjax.eval.tasks.task import Task
 from kvjax.loading import LanguageModel
 from kvjax.programs import maps_taken
-from kvjax.types import Params
 
 TOKENS = 32_768
 """Most tokens of a batch; a whole-prompt prefill holds them at once."""
@@ -154,38 +153,16 @@ def run(
                     chat=first.prompt == CHAT,
                 )
             samples = drawn[first.drawn]
-            rows, parts = batched(samples, first.length)
             bar.set_description(f"{first.task} {first.length}")
-            context = decode.bucket(first.length, model.network.max_positions)
-            for at, part in enumerate(parts):
-                make = {"model": model, "samples": part, "protocol": first.protocol}
-                make |= {"context": context, "rows": rows}
-                reading = None
-                for cell in block:
-                    outcome = store.unfinished(cell, rows, at)
-                    policy = grid.policies[cell.policy]
-                    if outcome is None:
-                        if maps_taken() > CROWDED:
-                            forget()
-                        if shared and reading is None and decode.cuts_after(policy):
-                            reading = batch.read(**make)
-                        reference = None
-                        if task.compares:
-                            logits = functools.partial(batch.reference, **make)
-                            reference = references.of((cell.drawn, at), logits)
-                        weights = grid.weights.get((cell.policy, cell.weights))
-                        outcome = _measured(cell, policy, make, weights, reading, reference)
-                    bar.update(len(part) * cell.length)
-                    if at + 1 < len(parts):
-                        store.keep(cell, rows, at, outcome)
-                        continue
-                    batches = [*(store.unfinished(cell, rows, i) for i in range(at)), outcome]
-                    whole = full.get(cell.drawn)
-                    finished = row(cell, task, policy, model, samples, batches, whole, data.source)
-                    store.append(finished)
-                    if policy == FULL:
-                        full[cell.drawn] = finished
-                    say(_line(finished))
+            for cell, batches in _finished(
+                block, samples, grid, model, store, references, shared, bar.update
+            ):
+                policy, whole = grid.policies[cell.policy], full.get(cell.drawn)
+                finished = row(cell, task, policy, model, samples, batches, whole, data.source)
+                store.append(finished)
+                if policy == FULL:
+                    full[cell.drawn] = finished
+                say(_line(finished))
 
 
 def blocks(cells: Sequence[Cell], policies: Mapping[str, Policy]) -> list[list[Cell]]:
@@ -214,17 +191,60 @@ def forget() -> None:
     jax.clear_caches()
 
 
+def _finished(
+    block: Sequence[Cell],
+    samples: Samples,
+    grid: Grid,
+    model: LanguageModel,
+    store: Store,
+    references: References,
+    shared: bool,
+    tick: Callable[[int], object],
+) -> Iterator[tuple[Cell, list[batch.Batch]]]:
+    """Each cell of a block with its batches, when the last one is measured; the others are kept on disk."""
+    first = block[0]
+    rows, parts = batched(samples, first.length)
+    context = decode.bucket(first.length, model.network.max_positions)
+    for at, part in enumerate(parts):
+        make: dict[str, Any] = {"model": model, "samples": part, "protocol": first.protocol}
+        make |= {"context": context, "rows": rows}
+        reading = None
+        for cell in block:
+            measured = store.unfinished(cell, rows, at)
+            if measured is None:
+                if maps_taken() > CROWDED:
+                    forget()
+                cuts = decode.cuts_after(grid.policies[cell.policy])
+                if shared and cuts and reading is None:
+                    reading = batch.read(**make)
+                measured = _measured(cell, at, make, grid, reading if cuts else None, references)
+                if at + 1 < len(parts):
+                    store.keep(cell, rows, at, measured)
+            tick(len(part) * cell.length)
+            if at + 1 == len(parts):
+                earlier = (store.unfinished(cell, rows, i) for i in range(at))
+                yield cell, [*filter(None, earlier), measured]
+
+
 def _measured(
     cell: Cell,
-    policy: Policy,
+    at: int,
     make: dict[str, Any],
-    weights: Params | None,
+    grid: Grid,
     reading: PromptActivations | None,
-    reference: jax.Array | None,
+    references: References,
 ) -> batch.Batch:
-    """One batch of a cell."""
-    own = reading if decode.cuts_after(policy) else None
-    return batch.run(policy=policy, weights=weights, reading=own, reference=reference, **make)
+    """The ``at``-th batch of a cell."""
+    reference = None
+    if tasks.tasks()[cell.task].compares:
+        reference = references.of((cell.drawn, at), functools.partial(batch.reference, **make))
+    return batch.run(
+        policy=grid.policies[cell.policy],
+        weights=grid.weights.get((cell.policy, cell.weights)),
+        reading=reading,
+        reference=reference,
+        **make,
+    )
 
 
 def _line(finished: Row) -> str:
