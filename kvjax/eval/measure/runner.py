@@ -154,9 +154,8 @@ def run(
                 )
             samples = drawn[first.drawn]
             bar.set_description(f"{first.task} {first.length}")
-            for cell, batches in _finished(
-                block, samples, grid, model, store, references, shared, bar.update
-            ):
+            parts = (block, samples, grid, model, store, references, shared, bar.update)
+            for cell, batches in _finished(*parts):
                 policy, whole = grid.policies[cell.policy], full.get(cell.drawn)
                 finished = row(cell, task, policy, model, samples, batches, whole, data.source)
                 store.append(finished)
