@@ -250,21 +250,29 @@ def stories(rng: np.random.Generator, own: Material, length: int) -> Row | None:
 def labels(rng: np.random.Generator, own: Material, length: int) -> Row | None:
     """As many labelled messages of a few intents as fit, and one to be labelled."""
     pairs = own.labelled[int(rng.integers(len(own.labelled)))]
-    every = sorted({intent for _, intent in pairs})
-    chosen = {every[i] for i in rng.choice(len(every), min(8, len(every)), replace=False)}
-    shown = [pair for pair in pairs if pair[1] in chosen]
-    order = [shown[i] for i in rng.permutation(len(shown))]
-    (message, intent), others = order[0], order[1:]
-    lines = [f"\n{x.strip()} Label: {label.replace('_', ' ')}" for x, label in others]
+    intents = rng.permutation(sorted({intent for _, intent in pairs}))
+    for count in (8, 32, len(intents)):
+        chosen = set(intents[:count].tolist())
+        shown = [pair for pair in pairs if pair[1] in chosen]
+        (message, intent), *others = (shown[i] for i in rng.permutation(len(shown)))
+        question = f"Which label fits this message? {message.strip()}"
+        answer = [(question, intent.replace("_", " "))]
+        if (row := _asked(rng, own, length, _labelled_messages(own, others), answer)) is not None:
+            return row
+    return None
+
+
+def _labelled_messages(own: Material, pairs: Sequence[tuple[str, str]]) -> _Body:
+    """The last of these messages that fit."""
 
     def body(_: np.random.Generator, room: int) -> np.ndarray | None:
-        head, ids = own.source.encode(LABEL), own.source.encode("".join(lines))
+        lines = "".join(f"\n{message.strip()} Label: {label.replace('_', ' ')}" for message, label in pairs)
+        head, ids = own.source.encode(LABEL), own.source.encode(lines)
         if len(head) + len(ids) < room:
             return None
         return np.asarray(head + ids[len(head) + len(ids) - room :], np.int32)
 
-    question = f"Which label fits this message? {message.strip()}"
-    return _asked(rng, own, length, body, [(question, intent.replace("_", " "))])
+    return body
 
 
 def problems(rng: np.random.Generator, own: Material, length: int) -> Row | None:

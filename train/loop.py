@@ -232,7 +232,7 @@ def train(
     if (restored := checkpoints.latest(state)) is not None:
         step, state, level = restored
     shardings = None if layout is None else jax.tree.map(lambda leaf: leaf.sharding, state)
-    log, start = Log(folder, step), time.monotonic()
+    log, start = Log(folder, -1 if restored is None else step), time.monotonic()
     update = make_step(optimizer, shardings, gradient_metrics)
     partial = loss if isinstance(loss, jax.tree_util.Partial) else jax.tree_util.Partial(loss)
     upcoming = _prefetched(batches(level), step, plan.workers)

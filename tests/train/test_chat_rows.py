@@ -21,6 +21,8 @@ CHATML = (
     "{% if add_generation_prompt %}{{ '[assistant] ' }}{% endif %}"
 )
 CHAT = {"kind": "chat", "tokens": 512, "lengths": [256], "shares": [1], "mix": {"facts": 3, "books": 1}}
+LONG = 1600
+"""Tokens of a row, which are bytes."""
 CHECK = {"lengths": [256], "rows": 2}
 
 
@@ -72,37 +74,36 @@ def test_a_row_has_the_length_asked_for_and_takes_turns(kind, text, pack):
     train, held = chat_rows.material(text, None, seed=0)
     for own in (train, held):
         for seed in range(8):
-            row = chat_rows.KINDS[kind](np.random.default_rng(seed), own, 640)
+            row = chat_rows.KINDS[kind](np.random.default_rng(seed), own, LONG)
             if row is None:
                 continue
             ids, weight = row
-            assert ids.shape == weight.shape == (640,)
+            assert ids.shape == weight.shape == (LONG,)
             shown = text.tokenizer.decode(ids.tolist(), skip_special_tokens=False)
             assert shown.startswith("[user] ")
             assert "[end][assistant] " in shown
             answers = text.tokenizer.decode(ids[weight >= ANSWER].tolist())
             if kind in ("facts", "stories", "labels"):
-                assert shown.endswith(shown.split("[assistant] ")[-1])
                 assert shown.split("[assistant] ")[1].split("[end]")[0] in answers != ""
             else:
                 assert answers == ""
-        assert row is not None
+        assert row is not None or (kind == "labels" and own is held)  # five messages fill no row
 
 
 def test_what_is_asked_stands_in_the_text(text, pack):
     train, _ = chat_rows.material(text, None, seed=0)
     for seed in range(5):
-        ids, _ = chat_rows.facts(np.random.default_rng(seed), train, 640)
+        ids, _ = chat_rows.facts(np.random.default_rng(seed), train, LONG)
         shown = text.tokenizer.decode(ids.tolist())
         body, *exchanges = shown.split("[assistant] ")
         assert all(answer.split("[end]")[0] in body for answer in exchanges)
-        ids, weight = chat_rows.stories(np.random.default_rng(seed), train, 640)
+        ids, weight = chat_rows.stories(np.random.default_rng(seed), train, LONG)
         shown, answer = (
             text.tokenizer.decode(ids.tolist()),
             text.tokenizer.decode(ids[weight >= ANSWER].tolist()),
         )
         assert f"Mary went to the {answer.lower()}." in shown
-    _, ids, _ = chat_rows.draw(np.random.default_rng(0), train, 640, {"problems": 1.0})
+    _, ids, _ = chat_rows.draw(np.random.default_rng(0), train, LONG, {"problems": 1.0})
     shown = text.tokenizer.decode(ids.tolist())
     assert "<<" not in shown
     assert "The answer is" in shown
