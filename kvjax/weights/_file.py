@@ -25,7 +25,7 @@ import numpy as np
 from kvjax.algebra import Part, PolicyError
 from kvjax.types import Params, Weighted
 from kvjax.version import __version__
-from kvjax.weights._fingerprint import architecture, fingerprint, name_of, signs, sizes
+from kvjax.weights._fingerprint import architecture_and_signs, fingerprint, name_of, sizes
 
 FORMAT = "kvjax learned weights 1"
 
@@ -67,9 +67,9 @@ class Learned:
                 f"weights values=other: {self.file} holds no signs of {self.notes['model']} to compare with "
                 "this model's. Write it again with this version of kvjax."
             )
-        if self.notes["architecture"] != architecture(model):
+        shapes, own = architecture_and_signs(model)
+        if self.notes["architecture"] != shapes:
             return 0.0
-        own = signs(model)
         packed = np.frombuffer(base64.b64decode(self.notes["signs"]), np.uint8)
         return float(np.mean(np.unpackbits(packed, count=len(own)) == own))
 
@@ -115,8 +115,8 @@ def save_weights(
     header = {name: str(value) for name, value in noted.items()} | counts
     header |= {"format": FORMAT, "method": part.learns, "place": part.place, "kvjax": __version__}
     header |= {"fingerprint": fingerprint(model), "model": name_of(model)}
-    header |= {"architecture": architecture(model)}
-    header |= {"signs": base64.b64encode(np.packbits(signs(model)).tobytes()).decode()}
+    header["architecture"], signs = architecture_and_signs(model)
+    header["signs"] = base64.b64encode(np.packbits(signs).tobytes()).decode()
     tensors = {
         f"{part.place}.{layer}.{name}": _rounded(file, f"{part.place}.{layer}.{name}", value, dtype)
         for layer, params in enumerate(layers)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,28 +31,27 @@ def fingerprint(model: Weighted) -> str:
     """
     network, digest = model.network, hashlib.sha256()
     digest.update(f"{network.num_layers} {network.num_kv_heads} {network.head_dim}".encode())
-    for name, leaf in _by_name(model):
-        digest.update(f"{name} {tuple(leaf.shape)}".encode())
-        if leaf.ndim >= 2:
-            digest.update(np.packbits(np.signbit(_sample(leaf))).tobytes())
+    for name, shape, signs in _parameters(model):
+        digest.update(f"{name} {shape}".encode())
+        if signs is not None:
+            digest.update(np.packbits(signs).tobytes())
     return digest.hexdigest()[:16]
 
 
-def architecture(model: Weighted) -> str:
-    """Sixteen hex digits of the name and shape of every parameter, whatever the values."""
-    shapes = "".join(f"{name} {tuple(leaf.shape)}\n" for name, leaf in _by_name(model))
-    return hashlib.sha256("".join(sizes(model).values()).encode() + shapes.encode()).hexdigest()[:16]
+def architecture_and_signs(model: Weighted) -> tuple[str, Bool[np.ndarray, " S"]]:
+    """Sixteen hex digits of the names and shapes of all parameters; the signs that ``fingerprint`` covers."""
+    parameters = list(_parameters(model))
+    shapes = "".join(f"{name} {shape}\n" for name, shape, _ in parameters)
+    digest = hashlib.sha256((" ".join(sizes(model).values()) + "\n" + shapes).encode()).hexdigest()[:16]
+    return digest, np.concatenate([signs for _, _, signs in parameters if signs is not None])
 
 
-def signs(model: Weighted) -> Bool[np.ndarray, " S"]:
-    """The signs that ``fingerprint`` covers, matrix after matrix: is the sampled entry negative?"""
-    return np.concatenate([np.signbit(_sample(leaf)) for _, leaf in _by_name(model) if leaf.ndim >= 2])
-
-
-def _by_name(model: Weighted) -> list[tuple[str, Any]]:
-    """The parameters, in the order of their names."""
+def _parameters(model: Weighted) -> Iterator[tuple[str, tuple[int, ...], np.ndarray | None]]:
+    """(name, shape, signs of sampled entries; None but for matrices) of each, in the order of names."""
     leaves = jax.tree_util.tree_leaves_with_path(model.params)
-    return sorted(((jax.tree_util.keystr(path), leaf) for path, leaf in leaves), key=lambda pair: pair[0])
+    for path, leaf in sorted(leaves, key=lambda pair: jax.tree_util.keystr(pair[0])):
+        signs = np.signbit(_sample(leaf)) if leaf.ndim >= 2 else None
+        yield jax.tree_util.keystr(path), tuple(leaf.shape), signs
 
 
 def _sample(x: Any) -> np.ndarray:
