@@ -146,7 +146,7 @@ def do(values: dict[str, Any], model: LanguageModel, data: Data) -> list[Path]:
                 files.append(file)
         if SHARES in values["study"]:
             say, count = _saying(f"{SHARES} {length}:"), values["samples"]
-            how = {"protocol": values["protocol"], "chat": takes_turns(model, values)}
+            how: dict[str, Any] = {"protocol": values["protocol"], "chat": takes_turns(model, values)}
             found = shares(model, data, values["task"], length, count, say, values["form"] or FORMS, **how)
             tree = {"study": SHARES, "length": length, "samples": count, **about(model, data), **versions()}
             files.append(folder / f"{SHARES}_{length}.json")

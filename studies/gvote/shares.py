@@ -50,7 +50,7 @@ def shares(
     """
     readings = []
     for task in tasks.named(list(names), data)[0]:
-        how = {"length": length, "seed": 2, "count": count, "chat": chat and task.asks}
+        how: dict[str, Any] = {"length": length, "seed": 2, "count": count, "chat": chat and task.asks}
         drawn = runner.draw(task, model, data, **how)
         prompts = batch.prompts(drawn, protocol, count)
         seeds = [batch.seed_of(encoded) for _, encoded in drawn]

@@ -127,7 +127,7 @@ def measure(model: LanguageModel, store: Store, cells: Sequence[tuple[Cell, Poli
             continue
         task = tasks.tasks()[cell.task]
         if cell.drawn not in drawn:
-            how = {"length": cell.length, "seed": cell.seed, "count": cell.samples}
+            how: dict[str, Any] = {"length": cell.length, "seed": cell.seed, "count": cell.samples}
             drawn = {cell.drawn: runner.draw(task, model, data, **how, chat=cell.prompt == CHAT)}
         rows, parts = runner.batched(drawn[cell.drawn], cell.length)
         context = decode.bucket(cell.length, model.network.max_positions)
@@ -136,7 +136,7 @@ def measure(model: LanguageModel, store: Store, cells: Sequence[tuple[Cell, Poli
             attention = {key: [future(model, part, cell.protocol, rows) for part in parts]}
         batches = []
         for at, part in enumerate(parts):
-            make = {"protocol": cell.protocol, "context": context, "rows": rows}
+            make: dict[str, Any] = {"protocol": cell.protocol, "context": context, "rows": rows}
             weights = attention[key][at] if policy.learned else None
             reference = batch.reference(model, part, **make) if task.compares else None
             batches.append(batch.run(model, policy, part, weights=weights, reference=reference, **make))

@@ -152,7 +152,8 @@ def logits(
       feed: per row, tokens to feed.
     """
     tokens = decode.padded(feed, max(map(len, feed)))
-    return _logits(model.network, policy, model.params, weights or {}, state, tokens)
+    every: Float[Array, "B T V"] = _logits(model.network, policy, model.params, weights or {}, state, tokens)
+    return every
 
 
 def mean_live(state: KVState) -> Float[Array, " B"]:
