@@ -81,6 +81,8 @@ def test_saved_weights_come_back_with_their_notes(home, model):
         "fingerprint": fingerprint(model),
         "model": "model",
         "kvjax": kvjax.__version__,
+        "architecture": notes["architecture"],  # tests/test_weights_values.py
+        "signs": notes["signs"],
     }
     assert not list(home.glob("weights/*/.*")), "a part of a file was left"
 

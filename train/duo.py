@@ -29,6 +29,7 @@ from kvjax.types import Heads, Params
 from kvjax.weights import save_weights
 from train import distill, gate_rows, gates, loop, mesh
 from train.gate_settings import ConfigError, Settings, backbone, optimizer, read
+from train.settings import FileDtype, add_options
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float
@@ -101,12 +102,12 @@ def run(settings: Settings) -> loop.State:
       ConfigError: documents instead of rows, which have no answers; or see ``train.gate_settings``.
       ModelError: no such model.
     """
-    if settings.data["kind"] != "rows":
-        raise ConfigError("data.kind: train.duo needs rows with answers. Use rows.")
+    if settings.data["kind"] == "documents":
+        raise ConfigError("data.kind: train.duo needs rows with answers. Use rows or chat.")
     backbone_model, layout = backbone(settings), gates.make_layout(settings)
     model = gates.gated_model(settings, backbone_model.spec, layout)
     frozen = layout.frozen(backbone_model.params, settings.dtype)
-    data = gate_rows.read_data(settings, backbone_model.folder)
+    data = gate_rows.read_data(settings, backbone_model.folder, backbone_model.text)
     gate_rows.record_text(settings)
     unbound = functools.partial(objective, model, settings.lam, settings.sinks)
     loss, pattern = jax.tree_util.Partial(unbound, frozen), initial_pattern(backbone_model.spec)
@@ -122,8 +123,8 @@ def run(settings: Settings) -> loop.State:
     )
 
 
-def export(settings: Settings, file: Path) -> None:
-    """Writes the newest checkpoint's pattern and the log beside it.
+def export(settings: Settings, file: Path, dtype: FileDtype = "float32") -> None:
+    """Writes the newest checkpoint's pattern, in that dtype, and the log beside it.
 
     Raises:
       ConfigError: no checkpoint.
@@ -138,7 +139,8 @@ def export(settings: Settings, file: Path) -> None:
     notes: dict[str, Any] = {"lambda": settings.lam, "sinks": settings.sinks, "window": settings.gate.window}
     notes |= {"seed": settings.seed, "step": step, "config": settings.name}
     notes |= {"text": gate_rows.recorded_text(settings)}
-    save_weights(file, model, Duo(window=settings.gate.window), params["admission"], notes=notes)
+    part = Duo(window=settings.gate.window)
+    save_weights(file, model, part, params["admission"], notes=notes, dtype=dtype)
     shutil.copyfile(settings.folder / "log.jsonl", file.with_suffix(".jsonl"))
     print(f"{file} holds the pattern of step {step}")
 
@@ -149,11 +151,12 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--config", type=Path, required=True)
     parser.add_argument("--strength", default="default", help="which of the config's lambdas")
     parser.add_argument("--export", type=Path, metavar="FILE", help="write the newest checkpoint's pattern")
+    add_options(parser)
     args = parser.parse_args(words)
     try:
-        settings = read(args.config, args.strength)
+        settings = read(args.config, args.strength, args.model)
         if args.export is not None:
-            export(settings, args.export)
+            export(settings, args.export, args.export_dtype)
         else:
             run(settings)
     except UserError as reason:

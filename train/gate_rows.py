@@ -1,4 +1,4 @@
-"""Batches for gates: rows of the embedded model's mixture, or documents behind an instruction.
+"""Batches for gates: rows of the embedded model's mixture, chats, or documents behind an instruction.
 
 Batch i depends on the seed and i alone, so a resumed run reads what it would have read.
 """
@@ -18,11 +18,13 @@ import numpy as np
 
 from kvjax.models.gguf_file import read_header
 from kvjax.models.gguf_text import read_text
-from train import rows, text
+from train import chat_rows, rows, text
 from train.gate_settings import ConfigError, Settings
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
+
+    from kvjax.text import Text
 
 HELD = 20
 """Every 20th document is held out for checks."""
@@ -35,7 +37,7 @@ class GateData:
     Attributes:
       train: batches, dicts whose ``tokens`` are int32 [B, T].
       check: by length, tokens int32 [n, T] of held-out rows.
-      held: text and key words for needles; None where the data are documents.
+      held: text and key words for needles; None where the data are chats or documents.
     """
 
     train: grain.MapDataset
@@ -71,12 +73,20 @@ def recorded_text(settings: Settings) -> str:
     return file.read_text().strip() if file.is_file() else "unknown"
 
 
-def read_data(settings: Settings, folder: Path) -> GateData:
+def read_data(settings: Settings, folder: Path, model_text: Text | None = None) -> GateData:
     """The data of a config, encoded by the tokenizer of the model in ``folder``, or in that GGUF file.
+
+    Args:
+      settings: the config.
+      folder: of the model.
+      model_text: its tokenizer with the chat template, for data of the kind chat.
 
     Raises:
       ConfigError: no documents, or none long enough.
     """
+    if settings.data["kind"] == "chat":
+        assert model_text is not None
+        return _read_chats(settings, model_text)
     from tokenizers import Tokenizer
 
     if folder.is_file():  # a GGUF file
@@ -116,6 +126,52 @@ def _read_mixture(settings: Settings, tokenizer: Tokenizer) -> GateData:
         check={length: held_rows(length) for length in check["lengths"]},
         held=held,
     )
+
+
+def _read_chats(settings: Settings, model_text: Text) -> GateData:
+    check, cache = settings.check, settings.folder.parents[1] / "cache"
+    train, held = chat_rows.material(model_text, cache, seed=settings.seed)
+    mix = chat_rows.shares(settings.data["mix"], train, "data.mix")
+    own = {kind: share for kind, share in mix.items() if held.has(kind)}
+
+    def held_rows(length: int) -> np.ndarray:
+        rng = np.random.default_rng((settings.seed, 1, length))
+        return np.stack([chat_rows.draw(rng, held, length, own)[1] for _ in range(check["rows"])])
+
+    return GateData(
+        train=grain.MapDataset.source(Chats(train, mix, settings)),
+        check={length: held_rows(length) for length in check["lengths"]},
+        held=None,
+    )
+
+
+class Chats:
+    """Random-access batches of ``chat_rows`` (a grain source).
+
+    Beside the tokens, for S = ``data.scored``: ``at`` int32 [S], the row-major positions that predict the
+    tokens of answers, and ``answer`` bool [S], which of them are real.
+    """
+
+    def __init__(self, material: chat_rows.Material, mix: dict[str, float], settings: Settings):
+        self.material, self.mix, self.settings = material, mix, settings
+
+    def __len__(self) -> int:
+        return self.settings.plan.steps
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        data = self.settings.data
+        rng = np.random.default_rng((self.settings.seed, int(index)))
+        shares = np.asarray(data["shares"], float)
+        length = int(rng.choice(data["lengths"], p=shares / shares.sum()))
+        count = max(1, data["tokens"] // length)
+        _, ids, weights = zip(*(chat_rows.draw(rng, self.material, length, self.mix) for _ in range(count)))
+        most = data.get("scored", 64)
+        at = np.flatnonzero(np.stack(weights) >= rows.ANSWER)[:most] - 1
+        return {
+            "tokens": np.stack(ids),
+            "at": np.pad(at, (0, most - len(at))).astype(np.int32),
+            "answer": np.arange(most) < len(at),
+        }
 
 
 def document_texts(folder: Path) -> Iterator[str]:

@@ -54,6 +54,7 @@ class Settings(TrainingSettings):
     gate: Gate = option(Gate(), "see there")
     rate: Rate = option(Rate(), "see there", flag="optimizer")
     mesh: tuple[int, int] = option((1, 1), "sizes of the axes data and tensor", type=config.axes)
+    keep_teacher: bool = option(False, "the teacher's outputs are made once and kept for all lambdas")
     data: dict[str, Any] = option(REQUIRED, "as written")
     check: dict[str, Any] = option(REQUIRED, "as written")
 
@@ -62,7 +63,7 @@ class Settings(TrainingSettings):
         super().__post_init__()
         data = self.data
         kind, tokens, lengths = data.get("kind"), count(data["tokens"], "data.tokens"), data["lengths"]
-        require(kind in ("rows", "documents"), "data.kind", kind, "is not rows or documents.")
+        require(kind in ("rows", "chat", "documents"), "data.kind", kind, "is not rows, chat or documents.")
         each = bool(lengths) and len(lengths) == len(data["shares"])
         require(each, "data.lengths", lengths, "needs one of data.shares each.")
         for length in lengths:
@@ -79,19 +80,19 @@ class Settings(TrainingSettings):
         return self.lambdas[self.strength]
 
 
-def read(path: Path, strength: str = "default") -> Settings:
-    """The config at ``path`` for one of its lambdas.
+def read(path: Path, strength: str = "default", source: str | None = None) -> Settings:
+    """The config at ``path`` for one of its lambdas, and for the model of ``source`` instead of its own.
 
     Raises:
       ConfigError: no such file, missing or unknown keys, numbers out of range.
       ModelError: a written-out model config that kvjax does not read.
     """
-    return config.read_config(path, lambda tree: parse(tree, strength), "configs/gates/embedded.yaml")
+    return config.read_config(path, lambda tree: parse(tree, strength, source), "configs/gates/embedded.yaml")
 
 
-def parse(tree: dict[str, Any], strength: str = "default") -> Settings:
+def parse(tree: dict[str, Any], strength: str = "default", source: str | None = None) -> Settings:
     """``read`` on a parsed config."""
-    settings = config.section(Settings, tree)
+    settings = config.section(Settings, tree).of(source)
     if strength not in settings.lambdas:
         raise ConfigError(f"--strength {strength!r} is none of the config's: {', '.join(settings.lambdas)}.")
     return dataclasses.replace(settings, strength=strength, folder=settings.folder / strength)

@@ -31,8 +31,9 @@ from kvjax.policies.wg_kv import WriteGate, gate_logits, initial
 from kvjax.sharding.specs import DATA
 from kvjax.types import Params
 from kvjax.weights import save_weights
-from train import aot, distill, gate_rows, loop, mesh, needles
+from train import aot, distill, gate_rows, kept_states, loop, mesh, needles
 from train.gate_settings import ConfigError, Settings, backbone, optimizer, read
+from train.settings import FileDtype, add_options
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float
@@ -74,7 +75,8 @@ def objective(
     model: distill.GatedModel, lam: float, cost: str, frozen: Params, params: Params, batch: dict[str, Any]
 ) -> tuple[Float[Array, ""], dict[str, Array]]:
     """Distillation plus lambda times the cost; metrics ``distill``, ``cost`` and ``gate`` (their mean)."""
-    teacher = distill.teacher_states(model, frozen, batch["tokens"])
+    kept_teacher = batch.get(kept_states.TEACHER)
+    teacher = distill.teacher_states(model, frozen, batch["tokens"]) if kept_teacher is None else kept_teacher
     student, z = _student(model, frozen, params, batch["tokens"], draw=model.concrete)
     loss = distill.distillation_loss(model, frozen, student, teacher)
     slots = distill.open_probability(z) if model.concrete else distill.soft_slots(z)
@@ -162,14 +164,17 @@ def run(settings: Settings) -> loop.State:
     layout = make_layout(settings)
     model = gated_model(settings, backbone_model.spec, layout)
     frozen = layout.frozen(backbone_model.params, settings.dtype)
-    data = gate_rows.read_data(settings, backbone_model.folder)
+    data = gate_rows.read_data(settings, backbone_model.folder, backbone_model.text)
     gate_rows.record_text(settings)
+    train = data.train
+    if settings.keep_teacher:
+        train = kept_states.with_teacher(train, settings, model, frozen)
     gates = initial_gates(settings, backbone_model.spec)
     return loop.train(
         params=layout.put(gates, layout.gates(gates)),
         optimizer=optimizer(settings.rate, settings.plan.steps),
         loss=make_loss(model, settings, frozen),
-        batches=lambda level: data.train,
+        batches=lambda level: train,
         folder=settings.folder,
         plan=settings.plan,
         check=make_check(model, settings, frozen, data),
@@ -189,8 +194,8 @@ def make_layout(settings: Settings) -> mesh.Layout:
         raise ConfigError(str(reason)) from reason
 
 
-def export(settings: Settings, file: Path) -> None:
-    """Writes the newest checkpoint's gates, their histogram and the log.
+def export(settings: Settings, file: Path, dtype: FileDtype = "float32") -> None:
+    """Writes the newest checkpoint's gates, in that dtype, their histogram and the log.
 
     Raises:
       ConfigError: no checkpoint.
@@ -206,7 +211,8 @@ def export(settings: Settings, file: Path) -> None:
     notes: dict[str, Any] = {"lambda": settings.lam, "tau": gate.tau, "window": gate.window}
     notes |= {"seed": settings.seed, "step": step, "strength": settings.strength, "cost": settings.cost}
     notes |= {"text": gate_rows.recorded_text(settings)}
-    save_weights(file, backbone_model, WriteGate(window=gate.window), params["admission"], notes=notes)
+    part = WriteGate(window=gate.window)
+    save_weights(file, backbone_model, part, params["admission"], notes=notes, dtype=dtype)
     shutil.copyfile(settings.folder / "log.jsonl", file.with_suffix(".jsonl"))
     print(f"{file} holds the gates of step {step}")
     if importlib.util.find_spec("matplotlib") is None:
@@ -214,7 +220,7 @@ def export(settings: Settings, file: Path) -> None:
         return
     frozen = layout.frozen(backbone_model.params, settings.dtype)
     model = gated_model(settings, backbone_model.spec, layout)
-    data = gate_rows.read_data(settings, backbone_model.folder)
+    data = gate_rows.read_data(settings, backbone_model.folder, backbone_model.text)
     _, z = jax.jit(_student, static_argnums=0)(model, frozen, params, data.check[max(data.check)])
     draw_histograms(np.asarray(jax.nn.sigmoid(z)), gate.tau, file.with_suffix(".png"))
 
@@ -277,13 +283,14 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--strength", default="default", help="which of the config's lambdas")
     parser.add_argument("--export", type=Path, metavar="FILE", help="write the newest checkpoint's gates")
     parser.add_argument("--compile", metavar="TOPOLOGY", help="compile the step for chips that are not here")
+    add_options(parser)
     args = parser.parse_args(words)
     try:
-        settings = read(args.config, args.strength)
+        settings = read(args.config, args.strength, args.model)
         if args.compile is not None:
             return compile_for(settings, args.compile)
         if args.export is not None:
-            export(settings, args.export)
+            export(settings, args.export, args.export_dtype)
         else:
             run(settings)
     except UserError as reason:

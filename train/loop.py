@@ -70,6 +70,7 @@ class Cadence:
       keep: checkpoints kept.
       seconds: wall-clock limit of this process, after which it saves and returns without a check; or None.
       workers: processes that prepare batches; with 0 a thread of this process does. The batches are the same.
+      check_first: also check what is untrained, as step 0.
     """
 
     steps: int
@@ -79,6 +80,7 @@ class Cadence:
     keep: int = 2
     seconds: float | None = None
     workers: int = 0
+    check_first: bool = False
 
 
 class Checkpoints:
@@ -230,12 +232,14 @@ def train(
     if (restored := checkpoints.latest(state)) is not None:
         step, state, level = restored
     shardings = None if layout is None else jax.tree.map(lambda leaf: leaf.sharding, state)
-    log, start = Log(folder, step), time.monotonic()
+    log, start = Log(folder, -1 if restored is None else step), time.monotonic()
     update = make_step(optimizer, shardings, gradient_metrics)
     partial = loss if isinstance(loss, jax.tree_util.Partial) else jax.tree_util.Partial(loss)
     upcoming = _prefetched(batches(level), step, plan.workers)
     first_process = jax.process_index() == 0
     bar = tqdm(total=plan.steps, initial=step, unit="step", mininterval=5, disable=not first_process)
+    if check is not None and plan.check_first and restored is None:
+        log.write({"step": 0, "level": level, **_clock(), **check(state.params, 0, level).metrics})
     stop = step >= plan.steps
     while not stop:
         batch = next(upcoming)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import jax
 
@@ -25,6 +26,18 @@ def published_spec(config: str | dict[str, Any]) -> ModelSpec:
     return published.spec(config) if isinstance(config, str) else read(config, {}, "model.config")
 
 
+FileDtype = Literal["float32", "float16"]
+"""Of the numbers in an exported file."""
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The options of every trainer beside its own."""
+    parser.add_argument("--model", metavar="DIR|FILE|HUB_ID", help="instead of the config's model.source")
+    parser.add_argument(
+        "--export-dtype", choices=("float32", "float16"), default="float32", help="of the exported numbers"
+    )
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainingSettings:
     """The keys that every trainer's config has."""
@@ -42,6 +55,12 @@ class TrainingSettings:
     def __post_init__(self) -> None:
         """Raises ConfigError: a run of no steps."""
         count(self.plan.steps, "plan.steps")
+
+    def of(self, source: str | None) -> Self:
+        """The settings with another model than the config names; None leaves it."""
+        if source in (None, self.source):
+            return self
+        return dataclasses.replace(self, source=source, spec=None)
 
     def model(self) -> LanguageModel:
         """The frozen backbone in the config's dtype, in the host's memory.

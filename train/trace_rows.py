@@ -1,4 +1,4 @@
-"""The sequences of which traces are made: RULER's tasks, dialogue, books and training rows, or documents.
+"""The sequences of which traces are made: RULER's tasks, dialogue, books and training rows; chats; documents.
 
 They are encoded by the model's own tokenizer. Sequence i depends on (seed, split, i) alone, so a run that was
 stopped continues with the same ones. Text, words and documents of evaluation are never read.
@@ -7,20 +7,17 @@ stopped continues with the same ones. Text, words and documents of evaluation ar
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from train import gate_rows, rows, text
+from train import chat_rows, gate_rows, rows, text
 from train.config import ConfigError, number, require
 from train.ranker.settings import Settings
 
 if TYPE_CHECKING:
-    from tokenizers import Tokenizer
-
     from kvjax.text import Text
 
 KINDS = ("ruler", "dialogue", "books")
@@ -75,8 +72,8 @@ def sequences(settings: Settings, model_text: Text) -> Sequences:
     Raises:
       ConfigError: unknown kinds or tasks, no documents, or none long enough.
     """
-    kind = settings.recording.data.get("kind", "rows")
-    train, held = (_documents if kind == "documents" else _rows)(settings, model_text)
+    read = {"rows": _rows, "documents": _documents, "chat": _chats}
+    train, held = read[settings.recording.data.get("kind", "rows")](settings, model_text)
     return Sequences(settings=settings, train=train, held=held)
 
 
@@ -100,7 +97,7 @@ def _rows(settings: Settings, model_text: Text) -> tuple[Draw, Draw]:
         f"names no task. Tasks are {', '.join(tasks.TASKS)}.",
     )
     corpus = text.corpus(text.data_folder(), seed=settings.seed)
-    tokenizer = _without_template(model_text.tokenizer)
+    tokenizer = chat_rows.without_special_tokens(model_text.tokenizer)
     train, held, books = rows.sources(corpus, tokenizer, settings.folder.parent / "cache")
     # Rows begin with the embedded model's BOS: it is replaced by the model's own, or dropped.
     dropped = int(model_text.bos is None)
@@ -127,11 +124,16 @@ def _rows(settings: Settings, model_text: Text) -> tuple[Draw, Draw]:
     return drawing(train, train), drawing(held, books)
 
 
-def _without_template(tokenizer: Tokenizer) -> Tokenizer:
-    """A copy that adds no special tokens: rows are joined of many pieces."""
-    from tokenizers import Tokenizer
+def _chats(settings: Settings, model_text: Text) -> tuple[Draw, Draw]:
+    both = chat_rows.material(model_text, settings.folder.parent / "cache", seed=settings.seed)
+    mix = settings.recording.data.get("mix", dict.fromkeys(chat_rows.KINDS, 1.0))
+    shares = chat_rows.shares(mix, both[0], "traces.data.mix")
 
-    return Tokenizer.from_str(json.dumps(json.loads(tokenizer.to_str()) | {"post_processor": None}))
+    def drawing(material: chat_rows.Material) -> Draw:
+        own = {kind: share for kind, share in shares.items() if material.has(kind)}
+        return lambda rng, tokens: chat_rows.draw(rng, material, tokens, own)[:2]
+
+    return drawing(both[0]), drawing(both[1])
 
 
 def _documents(settings: Settings, model_text: Text) -> tuple[Draw, Draw]:

@@ -17,7 +17,7 @@ from kvjax.algebra import Policy
 from kvjax.decode import RequestError
 from kvjax.sharding.mesh import mesh_of
 from kvjax.types import Params, Weighted
-from kvjax.weights import Source, find, shipped, sources
+from kvjax.weights import VALUES, Source, find, shipped, sources
 
 MOST_LOGPROBS = 20
 """Most alternatives of a token whose log-probabilities can be asked for."""
@@ -304,6 +304,6 @@ class WeightCache:
                 if chosen[part.name] in shipped(self._model, part)
                 else str(read.files[part.name].resolve())
                 for part in policy.learned
-            }
+            } | {name: str(source) for name, source in chosen.items() if name == VALUES}
             self._read[key] = learned = LearnedWeights(weights, read.label, again)
         return learned

@@ -59,6 +59,9 @@ class Run(TaskOptions):
     """Measure cells; finished ones are not measured again."""
 
     config: Path | None = option(None, "a YAML grid of jobs", "FILE")
+    stage: list[str] | None = option(
+        None, "of the config's jobs those of these stages (default: all)", "NAMES", type=cli.words
+    )
     task: tuple[list[str], ...] = option(
         (), "names or groups, comma-separated; several times", "NAMES", type=cli.words, action="append"
     )
@@ -77,6 +80,12 @@ class Run(TaskOptions):
           EvalError: there are none, or a config that cannot be read.
         """
         jobs = _configured(self.config) if self.config else ()
+        if self.stage is not None:
+            known = list(dict.fromkeys(job.stage for job in jobs if job.stage is not None))
+            unknown = [stage for stage in self.stage if stage not in known]
+            if unknown:
+                raise EvalError(f"--stage {unknown[0]}: the config has {', '.join(known) or 'no stages'}.")
+            jobs = tuple(job for job in jobs if job.stage in self.stage)
         if self.task:
             protocols = PROTOCOLS if self.protocol == "both" else (self.protocol,)
             own = Job(
@@ -149,7 +158,14 @@ class Command:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Job:
-    """A rectangle of cells: every task at every length under every policy."""
+    """A rectangle of cells: every task at every length under every policy.
+
+    Attributes:
+      tasks, lengths, policies, samples, seeds, protocols: of the cells.
+      gates, weights: learned weights of the policies.
+      stage: its name for ``--stage``.
+      solved: of the tasks only so many: the first that the full cache solves in the folder's results.
+    """
 
     tasks: list[str]
     lengths: list[int]
@@ -159,6 +175,8 @@ class Job:
     protocols: tuple[str, ...] = ("agnostic",)
     gates: str | None = None
     weights: Sources = None
+    stage: str | None = None
+    solved: int | None = None
 
     def __post_init__(self) -> None:
         """Refuses wrong values of a config; the command line's own types have done so already.
@@ -178,6 +196,8 @@ class Job:
                 raise EvalError(f"{name}: {values!r} is not a list of {what}. Write it like {SMOKE}.")
         if not _is(self.samples, int, 1):
             raise EvalError(f"samples: {self.samples!r} is out of range. Give a whole number, 1 or more.")
+        if self.solved is not None and not _is(self.solved, int, 1):
+            raise EvalError(f"solved: {self.solved!r} is out of range. Give a whole number, 1 or more.")
         if not self.protocols or not set(self.protocols) <= set(PROTOCOLS):
             raise EvalError(f"protocols: {list(self.protocols)!r}. Give one or both of {list(PROTOCOLS)}.")
         if self.gates is not None and self.weights is not None:

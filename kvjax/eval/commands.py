@@ -6,16 +6,17 @@ import dataclasses
 import json
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 from kvjax.algebra import Policy
 from kvjax.catalogue import policy as parse_policy
 from kvjax.cli import check_alone
 from kvjax.eval import arguments, tasks
-from kvjax.eval.arguments import Command
+from kvjax.eval.arguments import Command, Job
 from kvjax.eval.errors import EvalError
 from kvjax.eval.measure import grid, runner
-from kvjax.eval.measure.store import Store, about, read
+from kvjax.eval.measure.store import RESULTS, Store, about, read
 from kvjax.eval.tasks.data import find
 from kvjax.loading import EMBEDDED, LanguageModel, load
 from kvjax.weights import chosen, is_auto, sources
@@ -78,7 +79,11 @@ def _run(command: Command) -> None:
     grids, notes = [], []
     auto = any(is_auto(spec) for job in command.jobs for spec in job.policies)
     model = model_of(values) if auto else None
-    for job in command.jobs:
+    jobs = [_solved(job, values["out"], notes) for job in command.jobs]
+    jobs = [job for job in jobs if job.tasks]
+    if not jobs:
+        raise EvalError(" ".join(notes))
+    for job in jobs:
         wanted, absent = tasks.named(job.tasks, data)
         notes += [f"{task.name} needs {task.needs[0]}; left out." for task in absent]
         policies = [_policy(spec, model, notes) for spec in job.policies]
@@ -95,7 +100,7 @@ def _run(command: Command) -> None:
     model = model or model_of(values)
     if takes_turns(model, values):
         grids = [grid.as_turns(cells) for cells in grids]
-    weights = [job.given or values["weights"] for job in command.jobs]
+    weights = [job.given or values["weights"] for job in jobs]
     grids = [grid.with_weights(cells, model, part) for cells, part in zip(grids, weights)]
     store = Store.open(values["out"], about(model, data))
     for cells in grids:
@@ -105,6 +110,22 @@ def _run(command: Command) -> None:
         print(f"note: {note}", file=sys.stderr)
     say = lambda text: print(text, flush=True)  # noqa: E731
     runner.run(grid.joined(grids), model, data, store, say=say, shown=values["progress"])
+
+
+def _solved(job: Job, out: Path, notes: list[str]) -> Job:
+    """The job with the first of its tasks that the full cache solves, if it asks for solved ones alone."""
+    if job.solved is None:
+        return job
+    rows = read(out) if (out / RESULTS).is_file() else []
+    full = [row for row in rows if row.cell.policy == repr(grid.FULL) and row.cell.length in job.lengths]
+    solved = {row.cell.task for row in full if row.informative}
+    chosen = [task for task in job.tasks if task in solved][: job.solved]
+    named, which = (", ".join(names) for names in (job.tasks, chosen))
+    notes.append(
+        f"of {named} the full cache solves {len(solved & set(job.tasks))} in {out}; measured: "
+        f"{which or 'none'}."
+    )
+    return dataclasses.replace(job, tasks=chosen)
 
 
 def _policy(spec: str, model: LanguageModel | None, notes: list[str]) -> Policy:

@@ -10,11 +10,21 @@ from kvjax.weights._auto import chosen, is_auto
 from kvjax.weights._file import Learned, WeightsError, read_weights, save_weights
 from kvjax.weights._find import Found, find, load_weights, missing, shipped, weights_for
 from kvjax.weights._fingerprint import fingerprint
-from kvjax.weights._sources import DEFAULT, GATES, Source, Sources, add_options, parse_sources, sources
+from kvjax.weights._sources import (
+    DEFAULT,
+    GATES,
+    VALUES,
+    Source,
+    Sources,
+    add_options,
+    parse_sources,
+    sources,
+)
 
 __all__ = [
     "DEFAULT",
     "GATES",
+    "VALUES",
     "Found",
     "Learned",
     "Source",

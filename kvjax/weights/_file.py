@@ -1,21 +1,23 @@
 """Learned weights of a policy's parts: one safetensors file each, bound to the model they were trained for.
 
-  tensors    <place>.<layer>.<name>, such as admission.0.w1, float32
+  tensors    <place>.<layer>.<name>, such as admission.0.w1, float32 or float16
   header     strings: ``format``, ``method``, ``place``, ``layers``, ``kv_heads``, ``head_dim``,
              ``fingerprint``, ``model``, ``kvjax``, and whatever the trainer notes (WG-KV: ``lambda``,
-             ``tau``, ``window``, ``seed``)
+             ``tau``, ``window``, ``seed``); ``architecture``, ``signs`` (base64 of bits) in newer files,
+             by which the same model is known in other values, such as those of another quantisation
 
 A model folder may ship such files as ``weights/<part>/<name>.safetensors``; ``weights_for`` finds them.
 """
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax.numpy as jnp
 import numpy as np
@@ -23,9 +25,12 @@ import numpy as np
 from kvjax.algebra import Part, PolicyError
 from kvjax.types import Params, Weighted
 from kvjax.version import __version__
-from kvjax.weights._fingerprint import fingerprint, name_of, sizes
+from kvjax.weights._fingerprint import architecture_and_signs, fingerprint, name_of, sizes
 
 FORMAT = "kvjax learned weights 1"
+
+EXACT = 16
+"""Tensors of fewer numbers, such as a length, are always float32."""
 
 _NAME = re.compile(r"([a-z]+)\.(\d+)\.(\w+)")
 
@@ -40,13 +45,33 @@ class Learned:
 
     Attributes:
       file: where it was read from.
-      layers: one dict of arrays a layer.
+      layers: one dict of float32 arrays a layer.
       notes: its header.
+      agreement: share of signs in which the model that it is read for agrees with the one it was made for;
+        None where both have the same values.
     """
 
     file: Path
     layers: list[Params]
     notes: dict[str, str]
+    agreement: float | None = None
+
+    def agreement_with(self, model: Weighted) -> float:
+        """Share of the file's sampled signs that the model has too: 0 with another architecture.
+
+        Raises:
+          WeightsError: an older file, without signs.
+        """
+        if "signs" not in self.notes:
+            raise WeightsError(
+                f"weights values=other: {self.file} holds no signs of {self.notes['model']} to compare with "
+                "this model's. Write it again with this version of kvjax."
+            )
+        shapes, own = architecture_and_signs(model)
+        if self.notes["architecture"] != shapes:
+            return 0.0
+        packed = np.frombuffer(base64.b64decode(self.notes["signs"]), np.uint8)
+        return float(np.mean(np.unpackbits(packed, count=len(own)) == own))
 
 
 def save_weights(
@@ -56,6 +81,7 @@ def save_weights(
     layers: Sequence[Mapping[str, Any]],
     *,
     notes: Mapping[str, Any] | None = None,
+    dtype: Literal["float32", "float16"] = "float32",
 ) -> None:
     """Writes learned weights; the file appears complete or not at all.
 
@@ -65,9 +91,11 @@ def save_weights(
       part: that reads them. Arguments that weights are trained for (``fitted``) are noted.
       layers: one dict of arrays a layer.
       notes: for the header, such as lambda, tau and seed; values are written as text.
+      dtype: of the numbers in the file; they are read as float32.
 
     Raises:
-      WeightsError: a part that learns nothing, or layers that do not fit the model or the part.
+      WeightsError: a part that learns nothing, layers that do not fit the model or the part, or numbers too
+        large for the dtype.
     """
     if not part.learns:
         raise WeightsError(
@@ -87,12 +115,25 @@ def save_weights(
     header = {name: str(value) for name, value in noted.items()} | counts
     header |= {"format": FORMAT, "method": part.learns, "place": part.place, "kvjax": __version__}
     header |= {"fingerprint": fingerprint(model), "model": name_of(model)}
+    header["architecture"], signs = architecture_and_signs(model)
+    header["signs"] = base64.b64encode(np.packbits(signs).tobytes()).decode()
     tensors = {
-        f"{part.place}.{layer}.{name}": np.ascontiguousarray(value, np.float32)
+        f"{part.place}.{layer}.{name}": _rounded(file, f"{part.place}.{layer}.{name}", value, dtype)
         for layer, params in enumerate(layers)
         for name, value in params.items()
     }
     _write(Path(file), tensors, header)
+
+
+def _rounded(file: str | Path, name: str, value: Any, dtype: str) -> np.ndarray:
+    value = np.ascontiguousarray(value, np.float32)
+    with np.errstate(over="ignore"):
+        rounded = value if value.size < EXACT else value.astype(dtype)
+    if np.any(np.isfinite(value) & ~np.isfinite(rounded)):
+        raise WeightsError(
+            f"save_weights({str(file)!r}): {name} has numbers that are too large for {dtype}. Write float32."
+        )
+    return rounded
 
 
 def _write(file: Path, tensors: dict[str, np.ndarray], header: dict[str, str]) -> None:
@@ -143,5 +184,5 @@ def read_weights(file: str | Path) -> Learned:
             raise WeightsError(
                 f"{file} holds a tensor {name!r} that its header does not name. Write it again."
             )
-        layers[int(match[2])][match[3]] = jnp.asarray(value)
+        layers[int(match[2])][match[3]] = jnp.asarray(value, jnp.float32)
     return Learned(file=file, layers=layers, notes=notes)

@@ -19,7 +19,10 @@ from kvjax.sharding.head_order import in_order
 from kvjax.types import Params, Weighted
 from kvjax.weights._file import Learned, WeightsError, read_weights
 from kvjax.weights._fingerprint import SIZES, fingerprint, name_of, sizes
-from kvjax.weights._sources import Source, Sources, sources
+from kvjax.weights._sources import VALUES, Source, Sources, sources
+
+AGREE = 0.9
+"""Least share of signs in which two quantisations of one model agree; those of two models agree by half."""
 
 FOLDER = "weights"
 """Inside a model's folder; in it a folder for each part."""
@@ -73,6 +76,7 @@ def weights_for(policy: Policy | str, model: Weighted, weights: Sources = None) 
       model: a loaded model; its folder may ship weights.
       weights: a file, or the name of shipped weights, by part: ``{"write_gate": "default", "kvp": "FILE"}``;
         or a single one where exactly one part learns. A part that is not named takes the model's "default".
+        ``"values": "other"`` beside them takes weights of the same model in other values, with a warning.
 
     Raises:
       WeightsError: weights that are missing, do not fit model or method, or belong to no part of the policy.
@@ -86,7 +90,8 @@ def weights_for(policy: Policy | str, model: Weighted, weights: Sources = None) 
 def find(policy: Policy, model: Weighted, weights: Sources = None) -> Found:
     """``weights_for`` for commands: with the files, and with remarks instead of warnings."""
     source_of = sources(policy, weights)
-    read = {part: _weights_of(part, model, source_of[part.name]) for part in policy.learned}
+    other = VALUES in source_of
+    read = {part: _weights_of(part, model, source_of[part.name], other) for part in policy.learned}
     return Found(
         weights={part.place: learned.layers for part, learned in read.items()},
         files={part.name: learned.file for part, learned in read.items()},
@@ -97,7 +102,12 @@ def find(policy: Policy, model: Weighted, weights: Sources = None) -> Found:
 
 
 def _trained_otherwise(part: Part, learned: Learned) -> Iterator[str]:
-    """A sentence for each argument in which the part differs from what its weights were trained for."""
+    """A sentence for other values of the model, and for each argument of another value than trained for."""
+    if learned.agreement is not None:
+        yield (
+            f"{part!r}: {learned.file.name} was made for {learned.notes['model']} in other values; "
+            f"{100 * learned.agreement:.1f} % of the signs sampled from its weights are this model's."
+        )
     for name in part.fitted:
         trained, value = learned.notes.get(name), getattr(part, name)
         if trained is not None and trained != str(value):
@@ -107,8 +117,8 @@ def _trained_otherwise(part: Part, learned: Learned) -> Iterator[str]:
             )
 
 
-def _weights_of(part: Part, model: Weighted, source: Source) -> Learned:
-    learned = load_weights(_file(part, model, source), model)
+def _weights_of(part: Part, model: Weighted, source: Source, other: bool) -> Learned:
+    learned = load_weights(_file(part, model, source), model, other_values=other)
     if learned.notes["method"] != part.learns or learned.notes["place"] != part.place:
         raise WeightsError(
             f"weights {part.name}={source}: {learned.file} holds weights of {learned.notes['method']!r}, "
@@ -148,8 +158,14 @@ def _file(part: Part, model: Weighted, source: Source) -> Path:
     )
 
 
-def load_weights(file: Source, model: Weighted) -> Learned:
+def load_weights(file: Source, model: Weighted, *, other_values: bool = False) -> Learned:
     """Reads a file of learned weights, of whatever part, that was made for the model.
+
+    Args:
+      file: to read.
+      model: that will use it.
+      other_values: take also a file of the same model in other values: of the same architecture, with at
+        least nine in ten of the sampled signs alike.
 
     Raises:
       WeightsError: no such file, not a file of learned weights, or weights of another model.
@@ -162,12 +178,27 @@ def load_weights(file: Source, model: Weighted) -> Learned:
             f"{learned.file} was made for {learned.notes['model']} with {has.format(**stored)}, the model "
             f"({name_of(model)}) has {has.format(**needed)}. Give weights trained for this model."
         )
-    if learned.notes["fingerprint"] not in (fingerprint(model), getattr(model, "origin", None)):
+    if learned.notes["fingerprint"] in (fingerprint(model), getattr(model, "origin", None)):
+        return learned
+    made = f"{learned.file} was made for {learned.notes['model']}, "
+    if not other_values:
         raise WeightsError(
-            f"{learned.file} was made for {learned.notes['model']}, whose weights differ from those of this "
-            f"model ({name_of(model)}) of the same shape. Give weights trained for this model."
+            f"{made}whose weights differ from those of this model ({name_of(model)}) of the same shape. Give "
+            "weights trained for this model."
         )
-    return learned
+    if getattr(model, "origin", None) is not None:
+        raise WeightsError(
+            f"weights values=other: {made}and this model's KV heads are in another order. Load it without "
+            "heads."
+        )
+    share = learned.agreement_with(model)
+    if share < AGREE:
+        raise WeightsError(
+            f"weights values=other: {made}and {100 * share:.1f} % of the signs sampled from its weights are "
+            f"those of this model ({name_of(model)}); {100 * AGREE:.0f} % is the least. Give weights trained "
+            "for this model."
+        )
+    return dataclasses.replace(learned, agreement=share)
 
 
 def _folder(model: Weighted) -> Path:

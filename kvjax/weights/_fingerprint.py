@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,9 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from kvjax.types import Weighted
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool
 
 SAMPLED = 256
 """Entries of each weight matrix that the fingerprint covers."""
@@ -30,15 +33,32 @@ def fingerprint(model: Weighted) -> str:
     """
     network, digest = model.network, hashlib.sha256()
     digest.update(f"{network.num_layers} {network.num_kv_heads} {network.head_dim}".encode())
-    # The order of a leaf's axes that is hashed, where the leaf lies otherwise today.
-    hashed = getattr(network, "fingerprint_axes", {})
+    for name, shape, signs in _parameters(model):
+        digest.update(f"{name} {shape}".encode())
+        if signs is not None:
+            digest.update(np.packbits(signs).tobytes())
+    return digest.hexdigest()[:16]
+
+
+def architecture_and_signs(model: Weighted) -> tuple[str, Bool[np.ndarray, " S"]]:
+    """Sixteen hex digits of the names and shapes of all parameters; the signs that ``fingerprint`` covers."""
+    parameters = list(_parameters(model))
+    shapes = "".join(f"{name} {shape}\n" for name, shape, _ in parameters)
+    digest = hashlib.sha256((" ".join(sizes(model).values()) + "\n" + shapes).encode()).hexdigest()[:16]
+    return digest, np.concatenate([signs for _, _, signs in parameters if signs is not None])
+
+
+def _parameters(model: Weighted) -> Iterator[tuple[str, tuple[int, ...], np.ndarray | None]]:
+    """(name, shape, signs of sampled entries; None but for matrices) of each, in the order of names.
+
+    Shapes and entries are counted in the order of axes that the network names, where a leaf lies otherwise.
+    """
+    hashed = getattr(model.network, "fingerprint_axes", {})
     leaves = jax.tree_util.tree_leaves_with_path(model.params)
     for path, leaf in sorted(leaves, key=lambda pair: jax.tree_util.keystr(pair[0])):
         axes = hashed.get(getattr(path[-1], "key", None), range(leaf.ndim))
-        digest.update(f"{jax.tree_util.keystr(path)} {tuple(leaf.shape[axis] for axis in axes)}".encode())
-        if leaf.ndim >= 2:
-            digest.update(np.packbits(_signs(leaf, axes)).tobytes())
-    return digest.hexdigest()[:16]
+        signs = _signs(leaf, axes) if leaf.ndim >= 2 else None
+        yield jax.tree_util.keystr(path), tuple(leaf.shape[axis] for axis in axes), signs
 
 
 def _signs(x: Any, axes: Sequence[int]) -> np.ndarray:

@@ -2,7 +2,8 @@
 
 A source is a file, or the name of a file that the model's folder ships for the part. Parts go by the names
 with which a policy prints them: ``{"write_gate": "default", "kvp": "rankers.safetensors"}`` in Python,
-``--weights write_gate=default,kvp=rankers.safetensors`` on a command line.
+``--weights write_gate=default,kvp=rankers.safetensors`` on a command line. ``values=other`` beside them takes
+files of the same model in other values, such as those of another quantisation (``load_weights``).
 """
 
 from __future__ import annotations
@@ -22,6 +23,9 @@ DEFAULT = "default"
 GATES = "gates"
 """Instead of a part's name: the part that learns what to admit, or else the only part that learns."""
 
+VALUES, OTHER = "values", "other"
+"""``values=other``: weights may be of the same model in other values."""
+
 Source = str | Path
 
 Sources = Source | Mapping[str, Source] | None
@@ -33,6 +37,8 @@ _NEXT = re.compile(r",(?=\s*[a-z][a-z0-9_]*\s*=)")
 
 def sources(policy: Policy, weights: Sources = None, *, others: Iterable[Policy] = ()) -> dict[str, Source]:
     """A source for every learned part of the policy, by the part's name; ``default`` if none is given.
+
+    ``values=other`` stays beside them.
 
     Args:
       policy: whose parts.
@@ -57,6 +63,14 @@ def sources(policy: Policy, weights: Sources = None, *, others: Iterable[Policy]
         )
     chosen: dict[str, Source] = {}
     for name, source in (weights or {}).items():
+        if name == VALUES:
+            if source != OTHER:
+                raise WeightsError(
+                    f"weights {VALUES}={_short(source)} says nothing. Write {VALUES}={OTHER} for weights of "
+                    "the same model in other values, or leave it out."
+                )
+            chosen[VALUES] = OTHER
+            continue
         if not isinstance(source, str | Path) or not str(source):
             raise WeightsError(
                 f"weights {name}={_short(source)} name no file. Give a file, or the name of weights the "
@@ -73,7 +87,8 @@ def sources(policy: Policy, weights: Sources = None, *, others: Iterable[Policy]
                 "part. Keep one of them."
             )
         chosen[part.name] = source
-    return {name: chosen.get(name, DEFAULT) for name in learned}
+    kept = {VALUES: OTHER} if VALUES in chosen else {}
+    return {name: chosen.get(name, DEFAULT) for name in learned} | kept
 
 
 def _short(value: Any) -> str:
@@ -140,7 +155,8 @@ def add_options(parser: argparse._ActionsContainer) -> None:
         action=_Collect,
         metavar="PART=FILE|NAME,...",
         help="learned weights of the policy's parts: files, or names of those the model ships "
-        f"(default: those it ships as {DEFAULT!r})",
+        f"(default: those it ships as {DEFAULT!r}); {VALUES}={OTHER} also takes those of the same model in "
+        "other values",
     )
     parser.add_argument(
         "--gates",

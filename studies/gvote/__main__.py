@@ -9,6 +9,7 @@ from typing import Any
 from kvjax import cli
 from kvjax.eval.arguments import add_model
 from kvjax.eval.commands import model_of
+from kvjax.eval.measure.protocol import PROTOCOLS
 from kvjax.eval.tasks.data import find
 from studies.gvote import commands
 
@@ -43,6 +44,11 @@ def parse(words: Sequence[str]) -> dict[str, Any]:
     add_model(parser)
     parser.add_argument("--lengths", type=cli.numbers(256), default=[1024], help="default: 1024")
     parser.add_argument("--samples", type=cli.whole(1), default=20, help="default: 20 texts")
+    parser.add_argument(
+        "--form", action="append", metavar="SPEC", help="of shares: a policy with {} for p (default: nine)"
+    )
+    parser.add_argument("--protocol", choices=PROTOCOLS, default="aware", help="of shares (default: aware)")
+    parser.add_argument("--raw", action="store_true", help="of shares: ask a model that chats in bare words")
     cli.add(parser, "--out", default=RESULTS, help=f"where JSON and pictures go (default: {RESULTS})")
     return vars(parser.parse_args(words))
 

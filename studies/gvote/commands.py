@@ -19,6 +19,7 @@ import numpy as np
 
 from kvjax import decode
 from kvjax.eval import tasks
+from kvjax.eval.commands import takes_turns
 from kvjax.eval.measure import runner
 from kvjax.eval.measure.row import short
 from kvjax.eval.measure.store import about, versions
@@ -28,7 +29,7 @@ from kvjax.loading import LanguageModel
 from studies import processor
 from studies.gvote import proxy
 from studies.gvote.proxy import FUTURE, Agreement
-from studies.gvote.shares import shares
+from studies.gvote.shares import FORMS, shares
 
 PS = (0.95, 0.8, 0.85, 0.9, 0.99)
 COUNTS = (1, 2, 4, 8, 16, 32)
@@ -145,7 +146,8 @@ def do(values: dict[str, Any], model: LanguageModel, data: Data) -> list[Path]:
                 files.append(file)
         if SHARES in values["study"]:
             say, count = _saying(f"{SHARES} {length}:"), values["samples"]
-            found = shares(model, data, values["task"], length, count, say)
+            how: dict[str, Any] = {"protocol": values["protocol"], "chat": takes_turns(model, values)}
+            found = shares(model, data, values["task"], length, count, say, values["form"] or FORMS, **how)
             tree = {"study": SHARES, "length": length, "samples": count, **about(model, data), **versions()}
             files.append(folder / f"{SHARES}_{length}.json")
             files[-1].write_text(json.dumps(tree | short(found), indent=1) + "\n", encoding="utf-8")

@@ -40,15 +40,19 @@ def shares(
     count: int,
     say: Callable[[str], None],
     forms: Sequence[str] = FORMS,
+    *,
+    protocol: str = "aware",
+    chat: bool = False,
 ) -> dict[str, Any]:
     """p by form and share of the tokens kept, mean over tasks; ``count`` samples of each.
 
-    The samples (seed 2) are not those of the configs.
+    The samples (seed 2) are not those of the configs. With ``chat`` they are asked through the template.
     """
     readings = []
     for task in tasks.named(list(names), data)[0]:
-        drawn = runner.draw(task, model, data, length=length, seed=2, count=count)
-        prompts = batch.prompts(drawn, "aware", count)
+        how: dict[str, Any] = {"length": length, "seed": 2, "count": count, "chat": chat and task.asks}
+        drawn = runner.draw(task, model, data, **how)
+        prompts = batch.prompts(drawn, protocol, count)
         seeds = [batch.seed_of(encoded) for _, encoded in drawn]
         context = decode.bucket(length, model.network.max_positions)
         readings.append((decode.read_full(model, prompts, context=context), seeds))

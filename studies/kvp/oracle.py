@@ -24,10 +24,10 @@ from kvjax.algebra import Eviction, Observation, Policy
 from kvjax.budgets.uniform import Uniform
 from kvjax.eval import tasks
 from kvjax.eval.arguments import add_model
-from kvjax.eval.commands import model_of
+from kvjax.eval.commands import model_of, takes_turns
 from kvjax.eval.measure import batch, grid, runner
 from kvjax.eval.measure.protocol import PROTOCOLS
-from kvjax.eval.measure.row import Cell
+from kvjax.eval.measure.row import CHAT, RAW, Cell
 from kvjax.eval.measure.store import Store, about
 from kvjax.eval.measure.tally import row
 from kvjax.eval.tasks.data import find
@@ -127,20 +127,19 @@ def measure(model: LanguageModel, store: Store, cells: Sequence[tuple[Cell, Poli
             continue
         task = tasks.tasks()[cell.task]
         if cell.drawn not in drawn:
-            samples = runner.draw(task, model, data, length=cell.length, seed=cell.seed, count=cell.samples)
-            drawn = {cell.drawn: samples}
+            how: dict[str, Any] = {"length": cell.length, "seed": cell.seed, "count": cell.samples}
+            drawn = {cell.drawn: runner.draw(task, model, data, **how, chat=cell.prompt == CHAT)}
         rows, parts = runner.batched(drawn[cell.drawn], cell.length)
         context = decode.bucket(cell.length, model.network.max_positions)
         key = (cell.drawn, cell.protocol)
         if policy.learned and key not in attention:
             attention = {key: [future(model, part, cell.protocol, rows) for part in parts]}
-        batches = [
-            batch.run(
-                model, policy, part, protocol=cell.protocol, context=context, rows=rows,
-                weights=attention[key][at] if policy.learned else None,
-            )
-            for at, part in enumerate(parts)
-        ]  # fmt: skip
+        batches = []
+        for at, part in enumerate(parts):
+            make: dict[str, Any] = {"protocol": cell.protocol, "context": context, "rows": rows}
+            weights = attention[key][at] if policy.learned else None
+            reference = batch.reference(model, part, **make) if task.compares else None
+            batches.append(batch.run(model, policy, part, weights=weights, reference=reference, **make))
         finished = row(
             cell, task, policy, model, drawn[cell.drawn], batches, full.get(cell.drawn), data.source
         )
@@ -166,6 +165,7 @@ def _run(words: Sequence[str]) -> None:
     parser.add_argument("--seed", type=cli.whole(0), default=0, help="default: 0")
     parser.add_argument("--protocol", type=cli.words, default=list(PROTOCOLS), help="default: both")
     cli.add(parser, "--out", default=Path("results/kvp/oracle"), help="default: results/kvp/oracle")
+    parser.add_argument("--raw", action="store_true", help="ask a model that chats in bare words")
     values = vars(parser.parse_args(words))
     model, data = model_of(values), find()
     cells = []
@@ -177,6 +177,7 @@ def _run(words: Sequence[str]) -> None:
             cell = Cell(
                 task=task.name, length=values["length"], policy=repr(policy), protocol=how,
                 seed=values["seed"], samples=values["samples"], weights="future" * bool(policy.learned),
+                prompt=CHAT if task.asks and takes_turns(model, values) else RAW,
             )  # fmt: skip
             cells.append((cell, policy))
     measure(model, Store.open(values["out"], about(model, data)), cells, data)

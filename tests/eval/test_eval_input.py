@@ -10,7 +10,7 @@ import pytest
 from kvjax.catalogue import policy as parse
 from kvjax.eval import tasks
 from kvjax.eval.__main__ import main
-from kvjax.eval.measure import grid
+from kvjax.eval.measure import grid, store
 from kvjax.eval.tasks.data import Data
 
 pytestmark = pytest.mark.usefixtures("no_pack")
@@ -97,3 +97,30 @@ def test_tasks_are_listed_with_the_length_they_need(capsys):
     assert re.search(r"ruler +vt +from +1024 tokens", out)
     ruler = [task.name for task in tasks.tasks().values() if task.group == "ruler"]
     assert len(ruler) == 14  # RULER's thirteen, and the twin of its two-hop questions
+
+
+STAGES = """
+samples: 2
+lengths: [256]
+jobs:
+  - {stage: a, tasks: [niah, mqar], policies: [full]}
+  - {stage: d, tasks: [mqar, niah], policies: ["window(40)"], solved: 1}
+"""
+
+
+def test_stages_are_chosen_by_name_and_solved_tasks_by_the_rows_that_are_there(
+    tiny_folder, tmp_path, capsys, monkeypatch
+):
+    config, out = tmp_path / "config.yaml", tmp_path / "out"
+    config.write_text(STAGES)
+    command = ["run", "--config", str(config), "--model", str(tiny_folder), "--out", str(out), "--stage"]
+    assert main([*command, "e"]) == 2
+    assert "--stage e: the config has a, d." in capsys.readouterr().err
+    assert main([*command, "d"]) == 2
+    assert "of mqar, niah the full cache solves 0" in capsys.readouterr().err
+    monkeypatch.setattr("kvjax.eval.measure.tally.INFORMATIVE", 0.0)
+    assert main([*command, "a"]) == 0
+    assert [row.cell.task for row in store.read(out)] == ["niah", "mqar"]
+    assert main([*command, "d"]) == 0
+    assert "solves 2" in capsys.readouterr().err
+    assert [(row.cell.task, row.cell.policy) for row in store.read(out)[2:]] == [("mqar", "window(40)")]

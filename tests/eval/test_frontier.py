@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-from types import SimpleNamespace
 
 import eval_rows
 import numpy as np
@@ -17,7 +16,6 @@ from kvjax import decode, metrics
 from kvjax.algebra import PolicyError
 from kvjax.eval import frontier
 from kvjax.eval.errors import EvalError
-from kvjax.eval.measure.runner import Readings
 from kvjax.eval.report import front
 from kvjax.eval.report.table import Results
 from kvjax.weights import _auto as auto
@@ -140,20 +138,6 @@ def test_a_plan_that_is_none_is_refused(text, tmp_path):
     (tmp_path / "plan.yaml").write_text(text)
     with pytest.raises(EvalError, match="plan.yaml"):
         frontier.read(tmp_path / "plan.yaml")
-
-
-def test_readings_are_made_once_and_the_oldest_goes():
-    names_read = []
-
-    def read(name):
-        names_read.append(name)
-        return SimpleNamespace(nbytes=4)
-
-    kept = Readings(most=10)
-    for name in ("a", "b", "a", "c", "a", "b"):
-        kept.of(name, lambda name=name: read(name))
-    assert names_read == ["a", "b", "c", "b"]
-    assert kept.made == 4
 
 
 # --- auto ----------------------------------------------------------------------------------------

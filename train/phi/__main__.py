@@ -38,6 +38,7 @@ from train.phi.maps import folded, initial
 from train.phi.objective import Task, objective, quality
 from train.phi.settings import Settings, read
 from train.ranker.optimizer import optimizer
+from train.settings import FileDtype, add_options
 from train.trace_file import Manifest, Traces
 
 if TYPE_CHECKING:
@@ -129,8 +130,8 @@ def run(settings: Settings, folder: Path) -> loop.State:
     )
 
 
-def export(settings: Settings, folder: Path, file: Path) -> None:
-    """Writes the newest checkpoint's maps and the log.
+def export(settings: Settings, folder: Path, file: Path, dtype: FileDtype = "float32") -> None:
+    """Writes the newest checkpoint's maps, in that dtype, and the log.
 
     Raises:
       ConfigError, ModelError: see ``load``; no checkpoint.
@@ -151,7 +152,7 @@ def export(settings: Settings, folder: Path, file: Path) -> None:
     if settings.silence is not None:
         layers, record = silence.applied(settings, model, layers)
         notes |= silence.notes(record)
-    save_weights(file, model, phi.Phi(settings.maps.features), layers, notes=notes)
+    save_weights(file, model, phi.Phi(settings.maps.features), layers, notes=notes, dtype=dtype)
     shutil.copyfile(base.folder / "log.jsonl", file.with_suffix(".jsonl"))
     if record:
         append_to_log(file, record)
@@ -204,9 +205,10 @@ def main(words: list[str] | None = None) -> int:
         "--silence", type=Path, metavar="FILE", help="no φ in heads of FILE that it does not help"
     )
     parser.add_argument("--compile", metavar="TOPOLOGY", help="compile the step for chips that are not here")
+    add_options(parser)
     args = parser.parse_args(words)
     try:
-        settings = read(args.config, args.prompt)
+        settings = read(args.config, args.prompt, args.model)
         if args.compile is not None:
             return compile_for(settings, args.compile)
         if args.silence is not None:
@@ -214,7 +216,7 @@ def main(words: list[str] | None = None) -> int:
             return 0
         folder = args.traces or settings.base.recording.folder
         if args.export is not None:
-            export(settings, folder, args.export)
+            export(settings, folder, args.export, args.export_dtype)
         else:
             run(settings, folder)
     except UserError as reason:

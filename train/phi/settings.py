@@ -131,19 +131,21 @@ class Settings:
         return None if self.target.policy is None else catalogue.policy(self.target.policy)
 
 
-def read(path: Path, prompt: int | None = None) -> Settings:
+def read(path: Path, prompt: int | None = None, source: str | None = None) -> Settings:
     """The config at ``path``, for prompts of that many tokens; where it names one length alone, for those.
+
+    ``source`` is another model than it names.
 
     Raises:
       ConfigError: no such file or length, missing or unknown keys, numbers out of range.
       ModelError: a written-out model config that kvjax does not read.
     """
-    return read_config(path, lambda tree: parse(tree, prompt), EXAMPLE)
+    return read_config(path, lambda tree: parse(tree, prompt, source), EXAMPLE)
 
 
-def parse(tree: dict[str, Any], prompt: int | None = None) -> Settings:
+def parse(tree: dict[str, Any], prompt: int | None = None, source: str | None = None) -> Settings:
     """``read`` on a parsed config."""
-    base, target = ranker.parse(tree), section(Target, tree["target"], "target.")
+    base, target = ranker.parse(tree, source), section(Target, tree["target"], "target.")
     if prompt is None and len(target.prompts) > 1:
         raise ConfigError(
             f"target.prompts: {list(target.prompts)} in the config need a set of maps each. Choose one: "

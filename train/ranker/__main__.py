@@ -35,6 +35,7 @@ from train.ranker.aot import compile_for
 from train.ranker.objective import Statistics, Task, areas, folded, initial_agents, objective
 from train.ranker.optimizer import gradient_statistics, optimizer
 from train.ranker.settings import Settings, read
+from train.settings import FileDtype, add_options
 from train.trace_file import Manifest, Traces
 
 if TYPE_CHECKING:
@@ -120,8 +121,8 @@ def run(settings: Settings, folder: Path, *, checked: bool = True) -> loop.State
     )
 
 
-def export(settings: Settings, folder: Path, file: Path) -> None:
-    """Writes the newest checkpoint's agents, their validation curve and the log.
+def export(settings: Settings, folder: Path, file: Path, dtype: FileDtype = "float32") -> None:
+    """Writes the newest checkpoint's agents, in that dtype, their validation curve and the log.
 
     Raises:
       ConfigError, ModelError: see ``load``; no checkpoint.
@@ -136,7 +137,7 @@ def export(settings: Settings, folder: Path, file: Path) -> None:
     text = traces.manifest.data | ({"only": list(settings.only)} if settings.only else {})
     notes |= {"sequences": len(batches.used(traces, settings, held=False)), "text": str(text)}
     part = kvp.LearnedRanker(agent.sinks, agent.recent)
-    save_weights(file, model, part, layers, notes=notes)
+    save_weights(file, model, part, layers, notes=notes, dtype=dtype)
     log = file.with_suffix(".jsonl")
     shutil.copyfile(settings.folder / "log.jsonl", log)
     print(f"{file} holds the rankers of step {step}")
@@ -199,14 +200,15 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--traces", type=Path, metavar="DIR", help="instead of the config's traces.folder")
     parser.add_argument("--export", type=Path, metavar="FILE", help="write the newest checkpoint's rankers")
     parser.add_argument("--compile", metavar="TOPOLOGY", help="compile the step for chips that are not here")
+    add_options(parser)
     args = parser.parse_args(words)
     try:
-        settings = read(args.config, variant=args.variant)
+        settings = read(args.config, args.model, args.variant)
         if args.compile is not None:
             return compile_for(settings, args.compile)
         folder = args.traces or settings.recording.folder
         if args.export is not None:
-            export(settings, folder, args.export)
+            export(settings, folder, args.export, args.export_dtype)
         else:
             run(settings, folder)
     except UserError as reason:

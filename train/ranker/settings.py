@@ -39,7 +39,8 @@ class Recording:
         each = len(lengths) == len(self.shares)
         require(each, "traces.lengths", list(lengths), "needs one of traces.shares each.")
         require("post" in keys, "traces.keys", keys, "lacks post, by which attention is computed.")
-        require(kind in ("rows", "documents"), "traces.data.kind", kind, "is none of rows, documents.")
+        kinds = ("rows", "chat", "documents")
+        require(kind in kinds, "traces.data.kind", kind, f"is none of {', '.join(kinds)}.")
 
 
 def _inputs(names: Any) -> tuple[str, ...]:
@@ -155,7 +156,5 @@ def varied(tree: dict[str, Any], variant: str | None) -> dict[str, Any]:
 
 def parse(tree: dict[str, Any], source: str | None = None) -> Settings:
     """``read`` on a parsed config; the keys of configs/phi are passed over."""
-    settings = config.section(Settings, tree, others=("variants", "maps", "loss", "target", "silence"))
-    if source in (None, settings.source):
-        return settings
-    return dataclasses.replace(settings, source=source, spec=None)
+    others = ("variants", "maps", "loss", "target", "silence")
+    return config.section(Settings, tree, others=others).of(source)

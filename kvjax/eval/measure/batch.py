@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+import jax
 import numpy as np
 
 from kvjax import decode, metrics
@@ -22,6 +23,9 @@ from kvjax.types import Params
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
+
+ROOM = 2 * 2**30
+"""Most bytes of pools that would hold everything."""
 
 TAIL = 64
 """Tokens a chunk when question and prefix follow a compressed cache."""
@@ -44,6 +48,8 @@ class Outcome:
       retention: share of (layer, head, needed token) held when the answer begins; None if none is needed.
       live, peak_live: bytes when the answer begins, and at their highest.
       held: per position, how many (layer, KV head) hold the token when the answer begins.
+      kl, top: over the scored tokens, the mean divergence of the full cache's distribution from this one in
+        nats, and the share with the same likeliest token; None where it is not compared.
     """
 
     output: str
@@ -60,6 +66,8 @@ class Outcome:
     live: float
     peak_live: float
     held: Int[np.ndarray, " T"]
+    kl: float | None = None
+    top: float | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -90,6 +98,7 @@ def run(
     rows: int,
     weights: Params | None = None,
     reading: decode.PromptActivations | None = None,
+    reference: Float[jax.Array, "B T V"] | None = None,
 ) -> Batch:
     """Measures a batch.
 
@@ -100,6 +109,7 @@ def run(
       context: size class of the samples' length.
       rows: B; one number for all batches of a cell, so that they share programs.
       reading: full prefill of the same ``prompts``, for a policy that cuts it afterwards; None reads them.
+      reference: of the same samples, to be compared with; None compares nothing.
     """
     filled = _filled(samples, rows)
     heads, tails = zip(*_split(filled, protocol))
@@ -109,23 +119,21 @@ def run(
         compressed, _ = decode.cut(model, policy, reading, **draws)
     else:
         compressed, _ = decode.prefill(model, policy, list(heads), context=context, **draws)
-    compressed = dataclasses.replace(compressed, chunk=TAIL)
     peak = np.asarray(compressed.peak)
-    if any(len(tail) > 1 for tail in tails):
-        state = decode.roomy(policy, compressed, TAIL, max(len(tail) - 1 for tail in tails))
-        compressed, _ = decode.extend(model, policy, state, [tail[:-1] for tail in tails], weights=weights)
-    last = [tail[-1] for tail in tails]
+    compressed, last = _asked(model, policy, compressed, tails, weights)
     steps = max(max(len(e.answer), s.max_new, *map(len, e.labels or [[]])) for s, e in filled)
     # Allocated bytes are those of the device, now and for the steps to come. The steps themselves run on a
-    # copy whose pools have one of few sizes, so that programs are shared.
+    # copy with larger pools, so that programs are shared.
     reserved = decode.reserve(policy, compressed, steps, 1)
     allocated = [metrics.allocated(state.layers) for state in (compressed, reserved)]
-    state = decode.roomy(policy, reserved, 1, steps)
+    state = _roomy(model, policy, reserved, 1, steps)
     before = counted.contents(state)
 
     def walk(answers: list[list[int]]) -> tuple[KVState, Steps]:
         feed = [[first, *answer[:-1]] for first, answer in zip(last, answers)]
-        return forced.steps(model, policy, state, feed, answers, forced=True, weights=weights)
+        return forced.steps(
+            model, policy, state, feed, answers, forced=True, weights=weights, reference=reference
+        )
 
     def write(counts: list[int]) -> Steps:
         feed, targets = [[token] for token in last], [[0] * n for n in counts]
@@ -146,6 +154,50 @@ def run(
         peak_bytes=max(float(peak[0]), live) / rows,
         summary=max(metrics.summary_tokens(layer, by_bytes=False) for layer in state.layers),
     )
+
+
+def read(
+    model: LanguageModel, samples: Samples, *, protocol: str, context: int, rows: int
+) -> decode.PromptActivations:
+    """The reading of a batch, for every policy that cuts it afterwards; arguments as in ``run``."""
+    return decode.read_full(model, prompts(samples, protocol, rows), context=context)
+
+
+def reference(
+    model: LanguageModel, samples: Samples, *, protocol: str, context: int, rows: int
+) -> Float[jax.Array, "B T V"]:
+    """The full cache's logits at every token of the answers; arguments as in ``run``."""
+    filled, full = _filled(samples, rows), Policy()
+    heads, tails = zip(*_split(filled, protocol))
+    state, _ = decode.prefill(model, full, list(heads), context=context)
+    state, last = _asked(model, full, state, tails, None)
+    answers = [e.answer for _, e in filled]
+    most = max(map(len, answers))
+    state = _roomy(model, full, decode.reserve(full, state, most, 1), 1, most)
+    feed = [[first, *answer[:-1]] for first, answer in zip(last, answers)]
+    return forced.logits(model, full, state, feed)
+
+
+def _asked(
+    model: LanguageModel,
+    policy: Policy,
+    state: KVState,
+    tails: Sequence[list[int]],
+    weights: Params | None,
+) -> tuple[KVState, list[int]]:
+    """The state with all but the last token of what follows the compressed prompts; these last tokens."""
+    state = dataclasses.replace(state, chunk=TAIL)
+    if any(len(tail) > 1 for tail in tails):
+        state = _roomy(model, policy, state, TAIL, max(len(tail) - 1 for tail in tails))
+        state, _ = decode.extend(model, policy, state, [tail[:-1] for tail in tails], weights=weights)
+    return state, [tail[-1] for tail in tails]
+
+
+def _roomy(model: LanguageModel, policy: Policy, state: KVState, arriving: int, tokens: int) -> KVState:
+    """The state with pools of one size for all budgets, which then share programs; else of few sizes."""
+    dtype = model.params["embed"].dtype
+    whole = state.rows * metrics.full_bytes(model.network, state.context, dtype)
+    return decode.roomy(policy, state, arriving, None if whole <= ROOM else tokens)
 
 
 def seed_of(sample: Encoded) -> int:
@@ -227,4 +279,6 @@ def _outcome(
         live=before.bytes(float(slots.sum())),
         peak_live=before.bytes(float(most)),
         held=mask[:, :, :seen].sum(axis=(0, 1)),
+        kl=None if steps.kl is None else float(steps.kl[row, at].mean()),
+        top=None if steps.top is None else float(steps.top[row, at].mean()),
     )

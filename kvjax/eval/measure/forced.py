@@ -41,12 +41,16 @@ class Steps:
       best: the likeliest token after each step.
       live: slots that hold a token after each step, mean over layers and KV heads.
       reads: what a decode step loads per KV head, by ``READ_KINDS``, mean over layers and KV heads.
+      kl, top: against a reference's logits: the divergence of its distribution from this one, nats; do both
+        have the same likeliest token? None without a reference.
     """
 
     nll: Float[Array, "B T"]
     best: Int[Array, "B T"]
     live: Float[Array, "B T"]
     reads: Float[Array, "B T R"]
+    kl: Float[Array, "B T"] | None = None
+    top: Bool[Array, "B T"] | None = None
 
 
 @functools.partial(jax.jit, static_argnames="network")
@@ -60,11 +64,14 @@ def _steps(
     target: Int[Array, "B T"],
     count: Int[Array, " B"],
     forced: Bool[Array, ""],
+    reference: Float[Array, "B S V"] | None = None,
 ) -> tuple[KVState, Steps]:
     batch, most = feed.shape
     zeros = jnp.zeros((batch, most), jnp.float32)
     loads = jnp.zeros((batch, most, len(READ_KINDS)), jnp.float32)
     record = Steps(nll=zeros, best=jnp.zeros((batch, most), jnp.int32), live=zeros, reads=loads)
+    if reference is not None:
+        record = dataclasses.replace(record, kl=zeros, top=jnp.zeros((batch, most), bool))
 
     def step(state: KVState, rows: _Rows) -> tuple[KVState, tuple[Array, Array]]:
         token = jnp.where(forced | (rows.i == 0), feed[:, rows.i], rows.best)
@@ -82,6 +89,11 @@ def _steps(
         logits, loaded = result
         best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
         fresh = Steps(nll=nats(logits, target[:, rows.i]), best=best, live=mean_live(state), reads=loaded)
+        if reference is not None:
+            at = jnp.minimum(rows.i, reference.shape[1] - 1)
+            right = jax.lax.dynamic_index_in_dim(reference, at, axis=1, keepdims=False)
+            top = best == jnp.argmax(right, axis=-1)
+            fresh = dataclasses.replace(fresh, kl=divergence(right, logits), top=top)
         return _Rows(i=rows.i + 1, best=best, active=rows.i + 1 < count), fresh
 
     rows = _Rows(i=jnp.asarray(0), best=jnp.zeros(batch, jnp.int32), active=count > 0)
@@ -112,6 +124,38 @@ def nats(logits: Float[Array, "B V"], target: Int[Array, " B"]) -> Float[Array, 
     return jax.nn.logsumexp(logits, axis=-1) - chosen
 
 
+def divergence(right: Float[Array, "B V"], logits: Float[Array, "B V"]) -> Float[Array, " B"]:
+    """Kullback-Leibler divergence of the ``right`` distribution from the other, of their logits; nats."""
+    right, own = jax.nn.log_softmax(right), jax.nn.log_softmax(logits)
+    return jnp.sum(jnp.exp(right) * (right - own), axis=-1)
+
+
+@functools.partial(jax.jit, static_argnames="network")
+def _logits(
+    network: Network, policy: Policy, params: Params, weights: Params, state: KVState, feed: Int[Array, "B T"]
+) -> Float[Array, "B T V"]:
+    def step(state: KVState, token: Array) -> tuple[KVState, Array]:
+        active = jnp.ones(token.shape, bool)
+        return decode.step(network, policy, params, weights, state, token, active)
+
+    return jnp.swapaxes(jax.lax.scan(step, state, feed.T)[1], 0, 1)
+
+
+def logits(
+    model: Weighted, policy: Policy, state: KVState, feed: list[list[int]], weights: Params | None = None
+) -> Float[Array, "B T V"]:
+    """The logits after each fed token, on the device; undefined beyond a row's last one.
+
+    Args:
+      model, policy, weights: as in ``decode.prefill``.
+      state: with pages reserved; not donated.
+      feed: per row, tokens to feed.
+    """
+    tokens = decode.padded(feed, max(map(len, feed)))
+    every: Float[Array, "B T V"] = _logits(model.network, policy, model.params, weights or {}, state, tokens)
+    return every
+
+
 def mean_live(state: KVState) -> Float[Array, " B"]:
     """Live slots of a KV head, mean over layers and KV heads."""
     return metrics.live_slots(state).astype(jnp.float32).mean(axis=(0, 2))
@@ -131,6 +175,7 @@ def steps(
     *,
     forced: bool,
     weights: Params | None = None,
+    reference: Float[Array, "B S V"] | None = None,
 ) -> tuple[KVState, Steps]:
     """Feeds tokens to a state, which is not changed.
 
@@ -140,6 +185,7 @@ def steps(
       feed: per row, tokens to feed; only the first one where ``forced`` is False.
       target: per row, the token after each fed one; its length is the number of steps.
       forced: feed the tokens of ``feed``, or the likeliest token of the step before.
+      reference: logits after the same fed tokens, to compare with.
 
     Returns:
       (the state after the steps, measurements as NumPy arrays).
@@ -156,5 +202,6 @@ def steps(
         decode.padded(target, width),
         count,
         np.asarray(forced),
+        reference,
     )
     return state, jax.device_get(measured)

@@ -111,6 +111,7 @@ class Each:
       output: the text that was written; None where nothing is.
       digits: share of the reference's digits that are right; None unless all references are numbers.
       found: of each scored span, are all its tokens the likeliest? None for all tasks but recall.
+      kl, top: as in ``batch.Outcome``; None for tasks that are not compared with the full cache.
       tags: facts that results are grouped by, such as depth; on disk they are fields like the others.
     """
 
@@ -126,6 +127,8 @@ class Each:
     digits: list[float] | None = None
     tags: dict[str, list[Any]] = dataclasses.field(default_factory=dict)
     found: list[list[int]] | None = None
+    kl: list[float] | None = None
+    top: list[float] | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -232,7 +235,7 @@ def as_json(row: Row) -> dict[str, Any]:
     for name in ("each", "example"):
         tree[name] = {key: value for key, value in tree[name].items() if value is not None}
     each = tree["each"]
-    last = {name: each.pop(name) for name in ("found",) if name in each}
+    last = {name: each.pop(name) for name in ("found", "kl", "top") if name in each}
     tree["each"] = each | each.pop("tags") | last
     return tree
 

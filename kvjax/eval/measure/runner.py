@@ -1,12 +1,17 @@
-"""Measuring a grid: cell after cell, each finished one on disk before the next begins."""
+"""Measuring a grid batch by batch: policies that cut after the prompt share one reading of each batch.
+
+What is measured is on disk at once: a finished cell as its row, a batch of an unfinished one beside it.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import sys
 import zlib
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -27,7 +32,6 @@ from kvjax.eval.tasks.sample import Samples, encode
 from kvjax.eval.tasks.task import Task
 from kvjax.loading import LanguageModel
 from kvjax.programs import maps_taken
-from kvjax.types import Params
 
 TOKENS = 32_768
 """Most tokens of a batch; a whole-prompt prefill holds them at once."""
@@ -37,29 +41,26 @@ CROWDED = 0.5
 
 
 @dataclasses.dataclass
-class Readings:
-    """Full prefills, kept for all policies that cut the same prompts afterwards.
+class References:
+    """Logits of the full cache, kept for the policies that are compared with it; the oldest go.
 
     Attributes:
-      most: bytes to keep; by default 200 prompts of 2,048 tokens of the embedded model.
-      kept: by what was read, the latest used at the end.
-      made: how many were made.
+      most: bytes to keep.
+      kept: by what was fed, the latest used at the end.
     """
 
-    most: int = 3 * 2**30
-    kept: dict[Hashable, PromptActivations] = dataclasses.field(default_factory=dict)
-    made: int = 0
+    most: int = 2**30
+    kept: dict[Hashable, jax.Array] = dataclasses.field(default_factory=dict)
 
-    def of(self, key: Hashable, read: Callable[[], PromptActivations]) -> PromptActivations:
-        """The reading under this key; ``read`` makes it if it is not there."""
-        reading = self.kept.pop(key, None)
-        if reading is None:
-            reading = read()
-            self.made += 1
-        while self.kept and sum(one.nbytes for one in self.kept.values()) + reading.nbytes > self.most:
+    def of(self, key: Hashable, make: Callable[[], jax.Array]) -> jax.Array:
+        """The logits under this key; ``make`` makes them if they are not there."""
+        logits = self.kept.pop(key, None)
+        if logits is None:
+            logits = make()
+        while self.kept and sum(one.nbytes for one in self.kept.values()) + logits.nbytes > self.most:
             self.kept.pop(next(iter(self.kept)))
-        self.kept[key] = reading
-        return reading
+        self.kept[key] = logits
+        return logits
 
 
 def draw(
@@ -133,34 +134,43 @@ def run(
     hidden = not (sys.stderr.isatty() if shown is None else shown)
     total = sum(cell.length * cell.samples for cell in work)
     drawn: dict[Hashable, Samples] = {}
-    many = sum(decode.cuts_after(policy) for policy in grid.policies.values()) > 1
-    readings = Readings() if many else None
+    shared = sum(decode.cuts_after(policy) for policy in grid.policies.values()) > 1
+    references = References()
     with tqdm(total=total, unit="token", unit_scale=True, file=sys.stderr, disable=hidden) as bar:
-        for before, cell in zip([None, *work], work):
-            task, policy = tasks.tasks()[cell.task], grid.policies[cell.policy]
-            if before is not None and before.length != cell.length:
+        for block in blocks(work, grid.policies):
+            first = block[0]
+            task = tasks.tasks()[first.task]
+            if any(length != first.length for _, length, *_ in drawn):
                 drawn.clear()
-            if maps_taken() > CROWDED:
-                forget()
-            bar.set_description(f"{cell.task} {cell.length}")
-            if cell.drawn not in drawn:
-                drawn[cell.drawn] = draw(
+            if first.drawn not in drawn:
+                drawn[first.drawn] = draw(
                     task,
                     model,
                     data,
-                    length=cell.length,
-                    seed=cell.seed,
-                    count=cell.samples,
-                    chat=cell.prompt == CHAT,
+                    length=first.length,
+                    seed=first.seed,
+                    count=first.samples,
+                    chat=first.prompt == CHAT,
                 )
-            weights = grid.weights.get((cell.policy, cell.weights))
-            samples = drawn[cell.drawn]
-            batches = _measured(cell, policy, model, samples, weights, bar.update, readings)
-            finished = row(cell, task, policy, model, samples, batches, full.get(cell.drawn), data.source)
-            store.append(finished)
-            if policy == FULL:
-                full[cell.drawn] = finished
-            say(_line(finished))
+            samples = drawn[first.drawn]
+            bar.set_description(f"{first.task} {first.length}")
+            parts = (block, samples, grid, model, store, references, shared, bar.update)
+            for cell, batches in _finished(*parts):
+                policy, whole = grid.policies[cell.policy], full.get(cell.drawn)
+                finished = row(cell, task, policy, model, samples, batches, whole, data.source)
+                store.append(finished)
+                if policy == FULL:
+                    full[cell.drawn] = finished
+                say(_line(finished))
+
+
+def blocks(cells: Sequence[Cell], policies: Mapping[str, Policy]) -> list[list[Cell]]:
+    """Neighbours whose policies cut the same prompts after one reading; other cells by themselves."""
+
+    def key(cell: Cell) -> Hashable:
+        return (cell.drawn, cell.protocol) if decode.cuts_after(policies[cell.policy]) else cell
+
+    return [list(block) for _, block in itertools.groupby(cells, key)]
 
 
 def _check_prompts(grid: Grid, done: Iterable[Cell], store: Store) -> None:
@@ -180,30 +190,60 @@ def forget() -> None:
     jax.clear_caches()
 
 
+def _finished(
+    block: Sequence[Cell],
+    samples: Samples,
+    grid: Grid,
+    model: LanguageModel,
+    store: Store,
+    references: References,
+    shared: bool,
+    tick: Callable[[int], object],
+) -> Iterator[tuple[Cell, list[batch.Batch]]]:
+    """Each cell of a block with its batches, when the last one is measured; the others are kept on disk."""
+    first = block[0]
+    rows, parts = batched(samples, first.length)
+    context = decode.bucket(first.length, model.network.max_positions)
+    for at, part in enumerate(parts):
+        make: dict[str, Any] = {"model": model, "samples": part, "protocol": first.protocol}
+        make |= {"context": context, "rows": rows}
+        reading = None
+        for cell in block:
+            measured = store.unfinished(cell, rows, at)
+            if measured is None:
+                if maps_taken() > CROWDED:
+                    forget()
+                cuts = decode.cuts_after(grid.policies[cell.policy])
+                if shared and cuts and reading is None:
+                    reading = batch.read(**make)
+                measured = _measured(cell, at, make, grid, reading if cuts else None, references)
+                if at + 1 < len(parts):
+                    store.keep(cell, rows, at, measured)
+            tick(len(part) * cell.length)
+            if at + 1 == len(parts):
+                earlier = (store.unfinished(cell, rows, i) for i in range(at))
+                yield cell, [*filter(None, earlier), measured]
+
+
 def _measured(
     cell: Cell,
-    policy: Policy,
-    model: LanguageModel,
-    samples: Samples,
-    weights: Params | None,
-    tick: Callable[[int], object],
-    readings: Readings | None = None,
-) -> list[batch.Batch]:
-    rows, parts = batched(samples, cell.length)
-    context = decode.bucket(cell.length, model.network.max_positions)
-    measure = functools.partial(
-        batch.run, model, policy, protocol=cell.protocol, context=context, rows=rows, weights=weights
+    at: int,
+    make: dict[str, Any],
+    grid: Grid,
+    reading: PromptActivations | None,
+    references: References,
+) -> batch.Batch:
+    """The ``at``-th batch of a cell."""
+    reference = None
+    if tasks.tasks()[cell.task].compares:
+        reference = references.of((cell.drawn, at), functools.partial(batch.reference, **make))
+    return batch.run(
+        policy=grid.policies[cell.policy],
+        weights=grid.weights.get((cell.policy, cell.weights)),
+        reading=reading,
+        reference=reference,
+        **make,
     )
-    batches = []
-    for at, part in enumerate(parts):
-        reading = None
-        if readings is not None and decode.cuts_after(policy):
-            prompts = batch.prompts(part, cell.protocol, rows)
-            read = functools.partial(decode.read_full, model, prompts, context=context)
-            reading = readings.of((cell.drawn, cell.protocol, at), read)
-        batches.append(measure(part, reading=reading))
-        tick(len(part) * cell.length)
-    return batches
 
 
 def _line(finished: Row) -> str:

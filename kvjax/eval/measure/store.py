@@ -1,21 +1,25 @@
 """Results on disk: one JSON line a cell in ``results.jsonl``; ``about.json`` names model, version and data.
 
-A line is written in one go and flushed. Opening a folder cuts off a line that a killed run left half written:
-a run loses at most its current cell.
+A line is written in one go and flushed. Opening a folder cuts off a line that a killed run left half written.
+Measured batches of a cell without a row are files in ``unfinished``: a run loses at most its current batch.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import os
 import platform
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 import kvjax
 from kvjax.algebra import PolicyError
 from kvjax.eval.errors import EvalError
+from kvjax.eval.measure.batch import Batch, Outcome
 from kvjax.eval.measure.row import Cell, Row, as_json, from_json
 from kvjax.eval.tasks.data import Data
 from kvjax.loading import LanguageModel
@@ -24,7 +28,7 @@ from kvjax.weights import fingerprint
 SCHEMA = 2
 """Of rows and of samples; raised when older results can no longer be compared with new ones."""
 
-RESULTS, ABOUT = "results.jsonl", "about.json"
+RESULTS, ABOUT, UNFINISHED = "results.jsonl", "about.json", "unfinished"
 
 
 def about(model: LanguageModel, data: Data) -> dict[str, Any]:
@@ -97,6 +101,51 @@ class Store:
             stream.write((json.dumps(as_json(row), ensure_ascii=False) + "\n").encode())
             stream.flush()
             os.fsync(stream.fileno())
+        for file in (self.folder / UNFINISHED).glob(f"{_name(row.cell)}-*"):
+            file.unlink()
+
+    def keep(self, cell: Cell, rows: int, at: int, measured: Batch) -> None:
+        """A measured batch of a cell that has more of them: the ``at``-th, of so many rows."""
+        file = self._file(cell, rows, at)
+        file.parent.mkdir(exist_ok=True)
+        part = file.with_suffix(f".part-{os.getpid()}")
+        part.write_text(json.dumps(_as_tree(measured)), encoding="utf-8")
+        os.replace(part, file)
+
+    def unfinished(self, cell: Cell, rows: int, at: int) -> Batch | None:
+        """The same batch from the disk, to the last bit; None if it is not there."""
+        file = self._file(cell, rows, at)
+        return _from_tree(json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else None
+
+    def _file(self, cell: Cell, rows: int, at: int) -> Path:
+        return self.folder / UNFINISHED / f"{_name(cell)}-{rows}-{at}.json"
+
+
+def _name(cell: Cell) -> str:
+    """A file's name for a cell."""
+    return hashlib.sha256(json.dumps(dataclasses.asdict(cell)).encode()).hexdigest()[:16]
+
+
+def _as_tree(value: Any) -> Any:
+    """Outcomes as JSON; arrays keep their dtype, since means are taken in it."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: _as_tree(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, list):
+        return [_as_tree(each) for each in value]
+    return {"dtype": str(value.dtype), "values": value.tolist()} if isinstance(value, np.ndarray) else value
+
+
+def _from_tree(tree: dict[str, Any]) -> Batch:
+    outcomes = [
+        Outcome(
+            **{
+                name: np.asarray(x["values"], x["dtype"]) if isinstance(x, dict) else x
+                for name, x in outcome.items()
+            }
+        )
+        for outcome in tree["outcomes"]
+    ]
+    return Batch(**tree | {"outcomes": outcomes})
 
 
 def read(folder: Path) -> list[Row]:

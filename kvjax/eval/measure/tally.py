@@ -118,6 +118,8 @@ def _each(task: Task, samples: Samples, outcomes: list[Outcome]) -> Each:
         digits=digits,
         tags={tag: [sample.tags.get(tag) for sample, _ in samples] for tag in tags},
         found=[o.recalled.astype(int).tolist() for o in outcomes] if task.metric == "recall" else None,
+        kl=[float(o.kl) for o in outcomes if o.kl is not None] or None,
+        top=[float(o.top) for o in outcomes if o.top is not None] or None,
     )
 
 

@@ -17,6 +17,8 @@ def text(results: Results) -> str:
     for group in dict.fromkeys(column[0] for column in results.columns()):
         parts += [f"## {group}", table.scores(results, group)]
     parts += ["## Difference from the full cache", table.losses(results)]
+    if distances := table.distances(results):
+        parts += ["## Distance from the full cache's distributions", distances]
     if pairs := table.matched(results):
         parts += ["## Learned policies at matched memory", pairs]
     if shares := closed(results):

@@ -207,6 +207,22 @@ def losses(results: Results) -> str:
     return markdown(heads, lines)
 
 
+def distances(results: Results) -> str:
+    """How far each policy's distributions are from the full cache's; "" where no task compares them."""
+    lines = []
+    for row in results.where(lambda row: row.each.kl is not None and row.cell.policy != FULL):
+        mean, low, high = stats.interval(row.each.kl or [])
+        cell, held = row.cell, row.bytes.live / row.bytes.full
+        lines.append(
+            [f"`{name(row)}`", cell.task, cell.length, cell.samples, f"{100 * held:.1f}",
+             f"{mean:.4f} ({low:.4f}–{high:.4f})", f"{100 * np.mean(row.each.top or []):.1f}",
+             f"{row.perplexity:.2f}", f"{row.full.perplexity:.2f}"]
+        )  # fmt: skip
+    heads = ["policy", "task", "length", "n", "live % of full", "KL, nats a token", "same top token, %"]
+    heads += ["ppl", "full's"]
+    return markdown(heads, lines) if lines else ""
+
+
 def matched(results: Results) -> str:
     """A learned policy less another one that holds the same bytes, paired; only informative cells."""
     lines = []

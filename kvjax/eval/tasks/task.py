@@ -24,6 +24,7 @@ class Task:
       asks: whether there is a question that a policy could see or not see.
       newline: whether an output ends at its first line break.
       needs: files of the data pack that have no generated twin.
+      compares: whether every distribution is compared with the full cache's on the same tokens.
     """
 
     name: str
@@ -35,6 +36,7 @@ class Task:
     asks: bool = True
     newline: bool = True
     needs: tuple[str, ...] = ()
+    compares: bool = False
 
     def refuse(self, policy: Policy, length: int) -> str | None:
         """Why this policy would change nothing at this length; None when it may run."""
