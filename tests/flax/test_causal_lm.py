@@ -49,19 +49,3 @@ def jitted(lm, tokens):
     return lm(tokens)
 
 
-def test_first():
-    import time
-    for spec in (STREAMING, SNAPKV):
-        right = generated(spec)
-        lm = made(spec)
-        logits = lm.prefill(PROMPTS)
-        lm.reserve(NEW)
-        print(spec, right)
-        t=time.time()
-        assert written(jitted, lm, logits) == right
-        print(time.time()-t)
-        logits = lm.prefill(PROMPTS)
-        lm.reserve(NEW)
-        t=time.time()
-        assert written(lambda lm, t: lm(t), lm, logits) == right
-        print(time.time()-t)

@@ -1,0 +1,179 @@
+"""A Flax NNX module of anybody's as a ``Network`` and its params.
+
+The module has ``embed(tokens, positions)``, ``logits(x)`` and ``layers``; a layer is called
+``layer(x, positions, attend)`` and calls ``attend(heads)`` once. docs/flax.md shows one.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from kvjax.models.hf_config import ModelError
+from kvjax.types import AttendFn, C, Heads, Params
+
+if TYPE_CHECKING:
+    from jaxtyping import Array
+
+SIZES = ("num_heads", "num_kv_heads", "head_dim", "max_positions")
+METHODS = ("embed", "layers", "logits")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Split:
+    """A module without its arrays; compared by what it is, hashed once.
+
+    Attributes:
+      graph: of ``nnx.split``.
+      structure: of its state.
+      names: of the state's arrays, in their order.
+    """
+
+    graph: Any
+    structure: Any
+    names: tuple[str, ...]
+
+    @classmethod
+    def of(cls, module: nnx.Module) -> tuple[Split, Params]:
+        """The parts of a module, arrays by name."""
+        graph, state = nnx.split(module)
+        pairs, structure = jax.tree_util.tree_flatten_with_path(state)
+        names = tuple(".".join(str(getattr(part, "key", "")) for part in path).strip(".") for path, _ in pairs)
+        made = cls(graph, structure, names)
+        vars(made)["_hash"] = hash((graph, structure, names))
+        return made, dict(zip(names, (x for _, x in pairs)))
+
+    def merge(self, arrays: Params) -> Any:
+        """The module with these arrays."""
+        return nnx.merge(self.graph, jax.tree.unflatten(self.structure, [arrays[name] for name in self.names]))
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        same = isinstance(other, Split) and vars(self)["_hash"] == vars(other)["_hash"]
+        return same and (self.graph, self.structure, self.names) == (other.graph, other.structure, other.names)
+
+    def __hash__(self) -> int:
+        return vars(self)["_hash"]  # type: ignore[no-any-return]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OwnNetwork:
+    """The mathematics of an NNX module: a ``kvjax.Network``.
+
+    Attributes:
+      name: of its class.
+      rest: the module without its layers.
+      blocks: its layers.
+      embed_name: the array of the rest that is ``params["embed"]``, [V, D].
+      num_heads, num_kv_heads, head_dim, max_positions, windows: as in ``kvjax.Network``.
+    """
+
+    name: str
+    rest: Split
+    blocks: tuple[Split, ...]
+    embed_name: str
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_positions: int
+    windows: tuple[int | None, ...]
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.blocks)
+
+    def at(self, context: int) -> OwnNetwork:
+        del context
+        return self
+
+    def _outer(self, params: Params) -> Any:
+        return self.rest.merge({**params["rest"], self.embed_name: params["embed"]})
+
+    def embed(self, params: Params, tokens: Array, positions: Array) -> Array:
+        return self._outer(params).embed(tokens, positions)  # type: ignore[no-any-return]
+
+    def layer(
+        self, params: Params, index: int, x: Array, positions: Array, attend: AttendFn[C], carry: C
+    ) -> tuple[Array, C]:
+        after: list[C] = []
+
+        def once(heads: Heads) -> Array:
+            out, last = attend(index, heads, carry)
+            after.append(last)
+            return out
+
+        x = self.blocks[index].merge(params)(x, positions, once)
+        if len(after) != 1:
+            raise ModelError(
+                f"{self.name}: layer {index} calls attend {len(after)} times. Call it once, with all heads."
+            )
+        return x, after[0]
+
+    def logits(self, params: Params, x: Array) -> Array:
+        return self._outer(params).logits(x).astype(jnp.float32)  # type: ignore[no-any-return]
+
+
+def read(model: Any) -> tuple[OwnNetwork, Params]:
+    """The network and the params of an NNX module; no array is copied.
+
+    Raises:
+      ModelError: not such a module, or one without a part of the protocol.
+    """
+    name = type(model).__name__
+    lacks = [part for part in (*METHODS, *SIZES) if not hasattr(model, part)]
+    if not isinstance(model, nnx.Module) or lacks:
+        raise ModelError(
+            f"load({name}(...)) is neither a name of a model nor an nnx.Module with {', '.join(METHODS)} and the "
+            f"sizes {', '.join(SIZES)}" + (f": it has no {', '.join(lacks)}. " if lacks else ". ") + "docs/flax.md "
+            "shows a model that has them."
+        )
+    layers = list(model.layers)
+    pairs = [Split.of(layer) for layer in layers]
+    windows = tuple(getattr(model, "windows", (None,) * len(layers)))
+    if len(windows) != len(layers):
+        raise ModelError(
+            f"load({name}(...)): windows names {len(windows)} layers, the model has {len(layers)}. Give one window "
+            "(or None) per layer."
+        )
+    blocks = tuple(split for split, _ in pairs)
+    for index, (window, block) in enumerate(zip(windows, blocks)):
+        first = windows.index(window)
+        if block != blocks[first]:
+            raise ModelError(
+                f"load({name}(...)): layers {first} and {index} differ in more than their arrays. Make layers of one "
+                "window alike, or give them different windows."
+            )
+    shell = copy.copy(model)
+    del shell.layers
+    rest, arrays = Split.of(shell)
+    embed_name = _embedding(model, name, arrays)
+    params: Params = {
+        "embed": arrays.pop(embed_name),
+        "rest": arrays,
+        "layers": [leaves for _, leaves in pairs],
+    }
+    sizes = {size: getattr(model, size) for size in SIZES}
+    network = OwnNetwork(
+        name=name, rest=rest, blocks=blocks, embed_name=embed_name, windows=windows, **sizes
+    )
+    return network, params
+
+
+def _embedding(model: Any, name: str, arrays: Params) -> str:
+    """The array [V, D] that says how many tokens there are and how wide they are."""
+    x = jax.eval_shape(lambda: model.embed(jnp.zeros((1, 1), jnp.int32), jnp.zeros((1, 1), jnp.int32)))
+    logits = jax.eval_shape(lambda: model.logits(jnp.zeros(x.shape, x.dtype)))
+    shape = (logits.shape[-1], x.shape[-1])
+    found = [key for key, array in arrays.items() if array.shape == shape]
+    if x.shape[:2] != (1, 1) or not found:
+        raise ModelError(
+            f"load({name}(...)): embed gives {x.shape} for one token and logits {logits.shape}, and outside the layers "
+            f"no array is {shape}, [vocabulary, width]. Embed tokens by such a table."
+        )
+    return found[0]
