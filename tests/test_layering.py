@@ -57,6 +57,8 @@ TABLE = {
     "kvjax.models": r"kvjax\.(errors|types|sharding\.(consistency|mesh))|kvjax\.models(\..+)?",
     "kvjax.chat_template": r"kvjax\.errors",
     "kvjax.text": r"kvjax\.(chat_template|models\.spec)",
+    "kvjax.laws": r"kvjax\.(errors|types)",
+    "kvjax.flax": rf"{STATE}|kvjax\.(algebra|decode|weights|flax\._.+)",
     "kvjax.loading": r"kvjax\.(types|text|weights|sharding(\..+)?|models(\..+)?)",
     "kvjax.metrics": STATE,
     "kvjax.programs": r"(?!)",
@@ -271,12 +273,21 @@ def test_a_planted_circle_is_seen():
     assert circles(graph) == [["kvjax.a", "kvjax.b"]]
 
 
-def test_flax_is_imported_by_training_and_its_module_alone():
+FLAX = {"kvjax.models.module", "kvjax.models.own", "kvjax.flax", "kvjax.flax._causal_lm"}
+
+
+def test_flax_is_imported_by_training_and_what_serves_flax_modules_alone():
     code, module = sources(), "kvjax.models.module"
     of_flax = {name for name, text in code.items() if re.search(r"^\s*(from|import) flax\b", text, re.M)}
     users = {name for name, text in code.items() if module in imported(name, text, set(code))}
-    assert module in of_flax
-    assert {name for name in of_flax | users if not name.startswith("train.")} == {module}
+    assert {name for name in of_flax | users if not name.startswith("train.")} == FLAX
+
+
+def test_the_decode_loop_never_sees_flax():
+    """``kvjax.flax`` is beside it; a Flax module is read when ``load`` is given one, by an import in there."""
+    code = sources()
+    users = {name for name, text in code.items() if {*imported(name, text, set(code))} & (FLAX - {"kvjax.models.module"})}
+    assert {name for name in users if not name.startswith("kvjax.flax")} == {"kvjax.loading"}
 
 
 def test_no_module_is_called_policy():

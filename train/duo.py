@@ -47,7 +47,7 @@ def mixed_attention(model: distill.GatedModel, sinks: int) -> distill.LayerAtten
         closed = jnp.where(jnp.arange(t) < sinks, 0.0, -jnp.inf)
         full = distill.gated_attention(model, x, jnp.zeros((b, k, t)))
         streaming = distill.gated_attention(model, x, jnp.broadcast_to(closed, (b, k, t)))
-        alpha = jnp.repeat(leaves["alpha"], model.spec.groups)[:, None].astype(full.dtype)
+        alpha = jnp.repeat(leaves["alpha"], model.network.num_heads // model.network.num_kv_heads)[:, None].astype(full.dtype)
         return alpha * full + (1 - alpha) * streaming, jnp.zeros(())
 
     return attend
@@ -104,12 +104,12 @@ def run(settings: Settings) -> loop.State:
     if settings.data["kind"] != "rows":
         raise ConfigError("data.kind: train.duo needs rows with answers. Use rows.")
     backbone_model, layout = backbone(settings), gates.make_layout(settings)
-    model = gates.gated_model(settings, backbone_model.spec, layout)
+    model = gates.gated_model(settings, backbone_model.network, layout)
     frozen = layout.frozen(backbone_model.params, settings.dtype)
-    data = gate_rows.read_data(settings, backbone_model.folder)
+    data = gate_rows.read_data(settings, backbone_model.folder or backbone_model.text.tokenizer)
     gate_rows.record_text(settings)
     unbound = functools.partial(objective, model, settings.lam, settings.sinks)
-    loss, pattern = jax.tree_util.Partial(unbound, frozen), initial_pattern(backbone_model.spec)
+    loss, pattern = jax.tree_util.Partial(unbound, frozen), initial_pattern(backbone_model.network)
     return loop.train(
         params=layout.put(pattern, layout.gates(pattern)),
         optimizer=make_optimizer(settings),
@@ -131,7 +131,7 @@ def export(settings: Settings, file: Path) -> None:
     model = backbone(settings)
     step, params = loop.latest(
         settings.folder,
-        initial_pattern(model.spec),
+        initial_pattern(model.network),
         make_optimizer(settings),
         gates.make_layout(settings),
     )

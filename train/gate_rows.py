@@ -71,18 +71,20 @@ def recorded_text(settings: Settings) -> str:
     return file.read_text().strip() if file.is_file() else "unknown"
 
 
-def read_data(settings: Settings, folder: Path) -> GateData:
-    """The data of a config, encoded by the tokenizer of the model in ``folder``, or in that GGUF file.
+def read_data(settings: Settings, source: Path | Tokenizer) -> GateData:
+    """The data of a config, encoded by a tokenizer, or by that of a model's folder or GGUF file.
 
     Raises:
       ConfigError: no documents, or none long enough.
     """
     from tokenizers import Tokenizer
 
-    if folder.is_file():  # a GGUF file
-        tokenizer = read_text(read_header(folder)).tokenizer
+    if not isinstance(source, Path):
+        tokenizer = source
+    elif source.is_file():  # a GGUF file
+        tokenizer = read_text(read_header(source)).tokenizer
     else:
-        tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        tokenizer = Tokenizer.from_file(str(source / "tokenizer.json"))
     read = _read_documents if settings.data["kind"] == "documents" else _read_mixture
     return read(settings, tokenizer)
 

@@ -51,7 +51,7 @@ from kvjax.decode._generate import Generation, generate, stream
 from kvjax.decode._loop import DecodeRows, decode_loop, decode_steps
 from kvjax.decode._placement import on_mesh
 from kvjax.decode._prefill import cut, cuts_after, extend, prefill, prompt_layer, read_layers, with_logits
-from kvjax.decode._step import piece, piece_program, run_layers, step, step_program
+from kvjax.decode._step import piece, run_layers, step, step_program
 
 __all__ = [
     "CHUNK",
@@ -84,7 +84,6 @@ __all__ = [
     "padded",
     "page_size",
     "piece",
-    "piece_program",
     "prefill",
     "prompt_layer",
     "prompt_pages",

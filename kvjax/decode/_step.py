@@ -175,6 +175,3 @@ def confidence_after(
 
 step_program = jax.jit(step, static_argnames=("network", "on_read"), donate_argnames="state")
 """``step`` compiled with its state donated, for loops of your own; ``stream`` runs ``decode_steps``."""
-
-piece_program = jax.jit(piece, static_argnames="network", donate_argnames="state")
-"""``piece`` compiled with its state donated."""

@@ -1,7 +1,9 @@
 """``CausalLM``: the decode loop's network, weights and KV state behind an ``nnx.Module``.
 
-The module is beside the decode loop, never under it: a call takes the leaves out of their variables and runs
+The module is beside the decode loop, never under it: a call takes the arrays out of their variables and runs
 ``kvjax.decode.step`` or ``piece``.
+
+Why: kvjax/DESIGN.md, 23.
 """
 
 from __future__ import annotations
@@ -246,7 +248,7 @@ class CausalLM(nnx.Module):
             policy that must see all of it first.
         """
         setup, now = self.setup, state(self)
-        tokens = jnp.asarray(tokens)
+        tokens = tokens if isinstance(tokens, jax.Array) else np.asarray(tokens)  # type: ignore[assignment]
         shape = "x".join(map(str, tokens.shape))
         if tokens.ndim not in (1, 2) or len(tokens) != now.rows:
             raise RequestError(
@@ -265,20 +267,34 @@ class CausalLM(nnx.Module):
                 f"lm(tokens): {setup.policy!r} decides when it has seen the whole prompt, and that takes the host. "
                 "Call lm.prefill(prompts) first."
             )
-        count = jnp.full(now.rows, tokens.shape[1]) if count is None else jnp.asarray(count)
-        count = count.astype(jnp.int32)
-        begins = now.length == 0
-        now = dataclasses.replace(now, total=jnp.where(begins, count if total is None else total, now.total))
-        arguments = (setup.network, setup.policy, self.params.tree(), self.learned.tree(), now)
-        traced = isinstance(now.length, jax.core.Tracer)
-        if tokens.shape[1] == 1:
-            run: Any = decode.step if traced else decode.step_program
-            after, logits = run(*arguments, tokens[:, 0], count > 0)
-        else:
-            run = decode.piece if traced else decode.piece_program
-            after, logits = run(*arguments, tokens, count)
+        run: Any = _feed if isinstance(now.length, jax.core.Tracer) else _feed_program
+        learned = self.learned.tree()
+        after, logits = run(setup.network, setup.policy, self.params.tree(), learned, now, tokens, count, total)
         self.cache = _with(self.cache, after)
         return logits  # type: ignore[no-any-return]
+
+
+def _feed(
+    network: Network,
+    policy: Policy,
+    params: Params,
+    learned: Params,
+    now: KVState,
+    tokens: Int[Array, "B T"],
+    count: Int[Array, " B"] | None,
+    total: Int[Array, " B"] | None,
+) -> tuple[KVState, Float[Array, "B V"]]:
+    """``CausalLM.__call__`` of arguments that are checked."""
+    count = jnp.full(now.rows, tokens.shape[1]) if count is None else count
+    count = count.astype(jnp.int32)
+    prompt = jnp.where(now.length == 0, count if total is None else total, now.total)
+    now = dataclasses.replace(now, total=now.mesh.everywhere(prompt.astype(jnp.int32)))
+    if tokens.shape[1] == 1:
+        return decode.step(network, policy, params, learned, now, tokens[:, 0], count > 0)
+    return decode.piece(network, policy, params, learned, now, tokens, count)
+
+
+_feed_program = jax.jit(_feed, static_argnames="network", donate_argnames="now")
 
 
 def state(lm: CausalLM) -> KVState:

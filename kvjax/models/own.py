@@ -43,7 +43,8 @@ class Split:
         """The parts of a module, arrays by name."""
         graph, state = nnx.split(module)
         pairs, structure = jax.tree_util.tree_flatten_with_path(state)
-        names = tuple(".".join(str(getattr(part, "key", "")) for part in path).strip(".") for path, _ in pairs)
+        parts = [[str(part.key) for part in path if hasattr(part, "key")] for path, _ in pairs]
+        names = tuple(".".join(("self", *part)) for part in parts)  # so that no name is one of our decoder's
         made = cls(graph, structure, names)
         vars(made)["_hash"] = hash((graph, structure, names))
         return made, dict(zip(names, (x for _, x in pairs)))

@@ -52,7 +52,7 @@ def test_it_writes_what_dense_attention_writes_and_its_arrays_are_shared():
         assert logits[len(prompt) - 1 : -1].argmax(-1).tolist() == new
     assert len(set(tokens[0])) > 2
     assert model.params["embed"] is own().tokens.embedding[...]
-    assert model.params["layers"][1]["q.kernel"] is own().layers[1].q.kernel[...]
+    assert model.params["layers"][1]["self.q.kernel"] is own().layers[1].q.kernel[...]
 
 
 @pytest.mark.parametrize("spec", ["snapkv(8) + ada(24) + int8(8)", "gvote(0.5, samples=2, ahead=8)"])
@@ -199,6 +199,9 @@ def test_the_first_layer_that_differs_is_the_one_that_is_broken():
 @dataclasses.dataclass(frozen=True)
 class Numbered(Decoder):
     """A network whose layers differ by their number."""
+
+    def at(self, context):
+        return self
 
     def layer(self, params, index, x, positions, attend, carry):
         return super().layer(params, index, x * (1 + index), positions, attend, carry)

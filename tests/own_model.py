@@ -53,14 +53,14 @@ class Block(nnx.Module):
 class Own(nnx.Module):
     """The model; ``block`` is the class of its layers."""
 
-    def __init__(self, seed: int = 0, layers: int = 2, windows=None, block=Block):
+    def __init__(self, seed: int = 0, layers: int = 2, windows=None, block=Block, vocab: int = VOCAB):
         rngs = nnx.Rngs(seed)
         self.num_heads, self.num_kv_heads, self.head_dim, self.max_positions = SIZES.values()
         self.windows = windows or (None,) * layers
-        self.tokens = nnx.Embed(VOCAB, WIDTH, rngs=rngs, embedding_init=nnx.initializers.normal(1.0))
+        self.tokens = nnx.Embed(vocab, WIDTH, rngs=rngs, embedding_init=nnx.initializers.normal(1.0))
         self.layers = many([block(rngs) for _ in range(layers)])
         self.last = nnx.LayerNorm(WIDTH, rngs=rngs)
-        self.head = nnx.Linear(WIDTH, VOCAB, rngs=rngs, kernel_init=nnx.initializers.normal(0.4))
+        self.head = nnx.Linear(WIDTH, vocab, rngs=rngs, kernel_init=nnx.initializers.normal(0.4))
 
     def embed(self, tokens, positions):
         del positions
@@ -68,3 +68,8 @@ class Own(nnx.Module):
 
     def logits(self, x):
         return self.head(self.last(x))
+
+
+def of_bytes() -> Own:
+    """A model whose tokens are the tiny tokenizer's, for trainers' configs."""
+    return Own(vocab=260)
