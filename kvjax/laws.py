@@ -75,8 +75,8 @@ def check(model: Weighted, *, seed: int = 0) -> Laws:
     """Whether a network gives the same result however a text is fed; seconds, on a CPU too.
 
     The laws: one token at a time equals the whole prompt; rows alone equal rows together; rows at different
-    positions do not disturb each other; what a layer says of its heads (``rotate``, ``project``) is true; layers
-    of one window differ in weights only. ``print`` shows each with the first layer that differs.
+    positions stay apart; what a layer says of its heads (``rotate``, ``project``) is true; layers of one
+    window differ in weights only. ``print`` shows each with the first layer that differs.
 
     Args:
       model: a network and its weights, such as ``kvjax.load(module)``.
@@ -87,7 +87,9 @@ def check(model: Weighted, *, seed: int = 0) -> Laws:
     """
     _check_protocol(model)
     network, params = model.network.at(TOKENS), model.params
-    tokens = np.random.default_rng(seed).integers(0, params["embed"].shape[0], (ROWS, TOKENS)).astype(np.int32)
+    tokens = (
+        np.random.default_rng(seed).integers(0, params["embed"].shape[0], (ROWS, TOKENS)).astype(np.int32)
+    )
     feed = functools.partial(_feed, network, params)
     start = np.zeros(ROWS, np.int32)
     whole, stated, _ = feed(tokens, start, None)
@@ -118,8 +120,8 @@ def check(model: Weighted, *, seed: int = 0) -> Laws:
             "one token at a time equals the whole prompt",
             single,
             whole,
-            "The layer uses other tokens of the call, or counts positions from 0: use `positions`, and let tokens "
-            "meet in `attend` alone.",
+            "The layer uses other tokens of the call, or counts positions from 0: use `positions`, and let "
+            "tokens meet in `attend` alone.",
         ),
         compare(
             "rows at different positions stay apart",
@@ -233,7 +235,9 @@ def _check_protocol(model: Weighted) -> None:
 
     def require(holds: bool, rule: str) -> None:
         if not holds:
-            raise LawError(f"check({type(network).__name__}): {rule} docs/flax.md shows a model that keeps it.")
+            raise LawError(
+                f"check({type(network).__name__}): {rule} docs/flax.md shows a model that keeps it."
+            )
 
     for name in ("num_layers", "num_heads", "num_kv_heads", "head_dim", "max_positions", "windows"):
         require(hasattr(network, name), f"the network has no {name}.")
@@ -263,11 +267,21 @@ def _check_protocol(model: Weighted) -> None:
     x, logits = jax.eval_shape(run, params)
     require(len(seen) == 1, f"layer 0 calls attend {len(seen)} times; it must call it once.")
     n, k, h = network.num_heads, network.num_kv_heads, network.head_dim
-    shapes = {"q": (1, 2, n, h), "q_pre": (1, 2, n, h), "k": (1, 2, k, h), "k_pre": (1, 2, k, h), "v": (1, 2, k, h)}
+    shapes = {
+        "q": (1, 2, n, h),
+        "q_pre": (1, 2, n, h),
+        "k": (1, 2, k, h),
+        "k_pre": (1, 2, k, h),
+        "v": (1, 2, k, h),
+    }
     for name, shape in shapes.items():
         got = getattr(seen[0], name).shape
-        require(got == shape, f"layer 0 gives attend {name} of shape {got}; it must be {shape}, [B, T, heads, H].")
-    require(x.shape == (1, 2, width), f"layer 0 gives {x.shape} for x of {(1, 2, width)}; it must keep the shape.")
+        require(
+            got == shape, f"layer 0 gives attend {name} of shape {got}; it must be {shape}, [B, T, heads, H]."
+        )
+    require(
+        x.shape == (1, 2, width), f"layer 0 gives {x.shape} for x of {(1, 2, width)}; it must keep the shape."
+    )
     right = logits.shape == (1, 2, params["embed"].shape[0]) and logits.dtype == jnp.float32
     require(right, f"logits are {logits.dtype} {logits.shape}; they must be float32 [..., vocabulary].")
 

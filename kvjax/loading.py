@@ -1,4 +1,4 @@
-"""Loads a model: the one in the package, a folder, a GGUF file, one of the hub, or a Flax module in memory."""
+"""Loads a model: the one in the package, a folder, a GGUF file, one of the hub, or a Flax module."""
 
 from __future__ import annotations
 
@@ -184,12 +184,14 @@ def load(
     if source is not None and not isinstance(source, str | Path):
         model = _load_module(source, dtype, tokenizer, target)
         if isinstance(model, OwnModel) and heads is not None:
-            raise hf.ModelError(f"load({model.name}(...), heads=...) cannot reorder the heads of a module of yours.")
+            raise hf.ModelError(
+                f"load({model.name}(...), heads=...) cannot reorder the heads of a module of yours."
+            )
     else:
         if tokenizer is not None:
             raise hf.ModelError(
-                f"load({str(source)!r}, tokenizer=...): this model has its tokenizer beside it. Leave it out; it is "
-                "for Flax modules."
+                f"load({str(source)!r}, tokenizer=...): this model has its tokenizer beside it. Leave it out; "
+                "it is for Flax modules."
             )
         if source is None:
             hf_model = hf.load(embedded_folder(), dtype=dtype or "float32", mesh=target)
@@ -215,7 +217,9 @@ def _load_module(
 
     name, spec, copied = type(module).__name__, None, 0
     if dtype not in (None, *DTYPES):
-        raise ModelError(f"load({name}(...), dtype={dtype!r}) names no dtype. Give one of {', '.join(DTYPES)}.")
+        raise ModelError(
+            f"load({name}(...), dtype={dtype!r}) names no dtype. Give one of {', '.join(DTYPES)}."
+        )
     if tunix.is_tunix(module):
         spec, params, copied = tunix.read(module)
     else:
@@ -223,8 +227,12 @@ def _load_module(
 
         network, params = own.read(module)
     if dtype is not None:
-        cast = jax.tree.map(lambda x: x.astype(dtype) if jax.numpy.issubdtype(x.dtype, "floating") else x, params)
-        copied += sum(new.nbytes for x, new in zip(*map(jax.tree.leaves, (params, cast))) if x.dtype != new.dtype)
+        cast = jax.tree.map(
+            lambda x: x.astype(dtype) if jax.numpy.issubdtype(x.dtype, "floating") else x, params
+        )
+        copied += sum(
+            new.nbytes for x, new in zip(*map(jax.tree.leaves, (params, cast))) if x.dtype != new.dtype
+        )
         params = cast
     if spec is None:
         if mesh != meshes.ONE:
@@ -233,15 +241,15 @@ def _load_module(
     if copied:
         whole = sum(x.nbytes for x in jax.tree.leaves(params))
         warnings.warn(
-            f"load({name}(...)) copies {copied:,} of {whole:,} bytes, whose layout or dtype is another one; the "
-            "others are shared.",
+            f"load({name}(...)) copies {copied:,} of {whole:,} bytes, whose layout or dtype is another one; "
+            "the others are shared.",
             stacklevel=3,
         )
     said = getattr(module.config, "rope_theta", None)
     if said is not None and spec.rope.theta != said:
         warnings.warn(
-            f"load({name}(...)): the module turns by rope_theta {spec.rope.theta:g}, its config says {said:g}. "
-            "kvjax computes what the module computes.",
+            f"load({name}(...)): the module turns by rope_theta {spec.rope.theta:g}, its config says "
+            f"{said:g}. kvjax computes what the module computes.",
             stacklevel=3,
         )
     text = _read_text(tokenizer)

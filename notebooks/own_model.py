@@ -42,7 +42,9 @@ def rope(x, positions):  # [B, T, heads, H] at positions [B, T]
     half = H // 2
     angle = positions[:, :, None, None] * 10_000.0 ** (-jnp.arange(half) / half)
     a, b = x[..., :half], x[..., half:]
-    return jnp.concatenate([a * jnp.cos(angle) - b * jnp.sin(angle), b * jnp.cos(angle) + a * jnp.sin(angle)], -1)
+    return jnp.concatenate(
+        [a * jnp.cos(angle) - b * jnp.sin(angle), b * jnp.cos(angle) + a * jnp.sin(angle)], -1
+    )
 
 
 class Block(nnx.Module):
@@ -89,9 +91,9 @@ class Transformer(nnx.Module):
 
 
 # %% [markdown]
-# `attend` gets the heads of T new tokens and gives back what attention mixes of the values. Scores are divided
-# by the square root of H. `q_pre` and `k_pre` are before RoPE, `hidden` is the input of the attention block,
-# `rotate` and `project` tell policies that look ahead how queries come about.
+# `attend` gets the heads of T new tokens and gives back what attention mixes of the values. Scores are
+# divided by the square root of H. `q_pre` and `k_pre` are before RoPE, `hidden` is the input of the attention
+# block, `rotate` and `project` tell policies that look ahead how queries come about.
 #
 # A little training first, so that there is something to lose: the second half of a row repeats the first.
 
@@ -125,8 +127,8 @@ for _ in range(400):
 print(f"loss {float(last):.2f}")
 
 # %% [markdown]
-# `load` takes the module; no array is copied. `check` feeds it in other portions, beside other rows and at other
-# positions, and names the first layer that gives another result.
+# `load` takes the module; no array is copied. `check` feeds it in other portions, beside other rows and at
+# other positions, and names the first layer that gives another result.
 
 # %%
 model = kvjax.load(module)
@@ -163,4 +165,4 @@ written = [int(token[0])]
 for _ in range(7):
     token = step(lm, token)
     written.append(int(token[0]))
-written == kvjax.generate(model, "snapkv(16) + ada(0.5)", [prompt], max_new_tokens=8).tokens[0]
+assert written == kvjax.generate(model, "snapkv(16) + ada(0.5)", [prompt], max_new_tokens=8).tokens[0]

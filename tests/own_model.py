@@ -17,7 +17,9 @@ def turned(x, positions):
     half = x.shape[-1] // 2
     angle = positions[..., None, None] * 100.0 ** (-jnp.arange(half) / half)
     a, b = x[..., :half], x[..., half:]
-    return jnp.concatenate([a * jnp.cos(angle) - b * jnp.sin(angle), b * jnp.cos(angle) + a * jnp.sin(angle)], -1)
+    return jnp.concatenate(
+        [a * jnp.cos(angle) - b * jnp.sin(angle), b * jnp.cos(angle) + a * jnp.sin(angle)], -1
+    )
 
 
 class Block(nnx.Module):

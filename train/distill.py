@@ -185,8 +185,8 @@ def check_model(model: ModelSpec | Network, tensor: int) -> None:
     """
     if any(window is not None for window in model.windows):
         raise ValueError(
-            f"gates for a {getattr(model, 'family', 'model')} with sliding-window layers: such a layer is a ring already and takes "
-            "no admission. Choose a model whose layers all attend fully."
+            f"gates for a {getattr(model, 'family', 'model')} with sliding-window layers: such a layer is a "
+            "ring already and takes no admission. Choose a model whose layers all attend fully."
         )
     if model.num_kv_heads % tensor:
         raise ValueError(

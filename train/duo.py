@@ -47,7 +47,9 @@ def mixed_attention(model: distill.GatedModel, sinks: int) -> distill.LayerAtten
         closed = jnp.where(jnp.arange(t) < sinks, 0.0, -jnp.inf)
         full = distill.gated_attention(model, x, jnp.zeros((b, k, t)))
         streaming = distill.gated_attention(model, x, jnp.broadcast_to(closed, (b, k, t)))
-        alpha = jnp.repeat(leaves["alpha"], model.network.num_heads // model.network.num_kv_heads)[:, None].astype(full.dtype)
+        alpha = jnp.repeat(leaves["alpha"], model.network.num_heads // model.network.num_kv_heads)[
+            :, None
+        ].astype(full.dtype)
         return alpha * full + (1 - alpha) * streaming, jnp.zeros(())
 
     return attend

@@ -185,7 +185,10 @@ def check_continues(call: str, network: Network, policy: Policy, state: KVState,
 def _check_model(call: str, network: Network, state: KVState) -> None:
     """Refuses a state of another shape than the network's; its weights leave no sign in a state."""
     heads, _, dim = state.layers[0].ring.k.shape[1:]
-    made, needed = ((len(state.layers), heads, dim), (network.num_layers, network.num_kv_heads, network.head_dim))
+    made, needed = (
+        (len(state.layers), heads, dim),
+        (network.num_layers, network.num_kv_heads, network.head_dim),
+    )
     if made != needed:
         shape = "{} layers of {} KV heads of {}".format
         raise RequestError(

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from kvjax import decode
 from kvjax.algebra import Policy
 from kvjax.cache.state import KVState, PoolOverflowError
 from kvjax.decode import CHUNK, RequestError
+from kvjax.nnx import nnx
 from kvjax.sharding.mesh import mesh_of
 from kvjax.types import Network, Params, Weighted
 from kvjax.weights import weights_for
@@ -77,8 +77,8 @@ class Setup:
 class CausalLM(nnx.Module):
     """A language model with its KV cache.
 
-    The model's weights are ``nnx.Param`` variables that share their arrays with ``model``, the policy's learned
-    weights ``Learned``, and the cache is one ``KV`` variable.
+    The model's weights are ``nnx.Param`` variables that share their arrays with ``model``, the policy's
+    learned weights ``Learned``, and the cache is one ``KV`` variable.
 
     Attributes:
       params: the model's weights, one variable per array.
@@ -217,20 +217,23 @@ class CausalLM(nnx.Module):
         try:
             room = decode.reserve(setup.policy, now, tokens, min(piece, tokens), ahead=tokens)
         except PoolOverflowError as error:
-            raise RequestError(f"{call}: since the last reserve {error.args[0].split('.')[0]}. {again}") from None
+            raise RequestError(
+                f"{call}: since the last reserve {error.args[0].split('.')[0]}. {again}"
+            ) from None
         _put(self, room)
 
     def _on_host(self, method: str) -> None:
         if isinstance(state(self).length, jax.core.Tracer):
             raise RequestError(
-                f"{method} inside jit: it may change the sizes of pools, which takes the host. Call it before."
+                f"{method} inside jit: it may change the sizes of pools, and that takes the host. Call it "
+                "before."
             )
 
     # --- pure ---
 
     def __call__(
         self,
-        tokens: Int[Array, "B"] | Int[Array, "B T"],
+        tokens: Int[Array, " B"] | Int[Array, "B T"],
         count: Int[Array, " B"] | None = None,
         total: Int[Array, " B"] | None = None,
     ) -> Float[Array, "B V"]:
@@ -241,35 +244,37 @@ class CausalLM(nnx.Module):
         Args:
           tokens: one per row, or T per row (a piece of a prompt).
           count: how many of the T are real; a row with 0 is left as it is, and its logits mean nothing.
-          total: length of each row's prompt, where this is its first piece; by default the piece is all of it.
+          total: length of each row's prompt, where this is its first piece; by default the piece is all.
 
         Raises:
-          RequestError: other rows than the cache has, more tokens than one call may bring, or a prompt under a
-            policy that must see all of it first.
+          RequestError: other rows than the cache has, more tokens than one call may bring, or a prompt under
+            a policy that must see all of it first.
         """
         setup, now = self.setup, state(self)
         tokens = tokens if isinstance(tokens, jax.Array) else np.asarray(tokens)  # type: ignore[assignment]
         shape = "x".join(map(str, tokens.shape))
         if tokens.ndim not in (1, 2) or len(tokens) != now.rows:
             raise RequestError(
-                f"lm(tokens of shape {shape}): the cache has {now.rows} rows. Give one token per row, or T per "
-                "row; for another batch make another CausalLM."
+                f"lm(tokens of shape {shape}): the cache has {now.rows} rows. Give one token per row, or T "
+                "per row; for another batch make another CausalLM."
             )
         tokens = tokens[:, None] if tokens.ndim == 1 else tokens
         most = min(now.chunk, now.context)
         if tokens.shape[1] > most:
             raise RequestError(
-                f"lm(tokens of shape {shape}) brings more than the {most} tokens that chunk_size={now.chunk} and "
-                f"context={now.context} allow. Feed smaller pieces, or make the CausalLM with larger ones."
+                f"lm(tokens of shape {shape}) brings more than the {most} tokens that chunk_size={now.chunk} "
+                f"and context={now.context} allow. Feed smaller pieces, or make the CausalLM with larger ones."
             )
         if setup.policy.whole_prompt and not self.read:
             raise RequestError(
-                f"lm(tokens): {setup.policy!r} decides when it has seen the whole prompt, and that takes the host. "
-                "Call lm.prefill(prompts) first."
+                f"lm(tokens): {setup.policy!r} decides when it has seen the whole prompt, and that takes the "
+                "host. Call lm.prefill(prompts) first."
             )
         run: Any = _feed if isinstance(now.length, jax.core.Tracer) else _feed_program
         learned = self.learned.tree()
-        after, logits = run(setup.network, setup.policy, self.params.tree(), learned, now, tokens, count, total)
+        after, logits = run(
+            setup.network, setup.policy, self.params.tree(), learned, now, tokens, count, total
+        )
         self.cache = _with(self.cache, after)
         return logits  # type: ignore[no-any-return]
 

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 
 from kvjax.models.hf_config import ModelError
+from kvjax.nnx import nnx
 from kvjax.types import AttendFn, C, Heads, Params
 
 if TYPE_CHECKING:
@@ -51,13 +51,19 @@ class Split:
 
     def merge(self, arrays: Params) -> Any:
         """The module with these arrays."""
-        return nnx.merge(self.graph, jax.tree.unflatten(self.structure, [arrays[name] for name in self.names]))
+        return nnx.merge(
+            self.graph, jax.tree.unflatten(self.structure, [arrays[name] for name in self.names])
+        )
 
     def __eq__(self, other: object) -> bool:
         if self is other:
             return True
         same = isinstance(other, Split) and vars(self)["_hash"] == vars(other)["_hash"]
-        return same and (self.graph, self.structure, self.names) == (other.graph, other.structure, other.names)
+        return same and (self.graph, self.structure, self.names) == (
+            other.graph,
+            other.structure,
+            other.names,
+        )
 
     def __hash__(self) -> int:
         return vars(self)["_hash"]  # type: ignore[no-any-return]
@@ -130,8 +136,10 @@ def read(model: Any) -> tuple[OwnNetwork, Params]:
     lacks = [part for part in (*METHODS, *SIZES) if not hasattr(model, part)]
     if not isinstance(model, nnx.Module) or lacks:
         raise ModelError(
-            f"load({name}(...)) is neither a name of a model nor an nnx.Module with {', '.join(METHODS)} and the "
-            f"sizes {', '.join(SIZES)}" + (f": it has no {', '.join(lacks)}. " if lacks else ". ") + "docs/flax.md "
+            f"load({name}(...)) is neither a name of a model nor an nnx.Module with {', '.join(METHODS)} and "
+            f"the sizes {', '.join(SIZES)}"
+            + (f": it has no {', '.join(lacks)}. " if lacks else ". ")
+            + "docs/flax.md "
             "shows a model that has them."
         )
     layers = list(model.layers)
@@ -139,16 +147,16 @@ def read(model: Any) -> tuple[OwnNetwork, Params]:
     windows = tuple(getattr(model, "windows", (None,) * len(layers)))
     if len(windows) != len(layers):
         raise ModelError(
-            f"load({name}(...)): windows names {len(windows)} layers, the model has {len(layers)}. Give one window "
-            "(or None) per layer."
+            f"load({name}(...)): windows names {len(windows)} layers, the model has {len(layers)}. Give one "
+            "window (or None) per layer."
         )
     blocks = tuple(split for split, _ in pairs)
     for index, (window, block) in enumerate(zip(windows, blocks)):
         first = windows.index(window)
         if block != blocks[first]:
             raise ModelError(
-                f"load({name}(...)): layers {first} and {index} differ in more than their arrays. Make layers of one "
-                "window alike, or give them different windows."
+                f"load({name}(...)): layers {first} and {index} differ in more than their arrays. Make "
+                "layers of one window alike, or give them different windows."
             )
     shell = copy.copy(model)
     del shell.layers
@@ -160,9 +168,7 @@ def read(model: Any) -> tuple[OwnNetwork, Params]:
         "layers": [leaves for _, leaves in pairs],
     }
     sizes = {size: getattr(model, size) for size in SIZES}
-    network = OwnNetwork(
-        name=name, rest=rest, blocks=blocks, embed_name=embed_name, windows=windows, **sizes
-    )
+    network = OwnNetwork(name=name, rest=rest, blocks=blocks, embed_name=embed_name, windows=windows, **sizes)
     return network, params
 
 
@@ -174,7 +180,7 @@ def _embedding(model: Any, name: str, arrays: Params) -> str:
     found = [key for key, array in arrays.items() if array.shape == shape]
     if x.shape[:2] != (1, 1) or not found:
         raise ModelError(
-            f"load({name}(...)): embed gives {x.shape} for one token and logits {logits.shape}, and outside the layers "
-            f"no array is {shape}, [vocabulary, width]. Embed tokens by such a table."
+            f"load({name}(...)): embed gives {x.shape} for one token and logits {logits.shape}, and outside "
+            f"the layers no array is {shape}, [vocabulary, width]. Embed tokens by such a table."
         )
     return found[0]

@@ -134,8 +134,8 @@ def read(model: Any) -> tuple[ModelSpec, Params, int]:
     kind, config = KINDS.get(name), getattr(model, "config", None)
     if kind is None or config is None:
         raise ModelError(
-            f"load({name}(...)) is not a tunix model that kvjax reads ({', '.join(KINDS)}). Save it in Hugging "
-            "Face's format and load that folder."
+            f"load({name}(...)) is not a tunix model that kvjax reads ({', '.join(KINDS)}). Save it in "
+            "Hugging Face's format and load that folder."
         )
     if getattr(config, "num_experts", None):
         raise ModelError(f"load({name}(...)) has {config.num_experts} experts. Give a model without experts.")
@@ -159,7 +159,8 @@ def read(model: Any) -> tuple[ModelSpec, Params, int]:
     as_many = kind.layer is _GEMMA and spec.num_heads == spec.num_kv_heads
     table = {**kind.layer, **(_AS_MANY if as_many else {})}
     params["layers"] = [
-        {name: take(layer, table[name]) for name in names} for layer, names in zip(model.layers, tree["layers"])
+        {name: take(layer, table[name]) for name in names}
+        for layer, names in zip(model.layers, tree["layers"])
     ]
     return spec, params, sum(copied)
 
@@ -177,7 +178,12 @@ def _spec(model: Any, kind: Kind) -> ModelSpec:
     }
     if kind.layer is not _GEMMA:
         tied = c.weight_tying if hasattr(c, "weight_tying") else c.use_tied_embedding
-        ruled = {"vocab_size": c.vocab_size, "norm_eps": c.norm_eps, "tied": tied, "rope": Rope(theta=theta(model))}
+        ruled = {
+            "vocab_size": c.vocab_size,
+            "norm_eps": c.norm_eps,
+            "tied": tied,
+            "rope": Rope(theta=theta(model)),
+        }
         return ModelSpec(**sizes, **ruled, **traits)
 
     def rope(base: float, factor: float) -> Rope:
@@ -201,8 +207,8 @@ def _spec(model: Any, kind: Kind) -> ModelSpec:
 def theta(model: Any) -> float:
     """The base by which the model really turns.
 
-    Attention of 0.1.7's Llama3 and Qwen3 calls ``apply_rope`` without the config's ``rope_theta``, so that its
-    default counts. Whether it does is read off the names in the compiled function.
+    Attention of 0.1.7's Llama3 and Qwen3 calls ``apply_rope`` without the config's ``rope_theta``, so that
+    its default counts. Whether it does is read off the names in the compiled function.
     """
     attention = type(model.layers[0].attn)
     said = float(model.config.rope_theta)

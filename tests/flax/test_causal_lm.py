@@ -153,7 +153,9 @@ def test_a_prompt_may_come_in_pieces_inside_jit(spec, inside):
     tokens, logits = decode.padded(PROMPTS, 48), []
     for start in range(0, 48, 16):
         count = np.clip(lengths - start, 0, 16)
-        logits.append(run(lm, jnp.asarray(tokens[:, start : start + 16]), jnp.asarray(count), jnp.asarray(lengths)))
+        logits.append(
+            run(lm, jnp.asarray(tokens[:, start : start + 16]), jnp.asarray(count), jnp.asarray(lengths))
+        )
     last = jnp.stack([logits[2][0], logits[1][1]])  # of the piece in which a row ends
     lm.reserve(NEW)
     assert written(run, lm, last) == right
@@ -240,7 +242,9 @@ def test_host_calls_inside_jit_are_refused():
 
 def test_a_state_of_another_model_or_policy_is_refused():
     deeper = tiny.Tiny(
-        type(tiny.model().network)(dataclasses.replace(tiny.model().network.spec, num_layers=1, windows=(None,))),
+        type(tiny.model().network)(
+            dataclasses.replace(tiny.model().network.spec, num_layers=1, windows=(None,))
+        ),
         tiny.model().params | {"layers": tiny.model().params["layers"][:1]},
     )
     policy = kvjax.policy(STREAMING)

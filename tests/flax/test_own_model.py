@@ -175,7 +175,10 @@ def same(heads):
         (lambda x, at: (x, jnp.broadcast_to(jnp.arange(x.shape[1]), at.shape), same), {SINGLE, APART}),
         (lambda x, at: (x, jnp.broadcast_to(at[:1], at.shape), same), {APART}),
         (lambda x, at: (x, at, lambda h: dataclasses.replace(h, rotate=None)), {ROPE}),
-        (lambda x, at: (x, at, lambda h: dataclasses.replace(h, project=lambda y: 2 * h.project(y))), {QUERIES}),
+        (
+            lambda x, at: (x, at, lambda h: dataclasses.replace(h, project=lambda y: 2 * h.project(y))),
+            {QUERIES},
+        ),
     ],
     ids=["mean over rows", "looks back", "counts from 0", "one row's positions", "no rotate", "project"],
 )

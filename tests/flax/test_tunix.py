@@ -50,7 +50,11 @@ def made(family: str, **more):
         from tunix.models.gemma3 import model as of
 
         sizes |= {"num_layers": 6}  # the sixth attends fully
-        bases = {"local_base_frequency": 10_000, "global_base_frequency": 1_000_000, "global_scale_factor": 8.0}
+        bases = {
+            "local_base_frequency": 10_000,
+            "global_base_frequency": 1_000_000,
+            "global_scale_factor": 8.0,
+        }
         rule = {"num_embed": 61, "sliding_window_size": 9, "param_dtype": jnp.float32}
         config = of.ModelConfig(**rule | bases | sizes)
         module = of.Gemma3(config, rngs=nnx.Rngs(0))
@@ -101,7 +105,9 @@ def test_logits_are_theirs_and_arrays_are_shared(case, record_property):
     assert np.abs(right).max() > 1, "the logits are flat: the test says little"
     assert apart <= MOST
 
-    of_module = {id(x) for x in jax.tree.leaves(jax.tree.map(lambda v: v, jax.tree.leaves(module_state(module))))}
+    of_module = {
+        id(x) for x in jax.tree.leaves(jax.tree.map(lambda v: v, jax.tree.leaves(module_state(module))))
+    }
     shared = sum(x.nbytes for x in jax.tree.leaves(model.params) if id(x) in of_module)
     assert shared + copied == sum(x.nbytes for x in jax.tree.leaves(model.params))
 
