@@ -190,8 +190,8 @@ def load(
     else:
         if tokenizer is not None:
             raise hf.ModelError(
-                f"load({str(source)!r}, tokenizer=...): this model has its tokenizer beside it. Leave it out; "
-                "it is for Flax modules."
+                f"load({str(source)!r}, tokenizer=...): this model has its tokenizer beside it. Leave it "
+                "out; it is for Flax modules."
             )
         if source is None:
             hf_model = hf.load(embedded_folder(), dtype=dtype or "float32", mesh=target)

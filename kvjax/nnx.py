@@ -11,5 +11,6 @@ except (ImportError, AttributeError) as error:
 
     raise ImportError(
         f"import kvjax.flax: flax {flax.__version__} cannot import nnx beside jax {jax.__version__} "
-        f"({error}). Install a flax that was made for this jax (pip install -U flax); kvjax.generate needs none."
+        f"({error}). Install a flax that was made for this jax (pip install -U flax); kvjax.generate needs "
+        "none."
     ) from error

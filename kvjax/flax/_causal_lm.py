@@ -38,23 +38,30 @@ class Learned(nnx.Variable):
     """A learned weight of the policy; the model's own are ``nnx.Param``."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Names:
+    """What is static in a ``Tree``."""
+
+    of: tuple[str, ...]
+    is_dict: bool
+
+
 class Tree(nnx.Module):
     """A tree of dicts and lists as nested modules, one variable per array."""
 
     def __init__(self, tree: Any, kind: type[nnx.Variable]):
-        pairs = tree.items() if isinstance(tree, dict) else enumerate(tree)
-        self.is_dict = isinstance(tree, dict)
-        self.names = tuple(str(name) for name, _ in pairs)
-        values = tree.values() if isinstance(tree, dict) else tree
-        for name, value in zip(self.names, values):
+        pairs = dict(sorted(tree.items())) if isinstance(tree, dict) else dict(enumerate(tree))
+        pairs = {str(name): value for name, value in pairs.items()}
+        self.names = Names(tuple(pairs), isinstance(tree, dict))
+        for name, value in pairs.items():
             nested = isinstance(value, dict | list | tuple)
             setattr(self, name, Tree(value, kind) if nested else kind(jnp.asarray(value)))
 
     def tree(self) -> Any:
         """The tree with its arrays, not copies."""
-        members = [getattr(self, name) for name in self.names]
+        members = [getattr(self, name) for name in self.names.of]
         values = [x.tree() if isinstance(x, Tree) else _value(x) for x in members]
-        return dict(zip(self.names, values)) if self.is_dict else values
+        return dict(zip(self.names.of, values)) if self.names.is_dict else values
 
 
 @dataclasses.dataclass(frozen=True)
@@ -263,7 +270,7 @@ class CausalLM(nnx.Module):
         if tokens.shape[1] > most:
             raise RequestError(
                 f"lm(tokens of shape {shape}) brings more than the {most} tokens that chunk_size={now.chunk} "
-                f"and context={now.context} allow. Feed smaller pieces, or make the CausalLM with larger ones."
+                f"and context={now.context} allow. Feed smaller pieces, or make a CausalLM with larger ones."
             )
         if setup.policy.whole_prompt and not self.read:
             raise RequestError(

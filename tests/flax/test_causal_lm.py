@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import subprocess
 import sys
+import time
 
 import jax
 import jax.numpy as jnp
@@ -61,8 +63,8 @@ def test_it_writes_what_generate_writes_inside_jit_and_outside(spec):
     assert kvflax.state(lm).length.tolist() == [40 + NEW - 1, 23 + NEW - 1]
 
 
-@jax.jit
-def pure(graph, cache, rest, tokens):
+@functools.partial(jax.jit, donate_argnums=1)
+def donating(graph, cache, rest, tokens):
     lm = nnx.merge(graph, cache, rest)
     logits = lm(tokens)
     return logits, nnx.state(lm, kvflax.KV)
@@ -89,7 +91,7 @@ def test_a_plain_jit_takes_the_parts():
     graph, cache, rest = nnx.split(lm, kvflax.KV, ...)
     tokens = [logits.argmax(-1)]
     for _ in range(NEW - 1):
-        logits, cache = pure(graph, cache, rest, tokens[-1])
+        logits, cache = donating(graph, cache, rest, tokens[-1])
         tokens.append(logits.argmax(-1))
     assert np.stack(tokens, axis=1).tolist() == right
 
@@ -188,6 +190,59 @@ def test_other_weights_compile_nothing():
         lm.reserve(NEW)
         step(lm, logits.argmax(-1))
     assert len(count) == 1
+
+
+@pytest.mark.slow
+def test_the_cost_of_a_call_beside_the_decode_loop():
+    """Milliseconds of CPU time a token, of the embedded model's step: ``pytest -rP -m slow``."""
+    model, new = kvjax.load(), 64
+    prompt = [np.random.default_rng(0).integers(3, 1000, 400).tolist()]
+    lm = kvflax.CausalLM(model, "snapkv + ada(0.25)", batch=1, context=1024)
+    inside = nnx.jit(lambda lm, token: lm(token))
+
+    def fed(logits, call):
+        for _ in range(new):
+            logits = call(logits.argmax(-1))
+        return logits
+
+    def parts(logits):
+        graph, cache, rest = nnx.split(lm, kvflax.KV, ...)
+
+        def call(token):
+            nonlocal cache
+            logits, cache = donating(graph, cache, rest, token)
+            return logits
+
+        logits = fed(logits, call)
+        nnx.update(lm, cache)
+        return logits
+
+    ways = {
+        "lm(token)": lambda logits: fed(logits, lm),
+        "nnx.jit": lambda logits: fed(logits, lambda token: inside(lm, token)),
+        "jax.jit of nnx.split": parts,
+    }
+    spent = {}
+    for name, run in ways.items():
+        times = []
+        for _ in range(3):  # the first one compiles
+            logits = lm.prefill(prompt)
+            lm.reserve(new)
+            begin = time.process_time()
+            jax.block_until_ready(run(logits))
+            times.append((time.process_time() - begin) / new)
+        spent[name] = min(times[1:])
+    times = []
+    for _ in range(3):
+        state, logits = kvjax.prefill(model, "snapkv + ada(0.25)", prompt, context=1024)
+        pieces = kvjax.stream(model, "snapkv + ada(0.25)", state, logits, max_new_tokens=new + 1, stops=())
+        next(pieces)  # the first token is the prompt's
+        begin = time.process_time()
+        next(pieces)
+        times.append((time.process_time() - begin) / new)
+    spent["stream"] = min(times[1:])
+    print(*(f"{name}: {1e3 * seconds:.1f} ms" for name, seconds in spent.items()), sep="\n")
+    assert spent["lm(token)"] < 3 * spent["stream"]
 
 
 # --- what is refused ------------------------------------------------------------------------------

@@ -15,8 +15,8 @@ from train.ranker import __main__ as ranker
 PLAN = {"steps": 8, "log_every": 1, "check_every": 8, "save_every": 8}
 
 
-def source(tiny_folder):
-    return {"source": "python:own_model:of_bytes", "tokenizer": str(tiny_folder)}
+def source(tiny_folder) -> dict[str, str]:
+    return {"source": "python:own_model:of_bytes", "tokenizer": str(tiny_folder), "dtype": "float32"}
 
 
 def serves(spec: str, weights) -> None:
@@ -30,8 +30,8 @@ def serves(spec: str, weights) -> None:
 
 
 def test_gates_learn_and_serve(tmp_path, tiny_folder):
-    tree = gates_tiny.config_at(tmp_path, tiny_folder, model=source(tiny_folder), plan={**PLAN, "steps": 12})
-    config = gates_tiny.written(tmp_path, tree)
+    tree = gates_tiny.config_at(tmp_path, tiny_folder, plan={**PLAN, "steps": 12})
+    config = gates_tiny.written(tmp_path, tree | {"model": source(tiny_folder)})
     assert gates.main(["--config", str(config)]) == 0
     losses = [r["loss"] for r in gates_tiny.records(tmp_path) if "loss" in r]
     assert np.mean(losses[-3:]) < np.mean(losses[:3])
@@ -50,7 +50,8 @@ def test_rankers_learn_and_serve(tmp_path, tiny_folder):
 
 
 def test_a_function_that_is_not_there_is_one_sentence(tmp_path, tiny_folder, capsys):
-    tree = gates_tiny.config_at(tmp_path, tiny_folder, model={"source": "python:own_model:nothing"})
+    model = {"source": "python:own_model:nothing", "dtype": "float32"}
+    tree = gates_tiny.config_at(tmp_path, tiny_folder) | {"model": model}
     assert gates.main(["--config", str(gates_tiny.written(tmp_path, tree))]) == 2
     says = capsys.readouterr().err
     assert says.startswith("error: model.source: 'python:own_model:nothing'")
