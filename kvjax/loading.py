@@ -228,7 +228,7 @@ def _load_module(
         network, params = own.read(module)
     if dtype is not None:
         cast = jax.tree.map(
-            lambda x: x.astype(dtype) if jax.numpy.issubdtype(x.dtype, "floating") else x, params
+            lambda x: x.astype(dtype) if jax.numpy.issubdtype(x.dtype, jax.numpy.floating) else x, params
         )
         copied += sum(
             new.nbytes for x, new in zip(*map(jax.tree.leaves, (params, cast))) if x.dtype != new.dtype

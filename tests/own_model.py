@@ -11,6 +11,7 @@ import kvjax
 SIZES = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "max_positions": 256}
 VOCAB, WIDTH = 61, 32
 many = getattr(nnx, "List", list)
+bold = nnx.initializers.normal(0.4)  # attention is peaked, and texts vary
 
 
 def turned(x, positions):
@@ -27,7 +28,6 @@ class Block(nnx.Module):
 
     def __init__(self, rngs: nnx.Rngs):
         n, k, h = SIZES["num_heads"], SIZES["num_kv_heads"], SIZES["head_dim"]
-        bold = nnx.initializers.normal(0.4)  # attention is peaked, and texts vary
         self.norm = nnx.LayerNorm(WIDTH, rngs=rngs)
         self.q = nnx.LinearGeneral(WIDTH, (n, h), rngs=rngs, kernel_init=bold)
         self.k = nnx.LinearGeneral(WIDTH, (k, h), rngs=rngs, kernel_init=bold)
@@ -62,7 +62,7 @@ class Own(nnx.Module):
         self.tokens = nnx.Embed(vocab, WIDTH, rngs=rngs, embedding_init=nnx.initializers.normal(1.0))
         self.layers = many([block(rngs) for _ in range(layers)])
         self.last = nnx.LayerNorm(WIDTH, rngs=rngs)
-        self.head = nnx.Linear(WIDTH, vocab, rngs=rngs, kernel_init=nnx.initializers.normal(0.4))
+        self.head = nnx.Linear(WIDTH, vocab, rngs=rngs, kernel_init=bold)
 
     def embed(self, tokens, positions):
         del positions

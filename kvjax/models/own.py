@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import re
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from kvjax.models.hf_config import ModelError
 from kvjax.nnx import nnx
@@ -139,8 +141,7 @@ def read(model: Any) -> tuple[OwnNetwork, Params]:
             f"load({name}(...)) is neither a name of a model nor an nnx.Module with {', '.join(METHODS)} and "
             f"the sizes {', '.join(SIZES)}"
             + (f": it has no {', '.join(lacks)}. " if lacks else ". ")
-            + "docs/flax.md "
-            "shows a model that has them."
+            + "docs/flax.md shows a model that has them."
         )
     layers = list(model.layers)
     pairs = [Split.of(layer) for layer in layers]
@@ -150,30 +151,51 @@ def read(model: Any) -> tuple[OwnNetwork, Params]:
             f"load({name}(...)): windows names {len(windows)} layers, the model has {len(layers)}. Give one "
             "window (or None) per layer."
         )
-    blocks = tuple(split for split, _ in pairs)
-    for index, (window, block) in enumerate(zip(windows, blocks)):
+    shell = copy.copy(model)
+    del shell.layers
+    rest, arrays = Split.of(shell)
+    x, embed_name = _entering(model, name, arrays)
+    blocks = []
+    for index, (window, (block, leaves)) in enumerate(zip(windows, pairs)):
         first = windows.index(window)
-        if block != blocks[first]:
+        if block != pairs[first][0] and _computes(block, leaves, x) != _computes(*pairs[first], x):
             raise ModelError(
                 f"load({name}(...)): layers {first} and {index} differ in more than their arrays. Make "
                 "layers of one window alike, or give them different windows."
             )
-    shell = copy.copy(model)
-    del shell.layers
-    rest, arrays = Split.of(shell)
-    embed_name = _embedding(model, name, arrays)
+        blocks.append(pairs[first][0])
     params: Params = {
         "embed": arrays.pop(embed_name),
         "rest": arrays,
         "layers": [leaves for _, leaves in pairs],
     }
     sizes = {size: getattr(model, size) for size in SIZES}
-    network = OwnNetwork(name=name, rest=rest, blocks=blocks, embed_name=embed_name, windows=windows, **sizes)
-    return network, params
+    parts = {"rest": rest, "blocks": tuple(blocks), "embed_name": embed_name}
+    return OwnNetwork(name=name, windows=windows, **parts, **sizes), params
 
 
-def _embedding(model: Any, name: str, arrays: Params) -> str:
-    """The array [V, D] that says how many tokens there are and how wide they are."""
+def _computes(block: Split, arrays: Params, x: Any) -> tuple[str, list[Any]]:
+    """What a layer computes, as text and constants: modules may hold functions that are alike, not equal."""
+
+    def run(arrays: Params, x: Array, positions: Array) -> Any:
+        met: list[Heads] = []
+
+        def attend(heads: Heads) -> Array:
+            met.append(heads)
+            return heads.q.astype(heads.v.dtype)
+
+        x = block.merge(arrays)(x, positions, attend)
+        return x, [(heads.q, heads.k, heads.v, heads.q_pre, heads.k_pre, heads.hidden) for heads in met]
+
+    shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), arrays)
+    traced = jax.make_jaxpr(run)(shapes, x, jax.ShapeDtypeStruct((1, 1), jnp.int32))
+    return re.sub(r" at 0x\w+", "", str(traced.jaxpr)), [
+        np.asarray(const).tolist() for const in traced.consts
+    ]
+
+
+def _entering(model: Any, name: str, arrays: Params) -> tuple[Any, str]:
+    """The shape of a token's vector, and the array [V, D] that says how many tokens there are."""
     x = jax.eval_shape(lambda: model.embed(jnp.zeros((1, 1), jnp.int32), jnp.zeros((1, 1), jnp.int32)))
     logits = jax.eval_shape(lambda: model.logits(jnp.zeros(x.shape, x.dtype)))
     shape = (logits.shape[-1], x.shape[-1])
@@ -183,4 +205,4 @@ def _embedding(model: Any, name: str, arrays: Params) -> str:
             f"load({name}(...)): embed gives {x.shape} for one token and logits {logits.shape}, and outside "
             f"the layers no array is {shape}, [vocabulary, width]. Embed tokens by such a table."
         )
-    return found[0]
+    return x, found[0]

@@ -112,9 +112,24 @@ def test_what_is_no_model_is_refused():
         kvjax.load(kvjax.load().folder, tokenizer="folder")
 
 
+def test_layers_with_functions_of_their_own_may_compute_alike():
+    class Own(own_model.Block):
+        def __init__(self, rngs):
+            super().__init__(rngs)
+            self.gain = lambda y: 1.5 * y  # another object in every layer
+
+        def __call__(self, x, positions, attend):
+            return super().__call__(self.gain(x), positions, attend)
+
+    model = kvjax.load(own_model.Own(block=Own))
+    assert len(set(model.network.blocks)) == 1
+    assert kvjax.check(model)
+
+
 def test_layers_that_differ_need_windows_that_differ():
     class Wide(own_model.Block):
-        pass
+        def __call__(self, x, positions, attend):
+            return super().__call__(2 * x, positions, attend)
 
     module = own_model.Own(layers=3)
     module.layers[1] = Wide(nnx.Rngs(1))
