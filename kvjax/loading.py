@@ -98,12 +98,14 @@ class OwnModel:
       network: its mathematics.
       params: its arrays, shared.
       tokenizer: what ``load`` was given, or None.
+      folder: None: it was not read from one.
     """
 
     name: str
     network: OwnNetwork
     params: Params
     tokenizer: Text | None = None
+    folder: None = None
 
     @property
     def text(self) -> Text:

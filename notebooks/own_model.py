@@ -95,7 +95,8 @@ class Transformer(nnx.Module):
 # divided by the square root of H. `q_pre` and `k_pre` are before RoPE, `hidden` is the input of the attention
 # block, `rotate` and `project` tell policies that look ahead how queries come about.
 #
-# A little training first, so that there is something to lose: the second half of a row repeats the first.
+# A little training first, so that there is something to lose: rows repeat themselves after 8 to 32 tokens,
+# and the model learns to look up what came next the last time.
 
 # %%
 import numpy as np
@@ -105,16 +106,16 @@ module = Transformer(2, nnx.Rngs(0))
 optimizer = nnx.Optimizer(module, optax.adamw(3e-3), wrt=nnx.Param)
 
 
-def rows(rng, count, length):
-    half = rng.integers(0, V, (count, length // 2))
-    return jnp.asarray(np.concatenate([half, half], axis=1))
+def rows(rng):
+    periods = rng.integers(8, 33, 32)
+    return jnp.asarray(np.stack([np.resize(rng.integers(0, V, period), 64) for period in periods]))
 
 
 @nnx.jit
 def train(module, optimizer, tokens):
     def loss(module):
         nll = optax.softmax_cross_entropy_with_integer_labels(module(tokens[:, :-1]), tokens[:, 1:])
-        return nll[:, tokens.shape[1] // 2 :].mean()
+        return nll[:, 32:].mean()
 
     value, gradients = nnx.value_and_grad(loss)(module)
     optimizer.update(module, gradients)
@@ -122,9 +123,9 @@ def train(module, optimizer, tokens):
 
 
 rng = np.random.default_rng(0)
-for _ in range(400):
-    last = train(module, optimizer, rows(rng, 32, 32))
-print(f"loss {float(last):.2f}")
+for _ in range(500):
+    last = train(module, optimizer, rows(rng))
+print(f"loss {float(last):.1f} of {np.log(V):.1f}")
 
 # %% [markdown]
 # `load` takes the module; no array is copied. `check` feeds it in other portions, beside other rows and at
@@ -135,15 +136,16 @@ model = kvjax.load(module)
 print(kvjax.check(model))
 
 # %% [markdown]
-# Every policy takes it. A prompt of 96 tokens, of which the last 16 repeat: what follows is known.
+# Every policy takes it. The last 10 of 40 tokens repeat the first 10, so what follows is known. The window has
+# dropped it; SnapKV keeps what the end of the prompt looks at, and that is not all that comes next.
 
 # %%
-half = np.random.default_rng(7).integers(0, V, 80)
-prompt, expected = [*half.tolist(), *half[:16].tolist()], half[16:24].tolist()
-for spec in ("full", "int8", "quest(pages=1, chunk=16)", "snapkv(16) + ada(0.5)", "window(16) + sinks(4)"):
+text = np.random.default_rng(7).permutation(V)[:30].tolist()
+prompt, expected = [*text, *text[:10]], text[10:18]
+for spec in ("full", "int8(8)", "snapkv(8) + ada(0.5)", "window(8) + sinks(4)"):
     run = kvjax.generate(model, spec, [prompt], max_new_tokens=8)
     right = sum(a == b for a, b in zip(run.tokens[0], expected))
-    print(f"{spec:26} {right} of 8 right, {kvjax.nbytes(run.state).total['live']:7,} bytes live")
+    print(f"{spec:22} {right} of 8 right, {kvjax.nbytes(run.state).total['live']:6,} bytes live")
 
 # %% [markdown]
 # Inside your own `jit`: `CausalLM` is an `nnx.Module` whose cache is one variable.
@@ -151,7 +153,7 @@ for spec in ("full", "int8", "quest(pages=1, chunk=16)", "snapkv(16) + ada(0.5)"
 # %%
 from kvjax.flax import CausalLM
 
-lm = CausalLM(model, "snapkv(16) + ada(0.5)", batch=1, context=128)
+lm = CausalLM(model, "int8(8)", batch=1, context=64)
 token = lm.prefill([prompt]).argmax(-1)
 lm.reserve(8)
 
@@ -165,4 +167,5 @@ written = [int(token[0])]
 for _ in range(7):
     token = step(lm, token)
     written.append(int(token[0]))
-assert written == kvjax.generate(model, "snapkv(16) + ada(0.5)", [prompt], max_new_tokens=8).tokens[0]
+assert written == expected
+written

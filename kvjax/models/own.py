@@ -158,7 +158,11 @@ def read(model: Any) -> tuple[OwnNetwork, Params]:
     blocks = []
     for index, (window, (block, leaves)) in enumerate(zip(windows, pairs)):
         first = windows.index(window)
-        if block != pairs[first][0] and _computes(block, leaves, x) != _computes(*pairs[first], x):
+        alike = block == pairs[first][0] or (
+            block.names == pairs[first][0].names
+            and _computes(block, leaves, x) == _computes(*pairs[first], x)
+        )
+        if not alike:
             raise ModelError(
                 f"load({name}(...)): layers {first} and {index} differ in more than their arrays. Make "
                 "layers of one window alike, or give them different windows."
