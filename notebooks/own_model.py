@@ -123,8 +123,9 @@ def train(module, optimizer, tokens):
 
 
 rng = np.random.default_rng(0)
+update = nnx.cached_partial(train, module, optimizer)  # which walks the modules' variables once
 for _ in range(500):
-    last = train(module, optimizer, rows(rng))
+    last = update(rows(rng))
 print(f"loss {float(last):.1f} of {np.log(V):.1f}")
 
 # %% [markdown]

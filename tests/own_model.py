@@ -11,6 +11,7 @@ import kvjax
 SIZES = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "max_positions": 256}
 VOCAB, WIDTH = 61, 32
 many = getattr(nnx, "List", list)
+wide = nnx.initializers.normal(1.0)
 bold = nnx.initializers.normal(0.4)  # attention is peaked, and texts vary
 
 
@@ -59,7 +60,7 @@ class Own(nnx.Module):
         rngs = nnx.Rngs(seed)
         self.num_heads, self.num_kv_heads, self.head_dim, self.max_positions = SIZES.values()
         self.windows = windows or (None,) * layers
-        self.tokens = nnx.Embed(vocab, WIDTH, rngs=rngs, embedding_init=nnx.initializers.normal(1.0))
+        self.tokens = nnx.Embed(vocab, WIDTH, rngs=rngs, embedding_init=wide)
         self.layers = many([block(rngs) for _ in range(layers)])
         self.last = nnx.LayerNorm(WIDTH, rngs=rngs)
         self.head = nnx.Linear(WIDTH, vocab, rngs=rngs, kernel_init=bold)
