@@ -398,8 +398,8 @@ def test_pools_fit_what_they_hold_after_prefill(policy):
 
 # --- beside generate ------------------------------------------------------------------------------
 
-BESIDE = ("wg-kv", "conf-kv", "topk-phi")
-"""Presets of the default run: learned admission, a budget of every step, a selection with φ."""
+BESIDE = ("wg-kv", "topk-phi")
+"""Presets of the default run: a learned admission, and a selection with φ."""
 
 
 @pytest.mark.parametrize(

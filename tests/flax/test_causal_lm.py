@@ -52,7 +52,7 @@ def jitted(lm, tokens):
     return lm(tokens)
 
 
-@pytest.mark.parametrize("spec", [STREAMING, SNAPKV])
+@pytest.mark.parametrize("spec", [STREAMING, pytest.param(SNAPKV, marks=pytest.mark.slow)])
 def test_it_writes_what_generate_writes_inside_jit_and_outside(spec):
     """Every preset does: ``test_conformance``."""
     lm, right = made(spec), generated(spec)
@@ -84,6 +84,7 @@ def test_split_and_merge_separate_weights_cache_and_the_rest():
     assert written(lambda lm, tokens: lm(tokens), again, logits) == right
 
 
+@pytest.mark.slow
 def test_a_plain_jit_takes_the_parts():
     lm, right = made(STREAMING), generated(STREAMING)
     logits = lm.prefill(PROMPTS)
@@ -144,8 +145,10 @@ def test_the_state_is_that_of_the_library(tmp_path):
     assert np.concatenate([piece for piece, _ in pieces], axis=1).tolist() == right
 
 
-@pytest.mark.parametrize("spec", [STREAMING, "topk(5, sinks=2, tail=6)"])
-@pytest.mark.parametrize("inside", [True, False], ids=["jit", "eager"])
+@pytest.mark.parametrize(
+    "spec", [pytest.param(STREAMING, marks=pytest.mark.slow), "topk(5, sinks=2, tail=6)"]
+)
+@pytest.mark.parametrize("inside", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["jit", "eager"])
 def test_a_prompt_may_come_in_pieces_inside_jit(spec, inside):
     """Rows of different lengths, three pieces, under policies that decide on arrival."""
     run = nnx.jit(lambda lm, *arguments: lm(*arguments)) if inside else lambda lm, *arguments: lm(*arguments)
@@ -163,6 +166,7 @@ def test_a_prompt_may_come_in_pieces_inside_jit(spec, inside):
     assert written(run, lm, last) == right
 
 
+@pytest.mark.slow
 def test_rows_with_no_token_are_left_as_they_are():
     lm, right = made(STREAMING), generated(STREAMING)
     logits = lm.prefill(PROMPTS)

@@ -55,7 +55,12 @@ def test_it_writes_what_dense_attention_writes_and_its_arrays_are_shared():
     assert model.params["layers"][1]["self.q.kernel"] is own().layers[1].q.kernel[...]
 
 
-@pytest.mark.parametrize("spec", ["snapkv(8) + ada(24) + int8(8)", "gvote(0.5, samples=2, ahead=8)"])
+VOTED = "gvote(0.5, samples=2, ahead=8)"  # makes queries by ``Heads.project``
+
+
+@pytest.mark.parametrize(
+    "spec", ["snapkv(8) + ada(24) + int8(8)", pytest.param(VOTED, marks=pytest.mark.slow)]
+)
 def test_it_takes_policies(spec):
     """A policy that keeps everything writes the same; one that drops tokens holds fewer."""
     model = kvjax.load(own())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gates_tiny
 import numpy as np
 import own_model
+import pytest
 import ranker_tiny
 from ranker_tiny import generated_text  # noqa: F401
 
@@ -40,6 +41,7 @@ def test_gates_learn_and_serve(tmp_path, tiny_folder):
     serves("write_gate(0.5, window=4)", file)
 
 
+@pytest.mark.slow  # the seam is that of gates
 def test_rankers_learn_and_serve(tmp_path, tiny_folder):
     config = str(ranker_tiny.config_at(tmp_path, tiny_folder, model=source(tiny_folder), plan=PLAN))
     assert traces.main(["--config", config]) == 0
