@@ -411,7 +411,7 @@ def test_a_flax_module_writes_what_generate_writes(preset):
     from kvjax.flax import CausalLM
 
     policy, prompts = kvjax.policy(preset), [tiny.prompt(n, seed) for seed, n in enumerate(LENGTHS)]
-    shared = {"weights": tiny.weights(policy), "page": tiny.PAGE, "chunk_size": 16}
+    shared = {"weights": tiny.weights(policy), "page": 16, "chunk_size": 16}  # pages hold Quest's chunks
     right = kvjax.generate(tiny.model(), policy, prompts, max_new_tokens=6, stops=(), **shared).tokens
     lm = CausalLM(tiny.model(), policy, batch=3, context=tiny.CONTEXT, **shared)
     tokens, step = [lm.prefill(prompts).argmax(-1)], nnx.jit(lambda lm, tokens: lm(tokens).argmax(-1))
