@@ -184,11 +184,15 @@ def load(
 
     target = meshes.mesh(mesh)
     if source is not None and not isinstance(source, str | Path):
-        model = _load_module(source, dtype, tokenizer, target)
-        if isinstance(model, OwnModel) and heads is not None:
+        module = _load_module(source, dtype, tokenizer, target)
+        if heads is None:
+            return module
+        if isinstance(module, OwnModel):
             raise hf.ModelError(
-                f"load({model.name}(...), heads=...) cannot reorder the heads of a module of yours."
+                f"load({module.name}(...), heads=...) cannot reorder the heads of a module of yours. Load it "
+                "without heads."
             )
+        model = module
     else:
         if tokenizer is not None:
             raise hf.ModelError(

@@ -25,7 +25,7 @@ import optax
 from kvjax.errors import UserError
 from kvjax.models.spec import ModelSpec
 from kvjax.policies.duo import Duo
-from kvjax.types import Heads, Params
+from kvjax.types import Heads, Network, Params
 from kvjax.weights import save_weights
 from train import distill, gate_rows, gates, loop, mesh
 from train.gate_settings import ConfigError, Settings, backbone, optimizer, read
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Float
 
 
-def initial_pattern(spec: ModelSpec) -> Params:
+def initial_pattern(spec: ModelSpec | Network) -> Params:
     """All heads attend fully: ``{"admission": [{"alpha": ones [K]} a layer]}``."""
     return {"admission": [{"alpha": jnp.ones(spec.num_kv_heads)} for _ in range(spec.num_layers)]}
 

@@ -50,10 +50,9 @@ class Tree(nnx.Module):
     """A tree of dicts and lists as nested modules, one variable per array."""
 
     def __init__(self, tree: Any, kind: type[nnx.Variable]):
-        pairs = dict(sorted(tree.items())) if isinstance(tree, dict) else dict(enumerate(tree))
-        pairs = {str(name): value for name, value in pairs.items()}
-        self.names = Names(tuple(pairs), isinstance(tree, dict))
-        for name, value in pairs.items():
+        named = sorted(tree.items()) if isinstance(tree, dict) else list(enumerate(tree))
+        self.names = Names(tuple(str(name) for name, _ in named), isinstance(tree, dict))
+        for name, (_, value) in zip(self.names.of, named):
             nested = isinstance(value, dict | list | tuple)
             setattr(self, name, Tree(value, kind) if nested else kind(jnp.asarray(value)))
 

@@ -58,14 +58,10 @@ class Split:
         )
 
     def __eq__(self, other: object) -> bool:
-        if self is other:
-            return True
-        same = isinstance(other, Split) and vars(self)["_hash"] == vars(other)["_hash"]
-        return same and (self.graph, self.structure, self.names) == (
-            other.graph,
-            other.structure,
-            other.names,
-        )
+        if not isinstance(other, Split) or hash(self) != hash(other):
+            return False
+        of_self, of_other = ((x.graph, x.structure, x.names) for x in (self, other))
+        return self is other or of_self == of_other
 
     def __hash__(self) -> int:
         return vars(self)["_hash"]  # type: ignore[no-any-return]
@@ -143,7 +139,7 @@ def read(model: Any) -> tuple[OwnNetwork, Params]:
             + (f": it has no {', '.join(lacks)}. " if lacks else ". ")
             + "docs/flax.md shows a model that has them."
         )
-    layers = list(model.layers)
+    layers: list[Any] = list(model.layers)  # type: ignore[attr-defined]
     pairs = [Split.of(layer) for layer in layers]
     windows = tuple(getattr(model, "windows", (None,) * len(layers)))
     if len(windows) != len(layers):
@@ -151,7 +147,7 @@ def read(model: Any) -> tuple[OwnNetwork, Params]:
             f"load({name}(...)): windows names {len(windows)} layers, the model has {len(layers)}. Give one "
             "window (or None) per layer."
         )
-    shell = copy.copy(model)
+    shell: Any = copy.copy(model)
     del shell.layers
     rest, arrays = Split.of(shell)
     x, embed_name = _entering(model, name, arrays)
@@ -173,8 +169,8 @@ def read(model: Any) -> tuple[OwnNetwork, Params]:
         "rest": arrays,
         "layers": [leaves for _, leaves in pairs],
     }
-    sizes = {size: getattr(model, size) for size in SIZES}
-    parts = {"rest": rest, "blocks": tuple(blocks), "embed_name": embed_name}
+    sizes: dict[str, Any] = {size: getattr(model, size) for size in SIZES}
+    parts: dict[str, Any] = {"rest": rest, "blocks": tuple(blocks), "embed_name": embed_name}
     return OwnNetwork(name=name, windows=windows, **parts, **sizes), params
 
 
