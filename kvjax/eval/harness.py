@@ -14,7 +14,6 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -93,8 +92,8 @@ class KVJax(LM):
         """
         if self.model.folder is None:
             raise EvalError(
-                f"{self.model.name} is a Flax module, and this task opens the tokenizer of a folder. Save the "
-                "model in Hugging Face's format and name that folder."
+                f"{self.model.name} is a Flax module, and this task opens the tokenizer of a folder. Save "
+                "the model in Hugging Face's format and name that folder."
             )
         if self.model.folder.is_file():
             raise EvalError(
