@@ -1,24 +1,28 @@
-"""Loads a model: the one in the package, a folder, a GGUF file, or one of the hub."""
+"""Loads a model: the one in the package, a folder, a GGUF file, one of the hub, or a Flax module."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import importlib.resources
+import json
+import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, overload
 
+import jax
 import numpy as np
 
 from kvjax.sharding import mesh as meshes
 from kvjax.sharding.consistency import check_consistent
 from kvjax.sharding.head_order import Order, permuted, read_order
 from kvjax.sharding.mesh import Mesh
-from kvjax.types import Params
+from kvjax.types import DTYPES, Params
 from kvjax.weights import fingerprint
 
 if TYPE_CHECKING:
     from kvjax.models.decoder import Decoder
+    from kvjax.models.own import OwnNetwork
     from kvjax.models.spec import ModelSpec
     from kvjax.text import Text
 
@@ -31,20 +35,24 @@ class LanguageModel:
     """A model in memory, as the decode loop takes it, with the tokenizer beside it.
 
     Attributes:
-      name: the folder, file, package or hub id it was loaded by, or "embedded".
+      name: the folder, file, package or hub id it was loaded by, "embedded", or the class of a Flax module.
       spec: its static sizes.
       params: its weights, the tree of ``kvjax.models.decoder``.
-      folder: the folder or the GGUF file it was read from.
+      folder: the folder or the GGUF file it was read from; None for a Flax module.
       heads: the order of its KV heads if ``load`` changed it, else None.
       origin: its fingerprint before that, or None.
+      tokenizer: what ``load`` was given for a Flax module, or None.
+      copied: bytes of ``params`` that are copies of a Flax module's arrays; the others are shared with it.
     """
 
     name: str
     spec: ModelSpec
     params: Params
-    folder: Path
+    folder: Path | None = None
     heads: np.ndarray | None = None
     origin: str | None = None
+    tokenizer: Text | None = None
+    copied: int = 0
 
     @functools.cached_property
     def network(self) -> Decoder:
@@ -58,10 +66,13 @@ class LanguageModel:
         """The tokenizer; read when first asked for.
 
         Raises:
-          ValueError: the folder or file holds none, a damaged one, or one of an unknown kind.
+          ValueError: the folder or file holds none, a damaged one, or one of an unknown kind; a Flax module
+            without a tokenizer.
         """
         from kvjax.text import Text
 
+        if self.folder is None:
+            return _own_text(self.name, self.tokenizer)
         if self.folder.is_file():
             from kvjax.models.gguf_file import read_header
             from kvjax.models.gguf_text import read_text
@@ -78,42 +89,122 @@ class LanguageModel:
         return Text.load(self.folder, self.spec)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class OwnModel:
+    """A Flax module of the user's own, as the decode loop takes it.
+
+    Attributes:
+      name: of its class.
+      network: its mathematics.
+      params: its arrays, shared.
+      tokenizer: what ``load`` was given, or None.
+      folder: None: it was not read from one.
+    """
+
+    name: str
+    network: OwnNetwork
+    params: Params
+    tokenizer: Text | None = None
+    folder: None = None
+
+    @property
+    def text(self) -> Text:
+        """The tokenizer; raises ModelError where ``load`` was given none."""
+        return _own_text(self.name, self.tokenizer)
+
+
+def _own_text(name: str, tokenizer: Text | None) -> Text:
+    if tokenizer is None:
+        from kvjax.models.hf_config import ModelError
+
+        raise ModelError(
+            f"model.text: this {name} was loaded without a tokenizer. Load it with kvjax.load(model, "
+            "tokenizer=FOLDER), a folder with its tokenizer.json, or work with token ids."
+        )
+    return tokenizer
+
+
+@overload
 def load(
     source: str | Path | None = None,
     dtype: str | None = None,
     *,
+    tokenizer: str | Path | Text | None = None,
     mesh: Mesh | str | None = None,
     heads: Order | None = None,
-) -> LanguageModel:
+) -> LanguageModel: ...
+
+
+@overload
+def load(
+    source: Any,
+    dtype: str | None = None,
+    *,
+    tokenizer: str | Path | Text | None = None,
+    mesh: Mesh | str | None = None,
+    heads: Order | None = None,
+) -> Any: ...
+
+
+def load(
+    source: Any = None,
+    dtype: str | None = None,
+    *,
+    tokenizer: str | Path | Text | None = None,
+    mesh: Mesh | str | None = None,
+    heads: Order | None = None,
+) -> Any:
     """Reads a model.
 
     Args:
       source: a folder in Hugging Face's format; a GGUF file; "package:NAME" for the GGUF file in an installed
         Python package; a hub id such as "Qwen/Qwen2.5-0.5B"; or None for the small trained model inside kvjax
-        (no network).
+        (no network). Or a Flax NNX module in memory: a Llama3, Qwen2, Qwen3 or Gemma3 of google-tunix, or a
+        module of your own (docs/flax.md). Its arrays are shared where they are laid as ours; a warning says
+        how many bytes are copied.
       dtype: "float32", "bfloat16" or "float16"; None leaves the weights as they are stored, those of a GGUF
         file as bfloat16, the embedded ones as float32.
+      tokenizer: of a Flax module: a folder with tokenizer.json, or a ``kvjax.text.Text``.
       mesh: devices to shard the weights over ("data=2,tensor=4", ``kvjax.mesh``); caches of the model live
         there too. One device by default.
       heads: [L, K], an order of each layer's KV heads, for a mesh whose devices would otherwise hold unequal
         shares (``kvjax.metrics.balanced``). The model computes the same; learned weights are reordered with
         it.
 
+    Returns:
+      A ``LanguageModel``; of a module of your own an ``OwnModel``.
+
     Raises:
       MeshError: a mesh that needs other devices, or does not divide the model's heads.
-      ModelError: no such folder, file, package or hub model, or files that are damaged or of another kind.
+      ModelError: no such folder, file, package or hub model, or files that are damaged or of another kind; a
+        Flax module that is neither.
       ValueError: an order that does not have every KV head once in each layer.
     """
     from kvjax.models import hf
 
     target = meshes.mesh(mesh)
-    if source is None:
-        hf_model = hf.load(embedded_folder(), dtype=dtype or "float32", mesh=target)
+    if source is not None and not isinstance(source, str | Path):
+        module = _load_module(source, dtype, tokenizer, target)
+        if heads is None:
+            return module
+        if isinstance(module, OwnModel):
+            raise hf.ModelError(
+                f"load({module.name}(...), heads=...) cannot reorder the heads of a module of yours. Load it "
+                "without heads."
+            )
+        model = module
     else:
-        hf_model = hf.load(source, dtype=dtype, mesh=target)
-    assert hf_model.folder is not None  # hf.load always sets it
-    name = EMBEDDED if source is None else str(source)
-    model = LanguageModel(name=name, spec=hf_model.spec, params=hf_model.params, folder=hf_model.folder)
+        if tokenizer is not None:
+            raise hf.ModelError(
+                f"load({str(source)!r}, tokenizer=...): this model has its tokenizer beside it. Leave it "
+                "out; it is for Flax modules."
+            )
+        if source is None:
+            hf_model = hf.load(embedded_folder(), dtype=dtype or "float32", mesh=target)
+        else:
+            hf_model = hf.load(source, dtype=dtype, mesh=target)
+        name = EMBEDDED if source is None else str(source)
+        model = LanguageModel(name=name, spec=hf_model.spec, params=hf_model.params, folder=hf_model.folder)
     if heads is None:
         return model
     network = model.network
@@ -121,6 +212,76 @@ def load(
     check_consistent("load", target, {"the order of KV heads": order})
     reordered = permuted(network.letters, model.params, order)
     return dataclasses.replace(model, params=reordered, heads=order, origin=fingerprint(model))
+
+
+def _load_module(
+    module: Any, dtype: str | None, tokenizer: str | Path | Text | None, mesh: Mesh
+) -> LanguageModel | OwnModel:
+    """A Flax module in memory."""
+    from kvjax.models import tunix
+    from kvjax.models.hf_config import ModelError
+
+    name, spec, copied = type(module).__name__, None, 0
+    if dtype not in (None, *DTYPES):
+        raise ModelError(
+            f"load({name}(...), dtype={dtype!r}) names no dtype. Give one of {', '.join(DTYPES)}."
+        )
+    if tunix.is_tunix(module):
+        spec, params, copied = tunix.read(module)
+    else:
+        from kvjax.models import own
+
+        network, params = own.read(module)
+    if dtype is not None:
+        cast = jax.tree.map(
+            lambda x: x.astype(dtype) if jax.numpy.issubdtype(x.dtype, jax.numpy.floating) else x, params
+        )
+        copied += sum(
+            new.nbytes for x, new in zip(*map(jax.tree.leaves, (params, cast))) if x.dtype != new.dtype
+        )
+        params = cast
+    if spec is None:
+        if mesh != meshes.ONE:
+            params = mesh.put(params, mesh.of_model(network, params))
+        return OwnModel(name=name, network=network, params=params, tokenizer=_read_text(tokenizer))
+    if copied:
+        whole = sum(x.nbytes for x in jax.tree.leaves(params))
+        warnings.warn(
+            f"load({name}(...)) copies {copied:,} of {whole:,} bytes, whose layout or dtype is another one; "
+            "the others are shared.",
+            stacklevel=3,
+        )
+    said = getattr(module.config, "rope_theta", None)
+    if said is not None and spec.rope.theta != said:
+        warnings.warn(
+            f"load({name}(...)): the module turns by rope_theta {spec.rope.theta:g}, its config says "
+            f"{said:g}. kvjax computes what the module computes.",
+            stacklevel=3,
+        )
+    text = _read_text(tokenizer)
+    if text is not None:
+        spec = dataclasses.replace(spec, bos=text.bos, eos=tuple(text.eos))
+    model = LanguageModel(name=name, spec=spec, params=params, tokenizer=text, copied=copied)
+    if mesh != meshes.ONE:
+        mesh.check(f"load({name}(...))", heads=spec.num_heads, kv_heads=spec.num_kv_heads)
+        params = mesh.put(params, mesh.of_model(model.network, params))
+        model = dataclasses.replace(model, params=params)
+    return model
+
+
+def _read_text(tokenizer: str | Path | Text | None) -> Text | None:
+    """The tokenizer of a folder, with the ids that the configs beside it begin and end texts by."""
+    from kvjax.text import Ends, Text
+
+    if tokenizer is None or isinstance(tokenizer, Text):
+        return tokenizer
+    folder, ids = Path(tokenizer), dict[str, Any]()
+    for name in ("config.json", "generation_config.json"):
+        if (folder / name).is_file():
+            ids |= {k: v for k, v in json.loads((folder / name).read_text()).items() if v is not None}
+    ends = ids.get("eos_token_id", [])
+    eos = tuple(ends) if isinstance(ends, list) else (ends,)
+    return Text.load(folder, Ends(ids.get("bos_token_id"), eos))
 
 
 def embedded_folder() -> Path:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -25,6 +25,13 @@ if TYPE_CHECKING:
 
 _CONTEXT = 16
 """Tokens before a continuation that may change its text; a character has at most 4 bytes."""
+
+
+class Ends(NamedTuple):
+    """What a model says of its texts where there is no ``ModelSpec``: ids that begin and end them."""
+
+    bos: int | None
+    eos: tuple[int, ...]
 
 
 class Text:
@@ -79,7 +86,7 @@ class Text:
         return self._sources.get("default")
 
     @classmethod
-    def load(cls, folder: str | Path, spec: ModelSpec) -> Text:
+    def load(cls, folder: str | Path, spec: ModelSpec | Ends) -> Text:
         """Reads a folder's tokenizer.json, and the chat template beside it.
 
         That is chat_template.jinja, else chat_template.json, else what tokenizer_config.json has.

@@ -80,6 +80,10 @@ The model knows nothing of caches; they live in ``carry``.
 class Network(Protocol):
     """A model's mathematics without its weights: hashable, so that it is a static argument of jit.
 
+    Its ``params`` are a dict with ``embed``, an array [V, D], ``layers``, a list of L trees of arrays, and
+    whatever else it needs. Tokens of a row meet in ``attend`` alone, rows never, and positions come from
+    ``positions``; ``kvjax.check`` tries that. docs/flax.md says it in a page.
+
     Attributes:
       num_layers, num_heads, num_kv_heads, head_dim: L, N, K, H.
       max_positions: the longest sequence that the model was trained for.

@@ -394,3 +394,28 @@ def test_pools_fit_what_they_hold_after_prefill(policy):
         owned = p.count - int(p.n_free)
         live_bytes = int(p.length.sum()) / p.size * per_page + owned * extra
         assert p.count * (per_page + extra) <= 1.25 * live_bytes + heads * (per_page + extra)
+
+
+# --- beside generate ------------------------------------------------------------------------------
+
+BESIDE = ("wg-kv", "topk-phi")
+"""Presets of the default run: a learned admission, and a selection with φ."""
+
+
+@pytest.mark.parametrize(
+    "preset", [pytest.param(name, marks=[pytest.mark.slow] * (name not in BESIDE)) for name in kvjax.PRESETS]
+)
+def test_a_flax_module_writes_what_generate_writes(preset):
+    from flax import nnx
+
+    from kvjax.flax import CausalLM
+
+    policy, prompts = kvjax.policy(preset), [tiny.prompt(n, seed) for seed, n in enumerate(LENGTHS)]
+    shared = {"weights": tiny.weights(policy), "page": 16, "chunk_size": 16}  # pages hold Quest's chunks
+    right = kvjax.generate(tiny.model(), policy, prompts, max_new_tokens=6, stops=(), **shared).tokens
+    lm = CausalLM(tiny.model(), policy, batch=3, context=tiny.CONTEXT, **shared)
+    tokens, step = [lm.prefill(prompts).argmax(-1)], nnx.jit(lambda lm, tokens: lm(tokens).argmax(-1))
+    lm.reserve(5)
+    for _ in range(5):
+        tokens.append(step(lm, tokens[-1]))
+    assert np.stack(tokens, axis=1).tolist() == right

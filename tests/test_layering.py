@@ -54,9 +54,12 @@ TABLE = {
     "kvjax.budgets": rf"{STATE}|kvjax\.algebra|kvjax\.budgets(\..+)?",
     "kvjax.storage": rf"{STATE}|kvjax\.algebra|kvjax\.storage\.codes|{KERNELS}",
     "kvjax.policies": rf"{STATE}|kvjax\.algebra|kvjax\.budgets\..+|{KERNELS}",
-    "kvjax.models": r"kvjax\.(errors|types|sharding\.(consistency|mesh))|kvjax\.models(\..+)?",
+    "kvjax.models": r"kvjax\.(errors|nnx|types|sharding\.(consistency|mesh))|kvjax\.models(\..+)?",
     "kvjax.chat_template": r"kvjax\.errors",
     "kvjax.text": r"kvjax\.(chat_template|models\.spec)",
+    "kvjax.laws": r"kvjax\.(errors|types)",
+    "kvjax.nnx": r"(?!)",
+    "kvjax.flax": rf"{STATE}|kvjax\.(nnx|algebra|decode|weights|flax\._.+)",
     "kvjax.loading": r"kvjax\.(types|text|weights|sharding(\..+)?|models(\..+)?)",
     "kvjax.metrics": STATE,
     "kvjax.programs": r"(?!)",
@@ -271,12 +274,23 @@ def test_a_planted_circle_is_seen():
     assert circles(graph) == [["kvjax.a", "kvjax.b"]]
 
 
-def test_flax_is_imported_by_training_and_its_module_alone():
+FLAX = {"kvjax.models.module", "kvjax.nnx"}
+
+
+def test_flax_is_imported_by_training_and_what_serves_flax_modules_alone():
     code, module = sources(), "kvjax.models.module"
     of_flax = {name for name, text in code.items() if re.search(r"^\s*(from|import) flax\b", text, re.M)}
     users = {name for name, text in code.items() if module in imported(name, text, set(code))}
-    assert module in of_flax
-    assert {name for name in of_flax | users if not name.startswith("train.")} == {module}
+    assert {name for name in of_flax | users if not name.startswith("train.")} == FLAX
+
+
+def test_the_decode_loop_never_sees_flax():
+    """``kvjax.flax`` is beside it; ``load`` imports what reads a module when it is given one."""
+    code = sources()
+    users = {name for name, text in code.items() if "kvjax.nnx" in imported(name, text, set(code))}
+    assert users == {"kvjax.flax._causal_lm", "kvjax.models.own"}
+    users = {name for name, text in code.items() if "kvjax.models.own" in imported(name, text, set(code))}
+    assert users == {"kvjax.loading"}
 
 
 def test_no_module_is_called_policy():

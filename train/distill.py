@@ -16,15 +16,15 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from kvjax.models import decoder
-from kvjax.models.spec import ModelSpec
 from kvjax.sharding.specs import HEADS, RESIDUAL
-from kvjax.types import Heads, Params
+from kvjax.types import Heads, Network, Params
 from pallas_kernels.gated.api import gated
 from train.mesh import Layout
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int
+
+    from kvjax.models.spec import ModelSpec
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,7 @@ class GatedModel:
     """The static arguments of a forward pass.
 
     Attributes:
-      spec: the backbone; all its layers attend fully.
+      network: the backbone; all its layers attend fully.
       layout: the mesh of all arrays.
       window: W, the latest keys, which no gate touches.
       sinks: first keys, which thresholded gates leave open, as ``sinks(n)`` does when served.
@@ -42,7 +42,7 @@ class GatedModel:
       impl: of the attention kernel.
     """
 
-    spec: ModelSpec
+    network: Network
     layout: Layout
     window: int
     sinks: int = 0
@@ -137,7 +137,7 @@ def forward(
     Returns:
       (output, the second results of ``attend``, stacked [L, ...]).
     """
-    spec = model.spec.at(tokens.shape[1])
+    network = model.network.at(tokens.shape[1])
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     pin = functools.partial(model.layout.mesh.pinned, spec=RESIDUAL)
 
@@ -147,11 +147,11 @@ def forward(
         def attend_layer(_: int, heads: Heads, carry: Any) -> tuple[Array, Any]:
             return attend(leaves, heads)
 
-        x, seen = decoder.layer(spec, weights, 0, x, positions, attend_layer, None)
+        x, seen = network.layer(weights, 0, x, positions, attend_layer, None)
         return pin(x), seen
 
     body = jax.checkpoint(block, prevent_cse=False) if model.remat else block
-    x = pin(decoder.embed(spec, backbone, tokens, positions))
+    x = pin(network.embed(backbone, tokens, positions))
     return jax.lax.scan(body, x, (backbone["layers"], trained))
 
 
@@ -168,8 +168,11 @@ def teacher_states(model: GatedModel, backbone: Params, tokens: Int[Array, "B T"
 
 
 def final_states(model: GatedModel, backbone: Params, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-    """Hidden states after the final norm, float32."""
-    return decoder.norm(model.spec, backbone, "final_norm", x.astype(jnp.float32))
+    """Hidden states after the final norm, float32; of a network that names none, at a mean square of 1."""
+    x, normed = x.astype(jnp.float32), getattr(model.network, "normed", None)
+    if normed is not None:
+        return normed(backbone, x)  # type: ignore[no-any-return]
+    return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-6)
 
 
 def distillation_loss(
@@ -203,24 +206,24 @@ def stack_layers(layers: list[Params]) -> Params:
     return jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
 
 
-def check_model(spec: ModelSpec, tensor: int) -> None:
+def check_model(model: ModelSpec | Network, tensor: int) -> None:
     """Refuses a model that ``forward`` cannot run.
 
     Raises:
       ValueError: layers that differ (sliding, without RoPE), or KV heads that do not divide over the mesh.
     """
-    if spec.unturned:
+    if getattr(getattr(model, "spec", model), "unturned", ()):
         raise ValueError(
-            f"gates for a {spec.family}, some of whose layers have no RoPE: training runs one program for "
-            "all layers. Choose a model whose layers are all alike."
+            "gates for a model some of whose layers have no RoPE: training runs one program for all layers. "
+            "Choose a model whose layers are all alike."
         )
-    if any(window is not None for window in spec.windows):
+    if any(window is not None for window in model.windows):
         raise ValueError(
-            f"gates for a {spec.family} with sliding-window layers: such a layer is a ring already and takes "
-            "no admission. Choose a model whose layers all attend fully."
+            f"gates for a {getattr(model, 'family', 'model')} with sliding-window layers: such a layer is a "
+            "ring already and takes no admission. Choose a model whose layers all attend fully."
         )
-    if spec.num_kv_heads % tensor:
+    if model.num_kv_heads % tensor:
         raise ValueError(
-            f"mesh: {{tensor: {tensor}}} does not divide the model's {spec.num_kv_heads} KV heads. Make "
+            f"mesh: {{tensor: {tensor}}} does not divide the model's {model.num_kv_heads} KV heads. Make "
             "tensor a divisor of them."
         )

@@ -25,7 +25,7 @@ import optax
 from kvjax.errors import UserError
 from kvjax.models.spec import ModelSpec
 from kvjax.policies.duo import Duo
-from kvjax.types import Heads, Params
+from kvjax.types import Heads, Network, Params
 from kvjax.weights import save_weights
 from train import distill, gate_rows, gates, loop, mesh
 from train.gate_settings import ConfigError, Settings, backbone, optimizer, read
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Float
 
 
-def initial_pattern(spec: ModelSpec) -> Params:
+def initial_pattern(spec: ModelSpec | Network) -> Params:
     """All heads attend fully: ``{"admission": [{"alpha": ones [K]} a layer]}``."""
     return {"admission": [{"alpha": jnp.ones(spec.num_kv_heads)} for _ in range(spec.num_layers)]}
 
@@ -48,7 +48,9 @@ def mixed_attention(model: distill.GatedModel, sinks: int) -> distill.LayerAtten
         closed = jnp.where(jnp.arange(t) < sinks, 0.0, -jnp.inf)
         full = distill.gated_attention(model, x, jnp.zeros((b, k, t)))
         streaming = distill.gated_attention(model, x, jnp.broadcast_to(closed, (b, k, t)))
-        alpha = jnp.repeat(leaves["alpha"], model.spec.groups)[:, None].astype(full.dtype)
+        alpha = jnp.repeat(leaves["alpha"], model.network.num_heads // model.network.num_kv_heads)[
+            :, None
+        ].astype(full.dtype)
         return alpha * full + (1 - alpha) * streaming, jnp.zeros(())
 
     return attend
@@ -105,12 +107,12 @@ def run(settings: Settings) -> loop.State:
     if settings.data["kind"] == "documents":
         raise ConfigError("data.kind: train.duo needs rows with answers. Use rows or chat.")
     backbone_model, layout = backbone(settings), gates.make_layout(settings)
-    model = gates.gated_model(settings, backbone_model.spec, layout)
+    model = gates.gated_model(settings, backbone_model.network, layout)
     frozen = layout.frozen(backbone_model.params, settings.dtype)
     data = gate_rows.read_data(settings, backbone_model.folder, backbone_model.text)
     gate_rows.record_text(settings)
     unbound = functools.partial(objective, model, settings.lam, settings.sinks)
-    loss, pattern = jax.tree_util.Partial(unbound, frozen), initial_pattern(backbone_model.spec)
+    loss, pattern = jax.tree_util.Partial(unbound, frozen), initial_pattern(backbone_model.network)
     return loop.train(
         params=layout.put(pattern, layout.gates(pattern)),
         optimizer=make_optimizer(settings),
@@ -132,7 +134,7 @@ def export(settings: Settings, file: Path, dtype: FileDtype = "float32") -> None
     model = backbone(settings)
     step, params = loop.latest(
         settings.folder,
-        initial_pattern(model.spec),
+        initial_pattern(model.network),
         make_optimizer(settings),
         gates.make_layout(settings),
     )

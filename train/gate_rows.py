@@ -73,23 +73,26 @@ def recorded_text(settings: Settings) -> str:
     return file.read_text().strip() if file.is_file() else "unknown"
 
 
-def read_data(settings: Settings, folder: Path, model_text: Text | None = None) -> GateData:
-    """The data of a config, encoded by the tokenizer of the model in ``folder``, or in that GGUF file.
+def read_data(settings: Settings, folder: Path | None, text: Text | None = None) -> GateData:
+    """The data of a config, encoded by a model's tokenizer.
 
     Args:
       settings: the config.
-      folder: of the model.
-      model_text: its tokenizer with the chat template, for data of the kind chat.
+      folder: of the model, or its GGUF file; None for a module in memory.
+      text: the model's tokenizer with the chat template, for chats and where there is no folder.
 
     Raises:
       ConfigError: no documents, or none long enough.
     """
     if settings.data["kind"] == "chat":
-        assert model_text is not None
-        return _read_chats(settings, model_text)
+        assert text is not None
+        return _read_chats(settings, text)
     from tokenizers import Tokenizer
 
-    if folder.is_file():  # a GGUF file
+    if folder is None:
+        assert text is not None
+        tokenizer = text.tokenizer
+    elif folder.is_file():  # a GGUF file
         tokenizer = read_text(read_header(folder)).tokenizer
     else:
         tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))

@@ -25,11 +25,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.errors import UserError
-from kvjax.models import decoder
+from kvjax.models.decoder import Decoder
 from kvjax.models.spec import ModelSpec
 from kvjax.policies.wg_kv import WriteGate, gate_logits, initial
 from kvjax.sharding.specs import DATA
-from kvjax.types import Params
+from kvjax.types import Network, Params
 from kvjax.weights import save_weights
 from train import aot, distill, gate_rows, kept_states, loop, mesh, needles
 from train.gate_settings import ConfigError, Settings, backbone, optimizer, read
@@ -40,20 +40,20 @@ if TYPE_CHECKING:
 
 
 def gated_model(
-    settings: Settings, spec: ModelSpec, layout: mesh.Layout, impl: str | None = None
+    settings: Settings, backbone: ModelSpec | Network, layout: mesh.Layout, impl: str | None = None
 ) -> distill.GatedModel:
-    """The static arguments of forward passes.
+    """The static arguments of forward passes; ``backbone`` is a network, or the sizes of one of ours.
 
     Raises:
       ConfigError: a model whose gates cannot be trained.
     """
     try:
-        distill.check_model(spec, settings.mesh[1])
+        distill.check_model(backbone, settings.mesh[1])
     except ValueError as reason:
         raise ConfigError(str(reason)) from reason
     gate = settings.gate
     return distill.GatedModel(
-        spec=spec,
+        network=Decoder(backbone) if isinstance(backbone, ModelSpec) else backbone,
         layout=layout,
         window=gate.window,
         sinks=settings.sinks,
@@ -64,7 +64,7 @@ def gated_model(
     )
 
 
-def initial_gates(settings: Settings, spec: ModelSpec) -> Params:
+def initial_gates(settings: Settings, spec: ModelSpec | Network) -> Params:
     """Untrained gates, ``{"admission": [a dict a layer]}``."""
     gate, key = settings.gate, jax.random.key(settings.seed)
     layers = initial(key, spec.num_kv_heads, spec.head_dim, gate.hidden, spec.num_layers, norm=gate.norm)
@@ -125,7 +125,7 @@ def _next_tokens(
 ) -> tuple[Array, Array]:
     """``needles.Score`` of the model under thresholded gates."""
     x, _ = _student(model, frozen, params, tokens, tau)
-    logits = decoder.logits(model.spec, frozen, x.reshape(-1, x.shape[-1])[at])
+    logits = model.network.logits(frozen, x.reshape(-1, x.shape[-1])[at])
     target = tokens.reshape(-1)[at + 1]
     nll = jax.nn.logsumexp(logits, axis=-1) - jnp.take_along_axis(logits, target[:, None], axis=1)[:, 0]
     return model.layout.mesh.everywhere((nll, logits.argmax(-1) == target))  # type: ignore[no-any-return]
@@ -144,7 +144,7 @@ def make_check(
             size = next(n for n in range(most, 0, -1) if len(rows) % n == 0)
             parts = [_measure(model, tau, frozen, params, part) for part in rows.reshape(-1, size, length)]
             metrics |= {f"{name}_{length}": float(np.mean([p[name] for p in parts])) for name in parts[0]}
-        if data.held is not None and model.spec.tied:
+        if data.held is not None and getattr(getattr(model.network, "spec", None), "tied", True):
             score = functools.partial(_next_tokens, model, tau, frozen, params)
             for row in settings.check.get("needles", ()):
                 hits = needles.needle_recall(score, data.held, seed=1, **row)
@@ -162,14 +162,14 @@ def run(settings: Settings) -> loop.State:
     """
     backbone_model = backbone(settings)
     layout = make_layout(settings)
-    model = gated_model(settings, backbone_model.spec, layout)
+    model = gated_model(settings, backbone_model.network, layout)
     frozen = layout.frozen(backbone_model.params, settings.dtype)
     data = gate_rows.read_data(settings, backbone_model.folder, backbone_model.text)
     gate_rows.record_text(settings)
     train = data.train
     if settings.keep_teacher:
         train = kept_states.with_teacher(train, settings, model, frozen)
-    gates = initial_gates(settings, backbone_model.spec)
+    gates = initial_gates(settings, backbone_model.network)
     return loop.train(
         params=layout.put(gates, layout.gates(gates)),
         optimizer=optimizer(settings.rate, settings.plan.steps),
@@ -203,7 +203,7 @@ def export(settings: Settings, file: Path, dtype: FileDtype = "float32") -> None
     backbone_model, layout = backbone(settings), make_layout(settings)
     step, params = loop.latest(
         settings.folder,
-        initial_gates(settings, backbone_model.spec),
+        initial_gates(settings, backbone_model.network),
         optimizer(settings.rate, settings.plan.steps),
         layout,
     )
@@ -219,7 +219,7 @@ def export(settings: Settings, file: Path, dtype: FileDtype = "float32") -> None
         print("No picture: it needs matplotlib. Install it (pip install 'kvjax[plot]') and export again.")
         return
     frozen = layout.frozen(backbone_model.params, settings.dtype)
-    model = gated_model(settings, backbone_model.spec, layout)
+    model = gated_model(settings, backbone_model.network, layout)
     data = gate_rows.read_data(settings, backbone_model.folder, backbone_model.text)
     _, z = jax.jit(_student, static_argnums=0)(model, frozen, params, data.check[max(data.check)])
     draw_histograms(np.asarray(jax.nn.sigmoid(z)), gate.tau, file.with_suffix(".png"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
@@ -16,6 +17,10 @@ from train.config import REQUIRED, ConfigError, count
 
 if TYPE_CHECKING:
     from kvjax.loading import LanguageModel
+
+
+PYTHON = "python:"
+"""A source that begins so is a function's name."""
 
 
 def published_spec(config: str | dict[str, Any]) -> ModelSpec:
@@ -45,7 +50,15 @@ class TrainingSettings:
     name: str = option(REQUIRED, "of the config")
     seed: int = option(REQUIRED, "of what is trained and of batches", type=whole(0))
     folder: Path = option(REQUIRED, "of checkpoints and log")
-    source: str = option(REQUIRED, 'the backbone: "embedded", a folder or a hub id', flag="model.source")
+    source: str = option(
+        REQUIRED,
+        'the backbone: "embedded", a folder or a hub id; or "python:PACKAGE.MODULE:FUNCTION", which makes a '
+        "Flax module (docs/flax.md)",
+        flag="model.source",
+    )
+    tokenizer: Path | None = option(
+        None, "of a Flax module: a folder with tokenizer.json", flag="model.tokenizer"
+    )
     dtype: Literal["float32", "bfloat16"] = option("float32", "of the backbone's weights", flag="model.dtype")
     spec: ModelSpec | None = option(
         None, "the backbone's sizes; None to ask the source", flag="model.config", type=published_spec
@@ -67,11 +80,13 @@ class TrainingSettings:
 
         Raises:
           ModelError: no such model.
-          ConfigError: the config writes out another model than its source holds.
+          ConfigError: no such function; the config writes out another model than its source holds.
         """
         from kvjax import loading
 
         with jax.default_device(jax.local_devices(backend="cpu")[0]):  # one chip may be too small for it
+            if self.source.startswith(PYTHON):
+                return loading.load(self._module(), self.dtype, tokenizer=self.tokenizer)  # type: ignore[no-any-return]
             model = loading.load(None if self.source == loading.EMBEDDED else self.source, dtype=self.dtype)
         if self.spec is not None:
             written = dataclasses.replace(self.spec, bos=model.spec.bos, eos=model.spec.eos)
@@ -81,3 +96,14 @@ class TrainingSettings:
                     "or remove it."
                 )
         return model
+
+    def _module(self) -> Any:
+        """What the source's function makes."""
+        module, _, function = self.source.removeprefix(PYTHON).partition(":")
+        try:
+            return getattr(importlib.import_module(module), function)()
+        except (ImportError, AttributeError) as reason:
+            raise ConfigError(
+                f"model.source: {self.source!r} in the config cannot be called: {reason}. Write "
+                "python:PACKAGE.MODULE:FUNCTION, with the package on PYTHONPATH."
+            ) from reason

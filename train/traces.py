@@ -84,27 +84,28 @@ def describe(settings: ranker.Settings, model: LanguageModel) -> Manifest:
     Raises:
       ConfigError: a model whose traces cannot be made, or lengths it was not trained for.
     """
-    spec, recording = model.spec, settings.recording
-    if any(window is not None for window in spec.windows):
+    network, recording = model.network, settings.recording
+    if any(window is not None for window in network.windows):
+        family = getattr(getattr(network, "spec", None), "family", "model")
         raise ConfigError(
-            f"traces of a {spec.family} with sliding-window layers: such a layer is a ring already and takes "
+            f"traces of a {family} with sliding-window layers: such a layer is a ring already and takes "
             "no eviction. Choose a model whose layers all attend fully."
         )
-    if max(recording.lengths) > spec.max_positions:
+    if max(recording.lengths) > network.max_positions:
         raise ConfigError(
             f"traces.lengths: {max(recording.lengths)} tokens, the model was trained for "
-            f"{spec.max_positions}. Give shorter ones."
+            f"{network.max_positions}. Give shorter ones."
         )
     settings.check_length(min(recording.lengths))
     return Manifest(
         model=Path(model.name).name,
         fingerprint=fingerprint(model),
         parameters=sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(model.params)),
-        layers=spec.num_layers,
-        heads=spec.num_heads,
-        kv_heads=spec.num_kv_heads,
-        head_dim=spec.head_dim,
-        softcap=spec.attn_softcap,
+        layers=network.num_layers,
+        heads=network.num_heads,
+        kv_heads=network.num_kv_heads,
+        head_dim=network.head_dim,
+        softcap=_softcap(model),
         dtype=recording.dtype,
         keys=recording.keys,
         queries=recording.queries,
@@ -114,6 +115,21 @@ def describe(settings: ranker.Settings, model: LanguageModel) -> Manifest:
         seed=settings.seed,
         data=recording.data,
     )
+
+
+def _softcap(model: LanguageModel) -> float | None:
+    """What the layers hand to attention; nothing is computed."""
+    network, at, caps = model.network, jnp.zeros((1, 1), jnp.int32), []
+
+    def attend(_layer: int, heads: Heads, carry: None) -> tuple[Array, None]:
+        caps.append(heads.softcap)
+        return heads.q, carry
+
+    def first(params: Params) -> Array:
+        return network.layer(params["layers"][0], 0, network.embed(params, at, at), at, attend, None)[0]
+
+    jax.eval_shape(first, model.params)
+    return caps[0]
 
 
 def run(settings: ranker.Settings, folder: Path) -> None:

@@ -91,7 +91,8 @@ class KVState:
     @property
     def gone(self) -> bool:
         """Were its buffers donated to a call before? Asked on the host; costs nothing on the device."""
-        return isinstance(self.length, jax.Array) and self.length.is_deleted()
+        here = isinstance(self.length, jax.Array) and not isinstance(self.length, jax.core.Tracer)
+        return here and self.length.is_deleted()
 
 
 DONATED = (

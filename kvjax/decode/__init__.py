@@ -10,10 +10,11 @@ counts are read between them, never inside.
   read_full, cut      one reading of whole prompts for many policies that cut afterwards
   read_layers         ``prefill`` of whole prompts, a layer at a time
   step                one token a row through the model; pure; ``run_layers``: your own function at each layer
+  piece               T tokens a row, a piece of a prompt; pure
   read_chunk          many tokens a row, through one program per layer
   empty, reserve      what a state has space for, and the sizes programs are compiled for
-  read_ids            token ids, checked against the model's vocabulary
-  read_policy         the policy that a text means on a model
+  read_ids            token ids, checked against the model's vocabulary; ``read_prompts``: of each row
+  read_policy         the policy that a text means on a model; ``check_...``: what calls of these refuse
   RequestError        a request that is refused; ``Remark`` warns of one that is served with a difference
 """
 
@@ -47,7 +48,17 @@ from kvjax.decode._capacity import (
     roomy,
     slot_bounds,
 )
-from kvjax.decode._checks import Progress, Remark, RequestError, read_ids, read_policy
+from kvjax.decode._checks import (
+    Progress,
+    Remark,
+    RequestError,
+    check_continues,
+    check_space,
+    check_weights,
+    read_ids,
+    read_policy,
+    read_prompts,
+)
 from kvjax.decode._generate import Generation, generate, stream
 from kvjax.decode._loop import DecodeRows, decode_loop, decode_steps
 from kvjax.decode._placement import on_mesh
@@ -62,7 +73,7 @@ from kvjax.decode._prefill import (
     store_layer,
     with_logits,
 )
-from kvjax.decode._step import run_layers, step, step_program
+from kvjax.decode._step import piece, run_layers, step, step_program
 
 __all__ = [
     "CHUNK",
@@ -81,6 +92,9 @@ __all__ = [
     "RequestError",
     "after_chunk",
     "bucket",
+    "check_continues",
+    "check_space",
+    "check_weights",
     "chunk_layer",
     "cut",
     "cuts_after",
@@ -98,6 +112,7 @@ __all__ = [
     "outer",
     "padded",
     "page_size",
+    "piece",
     "prefill",
     "prompt_layer",
     "prompt_pages",
@@ -106,6 +121,7 @@ __all__ = [
     "read_ids",
     "read_layers",
     "read_policy",
+    "read_prompts",
     "reserve",
     "roomy",
     "run_layers",

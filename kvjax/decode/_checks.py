@@ -150,7 +150,8 @@ def check_alive(call: str, state: KVState) -> None:
 
 
 def check_continues(call: str, network: Network, policy: Policy, state: KVState, arriving: int) -> None:
-    """Refuses a state that was donated before, or made under a policy that this one cannot continue.
+    """Refuses a state that was donated before, or made by another model, or under a policy that this one
+    cannot continue.
 
     Everything but traced hyperparameters must be equal, and the pages must hold what the policy may keep.
 
@@ -162,6 +163,7 @@ def check_continues(call: str, network: Network, policy: Policy, state: KVState,
       arriving: most tokens of a row that come at a time.
     """
     check_alive(call, state)
+    _check_model(call, network, state)
     if state.structure != policy.structure:
         raise RequestError(
             f"{call}: the state was made under '{state.structure}', and what it holds does not serve "
@@ -178,6 +180,21 @@ def check_continues(call: str, network: Network, policy: Policy, state: KVState,
                 f"{call}: a KV head of this state has pages for {slots} slots, '{policy!r}' may keep more. "
                 f"Continue with its own budget and sinks or smaller ones, or prefill under '{policy!r}'."
             )
+
+
+def _check_model(call: str, network: Network, state: KVState) -> None:
+    """Refuses a state of another shape than the network's; its weights leave no sign in a state."""
+    heads, _, dim = state.layers[0].ring.k.shape[1:]
+    made, needed = (
+        (len(state.layers), heads, dim),
+        (network.num_layers, network.num_kv_heads, network.head_dim),
+    )
+    if made != needed:
+        shape = "{} layers of {} KV heads of {}".format
+        raise RequestError(
+            f"{call}: the state was made by a model with {shape(*made)}, this one has {shape(*needed)}. "
+            "Continue it with its own model, or prefill with this one."
+        )
 
 
 def check_space(call: str, network: Network, state: KVState, more: np.ndarray) -> None:

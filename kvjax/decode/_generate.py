@@ -162,8 +162,9 @@ def stream(
 
 def _end_tokens(model: Weighted) -> tuple[int, ...]:
     """The ids that end the model's texts, of config.json or generation_config.json; of a network without a
-    spec none."""
-    return tuple(getattr(getattr(model.network, "spec", None), "eos", ()))
+    spec those of its tokenizer, or none."""
+    says = getattr(model.network, "spec", None) or getattr(model, "tokenizer", None)
+    return tuple(getattr(says, "eos", ()))
 
 
 def _pieces(

@@ -80,6 +80,40 @@ def step(
     return state, logits
 
 
+def piece(
+    network: Network,
+    policy: Policy,
+    params: Params,
+    weights: Params,
+    state: KVState,
+    tokens: Int[Array, "B T"],
+    count: Int[Array, " B"],
+) -> tuple[KVState, Float[Array, "B V"]]:
+    """Feed ``count`` of T tokens to each row, a piece of a prompt; logits of each row's next token. Pure.
+
+    ``extend`` reads the same, with one program per layer and pools that grow.
+
+    Args:
+      network, policy, params, weights: as in ``step``.
+      state: with pages reserved for T tokens that come at once, T <= ``state.chunk``.
+      tokens: T ids per row.
+      count: how many of them are real; a row with 0 is left as it is, and its logits mean nothing.
+    """
+    mesh, before = state.mesh, dataclasses.replace(state, confidence=None)  # no logits produced these tokens
+    x, layers = run_layers(
+        network, policy, params, weights, before, tokens, layer.chunk, (state.length, count)
+    )
+    newest = jnp.take_along_axis(x, jnp.maximum(count - 1, 0)[:, None, None], axis=1)[:, 0]
+    logits = network.logits(params, newest)
+    state = dataclasses.replace(
+        state,
+        layers=layers,
+        length=mesh.everywhere(state.length + count),
+        confidence=mesh.everywhere(confidence_after(policy, state.confidence, logits, count > 0)),
+    )
+    return state, logits
+
+
 def run_layers(
     network: Network,
     policy: Policy,

@@ -14,7 +14,6 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -89,14 +88,19 @@ class KVJax(LM):
         """The model's folder, for tasks that count tokens.
 
         Raises:
-          EvalError: a model from a GGUF file, whose tokenizer these tasks cannot open.
+          EvalError: a model from a GGUF file or a Flax module, whose tokenizer these tasks cannot open.
         """
-        if Path(self.model.folder).is_file():
+        if self.model.folder is None:
+            raise EvalError(
+                f"{self.model.name} is a Flax module, and this task opens the tokenizer of a folder. Save "
+                "the model in Hugging Face's format and name that folder."
+            )
+        if self.model.folder.is_file():
             raise EvalError(
                 f"{self.model.folder} is a GGUF file, and this task opens the tokenizer of a folder itself. "
                 "Write one with kvjax.models.hf.save(..., tokenizer=model.folder) and name it as the model."
             )
-        return str(Path(self.model.folder).resolve())
+        return str(self.model.folder.resolve())
 
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """(log-probability of the continuation, whether greedy decoding would write it) of each request."""

@@ -345,5 +345,9 @@ class Decoder:
     ) -> tuple[Array, C]:
         return layer(self.spec, params, index, x, positions, attend, carry)
 
+    def normed(self, params: Params, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
+        """The last layer's output after the final norm."""
+        return norm(self.spec, params, "final_norm", x)
+
     def logits(self, params: Params, x: Float[Array, "... D"]) -> Float[Array, "... V"]:
         return logits(self.spec, params, x)

@@ -237,9 +237,7 @@ def _write_scores(spec: ModelSpec, family: Family) -> dict[str, float | None]:
     return written
 
 
-def _read_unturned(
-    config: dict[str, Any], family: Family, layers: int, file: str
-) -> dict[str, tuple[int, ...]]:
+def _read_unturned(config: dict[str, Any], family: Family, layers: int, file: str) -> dict[str, Any]:
     """Layers without RoPE: a list that has 0 for each, or every so many."""
     if "unturned" not in family.varies:
         return {}

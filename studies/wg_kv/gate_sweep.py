@@ -161,7 +161,8 @@ def run(settings: Settings, folder: Path, out: Path, length: int, rows: int, sin
     """
     model = backbone(settings)
     check = settings.check | {"lengths": [length], "rows": rows}
-    held = gate_rows.read_data(dataclasses.replace(settings, check=check), model.folder).check[length]
+    data = gate_rows.read_data(dataclasses.replace(settings, check=check), model.folder, model.text)
+    held = data.check[length]
     points = measured(settings, model, folder, held, sinks)
     for point in points:
         point["over_front"] = over_front(points, point)
