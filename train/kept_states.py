@@ -53,7 +53,8 @@ def with_teacher(
       ConfigError: the folder holds those of another model, other rows or another text.
     """
     folder = settings.folder.parent / TEACHER
-    facts = {"model": settings.source, "spec": repr(model.spec), "seed": settings.seed, "data": settings.data}
+    network = repr(getattr(model.network, "spec", model.network))
+    facts = {"model": settings.source, "spec": network, "seed": settings.seed, "data": settings.data}
     facts["text"] = gate_rows.recorded_text(settings)
     about = json.dumps(facts, indent=1)
     folder.mkdir(parents=True, exist_ok=True)

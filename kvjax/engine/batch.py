@@ -227,7 +227,7 @@ class RunningBatch:
         taken, (slots, size) = list(self.taken), live(self.state, self.known)
         return BatchMetrics(
             policy=repr(self.policy),
-            weights=self.label,
+            weights=self.structure.learned.label,
             rows=len(taken),
             max_rows=len(self.rows),
             live=int(size[taken].sum()),
@@ -397,8 +397,8 @@ class RunningBatch:
 
     def step(self, steps: int, now: int) -> None:
         """Begins up to ``now`` tokens of every row, by the program of ``steps``; ``land`` waits for them."""
-        inputs = (self._policies(), steps, self.model.params, self.structure.learned.weights, self.state)
-        inputs = (self.model.network, *inputs, self._inputs(now))
+        network, params, learned = self.model.network, self.model.params, self.structure.learned.weights
+        inputs = (network, self._policies(), steps, params, learned, self.state, self._inputs(now))
         if self._steps is None:
             self._steps = self.sized_programs(self.counts).steps.find(*inputs)
         self.state, drawn, known = self._steps(*inputs)

@@ -77,6 +77,7 @@ class HeldContext(StoredState):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        assert self.state is not None
         size = metrics.nbytes(self.state).total
         self.info = ContextInfo(
             name=self.name,
@@ -238,6 +239,7 @@ class Contexts:
         return files
 
     def _write(self, context: HeldContext, file: Path) -> None:
+        assert context.state is not None
         saving.save(
             context.state,
             file,

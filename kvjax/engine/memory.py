@@ -61,8 +61,10 @@ class Memory:
         return self._shapes(repr(policy), policy.structure, policy)
 
     def _row(self, name: str, structure: str, policy: Policy) -> KVState:
-        sizes = {"context": self.settings.context, "chunk": self.settings.chunk, "page": self.settings.page}
-        make = functools.partial(paging.empty, self.model, policy, rows=1, **sizes)
+        context, chunk, page = self.settings.context, self.settings.chunk, self.settings.page
+        make = functools.partial(
+            paging.empty, self.model, policy, rows=1, context=context, chunk=chunk, page=page
+        )
         return paging.sharded_shapes(jax.eval_shape(make))
 
     def check_fits(self, policy: Policy) -> None:
@@ -107,7 +109,8 @@ class Memory:
     def shed(self, everything: bool) -> bool:
         """Drops the structure that was not used for longest, or the programs of all; was there any?"""
         if everything:
-            for owner in (*self.structures, *self.batches):
+            owners: list[Structure | RunningBatch] = [*self.structures, *self.batches]
+            for owner in owners:
                 owner.forget()
             return True
         idle = self._idle_structures()
@@ -267,8 +270,8 @@ def batch_bytes(
       chunk: prompt tokens read at a time.
     """
     policy = paging.paged(policy, context)
-    sizes = {"context": context, "chunk": chunk, "page": None}
-    row = jax.eval_shape(functools.partial(paging.empty, model, policy, rows=1, **sizes))
+    make = functools.partial(paging.empty, model, policy, rows=1, context=context, chunk=chunk, page=None)
+    row = jax.eval_shape(make)
     row, learned = paging.sharded_shapes(row), LearnedWeights({}, "")
     batch = RunningBatch(Structure(model, policy, learned, row, None), max_rows)
     need = paging.most_pages(policy, row, tokens, 1)

@@ -124,8 +124,9 @@ def sized(layer: LayerCache, counts: Sequence[int]) -> LayerCache:
     fixed = ("table", "length", "n_free", "overflow")  # are not a page's
 
     def pages_with(pages: Pages, count: int) -> Pages:
-        own = {name: getattr(pages, name) for name in fixed}
-        bare = dataclasses.replace(pages, **dict.fromkeys(fixed))
+        own: dict[str, Any] = {name: getattr(pages, name) for name in fixed}
+        none: dict[str, Any] = dict.fromkeys(fixed)
+        bare = dataclasses.replace(pages, **none)
         grown = jax.tree.map(lambda x: jax.ShapeDtypeStruct((count, *x.shape[1:]), x.dtype), bare)
         return dataclasses.replace(grown, **own)
 

@@ -1,7 +1,8 @@
 """Models of google-tunix (Flax NNX): Llama 3, Qwen2, Qwen3 and Gemma 3, read as our decoder's weights.
 
 Tried with google-tunix 0.1.7. Nothing of it is imported: a model is known by its class, its config and the
-names of its parameters. An array whose layout is ours is shared; the others are copied.
+names of its parameters. Embeddings and norms are shared. Weight matrices are copied: theirs have the inputs
+first, ours last (``kvjax.models.layout``).
 """
 
 from __future__ import annotations
@@ -14,11 +15,12 @@ import jax.numpy as jnp
 
 from kvjax.models import decoder
 from kvjax.models.hf_config import ModelError
+from kvjax.models.layout import inputs_last
 from kvjax.models.spec import LinearScaling, ModelSpec, Rope
 from kvjax.types import Params
 
 Leaf = tuple[str, Callable[[Any, ModelSpec], Any] | None]
-"""The name of their parameter, and a function that gives it our layout; None where the layout is the same."""
+"""The name of their parameter, and a function that gives it our axes, inputs first; None where it has them."""
 
 
 def _heads(x: Any, spec: ModelSpec) -> Any:
@@ -142,24 +144,24 @@ def read(model: Any) -> tuple[ModelSpec, Params, int]:
     spec = _spec(model, kind)
     copied: list[int] = []
 
-    def take(owner: Any, leaf: Leaf) -> Any:
+    def take(owner: Any, name: str, leaf: Leaf) -> Any:
         path, layout = leaf
         for part in path.split("."):
             owner = getattr(owner, part)
         array = owner.get_value() if hasattr(type(owner), "get_value") else owner.value
-        if layout is None:
-            return array
-        made = layout(array, spec)
-        copied.append(made.nbytes)
-        return made
+        laid = array if layout is None else layout(array, spec)
+        laid = inputs_last({name: laid})[name]
+        if laid is not array:
+            copied.append(laid.nbytes)
+        return laid
 
     tree = decoder.shapes(spec)
-    params: Params = {name: take(model, _OUTER[name]) for name in tree if name in _OUTER}
-    params["final_norm"] = take(model, (f"final_norm.{kind.norm}", None))
+    params: Params = {name: take(model, name, _OUTER[name]) for name in tree if name in _OUTER}
+    params["final_norm"] = take(model, "final_norm", (f"final_norm.{kind.norm}", None))
     as_many = kind.layer is _GEMMA and spec.num_heads == spec.num_kv_heads
     table = {**kind.layer, **(_AS_MANY if as_many else {})}
     params["layers"] = [
-        {name: take(layer, table[name]) for name in names}
+        {name: take(layer, name, table[name]) for name in names}
         for layer, names in zip(model.layers, tree["layers"])
     ]
     return spec, params, sum(copied)

@@ -136,15 +136,10 @@ def _as_tree(value: Any) -> Any:
 
 
 def _from_tree(tree: dict[str, Any]) -> Batch:
-    outcomes = [
-        Outcome(
-            **{
-                name: np.asarray(x["values"], x["dtype"]) if isinstance(x, dict) else x
-                for name, x in outcome.items()
-            }
-        )
-        for outcome in tree["outcomes"]
-    ]
+    def array(x: Any) -> Any:
+        return np.asarray(x["values"], x["dtype"]) if isinstance(x, dict) else x
+
+    outcomes = [Outcome(**{name: array(x) for name, x in outcome.items()}) for outcome in tree["outcomes"]]
     return Batch(**tree | {"outcomes": outcomes})
 
 
