@@ -20,7 +20,7 @@ from kvjax.models.spec import LinearScaling, ModelSpec, Rope
 from kvjax.types import Params
 
 Leaf = tuple[str, Callable[[Any, ModelSpec], Any] | None]
-"""The name of their parameter, and a function that gives it our axes, inputs first; None where it has them."""
+"""The name of their parameter, and a function that lays it inputs first; None where it lies so."""
 
 
 def _heads(x: Any, spec: ModelSpec) -> Any:
