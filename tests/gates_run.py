@@ -38,8 +38,8 @@ def main() -> None:
     how = {"max_new_tokens": 12, "stops": (), "weights": gates.weights}
     for piece, _ in kvjax.stream(model, policy, saved.state, logits, **how):
         text += piece.ravel().tolist()
+    line = {"model": weights.fingerprint(model), "label": gates.label, "held": held, "text": text}
     if jax.process_index() == 0:
-        line = {"model": weights.fingerprint(model), "label": gates.label, "held": held, "text": text}
         print(json.dumps(line), flush=True)
 
 
