@@ -143,6 +143,7 @@ def test_the_engines_thread_compiles_nothing():
             echo = make_request(policy=policy, logprobs=2, echo=True, inspect=True)
             ticket = engine.submit(echo)
             assert len(ticket.result()) == 8
+            engine.metrics()  # after the turn in which it ended
             assert engine.inspect(ticket).seen == 27
             longer = [Request(prompt=tiny.prompt(40, 4), max_new_tokens=50, policy=policy) for _ in range(2)]
             assert [len(engine.submit(x).result()) for x in longer] == [50, 50]
