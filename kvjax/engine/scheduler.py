@@ -31,7 +31,6 @@ from kvjax.engine.request import Inspection, KVUsage
 from kvjax.engine.settings import NOTE_AFTER
 from kvjax.engine.ticket import EngineRequest
 
-
 LONGEST_CUT = 30.0
 """Seconds to wait for the program that copies a row's state, while there is nothing else to do."""
 
