@@ -466,7 +466,7 @@ class Prefiller:
         return False
 
     def _clear(self, prefill: Prefill) -> None:
-        """Batches without rows are in the way, its own perhaps: they are made again, smaller; it begins again."""
+        """It begins again, and batches without rows are made again, smaller: they are in its way."""
         pending = [prefill, *(other for other in self.pending if other is not prefill)]
         for other in pending:
             if other.begun:
