@@ -462,13 +462,20 @@ class Prefiller:
             self._leave(prefill)
             request.fail(error)
             return False
-        # Batches without rows are in the way, its own perhaps: they are made again, smaller.
-        request.alone, others = True, [x.request for x in self.pending if x is not prefill]
-        self.compiling = []
-        self._promise()
-        memory.batches.clear()
-        self.returned += [request, *others]
+        self._clear(prefill)
         return False
+
+    def _clear(self, prefill: Prefill) -> None:
+        """It begins again, and batches without rows are made again, smaller: they are in its way."""
+        pending = [prefill, *(other for other in self.pending if other is not prefill)]
+        for other in pending:
+            if other.begun:
+                other.request.restart()
+        prefill.request.alone = True
+        self.current, self.compiling = None, []
+        self._promise()
+        self._memory.batches.clear()
+        self.returned += [other.request for other in pending]
 
     def _too_large(self, prefill: Prefill) -> MemoryFull | RequestError:
         return self._memory.refusal(
@@ -720,6 +727,9 @@ class Prefiller:
                 return False
             if memory.reading() > prefill.bytes:  # rows that came later hold what it needs
                 return self.put_back(prefill.request.ticket.id)
+            if not prefill.request.alone:
+                self._clear(prefill)
+                return True
             raise memory.refusal(
                 batch.allocated + batch.bytes_of(need),
                 f"the row needs {batch.bytes_of(need)} bytes of pages beside {memory.allocated()} that "

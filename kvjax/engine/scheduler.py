@@ -30,6 +30,9 @@ from kvjax.engine.request import Inspection, KVUsage
 from kvjax.engine.settings import NOTE_AFTER
 from kvjax.engine.ticket import EngineRequest
 
+LONGEST_CUT = 30.0
+"""Seconds to wait for the program that copies a row's state, while there is nothing else to do."""
+
 
 class Scheduler:
     """The queue, and whose turn it is; one thread only."""
@@ -207,10 +210,14 @@ class Scheduler:
                 self.memory.remember(request.prefix_key, tokens, batch.cut(number))
 
     def _can_cut(self, batch: RunningBatch, number: int) -> bool:
-        """Are the programs there? They are waited for where that stops nobody; else the next row has them."""
+        """Are the programs there? They are waited for while that stops nobody; else the next row has them."""
         programs, running = batch.cut_programs(number), sum(len(x.taken) for x in self.memory.batches)
         alone = running == 1 and not self.queue and not self.prefiller.pending
-        return self.compiler.ready(programs, 60.0 if alone else 0.0, urgent=True)
+        until = time.monotonic() + LONGEST_CUT
+        while not self.compiler.ready(programs, PATIENCE, urgent=True):
+            if not alone or self._calls_wait() or time.monotonic() > until:
+                return False
+        return True
 
     # --- snapshots ---------------------------------------------------------------------------------------
 
