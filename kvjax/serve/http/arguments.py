@@ -112,7 +112,9 @@ class Options:
         type=size,
         group="limits of a request",
     )
-    body_timeout: float = option(30.0, "in which a body has to come (default: 30)", "SECONDS", type=_SECONDS)
+    body_timeout: float = option(
+        30.0, "within which a body has to arrive (default: 30)", "SECONDS", type=_SECONDS
+    )
     max_prompt: int | None = option(None, "tokens of a prompt (default: as many as fit)")
     request_timeout: float | None = option(
         None,
@@ -123,22 +125,24 @@ class Options:
 
     client_requests: int | None = option(
         None,
-        "a minute (default: 600)",
+        "requests a minute (default: 600)",
         type=whole(0),
         group="limits of a client, which is a key, or an address (0: none, as on this machine alone)",
     )
-    client_waiting: int | None = option(
-        None, "texts of it that wait (default: half of --queue)", type=whole(0)
+    client_waiting: int | None = option(None, "texts that wait (default: half of --queue)", type=whole(0))
+    client_tokens: int | None = option(
+        None, "tokens a minute, read and written (default: 1000000)", type=whole(0)
     )
-    client_tokens: int | None = option(None, "read and written, a minute (default: 1000000)", type=whole(0))
     client_structures: int | None = option(
-        None, "policies of other structures that are compiled for it, a minute (default: 6)", type=whole(0)
+        None,
+        "policies of other structures that are compiled for it in a minute (default: 6)",
+        type=whole(0),
     )
 
     max_connections: int | None = option(
         None,
-        "open at a time; those that wait for a request make room for others (default: half of the files that "
-        "the process may open, at most 1024)",
+        "connections at a time; those that wait for a request make room for others (default: half of the "
+        "files that the process may open, at most 1024)",
         group="the process",
     )
     drain: float = option(30.0, _DRAIN, "SECONDS", type=_SECONDS)
