@@ -76,7 +76,8 @@ def single(values: list[Item], flag: str) -> Item:
 
 def _run(command: Command) -> None:
     data, values = find(), command.values
-    grids, notes = [], []
+    grids: list[grid.Grid] = []
+    notes: list[str] = []
     auto = any(is_auto(spec) for job in command.jobs for spec in job.policies)
     model = model_of(values) if auto else None
     jobs = [_solved(job, values["out"], notes) for job in command.jobs]

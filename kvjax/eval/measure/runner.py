@@ -133,7 +133,7 @@ def run(
     work = [cell for cell in grid.cells if cell not in done]
     hidden = not (sys.stderr.isatty() if shown is None else shown)
     total = sum(cell.length * cell.samples for cell in work)
-    drawn: dict[Hashable, Samples] = {}
+    drawn: dict[tuple[str, int, int, int, str], Samples] = {}
     shared = sum(decode.cuts_after(policy) for policy in grid.policies.values()) > 1
     references = References()
     with tqdm(total=total, unit="token", unit_scale=True, file=sys.stderr, disable=hidden) as bar:
