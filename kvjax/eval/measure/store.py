@@ -136,10 +136,12 @@ def _as_tree(value: Any) -> Any:
 
 
 def _from_tree(tree: dict[str, Any]) -> Batch:
-    def array(x: Any) -> Any:
-        return np.asarray(x["values"], x["dtype"]) if isinstance(x, dict) else x
+    def read(value: Any) -> Any:
+        return np.asarray(value["values"], value["dtype"]) if isinstance(value, dict) else value
 
-    outcomes = [Outcome(**{name: array(x) for name, x in outcome.items()}) for outcome in tree["outcomes"]]
+    outcomes = [
+        Outcome(**{name: read(value) for name, value in outcome.items()}) for outcome in tree["outcomes"]
+    ]
     return Batch(**tree | {"outcomes": outcomes})
 
 
