@@ -132,7 +132,7 @@ TABLE = {
     "studies.conf_kv": r"studies\.conf_kv(\..+)?|kvjax(\.(?!serve).+)?",
     "studies.gvote": r"studies\.(gvote(\..+)?|processor)|kvjax(\.(?!serve).+)?",
     "studies.wg_kv": r"studies\.wg_kv(\..+)?|train(\..+)?|kvjax(\.(?!serve).+)?",
-    "studies.kvp": r"studies\.(kvp(\..+)?|processor)|train(\..+)?|kvjax(\.(?!serve).+)?",
+    "studies.kvp": r"studies\.(kvp(\..+)?|judges|processor)|train(\..+)?|kvjax(\.(?!serve).+)?",
 }
 
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kvjax import cli
-from kvjax.eval.measure.row import Row
+from kvjax.eval.measure.row import Cell, Row
 from kvjax.eval.measure.store import read
 from kvjax.eval.report import stats, table
 from studies import judges
@@ -45,6 +45,11 @@ def count(rows: Sequence[Row], weights: str = "default") -> Count:
     )
 
 
+def _named(cell: Cell) -> Cell:
+    """The cell, whatever file its weights were read from."""
+    return dataclasses.replace(cell, weights=cell.weights.partition("@")[0])
+
+
 def main(words: Sequence[str] | None = None) -> int:
     """Prints the counts; the exit code."""
     return cli.run(_run, words)
@@ -55,7 +60,7 @@ def _run(words: Sequence[str]) -> None:
     parser.add_argument("folder", type=Path, nargs="+", help="of results; later rows of a cell count")
     parser.add_argument("--weights", default="default", metavar="NAME", help="default: default")
     values = parser.parse_args(words)
-    rows = {row.cell: row for folder in values.folder for row in read(folder)}
+    rows = {_named(row.cell): row for folder in values.folder for row in read(folder)}
     counted = count(list(rows.values()), values.weights)
     print(
         f"{counted.cells} cells: alone at the top {counted.alone}, tied {counted.tied}; at the top or within "
