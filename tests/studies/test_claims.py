@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 from eval_rows import GOOD, row
 
 from kvjax.eval.measure import store
 from studies import claims, judges
+
+RESULTS = Path(__file__).parents[2] / "results"
 
 STUDIES = {
     "roundtrip": {"errors": [{"storage": "int8", "mean": 0.005}, {"storage": "int4", "mean": 0.1}]},
@@ -57,6 +60,26 @@ def test_claims_that_nobody_ran_say_so(tmp_path, capsys):
     assert verdicts["conf-kv/int8"] == judges.NOT_RUN
     assert claims.main([str(tmp_path)]) == 0
     assert capsys.readouterr().out.count("\n") == len(lines) + 2
+
+
+SAID = {judges.HOLDS: "yes", judges.FAILS: "no", judges.SILENT: "not informative", judges.NOT_RUN: "not run"}
+
+
+def test_the_page_says_every_verdict():
+    """Of each claim in results/papers.md: the verdict that the results have."""
+    said = {}
+    for line in (RESULTS / "papers.md").read_text(encoding="utf-8").splitlines():
+        cells = [cell.strip() for cell in line.split("|")]
+        if len(cells) == 7 and "/" in cells[1]:
+            said |= dict.fromkeys(cells[1].partition(":")[0].split(", "), cells[4])
+    lines = (RESULTS / "claims" / "verdicts.jsonl").read_text(encoding="utf-8").splitlines()
+    verdicts = {line["id"]: line["verdict"] for line in map(json.loads, lines)}
+    assert set(said) == set(verdicts) == {claim.id for claim in claims.CLAIMS}
+    for name, verdict in verdicts.items():
+        first, of_best, _ = verdict.partition(", against the best baseline")
+        word = SAID[next(word for word in SAID if first.startswith(word))]
+        assert said[name].endswith(" only") if of_best else said[name] == word, name
+    assert len((RESULTS / "papers.md").read_text(encoding="utf-8").split()) <= 1200
 
 
 def test_a_folder_without_results_is_refused(tmp_path, capsys):
