@@ -357,6 +357,7 @@ def test_a_lost_process_is_told_to_all_others(said, monkeypatch):
     with pytest.raises(SystemExit):
         lost._listen()
     assert ended == [7 if said else 3]
+    theirs[1].settimeout(5)
     assert theirs[1].recv(4) == struct.pack("!I", ended[0])
 
 
