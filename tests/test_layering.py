@@ -115,8 +115,8 @@ TABLE = {
     r"|kvjax\.engine\.(errors|pages|request|settings|ticket)",
     "kvjax.engine.batch": rf"{STATE}|kvjax\.(algebra|decode|layer|metrics|sampling)"
     r"|kvjax\.engine\.(decoding|compiler|metrics|pages|request|ticket)",
-    "kvjax.engine.memory": rf"{STATE}|kvjax\.(algebra|decode)"
-    r"|kvjax\.engine\.(decoding|batch|contexts|errors|pages|prefix|settings|ticket)",
+    "kvjax.engine.memory": rf"{STATE}|kvjax\.(algebra|decode|metrics)"
+    r"|kvjax\.engine\.(decoding|batch|contexts|errors|pages|prefix|request|settings|ticket)",
     "kvjax.serve": r"kvjax(\.(?!eval).+)?",
     "kvjax.eval": r"kvjax(\.(?!serve).+)?",
     "kvjax": r"kvjax\.(?!serve|eval|models|policies|text).+",

@@ -39,7 +39,7 @@ NEIGHBOURS = {
     "snapkv(8) + pyramid(0.5)": "snapkv(8) + pyramid(0.495, slope=1.98)",
     "gvote(0.6, samples=2, ahead=8)": "gvote(0.61, samples=2, ahead=8, seed=5)",
     "gvote(0.6, samples=inf, ahead=8)": "gvote(0.61, samples=inf, ahead=8, sinks=3)",
-    "kvp(2, recent=8) + uniform(0.5)": "kvp(3, recent=8) + uniform(0.48)",
+    "kvp(2, recent=8) + uniform(0.5)": "kvp(3, recent=8, seed=1) + uniform(0.48)",
     "kvp(2, recent=8) + uniform(23, every_step)": "kvp(1, recent=8) + uniform(22, every_step)",
     "conf_kv(recent=8) + confidence(20, loose=31)": "conf_kv(0.4, gamma=0.9, recent=8)"
     " + confidence(19, loose=30, threshold=0.6, slope=1.01, wh=0.5, wm=0.25, wp=0.25)",

@@ -17,6 +17,7 @@ from safetensors.numpy import load_file, save_file
 import kvjax
 from kvjax.loading import embedded_folder
 from kvjax.models.decoder import Decoder, shapes
+from kvjax.models.layout import INPUTS_FIRST
 from kvjax.models.spec import ModelSpec, Rope
 from kvjax.saving import StateError
 from kvjax.serve.__main__ import main
@@ -72,6 +73,13 @@ def noisy(x: jnp.ndarray) -> jnp.ndarray:
     return jnp.asarray((blocks + step * random.uniform(-0.5, 0.5, blocks.shape)).reshape(x.shape), x.dtype)
 
 
+def inputs_first(of):
+    """The matrices, laid as signs are counted."""
+    leaves = jax.tree_util.tree_leaves_with_path(of.params)
+    axes = {path: INPUTS_FIRST.get(path[-1].key, range(leaf.ndim)) for path, leaf in leaves}
+    return [np.asarray(leaf).transpose(axes[path]) for path, leaf in leaves if leaf.ndim > 1]
+
+
 def taken(other, source):
     return kvjax.weights_for(POLICY, other, {"write_gate": source, "values": "other"})
 
@@ -88,8 +96,7 @@ def test_the_same_model_in_other_values_is_taken_and_the_share_of_signs_is_named
     learned = load_weights(file, other, other_values=True)
     signs = [
         (np.sign(a.ravel()[at]) == np.sign(b.ravel()[at]))
-        for a, b in zip(*(map(np.asarray, jax.tree.leaves(m.params)) for m in (made, other)), strict=True)
-        if a.ndim > 1
+        for a, b in zip(inputs_first(made), inputs_first(other), strict=True)
         for at in [np.arange(256) * 2654435761 % a.size]
     ]
     assert learned.agreement == pytest.approx(np.mean(signs), abs=1e-9)

@@ -232,7 +232,7 @@ class Memory:
 
         Alone it might fit: then it is the server that is full, and not the request that is wrong.
         """
-        if size > self.settings.kv_memory:
+        if size > self.settings.kv_memory or not self.allocated():
             return RequestError(message)
         return MemoryFull(
             f"contexts and other texts hold {self.allocated()} of the {self.settings.kv_memory} bytes of "

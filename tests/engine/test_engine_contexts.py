@@ -187,7 +187,8 @@ def test_a_server_that_is_full_is_not_the_requests_fault():
         engine.submit(Request(prompt=QUESTION, max_new_tokens=1)).result()
         size = engine.contexts.allocated
         lane = sum(batch.allocated for batch in engine.metrics().batches)
-    with small_engine(kv_memory=lane + size // 2, contexts_share=1.0) as engine:
+    # Beside the batch a row of its size is read.
+    with small_engine(kv_memory=2 * lane + size // 2, contexts_share=1.0) as engine:
         engine.contexts.create("a", PROMPT)
         with pytest.raises(MemoryFull, match=r"contexts and other texts hold \d+ of the \d+ bytes"):
             engine.submit(Request(prompt=QUESTION, max_new_tokens=1)).result()
@@ -237,10 +238,8 @@ def test_a_damaged_file_is_skipped_and_the_others_load(tmp_path):
     with small_engine(max_contexts=1) as engine:
         loaded = engine.contexts.load(tmp_path, on_skipped=lambda *what: skipped.append(what))
         assert [info.name for info in loaded] == ["a"]
-    assert [(path.name, type(error)) for path, error in skipped] == [
-        ("b.kv", StateError),
-        ("c.kv", StateError),
-    ]
+    assert [path.name for path, _ in skipped] == ["b.kv", "c.kv"]
+    assert all(isinstance(error, StateError) for _, error in skipped)
     assert "no place beside those loaded before it" in str(skipped[1][1])
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.kv", "b.kv", "c.kv"]
     with small_engine() as engine, pytest.raises(StateError):

@@ -229,7 +229,7 @@ def test_other_addresses_need_a_key_or_a_word(host):
     ],
 )
 def test_new_structures_are_bounded_where_others_can_ask(words, most):
-    assert command.new_structures(parse(words)) == most
+    assert command.client_limit(parse(words), "structures", command.NEW_STRUCTURES) == most
 
 
 @pytest.mark.parametrize(
