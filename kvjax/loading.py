@@ -221,31 +221,27 @@ def _load_module(
     from kvjax.models import tunix
     from kvjax.models.hf_config import ModelError
 
-    name, spec, copied = type(module).__name__, None, 0
+    name, spec, shared = type(module).__name__, None, set[int]()
     if dtype not in (None, *DTYPES):
         raise ModelError(
             f"load({name}(...), dtype={dtype!r}) names no dtype. Give one of {', '.join(DTYPES)}."
         )
     if tunix.is_tunix(module):
-        spec, params, copied = tunix.read(module)
+        spec, params, shared = tunix.read(module)
     else:
         from kvjax.models import own
 
         network, params = own.read(module)
     if dtype is not None:
-        cast = jax.tree.map(
-            lambda x: x.astype(dtype) if jax.numpy.issubdtype(x.dtype, jax.numpy.floating) else x, params
-        )
-        copied += sum(
-            new.nbytes for x, new in zip(*map(jax.tree.leaves, (params, cast))) if x.dtype != new.dtype
-        )
-        params = cast
+        floating = lambda x: jax.numpy.issubdtype(x.dtype, jax.numpy.floating)  # noqa: E731
+        params = jax.tree.map(lambda x: x.astype(dtype) if floating(x) and x.dtype != dtype else x, params)
     if spec is None:
         if mesh != meshes.ONE:
             params = mesh.put(params, mesh.of_model(network, params))
         return OwnModel(name=name, network=network, params=params, tokenizer=_read_text(tokenizer))
+    leaves = jax.tree.leaves(params)
+    copied, whole = sum(x.nbytes for x in leaves if id(x) not in shared), sum(x.nbytes for x in leaves)
     if copied:
-        whole = sum(x.nbytes for x in jax.tree.leaves(params))
         warnings.warn(
             f"load({name}(...)) copies {copied:,} of {whole:,} bytes, whose layout or dtype is another one; "
             "the others are shared.",

@@ -123,11 +123,11 @@ def is_tunix(model: Any) -> bool:
     return type(model).__module__.startswith("tunix.")
 
 
-def read(model: Any) -> tuple[ModelSpec, Params, int]:
+def read(model: Any) -> tuple[ModelSpec, Params, set[int]]:
     """The sizes and weights of a tunix model.
 
     Returns:
-      The spec; the params tree of ``kvjax.models.decoder``; how many bytes of it are copies.
+      The spec; the params tree of ``kvjax.models.decoder``; ``id`` of its arrays that are the model's own.
 
     Raises:
       ModelError: another family, or experts.
@@ -142,7 +142,7 @@ def read(model: Any) -> tuple[ModelSpec, Params, int]:
     if getattr(config, "num_experts", None):
         raise ModelError(f"load({name}(...)) has {config.num_experts} experts. Give a model without experts.")
     spec = _spec(model, kind)
-    copied: list[int] = []
+    shared: set[int] = set()
 
     def take(owner: Any, name: str, leaf: Leaf) -> Any:
         path, layout = leaf
@@ -151,8 +151,8 @@ def read(model: Any) -> tuple[ModelSpec, Params, int]:
         array = owner.get_value() if hasattr(type(owner), "get_value") else owner.value
         laid = array if layout is None else layout(array, spec)
         laid = inputs_last({name: laid})[name]
-        if laid is not array:
-            copied.append(laid.nbytes)
+        if laid is array:
+            shared.add(id(array))
         return laid
 
     tree = decoder.shapes(spec)
@@ -164,7 +164,7 @@ def read(model: Any) -> tuple[ModelSpec, Params, int]:
         {name: take(layer, name, table[name]) for name in names}
         for layer, names in zip(model.layers, tree["layers"])
     ]
-    return spec, params, sum(copied)
+    return spec, params, shared
 
 
 def _spec(model: Any, kind: Kind) -> ModelSpec:
