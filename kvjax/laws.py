@@ -76,8 +76,8 @@ def check(model: Weighted, *, seed: int = 0) -> Laws:
     """Whether a network gives the same result however a text is fed; seconds, on a CPU too.
 
     The laws: one token at a time equals the whole prompt; rows alone equal rows together; rows at different
-    positions stay apart; what a layer says of its heads (``rotate``, ``project``) is true; layers of one
-    window differ in weights only. ``print`` shows each with the first layer that differs.
+    positions do not mix; ``rotate`` and ``project`` of a layer's heads are what the layer computes; layers
+    of one window differ in weights only. ``print`` shows each with the first layer that differs.
 
     Args:
       model: a network and its weights, such as ``kvjax.load(module)``.
@@ -126,7 +126,7 @@ def check(model: Weighted, *, seed: int = 0) -> Laws:
             "tokens meet in `attend` alone.",
         ),
         compare(
-            "rows at different positions stay apart",
+            "rows at different positions do not mix",
             mixed,
             expected,
             "The layer takes one row's positions for all: use `positions` [B, T] row by row.",

@@ -39,7 +39,6 @@ def one_slot(
 
 def _at_slot(old: Array, slot: Array, value: Array) -> Array:
     row, head = jnp.arange(old.shape[0])[:, None], jnp.arange(old.shape[1])[None, :]
-    # Every index is given: a scatter over a sliced axis makes XLA on CPU copy the ring twice a step.
     return _plainly(old, (row, head, slot[:, None]), value[:, :, 0])
 
 

@@ -129,7 +129,7 @@ class Engine:
         self._most_waiting, self._new_structures = queue, new_structures
         self._brought: dict[str, dict[Hashable, float]] = {}  # new structures and when, by client
         self._weights = WeightCache(model)
-        self._own_weights = self._weights.get(self._policy, weights)  # stay, whoever uses them
+        self._own_weights = self._weights.get(self._policy, weights)  # kept while the engine lives
         self._ids = itertools.count(1)
         self._inbox: SimpleQueue[Callable[[], Any]] = SimpleQueue()  # calls for the engine's thread
         self._lock = threading.Lock()

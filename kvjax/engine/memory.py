@@ -228,9 +228,9 @@ class Memory:
         return True
 
     def refusal(self, size: int, message: str) -> MemoryFull | RequestError:
-        """The error of a request for which there is no room for so many bytes, although no row is written.
+        """The error of a request that does not get ``size`` bytes although no row is written.
 
-        Alone it might fit: then it is the server that is full, and not the request that is wrong.
+        RequestError where it would not fit alone either; MemoryFull where others hold the memory.
         """
         if size > self.settings.kv_memory or not self.allocated():
             return RequestError(message)

@@ -169,7 +169,7 @@ def test_ours_keep_every_law():
 
 
 ALONE, SINGLE = "rows alone equal rows together", "one token at a time equals the whole prompt"
-APART, ALIKE = "rows at different positions stay apart", "layers of one window differ in weights only"
+APART, ALIKE = "rows at different positions do not mix", "layers of one window differ in weights only"
 ROPE, QUERIES = "what heads say of RoPE is true", "what heads say of queries is true"
 
 
