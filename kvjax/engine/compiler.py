@@ -151,7 +151,7 @@ class _Job:
 
 
 class Compiler:
-    """A few threads that compile. Nobody waits for more than what stands before it in its own line.
+    """A few threads that compile. A client waits for its own programs, not for those of others.
 
     Each client has a line. A thread that is free takes the oldest program of the client that was served least
     so far, and of which nothing is being compiled; a second one of a client only while another thread stays
@@ -246,8 +246,8 @@ class Compiler:
         return job
 
     def _work(self) -> None:
-        while (found := self._next()) is not None:
-            name, job = found
+        while (taken := self._next()) is not None:
+            name, job = taken
             begun = time.monotonic()
             try:
                 job.program.made[job.program.key] = job.program.compile()
@@ -259,7 +259,7 @@ class Compiler:
                 job.future.set_result(None)
             with self._lock:
                 self._served[job.client] += time.monotonic() - begun  # type: ignore[assignment]
-            del found, job
+            del taken, job
 
     def _next(self) -> tuple[tuple[int, Hashable], _Job] | None:
         """The next one, which is begun; None while there is none that may be."""
@@ -273,9 +273,9 @@ class Compiler:
                 free = waiting
             if not free:
                 return None
-            found = min(free, key=lambda one: (one[1].client is not None, self._served[one[1].client]))
-            found[1].begun = True
-            return found
+            name, job = min(free, key=lambda one: (one[1].client is not None, self._served[one[1].client]))
+            job.begun = True
+            return name, job
 
     def _relieved(self) -> bool:
         """Drops programs until there are maps for another; False while that cannot be."""

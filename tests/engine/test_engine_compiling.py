@@ -94,6 +94,22 @@ def test_lines_are_fair():
     compiler.close()
 
 
+def test_who_was_served_less_comes_first():
+    """One thread, so that nothing else can decide: the older program is of the client that was served."""
+    compiler, free, made, order = Compiler(workers=1), threading.Event(), {}, []
+    first, older, newer = (
+        Program(made, "first", lambda: free.wait(300)),
+        Program(made, "older", lambda: order.append("older") or True),
+        Program(made, "newer", lambda: order.append("newer") or True),
+    )
+    assert not compiler.ready([first, older], client="a")
+    assert not compiler.ready([newer], client="b")
+    free.set()
+    assert compiler.ready([first, older, newer], 60)
+    assert order == ["newer", "older"]
+    compiler.close()
+
+
 @pytest.mark.parametrize("reason", ["cancelled", "deadline"])
 def test_what_nobody_waits_for_leaves_the_line(reason):
     with Engine(tiny.model(), **SIZES) as engine:
