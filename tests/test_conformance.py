@@ -35,7 +35,7 @@ COMBINED = (
     "topk(5, sinks=2, tail=6) + phi(4)",
     "conf_kv(recent=6) + int8(10) + confidence(14, loose=24, threshold=0.5) + phi(4)",
     # All that is held is ranked again, and heads divide a layer's slots again.
-    "snapkv(6) + int8(8) + ada(20, when=every(4)) + sinks(2)",
+    "snapkv(6) + int8(12) + ada(20, when=every(4)) + sinks(2)",
     "knorm + uniform(8, when=every(4), prompt=keep)",
 )
 """Parts of several methods, where a pool exists only for the combination."""
