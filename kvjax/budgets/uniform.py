@@ -41,8 +41,8 @@ class Uniform(amounts.Sized):
         super().__post_init__()
         if self.spares_prompt and self.when == "after_prompt":
             raise PolicyError(
-                f"{self!r} acts after the prompt alone and keeps all of it. Give when=every(64), or leave prompt "
-                "out."
+                f"{self!r} acts after the prompt alone and keeps all of it. Give when=every(64), or leave "
+                "prompt out."
             )
 
     @property

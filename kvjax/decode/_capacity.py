@@ -205,7 +205,8 @@ def empty_layers(
     def layer(window: int | None) -> LayerCache:
         w = policy.window(context) if window is None else min(window, context)
         paged = window is None and policy.paged(context)
-        queries = {name: (heads * network.num_heads // network.num_kv_heads, n) for name, n in policy.queries.items() if paged}
+        query_heads = heads * network.num_heads // network.num_kv_heads
+        queries = {name: (query_heads, slots) for name, slots in policy.queries.items() if paged}
         ring = rings.empty(rows, heads, w, dim, dtype, policy.keeps, policy.arrays, queries)
         if not paged:
             return LayerCache(ring=ring, pages=None, summary=None)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 
-from kvjax.algebra import FIRST, Eviction, Every, Number, Observation, Policy, Whole
+from kvjax.algebra import FIRST, Every, Eviction, Number, Observation, Policy, Whole
 from kvjax.budgets.uniform import Uniform
 from kvjax.types import Params
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
 
-from kvjax.algebra import Eviction, Every, Observation, Policy
+from kvjax.algebra import Every, Eviction, Observation, Policy
 from kvjax.budgets.uniform import Uniform
 from kvjax.types import Params
 
@@ -25,8 +25,8 @@ class KeyDiff(Eviction):
 
     Keys are taken after RoPE, as they are cached, and in float32 (in bf16 many scores would tie). The anchor
     is that of the whole prompt; the paper reads a prompt in blocks under the budget and renews the anchor
-    with each block. Protects nothing. Where the budget acts while decoding, the anchor is that of the keys that
-    are held.
+    with each block. Protects nothing. Where the budget acts while decoding, the anchor is that of the keys
+    that are held.
     """
 
     name = "keydiff"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
 
-from kvjax.algebra import Eviction, Every, Observation, Policy, PolicyError, Whole
+from kvjax.algebra import Every, Eviction, Observation, Policy, PolicyError, Whole
 from kvjax.budgets.ada import Ada
 from kvjax.budgets.pyramid import Pyramid
 from kvjax.budgets.uniform import Uniform
@@ -29,8 +29,8 @@ class SnapKV(Eviction):
     beyond the ends and inside the window, per query head, before the mean over the group.
 
     Attributes:
-      window: number of queries that vote (fewer in shorter rows). Where the budget acts while decoding, so many
-        newest queries are kept beside the ring, and neighbours are the held tokens in order of position.
+      window: number of queries that vote (fewer in shorter rows). Where the budget acts while decoding, so
+        many newest queries are kept beside the ring, and neighbours are the held tokens in order of position.
       kernel: width of the smoothing, odd.
 
     Raises:

@@ -11,7 +11,7 @@ import pytest
 from policy_oracle import room
 
 from kvjax import layer
-from kvjax.algebra import Eviction, Every, Policy
+from kvjax.algebra import Every, Eviction, Policy
 from kvjax.budgets.ada import Ada
 from kvjax.budgets.uniform import Uniform
 from kvjax.cache import per_head
@@ -201,9 +201,8 @@ def kept_and_mixed(policy: Policy) -> tuple[list, np.ndarray]:
         slots = per_head.slots(cache.pools)
         pos, live = np.asarray(slots.pos), np.asarray(slots.live)
         seen = PROMPTS + i + 1
-        sets.append(
-            [[sorted([*pos[b, h][live[b, h]], *range(seen[b] - w, seen[b])]) for h in range(K)] for b in (0, 1)]
-        )
+        held = [[[*pos[b, h][live[b, h]], *range(n - w, n)] for h in range(K)] for b, n in enumerate(seen)]
+        sets.append([[sorted(x) for x in row] for row in held])
     return sets, out
 
 
