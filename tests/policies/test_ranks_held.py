@@ -21,6 +21,7 @@ from kvjax.policies.expected_attention import ExpectedAttention
 from kvjax.policies.keydiff import KeyDiff
 from kvjax.policies.knorm import KNorm
 from kvjax.policies.lagkv import LagKV
+from kvjax.policies.r_kv import RKV
 from kvjax.policies.scissorhands import Scissorhands
 from kvjax.policies.snapkv import SnapKV
 from kvjax.types import EMPTY, Heads
@@ -119,6 +120,29 @@ def lag(size: int, sinks: int) -> Score:
     return score
 
 
+def r_kv(window: int, kernel: int, share: float, similar: float) -> Score:
+    def score(b: int, h: int, kept: list[int], seen: int) -> np.ndarray:
+        held, old = len(kept), len(kept) - window
+        if old <= 0:
+            return np.zeros(held)
+        k = KEYS[b, kept, h]
+        s = np.stack([Q[b, seen - window : seen, n] @ k[:old].T / np.sqrt(H) for n in of_group(h)]).max(
+            axis=0
+        )
+        e = np.exp(s - s.max(axis=-1, keepdims=True))
+        votes = (e / e.sum(axis=-1, keepdims=True)).mean(axis=0)
+        pooled = [votes[max(0, j - kernel // 2) : j + kernel // 2 + 1].max() for j in range(old)]
+        unit = k / np.linalg.norm(k, axis=-1, keepdims=True)
+        cosine = unit @ unit.T
+        np.fill_diagonal(cosine, 0)
+        for row in cosine:
+            row[max(np.flatnonzero(row > similar), default=0)] = 0
+        e = np.exp(cosine.mean(axis=0))
+        return np.append(share * np.array(pooled), [0] * window) - (1 - share) * e / e.sum()
+
+    return score
+
+
 def norm(b: int, h: int, kept: list[int], seen: int) -> np.ndarray:
     return -np.linalg.norm(KEYS[b, kept, h], axis=-1)
 
@@ -168,6 +192,7 @@ CASES = {
     "keydiff": (KeyDiff(), keydiff),
     "scissorhands": (Scissorhands(window=5, recent=2), scissorhands(5)),
     "expected_attention": (ExpectedAttention(ahead=4, sinks=1, newest=5), expected(5, 1)),
+    "r_kv": (RKV(0.5, window=3, kernel=3), r_kv(3, 3, 0.5, 0.5)),
     "lagkv": (LagKV(lag=2, sinks=1), lag(2, 1)),
 }
 
