@@ -48,6 +48,7 @@ COMBINED = (
     "conf_kv(alpha=0.8, gamma=0.9, recent=4) + confidence(18, 26, threshold=0.5) + int8(8)",
     "snapkv(6) + ada(20)",
     "expected_attention(16, sinks=2) + ada(20)",
+    "snapkv(6) + ada(20, when=every(4))",
     "h2o(recent=4) + pyramid(20) + int4(4)",
     "random + uniform('24KiB', every_step)",
     "duo(0.5, window=12) + sinks(2)",

@@ -63,8 +63,8 @@ def check(lines: list[dict]) -> None:
         assert min(one["held"]) > 0
 
 
-# Heads that share a layer's slots; the prompt is ranked whole, and steps are read from ring and pages.
-SHARED = "snapkv(6) + ada(20)"
+# Heads that share a layer's slots; the prompt is ranked whole, what is held again; steps read ring and pages.
+SHARED = "snapkv(6) + ada(20, when=every(4))"
 CONF = "conf_kv(0.8, gamma=0.9, recent=4) + confidence(18, loose=26, threshold=0.5) + int8(8)"
 GATES = "write_gate(0.5, window=12) + int8(8) + sinks(2)"
 

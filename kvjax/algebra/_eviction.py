@@ -24,8 +24,10 @@ class Eviction(Part):
     """Which token goes when a KV head is over its target: the lowest score; ties keep the lowest position.
 
     Class attributes:
-      scores_prompt: a token's score needs the whole prompt (SnapKV ...). Generated tokens then have no score,
-        and the budget can only act after the prompt.
+      scores_prompt: a token's score needs the whole prompt (SnapKV ...).
+      ranks_held: ``score_prompt`` also ranks what a KV head holds later. A budget that acts while decoding
+        then asks it about the held tokens of each KV head, in order of position, as about a prompt of their
+        own that has gaps. Without it generated tokens have no score where ``scores_prompt``.
       on_arrival: where ``scores_prompt``, how to write the part so that it ranks generated tokens too, or "".
       shared_ranking: all KV heads of a layer keep the same tokens. While decoding their slots then have one
         order, and ``accumulate`` receives the mean mass over all heads of the layer (N is 1).
@@ -33,6 +35,7 @@ class Eviction(Part):
 
     place = "eviction"
     scores_prompt: ClassVar[bool] = False
+    ranks_held: ClassVar[bool] = False
     on_arrival: ClassVar[str] = ""
     shared_ranking: ClassVar[bool] = False
 
@@ -48,6 +51,14 @@ class Eviction(Part):
     @property
     def protects(self) -> int:
         """Newest tokens that this method never evicts."""
+        return 0
+
+    @property
+    def queries(self) -> int:
+        """Newest queries of every head that must be kept for ranking held tokens (``ranks_held``).
+
+        Those of ``q`` and ``q_pre`` that are in ``needs``.
+        """
         return 0
 
     def score(self, params: Params | None, slots: Slots) -> Float[Array, "B K C"]:
@@ -71,7 +82,10 @@ class Eviction(Part):
         raise NotImplementedError
 
     def score_prompt(self, params: Params | None, observed: Observation) -> Float[Array, "B K T"]:
-        """Rank of all prompt tokens at once. By default: ``score`` of their values on arrival."""
+        """Rank of all prompt tokens at once. By default: ``score`` of their values on arrival.
+
+        Where ``ranks_held``, queries are read by ``observed.queries``, and positions may have gaps.
+        """
         meta = self.arrive(params, observed)
         pos = jnp.broadcast_to(observed.pos[:, None, :], (observed.pos.shape[0], 1, observed.pos.shape[1]))
         return self.score(params, Slots(pos=pos, live=pos >= 0, meta=meta))

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from kvjax.algebra._errors import PolicyError
 from kvjax.sharding.all_heads import HERE, AllHeads
-from kvjax.types import Project, Rotate, pytree
+from kvjax.types import EMPTY, Project, Rotate, pytree
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int
@@ -34,7 +34,7 @@ class Observation:
 
     Attributes:
       pos: true positions, EMPTY for padding.
-      total: length of each row's prompt, known from the start.
+      total: length of each row's prompt, known from the start; for tokens that are ranked later, of the row.
       layer: index of this layer (may be traced).
       layers: number of layers.
       values: the declared quantities by name; read them through the properties.
@@ -44,6 +44,8 @@ class Observation:
       admitted: which tokens of a prompt may stay (for a budget, and for an eviction that ranks a prompt);
         None while that is not decided.
       heads: all KV heads of the layer, also those on other devices.
+      asked: positions of the queries, oldest first, where only the newest are there (EMPTY: none); None where
+        every token's query is.
     """
 
     pos: Int[Array, "B T"]
@@ -57,9 +59,32 @@ class Observation:
     seeds: Int[Array, " B"] | None = None
     admitted: Bool[Array, "B K T"] | None = None
     heads: AllHeads = HERE
+    asked: Int[Array, "B Q"] | None = None
+
+    def queries(
+        self, name: str, count: int | None = None
+    ) -> tuple[Float[Array, "B N I H"], Int[Array, "B I"]]:
+        """Each row's newest ``count`` queries, or all, oldest first; and their positions.
+
+        A shorter row has fewer: other positions are EMPTY, with any query.
+
+        Args:
+          name: "q" or "q_pre".
+          count: not more than the eviction keeps (``Eviction.queries``).
+        """
+        q = self._declared(name)
+        if self.asked is not None:
+            newest = slice(None if count is None else max(q.shape[2] - count, 0), None)
+            return q[:, :, newest], self.asked[:, newest]
+        if count is None:
+            return q, self.pos
+        count = min(count, q.shape[2])  # no row has more
+        at = self.total[:, None] - count + jnp.arange(count)[None, :]
+        taken = jnp.take_along_axis(q, jnp.maximum(at, 0)[:, None, :, None], axis=2)
+        return taken, jnp.where(at >= 0, at, EMPTY)
 
     def rotation_ahead(self, count: int, head_dim: int) -> Float[Array, "B H H"] | None:
-        """Mean of the model's rotations over the ``count`` positions that follow each row's prompt.
+        """Mean of the model's rotations over the ``count`` positions that follow each row's tokens.
 
         Row i is the image of basis vector i. None where the model has no RoPE.
         """

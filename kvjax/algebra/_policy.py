@@ -111,6 +111,17 @@ class Policy:
         return self.budget.limited and self.budget.when != "after_prompt"
 
     @property
+    def ranks_held(self) -> bool:
+        """Does the eviction look at all that a KV head holds whenever the budget acts while decoding?"""
+        return self.decides_later and self.eviction.ranks_held
+
+    @property
+    def queries(self) -> dict[str, int]:
+        """How many of the newest queries of every head are kept, by name ("q", "q_pre")."""
+        kinds = [name for name in ("q", "q_pre") if name in self.eviction.needs]
+        return dict.fromkeys(kinds, self.eviction.queries) if self.ranks_held else {}
+
+    @property
     def tracks_mass(self) -> bool:
         """Must a read return the attention that each slot received?"""
         return self.decides_later and self.eviction.needs_mass
@@ -137,7 +148,9 @@ class Policy:
     def whole_prompt(self) -> bool:
         """Must the whole prompt be seen before any token may be dropped or hidden?"""
         once = self.budget.limited and self.budget.when == "after_prompt"
-        return once or self.tracks_mass or not self.admission.prefill
+        cuts = self.ranks_held or (self.decides_later and self.budget.from_scores)
+        later = self.tracks_mass or (cuts and not self.budget.spares_prompt)
+        return once or later or not self.admission.prefill
 
     @property
     def on_arrival(self) -> bool:
@@ -200,17 +213,12 @@ jax.tree_util.register_pytree_node(Policy, _flatten, _unflatten)
 
 def _refuse_illegal_pairs(p: Policy) -> None:
     """Refuses parts that exclude each other; one rule per paragraph."""
-    if p.eviction.scores_prompt and p.budget.limited and p.budget.when != "after_prompt":
+    if p.eviction.scores_prompt and p.decides_later and not p.eviction.ranks_held:
         other = p.eviction.on_arrival or "an eviction that ranks on arrival"
         raise PolicyError(
             f"{p.eviction!r} cannot serve {p.budget!r}: it ranks only the tokens of a prompt, and a budget "
             f"that acts while decoding needs ranks of generated tokens, too. Use {other}, or "
             "when=after_prompt."
-        )
-    if p.budget.from_scores and p.budget.when != "after_prompt":
-        raise PolicyError(
-            f"{p.budget!r} divides a layer's slots by the scores of the whole prompt, so it can only act "
-            "after the prompt. Use when=after_prompt."
         )
     if p.budget.voted and p.eviction.idle:
         raise PolicyError(

@@ -72,7 +72,7 @@ class LayerInfo:
         shown = observed if policy.budget.needs else None
         heads = self.heads.count(k.shape[1])
         place = (self.layer, self.layers, heads, slot)
-        return Frame(*place, self.confidence, policy.protected, shown, self.heads)
+        return Frame(*place, self.confidence, policy.protected, shown, self.heads, self.total)
 
 
 def by_row(number: Any, axes: int) -> Any:
@@ -120,7 +120,14 @@ def arriving(info: LayerInfo, x: Heads, pos: Int[Array, "B T"], observed: Observ
         values = part.arrive(info.weights(part.place), observed)
         named = {f"{part.place}.{name}": values[name] for name in part.keeps}
         meta |= {name: x for name, x in named.items() if name in policy.keeps}
-    return Entry(k=k, v=v, pos=pos, admit=jnp.broadcast_to(admit | sink[:, None, :], k.shape[:3]), meta=meta)
+    return Entry(
+        k=k,
+        v=v,
+        pos=pos,
+        admit=jnp.broadcast_to(admit | sink[:, None, :], k.shape[:3]),
+        meta=meta,
+        queries={name: observed.values[name] for name in policy.queries},
+    )
 
 
 def absorb(info: LayerInfo, cache: LayerCache, k: Array, v: Array, pos: Array, take: Array) -> LayerCache:

@@ -90,7 +90,8 @@ def _judged(
     keep = new.admit
     if policy.budget.limited and not sliding:
         keep = keep & retained(info, new, observed)
-    return dataclasses.replace(new, admit=keep)
+    kept = {name: rings.newest(q, info.total, policy.queries[name]) for name, q in new.queries.items()}
+    return dataclasses.replace(new, admit=keep, queries=kept)
 
 
 def retained(info: LayerInfo, new: Entry, observed: Observation) -> Bool[Array, "B K T"]:
@@ -128,7 +129,11 @@ def store(info: LayerInfo, cache: LayerCache, new: Entry, count: Int[Array, " B"
     left = new.pos < (count - cache.ring.window)[:, None]
     leaving = dataclasses.replace(new, pos=jnp.where(left, new.pos, EMPTY))
     cache = admit(info, cache, leaving, final=True)
-    return dataclasses.replace(cache, ring=rings.put(cache.ring, new, jnp.zeros_like(count), count))
+    # Queries are already laid as the ring holds them.
+    queries = {name: new.queries[name] for name in cache.ring.queries}
+    bare = dataclasses.replace(cache.ring, queries={})
+    ring = rings.put(bare, new, jnp.zeros_like(count), count)
+    return dataclasses.replace(cache, ring=dataclasses.replace(ring, queries=queries))
 
 
 def count_stored(new: Entry, count: Int[Array, " B"], window: int) -> Int[Array, "B K"]:

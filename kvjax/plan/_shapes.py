@@ -172,7 +172,7 @@ def _layer_size(
     cache = mesh.shapes(cache, of_state(cache))
     ring, summary = cache.ring, device_bytes(cache.summary)
     ring_slots = heads * min(case.context, ring.window)
-    live = ring_slots * metrics.ring_slot(ring) + summary
+    live = ring_slots * metrics.ring_slot(ring) + device_bytes(ring.queries) + summary
     for pages, slots in zip(cache.pools, used):
         slot, page = metrics.page_costs(pages)
         live += heads * (slots * slot + -(-slots // pages.size) * page)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 
-from kvjax.algebra import Eviction, Number, Observation, Policy, Whole
+from kvjax.algebra import FIRST, Every, Eviction, Number, Observation, Policy, Whole
 from kvjax.budgets.uniform import Uniform
 from kvjax.types import Params
 
@@ -28,7 +28,7 @@ class ExpectedAttention(Eviction):
 
     Queries before RoPE, of all prompt tokens except the ``sinks``, are modelled as a Gaussian (mean m,
     covariance C divided by their number), rotated by the mean of the model's rotations R over the ``ahead``
-    positions after the prompt. E exp(q k / sqrt(H)) is then exp(R m k / sqrt(H) + k' R C R' k / 2H). Shares
+    positions that follow. E exp(q k / sqrt(H)) is then exp(R m k / sqrt(H) + k' R C R' k / 2H). Shares
     are taken over the tokens after the sinks per query head, and averaged over a group's heads. The sinks of
     all heads stay before all other tokens of the layer, whose slots the heads may share; among sinks the
     lowest positions stay first.
@@ -37,6 +37,7 @@ class ExpectedAttention(Eviction):
       ahead: future positions whose rotations are averaged.
       sinks: first tokens, kept and left out of the statistics.
       floor: added to a share before it is multiplied by the value's norm.
+      newest: where the budget acts while decoding, so many newest queries are kept and modelled.
     """
 
     name = "expected_attention"
@@ -44,13 +45,19 @@ class ExpectedAttention(Eviction):
         "ahead": Whole(1, "number of positions", 4096, by_positions=True),
         "sinks": Whole(),
         "floor": Number(),
+        "newest": Whole(1, "number of queries", by_positions=True),
     }
     traced = ("sinks", "floor")
     needs = frozenset({"q_pre", "k", "v"})
-    scores_prompt = True
+    scores_prompt = ranks_held = True
     ahead: int = 512
     sinks: int = 4
     floor: float = 0.0
+    newest: int = 128
+
+    @property
+    def queries(self) -> int:
+        return self.newest
 
     def score_prompt(self, params: Params | None, observed: Observation) -> Float[Array, "B K T"]:
         judged = observed.pos >= self.sinks
@@ -58,15 +65,15 @@ class ExpectedAttention(Eviction):
             jnp.where(_over_tokens(observed.pos >= 0), x.astype(jnp.float32), 0.0)
             for x in (observed.k, observed.v)
         )
-        mean, spread = _rotated(observed, self.ahead, *_gaussian(observed.q_pre, judged))
+        q, at = observed.queries("q_pre")
+        mean, spread = _rotated(observed, self.ahead, *_gaussian(q, at >= self.sinks))
         logits = _log_expectation(k, mean, spread)
         logits = jnp.where(judged[:, None, None, :], logits, -jnp.inf)
         highest = logits.max(axis=-1, keepdims=True, initial=jnp.finfo(jnp.float32).min)
         weight = jnp.exp(logits - highest)
         share = weight / jnp.maximum(weight.sum(axis=-1, keepdims=True), jnp.finfo(jnp.float32).tiny)
         score = (share.mean(axis=2) + self.floor) * jnp.linalg.norm(v, axis=-1)
-        highest = observed.heads.largest(score.max(axis=2, keepdims=True))
-        return jnp.where(judged[:, None, :], score, highest + 1)
+        return jnp.where(judged[:, None, :], score, FIRST)
 
 
 def _over_tokens(x: Bool[Array, "B T"]) -> Bool[Array, "B 1 T 1"]:
@@ -108,4 +115,7 @@ def _log_expectation(
 
 PRESETS = {"expected-attention": "expected_attention + uniform(0.25)"}
 
-EXAMPLES = (Policy(eviction=ExpectedAttention(ahead=16, sinks=2), budget=Uniform(24)),)
+EXAMPLES = (
+    Policy(eviction=ExpectedAttention(ahead=16, sinks=2), budget=Uniform(24)),
+    Policy(eviction=ExpectedAttention(ahead=16, sinks=2, newest=8), budget=Uniform(24, Every(8)), recent=4),
+)

@@ -33,7 +33,7 @@ class LagKV(Eviction):
     The last full partition and the tokens after it have no successor. Like the sinks they go only when every
     ranked token is gone: first the oldest, the sinks last. A prompt with fewer than two partitions has no
     ranked tokens. The paper adds sinks and tail to its share of the partitions; here they count towards the
-    target like all other tokens.
+    target like all other tokens. Where the budget acts while decoding, the held tokens are cut so each time.
 
     Attributes:
       lag: tokens of a partition.
@@ -43,23 +43,24 @@ class LagKV(Eviction):
     name = "lagkv"
     arguments = {"lag": Whole(2, by_positions=True), "sinks": Whole()}
     needs = frozenset({"k", "v"})
-    scores_prompt = True
+    scores_prompt = ranks_held = True
     lag: int = 128
     sinks: int = 4
 
     def score_prompt(self, params: Params | None, observed: Observation) -> Float[Array, "B K T"]:
         """Ranks 0 ... lag - 1 in partitions; above them the tail by position, and the sinks above all."""
         rows, heads, t, _ = observed.k.shape
-        pos = observed.pos[:, None, :]
-        full = jnp.maximum(observed.total - self.sinks, 0) // self.lag
-        tail = self.sinks + jnp.maximum(full - 1, 0) * self.lag  # its first position
-        protected = jnp.where(pos < self.sinks, 2 * t - pos, pos) + self.lag
+        real = observed.pos >= 0
+        place = jnp.where(real, jnp.arange(t), -1)[:, None, :]  # among the tokens that are there
+        full = jnp.maximum(real.sum(axis=-1) - self.sinks, 0) // self.lag
+        tail = self.sinks + jnp.maximum(full - 1, 0) * self.lag  # its first place
+        protected = jnp.where(place < self.sinks, 2 * t - place, place) + self.lag
         ranks = jnp.zeros((rows, heads, t), jnp.int32)
         parts = max(t - self.sinks, 0) // self.lag
         if parts > 1:
             ranked = slice(self.sinks, self.sinks + (parts - 1) * self.lag)
             ranks = ranks.at[:, :, ranked].set(self._ranks(observed, parts).reshape(rows, heads, -1))
-        judged = (pos >= self.sinks) & (pos < tail[:, None, None])
+        judged = (place >= self.sinks) & (place < tail[:, None, None])
         return jnp.where(judged, ranks, protected).astype(jnp.float32)
 
     def _ranks(self, observed: Observation, parts: int) -> Float[Array, "B K M S"]:

@@ -45,6 +45,7 @@ ONE_PER_PLACE = (
     kvjax.policy("write_gate(0.5, window=16) + h2o(recent=8) + uniform(24, every_step)"),
     kvjax.policy("topk(5, sinks=2, tail=6) + phi(4)"),
     kvjax.policy("snapkv(8) + ada(0.5) + int8(16)"),
+    kvjax.policy("snapkv(8) + uniform(24, every(4))"),
     Policy(selection=NearestPages(0.5)),
 )
 """All six places, and a selection whose number is traced."""
