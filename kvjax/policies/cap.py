@@ -28,11 +28,11 @@ LEAST = 1e-6
 class Cap(Eviction):
     """Score = w v' A^-1 v with A = I + sum of w v v' over the prompt: what log det A gains by the token.
 
-    The weight is w = exp(tau (c - max c)), where c is the cosine between key and anchor. A query head's anchor
-    is its mean query before RoPE, rotated by the mean of the model's rotations over the ``ahead`` positions
-    after the prompt. The paper takes the product of key and anchor; the cosine is what its code in kvpress
-    does. Scores are averaged over a group's heads. The first ``sinks`` tokens are left out of all sums and go when
-    no other token is left.
+    The weight is w = exp(tau (c - max c)), where c is the cosine between key and anchor. A query head's
+    anchor is its mean query before RoPE, rotated by the mean of the model's rotations over the ``ahead``
+    positions after the prompt. The paper takes the product of key and anchor; kvpress, by its authors, the
+    cosine. Scores are averaged over a group's heads. The first ``sinks`` tokens are left out of all sums and
+    go when no other token is left.
 
     Attributes:
       tau: how sharply weights follow the cosine.

@@ -83,10 +83,10 @@ class Leverage(Eviction):
 class Compactor(Eviction):
     """Score = attention that a token receives in its chunk + ``blend`` times the leverage of its key.
 
-    Between the ``first`` and the ``last`` tokens the prompt is cut into chunks. A query attends to all keys of
-    its chunk, later ones too, by softmax of q k without a scale. What a token receives, mean over a group's
-    heads, times the norm of its value, is averaged over the token and its two neighbours. Both terms are
-    standardised over all heads and tokens of the layer.
+    Between the ``first`` and the ``last`` tokens the prompt is cut into chunks. A query attends to all keys
+    of its chunk, later ones too, by softmax of q k without a scale. What a token receives, mean over a
+    group's heads, times the norm of its value, is averaged over the token and its two neighbours. Both terms
+    are standardised over all heads and tokens of the layer.
 
     Attributes:
       blend: weight of the leverage, by default that of the authors' engine; kvpress takes the share that is

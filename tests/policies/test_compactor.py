@@ -1,4 +1,4 @@
-"""Compactor and leverage against float64 NumPy: the inverse of the Gram matrix, chunks, what is standardised."""
+"""Compactor and leverage against float64 NumPy: the inverted Gram matrix, chunks, the standardised sum."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def scores(row: int, part: Compactor) -> np.ndarray:
     length = rows.LENGTHS[row]
     result = np.full((rows.K, length), np.inf)
     end = length - part.last
-    if end - part.first < 2:  # nothing to rank
+    if end <= part.first:  # nothing to rank
         return result
     heads, sketch = range(rows.K), sketched(part.sketch, part.seed)
     attention = np.stack([received(row, h, part.first, end, part.chunk) for h in heads])
