@@ -12,6 +12,7 @@ import json
 import shutil
 import subprocess
 import sys
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,6 +28,8 @@ from kvjax import decode, layer
 from kvjax.algebra import Policy
 from kvjax.cli import InputError
 from kvjax.policies import compactor
+from kvjax.policies.expected_attention import ExpectedAttention
+from kvjax.policies.qfilter import QFilter
 from kvjax.types import EMPTY, Heads, Network, Params
 
 if TYPE_CHECKING:
@@ -71,6 +74,7 @@ class Case:
       arguments: of the press.
       of_ratio: arguments of the press that are the ratio.
       reason: why sets differ, where they do.
+      mended: the press is run with a mask of minus infinity in place of -1e-9.
     """
 
     policy: str
@@ -78,6 +82,12 @@ class Case:
     arguments: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     of_ratio: tuple[str, ...] = ()
     reason: str = ""
+    mended: bool = False
+
+
+def _compactor(chunk: int, **more: Any) -> Case:
+    policy = f"compactor({{ratio}}, chunk={chunk})"
+    return Case(policy, "CompactorPress", {"chunk_size": chunk}, of_ratio=("blending",), **more)
 
 
 CASES = {
@@ -94,16 +104,13 @@ CASES = {
     ),
     "expected, stored": Case("expected_attention(stored=True)", "ExpectedAttentionStatsPress"),
     "leverage": Case(f"leverage({SKETCH})", "LeverageScorePress", {"sketch_dimension": SKETCH}),
-    "compactor": Case(
-        "compactor({ratio}, chunk=128)", "CompactorPress", {"chunk_size": 128}, of_ratio=("blending",)
+    "compactor": _compactor(128),
+    "compactor, last chunk cut": _compactor(
+        100,
+        reason="kvpress pads the last chunk and masks the padding with -1e-9, so it takes part in the softmax; "
+        "the next row has the mask corrected and nothing else",
     ),
-    "compactor, last chunk cut": Case(
-        "compactor({ratio}, chunk=100)",
-        "CompactorPress",
-        {"chunk_size": 100},
-        of_ratio=("blending",),
-        reason="kvpress pads the last chunk and masks it with -1e-9, so padding takes part in its softmax",
-    ),
+    "compactor, mask corrected": _compactor(100, mended=True),
     "cur": Case("cur", "CURPress"),
     "cap": Case("cap", "CapPress"),
     "qfilter": Case("qfilter", "QFilterPress"),
@@ -152,7 +159,7 @@ def subject(name: str, home: Path) -> Subject:
 def _with_weights(name: str, folder: Path, tokens: Int[np.ndarray, " T"]) -> Subject:
     model = kvjax.load(folder, dtype="float32")
     key = jax.random.key(0)
-    parts = [kvjax.policy(word).eviction for word in ("qfilter", "expected_attention(stored=True)")]
+    parts = QFilter(), ExpectedAttention(stored=True)
     weights = {part.name: part.example_weights(key, model.network) for part in parts}
     return Subject(name, folder, model, tokens, weights)
 
@@ -320,19 +327,18 @@ def record(answers: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 def page(every: Sequence[Row], command: str) -> str:
     """The table by method, and what explains each disagreement; Markdown."""
-    ratios = ", ".join(map(str, RATIOS))
+    about = (
+        f"Each method removes the shares {', '.join(map(str, RATIOS))} of {TOKENS} tokens, on tiny models of "
+        f"{len(FAMILIES)} families and on the embedded model, in float32, beside kvpress 0.5.5 with "
+        "transformers 5.2.0. A case is a model and a share. It is *equal* if every head of every layer keeps "
+        "the same tokens. It is equal *but for rounding* if the scores of all tokens that only one side keeps "
+        f"differ by at most {ROUNDING:g} of the head's deviation. Presses that draw random numbers or fetch weights get ours. "
+        "Cases, with gaps and errors: `parity.jsonl`; two families' kept tokens, for tests: `kvpress.npz`."
+    )
     lines = [
         "# The same tokens as kvpress",
         "",
-        f"Each method removes the shares {ratios} of {TOKENS} tokens, on tiny models of {len(FAMILIES)} families "
-        "and on the",
-        "embedded model, in float32, beside kvpress 0.5.5 with transformers 5.2.0. A case is a model and a share. "
-        "It is *equal* if",
-        "every head of every layer keeps the same tokens. It is equal *but for rounding* if the scores of all "
-        "tokens that only one",
-        f"side keeps differ by at most {ROUNDING:g} of the head's deviation. Presses that draw random numbers or "
-        "fetch weights get",
-        "ours. Cases, with gaps and errors: `parity.jsonl`; two families' kept tokens, for tests: `kvpress.npz`.",
+        textwrap.fill(about, 120),
         "",
         f"    {command}",
         "",

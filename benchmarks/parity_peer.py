@@ -51,6 +51,23 @@ def drawing(sketches: np.ndarray) -> Iterator[None]:
         yield
 
 
+def attention_in_chunks(q: torch.Tensor, k: torch.Tensor, chunk_size: int) -> torch.Tensor:
+    """What kvpress computes, where no chunk needs padding: attention [B, N, T] received in the chunk."""
+    pairs = zip(q.split(chunk_size, dim=2), k.split(chunk_size, dim=2))
+    return torch.cat([(a @ b.mT).softmax(dim=-1).sum(dim=-2) for a, b in pairs], dim=-1)
+
+
+@contextlib.contextmanager
+def masks(mended: bool) -> Iterator[None]:
+    """Non-causal attention without padding, if ``mended``."""
+    if not mended:
+        yield
+        return
+    right = staticmethod(attention_in_chunks)
+    with mock.patch.object(kvpress.NonCausalAttnPress, "non_causal_chunked_attn", right):
+        yield
+
+
 def held(keys: torch.Tensor, whole: torch.Tensor) -> np.ndarray:
     """Which tokens [K, T] a cache holds: after RoPE no two keys of a head are equal."""
     kept = np.zeros(whole.shape[:2], bool)
@@ -95,7 +112,8 @@ def main(folder: Path) -> None:
                 key = f"{name}_{case['name']}_{ratio}"
                 try:
                     press = press_of(case, ratio, own, model.config.num_hidden_layers)
-                    kept, scores = answers(model, ids, press, own["sketch"])
+                    with masks(case["mended"]):
+                        kept, scores = answers(model, ids, press, own["sketch"])
                 except Exception as error:  # whatever kvpress does not support becomes a row
                     results[f"error_{key}"] = np.asarray(f"{type(error).__name__}: {error}")
                 else:

@@ -15,6 +15,8 @@ from kvjax.models import decoder
 from train import queries, trace_rows
 from train.ranker import settings
 
+STORED = "expected_attention(stored=True)"
+
 
 @functools.cache
 def observed(folder) -> tuple[list[np.ndarray], list[np.ndarray]]:
@@ -46,7 +48,7 @@ def calibrated(tmp_path, folder, part: str, policy: str) -> list[dict[str, np.nd
 
 
 def test_filters_are_first_singular_vectors_turned_to_the_queries(tmp_path, tiny_folder):
-    layers = calibrated(tmp_path, tiny_folder, "qfilter", "qfilter")
+    layers = calibrated(tmp_path, tiny_folder, "qfilter", "qfilter + uniform(8)")
     for layer, q in zip(layers, observed(tiny_folder)[0]):
         heads = []
         for n in range(q.shape[1]):
@@ -57,20 +59,20 @@ def test_filters_are_first_singular_vectors_turned_to_the_queries(tmp_path, tiny
 
 
 def test_statistics_are_mean_and_covariance_behind_the_sinks(tmp_path, tiny_folder):
-    layers = calibrated(tmp_path, tiny_folder, "expected_attention", "expected_attention(stored=True)")
+    layers = calibrated(tmp_path, tiny_folder, "expected_attention", f"{STORED} + uniform(8)")
     for layer, q in zip(layers, observed(tiny_folder)[1]):
         np.testing.assert_allclose(layer["mean"], q.mean(axis=0), atol=1e-4)
         for n in range(q.shape[1]):
             np.testing.assert_allclose(layer["covariance"][n], np.cov(q[:, n].T, bias=True), atol=1e-3)
     with pytest.warns(UserWarning, match="were trained with sinks=4 and are read with sinks=2"):
         kvjax.weights_for(
-            "expected_attention(sinks=2, stored=True)",
+            "expected_attention(sinks=2, stored=True) + uniform(8)",
             kvjax.load(tiny_folder),
             tmp_path / "expected_attention.safetensors",
         )
 
 
-@pytest.mark.parametrize("name", ["qfilter", "expected_attention(stored=True)"])
+@pytest.mark.parametrize("name", ["qfilter", STORED])
 def test_the_embedded_model_ships_them(name):
     policy = kvjax.policy(f"{name} + uniform(0.25)")
     layers = kvjax.weights_for(policy, kvjax.load())["eviction"]
