@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +21,7 @@ import kvpress
 import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache
-from transformers.utils import logging
+from transformers.utils.logging import disable_progress_bar
 
 
 def press_of(case: dict[str, Any], ratio: float, inputs: dict[str, np.ndarray], layers: int) -> Any:
@@ -100,7 +101,8 @@ def answers(model: Any, ids: torch.Tensor, press: Any, sketches: np.ndarray) -> 
 
 def main(folder: Path) -> None:
     """Every model under every case and ratio."""
-    logging.disable_progress_bar()
+    disable_progress_bar()
+    logging.getLogger("kvpress").setLevel(logging.ERROR)  # models that it did not test
     request = json.loads((folder / "request.json").read_text())
     inputs, results = np.load(folder / "inputs.npz"), {}
     for name, source in request["models"].items():

@@ -15,13 +15,14 @@ from kvjax.models import decoder
 from train import queries, trace_rows
 from train.ranker import settings
 
+FEW = {"sequences": 3}
 STORED = "expected_attention(stored=True)"
 
 
 @functools.cache
 def observed(folder) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """Queries [T, N, H] after and before RoPE, by layer, of all training sequences that the config draws."""
-    config = settings.read(config_at(folder.parent / "observed", folder))
+    config = settings.read(config_at(folder.parent / "observed", folder, traces=FEW))
     model = kvjax.load(folder)
     drawn = trace_rows.sequences(config, model.text)
     both: tuple[list[list[np.ndarray]], ...] = ([[], []], [[], []])
@@ -42,7 +43,7 @@ def observed(folder) -> tuple[list[np.ndarray], list[np.ndarray]]:
 def calibrated(tmp_path, folder, part: str, policy: str) -> list[dict[str, np.ndarray]]:
     """The weights by the command line, as the policy reads them."""
     file = tmp_path / f"{part}.safetensors"
-    config = str(config_at(tmp_path, folder))
+    config = str(config_at(tmp_path, folder, traces=FEW))
     assert queries.main(["--config", config, "--part", part, "--export", str(file)]) == 0
     return kvjax.weights_for(policy, kvjax.load(folder), file)["eviction"]
 
