@@ -86,8 +86,8 @@ class Case:
 
 
 NO_RANGE = (
-    "a channel is equal in all tokens of a partition; kvpress divides 0 by 0 there and ranks NaN, ours counts "
-    "the channel as 0"
+    "a channel is equal in all tokens of a partition; kvpress divides 0 by 0 there and ranks NaN, ours "
+    "counts the channel as 0"
 )
 
 
@@ -346,8 +346,8 @@ def page(every: Sequence[Row], command: str) -> str:
         "the same tokens. It is equal *but for rounding* if the scores of all tokens that only one side "
         f"keeps differ by at most {ROUNDING:g} of the head's deviation. Presses that draw random numbers or "
         "fetch weights get ours. In the first layer equal tokens have equal norms and leverages, and LagKV's "
-        "ranks recur in every partition: such ties are most of what rounding decides. Cases, with gaps and errors: `parity.jsonl`; two families' kept tokens, for "
-        "tests: `kvpress.npz`."
+        "ranks recur in every partition: such ties are most of what rounding decides. Cases, with gaps and "
+        "errors: `parity.jsonl`; two families' kept tokens, for tests: `kvpress.npz`."
     )
     lines = [
         "# The same tokens as kvpress",
