@@ -57,6 +57,7 @@ SLOW = (
     "lagkv(8, sinks=2, cross=True) + ada(20)",
     "qfilter + uniform(24)",
     "qfilter + ada(20) + sinks(2)",
+    "trim_kv + ada(20) + sinks(2)",
     "duo(0.25, window=8, prefill=False) + sinks(2)",
     "expected_attention(16, sinks=2) + uniform(24)",
     "full",

@@ -36,6 +36,7 @@ NEIGHBOURS = {
     "cur(8) + uniform(0.5)": "cur(8, sinks=2) + uniform(0.52)",
     "cap(ahead=16) + uniform(0.5)": "cap(3.0, ahead=16, sinks=2) + uniform(0.52)",
     "qfilter + uniform(23, every_step)": "qfilter + uniform(22, every_step)",
+    "trim_kv + uniform(23, every_step)": "trim_kv + uniform(22, every_step)",
     "h2o + uniform(0.5)": "h2o + uniform(0.52)",
     "tova + uniform(0.5)": "tova + uniform(0.52)",
     "scissorhands(8) + uniform(0.5)": "scissorhands(8) + uniform(0.52)",

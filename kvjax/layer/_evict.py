@@ -47,8 +47,8 @@ def evict(
         return cache
     excess = _excess(info, cache, per_head.live(cache.pools), length, acts)
     most = excess.max()
-    cache = _if(most == 1, lambda cache: _evict_one(info, cache, excess), cache)
-    return _if(most > 1, lambda cache: _evict_many(info, cache, excess), cache)
+    cache = _if(most == 1, lambda cache: _evict_one(info, cache, length, excess), cache)
+    return _if(most > 1, lambda cache: _evict_many(info, cache, length, excess), cache)
 
 
 def slot_to_replace(
@@ -86,7 +86,7 @@ def slot_to_replace(
     full = enters & (_excess(info, cache, live, length, due(policy, length, count)) == 1)
 
     def lowest() -> Int[Array, "B K 1"]:
-        victim = _first(*ranked(info, _with(per_head.slots(cache.pools), leaving)))
+        victim = _first(*ranked(info, _with(per_head.slots(cache.pools), leaving), length))
         return jnp.where(full, victim, EMPTY)[..., None]
 
     return jax.lax.cond(jnp.any(full), lowest, lambda: jnp.full(list_id.shape, EMPTY))
@@ -121,10 +121,12 @@ def _if(so: Bool[Array, ""], do: Callable[[LayerCache], LayerCache], cache: Laye
     return jax.lax.while_loop(lambda carry: carry[0], turn, (so, cache))[1]
 
 
-def _evict_one(info: LayerInfo, cache: LayerCache, excess: Int[Array, "B K"]) -> LayerCache:
+def _evict_one(
+    info: LayerInfo, cache: LayerCache, length: Int[Array, " B"], excess: Int[Array, "B K"]
+) -> LayerCache:
     """``excess`` is 0 or 1: the cheap way."""
     policy = info.policy
-    victim = _first(*ranked(info, per_head.slots(cache.pools)))
+    victim = _first(*ranked(info, per_head.slots(cache.pools), length))
     victim = jnp.where(excess > 0, victim, EMPTY)
     if not policy.completion.idle:
         at = jnp.maximum(victim, 0)[..., None]
@@ -139,21 +141,23 @@ def _first(score: Float[Array, "B K C"], slots: Slots) -> Int[Array, "B K"]:
     return jnp.where(slots.live.any(axis=-1), victim, EMPTY)
 
 
-def _evict_many(info: LayerInfo, cache: LayerCache, excess: Int[Array, "B K"]) -> LayerCache:
+def _evict_many(
+    info: LayerInfo, cache: LayerCache, length: Int[Array, " B"], excess: Int[Array, "B K"]
+) -> LayerCache:
     """Any number of victims, at once."""
     policy = info.policy
-    gone = victims(*ranked(info, per_head.slots(cache.pools)), excess)
+    gone = victims(*ranked(info, per_head.slots(cache.pools), length), excess)
     if not policy.completion.idle:
         at = jnp.broadcast_to(jnp.arange(gone.shape[-1]), gone.shape)
         cache = _absorb_evicted(info, cache, at, gone)
     return cache.with_pools(per_head.retain(cache.pools, codecs(policy, cache), policy.selection, ~gone))
 
 
-def ranked(info: LayerInfo, slots: Slots) -> tuple[Float[Array, "B K C"], Slots]:
+def ranked(info: LayerInfo, slots: Slots, length: Int[Array, " B"]) -> tuple[Float[Array, "B K C"], Slots]:
     """Scores of the slots, inf where a slot may not be evicted; and the slots, ``live`` where it may."""
     own = {n.removeprefix("eviction."): x for n, x in slots.meta.items() if n.startswith("eviction.")}
     candidate = slots.live & (slots.pos >= by_row(info.policy.sinks, 3))
-    slots = dataclasses.replace(slots, live=candidate, meta=own)
+    slots = dataclasses.replace(slots, live=candidate, meta=own, seen=length[:, None, None])
     return jnp.where(candidate, info.policy.eviction.score(info.weights("eviction"), slots), jnp.inf), slots
 
 
