@@ -42,6 +42,9 @@ SCRIPT = Path(__file__).with_name("parity_peer.py")
 TOKENS = 524
 """Of the prompt: 12 that Compactor protects and 4 chunks of 128."""
 
+FED = 8
+"""Tokens that are fed after the prompt, for logits."""
+
 RATIOS = (0.25, 0.5, 0.75)
 """Shares that are removed."""
 
@@ -136,14 +139,16 @@ class Subject:
       name: of the row.
       folder: in Hugging Face's format.
       model: the same, loaded.
-      tokens: of the prompt.
+      prompt: its tokens.
+      fed: tokens that follow.
       weights: by the part's name, a dict a layer.
     """
 
     name: str
     folder: Path
     model: kvjax.LanguageModel
-    tokens: Int[np.ndarray, " T"]
+    prompt: Int[np.ndarray, " T"]
+    fed: Int[np.ndarray, " F"]
     weights: dict[str, list[Params]]
 
 
@@ -152,7 +157,7 @@ def subject(name: str, home: Path) -> Subject:
     if name == "embedded":
         model = kvjax.load()
         assert model.folder is not None
-        ids = model.text.encode((ROOT / "LICENSE").read_text(encoding="utf-8"))[:TOKENS]
+        ids = model.text.encode((ROOT / "LICENSE").read_text(encoding="utf-8"))
         return _with_weights(name, Path(model.folder), np.asarray(ids))
     source, changes = FAMILIES[name]
     folder = GOLDEN / source
@@ -160,7 +165,7 @@ def subject(name: str, home: Path) -> Subject:
         folder = Path(shutil.copytree(folder, home / name))
         config = json.loads((folder / "config.json").read_text()) | changes
         (folder / "config.json").write_text(json.dumps(config))
-    tokens = np.random.default_rng(len(name)).integers(4, 96, TOKENS)
+    tokens = np.random.default_rng(len(name)).integers(4, 96, TOKENS + FED)
     return _with_weights(name, folder, tokens)
 
 
@@ -169,7 +174,7 @@ def _with_weights(name: str, folder: Path, tokens: Int[np.ndarray, " T"]) -> Sub
     key = jax.random.key(0)
     parts = QFilter(), ExpectedAttention(stored=True)
     weights = {part.name: part.example_weights(key, model.network) for part in parts}
-    return Subject(name, folder, model, tokens, weights)
+    return Subject(name, folder, model, tokens[:TOKENS], tokens[TOKENS : TOKENS + FED], weights)
 
 
 @functools.partial(jax.jit, static_argnames=("network", "window"))
@@ -203,7 +208,7 @@ def kept(
     of: Subject, reading: decode.PromptActivations, case: Case, ratio: float
 ) -> Bool[np.ndarray, "L K T"]:
     """What our policy keeps in the layers without a window."""
-    slots = max(1, int(len(of.tokens) * (1 - ratio)))  # as kvpress rounds
+    slots = max(1, int(len(of.prompt) * (1 - ratio)))  # as kvpress rounds
     policy = kvjax.policy(f"{case.policy.format(ratio=ratio)} + uniform({slots})")
     network, learned = of.model.network.at(reading.context), policy.eviction.learns
     result = []
@@ -217,16 +222,16 @@ def kept(
             jnp.asarray(index),
             of.model.params["layers"][index],
             reading.inputs[index],
-            jnp.asarray([len(of.tokens)]),
+            jnp.asarray([len(of.prompt)]),
             reading.lse[index],
         )
-        result.append(np.asarray(bits)[0, :, : len(of.tokens)])
+        result.append(np.asarray(bits)[0, :, : len(of.prompt)])
     return np.stack(result)
 
 
 def read(of: Subject) -> decode.PromptActivations:
     """The prompt under full attention."""
-    return decode.read_full(of.model, [of.tokens.tolist()])
+    return decode.read_full(of.model, [of.prompt.tolist()])
 
 
 # --- theirs --------------------------------------------------------------------------------------
@@ -255,7 +260,11 @@ def inputs(of: Subject) -> dict[str, np.ndarray]:
         for layers in of.weights.values()
         for name in layers[0]
     }
-    return {"tokens": of.tokens, "sketch": np.stack([np.asarray(x) for x in sketches])} | stacked
+    return {
+        "tokens": of.prompt,
+        "fed": of.fed,
+        "sketch": np.stack([np.asarray(x) for x in sketches]),
+    } | stacked
 
 
 def ask(folder: Path, subjects: Sequence[Subject], home: Path) -> Mapping[str, np.ndarray]:
@@ -322,19 +331,24 @@ def rows(subjects: Sequence[Subject], answers: Mapping[str, np.ndarray]) -> Iter
                 if f"error_{key}" in answers:
                     yield row | {"verdict": "error", "error": str(answers[f"error_{key}"]).splitlines()[0]}
                     continue
-                shape = network.num_layers, network.num_kv_heads, len(of.tokens)
+                shape = network.num_layers, network.num_kv_heads, len(of.prompt)
                 theirs = np.unpackbits(answers[f"kept_{key}"])[: np.prod(shape)].reshape(shape).astype(bool)
                 ours = kept(of, reading, case, ratio)
                 yield row | compared(ours, theirs[layers], answers[f"score_{key}"][layers])
 
 
 def record(answers: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Kept sets of the families that tests compare with, by ``family/case``: packed bits [ratios, bytes]."""
-    return {
+    """What tests compare with, by ``family/case``: kept tokens, packed bits [ratios, bytes]; logits [F, V].
+
+    Logits are those of the first family with half the tokens removed.
+    """
+    kept = {
         f"{family}/{name}": np.stack([answers[f"kept_{family}_{name}_{ratio}"] for ratio in RATIOS])
         for family in RECORDED
         for name in CASES
     }
+    first = RECORDED[0]
+    return kept | {f"{first}/{name}/logits": answers[f"logits_{first}_{name}_0.5"] for name in CASES}
 
 
 def page(every: Sequence[Row], command: str) -> str:
@@ -347,7 +361,8 @@ def page(every: Sequence[Row], command: str) -> str:
         f"keeps differ by at most {ROUNDING:g} of the head's deviation. Presses that draw random numbers or "
         "fetch weights get ours. In the first layer equal tokens have equal norms and leverages, and LagKV's "
         "ranks recur in every partition: such ties are most of what rounding decides. Cases, with gaps and "
-        "errors: `parity.jsonl`; two families' kept tokens, for tests: `kvpress.npz`."
+        "errors: `parity.jsonl`; two families' kept tokens and one's logits, for tests: "
+        "`kvpress.npz`."
     )
     lines = [
         "# The same tokens as kvpress",

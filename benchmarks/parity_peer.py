@@ -3,7 +3,7 @@
 Reads FOLDER/request.json and FOLDER/inputs.npz, writes FOLDER/answers.npz; imports nothing of ours.
 
 For model m, case c and ratio r: ``kept_m_c_r`` [L, K, T] says which tokens the cache holds, ``score_m_c_r``
-[L, K, T] what the press gave them, or ``error_m_c_r`` what it raised.
+[L, K, T] what the press gave them, ``logits_m_c_r`` [F, V] what follows, or ``error_m_c_r`` what it raised.
 """
 
 from __future__ import annotations
@@ -80,8 +80,10 @@ def held(keys: torch.Tensor, whole: torch.Tensor) -> np.ndarray:
 
 
 @torch.inference_mode()
-def answers(model: Any, ids: torch.Tensor, press: Any, sketches: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """What is kept of the prompt, and its scores; [L, K, T] each."""
+def answers(
+    model: Any, ids: torch.Tensor, fed: torch.Tensor, press: Any, sketches: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """What is kept of the prompt, and its scores, [L, K, T] each; logits of the tokens that are fed after it."""
     full, cache, scores = DynamicCache(), DynamicCache(), []
     model.model(input_ids=ids, past_key_values=full)
     score = press.score
@@ -96,7 +98,9 @@ def answers(model: Any, ids: torch.Tensor, press: Any, sketches: np.ndarray) -> 
     kept = [held(some.keys[0], every.keys[0]) for some, every in zip(cache.layers, full.layers)]
     shape = np.stack(kept).shape
     given = torch.cat([x.expand(1, shape[1], shape[2]) for x in scores])
-    return np.stack(kept), given.float().numpy()
+    at = ids.shape[1] + torch.arange(fed.shape[1])[None]
+    logits = model(input_ids=fed, past_key_values=cache, position_ids=at).logits[0]
+    return np.stack(kept), given.float().numpy(), logits.float().numpy()
 
 
 def main(folder: Path) -> None:
@@ -108,18 +112,19 @@ def main(folder: Path) -> None:
     for name, source in request["models"].items():
         model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
         own = {key.partition(":")[2]: inputs[key] for key in inputs.files if key.startswith(f"{name}:")}
-        ids = torch.from_numpy(own["tokens"])[None].long()
+        ids, fed = (torch.from_numpy(own[key])[None].long() for key in ("tokens", "fed"))
         for case in request["cases"]:
             for ratio in request["ratios"]:
                 key = f"{name}_{case['name']}_{ratio}"
                 try:
                     press = press_of(case, ratio, own, model.config.num_hidden_layers)
                     with masks(case["mended"]):
-                        kept, scores = answers(model, ids, press, own["sketch"])
+                        kept, scores, logits = answers(model, ids, fed, press, own["sketch"])
                 except Exception as error:  # whatever kvpress does not support becomes a row
                     results[f"error_{key}"] = np.asarray(f"{type(error).__name__}: {error}")
                 else:
                     results[f"kept_{key}"], results[f"score_{key}"] = np.packbits(kept), scores
+                    results[f"logits_{key}"] = logits
     np.savez(folder / "answers.npz", **results)
 
 

@@ -7,8 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tiny
 
+import kvjax
 from benchmarks import arguments, parity
+from kvjax import decode
 from kvjax.cli import InputError
 
 RESULTS = Path(__file__).parents[1] / "results" / "parity"
@@ -38,6 +41,27 @@ def test_the_recorded_press_keeps_the_same_tokens(of, name):
             assert (ours == theirs).all()
         else:  # equal scores, or a fault that has its reason
             assert 0 < (ours != theirs).sum() <= 0.2 * ours.sum()
+
+
+SAME = [
+    row["method"] for row in ROWS if (row["model"], row["ratio"], row["verdict"]) == ("llama", 0.5, "equal")
+]
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name != "compactor")) for name in SAME]
+)
+def test_what_follows_has_the_logits_of_the_press(tmp_path, monkeypatch, name):
+    """By the real cut and the real step."""
+    subject = parity.subject("llama", tmp_path)
+    policy = kvjax.policy(f"{parity.CASES[name].policy.format(ratio=0.5)} + uniform({parity.TOKENS // 2})")
+    weights = {part.place: subject.weights[part.name] for part in policy.learned}
+    state, _ = kvjax.prefill(subject.model, policy, [subject.prompt.tolist()], context=768, weights=weights)
+    monkeypatch.setattr(tiny, "weights", lambda policy: weights)
+    state = decode.reserve(policy, state, parity.FED, 1)
+    _, logits = tiny.feed(policy, state, subject.fed[None], tiny=subject.model)
+    right = np.load(RESULTS / "kvpress.npz")[f"llama/{name}/logits"]
+    np.testing.assert_allclose(logits[0], right, atol=2e-4)
 
 
 def test_every_disagreement_has_a_reason():

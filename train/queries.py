@@ -95,8 +95,9 @@ def add(
     """
     network, at = model.network.at(len(tokens)), jnp.arange(len(tokens))[None]
     x = network.embed(model.params, jnp.asarray(tokens)[None], at)
+    alike = not getattr(getattr(network, "spec", None), "unturned", ())  # then one program serves all layers
     for index, block in enumerate(model.params["layers"]):
-        x, sums = _layer(network, 0, block, x, at, turned, skip)  # all layers have the same program
+        x, sums = _layer(network, 0 if alike else index, block, x, at, turned, skip)
         moments.first[index] += np.asarray(sums[0], np.float64)
         moments.second[index] += np.asarray(sums[1], np.float64)
     moments.count += max(len(tokens) - skip, 0)

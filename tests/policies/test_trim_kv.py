@@ -1,4 +1,4 @@
-"""TRIM-KV against float64 NumPy: the gate, what is left of a token, who goes after a prompt and at each step."""
+"""TRIM-KV against float64 NumPy: the gate, what is left of a token, who goes at each step."""
 
 from __future__ import annotations
 

@@ -28,9 +28,8 @@ def settings_at(folder, model, **sections):
 def test_scores_are_multiplied_by_what_is_left():
     random = np.random.default_rng(0)
     b, t, n, k, h, d = 2, 9, 4, 2, 3, 5
-    q, keys, v, hidden = (
-        random.standard_normal(shape) for shape in ((b, t, n, h), (b, t, k, h), (b, t, k, h), (b, t, d))
-    )
+    shapes = (b, t, n, h), (b, t, k, h), (b, t, k, h), (b, t, d)
+    q, keys, v, hidden = (np.float32(random.standard_normal(shape)) for shape in shapes)
     x = Heads(q=q, k=keys, v=v, q_pre=q, k_pre=keys, hidden=jnp.asarray(hidden))
     leaves = trim_kv.initial(jax.random.key(1), d, k, 1, hidden=6, bias=1.0)[0]
     out, retained = retention.retained_attention(leaves, x)
