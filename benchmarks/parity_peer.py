@@ -83,7 +83,7 @@ def held(keys: torch.Tensor, whole: torch.Tensor) -> np.ndarray:
 def answers(
     model: Any, ids: torch.Tensor, fed: torch.Tensor, press: Any, sketches: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """What is kept of the prompt, and its scores, [L, K, T] each; logits of the tokens that are fed after it."""
+    """What is kept of the prompt and its scores, [L, K, T] each; logits [F, V] of the tokens fed after it."""
     full, cache, scores = DynamicCache(), DynamicCache(), []
     model.model(input_ids=ids, past_key_values=full)
     score = press.score
