@@ -279,7 +279,8 @@ def ask(folder: Path, subjects: Sequence[Subject], home: Path) -> Mapping[str, n
         "ratios": RATIOS,
     }
     (home / "request.json").write_text(json.dumps(request))
-    np.savez(home / "inputs.npz", **{f"{of.name}:{k}": x for of in subjects for k, x in inputs(of).items()})
+    arrays: dict[str, Any] = {f"{of.name}:{k}": x for of in subjects for k, x in inputs(of).items()}
+    np.savez(home / "inputs.npz", **arrays)
     words = [*peers.command(folder)[:-1], str(SCRIPT), str(home)]
     code = subprocess.run(words, check=False, stdout=sys.stderr).returncode
     if code:
@@ -337,7 +338,7 @@ def rows(subjects: Sequence[Subject], answers: Mapping[str, np.ndarray]) -> Iter
                 yield row | compared(ours, theirs[layers], answers[f"score_{key}"][layers])
 
 
-def record(answers: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+def record(answers: Mapping[str, np.ndarray]) -> dict[str, Any]:
     """What tests compare with, by ``family/case``: kept tokens, packed bits [ratios, bytes]; logits [F, V].
 
     Logits are those of the first family with half the tokens removed.
@@ -374,7 +375,7 @@ def page(every: Sequence[Row], command: str) -> str:
         "| method | policy | press | cases | equal | but for rounding | differ | press fails |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    reasons = []
+    reasons: list[str] = []
     for name, case in CASES.items():
         own = [row for row in every if row["method"] == name]
         count = {kind: sum(row["verdict"] == kind for row in own) for kind in VERDICTS}
