@@ -30,6 +30,13 @@ NEIGHBOURS = {
     "knorm + uniform('2560B')": "knorm + uniform('2496B')",
     "keydiff + uniform(0.5)": "keydiff + uniform(0.51)",
     "lagkv(8) + uniform(0.5)": "lagkv(8) + uniform(0.52)",
+    "leverage(6) + uniform(0.5)": "leverage(6, seed=2) + uniform(0.52)",
+    "compactor(chunk=16, sketch=6) + uniform(0.5)": "compactor(2, chunk=16, sketch=6, seed=3)"
+    " + uniform(0.52)",
+    "cur(8) + uniform(0.5)": "cur(8, sinks=2) + uniform(0.52)",
+    "cap(ahead=16) + uniform(0.5)": "cap(3.0, ahead=16, sinks=2) + uniform(0.52)",
+    "qfilter + uniform(23, every_step)": "qfilter + uniform(22, every_step)",
+    "trim_kv + uniform(23, every_step)": "trim_kv + uniform(22, every_step)",
     "h2o + uniform(0.5)": "h2o + uniform(0.52)",
     "tova + uniform(0.5)": "tova + uniform(0.52)",
     "scissorhands(8) + uniform(0.5)": "scissorhands(8) + uniform(0.52)",

@@ -88,7 +88,8 @@ class Eviction(Part):
         """
         meta = self.arrive(params, observed)
         pos = jnp.broadcast_to(observed.pos[:, None, :], (observed.pos.shape[0], 1, observed.pos.shape[1]))
-        return self.score(params, Slots(pos=pos, live=pos >= 0, meta=meta))
+        seen = observed.total[:, None, None]
+        return self.score(params, Slots(pos=pos, live=pos >= 0, meta=meta, seen=seen))
 
 
 @dataclasses.dataclass(frozen=True, repr=False)

@@ -119,7 +119,9 @@ class Policy:
     def queries(self) -> dict[str, int]:
         """How many of the newest queries of every head are kept, by name ("q", "q_pre")."""
         kinds = [name for name in ("q", "q_pre") if name in self.eviction.needs]
-        return dict.fromkeys(kinds, self.eviction.queries) if self.ranks_held else {}
+        return (
+            dict.fromkeys(kinds, self.eviction.queries) if self.ranks_held and self.eviction.queries else {}
+        )
 
     @property
     def tracks_mass(self) -> bool:

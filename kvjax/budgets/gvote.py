@@ -1,7 +1,7 @@
 """GVote: counts how many tokens of a prompt future queries will need.
 
-GVote: Adaptive Per-Request KV-Cache Compression without Manually Setting Budget (under review; sections
-3.2, 3.3 and algorithm 1).
+Tang et al., GVote: Adaptive Per-Request KV-Cache Compression without Manually Setting Budget, sections 3.2,
+3.3 and algorithm 1, https://arxiv.org/abs/2509.03136
 """
 
 from __future__ import annotations

@@ -51,8 +51,8 @@ def evict(
         return _if(acts.any(), lambda cache: _evict_by_held(info, x, cache, length, acts), cache)
     excess = _excess(info, cache, per_head.live(cache.pools), length, acts)
     most = excess.max()
-    cache = _if(most == 1, lambda cache: _evict_one(info, cache, excess), cache)
-    return _if(most > 1, lambda cache: _evict_many(info, cache, excess), cache)
+    cache = _if(most == 1, lambda cache: _evict_one(info, cache, length, excess), cache)
+    return _if(most > 1, lambda cache: _evict_many(info, cache, length, excess), cache)
 
 
 def slot_to_replace(
@@ -91,7 +91,7 @@ def slot_to_replace(
     full = enters & (_excess(info, cache, live, length, due(policy, length, count)) == 1)
 
     def lowest() -> Int[Array, "B K 1"]:
-        victim = _first(*ranked(info, _with(per_head.slots(cache.pools), leaving)))
+        victim = _first(*ranked(info, _with(per_head.slots(cache.pools), leaving), length))
         return jnp.where(full, victim, EMPTY)[..., None]
 
     return jax.lax.cond(jnp.any(full), lowest, lambda: jnp.full(list_id.shape, EMPTY))
@@ -131,10 +131,12 @@ def _if(so: Bool[Array, ""], do: Callable[[LayerCache], LayerCache], cache: Laye
     return jax.lax.while_loop(lambda carry: carry[0], turn, (so, cache))[1]
 
 
-def _evict_one(info: LayerInfo, cache: LayerCache, excess: Int[Array, "B K"]) -> LayerCache:
+def _evict_one(
+    info: LayerInfo, cache: LayerCache, length: Int[Array, " B"], excess: Int[Array, "B K"]
+) -> LayerCache:
     """``excess`` is 0 or 1: the cheap way."""
     policy = info.policy
-    victim = _first(*ranked(info, per_head.slots(cache.pools)))
+    victim = _first(*ranked(info, per_head.slots(cache.pools), length))
     victim = jnp.where(excess > 0, victim, EMPTY)
     if not policy.completion.idle:
         at = jnp.maximum(victim, 0)[..., None]
@@ -149,9 +151,11 @@ def _first(score: Float[Array, "B K C"], slots: Slots) -> Int[Array, "B K"]:
     return jnp.where(slots.live.any(axis=-1), victim, EMPTY)
 
 
-def _evict_many(info: LayerInfo, cache: LayerCache, excess: Int[Array, "B K"]) -> LayerCache:
+def _evict_many(
+    info: LayerInfo, cache: LayerCache, length: Int[Array, " B"], excess: Int[Array, "B K"]
+) -> LayerCache:
     """Any number of victims, at once."""
-    return _without(info, cache, victims(*ranked(info, per_head.slots(cache.pools)), excess))
+    return _without(info, cache, victims(*ranked(info, per_head.slots(cache.pools), length), excess))
 
 
 def _evict_by_held(
@@ -160,10 +164,10 @@ def _evict_by_held(
     """Where all that a KV head holds decides: which tokens go, or how the heads divide a layer's slots."""
     policy, slots = info.policy, per_head.slots(cache.pools)
     if policy.ranks_held:
-        score, slots = held_scores(info, x, cache, length), _candidates(info, slots)
+        score, slots = held_scores(info, x, cache, length), _candidates(info, slots, length)
         score = jnp.where(slots.live, score, jnp.inf)
     else:
-        score, slots = ranked(info, slots)
+        score, slots = ranked(info, slots, length)
     live, scores = per_head.live(cache.pools), None
     if policy.budget.from_scores:  # among them the ring's tokens and the sinks, which stay
         recent = rings.positions(length, cache.ring.window) >= 0
@@ -184,20 +188,20 @@ def _without(info: LayerInfo, cache: LayerCache, gone: Bool[Array, "B K C"]) -> 
     return cache.with_pools(per_head.retain(cache.pools, codecs(policy, cache), policy.selection, ~gone))
 
 
-def ranked(info: LayerInfo, slots: Slots) -> tuple[Float[Array, "B K C"], Slots]:
+def ranked(info: LayerInfo, slots: Slots, length: Int[Array, " B"]) -> tuple[Float[Array, "B K C"], Slots]:
     """Scores of the slots, inf where a slot may not be evicted; and the slots, ``live`` where it may."""
-    slots = _candidates(info, slots)
+    slots = _candidates(info, slots, length)
     score = info.policy.eviction.score(info.weights("eviction"), slots)
     return jnp.where(slots.live, score, jnp.inf), slots
 
 
-def _candidates(info: LayerInfo, slots: Slots) -> Slots:
+def _candidates(info: LayerInfo, slots: Slots, length: Int[Array, " B"]) -> Slots:
     """The slots, ``live`` where one may be evicted, with what the eviction keeps."""
     own = {n.removeprefix("eviction."): x for n, x in slots.meta.items() if n.startswith("eviction.")}
     policy = info.policy
     first = by_row(info.total, 3) if policy.budget.spares_prompt else by_row(policy.sinks, 3)
     candidate = slots.live & (slots.pos >= first)
-    return dataclasses.replace(slots, live=candidate, meta=own)
+    return dataclasses.replace(slots, live=candidate, meta=own, seen=length[:, None, None])
 
 
 def victims(score: Float[Array, "B K C"], slots: Slots, excess: Int[Array, "B K"]) -> Bool[Array, "B K C"]:

@@ -105,7 +105,9 @@ def retained(info: LayerInfo, new: Entry, observed: Observation) -> Bool[Array, 
     observed = dataclasses.replace(observed, admitted=jnp.broadcast_to(free | safe, shape))
     if policy.tracks_mass:  # as at any later step
         values = {name: new.meta[f"eviction.{name}"] for name in policy.eviction.keeps}
-        slots = Slots(pos=jnp.broadcast_to(pos, shape), live=free, meta=values)
+        slots = Slots(
+            pos=jnp.broadcast_to(pos, shape), live=free, meta=values, seen=info.total[:, None, None]
+        )
         score = policy.eviction.score(info.weights("eviction"), slots)
     else:
         score = policy.eviction.score_prompt(info.weights("eviction"), observed)

@@ -20,7 +20,12 @@ from kvjax.types import EMPTY
 from pallas_kernels.ragged_decode.api import largest_scores
 
 EVERY = [policy for method in catalogue.methods() for policy in method.examples]
-TIES = ("knorm", "keydiff", "conf_kv")  # equal tokens have equal scores up to rounding, which decides
+TIES = (
+    "knorm",
+    "keydiff",
+    "leverage",
+    "conf_kv",
+)  # equal tokens have equal scores up to rounding, which decides
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
