@@ -20,8 +20,10 @@ from kvjax.algebra import (
     Argument,
     Every,
     Eviction,
+    Held,
     Number,
     Policy,
+    KeepRecent,
     PolicyError,
     Switch,
     Whole,
@@ -32,6 +34,7 @@ from kvjax.budgets.uniform import Uniform
 from kvjax.cache import pool
 from kvjax.decode import RequestError, _prefill
 from kvjax.policies import magicpig
+from kvjax.policies.knorm import KNorm
 from kvjax.policies.topk import FINEST, Retrieved
 
 PARTS = sorted(catalogue.parts().values(), key=lambda kind: kind.name)
@@ -75,6 +78,7 @@ def bounds(argument: Argument) -> tuple[list[Any], list[Any]]:
         Time: ([Every(1), Every(MOST)], ["every", every_more]),
         Retrieved: ([1, MOST, 1 / FINEST, 1.0], [0, MOST + 1, 0.5 / FINEST, 1.0000001]),
         Whose: (["last", "expected"], ["first", 1]),
+        Held: ([KNorm()], [KeepRecent(), 1]),
     }[type(argument)]
 
 

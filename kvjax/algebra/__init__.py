@@ -30,6 +30,7 @@ from kvjax.algebra._part import Part
 from kvjax.algebra._policy import PLACES, Policy
 from kvjax.algebra._selection import Anchored, Picked, SelectAll, Selection
 from kvjax.algebra._storage import Native, Storage
+from kvjax.algebra._wrapper import Held, Runs, Wrapper, places, run_means
 from kvjax.sharding.all_heads import HERE, AllHeads
 
 __all__ = [
@@ -48,6 +49,7 @@ __all__ = [
     "Every",
     "Eviction",
     "Frame",
+    "Held",
     "KeepRecent",
     "Native",
     "Nothing",
@@ -57,6 +59,7 @@ __all__ = [
     "Picked",
     "Policy",
     "PolicyError",
+    "Runs",
     "SelectAll",
     "Selection",
     "Storage",
@@ -65,4 +68,7 @@ __all__ = [
     "Visited",
     "When",
     "Whole",
+    "Wrapper",
+    "places",
+    "run_means",
 ]

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 V = TypeVar("V")
 
-OBSERVABLE = ("k", "v", "k_pre", "q", "q_pre", "q_last", "hidden", "mass")
-"""What a part may name in ``needs``; only an eviction may name ``mass``."""
+OBSERVABLE = ("k", "v", "k_pre", "q", "q_pre", "q_last", "hidden", "wo_norm", "mass")
+"""What a part may name in ``needs``; only an eviction may name ``mass``, and ``wo_norm`` comes with ``v``."""
 
 
 @pytree(static=("layers", "softcap", "rotate", "heads"))
@@ -29,8 +29,8 @@ class Observation:
     """What a part may see of T tokens arriving at one layer; only declared quantities are present.
 
     ``k``, ``v``, ``k_pre``, ``q``, ``q_pre``, ``hidden`` are those of ``Heads``; ``q_last`` is the query
-    (after RoPE) of each row's last real token; ``mass`` is the attention that each token of a prompt
-    received, weighted by ``Eviction.query_weights``.
+    (after RoPE) of each row's last real token; ``wo_norm`` is a method; ``mass`` is the attention that each
+    token of a prompt received, weighted by ``Eviction.query_weights``.
 
     Attributes:
       pos: true positions, EMPTY for padding.
@@ -40,6 +40,7 @@ class Observation:
       values: the declared quantities by name; read them through the properties.
       softcap, rotate, project: the bound on the model's scores, its RoPE at this layer, and its map from
         hidden states to queries; see ``Heads``.
+      wo: the layer's output projection, where ``wo_norm`` is declared.
       seeds: of each row's request, for random draws; None for tokens that come after a prompt.
       admitted: which tokens of a prompt may stay (for a budget, and for an eviction that ranks a prompt);
         None while that is not decided.
@@ -54,6 +55,7 @@ class Observation:
     softcap: float | None = None
     rotate: Rotate | None = None
     project: Project | None = None
+    wo: Float[Array, "D N H"] | None = None
     seeds: Int[Array, " B"] | None = None
     admitted: Bool[Array, "B K T"] | None = None
     heads: AllHeads = HERE
@@ -75,6 +77,27 @@ class Observation:
 
         # One row at a time, so that only count * H * H numbers are in memory.
         return jax.lax.map(images, self.total)
+
+    def wo_norm(self, order: int = 1) -> Float[Array, "B N T"]:
+        """The norm of what each value adds to the output of each query head, ||W_o v||; float32.
+
+        Args:
+          order: 1 or 2, of the norm.
+        """
+        if self.wo is None:
+            raise PolicyError(
+                "a part reads 'wo_norm' of the arriving tokens, and no output projection is there. Declare it "
+                "in `needs`, on a model whose layers hand `attend` their `wo` (Heads.wo)."
+            )
+        v, wo = self.v, jnp.moveaxis(self.wo, 1, 0)
+        group = wo.shape[0] // v.shape[1]
+
+        def of_head(n: Int[Array, ""]) -> Float[Array, "B T"]:
+            out = jnp.einsum("bth,dh->btd", v[:, n // group], wo[n], preferred_element_type=jnp.float32)
+            return jnp.linalg.norm(out, ord=order, axis=-1)
+
+        # A head at a time, so that only B * T * D numbers are in memory.
+        return jnp.moveaxis(jax.lax.map(of_head, jnp.arange(wo.shape[0])), 0, 1)
 
     def once(self, name: str, make: Callable[[], V]) -> V:
         """The result of ``make()``, cached under ``name``: parts that need the same value share it."""

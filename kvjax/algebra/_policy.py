@@ -66,7 +66,8 @@ class Policy:
                     f"Policy({place}=...) takes an {kind.__name__}, but {part!r} is for {right}. "
                     f"Write Policy({right}={part!r})."
                 )
-            unknown = part.needs - set(OBSERVABLE if place == "eviction" else OBSERVABLE[:-1])
+            needs = frozenset().union(*(one.needs for one in part.chain))
+            unknown = needs - set(OBSERVABLE if place == "eviction" else OBSERVABLE[:-1])
             if unknown:
                 raise PolicyError(
                     f"{part!r} needs {', '.join(sorted(unknown))}, which {place} cannot see. It may name "
@@ -83,9 +84,14 @@ class Policy:
         return tuple(getattr(self, place) for place in PLACES)
 
     @property
+    def chain(self) -> tuple[Part, ...]:
+        """The parts, each wrapper after what it holds."""
+        return tuple(part for whole in self.parts for part in whole.chain)
+
+    @property
     def needs(self) -> frozenset[str]:
         """All quantities of an arriving token that some part reads."""
-        return frozenset().union(*(part.needs for part in self.parts))
+        return frozenset().union(*(part.needs for part in self.chain))
 
     @property
     def keeps(self) -> tuple[str, ...]:
@@ -101,7 +107,7 @@ class Policy:
     @property
     def structure(self) -> str:
         """The policy without hyperparameters and sinks; a state is continued by the same structure only."""
-        words = [part.structure for part in self.parts if not part.idle]
+        words = [part.structure for part in self.chain if not part.idle]
         words += [f"recent({self.recent})"] if self.recent else []
         return " + ".join(dict.fromkeys(words)) or "full"
 
@@ -118,7 +124,7 @@ class Policy:
     @property
     def learned(self) -> tuple[Part, ...]:
         """The parts that read learned weights."""
-        return tuple(part for part in self.parts if part.learns)
+        return tuple(part for part in self.chain if part.learns)
 
     @property
     def protects(self) -> int:
@@ -179,7 +185,7 @@ class Policy:
         return self.window(context) < context and not none
 
     def __repr__(self) -> str:
-        words = [repr(part) for part in self.parts if not part.idle]
+        words = [part.word for part in self.chain if not part.idle]
         words += [f"{name}({getattr(self, name)})" for name in ("sinks", "recent") if getattr(self, name)]
         return " + ".join(dict.fromkeys(words)) or "full"  # one word may stand for parts of two places
 
@@ -217,10 +223,24 @@ def _refuse_illegal_pairs(p: Policy) -> None:
             f"{p.budget!r} as a budget decides how many tokens stay, and no part decides which. Write "
             f"'{p.budget!r}', which also ranks by its votes, or add an eviction: 'snapkv + {p.budget!r}'."
         )
-    if p.eviction.name == p.budget.name and repr(p.eviction) != repr(p.budget):
+    ranks, *wrappers = p.eviction.chain
+    if ranks.name == p.budget.name and repr(ranks) != repr(p.budget):
         raise PolicyError(
-            f"{p.eviction!r} ranks and {p.budget!r} counts, but one word for both takes one set of "
-            f"arguments. Write '{p.eviction!r}', or take the ranking or the budget of another method."
+            f"{ranks!r} ranks and {p.budget!r} counts, but one word for both takes one set of "
+            f"arguments. Write '{ranks!r}', or take the ranking or the budget of another method."
+        )
+    for at, one in enumerate(wrappers):
+        if one.name in [other.name for other in wrappers[:at]]:
+            raise PolicyError(f"{p.eviction!r} wraps twice by {one.name}. Write it once.")
+        if one.runs and one is not wrappers[-1]:
+            raise PolicyError(
+                f"{p.eviction!r}: {wrappers[-1].word} would choose anew what {one.word} keeps in runs. Write "
+                f"{one.word} last, and no other wrapper that keeps runs."
+            )
+    if p.eviction.runs and not p.admission.shared_verdict:
+        raise PolicyError(
+            f"{p.eviction!r} keeps the same tokens in all KV heads of a layer, but {p.admission!r} admits "
+            "different tokens to each of them. Use an eviction that ranks each head on its own."
         )
     if p.eviction.shared_ranking and p.decides_later and not p.admission.shared_verdict:
         raise PolicyError(

@@ -96,18 +96,21 @@ def parts() -> dict[str, type[Part]]:
 
 @functools.cache
 def methods() -> tuple[Method, ...]:
-    """Every module that has EXAMPLES.
+    """Every module that has EXAMPLES: policies, or their one-string form where a method needs another's file.
 
     Raises:
       PolicyError: a module of ``kvjax.policies`` has none.
     """
+    from kvjax.catalogue._parse import policy  # which asks this module for the parts
+
     listed = []
     for module in _modules():
         examples = getattr(module, "EXAMPLES", ())
         if not examples and module.__name__.startswith(kvjax.policies.__name__):
             raise PolicyError(f"{module.__name__} has no EXAMPLES. Give at least one policy.")
         if examples:
-            listed.append(Method(module.__name__.rpartition(".")[2], *described(module), tuple(examples)))
+            name, policies = module.__name__.rpartition(".")[2], tuple(policy(example) for example in examples)
+            listed.append(Method(name, *described(module), policies))
     return tuple(sorted(listed, key=lambda method: method.name))
 
 

@@ -94,7 +94,7 @@ def _judged(
 
 
 def retained(info: LayerInfo, new: Entry, observed: Observation) -> Bool[Array, "B K T"]:
-    """Which tokens stay: the protected, then the best scores up to the target; ties: lowest position."""
+    """Which tokens stay: the protected, then those that the eviction chooses, up to the target."""
     policy, shape = info.policy, new.admit.shape
     # Where the budget acts later too, the ring is live whatever it scores.
     newest = policy.ring_tokens if policy.decides_later else policy.protects
@@ -109,11 +109,12 @@ def retained(info: LayerInfo, new: Entry, observed: Observation) -> Bool[Array, 
     else:
         score = policy.eviction.score_prompt(info.weights("eviction"), observed)
     score = jnp.where(free, jnp.broadcast_to(score, shape), jnp.where(safe, jnp.inf, -jnp.inf))
-    scores = score if policy.budget.from_scores else None
-    target = policy.budget.targets(info.frame(new.k, observed), info.total, scores)
+    frame, scores = info.frame(new.k, observed), score if policy.budget.from_scores else None
+    target = policy.budget.targets(frame, info.total, scores)
     target = jnp.maximum(target, safe.sum(axis=-1))
-    order = jnp.argsort(jnp.argsort(-score, axis=-1, stable=True), axis=-1)
-    return (order < target[..., None]) & (score > -jnp.inf)
+    if not policy.eviction.runs:
+        score = policy.budget.secured(frame, info.total, score)
+    return policy.eviction.choose(observed, score, target) & (score > -jnp.inf)
 
 
 def store(info: LayerInfo, cache: LayerCache, new: Entry, count: Int[Array, " B"]) -> LayerCache:
