@@ -50,6 +50,7 @@ TABLE = {
     "kvjax.algebra._storage": rf"{PLACE}|kvjax\.cache\.(pages|write)",
     "kvjax.algebra._budget": rf"{PLACE}|kvjax\.algebra\._arguments",
     "kvjax.algebra._completion": PLACE,
+    "kvjax.algebra._wrapper": rf"{PLACE}|kvjax\.algebra\._(arguments|eviction)",
     "kvjax.algebra._policy": r"kvjax\.algebra\._.+",
     "kvjax.budgets": rf"{STATE}|kvjax\.algebra|kvjax\.budgets(\..+)?",
     "kvjax.storage": rf"{STATE}|kvjax\.algebra|kvjax\.storage\.codes|{KERNELS}",

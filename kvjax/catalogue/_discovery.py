@@ -13,11 +13,12 @@ import inspect
 import pkgutil
 from importlib.metadata import entry_points
 from types import ModuleType
+from typing import Any
 
 import kvjax.budgets
 import kvjax.policies
 import kvjax.storage
-from kvjax.algebra import Part, Policy, PolicyError
+from kvjax.algebra import Part, PolicyError
 
 PACKAGES = (kvjax.policies, kvjax.budgets, kvjax.storage)
 
@@ -33,13 +34,13 @@ class Method:
       name: of its module.
       summary: first line of the module's docstring.
       source: the link in the docstring, or "".
-      examples: policies that show it, at least one.
+      examples: policies that show it, at least one; ``catalogue.methods`` has read the strings among them.
     """
 
     name: str
     summary: str
     source: str
-    examples: tuple[Policy, ...]
+    examples: tuple[Any, ...]
 
 
 @functools.cache
@@ -101,16 +102,13 @@ def methods() -> tuple[Method, ...]:
     Raises:
       PolicyError: a module of ``kvjax.policies`` has none.
     """
-    from kvjax.catalogue._parse import policy  # which asks this module for the parts
-
     listed = []
     for module in _modules():
         examples = getattr(module, "EXAMPLES", ())
         if not examples and module.__name__.startswith(kvjax.policies.__name__):
             raise PolicyError(f"{module.__name__} has no EXAMPLES. Give at least one policy.")
         if examples:
-            name, policies = module.__name__.rpartition(".")[2], tuple(policy(example) for example in examples)
-            listed.append(Method(name, *described(module), policies))
+            listed.append(Method(module.__name__.rpartition(".")[2], *described(module), tuple(examples)))
     return tuple(sorted(listed, key=lambda method: method.name))
 
 

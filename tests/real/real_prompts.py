@@ -46,3 +46,18 @@ PRESSES: dict[str, tuple[str, dict[str, Any]]] = {
     "lagkv": ("LagKVPress", {"n_sink": 4, "lag_size": 128}),
 }
 """kvpress's class and arguments for each eviction of ours, which has the same defaults."""
+
+WRAPPED: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "snapkv(64) + critical": ("CriticalKVPress", "SnapKVPress", {"window_size": 64, "kernel_size": 5}),
+    "keydiff + critical": ("CriticalKVPress", "KeyDiffPress", {}),
+    "snapkv(64) + critical + ada": ("CriticalAdaKVPress", "SnapKVPress", {"window_size": 64, "kernel_size": 5}),
+    "snapkv(64) + chunks(20)": ("ChunkKVPress", "SnapKVPress", {"window_size": 64, "kernel_size": 5}),
+    "keydiff + chunks(20)": ("ChunkKVPress", "KeyDiffPress", {}),
+    # Its window is whole runs: of a run half in the window the press drops tokens of the window.
+    "snapkv(68) + entropy_chunks": ("EntropyGatedChunkKVPress", "SnapKVPress", {"window_size": 68, "kernel_size": 5}),
+    "keydiff + entropy_chunks": ("EntropyGatedChunkKVPress", "KeyDiffPress", {}),
+}
+"""kvpress's wrapper, the press in it and that one's arguments; "ada" stands for a budget of ours."""
+
+WRAPPED_RATIOS = (0.25, 0.5, 0.75)
+"""Shares that a wrapped press removes."""
