@@ -28,6 +28,7 @@ from kvjax.algebra._eviction import FIRST, Eviction, KeepRecent
 from kvjax.algebra._observation import OBSERVABLE, Observation
 from kvjax.algebra._part import Part
 from kvjax.algebra._policy import PLACES, Policy
+from kvjax.algebra._replay import Piece, Replay, Tokenizer
 from kvjax.algebra._selection import Anchored, Picked, SelectAll, Selection
 from kvjax.algebra._storage import Native, Storage
 from kvjax.algebra._wrapper import Held, Runs, Wrapper, places, run_means
@@ -57,13 +58,16 @@ __all__ = [
     "Observation",
     "Part",
     "Picked",
+    "Piece",
     "Policy",
     "PolicyError",
+    "Replay",
     "Runs",
     "SelectAll",
     "Selection",
     "Storage",
     "Switch",
+    "Tokenizer",
     "Unlimited",
     "Visited",
     "When",

@@ -19,8 +19,11 @@ if TYPE_CHECKING:
 
 V = TypeVar("V")
 
-OBSERVABLE = ("k", "v", "k_pre", "q", "q_pre", "q_last", "hidden", "wo_norm", "mass")
-"""What a part may name in ``needs``; only an eviction may name ``mass``, and ``wo_norm`` comes with ``v``."""
+OBSERVABLE = ("k", "v", "k_pre", "q", "q_pre", "q_last", "hidden", "wo_norm", "replayed", "mass")
+"""What a part may name in ``needs``; ``wo_norm`` comes with ``v``."""
+
+OF_EVICTIONS = ("replayed", "mass")
+"""What only an eviction may name."""
 
 
 @pytree(static=("layers", "softcap", "rotate", "heads"))
@@ -30,7 +33,8 @@ class Observation:
 
     ``k``, ``v``, ``k_pre``, ``q``, ``q_pre``, ``hidden`` are those of ``Heads``; ``q_last`` is the query
     (after RoPE) of each row's last real token; ``wo_norm`` is a method; ``mass`` is the attention that each
-    token of a prompt received, weighted by ``Eviction.query_weights``.
+    token of a prompt received, weighted by ``Eviction.query_weights``, and ``replayed`` the highest score that
+    ``Eviction.replayed`` gave it.
 
     Attributes:
       pos: true positions, EMPTY for padding.
@@ -84,20 +88,7 @@ class Observation:
         Args:
           order: 1 or 2, of the norm.
         """
-        if self.wo is None:
-            raise PolicyError(
-                "a part reads 'wo_norm' of the arriving tokens, and no output projection is there. Declare it "
-                "in `needs`, on a model whose layers hand `attend` their `wo` (Heads.wo)."
-            )
-        v, wo = self.v, jnp.moveaxis(self.wo, 1, 0)
-        group = wo.shape[0] // v.shape[1]
-
-        def of_head(n: Int[Array, ""]) -> Float[Array, "B T"]:
-            out = jnp.einsum("bth,dh->btd", v[:, n // group], wo[n], preferred_element_type=jnp.float32)
-            return jnp.linalg.norm(out, ord=order, axis=-1)
-
-        # A head at a time, so that only B * T * D numbers are in memory.
-        return jnp.moveaxis(jax.lax.map(of_head, jnp.arange(wo.shape[0])), 0, 1)
+        return output_norm(self.wo, self.v, order)
 
     def once(self, name: str, make: Callable[[], V]) -> V:
         """The result of ``make()``, cached under ``name``: parts that need the same value share it."""
@@ -151,5 +142,28 @@ class Observation:
         return self._declared("hidden")
 
     @property
+    def replayed(self) -> Float[Array, "B K T"]:
+        return self._declared("replayed")
+
+    @property
     def mass(self) -> Float[Array, "B N T"]:
         return self._declared("mass")
+
+
+def output_norm(
+    wo: Float[Array, "D N H"] | None, v: Float[Array, "B K T H"], order: int
+) -> Float[Array, "B N T"]:
+    """The norm of what each value adds to the output of each query head; float32."""
+    if wo is None:
+        raise PolicyError(
+            "a part reads 'wo_norm', and no output projection is there. Declare it in `needs`, on a model "
+            "whose layers hand `attend` their `wo` (Heads.wo)."
+        )
+    group = wo.shape[1] // v.shape[1]
+
+    def of_head(n: Int[Array, ""]) -> Float[Array, "B T"]:
+        out = jnp.einsum("bth,dh->btd", v[:, n // group], wo[:, n], preferred_element_type=jnp.float32)
+        return jnp.linalg.norm(out, ord=order, axis=-1)
+
+    # A head at a time, so that only B * T * D numbers are in memory.
+    return jnp.moveaxis(jax.lax.map(of_head, jnp.arange(wo.shape[1])), 0, 1)

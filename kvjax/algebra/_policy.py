@@ -17,7 +17,7 @@ from kvjax.algebra._budget import Budget, Unlimited
 from kvjax.algebra._completion import Completion, Nothing
 from kvjax.algebra._errors import PolicyError
 from kvjax.algebra._eviction import Eviction, KeepRecent
-from kvjax.algebra._observation import OBSERVABLE
+from kvjax.algebra._observation import OBSERVABLE, OF_EVICTIONS
 from kvjax.algebra._part import Part
 from kvjax.algebra._selection import SelectAll, Selection
 from kvjax.algebra._storage import Native, Storage
@@ -67,11 +67,12 @@ class Policy:
                     f"Write Policy({right}={part!r})."
                 )
             needs = frozenset().union(*(one.needs for one in part.chain))
-            unknown = needs - set(OBSERVABLE if place == "eviction" else OBSERVABLE[:-1])
+            others = [name for name in OBSERVABLE if name not in OF_EVICTIONS]
+            unknown = needs - set(OBSERVABLE if place == "eviction" else others)
             if unknown:
                 raise PolicyError(
                     f"{part!r} needs {', '.join(sorted(unknown))}, which {place} cannot see. It may name "
-                    f"{', '.join(OBSERVABLE[:-1])}; an eviction may also name mass."
+                    f"{', '.join(others)}; an eviction may also name {' and '.join(OF_EVICTIONS)}."
                 )
         for name in ("sinks", "recent"):
             value = getattr(self, name)
@@ -247,6 +248,18 @@ def _refuse_illegal_pairs(p: Policy) -> None:
             f"{p.eviction!r} keeps the same tokens in all KV heads of a layer, but {p.admission!r} admits "
             "different tokens to each of them. Use an eviction that ranks each head on its own, or a budget "
             "with when=after_prompt."
+        )
+    for one in p.chain if p.eviction.replays else ():
+        unseen = sorted(one.needs - {"k", "v", "wo_norm"})
+        if one is not p.eviction.chain[0] and unseen:
+            raise PolicyError(
+                f"{p.eviction!r} feeds a prompt twice and then cuts it, when its keys and values are all that is "
+                f"left, but {one.word} reads {' and '.join(unseen)}. Leave one of them out."
+            )
+    if p.eviction.replays and p.admission.prefill and not p.admission.idle:
+        raise PolicyError(
+            f"{p.eviction!r} reads a prompt into a full cache before it cuts, but {p.admission!r} hides tokens "
+            "while a prompt is read. Leave one of them out."
         )
     if not p.eviction.idle and not p.budget.limited:
         raise PolicyError(

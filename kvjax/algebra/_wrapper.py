@@ -15,9 +15,11 @@ from kvjax.algebra._errors import PolicyError
 from kvjax.algebra._eviction import FIRST, Eviction
 from kvjax.algebra._observation import Observation
 from kvjax.algebra._part import Part
+from kvjax.algebra._replay import Piece, Replay, Tokenizer
 from kvjax.types import Params
 
 if TYPE_CHECKING:
+    import numpy as np
     from jaxtyping import Array, Bool, Float, Int
 
 
@@ -86,11 +88,21 @@ class Wrapper(Eviction):
         return self.of.needs_mass
 
     @property
+    def replays(self) -> bool:  # type: ignore[override]
+        return self.of.replays
+
+    @property
     def protects(self) -> int:
         return self.of.protects
 
     def query_weights(self, age: Int[Array, "B T"]) -> Float[Array, "B T"]:
         return self.of.query_weights(age)
+
+    def pieces(self, prompt: Int[np.ndarray, " T"], text: Tokenizer | None) -> list[Piece]:
+        return self.of.pieces(prompt, text)
+
+    def replayed(self, piece: Replay) -> Float[Array, "B K T"]:
+        return self.of.replayed(piece)
 
     def score_prompt(self, params: Params | None, observed: Observation) -> Float[Array, "B K T"]:
         return self.of.score_prompt(params, observed)

@@ -39,7 +39,7 @@ def prompt(info: LayerInfo, x: Heads, pos: Int[Array, "B T"]) -> tuple[Float[Arr
     new = arriving(info, x, pos, observed)
     window, bits = _sight(info, new)
     partial = attend_among(major(x.q), new, info.total, window, bits, x.softcap, x.v.dtype)
-    return merged((partial,), x.v.dtype)[0], _judged(info, x, observed, new, partial[1])
+    return merged((partial,), x.v.dtype)[0], judged(info, x, observed, new, partial[1])
 
 
 def attend_prompt(
@@ -54,7 +54,7 @@ def attend_prompt(
 def judge(info: LayerInfo, x: Heads, pos: Int[Array, "B T"], lse: Float[Array, "B N T"]) -> Entry:
     """``prompt`` without its attention, of which only the lse is needed: for policies that hide nothing."""
     observed = observe(info, x, pos)
-    return _judged(info, x, observed, arriving(info, x, pos, observed), lse)
+    return judged(info, x, observed, arriving(info, x, pos, observed), lse)
 
 
 def _sight(info: LayerInfo, new: Entry) -> tuple[int | None, Array | None]:
@@ -65,13 +65,14 @@ def _sight(info: LayerInfo, new: Entry) -> tuple[int | None, Array | None]:
     return (policy.admission.window, new.admit) if hides and not sliding else (info.window, None)
 
 
-def _judged(
-    info: LayerInfo, x: Heads, observed: Observation, new: Entry, lse: Float[Array, "B N T"]
+def judged(
+    info: LayerInfo, x: Heads, observed: Observation, new: Entry, lse: Float[Array, "B N T"] | None
 ) -> Entry:
-    """The tokens with ``admit`` set where they are retained."""
+    """The tokens with ``admit`` set where they are retained; ``lse`` is read where an eviction needs mass."""
     policy, pos, sliding = info.policy, observed.pos, info.window is not None
     window, bits = _sight(info, new)
     if policy.budget.limited and policy.eviction.needs_mass and not sliding:
+        assert lse is not None
         mass = column_mass(
             major(x.q),
             new.k,
