@@ -45,6 +45,7 @@ NEIGHBOURS = {
     " + confidence(19, loose=30, threshold=0.6, slope=1.01, wh=0.5, wm=0.25, wp=0.25)",
     "expected_attention(16) + critical + uniform(0.5)": "expected_attention(16, sinks=2) + critical(0.4, floor=0.01)"
     " + uniform(0.52)",
+    "kvzip(20, instruction=(5, 7)) + uniform(0.5)": "kvzip(20, instruction=(5, 7)) + uniform(0.52)",
     "snapkv(8) + chunks(7) + uniform(0.5)": "snapkv(8) + chunks(7) + uniform(0.48)",
     "random + entropy_chunks(7) + uniform(0.5)": "random(7) + entropy_chunks(7) + uniform(0.52)",
     "quest(3, chunk=4, recent=8)": "quest(3, chunk=4, recent=8) + sinks(2)",

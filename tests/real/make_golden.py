@@ -19,6 +19,7 @@ wrapped.npz, for the c-th pair of a wrapper and a ratio: kept_c.
 from __future__ import annotations
 
 import sys
+import tempfile
 from pathlib import Path
 
 import kvpress
@@ -112,11 +113,16 @@ def of_wrappers(folder: str) -> dict[str, np.ndarray]:
     ids = torch.tensor(tokenizer.encode(BOOK, add_special_tokens=False)[:CONTEXT])[None]
     full, arrays = DynamicCache(), {}
     model.model(input_ids=ids, past_key_values=full)
+    tokenizer.chat_template = None  # else KVzip takes the first tokens for a template's and scores them 0
+    plain = tempfile.TemporaryDirectory()
+    tokenizer.save_pretrained(plain.name)
+    model.config.name_or_path = plain.name  # where KVzip looks for it
     for c, (name, ratio) in enumerate((name, ratio) for name in WRAPPED for ratio in WRAPPED_RATIOS):
         outer, inner, arguments = WRAPPED[name]
         cache = DynamicCache()
         press = getattr(kvpress, inner)(compression_ratio=ratio, **arguments)
-        with getattr(kvpress, outer)(press)(model):
+        press = getattr(kvpress, outer)(press) if outer else press
+        with press(model):
             model.model(input_ids=ids, past_key_values=cache)
         kept = np.stack([held(one.keys[0], all_.keys[0]) for one, all_ in zip(cache.layers, full.layers)])
         for index, layer in enumerate(model.model.layers):  # where heads differ, it keeps all and masks
