@@ -94,6 +94,7 @@ TABLE = {
     "kvjax.decode._by_layer": rf"{STATE}|kvjax\.(algebra|layer|decode\._step)",
     "kvjax.decode._loop": rf"{STATE}|kvjax\.(algebra|sampling|decode\._(step|by_layer))",
     "kvjax.decode._prefill": rf"{STATE}|kvjax\.(algebra|catalogue|layer|metrics|decode\._(?!generate).+)",
+    "kvjax.decode._replay": rf"{STATE}|kvjax\.(algebra|layer|decode\._(capacity|checks))",
     "kvjax.decode._activations": rf"{STATE}|kvjax\.(algebra|layer|decode\._(by_layer|capacity|checks))",
     "kvjax.decode._generate": rf"{STATE}|kvjax\.(algebra|catalogue|weights|metrics|sampling|decode\._.+)",
     "kvjax.catalogue": r"kvjax\.(algebra|policies|budgets(\.amount)?|storage|catalogue\._.+)",

@@ -43,8 +43,8 @@ NEIGHBOURS = {
     "kvp(2, recent=8) + uniform(23, every_step)": "kvp(1, recent=8) + uniform(22, every_step)",
     "conf_kv(recent=8) + confidence(20, loose=31)": "conf_kv(0.4, gamma=0.9, recent=8)"
     " + confidence(19, loose=30, threshold=0.6, slope=1.01, wh=0.5, wm=0.25, wp=0.25)",
-    "expected_attention(16) + critical + uniform(0.5)": "expected_attention(16, sinks=2) + critical(0.4, floor=0.01)"
-    " + uniform(0.52)",
+    "expected_attention(16) + critical + uniform(0.5)": "expected_attention(16, sinks=2)"
+    " + critical(0.4, floor=0.01) + uniform(0.52)",
     "kvzip(20, instruction=(5, 7)) + uniform(0.5)": "kvzip(20, instruction=(5, 7)) + uniform(0.52)",
     "snapkv(8) + chunks(7) + uniform(0.5)": "snapkv(8) + chunks(7) + uniform(0.48)",
     "random + entropy_chunks(7) + uniform(0.5)": "random(7) + entropy_chunks(7) + uniform(0.52)",

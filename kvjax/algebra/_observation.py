@@ -33,8 +33,8 @@ class Observation:
 
     ``k``, ``v``, ``k_pre``, ``q``, ``q_pre``, ``hidden`` are those of ``Heads``; ``q_last`` is the query
     (after RoPE) of each row's last real token; ``wo_norm`` is a method; ``mass`` is the attention that each
-    token of a prompt received, weighted by ``Eviction.query_weights``, and ``replayed`` the highest score that
-    ``Eviction.replayed`` gave it.
+    token of a prompt received, weighted by ``Eviction.query_weights``, and ``replayed`` the highest score
+    that ``Eviction.replayed`` gave it.
 
     Attributes:
       pos: true positions, EMPTY for padding.

@@ -253,13 +253,13 @@ def _refuse_illegal_pairs(p: Policy) -> None:
         unseen = sorted(one.needs - {"k", "v", "wo_norm"})
         if one is not p.eviction.chain[0] and unseen:
             raise PolicyError(
-                f"{p.eviction!r} feeds a prompt twice and then cuts it, when its keys and values are all that is "
-                f"left, but {one.word} reads {' and '.join(unseen)}. Leave one of them out."
+                f"{p.eviction!r} feeds a prompt twice and then cuts it, when its keys and values are all that "
+                f"is left, but {one.word} reads {' and '.join(unseen)}. Leave one of them out."
             )
     if p.eviction.replays and p.admission.prefill and not p.admission.idle:
         raise PolicyError(
-            f"{p.eviction!r} reads a prompt into a full cache before it cuts, but {p.admission!r} hides tokens "
-            "while a prompt is read. Leave one of them out."
+            f"{p.eviction!r} reads a prompt into a full cache before it cuts, but {p.admission!r} hides "
+            "tokens while a prompt is read. Leave one of them out."
         )
     if not p.eviction.idle and not p.budget.limited:
         raise PolicyError(

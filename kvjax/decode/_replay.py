@@ -47,8 +47,8 @@ def prompt_pieces(
                 asks = len(piece.tokens) - again
                 raise RequestError(
                     f"{call}: row {row} needs {len(prompt) + len(piece.tokens)} positions, for a prompt of "
-                    f"{len(prompt)} tokens, {asks} of instruction and {again} of the prompt once more, and the "
-                    f"model was trained for {most}. Shorten the prompt, or the pieces of {policy.eviction!r}."
+                    f"{len(prompt)} tokens, {asks} of instruction and {again} of the prompt once more, and "
+                    f"the model was trained for {most}. Shorten the prompt, or the pieces of {policy.eviction!r}."
                 )
     return pieces
 

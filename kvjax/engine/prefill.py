@@ -118,7 +118,7 @@ class Prefill:
         return [max(pool.coarse_class(max(1, pages)), held) for pages, held in zip(need, have)]
 
     def _whole_bytes(self) -> int:
-        """Bytes of a whole layer that is not compressed yet; of a prompt that is fed twice, of all and a piece."""
+        """Bytes of a layer that is not compressed yet; of all and a piece where the prompt is fed twice."""
         cache, tokens = self.structure.row.layers[0], decode.bucket(len(self.request.tokens))
         _, heads, _, dim = cache.ring.k.shape
         slot = heads * (2 * dim * cache.ring.k.dtype.itemsize + 16)
@@ -335,7 +335,7 @@ class Prefill:
     def _second_pass(
         self, network: Any, where: tuple[Any, ...], x: Any, total: Any, seeds: Any
     ) -> list[Program]:
-        """What a layer runs of a prompt that is fed twice; over several devices it is found when it is called."""
+        """What a layer runs of a prompt that is fed twice; over several devices calls find most of it."""
         own, mesh = self.structure, self.shapes.mesh
         _, policy, window, _, block, _, index = where
         hold = (network, window, block, x, total, mesh, False)

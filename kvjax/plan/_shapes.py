@@ -61,8 +61,10 @@ def read_every_step(case: Deployment) -> Params:
 
 
 def full_cache(case: Deployment) -> int:
-    """Bytes that a device holds of prompts that are fed twice: all layers' keys, values and scores, and a piece's
-    keys and values of a layer, at most as many."""
+    """Bytes that a device holds of prompts that are fed twice.
+
+    That is keys, values and scores of all layers, and a piece's keys and values of one, at most as many.
+    """
     slot = 2 * case.spec.head_dim * case.itemsize
     return case.device_heads * case.read_at_once * (case.spec.num_layers * (slot + 4) + slot)
 

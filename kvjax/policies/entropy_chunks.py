@@ -44,8 +44,8 @@ class EntropyChunks(Runs):
         super().__post_init__()
         if self.spiky >= self.size:
             raise PolicyError(
-                f"{self.word}: spiky={self.spiky} is not below size={self.size}. Give a whole number from 1 to "
-                f"{self.size - 1}."
+                f"{self.word}: spiky={self.spiky} is not below size={self.size}. Give a whole number from 1 "
+                f"to {self.size - 1}."
             )
 
     def order(self, scores: Float[Array, "B M S"]) -> Int[Array, "B T"]:

@@ -13,7 +13,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.algebra import Argument, Eviction, Observation, Piece, PolicyError, Replay, Switch, Tokenizer, Whole
+from kvjax.algebra import (
+    Argument,
+    Eviction,
+    Observation,
+    Piece,
+    PolicyError,
+    Replay,
+    Switch,
+    Tokenizer,
+    Whole,
+)
 from kvjax.types import EMPTY, Params
 
 if TYPE_CHECKING:
@@ -49,10 +59,10 @@ class Instruction(Argument):
 class KVzip(Eviction):
     """Score = the greatest attention received over a group's query heads and the queries of a second pass.
 
-    The prompt is read into a full cache. Then it is fed once more, in pieces of ``size`` tokens, each behind an
-    instruction to repeat it, at the positions after the prompt; nothing of that stays. Queries of a piece are
-    scored over the first ``sinks`` tokens, the tokens that the piece repeats, and the piece itself, in float32.
-    The first ``sinks`` tokens go last.
+    The prompt is read into a full cache. Then it is fed once more, in pieces of ``size`` tokens, each behind
+    an instruction to repeat it, at the positions after the prompt; nothing of that stays. A query's attention
+    is shared among the first ``sinks`` tokens, the tokens that its piece repeats, and the piece itself, in
+    float32. The first ``sinks`` tokens go last.
 
     Attributes:
       size: tokens of a piece.
@@ -95,8 +105,8 @@ class KVzip(Eviction):
             return np.asarray(self.instruction, np.int32)
         if text is None:
             raise PolicyError(
-                f"{self!r} asks in words for the prompt once more, and this model has no tokenizer beside it. "
-                "Give the instruction as token ids, as in kvzip(instruction=(5, 7))."
+                f"{self!r} asks in words for the prompt once more, and this model has no tokenizer beside "
+                "it. Give the instruction as token ids, as in kvzip(instruction=(5, 7))."
             )
         words, lead = self.instruction, before[:0]
         if words is None:

@@ -34,7 +34,9 @@ def layers(tokens: list[int]) -> list[dict[str, np.ndarray]]:
         return x / np.sqrt((x * x).mean(-1, keepdims=True) + spec.norm_eps) * weight
 
     half = spec.head_dim // 2
-    turn = np.exp(1j * np.arange(len(tokens))[:, None] * spec.rope.theta ** (-np.arange(half) / half))[:, None]
+    turn = np.exp(1j * np.arange(len(tokens))[:, None] * spec.rope.theta ** (-np.arange(half) / half))[
+        :, None
+    ]
 
     def rotate(x: np.ndarray) -> np.ndarray:
         z = (x[..., :half] + 1j * x[..., half:]) * turn
@@ -49,7 +51,9 @@ def layers(tokens: list[int]) -> list[dict[str, np.ndarray]]:
         out = np.zeros(q.shape)
         for n in range(spec.num_heads):
             s = q[:, n] @ k[:, n // spec.groups].T / np.sqrt(spec.head_dim)
-            out[:, n] = softmax(np.where(np.tri(len(tokens), dtype=bool), s, -np.inf)) @ v[:, n // spec.groups]
+            out[:, n] = (
+                softmax(np.where(np.tri(len(tokens), dtype=bool), s, -np.inf)) @ v[:, n // spec.groups]
+            )
         x = x + np.einsum("tnh,dnh->td", out, w["wo"])
         y = norm(x, w["mlp_norm"])
         gate = y @ w["w_gate"].T
@@ -160,7 +164,9 @@ def test_a_model_without_a_tokenizer_is_told_to_give_ids(call):
 @pytest.mark.parametrize("call", ["prefill", "cut", "submit"])
 def test_what_exceeds_the_positions_is_refused_with_the_numbers(call):
     policy = f"kvzip(100, instruction={ASK}) + uniform(0.5)"
-    with pytest.raises(RequestError, match="row 0 needs 263 positions, for a prompt of 160 tokens, 3 of .* 100"):
+    with pytest.raises(
+        RequestError, match="row 0 needs 263 positions, for a prompt of 160 tokens, 3 of .* 100"
+    ):
         ask(call, policy, tiny.prompt(160))
 
 

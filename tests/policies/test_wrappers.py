@@ -1,4 +1,4 @@
-"""Wrappers against float64 NumPy: what each keeps of scores that another eviction gives, and of which word."""
+"""Wrappers against float64 NumPy: what each keeps of another eviction's scores, and their words."""
 
 from __future__ import annotations
 
@@ -192,7 +192,9 @@ def spiky_chunks(score: np.ndarray, size: int, few: int) -> list[int]:
     return first + sorted(later, key=lambda p: -score[p])
 
 
-@pytest.mark.parametrize(("size", "amount", "sinks"), [(7, 15, 0), (5, 0.4, 0), (7, 12, 3), (50, 6, 0), (1, 9, 0)])
+@pytest.mark.parametrize(
+    ("size", "amount", "sinks"), [(7, 15, 0), (5, 0.4, 0), (7, 12, 3), (50, 6, 0), (1, 9, 0)]
+)
 def test_whole_runs_stay_and_the_next_one_fills_the_rest(size, amount, sinks):
     policy = Policy(eviction=Chunks(size, of=Drawn()), budget=Uniform(amount), sinks=sinks)
 
@@ -229,9 +231,7 @@ def test_runs_take_what_critical_makes_of_the_scores():
     policy = Policy(eviction=Chunks(5, of=Critical(of=Drawn())), budget=Uniform(12))
 
     def right(row, length):
-        score = sum(
-            (SCORES[row, h, :length] + 1e-4) * norms(row, h, length) for h in range(rows.K)
-        )
+        score = sum((SCORES[row, h, :length] + 1e-4) * norms(row, h, length) for h in range(rows.K))
         return [chunks(score, 5)[:12]] * rows.K
 
     check(policy, right)
