@@ -57,6 +57,8 @@ class Heads:
         positions turn nothing. Static.
       project: makes queries (``q_pre``) of any hidden states, by the layer's own weights; None where the
         model has no such map.
+      wo: the layer's output projection, the last weights that a head's value goes through before it is added
+        to the others'; None where the model shows none.
     """
 
     q: Float[Array, "B T N H"]
@@ -68,6 +70,7 @@ class Heads:
     softcap: float | None = None
     rotate: Rotate | None = None
     project: Project | None = None
+    wo: Float[Array, "D N H"] | None = None
 
 
 AttendFn = Callable[[int, Heads, C], "tuple[Array, C]"]

@@ -116,6 +116,12 @@ class Budget(Part):
         """The mean target of a layer's KV heads, where scores only divide its slots (``from_scores``)."""
         return None
 
+    def secured(
+        self, frame: Frame, length: Int[Array, " B"], scores: Float[Array, "B K T"]
+    ) -> Float[Array, "B K T"]:
+        """The scores, +inf for tokens that stay in a head whatever a wrapper makes of the scores."""
+        return scores
+
     def targets(
         self, frame: Frame, length: Int[Array, " B"], scores: Float[Array, "B K T"] | None
     ) -> Int[Array, "B K"]:

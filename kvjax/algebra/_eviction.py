@@ -9,11 +9,13 @@ import jax.numpy as jnp
 
 from kvjax.algebra._observation import Observation
 from kvjax.algebra._part import Part
+from kvjax.algebra._replay import Piece, Replay, Tokenizer
 from kvjax.cache.pages import Slots
 from kvjax.types import Params
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Float, Int
+    import numpy as np
+    from jaxtyping import Array, Bool, Float, Int
 
 
 FIRST = float(jnp.finfo(jnp.float32).max)
@@ -31,6 +33,9 @@ class Eviction(Part):
       on_arrival: where ``scores_prompt``, how to write the part so that it ranks generated tokens too, or "".
       shared_ranking: all KV heads of a layer keep the same tokens. While decoding their slots then have one
         order, and ``accumulate`` receives the mean mass over all heads of the layer (N is 1).
+      replays: a prompt is fed once more, in ``pieces``, before it is cut (``replayed``); other parts then see
+        its keys and values only.
+      runs: of a prompt it keeps runs of neighbouring tokens, the same in all KV heads of a layer (``Runs``).
     """
 
     place = "eviction"
@@ -38,6 +43,8 @@ class Eviction(Part):
     ranks_held: ClassVar[bool] = False
     on_arrival: ClassVar[str] = ""
     shared_ranking: ClassVar[bool] = False
+    replays: ClassVar[bool] = False
+    runs: ClassVar[bool] = False
 
     @property
     def needs_mass(self) -> bool:
@@ -90,6 +97,37 @@ class Eviction(Part):
         pos = jnp.broadcast_to(observed.pos[:, None, :], (observed.pos.shape[0], 1, observed.pos.shape[1]))
         seen = observed.total[:, None, None]
         return self.score(params, Slots(pos=pos, live=pos >= 0, meta=meta, seen=seen))
+
+    def pieces(self, prompt: Int[np.ndarray, " T"], text: Tokenizer | None) -> list[Piece]:
+        """What is fed behind a prompt, one piece after the other; asked on the host, where it ``replays``.
+
+        Raises:
+          PolicyError: it needs a tokenizer, and the model has none.
+        """
+        raise NotImplementedError
+
+    def replayed(self, piece: Replay) -> Float[Array, "B K T"]:
+        """Scores that a piece gives the prompt's tokens, 0 or more; of all pieces the highest counts."""
+        raise NotImplementedError
+
+    def rescored(self, observed: Observation, scores: Float[Array, "B K T"]) -> Float[Array, "B K T"]:
+        """What a wrapper makes of a prompt's scores, once the budget has seen them; see ``choose``."""
+        return scores
+
+    def choose(
+        self, observed: Observation, scores: Float[Array, "B K T"], target: Int[Array, "B K"]
+    ) -> Bool[Array, "B K T"]:
+        """Which tokens of a prompt stay, asked after the budget has said each head's number.
+
+        By default those with the best scores; of equals the lowest positions.
+
+        Args:
+          observed: the prompt.
+          scores: of ``score_prompt``; +inf where a token is protected, -inf where it may not stay.
+          target: tokens of each KV head, broadcastable.
+        """
+        place = jnp.argsort(jnp.argsort(-scores, axis=-1, stable=True), axis=-1)
+        return place < target[..., None]
 
 
 @dataclasses.dataclass(frozen=True, repr=False)

@@ -19,8 +19,11 @@ if TYPE_CHECKING:
 
 V = TypeVar("V")
 
-OBSERVABLE = ("k", "v", "k_pre", "q", "q_pre", "q_last", "hidden", "mass")
-"""What a part may name in ``needs``; only an eviction may name ``mass``."""
+OBSERVABLE = ("k", "v", "k_pre", "q", "q_pre", "q_last", "hidden", "wo_norm", "replayed", "mass")
+"""What a part may name in ``needs``; ``wo_norm`` comes with ``v``."""
+
+OF_EVICTIONS = ("replayed", "mass")
+"""What only an eviction may name."""
 
 
 @pytree(static=("layers", "softcap", "rotate", "heads"))
@@ -29,8 +32,9 @@ class Observation:
     """What a part may see of T tokens arriving at one layer; only declared quantities are present.
 
     ``k``, ``v``, ``k_pre``, ``q``, ``q_pre``, ``hidden`` are those of ``Heads``; ``q_last`` is the query
-    (after RoPE) of each row's last real token; ``mass`` is the attention that each token of a prompt
-    received, weighted by ``Eviction.query_weights``.
+    (after RoPE) of each row's last real token; ``wo_norm`` is a method; ``mass`` is the attention that each
+    token of a prompt received, weighted by ``Eviction.query_weights``, and ``replayed`` the highest score
+    that ``Eviction.replayed`` gave it.
 
     Attributes:
       pos: true positions, EMPTY for padding.
@@ -40,6 +44,7 @@ class Observation:
       values: the declared quantities by name; read them through the properties.
       softcap, rotate, project: the bound on the model's scores, its RoPE at this layer, and its map from
         hidden states to queries; see ``Heads``.
+      wo: the layer's output projection, where ``wo_norm`` is declared.
       seeds: of each row's request, for random draws; None for tokens that come after a prompt.
       admitted: which tokens of a prompt may stay (for a budget, and for an eviction that ranks a prompt);
         None while that is not decided.
@@ -56,6 +61,7 @@ class Observation:
     softcap: float | None = None
     rotate: Rotate | None = None
     project: Project | None = None
+    wo: Float[Array, "D N H"] | None = None
     seeds: Int[Array, " B"] | None = None
     admitted: Bool[Array, "B K T"] | None = None
     heads: AllHeads = HERE
@@ -100,6 +106,14 @@ class Observation:
 
         # One row at a time, so that only count * H * H numbers are in memory.
         return jax.lax.map(images, self.total)
+
+    def wo_norm(self, order: int = 1) -> Float[Array, "B N T"]:
+        """The norm of what each value adds to the output of each query head, ||W_o v||; float32.
+
+        Args:
+          order: 1 or 2, of the norm.
+        """
+        return output_norm(self.wo, self.v, order)
 
     def once(self, name: str, make: Callable[[], V]) -> V:
         """The result of ``make()``, cached under ``name``: parts that need the same value share it."""
@@ -153,5 +167,28 @@ class Observation:
         return self._declared("hidden")
 
     @property
+    def replayed(self) -> Float[Array, "B K T"]:
+        return self._declared("replayed")
+
+    @property
     def mass(self) -> Float[Array, "B N T"]:
         return self._declared("mass")
+
+
+def output_norm(
+    wo: Float[Array, "D N H"] | None, v: Float[Array, "B K T H"], order: int
+) -> Float[Array, "B N T"]:
+    """The norm of what each value adds to the output of each query head; float32."""
+    if wo is None:
+        raise PolicyError(
+            "a part reads 'wo_norm', and no output projection is there. Declare it in `needs`, on a model "
+            "whose layers hand `attend` their `wo` (Heads.wo)."
+        )
+    group = wo.shape[1] // v.shape[1]
+
+    def of_head(n: Int[Array, ""]) -> Float[Array, "B T"]:
+        out = jnp.einsum("bth,dh->btd", v[:, n // group], wo[:, n], preferred_element_type=jnp.float32)
+        return jnp.linalg.norm(out, ord=order, axis=-1)
+
+    # A head at a time, so that only B * T * D numbers are in memory.
+    return jnp.moveaxis(jax.lax.map(of_head, jnp.arange(wo.shape[1])), 0, 1)

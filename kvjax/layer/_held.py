@@ -1,6 +1,6 @@
 """All that a KV head holds, ranked as a prompt of its own, by the queries that were asked last.
 
-Why: kvjax/DESIGN.md, 26.
+Why: kvjax/DESIGN.md, 29.
 """
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ def observe(info: LayerInfo, x: Heads, pos: Int[Array, "B T"]) -> Observation:
     values = {
         name: getattr(x, name) if name == "hidden" else major(getattr(x, name))
         for name in OBSERVABLE
-        if name in info.policy.needs and name not in ("mass", "q_last")  # mass: known after attention only
+        if name in info.policy.needs and name not in ("mass", "q_last", "wo_norm", "replayed")  # made later
     }
     if "q_last" in info.policy.needs:
         last = jnp.argmax(pos, axis=1)
@@ -104,6 +104,7 @@ def observe(info: LayerInfo, x: Heads, pos: Int[Array, "B T"]) -> Observation:
         softcap=x.softcap,
         rotate=x.rotate,
         project=x.project,
+        wo=x.wo if "wo_norm" in info.policy.needs else None,
         seeds=info.seeds,
         heads=info.heads,
     )

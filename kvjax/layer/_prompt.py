@@ -39,7 +39,7 @@ def prompt(info: LayerInfo, x: Heads, pos: Int[Array, "B T"]) -> tuple[Float[Arr
     new = arriving(info, x, pos, observed)
     window, bits = _sight(info, new)
     partial = attend_among(major(x.q), new, info.total, window, bits, x.softcap, x.v.dtype)
-    return merged((partial,), x.v.dtype)[0], _judged(info, x, observed, new, partial[1])
+    return merged((partial,), x.v.dtype)[0], judged(info, x, observed, new, partial[1])
 
 
 def attend_prompt(
@@ -54,7 +54,7 @@ def attend_prompt(
 def judge(info: LayerInfo, x: Heads, pos: Int[Array, "B T"], lse: Float[Array, "B N T"]) -> Entry:
     """``prompt`` without its attention, of which only the lse is needed: for policies that hide nothing."""
     observed = observe(info, x, pos)
-    return _judged(info, x, observed, arriving(info, x, pos, observed), lse)
+    return judged(info, x, observed, arriving(info, x, pos, observed), lse)
 
 
 def _sight(info: LayerInfo, new: Entry) -> tuple[int | None, Array | None]:
@@ -65,13 +65,14 @@ def _sight(info: LayerInfo, new: Entry) -> tuple[int | None, Array | None]:
     return (policy.admission.window, new.admit) if hides and not sliding else (info.window, None)
 
 
-def _judged(
-    info: LayerInfo, x: Heads, observed: Observation, new: Entry, lse: Float[Array, "B N T"]
+def judged(
+    info: LayerInfo, x: Heads, observed: Observation, new: Entry, lse: Float[Array, "B N T"] | None
 ) -> Entry:
-    """The tokens with ``admit`` set where they are retained."""
+    """The tokens with ``admit`` set where they are retained; ``lse`` is read where an eviction needs mass."""
     policy, pos, sliding = info.policy, observed.pos, info.window is not None
     window, bits = _sight(info, new)
     if policy.budget.limited and policy.eviction.needs_mass and not sliding:
+        assert lse is not None
         mass = column_mass(
             major(x.q),
             new.k,
@@ -95,7 +96,7 @@ def _judged(
 
 
 def retained(info: LayerInfo, new: Entry, observed: Observation) -> Bool[Array, "B K T"]:
-    """Which tokens stay: the protected, then the best scores up to the target; ties: lowest position."""
+    """Which tokens stay: the protected, then those that the eviction chooses, up to the target."""
     policy, shape = info.policy, new.admit.shape
     # Where the budget acts later too, the ring is live whatever it scores.
     newest = policy.ring_tokens if policy.decides_later else policy.protects
@@ -112,11 +113,12 @@ def retained(info: LayerInfo, new: Entry, observed: Observation) -> Bool[Array, 
     else:
         score = policy.eviction.score_prompt(info.weights("eviction"), observed)
     score = jnp.where(free, jnp.broadcast_to(score, shape), jnp.where(safe, jnp.inf, -jnp.inf))
-    scores = score if policy.budget.from_scores else None
-    target = policy.budget.targets(info.frame(new.k, observed), info.total, scores)
+    frame, scores = info.frame(new.k, observed), score if policy.budget.from_scores else None
+    target = policy.budget.targets(frame, info.total, scores)
     target = jnp.maximum(target, safe.sum(axis=-1))
-    order = jnp.argsort(jnp.argsort(-score, axis=-1, stable=True), axis=-1)
-    return (order < target[..., None]) & (score > -jnp.inf)
+    if not policy.eviction.runs:
+        score = policy.budget.secured(frame, info.total, score)
+    return policy.eviction.choose(observed, score, target) & (score > -jnp.inf)
 
 
 def store(info: LayerInfo, cache: LayerCache, new: Entry, count: Int[Array, " B"]) -> LayerCache:

@@ -174,6 +174,7 @@ def project(
         softcap=spec.attn_softcap,
         rotate=to_position,
         project=jax.tree_util.Partial(functools.partial(queries, spec), of_queries),
+        wo=p["wo"],
     )
 
 

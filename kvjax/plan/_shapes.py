@@ -60,6 +60,15 @@ def read_every_step(case: Deployment) -> Params:
     return {name: x for name, x in params(case).items() if name not in tables}
 
 
+def full_cache(case: Deployment) -> int:
+    """Bytes that a device holds of prompts that are fed twice.
+
+    That is keys, values and scores of all layers, and a piece's keys and values of one, at most as many.
+    """
+    slot = 2 * case.spec.head_dim * case.itemsize
+    return case.device_heads * case.read_at_once * (case.spec.num_layers * (slot + 4) + slot)
+
+
 # --- slots ---------------------------------------------------------------------------------------
 
 
