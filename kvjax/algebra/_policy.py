@@ -261,8 +261,8 @@ def _refuse_illegal_pairs(p: Policy) -> None:
         unseen = sorted(one.needs - {"k", "v", "wo_norm"})
         if one is not p.eviction.chain[0] and unseen:
             raise PolicyError(
-                f"{p.eviction!r} feeds a prompt twice and then cuts it, when its keys and values are all that "
-                f"is left, but {one.word} reads {' and '.join(unseen)}. Leave one of them out."
+                f"{p.eviction!r} feeds a prompt twice and then cuts it, when its keys and values are all "
+                f"that is left, but {one.word} reads {' and '.join(unseen)}. Leave one of them out."
             )
     if p.eviction.replays and p.admission.prefill and not p.admission.idle:
         raise PolicyError(

@@ -34,21 +34,25 @@ def due(policy: Policy, length: Int[Array, " B"], count: Int[Array, " B"]) -> Bo
 
 
 def evict(
-    info: LayerInfo, x: Heads, cache: LayerCache, length: Int[Array, " B"], acts: Bool[Array, " B"]
+    info: LayerInfo,
+    cache: LayerCache,
+    length: Int[Array, " B"],
+    acts: Bool[Array, " B"],
+    x: Heads | None = None,
 ) -> LayerCache:
     """KV heads over their target lose their lowest slots, ranked once; mostly at most one each.
 
     Args:
       info: which layer.
-      x: heads of the newest tokens, for the layer's RoPE and bound on scores.
       cache: after the newest tokens were written.
       length: tokens each row has seen, these included.
       acts: rows for which the budget acts (``due``); the others are left alone.
+      x: heads of the newest tokens, where all that is held is ranked (``Policy.ranks_held``).
     """
     if cache.pages is None or not info.policy.decides_later:
         return cache
     if info.policy.ranks_held or info.policy.budget.from_scores:
-        return _if(acts.any(), lambda cache: _evict_by_held(info, x, cache, length, acts), cache)
+        return _if(acts.any(), lambda cache: _evict_by_held(info, cache, length, acts, x), cache)
     excess = _excess(info, cache, per_head.live(cache.pools), length, acts)
     most = excess.max()
     cache = _if(most == 1, lambda cache: _evict_one(info, cache, length, excess), cache)
@@ -159,11 +163,16 @@ def _evict_many(
 
 
 def _evict_by_held(
-    info: LayerInfo, x: Heads, cache: LayerCache, length: Int[Array, " B"], acts: Bool[Array, " B"]
+    info: LayerInfo,
+    cache: LayerCache,
+    length: Int[Array, " B"],
+    acts: Bool[Array, " B"],
+    x: Heads | None,
 ) -> LayerCache:
     """Where all that a KV head holds decides: which tokens go, or how the heads divide a layer's slots."""
     policy, slots = info.policy, per_head.slots(cache.pools)
     if policy.ranks_held:
+        assert x is not None
         score, slots = held_scores(info, x, cache, length), _candidates(info, slots, length)
         score = jnp.where(slots.live, score, jnp.inf)
     else:

@@ -50,7 +50,7 @@ def step(
         read, cache = step_in_one_kernel(info, cache, new, x, length, count)
         return read.out, (cache, read)
     cache = admit_or_replace(info, cache, new, length, count)
-    cache = evict(info, x, cache, length + count, due(info.policy, length + count, count))
+    cache = evict(info, cache, length + count, due(info.policy, length + count, count), x)
     cache = demote(info.policy, cache, 1)
     q, track = major(x.q), tracks_mass(info, cache)
     positions = rings.positions(length + count, cache.ring.window)
@@ -144,7 +144,7 @@ def chunk(
     else:
         new = _exchanged(never, new, jax.tree.map(jnp.zeros_like, new))
     cache = dataclasses.replace(cache, ring=rings.put(ring, new, length, count))
-    cache = evict(info, x, cache, length + count, due(policy, length + count, count))
+    cache = evict(info, cache, length + count, due(policy, length + count, count), x)
     cache = demote(policy, cache, t)
     return out, cache
 
