@@ -34,6 +34,10 @@ COMBINED = (
     # φ over what a read leaves out, and over what is rejected and dropped.
     "topk(5, sinks=2, tail=6) + phi(4)",
     "conf_kv(recent=6) + int8(10) + confidence(14, loose=24, threshold=0.5) + phi(4)",
+    # Codes that tokens come to one by one, out of exact pages.
+    "tova + uniform(24, every_step) + kivi(2, recent=10, group=4)",
+    "tova + uniform(24, every_step) + int4(10, hadamard=True)",
+    "topk(5, sinks=2, tail=6) + kivi(4, recent=6, group=4)",
 )
 """Parts of several methods, where a pool exists only for the combination."""
 
@@ -43,6 +47,12 @@ SLOW = (
     "kvp(2, recent=6) + gvote(0.5, samples=2, ahead=8)",
     "random(1) + uniform(40, when=every(8)) + recent(8)",
     "int4(16)",
+    "int4(16, hadamard=True)",
+    "fp8(16)",
+    "kivi(4, recent=2, group=4)",
+    "tova + uniform(24, every_step) + kivi(2, recent=10, group=4)",
+    "tova + uniform(24, every_step) + int4(10, hadamard=True)",
+    "topk(5, sinks=2, tail=6) + kivi(4, recent=6, group=4)",
     "window(24) + sinks(4)",
     # Places and modes that other examples show, too; methods' own tests hold them to an oracle.
     "answer_window(8) + uniform(24) + sinks(2)",

@@ -1,4 +1,4 @@
-"""Keys and values that are turned before they are coded: against NumPy, and beside reads that are not turned."""
+"""Keys and values that are turned before they are coded: against NumPy, and beside codes of plain ones."""
 
 from __future__ import annotations
 
@@ -65,17 +65,16 @@ def test_an_outlier_in_one_token_costs_less_when_it_is_spread():
 
 
 SELECTIONS = (
-    "int8(8{})",
     "topk(6, sinks=2, tail=8) + int8(8{})",
     "magicpig(3, tables=12, sinks=2, tail=8) + int8(8{})",
-    "quest(2, chunk=4, dense=0, recent=8) + int8(8{})",
-    "tova + uniform(24, every_step) + int8(8{})",
+    pytest.param("int8(8{})", marks=pytest.mark.slow),
+    pytest.param("quest(2, chunk=4, dense=0, recent=8) + int8(8{})", marks=pytest.mark.slow),
 )
 
 
 @pytest.mark.parametrize("spec", SELECTIONS)
 def test_every_read_turns_its_queries(spec):
-    """Selections choose and estimate, and evictions weigh, as over pages that are not turned."""
+    """Selections choose and estimate as over pages that are not turned."""
     logits = []
     for more in ("", ", hadamard=True"):
         policy = kvjax.policy(spec.format(more))
@@ -87,9 +86,7 @@ def test_every_read_turns_its_queries(spec):
 
 
 def test_refusals():
-    with pytest.raises(
-        PolicyError, match=r"phi.*int8\(hadamard=True\)? ?.*turned. Leave hadamard out|turned"
-    ):
+    with pytest.raises(PolicyError, match=r"phi.*hadamard=True.*turned. Leave hadamard out"):
         kvjax.policy("write_gate(0.5) + int8(hadamard=True) + phi(4)")
     with pytest.raises(PolicyError, match="hadamard=1 is not a valid switch"):
         Int8(hadamard=1)
