@@ -36,7 +36,7 @@ COMBINED = (
     "conf_kv(recent=6) + int8(10) + confidence(14, loose=24, threshold=0.5) + phi(4)",
     # Codes that tokens come to one by one, out of exact pages.
     "tova + uniform(24, every_step) + kivi(2, recent=10, group=4)",
-    "tova + uniform(24, every_step) + int4(10, hadamard=True)",
+    "tova + uniform(24, every_step) + int8(10, hadamard=True)",
     "topk(5, sinks=2, tail=6) + kivi(4, recent=6, group=4)",
 )
 """Parts of several methods, where a pool exists only for the combination."""
@@ -51,7 +51,7 @@ SLOW = (
     "fp8(16)",
     "kivi(4, recent=2, group=4)",
     "tova + uniform(24, every_step) + kivi(2, recent=10, group=4)",
-    "tova + uniform(24, every_step) + int4(10, hadamard=True)",
+    "tova + uniform(24, every_step) + int8(10, hadamard=True)",
     "topk(5, sinks=2, tail=6) + kivi(4, recent=6, group=4)",
     "window(24) + sinks(4)",
     # Places and modes that other examples show, too; methods' own tests hold them to an oracle.
@@ -300,7 +300,11 @@ def test_sinks_and_window_are_there_and_no_position_is_held_twice(policy):
 paged_policy = each([p for p in EXAMPLES if p.paged(tiny.CONTEXT)])
 
 
-@paged_policy
+# Codes of few bits change visibly where a slot moves into another page, and the order decides which moves.
+COARSE = [p for p in EXAMPLES if p.decides_later and p.storage.name in ("int4", "kivi")]
+
+
+@each([p for p in EXAMPLES if p.paged(tiny.CONTEXT) and p not in COARSE])
 def test_permuting_slots_changes_nothing(policy):
     life, random = live(policy), np.random.default_rng(3)
     # A chunk is chosen as a whole; keys of a group share a scale.

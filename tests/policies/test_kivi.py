@@ -12,7 +12,7 @@ import tiny
 from policy_oracle import ALL, append, contents, entry, remove, room
 
 import kvjax
-from kvjax.algebra import PolicyError
+from kvjax.algebra import Policy, PolicyError
 from kvjax.cache.pages import Pages
 from kvjax.models import decoder
 from kvjax.storage.kivi import Kivi
@@ -156,12 +156,9 @@ def test_a_group_of_equal_keys_is_exact_and_huge_ones_stay_finite():
     assert np.isfinite(contents(pages, 0, 0, TWO)[1]).all()
 
 
-@pytest.mark.parametrize(
-    "spec", ["kivi(2, recent=8, group=4)", "write_gate(0.5, window=12) + kivi(4, 12, 8)"]
-)
-def test_any_portions_of_a_text_give_the_same_codes(spec):
+def test_any_portions_of_a_text_give_the_same_codes():
     """The window shows a group's future: chunks of any size, and steps, leave the codes of a whole prompt."""
-    policy, texts = kvjax.policy(spec), [tiny.prompt(60, 1), tiny.prompt(43, 2)]
+    policy, texts = Policy(storage=Kivi(2, recent=8, group=4)), [tiny.prompt(60, 1), tiny.prompt(43, 2)]
     held = []
     for chunk, prompt in ((60, 60), (7, 60), (16, 30)):  # the last goes on step by step
         state, _ = tiny.read(policy, [text[:prompt] for text in texts], chunk)
