@@ -2,9 +2,9 @@
 
 python -m studies.storage --out results/storage
 
-Half a text is read, the other half is fed token by token; a loss is in nats a token against the full cache on
-the same texts, with its 95 % interval. Bytes are those of rings, pages, scales, positions and page tables right
-after the prompt, over keys and values in bfloat16.
+Half a text is read, the other half is fed token by token. A loss is in nats a token, against the full cache
+on the same texts, with its 95 % interval. Bytes are those of rings, pages, scales, positions and page
+tables after the prompt, over keys and values in bfloat16.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Cost:
 
 
 def share(model: LanguageModel, policy: Policy, tokens: list[int]) -> float:
-    """Bytes allocated after these tokens over keys and values at 16 bits; the model's weights are bfloat16."""
+    """Bytes allocated after these tokens over keys and values at 16 bits; the model is in bfloat16."""
     network = model.network
     state, _ = decode.prefill(
         model, policy, [tokens], context=decode.bucket(len(tokens), network.max_positions)

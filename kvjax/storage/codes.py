@@ -3,7 +3,7 @@
 A page's scale only grows, and growing requantises the page. So a read multiplies once per channel and never
 per slot: the scale folds into q and into the output.
 
-Why: kvjax/DESIGN.md, 11.
+Why: kvjax/DESIGN.md, 11 and 26.
 """
 
 from __future__ import annotations
